@@ -14,9 +14,11 @@ class Hardware:
     """One device. memory: bytes. flops: dense bfloat16 FLOP/s. bandwidth: of the memory, bytes/s.
 
     link: bytes/s that a device can send. clock: Hz, to convert the compiler's cycle estimates to seconds; None if the
-    compiler gives none. chip: devices per chip.
+    compiler gives none. chip: devices per chip. machine: what programs reach on it, for `ladder-jax predict` and `plan`
+    (predict/hardware).
     """
 
+    machine: str
     memory: int
     flops: float
     bandwidth: float
@@ -27,12 +29,12 @@ class Hardware:
 
 # Clocks of TPUs follow from the peak: 128 x 128 (v5) or 256 x 256 multiply-adds a cycle in each matrix unit.
 HARDWARE = {
-    "v5e": Hardware(16 * GIB, 197e12, 819e9, 100e9, clock=1.5e9),
-    "v5p": Hardware(95 * GIB, 459e12, 2765e9, 300e9, clock=1.75e9),
-    "v6e": Hardware(32 * GIB, 918e12, 1640e9, 224e9, clock=1.75e9),
-    "tpu7x": Hardware(96 * GIB, 1153e12, 3690e9, 300e9, clock=2.2e9, chip=2),
-    "h100": Hardware(84_900_000_000, 989e12, 3352e9, 450e9),
-    "b200": Hardware(191_000_000_000, 2250e12, 8000e9, 900e9),
+    "v5e": Hardware("v5e", 16 * GIB, 197e12, 819e9, 100e9, clock=1.5e9),
+    "v5p": Hardware("v5p", 95 * GIB, 459e12, 2765e9, 300e9, clock=1.75e9),
+    "v6e": Hardware("v6e", 32 * GIB, 918e12, 1640e9, 224e9, clock=1.75e9),
+    "tpu7x": Hardware("tpu7x", 96 * GIB, 1153e12, 3690e9, 300e9, clock=2.2e9, chip=2),
+    "h100": Hardware("h100-nvlink", 84_900_000_000, 989e12, 3352e9, 450e9),
+    "b200": Hardware("b200-nvlink", 191_000_000_000, 2250e12, 8000e9, 900e9),
 }
 
 # Dense bfloat16 FLOP/s of one jax device, by a prefix of `jax.Device.device_kind`; the longest matching prefix counts.
@@ -51,3 +53,24 @@ PEAKS = {
     "NVIDIA H200": 989e12,
     "NVIDIA B200": HARDWARE["b200"].flops,
 }
+
+MACHINES = {  # names of predict/hardware, likewise
+    "TPU v5 lite": "v5e",
+    "TPU v5e": "v5e",
+    "TPU v5": "v5p",
+    "TPU v6": "v6e",
+    "TPU7x": "tpu7x",
+    "NVIDIA H100 PCIe": "h100-no-nvlink",
+    "NVIDIA H100": "h100-nvlink",
+    "NVIDIA H200": "h200-nvlink",
+    "NVIDIA B200": "b200-nvlink",
+    "NVIDIA B300": "b300-nvlink",
+    "NVIDIA L40S": "l40s-no-peer",
+    "NVIDIA A800": "a800-pcie",
+}
+
+
+def machine_of(device_kind: str) -> str | None:
+    """The machine of predict/hardware for devices of this kind, None for one that has none."""
+    matching = [kind for kind in sorted(MACHINES, key=len, reverse=True) if device_kind.startswith(kind)]
+    return MACHINES[matching[0]] if matching else None

@@ -11,10 +11,9 @@ import yaml
 from ladder_jax import cli
 from ladder_jax.errors import UserError
 from ladder_jax.parallel import Overlap
-from ladder_jax.predict import machine
-from ladder_jax.predict.calibrate import command, constants, fit, measure
-from ladder_jax.predict.calibrate.measure import Reduced, Timing
-from ladder_jax.predict.link import Kernel, Link, Ring
+from ladder_jax.predict import calibrate, machine, measure
+from ladder_jax.predict.machine import Kernel, Link, Ring
+from ladder_jax.predict.measure import Reduced, Timing
 from ladder_jax.schedule import roofline
 
 
@@ -78,23 +77,24 @@ def samples(link, *, ranks=(2, 4, 8), sizes=(4096, 2**20, 2**24), noise=1.0):
 def test_the_fit_finds_a_links_constants(ring):
     true = Link(latency=12e-6, step=0.8e-6, bandwidth=250e9, ring=ring)
     measured = samples(true)
-    found = fit.link(measured, ring=ring)
+    found = measure.fit_link(measured, ring=ring)
     for name in ("latency", "step", "bandwidth"):
         assert getattr(found, name) == pytest.approx(getattr(true, name), rel=1e-6)
-    assert fit.error(measured, found) < 1e-9
-    two = fit.link(samples(true, ranks=(4,)), ring=ring)  # one size of ring: steps are part of the latency
+    assert measure.fit_error(measured, found) < 1e-9
+    two = measure.fit_link(samples(true, ranks=(4,)), ring=ring)  # one size of ring: steps are part of the latency
     assert two.step == 0 and two.all_reduce(4096, ranks=4) == pytest.approx(true.all_reduce(4096, ranks=4))
 
 
 def test_a_gpus_own_kernels_are_measured_apart_from_nccl(monkeypatch, tmp_path):
     """As on sixteen GPUs, with made-up times: NCCL's with the options that hide, a kernel's with those that wait."""
-    nccl, kernel = Link(latency=12e-6, step=0.8e-6, bandwidth=250e9), Kernel(latency=8e-6, bandwidth=200e9)
+    nccl = Link(latency=12e-6, step=0.8e-6, bandwidth=250e9)
+    kernel = Kernel(latency=8e-6, bandwidth=200e9)
     ceiling = roofline.Ceiling((90e9, 100e9), "an array")
     monkeypatch.setattr(roofline, "copy_bandwidth", lambda *_, **__: ceiling)
     monkeypatch.setattr(roofline, "matmul_peak", lambda *_, **__: ceiling)
     monkeypatch.setattr(measure, "launch", lambda **_: Timing((3e-6,)))
     monkeypatch.setattr(measure, "contention", lambda **_: (0.5, 0.0))
-    monkeypatch.setattr(constants.memory, "room", lambda *_, **__: 80e9)
+    monkeypatch.setattr(measure.memory, "room", lambda *_, **__: 80e9)
     gpu = types.SimpleNamespace(platform="gpu", device_kind="NVIDIA H100 80GB HBM3")
     monkeypatch.setattr(jax, "devices", lambda: [gpu])
 
@@ -104,27 +104,28 @@ def test_a_gpus_own_kernels_are_measured_apart_from_nccl(monkeypatch, tmp_path):
         return [Reduced(n, size, Timing((seconds(n, size),))) for n in ranks for size in sizes]
 
     monkeypatch.setattr(measure, "all_reduces", all_reduces)
-    sections, timed = constants.constants(16, warmup=0, repeats=1)
+    sections, timed = measure.constants(16, warmup=0, repeats=1)
     assert (
-        len(timed) == 4 * len(measure.SIZES) and "fitted to 9 all-reduces" in sections["link"]["one_shot"]["latency"][1]
+        len(timed) == 4 * len(measure.SIZES)
+        and "fitted to 9 all-reduces" in sections["link"]["one_shot"]["latency"]["source"]
     )
-    (tmp_path / "mine.yaml").write_text(command._yaml(sections, gpu))
+    (tmp_path / "mine.yaml").write_text(calibrate.as_yaml(sections, gpu))
     mine = machine.load(str(tmp_path / "mine.yaml"))
     assert mine.link.latency == pytest.approx(12e-6, rel=1e-3) and mine.link.two_shot is None
     assert mine.link.one_shot.latency == pytest.approx(8e-6, rel=1e-3)
     assert mine.link.one_shot.bandwidth == pytest.approx(200e9, rel=1e-3)
     assert "XLA's kernel" in mine.sources["link.one_shot.latency"]
-    assert command._flat(sections)["link.one_shot.latency"] == pytest.approx(8e-6)
+    assert calibrate.flat(sections)["link.one_shot.latency"] == pytest.approx(8e-6)
 
 
 def test_nonsense_is_refused():
     same = [Reduced(2, size, Timing((1e-3, 1e-3))) for size in (4096, 2**20)]
     with pytest.raises(UserError, match="do not take longer with more bytes \\(4 KiB: 1000 µs, 1024 KiB: 1000 µs\\)"):
-        fit.link(same, ring=Ring.ONE_WAY)
+        measure.fit_link(same, ring=Ring.ONE_WAY)
     with pytest.raises(UserError, match="one-kernel all-reduces do not take longer"):
-        fit.one_shot(same)
+        measure.fit_one_shot(same)
     with pytest.raises(UserError, match="took no time at all"):
-        fit.link([Reduced(2, 4096, Timing((0.0,)))], ring=Ring.ONE_WAY)
+        measure.fit_link([Reduced(2, 4096, Timing((0.0,)))], ring=Ring.ONE_WAY)
 
 
 def test_nothing_is_written_that_was_not_measured(monkeypatch, tmp_path, capsys):
@@ -168,8 +169,8 @@ def test_contention(monkeypatch):
     assert found == pytest.approx(0.25)
     seconds[8, True] = 4.0  # one after the other
     assert measure.contention(ranks=2, warmup=0, repeats=1) is None
-    value, source = constants._contention(None, 2, "of 1 runs")
-    assert value == machine.load(constants.ASSUMED).contention and source.startswith("assumed as on")
+    found = measure._contention(None, 2, "of 1 runs")
+    assert found["value"] == machine.load(measure.ASSUMED).contention and found["source"].startswith("assumed as on")
 
 
 @pytest.mark.parametrize(

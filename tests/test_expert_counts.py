@@ -19,8 +19,8 @@ from ladder_jax.overlap import request as requests
 from ladder_jax.plan import memory
 from ladder_jax.plan import request as plan_requests
 from ladder_jax.plan import speed as plan_speed
-from ladder_jax.plan.candidate import Candidate
-from ladder_jax.predict import implementation, machine, work
+from ladder_jax.plan.request import Candidate
+from ladder_jax.predict import machine, work
 from ladder_jax.predict import model as speeds
 from ladder_jax.predict import request as predict_requests
 from ladder_jax.schedule import grouped, hlo, shards, traffic
@@ -167,9 +167,9 @@ def test_overlap_reports_them(tmp_path, run_cli):
 
 def test_predicted_kernels():
     """A decode step of 16 rows: the router's float32 matrix, the products of this device's rows."""
-    ours = work.Model(QWEN, 8, implementation.OURS)
-    block = work.decode_step(rows=16, prompt_length=1024, new_tokens=512, implementation=implementation.OURS)
-    kernels = {one.name: one for one in ours.step((work.MLP,), block, shared_norm=False)}
+    ours = work.Model(QWEN, 8)
+    block = ours.decode_step(rows=16, prompt_length=1024, new_tokens=512)
+    kernels = {one.name: one for one in ours.step((work.MLP,), block)}
     assert kernels["router"].weights == 4 * D * E and kernels["router"].flops == 2 * 16 * D * E
     assert kernels["gate, up"].flops == 2 * (16 * K / 8) * D * 2 * M
     assert kernels["down"].weights == pytest.approx(CHOSEN * M * D * 2)
@@ -187,8 +187,8 @@ def test_predicted_shared_expert():
     """In farskip it is computed alone, in other topologies behind the routed ones."""
     names = lambda residual, sublayers: [
         one.name
-        for one in work.Model(preset("qwen1.5-moe-a2.7b", residual=residual), 4, implementation.OURS).step(
-            sublayers, work.Block(1, 64, 32, 64), shared_norm=False
+        for one in work.Model(preset("qwen1.5-moe-a2.7b", residual=residual), 4).step(
+            sublayers, work.Block(1, 64, 32, 64)
         )
     ]
     dense, routed = ["gate, up", "activate", "down"], ["router", "sort", "gate, up", "activate", "down", "add up"]
@@ -207,7 +207,7 @@ def test_predicted_farskip_hides_as_a_ladder():
     for phase in ("prefill", "step"):
         exposed = {name: getattr(one, phase).exposed for name, one in found.items()}
         assert exposed["farskip"] < exposed["standard"] and exposed["ladder"] < exposed["standard"]
-        timelines = {name: getattr(found[name], phase).sublayers for name in ("ladder", "farskip")}
+        timelines = {name: getattr(found[name], phase).forward for name in ("ladder", "farskip")}
         assert [one.all_reduces for one in timelines.values()] == [12, 12]
         assert timelines["farskip"].compute >= timelines["ladder"].compute  # a norm more
         assert len([bar for bar in timelines["farskip"].bars if bar.name == "shared expert"]) == 6
@@ -216,8 +216,8 @@ def test_predicted_farskip_hides_as_a_ladder():
 def test_predicted_farskip_reduces_the_shared_expert_with_attention():
     """The shared expert, then the all-reduce of its sum with attention's, beside the routed ones."""
     v5p = machine.load("v5p")
-    model = work.Model(preset("qwen1.5-moe-a2.7b", residual="farskip", num_layers=2), 8, implementation.OURS)
-    found = speeds.speed(model.config, machine=v5p, tensor=8, rows=8).step.sublayers
+    model = work.Model(preset("qwen1.5-moe-a2.7b", residual="farskip", num_layers=2), 8)
+    found = speeds.speed(model.config, machine=v5p, tensor=8, rows=8).step.forward
     first, second = [bar for bar in found.bars if bar.name == "shared expert"]
     wires = [bar for bar in found.bars if bar.wire]
     assert wires[0].start == first.stop and wires[1].start >= wires[0].stop and second.start >= wires[1].stop
@@ -244,13 +244,13 @@ def test_plan_holds_all_and_computes_the_active():
     shard = shards.shard(QWEN, ranks=4)
     held = 48 * (shard.attention + D * E + 32 * 3 * D * M) + 2 * shard.vocabulary * D
     assert memory.estimate(one, request=request).state == 12 * (held // 16)
-    forward, recomputed = plan_speed._flops(one, request=request)
+    forward, recomputed = plan_speed.flops(one, request=request)
     active = 48 * (shard.attention + D * E + K / 4 * 3 * D * M) + shard.vocabulary * D
     scores = 48 * 2 * 8 * 128 * 4096 * 4097
     assert forward == 2 * 4096 * active + scores and recomputed == 0
     # Of more tokens than a chunk no rows are kept; the experts are computed again.
     large = dataclasses.replace(one, rows=4, accumulate=1)
-    assert plan_speed._flops(large, request=request)[1] == 48 * 2 * 16384 * K / 4 * 3 * D * M
+    assert plan_speed.flops(large, request=request)[1] == 48 * 2 * 16384 * K / 4 * 3 * D * M
     kept = [memory.kept_activations(each, request=request) for each in (one, large)]
     assert kept[1] < 4 * kept[0]
 

@@ -1,7 +1,6 @@
 """`ladder-jax plan`: what it proposes can be run, its estimates are near the compilers' figures."""
 
 import dataclasses
-import itertools
 import json
 import math
 import pathlib
@@ -12,9 +11,10 @@ import pytest
 from ladder_jax import cli, nn, parallel, residual
 from ladder_jax.config import ExpertParallelism, MeshConfig, Remat, from_dict, load, preset
 from ladder_jax.errors import UserError
-from ladder_jax.plan import candidate, confirm, exchange, memory, plans, request, speed, text, worker
-from ladder_jax.plan.candidate import Candidate
+from ladder_jax.plan import confirm, memory, plans, request, speed, text
 from ladder_jax.plan.confirm import Confirmed
+from ladder_jax.plan.request import Candidate
+from ladder_jax.predict.work import Model
 from ladder_jax.schedule import shards
 from ladder_jax.train import out_of_memory
 from ladder_jax.train.run import _memory_explained
@@ -62,13 +62,13 @@ def test_every_plan_can_be_run(asked):
 
 
 def test_halves_are_a_candidate_where_they_have_something_to_hide():
-    of = lambda **more: candidate.candidates(request.make(**LARGE | more))
+    of = lambda **more: request.candidates(request.make(**LARGE | more))
     halved = {one for one in of(residual="standard") if one.interleave == 2}
     assert halved and all(one.mesh.tensor > 1 and one.rows % 2 == 0 for one in halved)
     whole = {dataclasses.replace(one, interleave=1) for one in halved}
     assert whole < set(of(residual="standard"))
     assert not any(one.interleave == 2 for one in of(residual="no-communication"))
-    exchanged = candidate.candidates(request.make(**MOE, capacity=1.25))
+    exchanged = request.candidates(request.make(**MOE, capacity=1.25))
     assert any(one.interleave == 2 for one in exchanged)
     assert not any(one.interleave == 2 and one.exchanges for one in exchanged)
 
@@ -107,7 +107,7 @@ MOE = dict(model="qwen1.5-moe-a2.7b", target="v5p:2x2x2", tokens=65_536, sequenc
 def test_plans_that_exchange_experts(tmp_path):
     """Of a model with a capacity, each sequence-parallel plan has one; its overrides make a training configuration."""
     wanted = request.make(**MOE, capacity=1.25, residual="farskip")
-    every = candidate.candidates(wanted)
+    every = request.candidates(wanted)
     exchanged = [one for one in every if one.exchanges]
     reduced = dataclasses.replace(exchanged[0].mesh, experts=ExpertParallelism.REDUCE)
     assert dataclasses.replace(exchanged[0], mesh=reduced) in every
@@ -120,7 +120,7 @@ def test_plans_that_exchange_experts(tmp_path):
     dense = dict(model=str(tmp_path / "dense.yaml"))
     without = dict(capacity=None), dict(residual="parallel"), dict(model="tiny", capacity=None), dense
     for change in without:
-        others = candidate.candidates(request.make(**{**MOE, "capacity": 1.25, **change}))
+        others = request.candidates(request.make(**{**MOE, "capacity": 1.25, **change}))
         assert others and not any(one.exchanges for one in others)
 
 
@@ -138,57 +138,61 @@ def test_what_exchanged_experts_take_by_hand():
     attention = 2 * tokens * layer.attention + 2 * 2 * 4 * 128 * 4096 * 4097
     experts = 2 * 3 * rows * d * m + 2 * own * d * 60 + 2 * 3 * tokens * d * w
     head = 2 * tokens * layer.vocabulary * d
-    assert speed._flops(one, request=wanted) == (pytest.approx(4 * (attention + experts) + head), 0)
+    assert speed.flops(one, request=wanted) == (pytest.approx(4 * (attention + experts) + head), 0)
     full = dataclasses.replace(one, remat=Remat.FULL)  # all but the sums that attention and the shared expert reduce
     again = 4 * (attention - 2 * tokens * d * 512 + experts - 2 * tokens * d * w)
-    assert speed._flops(full, request=wanted)[1] == pytest.approx(again)
-    # One layer more keeps so many rows more: [E S, D] before and after the experts, [E S, M] between.
-    kept = {}
-    for name, remat in itertools.product(("ladder", "standard"), Remat):
-        estimates = []
-        for layers in (4, 5):
-            asked, found = of(name, remat, layers)
-            less = dataclasses.replace(found, mesh=MeshConfig(fsdp=2, tensor=4))
-            held = [memory.kept_activations(candidate, request=asked) for candidate in (found, less)]
-            estimates.append(held[0] - held[1])
-        kept[name, remat] = estimates[1] - estimates[0]
-    stream, width = rows * d * 2, rows * m * 2
-    assert kept["standard", Remat.FULL] == kept["standard", Remat.OFFLOAD] == 0
-    assert kept["ladder", Remat.FULL] == kept["ladder", Remat.OFFLOAD] == stream
-    reduced = tokens * 4 * (2 * m + d) * 2  # which the other form keeps of all ranks' rows, as they fit into one chunk
-    assert kept["ladder", Remat.SAVE_MATMULS] == kept["standard", Remat.SAVE_MATMULS]
-    assert kept["standard", Remat.SAVE_MATMULS] == 2 * stream + 2 * width - reduced
+    assert speed.flops(full, request=wanted)[1] == pytest.approx(again)
     # The rows that return, which a token adds up in float32, are kept without recomputation.
+    stream = rows * d * 2
+    width = rows * m * 2
     returning = own * 4 * d * 4
-    assert exchange.kept(one, request=wanted) == stream + 5 * width + returning
-    assert exchange.working(one, request=wanted) == 3 * stream + 5 * width + returning
+    for name, first in (("standard", 0), ("ladder", stream)):
+        step = residual.of_model(of(name, Remat.NONE)[0].config).layers[1][0]
+        kept = {}
+        for remat in Remat:
+            asked, held = of(name, remat)
+            kept[remat] = memory._kept_rows(step, held, *held.microbatch(asked))
+        assert kept[Remat.FULL] == kept[Remat.OFFLOAD] == first
+        assert kept[Remat.SAVE_MATMULS] == 2 * stream + 2 * width
+        assert kept[Remat.NONE] == stream + 5 * width + returning
+    # A layer more keeps so many more; the other form keeps all ranks' rows, as they fit into one chunk.
+    held = []
+    for layers in (4, 5):
+        asked, exchanged = of("standard", Remat.SAVE_MATMULS, layers)
+        both = exchanged, dataclasses.replace(exchanged, mesh=MeshConfig(fsdp=2, tensor=4))
+        with_rows, without = (memory.kept_activations(candidate, request=asked) for candidate in both)
+        held.append(with_rows - without)
+    assert held[1] - held[0] == 2 * stream + 2 * width - tokens * 4 * (2 * m + d) * 2
+    assert memory._working_rows(*one.microbatch(wanted)) == 3 * stream + 5 * width + returning
     # Two halves of a reduction each: attention's, and a shared expert's.
-    of_steps = lambda config: [exchange.reductions(step, config) for step in residual.of_model(config).layers[0]]
-    assert of_steps(preset(MOE["model"], residual="ladder")) == [1, 1]
-    assert of_steps(preset(MOE["model"], residual="farskip")) == [1, 0.5]
-    assert of_steps(preset("qwen3-30b-a3b")) == [1, 0]
+    halves = lambda model, name: speed._halves(one, Model(preset(model, residual=name, num_layers=1), 4))
+    assert halves(MOE["model"], "ladder") == (4 * 2, 0) and halves(MOE["model"], "farskip") == (4 * 1.5, 0)
+    assert halves("qwen3-30b-a3b", "standard") == (0, 4 * 1)
 
 
 def test_the_time_of_exchanged_experts_by_hand():
     """A layer's all-to-alls: two forward, two backward, and two where they are repeated; beside the shared expert."""
     wanted = lambda name: request.make(**MOE, capacity=1.25, residual=name)
-    mesh, flops = MeshConfig(fsdp=2, tensor=4, experts="exchange"), 1e15
-    shared = 2 * 8192 * 3 * 2048 * 1408 / flops
+    mesh = MeshConfig(fsdp=2, tensor=4, experts="exchange")
+    shared = 1e-3
     for remat, count, passes in ((Remat.NONE, 4, 3), (Remat.SAVE_MATMULS, 4, 3), (Remat.FULL, 6, 4)):
         one = Candidate(mesh, remat, True, 2, 4)
         for sent in (0.1 * shared, 10 * shared):
-            of = lambda name: exchange.seconds(one, request=wanted(name), all_to_all=sent, flops=flops)  # noqa: B023
+            model = lambda name: Model(wanted(name).config, 4)
+            of = lambda name: speed._all_to_alls(one, model(name), seconds=sent, shared=shared)  # noqa: B023
             assert of("ladder") == of("farskip") == (pytest.approx(4 * count * sent), 0)
             assert of("standard") == (0, pytest.approx(4 * max(0, count * sent - passes * shared)))
             assert of("no-communication") == (0, 0)
     # The link: v5p's ring of four carries each byte once, 180 GB/s; of attention and the shared expert two halves each.
-    one, rate = Candidate(mesh, Remat.NONE, True, 2, 4), speed.rates(wanted("standard"))
+    one = Candidate(mesh, Remat.NONE, True, 2, 4)
+    rate = speed.machine_of(wanted("standard").target)
     slow = dataclasses.replace(rate, flops=1e30)
-    half, rows = 3 / 4 * 8192 * 2048 * 2 / 180e9, 60 * math.ceil(1.25 * 2048 * 4 / 60) * 2048 * 2 / 180e9
+    half = 3 / 4 * 8192 * 2048 * 2 / 180e9
+    rows = 60 * math.ceil(1.25 * 2048 * 4 / 60) * 2048 * 2 / 180e9
     found = {}
     for name in ("standard", "farskip"):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(speed, "rates", lambda request: slow)
+            patch.setattr(speed, "machine_of", lambda target: slow)
             found[name] = speed.speed(one, request=wanted(name)).exposed
     assert found["standard"] - found["farskip"] == pytest.approx(4 * 4 * 4 * 0.5 * half, rel=1e-6)
     assert found["standard"] > 4 * 4 * (4 * 2 * half + 4 * rows)
@@ -211,7 +215,8 @@ def test_the_answer_names_the_fastest_exchange(capsys):
 
 def test_an_exchange_is_confirmed_as_such(tmp_path, monkeypatch):
     """What `confirm` writes for the compiling process, that process makes a definition of."""
-    steps, defined = [], []
+    steps = []
+    defined = []
     monkeypatch.setenv("LADDER_JAX_CACHE", str(tmp_path))
     monkeypatch.setattr(confirm.compiling, "run_worker", lambda module, step, *_, **__: steps.append(step))
     monkeypatch.setattr(nn, "define", lambda config, **more: defined.append((config, more["experts"])) or 1 / 0)
@@ -220,7 +225,7 @@ def test_an_exchange_is_confirmed_as_such(tmp_path, monkeypatch):
         confirm.confirm(Candidate(MeshConfig(tensor=2, experts=form), Remat.NONE, True, 4, 1), request=wanted)
         config = from_dict({name: steps[-1][name] for name in ("model", "mesh", "train")})
         with pytest.raises(ZeroDivisionError):
-            worker.measure(wanted.target, config=config)
+            confirm.measure(wanted.target, config=config)
     assert defined == [(wanted.config, form) for form in ExpertParallelism]
 
 
@@ -229,7 +234,8 @@ def test_an_exchange_is_confirmed_by_its_own_program(tmp_path, monkeypatch):
     """The step that `confirm` compiles has the buffers: of four times the capacity, larger ones."""
     monkeypatch.setenv("LADDER_JAX_CACHE", str(tmp_path))
     of = dict(model="tiny-moe", target="cpu:2", tokens=256, sequence=64, layers=1)
-    mesh, sizes = MeshConfig(tensor=2, experts="exchange"), []
+    mesh = MeshConfig(tensor=2, experts="exchange")
+    sizes = []
     for capacity in (1.0, 4.0):
         one = confirm.confirm(Candidate(mesh, Remat.NONE, True, 4, 1), request=request.make(**of, capacity=capacity))
         sizes.append(one.device)
@@ -238,7 +244,7 @@ def test_an_exchange_is_confirmed_by_its_own_program(tmp_path, monkeypatch):
 
 def test_meshes_lie_along_the_torus():
     wanted = request.make(**LARGE)
-    sizes = {(mesh.data, mesh.fsdp, mesh.tensor) for mesh in candidate.meshes_of(wanted)}
+    sizes = {(mesh.data, mesh.fsdp, mesh.tensor) for mesh in request.meshes_of(wanted)}
     assert (1, 16, 4) in sizes and (4, 4, 4) in sizes and (1, 64, 1) in sizes
     assert (1, 8, 8) not in sizes and (2, 8, 4) not in sizes and (1, 1, 64) in sizes
 
@@ -256,7 +262,8 @@ def test_a_mesh_that_cuts_across_the_torus_is_made_with_a_warning(monkeypatch, c
 
 
 def test_the_recipe_is_the_recommended_plan():
-    config, wanted = load(str(ROOT / "experiments/pretrain/recipes/llama-3-70b.yaml")), request.make(**LARGE)
+    config = load(str(ROOT / "experiments/pretrain/recipes/llama-3-70b.yaml"))
+    wanted = request.make(**LARGE)
     best = plans.answer(wanted, compiled=0).plans[0]
     assert (config.mesh, config.train.remat) == (best.candidate.mesh, best.candidate.remat)
     assert config.train.accumulate == best.candidate.accumulate and config.model == wanted.config
@@ -272,7 +279,7 @@ def test_speed_orders_what_is_known():
     assert of(Remat.SAVE_MATMULS).seconds < of(Remat.FULL).seconds <= of(Remat.OFFLOAD).seconds
     assert of(Remat.FULL).exposed == 0 < of(Remat.FULL, "standard").exposed
     assert of(Remat.NONE).recomputed == 0
-    assert 0 < of(Remat.NONE).mfu <= speed.rates(wanted).flops / speed.rates(wanted).peak
+    assert 0 < of(Remat.NONE).mfu <= speed.machine_of(wanted.target).flops_share
 
 
 def test_what_the_compiler_refuses_gives_way_to_the_next(monkeypatch):
@@ -330,12 +337,13 @@ def test_mistakes(change, said):
 
 def test_tokens_that_no_mesh_shares_out():
     with pytest.raises(UserError, match="takes a multiple of 7 sequences"):
-        candidate.candidates(request.make(model="tiny", target="cpu:7", tokens=2048, sequence=512))
+        request.candidates(request.make(model="tiny", target="cpu:7", tokens=2048, sequence=512))
 
 
 def test_running_out_of_memory_names_the_planner():
     definition = cases.define("ladder", data=2, tensor=4)
-    config, mesh = load("tiny", overrides=["train.remat=none", "mesh.data=2", "mesh.tensor=4"]), definition.layout.mesh
+    config = load("tiny", overrides=["train.remat=none", "mesh.data=2", "mesh.tensor=4"])
+    mesh = definition.layout.mesh
     error = jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 9 bytes.\nmore")
     said = str(out_of_memory.explanation(error, config=config, mesh=mesh))
     assert "\n" not in said and "Out of memory allocating 9 bytes)" in said

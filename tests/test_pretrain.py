@@ -18,7 +18,7 @@ from ladder_jax import config, nn, parallel
 from ladder_jax.config import preset
 from ladder_jax.errors import UserError
 from ladder_jax.predict import machine
-from ladder_jax.predict import training as predicted
+from ladder_jax.predict import model as predicted
 from ladder_jax.train import step as steps
 
 HERE = study.HERE
@@ -94,7 +94,7 @@ def training(residual, *, hardware=None, tensor=8, ladder_layers=None):
     changes = {"ranks": tensor} if residual in ("ladder-fresh", "desync-2") else {}
     changes |= {"ladder_layers": ladder_layers} if ladder_layers else {}
     shape, hardware = preset("ladder-1b", residual=residual, **changes), hardware or machine.load("h100-nvlink")
-    return predicted.step(shape, machine=hardware, tensor=tensor, rows=4, sequence=2048)
+    return predicted.training_step(shape, machine=hardware, tensor=tensor, rows=4, sequence=2048)
 
 
 def test_the_predicted_step_is_that_of_its_formula():

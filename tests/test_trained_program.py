@@ -11,7 +11,7 @@ from ladder_jax.config import Loop, Phase, Remat
 from ladder_jax.overlap import request as requests
 from ladder_jax.overlap import worker
 from ladder_jax.parallel import Compiled
-from ladder_jax.plan import worker as planner
+from ladder_jax.plan import confirm as planner
 from ladder_jax.train.gradients import _after_backward
 from tests import cases
 

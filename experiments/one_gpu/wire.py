@@ -33,11 +33,11 @@ from ladder_jax.bench import request as requests
 from ladder_jax.bench.measure import Samples
 from ladder_jax.bench.request import Request
 from ladder_jax.errors import unknown
-from ladder_jax.predict import link, machine
+from ladder_jax.predict import machine
 from ladder_jax.residual import recurrence
 from ladder_jax.words import words
 
-KERNELS = (link.Algorithm.ONE_SHOT, link.Algorithm.TWO_SHOT)
+KERNELS = (machine.Algorithm.ONE_SHOT, machine.Algorithm.TWO_SHOT)
 WIRES = ("payload", "nccl", "one-kernel")
 HARDWARE = "h100-nvlink"  # of ladder-jax predict, for the costs of all-reduces
 NUMBERS = ("prompt-length", "new-tokens", "warmup", "repeats", "layers")
@@ -83,7 +83,7 @@ def emulated(*, ranks: int, measured: Sequence[tuple[int, float]]) -> dict[str, 
     """By name, how many bytes are copied in place of an all-reduce over `ranks`."""
     on = machine.load(HARDWARE)
     cost = lambda among: lambda size: on.all_reduce(size, ranks=ranks, among=among)
-    others = [as_long_as(cost(among), measured=measured) for among in (link.NCCL, KERNELS)]
+    others = [as_long_as(cost(among), measured=measured) for among in (machine.NCCL, KERNELS)]
     return dict(zip(WIRES, (lambda size: size, *others), strict=True))
 
 

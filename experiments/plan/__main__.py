@@ -11,7 +11,7 @@ import sys
 from experiments import study
 from ladder_jax.config import MeshConfig, Remat
 from ladder_jax.plan import confirm, memory, request
-from ladder_jax.plan.candidate import Candidate
+from ladder_jax.plan.request import Candidate
 
 HERE = pathlib.Path(__file__).parent
 ASKED = "model target tokens sequence layers residual capacity".split()  # of a row, what is the request's

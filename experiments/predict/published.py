@@ -19,9 +19,9 @@ from collections.abc import Callable
 
 from ladder_jax.config import preset
 from ladder_jax.predict import machine, model
-from ladder_jax.predict.implementation import AUTHORS
 from ladder_jax.predict.machine import Machine
 from ladder_jax.predict.model import Speed
+from ladder_jax.predict.work import AUTHORS
 
 HERE = pathlib.Path(__file__).parent
 RESIDUALS = ("standard", "ladder", "parallel", "no_communication")

@@ -22,7 +22,8 @@ from experiments import study
 from ladder_jax import config
 from ladder_jax.config import RunConfig
 from ladder_jax.errors import UserError, unknown
-from ladder_jax.predict import machine, training
+from ladder_jax.predict import machine
+from ladder_jax.predict import model as speeds
 
 HERE = pathlib.Path(__file__).parent
 TOPOLOGIES = ("standard", "parallel", "ladder", "ladder-2", "ladder-fresh", "parallel-ladder")
@@ -97,7 +98,7 @@ def predicted(residual: str) -> float:
     def seconds(residual: str) -> float:
         ranks = RANKS if residual == "ladder-fresh" else None
         model = config.preset(SHAPE, residual=residual, ranks=ranks)
-        return training.step(model, machine=machine.load(MACHINE), tensor=RANKS, rows=4, sequence=2048).seconds
+        return speeds.training_step(model, machine=machine.load(MACHINE), tensor=RANKS, rows=4, sequence=2048).seconds
 
     return seconds("standard") / seconds(residual)
 

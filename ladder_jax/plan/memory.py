@@ -7,17 +7,23 @@
     working    temporaries of one layer, forward and backward, and the logits of a chunk of tokens
 
 The compiler's own figure, `memory_analysis()`, differs because of fusion, copies and fragmentation; experiments/plan
-compares the two. Rows of exchanged experts are in plan/exchange.py.
+compares the two.
+
+Where ranks exchange the rows of experts, a device's buffers are kept, E S rows, full or not (`predict.work`):
+
+    none           the rows that its experts read, their products and activations, and in float32 the rows that return
+    save-matmuls   the rows that its experts read, gate and up, and the rows that return
+    full, offload  none of them; but the experts' outputs, with which a layer begins if the next attention hides the
+                   rows' way back
 """
 
 import dataclasses
 
-from ladder_jax import residual
 from ladder_jax.config import ModelConfig, Remat
 from ladder_jax.nn.experts import CHUNK
-from ladder_jax.plan import exchange
-from ladder_jax.plan.candidate import Candidate
-from ladder_jax.plan.request import FLOAT32, Request, size_of
+from ladder_jax.plan.request import Candidate, Request
+from ladder_jax.predict.program import layers_of
+from ladder_jax.predict.work import FLOAT32, Block, Model, size_of
 from ladder_jax.residual import Step
 from ladder_jax.schedule import shards
 
@@ -39,47 +45,74 @@ class Memory:
 
 
 def estimate(candidate: Candidate, *, request: Request) -> Memory:
-    config, mesh = request.config, candidate.mesh
-    shard = shards.shard(config, ranks=mesh.tensor)
-    layer, table = shards.largest_layer(config, ranks=mesh.tensor), shard.vocabulary * shard.d_model
+    config = request.config
+    mesh = candidate.mesh
+    model, block = candidate.microbatch(request)
+    table = model.shard.vocabulary * config.d_model
     tables = 1 if config.tie_embeddings else 2
     parameters = (shards.layers(config, ranks=mesh.tensor) + tables * table) // mesh.fsdp
     kept = kept_activations(candidate, request=request)
+    several = candidate.accumulate > 1
     offloaded = candidate.remat is Remat.OFFLOAD
+    layer = shards.largest_layer(config, ranks=mesh.tensor)
+    size = model.element_bytes
+    weights = layer * (size + FLOAT32) + tables * table * size
+    if mesh.fsdp > 1:  # with several microbatches, float32 gradients of the whole tables: the current one's, their sum
+        weights += layer * (size + FLOAT32) + several * table * 2 * tables * FLOAT32
     return Memory(
         state=3 * FLOAT32 * parameters,
-        gradients=_gradients(candidate) * FLOAT32 * parameters,
-        weights=_weights(layer, table, tables, candidate, config),
+        gradients=(4 if several else 2) * FLOAT32 * parameters,
+        weights=weights,
         kept=0 if offloaded else kept,
-        working=_working(candidate, request=request),
+        working=_working(candidate, model, block) + _scores(candidate, request),
         host=kept if offloaded else 0,
     )
 
 
 def kept_activations(candidate: Candidate, *, request: Request) -> int:
     """Bytes of the activations that all layers keep for the backward pass."""
-    config, length = request.config, request.sequence
-    shard = shards.shard(config, ranks=candidate.mesh.tensor)
-    tokens, size, width = candidate.rows * length, size_of(config.dtype), config.d_model
-    matmuls = config.num_layers * (shard.queries + 2 * shard.keys) * size
+    config = request.config
+    remat = candidate.remat
+    model, block = candidate.microbatch(request)
+    shard = model.shard
+    size = model.element_bytes
+    width = config.d_model
+    layers = config.num_layers
+    matmuls = layers * (shard.queries + 2 * shard.keys) * size
     # Per norm: the stream and its normalised value in float32, and the sublayer's input. Then other activations.
     norms = 2 * width * (2 * FLOAT32 + size)
     if candidate.exchanges:  # of a device's own positions; and attention's input, gathered, before and after its gain
-        norms = norms // candidate.mesh.tensor + 2 * width * size
-    others = config.num_layers * (norms + 2 * shard.queries * size)
+        norms = norms // model.ranks + 2 * width * size
+    others = layers * (norms + 2 * shard.queries * size)
     for count, kind in shards.kinds(config):
-        of_mlp = _mlp_activations(candidate, kind, routed=tokens <= CHUNK)
-        matmuls, others = matmuls + count * of_mlp[0] * size, others + count * of_mlp[1] * size
-    per_token = {Remat.NONE: matmuls + others, Remat.SAVE_MATMULS: matmuls}.get(candidate.remat, 0)
-    scores = _scores(candidate, request=request) if candidate.remat is Remat.NONE else 0
-    tables = FLOAT32 * length * config.head_dim  # the positions' cosines and sines
-    layers = residual.of_model(config).layers
-    inputs = sum(_input(steps, candidate, config) for steps in layers)
-    rows = 0
-    if candidate.exchanges:
-        rows = config.num_layers * exchange.kept(candidate, request=request)
-        rows += sum(exchange.entering(steps[0], candidate, request=request) for steps in layers)
-    return int(tokens * (inputs + per_token)) + config.num_layers * (scores + tables) + rows
+        products, rest = _mlp_activations(candidate, kind, routed=block.size <= CHUNK)
+        matmuls += count * products * size
+        others += count * rest * size
+    per_token = {Remat.NONE: matmuls + others, Remat.SAVE_MATMULS: matmuls}.get(remat, 0)
+    scores = _scores(candidate, request) if remat is Remat.NONE else 0
+    tables = FLOAT32 * block.tokens * config.head_dim  # the positions' cosines and sines
+    of_layers = layers_of(config)
+    inputs = sum(_input(steps, candidate, config) for steps in of_layers)
+    rows = sum(_kept_rows(steps[0], candidate, model, block) for steps in of_layers) if candidate.exchanges else 0
+    return int(block.size * (inputs + per_token)) + layers * (scores + tables) + rows
+
+
+def _kept_rows(first: Step, candidate: Candidate, model: Model, block: Block) -> int:
+    """Bytes of a layer's exchanged rows that are kept, without the layer's input. first: its first step."""
+    rows = model.buffer_rows(block)
+    size = model.element_bytes
+    stream = model.config.d_model * size
+    width = model.config.moe.expert_width * size
+    if candidate.remat is Remat.NONE:
+        return rows * (stream + 5 * width) + _returning(model, block)
+    if candidate.remat is Remat.SAVE_MATMULS:
+        return rows * (2 * stream + 2 * width)
+    return rows * stream if first.delay else 0
+
+
+def _returning(model: Model, block: Block) -> int:
+    """Bytes of the rows that return to a device's own tokens, which are added up in float32."""
+    return block.size // model.ranks * model.config.moe.top_k * model.config.d_model * FLOAT32
 
 
 def _mlp_activations(candidate: Candidate, config: ModelConfig, *, routed: bool) -> tuple[int, int]:
@@ -88,59 +121,52 @@ def _mlp_activations(candidate: Candidate, config: ModelConfig, *, routed: bool)
     A device sorts the (token, choice) rows of all ranks' experts, so they do not become fewer with more ranks. If there
     are more tokens than a chunk, it keeps no rows, and computes each chunk again.
     """
-    moe, ranks = config.moe, candidate.mesh.tensor
+    moe = config.moe
+    ranks = candidate.mesh.tensor
     if moe is None:
         return 2 * config.d_ff // ranks, 3 * config.d_ff // ranks
     shared = moe.shared_width // ranks
     if not routed or candidate.exchanges:
         return 2 * shared, 3 * shared
-    rows, stream = moe.top_k * moe.expert_width, moe.top_k * config.d_model
+    rows = moe.top_k * moe.expert_width
+    stream = moe.top_k * config.d_model
     return 2 * (rows + shared) + stream, 3 * (rows + shared) + 2 * stream
 
 
 def _input(steps: tuple[Step, ...], candidate: Candidate, config: ModelConfig) -> float:
     """Bytes per token of a layer's input and of the reduced sums that its sublayers read."""
-    size, width = size_of(config.dtype), config.d_model
+    width = config.d_model * size_of(config.dtype)
     ranks = candidate.mesh.tensor if candidate.sequence_parallel else 1
-    kept = width * size_of(config.residual_dtype) / ranks + (len(steps) - 1) * width * size / ranks
-    if any(getattr(step, "fresh", False) for step in steps):
-        kept += width * size  # the partial sum that a fresh step reads
+    kept = config.d_model * size_of(config.residual_dtype) / ranks + (len(steps) - 1) * width / ranks
+    if any(step.fresh for step in steps):
+        kept += width  # the partial sum that a fresh step reads
     if candidate.sequence_parallel and any(step.delay for step in steps):
-        kept += width * size + width * size / ranks  # the gathered input, and the next shard
+        kept += width + width / ranks  # the gathered input, and the next shard
     return kept
 
 
-def _gradients(candidate: Candidate) -> int:
-    return 4 if candidate.accumulate > 1 else 2
-
-
-def _weights(layer: int, table: int, tables: int, candidate: Candidate, config: ModelConfig) -> int:
-    size = size_of(config.dtype)
-    if candidate.mesh.fsdp == 1:
-        return layer * (size + FLOAT32) + tables * table * size
-    # With several microbatches, float32 gradients of the whole tables: the current one's and their sum.
-    gradients = 2 * tables * FLOAT32 if candidate.accumulate > 1 else 0
-    return 2 * layer * (size + FLOAT32) + table * (tables * size + gradients)
-
-
-def _working(candidate: Candidate, *, request: Request) -> int:
-    config = request.config
-    shard = shards.shard(config, ranks=candidate.mesh.tensor)
-    tokens, size = candidate.rows * request.sequence, size_of(config.dtype)
-    attention = 6 * config.d_model * FLOAT32 + (4 * shard.queries + 4 * shard.keys) * size
+def _working(candidate: Candidate, model: Model, block: Block) -> int:
+    """Bytes of a layer's temporaries, without attention scores; of experts, of one chunk of tokens."""
+    shard = model.shard
+    size = model.element_bytes
+    tokens = block.size
+    attention = 6 * model.config.d_model * FLOAT32 + (4 * shard.queries + 4 * shard.keys) * size
     logits = 3 * FLOAT32 * min(tokens, 2048) * shard.vocabulary
-    rows = exchange.working(candidate, request=request) if candidate.exchanges else 0
-    mlp = max(_mlp_working(candidate, kind, tokens=tokens) for _, kind in shards.kinds(config)) * size
-    return tokens * attention + mlp + rows + logits + _scores(candidate, request=request)
+    elements = []
+    for _, kind in shards.kinds(model.config):
+        matmuls, others = _mlp_activations(candidate, kind, routed=True)
+        elements.append(tokens * 2 * others if kind.moe is None else min(tokens, CHUNK) * (matmuls + others))
+    rows = _working_rows(model, block) if candidate.exchanges else 0
+    return tokens * attention + max(elements) * size + rows + logits
 
 
-def _mlp_working(candidate: Candidate, config: ModelConfig, *, tokens: int) -> int:
-    """Elements of a sublayer's temporaries; of experts, of one chunk of tokens."""
-    matmuls, others = _mlp_activations(candidate, config, routed=True)
-    return tokens * 2 * others if config.moe is None else min(tokens, CHUNK) * (matmuls + others)
+def _working_rows(model: Model, block: Block) -> int:
+    """Bytes of a layer's exchanged rows."""
+    columns = 3 * model.config.d_model + 5 * model.config.moe.expert_width
+    return model.buffer_rows(block) * columns * model.element_bytes + _returning(model, block)
 
 
-def _scores(candidate: Candidate, *, request: Request) -> int:
+def _scores(candidate: Candidate, request: Request) -> int:
     """Bytes of attention scores and their softmax. CPU only: elsewhere a kernel keeps them on the chip."""
     if request.target.platform != "cpu":
         return 0

@@ -3,10 +3,9 @@
 import dataclasses
 
 from ladder_jax.plan import memory, speed
-from ladder_jax.plan.candidate import Candidate, candidates
 from ladder_jax.plan.confirm import Confirmed, confirm
 from ladder_jax.plan.memory import Memory
-from ladder_jax.plan.request import Request
+from ladder_jax.plan.request import Candidate, Request, candidates
 from ladder_jax.plan.speed import Speed
 from ladder_jax.schedule import shards
 
@@ -73,7 +72,8 @@ def answer(request: Request, *, compiled: int) -> Answer:
     """
     every = ranked(request)
     fitting = [plan for plan in every if plan.limit is None or plan.memory.device <= plan.limit]
-    confirmed, refused = [], []
+    confirmed = []
+    refused = []
     while fitting and len(confirmed) < compiled:
         plan = fitting.pop(0)
         plan = dataclasses.replace(plan, confirmed=confirm(plan.candidate, request=request))

@@ -1,15 +1,29 @@
-"""The checked arguments of `ladder-jax plan`; imports no jax."""
+"""The checked arguments of `ladder-jax plan`, and the candidates that answer them; imports no jax.
+
+A candidate is a mesh, a form of expert parallelism, a remat policy, sequence parallelism and a microbatch.
+"""
 
 import dataclasses
+import itertools
 import math
+from collections.abc import Callable, Iterator
 
-from ladder_jax.config import Dtype, ModelConfig, parse_residual
+from ladder_jax.config import (
+    ExpertParallelism,
+    MeshConfig,
+    ModelConfig,
+    Remat,
+    TrainConfig,
+    check_exchange,
+    check_fits_mesh,
+    check_halves,
+    parse_residual,
+)
 from ladder_jax.config.fields import check
 from ladder_jax.errors import UserError
+from ladder_jax.predict.work import TRAINING, Block, Model
 from ladder_jax.schedule import models, targets
 from ladder_jax.schedule.targets import Target
-
-FLOAT32 = 4
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,7 +70,8 @@ def make(
         if value < 1:
             raise UserError(f"--{name} must be positive, not {value}")
     if tokens % sequence:
-        below, above = tokens // sequence * sequence, (tokens // sequence + 1) * sequence
+        below = tokens // sequence * sequence
+        above = (tokens // sequence + 1) * sequence
         near = f"{below} or {above}" if below else f"{above}"
         raise UserError(f"--tokens {tokens} are not a multiple of --sequence {sequence}: {near} would be")
     if parse_residual(config.residual).depends_on_ranks and config.ranks is None:
@@ -65,5 +80,157 @@ def make(
     return Request(model, config, parsed, tokens, sequence, settings)
 
 
-def size_of(dtype: Dtype) -> int:
-    return {Dtype.BFLOAT16: 2, Dtype.FLOAT32: FLOAT32}[dtype]
+@dataclasses.dataclass(frozen=True)
+class Candidate:
+    """One way to train a model on a target. mesh: with the form of expert parallelism.
+
+    rows: the microbatch of one data x fsdp shard, in sequences. accumulate: number of microbatches per step.
+    interleave: 2 for two halves of the microbatch in turn.
+    """
+
+    mesh: MeshConfig
+    remat: Remat
+    sequence_parallel: bool
+    rows: int
+    accumulate: int
+    interleave: int = 1
+
+    def __str__(self) -> str:
+        sizes = ", ".join(f"{name} {size}" for name, size in self.mesh.axes.items() if size > 1) or "one device"
+        split = ", sequence-parallel" if self.sequence_parallel else ""
+        split += ", experts exchanged" if self.exchanges else ""
+        split += ", two halves in turn" if self.interleave == 2 else ""
+        rows = "1 sequence" if self.rows == 1 else f"{self.rows} sequences"
+        return f"{sizes}{split}, remat {self.remat.value}, {rows} at a time"
+
+    @property
+    def shards(self) -> int:
+        """Number of shards of the batch."""
+        return self.mesh.data * self.mesh.fsdp
+
+    @property
+    def exchanges(self) -> bool:
+        """Whether the ranks exchange the rows of experts."""
+        return self.mesh.experts is ExpertParallelism.EXCHANGE
+
+    def microbatch(self, request: Request) -> tuple[Model, Block]:
+        """One device's shard, and the tokens that it computes at once."""
+        model = Model(request.config, self.mesh.tensor, TRAINING)
+        return model, model.prefill(rows=self.rows, prompt_length=request.sequence)
+
+    def train(self, request: Request) -> TrainConfig:
+        return TrainConfig(
+            batch=request.sequences,
+            sequence=request.sequence,
+            remat=self.remat,
+            accumulate=self.accumulate,
+            sequence_parallel=self.sequence_parallel,
+            interleave=self.interleave,
+        )
+
+    def overrides(self, request: Request) -> dict[str, str]:
+        """Settings for `ladder-jax train`, by dotted name."""
+        mesh = {f"mesh.{name}": str(size) for name, size in self.mesh.axes.items() if size > 1}
+        if self.exchanges:
+            mesh["mesh.experts"] = self.mesh.experts.value
+        split = {"train.sequence_parallel": "true"} if self.sequence_parallel else {}
+        if self.interleave > 1:
+            split["train.interleave"] = str(self.interleave)
+        model = {name: str(value) for name, value in request.changes}
+        return (
+            model
+            | mesh
+            | {
+                "train.batch": str(request.sequences),
+                "train.sequence": str(request.sequence),
+                "train.accumulate": str(self.accumulate),
+                "train.remat": self.remat.value,
+                **split,
+            }
+        )
+
+
+def candidates(request: Request) -> list[Candidate]:
+    """All candidates whose steps have the request's number of tokens. Raises UserError if there is none."""
+    meshes = list(meshes_of(request))
+    if not meshes:
+        raise UserError(f"no mesh of {request.target.name}'s {request.target.count} devices splits {request.name}")
+    divisible = [mesh for mesh in meshes if request.sequences % (mesh.data * mesh.fsdp) == 0]
+    if not divisible:
+        fewest = min(mesh.data * mesh.fsdp for mesh in meshes)
+        raise UserError(
+            f"--tokens {request.tokens} are {request.sequences} sequences of {request.sequence}, which no mesh of"
+            f" {request.target.name} divides evenly: it takes a multiple of {fewest} sequences"
+        )
+    result = []
+    for mesh in divisible:
+        share = request.sequences // (mesh.data * mesh.fsdp)
+        streams = [(mesh, False)]
+        if _allows_sequence_parallel(request, mesh):
+            streams.append((mesh, True))
+            if can_exchange(request.config):
+                streams.append((dataclasses.replace(mesh, experts=ExpertParallelism.EXCHANGE), True))
+        for remat, (form, sequence_parallel), rows in itertools.product(Remat, streams, _divisors(share)):
+            one = Candidate(form, remat, sequence_parallel, rows, share // rows)
+            result.append(one)
+            if _has_halves(one, request.config):
+                result.append(dataclasses.replace(one, interleave=2))
+    return result
+
+
+def meshes_of(request: Request) -> Iterator[MeshConfig]:
+    """The meshes over all devices of the target that divide the model and consist of whole axes of the torus."""
+    count = request.target.count
+    for tensor in _divisors(count):
+        for fsdp in _divisors(count // tensor):
+            mesh = MeshConfig(data=count // tensor // fsdp, fsdp=fsdp, tensor=tensor)
+            if _passes(check_fits_mesh, request.config, mesh) and uses_whole_torus_axes(request.target, mesh):
+                yield mesh
+
+
+def uses_whole_torus_axes(target: Target, mesh: MeshConfig) -> bool:
+    """Whether each mesh axis is a product of whole axes of the target's torus; otherwise the axes' rings share links.
+
+    True for GPUs, which have no torus, and for v5e, whose slices have two short axes that jax splits by default.
+    """
+    if target.platform != "tpu" or target.kind == "v5e":
+        return True
+    torus = [int(size) for size in target.shape.split("x")]
+    torus.append(target.count // math.prod(torus))  # devices per chip
+    sizes = [mesh.data, mesh.fsdp, mesh.tensor]
+    product = lambda axis, places: math.prod(size for size, place in zip(torus, places) if place == axis)
+    assignments = itertools.product(range(3), repeat=len(torus))  # of each side of the torus, a mesh axis
+    return any([product(axis, places) for axis in range(3)] == sizes for places in assignments)
+
+
+def _allows_sequence_parallel(request: Request, mesh: MeshConfig) -> bool:
+    always_reduces = not parse_residual(request.config.residual).kind.startswith(("desync", "no-"))
+    return mesh.tensor > 1 and request.sequence % mesh.tensor == 0 and always_reduces
+
+
+def _has_halves(candidate: Candidate, config: ModelConfig) -> bool:
+    """Whether halves of the rows, in turn, have something to hide. (Of an odd number, `train` halves the sequence.)"""
+    split = candidate.sequence_parallel
+    names = ("train.interleave", "rows")
+    allowed = _passes(check_halves, 2, model=config, rows=candidate.rows, names=names, sequence_parallel=split)
+    predicted = candidate.mesh.experts is ExpertParallelism.REDUCE
+    return candidate.mesh.tensor > 1 and candidate.rows % 2 == 0 and allowed and predicted
+
+
+def can_exchange(config: ModelConfig) -> bool:
+    """Whether ranks can exchange the rows of the model's experts: they need a capacity."""
+    names = "mesh.experts=exchange", "model.moe.capacity", "train.sequence_parallel=true"
+    return _passes(check_exchange, config.moe, residual=config.residual, sequence_parallel=True, names=names)
+
+
+def _passes(check: Callable[..., None], *args: object, **settings: object) -> bool:
+    """Whether a check of the configuration raises nothing."""
+    try:
+        check(*args, **settings)
+    except UserError:
+        return False
+    return True
+
+
+def _divisors(number: int) -> list[int]:
+    return [n for n in range(1, number + 1) if number % n == 0]

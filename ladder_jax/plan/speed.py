@@ -8,33 +8,34 @@
                  wait for them (standard, parallel, desync), and their all-to-alls beyond a shared expert's compute
     step       = accumulate x microbatch + the gradients' all-reduce over the data axis + the optimizer's reads
 
-The constants are those of `ladder-jax predict` (predict/hardware). Half of an all-reduce over n ranks takes
-(n - 1) / n x bytes / bandwidth, an all-to-all as in predict/link.py, without latencies. The tensor axis is assumed to
-be inside a node; an fsdp axis that spans nodes has the network's bandwidth.
+The FLOPs are those of the kernels in predict/work.py, the constants those of `ladder-jax predict` (predict/hardware).
+Half of an all-reduce over n ranks takes (n - 1) / n x bytes / bandwidth, an all-to-all as in predict/machine.py,
+without latencies. The tensor axis is assumed to be inside a node; an fsdp axis that spans nodes has the network's
+bandwidth.
 """
 
 import dataclasses
+import functools
+from collections.abc import Iterable
 
-from ladder_jax import residual
-from ladder_jax.config import ExpertParallelism, ModelConfig, Remat
+from ladder_jax.config import ExpertParallelism, Remat
+from ladder_jax.hardware import HARDWARE
 from ladder_jax.nn.experts import CHUNK
-from ladder_jax.plan import exchange
-from ladder_jax.plan.candidate import Candidate
 from ladder_jax.plan.memory import estimate
-from ladder_jax.plan.request import FLOAT32, Request, size_of
-from ladder_jax.predict import link
+from ladder_jax.plan.request import Candidate, Request
 from ladder_jax.predict import machine as machines
 from ladder_jax.predict.layers import together
-from ladder_jax.predict.link import Ring
-from ladder_jax.predict.machine import Machine
+from ladder_jax.predict.machine import Link, Machine, Network
+from ladder_jax.predict.program import steps_of
+from ladder_jax.predict.work import ATTENTION, FLOAT32, MLP, Kernel, Model
 from ladder_jax.schedule import shards
+from ladder_jax.schedule.targets import Target
 
-MACHINES = {"h100": "h100-2-nodes", "b200": "b200-nvlink"}  # by target, if their names differ
 # GPUs per node, and bytes a second of each GPU between nodes: NVIDIA DGX H100 and B200 data sheets.
-NODE, NETWORK = 8, 50e9
+NODES = Network(size=8, step=0.0, bandwidth=50e9)
 # Bytes a second between a device and its host, one way: https://jax-ml.github.io/scaling-book (tpus); PCIe 5.0 x16.
 HOST = {"tpu": 16e9, "cuda": 64e9, "cpu": 16e9}
-NOMINAL = dict(flops=1e12, bandwidth=1e11, link=1e10)  # for simulated devices
+NOMINAL = dict(memory=0.0, flops=1e12, bandwidth=1e11, flops_share=1.0, bandwidth_share=1.0, launch=0.0, contention=0.0)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,127 +53,128 @@ class Speed:
     mfu: float
 
 
-@dataclasses.dataclass(frozen=True)
-class Rates:
-    """Rates of one device, a second.
-
-    flops: reached. peak: published FLOPs. memory, link, network, host: bytes of memory traffic, of the link inside a
-    node, of the network between nodes, of the connection to the host. node: devices per node. ring: whether the link is
-    a torus.
-    """
-
-    flops: float
-    peak: float
-    memory: float
-    link: float
-    network: float
-    node: int
-    host: float
-    contention: float
-    ring: Ring = Ring.ONE_WAY
-
-
-def rates(request: Request) -> Rates:
-    target = request.target
-    host = HOST[target.platform]
+@functools.cache
+def machine_of(target: Target) -> Machine:
+    """The target's devices; of simulated ones, nominal constants."""
     if target.platform == "cpu":
-        slow = NOMINAL["link"]
-        return Rates(NOMINAL["flops"], NOMINAL["flops"], NOMINAL["bandwidth"], slow, slow, target.count, host, 0.0)
-    machine: Machine = machines.load(MACHINES.get(target.kind, target.kind))
-    gpu = target.platform == "cuda"
-    return Rates(
-        flops=machine.flops * machine.flops_share,
-        peak=machine.flops,
-        memory=machine.bandwidth * machine.bandwidth_share,
-        link=machine.link.bandwidth,
-        network=NETWORK if gpu else machine.link.bandwidth,
-        node=NODE if gpu else target.count,
-        host=host,
-        contention=machine.contention,
-        ring=machine.link.ring,
-    )
+        slow = Link(latency=0.0, step=0.0, bandwidth=1e10)
+        return Machine("cpu", devices=target.count, link=slow, **NOMINAL)
+    machine = machines.load(HARDWARE[target.kind].machine)
+    network = NODES if target.platform == "cuda" else None
+    return dataclasses.replace(machine, link=dataclasses.replace(machine.link, network=network))
 
 
 def speed(candidate: Candidate, *, request: Request) -> Speed:
-    rate, mesh, config = rates(request), candidate.mesh, request.config
-    forward, recomputed = _flops(candidate, request=request)
-    memory, size = estimate(candidate, request=request), size_of(config.dtype)
+    machine = machine_of(request.target)
+    mesh = candidate.mesh
+    forward, recomputed = flops(candidate, request=request)
+    memory = estimate(candidate, request=request)
+    transfers, waiting = _transfers(candidate, request=request)
+    transfers = max(transfers, 2 * memory.host / HOST[request.target.platform])
 
-    def half(bytes_: float, ranks: int, *, within: int) -> float:
-        """Seconds of an all-gather or a reduce-scatter over `ranks` ranks within a group of `within` devices."""
-        return (ranks - 1) / ranks * bytes_ / (rate.link if within <= rate.node else rate.network)
-
-    # Two gathers in the compute dtype (forward, backward) and one reduce-scatter in float32.
-    matrices = shards.layers(config, ranks=mesh.tensor)
-    weights = half(matrices * (2 * size + FLOAT32), mesh.fsdp, within=mesh.fsdp * mesh.tensor)
-    output = half(candidate.rows * request.sequence * config.d_model * size, mesh.tensor, within=mesh.tensor)
-    hiding, waiting = (count * output for count in _halves(candidate, config))
-    if candidate.exchanges:
-        bandwidth = rate.link if mesh.tensor <= rate.node else rate.network
-        sent = link.crossings(mesh.tensor, ring=rate.ring) * exchange.sent(candidate, request=request) / bandwidth
-        of_rows = exchange.seconds(candidate, request=request, all_to_all=sent, flops=rate.flops)
-        hiding, waiting = hiding + of_rows[0], waiting + of_rows[1]
-    if candidate.interleave == 2:  # each beside the other half's sublayer
-        hiding, waiting = hiding + waiting, 0.0
-    transfers = max(weights + hiding, 2 * memory.host / rate.host)
-
-    compute = (3 * forward + recomputed) / rate.flops
+    compute = machine.seconds(flops=3 * forward + recomputed)
     if candidate.interleave == 2:
-        reading = (3 + recomputed / forward) * matrices * size / rate.memory
+        model, _ = candidate.microbatch(request)
+        weights = shards.layers(request.config, ranks=mesh.tensor) * model.element_bytes
+        reading = machine.seconds(size=(3 + recomputed / forward) * weights)
         compute *= 2 * together(compute / 2, reading) / together(compute, reading)
-    slowed = rate.contention * min(transfers, compute)
+    slowed = machine.contention * min(transfers, compute)
     exposed = max(0.0, transfers - compute) + waiting
-    gradients = 2 * half(memory.state / 3, mesh.data, within=request.target.count)
-    seconds = candidate.accumulate * (compute + slowed + exposed) + gradients + 2 * memory.state / rate.memory
-    used = _flops(_reducing(candidate), request=request)[0]  # without the empty slots of buffers
-    mfu = candidate.accumulate * 3 * used / rate.peak / seconds
+    gradients = 2 * _half(memory.state / 3, mesh.data, machine=machine, within=request.target.count)
+    optimizer = machine.seconds(size=2 * memory.state)
+    seconds = candidate.accumulate * (compute + slowed + exposed) + gradients + optimizer
+    reducing = dataclasses.replace(mesh, experts=ExpertParallelism.REDUCE)  # without the empty slots of buffers
+    used, _ = flops(dataclasses.replace(candidate, mesh=reducing), request=request)
+    mfu = candidate.accumulate * 3 * used / machine.flops / seconds
     return Speed(seconds, candidate.accumulate * exposed + gradients, recomputed / (3 * forward), mfu)
 
 
-def _reducing(candidate: Candidate) -> Candidate:
-    return dataclasses.replace(candidate, mesh=dataclasses.replace(candidate.mesh, experts=ExpertParallelism.REDUCE))
+def _transfers(candidate: Candidate, *, request: Request) -> tuple[float, float]:
+    """Seconds of a microbatch's transfers that compute can hide, and of those that a sublayer waits for."""
+    machine = machine_of(request.target)
+    mesh = candidate.mesh
+    model, block = candidate.microbatch(request)
+    # Two gathers in the compute dtype (forward, backward) and one reduce-scatter in float32.
+    gathered = shards.layers(request.config, ranks=mesh.tensor) * (2 * model.element_bytes + FLOAT32)
+    weights = _half(gathered, mesh.fsdp, machine=machine, within=mesh.fsdp * mesh.tensor)
+    output = _half(model.payload(block), mesh.tensor, machine=machine, within=mesh.tensor)
+    hiding, waiting = (count * output for count in _halves(candidate, model))
+    if candidate.exchanges:
+        sent = machines.crossings(mesh.tensor, ring=machine.link.ring) * model.buffer_bytes(block)
+        one = sent / _bandwidth(machine, within=mesh.tensor)
+        shared = machine.seconds(flops=_total(model.shared_expert(block)))
+        of_rows = _all_to_alls(candidate, model, seconds=one, shared=shared)
+        hiding += of_rows[0]
+        waiting += of_rows[1]
+    if candidate.interleave == 2:  # each beside the other half's sublayer
+        hiding += waiting
+        waiting = 0.0
+    return weights + hiding, waiting
 
 
-def _halves(candidate: Candidate, config: ModelConfig) -> tuple[float, float]:
+def _half(size: float, ranks: int, *, machine: Machine, within: int) -> float:
+    """Seconds of an all-gather or a reduce-scatter over `ranks` ranks within a group of `within` devices."""
+    return (ranks - 1) / ranks * size / _bandwidth(machine, within=within)
+
+
+def _bandwidth(machine: Machine, *, within: int) -> float:
+    """Of the link, or of the network, for a group of `within` devices."""
+    link = machine.link
+    return link.bandwidth if link.nodes(within) == 1 else link.network.bandwidth
+
+
+def _halves(candidate: Candidate, model: Model) -> tuple[float, float]:
     """Numbers of the layers' gathers and reduce-scatters: those that a sublayer can hide, those that one waits for."""
-    steps = [step for layer in residual.of_model(config).layers for step in layer]
-    reducing = [step for step in steps if step.reduces]
     # A reduction is two halves forward and two backward. With recomputation the second input is gathered once more.
     regathers = candidate.sequence_parallel and candidate.remat is not Remat.NONE
-    each = 4.5 if regathers else 4
-    count = lambda step: each * (exchange.reductions(step, config) if candidate.exchanges else 1)
-    hiding = sum(count(step) for step in reducing if step.delay)
-    return hiding, sum(map(count, reducing)) - hiding
+    counts = {True: 0.0, False: 0.0}
+    for step in steps_of(model.config):
+        share = 1.0
+        if candidate.exchanges and ATTENTION not in step.sublayers:  # a shared expert's sum, or farskip's gather of it
+            share = 0.0 if not model.config.moe.shared_width else 0.5 if step.early else 1.0
+        counts[step.delay > 0] += (4.5 if regathers else 4) * share * step.reduces
+    return counts[True], counts[False]
 
 
-def _flops(candidate: Candidate, *, request: Request) -> tuple[float, float]:
-    """FLOPs of a microbatch on one device: of the forward pass, and of recomputation in the backward pass."""
-    config, tensor = request.config, candidate.mesh.tensor
-    shard = shards.shard(config, ranks=tensor)
-    tokens, heads = candidate.rows * request.sequence, config.num_heads / tensor
-    scores = 2 * candidate.rows * heads * config.head_dim * request.sequence * (request.sequence + 1)
-    active, again = shards.active_layers(config, ranks=tensor), _experts_again(config, tokens=tokens, ranks=tensor)
-    written = sum(count * shards.shard(kind, ranks=tensor).active for count, kind in shards.kinds(config))
-    if candidate.exchanges:
-        multiplications, columns = exchange.products(candidate, request=request)
-        active, again = config.num_layers * (shard.attention + multiplications / tokens), 0.0
-        written = config.num_layers * columns
-    layers = 2 * tokens * active + config.num_layers * scores
-    head = 2 * tokens * shard.vocabulary * config.d_model
-    # The reduced sums are kept, so the output projections of both sublayers are not recomputed.
-    outputs = 2 * tokens * config.d_model * (config.num_layers * shard.queries + written)
-    recomputed = {
-        Remat.NONE: again,
-        Remat.SAVE_MATMULS: config.num_layers * scores + again,
-        Remat.FULL: layers - outputs,
-        Remat.OFFLOAD: layers - outputs,
-    }
-    return layers + head, recomputed[candidate.remat]
+def _all_to_alls(candidate: Candidate, model: Model, *, seconds: float, shared: float) -> tuple[float, float]:
+    """Seconds of a microbatch's all-to-alls that sublayers can hide, and of those that they wait for.
+
+    A layer has two forward and two backward, and two more where they are repeated. In a standard layer they stand
+    beside the shared expert. seconds: of one. shared: of the shared expert's products, forward.
+    """
+    repeats = candidate.remat in (Remat.FULL, Remat.OFFLOAD)
+    delays = [step.delay for step in steps_of(model.config) if ATTENTION not in step.sublayers and step.reduces]
+    each = (6 if repeats else 4) * seconds
+    hiding = sum(delay > 0 for delay in delays)
+    return hiding * each, (len(delays) - hiding) * max(0.0, each - (4 if repeats else 3) * shared)
 
 
-def _experts_again(config: ModelConfig, *, tokens: int, ranks: int) -> float:
-    """FLOPs of the routed experts if there are more tokens than a chunk: of these no rows are kept."""
-    if config.moe is None or tokens <= CHUNK:
-        return 0.0
-    layers = config.num_layers - config.moe.dense_layers
-    return layers * 2 * tokens * 3 * config.d_model * config.moe.top_k * config.moe.expert_width / ranks
+def flops(candidate: Candidate, *, request: Request) -> tuple[float, float]:
+    """FLOPs of a microbatch on one device: of the forward pass, and of recomputation in the backward pass.
+
+    Reduced sums are kept, so what a sublayer's last product computes is not recomputed, but for exchanged experts. Of
+    routed experts no rows are kept if there are more tokens than a chunk.
+    """
+    model, block = candidate.microbatch(request)
+    forward = _total(model.ends(block))
+    recomputed = 0.0
+    for count, config in shards.kinds(request.config):
+        layer = dataclasses.replace(model, config=config)
+        routed = layer.routed(block, exchanged=candidate.exchanges) if config.moe else []
+        others = [*layer.step((ATTENTION,), block)]
+        others += layer.shared_expert(block) if config.moe else layer.step((MLP,), block)
+        every = [*routed, *others]
+        if candidate.remat in (Remat.FULL, Remat.OFFLOAD):
+            again = _total(every) - _total(others if candidate.exchanges else every, "out", "down")
+        else:
+            chunks = block.size > CHUNK and not candidate.exchanges
+            again = _total(routed, "gate, up", "down") if chunks else 0.0
+            again += _total(every, "attend") if candidate.remat is Remat.SAVE_MATMULS else 0.0
+        forward += count * _total(every)
+        recomputed += count * again
+    return forward, recomputed
+
+
+def _total(kernels: Iterable[Kernel], *names: str) -> float:
+    """Their FLOPs; of those of these names, if any."""
+    return sum(kernel.flops for kernel in kernels if not names or kernel.name in names)

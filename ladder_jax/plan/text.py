@@ -3,8 +3,8 @@
 import dataclasses
 
 from ladder_jax.config import PRESETS
-from ladder_jax.plan.candidate import Candidate, can_exchange
 from ladder_jax.plan.plans import Answer, Plan
+from ladder_jax.plan.request import Candidate, can_exchange
 from ladder_jax.schedule import shards
 from ladder_jax.terminal import Table
 
@@ -32,7 +32,7 @@ def lines(answer: Answer) -> list:
     best = answer.plans[0]
     overrides = " ".join(f"{name}={value}" for name, value in best.candidate.overrides(request).items())
     return [
-        f"take {_name(best)}",
+        f"take {best.candidate}",
         f"reason    {_why(answer)}",
         title,
         _table(answer),
@@ -52,10 +52,11 @@ def lines(answer: Answer) -> list:
 
 def _exchange(answer: Answer) -> list[str]:
     """The fastest plan whose ranks exchange the rows of experts, or how to have such plans."""
-    config, moe = answer.request.config, answer.request.config.moe
+    config = answer.request.config
+    moe = answer.request.config.moe
     if can_exchange(config):
         best = next((plan for plan in answer.plans if plan.candidate.exchanges), None)
-        found = "none fits" if best is None else f"{_name(best)}: {best.speed.seconds:.3g} s a step"
+        found = "none fits" if best is None else f"{best.candidate}: {best.speed.seconds:.3g} s a step"
         return [f"exchange  mesh.experts=exchange with capacity {moe.capacity:g}, the fastest that fits: {found}"]
     if moe is None or not can_exchange(dataclasses.replace(config, moe=dataclasses.replace(moe, capacity=1.25))):
         return []
@@ -76,27 +77,18 @@ def _why(answer: Answer) -> str:
 
 
 def _smallest(answer: Answer) -> str:
-    smallest, request = answer.smallest, answer.request
+    smallest = answer.smallest
+    request = answer.request
     return (
-        f"of {answer.considered} candidates the smallest, {_name(smallest)}, is estimated at"
+        f"of {answer.considered} candidates the smallest, {smallest.candidate}, is estimated at"
         f" {smallest.memory.device / GIB:.1f} GiB of a device's {request.target.memory / GIB:.0f}"
     )
 
 
-def _name(plan: Plan) -> str:
-    mesh = plan.candidate.mesh
-    sizes = ", ".join(f"{name} {size}" for name, size in mesh.axes.items() if size > 1) or "one device"
-    split = ", sequence-parallel" if plan.candidate.sequence_parallel else ""
-    split += ", experts exchanged" if plan.candidate.exchanges else ""
-    split += ", two halves in turn" if plan.candidate.interleave == 2 else ""
-    count = plan.candidate.rows
-    rows = "1 sequence" if count == 1 else f"{count} sequences"
-    return f"{sizes}{split}, remat {plan.candidate.remat.value}, {rows} at a time"
-
-
 def _shown(answer: Answer) -> list[Plan]:
     """All compiled plans, and of plans that differ only in the microbatch and its halves the first; at most SHOWN."""
-    seen, shown = set(), []
+    seen = set()
+    shown = []
     for plan in answer.plans:
         key = plan.candidate.mesh, plan.candidate.remat, plan.candidate.sequence_parallel
         if plan.confirmed is not None or key not in seen:
@@ -109,7 +101,7 @@ def _refused(answer: Answer) -> list[str]:
     refused_lines = []
     for plan in answer.refused:
         reason = plan.confirmed.refusal or f"{plan.bytes / GIB:.1f} GiB compiled"
-        refused_lines.append(f"too large: {_name(plan)}: {reason} (estimated {plan.memory.device / GIB:.1f})")
+        refused_lines.append(f"too large: {plan.candidate}: {reason} (estimated {plan.memory.device / GIB:.1f})")
     return refused_lines
 
 
@@ -120,7 +112,9 @@ def _stream(candidate: Candidate) -> str:
 def _table(answer: Answer) -> Table:
     rows = []
     for plan in _shown(answer):
-        candidate, speed, mesh = plan.candidate, plan.speed, plan.candidate.mesh
+        candidate = plan.candidate
+        speed = plan.speed
+        mesh = plan.candidate.mesh
         rows.append((
             f"{mesh.data}x{mesh.fsdp}x{mesh.tensor}",
             candidate.remat.value,

@@ -16,6 +16,8 @@ PREFERENCE = (
 )
 """Order of recommendation among equally fast topologies: first those closest to trained and measured models."""
 
+FEWER = {"desync": "fewer all-reduces", "parallel-ladder": "half as many all-reduces, each under a whole layer,"}
+
 
 @dataclasses.dataclass(frozen=True)
 class Advice:
@@ -62,7 +64,7 @@ def read(*, rows: Sequence[Candidate], opponent: Opponent, tensor: int) -> Advic
 
 def lengths(baseline: Speed) -> tuple[float, float] | None:
     """Seconds of an all-reduce and of the shortest sublayer in a decode step; None without a timeline."""
-    timeline = baseline.step.sublayers
+    timeline = baseline.step.forward
     if timeline is None or not timeline.all_reduces:
         return None
     computes = [bar.stop - bar.start for bar in timeline.bars if not bar.wire]
@@ -72,21 +74,15 @@ def lengths(baseline: Speed) -> tuple[float, float] | None:
 def _reason(chosen: Candidate, usable: Sequence[Candidate], opponent: Opponent) -> str:
     start = f"communication is {opponent.share:.0%} of the time of {opponent.name}"
     kind = parse_residual(chosen.residual).kind
-    microseconds = lambda seconds: f"{seconds * 1e6:.0f} µs"
     gain = f"{chosen.speedup:.2f} x its speed"
     if opponent.lengths is not None:
         wire, shortest = opponent.lengths
-        compare = f"a decode step's all-reduce ({microseconds(wire)})"
-        if wire > shortest:
-            compare += f" outlasts its shorter sublayer ({microseconds(shortest)})"
-        else:
-            compare += f" fits under its shorter sublayer ({microseconds(shortest)})"
-        start += f", and {compare}"
+        does = "outlasts" if wire > shortest else "fits under"
+        start += f", and a decode step's all-reduce ({wire * 1e6:.0f} µs) {does} its shorter sublayer"
+        start += f" ({shortest * 1e6:.0f} µs)"
     if kind in ("ladder", "ladder-fresh", "farskip"):
         return f"{start}: hiding it under compute gives {gain}"
-    fewer = "half as many all-reduces" + (", each under a whole layer," if kind == "parallel-ladder" else "")
-    if kind == "desync":
-        fewer = "fewer all-reduces"
+    fewer = FEWER.get(kind, "half as many all-reduces")
     ladder = next((row for row in usable if row.residual == "ladder"), None)
     comparison = f" where the plain Ladder gives {ladder.speedup:.2f}" if ladder else ""
     return f"{start}: {fewer} give {gain}{comparison}"

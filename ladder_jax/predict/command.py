@@ -31,16 +31,11 @@ def run(args: dict) -> None:
     if options["hardware"] is None:
         raise UserError(f"--hardware is needed (allowed: {', '.join(requests.machines.NAMES)}, or a .yaml file)")
     request = requests.make(**options)
-    axes = requests.sweep(request, args["sweep"]) if args["sweep"] else None
 
-    from ladder_jax.predict import phases, picture, result, sweep, text
+    from ladder_jax.predict import picture, result, sweep, text
 
-    if request.phase:
-        answer = phases.predict(request)
-        _print(answer.as_dict() if args["json"] else text.phase_lines(answer))
-        return
-
-    if axes:
+    if args["sweep"]:
+        axes = sweep.parse(request, args["sweep"])
         points = sweep.run(request, axes)
         if args["plot"]:
             if not sweep.front(points):

@@ -13,15 +13,14 @@ from collections.abc import Callable, Iterable
 
 from ladder_jax.config import Launch, Phase
 from ladder_jax.errors import UserError
-from ladder_jax.hardware import HARDWARE, Hardware
+from ladder_jax.hardware import HARDWARE
 from ladder_jax.overlap import compile as compiling
 from ladder_jax.overlap import request as overlaps
-from ladder_jax.predict import result
-from ladder_jax.predict.link import FITTED, Algorithm
-from ladder_jax.predict.machine import Machine
+from ladder_jax.predict.machine import FITTED, Algorithm, Machine
 from ladder_jax.predict.model import Pass, Speed
-from ladder_jax.predict.program import Opponents, programs
+from ladder_jax.predict.program import Choice, Opponents, programs
 from ladder_jax.predict.request import BASELINE, Request
+from ladder_jax.predict.result import Result, of_speeds
 from ladder_jax.predict.work import Model
 from ladder_jax.schedule import hlo, shards, targets, timeline
 from ladder_jax.schedule.collectives import Collective
@@ -29,7 +28,6 @@ from ladder_jax.schedule.grouped import Experts
 
 DEPTHS = (2, 4)
 RESIDUALS = "standard,ladder,no-communication"
-MACHINES = {"h100": "h100-nvlink", "b200": "b200-nvlink"}  # by target, if their names differ
 
 
 def with_defaults(options: dict, target: str) -> dict:
@@ -41,71 +39,52 @@ def with_defaults(options: dict, target: str) -> dict:
         raise UserError("--from-schedule compiles this library's programs: --implementation must be ours")
     return {
         **options,
-        "hardware": options["hardware"] or MACHINES.get(parsed.kind, parsed.kind),
+        "hardware": options["hardware"] or HARDWARE[parsed.kind].machine,
         "tensor": options["tensor"] or parsed.count,
         "residual": options["residual"] or RESIDUALS,
     }
 
 
-def predict(request: Request, *, target: str, opponents: Opponents = Opponents.STRONGEST) -> result.Result:
+def predict(request: Request, *, target: str) -> Result:
     """Programs as the library compiles them: with the whole stream on every rank."""
     compile_ = functools.cache(functools.partial(_compiled, request, target))
-    speeds = {
-        name: _speed(request, name, compile_, opponents) for name in dict.fromkeys((*request.residuals, BASELINE))
-    }
-    nccl = _speed(request, BASELINE, compile_, Opponents.NCCL)
-    return result.of_speeds(request, speeds, nccl=nccl, fidelity=f"from schedules for {target}")
+    speed = functools.partial(_speed, request, compile_)
+    speeds = {name: speed(name, Opponents.STRONGEST) for name in dict.fromkeys((*request.residuals, BASELINE))}
+    nccl = speed(BASELINE, Opponents.NCCL)
+    return of_speeds(request, speeds, standard=speeds[BASELINE], nccl=nccl, fidelity=f"from schedules for {target}")
 
 
 Compile = Callable[[str, Phase, int], tuple[hlo.Program, str]]  # of a residual, a phase and a number of layers
 
 
-def _speed(request: Request, residual: str, compile_: Compile, opponents: Opponents) -> Speed:
-    model = Model(request.config(residual), request.tensor, request.implementation)
-    capacity = request.prompt_length + request.new_tokens
-    return Speed(
-        rows=request.batch,
-        new_tokens=request.new_tokens,
-        prefill=_pass(request, residual, compile_, Phase.PREFILL, opponents),
-        step=_pass(request, residual, compile_, Phase.DECODE, opponents),
-        memory=model.memory(rows=request.batch, capacity=capacity),
-    )
+def _speed(request: Request, compile_: Compile, residual: str, opponents: Opponents) -> Speed:
+    shard = Model(request.config(residual), request.tensor, request.implementation)
+    found = [_pass(request, compile_, shard, phase, opponents) for phase in (Phase.PREFILL, Phase.DECODE)]
+    memory = shard.memory(rows=request.batch, capacity=request.prompt_length + request.new_tokens)
+    return Speed(request.batch, request.new_tokens, *found, memory=memory)
 
 
-def _pass(request: Request, residual: str, compile_: Compile, phase: Phase, opponents: Opponents) -> Pass:
-    layers = request.layers or request.shape.num_layers
+def _pass(request: Request, compile_: Compile, shard: Model, phase: Phase, opponents: Opponents) -> Pass:
+    config = shard.config
     # A hybrid's layers differ, so all of them are compiled; so do first layers without experts.
-    alike = request.ladder_layers is None and len(shards.kinds(request.shape)) == 1
-    depths = DEPTHS if layers > DEPTHS[1] and alike else (layers,)
+    alike = request.ladder_layers is None and len(shards.kinds(config)) == 1
+    depths = DEPTHS if config.num_layers > DEPTHS[1] and alike else (config.num_layers,)
     # The first program has the whole stream on every rank, and the launch that is compiled.
-    program = programs(
-        request.config(residual),
-        machine=request.machine,
-        ranks=request.tensor,
-        phase=phase,
-        rows=request.batch,
-        tokens=request.prompt_length,
-        implementation=request.implementation,
-        opponents=opponents,
-        launches=request.launches,
-    )[0]
-    compiled = [compile_(residual, phase, depth) for depth in depths]
-    moe = request.shape.moe
-    experts = (
-        None if moe is None else Experts(moe, request.tensor)
-    )  # their kernels run at the rates that programs reach
-    settings = dict(machine=request.machine, ranks=request.tensor, among=program.algorithms, experts=experts)
-    passes = [
-        dataclasses.replace(play(schedule, kind=kind, **settings), program=program) for schedule, kind in compiled
-    ]
+    block = shard.prefill(rows=request.batch, prompt_length=request.prompt_length)
+    program = programs(shard, request.machine, block, phase=phase, choice=Choice(opponents, request.launches))[0]
+    experts = None if config.moe is None else Experts(config.moe, shard.ranks)  # at the rates that programs reach
+    settings = dict(machine=request.machine, ranks=shard.ranks, among=program.algorithms, experts=experts)
+    passes = []
+    for depth in depths:
+        schedule, kind = compile_(config.residual, phase, depth)
+        passes.append(dataclasses.replace(play(schedule, kind=kind, **settings), program=program))
     if len(passes) == 1:
         return passes[0]
     first, second = passes
-    factor = (layers - depths[1]) / (depths[1] - depths[0])
+    factor = (config.num_layers - depths[1]) / (depths[1] - depths[0])
     extrapolate = lambda name: getattr(second, name) + factor * (getattr(second, name) - getattr(first, name))
-    exposed = max(0.0, extrapolate("exposed"))
-    seconds, wire = extrapolate("seconds"), extrapolate("wire")
-    return dataclasses.replace(second, seconds=seconds, wire=wire, exposed=exposed)
+    times = {name: extrapolate(name) for name in ("seconds", "wire", "exposed")}
+    return dataclasses.replace(second, **times | {"exposed": max(0.0, times["exposed"])})
 
 
 def _compiled(request: Request, target: str, residual: str, phase: Phase, layers: int) -> tuple[hlo.Program, str]:
@@ -139,7 +118,10 @@ def play(
 
     Its exposed time is the difference to an instant link.
     """
-    hardware, used = _at_reached_rates(HARDWARE[kind], machine), collections.Counter()
+    # Operations without the compiler's cycles run at the rates that programs reach.
+    reached = dict(flops=machine.flops * machine.flops_share, bandwidth=machine.bandwidth * machine.bandwidth_share)
+    hardware = dataclasses.replace(HARDWARE[kind], **reached)
+    used = collections.Counter()
 
     def wire(collective: Collective) -> float:
         algorithm, seconds = machine.fastest_all_reduce(collective.bytes, ranks=ranks, among=among)
@@ -149,17 +131,6 @@ def play(
     settings = dict(hardware=hardware, ranks=ranks, launch=machine.launch, experts=experts)
     bars = timeline.play(program, wire=wire, contention=machine.contention, **settings)
     instant = timeline.play(program, wire=lambda _: 0.0, **settings)
-    end = lambda bars: max((bar.stop for bar in bars), default=0.0)
-    return Pass(
-        seconds=end(bars),
-        wire=sum(bar.stop - bar.start for bar in bars if bar.wire),
-        exposed=end(bars) - end(instant),
-        all_reduce=max(used, key=used.get, default=None),
-    )
-
-
-def _at_reached_rates(hardware: Hardware, machine: Machine) -> Hardware:
-    """The hardware with the rates that programs reach, for operations without the compiler's cycles."""
-    return dataclasses.replace(
-        hardware, flops=machine.flops * machine.flops_share, bandwidth=machine.bandwidth * machine.bandwidth_share
-    )
+    end, end_instant = (max((bar.stop for bar in one), default=0.0) for one in (bars, instant))
+    transfers = sum(bar.stop - bar.start for bar in bars if bar.wire)
+    return Pass(end, transfers, end - end_instant, all_reduce=max(used, key=used.get, default=None))

@@ -1,20 +1,43 @@
-"""The timeline of a model's layers, in each tensor-parallel form."""
+"""The timeline of a model's layers, in each tensor-parallel form.
+
+Exchanged experts are as residual/wires/exchange.py computes them. There a barrier ties each transfer to one half of a
+sublayer, and so a layer is a sequence of slots, whose seconds are the longer of transfers and compute:
+
+    a ladder's attention   query, key, value           beside combine, of the layer before
+                           add up, norm, router, sort
+                           scores, output projection   beside dispatch
+    its experts            gate, up                    beside attention's reduce-scatter
+                           norm
+                           down                        beside the gather of the next attention's input
+
+A shared expert is tensor-parallel: its input is gathered with the dispatch. `farskip` computes it before the
+reduce-scatter, which takes its sum too; in a ladder it stands beside that, and its sum is scattered with the next
+combine. A standard layer waits for all transfers, but its shared expert's first products stand beside the dispatch and
+its last one beside the combine.
+"""
 
 import dataclasses
 import functools
-import itertools
-import operator
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
-from ladder_jax.config import ModelConfig
-from ladder_jax.predict import exchange
-from ladder_jax.predict.implementation import Implementation
-from ladder_jax.predict.link import Algorithm, Ring
-from ladder_jax.predict.machine import Machine
-from ladder_jax.predict.program import Form, Program
-from ladder_jax.predict.timeline import NAMES, Bar, Timeline, Work, beside, play, play_in_turn
-from ladder_jax.predict.work import AFTER_GATHER, BEFORE_SCATTER, DENSE, MLP, Block, Kernel, Model
-from ladder_jax.residual import Step, Topology, of_model
+from ladder_jax.predict.machine import Algorithm, Halves, Machine, Ring
+from ladder_jax.predict.program import Form, Program, steps_of
+from ladder_jax.predict.timeline import (
+    NAMES,
+    Device,
+    Slot,
+    Timeline,
+    Transfer,
+    Work,
+    beside,
+    play,
+    play_slots,
+    turns,
+)
+from ladder_jax.predict.work import AFTER_GATHER, ATTENTION, BEFORE_SCATTER, Block, Kernel, Model
+from ladder_jax.residual import Step
+
+WorkOf = Callable[[Sequence[Kernel]], Work]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,51 +59,45 @@ def layers(
     times: int = 1,
 ) -> Layers:
     """The layers of `block`. steps: by default the topology's. times: how often each kernel runs (backward: 2)."""
-    ranks, split, shared_norm = model.ranks, _split(program, model.ranks), _topology(model.config).shared_norm
+    split = model.ranks if program.form in (Form.SEQUENCE_PARALLEL, Form.COLLECTIVE_MATMUL) else 1
     steps = steps_of(model.config) if steps is None else steps
+    kernels = functools.cache(lambda sublayers, block: model.step(sublayers, block, split=split))
+    work_of = functools.partial(work, machine, times=times)
+    of_sublayers = functools.cache(lambda sublayers: work_of(kernels(sublayers, block)))
     algorithm, all_reduce = reduction(model, machine, block, program=program)
+    settings = dict(contention=machine.contention, window=program.window)
 
     @functools.cache
-    def kernels(sublayers: tuple[int, ...]) -> tuple[Kernel, ...]:
-        return model.step(sublayers, block, shared_norm=shared_norm, split=split)
+    def of_half(sublayers: tuple[int, ...], half: Block) -> Work:
+        """It reads all weights, and starts as many kernels as the whole."""
+        whole = kernels(sublayers, block)
+        pairs = zip(kernels(sublayers, half), whole, strict=True)
+        return sum((work_of([one]).slower(few_rows(one, other, machine=machine)) for one, other in pairs), Work())
 
-    work = functools.cache(lambda sublayers: work_of(kernels(sublayers), machine, model.implementation, times=times))
     if program.form is Form.EXCHANGE:
-        of_kernels = lambda kernels: work_of(kernels, machine, model.implementation, times=times)
-        timeline = exchange.play(steps, model=model, machine=machine, block=block, work=of_kernels)
+        slots = _exchange_slots(steps, model, machine, block, work_of=work_of)
+        waits = machine.link.halves is Halves.NONE  # on a v5e (but for gathers, which is left out)
+        timeline = play_slots(slots, contention=machine.contention, waits=waits)
     elif program.form is Form.COLLECTIVE_MATMUL:
-        ring = RingProduct(machine, ranks, payload=model.payload(block), times=times)
-        timeline = _in_rings(steps, work=work, kernels=kernels, ring=ring)
+        ring = RingProduct(machine, model.ranks, payload=model.payload(block), times=times)
+        timeline = _in_rings(steps, kernels=lambda step: kernels(step.sublayers, block), work_of=work_of, ring=ring)
     elif program.interleave == 2:
-        timeline = _in_turn(steps, model, machine, block, program=program, times=times)
+        halves = block.halves
+        each = tuple(reduction(model, machine, half, program=program)[1] for half in halves)
+        slots = turns(steps, work=lambda step, half: of_half(step.sublayers, halves[half]), all_reduces=each)
+        timeline = play_slots(slots, **settings)
     else:
-        of_step = lambda step: work(step.sublayers)
-        settings = dict(all_reduce=all_reduce, contention=machine.contention, window=program.window)
-        timeline = play(steps, work=of_step, **settings)
+        timeline = play(steps, work=lambda step: of_sublayers(step.sublayers), all_reduce=all_reduce, **settings)
     return Layers(timeline, algorithm if timeline.all_reduces else None, all_reduce)
 
 
-def _in_turn(
-    steps: Sequence[Step], model: Model, machine: Machine, block: Block, *, program: Program, times: int
-) -> Timeline:
-    """Two halves of `block`. Each reads all weights, and starts as many kernels as the whole."""
-    split, shared_norm = _split(program, model.ranks), _topology(model.config).shared_norm
-    halves = block.halves
+def work(machine: Machine, kernels: Sequence[Kernel], *, times: int = 1) -> Work:
+    """The sum of the kernels' times: the compute of one kernel cannot hide the memory traffic of another.
 
-    @functools.cache
-    def work(sublayers: tuple[int, ...], half: int) -> Work:
-        of = lambda block: model.step(sublayers, block, shared_norm=shared_norm, split=split)
-        kernels, whole = of(halves[half]), of(block)
-        slower = [few_rows(one, of_all, machine=machine) for one, of_all in zip(kernels, whole, strict=True)]
-        return work_of(kernels, machine, model.implementation, times=times, slower=slower)
-
-    return play_in_turn(
-        steps,
-        work=lambda step, half: work(step.sublayers, half),
-        all_reduces=tuple(reduction(model, machine, half, program=program)[1] for half in halves),
-        contention=machine.contention,
-        window=program.window,
-    )
+    times: how often each runs.
+    """
+    busy = sum(machine.seconds(flops=kernel.flops, size=kernel.size) for kernel in kernels)
+    return Work(busy=times * busy, idle=times * machine.launch * sum(kernel.launches for kernel in kernels))
 
 
 BEND = 1.5
@@ -93,8 +110,8 @@ def few_rows(kernel: Kernel, whole: Kernel, *, machine: Machine) -> float:
     constants say; a product of fewer rows reaches a smaller share of both rates."""
 
     def share(one: Kernel) -> float:
-        compute = machine.seconds(flops=one.flops, size=0)
-        memory = machine.seconds(flops=0, size=one.weights + one.activations + one.cache)
+        compute = machine.seconds(flops=one.flops)
+        memory = machine.seconds(size=one.size)
         return together(compute, memory) / max(compute, memory) if one.flops else 1.0
 
     return share(kernel) / share(whole)
@@ -105,47 +122,14 @@ def together(compute: float, memory: float) -> float:
     return (compute**BEND + memory**BEND) ** (1 / BEND)
 
 
-@functools.lru_cache(maxsize=64)
-def steps_of(config: ModelConfig) -> tuple[Step, ...]:
-    """The topology's steps, in order; first layers without experts have `DENSE` for `MLP`."""
-    dense = 0 if config.moe is None else config.moe.dense_layers
-    of_dense = lambda step: tuple(DENSE if one == MLP else one for one in step.sublayers)
-    steps = []
-    for layer, of_layer in enumerate(_topology(config).layers):
-        steps += [dataclasses.replace(one, sublayers=of_dense(one)) for one in of_layer] if layer < dense else of_layer
-    return tuple(steps)
-
-
-@functools.lru_cache(maxsize=64)  # a sweep predicts the same configuration many times
-def _topology(config: ModelConfig) -> Topology:
-    return of_model(config)
-
-
 def reduction(model: Model, machine: Machine, block: Block, *, program: Program) -> tuple[Algorithm | None, float]:
     """How a sublayer's output is reduced, and its seconds: an all-reduce, or a reduce-scatter and an all-gather."""
-    payload, ranks = model.payload(block), model.ranks
+    payload = model.payload(block)
+    ranks = model.ranks
     algorithm, seconds = machine.fastest_all_reduce(payload, ranks=ranks, among=program.algorithms)
     if program.form is not Form.ALL_REDUCE and machine.link:
         seconds = 2 * machine.link.half(payload, ranks=ranks)
     return algorithm, seconds
-
-
-def work_of(
-    kernels: Sequence[Kernel],
-    machine: Machine,
-    implementation: Implementation,
-    *,
-    times: int = 1,
-    slower: Iterable[float] = itertools.repeat(1.0),
-) -> Work:
-    """The sum of the kernels' times: the compute of one kernel cannot hide the memory traffic of another.
-
-    times: how often each runs. slower: a factor of each.
-    """
-    size = lambda kernel: kernel.weights + kernel.activations + kernel.cache / implementation.cache_speed
-    seconds = [machine.seconds(flops=kernel.flops, size=size(kernel)) for kernel in kernels]
-    busy = sum(map(operator.mul, seconds, slower))
-    return Work(busy=times * busy, idle=times * machine.launch * sum(kernel.launches for kernel in kernels))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -173,43 +157,112 @@ class RingProduct:
     def message(self) -> float:
         """Seconds of a round's message; from node to node at the network's pace."""
         link = self.machine.link
-        step, bandwidth = link.step, link.bandwidth
+        step = link.step
+        bandwidth = link.bandwidth
         if link.nodes(self.ranks) > 1:
-            step, bandwidth = max(step, link.network.step), min(bandwidth, link.network.bandwidth)
+            step = max(step, link.network.step)
+            bandwidth = min(bandwidth, link.network.bandwidth)
         return step + (self.ranks - 1) / self.rounds * self.payload / self.ranks / bandwidth
 
     def seconds(self, kernel: Kernel) -> float:
-        size = kernel.weights + kernel.activations / self.ranks
-        busy = self.times * self.machine.seconds(flops=kernel.flops / self.ranks, size=size)
-        chunk = Work(busy=busy, idle=self.times * self.machine.launch * kernel.launches)
-        in_round = (self.ranks - 1) / self.rounds
-        several = Work(in_round * chunk.busy, in_round * chunk.idle)
-        round_ = max(self.message, beside(several, wire=self.message, contention=self.machine.contention))
+        share = dict(flops=kernel.flops / self.ranks, activations=kernel.activations / self.ranks)
+        chunk = work(self.machine, [dataclasses.replace(kernel, **share)], times=self.times)
+        of_round = chunk.share((self.ranks - 1) / self.rounds)
+        round_ = max(self.message, beside(of_round, wire=self.message, contention=self.machine.contention))
         return chunk.seconds + self.rounds * round_
 
 
 def _in_rings(
-    steps: Sequence[Step], *, work: Callable[[tuple], Work], kernels: Callable[[tuple], tuple], ring: RingProduct
+    steps: Sequence[Step], *, kernels: Callable[[Step], tuple[Kernel, ...]], work_of: WorkOf, ring: RingProduct
 ) -> Timeline:
     """Every product that follows a gather or precedes a scatter in a ring; the other kernels as they are."""
-
-    @functools.cache
-    def seconds(sublayers: tuple[int, ...]) -> float:
-        plain, total = 0.0, work(sublayers).seconds
-        for kernel in kernels(sublayers):
-            if kernel.name in (*AFTER_GATHER, *BEFORE_SCATTER):
-                one = ring.times * ring.machine.seconds(flops=kernel.flops, size=kernel.weights + kernel.activations)
-                plain += ring.seconds(kernel) - one - ring.times * ring.machine.launch * kernel.launches
-        return total + plain
-
-    now, bars = 0.0, []
+    ringed = (*AFTER_GATHER, *BEFORE_SCATTER)
+    seconds = lambda kernel: ring.seconds(kernel) if kernel.name in ringed else work_of([kernel]).seconds
+    of_step = functools.cache(lambda kernels: (sum(map(seconds, kernels)), work_of(kernels).seconds))
+    device = Device(contention=0.0)
+    plain = 0.0
     for step in steps:
-        bars.append(Bar(NAMES[step.sublayers], now, now + seconds(step.sublayers), wire=False))
-        now = bars[-1].stop
-    compute = sum(work(step.sublayers).seconds for step in steps)
+        in_ring, alone = of_step(kernels(step))
+        device.compute(NAMES[step.sublayers], Work(in_ring, 0.0))
+        plain += alone
     wire = 2 * ring.rounds * ring.message * len(steps)
-    return Timeline(seconds=now, compute=compute, wire=wire, all_reduces=len(steps), bars=tuple(bars))
+    return dataclasses.replace(device.timeline(), compute=plain, wire=wire, all_reduces=len(steps))
 
 
-def _split(program: Program, ranks: int) -> int:
-    return ranks if program.form in (Form.SEQUENCE_PARALLEL, Form.COLLECTIVE_MATMUL) else 1
+def _exchange_slots(
+    steps: Sequence[Step], model: Model, machine: Machine, block: Block, *, work_of: WorkOf
+) -> Iterator[Slot]:
+    """The slots of a topology's steps, in their order, if ranks exchange the rows of experts."""
+    shared_kernels = model.shared_expert(block)
+    norm, into, *out = model.step((ATTENTION,), block, split=model.ranks)
+    router, sort, first, *last, collect = model.routed(block, exchanged=True)
+    parts = [norm], [into], out, [router, sort], [first], last, [collect], shared_kernels, shared_kernels[:1]
+    norm, into, out, route, first, last, collect, shared, shared_first = map(work_of, parts)
+    shared_last = work_of(shared_kernels[1:])
+    half = machine.link.half(model.payload(block), ranks=model.ranks)
+    rows = machine.link.all_to_all(model.buffer_bytes(block), ranks=model.ranks)
+    gather = ("gather", half)
+    scatter = ("reduce-scatter", half)
+    dispatch = ("dispatch", rows)
+    combine = ("combine", rows)
+    none = Work()
+
+    def attend(step: Step) -> Iterator[Slot]:
+        waits = bool(arriving) and step.delay == 0
+        if waits:
+            yield Slot(transfers=arriving)
+            yield Slot(collect)
+        if not prepared:
+            yield Slot(norm)
+            yield Slot(transfers=(gather,))
+        yield Slot(into, () if waits else arriving)
+        collected = collect if arriving and not waits else none
+        if prepares:
+            yield Slot(collected + norm + route)
+            yield Slot(out, (gather, dispatch) if shared_kernels else (dispatch,))
+        else:
+            yield Slot(collected + out)
+        if step.pending_after == 0:
+            yield Slot(transfers=(scatter,))
+
+    def compute(step: Step) -> Iterator[Slot]:
+        waits = not prepared and step.delay < step.pending_before
+        if step.early:
+            yield Slot(shared)
+        if waits:
+            yield Slot(transfers=arriving)
+        if not prepared:
+            yield Slot(norm + route)
+            if shared_kernels:
+                yield Slot(transfers=(gather,))
+            yield Slot(none if step.delay else shared_first, (dispatch,))
+        beside_scatter = shared if step.delay and not step.early else none
+        yield Slot(beside_scatter + first, () if waits else arriving)
+        beside_combine = none if step.delay else shared_last
+        if step.pending_after == 0:
+            yield Slot(last)
+            yield Slot(beside_combine, (combine,))
+            if shared_kernels and not step.early:
+                yield Slot(transfers=(scatter,))
+            yield Slot(collect)
+        elif prepares:
+            yield Slot(norm)
+            yield Slot(last + beside_combine, (gather,))
+        else:
+            yield Slot(last + beside_combine)
+
+    arriving: tuple[Transfer, ...] = ()  # of the newest output, which none has launched yet
+    prepared = False  # whether the step before has made this one's input, beside its own second half
+    for step, following in zip(steps, (*steps[1:], None)):
+        attends = step.sublayers == (ATTENTION,)
+        if not step.reduces:
+            yield Slot(norm + (into + out if attends else route + shared + first + last + collect))
+            continue
+        prepares = following is not None and following.reads_added
+        yield from attend(step) if attends else compute(step)
+        with_shared = (combine, scatter) if shared_kernels and not step.early else (combine,)
+        arriving = () if step.pending_after == 0 else (scatter,) if attends else with_shared
+        prepared = prepares
+    if arriving:
+        yield Slot(transfers=arriving)
+        yield Slot(collect)

@@ -1,21 +1,210 @@
-"""Read and check a machine's constants: a named machine of this package, or a user's YAML file."""
+"""A machine's constants, of this package or a user's YAML file, and the time of collectives over its link.
+
+An all-reduce of S bytes over n ranks, b the bandwidth, by algorithm:
+
+    ring             latency + 2 (n - 1) step + 2 (n - 1) / n S / b; on a torus both directions at once, n steps
+    tree             over m nodes: a ring inside each; then each device exchanges its 1/n of the array with its peers in
+                     a tree, 2 log2(m) messages. Inside one node NCCL's tree is a chain, never faster than its ring
+    one-shot         latency + (n - 1) S / b: each device reads all others' arrays
+    two-shot         latency + 2 (n - 1) / n S / b: a reduce-scatter and an all-gather through the peers' memory. Over
+                     m nodes, one direct exchange of 1/n of the array between the two (a composition; not measured)
+    in-network       latency + (1 + 1 / n) S / b: the switches add; one kernel, by NVLink's multicast
+    NCCL in-network  the same by NCCL, which has a larger latency
+
+https://github.com/NVIDIA/nccl/blob/master/src/graph/tuning.cc has the first two; hardware/ has the constants.
+
+In an all-to-all each rank sends 1 / n of its S bytes to every rank. Its time is arithmetic with the ring's constants;
+it was compared with no measurement:
+
+    switch           latency + step + (n - 1) / n S / b: all messages at once, each over its sender's own link
+    torus            latency + n / 2 steps + floor(n^2 / 4) / n S / b: a message takes the shorter way round a ring of
+                     n, so the distances from a rank to all others add up to floor(n^2 / 4) hops. With S / n bytes a hop
+                     n ranks load 2 n directed links, of b / 2 each
+    over m nodes     latency, a step and a message of the network, and the longer of what stays inside a node, as
+                     above, and of what leaves it, (n - n / m) / n S over the network's bandwidth
+"""
 
 import dataclasses
-import itertools
+import enum
 import math
 import pathlib
-import typing
 from collections.abc import Iterable
 
+from ladder_jax.config.fields import build, check, fit
 from ladder_jax.config.load import parse_yaml
-from ladder_jax.errors import UserError, member, unknown
-from ladder_jax.predict.link import FITTED, Algorithm, Halves, Kernel, Kernels, Link, Network, Ring
+from ladder_jax.errors import UserError, unknown
 
 TABLE = pathlib.Path(__file__).parent / "hardware"
 NAMES = (
     *("h100-nvlink", "h100-no-nvlink", "h100-2-nodes", "h100-2-nodes-roce", "h200-nvlink", "b200-nvlink"),
     *("b300-nvlink", "l40s-no-peer", "a800-pcie", "v5e", "v5p", "v6e", "tpu7x"),
 )  # each is a file in TABLE; docs and messages use this order
+
+
+class Algorithm(enum.Enum):
+    RING = "ring"
+    TREE = "tree"
+    ONE_SHOT = "one-shot"
+    TWO_SHOT = "two-shot"
+    IN_NETWORK = "in-network"
+    NCCL_IN_NETWORK = "NCCL in-network"
+
+
+FITTED = (Algorithm.RING, Algorithm.TREE)  # of the programs to which the constants were fitted; XLA's on TPUs
+NCCL = (*FITTED, Algorithm.NCCL_IN_NETWORK)
+ANY = tuple(Algorithm)
+
+
+class Ring(enum.Enum):
+    """The ring algorithm of collectives within a node or slice."""
+
+    ONE_WAY = "one-way"  # 2 (n - 1) steps: NCCL's ring
+    TWO_WAY = "two-way"  # both directions at once, n steps: links of a torus
+
+
+class Kernels(enum.Enum):
+    """Which programs have the link's one-kernel all-reduces: one-shot, two-shot, in-network."""
+
+    XLA = "xla"  # all, as XLA generates such kernels where every device reaches every other's memory
+    OTHERS = "others"  # other frameworks only: no launch of ours overlaps them
+
+
+class Halves(enum.Enum):
+    """Whether programs can start and await an all-reduce apart: the launch `explicit`."""
+
+    SUPPORTED = "supported"
+    NONE = "none"  # v5e
+
+
+@dataclasses.dataclass(frozen=True)
+class Kernel:
+    """An all-reduce of one kernel. latency: seconds. bandwidth: bytes a second that a device sends."""
+
+    latency: float
+    bandwidth: float
+
+    def seconds(self, sent: float) -> float:
+        return self.latency + sent / self.bandwidth
+
+
+@dataclasses.dataclass(frozen=True)
+class Network:
+    """The network between nodes of `size` devices. step: seconds per message. bandwidth: bytes a second per device.
+
+    one_shot: seconds of a direct exchange between peers of all nodes, for a two-shot all-reduce; None if unknown.
+    """
+
+    size: int
+    step: float
+    bandwidth: float
+    one_shot: float | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Link:
+    """The link between devices. All constants are what programs reach, not published peaks.
+
+    latency: fixed seconds of a collective. step: seconds per step of the ring. bandwidth: bytes a second that a device
+    sends. network: between nodes; None if the link joins all devices.
+    one_shot, two_shot, in_network, nccl_in_network: None for an algorithm that the machine does not offer.
+    """
+
+    latency: float
+    step: float
+    bandwidth: float
+    ring: Ring = Ring.ONE_WAY
+    network: Network | None = None
+    one_shot: Kernel | None = None
+    two_shot: Kernel | None = None
+    in_network: Kernel | None = None
+    nccl_in_network: Kernel | None = None
+    kernels: Kernels = Kernels.XLA
+    halves: Halves = Halves.SUPPORTED
+
+    def nodes(self, ranks: int) -> int:
+        return 1 if self.network is None else math.ceil(ranks / self.network.size)
+
+    def times(self, size: float, *, ranks: int) -> dict[Algorithm, float]:
+        """Seconds of an all-reduce of `size` bytes by each algorithm that the link offers; empty for one rank."""
+        if ranks == 1:
+            return {}
+        nodes = self.nodes(ranks)
+        inside = math.ceil(ranks / nodes)  # devices in the fullest node
+        both = 2 * (inside - 1) / inside * size  # bytes that a device sends in a reduce-scatter and an all-gather
+        steps = 2 * (inside - 1) if self.ring is Ring.ONE_WAY else inside
+        ring = self.latency + steps * self.step + both / self.bandwidth
+        if nodes > 1:
+            return self._between_nodes(size, nodes=nodes, inside=inside, ring=ring, both=both)
+        kernels = {
+            Algorithm.ONE_SHOT: (self.one_shot, (ranks - 1) * size),
+            Algorithm.TWO_SHOT: (self.two_shot, both),
+            Algorithm.IN_NETWORK: (self.in_network, (1 + 1 / ranks) * size),
+            Algorithm.NCCL_IN_NETWORK: (self.nccl_in_network, (1 + 1 / ranks) * size),
+        }
+        offered = {name: kernel.seconds(sent) for name, (kernel, sent) in kernels.items() if kernel is not None}
+        return {Algorithm.RING: ring, **offered}
+
+    def fastest(
+        self, size: float, *, ranks: int, among: Iterable[Algorithm] = FITTED
+    ) -> tuple[Algorithm | None, float]:
+        """The fastest of these algorithms, and its seconds; (None, 0.0) for one rank."""
+        offered = self.times(size, ranks=ranks)
+        usable = [name for name in among if name in offered]
+        return min(((name, offered[name]) for name in usable), key=lambda pair: pair[1], default=(None, 0.0))
+
+    def all_reduce(self, size: float, *, ranks: int, among: Iterable[Algorithm] = FITTED) -> float:
+        return self.fastest(size, ranks=ranks, among=among)[1]
+
+    def half(self, size: float, *, ranks: int) -> float:
+        """Seconds of a reduce-scatter or an all-gather of `size` bytes: half of a ring's or tree's steps and bytes."""
+        return (self.all_reduce(size, ranks=ranks) + self.latency) / 2 if ranks > 1 else 0.0
+
+    def all_to_all(self, size: float, *, ranks: int) -> float:
+        """Seconds of an all-to-all in which each rank has `size` bytes, of which it keeps 1 / ranks."""
+        if ranks == 1:
+            return 0.0
+        inside = math.ceil(ranks / self.nodes(ranks))
+        steps = 1 if self.ring is Ring.ONE_WAY else inside // 2
+        seconds = self.latency + steps * self.step
+        within = crossings(inside, ring=self.ring) * inside / ranks * size / self.bandwidth
+        if inside == ranks:
+            return seconds + within
+        leaving = (ranks - inside) / ranks * size / self.network.bandwidth
+        return seconds + self.network.step + max(within, leaving)
+
+    def faster(self, factor: float) -> "Link":
+        """The same link `factor` times as fast: bandwidths multiplied by it, latencies divided by it."""
+        return _faster(self, factor)
+
+    def _between_nodes(
+        self, size: float, *, nodes: int, inside: int, ring: float, both: float
+    ) -> dict[Algorithm, float]:
+        network = self.network
+        share = 2 * (nodes - 1) / nodes * size / inside
+        messages = 2 * math.ceil(math.log2(nodes))
+        offered = {Algorithm.TREE: ring + messages * network.step + share / network.bandwidth}
+        if self.two_shot is not None and network.one_shot is not None:
+            exchange = network.one_shot + (nodes - 1) * size / inside / network.bandwidth
+            offered[Algorithm.TWO_SHOT] = self.two_shot.seconds(both) + exchange
+        return offered
+
+
+def crossings(ranks: int, *, ring: Ring) -> float:
+    """How often a rank's bytes cross a link, per rank, in an all-to-all; both directions of a torus are one link."""
+    return ranks**2 // 4 / ranks if ring is Ring.TWO_WAY else (ranks - 1) / ranks
+
+
+def _faster(section, factor: float):
+    changes = {}
+    for field in dataclasses.fields(section):
+        value = getattr(section, field.name)
+        if isinstance(value, (Network, Kernel)):
+            changes[field.name] = _faster(value, factor)
+        elif field.name == "bandwidth":
+            changes[field.name] = value * factor
+        elif field.name in ("latency", "step", "one_shot") and value is not None:
+            changes[field.name] = value / factor
+    return dataclasses.replace(section, **changes)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,13 +231,12 @@ class Machine:
     bandwidth_share: float
     launch: float
     contention: float
-    link: Link | None
-    sources: dict[str, str] = dataclasses.field(default_factory=dict, repr=False)
+    link: Link | None = None
+    sources: dict = dataclasses.field(default_factory=dict, repr=False)
 
-    def seconds(self, *, flops: float, size: float, launches: float = 0.0) -> float:
-        """Time of kernels that compute `flops` and move `size` bytes: the longer of the two, plus the launches."""
-        work = max(flops / (self.flops * self.flops_share), size / (self.bandwidth * self.bandwidth_share))
-        return work + launches * self.launch
+    def seconds(self, *, flops: float = 0.0, size: float = 0.0) -> float:
+        """Time of a kernel that computes `flops` and moves `size` bytes: the longer of the two."""
+        return max(flops / (self.flops * self.flops_share), size / (self.bandwidth * self.bandwidth_share))
 
     def all_reduce(self, size: float, *, ranks: int, among: Iterable[Algorithm] = FITTED) -> float:
         return self.fastest_all_reduce(size, ranks=ranks, among=among)[1]
@@ -60,15 +248,12 @@ class Machine:
         return self.link.fastest(size, ranks=ranks, among=among) if self.link else (None, 0.0)
 
 
-REQUIRED = "devices memory flops bandwidth flops_share bandwidth_share launch contention".split()
-SHARES = ("flops_share", "bandwidth_share")
-MAY_BE_ZERO = ("launch", "contention", "latency", "step", "one_shot")
-SECTIONS = {  # optional ones, by dotted name: all of a section's constants or none
-    "link.network": Network,
-    **{f"link.{name}": Kernel for name in ("one_shot", "two_shot", "in_network", "nccl_in_network")},
+SECTIONS = {  # of the constants of each kind, those that are a section of their own
+    Machine: {"link": Link},
+    Link: {"network": Network, **dict.fromkeys(("one_shot", "two_shot", "in_network", "nccl_in_network"), Kernel)},
 }
-CHOICES = {"link.ring": Ring, "link.kernels": Kernels, "link.halves": Halves}
-WHOLE = ("devices", "size")
+MAY_BE_ZERO = ("launch", "contention", "latency", "step", "one_shot")
+SHARES = ("flops_share", "bandwidth_share")
 
 
 def load(name: str) -> Machine:
@@ -82,13 +267,20 @@ def load(name: str) -> Machine:
         if name not in NAMES:
             raise unknown("hardware (not a .yaml file either)", name, NAMES)
         path = TABLE / f"{name}.yaml"
-    values, sources = _flat(_tree(path, seen=()), path)
-    return _machine(path.stem, values, sources, f"hardware {str(path)!r}" if name not in NAMES else name)
-
-
-def _tree(path: pathlib.Path, *, seen: tuple[str, ...]) -> dict:
-    """The file's sections, merged into those of the machine in `based_on`."""
     where = f"hardware {str(path)!r}"
+    tree = _tree(path, where=where)
+    try:
+        values, sources = _apart(tree)
+        machine = _made(Machine, {**values, "name": path.stem, "sources": sources})
+        alone = machine.devices == 1
+        check(alone or machine.link, f"has {machine.devices} devices but no link: give latency, step and bandwidth")
+    except UserError as error:
+        raise UserError(f"{where}: {error}") from None
+    return machine
+
+
+def _tree(path: pathlib.Path, *, where: str) -> dict:
+    """The file's sections, merged into those of the machine in `based_on`."""
     try:
         text = path.read_text(encoding="utf-8")
     except OSError as error:
@@ -103,99 +295,56 @@ def _tree(path: pathlib.Path, *, seen: tuple[str, ...]) -> dict:
     base = str(tree.pop("based_on"))
     if base not in NAMES:
         raise unknown(f"'based_on' of {where}:", base, NAMES)
-    if base in seen:
-        raise UserError(f"{where} is based on itself")
-    return _merge(_tree(TABLE / f"{base}.yaml", seen=(*seen, base)), tree)
+    return _merge(_tree(TABLE / f"{base}.yaml", where=base), tree)
 
 
 def _merge(base: dict, over: dict) -> dict:
     """Merge `over` into `base`: it replaces a constant, or only its `source`; the sections are merged."""
-    merged, sections = dict(base), ("link", *(name.rpartition(".")[2] for name in SECTIONS))
+    merged = dict(base)
     for key, value in over.items():
-        section = key in sections or (isinstance(value, dict) and set(value) == {"source"})
-        mergeable = section and isinstance(value, dict) and isinstance(base.get(key), dict)
-        merged[key] = _merge(base[key], value) if mergeable else value
+        both = isinstance(value, dict) and isinstance(base.get(key), dict)
+        merged[key] = _merge(base[key], value) if both and "value" not in value else value
     return merged
 
 
-def _flat(tree: dict, path: pathlib.Path, prefix: str = "") -> tuple[dict[str, typing.Any], dict[str, str]]:
-    """Values and sources by dotted name."""
-    values, sources = {}, {}
+def _apart(tree: dict, path: str = "") -> tuple[dict, dict[str, str]]:
+    """The constants without their sources, and the sources by dotted name."""
+    values = {}
+    sources = {}
     for key, value in tree.items():
-        name = f"{prefix}{key}"
-        if _is_section(name, value):
-            section = _flat(value, path, f"{name}.")
-            values, sources = values | section[0], sources | section[1]
-        elif isinstance(value, dict):
-            if extra := set(value) - {"value", "source"}:
-                raise unknown(f"key in {name} of hardware {str(path)!r}:", min(extra, key=str), ("value", "source"))
-            values[name] = value.get("value")
+        if not isinstance(value, dict):
+            values[key] = value
+        elif "value" in value or "source" in value:
+            for other in value:
+                if other not in ("value", "source"):
+                    raise unknown(f"key in {path}{key}:", other, ("value", "source"))
+            values[key] = value.get("value")
             if value.get("source"):
-                sources[name] = " ".join(str(value["source"]).split())
+                sources[f"{path}{key}"] = " ".join(str(value["source"]).split())
         else:
-            values[name] = value
+            values[key], below = _apart(value, f"{path}{key}.")
+            sources |= below
     return values, sources
 
 
-def _is_section(name: str, value: object) -> bool:
-    """`one_shot` names a section of the link, and a constant of the network."""
-    return isinstance(value, dict) and (name == "link" or name in SECTIONS)
-
-
-def _machine(name: str, values: dict, sources: dict, where: str) -> Machine:
-    fields = {
-        section: [f"{section}.{field.name}" for field in dataclasses.fields(kind)] for section, kind in SECTIONS.items()
+def _made[T](kind: type[T], tree: dict, path: str = "") -> T:
+    """The constants of a section at the dotted `path`, each there and in its range."""
+    sections = SECTIONS.get(kind, {})
+    below = {
+        key: _made(sections[key], value, f"{path}{key}.") if key in sections and isinstance(value, dict) else value
+        for key, value in tree.items()
     }
-    link = [f"link.{field}" for field in ("latency", "step", "bandwidth")]
-    optional = ["link.network.one_shot"]
-    allowed = [*REQUIRED, *link, *CHOICES, *itertools.chain.from_iterable(fields.values())]
-    for key in values:
-        if key not in (*allowed, "link", *SECTIONS):
-            raise unknown(f"constant of {where}:", key, allowed)
-    no_link = values.get("link", ...) is None  # `link: null`, for one device
-    given = [section for section, keys in fields.items() if any(key in values for key in keys)]
-    sections = [key for section in given for key in fields[section] if key not in optional or key in values]
-    needed = [*REQUIRED, *(() if no_link else link), *sections]
-    for key in needed:
-        if values.get(key) is None:
-            raise UserError(f"{where} lacks the constant {key} (needed: {', '.join(needed)})")
-    number = {key: _number(values[key], key, where) for key in needed}
-    constants = {key: int(number[key]) if key in WHOLE else number[key] for key in REQUIRED}
-    if no_link and constants["devices"] > 1:
-        raise UserError(f"{where} has {constants['devices']} devices but no link: give latency, step and bandwidth")
-    return Machine(
-        name=name, link=None if no_link else _link(values, number, fields, given, where), sources=sources, **constants
-    )
-
-
-def _link(values: dict, number: dict, fields: dict[str, list[str]], given: list[str], where: str) -> Link:
-    last = lambda key: key.rpartition(".")[2]
-    settings = {
-        last(key): member(kind, f"value for {key} of {where}:", values[key])
-        for key, kind in CHOICES.items()
-        if key in values
-    }
-    for section in given:
-        constants = {last(key): number[key] for key in fields[section] if key in number}
-        constants = {key: int(value) if key in WHOLE else value for key, value in constants.items()}
-        settings[last(section)] = SECTIONS[section](**constants)
-    return Link(*(number[f"link.{field}"] for field in ("latency", "step", "bandwidth")), **settings)
-
-
-def _number(value: object, key: str, where: str) -> float:
-    """The checked number. It may be a string, because YAML 1.1 reads 3e12 as one."""
-    last = key.rpartition(".")[2]
-    try:
-        number = float(value) if not isinstance(value, bool) else math.nan
-    except (TypeError, ValueError):
-        number = math.nan
-    if not math.isfinite(number):
-        raise UserError(f"{key} of {where} must be a number, not {value!r}")
-    bound = "not be negative" if last in MAY_BE_ZERO else "be positive"
-    if number < 0 or (number == 0 and last not in MAY_BE_ZERO):
-        raise UserError(f"{key} of {where} must {bound}, not {value}")
-    if last in SHARES and number > 1:
-        raise UserError(f"{key} of {where} is a share of the published rate, at most 1, not {value}")
-    if last in WHOLE and number != int(number):
-        raise UserError(f"{key} of {where} must be a whole number, not {value}")
-    return number
+    needed = [field.name for field in dataclasses.fields(kind) if field.default is field.default_factory]
+    made = build(kind, dict.fromkeys(needed) | below, path)
+    for name in needed:
+        check(getattr(made, name) is not None, f"lacks the constant {path}{name} (needed: {', '.join(needed)})")
+    fit(made, path.rstrip("."))
+    for name, value in vars(made).items():
+        if not isinstance(value, int | float):
+            continue
+        allowed = "not be negative" if name in MAY_BE_ZERO else "be positive"
+        positive = 0 < value < math.inf or (value == 0 and name in MAY_BE_ZERO)
+        check(positive, f"{path}{name} must {allowed}, not {value:g}")
+        share = "is a share of the published rate, at most 1"
+        check(value <= 1 or name not in SHARES, f"{path}{name} {share}, not {value:g}")
+    return made

@@ -1,17 +1,34 @@
-"""Predict the speed of one topology on one machine from the model's configuration."""
+"""Predict the speed of one topology on one machine from the model's configuration.
+
+A training step is a forward and a backward pass:
+
+    layers forward   the timeline of a prefill, each position scored
+    layers backward  the same timeline in the opposite order, each sublayer twice the work: the gradients of its input
+                     and of its weights, a matrix product each. One all-reduce a sublayer, of the gradient of its input,
+                     as large as the forward pass's; and a sublayer whose input leaves out the newest d outputs has a
+                     gradient that does without the newest d of those, so that as much is hidden. In a hybrid, the
+                     gradient of a sublayer's output does without those of the next inputs that left it out.
+                     Of exchanged experts it is the mirror image: a message that stands beside a half of a sublayer
+                     forward returns beside that half's gradients, where barriers hold it
+    head, embedding  three times the forward pass's work; two all-reduces of the stream that nothing hides (the
+                     embedding's rows, the gradient of the head's input), and three of four bytes a token in the loss
+
+Left out, and alike for all: the optimizer, the reduction of gradients over data-parallel groups (both once a step, over
+many microbatches), and recomputation. Nothing of this has been measured on several devices.
+"""
 
 import dataclasses
-from collections.abc import Collection, Iterable
+import itertools
+from collections.abc import Collection, Iterable, Sequence
 
-from ladder_jax.config import ExpertParallelism, Launch, ModelConfig, Phase
-from ladder_jax.predict import work
-from ladder_jax.predict.implementation import OURS, Head, Implementation
-from ladder_jax.predict.layers import layers, work_of
-from ladder_jax.predict.link import Algorithm
-from ladder_jax.predict.machine import Machine
-from ladder_jax.predict.program import PLAIN, Opponents, Program, programs
+from ladder_jax.config import Launch, ModelConfig, Phase
+from ladder_jax.predict.layers import layers, work
+from ladder_jax.predict.machine import Algorithm, Machine
+from ladder_jax.predict.program import ANY_PROGRAM, PLAIN, Choice, Form, Opponents, Program, programs, steps_of
 from ladder_jax.predict.timeline import Timeline
-from ladder_jax.predict.work import Block, Model
+from ladder_jax.predict.work import OURS, TRAINING, Block, Implementation, Model
+from ladder_jax.residual import Step
+from ladder_jax.residual.wires.desync import Desynced, Silent
 
 
 @dataclasses.dataclass(frozen=True)
@@ -19,16 +36,17 @@ class Pass:
     """The time of one prefill, decode step or training step.
 
     seconds: total. wire: of its all-reduces. exposed: the time that all-reduces add to the total.
-    sublayers: timeline of the layers, without embedding and head; None for a prediction from a schedule.
     program: the fastest one that the topology may use. all_reduce: its algorithm; None without communication.
+    forward, backward: timelines of the layers, without embedding and head; None where none was played.
     """
 
     seconds: float
     wire: float
     exposed: float
-    sublayers: Timeline | None = dataclasses.field(default=None, repr=False)
     program: Program = PLAIN
     all_reduce: Algorithm | None = None
+    forward: Timeline | None = dataclasses.field(default=None, repr=False)
+    backward: Timeline | None = dataclasses.field(default=None, repr=False)
 
     @property
     def hidden(self) -> float:
@@ -56,16 +74,20 @@ class Speed:
         return (self.new_tokens - 1) * self.step.seconds
 
     @property
-    def exposed_seconds(self) -> float:
+    def seconds(self) -> float:
+        return self.prefill_seconds + self.decode_seconds
+
+    @property
+    def exposed(self) -> float:
         return self.prefill.exposed + (self.new_tokens - 1) * self.step.exposed
 
     @property
-    def wire_seconds(self) -> float:
+    def wire(self) -> float:
         return self.prefill.wire + (self.new_tokens - 1) * self.step.wire
 
     @property
     def tokens_per_second(self) -> float:
-        return self.rows * self.new_tokens / (self.prefill_seconds + self.decode_seconds)
+        return self.rows * self.new_tokens / self.seconds
 
 
 def speed(
@@ -85,65 +107,81 @@ def speed(
 
     opponents, launches, interleaves: the programs among which prefill and decode step each take the fastest.
     """
-    shape = dict(rows=rows, prompt_length=prompt_length, new_tokens=new_tokens, implementation=implementation)
     model = Model(config, tensor, implementation)
-    among = dict(machine=machine, opponents=opponents, launches=launches, interleaves=interleaves)
-    return Speed(
-        rows=rows,
-        new_tokens=new_tokens,
-        prefill=fastest(passes(model, work.prefill(**shape), phase=Phase.PREFILL, **among)),
-        step=fastest(passes(model, work.decode_step(**shape), phase=Phase.DECODE, **among)),
-        memory=model.memory(rows=rows, capacity=prompt_length + new_tokens),
-    )
+    choice = Choice(opponents, launches, interleaves)
+    shape = dict(rows=rows, prompt_length=prompt_length, new_tokens=new_tokens)
+    blocks = {Phase.PREFILL: model.prefill(**shape), Phase.DECODE: model.decode_step(**shape)}
+    found = [fastest(passes(model, machine, block, phase=phase, choice=choice)) for phase, block in blocks.items()]
+    return Speed(rows, new_tokens, *found, memory=model.memory(rows=rows, capacity=prompt_length + new_tokens))
 
 
-def passes(
-    model: Model,
-    block: Block,
-    *,
-    machine: Machine,
-    phase: Phase,
-    opponents: Opponents,
-    launches: Collection[Launch] = tuple(Launch),
-    interleaves: Collection[int] = (1, 2),
-    experts: ExpertParallelism = ExpertParallelism.REDUCE,
-) -> list[Pass]:
-    """A prefill or decode step by each of the programs that may run it. experts: in which form."""
-    candidates = programs(
-        model.config,
-        machine=machine,
-        ranks=model.ranks,
-        phase=phase,
-        rows=block.rows,
-        tokens=int(block.tokens),
-        implementation=model.implementation,
-        opponents=opponents,
-        launches=launches,
-        interleaves=interleaves,
-        experts=experts,
-    )
-    return [run_by(model, machine, block, program) for program in candidates]
+def training_step(
+    config: ModelConfig, *, machine: Machine, tensor: int, rows: int, sequence: int, program: Program = PLAIN
+) -> Pass:
+    """A microbatch of `rows` x `sequence` tokens, which one tensor-parallel group of `tensor` devices computes at once.
+
+    `config` names the topology, any but `desync`.
+    """
+    model = Model(config, tensor, TRAINING)
+    return run_by(model, machine, model.prefill(rows=rows, prompt_length=sequence), program, phase=Phase.TRAIN)
+
+
+def passes(model: Model, machine: Machine, block: Block, *, phase: Phase, choice: Choice = ANY_PROGRAM) -> list[Pass]:
+    """A prefill, decode step or training step by each of the tensor-parallel programs that may run it."""
+    candidates = programs(model, machine, block, phase=phase, choice=choice)
+    return [run_by(model, machine, block, program, phase=phase) for program in candidates]
 
 
 def fastest(candidates: Iterable[Pass]) -> Pass:
     return min(candidates, key=lambda one: one.seconds)
 
 
-def run_by(model: Model, machine: Machine, block: Block, program: Program) -> Pass:
-    """A prefill or decode step by `program`."""
+def run_by(model: Model, machine: Machine, block: Block, program: Program, *, phase: Phase) -> Pass:
+    """A prefill, decode step or training step by `program`."""
+    trains = phase is Phase.TRAIN
     implementation = model.implementation
-    found = layers(model, machine, block, program=program)
-    ends = work_of((model.embedding(block), *model.head(block)), machine, implementation).seconds
-    # All-reduces outside the sublayers, never hidden: of the embedding, and of a few bytes per row to choose the token.
-    small = machine.all_reduce(4 * block.rows, ranks=model.ranks, among=program.algorithms)
-    other_wire = implementation.small_all_reduces * small
-    if implementation.head is Head.SHARDED:
-        other_wire += found.all_reduce
-    return Pass(
-        seconds=found.timeline.seconds + ends + other_wire,
-        wire=found.timeline.wire + other_wire,
-        exposed=found.timeline.exposed + other_wire,
-        sublayers=found.timeline,
-        program=program,
-        all_reduce=found.algorithm,
-    )
+    forward = layers(model, machine, block, program=program)
+    timelines = [forward.timeline]
+    if trains:
+        steps = steps_of(model.config)
+        steps = steps if program.form is Form.EXCHANGE else backward(steps)  # a sum of slots has no order
+        timelines.append(layers(model, machine, block, program=program, steps=steps, times=2).timeline)
+    ends = work(machine, model.ends(block), times=3 if trains else 1).seconds
+    # All-reduces outside the sublayers, never hidden: of the stream, and of a few bytes for each scored position.
+    small = machine.all_reduce(4 * model.scored(block), ranks=model.ranks, among=program.algorithms)
+    of_stream = 0 if implementation.replicated_head else 2 if trains else 1
+    bare = of_stream * forward.all_reduce + implementation.small_all_reduces * small
+    return pass_of(timelines, ends=ends, bare=bare, program=program, all_reduce=forward.algorithm)
+
+
+def pass_of(
+    timelines: Sequence[Timeline], *, ends: float, bare: float, program: Program, all_reduce: Algorithm | None = None
+) -> Pass:
+    """timelines: of the layers forward, and backward. ends: seconds of the compute outside of them. bare: of the
+    transfers there, which nothing hides."""
+    total = lambda name: sum(getattr(one, name) for one in timelines)
+    times = total("seconds") + ends + bare, total("wire") + bare, total("exposed") + bare
+    return Pass(*times, program, all_reduce, *timelines)
+
+
+def backward(steps: tuple[Step, ...]) -> tuple[Step, ...]:
+    """The sublayers from last to first, with the delays of their gradients.
+
+    The gradient of an output is the sum of those of the inputs that hold it. So it does without the newest: of the next
+    inputs, those that leave it out. What a step computes early forward, it computes with the rest backward: the
+    gradients of their input are one sum.
+    """
+    if isinstance(steps[0], Silent):
+        return steps[::-1]
+    if isinstance(steps[0], Desynced):
+        raise ValueError("the backward pass of desync has no prediction")
+    delays = [one.delay for one in steps]
+    after = lambda place: delays[min(place, len(steps) - 1)]  # behind the last layer as in it: nothing is pending there
+    found = []
+    pending = 0
+    for place, step in enumerate(steps):  # from the backward pass's last step
+        left_out = next(d for d in itertools.count() if after(place + 1 + d) <= d)
+        before = max(left_out, pending - 1)
+        found.append(Step(step.sublayers + step.early, before, left_out, pending))
+        pending = before
+    return tuple(found[::-1])

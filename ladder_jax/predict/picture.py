@@ -1,5 +1,6 @@
 """Plots: each topology's compute and exposed communication; of a sweep, the Pareto front and a map of advice."""
 
+import itertools
 from collections.abc import Sequence
 
 from ladder_jax import files, pyplot
@@ -9,7 +10,8 @@ from ladder_jax.predict.result import Result
 from ladder_jax.predict.sweep import Point
 from ladder_jax.predict.text import number
 
-COMPUTE, EXPOSED = "#4c78a8", "#e45756"
+COMPUTE = "#4c78a8"
+EXPOSED = "#e45756"
 COLOURS = {
     "standard": "#b8b8b8",
     "ladder": "#4c78a8",
@@ -29,7 +31,8 @@ def colour(residual: str, names: Sequence[str]) -> str:
 
 def plot(answer: Result, *, file: str) -> None:
     """One bar per topology, for a decode step and for the prefill: compute, and exposed communication."""
-    request, rows = answer.request, answer.rows
+    request = answer.request
+    rows = answer.rows
     figure, axes = pyplot.load().subplots(1, 2, figsize=(11, 1.7 + 0.38 * len(rows)), sharey=True, layout="constrained")
     for axis, (panel, name) in zip(axes, (("decode step", "step"), ("prefill", "prefill"))):
         passes = [getattr(row.speed, name) for row in rows]
@@ -60,104 +63,73 @@ def plot_sweep(points: Sequence[Point], *, file: str) -> None:
     """Left: latency and throughput of every topology, with the Pareto front. Right: a map for each tensor size."""
     sizes = sorted({point.tensor for point in points})
     figure = pyplot.load().figure(figsize=(7.2 + 2.7 * len(sizes), 5.2), layout="constrained")
-    widths = [2.6, *([1.0] * len(sizes))]
-    axes = figure.subplots(1, 1 + len(sizes), width_ratios=widths)
+    axes = figure.subplots(1, 1 + len(sizes), width_ratios=[2.6, *([1.0] * len(sizes))])
     request = points[0].result.request
-    used = _front(axes[0], points)
+    _front(axes[0], points)
     for axis, tensor in zip(axes[1:], sizes):
-        used |= _map(axis, [point for point in points if point.tensor == tensor], first=tensor == sizes[0])
+        _map(axis, [point for point in points if point.tensor == tensor], first=tensor == sizes[0])
         axis.set_title(f"tensor {tensor}", fontsize=10)
-    _legend(figure, request.residuals, used)
+    labelled = itertools.chain.from_iterable(zip(*axis.get_legend_handles_labels()) for axis in axes)
+    handles = {label: handle for handle, label in labelled}
+    names = [name for name in request.residuals if name in handles]
+    caption = "cells: recommended topology, and its tokens/s over the fastest Standard's"
+    where = dict(loc="outside lower right", ncols=5, fontsize=8.5, frameon=False, title=caption)
+    figure.legend([handles[name] for name in names], names, **where)
     shape = f"prompt {request.prompt_length}, {request.new_tokens} new tokens"
     figure.suptitle(f"{request.model} on {request.machine.name}, predicted: {shape}", fontsize=11, x=0.01, ha="left")
     _save(figure, file)
 
 
-def _front(axis, points: Sequence[Point]) -> set[str]:
+def _front(axis, points: Sequence[Point]) -> None:
+    from matplotlib.ticker import LogLocator, NullLocator, StrMethodFormatter
+
     names = points[0].result.request.residuals
     best = sweeps.front(points)
-    own = [point for point in sweeps.at_own_link(points) if point.fits]
-    for point in own:
-        for row in point.result.rows:
-            if row.residual != "no-communication":
-                position = sweeps.latency(row) * 1e3, sweeps.throughput(point, row)
-                axis.plot(*position, "o", color=colour(row.residual, names), ms=5, alpha=0.45, mew=0)
-    xs = [sweeps.latency(row) * 1e3 for _, row in best]
-    ys = [sweeps.throughput(point, row) for point, row in best]
-    axis.plot(xs, ys, color="#333333", lw=1.1, zorder=3)
-    for x, y, (point, row) in zip(xs, ys, best):
-        axis.plot(x, y, "o", color=colour(row.residual, names), ms=9, mec="#333333", zorder=4)
+    place = lambda point, row: (sweeps.latency(row) * 1e3, sweeps.throughput(point, row))
+    for point, row in sweeps.communicating(points):
+        fill = colour(row.residual, names)
+        axis.plot(*place(point, row), "o", color=fill, ms=5, alpha=0.45, mew=0, label=row.residual)
+    axis.plot(*zip(*(place(*one) for one in best)), color="#333333", lw=1.1, zorder=3)
+    for point, row in best:
+        axis.plot(*place(point, row), "o", color=colour(row.residual, names), ms=9, mec="#333333", zorder=4)
         label = f"TP {point.tensor}, batch {point.batch}"
-        axis.annotate(label, (x, y), xytext=(-7, 6), textcoords="offset points", fontsize=7.5, ha="right")
+        offset = dict(xytext=(-7, 6), textcoords="offset points")
+        axis.annotate(label, place(point, row), **offset, fontsize=7.5, ha="right")
     axis.set_xscale("log")
     axis.set_yscale("log")
     axis.margins(x=0.2, y=0.1)
-    _plain_ticks(axis)
+    for one in (axis.xaxis, axis.yaxis):  # labels 1, 2, 5, 10, ... instead of powers of ten
+        one.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        one.set_minor_locator(NullLocator())
+        one.set_major_formatter(StrMethodFormatter("{x:g}"))
     axis.set_xlabel("ms per token of each user (decode)")
     axis.set_ylabel("tokens per second and device")
     axis.set_title("Pareto front: up and to the left is better", fontsize=10, loc="left")
-    axis.grid(True, which="both", lw=0.4, color="#eeeeee")
+    axis.grid(True, lw=0.4, color="#eeeeee")
     axis.spines[["top", "right"]].set_visible(False)
-    return {row.residual for point in own for row in point.result.rows if row.residual != "no-communication"}
 
 
-def _map(axis, points: Sequence[Point], *, first: bool) -> set[str]:
-    """Columns are batches, rows are link speeds; a cell has the recommended topology and its speed-up.
-
-    Hatched if the plain Ladder does not help. Returns the topologies drawn.
-    """
-    from matplotlib.patches import Rectangle
-
+def _map(axis, points: Sequence[Point], *, first: bool) -> None:
+    """Columns are batches, rows are link speeds; a cell has the recommended topology and its speed-up."""
     batches, links = (sorted({getattr(point, name) for point in points}) for name in ("batch", "link"))
-    names, used = points[0].result.request.residuals, set()
+    names = points[0].result.request.residuals
     for point in points:
-        x, y = batches.index(point.batch), links.index(point.link)
-        row, ladder = point.chosen, point.result.advice.ladder_helps
-        if not point.fits:
-            axis.text(x + 0.5, y + 0.5, "too\nlarge", ha="center", va="center", fontsize=7.5, color="#999999")
-            continue
-        used.add(row.residual)
-        fill = colour(row.residual, names)
-        axis.add_patch(Rectangle((x, y), 1, 1, fc=fill, ec="w", lw=2))
-        if ladder is False:
-            axis.add_patch(Rectangle((x, y), 1, 1, fc="none", ec="#ffffff", lw=0, hatch="////", alpha=0.8))
-        text = f"{row.speedup:.2f}" if row.speedup >= WORTH else "-"
-        axis.text(x + 0.5, y + 0.5, text, ha="center", va="center", fontsize=9, color=_ink(fill))
-    axis.set_xlim(0, len(batches))
-    axis.set_ylim(0, len(links))
-    axis.set_xticks([i + 0.5 for i in range(len(batches))], batches)
-    axis.set_yticks([i + 0.5 for i in range(len(links))], [f"{link:g} x" for link in links] if first else [])
+        x = batches.index(point.batch)
+        y = links.index(point.link)
+        row = point.chosen
+        text = "too\nlarge"
+        if point.fits:
+            axis.bar(x, 1, 1, y - 0.5, color=colour(row.residual, names), ec="w", lw=2, label=row.residual)
+            text = f"{row.speedup:.2f}" if row.speedup >= WORTH else "-"
+        axis.text(x, y, text, ha="center", va="center", fontsize=9)
+    axis.set_xlim(-0.5, len(batches) - 0.5)
+    axis.set_ylim(-0.5, len(links) - 0.5)
+    axis.set_xticks(range(len(batches)), batches)
+    axis.set_yticks(range(len(links)), [f"{link:g} x" for link in links] if first else [""] * len(links))
     axis.set_xlabel("batch")
     axis.set_ylabel("speed of the link" if first else "")
     axis.tick_params(length=0)
     axis.spines[:].set_visible(False)
-    return used
-
-
-def _plain_ticks(axis) -> None:
-    """Label ticks 1, 2, 5, 10, ... instead of powers of ten."""
-    from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
-
-    for one in (axis.xaxis, axis.yaxis):
-        one.set_major_locator(LogLocator(subs=(1, 2, 5)))
-        one.set_minor_locator(NullLocator())
-        one.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-
-
-def _legend(figure, names: Sequence[str], used: set[str]) -> None:
-    from matplotlib.patches import Patch
-
-    handles = [Patch(fc=colour(name, names), label=name) for name in names if name in used]
-    handles.append(Patch(fc="#b8b8b8", ec="#ffffff", hatch="////", lw=0, label="Ladder does not help"))
-    caption = "cells: recommended topology, and its tokens/s over the fastest Standard's"
-    figure.legend(handles=handles, loc="outside lower right", ncols=5, fontsize=8.5, frameon=False, title=caption)
-
-
-def _ink(fill: str) -> str:
-    from matplotlib.colors import to_rgb
-
-    red, green, blue = to_rgb(fill)
-    return "#222222" if 0.3 * red + 0.6 * green + 0.1 * blue > 0.55 else "#ffffff"
 
 
 def _save(figure, file: str) -> None:

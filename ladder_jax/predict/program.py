@@ -2,15 +2,14 @@
 
 import dataclasses
 import enum
+import functools
+import itertools
 from collections.abc import Collection
 
 from ladder_jax.config import ExpertParallelism, Launch, ModelConfig, Phase, parse_residual
-from ladder_jax.parallel.compiler_options import Overlap
-from ladder_jax.predict.implementation import Implementation
-from ladder_jax.predict.link import FITTED, NCCL, Algorithm, Halves, Kernels, Ring
-from ladder_jax.predict.machine import Machine
-from ladder_jax.residual import Topology, of_model
-from ladder_jax.residual.topologies import Communication
+from ladder_jax.predict.machine import FITTED, NCCL, Algorithm, Halves, Kernels, Machine, Ring
+from ladder_jax.predict.work import DENSE, MLP, Block, Implementation, Model
+from ladder_jax.residual import Step, of_model
 
 
 class Form(enum.Enum):
@@ -57,72 +56,82 @@ WINDOWS = {  # least of the chained launch, of unrolled layers: experiments/over
 }
 
 
+@dataclasses.dataclass(frozen=True)
+class Choice:
+    """Among which programs the fastest is taken. launches: of those that hide all-reduces. interleaves: the whole batch
+    (1), two halves in turn (2), where topology and phase allow it. experts: in which form."""
+
+    opponents: Opponents = Opponents.STRONGEST
+    launches: Collection[Launch] = tuple(Launch)
+    interleaves: Collection[int] = (1, 2)
+    experts: ExpertParallelism = ExpertParallelism.REDUCE
+
+
+ANY_PROGRAM = Choice()
+
+
 def programs(
-    config: ModelConfig,
-    *,
-    machine: Machine,
-    ranks: int,
-    phase: Phase,
-    rows: int,
-    tokens: int,
-    implementation: Implementation,
-    opponents: Opponents = Opponents.STRONGEST,
-    launches: Collection[Launch] = tuple(Launch),
-    interleaves: Collection[int] = (1, 2),
-    experts: ExpertParallelism = ExpertParallelism.REDUCE,
+    model: Model, machine: Machine, block: Block, *, phase: Phase, choice: Choice = ANY_PROGRAM
 ) -> tuple[Program, ...]:
-    """The tensor-parallel programs for a topology, at least one. tokens: positions a row. experts: in which form.
-    interleaves: the whole batch (1), two halves in turn (2), where the topology and the phase allow it.
+    """The tensor-parallel programs for a topology, at least one.
 
     A topology that waits for its all-reduces may use any. One that hides them may use those that its launch overlaps:
     `chained` and `explicit` what NCCL and XLA's TPU compiler do, `explicit` in a decode step the one-kernel algorithms
-    too, where XLA has them: within a node. The default launch comes first.
+    too, where XLA has them: within a node. The default launch comes first. Two halves in turn are for every topology
+    that reduces each output by itself.
     """
-    topology = of_model(config)
-    hides = topology.overlap is Overlap.HIDES
-    if experts is ExpertParallelism.EXCHANGE:
+    config = model.config
+    ranks = model.ranks
+    link = machine.link
+    implementation = model.implementation
+    steps = steps_of(config)
+    kind = parse_residual(config.residual).kind
+    hides = any(step.delay for step in steps)
+    if choice.experts is ExpertParallelism.EXCHANGE:
         return (Program(Form.EXCHANGE, launch=Launch.CHAINED if hides else None),)
-    if opponents is Opponents.FITTED or implementation.algorithms == FITTED:
+    if choice.opponents is Opponents.FITTED or implementation.algorithms == FITTED:
         return (PLAIN,)
-    strongest = opponents is Opponents.STRONGEST
+    strongest = choice.opponents is Opponents.STRONGEST
     allowed = implementation.algorithms if strongest else NCCL
+    explicit = phase is not Phase.TRAIN and link is not None and link.halves is Halves.SUPPORTED
+
+    def launched(algorithms: tuple[Algorithm, ...], *, interleave: int = 1) -> list[Program]:
+        every = [Program(algorithms=algorithms, launch=Launch.EXPLICIT, interleave=interleave)] if explicit else []
+        window = _chained_window(machine, phase)
+        every.append(Program(algorithms=NCCL, launch=Launch.CHAINED, window=window, interleave=interleave))
+        return [one for one in every if one.launch in choice.launches] or every[:1]
+
     if hides:
-        candidates = [Program(algorithms=NCCL, launch=Launch.CHAINED, window=_chained_window(machine, phase))]
-        if phase is not Phase.TRAIN and machine.link is not None and machine.link.halves is Halves.SUPPORTED:
-            kernels = strongest and phase is Phase.DECODE and _has_kernels(machine, ranks=ranks)
-            candidates.insert(0, Program(algorithms=allowed if kernels else NCCL, launch=Launch.EXPLICIT))
-        candidates = [one for one in candidates if one.launch in launches] or candidates[:1]
+        kernels = strongest and phase is Phase.DECODE and _has_kernels(machine, ranks=ranks)
+        candidates = launched(allowed if kernels else NCCL)
     else:
         candidates = [Program(algorithms=allowed)]
-    splits = strongest and phase is not Phase.DECODE and ranks > 1 and tokens % ranks == 0
-    if splits:
-        if topology.communication is not Communication.DESYNC:
+    if strongest and phase is not Phase.DECODE and ranks > 1:
+        splits = int(block.tokens) % ranks == 0
+        if splits and kind != "desync":
             candidates.append(Program(Form.SEQUENCE_PARALLEL, launch=Launch.CHAINED if hides else None))
-        if parse_residual(config.residual).kind == "standard" and config.moe is None:  # no ring brings sorted rows
+        if splits and kind == "standard" and config.moe is None:  # no ring brings sorted rows
             candidates.append(Program(Form.COLLECTIVE_MATMUL))
-    halves = _in_halves(topology, machine=machine, phase=phase, launches=launches, sequence_parallel=splits)
-    if not strongest or ranks == 1 or rows * tokens == 1 or phase is Phase.DECODE:
-        halves = []
-    chosen = [one for one in (*candidates, *halves) if one.interleave in interleaves]
+        if block.size > 1 and all(step.reduces and not step.early for step in steps):
+            candidates += launched(NCCL, interleave=2)
+            candidates += splits * [Program(Form.SEQUENCE_PARALLEL, launch=Launch.CHAINED, interleave=2)]
+    chosen = [one for one in candidates if one.interleave in choice.interleaves]
     return tuple(chosen or candidates)
 
 
-def _in_halves(
-    topology: Topology, *, machine: Machine, phase: Phase, launches: Collection[Launch], sequence_parallel: bool
-) -> list[Program]:
-    """The programs of two halves in turn: for every topology that reduces each output by itself."""
-    steps = [step for layer in topology.layers for step in layer]
-    if not all(step.reduces and not step.early for step in steps):
-        return []
-    of_halves = Program(algorithms=NCCL, interleave=2)
-    chained = dataclasses.replace(of_halves, launch=Launch.CHAINED, window=_chained_window(machine, phase))
-    programs = [chained]
-    if phase is Phase.PREFILL and machine.link is not None and machine.link.halves is Halves.SUPPORTED:
-        programs.insert(0, dataclasses.replace(of_halves, launch=Launch.EXPLICIT))
-    programs = [one for one in programs if one.launch in launches] or programs[:1]
-    if sequence_parallel:
-        programs.append(Program(Form.SEQUENCE_PARALLEL, launch=Launch.CHAINED, interleave=2))
-    return programs
+@functools.lru_cache(maxsize=64)  # a sweep predicts the same configuration many times
+def layers_of(config: ModelConfig) -> tuple[tuple[Step, ...], ...]:
+    """Each layer's steps; first layers without experts have `DENSE` for `MLP`."""
+    dense = 0 if config.moe is None else config.moe.dense_layers
+    in_dense = lambda step: tuple(DENSE if one == MLP else one for one in step.sublayers)
+    of_dense = lambda steps: tuple(dataclasses.replace(one, sublayers=in_dense(one)) for one in steps)
+    layers = of_model(config).layers
+    return (*map(of_dense, layers[:dense]), *layers[dense:])
+
+
+def steps_of(config: ModelConfig) -> tuple[Step, ...]:
+    """The topology's steps, in order."""
+    return tuple(itertools.chain.from_iterable(layers_of(config)))
 
 
 def decoding_in_halves(*, rows: int, ranks: int, implementation: Implementation) -> list[Program]:

@@ -1,7 +1,6 @@
 """The checked arguments of `ladder-jax predict`, with defaults."""
 
 import dataclasses
-import re
 
 from ladder_jax.config import (
     EXPERT_RESIDUALS,
@@ -9,21 +8,20 @@ from ladder_jax.config import (
     ExpertParallelism,
     Launch,
     ModelConfig,
-    MoEConfig,
     Phase,
     check_exchange,
     check_halves,
     parse_residual,
 )
+from ladder_jax.config.fields import check
 from ladder_jax.errors import UserError, member, unknown
 from ladder_jax.overlap.request import exchange_capacity
-from ladder_jax.predict import implementation as implementations
 from ladder_jax.predict import machine as machines
-from ladder_jax.predict.implementation import Implementation
 from ladder_jax.predict.machine import Machine
+from ladder_jax.predict.work import IMPLEMENTATIONS, OURS, Implementation
 from ladder_jax.schedule import models
 from ladder_jax.splits import check_divides, divisors
-from ladder_jax.words import positive, words
+from ladder_jax.words import words
 
 BASELINE = "standard"
 AUTO = "auto"
@@ -31,6 +29,7 @@ INTERLEAVES = {"1": (1,), "2": (2,), AUTO: (1, 2)}  # of prefill and training; a
 GENERATE = "generate"
 PHASES = (GENERATE, Phase.PREFILL.value, Phase.TRAIN.value)
 EXCHANGE = dict(sequence_parallel=True, names=("--experts exchange", "--capacity", ""))  # of `check_exchange`
+NUMBERS = ("tensor", "batch", "prompt_length", "new_tokens", "layers", "sequence")
 OF_PHASES = {"prompt_length": PHASES[:2], "new_tokens": PHASES[:1], "sequence": PHASES[2:]}  # options, by name
 
 
@@ -55,7 +54,7 @@ class Request:
     residuals: tuple[str, ...] = RESIDUALS
     ladder_layers: str | None = None
     layers: int | None = None
-    implementation: Implementation = implementations.OURS
+    implementation: Implementation = OURS
     phase: Phase | None = None
     sequence: int = 2048
     launches: tuple[Launch, ...] = tuple(Launch)
@@ -78,7 +77,8 @@ class Request:
 
     def config(self, residual: str) -> ModelConfig:
         """The model's configuration with one of the residuals."""
-        name, moe = parse_residual(residual), self.shape.moe
+        name = parse_residual(residual)
+        moe = self.shape.moe
         return dataclasses.replace(
             self.shape,
             moe=moe if self.capacity is None else dataclasses.replace(moe, capacity=self.capacity),
@@ -89,131 +89,115 @@ class Request:
         )
 
 
-def make(
-    *,
-    model: str,
-    hardware: str,
-    tensor: int | None = None,
-    batch: int | None = None,
-    prompt_length: int | None = None,
-    new_tokens: int | None = None,
-    residual: str | None = None,
-    ladder_layers: str | None = None,
-    layers: int | None = None,
-    implementation: str | None = None,
-    phase: str | None = None,
-    sequence: int | None = None,
-    launch: str | None = None,
-    interleave: str | None = None,
-    experts: str | None = None,
-    capacity: float | None = None,
-) -> Request:
-    """A checked request. None gives a default: all devices, one row, all residuals. Raises UserError."""
+def make(*, model: str, hardware: str, **options: object) -> Request:
+    """A checked request. Raises UserError.
+
+    options: those of `ladder-jax predict`, by name: numbers, `residual` (a list in words), `ladder_layers`,
+    `implementation`, `phase`, `launch`, `interleave`, `experts` and `capacity`. None gives a default: all devices, one
+    row, all residuals.
+    """
+    given = {name: value for name, value in options.items() if value is not None}
     shape = models.by_name(model)
-    models.check_alone(shape, verb="predict")
     machine = machines.load(hardware)
-    numbers = dict(tensor=tensor, batch=batch, prompt_length=prompt_length, new_tokens=new_tokens, layers=layers)
-    numbers["sequence"] = sequence
-    phase = GENERATE if phase is None else phase
+    models.check_alone(shape, verb="predict")
+    phase = given.pop("phase", GENERATE)
     if phase not in PHASES:
         raise unknown("phase", phase, PHASES)
     for name, phases in OF_PHASES.items():
-        if numbers[name] is not None and phase not in phases:
-            raise UserError(f"--{name.replace('_', '-')} belongs to --phase {' and '.join(phases)}, not {phase}")
-    for name, value in numbers.items():
-        if value is not None and value < 1:
-            raise UserError(f"--{name.replace('_', '-')} must be positive, not {value}")
-    if new_tokens == 1:
-        raise UserError("--new-tokens must be at least 2, not 1: the first one is the prefill's")
-    if implementation is not None and implementation not in implementations.ALL:
-        raise unknown("implementation", implementation, implementations.ALL)
-    if implementation not in (None, "ours") and shape.moe is not None:
-        raise UserError(f"--implementation {implementation} has no experts (model.moe): it must be ours")
-    settings = {name: value for name, value in numbers.items() if value is not None}
-    settings["residuals"] = words("residual", residual) if residual is not None else _possible(shape)
-    if launch is not None and member(Launch, "launch", launch) is not Launch.AUTO:
-        settings["launches"] = (Launch(launch),)
-    if interleave not in (None, *INTERLEAVES):
-        raise UserError(f"--interleave must be one of {', '.join(INTERLEAVES)}, not {interleave!r}")
-    settings["interleaves"] = INTERLEAVES[interleave or AUTO]
-    if phase != GENERATE:
-        settings["phase"] = Phase(phase)
-    if phase == Phase.TRAIN.value:
-        chosen = None if residual is None else settings["residuals"]
-        settings["residuals"] = _trainable(chosen, implementation, shape)
-    form = member(ExpertParallelism, "--experts", experts or ExpertParallelism.REDUCE.value)
-    settings["capacity"] = exchange_capacity(capacity, config=shape, experts=form)
-    if form is ExpertParallelism.EXCHANGE and residual is None and shape.moe is not None:
-        settings["residuals"] = _exchanging(settings["residuals"], shape.moe)
+        belongs = f"{_option(name)} belongs to --phase {' and '.join(phases)}, not {phase}"
+        check(name not in given or phase in phases, belongs)
+    for name in NUMBERS:
+        check(given.get(name, 1) >= 1, f"{_option(name)} must be positive, not {given.get(name)}")
+    check(given.get("new_tokens") != 1, "--new-tokens must be at least 2, not 1: the first one is the prefill's")
+    name = given.pop("implementation", OURS.name)
+    if name not in IMPLEMENTATIONS:
+        raise unknown("implementation", name, IMPLEMENTATIONS)
+    ours = name == OURS.name
+    check(ours or shape.moe is None, f"--implementation {name} has no experts (model.moe): it must be ours")
+    own_step = "--phase train predicts this library's training step: --implementation must be ours"
+    check(ours or phase != Phase.TRAIN.value, own_step)
+    launch = member(Launch, "launch", given.pop("launch", Launch.AUTO))
+    interleave = given.pop("interleave", AUTO)
+    one_of = f"--interleave must be one of {', '.join(INTERLEAVES)}, not {interleave!r}"
+    check(interleave in INTERLEAVES, one_of)
+    form = member(ExpertParallelism, "--experts", given.pop("experts", ExpertParallelism.REDUCE))
+    capacity = exchange_capacity(given.pop("capacity", None), config=shape, experts=form)
+    chosen = words("residual", given.pop("residual")) if "residual" in given else None
     request = Request(
         model=model,
         shape=shape,
         machine=machine,
-        ladder_layers=ladder_layers,
-        implementation=implementations.ALL[implementation or "ours"],
+        residuals=chosen or _possible(shape, phase=phase, experts=form),
+        implementation=IMPLEMENTATIONS[name],
+        phase=None if phase == GENERATE else Phase(phase),
+        launches=tuple(Launch) if launch is Launch.AUTO else (launch,),
+        interleaves=INTERLEAVES[interleave],
         experts=form,
-        **{"tensor": machine.devices, "batch": 1, **settings},
+        capacity=capacity,
+        **{"tensor": machine.devices, "batch": 1, **given},
     )
-    check_tensor(request)
-    for name in request.residuals:
-        request.config(name)
-    if form is ExpertParallelism.EXCHANGE:
-        _check_exchange(request)
-        if interleave == "2":
-            raise UserError("--interleave 2: predict has no halves of exchanged experts (overlap compiles them)")
-    if interleave == "2" and residual is not None:
-        for name in request.residuals:
-            one = dict(model=request.config(name), rows=2, names=("--interleave", "--batch"))
-            check_halves(2, **one)
-    if ladder_layers is not None and not any(parse_residual(name).is_ladder for name in request.residuals):
-        raise UserError(f"--ladder-layers needs a ladder kind of residual, not {', '.join(request.residuals)}")
+    _check(request, halved=interleave == "2" and chosen is not None)
     return request
 
 
-def _possible(shape: ModelConfig) -> tuple[str, ...]:
-    """Of a model with experts, those that give all ranks the same input; with a shared one, farskip too."""
-    if shape.moe is None:
-        return RESIDUALS
-    more = EXPERT_RESIDUALS if shape.moe.shared_width else ()
-    return (*(name for name in RESIDUALS if not parse_residual(name).depends_on_ranks), *more)
+def _option(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
 
 
-def _trainable(residuals: tuple[str, ...] | None, implementation: str | None, shape: ModelConfig) -> tuple[str, ...]:
-    """The residuals whose training step can be predicted: all but desync."""
-    if implementation not in (None, "ours"):
-        raise UserError("--phase train predicts this library's training step: --implementation must be ours")
-    possible = tuple(name for name in _possible(shape) if parse_residual(name).kind != "desync")
-    for name in residuals or ():
-        if parse_residual(name).kind == "desync":
-            raise UserError(f"--phase train has no prediction of {name}'s backward pass")
-    return residuals or possible
+def _possible(shape: ModelConfig, *, phase: str, experts: ExpertParallelism) -> tuple[str, ...]:
+    """The residuals that can be predicted; where none can, all, for the reason that the check of each gives.
 
-
-def _exchanging(residuals: tuple[str, ...], moe: MoEConfig) -> tuple[str, ...]:
-    """Those whose experts can be exchanged; all if none can, for the reason that the check of each gives."""
+    Of a model with experts those that give all ranks the same input; with a shared one, farskip too. In training all
+    but desync.
+    """
 
     def can(residual: str) -> bool:
+        name = parse_residual(residual)
+        moe = shape.moe
+        if moe is not None and name.depends_on_ranks:
+            return False
+        if phase == Phase.TRAIN.value and name.kind == "desync":
+            return False
+        if moe is None or experts is ExpertParallelism.REDUCE:
+            return True
         try:
             check_exchange(dataclasses.replace(moe, capacity=1.0), residual=residual, **EXCHANGE)
         except UserError:
             return False
         return True
 
-    return tuple(filter(can, residuals)) or residuals
+    every = (*RESIDUALS, *(EXPERT_RESIDUALS if shape.moe and shape.moe.shared_width else ()))
+    return tuple(filter(can, every)) or every
 
 
-def _check_exchange(request: Request) -> None:
-    """Raises UserError for a request whose experts' rows cannot be exchanged."""
+def _check(request: Request, *, halved: bool) -> None:
+    """halved: whether the user asks for two halves of named residuals."""
+    check_tensor(request)
+    exchanges = request.experts is ExpertParallelism.EXCHANGE
+    any_ladder = False
     for name in request.residuals:
-        check_exchange(request.config(BASELINE).moe, residual=name, **EXCHANGE)
-    if request.phase is None:
+        config = request.config(name)
+        parsed = parse_residual(name)
+        any_ladder = any_ladder or parsed.is_ladder
+        predicted = request.phase is not Phase.TRAIN or parsed.kind != "desync"
+        check(predicted, f"--phase train has no prediction of {name}'s backward pass")
+        if exchanges:
+            check_exchange(config.moe, residual=name, **EXCHANGE)
+        unknown_halves = "--interleave 2: predict has no halves of exchanged experts (overlap compiles them)"
+        check(not exchanges or not halved, unknown_halves)
+        if halved:
+            check_halves(2, model=config, rows=2, names=("--interleave", "--batch"))
+    names = ", ".join(request.residuals)
+    check(any_ladder or request.ladder_layers is None, f"--ladder-layers needs a ladder kind of residual, not {names}")
+    if exchanges:
         decoding = "decoding always reduces the experts' sums"
-        raise UserError(f"--experts exchange is for --phase prefill and train, not {GENERATE}: {decoding}")
-    if request.tensor == 1:
-        raise UserError("--experts exchange sends rows to other ranks: --tensor must be at least 2, not 1")
-    if request.tokens % request.tensor:
+        whole = f"--experts exchange is for --phase prefill and train, not {GENERATE}: {decoding}"
+        check(request.phase is not None, whole)
+        alone = "--experts exchange sends rows to other ranks: --tensor must be at least 2, not 1"
+        check(request.tensor > 1, alone)
         length = "--sequence" if request.phase is Phase.TRAIN else "--prompt-length"
-        raise UserError(f"--experts exchange splits {length} {request.tokens} over --tensor {request.tensor}")
+        split = f"--experts exchange splits {length} {request.tokens} over --tensor {request.tensor}"
+        check(request.tokens % request.tensor == 0, split)
 
 
 def check_tensor(request: Request) -> None:
@@ -226,44 +210,3 @@ def check_tensor(request: Request) -> None:
             f" (allowed for {request.model}: {allowed})"
         )
     check_divides(request.shape, tensor=request.tensor, most=most)
-
-
-@dataclasses.dataclass(frozen=True)
-class Sweep:
-    """The values to vary.
-
-    link: factors of the machine's link speed. unsplit: tensor sizes that do not divide the model.
-    """
-
-    tensor: tuple[int, ...]
-    batch: tuple[int, ...]
-    link: tuple[float, ...]
-    unsplit: tuple[int, ...] = ()
-
-
-def sweep(request: Request, phrases: list[str]) -> Sweep:
-    """Parse phrases such as `tensor=1,2,4,8`. An axis without a phrase has the request's value."""
-    values: dict[str, tuple] = {"tensor": (request.tensor,), "batch": (request.batch,), "link": (1.0,)}
-    for phrase in phrases:
-        name, equals, text = phrase.partition("=")
-        if name not in values:
-            raise unknown("axis of --sweep", name, values)
-        if not equals:
-            raise UserError(f"--sweep {phrase!r} has no values: write it as in {name}=1,2,4")
-        parse = _speed if name == "link" else lambda word: positive(f"sweep {name}", word)
-        values[name] = tuple(parse(word) for word in words("sweep", text))
-    for tensor in values["tensor"]:
-        if tensor > request.machine.devices:
-            check_tensor(dataclasses.replace(request, tensor=tensor))
-    divisible = set(divisors(request.shape, most=max(values["tensor"])))
-    fits = tuple(size for size in values["tensor"] if size in divisible)
-    if not fits:
-        check_tensor(dataclasses.replace(request, tensor=values["tensor"][0]))
-    unsplit = tuple(size for size in values["tensor"] if size not in divisible)
-    return Sweep(fits, values["batch"], values["link"], unsplit)
-
-
-def _speed(word: str) -> float:
-    if not re.fullmatch(r"\d+(\.\d*)?|\.\d+", word) or float(word) == 0:
-        raise UserError(f"--sweep link must be factors above 0 as in 0.25,1,4, not {word!r}")
-    return float(word)

@@ -1,47 +1,74 @@
-"""The result of `ladder-jax predict`: a row per topology, the fastest Standard, and a recommendation."""
+"""The result of `ladder-jax predict`: a row per topology, the fastest Standard, and a recommendation.
+
+Of a whole generation the opponent is the fastest Standard. Of one pass, `--phase prefill` and `--phase train`, it is
+the fastest of these: Standard with the whole stream on every rank and with sequence parallelism, as a whole batch or as
+two halves in turn; with ring collective matmul; over the same devices without tensor parallelism; and, of experts with
+a capacity, with exchanged rows.
+"""
 
 import dataclasses
+import itertools
+from collections.abc import Mapping, Sequence
 
-from ladder_jax.predict import advice, model, work
+from ladder_jax.config import Phase
+from ladder_jax.predict import advice, model, without_tensor
 from ladder_jax.predict.advice import Advice, Opponent
-from ladder_jax.predict.link import Kernel, Network
-from ladder_jax.predict.model import Pass, Speed
-from ladder_jax.predict.program import Form, Opponents, decoding_in_halves
+from ladder_jax.predict.machine import FITTED, Kernel, Link, Network
+from ladder_jax.predict.model import Pass, Speed, fastest
+from ladder_jax.predict.program import Choice, Form, Opponents, decoding_in_halves
 from ladder_jax.predict.request import BASELINE, Request
-from ladder_jax.predict.work import Model
+from ladder_jax.predict.work import TRAINING, Model
+
+ANALYTIC = "analytic"
 
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """speedup: tokens a second over those of the baseline. speedup_over_nccl: over those of Standard with NCCL."""
+    """speed: of a generation, or of one pass. tokens: that are generated, or pass.
+
+    speedup: tokens a second over those of the baseline. speedup_over_nccl: over those of Standard with NCCL and the
+    whole stream on every rank.
+    """
 
     residual: str
-    speed: Speed
+    speed: Speed | Pass
+    tokens: int
     speedup: float
     speedup_over_nccl: float
 
     def __repr__(self) -> str:
-        speed = f"{self.speed.tokens_per_second:,.4g} tokens/s, {self.speedup:.2f} x Standard"
-        return f"Row({self.residual}: {speed})"
+        return f"Row({self.residual}: {self.tokens_per_second:,.4g} tokens/s, {self.speedup:.2f} x Standard)"
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.tokens / self.speed.seconds
 
     def as_dict(self, *, memory: float) -> dict:
-        """The JSON row: seconds of a whole generation, and of its mean decode step. exposed: added by communication."""
+        """The JSON row: seconds of a whole generation and of its mean decode step, or of one pass over the batch.
+        exposed: added by communication. memory: bytes of a device."""
         speed = self.speed
-        return {
+        row = {
             "residual": self.residual,
-            "prefill_seconds": speed.prefill_seconds,
-            "decode_seconds": speed.decode_seconds,
-            "tokens_per_second": speed.tokens_per_second,
-            "exposed_seconds": speed.exposed_seconds,
+            "tokens_per_second": self.tokens_per_second,
             "speedup": self.speedup,
             "speedup_over_nccl": self.speedup_over_nccl,
+            "exposed_seconds": speed.exposed,
+            "communication_seconds": speed.wire,
+            "interleave": interleave(speed),
+        }
+        if isinstance(speed, Pass):
+            form = speed.program.form.value
+            seconds = speed.seconds
+            return {**row, **executed(speed), "form": form, "seconds": seconds, "hidden_fraction": speed.hidden}
+        return {
+            **row,
             **executed(speed.step),
+            "prefill_seconds": speed.prefill_seconds,
+            "decode_seconds": speed.decode_seconds,
             "step_seconds": speed.step.seconds,
             "step_exposed_seconds": speed.step.exposed,
             "prefill_exposed_seconds": speed.prefill.exposed,
-            "communication_seconds": speed.wire_seconds,
             "hidden_fraction": {"prefill": speed.prefill.hidden, "step": speed.step.hidden},
-            "interleave": interleave(speed),
             "memory_bytes": speed.memory,
             "fits": speed.memory <= memory,
         }
@@ -49,9 +76,9 @@ class Row:
 
 @dataclasses.dataclass(frozen=True)
 class Baseline:
-    """The fastest way without changing the model. form: of prefill and decode step, or of the one phase in question.
+    """A way to run Standard. form: of prefill and decode step, or of the one pass in question.
 
-    interleave: 2 for two halves in turn; of prefill and decode step, or of the one phase.
+    interleave: 2 for two halves in turn; of prefill and decode step, or of the one pass.
     """
 
     form: str
@@ -61,89 +88,162 @@ class Baseline:
     residual: str = BASELINE
 
     @property
-    def name(self) -> str:
-        return f"Standard ({described(self.form, self.all_reduce)}{in_turn(self.interleave)})"
+    def described(self) -> str:
+        return described(self.form, self.all_reduce) + in_turn(self.interleave)
 
-    def as_dict(self) -> dict:
-        return {
-            "residual": self.residual,
-            "form": self.form,
-            "interleave": self.interleave,
-            "all_reduce": self.all_reduce,
-            "tokens_per_second": self.tokens_per_second,
-        }
+    @property
+    def name(self) -> str:
+        return f"Standard ({self.described})"
 
 
 @dataclasses.dataclass(frozen=True)
 class Result:
+    """opponents: Standard in every form that is possible here, the fastest first; it is the baseline."""
+
     request: Request
     rows: tuple[Row, ...]
-    baseline: Baseline
+    opponents: tuple[Baseline, ...]
     advice: Advice
-    fidelity: str = "analytic"
+    fidelity: str = ANALYTIC
 
     def __repr__(self) -> str:
         request = self.request
         title = f"{request.model}, tensor {request.tensor}, batch {request.batch} on {request.machine.name}"
         return "\n  ".join([f"Result({title}): take {self.advice.residual}", *map(repr, self.rows)])
 
+    @property
+    def baseline(self) -> Baseline:
+        return self.opponents[0]
+
     def as_dict(self) -> dict:
         """The JSON object: seconds and bytes are those of one device."""
         request = self.request
+        opponents = [dataclasses.asdict(one) for one in self.opponents]
+        names = ("prompt_length", "new_tokens", "ladder_layers")
+        asked = {name: getattr(request, name) for name in names}
+        if request.phase:
+            asked = {name: getattr(request, name) for name in ("tokens", "capacity")}
+            asked |= {"phase": request.phase.value, "experts": request.experts.value, "opponents": opponents}
         return {
             "model": request.model,
             "hardware": request.machine.name,
             "tensor": request.tensor,
             "batch": request.batch,
-            "prompt_length": request.prompt_length,
-            "new_tokens": request.new_tokens,
-            "ladder_layers": request.ladder_layers,
+            **asked,
             "implementation": request.implementation.name,
             "fidelity": self.fidelity,
             "rows": [row.as_dict(memory=request.machine.memory) for row in self.rows],
-            "baseline": self.baseline.as_dict(),
+            "baseline": opponents[0],
             "recommendation": dataclasses.asdict(self.advice),
             "device_memory": request.machine.memory,
             "constants": constants(request),
         }
 
 
-def predict(request: Request, *, opponents: Opponents = Opponents.STRONGEST) -> Result:
-    speeds = {name: _speed(request, name, opponents) for name in {*request.residuals, BASELINE}}
-    return of_speeds(request, speeds, nccl=_speed(request, BASELINE, Opponents.NCCL))
+def predict(request: Request) -> Result:
+    if request.phase:
+        return _of_one_pass(request)
+    speeds = {name: _speed(request, name, Opponents.STRONGEST) for name in {*request.residuals, BASELINE}}
+    standard = _in_halves(request, speeds[BASELINE])
+    nccl = _speed(request, BASELINE, Opponents.NCCL)
+    return of_speeds(request, speeds, standard=standard, nccl=nccl)
 
 
-ANALYTIC = "analytic"
+def of_speeds(
+    request: Request, speeds: Mapping[str, Speed], *, standard: Speed, nccl: Speed, fidelity: str = ANALYTIC
+) -> Result:
+    """speeds: of the request's residuals. standard: the fastest. nccl: Standard with NCCL's all-reduces."""
+    forms = dict.fromkeys((standard.step.program.form, standard.prefill.program.form))
+    form = Form.ALL_REDUCE.value if len(forms) == 1 else f"all-reduce; prefill: {standard.prefill.program.form.value}"
+    baseline = Baseline(form, algorithm(standard.step), standard.tokens_per_second, interleave(standard))
+    lengths = advice.lengths(standard)
+    tokens = request.batch * request.new_tokens
+    opponents = [(standard, baseline)]
+    return _result(request, speeds, tokens, opponents=opponents, nccl=nccl, lengths=lengths, fidelity=fidelity)
 
 
-def of_speeds(request: Request, speeds: dict[str, Speed], *, nccl: Speed, fidelity: str = ANALYTIC) -> Result:
-    """The result. speeds: of the request's residuals and of Standard. nccl: of Standard with NCCL's all-reduces."""
-    fastest = opponent_of(request, speeds[BASELINE]) if fidelity == ANALYTIC else speeds[BASELINE]
-    forms = dict.fromkeys((fastest.step.program.form, fastest.prefill.program.form))
-    form = Form.ALL_REDUCE.value if len(forms) == 1 else f"all-reduce; prefill: {fastest.prefill.program.form.value}"
-    baseline = Baseline(form, algorithm(fastest.step), fastest.tokens_per_second, interleave(fastest))
-    over = lambda name, other: speeds[name].tokens_per_second / other.tokens_per_second
-    rows = tuple(Row(name, speeds[name], over(name, fastest), over(name, nccl)) for name in request.residuals)
-    share = fastest.exposed_seconds / (fastest.prefill_seconds + fastest.decode_seconds)
-    opponent = Opponent(baseline.name, share, advice.lengths(fastest))
+def _of_one_pass(request: Request) -> Result:
+    tokens = request.batch * request.tokens
+    (nccl,) = _passes(request, BASELINE, Choice(Opponents.NCCL))
+    standards = [_passes(request, BASELINE, Choice(experts=form)) for form in request.forms]
+    every = [*itertools.chain.from_iterable(standards), *_without_tensor(request)]
+    every.sort(key=lambda one: one.seconds, reverse=True)
+    named = {(one.program.form, one.program.interleave): one for one in every}  # the fastest of each form
+    opponents = [
+        (one, Baseline(one.program.form.value, algorithm(one), tokens / one.seconds, one.program.interleave))
+        for one in sorted(named.values(), key=lambda one: one.seconds)
+    ]
+    choice = Choice(launches=request.launches, interleaves=request.interleaves, experts=request.experts)
+    speeds = {name: fastest(_passes(request, name, choice)) for name in request.residuals}
+    return _result(request, speeds, tokens, opponents=opponents, nccl=nccl)
+
+
+def _result(
+    request: Request,
+    speeds: Mapping[str, Speed | Pass],
+    tokens: int,
+    *,
+    opponents: Sequence[tuple[Speed | Pass, Baseline]],
+    nccl: Speed | Pass,
+    lengths: tuple[float, float] | None = None,
+    fidelity: str = ANALYTIC,
+) -> Result:
+    best, baseline = opponents[0]
+    over = lambda name: (best.seconds / speeds[name].seconds, nccl.seconds / speeds[name].seconds)
+    rows = tuple(Row(name, speeds[name], tokens, *over(name)) for name in request.residuals)
+    opponent = Opponent(baseline.name, best.exposed / best.seconds, lengths)
     recommendation = advice.read(rows=rows, opponent=opponent, tensor=request.tensor)
-    return Result(request, rows, baseline, recommendation, fidelity)
+    return Result(request, rows, tuple(one for _, one in opponents), recommendation, fidelity)
 
 
-def opponent_of(request: Request, standard: Speed) -> Speed:
+def _speed(request: Request, residual: str, opponents: Opponents) -> Speed:
+    return model.speed(
+        request.config(residual),
+        machine=request.machine,
+        tensor=request.tensor,
+        rows=request.batch,
+        prompt_length=request.prompt_length,
+        new_tokens=request.new_tokens,
+        implementation=request.implementation,
+        opponents=opponents,
+        launches=request.launches,
+        interleaves=request.interleaves,
+    )
+
+
+def _in_halves(request: Request, standard: Speed) -> Speed:
     """Standard at its fastest: of other frameworks also with a decode step in two halves."""
+    ours = Model(request.config(BASELINE), request.tensor, request.implementation)
     shape = dict(rows=request.batch, prompt_length=request.prompt_length, new_tokens=request.new_tokens)
-    implementation = request.implementation
-    ours = Model(request.config(BASELINE), request.tensor, implementation)
-    block = work.decode_step(**shape, implementation=implementation)
-    programs = decoding_in_halves(rows=request.batch, ranks=request.tensor, implementation=implementation)
-    halves = [model.run_by(ours, request.machine, block, program) for program in programs]
-    return dataclasses.replace(standard, step=model.fastest([standard.step, *halves]))
+    run = lambda program: model.run_by(ours, request.machine, ours.decode_step(**shape), program, phase=Phase.DECODE)
+    programs = decoding_in_halves(rows=request.batch, ranks=request.tensor, implementation=request.implementation)
+    return dataclasses.replace(standard, step=fastest([standard.step, *map(run, programs)]))
 
 
-def interleave(speed: Speed) -> dict[str, int]:
-    """In how many parts in turn prefill and decode step compute, as JSON."""
-    return {"prefill": speed.prefill.program.interleave, "step": speed.step.program.interleave}
+def _passes(request: Request, residual: str, choice: Choice) -> list[Pass]:
+    shard = _shard(request, residual, ranks=request.tensor)
+    block = shard.prefill(rows=request.batch, prompt_length=request.tokens)
+    return model.passes(shard, request.machine, block, phase=request.phase, choice=choice)
+
+
+def _without_tensor(request: Request) -> list[Pass]:
+    whole = _shard(request, BASELINE, ranks=1)
+    if whole.implementation.algorithms == FITTED:
+        return []  # the authors' programs have tensor parallelism
+    shape = dict(devices=request.tensor, rows=request.batch, tokens=request.tokens)
+    return without_tensor.passes(whole, request.machine, **shape, phase=request.phase)
+
+
+def _shard(request: Request, residual: str, *, ranks: int) -> Model:
+    implementation = TRAINING if request.phase is Phase.TRAIN else request.implementation
+    return Model(request.config(residual), ranks, implementation)
+
+
+def interleave(speed: Speed | Pass) -> int | dict[str, int]:
+    """In how many parts in turn a pass computes, or prefill and decode step, as JSON."""
+    if isinstance(speed, Pass):
+        return speed.program.interleave
+    return {name: getattr(speed, name).program.interleave for name in ("prefill", "step")}
 
 
 def in_turn(interleave: int | dict[str, int]) -> str:
@@ -173,31 +273,15 @@ def described(form: str, all_reduce: str | None) -> str:
 
 def constants(request: Request) -> dict[str, dict]:
     """The machine's constants by dotted name, each with its source."""
-    machine, constants = request.machine, {}
-    sections = [("", machine)]
-    if machine.link:
-        fields = {field.name: getattr(machine.link, field.name) for field in dataclasses.fields(machine.link)}
-        inner = [(f"link.{name}.", value) for name, value in fields.items() if isinstance(value, (Network, Kernel))]
-        sections += [("link.", machine.link), *inner]
-    for prefix, section in sections:
-        for field in dataclasses.fields(section):
-            value = getattr(section, field.name)
-            if isinstance(value, (int, float)):
-                name = prefix + field.name
-                constants[name] = {"value": value, "source": machine.sources.get(name, "given without a source")}
-    return constants
 
+    def of(section: object, prefix: str) -> dict[str, dict]:
+        found = {}
+        for name, value in vars(section).items():
+            if isinstance(value, (Link, Network, Kernel)):
+                found |= of(value, f"{prefix}{name}.")
+            elif isinstance(value, (int, float)):
+                source = request.machine.sources.get(f"{prefix}{name}", "given without a source")
+                found[f"{prefix}{name}"] = {"value": value, "source": source}
+        return found
 
-def _speed(request: Request, residual: str, opponents: Opponents) -> Speed:
-    return model.speed(
-        request.config(residual),
-        machine=request.machine,
-        tensor=request.tensor,
-        rows=request.batch,
-        prompt_length=request.prompt_length,
-        new_tokens=request.new_tokens,
-        implementation=request.implementation,
-        opponents=opponents,
-        launches=request.launches,
-        interleaves=request.interleaves,
-    )
+    return of(request.machine, "")

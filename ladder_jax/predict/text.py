@@ -3,12 +3,11 @@
 from collections.abc import Sequence
 
 from ladder_jax.config import ExpertParallelism, Launch, Phase
-from ladder_jax.predict import phases
 from ladder_jax.predict.advice import SAME, WORTH
 from ladder_jax.predict.machine import Machine
-from ladder_jax.predict.request import BASELINE, Request, Sweep
-from ladder_jax.predict.result import Result, algorithm, described, executed, in_turn
-from ladder_jax.predict.sweep import Point
+from ladder_jax.predict.request import BASELINE
+from ladder_jax.predict.result import Result, Row, algorithm, described, executed, in_turn
+from ladder_jax.predict.sweep import Point, Sweep
 from ladder_jax.terminal import Table
 
 COLUMNS = (
@@ -23,57 +22,55 @@ PROGRAMS = {"ours": "this library's programs", "authors": "the paper's authors' 
 
 def lines(answer: Result) -> list:
     """Lines and a table, for `terminal.show`."""
-    request, machine = answer.request, answer.request.machine
-    title = f"{request.model}, tensor {request.tensor}, batch {request.batch} on {machine.name}"
-    shape = f"prompt {request.prompt_length}, {request.new_tokens} new tokens"
+    return [*_verdict(answer), *(_of_one_pass(answer) if answer.request.phase else _of_generation(answer))]
+
+
+def _of_generation(answer: Result) -> list:
+    request = answer.request
+    machine = answer.request.machine
+    rows = answer.rows
+    program = PROGRAMS[request.implementation.name]
+    most = max(row.speed.memory for row in rows)
     tail = []
     if request.tensor > 1 and "no-communication" in request.residuals:
         tail.append("note      no-communication: what the embedding and the choice of each token communicate is left")
-    if any(row.speed.memory > machine.memory for row in answer.rows):
+    if most > machine.memory:
         tail.append(f"note      weights and cache need more than a device's {machine.memory / 2**30:.0f} GiB")
     tail += _assumed(machine)
-    if any(executed(row.speed.step)["launch"] == Launch.EXPLICIT.value for row in answer.rows):
+    if any(executed(row.speed.step)["launch"] == Launch.EXPLICIT.value for row in rows):
         tail.append("note      explicit launches, the default here, have never run; --launch chained: without them")
     return [
-        *verdict(answer),
-        title,
-        f"{shape}; {answer.fidelity}, {PROGRAMS[request.implementation.name]}",
-        _table(answer),
+        f"{request.model}, tensor {request.tensor}, batch {request.batch} on {machine.name}",
+        f"prompt {request.prompt_length}, {request.new_tokens} new tokens; {answer.fidelity}, {program}",
+        Table(COLUMNS, list(map(_generated, rows)), left=WORDS),
         f"speed-up: over {answer.baseline.name}; over NCCL: over Standard with NCCL's all-reduces (XLA's on a TPU)",
         "step, exposed (ms), all-reduce: of a decode step; hidden: the share of its all-reduces' time that adds nothing"
         " to it",
-        f"memory    {max(row.speed.memory for row in answer.rows) / 2**30:.1f} GiB of weights and cache a device",
+        f"memory    {most / 2**30:.1f} GiB of weights and cache a device",
         *tail,
     ]
 
 
-def phase_lines(answer: phases.Result) -> list:
-    """Lines and a table of `--phase prefill` and `--phase train`, for `terminal.show`."""
-    request, machine = answer.request, answer.request.machine
+def _of_one_pass(answer: Result) -> list:
+    request = answer.request
+    machine = answer.request.machine
     what = "forward and backward" if request.phase is Phase.TRAIN else "prefill"
     title = f"{request.model}, {what} of {request.batch} x {request.tokens} tokens, {request.tensor} devices"
-    opponents = [
-        f"{described(one.form, one.all_reduce)}{in_turn(one.interleave)} {number(one.tokens_per_second)}"
-        for one in answer.opponents
-    ]
+    opponents = [f"{one.described} {number(one.tokens_per_second)}" for one in answer.opponents]
+    exchanged = []
+    if request.experts is ExpertParallelism.EXCHANGE:
+        exchanged = [f"exchange  with capacity {request.capacity:g}: whole buffers are sent and computed, full or not"]
     return [
-        *verdict(answer),
         f"{title} of {machine.name}; {answer.fidelity}",
-        _phase_table(answer),
+        Table(OF_A_PHASE, list(map(_passed, answer.rows)), left=WORDS),
         f"Standard's forms, tokens/s: {'; '.join(opponents)}",
         f"speed-up: over {answer.baseline.name}; over NCCL: over Standard (all-reduce) with NCCL's all-reduces",
-        *_exchanged(request),
+        *exchanged,
         *_assumed(machine),
     ]
 
 
-def _exchanged(request: Request) -> list[str]:
-    if request.experts is ExpertParallelism.REDUCE:
-        return []
-    return [f"exchange  with capacity {request.capacity:g}: whole buffers are sent and computed, full or not"]
-
-
-def verdict(answer: Result | phases.Result) -> list[str]:
+def _verdict(answer: Result) -> list[str]:
     """What to take, and why; where that is not the fastest, the rule."""
     advice = answer.advice
     if advice.residual == BASELINE:
@@ -94,37 +91,35 @@ def _assumed(machine: Machine) -> list[str]:
     """A note on the constants that nobody measured or verified."""
     notes = []
     for word, what in (("assumed", "assumed"), ("not verified", "figures of threads, not verified")):
-        count = sum(word in source for source in machine.sources.values())
-        if count:
-            notes.append(
-                f"note      {count} of {machine.name}'s constants are {what}: ladder-jax calibrate measures yours"
-            )
+        if count := sum(word in source for source in machine.sources.values()):
+            told = f"{count} of {machine.name}'s constants are {what}"
+            notes.append(f"note      {told}: ladder-jax calibrate measures yours")
     return notes
 
 
 def sweep_lines(points: Sequence[Point], sweep: Sweep) -> list:
     """A table with a row per point: the recommended topology, its speed-up and that of the plain Ladder."""
-    rows = []
-    for point in points:
-        row = point.chosen
-        ladder = next((one for one in point.result.rows if one.residual == "ladder"), None)
-        helps = "no help, " if point.result.advice.ladder_helps is False else ""
-        rows.append((
-            str(point.tensor),
-            str(point.batch),
-            f"{point.link:g} x",
-            row.residual if point.fits else f"{row.residual} *",
-            f"{row.speedup:.2f}",
-            f"{helps}{ladder.speedup:.2f}" if ladder else "-",
-            number(row.speed.tokens_per_second),
-            number(row.speed.tokens_per_second / point.tensor),
-            f"{row.speed.step.seconds * 1e3:.2f}",
-        ))  # fmt: skip
     notes = ["speed-up, ladder: over the fastest Standard at each point"]
     notes += [f"note      the model cannot be split over {size} devices: left out" for size in sweep.unsplit]
     if not all(point.fits for point in points):
         notes.append("*         weights and cache need more memory than a device has")
-    return [Table(SWEPT, rows, left=("take",)), *notes]
+    return [Table(SWEPT, list(map(_swept, points)), left=("take",)), *notes]
+
+
+def _swept(point: Point) -> tuple[str, ...]:
+    row = point.chosen
+    ladder = next((f"{one.speedup:.2f}" for one in point.result.rows if one.residual == "ladder"), "-")
+    return (
+        str(point.tensor),
+        str(point.batch),
+        f"{point.link:g} x",
+        row.residual if point.fits else f"{row.residual} *",
+        f"{row.speedup:.2f}",
+        f"no help, {ladder}" if point.result.advice.ladder_helps is False else ladder,
+        number(row.tokens_per_second),
+        number(row.tokens_per_second / point.tensor),
+        f"{row.speed.step.seconds * 1e3:.2f}",
+    )
 
 
 def number(value: float) -> str:
@@ -132,38 +127,32 @@ def number(value: float) -> str:
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
-def _table(answer: Result) -> Table:
-    rows = []
-    for row in answer.rows:
-        speed = row.speed
-        rows.append((
-            row.residual,
-            number(speed.tokens_per_second),
-            f"{row.speedup:.2f}",
-            f"{row.speedup_over_nccl:.2f}",
-            f"{speed.prefill_seconds * 1e3:.1f}",
-            f"{speed.step.seconds * 1e3:.2f}",
-            f"{speed.step.exposed * 1e3:.2f}",
-            f"{speed.step.hidden:.0%}" if speed.step.wire and row.residual != "no-communication" else "-",
-            algorithm(speed.step) or "-",
-            executed(speed.step)["launch"] or "-",
-        ))  # fmt: skip
-    return Table(COLUMNS, rows, left=WORDS)
+def _generated(row: Row) -> tuple[str, ...]:
+    speed = row.speed
+    step = row.speed.step
+    return (
+        *_speeds(row),
+        f"{speed.prefill_seconds * 1e3:.1f}",
+        f"{step.seconds * 1e3:.2f}",
+        f"{step.exposed * 1e3:.2f}",
+        f"{step.hidden:.0%}" if step.wire and row.residual != "no-communication" else "-",
+        algorithm(step) or "-",
+        executed(step)["launch"] or "-",
+    )
 
 
-def _phase_table(answer: phases.Result) -> Table:
-    rows = []
-    for row in answer.rows:
-        speed, how = row.speed, executed(row.speed)
-        rows.append((
-            row.residual,
-            number(row.tokens_per_second),
-            f"{row.speedup:.2f}",
-            f"{row.speedup_over_nccl:.2f}",
-            f"{speed.seconds * 1e3:.1f}",
-            f"{speed.exposed * 1e3:.1f}",
-            f"{speed.hidden:.0%}" if speed.wire else "-",
-            described(speed.program.form.value, how["all_reduce"]) + in_turn(speed.program.interleave),
-            how["launch"] or "-",
-        ))  # fmt: skip
-    return Table(OF_A_PHASE, rows, left=WORDS)
+def _passed(row: Row) -> tuple[str, ...]:
+    one = row.speed
+    how = executed(row.speed)
+    return (
+        *_speeds(row),
+        f"{one.seconds * 1e3:.1f}",
+        f"{one.exposed * 1e3:.1f}",
+        f"{one.hidden:.0%}" if one.wire else "-",
+        described(one.program.form.value, how["all_reduce"]) + in_turn(one.program.interleave),
+        how["launch"] or "-",
+    )
+
+
+def _speeds(row: Row) -> tuple[str, ...]:
+    return row.residual, number(row.tokens_per_second), f"{row.speedup:.2f}", f"{row.speedup_over_nccl:.2f}"

@@ -16,111 +16,77 @@ parallelism.
 """
 
 import dataclasses
+from collections.abc import Callable
 
-from ladder_jax.config import ModelConfig, Phase
-from ladder_jax.predict import work
-from ladder_jax.predict.implementation import Implementation
-from ladder_jax.predict.layers import work_of
+from ladder_jax.config import Phase
+from ladder_jax.predict.layers import work
 from ladder_jax.predict.machine import Machine
-from ladder_jax.predict.model import Pass
+from ladder_jax.predict.model import Pass, pass_of
 from ladder_jax.predict.program import Form, Program
-from ladder_jax.predict.timeline import Work, beside
-from ladder_jax.predict.work import ATTENTION, MLP, Block, Kernel, Model
+from ladder_jax.predict.timeline import Slot, Timeline, Work, play_slots
+from ladder_jax.predict.work import ATTENTION, FLOAT32, MLP, Block, Model
 from ladder_jax.schedule import shards
 
-FLOAT32, STATE = 4, 16  # bytes an element, and a parameter in training
+STATE = 16  # bytes a parameter in training
 
 
-def passes(
-    config: ModelConfig,
-    *,
-    machine: Machine,
-    devices: int,
-    rows: int,
-    tokens: int,
-    phase: Phase,
-    implementation: Implementation,
-) -> list[Pass]:
-    """The step of `rows` x `tokens` tokens by each mesh that has rows to share, and memory for the weights."""
+def passes(model: Model, machine: Machine, *, devices: int, rows: int, tokens: int, phase: Phase) -> list[Pass]:
+    """The step of `rows` x `tokens` tokens by each mesh that has rows to share, and memory for the weights.
+
+    model: on one rank.
+    """
     if devices == 1 or rows % devices:
         return []
-    model, trains = Model(config, 1, implementation), phase is Phase.TRAIN
-    block = work.prefill(rows=rows // devices, prompt_length=tokens, new_tokens=0, implementation=implementation)
-    step = _Step(model, machine, block, devices=devices, trains=trains)
+    config = model.config
+    size = model.element_bytes
+    trains = phase is Phase.TRAIN
+    block = model.prefill(rows=rows // devices, prompt_length=tokens)
+    tables = (1 if config.tie_embeddings else 2) * model.shard.vocabulary * config.d_model
+    parameters = shards.layers(config, ranks=1) + tables
+    largest = 2 * shards.largest_layer(config, ranks=1)
+    half = lambda size: machine.link.half(size, ranks=devices)
+    timelines = [_beside_gathers(model, machine, block, half)]
+    bare = half(tables * size)
+    if trains:
+        timelines.append(_beside_gathers(model, machine, block, half, gradients=True))
+        bare = 2 * bare + half(tables * FLOAT32)
+        alone = parameters * STATE
+        split = largest * (size + FLOAT32)
+    else:
+        alone = parameters * size
+        split = largest * size + parameters * size / devices
+    ends = work(machine, model.ends(block), times=3 if trains else 1).seconds
     possible = []
-    if _parameters(model) * (STATE if trains else model.element_bytes) <= machine.memory:
-        possible.append(Pass(step.compute, 0.0, 0.0, program=Program(Form.DATA_PARALLEL)))
-    if _gathered(model, devices=devices, trains=trains) <= machine.memory:
-        possible.append(step.fsdp())
+    if alone <= machine.memory:
+        computed = sum(one.compute for one in timelines)
+        possible.append(Pass(computed + ends, 0.0, 0.0, Program(Form.DATA_PARALLEL)))
+    if split <= machine.memory:
+        possible.append(pass_of(timelines, ends=ends, bare=bare, program=Program(Form.FSDP)))
     return possible
 
 
-@dataclasses.dataclass(frozen=True)
-class _Step:
-    """One device's step over its own rows."""
-
-    model: Model
-    machine: Machine
-    block: Block
-    devices: int
-    trains: bool
-
-    @property
-    def compute(self) -> float:
-        layers = self._layers(1) + (self._layers(2) if self.trains else [])
-        return sum(layer.seconds for layer, _ in layers) + self._ends()
-
-    def fsdp(self) -> Pass:
-        half = lambda size: self.machine.link.half(size, ranks=self.devices)
-        tables, size, layers = _tables(self.model), self.model.element_bytes, self._layers(1)
-        bare, gathers = half(tables * size), [half(matrices * size) for _, matrices in layers]
-        seconds, wire = self._beside(layers, gathers), sum(gathers)
-        if self.trains:
-            scatters = [half(matrices * FLOAT32) for _, matrices in layers]
-            # Backward the last layer comes first; its gradients are scattered beside the next one's gather.
-            both = [gather + scatter for gather, scatter in zip(gathers, scatters[1:])]
-            seconds += self._beside(self._layers(2)[::-1], [*both, gathers[-1]][::-1]) + scatters[0]
-            wire += sum(gathers) + sum(scatters)
-            bare = 2 * bare + half(tables * FLOAT32)
-        seconds += self._ends() + bare
-        return Pass(seconds, wire + bare, seconds - self.compute, program=Program(Form.FSDP))
-
-    def _beside(self, layers: list[tuple[Work, int]], transfers: list[float]) -> float:
-        """Seconds of all layers: after a bare transfer each has the next one's beside it."""
-        seconds = transfers[0] + layers[-1][0].seconds
-        for (layer, _), wire in zip(layers, transfers[1:]):
-            seconds += max(wire, beside(layer, wire=wire, contention=self.machine.contention))
-        return seconds
-
-    def _layers(self, times: int) -> list[tuple[Work, int]]:
-        """Each layer's work, and its matrices' elements."""
-        found = []
-        for count, config in shards.kinds(self.model.config):
-            kind = dataclasses.replace(self.model, config=config)
-            step = lambda sublayer, kind=kind: kind.step((sublayer,), self.block, shared_norm=False)
-            layer = self._work((*step(ATTENTION), *step(MLP)), times)
-            found += count * [(layer, kind.shard.attention + kind.shard.mlp)]
-        return found
-
-    def _ends(self) -> float:
-        kernels = (self.model.embedding(self.block), *self.model.head(self.block))
-        return self._work(kernels, 3 if self.trains else 1).seconds
-
-    def _work(self, kernels: tuple[Kernel, ...], times: int) -> Work:
-        return work_of(kernels, self.machine, self.model.implementation, times=times)
+def _beside_gathers(
+    model: Model, machine: Machine, block: Block, half: Callable[[float], float], *, gradients: bool = False
+) -> Timeline:
+    """Each layer beside the next one's gather. gradients: backward, from the last layer, whose gradients are scattered
+    beside that too."""
+    layers = _layers(model, machine, block, times=2 if gradients else 1)
+    if gradients:
+        layers.reverse()
+    gathers = [half(matrices * model.element_bytes) for _, matrices in layers]
+    scatters = [half(matrices * FLOAT32) if gradients else 0.0 for _, matrices in layers]
+    both = [gather + scatter for gather, scatter in zip(gathers[1:], scatters)]
+    transfers = [gathers[0], *both, 0.0, scatters[-1]]
+    works = [Work(), *(layer for layer, _ in layers), Work()]
+    slots = (Slot(work, [("weights", seconds)]) for work, seconds in zip(works, transfers, strict=True))
+    return play_slots(slots, contention=machine.contention)
 
 
-def _tables(model: Model) -> int:
-    return (1 if model.config.tie_embeddings else 2) * model.shard.vocabulary * model.config.d_model
-
-
-def _parameters(model: Model) -> int:
-    return shards.layers(model.config, ranks=1) + _tables(model)
-
-
-def _gathered(model: Model, *, devices: int, trains: bool) -> float:
-    """Bytes of two gathered layers, and of what a device keeps between them."""
-    layers = 2 * shards.largest_layer(model.config, ranks=1)
-    if trains:
-        return layers * (model.element_bytes + FLOAT32)
-    return layers * model.element_bytes + _parameters(model) * model.element_bytes / devices
+def _layers(model: Model, machine: Machine, block: Block, *, times: int) -> list[tuple[Work, int]]:
+    """Each layer's work, and its matrices' elements."""
+    found = []
+    for count, config in shards.kinds(model.config):
+        kind = dataclasses.replace(model, config=config)
+        kernels = (*kind.step((ATTENTION,), block), *kind.step((MLP,), block))
+        found += count * [(work(machine, kernels, times=times), kind.shard.attention + kind.shard.mlp)]
+    return found

@@ -5,19 +5,112 @@ k key columns, f features and v rows of the vocabulary. Elements have the comput
 K x N counts 2 M K N operations, and each element of its three matrices once.
 
 Of E evenly loaded experts over R ranks, c for each token, a device computes B T c / R of the B T c sorted rows, and
-reads the matrices of E / R x (1 - (1 - c / E)^(B T)) experts: those that at least one token chooses.
+reads the matrices of E / R x (1 - (1 - c / E)^(B T)) experts: those that at least one token chooses. If ranks exchange
+rows, the N = B T / R tokens of a device have S slots with each of E experts (`MoEConfig.slots`; E with padding). So a
+device sends E S rows, full or not, and computes as many: those of E / R experts, whose matrices are all read.
 """
 
 import dataclasses
+import functools
 
 from ladder_jax.config import Dtype, ModelConfig
-from ladder_jax.predict.implementation import Cache, CacheReads, Head, Implementation, Launches, Scored
+from ladder_jax.predict.machine import ANY, FITTED, Algorithm
 from ladder_jax.schedule import shards
 from ladder_jax.schedule.shards import Shard
 
-ATTENTION, MLP, SHARED = 0, 1, 2  # as a topology's steps name them; of farskip, MLP is the routed experts alone
+# as a topology's steps name them; of farskip, MLP is the routed experts alone
+ATTENTION = 0
+MLP = 1
+SHARED = 2
 DENSE = 3  # the MLP of a first layer without experts, which a topology's steps do not tell from experts
-AFTER_GATHER, BEFORE_SCATTER = ("query, key, value", "gate, up"), ("out", "down")  # kernels, by name
+FLOAT32 = 4  # bytes
+# kernels, by name
+AFTER_GATHER = ("query, key, value", "gate, up")
+BEFORE_SCATTER = ("out", "down")
+
+
+@dataclasses.dataclass(frozen=True)
+class Launches:
+    """Numbers of kernels.
+
+    norm: of a norm. matmul: of a matrix product. rotate: of rotary embeddings and of writes to the cache.
+    attend: of scores, softmax and values. activate: of the MLP's activation.
+    join: of the addition of a joint step's two partial sums. last: after the last layer.
+    route: of a router, from its logits to the sorted rows' places.
+    """
+
+    norm: int = 1
+    matmul: int = 1
+    rotate: int = 2
+    attend: int = 3
+    activate: int = 1
+    join: int = 1
+    last: int = 10
+    route: int = 12
+
+
+@dataclasses.dataclass(frozen=True)
+class Implementation:
+    """How a program runs the model: padding, replication, repeated reads, kernels.
+
+    launches: kernels per operation. one_row: likewise for a single token, where a compiler fuses matrix products with
+        their neighbours.
+    replicated_head: embedding and head are whole on every rank, and need no communication.
+    scores_all: logits of all positions of a prompt, not of the last one.
+    padded_cache: attention processes all positions of prompt and new tokens with a mask, not only the filled ones.
+    repeats_cache: attention reads a key/value head once for each query head that shares it.
+    score_bytes: memory traffic per attention score in a prefill; 0 if scores stay on the chip.
+    fused: whether joint sublayers share one norm and one matrix product, regardless of the residual's name.
+    cache_speed: bandwidth of reading the cache over that of reading weights; above 1 if repeated reads hit an on-chip
+        cache.
+    small_all_reduces: reductions of four bytes a scored position, for the choice of the next token or the loss.
+    algorithms: the all-reduces that it may use. With FITTED it is a given program: `program.programs` offers no other.
+    """
+
+    name: str
+    launches: Launches
+    one_row: Launches
+    replicated_head: bool = False
+    scores_all: bool = False
+    padded_cache: bool = False
+    repeats_cache: bool = False
+    score_bytes: int = 0
+    fused: bool = False
+    cache_speed: float = 1.0
+    small_all_reduces: int = 0
+    algorithms: tuple[Algorithm, ...] = ANY
+
+
+OURS = Implementation("ours", launches=Launches(attend=4), one_row=Launches(attend=4), small_all_reduces=2)
+"""This library's programs. The launches were counted in the H100 schedule of a decode step without communication: 9 in
+attention, 4 in an MLP, 10 elsewhere (`ladder-jax overlap --target h100:8 --residual no-communication --phase decode`).
+Those of experts in that of qwen3-30b-a3b, whose grouped matmuls are kernels: 18, of them 12 before rows are sorted.
+"""
+
+TRAINING = dataclasses.replace(OURS, scores_all=True, small_all_reduces=3)
+
+AUTHORS = Implementation(
+    "authors",
+    launches=Launches(matmul=2),
+    one_row=Launches(activate=0),
+    replicated_head=True,
+    scores_all=True,
+    padded_cache=True,
+    repeats_cache=True,
+    score_bytes=12,
+    fused=True,
+    cache_speed=1.13,
+    algorithms=FITTED,
+)
+"""The benchmark of arXiv 2501.06589, https://github.com/mayank31398/ladder-residual-inference, in compiled PyTorch.
+
+Keys and values are repeated for each query head, and a mask covers the padded cache. Scores are in memory: they are
+written, read twice and written by the softmax, and read again, and their mask is read. A matrix product of several rows
+is a library call with split-K, so a second kernel adds up the parts; for one row PyTorch generates a kernel that
+includes the activation (`coordinate_descent_tuning`). cache_speed is fitted: python -m experiments.predict.
+"""
+
+IMPLEMENTATIONS = {one.name: one for one in (OURS, AUTHORS)}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,28 +140,17 @@ class Block:
             first = (self.rows + 1) // 2
             return dataclasses.replace(self, rows=first), dataclasses.replace(self, rows=self.rows - first)
         first = self.tokens // 2
-        rest, share = self.tokens - first, first / self.tokens
+        rest = self.tokens - first
+        share = first / self.tokens
         shorter = Block(self.rows, first, self.attended * share, self.cached * share)
         attended = (self.attended * self.tokens - shorter.attended * first) / rest
         return shorter, Block(self.rows, rest, attended, self.cached)
 
 
-def prefill(*, rows: int, prompt_length: int, new_tokens: int, implementation: Implementation) -> Block:
-    """A prompt's block. Query t of 0 .. T - 1 attends to t + 1 positions: (T + 1) / 2 in the mean."""
-    if implementation.cache is Cache.PADDED:
-        return Block(rows, prompt_length, prompt_length + new_tokens, prompt_length + new_tokens)
-    return Block(rows, prompt_length, (prompt_length + 1) / 2, prompt_length)
-
-
-def decode_step(*, rows: int, prompt_length: int, new_tokens: int, implementation: Implementation) -> Block:
-    """The mean block of the G - 1 steps. Step s reads P + s positions and writes one: in the mean P + G / 2."""
-    filled = prompt_length + (new_tokens if implementation.cache is Cache.PADDED else new_tokens / 2)
-    return Block(rows, 1, filled, filled)
-
-
 @dataclasses.dataclass(frozen=True)
 class Kernel:
-    """flops: of matrix products. weights, cache, activations: bytes moved. launches: number of device kernels."""
+    """flops: of matrix products. weights, activations, cache: bytes moved; of the cache as many as take its time.
+    launches: number of device kernels."""
 
     name: str
     flops: float = 0.0
@@ -77,6 +159,15 @@ class Kernel:
     activations: float = 0.0
     launches: float = 0.0
 
+    @property
+    def size(self) -> float:
+        """Bytes moved."""
+        return self.weights + self.activations + self.cache
+
+
+def size_of(dtype: Dtype) -> int:
+    return {Dtype.BFLOAT16: 2, Dtype.FLOAT32: FLOAT32}[dtype]
+
 
 @dataclasses.dataclass(frozen=True)
 class Model:
@@ -84,43 +175,58 @@ class Model:
 
     config: ModelConfig
     ranks: int
-    implementation: Implementation
+    implementation: Implementation = OURS
 
-    @property
+    @functools.cached_property
     def shard(self) -> Shard:
         return shards.shard(self.config, ranks=self.ranks)
 
     @property
     def element_bytes(self) -> int:
-        return 2 if self.config.dtype is Dtype.BFLOAT16 else 4
+        return size_of(self.config.dtype)
+
+    def prefill(self, *, rows: int, prompt_length: int, new_tokens: int = 0) -> Block:
+        """A prompt's block. Query t of 0 .. T - 1 attends to t + 1 positions: (T + 1) / 2 in the mean."""
+        if self.implementation.padded_cache:
+            return Block(rows, prompt_length, prompt_length + new_tokens, prompt_length + new_tokens)
+        return Block(rows, prompt_length, (prompt_length + 1) / 2, prompt_length)
+
+    def decode_step(self, *, rows: int, prompt_length: int, new_tokens: int) -> Block:
+        """The mean block of the G - 1 steps. Step s reads P + s positions and writes one: in the mean P + G / 2."""
+        filled = prompt_length + (new_tokens if self.implementation.padded_cache else new_tokens / 2)
+        return Block(rows, 1, filled, filled)
 
     def payload(self, block: Block) -> int:
         """Bytes of a sublayer's all-reduce: B T D elements."""
         return block.size * self.config.d_model * self.element_bytes
 
-    def step(
-        self, sublayers: tuple[int, ...], block: Block, *, shared_norm: bool, split: int = 1
-    ) -> tuple[Kernel, ...]:
+    def scored(self, block: Block) -> int:
+        """Positions whose logits are computed."""
+        return block.size if self.implementation.scores_all else block.rows
+
+    def step(self, sublayers: tuple[int, ...], block: Block, *, split: int = 1) -> tuple[Kernel, ...]:
         """The kernels of a step: of one sublayer, of attention and MLP whose outputs share one all-reduce, or of routed
         and shared experts.
 
         split: ranks over which sequence parallelism splits the stream, and so the norms' positions.
         """
         own = dataclasses.replace(block, tokens=block.tokens / split) if split > 1 else block
-        launches, joint = self._launches(block), ATTENTION in sublayers and len(sublayers) > 1
+        launches = self._launches(block)
+        joint = ATTENTION in sublayers and len(sublayers) > 1
         one_product = joint and self.implementation.fused
-        one_norm = one_product or (joint and shared_norm)
+        one_norm = one_product or (joint and self.config.residual == "parallel-shared-norm")
         kernels: list[Kernel] = []
         for index, sublayer in enumerate(sublayers):
             if index == 0 or (joint and not one_norm):
-                kernels.append(self._norm(own, launches, gains=len(sublayers) if one_norm else 1))
+                kernels.append(self._norm(own, launches.norm, gains=len(sublayers) if one_norm else 1))
             if sublayer == ATTENTION:
-                kernels += self._attention(block, launches)
+                kernels += self._attention(block)
             elif self.config.moe is None or sublayer == DENSE:
-                features = self.config.d_ff // self.ranks
-                kernels += self._mlp(block, launches, features=features, first=0 if one_product else launches.matmul)
+                kernels += self._mlp(block, self.config.d_ff, first=0 if one_product else launches.matmul)
             else:
-                kernels += self._experts(sublayer, block, launches)
+                kernels += self.routed(block) if sublayer == MLP else ()
+                alone = self.config.residual == "farskip"  # it computes a shared expert by itself
+                kernels += self.shared_expert(block) if sublayer == SHARED or not alone else ()
         if joint:
             moved = 3 * own.size * self.config.d_model * self.element_bytes
             kernels.append(Kernel("join", activations=moved, launches=launches.join))
@@ -128,37 +234,77 @@ class Model:
 
     def shared_expert(self, block: Block) -> list[Kernel]:
         """None without one."""
-        if not (width := self.config.moe.shared_width):
-            return []
+        width = self.config.moe.shared_width
+        return self._mlp(block, width, first=self._launches(block).matmul) if width else []
+
+    def routed(self, block: Block, *, exchanged: bool = False) -> list[Kernel]:
+        """The kernels of the routed experts. The router's matrix is float32. exchanged: ranks exchange rows.
+
+        Otherwise sorting, activating and adding up pass the rows of all ranks, as no array may be shorter; the products
+        only this device's.
+        """
+        moe = self.config.moe
+        d_model = self.config.d_model
+        size = self.element_bytes
         launches = self._launches(block)
-        return self._mlp(block, launches, features=width // self.ranks, first=launches.matmul)
+        tokens = block.size / self.ranks if exchanged else block.size
+        rows = tokens * moe.top_k
+        stream = tokens * d_model * size
+        router = d_model * moe.experts
+        if exchanged:
+            passed = computed = self.buffer_rows(block)
+            read = moe.padded(self.ranks) / self.ranks
+        else:
+            passed = rows
+            computed = rows / self.ranks
+            read = moe.experts / self.ranks * shards.chosen(moe, tokens=tokens)
 
-    def embedding(self, block: Block) -> Kernel:
+        def product(name: str, inputs: int, outputs: int) -> Kernel:
+            """Of this device's rows with their experts' matrices."""
+            weights = read * inputs * outputs * size
+            moved = computed * (inputs + outputs) * size
+            return Kernel(name, 2 * computed * inputs * outputs, weights, activations=moved, launches=launches.matmul)
+
+        activated = 3 * passed * moe.expert_width * size
+        return [
+            Kernel("router", 2 * tokens * router, 4 * router, activations=stream, launches=launches.route),
+            Kernel("sort", activations=2 * passed * d_model * size, launches=1),
+            product("gate, up", d_model, 2 * moe.expert_width),
+            Kernel("activate", activations=activated, launches=launches.activate),
+            product("down", moe.expert_width, d_model),
+            Kernel("add up", activations=3 * rows * d_model * size + stream, launches=1),
+        ]
+
+    def buffer_rows(self, block: Block) -> int:
+        """Rows of a device's buffers, where ranks exchange the rows of experts: E S."""
+        return shards.buffer_rows(self.config.moe, tokens=round(block.size / self.ranks), ranks=self.ranks)
+
+    def buffer_bytes(self, block: Block) -> int:
+        """Bytes of these buffers, of which a device keeps its own experts' part."""
+        return self.buffer_rows(block) * self.config.d_model * self.element_bytes
+
+    def ends(self, block: Block) -> tuple[Kernel, ...]:
+        """The kernels of the embedding, and of the final norm, the logits and the choice of a token."""
         size = block.size * self.config.d_model * self.element_bytes
-        return Kernel("embedding", weights=size, activations=size)
-
-    def head(self, block: Block) -> tuple[Kernel, ...]:
-        """The kernels of the final norm, the logits and the choice of a token."""
-        count = block.size if self.implementation.scored is Scored.ALL else block.rows
-        scored = dataclasses.replace(block, rows=count, tokens=1)
+        scored = dataclasses.replace(block, rows=self.scored(block), tokens=1)
         return (
-            self._norm(block, dataclasses.replace(self._launches(block), norm=0)),
+            Kernel("embedding", weights=size, activations=size),
+            self._norm(block, 0),
             self._product("head", scored, self.config.d_model, self._vocabulary, self._launches(block).last),
         )
 
     def memory(self, *, rows: int, capacity: int) -> float:
         """Bytes of weights and of a cache of `capacity` positions per row, without activations."""
-        shard, config = self.shard, self.config
-        tables = 1 if config.tie_embeddings else 2
+        config = self.config
+        tables = 1 if self.config.tie_embeddings else 2
         matrices = shards.layers(config, ranks=self.ranks) + tables * self._vocabulary * config.d_model
         gains = 4 * config.d_model * (2 * config.num_layers + 1)
-        cache = 2 * config.num_layers * rows * capacity * shard.keys * self.element_bytes
+        cache = 2 * config.num_layers * rows * capacity * self.shard.keys * self.element_bytes
         return matrices * self.element_bytes + gains + cache
 
     @property
     def _vocabulary(self) -> int:
-        replicated = self.implementation.head is Head.REPLICATED
-        return self.config.vocab_size if replicated else self.shard.vocabulary
+        return self.config.vocab_size if self.implementation.replicated_head else self.shard.vocabulary
 
     def _launches(self, block: Block) -> Launches:
         return self.implementation.one_row if block.size == 1 else self.implementation.launches
@@ -168,66 +314,40 @@ class Model:
         matrix = inputs * outputs
         return Kernel(name, 2 * block.size * matrix, matrix * self.element_bytes, activations=moved, launches=launches)
 
-    def _norm(self, block: Block, launches: Launches, *, gains: int = 1) -> Kernel:
+    def _norm(self, block: Block, launches: int, *, gains: int = 1) -> Kernel:
         """The norm also adds the newest sum to the residual: it reads two arrays and writes two. Gains are float32."""
         moved = 4 * block.size * self.config.d_model * self.element_bytes
-        return Kernel("norm", weights=4 * self.config.d_model * gains, activations=moved, launches=launches.norm)
+        return Kernel("norm", weights=4 * self.config.d_model * gains, activations=moved, launches=launches)
 
-    def _attention(self, block: Block, launches: Launches) -> list[Kernel]:
-        shard, config, heads = self.shard, self.config, self.shard.queries // self.config.head_dim
+    def _attention(self, block: Block) -> list[Kernel]:
+        shard = self.shard
+        size = self.element_bytes
+        launches = self._launches(block)
         columns = shard.queries + 2 * shard.keys
-        per_query = self.implementation.cache_reads is CacheReads.PER_QUERY_HEAD
-        columns_read = shard.queries if per_query else shard.keys
+        heads = shard.queries // self.config.head_dim
+        read = shard.queries if self.implementation.repeats_cache else shard.keys
         scores = 0 if block.tokens == 1 else self.implementation.score_bytes * block.size * heads * block.cached
         return [
-            self._product("query, key, value", block, config.d_model, columns, launches.matmul),
-            Kernel("rotate", activations=2 * block.size * columns * self.element_bytes, launches=launches.rotate),
+            self._product("query, key, value", block, self.config.d_model, columns, launches.matmul),
+            Kernel("rotate", activations=2 * block.size * columns * size, launches=launches.rotate),
             Kernel(
                 "attend",
                 flops=4 * block.size * shard.queries * block.attended,
-                cache=2 * block.rows * block.cached * columns_read * self.element_bytes,
+                cache=2 * block.rows * block.cached * read * size / self.implementation.cache_speed,
                 activations=scores,
                 launches=launches.attend,
             ),
-            self._product("out", block, shard.queries, config.d_model, launches.matmul),
+            self._product("out", block, shard.queries, self.config.d_model, launches.matmul),
         ]
 
-    def _mlp(self, block: Block, launches: Launches, *, features: int, first: float) -> list[Kernel]:
+    def _mlp(self, block: Block, width: int, *, first: float) -> list[Kernel]:
+        """width: hidden features of all ranks. first: launches of the first product."""
+        features = width // self.ranks
         d_model = self.config.d_model
+        launches = self._launches(block)
         moved = 3 * block.size * features * self.element_bytes
         return [
             self._product("gate, up", block, d_model, 2 * features, first),
             Kernel("activate", activations=moved, launches=launches.activate),
             self._product("down", block, features, d_model, launches.matmul),
         ]
-
-    def _experts(self, sublayer: int, block: Block, launches: Launches) -> list[Kernel]:
-        """Routed and shared experts, or of farskip one of them."""
-        kernels = self._routed(block, launches) if sublayer == MLP else []
-        if sublayer == SHARED or self.config.residual != "farskip":
-            kernels += self.shared_expert(block)
-        return kernels
-
-    def _routed(self, block: Block, launches: Launches) -> list[Kernel]:
-        """The router's matrix is float32. Sorting, activating and adding up pass the rows of all ranks, as no array may
-        be shorter; the products only this device's."""
-        moe, d_model, size = self.config.moe, self.config.d_model, self.element_bytes
-        rows, stream = block.size * moe.top_k, block.size * d_model * size
-        sorted_rows, hidden = rows * d_model * size, rows * moe.expert_width * size
-        router = d_model * moe.experts
-        return [
-            Kernel("router", 2 * block.size * router, 4 * router, activations=stream, launches=launches.route),
-            Kernel("sort", activations=2 * sorted_rows, launches=1),
-            self._grouped("gate, up", block, d_model, 2 * moe.expert_width, launches.matmul),
-            Kernel("activate", activations=3 * hidden, launches=launches.activate),
-            self._grouped("down", block, moe.expert_width, d_model, launches.matmul),
-            Kernel("add up", activations=3 * sorted_rows + stream, launches=1),
-        ]
-
-    def _grouped(self, name: str, block: Block, inputs: int, outputs: int, launches: float) -> Kernel:
-        """A product of this device's rows with their experts' matrices."""
-        moe = self.config.moe
-        rows, read = block.size * moe.top_k / self.ranks, shards.chosen(moe, tokens=block.size)
-        weights = moe.experts / self.ranks * read * inputs * outputs * self.element_bytes
-        moved = rows * (inputs + outputs) * self.element_bytes
-        return Kernel(name, 2 * rows * inputs * outputs, weights, activations=moved, launches=launches)

@@ -7,10 +7,7 @@ from jax.sharding import Mesh
 
 from ladder_jax.config import PRESETS, Interleave, ModelConfig, RunConfig, preset
 from ladder_jax.errors import UserError
-from ladder_jax.hardware import HARDWARE
-
-# The beginnings of `jax.Device.device_kind`, the longer first.
-KINDS = {"TPU v5 lite": "v5e", "TPU v5e": "v5e", "TPU v5": "v5p", "TPU v6": "v6e", "TPU7x": "tpu7x"}
+from ladder_jax.hardware import HARDWARE, machine_of
 
 
 def explanation(error: jax.errors.JaxRuntimeError, *, config: RunConfig, mesh: Mesh) -> UserError | None:
@@ -48,7 +45,7 @@ def target_of(mesh: Mesh) -> str:
     kind = devices[0].device_kind
     if devices[0].platform == "cpu":
         return f"cpu:{len(devices)}"
-    if name := next((name for beginning, name in KINDS.items() if kind.startswith(beginning)), None):
+    if kind.startswith("TPU") and (name := machine_of(kind)):
         ends = [max(place) + 1 - min(place) for place in zip(*(device.coords for device in devices))]
         flat = name in ("v5e", "v6e")
         return f"{name}:{'x'.join(map(str, ends[:2] if flat else ends))}"

@@ -1,14 +1,16 @@
 """What the tests of the speed model ask it, and of which machines."""
 
 import dataclasses
+import json
 import math
 
 from ladder_jax import cli
 from ladder_jax.config import RESIDUALS, parse_residual, preset
 from ladder_jax.predict import machine, model
-from ladder_jax.predict.link import Link
+from ladder_jax.predict.machine import Link
 
-H100, OFF = machine.load("h100-nvlink"), machine.load("h100-no-nvlink")
+H100 = machine.load("h100-nvlink")
+OFF = machine.load("h100-no-nvlink")
 MANY = (*RESIDUALS, "ladder-3", "desync-3")
 JOINT = ("parallel", "parallel-shared-norm", "parallel-ladder")
 NOTHING = Link(latency=0.0, step=0.0, bandwidth=math.inf)
@@ -32,3 +34,10 @@ def run(capsys, *words):
     """`ladder-jax predict`'s exit status, output and errors."""
     status = cli.main(["predict", *map(str, words)])
     return status, *capsys.readouterr()
+
+
+def answered(capsys, *words):
+    """Its answer as JSON."""
+    status, out, err = run(capsys, *words, "--json")
+    assert (status, err) == (0, "")
+    return json.loads(out)

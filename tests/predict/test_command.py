@@ -3,13 +3,13 @@
 import dataclasses
 import itertools
 import json
+import os
 
 import pytest
 
 from ladder_jax.config import EXPERT_RESIDUALS, RESIDUALS
-from ladder_jax.errors import UserError
 from ladder_jax.predict import advice, request, result, sweep
-from tests.predict.asked import run, seconds
+from tests.predict.asked import answered, run, seconds
 
 
 def advise(**words):
@@ -89,9 +89,8 @@ def test_sweep(capsys, tmp_path):
     picture = tmp_path / "a.svg"
     words = ("--model", "llama-3-8b", "--hardware", "h100-nvlink", "--layers", 4, "--plot", picture)
     axes = ("--sweep", "tensor=1,3,8", "batch=1,16", "link=0.25,1")
-    status, out, err = run(capsys, *words, *axes, "--json")
-    assert status == 0 and picture.read_text().lstrip().startswith("<?xml")
-    points = json.loads(out)["sweep"]
+    points = answered(capsys, *words, *axes)["sweep"]
+    assert picture.read_text().lstrip().startswith("<?xml")
     assert [(p["tensor"], p["batch"], p["link"]) for p in points][:3] == [(1, 1, 0.25), (1, 1, 1.0), (1, 16, 0.25)]
     assert {p["tensor"] for p in points} == {1, 8}
     slow, own = (p["rows"][0]["step_seconds"] for p in points[4:6])
@@ -107,7 +106,7 @@ def test_sweep(capsys, tmp_path):
 
 def test_nothing_beats_the_front():
     asked = request.make(model="llama-3-8b", hardware="h100-nvlink", layers=4)
-    points = sweep.run(asked, request.sweep(asked, ["tensor=1,2,8", "batch=1,16", "link=0.5,1"]))
+    points = sweep.run(asked, sweep.parse(asked, ["tensor=1,2,8", "batch=1,16", "link=0.5,1"]))
     front = sweep.front(points)
     key = lambda point, row: (sweep.latency(row), sweep.throughput(point, row))
     for point in points:
@@ -119,9 +118,8 @@ def test_nothing_beats_the_front():
         assert key(*first)[0] < key(*second)[0] and key(*first)[1] < key(*second)[1]
 
 
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
+MISTAKES = {
+    "--model llama-3-70b": [
         (
             "--hardware h200-nvlnk",
             "unknown hardware (not a .yaml file either) 'h200-nvlnk'; did you mean 'h200-nvlink'?",
@@ -133,6 +131,7 @@ def test_nothing_beats_the_front():
             "--tensor 5: model.num_heads=64 is not divisible by mesh.tensor=5; did you mean 4?",
         ),
         ("--hardware h100-nvlink --tensor 16", "--tensor 16 is more than the 8 devices of h100-nvlink (allowed for"),
+        ("--model llama-3-7b --hardware v5e", "did you mean 'llama-3-70b'"),
         ("--hardware v5e --batch 0", "--batch must be positive, not 0"),
         ("--hardware v5e --new-tokens 1", "--new-tokens must be at least 2"),
         ("--hardware v5e --residual laddr", "unknown residual 'laddr'; did you mean 'ladder'?"),
@@ -152,14 +151,43 @@ def test_nothing_beats_the_front():
         ("--from-schedule v5e:2x4 --sweep batch=1", "--sweep is analytic"),
         ("--from-schedule v5e:2x4 --implementation authors", "--implementation must be ours"),
     ],
+    "--model llama-3-70b --hardware h100-nvlink": [
+        ("--interleave 3", "--interleave must be one of 1, 2, auto, not '3'"),
+        ("--interleave 2 --phase prefill --residual desync-2", "--interleave 2 is for a residual that reduces every"),
+        ("--interleave 2 --residual no-communication", "--interleave 2 is for a residual that reduces every"),
+        ("--phase trian", "unknown phase 'trian'; did you mean 'train'?"),
+        ("--phase train --prompt-length 9", "--prompt-length belongs to --phase generate and prefill, not train"),
+        ("--phase prefill --new-tokens 9", "--new-tokens belongs to --phase generate, not prefill"),
+        ("--sequence 9", "--sequence belongs to --phase train, not generate"),
+        ("--phase train --sequence 0", "--sequence must be positive, not 0"),
+        ("--phase train --sweep batch=1", "--sweep belongs to --phase generate, not train"),
+        ("--phase prefill --plot a.png", "--plot belongs to --phase generate, not prefill"),
+        ("--phase train --implementation authors", "--implementation must be ours"),
+        ("--phase train --residual desync-2", "has no prediction of desync-2's backward pass"),
+        ("--launch explicitly", "unknown launch 'explicitly'; did you mean 'explicit'?"),
+    ],
+    "--model qwen1.5-moe-a2.7b --hardware h100-nvlink --tensor 4": [
+        ("--experts exchang --phase train", "unknown --experts 'exchang'; did you mean 'exchange'?"),
+        ("--experts exchange", "--experts exchange is for --phase prefill and train, not generate: decoding always"),
+        ("--experts exchange --model tiny --phase train", "--experts exchange needs experts (model.moe)"),
+        ("--experts exchange --model dense.yaml --phase train", "experts in all layers, not model.moe.dense_layers=1"),
+        ("--experts exchange --phase train --residual ladder,parallel", "not with the residual 'parallel' (allowed:"),
+        ("--experts exchange --phase train --tensor 1", "--tensor must be at least 2, not 1"),
+        ("--experts exchange --phase prefill --prompt-length 1022", "splits --prompt-length 1022 over --tensor 4"),
+        ("--experts exchange --phase train --sequence 1022", "splits --sequence 1022 over --tensor 4"),
+        ("--experts exchange --phase train --capacity 0", "--capacity must be positive, not 0.0"),
+        ("--experts exchange --phase train --capacity nan", "--capacity must be positive, not nan"),
+        ("--capacity 1.25 --phase train", "--capacity 1.25 is for --experts exchange"),
+    ],
+}
+
+
+@pytest.mark.parametrize(
+    ("words", "said"), [(f"{base} {words}", said) for base, every in MISTAKES.items() for words, said in every]
 )
 def test_mistakes_are_one_line(words, said, capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    status, out, err = run(capsys, "--model", "llama-3-70b", *words.split())
+    (tmp_path / "dense.yaml").write_text("model: {preset: qwen1.5-moe-a2.7b, d_ff: 64, moe: {dense_layers: 1}}")
+    status, out, err = run(capsys, *words.split())
     assert (status, out) == (2, "") and len(err.splitlines()) == 1 and said in err, err
-    assert not list(tmp_path.iterdir())
-
-
-def test_an_unknown_model_is_named():
-    with pytest.raises(UserError, match="did you mean 'llama-3-70b'"):
-        request.make(model="llama-3-7b", hardware="v5e")
+    assert os.listdir(tmp_path) == ["dense.yaml"]

@@ -2,7 +2,6 @@
 
 import dataclasses
 import itertools
-import json
 import math
 import pathlib
 import types
@@ -14,17 +13,19 @@ from jax.interpreters import partial_eval
 from jax.sharding import PartitionSpec as P
 
 from ladder_jax import parallel, residual
-from ladder_jax.config import ExpertParallelism, preset
-from ladder_jax.predict import layers, link, machine, phases, request, training, work
-from ladder_jax.predict.implementation import OURS
-from ladder_jax.predict.link import Link, Network, Ring
-from ladder_jax.predict.program import Form, Program
-from ladder_jax.predict.work import Model
+from ladder_jax.config import ExpertParallelism, Phase, preset
+from ladder_jax.predict import layers, machine, model, request, result
+from ladder_jax.predict.machine import Link, Network, Ring
+from ladder_jax.predict.program import Choice, Form, Program
+from ladder_jax.predict.work import TRAINING, Model
 from ladder_jax.residual.wires import exchange as wire
 from ladder_jax.residual.wires.exchange import Exchange
-from tests.predict.asked import H100, run
+from tests.predict.asked import H100, answered, run
 
-RANKS, TOKENS, LAYERS = 4, 256, 3  # tokens of all ranks
+# tokens of all ranks
+RANKS = 4
+TOKENS = 256
+LAYERS = 3
 D, HEADS, KEYS, HEAD, VOCABULARY = 64, 8, 4, 16, 512
 E, K, M, SHARED, CAPACITY = 6, 2, 48, 32, 1.5  # experts, of which two fill up: 8
 PER_RANK = TOKENS // RANKS
@@ -49,14 +50,16 @@ def device(*, flops=math.inf, bandwidth=math.inf, **changes):
 
 
 def timeline(one, on, *, times=1):
-    block = work.prefill(rows=1, prompt_length=TOKENS, new_tokens=0, implementation=OURS)
-    model = Model(one, RANKS, OURS)
-    return layers.layers(model, on, block, program=Program(Form.EXCHANGE), times=times).timeline
+    shard = Model(one, RANKS)
+    block = shard.prefill(rows=1, prompt_length=TOKENS)
+    return layers.layers(shard, on, block, program=Program(Form.EXCHANGE), times=times).timeline
 
 
 HALF = 3 / 4 * TOKENS * D * 2 / BANDWIDTH  # a gather or a reduce-scatter
 SENT = 3 / 4 * ROWS * D * 2 / BANDWIDTH  # an all-to-all
-QUERIES, CACHED = HEADS // RANKS * HEAD, KEYS // RANKS * HEAD  # columns of a rank
+# columns of a rank
+QUERIES = HEADS // RANKS * HEAD
+CACHED = KEYS // RANKS * HEAD
 FLOPS = dict(
     into=2 * TOKENS * D * (QUERIES + 2 * CACHED),
     out=4 * TOKENS * QUERIES * (TOKENS + 1) / 2 + 2 * TOKENS * QUERIES * D,
@@ -187,8 +190,10 @@ def test_bytes_round_a_torus(ranks):
             for _ in range(min(distance, ranks - distance)):
                 loads[at, way] += 1 / ranks / len(ways)
                 at = (at + way) % ranks
-    heaviest, directions = max(loads.values()), 2  # of the link's bandwidth each has half
-    assert link.crossings(ranks, ring=Ring.TWO_WAY) == pytest.approx(directions * heaviest)
+    # of the link's bandwidth each has half
+    heaviest = max(loads.values())
+    directions = 2
+    assert machine.crossings(ranks, ring=Ring.TWO_WAY) == pytest.approx(directions * heaviest)
     torus = Link(latency=3.0, step=0.5, bandwidth=8.0, ring=Ring.TWO_WAY)
     assert torus.all_to_all(16.0, ranks=ranks) == pytest.approx(3 + ranks // 2 * 0.5 + 2 * heaviest * 16 / 8)
 
@@ -205,10 +210,12 @@ def test_an_all_to_all_through_switches():
 
 def test_a_training_step_goes_back_the_same_way():
     """Forward, backward with twice the work, and what is alike for all."""
-    on, seconds = device(flops=3e10), {}
-    settings = dict(machine=on, tensor=RANKS, rows=1, sequence=TOKENS, experts=ExpertParallelism.EXCHANGE)
+    on = device(flops=3e10)
+    seconds = {}
+    settings = dict(phase=Phase.TRAIN, choice=Choice(experts=ExpertParallelism.EXCHANGE))
     for name, shared in (("standard", SHARED), ("ladder", SHARED), ("farskip", SHARED)):
-        (found,) = training.passes(config(name, shared=shared), **settings)
+        shard = Model(config(name, shared=shared), RANKS, TRAINING)
+        (found,) = model.passes(shard, on, shard.prefill(rows=1, prompt_length=TOKENS), **settings)
         both = [expected(name, shared=shared, scale=times / 3e10) for times in (1, 2)]
         assert found.program.form is Form.EXCHANGE
         seconds[name] = found.seconds - sum(both)
@@ -223,10 +230,10 @@ def test_the_opponent_is_the_strongest_standard_of_both_forms(phase, capsys):
     words = (*WORDS, "--phase", phase, "--batch", 3, "--sequence" if phase == "train" else "--prompt-length", 8192)
     found = {}
     for form in ("reduce", "exchange"):
-        status, out, _ = run(capsys, *words, "--experts", form, "--json")
-        found[form] = json.loads(out)
-        assert status == 0 and found[form]["experts"] == form
-    reduced, exchanged = found["reduce"], found["exchange"]
+        found[form] = answered(capsys, *words, "--experts", form)
+        assert found[form]["experts"] == form
+    reduced = found["reduce"]
+    exchanged = found["exchange"]
     assert (reduced["capacity"], exchanged["capacity"]) == (None, 1.25)
     assert {row["form"] for row in exchanged["rows"]} == {"exchange"}
     assert [row["residual"] for row in exchanged["rows"]] == [
@@ -255,7 +262,8 @@ def test_a_model_with_a_capacity_has_both_forms_as_opponents(tmp_path):
     of = lambda **more: request.make(
         **{"model": str(tmp_path / "a.yaml"), "hardware": "v5p", "tensor": 4, "phase": "prefill", **more}
     )
-    both, reduced = tuple(ExpertParallelism), (ExpertParallelism.REDUCE,)
+    both = tuple(ExpertParallelism)
+    reduced = (ExpertParallelism.REDUCE,)
     assert of().forms == both and of().capacity is None
     assert of(experts="exchange").capacity == 2.0 and of(experts="exchange", capacity=1.0).capacity == 1.0
     assert of(tensor=1).forms == of(prompt_length=1022).forms == reduced
@@ -270,33 +278,10 @@ def test_the_guide_has_what_is_predicted():
         for name, form in itertools.product(("standard", "ladder"), ("reduce", "exchange")):
             words = dict(model="qwen3-30b-a3b", tensor=8, phase="prefill", prompt_length=32768, residual=name)
             asked = dict(words, hardware=hardware, experts=form)
-            (row,) = phases.predict(request.make(**asked, interleave="1")).rows
+            (row,) = result.predict(request.make(**asked, interleave="1")).rows
             milliseconds = f" ({row.speed.exposed * 1e3:.0f} of {row.speed.seconds * 1e3:.0f} ms)"
             cells.append(f"{row.tokens_per_second:,.0f}" + (milliseconds if form == "exchange" else ""))
             if (name, form) == ("standard", "reduce"):
-                (halved,) = phases.predict(request.make(**asked)).rows
+                (halved,) = result.predict(request.make(**asked)).rows
         assert f"| `{hardware}` | {' | '.join(cells)} |" in page
         assert halved.speed.program.interleave == 2 and f"{halved.tokens_per_second:,.0f}" in page
-
-
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        ("--experts exchang --phase train", "unknown --experts 'exchang'; did you mean 'exchange'?"),
-        ("--experts exchange", "--experts exchange is for --phase prefill and train, not generate: decoding always"),
-        ("--experts exchange --model tiny --phase train", "--experts exchange needs experts (model.moe)"),
-        ("--experts exchange --model dense.yaml --phase train", "experts in all layers, not model.moe.dense_layers=1"),
-        ("--experts exchange --phase train --residual ladder,parallel", "not with the residual 'parallel' (allowed:"),
-        ("--experts exchange --phase train --tensor 1", "--tensor must be at least 2, not 1"),
-        ("--experts exchange --phase prefill --prompt-length 1022", "splits --prompt-length 1022 over --tensor 4"),
-        ("--experts exchange --phase train --sequence 1022", "splits --sequence 1022 over --tensor 4"),
-        ("--experts exchange --phase train --capacity 0", "--capacity must be positive, not 0.0"),
-        ("--experts exchange --phase train --capacity nan", "--capacity must be positive, not nan"),
-        ("--capacity 1.25 --phase train", "--capacity 1.25 is for --experts exchange"),
-    ],
-)
-def test_mistakes_are_one_line(words, said, capsys, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "dense.yaml").write_text("model: {preset: qwen1.5-moe-a2.7b, d_ff: 64, moe: {dense_layers: 1}}")
-    status, out, err = run(capsys, *WORDS[:-2], *words.split())
-    assert (status, out) == (2, "") and len(err.splitlines()) == 1 and said in err, err

@@ -1,23 +1,23 @@
 """Layers that are not all alike, in the speed model: hybrids' backward passes, and first layers without experts."""
 
 import dataclasses
-import json
 import math
 import random
 
 import pytest
 
 from ladder_jax.config import Phase, preset
-from ladder_jax.predict import layers, machine, timeline, training, without_tensor, work
-from ladder_jax.predict.implementation import OURS
-from ladder_jax.predict.link import Link
+from ladder_jax.predict import layers, machine, model, program, timeline, without_tensor
+from ladder_jax.predict.machine import Link
 from ladder_jax.predict.program import PLAIN, Form
 from ladder_jax.predict.timeline import Work
-from ladder_jax.predict.work import Model
-from tests.predict.asked import H100, run
+from ladder_jax.predict.work import TRAINING, Model
+from tests.predict.asked import H100, answered
 
 V5P = machine.load("v5p")
-SHARED, DENSE = 32, 2  # width of a shared expert; first layers without experts, of 5
+# width of a shared expert; first layers without experts, of 5
+SHARED = 32
+DENSE = 2
 TOPOLOGIES = [("standard", None), ("ladder", None), ("ladder-3", None), ("parallel", None), ("parallel-ladder", None)]
 TOPOLOGIES += [("ladder", "2"), ("ladder", "0,3"), ("ladder-2", "0,3"), ("ladder-3", "1,2,4"), ("ladder-5", "1,2,3")]
 TOPOLOGIES += [("parallel-ladder", "0,2"), ("ladder-fresh", "3")]
@@ -32,11 +32,16 @@ def config(name, *, dense=DENSE, which=None, count=5, **changes):
 @pytest.mark.parametrize(("name", "which"), TOPOLOGIES)
 def test_a_gradient_waits_for_the_inputs_that_hold_its_output(name, which):
     """By the definition: step i's output is in the input of step j if j - delay > i; the link carries one message."""
-    steps = layers.steps_of(preset("llama-3-8b", num_layers=6, residual=name, ladder_layers=which))
-    rng, last = random.Random(0), len(steps) - 1
+    steps = program.steps_of(preset("llama-3-8b", num_layers=6, residual=name, ladder_layers=which))
+    rng = random.Random(0)
+    last = len(steps) - 1
     for _ in range(20):
-        lengths, wire = [rng.uniform(0.2, 2) for _ in steps], rng.choice((0.1, 0.7, 1.3, 3))
-        now, free, whole, stops = 0.0, 0.0, {}, []
+        lengths = [rng.uniform(0.2, 2) for _ in steps]
+        wire = rng.choice((0.1, 0.7, 1.3, 3))
+        now = 0.0
+        free = 0.0
+        whole = {}
+        stops = []
         launch = lambda j: max(now, free) + wire  # noqa: B023
         for i in range(last, -1, -1):
             held_by = [j for j in range(i + 1, last + 1) if j - steps[j].delay > i]
@@ -44,7 +49,8 @@ def test_a_gradient_waits_for_the_inputs_that_hold_its_output(name, which):
                 free = whole[i + 1] = launch(i + 1)
             now = max([now, *(whole[j] for j in held_by)]) + lengths[i]
             stops.append(now)
-        backward, order = training._backward(steps), iter(reversed(lengths))
+        backward = model.backward(steps)
+        order = iter(reversed(lengths))
         found = timeline.play(backward, work=lambda _: Work(next(order), 0.0), all_reduce=wire, contention=0.0)
         assert [bar.stop for bar in found.bars if not bar.wire] == pytest.approx(stops)
         assert found.seconds == pytest.approx(max(now, free) + wire)
@@ -52,12 +58,8 @@ def test_a_gradient_waits_for_the_inputs_that_hold_its_output(name, which):
 
 def test_a_hybrids_training_step_lies_between(capsys):
     def ladder(*more):
-        words = (
-            "--model llama-3-8b --hardware v5p --tensor 4 --phase train --residual ladder --interleave 1 --json".split()
-        )
-        status, out, _ = run(capsys, *words, *more)
-        assert status == 0
-        (row,) = (one for one in json.loads(out)["rows"] if one["residual"] == "ladder")
+        words = "--model llama-3-8b --hardware v5p --tensor 4 --phase train --residual ladder --interleave 1"
+        (row,) = answered(capsys, *words.split(), *more)["rows"]
         return row["hidden_fraction"]
 
     none, few, half, all_ = (ladder("--ladder-layers", count) for count in ("1", "4", "16", "32"))
@@ -66,8 +68,8 @@ def test_a_hybrids_training_step_lies_between(capsys):
 
 def compute(one, *, ranks=4, machine=V5P):
     """Seconds of the layers' kernels of a prompt on one of `ranks` devices."""
-    block = work.prefill(rows=1, prompt_length=256, new_tokens=0, implementation=OURS)
-    return layers.layers(Model(one, ranks, OURS), machine, block, program=PLAIN).timeline.compute
+    shard = Model(one, ranks)
+    return layers.layers(shard, machine, shard.prefill(rows=1, prompt_length=256), program=PLAIN).timeline.compute
 
 
 @pytest.mark.parametrize(("name", "first"), [("standard", "standard"), ("ladder", "ladder"), ("farskip", "parallel")])
@@ -80,7 +82,7 @@ def test_first_layers_compute_an_mlp_and_the_others_experts(name, first):
 
 def test_farskips_training_step_has_first_layers_too():
     shape = dict(machine=V5P, tensor=4, rows=1, sequence=256)
-    steps = {name: training.step(config(name), **shape) for name in ("standard", "ladder", "farskip")}
+    steps = {name: model.training_step(config(name), **shape) for name in ("standard", "ladder", "farskip")}
     assert steps["farskip"].seconds < steps["standard"].seconds
     assert steps["farskip"].backward.all_reduces == 2 * 5 - DENSE  # a first layer's two sublayers are reduced together
     exposed = {name: step.forward.exposed + step.backward.exposed for name, step in steps.items()}
@@ -89,12 +91,14 @@ def test_farskips_training_step_has_first_layers_too():
 
 def test_memory_holds_each_layers_own_matrices():
     one = config("standard")
-    attention, tables = 64 * (2 * 128 + 2 * 64), 2 * 512 * 64
+    attention = 64 * (2 * 128 + 2 * 64)
+    tables = 2 * 512 * 64
     experts = 3 * 64 * (6 * 48 + SHARED) + 64 * 6
     matrices = 5 * attention + DENSE * 3 * 64 * 256 + (5 - DENSE) * experts + tables
-    gains, cache = 4 * 64 * (2 * 5 + 1), 2 * 5 * 3 * 100 * 64
+    gains = 4 * 64 * (2 * 5 + 1)
+    cache = 2 * 5 * 3 * 100 * 64
     tied = 512 * 64 if one.tie_embeddings else 0
-    found = Model(one, 1, OURS).memory(rows=3, capacity=100)
+    found = Model(one, 1).memory(rows=3, capacity=100)
     assert found == (matrices - tied + cache) * (2 if one.dtype.value == "bfloat16" else 4) + gains
 
 
@@ -103,10 +107,12 @@ def test_fsdp_gathers_each_layers_own_matrices():
     one = config("standard", dtype="bfloat16", tie_embeddings=False)
     link = Link(latency=0.0, step=0.0, bandwidth=1e6)
     slow = dataclasses.replace(H100, flops=math.inf, bandwidth=math.inf, launch=0.0, contention=0.0, link=link)
-    shape = dict(devices=4, rows=4, tokens=64, implementation=training.TRAINING)
-    attention, experts = 64 * (2 * 128 + 2 * 64), 3 * 64 * (6 * 48 + SHARED) + 64 * 6
-    matrices, tables = 5 * attention + DENSE * 3 * 64 * 256 + (5 - DENSE) * experts, 2 * 512 * 64
+    shape = dict(devices=4, rows=4, tokens=64)
+    attention = 64 * (2 * 128 + 2 * 64)
+    experts = 3 * 64 * (6 * 48 + SHARED) + 64 * 6
+    matrices = 5 * attention + DENSE * 3 * 64 * 256 + (5 - DENSE) * experts
+    tables = 2 * 512 * 64
     for phase, elements in ((Phase.TRAIN, 8), (Phase.PREFILL, 2)):
-        found = without_tensor.passes(one, machine=slow, phase=phase, **shape)
+        found = without_tensor.passes(Model(one, 1, TRAINING), slow, phase=phase, **shape)
         (fsdp,) = (each for each in found if each.program.form is Form.FSDP)
         assert fsdp.seconds == pytest.approx(3 / 4 * elements * (matrices + tables) / 1e6)

@@ -8,13 +8,12 @@ import pathlib
 import pytest
 
 from ladder_jax.config import Launch, Phase, preset
-from ladder_jax.predict import advice, compiled, layers, link, machine, model, phases, request, result, training, work
-from ladder_jax.predict.implementation import AUTHORS, OURS
-from ladder_jax.predict.link import Algorithm, Kernel, Kernels, Link, Network
-from ladder_jax.predict.program import Form, Opponents, Program, programs
-from ladder_jax.predict.work import Model
+from ladder_jax.predict import advice, compiled, layers, machine, model, request, result, work
+from ladder_jax.predict.machine import Algorithm, Kernel, Kernels, Link, Network
+from ladder_jax.predict.program import Choice, Form, Opponents, Program, programs
+from ladder_jax.predict.work import AUTHORS, OURS, Model
 from ladder_jax.schedule import hlo
-from tests.predict.asked import H100, NOTHING, OFF, run
+from tests.predict.asked import H100, NOTHING, OFF, answered, run
 
 EIGHT = Link(
     latency=10e-6,
@@ -49,8 +48,8 @@ def test_each_algorithm_has_its_formula():
         Algorithm.NCCL_IN_NETWORK: pytest.approx(40e-6 + 4.5e6 / 16e9),
     }
     fastest = lambda size, among: EIGHT.fastest(size, ranks=8, among=among)[0]
-    assert fastest(100, link.ANY) is Algorithm.ONE_SHOT and fastest(4e6, link.ANY) is Algorithm.NCCL_IN_NETWORK
-    assert fastest(1e3, link.NCCL) is fastest(1e3, link.FITTED) is fastest(4e6, link.FITTED) is Algorithm.RING
+    assert fastest(100, machine.ANY) is Algorithm.ONE_SHOT and fastest(4e6, machine.ANY) is Algorithm.NCCL_IN_NETWORK
+    assert fastest(1e3, machine.NCCL) is fastest(1e3, machine.FITTED) is fastest(4e6, machine.FITTED) is Algorithm.RING
     # A reduce-scatter and an all-gather move as much as an all-reduce, with one latency more.
     assert 2 * EIGHT.half(4e6, ranks=8) == pytest.approx(EIGHT.all_reduce(4e6, ranks=8) + 10e-6)
     assert EIGHT.faster(2).times(4e6, ranks=8) == {
@@ -73,19 +72,22 @@ def test_several_nodes_have_a_tree_and_at_most_a_two_shot():
 
 
 def test_a_ladder_uses_what_its_launch_overlaps():
-    at = dict(machine=H100, ranks=8, phase=Phase.DECODE, rows=1, tokens=1, interleaves=(1,), implementation=OURS)
-    of = lambda name, **more: programs(preset("llama-3-8b", residual=name), **{**at, **more})
+    def of(name, *, machine=H100, ranks=8, phase=Phase.DECODE, tokens=1, implementation=OURS, **choice):
+        model = Model(preset("llama-3-8b", residual=name), ranks, implementation)
+        block = model.prefill(rows=1, prompt_length=tokens)
+        return programs(model, machine, block, phase=phase, choice=Choice(**{"interleaves": (1,), **choice}))
+
     (standard,) = of("standard")
-    assert standard == Program(algorithms=link.ANY)
+    assert standard == Program(algorithms=machine.ANY)
     explicit, chained = of("ladder")  # the default first
-    assert (explicit.launch, explicit.algorithms, explicit.window) == (Launch.EXPLICIT, link.ANY, 1.0)
-    assert (chained.launch, chained.algorithms, chained.window) == (Launch.CHAINED, link.NCCL, 0.33)
+    assert (explicit.launch, explicit.algorithms, explicit.window) == (Launch.EXPLICIT, machine.ANY, 1.0)
+    assert (chained.launch, chained.algorithms, chained.window) == (Launch.CHAINED, machine.NCCL, 0.33)
     assert of("ladder", launches=(Launch.EXPLICIT,)) == (explicit,) and of("ladder", launches=(Launch.CHAINED,)) == (
         chained,
     )
     # No kernel that is XLA's: without peers' memory, between nodes, on TPUs, and where only others have one.
     others = dataclasses.replace(H100, link=dataclasses.replace(H100.link, kernels=Kernels.OTHERS))
-    nccl = dataclasses.replace(explicit, algorithms=link.NCCL)
+    nccl = dataclasses.replace(explicit, algorithms=machine.NCCL)
     for where in (OFF, V5P, others, machine.load("a800-pcie")):
         assert of("ladder", machine=where)[0] == nccl, where.name
     assert of("ladder", machine=machine.load("h100-2-nodes"), ranks=16) == (nccl, chained)
@@ -105,8 +107,9 @@ def test_windows_are_those_of_compiled_programs():
     names = {"v5e": "v5e", "v5p": "v5p", "v6e": "v6e", "tpu7x": "tpu7x", "h100": "h100-nvlink", "b200": "b200-nvlink"}
     for row in rows:
         on = machine.load(names[row["target"].partition(":")[0]])
-        config, at = preset("llama-3-70b", residual="ladder"), dict(machine=on, ranks=8, rows=1, implementation=OURS)
-        of = {one.launch: one.window for one in programs(config, phase=Phase(row["phase"]), tokens=1, **at)}
+        shard = Model(preset("llama-3-70b", residual="ladder"), 8)
+        block = shard.prefill(rows=1, prompt_length=1)
+        of = {one.launch: one.window for one in programs(shard, on, block, phase=Phase(row["phase"]))}
         least = round(row["chained"]["window_flops_fraction"]["least"], 2)
         assert of.pop(Launch.CHAINED) == min(least, 1.0) and row["hidden"] == row["chained"]["hidden"] == 7
         assert of == ({} if row["launch"] == "chained" else {Launch.EXPLICIT: 1.0})
@@ -114,30 +117,33 @@ def test_windows_are_those_of_compiled_programs():
 
 
 def test_forms_of_many_tokens():
-    at = dict(machine=H100, ranks=8, phase=Phase.PREFILL, rows=1, implementation=OURS)
+    def found(name, tokens, **ranks):
+        shard = Model(preset("llama-3-8b", residual=name, **ranks), 8)
+        return programs(shard, H100, shard.prefill(rows=1, prompt_length=tokens), phase=Phase.PREFILL)
 
     def forms(name, tokens, *, interleave=1):
-        found = programs(preset("llama-3-8b", residual=name), tokens=tokens, **at)
-        return {one.form for one in found if one.interleave == interleave}
+        return {one.form for one in found(name, tokens) if one.interleave == interleave}
 
-    whole, split, ring = Form.ALL_REDUCE, Form.SEQUENCE_PARALLEL, Form.COLLECTIVE_MATMUL
+    whole = Form.ALL_REDUCE
+    split = Form.SEQUENCE_PARALLEL
+    ring = Form.COLLECTIVE_MATMUL
     assert forms("standard", 1024) == {whole, split, ring} and forms("standard", 1023) == {whole}
     assert forms("ladder", 1024) == forms("parallel", 1024) == {whole, split}
     for name in ("standard", "ladder", "parallel"):  # but a ring's gathers and scatters are hidden already
         assert forms(name, 1024, interleave=2) == {whole, split} and forms(name, 1023, interleave=2) == {whole}
     assert not forms("no-communication", 1024, interleave=2) and not forms("standard", 1, interleave=2)
-    desync = preset("llama-3-8b", residual="desync-2", ranks=8)
-    assert len(programs(desync, tokens=1024, **at)) == 1
+    assert len(found("desync-2", 1024, ranks=8)) == 1
 
 
 def test_70b_on_nvlink_must_beat_one_shot_all_reduces(capsys):
     """The row says which launch it assumes; the ratios say over whom."""
     words = ("--model", "llama-3-70b", "--hardware", "h100-nvlink", "--tensor", 8, "--residual", "standard,ladder")
-    status, out, _ = run(capsys, *words, "--json")
-    answer = json.loads(out)
+    answer = answered(capsys, *words)
     found = {row["residual"]: row for row in answer["rows"]}
-    baseline, standard, ladder = answer["baseline"], found["standard"], found["ladder"]
-    assert status == 0 and set(baseline) == {"residual", "form", "interleave", "all_reduce", "tokens_per_second"}
+    baseline = answer["baseline"]
+    standard = found["standard"]
+    ladder = found["ladder"]
+    assert set(baseline) == {"residual", "form", "interleave", "all_reduce", "tokens_per_second"}
     assert (baseline["residual"], baseline["all_reduce"]) == ("standard", "one-shot")
     assert 83 < baseline["tokens_per_second"] < 95
     assert standard["launch"] is None and standard["all_reduce"] == "one-shot"
@@ -152,8 +158,7 @@ def test_70b_on_nvlink_must_beat_one_shot_all_reduces(capsys):
     status, out, _ = run(capsys, *words)
     assert "speed-up: over Standard (one-shot all-reduce)" in out and "explicit" in out and "…" not in out
     assert "figures of threads, not verified" in out and "have never run" in out
-    status, out, _ = run(capsys, *words, "--launch", "chained", "--json")
-    chained = json.loads(out)["rows"][1]
+    chained = answered(capsys, *words, "--launch", "chained")["rows"][1]
     assert (chained["launch"], chained["all_reduce"]) == ("chained", "ring")
     assert 1.0 < chained["speedup"] < ladder["speedup"]
 
@@ -166,7 +171,7 @@ def test_halves_are_the_best_launch_at_every_size_and_number_of_ranks(name):
     for ranks in (2, 4, 8):
         for size in (2**power for power in range(13, 23)):
             times = offered.times(size, ranks=ranks)
-            nccl = min(times[one] for one in link.NCCL if one in times)
+            nccl = min(times[one] for one in machine.NCCL if one in times)
             kernel = times[Algorithm.ONE_SHOT if size <= 2**18 else Algorithm.TWO_SHOT]
             assert kernel < 1.1 * nccl, (ranks, size)
             assert size > 2**18 or kernel < nccl, (ranks, size)
@@ -194,7 +199,8 @@ def test_the_authors_programs_have_ring_all_reduces():
 def test_nobody_loses_by_a_choice(name):
     """The strongest program is at least as fast as NCCL's, and that at least as fast as the fitted one, which counts
     whole windows: a v5e's are smaller."""
-    on, tensor = machine.load(name), machine.load(name).devices
+    on = machine.load(name)
+    tensor = machine.load(name).devices
     for residual in ("standard", "ladder", "parallel"):
         config = preset("llama-3-8b", residual=residual, num_layers=4, num_kv_heads=16 if tensor == 16 else 8)
         speed = lambda opponents: model.speed(config, machine=on, tensor=tensor, rows=4, opponents=opponents)
@@ -208,9 +214,8 @@ def seconds(speed):
 
 
 def split_layers(form, *, on=V5P, rows=4, tokens=2048, residual="standard"):
-    shard = Model(preset("llama-3-8b", residual=residual, num_layers=4), 8, OURS)
-    block = work.prefill(rows=rows, prompt_length=tokens, new_tokens=0, implementation=OURS)
-    return layers.layers(shard, on, block, program=Program(form))
+    shard = Model(preset("llama-3-8b", residual=residual, num_layers=4), 8)
+    return layers.layers(shard, on, shard.prefill(rows=rows, prompt_length=tokens), program=Program(form))
 
 
 def test_a_ring_hides_what_its_matmuls_are_long_enough_for():
@@ -237,18 +242,17 @@ def test_a_ring_step_by_hand():
 
 
 def test_norms_of_a_split_stream_read_their_own_positions():
-    shard = Model(preset("llama-3-8b"), 8, OURS)
-    block = work.prefill(rows=1, prompt_length=1024, new_tokens=0, implementation=OURS)
-    whole, split = (shard.step((0,), block, shared_norm=False, split=ranks) for ranks in (1, 8))
+    shard = Model(preset("llama-3-8b"), 8)
+    block = shard.prefill(rows=1, prompt_length=1024)
+    whole, split = (shard.step((0,), block, split=ranks) for ranks in (1, 8))
     assert [k.name for k in whole] == [k.name for k in split] and whole[1:] == split[1:]
     assert split[0].activations == whole[0].activations / 8 and split[0].weights == whole[0].weights
 
 
 def test_a_prefill_and_its_opponents(capsys):
     words = ("--model", "llama-3-70b", "--hardware", "v5p", "--tensor", 8, "--phase", "prefill", "--batch", 1)
-    status, out, _ = run(capsys, *words, "--prompt-length", 4096, "--interleave", 1, "--json")
-    found = json.loads(out)
-    assert status == 0 and (found["phase"], found["tokens"]) == ("prefill", 4096)
+    found = answered(capsys, *words, "--prompt-length", 4096, "--interleave", 1)
+    assert (found["phase"], found["tokens"]) == ("prefill", 4096)
     assert found["baseline"] == found["opponents"][0] and found["baseline"]["interleave"] == 2
     assert {one["form"] for one in found["opponents"]} == {"all-reduce", "sequence-parallel", "ring collective matmul"}
     speeds = [one["tokens_per_second"] for one in found["opponents"]]
@@ -271,7 +275,7 @@ def test_a_prefill_and_its_opponents(capsys):
 
 
 def test_a_training_step_and_meshes_without_tensor_parallelism():
-    few, many = (phases.predict(ask(hardware="v5p", phase="train", batch=batch)) for batch in (4, 32))
+    few, many = (result.predict(ask(hardware="v5p", phase="train", batch=batch)) for batch in (4, 32))
     forms = lambda answer: [one.form for one in answer.opponents]
     assert "fsdp" not in forms(few)  # fewer sequences than devices: tensor parallelism is forced
     assert forms(many)[0] == many.baseline.form == "fsdp" and many.baseline.all_reduce is None
@@ -279,12 +283,12 @@ def test_a_training_step_and_meshes_without_tensor_parallelism():
     assert many.advice.ladder_helps is False and "Standard (fsdp)" in many.advice.reason
     # llama-3-70b's 16 bytes a parameter are more than a device has; a small model needs no collective at all.
     assert "data-parallel" not in forms(many)
-    small = phases.predict(ask(model="smollm2-135m", tensor=3, hardware="v5p", phase="train", batch=3))
+    small = result.predict(ask(model="smollm2-135m", tensor=3, hardware="v5p", phase="train", batch=3))
     assert small.baseline.form == "data-parallel" and rows(small)["ladder"].speedup < 1
     # The plain form is the study's.
     standard = next(one for one in few.opponents if (one.form, one.interleave) == ("all-reduce", 1))
     shape = dict(machine=V5P, tensor=8, rows=4, sequence=2048)
-    seconds = training.step(preset("llama-3-70b", residual="standard"), **shape).seconds
+    seconds = model.training_step(preset("llama-3-70b", residual="standard"), **shape).seconds
     assert standard.tokens_per_second == pytest.approx(4 * 2048 / seconds)
 
 
@@ -292,7 +296,7 @@ def test_fsdp_by_hand():
     """Whatever is computed, transfers that outlast it are what the step takes: two gathers and a scatter a layer."""
     slow = dataclasses.replace(V5P, flops=1e60, bandwidth=1e60, launch=0.0)
     asked = dataclasses.replace(ask(model="llama-3-8b", hardware="v5p", phase="train", batch=8, layers=4), machine=slow)
-    (fsdp,) = (one for one in phases.predict(asked).opponents if one.form == "fsdp")
+    (fsdp,) = (one for one in result.predict(asked).opponents if one.form == "fsdp")
     layer = 4096 * (2 * 4096 + 2 * 1024) + 3 * 4096 * 14336
     tables = 2 * 4096 * 128256
     half = lambda size: V5P.link.half(size, ranks=8)
@@ -345,47 +349,3 @@ def test_no_is_said_plainly(capsys):
         found = advice.read(rows=[Row("standard", 1.0), Row("ladder", speedup)], opponent=opponent, tensor=8)
         assert (found.residual, found.ladder_helps) == (said, said == "ladder")
     assert math.isclose(advice.WORTH, 1.03)
-
-
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        ("--phase trian", "unknown phase 'trian'; did you mean 'train'?"),
-        ("--phase train --prompt-length 9", "--prompt-length belongs to --phase generate and prefill, not train"),
-        ("--phase prefill --new-tokens 9", "--new-tokens belongs to --phase generate, not prefill"),
-        ("--sequence 9", "--sequence belongs to --phase train, not generate"),
-        ("--phase train --sequence 0", "--sequence must be positive, not 0"),
-        ("--phase train --sweep batch=1", "--sweep belongs to --phase generate, not train"),
-        ("--phase prefill --plot a.png", "--plot belongs to --phase generate, not prefill"),
-        ("--phase train --implementation authors", "--implementation must be ours"),
-        ("--phase train --residual desync-2", "has no prediction of desync-2's backward pass"),
-        ("--launch explicitly", "unknown launch 'explicitly'; did you mean 'explicit'?"),
-    ],
-)
-def test_mistakes_are_one_line(words, said, capsys):
-    status, out, err = run(capsys, "--model", "llama-3-70b", "--hardware", "h100-nvlink", *words.split())
-    assert (status, out) == (2, "") and len(err.splitlines()) == 1 and said in err, err
-
-
-@pytest.mark.parametrize(
-    ("over", "said"),
-    [
-        ("link: {one_shot: {bandwidth: null}}", "lacks the constant link.one_shot.bandwidth"),
-        ("link: {one_shot: {speed: 1}}", "unknown constant of hardware"),
-        ("link: {kernels: theirs}", "unknown value for link.kernels of hardware"),
-        ("link: {two_shot: {latency: -1e-6}}", "link.two_shot.latency of hardware"),
-    ],
-)
-def test_a_wrong_kernel_in_a_file_is_one_line(over, said, tmp_path, capsys):
-    file = tmp_path / "mine.yaml"
-    file.write_text(f"based_on: h100-nvlink\n{over}\n")
-    status, out, err = run(capsys, "--model", "tiny", "--hardware", file)
-    assert (status, out) == (2, "") and len(err.splitlines()) == 1 and said in err, err
-
-
-def test_a_file_may_take_a_kernel_away(tmp_path):
-    file = tmp_path / "mine.yaml"
-    file.write_text("based_on: h100-nvlink\nlink: {one_shot: null, two_shot: {latency: 9e-6}}\n")
-    found = machine.load(str(file)).link
-    assert found.one_shot is None and found.in_network == H100.link.in_network
-    assert found.two_shot == dataclasses.replace(H100.link.two_shot, latency=9e-6)

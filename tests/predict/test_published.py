@@ -10,7 +10,7 @@ from experiments import study
 from experiments.predict import __main__ as command
 from experiments.predict import published
 from ladder_jax.predict import machine
-from ladder_jax.predict.implementation import AUTHORS
+from ladder_jax.predict.work import AUTHORS
 
 EXPERIMENT = pathlib.Path(published.__file__).parent
 
@@ -40,8 +40,11 @@ def test_the_readme_holds_them(kept):
 
 
 def test_the_package_has_the_fitted_constants(kept):
-    constants, machines = kept["fit"]["constants"], published.shipped()
-    nvlink, off, nodes = machines["nvlink"], machines["off"], machines["two nodes"]
+    constants = kept["fit"]["constants"]
+    machines = published.shipped()
+    nvlink = machines["nvlink"]
+    off = machines["off"]
+    nodes = machines["two nodes"]
     shipped = {
         **{name: getattr(nvlink, name) for name in ("flops_share", "bandwidth_share", "launch", "contention")},
         "cache_speed": AUTHORS.cache_speed,

@@ -12,8 +12,8 @@ from jax.sharding import PartitionSpec as P
 from ladder_jax import parallel, residual
 from ladder_jax.config import preset
 from ladder_jax.predict import work
-from ladder_jax.predict.implementation import AUTHORS, OURS
 from ladder_jax.predict.timeline import Work, play
+from ladder_jax.predict.work import AUTHORS, OURS
 from tests.predict.asked import H100, JOINT, MANY, NOTHING, seconds, speed, with_link
 
 
@@ -21,7 +21,7 @@ from tests.predict.asked import H100, JOINT, MANY, NOTHING, seconds, speed, with
 def test_a_link_without_time_is_no_communication(name):
     fast = dataclasses.replace(H100, link=NOTHING)
     found = speed(name, on=fast)
-    assert found.exposed_seconds == found.wire_seconds == 0
+    assert found.exposed == found.wire == 0
     if name not in JOINT:
         assert seconds(found) == pytest.approx(seconds(speed("no-communication", on=fast)), rel=1e-12)
 
@@ -30,8 +30,8 @@ def test_a_link_without_time_is_no_communication(name):
 def test_without_compute_everything_is_exposed(name):
     idle = dataclasses.replace(H100, flops=1e60, bandwidth=1e60, launch=0.0)
     found = speed(name, on=idle)
-    assert found.exposed_seconds == pytest.approx(found.wire_seconds, rel=1e-9)
-    assert seconds(found) == pytest.approx(found.wire_seconds, rel=1e-9) and found.step.hidden == 0
+    assert found.exposed == pytest.approx(found.wire, rel=1e-9)
+    assert seconds(found) == pytest.approx(found.wire, rel=1e-9) and found.step.hidden == 0
 
 
 @pytest.mark.parametrize("implementation", [OURS, AUTHORS], ids=lambda one: one.name)
@@ -40,12 +40,13 @@ def test_on_one_device(implementation):
     found = {name: speed(name, tensor=1, implementation=implementation) for name in MANY}
     standard = seconds(found["standard"])
     for name, one in found.items():
-        assert one.wire_seconds == 0 and one.exposed_seconds == pytest.approx(0, abs=1e-15)
+        assert one.wire == 0 and one.exposed == pytest.approx(0, abs=1e-15)
         assert (seconds(one) == standard) == (name not in JOINT)
     # Launches, and what a kernel that is launched more or less moves, which is little.
     started = {name: _kernels(name, implementation) for name in ("standard", *JOINT)}
     for name in JOINT:
-        more, step = H100.launch * 6 * (started[name] - started["standard"]), found["standard"].step.seconds
+        more = H100.launch * 6 * (started[name] - started["standard"])
+        step = found["standard"].step.seconds
         assert found[name].step.seconds - step == pytest.approx(more, rel=0.02, abs=1e-3 * step)
 
 
@@ -53,10 +54,9 @@ def _kernels(name, implementation):
     """Of one layer of a decode step."""
     config = preset("llama-3-8b", residual=name, num_layers=1)
     ours = work.Model(config, 1, implementation)
-    block = work.decode_step(rows=4, prompt_length=1024, new_tokens=512, implementation=implementation)
-    shared = residual.of_model(config).shared_norm
+    block = ours.decode_step(rows=4, prompt_length=1024, new_tokens=512)
     (layer,) = residual.of_model(config).layers
-    return sum(kernel.launches for step in layer for kernel in ours.step(step.sublayers, block, shared_norm=shared))
+    return sum(kernel.launches for step in layer for kernel in ours.step(step.sublayers, block))
 
 
 def uniform(name, *, lengths=(1.0, 1.0), all_reduce, layers=8, contention=0.0):
@@ -104,8 +104,10 @@ def test_events_follow_the_recurrence(name, which):
     topology = residual.topology(name, num_layers=6, ladder_layers=which)
     rng = random.Random(0)
     for window in [1.0] * 20 + [0.6] * 10 + [0.1] * 10:
-        lengths, wire = [rng.uniform(0.2, 2) for _ in topology.delays], rng.choice((0.1, 0.7, 1.3, 3))
-        ended, whole = [], []
+        lengths = [rng.uniform(0.2, 2) for _ in topology.delays]
+        wire = rng.choice((0.1, 0.7, 1.3, 3))
+        ended = []
+        whole = []
         reduce = lambda ready: whole.append(max([ready, *whole[-1:]]) + wire)  # noqa: B023
         for index, (delay, length) in enumerate(zip(topology.delays, lengths)):
             if index and not delay:
@@ -151,21 +153,22 @@ def test_as_many_all_reduces_as_the_program_has(name, which):
 
 
 @pytest.mark.parametrize("name", MANY)
-@pytest.mark.parametrize("shape", ["smollm2-135m", "llama-3-8b"])
-def test_monotonic(name, shape):
-    fixed = dict(shape=shape, tensor=3 if shape == "smollm2-135m" else 8)
-    grow = lambda values: [seconds(speed(name, on=one, **fixed)) for one in values]
-    for times in (
-        grow([with_link(latency=value) for value in (0, 1e-6, 1e-5, 3e-5, 1e-4, 1e-3)]),
-        grow([with_link(step=value) for value in (0, 1e-7, 1e-6, 1e-5)]),
-        grow([with_link(bandwidth=value) for value in (1e13, 1e12, 1e11, 1e10, 1e9)]),
-        grow([dataclasses.replace(H100, contention=value) for value in (0, 0.1, 0.5, 2)]),
-        grow([dataclasses.replace(H100, launch=value) for value in (0, 1e-6, 1e-5)]),
-        grow([dataclasses.replace(H100, bandwidth=value) for value in (8e12, 4e12, 1e12)]),
-        grow([dataclasses.replace(H100, flops=value) for value in (2e15, 1e15, 1e14)]),
-        [seconds(speed(name, rows=rows, **fixed)) for rows in (1, 2, 4, 16, 64, 256)],
-        [seconds(speed(name, prompt_length=length, **fixed)) for length in (1, 16, 512, 4096)],
+def test_monotonic(name):
+    of = lambda **more: seconds(speed(name, layers=3, **more))
+    device = lambda field: lambda value: of(on=dataclasses.replace(H100, **{field: value}))
+    link = lambda field: lambda value: of(on=with_link(**{field: value}))
+    for slower, values in (
+        (link("latency"), (0, 1e-6, 3e-5, 1e-3)),
+        (link("step"), (0, 1e-7, 1e-5)),
+        (link("bandwidth"), (1e13, 1e11, 1e9)),
+        (device("contention"), (0, 0.1, 2)),
+        (device("launch"), (0, 1e-6, 1e-5)),
+        (device("bandwidth"), (8e12, 4e12, 1e12)),
+        (device("flops"), (2e15, 1e15, 1e14)),
+        (lambda rows: of(rows=rows), (1, 2, 16, 256)),
+        (lambda length: of(prompt_length=length), (1, 16, 4096)),
     ):
+        times = list(map(slower, values))
         assert times == sorted(times) and times[0] < times[-1] * (1 + 1e-12)
-    throughput = [speed(name, rows=rows, **fixed).tokens_per_second for rows in (1, 4, 16, 64)]
+    throughput = [speed(name, rows=rows, layers=3).tokens_per_second for rows in (1, 4, 64)]
     assert throughput == sorted(throughput)

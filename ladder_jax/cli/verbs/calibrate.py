@@ -16,6 +16,6 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    from ladder_jax.predict.calibrate import command
+    from ladder_jax.predict import calibrate
 
-    command.run(vars(args))
+    calibrate.run(vars(args))

@@ -1,1 +1,0 @@
-"""Measure this machine's constants, for `ladder-jax predict`."""

@@ -1,0 +1,325 @@
+"""Measure this machine's constants: time copies, matmuls, kernel launches and all-reduces, and fit the link's.
+
+A program chains CHAIN operations, so that the host's cost of a call is divided by CHAIN: each operation reads the
+previous result. Every program runs a few times before it is timed.
+"""
+
+import dataclasses
+import itertools
+import math
+import statistics
+import time
+from collections.abc import Callable, Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from ladder_jax import parallel
+from ladder_jax.config import Loop, Phase
+from ladder_jax.decode import memory
+from ladder_jax.errors import UserError
+from ladder_jax.parallel import Overlap, is_v5e
+from ladder_jax.predict import machine
+from ladder_jax.predict.machine import Halves, Kernel, Link, Ring
+from ladder_jax.progress import progress
+from ladder_jax.schedule import roofline
+
+ASSUMED = "h100-nvlink"  # the machine whose contention is taken if none can be measured
+MOST_READ = 8  # ranks: XLA's all-reduce kernels read the memory of so many
+CHAIN = 32
+KIB = 2**10
+MIB = 2**20
+SIZES = (4 * KIB, 32 * KIB, 256 * KIB, 2 * MIB, 16 * MIB)
+SIMULATED = (4 * KIB, 64 * KIB, MIB)  # smaller: all simulated devices share one memory's bandwidth
+KERNELS = (4 * KIB, 32 * KIB, 256 * KIB)  # up to these XLA's all-reduce on NVIDIA GPUs is one-shot
+AXIS = "tensor"
+GROWS = 1.1  # least ratio of a large all-reduce's time to a small one's; below it the bandwidth cannot be fitted
+
+
+@dataclasses.dataclass(frozen=True)
+class Timing:
+    """samples: seconds per operation, one sample per run."""
+
+    samples: tuple[float, ...]
+
+    @property
+    def median(self) -> float:
+        return statistics.median(self.samples)
+
+    @property
+    def spread(self) -> float:
+        """Interquartile range over median."""
+        if len(self.samples) < 2:
+            return 0.0
+        low, _, high = statistics.quantiles(self.samples, n=4, method="inclusive")
+        return (high - low) / self.median
+
+
+@dataclasses.dataclass(frozen=True)
+class Reduced:
+    """A timed all-reduce of `size` bytes over `ranks` devices."""
+
+    ranks: int
+    size: int
+    timing: Timing
+
+
+def constants(tensor: int, *, warmup: int, repeats: int) -> tuple[dict, list[dict]]:
+    """The sections of a machine's file, with constants as {value, source}, and the timed all-reduces.
+
+    Raises UserError for an impossible result: a rate that is not finite, times that do not grow with the bytes.
+    """
+    device = jax.devices()[0]
+    simulated = device.platform == "cpu"
+    ranks = [size for size in (2, 4, 8, 16, 32) if size < tensor] + [tensor] if tensor > 1 else []
+    sizes = SIMULATED if simulated else SIZES
+    timing = dict(warmup=warmup, repeats=repeats)
+    room = memory.room(device, devices=jax.device_count())
+    done = itertools.count()  # the number of finished measurements
+    kernel_ranks = [count for count in ranks if count <= MOST_READ] if device.platform == "gpu" else []
+    with progress(4 + len(ranks) * len(sizes) + len(kernel_ranks) * len(KERNELS)) as update:
+        advance = lambda what: update(next(done), what)
+        advance("copying")
+        copy = roofline.copy_bandwidth(device, room=room, samples=repeats)
+        advance("multiplying")
+        matmul = roofline.matmul_peak(device, dtype="bfloat16", samples=repeats)
+        advance("starting kernels")
+        started = launch(**timing)
+        hides = Overlap.HIDES if device.platform == "gpu" else None  # NCCL's; XLA's own kernels are measured next
+        reduced = all_reduces(ranks=ranks, sizes=sizes, advance=advance, overlap=hides, **timing)
+        kernels = all_reduces(ranks=kernel_ranks, sizes=KERNELS, advance=advance, overlap=Overlap.WAITS, **timing)
+        advance("computing beside an all-reduce")
+        # A CPU's collectives never run beside compute, so there is nothing to measure.
+        beside = None if simulated or tensor == 1 else contention(ranks=tensor, **timing)
+    of = f"of {repeats} runs"
+    rate = "is the measured rate, not a published peak"
+    sections: dict = {
+        "devices": _entry(tensor, f"measured on {tensor} {'simulated ' if simulated else ''}devices"),
+        "memory": _entry(room or 0, "the device's memory, or this machine's free memory divided by its devices"),
+        "flops": _entry(matmul.best, f"measured: the best {of}, {matmul.array}, spread {_spread(matmul.rates)}"),
+        "bandwidth": _entry(copy.best, f"measured: a copy's best {of}, {copy.array}, spread {_spread(copy.rates)}"),
+        "flops_share": _entry(1.0, f"flops {rate}"),
+        "bandwidth_share": _entry(1.0, f"bandwidth {rate}"),
+        "launch": _entry(started.median, f"measured: the median {of}, spread {started.spread:.0%}"),
+        "contention": _contention(beside, tensor, of),
+    }
+    for name in ("memory", "flops", "bandwidth", "launch"):
+        value = sections[name]["value"]
+        if not (math.isfinite(value) and value > 0):
+            raise UserError(f"{name} could not be measured on this machine (the result is {value})")
+    if not reduced:
+        return {**sections, "link": None}, []
+    ring = Ring.TWO_WAY if device.platform == "tpu" else Ring.ONE_WAY
+    link = _link(reduced, kernels, ring=ring, of=of)
+    if is_v5e(device.device_kind):
+        link["halves"] = Halves.NONE.value
+    samples = [
+        {"ranks": one.ranks, "bytes": one.size, "seconds": one.timing.median, "spread": one.timing.spread}
+        for one in reduced
+    ]
+    return {**sections, "link": link}, samples
+
+
+def _link(reduced: Sequence[Reduced], kernels: Sequence[Reduced], *, ring: Ring, of: str) -> dict:
+    """The link's section. kernels: all-reduces by XLA's kernel, where it has one. of: the number of runs, in words."""
+    fitted = fit_link(reduced, ring=ring)
+    sizes = [one.size // KIB for one in reduced]
+    ranks = dict.fromkeys(one.ranks for one in reduced)
+    spread = max(one.timing.spread for one in reduced)
+    source = (
+        f"fitted to {len(reduced)} all-reduces of {min(sizes)} KiB to {max(sizes)} KiB over"
+        f" {', '.join(map(str, ranks))} devices, medians {of}, spread up to {spread:.0%},"
+        f" off by {fit_error(reduced, fitted):.0%} in the median"
+    )
+    link: dict = {name: _entry(getattr(fitted, name), source) for name in ("latency", "step", "bandwidth")}
+    link["ring"] = ring.value
+    if kernels:
+        source = f"fitted to {len(kernels)} all-reduces by XLA's kernel of 4 KiB to 256 KiB, medians {of}"
+        of_kernel = dataclasses.asdict(fit_one_shot(kernels))
+        link["one_shot"] = {name: _entry(value, source) for name, value in of_kernel.items()}
+    return link
+
+
+def _entry(value: float, source: str) -> dict:
+    return {"value": value, "source": source}
+
+
+def _contention(beside: tuple[float, float] | None, tensor: int, of: str) -> dict:
+    if tensor == 1:
+        return _entry(0.0, "one device communicates nothing")
+    if beside is None:
+        value = machine.load(ASSUMED).contention
+        return _entry(value, f"assumed as on {ASSUMED}: here nothing ran beside an all-reduce")
+    return _entry(beside[0], f"measured: medians {of}, spread {beside[1]:.0%}")
+
+
+def _spread(rates: tuple[float, ...]) -> str:
+    return f"{(max(rates) - min(rates)) / max(rates):.0%}" if max(rates) else "unknown"
+
+
+def all_reduces(
+    *,
+    ranks: Sequence[int],
+    sizes: Sequence[int],
+    warmup: int,
+    repeats: int,
+    advance: Callable[[str], None],
+    overlap: Overlap | None = None,
+) -> list[Reduced]:
+    """Time an all-reduce of each size over each number of ranks. `advance(label)` is called before each.
+
+    overlap: with the compiler options of a decode step that hides its all-reduces (on NVIDIA GPUs: NCCL's) or waits for
+    them (one kernel); None for none.
+    """
+    reduced = []
+    for count in ranks:
+        mesh = parallel.make_mesh(tensor=count, devices=jax.devices()[:count])
+        for size in sizes:
+            advance(f"an all-reduce of {size // KIB} KiB over {count} devices")
+            run = _chain_of_all_reduces(mesh, size, overlap=overlap)
+            reduced.append(Reduced(count, size, timed(run, of=CHAIN, warmup=warmup, repeats=repeats)))
+    return reduced
+
+
+def launch(*, warmup: int, repeats: int) -> Timing:
+    """The time of a minimal kernel: a product of 8 x 8 matrices in a chain, which no compiler fuses."""
+    a = jnp.eye(8, dtype=jnp.float32)
+
+    @jax.jit
+    def chain(x):
+        for _ in range(4 * CHAIN):
+            x = a @ x
+        return x
+
+    return timed(lambda: chain(a), of=4 * CHAIN, warmup=warmup, repeats=repeats)
+
+
+def contention(*, ranks: int, warmup: int, repeats: int) -> tuple[float, float] | None:
+    """(contention, spread), or None if the device does not compute during an all-reduce.
+
+    Contention c is the relative slowdown of compute. If compute alone takes W and the all-reduce alone A, with W > 2 A,
+    both together take W + A c / (1 + c) (`predict.timeline`).
+    """
+    mesh = parallel.make_mesh(tensor=ranks, devices=jax.devices()[:ranks])
+    timing = dict(warmup=warmup, repeats=repeats)
+    time_of = lambda products, reduce, **timing: timed(_beside(mesh, products=products, reduce=reduce), of=1, **timing)
+    wire = time_of(0, True, **timing)
+    products = 8
+    while time_of(products, False, warmup=1, repeats=3).median < 3 * wire.median:
+        products *= 2
+    compute = time_of(products, False, **timing)
+    both = time_of(products, True, **timing)
+    lost = max(0.0, (both.median - compute.median) / wire.median)
+    if lost > 0.95:
+        return None
+    return lost / (1 - lost), max(wire.spread, compute.spread, both.spread)
+
+
+def timed(run: Callable[[], object], *, of: int, warmup: int, repeats: int) -> Timing:
+    """Seconds per operation. of: number of operations in a run."""
+    for _ in range(warmup):
+        jax.block_until_ready(run())
+    samples = []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        jax.block_until_ready(run())
+        samples.append((time.perf_counter() - start) / of)
+    return Timing(tuple(samples))
+
+
+def _chain_of_all_reduces(mesh: Mesh, size: int, *, overlap: Overlap | None = None) -> Callable[[], jax.Array]:
+    """A chain of all-reduces. A scale that differs by rank follows each: XLA replaces a sum of equal arrays by a
+    product."""
+    count = mesh.shape[AXIS]
+
+    def local(x, scale):
+        for _ in range(CHAIN):
+            x = lax.psum(x, AXIS) * scale
+        return x
+
+    traits = overlap and parallel.Traits(overlap, Phase.DECODE, Loop.UNROLLED)
+    options = parallel.compile_options(mesh, traits=traits) if traits else None
+    mapped = jax.shard_map(local, mesh=mesh, in_specs=(P(AXIS), P(AXIS)), out_specs=P(AXIS))
+    chain = jax.jit(mapped, compiler_options=options)
+    place = NamedSharding(mesh, P(AXIS))
+    x = jax.device_put(jnp.ones((count, size // 2), jnp.bfloat16), place)
+    scale = jax.device_put((jnp.arange(count, dtype=jnp.bfloat16)[:, None] + 1) / count**2, place)
+    return lambda: chain(x, scale)
+
+
+def _beside(mesh: Mesh, *, products: int, reduce: bool) -> Callable[[], object]:
+    """A program of matrix products and an independent all-reduce of 16 MiB."""
+    count = mesh.shape[AXIS]
+    width = 4096
+
+    def local(x, a, z):
+        summed = lax.psum(z, AXIS) if reduce else z
+        for _ in range(products):
+            x = a @ x
+        return x, summed
+
+    out = (P(AXIS), P() if reduce else P(AXIS))
+    traits = parallel.Traits(Overlap.HIDES, Phase.PREFILL, Loop.UNROLLED)
+    options = parallel.compile_options(mesh, traits=traits)
+    specs = (P(AXIS), P(), P(AXIS))
+    program = jax.jit(jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=out), compiler_options=options)
+    place = lambda x, spec: jax.device_put(x, NamedSharding(mesh, spec))
+    x = place(jnp.ones((count * width, 1024), jnp.bfloat16), P(AXIS))
+    a = place(jnp.eye(width, dtype=jnp.bfloat16), P())
+    z = place(jnp.ones((count, 8 * MIB), jnp.bfloat16), P(AXIS))
+    return lambda: program(x, a, z)
+
+
+def fit_link(measured: Sequence[Reduced], *, ring: Ring) -> Link:
+    """Least squares of relative errors with non-negative constants (`Link.times` has the formula).
+
+    With a single number of ranks the steps are part of the fitted latency, and `step` is 0. Raises UserError if the
+    times do not grow with the bytes: then something else determined them.
+    """
+    several = len({one.ranks for one in measured}) > 1
+    steps = lambda ranks: 2 * (ranks - 1) if ring is Ring.ONE_WAY else ranks
+    rows = [(1.0, steps(m.ranks) * several, 2 * (m.ranks - 1) / m.ranks * m.size) for m in measured]
+    latency, step, per_byte = _non_negative(rows, measured)
+    widest = [one for one in measured if one.ranks == measured[-1].ranks]
+    small = min(widest, key=lambda one: one.size)
+    large = max(widest, key=lambda one: one.size)
+    if per_byte == 0 or large.timing.median < GROWS * small.timing.median:
+        raise UserError(
+            f"all-reduces do not take longer with more bytes ({small.size // KIB} KiB:"
+            f" {small.timing.median * 1e6:.0f} µs, {large.size // KIB} KiB: {large.timing.median * 1e6:.0f} µs):"
+            " something else keeps this machine busy; wait, or ask for more --repeats"
+        )
+    return Link(latency, step, 1 / per_byte, ring=ring)
+
+
+def fit_one_shot(measured: Sequence[Reduced]) -> Kernel:
+    """Least squares of relative errors of `latency + (n - 1) bytes / bandwidth`. Raises UserError as `fit_link`."""
+    latency, per_byte = _non_negative([(1.0, (one.ranks - 1) * one.size) for one in measured], measured)
+    if per_byte == 0:
+        raise UserError("one-kernel all-reduces do not take longer with more bytes: wait, or ask for more --repeats")
+    return Kernel(latency, 1 / per_byte)
+
+
+def _non_negative(rows: Sequence[Sequence[float]], measured: Sequence[Reduced]) -> list[float]:
+    """The constants by which `rows` come nearest to the measured seconds."""
+    from scipy.optimize import nnls
+
+    seconds = np.array([one.timing.median for one in measured])
+    if not np.all(seconds > 0):
+        raise UserError("an all-reduce took no time at all: this machine's clock cannot measure it")
+    # Columns are scaled to about 1, because bytes and seconds differ by orders of magnitude; rows are divided by their
+    # times, for relative errors.
+    scale = np.array(rows).max(axis=0)
+    scale[scale == 0] = 1
+    solved, _ = nnls(np.array(rows) / scale / seconds[:, None], np.ones(len(rows)))
+    return np.where(solved > 1e-9 * solved.max(), solved / scale, 0.0).tolist()  # less is rounding
+
+
+def fit_error(measured: Sequence[Reduced], fitted: Link) -> float:
+    """The median relative error of the fitted link."""
+    errors = [abs(fitted.all_reduce(m.size, ranks=m.ranks) / m.timing.median - 1) for m in measured]
+    return statistics.median(errors)
