@@ -10,8 +10,7 @@ import pytest
 
 from ladder_jax import cli, terminal
 from ladder_jax.checkpoint import manifest
-from ladder_jax.cli import chat
-from ladder_jax.cli.verbs import generate, train
+from ladder_jax.cli import chat, generate, train
 from ladder_jax.errors import one_line
 
 TINY = [
@@ -74,7 +73,6 @@ def test_generate(run_cli, told, trained):
 
 def test_a_long_text_shows_its_progress(monkeypatch, capsys):
     """Every few seconds, on standard error; a short one says nothing."""
-    from ladder_jax.cli.verbs import generate
     from ladder_jax.decode.request import Piece
 
     pieces = [Piece((1, 2), "ab", None)] * 3

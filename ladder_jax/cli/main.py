@@ -24,7 +24,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         prepare_devices(args.cpu_devices)
         if hasattr(sys.stdout, "reconfigure"):
             sys.stdout.reconfigure(errors="replace")  # a character that the terminal cannot show becomes "?"
-        VERBS[args.verb].run(args)
+        VERBS[args.verb].run(vars(args))
         sys.stdout.flush()  # here, so that its errors are handled below
     except UserError as error:
         print(f"ladder-jax: {one_line(str(error))}", file=sys.stderr)
@@ -98,15 +98,15 @@ def _parser(verb: str | None = None) -> Parser:
     )
     parser.add_argument("--version", action="version", version=f"ladder_jax {__version__}")
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB", parser_class=Parser)
-    for name, module in VERBS.items():
+    for name, one in VERBS.items():
         sub = verbs.add_parser(
             name,
-            help=module.SUMMARY,
-            description=module.SUMMARY,
-            epilog=f"example:\n  {module.EXAMPLE}",
+            help=one.summary,
+            description=one.summary,
+            epilog=f"example:\n  {one.example}",
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
         sub.add_argument("--cpu-devices", type=int, metavar="N", help="simulate N devices on the CPU")
         if verb not in VERBS or verb == name:
-            module.arguments(sub)
+            one.declare(sub)
     return parser

@@ -1,8 +1,9 @@
-"""A report on this machine: package versions, devices, and the targets it can compile for ahead of time."""
+"""The verb `doctor`: package versions, devices, and the targets that this machine can compile for ahead of time."""
 
 import concurrent.futures
 import dataclasses
 import importlib.metadata
+import json
 import platform
 import sys
 
@@ -35,6 +36,11 @@ class Report:
         lines += ["", "compiles ahead of time for"]
         lines += [f"  {name:<12} {reason}" for name, reason in self.targets.items()]
         return "\n".join(lines)
+
+
+def run(args: dict) -> None:
+    report = examine()
+    print(json.dumps(report.as_dict()) if args["json"] else report.as_text())
 
 
 def examine() -> Report:
