@@ -11,9 +11,8 @@ from jax.sharding import PartitionSpec as P
 from ladder_jax import parallel, schedule
 from ladder_jax.config import Loop, Phase
 from ladder_jax.errors import UserError
-from ladder_jax.schedule import collectives, cost, groups, hlo, judge, targets
-from ladder_jax.schedule import text as texts
-from ladder_jax.schedule.report import Status
+from ladder_jax.schedule import collectives, cost, hlo, judge, targets
+from ladder_jax.schedule.report import Status, layer_range
 from tests.hlo import RANKS, SUBLAYERS, UNROLLED, D, F, T, parsed, text
 
 
@@ -199,10 +198,10 @@ def test_reduce_scatters_that_a_compiler_made_of_all_reduces():
 )
 def test_groups_of_devices(groups_, axes, ranks):
     program = parsed("h100-sharded")
-    mesh = groups.mesh_of(program)
+    mesh = collectives.mesh_of(program)
     assert mesh == {"data": 1, "fsdp": 2, "tensor": 4}
     one = hlo.Instruction("r", "f32[8]{0}", "reduce-scatter", (), f"channel_id=1, replica_groups={groups_}, a={{0}}")
-    assert groups.parse(one, mesh=mesh) == groups.Groups(axes, ranks)
+    assert collectives.group_of(one, mesh=mesh) == (axes, ranks)
 
 
 def test_small_reductions_of_a_gpu():
@@ -325,7 +324,7 @@ def test_owner(op_name, owner):
     ],
 )
 def test_names_of_layers(layers, words):
-    assert texts._layers(list(layers)) == words
+    assert layer_range(list(layers)) == words
 
 
 def test_collectives_name_their_kind():

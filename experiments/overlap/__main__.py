@@ -23,7 +23,7 @@ from ladder_jax.hardware import HARDWARE
 from ladder_jax.overlap import compile as compiling
 from ladder_jax.overlap import request as requests
 from ladder_jax.overlap import result
-from ladder_jax.overlap.record import Record, Until
+from ladder_jax.overlap.compile import Record, Until
 from ladder_jax.overlap.request import Request
 from ladder_jax.schedule import hlo, timeline
 from ladder_jax.schedule.report import Status, hidden

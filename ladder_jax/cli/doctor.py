@@ -2,10 +2,11 @@
 
 import concurrent.futures
 import dataclasses
-import importlib.metadata
 import json
 import platform
 import sys
+
+from ladder_jax import python
 
 OPTIONAL = ("libtpu", "jax-cuda13-plugin", "jax-cuda13-pjrt")
 REQUIRED = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy")
@@ -48,19 +49,13 @@ def examine() -> Report:
 
     from ladder_jax.schedule import targets
 
+    names = (*REQUIRED, *OPTIONAL)
     with concurrent.futures.ThreadPoolExecutor(4) as pool:
         reasons = list(pool.map(targets.missing, targets.TARGETS))
     return Report(
         python=platform.python_version(),
         system=f"{platform.system()} {platform.machine()}, {sys.implementation.name}",
-        packages={name: _version(name) for name in (*REQUIRED, *OPTIONAL)},
+        packages=dict.fromkeys(names) | python.versions(*names),
         devices=[device.device_kind for device in jax.devices()],
         targets={t.name: reason or "ok" for t, reason in zip(targets.TARGETS, reasons, strict=True)},
     )
-
-
-def _version(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None

@@ -73,6 +73,13 @@ class MoEConfig:
         """How many rows of a group of `tokens` an expert takes, by `capacity`."""
         return min(tokens, math.ceil(self.capacity * tokens * self.top_k / self.experts))
 
+    def chosen(self, tokens: float) -> float:
+        """The share of the experts that at least one of `tokens` tokens chooses, expected of evenly loaded experts:
+
+        1 - (1 - k / E)^tokens     since a token chooses k different ones of E
+        """
+        return 1 - (1 - self.top_k / self.experts) ** tokens
+
 
 def check_exchange(
     moe: MoEConfig | None, *, residual: str, sequence_parallel: bool, names: tuple[str, str, str]

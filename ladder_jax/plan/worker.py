@@ -1,4 +1,4 @@
-"""Compile one training step in a subprocess, as `ladder_jax.overlap.worker` does, and report its memory.
+"""Compile one training step in a subprocess, as `ladder_jax.overlap.programs` does, and report its memory.
 
 python -m ladder_jax.plan.worker REQUEST.json RESULT
 """

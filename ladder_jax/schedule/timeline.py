@@ -73,7 +73,7 @@ class _Player:
         self.program, self.costs, self.hardware, self.wire = program, costs, hardware, wire
         self.launch, self.contention = launch, contention
         loop = token_loop(program)
-        self.tokens = 1 if loop is None else iterations(loop, within=program.entry, program=program)
+        self.tokens = 1 if loop is None else iterations(loop)
         self.bars: list[Bar] = []
         self.now = self.wire_free = 0.0
         self.collectives: dict[str, list[Collective]] = {}
@@ -101,14 +101,14 @@ class _Player:
 
     def _compute(self, instruction: Instruction, computation: Computation, iteration: int) -> None:
         if instruction.opcode == "while":
-            body = self.program.computations[instruction.attribute("body").lstrip("%")]
-            for index in range(self.costs.trips(body.name) // max(1, self.costs.trips(computation.name))):
+            (body,) = instruction.calls
+            for index in range(self.costs.trips(body) // max(1, self.costs.trips(computation))):
                 self.run(body, iteration=index)
         elif instruction.opcode == "call":
-            for name in instruction.calls:
-                self.run(self.program.computations[name], iteration=iteration)
+            for called in instruction.calls:
+                self.run(called, iteration=iteration)
         elif instruction.opcode not in FREE:
-            seconds = self.launch + self._slowed(self._seconds(instruction, computation))
+            seconds = self.launch + self._slowed(self._seconds(instruction))
             if computation.entry:  # outside the loop over tokens: its time is shared by all tokens
                 seconds /= self.tokens
             start, self.now = self.now, self.now + seconds
@@ -120,16 +120,14 @@ class _Player:
         window, slower = max(0.0, self.wire_free - self.now), 1 + self.contention
         return seconds * slower if seconds * slower <= window else seconds + window * (1 - 1 / slower)
 
-    def _seconds(self, instruction: Instruction, computation: Computation) -> float:
-        cycles = self.costs.cycles(instruction, within=computation)
+    def _seconds(self, instruction: Instruction) -> float:
+        cycles = self.costs.cycles(instruction)
         if cycles is not None and self.hardware.clock:
             return cycles / self.hardware.clock
-        if one := self.costs.grouped(instruction, within=computation):
+        if one := self.costs.grouped(instruction):
             return one.seconds(self.hardware)
-        flops = sum(self.costs.matmul_flops(instruction, within=computation).values())
-        flops += attention_kernel_flops(instruction, within=computation)
-        arrays = [a for name in instruction.operands for a in computation.by_name[name].arrays]
-        moved = hlo.size_in_bytes((*arrays, *instruction.arrays))
+        flops = self.costs.matmul_flops(instruction).total() + attention_kernel_flops(instruction)
+        moved = sum(hlo.size_in_bytes(one.arrays) for one in (*instruction.operands, instruction))
         return max(flops / self.hardware.flops, moved / self.hardware.bandwidth)
 
 

@@ -7,7 +7,7 @@ import pytest
 from ladder_jax.config import Loop, Phase, Remat
 from ladder_jax.overlap import compile as compiling
 from ladder_jax.overlap import result
-from ladder_jax.overlap.record import Until
+from ladder_jax.overlap.compile import Until
 from ladder_jax.schedule import targets
 
 

@@ -10,7 +10,7 @@ from ladder_jax.config import ExpertParallelism, Phase
 from ladder_jax.overlap import compile as compiling
 from ladder_jax.overlap import request as requests
 from ladder_jax.overlap import result
-from ladder_jax.overlap.record import Until
+from ladder_jax.overlap.compile import Until
 from ladder_jax.schedule.report import Status
 from tests.audit.conftest import absent
 from tests.audit.test_overlap import LAYERS

@@ -15,7 +15,7 @@ from ladder_jax.config import Launch, Loop, Phase, Quantize, Remat
 from ladder_jax.overlap import compile as compiling
 from ladder_jax.overlap import request as requests
 from ladder_jax.overlap import result
-from ladder_jax.overlap.record import Until
+from ladder_jax.overlap.compile import Until
 from ladder_jax.schedule.report import Status
 from tests.audit.conftest import absent
 
