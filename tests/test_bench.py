@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from ladder_jax import cli, decode, nn, parallel
-from ladder_jax.bench import measure, picture, programs, result, text, work
+from ladder_jax.bench import measure, picture, result, work
 from ladder_jax.bench import request as requests
 from ladder_jax.config import Dtype, Loop, ModelConfig, preset
 from ladder_jax.decode import memory, weights
@@ -170,7 +170,7 @@ def test_weights_are_made_once_in_the_compute_dtype():
     """Eight devices and four key/value heads: some devices hold the same head."""
     names = ("standard", "parallel-shared-norm")
     definitions = [define("tiny", tensor=8, num_layers=2, residual=name) for name in names]
-    standard, shared = map(work.named, programs.random_weights(definitions))
+    standard, shared = map(work.named, measure.random_weights(definitions))
     assert set(standard) - set(shared) == {f"['layers'][{i}]['mlp_norm']['scale']" for i in range(2)}
     assert all(shared[name] is standard[name] for name in shared)
     query, gain = standard["['layers'][0]['attention']['query']"], standard["['final_norm']['scale']"]
@@ -193,7 +193,7 @@ def test_what_is_timed_is_step_after_step():
         num_layers=2, d_model=32, d_ff=32, vocab_size=64, dtype=Dtype.FLOAT32, residual_dtype=Dtype.FLOAT32
     )
     one = nn.define(config, mesh=parallel.make_mesh(tensor=8))
-    (params,) = programs.random_weights([one])
+    (params,) = measure.random_weights([one])
     tokens, lengths = np.arange(12, dtype=np.int32).reshape(2, 6), np.full(2, 6, np.int32)
     logits, caches = decode.prefill(one, capacity=12)(params, tokens, lengths)
     settings = decode.Settings.of(jax.random.split(jax.random.key(0), 2))
@@ -265,7 +265,7 @@ def test_plot(ending, begin, tmp_path):
 
 
 def test_numbers():
-    assert [text.number(x) for x in (1234.5, 99.96, 1.2345, 0.00012345)] == ["1,234", "100", "1.23", "0.000123"]
+    assert [result.number(x) for x in (1234.5, 99.96, 1.2345, 0.00012345)] == ["1,234", "100", "1.23", "0.000123"]
 
 
 MISTAKES = {
@@ -330,9 +330,10 @@ def test_running_out_of_memory_is_one_line(monkeypatch, capsys, tmp_path):
 
     for name in ("copy_bandwidth", "matmul_peak"):
         monkeypatch.setattr(roofline, name, lambda *_, **__: CEILING)
-    monkeypatch.setattr(programs, "random_weights", exhausted)
+    monkeypatch.setattr(measure, "random_weights", exhausted)
     monkeypatch.chdir(tmp_path)
     assert cli.main(["bench", *ASKED, "--out", "speed.json"]) == 2
     said = capsys.readouterr().err
-    assert said == "ladder-jax: the device runs out of memory: RESOURCE_EXHAUSTED: Out of memory allocating 9 bytes.\n"
+    assert said.startswith("ladder-jax: out of memory benchmarking (RESOURCE_EXHAUSTED: Out of memory allocating 9 ")
+    assert "ask for a smaller --batch" in said and len(said.splitlines()) == 1
     assert os.listdir(tmp_path) == []

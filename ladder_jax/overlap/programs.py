@@ -11,7 +11,6 @@ compiled only until it is scheduled: machine code takes 90 % of a train step's c
 import json
 import logging
 import logging.handlers
-import math
 import os
 import pathlib
 import sys
@@ -25,7 +24,7 @@ import jax.numpy as jnp
 
 from ladder_jax import decode, nn, python, schedule, train
 from ladder_jax.config import Phase, TrainConfig, recipe
-from ladder_jax.decode import steps, weights
+from ladder_jax.decode import memory, steps, weights
 from ladder_jax.errors import UserError
 from ladder_jax.overlap.compile import Record, write
 from ladder_jax.overlap.request import Request
@@ -81,7 +80,7 @@ def bytes_minimum(request: Request, arguments: tuple[Any, ...]) -> int | None:
         params = {name: value for name, value in params.items() if name != "embedding"}
     moe, total = request.config.moe, 0.0
     for path, array in jax.tree.leaves_with_path((params, caches)):
-        size = math.prod(array.sharding.shard_shape(array.shape)) * array.dtype.itemsize
+        size = memory.shard_bytes(array)
         routed = any(getattr(key, "key", None) == "experts" for key in path)
         if routed:  # without those that fill up the last ranks
             size *= moe.chosen(request.batch) * moe.experts / array.shape[0]
