@@ -4,7 +4,7 @@ import dataclasses
 import enum
 from typing import Any
 
-from ladder_jax.config.fields import check, check_positive, fit, shown
+from ladder_jax.config.fields import Section, check
 from ladder_jax.config.model import layer_indices, parse_residual
 from ladder_jax.errors import unknown
 
@@ -21,8 +21,8 @@ class Pace(enum.Enum):
     RAMP = "ramp"  # linearly: the terms that a ladder's input leaves out fade out
 
 
-@dataclasses.dataclass(frozen=True)
-class DistillConfig:
+@dataclasses.dataclass(frozen=True, repr=False)
+class DistillConfig(Section):
     """Learn from another model's predictions as well as from the data's tokens.
 
     `teacher`: `start`, the weights of train.start, or the path of a checkpoint of the same shape; empty: none.
@@ -36,13 +36,10 @@ class DistillConfig:
     hidden_weight: float = 0.0  # of the distance between both models' hidden streams, added to the loss
     hidden_every: int = 1  # measured after every so many layers
 
-    __repr__ = shown
+    NAME = "distill"
+    POSITIVE, NOT_NEGATIVE, FRACTIONS = ("temperature", "hidden_every"), ("hidden_weight",), ("alpha",)
 
-    def __post_init__(self):
-        fit(self, "distill")
-        check_positive(self, "distill", "temperature", "hidden_every")
-        check(0 <= self.alpha <= 1, f"distill.alpha must be between 0 and 1, not {self.alpha}")
-        check(self.hidden_weight >= 0, f"distill.hidden_weight must not be negative, not {self.hidden_weight}")
+    def _check(self) -> None:
         if self.residual is not None:
             parse_residual(self.residual)
         for name in ("residual", "hidden_weight"):
@@ -52,20 +49,17 @@ class DistillConfig:
             )
 
 
-@dataclasses.dataclass(frozen=True)
-class ConversionConfig:
+@dataclasses.dataclass(frozen=True, repr=False)
+class ConversionConfig(Section):
     """Convert layers from standard to ladder during training, group by group, the topmost first."""
 
     steps: int = 0  # until all are converted; 0: they are ladder layers from the first step
     groups: int = 1
     pace: Pace = Pace.RAMP
 
-    __repr__ = shown
+    NAME, POSITIVE, NOT_NEGATIVE = "conversion", ("groups",), ("steps",)
 
-    def __post_init__(self):
-        fit(self, "conversion")
-        check(self.steps >= 0, f"conversion.steps must not be negative, not {self.steps}")
-        check_positive(self, "conversion", "groups")
+    def _check(self) -> None:
         check(self.steps == 0 or self.steps >= self.groups, f"conversion.steps={self.steps} is too few for its groups")
 
     def check_groups(self, turning: int) -> None:
@@ -76,20 +70,17 @@ class ConversionConfig:
         )
 
 
-@dataclasses.dataclass(frozen=True)
-class LoraConfig:
+@dataclasses.dataclass(frozen=True, repr=False)
+class LoraConfig(Section):
     """Train a product of two thin matrices beside each target, and nothing else (arXiv 2106.09685)."""
 
     rank: int = 0  # 0: none, so all weights train
     alpha: float = 16.0  # the product counts alpha / rank times
     targets: str = "all"  # of each layer, such as query,value
 
-    __repr__ = shown
+    NAME, POSITIVE, NOT_NEGATIVE = "lora", ("alpha",), ("rank",)
 
-    def __post_init__(self):
-        fit(self, "lora")
-        check(self.rank >= 0, f"lora.rank must not be negative, not {self.rank}")
-        check_positive(self, "lora", "alpha")
+    def _check(self) -> None:
         for name in self.names:
             if name not in TARGETS:
                 raise unknown("lora.targets", name, (*TARGETS, "all"))
