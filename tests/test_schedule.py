@@ -2,6 +2,8 @@
 
 import collections
 import dataclasses
+import subprocess
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -281,6 +283,44 @@ def test_what_is_not_a_schedule_is_refused():
         schedule.audit(WINDOW.replace("BETWEEN", "").replace("all-reduce-done(", "copy("))
     with pytest.raises(AssertionError, match="no reduction"):
         schedule.assert_hidden(WINDOW.replace("BETWEEN", "").replace("all-reduce-", "copy-"))
+
+
+def test_an_unknown_form_is_named():
+    """Rather than left out: an all-gather that a custom call runs, and an operation of another name."""
+    called = """%inner (p: bf16[512,2048]) -> bf16[512,2048] {
+  %p = bf16[512,2048]{1,0} parameter(0)
+  ROOT %within = bf16[512,2048]{1,0} all-gather(%p), dimensions={0}
+}
+
+ENTRY"""
+    lines = """  %call = bf16[512,2048]{1,0} custom-call(%before), called_computations={%inner}
+  %new = bf16[512,2048]{1,0} all-to-some(%before)"""
+    found = schedule.audit(WINDOW.replace("ENTRY", called).replace("BETWEEN", f"{MATMUL}\n{lines}"))
+    assert found.unknown == ("within", "new") and (found.all_reduces, found.hidden) == (1, 1)
+    assert found.verdict == "1 of 1 all-reduces hidden; NOT counted, as their form is unknown: within, new"
+    with pytest.raises(AssertionError, match="not counted, as their form is unknown: within, new"):
+        schedule.assert_hidden(WINDOW.replace("ENTRY", called).replace("BETWEEN", f"{MATMUL}\n{lines}"))
+
+
+ALONE = """
+import json, sys
+import jax
+from jax.sharding import PartitionSpec as P
+from ladder_jax import schedule
+
+mesh = jax.sharding.Mesh(jax.devices()[:2], ("model",))
+meshed = jax.shard_map(lambda x: jax.lax.psum(x, "model"), mesh=mesh, in_specs=P("model"), out_specs=P())
+found = json.loads(json.dumps(schedule.audit(meshed, jax.ShapeDtypeStruct((8,), "float32")).as_dict()))
+assert (found["schema"], found["all_reduces"], found["reductions"][0]["axes"]) == (1, 1, ["model"])
+ours = {name.split(".")[1] for name in sys.modules if name.startswith("ladder_jax.")}
+assert ours == {"schedule", "errors", "hardware", "python", "scopes", "terminal"}, ours
+assert not {"flax", "optax", "rich", "yaml"} & set(sys.modules)
+"""
+
+
+def test_the_auditor_needs_jax_alone():
+    """Of a user's own function: no other package of the library is imported. Its JSON is plain."""
+    subprocess.run([sys.executable, "-c", ALONE], check=True, timeout=300)
 
 
 def test_a_loop_of_unknown_length_is_refused():
