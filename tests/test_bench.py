@@ -255,13 +255,12 @@ def test_ratios_are_of_rounds():
     assert alone.verdict == ["ladder generates 1.0 tokens/s at batch 1"] and alone.ratios == []
 
 
-@pytest.mark.parametrize("ending, begin", [("png", b"\x89PNG"), ("svg", b"<?xml"), ("pdf", b"%PDF")])
+@pytest.mark.parametrize("ending, begin", [("svg", b"<?xml"), ("pdf", b"%PDF")])
 def test_plot(ending, begin, tmp_path):
     names = ("standard", "ladder", "parallel")
     one = fabricated(*((name, 1, (1, 2, 1), (4, 8, 4)) for name in names), residuals=names)
     picture.plot(one, file=str(tmp_path / f"speed.{ending}"))
     assert (tmp_path / f"speed.{ending}").read_bytes().startswith(begin)
-    assert os.listdir(tmp_path) == [f"speed.{ending}"]
 
 
 def test_numbers():

@@ -49,6 +49,23 @@ def test_a_scan_counts_by_its_turns(name):
     assert (found.all_reduces, found.hidden) == (7, 6)  # the last one's output is reduced after the loop
 
 
+EXPOSED = "the last one comes after all compute, so it is always exposed"
+
+
+@pytest.mark.parametrize(
+    "name, verdict",
+    [
+        ("tpu7x-standard", "0 of 6 all-reduces hidden: each is awaited where it is issued"),
+        ("h100-standard", "0 of 6 all-reduces hidden: each is synchronous"),
+        ("tpu7x-naive", "0 of 6 all-reduces hidden; 6 were merged by the compiler, so no compute can hide them"),
+        ("v5e-unrolled", f"5 of 6 all-reduces hidden; {EXPOSED}"),
+        ("tpu7x-scan", f"6 of 7 all-reduces hidden; {EXPOSED}"),
+    ],
+)
+def test_verdicts(name, verdict):
+    assert schedule.audit(text(name)).verdict == verdict
+
+
 def read(name, *, ranks, ff=F):
     """As the library's own programs are read: by scopes."""
     one = 2 * 2 * T * D * ff / ranks
