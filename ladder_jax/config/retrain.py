@@ -96,55 +96,43 @@ class LoraConfig(Section):
 
 def check_retraining(config: Any) -> None:
     """Raises UserError for settings of a run (a RunConfig) that exclude each other, or need another one."""
-    train, layers = config.train, config.model.num_layers
-    if config.model.side is not None:
-        config.model.side.check_run(config)
-    check(train.freeze <= layers, f"train.freeze={train.freeze} is more than model.num_layers={layers}")
-    check(
-        not (config.lora.rank and train.freeze == layers),
-        f"train.freeze={train.freeze} leaves no layer for lora.rank={config.lora.rank} to train",
-    )
-    needs = {
+    train, model, conversion = config.train, config.model, config.conversion
+    settings = {
         "train.freeze": train.freeze,
         "lora.rank": config.lora.rank,
+        "conversion.steps": conversion.steps,
+        "distill.hidden_weight": config.distill.hidden_weight,
         f"distill.teacher={START}": config.distill.teacher == START,
     }
-    for name, needed in needs.items():
-        check(train.start is not None or not needed, f"{name} needs train.start, the checkpoint to begin with")
+    if model.side is not None:
+        model.side.check_run(config)
+    too_many = f"train.freeze={train.freeze} is more than model.num_layers={model.num_layers}"
+    check(train.freeze <= model.num_layers, too_many)
+    check(
+        not (config.lora.rank and train.freeze == model.num_layers),
+        f"train.freeze={train.freeze} leaves no layer for lora.rank={config.lora.rank} to train",
+    )
+    for name in ("train.freeze", "lora.rank", f"distill.teacher={START}"):
+        check(train.start is not None or not settings[name], f"{name} needs train.start, the checkpoint to begin with")
     check(
         not (train.z_loss and config.distill.teacher),
         f"train.z_loss={train.z_loss} has no place in a teacher's loss: leave it out with distill.teacher",
     )
-    kind = parse_residual(config.model.residual).kind
-    check(
-        not config.conversion.steps or kind in ("ladder", "ladder-fresh", "farskip"),
-        "conversion.steps needs a model.residual of ladder, ladder-K, ladder-fresh or farskip, not"
-        f" {config.model.residual!r}",
-    )
-    which = config.model.ladder_layers
-    turning = len(layer_indices(which or "all", layers))
-    check(
-        not config.conversion.steps or turning > 0,
-        f"conversion.steps={config.conversion.steps} has no ladder layer to turn: model.ladder_layers={which!r}",
-    )
-    if config.conversion.steps:
-        config.conversion.check_groups(turning)
-    for name, value in (
-        ("conversion.steps", config.conversion.steps),
-        ("distill.hidden_weight", config.distill.hidden_weight),
-    ):
+    if conversion.steps:
         check(
-            not (value and train.sequence_parallel),
-            f"{name} reads whole streams: not with train.sequence_parallel",
+            parse_residual(model.residual).kind in ("ladder", "ladder-fresh", "farskip"),
+            "conversion.steps needs a model.residual of ladder, ladder-K, ladder-fresh or farskip, not"
+            f" {model.residual!r}",
         )
-    dense = config.model.moe.dense_layers if config.model.moe else 0
-    for name, value in (
-        ("train.freeze", train.freeze),
-        ("lora.rank", config.lora.rank),
-        ("conversion.steps", config.conversion.steps),
-        ("distill.hidden_weight", config.distill.hidden_weight),
-    ):
-        check(
-            not (value and dense),
-            f"{name}={value} is for layers that are all alike: not with model.moe.dense_layers={dense}",
-        )
+        which = model.ladder_layers
+        turning = len(layer_indices(which or "all", model.num_layers))
+        none = f"conversion.steps={conversion.steps} has no ladder layer to turn: model.ladder_layers={which!r}"
+        check(turning > 0, none)
+        conversion.check_groups(turning)
+    for name in ("conversion.steps", "distill.hidden_weight"):
+        split = settings[name] and train.sequence_parallel
+        check(not split, f"{name} reads whole streams: not with train.sequence_parallel")
+    dense = model.moe.dense_layers if model.moe else 0
+    for name in ("train.freeze", "lora.rank", "conversion.steps", "distill.hidden_weight"):
+        alike = f"{name}={settings[name]} is for layers that are all alike: not with model.moe.dense_layers={dense}"
+        check(not (settings[name] and dense), alike)
