@@ -1,8 +1,6 @@
 """The verb `bench`: measure, print and write the result."""
 
 import itertools
-import json
-import pathlib
 import platform
 
 from ladder_jax import files, python, terminal
@@ -42,13 +40,6 @@ def run(args: dict) -> None:
         },
         platform=device.platform,
     )
-    as_json = json.dumps(answer.as_dict())
-    # Printed before it is written: the disk may be full, and repeating the measurement takes long.
-    if args["json"]:
-        print(as_json, flush=True)
-    else:
-        terminal.show(answer.lines())
-    if args["out"]:
-        files.write_atomically(args["out"], lambda path: pathlib.Path(path).write_text(as_json + "\n"))
+    terminal.answer(answer, as_json=args["json"], out=args["out"])
     if args["plot"]:
         picture.plot(answer, file=args["plot"])

@@ -1,7 +1,6 @@
 """The verb `overlap`: compile the program, print the report."""
 
 import dataclasses
-import json
 
 from ladder_jax import files, terminal
 from ladder_jax.overlap import compile as compiling
@@ -21,7 +20,4 @@ def run(args: dict) -> None:
         picture.plot(request, file=args["plot"])
     if args["trace"]:
         picture.trace(request, file=args["trace"])
-    if args["json"]:
-        print(json.dumps(answer.as_dict()))
-    else:
-        terminal.show(answer.lines())
+    terminal.answer(answer, as_json=args["json"])
