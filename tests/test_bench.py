@@ -13,11 +13,10 @@ import pytest
 from ladder_jax import cli, decode, nn, parallel
 from ladder_jax.bench import measure, picture, result, work
 from ladder_jax.bench import request as requests
-from ladder_jax.config import Dtype, Loop, ModelConfig, preset
+from ladder_jax.config import Loop, preset
 from ladder_jax.decode import memory, weights
 from ladder_jax.errors import UserError
 from ladder_jax.schedule import roofline
-from tests import one_step
 
 ASKED = "--model tiny --residual standard,ladder --prompt-length 8 --new-tokens 5 --warmup 1 --repeats 2".split()
 SPREAD = """prefill_seconds decode_seconds tokens_per_second tokens_per_second_per_user bytes_per_second bandwidth_share
@@ -186,29 +185,6 @@ def test_weights_are_made_once_in_the_compute_dtype():
         )
     held = sum(array.addressable_shards[0].data.nbytes for array in standard.values())
     assert work.weight_bytes(definitions) == held
-
-
-def test_what_is_timed_is_step_after_step():
-    config = ModelConfig(
-        num_layers=2, d_model=32, d_ff=32, vocab_size=64, dtype=Dtype.FLOAT32, residual_dtype=Dtype.FLOAT32
-    )
-    one = nn.define(config, mesh=parallel.make_mesh(tensor=8))
-    (params,) = measure.random_weights([one])
-    tokens, lengths = np.arange(12, dtype=np.int32).reshape(2, 6), np.full(2, 6, np.int32)
-    logits, caches = decode.prefill(one, capacity=12)(params, tokens, lengths)
-    settings = decode.Settings.of(jax.random.split(jax.random.key(0), 2))
-    seen = decode.seen_in(one)(tokens, lengths)
-    first, _ = decode.sample_first(one)(logits, settings, lengths, seen)
-    assert np.array_equal(first, np.argmax(logits, axis=1))
-    token, expected = first, []
-    for step in range(5):
-        logits, caches = one_step.decode(one)(params, caches, token, lengths + step)
-        token = jnp.argmax(logits, axis=1).astype(jnp.int32)
-        expected.append(np.asarray(token))
-    _, caches = decode.prefill(one, capacity=12)(params, tokens, lengths)
-    loop = decode.decode_many(one, count=5, choice=decode.Choice.GREEDY)
-    new, *_ = loop(params, caches, seen, first, lengths, settings)
-    assert np.array_equal(new, np.stack(expected, axis=1))
 
 
 def test_everyone_begins_a_round():
