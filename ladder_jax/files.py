@@ -68,19 +68,17 @@ def check_writable(option: str, file: str | None, *, endings: tuple[str, ...] = 
     if file is None:
         return
     path = pathlib.Path(file)
-    if endings and path.suffix not in endings:
-        raise UserError(f"--{option} {file}: the file must end in {' or '.join(endings)}")
-    if path.is_dir():
-        raise UserError(f"--{option} {file}: this is a folder; name a file in it")
-    if not path.parent.is_dir():
-        raise UserError(f"--{option} {file}: there is no folder {path.parent}")
-    if path.exists() and not path.is_file():
-        raise UserError(f"--{option} {file}: this is a device or a pipe; name a file")
-    if path.exists() and not os.access(path, os.R_OK | os.W_OK):
-        raise UserError(f"--{option} {file}: this file cannot be read and written")
     folder = path.resolve().parent  # of the file that a link points to
-    if not os.access(folder, os.W_OK):
-        raise UserError(f"--{option} {file}: the folder {folder} cannot be written to")
+    for wrong, why in (
+        (endings and path.suffix not in endings, f"the file must end in {' or '.join(endings)}"),
+        (path.is_dir(), "this is a folder; name a file in it"),
+        (not path.parent.is_dir(), f"there is no folder {path.parent}"),
+        (path.exists() and not path.is_file(), "this is a device or a pipe; name a file"),
+        (path.exists() and not os.access(path, os.R_OK | os.W_OK), "this file cannot be read and written"),
+        (not os.access(folder, os.W_OK), f"the folder {folder} cannot be written to"),
+    ):
+        if wrong:
+            raise UserError(f"--{option} {file}: {why}")
 
 
 def check_picture(option: str, file: str | None) -> None:

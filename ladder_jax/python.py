@@ -6,6 +6,7 @@ copy instead. So the subprocess runs this file, which loads the package beside i
 """
 
 import contextlib
+import importlib.metadata
 import importlib.util
 import os
 import pathlib
@@ -36,6 +37,15 @@ def safe_path() -> Iterator[None]:
             os.environ.pop(_SAFE, None)
         else:
             os.environ[_SAFE] = before
+
+
+def versions(*packages: str) -> dict[str, str]:
+    """Of those that are installed."""
+    found = {}
+    for package in packages:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found[package] = importlib.metadata.version(package)
+    return found
 
 
 def _main() -> None:

@@ -3,10 +3,13 @@
 import dataclasses
 import html
 import itertools
+import json
+import pathlib
 import re
 import shutil
 import textwrap
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 from ladder_jax.errors import printable
 
@@ -68,6 +71,22 @@ def show(parts: Iterable[str | Table]) -> None:
             label = re.match(r"\w+ {2,}|", part)[0]  # "memory    ", under whose text the lines go on
             lines = [textwrap.fill(part, columns, subsequent_indent=" " * len(label), break_on_hyphens=False)]
         print(*map(printable, lines), sep="\n")
+
+
+def answer(result: Any, *, as_json: bool, out: str | None = None) -> None:
+    """Print a command's result, its `as_dict()` as JSON or its `lines()`, and write the JSON to the file `out`.
+
+    Printed before it is written: the disk may be full, and making the result again takes long.
+    """
+    text = json.dumps(result.as_dict())
+    if as_json:
+        print(text, flush=True)
+    else:
+        show(result.lines())
+    if out is not None:
+        from ladder_jax import files
+
+        files.write_atomically(out, lambda path: pathlib.Path(path).write_text(text + "\n"))
 
 
 def generated(text: str) -> str:

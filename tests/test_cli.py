@@ -10,8 +10,7 @@ import pytest
 
 from ladder_jax import cli, terminal
 from ladder_jax.checkpoint import manifest
-from ladder_jax.cli import chat
-from ladder_jax.cli.verbs import generate, train
+from ladder_jax.cli import chat, doctor, generate, train
 from ladder_jax.errors import one_line
 
 TINY = [
@@ -62,6 +61,18 @@ def told(capsys):
     return run
 
 
+@pytest.fixture
+def refused(capsys):
+    """The one line of a mistake, in this process."""
+
+    def run(*args):
+        status = cli.main(list(map(str, args)))
+        assert status == 2
+        return is_one_line(subprocess.CompletedProcess(args, status, *capsys.readouterr()))
+
+    return run
+
+
 def test_generate(run_cli, told, trained):
     ask = ["generate", trained, "--prompt", "the cat", "--max-new-tokens", "20"]
     greedy = run_cli(*ask, check_status=0).stdout
@@ -74,7 +85,6 @@ def test_generate(run_cli, told, trained):
 
 def test_a_long_text_shows_its_progress(monkeypatch, capsys):
     """Every few seconds, on standard error; a short one says nothing."""
-    from ladder_jax.cli.verbs import generate
     from ladder_jax.decode.request import Piece
 
     pieces = [Piece((1, 2), "ab", None)] * 3
@@ -133,7 +143,7 @@ def test_overrides_may_stand_around_an_option(run_cli, tmp_path):
     assert "data.path='nowhere' does not exist" in is_one_line(run_cli(*around, cwd=tmp_path, check_status=2))
 
 
-def test_a_prompt_outside_the_vocabulary(run_cli, trained, tmp_path):
+def test_a_prompt_outside_the_vocabulary(refused, trained, tmp_path):
     """A checkpoint whose vocabulary is smaller than the prompt's bytes."""
     copy = tmp_path / "run"
     shutil.copytree(trained, copy)
@@ -142,11 +152,11 @@ def test_a_prompt_outside_the_vocabulary(run_cli, trained, tmp_path):
         stored["config"]["model"]["vocab_size"] = 120
         meta.write_text(json.dumps(stored))
         manifest.write(meta.parent.parent)
-    line = is_one_line(run_cli("generate", copy, "--prompt", "zebra", check_status=2))
+    line = refused("generate", copy, "--prompt", "zebra")
     assert "model.vocab_size=120 is too small for bytes (at least 256)" in line
 
 
-def test_a_damaged_checkpoint(run_cli, trained, tmp_path):
+def test_a_damaged_checkpoint(refused, trained, tmp_path):
     """One bit of the parameters; `tests/test_checkpoint.py` damages every file."""
     copy = tmp_path / "run"
     shutil.copytree(trained, copy)
@@ -155,7 +165,7 @@ def test_a_damaged_checkpoint(run_cli, trained, tmp_path):
     content = bytearray(file.read_bytes())
     content[len(content) // 2] ^= 1
     file.write_bytes(content)
-    line = is_one_line(run_cli("generate", copy, "--prompt", "the", "--max-new-tokens", "4", check_status=2))
+    line = refused("generate", copy, "--prompt", "the", "--max-new-tokens", "4")
     assert "has other contents than were written; the newest whole one before it is step 6" in line
 
 
@@ -194,13 +204,11 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize("arguments", MISTAKES, ids=" ".join)
-def test_mistakes(arguments, tmp_path, monkeypatch, capsys):
+def test_mistakes(arguments, refused, tmp_path, monkeypatch):
     """In this process, as a new one needs seconds to import jax; two of them run in a process of their own below."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(os, "environ", os.environ.copy())
-    status = cli.main(arguments)
-    assert MISTAKES[arguments] in is_one_line(subprocess.CompletedProcess(arguments, status, *capsys.readouterr()))
-    assert status == 2 and os.listdir(tmp_path) == []
+    assert MISTAKES[arguments] in refused(*arguments) and os.listdir(tmp_path) == []
 
 
 @pytest.mark.parametrize("arguments", [("trian", "tiny"), ("generate", "nowhere", "--prompt", "x")], ids=" ".join)
@@ -210,9 +218,8 @@ def test_mistakes_of_a_process(run_cli, arguments, tmp_path):
     assert os.listdir(tmp_path) == []
 
 
-def test_more_than_the_memory_holds(run_cli, trained):
-    words = ["generate", trained, "--prompt", "x", "--max-new-tokens", "2000000000"]
-    line = is_one_line(run_cli(*words, check_status=2))
+def test_more_than_the_memory_holds(refused, trained):
+    line = refused("generate", trained, "--prompt", "x", "--max-new-tokens", 2_000_000_000)
     assert "a cache of 1 x 2,000,000,001 tokens needs " in line
 
 
@@ -241,16 +248,8 @@ def test_a_terminal_without_accents(run_cli, trained):
     assert run_cli(*words, check_status=0, PYTHONIOENCODING="ascii").stdout.startswith("?")
 
 
-def test_an_empty_prompt(run_cli, trained):
-    assert "the prompt is empty" in is_one_line(run_cli("generate", trained, "--prompt", "", check_status=2))
-
-
-@pytest.mark.parametrize(
-    "verb", ["train", "checkpoints", "tokenize", "generate", "evaluate", "serve", "doctor", "bench"]
-)
-def test_help_has_an_example(run_cli, verb):
-    done = run_cli(verb, "--help", check_status=0)
-    assert f"example:\n  ladder-jax {verb}" in done.stdout
+def test_an_empty_prompt(refused, trained):
+    assert "the prompt is empty" in refused("generate", trained, "--prompt", "")
 
 
 def test_doctor(run_cli):
@@ -264,15 +263,17 @@ def test_doctor(run_cli):
     assert set(report["targets"]) == {"v5e:2x4", "v5p:2x2x2", "v6e:2x4", "tpu7x:2x2x1", "h100:8", "b200:8", "cpu:8"}
     assert report["targets"]["cpu:8"] == "ok"
     assert all(reason == "ok" or "pip install" in reason or "cannot" in reason for reason in report["targets"].values())
-    text = run_cli("doctor", check_status=0).stdout
-    assert jax.__version__ in text and "compiles ahead of time for" in text
+    names = ("python", "system", "packages", "devices", "targets")
+    lines = doctor.Report(**{name: report[name] for name in names}).lines()
+    assert f"{'jax':<20} {jax.__version__}" in lines and "compiles ahead of time for" in lines
 
 
-def test_control_characters_reach_no_terminal(run_cli, tmp_path):
+def test_control_characters_reach_no_terminal(refused, monkeypatch, tmp_path):
     """Of names that others have given."""
     name = "a \x1b]0;owned\x07\x1b[2J\u202e\x9b é 東京"
     (tmp_path / f"{name}.jsonl").write_text("no")
-    line = is_one_line(run_cli("tokenize", f"{name}.jsonl", "--out", "out", cwd=tmp_path, check_status=2))
+    monkeypatch.chdir(tmp_path)
+    line = refused("tokenize", f"{name}.jsonl", "--out", "out")
     assert "é 東京" in line and all(one.isprintable() for one in line) and "x1b" in line and "u202e" in line
 
 
@@ -298,11 +299,12 @@ def test_control_characters_of_a_model_reach_no_terminal(monkeypatch, capsys):
     assert shown.out == "\\x1b[2J\n" and shown.err == "two\nlines \\x1b[2J\n"
 
 
-def test_generate_decides_about_halves(run_cli, trained):
-    words = ("generate", trained, "--prompt", "the", "--max-new-tokens", 2)
-    done = run_cli(*words, "--interleave", "auto", check_status=0)
-    assert "decode.interleave=auto: 1, as " in done.stderr
-    halves = run_cli(*words, "--interleave", 2, check_status=0)
-    assert halves.stdout == done.stdout and not halves.stderr
-    wrong = run_cli(*words, "--interleave", 3, check_status=2)
-    assert "unknown --interleave '3' (allowed: 1, 2, auto)" in is_one_line(wrong)
+def test_generate_decides_about_halves(refused, trained, capsys):
+    words = ["generate", str(trained), "--prompt", "the", "--max-new-tokens", "2", "--interleave"]
+    assert cli.main([*words, "auto"]) == 0
+    decided = capsys.readouterr()
+    assert "decode.interleave=auto: 1, as " in decided.err
+    assert cli.main([*words, "2"]) == 0
+    halves = capsys.readouterr()
+    assert halves.out == decided.out and not halves.err
+    assert "unknown --interleave '3' (allowed: 1, 2, auto)" in refused(*words, "3")

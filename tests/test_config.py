@@ -80,6 +80,7 @@ MISTAKES = [
     ("run.profiler_port=0", "run.profiler_port must be between 1 and 65535, not 0"),
     ("model.d_ff", "not of the form path.to.field=value"),
     ("train.seed=-1", "train.seed must be between"),
+    ("train.collective_matmul=ring", "train.collective_matmul ring needs train.sequence_parallel=true: without it no"),
     ("decode.prefill_chunk=0", "decode.prefill_chunk must be positive, not 0"),
     ("decode.top_k=-1", "decode.top_k must not be negative, not -1"),
     ("decode.top_p=0", "decode.top_p must be above 0 and at most 1, not 0"),
@@ -181,21 +182,18 @@ def test_unreadable_files(tmp_path, content, message):
         config.load(str(file))
 
 
-def test_configuration_needs_no_jax():
-    code = "import sys, ladder_jax, ladder_jax.config; assert 'jax' not in sys.modules, 'jax was imported'"
-    subprocess.run([sys.executable, "-c", code], check=True)
+LIGHT = """
+import sys, ladder_jax
+loaded = {name for name in sys.modules if name.startswith("ladder_jax.")}
+assert not loaded and not {"jax", "numpy"} & set(sys.modules), loaded
+import ladder_jax.config
+assert "jax" not in sys.modules
+"""
 
 
 def test_the_import_is_light():
-    """Our own share of `python -X importtime -c "import ladder_jax"`: under 50 ms, the best of a few tries."""
-    best = float("inf")
-    for _ in range(5):
-        done = subprocess.run(
-            [sys.executable, "-X", "importtime", "-c", "import ladder_jax"], capture_output=True, text=True, check=True
-        )
-        (line,) = [line for line in done.stderr.splitlines() if line.endswith("| ladder_jax")]
-        best = min(best, int(line.split("|")[1]) / 1000)
-    assert best < 50
+    """`import ladder_jax` loads nothing else, and the configuration no jax."""
+    subprocess.run([sys.executable, "-c", LIGHT], check=True)
 
 
 def test_a_sequence_that_does_not_split_over_the_ranks():
@@ -203,21 +201,3 @@ def test_a_sequence_that_does_not_split_over_the_ranks():
     with pytest.raises(UserError, match="train.sequence=100 positions over mesh.tensor=8 ranks"):
         config.load("tiny", overrides=settings)
     assert config.load("tiny", overrides=[*settings, "train.sequence=104"]).train.sequence_parallel
-
-
-@pytest.mark.parametrize(
-    "settings, said",
-    [
-        (["train.collective_matmul=ring"], "ring needs train.sequence_parallel=true"),
-        (
-            ["train.collective_matmul=ring", "train.sequence_parallel=true", "model.residual=parallel"],
-            "attention and MLP of parallel share one gather",
-        ),
-        (["train.collective_matmul=rings", "train.sequence_parallel=true"], "did you mean 'ring'"),
-    ],
-)
-def test_collective_matmuls_that_cannot_be(settings, said):
-    with pytest.raises(UserError, match=said):
-        config.load("tiny", overrides=settings)
-    found = config.load("tiny", overrides=["train.collective_matmul=ring", "train.sequence_parallel=true"])
-    assert found.train.collective_matmul is config.CollectiveMatmul.RING

@@ -11,11 +11,11 @@ from ladder_jax import cli, decode, nn, parallel
 from ladder_jax.config import DecodeConfig, Loop, Phase, Quantize
 from ladder_jax.decode import Choice, steps
 from ladder_jax.decode.engine import Engine, Request
-from ladder_jax.overlap import programs, worker
+from ladder_jax.overlap import programs
 from ladder_jax.overlap import request as requests
 from ladder_jax.parallel import Compiled
 from ladder_jax.schedule import cost, hlo
-from ladder_jax.schedule.forms import KINDS
+from ladder_jax.schedule.collectives import KINDS
 from tests import cases, starts
 
 PROMPT, SLOTS, CAPACITY = 32, 4, 48  # and room for a chunk: caches of 64 positions
@@ -86,7 +86,7 @@ def worked(monkeypatch, tmp_path):
         file.write_text(json.dumps(requests.make(**shape, **settings).as_dict()))
         with monkeypatch.context() as patch, pytest.raises(Lowered) as found:
             patch.setattr(Compiled, "compile", compile)
-            worker.main(str(file), str(tmp_path / "record"))
+            programs.main(str(file), str(tmp_path / "record"))
         return str(found.value)
 
     return digest_of
@@ -128,19 +128,16 @@ def test_bench_times_the_audited_programs(lowered, tmp_path):
     assert set(lowered[Phase.PREFILL]) == {digest(decode.prefill(definition, capacity=PROMPT + 17), arguments)}
 
 
-def collectives(program, computation, *, branches):
+def collectives(computation, *, branches):
     """How many run in one execution; of conditionals, by how deep they are nested, the branch with `max` or `min`."""
     total = 0
     for instruction in computation.instructions:
         total += instruction.opcode in KINDS
-        below = [program.computations[name] for name in instruction.calls]
+        below = instruction.calls
         if instruction.opcode == "conditional":
-            total += branches[0](collectives(program, one, branches=branches[1:]) for one in below)
+            total += branches[0](collectives(one, branches=branches[1:]) for one in below)
         elif instruction.opcode in ("while", "call"):
-            times = (
-                1 if instruction.opcode == "call" else cost.trip_count(instruction, within=computation, program=program)
-            )
-            total += times * sum(collectives(program, one, branches=branches) for one in below)
+            total += cost.trip_count(instruction) * sum(collectives(one, branches=branches) for one in below)
     return total
 
 
@@ -150,25 +147,25 @@ def token_loop(choice, **mesh):
     arguments = steps.abstract(definition, rows=4, positions=16, loop=Loop.UNROLLED)
     program = hlo.parse(decode.decode_many(definition, choice=choice).compile(*arguments).as_text())
     loops = [i for i in program.entry.instructions if i.opcode == "while" and "token_loop/while" in i.op_name]
-    return program, program.computations[loops[0].attribute("body").lstrip("%")]
+    return program, loops[0].calls[0]
 
 
 @pytest.mark.parametrize("mesh", [dict(tensor=4), dict(tensor=8), dict(data=2, tensor=4)], ids=str)
 def test_a_greedy_token_costs_one_collective_beside_the_embedding(mesh):
     program, turn = token_loop(Choice.GREEDY, **mesh)
-    assert not any(i.opcode == "conditional" for c in program.computations.values() for i in c.instructions)
-    assert collectives(program, turn, branches=()) == 2 * LAYERS + 2
-    assert collectives(program, program.entry, branches=()) == 2 * LAYERS + 2  # and nothing outside the loop
+    assert not any(one.opcode == "conditional" for one in program.instructions)
+    assert collectives(turn, branches=()) == 2 * LAYERS + 2
+    assert collectives(program.entry, branches=()) == 2 * LAYERS + 2  # and nothing outside the loop
 
 
 @pytest.mark.parametrize("mesh, agree", [(dict(tensor=8), 0), (dict(data=2, tensor=4), 1)], ids=str)
 def test_what_a_sampled_token_costs(mesh, agree):
     """Depths of the branches: whether anything is drawn, cut, cut deeper than the candidates reach, and by what."""
     program, turn = token_loop(Choice.SAMPLED, **mesh)
-    count = lambda *branches: collectives(program, turn, branches=branches)
+    count = lambda *branches: collectives(turn, branches=branches)
     assert count(min, min, min, min) == 2 * LAYERS + 2  # greedy rows, with log-probabilities
     assert count(max, min, min, min) == 2 * LAYERS + 2  # a temperature alone
     assert count(max, max, min, min) == 2 * LAYERS + 3 + agree  # top-k, top-p, min-p: one gather
     assert count(max, max, max, max) == 2 * LAYERS + 3 + agree + 8 + 10 + 1
-    whole = collectives(program, program.entry, branches=(min,) * 4)
+    whole = collectives(program.entry, branches=(min,) * 4)
     assert whole - count(min, min, min, min) == agree, "once a call: whether anyone draws"

@@ -247,7 +247,7 @@ def test_a_kernel_of_attention_is_compute(name, out, seen, before, products):
     """For each of 4 heads, 8 queries, and positions up to the query's own: 2 H in each of its matrix products."""
     program = hlo.parse(KERNEL.replace("SEEN", str(seen)).replace("NAME", name).replace("OUT", out))
     expected = 4 * sum(products * 2 * 64 * (before + t + 1) for t in range(8))
-    assert cost.attention_kernel_flops(program.entry.instructions[-1], within=program.entry) == expected
+    assert cost.attention_kernel_flops(program.entry.instructions[-1]) == expected
     slow = dataclasses.replace(HARDWARE["v5p"], flops=1.0, bandwidth=1e30)
     assert timeline.play(program, hardware=slow, ranks=1)[-1].stop == pytest.approx(expected)
 

@@ -65,7 +65,7 @@ CHOSEN = E / 8 * (1 - (1 - K / E) ** 16)  # a device's experts
 def counted(line, experts):
     program = hlo.parse(MODULE.format(line))
     one = program.entry.instructions[-1]
-    return program, grouped.kernel(one, within=program.entry, experts=experts)
+    return program, grouped.kernel(one, experts=experts)
 
 
 @pytest.mark.parametrize("line, moved", [
@@ -77,16 +77,14 @@ def test_a_kernel_computes_its_own_rows_and_reads_the_chosen_experts(line, moved
     program, one = counted(line, Experts(QWEN.moe, 8))
     assert one.flops == 2 * ROWS / 8 * D * M and one.bytes == pytest.approx(moved)
     assert traffic.bytes_moved(program, experts=Experts(QWEN.moe, 8)) == round(moved)
-    flops = Costs(program, experts=Experts(QWEN.moe, 8)).matmul_flops(
-        program.entry.instructions[-1], within=program.entry
-    )
+    flops = Costs(program, experts=Experts(QWEN.moe, 8)).matmul_flops(program.entry.instructions[-1])
     assert flops == {"mlp": one.flops} and grouped.form(program) is Form.KERNELS
 
 
 def test_of_an_unknown_model_all_rows_and_matrices_count():
     program, one = counted(FORWARD, None)
     assert one.flops == 2 * ROWS * D * M and one.bytes == (ROWS * D + 16 * D * M) * 2
-    assert Costs(program).cycles(program.entry.instructions[-1], within=program.entry) is None
+    assert Costs(program).cycles(program.entry.instructions[-1]) is None
 
 
 def test_what_finds_the_tiles_is_no_matmul():
@@ -111,7 +109,7 @@ def test_a_kernel_takes_as_long_as_reading_or_its_whole_tiles():
 def test_where_xla_expands_every_row_passes_every_expert():
     program, one = counted(EXPANDED, Experts(QWEN.moe, 8))
     assert one is None and grouped.form(program) is Form.EXPANDED
-    flops = Costs(program).matmul_flops(program.entry.instructions[-1], within=program.entry)
+    flops = Costs(program).matmul_flops(program.entry.instructions[-1])
     assert flops == {"mlp": 16 * 2 * ROWS * D * M}
     request = requests.make(model="qwen3-30b-a3b", target="h100:8", residual="ladder", phase=Phase.DECODE)
     by_form = {form: requests.sublayer_flops(request, form=form) for form in Form}

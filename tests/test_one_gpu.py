@@ -13,7 +13,7 @@ from experiments.one_gpu import __main__ as command
 from experiments.one_gpu import experts, wire
 from experiments.one_gpu.wire import as_long_as, copies, host_wire
 from ladder_jax import decode, nn, parallel
-from ladder_jax.bench import programs
+from ladder_jax.bench import measure
 from ladder_jax.bench import request as requests
 from ladder_jax.bench.measure import Samples
 from ladder_jax.config import Loop
@@ -24,7 +24,7 @@ def program(name):
     """The token loop of one of four ranks, and its arguments."""
     request = requests.make(model="tiny", residual=name, share=4, layers=2)
     definition = nn.define(request.config(name), mesh=parallel.make_mesh())
-    [params] = programs.random_weights([definition])
+    [params] = measure.random_weights([definition])
     caches = steps.make_cache(definition, rows=2, capacity=16, loop=Loop.UNROLLED)()
     tokens, nothing = jnp.array([3, 5], jnp.int32), jnp.zeros(2, jnp.int32)
     seen = decode.seen_in(definition)(tokens[:, None], nothing)

@@ -15,8 +15,9 @@ from ladder_jax.bench import measure, result
 from ladder_jax.bench import request as bench
 from ladder_jax.data.store import Store
 from ladder_jax.data.tokenizer.huggingface import HuggingFace
-from ladder_jax.overlap import record, request
+from ladder_jax.overlap import request
 from ladder_jax.overlap import result as overlap
+from ladder_jax.overlap.compile import Record
 from ladder_jax.plan import plans
 from ladder_jax.plan import request as plan
 from ladder_jax.predict import request as predict
@@ -103,7 +104,7 @@ def report(tmp_path):
 
 def overlapped(tmp_path):
     asked = request.make(target="v5e:2x4", model="llama-3-70b", residual="ladder", phase=config.Phase.DECODE)
-    kept = record.Record(text("tpu7x-unrolled"), "1", "c", {}, "chained", ("n",), 1.0, *[1] * 7)
+    kept = Record(text("tpu7x-unrolled"), "1", "c", {}, "chained", ("n",), 1.0, *[1] * 7)
     return overlap.read(asked, kept)
 
 

@@ -2,6 +2,8 @@
 
 import collections
 import dataclasses
+import subprocess
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -11,9 +13,8 @@ from jax.sharding import PartitionSpec as P
 from ladder_jax import parallel, schedule
 from ladder_jax.config import Loop, Phase
 from ladder_jax.errors import UserError
-from ladder_jax.schedule import collectives, cost, groups, hlo, judge, targets
-from ladder_jax.schedule import text as texts
-from ladder_jax.schedule.report import Status
+from ladder_jax.schedule import collectives, cost, hlo, judge, targets
+from ladder_jax.schedule.report import Status, layer_range
 from tests.hlo import RANKS, SUBLAYERS, UNROLLED, D, F, T, parsed, text
 
 
@@ -46,6 +47,23 @@ def test_a_scan_counts_by_its_turns(name):
     inside = [r for r in found.reductions if r.collective.executions > 1]
     assert [r.count for r in inside] == [3, 3] and all(r.status is Status.HIDDEN for r in inside)
     assert (found.all_reduces, found.hidden) == (7, 6)  # the last one's output is reduced after the loop
+
+
+EXPOSED = "the last one comes after all compute, so it is always exposed"
+
+
+@pytest.mark.parametrize(
+    "name, verdict",
+    [
+        ("tpu7x-standard", "0 of 6 all-reduces hidden: each is awaited where it is issued"),
+        ("h100-standard", "0 of 6 all-reduces hidden: each is synchronous"),
+        ("tpu7x-naive", "0 of 6 all-reduces hidden; 6 were merged by the compiler, so no compute can hide them"),
+        ("v5e-unrolled", f"5 of 6 all-reduces hidden; {EXPOSED}"),
+        ("tpu7x-scan", f"6 of 7 all-reduces hidden; {EXPOSED}"),
+    ],
+)
+def test_verdicts(name, verdict):
+    assert schedule.audit(text(name)).verdict == verdict
 
 
 def read(name, *, ranks, ff=F):
@@ -199,10 +217,10 @@ def test_reduce_scatters_that_a_compiler_made_of_all_reduces():
 )
 def test_groups_of_devices(groups_, axes, ranks):
     program = parsed("h100-sharded")
-    mesh = groups.mesh_of(program)
+    mesh = collectives.mesh_of(program)
     assert mesh == {"data": 1, "fsdp": 2, "tensor": 4}
     one = hlo.Instruction("r", "f32[8]{0}", "reduce-scatter", (), f"channel_id=1, replica_groups={groups_}, a={{0}}")
-    assert groups.parse(one, mesh=mesh) == groups.Groups(axes, ranks)
+    assert collectives.group_of(one, mesh=mesh) == (axes, ranks)
 
 
 def test_small_reductions_of_a_gpu():
@@ -284,6 +302,44 @@ def test_what_is_not_a_schedule_is_refused():
         schedule.assert_hidden(WINDOW.replace("BETWEEN", "").replace("all-reduce-", "copy-"))
 
 
+def test_an_unknown_form_is_named():
+    """Rather than left out: an all-gather that a custom call runs, and an operation of another name."""
+    called = """%inner (p: bf16[512,2048]) -> bf16[512,2048] {
+  %p = bf16[512,2048]{1,0} parameter(0)
+  ROOT %within = bf16[512,2048]{1,0} all-gather(%p), dimensions={0}
+}
+
+ENTRY"""
+    lines = """  %call = bf16[512,2048]{1,0} custom-call(%before), called_computations={%inner}
+  %new = bf16[512,2048]{1,0} all-to-some(%before)"""
+    found = schedule.audit(WINDOW.replace("ENTRY", called).replace("BETWEEN", f"{MATMUL}\n{lines}"))
+    assert found.unknown == ("within", "new") and (found.all_reduces, found.hidden) == (1, 1)
+    assert found.verdict == "1 of 1 all-reduces hidden; NOT counted, as their form is unknown: within, new"
+    with pytest.raises(AssertionError, match="not counted, as their form is unknown: within, new"):
+        schedule.assert_hidden(WINDOW.replace("ENTRY", called).replace("BETWEEN", f"{MATMUL}\n{lines}"))
+
+
+ALONE = """
+import json, sys
+import jax
+from jax.sharding import PartitionSpec as P
+from ladder_jax import schedule
+
+mesh = jax.sharding.Mesh(jax.devices()[:2], ("model",))
+meshed = jax.shard_map(lambda x: jax.lax.psum(x, "model"), mesh=mesh, in_specs=P("model"), out_specs=P())
+found = json.loads(json.dumps(schedule.audit(meshed, jax.ShapeDtypeStruct((8,), "float32")).as_dict()))
+assert (found["schema"], found["all_reduces"], found["reductions"][0]["axes"]) == (1, 1, ["model"])
+ours = {name.split(".")[1] for name in sys.modules if name.startswith("ladder_jax.")}
+assert ours == {"schedule", "errors", "hardware", "python", "scopes", "terminal"}, ours
+assert not {"flax", "optax", "rich", "yaml"} & set(sys.modules)
+"""
+
+
+def test_the_auditor_needs_jax_alone():
+    """Of a user's own function: no other package of the library is imported. Its JSON is plain."""
+    subprocess.run([sys.executable, "-c", ALONE], check=True, timeout=300)
+
+
 def test_a_loop_of_unknown_length_is_refused():
     """Rather than counted once."""
     with pytest.raises(ValueError, match="cannot tell how often the loop"):
@@ -325,7 +381,7 @@ def test_owner(op_name, owner):
     ],
 )
 def test_names_of_layers(layers, words):
-    assert texts._layers(list(layers)) == words
+    assert layer_range(list(layers)) == words
 
 
 def test_collectives_name_their_kind():

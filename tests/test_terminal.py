@@ -5,7 +5,7 @@ import re
 import pytest
 
 from ladder_jax import cli, terminal
-from ladder_jax.bench import text as bench
+from ladder_jax.bench import result as bench
 from ladder_jax.checkpoint import command
 from ladder_jax.predict import text as predict
 from ladder_jax.terminal import Table
@@ -114,6 +114,6 @@ def test_the_other_tables():
         "bandwidth_share": 1,
         "matmul_share": 1,
     }
-    assert max(map(len, bench._table([row]).lines(80))) <= 80
+    assert max(map(len, bench.table([row]).lines(80))) <= 80
     for columns in (bench.COLUMNS, predict.COLUMNS, predict.SWEPT):
         assert len(set(columns)) == len(columns) and not any(re.search(r"\S{12}", column) for column in columns)

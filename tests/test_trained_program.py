@@ -8,8 +8,8 @@ import pytest
 
 from ladder_jax import cli, config
 from ladder_jax.config import Loop, Phase, Remat
+from ladder_jax.overlap import programs
 from ladder_jax.overlap import request as requests
-from ladder_jax.overlap import worker
 from ladder_jax.parallel import Compiled
 from ladder_jax.plan import confirm as planner
 from ladder_jax.train.gradients import _after_backward
@@ -69,7 +69,7 @@ def trained(tmp_path):
     ids=["default", "split"],
 )  # fmt: skip
 def test_the_audited_step_is_the_one_that_runs(asked, overrides, lowered, trained, tmp_path):
-    assert lowered(worker.main, *audited(tmp_path, **asked)) == lowered(trained, *overrides)
+    assert lowered(programs.main, *audited(tmp_path, **asked)) == lowered(trained, *overrides)
 
 
 def test_the_planned_step_is_the_one_that_runs(lowered, trained, tmp_path):

@@ -1,16 +1,11 @@
-"""The verb `bench`: parse the arguments, measure, print and write the result."""
+"""The verb `bench`: measure, print and write the result."""
 
-import contextlib
-import importlib.metadata
 import itertools
-import json
-import pathlib
 import platform
 
-from ladder_jax import files, terminal
+from ladder_jax import files, python, terminal
 from ladder_jax.bench import request as requests
 
-NUMBERS = ("prompt_length", "new_tokens", "tensor", "warmup", "repeats", "layers", "share")
 PACKAGES = ("ladder-jax", "jax", "jaxlib", "flax")
 COMPILERS = {"tpu": ("libtpu",), "gpu": ("jax-cuda13-plugin", "jax-cuda12-plugin")}  # a CPU's is jaxlib
 
@@ -20,14 +15,11 @@ def run(args: dict) -> None:
     files.check_writable("out", args["out"])
     files.check_picture("plot", args["plot"])
     files.check_apart(out=args["out"], plot=args["plot"])
-    numbers = {name: args[name] for name in NUMBERS}
-    request = requests.make(
-        model=args["model"], residual=args["residual"], batch=args["batch"], interleave=args["interleave"], **numbers
-    )
+    request = requests.make(**{name: args[name] for name in requests.OPTIONS})
 
     import jax  # after the arguments are checked, because it takes seconds
 
-    from ladder_jax.bench import measure, picture, result, text
+    from ladder_jax.bench import measure, picture, result
     from ladder_jax.parallel import make_mesh
     from ladder_jax.progress import progress
 
@@ -42,25 +34,12 @@ def run(args: dict) -> None:
         measurement=measurement,
         device=f"{platform.machine()} CPU" if device.platform == "cpu" else device.device_kind,
         devices=jax.device_count(),
-        versions=versions(device.platform),
+        versions={
+            "python": platform.python_version(),
+            **python.versions(*PACKAGES, *COMPILERS.get(device.platform, ())),
+        },
         platform=device.platform,
     )
-    as_json = json.dumps(answer.as_dict())
-    # Printed before it is written: the disk may be full, and repeating the measurement takes long.
-    if args["json"]:
-        print(as_json, flush=True)
-    else:
-        terminal.show(text.lines(answer))
-    if args["out"]:
-        files.write_atomically(args["out"], lambda path: pathlib.Path(path).write_text(as_json + "\n"))
+    terminal.answer(answer, as_json=args["json"], out=args["out"])
     if args["plot"]:
         picture.plot(answer, file=args["plot"])
-
-
-def versions(platform_name: str) -> dict[str, str]:
-    """Versions by name of Python and of the installed packages that compute on this platform."""
-    installed = {"python": platform.python_version()}
-    for package in (*PACKAGES, *COMPILERS.get(platform_name, ())):
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            installed[package] = importlib.metadata.version(package)
-    return installed

@@ -1,25 +1,30 @@
 """Time the residuals in turns within one process, so that drift affects all of them alike."""
 
 import dataclasses
+import functools
 import time
-from collections.abc import Callable
+import zlib
+from collections.abc import Callable, Sequence
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
 from ladder_jax import decode, nn
-from ladder_jax.bench import programs, work
+from ladder_jax.bench import work
 from ladder_jax.bench.request import Request, Variant
 from ladder_jax.config import Loop
-from ladder_jax.decode import memory, sampling
+from ladder_jax.decode import memory, sampling, weights
 from ladder_jax.decode import steps as decoding
-from ladder_jax.errors import UserError
 from ladder_jax.nn import ModelDef, Params
 from ladder_jax.schedule import roofline
 from ladder_jax.schedule.roofline import Ceiling
 
 INSTEAD = "ask for a smaller --batch or --prompt-length, fewer --layers, or more --tensor devices"
+
+type Advance = Callable[[str], None]
+"""Called before each step, with its name."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,6 +47,10 @@ class Samples:
     def variant(self) -> Variant:
         return Variant(self.residual, self.interleave)
 
+    @property
+    def total(self) -> list[float]:
+        return [p + d for p, d in zip(self.prefill, self.decode)]
+
 
 @dataclasses.dataclass(frozen=True)
 class Measurement:
@@ -52,52 +61,99 @@ class Measurement:
     samples: tuple[Samples, ...]
 
 
-def measure(request: Request, *, mesh: Mesh, advance: Callable[[str], None]) -> Measurement:
-    """Measure everything. `advance(label)` is called before each step. Raises UserError if the memory is too small."""
-    definitions, room = _checked(request, mesh=mesh)
-    device, dtype = mesh.devices.flat[0], request.config(request.residuals[0]).dtype.value
+@dataclasses.dataclass(frozen=True)
+class _Checked:
+    """Models by residual, and a device's free bytes, None if unknown: their weights and cache fit."""
+
+    request: Request
+    definitions: dict[str, ModelDef]
+    room: int | None
+
+    @classmethod
+    def of(cls, request: Request, mesh: Mesh) -> "_Checked":
+        definitions = {name: nn.define(request.config(name), mesh=mesh) for name in request.residuals}
+        room = memory.room(mesh.devices.flat[0], devices=mesh.size)
+        one, rows = definitions[request.residuals[0]], max(request.batches)
+        cache_bytes = memory.cache_bytes(one, rows=rows, capacity=request.capacity)
+        parts = {"weights": work.weight_bytes(definitions.values()), "cache": cache_bytes}
+        memory.check(parts, room=room, what=f"{request.model} at batch {rows}", instead=INSTEAD)
+        return cls(request, definitions, room)
+
+    def samples(self, advance: Advance) -> tuple[Samples, ...]:
+        request, run = self.request, {}
+        with memory.explained("benchmarking", instead=INSTEAD):
+            params = dict(zip(self.definitions, random_weights(list(self.definitions.values()))))
+            for batch in sorted(request.batches, reverse=True):  # largest first: if it does not fit, nothing is timed
+                for variant in request.variants:
+                    advance(f"batch {batch}: compiling {variant.name}")
+                    run[batch, variant] = self._generation(params[variant.residual], variant, batch=batch)
+            return tuple(one for batch in request.batches for one in self._batch(run, batch, advance))
+
+    def _batch(self, run: dict, batch: int, advance: Advance) -> list[Samples]:
+        request, seconds = self.request, {variant: [] for variant in self.request.variants}
+        for index, order in enumerate(rounds(request.variants, count=request.warmup + request.repeats)):
+            for variant in order:
+                advance(f"batch {batch}: {variant.name}")
+                timing = run[batch, variant]()
+                if index >= request.warmup:
+                    seconds[variant].append(timing)
+        shape, samples = dict(rows=batch, prompt_length=request.prompt_length), []
+        for variant, timings in seconds.items():
+            definition = self.definitions[variant.residual]
+            step_bytes = work.decode_bytes(definition, new_tokens=request.new_tokens, **shape)
+            counted = step_bytes, work.prefill_flops(definition, **shape)
+            samples.append(Samples(variant.residual, batch, *zip(*timings), *counted, variant.interleave))
+        return samples
+
+    def _generation(self, params: Params, variant: Variant, *, batch: int) -> Callable[[], tuple[float, float]]:
+        """Compile a generation. Returns a function that runs it once: () -> (prefill seconds, decode seconds)."""
+        request, definition = self.request, self.definitions[variant.residual]
+        sharding = definition.layout.sharding
+        random = np.random.default_rng(0).integers(definition.config.vocab_size, size=(batch, request.prompt_length))
+        tokens = jax.device_put(random.astype(np.int32), sharding("BT"))
+        lengths = jax.device_put(np.full(batch, request.prompt_length, np.int32), sharding("B"))
+        keys = jax.random.split(jax.random.key(0), batch)
+        settings = jax.device_put(decode.Settings.of(keys), sharding(sampling.DIMS))
+        seen_in = decode.seen_in(definition)
+        seen = seen_in(tokens, lengths)
+
+        prefill = decode.prefill(definition, capacity=request.capacity, interleave=variant.interleave)
+        prefill = prefill.compile(params, tokens, lengths)
+        loop = decode.decode_many(definition, count=request.new_tokens - 1, choice=decode.Choice.GREEDY)
+        sizes = dict(rows=batch, positions=request.capacity, loop=Loop.UNROLLED)
+        loop = loop.compile(*decoding.abstract(definition, **sizes))
+        for phase, compiled in (("the prefill", prefill), ("decoding", loop)):
+            used = compiled.memory_analysis()
+            results = used.output_size_in_bytes - used.alias_size_in_bytes
+            parts = dict(arguments=used.argument_size_in_bytes, temporaries=used.temp_size_in_bytes, results=results)
+            what = f"{phase} of {variant.name} at batch {batch}"
+            memory.check(parts, room=self.room, what=what, instead=INSTEAD)
+        first = decode.sample_first(definition)
+
+        def once() -> tuple[float, float]:
+            loop_seen = jax.block_until_ready(seen_in(tokens, lengths))  # a new array, because the loop donates it
+            start = time.perf_counter()
+            logits, caches = prefill(params, tokens, lengths)
+            token, _ = jax.block_until_ready(first(logits, settings, lengths, seen))
+            prefilled = time.perf_counter()
+            jax.block_until_ready(loop(params, caches, loop_seen, token, lengths, settings))
+            return prefilled - start, time.perf_counter() - prefilled
+
+        return once
+
+
+def measure(request: Request, *, mesh: Mesh, advance: Advance) -> Measurement:
+    """Measure everything. Raises UserError if the memory is too small."""
+    checked, device = _Checked.of(request, mesh), mesh.devices.flat[0]
     advance("the device's own limits")
-    ceilings = roofline.copy_bandwidth(device, room=room), roofline.matmul_peak(device, dtype=dtype)
-    return Measurement(*ceilings, _samples(request, definitions, room=room, advance=advance))
+    copy = roofline.copy_bandwidth(device, room=checked.room)
+    matmul = roofline.matmul_peak(device, dtype=request.shape.dtype.value)
+    return Measurement(copy, matmul, checked.samples(advance))
 
 
 def samples(request: Request, *, mesh: Mesh) -> tuple[Samples, ...]:
     """As `measure`, without the device's limits."""
-    definitions, room = _checked(request, mesh=mesh)
-    return _samples(request, definitions, room=room, advance=lambda label: None)
-
-
-def _checked(request: Request, *, mesh: Mesh) -> tuple[dict[str, ModelDef], int | None]:
-    """The models by residual, and a device's free bytes, after a check that weights and cache fit; None if unknown."""
-    definitions = {name: nn.define(request.config(name), mesh=mesh) for name in request.residuals}
-    room = memory.room(mesh.devices.flat[0], devices=mesh.size)
-    one, rows = definitions[request.residuals[0]], max(request.batches)
-    cache_bytes = work.cache_bytes(one, rows=rows, capacity=_capacity(request))
-    parts = {"weights": work.weight_bytes(definitions.values()), "cache": cache_bytes}
-    memory.check(parts, room=room, what=f"{request.model} at batch {rows}", instead=INSTEAD)
-    return definitions, room
-
-
-def _samples(
-    request: Request, definitions: dict[str, ModelDef], *, room: int | None, advance: Callable[[str], None]
-) -> tuple[Samples, ...]:
-    try:
-        params = dict(zip(definitions, programs.random_weights(list(definitions.values()))))
-        run = {}
-        for batch in sorted(request.batches, reverse=True):  # largest first: if it does not fit, nothing is timed
-            for variant in request.variants:
-                advance(f"batch {batch}: compiling {variant.name}")
-                model = definitions[variant.residual], params[variant.residual]
-                run[batch, variant] = _generation(request, *model, variant, batch=batch, room=room)
-        found = []
-        for batch in request.batches:
-            of_batch = {variant: run[batch, variant] for variant in request.variants}
-            found += _batch(request, definitions, of_batch, batch, advance)
-        return tuple(found)
-    except jax.errors.JaxRuntimeError as error:
-        if "RESOURCE_EXHAUSTED" not in str(error):
-            raise
-        raise UserError(f"the device runs out of memory: {str(error).splitlines()[0][:200]}") from None
+    return _Checked.of(request, mesh).samples(lambda label: None)
 
 
 def steps(request: Request) -> int:
@@ -110,63 +166,27 @@ def rounds(names: tuple, *, count: int) -> list[tuple]:
     return [names[i % len(names) :] + names[: i % len(names)] for i in range(count)]
 
 
-def _batch(request: Request, definitions: dict, run: dict, batch: int, advance: Callable) -> list[Samples]:
-    shape = dict(rows=batch, prompt_length=request.prompt_length)
-    seconds = {variant: [] for variant in request.variants}
-    for index, order in enumerate(rounds(request.variants, count=request.warmup + request.repeats)):
-        for variant in order:
-            advance(f"batch {batch}: {variant.name}")
-            timing = run[variant]()
-            if index >= request.warmup:
-                seconds[variant].append(timing)
-    samples = []
-    for variant, timings in seconds.items():
-        definition = definitions[variant.residual]
-        counted = dict(
-            step_bytes=work.decode_bytes(definition, new_tokens=request.new_tokens, **shape),
-            prefill_flops=work.prefill_flops(definition, **shape),
-        )
-        samples.append(Samples(variant.residual, batch, *zip(*timings), **counted, interleave=variant.interleave))
-    return samples
+def random_weights(definitions: Sequence[ModelDef]) -> list[Params]:
+    """Unrolled parameters of each definition in the compute dtype: gains of norms are 1, all others normal x 0.02.
+
+    Each array is created in its dtype and sharding, without a float32 copy and without the host. Definitions share
+    arrays of the same name, shape and sharding, because residuals differ in their connections, not in their weights.
+    """
+    arrays = {}
+
+    def value(path, leaf):
+        name = jax.tree_util.keystr(path)
+        if (name, leaf) not in arrays:
+            initialize = _initializer(leaf.shape, leaf.dtype, leaf.sharding, gain="scale" in name)
+            arrays[name, leaf] = initialize(jax.random.fold_in(jax.random.key(0), zlib.crc32(name.encode())))
+        return arrays[name, leaf]
+
+    abstract = [weights.abstract(definition, loop=Loop.UNROLLED) for definition in definitions]
+    return [jax.tree_util.tree_map_with_path(value, tree) for tree in abstract]
 
 
-def _generation(
-    request: Request, definition: ModelDef, params: Params, variant: Variant, *, batch: int, room: int | None
-) -> Callable[[], tuple[float, float]]:
-    """Compile a generation. Returns a function that runs it once: () -> (prefill seconds, decode seconds)."""
-    sharding = definition.layout.sharding
-    random = np.random.default_rng(0).integers(definition.config.vocab_size, size=(batch, request.prompt_length))
-    tokens = jax.device_put(random.astype(np.int32), sharding("BT"))
-    lengths = jax.device_put(np.full(batch, request.prompt_length, np.int32), sharding("B"))
-    keys = jax.random.split(jax.random.key(0), batch)
-    settings = jax.device_put(decode.Settings.of(keys), sharding(sampling.DIMS))
-    seen_in = decode.seen_in(definition)
-    seen = seen_in(tokens, lengths)
-    sizes = dict(rows=batch, positions=_capacity(request), loop=Loop.UNROLLED)
-
-    prefill = decode.prefill(definition, capacity=_capacity(request), interleave=variant.interleave)
-    prefill = prefill.compile(params, tokens, lengths)
-    loop = decode.decode_many(definition, count=request.new_tokens - 1, choice=decode.Choice.GREEDY)
-    loop = loop.compile(*decoding.abstract(definition, **sizes))
-    for phase, compiled in (("the prefill", prefill), ("decoding", loop)):
-        sizes = compiled.memory_analysis()
-        outputs = sizes.output_size_in_bytes - sizes.alias_size_in_bytes
-        parts = {"arguments": sizes.argument_size_in_bytes, "temporaries": sizes.temp_size_in_bytes, "results": outputs}
-        what = f"{phase} of {variant.name} at batch {batch}"
-        memory.check(parts, room=room, what=what, instead=INSTEAD)
-    first = decode.sample_first(definition)
-
-    def once() -> tuple[float, float]:
-        loop_seen = jax.block_until_ready(seen_in(tokens, lengths))  # a new array, because the loop donates it
-        start = time.perf_counter()
-        logits, caches = prefill(params, tokens, lengths)
-        token, _ = jax.block_until_ready(first(logits, settings, lengths, seen))
-        prefilled = time.perf_counter()
-        jax.block_until_ready(loop(params, caches, loop_seen, token, lengths, settings))
-        return prefilled - start, time.perf_counter() - prefilled
-
-    return once
-
-
-def _capacity(request: Request) -> int:
-    return request.prompt_length + request.new_tokens
+@functools.cache
+def _initializer(shape, dtype, sharding, *, gain: bool):
+    """A compiled function key -> array, cached, so that a model of many layers needs only a few programs."""
+    initialize = lambda key: jnp.ones(shape, dtype) if gain else 0.02 * jax.random.normal(key, shape, dtype)
+    return jax.jit(initialize, out_shardings=sharding)

@@ -1,8 +1,7 @@
 """Plot tokens per second above and the share of the copy's bandwidth below, with one column per batch."""
 
 from ladder_jax import files, pyplot
-from ladder_jax.bench.result import Result
-from ladder_jax.bench.text import number
+from ladder_jax.bench.result import Result, number
 
 PANELS = (("tokens_per_second", "tokens/s", 1), ("bandwidth_share", "% of the copy's bandwidth", 100))
 
@@ -32,7 +31,6 @@ def plot(answer: Result, *, file: str) -> None:
         if len(names) > 2:
             axes[1, column].set_xticks(range(len(names)), names, rotation=30, ha="right")
     request = answer.request
-    title = f"{request.title} on {answer.device}"
-    figure.suptitle(f"{title}: prompt {request.prompt_length}, {request.new_tokens} new tokens", fontsize=10)
+    figure.suptitle(f"{answer.title}: prompt {request.prompt_length}, {request.new_tokens} new tokens", fontsize=10)
     files.write_atomically(file, lambda path: figure.savefig(path, dpi=150))
     plt.close(figure)

@@ -4,10 +4,15 @@ import dataclasses
 import itertools
 
 from ladder_jax.config import ModelConfig, check_halves, parse_residual
-from ladder_jax.errors import UserError
+from ladder_jax.config.fields import check
 from ladder_jax.schedule import models, shards
 from ladder_jax.splits import check_divides, divisors
 from ladder_jax.words import positive, words
+
+OPTIONS = (
+    *("model", "residual", "batch", "interleave", "prompt_length", "new_tokens", "tensor", "warmup", "repeats"),
+    *("layers", "share"),
+)  # parameters of `make`
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,6 +71,10 @@ class Request:
         return self.layers or self.shape.num_layers
 
     @property
+    def capacity(self) -> int:
+        return self.prompt_length + self.new_tokens
+
+    @property
     def title(self) -> str:
         split = f"one of {self.share} ranks alone" if self.share else f"tensor {self.tensor}"
         return f"{self.model}, {self.depth} layers, {split}"
@@ -74,30 +83,25 @@ class Request:
 def make(
     *, model: str, residual: str, batch: str | None = None, interleave: str | None = None, **numbers: int | None
 ) -> Request:
-    """A checked request. None gives a default. Raises UserError for an invalid request."""
+    """A checked request. numbers: its other fields; None gives a default. Raises UserError for an invalid request."""
     shape = models.by_name(model)
     models.check_alone(shape, verb="bench")
-    for name, value in numbers.items():
-        if value is not None and value < 1:
-            raise UserError(f"--{name.replace('_', '-')} must be positive, not {value}")
     settings = {name: value for name, value in numbers.items() if value is not None}
-    if batch is not None:
-        settings["batches"] = tuple(positive("batch", word) for word in words("batch", batch))
-    if interleave is not None:
-        settings["interleaves"] = tuple(positive("interleave", word) for word in words("interleave", interleave))
+    for option, field, text in (("batch", "batches", batch), ("interleave", "interleaves", interleave)):
+        if text is not None:
+            settings[field] = tuple(positive(option, word) for word in words(option, text))
     residuals = words("residual", residual)
     for name in residuals:
         parse_residual(name)
     request = Request(model=model, shape=shape, residuals=residuals, **settings)
-    if request.new_tokens < 2:
-        raise UserError("--new-tokens must be at least 2, not 1: the first one is the prefill's")
+    check(request.new_tokens > 1, "--new-tokens must be at least 2, not 1: the first one is the prefill's")
     for one, name in itertools.product(request.interleaves, residuals):
         of_residual = dataclasses.replace(shape, residual=name, ladder_layers=None, ranks=None)
         check_halves(one, model=of_residual, rows=2, names=("--interleave", "--batch"))
-    if request.share and shape.moe is not None:
-        raise UserError("--share is for dense models: a rank alone cannot route among all experts of the model")
-    if request.share and request.tensor not in (None, 1):
-        raise UserError(f"--share runs one rank on one device: leave --tensor {request.tensor} out")
+    dense = "--share is for dense models: a rank alone cannot route among all experts of the model"
+    check(not request.share or shape.moe is None, dense)
+    alone = f"--share runs one rank on one device: leave --tensor {request.tensor} out"
+    check(not request.share or request.tensor in (None, 1), alone)
     for option, ranks in (("tensor", request.tensor), ("share", request.share)):
         if ranks is not None:
             check_divides(shape, tensor=ranks, most=max(ranks, shape.num_heads), option=option)
@@ -109,10 +113,7 @@ def make(
 def on_devices(request: Request, *, count: int) -> Request:
     """The request for a machine of `count` devices. Raises UserError if they are too few or do not divide the model."""
     tensor = count if request.tensor is None else request.tensor
-    if tensor > count:
-        allowed = ", ".join(map(str, divisors(request.shape, most=count)))
-        raise UserError(
-            f"--tensor {tensor} is more than this machine's {count} devices (allowed for {request.model}: {allowed})"
-        )
+    allowed = f"allowed for {request.model}: {', '.join(map(str, divisors(request.shape, most=count)))}"
+    check(tensor <= count, f"--tensor {tensor} is more than this machine's {count} devices ({allowed})")
     check_divides(request.shape, tensor=tensor, most=count)
     return dataclasses.replace(request, tensor=tensor)

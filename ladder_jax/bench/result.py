@@ -1,13 +1,17 @@
-"""The result of `ladder-jax bench` as JSON."""
+"""The result of `ladder-jax bench`: as JSON, and for a terminal."""
 
 import dataclasses
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from ladder_jax.bench.measure import Measurement, Samples
-from ladder_jax.bench.request import Request
+from ladder_jax.bench.request import Request, Variant
+from ladder_jax.schedule.roofline import Ceiling
+from ladder_jax.terminal import Table
 
 SETTINGS = ("tensor", "share", "prompt_length", "new_tokens", "warmup", "repeats")
+COLUMNS = ("batch", "residual", "prefill ms", "step ms", "tokens/s", "range", "GB/s", "of copy", "TFLOP/s", "of matmul")
+OVERHEAD = "a ratio here is a topology's overhead, not its speed-up"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,18 +26,20 @@ class Result:
     platform: str
 
     def __repr__(self) -> str:
-        return "\n  ".join([f"Result({self.request.title} on {self.device})", *self.verdict])
+        return "\n  ".join([f"Result({self.title})", *self.verdict])
+
+    @property
+    def title(self) -> str:
+        return f"{self.request.title} on {self.device}"
 
     @property
     def notices(self) -> list[str]:
         """Notes that a reader needs to interpret the numbers."""
         if self.request.share:
-            return [
-                f"one device computes a rank's share of tensor parallelism over {self.request.share}, and communicates"
-                " nothing: a ratio here is a topology's overhead, not its speed-up"
-            ]
+            alone = f"one device computes a rank's share of tensor parallelism over {self.request.share}"
+            return [f"{alone}, and communicates nothing: {OVERHEAD}"]
         if self.request.tensor == 1:
-            return ["one device communicates nothing: a ratio here is a topology's overhead, not its speed-up"]
+            return [f"one device communicates nothing: {OVERHEAD}"]
         if self.platform == "cpu":
             return [
                 "these are simulated devices on one CPU, which never overlaps communication:"
@@ -51,34 +57,31 @@ class Result:
         over the variant's."""
         baseline = self.request.baseline
         of_baseline = {one.batch: one for one in self.measurement.samples if one.variant == baseline}
-        ratios = []
-        for one in self.measurement.samples:
-            if one.variant == baseline:
-                continue
-            against = of_baseline[one.batch]
-            ratios.append({
+        return [
+            {
                 "residual": one.residual,
                 "interleave": one.interleave,
                 "against": baseline.residual,
                 "batch": one.batch,
-                **_ratio("prefill", against.prefill, one.prefill),
-                **_ratio("decode", against.decode, one.decode),
-                **_ratio("total", _total(against), _total(one)),
-            })  # fmt: skip
-        return ratios
+                **_ratio("prefill", of_baseline[one.batch].prefill, one.prefill),
+                **_ratio("decode", of_baseline[one.batch].decode, one.decode),
+                **_ratio("total", of_baseline[one.batch].total, one.total),
+            }
+            for one in self.measurement.samples
+            if one.variant != baseline
+        ]
 
     @property
     def verdict(self) -> list[str]:
         """One line per variant: its decoding, or of two halves in turn its prefill."""
-        lines = []
+        ratios, lines = self.ratios, []
         for variant in self.request.variants:
             verb, phase = ("prefills", "prefill") if variant.interleave == 2 else ("decodes", "decode")
             parts = []
-            for ratio in self.ratios:
-                if (ratio["residual"], ratio["interleave"]) == (variant.residual, variant.interleave):
-                    median, *ends = (ratio[f"{phase}_ratio{end}"] for end in ("", "_min", "_max"))
-                    spread = ", ".join(f"{end:.2f}" for end in ends)
-                    parts.append(f"{median:.2f}x {ratio['against']} [{spread}] at batch {ratio['batch']}")
+            for ratio in ratios:
+                if Variant(ratio["residual"], ratio["interleave"]) == variant:
+                    median, *ends = (f"{ratio[f'{phase}_ratio{end}']:.2f}" for end in ("", "_min", "_max"))
+                    parts.append(f"{median}x {ratio['against']} [{', '.join(ends)}] at batch {ratio['batch']}")
             lines += [f"{variant.name} {verb} {', '.join(parts)}"] if parts else []
         if lines:
             return lines
@@ -87,21 +90,35 @@ class Result:
 
     def as_dict(self) -> dict:
         """The JSON object. Seconds, bytes and FLOPs are of one device. `_row` defines medians and ranges."""
-        settings = dataclasses.asdict(self.request)
+        request, measurement = self.request, self.measurement
         return {
-            "model": self.request.model,
+            "model": request.model,
             "device": self.device,
             "devices": self.devices,
             "versions": self.versions,
-            "layers": self.request.depth,
-            **{name: settings[name] for name in SETTINGS},
+            "layers": request.depth,
+            **{name: getattr(request, name) for name in SETTINGS},
             "verdict": self.verdict,
             "notices": self.notices,
-            "copy": self.measurement.copy.as_dict("bytes_per_second"),
-            "matmul": self.measurement.matmul.as_dict("flops_per_second"),
+            "copy": measurement.copy.as_dict("bytes_per_second"),
+            "matmul": measurement.matmul.as_dict("flops_per_second"),
             "rows": self.rows,
             "ratios": self.ratios,
         }
+
+    def lines(self) -> list[str | Table]:
+        """For `terminal.show`: the verdict, a table, the device's limits."""
+        request = self.request
+        shape = f"prompt {request.prompt_length}, {request.new_tokens} new tokens, {request.repeats} repeats in turns"
+        return [
+            *self.verdict,
+            *(f"note: {notice}" for notice in self.notices),
+            f"{self.title}; {shape}",
+            table(self.rows),
+            f"copy      {_ceiling(self.measurement.copy, 1e9, 'GB/s')}",
+            f"matmul    {_ceiling(self.measurement.matmul, 1e12, 'TFLOP/s')}",
+            "versions  " + ", ".join(f"{name} {version}" for name, version in self.versions.items()),
+        ]
 
 
 def _row(one: Samples, request: Request, measurement: Measurement) -> dict:
@@ -137,16 +154,44 @@ def _row(one: Samples, request: Request, measurement: Measurement) -> dict:
         "prefill_flops": one.prefill_flops,
     }
     for name, formula in formulas.items():
-        each = [formula(p, d) for p, d in zip(one.prefill, one.decode)]
         row[name] = formula(statistics.median(one.prefill), statistics.median(one.decode))
-        row |= {f"{name}_min": min(each), f"{name}_max": max(each)}
+        row |= _range(name, [*map(formula, one.prefill, one.decode)])
     return row | {"prefill_seconds_each": list(one.prefill), "decode_seconds_each": list(one.decode)}
 
 
-def _total(one: Samples) -> list[float]:
-    return [p + d for p, d in zip(one.prefill, one.decode)]
+def _range(name: str, values: Sequence[float]) -> dict[str, float]:
+    return {f"{name}_min": min(values), f"{name}_max": max(values)}
 
 
-def _ratio(name: str, baseline, seconds) -> dict[str, float]:
-    each = [b / s for b, s in zip(baseline, seconds)]
-    return {f"{name}_ratio": statistics.median(each), f"{name}_ratio_min": min(each), f"{name}_ratio_max": max(each)}
+def _ratio(phase: str, baseline: Sequence[float], seconds: Sequence[float]) -> dict[str, float]:
+    name, each = f"{phase}_ratio", [b / s for b, s in zip(baseline, seconds)]
+    return {name: statistics.median(each), **_range(name, each)}
+
+
+def number(value: float) -> str:
+    """Three significant digits, or all digits before the decimal point."""
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+
+
+def table(rows: list[dict]) -> Table:
+    cells = [
+        (
+            str(row["batch"]),
+            Variant(row["residual"], row["interleave"]).name,
+            number(row["prefill_seconds"] * 1e3),
+            number(row["step_seconds"] * 1e3),
+            number(row["tokens_per_second"]),
+            f"{number(row['tokens_per_second_min'])} - {number(row['tokens_per_second_max'])}",
+            number(row["bytes_per_second"] / 1e9),
+            f"{row['bandwidth_share']:.1%}",
+            number(row["prefill_flops_per_second"] / 1e12),
+            f"{row['matmul_share']:.1%}",
+        )
+        for row in rows
+    ]
+    return Table(COLUMNS, cells, left=("residual",))
+
+
+def _ceiling(ceiling: Ceiling, scale: float, unit: str) -> str:
+    low = number(min(ceiling.rates) / scale)
+    return f"{number(ceiling.best / scale)} {unit}, the best of {len(ceiling.rates)} (the worst {low}): {ceiling.array}"

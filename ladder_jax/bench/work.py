@@ -14,14 +14,13 @@ from ladder_jax.config import Loop
 from ladder_jax.decode import weights
 from ladder_jax.decode.memory import cache_bytes, shard_bytes, shard_size
 from ladder_jax.nn import ModelDef, attention_flops
-from ladder_jax.schedule import shards
 
 
 def decode_bytes(definition: ModelDef, *, rows: int, prompt_length: int, new_tokens: int) -> float:
     """Bytes that a device must read and write in a decode step, as a mean over a generation's G - 1 steps:
 
         weights  every parameter once, without the embedding table if the head is another table; of experts those that
-                 the B rows choose, if all are evenly loaded (`shards.chosen`)
+                 the B rows choose, if all are evenly loaded (`MoEConfig.chosen`)
         lookup   B rows of the embedding table
         cache    2 L B k H elements per position (keys and values) x (P + G / 2) positions
 
@@ -36,7 +35,7 @@ def decode_bytes(definition: ModelDef, *, rows: int, prompt_length: int, new_tok
     position = cache_bytes(definition, rows=rows, capacity=page) / page
     unread = 0.0
     for leaf in _experts(read):
-        chosen = _own(leaf, definition) * shards.chosen(definition.config.moe, tokens=rows)
+        chosen = _own(leaf, definition) * definition.config.moe.chosen(rows)
         unread += shard_bytes(leaf) * (1 - chosen)
     return shard_bytes(read) - unread + lookup + position * (prompt_length + new_tokens / 2)
 

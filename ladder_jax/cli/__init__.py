@@ -1,4 +1,4 @@
-"""`ladder-jax <verb>`: a file a verb, in `verbs`, each with SUMMARY, EXAMPLE, `arguments(parser)` and `run(args)`."""
+"""`ladder-jax VERB ...`: a verb is an entry of `verbs.VERBS`, and the function that the entry names."""
 
 from ladder_jax.cli.main import main, prepare_devices
 

@@ -1,6 +1,7 @@
 """A conversation in the terminal, or one answer to standard input."""
 
 import contextlib
+import dataclasses
 import signal
 import sys
 import threading
@@ -16,21 +17,18 @@ from ladder_jax.errors import UserError
 HELP = "/reset begins anew, /exit or Ctrl-D ends, Ctrl-C stops an answer"
 
 
+@dataclasses.dataclass
 class Conversation:
     """The messages so far, and the engine that answers them. `say` shows notices to the user."""
 
-    def __init__(
-        self,
-        engine: Engine,
-        *,
-        tokenizer: Tokenizer,
-        settings: DecodeConfig,
-        stop: tuple[str, ...],
-        say: Callable[[str], None],
-    ):
-        self._engine, self._tokenizer, self._settings, self._stop, self._say = engine, tokenizer, settings, stop, say
-        self.messages: list[dict[str, str]] = []
-        self._answers = 0
+    engine: Engine
+    _: dataclasses.KW_ONLY
+    tokenizer: Tokenizer
+    settings: DecodeConfig
+    stop: tuple[str, ...]
+    say: Callable[[str], None]
+    messages: list[dict[str, str]] = dataclasses.field(default_factory=list)
+    answers: int = 0
 
     def ask(self, text: str, *, show: Callable[[str], None], stopped: Callable[[], bool] = lambda: False) -> Result:
         """The answer, shown piece by piece until it ends or `stopped`; the messages keep the part that was shown.
@@ -39,10 +37,10 @@ class Conversation:
         keeping `text`, where `text` alone is too long or the chat template refuses it.
         """
         prompt, kept = self._fit([*self.messages, {"role": "user", "content": text}])
-        config = with_seed(self._settings, index=self._answers)
-        self._answers += 1
-        request = Request.of(prompt, config=config, stop=self._stop, stop_ids=self._tokenizer.stop_ids)
-        handle = self._engine.submit(request)
+        config = with_seed(self.settings, index=self.answers)
+        self.answers += 1
+        request = Request.of(prompt, config=config, stop=self.stop, stop_ids=self.tokenizer.stop_ids)
+        handle = self.engine.submit(request)
         for piece in handle:
             show(piece.text)
             if stopped():
@@ -53,16 +51,16 @@ class Conversation:
 
     def _fit(self, messages: list[dict[str, str]]) -> tuple[list[int], list[dict[str, str]]]:
         """The prompt, and the messages that it holds."""
-        new, before = self._settings.max_new_tokens, len(messages)
-        while len(prompt := self._tokenizer.chat(messages)) + new > self._engine.capacity:
+        new, before = self.settings.max_new_tokens, len(messages)
+        while len(prompt := self.tokenizer.chat(messages)) + new > self.engine.capacity:
             if len(messages) < 3:
                 raise UserError(
                     f"the message makes a prompt of {len(prompt)} tokens; with {new} new ones it does not fit into"
-                    f" --context {self._engine.capacity}"
+                    f" --context {self.engine.capacity}"
                 )
             messages = messages[2:]  # a question and its answer
         if dropped := before - len(messages):
-            self._say(f"(forgot the oldest {dropped} messages: --context {self._engine.capacity} is full)")
+            self.say(f"(forgot the oldest {dropped} messages: --context {self.engine.capacity} is full)")
         return prompt, messages
 
 

@@ -24,17 +24,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         prepare_devices(args.cpu_devices)
         if hasattr(sys.stdout, "reconfigure"):
             sys.stdout.reconfigure(errors="replace")  # a character that the terminal cannot show becomes "?"
-        VERBS[args.verb].run(args)
+        VERBS[args.verb].run(vars(args))
         sys.stdout.flush()  # here, so that its errors are handled below
     except UserError as error:
-        print(f"ladder-jax: {one_line(str(error))}", file=sys.stderr)
-        return 2
+        return _ended(str(error), status=2)
     except RunFailed as error:
-        print(f"ladder-jax: {one_line(str(error))}", file=sys.stderr)
-        return error.status
+        return _ended(str(error), status=error.status)
     except KeyboardInterrupt:
-        print("ladder-jax: interrupted", file=sys.stderr)
-        return 130
+        return _ended("interrupted", status=130)
     except BrokenPipeError:  # `ladder-jax generate ... | head`
         _give_up_output()
         return 0
@@ -42,10 +39,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         if error.errno not in DISK:
             raise
         _give_up_output()
-        line = ": ".join(filter(None, (error.filename, error.strerror)))
-        print(f"ladder-jax: {one_line(line)}", file=sys.stderr)
-        return 1
+        return _ended(": ".join(filter(None, (error.filename, error.strerror))), status=1)
     return 0
+
+
+def _ended(line: str, *, status: int) -> int:
+    print(f"ladder-jax: {one_line(line)}", file=sys.stderr)
+    return status
 
 
 def _give_up_output() -> None:
@@ -60,10 +60,9 @@ def prepare_devices(cpu_devices: int | None) -> None:
             raise UserError(f"--cpu-devices must be positive, not {cpu_devices}")
         os.environ["JAX_PLATFORMS"] = "cpu"
         os.environ["JAX_NUM_CPU_DEVICES"] = str(cpu_devices)
-    if os.environ.get("JAX_NUM_CPU_DEVICES") and SIMULATION_TIMEOUT.split("=")[0] not in os.environ.get(
-        "XLA_FLAGS", ""
-    ):
-        os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {SIMULATION_TIMEOUT}".strip()
+    flags = os.environ.get("XLA_FLAGS", "")
+    if os.environ.get("JAX_NUM_CPU_DEVICES") and SIMULATION_TIMEOUT.split("=")[0] not in flags:
+        os.environ["XLA_FLAGS"] = f"{flags} {SIMULATION_TIMEOUT}".strip()
 
 
 class Parser(argparse.ArgumentParser):
@@ -98,15 +97,15 @@ def _parser(verb: str | None = None) -> Parser:
     )
     parser.add_argument("--version", action="version", version=f"ladder_jax {__version__}")
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB", parser_class=Parser)
-    for name, module in VERBS.items():
+    for name, one in VERBS.items():
         sub = verbs.add_parser(
             name,
-            help=module.SUMMARY,
-            description=module.SUMMARY,
-            epilog=f"example:\n  {module.EXAMPLE}",
+            help=one.summary,
+            description=one.summary,
+            epilog=f"example:\n  {one.example}",
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
         sub.add_argument("--cpu-devices", type=int, metavar="N", help="simulate N devices on the CPU")
         if verb not in VERBS or verb == name:
-            module.arguments(sub)
+            one.declare(sub)
     return parser

@@ -4,7 +4,7 @@ import dataclasses
 import enum
 import math
 
-from ladder_jax.config.fields import check, check_positive, fit, shown
+from ladder_jax.config.fields import Section, check
 
 
 class RouterSoftmax(enum.Enum):
@@ -21,8 +21,8 @@ class ExpertParallelism(enum.Enum):
     EXCHANGE = "exchange"  # each rank sends its own tokens' rows to the ranks of their experts, and back
 
 
-@dataclasses.dataclass(frozen=True)
-class MoEConfig:
+@dataclasses.dataclass(frozen=True, repr=False)
+class MoEConfig(Section):
     """A token's MLP is the weighted sum of `top_k` of `experts` SwiGLU MLPs, chosen by a router.
 
     `shared_width`: of one more MLP, the shared expert, that every token passes; `shared_gate`: its output is multiplied
@@ -42,23 +42,19 @@ class MoEConfig:
     capacity: float | None = None  # empty: no row is dropped
     router_bias: bool = False
 
-    __repr__ = shown
+    NAME = "model.moe"
+    POSITIVE = ("experts", "top_k", "expert_width", "capacity")
+    NOT_NEGATIVE = ("shared_width", "dense_layers")
 
-    def __post_init__(self):
-        fit(self, "model.moe")
-        check_positive(self, "model.moe", "experts", "top_k", "expert_width")
+    def _check(self) -> None:
         check(
             self.top_k <= self.experts,
             f"model.moe.top_k={self.top_k} chooses more than model.moe.experts={self.experts}",
         )
-        check(self.shared_width >= 0, f"model.moe.shared_width must not be negative, not {self.shared_width}")
-        check(self.dense_layers >= 0, f"model.moe.dense_layers must not be negative, not {self.dense_layers}")
         check(
             self.shared_width > 0 or not self.shared_gate,
             "model.moe.shared_gate needs a shared expert: model.moe.shared_width",
         )
-        if self.capacity is not None:
-            check_positive(self, "model.moe", "capacity")
 
     def padded(self, ranks: int) -> int:
         """How many experts are stored: a multiple of the ranks."""
@@ -72,6 +68,13 @@ class MoEConfig:
     def slots(self, tokens: int) -> int:
         """How many rows of a group of `tokens` an expert takes, by `capacity`."""
         return min(tokens, math.ceil(self.capacity * tokens * self.top_k / self.experts))
+
+    def chosen(self, tokens: float) -> float:
+        """The share of the experts that at least one of `tokens` tokens chooses, expected of evenly loaded experts:
+
+        1 - (1 - k / E)^tokens     since a token chooses k different ones of E
+        """
+        return 1 - (1 - self.top_k / self.experts) ** tokens
 
 
 def check_exchange(

@@ -43,12 +43,6 @@ def check(condition: bool, message: str) -> None:
         raise UserError(message)
 
 
-def check_positive(config: object, section: str, *names: str) -> None:
-    for name in names:
-        value = getattr(config, name)
-        check(value > 0, f"{section}.{name} must be positive, not {value}")
-
-
 def shown(config: object, *, always: typing.Collection[str] = ()) -> str:
     """The repr of a dataclass, as one types it: the fields that differ from their defaults, enums by their names.
 
@@ -61,6 +55,33 @@ def shown(config: object, *, always: typing.Collection[str] = ()) -> str:
         if field.repr and (field.name in always or differs):
             fields.append(f"{field.name}={_shortened(value)}")
     return f"{type(config).__name__}({', '.join(fields)})"
+
+
+class Section:
+    """Base of a frozen dataclass of settings: its fields get their declared types and are checked when it is made.
+
+    NAME: its own in messages. POSITIVE, NOT_NEGATIVE, FRACTIONS: the fields that must be above 0, not below it, and
+    from 0 to 1, unless they are None.
+    """
+
+    NAME, POSITIVE, NOT_NEGATIVE, FRACTIONS = "", (), (), ()
+
+    __repr__ = shown
+
+    def __post_init__(self):
+        fit(self, self.NAME)
+        for names, holds, meaning in (
+            (self.POSITIVE, lambda value: value > 0, "be positive"),
+            (self.NOT_NEGATIVE, lambda value: value >= 0, "not be negative"),
+            (self.FRACTIONS, lambda value: 0 <= value <= 1, "be between 0 and 1"),
+        ):
+            for name in names:
+                value = getattr(self, name)
+                check(value is None or holds(value), f"{self.NAME}.{name} must {meaning}, not {value}")
+        self._check()
+
+    def _check(self) -> None:
+        """Raises UserError for other impossible values."""
 
 
 def _shortened(value: object) -> str:

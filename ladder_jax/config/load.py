@@ -16,10 +16,6 @@ from ladder_jax.files import absolute, is_remote
 TOPOLOGY = ("ladder_layers", "ranks")
 """Fields of the section `model` that belong to its `residual`."""
 
-MAX_VALUES = 100_000
-"""Of one text. A few aliases of aliases can stand for billions of values, which an error message would write out."""
-
-
 type ModelOf = typing.Callable[[str], ModelConfig]
 """The configuration of the model of that name, where it is no checkpoint: `pretrained.model_config`."""
 
@@ -37,7 +33,11 @@ def load(
         raise wrong_type("a configuration", source, str, os.PathLike)
     path = pathlib.Path(source)
     if path.suffix in (".yaml", ".yml", ".json"):
-        tree = _read(path)
+        tree = _read(path, what="configuration")
+        tree = {} if tree is None else tree
+        if not isinstance(tree, dict):
+            kind = type(tree).__name__
+            raise UserError(f"configuration {str(path)!r} must hold sections such as 'model:', not {kind}")
         tree.setdefault("run", {})
         if isinstance(tree["run"], dict):
             tree["run"].setdefault("name", path.stem)
@@ -104,33 +104,25 @@ def _stored_model(path: str, model_of: ModelOf | None) -> dict[str, typing.Any]:
     try:
         return dict(json.loads((folder / "meta" / "metadata").read_text(encoding="utf-8"))["config"]["model"])
     except OSError:
-        if model_of is not None:
-            return _named_model(path, model_of)
-        raise UserError(f"train.start={path!r}: there is no checkpoint of ladder_jax there") from None
+        if model_of is None:
+            raise UserError(f"train.start={path!r}: there is no checkpoint of ladder_jax there") from None
     except (ValueError, KeyError, TypeError, RecursionError):
         raise UserError(f"train.start={path!r}: the checkpoint there is damaged, or of another program") from None
-
-
-def _named_model(name: str, model_of: ModelOf) -> dict[str, typing.Any]:
     try:
-        return to_dict(model_of(name))
+        return to_dict(model_of(path))
     except UserError as error:
         raise UserError(f"train.start: {error}") from None
 
 
-def _read(path: pathlib.Path) -> dict:
+def _read(path: typing.Any, *, what: str) -> typing.Any:
+    """The value of a YAML file; every JSON file is YAML too."""
     try:
         text = path.read_text(encoding="utf-8")
     except OSError as error:
-        raise UserError(f"cannot read configuration {str(path)!r}: {error.strerror}") from None
+        raise UserError(f"cannot read {what} {str(path)!r}: {error.strerror}") from None
     except UnicodeDecodeError:
-        raise UserError(f"configuration {str(path)!r} is not UTF-8 text") from None
-    tree = parse_yaml(text, what=f"configuration {str(path)!r}")  # every JSON file is YAML too
-    if tree is None:
-        tree = {}
-    if not isinstance(tree, dict):
-        raise UserError(f"configuration {str(path)!r} must hold sections such as 'model:', not {type(tree).__name__}")
-    return tree
+        raise UserError(f"{what} {str(path)!r} is not UTF-8 text") from None
+    return parse_yaml(text, what=f"{what} {str(path)!r}")
 
 
 def _set(tree: dict, override: str) -> None:
@@ -156,13 +148,9 @@ def parse_yaml(text: str, *, what: str) -> typing.Any:
     import yaml
 
     try:
-        value = yaml.safe_load(text)
-        count = _count(value, {})
+        return yaml.safe_load(text)
     except Exception as error:  # PyYAML raises errors of many kinds for dates, numbers and tags
         raise UserError(f"{what} is not YAML: {' '.join(str(error).split())[:300] or type(error).__name__}") from None
-    if count > MAX_VALUES:
-        raise UserError(f"{what} has more than {MAX_VALUES:,} values")
-    return value
 
 
 def read_section(file: typing.Any, name: str, *, what: str) -> typing.Any:
@@ -170,22 +158,5 @@ def read_section(file: typing.Any, name: str, *, what: str) -> typing.Any:
 
     Raises UserError for a file that cannot be read, or is no YAML.
     """
-    try:
-        text = file.read_text(encoding="utf-8")
-    except OSError as error:
-        raise UserError(f"cannot read {str(file)!r}: {error.strerror}") from None
-    except UnicodeDecodeError:
-        raise UserError(f"{what} {str(file)!r} is not UTF-8 text") from None
-    tree = parse_yaml(text, what=f"{what} {str(file)!r}")
+    tree = _read(file, what=what)
     return tree.get(name) if isinstance(tree, dict) and len(tree) == 1 else None
-
-
-def _count(value: typing.Any, counts: dict[int, float]) -> float:
-    """The number of values, each alias counted in full. A list that contains itself has infinitely many."""
-    if not isinstance(value, dict | list | set | tuple):
-        return 1
-    if id(value) not in counts:
-        counts[id(value)] = float("inf")
-        below = [*value, *value.values()] if isinstance(value, dict) else value
-        counts[id(value)] = 1 + sum(_count(one, counts) for one in below)
-    return counts[id(value)]

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from ladder_jax.config.execution import CollectiveMatmul, Dtype, QKNorm, check_interleave
 from ladder_jax.config.experts import EXPERT_SHAPES, MoEConfig
-from ladder_jax.config.fields import build, check, check_positive, fit, shown
+from ladder_jax.config.fields import Section, build, check, shown
 from ladder_jax.config.side import SideConfig
 from ladder_jax.errors import UserError, unknown, wrong_type
 
@@ -152,8 +152,8 @@ class Biases(enum.Enum):
     ALL = "all"  # Llama with attention_bias and mlp_bias
 
 
-@dataclasses.dataclass(frozen=True)
-class RopeScaling:
+@dataclasses.dataclass(frozen=True, repr=False)
+class RopeScaling(Section):
     """Llama 3's frequency scaling (https://arxiv.org/abs/2407.21783, section 3.4)."""
 
     factor: float = 8.0
@@ -161,15 +161,12 @@ class RopeScaling:
     high_freq_factor: float = 4.0
     original_context: int = 8192
 
-    __repr__ = shown
-
-    def __post_init__(self):
-        fit(self, "model.rope_scaling")
-        check_positive(self, "model.rope_scaling", *(f.name for f in dataclasses.fields(self)))
+    NAME = "model.rope_scaling"
+    POSITIVE = ("factor", "low_freq_factor", "high_freq_factor", "original_context")
 
 
-@dataclasses.dataclass(frozen=True)
-class ModelConfig:
+@dataclasses.dataclass(frozen=True, repr=False)
+class ModelConfig(Section):
     """A Llama-family decoder, dense or with experts (`moe`), its residual topology, and a network beside it (`side`).
 
     `ladder_layers` makes a hybrid: `"N"` the last N layers, `"i,j"` 0-based layers, `"all"`; or a number, or a list.
@@ -198,15 +195,21 @@ class ModelConfig:
     dtype: Dtype = Dtype.BFLOAT16  # of matmuls and of the sublayers' all-reduces
     residual_dtype: Dtype = Dtype.BFLOAT16
 
+    NAME = "model"
+    POSITIVE = (
+        *("num_layers", "d_model", "num_heads", "num_kv_heads", "d_ff", "vocab_size", "rope_theta", "norm_eps"),
+        "ranks",
+    )
+
     def __repr__(self) -> str:
         has_mlp = self.moe is None or self.moe.dense_layers
         return shown(self, always=[name for name in SHAPE if has_mlp or name != "d_ff"])
 
     def __post_init__(self):
         object.__setattr__(self, "ladder_layers", _as_text(self.ladder_layers))
-        fit(self, "model")
-        check_positive(self, "model", "num_layers", "d_model", "num_heads", "num_kv_heads", "d_ff")
-        check_positive(self, "model", "vocab_size", "rope_theta", "norm_eps")
+        super().__post_init__()
+
+    def _check(self) -> None:
         if self.head_dim is None:
             check(
                 self.d_model % self.num_heads == 0,
@@ -223,9 +226,8 @@ class ModelConfig:
         if self.ladder_layers is not None:
             check(name.is_ladder, f"model.ladder_layers needs a ladder kind of residual, not {self.residual!r}")
             layer_indices(self.ladder_layers, self.num_layers)
-        if self.ranks is not None:
-            check(self.ranks > 0, f"model.ranks must be positive, not {self.ranks}")
-            check(name.depends_on_ranks, f"model.ranks belongs to ladder-fresh and desync-n, not to {self.residual!r}")
+        of_ranks = f"model.ranks belongs to ladder-fresh and desync-n, not to {self.residual!r}"
+        check(self.ranks is None or name.depends_on_ranks, of_ranks)
         self._check_experts(name)
         if self.side is not None:
             self.side.check(self)

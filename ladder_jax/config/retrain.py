@@ -4,7 +4,7 @@ import dataclasses
 import enum
 from typing import Any
 
-from ladder_jax.config.fields import check, check_positive, fit, shown
+from ladder_jax.config.fields import Section, check
 from ladder_jax.config.model import layer_indices, parse_residual
 from ladder_jax.errors import unknown
 
@@ -21,8 +21,8 @@ class Pace(enum.Enum):
     RAMP = "ramp"  # linearly: the terms that a ladder's input leaves out fade out
 
 
-@dataclasses.dataclass(frozen=True)
-class DistillConfig:
+@dataclasses.dataclass(frozen=True, repr=False)
+class DistillConfig(Section):
     """Learn from another model's predictions as well as from the data's tokens.
 
     `teacher`: `start`, the weights of train.start, or the path of a checkpoint of the same shape; empty: none.
@@ -36,13 +36,10 @@ class DistillConfig:
     hidden_weight: float = 0.0  # of the distance between both models' hidden streams, added to the loss
     hidden_every: int = 1  # measured after every so many layers
 
-    __repr__ = shown
+    NAME = "distill"
+    POSITIVE, NOT_NEGATIVE, FRACTIONS = ("temperature", "hidden_every"), ("hidden_weight",), ("alpha",)
 
-    def __post_init__(self):
-        fit(self, "distill")
-        check_positive(self, "distill", "temperature", "hidden_every")
-        check(0 <= self.alpha <= 1, f"distill.alpha must be between 0 and 1, not {self.alpha}")
-        check(self.hidden_weight >= 0, f"distill.hidden_weight must not be negative, not {self.hidden_weight}")
+    def _check(self) -> None:
         if self.residual is not None:
             parse_residual(self.residual)
         for name in ("residual", "hidden_weight"):
@@ -52,20 +49,17 @@ class DistillConfig:
             )
 
 
-@dataclasses.dataclass(frozen=True)
-class ConversionConfig:
+@dataclasses.dataclass(frozen=True, repr=False)
+class ConversionConfig(Section):
     """Convert layers from standard to ladder during training, group by group, the topmost first."""
 
     steps: int = 0  # until all are converted; 0: they are ladder layers from the first step
     groups: int = 1
     pace: Pace = Pace.RAMP
 
-    __repr__ = shown
+    NAME, POSITIVE, NOT_NEGATIVE = "conversion", ("groups",), ("steps",)
 
-    def __post_init__(self):
-        fit(self, "conversion")
-        check(self.steps >= 0, f"conversion.steps must not be negative, not {self.steps}")
-        check_positive(self, "conversion", "groups")
+    def _check(self) -> None:
         check(self.steps == 0 or self.steps >= self.groups, f"conversion.steps={self.steps} is too few for its groups")
 
     def check_groups(self, turning: int) -> None:
@@ -76,20 +70,17 @@ class ConversionConfig:
         )
 
 
-@dataclasses.dataclass(frozen=True)
-class LoraConfig:
+@dataclasses.dataclass(frozen=True, repr=False)
+class LoraConfig(Section):
     """Train a product of two thin matrices beside each target, and nothing else (arXiv 2106.09685)."""
 
     rank: int = 0  # 0: none, so all weights train
     alpha: float = 16.0  # the product counts alpha / rank times
     targets: str = "all"  # of each layer, such as query,value
 
-    __repr__ = shown
+    NAME, POSITIVE, NOT_NEGATIVE = "lora", ("alpha",), ("rank",)
 
-    def __post_init__(self):
-        fit(self, "lora")
-        check(self.rank >= 0, f"lora.rank must not be negative, not {self.rank}")
-        check_positive(self, "lora", "alpha")
+    def _check(self) -> None:
         for name in self.names:
             if name not in TARGETS:
                 raise unknown("lora.targets", name, (*TARGETS, "all"))
@@ -105,55 +96,43 @@ class LoraConfig:
 
 def check_retraining(config: Any) -> None:
     """Raises UserError for settings of a run (a RunConfig) that exclude each other, or need another one."""
-    train, layers = config.train, config.model.num_layers
-    if config.model.side is not None:
-        config.model.side.check_run(config)
-    check(train.freeze <= layers, f"train.freeze={train.freeze} is more than model.num_layers={layers}")
-    check(
-        not (config.lora.rank and train.freeze == layers),
-        f"train.freeze={train.freeze} leaves no layer for lora.rank={config.lora.rank} to train",
-    )
-    needs = {
+    train, model, conversion = config.train, config.model, config.conversion
+    settings = {
         "train.freeze": train.freeze,
         "lora.rank": config.lora.rank,
+        "conversion.steps": conversion.steps,
+        "distill.hidden_weight": config.distill.hidden_weight,
         f"distill.teacher={START}": config.distill.teacher == START,
     }
-    for name, needed in needs.items():
-        check(train.start is not None or not needed, f"{name} needs train.start, the checkpoint to begin with")
+    if model.side is not None:
+        model.side.check_run(config)
+    too_many = f"train.freeze={train.freeze} is more than model.num_layers={model.num_layers}"
+    check(train.freeze <= model.num_layers, too_many)
+    check(
+        not (config.lora.rank and train.freeze == model.num_layers),
+        f"train.freeze={train.freeze} leaves no layer for lora.rank={config.lora.rank} to train",
+    )
+    for name in ("train.freeze", "lora.rank", f"distill.teacher={START}"):
+        check(train.start is not None or not settings[name], f"{name} needs train.start, the checkpoint to begin with")
     check(
         not (train.z_loss and config.distill.teacher),
         f"train.z_loss={train.z_loss} has no place in a teacher's loss: leave it out with distill.teacher",
     )
-    kind = parse_residual(config.model.residual).kind
-    check(
-        not config.conversion.steps or kind in ("ladder", "ladder-fresh", "farskip"),
-        "conversion.steps needs a model.residual of ladder, ladder-K, ladder-fresh or farskip, not"
-        f" {config.model.residual!r}",
-    )
-    which = config.model.ladder_layers
-    turning = len(layer_indices(which or "all", layers))
-    check(
-        not config.conversion.steps or turning > 0,
-        f"conversion.steps={config.conversion.steps} has no ladder layer to turn: model.ladder_layers={which!r}",
-    )
-    if config.conversion.steps:
-        config.conversion.check_groups(turning)
-    for name, value in (
-        ("conversion.steps", config.conversion.steps),
-        ("distill.hidden_weight", config.distill.hidden_weight),
-    ):
+    if conversion.steps:
         check(
-            not (value and train.sequence_parallel),
-            f"{name} reads whole streams: not with train.sequence_parallel",
+            parse_residual(model.residual).kind in ("ladder", "ladder-fresh", "farskip"),
+            "conversion.steps needs a model.residual of ladder, ladder-K, ladder-fresh or farskip, not"
+            f" {model.residual!r}",
         )
-    dense = config.model.moe.dense_layers if config.model.moe else 0
-    for name, value in (
-        ("train.freeze", train.freeze),
-        ("lora.rank", config.lora.rank),
-        ("conversion.steps", config.conversion.steps),
-        ("distill.hidden_weight", config.distill.hidden_weight),
-    ):
-        check(
-            not (value and dense),
-            f"{name}={value} is for layers that are all alike: not with model.moe.dense_layers={dense}",
-        )
+        which = model.ladder_layers
+        turning = len(layer_indices(which or "all", model.num_layers))
+        none = f"conversion.steps={conversion.steps} has no ladder layer to turn: model.ladder_layers={which!r}"
+        check(turning > 0, none)
+        conversion.check_groups(turning)
+    for name in ("conversion.steps", "distill.hidden_weight"):
+        split = settings[name] and train.sequence_parallel
+        check(not split, f"{name} reads whole streams: not with train.sequence_parallel")
+    dense = model.moe.dense_layers if model.moe else 0
+    for name in ("train.freeze", "lora.rank", "conversion.steps", "distill.hidden_weight"):
+        alike = f"{name}={settings[name]} is for layers that are all alike: not with model.moe.dense_layers={dense}"
+        check(not (settings[name] and dense), alike)

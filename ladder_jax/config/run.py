@@ -5,13 +5,13 @@ import enum
 
 from ladder_jax.config.execution import CollectiveMatmul, Execution, Interleave, Launch, Loop, Remat
 from ladder_jax.config.experts import ExpertParallelism, check_exchange
-from ladder_jax.config.fields import check, check_positive, fit, shown
+from ladder_jax.config.fields import Section, check
 from ladder_jax.config.model import ModelConfig, check_collective_matmul, check_halves, parse_residual
 from ladder_jax.config.retrain import ConversionConfig, DistillConfig, LoraConfig, check_retraining
 
 
-@dataclasses.dataclass(frozen=True)
-class MeshConfig:
+@dataclasses.dataclass(frozen=True, repr=False)
+class MeshConfig(Section):
     """Devices an axis: data x fsdp x tensor; and how experts, which are split over tensor, are reached."""
 
     data: int = 1
@@ -19,11 +19,7 @@ class MeshConfig:
     tensor: int = 1
     experts: ExpertParallelism = ExpertParallelism.REDUCE
 
-    __repr__ = shown
-
-    def __post_init__(self):
-        fit(self, "mesh")
-        check_positive(self, "mesh", "data", "fsdp", "tensor")
+    NAME, POSITIVE = "mesh", ("data", "fsdp", "tensor")
 
     @property
     def axes(self) -> dict[str, int]:
@@ -66,8 +62,8 @@ class Format(enum.Enum):
     EXAMPLES = "examples"  # JSON lines of chats, prompts with completions, and texts (see data/examples/)
 
 
-@dataclasses.dataclass(frozen=True)
-class DataConfig:
+@dataclasses.dataclass(frozen=True, repr=False)
+class DataConfig(Section):
     """`path`: a text file, a folder of them, or `stdlib` for the source of Python's own library; or what
     `ladder-jax tokenize` made, which may be in gs:// or s3://, or a .yaml file with a mixture of those (see
     data/mixture.py).
@@ -84,11 +80,9 @@ class DataConfig:
     validation_fraction: float = 0.05
     format: Format = Format.TEXT
 
-    __repr__ = shown
+    NAME, POSITIVE = "data", ("max_bytes",)
 
-    def __post_init__(self):
-        fit(self, "data")
-        check_positive(self, "data", "max_bytes")
+    def _check(self) -> None:
         check(
             0 < self.validation_fraction < 1,
             f"data.validation_fraction must be between 0 and 1, not {self.validation_fraction}",
@@ -103,8 +97,8 @@ class OnBadStep(enum.Enum):
     ROLLBACK = "rollback"  # return to the last checkpoint, and leave out the batches that led to the bad step
 
 
-@dataclasses.dataclass(frozen=True)
-class TrainConfig:
+@dataclasses.dataclass(frozen=True, repr=False)
+class TrainConfig(Section):
     """The recipe of the paper (section 4.1), with AdamW and a cosine to a tenth of the peak.
 
     `start`: a checkpoint whose weights and tokenizer training begins with; empty: new weights. Fields that the section
@@ -150,19 +144,19 @@ class TrainConfig:
     rollback_batches: int = 100  # batches up to the bad one that a rollback leaves out
     peak_tflops: float | None = None  # of one device, for the MFU; empty: by a table
 
-    __repr__ = shown
+    NAME = "train"
+    POSITIVE = (
+        *("steps", "batch", "sequence", "learning_rate", "eps", "clip_norm", "accumulate", "loss_chunk", "log_every"),
+        *("checkpoint_every", "keep_checkpoints", "evaluation_batches", "spike_window", "max_bad_steps"),
+        *("rollback_batches", "peak_tflops"),
+    )
+    NOT_NEGATIVE = (
+        *("freeze", "z_loss", "load_balance", "router_z_loss", "router_bias_rate", "evaluate_every", "keep_every"),
+        *("keep_best", "warmup_steps", "weight_decay"),
+    )
+    FRACTIONS = ("beta1", "beta2", "final_learning_rate_fraction")
 
-    def __post_init__(self):
-        fit(self, "train")
-        check_positive(self, "train", "steps", "batch", "sequence", "learning_rate", "eps", "clip_norm")
-        check_positive(self, "train", "accumulate", "loss_chunk")
-        check(self.freeze >= 0, f"train.freeze must not be negative, not {self.freeze}")
-        for name in ("z_loss", "load_balance", "router_z_loss", "router_bias_rate"):
-            check(getattr(self, name) >= 0, f"train.{name} must not be negative, not {getattr(self, name)}")
-        check_positive(self, "train", "log_every", "checkpoint_every", "keep_checkpoints", "evaluation_batches")
-        check_positive(self, "train", "spike_window", "max_bad_steps", "rollback_batches")
-        for name in ("evaluate_every", "keep_every", "keep_best"):
-            check(getattr(self, name) >= 0, f"train.{name} must not be negative, not {getattr(self, name)}")
+    def _check(self) -> None:
         check(
             not self.keep_best or (self.evaluate_every and self.checkpoint_every % self.evaluate_every == 0),
             f"train.keep_best={self.keep_best} needs a held-out loss at every checkpoint: train.checkpoint_every="
@@ -172,13 +166,7 @@ class TrainConfig:
             self.spike_factor == 0 or self.spike_factor > 1,
             f"train.spike_factor must be above 1, or 0 for none, not {self.spike_factor}",
         )
-        if self.peak_tflops is not None:
-            check_positive(self, "train", "peak_tflops")
-        check(self.warmup_steps >= 0, f"train.warmup_steps must not be negative, not {self.warmup_steps}")
-        check(self.weight_decay >= 0, f"train.weight_decay must not be negative, not {self.weight_decay}")
         check(0 <= self.seed < 2**32, f"train.seed must be between 0 and 2**32 - 1, not {self.seed}")
-        for name in ("beta1", "beta2", "final_learning_rate_fraction"):
-            check(0 <= getattr(self, name) <= 1, f"train.{name} must be between 0 and 1, not {getattr(self, name)}")
 
     @property
     def execution(self) -> Execution:
@@ -198,8 +186,8 @@ class Quantize(enum.Enum):
     INT8 = "int8"  # 8 bits, one scale an output channel
 
 
-@dataclasses.dataclass(frozen=True)
-class DecodeConfig:
+@dataclasses.dataclass(frozen=True, repr=False)
+class DecodeConfig(Section):
     max_new_tokens: int = 128
     temperature: float = 0.0  # 0: greedy
     top_k: int = 0  # only the k most probable tokens; 0: all
@@ -213,16 +201,11 @@ class DecodeConfig:
     launch: Launch = Launch.AUTO  # of all-reduces, in prefill and decode
     quantize: Quantize = Quantize.NONE
 
-    __repr__ = shown
+    NAME, POSITIVE = "decode", ("max_new_tokens", "prefill_chunk", "repetition_penalty")
+    NOT_NEGATIVE, FRACTIONS = ("temperature", "top_k"), ("min_p",)
 
-    def __post_init__(self):
-        fit(self, "decode")
-        check_positive(self, "decode", "max_new_tokens", "prefill_chunk")
-        for name in ("temperature", "top_k"):
-            check(getattr(self, name) >= 0, f"decode.{name} must not be negative, not {getattr(self, name)}")
+    def _check(self) -> None:
         check(0 < self.top_p <= 1, f"decode.top_p must be above 0 and at most 1, not {self.top_p}")
-        check(0 <= self.min_p <= 1, f"decode.min_p must be between 0 and 1, not {self.min_p}")
-        check_positive(self, "decode", "repetition_penalty")
         check(0 <= self.seed < 2**32, f"decode.seed must be between 0 and 2**32 - 1, not {self.seed}")
 
 
@@ -233,8 +216,8 @@ class OnDamaged(enum.Enum):
     PREVIOUS = "previous"  # rename it, and resume from the newest undamaged one
 
 
-@dataclasses.dataclass(frozen=True)
-class FolderConfig:
+@dataclasses.dataclass(frozen=True, repr=False)
+class FolderConfig(Section):
     """`dir`: the run's folder, which may be gs://bucket/folder or s3://bucket/folder; empty for `runs/<name>`.
 
     `wandb`: a project of Weights & Biases to log to. `profiler_port`: process i offers jax's profiler on this port + i.
@@ -247,16 +230,15 @@ class FolderConfig:
     wandb: str | None = None
     profiler_port: int | None = None
 
-    __repr__ = shown
+    NAME = "run"
 
-    def __post_init__(self):
-        fit(self, "run")
+    def _check(self) -> None:
         port = self.profiler_port
         check(port is None or 0 < port < 2**16, f"run.profiler_port must be between 1 and 65535, not {port}")
 
 
-@dataclasses.dataclass(frozen=True)
-class RunConfig:
+@dataclasses.dataclass(frozen=True, repr=False)
+class RunConfig(Section):
     model: ModelConfig = ModelConfig()
     mesh: MeshConfig = MeshConfig()
     train: TrainConfig = TrainConfig()
@@ -272,47 +254,45 @@ class RunConfig:
         sections = [f"  {name}={value!r},\n" for name, value in vars(self).items() if value != type(value)()]
         return f"RunConfig(\n{''.join(sections)})" if sections else "RunConfig()"
 
-    def __post_init__(self):
-        fit(self, "")
+    def _check(self) -> None:
         check_fits_mesh(self.model, self.mesh)
         if self.retrains or self.model.side is not None:
             check_retraining(self)
-        rows = self.mesh.data * self.mesh.fsdp
+        train, model, tensor, rows = self.train, self.model, self.mesh.tensor, self.mesh.data * self.mesh.fsdp
+        of_device, split = train.batch // rows, train.sequence_parallel
         check(
-            self.train.batch % rows == 0,
-            f"train.batch={self.train.batch} is not divisible by the mesh's data x fsdp = {rows}",
+            train.batch % rows == 0,
+            f"train.batch={train.batch} is not divisible by the mesh's data x fsdp = {rows}",
         )
         check(
-            not self.train.sequence_parallel or self.train.sequence % self.mesh.tensor == 0,
-            f"train.sequence_parallel splits train.sequence={self.train.sequence} positions over mesh.tensor="
-            f"{self.mesh.tensor} ranks, which does not divide them",
+            not split or train.sequence % tensor == 0,
+            f"train.sequence_parallel splits train.sequence={train.sequence} positions over mesh.tensor={tensor}"
+            " ranks, which does not divide them",
         )
         exchanges = self.mesh.experts is ExpertParallelism.EXCHANGE
-        splits = self.train.sequence_parallel and self.mesh.tensor > 1
         check(
-            not splits or exchanges or parse_residual(self.model.residual).reduces_every_output,
-            f"train.sequence_parallel reduces and splits every sublayer's output, which {self.model.residual} does not"
+            not split or tensor == 1 or exchanges or parse_residual(model.residual).reduces_every_output,
+            f"train.sequence_parallel reduces and splits every sublayer's output, which {model.residual} does not"
             " (allowed: standard, ladder, ladder-K, ladder-fresh, parallel, parallel-shared-norm, parallel-ladder,"
             " farskip)",
         )
-        form, split = self.train.collective_matmul, self.train.sequence_parallel
         names = "train.collective_matmul", "train.sequence_parallel=true"
-        check_collective_matmul(form, model=self.model, sequence_parallel=split, names=names)
+        check_collective_matmul(train.collective_matmul, model=model, sequence_parallel=split, names=names)
         if exchanges:
             names = "mesh.experts=exchange", "model.moe.capacity", "train.sequence_parallel=true"
-            check_exchange(self.model.moe, residual=self.model.residual, sequence_parallel=split, names=names)
+            check_exchange(model.moe, residual=model.residual, sequence_parallel=split, names=names)
         check(
-            self.train.batch // rows % self.train.accumulate == 0,
-            f"train.accumulate={self.train.accumulate} does not divide a device's {self.train.batch // rows} rows"
-            f" (train.batch={self.train.batch} over data x fsdp = {rows})",
+            of_device % train.accumulate == 0,
+            f"train.accumulate={train.accumulate} does not divide a device's {of_device} rows (train.batch="
+            f"{train.batch} over data x fsdp = {rows})",
         )
-        halves = self.train.interleave is Interleave.HALVES
+        halves = train.interleave is Interleave.HALVES
         check_halves(
             2 if halves else 1,
-            model=self.model,
-            rows=self.train.batch // rows // self.train.accumulate,
-            sequence_parallel=split and self.mesh.tensor > 1,
-            collective_matmul=form,
+            model=model,
+            rows=of_device // train.accumulate,
+            sequence_parallel=split and tensor > 1,
+            collective_matmul=train.collective_matmul,
             names=("train.interleave", "train.batch over data x fsdp x train.accumulate"),
         )
         check(

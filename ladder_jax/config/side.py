@@ -5,11 +5,11 @@ import math
 from typing import Any
 
 from ladder_jax.config.execution import Interleave
-from ladder_jax.config.fields import check, check_positive, fit, shown
+from ladder_jax.config.fields import Section, check
 
 
-@dataclasses.dataclass(frozen=True)
-class SideConfig:
+@dataclasses.dataclass(frozen=True, repr=False)
+class SideConfig(Section):
     """Ladder side-tuning (arXiv 2206.06522): the model is frozen, and a network beside it reads its layers' streams.
 
     `reduction`: the side network's width, feed-forward size and heads are the model's divided by it. Heads are fewer as
@@ -18,11 +18,7 @@ class SideConfig:
 
     reduction: int = 8
 
-    __repr__ = shown
-
-    def __post_init__(self):
-        fit(self, "model.side")
-        check_positive(self, "model.side", "reduction")
+    NAME, POSITIVE = "model.side", ("reduction",)
 
     def network(self, model: Any) -> Any:
         """The configuration of the side network's blocks, as many as the model has layers."""

@@ -1,9 +1,11 @@
-"""Compile a request's program in a subprocess, and cache the compiler's record of it (see `record`)."""
+"""Compile a request's program in a subprocess, and keep the compiler's record of it in the cache."""
 
 import ast
 import contextlib
+import dataclasses
+import enum
+import gzip
 import hashlib
-import importlib.metadata
 import json
 import os
 import pathlib
@@ -12,21 +14,77 @@ import subprocess
 import tempfile
 import threading
 import time
+import zlib
 from collections.abc import Iterable, Iterator
 
 from ladder_jax import files, python
-from ladder_jax.config import Phase
 from ladder_jax.errors import UserError
-from ladder_jax.overlap import record, scheduled
-from ladder_jax.overlap.record import Record, Until
 from ladder_jax.overlap.request import Request
 from ladder_jax.schedule import targets
 from ladder_jax.schedule.targets import Target
 
-PROGRAMS = ("overlap/programs.py", "overlap/scheduled.py", "overlap/worker.py")
-SOURCES = ("config", "nn", "parallel", "residual", *PROGRAMS)
+SOURCES = ("config", "nn", "parallel", "residual", "scopes.py", "overlap/programs.py")
 TRAINING = ("retrain", "train")
 PACKAGES = ("jax", "jaxlib", "flax", "libtpu", "jax-cuda13-plugin", "jax-cuda12-plugin")
+MODULES = "jit_(step|local)"  # the library's programs: training, and serving
+
+
+class Until(enum.Enum):
+    """How far a program is compiled."""
+
+    CODE = "code"
+    SCHEDULE = "schedule"  # until the order of operations is final; without the compiler's costs and sizes
+
+
+@dataclasses.dataclass(frozen=True)
+class Record:
+    """A compiler's results for one program; bytes are those of one device.
+
+    hlo: text of the scheduled program.
+    options: compiler options in force. launch: of the all-reduces that it hides, "chained" or "explicit".
+    notices: warnings about options or settings that were dropped, with reasons.
+    bytes_minimum: weights and cache, each read once (decode); None for other phases.
+    bytes_accessed: the compiler's count; None if it gives none.
+    argument_bytes, output_bytes, alias_bytes, temporary_bytes, code_bytes: None if compiled until SCHEDULE.
+    """
+
+    hlo: str = dataclasses.field(repr=False)
+    jax: str
+    compiler: str
+    options: dict
+    launch: str
+    notices: tuple[str, ...]
+    seconds: float
+    bytes_minimum: int | None = None
+    bytes_accessed: float | None = None
+    argument_bytes: int | None = None
+    output_bytes: int | None = None
+    alias_bytes: int | None = None
+    temporary_bytes: int | None = None
+    code_bytes: int | None = None
+
+    @property
+    def bytes_per_device(self) -> int | None:
+        """At the peak: arguments, temporaries, and the outputs that do not reuse an argument's memory."""
+        if self.temporary_bytes is None:
+            return None
+        outputs = self.output_bytes - self.alias_bytes
+        return self.argument_bytes + self.temporary_bytes + outputs + self.code_bytes
+
+
+def read(path: str | os.PathLike) -> Record | None:
+    """The record at `path`; None if the file is missing or unreadable for this version. gzip has a checksum."""
+    try:
+        with gzip.open(path, "rt") as file:
+            values = json.load(file)
+        return Record(**{**values, "notices": tuple(values["notices"])})
+    except (OSError, EOFError, ValueError, TypeError, KeyError, RecursionError, zlib.error):
+        return None
+
+
+def write(path: str, record: Record) -> None:
+    content = gzip.compress(json.dumps(dataclasses.asdict(record)).encode(), compresslevel=5)
+    files.write_atomically(path, lambda partial: pathlib.Path(partial).write_bytes(content))
 
 
 def compiled(request: Request, *, until: Until = Until.CODE) -> Record:
@@ -36,25 +94,22 @@ def compiled(request: Request, *, until: Until = Until.CODE) -> Record:
     """
     if reason := targets.not_installed(request.target):
         raise UserError(f"target {request.target.name}: {reason}")
-    with files.cache(record.FOLDER) as folder:
-        return _cached_or_compiled(request, folder=folder, until=until)
-
-
-def _cached_or_compiled(request: Request, *, folder: pathlib.Path, until: Until) -> Record:
-    key = _key(request)
-    path = folder / f"{key}.json.gz"
-    cached = record.read(path)
-    if cached is None and until is Until.SCHEDULE and request.target.platform == "tpu":
-        path = folder / f"{key}-schedule.json.gz"
-        cached = record.read(path)
-    else:
-        until = Until.CODE
-    if cached is not None:
-        return cached
-    label = f"{request.residual}, {request.layers} layers, {request.phase.value} for {request.target.name}"
-    worker = "ladder_jax.overlap.worker"
-    run_worker(worker, request.as_dict(), path, target=request.target, label=label, until=until)
-    return record.read(path)
+    digest = hashlib.sha256(json.dumps(request.as_dict(), sort_keys=True).encode())
+    key = with_sources(digest, (*SOURCES, *(TRAINING if request.trains else ["decode"]))).hexdigest()[:32]
+    with files.cache("schedules") as folder:
+        path = folder / f"{key}.json.gz"
+        if (kept := read(path)) is not None:
+            return kept
+        if until is Until.SCHEDULE and request.target.platform == "tpu":
+            path = folder / f"{key}-schedule.json.gz"
+            if (kept := read(path)) is not None:
+                return kept
+        else:
+            until = Until.CODE
+        label = f"{request.residual}, {request.layers} layers, {request.phase.value} for {request.target.name}"
+        worker = "ladder_jax.overlap.programs"
+        run_worker(worker, request.as_dict(), path, target=request.target, label=label, until=until)
+        return read(path)
 
 
 def run_worker(
@@ -62,8 +117,8 @@ def run_worker(
 ) -> None:
     """Run `python -m module REQUEST.json PATH`, which writes `path`, with the environment that `target` needs.
 
-    label: shown on the terminal. until: with SCHEDULE the worker has a third argument, the folder of the compiler's
-    dump. Raises UserError if the worker refuses the request or is killed.
+    label: shown on the terminal. until: with SCHEDULE the worker has a third argument, a folder into which XLA dumps a
+    module once the order of operations is final. Raises UserError if the worker refuses the request or is killed.
     """
     with tempfile.TemporaryDirectory() as scratch:
         source, errors = pathlib.Path(scratch, "request.json"), pathlib.Path(scratch, "stderr")
@@ -71,9 +126,10 @@ def run_worker(
         command = python.command(module, str(source), str(path))
         environment = _environment(target)
         if until is Until.SCHEDULE:
-            dump = pathlib.Path(scratch, "dump")
-            command.append(str(dump))
-            environment["XLA_FLAGS"] += f" {scheduled.flags(dump)}"
+            dump = f"{scratch}/dump"
+            command.append(dump)
+            module_re = f"--xla_dump_hlo_as_text=true --xla_dump_hlo_module_re=.*{MODULES}.*"
+            environment["XLA_FLAGS"] += f" --xla_dump_to={dump} {module_re}"
         with errors.open("wb") as stderr, _progress(label):
             status, answer = _run(command, stdout=subprocess.PIPE, stderr=stderr, env=environment)
         if status == 2 and answer.strip():
@@ -121,30 +177,15 @@ def _environment(target: Target) -> dict[str, str]:
     if target.platform == "cuda":
         flags += " --xla_gpu_autotune_level=0"  # autotuning would run kernels, and there is no GPU
     # jax's compilation cache is off: it could return the same program with other operation names, which we read.
-    environment = {
-        **os.environ,
-        **targets.ENVIRONMENT,
-        "XLA_FLAGS": flags.strip(),
-        "JAX_ENABLE_COMPILATION_CACHE": "false",
-    }
+    changes = {"XLA_FLAGS": flags.strip(), "JAX_ENABLE_COMPILATION_CACHE": "false"}
     if target.platform == "cpu":
-        environment["JAX_NUM_CPU_DEVICES"] = target.shape
-    return environment
-
-
-def _key(request: Request) -> str:
-    """The cache's key: a hash of the request, the compilers' versions and this library's source."""
-    digest = hashlib.sha256(json.dumps(request.as_dict(), sort_keys=True).encode())
-    return with_sources(digest, (*SOURCES, *(TRAINING if request.phase is Phase.TRAIN else ["decode"]))).hexdigest()[
-        :32
-    ]
+        changes["JAX_NUM_CPU_DEVICES"] = target.shape
+    return {**os.environ, **targets.ENVIRONMENT, **changes}
 
 
 def with_sources(digest, parts: Iterable[str]):
     """Update hashlib's `digest` with the compilers' versions and with those files and folders of this library."""
-    for package in PACKAGES:
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            digest.update(f"{package} {importlib.metadata.version(package)}\n".encode())
+    digest.update(json.dumps(python.versions(*PACKAGES)).encode())
     root = pathlib.Path(__file__).parent.parent
     for part in parts:
         for path in sorted((root / part).rglob("*.py")) if (root / part).is_dir() else [root / part]:

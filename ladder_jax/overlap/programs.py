@@ -1,20 +1,34 @@
-"""Build the library's train step, prefill or decode step for a request."""
+"""The library's train step, prefill or decode step for a request, and the subprocess that compiles one: jax reads its
+environment at import, and the compiler may be killed.
 
-import contextlib
-import importlib.metadata
-import math
+    python -m ladder_jax.overlap.programs REQUEST.json RESULT [DUMP]
+
+A user's mistake is one JSON line on standard output, {"error": ...}, and exit status 2; standard error has the
+compiler's log. RESULT is written completely or not at all. With DUMP, the folder named in XLA_FLAGS, the program is
+compiled only until it is scheduled: machine code takes 90 % of a train step's compilation.
+"""
+
+import json
+import logging
+import logging.handlers
+import os
+import pathlib
+import sys
+import threading
+import time
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from ladder_jax import decode, nn, schedule, train
+from ladder_jax import decode, nn, python, schedule, train
 from ladder_jax.config import Phase, TrainConfig, recipe
-from ladder_jax.decode import steps, weights
+from ladder_jax.decode import memory, steps, weights
 from ladder_jax.errors import UserError
+from ladder_jax.overlap.compile import Record, write
 from ladder_jax.overlap.request import Request
 from ladder_jax.parallel import Compiled, make_mesh
-from ladder_jax.schedule import shards
 from ladder_jax.schedule.targets import Target
 
 
@@ -30,12 +44,9 @@ def program(request: Request) -> tuple[Compiled, tuple[Any, ...]]:
         return jax.ShapeDtypeStruct(shape, jnp.int32, sharding=definition.layout.sharding("BT"[: len(shape)]))
 
     rows, loop = request.batch * request.fsdp, request.loop
-    split = dict(
-        sequence_parallel=request.sequence_parallel,
-        collective_matmul=request.collective_matmul,
-        interleave=request.interleave,
-    )
-    if request.phase is Phase.TRAIN:
+    names = ("sequence_parallel", "collective_matmul", "interleave")
+    split = {name: getattr(request, name) for name in names}
+    if request.trains:
         shape = dict(batch=rows, sequence=request.prompt_length, loop=loop, remat=request.remat)
         config = TrainConfig(**{**recipe(request.model), **shape, **split})
         arguments = train.abstract_state(definition, config=config), train.abstract_batch(definition, config=config)
@@ -52,10 +63,8 @@ def program(request: Request) -> tuple[Compiled, tuple[Any, ...]]:
 def compiler(target: Target) -> str:
     """The compiler's name and version."""
     packages = {"tpu": ("libtpu",), "cuda": ("jax-cuda13-plugin", "jax-cuda12-plugin"), "cpu": ("jaxlib",)}
-    for package in packages[target.platform]:
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            return f"{package} {importlib.metadata.version(package)}"
-    return "unknown"
+    versions = python.versions(*packages[target.platform])
+    return next((f"{package} {version}" for package, version in versions.items()), "unknown")
 
 
 def bytes_minimum(request: Request, arguments: tuple[Any, ...]) -> int | None:
@@ -71,9 +80,95 @@ def bytes_minimum(request: Request, arguments: tuple[Any, ...]) -> int | None:
         params = {name: value for name, value in params.items() if name != "embedding"}
     moe, total = request.config.moe, 0.0
     for path, array in jax.tree.leaves_with_path((params, caches)):
-        size = math.prod(array.sharding.shard_shape(array.shape)) * array.dtype.itemsize
+        size = memory.shard_bytes(array)
         routed = any(getattr(key, "key", None) == "experts" for key in path)
         if routed:  # without those that fill up the last ranks
-            size *= shards.chosen(moe, tokens=request.batch) * moe.experts / array.shape[0]
+            size *= moe.chosen(request.batch) * moe.experts / array.shape[0]
         total += size
     return round(total)
+
+
+def main(source: str, destination: str, dump: str | None = None) -> int:
+    notices = logging.handlers.BufferingHandler(1000)
+    logging.getLogger("ladder_jax").addHandler(notices)
+    request = Request.from_dict(json.loads(pathlib.Path(source).read_text()))
+    try:
+        started = time.perf_counter()
+        function, arguments = program(request)
+        if dump is None:
+            compiled = function.compile(*arguments)
+            hlo, analysis = compiled.as_text(), _analysis(compiled)
+        else:
+            hlo, analysis = scheduled(function, arguments=arguments, folder=pathlib.Path(dump)), {}
+    except UserError as error:
+        return _refuse(str(error))
+    except jax.errors.JaxRuntimeError as error:
+        return _refuse(f"the compiler for {request.target.name} fails: {str(error).splitlines()[0][:400]}")
+    record = Record(
+        hlo=hlo,
+        jax=jax.__version__,
+        compiler=compiler(request.target),
+        options=function.options,
+        launch=function.traits.launch.value,
+        notices=tuple(entry.getMessage() for entry in notices.buffer),
+        seconds=time.perf_counter() - started,
+        bytes_minimum=bytes_minimum(request, arguments),
+        **analysis,
+    )
+    write(destination, record)
+    return 0
+
+
+def _refuse(message: str) -> int:
+    print(json.dumps({"error": message}))
+    return 2
+
+
+def _analysis(compiled: jax.stages.Compiled) -> dict:
+    memory = compiled.memory_analysis()
+    try:
+        costs = compiled.cost_analysis() or {}
+    except (NotImplementedError, RuntimeError):  # NVIDIA's compiler has none ahead of time
+        costs = {}
+    return {
+        "bytes_accessed": costs.get("bytes accessed"),
+        "argument_bytes": memory.argument_size_in_bytes,
+        "output_bytes": memory.output_size_in_bytes,
+        "alias_bytes": memory.alias_size_in_bytes,
+        "temporary_bytes": memory.temp_size_in_bytes,
+        "code_bytes": memory.generated_code_size_in_bytes,
+    }
+
+
+def scheduled(function: Compiled, *, arguments: Sequence, folder: pathlib.Path) -> str:
+    """The scheduled program's text. The compiler still runs in a thread afterwards: the caller ends the process.
+
+    XLA dumps a module once the order of operations is final and buffers are assigned, before it generates machine code.
+    Raises the compiler's error if it fails before the dump. Later errors, such as too little vector memory, go unseen.
+    """
+    outcome: list[str | BaseException] = []
+
+    def compile_whole() -> None:
+        try:
+            outcome.append(function.compile(*arguments).as_text())
+        except BaseException as error:
+            outcome.append(error)
+
+    thread = threading.Thread(target=compile_whole, daemon=True)
+    thread.start()
+    while thread.is_alive():
+        for path in folder.glob("*.after_optimizations.txt"):
+            text = path.read_text(errors="replace")
+            if "\nENTRY " in text and text.rstrip().endswith("\n}"):  # the entry comes last, so the file is complete
+                return text
+        thread.join(0.1)
+    if isinstance(outcome[0], BaseException):
+        raise outcome[0]
+    return outcome[0]
+
+
+if __name__ == "__main__":
+    status = main(*sys.argv[1:])
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)  # no normal exit: a compiler's threads may hang at the interpreter's end

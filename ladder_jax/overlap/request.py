@@ -1,8 +1,8 @@
-"""The checked arguments of `ladder-jax overlap`, with defaults; imports no jax."""
+"""What `ladder-jax overlap` compiles: its checked options, with defaults; imports no jax."""
 
 import dataclasses
-import enum
 import math
+from typing import Any
 
 from ladder_jax.config import (
     PRESETS,
@@ -19,13 +19,11 @@ from ladder_jax.config import (
     check_exchange,
     check_fits_mesh,
     check_halves,
-    model_from_dict,
     parse_residual,
     preset,
     to_dict,
 )
-from ladder_jax.config.fields import check
-from ladder_jax.errors import UserError
+from ladder_jax.config.fields import check, fit
 from ladder_jax.hardware import HARDWARE
 from ladder_jax.schedule import models, shards, targets
 from ladder_jax.schedule.grouped import Experts, Form
@@ -36,7 +34,7 @@ CAPACITY = 1.25  # of exchanged experts, unless the model has one
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-    """A program to compile.
+    """A program to compile. All fields but `shape` are options of the command line.
 
     model: as the user typed it. shape: its configuration, where it is no preset.
     batch: rows on one data shard; the fsdp axis shards the batch too.
@@ -50,7 +48,6 @@ class Request:
     target: Target
     model: str
     residual: str
-    ladder_layers: str | None
     phase: Phase
     loop: Loop
     layers: int
@@ -58,6 +55,7 @@ class Request:
     batch: int
     prompt_length: int
     context: int
+    ladder_layers: str | None = None
     remat: Remat = Remat.NONE
     launch: Launch = Launch.AUTO
     quantize: Quantize = Quantize.NONE
@@ -69,6 +67,9 @@ class Request:
     capacity: float | None = None
     shape: ModelConfig | None = None
 
+    def __post_init__(self):
+        fit(self, "")
+
     @property
     def config(self) -> ModelConfig:
         changes = dict(num_layers=self.layers, residual=self.residual, ladder_layers=self.ladder_layers)
@@ -79,114 +80,85 @@ class Request:
         return dataclasses.replace(config, moe=dataclasses.replace(config.moe, capacity=self.capacity))
 
     @property
+    def trains(self) -> bool:
+        return self.phase is Phase.TRAIN
+
+    @property
+    def exchanges(self) -> bool:
+        return self.experts is ExpertParallelism.EXCHANGE
+
+    @property
     def tokens(self) -> int:
         """Tokens that one device computes in one execution: a decode step has one per row."""
         return self.batch if self.phase is Phase.DECODE else self.batch * self.prompt_length
 
     def as_dict(self) -> dict:
-        named = [f.name for f in dataclasses.fields(self) if f.name not in ("target", "shape")]
-        values = {"target": self.target.name, **{name: _json_value(getattr(self, name)) for name in named}}
-        return values if self.shape is None else {**values, "shape": to_dict(self.shape)}
+        values = {**to_dict(self), "target": self.target.name}
+        return {name: value for name, value in values.items() if name != "shape" or value is not None}
 
     @classmethod
     def from_dict(cls, values: dict) -> "Request":
-        enums = dict(phase=Phase, loop=Loop, remat=Remat, launch=Launch, quantize=Quantize)
-        enums |= dict(collective_matmul=CollectiveMatmul, experts=ExpertParallelism)
-        converted = {name: enums[name](value) if name in enums else value for name, value in values.items()}
-        if "shape" in values:
-            converted["shape"] = model_from_dict(values["shape"])
-        return cls(**{**converted, "target": targets.parse(values["target"])})
+        return cls(**{**values, "target": targets.parse(values["target"])})
 
 
-def make(
-    *,
-    target: str,
-    model: str,
-    residual: str,
-    phase: Phase,
-    ladder_layers: str | None = None,
-    loop: Loop | None = None,
-    layers: int | None = None,
-    tensor: int | None = None,
-    batch: int | None = None,
-    prompt_length: int | None = None,
-    context: int | None = None,
-    remat: Remat = Remat.NONE,
-    launch: Launch = Launch.AUTO,
-    quantize: Quantize = Quantize.NONE,
-    fsdp: int | None = None,
-    sequence_parallel: bool = False,
-    collective_matmul: CollectiveMatmul = CollectiveMatmul.NONE,
-    interleave: int | None = None,
-    experts: ExpertParallelism = ExpertParallelism.REDUCE,
-    capacity: float | None = None,
-) -> Request:
-    """A checked request. Raises UserError for an invalid one."""
-    parsed = targets.parse(target)
-    config = models.by_name(model)
-    count = parsed.count
-    numbers = dict(layers=layers, tensor=tensor, fsdp=fsdp, batch=batch, prompt_length=prompt_length, context=context)
-    for name, value in numbers.items():
-        if value is not None and value < 1:
-            raise UserError(f"--{name.replace('_', '-')} must be positive, not {value}")
-    fsdp = fsdp or 1
-    tensor = max(1, count // fsdp) if tensor is None else tensor
-    if tensor * fsdp > count:
-        options = f"--tensor {tensor}" + (f" x --fsdp {fsdp}" if fsdp > 1 else "")
-        raise UserError(f"{options} is more than the {count} devices of {parsed.name}")
-    request = Request(
-        target=parsed,
-        model=model,
-        residual=residual,
-        ladder_layers=ladder_layers,
-        phase=phase,
-        loop=loop or (Loop.SCAN if phase is Phase.TRAIN else Loop.UNROLLED),
-        layers=layers or config.num_layers,
-        tensor=tensor,
-        batch=batch or (16 if phase is Phase.DECODE else 1),
-        prompt_length=prompt_length or 1024,
-        context=(context or 2048) if phase is Phase.DECODE else max(context or 0, prompt_length or 1024),
-        remat=remat,
-        launch=launch,
-        quantize=quantize,
-        fsdp=fsdp,
-        sequence_parallel=sequence_parallel,
-        collective_matmul=collective_matmul,
-        interleave=1 if interleave is None else interleave,
-        experts=experts,
-        capacity=exchange_capacity(capacity, config=config, experts=experts),
+def make(*, target: str, model: str, phase: Phase, **options: Any) -> Request:
+    """A checked request. options: its other fields; None is the default. Raises UserError for an invalid one."""
+    parsed, config = targets.parse(target), models.by_name(model)
+    given = {name: value for name, value in options.items() if value is not None}
+    decodes, prompt = phase is Phase.DECODE, given.get("prompt_length", 1024)
+    experts = given.get("experts", ExpertParallelism.REDUCE)
+    defaults = dict(
+        loop=Loop.SCAN if phase is Phase.TRAIN else Loop.UNROLLED,
+        layers=config.num_layers,
+        tensor=max(1, parsed.count // given.get("fsdp", 1)),
+        batch=16 if decodes else 1,
+        prompt_length=prompt,
+        context=2048,
+    )
+    settled = dict(
+        capacity=exchange_capacity(given.get("capacity"), config=config, experts=experts),
         shape=None if model in PRESETS else config,
     )
-    if fsdp > 1 and phase is not Phase.TRAIN:
-        raise UserError(f"--fsdp is for train (serving keeps every layer's weights), not for {phase.value}")
-    if sequence_parallel and phase is Phase.DECODE:
-        raise UserError("--sequence-parallel is for train and prefill: a decode step has one position a row")
-    if sequence_parallel and request.prompt_length % tensor:
-        raise UserError(f"--sequence-parallel splits --prompt-length {request.prompt_length} over --tensor {tensor}")
-    check_collective_matmul(
-        collective_matmul,
-        model=request.config,
-        sequence_parallel=sequence_parallel,
-        names=("--collective-matmul", "--sequence-parallel"),
-    )
-    check_in_turn(request)
-    if experts is ExpertParallelism.EXCHANGE:
-        names = "--experts exchange", "--capacity", "--sequence-parallel"
-        check_exchange(request.config.moe, residual=residual, sequence_parallel=sequence_parallel, names=names)
-    if collective_matmul is CollectiveMatmul.COMPILER and parsed.platform != "tpu":
-        raise UserError(f"--collective-matmul compiler is an option of XLA for TPUs, not for {parsed.name}: use ring")
-    if launch is Launch.EXPLICIT and phase is Phase.TRAIN:
-        raise UserError("--launch explicit is for prefill and decode, not for train: it has no gradient")
-    if quantize is not Quantize.NONE and phase is Phase.TRAIN:
-        raise UserError(f"--quantize {quantize.value} is for prefill and decode, not for train")
-    check_fits_mesh(request.config, MeshConfig(fsdp=fsdp, tensor=tensor))
+    if not decodes:
+        settled["context"] = max(given.get("context", 0), prompt)
+    request = Request(target=parsed, model=model, phase=phase, **{**defaults, **given, **settled})
+    _check(request)
     return request
+
+
+def _check(request: Request) -> None:
+    tensor, fsdp, target, phase = request.tensor, request.fsdp, request.target, request.phase
+    product = f"--tensor {tensor}" + (f" x --fsdp {fsdp}" if fsdp > 1 else "")
+    check(tensor * fsdp <= target.count, f"{product} is more than the {target.count} devices of {target.name}")
+    serves = f"--fsdp is for train (serving keeps every layer's weights), not for {phase.value}"
+    check(fsdp == 1 or request.trains, serves)
+    if request.sequence_parallel:
+        one = "--sequence-parallel is for train and prefill: a decode step has one position a row"
+        check(phase is not Phase.DECODE, one)
+        split = f"--sequence-parallel splits --prompt-length {request.prompt_length} over --tensor {tensor}"
+        check(request.prompt_length % tensor == 0, split)
+    form, names = request.collective_matmul, ("--collective-matmul", "--sequence-parallel")
+    settings = dict(model=request.config, sequence_parallel=request.sequence_parallel)
+    check_collective_matmul(form, **settings, names=names)
+    check_in_turn(request)
+    if request.exchanges:
+        names = "--experts exchange", "--capacity", "--sequence-parallel"
+        settings = dict(residual=request.residual, sequence_parallel=request.sequence_parallel)
+        check_exchange(request.config.moe, **settings, names=names)
+    on_tpus = form is not CollectiveMatmul.COMPILER or target.platform == "tpu"
+    check(on_tpus, f"--collective-matmul compiler is an option of XLA for TPUs, not for {target.name}: use ring")
+    if request.trains:
+        explicit = "--launch explicit is for prefill and decode, not for train: it has no gradient"
+        check(request.launch is not Launch.EXPLICIT, explicit)
+        quantize = request.quantize
+        check(quantize is Quantize.NONE, f"--quantize {quantize.value} is for prefill and decode, not for train")
+    check_fits_mesh(request.config, MeshConfig(fsdp=fsdp, tensor=tensor))
 
 
 def check_in_turn(request: Request) -> None:
     """Raises UserError where two halves in turn are no program of this request."""
-    if request.interleave == 2 and request.phase is Phase.DECODE:
-        raise UserError("--interleave 2 is for train and prefill: a decode step has too few rows to halve")
+    decodes = "--interleave 2 is for train and prefill: a decode step has too few rows to halve"
+    check(request.interleave != 2 or request.phase is not Phase.DECODE, decodes)
     check_halves(
         request.interleave,
         model=request.config,
@@ -231,12 +203,7 @@ def sublayer_flops(request: Request, *, form: Form = Form.KERNELS) -> dict[str, 
 def active_flops(request: Request) -> float:
     """The least matmul FLOPs of one execution on one device, without attention's scores: each token times the matrices
     that it passes, forward, and in training twice more backward; the head, of a prompt its last position only."""
-    config, trains = request.config, request.phase is Phase.TRAIN
-    shard = shards.shard(config, ranks=request.tensor)
-    scored = request.tokens if trains else request.batch
-    layers = request.tokens * shards.active_layers(config, ranks=request.tensor)
-    return (3 if trains else 1) * 2 * (layers + scored * shard.vocabulary * shard.d_model)
-
-
-def _json_value(value: object) -> object:
-    return value.value if isinstance(value, enum.Enum) else value
+    shard = shards.shard(request.config, ranks=request.tensor)
+    scored = request.tokens if request.trains else request.batch
+    layers = request.tokens * shards.active_layers(request.config, ranks=request.tensor)
+    return (3 if request.trains else 1) * 2 * (layers + scored * shard.vocabulary * shard.d_model)

@@ -1,17 +1,25 @@
-"""The result of `ladder-jax overlap` as JSON; text.py formats it for a terminal."""
+"""The result of `ladder-jax overlap`: read from the compiler's record, as JSON, and for a terminal."""
 
 import dataclasses
+from collections import Counter
 from collections.abc import Sequence
 
-from ladder_jax.config import ExpertParallelism, Phase
+from ladder_jax.config import CollectiveMatmul, Phase
 from ladder_jax.overlap import request as requests
-from ladder_jax.overlap.record import Record
+from ladder_jax.overlap.compile import Record
 from ladder_jax.overlap.request import Request
 from ladder_jax.schedule import grouped, hlo, judge, shards, traffic
-from ladder_jax.schedule.collectives import Collective
 from ladder_jax.schedule.grouped import Form
-from ladder_jax.schedule.report import Other, Reduction, Report, Transfer, hidden, hidden_bytes
+from ladder_jax.schedule.report import Report, Status, Transfer, hidden, hidden_bytes
 from ladder_jax.schedule.shards import Parameters
+from ladder_jax.terminal import Table
+
+FORMS = {
+    CollectiveMatmul.NONE: "",
+    CollectiveMatmul.COMPILER: ", the compiler's collective matmul",
+    CollectiveMatmul.RING: ", ring collective matmul",
+}
+GIB = 2**30
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,37 +47,27 @@ class Result:
         bytes_accessed_by_compiler: the compiler's own count, null if it gives none. It counts a loop's body once, a
             prefetched array up to three times, and on TPUs a cache that attention reads once five times.
         """
-        settings = {name: value for name, value in self.request.as_dict().items() if _is_used(name, self.request)}
-        report = self.report
+        record, unused = self.record, _unused(self.request)
+        settings = {name: value for name, value in self.request.as_dict().items() if name not in unused}
         if "launch" in settings:
-            settings["launch"] = self.record.launch
+            settings["launch"] = record.launch
         return {
             **settings,
-            **{name: getattr(report, name) for name in ("all_reduces", "asynchronous", "hidden", "merged", "exposed")},
-            **{name: getattr(report, name) for name in ("all_to_alls", "all_to_alls_hidden")},
-            "window_flops_fraction": report.window_flops_fraction,
-            "hidden_time_fraction": report.hidden_time_fraction,
-            "step_cycles": report.step_cycles,
-            "hidden_cycles": report.hidden_cycles,
-            "flops": report.flops,
+            **self.report.as_dict(),
             "flops_active": requests.active_flops(self.request),
-            **self._parameters,
+            "parameters": self.parameters.held,
+            "parameters_active": self.parameters.active,
+            **({} if self.request.config.moe is None else {"grouped_matmuls": self.experts.value}),
             "bytes_accessed": self.bytes_accessed,
-            "bytes_accessed_by_compiler": self.record.bytes_accessed,
-            "bytes_minimum": self.record.bytes_minimum,
-            "bytes_per_device": self.record.bytes_per_device,
+            "bytes_accessed_by_compiler": record.bytes_accessed,
+            "bytes_minimum": record.bytes_minimum,
+            "bytes_per_device": record.bytes_per_device,
             "device_memory": self.request.target.memory,
             "fits": self.fits,
-            "verdict": self.verdict,
-            "compiler_options": self.record.options,
-            "notices": list(self.record.notices),
-            "reductions": [_reduction(one) for one in report.reductions],
-            "weights_gathers": _transfers(report.gathers),
-            "gradients_scatters": _transfers(report.scatters),
-            "other_collectives": [_other(one) for one in report.others],
-            "other_hidden": report.other_hidden,
-            "jax": self.record.jax,
-            "compiler": self.record.compiler,
+            "compiler_options": record.options,
+            "notices": list(record.notices),
+            "jax": record.jax,
+            "compiler": record.compiler,
         }
 
     @property
@@ -77,88 +75,118 @@ class Result:
         return shards.parameters(self.request.config)
 
     @property
-    def _parameters(self) -> dict:
-        counts = {"parameters": self.parameters.held, "parameters_active": self.parameters.active}
-        return counts if self.request.config.moe is None else {**counts, "grouped_matmuls": self.experts.value}
-
-    @property
     def fits(self) -> bool | None:
-        memory = self.request.target.memory
-        used = self.record.bytes_per_device
+        memory, used = self.request.target.memory, self.record.bytes_per_device
         return None if memory is None or used is None else used <= memory
 
     @property
     def verdict(self) -> str:
         return self.report.verdict
 
+    def lines(self) -> list[str | Table]:
+        """For `terminal.show`: the verdict, a table, memory and traffic."""
+        report, record = self.report, self.record
+        labelled = {
+            "memory": self._memory,
+            "traffic": self._traffic,
+            "experts": self._experts,
+            "time": self._time,
+            "gathers": report.gathers and _transfers(report.gathers),
+            "scatters": report.scatters and _transfers(report.scatters),
+            "other collectives": self._others,
+            "launch": "" if self.request.trains else record.launch,
+            "compiler": f"{record.compiler}, jax {record.jax}, {record.seconds:.0f} s",
+            "options": ", ".join(f"{k}={v}" for k, v in record.options.items()) or "none",
+        }
+        tail = [f"{label + ':' if ' ' in label else label.ljust(9)} {text}" for label, text in labelled.items() if text]
+        notices = [*record.notices]
+        if self.request.target.platform == "cuda" and self.request.phase is not Phase.DECODE:
+            notices.append("attention is XLA's here: cuDNN's cannot be compiled without a GPU")
+        tail += [f"notice    {notice}" for notice in notices]
+        return [*self.verdict.split("; "), self._title, report.table(), *report.explained(), *tail]
+
+    @property
+    def _title(self) -> str:
+        request = self.request
+        return ", ".join((
+            *(request.model, request.residual, request.phase.value, f"{request.layers} layers"),
+            *([f"fsdp {request.fsdp}"] if request.fsdp > 1 else []),
+            f"tensor {request.tensor}",
+            *([f"sequence-parallel{FORMS[request.collective_matmul]}"] if request.sequence_parallel else []),
+            *(["two halves in turn"] if request.interleave == 2 else []),
+            *([f"experts exchanged with capacity {request.capacity:g}"] if request.exchanges else []),
+            *(request.loop.value, f"on {request.target.name}"),
+        ))  # fmt: skip
+
+    @property
+    def _memory(self) -> str:
+        record = self.record
+        if record.bytes_per_device is None:
+            return ""
+        used = f"{record.bytes_per_device / GIB:.1f} GiB a device"
+        if self.fits is not None:
+            room = self.request.target.memory / GIB
+            used += f", of {room:.0f}: it fits" if self.fits else f", more than its {room:.0f}: it does NOT fit"
+        parts = f"arguments {record.argument_bytes / GIB:.2f}, temporaries {record.temporary_bytes / GIB:.2f}"
+        return f"{used} ({parts})"
+
+    @property
+    def _traffic(self) -> str:
+        line, least = f"reads and writes {self.bytes_accessed / GIB:.2f} GiB", self.record.bytes_minimum
+        return f"{line}: {self.bytes_accessed / least:.2f} times its weights and cache" if least else line
+
+    @property
+    def _experts(self) -> str:
+        if self.request.config.moe is None:
+            return ""
+        count, least = self.parameters, requests.active_flops(self.request)
+        line = f"a token passes {count.active / 1e9:.3g} of {count.held / 1e9:.3g} billion parameters; "
+        line += f"{self.report.flops / least:.2f} times the FLOPs of those are computed"
+        if self.experts is Form.EXPANDED:
+            line += ", as XLA expands grouped matmuls here: every row times every expert of its device"
+        return line
+
+    @property
+    def _time(self) -> str:
+        share = self.report.hidden_time_fraction
+        in_flight = "a hidden reduction is in flight during"
+        return "" if share is None else f"{in_flight} {share:.0%} of the step's estimated compute"
+
+    @property
+    def _others(self) -> str:
+        others = self.report.others
+        kinds = ", ".join(dict.fromkeys(part for one in others for part in one.purpose.split(", ")))
+        count = sum(one.count for one in others)
+        return f"{count} ({kinds}), {self.report.other_hidden} hidden" if others else ""
+
 
 def read(request: Request, record: Record) -> Result:
     program, experts = hlo.parse(record.hlo), requests.experts(request)
-    form = Form.BUFFERS if request.experts is ExpertParallelism.EXCHANGE else grouped.form(program)
+    form = Form.BUFFERS if request.exchanges else grouped.form(program)
     report = judge.read(program, sublayer_flops=requests.sublayer_flops(request, form=form), experts=experts)
     return Result(request, record, report, traffic.bytes_moved(program, experts=experts), form)
 
 
-def _reduction(one: Reduction) -> dict:
-    """A sublayer's reduction as JSON: its sublayer, its status and its window."""
-    return {
-        "layer": one.layer,
-        "sublayer": one.sublayer,
-        "direction": "backward" if one.backward else "forward",
-        "status": one.status.name.lower(),
-        "window_flops_fraction": one.window,
-        **_collective(one.collective),
+def _transfers(transfers: Sequence[Transfer]) -> str:
+    scattered = transfers[0].collective.kind == "reduce-scatter"
+    arrays = "gradients reduce-scattered" if scattered else "weights gathered"
+    line = f"{hidden(transfers)} of {sum(t.count for t in transfers)} arrays of layers' {arrays}, hidden"
+    line += f" ({hidden_bytes(transfers):.0%} of their bytes)"
+    not_hidden = Counter()
+    for t in transfers:
+        if t.status is not Status.HIDDEN:
+            not_hidden[f"of layer {t.layer or '?'}, {t.direction}, {t.status.value}"] += t.count
+    return line + "".join(f"; {count} {kind}" for kind, count in not_hidden.items())
+
+
+def _unused(request: Request) -> set[str]:
+    """The settings that the request's phase does not use, or that have no value."""
+    of_phase = {
+        Phase.DECODE: {"prompt_length", "remat", "fsdp", "sequence_parallel", "interleave"},
+        Phase.PREFILL: {"context", "remat", "fsdp"},
+        Phase.TRAIN: {"context", "launch", "quantize"},
     }
-
-
-def _other(one: Other) -> dict:
-    return {
-        "for": one.purpose,
-        "count": one.count,
-        "direction": "backward" if one.backward else "forward",
-        "status": one.status.name.lower(),
-        "window_flops_fraction": one.window,
-        **_collective(one.collective),
-    }
-
-
-def _transfers(transfers: Sequence[Transfer]) -> dict:
-    """Gathers or reduce-scatters of the layers' weights as JSON. The counts are of arrays.
-
-    hidden_bytes_fraction: the share of their bytes that is hidden, null without transfers.
-    """
-    one = lambda t: {"layer": t.layer, "direction": "backward" if t.backward else "forward", "arrays": t.count}
-    return {
-        "count": sum(t.count for t in transfers),
-        "asynchronous": sum(t.count for t in transfers if not t.collective.synchronous),
-        "hidden": hidden(transfers),
-        "hidden_bytes_fraction": hidden_bytes(transfers),
-        "each": [
-            one(t) | {"status": t.status.name.lower(), "window_flops_fraction": t.window} | _collective(t.collective)
-            for t in transfers
-        ],
-    }
-
-
-def _collective(one: Collective) -> dict:
-    fields = ("kind", "bytes", "axes", "executions", "operations", "kernels", "cycles", "op_name")
-    return {name: getattr(one, name) for name in fields} | {"synchronous": one.synchronous}
-
-
-def _is_used(name: str, request: Request) -> bool:
-    """Whether the request's phase uses a setting."""
-    used = {
-        "prompt_length": request.phase is not Phase.DECODE,
-        "context": request.phase is Phase.DECODE,
-        "launch": request.phase is not Phase.TRAIN,
-        "quantize": request.phase is not Phase.TRAIN,
-        "remat": request.phase is Phase.TRAIN,
-        "fsdp": request.phase is Phase.TRAIN,
-        "sequence_parallel": request.phase is not Phase.DECODE,
-        "collective_matmul": request.sequence_parallel,
-        "interleave": request.phase is not Phase.DECODE,
-        "experts": request.config.moe is not None and request.sequence_parallel,
-        "capacity": request.capacity is not None,
-        "ladder_layers": request.ladder_layers is not None,
-    }
-    return used.get(name, True)
+    unused = of_phase[request.phase] | {n for n in ("capacity", "ladder_layers") if getattr(request, n) is None}
+    if not request.sequence_parallel:
+        unused |= {"collective_matmul", "experts"}
+    return unused if request.config.moe else unused | {"experts"}

@@ -13,36 +13,34 @@ from jax.sharding import Mesh, PartitionSpec
 from ladder_jax.config import Launch
 from ladder_jax.errors import UserError, unknown
 from ladder_jax.parallel.compiled import kind_of
+from ladder_jax.scopes import CHOICE as CHOICE
+from ladder_jax.scopes import DATA_GRADIENTS as DATA_GRADIENTS
+from ladder_jax.scopes import DIVERGENCE as DIVERGENCE
+from ladder_jax.scopes import EMBEDDING as EMBEDDING
+from ladder_jax.scopes import ENTER as ENTER
+from ladder_jax.scopes import FOLLOWING as FOLLOWING
+from ladder_jax.scopes import GATHER as GATHER
+from ladder_jax.scopes import GRADIENT_NORM as GRADIENT_NORM
+from ladder_jax.scopes import HEAD as HEAD
+from ladder_jax.scopes import LAUNCH as LAUNCH
+from ladder_jax.scopes import LOSS as LOSS
+from ladder_jax.scopes import PREVIOUS as PREVIOUS
+from ladder_jax.scopes import QK_NORM as QK_NORM
+from ladder_jax.scopes import RING_GATHER as RING_GATHER
+from ladder_jax.scopes import RING_SCATTER as RING_SCATTER
+from ladder_jax.scopes import SCATTER as SCATTER
+from ladder_jax.scopes import SHARED_GRADIENTS as SHARED_GRADIENTS
+from ladder_jax.scopes import TOKEN_LOOP as TOKEN_LOOP
 
 Axes = tuple[str, ...]  # of a mesh: the ranks along all of them
 
 EMULATED = "emulated_rank"
 """The axis of emulated ranks, all on one device: a `vmap`'s, not the mesh's (see `over_ranks`)."""
 
-# The two places where a topology communicates, named so that a compiled program can be searched for
-# them: the outputs, forward, and (the gradients of) the inputs, backward. PREVIOUS stands inside
-# LAUNCH where the output reduced is not the step's own but that of the sublayer before it; FOLLOWING
-# inside ENTER where the input is that of the sublayer after it (or, after the last, the head's).
-LAUNCH, ENTER, PREVIOUS, FOLLOWING = "launch_sublayer_output", "enter_sublayer_input", "previous", "following"
-
 
 def named(place: str, within: str = "") -> AbstractContextManager:
     """The name scope of a place, and of PREVIOUS or FOLLOWING in it."""
     return jax.named_scope(f"{place}/{within}" if within else place)
-
-
-# Where a ring of permutes stands in place of one of these, beside the chunks of its matmul (see ring.py): what its
-# permutes carry is gathered, or scattered.
-RING_GATHER, RING_SCATTER = "ring_gather", "ring_scatter"
-
-# And the two of parameters that are split over the fsdp axis (see fsdp.py).
-GATHER, SCATTER = "gather_weights", "scatter_gradients"
-
-# The other places, by what they communicate for: schedule/purposes.py has the words. TOKEN_LOOP is around the loop over
-# new tokens, so that a program of several is counted a token.
-EMBEDDING, HEAD, LOSS, DIVERGENCE = "embedding_lookup", "head_input", "cross_entropy", "divergence"
-SHARED_GRADIENTS, DATA_GRADIENTS, GRADIENT_NORM = "shared_gradients", "data_parallel_gradients", "gradient_norm"
-CHOICE, TOKEN_LOOP, QK_NORM = "choose_token", "token_loop", "query_key_norm"
 
 
 def varying(x: Array) -> frozenset[str]:

@@ -23,10 +23,11 @@ from ladder_jax.config import MeshConfig, ModelConfig, check_fits_mesh, parse_re
 from ladder_jax.errors import UserError, unknown, wrong_type
 from ladder_jax.parallel.collectives import EMULATED, Axes
 from ladder_jax.parallel.compiled import apart
+from ladder_jax.scopes import AXES, DATA, TENSOR
+from ladder_jax.scopes import FSDP as FSDP
 
 logger = logging.getLogger("ladder_jax")
 
-DATA, FSDP, TENSOR = AXES = ("data", "fsdp", "tensor")
 SHARDED = "NFVKEW"  # the dimensions that tensor parallelism splits
 ROUTER = "DC"  # the dimensions of a router, which is gathered and stored in float32, as it chooses in it
 Dims = Any  # a pytree prefix of strings such as "BTV"

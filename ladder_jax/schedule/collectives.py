@@ -1,15 +1,41 @@
 """The collectives of a scheduled program, and the compute that the schedule places beside each.
 
 A collective is *synchronous* (the device waits) or has a *window*: the instructions issued between its start and its
-done (see forms.py). On TPUs a reduce-scatter may be one fusion of an all-reduce and the slice that this device keeps.
+done. On TPUs a reduce-scatter may be one fusion of an all-reduce and the slice that this device keeps. XLA writes:
+
+    all-reduce                               synchronous, on every backend; likewise the other kinds
+    all-reduce-start ... all-reduce-done     NVIDIA GPU; likewise the other kinds
+    async-start ... async-done, fusion-start ... fusion-done
+                                             NVIDIA GPU, the collective in the called computation
+    call-start, call-update ... call-done    TPU SparseCore; the start may come early, without operands, so the window
+                                             starts at the update
+    fusion(AsyncCollectiveStart) ... fusion(AsyncCollectiveDone)
+                                             TPU v5e; pieces of one collective share a chain_id, and pieces fused with
+                                             compute are in the window
 """
 
 import dataclasses
+import math
+import re
+from collections.abc import Iterator
 
-from ladder_jax.schedule import groups, hlo
+import numpy as np
+
+from ladder_jax.schedule import hlo
 from ladder_jax.schedule.cost import Costs, Flops, attention_kernel_flops
-from ladder_jax.schedule.forms import Form, forms, scheduled
 from ladder_jax.schedule.hlo import Computation, Instruction, Program
+
+KINDS = (
+    "all-reduce",
+    "all-gather",
+    "reduce-scatter",
+    "collective-permute",
+    "all-to-all",
+    "ragged-all-to-all",
+    "collective-broadcast",
+)
+CONTROL_FLOW = ("while", "call", "conditional")
+MOVES = ("copy", "copy-start", "copy-done", "bitcast", "get-tuple-element")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,89 +85,253 @@ class Collective:
         """The messages whose windows are its own: itself, or a ring's permutes."""
         return (self,)
 
+    def as_dict(self) -> dict:
+        fields = ("kind", "bytes", "axes", "executions", "operations", "kernels", "cycles", "op_name", "synchronous")
+        return {name: getattr(self, name) for name in fields}
+
 
 def find(program: Program, *, costs: Costs) -> list[Collective]:
     """All collectives that run: computation by computation, each in issue order."""
-    mesh = groups.mesh_of(program)
+    mesh = mesh_of(program)
     return [
-        _measure(form, computation, program, costs, mesh)
-        for computation in scheduled(program)
-        for form in forms(computation, program)
+        _measure(form, computation, costs, mesh) for computation in scheduled(program) for form in forms(computation)
     ]
 
 
-def _measure(form: Form, computation: Computation, program: Program, costs: Costs, mesh: dict[str, int]) -> Collective:
+def unknown(program: Program) -> list[str]:
+    """The names of collectives that run in a form which is not among those above, so that nothing counts them."""
+    found = {form.collective for computation in scheduled(program) for form in forms(computation)}
+    names = []
+
+    def visit(computation: Computation):
+        for one in computation.instructions:
+            chained = "chain_id=" in one.attributes  # a further piece of one that is found
+            if _is_collective(one) and one not in found and not one.opcode.endswith("-done") and not chained:
+                names.append(one.name)
+            for called in one.calls:
+                visit(called)
+
+    visit(program.entry)
+    return list(dict.fromkeys(names))
+
+
+def _is_collective(instruction: Instruction) -> bool:
+    return bool(re.match(r"(ragged-)?all-|collective-|reduce-scatter", instruction.opcode))
+
+
+def scheduled(program: Program) -> list[Computation]:
+    """The computations whose instructions the device issues in order: the entry, loop bodies, branches."""
+    order = []
+
+    def visit(computation: Computation):
+        if computation in order:
+            return
+        order.append(computation)
+        for instruction in computation.instructions:
+            if instruction.opcode in CONTROL_FLOW:
+                for called in instruction.calls:
+                    visit(called)
+
+    visit(program.entry)
+    return order
+
+
+@dataclasses.dataclass(frozen=True)
+class Form:
+    """A collective, the computation that holds it, and the positions of its start and its done."""
+
+    collective: Instruction
+    holder: Computation
+    issued: int
+    awaited: int
+
+
+def forms(computation: Computation) -> Iterator[Form]:
+    instructions = computation.instructions
+    for index, instruction in enumerate(instructions):
+        if instruction.opcode in CONTROL_FLOW:
+            continue
+        kind, start, _ = instruction.opcode.partition("-start")
+        if kind in KINDS:
+            awaited = _done_of(instructions, index, kind) if start else index
+            yield Form(instruction, computation, index, awaited)
+        elif inner := _called_collective(instruction):
+            if start:
+                issued = _last_update(instructions, index, kind)
+                yield Form(*inner, issued, _done_of(instructions, issued, kind))
+            elif _calls_target(instruction, "AsyncCollectiveStart"):
+                yield Form(*inner, index, _chained_done(instructions, index, inner[0]))
+            elif instruction.opcode == "fusion" and "chain_id=" not in inner[0].attributes:
+                yield Form(*inner, index, index)
+
+
+def _called_collective(instruction: Instruction) -> tuple[Instruction, Computation] | None:
+    """The collective in the computations that `instruction` calls."""
+    for holder in instruction.calls:
+        for inner in holder.instructions:
+            if inner.opcode in KINDS:
+                return inner, holder
+            if deeper := _called_collective(inner):
+                return deeper
+    return None
+
+
+def _last_update(instructions: tuple[Instruction, ...], start: int, stem: str) -> int:
+    """Position of the last update of the start at `start`; `start` itself if it has none."""
+    for index in range(start + 1, len(instructions)):
+        if instructions[index].opcode == f"{stem}-update" and instructions[start] in instructions[index].operands:
+            start = index
+    return start
+
+
+def _done_of(instructions: tuple[Instruction, ...], start: int, stem: str) -> int:
+    for index in range(start + 1, len(instructions)):
+        if instructions[index].opcode == f"{stem}-done" and instructions[start] in instructions[index].operands:
+            return index
+    raise ValueError(f"the schedule starts {instructions[start].name} and never awaits it")
+
+
+def _chained_done(instructions: tuple[Instruction, ...], start: int, piece: Instruction) -> int:
+    chain = re.search(r'chain_id="?(\d+)', piece.attributes)
+    for index in range(start + 1, len(instructions)):
+        if _calls_target(instructions[index], "AsyncCollectiveDone"):
+            inner = _called_collective(instructions[index])
+            if inner and chain and re.search(rf'chain_id="?{chain[1]}\b', inner[0].attributes):
+                return index
+    raise ValueError(f"the schedule starts {instructions[start].name} and never awaits it")
+
+
+def _calls_target(instruction: Instruction, target: str) -> bool:
+    inside = (inner for called in instruction.calls for inner in called.instructions)
+    named = f'custom_call_target="{target}"'
+    return instruction.opcode == "fusion" and any(named in inner.attributes for inner in inside)
+
+
+def _measure(form: Form, computation: Computation, costs: Costs, mesh: dict[str, int]) -> Collective:
     collective, holder = form.collective, form.holder
-    group = groups.parse(collective, mesh=mesh)
-    payload = tuple(a for name in collective.operands for a in holder.by_name[name].arrays)
+    axes, ranks = group_of(collective, mesh=mesh)
+    payload = tuple(array for operand in collective.operands for array in operand.arrays)
     if collective.opcode.startswith("collective-permute"):  # an operand may be one array of a fusion's several
         payload = collective.arrays[: len(collective.operands)]
     window = computation.instructions[form.issued + 1 : form.awaited]
-    cycles = [costs.cycles(i, within=computation) for i in window]
-    estimates = [c for c in cycles if c is not None]
+    estimates = [estimate for i in window if (estimate := costs.cycles(i)) is not None]
     start = computation.instructions[form.issued]
     return Collective(
         name=start.name,
         kind=_kind(collective, holder),
-        op_name=collective.op_name
-        or computation.instructions[form.issued].op_name
-        or _reducer_op_name(collective, program),
-        operands=_count_operands(collective, holder, program, ranks=group.ranks),
+        op_name=collective.op_name or start.op_name or _reducer_op_name(collective),
+        operands=_count_operands(collective, ranks=ranks),
         bytes=hlo.size_in_bytes(payload),
-        axes=group.axes,
-        ranks=group.ranks,
+        axes=axes,
+        ranks=ranks,
         computation=computation.name,
-        executions=costs.trips(computation.name),
+        executions=costs.trips(computation),
         issued=form.issued,
         awaited=form.awaited,
         operations=sum(i.opcode in ("fusion", "dot", "convolution", "custom-call") for i in window),
-        flops=sum((costs.matmul_flops(i, within=computation) for i in window), Flops()),
+        flops=sum(map(costs.matmul_flops, window), Flops()),
         cycles=sum(estimates) if estimates or (not window and costs.total_cycles()) else None,
         kernels=sum(i.opcode == "custom-call" and "tpu_custom_call" in i.attributes for i in window),
-        operand_op_names=_operand_op_names(collective, holder) if len(collective.operands) > 1 else (),
-        scores=sum(attention_kernel_flops(i, within=computation) for i in window),
+        operand_op_names=_operand_op_names(collective) if len(collective.operands) > 1 else (),
+        scores=sum(map(attention_kernel_flops, window)),
     )
 
 
-def _count_operands(collective: Instruction, holder: Computation, program: Program, *, ranks: int) -> int:
+def _count_operands(collective: Instruction, *, ranks: int) -> int:
     """An all-to-all of one array may be written with an operand for each rank."""
-    count = max(len(collective.operands), _concatenated_arrays(collective, holder, program))
+    count = max(len(collective.operands), _concatenated_arrays(collective))
     return count // ranks if "all-to-all" in collective.opcode and ranks and count % ranks == 0 else count
 
 
-def _operand_op_names(collective: Instruction, holder: Computation) -> tuple[str, ...]:
+def _operand_op_names(collective: Instruction) -> tuple[str, ...]:
     op_names = []
-    for name in collective.operands:
-        source = holder.by_name[name]
-        while not source.op_name and source.opcode in _MOVES:
-            source = holder.by_name[source.operands[0]]
+    for source in collective.operands:
+        while not source.op_name and source.opcode in MOVES:
+            source = source.operands[0]
         op_names.append(source.op_name)
     return tuple(op_names)
 
 
-_MOVES = ("copy", "copy-start", "copy-done", "bitcast", "get-tuple-element")
-
-
-def _concatenated_arrays(collective: Instruction, holder: Computation, program: Program) -> int:
+def _concatenated_arrays(collective: Instruction) -> int:
     """Number of arrays in the flat operand of `collective` that the compiler concatenated; 1 if it is one array."""
-    name, *others = collective.operands
-    source = holder.by_name[name]
+    source, *others = collective.operands
     if others or len(source.arrays) != 1 or len(source.arrays[0][1]) != 1:
         return 1
-    while source.opcode == "bitcast":
-        source = holder.by_name[source.operands[0]]
+    source = source.behind(("bitcast",))
     if source.opcode == "fusion":
-        source = program.computations[source.calls[0]].instructions[-1]
+        source = source.calls[0].root
     return len(source.operands) if source.opcode == "concatenate" else 1
 
 
-def _reducer_op_name(collective: Instruction, program: Program) -> str:
+def _reducer_op_name(collective: Instruction) -> str:
     """The name of the original operation of a reduction that the compiler rewrote: its addition keeps that name."""
-    reducer = program.computations.get((collective.attribute("to_apply") or "").lstrip("%"))
-    return reducer.instructions[-1].op_name if reducer else ""
+    reducer = collective.computation("to_apply")
+    return reducer.root.op_name if reducer else ""
 
 
 def _kind(collective: Instruction, holder: Computation) -> str:
-    kind, root = collective.opcode.removesuffix("-start"), holder.instructions[-1]
-    sliced = not holder.entry and root.opcode == "dynamic-slice" and root.operands[0] == collective.name
+    kind, root = collective.opcode.removesuffix("-start"), holder.root
+    sliced = not holder.entry and root.opcode == "dynamic-slice" and root.operands[0] is collective
     return "reduce-scatter" if kind == "all-reduce" and sliced else kind
+
+
+# The mesh axes over which a collective runs. A program names them (`replica_groups=mesh['data'=1,'tensor'=4]
+# {'tensor'}`), except in a collective that the compiler generated: that one lists device numbers, `{{0,4},{1,5},...}`
+# or, shorter, `[4,2]<=[2,4]T(1,0)`.
+_MESH = re.compile(r"replica_groups=mesh\[([^\]]*)\]\s*\{([^}]*)\}")
+
+
+def mesh_of(program: Program) -> dict[str, int]:
+    """Sizes of the mesh axes by name, read from the program's collectives; empty if none names them."""
+    found = (_MESH.search(instruction.attributes) for instruction in program.instructions)
+    return next((_sizes(named[1]) for named in found if named), {})
+
+
+def group_of(collective: Instruction, *, mesh: dict[str, int]) -> tuple[tuple[str, ...], int]:
+    """The axes, () if unknown, and the number of devices in a group, 0 if unknown."""
+    if named := _MESH.search(collective.attributes):
+        axes, sizes = tuple(re.findall(r"'([^']+)'", named[2])), _sizes(named[1])
+        return axes, math.prod(sizes[axis] for axis in axes)
+    first = _first_group(collective.attributes)
+    return _axes_of(first, mesh), len(first)
+
+
+def _sizes(text: str) -> dict[str, int]:
+    return {name: int(size) for name, size in re.findall(r"'([^']+)'=(\d+)", text)}
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    return tuple(map(int, text.split(",")))
+
+
+def _first_group(attributes: str) -> tuple[int, ...]:
+    if pairs := re.search(r"source_target_pairs=\{((?:\{\d+,\d+\},?)+)\}", attributes):
+        return _cycle(dict(map(_numbers, re.findall(r"\d+,\d+", pairs[1]))))
+    if listed := re.search(r"replica_groups=\{\{([\d,]+)\}", attributes):
+        return _numbers(listed[1])
+    if counted := re.search(r"replica_groups=\[(\d+),(\d+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", attributes):
+        shape = _numbers(counted[3])
+        order = _numbers(counted[4]) if counted[4] else range(len(shape))
+        devices = np.arange(math.prod(shape)).reshape(shape).transpose(order).ravel()
+        return tuple(devices[: int(counted[2])].tolist())
+    return ()
+
+
+def _cycle(target: dict[int, int]) -> tuple[int, ...]:
+    """The devices that a permute's messages pass through from the first one until they are back; () of a line."""
+    first = next(iter(target))
+    group = [first]
+    while (following := target.get(group[-1])) != first:
+        if following is None:
+            return ()
+        group.append(following)
+    return tuple(sorted(group))
+
+
+def _axes_of(group: tuple[int, ...], mesh: dict[str, int]) -> tuple[str, ...]:
+    """The axes along which the mesh coordinates of a group differ; () unless the group covers these axes completely."""
+    if not mesh or not group or max(group) >= math.prod(mesh.values()):
+        return ()
+    coordinates = np.unravel_index(group, tuple(mesh.values()))
+    axes = tuple(axis for axis, indices in zip(mesh, coordinates) if len(set(indices)) > 1)
+    return axes if math.prod(mesh[axis] for axis in axes) == len(group) else ()

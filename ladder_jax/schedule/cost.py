@@ -5,10 +5,10 @@ import functools
 import math
 import re
 
-from ladder_jax.parallel.collectives import TOKEN_LOOP
 from ladder_jax.schedule import grouped
 from ladder_jax.schedule.grouped import Experts, Grouped
 from ladder_jax.schedule.hlo import Computation, Instruction, Program
+from ladder_jax.scopes import TOKEN_LOOP
 
 GARBAGE_CYCLES = 2**62  # libtpu writes 2^63 - 1 where it has no estimate
 
@@ -32,101 +32,90 @@ class Costs:
         self._flops = functools.cache(self._computation_flops)
         self._cycles = functools.cache(self._computation_cycles)
 
-    def matmul_flops(self, instruction: Instruction, *, within: Computation) -> Flops:
+    def matmul_flops(self, instruction: Instruction) -> Flops:
         """2 x multiply-adds of the instruction's matrix products, by the sublayer named in their scope.
 
         0 for a kernel (custom call) other than a grouped matmul: its text does not show what it computes.
         """
         count = _COUNTERS.get(instruction.opcode)
         if instruction.opcode == "custom-call" and "__cublas" in instruction.attributes:
-            count = _gemm
+            count = _dot
         if count:
-            return Flops({sublayer_of(instruction.op_name): count(instruction, within)})
-        if one := self.grouped(instruction, within=within):
+            return Flops({sublayer_of(instruction.op_name): count(instruction)})
+        if one := self.grouped(instruction):
             return Flops({sublayer_of(instruction.op_name): one.flops})
-        total, trips = Flops(), self._trips(instruction, within)
-        for name in instruction.calls:
-            for sublayer, flops in self._flops(name).items():
+        total, trips = Flops(), trip_count(instruction)
+        for called in instruction.calls:
+            for sublayer, flops in self._flops(called).items():
                 total[sublayer] += trips * flops
         return total
 
-    def grouped(self, instruction: Instruction, *, within: Computation) -> Grouped | None:
-        return grouped.kernel(instruction, within=within, experts=self._experts)
+    def grouped(self, instruction: Instruction) -> Grouped | None:
+        return grouped.kernel(instruction, experts=self._experts)
 
     def flops_of_scope(self, scope: str, *, within: Computation) -> int:
         """Matmul FLOPs of one run of a computation, of the operations under a named scope; without its loops."""
         total = 0
         for instruction in within.instructions:
             if instruction.opcode == "fusion":
-                called = (self._program.computations[name] for name in instruction.calls)
-                total += sum(self.flops_of_scope(scope, within=one) for one in called)
+                total += sum(self.flops_of_scope(scope, within=called) for called in instruction.calls)
             elif instruction.op_name.startswith(scope):
-                total += self.matmul_flops(instruction, within=within).total()
+                total += self.matmul_flops(instruction).total()
         return total
 
-    def cycles(self, instruction: Instruction, *, within: Computation) -> int | None:
+    def cycles(self, instruction: Instruction) -> int | None:
         """The compiler's estimate for one execution; of a grouped matmul, where it gives none, ours; otherwise None."""
         estimate = re.search(r'"estimated_cycles":"(\d+)"', instruction.attributes)
         if estimate:
             return int(estimate[1]) if int(estimate[1]) < GARBAGE_CYCLES else None
-        if one := self.grouped(instruction, within=within):
+        if one := self.grouped(instruction):
             hardware = self._experts.hardware if self._experts and self._compiler_estimates else None
             return round(one.seconds(hardware) * hardware.clock) if hardware and hardware.clock else None
         if instruction.opcode not in ("while", "call", "conditional"):
             return None
-        called = [self._cycles(name) for name in instruction.calls]
-        estimates = [cycles for cycles in called if cycles is not None]
-        return self._trips(instruction, within) * sum(estimates) if estimates else None
+        estimates = [cycles for called in instruction.calls if (cycles := self._cycles(called)) is not None]
+        return trip_count(instruction) * sum(estimates) if estimates else None
 
     @functools.cached_property
     def _compiler_estimates(self) -> bool:
-        """Whether the compiler gives any estimate: without machine code (`record.Until.SCHEDULE`) it has none."""
-        everything = (i for computation in self._program.computations.values() for i in computation.instructions)
-        return any('"estimated_cycles"' in instruction.attributes for instruction in everything)
+        """Whether the compiler gives any estimate: before it has made machine code it has none."""
+        return any('"estimated_cycles"' in instruction.attributes for instruction in self._program.instructions)
 
     def total_cycles(self) -> int | None:
         """Estimated cycles of one execution of the program, with every loop's iterations counted; of a program that
         generates several tokens, cycles per token."""
-        total, loop = self._cycles(self._program.entry.name), token_loop(self._program)
+        total, loop = self._cycles(self._program.entry), token_loop(self._program)
         if total is None or loop is None:
             return total
-        per_token = self.cycles(loop, within=self._program.entry) or 0
-        tokens = iterations(loop, within=self._program.entry, program=self._program)
-        return per_token + (total - per_token) // tokens
+        per_token = self.cycles(loop) or 0
+        return per_token + (total - per_token) // iterations(loop)
 
-    def trips(self, computation: str) -> int:
+    def trips(self, computation: Computation) -> int:
         """Number of runs of `computation` in one execution of the program."""
-        return self._trip_counts.get(computation, 0)
+        return self._trip_counts[computation]
 
     @functools.cached_property
-    def _trip_counts(self) -> dict[str, int]:
-        counts: dict[str, int] = {}
+    def _trip_counts(self) -> collections.Counter[Computation]:
+        counts = collections.Counter()
 
-        def visit(name: str, times: int):
-            counts[name] = counts.get(name, 0) + times
-            computation = self._program.computations[name]
+        def visit(computation: Computation, times: int):
+            counts[computation] += times
             for instruction in computation.instructions:
                 for called in instruction.calls:
-                    visit(called, times * self._trips(instruction, computation))
+                    visit(called, times * trip_count(instruction))
 
-        visit(self._program.entry.name, 1)
+        visit(self._program.entry, 1)
         return counts
 
-    def _trips(self, instruction: Instruction, within: Computation) -> int:
-        return trip_count(instruction, within=within, program=self._program) if instruction.opcode == "while" else 1
+    def _computation_flops(self, computation: Computation) -> Flops:
+        return sum(map(self.matmul_flops, computation.instructions), Flops())
 
-    def _computation_flops(self, name: str) -> Flops:
-        computation = self._program.computations[name]
-        return sum((self.matmul_flops(i, within=computation) for i in computation.instructions), Flops())
-
-    def _computation_cycles(self, name: str) -> int | None:
-        computation = self._program.computations[name]
-        cycles = [self.cycles(i, within=computation) for i in computation.instructions]
-        estimates = [estimate for estimate in cycles if estimate is not None]
+    def _computation_cycles(self, computation: Computation) -> int | None:
+        estimates = [cycles for one in computation.instructions if (cycles := self.cycles(one)) is not None]
         return sum(estimates) if estimates else None
 
 
-def attention_kernel_flops(instruction: Instruction, *, within: Computation) -> int:
+def attention_kernel_flops(instruction: Instruction) -> int:
     """Of the matrix products in a kernel of causal attention on TPUs, over pairs of a query and a position it sees.
 
     Queries [.., N, T, H], the array of the most heads, are the last T of S positions. A pair has 2 H FLOPs a product.
@@ -135,7 +124,7 @@ def attention_kernel_flops(instruction: Instruction, *, within: Computation) -> 
     if instruction.opcode != "custom-call" or not found:
         return 0
     size = instruction.arrays[0][1][-1]
-    arrays = [array for name in instruction.operands for array in within.by_name[name].arrays]
+    arrays = [array for operand in instruction.operands for array in operand.arrays]
     operands = [dims for kind, dims in arrays if "f" in kind and len(dims) > 2 and dims[-1] == size]  # not the mask's
     *heads, queries, _ = max(operands, key=lambda dims: math.prod(dims[:-2]))
     positions = max(dims[-2] for dims in operands)
@@ -153,66 +142,56 @@ _TOKENS = re.compile(rf"(?<!\w){TOKEN_LOOP}/while(?!/)")
 
 def token_loop(program: Program) -> Instruction | None:
     """The loop over new tokens, if the program has one."""
-    loops = [i for i in program.entry.instructions if i.opcode == "while" and _TOKENS.search(i.op_name)]
-    return loops[0] if loops else None
+    loops = (i for i in program.entry.instructions if i.opcode == "while" and _TOKENS.search(i.op_name))
+    return next(loops, None)
 
 
-def trip_count(loop: Instruction, *, within: Computation, program: Program) -> int:
-    """The iterations of a loop; 1 for the loop over new tokens, because a decode program is reported per token."""
-    return 1 if _TOKENS.search(loop.op_name) else iterations(loop, within=within, program=program)
+def trip_count(instruction: Instruction) -> int:
+    """How often it runs what it calls: a loop's iterations, 1 of the loop over new tokens, because a decode program is
+    reported per token, and 1 of any other instruction."""
+    once = instruction.opcode != "while" or _TOKENS.search(instruction.op_name)
+    return 1 if once else iterations(instruction)
 
 
-def iterations(loop: Instruction, *, within: Computation, program: Program) -> int:
+def iterations(loop: Instruction) -> int:
     """Iterations of a `while`: the compiler's `known_trip_count`, or the limit in its condition `i < limit`.
 
     Raises ValueError if the program has neither: a guess would make the report wrong.
     """
     if trip_count_note := re.search(r'"known_trip_count":\{"n":"(\d+)"\}', loop.attributes):
         return int(trip_count_note[1])
-    condition = program.computations[loop.attribute("condition").lstrip("%")]
-    root = condition.instructions[-1]
-    constants = [condition.by_name[name] for name in root.operands if condition.by_name[name].opcode == "constant"]
+    root = loop.computation("condition").root
+    constants = [one for one in root.operands if one.opcode == "constant"]
     if root.opcode == "compare" and root.attribute("direction") == "LT" and len(constants) == 1:
-        return -(-int(constants[0].literal) // _increment(condition, program.computations[loop.calls[0]]))
+        return -(-int(constants[0].literal) // _increment(root.operands[0], loop.calls[0].root))
     raise ValueError(f"cannot tell how often the loop {loop.name} turns")
 
 
-def _increment(condition: Computation, body: Computation) -> int:
+def _increment(compared: Instruction, root: Instruction) -> int:
     """What one turn adds to the loop's counter: more than 1 where the compiler has unrolled the loop in part."""
-    compared = next((condition.by_name[name] for name in condition.instructions[-1].operands), None)
-    place = compared.attribute("index") if compared.opcode == "get-tuple-element" else None
-    if place is None or body.instructions[-1].opcode != "tuple":
+    if compared.opcode != "get-tuple-element" or root.opcode != "tuple":
         return 1
-    counter = body.by_name[body.instructions[-1].operands[int(place)]]
-    added = [body.by_name[name] for name in counter.operands] if counter.opcode == "add" else []
+    counter = root.operands[int(compared.attribute("index"))]
+    added = counter.operands if counter.opcode == "add" else ()
     return next((int(one.literal) for one in added if one.opcode == "constant"), 1)
 
 
-def _operand(instruction: Instruction, index: int, within: Computation) -> tuple[int, ...]:
-    return within.by_name[instruction.operands[index]].arrays[0][1]
-
-
-def _dot(dot: Instruction, within: Computation) -> int:
-    left = _operand(dot, 0, within)
-    contracted = re.findall(r"\d+", dot.attribute("lhs_contracting_dims") or "")
-    return 2 * math.prod(dot.arrays[0][1]) * math.prod(left[int(dim)] for dim in contracted)
-
-
-def _gemm(call: Instruction, within: Computation) -> int:
-    left = _operand(call, 0, within)
-    noted = re.search(r'"lhs_contracting_dimensions":\[([^\]]*)\]', call.attributes)
+def _dot(product: Instruction) -> int:
+    """A dot's attribute, or in the configuration of a call of cuBLAS, names the contracted dimensions."""
+    noted = re.search(r'lhs_contracting_dim(?:ension)?s"?[=:][{\[]([^}\]]*)', product.attributes)
+    left = product.operands[0].arrays[0][1]
     contracted = re.findall(r"\d+", noted[1] if noted else "")
-    return 2 * math.prod(call.arrays[0][1]) * math.prod(left[int(dim)] for dim in contracted)
+    return 2 * math.prod(product.arrays[0][1]) * math.prod(left[int(dim)] for dim in contracted)
 
 
-def _convolution(conv: Instruction, within: Computation) -> int:
+def _convolution(conv: Instruction) -> int:
     """TPU compilers write every matmul as a convolution, and a batch dimension as a strided window of it.
 
     So multiply-adds are counted position by position, without those on padding or on the holes of a dilated operand.
     """
     left_labels, right_labels, out_labels = re.match(r"(\w+)_(\w+)->(\w+)", conv.attribute("dim_labels")).groups()
-    left, right, out = _operand(conv, 0, within), _operand(conv, 1, within), conv.arrays[0][1]
-    window = dict(part.split("=") for part in (conv.attribute("window") or "{}").strip("{}").split())
+    left, right, out = (one.arrays[0][1] for one in (*conv.operands[:2], conv))
+    window = dict(part.split("=") for part in conv.attribute("window").strip("{}").split())
     positions = 1
     spatial = [label for label in out_labels if label.isdigit()]
     for axis, label in enumerate(spatial):
@@ -242,13 +221,11 @@ def _valid_positions(
     return count
 
 
-def _multiplied_sum(reduce: Instruction, within: Computation) -> int:
+def _multiplied_sum(reduce: Instruction) -> int:
     """FLOPs of a matrix-vector product, which TPU compilers write as a multiply and a reduce."""
     if not reduce.op_name.endswith("/dot_general"):
         return 0
-    summand = within.by_name[reduce.operands[0]]
-    while summand.opcode in ("convert", "bitcast", "copy", "reshape", "transpose"):
-        summand = within.by_name[summand.operands[0]]
+    summand = reduce.operands[0].behind(("convert", "bitcast", "copy", "reshape", "transpose"))
     return 2 * math.prod(summand.arrays[0][1]) if summand.opcode == "multiply" else 0
 
 

@@ -15,16 +15,21 @@ Where XLA has no kernel, it expands: it multiplies each row with all E matrices,
 other.
 """
 
+from __future__ import annotations
+
 import dataclasses
 import enum
 import math
 import re
 from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
-from ladder_jax.config import MoEConfig
 from ladder_jax.hardware import Hardware
-from ladder_jax.schedule import hlo, shards
-from ladder_jax.schedule.hlo import Computation, Instruction, Program
+from ladder_jax.schedule import hlo
+from ladder_jax.schedule.hlo import Array, Instruction, Program
+
+if TYPE_CHECKING:
+    from ladder_jax.config import MoEConfig
 
 KERNELS = ("ragged-dot", "ragged_dot", "grouped_matmul")
 """In the operations' names: XLA's for TPUs has its own after that of `lax.ragged_dot`."""
@@ -40,10 +45,13 @@ class Form(enum.Enum):
 
 def form(program: Program) -> Form:
     """Of a program with experts: KERNELS if there are kernels, and no matmul in the place of one."""
-    everything = [i for computation in program.computations.values() for i in computation.instructions]
-    named = [i.opcode for i in everything if any(name in i.op_name for name in KERNELS)]
+    named = [one.opcode for one in program.instructions if _is_named(one)]
     expanded = "dot" in named or "convolution" in named or "custom-call" not in named  # a CPU's have no name
     return Form.EXPANDED if expanded else Form.KERNELS
+
+
+def _is_named(instruction: Instruction) -> bool:
+    return any(name in instruction.op_name for name in KERNELS)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,7 +68,7 @@ class Experts:
 
     def matrices(self, rows: int) -> float:
         """How many of a device's experts the tokens of `rows` rows choose."""
-        return self.moe.experts / self.ranks * shards.chosen(self.moe, tokens=rows / self.moe.top_k)
+        return self.moe.experts / self.ranks * self.moe.chosen(rows / self.moe.top_k)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,11 +95,11 @@ class Grouped:
         return max(2 * computed * self.elements / hardware.flops, self.bytes / hardware.bandwidth)
 
 
-def kernel(instruction: Instruction, *, within: Computation, experts: Experts | None) -> Grouped | None:
+def kernel(instruction: Instruction, *, experts: Experts | None) -> Grouped | None:
     """The grouped matmul that `instruction` is, or None. Without `experts`, all its rows and matrices count."""
-    if instruction.opcode != "custom-call" or not any(name in instruction.op_name for name in KERNELS):
+    if instruction.opcode != "custom-call" or not _is_named(instruction):
         return None
-    read, written = _operands(instruction, within), _floats(zip(instruction.arrays, instruction.on_chip))
+    read, written = _operands(instruction), _floats(zip(instruction.arrays, instruction.on_chip))
     rows = [one for one in read + written if len(one.dims) == 2]
     matrices = [one for one in read + written if len(one.dims) == 3]
     if not rows or not matrices:
@@ -109,14 +117,14 @@ def kernel(instruction: Instruction, *, within: Computation, experts: Experts | 
 
 
 @dataclasses.dataclass(frozen=True)
-class _Array:
+class _Placed:
     dims: tuple[int, ...]
     bytes: int  # in main memory
 
 
-def _operands(instruction: Instruction, within: Computation) -> list[_Array]:
+def _operands(instruction: Instruction) -> list[_Placed]:
     """By the call's own list of shapes, where it has one: an operand may be one array of an instruction's several."""
-    sources = [within.by_name[name] for name in instruction.operands]
+    sources = instruction.operands
     listed = re.search(r"operand_layout_constraints=\{((?:[^{}]|\{[^}]*\})*)\}", instruction.attributes)
     if not listed:
         return _floats(pair for one in sources for pair in zip(one.arrays, one.on_chip))
@@ -127,10 +135,10 @@ def _operands(instruction: Instruction, within: Computation) -> list[_Array]:
     return _floats(zip(arrays, on_chip))
 
 
-def _floats(arrays: Iterable[tuple[tuple[str, tuple[int, ...]], bool]]) -> list[_Array]:
+def _floats(arrays: Iterable[tuple[Array, bool]]) -> list[_Placed]:
     """Those of floating point, or of 8 bits."""
     return [
-        _Array(dims, 0 if on_chip else hlo.size_in_bytes(((kind, dims),)))
+        _Placed(dims, 0 if on_chip else hlo.size_in_bytes(((kind, dims),)))
         for (kind, dims), on_chip in arrays
         if kind[0] in "bf" or kind == "s8"
     ]

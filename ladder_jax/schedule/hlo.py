@@ -4,21 +4,25 @@ import dataclasses
 import functools
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping
 
 from ladder_jax.errors import UserError
 
+type Array = tuple[str, tuple[int, ...]]
+"""Element type and dimensions."""
 
-@dataclasses.dataclass(frozen=True)
+
+@dataclasses.dataclass(frozen=True, eq=False)
 class Instruction:
-    """One line: `%name = shape opcode(operands), attributes`."""
+    """One line: `%name = shape opcode(operands), attributes`. computations: all of the program, by name."""
 
     name: str
     shape: str
     opcode: str
-    operands: tuple[str, ...]
+    operands: tuple["Instruction", ...] = dataclasses.field(repr=False)
     attributes: str
     literal: str = ""  # the value of a constant, the number of a parameter
+    computations: Mapping[str, "Computation"] = dataclasses.field(default_factory=dict, repr=False)
 
     @functools.cached_property
     def op_name(self) -> str:
@@ -27,17 +31,17 @@ class Instruction:
         return match[1] if match else ""
 
     @functools.cached_property
-    def calls(self) -> tuple[str, ...]:
-        """Names of the computations that it runs, including the body of a `while` but no condition or reducer."""
+    def calls(self) -> tuple["Computation", ...]:
+        """The computations that it runs, including the body of a `while` but no condition or reducer."""
         if self.opcode.startswith(("all-reduce", "reduce", "scatter", "sort", "select-and-scatter", "map")):
             return ()
         single = re.findall(r"\b(?:calls|to_apply|body)=%?([\w.\-]+)", self.attributes)
         several = re.findall(r"\b(?:called_computations|branch_computations)=\{([^}]*)\}", self.attributes)
-        return (*single, *re.findall(r"%([\w.\-]+)", " ".join(several)))
+        return tuple(self.computations[name] for name in (*single, *re.findall(r"%([\w.\-]+)", " ".join(several))))
 
     @functools.cached_property
-    def arrays(self) -> tuple[tuple[str, tuple[int, ...]], ...]:
-        """(element type, dimensions) of the result, or of each array of a tuple."""
+    def arrays(self) -> tuple[Array, ...]:
+        """Of the result, or of each array of a tuple."""
         return arrays(self.shape)
 
     @functools.cached_property
@@ -46,21 +50,29 @@ class Instruction:
         layouts = re.findall(r"\b[a-z]\w*\[[\d,]*\](\{[^}]*\})?", self.shape)
         return tuple(bool(re.search(r"S\([1-9]\d*\)", layout)) for layout in layouts)
 
-    def attribute(self, name: str) -> str | None:
-        """The text after `name=`: a group in braces, or up to the next comma or space; None if there is none."""
+    def attribute(self, name: str) -> str:
+        """The text after `name=`: a group in braces, or up to the next comma or space; "" if there is none."""
         match = re.search(rf"(?:^|[\s,]){name}=(\{{[^}}]*\}}|[^\s,]+)", self.attributes)
-        return match[1] if match else None
+        return match[1] if match else ""
+
+    def computation(self, attribute: str) -> "Computation | None":
+        """The one that an attribute names, such as `condition=%name`."""
+        return self.computations.get(self.attribute(attribute).lstrip("%"))
+
+    def behind(self, opcodes: Collection[str]) -> "Instruction":
+        """The instruction that made the array which those of `opcodes` only pass on: itself, or a first operand's."""
+        return self.operands[0].behind(opcodes) if self.opcode in opcodes else self
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class Computation:
     name: str
     instructions: tuple[Instruction, ...]
     entry: bool
 
-    @functools.cached_property
-    def by_name(self) -> dict[str, Instruction]:
-        return {instruction.name: instruction for instruction in self.instructions}
+    @property
+    def root(self) -> Instruction:
+        return self.instructions[-1]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,33 +84,38 @@ class Program:
     def entry(self) -> Computation:
         return next(c for c in self.computations.values() if c.entry)
 
+    @property
+    def instructions(self) -> Iterator[Instruction]:
+        for computation in self.computations.values():
+            yield from computation.instructions
+
 
 def parse(text: str) -> Program:
     """Raises UserError if `text` is not an HLO module."""
     if not text.startswith("HloModule"):
         raise UserError(f"not the text of an HLO module: it begins with {text[:40]!r}")
-    computations, header, lines = {}, None, []
+    computations, header, found = {}, None, {}
     for line in _logical_lines(text):
         if opened := re.match(r"(ENTRY )?%?([\w.\-]+) \(.*\{$", line):
-            header, lines = opened, []
+            header, found = opened, {}
         elif re.match(r"\}(,|$)", line) and header:
-            name = header[2]
-            computations[name] = Computation(name, tuple(map(_instruction, lines)), entry=bool(header[1]))
+            computations[header[2]] = Computation(header[2], tuple(found.values()), entry=bool(header[1]))
             header = None
         elif header:
-            lines.append(line)
+            one = _instruction(line, found, computations)
+            found[one.name] = one
     if not any(computation.entry for computation in computations.values()):
         raise ValueError("the HLO module has no ENTRY computation")
     return Program(computations, scheduled="is_scheduled=true" in text[:2000])
 
 
-def arrays(shape: str) -> tuple[tuple[str, tuple[int, ...]], ...]:
-    """(element type, dimensions) of each array in a shape's text, such as `(f32[8,128], s32[])`."""
+def arrays(shape: str) -> tuple[Array, ...]:
+    """Of each array in a shape's text, such as `(f32[8,128], s32[])`."""
     found = re.findall(r"\b([a-z]\w*)\[([\d,]*)\]", shape)
     return tuple((kind, tuple(int(n) for n in dims.split(",") if n)) for kind, dims in found)
 
 
-def size_in_bytes(arrays: tuple[tuple[str, tuple[int, ...]], ...]) -> int:
+def size_in_bytes(arrays: tuple[Array, ...]) -> int:
     """Bytes of the arrays, without the padding of a device's layout."""
     return sum(math.ceil(_bits(kind) * math.prod(dims) / 8) for kind, dims in arrays)
 
@@ -123,16 +140,18 @@ def _logical_lines(text: str) -> Iterator[str]:
         yield pending
 
 
-def _instruction(line: str) -> Instruction:
+def _instruction(line: str, before: Mapping[str, Instruction], computations: Mapping) -> Instruction:
+    """before: the computation's instructions above it, by name."""
     name, rest = re.match(r"\s+(?:ROOT )?%([\w.\-]+) = (.*)", line).groups()
     shape_end = _closing(rest, 0) + 1 if rest.startswith("(") else rest.index(" ")
     shape, rest = rest[:shape_end], rest[shape_end:].lstrip()
     opened = rest.index("(")
     closed = _closing(rest, opened)
-    inside, attributes = rest[opened + 1 : closed], rest[closed + 1 :].lstrip(", ")
-    if rest[:opened] in ("constant", "parameter"):
-        return Instruction(name, shape, rest[:opened], (), attributes, literal=inside)
-    return Instruction(name, shape, rest[:opened], tuple(re.findall(r"%([\w.\-]+)", inside)), attributes)
+    opcode, inside, attributes = rest[:opened], rest[opened + 1 : closed], rest[closed + 1 :].lstrip(", ")
+    if opcode in ("constant", "parameter"):
+        return Instruction(name, shape, opcode, (), attributes, literal=inside)
+    operands = tuple(before[operand] for operand in re.findall(r"%([\w.\-]+)", inside))
+    return Instruction(name, shape, opcode, operands, attributes, computations=computations)
 
 
 def _closing(text: str, opened: int) -> int:

@@ -8,14 +8,30 @@ follows from the library's named scope; of a collective that the compiler genera
 import re
 from collections.abc import Mapping, Sequence
 
-from ladder_jax.parallel.collectives import ENTER, FOLLOWING, GATHER, LAUNCH, PREVIOUS, SCATTER
-from ladder_jax.parallel.mesh import FSDP
-from ladder_jax.schedule import collectives, purposes, rings
+from ladder_jax import scopes
+from ladder_jax.schedule import collectives, rings
 from ladder_jax.schedule.collectives import Collective
 from ladder_jax.schedule.cost import Costs, sublayer_of
 from ladder_jax.schedule.grouped import Experts
 from ladder_jax.schedule.hlo import Program
 from ladder_jax.schedule.report import Other, Reduction, Report, Status, Transfer
+from ladder_jax.scopes import DATA, ENTER, FOLLOWING, FSDP, GATHER, LAUNCH, PREVIOUS, SCATTER
+
+REPLICATED_GRADIENTS = "gradients of norm gains and other replicated weights"
+DATA_PARALLEL_GRADIENTS = "data-parallel gradients"
+PURPOSES = {  # by named scope; the first scope that the name contains counts
+    scopes.CHOICE: "choice of the token",
+    scopes.EMBEDDING: "embedding",
+    scopes.DIVERGENCE: "distillation",
+    scopes.LOSS: "loss",
+    scopes.QK_NORM: "query and key norms over all heads",
+    scopes.HEAD: "gradient of the head's input",
+    scopes.GRADIENT_NORM: "gradient norm",
+    scopes.SHARED_GRADIENTS: REPLICATED_GRADIENTS,
+    scopes.DATA_GRADIENTS: DATA_PARALLEL_GRADIENTS,
+    GATHER: "weights outside the layers",
+    SCATTER: "gradients of weights outside the layers",
+}
 
 
 def read(
@@ -33,28 +49,38 @@ def read(
     if not program.scheduled:
         raise ValueError("the program has not been scheduled: pass compiled.as_text(), not lowered.as_text()")
     costs = Costs(program, experts=experts)
-    all_collectives = rings.joined(collectives.find(program, costs=costs), program=program, costs=costs)
-    gathers = [c for c in all_collectives if sublayer_flops and _moves_layer_weights(c, GATHER, "all-gather")]
-    scatters = [c for c in all_collectives if sublayer_flops and _moves_layer_weights(c, SCATTER, "reduce-scatter")]
-    reduced = [c for c in all_collectives if LAUNCH in c.op_name or ENTER in c.op_name]
+    found = rings.joined(collectives.find(program, costs=costs), program=program, costs=costs)
+    gathers = [c for c in found if sublayer_flops and _moves_layer_weights(c, GATHER, "all-gather")]
+    scatters = [c for c in found if sublayer_flops and _moves_layer_weights(c, SCATTER, "reduce-scatter")]
+    reduced = [c for c in found if LAUNCH in c.op_name or ENTER in c.op_name]
     if sublayer_flops is None and not reduced:
-        reduced = [c for c in all_collectives if c.kind in ("all-reduce", "reduce-scatter")]
-    flops = sublayer_flops or {}
-    entry = program.entry
-    total = sum(sum(costs.matmul_flops(i, within=entry).values()) for i in entry.instructions)
-    mean = total / max(1, sum(c.executions * c.operands for c in reduced))
-    default = flops.get("attention", mean)
-    reductions = tuple(_reduction(c, flops, default) for c in reduced)
+        reduced = [c for c in found if c.kind in ("all-reduce", "reduce-scatter")]
     # A collective over a single device moves nothing.
-    others = [c for c in all_collectives if c not in reduced + gathers + scatters and c.ranks != 1]
+    others = [c for c in found if c not in reduced + gathers + scatters and c.ranks != 1]
+    total = sum(costs.matmul_flops(i).total() for i in program.entry.instructions)
+    mean = total / max(1, sum(c.executions * c.operands for c in reduced))
+    flops = sublayer_flops or {}
+    default = flops.get("attention", mean)
+
+    def judged(kind: type[Transfer], collective: Collective, *more: str) -> Transfer:
+        """Its window is in forward sublayers, or, backward, where those are known, in twice their FLOPs."""
+        name = collective.op_name
+        backward = "transpose(" in name or (kind is Transfer and not name)  # the compiler's own are gradients'
+        window = sum(count / flops.get(sublayer, default) for sublayer, count in collective.flops.items())
+        if kind is Reduction and collective.kind == "all-to-all":
+            window += collective.scores / default  # beside attention, on TPUs often up to its kernel's end
+        return kind(collective, owner(name)[0], backward, window / (2 if backward and flops else 1), *more)
+
+    reductions = tuple(judged(Reduction, c, owner(c.op_name)[1]) for c in reduced)
     return Report(
         reductions=reductions,
-        others=tuple(_other(c, flops, default) for c in others),
+        others=tuple(judged(Other, c, purpose(c)) for c in others),
         step_cycles=costs.total_cycles(),
         flops=total,
         hidden_cycles=_hidden_cycles(reductions, program, costs) if costs.total_cycles() else None,
-        gathers=tuple(_transfer(c, flops) for c in gathers),
-        scatters=tuple(_transfer(c, flops) for c in scatters),
+        gathers=tuple(judged(Transfer, c) for c in gathers),
+        scatters=tuple(judged(Transfer, c) for c in scatters),
+        unknown=tuple(collectives.unknown(program)),
     )
 
 
@@ -65,62 +91,58 @@ def _moves_layer_weights(collective: Collective, scope: str, kind: str) -> bool:
     return scope in collective.op_name and owner(collective.op_name)[0] != ""
 
 
-def _transfer(collective: Collective, flops: Mapping[str, float]) -> Transfer:
-    backward = "transpose(" in collective.op_name or not collective.op_name
-    window = _window(collective, flops, flops["attention"]) / (2 if backward else 1)
-    return Transfer(collective, owner(collective.op_name)[0], backward, window)
-
-
-def _other(collective: Collective, flops: Mapping[str, float], default: float) -> Other:
-    backward = "transpose(" in collective.op_name
-    window = _window(collective, flops, default) / (2 if backward and flops else 1)
-    return Other(collective, owner(collective.op_name)[0], backward, window, purposes.purpose(collective))
-
-
-def _window(collective: Collective, sublayer_flops: Mapping[str, float], default: float) -> float:
-    """The matmuls in the window, in forward sublayers."""
-    return sum(flops / sublayer_flops.get(sublayer, default) for sublayer, flops in collective.flops.items())
-
-
-def _reduction(collective: Collective, flops: Mapping[str, float], default: float) -> Reduction:
-    name = collective.op_name
-    backward = "transpose(" in name
-    window = _window(collective, flops, default)
-    if collective.kind == "all-to-all":  # beside attention, on TPUs often up to its kernel's end and no further
-        window += collective.scores / flops.get("attention", default)
-    layer, sublayer = owner(name)
-    return Reduction(collective, layer, backward, window / 2 if backward and flops else window, sublayer)
-
-
 def owner(op_name: str) -> tuple[str, str]:
     """(layer, sublayer) whose output or input the operation of that name reduces, scatters or gathers."""
     layers = re.findall(r"layers?_(\d+)(?:_to_(\d+))?", op_name)
     first, last = layers[-1] if layers else ("", "")
     layer, sublayer = (f"{first}-{last}" if last else first), sublayer_of(op_name)
-    if f"{ENTER}/{FOLLOWING}" in op_name:
-        if sublayer == "attention":
-            return layer, "mlp"
-        if not sublayer:
-            return "last", ""
-        after = "joint" if sublayer == "joint" else "attention"
-        return (layer if last else str(int(first) + 1) if first else ""), after
-    if f"{LAUNCH}/{PREVIOUS}" not in op_name:
+    following = f"{ENTER}/{FOLLOWING}" in op_name
+    if not following and f"{LAUNCH}/{PREVIOUS}" not in op_name:
         return layer, sublayer
-    if sublayer == "mlp":
-        return layer, "attention"
     if not sublayer:
         return "last", ""
-    before = "joint" if sublayer == "joint" else "mlp"
-    return (layer if last else str(int(first) - 1) if first else ""), before
+    own, other, step = ("attention", "mlp", 1) if following else ("mlp", "attention", -1)
+    if sublayer == own:
+        return layer, other
+    beside = "joint" if sublayer == "joint" else own
+    return (layer if last else str(int(first) + step) if first else ""), beside
 
 
 def _hidden_cycles(reductions: Sequence[Reduction], program: Program, costs: Costs) -> int:
     """Cycles of all instructions in windows of hidden reductions; an instruction in two windows counts once."""
-    total = 0
     messages = [part for r in reductions if r.status is Status.HIDDEN for part in r.collective.parts]
-    for name, computation in program.computations.items():
-        windows = [part for part in messages if part.computation == name]
-        hidden_under = {index for c in windows for index in range(c.issued + 1, c.awaited)}
-        cycles = [costs.cycles(computation.instructions[index], within=computation) or 0 for index in hidden_under]
-        total += costs.trips(name) * sum(cycles)
+    windows = {(c.computation, index) for c in messages for index in range(c.issued + 1, c.awaited)}
+    total = 0
+    for name, index in windows:
+        computation = program.computations[name]
+        total += costs.trips(computation) * (costs.cycles(computation.instructions[index]) or 0)
     return total
+
+
+def purpose(collective: Collective) -> str:
+    """The purpose of a collective; of one that the compiler merged, all purposes, separated by commas.
+
+    A compiler writes the names of merged collectives as `(a:b)`, or keeps the first one only.
+    """
+    name = collective.op_name
+    phrases = [_scope_purpose(part) for part in name.split(":")]
+    phrases += [_scope_purpose(part) or _gradient_purpose(part, collective) for part in collective.operand_op_names]
+    if purposes := [phrase for phrase in dict.fromkeys(phrases) if phrase]:
+        return ", ".join(purposes)
+    if phrase := _gradient_purpose(name, collective):
+        return phrase
+    if not name and collective.axes == (FSDP,) and collective.kind in ("all-gather", "reduce-scatter"):
+        return PURPOSES[GATHER if collective.kind == "all-gather" else SCATTER]
+    return f"other: {name or collective.name}"
+
+
+def _gradient_purpose(op_name: str, collective: Collective) -> str | None:
+    """The purpose of a backward pass's all-reduce: it sums the gradient of an array that is equal on all ranks."""
+    if "transpose(" not in op_name or collective.kind != "all-reduce":
+        return None
+    data_axes = collective.axes and set(collective.axes) <= {DATA, FSDP}
+    return DATA_PARALLEL_GRADIENTS if data_axes else REPLICATED_GRADIENTS
+
+
+def _scope_purpose(op_name: str) -> str | None:
+    return next((phrase for scope, phrase in PURPOSES.items() if scope in op_name), None)

@@ -1,19 +1,26 @@
-"""The report of a program's schedule: which collectives are hidden, exposed or merged, and how well they are hidden."""
+"""The report of a program's schedule: which collectives are hidden, exposed or merged, and how well they are hidden; as
+JSON, in words and as a table."""
 
 import dataclasses
 import enum
 import statistics
+from collections import Counter
 from collections.abc import Sequence
 
-from ladder_jax.schedule import text
 from ladder_jax.schedule.collectives import Collective
 from ladder_jax.schedule.rings import Ring
+from ladder_jax.scopes import ENTER
+from ladder_jax.terminal import Table
 
+SCHEMA = 1
+"""Of the report's JSON: another number where a key is gone, or means something else."""
 ENOUGH = 0.1
 """A reduction counts as hidden if its window holds at least this share of a sublayer's matmul FLOPs.
 
 The share is small because XLA issues a collective as late as its cost model allows: a window is often one matmul.
 """
+COLUMNS = ("reduction", "layers", "bytes", "count", "status", "compute under it, in sublayers", "in cycles")
+SHOWN = 20  # lines of the table in a repr; the command prints all
 
 
 class Status(enum.Enum):
@@ -52,6 +59,19 @@ class Transfer:
         covered = self.collective.covered if isinstance(self.collective, Ring) else self.window >= ENOUGH
         return Status.HIDDEN if covered else Status.EXPOSED
 
+    @property
+    def direction(self) -> str:
+        return "backward" if self.backward else "forward"
+
+    @property
+    def own(self) -> dict:
+        """What its JSON has beside that of all classes."""
+        return {"layer": self.layer, "arrays": self.count}
+
+    def as_dict(self) -> dict:
+        status = {"status": self.status.name.lower(), "window_flops_fraction": self.window}
+        return {**self.own, "direction": self.direction, **status, **self.collective.as_dict()}
+
 
 @dataclasses.dataclass(frozen=True)
 class Reduction(Transfer):
@@ -74,6 +94,18 @@ class Reduction(Transfer):
     def status(self) -> Status:
         return Status.MERGED if self.collective.operands > 1 else super().status
 
+    @property
+    def own(self) -> dict:
+        return {"layer": self.layer, "sublayer": self.sublayer}
+
+    @property
+    def title(self) -> str:
+        end = "input" if ENTER in self.collective.op_name else "output"
+        last = f"last {end}" if self.layer == "last" else self.collective.kind
+        name = f"{end} of {self.sublayer}" if self.sublayer else last
+        name += ", exchanged" if self.exchanges else ""
+        return f"gradient of the {name}" if self.backward else name
+
 
 @dataclasses.dataclass(frozen=True)
 class Other(Transfer):
@@ -81,7 +113,7 @@ class Other(Transfer):
 
     `count` counts messages, not arrays: merging these collectives does no harm.
 
-    purpose: a phrase (see `purposes.purpose`).
+    purpose: a phrase (see `judge.purpose`).
     """
 
     purpose: str
@@ -89,6 +121,10 @@ class Other(Transfer):
     @property
     def count(self) -> int:
         return self.collective.executions
+
+    @property
+    def own(self) -> dict:
+        return {"for": self.purpose, "count": self.count}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,6 +138,7 @@ class Report:
     gathers, scatters: of the layers' weights and of their gradients, if they are sharded over the fsdp axis.
     flops: of all matmuls that one execution computes on a device, without kernels of attention; of a program that
         generates several tokens, per token.
+    unknown: names of collectives in a form that this reader does not know. They are counted nowhere.
     """
 
     reductions: tuple[Reduction, ...]
@@ -111,41 +148,52 @@ class Report:
     gathers: tuple[Transfer, ...] = ()
     scatters: tuple[Transfer, ...] = ()
     flops: int = 0
+    unknown: tuple[str, ...] = ()
 
     def __repr__(self) -> str:
-        return "\n".join(text.lines(self, width=80))
+        return "\n".join(self.lines(width=80))
 
     def _repr_html_(self) -> str:
-        return text.html(self)
+        return f"<p>{self.verdict}</p>{self.table().html()}<p>{'<br>'.join(self.explained())}</p>"
 
-    @property
-    def verdict(self) -> str:
-        """How many reductions are hidden, and why the others are not."""
-        return text.verdict(self)
+    def as_dict(self) -> dict:
+        """Plain JSON values. bytes, cycles, FLOPs of one device; None is what a compiler leaves out."""
+        counts = ("all_reduces", "asynchronous", "hidden", "merged", "exposed", "all_to_alls", "all_to_alls_hidden")
+        measures = ("window_flops_fraction", "hidden_time_fraction", "step_cycles", "hidden_cycles", "flops")
+        return {
+            "schema": SCHEMA,
+            **{name: getattr(self, name) for name in (*counts, *measures, "verdict")},
+            "reductions": [one.as_dict() for one in self.reductions],
+            "weights_gathers": _transfers(self.gathers),
+            "gradients_scatters": _transfers(self.scatters),
+            "other_collectives": [one.as_dict() for one in self.others],
+            "other_hidden": self.other_hidden,
+            "unknown_collectives": list(self.unknown),
+        }
 
     @property
     def all_reduces(self) -> int:
-        return sum(r.count for r in self.reductions if not r.exchanges)
+        return _count(self._reduced)
 
     @property
     def asynchronous(self) -> int:
-        return sum(r.count for r in self.reductions if not r.exchanges and not r.collective.synchronous)
+        return _asynchronous(self._reduced)
 
     @property
     def all_to_alls(self) -> int:
-        return sum(r.count for r in self.reductions if r.exchanges)
+        return _count(self.reductions) - self.all_reduces
 
     @property
     def all_to_alls_hidden(self) -> int:
-        return hidden([r for r in self.reductions if r.exchanges])
+        return hidden(self.reductions) - self.hidden
 
     @property
     def hidden(self) -> int:
-        return self._count(Status.HIDDEN)
+        return hidden(self._reduced)
 
     @property
     def merged(self) -> int:
-        return self._count(Status.MERGED)
+        return _count(self._reduced, Status.MERGED)
 
     @property
     def exposed(self) -> int:
@@ -166,16 +214,117 @@ class Report:
     def other_hidden(self) -> int:
         return hidden(self.others)
 
-    def _count(self, status: Status) -> int:
-        return sum(r.count for r in self.reductions if not r.exchanges and r.status is status)
+    @property
+    def _reduced(self) -> list[Reduction]:
+        return [r for r in self.reductions if not r.exchanges]
+
+    @property
+    def verdict(self) -> str:
+        """How many reductions are hidden, and why the others are not; and how many all-to-alls."""
+        parts = [self._verdict] if self.all_reduces or not self.all_to_alls else []
+        if self.all_to_alls:
+            parts.append(f"{self.all_to_alls_hidden} of {self.all_to_alls} all-to-alls hidden")
+        if self.unknown:
+            parts.append(f"NOT counted, as their form is unknown: {', '.join(self.unknown)}")
+        return "; ".join(parts)
+
+    @property
+    def _verdict(self) -> str:
+        if not self._reduced:
+            return "no all-reduces: no sublayer of this program communicates"
+        noun = "all-reduces" if {r.collective.kind for r in self._reduced} == {"all-reduce"} else "collectives"
+        line = f"{self.hidden} of {self.all_reduces} {noun} hidden"
+        exposed = [r for r in self._reduced if r.status is not Status.HIDDEN]
+        if not exposed:
+            return line
+        if self.merged:
+            return f"{line}; {self.merged} were merged by the compiler, so no compute can hide them"
+        if self.hidden == 0:
+            waits = {Status.SYNCHRONOUS: "synchronous"}
+            kinds = ", ".join(sorted({waits.get(r.status, "awaited where it is issued") for r in exposed}))
+            return f"{line}: each is {kinds}"
+        if len(exposed) == 1 and exposed[0].layer == "last":
+            if ENTER in exposed[0].collective.op_name:
+                return f"{line}; the gather of the head's input is left, which no sublayer can hide"
+            return f"{line}; the last one comes after all compute, so it is always exposed"
+        counts = Counter()
+        for reduction in exposed:
+            counts[reduction.status.value] += reduction.count
+        return f"{line}; exposed: " + ", ".join(f"{count} {why}" for why, count in counts.items())
+
+    def table(self) -> Table:
+        """A row for reductions of one name, size and status."""
+        groups: dict[tuple, list[Reduction]] = {}
+        for reduction in self.reductions:
+            groups.setdefault((reduction.title, reduction.collective.bytes, reduction.status), []).append(reduction)
+        rows = []
+        for (title, size, status), members in groups.items():
+            cycles = [r.collective.cycles for r in members if r.collective.cycles is not None]
+            layers, count = layer_range([r.layer for r in members]), str(_count(members))
+            windows = _range([r.window for r in members], "{:.2f}")
+            in_cycles = _range(cycles, "{:,}") if cycles else "-"
+            rows.append((title, layers, f"{size:,}", count, status.name.lower(), windows, in_cycles))
+        return Table(COLUMNS, rows, left=("reduction", "layers", "status"))
+
+    def explained(self) -> list[str]:
+        """A line for each status in the table that needs one."""
+        statuses = dict.fromkeys(r.status for r in self.reductions)
+        return [f"{s.name.lower()}: {s.value}" for s in statuses if s.value != s.name.lower()]
+
+    def lines(self, *, width: int) -> list[str]:
+        """The verdict, as many of the table's rows as SHOWN lines hold, and the collectives of other purposes."""
+        full = self.table()
+        some = lambda count: Table(full.columns, full.rows[:count], left=full.left).lines(width)
+        count = next((n for n in range(len(full.rows), 0, -1) if len(some(n)) <= SHOWN), 0)
+        more = [f"... and {len(full.rows) - count} more rows"] if count < len(full.rows) else []
+        others = _count(self.others)
+        tail = [f"other collectives: {others}, {self.other_hidden} hidden"] if others else []
+        body = [*some(count), *more, *self.explained()] if full.rows else []
+        return [*self.verdict.split("; "), *body, *tail]
+
+
+def _count(transfers: Sequence[Transfer], *statuses: Status) -> int:
+    return sum(t.count for t in transfers if not statuses or t.status in statuses)
+
+
+def _asynchronous(transfers: Sequence[Transfer]) -> int:
+    return _count([t for t in transfers if not t.collective.synchronous])
 
 
 def hidden(transfers: Sequence[Transfer]) -> int:
     """The number of hidden arrays (of `Other`s: messages)."""
-    return sum(t.count for t in transfers if t.status is Status.HIDDEN)
+    return _count(transfers, Status.HIDDEN)
 
 
 def hidden_bytes(transfers: Sequence[Transfer]) -> float | None:
     """The share of the transfers' bytes that is hidden; None without transfers."""
     moved = lambda group: sum(t.collective.executions * t.collective.bytes for t in group)
     return moved(t for t in transfers if t.status is Status.HIDDEN) / moved(transfers) if transfers else None
+
+
+def _transfers(transfers: Sequence[Transfer]) -> dict:
+    """Of the layers' weights or gradients as JSON. The counts are of arrays.
+
+    hidden_bytes_fraction: the share of their bytes that is hidden, None without transfers.
+    """
+    return {
+        "count": _count(transfers),
+        "asynchronous": _asynchronous(transfers),
+        "hidden": hidden(transfers),
+        "hidden_bytes_fraction": hidden_bytes(transfers),
+        "each": [one.as_dict() for one in transfers],
+    }
+
+
+def layer_range(names: Sequence[str]) -> str:
+    """Consecutive layers as "0-3", some of several as their number."""
+    numbers = sorted({int(name) for name in names if name.isdigit()})
+    if len(numbers) != len(set(names)) or len(numbers) < 3:
+        return ", ".join(dict.fromkeys(names))
+    consecutive = numbers == list(range(numbers[0], numbers[-1] + 1))
+    return f"{numbers[0]}-{numbers[-1]}" if consecutive else f"{len(numbers)} layers of {numbers[0]}-{numbers[-1]}"
+
+
+def _range(values: Sequence[float], pattern: str) -> str:
+    low, high = pattern.format(min(values)), pattern.format(max(values))
+    return low if low == high else f"{low} - {high}"

@@ -9,10 +9,10 @@ import collections
 import dataclasses
 from collections.abc import Iterable, Sequence
 
-from ladder_jax.parallel.collectives import ENTER, LAUNCH, RING_GATHER, RING_SCATTER
 from ladder_jax.schedule.collectives import Collective
 from ladder_jax.schedule.cost import Costs, Flops
-from ladder_jax.schedule.hlo import Computation, Program
+from ladder_jax.schedule.hlo import Instruction, Program
+from ladder_jax.scopes import ENTER, LAUNCH, RING_GATHER, RING_SCATTER
 
 HALF = 0.5  # of an n-th of the matmul, beside each message
 
@@ -38,7 +38,7 @@ class Ring(Collective):
     @property
     def covered(self) -> bool:
         enough = HALF * self.matmul / self.ranks
-        bare = sum(one.executions for one in self.permutes if not 0 < enough <= sum(one.flops.values()))
+        bare = sum(one.executions for one in self.permutes if not 0 < enough <= one.flops.total())
         return bare * self.ranks <= sum(one.executions for one in self.permutes)
 
 
@@ -46,12 +46,8 @@ def joined(found: Sequence[Collective], *, program: Program, costs: Costs) -> li
     """`found` with a `Ring`, where its first permute was, in place of the permutes of each collective matmul."""
     groups = collections.defaultdict(list)
     for one in found:
-        groups[_scope(one)].append(one)
-    others = groups.pop("", [])
-    rings = [_ring(scope, permutes, program, costs) for scope, permutes in groups.items()]
-    places = {(one.computation, one.issued, one.awaited): place for place, one in enumerate(found)}
-    first = lambda one: places[(one.parts[0].computation, one.parts[0].issued, one.parts[0].awaited)]
-    return sorted([*others, *rings], key=first)
+        groups[_scope(one) or id(one)].append(one)
+    return [_ring(key, group, program, costs) if isinstance(key, str) else group[0] for key, group in groups.items()]
 
 
 def _scope(one: Collective) -> str:
@@ -70,19 +66,22 @@ def _ring(scope: str, permutes: list[Collective], program: Program, costs: Costs
     holders = [program.computations[name] for name in dict.fromkeys(one.computation for one in permutes)]
     if scope.endswith((RING_GATHER, RING_SCATTER)):
         runs = max(1, round(messages / max(1, ranks - 1)))
-        matmul = sum(costs.trips(h.name) * costs.flops_of_scope(scope, within=h) for h in holders)
+        matmul = sum(costs.trips(h) * costs.flops_of_scope(scope, within=h) for h in holders)
     else:
-        loops = [h for h in holders if not h.entry and h.name in _bodies(program)]
-        runs = max(1, sum(costs.trips(_bodies(program)[h.name]) for h in loops))
-        matmul = sum(costs.trips(h.name) * _matmuls(h, range(len(h.instructions)), costs).total() for h in loops)
-    windows = [(h, _under(permutes, h)) for h in holders]
+        around = {body: c for c in program.computations.values() for body in _bodies(c.instructions)}
+        loops = [h for h in holders if h in around]
+        runs = max(1, sum(costs.trips(around[h]) for h in loops))
+        matmul = sum(costs.trips(h) * _matmuls(h.instructions, costs).total() for h in loops)
     flops, cycles = Flops(), None
-    for holder, positions in windows:
-        for sublayer, count in _matmuls(holder, positions, costs).items():
-            flops[sublayer] += costs.trips(holder.name) * count / runs
-        estimates = [costs.cycles(holder.instructions[n], within=holder) for n in positions]
-        if any(estimate is not None for estimate in estimates):
-            cycles = (cycles or 0) + costs.trips(holder.name) * sum(filter(None, estimates)) // runs
+    for holder in holders:
+        here = [one for one in permutes if one.computation == holder.name]
+        positions = {position for one in here for position in range(one.issued + 1, one.awaited)}
+        window, trips = [holder.instructions[position] for position in positions], costs.trips(holder)
+        for sublayer, count in _matmuls(window, costs).items():
+            flops[sublayer] += trips * count / runs
+        estimates = [estimate for one in window if (estimate := costs.cycles(one)) is not None]
+        if estimates:
+            cycles = (cycles or 0) + trips * sum(estimates) // runs
     changes = dict(
         operands=1,
         bytes=sum(one.executions * one.bytes for one in permutes) // runs,
@@ -97,20 +96,9 @@ def _ring(scope: str, permutes: list[Collective], program: Program, costs: Costs
     return Ring(**{**vars(permutes[0]), **changes})
 
 
-def _bodies(program: Program) -> dict[str, str]:
-    """Of each loop's body, the name of the computation that holds the loop."""
-    return {
-        instruction.calls[0]: computation.name
-        for computation in program.computations.values()
-        for instruction in computation.instructions
-        if instruction.opcode == "while"
-    }
+def _bodies(instructions: Iterable[Instruction]) -> list:
+    return [one.calls[0] for one in instructions if one.opcode == "while"]
 
 
-def _under(permutes: Sequence[Collective], holder: Computation) -> set[int]:
-    here = [one for one in permutes if one.computation == holder.name]
-    return {position for one in here for position in range(one.issued + 1, one.awaited)}
-
-
-def _matmuls(holder: Computation, positions: Iterable[int], costs: Costs) -> Flops:
-    return sum((costs.matmul_flops(holder.instructions[n], within=holder) for n in positions), Flops())
+def _matmuls(instructions: Iterable[Instruction], costs: Costs) -> Flops:
+    return sum(map(costs.matmul_flops, instructions), Flops())

@@ -93,11 +93,7 @@ def _kinds(config: ModelConfig, *, ranks: int) -> list[tuple[int, Shard]]:
 
 
 def chosen(moe: MoEConfig, *, tokens: float) -> float:
-    """The share of the experts that at least one of `tokens` tokens chooses, expected of evenly loaded experts:
-
-    1 - (1 - k / E)^tokens     since a token chooses k different ones of E
-    """
-    return 1 - (1 - moe.top_k / moe.experts) ** tokens
+    return moe.chosen(tokens)
 
 
 def buffer_rows(moe: MoEConfig, *, tokens: int, ranks: int) -> int:

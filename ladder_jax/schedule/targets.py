@@ -1,7 +1,6 @@
 """Targets: hardware to compile for on a machine without it, and checks that their compilers are installed."""
 
 import dataclasses
-import importlib.metadata
 import math
 import os
 import re
@@ -11,8 +10,7 @@ from collections.abc import Sequence
 
 from ladder_jax import python
 from ladder_jax.errors import UserError, unknown, whole, wrong_type
-from ladder_jax.hardware import HARDWARE
-from ladder_jax.schedule.gpus import GPUS
+from ladder_jax.hardware import HARDWARE, Hardware
 
 ENVIRONMENT = {
     # To compile without the hardware: no query of a TPU's metadata server, no check for a GPU's driver.
@@ -22,6 +20,53 @@ ENVIRONMENT = {
     "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
     "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1",
 }
+
+
+@dataclasses.dataclass(frozen=True)
+class Gpu:
+    """What XLA's GpuTargetConfig says of one, to compile on machines without it.
+
+    compute: major version of the compute capability; clock: GHz; cache: bytes. HARDWARE has memory and bandwidth."""
+
+    name: str
+    compute: int
+    cores: int
+    clock: float
+    cache: int
+
+    def as_text(self, hardware: Hardware) -> str:
+        return f"""
+            gpu_device_info {{
+              cuda_compute_capability {{ major: {self.compute} minor: 0 }}
+              core_count: {self.cores}
+              clock_rate_ghz: {self.clock}
+              memory_bandwidth: {int(hardware.bandwidth)}
+              device_memory_size: {hardware.memory}
+              l2_cache_size: {self.cache}
+              fpus_per_core: 128
+              threads_per_block_limit: 1024
+              threads_per_warp: 32
+              threads_per_core_limit: 2048
+              shared_memory_per_block: 49152
+              shared_memory_per_block_optin: 232448
+              shared_memory_per_core: 233472
+              registers_per_core_limit: 65536
+              registers_per_block_limit: 65536
+              block_dim_limit_x: 2147483647
+              block_dim_limit_y: 65535
+              block_dim_limit_z: 65535
+            }}
+            platform_name: "CUDA"
+            dnn_version_info {{ major: 9 minor: 8 }}
+            device_description_str: "{self.name}"
+        """
+
+
+GPUS = {
+    "h100": Gpu("NVIDIA H100 80GB HBM3", 9, 132, 1.98, 50 * 2**20),
+    "b200": Gpu("NVIDIA B200", 10, 148, 1.965, 126 * 2**20),
+}
+
 
 KINDS = (*HARDWARE, "cpu")
 
@@ -139,10 +184,11 @@ def not_installed(target: Target) -> str | None:
     """Which package of the compiler for `target` is missing, and how to install it; None if none. Imports no jax."""
     if target.platform == "cpu":
         return None
-    jax = _version("jax")
+    found = python.versions("jax", "libtpu", "jax-cuda13-plugin", "jax-cuda12-plugin")
+    jax = found.pop("jax")
     if target.platform == "tpu":
-        return None if _version("libtpu") else f"libtpu is not installed: pip install 'jax[tpu]=={jax}'"
-    version = _version("jax-cuda13-plugin") or _version("jax-cuda12-plugin")
+        return None if "libtpu" in found else f"libtpu is not installed: pip install 'jax[tpu]=={jax}'"
+    version = found.get("jax-cuda13-plugin") or found.get("jax-cuda12-plugin")
     if version is None:
         plugins = f"jax-cuda13-plugin=={jax} jax-cuda13-pjrt=={jax}"
         return f"the CUDA plugin is not installed: pip install --no-deps {plugins}"
@@ -163,7 +209,7 @@ def _probe_tpu(target: Target) -> str | None:
     if done.returncode == 0:
         return None
     last = (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1]
-    return f"libtpu {_version('libtpu')} cannot describe it: {last[:200]}"
+    return f"libtpu {python.versions('libtpu')['libtpu']} cannot describe it: {last[:200]}"
 
 
 def probe() -> None:
@@ -171,10 +217,3 @@ def probe() -> None:
     from jax.experimental import topologies
 
     print(len(topologies.get_topology_desc(platform="tpu", topology_name=sys.argv[1]).devices))
-
-
-def _version(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None

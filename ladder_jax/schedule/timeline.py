@@ -13,12 +13,14 @@ By default there are no latencies: `ladder-jax overlap --plot` draws these times
 machine's constants (`wire`, `launch`, `contention`) this is `ladder-jax predict --from-schedule`.
 """
 
+import collections
 import dataclasses
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Mapping
 
 from ladder_jax.hardware import Hardware
-from ladder_jax.schedule import collectives, hlo
-from ladder_jax.schedule.collectives import Collective
+from ladder_jax.schedule import hlo
+from ladder_jax.schedule.collectives import Collective, find
 from ladder_jax.schedule.cost import Costs, attention_kernel_flops, iterations, token_loop
 from ladder_jax.schedule.grouped import Experts
 from ladder_jax.schedule.hlo import Computation, Instruction, Program
@@ -60,85 +62,82 @@ def play(
     contention: relative slowdown of an operation while a collective is in flight (0.5: half as long again).
     experts: the model's (see `cost.Costs`).
     """
-    costs = Costs(program, experts=experts)
-    player = _Player(program, costs, hardware, wire or _published(hardware, ranks), launch, contention)
+    costs, loop = Costs(program, experts=experts), token_loop(program)
+    found = collections.defaultdict(list)
+    for collective in find(program, costs=costs):
+        found[collective.computation].append(collective)
+    sent = wire or functools.partial(_published, hardware=hardware, ranks=ranks)
+    tokens = 1 if loop is None else iterations(loop)
+    player = _Player(costs, hardware, sent, launch, contention, tokens, found)
     player.run(program.entry, iteration=0)
     return sorted(player.bars, key=lambda bar: bar.start)
 
 
+@dataclasses.dataclass
 class _Player:
-    def __init__(
-        self, program: Program, costs: Costs, hardware: Hardware, wire: Callable, launch: float, contention: float
-    ):
-        self.program, self.costs, self.hardware, self.wire = program, costs, hardware, wire
-        self.launch, self.contention = launch, contention
-        loop = token_loop(program)
-        self.tokens = 1 if loop is None else iterations(loop, within=program.entry, program=program)
-        self.bars: list[Bar] = []
-        self.now = self.wire_free = 0.0
-        self.collectives: dict[str, list[Collective]] = {}
-        for collective in collectives.find(program, costs=self.costs):
-            self.collectives.setdefault(collective.computation, []).append(collective)
+    costs: Costs
+    hardware: Hardware
+    wire: Callable[[Collective], float]
+    launch: float
+    contention: float
+    tokens: int
+    collectives: Mapping[str, list[Collective]]  # by the computation's name
+    bars: list[Bar] = dataclasses.field(default_factory=list)
+    now: float = 0.0
+    wire_free: float = 0.0
 
     def run(self, computation: Computation, *, iteration: int) -> None:
-        issued = {c.issued: c for c in self.collectives.get(computation.name, ())}
-        awaited = {c.awaited: c for c in self.collectives.get(computation.name, ())}
+        issued = {c.issued: c for c in self.collectives[computation.name]}
+        awaited = {c.awaited: c.name for c in issued.values()}
         arrival: dict[str, float] = {}
         for index, instruction in enumerate(computation.instructions):
             if index in issued:
                 arrival[issued[index].name] = self._send(issued[index], iteration)
             if index in awaited:
-                self.now = max(self.now, arrival[awaited[index].name])
+                self.now = max(self.now, arrival[awaited[index]])
             if index not in issued and index not in awaited:
                 self._compute(instruction, computation, iteration)
 
     def _send(self, collective: Collective, iteration: int) -> float:
         start = max(self.now, self.wire_free)
         self.wire_free = start + self.wire(collective)
-        bar = Bar(collective.name, collective.op_name, start, self.wire_free, wire=True, iteration=iteration)
-        self.bars.append(bar)
+        self.bars.append(Bar(collective.name, collective.op_name, start, self.wire_free, True, iteration))
         return self.wire_free
 
     def _compute(self, instruction: Instruction, computation: Computation, iteration: int) -> None:
         if instruction.opcode == "while":
-            body = self.program.computations[instruction.attribute("body").lstrip("%")]
-            for index in range(self.costs.trips(body.name) // max(1, self.costs.trips(computation.name))):
+            (body,) = instruction.calls
+            for index in range(self.costs.trips(body) // max(1, self.costs.trips(computation))):
                 self.run(body, iteration=index)
         elif instruction.opcode == "call":
-            for name in instruction.calls:
-                self.run(self.program.computations[name], iteration=iteration)
+            for called in instruction.calls:
+                self.run(called, iteration=iteration)
         elif instruction.opcode not in FREE:
-            seconds = self.launch + self._slowed(self._seconds(instruction, computation))
+            seconds = self.launch + self._slowed(self._seconds(instruction))
             if computation.entry:  # outside the loop over tokens: its time is shared by all tokens
                 seconds /= self.tokens
             start, self.now = self.now, self.now + seconds
-            bar = Bar(instruction.name, instruction.op_name, start, self.now, wire=False, iteration=iteration)
-            self.bars.append(bar)
+            self.bars.append(Bar(instruction.name, instruction.op_name, start, self.now, False, iteration))
 
     def _slowed(self, seconds: float) -> float:
         """The time of an operation that is 1 + contention times slower until the link is free."""
         window, slower = max(0.0, self.wire_free - self.now), 1 + self.contention
         return seconds * slower if seconds * slower <= window else seconds + window * (1 - 1 / slower)
 
-    def _seconds(self, instruction: Instruction, computation: Computation) -> float:
-        cycles = self.costs.cycles(instruction, within=computation)
+    def _seconds(self, instruction: Instruction) -> float:
+        cycles = self.costs.cycles(instruction)
         if cycles is not None and self.hardware.clock:
             return cycles / self.hardware.clock
-        if one := self.costs.grouped(instruction, within=computation):
+        if one := self.costs.grouped(instruction):
             return one.seconds(self.hardware)
-        flops = sum(self.costs.matmul_flops(instruction, within=computation).values())
-        flops += attention_kernel_flops(instruction, within=computation)
-        arrays = [a for name in instruction.operands for a in computation.by_name[name].arrays]
-        moved = hlo.size_in_bytes((*arrays, *instruction.arrays))
+        flops = self.costs.matmul_flops(instruction).total() + attention_kernel_flops(instruction)
+        moved = sum(hlo.size_in_bytes(one.arrays) for one in (*instruction.operands, instruction))
         return max(flops / self.hardware.flops, moved / self.hardware.bandwidth)
 
 
-def _published(hardware: Hardware, ranks: int) -> Callable[[Collective], float]:
-    def seconds(collective: Collective) -> float:
-        count = collective.ranks or ranks
-        if collective.kind == "collective-permute":
-            return collective.bytes / hardware.link
-        rounds = {"all-reduce": 2, "all-gather": count}.get(collective.kind, 1)
-        return rounds * (count - 1) / count * collective.bytes / hardware.link
-
-    return seconds
+def _published(collective: Collective, *, hardware: Hardware, ranks: int) -> float:
+    count = collective.ranks or ranks
+    if collective.kind == "collective-permute":
+        return collective.bytes / hardware.link
+    rounds = {"all-reduce": 2, "all-gather": count}.get(collective.kind, 1)
+    return rounds * (count - 1) / count * collective.bytes / hardware.link

@@ -5,7 +5,6 @@ of every instruction: a matrix that is prefetched into on-chip memory counts thr
 all, or as its author declared.
 """
 
-import dataclasses
 import math
 
 from ladder_jax.schedule import grouped
@@ -15,10 +14,10 @@ from ladder_jax.schedule.hlo import Computation, Instruction, Program, size_in_b
 
 # Operations that move no bytes: views of arrays, and the ends of transfers (their starts are counted).
 _FREE = set(
-    "parameter constant tuple get-tuple-element bitcast after-all partition-id replica-id optimization-barrier"
-    " copy-done slice-done call-done async-done all-reduce-done all-gather-done collective-permute-done".split()
+    "parameter constant tuple get-tuple-element bitcast after-all partition-id replica-id optimization-barrier".split()
 )
 _VIEWS = ("bitcast", "convert", "reshape", "copy", "transpose")
+_RUNS = ("while", "call", "async-start", "call-start", "async-update", "call-update")
 
 
 def bytes_moved(program: Program, *, experts: Experts | None = None) -> int:
@@ -29,73 +28,59 @@ def bytes_moved(program: Program, *, experts: Experts | None = None) -> int:
     Of a program that generates several tokens, the bytes per token: one iteration of the loop over tokens, and the
     traffic outside the loop divided by the number of tokens.
     """
-    entry, loop = program.entry, token_loop(program)
-    count = _Count(program, experts)
-    total = count.computation(entry)
+    total, loop = _of_computation(program.entry, experts), token_loop(program)
     if loop is None:
         return total
-    per_token = count.instruction(loop, entry)
-    return per_token + (total - per_token) // iterations(loop, within=entry, program=program)
+    per_token = _of_instruction(loop, experts)
+    return per_token + (total - per_token) // iterations(loop)
 
 
-@dataclasses.dataclass(frozen=True)
-class _Count:
-    program: Program
-    experts: Experts | None
-
-    def computation(self, computation: Computation) -> int:
-        return sum(self.instruction(i, computation) for i in computation.instructions)
-
-    def instruction(self, instruction: Instruction, within: Computation) -> int:
-        if instruction.opcode in _FREE or instruction.opcode.endswith("-done"):
-            return 0
-        called = [self.program.computations[name] for name in instruction.calls]
-        if instruction.opcode == "while":
-            trips = trip_count(instruction, within=within, program=self.program)
-            return trips * sum(self.computation(one) for one in called)
-        if instruction.opcode == "conditional":
-            return max(self.computation(one) for one in called)
-        if instruction.opcode in ("call", "async-start", "call-start", "async-update", "call-update"):
-            return sum(self.computation(one) for one in called)
-        if one := grouped.kernel(instruction, within=within, experts=self.experts):
-            return round(one.bytes)
-        operands = [within.by_name[name] for name in instruction.operands]
-        if instruction.opcode == "fusion":
-            return _fusion(instruction, operands, called[0])
-        if instruction.opcode in _PARTIAL:
-            read, written = _PARTIAL[instruction.opcode](instruction, operands)
-            return read + written
-        if instruction.opcode in ("copy-start", "slice-start"):
-            ends = _arrays(instruction)[:2]  # source and destination, in either order; a slice reads only what it keeps
-            return min(size for _, size in ends) * sum(not on_chip for on_chip, _ in ends)
-        if instruction.opcode == "collective-permute-start":  # its result tuple begins with operands and results
-            return sum(0 if on_chip else size for on_chip, size in _arrays(instruction)[: 2 * len(operands)])
-        if instruction.opcode.endswith("-start"):  # a collective: its result tuple repeats the operands
-            return 2 * sum(map(_in_memory, operands))
-        return sum(map(_in_memory, operands)) + _in_memory(instruction)
+def _of_computation(computation: Computation, experts: Experts | None) -> int:
+    return sum(_of_instruction(one, experts) for one in computation.instructions)
 
 
-def _fusion(fusion: Instruction, operands: list[Instruction], body: Computation) -> int:
+def _of_instruction(instruction: Instruction, experts: Experts | None) -> int:
+    opcode, operands = instruction.opcode, instruction.operands
+    if opcode in _FREE or opcode.endswith("-done"):
+        return 0
+    if opcode in _RUNS:
+        return trip_count(instruction) * sum(_of_computation(one, experts) for one in instruction.calls)
+    if opcode == "conditional":
+        return max(_of_computation(one, experts) for one in instruction.calls)
+    if one := grouped.kernel(instruction, experts=experts):
+        return round(one.bytes)
+    if opcode == "fusion":
+        return _fusion(instruction, instruction.calls[0])
+    if opcode in _PARTIAL:
+        return sum(_PARTIAL[opcode](instruction))
+    if opcode in ("copy-start", "slice-start"):
+        ends = _arrays(instruction)[:2]  # source and destination, in either order; a slice reads only what it keeps
+        return min(size for _, size in ends) * sum(not on_chip for on_chip, _ in ends)
+    if opcode == "collective-permute-start":  # its result tuple begins with operands and results
+        return sum(0 if on_chip else size for on_chip, size in _arrays(instruction)[: 2 * len(operands)])
+    if opcode.endswith("-start"):  # a collective: its result tuple repeats the operands
+        return 2 * sum(map(_in_memory, operands))
+    return sum(map(_in_memory, operands)) + _in_memory(instruction)
+
+
+def _fusion(fusion: Instruction, body: Computation) -> int:
     parameters = {int(i.literal or 0): i for i in body.instructions if i.opcode == "parameter"}
-    read = sum(_read(parameters[n], body, _in_memory(operand)) for n, operand in enumerate(operands))
-    root = body.instructions[-1]
-    roots = [body.by_name[name] for name in root.operands] if root.opcode == "tuple" else [root]
-    written = sum(
-        min(_written(one, body), size) if not on_chip else 0 for one, (on_chip, size) in zip(roots, _arrays(fusion))
-    )
-    return read + written
+    read = sum(_read(parameters[n], body, _in_memory(operand)) for n, operand in enumerate(fusion.operands))
+    roots = body.root.operands if body.root.opcode == "tuple" else (body.root,)
+    pairs = zip(roots, _arrays(fusion))
+    return read + sum(0 if on_chip else min(_written(one), size) for one, (on_chip, size) in pairs)
 
 
 def _read(array: Instruction, body: Computation, size: int) -> int:
     """Bytes of a parameter of `size` bytes in main memory that its users in a fusion read."""
     total = 0
     for user in body.instructions:
-        if array.name not in user.operands:
+        if array not in user.operands:
             continue
         if user.opcode in _VIEWS:
             total += _read(user, body, size)
-        elif user.opcode in _PARTIAL and user.operands[0] == array.name:
-            total += _PARTIAL[user.opcode](user, [body.by_name[name] for name in user.operands])[0]
+        elif user.opcode in _PARTIAL and user.operands[0] is array:
+            total += _PARTIAL[user.opcode](user)[0]
         else:
             return size
         if total >= size:
@@ -103,22 +88,23 @@ def _read(array: Instruction, body: Computation, size: int) -> int:
     return total
 
 
-def _written(array: Instruction, body: Computation) -> float:
-    while array.opcode in _VIEWS:
-        array = body.by_name[array.operands[0]]
-    if array.opcode in ("dynamic-update-slice", "scatter"):
-        return _PARTIAL[array.opcode](array, [body.by_name[name] for name in array.operands])[1]
-    return math.inf
+def _written(array: Instruction) -> float:
+    array = array.behind(_VIEWS)
+    return _PARTIAL[array.opcode](array)[1] if array.opcode in ("dynamic-update-slice", "scatter") else math.inf
+
+
+def _picked(part: Instruction) -> tuple[int, int]:
+    return _size(part), _in_memory(part)
 
 
 # Bytes (read, written) of operations that access only a part of their first operand. An update in place reads nothing
 # of the array that it overwrites.
 _PARTIAL = {
-    "dynamic-slice": lambda i, operands: (_size(i), _in_memory(i)),
-    "slice": lambda i, operands: (_size(i), _in_memory(i)),
-    "gather": lambda i, operands: (_size(i), _in_memory(i)),
-    "dynamic-update-slice": lambda i, operands: (0, _size(operands[1])),
-    "scatter": lambda i, operands: (0, _size(operands[2])),
+    "dynamic-slice": _picked,
+    "slice": _picked,
+    "gather": _picked,
+    "dynamic-update-slice": lambda update: (0, _size(update.operands[1])),
+    "scatter": lambda update: (0, _size(update.operands[2])),
 }
 
 

@@ -6,9 +6,22 @@ import pytest
 
 from ladder_jax.config import Loop, Phase, Remat
 from ladder_jax.overlap import compile as compiling
+from ladder_jax.overlap import request as requests
 from ladder_jax.overlap import result
-from ladder_jax.overlap.record import Until
+from ladder_jax.overlap.compile import Until
 from ladder_jax.schedule import targets
+
+LAYERS = 4
+SERVING = (Phase.PREFILL, Phase.DECODE)
+
+
+def case(target, phase, residual="ladder", loop=Loop.UNROLLED, *, model="llama-3-70b", full, **more):
+    """A parameter `request_`. full: whether `make audit-sample` leaves it out."""
+    settings = dict(target=target, phase=phase, residual=residual, loop=loop, **more)
+    request = requests.make(model=model, layers=LAYERS, **settings)
+    named = (f"{k}={getattr(v, 'value', v)}" for k, v in more.items())
+    words = (model, residual, phase.value, request.loop.value, *named, target)
+    return pytest.param(request, id="-".join(words), marks=pytest.mark.full if full else ())
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +46,8 @@ def compiled(request):
 
 def until(request):
     """How far it is compiled: see test_overlap.py."""
-    plain = request.loop is Loop.SCAN and request.remat is Remat.NONE and request.residual == "ladder"
+    plain = request.model == "llama-3-70b" and request.residual == "ladder" and request.remat is Remat.NONE
+    plain = plain and request.loop is Loop.SCAN
     whole = plain and request.target.kind in ("v5e", "v6e")
     return Until.SCHEDULE if request.phase is Phase.TRAIN and not whole else Until.CODE
 

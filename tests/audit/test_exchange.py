@@ -7,104 +7,97 @@ See `test_overlap.py`. The last layer's combine has no compute after it, nor bac
 import pytest
 
 from ladder_jax.config import ExpertParallelism, Phase
-from ladder_jax.overlap import compile as compiling
-from ladder_jax.overlap import request as requests
-from ladder_jax.overlap import result
-from ladder_jax.overlap.record import Until
 from ladder_jax.schedule.report import Status
-from tests.audit.conftest import absent
-from tests.audit.test_overlap import LAYERS
+from tests.audit.conftest import LAYERS, case
 
 pytestmark = pytest.mark.audit
 
 TARGETS = ("v5p:2x2x2", "tpu7x:2x2x1", "h100:8", "v6e:2x4")
-SAMPLE = [("ladder", "v5p:2x2x2"), ("ladder", "h100:8"), ("standard", "h100:8")]
-CASES = [
-    pytest.param(name, target, marks=() if (name, target) in SAMPLE else pytest.mark.full)
-    for name in ("ladder", "standard")
-    for target in TARGETS
-]
-PREFILL = dict(phase=Phase.PREFILL, prompt_length=32768)
-TRAIN = dict(phase=Phase.TRAIN, batch=8, prompt_length=4096)
+SAMPLE = {("ladder", "v5p:2x2x2"), ("ladder", "h100:8"), ("standard", "h100:8")}
+PREFILL, TRAIN = dict(prompt_length=32768), dict(batch=8, prompt_length=4096)
 
 
-def compiled(name, target, *, model="qwen3-30b-a3b", phase=Phase.PREFILL, **shape):
-    settings = dict(layers=LAYERS, sequence_parallel=True, experts=ExpertParallelism.EXCHANGE, phase=phase, **shape)
-    request = requests.make(model=model, target=target, residual=name, **settings)
-    if reason := absent(request):
-        pytest.skip(reason)
-    until = Until.SCHEDULE if phase is Phase.TRAIN else Until.CODE
-    return result.read(request, compiling.compiled(request, until=until))
+def exchanged(target, name="ladder", *, model="qwen3-30b-a3b", trains=False, full=True, **more):
+    split = dict(sequence_parallel=True, experts=ExpertParallelism.EXCHANGE)
+    phase, shape = (Phase.TRAIN, TRAIN) if trains else (Phase.PREFILL, PREFILL)
+    return case(target, phase, name, model=model, loop=None, full=full, **split, **{**shape, **more})
 
 
-@pytest.mark.parametrize("name, target", CASES)
-def test_all_to_alls(name, target):
-    answer = compiled(name, target, **PREFILL)
-    found = answer.as_dict()
-    assert found["all_to_alls"] == 2 * LAYERS and found["merged"] == 0, answer.verdict
-    if name == "standard":
-        assert found["all_to_alls_hidden"] == found["hidden"] == 0, answer.verdict
+def in_halves(target, *, full, tokens, **settings):
+    shape = dict(batch=2, prompt_length=tokens, interleave=2)
+    return exchanged(target, "standard", full=full, **shape, **settings)
+
+
+KINDS = [exchanged(t, n, full=(n, t) not in SAMPLE) for n in ("ladder", "standard") for t in TARGETS]
+TRAINED = [exchanged(target, trains=True, full=target != "v5p:2x2x2") for target in TARGETS]
+STANDARD = [exchanged(target, "standard", trains=True) for target in TARGETS]
+IN_HALVES = [in_halves(target, tokens=4096, full=target != "v5p:2x2x2") for target in TARGETS]
+TRAINED_IN_HALVES = [in_halves(target, tokens=2048, trains=True, full=True) for target in ("v5p:2x2x2", "h100:8")]
+NAMES = ("standard", "ladder", "farskip")
+SHARED = [exchanged(target, name, model="qwen1.5-moe-a2.7b") for name in NAMES for target in TARGETS]
+SHARED_TRAINED = [exchanged("tpu7x:2x2x1", name, model="qwen1.5-moe-a2.7b", trains=True) for name in NAMES[1:]]
+
+
+@pytest.mark.parametrize("request_", KINDS)
+def test_all_to_alls(request_, compiled):
+    found = compiled(request_).report
+    assert (found.all_to_alls, found.merged) == (2 * LAYERS, 0), found.verdict
+    if request_.residual == "standard":
+        assert found.all_to_alls_hidden == found.hidden == 0, found.verdict
     else:  # of 9 gathers and scatters the first and the last stand before and after all sublayers
-        assert found["all_to_alls_hidden"] == 2 * LAYERS - 1 and found["hidden"] >= 2 * LAYERS - 1, answer.verdict
+        assert found.all_to_alls_hidden == 2 * LAYERS - 1 and found.hidden >= 2 * LAYERS - 1, found.verdict
 
 
-@pytest.mark.parametrize("target", ["v5p:2x2x2", *(pytest.param(t, marks=pytest.mark.full) for t in TARGETS[1:])])
-def test_standard_in_halves_hides_all_but_the_last(target):
+@pytest.mark.parametrize("request_", IN_HALVES)
+def test_standard_in_halves_hides_all_but_the_last(request_, compiled):
     """The same model, whose batch goes in two halves: of 16 all-to-alls all but the last layer's combine of the later
     half, and of 17 gathers and scatters all but the first and the last."""
-    found = compiled("standard", target, batch=2, prompt_length=4096, interleave=2).as_dict()
-    assert (found["all_to_alls"], found["merged"]) == (4 * LAYERS, 0)
-    assert found["all_to_alls_hidden"] >= 4 * LAYERS - 1 and found["hidden"] >= 4 * LAYERS - 1
+    found = compiled(request_).report
+    assert (found.all_to_alls, found.merged) == (4 * LAYERS, 0), found.verdict
+    assert found.all_to_alls_hidden >= 4 * LAYERS - 1 and found.hidden >= 4 * LAYERS - 1, found.verdict
 
 
-@pytest.mark.parametrize("target", ["v5p:2x2x2", *(pytest.param(t, marks=pytest.mark.full) for t in TARGETS[1:])])
-def test_training_hides_all_of_the_body(target):
+@pytest.mark.parametrize("request_", TRAINED)
+def test_training_hides_all_of_the_body(request_, compiled):
     """In both directions, gathers and scatters too. Around the loop are the first input's gather, the last combine, the
     gather of the head's input, and their transposes; the first turn exchanges zeros."""
-    answer = compiled("ladder", target, **TRAIN)
-    found = answer.report
-    assert (found.all_to_alls, found.all_reduces, found.merged) == (4 * LAYERS + 2, 4 * LAYERS + 4, 0), answer.verdict
+    found = compiled(request_).report
+    assert (found.all_to_alls, found.all_reduces, found.merged) == (4 * LAYERS + 2, 4 * LAYERS + 4, 0), found.verdict
     body = [r for r in found.reductions if r.collective.executions > 1]
     assert sum(r.backward for r in body) == 4 == len(body) / 2
-    assert all(r.status is Status.HIDDEN for r in body), answer.verdict
+    assert all(r.status is Status.HIDDEN for r in body), found.verdict
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("target", ["v5p:2x2x2", "h100:8"])
-def test_standard_in_halves_hides_all_of_a_training_step_s_body(target):
-    found = compiled("standard", target, phase=Phase.TRAIN, batch=2, prompt_length=2048, interleave=2).report
-    assert (found.all_to_alls, found.all_reduces, found.merged) == (8 * LAYERS + 2, 8 * LAYERS + 4, 0)
+@pytest.mark.parametrize("request_", TRAINED_IN_HALVES)
+def test_standard_in_halves_hides_all_of_a_training_step_s_body(request_, compiled):
+    found = compiled(request_).report
+    assert (found.all_to_alls, found.all_reduces, found.merged) == (8 * LAYERS + 2, 8 * LAYERS + 4, 0), found.verdict
     body = [r for r in found.reductions if r.collective.executions > 1]
     assert sum(r.count for r in body) == 16 * LAYERS and all(r.status is Status.HIDDEN for r in body), found.verdict
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("target", TARGETS)
-def test_standard_hides_nothing_forward(target):
+@pytest.mark.parametrize("request_", STANDARD)
+def test_standard_hides_nothing_forward(request_, compiled):
     """The control. Backward, gradients of weights stand beside some: they wait for no message."""
-    forward = [r for r in compiled("standard", target, **TRAIN).report.reductions if not r.backward]
+    forward = [r for r in compiled(request_).report.reductions if not r.backward]
     assert sum(r.count for r in forward) == 4 * LAYERS + 1
     assert not any(r.status is Status.HIDDEN for r in forward)
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("target", TARGETS)
-@pytest.mark.parametrize(
-    "name, all_to_alls, hidden, others", [("standard", 8, 0, 17), ("ladder", 7, 13, 16), ("farskip", 7, 10, 12)]
-)
-def test_a_shared_expert_is_compute_for_standard(name, all_to_alls, hidden, others, target):
+@pytest.mark.parametrize("request_", SHARED)
+def test_a_shared_expert_is_compute_for_standard(request_, compiled):
     """All of its all-to-alls, and none of its gathers and scatters."""
-    found = compiled(name, target, model="qwen1.5-moe-a2.7b", **PREFILL).report
+    counts = {"standard": (8, 0, 17), "ladder": (7, 13, 16), "farskip": (7, 10, 12)}
+    found, (all_to_alls, hidden, others) = compiled(request_).report, counts[request_.residual]
     assert (found.all_to_alls, found.all_reduces, found.merged) == (2 * LAYERS, others, 0), found.verdict
     assert found.all_to_alls_hidden >= all_to_alls and found.hidden >= hidden, found.verdict
-    assert found.hidden == 0 or name != "standard", found.verdict
+    assert found.hidden == 0 or hidden, found.verdict
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("name", ["ladder", "farskip"])
-def test_training_with_a_shared_expert(name):
+@pytest.mark.parametrize("request_", SHARED_TRAINED)
+def test_training_with_a_shared_expert(request_, compiled):
     """On tpu7x its gather took all of attention, and left nothing beside the rows' dispatch: there is an option."""
-    found = compiled(name, "tpu7x:2x2x1", model="qwen1.5-moe-a2.7b", **TRAIN).report
+    found = compiled(request_).report
     body = [r for r in found.reductions if r.collective.executions > 1]
     assert body and all(r.status is Status.HIDDEN for r in body), found.verdict
     assert (found.all_to_alls, found.merged) == (4 * LAYERS + 2, 0), found.verdict

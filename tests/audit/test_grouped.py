@@ -51,14 +51,10 @@ def compiled(target, phase, *, quantize="none", **environment):
     return done.stdout, hlo.parse(done.stdout)
 
 
-def instructions(program):
-    return [(within, one) for within in program.computations.values() for one in within.instructions]
-
-
 def kernels(program):
-    """The grouped matmuls of both kinds: (their computation, the instruction)."""
+    """The grouped matmuls of both kinds."""
     names = re.compile(r"/grouped_matmul(_over_rows)?/pallas_call|/ragged-dot-none")
-    return [(c, one) for c, one in instructions(program) if one.opcode == "custom-call" and names.search(one.op_name)]
+    return [one for one in program.instructions if one.opcode == "custom-call" and names.search(one.op_name)]
 
 
 def is_matrices(instruction):
@@ -69,16 +65,16 @@ def is_matrices(instruction):
 def expert_flops(program):
     """Of the dots and convolutions in the MLPs, but the routers'; a loop's body once."""
     costs = Costs(program)
-    products = ((c, one) for c, one in instructions(program) if one.opcode in ("dot", "convolution"))
-    of_experts = ((c, one) for c, one in products if re.search(r"\bmlp\b", one.op_name) and "DC" not in one.op_name)
-    return sum(costs.matmul_flops(one, within=c).total() for c, one in of_experts)
+    products = (one for one in program.instructions if one.opcode in ("dot", "convolution"))
+    of_experts = (one for one in products if re.search(r"\bmlp\b", one.op_name) and "DC" not in one.op_name)
+    return sum(costs.matmul_flops(one).total() for one in of_experts)
 
 
 @pytest.mark.parametrize("target", ["h100:8", pytest.param("b200:8", marks=pytest.mark.full)])
 def test_no_gpu_multiplies_every_row_with_every_expert(target):
     """A training step: kernels, and no product beside them. With the way back, 16 times the products of all rows."""
     _, program = compiled(target, "train")
-    names = sorted(one.op_name.split("/")[-2] for _, one in kernels(program))
+    names = sorted(one.op_name.split("/")[-2] for one in kernels(program))
     assert names == ["grouped_matmul"] * 6 + ["grouped_matmul_over_rows"] * 3
     assert expert_flops(program) == 0
     _, program = compiled(target, "train", **{VARIABLE: "xla"})
@@ -104,12 +100,11 @@ def test_a_decode_step_reads_the_experts_that_its_rows_chose(target, quantize):
     """
     text, program = compiled(target, "decode", quantize=quantize)
     passing = {"parameter", "get-tuple-element", "tuple", "while", "bitcast"}
-    copies = [one.name for _, one in instructions(program) if is_matrices(one) and one.opcode not in passing]
+    copies = [one.name for one in program.instructions if is_matrices(one) and one.opcode not in passing]
     assert not copies or target.startswith(("v5e", "v6e"))
     found, kind = kernels(program), {"none": "bf16", "int8": "s8"}[quantize]
-    for within, kernel in found:
-        operands = [within.by_name[name] for name in kernel.operands]
-        assert [one.arrays[0][0] for one in operands if is_matrices(one)] == [kind]
+    for kernel in found:
+        assert [one.arrays[0][0] for one in kernel.operands if is_matrices(one)] == [kind]
     assert len(found) == 6  # gate, up and down of two layers
     if target.startswith(("h100", "b200")):
         return
@@ -128,5 +123,5 @@ def test_a_decode_step_reads_the_experts_that_its_rows_chose(target, quantize):
 def test_tpu7x_converts_all_experts_of_8_bits():
     """What docs/guides/experts.md says of it; where this fails, a new compiler has done away with it."""
     _, program = compiled("tpu7x:2x2x1", "decode", quantize="int8")
-    made = [one for _, one in instructions(program) if one.arrays and one.arrays[0] == ("bf16", (16, 768, 2048))]
+    made = [one for one in program.instructions if one.arrays and one.arrays[0] == ("bf16", (16, 768, 2048))]
     assert any(one.opcode in ("convert", "fusion") for one in made)

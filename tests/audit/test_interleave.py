@@ -6,7 +6,8 @@ A whole batch hides none: the control is in test_overlap.py. See there for how p
 import pytest
 
 from ladder_jax.config import Loop, Phase
-from tests.audit.test_overlap import IN_HALVES, LAYERS, case
+from tests.audit.conftest import LAYERS
+from tests.audit.test_overlap import IN_HALVES, case
 
 pytestmark = pytest.mark.audit
 

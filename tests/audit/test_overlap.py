@@ -13,20 +13,17 @@ import pytest
 
 from ladder_jax.config import Launch, Loop, Phase, Quantize, Remat
 from ladder_jax.overlap import compile as compiling
-from ladder_jax.overlap import request as requests
 from ladder_jax.overlap import result
-from ladder_jax.overlap.record import Until
+from ladder_jax.overlap.compile import Until
 from ladder_jax.schedule.report import Status
-from tests.audit.conftest import absent
+from tests.audit import conftest
+from tests.audit.conftest import LAYERS, SERVING, absent
 
 pytestmark = pytest.mark.audit
 
-LAYERS = 4
 TPUS = ("v5e:2x4", "v5p:2x2x2", "v6e:2x4", "tpu7x:2x2x1")
-GPUS = ("h100:8", "b200:8")
-ALL = TPUS + GPUS
+ALL = (*TPUS, "h100:8", "b200:8")
 WITH_HALVES = ALL[1:]
-SERVING = (Phase.PREFILL, Phase.DECODE)
 IN_HALVES = dict(interleave=2, batch=2, prompt_length=2048)
 CONTROLS = [
     ("v5p:2x2x2", Phase.PREFILL),
@@ -48,9 +45,7 @@ SAMPLE = [
 
 def case(target, phase, residual="ladder", loop=Loop.UNROLLED, **more):
     settings = dict(target=target, phase=phase, residual=residual, loop=loop, **more)
-    words = (residual, phase.value, loop.value, *(f"{k}={getattr(v, 'value', v)}" for k, v in more.items()), target)
-    marks = () if settings in SAMPLE else pytest.mark.full
-    return pytest.param(requests.make(model="llama-3-70b", layers=LAYERS, **settings), id="-".join(words), marks=marks)
+    return conftest.case(**settings, full=settings not in SAMPLE)
 
 
 UNROLLED = [case(target, phase) for phase in SERVING for target in ALL]
@@ -125,18 +120,20 @@ def test_standard_hides_nothing_forward(request_, compiled):
     assert not any(r.status is Status.HIDDEN for r in forward)
 
 
+LEAST = {"v5e": 13, "h100": 12, "b200": 12, "v5p": 14, "v6e": 14, "tpu7x": 14}
+
+
 @pytest.mark.parametrize("request_", TRAIN)
 def test_training_unrolled(request_, compiled):
-    least = {"v5e": 13, "h100": 12, "b200": 12}.get(request_.target.kind, 14)
-    check(compiled(request_), hidden=least, all_reduces=4 * LAYERS)
+    check(compiled(request_), hidden=LEAST[request_.target.kind], all_reduces=4 * LAYERS)
 
 
 @pytest.mark.parametrize("request_", TRAIN_SCANNED)
 def test_training_scanned(request_, compiled):
-    least = {"v5e": 13, "h100": 12, "b200": 12}.get(request_.target.kind, 14)
-    least = 4 * LAYERS if request_.remat is Remat.NONE else least  # all of the body's
+    body = 4 * LAYERS
+    least = body if request_.remat is Remat.NONE else LEAST[request_.target.kind]
     answer = compiled(request_)
-    check(answer, hidden=least, all_reduces=4 * LAYERS + 1)
+    check(answer, hidden=least, all_reduces=body + 1)
     # The embedding, the head's input, the loss's largest and sum, its target with the norm, the gains' gradients.
     assert sum(one.count for one in answer.report.others) <= 6, [one.purpose for one in answer.report.others]
     assert not any(one.purpose.startswith("other") for one in answer.report.others)

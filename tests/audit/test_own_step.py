@@ -1,7 +1,9 @@
-"""A gradient step that a user writes around the model, for absent hardware: it lowers, and hides as ours do."""
+"""What a user writes, for absent hardware: a gradient step around the model, and the guide's test of a function."""
 
 import json
 import os
+import pathlib
+import re
 import subprocess
 import sys
 
@@ -11,6 +13,7 @@ from ladder_jax.schedule import targets
 
 pytestmark = pytest.mark.audit
 
+GUIDE = pathlib.Path(__file__).parent.parent.parent / "docs" / "guides" / "audit.md"
 LAYERS = 2
 PROGRAM = """
 import dataclasses, json, sys
@@ -59,3 +62,12 @@ def test_on_v5p_its_sublayers_reductions_are_hidden():
     """Two forward and two backward in the loops' bodies; beside them the norm gains' gradients, of a few KB."""
     found = reductions("v5p:2x2x2", compiles=True)
     assert [status for status, count, size in found if size > 1e6] == ["hidden"] * 4, found
+
+
+def test_the_guides_test_passes(tmp_path):
+    (test,) = re.findall(r"^```python\n(.*?)^```", GUIDE.read_text(), re.S | re.M)
+    (tmp_path / "test_own.py").write_text(test)
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "test_own.py"]
+    environment = {**os.environ, **targets.ENVIRONMENT}
+    done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0 and "1 passed" in done.stdout, done.stdout

@@ -7,34 +7,25 @@ is the gather of the head's input.
 import pytest
 
 from ladder_jax.config import CollectiveMatmul, Phase
-from ladder_jax.overlap import request as requests
 from ladder_jax.schedule.report import Status
-from tests.audit.test_overlap import ALL, LAYERS, TPUS
+from tests.audit.conftest import LAYERS, case
+from tests.audit.test_overlap import ALL, TPUS
 
 pytestmark = pytest.mark.audit
 
 SAMPLE = ("v5p:2x2x2", CollectiveMatmul.RING), ("h100:8", CollectiveMatmul.RING)
 
 
-def case(target, form, residual="standard"):
-    request = requests.make(
-        target=target,
-        model="llama-3-70b",
-        residual=residual,
-        phase=Phase.PREFILL,
-        layers=LAYERS,
-        prompt_length=4096,
-        sequence_parallel=True,
-        collective_matmul=form,
-    )
-    marks = () if (target, form) in SAMPLE and residual == "standard" else pytest.mark.full
-    return pytest.param(request, id=f"{residual}-{form.value}-{target}", marks=marks)
+def matmuls(target, form, residual="standard"):
+    split = dict(sequence_parallel=True, collective_matmul=form, prompt_length=4096)
+    full = (target, form) not in SAMPLE or residual != "standard"
+    return case(target, Phase.PREFILL, residual, full=full, **split)
 
 
-RINGS = [case(target, CollectiveMatmul.RING) for target in ALL]
-COMPILERS = [case(target, CollectiveMatmul.COMPILER) for target in TPUS]
-PLAIN = [case(target, CollectiveMatmul.NONE) for target in ("v5p:2x2x2", "v6e:2x4")]
-LADDERS = [case(target, CollectiveMatmul.RING, "ladder") for target in ("v5p:2x2x2", "tpu7x:2x2x1", "h100:8")]
+RINGS = [matmuls(target, CollectiveMatmul.RING) for target in ALL]
+COMPILERS = [matmuls(target, CollectiveMatmul.COMPILER) for target in TPUS]
+PLAIN = [matmuls(target, CollectiveMatmul.NONE) for target in ("v5p:2x2x2", "v6e:2x4")]
+LADDERS = [matmuls(target, CollectiveMatmul.RING, "ladder") for target in ("v5p:2x2x2", "tpu7x:2x2x1", "h100:8")]
 
 
 def statuses(answer) -> dict[str, list[bool]]:

@@ -39,15 +39,15 @@ def windows(name):
     assert done.returncode == 0, done.stderr
     program = hlo.parse(done.stdout)
     body = max(program.computations.values(), key=lambda c: sum(i.opcode == "copy-start" for i in c.instructions))
-    place = {instruction.name: index for index, instruction in enumerate(body.instructions)}
+    place = {instruction: index for index, instruction in enumerate(body.instructions)}
     there, back = [], []
     for end in body.instructions:
         if end.opcode != "copy-done":
             continue
         [start] = end.operands
-        into, out_of = re.findall(r"\{[^}]*\}", body.by_name[start].shape)[:2]
-        between = body.instructions[place[start] : place[end.name]]
-        products = sum(has_product(program, instruction) for instruction in between)
+        into, out_of = re.findall(r"\{[^}]*\}", start.shape)[:2]
+        between = body.instructions[place[start] : place[end]]
+        products = sum(map(has_product, between))
         if "S(5)" in into:  # the host's memory
             there.append(products)
         elif "S(5)" in out_of:
@@ -55,11 +55,10 @@ def windows(name):
     return there, back
 
 
-def has_product(program, instruction):
-    if "gemm" in (instruction.attribute("custom_call_target") or ""):
-        return True
-    inside = [i for name in instruction.calls for i in program.computations[name].instructions]
-    return instruction.opcode == "dot" or any(has_product(program, i) for i in inside)
+def has_product(instruction):
+    inside = (one for called in instruction.calls for one in called.instructions)
+    product = instruction.opcode == "dot" or "gemm" in instruction.attribute("custom_call_target")
+    return product or any(map(has_product, inside))
 
 
 @pytest.mark.skipif(bool(targets.not_installed(targets.parse("h100:8"))), reason="no CUDA plugin")

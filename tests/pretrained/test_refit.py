@@ -18,7 +18,7 @@ from flax import traverse_util
 
 from ladder_jax import checkpoint, nn, parallel, pretrained
 from ladder_jax.cli import main
-from ladder_jax.cli.verbs import convert as convert_verb
+from ladder_jax.cli.verbs import VERBS
 from ladder_jax.config import Biases
 from ladder_jax.errors import RunFailed, UserError
 from ladder_jax.nn.parameter import LAYERS, STACKS
@@ -468,7 +468,7 @@ def test_mistakes_are_one_line(small, texts, tmp_path):
 
 def assert_refused(command, said):
     parser = argparse.ArgumentParser()
-    convert_verb.arguments(parser)
+    VERBS["convert"].declare(parser)
     with pytest.raises(UserError) as refusal:
         convert_command.run(vars(parser.parse_args(command[1:])))
     assert said in str(refusal.value) and "\n" not in str(refusal.value)

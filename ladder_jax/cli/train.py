@@ -1,36 +1,21 @@
+"""The verb `train`: one process, or one of several that train together."""
+
 import argparse
+import os
 import sys
 from collections.abc import Callable
 
 from ladder_jax.config import Interleave, ModelConfig, RunConfig, load, to_dict
 from ladder_jax.errors import printable
-from ladder_jax.processes.options import SETTINGS
-
-SUMMARY = "Train a model, or resume the run from its last checkpoint."
-EXAMPLE = "ladder-jax train tiny --cpu-devices 8 mesh.data=2 mesh.tensor=4 data.path=book.txt run.dir=runs/book"
 
 
-def arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("config", metavar="CONFIG", help="a YAML or JSON file, or a preset's name")
-    parser.add_argument("overrides", nargs="*", metavar="path.to.field=value", help="settings that replace the file's")
-
-    parser.add_argument("--profile", metavar="STEPS", help="trace these steps into run.dir/profile: 10:13, or 10")
-    several = parser.add_argument_group(
-        "several processes",
-        "SLURM, Open MPI, Kubernetes and Cloud TPU are recognised; each option is also a variable (LADDER_JAX_PROCESS)",
-    )
-    for setting in SETTINGS:
-        several.add_argument(setting.option, metavar=setting.metavar, help=setting.help)
-
-
-def run(args: argparse.Namespace) -> None:
-    import os
-
+def run(options: dict) -> None:
     from ladder_jax import processes
 
+    args = argparse.Namespace(**options)
     settings = load(args.config, overrides=args.overrides, model_of=_model_of)
-    patience = processes.patience(vars(args), os.environ)
-    spec = processes.spec(vars(args), os.environ)
+    patience = processes.patience(options, os.environ)
+    spec = processes.spec(options, os.environ)
     if spec is None:
         return _train(settings, args, patience=patience.hang)
     with processes.joined(spec, settings=_equal(settings, args), patience=patience, say=_say) as member:
@@ -55,7 +40,8 @@ def _train(
 
         from ladder_jax.predict import halves
 
-        settings = halves.of_training(settings, kind=jax.devices()[0].device_kind, say=_say if shown else _silent)
+        say = _say if shown else lambda line: None
+        settings = halves.of_training(settings, kind=jax.devices()[0].device_kind, say=say)
     result = train(settings, say=_say, profile=steps, beat=beat, patience=patience)
     entropy = result.bigram_entropy
     unit = "token" if entropy is None else f"byte (the text's bigram entropy: {entropy:.4f})"
@@ -64,10 +50,6 @@ def _train(
             f"trained a model of {result.parameters:,} parameters for {result.steps} steps:"
             f" held-out loss {result.validation_loss:.4f} nats a {unit}"
         )
-
-
-def _silent(line: str) -> None:
-    pass
 
 
 def _say(line: str) -> None:

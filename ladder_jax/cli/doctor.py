@@ -1,10 +1,11 @@
-"""A report on this machine: package versions, devices, and the targets it can compile for ahead of time."""
+"""The verb `doctor`: package versions, devices, and the targets that this machine can compile for ahead of time."""
 
 import concurrent.futures
 import dataclasses
-import importlib.metadata
 import platform
 import sys
+
+from ladder_jax import python, terminal
 
 OPTIONAL = ("libtpu", "jax-cuda13-plugin", "jax-cuda13-pjrt")
 REQUIRED = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy")
@@ -26,35 +27,39 @@ class Report:
         top = {name: self.packages[name] for name in ("jax", "jaxlib", "flax")}
         return {"python": self.python, **top, **dataclasses.asdict(self)}
 
-    def as_text(self) -> str:
-        lines = [f"python    {self.python} on {self.system}"]
-        lines += [f"{name:<20} {version or 'not installed'}" for name, version in self.packages.items()]
-        lines += ["", f"devices   {len(self.devices)}: {', '.join(sorted(set(self.devices)))}"]
-        if set(self.devices) == {"cpu"} and len(self.devices) == 1:
-            lines += ["          --cpu-devices 8 or JAX_NUM_CPU_DEVICES=8 simulates eight"]
-        lines += ["", "compiles ahead of time for"]
-        lines += [f"  {name:<12} {reason}" for name, reason in self.targets.items()]
-        return "\n".join(lines)
+    def lines(self) -> list[str]:
+        one = ["          --cpu-devices 8 or JAX_NUM_CPU_DEVICES=8 simulates eight"] if self.devices == ["cpu"] else []
+        return [
+            f"python    {self.python} on {self.system}",
+            *(f"{name:<20} {version or 'not installed'}" for name, version in self.packages.items()),
+            "",
+            f"devices   {len(self.devices)}: {', '.join(sorted(set(self.devices)))}",
+            *one,
+            "",
+            "compiles ahead of time for",
+            *(f"  {name:<12} {reason}" for name, reason in self.targets.items()),
+        ]
+
+
+def run(args: dict) -> None:
+    terminal.answer(examine(), as_json=args["json"])
 
 
 def examine() -> Report:
     import jax
 
+    from ladder_jax.parallel.platform import prefer_cpu
     from ladder_jax.schedule import targets
 
+    prefer_cpu()  # before jax looks for devices
+
+    names = (*REQUIRED, *OPTIONAL)
     with concurrent.futures.ThreadPoolExecutor(4) as pool:
         reasons = list(pool.map(targets.missing, targets.TARGETS))
     return Report(
         python=platform.python_version(),
         system=f"{platform.system()} {platform.machine()}, {sys.implementation.name}",
-        packages={name: _version(name) for name in (*REQUIRED, *OPTIONAL)},
+        packages=dict.fromkeys(names) | python.versions(*names),
         devices=[device.device_kind for device in jax.devices()],
         targets={t.name: reason or "ok" for t, reason in zip(targets.TARGETS, reasons, strict=True)},
     )
-
-
-def _version(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None

@@ -1,0 +1,257 @@
+"""The verb `generate`: one prompt by a Generator; several, a file of them or a conversation by an Engine."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import importlib.util
+import itertools
+import json
+import sys
+import time
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING
+
+from ladder_jax import terminal
+from ladder_jax.config import Interleave
+from ladder_jax.errors import RunFailed, UserError, printable
+from ladder_jax.files import check_writable
+
+if TYPE_CHECKING:
+    from ladder_jax.config import DecodeConfig
+    from ladder_jax.data.tokenizer import Tokenizer
+    from ladder_jax.decode import Engine, Request
+    from ladder_jax.decode.request import Piece
+    from ladder_jax.pretrained import OpenedModel
+
+SLOTS = 8
+LINE_EVERY = 10.0  # seconds between lines about a long text
+CONTEXT = 2048  # positions of a conversation
+BATCHED = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "stop")  # in each body of a batch
+FORM = ("quantize", "interleave")  # settings of how a model is decoded, whatever is asked of it
+HTTP = ("fastapi", "uvicorn", "prometheus_client")
+
+
+def run(options: dict) -> None:
+    """Print or write the texts. Raises UserError for wrong options, before anything is computed."""
+    args = argparse.Namespace(**options)
+    _check(args)
+    from ladder_jax.decode import memory
+    from ladder_jax.decode.request import SAMPLING
+    from ladder_jax.parallel import use_compilation_cache
+
+    use_compilation_cache()
+    with memory.explained("generating"):
+        asked = open_asked(args, settings=(*SAMPLING, *FORM), say=_say)
+        if args.prompts:
+            _file(asked)
+        elif args.chat:
+            _chat(asked)
+        elif len(args.prompt) > 1:
+            _several(asked)
+        else:
+            _one(asked)
+
+
+def _check(args: argparse.Namespace) -> None:
+    if sum(map(bool, (args.prompt, args.prompts, args.chat))) != 1:
+        raise UserError("generate needs --prompt TEXT (once or more often), --prompts FILE or --chat, one of these")
+    if bool(args.prompts) != bool(args.out):
+        raise UserError("--prompts FILE and --out FILE go together")
+    if args.stream and len(args.prompt or ()) != 1:
+        raise UserError("--stream is for one --prompt")
+    if args.context is not None and not args.chat:
+        raise UserError("--context is for --chat")
+    check_least(args, slots=1, tensor=1, context=2)
+    check_writable("out", args.out)
+
+
+def check_least(args: argparse.Namespace, **least: int) -> None:
+    """Raises UserError for a number below its least."""
+    for name, bound in least.items():
+        value = getattr(args, name)
+        if value is not None and value < bound:
+            raise UserError(f"--{name.replace('_', '-')} must be at least {bound}, not {value}")
+
+
+def check_http(what: str) -> None:
+    """Raises UserError where a package of the extra `serve` is missing."""
+    if missing := [name for name in HTTP if importlib.util.find_spec(name) is None]:
+        raise UserError(f"{what} needs {', '.join(missing)}: pip install 'ladder-jax[serve]'")
+
+
+@dataclasses.dataclass(frozen=True)
+class Asked:
+    """A model, its tokenizer, and its settings as the command line changes them. say: shows a line to the user."""
+
+    args: argparse.Namespace
+    saved: OpenedModel
+    tokenizer: Tokenizer
+    settings: DecodeConfig
+    say: Callable[[str], None]
+
+    @property
+    def vocab_size(self) -> int:
+        return self.saved.config.model.vocab_size
+
+    @property
+    def stop(self) -> tuple[str, ...]:
+        return tuple(self.args.stop or ())
+
+    def requests(self) -> list[Request]:
+        """One for each --prompt, the k-th with the seed + k."""
+        from ladder_jax.decode.request import Request, check_prompts, with_seed
+
+        ends = dict(stop=self.stop, stop_ids=self.tokenizer.stop_ids)
+        requests = [
+            Request.of(self.tokenizer.encode(prompt), config=with_seed(self.settings, index=index), **ends)
+            for index, prompt in enumerate(self.args.prompt)
+        ]
+        check_prompts([request.prompt for request in requests], vocab_size=self.vocab_size)
+        return requests
+
+    def decided(self, *, tokens: int) -> DecodeConfig:
+        """The settings with interleave=auto decided, for prompts of up to `tokens` tokens."""
+        if self.settings.interleave is not Interleave.AUTO:
+            return self.settings
+        from ladder_jax.predict import halves
+
+        definition = self.saved.define(tensor=self.args.tensor)
+        return halves.of_reading(self.settings, definition=definition, tokens=tokens, say=self.say)
+
+    def engine(self, *, capacity: int, **sizes: int) -> Engine:
+        settings, decoder = self.decided(tokens=capacity), self.tokenizer.to_bytes
+        return self.saved.engine(
+            settings=settings, tensor=self.args.tensor, capacity=capacity, **sizes, decoder=decoder
+        )
+
+    def engine_for(self, requests: list[Request]) -> Engine:
+        """Just large enough for them."""
+        capacity = max(len(request.prompt) + request.max_new_tokens for request in requests)
+        slots = min(self.args.slots or SLOTS, len(requests))
+        return self.engine(slots=slots, capacity=capacity, max_queue=max(len(self.args.prompt or ()), SLOTS))
+
+
+def open_asked(args: argparse.Namespace, *, settings: Iterable[str], say: Callable[[str], None]) -> Asked:
+    """settings: the names of those that the command line may change."""
+    from ladder_jax.pretrained import open_model
+
+    saved = open_model(args.checkpoint, ladder_layers=args.ladder_layers, residual=args.residual, ranks=args.ranks)
+    changes = {name: value for name in settings if (value := getattr(args, name)) is not None}
+    return Asked(args, saved, saved.tokenizer(), dataclasses.replace(saved.config.decode, **changes), say)
+
+
+def _one(asked: Asked) -> None:
+    from ladder_jax.decode import Generator, NoNumbers, memory, steps
+
+    args, saved, (request,) = asked.args, asked.saved, asked.requests()
+    definition = saved.define(tensor=args.tensor)
+    settings = asked.decided(tokens=len(request.prompt))
+    form, capacity = dict(loop=settings.loop, quantize=settings.quantize), len(request.prompt) + request.max_new_tokens
+    memory.check_slots(definition, slots=1, capacity=capacity, chunk=steps.CHUNK, **form)
+    generator = Generator(definition, saved.reader(definition), **form)
+    read = dict(prefill_chunk=settings.prefill_chunk, interleave=settings.interleave.parts)
+    pieces = generator.pieces(request, decoder=asked.tokenizer.to_bytes, launch=settings.launch, **read)
+    if args.stream:
+        _stream(args.prompt[0], pieces)
+        return
+    try:
+        text = _whole(pieces, total=request.max_new_tokens)
+    except NoNumbers as error:
+        raise RunFailed(f"prompt 1 of 1: {error}") from error
+    print(_shown(args.prompt[0] + text), flush=True)
+
+
+def _whole(pieces: Iterable[Piece], *, total: int) -> str:
+    """The pieces' text. Every few seconds a line on standard error says how far it is."""
+    text, done, last = "", 0, time.monotonic()
+    for piece in pieces:
+        text, done = text + piece.text, done + len(piece.tokens)
+        if done < total and time.monotonic() - last > LINE_EVERY:
+            last = time.monotonic()
+            print(f"{done:,} of {total:,} tokens", file=sys.stderr, flush=True)
+    return text
+
+
+def _stream(prompt: str, pieces: Iterable[Piece]) -> None:
+    print(_shown(prompt), end="", flush=True)
+    for piece in pieces:
+        print(_shown(piece.text), end="", flush=True)
+    print()
+
+
+def _say(line: str) -> None:
+    print(printable(line), file=sys.stderr, flush=True)
+
+
+def _shown(text: str) -> str:
+    return terminal.generated(text) if sys.stdout.isatty() else text
+
+
+def _several(asked: Asked) -> None:
+    """The texts in the prompts' order. A prompt without numbers is named at the end, after the others' texts."""
+    from ladder_jax.decode import NoNumbers
+
+    requests = asked.requests()
+    engine = asked.engine_for(requests)
+    handles, failed = [engine.submit(request) for request in requests], []
+    for index, (prompt, handle) in enumerate(zip(asked.args.prompt, handles)):
+        if index:
+            print()
+        try:
+            print(_shown(prompt + handle.result().text), flush=True)
+        except NoNumbers as error:
+            failed.append(f"prompt {index + 1} of {len(handles)}: {error}")
+    if failed:
+        raise RunFailed("; ".join(failed))
+
+
+def _file(asked: Asked) -> None:
+    from ladder_jax.decode.engine import jsonl
+    from ladder_jax.progress import progress
+
+    out = asked.args.out
+    jobs, form = _jobs(asked)
+    with jsonl.alone(out):
+        left = jsonl.unanswered(out, jobs, **form)
+        answered = itertools.count(len(jobs) - len(left) + 1)
+        with progress(len(jobs), done=len(jobs) - len(left), label="{done}/{total} prompts") as update:
+            advance = lambda: update(next(answered), "")
+            if left:
+                engine = asked.engine_for([request for job in left for request in job.requests])
+                jsonl.answer(engine, left, file=out, advance=advance)
+
+
+def _jobs(asked: Asked) -> tuple[list, dict]:
+    """The jobs in the file of prompts, and `jsonl.unanswered`'s arguments for their answers' format."""
+    from ladder_jax.config import to_dict
+    from ladder_jax.decode.engine import jsonl
+
+    args, saved, tokenizer, settings = asked.args, asked.saved, asked.tokenizer, asked.settings
+    model = json.dumps([saved.identity, to_dict(saved.config.model), settings.quantize.value, tokenizer.name])
+    about = dict(defaults=settings, vocab_size=asked.vocab_size)
+    if not jsonl.is_batch(args.prompts):
+        ends = dict(stop=asked.stop, stop_ids=tokenizer.stop_ids)
+        return jsonl.read(args.prompts, **ends, model=model, encode=tokenizer.encode, **about), {}
+    check_http("OpenAI's batch format")
+    from ladder_jax.serve import batch
+
+    if given := [name for name in BATCHED if getattr(args, name) is not None]:
+        option = given[0].replace("_", "-")
+        raise UserError(f"--{option}: in OpenAI's batch format each line's body has its own settings")
+    jobs = batch.read(args.prompts, name=saved.config.run.name, tokenizer=tokenizer, identity=model, **about)
+    return jobs, dict(by=batch.by_custom_id, beginning=batch.BEGINNING)
+
+
+def _chat(asked: Asked) -> None:
+    from ladder_jax.cli import chat
+
+    tokenizer = asked.tokenizer
+    if not tokenizer.has_chat:
+        tokenizer.chat([])  # raises the UserError for it, before the weights are read
+    message = chat.piped()
+    # The engine's own thread decodes, so that Ctrl-C interrupts this thread, and never a round.
+    with asked.engine(slots=1, capacity=asked.args.context or CONTEXT, max_queue=SLOTS) as engine:
+        settings = dict(tokenizer=tokenizer, settings=asked.settings, stop=asked.stop)
+        conversation = chat.Conversation(engine, **settings, say=_say)
+        chat.talk(conversation, say=_say) if message is None else chat.answer(conversation, message, say=_say)
