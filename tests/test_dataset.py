@@ -33,8 +33,8 @@ def store(folder, documents, *, tokens="bytes"):
     folder.mkdir()
     file = folder / "lines.jsonl"
     file.write_text("".join(json.dumps({"text": one}) + "\n" for one in documents))
-    more = dict(source=str(tokens), field="text", shard_tokens=600, workers=1)
-    plan = sources.plan([str(file)], part_bytes=300)
+    more = dict(source=str(tokens), field="text", workers=1)
+    plan = sources.plan([str(file)], most=300)
     build(plan, out=folder / "store", tokenizer=tokenizer.load(tokens), **more)
     return folder / "store"
 
@@ -70,8 +70,8 @@ def predicted(found):
 def test_two_epochs_hold_every_document_twice(book):
     path, documents = book
     data, size = load(path), len(Store(path).starts)
-    with Store(path) as opened:
-        cut = int(np.searchsorted(opened.starts, opened.manifest.tokens - int(opened.manifest.tokens * 0.05)))
+    opened = Store(path)
+    cut = int(np.searchsorted(opened.starts, opened.manifest.tokens - int(opened.manifest.tokens * 0.05)))
     assert size - 1 == len(documents) and 130 < cut < 150
     length = len(dataset.batches.PackedRows(Store(path), first=0, end=cut, length=16))
     epochs = [[data.training[index] for index in range(start, start + length)] for start in (0, length)]
