@@ -73,7 +73,7 @@ def test_two_epochs_hold_every_document_twice(book):
     opened = Store(path)
     cut = int(np.searchsorted(opened.starts, opened.manifest.tokens - int(opened.manifest.tokens * 0.05)))
     assert size - 1 == len(documents) and 130 < cut < 150
-    length = len(dataset.batches.PackedRows(Store(path), first=0, end=cut, length=16))
+    length = data.training_rows
     epochs = [[data.training[index] for index in range(start, start + length)] for start in (0, length)]
     for epoch in epochs:
         found = [

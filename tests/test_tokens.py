@@ -16,8 +16,7 @@ import time
 import numpy as np
 import pytest
 
-from ladder_jax.data import tokenizer
-from ladder_jax.data.examples import lines as lines_of_examples
+from ladder_jax.data import examples, tokenizer
 from ladder_jax.data.store import Store, sources
 from ladder_jax.data.store import build as building
 from ladder_jax.errors import UserError
@@ -119,7 +118,7 @@ def test_another_tokenizer(tmp_path):
 
 KILLED = """
 import contextlib, os, pathlib, signal, sys
-from ladder_jax.data import tokenizer
+from ladder_jax.data import examples, tokenizer
 from ladder_jax.data.store import build, sources
 
 @contextlib.contextmanager
@@ -355,7 +354,7 @@ def test_nested_lines(tmp_path):
     (part,) = sources.plan([str(tmp_path / "x.jsonl")])
     for read in (
         lambda: sources.read(part, field="text"),
-        lambda: lines_of_examples.read(str(tmp_path / "x.jsonl")),
+        lambda: examples.read(str(tmp_path / "x.jsonl")),
         lambda: examples_of_tasks.read_choices(str(tmp_path / "x.jsonl")),
     ):
         with pytest.raises(UserError, match="x.jsonl:1: not JSON: maximum recursion depth"):

@@ -185,7 +185,7 @@ def _yamls_read(folder, changed):
         text = (folder / changed).read_bytes().decode(errors="surrogateescape").replace("\x00", "")
         config.load("tiny", overrides=[text.replace(": ", "=", 1)])
     elif changed == "mixture.yaml":
-        mixture.read(folder / changed)
+        mixture.read_mixture(folder / changed)
     else:
         machine.load(str(folder / changed))
 

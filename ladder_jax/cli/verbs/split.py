@@ -18,6 +18,6 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    from ladder_jax.data.examples import command
+    from ladder_jax.data import split
 
-    command.run(vars(args))
+    split.run(vars(args))
