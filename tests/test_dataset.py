@@ -102,10 +102,9 @@ def test_a_batch_is_a_function_of_the_seed_and_the_step(book):
 
 def test_each_process_reads_its_own_share(book, monkeypatch):
     path, _ = book
-    whole = Batches(load(path).training, 4)
-    read = []
-    plain = Store.read
+    read, plain = [], Store.read
     monkeypatch.setattr(Store, "read", lambda self, *args: read.append(args) or plain(self, *args))
+    whole = Batches(load(path).training, 4)
     for step in (0, 7):
         all_rows, (first, second) = whole[step], ((0, 1), (2, 3))
         everything, parts = sorted(read), []
