@@ -16,11 +16,10 @@ import pytest
 from ladder_jax import config, train
 from ladder_jax.checkpoint import open_checkpoint
 from ladder_jax.config import DataConfig, TrainConfig
-from ladder_jax.data import dataset, tokenizer
+from ladder_jax.data import chat_template, dataset, tokenizer
 from ladder_jax.data.batches import Batches
 from ladder_jax.data.store import Store, sources
 from ladder_jax.data.store.build import build
-from ladder_jax.data.tokenizer import chat_template
 from ladder_jax.errors import RunFailed, UserError
 from ladder_jax.train import metrics, timing
 from tests import tokenizers
