@@ -119,7 +119,7 @@ def _store(folder):
 def _store_read(folder, changed):
     store = Store(folder)
     assert store.manifest.fingerprint
-    for start, count in zip(store.starts.tolist(), store.lengths.tolist()):
+    for start, count in zip(store.starts.tolist(), np.diff(store.starts).tolist()):
         store.read(start, count)
     store.tokenizer(), store.verify()
 

@@ -29,7 +29,7 @@ from ladder_jax import python
 from ladder_jax.data import tokenizer as tokenizers
 from ladder_jax.data.store import manifest as manifests
 from ladder_jax.data.store import sources
-from ladder_jax.data.store.manifest import JOURNAL, MANIFEST, Manifest, Shard
+from ladder_jax.data.store.manifest import MANIFEST, Manifest, Shard
 from ladder_jax.data.store.sources import Part
 from ladder_jax.errors import UserError
 from ladder_jax.progress import progress
@@ -62,9 +62,10 @@ def build(
     settings, mine = Manifest(tokenizer.name, tokenizer.vocab_size, field), share or slice(None)
     with _locked(out, shared=share is not None):
         if not (out / MANIFEST).exists():
-            if not (out / JOURNAL).exists():
-                manifests.write(settings, out / JOURNAL)
-            _check_settings(out, manifests.read(out / JOURNAL), settings)
+            manifests.write(settings, out / MANIFEST)
+        made = manifests.read(out / MANIFEST)
+        _check_settings(out, made, settings)
+        if not made.shards:
             shards = _shards(list(enumerate(plan))[mine], out, settings, source, workers)
             made = dataclasses.replace(settings, shards=shards)
             if share:
@@ -73,25 +74,23 @@ def build(
                 raise UserError("the sources hold no text")
             tokenizers.save(tokenizer, out / tokenizers.FOLDER)
             manifests.write(made, out / MANIFEST)
-        finished = manifests.read(out / MANIFEST)
-        _check_settings(out, finished, settings)
-        if [shard.source for shard in finished.shards] != [part.digest for part in plan]:
+        elif [shard.source for shard in made.shards] != [part.digest for part in plan]:
             raise UserError(
                 f"{str(out)!r} holds a finished store of other sources or another --shard-tokens, or they have changed:"
                 " name another --out"
             )
-        _tidy(out, finished)
-        return dataclasses.replace(finished, shards=finished.shards[mine])
+        _tidy(out, made)
+        return dataclasses.replace(made, shards=made.shards[mine])
 
 
 def _check_folder(out: pathlib.Path) -> None:
-    """Raises UserError unless `out` is new, empty but for what a kill leaves at first, or a store, by its manifest or
-    its journal. All other files in a store may be the user's."""
-    described = [out / name for name in (MANIFEST, JOURNAL) if (out / name).is_file()]
-    for file in described:
-        manifests.read(file)
-    begun = lambda: out.is_dir() and all(name == LOCK or name.startswith(PARTIAL) for name in os.listdir(out))
-    if not described and os.path.lexists(out) and not begun():
+    """Raises UserError unless `out` is new, empty but for what a kill leaves at first, or a store. All other files in a
+    store may be the user's."""
+    if (out / MANIFEST).is_file():
+        manifests.read(out / MANIFEST)
+        return
+    begun = out.is_dir() and all(name == LOCK or name.startswith(PARTIAL) for name in os.listdir(out))
+    if os.path.lexists(out) and not begun:
         raise UserError(f"--out {out}: something else is there; name a new folder")
 
 
@@ -122,12 +121,11 @@ def _locked(out: pathlib.Path, *, shared: bool) -> Iterator[None]:
 
 
 def _tidy(out: pathlib.Path, finished: Manifest) -> None:
-    """Remove shards of what the sources were before, the shards' records and, last, the journal."""
+    """Remove shards of what the sources were before, and the shards' own manifests."""
     kept = {name for shard in finished.shards for name in finished.sizes(shard)}
     for path in list(out.iterdir()):
         if OURS.fullmatch(path.name) and path.name not in kept:
             path.unlink()
-    (out / JOURNAL).unlink(missing_ok=True)
 
 
 def _shards(
@@ -155,11 +153,14 @@ def _shards(
 
 def _written(index: int, part: Part, out: pathlib.Path, settings: Manifest) -> Shard | None:
     """The shard that an earlier call wrote; None where its files are missing or cut short, or the part has changed."""
-    shard = manifests.read_shard(out / f"{index:05d}.json")
-    if shard is None or shard.source != part.digest:
+    file = out / f"{index:05d}.json"
+    if not file.is_file():
         return None
-    files = {out / name: size for name, size in settings.sizes(shard).items()}
-    return shard if all(file.is_file() and file.stat().st_size == size for file, size in files.items()) else None
+    found = manifests.read(file)
+    sizes = [(out / name, size) for name, size in found.sizes(found.shards[0]).items()]
+    whole = all(file.is_file() and file.stat().st_size == size for file, size in sizes)
+    expected = dataclasses.replace(found.shards[0], source=part.digest)
+    return expected if whole and found == dataclasses.replace(settings, shards=(expected,)) else None
 
 
 def _write(index: int, part: Part, out: pathlib.Path, settings: Manifest, source: str) -> Shard:
@@ -183,7 +184,7 @@ def _write(index: int, part: Part, out: pathlib.Path, settings: Manifest, source
     digest.update(content)
     manifests.write_blocks([content], out / f"{name}.offsets")
     shard = Shard(name, offsets[-1], len(offsets) - 1, digest.hexdigest(), part.digest, **left_out)
-    manifests.write(shard, out / f"{name}.json")
+    manifests.write(dataclasses.replace(settings, shards=(shard,)), out / f"{name}.json")
     return shard
 
 

@@ -1,7 +1,7 @@
-"""The manifest of a token store: `manifest.json` once the store is finished, a journal without shards before that.
+"""The manifest of a token store, `manifest.json`, which names no shards before the store is finished.
 
 Shard `00000` is two files: `00000.tokens`, little-endian integers one after another; and `00000.offsets`, where each
-document begins, uint64 [documents + 1]. Until the store is finished `00000.json` describes it, and is written last.
+document begins, uint64 [documents + 1]. Until the store is finished `00000.json`, written last, is its manifest.
 """
 
 import dataclasses
@@ -18,7 +18,7 @@ from ladder_jax.errors import UserError
 from ladder_jax.files import AnyPath, write_atomically
 
 FORMAT, VERSIONS = "ladder_jax tokens", (1, 2)
-MANIFEST, JOURNAL = "manifest.json", "unfinished.json"
+MANIFEST = "manifest.json"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,16 +72,6 @@ class Manifest:
         return {f"{shard.name}.tokens": tokens, f"{shard.name}.offsets": offsets}
 
 
-def is_store(folder: AnyPath) -> bool:
-    """Whether a token store lies there. Raises UserError for one that is not finished."""
-    finished = (folder / MANIFEST).is_file()
-    if not finished and (folder / JOURNAL).is_file():
-        raise UserError(
-            f"the token store {str(folder)!r} is not finished: run its `ladder-jax tokenize` again, without --part"
-        )
-    return finished
-
-
 def read(file: AnyPath) -> Manifest:
     """Raises UserError where the file is no manifest, or one of another version."""
     try:
@@ -101,14 +91,6 @@ def read(file: AnyPath) -> Manifest:
     return found
 
 
-def read_shard(file: pathlib.Path) -> Shard | None:
-    """The record of a shard of an unfinished store; None where it is missing or damaged."""
-    try:
-        return Shard(**json.loads(file.read_text(encoding="utf-8")))
-    except (FileNotFoundError, ValueError, TypeError):
-        return None
-
-
 def _known[T](kind: type[T], tree: dict) -> T:
     """Of the fields that `kind` has: version 1 has more."""
     return kind(**{field.name: tree[field.name] for field in dataclasses.fields(kind) if field.name in tree})
@@ -124,10 +106,9 @@ def _is_sound(found: Manifest) -> bool:
     )
 
 
-def write(described: Manifest | Shard, file: pathlib.Path) -> None:
-    about = {"format": FORMAT, "version": VERSIONS[-1]} if isinstance(described, Manifest) else {}
-    content = json.dumps(about | dataclasses.asdict(described), indent=1) + "\n"
-    write_blocks([content.encode()], file)
+def write(manifest: Manifest, file: pathlib.Path) -> None:
+    tree = {"format": FORMAT, "version": VERSIONS[-1], **dataclasses.asdict(manifest)}
+    write_blocks([json.dumps(tree, indent=1).encode()], file)
 
 
 def write_blocks(blocks: Iterable[bytes], file: pathlib.Path) -> None:

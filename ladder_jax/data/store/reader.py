@@ -19,6 +19,10 @@ CACHE = "stores"
 """The folder in the cache; in it each store in an object store has one, named by its address and manifest."""
 
 
+def is_store(folder: AnyPath) -> bool:
+    return (folder / MANIFEST).is_file()
+
+
 class Store:
     """A finished store, opened: `store.read(start, count)`. Any thread may read.
 
@@ -33,9 +37,12 @@ class Store:
         if not isinstance(folder, str | os.PathLike):
             raise wrong_type("folder", folder, str, os.PathLike)
         self.folder = absolute(folder) if is_remote(folder) else pathlib.Path(folder).expanduser()
-        if not manifests.is_store(self.folder):
+        if not is_store(self.folder):
             raise UserError(f"there is no token store at {str(folder)!r} (`ladder-jax tokenize` makes one)")
         self.manifest = manifests.read(self.folder / MANIFEST)
+        if not self.manifest.shards:
+            again = "run its `ladder-jax tokenize` again, without --part"
+            raise UserError(f"the token store {str(folder)!r} is not finished: {again}")
         self._local = self._cache() if is_remote(self.folder) else self.folder
         self._check_sizes()
         shards = self.manifest.shards
@@ -46,11 +53,6 @@ class Store:
     def __repr__(self) -> str:
         documents, tokens = len(self.starts) - 1, int(self.starts[-1])
         return f"Store({str(self.folder)!r}: {documents:,} documents, {tokens:,} tokens of {self.manifest.tokenizer})"
-
-    @property
-    def lengths(self) -> np.ndarray:
-        """Tokens a document, int64 [documents]."""
-        return np.diff(self.starts)
 
     def tokenizer(self) -> tokenizers.Tokenizer:
         """The store's own copy."""
