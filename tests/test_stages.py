@@ -56,9 +56,9 @@ def test_records_by_score(records, more, sizes, capsys):
     (["--at", "0.2,0.1"], "--at 0.2,0.1: 3 stages have 2 ascending"),
     (["--at", "a,b"], "--at a,b: not numbers, such as 0.3,0.7"),
     (["--at", "0.1,0.9"], "none of 30 records is 'hard', with 'score' divided at 0.1, 0.9"),
-    (["--stages", "easy"], "--stages easy: one stage is no order"),
-    (["--stages", "easy,easy"], "--stages easy,easy: not different names"),
-    (["--stages", "../a,b"], "--stages ../a,b: not different names"),
+    (["--stages", "easy"], "--stages easy: not two or more different names"),
+    (["--stages", "easy,easy"], "--stages easy,easy: not two or more different names"),
+    (["--stages", "../a,b"], "--stages ../a,b: not two or more different names"),
 ], ids=str)  # fmt: skip
 def test_a_wrong_split_is_one_line_and_writes_nothing(records, more, said, capsys):
     assert split(records, *more) == 2

@@ -18,10 +18,11 @@ FILE = "stages.yaml"
 def run(args: dict) -> None:
     """Writes the stages, and prints how many records each has. Raises UserError; then nothing has been written."""
     names = args["stages"].split(",")
-    if not all(re.fullmatch(r"[\w-]+", name) for name in names) or len(set(names)) != len(names):
-        raise UserError(f"--stages {args['stages']}: not different names of letters, digits, _, -, such as easy,hard")
-    if len(names) < 2:
-        raise UserError(f"--stages {args['stages']}: one stage is no order; name two or more")
+    named = all(re.fullmatch(r"[\w-]+", name) for name in names)
+    if not named or len(set(names)) != len(names) or len(names) < 2:
+        raise UserError(
+            f"--stages {args['stages']}: not two or more different names of letters, digits, _, -, such as easy,hard"
+        )
     at = None if args["at"] is None else _bounds(args["at"], stages=len(names))
     out = pathlib.Path(args["out"]).expanduser()
     if out.exists() and (not out.is_dir() or any(out.iterdir())):

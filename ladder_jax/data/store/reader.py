@@ -95,26 +95,28 @@ class Store:
         return found
 
     def _array(self, shard: Shard, kind: str, dtype: str, count: int, *, first: int = 0) -> np.ndarray:
-        path = self._path(shard, kind)
-        with _explained(path):
-            found = np.fromfile(path, dtype, count, offset=first * np.dtype(dtype).itemsize)
-        if len(found) != count:
+        path, size = self._path(shard, kind), np.dtype(dtype).itemsize
+        with _explained(path), open(path, "rb", buffering=0) as file:
+            file.seek(first * size)
+            content = file.read(count * size)
+        if len(content) != count * size:
             raise self._damaged(shard, kind, "it was complete when it was opened, and has been cut short")
-        return found
+        return np.frombuffer(content, dtype)
 
-    def _path(self, shard: Shard, kind: str) -> pathlib.Path:
+    def _path(self, shard: Shard, kind: str) -> str:
         """Where the file is on a disk of this machine."""
         name = f"{shard.name}.{kind}"
-        local, stored = self._local / name, self.folder / name
+        local = f"{self._local}/{name}"
 
         def fetch(partial: str) -> None:
-            with _explained(stored):
-                remote.files_of(self.folder).get_file(os.fspath(stored), partial)
+            with _explained(self.folder / name):
+                remote.files_of(self.folder).get_file(os.fspath(self.folder / name), partial)
             if kind == "tokens" and _digest(partial, self._path(shard, "offsets")) != shard.sha256:
                 raise self._damaged(shard, kind, "it is not what was written")
 
-        if is_remote(self.folder) and not local.is_file():
-            files.write_atomically(str(local), fetch)
+        if self._local is not self.folder and not os.path.isfile(local):
+            with _explained(local):
+                files.write_atomically(local, fetch)
         return local
 
     def _damaged(self, shard: Shard, kind: str, reason: str) -> UserError:
@@ -127,7 +129,7 @@ class Store:
         return self._held.enter_context(files.cache(f"{CACHE}/{name}"))
 
 
-def _digest(*paths: str | pathlib.Path) -> str:
+def _digest(*paths: str) -> str:
     digest = hashlib.sha256()
     for path in paths:
         with open(path, "rb") as file:
@@ -136,7 +138,7 @@ def _digest(*paths: str | pathlib.Path) -> str:
 
 
 @contextlib.contextmanager
-def _explained(path: AnyPath) -> Iterator[None]:
+def _explained(path: str | AnyPath) -> Iterator[None]:
     try:
         with explained(path, "read the token store's"):
             yield

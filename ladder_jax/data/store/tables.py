@@ -52,8 +52,7 @@ def read(table: str, begin: int, end: int, *, field: str, modified: int) -> Iter
     modified: the file's time; a table that this process has opened before is opened again when it has changed.
     """
     number = 0
-    where = lambda: number and f" after row {number} of shards {begin} to {end - 1}"
-    with _explained(table, where):
+    with _explained(table):
         whole = _column(table, field, modified)
         for shard in range(begin, end):
             for batch in whole.shard(whole.num_shards, shard).with_format("arrow").iter(BATCH):
@@ -132,15 +131,12 @@ def _library():
 
 
 @contextlib.contextmanager
-def _explained(table: str, where=lambda: "") -> Iterator[None]:
-    """Turn any error of `datasets` and of the many libraries below it into a UserError of one line.
-
-    where: how far the reading came.
-    """
+def _explained(table: str) -> Iterator[None]:
+    """Turn any error of `datasets` and of the many libraries below it into a UserError of one line."""
     try:
         yield
     except UserError:
         raise
     except Exception as error:
         reason = " ".join(str(error).split()) or type(error).__name__
-        raise UserError(f"{table}: cannot be read{where() or ''}: {reason}") from None
+        raise UserError(f"{table}: cannot be read: {reason}") from None
