@@ -16,6 +16,7 @@ import time
 import numpy as np
 import pytest
 
+from ladder_jax import cli
 from ladder_jax.data import examples, tokenizer
 from ladder_jax.data.store import Store, sources
 from ladder_jax.data.store import build as building
@@ -118,6 +119,7 @@ def test_another_tokenizer(tmp_path):
 
 KILLED = """
 import contextlib, os, pathlib, signal, sys
+from ladder_jax import cli
 from ladder_jax.data import examples, tokenizer
 from ladder_jax.data.store import build, sources
 
@@ -128,7 +130,7 @@ def progress(total, *, done, label):
 if __name__ == "__main__":
     source, out, first, kill = sys.argv[1:]
     build.progress = progress
-    given = dict(tokenizer=tokenizer.load("bytes"), source="bytes", field="text", workers=2)
+    given = dict(tokenizer=tokenizer.load("bytes"), source="bytes", field="text", workers=1)
     share = slice(int(first), None, 2) if first else None
     build.build(sources.plan([source], most=5000), out=pathlib.Path(out), share=share, **given)
 """
@@ -169,9 +171,9 @@ def test_a_worker_that_is_killed(book, tmp_path, monkeypatch):
     with monkeypatch.context() as patched:
         patched.setattr(building, "progress", kill)
         with pytest.raises(UserError, match="a worker was killed, perhaps for its memory: run the same command again"):
-            make([book[0]], tmp_path / "out", most=50)
+            make([book[0]], tmp_path / "out")
     os.truncate(next((tmp_path / "out").glob("*.tokens")), 0)  # and the power failed
-    make([book[0]], tmp_path / "out", most=50)
+    make([book[0]], tmp_path / "out")
     assert texts_in(tmp_path / "out") == TEXTS
 
 
@@ -410,12 +412,15 @@ def test_a_corpus_is_not_a_store(tmp_path, name, content, said):
 
 def test_the_command(run_cli, tmp_path):
     (tmp_path / "book.jsonl").write_text(lines(TEXTS))
-    (tmp_path / "folder").mkdir()
     ask = ["tokenize", "book.jsonl", "--out", "out", "--workers", "1"]
     held = f"120 documents, {sum(len(text.encode()) for text in TEXTS):,} tokens of bytes\n"
     for more, said in ((["--part", "1/2"], "out, part 1/2"), (["--verify"], "out")):
         assert run_cli(*ask, *more, cwd=tmp_path, check_status=0).stdout == f"{said}: {held}"
-    for arguments, message in (
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
         (["nowhere", "--out", "x"], "'nowhere' does not exist (a text file, a folder, .jsonl"),
         (["book.jsonl", "./book.jsonl", "--out", "x"], "is named twice"),
         (["book.jsonl", "--out", "."], "the source 'book.jsonl' lies in --out .: name a new folder"),
@@ -425,7 +430,12 @@ def test_the_command(run_cli, tmp_path):
         (["book.jsonl", "--out", "x", "--part", "3/2"], "--part 3/2 must be I/N with I from 1 to N, such as 2/8"),
         (["book.jsonl", "--out", "x", "--part", "1/2", "--verify"], "give it without --part"),
         (["book.jsonl", "--out", "x", "--split", "test"], "--split is for data sets of the Hub"),
-    ):
-        done = run_cli("tokenize", *arguments, cwd=tmp_path, check_status=2)
-        assert message in done.stderr and done.stderr.count("\n") == 1 and done.stdout == ""
-    assert sorted(os.listdir(tmp_path)) == ["book.jsonl", "folder", "out"]
+    ],
+)
+def test_a_wrong_command_is_one_line(tmp_path, monkeypatch, capsys, arguments, message):
+    (tmp_path / "book.jsonl").write_text(lines(TEXTS))
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["tokenize", *arguments]) == 2
+    said = capsys.readouterr()
+    assert message in said.err and said.err.count("\n") == 1 and said.out == ""
+    assert os.listdir(tmp_path) == ["book.jsonl"]
