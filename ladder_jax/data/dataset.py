@@ -19,7 +19,7 @@ from ladder_jax.data.batches import PackedRows, Windows
 from ladder_jax.data.store import Store, is_store
 from ladder_jax.data.tokenizer import BYTES, Tokenizer
 from ladder_jax.errors import UserError
-from ladder_jax.files import AnyPath, absolute, is_remote
+from ladder_jax.files import AnyPath, absolute, below, is_remote
 
 STDLIB = "stdlib"  # a data.path
 
@@ -95,14 +95,21 @@ def _text(config: DataConfig, train: TrainConfig, tokenizer: Tokenizer) -> Datas
         # `data.max_bytes` may have cut the last character.
         tokens = np.array(tokenizer.encode(tokens.tobytes().decode("utf-8", errors="ignore")), np.int32)
     cut = len(tokens) - int(len(tokens) * config.validation_fraction)
-    rows, held_out = Windows(tokens[:cut], train.sequence), Windows(tokens[cut:], train.sequence)
+    rows = Windows(tokens[:cut], train.sequence)
+    held_out = Windows(tokens[cut:], train.sequence)
     for part, windows in (("training", rows), ("held-out", held_out)):
         if not len(windows):
             least = f"fewer than train.sequence + 1 = {train.sequence + 1}"
             raise UserError(f"the {part} text has {len(windows.tokens)} tokens, {least}")
-    about = dict(tokenizer=tokenizer, fingerprint=_digest([tokenizer.name, hashlib.sha256(tokens).hexdigest()]))
-    text = rows.tokens if tokenizer.name == BYTES else None
-    return _dataset(rows, held_out, seed=train.seed, notes=(note,), text=text, **about)
+    return _dataset(
+        rows,
+        held_out,
+        seed=train.seed,
+        tokenizer=tokenizer,
+        fingerprint=_digest([tokenizer.name, hashlib.sha256(tokens).hexdigest()]),
+        notes=(note,),
+        text=rows.tokens if tokenizer.name == BYTES else None,
+    )
 
 
 def _examples(
@@ -110,28 +117,41 @@ def _examples(
 ) -> Dataset:
     """Packed examples. The last ones are held out."""
     loaded = examples.load(path, tokenizer=tokenizer, length=train.sequence, now=now)
-    count, read = len(loaded), lambda start, length: loaded.tokens[start : start + length]
-    rows = _packed(read, loaded.starts, count - int(count * config.validation_fraction), train, loaded.loss_mask)
-    about = dict(tokenizer=tokenizer, fingerprint=_digest([tokenizer.name, loaded.fingerprint]))
-    return _dataset(*rows, seed=train.seed, notes=(loaded.summary(),), **about)
+    cut = len(loaded) - int(len(loaded) * config.validation_fraction)
+    return _dataset(
+        *_packed(loaded.read, loaded.starts, cut, train, loaded.loss_mask),
+        seed=train.seed,
+        tokenizer=tokenizer,
+        fingerprint=_digest([tokenizer.name, loaded.fingerprint]),
+        notes=(loaded.summary(),),
+    )
 
 
 def _staged(parts: Sequence[Dataset], paths: Sequence[pathlib.Path], config: DataConfig, train: TrainConfig) -> Dataset:
     """One part after another."""
     last = mixture.last_steps([part.training_rows for part in parts], steps=train.steps, path=config.path)
-    first, ordered, notes = 0, [], []
+    ordered, notes, first = [], [], 0
     for number, (path, part, end) in enumerate(zip(paths, parts, last), start=1):
         ordered.append(part.training[: (end - first) * train.batch])
-        notes.append(f"stage {number} of {len(paths)}: steps {first + 1:,} to {end:,}, {path}, {part.notes[0]}")
+        steps = f"steps {first + 1:,} to {end:,}"
+        notes.append(f"stage {number} of {len(paths)}: {steps}, {path}, {part.notes[0]}")
         first = end
-    training, weights = grain.MapDataset.concatenate(ordered).repeat(), [part.held_out_rows for part in parts]
-    return _joined(parts, weights, last, training=training, notes=tuple(notes), stages=last)
+    return _joined(
+        parts,
+        [part.held_out_rows for part in parts],
+        last,
+        training=grain.MapDataset.concatenate(ordered).repeat(),
+        notes=tuple(notes),
+        stages=last,
+    )
 
 
 def _stored(path: AnyPath, config: DataConfig, train: TrainConfig, given: Tokenizer, *, seed: int) -> Dataset:
     """Packed documents. The last ones are held out."""
     store = Store(path)
-    tokenizer, documents, total = store.tokenizer(), store.manifest.documents, store.manifest.tokens
+    tokenizer = store.tokenizer()
+    documents = store.manifest.documents
+    total = store.manifest.tokens
     if config.tokenizer != BYTES and given.name != tokenizer.name:
         raise UserError(
             f"the token store {str(store.folder)!r} is of {tokenizer.name}, not of data.tokenizer={config.tokenizer!r}"
@@ -139,9 +159,13 @@ def _stored(path: AnyPath, config: DataConfig, train: TrainConfig, given: Tokeni
     if documents < 2:
         raise UserError(f"the token store {str(store.folder)!r} has one document; it needs two, as one is held out")
     cut = np.searchsorted(store.starts, total - int(total * config.validation_fraction))
-    rows = _packed(store.read, store.starts, cut, train)
-    notes = (f"data: {documents:,} documents of {store.folder}, {total:,} tokens",)
-    return _dataset(*rows, seed=seed, tokenizer=tokenizer, fingerprint=store.manifest.fingerprint, notes=notes)
+    return _dataset(
+        *_packed(store.read, store.starts, cut, train),
+        seed=seed,
+        tokenizer=tokenizer,
+        fingerprint=store.manifest.fingerprint,
+        notes=(f"data: {documents:,} documents of {store.folder}, {total:,} tokens",),
+    )
 
 
 def _mixed(
@@ -150,16 +174,20 @@ def _mixed(
     """Rows of several stores, interleaved by weight. Each store has its own epochs."""
     paths, weights = zip(*weighted)
     # A different seed for each: stores of the same size would otherwise be shuffled in the same order.
-    seeds = [(train.seed + index * 0x9E3779B9) % 2**32 for index in range(len(paths))]
-    parts = [_stored(path, config, train, given, seed=seed) for path, seed in zip(paths, seeds)]
+    seed = lambda index: (train.seed + index * 0x9E3779B9) % 2**32
+    parts = [_stored(path, config, train, given, seed=seed(index)) for index, path in enumerate(paths)]
     first = parts[0].tokenizer.name
     for path, part in zip(paths, parts):
         if part.tokenizer.name != first:
-            raise UserError(
-                f"a mixture has one tokenizer: {str(paths[0])!r} is of {first}, {str(path)!r} of {part.tokenizer.name}"
-            )
-    training = grain.MapDataset.mix([part.training for part in parts], weights)
-    return _joined(parts, weights, weights, training=training, notes=sum((part.notes for part in parts), ()))
+            differs = f"{str(path)!r} of {part.tokenizer.name}"
+            raise UserError(f"a mixture has one tokenizer: {str(paths[0])!r} is of {first}, {differs}")
+    return _joined(
+        parts,
+        weights,
+        weights,
+        training=grain.MapDataset.mix([part.training for part in parts], weights),
+        notes=sum((part.notes for part in parts), ()),
+    )
 
 
 def _packed(read, starts: np.ndarray, cut: int, train: TrainConfig, loss_mask=None) -> list[PackedRows]:
@@ -170,8 +198,13 @@ def _packed(read, starts: np.ndarray, cut: int, train: TrainConfig, loss_mask=No
 
 
 def _dataset(rows: Windows | PackedRows, held_out: Windows | PackedRows, *, seed: int, **about: Any) -> Dataset:
-    endless = batches.shuffled(rows, seed=seed), grain.MapDataset.source(held_out).repeat()
-    return Dataset(*endless, len(rows), len(held_out), **about)
+    return Dataset(
+        batches.shuffled(rows, seed=seed),
+        grain.MapDataset.source(held_out).repeat(),
+        len(rows),
+        len(held_out),
+        **about,
+    )
 
 
 def _joined(parts: Sequence[Dataset], weights: Sequence[float], marks: Sequence[float], **about: Any) -> Dataset:
@@ -202,7 +235,7 @@ def read_text(config: DataConfig) -> tuple[np.ndarray, str]:
         root = pathlib.Path(config.path).expanduser()
         if not root.exists():
             raise UserError(f"data.path={config.path!r} does not exist (a text file, a folder, or {STDLIB!r})")
-        files = [root] if root.is_file() else sorted(p for p in root.rglob("*") if p.is_file())
+        files = below(root)
     parts, size = [], 0
     for file in files:
         if size >= config.max_bytes:
@@ -216,7 +249,8 @@ def read_text(config: DataConfig) -> tuple[np.ndarray, str]:
         raise UserError(f"data.path={config.path!r} holds no text")
     skipped = parts.count(None)
     count = len(parts) - skipped
-    note = f"data: {count:,} file{'s' * (count > 1)} of {config.path}, {len(text):,} bytes of text"
+    counted = "1 file" if count == 1 else f"{count:,} files"
+    note = f"data: {counted} of {config.path}, {len(text):,} bytes of text"
     if skipped:
         note += f"; left out, as they are not UTF-8 text: {skipped:,}"
     if len(text) < len(whole) or len(parts) < len(files):
@@ -240,7 +274,8 @@ def _read_file(file: pathlib.Path, *, skip_binary: bool) -> bytes | None:
 
 def bigram_entropy(text: np.ndarray) -> float:
     """The entropy of a byte given the previous byte, in nats per byte: the best loss of a bigram model."""
-    pairs = np.bincount(text[:-1].astype(np.int64) * 256 + text[1:], minlength=65536).reshape(256, 256)
+    codes = text[:-1].astype(np.int64) * 256 + text[1:]
+    pairs = np.bincount(codes, minlength=65536).reshape(256, 256)
     first = pairs.sum(axis=1, keepdims=True)
     joint = pairs / pairs.sum()
     with np.errstate(divide="ignore", invalid="ignore"):

@@ -12,18 +12,22 @@ import dataclasses
 import datetime
 import hashlib
 import pathlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import numpy as np
 
 from ladder_jax.data import json_lines
 from ladder_jax.data.tokenizer import Tokenizer
 from ladder_jax.errors import UserError
+from ladder_jax.files import below
 
 KEYS = (("prompt", "completion"), ("text",))
 ASSISTANT = "assistant"
 
-Span = tuple[int, int]  # the characters from begin to end - 1
+Spans = list[tuple[int, int]]
+"""Each the characters from begin to end - 1."""
+Masked = tuple[np.ndarray, np.ndarray]
+"""Tokens, int32 [n], and the loss mask, bool [n]."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,6 +47,9 @@ class Examples:
     def __len__(self) -> int:
         return len(self.starts) - 1
 
+    def read(self, start: int, count: int) -> np.ndarray:
+        return self.tokens[start : start + count]
+
     @property
     def fingerprint(self) -> str:
         digest = hashlib.sha256(b"examples")
@@ -51,8 +58,8 @@ class Examples:
         return digest.hexdigest()[:16]
 
     def summary(self) -> str:
-        share = self.loss_mask.mean()
-        parts = [f"{len(self):,} examples of {len(self.tokens):,} tokens, of which {share:.0%} are predicted"]
+        predicted = f"of which {self.loss_mask.mean():.0%} are predicted"
+        parts = [f"{len(self):,} examples of {len(self.tokens):,} tokens, {predicted}"]
         parts += [f"{self.cut:,} were cut at a row's end"] if self.cut else []
         parts += [f"{self.left_out:,} left out, with no token to predict in a row"] if self.left_out else []
         return "; ".join(parts)
@@ -90,7 +97,7 @@ def read(path: str) -> Iterator[tuple[str, dict]]:
     root = pathlib.Path(path).expanduser()
     if not root.exists():
         raise UserError(f"data.path={path!r} does not exist (a JSON lines file, or a folder of them)")
-    files = [root] if root.is_file() else sorted(p for p in root.rglob("*") if p.name.endswith(json_lines.ENDINGS))
+    files = [file for file in below(root) if file == root or file.name.endswith(json_lines.ENDINGS)]
     if not files:
         raise UserError(f"data.path={path!r} holds no file that ends in {', '.join(json_lines.ENDINGS)}")
     for file in files:
@@ -100,10 +107,8 @@ def read(path: str) -> Iterator[tuple[str, dict]]:
             yield f"{file}:{number}", value
 
 
-def render(
-    example: dict, *, tokenizer: Tokenizer, where: str, now: datetime.datetime | None = None
-) -> tuple[np.ndarray, np.ndarray]:
-    """(tokens int32 [n], loss mask bool [n]). Raises UserError for a wrong example. where: begins its message.
+def render(example: dict, *, tokenizer: Tokenizer, where: str, now: datetime.datetime | None = None) -> Masked:
+    """The example's tokens and their mask. Raises UserError for a wrong example. where: begins its message.
 
     now: the time, for a chat template that asks for it; None: the present.
     """
@@ -119,23 +124,24 @@ def render(
             if not isinstance(example[key], str):
                 raise UserError(f"{key!r} must be text, not {type(example[key]).__name__}")
         text = "".join(example[key] for key in keys)
-        last = len(text) - len(example[keys[-1]]), len(text)
-        return _ended(*_tokens(text, [last], tokenizer, special=True), tokenizer)
+        begin = len(text) - len(example[keys[-1]])
+        return _ended(*_tokens(text, [(begin, len(text))], tokenizer, special=True), tokenizer)
     except UserError as error:
         raise UserError(f"{where}: {error}") from None
 
 
-def _ended(tokens: np.ndarray, loss_mask: np.ndarray, tokenizer: Tokenizer) -> tuple[np.ndarray, np.ndarray]:
+def _ended(tokens: np.ndarray, loss_mask: np.ndarray, tokenizer: Tokenizer) -> Masked:
     """With the end-of-text token, to be learnt. Some tokenizers put one around a text by themselves."""
     if not tokenizer.stop_ids:
         return tokens, loss_mask
     if not len(tokens) or tokens[-1] not in tokenizer.stop_ids:
-        tokens, loss_mask = np.append(tokens, np.int32(tokenizer.stop_ids[0])), np.append(loss_mask, True)
+        tokens = np.append(tokens, np.int32(tokenizer.stop_ids[0]))
+        loss_mask = np.append(loss_mask, True)
     loss_mask[-1] = True
     return tokens, loss_mask
 
 
-def _chat(messages: object, tokenizer: Tokenizer, now: datetime.datetime | None) -> tuple[str, list[Span]]:
+def _chat(messages: object, tokenizer: Tokenizer, now: datetime.datetime | None) -> tuple[str, Spans]:
     """The rendered conversation, and the spans of the assistant's turns."""
     if not isinstance(messages, list) or not messages:
         raise UserError("'messages' must be a list of messages")
@@ -156,7 +162,7 @@ def _chat(messages: object, tokenizer: Tokenizer, now: datetime.datetime | None)
     return text, spans
 
 
-def _tokens(text: str, spans: Sequence[Span], tokenizer: Tokenizer, *, special: bool) -> tuple[np.ndarray, np.ndarray]:
+def _tokens(text: str, spans: Spans, tokenizer: Tokenizer, *, special: bool) -> Masked:
     tokens, offsets = tokenizer.offsets(text, special=special)
     begins, ends = np.array(offsets, np.int64).reshape(-1, 2).T
     loss_mask = np.zeros(len(tokens), bool)

@@ -46,5 +46,6 @@ def place(file: str | pathlib.Path, number: int, begin: int) -> str:
     """ "FILE:LINE" of the line that `read` counted from `begin`. It reads what is before, so it is for messages."""
     if begin:
         with open(file, "rb") as source:
-            number += 1 + sum(source.read(min(BLOCK, begin - 1 - at)).count(b"\n") for at in range(0, begin - 1, BLOCK))
+            sizes = (min(BLOCK, begin - 1 - start) for start in range(0, begin - 1, BLOCK))
+            number += 1 + sum(source.read(size).count(b"\n") for size in sizes)
     return f"{file}:{number}"

@@ -29,6 +29,8 @@ FILES = (MAIN, "tokenizer_config.json", "special_tokens_map.json", "generation_c
 """What is read of a tokenizer's folder; only the first must be there."""
 BYTE = re.compile(r"<0x([0-9A-F]{2})>")
 
+Messages = Sequence[Mapping[str, str]]
+Offsets = tuple[list[int], list[tuple[int, int]]]
 Step = Callable[[str], str | bytes]
 
 
@@ -60,22 +62,20 @@ class Tokenizer(Protocol):
     def to_bytes(self, tokens: Iterable[int]) -> bytes:
         """Those of a sequence are its tokens' bytes, joined; special and unknown tokens give nothing."""
 
-    def offsets(self, text: str, *, special: bool) -> tuple[list[int], list[tuple[int, int]]]:
+    def offsets(self, text: str, *, special: bool) -> Offsets:
         """The text's tokens, and of each the characters begin..end-1 that it stands for.
 
         special: with what the tokenizer puts around a text by itself, which stands for none.
         """
 
-    def render(
-        self, messages: Sequence[Mapping[str, str]], *, prompt: bool, now: datetime.datetime | None = None
-    ) -> str:
+    def render(self, messages: Messages, *, prompt: bool, now: datetime.datetime | None = None) -> str:
         """A conversation as text, by the chat template. prompt: up to where the assistant's next answer begins.
 
         now: the time, for a template that asks for it; None: the present.
         Raises UserError where there is no template, or where it refuses the messages.
         """
 
-    def chat(self, messages: Sequence[Mapping[str, str]], *, now: datetime.datetime | None = None) -> list[int]:
+    def chat(self, messages: Messages, *, now: datetime.datetime | None = None) -> list[int]:
         """A prompt for the next answer, by the chat template: `[{"role": "user", "content": "Hello"}]`.
 
         now: as in `render`.
@@ -108,7 +108,7 @@ class Bytes(Tokenizer):
     def to_bytes(self, tokens: Iterable[int]) -> bytes:
         return bytes(int(token) for token in tokens if token < 256)
 
-    def offsets(self, text: str, *, special: bool) -> tuple[list[int], list[tuple[int, int]]]:
+    def offsets(self, text: str, *, special: bool) -> Offsets:
         try:
             content = [self.encode(character) for character in text]
         except UnicodeEncodeError:
@@ -116,9 +116,7 @@ class Bytes(Tokenizer):
         places = [(index, index + 1) for index, part in enumerate(content) for _ in part]
         return [byte for part in content for byte in part], places
 
-    def render(
-        self, messages: Sequence[Mapping[str, str]], *, prompt: bool, now: datetime.datetime | None = None
-    ) -> str:
+    def render(self, messages: Messages, *, prompt: bool, now: datetime.datetime | None = None) -> str:
         raise UserError(
             "a model of bytes has no chat template; ask it with --prompt, and train it on 'prompt' and 'completion'"
         )
@@ -229,14 +227,12 @@ class HuggingFace(Tokenizer):
             content = content.removeprefix(b" ")
         return content.decode("utf-8", errors="replace")
 
-    def offsets(self, text: str, *, special: bool) -> tuple[list[int], list[tuple[int, int]]]:
+    def offsets(self, text: str, *, special: bool) -> Offsets:
         with self._encoding(text):
             found = self._tokenizer.encode(text, add_special_tokens=special)
         return found.ids, found.offsets
 
-    def render(
-        self, messages: Sequence[Mapping[str, str]], *, prompt: bool, now: datetime.datetime | None = None
-    ) -> str:
+    def render(self, messages: Messages, *, prompt: bool, now: datetime.datetime | None = None) -> str:
         if self._chat is None:
             raise UserError(f"the tokenizer in {str(self.folder)!r} has no chat template")
         return self._chat(messages, prompt=prompt, now=now)
@@ -255,9 +251,11 @@ class HuggingFace(Tokenizer):
         """Each token's bytes. Special tokens are not among them."""
         added = self._tokenizer.get_added_tokens_decoder()
         vocabulary = self._tokenizer.get_vocab(with_added_tokens=False)
-        written = {index: piece for piece, index in vocabulary.items()} | {i: t.content for i, t in added.items()}
+        written = {index: piece for piece, index in vocabulary.items()}
+        written |= {index: token.content for index, token in added.items()}
         special = {index for index, token in added.items() if token.special}
-        return {index: _piece_bytes(piece, self._steps) for index, piece in written.items() if index not in special}
+        plain = {index: piece for index, piece in written.items() if index not in special}
+        return {index: _piece_bytes(piece, self._steps) for index, piece in plain.items()}
 
     def _check_around(self) -> None:
         """`tokenizers` compares nothing that a post-processor inserts with the vocabulary."""
@@ -326,11 +324,12 @@ def _object(folder: AnyPath, name: str) -> dict:
 
 def _special_tokens(config: dict) -> dict[str, str]:
     """`bos_token` and the like; a token is written as text, or as an object with its `content`."""
-    named = {key: value for key, value in config.items() if key.endswith("_token")}
-    content = {key: value.get("content") if isinstance(value, dict) else value for key, value in named.items()}
-    found = {key: value for key, value in content.items() if isinstance(value, str)}
-    for key, value in found.items():
-        _check_encodes(f"the tokenizer's {key}", value)
+    found = {}
+    for key, value in config.items():
+        text = value.get("content") if isinstance(value, dict) else value
+        if key.endswith("_token") and isinstance(text, str):
+            _check_encodes(f"the tokenizer's {key}", text)
+            found[key] = text
     return found
 
 

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from ladder_jax.data import json_lines
 from ladder_jax.data.store import tables
 from ladder_jax.errors import UserError
-from ladder_jax.files import is_remote
+from ladder_jax.files import below, is_remote
 
 PARTS, LEAST = 1024, 2**24
 """Sources are cut into about so many parts, unless a part would be of fewer bytes. A killed worker loses a part."""
@@ -46,7 +46,8 @@ class File:
     def kind(self) -> Kind:
         if self.path.startswith(tables.HUB):
             return Kind.ROWS
-        return next((kind for ending, kind in ENDINGS.items() if self.path.lower().endswith(ending)), Kind.TEXT)
+        kinds = (kind for ending, kind in ENDINGS.items() if self.path.lower().endswith(ending))
+        return next(kinds, Kind.TEXT)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,7 +65,8 @@ class Part:
         """Changes with the part's files, their sizes and times, and its bounds."""
         path = lambda file: file.path if is_remote(file.path) else os.path.abspath(file.path)
         files = [(path(file), file.size, file.modified) for file in self.files]
-        return hashlib.sha256(json.dumps([self.kind, files, self.begin, self.end]).encode()).hexdigest()[:20]
+        content = json.dumps([self.kind, files, self.begin, self.end])
+        return hashlib.sha256(content.encode()).hexdigest()[:20]
 
 
 def plan(sources: Sequence[str], *, subset: str | None = None, split: str = "train", most: int = 2**40) -> list[Part]:
@@ -82,8 +84,8 @@ def plan(sources: Sequence[str], *, subset: str | None = None, split: str = "tra
     size = min(most, max(LEAST, sum(file.size for file in files) // PARTS))
     parts = []
     for kind, alike in itertools.groupby(files, key=lambda file: file.kind):
-        together = list(alike)
-        parts += _texts(together, size) if kind is Kind.TEXT else [one for file in together for one in _cut(file, size)]
+        found = list(alike)
+        parts += _texts(found, size) if kind is Kind.TEXT else [part for file in found for part in _cut(file, size)]
     return parts
 
 
@@ -93,9 +95,8 @@ def _files(source: str, subset: str | None, split: str) -> list[File]:
     root = pathlib.Path(source).expanduser()
     if not root.exists():
         raise UserError(f"{source!r} does not exist ({ALLOWED})")
-    paths = [root] if root.is_file() else sorted(path for path in root.rglob("*") if path.is_file())
-    states = [path.stat() for path in paths]
-    return [File(str(path), state.st_size, state.st_mtime_ns, named=path is root) for path, state in zip(paths, states)]
+    states = [(path, path.stat()) for path in below(root)]
+    return [File(str(path), state.st_size, state.st_mtime_ns, named=path == root) for path, state in states]
 
 
 def _texts(files: Sequence[File], size: int) -> Iterator[Part]:
