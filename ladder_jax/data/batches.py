@@ -57,11 +57,13 @@ class PackedRows:
         """Raises UserError where the tokens cannot be read."""
         rows, at = self._rows, 0
         tokens, segments, loss_mask = np.zeros((3, self._size), np.int32)
-        first, end = rows.first[int(index)], rows.first[int(index) + 1]
+        first, end = rows.first[int(index) : int(index) + 2]
         for segment, piece in enumerate(range(first, end), start=1):
-            start, length = int(rows.start[piece]), int(rows.length[piece])
+            start = int(rows.start[piece])
+            length = int(rows.length[piece])
             here = slice(at, at := at + length)
-            tokens[here], segments[here] = self._read(start, length), segment
+            tokens[here] = self._read(start, length)
+            segments[here] = segment
             if self._loss_mask is not None:
                 loss_mask[here] = self._loss_mask[start : start + length]
         return Batch(tokens, segments, None if self._loss_mask is None else loss_mask)
@@ -112,7 +114,8 @@ def shuffled(rows: Windows | PackedRows, *, seed: int) -> grain.MapDataset:
 def evaluated(rows: grain.MapDataset, count: int, *, config: TrainConfig) -> list[np.ndarray | Batch]:
     """The batches of held-out `rows`, of which there are `count` before they repeat, that are evaluated."""
     found = Batches(rows, config.batch)
-    return [found[index] for index in range(max(1, min(config.evaluation_batches, count // config.batch)))]
+    wanted = min(config.evaluation_batches, count // config.batch)
+    return [found[index] for index in range(max(1, wanted))]
 
 
 class DataLoader:
@@ -125,7 +128,7 @@ class DataLoader:
     def __init__(self, rows: grain.MapDataset, *, config: TrainConfig, sharding: NamedSharding):
         self._shape, self._sharding = (config.batch, config.sequence + 1), sharding
         indices = sharding.addressable_devices_indices_map(self._shape).values()
-        self._share = sorted({row for part, _ in indices for row in range(*part.indices(config.batch))})
+        self._share = sorted({row for part, _ in indices for row in range(config.batch)[part]})
         self._batches = Batches(rows, config.batch, self._share)
 
     def abstract(self) -> Any:
@@ -151,8 +154,9 @@ class DataLoader:
 
         def shard(index):
             rows, columns = index
-            begin = self._share.index(rows.indices(self._shape[0])[0])
-            return local[begin : begin + len(range(*rows.indices(self._shape[0]))), columns]
+            wanted = range(self._shape[0])[rows]
+            begin = self._share.index(wanted[0])
+            return local[begin : begin + len(wanted), columns]
 
         return jax.make_array_from_callback(self._shape, self._sharding, shard)
 

@@ -52,9 +52,10 @@ def last_steps(rows: Sequence[int], *, steps: int, path: str) -> tuple[int, ...]
     """
     if steps < len(rows):
         raise UserError(f"data.path={path!r} has {len(rows)} stages, more than train.steps={steps}")
-    done, total, last = 0, sum(rows), []
-    for stage, count in enumerate(rows):
+    last, done, total = [0], 0, sum(rows)
+    for stage, count in enumerate(rows, start=1):
         done += count
-        earliest, latest = (last[-1] if last else 0) + 1, steps - (len(rows) - stage - 1)
+        earliest = last[-1] + 1
+        latest = steps - (len(rows) - stage)
         last.append(min(max(round(steps * done / total), earliest), latest))
-    return tuple(last)
+    return tuple(last[1:])

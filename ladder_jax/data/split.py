@@ -33,7 +33,8 @@ def run(args: dict) -> None:
     contents = {f"{name}.jsonl": "".join(lines) for name, lines in stages.items()}
     contents[FILE] = "stages:\n" + "".join(f"- {name}\n" for name in contents)  # last: it stands for the others
     for name, content in contents.items():
-        write_atomically(str(out / name), lambda path: pathlib.Path(path).write_text(content, encoding="utf-8"))
+        write = lambda path: pathlib.Path(path).write_text(content, encoding="utf-8")
+        write_atomically(str(out / name), write)
     counts = ", ".join(f"{name} {len(lines):,}" for name, lines in stages.items())
     print(f"{out / FILE}: {counts}; train on it with data.format=examples")
 
@@ -56,14 +57,17 @@ def split(
     score: the field. at: the scores between the stages, each the least of the upper stage; None: stages of equal sizes,
     but for equal scores. Raises UserError for a record without a score, and for a stage without records.
     """
-    records = [(_score(value, score, where=f"{source}:{number}"), value) for number, value in json_lines.read(source)]
+    lines = json_lines.read(source)
+    records = [(_score(record, score, where=f"{source}:{number}"), record) for number, record in lines]
     if at is None:
         ordered = sorted(value for value, _ in records)
-        at = [ordered[len(ordered) * stage // len(names)] for stage in range(1, len(names))] if ordered else []
+        count = len(ordered)
+        at = [ordered[count * stage // len(names)] for stage in range(1, len(names))] if ordered else []
     ascending = names[::-1] if descending else names
     stages: dict[str, list[str]] = {name: [] for name in names}
     for value, record in records:
-        stages[ascending[bisect.bisect_right(at, value)]].append(json.dumps(record, ensure_ascii=False) + "\n")
+        name = ascending[bisect.bisect_right(at, value)]
+        stages[name].append(json.dumps(record, ensure_ascii=False) + "\n")
     if empty := [name for name, lines in stages.items() if not lines]:
         bounds = ", ".join(f"{bound:g}" for bound in at) or "-"
         raise UserError(

@@ -59,7 +59,8 @@ def build(
     writes to it.
     """
     _check_folder(out)
-    settings, mine = Manifest(tokenizer.name, tokenizer.vocab_size, field), share or slice(None)
+    settings = Manifest(tokenizer.name, tokenizer.vocab_size, field)
+    mine = share or slice(None)
     with _locked(out, shared=share is not None):
         if not (out / MANIFEST).exists():
             manifests.write(settings, out / MANIFEST)
@@ -89,7 +90,8 @@ def _check_folder(out: pathlib.Path) -> None:
     if (out / MANIFEST).is_file():
         manifests.read(out / MANIFEST)
         return
-    begun = out.is_dir() and all(name == LOCK or name.startswith(PARTIAL) for name in os.listdir(out))
+    ours = lambda name: name == LOCK or name.startswith(PARTIAL)
+    begun = out.is_dir() and all(map(ours, os.listdir(out)))
     if os.path.lexists(out) and not begun:
         raise UserError(f"--out {out}: something else is there; name a new folder")
 
@@ -157,16 +159,22 @@ def _written(index: int, part: Part, out: pathlib.Path, settings: Manifest) -> S
     if not file.is_file():
         return None
     found = manifests.read(file)
-    sizes = [(out / name, size) for name, size in found.sizes(found.shards[0]).items()]
-    whole = all(file.is_file() and file.stat().st_size == size for file, size in sizes)
-    expected = dataclasses.replace(found.shards[0], source=part.digest)
-    return expected if whole and found == dataclasses.replace(settings, shards=(expected,)) else None
+    (shard,) = found.shards
+    if found != dataclasses.replace(settings, shards=(dataclasses.replace(shard, source=part.digest),)):
+        return None
+    for name, size in found.sizes(shard).items():
+        if not (out / name).is_file() or (out / name).stat().st_size != size:
+            return None
+    return shard
 
 
 def _write(index: int, part: Part, out: pathlib.Path, settings: Manifest, source: str) -> Shard:
     """Write a shard, in a worker. Killed at any moment, it leaves nothing that counts."""
-    tokenizer, name = _tokenizer(source), f"{index:05d}"
-    offsets, left_out, digest = array.array("Q", [0]), collections.Counter(), hashlib.sha256()
+    tokenizer = _tokenizer(source)
+    name = f"{index:05d}"
+    offsets = array.array("Q", [0])
+    left_out = collections.Counter()
+    digest = hashlib.sha256()
 
     def documents() -> Iterator[bytes]:
         for text in sources.read(part, field=settings.field):

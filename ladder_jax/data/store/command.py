@@ -52,10 +52,12 @@ def _share(part: str) -> slice:
 
 
 def _summary(made: Manifest, name: str) -> str:
-    count = lambda what: sum(getattr(shard, what) for shard in made.shards)
-    left_out = [f"{count('empty'):,} empty documents"] if count("empty") else []
-    left_out += [f"{count('skipped'):,} files that are not text"] if count("skipped") else []
-    more = f"; left out {' and '.join(left_out)}" if left_out else ""
+    counts = {
+        "empty documents": sum(shard.empty for shard in made.shards),
+        "files that are not text": sum(shard.skipped for shard in made.shards),
+    }
+    left_out = " and ".join(f"{count:,} {what}" for what, count in counts.items() if count)
+    more = f"; left out {left_out}" if left_out else ""
     return f"{name}: {made.documents:,} documents, {made.tokens:,} tokens of {made.tokenizer}{more}"
 
 

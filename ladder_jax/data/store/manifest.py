@@ -68,16 +68,20 @@ class Manifest:
 
     def sizes(self, shard: Shard) -> dict[str, int]:
         """The shard's files, and their bytes."""
-        tokens, offsets = shard.tokens * np.dtype(self.dtype).itemsize, 8 * (shard.documents + 1)
-        return {f"{shard.name}.tokens": tokens, f"{shard.name}.offsets": offsets}
+        return {
+            f"{shard.name}.tokens": shard.tokens * np.dtype(self.dtype).itemsize,
+            f"{shard.name}.offsets": 8 * (shard.documents + 1),
+        }
 
 
 def read(file: AnyPath) -> Manifest:
     """Raises UserError where the file is no manifest, or one of another version."""
     try:
         tree = json.loads(file.read_text(encoding="utf-8"))
-        found = _known(Manifest, tree | {"shards": tuple(_known(Shard, shard) for shard in tree["shards"])})
-        version, sound = tree["version"], tree["format"] == FORMAT and _is_sound(found)
+        shards = tuple(_known(Shard, shard) for shard in tree["shards"])
+        found = _known(Manifest, tree | {"shards": shards})
+        version = tree["version"]
+        sound = tree["format"] == FORMAT and _is_sound(found)
     except OSError as error:
         raise UserError(f"cannot read {str(file)!r}: {error.strerror}") from None
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):

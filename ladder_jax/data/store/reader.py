@@ -46,13 +46,13 @@ class Store:
         self._local = self._cache() if is_remote(self.folder) else self.folder
         self._check_sizes()
         shards = self.manifest.shards
-        self._first = np.concatenate([[0], np.cumsum([shard.tokens for shard in shards])]).astype(np.int64)
+        self._first = np.cumsum([0, *(shard.tokens for shard in shards)], dtype=np.int64)
         begins = [self._offsets(shard)[:-1] + first for shard, first in zip(shards, self._first)]
         self.starts = np.concatenate([*begins, self._first[-1:]])
 
     def __repr__(self) -> str:
-        documents, tokens = len(self.starts) - 1, int(self.starts[-1])
-        return f"Store({str(self.folder)!r}: {documents:,} documents, {tokens:,} tokens of {self.manifest.tokenizer})"
+        held = f"{self.manifest.documents:,} documents, {self.manifest.tokens:,} tokens"
+        return f"Store({str(self.folder)!r}: {held} of {self.manifest.tokenizer})"
 
     def tokenizer(self) -> tokenizers.Tokenizer:
         """The store's own copy."""
@@ -63,7 +63,8 @@ class Store:
         """The tokens [count] from `start` on, all in one shard. Raises UserError where they cannot be read."""
         index = int(np.searchsorted(self._first, start, side="right")) - 1
         shard = self.manifest.shards[index]
-        found = self._array(shard, "tokens", self.manifest.dtype, count, first=start - int(self._first[index]))
+        first = start - int(self._first[index])
+        found = self._array(shard, "tokens", self.manifest.dtype, count, first=first)
         if found.size and found.max() >= self.manifest.vocab_size:
             raise self._damaged(shard, "tokens", f"it holds the token {found.max()}")
         return found
@@ -95,7 +96,8 @@ class Store:
         return found
 
     def _array(self, shard: Shard, kind: str, dtype: str, count: int, *, first: int = 0) -> np.ndarray:
-        path, size = self._path(shard, kind), np.dtype(dtype).itemsize
+        path = self._path(shard, kind)
+        size = np.dtype(dtype).itemsize
         with _explained(path), open(path, "rb", buffering=0) as file:
             file.seek(first * size)
             content = file.read(count * size)
@@ -120,11 +122,12 @@ class Store:
         return local
 
     def _damaged(self, shard: Shard, kind: str, reason: str) -> UserError:
-        return UserError(f"the token store's {str(self.folder / f'{shard.name}.{kind}')!r} is damaged: {reason}")
+        path = self.folder / f"{shard.name}.{kind}"
+        return UserError(f"the token store's {str(path)!r} is damaged: {reason}")
 
     def _cache(self) -> pathlib.Path:
-        content = os.fspath(self.folder).encode() + b"\0" + (self.folder / MANIFEST).read_bytes()
-        name = hashlib.sha256(content).hexdigest()[:20]
+        content = (self.folder / MANIFEST).read_bytes()
+        name = hashlib.sha256(os.fspath(self.folder).encode() + b"\0" + content).hexdigest()[:20]
         self._held = contextlib.ExitStack()  # a folder without a cache is removed with this object
         return self._held.enter_context(files.cache(f"{CACHE}/{name}"))
 

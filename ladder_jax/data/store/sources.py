@@ -55,17 +55,20 @@ class Part:
     """Several text files; the lines of one file that begin at bytes begin..end-1; or the shards begin..end-1 of one
     table (see `tables`)."""
 
-    kind: Kind
     files: tuple[File, ...]
     begin: int = 0
     end: int = 0
+
+    @property
+    def kind(self) -> Kind:
+        return self.files[0].kind
 
     @functools.cached_property
     def digest(self) -> str:
         """Changes with the part's files, their sizes and times, and its bounds."""
         path = lambda file: file.path if is_remote(file.path) else os.path.abspath(file.path)
         files = [(path(file), file.size, file.modified) for file in self.files]
-        content = json.dumps([self.kind, files, self.begin, self.end])
+        content = json.dumps([files, self.begin, self.end])
         return hashlib.sha256(content.encode()).hexdigest()[:20]
 
 
@@ -102,7 +105,7 @@ def _files(source: str, subset: str | None, split: str) -> list[File]:
 def _texts(files: Sequence[File], size: int) -> Iterator[Part]:
     begins = itertools.accumulate((file.size for file in files), initial=0)
     for _, together in itertools.groupby(zip(files, begins), key=lambda placed: placed[1] // size):
-        yield Part(Kind.TEXT, tuple(file for file, _ in together))
+        yield Part(tuple(file for file, _ in together))
 
 
 def _cut(file: File, size: int) -> list[Part]:
@@ -112,9 +115,9 @@ def _cut(file: File, size: int) -> list[Part]:
         total = tables.shards(file.path)
         step = max(1, size * total // file.size) if file.size else 1
     elif file.path.lower().endswith(".gz"):  # which cannot be read from the middle
-        return [Part(file.kind, (file,), 0, sys.maxsize)]
+        return [Part((file,), 0, sys.maxsize)]
     bounds = [*range(0, total, step), total]
-    return [Part(file.kind, (file,), begin, end) for begin, end in itertools.pairwise(bounds)]
+    return [Part((file,), begin, end) for begin, end in itertools.pairwise(bounds)]
 
 
 def read(part: Part, *, field: str) -> Iterator[str | None]:

@@ -99,13 +99,15 @@ def _open(table: str, *, features=None, columns: list[str] | None = None):
 
     features: the schema, for a format that has none. columns: the columns to read, in formats that can skip others.
     """
-    on_hub, split = table.startswith(HUB), "train"
+    on_hub = table.startswith(HUB)
+    split = "train"
     if on_hub:
         parts = urllib.parse.urlsplit(table.removeprefix(HUB))
         query = dict(urllib.parse.parse_qsl(parts.query))
         name, _, commit = parts.path.partition("@")
         # By its name alone `datasets` would take a local folder, if there is one.
-        where, split = dict(path=HUB + name, name=query.get("subset"), revision=commit), query["split"]
+        where = dict(path=HUB + name, name=query.get("subset"), revision=commit)
+        split = query["split"]
     else:
         # A path with brackets would be a pattern, which matches nothing.
         where = dict(data_files=glob.escape(table), **_builder(table))
