@@ -37,6 +37,11 @@ def is_remote(path: str | os.PathLike) -> bool:
     return bool(re.match(r"[A-Za-z][A-Za-z0-9+.-]*://", os.fspath(path)))
 
 
+def below(root: pathlib.Path) -> list[pathlib.Path]:
+    """The file itself; of a folder all files in it and below, in the order of their paths."""
+    return [root] if root.is_file() else sorted(path for path in root.rglob("*") if path.is_file())
+
+
 def by_orbax(folder: str | os.PathLike) -> bool:
     """Whether Orbax writes and reads arrays there: in local folders and gs://."""
     return not os.fspath(folder).startswith("s3://")

@@ -10,11 +10,12 @@ import pytest
 
 from ladder_jax.config import DataConfig, RunConfig, TrainConfig
 from ladder_jax.data import batches, dataset
+from ladder_jax.errors import UserError
 from ladder_jax.train import folder
 
 
 def test_the_standard_library_is_on_every_machine():
-    content = dataset.read_text(DataConfig(max_bytes=2_000_000)).content
+    content, _ = dataset.read_text(DataConfig(max_bytes=2_000_000))
     assert len(content) == 2_000_000 and content.dtype == np.uint8
     first = (pathlib.Path(sysconfig.get_paths()["stdlib"]) / "__future__.py").read_bytes()
     assert first in content.tobytes()
@@ -26,7 +27,7 @@ def test_a_folder_is_its_text_files_in_order(tmp_path):
     (tmp_path / "a.md").write_text("first")
     (tmp_path / "sub" / "c").write_text("third ü")
     (tmp_path / "picture.png").write_bytes(b"\x89PNG\xff")
-    assert dataset.read_text(DataConfig(path=str(tmp_path))).content.tobytes().decode() == "first\nsecond\nthird ü"
+    assert dataset.read_text(DataConfig(path=str(tmp_path)))[0].tobytes().decode() == "first\nsecond\nthird ü"
 
 
 def test_bigram_entropy():
@@ -42,18 +43,16 @@ def test_bigram_entropy():
 
 def test_batches_are_a_function_of_seed_and_step():
     content = np.arange(1001).astype(np.uint8)
-    config = TrainConfig(batch=5, sequence=10, seed=3)
-    dataset = batches.training(content, config=config)
-    assert dataset[0].shape == (5, 11) and dataset[0].dtype == np.int32
-    np.testing.assert_array_equal(dataset[7], batches.training(content, config=config)[7])
-    other = batches.training(content, config=TrainConfig(batch=5, sequence=10, seed=4))
-    assert not np.array_equal(other[0], dataset[0])
+    of = lambda seed: batches.Batches(batches.shuffled(batches.Windows(content, 10), seed=seed), 5)
+    found = of(3)
+    assert found[0].shape == (5, 11) and found[0].dtype == np.int32
+    np.testing.assert_array_equal(found[7], of(3)[7])
+    assert not np.array_equal(of(4)[0], found[0])
     # 100 windows of 10 predicted tokens: 20 batches see each once, and the next epoch another order.
-    epoch = np.concatenate([dataset[step] for step in range(20)])
-    starts = np.arange(100) * 10
-    expected = {tuple(content[s : s + 11].tolist()) for s in starts}
+    epoch = np.concatenate([found[step] for step in range(20)])
+    expected = {tuple(content[start : start + 11].tolist()) for start in range(0, 1000, 10)}
     assert {tuple(row.tolist()) for row in epoch} == expected
-    assert not np.array_equal(dataset[20], dataset[0])
+    assert not np.array_equal(found[20], found[0])
 
 
 def test_epochs_of_neighbouring_seeds_are_independent():
@@ -71,12 +70,21 @@ def test_epochs_of_neighbouring_seeds_are_independent():
         assert all(np.array_equal(endless[index], first[index]) for index in range(100))
 
 
-def test_held_out_text_is_the_end():
-    content = np.arange(200).astype(np.uint8)
-    head, tail = batches.split(content, config=DataConfig(validation_fraction=0.25))
-    assert len(head) == 150 and tail[0] == 150
-    (batch,) = batches.held_out(tail, config=TrainConfig(batch=16, sequence=10, evaluation_batches=3))
-    np.testing.assert_array_equal(batch[0], np.arange(150, 161))
+def test_held_out_text_is_the_end(tmp_path):
+    """And is evaluated once, where it is short."""
+    content = bytes(range(32, 128)) * 2
+    (tmp_path / "a").write_bytes(content)
+    recipe = TrainConfig(batch=16, sequence=10, evaluation_batches=3)
+    load = lambda fraction: dataset.load(
+        DataConfig(path=str(tmp_path / "a"), validation_fraction=fraction), train=recipe, vocab_size=256
+    )
+    data = load(0.25)
+    assert data.text.tobytes() == content[:144]
+    (batch,) = batches.evaluated(data.held_out, data.held_out_rows, config=recipe)
+    assert batch[0].tolist() == list(content[144:155])
+    for fraction, part in ((0.01, "held-out text has 1"), (0.99, "training text has 2")):
+        with pytest.raises(UserError, match=f"the {part} tokens, fewer than train.sequence"):
+            load(fraction)
 
 
 def test_what_is_trained_on_is_said(tmp_path):
@@ -84,14 +92,15 @@ def test_what_is_trained_on_is_said(tmp_path):
     for number in range(3):
         (tmp_path / f"{number}.txt").write_text("the cat " * 20)
     (tmp_path / "a.png").write_bytes(b"\x89PNG\xff\xfe")
-    read = dataset.read_text(DataConfig(path=str(tmp_path)))
-    assert read.summary("p") == "data: 3 files of p, 482 bytes of text; left out, as they are not UTF-8 text: 1"
-    one = dataset.read_text(DataConfig(path=str(tmp_path / "0.txt")))
-    assert one.summary("p") == "data: 1 file of p, 160 bytes of text"
-    for most, files in ((100, 1), (161, 2), (160, 1)):
-        cut = dataset.read_text(DataConfig(path=str(tmp_path), max_bytes=most))
-        assert (cut.files, len(cut.content), cut.cut) == (files, most, True)
-        assert cut.summary("p").endswith("; the rest is left out by data.max_bytes")
+    _, note = dataset.read_text(DataConfig(path=str(tmp_path)))
+    assert note.startswith("data: 3 files of ") and note.endswith(
+        ", 482 bytes of text; left out, as they are not UTF-8 text: 1"
+    )
+    one = str(tmp_path / "0.txt")
+    assert dataset.read_text(DataConfig(path=one))[1] == f"data: 1 file of {one}, 160 bytes of text"
+    for most, files in ((100, "1 file "), (161, "2 files "), (160, "1 file ")):
+        content, note = dataset.read_text(DataConfig(path=str(tmp_path), max_bytes=most))
+        assert files in note and len(content) == most and note.endswith("; the rest is left out by data.max_bytes")
 
 
 def test_a_warm_up_longer_than_the_run_is_said():

@@ -9,11 +9,10 @@ import pytest
 from tokenizers import processors
 
 from ladder_jax.config import DataConfig, Format, TrainConfig
-from ladder_jax.data import dataset, examples
+from ladder_jax.data import chat_template, dataset, examples
 from ladder_jax.data import tokenizer as tokenizers
 from ladder_jax.data.batch import Batch
-from ladder_jax.data.examples.rendering import render
-from ladder_jax.data.tokenizer import chat_template
+from ladder_jax.data.examples import render
 from ladder_jax.errors import UserError
 from tests import tokenizers as made
 
@@ -85,11 +84,10 @@ def test_rows_hold_whole_examples_with_their_masks(tmp_path):
     path = lines(tmp_path / "a.jsonl", *given)
     found = load(path, validation_fraction=0.1)
     assert found.notes[0].startswith("30 examples")
-    whole = examples.load(path, tokenizer=tokenizers.load(None), length=12)
-    rows, total = examples.ExampleRows(whole, first=0, end=27, length=12), 0
-    assert len(rows) < 20
-    for index in range(len(rows)):
-        row = rows[index]
+    total = 0
+    assert found.training_rows < 20
+    for index in range(found.training_rows):
+        row = found.training[index]
         batch = Batch(row.tokens[None], row.segments[None], row.loss_mask[None])
         predicted = batch.tokens[:, 1:][batch.predicted]
         assert set(predicted.tolist()) == {ord("c")}

@@ -106,10 +106,10 @@ def noisy_at(steps, path):
     """A text of which the windows that these steps train on are noise: their loss jumps."""
     content = np.frombuffer("".join(f"line {i} of a book on {i % 7} things\n" for i in range(2000)).encode(), np.uint8)
     settings = config.load("tiny", overrides=TINY)
-    text, _ = batches.split(content, config=settings.data)
-    windows = batches.Windows(np.arange(len(text)), settings.train.sequence)
+    count = len(content) - int(len(content) * settings.data.validation_fraction)
+    windows = batches.Windows(np.arange(count), settings.train.sequence)
     which = [windows[i][0] for i in range(len(windows))]
-    order = batches.training(np.arange(len(text)), config=settings.train)
+    order = batches.Batches(batches.shuffled(windows, seed=settings.train.seed), settings.train.batch)
     place = np.concatenate([order[step - 1][:, 0] for step in steps])
     assert set(place) <= set(which)
     noisy = content.copy()

@@ -398,23 +398,22 @@ def test_a_token_store(bucket, tmp_path, monkeypatch):
     for file in (tmp_path / "store").iterdir():
         bucket.put(f"stores/book/{file.name}", file.read_bytes(), match=None)
     copied = lambda: sorted(file.name for file in (tmp_path / "cache" / "stores").glob("*/*.tokens"))
-    with Store("gs://bucket/stores/book") as store, Store(tmp_path / "store") as here:
-        assert store.manifest == here.manifest == made and (store.starts == here.starts).all() and copied() == []
-        assert (store.read(0, 5) == here.read(0, 5)).all() and copied() == ["00000.tokens"]
-        texts = [store.read(*at).tobytes().decode() for at in zip(store.starts.tolist(), store.lengths.tolist())]
-        assert texts == TEXTS and len(copied()) == len(made.shards) > 1
-        store.verify()
+    store, here = Store("gs://bucket/stores/book"), Store(tmp_path / "store")
+    assert store.manifest == here.manifest == made and (store.starts == here.starts).all() and copied() == []
+    assert (store.read(0, 5) == here.read(0, 5)).all() and copied() == ["00000.tokens"]
+    texts = [store.read(*at).tobytes().decode() for at in zip(store.starts.tolist(), np.diff(store.starts).tolist())]
+    assert texts == TEXTS and len(copied()) == len(made.shards) > 1
+    store.verify()
     asked = len(bucket.requests)
-    with Store("gs://bucket/stores/book") as store:
-        store.read(0, 5)
+    Store("gs://bucket/stores/book").read(0, 5)
     assert not any("tokens" in request for request in bucket.requests[asked:])
     changed = bytearray(bucket.objects["stores/book/00001.tokens"][1])
     changed[3] ^= 1
     bucket.put("stores/book/00001.tokens", changed, match=None)
     monkeypatch.setenv("LADDER_JAX_CACHE", str(tmp_path / "another"))
-    with Store("gs://bucket/stores/book") as store:
-        with pytest.raises(UserError, match="00001.tokens' is damaged: bytes 0 to .* are not what was written"):
-            store.read(made.shards[0].tokens, 5)
+    with pytest.raises(UserError, match="00001.tokens' is damaged: it is not what was written"):
+        Store("gs://bucket/stores/book").read(made.shards[0].tokens, 5)
+    assert not list(tmp_path.glob("another/stores/*/00001.tokens"))
     bucket.put("stores/book/00001.tokens", b"short", match=None)
     with pytest.raises(UserError, match="'gs://bucket/stores/book/00001.tokens' has 5 bytes, not"):
         Store("gs://bucket/stores/book")

@@ -14,7 +14,7 @@ from ladder_jax import checkpoint, config, decode, nn, parallel, pretrained, res
 from ladder_jax.bench import measure, result
 from ladder_jax.bench import request as bench
 from ladder_jax.data.store import Store
-from ladder_jax.data.tokenizer.huggingface import HuggingFace
+from ladder_jax.data.tokenizer import HuggingFace
 from ladder_jax.overlap import request
 from ladder_jax.overlap import result as overlap
 from ladder_jax.overlap.compile import Record

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from ladder_jax import cli, config
-from ladder_jax.data import batches, dataset
-from ladder_jax.data.examples import stages
+from ladder_jax.data import batches, dataset, mixture
+from ladder_jax.data import split as splitting
 from ladder_jax.errors import UserError
 
 TRAIN = ["train.steps=10", "train.batch=2", "train.sequence=24", "data.format=examples", "data.validation_fraction=0.2"]
@@ -43,7 +43,7 @@ def test_records_by_score(records, more, sizes, capsys):
     assert split(records, *more) == 0
     said = capsys.readouterr().out
     out = records.parent / "out"
-    assert stages.read(out / "stages.yaml") == [out / f"{name}.jsonl" for name in sizes]
+    assert mixture.read_stages(out / "stages.yaml") == [out / f"{name}.jsonl" for name in sizes]
     for name, (first, end) in sizes.items():
         assert sorted(scores(out, name)) == [i / 100 for i in range(first, end)]
         assert f"{name} {end - first}" in said
@@ -56,9 +56,9 @@ def test_records_by_score(records, more, sizes, capsys):
     (["--at", "0.2,0.1"], "--at 0.2,0.1: 3 stages have 2 ascending"),
     (["--at", "a,b"], "--at a,b: not numbers, such as 0.3,0.7"),
     (["--at", "0.1,0.9"], "none of 30 records is 'hard', with 'score' divided at 0.1, 0.9"),
-    (["--stages", "easy"], "--stages easy: one stage is no order"),
-    (["--stages", "easy,easy"], "--stages easy,easy: not different names"),
-    (["--stages", "../a,b"], "--stages ../a,b: not different names"),
+    (["--stages", "easy"], "--stages easy: not two or more different names"),
+    (["--stages", "easy,easy"], "--stages easy,easy: not two or more different names"),
+    (["--stages", "../a,b"], "--stages ../a,b: not two or more different names"),
 ], ids=str)  # fmt: skip
 def test_a_wrong_split_is_one_line_and_writes_nothing(records, more, said, capsys):
     assert split(records, *more) == 2
@@ -76,7 +76,7 @@ def test_a_folder_that_is_not_empty_is_refused(records, capsys):
 def test_a_score_is_a_number(tmp_path, score):
     (tmp_path / "one.jsonl").write_text(f'{{"score": 1}}\n{{"score": {score}}}\n')
     with pytest.raises(UserError, match="one.jsonl:2"):
-        stages.split(tmp_path / "one.jsonl", score="score", names=["a", "b"])
+        splitting.split(tmp_path / "one.jsonl", score="score", names=["a", "b"], descending=False)
 
 
 def test_batches_come_from_one_stage_after_another(records):
@@ -111,7 +111,7 @@ def test_a_wrong_list_of_stages(tmp_path, text, said):
 
 
 def test_steps_of_stages():
-    assert stages.last_steps([10, 20, 70], steps=100, path="") == (10, 30, 100)
-    assert stages.last_steps([1, 1000, 1], steps=3, path="") == (1, 2, 3)
+    assert mixture.last_steps([10, 20, 70], steps=100, path="") == (10, 30, 100)
+    assert mixture.last_steps([1, 1000, 1], steps=3, path="") == (1, 2, 3)
     with pytest.raises(UserError, match="has 3 stages, more than train.steps=2"):
-        stages.last_steps([1, 1, 1], steps=2, path="x")
+        mixture.last_steps([1, 1, 1], steps=2, path="x")

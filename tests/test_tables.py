@@ -3,18 +3,15 @@
 import io
 import json
 import os
-import signal
 import subprocess
 import sys
 import tarfile
-import time
 
 import pytest
 
-from ladder_jax.data.store import documents, sources
+from ladder_jax.data.store import sources
 from ladder_jax.errors import UserError
 from tests import hub
-from tests.test_token_parts import contents
 from tests.test_tokens import make, texts_in
 
 datasets = pytest.importorskip("datasets", reason="datasets is not installed: pip install 'ladder-jax[data]'")
@@ -23,7 +20,7 @@ TEXTS = ["001", "null", 'a, "quoted"\nsecond line é', "NA", "1.50"]
 
 
 def texts(path, *, field="text", **how):
-    return [text for part in sources.plan([str(path)], **how) for text in documents.read(part, field=field)]
+    return [text for part in sources.plan([str(path)], **how) for text in sources.read(part, field=field)]
 
 
 @pytest.mark.parametrize("ending", [".csv", ".tsv"])
@@ -67,13 +64,13 @@ def test_webdataset(tmp_path):
 
 
 BROKEN = {
-    "a.csv": (b"id,text\n1,a\n1,2,3,4\n", "cannot be read, or is damaged: .*Expected 2 fields in line 3"),
-    "b.csv": (b"id,text\n1,caf\xe9\n", "cannot be read, or is damaged: .*utf-8"),
-    "c.csv": (b"", "cannot be read, or is damaged: No columns to parse"),
+    "a.csv": (b"id,text\n1,a\n1,2,3,4\n", "cannot be read: .*Expected 2 fields in line 3"),
+    "b.csv": (b"id,text\n1,caf\xe9\n", "cannot be read: .*utf-8"),
+    "c.csv": (b"", "cannot be read: No columns to parse"),
     "d.csv": (b"id,body\n1,a\n", "no column 'text' .*: there is 'id', 'body'"),
-    "e.tar": (b"no" * 1000, "cannot be read, or is damaged"),
-    "f.arrow": (b"ARROW1 nothing", "cannot be read, or is damaged"),
-    "g.parquet": (b"PAR1", "cannot be read, or is damaged"),
+    "e.tar": (b"no" * 1000, "cannot be read"),
+    "f.arrow": (b"ARROW1 nothing", "cannot be read"),
+    "g.parquet": (b"PAR1", "cannot be read"),
 }
 
 
@@ -93,53 +90,16 @@ def test_damage_in_the_middle(tmp_path):
 
     rows = [f"{index:08d}" * 200 for index in range(40)]
     parquet.write_table(pyarrow.table({"text": [*rows, None]}), tmp_path / "a.parquet", row_group_size=10)
-    plan = sources.plan([str(tmp_path / "a.parquet")], part_bytes=1)
+    plan = sources.plan([str(tmp_path / "a.parquet")], most=1)
     assert [(part.begin, part.end) for part in plan] == [(0, 1), (1, 2), (2, 3), (3, 4), (4, 5)]
     with pytest.raises(UserError, match="a.parquet: row 41 has no text in 'text'"):
-        list(documents.read(plan[-1], field="text"))
+        list(sources.read(plan[-1], field="text"))
     content = bytearray((tmp_path / "a.parquet").read_bytes())
     middle = content.index(b"\x00" * 3, len(content) // 3)
     content[middle : middle + 600] = b"\xff" * 600
     (tmp_path / "a.parquet").write_bytes(content)
-    with pytest.raises(UserError, match="a.parquet: .*damaged"):
+    with pytest.raises(UserError, match="a.parquet: cannot be read"):
         texts(tmp_path / "a.parquet")
-
-
-def test_a_killed_run_goes_on(tmp_path):
-    """Of Parquet, row group by row group; its parts, made on their own and joined, are the same store too."""
-    pyarrow = pytest.importorskip("pyarrow")
-    from pyarrow import parquet
-
-    rows = [f"{'la ' * (index % 50)}{index}" for index in range(3000)]
-    parquet.write_table(pyarrow.table({"text": rows, "n": range(3000)}), tmp_path / "a.parquet", row_group_size=100)
-    script = f"""
-import pathlib
-from ladder_jax.data import tokenizer
-from ladder_jax.data.store import build, sources
-if __name__ == "__main__":
-    plan = sources.plan(["{tmp_path}/a.parquet"], part_bytes=500)
-    more = dict(tokenizer=tokenizer.load("bytes"), source="bytes", field="text", shard_tokens=9000, workers=2)
-    build.build(plan, out=pathlib.Path("{tmp_path}/out"), **more)
-"""
-    (tmp_path / "build.py").write_text(script)
-    kills = 0
-    while True:
-        process = subprocess.Popen(
-            [sys.executable, tmp_path / "build.py"], stderr=subprocess.PIPE, start_new_session=True
-        )
-        seen = len(list((tmp_path / "out").glob("0*.tokens")))
-        while process.poll() is None and (kills >= 1 or len(list((tmp_path / "out").glob("0*.tokens"))) < seen + 5):
-            time.sleep(0.002)
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
-            kills += 1
-        _, error = process.communicate(timeout=60)
-        if process.returncode == 0:
-            break
-        assert process.returncode == -signal.SIGKILL, error
-    made = make([tmp_path / "a.parquet"], tmp_path / "whole", shard_tokens=9000)
-    assert kills == 1 and len(made.shards) > 20
-    assert contents(tmp_path / "out") == contents(tmp_path / "whole") and texts_in(tmp_path / "out") == rows
 
 
 @pytest.fixture
@@ -159,14 +119,14 @@ def pages(tmp_path):
 
 READ = """
 import json, sys
-from ladder_jax.data.store import documents, sources
+from ladder_jax.data.store import sources
 from ladder_jax.errors import UserError
 
 def read(source, **how):
     try:
         plan = sources.plan([source], **how)
         assert [part.digest for part in plan] == [part.digest for part in sources.plan([source], **how)]
-        return [list(documents.read(part, field="text")) for part in plan]
+        return [list(sources.read(part, field="text")) for part in plan]
     except UserError as error:
         return str(error)
 
@@ -174,7 +134,7 @@ print(json.dumps([read(source, **how) for source, how in json.loads(sys.argv[1])
 """
 
 
-def test_the_hub(run_cli, pages, tmp_path):
+def test_the_hub(pages, tmp_path):
     """Streamed in order; in the user's folders only the Hub client's notes of small files are left."""
     home, where = tmp_path / "home", "hf://datasets/someone/pages"
     home.mkdir()
@@ -188,10 +148,6 @@ def test_the_hub(run_cli, pages, tmp_path):
             return json.loads(done.stdout)
 
         train = [[f"train {index} {row}" for row in range(4)] for index in range(3)]
-        ask = ["tokenize", where, "--out", "out", "--workers", "1"]
-        done = run_cli(*ask, cwd=tmp_path, check_status=0, HF_ENDPOINT=url, **there)
-        assert done.stdout == "out: 12 documents, 108 tokens of bytes\n"
-        assert texts_in(tmp_path / "out") == sum(train, [])
         found = read(
             (f"{where}@main", {}),
             (where, {"split": "test"}),
@@ -222,11 +178,11 @@ def test_the_hub_is_never_a_folder(run_cli, pages, tmp_path):
     local.mkdir(parents=True)
     with hub.served(pages) as (url, _):
         there = dict(HF_ENDPOINT=url, HF_HUB_OFFLINE="0", HF_HOME=str(tmp_path / "hf"), HF_HUB_DISABLE_TELEMETRY="1")
-        for out, name in (("a", "train.csv"), ("b", "pages.py")):
+        for name in ("train.csv", "pages.py"):
             (local / name).write_text("text\nnot the Hub's\n")
-            ask = ["tokenize", "hf://datasets/someone/pages", "--out", out, "--workers", "1"]
-            run_cli(*ask, cwd=tmp_path, check_status=0, **there)
-            assert texts_in(tmp_path / out) == [f"train {index} {row}" for index in range(3) for row in range(4)]
+        ask = ["tokenize", "hf://datasets/someone/pages", "--out", "out", "--workers", "1"]
+        run_cli(*ask, cwd=tmp_path, check_status=0, **there)
+        assert texts_in(tmp_path / "out") == [f"train {index} {row}" for index in range(3) for row in range(4)]
 
 
 def test_nothing_is_left_behind(run_cli, tmp_path):
@@ -238,10 +194,4 @@ def test_nothing_is_left_behind(run_cli, tmp_path):
     run_cli("tokenize", "a.csv", "--out", "out", "--workers", "1", cwd=tmp_path, check_status=0, **here)
     assert texts_in(tmp_path / "out") == ["one", "two"]
     assert not list((tmp_path / "home").rglob("*")) and not list((tmp_path / "temporary").rglob("*"))
-    assert sorted(os.listdir(tmp_path / "out")) == [
-        ".lock",
-        "00000.digests",
-        "00000.offsets",
-        "00000.tokens",
-        "manifest.json",
-    ]
+    assert sorted(os.listdir(tmp_path / "out")) == [".lock", "00000.offsets", "00000.tokens", "manifest.json"]

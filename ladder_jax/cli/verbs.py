@@ -183,7 +183,7 @@ VERBS = {
     "split": Verb(
         "Divide examples into stages by a score, for training on one after another.",
         "ladder-jax split records.jsonl --by score --out stages",
-        "ladder_jax.data.examples.command:run",
+        "ladder_jax.data.split:run",
         {
             "source FILE": "JSON lines (.jsonl, .jsonl.gz), each with a score",
             "--by FIELD": needed("the score's name, a number in each record"),

@@ -59,7 +59,7 @@ class Format(enum.Enum):
     """The format of `data.path`."""
 
     TEXT = "text"  # text, a token store, or a mixture: every token is predicted
-    EXAMPLES = "examples"  # JSON lines of chats, prompts with completions, and texts (see data/examples/)
+    EXAMPLES = "examples"  # JSON lines of chats, prompts with completions, and texts (see data/examples.py)
 
 
 @dataclasses.dataclass(frozen=True, repr=False)

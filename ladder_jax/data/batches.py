@@ -15,11 +15,9 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding
 
-from ladder_jax.config import DataConfig, TrainConfig
+from ladder_jax.config import TrainConfig
 from ladder_jax.data.batch import Batch
 from ladder_jax.data.packing import pack
-from ladder_jax.data.store import Store
-from ladder_jax.errors import UserError
 
 READ_AHEAD = 2  # batches
 
@@ -38,35 +36,37 @@ class Windows:
         start = int(index) * self.length
         return self.tokens[start : start + self.length + 1].astype(np.int32)
 
-    def __repr__(self) -> str:
-        return f"Windows({len(self)} of {self.length})"
-
 
 class PackedRows:
-    """A grain data source: rows of T + 1 tokens of a store's documents `first` to `end` - 1, one row's Batch each."""
+    """A grain data source: documents packed into rows of T + 1 tokens, one row's Batch each.
 
-    def __init__(self, store: Store, *, first: int, end: int, length: int):
-        self._store, self._size = store, length + 1
-        starts = store.starts[first : end + 1]
+    read: gives the tokens [count] from `start` on. starts: int64 [documents + 1], the documents' first tokens, and the
+    end. length: T. loss_mask: of all tokens, if there is one.
+    """
+
+    def __init__(
+        self, read: Callable[[int, int], np.ndarray], starts: np.ndarray, *, length: int, loss_mask: np.ndarray | None
+    ):
+        self._read, self._size, self._loss_mask = read, length + 1, loss_mask
         self._rows = pack(starts[:-1], np.diff(starts), row=self._size)
 
     def __len__(self) -> int:
         return len(self._rows)
 
     def __getitem__(self, index) -> Batch:
-        """Raises UserError where the store cannot be read."""
+        """Raises UserError where the tokens cannot be read."""
         rows, at = self._rows, 0
-        tokens, segments = np.zeros((2, self._size), np.int32)
-        first, end = rows.first[int(index)], rows.first[int(index) + 1]
+        tokens, segments, loss_mask = np.zeros((3, self._size), np.int32)
+        first, end = rows.first[int(index) : int(index) + 2]
         for segment, piece in enumerate(range(first, end), start=1):
+            start = int(rows.start[piece])
             length = int(rows.length[piece])
-            tokens[at : at + length] = self._store.read(int(rows.start[piece]), length)
-            segments[at : at + length] = segment
-            at += length
-        return Batch(tokens, segments)
-
-    def __repr__(self) -> str:
-        return f"PackedRows({len(self)} of {self._size})"
+            here = slice(at, at := at + length)
+            tokens[here] = self._read(start, length)
+            segments[here] = segment
+            if self._loss_mask is not None:
+                loss_mask[here] = self._loss_mask[start : start + length]
+        return Batch(tokens, segments, None if self._loss_mask is None else loss_mask)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,9 +99,6 @@ class Epochs:
         epoch, place = divmod(int(index), len(self._rows))
         return self._rows.shuffle(_epochs_seed(self._seed, epoch))[place]
 
-    def __repr__(self) -> str:
-        return f"Epochs(seed={self._seed})"
-
 
 @functools.lru_cache(maxsize=1024)
 def _epochs_seed(seed: int, epoch: int) -> int:
@@ -114,39 +111,11 @@ def shuffled(rows: Windows | PackedRows, *, seed: int) -> grain.MapDataset:
     return grain.MapDataset.source(Epochs(rows, seed=seed))
 
 
-def repeated(rows: Windows | PackedRows) -> grain.MapDataset:
-    """As they come, without end."""
-    return grain.MapDataset.source(rows).repeat()
-
-
-def split(text: np.ndarray, *, config: DataConfig) -> tuple[np.ndarray, np.ndarray]:
-    """Training text, and the held-out end of it."""
-    cut = len(text) - int(len(text) * config.validation_fraction)
-    return text[:cut], text[cut:]
-
-
-def training(text: np.ndarray, *, config: TrainConfig) -> Batches:
-    """`training(...)[step]` is that step's tokens [batch, T + 1]; every epoch is shuffled anew."""
-    return Batches(shuffled(windows(text, config.sequence, "training"), seed=config.seed), config.batch)
-
-
-def held_out(text: np.ndarray, *, config: TrainConfig) -> list[np.ndarray]:
-    """The first few batches [batch, T + 1] of held-out text, repeated where it is short."""
-    rows = windows(text, config.sequence, "held-out")
-    return evaluated(repeated(rows), len(rows), config=config)
-
-
 def evaluated(rows: grain.MapDataset, count: int, *, config: TrainConfig) -> list[np.ndarray | Batch]:
     """The batches of held-out `rows`, of which there are `count` before they repeat, that are evaluated."""
     found = Batches(rows, config.batch)
-    return [found[index] for index in range(max(1, min(config.evaluation_batches, count // config.batch)))]
-
-
-def windows(text: np.ndarray, length: int, part: str) -> Windows:
-    found = Windows(text, length)
-    if len(found) == 0:
-        raise UserError(f"the {part} text has {len(text)} tokens, fewer than train.sequence + 1 = {length + 1}")
-    return found
+    wanted = min(config.evaluation_batches, count // config.batch)
+    return [found[index] for index in range(max(1, wanted))]
 
 
 class DataLoader:
@@ -159,7 +128,7 @@ class DataLoader:
     def __init__(self, rows: grain.MapDataset, *, config: TrainConfig, sharding: NamedSharding):
         self._shape, self._sharding = (config.batch, config.sequence + 1), sharding
         indices = sharding.addressable_devices_indices_map(self._shape).values()
-        self._share = sorted({row for part, _ in indices for row in range(*part.indices(config.batch))})
+        self._share = sorted({row for part, _ in indices for row in range(config.batch)[part]})
         self._batches = Batches(rows, config.batch, self._share)
 
     def abstract(self) -> Any:
@@ -185,8 +154,9 @@ class DataLoader:
 
         def shard(index):
             rows, columns = index
-            begin = self._share.index(rows.indices(self._shape[0])[0])
-            return local[begin : begin + len(range(*rows.indices(self._shape[0]))), columns]
+            wanted = range(self._shape[0])[rows]
+            begin = self._share.index(wanted[0])
+            return local[begin : begin + len(wanted), columns]
 
         return jax.make_array_from_callback(self._shape, self._sharding, shard)
 

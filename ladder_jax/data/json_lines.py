@@ -3,37 +3,49 @@
 import gzip
 import json
 import pathlib
+import sys
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 from ladder_jax.errors import UserError
 
 ENDINGS = (".jsonl", ".ndjson", ".jsonl.gz")
+BLOCK = 2**20  # bytes
 
 
-def read(file: str | pathlib.Path) -> Iterator[tuple[int, Any]]:
+def read(file: str | pathlib.Path, begin: int = 0, end: int = sys.maxsize) -> Iterator[tuple[int, Any]]:
     """Yields (number, value) of each line that is not empty; numbers count from 1.
 
-    Raises UserError for a line that is not JSON, and for a file that cannot be read or is damaged.
+    begin, end: read the lines whose first byte is in begin..end-1, and count from the first of them; `begin` is 0 for a
+    compressed file. Raises UserError for a line that is not JSON, and for a file that cannot be read or is damaged.
     """
-    open_file = gzip.open if str(file).endswith(".gz") else open
+    open_file = gzip.open if str(file).lower().endswith(".gz") else open
     number = 0
     try:
         with open_file(file, "rb") as source:
+            # What is left of a line that began before belongs to the lines before.
+            position = begin and source.seek(begin - 1) + len(source.readline())
             for number, line in enumerate(source, start=1):
+                if position >= end:
+                    return
+                position += len(line)
                 if line.strip():
-                    yield number, parse(line, where=lambda: f"{file}:{number}")
+                    yield number, json.loads(line)
+    except UnicodeDecodeError:
+        raise UserError(f"{place(file, number, begin)}: not UTF-8 text") from None
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{place(file, number, begin)}: not JSON: {error}") from None
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
         raise UserError(f"{file}:{number + 1}: the gzip file is damaged or incomplete: {error}") from None
     except OSError as error:
         raise UserError(f"cannot read {str(file)!r}: {error.strerror or error}") from None
 
 
-def parse(line: bytes, *, where: Callable[[], str]) -> Any:
-    """The value of a line of JSON. where: returns the line's file and number, for the error message."""
-    try:
-        return json.loads(line)
-    except (ValueError, RecursionError) as error:
-        reason = "not UTF-8 text" if isinstance(error, UnicodeDecodeError) else f"not JSON: {error}"
-        raise UserError(f"{where()}: {reason}") from None
+def place(file: str | pathlib.Path, number: int, begin: int) -> str:
+    """ "FILE:LINE" of the line that `read` counted from `begin`. It reads what is before, so it is for messages."""
+    if begin:
+        with open(file, "rb") as source:
+            sizes = (min(BLOCK, begin - 1 - start) for start in range(0, begin - 1, BLOCK))
+            number += 1 + sum(source.read(size).count(b"\n") for size in sizes)
+    return f"{file}:{number}"

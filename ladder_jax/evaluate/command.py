@@ -4,7 +4,7 @@ import dataclasses
 import json
 
 from ladder_jax import files, parallel
-from ladder_jax.data.store import documents, sources
+from ladder_jax.data.store import sources
 from ladder_jax.decode import memory
 from ladder_jax.errors import UserError
 from ladder_jax.evaluate import (
@@ -83,7 +83,7 @@ def _option(name: str) -> str:
 def _texts(args: dict) -> dict:
     field = args["field"] or "text"
     parts = sources.plan([args["text"]])
-    texts = [text for part in parts for text in documents.read(part, field=field) if text]
+    texts = [text for part in parts for text in sources.read(part, field=field) if text]
     if not texts:
         raise UserError(f"{args['text']!r} holds no text")
     return dict(texts=texts)

@@ -12,8 +12,9 @@ from ladder_jax.checkpoint import manifest, saved
 from ladder_jax.config import DecodeConfig, ModelConfig, RunConfig
 from ladder_jax.data import examples, json_lines, mixture
 from ladder_jax.data import tokenizer as tokenizers
-from ladder_jax.data.store import Store, documents, sources
-from ladder_jax.data.store.build import Manifest, manifests
+from ladder_jax.data.store import Store, sources
+from ladder_jax.data.store import manifest as manifests
+from ladder_jax.data.store.manifest import Manifest
 from ladder_jax.decode.engine import jsonl
 from ladder_jax.evaluate.questions import read_choices, read_questions
 from ladder_jax.predict import machine
@@ -111,17 +112,16 @@ def _store(folder):
     (folder / "00000.tokens").write_bytes(b"".join(texts))
     offsets = np.cumsum([0, *map(len, texts)]).astype("<u8")
     offsets.tofile(folder / "00000.offsets")
-    made = Manifest.of(tokenizers.load("bytes"), field="text", shard_tokens=10**6)
-    shard = manifests.Shard("00000", int(offsets[-1]), len(texts), "0" * 64, ("0" * 20,))
-    manifests.write(dataclasses.replace(made, shards=(shard,)), folder / "manifest.json")
+    shard = manifests.Shard("00000", int(offsets[-1]), len(texts), "0" * 64, "0" * 20)
+    manifests.write(Manifest("bytes", 256, "text", (shard,)), folder / "manifest.json")
 
 
 def _store_read(folder, changed):
-    with Store(folder) as store:
-        assert store.manifest.fingerprint
-        for start, count in zip(store.starts.tolist(), store.lengths.tolist()):
-            store.read(start, count)
-        store.tokenizer(), store.verify()
+    store = Store(folder)
+    assert store.manifest.fingerprint
+    for start, count in zip(store.starts.tolist(), np.diff(store.starts).tolist()):
+        store.read(start, count)
+    store.tokenizer(), store.verify()
 
 
 LINES = {
@@ -146,8 +146,8 @@ def _lines_read(folder, changed):
     prompts = dict(defaults=DecodeConfig(), stop=(), encode=tokenizers.load("bytes").encode, vocab_size=256, model="m")
     match changed.partition(".")[0]:
         case "texts" | "zipped":
-            for part in sources.plan([file], part_bytes=30):
-                list(documents.read(part, field="text"))
+            for part in sources.plan([file], most=30):
+                list(sources.read(part, field="text"))
             list(json_lines.read(file))
         case "chats":
             examples.load(file, tokenizer=tokenizers.load("bytes"), length=8)
@@ -185,7 +185,7 @@ def _yamls_read(folder, changed):
         text = (folder / changed).read_bytes().decode(errors="surrogateescape").replace("\x00", "")
         config.load("tiny", overrides=[text.replace(": ", "=", 1)])
     elif changed == "mixture.yaml":
-        mixture.read(folder / changed)
+        mixture.read_mixture(folder / changed)
     else:
         machine.load(str(folder / changed))
 

@@ -1,29 +1,43 @@
 """Make a token store from text, in parallel. After a kill the next call resumes.
 
-Workers write parts, in any order, into `parts/`. Parts are joined to shards in the order of the sources, so
-the store is the same for any number of workers. A shard counts once the journal names it.
+A shard holds one part of the sources. Workers write shards in any order, so the store is the same for any number of
+workers, and also for several commands, on one machine or on many: each makes a share of the shards, and the last
+command, for all of them, makes what is missing and writes the manifest.
 """
 
+import array
+import collections
 import concurrent.futures
 import contextlib
 import dataclasses
+import fcntl
+import functools
+import hashlib
 import multiprocessing
+import multiprocessing.connection
+import os
 import pathlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import re
+import signal
+import threading
+from collections.abc import Iterator, Sequence
 from concurrent.futures.process import BrokenProcessPool
+
+import numpy as np
 
 from ladder_jax import python
 from ladder_jax.data import tokenizer as tokenizers
 from ladder_jax.data.store import manifest as manifests
-from ladder_jax.data.store import part as parts
-from ladder_jax.data.store import portion as portion_of
-from ladder_jax.data.store import resume
-from ladder_jax.data.store.manifest import JOURNAL, MANIFEST, Manifest
-from ladder_jax.data.store.part import Done, Worker
-from ladder_jax.data.store.portion import Portion
-from ladder_jax.data.store.shard import PARTS, join
+from ladder_jax.data.store import sources
+from ladder_jax.data.store.manifest import MANIFEST, Manifest, Shard
 from ladder_jax.data.store.sources import Part
 from ladder_jax.errors import UserError
+from ladder_jax.progress import progress
+
+LOCK = ".lock"
+PARTIAL = ".partial-"
+OURS = re.compile(rf"[0-9]{{5,}}\.(tokens|offsets|digests|json)|{re.escape(PARTIAL)}.*")
+"""Files of shards, in this version and before; and what a kill leaves of any file."""
 
 
 def build(
@@ -33,140 +47,176 @@ def build(
     tokenizer: tokenizers.Tokenizer,
     source: str,
     field: str,
-    shard_tokens: int,
     workers: int,
-    advance: Callable[[int], None] = lambda size: None,
+    share: slice | None = None,
 ) -> Manifest:
-    """Make the store, or join its portions, and return the manifest. A finished store is only compared with the plan.
+    """Make the store, and return its manifest. A finished store is only compared with the plan.
 
     source: the argument of `tokenizers.load` that gives `tokenizer`, for the workers.
-    shard_tokens: a shard ends before the part with which it would have more.
-    advance: called with the bytes of each part when its tokens are written.
+    share: make these shards alone, and return a manifest of them, which is not written.
 
-    Raises UserError where `out` holds other files, or a store of other sources or settings; where another process
-    writes to it; and where portions are missing.
+    Raises UserError where `out` holds other files, or a store of other sources or settings; and where another process
+    writes to it.
     """
-    settings = Manifest.of(tokenizer, field=field, shard_tokens=shard_tokens)
-    resume.check_folder(out, plan)
-    with resume.locked(out):
-        if (out / MANIFEST).exists():
-            finished = resume.compare(out, settings, plan)
-            if (out / JOURNAL).exists():  # killed after the manifest was written, before temporary files were removed
-                resume.tidy(out, finished.shards)
-            return finished
-        portions = portion_of.folders(out, settings, plan)
-        folder_of = _folder_of(portions, plan, out / PARTS, settings.dtype)
-        shards = resume.still_valid(resume.journal(out, settings), plan)
-        (out / PARTS).mkdir(exist_ok=True)
-        tokenizers.save(tokenizer, out / tokenizers.FOLDER)
-        left = list(plan[sum(len(shard.parts) for shard in shards) :])
-        advance(sum(part.size for part in plan) - sum(part.size for part in left))
-        with contextlib.ExitStack() as stack:
-            for folder in portions:
-                stack.enter_context(resume.locked(folder))
-            submit = stack.enter_context(_pool(workers, out / PARTS, source, settings))
-            counted = _counted(left, submit, folder_of, settings, advance)
-            for group, counts in _groups(counted, shard_tokens):
-                shards.append(join(group, counts, folder_of=folder_of, index=len(shards), out=out))
-                manifests.write(dataclasses.replace(settings, shards=tuple(shards)), out / JOURNAL)
-                for part in group:
-                    parts.remove(part, folder=folder_of(part))
-        finished = dataclasses.replace(settings, shards=tuple(shards))
-        if not finished.tokens:
-            raise UserError("the sources hold no text")
-        manifests.write(finished, out / MANIFEST)
-        resume.tidy(out, shards)
-        return finished
+    _check_folder(out)
+    settings = Manifest(tokenizer.name, tokenizer.vocab_size, field)
+    mine = share or slice(None)
+    with _locked(out, shared=share is not None):
+        if not (out / MANIFEST).exists():
+            manifests.write(settings, out / MANIFEST)
+        made = manifests.read(out / MANIFEST)
+        _check_settings(out, made, settings)
+        if not made.shards:
+            shards = _shards(list(enumerate(plan))[mine], out, settings, source, workers)
+            made = dataclasses.replace(settings, shards=shards)
+            if share:
+                return made
+            if not made.tokens:
+                raise UserError("the sources hold no text")
+            tokenizers.save(tokenizer, out / tokenizers.FOLDER)
+            manifests.write(made, out / MANIFEST)
+        elif [shard.source for shard in made.shards] != [part.digest for part in plan]:
+            raise UserError(
+                f"{str(out)!r} holds a finished store of other sources or another --shard-tokens, or they have changed:"
+                " name another --out"
+            )
+        _tidy(out, made)
+        return dataclasses.replace(made, shards=made.shards[mine])
 
 
-def build_portion(
-    portion: Portion,
-    plan: Sequence[Part],
-    *,
-    out: pathlib.Path,
-    tokenizer: tokenizers.Tokenizer,
-    source: str,
-    field: str,
-    shard_tokens: int,
-    workers: int,
-    advance: Callable[[int], None] = lambda size: None,
-) -> Manifest:
-    """Write a portion of the store into its own folder in `out`, and return its manifest. `build` joins portions.
-
-    The arguments and errors are those of `build`.
-    """
-    settings = Manifest.of(tokenizer, field=field, shard_tokens=shard_tokens)
-    resume.check_folder(out, plan)
-    portion_of.check_no_store(out)
-    folder, mine = out / portion.name, portion.of(plan)
-    resume.check_folder(folder, plan)
-    with resume.locked(folder):
-        resume.journal(folder, settings)
-        with _pool(workers, folder, source, settings) as submit:
-            counts = [done for _, done in _counted(mine, submit, lambda part: folder, settings, advance)]
-        resume.remove_parts(folder, keep=mine)
-        return portion_of.finish(folder, settings, mine, counts)
+def _check_folder(out: pathlib.Path) -> None:
+    """Raises UserError unless `out` is new, empty but for what a kill leaves at first, or a store. All other files in a
+    store may be the user's."""
+    if (out / MANIFEST).is_file():
+        manifests.read(out / MANIFEST)
+        return
+    ours = lambda name: name == LOCK or name.startswith(PARTIAL)
+    begun = out.is_dir() and all(map(ours, os.listdir(out)))
+    if os.path.lexists(out) and not begun:
+        raise UserError(f"--out {out}: something else is there; name a new folder")
 
 
-def _folder_of(
-    portions: Sequence[pathlib.Path], plan: Sequence[Part], own: pathlib.Path, dtype: str
-) -> Callable[[Part], pathlib.Path]:
-    """A function from a part to the folder of its tokens: the portion's folder if its files are whole, else `own`, into
-    which the part is then written again."""
-    folders = {part: portions[index % len(portions)] for index, part in enumerate(plan)} if portions else {}
-
-    def folder_of(part: Part) -> pathlib.Path:
-        folder = folders.get(part)
-        return folder if folder and parts.find(part, folder=folder, dtype=dtype) else own
-
-    return folder_of
-
-
-def _counted(left, submit, folder_of, settings, advance) -> Iterator[tuple[Part, Done]]:
-    """Yield each part with its counts, in order, once its tokens are written."""
-    waiting = {}
-    for part in left:
-        waiting[part] = parts.find(part, folder=folder_of(part), dtype=settings.dtype) or submit(part)
-        if isinstance(waiting[part], concurrent.futures.Future):
-            waiting[part].add_done_callback(lambda future, size=part.size: _succeeded(future) and advance(size))
-        else:
-            advance(part.size)
-    for part in left:
-        counts = waiting.pop(part)
-        yield part, counts if isinstance(counts, Done) else counts.result()
-
-
-def _groups(counted: Iterable[tuple[Part, Done]], shard_tokens: int) -> Iterator[tuple[list[Part], list[Done]]]:
-    """Yield the parts of each shard, as soon as all of them are written."""
-    group, counts = [], []
-    for part, done in counted:
-        if group and sum(one.tokens for one in counts) + done.tokens > shard_tokens:
-            yield group, counts
-            group, counts = [], []
-        group.append(part)
-        counts.append(done)
-    if group:
-        yield group, counts
-
-
-def _succeeded(future: concurrent.futures.Future) -> bool:
-    return not future.cancelled() and future.exception() is None
+def _check_settings(out: pathlib.Path, earlier: Manifest, settings: Manifest) -> None:
+    for name in ("tokenizer", "field"):
+        before, now = getattr(earlier, name), getattr(settings, name)
+        if before != now:
+            raise UserError(
+                f"{str(out)!r} was begun with {name} {before!r}, not {now!r}: change it back, or name another --out"
+            )
 
 
 @contextlib.contextmanager
-def _pool(workers: int, folder: pathlib.Path, source: str, settings: Manifest) -> Iterator[Callable]:
-    """Yield `submit(part)`. Processes are spawned when they are needed, because a fork would copy locked threads."""
-    with python.safe_path():
-        pool = concurrent.futures.ProcessPoolExecutor(
-            workers,
-            mp_context=multiprocessing.get_context("spawn"),
-            initializer=Worker.start,
-            initargs=(folder, source, settings.dtype, settings.field),
-        )
+def _locked(out: pathlib.Path, *, shared: bool) -> Iterator[None]:
+    """Hold the folder's lock. The system releases it when the process ends, also by a kill.
+
+    Raises UserError where another process holds it, or the folder cannot be written to.
+    """
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        with open(out / LOCK, "a+") as file:
+            fcntl.flock(file, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
+            yield
+    except BlockingIOError:
+        raise UserError(f"another `ladder-jax tokenize` is at work in {str(out)!r}") from None
+    except OSError as error:
+        raise UserError(f"--out {out}: cannot be written to: {error.strerror or error}") from None
+
+
+def _tidy(out: pathlib.Path, finished: Manifest) -> None:
+    """Remove shards of what the sources were before, and the shards' own manifests."""
+    kept = {name for shard in finished.shards for name in finished.sizes(shard)}
+    for path in list(out.iterdir()):
+        if OURS.fullmatch(path.name) and path.name not in kept:
+            path.unlink()
+
+
+def _shards(
+    numbered: Sequence[tuple[int, Part]], out: pathlib.Path, settings: Manifest, source: str, workers: int
+) -> tuple[Shard, ...]:
+    """The shards of these parts, in order. Those that an earlier call wrote are not written again."""
+    shards = {index: _written(index, part, out, settings) for index, part in numbered}
+    left = [(index, part) for index, part in numbered if shards[index] is None]
+    context = multiprocessing.get_context("spawn")  # a fork would copy locked threads
+    shown = progress(len(shards), done=len(shards) - len(left), label="{done}/{total} shards")
+    with python.safe_path(), shown as update:
+        pool = concurrent.futures.ProcessPoolExecutor(workers, mp_context=context, initializer=_begin_worker)
         try:
-            yield lambda part: pool.submit(Worker.run, part)
+            futures = [pool.submit(_write, *one, out, settings, source) for one in left]
+            for made in concurrent.futures.as_completed(futures):
+                shards[int(made.result().name)] = made.result()
+                update(sum(shard is not None for shard in shards.values()), "")
         except BrokenProcessPool:
             message = "a worker was killed, perhaps for its memory: run the same command again to go on"
             raise UserError(message) from None
         finally:
             pool.shutdown(cancel_futures=True)
+    return tuple(shards.values())
+
+
+def _written(index: int, part: Part, out: pathlib.Path, settings: Manifest) -> Shard | None:
+    """The shard that an earlier call wrote; None where its files are missing or cut short, or the part has changed."""
+    file = out / f"{index:05d}.json"
+    if not file.is_file():
+        return None
+    found = manifests.read(file)
+    (shard,) = found.shards
+    if found != dataclasses.replace(settings, shards=(dataclasses.replace(shard, source=part.digest),)):
+        return None
+    for name, size in found.sizes(shard).items():
+        if not (out / name).is_file() or (out / name).stat().st_size != size:
+            return None
+    return shard
+
+
+def _write(index: int, part: Part, out: pathlib.Path, settings: Manifest, source: str) -> Shard:
+    """Write a shard, in a worker. Killed at any moment, it leaves nothing that counts."""
+    tokenizer = _tokenizer(source)
+    name = f"{index:05d}"
+    offsets = array.array("Q", [0])
+    left_out = collections.Counter()
+    digest = hashlib.sha256()
+
+    def documents() -> Iterator[bytes]:
+        for text in sources.read(part, field=settings.field):
+            tokens = () if text is None else encode(text, tokenizer)
+            if not len(tokens):
+                left_out["skipped" if text is None else "empty"] += 1
+                continue
+            offsets.append(offsets[-1] + len(tokens))
+            content = tokens.astype(settings.dtype).tobytes()
+            digest.update(content)
+            yield content
+
+    manifests.write_blocks(documents(), out / f"{name}.tokens")
+    content = np.array(offsets, "<u8").tobytes()
+    digest.update(content)
+    manifests.write_blocks([content], out / f"{name}.offsets")
+    shard = Shard(name, offsets[-1], len(offsets) - 1, digest.hexdigest(), part.digest, **left_out)
+    manifests.write(dataclasses.replace(settings, shards=(shard,)), out / f"{name}.json")
+    return shard
+
+
+def encode(text: str, tokenizer: tokenizers.Tokenizer) -> np.ndarray:
+    """A document's tokens: its text's, and the token that ends a document, where the tokenizer has one."""
+    if tokenizer.name == tokenizers.BYTES:
+        return np.frombuffer(text.encode("utf-8"), np.uint8)
+    tokens = tokenizer.encode(text) if text else []
+    if tokens and tokenizer.stop_ids and tokens[-1] != tokenizer.stop_ids[0]:
+        tokens = [*tokens, tokenizer.stop_ids[0]]
+    return np.array(tokens, np.uint32)
+
+
+_tokenizer = functools.cache(tokenizers.load)
+
+
+def _begin_worker() -> None:
+    """Ctrl-C is the parent's to answer. A worker whose parent was killed would wait for work for ever."""
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are the parallelism
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    parent = multiprocessing.parent_process()
+
+    def watch():
+        multiprocessing.connection.wait([parent.sentinel])
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()

@@ -1,30 +1,33 @@
 """Tokens out of a store, by their position among all of them."""
 
-import collections
+import contextlib
 import hashlib
 import os
 import pathlib
-import threading
+from collections.abc import Iterator
 
 import numpy as np
 
+from ladder_jax import files, remote
 from ladder_jax.data import tokenizer as tokenizers
-from ladder_jax.data.store import blocks
 from ladder_jax.data.store import manifest as manifests
-from ladder_jax.data.store.fetched import Files
-from ladder_jax.errors import UserError, wrong_type
-from ladder_jax.files import absolute, is_remote
+from ladder_jax.data.store.manifest import MANIFEST, Shard
+from ladder_jax.errors import RunFailed, UserError, wrong_type
+from ladder_jax.files import AnyPath, absolute, explained, is_remote
 
-OPEN_FILES = 128  # of which a process may have but so many
-BLOCK = 2**24
+CACHE = "stores"
+"""The folder in the cache; in it each store in an object store has one, named by its address and manifest."""
+
+
+def is_store(folder: AnyPath) -> bool:
+    return (folder / MANIFEST).is_file()
 
 
 class Store:
     """A finished store, opened: `store.read(start, count)`. Any thread may read.
 
     Files are read, not mapped into memory: where one is cut short or its disk fails, a map ends the process
-    without a word. What was read before comes from the system's page cache, as with a map. The first read of each block
-    compares it with its digest. Of a store in an object store, a shard is first copied into the cache.
+    without a word. Of a store in an object store, a shard is first copied into the cache, and compared with its digest.
 
     starts: int64 [documents + 1], the documents' first tokens, and the end.
     """
@@ -34,28 +37,22 @@ class Store:
         if not isinstance(folder, str | os.PathLike):
             raise wrong_type("folder", folder, str, os.PathLike)
         self.folder = absolute(folder) if is_remote(folder) else pathlib.Path(folder).expanduser()
-        if not manifests.is_store(self.folder):
+        if not is_store(self.folder):
             raise UserError(f"there is no token store at {str(folder)!r} (`ladder-jax tokenize` makes one)")
-        self.manifest = manifests.read(self.folder / manifests.MANIFEST)
-        self._stored = Files(self.folder)
-        self._dtype = np.dtype(self.manifest.dtype)
+        self.manifest = manifests.read(self.folder / MANIFEST)
+        if not self.manifest.shards:
+            again = "run its `ladder-jax tokenize` again, without --part"
+            raise UserError(f"the token store {str(folder)!r} is not finished: {again}")
+        self._local = self._cache() if is_remote(self.folder) else self.folder
+        self._check_sizes()
         shards = self.manifest.shards
-        self._first = np.concatenate([[0], np.cumsum([shard.tokens for shard in shards])]).astype(np.int64)
-        opened = [self._open(shard) for shard in shards]
-        self._blocks = [tokens for tokens, _ in opened]
-        begins = [offsets[:-1] + first for (_, offsets), first in zip(opened, self._first)]
+        self._first = np.cumsum([0, *(shard.tokens for shard in shards)], dtype=np.int64)
+        begins = [self._offsets(shard)[:-1] + first for shard, first in zip(shards, self._first)]
         self.starts = np.concatenate([*begins, self._first[-1:]])
-        self._files: collections.OrderedDict[int, int] = collections.OrderedDict()
-        self._lock = threading.Lock()
 
     def __repr__(self) -> str:
-        documents, tokens = len(self.starts) - 1, int(self.starts[-1])
-        return f"Store({str(self.folder)!r}: {documents:,} documents, {tokens:,} tokens of {self.manifest.tokenizer})"
-
-    @property
-    def lengths(self) -> np.ndarray:
-        """Tokens a document, int64 [documents]."""
-        return np.diff(self.starts)
+        held = f"{self.manifest.documents:,} documents, {self.manifest.tokens:,} tokens"
+        return f"Store({str(self.folder)!r}: {held} of {self.manifest.tokenizer})"
 
     def tokenizer(self) -> tokenizers.Tokenizer:
         """The store's own copy."""
@@ -64,87 +61,89 @@ class Store:
 
     def read(self, start: int, count: int) -> np.ndarray:
         """The tokens [count] from `start` on, all in one shard. Raises UserError where they cannot be read."""
-        shard = int(np.searchsorted(self._first, start, side="right")) - 1
-        size = self._dtype.itemsize
-        path = self._path(self.manifest.shards[shard], "tokens")
-        begin = (start - int(self._first[shard])) * size
-        try:
-            with self._lock:
-                file = self._file(shard, path)
-                content = os.pread(file, count * size, begin)
-                if len(content) != count * size:
-                    raise ValueError("it was complete when it was opened, and has been cut short")
-                self._blocks[shard](begin, begin + len(content), lambda at, most: os.pread(file, most, at))
-        except OSError as error:
-            raise UserError(f"cannot read the token store's {str(path)!r}: {error.strerror}") from None
-        except ValueError as error:
-            raise UserError(f"the token store's {str(path)!r} is damaged: {error}") from None
-        found = np.frombuffer(content, self._dtype)
+        index = int(np.searchsorted(self._first, start, side="right")) - 1
+        shard = self.manifest.shards[index]
+        first = start - int(self._first[index])
+        found = self._array(shard, "tokens", self.manifest.dtype, count, first=first)
         if found.size and found.max() >= self.manifest.vocab_size:
-            raise UserError(f"the token store's {str(path)!r} is damaged: it holds the token {found.max()}")
+            raise self._damaged(shard, "tokens", f"it holds the token {found.max()}")
         return found
 
     def verify(self) -> None:
         """Read everything. Raises UserError for the first shard that is not what was written."""
         for shard in self.manifest.shards:
-            digest = hashlib.sha256()
-            for kind in ("tokens", "offsets"):
-                with self._path(shard, kind).open("rb") as file:
-                    while block := file.read(BLOCK):
-                        digest.update(block)
-            if digest.hexdigest() != shard.sha256:
+            if _digest(self._path(shard, "tokens"), self._path(shard, "offsets")) != shard.sha256:
                 raise UserError(f"shard {shard.name} of the token store {str(self.folder)!r} is damaged")
 
-    def close(self) -> None:
-        with self._lock:
-            while self._files:
-                os.close(self._files.popitem()[1])
-
-    def __enter__(self) -> "Store":
-        return self
-
-    def __exit__(self, *_) -> None:
-        self.close()
-
-    def __del__(self):
-        if hasattr(self, "_lock"):
-            self.close()
-
-    def _file(self, shard: int, path: pathlib.Path) -> int:
-        if shard not in self._files:
-            if len(self._files) == OPEN_FILES:
-                os.close(self._files.popitem(last=False)[1])
-            self._files[shard] = os.open(path, os.O_RDONLY)
-        self._files.move_to_end(shard)
-        return self._files[shard]
-
-    def _open(self, shard: manifests.Shard) -> tuple[blocks.Blocks, np.ndarray]:
-        """The digests of a shard's tokens, and its offsets, after comparing all sizes, and the offsets' digests."""
-        sizes = {"tokens": shard.tokens * self._dtype.itemsize, "offsets": 8 * (shard.documents + 1)}
-        counts = {kind: blocks.count(size) for kind, size in sizes.items()}
-        if shard.digests:
-            sizes["digests"] = blocks.SIZE * sum(counts.values())
-        contents = {}
-        for kind, size in sizes.items():
-            name = f"{shard.name}.{kind}"
-            if (actual := self._stored.size(name)) != size:
-                where = str(self.folder / name)
-                raise UserError(f"the token store's {where!r} has {actual} bytes, not {size}: it is damaged")
-            if kind != "tokens":
-                contents[kind] = self._path(shard, kind).read_bytes()
-        if len(contents["offsets"]) != sizes["offsets"]:  # of a copy in the cache
-            raise UserError(f"the token store's {str(self._path(shard, 'offsets'))!r} was cut short")
-        found, digests = np.frombuffer(contents["offsets"], "<u8"), contents.get("digests", b"")
-        if shard.digests and hashlib.sha256(digests).hexdigest() != shard.digests:
-            raise UserError(f"the token store's {str(self._path(shard, 'digests'))!r} is damaged")
-        cut = blocks.SIZE * counts["tokens"]
-        if found[0] or found[-1] != shard.tokens or not (found[1:] > found[:-1]).all():
-            reason = "its documents do not follow one another"
-        elif shard.digests and blocks.digests_of(contents["offsets"]) != digests[cut:]:
-            reason = "it is not what was written"
+    def _check_sizes(self) -> None:
+        if is_remote(self.folder):
+            with _explained(self.folder / MANIFEST):
+                sizes = {name: int(about["size"]) for name, about in remote.listed(self.folder).items()}
         else:
-            return blocks.Blocks(digests[:cut]), found.astype(np.int64)
-        raise UserError(f"the token store's {str(self._path(shard, 'offsets'))!r} is damaged: {reason}")
+            sizes = {path.name: path.stat().st_size for path in self.folder.iterdir()}
+        for shard in self.manifest.shards:
+            for name, size in self.manifest.sizes(shard).items():
+                where = f"the token store's {str(self.folder / name)!r}"
+                if name not in sizes:
+                    raise UserError(f"cannot read {where}: {os.strerror(2)}")
+                if sizes[name] != size:
+                    raise UserError(f"{where} has {sizes[name]} bytes, not {size}: it is damaged")
 
-    def _path(self, shard: manifests.Shard, kind: str) -> pathlib.Path:
-        return self._stored.path(f"{shard.name}.{kind}")
+    def _offsets(self, shard: Shard) -> np.ndarray:
+        found = self._array(shard, "offsets", "<u8", shard.documents + 1).astype(np.int64)
+        if found[0] or found[-1] != shard.tokens or not (found[1:] > found[:-1]).all():
+            raise self._damaged(shard, "offsets", "its documents do not follow one another")
+        return found
+
+    def _array(self, shard: Shard, kind: str, dtype: str, count: int, *, first: int = 0) -> np.ndarray:
+        path = self._path(shard, kind)
+        size = np.dtype(dtype).itemsize
+        with _explained(path), open(path, "rb", buffering=0) as file:
+            file.seek(first * size)
+            content = file.read(count * size)
+        if len(content) != count * size:
+            raise self._damaged(shard, kind, "it was complete when it was opened, and has been cut short")
+        return np.frombuffer(content, dtype)
+
+    def _path(self, shard: Shard, kind: str) -> str:
+        """Where the file is on a disk of this machine."""
+        name = f"{shard.name}.{kind}"
+        local = f"{self._local}/{name}"
+
+        def fetch(partial: str) -> None:
+            with _explained(self.folder / name):
+                remote.files_of(self.folder).get_file(os.fspath(self.folder / name), partial)
+            if kind == "tokens" and _digest(partial, self._path(shard, "offsets")) != shard.sha256:
+                raise self._damaged(shard, kind, "it is not what was written")
+
+        if self._local is not self.folder and not os.path.isfile(local):
+            with _explained(local):
+                files.write_atomically(local, fetch)
+        return local
+
+    def _damaged(self, shard: Shard, kind: str, reason: str) -> UserError:
+        path = self.folder / f"{shard.name}.{kind}"
+        return UserError(f"the token store's {str(path)!r} is damaged: {reason}")
+
+    def _cache(self) -> pathlib.Path:
+        content = (self.folder / MANIFEST).read_bytes()
+        name = hashlib.sha256(os.fspath(self.folder).encode() + b"\0" + content).hexdigest()[:20]
+        self._held = contextlib.ExitStack()  # a folder without a cache is removed with this object
+        return self._held.enter_context(files.cache(f"{CACHE}/{name}"))
+
+
+def _digest(*paths: str) -> str:
+    digest = hashlib.sha256()
+    for path in paths:
+        with open(path, "rb") as file:
+            hashlib.file_digest(file, lambda: digest)
+    return digest.hexdigest()
+
+
+@contextlib.contextmanager
+def _explained(path: str | AnyPath) -> Iterator[None]:
+    try:
+        with explained(path, "read the token store's"):
+            yield
+    except RunFailed as error:
+        raise UserError(str(error)) from None

@@ -1,28 +1,34 @@
-"""The sources of documents, cut into parts that workers read independently."""
+"""The sources of documents, cut into parts that workers read apart from each other. What is wrong in one is named by
+its file and line."""
 
 import dataclasses
 import enum
 import functools
 import hashlib
+import itertools
 import json
+import os
 import pathlib
-from collections.abc import Iterable, Sequence
+import sys
+from collections.abc import Iterator, Sequence
 
-from ladder_jax.data.store import rows
+from ladder_jax.data import json_lines
+from ladder_jax.data.store import tables
 from ladder_jax.errors import UserError
+from ladder_jax.files import below, is_remote
 
-PART_BYTES = 2**24  # of the sources: the size of a part, and the most that a killed worker loses
+PARTS, LEAST = 1024, 2**24
+"""Sources are cut into about so many parts, unless a part would be of fewer bytes. A killed worker loses a part."""
 
 
 class Kind(enum.StrEnum):
     TEXT = "text"  # a file is a document
     LINES = "lines"  # of JSON, each a document
-    GZIP = "gzip"  # the same, compressed
     ROWS = "rows"  # of a table, each a document
 
 
-ENDINGS = {".jsonl": Kind.LINES, ".ndjson": Kind.LINES, ".jsonl.gz": Kind.GZIP} | dict.fromkeys(rows.ENDINGS, Kind.ROWS)
-ALLOWED = f"a text file, a folder, {', '.join(ENDINGS)} or {rows.HUB}OWNER/NAME"
+ENDINGS = dict.fromkeys(json_lines.ENDINGS, Kind.LINES) | dict.fromkeys(tables.BUILDERS, Kind.ROWS)
+ALLOWED = f"a text file, a folder, {', '.join(ENDINGS)} or {tables.HUB}OWNER/NAME"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,92 +43,117 @@ class File:
     named: bool
 
     @property
-    def on_hub(self) -> bool:
-        return self.path.startswith(rows.HUB)
+    def kind(self) -> Kind:
+        if self.path.startswith(tables.HUB):
+            return Kind.ROWS
+        kinds = (kind for ending, kind in ENDINGS.items() if self.path.lower().endswith(ending))
+        return next(kinds, Kind.TEXT)
 
 
 @dataclasses.dataclass(frozen=True)
 class Part:
     """Several text files; the lines of one file that begin at bytes begin..end-1; or the shards begin..end-1 of one
-    table (see `rows`)."""
+    table (see `tables`)."""
 
-    kind: Kind
     files: tuple[File, ...]
-    begin: int
-    end: int
-    size: int  # in bytes, about
+    begin: int = 0
+    end: int = 0
+
+    @property
+    def kind(self) -> Kind:
+        return self.files[0].kind
 
     @functools.cached_property
     def digest(self) -> str:
         """Changes with the part's files, their sizes and times, and its bounds."""
-        path = lambda file: file.path if file.on_hub else str(pathlib.Path(file.path).absolute())
+        path = lambda file: file.path if is_remote(file.path) else os.path.abspath(file.path)
         files = [(path(file), file.size, file.modified) for file in self.files]
-        return hashlib.sha256(json.dumps([self.kind, files, self.begin, self.end]).encode()).hexdigest()[:20]
+        content = json.dumps([files, self.begin, self.end])
+        return hashlib.sha256(content.encode()).hexdigest()[:20]
 
 
-def plan(
-    sources: Sequence[str], *, subset: str | None = None, split: str = "train", part_bytes: int = PART_BYTES
-) -> list[Part]:
+def plan(sources: Sequence[str], *, subset: str | None = None, split: str = "train", most: int = 2**40) -> list[Part]:
     """The parts of all sources, in the order given; a folder's files are sorted by path.
 
-    subset, split: of the data sets on the Hub among the sources.
+    subset, split: of the data sets on the Hub among the sources. most: bytes in a part, about.
     Raises UserError for a source that does not exist or is named twice, and for tables without `datasets`.
     """
-    parts, texts = [], []
-
-    def end_texts():
-        if texts:
-            parts.append(Part(Kind.TEXT, tuple(texts), 0, 0, sum(file.size for file in texts)))
-            texts.clear()
-
-    for file in _files(sources, subset, split):
-        kind = kind_of(file.path)
-        if kind is Kind.TEXT:
-            texts.append(file)
-            if sum(one.size for one in texts) >= part_bytes:
-                end_texts()
-            continue
-        end_texts()
-        if kind is Kind.LINES:
-            bounds = [*range(0, file.size, part_bytes), file.size]
-            parts += [Part(kind, (file,), a, b, b - a) for a, b in zip(bounds, bounds[1:])]
-        elif kind is Kind.GZIP:
-            parts.append(Part(kind, (file,), 0, 0, file.size))
-        else:
-            parts += _tables(file, part_bytes)
-    end_texts()
+    files = [file for source in sources for file in _files(source, subset, split)]
+    seen = set()
+    for file in files:
+        if (real := os.path.realpath(file.path)) in seen:
+            raise UserError(f"{file.path!r} is named twice")
+        seen.add(real)
+    size = min(most, max(LEAST, sum(file.size for file in files) // PARTS))
+    parts = []
+    for kind, alike in itertools.groupby(files, key=lambda file: file.kind):
+        found = list(alike)
+        parts += _texts(found, size) if kind is Kind.TEXT else [part for file in found for part in _cut(file, size)]
     return parts
 
 
-def kind_of(path: str) -> Kind:
-    if path.startswith(rows.HUB):
-        return Kind.ROWS
-    return next((kind for ending, kind in ENDINGS.items() if path.lower().endswith(ending)), Kind.TEXT)
+def _files(source: str, subset: str | None, split: str) -> list[File]:
+    if source.startswith(tables.HUB):
+        return [File(tables.address(source, subset=subset, split=split), 0, 0, named=True)]
+    root = pathlib.Path(source).expanduser()
+    if not root.exists():
+        raise UserError(f"{source!r} does not exist ({ALLOWED})")
+    states = [(path, path.stat()) for path in below(root)]
+    return [File(str(path), state.st_size, state.st_mtime_ns, named=path == root) for path, state in states]
 
 
-def _files(sources: Sequence[str], subset: str | None, split: str) -> Iterable[File]:
-    seen = set()
-    for source in sources:
-        path = pathlib.Path(source).expanduser()
-        if source.startswith(rows.HUB):
-            found = [File(rows.address(source, subset=subset, split=split), 0, 0, named=True)]
-        elif not path.exists():
-            raise UserError(f"{source!r} does not exist ({ALLOWED})")
+def _texts(files: Sequence[File], size: int) -> Iterator[Part]:
+    begins = itertools.accumulate((file.size for file in files), initial=0)
+    for _, together in itertools.groupby(zip(files, begins), key=lambda placed: placed[1] // size):
+        yield Part(tuple(file for file, _ in together))
+
+
+def _cut(file: File, size: int) -> list[Part]:
+    """A table's part has as many shards as hold about `size` bytes; on the Hub, one shard."""
+    total, step = file.size, size
+    if file.kind is Kind.ROWS:
+        total = tables.shards(file.path)
+        step = max(1, size * total // file.size) if file.size else 1
+    elif file.path.lower().endswith(".gz"):  # which cannot be read from the middle
+        return [Part((file,), 0, sys.maxsize)]
+    bounds = [*range(0, total, step), total]
+    return [Part((file,), begin, end) for begin, end in itertools.pairwise(bounds)]
+
+
+def read(part: Part, *, field: str) -> Iterator[str | None]:
+    """Each document's text, in order; None for a folder's file that is no text.
+
+    Raises UserError for a line that is not a JSON object with text in `field`, and for what cannot be read.
+    """
+    if part.kind is Kind.TEXT:
+        return map(_text, part.files)
+    (file,) = part.files
+    if part.kind is Kind.LINES:
+        return _lines(file.path, part.begin, part.end, field)
+    return tables.read(file.path, part.begin, part.end, field=field, modified=file.modified)
+
+
+def _text(file: File) -> str | None:
+    try:
+        return pathlib.Path(file.path).read_bytes().decode("utf-8")
+    except OSError as error:
+        raise UserError(f"cannot read {file.path!r}: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        if file.named:
+            raise UserError(f"{file.path}: not UTF-8 text, at byte {error.start}") from None
+        return None
+
+
+def _lines(file: str, begin: int, end: int, field: str) -> Iterator[str]:
+    for number, value in json_lines.read(file, begin, end):
+        try:
+            value[field].encode("utf-8")
+        except UnicodeEncodeError:
+            wrong = f"half of a surrogate pair, which is no character, in {field!r}"
+        except (TypeError, KeyError, AttributeError):
+            has = f"an object with {', '.join(map(repr, value))}" if isinstance(value, dict) else type(value).__name__
+            wrong = f"no text in {field!r} (--field names it): this is {has}"
         else:
-            paths = [path] if path.is_file() else sorted(p for p in path.rglob("*") if p.is_file())
-            states = [(p, p.stat()) for p in paths]
-            found = [File(str(p), state.st_size, state.st_mtime_ns, named=p is path) for p, state in states]
-        for file in found:
-            real = file.path if file.on_hub else pathlib.Path(file.path).resolve()
-            if real in seen:
-                raise UserError(f"{file.path!r} is named twice")
-            seen.add(real)
-            yield file
-
-
-def _tables(file: File, part_bytes: int) -> list[Part]:
-    """A part has as many shards as hold about `part_bytes`; on the Hub, one shard."""
-    count = rows.shards(file.path)
-    together = 1 if file.on_hub else max(1, part_bytes * count // max(1, file.size))
-    bounds = [*range(0, count, together), count]
-    return [Part(Kind.ROWS, (file,), a, b, file.size * (b - a) // count) for a, b in zip(bounds, bounds[1:])]
+            yield value[field]
+            continue
+        raise UserError(f"{json_lines.place(file, number, begin)}: {wrong}")

@@ -8,23 +8,22 @@ import contextlib
 import functools
 import glob
 import re
-import tarfile
 import tempfile
 import urllib.parse
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from ladder_jax.errors import UserError
 
-ENDINGS = (".parquet", ".csv", ".tsv", ".arrow", ".tar")
 HUB = "hf://datasets/"
 BATCH = 1024  # rows
 BUILDERS = {
-    ".parquet": ("parquet", {}),
-    ".csv": ("csv", {"sep": ","}),
-    ".tsv": ("csv", {"sep": "\t"}),
-    ".arrow": ("arrow", {}),
-    ".tar": ("webdataset", {}),
+    ".parquet": dict(path="parquet"),
+    ".csv": dict(path="csv", sep=","),
+    ".tsv": dict(path="csv", sep="\t"),
+    ".arrow": dict(path="arrow"),
+    ".tar": dict(path="webdataset"),
 }
+"""Arguments of `datasets.load_dataset_builder` by a file's ending."""
 
 
 def address(source: str, *, subset: str | None, split: str) -> str:
@@ -33,7 +32,7 @@ def address(source: str, *, subset: str | None, split: str) -> str:
     given = re.fullmatch(r"([^/@?]+/[^/@?]+)(?:@([^?]+))?", source.removeprefix(HUB))
     if not given:
         raise UserError(f"{source!r}: a data set of the Hub is {HUB}OWNER/NAME or {HUB}OWNER/NAME@REVISION")
-    with _as_user_errors(source):
+    with _explained(source):
         import huggingface_hub
 
         commit = huggingface_hub.HfApi().dataset_info(given[1], revision=given[2]).sha
@@ -43,10 +42,7 @@ def address(source: str, *, subset: str | None, split: str) -> str:
 
 def shards(table: str) -> int:
     """The number of a table's shards. Raises UserError where it cannot be read."""
-    if not table.startswith(HUB) and not table.lower().endswith(".parquet"):
-        _library()
-        return 1
-    with _as_user_errors(table):
+    with _explained(table):
         return _open(table).num_shards
 
 
@@ -56,31 +52,24 @@ def read(table: str, begin: int, end: int, *, field: str, modified: int) -> Iter
     modified: the file's time; a table that this process has opened before is opened again when it has changed.
     """
     number = 0
-    with _as_user_errors(
-        table, lambda: number and f"row {number}{f' of shards {begin} to {end - 1}' if begin else ''}"
-    ):
+    with _explained(table):
         whole = _column(table, field, modified)
         for shard in range(begin, end):
             for batch in whole.shard(whole.num_shards, shard).with_format("arrow").iter(BATCH):
                 for text in batch[field].to_pylist():
                     number += 1
                     if text is None:
-                        raise UserError(f"{table}: row {_before(whole, begin) + number} has no text in {field!r}")
+                        before = sum(1 for other in range(begin) for _ in whole.shard(whole.num_shards, other))
+                        raise UserError(f"{table}: row {before + number} has no text in {field!r}")
                     yield text
-
-
-def _before(whole, begin: int) -> int:
-    """The number of rows in the shards before `begin`, for a message."""
-    return sum(1 for shard in range(begin) for _ in whole.shard(whole.num_shards, shard))
 
 
 @functools.lru_cache(maxsize=8)
 def _column(table: str, field: str, modified: int):
     """The column `field` alone. Raises UserError where there is no such column, or it does not hold text."""
-    datasets = _library()
-    whole = _open(table)
+    text, whole = _library().Value("string"), _open(table)
     # A CSV file has no schema: pandas would guess one, and read "001" as a number.
-    features = whole.features or dict.fromkeys(_header(table, whole), datasets.Value("string"))
+    features = whole.features or dict.fromkeys(_header(table, whole), text)
     if field not in features:
         names = ", ".join(map(repr, features))
         raise UserError(f"{table}: no column {field!r} (--field names it): there is {names}")
@@ -88,20 +77,20 @@ def _column(table: str, field: str, modified: int):
     if kind not in ("string", "large_string"):
         raise UserError(f"{table}: the column {field!r} holds {kind}, not text")
     if whole.features is None:
-        return _open(table, features=datasets.Features({field: features[field]}))
+        return _open(table, features=_library().Features({field: text}))
     return _open(table, columns=[field]).select_columns([field])
 
 
-def _header(table: str, whole) -> list[str]:
+def _header(table: str, whole) -> Iterable[str]:
     """The names of a CSV file's columns."""
     if table.startswith(HUB):
-        return list(next(iter(whole)))
+        return next(iter(whole))
     import pandas
 
-    return list(pandas.read_csv(table, nrows=0, **_builder(table)[1]))
+    return pandas.read_csv(table, nrows=0, sep=_builder(table)["sep"])
 
 
-def _builder(file: str) -> tuple[str, dict]:
+def _builder(file: str) -> dict:
     return next(found for ending, found in BUILDERS.items() if file.lower().endswith(ending))
 
 
@@ -110,66 +99,46 @@ def _open(table: str, *, features=None, columns: list[str] | None = None):
 
     features: the schema, for a format that has none. columns: the columns to read, in formats that can skip others.
     """
-    datasets = _library()
-    if table.startswith(HUB):
+    on_hub = table.startswith(HUB)
+    split = "train"
+    if on_hub:
         parts = urllib.parse.urlsplit(table.removeprefix(HUB))
         query = dict(urllib.parse.parse_qsl(parts.query))
         name, _, commit = parts.path.partition("@")
         # By its name alone `datasets` would take a local folder, if there is one.
-        where, split = dict(path=HUB + name, name=query.get("subset"), revision=commit), query["split"]
+        where = dict(path=HUB + name, name=query.get("subset"), revision=commit)
+        split = query["split"]
     else:
-        kind, settings = _builder(table)
         # A path with brackets would be a pattern, which matches nothing.
-        where, split = dict(path=kind, data_files=glob.escape(table), **settings), "train"
+        where = dict(data_files=glob.escape(table), **_builder(table))
     with tempfile.TemporaryDirectory() as cache:  # else a lock file stays in the user's cache
-        builder = datasets.load_dataset_builder(cache_dir=cache, features=features, **where)
+        builder = _library().load_dataset_builder(cache_dir=cache, features=features, **where)
         # pandas would read the texts "null" and "NA" as missing.
         for name, value in dict(columns=columns, batch_size=BATCH, keep_default_na=False).items():
             if hasattr(builder.config, name):
                 setattr(builder.config, name, value)
         rows = builder.as_streaming_dataset(split=split)
     # On the Hub, reading the row groups of all Parquet files would take a request a file.
-    return rows if table.startswith(HUB) else rows.reshard()
+    return rows if on_hub else rows.reshard()
 
 
 def _library():
     try:
         import datasets
     except ImportError:
-        raise UserError(
-            f"reading {', '.join(ENDINGS)} and {HUB} needs datasets: pip install 'ladder-jax[data]'"
-        ) from None
-    datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # errors are reported once, by `_as_user_errors`
+        needed = f"reading {', '.join(BUILDERS)} and {HUB} needs datasets"
+        raise UserError(f"{needed}: pip install 'ladder-jax[data]'") from None
+    datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # errors are reported once, by `_explained`
     return datasets
 
 
 @contextlib.contextmanager
-def _as_user_errors(table: str, after=lambda: "") -> Iterator[None]:
-    """Turn the errors of `datasets` and the libraries below it into a UserError of one line.
-
-    after: how far the reading came, or an empty text.
-    """
-    datasets = _library()
-    import pyarrow
-
-    expected = (
-        OSError,
-        ValueError,
-        EOFError,
-        tarfile.TarError,
-        pyarrow.ArrowException,
-        datasets.exceptions.DatasetsError,
-    )
-    on_hub = table.startswith(HUB)
-    if on_hub:  # the Hub's client raises errors of its HTTP library, which differs between versions
-        expected = (Exception,)
+def _explained(table: str) -> Iterator[None]:
+    """Turn any error of `datasets` and of the many libraries below it into a UserError of one line."""
     try:
         yield
     except UserError:
         raise
-    except expected as error:
+    except Exception as error:
         reason = " ".join(str(error).split()) or type(error).__name__
-        what = (
-            f"damaged after {after()}" if after() else "cannot be read" if on_hub else "cannot be read, or is damaged"
-        )
-        raise UserError(f"{table}: {what}: {reason}") from None
+        raise UserError(f"{table}: cannot be read: {reason}") from None

@@ -1,0 +1,407 @@
+"""Text to tokens and back: bytes, or any Hugging Face tokenizer with its chat template.
+
+The library `tokenizers` decodes whole sequences to text. Text that is streamed, or cut at any token, needs the exact
+bytes of one token alone, as a character may be spread over several: they follow from the `decoder` in tokenizer.json.
+"""
+
+import contextlib
+import dataclasses
+import datetime
+import functools
+import hashlib
+import json
+import operator
+import os
+import pathlib
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Protocol
+
+from ladder_jax.data.chat_template import ChatTemplate
+from ladder_jax.errors import UserError
+from ladder_jax.files import AnyPath, absolute, is_remote, write_atomically
+
+BYTES = "bytes"
+FOLDER = "tokenizer"
+"""The tokenizer's folder in a run's folder."""
+MAIN = "tokenizer.json"
+FILES = (MAIN, "tokenizer_config.json", "special_tokens_map.json", "generation_config.json", "chat_template.jinja")
+"""What is read of a tokenizer's folder; only the first must be there."""
+BYTE = re.compile(r"<0x([0-9A-F]{2})>")
+
+Messages = Sequence[Mapping[str, str]]
+Offsets = tuple[list[int], list[tuple[int, int]]]
+Step = Callable[[str], str | bytes]
+
+
+class Tokenizer(Protocol):
+    """Text to tokens and back.
+
+    name: "bytes", or a digest that tells it from others; checkpoints and token stores hold it.
+    vocab_size: all tokens are below it.
+    stop_ids: tokens that end a text, the one that ends a document first; none for bytes.
+    begin_id: the token that begins a text, if there is one.
+    has_chat: whether there is a chat template.
+    """
+
+    name: str
+    vocab_size: int
+    stop_ids: tuple[int, ...]
+    begin_id: int | None
+    has_chat: bool
+
+    def encode(self, text: str) -> list[int]:
+        """With what the tokenizer puts around a text by itself, such as a beginning-of-sequence token."""
+
+    def encode_bare(self, text: str) -> list[int]:
+        """Without what `encode` puts around a text."""
+
+    def decode(self, tokens: Iterable[int]) -> str:
+        """Without special tokens; what is not UTF-8 becomes replacement characters."""
+
+    def to_bytes(self, tokens: Iterable[int]) -> bytes:
+        """Those of a sequence are its tokens' bytes, joined; special and unknown tokens give nothing."""
+
+    def offsets(self, text: str, *, special: bool) -> Offsets:
+        """The text's tokens, and of each the characters begin..end-1 that it stands for.
+
+        special: with what the tokenizer puts around a text by itself, which stands for none.
+        """
+
+    def render(self, messages: Messages, *, prompt: bool, now: datetime.datetime | None = None) -> str:
+        """A conversation as text, by the chat template. prompt: up to where the assistant's next answer begins.
+
+        now: the time, for a template that asks for it; None: the present.
+        Raises UserError where there is no template, or where it refuses the messages.
+        """
+
+    def chat(self, messages: Messages, *, now: datetime.datetime | None = None) -> list[int]:
+        """A prompt for the next answer, by the chat template: `[{"role": "user", "content": "Hello"}]`.
+
+        now: as in `render`.
+        Raises UserError where there is no template, or where it refuses the messages.
+        """
+        # The template writes the special tokens itself, the first one too.
+        return self.encode_bare(self.render(messages, prompt=True, now=now))
+
+
+@dataclasses.dataclass(frozen=True)
+class Bytes(Tokenizer):
+    """Tokens 0 to 255 are a text's UTF-8 bytes."""
+
+    name: str = BYTES
+    vocab_size: int = 256
+    stop_ids: tuple[int, ...] = ()
+    begin_id: int | None = None
+    has_chat: bool = False
+
+    def encode(self, text: str) -> list[int]:
+        """Bytes of a command line that are not UTF-8 stay what they were."""
+        return list(text.encode("utf-8", errors="surrogateescape"))
+
+    def encode_bare(self, text: str) -> list[int]:
+        return self.encode(text)
+
+    def decode(self, tokens: Iterable[int]) -> str:
+        return self.to_bytes(tokens).decode("utf-8", errors="replace")
+
+    def to_bytes(self, tokens: Iterable[int]) -> bytes:
+        return bytes(int(token) for token in tokens if token < 256)
+
+    def offsets(self, text: str, *, special: bool) -> Offsets:
+        try:
+            content = [self.encode(character) for character in text]
+        except UnicodeEncodeError:
+            raise UserError("the text holds half of a surrogate pair, which is no character") from None
+        places = [(index, index + 1) for index, part in enumerate(content) for _ in part]
+        return [byte for part in content for byte in part], places
+
+    def render(self, messages: Messages, *, prompt: bool, now: datetime.datetime | None = None) -> str:
+        raise UserError(
+            "a model of bytes has no chat template; ask it with --prompt, and train it on 'prompt' and 'completion'"
+        )
+
+
+def load(path: str | os.PathLike | None) -> Tokenizer:
+    """Bytes for None and "bytes", else the tokenizer in that folder. Raises UserError for what is none."""
+    if path is None or path == BYTES:
+        return Bytes()
+    folder = absolute(path) if is_remote(path) else pathlib.Path(path).expanduser()
+    if not folder.is_dir():
+        raise UserError(f"there is no tokenizer at {str(path)!r} (allowed: {BYTES!r}, or a folder with {MAIN})")
+    return HuggingFace(folder)
+
+
+def save(tokenizer: Tokenizer, folder: AnyPath) -> None:
+    """Copy the tokenizer's files to `folder`, the main one last, without which there is no tokenizer; bytes have none.
+
+    Raises UserError where another tokenizer lies there.
+    """
+    if not isinstance(tokenizer, HuggingFace):
+        return
+    if (folder / MAIN).exists():
+        if load(folder).name != tokenizer.name:
+            raise UserError(f"{str(folder)!r} holds another tokenizer than {str(tokenizer.folder)!r}")
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    for name in reversed(FILES):
+        if (content := _read(tokenizer.folder, name)) is None:
+            continue
+        if is_remote(folder):
+            (folder / name).write_bytes(content)
+        else:
+            write_atomically(str(folder / name), lambda path: pathlib.Path(path).write_bytes(content))
+
+
+def check_vocabulary(tokenizer: Tokenizer, *, vocab_size: int, path: str | None = None) -> None:
+    """Raises UserError where the model has fewer tokens than the tokenizer. More is fine: tables are often padded.
+
+    path: of the files that both are from; None where a configuration says vocab_size.
+    """
+    if vocab_size < tokenizer.vocab_size:
+        where = "" if path is None else f"{path!r}: "
+        raise UserError(
+            f"{where}model.vocab_size={vocab_size} is too small for {tokenizer.name} (at least {tokenizer.vocab_size})"
+        )
+
+
+class HuggingFace(Tokenizer):
+    """See Tokenizer. Raises UserError for files that are missing, damaged or of an unsupported kind."""
+
+    def __init__(self, folder: pathlib.Path):
+        import tokenizers
+
+        self.folder = folder
+        content = _read_text(folder, MAIN)
+        if content is None:
+            raise UserError(
+                f"{str(folder)!r} holds no {MAIN}: a tokenizer is a folder with one"
+                " (transformers' AutoTokenizer.from_pretrained(...).save_pretrained(...) writes it)"
+            )
+        with _explained(f"{str(folder / MAIN)!r} is not a tokenizer"):
+            self._tokenizer = tokenizers.Tokenizer.from_str(content)
+            self._tokenizer.no_truncation()
+            self._tokenizer.no_padding()
+            if hasattr(self._tokenizer.model, "dropout"):  # BPE's, for training: it draws the merges at random
+                self._tokenizer.model.dropout = None
+            described = json.loads(content)
+            vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
+        if not vocabulary:
+            raise UserError(f"{str(folder / MAIN)!r} has an empty vocabulary: a tokenizer needs one token at least")
+        self.name = f"tokenizer-{hashlib.sha256(content.encode()).hexdigest()[:16]}"
+        self._steps, self._drops_first_space = _steps(described.get("decoder"))
+        self._config = _object(folder, "tokenizer_config.json")
+        self._special = _special_tokens(_object(folder, "special_tokens_map.json") | self._config)
+        self.vocab_size = 1 + max(vocabulary.values())
+        self._check_around()
+        self.stop_ids = self._stop_ids()
+        self.begin_id = self._token_id("bos_token")
+        source = _template(folder, self._config)
+        self._chat = None if source is None else ChatTemplate(source, special=self._special)
+        self.has_chat = self._chat is not None
+        self._contents = (self.name, source, self.stop_ids, tuple(sorted(self._special.items())))
+
+    def __eq__(self, other: object) -> bool:
+        """Whether both do the same: models that hold copies of one tokenizer are one program to Flax."""
+        return isinstance(other, HuggingFace) and self._contents == other._contents
+
+    def __hash__(self) -> int:
+        return hash(self._contents)
+
+    def __repr__(self) -> str:
+        return f"HuggingFace({str(self.folder)!r}, vocab_size={self.vocab_size}, has_chat={self.has_chat})"
+
+    def encode(self, text: str) -> list[int]:
+        return self._ids(text, special=True)
+
+    def encode_bare(self, text: str) -> list[int]:
+        return self._ids(text, special=False)
+
+    def to_bytes(self, tokens: Iterable[int]) -> bytes:
+        table = self._bytes
+        return b"".join(table.get(int(token), b"") for token in tokens)
+
+    def decode(self, tokens: Iterable[int]) -> str:
+        content = self.to_bytes(tokens)
+        if self._drops_first_space:
+            content = content.removeprefix(b" ")
+        return content.decode("utf-8", errors="replace")
+
+    def offsets(self, text: str, *, special: bool) -> Offsets:
+        with self._encoding(text):
+            found = self._tokenizer.encode(text, add_special_tokens=special)
+        return found.ids, found.offsets
+
+    def render(self, messages: Messages, *, prompt: bool, now: datetime.datetime | None = None) -> str:
+        if self._chat is None:
+            raise UserError(f"the tokenizer in {str(self.folder)!r} has no chat template")
+        return self._chat(messages, prompt=prompt, now=now)
+
+    def _ids(self, text: str, *, special: bool) -> list[int]:
+        with self._encoding(text):
+            # Fast: without the offsets of tokens in the text, a third of the time.
+            return self._tokenizer.encode_batch_fast([text], add_special_tokens=special)[0].ids
+
+    def _encoding(self, text: str) -> contextlib.AbstractContextManager[None]:
+        _check_encodes("the text", text)
+        return _explained(f"the tokenizer in {str(self.folder)!r} cannot encode this text")
+
+    @functools.cached_property
+    def _bytes(self) -> dict[int, bytes]:
+        """Each token's bytes. Special tokens are not among them."""
+        added = self._tokenizer.get_added_tokens_decoder()
+        vocabulary = self._tokenizer.get_vocab(with_added_tokens=False)
+        written = {index: piece for piece, index in vocabulary.items()}
+        written |= {index: token.content for index, token in added.items()}
+        special = {index for index, token in added.items() if token.special}
+        plain = {index: piece for index, piece in written.items() if index not in special}
+        return {index: _piece_bytes(piece, self._steps) for index, piece in plain.items()}
+
+    def _check_around(self) -> None:
+        """`tokenizers` compares nothing that a post-processor inserts with the vocabulary."""
+        if outside := [token for token in self._ids("", special=True) if token >= self.vocab_size]:
+            raise UserError(
+                f"{str(self.folder / MAIN)!r} puts token {outside[0]} around every text, which is not in its"
+                f" vocabulary (allowed: 0 to {self.vocab_size - 1})"
+            )
+
+    def _token_id(self, name: str) -> int | None:
+        token = self._special.get(name)
+        return None if token is None else self._tokenizer.token_to_id(token)
+
+    def _stop_ids(self) -> tuple[int, ...]:
+        several = _object(self.folder, "generation_config.json").get("eos_token_id")
+        found = [self._token_id("eos_token"), *(several if isinstance(several, list) else [several])]
+        return tuple(dict.fromkeys(token for token in found if isinstance(token, int)))
+
+
+@contextlib.contextmanager
+def _explained(what: str) -> Iterator[None]:
+    """Turns the errors of `tokenizers` into a UserError: plain Exceptions, and panics of its Rust, which are none."""
+    try:
+        yield
+    except BaseException as error:
+        # The class cannot be imported, as it has no module
+        if isinstance(error, Exception) or type(error).__name__ == "PanicException":
+            raise UserError(f"{what}: {error}") from None
+        raise
+
+
+def _check_encodes(what: str, text: str) -> None:
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError:
+        raise UserError(f"{what} is not UTF-8: it holds half of a surrogate pair, which is no character") from None
+
+
+def _read(folder: AnyPath, name: str) -> bytes | None:
+    try:
+        return (folder / name).read_bytes()
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise UserError(f"cannot read {str(folder / name)!r}: {error.strerror}") from None
+
+
+def _read_text(folder: AnyPath, name: str) -> str | None:
+    content = _read(folder, name)
+    try:
+        return None if content is None else content.decode("utf-8")
+    except UnicodeDecodeError:
+        raise UserError(f"{str(folder / name)!r} is not UTF-8 text") from None
+
+
+def _object(folder: AnyPath, name: str) -> dict:
+    content = _read_text(folder, name)
+    try:
+        found = {} if content is None else json.loads(content)
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{str(folder / name)!r} is not JSON: {error}") from None
+    if not isinstance(found, dict):
+        raise UserError(f"{str(folder / name)!r} must hold a JSON object")
+    return found
+
+
+def _special_tokens(config: dict) -> dict[str, str]:
+    """`bos_token` and the like; a token is written as text, or as an object with its `content`."""
+    found = {}
+    for key, value in config.items():
+        text = value.get("content") if isinstance(value, dict) else value
+        if key.endswith("_token") and isinstance(text, str):
+            _check_encodes(f"the tokenizer's {key}", text)
+            found[key] = text
+    return found
+
+
+def _template(folder: pathlib.Path, config: dict) -> str | None:
+    """A file of its own comes before the configuration; of several templates there, the one called default."""
+    if (source := _read_text(folder, "chat_template.jinja")) is not None:
+        return source
+    found = config.get("chat_template")
+    if isinstance(found, list):
+        found = {one.get("name"): one.get("template") for one in found if isinstance(one, dict)}.get("default")
+    return found if isinstance(found, str) else None
+
+
+def _steps(decoder: dict | None) -> tuple[list[Step], bool]:
+    """How a token, as it is written in the vocabulary, becomes its bytes; and whether a whole text begins with a space
+    that the tokenizer has put there. Raises UserError for a decoder whose tokens have no bytes of their own."""
+    steps, drops_first_space = [], False
+    for part in _flat(decoder):
+        match part:
+            case {"type": "ByteLevel"}:
+                steps.append(_byte_level)
+            case {"type": "ByteFallback"}:
+                steps.append(_byte_fallback)
+            case {"type": "Metaspace", "replacement": space}:
+                steps.append(operator.methodcaller("replace", space, " "))
+                drops_first_space |= part.get("prepend_scheme", "always") != "never"
+            case {"type": "Replace", "pattern": {"String": old}, "content": new}:
+                steps.append(operator.methodcaller("replace", old, new))
+            case {"type": "Strip", "content": " ", "start": 1, "stop": 0}:
+                drops_first_space = True
+            case {"type": "Fuse"}:
+                pass
+            case _:
+                raise UserError(
+                    f"the tokenizer's decoder {part.get('type')!r} is not supported, or not as it is set (byte-level"
+                    " and sentencepiece-style tokenizers are: ByteLevel, Metaspace, Replace, ByteFallback, Fuse, Strip)"
+                )
+    return steps, drops_first_space
+
+
+def _piece_bytes(piece: str, steps: Sequence[Step]) -> bytes:
+    for step in steps:
+        piece = step(piece) if isinstance(piece, str) else piece
+    return piece.encode() if isinstance(piece, str) else piece
+
+
+def _flat(decoder: dict | None) -> list[dict]:
+    if decoder is None:
+        return [{"type": None}]
+    if decoder.get("type") == "Sequence":
+        return [part for below in decoder["decoders"] for part in _flat(below)]
+    return [decoder]
+
+
+def _byte_fallback(piece: str) -> str | bytes:
+    found = BYTE.fullmatch(piece)
+    return bytes([int(found[1], 16)]) if found else piece
+
+
+def _byte_level(piece: str) -> str | bytes:
+    """Byte-level BPE writes each byte as a character; a piece with any other character stands for itself."""
+    try:
+        return bytes(BYTE_OF[character] for character in piece)
+    except KeyError:
+        return piece
+
+
+def _characters() -> dict[str, int]:
+    """GPT-2's alphabet: printable Latin-1 characters are their own bytes, the rest follow from U+0100 on."""
+    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + index): byte for index, byte in enumerate(others)}
+
+
+BYTE_OF = _characters()
