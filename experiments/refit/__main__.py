@@ -147,7 +147,7 @@ def measure(args: argparse.Namespace, *, file: pathlib.Path) -> None:
     cli.prepare_devices(None)
     from ladder_jax import pretrained
     from ladder_jax.config import Dtype
-    from ladder_jax.pretrained.convert import calibrated
+    from ladder_jax.pretrained import convert
 
     given = {domain: getattr(args, domain) for domain in DOMAINS}
     if missing := [domain for domain in DOMAINS[:-1] if given[domain] is None]:
@@ -155,7 +155,7 @@ def measure(args: argparse.Namespace, *, file: pathlib.Path) -> None:
     opened = pretrained.open(args.source or smollm2())
     model = dataclasses.replace(opened.model, dtype=Dtype.FLOAT32, residual_dtype=Dtype.FLOAT32)
     source = dataclasses.replace(opened, model=model)
-    parts = {name: cut(name, given[name], tokenizer=calibrated.tokenizer_of(source)) for name in DOMAINS}
+    parts = {name: cut(name, given[name], tokenizer=convert.tokenizer_of(source)) for name in DOMAINS}
     held_out, rest = ({name: part[which] for name, part in parts.items()} for which in (0, 1))
     texts = {domain: pathlib.Path(path or "the standard library").name for domain, path in given.items()}
     about = {**study.environment(), "texts": texts, "held_out_tokens": HELD_OUT}

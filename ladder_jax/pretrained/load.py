@@ -45,27 +45,31 @@ def assemble(definition: nn.ModelDef, read: Reader, *, dtype: np.dtype | None = 
     counts = {stack: len(of) for stack, of in stacks(definition.config).items()}
     layers = {name: range(counts.get(name.partition("/")[0], 0)) for name in dims}
     arrays = read([Key(name, layer) for name in dims for layer in layers[name] or (None,)])
-    whole, by_layer = {}, {stack: [{} for _ in range(count)] for stack, count in counts.items()}
-    for name, letters in dims.items():
-        if letters[0] != "L":
+    whole, apart = {}, {stack: [{} for _ in range(count)] for stack, count in counts.items()}
+    for name in dims:
+        stack, _, suffix = name.partition("/")
+        if stack not in counts:
             whole[name] = _cast(next(arrays), dtype)
-            continue
-        if loop is Loop.UNROLLED:
-            stack, _, suffix = name.partition("/")
+        elif loop is Loop.UNROLLED:
             for layer in layers[name]:
-                by_layer[stack][layer][suffix] = _cast(next(arrays), dtype)
-            continue
-        stack = None
-        for layer in layers[name]:
-            array = next(arrays)
-            if stack is None:
-                stack = meshes.zeros(abstract[name].shape, np.dtype(dtype or array.dtype), abstract[name].sharding)
-            stack = jax.block_until_ready(meshes.put(stack, _cast(array, dtype), layer))
-            del array
-        whole[name] = stack
+                apart[stack][layer][suffix] = _cast(next(arrays), dtype)
+        else:
+            whole[name] = _stacked(arrays, abstract[name], dtype=dtype)
     nested = functools.partial(traverse_util.unflatten_dict, sep="/")
-    apart = {stack: tuple(map(nested, each)) for stack, each in by_layer.items()}
-    return {**nested(whole), **(apart if loop is Loop.UNROLLED else {})}
+    by_layer = {stack: tuple(map(nested, each)) for stack, each in apart.items()}
+    return nested(whole) | (by_layer if loop is Loop.UNROLLED else {})
+
+
+def _stacked(arrays: Iterator[jax.Array], like: jax.ShapeDtypeStruct, *, dtype: np.dtype | None) -> jax.Array:
+    """The next of `arrays`, one of each layer, as one array [L, ...]."""
+    stack = None
+    for layer in range(like.shape[0]):
+        array = next(arrays)
+        if stack is None:
+            stack = meshes.zeros(like.shape, np.dtype(dtype or array.dtype), like.sharding)
+        stack = jax.block_until_ready(meshes.put(stack, _cast(array, dtype), layer))
+        del array
+    return stack
 
 
 def reader(
@@ -86,11 +90,15 @@ def reader(
     stacked = _stack_dtypes(source) if loop is Loop.SCAN else {}
 
     def place(key: Key) -> jax.Array:
-        name, layer = key
-        letters = dims[name].removeprefix("L")
-        shape = abstract[name].shape[-len(letters) :]
-        settings = dict(dtype=dtype or stacked.get(name), layout=definition.layout, done=done)
-        return _place(source, Key(name, layer), letters, shape, **settings)
+        """Padded with zeros to the shape in `definition`. The host holds the array and its shards."""
+        key = Key(*key)
+        stored, letters = source.arrays[key], dims[key.name].removeprefix("L")
+        shape = abstract[key.name].shape[-len(letters) :]
+        kept = np.dtype(dtype or stacked.get(key.name, stored.dtype))
+        values = stored.read()
+        array = meshes.place(lambda index: _copy(values[index], kept), shape, definition.layout.sharding(letters))
+        done(key)
+        return array
 
     return lambda keys: map(place, keys)
 
@@ -104,16 +112,7 @@ def _stack_dtypes(source: Source) -> Mapping[str, np.dtype]:
 
 
 def _cast(array: jax.Array, dtype: np.dtype | None) -> jax.Array:
-    return array if dtype is None or array.dtype == dtype else array.astype(dtype)
-
-
-def _place(source: Source, key: Key, dims: str, shape: tuple[int, ...], *, dtype, layout, done) -> jax.Array:
-    """One array on its devices, padded with zeros to `shape`. The host holds the array and its shards."""
-    stored = source.arrays[key]
-    values, dtype = stored.read(), np.dtype(dtype or stored.dtype)
-    array = meshes.place(lambda index: _copy(values[index], dtype), shape, layout.sharding(dims))
-    done(key)
-    return array
+    return array if dtype is None else array.astype(dtype)
 
 
 def _copy(values: np.ndarray, dtype: np.dtype) -> np.ndarray:

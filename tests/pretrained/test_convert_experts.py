@@ -10,9 +10,10 @@ import pytest
 
 from ladder_jax import checkpoint, nn, parallel, pretrained
 from ladder_jax.cli import main
-from ladder_jax.pretrained.convert import native
+from ladder_jax.nn.parameter import stacks
+from ladder_jax.pretrained import checkpoints
 from ladder_jax.pretrained.refit import Refit, refit
-from ladder_jax.pretrained.sensitivity.measure import Probe
+from ladder_jax.pretrained.sensitivity import Probe
 from ladder_jax.pretrained.source import Key
 from tests import cases, experts, reference
 from tests.pretrained.test_refit import BOTH, INPUTS, RIDGE, WRITERS, as_source, hidden, stacked_least_squares
@@ -165,7 +166,12 @@ def test_losses_of_any_subset_are_the_references(name, kind, dense, tensor):
     definition = experts.define(name, kind, tensor=tensor, dense_layers=dense)
     params = cases.parameters(definition)
     rows = cases.tokens((2, 17), seed=3)
-    probe = Probe(definition, cases.place(params, definition), rows, on_loss=lambda: None)
+    placed = cases.place(params, definition)
+    unstacked = {
+        stack: [jax.tree.map(lambda a: a[n], placed[stack]) for n in range(len(of))]
+        for stack, of in stacks(definition.config).items()
+    }
+    probe = Probe(definition, placed | unstacked, rows)
     plain = parameters(kind, dense)
     shape = experts.shape(name, definition.config)
     for chosen in ((), (0, 1), (2,), (0, 2)):
@@ -180,7 +186,7 @@ def test_the_verb_chooses_and_refits(dense, tmp_path, capsys):
     model = experts.model("standard", "shared", vocab_size=256, dense_layers=dense)
     definition = nn.define(model, mesh=parallel.make_mesh())
     place = tmp_path / "standard"
-    native.write(as_source(cases.parameters(definition), model), place, definition=definition, place=place)
+    checkpoints.write(as_source(cases.parameters(definition), model), place, definition=definition, place=place)
     (tmp_path / "text.txt").write_text("the thin cat sat there then, with that other thing; " * 40)
     choice = ["--ladder-layers", "auto:1", "--residual", "farskip", "--calibration", str(tmp_path / "text.txt")]
     command = ["convert", str(place), str(tmp_path / "out"), *choice, "--calibration-tokens", "256", "--tensor", "2"]

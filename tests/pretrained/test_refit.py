@@ -21,17 +21,13 @@ from ladder_jax.cli import main
 from ladder_jax.cli.verbs import convert as convert_verb
 from ladder_jax.config import Biases
 from ladder_jax.errors import RunFailed, UserError
-from ladder_jax.nn.parameter import LAYERS, STACKS
-from ladder_jax.pretrained import sensitivity
-from ladder_jax.pretrained.convert import calibrated
-from ladder_jax.pretrained.convert import command as convert_command
-from ladder_jax.pretrained.convert.request import parse
-from ladder_jax.pretrained.refit import FittedProjections, Refit, fit, projections, refit
-from ladder_jax.pretrained.refit.least_squares import Statistics, folded
-from ladder_jax.pretrained.refit.programs import programs
-from ladder_jax.pretrained.sensitivity import Text
-from ladder_jax.pretrained.sensitivity.programs import Streams
+from ladder_jax.nn.parameter import STACKS
+from ladder_jax.pretrained import convert
+from ladder_jax.pretrained.calibration import Text, parse_text, rows_of
+from ladder_jax.pretrained.least_squares import Statistics, folded
+from ladder_jax.pretrained.refit import FittedProjections, Pass, Refit, fitted_inputs, refit
 from ladder_jax.pretrained.source import REFIT, Key, Source, Stored
+from ladder_jax.pretrained.sublayers import Streams, programs
 from tests import cases, reference
 from tests.pretrained import gguf_files, models
 
@@ -193,6 +189,7 @@ def test_the_fit_is_the_least_squares_solution(name, data, tensor, projections):
     assert all(result.source.arrays[key] is standard().arrays[key] for key in untouched)
 
 
+@pytest.mark.full
 def test_emulated_ranks_are_real_ones():
     model = small_model("hybrid-fresh", ranks=2)
     settings = dict(model=model, rows=TOKENS, settings=Refit(ridge=RIDGE, projections=BOTH))
@@ -208,8 +205,8 @@ def test_a_model_without_late_inputs_is_left_alone():
         result = refit(standard(), model=model, rows=TOKENS, mesh=parallel.make_mesh())
         assert result.fits == () and result.source.arrays == standard().arrays
     definition = nn.define(small_model(), mesh=parallel.make_mesh())
-    run = fit.Pass(definition, standard(), TOKENS)
-    assert not run.output_statistics(0, 0).change(ridge=1e-3).any()
+    run = Pass(definition, standard(), TOKENS)
+    assert not run.output_statistics(0, 0).matrices(1, ridge=1e-3)[0].any()
     (matrix,) = run.statistics(0, 0).matrices(1, ridge=1e-3)
     assert np.abs(matrix - np.eye(32)).max() <= 32 * 2.0**-24 / 1e-3  # of sums in float32 that are not quite symmetric
 
@@ -218,12 +215,12 @@ def test_a_second_sweep_changes_nothing():
     """The inputs of a sublayer depend on the sublayers before it alone: fitted again, each array is what it is."""
     model, mesh = small_model("ladder-2"), parallel.make_mesh()
     source = refit(standard(), model=model, rows=TOKENS, mesh=mesh).source
-    run = fit.Pass(nn.define(model, mesh=mesh), source, TOKENS)
+    run = Pass(nn.define(model, mesh=mesh), source, TOKENS)
+    run.original = standard()
     for layer in range(model.num_layers):
-        for index, name in enumerate(projections.SUBLAYERS):
+        for index in (0, 1):
             if run.late(layer, index):
-                settings = dict(layer=layer, sublayer=name, ridge=Refit().ridge)
-                again, _ = projections.refitted_arrays(standard(), run.statistics(layer, index), **settings)
+                again, _ = fitted_inputs(run, layer, index, ridge=Refit().ridge)
                 assert all((source.arrays[key].read() == array).all() for key, array in again.items())
             run.advance(layer, index)
 
@@ -243,12 +240,13 @@ def test_each_layer_alone_is_fitted_behind_the_original():
 def test_sums_over_many_batches_stay_within_the_bound():
     """Activations far from zero, where a sum in float32 over all batches would lose the last digits."""
     definition = nn.define(small_model("ladder"), mesh=parallel.make_mesh(tensor=2))
-    chance, total, count = np.random.default_rng(0), Statistics.zero(32), 200
+    chance, total, count = np.random.default_rng(0), Statistics(prior=1), 200
     streams = (5 + chance.standard_normal((2, count, 2, 16, 32))).astype(np.float32)
-    run = programs(definition, LAYERS).statistics
+    run = programs(definition).statistics
     for late, whole in zip(*streams):
         batch = Streams((whole, late), np.zeros_like(whole))
-        total.add(*jax.device_get(run(batch, whole, jnp.int32(1), np.float32([1, 0]))))  # the second row is padding
+        products, energy, missing = run(batch, np.float32([1, 0]), jnp.int32(1))  # the second row is padding
+        total.add(np.asarray(products), energy, np.asarray(missing)[:1])
     norm = lambda x: x / np.sqrt((x * x).mean(-1, keepdims=True) + definition.config.norm_eps)
     late, whole = (norm(x[:, 0].astype(np.float64)).reshape(-1, 32) for x in streams)
     exact = np.concatenate([late.T @ late, late.T @ whole], axis=1)
@@ -323,11 +321,11 @@ def test_rows_are_no_longer_than_the_models_training_sequence(tmp_path, texts):
     choice |= {"source": "", "destination": str(tmp_path / "out"), "to": "checkpoint", "ladder_layers": "auto:1"}
     choice["calibration"] = [str(texts / "a.txt"), str(texts / "b.txt")]
     for source in map(pretrained.open, (file, tmp_path / "short")):
-        found = calibrated.read_texts(source, parse({**choice, "calibration_tokens": 96}, source.model))
-        assert found.measured.shape == found.refit.shape == (4, 25)
+        measured, fitted = convert.read_texts(source, convert.parse({**choice, "calibration_tokens": 96}, source.model))
+        assert measured.shape == fitted.shape == (4, 25)
     unknown = dataclasses.replace(source, context=None)
-    found = calibrated.read_texts(unknown, parse({**choice, "calibration_tokens": 96}, source.model))
-    assert found.refit.shape == (2, 49)
+    _, fitted = convert.read_texts(unknown, convert.parse({**choice, "calibration_tokens": 96}, source.model))
+    assert fitted.shape == (2, 49)
 
 
 def test_layers_are_chosen_by_their_refitted_cost(small, texts, tmp_path, capsys):
@@ -340,12 +338,11 @@ def test_layers_are_chosen_by_their_refitted_cost(small, texts, tmp_path, capsys
     source = pretrained.open(small)
     tokenizer = checkpoint.open_checkpoint(tmp_path / "out").tokenizer()
     settings = dict(tokenizer=tokenizer, tokens=tokens, vocab_size=129)
-    measured = sensitivity.rows_of(file, **settings)
-    following = sensitivity.rows_of(file, skip=tokens, **settings)
-    for layer in (0, 3):
-        model = dataclasses.replace(source.model, residual="ladder", ladder_layers=f"{layer},")
-        single = refit(source, model=model, rows=following[:, :-1], mesh=parallel.make_mesh()).source
-        assert told["curve"][layer]["loss"] == pytest.approx(loss(single, measured), rel=1e-5)
+    measured = rows_of([Text(file)], **settings)
+    following = rows_of([Text(file)], skip=tokens, **settings)
+    model = dataclasses.replace(source.model, residual="ladder", ladder_layers="3,")
+    single = refit(source, model=model, rows=following[:, :-1], mesh=parallel.make_mesh()).source
+    assert told["curve"][3]["loss"] == pytest.approx(loss(single, measured), rel=1e-5)
     saved = pretrained.open(tmp_path / "out")
     chosen = dataclasses.replace(source.model, residual="ladder", ladder_layers=saved.model.ladder_layers)
     together = refit(source, model=chosen, rows=following[:, :-1], mesh=parallel.make_mesh()).source
@@ -365,14 +362,14 @@ def loss(source: Source, rows: np.ndarray) -> float:
 KILLED = """
 import os, signal, sys
 from ladder_jax import cli
-from ladder_jax.pretrained.refit import kept
-put, done = kept.Kept.put, []
-def then_killed(self, *args):
-    done.append(put(self, *args))
+from ladder_jax.pretrained import refit
+kept, done = refit._kept, []
+def then_killed(*args):
+    done.append(kept(*args))
     if len(done) == 3:
         os.kill(os.getpid(), int(sys.argv[1]))
     return done[-1]
-kept.Kept.put = then_killed
+refit._kept = then_killed
 sys.exit(cli.main(sys.argv[2:]))
 """
 
@@ -394,7 +391,7 @@ def test_the_outputs_are_fitted_where_there_are_tokens_for_it(given, tokens, pro
     model = dataclasses.replace(standard().model, d_ff=48)
     options = dict.fromkeys(("residual", "ranks", "dtype", "ridge", "search", "tensor"))
     options |= dict(source="x", destination="out", to="checkpoint", ladder_layers="2", calibration=["a.txt"])
-    request = parse(options | dict(refit=given, calibration_tokens=tokens), model)
+    request = convert.parse(options | dict(refit=given, calibration_tokens=tokens), model)
     assert request.refit == Refit(projections=projections)
     assert caplog.messages == noticed * [
         "notice: --refit both fits 48 features on 383 tokens; with fewer than 8 for each it may give back less than"
@@ -412,17 +409,17 @@ def test_killed_and_resumed_bit_for_bit(signum, projections, resumed, small, tex
     done = subprocess.run(run, capture_output=True, text=True, env=environment, timeout=300)
     assert done.returncode == (-signum if signum == signal.SIGKILL else 128 + signum), done.stderr
     assert signum == signal.SIGKILL or "the same command goes on from here" in done.stderr
-    left = tmp_path / ".out.refitting" / "chosen"
+    left = tmp_path / ".out.converting" / "chosen"
     assert len(list(left.glob("*.npz"))) == 3 and not (tmp_path / "out").exists()
     if signum == signal.SIGTERM:  # a damaged file is fitted again
         (left / "0001-attention-out.npz").write_bytes(b"nonsense")
     fitted = []
     for name in STATISTICS:
-        method = getattr(fit.Pass, name)
+        method = getattr(Pass, name)
         recorded = lambda self, *where, name=name, method=method: (fitted.append((name, *where)), method(self, *where))[
             1
         ]
-        monkeypatch.setattr(fit.Pass, name, recorded)
+        monkeypatch.setattr(Pass, name, recorded)
     assert main(command) == 0
     assert fitted == resumed
     printed = capsys.readouterr().out
@@ -470,7 +467,7 @@ def assert_refused(command, said):
     parser = argparse.ArgumentParser()
     convert_verb.arguments(parser)
     with pytest.raises(UserError) as refusal:
-        convert_command.run(vars(parser.parse_args(command[1:])))
+        convert.run(vars(parser.parse_args(command[1:])))
     assert said in str(refusal.value) and "\n" not in str(refusal.value)
 
 
@@ -496,7 +493,7 @@ def test_shares_of_several_texts(tmp_path):
     tokenizer = type("Tokenizer", (), {"encode": lambda self, text: [ord(letter) for letter in text]})()
     for name, letter in (("a.txt", "a"), ("b:2.txt", "b")):
         (tmp_path / name).write_text(letter * 5000)
-    assert [sensitivity.parse_text(f"x{end}") for end in ("", ":2", ":y")] == [Text("x"), Text("x", 2.0), Text("x:y")]
+    assert [parse_text(f"x{end}") for end in ("", ":2", ":y")] == [Text("x"), Text("x", 2.0), Text("x:y")]
     texts = [Text(str(tmp_path / "a.txt"), 3), Text(str(tmp_path / "b:2.txt"))]
-    rows = sensitivity.rows_of_texts(texts, tokenizer=tokenizer, tokens=4000, vocab_size=129, skip=800)
+    rows = rows_of(texts, tokenizer=tokenizer, tokens=4000, vocab_size=129, skip=800)
     assert rows.shape == (4, 1001) and [chr(row[0]) for row in rows] == ["a", "a", "a", "b"]

@@ -41,6 +41,6 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    from ladder_jax.pretrained.convert import command
+    from ladder_jax.pretrained import convert
 
-    command.run(vars(args))
+    convert.run(vars(args))
