@@ -10,7 +10,6 @@ import os
 import pathlib
 import shutil
 import signal
-import sys
 import threading
 from collections.abc import Iterator
 
@@ -55,16 +54,14 @@ def staged(destination: pathlib.Path, *, resumes: bool = False) -> Iterator[path
     check_free(destination)
     scratch = destination.with_name(f".{destination.name}.converting")
     folder = scratch / destination.name
-    with _Sigterm(destination, resumes=resumes) as sigterm:
+    with _stopped_by_sigterm(destination, resumes=resumes):
         destination.parent.mkdir(parents=True, exist_ok=True)
         lock = _lock(scratch, destination)
         removed = scratch
         try:
-            sigterm.release()
             shutil.rmtree(folder, ignore_errors=True)  # what a killed process left
             yield folder
             _sync(folder)
-            sigterm.hold()  # nothing is undone from here on
             os.rename(folder, destination)  # over an empty folder, too
             manifest.sync_folder(destination.parent)
         except BaseException as error:
@@ -72,7 +69,6 @@ def staged(destination: pathlib.Path, *, resumes: bool = False) -> Iterator[path
                 removed = folder
             raise
         finally:
-            sigterm.hold()
             shutil.rmtree(removed, ignore_errors=True)
             os.close(lock)
             with contextlib.suppress(OSError):  # on NFS, the open lock kept its folder from being removed
@@ -112,60 +108,32 @@ class _Received(BaseException):
     """SIGTERM. No Exception: those are caught for their own reasons, as in jax's compilation cache."""
 
 
-class _Sigterm:
-    """Within the block, the first SIGTERM raises, so that unfinished files are removed; the block's end raises Stopped.
+@contextlib.contextmanager
+def _stopped_by_sigterm(destination: pathlib.Path, *, resumes: bool) -> Iterator[None]:
+    """The first SIGTERM ends the block, so that unfinished files are removed; then Stopped says what there is.
 
-    While it is held, as at first, it raises later: at `release`, or at the block's end. In other threads than the main
-    one, which get no signals, this does nothing.
+    In other threads than the main one, which get no signals, this does nothing.
     """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    received = False
 
-    def __init__(self, destination: pathlib.Path, *, resumes: bool):
-        self._destination, self._resumes = destination, resumes
-        self._held, self._received = True, False
-        self._again: threading.Timer | None = None
-
-    def __enter__(self) -> "_Sigterm":
-        self._hook, self._before = sys.unraisablehook, None
-        if threading.current_thread() is threading.main_thread():
-            self._before = signal.signal(signal.SIGTERM, self._handle)
-            sys.unraisablehook = self._ignored
-        return self
-
-    def __exit__(self, _, error: BaseException | None, __) -> None:
-        if self._again is not None:
-            self._again.cancel()
-        if self._before is not None:
-            signal.signal(signal.SIGTERM, self._before)
-            sys.unraisablehook = self._hook
-        if self._received:
-            # In compiled code, as in np.fromfile, what was raised becomes a SystemError.
-            raise self._stopped() from (None if isinstance(error, _Received) else error)
-
-    def hold(self) -> None:
-        self._held = True
-
-    def release(self) -> None:
-        """Raises if SIGTERM came meanwhile."""
-        self._held = False
-        if self._received:
+    def receive(*_):
+        nonlocal received
+        if not received:  # another one does not disturb the removal
+            received = True
             raise _Received
 
-    def _handle(self, signum: int, _) -> None:
-        self._received = True
-        if not self._held:
-            self._held = True  # another one does not disturb the removal
-            raise _Received
-
-    def _ignored(self, unraisable: "sys.UnraisableHookArgs") -> None:
-        """What is raised in a callback, as in jax's of the garbage collector, is ignored: raised again, elsewhere."""
-        if not isinstance(unraisable.exc_value, _Received):
-            self._hook(unraisable)
-            return
-        self._held = False
-        self._again = threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGTERM))
-        self._again.start()
-
-    def _stopped(self) -> Stopped:
-        done = "was written" if _is_written(self._destination) else "was not written"
-        goes_on = "; the same command goes on from here" if self._resumes and done == "was not written" else ""
-        return Stopped(f"SIGTERM: {str(self._destination)!r} {done}{goes_on}", signum=signal.SIGTERM)
+    before = signal.signal(signal.SIGTERM, receive)
+    try:
+        yield
+    except BaseException:
+        if not received:  # in compiled code, as in np.fromfile, what was raised becomes a SystemError
+            raise
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    if received:
+        done = "was written" if _is_written(destination) else "was not written"
+        goes_on = "; the same command goes on from here" if resumes and done == "was not written" else ""
+        raise Stopped(f"SIGTERM: {str(destination)!r} {done}{goes_on}", signum=signal.SIGTERM)
