@@ -47,10 +47,12 @@ class Statistics:
         missing = np.mean(self.missing)
         if matrices is None:
             return float(missing / self.energy)
-        grams, crosses = np.split(self.products, [self.products.shape[1]], axis=2)
-        pairs = zip(grams, crosses, matrices, strict=True)
-        gained = np.mean([np.sum(m * (gram @ m - 2 * cross)) for gram, cross, m in pairs])
-        return float(1 + gained / self.energy if self.prior else (missing + gained) / self.energy)
+        changes = []
+        for products, matrix in zip(self.products, matrices, strict=True):
+            gram, cross = np.split(products, [len(products)], axis=1)
+            changes.append(np.sum(matrix * (gram @ matrix - 2 * cross)))
+        change = np.mean(changes)
+        return float(1 + change / self.energy if self.prior else (missing + change) / self.energy)
 
 
 def solve(products: np.ndarray, *, prior: int, ridge: float) -> np.ndarray:
@@ -73,7 +75,9 @@ def solve(products: np.ndarray, *, prior: int, ridge: float) -> np.ndarray:
 
 def folded(weight: np.ndarray, gain: np.ndarray, matrices: list[np.ndarray], *, axis: int) -> np.ndarray:
     """M diag(`gain`) `weight` [D, ...] in the weight's dtype. With several M, each is of an equal part along `axis`."""
+    gain, products = gain.astype(np.float64)[:, None], []
     parts = np.split(weight.astype(np.float64), len(matrices), axis=axis)
-    scaled = [gain.astype(np.float64)[:, None] * part.reshape(len(part), -1) for part in parts]
-    products = [(m @ rows).reshape(part.shape) for m, rows, part in zip(matrices, scaled, parts, strict=True)]
+    for matrix, part in zip(matrices, parts, strict=True):
+        product = matrix @ (gain * part.reshape(len(part), -1))
+        products.append(product.reshape(part.shape))
     return np.concatenate(products, axis=axis).astype(weight.dtype)

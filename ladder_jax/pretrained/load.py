@@ -1,7 +1,7 @@
 """Load a model's arrays onto a mesh. The host holds at most one array at a time."""
 
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -35,7 +35,7 @@ def load(
     """
     mesh = parallel.mesh_of(mesh)
     definition = nn.define(parallel.with_ranks(source.model, tensor=mesh.shape["tensor"]), mesh=mesh)
-    return assemble(definition, reader(source, definition, dtype=dtype, loop=loop, done=done), loop=loop)
+    return assemble(definition, reader(source, definition, dtype=dtype, done=done), loop=loop)
 
 
 def assemble(definition: nn.ModelDef, read: Reader, *, dtype: np.dtype | None = None, loop: Loop = Loop.SCAN):
@@ -77,38 +77,29 @@ def reader(
     definition: nn.ModelDef,
     *,
     dtype: np.dtype | None = None,
-    loop: Loop = Loop.UNROLLED,
     done: Callable[[Key], object] = lambda key: None,
 ) -> Reader:
     """Reads arrays onto their devices one at a time, for `Engine(definition, pretrained.reader(source, definition))`.
 
-    dtype, done: as in `load`. loop: with SCAN, the layers of a stack get one dtype. The engine casts or quantizes each
-    array before the next is read.
+    dtype, done: as in `load`. The engine casts or quantizes each array before the next is read.
     """
     dims = traverse_util.flatten_dict(definition.dims, sep="/")
     abstract = traverse_util.flatten_dict(definition.abstract, sep="/")
-    stacked = _stack_dtypes(source) if loop is Loop.SCAN else {}
+    dtypes = {}
+    for key, array in source.arrays.items():
+        dtypes[key.name] = jnp.promote_types(dtypes.get(key.name, array.dtype), array.dtype)
 
     def place(key: Key) -> jax.Array:
         """Padded with zeros to the shape in `definition`. The host holds the array and its shards."""
         key = Key(*key)
-        stored, letters = source.arrays[key], dims[key.name].removeprefix("L")
+        letters = dims[key.name].removeprefix("L")
         shape = abstract[key.name].shape[-len(letters) :]
-        kept = np.dtype(dtype or stacked.get(key.name, stored.dtype))
-        values = stored.read()
+        kept, values = np.dtype(dtype or dtypes[key.name]), source.arrays[key].read()
         array = meshes.place(lambda index: _copy(values[index], kept), shape, definition.layout.sharding(letters))
         done(key)
         return array
 
     return lambda keys: map(place, keys)
-
-
-def _stack_dtypes(source: Source) -> Mapping[str, np.dtype]:
-    """A dtype for each array that holds the values of all its layers."""
-    dtypes = {}
-    for key, array in source.arrays.items():
-        dtypes[key.name] = jnp.promote_types(dtypes.get(key.name, array.dtype), array.dtype)
-    return dtypes
 
 
 def _cast(array: jax.Array, dtype: np.dtype | None) -> jax.Array:

@@ -295,10 +295,10 @@ def _request(
     source: Source, model: ModelConfig, rows: np.ndarray, mesh: jax.sharding.Mesh, settings: Refit
 ) -> dict[str, object]:
     """What the fitted arrays depend on."""
-    path = pathlib.Path(source.path)
-    stats = [(file.name, file.stat()) for file in sorted([path, *path.rglob("*")])]
+    path = pathlib.Path(source.path).resolve()
+    stats = {str(file): file.stat() for file in sorted([path, *path.rglob("*")])}
     return {
-        "source": [[str(path.resolve()), *(name for name, _ in stats)], [[s.st_size, s.st_mtime_ns] for _, s in stats]],
+        "source": [[name, found.st_size, found.st_mtime_ns] for name, found in stats.items()],
         "model": to_dict(model),
         "rows": [*rows.shape, hashlib.sha256(np.ascontiguousarray(rows).tobytes()).hexdigest()],
         "mesh": dict(mesh.shape),

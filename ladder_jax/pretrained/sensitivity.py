@@ -103,7 +103,8 @@ class Probe:
         self._layers = {False: params, True: params if converted is None else converted}
         self._outside = {name: tree for name, tree in params.items() if name not in stacks(self._config)}
         place = lambda a: jax.device_put(a, definition.layout.sharding("BT"))
-        self._batches = [(place(part[:, :-1]), place(part[:, 1:])) for part in np.split(rows, _batches(rows))]
+        parts = np.split(rows, _batches(rows))
+        self._batches = [(place(part[:, :-1]), place(part[:, 1:])) for part in parts]
         self._predicted = rows[:, 1:].size
 
     def loss(self, chosen: Iterable[int]) -> float:
@@ -200,7 +201,9 @@ def _greedy(probe: Probe, alone: dict[int, float], *, choose: int, standard: flo
 
 def _batches(rows: np.ndarray) -> int:
     """The number of batches of equal size into which the rows are split."""
-    return len(rows) // next(size for size in range(min(ROWS, len(rows)), 0, -1) if len(rows) % size == 0)
+    count = len(rows)
+    sizes = (size for size in range(min(ROWS, count), 0, -1) if count % size == 0)
+    return count // next(sizes)
 
 
 BAR = 40  # characters of the longest bar

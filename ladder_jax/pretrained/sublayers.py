@@ -56,7 +56,10 @@ class DelayedStep:
 
     def input(self, state: Streams, *, axes: tuple[str, ...]) -> jax.Array:
         x = pvary(lax.select_n(self.delay, *state.newest_first), axes)
-        return residual.add(x, (jnp.where(self.delay > 0, state.partial, 0),)) if self.fresh else x
+        if not self.fresh:
+            return x
+        own = jnp.where(self.delay > 0, state.partial, 0)
+        return residual.add(x, (own,))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -185,9 +188,9 @@ def programs(definition: nn.ModelDef) -> Programs:
     def output_statistics(stack, sublayer, params, original, streams, rows, delay):
         _, goal = read(stack, sublayer, original, streams, jnp.int32(0))
         hidden, reached = read(stack, sublayer, params, streams, delay)
-        flat = lambda x: x.astype(jnp.float32).reshape(-1, x.shape[-1])
-        weights, goal, hidden = jnp.repeat(rows, goal.shape[1])[:, None], flat(goal), flat(hidden)
-        lacking = goal - flat(reached)
+        weights = jnp.repeat(rows, goal.shape[1])[:, None]
+        goal, hidden, reached = (x.astype(jnp.float32).reshape(-1, x.shape[-1]) for x in (goal, hidden, reached))
+        lacking = goal - reached
         both = jnp.concatenate([all_gather(hidden, axes, dimension=1), pvary(lacking, axes)], axis=1)
         products = jnp.einsum("tm,te->me", weights * hidden, both, precision=lax.Precision.HIGHEST)[None]
         energy = jnp.sum(weights * jnp.square(goal))

@@ -1,17 +1,14 @@
 """Models with experts converted by measurement: sensitivities and the refit, against the dense loop in float64."""
 
 import dataclasses
-import json
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from ladder_jax import checkpoint, nn, parallel, pretrained
-from ladder_jax.cli import main
+from ladder_jax import parallel
 from ladder_jax.nn.parameter import stacks
-from ladder_jax.pretrained import checkpoints
 from ladder_jax.pretrained.refit import Refit, refit
 from ladder_jax.pretrained.sensitivity import Probe
 from ladder_jax.pretrained.source import Key
@@ -177,27 +174,3 @@ def test_losses_of_any_subset_are_the_references(name, kind, dense, tensor):
     for chosen in ((), (0, 1), (2,), (0, 2)):
         told = dataclasses.replace(shape, ladder=chosen)
         assert probe.loss(chosen) == pytest.approx(reference.loss_eagerly(plain, rows, told), rel=2e-5), chosen
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("dense", [0, 1])
-def test_the_verb_chooses_and_refits(dense, tmp_path, capsys):
-    """A byte-level model: one of three layers as FarSkip, by what it costs refitted; it opens as what was said."""
-    model = experts.model("standard", "shared", vocab_size=256, dense_layers=dense)
-    definition = nn.define(model, mesh=parallel.make_mesh())
-    place = tmp_path / "standard"
-    checkpoints.write(as_source(cases.parameters(definition), model), place, definition=definition, place=place)
-    (tmp_path / "text.txt").write_text("the thin cat sat there then, with that other thing; " * 40)
-    choice = ["--ladder-layers", "auto:1", "--residual", "farskip", "--calibration", str(tmp_path / "text.txt")]
-    command = ["convert", str(place), str(tmp_path / "out"), *choice, "--calibration-tokens", "256", "--tensor", "2"]
-    assert main(command) == 0
-    assert "the late inputs lacked" in capsys.readouterr().out
-    told = json.loads((tmp_path / "out" / "sensitivity.json").read_text())
-    layer = told[told["chosen"]]["layers"][0]
-    saved = checkpoint.open_checkpoint(tmp_path / "out")
-    assert (saved.config.model.residual, saved.config.model.ladder_layers) == ("farskip", f"{layer},")
-    fits = json.loads((tmp_path / "out" / "refit.json").read_text())["sublayers"]
-    assert {fit["layer"] for fit in fits} == {layer} and all(fit["after"] < fit["before"] for fit in fits)
-    before, after = pretrained.open(place), pretrained.open(tmp_path / "out")
-    key = Key.of_layer(layer, "mlp/gate" if layer < dense else "mlp/router", model=model)
-    assert (before.arrays[key].read() != after.arrays[key].read()).any()

@@ -29,7 +29,7 @@ from ladder_jax.pretrained.refit import FittedProjections, Pass, Refit, fitted_i
 from ladder_jax.pretrained.source import REFIT, Key, Source, Stored
 from ladder_jax.pretrained.sublayers import Streams, programs
 from tests import cases, reference
-from tests.pretrained import gguf_files, models
+from tests.pretrained import gguf_files
 
 ROOT = pathlib.Path(__file__).parent.parent.parent
 RIDGE = 1e-2
@@ -280,7 +280,7 @@ def texts(tmp_path_factory):
 
 
 def test_the_verb_refits_and_writes_a_plain_checkpoint(small, texts, tmp_path, capsys):
-    """The same definition, arrays and program as without a refit; to Hugging Face and back, bit for bit."""
+    """The same definition, and so the same program, as without a refit; to Hugging Face and back, bit for bit."""
     convert = ["convert", str(small), str(tmp_path / "out"), "--ladder-layers", "2"]
     calibration = ["--calibration", f"{texts / 'a.txt'}:3", "--calibration", str(texts / "b.txt")]
     assert main([*convert, *calibration, "--calibration-tokens", "120"]) == 0
@@ -293,13 +293,7 @@ def test_the_verb_refits_and_writes_a_plain_checkpoint(small, texts, tmp_path, c
     convert[2] = str(tmp_path / "plain")
     assert main([*convert, "--refit", "none"]) == 0
     refitted, plain = (checkpoint.open_checkpoint(tmp_path / name) for name in ("out", "plain"))
-    definition = nn.define(plain.config.model, mesh=parallel.make_mesh(tensor=2))
-    assert nn.define(refitted.config.model, mesh=definition.layout.mesh) == definition
-    programs = []
-    for saved in (refitted, plain):
-        params = saved.params(definition)
-        programs.append(nn.compiled_logits(definition).lower(params, models.tokens()).as_text())
-    assert programs[0] == programs[1]
+    assert refitted.config.model == plain.config.model
     assert main(["convert", str(tmp_path / "out"), str(tmp_path / "hf"), "--to", "huggingface"]) == 0
     assert (tmp_path / "hf" / REFIT).read_bytes() == (tmp_path / "out" / REFIT).read_bytes()
     assert pretrained.open(tmp_path / "hf").refit and not pretrained.open(tmp_path / "plain").refit

@@ -18,6 +18,7 @@ from ladder_jax.pretrained.sensitivity import Probe, Result, Search, Subset, mea
 from ladder_jax.pretrained.sublayers import programs
 from tests import reference
 from tests.pretrained import gguf_files
+from tests.pretrained.test_refit import loss
 
 ROWS = np.random.default_rng(3).integers(3, 129, (3, 25)).astype(np.int32)
 TEXT = "the thin cat sat there then, with that other thing; " * 12
@@ -125,13 +126,9 @@ def test_the_verb_measures_prints_plots_and_converts(source, tmp_path, capsys, m
         "checkpoints", "sensitivity.json", "sensitivity.png", "tokenizer"
     ]  # fmt: skip
     # The stored model has the loss that was measured.
-    definition = nn.define(saved.config.model, mesh=parallel.make_mesh())
     text = Text(str(tmp_path / "text.txt"))
     rows = rows_of([text], tokenizer=saved.tokenizer(), tokens=64, vocab_size=saved.config.model.vocab_size)
-    scores = np.asarray(nn.compiled_logits(definition)(saved.params(definition), rows[:, :-1]), np.float64)
-    scores -= scores.max(-1, keepdims=True)
-    picked = np.take_along_axis(scores, rows[:, 1:, None], -1)[..., 0]
-    assert (np.log(np.exp(scores).sum(-1)) - picked).mean() == pytest.approx(stored[stored["chosen"]]["loss"], rel=1e-5)
+    assert loss(pretrained.open(out), rows) == pytest.approx(stored[stored["chosen"]]["loss"], rel=1e-5)
 
 
 def test_texts_that_do_not_do(source, tmp_path):

@@ -5,6 +5,8 @@ Both use rotary embedding in rotate-half form, so queries and keys need no permu
 
 import dataclasses
 import functools
+import itertools
+import math
 import pathlib
 from collections.abc import Mapping
 
@@ -53,8 +55,6 @@ IN_LAYER = {
 }
 MIXTRAL = {"mlp.": "block_sparse_moe.", "gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
 """What Mixtral calls experts and their router."""
-FUSED = {"gate": "gate_up_proj", "up": "gate_up_proj", "down": "down_proj"}
-"""The tensors of all experts together, [E, 2 M, D] and [E, D, M], as transformers 5 has them in memory."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,14 +81,11 @@ class _Form:
         names = [prefix + theirs.format(expert=expert) for expert in range(ours[0] if each != dims else 1)]
         return cls(tuple(names), shape, each)
 
-    def fused(self, key: Key) -> str:
-        """The name of the tensor of all experts' matrices."""
-        return self.names[0].partition(".experts.")[0] + ".experts." + FUSED.get(key.name.rpartition("/")[2], "")
-
 
 def arrays(folder: pathlib.Path, model: ModelConfig, found: Mapping[str, Tensor]) -> dict[Key, Stored]:
     """All arrays of the model. Raises UserError if a tensor is missing, extra, or of another shape."""
     source.check_layers(model, tensors=len(found), path=str(folder))
+    found = _unfused(found)
     mixtral = any(".block_sparse_moe." in name for name in found)
     dims, arrays, used = source.dims(model), {}, set()
 
@@ -102,11 +99,6 @@ def arrays(folder: pathlib.Path, model: ModelConfig, found: Mapping[str, Tensor]
 
     for key, ours in source.expected_shapes(model).items():
         form = _Form.of(key, dims[key.name], ours, model=model, mixtral=mixtral)
-        if form.dims != dims[key.name] and (fused := form.fused(key)) in found:
-            both = 1 if key.name.endswith("down") else 2
-            tensor = take(fused, (ours[0], both * form.shape[0], form.shape[1]))
-            arrays[key] = Stored(ours, tensor.dtype, functools.partial(_read_fused, tensor, key))
-            continue
         parts = [take(name, form.shape) for name in form.names]
         dtype = functools.reduce(jnp.promote_types, {part.dtype for part in parts})
         arrays[key] = Stored(ours, np.dtype(dtype), functools.partial(_read, parts, form.dims, ours, dtype))
@@ -119,11 +111,25 @@ def _read(parts: list[Tensor], dims: str, ours: tuple[int, ...], dtype: np.dtype
     return matrices[0] if len(dims) == len(ours) else np.stack(matrices).astype(dtype, copy=False)
 
 
-def _read_fused(tensor: Tensor, key: Key) -> np.ndarray:
-    values = tensor.read()
-    width = values.shape[1] // 2
-    part = {"gate": slice(width), "up": slice(width, None), "down": slice(None)}[key.name.rpartition("/")[2]]
-    return values[:, part].swapaxes(1, 2)
+def _unfused(found: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """With each expert's matrices apart, where one tensor holds all of them, as transformers 5 has them in memory:
+
+    gates and ups [E, 2 M, D], and downs [E, D, M]. Each matrix is a part of the file.
+    """
+    apart = {}
+    for name, tensor in found.items():
+        stem, _, last = name.rpartition(".")
+        parts = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}.get(last)
+        if parts is None or len(tensor.shape) != 3:
+            apart[name] = tensor
+            continue
+        experts, rows, columns = tensor.shape
+        shape = (rows // len(parts), columns)
+        size = math.prod(shape) * tensor.dtype.itemsize
+        for number, (expert, part) in enumerate(itertools.product(range(experts), parts)):
+            offset = tensor.offset + number * size
+            apart[f"{stem}.{expert}.{part}.weight"] = dataclasses.replace(tensor, shape=shape, offset=offset)
+    return apart
 
 
 def _check_rest(folder: pathlib.Path, model: ModelConfig, found: Mapping[str, Tensor], used: set[str]) -> None:
@@ -147,10 +153,9 @@ def pending(exported: Source, *, dtype: np.dtype | None, mixtral: bool) -> dict[
     newest = functools.lru_cache(maxsize=1)(lambda key: exported.arrays[key].read())  # its experts come in turn
 
     def values(key: Key, form: _Form, expert: int) -> np.ndarray:
-        whole = newest(key)
-        return source.to_torch(
-            whole[expert] if len(form.dims) < whole.ndim else whole, dims=form.dims, theirs=form.shape
-        )
+        array = newest(key)
+        one = array[expert] if array.ndim > len(form.dims) else array
+        return source.to_torch(one, dims=form.dims, theirs=form.shape)
 
     found = {}
     for key, ours in source.expected_shapes(exported.model).items():
