@@ -161,7 +161,7 @@ def run(args: dict) -> None:
     definition = nn.define(request.model, mesh=parallel.make_mesh())
     staging.check_free(request.destination)
     copies = 1 if request.refit is None else 2  # the fitted arrays are kept until all is written
-    staging.check_room(request.destination, size=copies * checkpoints.size(source))
+    staging.check_room(request.destination, size=copies * source.nbytes)
     measured, fitted = read_texts(source, request)
     result = refitted = None
     with staging.staged(request.destination, resumes=request.refit is not None) as folder:

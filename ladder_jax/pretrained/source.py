@@ -126,6 +126,11 @@ class Source:
         """The section of a run's configuration that has the context."""
         return TrainConfig() if self.context is None else TrainConfig(sequence=self.context)
 
+    @property
+    def nbytes(self) -> int:
+        """Of all arrays, as stored."""
+        return sum(math.prod(array.shape) * array.dtype.itemsize for array in self.arrays.values())
+
     def __repr__(self) -> str:
         count = sum(math.prod(stored.shape) for stored in self.arrays.values())
         dtypes = ", ".join(dict.fromkeys(str(stored.dtype) for stored in self.arrays.values()))

@@ -49,7 +49,7 @@ def staged(destination: pathlib.Path, *, resumes: bool = False) -> Iterator[path
     """Yields the path of a folder to create. It is renamed to `destination` when the block ends without an error.
 
     resumes: what the block writes beside that folder is kept after an interruption, for the next block to go on from.
-    Raises UserError if `destination` exists, or another process is writing it.
+    Raises UserError if `destination` exists, or another process is writing it, and RunFailed for a full disk.
     """
     check_free(destination)
     scratch = destination.with_name(f".{destination.name}.converting")
@@ -67,6 +67,8 @@ def staged(destination: pathlib.Path, *, resumes: bool = False) -> Iterator[path
         except BaseException as error:
             if resumes and not isinstance(error, UserError) and not _is_written(destination):
                 removed = folder
+            if isinstance(error, OSError):
+                raise RunFailed(f"cannot write {str(destination)!r}: {error.strerror or error}") from error
             raise
         finally:
             shutil.rmtree(removed, ignore_errors=True)

@@ -94,12 +94,13 @@ class Transformer(nn.Transformer):
         where `path` exists, for what the format cannot express, and with several processes; RunFailed for a full disk.
         """
         place, exported = pathlib.Path(path).expanduser().absolute(), self.source()
-        if member(Format, "format", format) is Format.HUGGING_FACE:
-            huggingface.write(exported, place)
-            return
-        staging.check_room(place, size=checkpoints.size(exported))
+        written = member(Format, "format", format)
+        staging.check_room(place, size=exported.nbytes)
         with staging.staged(place) as folder:
-            checkpoints.write(exported, folder, definition=self.definition, place=place)
+            if written is Format.HUGGING_FACE:
+                huggingface.write(exported, folder)
+            else:
+                checkpoints.write(exported, folder, definition=self.definition, place=place)
 
     def push_to_hub(self, repository: str, *, private: bool | None = None, message: str | None = None) -> str:
         """Upload an export to `org/name` of the Hugging Face Hub, as the user of `hf auth login` or HF_TOKEN.

@@ -167,18 +167,11 @@ def test_damage(tmp_path):
         value.read()
 
 
-def folder_of(source, tmp_path):
-    for name, content in source.files.items():
-        (tmp_path / name).write_bytes(content)
-    return tokenizer_folders.load(tmp_path)
-
-
 def test_a_byte_level_tokenizer_is_what_it_was(tmp_path):
     """The same tokens, the same bytes, the same chat prompts as from the folder that it was converted from."""
     made = tiny.byte_level()
     file = gguf_files.write(tmp_path / "file.gguf", "llama-2", tokenizer=made, vocab_size=320)
-    (tmp_path / "ours").mkdir()
-    ours = folder_of(pretrained.open(file), tmp_path / "ours")
+    ours = pretrained.open(file).tokenizer
     theirs = tokenizer_folders.load(tiny.folder(tmp_path / "theirs", made=made))
     for text in (*tiny.SENTENCES, TEXT, f"{tiny.BEGIN} a <tool>{tiny.END}", ""):
         assert ours.encode(text) == theirs.encode(text)
@@ -209,8 +202,7 @@ def test_a_sentencepiece_tokenizer_is_what_it_was(tmp_path):
         "tokenizer.ggml.add_bos_token": None,
     }
     file = gguf_files.write(tmp_path / "file.gguf", "llama-2", settings=settings, vocab_size=400)
-    (tmp_path / "ours").mkdir()
-    ours = folder_of(pretrained.open(file), tmp_path / "ours")
+    ours = pretrained.open(file).tokenizer
     for text in (*tiny.SENTENCES, TEXT):
         assert ours.encode(text) == [pieces.index(tiny.BEGIN), *made.encode(text, add_special_tokens=False).ids]
         assert ours.decode(ours.encode(text)) == text

@@ -91,7 +91,7 @@ def _no_weights(folder: pathlib.Path) -> str:
     return f"{str(folder)!r} holds no {WEIGHTS} and no {INDEX}"
 
 
-def write(
+def export(
     exported: Source,
     destination: pathlib.Path,
     *,
@@ -103,10 +103,22 @@ def write(
 
     The files are written to a temporary folder, compared, and renamed. The host holds one array at a time.
     dtype: of all values; None keeps the stored dtypes. done: called with the key of each array after it is written.
-    Raises UserError if `destination` is not empty, or the format cannot express the model, before anything is written.
-    Raises RunFailed if writing fails; unfinished files are removed.
+    Raises UserError if `destination` is not empty, or the format cannot express the model; RunFailed if writing fails.
+    Unfinished files are removed.
     """
-    destination = destination.expanduser().absolute()
+    with staging.staged(destination.expanduser().absolute()) as folder:
+        write(exported, folder, dtype=dtype, shard_bytes=shard_bytes, done=done)
+
+
+def write(
+    exported: Source,
+    folder: pathlib.Path,
+    *,
+    dtype: np.dtype | None = None,
+    shard_bytes: int = SHARD_BYTES,
+    done: Callable[[Key], object] = lambda key: None,
+) -> None:
+    """As `export`, to a folder of `staging.staged`."""
     source.check(exported)
     dtypes = {np.dtype(dtype or stored.dtype) for stored in exported.arrays.values()}
     tensors.check_dtypes(dtypes)
@@ -120,17 +132,13 @@ def write(
     by_key = weights.pending(exported, dtype=dtype and np.dtype(dtype), mixtral=mixtral)
     pending = {name: tensor for named in by_key.values() for name, tensor in named.items()}
     ended = {next(reversed(named)): key for key, named in by_key.items()}
-    try:
-        with staging.staged(destination) as folder:
-            folder.mkdir()
-            for name, content in _files(exported, described).items():
-                (folder / name).write_bytes(content)
-            for name in _write_tensors(folder, pending, limit=shard_bytes):
-                if name in ended:
-                    done(ended[name])
-            _compare(folder, pending)
-    except OSError as error:
-        raise RunFailed(f"{str(destination)!r} could not be written: {error.strerror or error}") from error
+    folder.mkdir()
+    for name, content in _files(exported, described).items():
+        (folder / name).write_bytes(content)
+    for name in _write_tensors(folder, pending, limit=shard_bytes):
+        if name in ended:
+            done(ended[name])
+    _compare(folder, pending)
 
 
 def _files(exported: Source, described: dict[str, Any]) -> dict[str, bytes]:
