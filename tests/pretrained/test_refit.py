@@ -34,7 +34,9 @@ from tests.pretrained import gguf_files
 ROOT = pathlib.Path(__file__).parent.parent.parent
 RIDGE = 1e-2
 TOKENS = cases.tokens((5, 30), seed=4)
-PROJECTIONS = {"attention": ("query", "key", "value"), "mlp": ("gate", "up")}
+SUBLAYERS = ("attention", "mlp")
+EXPERTS = ("router", "experts/gate", "experts/up", "shared/gate", "shared/up", "shared/share")
+READERS = {"attention": ("query", "key", "value"), "mlp": ("gate", "up", *EXPERTS)}
 WRITERS = {"attention": "out", "mlp": "down"}
 
 
@@ -71,52 +73,95 @@ def as_source(params, model) -> Source:
     return Source(__file__, model, arrays)
 
 
-def expected(name: str, *, ranks: int, both: bool = False):
-    """The fitted matrices, {(layer, array): [...]}, and how far float32 activations may move them.
+def expected(params, shape: reference.Shape, *, both: bool = False):
+    """The fitted arrays, {(layer, array): values}, and how far float32 activations may move them.
 
     Every activation is there at once, in float64, and each M is the solution of one stacked least-squares problem.
     """
-    config = small_model(name)
-    shape = cases.shape(name, config, ranks=ranks)
-    ranks, (_, _, kind, number, ladder) = shape.ranks, cases.TOPOLOGIES[name]
-    wide = lambda tree: jax.tree.map(lambda a: np.asarray(a, np.float64), tree)
-    params = wide(values())
-    layers, found, amplified = jax.tree.map(np.copy, params["layers"]), {}, 0.0
-    call = dataclasses.replace(shape, layers=0, vocab=0, kind="", number=1, ladder=None)
+    original = jax.tree.map(lambda a: np.asarray(a, np.float64), params)
+    fitted, found, amplified = jax.tree.map(np.copy, original), {}, 0.0
+    dense = len(params["dense"]["attention_norm"]["scale"]) if "dense" in params else 0
+    farskip, delays = shape.kind == "farskip", (2, 3) if shape.kind == "parallel-ladder" else (shape.number,) * 2
+    alone = dataclasses.replace(shape, layers=0, vocab=0, kind="farskip" if farskip else "", number=1, ladder=None)
     norm = lambda x: (x / np.sqrt((x * x).mean(-1, keepdims=True) + shape.eps)).reshape(-1, x.shape[-1])
-    xs, newest = [params["embedding"]["table"][TOKENS]], None
-    for i in range(1, 2 * config.num_layers + 1):
-        layer, sublayer = (i - 1) // 2, "attention" if i % 2 else "mlp"
-        delays = {"ladder": (number, number), "fresh": (1, 1), "parallel-ladder": (2, 3)}[kind]
-        delay = min(delays[(i - 1) % 2], i - 1) if ladder is None or layer in ladder else 0
-        inputs = np.stack([xs[i - 1 - delay]] * ranks)
-        if kind == "fresh" and delay:
-            inputs = inputs + newest
+    # early: what a farskip's last experts gave that their successor does not leave out
+    xs, newest, early = [original["embedding"]["table"][TOKENS]], None, 0.0
+    for i in range(1, 2 * shape.layers + 1):
+        layer, index, sublayer = (i - 1) // 2, (i - 1) % 2, SUBLAYERS[(i - 1) % 2]
+        stack, place = ("dense", layer) if layer < dense else ("layers", layer - dense)
+        own, before = fitted[stack][sublayer], original[stack][sublayer]
+        chosen = shape.ladder is None or layer in shape.ladder
+        behind_dense = farskip and index == 0 and layer <= dense  # which leaves nothing pending
+        delay = min(delays[index], i - 1) if chosen and not behind_dense else 0
+        inputs = np.stack([xs[i - 1 - delay]] * shape.ranks)
         if delay:
-            gain, whole = layers[f"{sublayer}_norm"]["scale"][layer], norm(xs[i - 1])
-            for array in PROJECTIONS[sublayer]:
-                weight = params["layers"][sublayer][array][layer]
-                parts = min(ranks, weight.shape[1])
-                columns = []
-                for part, group in zip(np.split(weight, parts, axis=1), np.split(inputs, parts)):
-                    late = np.concatenate([norm(x) for x in group])
-                    matrix, factor = stacked_least_squares(late, np.concatenate([whole] * len(group)))
-                    columns.append(np.tensordot(matrix * gain[None], part, 1))
+            inputs = inputs + (newest if shape.kind == "fresh" else early if index == 0 else 0.0)
+            gain = fitted[stack][f"{sublayer}_norm"]["scale"]
+            for array, weights in traverse_util.flatten_dict(before, sep="/").items():
+                if array in READERS[sublayer]:
+                    fit = fit_of_experts if array.startswith("experts/") else fit_by_ranks
+                    values, factor = fit(weights[place], gain[place], norm, inputs, xs[i - 1])
+                    at(own, array)[place] = found[layer, f"{sublayer}/{array}"] = values
                     amplified = max(amplified, factor)
-                layers[sublayer][array][layer] = found[layer, f"{sublayer}/{array}"] = np.concatenate(columns, axis=1)
-            layers[f"{sublayer}_norm"]["scale"][layer] = 1.0
-        output = functools.partial(reference_output, layer=layer, attends=sublayer == "attention", shape=call)
-        newest = output(layers, inputs)
-        if delay and both:
-            lacking = (output(params["layers"], np.stack([xs[i - 1]] * ranks)) - newest).sum(0)
-            array, read = WRITERS[sublayer], hidden(layers, layer, sublayer, lambda these: output(these, inputs).sum(0))
+            gain[place] = 1.0
+        about = alone if layer >= dense else dataclasses.replace(alone, kind="", experts=None)
+        parts = functools.partial(reference_output, layer=place, attends=index == 0, shape=about)
+        output = lambda params, x: parts(params, x).reshape(-1, *x.shape).sum(0)  # farskip's experts are two parts
+        newest = output(fitted[stack], inputs)
+        if delay and both and (writes := WRITERS[sublayer]) in own:
+            lacking = (output(original[stack], np.stack([xs[i - 1]] * shape.ranks)) - newest).sum(0)
+            read = hidden(fitted[stack], place, sublayer, lambda these: output(these, inputs).sum(0))
             change, factor = stacked_least_squares(read, lacking.reshape(len(read), -1), prior=0)
-            layers[sublayer][array][layer] += change.reshape(layers[sublayer][array][layer].shape)
-            found[layer, f"{sublayer}/{array}"] = layers[sublayer][array][layer].copy()
+            own[writes][place] += change.reshape(own[writes][place].shape)
+            found[layer, f"{sublayer}/{writes}"] = own[writes][place].copy()
             amplified = max(amplified, factor)
-            newest = output(layers, inputs)
+            newest = output(fitted[stack], inputs)
+        if index == 1:
+            early = parts(fitted[stack], inputs)[1].sum(0) if farskip and chosen and layer >= dense else 0.0
         xs.append(xs[-1] + newest.sum(0))
     return found, amplified
+
+
+def fit_by_ranks(weight, gain, norm, inputs, whole):
+    """A projection [D, ...] of each rank's own input; where several ranks share a part of it, they share its fit."""
+    parts = min((len(inputs), *weight.shape[1:2]))
+    split = np.split(weight, parts, axis=1) if parts > 1 else [weight]
+    columns, factors = [], []
+    for part, group in zip(split, np.split(inputs, parts)):
+        late = np.concatenate([norm(x) for x in group])
+        matrix, factor = stacked_least_squares(late, np.concatenate([norm(whole)] * len(group)))
+        columns.append(np.tensordot(matrix * gain[None], part, 1))
+        factors.append(factor)
+    return columns[0] if parts == 1 else np.concatenate(columns, axis=1), max(factors)
+
+
+def fit_of_experts(weight, gain, norm, inputs, whole):
+    """Every expert's [D, M], of one input."""
+    matrix, factor = stacked_least_squares(norm(inputs[0]), norm(whole))
+    return np.einsum("ij,ejm->eim", matrix * gain[None], weight), factor
+
+
+def at(tree, path):
+    for name in path.split("/"):
+        tree = tree[name]
+    return tree
+
+
+def check(result, wanted, amplified, *, source, model):
+    """The fitted arrays are the wanted ones, gains became ones, and nothing else is touched."""
+    key = lambda layer, array: Key.of_layer(layer, array, model=model)
+    sublayer = lambda array: array if array in ("attention/out", "mlp/down") else array.partition("/")[0]
+    fits = {(fit.layer, fit.sublayer) for fit in result.fits}
+    assert fits == {(layer, sublayer(array)) for layer, array in wanted} and len(fits) == len(result.fits)
+    assert all(fit.after < fit.before for fit in result.fits)
+    for (layer, array), values in wanted.items():
+        actual = result.source.arrays[key(layer, array)].read()
+        assert actual.dtype == np.float32
+        assert cases.error(actual, values) <= amplified * cases.bound(model), (layer, array)
+    gains = {key(layer, f"{name}_norm/scale") for layer, name in fits if name in SUBLAYERS}
+    assert all((result.source.arrays[gain].read() == 1).all() for gain in gains)
+    changed = {key for key, stored in source.arrays.items() if result.source.arrays[key] is not stored}
+    assert changed == gains | {key(*array) for array in wanted}
 
 
 def reference_output(layers, inputs, *, layer, attends, shape) -> np.ndarray:
@@ -174,20 +219,8 @@ def test_the_fit_is_the_least_squares_solution(name, data, tensor, projections):
     settings = Refit(ridge=RIDGE, projections=projections)
     mesh = parallel.make_mesh(data=data, tensor=tensor)
     result = refit(standard(), model=model, rows=TOKENS, mesh=mesh, settings=settings)
-    matrices, amplified = expected(name, ranks=tensor, both=projections is BOTH)
-    fitted = {(f.layer, f"{f.sublayer}/{array}") for f in result.fits for array in PROJECTIONS.get(f.sublayer, ())}
-    fitted |= {(f.layer, f.sublayer) for f in result.fits if f.sublayer not in PROJECTIONS}
-    assert fitted == matrices.keys() and all(f.after < f.before for f in result.fits)
-    for (layer, array), matrix in matrices.items():
-        actual = result.source.arrays[Key(f"layers/{array}", layer)].read()
-        assert actual.dtype == np.float32
-        assert cases.error(actual, matrix) <= amplified * cases.bound(model)
-        gain = result.source.arrays[Key(f"layers/{array.partition('/')[0]}_norm/scale", layer)].read()
-        assert (gain == 1).all()
-    touched = {Key(f"layers/{array}", layer) for layer, array in matrices}
-    touched |= {Key(f"layers/{array.partition('/')[0]}_norm/scale", layer) for layer, array in matrices}
-    untouched = standard().arrays.keys() - touched
-    assert all(result.source.arrays[key] is standard().arrays[key] for key in untouched)
+    wanted = expected(values(), cases.shape(name, model, ranks=tensor), both=projections is BOTH)
+    check(result, *wanted, source=standard(), model=model)
 
 
 @pytest.mark.full
@@ -195,7 +228,7 @@ def test_emulated_ranks_are_real_ones():
     model = small_model("hybrid-fresh", ranks=2)
     settings = dict(model=model, rows=TOKENS, settings=Refit(ridge=RIDGE, projections=BOTH))
     real, emulated = (refit(standard(), mesh=parallel.make_mesh(tensor=n), **settings) for n in (2, 1))
-    _, amplified = expected("hybrid-fresh", ranks=2, both=True)
+    _, amplified = expected(values(), cases.shape("hybrid-fresh", model, ranks=2), both=True)
     for key, stored in real.source.arrays.items():
         assert cases.error(emulated.source.arrays[key].read(), stored.read()) <= amplified * cases.bound(model)
 
