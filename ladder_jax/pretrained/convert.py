@@ -233,7 +233,7 @@ def _choose(
 def _fit(source: Source, request: Request, rows: np.ndarray, *, settings: Refit, folder: pathlib.Path) -> Refitted:
     """`source` with `request.model`'s converted layers refitted. folder: keeps what an interrupted run has done."""
     mesh = parallel.make_mesh(tensor=request.tensor)
-    with _counted(refits.count(request.model), "refitted {done}/{total} sublayers") as on_sublayer:
+    with _counted(2 * request.model.num_layers, "refitted {done}/{total} sublayers") as on_sublayer:
         shared = dict(model=request.model, mesh=mesh, settings=settings, folder=folder, on_sublayer=on_sublayer)
         return refits.refit(source, rows=rows[:, :-1], **shared)
 

@@ -15,14 +15,9 @@ from ladder_jax.pretrained.source import REFIT
 PREFIX = "hf://"
 _PART = r"[A-Za-z0-9_][\w.-]*"
 _ID = re.compile(rf"({_PART}/{_PART})(?:/([^@]+\.gguf))?(?:@(.+))?", re.ASCII)
-_WEIGHTS = (
-    huggingface.CONFIG,
-    huggingface.GENERATION,
-    REFIT,
-    *tokenizer_files.FILES,
-    huggingface.INDEX,
-    "model*.safetensors",
-)
+_FOLDER = (huggingface.CONFIG, huggingface.GENERATION, REFIT, *tokenizer_files.FILES, huggingface.INDEX)
+_WEIGHTS = ("model.safetensors", "*-of-*.safetensors")
+_OTHERS = ("*/*", "consolidated*")  # other programs' formats
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,10 +55,11 @@ def download(identifier: Identifier, *, weights: bool = True) -> tuple[pathlib.P
             allowed = _named(_files(identifier, folder, (".gguf",)))
             raise UserError(f"'{identifier}': there is no such file in {identifier.repository}{allowed}")
         return folder / identifier.file, dataclasses.replace(identifier, revision=folder.name)
-    wanted = [*_WEIGHTS] if weights else [huggingface.CONFIG]
-    folder = _snapshot(identifier, allow_patterns=wanted, ignore_patterns=["*/*"])
+    wanted = [*_FOLDER, *_WEIGHTS] if weights else [huggingface.CONFIG]
+    folder = _snapshot(identifier, allow_patterns=wanted, ignore_patterns=list(_OTHERS))
     has_config = (folder / huggingface.CONFIG).is_file()
-    if has_config and not (weights and not any(folder.glob("*.safetensors"))):
+    has_weights = not weights or any(folder.glob("*.safetensors"))
+    if has_config and has_weights:
         return folder, dataclasses.replace(identifier, revision=folder.name)
     ggufs = _files(identifier, folder, (".gguf",))
     if len(ggufs) == 1 and not has_config:
@@ -71,7 +67,8 @@ def download(identifier: Identifier, *, weights: bool = True) -> tuple[pathlib.P
     why = f"no {'safetensors' if has_config else huggingface.CONFIG} and no GGUF file: no model that we can read"
     if ggufs:
         example = dataclasses.replace(identifier, file=ggufs[0])
-        why = f"several models: name one of its GGUF files, as in '{example}'{_named(ggufs)}"
+        what = "no safetensors" if has_config else "several models"
+        why = f"{what}: name one of its GGUF files, as in '{example}'{_named(ggufs)}"
     elif _files(identifier, folder, huggingface.PICKLES):
         why = "only weights as pickles, which can run any program when they are opened"
     raise UserError(f"'{identifier}' holds {why}")

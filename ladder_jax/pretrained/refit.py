@@ -100,11 +100,6 @@ class Refitted:
     fits: tuple[Fit, ...]
 
 
-def count(model: ModelConfig) -> int:
-    """The number of times that `refit` calls `on_sublayer`."""
-    return 2 * model.num_layers
-
-
 def refit(
     source: Source,
     *,
@@ -121,7 +116,7 @@ def refit(
     mesh: the axes data and tensor; of the weights one layer's are on the devices, of the statistics one sublayer's.
         The streams of all tokens stay on the host, (1 + delay) n T D values.
     folder: keeps the results of each sublayer; called again with equal arguments, `refit` reads them and goes on.
-    on_sublayer: called after each sublayer of the model.
+    on_sublayer: called after each of the model's 2 L sublayers.
     Raises UserError for fewer tokens than the model's width, a source that is not standard, a topology that is not a
     ladder's, or a mesh that does not suit, and RunFailed where the activations are not finite.
     """
