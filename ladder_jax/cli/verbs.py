@@ -136,7 +136,7 @@ VERBS = {
     "convert": Verb(
         "Convert a pretrained model to a checkpoint, with ladder layers where they are asked for.",
         "ladder-jax convert SmolLM2-135M.gguf runs/smollm2 --ladder-layers 15 --calibration text.txt",
-        "ladder_jax.pretrained.convert.command:run",
+        "ladder_jax.pretrained.convert:run",
         {
             "source SOURCE": "a Hugging Face folder, a GGUF file, or a checkpoint",
             "destination DESTINATION": "the folder to write, which must not be there yet",

@@ -2,9 +2,11 @@
 
 import dataclasses
 import difflib
+import enum
 import hashlib
 import os
 import pathlib
+from typing import Any
 
 import numpy as np
 
@@ -17,22 +19,28 @@ from ladder_jax.config import (
     FolderConfig,
     ModelConfig,
     RunConfig,
-    TrainConfig,
     parse_residual,
 )
 from ladder_jax.data import tokenizer as tokenizers
 from ladder_jax.data.tokenizer import Tokenizer
 from ladder_jax.decode import Engine, Generator, default_tensor
-from ladder_jax.decode.request import Decoder
-from ladder_jax.decode.steps import CHUNK
 from ladder_jax.errors import UserError, unknown
 from ladder_jax.files import AnyPath, absolute, explained, is_remote
 from ladder_jax.nn import ModelDef, Params
-from ladder_jax.pretrained import gguf, hub, saved
-from ladder_jax.pretrained.huggingface import config_in, read
+from ladder_jax.pretrained import checkpoints, gguf, hub
+from ladder_jax.pretrained.huggingface import config as huggingface_config
+from ladder_jax.pretrained.huggingface import folder as huggingface
 from ladder_jax.pretrained.load import Reader, assemble, reader
 from ladder_jax.pretrained.load import load as load_source
 from ladder_jax.pretrained.source import REFIT, Source
+
+
+class Format(enum.Enum):
+    """A format to write."""
+
+    CHECKPOINT = "checkpoint"  # of ladder_jax, in a folder like a run's
+    HUGGING_FACE = "huggingface"
+
 
 FORMS = "a run's folder, a Hugging Face folder, a GGUF file, or org/name of the Hugging Face Hub"
 _SAMPLES, _BLOCK = 256, 2**16  # blocks of a file, and bytes of a block, in a model's identity
@@ -113,32 +121,18 @@ class OpenedModel:
         definition = self.define(tensor=tensor)
         return Generator(definition, self.reader(definition), loop=settings.loop, quantize=settings.quantize)
 
-    def engine(
-        self,
-        *,
-        settings: DecodeConfig,
-        slots: int,
-        capacity: int,
-        max_queue: int,
-        chunk: int = CHUNK,
-        decoder: Decoder | None,
-        tensor: int | None = None,
-    ) -> Engine:
+    def engine(self, *, settings: DecodeConfig, tensor: int | None = None, **about: Any) -> Engine:
         """settings: `loop` to `interleave` of the section `decode`; `tensor` as in `define`; the rest as in Engine."""
         definition = self.define(tensor=tensor)
         return Engine(
             definition,
             self.reader(definition),
-            slots=slots,
-            capacity=capacity,
-            max_queue=max_queue,
-            chunk=chunk,
-            decoder=decoder,
             launch=settings.launch,
             prefill_chunk=settings.prefill_chunk,
             interleave=settings.interleave.parts,
             loop=settings.loop,
             quantize=settings.quantize,
+            **about,
         )
 
 
@@ -158,10 +152,9 @@ def open_model(
         config = weights.config
     else:
         weights = open_source(path)
-        train = TrainConfig() if weights.context is None else TrainConfig(sequence=weights.context)
         called = path.stem if path.is_file() else path.absolute().name
         run = FolderConfig(name=identifier.repository if identifier else called)
-        config = RunConfig(model=weights.model, train=train, run=run)
+        config = RunConfig(model=weights.model, train=weights.train_config, run=run)
     choice = dict(ladder_layers=ladder_layers, residual=residual, ranks=ranks)
     model = with_ladder_layers(config.model, **choice, name=shown)
     return OpenedModel(shown, path, dataclasses.replace(config, model=model), weights, identifier is not None)
@@ -173,8 +166,8 @@ def open_source(name: str | os.PathLike) -> Source:
     if is_remote(path):
         raise UserError(f"{str(name)!r}: copy it to a disk first; generate, serve and evaluate read it from there")
     if _is_checkpoint(path):
-        return saved.read(path)
-    return read.read(path) if path.is_dir() else gguf.read(path)
+        return checkpoints.read(path)
+    return huggingface.read(path) if path.is_dir() else gguf.read(path)
 
 
 def model_config(name: str | os.PathLike) -> ModelConfig:
@@ -184,7 +177,9 @@ def model_config(name: str | os.PathLike) -> ModelConfig:
     if _is_checkpoint(path):
         return open_checkpoint(path).config.model
     if path.is_dir():
-        return config_in.model(read.read_object(path / read.CONFIG), where=str(path / read.CONFIG))
+        return huggingface_config.read(
+            huggingface.read_object(path / huggingface.CONFIG), where=str(path / huggingface.CONFIG)
+        )
     return gguf.read(path).model
 
 
@@ -244,9 +239,9 @@ def with_ladder_layers(
 
 def _is_checkpoint(path: AnyPath) -> bool:
     """Whether it is this library's own: a run's folder has a config.json as Hugging Face's do, but its sections."""
-    if not path.is_dir() or not (path / read.CONFIG).is_file() or (path / "checkpoints").is_dir():
+    if not path.is_dir() or not (path / huggingface.CONFIG).is_file() or (path / "checkpoints").is_dir():
         return path.is_dir()
-    return "run" in read.read_object(path / read.CONFIG)
+    return "run" in huggingface.read_object(path / huggingface.CONFIG)
 
 
 def _nothing_at(path: pathlib.Path) -> str:
@@ -261,7 +256,7 @@ def _nothing_at(path: pathlib.Path) -> str:
 def _sampled(path: pathlib.Path) -> str:
     """A digest of a model's files: of each, its size and evenly spaced blocks."""
     digest = hashlib.blake2b(digest_size=16)
-    for file in [path] if path.is_file() else [path / read.CONFIG, *sorted(path.glob("*.safetensors"))]:
+    for file in [path] if path.is_file() else [path / huggingface.CONFIG, *sorted(path.glob("*.safetensors"))]:
         size = file.stat().st_size
         digest.update(f"{file.name} {size}\n".encode() if path.is_dir() else str(size).encode())
         with file.open("rb") as content:

@@ -5,18 +5,19 @@ import functools
 import glob
 import pathlib
 import re
-from collections.abc import Iterable
+import sys
 
 from ladder_jax.errors import RunFailed, UserError
 from ladder_jax.pretrained import tokenizer_files
-from ladder_jax.pretrained.huggingface import read
+from ladder_jax.pretrained.huggingface import folder as huggingface
 from ladder_jax.pretrained.source import REFIT
 
 PREFIX = "hf://"
-TIMEOUT = 10.0  # seconds until the Hub has to answer
 _PART = r"[A-Za-z0-9_][\w.-]*"
 _ID = re.compile(rf"({_PART}/{_PART})(?:/([^@]+\.gguf))?(?:@(.+))?", re.ASCII)
-_PICKLES = (".bin", ".pt", ".pth")
+_FOLDER = (huggingface.CONFIG, huggingface.GENERATION, REFIT, *tokenizer_files.FILES, huggingface.INDEX)
+_WEIGHTS = ("model.safetensors", "*-of-*.safetensors")
+_OTHERS = ("*/*", "consolidated*")  # other programs' formats
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,33 +41,7 @@ class Identifier:
         return f"{self.repository}{file}" + (f"@{self.revision}" if self.revision else "")
 
 
-@dataclasses.dataclass(frozen=True)
-class _Repository:
-    """One commit of a repository. names: of its files; without a connection, of those in the cache.
-
-    cached: their folder, if there is no connection; reason: of that.
-    """
-
-    identifier: Identifier
-    commit: str
-    names: frozenset[str]
-    cached: pathlib.Path | None = None
-    reason: str = ""
-
-    def fetch(self, files: Iterable[str]) -> pathlib.Path:
-        """The folder with `files`. Raises UserError for a file that cannot be downloaded."""
-        if self.cached is None:
-            # By the revision's name, which the cache then knows without a connection, too.
-            folder = _snapshot(self.identifier, [glob.escape(file) for file in files])
-            if folder.name != self.commit:
-                raise RunFailed(f"'{self.identifier}' has just changed on the Hub: repeat the command")
-            return folder
-        for file in files:
-            if file not in self.names:
-                raise UserError(f"{_no_connection(self.reason)}, and {_cache()} holds {self.identifier} without {file}")
-        return self.cached
-
-
+@functools.cache  # asks once a process: a branch that moves meanwhile must not mix two models
 def download(identifier: Identifier, *, weights: bool = True) -> tuple[pathlib.Path, Identifier]:
     """The Hugging Face folder or GGUF file of that name in the Hub's cache, and the identifier with its commit.
 
@@ -74,8 +49,29 @@ def download(identifier: Identifier, *, weights: bool = True) -> tuple[pathlib.P
     configuration alone (of a GGUF file, which holds both, everything). The token is the Hub's own: HF_TOKEN, or
     `hf auth login`'s. Without a connection, the cache is used; a UserError says so if it lacks a file.
     """
-    path, commit = _download(identifier, weights=weights)
-    return path, dataclasses.replace(identifier, revision=commit)
+    if identifier.file:
+        folder = _snapshot(identifier, allow_patterns=[glob.escape(identifier.file)])
+        if not (folder / identifier.file).is_file():
+            allowed = _named(_files(identifier, folder, (".gguf",)))
+            raise UserError(f"'{identifier}': there is no such file in {identifier.repository}{allowed}")
+        return folder / identifier.file, dataclasses.replace(identifier, revision=folder.name)
+    wanted = [*_FOLDER, *_WEIGHTS] if weights else [huggingface.CONFIG]
+    folder = _snapshot(identifier, allow_patterns=wanted, ignore_patterns=list(_OTHERS))
+    has_config = (folder / huggingface.CONFIG).is_file()
+    has_weights = not weights or any(folder.glob("*.safetensors"))
+    if has_config and has_weights:
+        return folder, dataclasses.replace(identifier, revision=folder.name)
+    ggufs = _files(identifier, folder, (".gguf",))
+    if len(ggufs) == 1 and not has_config:
+        return download(dataclasses.replace(identifier, file=ggufs[0]), weights=weights)
+    why = f"no {'safetensors' if has_config else huggingface.CONFIG} and no GGUF file: no model that we can read"
+    if ggufs:
+        example = dataclasses.replace(identifier, file=ggufs[0])
+        what = "no safetensors" if has_config else "several models"
+        why = f"{what}: name one of its GGUF files, as in '{example}'{_named(ggufs)}"
+    elif _files(identifier, folder, huggingface.PICKLES):
+        why = "only weights as pickles, which can run any program when they are opened"
+    raise UserError(f"'{identifier}' holds {why}")
 
 
 def push(folder: pathlib.Path, repository: str, *, private: bool | None = None, message: str | None = None) -> str:
@@ -87,8 +83,8 @@ def push(folder: pathlib.Path, repository: str, *, private: bool | None = None, 
     hub, identifier = _library(), Identifier.parse(repository)
     if identifier is None or identifier.file or identifier.revision:
         raise UserError(f"{repository!r} is no repository's name: write org/name")
-    if not (folder / read.CONFIG).is_file():
-        raise UserError(f"{str(folder)!r} is no export: it holds no {read.CONFIG}")
+    if not (folder / huggingface.CONFIG).is_file():
+        raise UserError(f"{str(folder)!r} is no export: it holds no {huggingface.CONFIG}")
     try:
         api = hub.HfApi()
         api.create_repo(identifier.repository, private=private, exist_ok=True)
@@ -100,124 +96,47 @@ def push(folder: pathlib.Path, repository: str, *, private: bool | None = None, 
     return str(done.commit_url).partition("/commit/")[0]
 
 
-@functools.cache
-def _download(identifier: Identifier, *, weights: bool) -> tuple[pathlib.Path, str]:
-    """Asks the Hub once a process: a branch that moves meanwhile must not mix two models."""
-    repository = _repository(identifier)
-    if identifier.file or read.CONFIG not in repository.names:
-        file = identifier.file or _only_gguf(repository)
-        if file not in repository.names and repository.cached is None:
-            raise UserError(f"'{identifier}': there is no such file in {identifier.repository}{_others(repository)}")
-        return repository.fetch([file]) / file, repository.commit
-    if not weights:
-        return repository.fetch([read.CONFIG]), repository.commit
-    wanted = (read.CONFIG, read.GENERATION, REFIT, *tokenizer_files.FILES)
-    repository.fetch([name for name in wanted if name in repository.names])
-    return repository.fetch(_weights(repository)), repository.commit
-
-
-def _weights(repository: _Repository) -> list[str]:
-    """The safetensors files: those that the index lists, or the only one."""
-    names = repository.names
-    if read.INDEX in names:
-        listed = read.read_object(repository.fetch([read.INDEX]) / read.INDEX).get("weight_map")
-        shards = sorted({name for name in listed.values() if isinstance(name, str)} if isinstance(listed, dict) else ())
-        for name in shards:
-            if repository.cached is None and name not in names:
-                raise UserError(f"'{repository.identifier}' lists {name} in its {read.INDEX}, and does not hold it")
-        return [read.INDEX, *shards]
-    if read.WEIGHTS not in names and repository.cached is None:
-        if _ggufs(repository):
-            raise UserError(f"'{repository.identifier}' holds no safetensors: {_choice(repository)}")
-        pickles = any(name.endswith(_PICKLES) for name in names)
-        why = "only weights as pickles, which can run any program when they are opened" if pickles else "no safetensors"
-        raise UserError(f"'{repository.identifier}' holds {why}")
-    return [read.WEIGHTS]
-
-
-def _only_gguf(repository: _Repository) -> str:
-    files = _ggufs(repository)
-    if not files:
-        raise UserError(f"'{repository.identifier}' holds no {read.CONFIG} and no GGUF file: no model that we can read")
-    if len(files) > 1:
-        raise UserError(f"'{repository.identifier}' holds several models: {_choice(repository)}")
-    return files[0]
-
-
-def _choice(repository: _Repository) -> str:
-    files = _ggufs(repository)
-    more = f" and {len(files) - 8} more" if files[8:] else ""
-    example = dataclasses.replace(repository.identifier, file=files[0])
-    return f"name one of its GGUF files, as in '{example}' ({', '.join(files[:8])}{more})"
-
-
-def _others(repository: _Repository) -> str:
-    files = _ggufs(repository)
-    return f" (allowed: {', '.join(files[:8])})" if files else ""
-
-
-def _ggufs(repository: _Repository) -> list[str]:
-    return sorted(name for name in repository.names if name.endswith(".gguf"))
-
-
-def _repository(identifier: Identifier) -> _Repository:
-    """What the Hub lists, or without a connection the cache. Raises UserError where there is nothing."""
+def _snapshot(identifier: Identifier, **patterns: list[str]) -> pathlib.Path:
+    """The folder of one commit in the Hub's cache, with the files of these patterns."""
     hub = _library()
+    there, log_in = hub.constants.ENDPOINT, "`hf auth login`, or HF_TOKEN"
+    hub.utils.logging.set_verbosity_error()  # it warns where it finds none of the files
+    if not sys.stderr.isatty():
+        hub.utils.disable_progress_bars()
     try:
-        info = hub.HfApi().model_info(identifier.repository, revision=identifier.revision, timeout=TIMEOUT)
+        found = hub.snapshot_download(identifier.repository, revision=identifier.revision, **patterns)
     except hub.errors.RevisionNotFoundError:
         raise UserError(f"'{identifier}': the Hub has no revision {identifier.revision!r} of it") from None
+    except hub.errors.GatedRepoError:
+        address = f"{there}/{identifier.repository}"
+        raise UserError(f"'{identifier}' is gated: ask for access at {address}, then {log_in}") from None
     except (hub.errors.RepositoryNotFoundError, hub.errors.HFValidationError):
         raise UserError(
-            f"there is no model {str(identifier)!r}: no such path here, and no such repository at"
-            f" {hub.constants.ENDPOINT} for you (for private ones: `hf auth login`, or HF_TOKEN)"
+            f"there is no model {str(identifier)!r}: no such path here, and no such repository at {there} for you"
+            f" (for private ones: {log_in})"
         ) from None
-    except Exception as error:  # of the client's HTTP library, which differs between its versions
-        return _from_cache(identifier, _line(error))
-    return _Repository(identifier, info.sha, frozenset(file.rfilename for file in info.siblings or ()))
-
-
-def _from_cache(identifier: Identifier, reason: str) -> _Repository:
-    try:
-        settings = dict(revision=identifier.revision, local_files_only=True, allow_patterns=[read.CONFIG])
-        folder = pathlib.Path(_library().snapshot_download(identifier.repository, **settings))
-    except (OSError, ValueError):
-        raise UserError(f"{_no_connection(reason)}, and '{identifier}' is not in {_cache()}") from None
-    names = frozenset(str(file.relative_to(folder)) for file in folder.rglob("*") if file.is_file())
-    return _Repository(identifier, folder.name, names, folder, reason)
-
-
-def _snapshot(identifier: Identifier, patterns: list[str]) -> pathlib.Path:
-    hub = _library()
-    try:
-        settings = dict(revision=identifier.revision, allow_patterns=patterns, tqdm_class=_bar())
-        return pathlib.Path(hub.snapshot_download(identifier.repository, **settings))
-    except hub.errors.GatedRepoError:
+    except hub.errors.LocalEntryNotFoundError as error:
         raise UserError(
-            f"'{identifier}' is gated: ask for access at {hub.constants.ENDPOINT}/{identifier.repository},"
-            " then `hf auth login`, or HF_TOKEN"
+            f"no connection to {there} ({_line(error.__cause__ or error)}), and the cache at"
+            f" {hub.constants.HF_HUB_CACHE} does not hold all of '{identifier}' that is needed"
         ) from None
     except Exception as error:  # as above
         raise RunFailed(f"'{identifier}' could not be downloaded: {_line(error)}") from error
+    return pathlib.Path(found)
 
 
-def _bar() -> type:
-    """The Hub's progress bar, on a terminal only, and gone when it is done."""
-    from huggingface_hub.utils import tqdm
-
-    class Bar(tqdm):
-        def __init__(self, *args, **settings):
-            super().__init__(*args, **{**settings, "disable": settings.get("disable") or None, "leave": False})
-
-    return Bar
+def _files(identifier: Identifier, folder: pathlib.Path, endings: tuple[str, ...]) -> list[str]:
+    """The repository's files with such names; without a connection, those in the cache."""
+    try:
+        names = _library().HfApi().list_repo_files(identifier.repository, revision=folder.name)
+    except Exception:  # as above
+        names = [str(file.relative_to(folder)) for file in folder.rglob("*")]
+    return sorted(name for name in names if name.endswith(endings))
 
 
-def _no_connection(reason: str) -> str:
-    return f"no connection to {_library().constants.ENDPOINT} ({reason})"
-
-
-def _cache() -> str:
-    return f"the cache at {_library().constants.HF_HUB_CACHE}"
+def _named(files: list[str]) -> str:
+    more = f" and {len(files) - 8} more" if files[8:] else ""
+    return f" (allowed: {', '.join(files[:8])}{more})" if files else ""
 
 
 def _line(error: BaseException) -> str:
@@ -229,7 +148,9 @@ def _line(error: BaseException) -> str:
 def _library():
     try:
         import huggingface_hub
+        import huggingface_hub.constants
         import huggingface_hub.errors
+        import huggingface_hub.utils
     except ModuleNotFoundError:
         raise UserError("models of the Hugging Face Hub need huggingface_hub: pip install 'ladder-jax[hf]'") from None
     return huggingface_hub

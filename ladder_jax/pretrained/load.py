@@ -1,7 +1,7 @@
 """Load a model's arrays onto a mesh. The host holds at most one array at a time."""
 
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -35,7 +35,7 @@ def load(
     """
     mesh = parallel.mesh_of(mesh)
     definition = nn.define(parallel.with_ranks(source.model, tensor=mesh.shape["tensor"]), mesh=mesh)
-    return assemble(definition, reader(source, definition, dtype=dtype, loop=loop, done=done), loop=loop)
+    return assemble(definition, reader(source, definition, dtype=dtype, done=done), loop=loop)
 
 
 def assemble(definition: nn.ModelDef, read: Reader, *, dtype: np.dtype | None = None, loop: Loop = Loop.SCAN):
@@ -45,27 +45,31 @@ def assemble(definition: nn.ModelDef, read: Reader, *, dtype: np.dtype | None = 
     counts = {stack: len(of) for stack, of in stacks(definition.config).items()}
     layers = {name: range(counts.get(name.partition("/")[0], 0)) for name in dims}
     arrays = read([Key(name, layer) for name in dims for layer in layers[name] or (None,)])
-    whole, by_layer = {}, {stack: [{} for _ in range(count)] for stack, count in counts.items()}
-    for name, letters in dims.items():
-        if letters[0] != "L":
+    whole, apart = {}, {stack: [{} for _ in range(count)] for stack, count in counts.items()}
+    for name in dims:
+        stack, _, suffix = name.partition("/")
+        if stack not in counts:
             whole[name] = _cast(next(arrays), dtype)
-            continue
-        if loop is Loop.UNROLLED:
-            stack, _, suffix = name.partition("/")
+        elif loop is Loop.UNROLLED:
             for layer in layers[name]:
-                by_layer[stack][layer][suffix] = _cast(next(arrays), dtype)
-            continue
-        stack = None
-        for layer in layers[name]:
-            array = next(arrays)
-            if stack is None:
-                stack = meshes.zeros(abstract[name].shape, np.dtype(dtype or array.dtype), abstract[name].sharding)
-            stack = jax.block_until_ready(meshes.put(stack, _cast(array, dtype), layer))
-            del array
-        whole[name] = stack
+                apart[stack][layer][suffix] = _cast(next(arrays), dtype)
+        else:
+            whole[name] = _stacked(arrays, abstract[name], dtype=dtype)
     nested = functools.partial(traverse_util.unflatten_dict, sep="/")
-    apart = {stack: tuple(map(nested, each)) for stack, each in by_layer.items()}
-    return {**nested(whole), **(apart if loop is Loop.UNROLLED else {})}
+    by_layer = {stack: tuple(map(nested, each)) for stack, each in apart.items()}
+    return nested(whole) | (by_layer if loop is Loop.UNROLLED else {})
+
+
+def _stacked(arrays: Iterator[jax.Array], like: jax.ShapeDtypeStruct, *, dtype: np.dtype | None) -> jax.Array:
+    """The next of `arrays`, one of each layer, as one array [L, ...]."""
+    stack = None
+    for layer in range(like.shape[0]):
+        array = next(arrays)
+        if stack is None:
+            stack = meshes.zeros(like.shape, np.dtype(dtype or array.dtype), like.sharding)
+        stack = jax.block_until_ready(meshes.put(stack, _cast(array, dtype), layer))
+        del array
+    return stack
 
 
 def reader(
@@ -73,47 +77,33 @@ def reader(
     definition: nn.ModelDef,
     *,
     dtype: np.dtype | None = None,
-    loop: Loop = Loop.UNROLLED,
     done: Callable[[Key], object] = lambda key: None,
 ) -> Reader:
     """Reads arrays onto their devices one at a time, for `Engine(definition, pretrained.reader(source, definition))`.
 
-    dtype, done: as in `load`. loop: with SCAN, the layers of a stack get one dtype. The engine casts or quantizes each
-    array before the next is read.
+    dtype, done: as in `load`. The engine casts or quantizes each array before the next is read.
     """
     dims = traverse_util.flatten_dict(definition.dims, sep="/")
     abstract = traverse_util.flatten_dict(definition.abstract, sep="/")
-    stacked = _stack_dtypes(source) if loop is Loop.SCAN else {}
+    dtypes = {}
+    for key, array in source.arrays.items():
+        dtypes[key.name] = jnp.promote_types(dtypes.get(key.name, array.dtype), array.dtype)
 
     def place(key: Key) -> jax.Array:
-        name, layer = key
-        letters = dims[name].removeprefix("L")
-        shape = abstract[name].shape[-len(letters) :]
-        settings = dict(dtype=dtype or stacked.get(name), layout=definition.layout, done=done)
-        return _place(source, Key(name, layer), letters, shape, **settings)
+        """Padded with zeros to the shape in `definition`. The host holds the array and its shards."""
+        key = Key(*key)
+        letters = dims[key.name].removeprefix("L")
+        shape = abstract[key.name].shape[-len(letters) :]
+        kept, values = np.dtype(dtype or dtypes[key.name]), source.arrays[key].read()
+        array = meshes.place(lambda index: _copy(values[index], kept), shape, definition.layout.sharding(letters))
+        done(key)
+        return array
 
     return lambda keys: map(place, keys)
 
 
-def _stack_dtypes(source: Source) -> Mapping[str, np.dtype]:
-    """A dtype for each array that holds the values of all its layers."""
-    dtypes = {}
-    for key, array in source.arrays.items():
-        dtypes[key.name] = jnp.promote_types(dtypes.get(key.name, array.dtype), array.dtype)
-    return dtypes
-
-
 def _cast(array: jax.Array, dtype: np.dtype | None) -> jax.Array:
-    return array if dtype is None or array.dtype == dtype else array.astype(dtype)
-
-
-def _place(source: Source, key: Key, dims: str, shape: tuple[int, ...], *, dtype, layout, done) -> jax.Array:
-    """One array on its devices, padded with zeros to `shape`. The host holds the array and its shards."""
-    stored = source.arrays[key]
-    values, dtype = stored.read(), np.dtype(dtype or stored.dtype)
-    array = meshes.place(lambda index: _copy(values[index], dtype), shape, layout.sharding(dims))
-    done(key)
-    return array
+    return array if dtype is None else array.astype(dtype)
 
 
 def _copy(values: np.ndarray, dtype: np.dtype) -> np.ndarray:

@@ -3,18 +3,23 @@
 Each format's reader returns a Source. Loading, exporting and converting need only that.
 """
 
+import contextlib
 import dataclasses
 import functools
 import json
 import math
 import pathlib
+import tempfile
 import types
+import weakref
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
+from flax import traverse_util
 
-from ladder_jax.config import ModelConfig
+from ladder_jax.config import ModelConfig, TrainConfig
+from ladder_jax.data import tokenizer as tokenizers
 from ladder_jax.data.tokenizer import Tokenizer
 from ladder_jax.errors import UserError
 from ladder_jax.nn import model_def, parameter
@@ -85,9 +90,46 @@ class Source:
 
     @functools.cached_property
     def tokenizer(self) -> Tokenizer | None:
-        """None if there is none in `files`. Raises UserError for an unsupported or too large one."""
-        about = dict(generation=self.generation, vocab_size=self.model.vocab_size, path=self.path)
-        return tokenizer_files.load(self.files, **about)
+        """Of `files`; without any, bytes for 256 tokens, else None. Raises UserError as `write_tokenizer` does."""
+        if not self.files and self.model.vocab_size == tokenizers.Bytes().vocab_size:
+            return tokenizers.Bytes()
+        with contextlib.ExitStack() as scratch:
+            folder = scratch.enter_context(tempfile.TemporaryDirectory(prefix="ladder-jax-"))
+            tokenizer = self.write_tokenizer(pathlib.Path(folder) / tokenizers.FOLDER)
+            if tokenizer is not None:  # then the folder is removed with it
+                weakref.finalize(tokenizer, scratch.pop_all().close)
+        return tokenizer
+
+    def write_tokenizer(self, folder: pathlib.Path) -> Tokenizer | None:
+        """Write the tokenizer's files, chat template and generation settings to the new `folder`, and open it.
+
+        None, and no folder, if `files` hold no tokenizer. Raises UserError for an unsupported tokenizer, and for one
+        with more tokens than the model.
+        """
+        if tokenizer_files.MAIN not in self.files:
+            return None
+        folder.mkdir()
+        for name, content in self.files.items():
+            (folder / name).write_bytes(content)
+        if self.generation:
+            settings = json.dumps(dict(self.generation), indent=2) + "\n"
+            (folder / "generation_config.json").write_text(settings, encoding="utf-8")
+        try:
+            tokenizer = tokenizers.load(folder)
+        except UserError as error:
+            raise UserError(str(error).replace(str(folder), self.path)) from None
+        tokenizers.check_vocabulary(tokenizer, vocab_size=self.model.vocab_size, path=self.path)
+        return tokenizer
+
+    @property
+    def train_config(self) -> TrainConfig:
+        """The section of a run's configuration that has the context."""
+        return TrainConfig() if self.context is None else TrainConfig(sequence=self.context)
+
+    @property
+    def nbytes(self) -> int:
+        """Of all arrays, as stored."""
+        return sum(math.prod(array.shape) * array.dtype.itemsize for array in self.arrays.values())
 
     def __repr__(self) -> str:
         count = sum(math.prod(stored.shape) for stored in self.arrays.values())
@@ -105,7 +147,8 @@ def dims(model: ModelConfig) -> dict[str, str]:
     """
     modules = model_def.declare(model, ranks=1)
     nested = {name: parameter.dims_of(module) for name, module in modules.items()}
-    return {name: letters.removeprefix("L") for name, letters in _flat(nested).items()}
+    flat = traverse_util.flatten_dict(nested, sep="/")
+    return {name: letters.removeprefix("L") for name, letters in flat.items()}
 
 
 def expected_shapes(model: ModelConfig) -> dict[Key, tuple[int, ...]]:
@@ -139,8 +182,8 @@ def check_layers(model: ModelConfig, *, tensors: int, path: str) -> None:
         )
 
 
-def check(source: Source) -> Source:
-    """Returns `source`. Raises UserError for missing, extra or wrongly shaped arrays, or too large a tokenizer."""
+def check(source: Source) -> None:
+    """Raises UserError for missing, extra or wrongly shaped arrays."""
     shapes = expected_shapes(source.model)
     for key in source.arrays.keys() - shapes.keys():
         raise UserError(f"{source.path!r} holds {key}, which is not in its configuration")
@@ -149,36 +192,31 @@ def check(source: Source) -> Source:
             raise UserError(f"{source.path!r} lacks {key}")
         if tuple(source.arrays[key].shape) != shape:
             raise UserError(f"{source.path!r}: {key} is {tuple(source.arrays[key].shape)}, not {shape}")
-    tokens = _tokens(source)
-    if tokens > source.model.vocab_size:
-        raise UserError(
-            f"{source.path!r}: its tokenizer.json numbers {tokens} tokens, but the model has {source.model.vocab_size}"
-        )
-    return source
-
-
-def _tokens(source: Source) -> int:
-    """One more than the largest token number in tokenizer.json; 0 if there is no such file."""
-    if "tokenizer.json" not in source.files:
-        return 0
-    try:
-        tokenizer = json.loads(source.files["tokenizer.json"])
-        vocabulary = tokenizer["model"]["vocab"]  # numbers by name, or a list
-        numbers = vocabulary.values() if isinstance(vocabulary, Mapping) else range(len(vocabulary))
-        return 1 + max([*numbers, *(token["id"] for token in tokenizer.get("added_tokens") or ())], default=-1)
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-        raise UserError(f"{source.path!r}: tokenizer.json is not a tokenizer: {error!r}") from None
-
-
-def _flat(nested: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
-    flat = {}
-    for name, value in nested.items():
-        path = f"{prefix}{name}"
-        flat |= _flat(value, f"{path}/") if isinstance(value, Mapping) else {path: value}
-    return flat
 
 
 def refit_in(folder: pathlib.Path) -> pathlib.Path | None:
     """The file REFIT in a model's folder, if there is one."""
     file = folder / REFIT
     return file if file.is_file() else None
+
+
+# PyTorch's matrices are [out, in]; in our arrays heads are separate dimensions. These return views and copy no values.
+# `dims` are letters as in `dims`; `ours` is our shape.
+
+
+def torch_shape(dims: str, ours: tuple[int, ...]) -> tuple[int, ...]:
+    """PyTorch's shape: [N x H, D] for our [D, N, H]. Vectors are flat. Tables are [V, D] in both."""
+    if not parameter.is_matrix(dims):
+        return (math.prod(ours),)
+    if dims == "VD":
+        return ours
+    inputs = 1 if dims.startswith("D") else len(dims) - 1  # the dimensions that a matmul sums over come first
+    return (math.prod(ours[inputs:]), math.prod(ours[:inputs]))
+
+
+def from_torch(array: np.ndarray, *, dims: str, ours: tuple[int, ...]) -> np.ndarray:
+    return array if dims == "VD" else array.T.reshape(ours)
+
+
+def to_torch(array: np.ndarray, *, dims: str, theirs: tuple[int, ...]) -> np.ndarray:
+    return array if dims == "VD" else array.reshape(theirs[::-1]).T

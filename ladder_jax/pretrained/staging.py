@@ -9,12 +9,12 @@ import fcntl
 import os
 import pathlib
 import shutil
-import stat
+import signal
+import threading
 from collections.abc import Iterator
 
 from ladder_jax.checkpoint import manifest
-from ladder_jax.errors import RunFailed, UserError
-from ladder_jax.pretrained.sigterm import Sigterm, is_written
+from ladder_jax.errors import RunFailed, Stopped, UserError
 
 LOCK = ".lock"
 
@@ -45,113 +45,97 @@ def _existing(folder: pathlib.Path) -> pathlib.Path:
 
 
 @contextlib.contextmanager
-def staged(destination: pathlib.Path) -> Iterator[pathlib.Path]:
+def staged(destination: pathlib.Path, *, resumes: bool = False) -> Iterator[pathlib.Path]:
     """Yields the path of a folder to create. It is renamed to `destination` when the block ends without an error.
 
-    Missing folders above it are created, and removed again after an error. Other files that the block creates beside it
-    are removed. Raises UserError if `destination` exists, or another process is writing it.
+    resumes: what the block writes beside that folder is kept after an interruption, for the next block to go on from.
+    Raises UserError if `destination` exists, or another process is writing it, and RunFailed for a full disk.
     """
     check_free(destination)
-    with _temporary(destination, "converting") as (folder, sigterm):
-        _clear(folder)
-        yield folder / destination.name
-        _sync(folder / destination.name)
-        sigterm.hold()  # nothing is undone from here on
-        os.rename(folder / destination.name, destination)  # over an empty folder, too
-        manifest.sync_folder(destination.parent)
-
-
-@contextlib.contextmanager
-def resumable(destination: pathlib.Path) -> Iterator[pathlib.Path]:
-    """Yields a folder beside `destination` for the results of long steps, which the next process finds again.
-
-    Removed when the block ends, and after a UserError; kept after a full disk, Ctrl-C, SIGTERM, SIGKILL or a power cut,
-    unless `destination` is there by then. Raises UserError if another process is using it.
-    """
-    with _temporary(destination, "refitting", resumes=True) as (folder, _):
-        yield folder
-
-
-@contextlib.contextmanager
-def _temporary(
-    destination: pathlib.Path, kind: str, *, resumes: bool = False
-) -> Iterator[tuple[pathlib.Path, Sigterm]]:
-    """Yields a locked folder beside `destination`, and what holds SIGTERM back. At the end the folder is removed, and
-    after an error those above it that were created. With `resumes`, only a UserError removes it before `destination`
-    is written.
-    """
-    folder = destination.with_name(f".{destination.name}.{kind}")
-    missing = [above for above in destination.absolute().parents if not above.exists()]
-    with Sigterm(destination, resumes=resumes) as sigterm:
+    scratch = destination.with_name(f".{destination.name}.converting")
+    folder = scratch / destination.name
+    with _stopped_by_sigterm(destination, resumes=resumes):
+        destination.parent.mkdir(parents=True, exist_ok=True)
+        lock = _lock(scratch, destination)
+        removed = scratch
         try:
-            destination.parent.mkdir(parents=True, exist_ok=True)
-            lock, keep = _lock_folder(folder, destination=destination), False
-            try:
-                sigterm.release()
-                yield folder, sigterm
-            except BaseException as error:
-                keep = resumes and not isinstance(error, UserError) and not is_written(destination)
-                raise
-            finally:
-                sigterm.hold()
-                if not keep:
-                    shutil.rmtree(folder, ignore_errors=True)
-                os.close(lock)
-                if not keep:
-                    with contextlib.suppress(OSError):  # on NFS, an open file keeps its folder from being removed
-                        folder.rmdir()
-        except BaseException:
-            # One that is not empty stays: another process uses it, or an interrupted one goes on there.
-            with contextlib.suppress(OSError):
-                for above in missing:
-                    above.rmdir()
+            shutil.rmtree(folder, ignore_errors=True)  # what a killed process left
+            yield folder
+            _sync(folder)
+            os.rename(folder, destination)  # over an empty folder, too
+            manifest.sync_folder(destination.parent)
+        except BaseException as error:
+            if resumes and not isinstance(error, UserError) and not _is_written(destination):
+                removed = folder
+            if isinstance(error, OSError):
+                raise RunFailed(f"cannot write {str(destination)!r}: {error.strerror or error}") from error
             raise
-
-
-def _clear(folder: pathlib.Path) -> None:
-    """Removes what a killed process left, but for the lock."""
-    for leftover in folder.iterdir():
-        if leftover.name != LOCK:
-            is_folder = leftover.is_dir() and not leftover.is_symlink()
-            shutil.rmtree(leftover) if is_folder else leftover.unlink()
-
-
-def _lock_folder(folder: pathlib.Path, *, destination: pathlib.Path) -> int:
-    """The lock of a temporary folder, which is created if it is missing. It ends with this process."""
-    while True:
-        _create_private(folder)
-        file = folder / LOCK
-        try:  # a regular file, open for writing: on NFS, only that locks other hosts out
-            lock = os.open(file, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
-        except FileNotFoundError:  # the folder was just removed
-            continue
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if file.exists() and os.fstat(lock).st_ino == file.stat().st_ino:  # else it was just removed
-                return lock
-        except BlockingIOError:
+        finally:
+            shutil.rmtree(removed, ignore_errors=True)
             os.close(lock)
-            raise UserError(f"another process is writing {str(destination)!r}") from None
-        except BaseException:
-            os.close(lock)
-            raise
-        os.close(lock)
+            with contextlib.suppress(OSError):  # on NFS, the open lock kept its folder from being removed
+                removed.rmdir()
 
 
-def _create_private(folder: pathlib.Path) -> None:
-    """Create `folder`. Its name is predictable, so an existing one must be this user's own folder, and not a link."""
+def _lock(scratch: pathlib.Path, destination: pathlib.Path) -> int:
+    """The lock of a temporary folder, which is created if it is missing. It ends with this process.
+
+    It is a regular file, open for writing: on NFS, only that locks other hosts out. The folder's name is predictable,
+    so an existing one must be this user's own folder, and not a link.
+    """
     with contextlib.suppress(FileExistsError):
-        folder.mkdir(mode=0o700)
-    with contextlib.suppress(FileNotFoundError):  # just removed by another process; opening the lock notices that
-        status = folder.lstat()
-        if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid():
-            raise UserError(f"{str(folder)!r} is in the way: a link, or another user's; remove it")
+        scratch.mkdir(mode=0o700)
+    if scratch.is_symlink() or not scratch.is_dir() or scratch.stat().st_uid != os.geteuid():
+        raise UserError(f"{str(scratch)!r} is in the way: a link, or another user's; remove it")
+    lock = os.open(scratch / LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(lock)
+        raise UserError(f"another process is writing {str(destination)!r}") from None
+    return lock
 
 
 def _sync(folder: pathlib.Path) -> None:
-    for path in folder.rglob("*"):
-        if path.is_file():
-            with path.open("rb") as file:
-                os.fsync(file.fileno())
-    for path in (folder, *(path for path in folder.rglob("*") if path.is_dir())):
-        manifest.sync_folder(path)
+    """Sync files and folders to the disk, so that a power cut leaves no half of them under the final name."""
+    for path in (folder, *folder.rglob("*")):
+        manifest.sync_folder(path)  # which syncs a file likewise
+
+
+def _is_written(destination: pathlib.Path) -> bool:
+    return destination.is_dir() and any(destination.iterdir())
+
+
+class _Received(BaseException):
+    """SIGTERM. No Exception: those are caught for their own reasons, as in jax's compilation cache."""
+
+
+@contextlib.contextmanager
+def _stopped_by_sigterm(destination: pathlib.Path, *, resumes: bool) -> Iterator[None]:
+    """The first SIGTERM ends the block, so that unfinished files are removed; then Stopped says what there is.
+
+    In other threads than the main one, which get no signals, this does nothing.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    received = False
+
+    def receive(*_):
+        nonlocal received
+        if not received:  # another one does not disturb the removal
+            received = True
+            raise _Received
+
+    before = signal.signal(signal.SIGTERM, receive)
+    try:
+        yield
+    except BaseException:
+        if not received:  # in compiled code, as in np.fromfile, what was raised becomes a SystemError
+            raise
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    if received:
+        done = "was written" if _is_written(destination) else "was not written"
+        goes_on = "; the same command goes on from here" if resumes and done == "was not written" else ""
+        raise Stopped(f"SIGTERM: {str(destination)!r} {done}{goes_on}", signum=signal.SIGTERM)

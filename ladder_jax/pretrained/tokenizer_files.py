@@ -6,13 +6,8 @@ tokenizer names (`auto_map`). And copying a link would publish the file that it 
 
 import json
 import pathlib
-import shutil
-import tempfile
-import weakref
-from collections.abc import Mapping
 from typing import Any
 
-from ladder_jax.data import tokenizer as tokenizers
 from ladder_jax.errors import UserError
 
 MAIN, CONFIG = "tokenizer.json", "tokenizer_config.json"
@@ -39,49 +34,6 @@ def read(folder: pathlib.Path) -> dict[str, bytes]:
     if CONFIG in files:
         files[CONFIG] = _without_programs(files[CONFIG], where=folder / CONFIG, fast=MAIN in files)
     return files
-
-
-def write(
-    files: Mapping[str, bytes], folder: pathlib.Path, *, generation: Mapping[str, Any], vocab_size: int, path: str
-) -> tokenizers.Tokenizer | None:
-    """Write a tokenizer's files, chat template and generation settings to the new `folder`, and open it.
-
-    None, and no folder, if `files` hold no tokenizer. path: of the model, for messages. Raises UserError for an
-    unsupported tokenizer, and for one with more tokens than `vocab_size`.
-    """
-    if MAIN not in files:
-        return None
-    folder.mkdir()
-    for name, content in files.items():
-        (folder / name).write_bytes(content)
-    if generation:
-        settings = json.dumps(dict(generation), indent=2) + "\n"
-        (folder / "generation_config.json").write_text(settings, encoding="utf-8")
-    try:
-        tokenizer = tokenizers.load(folder)
-    except UserError as error:
-        raise UserError(str(error).replace(str(folder), path)) from None
-    tokenizers.check_vocabulary(tokenizer, vocab_size=vocab_size, path=path)
-    return tokenizer
-
-
-def load(
-    files: Mapping[str, bytes], *, generation: Mapping[str, Any], vocab_size: int, path: str
-) -> tokenizers.Tokenizer | None:
-    """As `write`, in a temporary folder that is removed with the tokenizer. Without files, bytes for 256 tokens."""
-    if not files and vocab_size == tokenizers.Bytes().vocab_size:
-        return tokenizers.Bytes()
-    about = dict(generation=generation, vocab_size=vocab_size, path=path)
-    scratch = pathlib.Path(tempfile.mkdtemp(prefix="ladder-jax-"))
-    tokenizer = None
-    try:
-        tokenizer = write(files, scratch / tokenizers.FOLDER, **about)
-    finally:
-        if tokenizer is None:
-            shutil.rmtree(scratch, ignore_errors=True)
-    if tokenizer is not None:
-        weakref.finalize(tokenizer, shutil.rmtree, scratch, ignore_errors=True)
-    return tokenizer
 
 
 def has_file(folder: pathlib.Path, name: str) -> bool:

@@ -25,11 +25,9 @@ from ladder_jax.decode.steps import CHUNK
 from ladder_jax.errors import UserError, member
 from ladder_jax.nn import Params
 from ladder_jax.parallel import NamedMesh
-from ladder_jax.pretrained import hub, source, staging, tokenizer_files
-from ladder_jax.pretrained.convert import native
-from ladder_jax.pretrained.convert.request import Format
-from ladder_jax.pretrained.formats import open_model
-from ladder_jax.pretrained.huggingface import read, write
+from ladder_jax.pretrained import checkpoints, hub, source, staging, tokenizer_files
+from ladder_jax.pretrained.formats import Format, open_model
+from ladder_jax.pretrained.huggingface import folder as huggingface
 from ladder_jax.pretrained.source import Key, Source, Stored
 
 type Conversation = Sequence[Mapping[str, str]]
@@ -95,15 +93,14 @@ class Transformer(nn.Transformer):
         The host holds one array at a time, and the folder appears when all is written and compared. Raises UserError
         where `path` exists, for what the format cannot express, and with several processes; RunFailed for a full disk.
         """
-        place = pathlib.Path(path).expanduser().absolute()
-        if member(Format, "format", format) is Format.HUGGING_FACE:
-            write.write(self.source(), place)
-            return
-        exported = self.source()
-        staging.check_free(place)
-        staging.check_room(place, size=native.size(exported))
+        place, exported = pathlib.Path(path).expanduser().absolute(), self.source()
+        written = member(Format, "format", format)
+        staging.check_room(place, size=exported.nbytes)
         with staging.staged(place) as folder:
-            native.write(exported, folder, definition=self.definition, place=place)
+            if written is Format.HUGGING_FACE:
+                huggingface.write(exported, folder)
+            else:
+                checkpoints.write(exported, folder, definition=self.definition, place=place)
 
     def push_to_hub(self, repository: str, *, private: bool | None = None, message: str | None = None) -> str:
         """Upload an export to `org/name` of the Hugging Face Hub, as the user of `hf auth login` or HF_TOKEN.
@@ -128,8 +125,7 @@ class Transformer(nn.Transformer):
         }
         folder = getattr(self.tokenizer, "folder", None)  # bytes have none
         files = {} if folder is None else tokenizer_files.read(folder)
-        has_settings = folder is not None and (folder / read.GENERATION).is_file()
-        generation = read.read_object(folder / read.GENERATION) if has_settings else {}
+        generation = {} if folder is None else huggingface.generation_in(folder)
         return Source("the model in memory", self.config, arrays, self.context, files, generation)
 
 

@@ -81,9 +81,8 @@ def test_settings_of_another_type(tmp_path):
         ("tokenizer.ggml.add_bos_token", "yes"),
         ("tokenizer.ggml.tokens", [1, 2]),
         ("tokenizer.ggml.token_type", ["a"]),
-        ("tokenizer.ggml.scores", "a"),
+        ("tokenizer.ggml.merges", "a"),
         ("tokenizer.chat_template", 5),
-        ("split.count", "2"),
         ("llama.context_length", "long"),
     ):
         file = gguf_files.write(tmp_path / "a.gguf", "llama-2", settings={name: value})

@@ -1,6 +1,5 @@
 """Against PyTorch and transformers as they are installed: `make test-hf`."""
 
-import dataclasses
 import json
 
 import numpy as np
@@ -10,13 +9,10 @@ import safetensors.numpy
 from ladder_jax import nn, parallel, pretrained
 from ladder_jax.config import DecodeConfig
 from ladder_jax.decode.generate import Generator
-from ladder_jax.pretrained.refit import refit
 from tests import tokenizers
 from tests.pretrained import expert_models, ladders, models, record
 from tests.pretrained.test_in import logits, recorded
 from tests.pretrained.test_out import bits
-
-DELAYED = [name for name in ladders.DENSE if "ladder" in ladders.TOPOLOGIES[name][1]["residual"]]
 
 # Their own warnings, of deprecations between them, are not ours to fail for.
 pytestmark = [pytest.mark.hf, pytest.mark.filterwarnings("ignore")]
@@ -194,16 +190,3 @@ def test_bfloat16_tokenizer_and_consent(tmp_path):
     (tmp_path / "out" / "config.json").write_text(json.dumps({**told, "residual": "ladder-fresh"}))
     with pytest.raises(ValueError, match="unknown residual 'ladder-fresh'"):
         transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", trust_remote_code=True)
-
-
-@pytest.mark.parametrize("name", DELAYED)
-def test_refitted_models_compute_the_same(name, tmp_path):
-    """A refit changes values alone: its export runs as any other's."""
-    made = ladders.make(tmp_path / "made", name)
-    standard = dataclasses.replace(made.model, residual="standard", ladder_layers=None)
-    source = dataclasses.replace(made, model=standard)
-    tokens = np.random.default_rng(5).integers(3, 129, (4, 24)).astype(np.int32)
-    result = refit(source, model=made.model, rows=tokens, mesh=parallel.make_mesh()).source
-    pretrained.write_huggingface(result, tmp_path / "out")
-    assert models.error(logits(result), logits(made)) > 100 * BOUND
-    assert models.error(run(opened(tmp_path / "out"), models.tokens()).logits, logits(result)) <= BOUND

@@ -14,7 +14,6 @@ from flax import nnx
 import ladder_jax as lj
 from ladder_jax import checkpoint, decode, nn, pretrained
 from ladder_jax.bench import request as benches
-from ladder_jax.bench import work
 from ladder_jax.cli import main
 from ladder_jax.config import Dtype, Phase
 from ladder_jax.errors import UserError
@@ -24,11 +23,10 @@ from ladder_jax.pretrained import hub as hubs
 from ladder_jax.retrain import sources
 from tests import hub
 from tests.pretrained import gguf_files, models
-from tests.serve.conftest import Process, ask
 
 TEXT = "the"
 NEW = dict(max_new_tokens=16, temperature=1.5, seed=1)
-QUICK = "llama-2", "qwen3"  # in `make test`; every family's logits are compared in test_in.py
+QUICK = ("qwen3",)  # in `make test`; every family's logits are compared in test_in.py
 NAMED = [
     *(pytest.param(name, marks=() if name in QUICK else pytest.mark.full) for name in models.FAMILIES),
     "small.gguf",
@@ -84,17 +82,16 @@ def test_text_without_converting_first(name, files, tmp_path, capsys):
 def test_a_folder_on_other_meshes(files):
     """Of more tensor ranks than key/value heads, and of two data ranks: the same text."""
     text = lj.from_pretrained(files / "qwen2").generate(TEXT, max_new_tokens=4)
-    for mesh in (lj.make_mesh(tensor=4), lj.make_mesh(data=2, tensor=2)):
-        assert lj.from_pretrained(files / "qwen2", mesh=mesh).generate(TEXT, max_new_tokens=4) == text
+    mesh = lj.make_mesh(data=2, tensor=4)
+    assert lj.from_pretrained(files / "qwen2", mesh=mesh).generate(TEXT, max_new_tokens=4) == text
 
 
 def test_ladder_layers_in_memory(files, tmp_path, capsys):
     """As `convert` makes them; and what it refuses."""
-    for options in (["--ladder-layers", "1"], ["--ladder-layers", "all", "--residual", "ladder-2"]):
-        text = printed(capsys, "generate", files / "llama-2", *WORDS, *options)
-        assert main(["convert", str(files / "llama-2"), str(tmp_path / options[-1]), *options]) == 0
-        capsys.readouterr()
-        assert printed(capsys, "generate", tmp_path / options[-1], *WORDS) == text
+    converted = tmp_path / "converted"
+    text = printed(capsys, "generate", files / "llama-2", *WORDS, "--ladder-layers", "1")
+    printed(capsys, "convert", files / "llama-2", converted, "--ladder-layers", "1")
+    assert printed(capsys, "generate", converted, *WORDS) == text
     model = lj.from_pretrained(files / "llama-2", ladder_layers=[0, 1], residual="ladder-2", dtype="bfloat16")
     assert (model.config.residual, model.topology.num_layers) == ("ladder-2", 2)
     assert {leaf.dtype for leaf in jax.tree.leaves(model.params)} == {np.dtype("bfloat16")}
@@ -106,7 +103,6 @@ def test_ladder_layers_in_memory(files, tmp_path, capsys):
         (["--ladder-layers", "1", "--residual", "parallel"], "unknown ladder kind"),
     ):
         assert message in mistake(capsys, *generate, *options)
-    converted = tmp_path / "1"
     assert f"{str(converted)!r} is ladder" in mistake(
         capsys, "generate", converted, "--prompt", TEXT, "--ladder-layers", "1", "--residual", "ladder-2"
     )
@@ -180,7 +176,7 @@ def test_training_starts_from_any_model(files, tmp_path, capsys):
 
 def test_names_of_nothing(files, capsys, monkeypatch):
     monkeypatch.chdir(files)
-    monkeypatch.setattr(hubs, "_repository", lambda _: pytest.fail("the Hub was asked"))
+    monkeypatch.setattr(hubs, "_snapshot", lambda *_, **__: pytest.fail("the Hub was asked"))
     for name, message in (
         ("smol.gguf", "there is no model at 'smol.gguf'; did you mean 'small.gguf'? (allowed: a run's folder, a Hug"),
         ("qwen2/nowhere", "there is no model at 'qwen2/nowhere'"),  # what is here is not the Hub's
@@ -223,17 +219,17 @@ def served(tmp_path, monkeypatch):
 
     @contextlib.contextmanager
     def serve(folder):
-        hubs._download.cache_clear()
+        hubs.download.cache_clear()
         with hub.served(folder, name="someone/small", kind="models") as (url, asked), monkeypatch.context() as here:
             here.setattr(constants, "ENDPOINT", url)
             template = url + "/{repo_id}/resolve/{revision}/{filename}"
             here.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
             here.setattr(constants, "HF_HUB_DISABLE_XET", True)
             yield url, asked
-        hubs._download.cache_clear()
+        hubs.download.cache_clear()
 
     yield serve
-    hubs._download.cache_clear()
+    hubs.download.cache_clear()
 
 
 def refused(name):
@@ -275,16 +271,16 @@ def test_a_model_of_the_hub(files, served, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(constants, "ENDPOINT", url := "http://127.0.0.1:9")  # where nobody listens
     for offline in (False, True):
         monkeypatch.setattr(constants, "HF_HUB_OFFLINE", offline)
-        hubs._download.cache_clear()
+        hubs.download.cache_clear()
         assert pretrained.open_model("someone/small").name == f"someone/small@{hub.COMMIT}"
         absent = refused("someone/else")
         assert absent.startswith(f"no connection to {url} (")
-        assert absent.endswith(f"), and 'someone/else' is not in the cache at {tmp_path / 'cache'}")
+        assert absent.endswith(
+            f"), and the cache at {tmp_path / 'cache'} does not hold all of 'someone/else' that is needed"
+        )
     next((tmp_path / "cache").rglob("model.safetensors")).unlink()
-    hubs._download.cache_clear()
-    assert refused("someone/small").endswith(
-        f"the cache at {tmp_path / 'cache'} holds someone/small without model.safetensors"
-    )
+    hubs.download.cache_clear()
+    assert refused("someone/small").endswith("does not hold all of 'someone/small' that is needed")
 
 
 def test_gguf_files_of_the_hub(served, tmp_path):
@@ -294,7 +290,7 @@ def test_gguf_files_of_the_hub(served, tmp_path):
         gguf_files.write(tmp_path / "files" / f"{name}.gguf", "llama-2")
     with served(tmp_path / "files") as (_, asked):
         assert refused("someone/small").endswith(
-            "name one of its GGUF files, as in 'someone/small/a.gguf' (a.gguf, b.gguf)"
+            "name one of its GGUF files, as in 'someone/small/a.gguf' (allowed: a.gguf, b.gguf)"
         )
         assert pretrained.open("someone/small/b.gguf").model.num_layers == 2 and downloaded(asked) == ["b.gguf"]
     for name in ("a", "b"):
@@ -311,33 +307,6 @@ def test_the_hub_by_one_command(files, tmp_path, run_cli, capsys):
     with hub.served(files / "qwen3", name="someone/small", kind="models") as (url, _):
         done = run_cli("generate", "someone/small", *WORDS, check_status=0, HF_ENDPOINT=url, **place)
     assert done.stdout == text
-
-
-def test_serve_by_one_command(files, tmp_path, capsys):
-    """A server of a GGUF file, in a process of its own: its answer is the text of `generate`."""
-    text = printed(capsys, "generate", files / "small.gguf", *WORDS)
-    process = Process(files / "small.gguf", "--slots", "1", "--tensor", "1", log=tmp_path / "stderr")
-    try:
-        wanted = dict(model="small", prompt=TEXT, max_tokens=16, temperature=1.5, seed=1)
-        status, _, answer = ask(process.url, body=wanted)
-        assert status == 200, answer
-        assert TEXT + answer["choices"][0]["text"] + "\n" == text and answer["usage"]["completion_tokens"] == 16
-        assert process.end() == 0
-    finally:
-        process.kill()
-
-
-def test_bench_by_one_command(files, run_cli):
-    """Of a Hugging Face folder, in a process of its own: the figures of its shape."""
-    words = ["--residual", "ladder", "--batch", 2, "--prompt-length", 8, "--new-tokens", 3, "--warmup", 1]
-    words += ["--repeats", 1, "--tensor", 1, "--json"]
-    found = json.loads(run_cli("bench", "--model", files / "llama-2", *words, check_status=0).stdout)
-    assert (found["model"], found["layers"], found["tensor"]) == (str(files / "llama-2"), 2, 1)
-    (row,) = found["rows"]
-    assert row["prefill_seconds"] > 0 and row["decode_seconds"] > 0 and row["tokens_per_second"] > 0
-    config = benches.make(model=str(files / "llama-2"), residual="ladder").config("ladder")
-    definition = nn.define(config, mesh=lj.make_mesh(tensor=1))
-    assert row["bytes_per_step"] == work.decode_bytes(definition, rows=2, prompt_length=8, new_tokens=3)
 
 
 def test_push_to_the_hub(files, served, tmp_path, monkeypatch):

@@ -10,12 +10,15 @@ import pytest
 
 from ladder_jax import checkpoint, nn, parallel, pretrained
 from ladder_jax.cli import main
+from ladder_jax.config import Loop
 from ladder_jax.errors import UserError
 from ladder_jax.pretrained import sensitivity
-from ladder_jax.pretrained.sensitivity import Result, Search, Subset, measure, programs
-from ladder_jax.pretrained.sensitivity.measure import Probe
+from ladder_jax.pretrained.calibration import Text, rows_of
+from ladder_jax.pretrained.sensitivity import Probe, Result, Search, Subset, measure
+from ladder_jax.pretrained.sublayers import programs
 from tests import reference
 from tests.pretrained import gguf_files
+from tests.pretrained.test_refit import loss
 
 ROWS = np.random.default_rng(3).integers(3, 129, (3, 25)).astype(np.int32)
 TEXT = "the thin cat sat there then, with that other thing; " * 12
@@ -29,7 +32,7 @@ def source(tmp_path_factory):
 def probe(source, residual, *, ranks=None, tensor=1, on_loss=lambda: None):
     model = dataclasses.replace(source.model, residual=residual, ranks=ranks)
     mesh = parallel.make_mesh(tensor=tensor)
-    params = pretrained.load(source, mesh=mesh)
+    params = pretrained.load(source, mesh=mesh, loop=Loop.UNROLLED)
     definition = nn.define(model, mesh=mesh)
     return definition, params, Probe(definition, params, ROWS, on_loss=on_loss)
 
@@ -40,7 +43,8 @@ def expected(params, chosen, *, kind, number=1, ranks=1):
     )
     rows = 129 + -129 % (128 * ranks)  # what the reference splits over its ranks
     pad = lambda table: np.pad(np.asarray(table)[:129], ((0, rows - 129), (0, 0)))
-    plain = jax.tree.map(np.asarray, params)
+    stacked = jax.tree.map(lambda *layers: np.stack(layers), *params["layers"])
+    plain = jax.tree.map(np.asarray, params) | {"layers": stacked}
     plain |= {name: {"table": pad(plain[name]["table"]).astype(np.float64)} for name in ("embedding", "head")}
     return reference.loss_eagerly(plain, ROWS, shape)
 
@@ -57,11 +61,11 @@ def expected(params, chosen, *, kind, number=1, ranks=1):
 )
 def test_losses_of_any_subset_are_the_references(residual, kind, number, ranks, tensor, source):
     """One compilation for all: the layers are values at run time. The last case has real ranks."""
-    _, params, probed = probe(source, residual, ranks=ranks, tensor=tensor)
+    definition, params, probed = probe(source, residual, ranks=ranks, tensor=tensor)
     told = dict(kind=kind, number=number, ranks=ranks or 1)
     for chosen in ((), (0, 2), (1, 2, 3), (0, 1, 2, 3)):
         assert probed.loss(chosen) == pytest.approx(expected(params, chosen, **told), rel=2e-5)
-    assert programs.programs(probed._definition).advance["layers"]._cache_size() == 1
+    assert [program._cache_size() for program in programs(definition).advance["layers"]] == [1, 1]
 
 
 def test_prefixes_are_shared_and_the_choices_are_the_best(source):
@@ -122,20 +126,15 @@ def test_the_verb_measures_prints_plots_and_converts(source, tmp_path, capsys, m
         "checkpoints", "sensitivity.json", "sensitivity.png", "tokenizer"
     ]  # fmt: skip
     # The stored model has the loss that was measured.
-    definition = nn.define(saved.config.model, mesh=parallel.make_mesh())
-    rows = sensitivity.rows_of(
-        str(tmp_path / "text.txt"), tokenizer=saved.tokenizer(), tokens=64, vocab_size=saved.config.model.vocab_size
-    )
-    scores = np.asarray(nn.compiled_logits(definition)(saved.params(definition), rows[:, :-1]), np.float64)
-    scores -= scores.max(-1, keepdims=True)
-    picked = np.take_along_axis(scores, rows[:, 1:, None], -1)[..., 0]
-    assert (np.log(np.exp(scores).sum(-1)) - picked).mean() == pytest.approx(stored[stored["chosen"]]["loss"], rel=1e-5)
+    text = Text(str(tmp_path / "text.txt"))
+    rows = rows_of([text], tokenizer=saved.tokenizer(), tokens=64, vocab_size=saved.config.model.vocab_size)
+    assert loss(pretrained.open(out), rows) == pytest.approx(stored[stored["chosen"]]["loss"], rel=1e-5)
 
 
 def test_texts_that_do_not_do(source, tmp_path):
     file = tmp_path / "text.txt"
     tokenizer = type("Tokenizer", (), {"encode": lambda self, text: [ord(letter) for letter in text]})()
-    rows = lambda **settings: sensitivity.rows_of(str(file), **{"tokenizer": tokenizer, "vocab_size": 129, **settings})
+    rows = lambda **settings: rows_of([Text(str(file))], **{"tokenizer": tokenizer, "vocab_size": 129, **settings})
     file.write_text("a" * 65 + "b" * 64)
     assert rows(tokens=64).shape == (1, 65) and rows(tokens=128).shape == (1, 129)
     file.write_text("ab" * 3000)

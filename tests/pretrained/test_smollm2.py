@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 import os
-import pathlib
 import resource
 import subprocess
 import sys
@@ -15,7 +14,6 @@ import pytest
 
 from ladder_jax import nn, parallel, pretrained
 from ladder_jax.config import Dtype
-from ladder_jax.data import tokenizer as tokenizer_folders
 from tests import reference
 from tests.pretrained import models, smollm2
 from tests.pretrained import smollm2_record as record
@@ -29,12 +27,8 @@ def source() -> pretrained.Source:
     return dataclasses.replace(found, model=model)
 
 
-@functools.cache
 def tokenizer():
-    folder = pathlib.Path(tempfile.mkdtemp())
-    for name, content in source().files.items():
-        (folder / name).write_bytes(content)
-    return tokenizer_folders.load(folder)
+    return source().tokenizer
 
 
 @functools.cache

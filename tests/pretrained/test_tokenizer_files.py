@@ -8,8 +8,7 @@ import pytest
 
 from ladder_jax import checkpoint, pretrained
 from ladder_jax.errors import UserError
-from ladder_jax.pretrained import tokenizer_files
-from ladder_jax.pretrained.convert import command
+from ladder_jax.pretrained import convert
 from tests.pretrained import gguf_files, models
 from tests.pretrained.test_convert import ARGUMENTS
 
@@ -70,7 +69,7 @@ def run(tmp_path):
     """A checkpoint of a ladder, with a tokenizer's folder."""
     file = gguf_files.write(tmp_path / "a.gguf", "llama-2")
     told = {"source": str(file), "destination": str(tmp_path / "run"), "ladder_layers": "all"}
-    command.run({**ARGUMENTS, **told})
+    convert.run({**ARGUMENTS, **told})
     (tmp_path / "run" / "tokenizer").mkdir(exist_ok=True)
     return tmp_path / "run"
 
@@ -110,14 +109,3 @@ def test_links_of_a_hub_cache_and_others(tmp_path):
         (folder / "vocab.json").symlink_to(target)
         with pytest.raises(UserError, match="vocab.json' leads out of its folder"):
             pretrained.open(folder)
-
-
-def test_more_tokens_than_the_model(tmp_path):
-    """One message, of the function that configurations are checked with."""
-    folder = models.write(tmp_path / "in", "llama-2")
-    gguf_files.small().save(str(folder / "tokenizer.json"))
-    about = dict(generation={}, path="in")
-    written = tokenizer_files.write(tokenizer_files.read(folder), tmp_path / "fits", vocab_size=99, **about)
-    too_small = f"^'in': model.vocab_size=98 is too small for {written.name} \\(at least 99\\)$"
-    with pytest.raises(UserError, match=too_small):
-        tokenizer_files.write(tokenizer_files.read(folder), tmp_path / "out", vocab_size=98, **about)

@@ -1,24 +1,32 @@
-"""A GGUF file: its metadata, and its tensors, which are read lazily.
+"""A GGUF file (https://github.com/ggml-org/ggml/blob/master/docs/gguf.md): its settings, and tensors read lazily.
 
-Tensors are read into buffers, in blocks of rows. The file is not mapped: its pages would stay in memory.
+The header is not read by the package `gguf`, which believes the lengths in it: a file of 113 bytes that declares 2^40
+items would fill the memory. Tensors are read into buffers, in blocks of rows. The file is not mapped: its pages would
+stay in memory.
 """
 
 import dataclasses
 import functools
+import math
 import pathlib
+import struct
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, BinaryIO
 
 import ml_dtypes
 import numpy as np
 
 from ladder_jax.errors import UserError
-from ladder_jax.pretrained.gguf import head, kinds
 
 PLAIN = {"F32": np.dtype("float32"), "F16": np.dtype("float16"), "BF16": np.dtype(ml_dtypes.bfloat16)}
 """The types that are kept. All others are quantised, and become float32, which holds their values exactly."""
-
 BLOCK = 1 << 24  # bytes of quantised rows that are read at a time: with 4 bits, 128 MiB in float32
+MAX_ITEMS = 1 << 22
+"""Items of all lists together, at most: the largest vocabularies have 2^18 tokens, and about as many merges."""
+
+# The types of settings by their numbers: numbers as `struct` calls them, texts, lists.
+_NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
+_TEXT, _LIST = 8, 9
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,23 +60,39 @@ class Tensor:
         return content
 
     def _dequantised(self) -> np.ndarray:
-        rows = int(np.prod(self.shape[:-1]))
+        package = _package()
+        kind = package.GGMLQuantizationType[self.kind]
+        rows = math.prod(self.shape[:-1])
         out, width = np.empty((rows, self.shape[-1]), np.float32), self.size // rows
         step = max(1, BLOCK // width)
         for start in range(0, rows, step):
             count = min(step, rows - start)
             packed = self._bytes(start * width, count * width).reshape(count, width)
-            out[start : start + count] = _dequantise(packed, self.kind)
+            out[start : start + count] = package.quants.dequantize(packed, kind)
         return out.reshape(self.shape)
 
 
 @dataclasses.dataclass(frozen=True)
 class File:
-    """fields: the metadata by name, each a plain value or a list. tensors: by name."""
+    """fields: the settings by name, each a plain value or a list. tensors: by name."""
 
     path: str
     fields: Mapping[str, Any]
     tensors: Mapping[str, Tensor]
+
+    def get[T](self, name: str, kind: type[T], default: T | None = None) -> T | None:
+        """A setting. Raises UserError if it is of another type, as the format allows."""
+        value = self.fields.get(name, default)
+        if value is not None and (not isinstance(value, kind) or kind is int and isinstance(value, bool)):
+            raise UserError(f"{self.path!r}: {name} must be of type {kind.__name__}, not {value!r}"[:300])
+        return value
+
+    def items[T](self, name: str, *kinds: type[T]) -> list[T]:
+        """A setting that is a list; empty if it is missing."""
+        found = self.get(name, list, [])
+        if not all(isinstance(item, kinds) for item in found):
+            raise UserError(f"{self.path!r}: {name} is not a list of {' or '.join(kind.__name__ for kind in kinds)}")
+        return found
 
 
 def open_file(path: pathlib.Path) -> File:
@@ -79,45 +103,102 @@ def open_file(path: pathlib.Path) -> File:
                 raise UserError(
                     f"{str(path)!r} is no pretrained model (allowed: a Hugging Face folder, a GGUF file, a checkpoint)"
                 )
-        gguf = _package()
-        head.check(path)
-        reader = gguf.GGUFReader(path)
+            header = _Header(file, size=path.stat().st_size)
+            version = header.number("I")
+            if version & 0xFFFF == 0:
+                raise UserError(f"{str(path)!r} is big-endian, which is not supported")
+            if version not in (2, 3):
+                raise ValueError(f"version {version} is not known")
+            tensors, settings = header.number("Q"), header.number("Q")
+            fields = _by_name((header.text(), header.value(header.number("I"))) for _ in range(settings))
+            found = _by_name(header.tensor() for _ in range(tensors))
+            start, alignment = file.tell(), fields.get("general.alignment", 32)
+            if not isinstance(alignment, int) or alignment < 1:
+                raise ValueError(f"its tensors are aligned to {alignment} bytes")
+            start += -start % alignment
+            named = {name: _tensor(str(path), name, *about, start=start) for name, about in found.items()}
+            if late := [name for name, tensor in named.items() if tensor.offset + tensor.size > header.size]:
+                raise ValueError(f"it ends before the end of {late[0]}")
     except OSError as error:
         raise UserError(f"cannot read {str(path)!r}: {error.strerror or error}") from None
-    except UserError:
-        raise
-    except Exception as error:  # the reader has no error class for damaged files
-        raise UserError(f"{str(path)!r} is damaged or incomplete: {_line(error)}") from None
-    try:
-        fields = {name: field.contents() for name, field in reader.fields.items()}
-    except Exception as error:
-        raise UserError(f"{str(path)!r} is damaged: a setting cannot be read ({_line(error)})") from None
-    kinds.check(fields, path=str(path))
-    return File(str(path), fields, {tensor.name: _tensor(path, tensor) for tensor in reader.tensors})
+    except ValueError as error:
+        raise UserError(f"{str(path)!r} is damaged or incomplete: {error}"[:300]) from None
+    return File(str(path), fields, named)
 
 
-def _tensor(path: pathlib.Path, stored: Any) -> Tensor:
-    kind, shape = stored.tensor_type.name, tuple(int(size) for size in reversed(stored.shape))
-    if kind not in PLAIN and kind not in _quantised():
+class _Header:
+    """Reads a header from its file. Raises ValueError where something ends beyond the file, of `size` bytes."""
+
+    def __init__(self, file: BinaryIO, *, size: int):
+        self._file, self.size, self._items = file, size, 0
+
+    def number(self, form: str) -> int | float | bool:
+        return struct.unpack(f"<{form}", self._take(struct.calcsize(form)))[0]
+
+    def text(self) -> str:
+        return self._take(self.number("Q")).decode()
+
+    def value(self, kind: int) -> Any:
+        if kind == _TEXT:
+            return self.text()
+        if kind != _LIST:
+            return self.number(_form(kind))
+        kind, count = self.number("I"), self.number("Q")
+        self._items += count
+        if self._items > MAX_ITEMS or kind == _LIST:
+            raise ValueError(f"a setting is a list of {count} items, or of lists")
+        if kind == _TEXT:
+            return [self.text() for _ in range(count)]
+        form = f"<{count}{_form(kind)}"
+        return list(struct.unpack(form, self._take(struct.calcsize(form))))
+
+    def tensor(self) -> tuple[str, tuple[tuple[int, ...], int, int]]:
+        """Name, and (shape, type, offset)."""
+        name = self.text()
+        shape = tuple(self.number("Q") for _ in range(self.number("I")))
+        return name, (shape[::-1], self.number("I"), self.number("Q"))
+
+    def _take(self, size: int) -> bytes:
+        if size > self.size - self._file.tell():
+            raise ValueError("it ends within its header")
+        return self._file.read(size)
+
+
+def _form(kind: int) -> str:
+    if kind not in _NUMBERS:
+        raise ValueError(f"a setting is of the unknown type {kind}")
+    return _NUMBERS[kind]
+
+
+def _by_name(pairs: Any) -> dict[str, Any]:
+    found = {}
+    for name, value in pairs:
+        if name in found:
+            raise ValueError(f"it holds {name} twice")
+        found[name] = value
+    return found
+
+
+def _tensor(path: str, name: str, shape: tuple[int, ...], number: int, offset: int, *, start: int) -> Tensor:
+    package = _package()
+    kind = package.GGMLQuantizationType(number)
+    if kind.name not in PLAIN and kind.name not in _quantised():
         allowed = ", ".join((*PLAIN, *_quantised()))
-        raise UserError(f"{str(path)!r}: {stored.name} is of type {kind}, which is not supported (allowed: {allowed})")
+        raise UserError(f"{path!r}: {name} is of type {kind.name}, which is not supported (allowed: {allowed})")
     if not shape or min(shape) < 1:
-        raise UserError(f"{str(path)!r}: {stored.name} has no values, its shape is {shape}")
-    return Tensor(str(path), stored.name, kind, shape, int(stored.data_offset), int(stored.n_bytes))
+        raise UserError(f"{path!r}: {name} has no values, its shape is {shape}")
+    values, size = package.GGML_QUANT_SIZES[kind]  # of a block: how many values, in how many bytes
+    if shape[-1] % values:
+        raise ValueError(f"the rows of {name}, of {shape[-1]} values, are no blocks of {kind.name}")
+    return Tensor(path, name, kind.name, shape, start + offset, math.prod(shape) // values * size)
 
 
 @functools.cache
 def _quantised() -> tuple[str, ...]:
     """The types that the package can dequantise."""
-    from gguf import GGMLQuantizationType, quants
-
-    return tuple(kind.name for kind in GGMLQuantizationType if hasattr(quants, kind.name) and kind.name not in PLAIN)
-
-
-def _dequantise(packed: np.ndarray, kind: str) -> np.ndarray:
-    from gguf import GGMLQuantizationType, quants
-
-    return quants.dequantize(packed, GGMLQuantizationType[kind])
+    package = _package()
+    kinds = (kind.name for kind in package.GGMLQuantizationType)
+    return tuple(kind for kind in kinds if hasattr(package.quants, kind) and kind not in PLAIN)
 
 
 def _package():
@@ -126,7 +207,3 @@ def _package():
     except ImportError:
         raise UserError("GGUF files need the package gguf: pip install 'ladder-jax[hf]'") from None
     return gguf
-
-
-def _line(error: Exception) -> str:
-    return (" ".join(str(error).split()) or type(error).__name__)[:200]

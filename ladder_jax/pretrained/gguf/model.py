@@ -1,5 +1,12 @@
-"""The ModelConfig of a GGUF file. A setting that a dense Llama cannot express is refused by name."""
+"""Read a GGUF file as a Source. A setting that a dense Llama cannot express is refused by name.
 
+GGUF's matrices are [out, in], as Hugging Face's; ours are [in, out], with heads as separate dimensions. In "llama"
+files, queries and keys have the order of interleaved rotary embedding, which rotates dimensions 2i and 2i + 1 together.
+Ours, and Hugging Face's, rotates dimensions i and i + H/2 together.
+"""
+
+import functools
+import pathlib
 from typing import Any
 
 import numpy as np
@@ -7,13 +14,44 @@ import numpy as np
 from ladder_jax.config import Biases, Dtype, ModelConfig, RopeScaling
 from ladder_jax.errors import UserError, unknown
 from ladder_jax.nn import attention
-from ladder_jax.pretrained.gguf.file import File
+from ladder_jax.pretrained import source
+from ladder_jax.pretrained.gguf import tokenizer
+from ladder_jax.pretrained.gguf.file import File, Tensor, open_file
+from ladder_jax.pretrained.source import Key, Source, Stored
 
 ARCHITECTURES = ("llama", "qwen2", "qwen3")
 """Mistral, SmolLM2 and Llama 1 to 3.2 are "llama"."""
 
 FACTORS = "rope_freqs.weight"
 """The tensor of divisors of the rotary frequencies, as in Llama 3.1's scaling."""
+
+OUTSIDE_LAYERS = {
+    "embedding/table": "token_embd.weight",
+    "final_norm/scale": "output_norm.weight",
+    "head/table": "output.weight",
+}
+IN_LAYER = {
+    "attention_norm/scale": "attn_norm.weight",
+    "attention/query": "attn_q.weight",
+    "attention/key": "attn_k.weight",
+    "attention/value": "attn_v.weight",
+    "attention/out": "attn_output.weight",
+    "attention/query_bias": "attn_q.bias",
+    "attention/key_bias": "attn_k.bias",
+    "attention/value_bias": "attn_v.bias",
+    "attention/out_bias": "attn_output.bias",
+    "attention/query_norm/scale": "attn_q_norm.weight",
+    "attention/key_norm/scale": "attn_k_norm.weight",
+    "mlp_norm/scale": "ffn_norm.weight",
+    "mlp/gate": "ffn_gate.weight",
+    "mlp/up": "ffn_up.weight",
+    "mlp/down": "ffn_down.weight",
+    "mlp/gate_bias": "ffn_gate.bias",
+    "mlp/up_bias": "ffn_up.bias",
+    "mlp/down_bias": "ffn_down.bias",
+}
+ROTATED = ("attention/query", "attention/key", "attention/query_bias", "attention/key_bias")
+INTERLEAVED = ("llama",)
 
 # Settings of the architecture that have no effect here.
 WITHOUT_EFFECT = {"vocab_size", "context_length", "rope.scaling.original_context_length", "tensor_data_layout"}
@@ -31,12 +69,35 @@ NEUTRAL = {
 }
 
 
+def read(path: pathlib.Path) -> Source:
+    """The model at `path`, without reading weights yet.
+
+    Raises UserError if the file is damaged or cut off, the architecture or a setting is not supported, or the tokenizer
+    does not fit the model.
+    """
+    file = open_file(path)
+    if file.get("split.count", int, 1) > 1:
+        raise UserError(f"{str(path)!r} is one of several parts: join them first (llama-gguf-split --merge)")
+    try:
+        model = model_of(file)
+    except UserError as error:  # ModelConfig's errors do not name the file
+        raise (error if str(path) in str(error) else UserError(f"{str(path)!r}: {error}")) from None
+    return Source(
+        path=str(path),
+        model=model,
+        arrays=_arrays(file, model),
+        context=file.get(f"{file.fields['general.architecture']}.context_length", int),
+        files=tokenizer.files(file, vocab_size=model.vocab_size),
+        generation=_generation(file),
+    )
+
+
 class Settings:
     """The settings of the architecture, such as "llama.block_count". Remembers which were read."""
 
     def __init__(self, file: File):
         self.path, self._fields = file.path, file.fields
-        self.architecture = file.fields.get("general.architecture")
+        self.architecture = file.get("general.architecture", str)
         if self.architecture not in ARCHITECTURES:
             raise unknown(f"architecture in {file.path!r}:", self.architecture, ARCHITECTURES)
         self._supported = {*WITHOUT_EFFECT, *NEUTRAL}
@@ -132,3 +193,61 @@ def _rope_scaling(file: File, *, theta: float, head_dim: int) -> RopeScaling | N
     raise UserError(
         f"{file.path!r}: the factors in {FACTORS} are not those of Llama 3's scaling, the only one supported"
     )
+
+
+def _arrays(file: File, model: ModelConfig) -> dict[Key, Stored]:
+    """All arrays of the model. Raises UserError if a tensor is missing, extra, or of another shape."""
+    source.check_layers(model, tensors=len(file.tensors), path=file.path)
+    letters, used = source.dims(model), {FACTORS}
+    interleaved = file.fields["general.architecture"] in INTERLEAVED
+    stored = {}
+    for key, shape in source.expected_shapes(model).items():
+        name = stored_name(key)
+        used.add(name)
+        if name not in file.tensors:
+            stored[key] = _zero_bias(file, key, shape, name)
+            continue
+        tensor, axes = file.tensors[name], letters[key.name]
+        flat = source.torch_shape(axes, shape)
+        if tensor.shape != flat:
+            raise UserError(f"{file.path!r}: {name} is {tensor.shape}, not {flat}")
+        heads = shape[axes.index("H") - 1] if interleaved and key.name.removeprefix("layers/") in ROTATED else None
+        stored[key] = Stored(shape, tensor.dtype, functools.partial(_read, tensor, axes, shape, heads))
+    for name in file.tensors.keys() - used:
+        raise UserError(f"{file.path!r} holds {name}, which a dense Llama does not have")
+    return stored
+
+
+def stored_name(key: Key) -> str:
+    """The tensor's name: "blk.3.attn_q.weight"."""
+    if key.layer is None:
+        return OUTSIDE_LAYERS[key.name]
+    return f"blk.{key.layer}.{IN_LAYER[key.name.removeprefix('layers/')]}"
+
+
+def _zero_bias(file: File, key: Key, shape: tuple[int, ...], name: str) -> Stored:
+    """Zeros, for a bias that is missing in a file with other biases. Raises UserError for other missing tensors."""
+    if not key.name.endswith("_bias"):
+        raise UserError(f"{file.path!r} lacks {name}")
+    return Stored(shape, np.dtype("float32"), functools.partial(np.zeros, shape, np.float32))
+
+
+def _read(tensor: Tensor, letters: str, shape: tuple[int, ...], heads: int | None) -> np.ndarray:
+    values = tensor.read()
+    if heads is not None:
+        values = _rotate_half_order(values, heads=heads)
+    return source.from_torch(values, dims=letters, ours=shape)
+
+
+def _rotate_half_order(values: np.ndarray, *, heads: int) -> np.ndarray:
+    """Reorder rows [heads x H, ...] from interleaved pairs (2i, 2i + 1) to pairs of halves (i, i + H/2)."""
+    rows, rest = values.shape[0], values.shape[1:]
+    return values.reshape(heads, rows // heads // 2, 2, *rest).swapaxes(1, 2).reshape(rows, *rest)
+
+
+def _generation(file: File) -> dict[str, Any]:
+    """The special tokens, the only generation settings in a GGUF file. An end-of-turn token also ends a text."""
+    token = lambda name: file.get(f"tokenizer.ggml.{name}_token_id", int)
+    ends = list(dict.fromkeys(token(name) for name in ("eos", "eot", "eom") if token(name) is not None))
+    tokens = {"bos_token_id": token("bos"), "eos_token_id": ends or None, "pad_token_id": token("padding")}
+    return {name: number for name, number in tokens.items() if number is not None}

@@ -20,7 +20,6 @@ DTYPES = {
     "F16": np.dtype(np.float16),
     "BF16": np.dtype(ml_dtypes.bfloat16),
 }
-_BLOCK = 2**24  # bytes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,14 +32,14 @@ class Tensor:
     offset: int
 
     def read(self) -> np.ndarray:
-        size = math.prod(self.shape) * self.dtype.itemsize
+        count = math.prod(self.shape)
         try:
-            content = np.fromfile(self.file, np.uint8, size, offset=self.offset)
+            content = np.fromfile(self.file, self.dtype, count, offset=self.offset)
         except OSError as error:
             raise UserError(f"cannot read {str(self.file)!r}: {error.strerror or error}") from None
-        if len(content) != size:
+        if len(content) != count:
             raise UserError(f"{str(self.file)!r} was cut short: it was complete when it was opened")
-        return content.view(self.dtype).reshape(self.shape)
+        return content.reshape(self.shape)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,7 +52,10 @@ class Pending:
 
     @property
     def nbytes(self) -> int:
-        return int(np.prod(self.shape, dtype=np.int64)) * self.dtype.itemsize
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    def read(self) -> np.ndarray:
+        return np.ascontiguousarray(self.values(), self.dtype)
 
 
 def tensors(file: pathlib.Path) -> dict[str, Tensor]:
@@ -68,7 +70,8 @@ def tensors(file: pathlib.Path) -> dict[str, Tensor]:
     except FileNotFoundError:
         raise UserError(f"there is no file {str(file)!r}") from None
     except (library.SafetensorError, OSError, ValueError, RecursionError) as error:
-        raise UserError(f"{str(file)!r} is not a whole safetensors file: {_line(error)}") from None
+        reason = " ".join(str(error).split())[:200]
+        raise UserError(f"{str(file)!r} is not a whole safetensors file: {reason}") from None
     header.pop("__metadata__", None)
     by_name = {}
     for name, entry in header.items():
@@ -94,10 +97,7 @@ def write(file: pathlib.Path, pending: Mapping[str, Pending]) -> Iterator[str]:
     with open(file, "wb") as content:
         content.write(len(encoded).to_bytes(8, "little") + encoded)
         for name, tensor in pending.items():
-            values = np.ascontiguousarray(tensor.values(), tensor.dtype)
-            if values.shape != tensor.shape:
-                raise ValueError(f"{name} is {values.shape}, not {tensor.shape}")
-            content.write(values.reshape(-1).view(np.uint8).data)
+            content.write(_bytes(tensor.read()))
             yield name
 
 
@@ -108,16 +108,18 @@ def shards(pending: Mapping[str, Pending], *, limit: int) -> Iterator[dict[str, 
         if shard and size + tensor.nbytes > limit:
             yield shard
             shard, size = {}, 0
-        shard[name], size = tensor, size + tensor.nbytes
+        shard[name] = tensor
+        size += tensor.nbytes
     yield shard
 
 
 def same(a: np.ndarray, b: np.ndarray) -> bool:
-    """Whether shape, dtype and every bit are equal. Compares in blocks, to save memory."""
-    if (a.shape, a.dtype) != (b.shape, b.dtype):
-        return False
-    a, b = (np.ascontiguousarray(array).reshape(-1).view(np.uint8) for array in (a, b))
-    return all(np.array_equal(a[at : at + _BLOCK], b[at : at + _BLOCK]) for at in range(0, a.size, _BLOCK))
+    """Whether shape, dtype and every bit are equal."""
+    return (a.shape, a.dtype) == (b.shape, b.dtype) and _bytes(a) == _bytes(b)
+
+
+def _bytes(array: np.ndarray) -> memoryview:
+    return np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
 
 
 def check_dtypes(dtypes: Iterable[np.dtype]) -> None:
@@ -133,7 +135,3 @@ def _library():
     except ImportError:
         raise UserError("Hugging Face models need the safetensors package: pip install 'ladder-jax[hf]'") from None
     return safetensors
-
-
-def _line(error: Exception) -> str:
-    return " ".join(str(error).split())[:200]

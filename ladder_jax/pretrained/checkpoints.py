@@ -1,0 +1,150 @@
+"""A ladder_jax checkpoint as a Source, and a Source as a checkpoint, for `generate`, `serve`, `evaluate` and `train`.
+
+What is written looks like a run's folder: `checkpoints/0/`, without an optimizer's state, and `tokenizer/`.
+"""
+
+import functools
+import json
+import pathlib
+import time
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import tensorstore
+
+from ladder_jax import checkpoint, nn
+from ladder_jax.checkpoint import manifest, saved
+from ladder_jax.checkpoint.stream import Stream
+from ladder_jax.config import DataConfig, FolderConfig, RunConfig, to_dict
+from ladder_jax.data import tokenizer as tokenizers
+from ladder_jax.errors import RunFailed, UserError
+from ladder_jax.files import kvstore
+from ladder_jax.pretrained import source, tokenizer_files
+from ladder_jax.pretrained.huggingface.folder import generation_in
+from ladder_jax.pretrained.source import Key, Source, Stored
+from ladder_jax.progress import progress
+
+STEP = 0
+
+
+def read(path: pathlib.Path) -> Source:
+    """The checkpoint at `path` (a run's folder, its `checkpoints/`, or one step's), compared with its manifest.
+
+    Layers are stored stacked. A converted model's are one chunk each; of a trained one's, reading one layer reads its
+    whole stack, so read the arrays in the order of `source.expected_shapes`: then each stack is read once. Raises
+    UserError if there is no checkpoint, and Damaged.
+    """
+    opened = checkpoint.open_checkpoint(path)
+    if opened.has_manifest and (problems := manifest.problems(opened.path, part="params")):
+        raise checkpoint.Damaged(f"checkpoint {str(opened.path)!r} is damaged or incomplete: {problems[0]}")
+    model, arrays = opened.config.model, {}
+    source.check_alone(model, path=str(path))
+    store = functools.cache(functools.partial(_open, opened.path / "params"))
+    # Keeps the last stack only, for its other layers.
+    read_stack = functools.lru_cache(maxsize=1)(lambda name: store(name).read().result())
+    for key, shape in source.expected_shapes(model).items():
+        dtype = store(key.name).dtype.numpy_dtype
+        arrays[key] = Stored(shape, dtype, functools.partial(_values, store, read_stack, key, shape))
+    folder = opened.path.parent.parent / tokenizers.FOLDER
+    return Source(
+        str(path),
+        model,
+        arrays,
+        opened.config.train.sequence,
+        tokenizer_files.read(folder),
+        generation_in(folder),
+        source.refit_in(folder.parent),
+    )
+
+
+def _open(folder: pathlib.Path, name: str) -> tensorstore.TensorStore:
+    """Open the array `name` in the item at `folder`, without reading its values."""
+    database = {"driver": "ocdbt", "base": kvstore(folder), "path": f"{name.replace('/', '.')}/"}
+    try:
+        return tensorstore.open({"driver": "zarr", "kvstore": database}, open=True, read=True).result()
+    except ValueError as error:
+        raise UserError(f"{str(folder)!r} holds no {name}: {str(error).splitlines()[0][:200]}") from None
+
+
+def _values(
+    store: Callable[[str], tensorstore.TensorStore],
+    read_stack: Callable[[str], np.ndarray],
+    key: Key,
+    shape: tuple[int, ...],
+) -> np.ndarray:
+    """One layer of a stack, or an array without layers; without the vocabulary's and the experts' padding."""
+    if key.layer is None:
+        return read_stack(key.name)[: shape[0]]
+    if store(key.name).chunk_layout.read_chunk.shape[0] == 1:
+        return store(key.name)[key.layer].read().result()[: shape[0]]
+    return read_stack(key.name)[key.layer][: shape[0]]
+
+
+def write(exported: Source, folder: pathlib.Path, *, definition: nn.ModelDef, place: pathlib.Path) -> None:
+    """Write `exported` into `folder`, one array at a time, read it back and compare.
+
+    definition: the model to store, which may have other ladder layers than `exported`.
+    place: the destination, to which `folder` will be renamed.
+    Raises UserError for a tokenizer that does not fit, RunFailed if writing fails or other values are read back.
+    """
+    folder.mkdir()
+    exported.write_tokenizer(folder / tokenizers.FOLDER)
+    item = folder / "checkpoints" / str(STEP)
+    # Sorted, so that the layers of a stack are written one after another.
+    in_order = sorted(exported.arrays.items(), key=lambda named: (named[0].name, named[0].layer or 0))
+    try:
+        with Stream(item / "params", _stacked(exported)) as stream:
+            with progress(len(in_order), label="written {done}/{total} arrays") as update:
+                for done, (key, array) in enumerate(in_order, start=1):
+                    stream.put(key.name, array.read(), layer=key.layer)
+                    update(done, "")
+            stream.finish()
+            _compare(stream, place=place)
+        _describe(item, config=_config(exported, definition, place=place))
+        manifest.write(item)
+        saved.check_shapes(saved.stored(item / "params"), definition.abstract, folder=item)
+        if problems := saved.verify(item):
+            raise RunFailed(f"cannot write {str(place)!r}: {problems[0]}")
+    except ValueError as error:  # tensorstore's, of a disk too
+        raise RunFailed(f"cannot write {str(place)!r}: {saved.reason(error)}") from error
+
+
+def _stacked(exported: Source) -> dict[str, jax.ShapeDtypeStruct]:
+    """Shape and dtype of each stored array, with layers stacked. If dtypes differ between layers, the widest."""
+    stacked: dict[str, jax.ShapeDtypeStruct] = {}
+    for key, array in exported.arrays.items():
+        shape = array.shape if key.layer is None else (len(key.layers(exported.model)), *array.shape)
+        earlier = stacked.get(key.name, array)
+        stacked[key.name] = jax.ShapeDtypeStruct(shape, jnp.promote_types(earlier.dtype, array.dtype))
+    return stacked
+
+
+def _compare(stream: Stream, *, place: pathlib.Path) -> None:
+    with progress(stream.count, label="compared {done}/{total} pieces") as update:
+        for done, name in enumerate(stream.differences(), start=1):
+            if name is not None:
+                raise RunFailed(f"cannot write {str(place)!r}: {name} reads back with other values than were written")
+            update(done, "")
+
+
+def _config(exported: Source, definition: nn.ModelDef, *, place: pathlib.Path) -> RunConfig:
+    """A run's configuration with the model, its context and its tokenizer. The other settings are defaults."""
+    has_tokenizer = tokenizer_files.MAIN in exported.files
+    is_bytes = not has_tokenizer and exported.model.vocab_size == tokenizers.Bytes().vocab_size
+    return RunConfig(
+        model=definition.config,
+        train=exported.train_config,
+        data=DataConfig(tokenizer=tokenizers.BYTES if is_bytes else str(place / tokenizers.FOLDER)),
+        run=FolderConfig(name=place.name, dir=str(place)),
+    )
+
+
+def _describe(item: pathlib.Path, *, config: RunConfig) -> None:
+    """Write the items `meta` and `data`, as a run's Store does."""
+    meta = {"format": saved.FORMAT, "version": saved.VERSION, "manifest": manifest.NAME, "step": STEP}
+    meta |= {"time": time.time(), "validation_loss": None, "config": to_dict(config)}
+    for name, content in (("meta", meta), ("data", {"step": STEP})):
+        (item / name).mkdir()
+        (item / name / "metadata").write_text(json.dumps(content), encoding="utf-8")

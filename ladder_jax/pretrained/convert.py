@@ -1,0 +1,295 @@
+"""The verb `convert`: write a pretrained model in another format, or with ladder layers.
+
+Calibration texts, if there are any, serve the choice of layers, and what follows in them the refit of the chosen ones.
+"""
+
+import contextlib
+import dataclasses
+import enum
+import itertools
+import json
+import logging
+import math
+import pathlib
+import shutil
+import statistics
+from collections.abc import Callable, Iterator, Sequence
+
+import numpy as np
+
+from ladder_jax import nn, parallel, pyplot
+from ladder_jax.config import Dtype, Loop, ModelConfig
+from ladder_jax.data.tokenizer import Tokenizer
+from ladder_jax.errors import UserError, member
+from ladder_jax.pretrained import checkpoints, formats, sensitivity, staging
+from ladder_jax.pretrained import refit as refits
+from ladder_jax.pretrained.calibration import Text, parse_text, rows_of
+from ladder_jax.pretrained.formats import Format
+from ladder_jax.pretrained.huggingface import folder as huggingface
+from ladder_jax.pretrained.load import load
+from ladder_jax.pretrained.refit import SUBLAYERS, Fit, FittedProjections, Refit, Refitted
+from ladder_jax.pretrained.sensitivity import Result, Search
+from ladder_jax.pretrained.source import REFIT, Source
+from ladder_jax.progress import progress
+
+AUTO, ALL = "auto:", "all"
+MEASURED = "sensitivity"
+"""The name of the measurement's files in the output folder: .json and, if matplotlib is installed, .png."""
+MEASURED_TOKENS = 2048
+REFIT_TOKENS = 16_384
+TOKENS_A_FEATURE = 8
+"""Calibration tokens for each feature that an output projection reads, from which on its fit gains on other text. With
+1.3 and 2.7 it lost (`python -m experiments.refit`)."""
+
+
+class What(enum.Enum):
+    """What to fit again of the converted layers."""
+
+    INPUTS = "inputs"  # the projections that read the sublayers' inputs
+    BOTH = "both"  # and their output projections
+    NONE = "none"
+
+
+@dataclasses.dataclass(frozen=True)
+class Request:
+    """The options of a conversion, checked before any weights are read.
+
+    model: the model to write. With `choose`, all its layers are ladder layers until the choice is made.
+    choose: the number of layers to choose by measurement, or None.
+    refit: None to keep the weights as they are.
+    measured_tokens, refit_tokens: of the calibration texts; the layers are chosen on the first, and refitted on those
+    after them.
+    """
+
+    destination: pathlib.Path
+    format: Format
+    model: ModelConfig
+    choose: int | None = None
+    calibration: tuple[Text, ...] = ()
+    measured_tokens: int = MEASURED_TOKENS
+    refit_tokens: int = REFIT_TOKENS
+    refit: Refit | None = None
+    search: Search = Search.GREEDY
+    tensor: int = 1
+
+
+def parse(args: dict, model: ModelConfig) -> Request:
+    """The request of a command line. model: the source's. Raises UserError for options that exclude each other."""
+    layers, choose = args["ladder_layers"], None
+    if layers is not None and layers.startswith(AUTO):
+        choose = _count(layers, model)
+    elif args["search"]:
+        raise UserError("--search is for --ladder-layers auto:N")
+    if choose is not None and not args["calibration"]:
+        raise UserError(f"--ladder-layers {layers} measures the layers on a text: name one by --calibration FILE")
+    for name in ("calibration_tokens", "tensor", "ranks"):
+        if args[name] is not None and args[name] < 1:
+            raise UserError(f"--{name.replace('_', '-')} must be positive, not {args[name]}")
+    tokens = args["calibration_tokens"]
+    measured = min(tokens or MEASURED_TOKENS, MEASURED_TOKENS) if args["refit"] != What.NONE.value else tokens
+    return Request(
+        destination=pathlib.Path(args["destination"]).expanduser().absolute(),
+        format=member(Format, "format in --to", args["to"]),
+        model=_with_layers(args, model, layers if choose is None else ALL),
+        choose=choose,
+        calibration=tuple(map(parse_text, args["calibration"] or ())),
+        measured_tokens=measured or MEASURED_TOKENS,
+        refit_tokens=tokens or REFIT_TOKENS,
+        refit=_refit(args, model=model, choose=choose),
+        search=member(Search, "value for --search:", args["search"] or Search.GREEDY.value),
+        tensor=args["tensor"] or 1,
+    )
+
+
+def _refit(args: dict, *, model: ModelConfig, choose: int | None) -> Refit | None:
+    """By default the inputs are refitted where there is a text for it; with enough of it, the outputs too."""
+    what = None if args["refit"] is None else member(What, "value for --refit:", args["refit"])
+    if not args["calibration"]:
+        needing = [name for name in ("calibration_tokens", "tensor", "ridge") if args[name] is not None]
+        if what not in (None, What.NONE):
+            needing = ["refit"]
+        if needing:
+            raise UserError(f"--{needing[0].replace('_', '-')} needs a text: name one by --calibration FILE")
+        return None
+    if args["ladder_layers"] is None:
+        raise UserError("--calibration needs --ladder-layers, the layers to convert")
+    if what is not What.NONE:
+        tokens = args["calibration_tokens"] or REFIT_TOKENS
+        ridge = {} if args["ridge"] is None else {"ridge": args["ridge"]}
+        return Refit(projections=_projections(model, tokens=tokens, given=what), **ridge)
+    if args["ridge"] is not None:
+        raise UserError("--ridge is for --refit inputs and both")
+    if choose is None:
+        raise UserError("--calibration is for --refit inputs and both, and for --ladder-layers auto:N")
+    return None
+
+
+def _projections(model: ModelConfig, *, tokens: int, given: What | None) -> FittedProjections:
+    """What to fit on so many tokens; `given` if there is one, with a notice where that may lose."""
+    has_mlp = model.moe is None or model.moe.dense_layers
+    features = max(model.num_heads * model.head_dim, model.d_ff if has_mlp else 0)
+    enough = TOKENS_A_FEATURE * features
+    if given is What.BOTH and tokens < enough:
+        logging.getLogger(__name__).warning(
+            f"notice: --refit both fits {features} features on {tokens} tokens; with fewer than {TOKENS_A_FEATURE} for"
+            f" each it may give back less than --refit inputs: --calibration-tokens {enough}"
+        )
+    return FittedProjections((given or (What.BOTH if tokens >= enough else What.INPUTS)).value)
+
+
+def _with_layers(args: dict, model: ModelConfig, layers: str | None) -> ModelConfig:
+    if args["dtype"]:
+        dtype = member(Dtype, "value for --dtype:", args["dtype"])
+        model = dataclasses.replace(model, dtype=dtype, residual_dtype=dtype)
+    choice = dict(ladder_layers=layers, residual=args["residual"], ranks=args["ranks"])
+    model = formats.with_ladder_layers(model, **choice, name=args["source"])
+    return dataclasses.replace(model, ladder_layers=None) if layers == ALL else model
+
+
+def _count(layers: str, model: ModelConfig) -> int:
+    number = layers.removeprefix(AUTO)
+    if not number.isdecimal() or not 1 <= int(number) <= model.num_layers:
+        raise UserError(f"--ladder-layers {layers}: the number must be from 1 to the model's {model.num_layers} layers")
+    return int(number)
+
+
+def run(args: dict) -> None:
+    """Convert, and print a summary. Raises UserError and RunFailed; then nothing has been written."""
+    source = formats.open_source(args["source"])
+    request = parse(args, source.model)
+    # Raises UserError if the model cannot be split over its ranks.
+    definition = nn.define(request.model, mesh=parallel.make_mesh())
+    staging.check_free(request.destination)
+    copies = 1 if request.refit is None else 2  # the fitted arrays are kept until all is written
+    staging.check_room(request.destination, size=copies * source.nbytes)
+    measured, fitted = read_texts(source, request)
+    result = refitted = None
+    with staging.staged(request.destination, resumes=request.refit is not None) as folder:
+        if request.choose is not None:
+            result = _choose(source, request, measured, fitted, folder=folder.with_name("alone"))
+            if not args["json"]:
+                sensitivity.show(result)
+            model = dataclasses.replace(request.model, ladder_layers=result.ladder_layers)
+            request = dataclasses.replace(request, model=model)
+            definition = nn.define(model, mesh=parallel.make_mesh())
+        if request.refit is not None:
+            refitted = _fit(source, request, fitted, settings=request.refit, folder=folder.with_name("chosen"))
+            source = refitted.source
+        write(source, folder, definition=definition, request=request)
+        if result is not None:
+            _write_json(folder / f"{MEASURED}.json", result.as_dict())
+            if pyplot.installed():
+                sensitivity.plot(result, file=str(folder / f"{MEASURED}.png"))
+        if refitted is not None:
+            _write_json(folder / REFIT, _fits(request, refitted, fitted))
+        elif source.refit is not None:  # a copy's weights are as they were
+            shutil.copyfile(source.refit, folder / REFIT)
+    _print_summary(source, request, result, () if refitted is None else refitted.fits, as_json=args["json"])
+
+
+def read_texts(source: Source, request: Request) -> tuple[np.ndarray | None, np.ndarray | None]:
+    """Rows of tokens [n, T + 1]: on which the layers are chosen, and on which they are refitted. None: they are not.
+
+    Rows are no longer than the sequences that the model was trained on; at other positions its activations are others.
+    Raises UserError for texts that cannot be read, or are too short.
+    """
+    if not request.calibration:
+        return None, None
+    about = dict(tokenizer=tokenizer_of(source), vocab_size=source.model.vocab_size, context=source.context)
+    skip, measured, fitted = 0, None, None
+    if request.choose is not None:
+        measured, skip = rows_of(request.calibration, tokens=request.measured_tokens, **about), request.measured_tokens
+    if request.refit is not None:
+        fitted = rows_of(request.calibration, tokens=request.refit_tokens, skip=skip, **about)
+        refits.check_rows(fitted[:, :-1], model=request.model)
+    return measured, fitted
+
+
+def tokenizer_of(source: Source) -> Tokenizer:
+    """Raises UserError for a source without a tokenizer."""
+    if source.tokenizer is None:
+        raise UserError(f"{source.path!r} has no tokenizer, which --calibration needs")
+    return source.tokenizer
+
+
+def _choose(
+    source: Source, request: Request, measured: np.ndarray, fitted: np.ndarray | None, *, folder: pathlib.Path
+) -> Result:
+    """The layers' sensitivity; with a refit, that of each layer refitted as if it were the only converted one."""
+    mesh = parallel.make_mesh(tensor=request.tensor)
+    definition = nn.define(request.model, mesh=mesh)
+    loaded = lambda one: load(dataclasses.replace(one, model=request.model), mesh=mesh, loop=Loop.UNROLLED)
+    converted = None
+    if request.refit is not None:
+        alone = dataclasses.replace(request.refit, alone=True)
+        converted = loaded(_fit(source, request, fitted, settings=alone, folder=folder).source)
+    choice = dict(choose=request.choose, search=request.search)
+    total = sensitivity.count(measured, num_layers=source.model.num_layers, **choice)
+    with _counted(total, "measured {done}/{total} losses") as on_loss:
+        shared = dict(converted=converted, on_loss=on_loss)
+        return sensitivity.measure(definition, loaded(source), measured, **choice, **shared)
+
+
+def _fit(source: Source, request: Request, rows: np.ndarray, *, settings: Refit, folder: pathlib.Path) -> Refitted:
+    """`source` with `request.model`'s converted layers refitted. folder: keeps what an interrupted run has done."""
+    mesh = parallel.make_mesh(tensor=request.tensor)
+    with _counted(2 * request.model.num_layers, "refitted {done}/{total} sublayers") as on_sublayer:
+        shared = dict(model=request.model, mesh=mesh, settings=settings, folder=folder, on_sublayer=on_sublayer)
+        return refits.refit(source, rows=rows[:, :-1], **shared)
+
+
+def write(source: Source, folder: pathlib.Path, *, definition: nn.ModelDef, request: Request) -> None:
+    """Write `source` with `definition`'s topology into `folder`, in the requested format."""
+    if request.format is Format.CHECKPOINT:
+        checkpoints.write(source, folder, definition=definition, place=request.destination)
+        return
+    converted = dataclasses.replace(source, model=definition.config)
+    with _counted(len(source.arrays), "written {done}/{total} arrays") as done:
+        huggingface.write(converted, folder, done=done)
+
+
+@contextlib.contextmanager
+def _counted(total: int, label: str) -> Iterator[Callable[..., None]]:
+    """Yields what shows the progress at every call."""
+    with progress(total, label=label) as update:
+        done = itertools.count(1)
+        yield lambda *_: update(next(done), "")
+
+
+def _fits(request: Request, refitted: Refitted, rows: np.ndarray) -> dict:
+    """For JSON: the refit's settings, and of each fitted sublayer what its input lacked before and lacks after."""
+    about = {"ridge": request.refit.ridge, "tokens": rows[:, :-1].size, "sequence": rows.shape[1] - 1}
+    about |= {"texts": [dataclasses.asdict(text) for text in request.calibration]}
+    return {**about, "sublayers": [dataclasses.asdict(fit) for fit in refitted.fits]}
+
+
+def _write_json(file: pathlib.Path, content: dict) -> None:
+    file.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+
+
+def _print_summary(
+    source: Source, request: Request, result: Result | None, fits: Sequence[Fit], *, as_json: bool
+) -> None:
+    model, parameters = request.model, sum(math.prod(array.shape) for array in source.arrays.values())
+    if as_json:
+        summary = {"source": source.path, "destination": str(request.destination), "format": request.format.value}
+        summary |= {"parameters": parameters, "residual": model.residual, "ladder_layers": model.ladder_layers}
+        summary |= {"ranks": model.ranks, "sensitivity": None if result is None else result.as_dict()}
+        summary |= {"refit": [dataclasses.asdict(fit) for fit in fits]}
+        print(json.dumps(summary))
+        return
+    layers = "" if model.ladder_layers is None else f", ladder layers {model.ladder_layers}"
+    print(f"{request.destination}: {parameters:,} parameters, {model.residual}{layers}; read back and compared")
+    if inputs := [fit for fit in fits if fit.sublayer in SUBLAYERS]:
+        where = f"each sublayer's is in {REFIT}"
+        print(f"refitted {len(inputs)} sublayers: the late inputs lacked {_means(inputs)}; {where}")
+        if outputs := [fit for fit in fits if fit not in inputs]:
+            print(f"behind these inputs, the sublayers' outputs lacked {_means(outputs)}")
+    if result is not None:
+        picture_file = f" and {MEASURED}.png" if pyplot.installed() else "; its picture needs 'ladder-jax[plot]'"
+        print(f"the measurement is in {request.destination}, in {MEASURED}.json{picture_file}")
+
+
+def _means(fits: Sequence[Fit]) -> str:
+    before, after = (statistics.fmean(getattr(fit, name) for fit in fits) for name in ("before", "after"))
+    return f"{before:.1%} of the whole ones (mean square), and lack {after:.1%} now"

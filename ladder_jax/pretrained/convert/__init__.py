@@ -1,1 +1,0 @@
-"""The verb `convert`: write a pretrained model in another format, or with ladder layers."""

@@ -1,0 +1,187 @@
+"""A Hugging Face folder (config.json, safetensors, a tokenizer) as a Source, and a Source as such a folder."""
+
+import functools
+import json
+import pathlib
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from ladder_jax.errors import RunFailed, UserError
+from ladder_jax.pretrained import source, staging, tokenizer_files
+from ladder_jax.pretrained.huggingface import config, tensors, weights
+from ladder_jax.pretrained.huggingface.tensors import Pending, Tensor
+from ladder_jax.pretrained.source import Key, Source
+
+CONFIG, GENERATION = "config.json", "generation_config.json"
+WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+PICKLES = (".bin", ".pt", ".pth")
+SHARD_BYTES = 5 * 10**9
+"""About transformers' own limit. A larger model is written as several files and an index."""
+DEFAULT_CONTEXT = 2048  # tokens, if the source has no context
+
+
+def read(folder: pathlib.Path) -> Source:
+    """The model in `folder`. Reads and compares its configuration and its files' headers, but no values.
+
+    Raises UserError for a model that we cannot represent, and for files that are missing, damaged, or of another model.
+    """
+    told = read_object(folder / CONFIG)
+    model = config.read(told, where=str(folder / CONFIG))
+    tokens = {name: told[name] for name in config.TOKENS if told.get(name) is not None}
+    return Source(
+        path=str(folder),
+        model=model,
+        arrays=weights.arrays(folder, model, stored(folder)),
+        context=config.context(told, where=str(folder / CONFIG)),
+        files=tokenizer_files.read(folder),
+        generation={**tokens, **generation_in(folder)},
+        refit=source.refit_in(folder),
+    )
+
+
+def generation_in(folder: pathlib.Path) -> dict[str, Any]:
+    """The settings in generation_config.json, if it is there."""
+    return read_object(folder / GENERATION) if tokenizer_files.has_file(folder, GENERATION) else {}
+
+
+def read_object(file: pathlib.Path) -> dict[str, Any]:
+    """The JSON object in `file`. Raises UserError if it is missing or holds something else."""
+    try:
+        value = json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise UserError(f"{str(file.parent)!r} holds no {file.name}") from None
+    except (OSError, ValueError, RecursionError) as error:
+        raise UserError(f"{str(file)!r} is not JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise UserError(f"{str(file)!r} must hold a JSON object")
+    return value
+
+
+def stored(folder: pathlib.Path) -> dict[str, Tensor]:
+    """All tensors by Hugging Face's names, from the files in the index, or from the single file."""
+    if not (folder / INDEX).is_file():
+        if not (folder / WEIGHTS).is_file():
+            raise UserError(_no_weights(folder))
+        return tensors.tensors(folder / WEIGHTS)
+    listed = read_object(folder / INDEX).get("weight_map")
+    if not isinstance(listed, dict) or not all(isinstance(name, str) for name in listed.values()):
+        raise UserError(f"{str(folder / INDEX)!r} has no weight_map")
+    all_tensors = {}
+    for name in sorted(set(listed.values())):
+        if pathlib.PurePath(name).name != name:
+            raise UserError(f"{str(folder / INDEX)!r} names a file outside its folder: {name!r}")
+        shard = tensors.tensors(folder / name)
+        expected = {tensor for tensor, file in listed.items() if file == name}
+        for tensor in sorted(expected ^ shard.keys()):
+            verb = "lacks" if tensor in expected else "holds"
+            raise UserError(f"{str(folder / name)!r} {verb} {tensor}, which contradicts {INDEX}")
+        all_tensors |= shard
+    return all_tensors
+
+
+def _no_weights(folder: pathlib.Path) -> str:
+    if any(file.name.endswith(PICKLES) for file in folder.iterdir()):
+        return (
+            f"{str(folder)!r} holds weights only as pickles, which can run any program when they are opened"
+            " (transformers' save_pretrained writes safetensors)"
+        )
+    return f"{str(folder)!r} holds no {WEIGHTS} and no {INDEX}"
+
+
+def export(
+    exported: Source,
+    destination: pathlib.Path,
+    *,
+    dtype: np.dtype | None = None,
+    shard_bytes: int = SHARD_BYTES,
+    done: Callable[[Key], object] = lambda key: None,
+) -> None:
+    """Write config.json, safetensors, tokenizer and generation config to the folder `destination`, new or empty.
+
+    The files are written to a temporary folder, compared, and renamed. The host holds one array at a time.
+    dtype: of all values; None keeps the stored dtypes. done: called with the key of each array after it is written.
+    Raises UserError if `destination` is not empty, or the format cannot express the model; RunFailed if writing fails.
+    Unfinished files are removed.
+    """
+    with staging.staged(destination.expanduser().absolute()) as folder:
+        write(exported, folder, dtype=dtype, shard_bytes=shard_bytes, done=done)
+
+
+def write(
+    exported: Source,
+    folder: pathlib.Path,
+    *,
+    dtype: np.dtype | None = None,
+    shard_bytes: int = SHARD_BYTES,
+    done: Callable[[Key], object] = lambda key: None,
+) -> None:
+    """As `export`, to a folder of `staging.staged`."""
+    source.check(exported)
+    dtypes = {np.dtype(dtype or stored.dtype) for stored in exported.arrays.values()}
+    tensors.check_dtypes(dtypes)
+    described = config.describe(
+        exported.model,
+        dtype=functools.reduce(jnp.promote_types, dtypes),
+        context=exported.context or DEFAULT_CONTEXT,
+        generation=dict(exported.generation),
+    )
+    mixtral = described["model_type"] == "mixtral"
+    by_key = weights.pending(exported, dtype=dtype and np.dtype(dtype), mixtral=mixtral)
+    pending = {name: tensor for named in by_key.values() for name, tensor in named.items()}
+    ended = {next(reversed(named)): key for key, named in by_key.items()}
+    folder.mkdir()
+    for name, content in _files(exported, described).items():
+        (folder / name).write_bytes(content)
+    for name in _write_tensors(folder, pending, limit=shard_bytes):
+        if name in ended:
+            done(ended[name])
+    _compare(folder, pending)
+
+
+def _files(exported: Source, described: dict[str, Any]) -> dict[str, bytes]:
+    """The contents of all files except the weights, by name."""
+    files = {**exported.files, CONFIG: _to_json(described)}
+    if exported.generation:
+        files[GENERATION] = _to_json(dict(exported.generation))
+    if described["model_type"] == config.LADDER:
+        files[config.MODELING] = pathlib.Path(__file__).with_name(config.MODELING).read_bytes()
+        if tokenizer_files.MAIN in files:
+            files[tokenizer_files.CONFIG] = _with_class(exported.path, files.get(tokenizer_files.CONFIG, b"{}"))
+    return files
+
+
+def _with_class(where: str, content: bytes) -> bytes:
+    """tokenizer_config.json with a `tokenizer_class`: AutoTokenizer has no default class for our model_type."""
+    try:
+        told = json.loads(content)
+    except ValueError as error:
+        raise UserError(f"{where!r}: {tokenizer_files.CONFIG} is not JSON: {error}") from None
+    return _to_json({"tokenizer_class": tokenizer_files.FAST, **told})
+
+
+def _write_tensors(folder: pathlib.Path, pending: Mapping[str, Pending], *, limit: int):
+    """Yields each tensor's name after it is written."""
+    shards = list(tensors.shards(pending, limit=limit))
+    weight_map = {}
+    for index, shard in enumerate(shards, start=1):
+        file = WEIGHTS if len(shards) == 1 else f"model-{index:05}-of-{len(shards):05}.safetensors"
+        weight_map |= dict.fromkeys(shard, file)
+        yield from tensors.write(folder / file, shard)
+    if len(shards) > 1:
+        total = {"total_size": sum(tensor.nbytes for tensor in pending.values())}
+        (folder / INDEX).write_bytes(_to_json({"metadata": total, "weight_map": weight_map}))
+
+
+def _compare(folder: pathlib.Path, pending: Mapping[str, Pending]) -> None:
+    """Raises RunFailed if a tensor reads back with other values than were written."""
+    written = stored(folder)
+    for name, tensor in pending.items():
+        if not tensors.same(written[name].read(), tensor.read()):
+            raise RunFailed(f"{str(written[name].file)!r}: {name} reads back with other values than were written")
+
+
+def _to_json(value: dict[str, Any]) -> bytes:
+    return (json.dumps(value, indent=2, ensure_ascii=False) + "\n").encode()

@@ -1,0 +1,168 @@
+"""Which tensors of a Hugging Face folder hold which of our arrays, in both directions.
+
+Both use rotary embedding in rotate-half form, so queries and keys need no permutation.
+"""
+
+import dataclasses
+import functools
+import itertools
+import math
+import pathlib
+from collections.abc import Mapping
+
+import jax.numpy as jnp
+import numpy as np
+
+from ladder_jax.config import ModelConfig
+from ladder_jax.errors import UserError
+from ladder_jax.pretrained import source
+from ladder_jax.pretrained.huggingface import tensors
+from ladder_jax.pretrained.huggingface.tensors import Pending, Tensor
+from ladder_jax.pretrained.source import Key, Source, Stored
+
+OUTSIDE_LAYERS = {
+    "embedding/table": "model.embed_tokens.weight",
+    "final_norm/scale": "model.norm.weight",
+    "head/table": "lm_head.weight",
+}
+IN_LAYER = {
+    "attention_norm/scale": "input_layernorm.weight",
+    "attention/query": "self_attn.q_proj.weight",
+    "attention/key": "self_attn.k_proj.weight",
+    "attention/value": "self_attn.v_proj.weight",
+    "attention/out": "self_attn.o_proj.weight",
+    "attention/query_bias": "self_attn.q_proj.bias",
+    "attention/key_bias": "self_attn.k_proj.bias",
+    "attention/value_bias": "self_attn.v_proj.bias",
+    "attention/out_bias": "self_attn.o_proj.bias",
+    "attention/query_norm/scale": "self_attn.q_norm.weight",
+    "attention/key_norm/scale": "self_attn.k_norm.weight",
+    "mlp_norm/scale": "post_attention_layernorm.weight",
+    "mlp/gate": "mlp.gate_proj.weight",
+    "mlp/up": "mlp.up_proj.weight",
+    "mlp/down": "mlp.down_proj.weight",
+    "mlp/gate_bias": "mlp.gate_proj.bias",
+    "mlp/up_bias": "mlp.up_proj.bias",
+    "mlp/down_bias": "mlp.down_proj.bias",
+    "mlp/router": "mlp.gate.weight",
+    "mlp/experts/gate": "mlp.experts.{expert}.gate_proj.weight",
+    "mlp/experts/up": "mlp.experts.{expert}.up_proj.weight",
+    "mlp/experts/down": "mlp.experts.{expert}.down_proj.weight",
+    "mlp/shared/gate": "mlp.shared_expert.gate_proj.weight",
+    "mlp/shared/up": "mlp.shared_expert.up_proj.weight",
+    "mlp/shared/down": "mlp.shared_expert.down_proj.weight",
+    "mlp/shared/share": "mlp.shared_expert_gate.weight",
+}
+MIXTRAL = {"mlp.": "block_sparse_moe.", "gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
+"""What Mixtral calls experts and their router."""
+
+
+@dataclasses.dataclass(frozen=True)
+class _Form:
+    """How one of our arrays is stored: in one tensor of `shape`, [out, in]; of experts, in one for each."""
+
+    names: tuple[str, ...]
+    shape: tuple[int, ...]
+    dims: str
+
+    @classmethod
+    def of(cls, key: Key, dims: str, ours: tuple[int, ...], *, model: ModelConfig, mixtral: bool) -> "_Form":
+        each = dims.removeprefix("E")
+        shape = source.torch_shape(each, ours[-len(each) :])
+        if key.name.endswith("/share"):
+            shape = (1, *shape)
+        if key.layer is None:
+            return cls((OUTSIDE_LAYERS[key.name],), shape, each)
+        theirs = IN_LAYER[key.name.partition("/")[2]]
+        if mixtral and ("experts" in theirs or "mlp.gate." in theirs):
+            for old, new in MIXTRAL.items():
+                theirs = theirs.replace(old, new)
+        prefix = f"model.layers.{key.layers(model)[key.layer]}."
+        names = [prefix + theirs.format(expert=expert) for expert in range(ours[0] if each != dims else 1)]
+        return cls(tuple(names), shape, each)
+
+
+def arrays(folder: pathlib.Path, model: ModelConfig, found: Mapping[str, Tensor]) -> dict[Key, Stored]:
+    """All arrays of the model. Raises UserError if a tensor is missing, extra, or of another shape."""
+    source.check_layers(model, tensors=len(found), path=str(folder))
+    found = _unfused(found)
+    mixtral = any(".block_sparse_moe." in name for name in found)
+    dims, arrays, used = source.dims(model), {}, set()
+
+    def take(name: str, shape: tuple[int, ...]) -> Tensor:
+        used.add(name)
+        if name not in found:
+            raise UserError(f"{str(folder)!r} holds no {name}")
+        if found[name].shape != shape:
+            raise UserError(f"{str(found[name].file)!r}: {name} is {found[name].shape}, but {shape} by its config.json")
+        return found[name]
+
+    for key, ours in source.expected_shapes(model).items():
+        form = _Form.of(key, dims[key.name], ours, model=model, mixtral=mixtral)
+        parts = [take(name, form.shape) for name in form.names]
+        dtype = functools.reduce(jnp.promote_types, {part.dtype for part in parts})
+        arrays[key] = Stored(ours, np.dtype(dtype), functools.partial(_read, parts, form.dims, ours, dtype))
+    _check_rest(folder, model, found, used)
+    return arrays
+
+
+def _read(parts: list[Tensor], dims: str, ours: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+    matrices = [source.from_torch(part.read(), dims=dims, ours=ours[-len(dims) :]) for part in parts]
+    return matrices[0] if len(dims) == len(ours) else np.stack(matrices).astype(dtype, copy=False)
+
+
+def _unfused(found: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """With each expert's matrices apart, where one tensor holds all of them, as transformers 5 has them in memory:
+
+    gates and ups [E, 2 M, D], and downs [E, D, M]. Each matrix is a part of the file.
+    """
+    apart = {}
+    for name, tensor in found.items():
+        stem, _, last = name.rpartition(".")
+        parts = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}.get(last)
+        if parts is None or len(tensor.shape) != 3:
+            apart[name] = tensor
+            continue
+        experts, rows, columns = tensor.shape
+        shape = (rows // len(parts), columns)
+        size = math.prod(shape) * tensor.dtype.itemsize
+        for number, (expert, part) in enumerate(itertools.product(range(experts), parts)):
+            offset = tensor.offset + number * size
+            apart[f"{stem}.{expert}.{part}.weight"] = dataclasses.replace(tensor, shape=shape, offset=offset)
+    return apart
+
+
+def _check_rest(folder: pathlib.Path, model: ModelConfig, found: Mapping[str, Tensor], used: set[str]) -> None:
+    """Raises UserError for tensors that are not the model's. Some files contain the table of tied embeddings twice."""
+    extra = sorted(name for name in found.keys() - used if not name.endswith(".rotary_emb.inv_freq"))  # of old files
+    head, table = (OUTSIDE_LAYERS[name] for name in ("head/table", "embedding/table"))
+    if model.tie_embeddings and head in extra:
+        extra.remove(head)
+        if not tensors.same(found[head].read(), found[table].read()):
+            raise UserError(
+                f"{str(found[head].file)!r}: {head} differs from the embedding, though tie_word_embeddings is true"
+            )
+    if extra:
+        more = f" and {len(extra) - 1} more" if extra[1:] else ""
+        raise UserError(f"{str(folder)!r} holds {extra[0]}{more}, not in the model of its config.json")
+
+
+def pending(exported: Source, *, dtype: np.dtype | None, mixtral: bool) -> dict[Key, dict[str, Pending]]:
+    """The tensors to write of each array, by their names. dtype: of all; None keeps the stored dtypes."""
+    dims = source.dims(exported.model)
+    newest = functools.lru_cache(maxsize=1)(lambda key: exported.arrays[key].read())  # its experts come in turn
+
+    def values(key: Key, form: _Form, expert: int) -> np.ndarray:
+        array = newest(key)
+        one = array[expert] if array.ndim > len(form.dims) else array
+        return source.to_torch(one, dims=form.dims, theirs=form.shape)
+
+    found = {}
+    for key, ours in source.expected_shapes(exported.model).items():
+        form = _Form.of(key, dims[key.name], ours, model=exported.model, mixtral=mixtral)
+        kept = dtype or np.dtype(exported.arrays[key].dtype)
+        found[key] = {
+            name: Pending(form.shape, kept, functools.partial(values, key, form, expert))
+            for expert, name in enumerate(form.names)
+        }
+    return found

@@ -1,0 +1,224 @@
+"""A model's forward pass in programs of one sublayer each, whose delays are values at run time.
+
+So one compilation serves every subset of converted layers. In a delayed topology, a sublayer reads the residual stream
+of some sublayers ago (see residual/). So the last few streams are kept, and each sublayer's delay (0 in a standard
+layer) selects one of them. `sensitivity` and `refit` run these programs.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from ladder_jax import nn, residual
+from ladder_jax.config import ModelConfig
+from ladder_jax.nn.modules import LayerContext, normalise
+from ladder_jax.nn.parameter import LAYERS, stacks
+from ladder_jax.parallel import all_gather, all_reduce, on_mesh, over_ranks, pvary, rank
+from ladder_jax.parallel.collectives import ranks
+from ladder_jax.residual.recurrence import Projections, project
+from ladder_jax.residual.topologies import ROUTED, SHARED
+
+ROWS = 4  # of a batch, at most
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Streams:
+    """The state between two sublayers. newest_first: x_i, x_{i-1}, ..., each [B, T, D]; x_0 replaces any before x_0.
+
+    partial: the rank's own newest partial sum [B, T, D], which ladder-fresh reads; for other topologies [B, T, 1] of
+    zeros.
+    """
+
+    newest_first: tuple[jax.Array, ...]
+    partial: jax.Array
+
+
+@dataclasses.dataclass(frozen=True)
+class DelayedStep:
+    """A step that reads the stream of `delay` sublayers ago. delay: a traced int32 scalar, so what is read, added and
+    left pending cannot be planned, as residual/recurrence.py does it.
+
+    early: sublayers of the same input whose output a later step does not leave out, if this step's input is late: a
+        farskip's shared expert (residual/topologies.py).
+    """
+
+    sublayers: tuple[int, ...]
+    delay: jax.Array
+    fresh: bool
+    early: tuple[int, ...] = ()
+
+    def input(self, state: Streams, *, axes: tuple[str, ...]) -> jax.Array:
+        x = pvary(lax.select_n(self.delay, *state.newest_first), axes)
+        if not self.fresh:
+            return x
+        own = jnp.where(self.delay > 0, state.partial, 0)
+        return residual.add(x, (own,))
+
+
+@dataclasses.dataclass(frozen=True)
+class Chosen(residual.AllReduce):
+    """The wire of such steps: every sum is reduced at once."""
+
+    def advance(self, state: Streams, step: DelayedStep, sublayers: Sequence[residual.Sublayer]) -> Streams:
+        x, late = step.input(state, axes=self.axes), step.delay > 0
+        partial = self.partial(step.sublayers, x, sublayers)
+        summed = all_reduce(partial, self.axes)
+        before = state.newest_first[0]
+        if step.early:
+            early = all_reduce(self.partial(step.early, x, sublayers), self.axes)
+            before = residual.add(before, (jnp.where(late, early, 0),))
+            summed = summed + jnp.where(late, 0, early)
+        newest = residual.add(before, (summed,))
+        kept = (newest, before, *state.newest_first[1:])[: len(state.newest_first)]
+        return Streams(kept, partial if step.fresh else state.partial)
+
+
+@dataclasses.dataclass(frozen=True)
+class OutputRead:
+    """A wire from `Streams` to one rank's (input of the output projection [B, T, M], output [B, T, D])."""
+
+    axes: tuple[str, ...]
+
+    def advance(
+        self, state: Streams, step: DelayedStep, sublayers: Sequence[residual.Normed]
+    ) -> tuple[jax.Array, jax.Array]:
+        read, (which,) = [], step.sublayers
+
+        def out(product, hidden, weights):
+            read.append(hidden)
+            return product(hidden, weights)
+
+        one = sublayers[which]
+        x = one.norm(step.input(state, axes=self.axes), scale=one.gain)
+        output = one.function(x, projections=Projections(out=project(out)))
+        return read[0].reshape(*x.shape[:2], -1), output
+
+
+Two = tuple[Callable, Callable]  # of attention, and of the MLP or experts
+
+
+@dataclasses.dataclass(frozen=True)
+class Programs:
+    """The compiled programs of a model, on a mesh whose axes are data and tensor.
+
+    begin(embedding's params, tokens [B, T]) -> Streams before the first sublayer
+    advance[stack]: (params of a layer of the stack, streams, delay) -> Streams after its attention, its MLP
+    loss(params outside the layers, streams, targets [B, T]) -> the summed loss in nats, after the last layer
+    statistics(streams, rows [B], delay) -> float32 (products, energy, missing)
+    output_statistics[stack]: (layer's params, its original ones, streams, rows [B], delay) -> as `statistics`
+
+    `products` [R, D, 2D] are n(z)^T [n(z), n(x)], with z the late input and x the whole one, summed over tokens, each
+    row of the batch times its entry of `rows`; their last dimension is padded to a multiple of the ranks. R is 1, or,
+    where each rank has its own input (ladder-fresh), the number of ranks. `energy` is the sum of |n(x)|^2, and
+    `missing` [ranks] that of |n(z) - n(x)|^2.
+
+    Of outputs, `products` [1, M, M + D] are h^T [h, goal - output], where h is the input of the output projection, and
+    the goal what the original layer's is of x; `energy` is the sum of |goal|^2, and `missing` [1] that of
+    |goal - output|^2.
+    """
+
+    begin: Callable
+    advance: Mapping[str, Two]
+    loss: Callable
+    statistics: Callable
+    output_statistics: Mapping[str, Two]
+    dims: Any  # of Streams
+
+
+def delays(config: ModelConfig) -> np.ndarray:
+    """[L, 2], in sublayers, of each layer's attention and MLP."""
+    return np.array(residual.of_model(config).delays, np.int32).reshape(-1, 2)
+
+
+@functools.cache
+def programs(definition: nn.ModelDef) -> Programs:
+    config, axes, layout = definition.config, definition.layout.tensor, definition.layout
+    topology, dtype = residual.of_model(config), jnp.dtype(config.dtype.value)
+    fresh = any(topology.fresh)
+    depth = 1 + max(residual.topology(config.residual, num_layers=1).delays)  # of a converted layer, if there is any
+
+    def begin(params, tokens):
+        x = definition.bind("embedding", params)(tokens, axes=axes)
+        x = x.astype(config.residual_dtype.value)
+        zeros = jnp.zeros((*x.shape[:2], config.d_model if fresh else 1), dtype)
+        return Streams((x,) * depth, pvary(zeros, (*layout.batch, *axes)))
+
+    def through(stack, sublayer, wire, params, streams, delay):
+        """A sublayer of a layer with `params`, over `wire`."""
+        context = LayerContext.of(config, streams.partial.shape[1], axes=axes, kernel=definition.kernel)
+        early = (SHARED,) if topology.farskip and sublayer == ROUTED and stack == LAYERS else ()
+        step = DelayedStep((sublayer,), delay, fresh, early)
+        return definition.bind(stack, params)(streams, steps=(step,), wire=wire, contexts=[context])[0]
+
+    def advance(stack, sublayer, params, streams, delay):
+        return through(stack, sublayer, Chosen(axes), params, streams, delay)
+
+    def loss(params, streams, targets):
+        x = pvary(streams.newest_first[0], axes)
+        x = definition.bind("final_norm", params["final_norm"])(x, dtype=dtype)
+        return all_reduce(nn.loss_sum(definition, params, x, targets), layout.batch)
+
+    def statistics(streams, rows, delay):
+        target = streams.newest_first[0]
+        late = DelayedStep((), delay, fresh).input(streams, axes=axes)
+        flat = lambda x: normalise(x, eps=config.norm_eps).reshape(-1, config.d_model)
+        late, whole = flat(late), pvary(flat(target), axes)
+        weights = jnp.repeat(rows, target.shape[1])[:, None]
+        both = weights * jnp.concatenate([late, whole], axis=1)
+        energy = jnp.sum(weights * jnp.square(flat(target)))
+        missing = jnp.sum(weights * jnp.square(late - whole))[None]
+        if not fresh:  # each rank computes a share of the columns
+            share = -(-both.shape[1] // ranks(axes))
+            both = jnp.pad(both, ((0, 0), (0, share * ranks(axes) - both.shape[1])))
+            both = lax.dynamic_slice_in_dim(both, rank(axes) * share, share, axis=1)
+        products = jnp.einsum("td,te->de", late, both, precision=lax.Precision.HIGHEST)[None]
+        return tuple(all_reduce(x, layout.batch) for x in (products, energy, missing))
+
+    def read(stack, sublayer, params, streams, delay):
+        hidden, partial = through(stack, sublayer, OutputRead(axes), params, streams, delay)
+        return hidden, all_reduce(partial.astype(jnp.float32), axes)
+
+    def output_statistics(stack, sublayer, params, original, streams, rows, delay):
+        _, goal = read(stack, sublayer, original, streams, jnp.int32(0))
+        hidden, reached = read(stack, sublayer, params, streams, delay)
+        weights = jnp.repeat(rows, goal.shape[1])[:, None]
+        goal, hidden, reached = (x.astype(jnp.float32).reshape(-1, x.shape[-1]) for x in (goal, hidden, reached))
+        lacking = goal - reached
+        both = jnp.concatenate([all_gather(hidden, axes, dimension=1), pvary(lacking, axes)], axis=1)
+        products = jnp.einsum("tm,te->me", weights * hidden, both, precision=lax.Precision.HIGHEST)[None]
+        energy = jnp.sum(weights * jnp.square(goal))
+        missing = jnp.sum(weights * jnp.square(lacking))[None]
+        return tuple(all_reduce(x, layout.batch) for x in (products, energy, missing))
+
+    def compiled(local, in_dims, out_dims):
+        dims = dict(in_dims=in_dims, out_dims=out_dims)
+        return jax.jit(on_mesh(over_ranks(local, layout=layout, **dims), layout=layout, **dims))
+
+    def by_stack(local, in_dims, out_dims, *, layers=1):
+        """Of each stack, the programs of its two sublayers, whose first arguments are the params of layers."""
+        found = {}
+        for stack in stacks(config):
+            layer = jax.tree.map(lambda dims: dims.removeprefix("L"), definition.dims[stack])
+            two = (functools.partial(local, stack, sublayer) for sublayer in (0, 1))
+            found[stack] = tuple(compiled(one, (*[layer] * layers, *in_dims), out_dims) for one in two)
+        return found
+
+    # Each rank has its own partial sum. It is declared as one array whose last dimension is split over the ranks.
+    streams = Streams(("BTD",) * depth, "BTF")
+    outside = {name: dims for name, dims in definition.dims.items() if name not in stacks(config)}
+    # "F" is the dimension that the ranks split; "1" and "m" no mesh axis splits.
+    return Programs(
+        begin=compiled(begin, (definition.dims["embedding"], "BT"), streams),
+        advance=by_stack(advance, (streams, ""), streams),
+        loss=compiled(loss, (outside, streams, "BT"), ""),
+        statistics=compiled(statistics, (streams, "B", ""), ("Fmm" if fresh else "1mF", "", "F")),
+        output_statistics=by_stack(output_statistics, (streams, "B", ""), ("1Fm", "", "1"), layers=2),
+        dims=streams,
+    )
