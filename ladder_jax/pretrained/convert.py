@@ -157,8 +157,7 @@ def run(args: dict) -> None:
     """Convert, and print a summary. Raises UserError and RunFailed; then nothing has been written."""
     source = formats.open_source(args["source"])
     request = parse(args, source.model)
-    # Raises UserError if the model cannot be split over its ranks.
-    definition = nn.define(request.model, mesh=parallel.make_mesh())
+    nn.define(request.model, mesh=parallel.make_mesh())  # raises UserError if it cannot be split over its ranks
     staging.check_free(request.destination)
     copies = 1 if request.refit is None else 2  # the fitted arrays are kept until all is written
     staging.check_room(request.destination, size=copies * source.nbytes)
@@ -171,11 +170,10 @@ def run(args: dict) -> None:
                 sensitivity.show(result)
             model = dataclasses.replace(request.model, ladder_layers=result.ladder_layers)
             request = dataclasses.replace(request, model=model)
-            definition = nn.define(model, mesh=parallel.make_mesh())
         if request.refit is not None:
             refitted = _fit(source, request, fitted, settings=request.refit, folder=folder.with_name("chosen"))
             source = refitted.source
-        write(source, folder, definition=definition, request=request)
+        write(source, folder, request=request)
         if result is not None:
             _write_json(folder / f"{MEASURED}.json", result.as_dict())
             if pyplot.installed():
@@ -238,12 +236,12 @@ def _fit(source: Source, request: Request, rows: np.ndarray, *, settings: Refit,
         return refits.refit(source, rows=rows[:, :-1], **shared)
 
 
-def write(source: Source, folder: pathlib.Path, *, definition: nn.ModelDef, request: Request) -> None:
-    """Write `source` with `definition`'s topology into `folder`, in the requested format."""
+def write(source: Source, folder: pathlib.Path, *, request: Request) -> None:
+    """Write `source` with the requested topology into `folder`, in the requested format."""
     if request.format is Format.CHECKPOINT:
-        checkpoints.write(source, folder, definition=definition, place=request.destination)
+        checkpoints.write(source, folder, model=request.model, place=request.destination)
         return
-    converted = dataclasses.replace(source, model=definition.config)
+    converted = dataclasses.replace(source, model=request.model)
     with _counted(len(source.arrays), "written {done}/{total} arrays") as done:
         huggingface.write(converted, folder, done=done)
 

@@ -100,7 +100,7 @@ class Transformer(nn.Transformer):
             if written is Format.HUGGING_FACE:
                 huggingface.write(exported, folder)
             else:
-                checkpoints.write(exported, folder, definition=self.definition, place=place)
+                checkpoints.write(exported, folder, model=self.config, place=place)
 
     def push_to_hub(self, repository: str, *, private: bool | None = None, message: str | None = None) -> str:
         """Upload an export to `org/name` of the Hugging Face Hub, as the user of `hf auth login` or HF_TOKEN.

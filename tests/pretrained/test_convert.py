@@ -182,10 +182,9 @@ def test_sources_that_break_midway_leave_nothing(small, tmp_path):
     file.write_bytes(small.read_bytes())
     source = pretrained.open(file)
     file.write_bytes(small.read_bytes()[:-1000])
-    definition = nn.define(source.model, mesh=parallel.make_mesh())
     request = conversion.parse({**ARGUMENTS, "source": str(file), "destination": str(tmp_path / "out")}, source.model)
     with pytest.raises(UserError, match="it ends after"), staging.staged(request.destination) as folder:
-        conversion.write(source, folder, definition=definition, request=request)
+        conversion.write(source, folder, request=request)
     assert [path.name for path in tmp_path.iterdir()] == ["file.gguf"]
 
 
