@@ -87,12 +87,12 @@ def build(
 def _check_folder(out: pathlib.Path) -> None:
     """Raises UserError unless `out` is new, empty but for what a kill leaves at first, or a store. All other files in a
     store may be the user's."""
+    ours = lambda name: name == LOCK or name.startswith(PARTIAL)
+    # Listed first: another command may be writing the manifest just now.
+    begun = not os.path.lexists(out) or out.is_dir() and all(map(ours, os.listdir(out)))
     if (out / MANIFEST).is_file():
         manifests.read(out / MANIFEST)
-        return
-    ours = lambda name: name == LOCK or name.startswith(PARTIAL)
-    begun = out.is_dir() and all(map(ours, os.listdir(out)))
-    if os.path.lexists(out) and not begun:
+    elif not begun:
         raise UserError(f"--out {out}: something else is there; name a new folder")
 
 
