@@ -11,7 +11,7 @@ import pytest
 from ladder_jax import cli, nn, parallel, residual
 from ladder_jax.config import ExpertParallelism, MeshConfig, Remat, from_dict, load, preset
 from ladder_jax.errors import UserError
-from ladder_jax.plan import confirm, memory, plans, request, speed, text
+from ladder_jax.plan import command, confirm, memory, plans, request, speed
 from ladder_jax.plan.confirm import Confirmed
 from ladder_jax.plan.request import Candidate
 from ladder_jax.predict.work import Model
@@ -289,14 +289,14 @@ def test_what_the_compiler_refuses_gives_way_to_the_next(monkeypatch):
     monkeypatch.setattr(plans, "confirm", lambda one, request: (asked.append(one), answers[len(asked) - 1])[1])
     found = plans.answer(wanted, compiled=1)
     assert [plan.candidate for plan in found.refused] == asked[:2] and found.plans[0].candidate == asked[2]
-    lines = [line for line in text.lines(found) if isinstance(line, str)]
+    lines = [line for line in command.lines(found) if isinstance(line, str)]
     assert "it fits (90.0 GiB, compiled)" in lines[1] and sum("too large" in line for line in lines) == 2
 
 
 def test_nothing_fits():
     wanted = request.make(model="llama-3.1-405b", target="v5e:2x2", tokens=4096, sequence=2048)
     found = plans.answer(wanted, compiled=1)
-    cure, reason, *_ = text.lines(found)
+    cure, reason, *_ = command.lines(found)
     assert (
         found.plans == () and cure.startswith("nothing fits: take more devices") and " candidates the small" in reason
     )

@@ -57,8 +57,10 @@ def estimate(candidate: Candidate, *, request: Request) -> Memory:
     layer = shards.largest_layer(config, ranks=mesh.tensor)
     size = model.element_bytes
     weights = layer * (size + FLOAT32) + tables * table * size
-    if mesh.fsdp > 1:  # with several microbatches, float32 gradients of the whole tables: the current one's, their sum
-        weights += layer * (size + FLOAT32) + several * table * 2 * tables * FLOAT32
+    if mesh.fsdp > 1:
+        weights += layer * (size + FLOAT32)
+    if mesh.fsdp > 1 and several:  # float32 gradients of the whole tables: the current microbatch's, and their sum
+        weights += 2 * tables * table * FLOAT32
     return Memory(
         state=3 * FLOAT32 * parameters,
         gradients=(4 if several else 2) * FLOAT32 * parameters,

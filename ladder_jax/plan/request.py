@@ -1,4 +1,4 @@
-"""The checked arguments of `ladder-jax plan`, and the candidates that answer them; imports no jax.
+"""The checked arguments of `ladder-jax plan`, and the candidates that answer them.
 
 A candidate is a mesh, a form of expert parallelism, a remat policy, sequence parallelism and a microbatch.
 """

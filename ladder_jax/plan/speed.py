@@ -126,14 +126,17 @@ def _bandwidth(machine: Machine, *, within: int) -> float:
 def _halves(candidate: Candidate, model: Model) -> tuple[float, float]:
     """Numbers of the layers' gathers and reduce-scatters: those that a sublayer can hide, those that one waits for."""
     # A reduction is two halves forward and two backward. With recomputation the second input is gathered once more.
-    regathers = candidate.sequence_parallel and candidate.remat is not Remat.NONE
-    counts = {True: 0.0, False: 0.0}
+    each = 4.5 if candidate.sequence_parallel and candidate.remat is not Remat.NONE else 4
+    shared = 1.0 if not candidate.exchanges or model.config.moe.shared_width else 0.0
+    hiding = waiting = 0.0
     for step in steps_of(model.config):
-        share = 1.0
-        if candidate.exchanges and ATTENTION not in step.sublayers:  # a shared expert's sum, or farskip's gather of it
-            share = 0.0 if not model.config.moe.shared_width else 0.5 if step.early else 1.0
-        counts[step.delay > 0] += (4.5 if regathers else 4) * share * step.reduces
-    return counts[True], counts[False]
+        # Exchanged experts reduce no sum but a shared expert's, which farskip adds to attention's.
+        share = 1.0 if ATTENTION in step.sublayers else 0.5 * shared if candidate.exchanges and step.early else shared
+        if step.reduces and step.delay:
+            hiding += each * share
+        elif step.reduces:
+            waiting += each * share
+    return hiding, waiting
 
 
 def _all_to_alls(candidate: Candidate, model: Model, *, seconds: float, shared: float) -> tuple[float, float]:

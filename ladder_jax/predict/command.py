@@ -4,6 +4,7 @@ import json
 
 from ladder_jax import files, terminal
 from ladder_jax.errors import UserError
+from ladder_jax.predict import compiled, picture, result, sweep, text
 from ladder_jax.predict import request as requests
 
 OPTIONS = (
@@ -25,15 +26,10 @@ def run(args: dict) -> None:
                 raise UserError(f"--{name} belongs to --phase {requests.GENERATE}, not {args['phase']}")
     options = {name: args[name] for name in OPTIONS}
     if target:
-        from ladder_jax.predict import compiled
-
         options = compiled.with_defaults(options, target)
     if options["hardware"] is None:
         raise UserError(f"--hardware is needed (allowed: {', '.join(requests.machines.NAMES)}, or a .yaml file)")
     request = requests.make(**options)
-
-    from ladder_jax.predict import picture, result, sweep, text
-
     if args["sweep"]:
         axes = sweep.parse(request, args["sweep"])
         points = sweep.run(request, axes)

@@ -114,7 +114,8 @@ def programs(
             candidates.append(Program(Form.COLLECTIVE_MATMUL))
         if block.size > 1 and all(step.reduces and not step.early for step in steps):
             candidates += launched(NCCL, interleave=2)
-            candidates += splits * [Program(Form.SEQUENCE_PARALLEL, launch=Launch.CHAINED, interleave=2)]
+            if splits:
+                candidates.append(Program(Form.SEQUENCE_PARALLEL, launch=Launch.CHAINED, interleave=2))
     chosen = [one for one in candidates if one.interleave in choice.interleaves]
     return tuple(chosen or candidates)
 

@@ -142,9 +142,8 @@ def play(
     """
     device = Device(contention)
     transfer = ("all-reduce", all_reduce)
-    # pending: whether the newest output is not launched yet
-    sums = []
-    pending = False
+    sums = []  # when they are whole, oldest first
+    pending = False  # whether the newest output is not launched yet
     for step in steps:
         if step.early:
             device.compute(NAMES[step.early], work(dataclasses.replace(step, sublayers=step.early)))
@@ -152,8 +151,9 @@ def play(
         if pending and not step.delay:
             sums.append(device.send(transfer))
             pending = False
-        device.wait(*sums[: max(0, len(sums) + pending - step.delay)])
-        sums += device.compute(NAMES[step.sublayers], work(step), beside=pending * [transfer], window=window)
+        newest = [transfer] if pending else []
+        device.wait(*sums[: max(0, len(sums) + len(newest) - step.delay)])
+        sums += device.compute(NAMES[step.sublayers], work(step), beside=newest, window=window)
         if not step.reduces:
             continue
         pending = step.pending_after > 0

@@ -18,14 +18,13 @@ from ladder_jax.predict.machine import ANY, FITTED, Algorithm
 from ladder_jax.schedule import shards
 from ladder_jax.schedule.shards import Shard
 
-# as a topology's steps name them; of farskip, MLP is the routed experts alone
+# Sublayers, as a topology's steps name them; of farskip, MLP is the routed experts alone.
 ATTENTION = 0
 MLP = 1
 SHARED = 2
 DENSE = 3  # the MLP of a first layer without experts, which a topology's steps do not tell from experts
 FLOAT32 = 4  # bytes
-# kernels, by name
-AFTER_GATHER = ("query, key, value", "gate, up")
+AFTER_GATHER = ("query, key, value", "gate, up")  # kernels, by name
 BEFORE_SCATTER = ("out", "down")
 
 

@@ -97,6 +97,8 @@ def test_what_a_compilers_halves_reach_is_named_and_none_is_faster_than_no_commu
         forms = {(one.form, one.interleave) for one in answer.opponents}
         assert {("all-reduce", 1), ("all-reduce", 2), ("sequence-parallel", 2)} < forms
         assert ("ring collective matmul", 2) not in forms
+        speeds = [one.tokens_per_second for one in answer.opponents]
+        assert speeds == sorted(speeds, reverse=True)
 
 
 def test_a_link_without_time_makes_halves_no_better():

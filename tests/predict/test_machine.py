@@ -7,7 +7,7 @@ import re
 
 import pytest
 
-from ladder_jax import nn, parallel
+from ladder_jax import hardware, nn, parallel
 from ladder_jax.bench import work as counted
 from ladder_jax.config import preset
 from ladder_jax.hardware import HARDWARE
@@ -68,6 +68,25 @@ def test_published_figures_stand_once():
         one = machine.load(found.machine)
         for name in ("flops", "bandwidth", "memory"):
             assert getattr(one, name) == pytest.approx(getattr(found, name), rel=0.01), (kind, name)
+
+
+KINDS = {
+    "v5e": ("TPU v5 lite", "TPU v5e"),
+    "v5p": ("TPU v5", "TPU v5p"),
+    "v6e": ("TPU v6 lite",),
+    "tpu7x": ("TPU7x",),
+    "h100": ("NVIDIA H100 80GB HBM3",),
+    "b200": ("NVIDIA B200",),
+}
+
+
+@pytest.mark.parametrize("target", HARDWARE)
+def test_a_target_and_its_devices_are_one_machine(target):
+    assert {hardware.machine_of(kind) for kind in KINDS[target]} == {HARDWARE[target].machine}
+
+
+def test_a_kind_without_a_machine():
+    assert hardware.machine_of("cpu") is None and hardware.machine_of("NVIDIA H100 PCIe") == "h100-no-nvlink"
 
 
 @pytest.mark.parametrize("name", machine.NAMES)
