@@ -12,7 +12,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from ladder_jax.config import Launch
 from ladder_jax.errors import UserError, unknown
-from ladder_jax.parallel.compiled import kind_of
+from ladder_jax.parallel.compiler_options import kind_of
 
 Axes = tuple[str, ...]  # of a mesh: the ranks along all of them
 
