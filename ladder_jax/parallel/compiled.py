@@ -172,7 +172,8 @@ class Compiled:
         rescue = compile_options(mesh, traits=traits, when=When.RESCUE)
         self.__wrapped__ = fn
         self._jit = functools.partial(jax.jit, fn, donate_argnums=donate_argnums, out_shardings=out_shardings)
-        self._is_apart = bool(out_shardings) or donate_argnums != ()
+        is_apart = bool(out_shardings) or donate_argnums != ()
+        self._context = without_mesh if is_apart else contextlib.nullcontext
         self._left = [options for options in ({**best, **rescue}, {}) if options != best]
         self.options = best
         self.traits = traits
@@ -207,9 +208,6 @@ class Compiled:
     @functools.cached_property
     def _traced(self):
         return jax.jit(self.__wrapped__)
-
-    def _context(self):
-        return without_mesh() if self._is_apart else contextlib.nullcontext()
 
     def _fall_back(self, error):
         """Take the next options. Raises `error` if it has another cause, or no options are left."""

@@ -322,12 +322,8 @@ def place(
 
 
 def zeros(shape: tuple[int, ...], dtype: np.dtype, sharding: jax.sharding.Sharding) -> jax.Array:
-    return _zeros(shape, dtype, sharding)()
-
-
-@functools.cache
-def _zeros(shape, dtype, sharding):
-    return jax.jit(lambda: jnp.zeros(shape, dtype), out_shardings=sharding)
+    make = jax.jit(jnp.zeros, static_argnums=(0, 1), out_shardings=sharding)  # in place: `device=` makes a copy more
+    return make(shape, dtype)
 
 
 @apart
