@@ -5,6 +5,7 @@ from ladder_jax.parallel.collectives import all_max as all_max
 from ladder_jax.parallel.collectives import all_ranks as all_ranks
 from ladder_jax.parallel.collectives import all_reduce as all_reduce
 from ladder_jax.parallel.collectives import anywhere as anywhere
+from ladder_jax.parallel.collectives import is_v5e as is_v5e
 from ladder_jax.parallel.collectives import pvary as pvary
 from ladder_jax.parallel.collectives import rank as rank
 from ladder_jax.parallel.collectives import ranks as ranks
@@ -23,7 +24,6 @@ from ladder_jax.parallel.compiled import use_compilation_cache as use_compilatio
 from ladder_jax.parallel.compiler_options import Overlap as Overlap
 from ladder_jax.parallel.compiler_options import Split as Split
 from ladder_jax.parallel.compiler_options import Traits as Traits
-from ladder_jax.parallel.compiler_options import is_v5e as is_v5e
 from ladder_jax.parallel.mesh import Layout as Layout
 from ladder_jax.parallel.mesh import NamedMesh as NamedMesh
 from ladder_jax.parallel.mesh import apart as apart

@@ -20,8 +20,8 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from ladder_jax import files
 from ladder_jax.config import CollectiveMatmul
 from ladder_jax.errors import UserError
-from ladder_jax.parallel.collectives import EMULATED
-from ladder_jax.parallel.compiler_options import TABLE, Traits, When, kind_of
+from ladder_jax.parallel.collectives import EMULATED, kind_of
+from ladder_jax.parallel.compiler_options import TABLE, Traits, When
 from ladder_jax.parallel.mesh import SHARDED, Layout, tracing, without_mesh
 
 logger = logging.getLogger("ladder_jax")

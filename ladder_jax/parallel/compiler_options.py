@@ -9,18 +9,6 @@ import enum
 
 from ladder_jax.config import CollectiveMatmul, Launch, Loop, Phase
 
-ALIASES = {"TPU v5e": "TPU v5 lite", "TPU v5p": "TPU v5", "TPU v6e": "TPU v6 lite"}  # what some versions call them
-
-
-def kind_of(device_kind: str) -> str:
-    """The table's name for a kind of device (`jax.Device.device_kind`)."""
-    return "NVIDIA" if device_kind.startswith("NVIDIA") else ALIASES.get(device_kind, device_kind)
-
-
-def is_v5e(device_kind: str) -> bool:
-    """v5e is the one TPU that overlaps reductions by fusing them with matmuls, in its vector memory."""
-    return kind_of(device_kind) == "TPU v5 lite"
-
 
 class Overlap(enum.Enum):
     """Whether a program's reductions can overlap compute: options that serve one kind harm the other."""
