@@ -61,7 +61,7 @@ def no_memory(*_, **__):
 @pytest.mark.parametrize(
     "what, where, error",
     [
-        (weights, "_convert", exhausted),
+        (weights, "_converter", exhausted),
         (pieces._Array, "begin", no_memory),
         (steps, "prefill_chunks", no_memory),
         (steps, "decode_many", lambda *_, **__: exhausted),
@@ -93,7 +93,7 @@ def test_other_errors_stay_what_they_are(wide, monkeypatch):
     def broken(*_, **__):
         raise jax.errors.JaxRuntimeError("INTERNAL: no more of it")
 
-    monkeypatch.setattr(weights, "_convert", broken)
+    monkeypatch.setattr(weights, "_converter", broken)
     with pytest.raises(jax.errors.JaxRuntimeError, match="INTERNAL"):
         cli.main(["generate", str(wide), "--prompt", "a", "--tensor", "1"])
 

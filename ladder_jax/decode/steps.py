@@ -63,7 +63,8 @@ def prefill(
     def local(params, tokens, lengths):
         caches = empty_cache(definition, rows=tokens.shape[0], capacity=capacity, loop=loop)
         settings = dict(execution=execution, caches=caches, positions=nn.FullSequence(lengths))
-        return _last_logits(definition, params, tokens, lengths, **settings)
+        x, caches = nn.hidden(definition, params, tokens, **settings)
+        return _last_logits(definition, params, x, lengths), caches
 
     traits = definition.traits(execution, phase=Phase.PREFILL)
     out_dims = "BV", cache_dims(definition, loop=loop)
@@ -90,8 +91,9 @@ def extend(
 
     def local(params, caches, tokens, start, lengths):
         settings = dict(execution=execution, caches=caches, positions=nn.ChunkedPrefill(start))
+        x, caches = nn.hidden(definition, params, tokens, **settings)
         inside = jnp.clip(lengths - start, 1, tokens.shape[1])
-        return _last_logits(definition, params, tokens, inside, **settings)
+        return _last_logits(definition, params, x, inside), caches
 
     dims = cache_dims(definition, loop=loop)
     traits = definition.traits(execution, phase=Phase.PREFILL)
@@ -340,10 +342,10 @@ def _chooser(definition, choice, settings):
     return lambda logits, positions, seen: sampling.sample(logits, positions=positions, seen_BV=seen, **common)
 
 
-def _last_logits(definition, params, tokens, ends, **settings):
-    """(logits [B, V/ranks] after each row's first `ends` tokens, caches), on one rank."""
-    x, caches = nn.hidden(definition, params, tokens, **settings)
-    return nn.logits(definition, params, sampling.pick_last(x, ends))[:, 0], caches
+def _last_logits(definition, params, x_BTD, ends):
+    """Logits [B, V/ranks] after each row's first `ends` tokens, on one rank."""
+    last = sampling.pick_last(x_BTD, ends)
+    return nn.logits(definition, params, last)[:, 0]
 
 
 def _launch(definition, launch, *, interleave=1):

@@ -15,8 +15,7 @@ from jax.sharding import Mesh
 
 from ladder_jax.config import Dtype, ModelConfig
 from ladder_jax.errors import UserError
-from ladder_jax.parallel.collectives import differentiable, pvary, unchecked, varying
-from ladder_jax.parallel.compiled import is_v5e
+from ladder_jax.parallel.collectives import differentiable, is_v5e, pvary, unchecked, varying
 
 BLOCK = 512  # cached positions whose scores `extend` holds at once
 PAGE = 128  # positions that a paged cache is read by, and a divisor of its heads' size: whole tiles in every dtype

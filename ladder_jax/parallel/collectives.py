@@ -12,7 +12,6 @@ from jax.sharding import Mesh, PartitionSpec
 
 from ladder_jax.config import Launch
 from ladder_jax.errors import UserError, unknown
-from ladder_jax.parallel.compiled import kind_of
 from ladder_jax.scopes import CHOICE as CHOICE
 from ladder_jax.scopes import DATA_GRADIENTS as DATA_GRADIENTS
 from ladder_jax.scopes import DIVERGENCE as DIVERGENCE
@@ -62,6 +61,19 @@ def pvary(x: Array, axes: Iterable[str]) -> Array:
 def all_reduce(x: Array, axes: Axes) -> Array:
     """The sum of every rank's `x`, on every rank."""
     return lax.psum(x, axes)
+
+
+ALIASES = {"TPU v5e": "TPU v5 lite", "TPU v5p": "TPU v5", "TPU v6e": "TPU v6 lite"}  # what some versions call them
+
+
+def kind_of(device_kind: str) -> str:
+    """The table's name for a kind of device (`jax.Device.device_kind`)."""
+    return "NVIDIA" if device_kind.startswith("NVIDIA") else ALIASES.get(device_kind, device_kind)
+
+
+def is_v5e(device_kind: str) -> bool:
+    """v5e is the one TPU that overlaps reductions by fusing them with matmuls, in its vector memory."""
+    return kind_of(device_kind) == "TPU v5 lite"
 
 
 HALVES = ("NVIDIA", "TPU v5", "TPU v6 lite", "TPU7x")

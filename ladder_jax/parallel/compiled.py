@@ -1,4 +1,9 @@
-"""`jax.jit` with compiler options for the mesh's devices, and what replaces options on which the compiler fails."""
+"""Functions that run on every rank of a mesh, and `jax.jit` with compiler options for its devices.
+
+A program runs on the mesh of its `Layout`. A caller's mesh may have other names and Explicit axes, and be set by
+`jax.set_mesh`: `on_own_mesh` changes arguments to ours, and results to the caller's. Over the same devices that moves
+nothing but what is split otherwise.
+"""
 
 import contextlib
 import functools
@@ -9,27 +14,19 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-from jax.extend import core
-from jax.sharding import Mesh
+import jax.numpy as jnp
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from ladder_jax import files
 from ladder_jax.config import CollectiveMatmul
 from ladder_jax.errors import UserError
+from ladder_jax.parallel.collectives import EMULATED, kind_of
 from ladder_jax.parallel.compiler_options import TABLE, Traits, When
+from ladder_jax.parallel.mesh import SHARDED, Layout, tracing, without_mesh
 
 logger = logging.getLogger("ladder_jax")
 
-ALIASES = {"TPU v5e": "TPU v5 lite", "TPU v5p": "TPU v5", "TPU v6e": "TPU v6 lite"}  # what some versions call them
-
-
-def kind_of(device_kind: str) -> str:
-    """The table's name for a kind of device (`jax.Device.device_kind`)."""
-    return "NVIDIA" if device_kind.startswith("NVIDIA") else ALIASES.get(device_kind, device_kind)
-
-
-def is_v5e(device_kind: str) -> bool:
-    """v5e is the one TPU that overlaps reductions by fusing them with matmuls, in its vector memory."""
-    return kind_of(device_kind) == "TPU v5 lite"
+Dims = Any  # a pytree prefix of strings such as "BTV"
 
 
 def options_for(device_kind: str, traits: Traits, *, when: When = When.ALWAYS) -> dict[str, Any]:
@@ -72,31 +69,83 @@ def _known(name, value, device):
     return True
 
 
-with jax.core.eval_context():  # this may be imported inside a trace
-    _EAGER = core.get_opaque_trace_state()
+def on_mesh(fn: Callable, *, layout: Layout, in_dims: Dims, out_dims: Dims) -> Callable:
+    """`fn` of one rank's shards as a function of global arrays, on the layout's own mesh, wherever it is called."""
+    mapped = over_mesh(fn, layout=layout, in_dims=in_dims, out_dims=out_dims)
+    return on_own_mesh(mapped, layout=layout, out_dims=out_dims)
 
 
-def tracing() -> bool:
-    """Whether the caller runs under `jax.jit`, `jax.grad`, `jax.vmap` or the like, even with concrete arguments."""
-    return core.get_opaque_trace_state() != _EAGER
+def over_mesh(fn: Callable, *, layout: Layout, in_dims: Dims, out_dims: Dims) -> Callable:
+    """`jax.shard_map` over the whole mesh, fully manual and type-checked, by dimension names.
+
+    `fn` sees one rank's shards. Only an emulation is not type-checked: jax has no varying types for
+    the collectives of a `vmap`.
+    """
+    in_specs, out_specs = jax.tree.map(layout.spec, (in_dims, out_dims))
+    checked = not layout.emulated
+    return jax.shard_map(fn, mesh=layout.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=checked)
 
 
-def without_mesh() -> contextlib.AbstractContextManager:
-    """A context in which `jax.set_mesh` has set none; the same one in a trace, where that cannot be changed."""
-    around = jax.sharding.get_abstract_mesh()
-    return contextlib.nullcontext() if around.empty or tracing() else jax.set_mesh(None)
+def on_own_mesh(fn: Callable, *, layout: Layout, out_dims: Any) -> Callable:
+    """`fn`, a function of global arrays on the layout's own mesh, wherever it is called. out_dims: of its results."""
+    own = NamedSharding(layout.mesh.abstract_mesh, PartitionSpec())
 
+    @jax.jit  # outside of a trace, too, jax knows no arrays of other meshes than the one set
+    @functools.wraps(fn)
+    def changed(*args):
+        around = mesh_around(args, layout=layout)
+        with jax.sharding.use_abstract_mesh(own.mesh):
+            out = fn(*jax.tree.map(lambda a: _changed(a, own), args))
+        return _map(functools.partial(_given_back, around=around, layout=layout), out_dims, out)
 
-def apart(compiled: Callable) -> Callable:
-    """A compiled function whose results are for other programs of ours: it leaves them on the mesh of its arguments,
-    whichever `jax.set_mesh` has set."""
-
-    @functools.wraps(compiled)
+    @functools.wraps(fn)
     def called(*args):
-        with without_mesh():
-            return compiled(*args)
+        return fn(*args) if mesh_around(args, layout=layout) is None else changed(*args)
 
     return called
+
+
+def mesh_around(args: Any, *, layout: Layout) -> AbstractMesh | None:
+    """The mesh that results belong on, if it is not the layout's own: the one that is set, or else the caller's.
+
+    Raises UserError where the one that is set has another number of devices.
+    """
+    own = layout.mesh.abstract_mesh
+    around = jax.sharding.get_abstract_mesh()
+    of_args = (jax.typeof(leaf).sharding.mesh for leaf in jax.tree.leaves(args))
+    explicit = next((mesh for mesh in of_args if mesh.explicit_axes), None)
+    if around.empty:
+        around = explicit or (own if layout.given.is_own else layout.given.mesh.abstract_mesh)
+    if around.manual_axes or (around == own and explicit is None):
+        return None
+    if around.size != own.size:
+        raise UserError(
+            f"the mesh set by jax.set_mesh has {around.size} devices, and this model's {own.size}:"
+            " make the model with mesh=jax.sharding.get_mesh(), or call it outside"
+        )
+    return around
+
+
+def over_ranks(fn: Callable, *, layout: Layout, in_dims: tuple, out_dims: Dims) -> Callable:
+    """`fn` itself on a real tensor axis; where the ranks are emulated, all of them on this device.
+
+    The emulation splits each argument along its tensor-parallel dimension, computes every rank
+    under one named axis, over which the collectives work as on a mesh, and joins the results.
+    It must stand inside `jax.grad`: only then is a gradient that of the whole function.
+
+    ladder-fresh and desync are functions of the number of ranks, and on one GPU or TPU chip nothing else computes them.
+    """
+    if not layout.emulated:
+        return fn
+
+    def emulated(*args):
+        split = _map(functools.partial(_split, ranks=layout.ranks), in_dims, args)
+        in_axes, out_axes = jax.tree.map(_position, (in_dims, out_dims))
+        named = dict(axis_name=EMULATED, axis_size=layout.ranks)  # the size, as no argument may be split
+        out = jax.vmap(fn, in_axes=in_axes, out_axes=out_axes, **named)(*split)
+        return _map(_join, out_dims, out)
+
+    return emulated
 
 
 class Compiled:
@@ -123,7 +172,8 @@ class Compiled:
         rescue = compile_options(mesh, traits=traits, when=When.RESCUE)
         self.__wrapped__ = fn
         self._jit = functools.partial(jax.jit, fn, donate_argnums=donate_argnums, out_shardings=out_shardings)
-        self._is_apart = bool(out_shardings) or donate_argnums != ()
+        is_apart = bool(out_shardings) or donate_argnums != ()
+        self._context = without_mesh if is_apart else contextlib.nullcontext
         self._left = [options for options in ({**best, **rescue}, {}) if options != best]
         self.options = best
         self.traits = traits
@@ -159,9 +209,6 @@ class Compiled:
     def _traced(self):
         return jax.jit(self.__wrapped__)
 
-    def _context(self):
-        return without_mesh() if self._is_apart else contextlib.nullcontext()
-
     def _fall_back(self, error):
         """Take the next options. Raises `error` if it has another cause, or no options are left."""
         if not self._left or not _OUT_OF_VECTOR_MEMORY.search(str(error)):
@@ -186,3 +233,41 @@ def use_compilation_cache() -> None:
     if jax.config.jax_compilation_cache_dir is None and "JAX_COMPILATION_CACHE_DIR" not in os.environ:
         if (folder := files.cache_folder("programs")) is not None:
             jax.config.update("jax_compilation_cache_dir", str(folder))
+
+
+def _changed(array, sharding):
+    return array if jax.typeof(array).sharding.mesh == sharding.mesh else jax.sharding.reshard(array, sharding)
+
+
+def _given_back(array, *, dims, around, layout):
+    """By its type along Explicit axes; along Auto ones by a constraint, as the compiler may choose what they cannot."""
+    split = functools.partial(layout.sharding_on, around, array.shape, dims=dims)
+    array = _changed(array, split(axes=around.explicit_axes))
+    if not around.auto_axes:
+        return array
+    return jax.lax.with_sharding_constraint(array, split(axes=around.auto_axes))
+
+
+def _map(fn, dims, tree):
+    """`fn(array, its dims)` of every array of `tree`, of which `dims` is a prefix."""
+    return jax.tree.map(lambda of, below: jax.tree.map(functools.partial(fn, dims=of), below), dims, tree)
+
+
+def _position(dims):
+    """Where the dimension stands that tensor parallelism splits, if there is one."""
+    return next((index for index, dim in enumerate(dims) if dim in SHARDED), None)
+
+
+def _split(array, *, dims, ranks):
+    """`array` with a new dimension of ranks before the one that they split."""
+    at = _position(dims)
+    if at is None:
+        return array
+    if dims[at] == "K" and array.shape[at] < ranks:  # several ranks share a head
+        array = jnp.repeat(array, ranks // array.shape[at], axis=at)
+    return array.reshape(*array.shape[:at], ranks, -1, *array.shape[at + 1 :])
+
+
+def _join(array, *, dims):
+    at = _position(dims)
+    return array if at is None else array.reshape(*array.shape[:at], -1, *array.shape[at + 2 :])

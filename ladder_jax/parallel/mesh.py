@@ -1,11 +1,11 @@
-"""Device meshes, how a model's named dimensions are split over them, functions that run on every rank, and arrays that
-are copied to their devices piece by piece: one device's shard, or one layer, at a time.
+"""Device meshes, how a model's named dimensions are split over them, and arrays that are copied to their devices piece
+by piece: one device's shard, or one layer, at a time.
 
 Programs run on a mesh of our own, whose axes are Auto. A caller's mesh may have other names and Explicit axes, and be
-set by `jax.set_mesh`: `on_own_mesh` changes arguments to ours, and results to the caller's. Over the same devices that
-moves nothing but what is split otherwise; on meshes of `make_mesh` alone there is nothing to change.
+set by `jax.set_mesh` (see compiled.py); on meshes of `make_mesh` alone there is nothing to change.
 """
 
+import contextlib
 import dataclasses
 import functools
 import logging
@@ -17,12 +17,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental import mesh_utils
+from jax.extend import core
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from ladder_jax.config import MeshConfig, ModelConfig, check_fits_mesh, parse_residual
 from ladder_jax.errors import UserError, unknown, wrong_type
 from ladder_jax.parallel.collectives import EMULATED, Axes
-from ladder_jax.parallel.compiled import apart
 from ladder_jax.scopes import AXES, DATA, TENSOR
 from ladder_jax.scopes import FSDP as FSDP
 
@@ -30,7 +30,6 @@ logger = logging.getLogger("ladder_jax")
 
 SHARDED = "NFVKEW"  # the dimensions that tensor parallelism splits
 ROUTER = "DC"  # the dimensions of a router, which is gathered and stored in float32, as it chooses in it
-Dims = Any  # a pytree prefix of strings such as "BTV"
 
 
 def make_mesh(*, data: int = 1, fsdp: int = 1, tensor: int = 1, devices: Sequence[jax.Device] | None = None) -> Mesh:
@@ -280,83 +279,31 @@ def with_ranks(config: ModelConfig, *, tensor: int) -> ModelConfig:
     return config
 
 
-def on_mesh(fn: Callable, *, layout: Layout, in_dims: Dims, out_dims: Dims) -> Callable:
-    """`fn` of one rank's shards as a function of global arrays, on the layout's own mesh, wherever it is called."""
-    mapped = over_mesh(fn, layout=layout, in_dims=in_dims, out_dims=out_dims)
-    return on_own_mesh(mapped, layout=layout, out_dims=out_dims)
+with jax.core.eval_context():  # this may be imported inside a trace
+    _EAGER = core.get_opaque_trace_state()
 
 
-def over_mesh(fn: Callable, *, layout: Layout, in_dims: Dims, out_dims: Dims) -> Callable:
-    """`jax.shard_map` over the whole mesh, fully manual and type-checked, by dimension names.
-
-    `fn` sees one rank's shards. Only an emulation is not type-checked: jax has no varying types for
-    the collectives of a `vmap`.
-    """
-    in_specs, out_specs = jax.tree.map(layout.spec, (in_dims, out_dims))
-    checked = not layout.emulated
-    return jax.shard_map(fn, mesh=layout.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=checked)
+def tracing() -> bool:
+    """Whether the caller runs under `jax.jit`, `jax.grad`, `jax.vmap` or the like, even with concrete arguments."""
+    return core.get_opaque_trace_state() != _EAGER
 
 
-def on_own_mesh(fn: Callable, *, layout: Layout, out_dims: Any) -> Callable:
-    """`fn`, a function of global arrays on the layout's own mesh, wherever it is called. out_dims: of its results."""
-    own = NamedSharding(layout.mesh.abstract_mesh, PartitionSpec())
+def without_mesh() -> contextlib.AbstractContextManager:
+    """A context in which `jax.set_mesh` has set none; the same one in a trace, where that cannot be changed."""
+    around = jax.sharding.get_abstract_mesh()
+    return contextlib.nullcontext() if around.empty or tracing() else jax.set_mesh(None)
 
-    @jax.jit  # outside of a trace, too, jax knows no arrays of other meshes than the one set
-    @functools.wraps(fn)
-    def changed(*args):
-        around = mesh_around(args, layout=layout)
-        with jax.sharding.use_abstract_mesh(own.mesh):
-            out = fn(*jax.tree.map(lambda a: _changed(a, own), args))
-        return _map(functools.partial(_given_back, around=around, layout=layout), out_dims, out)
 
-    @functools.wraps(fn)
+def apart(compiled: Callable) -> Callable:
+    """A compiled function whose results are for other programs of ours: it leaves them on the mesh of its arguments,
+    whichever `jax.set_mesh` has set."""
+
+    @functools.wraps(compiled)
     def called(*args):
-        return fn(*args) if mesh_around(args, layout=layout) is None else changed(*args)
+        with without_mesh():
+            return compiled(*args)
 
     return called
-
-
-def mesh_around(args: Any, *, layout: Layout) -> AbstractMesh | None:
-    """The mesh that results belong on, if it is not the layout's own: the one that is set, or else the caller's.
-
-    Raises UserError where the one that is set has another number of devices.
-    """
-    own = layout.mesh.abstract_mesh
-    around = jax.sharding.get_abstract_mesh()
-    of_args = (jax.typeof(leaf).sharding.mesh for leaf in jax.tree.leaves(args))
-    explicit = next((mesh for mesh in of_args if mesh.explicit_axes), None)
-    if around.empty:
-        around = explicit or (own if layout.given.is_own else layout.given.mesh.abstract_mesh)
-    if around.manual_axes or (around == own and explicit is None):
-        return None
-    if around.size != own.size:
-        raise UserError(
-            f"the mesh set by jax.set_mesh has {around.size} devices, and this model's {own.size}:"
-            " make the model with mesh=jax.sharding.get_mesh(), or call it outside"
-        )
-    return around
-
-
-def over_ranks(fn: Callable, *, layout: Layout, in_dims: tuple, out_dims: Dims) -> Callable:
-    """`fn` itself on a real tensor axis; where the ranks are emulated, all of them on this device.
-
-    The emulation splits each argument along its tensor-parallel dimension, computes every rank
-    under one named axis, over which the collectives work as on a mesh, and joins the results.
-    It must stand inside `jax.grad`: only then is a gradient that of the whole function.
-
-    ladder-fresh and desync are functions of the number of ranks, and on one GPU or TPU chip nothing else computes them.
-    """
-    if not layout.emulated:
-        return fn
-
-    def emulated(*args):
-        split = _map(functools.partial(_split, ranks=layout.ranks), in_dims, args)
-        in_axes, out_axes = jax.tree.map(_position, (in_dims, out_dims))
-        named = dict(axis_name=EMULATED, axis_size=layout.ranks)  # the size, as no argument may be split
-        out = jax.vmap(fn, in_axes=in_axes, out_axes=out_axes, **named)(*split)
-        return _map(_join, out_dims, out)
-
-    return emulated
 
 
 def place(
@@ -376,12 +323,8 @@ def place(
 
 
 def zeros(shape: tuple[int, ...], dtype: np.dtype, sharding: jax.sharding.Sharding) -> jax.Array:
-    return _zeros(shape, dtype, sharding)()
-
-
-@functools.cache
-def _zeros(shape, dtype, sharding):
-    return jax.jit(lambda: jnp.zeros(shape, dtype), out_shardings=sharding)
+    make = jax.jit(jnp.zeros, static_argnums=(0, 1), out_shardings=sharding)  # in place: `device=` makes a copy more
+    return make(shape, dtype)
 
 
 @apart
@@ -397,43 +340,5 @@ def _example(left, names):
     return {**{axis: name for axis, name in names.items() if axis != name}, **dict(zip(order, left))}
 
 
-def _changed(array, sharding):
-    return array if jax.typeof(array).sharding.mesh == sharding.mesh else jax.sharding.reshard(array, sharding)
-
-
-def _given_back(array, *, dims, around, layout):
-    """By its type along Explicit axes; along Auto ones by a constraint, as the compiler may choose what they cannot."""
-    split = functools.partial(layout.sharding_on, around, array.shape, dims=dims)
-    array = _changed(array, split(axes=around.explicit_axes))
-    if not around.auto_axes:
-        return array
-    return jax.lax.with_sharding_constraint(array, split(axes=around.auto_axes))
-
-
 def _ranks(mesh, axes):
     return math.prod(mesh.shape[axis] for axis in ((axes,) if isinstance(axes, str) else axes))
-
-
-def _map(fn, dims, tree):
-    """`fn(array, its dims)` of every array of `tree`, of which `dims` is a prefix."""
-    return jax.tree.map(lambda of, below: jax.tree.map(functools.partial(fn, dims=of), below), dims, tree)
-
-
-def _position(dims):
-    """Where the dimension stands that tensor parallelism splits, if there is one."""
-    return next((index for index, dim in enumerate(dims) if dim in SHARDED), None)
-
-
-def _split(array, *, dims, ranks):
-    """`array` with a new dimension of ranks before the one that they split."""
-    at = _position(dims)
-    if at is None:
-        return array
-    if dims[at] == "K" and array.shape[at] < ranks:  # several ranks share a head
-        array = jnp.repeat(array, ranks // array.shape[at], axis=at)
-    return array.reshape(*array.shape[:at], ranks, -1, *array.shape[at + 1 :])
-
-
-def _join(array, *, dims):
-    at = _position(dims)
-    return array if at is None else array.reshape(*array.shape[:at], -1, *array.shape[at + 2 :])
