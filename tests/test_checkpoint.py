@@ -19,9 +19,10 @@ import numpy as np
 import pytest
 
 from ladder_jax import cli, nn, train
-from ladder_jax.checkpoint import Damaged, Pieces, Store, manifest, open_checkpoint, quiet, steps, store, verify
-from ladder_jax.checkpoint.saved import named, reason, stored
-from ladder_jax.checkpoint.writing import Writing
+from ladder_jax.checkpoint import Damaged, Pieces, Store, manifest, open_checkpoint, steps, store, verify
+from ladder_jax.checkpoint.arrays import named, stored
+from ladder_jax.checkpoint.saved import reason
+from ladder_jax.checkpoint.writing import Quiet, Writing
 from ladder_jax.config import RunConfig, TrainConfig
 from ladder_jax.errors import UserError
 from ladder_jax.parallel import make_mesh
@@ -449,7 +450,7 @@ def test_what_an_abandoned_write_never_began_is_not_told():
 
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
-        quiet.Quiet().close()
+        Quiet().close()
         for name in ("async_serialize_from_host.<locals>.write_fragment", "another"):
             part.__qualname__ = name
             part()
@@ -459,7 +460,7 @@ def test_what_an_abandoned_write_never_began_is_not_told():
 
 def test_what_an_abandoned_write_raises_later_is_not_told(caplog):
     """asyncio's message does not say which file; its error does."""
-    silent = quiet.Quiet()
+    silent = Quiet()
     try:
         for path in ("run/checkpoints/writing.45.2/optimizer/array_metadatas/process_0", "run/elsewhere"):
             error = FileNotFoundError(2, "No such file or directory", path)

@@ -7,23 +7,21 @@ read, but not verified.
 """
 
 import dataclasses
-import itertools
 import json
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
-import orbax.checkpoint as ocp
-import tensorstore
 
-from ladder_jax.checkpoint import manifest
+from ladder_jax.checkpoint import arrays, manifest
+from ladder_jax.checkpoint.arrays import Key, named, stored
 from ladder_jax.config import RunConfig, from_dict
 from ladder_jax.config.fields import shown
 from ladder_jax.data import tokenizer as tokenizers
 from ladder_jax.errors import UserError
-from ladder_jax.files import AnyPath, absolute, by_orbax, explained, is_remote, kvstore
+from ladder_jax.files import AnyPath, absolute, explained, is_remote
 from ladder_jax.nn import ModelDef, Params
 
 FORMAT = "ladder_jax"
@@ -89,38 +87,49 @@ class Checkpoint:
     def _restore(self, item: str, like: Any) -> Any:
         self.compare(item, like)
         try:
-            if not by_orbax(self.path):
-                from ladder_jax.checkpoint import s3
-
-                return s3.read(self.path / item, like)
-            # Not strict: the vocabulary's zero padding depends on the mesh. All other shapes were compared above.
-            restore_args = lambda a: ocp.ArrayRestoreArgs(
-                sharding=a.sharding, global_shape=a.shape, dtype=a.dtype, strict=False
-            )
-            args = ocp.args.PyTreeRestore(like, restore_args=jax.tree.map(restore_args, like))
-            return ocp.PyTreeCheckpointHandler().restore(self.path / item, args=args)
-        except Exception as error:  # Orbax and tensorstore have no common error for damaged files
+            return arrays.read(self.path / item, like)
+        except Exception as error:  # tensorstore has no error of its own for damaged files
             raise damaged(self.path, error) from error
 
     def compare(self, item: str, like: Any) -> None:
         """Raises Damaged if a file of `item` was changed, UserError if its arrays' names or shapes are not `like`'s."""
-        folder = self.path / item
         if self.has_manifest and not self.verified:
             _check_files(self.path, part=item)
+        folder = self.path / item
         try:
-            if not self.has_manifest:
-                _check_readable(folder, set(named(like)))
-            check_shapes(stored(folder), like, folder=folder)
-        except UserError:
-            raise
+            there = stored(folder)
         except Exception as error:
             raise damaged(self.path, error) from error
+        check_shapes(there, like, folder=folder)
 
 
-def named(tree: Any) -> dict[str, Any]:
-    """A nested dict's arrays by name, such as "layers/mlp/up"."""
-    leaves = jax.tree_util.tree_leaves_with_path(tree, is_leaf=lambda x: hasattr(x, "shape"))
-    return {"/".join(str(getattr(key, "key", key)) for key in path): leaf for path, leaf in leaves}
+@dataclasses.dataclass(frozen=True)
+class Pieces:
+    """`Pieces(checkpoint, definition)(keys)` yields each key's array, sharded as in `definition`, without dimension L.
+
+    Inference loads weights this way. Before the first array, the checkpoint's files are compared with the manifest. If
+    a stored chunk holds several layers and `keys` alternates between stacks, the host holds one chunk of each stack;
+    see `arrays.pieces`. Raises Damaged if a file was changed, UserError if an array has another shape.
+    """
+
+    checkpoint: Checkpoint
+    definition: ModelDef
+
+    def __call__(self, keys: Sequence[Key]) -> Iterator[jax.Array]:
+        definition = self.definition
+        self.checkpoint.compare("params", definition.abstract)
+        dims, abstract = named(definition.dims), named(definition.abstract)
+        like = {}
+        for name in {name for name, _ in keys}:
+            letters, whole = dims[name].removeprefix("L"), abstract[name]
+            sharding = definition.layout.sharding(letters)
+            like[name] = jax.ShapeDtypeStruct(whole.shape[-len(letters) :], whole.dtype, sharding=sharding)
+        try:
+            yield from arrays.pieces(self.checkpoint.path / "params", like, keys)
+        except (ValueError, OSError) as error:  # tensorstore's
+            if "RESOURCE_EXHAUSTED" in str(error):
+                raise MemoryError(str(error)) from error
+            raise damaged(self.checkpoint.path, error) from error
 
 
 def check_shapes(stored: Any, like: Any, *, folder: AnyPath) -> None:
@@ -139,48 +148,6 @@ def _unpadded(name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
     if "mlp/experts/" in name:
         return shape[:1] + shape[2:]
     return shape
-
-
-def stored(folder: AnyPath) -> Any:
-    """A tree of an item's arrays, of which only the shapes are read."""
-    if by_orbax(folder):
-        return ocp.PyTreeCheckpointHandler().metadata(folder).tree
-    from ladder_jax.checkpoint import s3
-
-    return s3.stored(folder)
-
-
-def check_listed(folder: AnyPath, names: set[str]) -> None:
-    """Raises ValueError if an item's folder lacks an array of `names`. Reads only the list of its arrays."""
-    _check_listed(_keys(_open_store(folder)), names)
-
-
-def _check_readable(folder: AnyPath, names: set[str]) -> None:
-    """Reads every stored chunk once, 16 at a time. Raises ValueError for the first that is damaged or missing.
-
-    For checkpoints without a manifest. If Orbax itself reads a damaged chunk, it abandons its other reads, and their
-    errors hide our one-line message.
-    """
-    store = _open_store(folder)
-    keys = _keys(store)
-    _check_listed(keys, names)
-    for batch in itertools.batched(keys, 16):
-        for key, read in [(key, store.read(key)) for key in batch]:
-            if not read.result().value:
-                raise ValueError(f"the data of {key.partition('/')[0]} is missing")
-
-
-def _open_store(folder: AnyPath) -> tensorstore.KvStore:
-    return tensorstore.KvStore.open({"driver": "ocdbt", "base": kvstore(folder)}).result()
-
-
-def _keys(store: tensorstore.KvStore) -> list[str]:
-    return [key.decode() for key in store.list().result()]
-
-
-def _check_listed(keys: list[str], names: set[str]) -> None:
-    if missing := {name.replace("/", ".") for name in names} - {key.partition("/")[0] for key in keys}:
-        raise ValueError(f"{sorted(missing)[0]} is missing")
 
 
 def steps(folder: AnyPath) -> list[int]:

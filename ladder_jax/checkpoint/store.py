@@ -25,9 +25,8 @@ import jax
 
 from ladder_jax import remote
 from ladder_jax.checkpoint import manifest, saved
-from ladder_jax.checkpoint.quiet import WRITING, Quiet
 from ladder_jax.checkpoint.saved import FORMAT, VERSION, open_checkpoint, steps, unfinished_steps
-from ladder_jax.checkpoint.writing import Writing
+from ladder_jax.checkpoint.writing import WRITING, Quiet, Writing
 from ladder_jax.config import RunConfig, to_dict
 from ladder_jax.errors import UserError, unknown, wrong_type
 from ladder_jax.files import AnyPath, absolute, is_remote

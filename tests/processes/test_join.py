@@ -5,6 +5,9 @@ import signal
 import socket
 import time
 
+import pytest
+
+from ladder_jax.errors import UserError
 from ladder_jax.processes import join
 from tests.processes.conftest import ends
 
@@ -59,11 +62,12 @@ def test_settings_that_differ_are_refused(started):
 
 def test_first_differences():
     """Of settings that one process alone has, too; the second of three is like the first."""
-    mine = {"host": "a", "--processes": 3, "settings": {"x": None}}
-    other = {"host": "c", "--processes": 3, "settings": {name: 1 for name in "stuvx"}}
-    assert join._difference([mine, mine]) is None
-    line = join._difference([mine, mine, other])
-    assert line == (
+    mine = {"host": "a", "settings": {"x": None}}
+    other = {"host": "c", "settings": {name: 1 for name in "stuvx"}}
+    assert join._hosts([mine, mine]) == ["a", "a"]
+    with pytest.raises(UserError) as caught:
+        join._hosts([mine, mine, other])
+    assert str(caught.value) == (
         "process 2 of 3 (host c) differs from process 0 (host a): s is 1, not None; t is 1, not None; u is 1, not None"
         " and 2 more"
     )
