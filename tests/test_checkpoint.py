@@ -268,15 +268,6 @@ def test_what_is_being_written_does_not_count(three, tmp_path, written):
     assert [p.name for p in copy.iterdir()] == ["20"]
 
 
-def test_a_write_is_waited_for_in_seconds(tmp_path):
-    waited = []
-    writing = Writing(tmp_path / "1", {})
-    writing._started = concurrent.futures.Future()
-    writing._started.set_result([SimpleNamespace(result=lambda timeout: waited.append(timeout))] * 2)
-    writing.wait(within=7.0)
-    assert waited == [7.0, 7.0]
-
-
 def test_a_failed_write_is_told_when_the_others_have_ended(tmp_path):
     """One that went on would make its folder again, after the failed save has removed it."""
     ended = []

@@ -7,5 +7,4 @@ from ladder_jax.checkpoint.saved import Pieces as Pieces
 from ladder_jax.checkpoint.saved import open_checkpoint as open_checkpoint
 from ladder_jax.checkpoint.saved import steps as steps
 from ladder_jax.checkpoint.saved import verify as verify
-from ladder_jax.checkpoint.store import Failure as Failure
 from ladder_jax.checkpoint.store import Store as Store

@@ -17,12 +17,13 @@ import jax.numpy as jnp
 import numpy as np
 import tensorstore
 
-from ladder_jax.checkpoint.stream import METADATA, described
 from ladder_jax.files import AnyPath, kvstore
 from ladder_jax.nn import Params
 from ladder_jax.nn.parameter import STACKS
 from ladder_jax.parallel import mesh as meshes
 
+METADATA = "_METADATA"  # the file with Orbax's description of the arrays
+DICT_KEY = 2  # Orbax's number for a key of a dict
 AHEAD = 1 << 29  # bytes that a Reader reads in advance
 LARGEST = 400 << 20  # bytes of a chunk, and of an object before its last chunk; S3 takes at most 5 GB in one request
 THREADS = 16  # arrays that are read at a time
@@ -40,10 +41,10 @@ def named(tree: Any) -> dict[str, Any]:
 
 def stored(folder: AnyPath) -> dict[str, jax.ShapeDtypeStruct]:
     """The shape and dtype of each stored array, by name."""
-    database, ending = tensorstore.KvStore.open(_database(folder)).result(), "/.zarray"
-    keys = [key.decode() for key in database.list().result() if key.endswith(ending.encode())]
+    store, ending = tensorstore.KvStore.open(database(folder)).result(), "/.zarray"
+    keys = [key.decode() for key in store.list().result() if key.endswith(ending.encode())]
     found = {}
-    for key, read in [(key, database.read(key)) for key in keys]:
+    for key, read in [(key, store.read(key)) for key in keys]:
         about = json.loads(read.result().value)
         name = key.removesuffix(ending).replace(".", "/")
         found[name] = jax.ShapeDtypeStruct(tuple(about["shape"]), jnp.dtype(about["dtype"]))
@@ -67,17 +68,33 @@ def read(folder: AnyPath, like: Params) -> Params:
         return jax.tree.unflatten(jax.tree.structure(like), pool.map(one, wanted.keys(), wanted.values()))
 
 
-def _database(folder: AnyPath) -> dict[str, Any]:
+def database(folder: AnyPath) -> dict[str, Any]:
+    """Tensorstore's specification of an item's database."""
     return {"driver": "ocdbt", "base": kvstore(folder)}
 
 
-def _array(database: dict[str, Any], name: str) -> dict[str, Any]:
-    return {"driver": "zarr", "kvstore": {**database, "path": f"{name.replace('/', '.')}/"}}
+def described_array(within: dict[str, Any], name: str, chunk: Sequence[int] | None = None) -> dict[str, Any]:
+    """Tensorstore's specification of an array, which is made in chunks of this shape if it is not there."""
+    spec = {"driver": "zarr", "kvstore": {**within, "path": f"{name.replace('/', '.')}/"}}
+    made = {"metadata": {"chunks": list(chunk), "compressor": {"id": "zstd", "level": 1}}} if chunk is not None else {}
+    return {**spec, **made}
+
+
+def described(shapes: Mapping[str, tuple[int, ...]]) -> str:
+    """Orbax's description of arrays, by name: the content of METADATA."""
+    tree = {}
+    for name, shape in shapes.items():
+        keys = name.split("/")
+        about = {"value_type": "jax.Array", "skip_deserialize": False, "write_shape": list(shape)}
+        described_keys = [{"key": key, "key_type": DICT_KEY} for key in keys]
+        tree[str(tuple(keys))] = {"key_metadata": described_keys, "value_metadata": about}
+    metadata = {"tree_metadata": tree, "use_ocdbt": True, "use_zarr3": False, "custom_metadata": None}
+    return json.dumps(metadata | {"store_array_data_equal_to_fill_value": True})
 
 
 def _open(folder: AnyPath, name: str, context: tensorstore.Context) -> tensorstore.TensorStore:
     """Open an array without reading its values."""
-    return tensorstore.open(_array(_database(folder), name), open=True, read=True, context=context).result()
+    return tensorstore.open(described_array(database(folder), name), open=True, read=True, context=context).result()
 
 
 def _within(index: tuple[slice, ...], shape: tuple[int, ...], stored: tuple[int, ...]) -> tuple[slice, ...]:
@@ -167,8 +184,8 @@ def pieces(folder: AnyPath, like: Mapping[str, jax.ShapeDtypeStruct], keys: Sequ
 
 def begin(folder: AnyPath, arrays: Mapping[str, jax.Array]) -> list[tensorstore.Future]:
     """Copies this process's shards of the arrays, by name, to the host, and starts to write them."""
-    database, context = _written(_part(folder, jax.process_index())), tensorstore.Context()
-    opening = {name: _create(database, name, array, context) for name, array in arrays.items()}
+    written, context = _written(_part(folder, jax.process_index())), tensorstore.Context()
+    opening = {name: _create(written, name, array, context) for name, array in arrays.items()}
     writes = []
     for name, array in arrays.items():
         store = opening[name].result()
@@ -194,12 +211,11 @@ def _part(folder: AnyPath, process: int) -> AnyPath:
 
 
 def _written(folder: AnyPath) -> dict[str, Any]:
-    return {**_database(folder), "config": _CONFIG, "assume_config": True, "target_data_file_size": LARGEST}
+    return {**database(folder), "config": _CONFIG, "assume_config": True, "target_data_file_size": LARGEST}
 
 
-def _create(database: dict, name: str, array: jax.Array, context: tensorstore.Context) -> tensorstore.Future:
-    how = {"chunks": _chunk(name, array), "compressor": {"id": "zstd", "level": 1}}
-    spec = {**_array(database, name), "metadata": how, "store_data_equal_to_fill_value": True}
+def _create(written: dict[str, Any], name: str, array: jax.Array, context: tensorstore.Context) -> tensorstore.Future:
+    spec = {**described_array(written, name, _chunk(name, array)), "store_data_equal_to_fill_value": True}
     about = dict(shape=array.shape, dtype=tensorstore.dtype(array.dtype), context=context)
     return tensorstore.open(spec, open=True, create=True, **about)
 

@@ -11,7 +11,7 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from ladder_jax.errors import UserError
@@ -35,7 +35,7 @@ class Member:
 
 
 @contextlib.contextmanager
-def joined(spec: ProcessSpec | None, *, settings: Mapping[str, Any], patience: Patience, say: Say) -> Iterator[Member]:
+def joined(spec: ProcessSpec | None, *, settings: dict[str, Any], patience: Patience, say: Say) -> Iterator[Member]:
     """Connect jax with the run's other processes, before the first use of a device, and watch over all while open.
 
     spec: None trains alone; settings: JSON values that must be equal on all processes. Raises UserError where they are
@@ -44,6 +44,7 @@ def joined(spec: ProcessSpec | None, *, settings: Mapping[str, Any], patience: P
     if spec is None or not connect(spec, patience=patience, say=say):
         yield Member()
         return
+    from flax import traverse_util
     from jax._src import distributed  # which has no public name for what `initialize` has made
 
     from ladder_jax.processes.agreement import Agreement
@@ -54,7 +55,8 @@ def joined(spec: ProcessSpec | None, *, settings: Mapping[str, Any], patience: P
     if processes == 1:
         yield Member()
         return
-    mine = {"host": socket.gethostname(), "settings": {**_flat(settings), "--processes": processes}}
+    given = {**traverse_util.flatten_dict(settings, sep="."), "--processes": processes}
+    mine = {"host": socket.gethostname(), "settings": given}
     agreement = Agreement("settings", patience=patience.start, place=(process, processes))
     hosts = agreement.concluded("its settings", mine, _hosts)
     watchdog = Watchdog(state.client, process=process, hosts=hosts, patience=patience)
@@ -78,13 +80,6 @@ def _hosts(reports: list[dict[str, Any]]) -> list[str]:
                 f" {'; '.join(shown)}{more}"
             )
     return hosts
-
-
-def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat = {}
-    for name, value in tree.items():
-        flat |= _flat(value, f"{prefix}{name}.") if isinstance(value, Mapping) else {f"{prefix}{name}": value}
-    return flat
 
 
 def connect(spec: ProcessSpec, *, patience: Patience, say: Say) -> bool:

@@ -23,12 +23,10 @@ from ladder_jax.processes.agreement import PATIENCE, Agreement
 from ladder_jax.train import checkpoints, folder, out_of_memory, timing
 from ladder_jax.train.bad_steps import RESTORED, BadStepPolicy
 from ladder_jax.train.checkpoints import CheckpointSaver
-from ladder_jax.train.evaluation import Evaluation
 from ladder_jax.train.folder import RunContext
 from ladder_jax.train.gradients import Pretraining, TrainingTask
-from ladder_jax.train.metrics import NAME, WANDB_ID, Metrics, trackers
-from ladder_jax.train.mirror import mirrored
-from ladder_jax.train.session import Session
+from ladder_jax.train.metrics import NAME, WANDB_ID, Metrics, mirrored, trackers
+from ladder_jax.train.session import Evaluation, Session
 from ladder_jax.train.timing import Mfu, Profiler, Throughput, TimeAccount
 
 

@@ -12,6 +12,7 @@ import time
 import jax
 import numpy as np
 
+from ladder_jax.data.batch import Batch
 from ladder_jax.data.batches import DataLoader, read_ahead
 from ladder_jax.errors import RunFailed, Stopped, UserError
 from ladder_jax.nn import Params
@@ -20,14 +21,44 @@ from ladder_jax.train import bad_steps, checkpoints, timing
 from ladder_jax.train import step as steps
 from ladder_jax.train.bad_steps import BadStepPolicy, RollBack
 from ladder_jax.train.checkpoints import CheckpointSaver
-from ladder_jax.train.evaluation import Evaluation
 from ladder_jax.train.folder import RunContext
-from ladder_jax.train.gradients import TrainingTask
+from ladder_jax.train.gradients import TrainingTask, held_out_loss
 from ladder_jax.train.metrics import Metrics
 from ladder_jax.train.step import BAD, TrainState
 from ladder_jax.train.timing import Profiler, Throughput
 
 Dispatched = tuple[int, steps.Metrics | None]  # a step and its metrics, still on the devices; None: left out
+
+
+@dataclasses.dataclass
+class Evaluation:
+    """The held-out loss of a run, on the same few batches every time.
+
+    `evaluation(trained, frozen)` is the mean loss in nats a token; None if a signal interrupted it."""
+
+    task: TrainingTask
+    batches: list[np.ndarray | Batch]
+    context: RunContext
+    _compiled: jax.stages.Compiled | None = None
+
+    def __call__(self, trained: Params, frozen: Params) -> float | None:
+        if self._compiled is None:
+            with self.context.account.time("compile"):
+                loss = held_out_loss(self.task, loop=self.context.config.train.loop)
+                self._compiled = loss.compile(trained, frozen, self._on_devices(self.batches[0]))
+        losses, weights = [], []
+        with self.context.account.time("evaluation"):
+            for batch in self.batches:
+                if self.context.stop.interrupts:
+                    return None
+                losses.append(float(self._compiled(trained, frozen, self._on_devices(batch))))
+                weights.append(batch.predicted.sum() if isinstance(batch, Batch) else 1)  # padding is not predicted
+        return float(np.average(losses, weights=weights))
+
+    def _on_devices(self, batch: np.ndarray | Batch) -> jax.Array | Batch:
+        """Every process has the whole batch, and places the shards of its own devices."""
+        sharding = self.task.definition.layout.sharding("BT")
+        return jax.tree.map(lambda a: jax.make_array_from_callback(a.shape, sharding, lambda part: a[part]), batch)
 
 
 @dataclasses.dataclass(kw_only=True)

@@ -160,7 +160,7 @@ def test_multiple_choice(ours, adapter, independent, harness, shots, tmp_path):
             scores = [float(score) for ((score, _),) in sample["resps"]]
             assert lines[sample["doc_id"]]["loglikelihoods"] == pytest.approx(scores, rel=close)
             assert lines[sample["doc_id"]]["greedy"] == [bool(greedy) for ((_, greedy),) in sample["resps"]]
-    assert len(lines) == len(samples) == len(CHOICES)
+    assert len(lines) == len(samples) == found.examples == len(CHOICES) and found.truncated >= 1
 
 
 @pytest.mark.parametrize("shots", [0, 1])

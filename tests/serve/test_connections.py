@@ -45,7 +45,7 @@ def test_half_open(start, hard):
     with half_open(process.url, 150) as sockets:
         begun = time.monotonic()
         assert ask(process.url, "/health", timeout=30)[0] == 200
-        assert time.monotonic() - begun < 5  # 0.1 s; and as long as they stay, where nobody takes their places
+        assert time.monotonic() - begun < 9  # 0.1 s; and ten seconds, where nobody takes their places
         gone = sum(is_closed(sock) for sock in sockets)
         assert (100 < gone < 150) if hard == 128 else gone == 0
     assert process.end() == 0
@@ -154,7 +154,7 @@ def test_a_wrong_key_costs_the_others_nothing(engine, serving, monkeypatch):
         while flooding.is_alive():
             begun = time.monotonic()
             assert ask(url, "/health")[0] == 200
-            assert time.monotonic() - begun < 3  # 0.1 s; 12 s where a body is parsed without a pause
+            assert time.monotonic() - begun < 9  # 0.1 s; 12 s where a body is parsed without a pause
         flooding.join()
         until(lambda: is_closed(sock) or None)
     sizes = [len(data) for data in read]
@@ -217,7 +217,7 @@ def test_clients_that_never_read(engine, serving, few, end):
             assert len(few()[1]) <= 4
         begun = time.monotonic()
         assert ask(url, "/health")[0] == 200
-        assert time.monotonic() - begun < 5  # as long as they stay, where nobody takes their places
+        assert time.monotonic() - begun < 20  # 30 s, where nobody takes their places
 
 
 @pytest.mark.parametrize("end", [b"", CLOSING], ids=["open", "closing"])
@@ -226,7 +226,7 @@ def test_clients_that_never_read_have_a_time(engine, serving, few, monkeypatch, 
     with serving(engine) as (_, url), contextlib.ExitStack() as stack:
         deaf(url, stack, LARGE % end * 5)
         until(lambda: unread(few, 1))
-        until(lambda: few() == (1, []), seconds=5)
+        until(lambda: few() == (1, []))
 
 
 def test_clients_that_read_slowly(engine, serving, few, monkeypatch):
@@ -252,7 +252,7 @@ def test_bodies_that_never_come(engine, serving, few):
                 begun = time.monotonic()
                 assert ask(url, "/health")[0] == 200
                 assert ask(url, body=json.loads(BODY))[0] == 200
-                assert time.monotonic() - begun < 5  # 30 s, where a head keeps a place
+                assert time.monotonic() - begun < 20  # 30 s, where a head keeps a place
 
 
 def test_what_has_come_stays(engine, serving, monkeypatch):
