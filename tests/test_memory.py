@@ -62,7 +62,7 @@ def no_memory(*_, **__):
     "what, where, error",
     [
         (weights, "_convert", exhausted),
-        (arrays.Piecewise, "begin", no_memory),
+        (arrays, "begin_read", no_memory),
         (steps, "prefill_chunks", no_memory),
         (steps, "decode_many", lambda *_, **__: exhausted),
     ],
@@ -106,7 +106,7 @@ def test_what_cannot_be_read_is_named(wide, tmp_path, monkeypatch):
     def broken(*_):
         raise ValueError("Error reading x: Input/output error [os_error_code='5']")
 
-    monkeypatch.setattr(arrays.Piecewise, "begin", broken)
+    monkeypatch.setattr(arrays, "begin_read", broken)
     with pytest.raises(checkpoint.Damaged, match="damaged or incomplete: Input/output error"):
         Engine(definition, Pieces(saved, definition), slots=1, capacity=16)
     with pytest.raises(UserError, match=r"does not fit its configuration: layers/mlp/down is \(6, 512, 128\)"):

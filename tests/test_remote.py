@@ -274,7 +274,7 @@ def test_arrays(stores, monkeypatch):
         return jax.ShapeDtypeStruct(shape, jnp.float32, sharding=sharded(np.zeros(shape), *dims, tensor=4).sharding)
 
     like = jax.tree.map(wanted, shapes, is_leaf=lambda node: isinstance(node, tuple))
-    restored = named(arrays.read(folder, like))
+    restored = dict(zip(named(like), arrays.read(folder, named(like))))
     for name, value in values.items():
         assert restored[name].sharding == named(like)[name].sharding
         padded = np.zeros(named(like)[name].shape, np.float32)
@@ -524,8 +524,6 @@ def test_mistakes(bucket, monkeypatch, capsys):
         open_model("gs://bucket/gemma")
     with pytest.raises(UserError, match="there is no token store at 'gs://bucket/none'"):
         Store("gs://bucket/none")
-    with pytest.raises(UserError, match="unknown scheme in 'ftp://b/x': 'ftp'"):
-        absolute("ftp://b/x")
     assert train("gs://another-bucket/x") in (1, 2)
     assert "gs://another-bucket/x" in capsys.readouterr().err
     assert train("x", "data.path=gs://bucket/none") == 2

@@ -3,6 +3,7 @@
 import itertools
 import sys
 import weakref
+from types import SimpleNamespace
 
 import jax
 import ml_dtypes
@@ -91,7 +92,7 @@ def test_a_chunk_is_a_layer(wide):
     """Of what a run saves: else a layer could not be read without its stack."""
     folder = wide / "checkpoints" / "1" / "params"
     for name, layers in (("layers/mlp/up", 4), ("embedding/table", 0)):
-        opened = arrays._open(folder, name, arrays.tensorstore.Context())
+        opened = arrays._open(folder, name).result()
         assert opened.chunk_layout.read_chunk.shape == ((1, *opened.shape[1:]) if layers else opened.shape)
 
 
@@ -106,13 +107,13 @@ def test_a_process_reads_its_own_part(wide, monkeypatch):
         def addressable_devices_indices_map(self, shape):
             return dict(list(sharding.devices_indices_map(shape).items())[2:])
 
-    store = arrays._open(wide / "checkpoints" / "1" / "params", "layers/mlp/up", arrays.tensorstore.Context())
-    array = arrays.Piecewise(store, (128, 512), Own())
-    read, whole, shares = array.begin(2).result(), store[2].read().result(), []
-    assert read.shape == (1, 128, 256) and read.nbytes == array.size(2)
-    own = Own().addressable_devices_indices_map((128, 512)).values()
+    store = arrays._open(wide / "checkpoints" / "1" / "params", "layers/mlp/up").result()[2]
+    like = SimpleNamespace(shape=(128, 512), dtype=np.dtype(np.float32), sharding=Own())
+    reads, whole, shares = arrays.begin_read(store, like), store.read().result(), []
+    own = Own().addressable_devices_indices_map(like.shape).values()
+    assert set(reads) == set(own) and {read.result().shape for read in reads.values()} == {(128, 128)}
     monkeypatch.setattr(arrays.meshes, "place", lambda share, *_: shares.extend(map(share, own)))
-    array.place(read[0])
+    arrays._placed(reads, like)
     assert [np.array_equal(share, whole[:, at : at + 128]) for share, at in zip(shares, (256, 384))] == [True, True]
 
 

@@ -84,15 +84,18 @@ class Checkpoint:
             _check_files(self.path, part="")
         return dataclasses.replace(self, verified=self.has_manifest)
 
-    def _restore(self, item: str, like: Any) -> Any:
+    def _restore(self, item: str, like: Params) -> Params:
         self.compare(item, like)
         try:
-            return arrays.read(self.path / item, like)
+            return jax.tree.unflatten(jax.tree.structure(like), arrays.read(self.path / item, named(like)))
         except Exception as error:  # tensorstore has no error of its own for damaged files
             raise damaged(self.path, error) from error
 
-    def compare(self, item: str, like: Any) -> None:
-        """Raises Damaged if a file of `item` was changed, UserError if its arrays' names or shapes are not `like`'s."""
+    def compare(self, item: str, like: Params) -> dict[str, jax.ShapeDtypeStruct]:
+        """The stored arrays of `item`, which have the names and shapes of `like`'s.
+
+        Raises Damaged if a file was changed, UserError if they have others.
+        """
         if self.has_manifest and not self.verified:
             _check_files(self.path, part=item)
         folder = self.path / item
@@ -101,31 +104,30 @@ class Checkpoint:
         except Exception as error:
             raise damaged(self.path, error) from error
         check_shapes(there, like, folder=folder)
+        return there
 
 
 @dataclasses.dataclass(frozen=True)
 class Pieces:
     """`Pieces(checkpoint, definition)(keys)` yields each key's array, sharded as in `definition`, without dimension L.
 
-    Inference loads weights this way. Before the first array, the checkpoint's files are compared with the manifest. If
-    a stored chunk holds several layers and `keys` alternates between stacks, the host holds one chunk of each stack;
-    see `arrays.pieces`. Raises Damaged if a file was changed, UserError if an array has another shape.
+    Inference loads weights this way; arrays keep the stored dtype. Before the first array, the checkpoint's files are
+    compared with the manifest. Raises Damaged if a file was changed, UserError if an array has another shape.
     """
 
     checkpoint: Checkpoint
     definition: ModelDef
 
     def __call__(self, keys: Sequence[Key]) -> Iterator[jax.Array]:
-        definition = self.definition
-        self.checkpoint.compare("params", definition.abstract)
+        definition, like = self.definition, {}
+        there = self.checkpoint.compare("params", definition.abstract)
         dims, abstract = named(definition.dims), named(definition.abstract)
-        like = {}
         for name in {name for name, _ in keys}:
-            letters, whole = dims[name].removeprefix("L"), abstract[name]
-            sharding = definition.layout.sharding(letters)
-            like[name] = jax.ShapeDtypeStruct(whole.shape[-len(letters) :], whole.dtype, sharding=sharding)
+            letters = dims[name].removeprefix("L")
+            shape, sharding = abstract[name].shape[-len(letters) :], definition.layout.sharding(letters)
+            like[name] = jax.ShapeDtypeStruct(shape, there[name].dtype, sharding=sharding)
         try:
-            yield from arrays.pieces(self.checkpoint.path / "params", like, keys)
+            yield from arrays.read(self.checkpoint.path / "params", like, keys)
         except (ValueError, OSError) as error:  # tensorstore's
             if "RESOURCE_EXHAUSTED" in str(error):
                 raise MemoryError(str(error)) from error

@@ -30,7 +30,6 @@ class Member:
     """This process of a run. beat: notes progress, in the same words and order on all processes."""
 
     process: int = 0
-    processes: int = 1
     beat: Callable[[str], None] = lambda doing: None
 
 
@@ -62,7 +61,7 @@ def joined(spec: ProcessSpec | None, *, settings: dict[str, Any], patience: Pati
     watchdog = Watchdog(state.client, process=process, hosts=hosts, patience=patience)
     with watchdog.watching(), _second_interrupt():
         watchdog.beat("connected")
-        yield Member(process, processes, beat=watchdog.beat)
+        yield Member(process, beat=watchdog.beat)
 
 
 def _hosts(reports: list[dict[str, Any]]) -> list[str]:

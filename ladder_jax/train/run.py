@@ -26,7 +26,7 @@ from ladder_jax.train.checkpoints import CheckpointSaver
 from ladder_jax.train.folder import RunContext
 from ladder_jax.train.gradients import Pretraining, TrainingTask
 from ladder_jax.train.metrics import NAME, WANDB_ID, Metrics, mirrored, trackers
-from ladder_jax.train.session import Evaluation, Session
+from ladder_jax.train.session import Session
 from ladder_jax.train.timing import Mfu, Profiler, Throughput, TimeAccount
 
 
@@ -139,7 +139,7 @@ def run(
             state=state,
             frozen=frozen,
             loader=DataLoader(data.training, config=train, sharding=definition.layout.sharding("BT")),
-            evaluation=Evaluation(task, held_out, context),
+            held_out=held_out,
             policy=BadStepPolicy(train, left_out=dict.fromkeys(position.get("skipped", []), RESTORED)),
             saver=CheckpointSaver(
                 store=store, context=context, task=task, fingerprint=data.fingerprint, sources=sources

@@ -15,18 +15,17 @@ HOST = os.uname().nodename
 
 
 def test_coordinator_never_comes(started, port):
-    before = time.monotonic()
     (said,) = ends(started(only=[1], patience={"start": 2}))
     line = f"ladder-jax: process 1 of 2 (host {HOST}) has not reached process 0 at localhost:{port} within 2 s"
     assert said.startswith(f"{line} (Connection refused): start all with the same --coordinator")
-    assert said.count("\n") == 1 and time.monotonic() - before < 30
+    assert said.count("\n") == 1
 
 
 def test_another_never_comes(started, port):
     """Those that came end with a line each, the first and the third of three."""
-    running = started(processes=3, only=[0, 2], patience={"start": 4})
+    running = started(processes=3, only=[0, 2], patience={"start": 8})
     for index, said in zip((0, 2), ends(running)):
-        line = f"ladder-jax: process {index} of 3 (host {HOST}) has waited at localhost:{port} for 4 s, and not all"
+        line = f"ladder-jax: process {index} of 3 (host {HOST}) has waited at localhost:{port} for 8 s, and not all"
         assert said.startswith(line) and said.count("\n") == 1 and "--start-timeout" in said
     assert [process.returncode for process in running] == [1, 1]
 
@@ -40,7 +39,7 @@ def test_ctrl_c_while_waiting(started, port):
                 break
         time.sleep(0.1)
     waiting.send_signal(signal.SIGINT)
-    assert ends([waiting], within=10) == [""] and waiting.returncode == -signal.SIGINT
+    assert ends([waiting]) == [""] and waiting.returncode == -signal.SIGINT
 
 
 def test_port_is_taken(started, port):

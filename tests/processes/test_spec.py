@@ -131,7 +131,7 @@ def test_one_host_with_chips(monkeypatch):
 
     monkeypatch.setattr(jax.config, "update", lambda *args: None)
     fails(ValueError("coordinator_address should be defined."))
-    assert joined(ProcessSpec(None, None, None, options.CHIPS)).processes == 1
+    assert joined(ProcessSpec(None, None, None, options.CHIPS)).process == 0
     fails(RuntimeError("no metadata server"))
     with pytest.raises(UserError, match="a TPU was recognised, but no metadata server: --coordinator and --processes"):
         joined(ProcessSpec(None, None, None, options.CHIPS))

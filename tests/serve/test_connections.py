@@ -70,6 +70,7 @@ def engine(make_engine):
 
 BODY = b'{"model": "book", "prompt": "a", "max_tokens": 1}'
 POST = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+WHOLE = POST + b"Content-Length: %d\r\n\r\n" % len(BODY) + BODY
 
 
 @pytest.mark.parametrize("sent", [b"", HALF, POST + b"Content-Length: 9\r\n\r\n"], ids=["nothing", "half", "refused"])
@@ -259,28 +260,27 @@ def test_what_has_come_stays(engine, serving, monkeypatch):
     """A slow answer, and a pause between two requests, have their own times."""
     monkeypatch.setattr(server, "HEAD_SECONDS", 0.2)
     decode = engine._device.decode
-    monkeypatch.setattr(engine._device, "decode", lambda choice: (time.sleep(0.4), decode(choice))[1])
-    whole = POST + b"Content-Length: %d\r\n\r\n" % len(BODY) + BODY
+    monkeypatch.setattr(engine._device, "decode", lambda choice: (time.sleep(1.5), decode(choice))[1])
     with serving(engine) as (_, url), half_open(url, 1, sent=b"") as (sock,):
-        for _ in range(2):
-            sock.sendall(whole)
+        for pause in (1.5, 0):  # times are looked at every second
+            sock.sendall(WHOLE)
             answer = http.client.HTTPResponse(sock)
             answer.begin()
             assert answer.status == 200 and answer.read()  # to its end: it comes in several pieces
-            time.sleep(0.4)
+            time.sleep(pause)
 
 
 def test_a_limit(engine, serving, monkeypatch):
     """Who is being answered keeps the connection; of those who wait, the one that has waited longest goes."""
     monkeypatch.setattr(server, "max_connections", lambda: 4)
-    decode = engine._device.decode
-    monkeypatch.setattr(engine._device, "decode", lambda choice: (time.sleep(0.3), decode(choice))[1])
-    whole = POST + b"Content-Length: %d\r\n\r\n" % len(BODY) + BODY
-    with serving(engine) as (gate, url), half_open(url, 3, sent=whole) as busy:
+    decode, tested = engine._device.decode, threading.Event()
+    monkeypatch.setattr(engine._device, "decode", lambda choice: (tested.wait(60), decode(choice))[1])
+    with serving(engine) as (gate, url), half_open(url, 3, sent=WHOLE) as busy:
         until(lambda: gate.active == 3)
         with half_open(url, 6) as waiting:
             assert ask(url, "/health")[0] == 200
-            assert [is_closed(sock) for sock in waiting] == [True] * 6
+            until(lambda: all(map(is_closed, waiting)))
+        tested.set()
         assert all(sock.recv(4096).startswith(b"HTTP/1.1 200") for sock in busy)
 
 

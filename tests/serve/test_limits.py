@@ -41,7 +41,7 @@ def rounds(engine, monkeypatch):
     return rounds
 
 
-def until(condition, seconds=20):
+def until(condition, seconds=120):
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline
