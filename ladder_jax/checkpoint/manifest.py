@@ -76,14 +76,6 @@ def digest(folder: AnyPath, *, part: str) -> str:
     return _digest_of({name: file for name, file in _read(folder).items() if name.startswith(f"{part}/")})
 
 
-def lists(folder: AnyPath, *, part: str) -> bool:
-    """Whether the manifest lists any file in the subfolder `part`. True for a damaged manifest: see `problems`."""
-    try:
-        return any(name.startswith(f"{part}/") for name in _read(folder))
-    except _DAMAGED:
-        return True
-
-
 def sync_folder(folder: pathlib.Path) -> None:
     """Sync a folder to the disk. Otherwise a power cut may undo a rename in it."""
     handle = os.open(folder, os.O_RDONLY)

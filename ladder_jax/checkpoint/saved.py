@@ -67,7 +67,7 @@ class Checkpoint:
 
     def optimizer(self, like: Params) -> Params:
         """The optimizer's state, with the shapes and shardings of `like`. Raises UserError if none was saved."""
-        if self.has_manifest and not manifest.lists(self.path, part="optimizer"):
+        if not (self.path / "optimizer").is_dir():
             raise UserError(
                 f"checkpoint {str(self.path)!r} was converted, not trained: it has no optimizer's state to go on with"
             )
@@ -202,7 +202,7 @@ def _open(path: AnyPath) -> Checkpoint:
     meta = _meta(folder, path)
     has_manifest = "manifest" in meta
     if has_manifest and (problems := manifest.problems(folder, contents=False)):
-        raise _damaged(folder, problems[0])
+        raise damaged(folder, problems[0])
     data = _json(folder, "data") if has_manifest else {}
     about = dict(time=meta.get("time"), validation_loss=meta.get("validation_loss"), has_manifest=has_manifest)
     return Checkpoint(folder, meta["step"], from_dict(meta["config"]), data, **about)
@@ -228,11 +228,6 @@ def reason(error: BaseException) -> str:
     return (str(error).strip().splitlines() or [type(error).__name__])[0][:300]
 
 
-def damaged(folder: AnyPath, error: BaseException) -> Damaged:
-    """The error to raise after reading one step's folder raised `error`."""
-    return _damaged(folder, reason(error))
-
-
 def _meta(folder: AnyPath, path: AnyPath) -> dict:
     """The item `meta`, checked. path: as the user wrote it, for messages."""
     if not (folder / "meta" / "metadata").is_file() and not _is_step(folder.name):
@@ -245,7 +240,7 @@ def _meta(folder: AnyPath, path: AnyPath) -> dict:
             f"checkpoint {str(folder)!r} has format version {meta.get('version')}; this ladder_jax reads {VERSION}"
         )
     if not isinstance(meta.get("step"), int) or not isinstance(meta.get("config"), dict):
-        raise _damaged(folder, "its meta has no step, or no config")
+        raise damaged(folder, "its meta has no step, or no config")
     return meta
 
 
@@ -257,22 +252,24 @@ def _json(folder: AnyPath, item: str) -> Any:
     try:
         return json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise _damaged(folder, f"{item}/metadata is missing") from None
+        raise damaged(folder, f"{item}/metadata is missing") from None
     except (OSError, ValueError, RecursionError):
-        raise _damaged(folder, f"its {item} is not JSON") from None
+        raise damaged(folder, f"its {item} is not JSON") from None
 
 
 def _check_files(folder: AnyPath, *, part: str) -> None:
     # Comparing contents reads every file once more: one process does it, the others compare sizes.
     if problems := manifest.problems(folder, part=part, contents=jax.process_index() == 0):
-        raise _damaged(folder, problems[0])
+        raise damaged(folder, problems[0])
 
 
-def _damaged(folder: AnyPath, problem: str) -> Damaged:
+def damaged(folder: AnyPath, problem: str | BaseException) -> Damaged:
+    """The error to raise where one step's folder has this problem, or reading it raised this error."""
+    told = problem if isinstance(problem, str) else reason(problem)
     offer = ""
     for step in steps(folder.parent)[::-1] if _is_step(folder.name) else ():
         before = folder.parent / str(step)
         if step < int(folder.name) and not ((before / manifest.NAME).is_file() and manifest.problems(before)):
             offer = f"; the newest whole one before it is step {step}"
             break
-    return Damaged(f"checkpoint {str(folder)!r} is damaged or incomplete: {problem}{offer}")
+    return Damaged(f"checkpoint {str(folder)!r} is damaged or incomplete: {told}{offer}")

@@ -10,7 +10,6 @@ import os
 import signal
 import socket
 import threading
-import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -142,49 +141,35 @@ def _bind_address(coordinator: str) -> str | None:
 @contextlib.contextmanager
 def _in_time(spec: ProcessSpec, *, patience: Patience, say: Say) -> Iterator[None]:
     """While jax waits for all processes: print that it does, and end this process with one line after `start`."""
-    joined = threading.Event()
     number = "this process" if spec.process is None else f"process {spec.process} of {spec.processes}"
     me = f"{number} (host {socket.gethostname()})"
-    probed = spec.coordinator if spec.process else None
+    where = f" at {spec.coordinator}" if spec.coordinator else ""
 
-    def watch() -> None:
-        end = time.monotonic() + patience.start
-        announce = end - patience.start + ANNOUNCE_AFTER
-        unreachable = probed and "not tried"
-        while not joined.wait(max(0.0, min(1.0, end - time.monotonic()))):
-            if unreachable:
-                unreachable = _unreachable(probed)
-            if time.monotonic() > end:
-                break
-            if time.monotonic() > announce:
-                say(f"{me} waits for the others; a process that prints no such line has not started")
-                announce = float("inf")
-        else:
-            return
-        where = f" at {spec.coordinator}" if spec.coordinator else ""
-        if unreachable:
-            why = f"has not reached process 0{where} within {patience.start:g} s ({unreachable})"
-        else:
-            why = f"has waited{where} for {patience.start:g} s, and not all processes have joined"
+    def give_up() -> None:
+        silent = _unreachable(spec.coordinator) if spec.coordinator and spec.process else ""
+        why = f"has waited{where} for {patience.start:g} s, and not all processes have joined{silent}"
         line = f"{me} {why}: start all with the same --coordinator and --processes, or wait longer with --start-timeout"
         os.write(2, f"ladder-jax: {line}\n".encode())
         os._exit(1)
 
-    thread = threading.Thread(target=watch, name="start time-out", daemon=True)
-    thread.start()
+    waits = f"{me} waits for the others; a process that prints no such line has not started"
+    timers = threading.Timer(ANNOUNCE_AFTER, say, [waits]), threading.Timer(min(patience.start, LONGEST), give_up)
+    for timer in timers:
+        timer.daemon = True
+        timer.start()
     try:
         yield
     finally:
-        joined.set()
-        thread.join()
+        for timer in timers:
+            timer.cancel()
 
 
 def _unreachable(coordinator: str) -> str:
-    """Why nothing answers at HOST:PORT; nothing where something does."""
+    """That nothing answers at HOST:PORT, where that is so. Process 0 may also have given up a moment ago."""
     try:
         socket.create_connection(_address(coordinator), timeout=5).close()
     except OSError as error:
-        return error.strerror or str(error)
+        return f" (nothing answers there: {error.strerror or error})"
     return ""
 
 

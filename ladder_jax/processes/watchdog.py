@@ -209,7 +209,8 @@ class Watchdog:
 
     def _tell(self, **changes: Any) -> None:
         """Write the report. Only the main thread changes it."""
-        self._report = dataclasses.replace(self._report, **changes) if changes else self._report
+        if changes:
+            self._report = dataclasses.replace(self._report, **changes)
         with self._telling, contextlib.suppress(jax.errors.JaxRuntimeError):  # it is gone: `_follow` hears it too
             value = json.dumps({**dataclasses.asdict(self._report), "number": next(self._numbers)})
             self._client.key_value_set(f"{REPORTS}/{self._process}", value, allow_overwrite=True)

@@ -27,7 +27,7 @@ from ladder_jax.train.folder import RunContext
 from ladder_jax.train.gradients import Pretraining, TrainingTask
 from ladder_jax.train.metrics import NAME, WANDB_ID, Metrics, mirrored, trackers
 from ladder_jax.train.session import Session
-from ladder_jax.train.timing import Mfu, Profiler, Throughput, TimeAccount
+from ladder_jax.train.timing import Profiler, Throughput, TimeAccount
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,8 +109,8 @@ def run(
             checkpoints.check_data(checkpoint, path=config.data.path, fingerprint=data.fingerprint)
         position = checkpoint.data if checkpoint else {}
         task = _task(context, definition, checkpoint)
-        mfu = Mfu.of(config, definition=definition, mesh=mesh)
-        say(mfu.text)
+        mfu, formula = timing.mfu(config, definition=definition, mesh=mesh)
+        say(formula)
         if checkpoint:
             state, frozen = checkpoints.restore(checkpoint, context=context, task=task)
             say(f"resuming {where} from step {checkpoint.step}")
