@@ -80,7 +80,7 @@ def test_what_does_not_come(engine, serving, monkeypatch, sent):
     with serving(engine, key="sesame") as (_, url), half_open(url, 1, sent=sent) as (sock,):
         begun, answer = time.monotonic(), b""
         sock.settimeout(0.05)
-        while time.monotonic() < begun + 10:
+        while time.monotonic() < begun + 60:
             try:
                 answer += (found := sock.recv(4096))
             except TimeoutError:
@@ -91,7 +91,7 @@ def test_what_does_not_come(engine, serving, monkeypatch, sent):
                 break
             with contextlib.suppress(ConnectionError):  # it has been closed meanwhile, as the next `recv` says
                 sock.sendall(b"a" if sent else b"")
-        assert 0.3 < time.monotonic() - begun < 5
+        assert 0.3 < time.monotonic() - begun < 50
         status = answer.split()[1]
         assert status == (b"401" if b"POST" in sent else b"408"), answer
         if status == b"408":
