@@ -70,6 +70,14 @@ def few_programs():
 
 
 @pytest.fixture(scope="session")
+def book(tmp_path_factory):
+    """A text to train on."""
+    path = tmp_path_factory.mktemp("data") / "book.txt"
+    path.write_text("".join(f"line {i} of a little book about {i % 7} things\n" for i in range(2000)))
+    return path
+
+
+@pytest.fixture(scope="session")
 def run_cli(tmp_path_factory):
     """Runs `ladder-jax` in a process of its own, as a user would; returns the CompletedProcess."""
     import subprocess

@@ -167,14 +167,20 @@ def _answer(bucket: Bucket, method: str, path: str, query: dict, headers, body: 
     if query.get("alt") != "media":
         return 200, bucket.resource(name), {}
     about = {"Content-Type": "application/octet-stream", "X-Goog-Generation": str(generation)}
-    if asked := re.fullmatch(r"bytes=(\d*)-(\d*)", headers.get("Range") or ""):
-        size = len(content)
-        begin = int(asked[1]) if asked[1] else max(0, size - int(asked[2]))
-        end = min(size, int(asked[2]) + 1) if asked[1] and asked[2] else size
-        if begin >= size:
-            return error(416)
-        return 206, content[begin:end], {**about, "Content-Range": f"bytes {begin}-{end - 1}/{size}"}
-    return 200, content, about
+    return ranged(content, headers.get("Range"), about, beyond=error(416))
+
+
+def ranged(content: bytes, asked: str | None, about: dict, *, beyond: tuple):
+    """The answer with the bytes that a Range header asks for; `beyond` if there are none."""
+    found = re.fullmatch(r"bytes=(\d*)-(\d*)", asked or "")
+    if not found:
+        return 200, content, about
+    size = len(content)
+    begin = int(found[1]) if found[1] else max(0, size - int(found[2]))
+    end = min(size, int(found[2]) + 1) if found[1] and found[2] else size
+    if begin >= size:
+        return beyond
+    return 206, content[begin:end], {**about, "Content-Range": f"bytes {begin}-{end - 1}/{size}"}
 
 
 def _upload(bucket: Bucket, method: str, query: dict, headers, body: bytes, address: str):

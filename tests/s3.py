@@ -6,12 +6,11 @@ are documented. Signatures are not checked, and there are no permissions. It may
 
 import contextlib
 import hashlib
-import re
 import urllib.parse
 import xml.etree.ElementTree as xml
 from xml.sax.saxutils import escape
 
-from tests.gcs import Bucket, listening
+from tests.gcs import Bucket, listening, ranged
 
 
 @contextlib.contextmanager
@@ -69,14 +68,8 @@ def _answer(bucket: Bucket, method: str, path: str, query: dict, headers, body: 
     about = {"ETag": now, "Content-Type": "application/octet-stream", "Last-Modified": "Thu, 01 Jan 2026 00:00:00 GMT"}
     if method == "HEAD":
         return 200, b"", {**about, "Content-Length": str(len(content))}
-    if part := re.fullmatch(r"bytes=(\d*)-(\d*)", headers.get("Range") or ""):
-        size = len(content)
-        begin = int(part[1]) if part[1] else max(0, size - int(part[2]))
-        end = min(size, int(part[2]) + 1) if part[1] and part[2] else size
-        if begin >= size:
-            return _error(416, "InvalidRange", "The requested range is not satisfiable")
-        return 206, content[begin:end], {**about, "Content-Range": f"bytes {begin}-{end - 1}/{size}"}
-    return 200, content, about
+    beyond = _error(416, "InvalidRange", "The requested range is not satisfiable")
+    return ranged(content, headers.get("Range"), about, beyond=beyond)
 
 
 def _put(bucket: Bucket, key: str, query: dict, headers, body: bytes, now: str | None):

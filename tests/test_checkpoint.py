@@ -19,9 +19,10 @@ import numpy as np
 import pytest
 
 from ladder_jax import cli, nn, train
-from ladder_jax.checkpoint import Damaged, Pieces, Store, manifest, open_checkpoint, quiet, steps, store, verify
-from ladder_jax.checkpoint.saved import named, reason, stored
-from ladder_jax.checkpoint.writing import Writing
+from ladder_jax.checkpoint import Damaged, Pieces, Store, manifest, open_checkpoint, steps, store, verify
+from ladder_jax.checkpoint.arrays import named, stored
+from ladder_jax.checkpoint.saved import reason
+from ladder_jax.checkpoint.writing import Quiet, Writing
 from ladder_jax.config import RunConfig, TrainConfig
 from ladder_jax.errors import UserError
 from ladder_jax.parallel import make_mesh
@@ -204,6 +205,19 @@ def three(tmp_path_factory):
     return folder
 
 
+@pytest.fixture
+def copy(three, tmp_path):
+    shutil.copytree(three, tmp_path / "checkpoints")
+    return tmp_path / "checkpoints"
+
+
+def opened(folder, **settings):
+    return Store(folder, config=RunConfig(train=dataclasses.replace(RECIPE, **settings)))
+
+
+SMALL = dict(params={"a": np.zeros(3, np.float32)}, optimizer={"b": np.zeros(3, np.float32)})
+
+
 def truncate(file):
     file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
 
@@ -252,9 +266,7 @@ def test_an_item_is_compared_before_it_is_read(saved, tmp_path):
 
 
 @pytest.mark.parametrize("written", ["no manifest", "half a manifest"])
-def test_what_is_being_written_does_not_count(three, tmp_path, written):
-    copy = tmp_path / "checkpoints"
-    shutil.copytree(three, copy)
+def test_what_is_being_written_does_not_count(copy, written):
     (copy / "30").rename(copy / "writing.30")
     listing = copy / "writing.30" / "manifest.json"
     if written == "half a manifest":
@@ -263,17 +275,8 @@ def test_what_is_being_written_does_not_count(three, tmp_path, written):
         listing.unlink()
     (copy / "10").rename(copy / "deleting.10")
     assert open_checkpoint(copy).step == 20
-    Store(copy, config=RunConfig(train=RECIPE)).close()
+    opened(copy).close()
     assert [p.name for p in copy.iterdir()] == ["20"]
-
-
-def test_a_write_is_waited_for_in_seconds(tmp_path):
-    waited = []
-    writing = Writing(tmp_path / "1", {})
-    writing._started = concurrent.futures.Future()
-    writing._started.set_result([SimpleNamespace(result=lambda timeout: waited.append(timeout))] * 2)
-    writing.wait(within=7.0)
-    assert waited == [7.0, 7.0]
 
 
 def test_a_failed_write_is_told_when_the_others_have_ended(tmp_path):
@@ -316,10 +319,8 @@ def test_what_is_kept():
 @pytest.mark.parametrize(
     "moment", ["before the manifest", "before the old one is moved", "before the new one is named"]
 )
-def test_killed_while_a_step_is_saved_again(three, tmp_path, monkeypatch, moment):
+def test_killed_while_a_step_is_saved_again(copy, monkeypatch, moment):
     """At each moment a whole checkpoint of that step is left: the old one, or the new one."""
-    copy = tmp_path / "checkpoints"
-    shutil.copytree(three, copy)
 
     class Killed(BaseException):
         pass
@@ -327,7 +328,7 @@ def test_killed_while_a_step_is_saved_again(three, tmp_path, monkeypatch, moment
     def kill(*_):
         raise Killed
 
-    saving = Store(copy, config=RunConfig(train=RECIPE))
+    saving = opened(copy)
     where = {
         "before the manifest": (manifest, "write"),
         "before the old one is moved": (store, "_set_aside"),
@@ -339,61 +340,53 @@ def test_killed_while_a_step_is_saved_again(three, tmp_path, monkeypatch, moment
     else:
         monkeypatch.setattr(*where, kill)
     monkeypatch.setattr(threading, "excepthook", lambda _: None)
-    saving.save(30, params={"a": np.zeros(3, np.float32)}, optimizer={"b": np.zeros(3, np.float32)})
+    saving.save(30, **SMALL)
     saving.close()
     monkeypatch.undo()
-    Store(copy, config=RunConfig(train=RECIPE)).close()
+    opened(copy).close()
     assert sorted(path.name for path in copy.iterdir()) == ["10", "20", "30"] and verify(copy / "30") == []
     new = moment == "before the new one is named"
     assert tuple(stored(copy / "30" / "params")["a"].shape) == ((3,) if new else (64, 8))
 
 
-def test_an_older_one_goes_only_after_the_new_one_is_whole(three, tmp_path, monkeypatch):
-    copy = tmp_path / "checkpoints"
-    shutil.copytree(three, copy)
-    saving = Store(copy, config=RunConfig(train=dataclasses.replace(RECIPE, keep_checkpoints=1)))
+def test_an_older_one_goes_only_after_the_new_one_is_whole(copy, monkeypatch):
+    saving = opened(copy, keep_checkpoints=1)
     seen = []
     prune = saving._prune
     monkeypatch.setattr(saving, "_prune", lambda: (seen.append(verify(copy / "40")), prune()))
-    saving.save(40, params={"a": np.zeros(3, np.float32)}, optimizer={"b": np.zeros(3, np.float32)})
+    saving.save(40, **SMALL)
     saving.close()
     assert seen == [[]] and [p.name for p in copy.iterdir()] == ["40"]
 
 
-def test_a_save_that_fails_leaves_the_others(three, tmp_path):
+def test_a_save_that_fails_leaves_the_others(copy):
     """A file where the checkpoint should be written; then the next save works again."""
-    copy = tmp_path / "checkpoints"
-    shutil.copytree(three, copy)
-    store = Store(copy, config=RunConfig(train=RECIPE))
-    tree = dict(params={"a": np.zeros(3, np.float32)}, optimizer={"b": np.zeros(3, np.float32)})
+    store = opened(copy)
     (copy / "writing.40").write_text("in the way")
-    store.save(40, **tree)
+    store.save(40, **SMALL)
     store.wait()
     failure = store.failure()
     assert "step 40 could not be written" in str(failure) and "the newest is that of step 30" in str(failure)
     assert store.failure() is None
     (copy / "writing.40").unlink(missing_ok=True)
-    store.save(40, **tree)
+    store.save(40, **SMALL)
     store.close()
     assert store.failure() is None and [verify(copy / str(step)) for step in (20, 30, 40)] == [[], [], []]
 
 
 def test_a_folder_that_was_removed_is_made_again(tmp_path):
     folder = tmp_path / "run" / "checkpoints"
-    tree = dict(params={"a": np.zeros(3, np.float32)}, optimizer={"b": np.zeros(3, np.float32)})
-    store = Store(folder, config=RunConfig(train=RECIPE))
-    store.save(10, **tree)
+    store = opened(folder)
+    store.save(10, **SMALL)
     store.wait()
     shutil.rmtree(tmp_path / "run")
-    store.save(20, **tree)
+    store.save(20, **SMALL)
     store.close()
     assert store.failure() is None and verify(folder / "20") == []
 
 
-def test_names_and_metas_that_no_run_wrote(three, tmp_path):
+def test_names_and_metas_that_no_run_wrote(copy, three):
     """Other digits than ASCII's, leading zeros; and a whole checkpoint whose meta lacks what every one has."""
-    copy = tmp_path / "checkpoints"
-    shutil.copytree(three, copy)
     for name in ("4\N{SUPERSCRIPT TWO}", "\N{ARABIC-INDIC DIGIT FOUR}0", "040"):
         (copy / name).mkdir()
     assert steps(copy) == [10, 20, 30] and open_checkpoint(copy).step == 30
@@ -449,7 +442,7 @@ def test_what_an_abandoned_write_never_began_is_not_told():
 
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
-        quiet.Quiet().close()
+        Quiet().close()
         for name in ("async_serialize_from_host.<locals>.write_fragment", "another"):
             part.__qualname__ = name
             part()
@@ -459,7 +452,7 @@ def test_what_an_abandoned_write_never_began_is_not_told():
 
 def test_what_an_abandoned_write_raises_later_is_not_told(caplog):
     """asyncio's message does not say which file; its error does."""
-    silent = quiet.Quiet()
+    silent = Quiet()
     try:
         for path in ("run/checkpoints/writing.45.2/optimizer/array_metadatas/process_0", "run/elsewhere"):
             error = FileNotFoundError(2, "No such file or directory", path)

@@ -28,13 +28,6 @@ TINY = ["model.num_layers=2", "model.d_model=32", "model.d_ff=32", "model.dtype=
         "train.evaluate_every=6", "train.evaluation_batches=1", "mesh.tensor=2"]  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def book(tmp_path_factory):
-    path = tmp_path_factory.mktemp("data") / "book.txt"
-    path.write_text("".join(f"line {i} of a little book about {i % 7} things\n" for i in range(500)))
-    return path
-
-
 def run(book, directory, *more, profile=None):
     said = []
     settings = config.load("tiny", overrides=[*TINY, f"data.path={book}", f"run.dir={directory}", *more])

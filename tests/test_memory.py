@@ -7,7 +7,7 @@ import jax
 import pytest
 
 from ladder_jax import checkpoint, cli, nn
-from ladder_jax.checkpoint import Pieces, pieces
+from ladder_jax.checkpoint import Pieces, arrays
 from ladder_jax.config import DecodeConfig, Loop, Quantize
 from ladder_jax.decode import Engine, memory, steps, weights
 from ladder_jax.errors import UserError
@@ -62,7 +62,7 @@ def no_memory(*_, **__):
     "what, where, error",
     [
         (weights, "_converter", exhausted),
-        (pieces._Array, "begin", no_memory),
+        (arrays, "begin_read", no_memory),
         (steps, "prefill_chunks", no_memory),
         (steps, "decode_many", lambda *_, **__: exhausted),
     ],
@@ -106,7 +106,7 @@ def test_what_cannot_be_read_is_named(wide, tmp_path, monkeypatch):
     def broken(*_):
         raise ValueError("Error reading x: Input/output error [os_error_code='5']")
 
-    monkeypatch.setattr(pieces._Array, "begin", broken)
+    monkeypatch.setattr(arrays, "begin_read", broken)
     with pytest.raises(checkpoint.Damaged, match="damaged or incomplete: Input/output error"):
         Engine(definition, Pieces(saved, definition), slots=1, capacity=16)
     with pytest.raises(UserError, match=r"does not fit its configuration: layers/mlp/down is \(6, 512, 128\)"):

@@ -29,13 +29,6 @@ TINY = [
 KILLS = [4, pytest.param(20, marks=pytest.mark.full)]
 
 
-@pytest.fixture(scope="module")
-def book(tmp_path_factory):
-    path = tmp_path_factory.mktemp("data") / "book.txt"
-    path.write_text("".join(f"line {i} of a little book about {i % 7} things\n" for i in range(2000)))
-    return path
-
-
 def command(book, directory, *more):
     arguments = [*TINY, f"data.path={book}", f"run.dir={directory}", *more]
     return [sys.executable, "-m", "ladder_jax", "train", "tiny", "--cpu-devices", "2", *arguments]
@@ -334,16 +327,6 @@ def test_a_checkpoint_from_before_there_were_manifests(book, resumable, uninterr
     _, said = run(book, resumable)
     assert any("has no manifest: a changed bit in it would go unseen" in line for line in said)
     assert losses(resumable) == losses(uninterrupted)
-
-
-def test_other_data_is_refused(book, resumable, tmp_path):
-    other = tmp_path / "other.txt"
-    other.write_text(book.read_text().replace("little", "larger"))
-    shutil.copy(book, tmp_path / "original.txt")
-    config_file = resumable / "config.json"
-    config_file.write_text(config_file.read_text().replace(str(book), str(other)))
-    with pytest.raises(UserError, match="has changed since step 75 .its fingerprint was"):
-        run(other, resumable)
 
 
 HOLDER = """

@@ -3,6 +3,7 @@
 import itertools
 import sys
 import weakref
+from types import SimpleNamespace
 
 import jax
 import ml_dtypes
@@ -10,7 +11,7 @@ import numpy as np
 import pytest
 
 from ladder_jax import checkpoint, evaluate, nn
-from ladder_jax.checkpoint import Pieces, pieces, writing
+from ladder_jax.checkpoint import Pieces, arrays, writing
 from ladder_jax.config import Biases, DecodeConfig, Loop, Quantize
 from ladder_jax.decode import weights
 from ladder_jax.decode.engine.engine import Compilations
@@ -75,8 +76,8 @@ def test_the_values_are_those_of_all_at_once(case, chunk, tmp_path, monkeypatch)
     saved = checkpoint.open_checkpoint(tmp_path)
     for quantize in Quantize:
         wanted = expected(definition, params, quantize=quantize)
-        for ahead in (1, pieces.AHEAD):
-            monkeypatch.setattr(pieces, "AHEAD", ahead)
+        for ahead in (1, arrays.AHEAD):
+            monkeypatch.setattr(arrays, "AHEAD", ahead)
             form = dict(loop=Loop.UNROLLED, quantize=quantize)
             found = weights.prepare(definition, Pieces(saved, definition), **form)
             same(found, wanted)
@@ -91,7 +92,7 @@ def test_a_chunk_is_a_layer(wide):
     """Of what a run saves: else a layer could not be read without its stack."""
     folder = wide / "checkpoints" / "1" / "params"
     for name, layers in (("layers/mlp/up", 4), ("embedding/table", 0)):
-        opened = pieces._open(folder, name, pieces.tensorstore.Context())
+        opened = arrays._open(folder, name).result()
         assert opened.chunk_layout.read_chunk.shape == ((1, *opened.shape[1:]) if layers else opened.shape)
 
 
@@ -106,13 +107,13 @@ def test_a_process_reads_its_own_part(wide, monkeypatch):
         def addressable_devices_indices_map(self, shape):
             return dict(list(sharding.devices_indices_map(shape).items())[2:])
 
-    store = pieces._open(wide / "checkpoints" / "1" / "params", "layers/mlp/up", pieces.tensorstore.Context())
-    array = pieces._Array(store, (128, 512), Own(), pieces._span((128, 512), Own()), 1)
-    read, whole, shares = array.begin(2).result(), store[2].read().result(), []
-    assert read.shape == (1, 128, 256) and read.nbytes == array.size(2)
-    own = Own().addressable_devices_indices_map((128, 512)).values()
-    monkeypatch.setattr(pieces.meshes, "place", lambda share, *_: shares.extend(map(share, own)))
-    array.place(read[0])
+    store = arrays._open(wide / "checkpoints" / "1" / "params", "layers/mlp/up").result()[2]
+    like = SimpleNamespace(shape=(128, 512), dtype=np.dtype(np.float32), sharding=Own())
+    reads, whole, shares = arrays.begin_read(store, like), store.read().result(), []
+    own = Own().addressable_devices_indices_map(like.shape).values()
+    assert set(reads) == set(own) and {read.result().shape for read in reads.values()} == {(128, 128)}
+    monkeypatch.setattr(arrays.meshes, "place", lambda share, *_: shares.extend(map(share, own)))
+    arrays._placed(reads, like)
     assert [np.array_equal(share, whole[:, at : at + 128]) for share, at in zip(shares, (256, 384))] == [True, True]
 
 

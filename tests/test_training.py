@@ -110,13 +110,6 @@ TINY = ["model.num_layers=2", "model.d_model=32", "model.d_ff=32", "model.dtype=
         "mesh.data=2", "mesh.tensor=4"]  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def book(tmp_path_factory):
-    path = tmp_path_factory.mktemp("data") / "book.txt"
-    path.write_text("".join(f"line {i} of a little book about {i % 7} things\n" for i in range(2000)))
-    return path
-
-
 def settings(book, directory, *more):
     return config.load("tiny", overrides=[*TINY, f"data.path={book}", f"run.dir={directory}", *more])
 

@@ -32,7 +32,8 @@ _DAMAGED = (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionE
 def write(folder: AnyPath) -> None:
     """Write the manifest of all files in `folder`. On return, the files and the manifest are synced to the disk."""
     if is_remote(folder):
-        entries = {name: _stated(info) for name, info in found(folder).items()}
+        digest_of = lambda info: next(iter(_checksums(info)), "")
+        entries = {name: {"size": int(info["size"]), "digest": digest_of(info)} for name, info in found(folder).items()}
         (folder / NAME).write_text(json.dumps(_signed(entries), indent=0))
         return
     (folder / NAME).unlink(missing_ok=True)
@@ -64,9 +65,7 @@ def problems(folder: AnyPath, *, part: str = "", contents: bool = True) -> list[
     there = found(folder)
     compared = [name for name in listed if name.startswith(f"{part}/" if part else "")]
 
-    def difference(name: str) -> str | None:
-        return _difference(folder / name, there.get(name), listed[name], contents)
-
+    difference = lambda name: _difference(folder / name, there.get(name), listed[name], contents)
     with concurrent.futures.ThreadPoolExecutor(THREADS) as pool:
         differences = pool.map(difference, compared)
         return [f"{name} {difference}" for name, difference in zip(compared, differences) if difference]
@@ -75,14 +74,6 @@ def problems(folder: AnyPath, *, part: str = "", contents: bool = True) -> list[
 def digest(folder: AnyPath, *, part: str) -> str:
     """A digest of the manifest's entries for the subfolder `part`."""
     return _digest_of({name: file for name, file in _read(folder).items() if name.startswith(f"{part}/")})
-
-
-def lists(folder: AnyPath, *, part: str) -> bool:
-    """Whether the manifest lists any file in the subfolder `part`. True for a damaged manifest: see `problems`."""
-    try:
-        return any(name.startswith(f"{part}/") for name in _read(folder))
-    except _DAMAGED:
-        return True
 
 
 def sync_folder(folder: pathlib.Path) -> None:
@@ -124,37 +115,30 @@ def found(folder: AnyPath) -> dict[str, dict[str, Any]]:
 
 
 def _difference(path: AnyPath, info: dict[str, Any] | None, file: File, contents: bool) -> str | None:
+    """What is wrong with a file, by the store's own checksum, or with `contents` by reading it."""
     if info is None:
         return "is missing"
     if int(info["size"]) != file["size"]:
         return f"has {info['size']} bytes, not {file['size']}"
-    try:
-        same = _same(path, info, file["digest"], contents)
-    except OSError as error:
-        return f"cannot be read: {error.strerror or error}"
-    return None if same else "has other contents than were written"
-
-
-def _same(path: AnyPath, info: dict[str, Any], digest: str, contents: bool) -> bool:
-    """Whether the content has the digest: by the store's own checksum, or by reading the file, with `contents`."""
-    stated = _checksums(info)
-    if stated and (not digest or ":" in digest):
-        return digest in stated
+    stated, digest = _checksums(info), file["digest"]
     kind, _, value = digest.rpartition(":")
-    if not contents or not value or kind not in ("", "md5Hash"):  # another checksum cannot be computed from the content
-        return True
-    with path.open("rb") as file:
-        content = hashlib.file_digest(file, "md5" if kind else _hash).digest()
-    return value == (base64.b64encode(content).decode() if kind else content.hex())
+    if stated and (kind or not digest):
+        same = digest in stated
+    elif contents and value and kind in ("", "md5Hash"):  # no other checksum can be computed from the content
+        try:
+            with path.open("rb") as opened:
+                content = hashlib.file_digest(opened, "md5" if kind else _hash).digest()
+        except OSError as error:
+            return f"cannot be read: {error.strerror or error}"
+        same = value == (base64.b64encode(content).decode() if kind else content.hex())
+    else:
+        same = True
+    return None if same else "has other contents than were written"
 
 
 def _checksums(info: dict[str, Any]) -> list[str]:
     """The store's own checksums of an object, such as "md5Hash:...", the best first. info: as in `remote.listed`."""
     return [f"{name}:{info[name]}" for name in ("md5Hash", "crc32c", "ETag", "etag") if info.get(name)]
-
-
-def _stated(info: dict[str, Any]) -> File:
-    return {"size": int(info["size"]), "digest": next(iter(_checksums(info)), "")}
 
 
 def _synced(path: pathlib.Path) -> File:

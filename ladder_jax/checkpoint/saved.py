@@ -7,23 +7,21 @@ read, but not verified.
 """
 
 import dataclasses
-import itertools
 import json
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
-import orbax.checkpoint as ocp
-import tensorstore
 
-from ladder_jax.checkpoint import manifest
+from ladder_jax.checkpoint import arrays, manifest
+from ladder_jax.checkpoint.arrays import Key, named, stored
 from ladder_jax.config import RunConfig, from_dict
 from ladder_jax.config.fields import shown
 from ladder_jax.data import tokenizer as tokenizers
 from ladder_jax.errors import UserError
-from ladder_jax.files import AnyPath, absolute, by_orbax, explained, is_remote, kvstore
+from ladder_jax.files import AnyPath, absolute, explained, is_remote
 from ladder_jax.nn import ModelDef, Params
 
 FORMAT = "ladder_jax"
@@ -69,7 +67,7 @@ class Checkpoint:
 
     def optimizer(self, like: Params) -> Params:
         """The optimizer's state, with the shapes and shardings of `like`. Raises UserError if none was saved."""
-        if self.has_manifest and not manifest.lists(self.path, part="optimizer"):
+        if not (self.path / "optimizer").is_dir():
             raise UserError(
                 f"checkpoint {str(self.path)!r} was converted, not trained: it has no optimizer's state to go on with"
             )
@@ -86,41 +84,54 @@ class Checkpoint:
             _check_files(self.path, part="")
         return dataclasses.replace(self, verified=self.has_manifest)
 
-    def _restore(self, item: str, like: Any) -> Any:
+    def _restore(self, item: str, like: Params) -> Params:
         self.compare(item, like)
         try:
-            if not by_orbax(self.path):
-                from ladder_jax.checkpoint import s3
-
-                return s3.read(self.path / item, like)
-            # Not strict: the vocabulary's zero padding depends on the mesh. All other shapes were compared above.
-            restore_args = lambda a: ocp.ArrayRestoreArgs(
-                sharding=a.sharding, global_shape=a.shape, dtype=a.dtype, strict=False
-            )
-            args = ocp.args.PyTreeRestore(like, restore_args=jax.tree.map(restore_args, like))
-            return ocp.PyTreeCheckpointHandler().restore(self.path / item, args=args)
-        except Exception as error:  # Orbax and tensorstore have no common error for damaged files
+            return jax.tree.unflatten(jax.tree.structure(like), arrays.read(self.path / item, named(like)))
+        except Exception as error:  # tensorstore has no error of its own for damaged files
             raise damaged(self.path, error) from error
 
-    def compare(self, item: str, like: Any) -> None:
-        """Raises Damaged if a file of `item` was changed, UserError if its arrays' names or shapes are not `like`'s."""
-        folder = self.path / item
+    def compare(self, item: str, like: Params) -> dict[str, jax.ShapeDtypeStruct]:
+        """The stored arrays of `item`, which have the names and shapes of `like`'s.
+
+        Raises Damaged if a file was changed, UserError if they have others.
+        """
         if self.has_manifest and not self.verified:
             _check_files(self.path, part=item)
+        folder = self.path / item
         try:
-            if not self.has_manifest:
-                _check_readable(folder, set(named(like)))
-            check_shapes(stored(folder), like, folder=folder)
-        except UserError:
-            raise
+            there = stored(folder)
         except Exception as error:
             raise damaged(self.path, error) from error
+        check_shapes(there, like, folder=folder)
+        return there
 
 
-def named(tree: Any) -> dict[str, Any]:
-    """A nested dict's arrays by name, such as "layers/mlp/up"."""
-    leaves = jax.tree_util.tree_leaves_with_path(tree, is_leaf=lambda x: hasattr(x, "shape"))
-    return {"/".join(str(getattr(key, "key", key)) for key in path): leaf for path, leaf in leaves}
+@dataclasses.dataclass(frozen=True)
+class Pieces:
+    """`Pieces(checkpoint, definition)(keys)` yields each key's array, sharded as in `definition`, without dimension L.
+
+    Inference loads weights this way; arrays keep the stored dtype. Before the first array, the checkpoint's files are
+    compared with the manifest. Raises Damaged if a file was changed, UserError if an array has another shape.
+    """
+
+    checkpoint: Checkpoint
+    definition: ModelDef
+
+    def __call__(self, keys: Sequence[Key]) -> Iterator[jax.Array]:
+        definition, like = self.definition, {}
+        there = self.checkpoint.compare("params", definition.abstract)
+        dims, abstract = named(definition.dims), named(definition.abstract)
+        for name in {name for name, _ in keys}:
+            letters = dims[name].removeprefix("L")
+            shape, sharding = abstract[name].shape[-len(letters) :], definition.layout.sharding(letters)
+            like[name] = jax.ShapeDtypeStruct(shape, there[name].dtype, sharding=sharding)
+        try:
+            yield from arrays.read(self.checkpoint.path / "params", like, keys)
+        except (ValueError, OSError) as error:  # tensorstore's
+            if "RESOURCE_EXHAUSTED" in str(error):
+                raise MemoryError(str(error)) from error
+            raise damaged(self.checkpoint.path, error) from error
 
 
 def check_shapes(stored: Any, like: Any, *, folder: AnyPath) -> None:
@@ -139,48 +150,6 @@ def _unpadded(name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
     if "mlp/experts/" in name:
         return shape[:1] + shape[2:]
     return shape
-
-
-def stored(folder: AnyPath) -> Any:
-    """A tree of an item's arrays, of which only the shapes are read."""
-    if by_orbax(folder):
-        return ocp.PyTreeCheckpointHandler().metadata(folder).tree
-    from ladder_jax.checkpoint import s3
-
-    return s3.stored(folder)
-
-
-def check_listed(folder: AnyPath, names: set[str]) -> None:
-    """Raises ValueError if an item's folder lacks an array of `names`. Reads only the list of its arrays."""
-    _check_listed(_keys(_open_store(folder)), names)
-
-
-def _check_readable(folder: AnyPath, names: set[str]) -> None:
-    """Reads every stored chunk once, 16 at a time. Raises ValueError for the first that is damaged or missing.
-
-    For checkpoints without a manifest. If Orbax itself reads a damaged chunk, it abandons its other reads, and their
-    errors hide our one-line message.
-    """
-    store = _open_store(folder)
-    keys = _keys(store)
-    _check_listed(keys, names)
-    for batch in itertools.batched(keys, 16):
-        for key, read in [(key, store.read(key)) for key in batch]:
-            if not read.result().value:
-                raise ValueError(f"the data of {key.partition('/')[0]} is missing")
-
-
-def _open_store(folder: AnyPath) -> tensorstore.KvStore:
-    return tensorstore.KvStore.open({"driver": "ocdbt", "base": kvstore(folder)}).result()
-
-
-def _keys(store: tensorstore.KvStore) -> list[str]:
-    return [key.decode() for key in store.list().result()]
-
-
-def _check_listed(keys: list[str], names: set[str]) -> None:
-    if missing := {name.replace("/", ".") for name in names} - {key.partition("/")[0] for key in keys}:
-        raise ValueError(f"{sorted(missing)[0]} is missing")
 
 
 def steps(folder: AnyPath) -> list[int]:
@@ -233,7 +202,7 @@ def _open(path: AnyPath) -> Checkpoint:
     meta = _meta(folder, path)
     has_manifest = "manifest" in meta
     if has_manifest and (problems := manifest.problems(folder, contents=False)):
-        raise _damaged(folder, problems[0])
+        raise damaged(folder, problems[0])
     data = _json(folder, "data") if has_manifest else {}
     about = dict(time=meta.get("time"), validation_loss=meta.get("validation_loss"), has_manifest=has_manifest)
     return Checkpoint(folder, meta["step"], from_dict(meta["config"]), data, **about)
@@ -259,11 +228,6 @@ def reason(error: BaseException) -> str:
     return (str(error).strip().splitlines() or [type(error).__name__])[0][:300]
 
 
-def damaged(folder: AnyPath, error: BaseException) -> Damaged:
-    """The error to raise after reading one step's folder raised `error`."""
-    return _damaged(folder, reason(error))
-
-
 def _meta(folder: AnyPath, path: AnyPath) -> dict:
     """The item `meta`, checked. path: as the user wrote it, for messages."""
     if not (folder / "meta" / "metadata").is_file() and not _is_step(folder.name):
@@ -276,7 +240,7 @@ def _meta(folder: AnyPath, path: AnyPath) -> dict:
             f"checkpoint {str(folder)!r} has format version {meta.get('version')}; this ladder_jax reads {VERSION}"
         )
     if not isinstance(meta.get("step"), int) or not isinstance(meta.get("config"), dict):
-        raise _damaged(folder, "its meta has no step, or no config")
+        raise damaged(folder, "its meta has no step, or no config")
     return meta
 
 
@@ -288,22 +252,24 @@ def _json(folder: AnyPath, item: str) -> Any:
     try:
         return json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise _damaged(folder, f"{item}/metadata is missing") from None
+        raise damaged(folder, f"{item}/metadata is missing") from None
     except (OSError, ValueError, RecursionError):
-        raise _damaged(folder, f"its {item} is not JSON") from None
+        raise damaged(folder, f"its {item} is not JSON") from None
 
 
 def _check_files(folder: AnyPath, *, part: str) -> None:
     # Comparing contents reads every file once more: one process does it, the others compare sizes.
     if problems := manifest.problems(folder, part=part, contents=jax.process_index() == 0):
-        raise _damaged(folder, problems[0])
+        raise damaged(folder, problems[0])
 
 
-def _damaged(folder: AnyPath, problem: str) -> Damaged:
+def damaged(folder: AnyPath, problem: str | BaseException) -> Damaged:
+    """The error to raise where one step's folder has this problem, or reading it raised this error."""
+    told = problem if isinstance(problem, str) else reason(problem)
     offer = ""
     for step in steps(folder.parent)[::-1] if _is_step(folder.name) else ():
         before = folder.parent / str(step)
         if step < int(folder.name) and not ((before / manifest.NAME).is_file() and manifest.problems(before)):
             offer = f"; the newest whole one before it is step {step}"
             break
-    return Damaged(f"checkpoint {str(folder)!r} is damaged or incomplete: {problem}{offer}")
+    return Damaged(f"checkpoint {str(folder)!r} is damaged or incomplete: {told}{offer}")

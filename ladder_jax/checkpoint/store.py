@@ -25,9 +25,8 @@ import jax
 
 from ladder_jax import remote
 from ladder_jax.checkpoint import manifest, saved
-from ladder_jax.checkpoint.quiet import WRITING, Quiet
 from ladder_jax.checkpoint.saved import FORMAT, VERSION, open_checkpoint, steps, unfinished_steps
-from ladder_jax.checkpoint.writing import Writing
+from ladder_jax.checkpoint.writing import WRITING, Quiet, Writing
 from ladder_jax.config import RunConfig, to_dict
 from ladder_jax.errors import UserError, unknown, wrong_type
 from ladder_jax.files import AnyPath, absolute, is_remote
@@ -37,18 +36,6 @@ from ladder_jax.processes.agreement import PATIENCE, Agreement, first_of
 ABANDONED = 10.0  # seconds within which the abandoned writes of a failed save end
 
 _DELETING = "deleting."  # prefix of a folder being removed: after a kill, its rest does not look like a checkpoint
-
-
-@dataclasses.dataclass(frozen=True)
-class Failure:
-    """A checkpoint could not be written. Earlier checkpoints are unchanged. kept: which of them is the newest."""
-
-    step: int
-    reason: str
-    kept: str
-
-    def __str__(self) -> str:
-        return f"the checkpoint of step {self.step} could not be written: {self.reason} ({self.kept})"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,7 +50,7 @@ class Keep:
 
 
 class Store:
-    """Writes a run's checkpoints into `folder`, one at a time. `failure()` returns the last failure.
+    """Writes a run's checkpoints into `folder`, one at a time. `failure()` says why the last one failed.
 
     With several processes, each constructs a Store and makes the same calls of `save`, `wait` and `close`.
     patience: seconds to wait for another process; after that the run fails.
@@ -78,7 +65,7 @@ class Store:
         train = config.train
         self._keep = Keep(last=train.keep_checkpoints, every=train.keep_every, best=train.keep_best)
         self._thread: threading.Thread | None = None
-        self._failure: Failure | None = None
+        self._failure: str | None = None
         self._failures = 0
         self._disagreement: Exception | None = None
         self._quiet: Quiet | None = None
@@ -104,17 +91,16 @@ class Store:
         texts = {"data": {"step": step, **(data or {})}, "meta": meta}
         items = {"params": params, "optimizer": optimizer}
 
-        room = f"room for the checkpoint of step {step}"
-        outcome = self._start.decided(room, lambda: self._outcome(_error_of(lambda: self._prepare(step, items))))
-        if outcome["reason"]:
-            self._failed(step, outcome)
+        prepare = lambda: self._failed_line(step, _error_of(lambda: self._prepare(step, items)))
+        if failure := self._start.decided(f"room for the checkpoint of step {step}", prepare):
+            self._fail(failure)
             return
         writing = Writing(self._unfinished(step), items)
         self._thread = threading.Thread(target=self._finish, args=(step, writing, texts), name=f"checkpoint {step}")
         self._thread.start()
 
-    def failure(self) -> Failure | None:
-        """The last failure since the previous call, or None. Does not wait."""
+    def failure(self) -> str | None:
+        """Why the last save since the previous call failed, in a line; None if none did. Does not wait."""
         failure, self._failure = self._failure, None
         return failure
 
@@ -153,20 +139,18 @@ class Store:
         # A shorter time-out than the other processes', so that a disk that hangs is reported to them in time.
         error = _error_of(lambda: writing.wait(within=0.8 * self._patience))
 
-        def publish() -> None:
-            remote.patiently(self.folder, lambda: self._publish(step, writing, texts))
-
-        def conclude(errors: list[str | None]) -> dict[str, Any]:
+        def conclude(errors: list[str | None]) -> str | None:
             first, whose = first_of(errors)
-            return self._outcome(first + whose if first else _error_of(publish))
+            publish = lambda: remote.patiently(self.folder, lambda: self._publish(step, writing, texts))
+            return self._failed_line(step, first + whose if first else _error_of(publish))
 
         try:
-            outcome = self._end.concluded(f"the checkpoint of step {step}", error, conclude)
-        except Exception as failure:  # `wait` raises it: a thread that just ends would look like a save
-            self._disagreement = failure
+            failure = self._end.concluded(f"the checkpoint of step {step}", error, conclude)
+        except Exception as disagreement:  # `wait` raises it: a thread that just ends would look like a save
+            self._disagreement = disagreement
             return
-        if outcome["reason"]:
-            self._failed(step, outcome)
+        if failure:
+            self._fail(failure)
 
     def _publish(self, step: int, writing: Writing, texts: dict[str, Any]) -> None:
         folder, place = self._unfinished(step), self.folder / str(step)
@@ -184,22 +168,22 @@ class Store:
         for step in steps_to_remove(losses, keep=self._keep):
             remove(self.folder / str(step))
 
-    def _outcome(self, reason: str | None) -> dict[str, Any]:
-        """The outcome that all processes get. After a failure, removes the unfinished files, to free the disk."""
+    def _failed_line(self, step: int, reason: str | None) -> str | None:
+        """What all processes are told of a failure; earlier checkpoints are unchanged, and unfinished files removed."""
         if reason is None:
-            return {"reason": None, "kept": None}
+            return None
         with contextlib.suppress(Exception):  # the disk or the store is as it was; the next save clears again
             self._clear()
         try:
             newest = max(steps(self.folder), default=None)
+            kept = "there is none before it" if newest is None else f"the newest is that of step {newest}"
         except Exception as error:
-            return {"reason": reason, "kept": f"the others cannot be listed now: {saved.reason(error)}"}
-        kept = "there is none before it" if newest is None else f"the newest is that of step {newest}"
-        return {"reason": reason, "kept": kept}
+            kept = f"the others cannot be listed now: {saved.reason(error)}"
+        return f"the checkpoint of step {step} could not be written: {reason} ({kept})"
 
-    def _failed(self, step: int, outcome: dict[str, Any]) -> None:
+    def _fail(self, failure: str) -> None:
         self._failures += 1
-        self._failure = Failure(step, **outcome)
+        self._failure = failure
 
     def _clear(self) -> None:
         """Remove folders that a kill or a failure left half written or half removed."""

@@ -1,13 +1,12 @@
-"""Write a checkpoint's parameters piece by piece, in Orbax's storage format.
+"""Write a checkpoint's parameters array by array, or layer by layer, in Orbax's storage format.
 
 A Store saves arrays that are in memory. A Stream writes a model that is too large for the host's memory. Each array is
-a zarr array in one OCDBT database. A chunk holds a part of one layer, so that pieces can be written and read
-separately. Orbax's description of the arrays, `_METADATA`, is written last.
+a zarr array in one OCDBT database, a chunk of it a part of one layer. Orbax's description of the arrays, `_METADATA`,
+is written last.
 """
 
 import concurrent.futures
 import hashlib
-import json
 import pathlib
 from collections.abc import Callable, Iterator, Mapping
 
@@ -15,11 +14,10 @@ import jax
 import numpy as np
 import tensorstore
 
+from ladder_jax.checkpoint import arrays as stores
 from ladder_jax.nn.parameter import STACKS
 
-METADATA = "_METADATA"
-CHUNK = 1 << 25  # bytes that are copied or compressed at a time, at most
-DICT_KEY = 2  # Orbax's number for a key of a dict
+CHUNK = 1 << 25  # bytes that are compressed at a time, at most
 
 
 class Stream:
@@ -38,7 +36,7 @@ class Stream:
         try:
             folder.mkdir(parents=True)
             self.folder, self.arrays = folder, dict(arrays)
-            self._digests: dict[tuple[str, int | None, int], bytes] = {}
+            self._digests: dict[stores.Key, bytes] = {}
             self._open_all()
         except BaseException:
             self.__exit__()
@@ -55,33 +53,27 @@ class Stream:
         target = self._part(name, layer)
         if tuple(target.shape) != values.shape:
             raise ValueError(f"{name} is {values.shape}, not {tuple(target.shape)}")
-        for start, stop in _pieces(values.shape, self.arrays[name].dtype.itemsize):
-            piece = np.ascontiguousarray(values[start:stop], self.arrays[name].dtype)
-            self._on_disk(lambda: target[start:stop].write(piece).result())
-            self._digests[name, layer, start] = _digest(piece)
-
-    def get(self, name: str, *, layer: int | None = None) -> np.ndarray:
-        """Read an array, or one layer of it, back from the disk."""
-        return self._on_disk(lambda: self._part(name, layer).read().result())
+        values = np.ascontiguousarray(values, self.arrays[name].dtype)
+        self._on_disk(lambda: target.write(values).result())
+        self._digests[name, layer] = _digest(values)
 
     @property
     def count(self) -> int:
-        """The number of pieces written."""
+        """The number of arrays and layers written."""
         return len(self._digests)
 
     def finish(self) -> None:
         """Write Orbax's description of the arrays."""
         shapes = {name: array.shape for name, array in self.arrays.items()}
-        (self.folder / METADATA).write_text(described(shapes), encoding="utf-8")
+        (self.folder / stores.METADATA).write_text(stores.described(shapes), encoding="utf-8")
 
     def differences(self) -> Iterator[str | None]:
-        """Reads every piece back. Yields None for each that equals what was written, else the array's name."""
+        """Reads everything back. Yields None for each that equals what was written, else the array's name."""
         self._open_all()
-        for (name, layer, start), digest in self._digests.items():
-            target = self._part(name, layer)
-            (stop,) = (b for a, b in _pieces(target.shape, self.arrays[name].dtype.itemsize) if a == start)
-            stored = _digest(np.ascontiguousarray(self._on_disk(lambda: target[start:stop].read().result())))
-            yield None if stored == digest else name if layer is None else f"{name} of layer {layer}"
+        for (name, layer), digest in self._digests.items():
+            part = self._part(name, layer)
+            same = _digest(self._on_disk(lambda: part.read().result())) == digest
+            yield None if same else name if layer is None else f"{name} of layer {layer}"
 
     def _part(self, name: str, layer: int | None) -> tensorstore.TensorStore:
         return self._stores[name] if layer is None else self._stores[name][layer]
@@ -96,40 +88,14 @@ class Stream:
 
     def _open(self, name: str, array: jax.ShapeDtypeStruct) -> tensorstore.TensorStore:
         stacked = name.partition("/")[0] in STACKS
-        shape = array.shape[1:] if stacked else array.shape
-        step = _step(shape, array.dtype.itemsize)
-        chunks = (*((1,) if stacked else ()), min(step, shape[0]), *shape[1:])
-        base = {"driver": "file", "path": f"{self.folder.absolute()}/"}
-        spec = {
-            "driver": "zarr",
-            "kvstore": {"driver": "ocdbt", "base": base, "path": f"{name.replace('/', '.')}/"},
-            "metadata": {"chunks": list(chunks), "compressor": {"id": "zstd", "level": 1}},
-        }
+        rows, *others = array.shape[1:] if stacked else array.shape
+        step = max(1, CHUNK // (array.dtype.itemsize * int(np.prod(others))))
+        chunk = [*([1] if stacked else []), min(step, rows), *others]
+        spec = stores.described_array(stores.database(self.folder.absolute()), name, chunk)
         settings = dict(shape=array.shape, dtype=tensorstore.dtype(array.dtype), context=self._context)
         return tensorstore.open(spec, open=True, create=True, **settings).result()
 
 
-def _step(shape: tuple[int, ...], itemsize: int) -> int:
-    """The number of rows in a piece."""
-    return max(1, CHUNK // (itemsize * int(np.prod(shape[1:]))))
-
-
-def _pieces(shape: tuple[int, ...], itemsize: int) -> list[tuple[int, int]]:
-    step = _step(shape, itemsize)
-    return [(start, min(start + step, shape[0])) for start in range(0, shape[0], step)]
-
-
-def described(shapes: Mapping[str, tuple[int, ...]]) -> str:
-    """Orbax's description of arrays, by name: the content of METADATA."""
-    tree = {str(tuple(name.split("/"))): _described(name, shape) for name, shape in shapes.items()}
-    metadata = {"tree_metadata": tree, "use_ocdbt": True, "use_zarr3": False, "custom_metadata": None}
-    return json.dumps(metadata | {"store_array_data_equal_to_fill_value": True})
-
-
-def _described(name: str, shape: tuple[int, ...]) -> dict:
-    value = {"value_type": "jax.Array", "skip_deserialize": False, "write_shape": list(shape)}
-    return {"key_metadata": [{"key": key, "key_type": DICT_KEY} for key in name.split("/")], "value_metadata": value}
-
-
-def _digest(piece: np.ndarray) -> bytes:
-    return hashlib.blake2b(piece.reshape(-1).view(np.uint8), digest_size=16).digest()
+def _digest(values: np.ndarray) -> bytes:
+    flat = np.ascontiguousarray(values).reshape(-1)
+    return hashlib.blake2b(flat.view(np.uint8), digest_size=16).digest()

@@ -1,6 +1,6 @@
 """Write one step: each process writes its own shards, and process 0 completes the checkpoint.
 
-Orbax's handlers write the arrays, and where they cannot, s3.py. Orbax's checkpointers are not used: they wait for
+Orbax's handlers write the arrays, and where they cannot, arrays.py. Orbax's checkpointers are not used: they wait for
 other processes in barriers, which a process whose disk failed never reaches. Here no process waits for another; `store`
 does, with a time-out.
 """
@@ -8,6 +8,10 @@ does, with a time-out.
 import asyncio
 import concurrent.futures
 import json
+import logging
+import sys
+import threading
+import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -15,11 +19,17 @@ import jax
 import orbax.checkpoint as ocp
 from etils import epath  # the paths that Orbax's handlers take
 
-from ladder_jax.checkpoint import manifest
-from ladder_jax.checkpoint.saved import check_listed, named
+from ladder_jax.checkpoint import arrays, manifest
+from ladder_jax.checkpoint.arrays import named
 from ladder_jax.files import AnyPath, absolute, by_orbax
 from ladder_jax.nn import Params
 from ladder_jax.nn.parameter import STACKS
+
+WRITING = "writing."  # the prefix of an unfinished checkpoint's folder; messages of abandoned writes contain it
+
+NEVER_BEGUN = r"coroutine 'async_serialize_from_host\..*' was never awaited"
+
+_LOGGERS = logging.getLogger("absl"), logging.getLogger("asyncio")
 
 
 class Writing:
@@ -62,10 +72,9 @@ class Writing:
             if by_orbax(self._folder):
                 self._handler.finalize(self._folder / item)
             else:
-                from ladder_jax.checkpoint import s3
-
-                s3.finish(self._folder / item, shapes)
-            check_listed(self._folder / item, set(shapes))
+                arrays.finish(self._folder / item, shapes)
+            if missing := shapes.keys() - arrays.stored(self._folder / item).keys():
+                raise ValueError(f"{min(missing)} is missing")
         for item, value in texts.items():
             (self._folder / item).mkdir(exist_ok=True)
             (self._folder / item / "metadata").write_text(json.dumps(value))
@@ -73,9 +82,7 @@ class Writing:
 
     def _start(self, items: Mapping[str, Params]) -> list[ocp.future.Future]:
         if not by_orbax(self._folder):
-            from ladder_jax.checkpoint import s3
-
-            return [write for item, tree in items.items() for write in s3.begin(self._folder / item, named(tree))]
+            return [write for item, tree in items.items() for write in arrays.begin(self._folder / item, named(tree))]
 
         async def start() -> list[ocp.future.Future]:
             commits = []
@@ -102,3 +109,44 @@ def _chunks(tree: Params) -> Params:
         return ocp.SaveArgs(shard_axes=(0,) if getattr(path[0], "key", None) in STACKS else ())
 
     return jax.tree_util.tree_map_with_path(save_args, tree)
+
+
+class Quiet:
+    """Silences what Orbax and tensorstore print when a write fails: pages of it would hide our one-line message.
+
+    `Store.wait` raises the error itself. Orbax also logs it in several threads, with tracebacks. And each write that
+    Orbax abandons prints that its exception was never retrieved, that its event loop is closed, or, perhaps only when
+    the process ends, that a part of it was never awaited. From construction until `close()` these messages are dropped,
+    and no others.
+    """
+
+    def __init__(self):
+        self._before = sys.unraisablehook
+        sys.unraisablehook = self._hook
+        for logger in _LOGGERS:
+            logger.addFilter(_not_orbax)
+        warnings.filterwarnings("ignore", NEVER_BEGUN, RuntimeWarning)  # stays, for the process's end
+
+    def close(self, *, after: float = 0.0) -> None:
+        """after: seconds to wait first, without blocking, as abandoned writes may still be running."""
+        if after:
+            timer = threading.Timer(after, self.close)
+            timer.daemon = True
+            timer.start()
+            return
+        for logger in _LOGGERS:
+            logger.removeFilter(_not_orbax)
+        if sys.unraisablehook == self._hook:
+            sys.unraisablehook = self._before
+
+    def _hook(self, unraisable) -> None:
+        value = unraisable.exc_value
+        if not (isinstance(value, RuntimeError) and str(value) == "Event loop is closed"):
+            self._before(unraisable)
+
+
+def _not_orbax(record: logging.LogRecord) -> bool:
+    if record.name == "asyncio":
+        error = record.exc_info[1] if record.exc_info else None  # the path may stand in its text alone
+        return f"/{WRITING}" not in f"{record.getMessage()} {error}"
+    return "orbax" not in record.pathname

@@ -4,7 +4,6 @@ From text to tokens it goes as lm-evaluation-harness does: lm_eval/api/model.py 
 and lm_eval/models/huggingface.py (tok_encode, prefix_token_id, _loglikelihood_tokens), version 0.4.13.
 """
 
-import collections
 import dataclasses
 import functools
 import json
@@ -82,20 +81,16 @@ class Model:
         if not requests:
             return
         capacity = max(len(one.prompt) + one.max_new_tokens for one in requests.values())
-        engine = self.engine(capacity=capacity, slots=min(slots, len(requests)))
-        waiting = collections.deque(requests.items())
-        running = {}
-        while waiting or running:
-            while waiting and engine.stats().queued < engine.max_queue:
-                key, request = waiting.popleft()
-                running[engine.submit(request)] = key
+        engine = self.engine(capacity=capacity, slots=min(slots, len(requests)), max_queue=len(requests))
+        running = {engine.submit(request): key for key, request in requests.items()}
+        while running:
             engine.step()
             for handle in [handle for handle in running if handle.done]:
                 yield running.pop(handle), handle.result()
 
-    def engine(self, *, capacity: int, slots: int = SLOTS) -> Engine:
+    def engine(self, *, capacity: int, slots: int = SLOTS, max_queue: int = SLOTS) -> Engine:
         """For requests of at most `capacity` tokens."""
-        sizes = dict(slots=slots, capacity=capacity, max_queue=slots)
+        sizes = dict(slots=slots, capacity=capacity, max_queue=max_queue)
         params = self.params if "params" in vars(self) else self.load()
         return Engine(self.definition, params, **sizes, decoder=self.tokenizer.to_bytes)
 

@@ -17,7 +17,8 @@ from ladder_jax.errors import RunFailed, UserError
 
 PATIENCE = 1800.0  # seconds
 GIVE_UP = 0.9  # process 0's share of the patience; in the rest it tells the others why it gave up
-FAREWELL = 5.0  # seconds that process 0, which holds the store, waits for the others to read its error
+LONGEST = 1e6  # seconds: jax's time-outs are integers of milliseconds
+FAREWELL = 5.0  # seconds in which a watchdog, if there is one, ends this process and names the one that failed
 
 _opened = itertools.count()  # keys are never used twice; all processes open the same agreements in the same order
 
@@ -26,48 +27,32 @@ class Agreement:
     """All processes call the same methods in the same order. A process alone decides for itself.
 
     `what`, in the methods, completes "process 1 of 2 has not answered within 60 s: ...". Values are JSON.
-    For one thread: each thread that needs agreement opens its own.
+    For one thread: each thread that needs agreement opens its own. place: this process and their number, where no
+    device may be used yet.
     """
 
-    def __init__(self, name: str, *, patience: float = PATIENCE):
-        self._client = _client()
-        self.patience, self._rounds = patience, itertools.count()
-        self._prefix = f"ladder_jax/{name}/{next(_opened)}"
+    def __init__(self, name: str, *, patience: float = PATIENCE, place: tuple[int, int] | None = None):
+        self.patience, self._client = patience, _client()
+        self._process, self._count = place or (jax.process_index(), jax.process_count())
+        self._name, self._rounds = f"ladder_jax/{name}/{next(_opened)}", itertools.count()
 
     def decided[T](self, what: str, decide: Callable[[], T]) -> T:
         """What `decide` returns in process 0, which alone calls it. Raises its UserError or RunFailed everywhere."""
-        if self._client is None:
-            return decide()
-        key = f"{self._prefix}/{next(self._rounds)}"
-        if jax.process_index() > 0:
-            said = self._get(f"{key}/said", 0, what, until=self._until())
-            self._put(f"{key}/heard/{jax.process_index()}", True, what)
-            if "error" in said:
-                raise _error(said["error"])
-            return said["value"]
-        try:
-            value = json.loads(json.dumps(decide()))
-        except Exception as error:
-            self._put(f"{key}/said", {"error": _described(error)}, what)
-            with contextlib.suppress(RunFailed):  # the error is what matters
-                self._all(f"{key}/heard", what, until=time.monotonic() + min(FAREWELL, (1 - GIVE_UP) * self.patience))
-            raise
-        self._put(f"{key}/said", {"value": value}, what)
-        self._all(f"{key}/heard", what, until=self._until(first=True))
-        self._forget(key, what)
-        return value
+        return self.concluded(what, None, lambda _: decide())
 
     def concluded[T](self, what: str, mine: Any, conclude: Callable[[list[Any]], T]) -> T:
-        """`conclude` of all processes' reports, in the processes' order; process 0 alone calls it."""
+        """`conclude` of all processes' reports, in the processes' order; process 0 alone calls it, as in `decided`."""
         if self._client is None:
             return conclude([mine])
-        key = f"{self._prefix}/{next(self._rounds)}"
-        if jax.process_index() > 0:
-            self._put(f"{key}/{jax.process_index()}", mine, what)
-        value = self.decided(what, lambda: conclude([mine, *self._all(key, what, until=self._until(first=True))]))
-        if jax.process_index() == 0:
-            self._forget(key, what)
-        return value
+        number = next(self._rounds)
+        key = f"{self._name}/{number}"
+        if self._process == 0:
+            return self._lead(key, what, mine, conclude, before=f"{self._name}/{number - 1}/")
+        self._put(f"{key}/{self._process}", mine, what)
+        said = self._get(f"{key}/said", 0, what, until=time.monotonic() + self.patience)
+        if "error" in said:
+            raise _error(said["error"])
+        return said["value"]
 
     @contextlib.contextmanager
     def together(self, what: str) -> Iterator[None]:
@@ -81,7 +66,7 @@ class Agreement:
         except Exception as raised:
             error = raised
         try:
-            verdict = self.concluded(what, None if error is None else _described(error), _verdict)
+            verdict = self.concluded(what, error and _described(error), _verdict)
         except RunFailed as lost:
             raise error or lost from None
         if error is not None and not isinstance(error, UserError | RunFailed):
@@ -89,30 +74,33 @@ class Agreement:
         if verdict is not None:
             raise _error(verdict) from None
 
-    def _until(self, *, first: bool = False) -> float:
-        return time.monotonic() + (GIVE_UP if first else 1.0) * self.patience
+    def _lead(self, key: str, what: str, mine: Any, conclude: Callable[[list[Any]], Any], *, before: str) -> Any:
+        """Process 0's part. before: the keys of the round before, which all have read once they are in this one."""
+        until = time.monotonic() + GIVE_UP * self.patience
+        try:
+            reports = [self._get(f"{key}/{process}", process, what, until=until) for process in range(1, self._count)]
+            with _coordination(what):
+                self._client.key_value_delete(before)
+            value = json.loads(json.dumps(conclude([mine, *reports])))
+        except Exception as error:
+            self._put(f"{key}/said", {"error": _described(error)}, what)
+            raise
+        self._put(f"{key}/said", {"value": value}, what)
+        return value
 
     def _put(self, key: str, value: Any, what: str) -> None:
         with _coordination(what):
             self._client.key_value_set(key, json.dumps(value))
 
-    def _forget(self, key: str, what: str) -> None:
-        with _coordination(what):
-            self._client.key_value_delete(f"{key}/")
-
-    def _all(self, key: str, what: str, *, until: float) -> list[Any]:
-        return [self._get(f"{key}/{i}", i, what, until=until) for i in range(1, jax.process_count())]
-
     def _get(self, key: str, process: int, what: str, *, until: float) -> Any:
-        left = min(max(until - time.monotonic(), 0.001), 1e6)
+        left = min(max(until - time.monotonic(), 0.001), LONGEST)
         with _coordination(what):
             try:
                 return json.loads(self._client.blocking_key_value_get(key, int(1000 * left) or 1))
             except jax.errors.JaxRuntimeError as error:
                 if "DEADLINE_EXCEEDED" not in str(error):
                     raise
-        count = jax.process_count()
-        raise RunFailed(f"process {process} of {count} has not answered within {self.patience:g} s: {what}")
+        raise RunFailed(f"process {process} of {self._count} has not answered within {self.patience:g} s: {what}")
 
 
 def _client() -> Any:
@@ -155,5 +143,5 @@ def _coordination(what: str) -> Iterator[None]:
     try:
         yield
     except jax.errors.JaxRuntimeError as error:
-        time.sleep(FAREWELL)  # a watchdog, if there is one, ends this process first, and names the process that failed
+        time.sleep(FAREWELL)
         raise RunFailed(f"{what}: the processes cannot hear each other: {str(error).splitlines()[0]}") from None

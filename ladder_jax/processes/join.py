@@ -1,22 +1,27 @@
-"""How a process joins the others of its run: connected by jax, with the same settings, under a watchdog."""
+"""How a process joins the others of its run: connected by jax, with the same settings, under a watchdog.
+
+jax finds SLURM, Open MPI, Cloud TPU and Kubernetes by itself. Its own failures are aborts with a stack trace: here they
+are one line.
+"""
 
 import contextlib
 import dataclasses
-import json
 import os
 import signal
 import socket
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any
 
-from ladder_jax.errors import RunFailed, UserError
-from ladder_jax.processes.connect import connect
-from ladder_jax.processes.options import Patience, ProcessSpec
+from ladder_jax.errors import UserError
+from ladder_jax.processes.options import CHIPS, Patience, ProcessSpec, incomplete
 
-KEY = "ladder_jax/settings"
-LONGEST = 1e6  # seconds: jax's time-outs are integers of milliseconds
+ANNOUNCE_AFTER = 10.0  # seconds until a process prints that it waits for others
+LONGEST = 1e6  # seconds: jax's time-outs are integers
+LOOPBACK = ("localhost", "127.0.0.1", "[::1]")
 SHOWN = 3  # differing settings in a message
+
+type Say = Callable[[str], None]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,14 +29,11 @@ class Member:
     """This process of a run. beat: notes progress, in the same words and order on all processes."""
 
     process: int = 0
-    processes: int = 1
     beat: Callable[[str], None] = lambda doing: None
 
 
 @contextlib.contextmanager
-def joined(
-    spec: ProcessSpec | None, *, settings: Mapping[str, Any], patience: Patience, say: Callable[[str], None]
-) -> Iterator[Member]:
+def joined(spec: ProcessSpec | None, *, settings: dict[str, Any], patience: Patience, say: Say) -> Iterator[Member]:
     """Connect jax with the run's other processes, before the first use of a device, and watch over all while open.
 
     spec: None trains alone; settings: JSON values that must be equal on all processes. Raises UserError where they are
@@ -40,8 +42,10 @@ def joined(
     if spec is None or not connect(spec, patience=patience, say=say):
         yield Member()
         return
+    from flax import traverse_util
     from jax._src import distributed  # which has no public name for what `initialize` has made
 
+    from ladder_jax.processes.agreement import Agreement
     from ladder_jax.processes.watchdog import Watchdog
 
     state = distributed.global_state
@@ -49,63 +53,137 @@ def joined(
     if processes == 1:
         yield Member()
         return
-    hosts = _compare(state.client, settings, process=process, processes=processes, patience=patience)
+    given = {**traverse_util.flatten_dict(settings, sep="."), "--processes": processes}
+    mine = {"host": socket.gethostname(), "settings": given}
+    agreement = Agreement("settings", patience=patience.start, place=(process, processes))
+    hosts = agreement.concluded("its settings", mine, _hosts)
     watchdog = Watchdog(state.client, process=process, hosts=hosts, patience=patience)
     with watchdog.watching(), _second_interrupt():
         watchdog.beat("connected")
-        yield Member(process, processes, beat=watchdog.beat)
+        yield Member(process, beat=watchdog.beat)
 
 
-def _compare(
-    client: Any, settings: Mapping[str, Any], *, process: int, processes: int, patience: Patience
-) -> list[str]:
-    """The hosts of all processes. Raises UserError, in all of them, where their settings differ.
+def _hosts(reports: list[dict[str, Any]]) -> list[str]:
+    """The hosts of all processes. Raises UserError for the first whose settings are not process 0's."""
+    hosts, absent = [report["host"] for report in reports], object()
+    first = reports[0]["settings"]
+    for process, report in enumerate(reports):
+        other = report["settings"]
+        names = [name for name in other | first if other.get(name, absent) != first.get(name, absent)]
+        if names:
+            shown = [f"{name} is {other.get(name)!r}, not {first.get(name)!r}" for name in names[:SHOWN]]
+            more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
+            raise UserError(
+                f"process {process} of {len(hosts)} (host {hosts[process]}) differs from process 0 (host {hosts[0]}):"
+                f" {'; '.join(shown)}{more}"
+            )
+    return hosts
 
-    Through jax's key-value store, as a collective hangs between programs that differ.
+
+def connect(spec: ProcessSpec, *, patience: Patience, say: Say) -> bool:
+    """Connect jax; False on a machine that only looks like one of a TPU slice: it trains alone.
+
+    Raises UserError where jax cannot find out what `spec` leaves open, or where the coordinator's port is in use. Ends
+    the process with status 1 and one line when the others have not joined in time.
     """
     import jax
 
-    def get(key: str, of: int) -> Any:
-        milliseconds = int(1000 * min(patience.start, LONGEST)) or 1
-        try:
-            return json.loads(client.blocking_key_value_get(f"{KEY}/{key}", milliseconds))
-        except jax.errors.JaxRuntimeError:
-            raise RunFailed(f"process {of} of {processes} has joined, but sent no settings") from None
-
-    mine = {"host": socket.gethostname(), "--processes": processes, "settings": _flat(settings)}
-    client.key_value_set(f"{KEY}/{process}", json.dumps(mine))
-    if process == 0:
-        theirs = [get(str(of), of) for of in range(processes)]
-        answer = {"refused": _difference(theirs), "hosts": [one["host"] for one in theirs]}
-        client.key_value_set(f"{KEY}/answer", json.dumps(answer))
-    else:
-        answer = get("answer", 0)
-    if answer["refused"]:
-        raise UserError(answer["refused"])
-    return answer["hosts"]
-
-
-def _difference(theirs: list[dict[str, Any]]) -> str | None:
-    """Between process 0 and the first that was given anything else, in one line."""
-    flat = [one["settings"] | {"--processes": one["--processes"]} for one in theirs]
-    absent = object()
-    for process, settings in enumerate(flat):
-        names = [name for name in settings | flat[0] if settings.get(name, absent) != flat[0].get(name, absent)]
-        if names:
-            shown = [f"{name} is {settings.get(name)!r}, not {flat[0].get(name)!r}" for name in names[:SHOWN]]
-            more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
-            return (
-                f"process {process} of {theirs[0]['--processes']} (host {theirs[process]['host']}) differs from process"
-                f" 0 (host {theirs[0]['host']}): {'; '.join(shown)}{more}"
+    if "JAX_CPU_COLLECTIVES_IMPLEMENTATION" not in os.environ:
+        jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    bind = None
+    if spec.process == 0 and spec.coordinator and "JAX_COORDINATOR_BIND_ADDRESS" not in os.environ:
+        bind = _bind_address(spec.coordinator)
+    whole = lambda seconds: int(min(seconds, LONGEST))
+    try:
+        with _in_time(spec, patience=patience, say=say), _interruptible():
+            # jax's own time-outs end in an abort with a stack trace, so they are the longer ones.
+            jax.distributed.initialize(
+                spec.coordinator,
+                spec.processes,
+                spec.process,
+                cluster_detection_method=None if spec.cluster else "deactivate",
+                coordinator_bind_address=bind,
+                initialization_timeout=whole(patience.start + 60),
+                heartbeat_timeout_seconds=whole(2 * patience.lost + 60),
+                shutdown_timeout_seconds=whole(patience.lost + 60),
             )
-    return None
+    except Exception as error:  # of whatever the cluster's own service raises
+        if spec == ProcessSpec(None, None, None, CHIPS) and isinstance(error, ValueError):
+            return False
+        why = " ".join(str(error).split()) or type(error).__name__
+        if spec.cluster is None:
+            raise UserError(f"jax cannot join the other processes: {why}") from None
+        raise incomplete(f"{spec.cluster} was recognised, but {why}", spec) from None
+    return True
 
 
-def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat = {}
-    for name, value in tree.items():
-        flat |= _flat(value, f"{prefix}{name}.") if isinstance(value, Mapping) else {f"{prefix}{name}": value}
-    return flat
+def _address(coordinator: str) -> tuple[str, int]:
+    host, _, port = coordinator.rpartition(":")
+    return host.strip("[]"), int(port)
+
+
+def _bind_address(coordinator: str) -> str | None:
+    """Where jax listens: on the loopback interface if that is HOST, else on all (None).
+
+    Raises UserError where another program does: some versions of jax crash on it.
+    """
+    alone = coordinator.rpartition(":")[0] in LOOPBACK
+    host, port = _address(coordinator)
+    family = socket.AF_INET6 if host == "::1" else socket.AF_INET
+    try:
+        socket.create_server((host if alone else "", port), family=family).close()
+    except OSError as error:
+        why = error.strerror or str(error)
+        raise UserError(f"process 0 cannot listen on port {port}: {why}; choose another in --coordinator") from None
+    return coordinator if alone else None
+
+
+@contextlib.contextmanager
+def _in_time(spec: ProcessSpec, *, patience: Patience, say: Say) -> Iterator[None]:
+    """While jax waits for all processes: print that it does, and end this process with one line after `start`."""
+    number = "this process" if spec.process is None else f"process {spec.process} of {spec.processes}"
+    me = f"{number} (host {socket.gethostname()})"
+    where = f" at {spec.coordinator}" if spec.coordinator else ""
+
+    def give_up() -> None:
+        silent = _unreachable(spec.coordinator) if spec.coordinator and spec.process else ""
+        why = f"has waited{where} for {patience.start:g} s, and not all processes have joined{silent}"
+        line = f"{me} {why}: start all with the same --coordinator and --processes, or wait longer with --start-timeout"
+        os.write(2, f"ladder-jax: {line}\n".encode())
+        os._exit(1)
+
+    waits = f"{me} waits for the others; a process that prints no such line has not started"
+    timers = threading.Timer(ANNOUNCE_AFTER, say, [waits]), threading.Timer(min(patience.start, LONGEST), give_up)
+    for timer in timers:
+        timer.daemon = True
+        timer.start()
+    try:
+        yield
+    finally:
+        for timer in timers:
+            timer.cancel()
+
+
+def _unreachable(coordinator: str) -> str:
+    """That nothing answers at HOST:PORT, where that is so. Process 0 may also have given up a moment ago."""
+    try:
+        socket.create_connection(_address(coordinator), timeout=5).close()
+    except OSError as error:
+        return f" (nothing answers there: {error.strerror or error})"
+    return ""
+
+
+@contextlib.contextmanager
+def _interruptible() -> Iterator[None]:
+    """Ctrl-C ends the process by the system's own action: Python's handler waits until native code returns."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGINT, signal.SIG_DFL)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before or signal.SIG_DFL)
 
 
 @contextlib.contextmanager

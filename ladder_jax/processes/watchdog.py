@@ -8,6 +8,7 @@ aborts the others at the same moment as the watchdog, and either message may com
 
 import contextlib
 import dataclasses
+import enum
 import itertools
 import json
 import os
@@ -22,25 +23,133 @@ import jax
 
 from ladder_jax.errors import RunFailed, Stopped, UserError, one_line
 from ladder_jax.processes.options import Patience
-from ladder_jax.processes.verdict import End, Members, Report, Verdict
 
 GO_ON = "all processes stop; the same command on each goes on from the last checkpoint"
-REPORTS, VERDICTS = "ladder_jax/reports", "ladder_jax/verdicts"
+REPORTS, LEFT, VERDICT = "ladder_jax/reports", "ladder_jax/left", "ladder_jax/verdict"
 TICK = 0.2  # seconds between two looks at the reports
 SETTLE = 1.0  # seconds after a verdict in which a process may still end with an error of its own
-LONGEST = 1e6  # seconds: Python's waits have a limit
 FAREWELL = 5.0  # seconds at most in which the others read the verdict, before process 0 and the store end
+LONGEST = 1e6  # seconds: Python's waits have a limit
+
+
+class End(enum.StrEnum):
+    """How a process ended, by its own report."""
+
+    FAILED = "failed"  # with a line that says why
+    CRASHED = "crashed"  # as those do whose partner in a collective is gone
+    DONE = "done"  # finished, or saved after a signal: nothing is wrong
+
+
+@dataclasses.dataclass(frozen=True)
+class Report:
+    """What a process writes every few seconds.
+
+    number: of this report; beats: how far it is, `doing` in words; end, how: how it ended, in words that go on from its
+    name.
+    """
+
+    number: int = 0
+    beats: int = 0
+    doing: str = "starting"
+    end: End | None = None
+    how: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class Verdict:
+    """The run is over, because of these processes."""
+
+    text: str
+    about: tuple[int, ...]
+
+
+@dataclasses.dataclass
+class _Seen:
+    """The newest report of a process; when it came, when `beats` last grew, and when `end` came."""
+
+    report: Report
+    heard: float
+    moved: float
+    ended: float = 0.0
+
+
+class Members:
+    """All processes of a run, as process 0 sees them. Times are of one monotonic clock, in seconds."""
+
+    def __init__(self, hosts: list[str], *, patience: Patience, now: float):
+        self._hosts, self._patience = hosts, patience
+        self._seen = [_Seen(Report(), heard=now, moved=now) for _ in hosts]
+
+    def update(self, process: int, report: Report, *, now: float) -> None:
+        seen = self._seen[process]
+        before, seen.report = seen.report, report
+        if report.number != before.number:
+            seen.heard = now
+        if report.beats != before.beats:
+            seen.moved = now
+        if report.end != before.end:
+            seen.ended = now
+
+    @property
+    def all_done(self) -> bool:
+        return all(seen.report.end == End.DONE for seen in self._seen)
+
+    def name(self, process: int) -> str:
+        return f"process {process} of {len(self._hosts)} (host {self._hosts[process]})"
+
+    def verdict(self, *, now: float) -> Verdict | None:
+        """A lost process goes before one that failed, and that before one that crashed: each may cause the next."""
+        live = {process: seen for process, seen in enumerate(self._seen) if not seen.report.end}
+        return self._lost(live, now) or self._ended(live) or self._hanging(live, now)
+
+    def _lost(self, live: dict[int, _Seen], now: float) -> Verdict | None:
+        lost, beat = self._patience.lost, self._patience.beat
+        silence = {process: now - seen.heard for process, seen in live.items()}
+        if max(silence.values(), default=0.0) <= lost:
+            return None
+        about = tuple(process for process, seconds in silence.items() if seconds > lost - beat)  # hosts behind a switch
+        names = [f"{self.name(process)} has not been heard of for {lost:g} s" for process in about]
+        return Verdict("; ".join(names), about)
+
+    def _ended(self, live: dict[int, _Seen]) -> Verdict | None:
+        """The first failure; else the first crash, once every other process has shown that it was alive after it."""
+        for end in (End.FAILED, End.CRASHED):
+            ended = [(seen.ended, process) for process, seen in enumerate(self._seen) if seen.report.end == end]
+            when, process = min(ended, default=(0.0, None))
+            if process is not None and (end is End.FAILED or all(seen.heard > when for seen in live.values())):
+                return Verdict(f"{self.name(process)} {self._seen[process].report.how}", (process,))
+        return None
+
+    def _hanging(self, live: dict[int, _Seen], now: float) -> Verdict | None:
+        hang = self._patience.hang
+        if now - max((seen.moved for seen in live.values()), default=now) <= hang:
+            return None
+        ahead = max((seen.report for seen in live.values()), key=lambda report: report.beats)
+        least = min(seen.report.beats for seen in live.values())
+        if ahead.beats == least:
+            text = f"no process got on for {hang:g} s (all are at: {ahead.doing}); a longer wait is --hang-timeout"
+            return Verdict(text, ())
+        behind = {process: seen.report for process, seen in live.items() if seen.report.beats == least}
+        who = "; ".join(f"{self.name(process)} hangs at: {report.doing}" for process, report in behind.items())
+        waited = f"the others have waited for it at: {ahead.doing}, for {hang:g} s (--hang-timeout waits longer)"
+        return Verdict(f"{who}; {waited}", tuple(behind))
 
 
 class Watchdog:
-    """client: of jax's coordination service; process: the number of this one; hosts: of all, by number."""
+    """client: of jax's coordination service; process: the number of this one; hosts: of all, by number.
+
+    A call of the store never returns while process 0 stands still. Whichever thread waits in one, `_follow` ends the
+    process then.
+    """
 
     def __init__(self, client: Any, *, process: int, hosts: list[str], patience: Patience):
-        self._client, self._process, self._hosts, self._patience = client, process, hosts, patience
+        self._client, self._process, self._others, self._patience = client, process, len(hosts) - 1, patience
         self._members = Members(hosts, patience=patience, now=time.monotonic())
-        self._report, self._lock = Report(), threading.Lock()
+        self._report, self._numbers = Report(), itertools.count(1)
         self._verdict: Verdict | None = None
-        self._wake, self._published, self._judged, self._ending = (threading.Event() for _ in range(4))
+        self._judged, self._ending, self._done = (threading.Event() for _ in range(3))
+        self._telling = threading.Lock()
+        self._last_words = threading.Lock()  # of the thread that ends the process
         self._answered = time.monotonic()  # when process 0 last took a report
         loops = self._write, self._judge if process == 0 else self._follow
         self._threads = [
@@ -49,8 +158,7 @@ class Watchdog:
 
     def beat(self, doing: str) -> None:
         """Note progress: all processes note the same in the same order, so that one that is behind shows."""
-        with self._lock:
-            self._report = dataclasses.replace(self._report, beats=self._report.beats + 1, doing=doing)
+        self._report = dataclasses.replace(self._report, beats=self._report.beats + 1, doing=doing)
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
@@ -64,68 +172,69 @@ class Watchdog:
             raise
         except (UserError, RunFailed) as error:
             self._fail(End.FAILED, f"ended: {error}")
-            self._leave(str(error), 2 if isinstance(error, UserError) else error.status)
+            self._end(str(error), 2 if isinstance(error, UserError) else error.status)
         except KeyboardInterrupt:
             self._fail(End.FAILED, "was interrupted")
-            self._leave("interrupted", 130)
+            self._end("interrupted", 130)
         except Exception as error:
             last = "".join(traceback.format_exception_only(error)).strip().splitlines()[-1][:300]
             self._fail(End.CRASHED, f"crashed: {last}")
+            text = self._verdict and self._verdict.text
             if self._verdict is None or self._process in self._verdict.about:
                 traceback.print_exc()
-                self._leave(f"{self._members.name(self._process)} crashed: {last}: {GO_ON}", 1)
-            self._leave(f"{self._verdict.text}: {GO_ON}", 1)
+                text = f"{self._members.name(self._process)} crashed: {last}"
+            self._end(f"{text}: {GO_ON}", 1)
         self._finish()
 
     def _fail(self, end: End, how: str) -> None:
         """Report the end. Process 0 then waits for its verdict, as all do after a crash: another may have caused it."""
+        sys.stdout.flush()
         self._ending.set()
-        self._publish(end=end, how=how)
+        self._tell(end=end, how=how)
         if self._process == 0 or end is End.CRASHED:
             self._judged.wait(min(self._patience.lost + 3 * self._patience.beat, LONGEST))
 
     def _finish(self) -> None:
         """Process 0 waits until the others have finished too."""
-        self._publish(end=End.DONE)
+        sys.stdout.flush()
+        self._tell(end=End.DONE)
+        self._done.set()
         if self._process == 0:
             self._ending.set()
             self._judged.wait()
             if self._verdict is not None:
-                self._leave(f"{self._verdict.text}: {GO_ON}", 1)
+                self._end(f"{self._verdict.text}: {GO_ON}", 1)
         for thread in self._threads:
             thread.join(FAREWELL)
 
-    def _publish(self, *, within: float = FAREWELL, **changes: Any) -> None:
-        """Write a changed report now; go on without after `within` seconds."""
-        with self._lock:
+    def _tell(self, **changes: Any) -> None:
+        """Write the report. Only the main thread changes it."""
+        if changes:
             self._report = dataclasses.replace(self._report, **changes)
-            self._published.clear()
-        self._wake.set()
-        self._published.wait(within)
-
-    def _leave(self, line: str, status: int) -> None:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        self._end(line, status)
+        with self._telling, contextlib.suppress(jax.errors.JaxRuntimeError):  # it is gone: `_follow` hears it too
+            value = json.dumps({**dataclasses.asdict(self._report), "number": next(self._numbers)})
+            self._client.key_value_set(f"{REPORTS}/{self._process}", value, allow_overwrite=True)
+            self._answered = time.monotonic()
 
     def _end(self, line: str, status: int) -> None:
         """Say why, and end without jax's farewell. Python's buffers stay: a stuck thread may hold their locks."""
+        self._last_words.acquire()
         os.write(2, f"ladder-jax: {one_line(line)}\n".encode())
-        if self._process > 0:
-            self._publish(left=True, within=SETTLE)
-        else:
-            self._wait_for_others()
+        farewell = threading.Thread(target=self._farewell, daemon=True)
+        farewell.start()
+        farewell.join(SETTLE if self._process else FAREWELL)
         os._exit(status)
 
-    def _wait_for_others(self) -> None:
-        """Process 0's: jax aborts the others when the store ends before them."""
-        about = self._verdict.about if self._verdict else ()
-        until = time.monotonic() + FAREWELL
-        while time.monotonic() < until:
-            reports = self._reports().items()
-            if all(report.left for process, report in reports if process > 0 and process not in about):
-                return time.sleep(SETTLE)  # those that have left are about to end
-            time.sleep(TICK)
+    def _farewell(self) -> None:
+        """Process 0 waits until the others have left: jax aborts them when the store ends before."""
+        with contextlib.suppress(jax.errors.JaxRuntimeError):
+            if self._process:
+                return self._client.key_value_set(f"{LEFT}/{self._process}", "")
+            gone = set(self._verdict.about if self._verdict else ()) - {0}
+            while len(gone) < self._others:
+                gone |= {int(key.rpartition("/")[2]) for key, _ in self._client.key_value_dir_get(f"{LEFT}/")}
+                time.sleep(TICK)
+            time.sleep(SETTLE)  # those that have left are about to end
 
     def _run(self, loop: Callable[[], None]) -> None:
         """A run that nobody watches over would hang where it should end."""
@@ -136,31 +245,9 @@ class Watchdog:
             os._exit(1)
 
     def _write(self) -> None:
-        """Write reports, in a thread of their own: the call never returns where process 0 stands still."""
-        for number in itertools.count(1):
-            with self._lock:
-                report = self._report
-            value = json.dumps({**dataclasses.asdict(report), "number": number})
-            try:
-                self._client.key_value_set(f"{REPORTS}/{self._process}", value, allow_overwrite=True)
-            except jax.errors.JaxRuntimeError:  # process 0 is gone: `_follow` hears it too
-                self._published.set()
-                return
-            self._answered = time.monotonic()
-            with self._lock:
-                if report is self._report:
-                    self._published.set()
-                    if report.end is End.DONE or report.left:
-                        return
-            self._wake.wait(self._patience.beat)
-            self._wake.clear()
-
-    def _reports(self) -> dict[int, Report]:
-        reports = {}
-        for key, value in self._client.key_value_dir_get(f"{REPORTS}/"):
-            fields = json.loads(value)
-            reports[int(key.rpartition("/")[2])] = Report(**{**fields, "end": fields["end"] and End(fields["end"])})
-        return reports
+        while not self._done.is_set():
+            self._tell()
+            self._done.wait(self._patience.beat)
 
     def _judge(self) -> None:
         """In process 0: read the reports until all are done, or one verdict is given."""
@@ -168,45 +255,38 @@ class Watchdog:
         while not self._members.all_done:
             time.sleep(TICK)
             now = time.monotonic()
-            for process, report in self._reports().items():
-                self._members.update(process, report, now=now)
-            stood = now - before
-            before = now
+            for key, value in self._client.key_value_dir_get(f"{REPORTS}/"):
+                self._members.update(int(key.rpartition("/")[2]), Report(**json.loads(value)), now=now)
+            stood, before = now - before, now
             if stood > self._patience.lost:  # the others have ended meanwhile
                 verdict = Verdict(f"{self._members.name(0)} stood still for {stood:.0f} s", (0,))
             else:
                 verdict = self._members.verdict(now=now)
             if verdict is not None:
-                for process in range(1, len(self._hosts)):
-                    text = json.dumps(dataclasses.asdict(verdict))
-                    self._client.key_value_set(f"{VERDICTS}/{process}", text, allow_overwrite=True)
+                self._client.key_value_set(VERDICT, json.dumps(dataclasses.asdict(verdict)))
                 return self._over(verdict)
         self._judged.set()
 
     def _follow(self) -> None:
         """In every other process: wait for the verdict, or for the loss of process 0."""
-        leader = self._members.name(0)
+        leader, lost = self._members.name(0), self._patience.lost
         milliseconds = max(1, int(1000 * min(1.0, self._patience.beat)))
-        while True:
+        while not self._done.is_set():
             try:
-                text = self._client.blocking_key_value_get(f"{VERDICTS}/{self._process}", milliseconds)
+                verdict = Verdict(**json.loads(self._client.blocking_key_value_get(VERDICT, milliseconds)))
             except jax.errors.JaxRuntimeError as error:
-                if self._report.end is End.DONE:
-                    return
-                if "DEADLINE_EXCEEDED" not in str(error):  # jax aborts on this at the same moment
+                gone = "DEADLINE_EXCEEDED" not in str(error)
+                if gone and self._report.end != End.DONE:  # jax aborts on this at the same moment
                     self._end(f"{leader} is gone: {GO_ON}", 1)
-                lost = self._patience.lost
-                if time.monotonic() - self._answered > lost:
-                    return self._over(Verdict(f"{leader} has not been heard of for {lost:g} s", (0,)))
-                continue
-            if self._report.end is End.DONE:
-                return
-            verdict = json.loads(text)
-            return self._over(Verdict(verdict["text"], tuple(verdict["about"])))
+                if gone or time.monotonic() - self._answered <= lost:
+                    continue
+                verdict = Verdict(f"{leader} has not been heard of for {lost:g} s", (0,))
+            return None if self._done.is_set() else self._over(verdict)
 
     def _over(self, verdict: Verdict) -> None:
         """End this process, unless its main thread is about to, with an error of its own."""
         self._verdict = verdict
         self._judged.set()
-        if not self._ending.wait(SETTLE):
-            self._end(f"{verdict.text}: {GO_ON}", 1)
+        if self._ending.wait(SETTLE):
+            time.sleep(FAREWELL)
+        self._end(f"{verdict.text}: {GO_ON}", 1)

@@ -69,15 +69,26 @@ class Protocol(H11Protocol, asyncio.BufferedProtocol):
         super().connection_made(transport)
         self.conn = _Requests(h11.SERVER)
         self._buffer = bytearray(READ_BYTES)
-        self._since = self.loop.time()
-        self._unread: asyncio.TimerHandle | None = None
-        self._head: asyncio.TimerHandle | None = None
-        self._expect_head()
+        self._since = self._read = self.loop.time()  # the newest change; when the client last read something
+        self._head: float | None = self._since  # when the head that is still to come was due to begin
+        self._unread = 0
         # `pause_writing` is called for whatever the system does not take at once, also of a connection that is closing.
         transport.set_write_buffer_limits(high=0)
         if len(self.connections) > self.most:
             waiting = [connection for connection in self.connections if connection._waits]  # this one at least
             min(waiting, key=lambda connection: connection._since)._leave()
+
+    def check_times(self) -> None:
+        """End the connection of a client that has owed the rest of a head, or to read its answer, for too long."""
+        now, unread = self.loop.time(), self.transport.get_write_buffer_size()
+        if not unread or unread != self._unread:
+            self._read, self._unread = now, unread
+        if now - self._read > READ_SECONDS:
+            self._leave()
+        elif self._head is not None and now - self._head > HEAD_SECONDS and not self.transport.is_closing():
+            if self.conn.our_state is h11.IDLE:
+                self._write(Refusal(408, f"the request's head did not come within {HEAD_SECONDS:g} seconds"))
+            self.transport.close()
 
     @property
     def _is_idle(self) -> bool:
@@ -105,46 +116,18 @@ class Protocol(H11Protocol, asyncio.BufferedProtocol):
         super().data_received(data)
         if self.cycle is not before:
             self._since = self.loop.time()
-        if self._is_idle:
-            self._expect_head()
-        else:
-            self._stop(self._head)
+        if not self._is_idle:
             self._head = None
+        elif self._head is None:
+            self._head = self.loop.time()
 
     def on_response_complete(self) -> None:
         self._since = self.loop.time()
         super().on_response_complete()
 
-    def connection_lost(self, exc: Exception | None) -> None:
-        super().connection_lost(exc)
-        self._stop(self._head)
-        self._stop(self._unread)
-
     def pause_writing(self) -> None:
-        super().pause_writing()
         self._since = self.loop.time()
-        self._expect_reading()
-
-    def resume_writing(self) -> None:
-        super().resume_writing()
-        self._stop(self._unread)
-
-    def _expect_reading(self, left: int | None = None) -> None:
-        """left: bytes that were still to be sent when the time began."""
-        now = self.transport.get_write_buffer_size()
-        if now == left:
-            self._leave()
-        else:
-            self._unread = self.loop.call_later(READ_SECONDS, self._expect_reading, now)
-
-    def _expect_head(self) -> None:
-        if self._head is None:
-            self._head = self.loop.call_later(HEAD_SECONDS, self._without_head)
-
-    def _without_head(self) -> None:
-        if self.conn.our_state is h11.IDLE and not self.transport.is_closing():
-            self._write(Refusal(408, f"the request's head did not come within {HEAD_SECONDS:g} seconds"))
-        self.transport.close()
+        super().pause_writing()
 
     def send_400_response(self, msg: str) -> None:
         """Called for a malformed request, also while its answer is being sent: then no status can be sent."""
@@ -163,10 +146,6 @@ class Protocol(H11Protocol, asyncio.BufferedProtocol):
         reason = http.HTTPStatus(refusal.status_code).phrase
         fields = f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\nConnection: close"
         self.transport.write(f"HTTP/1.1 {refusal.status_code} {reason}\r\n{fields}\r\n\r\n".encode() + body)
-
-    def _stop(self, timer: asyncio.TimerHandle | None) -> None:
-        if timer is not None:
-            timer.cancel()
 
 
 def max_connections() -> int:
@@ -229,6 +208,12 @@ def listening(app: ASGIApp, sock: socket.socket) -> Iterator[threading.Thread]:
     # Never uvloop, if it is there: it reads as much as it likes into a buffer of its own.
     settings = uvicorn.Config(app, **logging, **timeouts, http=Limited, loop="asyncio", lifespan="off", ws="none")
     server = uvicorn.Server(settings)
+
+    async def check_times() -> None:
+        for connection in list(server.server_state.connections):
+            connection.check_times()
+
+    settings.callback_notify, settings.timeout_notify = check_times, 0  # every second
     thread = threading.Thread(target=server.run, kwargs=dict(sockets=[sock]), name="ladder_jax http", daemon=True)
     thread.start()
     try:

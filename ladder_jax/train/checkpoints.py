@@ -11,7 +11,7 @@ import jax
 import numpy as np
 
 from ladder_jax import remote
-from ladder_jax.checkpoint import Checkpoint, Damaged, Failure, Store, manifest, open_checkpoint, steps
+from ladder_jax.checkpoint import Checkpoint, Damaged, Store, manifest, open_checkpoint, steps
 from ladder_jax.checkpoint.store import complete
 from ladder_jax.config import OnDamaged, to_dict
 from ladder_jax.errors import RunFailed, UserError
@@ -87,29 +87,11 @@ def check_data(checkpoint: Checkpoint, *, path: str, fingerprint: str) -> None:
         )
 
 
-@dataclasses.dataclass(frozen=True)
-class Position:
-    """A checkpoint's item `data`: everything of a run beside its arrays and configuration.
-
-    step: the last one made, so the next batch is that of step + 1; fingerprint: of the training data; skipped: steps
-    whose batches changed nothing; mean, count: of the recent losses (`TrainState`); account: of time (`TimeAccount`);
-    sources: the checkpoints that the run took weights from (`retrain.sources`).
-    """
-
-    step: int
-    fingerprint: str
-    skipped: list[int]
-    mean: float
-    count: int
-    account: dict[str, Any]
-    sources: dict[str, Any]
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CheckpointSaver:
     """Saves a run's state after a step, in the background. All waiting counts as saving.
 
-    fingerprint, sources: as in `Position`.
+    fingerprint: of the training data; sources: the checkpoints that the run took weights from (`retrain.sources`).
     """
 
     store: Store
@@ -127,24 +109,25 @@ class CheckpointSaver:
             with contextlib.suppress(RunFailed), writing(config):  # the save meets the same disk, and reports it
                 if not config.exists():  # the user has removed the run's folder
                     write_json(config, to_dict(self.context.config))
-            position = Position(
-                step=step,
-                fingerprint=self.fingerprint,
-                skipped=sorted(skipped),
-                mean=float(state.mean_loss),
-                count=int(state.good_steps),
-                account=self.context.account.as_dict(),
-                sources=self.sources,
-            )
+            # All of a run beside its arrays and configuration. The next batch is that of step + 1.
+            position = {
+                "step": step,
+                "fingerprint": self.fingerprint,
+                "skipped": sorted(skipped),  # steps whose batches changed nothing
+                "mean": float(state.mean_loss),
+                "count": int(state.good_steps),
+                "account": self.context.account.as_dict(),
+                "sources": self.sources,
+            }
             self.store.save(
                 step,
                 params=self.task.exported(state.params, frozen),
                 optimizer=optimizer_to_dict(state.optimizer) | self.task.extra(state.params),
-                data=dataclasses.asdict(position),
+                data=position,
                 validation_loss=validation,
             )
 
-    def failure(self) -> Failure | None:
+    def failure(self) -> str | None:
         """The failure of a save since the last call, without waiting."""
         return self.store.failure()
 

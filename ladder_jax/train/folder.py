@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
+from flax.traverse_util import flatten_dict
 from jax.experimental import multihost_utils
 
 from ladder_jax import remote
@@ -125,13 +126,13 @@ def _check(config: RunConfig, folder: AnyPath) -> None:
             raise UserError(f"run.dir={str(folder)!r} is not empty and holds no config.json: not a run's folder")
         return
     try:
-        before = _flat(json.loads(file.read_text(encoding="utf-8")))
-    except (OSError, ValueError, RecursionError):
+        before = flatten_dict(json.loads(file.read_text(encoding="utf-8")), sep=".")
+    except (OSError, ValueError, AssertionError, RecursionError):  # of what is no object, too
         raise UserError(f"{str(file)!r} cannot be read as JSON") from None
-    after = _flat(to_dict(config))
+    after = flatten_dict(to_dict(config), sep=".")
     has_experts = any(key.startswith("model.moe.") for key in before)
     defaults = RunConfig(model=ModelConfig(moe=MoEConfig())) if has_experts else RunConfig()
-    before = _flat(to_dict(defaults)) | before  # a setting that did not exist then had its default
+    before = flatten_dict(to_dict(defaults), sep=".") | before  # a setting that did not exist then had its default
     changed = [
         f"{key} was {before.get(key)!r}, now {after.get(key)!r}"
         for key in sorted(before.keys() | after.keys())
@@ -156,7 +157,7 @@ def _foreign(file: AnyPath, folder: AnyPath) -> bool:
 
 def describe(config: RunConfig) -> str:
     """The resolved configuration, a line a section."""
-    sections = ((name, _flat(section)) for name, section in to_dict(config).items())
+    sections = ((name, flatten_dict(section, sep=".")) for name, section in to_dict(config).items())
     return "\n".join(f"{name}: {' '.join(f'{k}={v}' for k, v in flat.items())}" for name, flat in sections)
 
 
@@ -237,9 +238,3 @@ def write_atomically(file: AnyPath, text: str) -> None:
     temporary = file.with_name(file.name + _PARTIAL)
     temporary.write_text(text, encoding="utf-8")
     os.replace(temporary, file)
-
-
-def _flat(tree: Any, prefix: str = "") -> dict[str, Any]:
-    if not isinstance(tree, dict):
-        return {prefix.rstrip("."): tree}
-    return {key: value for name, below in tree.items() for key, value in _flat(below, f"{prefix}{name}.").items()}

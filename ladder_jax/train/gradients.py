@@ -6,7 +6,7 @@ Read from the top: `task_gradients` -> `_accumulate` -> `_loss_sum` -> `Pretrain
 import functools
 import math
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -25,54 +25,18 @@ type Scheduled = dict[str, jax.Array]  # what a step computes from its number, b
 type LossAndTerms = tuple[jax.Array, dict[str, jax.Array]]
 
 
-class TrainingTask(Protocol):
-    """Which parameters train, on which loss, and from which weights: `Pretraining`, or `retrain.Retraining`.
-
-    The trained parameters have gradients and an optimizer's state; the frozen ones, an argument beside them, have none.
-    """
-
-    definition: ModelDef
-    terms: dict[str, tuple[int, ...]]  # of the loss: the shapes of what the metrics are made from
-    trained_dims: Params
-    frozen_dims: Params
-    abstract: Params  # shape, dtype and sharding of the trained parameters
-    routers: Any  # of a model with experts (nn/router_losses.py), else None
-    held_out: "TrainingTask"  # whose loss is the cross-entropy of the data alone; it reads no more frozen parameters
-
-    def scheduled(self, step: jax.Array) -> Scheduled:
-        """Inputs of the loss that follow from the step's number, such as a conversion's ladder fraction."""
-
-    def metrics(self, scheduled: Scheduled) -> dict[str, jax.Array]:
-        """Metrics of these inputs."""
-
-    def measured(self, terms: dict[str, jax.Array]) -> dict[str, jax.Array]:
-        """Metrics of the loss's terms, which are summed over the batch and divided by its predicted positions."""
-
-    def loss_sum(
-        self, trained: Params, frozen: Params, batch: Targets, *, scheduled: Scheduled, config: TrainConfig
-    ) -> LossAndTerms:
-        """On one rank: the loss of its rows, summed over positions, and its terms; equal on its tensor ranks."""
-
-    origin: str | None  # a line that says which checkpoint's weights training starts from
-
-    def sources_record(self) -> dict[str, Any]:
-        """The checkpoints that the weights come from, as JSON for the run's own checkpoints."""
-
-    def initial(self, *, seed: int) -> tuple[Params, Params]:
-        """(trained, frozen) before the first step."""
-
-    def restored(self, checkpoint: Checkpoint, *, extra: Params) -> tuple[Params, Params]:
-        """(trained, frozen) of a checkpoint. extra: the arrays that `self.extra` had stored in it."""
-
-    def extra(self, trained: Params) -> Params:
-        """What a checkpoint stores beside the optimizer's state: LoRA's factors, which `exported` merges."""
-
-    def exported(self, trained: Params, frozen: Params) -> Params:
-        """All the model's parameters, for a checkpoint."""
-
-
 class Pretraining:
-    """All weights train, on the cross-entropy of the data's next tokens; with experts see nn/router_losses.py."""
+    """A training task: which parameters train, on which loss, and from which weights. `retrain.Retraining` is another.
+
+    Here all weights train, on the cross-entropy of the data's next tokens; with experts see nn/router_losses.py. In
+    general the trained parameters have gradients and an optimizer's state; the frozen ones, an argument beside them,
+    have none.
+
+    trained_dims, frozen_dims: their dimensions; abstract: shape, dtype and sharding of the trained ones. terms: of the
+    loss, the shapes of what the metrics are made from. routers: of a model with experts, else None. held_out: the task
+    whose loss is the cross-entropy of the data alone, and which reads no more frozen parameters. origin: a line that
+    says which checkpoint's weights training starts from.
+    """
 
     frozen_dims, origin = {}, None
 
@@ -89,17 +53,21 @@ class Pretraining:
         self.terms = self.routers.terms if self.routers else {}
 
     def scheduled(self, step: jax.Array) -> Scheduled:
+        """Inputs of the loss that follow from the step's number, such as a conversion's ladder fraction."""
         return {}
 
     def metrics(self, scheduled: Scheduled) -> dict[str, jax.Array]:
+        """Metrics of these inputs."""
         return {}
 
     def measured(self, terms: dict[str, jax.Array]) -> dict[str, jax.Array]:
+        """Metrics of the loss's terms, which are summed over the batch and divided by its predicted positions."""
         return self.routers.metrics(terms) if self.routers else {}
 
     def loss_sum(
         self, trained: Params, frozen: Params, batch: Targets, *, scheduled: Scheduled, config: TrainConfig
     ) -> LossAndTerms:
+        """On one rank: the loss of its rows, summed over positions, and its terms; equal on its tensor ranks."""
         positions = nn.FullSequence() if batch.segments is None else nn.Packed(batch.segments)
         run = nn.ForwardPass(self.definition, batch.tokens.shape, execution=config.execution, positions=positions)
         state, _ = run.embed(trained, batch.tokens)
@@ -114,19 +82,28 @@ class Pretraining:
         return loss + penalty, terms
 
     def sources_record(self) -> dict[str, Any]:
+        """The checkpoints that the weights come from, as JSON for the run's own checkpoints."""
         return {}
 
     def initial(self, *, seed: int) -> tuple[Params, Params]:
+        """(trained, frozen) before the first step."""
         return nn.initialize(self.definition, seed=seed), {}
 
     def restored(self, checkpoint: Checkpoint, *, extra: Params) -> tuple[Params, Params]:
+        """(trained, frozen) of a checkpoint. extra: the arrays that `self.extra` had stored in it."""
         return checkpoint.params(self.definition), {}
 
     def extra(self, trained: Params) -> Params:
+        """What a checkpoint stores beside the optimizer's state: LoRA's factors, which `exported` merges."""
         return {}
 
     def exported(self, trained: Params, frozen: Params) -> Params:
+        """All the model's parameters, for a checkpoint."""
         return trained
+
+
+TrainingTask = Pretraining
+"""Another class with the same attributes stands in for it."""
 
 
 def loss_and_gradients(

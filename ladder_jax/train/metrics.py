@@ -8,32 +8,22 @@ import json
 import math
 import os
 import pathlib
-import socket
+import tempfile
 import time
 import uuid
-from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import jax
 
 from ladder_jax.config import RunConfig, to_dict
-from ladder_jax.errors import UserError
+from ladder_jax.errors import RunFailed, UserError
+from ladder_jax.files import AnyPath, explained
 from ladder_jax.train.folder import write_atomically
-from ladder_jax.train.mirror import Mirror
 
 Row = dict[str, Any]
 NAME, WANDB_ID = "metrics.jsonl", "wandb-id"
-
-
-class Tracker(Protocol):
-    """Another place that shows the metrics."""
-
-    def begin(self, rows: list[Row]) -> None:
-        """Show exactly `rows`: at the start, and after a return to an earlier step."""
-
-    def add(self, row: Row) -> None: ...
-
-    def close(self) -> None: ...
+EVERY = 60.0  # seconds between two uploads of lines
 
 
 def read(folder: pathlib.Path) -> list[Row]:
@@ -47,137 +37,46 @@ def read(folder: pathlib.Path) -> list[Row]:
     return rows
 
 
-class Metrics:
-    """Logs a run's steps into its folder, from `step` on: rows after it are dropped, as those steps are made again.
-
-    Process 0 reads and writes. rows: those logged before. mirror: uploads the folder, if the run's is elsewhere.
-    """
-
-    def __init__(
-        self,
-        folder: pathlib.Path,
-        *,
-        step: int,
-        trackers: Sequence[Tracker] = (),
-        mirror: Mirror | None = None,
-        say: Callable[[str], None],
-    ):
-        self._file, self._trackers, self._say = folder / NAME, trackers, say
-        self._mirror = mirror
-        self._unwritten: list[str] = []
-        self._size = 0
-        self.rows: list[Row] = []
-        self.rewind(step)
-
-    def rewind(self, step: int, *, then: Row | None = None) -> None:
-        """Drop the rows after `step`, and add `then`; `rows` is the result."""
-        self._unwritten.clear()
-        if jax.process_index() > 0:
-            return
-        self.rows = [row for row in read(self._file.parent) if row["step"] <= step]
-        self.rows += [] if then is None else [then]
-        write_atomically(self._file, "".join(json.dumps(row) + "\n" for row in self.rows))
-        self._size = self._file.stat().st_size
-        for tracker in self._trackers:
-            tracker.begin(self.rows)
-
-    def without_loss(self, step: int) -> Row | None:
-        """The row of `step`, the last one, if no held-out loss stands in it."""
-        last = self.rows[-1] if self.rows else {}
-        return last if last.get("step") == step and "validation_loss" not in last else None
-
-    def add(self, row: Row) -> Row:
-        """Numbers that JSON does not have (nan, infinity) become null."""
-        row = {key: None if _is_no_number(value) else value for key, value in row.items()}
-        if jax.process_index() == 0:
-            self._write(json.dumps(row) + "\n")
-            for tracker in self._trackers:
-                tracker.add(row)
-            if self._mirror:
-                self._mirror.upload(force=False)
-        return row
-
-    def sync(self) -> None:
-        """Onto the disk, before a checkpoint of these steps is written."""
-        if jax.process_index() == 0:
-            self._write("", sync=True)
-            if self._mirror:
-                self._mirror.upload()
-
-    def close(self) -> None:
-        for tracker in self._trackers:
-            tracker.close()
-
-    def _write(self, line: str, *, sync: bool = False) -> None:
-        self._unwritten += [line] if line else []
-        try:
-            if not self._file.exists():  # the user has removed it, or the whole folder
-                self._file.parent.mkdir(parents=True, exist_ok=True)
-                self._file.touch()
-                self._size = 0
-                self._say(f"{self._file} was gone: begun again")
-            with self._file.open("r+b") as file:
-                file.truncate(self._size)  # removes a line that was written in part
-                file.seek(self._size)
-                file.write("".join(self._unwritten).encode())
-                file.flush()
-                size = file.tell()
-                if sync:
-                    os.fsync(file.fileno())
-        except OSError as error:
-            if len(self._unwritten) == 1:
-                self._say(f"{self._file.name} cannot be written: {error.strerror}; its lines are kept until it can")
-            return
-        self._size, self._unwritten = size, []
-
-
-def _is_no_number(value: Any) -> bool:
-    return isinstance(value, float) and not math.isfinite(value)
-
-
-def trackers(config: RunConfig, *, folder: pathlib.Path) -> list[Tracker]:
-    """Those that `config` sets. Raises UserError for one that is not installed."""
-    local: list[Tracker] = [TensorBoard(folder / "tensorboard")] if config.run.tensorboard else []
-    return local + ([WandB(config, folder=folder)] if config.run.wandb else [])
-
-
 class TensorBoard:
-    """One event file, rewritten from the rows whenever a run is resumed, so that no step is in it twice."""
+    """One event file, rewritten from the rows whenever a run is resumed, so that no step is in it twice.
+
+    A full disk costs its events, never the run; the next start writes them again.
+    """
 
     def __init__(self, folder: pathlib.Path):
         self._folder = folder
         self._writer: Any = None
 
     def begin(self, rows: list[Row]) -> None:
-        from tensorboardX import RecordWriter
-        from tensorboardX.proto.event_pb2 import Event
+        from tensorboardX.event_file_writer import EventsWriter
 
         self.close()
-        # A full disk costs these events, never the run; the next start writes them again.
         with contextlib.suppress(OSError):
             self._folder.mkdir(exist_ok=True)
             for old in self._folder.glob("events.out.tfevents.*"):
                 old.unlink()
-            name = f"events.out.tfevents.{int(time.time())}.{socket.gethostname()}"
-            self._writer = RecordWriter(str(self._folder / name))
-            self._writer.write(Event(wall_time=time.time(), file_version="brain.Event:2").SerializeToString())
-            for row in rows:
-                self._writer.write(_event(row))
-            self._writer.flush()
+            self._writer = EventsWriter(str(self._folder / "events"))
+        for row in rows:
+            self.add(row)
 
     def add(self, row: Row) -> None:
-        if self._writer is None:
-            return
+        from tensorboardX.proto.event_pb2 import Event
+        from tensorboardX.proto.summary_pb2 import Summary
+
+        numbers = {key: value for key, value in row.items() if isinstance(value, float) and key != "time"}
+        values = [Summary.Value(tag=key, simple_value=value) for key, value in numbers.items()]
+        event = Event(wall_time=row.get("time", 0.0), step=row["step"], summary=Summary(value=values))
         try:
-            self._writer.write(_event(row))
-            self._writer.flush()
+            if self._writer is not None:
+                self._writer.write_event(event)
+                self._writer.flush()
         except OSError:
             self.close()
 
     def close(self) -> None:
         writer, self._writer = self._writer, None
-        if writer is not None:
-            with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError):
+            if writer is not None:
                 writer.close()
 
 
@@ -226,10 +125,158 @@ class WandB:
         return file.read_text(encoding="utf-8")
 
 
-def _event(row: Row) -> bytes:
-    from tensorboardX.proto.event_pb2 import Event
-    from tensorboardX.proto.summary_pb2 import Summary
+def trackers(config: RunConfig, *, folder: pathlib.Path) -> list[TensorBoard | WandB]:
+    """The other places that show the metrics. Raises UserError for one that is not installed."""
+    board = [TensorBoard(folder / "tensorboard")] if config.run.tensorboard else []
+    return [*board, *([WandB(config, folder=folder)] if config.run.wandb else [])]
 
-    numbers = {key: value for key, value in row.items() if isinstance(value, float) and key != "time"}
-    values = [Summary.Value(tag=key, simple_value=value) for key, value in numbers.items()]
-    return Event(wall_time=row.get("time", 0.0), step=row["step"], summary=Summary(value=values)).SerializeToString()
+
+class Mirror:
+    """The small files of a run whose folder is in an object store: in the folder `local`, uploaded into `folder`.
+
+    Metrics, TensorBoard's events and profiles grow line by line, and an object can only be written as a whole. They are
+    uploaded before each checkpoint, at most EVERY seconds after a line, and at the end.
+    """
+
+    def __init__(self, local: pathlib.Path, folder: AnyPath, *, say: Callable[[str], None]):
+        self.local, self._folder, self._say = local, folder, say
+        self._uploaded: dict[str, tuple[int, int]] = {}  # the size and time of each file
+        self._last, self._failing = time.monotonic(), False
+
+    def begin(self, *names: str, replaced: str) -> None:
+        """Copy the objects `names` here, and remove those that match `replaced`. In process 0 alone."""
+        if jax.process_index() > 0:
+            return
+        with explained(self._folder, "read"):
+            for name in names:
+                with contextlib.suppress(FileNotFoundError):
+                    (self.local / name).write_bytes((self._folder / name).read_bytes())
+            for path in self._folder.glob(replaced):
+                path.unlink(missing_ok=True)
+
+    def upload(self, *, force: bool = True) -> None:
+        """Upload all files that have changed. Without `force`, only EVERY seconds after the last time.
+
+        A failure is reported once, and does not end the run: the next upload tries again.
+        """
+        if not force and time.monotonic() - self._last < EVERY:
+            return
+        self._last = time.monotonic()
+        try:
+            with explained(self._folder, "write into"):
+                self._upload()
+            self._failing = False
+        except RunFailed as error:
+            if not self._failing:
+                self._say(f"{error}; it is tried again with the next lines")
+            self._failing = True
+
+    def _upload(self) -> None:
+        files = {str(path.relative_to(self.local)): path for path in self.local.rglob("*") if path.is_file()}
+        for name, path in sorted(files.items()):
+            state = path.stat().st_size, path.stat().st_mtime_ns
+            if self._uploaded.get(name) != state:
+                (self._folder / name).write_bytes(path.read_bytes())
+                self._uploaded[name] = state
+        for name in self._uploaded.keys() - files.keys():
+            (self._folder / name).unlink(missing_ok=True)
+            del self._uploaded[name]
+
+
+@contextlib.contextmanager
+def mirrored(folder: AnyPath, *, say: Callable[[str], None]) -> Iterator[Mirror]:
+    """Yields the Mirror of a run's folder in an object store, and uploads what is left at the end, of every process."""
+    with tempfile.TemporaryDirectory(prefix="ladder-jax-run-") as local:
+        mirror = Mirror(pathlib.Path(local), folder, say=say)
+        try:
+            yield mirror
+        finally:
+            mirror.upload()
+
+
+class Metrics:
+    """Logs a run's steps into its folder, from `step` on: rows after it are dropped, as those steps are made again.
+
+    Process 0 reads and writes. rows: those logged before. mirror: uploads the folder, if the run's is elsewhere.
+    """
+
+    def __init__(
+        self,
+        folder: pathlib.Path,
+        *,
+        step: int,
+        trackers: Sequence[TensorBoard | WandB] = (),
+        mirror: Mirror | None = None,
+        say: Callable[[str], None],
+    ):
+        self._file, self._trackers, self._say = folder / NAME, trackers, say
+        self._mirror = mirror
+        self._unwritten: list[str] = []
+        self._size = 0
+        self.rows: list[Row] = []
+        self.rewind(step)
+
+    def rewind(self, step: int, *, then: Row | None = None) -> None:
+        """Drop the rows after `step`, and add `then`; `rows` is the result."""
+        self._unwritten.clear()
+        if jax.process_index() > 0:
+            return
+        self.rows = [row for row in read(self._file.parent) if row["step"] <= step]
+        self.rows += [] if then is None else [then]
+        write_atomically(self._file, "".join(json.dumps(row) + "\n" for row in self.rows))
+        self._size = self._file.stat().st_size
+        for tracker in self._trackers:
+            tracker.begin(self.rows)
+
+    def without_loss(self, step: int) -> Row | None:
+        """The row of `step`, the last one, if no held-out loss stands in it."""
+        last = self.rows[-1] if self.rows else {}
+        return last if last.get("step") == step and "validation_loss" not in last else None
+
+    def add(self, row: Row) -> Row:
+        """Numbers that JSON does not have (nan, infinity) become null."""
+        row = {key: _number(value) for key, value in row.items()}
+        if jax.process_index() == 0:
+            self._write(json.dumps(row) + "\n")
+            for tracker in self._trackers:
+                tracker.add(row)
+            if self._mirror:
+                self._mirror.upload(force=False)
+        return row
+
+    def sync(self) -> None:
+        """Onto the disk, before a checkpoint of these steps is written."""
+        if jax.process_index() == 0:
+            self._write("", sync=True)
+            if self._mirror:
+                self._mirror.upload()
+
+    def close(self) -> None:
+        for tracker in self._trackers:
+            tracker.close()
+
+    def _write(self, line: str, *, sync: bool = False) -> None:
+        self._unwritten += [line] if line else []
+        try:
+            if not self._file.exists():  # the user has removed it, or the whole folder
+                self._file.parent.mkdir(parents=True, exist_ok=True)
+                self._file.touch()
+                self._size = 0
+                self._say(f"{self._file} was gone: begun again")
+            with self._file.open("r+b") as file:
+                file.truncate(self._size)  # removes a line that was written in part
+                file.seek(self._size)
+                file.write("".join(self._unwritten).encode())
+                file.flush()
+                size = file.tell()
+                if sync:
+                    os.fsync(file.fileno())
+        except OSError as error:
+            if len(self._unwritten) == 1:
+                self._say(f"{self._file.name} cannot be written: {error.strerror}; its lines are kept until it can")
+            return
+        self._size, self._unwritten = size, []
+
+
+def _number(value: Any) -> Any:
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -23,13 +23,11 @@ from ladder_jax.processes.agreement import PATIENCE, Agreement
 from ladder_jax.train import checkpoints, folder, out_of_memory, timing
 from ladder_jax.train.bad_steps import RESTORED, BadStepPolicy
 from ladder_jax.train.checkpoints import CheckpointSaver
-from ladder_jax.train.evaluation import Evaluation
 from ladder_jax.train.folder import RunContext
 from ladder_jax.train.gradients import Pretraining, TrainingTask
-from ladder_jax.train.metrics import NAME, WANDB_ID, Metrics, trackers
-from ladder_jax.train.mirror import mirrored
+from ladder_jax.train.metrics import NAME, WANDB_ID, Metrics, mirrored, trackers
 from ladder_jax.train.session import Session
-from ladder_jax.train.timing import Mfu, Profiler, Throughput, TimeAccount
+from ladder_jax.train.timing import Profiler, Throughput, TimeAccount
 
 
 @dataclasses.dataclass(frozen=True)
@@ -111,8 +109,8 @@ def run(
             checkpoints.check_data(checkpoint, path=config.data.path, fingerprint=data.fingerprint)
         position = checkpoint.data if checkpoint else {}
         task = _task(context, definition, checkpoint)
-        mfu = Mfu.of(config, definition=definition, mesh=mesh)
-        say(mfu.text)
+        mfu, formula = timing.mfu(config, definition=definition, mesh=mesh)
+        say(formula)
         if checkpoint:
             state, frozen = checkpoints.restore(checkpoint, context=context, task=task)
             say(f"resuming {where} from step {checkpoint.step}")
@@ -141,7 +139,7 @@ def run(
             state=state,
             frozen=frozen,
             loader=DataLoader(data.training, config=train, sharding=definition.layout.sharding("BT")),
-            evaluation=Evaluation(task, held_out, context),
+            held_out=held_out,
             policy=BadStepPolicy(train, left_out=dict.fromkeys(position.get("skipped", []), RESTORED)),
             saver=CheckpointSaver(
                 store=store, context=context, task=task, fingerprint=data.fingerprint, sources=sources

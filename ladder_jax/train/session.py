@@ -12,6 +12,7 @@ import time
 import jax
 import numpy as np
 
+from ladder_jax.data.batch import Batch
 from ladder_jax.data.batches import DataLoader, read_ahead
 from ladder_jax.errors import RunFailed, Stopped, UserError
 from ladder_jax.nn import Params
@@ -20,9 +21,8 @@ from ladder_jax.train import bad_steps, checkpoints, timing
 from ladder_jax.train import step as steps
 from ladder_jax.train.bad_steps import BadStepPolicy, RollBack
 from ladder_jax.train.checkpoints import CheckpointSaver
-from ladder_jax.train.evaluation import Evaluation
 from ladder_jax.train.folder import RunContext
-from ladder_jax.train.gradients import TrainingTask
+from ladder_jax.train.gradients import TrainingTask, held_out_loss
 from ladder_jax.train.metrics import Metrics
 from ladder_jax.train.step import BAD, TrainState
 from ladder_jax.train.timing import Profiler, Throughput
@@ -34,7 +34,8 @@ Dispatched = tuple[int, steps.Metrics | None]  # a step and its metrics, still o
 class Session:
     """A run's steps. state: after the newest one; frozen: the parameters that no step changes.
 
-    validation: the held-out loss of `state`, if it was measured. stages: the last step of each stage of the data.
+    held_out: the batches of the held-out loss, the same every time; validation: that of `state`, if it was measured.
+    stages: the last step of each stage of the data.
     """
 
     context: RunContext
@@ -42,7 +43,7 @@ class Session:
     state: TrainState
     frozen: Params
     loader: DataLoader
-    evaluation: Evaluation
+    held_out: list[np.ndarray | Batch]
     policy: BadStepPolicy
     saver: CheckpointSaver
     metrics: Metrics
@@ -51,6 +52,7 @@ class Session:
     validation: float | None = None
     stages: tuple[int, ...] = ()
     _step_fn: jax.stages.Compiled | None = None
+    _loss: jax.stages.Compiled | None = None
 
     def run(self) -> None:
         """All remaining steps. Raises Stopped after a signal, RunFailed where training cannot go on."""
@@ -116,7 +118,7 @@ class Session:
             self.policy.good()
         self.context.beat(f"after step {step}")
         evaluated = _due(step, train.evaluate_every, train.steps)
-        self.validation = self.evaluation(self.state.params, self.frozen) if evaluated else None
+        self.validation = self._evaluate() if evaluated else None
         note = {"validation_loss": self.validation} if self.validation is not None else {}
         if reason := self.policy.left_out.get(step):
             note["event"] = f"batch left out: {reason}"
@@ -170,17 +172,38 @@ class Session:
     def finish(self) -> float:
         """The held-out loss after the last step. Raises Stopped if a signal came before it was measured."""
         if self.validation is None:
-            self.validation = self.evaluation(self.state.params, self.frozen)
+            self.validation = self._evaluate()
         if self.validation is None:
             self._stop(self.context.config.train.steps)
         return self.validation
+
+    def _evaluate(self) -> float | None:
+        """The held-out loss, the mean in nats a token; None if a signal interrupted it."""
+        account, state = self.context.account, (self.state.params, self.frozen)
+        if self._loss is None:
+            with account.time("compile"):
+                loss = held_out_loss(self.task, loop=self.context.config.train.loop)
+                self._loss = loss.compile(*state, self._on_devices(self.held_out[0]))
+        losses, weights = [], []
+        with account.time("evaluation"):
+            for batch in self.held_out:
+                if self.context.stop.interrupts:
+                    return None
+                losses.append(float(self._loss(*state, self._on_devices(batch))))
+                weights.append(batch.predicted.sum() if isinstance(batch, Batch) else 1)  # padding is not predicted
+        return float(np.average(losses, weights=weights))
+
+    def _on_devices(self, batch: np.ndarray | Batch) -> jax.Array | Batch:
+        """Every process has the whole batch, and places the shards of its own devices."""
+        sharding = self.task.definition.layout.sharding("BT")
+        return jax.tree.map(lambda a: jax.make_array_from_callback(a.shape, sharding, lambda part: a[part]), batch)
 
     def _evaluate_again(self, step: int) -> None:
         """The evaluation after `step`, from which training goes on, if a signal interrupted it."""
         if step and _due(step, self.context.config.train.evaluate_every, 0):
             missing = lambda: self.metrics.without_loss(step)
             row = self.context.agreement.decided("the evaluation to make up for", missing)
-            if row and (loss := self.evaluation(self.state.params, self.frozen)) is not None:
+            if row and (loss := self._evaluate()) is not None:
                 self.metrics.rewind(step - 1, then={**row, "validation_loss": loss})
         self.throughput.restart(step)
 

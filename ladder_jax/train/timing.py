@@ -6,11 +6,10 @@ and for starting, is lost.
 """
 
 import contextlib
-import dataclasses
 import pathlib
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -102,9 +101,8 @@ def goodput_text(summary: dict[str, Any]) -> str:
     return f"goodput {summary['goodput']:.1%} of {wall:,.0f} s{times}: {', '.join(parts)}"
 
 
-@dataclasses.dataclass(frozen=True)
-class Mfu:
-    """Model FLOPs utilisation: the FLOPs that training needs, over the devices' peak.
+def mfu(config: RunConfig, *, definition: ModelDef, mesh: Mesh) -> tuple[Callable[[float], float] | None, str]:
+    """Model FLOPs utilisation, from 0 to 1, of tokens a second: the FLOPs that training needs, over the devices' peak.
 
         MFU = tokens/s x FLOPs a token / (devices x peak FLOP/s of one)
         FLOPs a token = 3 x (2 x elements of all matrices + 2 L n H (T + 1))
@@ -114,34 +112,21 @@ class Mfu:
     arXiv 2204.02311, appendix B); the backward pass is twice the forward. Rematerialisation, the vocabulary's padding
     and copies of key/value heads are not counted.
 
-    flops: a token; peak: FLOP/s of one device, None where it is unknown; text: formula and peak, or why there is none.
+    None where the peak is unknown. The text has the formula and the peak, or says why there is none.
     """
-
-    flops: int
-    devices: int
-    peak: float | None
-    text: str
-
-    @classmethod
-    def of(cls, config: RunConfig, *, definition: ModelDef, mesh: Mesh) -> "Mfu":
-        work, kind = flops_a_token(definition, length=config.train.sequence), mesh.devices.flat[0].device_kind
-        given = config.train.peak_tflops
-        peak = given * 1e12 if given else peak_of(kind)
-        if config.train.freeze or config.lora.rank or config.distill.teacher:
-            peak, text = None, "no MFU: its formula is of training all weights on the data alone"
-        elif peak is None:
-            text = f"no MFU: the peak of {kind!r} devices is not known (train.peak_tflops=... gives it)"
-        else:
-            source = "train.peak_tflops" if given else f"{kind}, bfloat16"
-            text = (
-                f"MFU = tokens/s x {work:.4g} FLOPs a token / ({mesh.size} x {peak / 1e12:g} TFLOP/s, {source}),"
-                " nothing recomputed counted"
-            )
-        return cls(work, mesh.size, peak, text)
-
-    def at(self, tokens_per_second: float) -> float | None:
-        """The utilisation, from 0 to 1."""
-        return None if self.peak is None else tokens_per_second * self.flops / (self.devices * self.peak)
+    work, kind = flops_a_token(definition, length=config.train.sequence), mesh.devices.flat[0].device_kind
+    given = config.train.peak_tflops
+    peak = given * 1e12 if given else peak_of(kind)
+    if config.train.freeze or config.lora.rank or config.distill.teacher:
+        return None, "no MFU: its formula is of training all weights on the data alone"
+    if peak is None:
+        return None, f"no MFU: the peak of {kind!r} devices is not known (train.peak_tflops=... gives it)"
+    source = "train.peak_tflops" if given else f"{kind}, bfloat16"
+    text = (
+        f"MFU = tokens/s x {work:.4g} FLOPs a token / ({mesh.size} x {peak / 1e12:g} TFLOP/s, {source}),"
+        " nothing recomputed counted"
+    )
+    return lambda tokens_per_second: tokens_per_second * work / (mesh.size * peak), text
 
 
 def flops_a_token(definition: ModelDef, *, length: int) -> int:
@@ -160,7 +145,7 @@ def peak_of(device_kind: str) -> float | None:
 class Throughput:
     """A run's speed between logged steps; only time in steps and in waiting for data counts."""
 
-    def __init__(self, account: TimeAccount, *, tokens_a_step: int, mfu: Mfu, step: int):
+    def __init__(self, account: TimeAccount, *, tokens_a_step: int, mfu: Callable[[float], float] | None, step: int):
         self._account, self._tokens, self._mfu = account, tokens_a_step, mfu
         self.restart(step)
 
@@ -176,8 +161,7 @@ class Throughput:
         total = max(sum(spent.values()), 1e-9)
         rate = count * self._tokens / total
         row = {"tokens": step * self._tokens, "tokens_per_second": rate, "data_wait": spent["data"] / total}
-        mfu = self._mfu.at(rate)
-        return row if mfu is None else {**row, "mfu": mfu}
+        return {**row, "mfu": self._mfu(rate)} if self._mfu else row
 
 
 def row_text(row: dict[str, Any]) -> str:

@@ -63,6 +63,17 @@ METRICS = {
 ROWS = {"rolling": [{"text": text} for text in TEXTS], "choices": CHOICES, "questions": QUESTIONS}
 
 
+def rows_of(out):
+    """The results in a file, by their question's number."""
+    return {line["index"]: line for line in map(json.loads, out.read_text(encoding="utf-8").splitlines())}
+
+
+def asked(folder, name):
+    """A file of ROWS."""
+    (folder / name).write_text("".join(json.dumps(row) + "\n" for row in ROWS[name]), encoding="utf-8")
+    return str(folder / name)
+
+
 @pytest.fixture(scope="module")
 def harness(tmp_path_factory):
     """`harness(lm, task)`: the results of a local task, by the harness's own `simple_evaluate`."""
@@ -74,10 +85,8 @@ def harness(tmp_path_factory):
     from lm_eval import simple_evaluate
     from lm_eval.tasks import TaskManager
 
-    for name, rows in ROWS.items():
-        file = folder / f"{name}.jsonl"
-        file.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-        kept = {"data_files": {"test": str(file)}, "cache_dir": str(folder / "cache")}
+    for name in ROWS:
+        kept = {"data_files": {"test": asked(folder, name)}, "cache_dir": str(folder / "cache")}
         local = {"dataset_path": "json", "dataset_kwargs": kept, "test_split": "test"}
         shots = {"fewshot_split": "test", "fewshot_config": {"sampler": "first_n"}}
         task = {"task": f"local_{name}", **local, **shots, **METRICS[name]}
@@ -147,10 +156,9 @@ def test_perplexity(ours, adapter, independent, harness):
 @pytest.mark.parametrize("shots", [0, 2])
 def test_multiple_choice(ours, adapter, independent, harness, shots, tmp_path):
     out = tmp_path / "out.jsonl"
-    (tmp_path / "choices.jsonl").write_text("".join(json.dumps(row) + "\n" for row in CHOICES))
-    questions = evaluate.read_choices(str(tmp_path / "choices.jsonl"))
+    questions = evaluate.read_choices(asked(tmp_path, "choices"))
     found = evaluate.multiple_choice(ours, questions, shots=shots, shots_from=questions, file=str(out))
-    lines = {line["index"]: line for line in map(json.loads, out.read_text(encoding="utf-8").splitlines())}
+    lines = rows_of(out)
     for lm, close in ((adapter, 1e-6), (independent, 1e-5)):
         theirs, samples = harness(lm, "choices", shots=shots)
         for name, metric in (("accuracy", "acc"), ("accuracy_normalised", "acc_norm"), ("accuracy_bytes", "acc_bytes")):
@@ -160,19 +168,18 @@ def test_multiple_choice(ours, adapter, independent, harness, shots, tmp_path):
             scores = [float(score) for ((score, _),) in sample["resps"]]
             assert lines[sample["doc_id"]]["loglikelihoods"] == pytest.approx(scores, rel=close)
             assert lines[sample["doc_id"]]["greedy"] == [bool(greedy) for ((_, greedy),) in sample["resps"]]
-    assert len(lines) == len(samples) == len(CHOICES)
+    assert len(lines) == len(samples) == found.examples == len(CHOICES) and found.truncated >= 1
 
 
 @pytest.mark.parametrize("shots", [0, 1])
 def test_generation(ours, adapter, harness, shots, tmp_path):
-    (tmp_path / "questions.jsonl").write_text("".join(json.dumps(row) + "\n" for row in QUESTIONS))
-    questions, out = evaluate.read_questions(str(tmp_path / "questions.jsonl")), tmp_path / "out.jsonl"
+    questions, out = evaluate.read_questions(asked(tmp_path, "questions")), tmp_path / "out.jsonl"
     found = evaluate.generation(ours, questions, max_new_tokens=12, shots=shots, shots_from=questions, file=str(out))
     theirs, samples = harness(adapter, "questions", shots=shots)
     for name, kept in (("accuracy", "strict-match"), ("accuracy_normalised", "flexible-extract")):
         assert getattr(found, name) == theirs[f"exact_match,{kept}"]
         assert getattr(found, f"{name}_stderr") == theirs[f"exact_match_stderr,{kept}"]
-    lines = {line["index"]: line for line in map(json.loads, out.read_text(encoding="utf-8").splitlines())}
+    lines = rows_of(out)
     for sample in samples:
         assert lines[sample["doc_id"]]["text"] == sample["resps"][0][0]
 
@@ -245,21 +252,19 @@ def test_a_hugging_face_model_by_pytorch(harness, tmp_path):
     for name, close in (("word_perplexity", 1e-3), ("byte_perplexity", 1e-5), ("bits_per_byte", 1e-5)):
         assert getattr(rolled, name) == pytest.approx(result[f"{name},none"], rel=close)
 
-    for name, rows in (("choices", CHOICES), ("questions", QUESTIONS)):
-        (tmp_path / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
-    chosen = evaluate.read_choices(str(tmp_path / "choices"))
+    chosen = evaluate.read_choices(asked(tmp_path, "choices"))
     out = tmp_path / "out.jsonl"
     found = evaluate.multiple_choice(ours, chosen, shots=1, shots_from=chosen, file=str(out))
-    lines = {line["index"]: line for line in map(json.loads, out.read_text(encoding="utf-8").splitlines())}
+    lines = rows_of(out)
     result, samples = harness(theirs, "choices", shots=1)
     assert (found.accuracy, found.accuracy_normalised) == (result["acc,none"], result["acc_norm,none"])
     for sample in samples:
         scores = [float(score) for ((score, _),) in sample["resps"]]
         assert lines[sample["doc_id"]]["loglikelihoods"] == pytest.approx(scores, rel=1e-5)
 
-    asked, out = evaluate.read_questions(str(tmp_path / "questions")), tmp_path / "texts.jsonl"
-    evaluate.generation(ours, asked, max_new_tokens=12, file=str(out))
-    lines = {line["index"]: line for line in map(json.loads, out.read_text(encoding="utf-8").splitlines())}
+    questions, out = evaluate.read_questions(asked(tmp_path, "questions")), tmp_path / "texts.jsonl"
+    evaluate.generation(ours, questions, max_new_tokens=12, file=str(out))
+    lines = rows_of(out)
     samples = harness(theirs, "questions")[1]
     assert [lines[sample["doc_id"]]["text"] for sample in samples] == [sample["resps"][0][0] for sample in samples]
     assert any(line["text"].strip() for line in lines.values())

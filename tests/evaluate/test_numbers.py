@@ -217,36 +217,6 @@ def test_cut(model):
 
 
 @needs_harness
-def test_multiple_choice(model, pieces, exact):
-    questions = [
-        Choice(1, "the cat sat on", ("the mat", "東京", "a"), 1),
-        Choice(2, "", ("rat", "the café and the mat"), 0),
-        Choice(3, "the rat  ", ("sat on the mat, and the cat sat", "🙂"), 1),
-        Choice(4, TEXT, ("mat", "cat"), 0),
-    ]
-    right = {"chars": [], "bytes": [], "raw": []}
-    for question in questions:
-        logs = []
-        for choice in question.choices:
-            context, continuation = question.prompt.rstrip(), " " + choice
-            continuation = question.prompt[len(context) :] + continuation
-            before = pieces.encode(context)  # of an empty one the beginning
-            after = pieces.encode(context + continuation)[len(before) :]
-            whole = [*before, *after][-WINDOW - 1 :]
-            logs.append(exact.scores(whole[: -len(after)], after)[0])
-        lengths = [[1] * len(logs), [len(c) for c in question.choices], [len(c.encode()) for c in question.choices]]
-        for name, length in zip(("raw", "chars", "bytes"), lengths):
-            right[name].append(np.argmax(np.array(logs) / length) == question.gold)
-    found = evaluate.multiple_choice(model, questions)
-    assert found.accuracy == np.mean(right["raw"]) and found.accuracy_normalised == np.mean(right["chars"])
-    assert found.accuracy_bytes == np.mean(right["bytes"])
-    assert found.truncated == 1 and found.examples == 4
-    assert found.accuracy_stderr == pytest.approx(np.std(right["raw"], ddof=1) / 2)
-    with pytest.raises(UserError, match="line 9: a continuation of .* tokens is longer than the window of 64"):
-        evaluate.multiple_choice(model, [Choice(9, "x", ("y", TEXT), 0)])
-
-
-@needs_harness
 def test_normalisation(bytes_model):
     """Where the three accuracies differ: characters of three bytes, and a long choice."""
 
@@ -273,6 +243,8 @@ def test_shots(bytes_model, monkeypatch):
     assert set(asked) == {"q1 yes\n\nq2 no\n\nq0"}
     with pytest.raises(UserError, match="line 0: --shots 3: --shots-file holds only 2 other questions"):
         evaluate.multiple_choice(bytes_model, [shots[0]], shots=3, shots_from=shots)
+    with pytest.raises(UserError, match="line 9: a continuation of .* tokens is longer than the window of 64"):
+        evaluate.multiple_choice(bytes_model, [Choice(9, "x", ("y", TEXT), 0)])
 
 
 ANSWERS = {

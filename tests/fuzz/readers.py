@@ -104,7 +104,7 @@ def _checkpoint_read(folder, changed):
     saved.verify(step)
     opened = saved.open_checkpoint(folder)
     opened.check(), opened.identity, opened.config, saved.steps(folder)
-    manifest.lists(step, part="optimizer"), manifest.problems(step, part="params")
+    manifest.problems(step, part="params")
 
 
 def _store(folder):

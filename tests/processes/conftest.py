@@ -73,7 +73,7 @@ def joined(running):
     assert [process.stdout.readline() for process in running] == ["joined\n"] * len(running)
 
 
-def ends(running, *, within=60.0):
+def ends(running, *, within=240.0):
     """What each printed on standard error, once all have ended."""
     until = time.monotonic() + within
     return [process.communicate(timeout=max(0.1, until - time.monotonic()))[1] for process in running]

@@ -26,9 +26,7 @@ PATIENCE = 20.0
 
 
 @pytest.fixture(scope="module")
-def overrides(tmp_path_factory):
-    book = tmp_path_factory.mktemp("data") / "book.txt"
-    book.write_text("".join(f"line {i} of a little book about {i % 7} things\n" for i in range(500)))
+def overrides(book):
     return [*TINY, f"data.path={book}"]
 
 

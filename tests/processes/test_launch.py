@@ -6,8 +6,10 @@ import os
 import pathlib
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
+import time
 import tomllib
 
 import pytest
@@ -40,16 +42,6 @@ def test_manifest_is_a_jobset(name):
     for rule in jobset["spec"]["failurePolicy"]["rules"]:
         assert rule["action"] in ("FailJobSet", "RestartJobSet", "RestartJobSetAndIgnoreMaxRestarts")
         assert set(rule["onJobFailureReasons"]) <= {"BackoffLimitExceeded", "DeadlineExceeded", "PodFailurePolicy"}
-
-
-def test_validation_notices():
-    misspelt, mistyped = manifest("gpu.yaml"), manifest("gpu.yaml")
-    job = misspelt["spec"]["replicatedJobs"][0]["template"]["spec"]
-    job["template"]["spec"]["containers"][0]["ressources"] = {}
-    assert validated(misspelt) != misspelt
-    mistyped["spec"]["replicatedJobs"][0]["template"]["spec"]["parallelism"] = "four"
-    with pytest.raises(ValueError, match="parallelism"):
-        validated(mistyped)
 
 
 @pytest.mark.parametrize("name", MANIFESTS)
@@ -175,13 +167,10 @@ def test_slurm_outlives_the_signal(tmp_path):
     with subprocess.Popen(
         command, env=environment, cwd=tmp_path, start_new_session=True, stderr=subprocess.PIPE, text=True
     ) as job:
-        import signal
-        import time
-
         while not (tmp_path / "started").exists():
             time.sleep(0.02)
         os.killpg(job.pid, signal.SIGTERM)
-        said = job.communicate(timeout=20)[1]
+        said = job.communicate(timeout=120)[1]
     assert job.returncode == 0 and "status 143: requeued (restart 1 of 20)" in said
     assert calls(bin, "scontrol") == [["requeue", "4711"]]
 

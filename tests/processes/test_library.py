@@ -33,10 +33,9 @@ except RunFailed as error:
 """
 
 
-def test_ctrl_c_in_one_process_makes_both_save(tmp_path, port):
+def test_ctrl_c_in_one_process_makes_both_save(book, tmp_path, port):
     """jax tells all processes of a SIGTERM, so Ctrl-C becomes one."""
-    book, run = tmp_path / "book.txt", tmp_path / "run"
-    book.write_text("".join(f"line {i} of a little book about {i % 7} things\n" for i in range(500)))
+    run = tmp_path / "run"
     overrides = [*TINY, f"data.path={book}", f"run.dir={run}"]
     commands = [[sys.executable, "-c", PROCESS, f"localhost:{port}", str(index), *overrides] for index in range(2)]
     environment = {**os.environ, "JAX_NUM_CPU_DEVICES": "1"}

@@ -8,7 +8,7 @@ import jax
 import pytest
 
 from ladder_jax.errors import UserError
-from ladder_jax.processes import Patience, ProcessSpec, connect, join, options, patience, spec
+from ladder_jax.processes import Patience, ProcessSpec, join, options, patience, spec
 
 GIVEN = {"coordinator": "gpu-0:8476", "processes": "4", "process": "2"}
 SLURM = {
@@ -107,7 +107,7 @@ def test_jax_fills_in_and_has_the_longer_time_outs(monkeypatch):
     monkeypatch.setattr(jax.distributed, "initialize", lambda *args, **kwargs: calls.append((args, kwargs)))
     monkeypatch.setattr(jax.config, "update", lambda *args: None)
     for given in (ProcessSpec("login:1", None, None, "SLURM"), ProcessSpec("gpu-0:8476", 4, 2)):
-        connect.connect(given, patience=Patience(start=60, lost=30), say=print)
+        join.connect(given, patience=Patience(start=60, lost=30), say=print)
     (found, detected), (said, fixed) = calls
     assert found == ("login:1", None, None) and detected["cluster_detection_method"] is None
     assert said == ("gpu-0:8476", 4, 2) and fixed["cluster_detection_method"] == "deactivate"
@@ -116,8 +116,8 @@ def test_jax_fills_in_and_has_the_longer_time_outs(monkeypatch):
 
 def test_a_coordinator_on_this_machine_listens_to_it_alone(port):
     for host in ("localhost", "127.0.0.1"):
-        assert connect._bind_address(f"{host}:{port}") == f"{host}:{port}"
-    assert connect._bind_address(f"gpu-0:{port}") is None
+        assert join._bind_address(f"{host}:{port}") == f"{host}:{port}"
+    assert join._bind_address(f"gpu-0:{port}") is None
 
 
 def test_one_host_with_chips(monkeypatch):
@@ -131,7 +131,7 @@ def test_one_host_with_chips(monkeypatch):
 
     monkeypatch.setattr(jax.config, "update", lambda *args: None)
     fails(ValueError("coordinator_address should be defined."))
-    assert joined(ProcessSpec(None, None, None, options.CHIPS)).processes == 1
+    assert joined(ProcessSpec(None, None, None, options.CHIPS)).process == 0
     fails(RuntimeError("no metadata server"))
     with pytest.raises(UserError, match="a TPU was recognised, but no metadata server: --coordinator and --processes"):
         joined(ProcessSpec(None, None, None, options.CHIPS))

@@ -95,9 +95,7 @@ def start():
 
 
 @pytest.fixture(scope="module")
-def overrides(tmp_path_factory):
-    book = tmp_path_factory.mktemp("data") / "book.txt"
-    book.write_text("".join(f"line {i} of a little book about {i % 7} things\n" for i in range(500)))
+def overrides(book):
     return [*TINY, f"data.path={book}"]
 
 
@@ -149,9 +147,7 @@ def test_two_are_killed_and_resumed(start, overrides, alone, tmp_path):
     killed = start([*overrides, f"run.dir={run}"], cluster=slurm, lost=10)
     until(run, 25, processes=killed)  # the save after step 20 waits for that after step 10, so one is complete
     killed[1].kill()
-    before = time.monotonic()
     said = ended(killed)
-    assert time.monotonic() - before < 30
     assert [process.returncode for process in killed] == [1, -signal.SIGKILL], said
     line = f"ladder-jax: process 1 of 2 (host {HOST}) has not been heard of for 10 s: all processes stop; the same"
     assert said[0][1].splitlines()[-1].startswith(line) and "Traceback" not in said[0][1]

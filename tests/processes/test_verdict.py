@@ -3,7 +3,7 @@
 import dataclasses
 
 from ladder_jax.processes import Patience
-from ladder_jax.processes.verdict import End, Members, Report
+from ladder_jax.processes.watchdog import End, Members, Report
 
 
 class Story:

@@ -3,13 +3,13 @@
 import asyncio
 import contextlib
 import sys
-import time
 
 import numpy as np
 import openai
 import pytest
 
 from tests.serve.conftest import CAPACITY, MODEL, ask, metric
+from tests.serve.test_limits import until
 
 ASKED = dict(model=MODEL, prompt="Once upon", max_tokens=40, temperature=0.8, seed=7)
 ALONE = dict(max_new_tokens=40, temperature=0.8, seed=7)
@@ -126,9 +126,7 @@ REFUSED = {
     "many": (dict(n=100, prompt=["a"] * 3), openai.BadRequestError, "3 prompts, 100 answers each, are not from 1 to"),
     "token": (dict(prompt=[256]), openai.BadRequestError, "the token 256, outside the model's vocabulary of 256"),
     "best_of": (dict(best_of=3), openai.BadRequestError, "best_of is not supported here: leave it out, or 1"),
-    "best of n": (dict(n=2, best_of=3), openai.BadRequestError, "best_of is not supported here: leave it out, or 2"),
     "fewer than n": (dict(n=2, best_of=1), openai.BadRequestError, "best_of is not supported here: leave it out, or 2"),
-    "true": (dict(best_of=True), openai.BadRequestError, "best_of is not supported here"),
     "logit_bias": (dict(logit_bias={"1": 3}), openai.BadRequestError, "logit_bias is not supported here"),
     "presence_penalty": (dict(presence_penalty=1), openai.BadRequestError, "presence_penalty is not supported here"),
     "logprobs": (dict(logprobs=1), openai.BadRequestError, "logprobs must be 0"),
@@ -218,26 +216,17 @@ def at_once(url, asked, *, leave=lambda index: False):
     return asyncio.run(everyone())
 
 
-def test_200_at_once(running, alone):
-    """None is lost, none is wrong, and memory does not grow from one round to the next."""
-    asked, memory = list(random_requests(200)), []
+def test_many_at_once(running, alone):
+    """None is lost, none is wrong; of those who leave, queued, running or in a stream, the others notice nothing."""
+    asked, memory = list(random_requests(90)), []
     expected = [alone(prompt, max_new_tokens=new, **drawn).text for prompt, new, drawn, _ in asked]
     for _ in range(3):
         assert at_once(running.url, asked) == expected
         if sys.platform == "linux":  # elsewhere the metric is not there
             memory.append(metric(running.url, "process_resident_memory_bytes"))
-    assert not memory or memory[2] - memory[1] < 8 * 2**20
-    assert metric(running.url, "ladder_jax_running") == metric(running.url, "ladder_jax_queued") == 0
-
-
-def test_many_leave_in_the_middle(running, alone):
-    """Queued, running, or while they are sent a stream; the others do not notice."""
-    asked = list(random_requests(90))
-    expected = [alone(prompt, max_new_tokens=new, **drawn).text for prompt, new, drawn, _ in asked]
+    assert not memory or memory[2] - memory[1] < 8 * 2**20  # nothing is kept of a request
     leave = lambda index: index % 5 in (1, 2)
     texts = at_once(running.url, asked, leave=leave)
     assert texts == [None if leave(index) else text for index, text in enumerate(expected)]
-    deadline = time.monotonic() + 20
-    while metric(running.url, "ladder_jax_running") or metric(running.url, "ladder_jax_queued"):
-        assert time.monotonic() < deadline
+    until(lambda: metric(running.url, "ladder_jax_running") == metric(running.url, "ladder_jax_queued") == 0)
     assert 'ladder_jax_finished_total{reason="cancelled"} 0.0' not in ask(running.url, "/metrics")[2]

@@ -45,7 +45,7 @@ def test_half_open(start, hard):
     with half_open(process.url, 150) as sockets:
         begun = time.monotonic()
         assert ask(process.url, "/health", timeout=30)[0] == 200
-        assert time.monotonic() - begun < 5  # 0.1 s; and as long as they stay, where nobody takes their places
+        assert time.monotonic() - begun < 9  # 0.1 s; and ten seconds, where nobody takes their places
         gone = sum(is_closed(sock) for sock in sockets)
         assert (100 < gone < 150) if hard == 128 else gone == 0
     assert process.end() == 0
@@ -70,6 +70,7 @@ def engine(make_engine):
 
 BODY = b'{"model": "book", "prompt": "a", "max_tokens": 1}'
 POST = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+WHOLE = POST + b"Content-Length: %d\r\n\r\n" % len(BODY) + BODY
 
 
 @pytest.mark.parametrize("sent", [b"", HALF, POST + b"Content-Length: 9\r\n\r\n"], ids=["nothing", "half", "refused"])
@@ -79,7 +80,7 @@ def test_what_does_not_come(engine, serving, monkeypatch, sent):
     with serving(engine, key="sesame") as (_, url), half_open(url, 1, sent=sent) as (sock,):
         begun, answer = time.monotonic(), b""
         sock.settimeout(0.05)
-        while time.monotonic() < begun + 10:
+        while time.monotonic() < begun + 60:
             try:
                 answer += (found := sock.recv(4096))
             except TimeoutError:
@@ -90,7 +91,7 @@ def test_what_does_not_come(engine, serving, monkeypatch, sent):
                 break
             with contextlib.suppress(ConnectionError):  # it has been closed meanwhile, as the next `recv` says
                 sock.sendall(b"a" if sent else b"")
-        assert 0.3 < time.monotonic() - begun < 5
+        assert 0.3 < time.monotonic() - begun < 50
         status = answer.split()[1]
         assert status == (b"401" if b"POST" in sent else b"408"), answer
         if status == b"408":
@@ -154,7 +155,7 @@ def test_a_wrong_key_costs_the_others_nothing(engine, serving, monkeypatch):
         while flooding.is_alive():
             begun = time.monotonic()
             assert ask(url, "/health")[0] == 200
-            assert time.monotonic() - begun < 3  # 0.1 s; 12 s where a body is parsed without a pause
+            assert time.monotonic() - begun < 9  # 0.1 s; 12 s where a body is parsed without a pause
         flooding.join()
         until(lambda: is_closed(sock) or None)
     sizes = [len(data) for data in read]
@@ -217,7 +218,7 @@ def test_clients_that_never_read(engine, serving, few, end):
             assert len(few()[1]) <= 4
         begun = time.monotonic()
         assert ask(url, "/health")[0] == 200
-        assert time.monotonic() - begun < 5  # as long as they stay, where nobody takes their places
+        assert time.monotonic() - begun < 20  # 30 s, where nobody takes their places
 
 
 @pytest.mark.parametrize("end", [b"", CLOSING], ids=["open", "closing"])
@@ -226,7 +227,7 @@ def test_clients_that_never_read_have_a_time(engine, serving, few, monkeypatch, 
     with serving(engine) as (_, url), contextlib.ExitStack() as stack:
         deaf(url, stack, LARGE % end * 5)
         until(lambda: unread(few, 1))
-        until(lambda: few() == (1, []), seconds=5)
+        until(lambda: few() == (1, []))
 
 
 def test_clients_that_read_slowly(engine, serving, few, monkeypatch):
@@ -252,35 +253,34 @@ def test_bodies_that_never_come(engine, serving, few):
                 begun = time.monotonic()
                 assert ask(url, "/health")[0] == 200
                 assert ask(url, body=json.loads(BODY))[0] == 200
-                assert time.monotonic() - begun < 5  # 30 s, where a head keeps a place
+                assert time.monotonic() - begun < 20  # 30 s, where a head keeps a place
 
 
 def test_what_has_come_stays(engine, serving, monkeypatch):
     """A slow answer, and a pause between two requests, have their own times."""
     monkeypatch.setattr(server, "HEAD_SECONDS", 0.2)
     decode = engine._device.decode
-    monkeypatch.setattr(engine._device, "decode", lambda choice: (time.sleep(0.4), decode(choice))[1])
-    whole = POST + b"Content-Length: %d\r\n\r\n" % len(BODY) + BODY
+    monkeypatch.setattr(engine._device, "decode", lambda choice: (time.sleep(1.5), decode(choice))[1])
     with serving(engine) as (_, url), half_open(url, 1, sent=b"") as (sock,):
-        for _ in range(2):
-            sock.sendall(whole)
+        for pause in (1.5, 0):  # times are looked at every second
+            sock.sendall(WHOLE)
             answer = http.client.HTTPResponse(sock)
             answer.begin()
             assert answer.status == 200 and answer.read()  # to its end: it comes in several pieces
-            time.sleep(0.4)
+            time.sleep(pause)
 
 
 def test_a_limit(engine, serving, monkeypatch):
     """Who is being answered keeps the connection; of those who wait, the one that has waited longest goes."""
     monkeypatch.setattr(server, "max_connections", lambda: 4)
-    decode = engine._device.decode
-    monkeypatch.setattr(engine._device, "decode", lambda choice: (time.sleep(0.3), decode(choice))[1])
-    whole = POST + b"Content-Length: %d\r\n\r\n" % len(BODY) + BODY
-    with serving(engine) as (gate, url), half_open(url, 3, sent=whole) as busy:
+    decode, tested = engine._device.decode, threading.Event()
+    monkeypatch.setattr(engine._device, "decode", lambda choice: (tested.wait(60), decode(choice))[1])
+    with serving(engine) as (gate, url), half_open(url, 3, sent=WHOLE) as busy:
         until(lambda: gate.active == 3)
         with half_open(url, 6) as waiting:
             assert ask(url, "/health")[0] == 200
-            assert [is_closed(sock) for sock in waiting] == [True] * 6
+            until(lambda: all(map(is_closed, waiting)))
+        tested.set()
         assert all(sock.recv(4096).startswith(b"HTTP/1.1 200") for sock in busy)
 
 

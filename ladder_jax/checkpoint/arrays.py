@@ -1,0 +1,190 @@
+"""A checkpoint's arrays, read by tensorstore from any folder, and written by it to S3, where Orbax does not write.
+
+The storage format is Orbax's: zarr arrays in an OCDBT database. In S3 each process writes its shards into a database of
+its own, and the first process merges these databases, without copying values.
+"""
+
+import collections
+import json
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import tensorstore
+
+from ladder_jax.files import AnyPath, kvstore
+from ladder_jax.nn.parameter import STACKS
+from ladder_jax.parallel import mesh as meshes
+
+METADATA = "_METADATA"  # the file with Orbax's description of the arrays
+DICT_KEY = 2  # Orbax's number for a key of a dict
+AHEAD = 1 << 29  # bytes that are read in advance
+LARGEST = 400 << 20  # bytes of a chunk, and of an object before its last chunk; S3 takes at most 5 GB in one request
+# As Orbax has them; two databases can only be merged if they are equal.
+_CONFIG = {"max_inline_value_bytes": 1024, "max_decoded_node_bytes": 100_000_000, "manifest_kind": "single"}
+
+type Index = tuple[slice, ...]
+Key = tuple[str, int | None]  # an array's name, such as "layers/mlp/up", and the layer's index if layers are stacked
+
+
+def named(tree: Any) -> dict[str, Any]:
+    """A nested dict's arrays by name."""
+    leaves = jax.tree_util.tree_leaves_with_path(tree, is_leaf=lambda x: hasattr(x, "shape"))
+    return {"/".join(str(getattr(key, "key", key)) for key in path): leaf for path, leaf in leaves}
+
+
+def stored(folder: AnyPath) -> dict[str, jax.ShapeDtypeStruct]:
+    """The shape and dtype of each stored array, by name."""
+    store = tensorstore.KvStore.open(database(folder)).result()
+    keys = [key.decode() for key in store.list().result()]
+    reads = {key: store.read(key) for key in keys if key.endswith("/.zarray")}
+    found = {}
+    for key, read in reads.items():
+        about = json.loads(read.result().value)
+        name = key.removesuffix("/.zarray").replace(".", "/")
+        found[name] = jax.ShapeDtypeStruct(tuple(about["shape"]), jnp.dtype(about["dtype"]))
+    return found
+
+
+def read(
+    folder: AnyPath, like: Mapping[str, jax.ShapeDtypeStruct], keys: Sequence[Key] | None = None
+) -> Iterator[jax.Array]:
+    """The array of each key (by default of all of `like`), with the shape, dtype and sharding that `like` has for it.
+
+    For layers these are without dimension L. What is not stored of a shape is zero. Each process reads its own shards,
+    once, those of the next keys in advance: the host holds up to AHEAD bytes, or one array if that is larger.
+    """
+    keys = [(name, None) for name in like] if keys is None else keys
+    names = dict.fromkeys(name for name, _ in keys)
+    opening = {name: _open(folder, name) for name in names}
+    stores = {name: opened.result() for name, opened in opening.items()}
+    for name in {name for name, layer in keys if layer is not None}:
+        layers = stores[name].chunk_layout.read_chunk.shape[0]
+        if layers > 1:  # a chunk is read for the first of its layers, and kept for the others
+            cache = 2 * layers * _size(like[name])
+            stores[name] = _open(folder, name, cache=cache).result()
+
+    waiting = collections.deque(keys)
+    ahead = collections.deque()
+    held = 0
+    for name, _ in keys:
+        while waiting:
+            following, layer = waiting[0]
+            if ahead and held + _size(like[following]) > AHEAD:
+                break
+            waiting.popleft()
+            store = stores[following] if layer is None else stores[following][layer]
+            ahead.append(begin_read(store, like[following]))
+            held += _size(like[following])
+        yield _placed(ahead.popleft(), like[name])  # no local variable: it would keep the array alive
+        held -= _size(like[name])
+
+
+def _size(array: jax.ShapeDtypeStruct) -> int:
+    return array.size * array.dtype.itemsize
+
+
+def _open(folder: AnyPath, name: str, *, cache: int = 0) -> tensorstore.Future:
+    """Open an array without reading its values. cache: bytes of chunks that are kept."""
+    context = tensorstore.Context({"cache_pool": {"total_bytes_limit": cache}})
+    spec = described_array(database(folder), name)
+    return tensorstore.open(spec, open=True, read=True, context=context)
+
+
+def begin_read(store: tensorstore.TensorStore, like: jax.ShapeDtypeStruct) -> dict[Index, tensorstore.Future]:
+    """Starts to read this process's shards, by their places; a stored vocabulary may have less padding than `like`."""
+    places = like.sharding.addressable_devices_indices_map(like.shape).values()
+    reads = {}
+    for index in set(places):
+        there = []
+        for axis, length, size in zip(index, like.shape, store.shape):
+            start, stop, _ = axis.indices(length)
+            there.append(slice(min(start, size), min(stop, size)))
+        reads[index] = store[tuple(there)].read()
+    return reads
+
+
+def _placed(reads: dict[Index, tensorstore.Future], like: jax.ShapeDtypeStruct) -> jax.Array:
+    shard = lambda index: reads[index].result().astype(like.dtype, copy=False)
+    return meshes.place(shard, like.shape, like.sharding)
+
+
+def database(folder: AnyPath) -> dict[str, Any]:
+    """Tensorstore's specification of an item's database."""
+    return {"driver": "ocdbt", "base": kvstore(folder)}
+
+
+def described_array(within: dict[str, Any], name: str, chunk: Sequence[int] | None = None) -> dict[str, Any]:
+    """Tensorstore's specification of an array, which is made in chunks of this shape if it is not there."""
+    spec = {"driver": "zarr", "kvstore": {**within, "path": f"{name.replace('/', '.')}/"}}
+    if chunk is not None:
+        spec["metadata"] = {"chunks": list(chunk), "compressor": {"id": "zstd", "level": 1}}
+    return spec
+
+
+def described(shapes: Mapping[str, tuple[int, ...]]) -> str:
+    """Orbax's description of arrays, by name: the content of METADATA."""
+    tree = {}
+    for name, shape in shapes.items():
+        keys = name.split("/")
+        about = {"value_type": "jax.Array", "skip_deserialize": False, "write_shape": list(shape)}
+        described_keys = [{"key": key, "key_type": DICT_KEY} for key in keys]
+        tree[str(tuple(keys))] = {"key_metadata": described_keys, "value_metadata": about}
+    metadata = {"tree_metadata": tree, "use_ocdbt": True, "use_zarr3": False, "custom_metadata": None}
+    return json.dumps(metadata | {"store_array_data_equal_to_fill_value": True})
+
+
+def begin(folder: AnyPath, arrays: Mapping[str, jax.Array]) -> list[tensorstore.Future]:
+    """Copies this process's shards of the arrays, by name, to the host, and starts to write them."""
+    written, context = _written(_part(folder, jax.process_index())), tensorstore.Context()
+    opening = {name: _create(written, name, array, context) for name, array in arrays.items()}
+    writes = []
+    for name, array in arrays.items():
+        store = opening[name].result()
+        for shard in array.addressable_shards:
+            if shard.replica_id == 0:
+                writes.append(store[shard.index].write(np.array(shard.data)).commit)
+    return writes
+
+
+def finish(folder: AnyPath, shapes: Mapping[str, tuple[int, ...]]) -> None:
+    """Makes one database of all processes'. Called on one process, after all have written."""
+    context, transaction = tensorstore.Context(), tensorstore.Transaction(atomic=True)
+    merged = tensorstore.KvStore.open(_written(folder), context=context).result()
+    parts = [_written(_part(folder, process)) for process in range(jax.process_count())]
+    for part in [tensorstore.KvStore.open(part, context=context) for part in parts]:
+        part.result().experimental_copy_range_to(merged.with_transaction(transaction)).result()
+    transaction.commit_sync()
+    (folder / METADATA).write_text(described(shapes))
+
+
+def _part(folder: AnyPath, process: int) -> AnyPath:
+    return folder / f"ocdbt.process_{process}"
+
+
+def _written(folder: AnyPath) -> dict[str, Any]:
+    return {**database(folder), "config": _CONFIG, "assume_config": True, "target_data_file_size": LARGEST}
+
+
+def _create(written: dict[str, Any], name: str, array: jax.Array, context: tensorstore.Context) -> tensorstore.Future:
+    spec = {**described_array(written, name, _chunk(name, array)), "store_data_equal_to_fill_value": True}
+    about = dict(shape=array.shape, dtype=tensorstore.dtype(array.dtype), context=context)
+    return tensorstore.open(spec, open=True, create=True, **about)
+
+
+def _chunk(name: str, array: jax.Array) -> list[int]:
+    """The shape of a chunk: a shard, of a stack one layer of it, cut until it has LARGEST bytes at most.
+
+    It divides the shard, since a chunk of two processes' shards would be written twice.
+    """
+    chunk = list(array.sharding.shard_shape(array.shape))
+    if name.partition("/")[0] in STACKS:
+        chunk[0] = 1
+    for axis, length in enumerate(chunk):
+        slice_bytes = array.dtype.itemsize * math.prod(chunk[axis + 1 :])
+        fitting = [n for n in range(1, length + 1) if length % n == 0 and n * slice_bytes <= LARGEST]
+        chunk[axis] = max(fitting, default=1)
+    return chunk
