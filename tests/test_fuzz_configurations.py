@@ -1,7 +1,6 @@
 """The walk over configurations: a fixed part of it, what it draws, and that it would see a wrong computation."""
 
 import collections
-import itertools
 
 from experiments.fuzz_configurations import __main__ as command
 from experiments.fuzz_configurations import compare, walk
@@ -23,10 +22,9 @@ def test_every_case_computes_what_the_reference_does():
 
 
 def found():
-    """What is said of a plain case that makes no other comparison."""
-    plain = lambda case: not case.checks and case.settings["model.residual"] == "ladder" and not case.drops
-    simple = lambda case: case.settings["model.dtype"] == "float32" and not case.settings["train.sequence_parallel"]
-    case = next(case for case in map(draw, itertools.repeat(0), itertools.count()) if plain(case) and simple(case))
+    """What is said of a plain Ladder in float32 that makes no other comparison."""
+    case = draw(0, 85)
+    assert case.settings["model.residual"] == "ladder" and not case.checks and not case.drops
     return case, compare.outcome(case)
 
 
