@@ -8,7 +8,7 @@ import jax
 from ladder_jax import parallel
 from ladder_jax.config import Loop
 from ladder_jax.parallel import collectives
-from ladder_jax.parallel.collectives import ENTER, LAUNCH
+from ladder_jax.scopes import ENTER, LAUNCH
 
 NUM_LAYERS = 4
 # All-reduces a layer and direction, where all layers do the same.

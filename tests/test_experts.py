@@ -17,7 +17,7 @@ from ladder_jax.errors import UserError
 from ladder_jax.nn import experts as package
 from ladder_jax.nn.experts import MoE
 from ladder_jax.nn.parameter import Sizes
-from ladder_jax.parallel.collectives import ENTER, LAUNCH, QK_NORM
+from ladder_jax.scopes import ENTER, LAUNCH, QK_NORM
 from tests import cases, communication, covering, experts, reference, rounding, test_gradients_bfloat16
 
 # data x fsdp x tensor, and whether the stream is split along the sequence

@@ -15,7 +15,7 @@ from ladder_jax.config import ExpertParallelism, Launch, Loop, Remat
 from ladder_jax.data.batch import Batch
 from ladder_jax.decode import steps, weights
 from ladder_jax.errors import UserError
-from ladder_jax.parallel.collectives import ENTER, LAUNCH
+from ladder_jax.scopes import ENTER, LAUNCH
 from tests import cases, communication, covering, experts, reference
 
 REDUCING = [name for name, case in cases.TOPOLOGIES.items() if case[2] not in ("desync", "none")]

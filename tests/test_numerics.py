@@ -9,7 +9,7 @@ import pytest
 
 from ladder_jax import nn, train
 from ladder_jax.config import Biases, Loop, Remat, RopeScaling
-from ladder_jax.parallel.collectives import ENTER, LAUNCH
+from ladder_jax.scopes import ENTER, LAUNCH
 from tests import cases, communication, covering, reference
 
 FORWARD = covering.marked(

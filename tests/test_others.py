@@ -10,8 +10,8 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from ladder_jax import parallel, residual, schedule
-from ladder_jax.parallel.collectives import TOKEN_LOOP
 from ladder_jax.schedule import hlo, judge, traffic
+from ladder_jax.scopes import TOKEN_LOOP
 from tests.test_schedule import MATMUL, WINDOW
 
 

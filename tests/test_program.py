@@ -13,7 +13,7 @@ import pytest
 from ladder_jax import decode, train
 from ladder_jax.config import Loop, Remat
 from ladder_jax.decode import steps, weights
-from ladder_jax.parallel.collectives import LAUNCH
+from ladder_jax.scopes import LAUNCH
 from tests import cases, communication
 
 

@@ -24,7 +24,8 @@ from jax import Array, lax
 from ladder_jax.config import DecodeConfig
 from ladder_jax.decode.request import Request
 from ladder_jax.parallel import all_max, all_ranks, all_reduce, anywhere, rank
-from ladder_jax.parallel.collectives import CHOICE, Axes
+from ladder_jax.parallel.collectives import Axes
+from ladder_jax.scopes import CHOICE
 
 DIMS = "B"
 """The dimensions of every field of `Settings`: split as the rows are, the same on all tensor-parallel ranks."""

@@ -28,7 +28,7 @@ from ladder_jax.errors import UserError
 from ladder_jax.nn import Cache, ModelDef, Params
 from ladder_jax.nn.attention import Kernel
 from ladder_jax.parallel import Compiled, Overlap, apart, on_mesh, over_ranks, pvary, resolve_launch
-from ladder_jax.parallel.collectives import TOKEN_LOOP
+from ladder_jax.scopes import TOKEN_LOOP
 
 CHUNK = 16  # tokens that a call of `decode_many` makes by default, without a round trip to the host between them
 Caches = tuple[Cache, ...] | Cache  # one a layer, or stacked for a scan

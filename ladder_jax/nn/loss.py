@@ -19,7 +19,8 @@ from jax import Array, lax
 
 from ladder_jax.nn.parameter import pad_end
 from ladder_jax.parallel import all_max, all_reduce, pvary, rank, varying
-from ladder_jax.parallel.collectives import DIVERGENCE, EMULATED, LOSS, Axes
+from ladder_jax.parallel.collectives import EMULATED, Axes
+from ladder_jax.scopes import DIVERGENCE, LOSS
 
 Chunk = Callable[..., tuple[Any, Callable[[], Array]]]
 """(x, table, of_positions, constants) -> (sums, slope) of some positions.

@@ -17,9 +17,10 @@ from ladder_jax.nn import attention, quantized
 from ladder_jax.nn.attention import FULL_SEQUENCE, Cache, Kernel, Positions, rotary_tables, rotate
 from ladder_jax.nn.parameter import Module, Normal, Sizes, declare, ones, residual_writer, sizes_of, zeros
 from ladder_jax.parallel import all_reduce, rank, ranks
-from ladder_jax.parallel.collectives import EMBEDDING, QK_NORM, Axes, all_gather
+from ladder_jax.parallel.collectives import Axes, all_gather
 from ladder_jax.residual import REDUCED, AllReduce, Normed, State, Step
 from ladder_jax.residual.recurrence import LOCAL, Projections
+from ladder_jax.scopes import EMBEDDING, QK_NORM
 
 # What a sublayer computes of its input, and last: by `Projections`, because a topology may communicate meanwhile.
 # One matrix in place of the three, or two, would gain in batched decode and in Standard's collective matmuls, and lose

@@ -17,7 +17,8 @@ from ladder_jax.nn.experts import Routing
 from ladder_jax.nn.model_def import ModelDef, Params
 from ladder_jax.nn.parameter import LAYERS, stacks
 from ladder_jax.parallel import all_reduce, pvary, rank, varying
-from ladder_jax.parallel.collectives import LOSS, Axes
+from ladder_jax.parallel.collectives import Axes
+from ladder_jax.scopes import LOSS
 
 PREDICTED, COUNTS = "predicted", "expert_counts"
 """What a step's loss is given of the whole batch: its predicted positions, [], and the experts' load, [L, C]."""

@@ -44,11 +44,11 @@ from ladder_jax.parallel import (
     pvary,
     with_ranks,
 )
-from ladder_jax.parallel.collectives import HEAD
 from ladder_jax.residual import AllReduce, State, Step, Topology
 from ladder_jax.residual.interleave import Interleaved
 from ladder_jax.residual.loop import run_layers
 from ladder_jax.residual.wires import sequence
+from ladder_jax.scopes import HEAD
 
 TILE = 128  # of positions, for which matmuls and attention kernels are best
 GIVEN = "given"

@@ -12,24 +12,6 @@ from jax.sharding import Mesh, PartitionSpec
 
 from ladder_jax.config import Launch
 from ladder_jax.errors import UserError, unknown
-from ladder_jax.scopes import CHOICE as CHOICE
-from ladder_jax.scopes import DATA_GRADIENTS as DATA_GRADIENTS
-from ladder_jax.scopes import DIVERGENCE as DIVERGENCE
-from ladder_jax.scopes import EMBEDDING as EMBEDDING
-from ladder_jax.scopes import ENTER as ENTER
-from ladder_jax.scopes import FOLLOWING as FOLLOWING
-from ladder_jax.scopes import GATHER as GATHER
-from ladder_jax.scopes import GRADIENT_NORM as GRADIENT_NORM
-from ladder_jax.scopes import HEAD as HEAD
-from ladder_jax.scopes import LAUNCH as LAUNCH
-from ladder_jax.scopes import LOSS as LOSS
-from ladder_jax.scopes import PREVIOUS as PREVIOUS
-from ladder_jax.scopes import QK_NORM as QK_NORM
-from ladder_jax.scopes import RING_GATHER as RING_GATHER
-from ladder_jax.scopes import RING_SCATTER as RING_SCATTER
-from ladder_jax.scopes import SCATTER as SCATTER
-from ladder_jax.scopes import SHARED_GRADIENTS as SHARED_GRADIENTS
-from ladder_jax.scopes import TOKEN_LOOP as TOKEN_LOOP
 
 Axes = tuple[str, ...]  # of a mesh: the ranks along all of them
 

@@ -15,8 +15,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ladder_jax.parallel.collectives import GATHER, SCATTER, all_gather, reduce_scatter
-from ladder_jax.parallel.mesh import FSDP, ROUTER
+from ladder_jax.parallel.collectives import all_gather, reduce_scatter
+from ladder_jax.parallel.mesh import ROUTER
+from ladder_jax.scopes import FSDP, GATHER, SCATTER
 
 
 def unshard(params: Any, dims: Any, *, dtype: jnp.dtype) -> Any:

@@ -23,8 +23,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 from ladder_jax.config import MeshConfig, ModelConfig, check_fits_mesh, parse_residual
 from ladder_jax.errors import UserError, unknown, wrong_type
 from ladder_jax.parallel.collectives import EMULATED, Axes
-from ladder_jax.scopes import AXES, DATA, TENSOR
-from ladder_jax.scopes import FSDP as FSDP
+from ladder_jax.scopes import AXES, DATA, FSDP, TENSOR
 
 logger = logging.getLogger("ladder_jax")
 

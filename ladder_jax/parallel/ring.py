@@ -29,7 +29,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from ladder_jax.parallel.collectives import RING_GATHER, RING_SCATTER, Axes, permute, pvary, rank, ranks, varying
+from ladder_jax.parallel.collectives import Axes, permute, pvary, rank, ranks, varying
+from ladder_jax.scopes import RING_GATHER, RING_SCATTER
 
 LENGTH = 1  # the dimension of positions
 

@@ -29,8 +29,8 @@ from jax import Array
 
 from ladder_jax.config import check_interleave
 from ladder_jax.errors import UserError
-from ladder_jax.parallel.collectives import FOLLOWING, PREVIOUS
 from ladder_jax.residual.recurrence import AllReduce, State, Step, Sublayer, add
+from ladder_jax.scopes import FOLLOWING, PREVIOUS
 
 
 @jax.tree_util.register_dataclass

@@ -17,7 +17,8 @@ from jax.ad_checkpoint import checkpoint_name
 
 from ladder_jax.errors import UserError
 from ladder_jax.parallel import all_reduce, pvary, ranks, varying
-from ladder_jax.parallel.collectives import ENTER, LAUNCH, PREVIOUS, Axes, check_axes, named, opaque_copy
+from ladder_jax.parallel.collectives import Axes, check_axes, named, opaque_copy
+from ladder_jax.scopes import ENTER, LAUNCH, PREVIOUS
 
 Sublayer = Callable[[Array], Array]
 Sublayers = Sequence[Sublayer]  # of a layer

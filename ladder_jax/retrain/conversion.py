@@ -20,9 +20,9 @@ import numpy as np
 
 from ladder_jax.config import ConversionConfig, Pace
 from ladder_jax.errors import UserError
-from ladder_jax.parallel.collectives import PREVIOUS
 from ladder_jax.residual import AllReduce, State, Step, Sublayer, Topology, add
 from ladder_jax.residual.recurrence import Sums
+from ladder_jax.scopes import PREVIOUS
 
 LADDER_FRACTION = "ladder_fraction"
 """The name, among what a step computes of its number, of each layer's [L]."""

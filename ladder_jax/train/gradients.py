@@ -19,7 +19,8 @@ from ladder_jax.config.fields import check
 from ladder_jax.data.batch import Batch, Targets
 from ladder_jax.nn import ModelDef, Params
 from ladder_jax.parallel import Compiled, Layout, all_reduce, on_mesh, over_ranks, pvary, varying
-from ladder_jax.parallel.collectives import DATA_GRADIENTS, EMULATED, LOSS, SHARED_GRADIENTS
+from ladder_jax.parallel.collectives import EMULATED
+from ladder_jax.scopes import DATA_GRADIENTS, LOSS, SHARED_GRADIENTS
 
 type Scheduled = dict[str, jax.Array]  # what a step computes from its number, before the loss
 type LossAndTerms = tuple[jax.Array, dict[str, jax.Array]]

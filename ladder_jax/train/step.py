@@ -20,7 +20,7 @@ from ladder_jax.errors import wrong_type
 from ladder_jax.nn import ModelDef, Params
 from ladder_jax.nn.parameter import is_matrix
 from ladder_jax.parallel import Compiled, apart, on_own_mesh
-from ladder_jax.parallel.collectives import GRADIENT_NORM
+from ladder_jax.scopes import GRADIENT_NORM
 from ladder_jax.train.gradients import Pretraining, TrainingTask, task_gradients
 
 

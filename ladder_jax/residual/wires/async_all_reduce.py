@@ -9,8 +9,9 @@ import dataclasses
 from jax import lax
 
 from ladder_jax.parallel import start_all_reduce
-from ladder_jax.parallel.collectives import LAUNCH, PREVIOUS, named, opaque_copy
+from ladder_jax.parallel.collectives import named, opaque_copy
 from ladder_jax.residual.recurrence import AllReduce, Normed
+from ladder_jax.scopes import LAUNCH, PREVIOUS
 
 
 @dataclasses.dataclass(frozen=True)

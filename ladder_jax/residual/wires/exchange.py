@@ -31,7 +31,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from ladder_jax.config import MoEConfig
 from ladder_jax.parallel import exchange
-from ladder_jax.parallel.collectives import ENTER, FOLLOWING, LAUNCH, PREVIOUS, Axes, named, pvary, ranks, varying
+from ladder_jax.parallel.collectives import Axes, named, pvary, ranks, varying
 from ladder_jax.residual.interleave import Turn
 from ladder_jax.residual.loop import EXCHANGED
 from ladder_jax.residual.recurrence import (
@@ -54,6 +54,7 @@ from ladder_jax.residual.wires.sequence import (
     prepared_by,
     scatter,
 )
+from ladder_jax.scopes import ENTER, FOLLOWING, LAUNCH, PREVIOUS
 
 ATTENTION, EXPERTS = 0, 1  # of a layer's sublayers
 

@@ -30,19 +30,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from ladder_jax.config import CollectiveMatmul
 from ladder_jax.errors import UserError
-from ladder_jax.parallel.collectives import (
-    ENTER,
-    FOLLOWING,
-    LAUNCH,
-    PREVIOUS,
-    Axes,
-    all_gather,
-    named,
-    pvary,
-    ranks,
-    reduce_scatter,
-    varying,
-)
+from ladder_jax.parallel.collectives import Axes, all_gather, named, pvary, ranks, reduce_scatter, varying
 from ladder_jax.residual.recurrence import (
     LOCAL,
     REDUCED,
@@ -58,6 +46,7 @@ from ladder_jax.residual.recurrence import (
     local,
     project,
 )
+from ladder_jax.scopes import ENTER, FOLLOWING, LAUNCH, PREVIOUS
 
 LENGTH = 1  # the dimension of [B, T, D] that is split
 
