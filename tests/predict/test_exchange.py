@@ -19,6 +19,7 @@ from ladder_jax.predict.machine import Link, Network, Ring
 from ladder_jax.predict.program import Choice, Form, Program
 from ladder_jax.predict.work import TRAINING, Model
 from ladder_jax.residual.wires import exchange as wire
+from ladder_jax.residual.wires import sequence
 from ladder_jax.residual.wires.exchange import Exchange
 from tests.predict.asked import H100, answered, run
 
@@ -170,8 +171,8 @@ def count(name, shared, which):
 )
 def test_as_many_transfers_as_the_program_has(name, shared, which, monkeypatch):
     """A barrier would keep alive what no later step reads; compilers see through it."""
-    for barrier in ("barrier_forward", "barrier_backward"):
-        monkeypatch.setattr(wire, barrier, lambda arrays: arrays)
+    for module, barrier in ((wire, "barrier_forward"), (sequence, "barrier_forward"), (sequence, "barrier_backward")):
+        monkeypatch.setattr(module, barrier, lambda arrays: arrays)
     found = timeline(config(name, shared=shared, which=which), device(flops=1e12))
     wires = [bar.name for bar in found.bars if bar.wire]
     kinds = {"all_to_all": ("dispatch", "combine"), "reduce_scatter": ("reduce-scatter",), "all_gather": ("gather",)}
