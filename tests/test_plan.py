@@ -9,7 +9,7 @@ import jax
 import pytest
 
 from ladder_jax import cli, nn, parallel, residual
-from ladder_jax.config import ExpertParallelism, MeshConfig, Remat, from_dict, load, preset
+from ladder_jax.config import ExpertParallelism, Interleave, MeshConfig, Remat, from_dict, load, preset
 from ladder_jax.errors import UserError
 from ladder_jax.plan import command, confirm, memory, plans, request, speed
 from ladder_jax.plan.confirm import Confirmed
@@ -67,6 +67,8 @@ def test_halves_are_a_candidate_where_they_have_something_to_hide():
     assert halved and all(one.mesh.tensor > 1 and one.rows % 2 == 0 for one in halved)
     whole = {dataclasses.replace(one, interleave=1) for one in halved}
     assert whole < set(of(residual="standard"))
+    assert set(of(residual="standard", interleave=Interleave.HALVES)) == halved
+    assert set(of(residual="standard", interleave=Interleave.WHOLE)) == set(of(residual="standard")) - halved
     assert not any(one.interleave == 2 for one in of(residual="no-communication"))
     exchanged = request.candidates(request.make(**MOE, capacity=1.25))
     assert any(one.interleave == 2 for one in exchanged)
@@ -99,6 +101,10 @@ def test_standard_is_planned_in_halves(capsys):
     assert all("train.interleave" not in plan["overrides"] for plan in answer["plans"] if plan["interleave"] == 1)
     assert cli.main(["plan", *words]) == 0
     assert ", in turn" in capsys.readouterr().out
+    assert cli.main(["plan", *words, "--interleave", "1", "--json"]) == 0
+    assert {plan["interleave"] for plan in json.loads(capsys.readouterr().out)["plans"]} == {1}
+    assert cli.main(["plan", *words, "--interleave", "3"]) == 2
+    assert "unknown --interleave '3' (allowed: 1, 2, auto)" in capsys.readouterr().err
 
 
 MOE = dict(model="qwen1.5-moe-a2.7b", target="v5p:2x2x2", tokens=65_536, sequence=4096, layers=4)
@@ -328,11 +334,21 @@ def test_a_confirmed_answer(run_cli, tmp_path):
         (dict(capacity=1.25), "--capacity 1.25 is of experts, which llama-3-70b has not"),
         (dict(model="tiny-moe", capacity=0.0), "--capacity must be positive, not 0.0"),
         (dict(model="tiny-moe", capacity=float("inf")), "--capacity must be positive, not inf"),
+        (
+            dict(interleave=Interleave.HALVES, residual="no-communication"),
+            "--interleave 2 is for a residual that reduces",
+        ),
     ],
 )
 def test_mistakes(change, said):
     with pytest.raises(UserError, match=said.replace("?", r"\?")):
         request.make(**LARGE | change)
+
+
+def test_nothing_to_halve():
+    asked = dict(model="tiny", target="cpu:1", tokens=512, sequence=512, interleave=Interleave.HALVES)
+    with pytest.raises(UserError, match="--interleave 2 needs several tensor ranks and an even number of sequences"):
+        request.candidates(request.make(**asked))
 
 
 def test_tokens_that_no_mesh_shares_out():

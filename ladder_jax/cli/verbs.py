@@ -318,6 +318,11 @@ VERBS = {
                 "an expert's rows, at most, over the mean (default: the model's); exchanging rows (mesh.experts)"
                 " needs it"
             ),
+            "--interleave N": one_of(
+                Interleave,
+                "1: whole microbatches, 2: two halves in turn, auto (the default): both",
+                default=Interleave.AUTO,
+            ),
             "--confirm N": number(
                 "compile the training step of the N best that fit, for the target (default 1; 0: estimate only)",
                 default=1,

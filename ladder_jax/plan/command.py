@@ -13,7 +13,7 @@ from ladder_jax.plan.request import Candidate, can_exchange
 from ladder_jax.schedule import shards
 from ladder_jax.terminal import Table
 
-OPTIONS = "model target tokens sequence residual layers capacity".split()  # parameters of `requests.make`
+OPTIONS = "model target tokens sequence residual layers capacity interleave".split()  # parameters of `requests.make`
 SHOWN = 12  # plans in the table, each with its fastest microbatch; --json has all plans
 COLUMNS = (
     "dxfxt", "remat", "sequence-parallel", "rows", "accumulate", "GiB", "s a step", "MFU", "waiting", "recomputed"

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 
 from ladder_jax.config import (
     ExpertParallelism,
+    Interleave,
     MeshConfig,
     ModelConfig,
     Remat,
@@ -30,7 +31,8 @@ from ladder_jax.schedule.targets import Target
 class Request:
     """name: of the model, as the user typed it. tokens: of one optimizer step over all devices. sequence: tokens each.
 
-    changes: settings of the model that the options change, as (dotted name, value).
+    changes: settings of the model that the options change, as (dotted name, value). interleave: of the microbatch; AUTO
+    has candidates of both forms.
     """
 
     name: str
@@ -39,6 +41,7 @@ class Request:
     tokens: int
     sequence: int
     changes: tuple[tuple[str, str | int | float], ...] = ()
+    interleave: Interleave = Interleave.AUTO
 
     @property
     def sequences(self) -> int:
@@ -54,6 +57,7 @@ def make(
     residual: str | None = None,
     layers: int | None = None,
     capacity: float | None = None,
+    interleave: Interleave = Interleave.AUTO,
 ) -> Request:
     """A checked request. model: as in `schedule.models.by_name`. Raises UserError for an invalid request."""
     parsed = targets.parse(target)
@@ -76,8 +80,10 @@ def make(
         raise UserError(f"--tokens {tokens} are not a multiple of --sequence {sequence}: {near} would be")
     if parse_residual(config.residual).depends_on_ranks and config.ranks is None:
         raise UserError(f"{config.residual} is a function of the number of ranks: give model.ranks in a file")
+    if interleave is Interleave.HALVES:
+        check_halves(2, model=config, rows=2, names=("--interleave", "rows"))
     settings = tuple((f"model.{name}", value) for name, value in changes.items())
-    return Request(model, config, parsed, tokens, sequence, settings)
+    return Request(model, config, parsed, tokens, sequence, settings, interleave)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -172,9 +178,15 @@ def candidates(request: Request) -> list[Candidate]:
                 streams.append((dataclasses.replace(mesh, experts=ExpertParallelism.EXCHANGE), True))
         for remat, (form, sequence_parallel), rows in itertools.product(Remat, streams, _divisors(share)):
             one = Candidate(form, remat, sequence_parallel, rows, share // rows)
-            result.append(one)
-            if _has_halves(one, request.config):
+            if request.interleave is not Interleave.HALVES:
+                result.append(one)
+            if request.interleave is not Interleave.WHOLE and _has_halves(one, request.config):
                 result.append(dataclasses.replace(one, interleave=2))
+    if not result:
+        raise UserError(
+            f"--interleave 2 needs several tensor ranks and an even number of sequences in a microbatch: no mesh of"
+            f" {request.target.name} has both for {request.sequences} sequences"
+        )
     return result
 
 
