@@ -7,7 +7,7 @@ import pytest
 from ladder_jax import cli, terminal
 from ladder_jax.bench import result as bench
 from ladder_jax.checkpoint import command
-from ladder_jax.predict import text as predict
+from ladder_jax.predict import command as predict
 from ladder_jax.terminal import Table
 
 TABLE = Table(

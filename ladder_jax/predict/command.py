@@ -1,16 +1,32 @@
 """The verb `predict`: parse the arguments, predict, print the result."""
 
 import json
+from collections.abc import Sequence
 
 from ladder_jax import files, terminal
+from ladder_jax.config import ExpertParallelism, Launch, Phase
 from ladder_jax.errors import UserError
-from ladder_jax.predict import compiled, picture, result, sweep, text
+from ladder_jax.predict import compiled, picture, result
 from ladder_jax.predict import request as requests
+from ladder_jax.predict import sweep as sweeps
+from ladder_jax.predict.machine import NAMES, Machine
+from ladder_jax.predict.request import BASELINE
+from ladder_jax.predict.result import SAME, WORTH, Result, Row, algorithm, described, executed, in_turn, number
+from ladder_jax.predict.sweep import Point, Sweep
+from ladder_jax.terminal import Table
 
 OPTIONS = (
     *("model", "hardware", "tensor", "batch", "prompt_length", "new_tokens", "residual", "ladder_layers", "layers"),
     *("implementation", "phase", "sequence", "launch", "interleave", "experts", "capacity"),
 )  # parameters of `requests.make`
+COLUMNS = (
+    *("residual", "tokens/s", "speed-up", "over NCCL", "prefill ms", "step ms", "exposed", "hidden"),
+    *("all-reduce", "launch"),
+)
+OF_A_PHASE = ("residual", "tokens/s", "speed-up", "over NCCL", "ms", "exposed ms", "hidden", "form", "launch")
+WORDS = ("residual", "form", "all-reduce", "launch")  # columns of words
+SWEPT = ("tensor", "batch", "link", "take", "speed-up", "ladder", "tokens/s", "a device", "ms/token")
+PROGRAMS = {"ours": "this library's programs", "authors": "the paper's authors' programs"}
 
 
 def run(args: dict) -> None:
@@ -28,22 +44,22 @@ def run(args: dict) -> None:
     if target:
         options = compiled.with_defaults(options, target)
     if options["hardware"] is None:
-        raise UserError(f"--hardware is needed (allowed: {', '.join(requests.machines.NAMES)}, or a .yaml file)")
+        raise UserError(f"--hardware is needed (allowed: {', '.join(NAMES)}, or a .yaml file)")
     request = requests.make(**options)
     if args["sweep"]:
-        axes = sweep.parse(request, args["sweep"])
-        points = sweep.run(request, axes)
+        axes = sweeps.parse(request, args["sweep"])
+        points = sweeps.run(request, axes)
         if args["plot"]:
-            if not sweep.front(points):
+            if not sweeps.front(points):
                 raise UserError("--plot: there is nothing to draw, as no topology that communicates fits into memory")
             picture.plot_sweep(points, file=args["plot"])
         document = {"model": request.model, "hardware": request.machine.name, "sweep": [p.as_dict() for p in points]}
-        _print(document if args["json"] else text.sweep_lines(points, axes))
+        _print(document if args["json"] else sweep_lines(points, axes))
         return
     answer = compiled.predict(request, target=target) if target else result.predict(request)
     if args["plot"]:
         picture.plot(answer, file=args["plot"])
-    _print(answer.as_dict() if args["json"] else text.lines(answer))
+    _print(answer.as_dict() if args["json"] else lines(answer))
 
 
 def _print(answer: dict | list) -> None:
@@ -51,3 +67,136 @@ def _print(answer: dict | list) -> None:
         print(json.dumps(answer))
         return
     terminal.show(answer)
+
+
+def lines(answer: Result) -> list:
+    """Lines and a table, for `terminal.show`."""
+    return [*_verdict(answer), *(_of_one_pass(answer) if answer.request.phase else _of_generation(answer))]
+
+
+def _of_generation(answer: Result) -> list:
+    request = answer.request
+    machine = answer.request.machine
+    rows = answer.rows
+    program = PROGRAMS[request.implementation.name]
+    most = max(row.speed.memory for row in rows)
+    tail = []
+    if request.tensor > 1 and "no-communication" in request.residuals:
+        tail.append("note      no-communication: what the embedding and the choice of each token communicate is left")
+    if most > machine.memory:
+        tail.append(f"note      weights and cache need more than a device's {machine.memory / 2**30:.0f} GiB")
+    tail += _assumed(machine)
+    if any(executed(row.speed.step)["launch"] == Launch.EXPLICIT.value for row in rows):
+        tail.append("note      explicit launches, the default here, have never run; --launch chained: without them")
+    return [
+        f"{request.model}, tensor {request.tensor}, batch {request.batch} on {machine.name}",
+        f"prompt {request.prompt_length}, {request.new_tokens} new tokens; {answer.fidelity}, {program}",
+        Table(COLUMNS, list(map(_generated, rows)), left=WORDS),
+        f"speed-up: over {answer.baseline.name}; over NCCL: over Standard with NCCL's all-reduces (XLA's on a TPU)",
+        "step, exposed (ms), all-reduce: of a decode step; hidden: the share of its all-reduces' time that adds nothing"
+        " to it",
+        f"memory    {most / 2**30:.1f} GiB of weights and cache a device",
+        *tail,
+    ]
+
+
+def _of_one_pass(answer: Result) -> list:
+    request = answer.request
+    machine = answer.request.machine
+    what = "forward and backward" if request.phase is Phase.TRAIN else "prefill"
+    title = f"{request.model}, {what} of {request.batch} x {request.tokens} tokens, {request.tensor} devices"
+    opponents = [f"{one.described} {number(one.tokens_per_second)}" for one in answer.opponents]
+    exchanged = []
+    if request.experts is ExpertParallelism.EXCHANGE:
+        exchanged = [f"exchange  with capacity {request.capacity:g}: whole buffers are sent and computed, full or not"]
+    return [
+        f"{title} of {machine.name}; {answer.fidelity}",
+        Table(OF_A_PHASE, list(map(_passed, answer.rows)), left=WORDS),
+        f"Standard's forms, tokens/s: {'; '.join(opponents)}",
+        f"speed-up: over {answer.baseline.name}; over NCCL: over Standard (all-reduce) with NCCL's all-reduces",
+        *exchanged,
+        *_assumed(machine),
+    ]
+
+
+def _verdict(answer: Result) -> list[str]:
+    """What to take, and why; where that is not the fastest, the rule."""
+    advice = answer.advice
+    if advice.residual == BASELINE:
+        return ["no: take standard", f"reason    {advice.reason.removeprefix('no: ')}"]
+    said = [f"take {advice.residual}", f"reason    {advice.reason}"]
+    fastest = max((row for row in answer.rows if row.residual != "no-communication"), key=lambda row: row.speedup)
+    if fastest.residual != advice.residual and fastest.speedup >= WORTH:
+        said.append(
+            f"rule      {fastest.residual} gives {fastest.speedup:.2f}: among topologies within {1 - SAME:.0%} of the"
+            " fastest, the one closest to Standard"
+        )
+    if advice.ladder_helps is False:
+        said.append("note      the plain Ladder: no, it does not help here")
+    return said
+
+
+def _assumed(machine: Machine) -> list[str]:
+    """A note on the constants that nobody measured or verified."""
+    notes = []
+    for word, what in (("assumed", "assumed"), ("not verified", "figures of threads, not verified")):
+        if count := sum(word in source for source in machine.sources.values()):
+            told = f"{count} of {machine.name}'s constants are {what}"
+            notes.append(f"note      {told}: ladder-jax calibrate measures yours")
+    return notes
+
+
+def sweep_lines(points: Sequence[Point], sweep: Sweep) -> list:
+    """A table with a row per point: the recommended topology, its speed-up and that of the plain Ladder."""
+    notes = ["speed-up, ladder: over the fastest Standard at each point"]
+    notes += [f"note      the model cannot be split over {size} devices: left out" for size in sweep.unsplit]
+    if not all(point.fits for point in points):
+        notes.append("*         weights and cache need more memory than a device has")
+    return [Table(SWEPT, list(map(_swept, points)), left=("take",)), *notes]
+
+
+def _swept(point: Point) -> tuple[str, ...]:
+    row = point.chosen
+    ladder = next((f"{one.speedup:.2f}" for one in point.result.rows if one.residual == "ladder"), "-")
+    return (
+        str(point.tensor),
+        str(point.batch),
+        f"{point.link:g} x",
+        row.residual if point.fits else f"{row.residual} *",
+        f"{row.speedup:.2f}",
+        f"no help, {ladder}" if point.result.advice.ladder_helps is False else ladder,
+        number(row.tokens_per_second),
+        number(row.tokens_per_second / point.tensor),
+        f"{row.speed.step.seconds * 1e3:.2f}",
+    )
+
+
+def _generated(row: Row) -> tuple[str, ...]:
+    speed = row.speed
+    step = row.speed.step
+    return (
+        *_speeds(row),
+        f"{speed.prefill_seconds * 1e3:.1f}",
+        f"{step.seconds * 1e3:.2f}",
+        f"{step.exposed * 1e3:.2f}",
+        f"{step.hidden:.0%}" if step.wire and row.residual != "no-communication" else "-",
+        algorithm(step) or "-",
+        executed(step)["launch"] or "-",
+    )
+
+
+def _passed(row: Row) -> tuple[str, ...]:
+    one = row.speed
+    how = executed(row.speed)
+    return (
+        *_speeds(row),
+        f"{one.seconds * 1e3:.1f}",
+        f"{one.exposed * 1e3:.1f}",
+        f"{one.hidden:.0%}" if one.wire else "-",
+        described(one.program.form.value, how["all_reduce"]) + in_turn(one.program.interleave),
+        how["launch"] or "-",
+    )
+
+
+def _speeds(row: Row) -> tuple[str, ...]:
+    return row.residual, number(row.tokens_per_second), f"{row.speedup:.2f}", f"{row.speedup_over_nccl:.2f}"

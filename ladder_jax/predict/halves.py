@@ -9,8 +9,8 @@ from ladder_jax.hardware import machine_of
 from ladder_jax.nn import ModelDef
 from ladder_jax.parallel import with_ranks
 from ladder_jax.predict import machine, model
-from ladder_jax.predict.advice import WORTH
 from ladder_jax.predict.program import Form
+from ladder_jax.predict.result import WORTH
 from ladder_jax.predict.work import TRAINING, Block, Model
 
 

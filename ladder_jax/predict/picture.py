@@ -5,10 +5,8 @@ from collections.abc import Sequence
 
 from ladder_jax import files, pyplot
 from ladder_jax.predict import sweep as sweeps
-from ladder_jax.predict.advice import WORTH
-from ladder_jax.predict.result import Result
+from ladder_jax.predict.result import WORTH, Result, number
 from ladder_jax.predict.sweep import Point
-from ladder_jax.predict.text import number
 
 COMPUTE = "#4c78a8"
 EXPOSED = "#e45756"

@@ -10,9 +10,8 @@ import dataclasses
 import itertools
 from collections.abc import Mapping, Sequence
 
-from ladder_jax.config import Phase
-from ladder_jax.predict import advice, model, without_tensor
-from ladder_jax.predict.advice import Advice, Opponent
+from ladder_jax.config import Phase, parse_residual
+from ladder_jax.predict import model
 from ladder_jax.predict.machine import FITTED, Kernel, Link, Network
 from ladder_jax.predict.model import Pass, Speed, fastest
 from ladder_jax.predict.program import Choice, Form, Opponents, decoding_in_halves
@@ -20,6 +19,16 @@ from ladder_jax.predict.request import BASELINE, Request
 from ladder_jax.predict.work import TRAINING, Model
 
 ANALYTIC = "analytic"
+WORTH = 1.03  # a smaller gain over the fastest Standard is within the model's error, and no reason to change a model
+SAME = 0.95  # share of the fastest from which topologies count as equally fast: the model's error is larger
+
+PREFERENCE = (
+    *("standard", "ladder", "farskip", "ladder-fresh"),
+    *("parallel-shared-norm", "parallel", "ladder-K", "parallel-ladder"),
+)
+"""Order of recommendation among equally fast topologies: first those closest to trained and measured models."""
+
+FEWER = {"desync": "fewer all-reduces", "parallel-ladder": "half as many all-reduces, each under a whole layer,"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,6 +81,27 @@ class Row:
             "memory_bytes": speed.memory,
             "fits": speed.memory <= memory,
         }
+
+
+@dataclasses.dataclass(frozen=True)
+class Advice:
+    """ladder_helps: whether the plain Ladder's speed-up is at least WORTH; None if the request leaves it out."""
+
+    residual: str
+    reason: str
+    ladder_helps: bool | None
+
+
+@dataclasses.dataclass(frozen=True)
+class Opponent:
+    """The fastest way without changing the model. name: in words. share: of its time that communication adds.
+
+    lengths: of a decode step, seconds of an all-reduce and of the shortest sublayer; None where that says nothing.
+    """
+
+    name: str
+    share: float
+    lengths: tuple[float, float] | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -156,7 +186,7 @@ def of_speeds(
     forms = dict.fromkeys((standard.step.program.form, standard.prefill.program.form))
     form = Form.ALL_REDUCE.value if len(forms) == 1 else f"all-reduce; prefill: {standard.prefill.program.form.value}"
     baseline = Baseline(form, algorithm(standard.step), standard.tokens_per_second, interleave(standard))
-    lengths = advice.lengths(standard)
+    lengths = lengths_of(standard)
     tokens = request.batch * request.new_tokens
     opponents = [(standard, baseline)]
     return _result(request, speeds, tokens, opponents=opponents, nccl=nccl, lengths=lengths, fidelity=fidelity)
@@ -192,8 +222,57 @@ def _result(
     over = lambda name: (best.seconds / speeds[name].seconds, nccl.seconds / speeds[name].seconds)
     rows = tuple(Row(name, speeds[name], tokens, *over(name)) for name in request.residuals)
     opponent = Opponent(baseline.name, best.exposed / best.seconds, lengths)
-    recommendation = advice.read(rows=rows, opponent=opponent, tensor=request.tensor)
+    recommendation = advise(rows=rows, opponent=opponent, tensor=request.tensor)
     return Result(request, rows, tuple(one for _, one in opponents), recommendation, fidelity)
+
+
+def advise(*, rows: Sequence[Row], opponent: Opponent, tensor: int) -> Advice:
+    """The advice for a request's rows. `no-communication` is never recommended."""
+    usable = [row for row in rows if row.residual != "no-communication"]
+    ladders = [row.speedup for row in rows if row.residual == "ladder"]
+    helps = ladders[0] >= WORTH if ladders else None
+    best = max((row.speedup for row in usable), default=1.0)
+    if tensor == 1:
+        return Advice("standard", "no: one device communicates nothing, so there is nothing to hide", helps)
+    if best < WORTH:
+        communication = f"communication is {opponent.share:.1%} of its time"
+        gains = f"no topology is {WORTH - 1:.0%} faster than {opponent.name}"
+        return Advice("standard", f"no: {gains}; {communication}", helps)
+    fast = [row for row in usable if row.speedup >= max(WORTH, SAME * best)]
+    chosen = min(fast, key=lambda row: (_rank(row.residual), -row.speedup))
+    return Advice(chosen.residual, _reason(chosen, usable, opponent), helps)
+
+
+def lengths_of(baseline: Speed) -> tuple[float, float] | None:
+    """Seconds of an all-reduce and of the shortest sublayer in a decode step; None without a timeline."""
+    timeline = baseline.step.forward
+    if timeline is None or not timeline.all_reduces:
+        return None
+    computes = [bar.stop - bar.start for bar in timeline.bars if not bar.wire]
+    return timeline.wire / timeline.all_reduces, min(computes)
+
+
+def _reason(chosen: Row, usable: Sequence[Row], opponent: Opponent) -> str:
+    start = f"communication is {opponent.share:.0%} of the time of {opponent.name}"
+    kind = parse_residual(chosen.residual).kind
+    gain = f"{chosen.speedup:.2f} x its speed"
+    if opponent.lengths is not None:
+        wire, shortest = opponent.lengths
+        does = "outlasts" if wire > shortest else "fits under"
+        start += f", and a decode step's all-reduce ({wire * 1e6:.0f} µs) {does} its shorter sublayer"
+        start += f" ({shortest * 1e6:.0f} µs)"
+    if kind in ("ladder", "ladder-fresh", "farskip"):
+        return f"{start}: hiding it under compute gives {gain}"
+    fewer = FEWER.get(kind, "half as many all-reduces")
+    ladder = next((row for row in usable if row.residual == "ladder"), None)
+    comparison = f" where the plain Ladder gives {ladder.speedup:.2f}" if ladder else ""
+    return f"{start}: {fewer} give {gain}{comparison}"
+
+
+def _rank(residual: str) -> int:
+    name = parse_residual(residual)
+    key = "ladder-K" if name.kind == "ladder" and name.number > 1 else name.kind
+    return PREFERENCE.index(key) if key in PREFERENCE else len(PREFERENCE)
 
 
 def _speed(request: Request, residual: str, opponents: Opponents) -> Speed:
@@ -231,7 +310,7 @@ def _without_tensor(request: Request) -> list[Pass]:
     if whole.implementation.algorithms == FITTED:
         return []  # the authors' programs have tensor parallelism
     shape = dict(devices=request.tensor, rows=request.batch, tokens=request.tokens)
-    return without_tensor.passes(whole, request.machine, **shape, phase=request.phase)
+    return model.passes_without_tensor(whole, request.machine, **shape, phase=request.phase)
 
 
 def _shard(request: Request, residual: str, *, ranks: int) -> Model:
@@ -285,3 +364,8 @@ def constants(request: Request) -> dict[str, dict]:
         return found
 
     return of(request.machine, "")
+
+
+def number(value: float) -> str:
+    """Three significant digits, or all digits before the decimal point."""
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"

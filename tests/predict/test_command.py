@@ -8,7 +8,7 @@ import os
 import pytest
 
 from ladder_jax.config import EXPERT_RESIDUALS, RESIDUALS
-from ladder_jax.predict import advice, request, result, sweep
+from ladder_jax.predict import request, result, sweep
 from tests.predict.asked import answered, run, seconds
 
 
@@ -26,7 +26,7 @@ def test_advice():
     assert found.residual == "standard" and found.ladder_helps is False and "one device" in found.reason
     found = advise(hardware="h100-no-nvlink", tensor=8, residual="standard,desync-2")
     assert found.residual == "desync-2" and found.ladder_helps is None
-    assert set(advice.PREFERENCE) - {"ladder-K"} < {*RESIDUALS, *EXPERT_RESIDUALS}
+    assert set(result.PREFERENCE) - {"ladder-K"} < {*RESIDUALS, *EXPERT_RESIDUALS}
 
 
 def test_hybrids_lie_between():

@@ -7,7 +7,7 @@ import random
 import pytest
 
 from ladder_jax.config import Phase, preset
-from ladder_jax.predict import layers, machine, model, program, timeline, without_tensor
+from ladder_jax.predict import layers, machine, model, program, timeline
 from ladder_jax.predict.machine import Link
 from ladder_jax.predict.program import PLAIN, Form
 from ladder_jax.predict.timeline import Work
@@ -113,6 +113,6 @@ def test_fsdp_gathers_each_layers_own_matrices():
     matrices = 5 * attention + DENSE * 3 * 64 * 256 + (5 - DENSE) * experts
     tables = 2 * 512 * 64
     for phase, elements in ((Phase.TRAIN, 8), (Phase.PREFILL, 2)):
-        found = without_tensor.passes(Model(one, 1, TRAINING), slow, phase=phase, **shape)
+        found = model.passes_without_tensor(Model(one, 1, TRAINING), slow, phase=phase, **shape)
         (fsdp,) = (each for each in found if each.program.form is Form.FSDP)
         assert fsdp.seconds == pytest.approx(3 / 4 * elements * (matrices + tables) / 1e6)

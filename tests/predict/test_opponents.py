@@ -8,7 +8,7 @@ import pathlib
 import pytest
 
 from ladder_jax.config import Launch, Phase, preset
-from ladder_jax.predict import advice, compiled, layers, machine, model, request, result, work
+from ladder_jax.predict import compiled, layers, machine, model, request, result, work
 from ladder_jax.predict.machine import Algorithm, Kernel, Kernels, Link, Network
 from ladder_jax.predict.program import Choice, Form, Opponents, Program, programs
 from ladder_jax.predict.work import AUTHORS, OURS, Model
@@ -344,8 +344,8 @@ def test_no_is_said_plainly(capsys):
         residual: str
         speedup: float
 
-    opponent = advice.Opponent("Standard (ring all-reduce)", 0.1)
-    for speedup, said in ((advice.WORTH - 0.001, "standard"), (advice.WORTH, "ladder")):
-        found = advice.read(rows=[Row("standard", 1.0), Row("ladder", speedup)], opponent=opponent, tensor=8)
+    opponent = result.Opponent("Standard (ring all-reduce)", 0.1)
+    for speedup, said in ((result.WORTH - 0.001, "standard"), (result.WORTH, "ladder")):
+        found = result.advise(rows=[Row("standard", 1.0), Row("ladder", speedup)], opponent=opponent, tensor=8)
         assert (found.residual, found.ladder_helps) == (said, said == "ladder")
-    assert math.isclose(advice.WORTH, 1.03)
+    assert math.isclose(result.WORTH, 1.03)
