@@ -10,6 +10,8 @@ sublayer, and so a layer is a sequence of slots, whose seconds are the longer of
                            norm
                            down                        beside the gather of the next attention's input
 
+Of two halves in turn the other half's messages stand there, for any topology.
+
 A shared expert is tensor-parallel: its input is gathered with the dispatch. `farskip` computes it before the
 reduce-scatter, which takes its sum too; in a ladder it stands beside that, and its sum is scattered with the next
 combine. A standard layer waits for all transfers, but its shared expert's first products stand beside the dispatch and
@@ -18,6 +20,7 @@ its last one beside the combine.
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 
 from ladder_jax.predict.machine import Algorithm, Halves, Machine, Ring
@@ -67,16 +70,27 @@ def layers(
     algorithm, all_reduce = reduction(model, machine, block, program=program)
     settings = dict(contention=machine.contention, window=program.window)
 
-    @functools.cache
-    def of_half(sublayers: tuple[int, ...], half: Block) -> Work:
+    def of_half(half: Sequence[Kernel], whole: Sequence[Kernel]) -> Work:
         """It reads all weights, and starts as many kernels as the whole."""
-        whole = kernels(sublayers, block)
-        pairs = zip(kernels(sublayers, half), whole, strict=True)
+        pairs = zip(half, whole, strict=True)
         return sum((work_of([one]).slower(few_rows(one, other, machine=machine)) for one, other in pairs), Work())
 
+    @functools.cache
+    def step_of_half(sublayers: tuple[int, ...], half: Block) -> Work:
+        return of_half(kernels(sublayers, half), kernels(sublayers, block))
+
+    def exchanged(part: Block) -> Exchanged:
+        """Of `block`, or of one of its halves."""
+        own = exchanged_kernels(model, part)
+        whole = exchanged_kernels(model, block)
+        return Exchanged.of(model, machine, part, work_of=lambda name: of_half(own[name], whole[name]))
+
     if program.form is Form.EXCHANGE:
-        slots = _exchange_slots(steps, model, machine, block, work_of=work_of)
         waits = machine.link.halves is Halves.NONE  # on a v5e (but for gathers, which is left out)
+        if program.interleave == 2:
+            slots = _exchange_turns(steps, [exchanged(half) for half in block.halves])
+        else:
+            slots = _exchange_slots(steps, exchanged(block))
         timeline = play_slots(slots, contention=machine.contention, waits=waits)
     elif program.form is Form.COLLECTIVE_MATMUL:
         ring = RingProduct(machine, model.ranks, payload=model.payload(block), times=times)
@@ -84,7 +98,7 @@ def layers(
     elif program.interleave == 2:
         halves = block.halves
         each = tuple(reduction(model, machine, half, program=program)[1] for half in halves)
-        slots = turns(steps, work=lambda step, half: of_half(step.sublayers, halves[half]), all_reduces=each)
+        slots = turns(steps, work=lambda step, half: step_of_half(step.sublayers, halves[half]), all_reduces=each)
         timeline = play_slots(slots, **settings)
     else:
         timeline = play(steps, work=lambda step: of_sublayers(step.sublayers), all_reduce=all_reduce, **settings)
@@ -189,80 +203,158 @@ def _in_rings(
     return dataclasses.replace(device.timeline(), compute=plain, wire=wire, all_reduces=len(steps))
 
 
-def _exchange_slots(
-    steps: Sequence[Step], model: Model, machine: Machine, block: Block, *, work_of: WorkOf
-) -> Iterator[Slot]:
-    """The slots of a topology's steps, in their order, if ranks exchange the rows of experts."""
-    shared_kernels = model.shared_expert(block)
+@dataclasses.dataclass(frozen=True)
+class Exchanged:
+    """What a layer of one block takes whose ranks exchange the rows of experts: its work, in parts that messages stand
+    beside, and its messages. Those of a shared expert go with them: its input's gather, and its sum's scatter."""
+
+    norm: Work
+    into: Work
+    out: Work
+    route: Work
+    first: Work
+    last: Work
+    collect: Work
+    shared: Work
+    shared_first: Work
+    shared_last: Work
+    gather: Transfer
+    scatter: Transfer
+    dispatch: Transfer
+    combine: Transfer
+    has_shared: bool
+
+    @classmethod
+    def of(cls, model: Model, machine: Machine, block: Block, *, work_of: Callable[[str], Work]) -> "Exchanged":
+        """work_of: the `exchanged_kernels` of this name."""
+        names = [field.name for field in dataclasses.fields(cls) if field.type is Work]
+        half = machine.link.half(model.payload(block), ranks=model.ranks)
+        rows = machine.link.all_to_all(model.buffer_bytes(block), ranks=model.ranks)
+        return cls(
+            **{name: work_of(name) for name in names},
+            gather=("gather", half),
+            scatter=("reduce-scatter", half),
+            dispatch=("dispatch", rows),
+            combine=("combine", rows),
+            has_shared=bool(model.config.moe.shared_width),
+        )
+
+    def input_of(self, step: Step) -> tuple[Transfer, ...]:
+        if step.sublayers == (ATTENTION,):
+            return (self.gather,)
+        return (self.gather, self.dispatch) if self.has_shared else (self.dispatch,)
+
+    def output_of(self, step: Step) -> tuple[Transfer, ...]:
+        if step.sublayers == (ATTENTION,):
+            return (self.scatter,)
+        return (self.combine, self.scatter) if self.has_shared and not step.early else (self.combine,)
+
+
+def exchanged_kernels(model: Model, block: Block) -> dict[str, Sequence[Kernel]]:
     norm, into, *out = model.step((ATTENTION,), block, split=model.ranks)
     router, sort, first, *last, collect = model.routed(block, exchanged=True)
-    parts = [norm], [into], out, [router, sort], [first], last, [collect], shared_kernels, shared_kernels[:1]
-    norm, into, out, route, first, last, collect, shared, shared_first = map(work_of, parts)
-    shared_last = work_of(shared_kernels[1:])
-    half = machine.link.half(model.payload(block), ranks=model.ranks)
-    rows = machine.link.all_to_all(model.buffer_bytes(block), ranks=model.ranks)
-    gather = ("gather", half)
-    scatter = ("reduce-scatter", half)
-    dispatch = ("dispatch", rows)
-    combine = ("combine", rows)
+    shared = model.shared_expert(block)
+    return dict(
+        norm=[norm],
+        into=[into],
+        out=out,
+        route=[router, sort],
+        first=[first],
+        last=last,
+        collect=[collect],
+        shared=shared,
+        shared_first=shared[:1],
+        shared_last=shared[1:],
+    )
+
+
+def _exchange_turns(steps: Sequence[Step], halves: Sequence[Exchanged]) -> Iterator[Slot]:
+    """The slots of two halves in turn: beside a sublayer of one half the other half's newest output arrives, beside the
+    sublayer's first products, and the input of its next step is sent, beside the rest."""
+    none = Work()
+    newest: list[Step | None] = [None, None]  # the step whose output is on its way
+    yield Slot(halves[0].norm)
+    yield Slot(transfers=halves[0].input_of(steps[0]))
+    for place, half in itertools.product(range(len(steps)), (0, 1)):
+        step = steps[place]
+        own = halves[half]
+        other = halves[1 - half]
+        before = newest[1 - half]
+        following = steps[place] if half == 0 else steps[place + 1] if place + 1 < len(steps) else None
+        attends = step.sublayers == (ATTENTION,)
+        arriving = () if before is None else other.output_of(before)
+        sent = () if following is None else other.input_of(following)
+        collected = other.collect if before is not None and before.sublayers != (ATTENTION,) else none
+        normed = none if following is None else other.norm
+        routed = none if following is None or following.sublayers == (ATTENTION,) else other.route
+        yield Slot(own.into if attends else own.shared + own.first, arriving)
+        yield Slot(collected + normed + routed)
+        yield Slot(own.out if attends else own.last, sent)
+        newest[half] = step
+    yield Slot(transfers=halves[1].output_of(steps[-1]))
+    yield Slot(halves[1].collect)
+
+
+def _exchange_slots(steps: Sequence[Step], part: Exchanged) -> Iterator[Slot]:
+    """The slots of a topology's steps, in their order, if ranks exchange the rows of experts."""
     none = Work()
 
     def attend(step: Step) -> Iterator[Slot]:
         waits = bool(arriving) and step.delay == 0
         if waits:
             yield Slot(transfers=arriving)
-            yield Slot(collect)
+            yield Slot(part.collect)
         if not prepared:
-            yield Slot(norm)
-            yield Slot(transfers=(gather,))
-        yield Slot(into, () if waits else arriving)
-        collected = collect if arriving and not waits else none
+            yield Slot(part.norm)
+            yield Slot(transfers=(part.gather,))
+        yield Slot(part.into, () if waits else arriving)
+        collected = part.collect if arriving and not waits else none
         if prepares:
-            yield Slot(collected + norm + route)
-            yield Slot(out, (gather, dispatch) if shared_kernels else (dispatch,))
+            yield Slot(collected + part.norm + part.route)
+            yield Slot(part.out, part.input_of(following))
         else:
-            yield Slot(collected + out)
+            yield Slot(collected + part.out)
         if step.pending_after == 0:
-            yield Slot(transfers=(scatter,))
+            yield Slot(transfers=(part.scatter,))
 
     def compute(step: Step) -> Iterator[Slot]:
         waits = not prepared and step.delay < step.pending_before
         if step.early:
-            yield Slot(shared)
+            yield Slot(part.shared)
         if waits:
             yield Slot(transfers=arriving)
         if not prepared:
-            yield Slot(norm + route)
-            if shared_kernels:
-                yield Slot(transfers=(gather,))
-            yield Slot(none if step.delay else shared_first, (dispatch,))
-        beside_scatter = shared if step.delay and not step.early else none
-        yield Slot(beside_scatter + first, () if waits else arriving)
-        beside_combine = none if step.delay else shared_last
+            yield Slot(part.norm + part.route)
+            if part.has_shared:
+                yield Slot(transfers=(part.gather,))
+            yield Slot(none if step.delay else part.shared_first, (part.dispatch,))
+        beside_scatter = part.shared if step.delay and not step.early else none
+        yield Slot(beside_scatter + part.first, () if waits else arriving)
+        beside_combine = none if step.delay else part.shared_last
         if step.pending_after == 0:
-            yield Slot(last)
-            yield Slot(beside_combine, (combine,))
-            if shared_kernels and not step.early:
-                yield Slot(transfers=(scatter,))
-            yield Slot(collect)
+            yield Slot(part.last)
+            yield Slot(beside_combine, (part.combine,))
+            if part.has_shared and not step.early:
+                yield Slot(transfers=(part.scatter,))
+            yield Slot(part.collect)
         elif prepares:
-            yield Slot(norm)
-            yield Slot(last + beside_combine, (gather,))
+            yield Slot(part.norm)
+            yield Slot(part.last + beside_combine, (part.gather,))
         else:
-            yield Slot(last + beside_combine)
+            yield Slot(part.last + beside_combine)
 
     arriving: tuple[Transfer, ...] = ()  # of the newest output, which none has launched yet
     prepared = False  # whether the step before has made this one's input, beside its own second half
     for step, following in zip(steps, (*steps[1:], None)):
         attends = step.sublayers == (ATTENTION,)
         if not step.reduces:
-            yield Slot(norm + (into + out if attends else route + shared + first + last + collect))
+            of_experts = part.route + part.shared + part.first + part.last + part.collect
+            yield Slot(part.norm + (part.into + part.out if attends else of_experts))
             continue
         prepares = following is not None and following.reads_added
         yield from attend(step) if attends else compute(step)
-        with_shared = (combine, scatter) if shared_kernels and not step.early else (combine,)
-        arriving = () if step.pending_after == 0 else (scatter,) if attends else with_shared
+        arriving = () if step.pending_after == 0 else part.output_of(step)
         prepared = prepares
     if arriving:
         yield Slot(transfers=arriving)
-        yield Slot(collect)
+        yield Slot(part.collect)

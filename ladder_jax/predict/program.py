@@ -87,8 +87,12 @@ def programs(
     steps = steps_of(config)
     kind = parse_residual(config.residual).kind
     hides = any(step.delay for step in steps)
+    in_turn = block.size > 1 and all(step.reduces and not step.early for step in steps)
     if choice.experts is ExpertParallelism.EXCHANGE:
-        return (Program(Form.EXCHANGE, launch=Launch.CHAINED if hides else None),)
+        candidates = [Program(Form.EXCHANGE, launch=Launch.CHAINED if hides else None)]
+        if in_turn and block.rows % 2 == 0:
+            candidates.append(Program(Form.EXCHANGE, launch=Launch.CHAINED, interleave=2))
+        return _among(candidates, choice)
     if choice.opponents is Opponents.FITTED or implementation.algorithms == FITTED:
         return (PLAIN,)
     strongest = choice.opponents is Opponents.STRONGEST
@@ -112,10 +116,14 @@ def programs(
             candidates.append(Program(Form.SEQUENCE_PARALLEL, launch=Launch.CHAINED if hides else None))
         if splits and kind == "standard" and config.moe is None:  # no ring brings sorted rows
             candidates.append(Program(Form.COLLECTIVE_MATMUL))
-        if block.size > 1 and all(step.reduces and not step.early for step in steps):
+        if in_turn:
             candidates += launched(NCCL, interleave=2)
             if splits:
                 candidates.append(Program(Form.SEQUENCE_PARALLEL, launch=Launch.CHAINED, interleave=2))
+    return _among(candidates, choice)
+
+
+def _among(candidates: list[Program], choice: Choice) -> tuple[Program, ...]:
     chosen = [one for one in candidates if one.interleave in choice.interleaves]
     return tuple(chosen or candidates)
 

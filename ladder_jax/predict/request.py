@@ -183,10 +183,9 @@ def _check(request: Request, *, halved: bool) -> None:
         check(predicted, f"--phase train has no prediction of {name}'s backward pass")
         if exchanges:
             check_exchange(config.moe, residual=name, **EXCHANGE)
-        unknown_halves = "--interleave 2: predict has no halves of exchanged experts (overlap compiles them)"
-        check(not exchanges or not halved, unknown_halves)
         if halved:
-            check_halves(2, model=config, rows=2, names=("--interleave", "--batch"))
+            rows = request.batch if exchanges else 2
+            check_halves(2, model=config, rows=rows, names=("--interleave", "--batch"), sequence_parallel=exchanges)
     names = ", ".join(request.residuals)
     check(any_ladder or request.ladder_layers is None, f"--ladder-layers needs a ladder kind of residual, not {names}")
     if exchanges:

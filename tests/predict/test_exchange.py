@@ -18,6 +18,7 @@ from ladder_jax.predict import layers, machine, model, request, result
 from ladder_jax.predict.machine import Link, Network, Ring
 from ladder_jax.predict.program import Choice, Form, Program
 from ladder_jax.predict.work import TRAINING, Model
+from ladder_jax.residual.interleave import interleaved
 from ladder_jax.residual.wires import exchange as wire
 from ladder_jax.residual.wires import sequence
 from ladder_jax.residual.wires.exchange import Exchange
@@ -50,10 +51,12 @@ def device(*, flops=math.inf, bandwidth=math.inf, **changes):
     return dataclasses.replace(H100, flops=flops, bandwidth=bandwidth, link=of_link, **shares | changes)
 
 
-def timeline(one, on, *, times=1):
+def timeline(one, on, *, times=1, interleave=1):
+    """Of one row, or of two rows in turn."""
     shard = Model(one, RANKS)
-    block = shard.prefill(rows=1, prompt_length=TOKENS)
-    return layers.layers(shard, on, block, program=Program(Form.EXCHANGE), times=times).timeline
+    block = shard.prefill(rows=interleave, prompt_length=TOKENS)
+    program = Program(Form.EXCHANGE, interleave=interleave)
+    return layers.layers(shard, on, block, program=program, times=times).timeline
 
 
 HALF = 3 / 4 * TOKENS * D * 2 / BANDWIDTH  # a gather or a reduce-scatter
@@ -108,6 +111,29 @@ def test_a_timeline_by_hand(name, shared, flops):
     assert found.all_reduces == LAYERS * transfers.get(name, 4)
 
 
+def expected_in_turn(*, shared, scale):
+    """Seconds of LAYERS layers of two rows, one beside the other's messages."""
+    c = {part: scale * flops for part, flops in FLOPS.items()}
+    first = c["first"] + (c["shared_first"] + c["shared_last"] if shared else 0.0)
+    message = SENT + (HALF if shared else 0.0)  # a dispatch, or a combine
+    attention = [max(c["out"], HALF), max(c["into"], HALF), c["route"], max(c["out"], message)]
+    experts = [max(first, HALF), c["route"], max(c["last"], message), max(first, message)]
+    between = (LAYERS - 1) * (max(c["last"], HALF) + max(c["into"], message))  # two layers
+    return HALF + c["into"] + LAYERS * sum(attention + experts) + between + c["last"] + message
+
+
+@pytest.mark.parametrize("flops", [1e12, 2e11, 3e10, 1e10])
+@pytest.mark.parametrize(
+    ("name", "shared"), [("standard", 0), ("standard", SHARED), ("ladder", SHARED), ("ladder-2", 0)]
+)
+def test_two_halves_in_turn_by_hand(name, shared, flops):
+    for times in (1, 2):
+        found = timeline(config(name, shared=shared), device(flops=flops), times=times, interleave=2)
+        assert found.seconds == pytest.approx(expected_in_turn(shared=shared, scale=times / flops))
+        assert found.compute == pytest.approx(2 * expected("no-communication", shared=shared, scale=times / flops))
+    assert found.all_reduces == LAYERS * 2 * (6 if shared else 4)
+
+
 def test_what_a_device_reads_and_writes():
     """All matrices of its experts, and whole buffers, for any load; norms, router and sorting of its own tokens."""
     found = timeline(config("no-communication", shared=SHARED), device(bandwidth=1e9))
@@ -133,7 +159,7 @@ def test_where_nothing_is_launched_apart_everything_waits():
         assert found.seconds == pytest.approx(found.compute + found.wire)
 
 
-def count(name, shared, which):
+def count(name, shared, which, interleave):
     """(all-to-alls, reduce-scatters, all-gathers) of the program's layers, without those that nobody reads."""
     one = config(name, shared=shared, which=which)
     topology = residual.of_model(one)
@@ -149,35 +175,41 @@ def count(name, shared, which):
     sublayers = attention, types.SimpleNamespace(route=route, compute=compute, shared=shared)
 
     def forward(x):
-        over = Exchange(("tensor",), lambda x: x, one.moe)
+        over = interleaved(Exchange(("tensor",), lambda x: x, one.moe), interleave, rows=interleave)
         steps = list(itertools.chain.from_iterable(over.layers(topology.layers)))
         state = over.begin(x, steps[0])
         for step in steps:
-            state = over.advance(state, step, sublayers)
+            state = over.advance(state, step, sublayers if interleave == 1 else (sublayers, sublayers))
         return over.flush(state) if state.partial is not None else state.residual
 
     spec = P(None, "tensor")
     mesh = parallel.make_mesh(tensor=RANKS)
     mapped = jax.shard_map(forward, mesh=mesh, in_specs=spec, out_specs=spec)
-    traced = jax.make_jaxpr(mapped)(jnp.ones((1, TOKENS, D)))
+    traced = jax.make_jaxpr(mapped)(jnp.ones((interleave, TOKENS, D)))
     text = str(partial_eval.dce_jaxpr(traced.jaxpr, [True])[0])
     return [text.count(f"{kind}[") for kind in ("all_to_all", "reduce_scatter", "all_gather")]
 
 
-@pytest.mark.parametrize(
-    ("name", "shared", "which"),
-    [(name, shared, None) for name, shared in CASES[:-1]]
-    + [("ladder", SHARED, "2"), ("ladder", 0, "1"), ("ladder-2", 0, "0,2"), ("farskip", SHARED, "1")],
-)
-def test_as_many_transfers_as_the_program_has(name, shared, which, monkeypatch):
+WHOLE = [(name, shared, None, 1) for name, shared in CASES[:-1]]
+HYBRIDS = [("ladder", SHARED, "2", 1), ("ladder", 0, "1", 1), ("ladder-2", 0, "0,2", 1), ("farskip", SHARED, "1", 1)]
+IN_TURN = [
+    ("standard", 0, None, 2),
+    ("standard", SHARED, None, 2),
+    ("ladder", SHARED, "1", 2),
+    ("ladder-2", 0, None, 2),
+]
+
+
+@pytest.mark.parametrize(("name", "shared", "which", "interleave"), WHOLE + HYBRIDS + IN_TURN)
+def test_as_many_transfers_as_the_program_has(name, shared, which, interleave, monkeypatch):
     """A barrier would keep alive what no later step reads; compilers see through it."""
     for module, barrier in ((wire, "barrier_forward"), (sequence, "barrier_forward"), (sequence, "barrier_backward")):
         monkeypatch.setattr(module, barrier, lambda arrays: arrays)
-    found = timeline(config(name, shared=shared, which=which), device(flops=1e12))
+    found = timeline(config(name, shared=shared, which=which), device(flops=1e12), interleave=interleave)
     wires = [bar.name for bar in found.bars if bar.wire]
     kinds = {"all_to_all": ("dispatch", "combine"), "reduce_scatter": ("reduce-scatter",), "all_gather": ("gather",)}
     counted = [sum(wires.count(name) for name in names) for names in kinds.values()]
-    assert counted == count(name, shared, which)
+    assert counted == count(name, shared, which, interleave)
 
 
 @pytest.mark.parametrize("ranks", range(2, 10))
@@ -257,6 +289,30 @@ def test_the_opponent_is_the_strongest_standard_of_both_forms(phase, capsys):
     assert f"speed-up: over Standard ({exchanged['baseline']['form']}" in out and "exchange  with capacity 1.25" in out
 
 
+@pytest.mark.parametrize("phase", ["prefill", "train"])
+def test_halves_of_exchanged_experts_are_an_opponent(phase, capsys):
+    words = (*WORDS, "--phase", phase, "--experts", "exchange", "--sequence" if phase == "train" else "--prompt-length")
+    words = (*words, 8192, "--batch", 2)
+    found = {interleave: answered(capsys, *words, "--interleave", interleave) for interleave in ("1", "2", "auto")}
+    rows = {key: {row["residual"]: row for row in one["rows"]} for key, one in found.items()}
+    (halves,) = [one for one in found["auto"]["opponents"] if (one["form"], one["interleave"]) == ("exchange", 2)]
+    assert found["auto"]["baseline"] == halves
+    standard = rows["2"]["standard"]
+    assert standard["interleave"] == 2 and standard["tokens_per_second"] == pytest.approx(halves["tokens_per_second"])
+    assert rows["1"]["standard"]["interleave"] == 1
+    assert standard["hidden_fraction"] > rows["1"]["standard"]["hidden_fraction"]
+    assert standard["tokens_per_second"] > rows["1"]["standard"]["tokens_per_second"]
+    for name, row in rows["auto"].items():
+        assert row["tokens_per_second"] == max(rows[one][name]["tokens_per_second"] for one in ("1", "2"))
+    assert rows["2"]["no-communication"]["interleave"] == rows["2"]["farskip"]["interleave"] == 1  # without halves
+
+
+def test_odd_rows_of_exchanged_experts_have_no_halves(capsys):
+    words = (*WORDS, "--phase", "prefill", "--experts", "exchange", "--residual", "standard")
+    status, _, said = run(capsys, *words, "--interleave", 2, "--batch", 3)
+    assert status == 2 and "--interleave 2 halves the rows of a split stream, and --batch gives 3: an odd" in said
+
+
 def test_a_model_with_a_capacity_has_both_forms_as_opponents(tmp_path):
     moe = "model:\n  preset: qwen1.5-moe-a2.7b\n  moe: {capacity: 2.0}\n"
     (tmp_path / "a.yaml").write_text(moe)
@@ -286,3 +342,9 @@ def test_the_guide_has_what_is_predicted():
                 (halved,) = result.predict(request.make(**asked)).rows
         assert f"| `{hardware}` | {' | '.join(cells)} |" in page
         assert halved.speed.program.interleave == 2 and f"{halved.tokens_per_second:,.0f}" in page
+        asked = dict(words, hardware=hardware, batch=2, prompt_length=16384, residual="standard,ladder")
+        standard, ladder = result.predict(request.make(**asked, experts="exchange")).rows
+        (whole, _) = result.predict(request.make(**asked, experts="exchange", interleave="1")).rows
+        assert standard.speed.program.interleave == 2
+        cells = [f"{one.tokens_per_second:,.0f}" for one in (whole, standard, ladder)]
+        assert f"| `{hardware}` | {' | '.join(cells)} | {ladder.speedup:.2f} |" in page
