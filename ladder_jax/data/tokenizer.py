@@ -15,7 +15,7 @@ import os
 import pathlib
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 from ladder_jax.data.chat_template import ChatTemplate
 from ladder_jax.errors import UserError
@@ -312,13 +312,18 @@ def _read_text(folder: AnyPath, name: str) -> str | None:
 
 
 def _object(folder: AnyPath, name: str) -> dict:
-    content = _read_text(folder, name)
+    content = _read(folder, name)
+    return {} if content is None else json_object(content, where=folder / name)
+
+
+def json_object(content: bytes, *, where: AnyPath) -> dict[str, Any]:
+    """The JSON object in a file's `content`. Raises UserError, which names the file `where`, for something else."""
     try:
-        found = {} if content is None else json.loads(content)
+        found = json.loads(content.decode("utf-8"))
     except (ValueError, RecursionError) as error:
-        raise UserError(f"{str(folder / name)!r} is not JSON: {error}") from None
+        raise UserError(f"{str(where)!r} is not JSON: {error}") from None
     if not isinstance(found, dict):
-        raise UserError(f"{str(folder / name)!r} must hold a JSON object")
+        raise UserError(f"{str(where)!r} must hold a JSON object")
     return found
 
 

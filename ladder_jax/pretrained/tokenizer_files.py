@@ -8,6 +8,7 @@ import json
 import pathlib
 from typing import Any
 
+from ladder_jax.data.tokenizer import json_object
 from ladder_jax.errors import UserError
 
 MAIN, CONFIG = "tokenizer.json", "tokenizer_config.json"
@@ -50,12 +51,7 @@ def has_file(folder: pathlib.Path, name: str) -> bool:
 
 def _without_programs(content: bytes, *, where: pathlib.Path, fast: bool) -> bytes:
     """tokenizer_config.json without `auto_map` and unknown classes. fast: whether there is a tokenizer.json."""
-    try:
-        config = json.loads(content)
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"{str(where)!r} is not JSON: {error}") from None
-    if not isinstance(config, dict):
-        raise UserError(f"{str(where)!r} must hold a JSON object")
+    config = json_object(content, where=where)
     kept: dict[str, Any] = {name: value for name, value in config.items() if name != "auto_map"}
     if "tokenizer_class" in kept and str(kept["tokenizer_class"]) not in CLASSES:
         kept.pop("tokenizer_class")

@@ -23,9 +23,8 @@ from ladder_jax.config import Biases
 from ladder_jax.errors import RunFailed, UserError
 from ladder_jax.nn.parameter import STACKS
 from ladder_jax.pretrained import convert
-from ladder_jax.pretrained.calibration import Text, parse_text, rows_of
-from ladder_jax.pretrained.least_squares import Statistics, folded
-from ladder_jax.pretrained.refit import FittedProjections, Pass, Refit, fitted_inputs, refit
+from ladder_jax.pretrained.convert import Text, parse_text, rows_of
+from ladder_jax.pretrained.refit import FittedProjections, Pass, Refit, Statistics, fitted_inputs, folded, refit
 from ladder_jax.pretrained.source import REFIT, Key, Source, Stored
 from ladder_jax.pretrained.sublayers import Streams, programs
 from tests import cases, reference

@@ -13,7 +13,7 @@ from ladder_jax.cli import main
 from ladder_jax.config import Loop
 from ladder_jax.errors import UserError
 from ladder_jax.pretrained import sensitivity
-from ladder_jax.pretrained.calibration import Text, rows_of
+from ladder_jax.pretrained.convert import Text, rows_of
 from ladder_jax.pretrained.sensitivity import Probe, Result, Search, Subset, measure
 from ladder_jax.pretrained.sublayers import programs
 from tests import reference

@@ -9,6 +9,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
+from ladder_jax.data.tokenizer import json_object
 from ladder_jax.errors import RunFailed, UserError
 from ladder_jax.pretrained import source, staging, tokenizer_files
 from ladder_jax.pretrained.huggingface import config, tensors, weights
@@ -50,14 +51,12 @@ def generation_in(folder: pathlib.Path) -> dict[str, Any]:
 def read_object(file: pathlib.Path) -> dict[str, Any]:
     """The JSON object in `file`. Raises UserError if it is missing or holds something else."""
     try:
-        value = json.loads(file.read_text(encoding="utf-8"))
+        content = file.read_bytes()
     except FileNotFoundError:
         raise UserError(f"{str(file.parent)!r} holds no {file.name}") from None
-    except (OSError, ValueError, RecursionError) as error:
-        raise UserError(f"{str(file)!r} is not JSON: {error}") from None
-    if not isinstance(value, dict):
-        raise UserError(f"{str(file)!r} must hold a JSON object")
-    return value
+    except OSError as error:
+        raise UserError(f"cannot read {str(file)!r}: {error.strerror or error}") from None
+    return json_object(content, where=file)
 
 
 def stored(folder: pathlib.Path) -> dict[str, Tensor]:
@@ -155,10 +154,7 @@ def _files(exported: Source, described: dict[str, Any]) -> dict[str, bytes]:
 
 def _with_class(where: str, content: bytes) -> bytes:
     """tokenizer_config.json with a `tokenizer_class`: AutoTokenizer has no default class for our model_type."""
-    try:
-        told = json.loads(content)
-    except ValueError as error:
-        raise UserError(f"{where!r}: {tokenizer_files.CONFIG} is not JSON: {error}") from None
+    told = json_object(content, where=pathlib.Path(where, tokenizer_files.CONFIG))
     return _to_json({"tokenizer_class": tokenizer_files.FAST, **told})
 
 
