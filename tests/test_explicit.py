@@ -19,7 +19,7 @@ from ladder_jax.decode import weights
 from ladder_jax.errors import UserError
 from ladder_jax.train import step
 from ladder_jax.train.gradients import loss_and_gradients
-from tests import cases
+from tests import cases, covering
 from tests.test_your_layers import LIMIT, STACKED, X, exactly, float64, pair
 
 CONFIG, TOKENS = cases.model("ladder"), cases.tokens()
@@ -209,9 +209,10 @@ def test_a_model_of_make_mesh_among_explicit_code():
 SPECS = P("data"), P(None, None, None, "tensor", None)
 
 
-@pytest.mark.parametrize("axes", [("tensor",), ("data", "tensor")], ids=["tensor alone", "all"])
-@pytest.mark.parametrize("loop", ["scan", "unrolled"])
-@pytest.mark.parametrize("name", ["ladder", "standard", "parallel-ladder"])
+OWN = covering.rows(["ladder", "standard", "parallel-ladder"], Loop, [("tensor",), ("data", "tensor")])
+
+
+@pytest.mark.parametrize("name, loop, axes", OWN)
 def test_layers_of_your_own(name, loop, axes):
     """`residual.run` in a shard_map over the whole mesh, or over the tensor axis alone, the rows split by type."""
     topology = residual.topology(name, num_layers=3)
