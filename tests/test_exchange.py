@@ -132,9 +132,12 @@ def test_capacity(form):
     else:
         order = [list(range(48))]
         call = jax.shard_map(reduced, out_specs=(whole, whole), **settings)
-    of = lambda params, x: jnp.sum(jnp.sin(call(params, x)[0]))
-    out, dropped = jax.jit(call)(params, x)
-    found = jax.jit(jax.grad(of, (0, 1)))(params, x)
+
+    def of(params, x):
+        out, dropped = call(params, x)
+        return jnp.sum(jnp.sin(out)), (out, dropped)
+
+    found, (out, dropped) = jax.jit(jax.grad(of, (0, 1), has_aux=True))(params, x)
     real = {**params, "experts": jax.tree.map(lambda a: a[: moe.experts], params["experts"])}
     compute, expected = loop(real, x.reshape(-1, 32), moe, order)
     assert dropped == expected and 10 < expected < 60
