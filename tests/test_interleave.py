@@ -52,10 +52,10 @@ def compiled(definition, shape, **settings):
     return run.lower(params, batch).compile(), (params, batch)
 
 
-def assert_close(found, expected, *, definition, error=cases.error_but_for_padding):
+def assert_close(found, expected, *, definition):
     limit = cases.bound(definition.config, passes=2)
     assert cases.error(found[0], expected[0]) < limit
-    errors = jax.tree.map(error, found[1], expected[1])
+    errors = jax.tree.map(cases.error_but_for_padding, found[1], expected[1])
     assert max(jax.tree.leaves(errors)) < limit, errors
 
 
@@ -94,21 +94,11 @@ def test_packed_documents(rows):
     assert_close(halves, whole, definition=definition)
 
 
-def check_experts(definition, name, kind, **settings) -> str:
-    """Loss, the routers' losses in it, and gradients against the dense loop in float64. The program's text."""
-    params = cases.place(cases.parameters(definition), definition)
-    losses = dict(load_balance=experts.LOAD_BALANCE, router_z_loss=experts.Z_LOSS)
-    run = jax.jit(train.loss_and_gradients(definition, interleave=2, **settings, **losses))
-    program = run.lower(params, experts.tokens()).compile()
-    found, expected = program(params, experts.tokens()), experts.dense_gradients(name, kind)
-    assert_close(found, expected, definition=definition, error=experts.error_but_for_padding)
-    return program.as_text()
-
-
 @pytest.mark.parametrize("name", ["standard", "ladder"])
 def test_experts_whose_sums_are_reduced(name):
     """Their statistics are sums over both halves, so the routers' losses are those of the whole batch."""
-    check_experts(experts.define(name, "shared", tensor=4), name, "shared")
+    definition = experts.define(name, "shared", tensor=4)
+    experts.check_gradients(definition, experts.dense_gradients(name, "shared"), interleave=2)
 
 
 @pytest.mark.parametrize(
@@ -283,7 +273,8 @@ def test_experts_that_exchange_rows(name, kind, loop, remat):
     moe = {**moe, "capacity": moe["experts"] / moe["top_k"]}
     mesh = parallel.make_mesh(data=2 if name == "ladder" else 1, tensor=2 if loop is Loop.SCAN else 4)
     definition = nn.define(experts.model(name, kind, moe=moe), mesh=mesh, experts=ExpertParallelism.EXCHANGE)
-    text = check_experts(definition, name, kind, loop=loop, remat=remat, sequence_parallel=True)
+    settings = dict(loop=loop, remat=remat, sequence_parallel=True, interleave=2)
+    text = experts.check_gradients(definition, experts.dense_gradients(name, kind), **settings)
     if loop is Loop.UNROLLED and remat is Remat.NONE:
         sent = text.count(" all-to-all(")
         assert sent == 3 * 2 * 2 * 2  # layers, to the experts and back, halves, directions
