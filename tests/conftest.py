@@ -34,11 +34,10 @@ gc.set_threshold(100_000, 50, 100)
 
 # What takes longest comes first, in this order: a file is one worker's, and at the end the others would be idle.
 FIRST = """
-    test_numerics test_gradients_bfloat16 test_fuzz_configurations test_meshes test_names test_cli test_resume
-    test_decode test_training
-    test_agreement test_sampling test_int8 test_overlap test_engine test_one_gpu test_bench test_chunks test_chat
-    test_requests test_objective test_policy test_convert test_smoke test_decode_program test_checkpoint test_watchdog
-    test_pretrain
+    test_numerics test_resume test_interleave test_cli test_explicit test_fuzz_configurations test_agreement
+    test_training test_decode test_remote test_commands test_names test_gradients_bfloat16 test_sampling test_meshes
+    test_int8 test_overlap test_engine test_one_gpu test_bench test_chunks test_chat test_requests test_objective
+    test_policy test_convert test_smoke test_decode_program test_checkpoint test_watchdog test_pretrain
 """.split()
 
 

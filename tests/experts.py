@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ladder_jax import nn, parallel
+from ladder_jax import nn, parallel, train
 from ladder_jax.config import ModelConfig
 from tests import cases, reference
 
@@ -113,6 +113,19 @@ def error_but_for_padding(actual, expected) -> float:
     real = actual[tuple(slice(n) for n in expected.shape)]
     assert np.count_nonzero(actual) == np.count_nonzero(real)
     return cases.error(real, expected)
+
+
+def check_gradients(definition: nn.ModelDef, expected, **settings) -> str:
+    """The loss of `tokens`, the routers' losses in it, and its gradients are the reference's. The program's text."""
+    params = cases.place(cases.parameters(definition), definition)
+    compute = train.loss_and_gradients(definition, load_balance=LOAD_BALANCE, router_z_loss=Z_LOSS, **settings)
+    program = jax.jit(compute).lower(params, tokens()).compile()
+    loss, gradients = program(params, tokens())
+    limit = cases.bound(definition.config, passes=2)
+    assert cases.error(loss, expected[0]) < limit
+    found = errors(gradients, expected[1])
+    assert max(jax.tree.leaves(found)) < limit, found
+    return program.as_text()
 
 
 def errors(actual, expected) -> dict:

@@ -54,7 +54,7 @@ def test_prefill_and_decode_equal_the_full_pass(name, mesh, loop):
 
 
 def generator(name="ladder", **mesh):
-    definition = cases.define(name, **mesh)
+    definition = cases.define(name, num_layers=2, **mesh)
     return decode.Generator(definition, cases.place(cases.parameters(definition), definition))
 
 
@@ -76,7 +76,7 @@ def test_greedy_generation_is_the_argmax_of_the_full_pass():
     """Every token of every row, from the logits of a pass over all that came before it."""
     ours = generator(tensor=4)
     new = ours.tokens(PROMPTS, config=DecodeConfig(max_new_tokens=18))
-    definition = cases.define("ladder", tensor=4)
+    definition = cases.define("ladder", num_layers=2, tensor=4)
     params = cases.place(cases.parameters(definition), definition)
     for prompt, row in zip(PROMPTS, new, strict=True):
         sequence = np.array([prompt + list(row)], np.int32)

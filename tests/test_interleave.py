@@ -20,7 +20,7 @@ from tests import cases, communication, covering, experts, reference
 
 REDUCING = [name for name, case in cases.TOPOLOGIES.items() if case[2] not in ("desync", "none")]
 FORMS = {  # of tokens [B, T + 1]: halves of rows, of those of a split stream, and, of an odd number, of sequences
-    "rows": ((4, 10), {}),
+    "rows": ((4, 9), {}),
     "split rows": ((4, 9), dict(sequence_parallel=True)),
     "sequences": ((3, 10), {}),
 }
@@ -80,11 +80,10 @@ def test_gradients(name, form, loop, remat):
 def test_beside_the_other_axes(mesh, settings):
     definition = cases.define("hybrid-list", **mesh)
     program, arguments = compiled(definition, (16, 9), **settings)
-    whole = jax.jit(train.loss_and_gradients(definition))(*arguments)
-    assert_close(program(*arguments), whole, definition=definition)
+    assert_close(program(*arguments), dense("hybrid-list", (16, 9)), definition=definition)
 
 
-@pytest.mark.parametrize("rows", [4, 3])
+@pytest.mark.parametrize("rows", [3, pytest.param(4, marks=pytest.mark.full)])
 def test_packed_documents(rows):
     """A position of the later half attends to those of its own document in the first one, and to no other."""
     definition = cases.define("ladder", tensor=4)
@@ -99,12 +98,7 @@ def test_packed_documents(rows):
 def test_experts_whose_sums_are_reduced(name):
     """Their statistics are sums over both halves, so the routers' losses are those of the whole batch."""
     definition = experts.define(name, "shared", tensor=4)
-    params = cases.place(cases.parameters(definition), definition)
-    tokens = cases.tokens((4, 10))
-    whole, halves = (
-        jax.jit(train.loss_and_gradients(definition, interleave=count))(params, tokens) for count in (1, 2)
-    )
-    assert_close(halves, whole, definition=definition)
+    experts.check_gradients(definition, experts.dense_gradients(name, "shared"), interleave=2)
 
 
 @pytest.mark.parametrize(
@@ -150,7 +144,7 @@ def test_prefill_that_starts_and_awaits_apart(name, changes, count, monkeypatch)
 @pytest.mark.parametrize("rows", [1, 2])
 def test_text_of_prompts_that_are_read_in_halves(rows):
     """Whole, in chunks, and by the engine: the same tokens."""
-    definition = cases.define("standard", tensor=2)
+    definition = cases.define("standard", tensor=2, num_layers=2)
     params = cases.place(cases.parameters(definition), definition)
     prompts = [list(row) for row in cases.tokens((rows, 40))]
     texts = []
@@ -274,24 +268,15 @@ EXCHANGED = covering.marked(
 
 @pytest.mark.parametrize("name, kind, loop, remat", EXCHANGED)
 def test_experts_that_exchange_rows(name, kind, loop, remat):
-    """Against the dense loop in float64, the routers' losses among it; and every half's rows are sent by themselves."""
+    """Every half's rows are sent by themselves."""
     moe = experts.KINDS[kind]
     moe = {**moe, "capacity": moe["experts"] / moe["top_k"]}
     mesh = parallel.make_mesh(data=2 if name == "ladder" else 1, tensor=2 if loop is Loop.SCAN else 4)
     definition = nn.define(experts.model(name, kind, moe=moe), mesh=mesh, experts=ExpertParallelism.EXCHANGE)
-    params = cases.place(cases.parameters(definition), definition)
-    losses = dict(load_balance=experts.LOAD_BALANCE, router_z_loss=experts.Z_LOSS)
     settings = dict(loop=loop, remat=remat, sequence_parallel=True, interleave=2)
-    run = jax.jit(train.loss_and_gradients(definition, **settings, **losses))
-    program = run.lower(params, experts.tokens()).compile()
-    loss, gradients = program(params, experts.tokens())
-    expected = experts.dense_gradients(name, kind)
-    limit = cases.bound(definition.config, passes=2)
-    assert cases.error(loss, expected[0]) < limit
-    errors = experts.errors(gradients, expected[1])
-    assert max(jax.tree.leaves(errors)) < limit, errors
+    text = experts.check_gradients(definition, experts.dense_gradients(name, kind), **settings)
     if loop is Loop.UNROLLED and remat is Remat.NONE:
-        sent = program.as_text().count(" all-to-all(")
+        sent = text.count(" all-to-all(")
         assert sent == 3 * 2 * 2 * 2  # layers, to the experts and back, halves, directions
 
 

@@ -101,17 +101,17 @@ def test_the_bound_tells_topologies_apart():
             assert cases.error(cases.dense_logits(a, 4), cases.dense_logits(b, 4)) > 100 * limit, (a, b)
 
 
-FAMILY = {
-    "tied": dict(tie_embeddings=True),
-    "qkv-biases": dict(biases=Biases.QKV),
-    "biases": dict(biases=Biases.ALL),
-    "qk-norm": dict(qk_norm=True),
+FAMILY = {  # several in a program, each of another part of the model
+    "tied, 1-kv-head, rope-scaling": dict(
+        tie_embeddings=True,
+        num_kv_heads=1,
+        rope_theta=500_000.0,
+        rope_scaling=RopeScaling(factor=8.0, original_context=16),
+    ),
+    "qkv-biases, 8-kv-heads": dict(biases=Biases.QKV, num_kv_heads=8),
+    "biases, vocabulary-of-1000": dict(biases=Biases.ALL, vocab_size=1000),
+    "qk-norm, head-of-6": dict(qk_norm=True, num_kv_heads=2, head_dim=6),
     "qk-norm-of-all-heads": dict(qk_norm="all-heads", num_kv_heads=2, biases=Biases.ALL),
-    "1-kv-head": dict(num_kv_heads=1),
-    "8-kv-heads": dict(num_kv_heads=8),
-    "head-of-6": dict(num_kv_heads=2, head_dim=6),
-    "rope-scaling": dict(rope_theta=500_000.0, rope_scaling=RopeScaling(factor=8.0, original_context=16)),
-    "vocabulary-of-1000": dict(vocab_size=1000),
 }
 
 

@@ -163,8 +163,8 @@ def test_a_temperature_beyond_all_measure_is_a_uniform_draw(temperature):
 
 
 def test_neither_the_mesh_nor_the_neighbours_change_a_row():
-    values, rows = logits(32), np.arange(32)
-    seen = np.random.default_rng(3).random((32, VOCAB)) < 0.3
+    values, rows = logits(16), np.arange(16)
+    seen = np.random.default_rng(3).random((16, VOCAB)) < 0.3
     ask = lambda which: settings([ASKED[i] for i in which], seed=4)
     expected, logprobs = compiled("1")(values, ask(rows % 8), rows, seen)
     shifted = compiled("1")(values, ask(rows % 8), rows + 1, seen)[0]
@@ -174,7 +174,7 @@ def test_neither_the_mesh_nor_the_neighbours_change_a_row():
         tokens, same = compiled(mesh)(values, ask(rows % 8), rows, seen)
         np.testing.assert_array_equal(tokens, expected)
         np.testing.assert_allclose(same, logprobs, rtol=1e-5)
-        for kept, others in ((rows % 2 == 0, (rows + 3) % 8), (rows >= 16, 7)):  # 7: one data shard draws nothing
+        for kept, others in ((rows % 2 == 0, (rows + 3) % 8), (rows >= 8, 7)):  # 7: one data shard draws nothing
             tokens, _ = compiled(mesh)(values, ask(np.where(kept, rows % 8, others)), rows, seen)
             np.testing.assert_array_equal(tokens[kept], expected[kept])
             assert not np.array_equal(tokens, expected)
@@ -208,11 +208,11 @@ def test_the_lowest_temperatures_take_the_largest_logit(temperature):
 
 @pytest.mark.parametrize("mesh", MESHES)
 def test_log_probabilities_are_of_the_logits_as_given(mesh):
-    values = logits(8)
+    values = logits(16)
     values[:, ::7] = -np.inf
-    tokens, logprobs = compiled(mesh)(values, settings(ASKED), None, np.ones((8, VOCAB), bool))
+    tokens, logprobs = compiled(mesh)(values, settings(2 * ASKED), None, np.ones((16, VOCAB), bool))
     x = values.astype(np.float64)
-    expected = x[np.arange(8), tokens] - np.log(np.exp(x).sum(1))
+    expected = x[np.arange(16), tokens] - np.log(np.exp(x).sum(1))
     np.testing.assert_allclose(logprobs, expected, rtol=1e-5)
     assert logprobs.dtype == np.float32 and tokens.dtype == np.int32
 
