@@ -70,9 +70,10 @@ def test_halves_are_a_candidate_where_they_have_something_to_hide():
     assert set(of(residual="standard", interleave=Interleave.HALVES)) == halved
     assert set(of(residual="standard", interleave=Interleave.WHOLE)) == set(of(residual="standard")) - halved
     assert not any(one.interleave == 2 for one in of(residual="no-communication"))
-    exchanged = request.candidates(request.make(**MOE, capacity=1.25))
-    assert any(one.interleave == 2 for one in exchanged)
-    assert not any(one.interleave == 2 and one.exchanges for one in exchanged)
+    exchanged = [one for one in request.candidates(request.make(**MOE, capacity=1.25)) if one.exchanges]
+    assert {one.interleave for one in exchanged} == {1, 2}
+    farskip = request.candidates(request.make(**MOE, capacity=1.25, residual="farskip"))
+    assert not any(one.interleave == 2 for one in farskip)  # its shared expert is reduced with attention
 
 
 def test_halves_hide_what_standard_waits_for_and_keep_what_a_whole_batch_keeps():
@@ -202,6 +203,17 @@ def test_the_time_of_exchanged_experts_by_hand():
             found[name] = speed.speed(one, request=wanted(name)).exposed
     assert found["standard"] - found["farskip"] == pytest.approx(4 * 4 * 4 * 0.5 * half, rel=1e-6)
     assert found["standard"] > 4 * 4 * (4 * 2 * half + 4 * rows)
+
+
+def test_halves_of_exchanged_experts_wait_for_no_message():
+    wanted = request.make(**MOE, capacity=1.25, residual="standard")
+    whole = Candidate(MeshConfig(fsdp=2, tensor=4, experts="exchange"), Remat.NONE, True, 2, 4)
+    halves = dataclasses.replace(whole, interleave=2)
+    ladder = request.make(**MOE, capacity=1.25, residual="ladder")
+    assert speed._transfers(halves, request=wanted) == speed._transfers(whole, request=ladder)
+    slow, fast = (speed.speed(one, request=wanted) for one in (whole, halves))
+    assert fast.exposed < slow.exposed and fast.seconds < slow.seconds
+    assert memory.estimate(whole, request=wanted) == memory.estimate(halves, request=wanted)
 
 
 def test_the_answer_names_the_fastest_exchange(capsys):

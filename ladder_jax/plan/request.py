@@ -225,8 +225,7 @@ def _has_halves(candidate: Candidate, config: ModelConfig) -> bool:
     split = candidate.sequence_parallel
     names = ("train.interleave", "rows")
     allowed = _passes(check_halves, 2, model=config, rows=candidate.rows, names=names, sequence_parallel=split)
-    predicted = candidate.mesh.experts is ExpertParallelism.REDUCE
-    return candidate.mesh.tensor > 1 and candidate.rows % 2 == 0 and allowed and predicted
+    return candidate.mesh.tensor > 1 and candidate.rows % 2 == 0 and allowed
 
 
 def can_exchange(config: ModelConfig) -> bool:

@@ -102,7 +102,8 @@ def _transfers(candidate: Candidate, *, request: Request) -> tuple[float, float]
     if candidate.exchanges:
         sent = machines.crossings(mesh.tensor, ring=machine.link.ring) * model.buffer_bytes(block)
         one = sent / _bandwidth(machine, within=mesh.tensor)
-        shared = machine.seconds(flops=_total(model.shared_expert(block)))
+        in_turn = candidate.interleave == 2  # then nothing is hidden under a standard layer's own shared expert
+        shared = 0.0 if in_turn else machine.seconds(flops=_total(model.shared_expert(block)))
         of_rows = _all_to_alls(candidate, model, seconds=one, shared=shared)
         hiding += of_rows[0]
         waiting += of_rows[1]
