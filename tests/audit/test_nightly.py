@@ -13,7 +13,8 @@ import sys
 import pytest
 
 NIGHTLY = pathlib.Path(__file__).parents[2] / ".venv-nightly" / "bin" / "python"
-pytestmark = [pytest.mark.audit, pytest.mark.skipif(not NIGHTLY.exists(), reason="make audit-nightly installs it")]
+absent = pytest.mark.skipif(not NIGHTLY.exists(), reason="make audit-nightly installs it")
+pytestmark = [pytest.mark.audit, pytest.mark.full, absent]
 
 COUNTS = ("all_reduces", "asynchronous", "hidden", "merged", "exposed", "all_to_alls", "all_to_alls_hidden")
 LLAMA = "--model llama-3-70b --layers 4"
