@@ -15,7 +15,10 @@ import time
 
 import pytest
 
+from tests.conftest import FIRST
+
 ROOT = pathlib.Path(__file__).parent.parent
+SLOW = FIRST  # the suite begins with its slowest files; here they come after others that are as near
 SHARE = 0.25
 """Of the time, how much one file may take: a large one leaves some to others."""
 
@@ -39,6 +42,7 @@ class Changed:
         self.begun = time.monotonic()
         self.within = config.getoption("within")
         self.spent = collections.Counter()  # seconds in tests of a file
+        self.ran = set()
         self.edited = edited(config.getoption("since"))
         self.distances = distances(self.edited)
 
@@ -49,18 +53,21 @@ class Changed:
     def pytest_collection_modifyitems(self, config, items):
         reached = [item for item in items if item.path in self.distances]
         config.hook.pytest_deselected(items=[item for item in items if item.path not in self.distances])
-        items[:] = sorted(reached, key=lambda item: self.distances[item.path])
+        items[:] = sorted(reached, key=lambda item: (self.distances[item.path], item.path.stem in SLOW))
 
-    @pytest.hookimpl(tryfirst=True)
-    def pytest_runtest_protocol(self, item):
-        is_late = time.monotonic() - self.begun > self.within
-        return True if is_late or self.spent[item.path] > SHARE * self.within else None  # True: it counts as run
+    @pytest.hookimpl(tryfirst=True)  # before fixtures are made
+    def pytest_runtest_setup(self, item):
+        if time.monotonic() - self.begun > self.within or self.spent[item.path] > SHARE * self.within:
+            pytest.skip("no time is left")
 
     def pytest_runtest_logreport(self, report):
-        self.spent[ROOT / report.nodeid.partition("::")[0]] += report.duration
+        file = ROOT / report.nodeid.partition("::")[0]
+        self.spent[file] += report.duration
+        if report.when == "call":
+            self.ran.add(file)
 
     def pytest_terminal_summary(self, terminalreporter):
-        left = sorted(path.relative_to(ROOT).as_posix() for path in self.distances.keys() - self.spent.keys())
+        left = sorted(path.relative_to(ROOT).as_posix() for path in self.distances.keys() - self.ran)
         if left:
             terminalreporter.section(f"{len(left)} files that the edit can reach were not begun")
             terminalreporter.write_line(" ".join(left))
