@@ -31,6 +31,7 @@ def main() -> None:
     parser.add_argument("--list", action="store_true", help="print the files in order, with their functions")
     parser.add_argument("--out", type=pathlib.Path, default=HERE / "results.json")
     args = parser.parse_args()
+    os.environ["JAX_PLATFORMS"] = "cpu"  # where the commands run; of other platforms jax would say what is missing
     rows = []
     for name in ("train", "generate"):
         with tempfile.TemporaryDirectory() as folder:
