@@ -18,7 +18,6 @@ import pytest
 from tests.conftest import FIRST
 
 ROOT = pathlib.Path(__file__).parent.parent
-SLOW = FIRST  # the suite begins with its slowest files; here they come after others that are as near
 SHARE = 0.25
 """Of the time, how much one file may take: a large one leaves some to others."""
 
@@ -53,7 +52,8 @@ class Changed:
     def pytest_collection_modifyitems(self, config, items):
         reached = [item for item in items if item.path in self.distances]
         config.hook.pytest_deselected(items=[item for item in items if item.path not in self.distances])
-        items[:] = sorted(reached, key=lambda item: (self.distances[item.path], item.path.stem in SLOW))
+        # The suite begins with its slowest files, FIRST; here they come after others that are as near.
+        items[:] = sorted(reached, key=lambda item: (self.distances[item.path], item.path.stem in FIRST))
 
     @pytest.hookimpl(tryfirst=True)  # before fixtures are made
     def pytest_runtest_setup(self, item):

@@ -20,7 +20,6 @@ its last one beside the combine.
 
 import dataclasses
 import functools
-import itertools
 from collections.abc import Callable, Iterator, Sequence
 
 from ladder_jax.predict.machine import Algorithm, Halves, Machine, Ring
@@ -83,7 +82,8 @@ def layers(
         """Of `block`, or of one of its halves."""
         own = exchanged_kernels(model, part)
         whole = exchanged_kernels(model, block)
-        return Exchanged.of(model, machine, part, work_of=lambda name: of_half(own[name], whole[name]))
+        works = {name: of_half(own[name], whole[name]) for name in own}
+        return Exchanged.of(model, machine, part, works=works)
 
     if program.form is Form.EXCHANGE:
         waits = machine.link.halves is Halves.NONE  # on a v5e (but for gathers, which is left out)
@@ -205,8 +205,8 @@ def _in_rings(
 
 @dataclasses.dataclass(frozen=True)
 class Exchanged:
-    """What a layer of one block takes whose ranks exchange the rows of experts: its work, in parts that messages stand
-    beside, and its messages. Those of a shared expert go with them: its input's gather, and its sum's scatter."""
+    """A layer of one block, whose ranks exchange the rows of experts: its work, in the parts beside which messages
+    stand, and the messages."""
 
     norm: Work
     into: Work
@@ -215,7 +215,6 @@ class Exchanged:
     first: Work
     last: Work
     collect: Work
-    shared: Work
     shared_first: Work
     shared_last: Work
     gather: Transfer
@@ -225,13 +224,12 @@ class Exchanged:
     has_shared: bool
 
     @classmethod
-    def of(cls, model: Model, machine: Machine, block: Block, *, work_of: Callable[[str], Work]) -> "Exchanged":
-        """work_of: the `exchanged_kernels` of this name."""
-        names = [field.name for field in dataclasses.fields(cls) if field.type is Work]
+    def of(cls, model: Model, machine: Machine, block: Block, *, works: dict[str, Work]) -> "Exchanged":
+        """works: of `exchanged_kernels`, by name."""
         half = machine.link.half(model.payload(block), ranks=model.ranks)
         rows = machine.link.all_to_all(model.buffer_bytes(block), ranks=model.ranks)
         return cls(
-            **{name: work_of(name) for name in names},
+            **works,
             gather=("gather", half),
             scatter=("reduce-scatter", half),
             dispatch=("dispatch", rows),
@@ -239,18 +237,25 @@ class Exchanged:
             has_shared=bool(model.config.moe.shared_width),
         )
 
+    @property
+    def shared(self) -> Work:
+        return self.shared_first + self.shared_last
+
     def input_of(self, step: Step) -> tuple[Transfer, ...]:
+        """The messages that bring it. A shared expert's input is gathered."""
         if step.sublayers == (ATTENTION,):
             return (self.gather,)
         return (self.gather, self.dispatch) if self.has_shared else (self.dispatch,)
 
     def output_of(self, step: Step) -> tuple[Transfer, ...]:
+        """The messages that sum it up. A shared expert's sum is reduce-scattered, by farskip with attention's."""
         if step.sublayers == (ATTENTION,):
             return (self.scatter,)
         return (self.combine, self.scatter) if self.has_shared and not step.early else (self.combine,)
 
 
 def exchanged_kernels(model: Model, block: Block) -> dict[str, Sequence[Kernel]]:
+    """The kernels of each part of an `Exchanged`."""
     norm, into, *out = model.step((ATTENTION,), block, split=model.ranks)
     router, sort, first, *last, collect = model.routed(block, exchanged=True)
     shared = model.shared_expert(block)
@@ -262,7 +267,6 @@ def exchanged_kernels(model: Model, block: Block) -> dict[str, Sequence[Kernel]]
         first=[first],
         last=last,
         collect=[collect],
-        shared=shared,
         shared_first=shared[:1],
         shared_last=shared[1:],
     )
@@ -271,28 +275,28 @@ def exchanged_kernels(model: Model, block: Block) -> dict[str, Sequence[Kernel]]
 def _exchange_turns(steps: Sequence[Step], halves: Sequence[Exchanged]) -> Iterator[Slot]:
     """The slots of two halves in turn: beside a sublayer of one half the other half's newest output arrives, beside the
     sublayer's first products, and the input of its next step is sent, beside the rest."""
-    none = Work()
-    newest: list[Step | None] = [None, None]  # the step whose output is on its way
-    yield Slot(halves[0].norm)
-    yield Slot(transfers=halves[0].input_of(steps[0]))
-    for place, half in itertools.product(range(len(steps)), (0, 1)):
-        step = steps[place]
-        own = halves[half]
-        other = halves[1 - half]
-        before = newest[1 - half]
-        following = steps[place] if half == 0 else steps[place + 1] if place + 1 < len(steps) else None
-        attends = step.sublayers == (ATTENTION,)
-        arriving = () if before is None else other.output_of(before)
-        sent = () if following is None else other.input_of(following)
-        collected = other.collect if before is not None and before.sublayers != (ATTENTION,) else none
-        normed = none if following is None else other.norm
-        routed = none if following is None or following.sublayers == (ATTENTION,) else other.route
-        yield Slot(own.into if attends else own.shared + own.first, arriving)
-        yield Slot(collected + normed + routed)
-        yield Slot(own.out if attends else own.last, sent)
-        newest[half] = step
-    yield Slot(transfers=halves[1].output_of(steps[-1]))
-    yield Slot(halves[1].collect)
+    first, second = halves
+    yield Slot(first.norm)
+    yield Slot(transfers=first.input_of(steps[0]))
+    padded = (None, *steps, None)
+    for place, step in enumerate(steps):
+        for own, other, at in ((first, second, place), (second, first, place + 1)):
+            before, following = padded[at : at + 2]  # of the other half: the first half is one step ahead
+            attends = step.sublayers == (ATTENTION,)
+            yield Slot(own.into if attends else own.shared + own.first, other.output_of(before) if before else ())
+            yield Slot(_between(other, before, following))
+            yield Slot(own.out if attends else own.last, other.input_of(following) if following else ())
+    yield Slot(transfers=second.output_of(steps[-1]))
+    yield Slot(second.collect)
+
+
+def _between(part: Exchanged, before: Step | None, following: Step | None) -> Work:
+    """What stands between the output of a step, arrived, and the input of the next one."""
+    collected = part.collect if before and before.sublayers != (ATTENTION,) else Work()
+    if following is None:
+        return collected
+    routed = Work() if following.sublayers == (ATTENTION,) else part.route
+    return collected + part.norm + routed
 
 
 def _exchange_slots(steps: Sequence[Step], part: Exchanged) -> Iterator[Slot]:

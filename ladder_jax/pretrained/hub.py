@@ -120,7 +120,7 @@ def _snapshot(identifier: Identifier, **patterns: list[str]) -> pathlib.Path:
             f"no connection to {there} ({_line(error.__cause__ or error)}), and the cache at"
             f" {hub.constants.HF_HUB_CACHE} does not hold all of '{identifier}' that is needed"
         ) from None
-    except Exception as error:  # as above
+    except Exception as error:  # of the client's HTTP library
         raise RunFailed(f"'{identifier}' could not be downloaded: {_line(error)}") from error
     return pathlib.Path(found)
 
@@ -129,7 +129,7 @@ def _files(identifier: Identifier, folder: pathlib.Path, endings: tuple[str, ...
     """The repository's files with such names; without a connection, those in the cache."""
     try:
         names = _library().HfApi().list_repo_files(identifier.repository, revision=folder.name)
-    except Exception:  # as above
+    except Exception:  # of the client's HTTP library
         names = [str(file.relative_to(folder)) for file in folder.rglob("*")]
     return sorted(name for name in names if name.endswith(endings))
 
