@@ -209,7 +209,8 @@ def _probe_tpu(target: Target) -> str | None:
     if done.returncode == 0:
         return None
     last = (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1]
-    return f"libtpu {python.versions('libtpu')['libtpu']} cannot describe it: {last[:200]}"
+    version = python.versions("libtpu").get("libtpu", "(not installed)")
+    return f"libtpu {version} cannot describe it: {last[:200]}"
 
 
 def probe() -> None:
