@@ -32,7 +32,16 @@ MESHES = {  # sizes, names, which are ours, and the names of rows and heads
     "shared heads": ((1, 8), ("dp", "tensor"), dict(data="dp"), None, "tensor"),
     "Explicit rows": ((2, 4), ("data", "tensor"), {}, "data", None),
 }
-SET = pytest.mark.parametrize("is_set", [True, False], ids=["set", "not set"])
+TRANSFORMS = {
+    "nnx.jit": nnx.jit,
+    "none": lambda f: f,
+    "jax.jit": lambda f: lambda m, *args: jax.jit(functools.partial(f, m))(*args),
+}
+
+
+def with_set(names):
+    """Each mesh once, set by `jax.set_mesh` or not."""
+    return pytest.mark.parametrize("name, is_set", covering.rows(names, (True, False), pairs=[], even=[1]))
 
 
 @functools.cache
@@ -62,8 +71,8 @@ def same_types(found, like):
     return jax.tree.map(jax.typeof, found) == jax.tree.map(jax.typeof, like)
 
 
-@pytest.mark.parametrize("name", MESHES)
-def test_values_between_explicit_code(name):
+@pytest.mark.parametrize("name, transform", covering.rows(MESHES, TRANSFORMS, pairs=[], even=[1]))
+def test_values_between_explicit_code(name, transform):
     """Results have types by which matmuls go on; under nnx.jit, jax.jit and outside of a trace."""
     (mesh, model), (*_, rows, heads) = example(name), MESHES[name]
     expected = cases.dense_logits("ladder", 1)
@@ -75,14 +84,12 @@ def test_values_between_explicit_code(name):
 
     with setting(mesh):
         table, tokens = jax.device_put(TABLE, P(None, heads)), jax.device_put(TOKENS, P(rows))
-        for transform in (nnx.jit, lambda f: f, lambda f: lambda m, *args: jax.jit(functools.partial(f, m))(*args)):
-            found = transform(between)(model, tokens, table)
-            assert cases.error(found, np.sin(expected) @ TABLE) < 100 * VALUES
-            assert jax.typeof(found).sharding.spec == P(rows, None, heads)
+        found = TRANSFORMS[transform](between)(model, tokens, table)
+        assert cases.error(found, np.sin(expected) @ TABLE) < 100 * VALUES
+        assert jax.typeof(found).sharding.spec == P(rows, None, heads)
 
 
-@SET
-@pytest.mark.parametrize("name", MESHES)
+@with_set(MESHES)
 def test_arguments_of_any_sharding(name, is_set):
     """Of other meshes over the same devices, too."""
     (mesh, model), (*_, rows, _) = example(name), MESHES[name]
@@ -153,8 +160,7 @@ def greedy(prompt, *, new=20):
     return decode.Generator(model_on(lj.make_mesh())).tokens([prompt], config=DecodeConfig(max_new_tokens=new))[0]
 
 
-@SET
-@pytest.mark.parametrize("name", [name for name in MESHES if name != "another order"])
+@with_set([name for name in MESHES if name != "another order"])
 def test_generation(name, is_set):
     """Prefill's logits are the reference's; tokens those of one device, by either loop."""
     (mesh, model), prompt = example(name), tuple(TOKENS[0, :5].tolist())
