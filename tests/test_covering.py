@@ -7,19 +7,19 @@ import pytest
 from ladder_jax.config import Loop, Remat
 from tests import cases, covering, test_chunks, test_decode, test_gradients_bfloat16, test_meshes, test_numerics
 
-FIRST_SECOND, FIRST_THIRD, SECOND_THIRD, THIRD_FOURTH = (0, 1), (0, 2), (1, 2), (2, 3)
+FIRST_SECOND, FIRST_THIRD, SECOND_THIRD, FIRST_FOURTH, THIRD_FOURTH = (0, 1), (0, 2), (1, 2), (0, 3), (2, 3)
 THREE = [FIRST_SECOND, FIRST_THIRD, SECOND_THIRD]
 ARRAYS = {
     "forward": (test_numerics.FORWARD, (cases.TOPOLOGIES, (1, 2, 4, 8), Loop), [SECOND_THIRD]),
     "gradients": (
         test_numerics.GRADIENTS,
         (cases.TOPOLOGIES, test_numerics.MESHES, Loop, Remat),
-        [SECOND_THIRD, THIRD_FOURTH],
+        [*THREE, THIRD_FOURTH],
     ),
     "gradients that communicate": (
         test_numerics.GRADIENTS,
         (cases.RECURRENCES, test_numerics.MESHES, Loop, Remat),
-        [*THREE, THIRD_FOURTH],
+        [*THREE, FIRST_FOURTH, THIRD_FOURTH],
     ),
     "sharded": (
         test_meshes.CASES,

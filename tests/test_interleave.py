@@ -25,7 +25,7 @@ FORMS = {  # of tokens [B, T + 1]: halves of rows, of those of a split stream, a
     "sequences": ((3, 10), {}),
 }
 FEW = "standard", "ladder-fresh", "hybrid-delay-2", "parallel-ladder"
-OTHERS = "ladder-2", "parallel", "hybrid-list", "hybrid-delay-3-first", "hybrid-fresh"
+OTHERS = [name for name in REDUCING if name not in FEW]
 REMATS = [Remat.NONE, Remat.FULL, Remat.SAVE_MATMULS]
 GRADIENTS = covering.marked(
     itertools.product(REDUCING, FORMS, Loop, REMATS),

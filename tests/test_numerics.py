@@ -17,17 +17,16 @@ FORWARD = covering.marked(
     chosen=covering.array(cases.TOPOLOGIES, (1, 2, 4, 8), Loop, pairs=[(1, 2)], even=[1, 2]),
 )
 ONE_DEVICE, MESHES = (1, 1), ((1, 4), (2, 4))  # data x tensor
-ON_ONE = "ladder", "desync-2", "hybrid-delay-2"
 GRADIENTS = covering.marked(
     [
         *itertools.product(cases.TOPOLOGIES, [ONE_DEVICE, *MESHES], Loop, [Remat.NONE]),
         *itertools.product(cases.TOPOLOGIES, [(2, 4)], Loop, Remat),
     ],
     chosen=[
-        # Of each recurrence on both meshes and in both loops, every recomputation in both loops; others once.
-        *covering.array(cases.RECURRENCES, MESHES, Loop, Remat, pairs=[(0, 1), (0, 2), (1, 2), (2, 3)], even=[3]),
-        *covering.array(cases.OTHERS, MESHES, Loop, Remat, pairs=[], even=[1, 2, 3]),
-        *covering.array(ON_ONE, [ONE_DEVICE], Loop, [Remat.NONE], pairs=[], even=[2]),
+        # Programs that communicate are counted, too: of each recurrence, with every recomputation.
+        *covering.array(cases.RECURRENCES, MESHES, Loop, Remat, pairs=[(0, 1), (0, 2), (0, 3), (1, 2), (2, 3)]),
+        *covering.array(cases.RECURRENCES, [ONE_DEVICE], Loop, [Remat.NONE], pairs=[(1, 2)]),
+        *covering.array(cases.OTHERS, MESHES, Loop, Remat, pairs=[(0, 1), (0, 2), (1, 2), (2, 3)], even=[3]),
     ],
 )
 
