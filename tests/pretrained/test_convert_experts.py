@@ -10,7 +10,8 @@ from ladder_jax.nn.parameter import stacks
 from ladder_jax.pretrained.refit import Refit, refit
 from ladder_jax.pretrained.sensitivity import Probe
 from tests import cases, experts, reference
-from tests.pretrained.test_refit import BOTH, INPUTS, RIDGE, TOKENS, as_source, check, expected
+from tests.pretrained.least_squares import RIDGE, TOKENS, as_source, check, expected
+from tests.pretrained.test_refit import BOTH, INPUTS
 
 
 def parameters(kind, dense=0):

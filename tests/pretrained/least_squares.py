@@ -1,0 +1,180 @@
+"""The refit's independent reference: in float64, with every activation there at once."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import traverse_util
+
+from ladder_jax.nn.parameter import STACKS
+from ladder_jax.pretrained.source import Key, Source, Stored
+from tests import cases, reference
+
+RIDGE = 1e-2
+TOKENS = cases.tokens((5, 30), seed=4)
+SUBLAYERS = ("attention", "mlp")
+EXPERTS = ("router", "experts/gate", "experts/up", "shared/gate", "shared/up", "shared/share")
+READERS = {"attention": ("query", "key", "value"), "mlp": ("gate", "up", *EXPERTS)}
+WRITERS = {"attention": "out", "mlp": "down"}
+
+
+def as_source(params, model) -> Source:
+    """In memory, as no file has it."""
+    arrays = {}
+    for name, stack in traverse_util.flatten_dict(params, sep="/").items():
+        if name.partition("/")[0] in STACKS:
+            arrays |= {Key(name, layer): array for layer, array in enumerate(stack)}
+        else:
+            arrays[Key(name)] = stack[: model.vocab_size] if name.endswith("table") else stack
+    stored = {key: Stored(a.shape, a.dtype, functools.partial(np.asarray, a)) for key, a in arrays.items()}
+    return Source("in memory", model, stored)
+
+
+def check(result, wanted, amplified, *, source, model):
+    """The fitted arrays are the wanted ones, gains became ones, and nothing else is touched."""
+    key = lambda layer, array: Key.of_layer(layer, array, model=model)
+    sublayer = lambda array: array if array in ("attention/out", "mlp/down") else array.partition("/")[0]
+    fits = {(fit.layer, fit.sublayer) for fit in result.fits}
+    assert fits == {(layer, sublayer(array)) for layer, array in wanted}
+    assert len(fits) == len(result.fits)
+    assert all(fit.after < fit.before for fit in result.fits)
+    for (layer, array), values in wanted.items():
+        actual = result.source.arrays[key(layer, array)].read()
+        assert actual.dtype == np.float32
+        assert cases.error(actual, values) <= amplified * cases.bound(model), (layer, array)
+    gains = {key(layer, f"{name}_norm/scale") for layer, name in fits if name in SUBLAYERS}
+    assert all((result.source.arrays[gain].read() == 1).all() for gain in gains)
+    changed = {key for key, stored in source.arrays.items() if result.source.arrays[key] is not stored}
+    assert changed == gains | {key(*array) for array in wanted}
+
+
+def expected(params, shape: reference.Shape, *, both: bool = False):
+    """The fitted arrays, {(layer, array): values}, and how far float32 activations may move them.
+
+    Each M is the solution of one stacked least-squares problem.
+    """
+    original = jax.tree.map(lambda a: np.asarray(a, np.float64), params)
+    fitted, found, factors = jax.tree.map(np.copy, original), {}, [0.0]
+    dense = len(params["dense"]["attention_norm"]["scale"]) if "dense" in params else 0
+    farskip = shape.kind == "farskip"
+    delays = (2, 3) if shape.kind == "parallel-ladder" else (shape.number,) * 2
+    kind = "farskip" if farskip else ""
+    alone = dataclasses.replace(shape, layers=0, vocab=0, kind=kind, number=1, ladder=None)
+    alone_dense = dataclasses.replace(alone, kind="", experts=None)
+
+    def keep(layer, name, values, factor):
+        found[layer, name] = values
+        factors.append(factor)
+
+    # early: what a farskip's last experts gave that their successor does not leave out
+    xs, newest, early = [original["embedding"]["table"][TOKENS]], None, 0.0
+    for i in range(1, 2 * shape.layers + 1):
+        layer, index = divmod(i - 1, 2)
+        sublayer = SUBLAYERS[index]
+        stack, place = ("dense", layer) if layer < dense else ("layers", layer - dense)
+        own, before = fitted[stack][sublayer], original[stack][sublayer]
+        chosen = shape.ladder is None or layer in shape.ladder
+        behind_dense = farskip and index == 0 and layer <= dense  # which leaves nothing pending
+        delay = min(delays[index], i - 1) if chosen and not behind_dense else 0
+        whole = np.stack([xs[i - 1]] * shape.ranks)
+        inputs = np.stack([xs[i - 1 - delay]] * shape.ranks)
+        if delay and shape.kind == "fresh":
+            inputs = inputs + newest
+        elif delay and index == 0:
+            inputs = inputs + early
+
+        if delay:
+            gain = fitted[stack][f"{sublayer}_norm"]["scale"]
+            for array, weights in traverse_util.flatten_dict(before, sep="/").items():
+                if array in READERS[sublayer]:
+                    fit = fit_of_experts if array.startswith("experts/") else fit_by_ranks
+                    values, factor = fit(weights[place], gain[place], shape.eps, inputs, xs[i - 1])
+                    at(own, array)[place] = values
+                    keep(layer, f"{sublayer}/{array}", values, factor)
+            gain[place] = 1.0
+
+        about = alone if layer >= dense else alone_dense
+        parts = functools.partial(reference_output, layer=place, attends=index == 0, shape=about)
+        output = lambda params, x: parts(params, x).reshape(-1, *x.shape).sum(0)  # farskip's experts are two parts
+        newest = output(fitted[stack], inputs)
+        writes = WRITERS[sublayer]
+        if delay and both and writes in own:
+            lacking = (output(original[stack], whole) - newest).sum(0)
+            read = hidden(fitted[stack], place, sublayer, lambda these: output(these, inputs).sum(0))
+            change, factor = stacked_least_squares(read, lacking.reshape(len(read), -1), prior=0)
+            own[writes][place] += change.reshape(own[writes][place].shape)
+            keep(layer, f"{sublayer}/{writes}", own[writes][place].copy(), factor)
+            newest = output(fitted[stack], inputs)
+        if index == 1:
+            early = parts(fitted[stack], inputs)[1].sum(0) if farskip and chosen and layer >= dense else 0.0
+        xs.append(xs[-1] + newest.sum(0))
+    return found, max(factors)
+
+
+def normalised(x, eps) -> np.ndarray:
+    x = x / np.sqrt((x * x).mean(-1, keepdims=True) + eps)
+    return x.reshape(-1, x.shape[-1])
+
+
+def fit_by_ranks(weight, gain, eps, inputs, whole):
+    """A projection [D, ...] of each rank's own input; where several ranks share a part of it, they share its fit."""
+    parts = min((len(inputs), *weight.shape[1:2]))
+    split = np.split(weight, parts, axis=1) if parts > 1 else [weight]
+    columns, factors = [], []
+    for part, group in zip(split, np.split(inputs, parts)):
+        late = np.concatenate([normalised(x, eps) for x in group])
+        matrix, factor = stacked_least_squares(late, np.concatenate([normalised(whole, eps)] * len(group)))
+        columns.append(np.tensordot(matrix * gain[None], part, 1))
+        factors.append(factor)
+    return columns[0] if parts == 1 else np.concatenate(columns, axis=1), max(factors)
+
+
+def fit_of_experts(weight, gain, eps, inputs, whole):
+    """Every expert's [D, M], of one input."""
+    matrix, factor = stacked_least_squares(normalised(inputs[0], eps), normalised(whole, eps))
+    return np.einsum("ij,ejm->eim", matrix * gain[None], weight), factor
+
+
+def at(tree, path):
+    for name in path.split("/"):
+        tree = tree[name]
+    return tree
+
+
+def reference_output(layers, inputs, *, layer, attends, shape) -> np.ndarray:
+    """Each rank's partial sum [R, B, T, D] in float64."""
+    with jax.enable_x64(True), jax.numpy_rank_promotion("allow"):
+        layers = jax.tree.map(jnp.asarray, layers)
+        return np.asarray(reference.sublayer(layers, layer, inputs, attends=attends, shape=shape))
+
+
+def hidden(layers, layer, sublayer, output) -> np.ndarray:
+    """What the output projection reads, [n, M]: the output where that copies D columns, and again for the next D."""
+    copied = jax.tree.map(np.copy, layers)
+    array = copied[sublayer][WRITERS[sublayer]][layer]
+    if (bias := f"{WRITERS[sublayer]}_bias") in copied[sublayer]:
+        copied[sublayer][bias][layer] = 0
+    count, width = array.size // array.shape[-1], array.shape[-1]
+    columns = []
+    for start in range(0, count, width):
+        array[...] = np.eye(count, width, k=-start).reshape(array.shape)
+        columns.append(output(copied).reshape(-1, width)[:, : count - start])
+    return np.concatenate(columns, axis=1)
+
+
+def stacked_least_squares(late, whole, *, prior=1):
+    """argmin |late M - whole|^2 + l |M - prior|^2, and the factor by which a small relative error of both enters M.
+
+    The factor is k + k^2 |r| / (|A| |M|), of the least-squares solution's perturbation (Golub & Van Loan, 5.3.7).
+    """
+    width = late.shape[1]
+    penalty = np.sqrt(RIDGE * np.sum(late * late) / width)
+    rows = np.concatenate([late, penalty * np.eye(width)])
+    targets = np.concatenate([whole, prior * penalty * np.eye(width, whole.shape[1])])
+    matrix, *_ = np.linalg.lstsq(rows, targets)
+    singular = np.linalg.svd(rows, compute_uv=False)
+    ratio = np.linalg.norm(rows @ matrix - targets, 2) / (singular[0] * np.linalg.norm(matrix, 2))
+    condition = singular[0] / singular[-1]
+    return matrix, condition + condition**2 * ratio
