@@ -169,17 +169,14 @@ def test_a_stopped_run_goes_on_with_another_policy(book, stopped, skipped, tmp_p
     directory = tmp_path / "run"
     shutil.copytree(stopped, directory)
     run(book, directory, "train.on_bad_step=skip")
-    assert losses(directory) == losses(skipped)
+    assert losses(directory) == losses(skipped) and position(directory, 32)["skipped"] == [SPIKE]
 
 
-@pytest.mark.parametrize("left", [16, 24])
-def test_a_resumed_run_policys_alike(book, skipped, tmp_path, left):
-    """From before the jump, and from after it: the mean that it is measured against is part of the checkpoint."""
+def test_a_run_resumed_after_the_jump_goes_on_alike(book, skipped, tmp_path):
+    """The mean that a jump is measured against is part of the checkpoint, as is what was left out."""
     directory = tmp_path / "run"
     shutil.copytree(skipped, directory)
-    for path in (directory / "checkpoints").iterdir():
-        if int(path.name) > left:
-            shutil.rmtree(path)
+    shutil.rmtree(directory / "checkpoints" / "32")
     run(book, directory, "train.on_bad_step=skip")
     assert losses(directory) == losses(skipped) and position(directory, 32)["skipped"] == [SPIKE]
 
@@ -212,14 +209,12 @@ def test_a_good_step_between_two_bad_ones_ends_the_row(tmp_path):
 
 
 def test_no_number_at_all(book, tmp_path):
-    """A learning rate that ends every run: stopped at the second step, or after too many in a row."""
+    """A learning rate that ends every run: stopped at the second step, or after too many returns to the beginning."""
     wild = ["train.learning_rate=1e30", "train.spike_factor=0", "train.warmup_steps=0"]
     with pytest.raises(
         RunFailed, match=r"step 2: the (loss|gradient norm) is (nan|inf): stopped; there is no checkpoint"
     ):
         run(book, tmp_path / "a", *wild)
     assert [step for step, *_ in losses(tmp_path / "a")] == [1]
-    with pytest.raises(RunFailed, match="step 5: .*stopped after 4 bad steps in a row"):
-        run(book, tmp_path / "b", *wild, "train.on_bad_step=skip", "train.max_bad_steps=3")
     with pytest.raises(RunFailed, match="stopped after 3 returns"):
-        run(book, tmp_path / "c", *wild, "train.on_bad_step=rollback", "train.max_bad_steps=3")
+        run(book, tmp_path / "b", *wild, "train.on_bad_step=rollback", "train.max_bad_steps=3")
