@@ -4,11 +4,12 @@ import dataclasses
 import json
 import math
 import pathlib
+import re
 
 import jax
 import pytest
 
-from ladder_jax import cli, nn, parallel, residual
+from ladder_jax import cli, nn, parallel
 from ladder_jax.config import ExpertParallelism, Interleave, MeshConfig, Remat, from_dict, load, preset
 from ladder_jax.errors import UserError
 from ladder_jax.plan import command, confirm, memory, plans, request, speed
@@ -26,16 +27,10 @@ COMPILED = json.loads((ROOT / "experiments" / "plan" / "results.json").read_text
 TOLERANCE = 0.2
 
 
-def compiled(size, refusal=None):
-    return Confirmed(size, 0, 0, 0, 0, 1.0, 1.0, "0", "none", refusal)
-
-
 NAMES = "model target tokens sequence layers residual capacity".split()
 
 
-@pytest.mark.parametrize(
-    "row", COMPILED, ids=lambda row: f"{row['model']}-{row['layers']}-{row['remat']}-{row['accumulate']}"
-)
+@pytest.mark.parametrize("row", COMPILED, ids=lambda row: f"{row['model']}-{row['layers']}-{row['remat']}")
 def test_estimates_are_near_what_compilers_take(row):
     asked = request.make(**{name: row[name] for name in NAMES if name in row})
     mesh = MeshConfig(*row["mesh"], experts=row.get("experts", "reduce"))
@@ -61,86 +56,105 @@ def test_every_plan_can_be_run(asked):
         assert config.train.interleave.parts == plan.candidate.interleave
 
 
+MOE = dict(model="qwen1.5-moe-a2.7b", target="v5p:2x2x2", tokens=65_536, sequence=4096, layers=4)
+
+
+def candidates(**asked):
+    return set(request.candidates(request.make(**asked)))
+
+
+def exchanging(**changes):
+    """The candidates that exchange experts' rows."""
+    return {one for one in candidates(**{**MOE, "capacity": 1.25, **changes}) if one.exchanges}
+
+
 def test_halves_are_a_candidate_where_they_have_something_to_hide():
-    of = lambda **more: request.candidates(request.make(**LARGE | more))
-    halved = {one for one in of(residual="standard") if one.interleave == 2}
+    standard = dict(LARGE, residual="standard")
+    every = candidates(**standard)
+    halved = {one for one in every if one.interleave == 2}
     assert halved and all(one.mesh.tensor > 1 and one.rows % 2 == 0 for one in halved)
-    whole = {dataclasses.replace(one, interleave=1) for one in halved}
-    assert whole < set(of(residual="standard"))
-    assert set(of(residual="standard", interleave=Interleave.HALVES)) == halved
-    assert set(of(residual="standard", interleave=Interleave.WHOLE)) == set(of(residual="standard")) - halved
-    assert not any(one.interleave == 2 for one in of(residual="no-communication"))
-    exchanged = [one for one in request.candidates(request.make(**MOE, capacity=1.25)) if one.exchanges]
-    assert {one.interleave for one in exchanged} == {1, 2}
-    farskip = request.candidates(request.make(**MOE, capacity=1.25, residual="farskip"))
-    assert not any(one.interleave == 2 for one in farskip)  # its shared expert is reduced with attention
+    assert {dataclasses.replace(one, interleave=1) for one in halved} < every
+    assert candidates(**standard, interleave=Interleave.HALVES) == halved
+    assert candidates(**standard, interleave=Interleave.WHOLE) == every - halved
+    assert {one.interleave for one in candidates(**LARGE, residual="no-communication")} == {1}
+    assert {one.interleave for one in exchanging()} == {1, 2}
+    assert {one.interleave for one in exchanging(residual="farskip")} == {1}  # shared: with attention
 
 
-def test_halves_hide_what_standard_waits_for_and_keep_what_a_whole_batch_keeps():
-    wanted = request.make(**LARGE, residual="standard")
-    one = Candidate(MeshConfig(4, 4, 4), Remat.SAVE_MATMULS, False, 2, 16)
-    halves = dataclasses.replace(one, interleave=2)
-    slow, fast = (speed.speed(each, request=wanted) for each in (one, halves))
-    assert fast.exposed < 0.2 * slow.exposed and fast.seconds < 0.97 * slow.seconds
-    assert memory.estimate(one, request=wanted) == memory.estimate(halves, request=wanted)
+def test_halves_hide_what_standard_waits_for():
+    def seconds(request, *candidate, rows):
+        whole = Candidate(*candidate, False, *rows)
+        return [speed.speed(one, request=request).seconds for one in (whole, dataclasses.replace(whole, interleave=2))]
+
+    large = MeshConfig(4, 4, 4), Remat.SAVE_MATMULS
+    whole, halves = seconds(request.make(**LARGE, residual="standard"), *large, rows=(2, 16))
+    assert halves < 0.97 * whole
     # Of a Ladder all is hidden as it is: halves only cost, little where rows are many.
-    ladder = request.make(**LARGE)
-    whole, in_turn = (speed.speed(each, request=ladder).seconds for each in (one, halves))
-    assert whole < in_turn < 1.01 * whole
+    whole, halves = seconds(request.make(**LARGE), *large, rows=(2, 16))
+    assert whole < halves < 1.01 * whole
     few = request.make(model="llama-3-70b", target="v5p:2x2x2", tokens=512, sequence=256)
-    tiny = Candidate(MeshConfig(tensor=8), Remat.NONE, False, 2, 1)
-    price = [speed.speed(dataclasses.replace(tiny, interleave=n), request=few).seconds for n in (1, 2)]
-    assert price[1] > 1.05 * price[0]
+    whole, halves = seconds(few, MeshConfig(tensor=8), Remat.NONE, rows=(2, 1))
+    assert halves > 1.05 * whole
+
+
+def asked_of(capsys, asked, *options):
+    """The command's output, without compiling."""
+    words = [f"--{name}={value}" for name, value in asked.items()]
+    assert cli.main(["plan", *words, "--confirm=0", *options]) == 0
+    return capsys.readouterr().out
+
+
+def planned(capsys, asked, *options):
+    return json.loads(asked_of(capsys, asked, *options, "--json"))["plans"]
 
 
 def test_standard_is_planned_in_halves(capsys):
-    words = [f"--{name}={value}" for name, value in dict(LARGE, residual="standard", confirm=0).items()]
-    assert cli.main(["plan", *words, "--json"]) == 0
-    answer = json.loads(capsys.readouterr().out)
-    best = next(plan for plan in answer["plans"] if plan["mesh"]["tensor"] > 1)
+    standard = dict(LARGE, residual="standard")
+    every = planned(capsys, standard)
+    best = next(plan for plan in every if plan["mesh"]["tensor"] > 1)
     assert best["interleave"] == 2 and best["overrides"]["train.interleave"] == "2"
-    assert all("train.interleave" not in plan["overrides"] for plan in answer["plans"] if plan["interleave"] == 1)
-    assert cli.main(["plan", *words]) == 0
-    assert ", in turn" in capsys.readouterr().out
-    assert cli.main(["plan", *words, "--interleave", "1", "--json"]) == 0
-    assert {plan["interleave"] for plan in json.loads(capsys.readouterr().out)["plans"]} == {1}
-    assert cli.main(["plan", *words, "--interleave", "3"]) == 2
+    assert all("train.interleave" not in plan["overrides"] for plan in every if plan["interleave"] == 1)
+    assert ", in turn" in asked_of(capsys, standard)
+    assert {plan["interleave"] for plan in planned(capsys, standard, "--interleave=1")} == {1}
+    words = [f"--{name}={value}" for name, value in standard.items()]
+    assert cli.main(["plan", *words, "--interleave=3"]) == 2
     assert "unknown --interleave '3' (allowed: 1, 2, auto)" in capsys.readouterr().err
-
-
-MOE = dict(model="qwen1.5-moe-a2.7b", target="v5p:2x2x2", tokens=65_536, sequence=4096, layers=4)
 
 
 def test_plans_that_exchange_experts(tmp_path):
     """Of a model with a capacity, each sequence-parallel plan has one; its overrides make a training configuration."""
-    wanted = request.make(**MOE, capacity=1.25, residual="farskip")
-    every = request.candidates(wanted)
-    exchanged = [one for one in every if one.exchanges]
-    reduced = dataclasses.replace(exchanged[0].mesh, experts=ExpertParallelism.REDUCE)
-    assert dataclasses.replace(exchanged[0], mesh=reduced) in every
-    assert len(exchanged) == sum(one.sequence_parallel for one in every) / 2 > 0
-    for one in exchanged[::9]:
+    asked = dict(MOE, capacity=1.25, residual="farskip")
+    wanted, every, exchanged = request.make(**asked), candidates(**asked), exchanging(residual="farskip")
+    with_sums = {
+        dataclasses.replace(one, mesh=dataclasses.replace(one.mesh, experts=ExpertParallelism.REDUCE))
+        for one in exchanged
+    }
+    assert with_sums == {one for one in every - exchanged if one.sequence_parallel}
+    for one in sorted(exchanged, key=str)[::9]:
         words = [f"{name}={value}" for name, value in one.overrides(wanted).items()]
         config = load(MOE["model"], overrides=words)
         assert config.mesh == one.mesh and config.train.sequence_parallel and config.model == wanted.config
-    (tmp_path / "dense.yaml").write_text("model: {preset: tiny-moe, d_ff: 64, moe: {dense_layers: 1}}")
-    dense = dict(model=str(tmp_path / "dense.yaml"))
-    without = dict(capacity=None), dict(residual="parallel"), dict(model="tiny", capacity=None), dense
-    for change in without:
-        others = request.candidates(request.make(**{**MOE, "capacity": 1.25, **change}))
-        assert others and not any(one.exchanges for one in others)
+
+
+def test_plans_that_exchange_no_experts(tmp_path):
+    dense = tmp_path / "dense.yaml"
+    dense.write_text("model: {preset: tiny-moe, d_ff: 64, moe: {dense_layers: 1}}")
+    assert not exchanging(capacity=None)
+    assert not exchanging(residual="parallel")
+    assert not exchanging(model="tiny", capacity=None)
+    assert not exchanging(model=str(dense))
 
 
 def test_what_exchanged_experts_take_by_hand():
-    """Over 4 ranks: 60 experts, of which 4 are chosen, 1,408 wide, and a shared one of 5,632; capacity 1.25."""
+    """Over 4 ranks: 60 experts, of which 4 are chosen, 1,408 wide, and a shared one of 5,632; capacity 1.25.
+
+    Their memory is compared with compilers' figures above.
+    """
     config, d, m, w, tokens = preset(MOE["model"]), 2048, 1408, 5632 // 4, 2 * 4096
     own = tokens // 4
     rows = 60 * math.ceil(1.25 * own * 4 / 60)
-    mesh = MeshConfig(fsdp=2, tensor=4, experts="exchange")
-    of = lambda name, remat, layers=4: (
-        request.make(**MOE | dict(layers=layers), capacity=1.25, residual=name), Candidate(mesh, remat, True, 2, 4)
-    )  # fmt: skip
-    wanted, one = of("ladder", Remat.NONE)
+    wanted = request.make(**MOE, capacity=1.25, residual="ladder")
+    one = Candidate(MeshConfig(fsdp=2, tensor=4, experts="exchange"), Remat.NONE, True, 2, 4)
     layer = shards.shard(config, ranks=4)
     attention = 2 * tokens * layer.attention + 2 * 2 * 4 * 128 * 4096 * 4097
     experts = 2 * 3 * rows * d * m + 2 * own * d * 60 + 2 * 3 * tokens * d * w
@@ -149,83 +163,58 @@ def test_what_exchanged_experts_take_by_hand():
     full = dataclasses.replace(one, remat=Remat.FULL)  # all but the sums that attention and the shared expert reduce
     again = 4 * (attention - 2 * tokens * d * 512 + experts - 2 * tokens * d * w)
     assert speed.flops(full, request=wanted)[1] == pytest.approx(again)
-    # The rows that return, which a token adds up in float32, are kept without recomputation.
-    stream = rows * d * 2
-    width = rows * m * 2
-    returning = own * 4 * d * 4
-    for name, first in (("standard", 0), ("ladder", stream)):
-        step = residual.of_model(of(name, Remat.NONE)[0].config).layers[1][0]
-        kept = {}
-        for remat in Remat:
-            asked, held = of(name, remat)
-            kept[remat] = memory._kept_rows(step, held, *held.microbatch(asked))
-        assert kept[Remat.FULL] == kept[Remat.OFFLOAD] == first
-        assert kept[Remat.SAVE_MATMULS] == 2 * stream + 2 * width
-        assert kept[Remat.NONE] == stream + 5 * width + returning
-    # A layer more keeps so many more; the other form keeps all ranks' rows, as they fit into one chunk.
-    held = []
-    for layers in (4, 5):
-        asked, exchanged = of("standard", Remat.SAVE_MATMULS, layers)
-        both = exchanged, dataclasses.replace(exchanged, mesh=MeshConfig(fsdp=2, tensor=4))
-        with_rows, without = (memory.kept_activations(candidate, request=asked) for candidate in both)
-        held.append(with_rows - without)
-    assert held[1] - held[0] == 2 * stream + 2 * width - tokens * 4 * (2 * m + d) * 2
-    assert memory._working_rows(*one.microbatch(wanted)) == 3 * stream + 5 * width + returning
     # Two halves of a reduction each: attention's, and a shared expert's.
     halves = lambda model, name: speed._halves(one, Model(preset(model, residual=name, num_layers=1), 4))
     assert halves(MOE["model"], "ladder") == (4 * 2, 0) and halves(MOE["model"], "farskip") == (4 * 1.5, 0)
     assert halves("qwen3-30b-a3b", "standard") == (0, 4 * 1)
 
 
-def test_the_time_of_exchanged_experts_by_hand():
-    """A layer's all-to-alls: two forward, two backward, and two where they are repeated; beside the shared expert."""
-    wanted = lambda name: request.make(**MOE, capacity=1.25, residual=name)
-    mesh = MeshConfig(fsdp=2, tensor=4, experts="exchange")
-    shared = 1e-3
-    for remat, count, passes in ((Remat.NONE, 4, 3), (Remat.SAVE_MATMULS, 4, 3), (Remat.FULL, 6, 4)):
-        one = Candidate(mesh, remat, True, 2, 4)
-        for sent in (0.1 * shared, 10 * shared):
-            model = lambda name: Model(wanted(name).config, 4)
-            of = lambda name: speed._all_to_alls(one, model(name), seconds=sent, shared=shared)  # noqa: B023
-            assert of("ladder") == of("farskip") == (pytest.approx(4 * count * sent), 0)
-            assert of("standard") == (0, pytest.approx(4 * max(0, count * sent - passes * shared)))
-            assert of("no-communication") == (0, 0)
-    # The link: v5p's ring of four carries each byte once, 180 GB/s; of attention and the shared expert two halves each.
-    one = Candidate(mesh, Remat.NONE, True, 2, 4)
-    rate = speed.machine_of(wanted("standard").target)
-    slow = dataclasses.replace(rate, flops=1e30)
+@pytest.mark.parametrize("remat, count, passes", [(Remat.NONE, 4, 3), (Remat.SAVE_MATMULS, 4, 3), (Remat.FULL, 6, 4)])
+def test_a_layers_all_to_alls(remat, count, passes):
+    """Two forward, two backward, and two where they are repeated; beside the shared expert."""
+    one = Candidate(MeshConfig(fsdp=2, tensor=4, experts="exchange"), remat, True, 2, 4)
+    of = lambda name, seconds: speed._all_to_alls(
+        one, Model(preset(MOE["model"], residual=name, num_layers=4), 4), seconds=seconds, shared=1.0
+    )
+    for sent in (0.1, 10):
+        assert of("ladder", sent) == of("farskip", sent) == (pytest.approx(4 * count * sent), 0)
+        assert of("standard", sent) == (0, pytest.approx(4 * max(0, count * sent - passes)))
+        assert of("no-communication", sent) == (0, 0)
+
+
+def test_the_time_of_exchanged_experts_by_hand(monkeypatch):
+    """v5p's ring of four carries each byte once, 180 GB/s; of attention and the shared expert two halves each."""
     half = 3 / 4 * 8192 * 2048 * 2 / 180e9
     rows = 60 * math.ceil(1.25 * 2048 * 4 / 60) * 2048 * 2 / 180e9
-    found = {}
-    for name in ("standard", "farskip"):
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(speed, "machine_of", lambda target: slow)
-            found[name] = speed.speed(one, request=wanted(name)).exposed
-    assert found["standard"] - found["farskip"] == pytest.approx(4 * 4 * 4 * 0.5 * half, rel=1e-6)
-    assert found["standard"] > 4 * 4 * (4 * 2 * half + 4 * rows)
+    one = Candidate(MeshConfig(fsdp=2, tensor=4, experts="exchange"), Remat.NONE, True, 2, 4)
+    wanted = lambda name: request.make(**MOE, capacity=1.25, residual=name)
+    nothing_computed = dataclasses.replace(speed.machine_of(wanted("standard").target), flops=1e30)
+    monkeypatch.setattr(speed, "machine_of", lambda target: nothing_computed)
+    standard, farskip = (speed.speed(one, request=wanted(name)).exposed for name in ("standard", "farskip"))
+    assert standard - farskip == pytest.approx(4 * 4 * 4 * 0.5 * half, rel=1e-6)
+    assert standard > 4 * 4 * (4 * 2 * half + 4 * rows)
 
 
-def test_halves_of_exchanged_experts_wait_for_no_message():
-    wanted = request.make(**MOE, capacity=1.25, residual="standard")
-    whole = Candidate(MeshConfig(fsdp=2, tensor=4, experts="exchange"), Remat.NONE, True, 2, 4)
+EXCHANGED = Candidate(MeshConfig(fsdp=2, tensor=4, experts="exchange"), Remat.NONE, True, 2, 4)
+REDUCED = Candidate(MeshConfig(4, 4, 4), Remat.SAVE_MATMULS, False, 2, 16)
+
+
+@pytest.mark.parametrize("asked, whole", [(dict(MOE, capacity=1.25), EXCHANGED), (LARGE, REDUCED)])
+def test_halves_wait_for_no_message(asked, whole):
+    standard, ladder = (request.make(**asked, residual=name) for name in ("standard", "ladder"))
     halves = dataclasses.replace(whole, interleave=2)
-    ladder = request.make(**MOE, capacity=1.25, residual="ladder")
-    assert speed._transfers(halves, request=wanted) == speed._transfers(whole, request=ladder)
-    slow, fast = (speed.speed(one, request=wanted) for one in (whole, halves))
+    assert speed._transfers(halves, request=standard) == speed._transfers(whole, request=ladder)
+    slow, fast = (speed.speed(one, request=standard) for one in (whole, halves))
     assert fast.exposed < slow.exposed and fast.seconds < slow.seconds
-    assert memory.estimate(whole, request=wanted) == memory.estimate(halves, request=wanted)
+    assert memory.estimate(whole, request=standard) == memory.estimate(halves, request=standard)
 
 
 def test_the_answer_names_the_fastest_exchange(capsys):
-    words = [f"--{name}={value}" for name, value in MOE.items()] + ["--confirm=0"]
-    assert cli.main(["plan", *words]) == 0
-    assert "note      with --capacity 1.25 (model.moe.capacity) plans may exchange" in capsys.readouterr().out
-    assert cli.main(["plan", *words, "--capacity=1.25"]) == 0
-    out = capsys.readouterr().out
-    assert "exchange  mesh.experts=exchange with capacity 1.25, the fastest that fits: " in out
-    assert cli.main(["plan", *words, "--capacity=1.25", "--json"]) == 0
-    every = json.loads(capsys.readouterr().out)["plans"]
+    hint = "note      with --capacity 1.25 (model.moe.capacity) plans may exchange"
+    assert hint in asked_of(capsys, MOE)
+    out, every = asked_of(capsys, MOE, "--capacity=1.25"), planned(capsys, MOE, "--capacity=1.25")
     best = next(plan for plan in every if plan["experts"] == "exchange")
+    assert "exchange  mesh.experts=exchange with capacity 1.25, the fastest that fits: " in out
     assert f"{best['seconds']:.3g} s a step" in out and {plan["experts"] for plan in every} == {"exchange", "reduce"}
     assert best["overrides"]["mesh.experts"] == "exchange" and best["overrides"]["model.moe.capacity"] == "1.25"
     assert not any("mesh.experts" in plan["overrides"] for plan in every if plan["experts"] == "reduce")
@@ -245,19 +234,6 @@ def test_an_exchange_is_confirmed_as_such(tmp_path, monkeypatch):
         with pytest.raises(ZeroDivisionError):
             confirm.measure(wanted.target, config=config)
     assert defined == [(wanted.config, form) for form in ExpertParallelism]
-
-
-@pytest.mark.full
-def test_an_exchange_is_confirmed_by_its_own_program(tmp_path, monkeypatch):
-    """The step that `confirm` compiles has the buffers: of four times the capacity, larger ones."""
-    monkeypatch.setenv("LADDER_JAX_CACHE", str(tmp_path))
-    of = dict(model="tiny-moe", target="cpu:2", tokens=256, sequence=64, layers=1)
-    mesh = MeshConfig(tensor=2, experts="exchange")
-    sizes = []
-    for capacity in (1.0, 4.0):
-        one = confirm.confirm(Candidate(mesh, Remat.NONE, True, 4, 1), request=request.make(**of, capacity=capacity))
-        sizes.append(one.device)
-    assert sizes[0] < sizes[1]
 
 
 def test_meshes_lie_along_the_torus():
@@ -283,29 +259,34 @@ def test_the_recipe_is_the_recommended_plan():
     config = load(str(ROOT / "experiments/pretrain/recipes/llama-3-70b.yaml"))
     wanted = request.make(**LARGE)
     best = plans.answer(wanted, compiled=0).plans[0]
-    assert (config.mesh, config.train.remat) == (best.candidate.mesh, best.candidate.remat)
-    assert config.train.accumulate == best.candidate.accumulate and config.model == wanted.config
-    assert (config.train.batch, config.train.sequence) == (wanted.sequences, wanted.sequence)
-    assert config.train.sequence_parallel is best.candidate.sequence_parallel and best.fits
+    assert best.fits and config.mesh == best.candidate.mesh and config.model == wanted.config
+    recommended = best.candidate.train(wanted)
+    for name in ("remat", "accumulate", "batch", "sequence", "sequence_parallel"):
+        assert getattr(config.train, name) == getattr(recommended, name)
 
 
 def test_speed_orders_what_is_known():
-    wanted = request.make(**LARGE)
-    of = lambda remat, residual="ladder": speed.speed(
-        Candidate(MeshConfig(1, 16, 4), remat, False, 1, 32), request=request.make(**LARGE, residual=residual)
-    )
+    def of(remat, residual="ladder"):
+        candidate = Candidate(MeshConfig(1, 16, 4), remat, False, 1, 32)
+        return speed.speed(candidate, request=request.make(**LARGE, residual=residual))
+
     assert of(Remat.SAVE_MATMULS).seconds < of(Remat.FULL).seconds <= of(Remat.OFFLOAD).seconds
     assert of(Remat.FULL).exposed == 0 < of(Remat.FULL, "standard").exposed
     assert of(Remat.NONE).recomputed == 0
-    assert 0 < of(Remat.NONE).mfu <= speed.machine_of(wanted.target).flops_share
+    assert 0 < of(Remat.NONE).mfu <= speed.machine_of(request.make(**LARGE).target).flops_share
 
 
 def test_what_the_compiler_refuses_gives_way_to_the_next(monkeypatch):
-    wanted = request.make(**LARGE)
+    compiled = lambda size, refusal=None: Confirmed(size, 0, 0, 0, 0, 1.0, 1.0, "0", "none", refusal)
     answers = [compiled(0, "RESOURCE_EXHAUSTED: used 100 of 95"), compiled(96 * 2**30), compiled(90 * 2**30)]
     asked = []
-    monkeypatch.setattr(plans, "confirm", lambda one, request: (asked.append(one), answers[len(asked) - 1])[1])
-    found = plans.answer(wanted, compiled=1)
+
+    def confirm(candidate, request):
+        asked.append(candidate)
+        return answers[len(asked) - 1]
+
+    monkeypatch.setattr(plans, "confirm", confirm)
+    found = plans.answer(request.make(**LARGE), compiled=1)
     assert [plan.candidate for plan in found.refused] == asked[:2] and found.plans[0].candidate == asked[2]
     lines = [line for line in command.lines(found) if isinstance(line, str)]
     assert "it fits (90.0 GiB, compiled)" in lines[1] and sum("too large" in line for line in lines) == 2
@@ -315,9 +296,8 @@ def test_nothing_fits():
     wanted = request.make(model="llama-3.1-405b", target="v5e:2x2", tokens=4096, sequence=2048)
     found = plans.answer(wanted, compiled=1)
     cure, reason, *_ = command.lines(found)
-    assert (
-        found.plans == () and cure.startswith("nothing fits: take more devices") and " candidates the small" in reason
-    )
+    assert found.plans == ()
+    assert cure.startswith("nothing fits: take more devices") and " candidates the small" in reason
 
 
 def test_a_confirmed_answer(run_cli, tmp_path):
@@ -326,9 +306,8 @@ def test_a_confirmed_answer(run_cli, tmp_path):
     found = json.loads(done.stdout)
     assert len(done.stdout.splitlines()) == 1 and found["considered"] >= len(found["plans"]) > 10
     best, second = found["plans"][:2]
-    assert best["fits"] and best["bytes_per_device"] == sum(
-        best["compiled"][name] for name in ("arguments", "temporaries", "outputs", "code")
-    )
+    parts = "arguments", "temporaries", "outputs", "code"
+    assert best["fits"] and best["bytes_per_device"] == sum(best["compiled"][name] for name in parts)
     assert second["compiled"] is None and best["seconds"] <= second["seconds"]
     again = run_cli(*ask, LADDER_JAX_CACHE=str(tmp_path), check_status=0)  # kept: nothing is compiled
     assert again.stdout.startswith("take ") and "compiling" not in again.stderr
@@ -345,27 +324,18 @@ def test_a_confirmed_answer(run_cli, tmp_path):
         (dict(residual="ladder-fresh"), "give model.ranks"),
         (dict(capacity=1.25), "--capacity 1.25 is of experts, which llama-3-70b has not"),
         (dict(model="tiny-moe", capacity=0.0), "--capacity must be positive, not 0.0"),
-        (dict(model="tiny-moe", capacity=float("inf")), "--capacity must be positive, not inf"),
+        (dict(model="tiny-moe", capacity=math.inf), "--capacity must be positive, not inf"),
+        (dict(interleave=Interleave.HALVES, residual="no-communication"), "--interleave 2 is for a residual that"),
         (
-            dict(interleave=Interleave.HALVES, residual="no-communication"),
-            "--interleave 2 is for a residual that reduces",
+            dict(model="tiny", target="cpu:1", tokens=512, sequence=512, interleave=Interleave.HALVES),
+            "--interleave 2 needs several tensor ranks and an even number of sequences",
         ),
+        (dict(model="tiny", target="cpu:7", tokens=2048, sequence=512), "takes a multiple of 7 sequences"),
     ],
 )
 def test_mistakes(change, said):
-    with pytest.raises(UserError, match=said.replace("?", r"\?")):
-        request.make(**LARGE | change)
-
-
-def test_nothing_to_halve():
-    asked = dict(model="tiny", target="cpu:1", tokens=512, sequence=512, interleave=Interleave.HALVES)
-    with pytest.raises(UserError, match="--interleave 2 needs several tensor ranks and an even number of sequences"):
-        request.candidates(request.make(**asked))
-
-
-def test_tokens_that_no_mesh_shares_out():
-    with pytest.raises(UserError, match="takes a multiple of 7 sequences"):
-        request.candidates(request.make(model="tiny", target="cpu:7", tokens=2048, sequence=512))
+    with pytest.raises(UserError, match=re.escape(said)):
+        candidates(**LARGE | change)
 
 
 def test_running_out_of_memory_names_the_planner():
