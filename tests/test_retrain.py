@@ -1,5 +1,6 @@
 """Runs that go on from a checkpoint: what trains, what stays bit for bit, how they resume, what is refused."""
 
+import functools
 import json
 import shutil
 import signal
@@ -30,10 +31,14 @@ SHAPE = ["model.num_layers=2", "model.d_model=16", "model.num_heads=4", "model.n
 LADDER = ["model.residual=ladder", "data.format=examples"]
 EVERYTHING = [*LADDER, "train.freeze=1", "lora.rank=2", "distill.teacher=start", "distill.residual=standard",
               "distill.alpha=0.5", "distill.hidden_weight=0.1", "conversion.steps=6"]  # fmt: skip
-FROZEN = [*LADDER, "train.freeze=1", "data.validation_fraction=0.2"]
 GREEDY = DecodeConfig(max_new_tokens=3, temperature=0.0)
-STAGED = [*LADDER, "lora.rank=2", "data.validation_fraction=0.2"]
-SIDE = [*LADDER, "model.side.reduction=2"]
+FULL = pytest.mark.full
+SETTINGS = {
+    "everything": EVERYTHING,
+    "frozen": [*LADDER, "train.freeze=1", "data.validation_fraction=0.2"],
+    "side": [*LADDER, "model.side.reduction=2"],
+    "staged": [*LADDER, "lora.rank=2", "data.validation_fraction=0.2", "data.path={place}/stages.yaml"],
+}
 
 
 @pytest.fixture(scope="module")
@@ -46,12 +51,8 @@ def place(tmp_path_factory):
     turn = lambda role, text: {"role": role, "content": text}
     with (place / "chats.jsonl").open("w") as file:
         for i in range(20):
-            chat = [
-                turn("user", f"cat {i}?"),
-                turn("assistant", "the mat"),
-                turn("user", "rat?"),
-                turn("assistant", "no"),
-            ]
+            chat = [turn("user", f"cat {i}?"), turn("assistant", "the mat")]
+            chat += [turn("user", "rat?"), turn("assistant", "no")]
             file.write(json.dumps({"messages": chat}) + "\n")
             file.write(json.dumps({"prompt": f"the {i} ", "completion": "cat sat"}) + "\n")
         file.write(json.dumps({"text": "and the rat sat on the mat " * 9}) + "\n")
@@ -65,17 +66,14 @@ def place(tmp_path_factory):
 
 
 def given(place, directory, *more):
-    return [*RUN, f"train.start={place / 'base'}", f"data.path={place / 'chats.jsonl'}", f"run.dir={directory}", *more]
+    asked = ["train.start={place}/base", "data.path={place}/chats.jsonl", f"run.dir={directory}", *more]
+    return [*RUN, *(one.format(place=place) for one in asked)]
 
 
 def run(place, directory, *more):
     said = []
     train.run(config.load(str(place / "recipe.yaml"), overrides=given(place, directory, *more)), say=said.append)
     return said
-
-
-def at_stages(place, which):
-    return [f"data.path={place / 'stages.yaml'}"] if which == "staged" else []
 
 
 def params_of(path):
@@ -90,22 +88,13 @@ def losses(directory):
 
 
 @pytest.fixture(scope="module")
-def everything(place):
-    return place / "everything", run(place, place / "everything", *EVERYTHING)
+def trained(place):
+    """The folder of a run with those settings, and what it said."""
+    return functools.cache(lambda which: (place / which, run(place, place / which, *SETTINGS[which])))
 
 
-@pytest.fixture(scope="module")
-def frozen(place):
-    return place / "frozen", run(place, place / "frozen", *FROZEN)
-
-
-@pytest.fixture(scope="module")
-def side(place):
-    return place / "side", run(place, place / "side", *SIDE)
-
-
-def test_the_model_and_the_tokenizer_are_the_checkpoints(everything, place):
-    directory, said = everything
+def test_the_model_and_the_tokenizer_are_the_checkpoints(trained, place):
+    directory, said = trained("everything")
     assert any("41 examples" in line and "1 were cut" in line for line in said)
     written = json.loads((directory / "config.json").read_text())
     assert written["model"]["d_model"] == 16 and written["model"]["residual"] == "ladder"
@@ -116,8 +105,8 @@ def test_the_model_and_the_tokenizer_are_the_checkpoints(everything, place):
 
 
 @pytest.mark.parametrize("which", ["everything", "frozen"])
-def test_what_is_frozen_stays_bit_for_bit(which, request, place):
-    directory, _ = request.getfixturevalue(which)
+def test_what_is_frozen_stays_bit_for_bit(which, trained, place):
+    directory, _ = trained(which)
     before, after = params_of(place / "base"), params_of(directory)
     same = lambda a, b: (a == b).all()
     assert same(before["embedding"]["table"], after["embedding"]["table"])
@@ -129,86 +118,72 @@ def test_what_is_frozen_stays_bit_for_bit(which, request, place):
     assert moved["mlp_norm"]["scale"] == (which == "frozen")
 
 
-@pytest.fixture(scope="module")
-def staged(place):
-    return place / "staged", run(place, place / "staged", *STAGED, f"data.path={place / 'stages.yaml'}")
-
-
-@pytest.mark.full
-def test_an_adapter_is_carried_through_stages(staged):
+@FULL
+def test_an_adapter_is_carried_through_stages(trained):
     """One run, of which each step knows its stage."""
-    directory, said = staged
+    directory, said = trained("staged")
     assert [line[:28] for line in said if line.startswith("stage ")] == [
         "stage 1 of 2: steps 1 to 1, ", "stage 2 of 2: steps 2 to 8, "
     ]  # fmt: skip
     assert [row["stage"] for row in metrics.read(directory)] == [1] + [2] * 7
 
 
-def test_only_the_side_network_trains(side, place, tmp_path):
+def test_only_the_side_network_trains(trained, place, tmp_path):
     """The checkpoint holds both, and generates and scores with both; other formats have no such network."""
-    before, after = params_of(place / "base"), params_of(side[0])
+    side, _ = trained("side")
+    before, after = params_of(place / "base"), params_of(side)
     ends, blocks = after.pop("side"), after["layers"].pop("side")
     assert jax.tree.all(jax.tree.map(lambda a, b: bool((a == b).all()), before, after))
     assert all(np.abs(a).max() > 0 for a in jax.tree.leaves((ends["up"], blocks["gate"])))
-    model, prompt = open_model(side[0]), [5, 6, 7, 8, 9]
+    model, prompt = open_model(side), [5, 6, 7, 8, 9]
     (new,) = model.generator(settings=DecodeConfig(), tensor=1).tokens([prompt], config=GREEDY).tolist()
     definition = model.define(tensor=1)
     scores = nn.compiled_logits(definition)(model.params(definition), np.array([prompt + new]))
     assert new == scores[0, len(prompt) - 1 : -1].argmax(-1).tolist()
     with pytest.raises(UserError, match="has a side network .model.side., which no other format has"):
-        open_source(side[0])
-    loaded = load(side[0], mesh=parallel.make_mesh())
+        open_source(side)
+    loaded = load(side, mesh=parallel.make_mesh())
     np.testing.assert_array_equal(loaded(np.array([prompt + new])), scores)
     with pytest.raises(UserError, match="'the model in memory' has a side network .model.side."):
         loaded.save(tmp_path / "saved")
 
 
-@pytest.mark.full
-def test_a_side_network_is_trained_further(side, place, tmp_path):
+@FULL
+def test_a_side_network_is_trained_further(trained, place, tmp_path):
     """From another run's; the settings of the model are that checkpoint's."""
-    start = ["data.format=examples", "train.steps=1", f"train.start={side[0]}"]
+    side, _ = trained("side")
+    start = ["data.format=examples", "train.steps=1", f"train.start={side}"]
     run(place, tmp_path / "more", *start)
-    before, after = params_of(side[0]), params_of(tmp_path / "more")
+    before, after = params_of(side), params_of(tmp_path / "more")
     moved = jax.tree.map(lambda a, b: bool((a != b).any()), before, after)
     assert moved["side"]["up"] and moved["layers"]["side"]["tap"] and not moved["layers"]["mlp"]["up"]
     for wrong, said in (
         (["model.side.reduction=1"], "train.start=.*: the checkpoint has a side network, .*reduction=2"),
         (["model.side=null"], "train.start=.*: the checkpoint has a side network, .* and this run has None"),
-        ([f"distill.teacher={side[0]}"], "distill.teacher=.*: .* a teacher is a model without one"),
+        ([f"distill.teacher={side}"], "distill.teacher=.*: .* a teacher is a model without one"),
     ):
         with pytest.raises(UserError, match=said):
             run(place, tmp_path / "wrong", *start, *wrong)
 
 
-OF_FULL = pytest.param("staged", STAGED, marks=pytest.mark.full)
-
-
-@pytest.mark.parametrize("which, settings", [("everything", EVERYTHING), ("frozen", FROZEN), ("side", SIDE), OF_FULL])
-def test_resumed_runs_go_on_exactly(which, settings, request, place, tmp_path):
+@pytest.mark.parametrize("which", ["everything", "frozen", "side", pytest.param("staged", marks=FULL)])
+def test_resumed_runs_go_on_exactly(which, trained, place, tmp_path):
     """From the checkpoint of step 4."""
-    directory, _ = request.getfixturevalue(which)
+    directory, _ = trained(which)
     shutil.copytree(directory, tmp_path / "copy")
     shutil.rmtree(tmp_path / "copy" / "checkpoints" / "8")
-    said = run(place, tmp_path / "copy", *settings, *at_stages(place, which))
+    said = run(place, tmp_path / "copy", *SETTINGS[which])
     assert any("from step 4" in line for line in said)
     assert losses(tmp_path / "copy") == losses(directory)
     for a, b in zip(jax.tree.leaves(params_of(directory)), jax.tree.leaves(params_of(tmp_path / "copy")), strict=True):
         assert (a == b).all()
 
 
-@pytest.mark.parametrize(
-    "which, settings",
-    [
-        ("everything", EVERYTHING),
-        pytest.param("side", SIDE, marks=pytest.mark.full),
-        OF_FULL,
-    ],
-)
-def test_killed_and_started_again(which, settings, request, place, tmp_path):
-    directory, _ = request.getfixturevalue(which)
-    settings = [*settings, *at_stages(place, which)]
-    command = [sys.executable, "-m", "ladder_jax", "train", str(place / "recipe.yaml"), "--cpu-devices", "8",
-               *given(place, tmp_path / "run", *settings)]  # fmt: skip
+@pytest.mark.parametrize("which", ["everything", *(pytest.param(one, marks=FULL) for one in ("side", "staged"))])
+def test_killed_and_started_again(which, trained, place, tmp_path):
+    directory, _ = trained(which)
+    command = [sys.executable, "-m", "ladder_jax", "train", str(place / "recipe.yaml"), "--cpu-devices", "8"]
+    command += given(place, tmp_path / "run", *SETTINGS[which])
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     deadline = time.monotonic() + 300
     while process.poll() is None and time.monotonic() < deadline:
@@ -218,13 +193,13 @@ def test_killed_and_started_again(which, settings, request, place, tmp_path):
         time.sleep(0.001)
     output, _ = process.communicate()
     assert process.returncode == -signal.SIGKILL, output
-    run(place, tmp_path / "run", *settings)
+    run(place, tmp_path / "run", *SETTINGS[which])
     assert losses(tmp_path / "run") == losses(directory)
 
 
-def test_a_start_that_has_changed_is_refused(everything, place, tmp_path):
+def test_a_start_that_has_changed_is_refused(trained, place, tmp_path):
     """What low-rank factors stand beside is not in their run's checkpoints."""
-    directory, _ = everything
+    directory, _ = trained("everything")
     shutil.copytree(directory, tmp_path / "copy")
     shutil.rmtree(tmp_path / "copy" / "checkpoints" / "8")
     position = tmp_path / "copy" / "checkpoints" / "4" / "data" / "metadata"
