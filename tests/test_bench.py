@@ -35,8 +35,11 @@ def answer(run_cli, tmp_path_factory):
 
 def test_json(answer):
     found, folder = answer
-    assert found["model"] == "tiny" and found["device"].endswith(" CPU") and found["devices"] == 8
-    assert found["versions"]["jax"] == jax.__version__ and {"python", "flax"} <= set(found["versions"])
+    assert found["model"] == "tiny"
+    assert found["device"].endswith(" CPU")
+    assert found["devices"] == 8
+    assert found["versions"]["jax"] == jax.__version__
+    assert {"python", "flax"} <= set(found["versions"])
     assert (found["tensor"], found["layers"], found["warmup"], found["repeats"]) == (8, 2, 1, 2)
     names = [(row["batch"], row["residual"]) for row in found["rows"]]
     assert names == [(1, "standard"), (1, "ladder"), (2, "standard"), (2, "ladder")]
@@ -53,7 +56,8 @@ def test_the_rows_can_be_recomputed(answer):
         prefill, decoding = row["prefill_seconds"], row["decode_seconds"]
         assert prefill == statistics.median(row["prefill_seconds_each"]) > 0
         assert decoding == statistics.median(row["decode_seconds_each"]) > 0
-        assert (row["prompt_length"], row["new_tokens"]) == (8, 5) and len(row["decode_seconds_each"]) == 2
+        assert (row["prompt_length"], row["new_tokens"]) == (8, 5)
+        assert len(row["decode_seconds_each"]) == 2
         close = lambda name, value: row[name] == pytest.approx(value, rel=1e-9)
         assert close("step_seconds", decoding / 4)
         assert close("tokens_per_second", row["batch"] * 5 / (prefill + decoding))
@@ -79,18 +83,22 @@ def test_ceilings(answer):
 def test_what_is_copied_fits_into_the_devices_memory():
     """A CPU's array is of 128 MiB, or an eighth of what is free."""
     copied = lambda room: roofline.copy_bandwidth(jax.devices()[0], room=room, samples=1).array
-    assert copied(8 << 20) == "1 MiB of bfloat16" and copied(None) == copied(16 << 30) == "128 MiB of bfloat16"
+    assert copied(8 << 20) == "1 MiB of bfloat16"
+    assert copied(None) == copied(16 << 30) == "128 MiB of bfloat16"
 
 
 def test_text(run_cli):
     words = [*ASKED, "--layers", 1, "--batch", 2, "--tensor", 1, "--residual", "ladder-fresh,parallel-shared-norm"]
     said = run_cli("bench", *words, check_status=0, COLUMNS="80").stdout.splitlines()
     assert max(map(len, said)) <= 80
-    assert said[0].startswith("parallel-shared-norm decodes ") and "x ladder-fresh [" in said[0]
+    assert said[0].startswith("parallel-shared-norm decodes ")
+    assert "x ladder-fresh [" in said[0]
     assert said[1].startswith("note: one device communicates nothing")
     assert any(line.startswith("tiny, 1 layers, tensor 1 on ") for line in said)
     table = [line for line in said if line.strip().startswith("2 ")]
-    assert len(table) == 2 and "parallel-" in table[1] and "%" in table[1]
+    assert len(table) == 2
+    assert "parallel-" in table[1]
+    assert "%" in table[1]
     assert [line.split()[0] for line in said if line.startswith(("copy", "matmul", "versions"))] == [
         "copy", "matmul", "versions"
     ]  # fmt: skip
@@ -173,7 +181,9 @@ def test_weights_are_made_once_in_the_compute_dtype():
     assert set(standard) - set(shared) == {f"['layers'][{i}]['mlp_norm']['scale']" for i in range(2)}
     assert all(shared[name] is standard[name] for name in shared)
     query, gain = standard["['layers'][0]['attention']['query']"], standard["['final_norm']['scale']"]
-    assert query.dtype == jnp.bfloat16 and gain.dtype == jnp.float32 and (np.asarray(gain) == 1).all()
+    assert query.dtype == jnp.bfloat16
+    assert gain.dtype == jnp.float32
+    assert (np.asarray(gain) == 1).all()
     assert abs(float(jnp.std(query.astype(jnp.float32))) - 0.02) < 1e-3
     assert not np.array_equal(query, standard["['layers'][1]['attention']['query']"])
     asked = work.named(weights.abstract(definitions[0], loop=Loop.UNROLLED))
@@ -220,15 +230,18 @@ def test_ratios_are_of_rounds():
     """A machine that slows down by half in the second round changes no ratio."""
     slow = fabricated(("standard", 1, (1, 2, 1), (4, 8, 4)), ("ladder", 1, (1, 2, 1), (2, 4, 1)))
     assert slow.verdict == ["ladder decodes 2.00x standard [2.00, 4.00] at batch 1"]
-    assert slow.notices == [] and slow.ratios[0]["prefill_ratio_min"] == slow.ratios[0]["prefill_ratio_max"] == 1
-    assert slow.rows[1]["tokens_per_second"] == 5 / (1 + 2) and slow.rows[1]["tokens_per_second_max"] == 5 / 2
+    assert slow.notices == []
+    assert slow.ratios[0]["prefill_ratio_min"] == slow.ratios[0]["prefill_ratio_max"] == 1
+    assert slow.rows[1]["tokens_per_second"] == 5 / (1 + 2)
+    assert slow.rows[1]["tokens_per_second_max"] == 5 / 2
     halves = fabricated(
         ("standard", 1, (4, 8, 4), (1, 2, 1)), ("standard", 1, (2, 4, 1), (1, 2, 1)), residuals=("standard",),
         interleaves=(1, 2),
     )  # fmt: skip
     assert halves.verdict == ["standard in two halves prefills 2.00x standard [2.00, 4.00] at batch 1"]
     alone = fabricated(("ladder", 1, (1,), (4,)), residuals=("ladder",))
-    assert alone.verdict == ["ladder generates 1.0 tokens/s at batch 1"] and alone.ratios == []
+    assert alone.verdict == ["ladder generates 1.0 tokens/s at batch 1"]
+    assert alone.ratios == []
 
 
 @pytest.mark.parametrize("ending, begin", [("svg", b"<?xml"), ("pdf", b"%PDF")])
@@ -284,7 +297,8 @@ def test_mistakes_are_one_line_and_measure_nothing(words, monkeypatch, capsys, t
     asked = [*ASKED, "--out", "speed.json", "--plot", "speed.png"]
     assert cli.main(["bench", *asked, *words.split()]) == 2
     said = capsys.readouterr()
-    assert said.out == "" and len(said.err.splitlines()) == 1
+    assert said.out == ""
+    assert len(said.err.splitlines()) == 1
     assert MISTAKES[words] in said.err
     assert os.listdir(tmp_path) == []
 
@@ -310,5 +324,6 @@ def test_running_out_of_memory_is_one_line(monkeypatch, capsys, tmp_path):
     assert cli.main(["bench", *ASKED, "--out", "speed.json"]) == 2
     said = capsys.readouterr().err
     assert said.startswith("ladder-jax: out of memory benchmarking (RESOURCE_EXHAUSTED: Out of memory allocating 9 ")
-    assert "ask for a smaller --batch" in said and len(said.splitlines()) == 1
+    assert "ask for a smaller --batch" in said
+    assert len(said.splitlines()) == 1
     assert os.listdir(tmp_path) == []

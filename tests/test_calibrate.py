@@ -36,7 +36,10 @@ def test_predict_reads_what_was_written(written, run_cli):
         *section, last = name.split(".")
         assert getattr(mine.link if section else mine, last) == pytest.approx(value, rel=1e-3)
         assert mine.sources[name]
-    assert mine.flops > 1e9 and mine.bandwidth > 1e8 and 0 < mine.launch < 1e-2 and mine.link.bandwidth > 1e6
+    assert mine.flops > 1e9
+    assert mine.bandwidth > 1e8
+    assert 0 < mine.launch < 1e-2
+    assert mine.link.bandwidth > 1e6
     words = ("--model", "tiny", "--hardware", "mine.yaml", "--tensor", 2, "--json")
     rows = json.loads(run_cli("predict", *words, cwd=folder, check_status=0).stdout)["rows"]
     assert all(row["tokens_per_second"] > 0 for row in rows)
@@ -46,9 +49,12 @@ def test_what_it_says_of_itself(written):
     found, folder = written
     text = (folder / "mine.yaml").read_text()
     first, second = text.splitlines()[:2]
-    assert first.startswith("# ") and f"with jax {jax.__version__}" in first and "Simulated devices" in second
+    assert first.startswith("# ")
+    assert f"with jax {jax.__version__}" in first
+    assert "Simulated devices" in second
     tree = yaml.safe_load(text)
-    assert "spread" in tree["launch"]["source"] and "best of 3 runs" in tree["bandwidth"]["source"]
+    assert "spread" in tree["launch"]["source"]
+    assert "best of 3 runs" in tree["bandwidth"]["source"]
     assert tree["contention"]["source"].startswith("assumed as on h100-nvlink: here nothing ran beside")
     assert "over 2, 4 devices" in tree["link"]["step"]["source"]
     assert [(one["ranks"], one["bytes"]) for one in found["all_reduces"]] == [
@@ -82,7 +88,8 @@ def test_the_fit_finds_a_links_constants(ring):
         assert getattr(found, name) == pytest.approx(getattr(true, name), rel=1e-6)
     assert measure.fit_error(measured, found) < 1e-9
     two = measure.fit_link(samples(true, ranks=(4,)), ring=ring)  # one size of ring: steps are part of the latency
-    assert two.step == 0 and two.all_reduce(4096, ranks=4) == pytest.approx(true.all_reduce(4096, ranks=4))
+    assert two.step == 0
+    assert two.all_reduce(4096, ranks=4) == pytest.approx(true.all_reduce(4096, ranks=4))
 
 
 def test_a_gpus_own_kernels_are_measured_apart_from_nccl(monkeypatch, tmp_path):
@@ -105,13 +112,12 @@ def test_a_gpus_own_kernels_are_measured_apart_from_nccl(monkeypatch, tmp_path):
 
     monkeypatch.setattr(measure, "all_reduces", all_reduces)
     sections, timed = measure.constants(16, warmup=0, repeats=1)
-    assert (
-        len(timed) == 4 * len(measure.SIZES)
-        and "fitted to 9 all-reduces" in sections["link"]["one_shot"]["latency"]["source"]
-    )
+    assert len(timed) == 4 * len(measure.SIZES)
+    assert "fitted to 9 all-reduces" in sections["link"]["one_shot"]["latency"]["source"]
     (tmp_path / "mine.yaml").write_text(calibrate.as_yaml(sections, gpu))
     mine = machine.load(str(tmp_path / "mine.yaml"))
-    assert mine.link.latency == pytest.approx(12e-6, rel=1e-3) and mine.link.two_shot is None
+    assert mine.link.latency == pytest.approx(12e-6, rel=1e-3)
+    assert mine.link.two_shot is None
     assert mine.link.one_shot.latency == pytest.approx(8e-6, rel=1e-3)
     assert mine.link.one_shot.bandwidth == pytest.approx(200e9, rel=1e-3)
     assert "XLA's kernel" in mine.sources["link.one_shot.latency"]
@@ -145,19 +151,25 @@ def test_one_device(monkeypatch, tmp_path, capsys):
     monkeypatch.chdir(tmp_path)
     assert cli.main("calibrate --out one.yml --tensor 1 --repeats 2 --warmup 0".split()) == 0
     said = capsys.readouterr().out
-    assert "one.yml: 1 devices" in said and "100.0 GB/s" in said and "all-reduce" not in said
+    assert "one.yml: 1 devices" in said
+    assert "100.0 GB/s" in said
+    assert "all-reduce" not in said
     one = machine.load("one.yml")
-    assert one.link is None and one.devices == 1 and one.bandwidth == 100e9
+    assert one.link is None
+    assert one.devices == 1
+    assert one.bandwidth == 100e9
     assert "the best of 2 runs, an array, spread 10%" in one.sources["flops"]
 
 
 def test_timings():
     timing = Timing((1.0, 2.0, 3.0, 4.0, 100.0))
-    assert timing.median == 3 and timing.spread == pytest.approx((4 - 2) / 3)
+    assert timing.median == 3
+    assert timing.spread == pytest.approx((4 - 2) / 3)
     assert Timing((2.0,)).spread == 0
     calls = []
     found = measure.timed(lambda: calls.append(1), of=4, warmup=2, repeats=3)
-    assert len(calls) == 5 and len(found.samples) == 3
+    assert len(calls) == 5
+    assert len(found.samples) == 3
 
 
 def test_contention(monkeypatch):
@@ -170,7 +182,8 @@ def test_contention(monkeypatch):
     seconds[8, True] = 4.0  # one after the other
     assert measure.contention(ranks=2, warmup=0, repeats=1) is None
     found = measure._contention(None, 2, "of 1 runs")
-    assert found["value"] == machine.load(measure.ASSUMED).contention and found["source"].startswith("assumed as on")
+    assert found["value"] == machine.load(measure.ASSUMED).contention
+    assert found["source"].startswith("assumed as on")
 
 
 @pytest.mark.parametrize(
@@ -188,4 +201,7 @@ def test_mistakes_are_one_line(words, said, capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert cli.main(["calibrate", *words.split()]) == 2
     out, err = capsys.readouterr()
-    assert out == "" and len(err.splitlines()) == 1 and said in err and os.listdir(tmp_path) == []
+    assert out == ""
+    assert len(err.splitlines()) == 1
+    assert said in err
+    assert os.listdir(tmp_path) == []

@@ -16,7 +16,8 @@ from ladder_jax.train import folder
 
 def test_the_standard_library_is_on_every_machine():
     content, _ = dataset.read_text(DataConfig(max_bytes=2_000_000))
-    assert len(content) == 2_000_000 and content.dtype == np.uint8
+    assert len(content) == 2_000_000
+    assert content.dtype == np.uint8
     first = (pathlib.Path(sysconfig.get_paths()["stdlib"]) / "__future__.py").read_bytes()
     assert first in content.tobytes()
 
@@ -45,7 +46,8 @@ def test_batches_are_a_function_of_seed_and_step():
     content = np.arange(1001).astype(np.uint8)
     of = lambda seed: batches.Batches(batches.shuffled(batches.Windows(content, 10), seed=seed), 5)
     found = of(3)
-    assert found[0].shape == (5, 11) and found[0].dtype == np.int32
+    assert found[0].shape == (5, 11)
+    assert found[0].dtype == np.int32
     np.testing.assert_array_equal(found[7], of(3)[7])
     assert not np.array_equal(of(4)[0], found[0])
     # 100 windows of 10 predicted tokens: 20 batches see each once, and the next epoch another order.
@@ -93,14 +95,15 @@ def test_what_is_trained_on_is_said(tmp_path):
         (tmp_path / f"{number}.txt").write_text("the cat " * 20)
     (tmp_path / "a.png").write_bytes(b"\x89PNG\xff\xfe")
     _, note = dataset.read_text(DataConfig(path=str(tmp_path)))
-    assert note.startswith("data: 3 files of ") and note.endswith(
-        ", 482 bytes of text; left out, as they are not UTF-8 text: 1"
-    )
+    assert note.startswith("data: 3 files of ")
+    assert note.endswith(", 482 bytes of text; left out, as they are not UTF-8 text: 1")
     one = str(tmp_path / "0.txt")
     assert dataset.read_text(DataConfig(path=one))[1] == f"data: 1 file of {one}, 160 bytes of text"
     for most, files in ((100, "1 file "), (161, "2 files "), (160, "1 file ")):
         content, note = dataset.read_text(DataConfig(path=str(tmp_path), max_bytes=most))
-        assert files in note and len(content) == most and note.endswith("; the rest is left out by data.max_bytes")
+        assert files in note
+        assert len(content) == most
+        assert note.endswith("; the rest is left out by data.max_bytes")
 
 
 def test_a_warm_up_longer_than_the_run_is_said():

@@ -71,7 +71,8 @@ def test_two_epochs_hold_every_document_twice(book):
     data, size = load(path), len(Store(path).starts)
     opened = Store(path)
     cut = int(np.searchsorted(opened.starts, opened.manifest.tokens - int(opened.manifest.tokens * 0.05)))
-    assert size - 1 == len(documents) and 130 < cut < 150
+    assert size - 1 == len(documents)
+    assert 130 < cut < 150
     length = data.training_rows
     epochs = [[data.training[index] for index in range(start, start + length)] for start in (0, length)]
     for epoch in epochs:
@@ -82,7 +83,8 @@ def test_two_epochs_hold_every_document_twice(book):
         whole = collections.Counter(piece for piece in found if len(piece) < 17)
         assert all(whole[one] >= 1 for one in documents[:cut] if len(one) <= 17)
     order = [[row.tokens.tobytes() for row in epoch] for epoch in epochs]
-    assert order[0] != order[1] and sorted(order[0]) == sorted(order[1])
+    assert order[0] != order[1]
+    assert sorted(order[0]) == sorted(order[1])
     held_out = [data.held_out[index] for index in range(data.held_out_rows)]
     rest = [piece for row in held_out for piece in pieces(dataset.batches.Batch(row.tokens[None], row.segments[None]))]
     assert predicted(rest) == predicted(documents[cut:])
@@ -237,7 +239,8 @@ def losses(directory):
 def uninterrupted(book, tmp_path_factory):
     directory = tmp_path_factory.mktemp("whole") / "run"
     result = train.run(settings(book[0], directory), say=lambda line: None)
-    assert result.bigram_entropy is None and losses(directory)[-1][1] < losses(directory)[0][1]
+    assert result.bigram_entropy is None
+    assert losses(directory)[-1][1] < losses(directory)[0][1]
     return directory, result
 
 
@@ -277,7 +280,8 @@ def test_a_data_file_that_cannot_be_read_in_the_middle_of_a_run(book, uninterrup
     with pytest.raises(RunFailed, match=rf"{file.name}' is damaged: .*; step 6 is saved") as caught:
         train.run(here, say=cut)
     assert "\n" not in str(caught.value)
-    assert open_checkpoint(directory).step == 6 and [step for step, _ in losses(directory)] == [1, 2, 3, 4, 5, 6]
+    assert open_checkpoint(directory).step == 6
+    assert [step for step, _ in losses(directory)] == [1, 2, 3, 4, 5, 6]
     with pytest.raises(UserError, match=rf"{file.name}' has \d+ bytes, not \d+: it is damaged"):
         train.run(here, say=lambda line: None)
     file.write_bytes(whole)
@@ -317,4 +321,5 @@ def test_a_dated_template_on_another_day(tmp_path, monkeypatch):
     monkeypatch.setattr(timing, "time", later)
     said = []
     assert train.run(here, say=said.append) == result
-    assert any(line.endswith("from step 8") for line in said) and losses(directory) == whole
+    assert any(line.endswith("from step 8") for line in said)
+    assert losses(directory) == whole

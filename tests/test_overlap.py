@@ -61,7 +61,8 @@ def test_json(told):
     chosen = 3 * 2 * 4  # of each row the largest score, whose it is, and whether it is a number
     assert others == [("all-reduce", "embedding", 1, 2 * 128 * 4), ("all-gather", "choice of the token", 1, chosen)]
     assert found["other_hidden"] == 0
-    assert found["hidden_time_fraction"] is None and found["window_flops_fraction"] is None
+    assert found["hidden_time_fraction"] is None
+    assert found["window_flops_fraction"] is None
     heads, layers, cache = 8, 4, 4 * 2 * 2 * 32 * 1 * 16 * 2  # a rank holds one head of 16, bfloat16, keys and values
     d, ff, v = 128, 352 // heads, 128  # the head's 256 rows are padded to 128 a rank
     weights = layers * (2 * d * 16 + 2 * d * 16 + 3 * d * ff) * 2 + (2 * layers + 1) * d * 4 + v * d * 2
@@ -72,12 +73,15 @@ def test_json(told):
 def test_text_begins_with_the_verdict(told, kept, monkeypatch):
     lines = told(ASKED).splitlines()
     assert lines[0] == "0 of 8 all-reduces hidden: each is synchronous"
-    assert any("output of attention" in line for line in lines) and any(line.startswith("memory ") for line in lines)
+    assert any("output of attention" in line for line in lines)
+    assert any(line.startswith("memory ") for line in lines)
     assert "other collectives: 2 (embedding, choice of the token), 0 hidden" in lines
     monkeypatch.setenv("COLUMNS", "80")
     narrow = told(ASKED).splitlines()
-    assert max(map(len, narrow)) <= 80 and narrow[:2] == lines[:2]
-    assert os.listdir(kept) == ["schedules"] and len(os.listdir(kept / "schedules")) == 1  # one program, kept
+    assert max(map(len, narrow)) <= 80
+    assert narrow[:2] == lines[:2]
+    assert os.listdir(kept) == ["schedules"]
+    assert len(os.listdir(kept / "schedules")) == 1  # one program, kept
 
 
 @pytest.mark.parametrize(
@@ -91,7 +95,8 @@ def test_phases(told, phase, loop, count):
     purposes = {part for one in found["other_collectives"] for part in one["for"].split(", ")}
     shared = "gradients of norm gains and other replicated weights"
     trained = {"loss", "gradient of the head's input", "gradient norm", shared} if phase == "train" else set()
-    assert purposes == {"embedding"} | trained and found["other_hidden"] == 0
+    assert purposes == {"embedding"} | trained
+    assert found["other_hidden"] == 0
 
 
 def test_weights_and_a_stream_that_are_split(told):
@@ -105,7 +110,8 @@ def test_weights_and_a_stream_that_are_split(told):
     assert collections.Counter(one["layer"] for one in scatters["each"]) == dict.fromkeys("10", 7)
     forward = [one["kind"] for one in found["reductions"] if one["direction"] == "forward"]
     assert sorted(forward) == ["all-gather"] * 4 + ["reduce-scatter"] * 4
-    assert found["all_reduces"] == len(found["reductions"]) and found["merged"] == 0
+    assert found["all_reduces"] == len(found["reductions"])
+    assert found["merged"] == 0
     text = told(words)
     assert text.splitlines()[0] == f"0 of {found['all_reduces']} collectives hidden: each is synchronous"
     assert "fsdp 2, tensor 4, sequence-parallel, unrolled" in text
@@ -162,7 +168,8 @@ def test_mistakes_are_one_line_and_compile_nothing(words, monkeypatch, capsys, t
     monkeypatch.setattr(compiling, "compiled", None)
     assert cli.main(["overlap", *f"{ASKED} {words}".split()]) == 2
     said = capsys.readouterr()
-    assert said.out == "" and len(said.err.splitlines()) == 1
+    assert said.out == ""
+    assert len(said.err.splitlines()) == 1
     assert MISTAKES[words] in said.err
     assert os.listdir(tmp_path) == []
 
@@ -179,7 +186,9 @@ def test_mistakes_found_by_the_compiler_process(words, said, told, monkeypatch, 
     monkeypatch.chdir(tmp_path)
     assert cli.main(["overlap", *f"{ASKED} {words}".split()]) == 2
     err = capsys.readouterr().err
-    assert said in err.splitlines()[-1] and "Traceback" not in err and os.listdir(tmp_path) == []
+    assert said in err.splitlines()[-1]
+    assert "Traceback" not in err
+    assert os.listdir(tmp_path) == []
 
 
 @pytest.mark.parametrize(
@@ -190,7 +199,9 @@ def test_a_missing_compiler_says_what_to_install(target, installs, monkeypatch, 
     monkeypatch.setattr(python, "versions", lambda *packages: {"jax": "1"})
     assert cli.main(["overlap", *f"{ASKED} --target {target} --tensor 8".split()]) == 2
     said = capsys.readouterr().err
-    assert f"target {target}: " in said and installs in said and len(said.splitlines()) == 1
+    assert f"target {target}: " in said
+    assert installs in said
+    assert len(said.splitlines()) == 1
 
 
 def test_a_killed_compiler_is_one_line(monkeypatch, tmp_path):
@@ -217,10 +228,12 @@ def test_an_interrupt_ends_the_compiler_too(tmp_path):
     (worker,) = children()
     os.kill(process.pid, signal.SIGINT)
     _, said = process.communicate(timeout=60)
-    assert process.returncode == 130 and said.decode().splitlines()[-1] == "ladder-jax: interrupted"
+    assert process.returncode == 130
+    assert said.decode().splitlines()[-1] == "ladder-jax: interrupted"
     with pytest.raises(ProcessLookupError):
         os.kill(int(worker), 0)
-    assert os.listdir(tmp_path) == ["schedules"] and os.listdir(tmp_path / "schedules") == []
+    assert os.listdir(tmp_path) == ["schedules"]
+    assert os.listdir(tmp_path / "schedules") == []
 
 
 def ask(**changes):
@@ -282,10 +295,13 @@ def test_what_a_user_reads():
     answer = result.Result(request, RECORD, judge.read(hlo.parse(RECORD.hlo)), bytes_accessed=30)
     lines = "\n".join(part for part in answer.lines() if isinstance(part, str))
     assert answer.verdict == "5 of 6 all-reduces hidden; the last one comes after all compute, so it is always exposed"
-    assert "of 16: it fits" in lines and "1.50 times its weights and cache" in lines and "notice    n" in lines
+    assert "of 16: it fits" in lines
+    assert "1.50 times its weights and cache" in lines
+    assert "notice    n" in lines
     assert "launch    explicit" in lines
     assert answer.as_dict()["bytes_per_device"] == 10 * 2**30 + 5 - 4 + 3 + 2
-    assert answer.as_dict()["fits"] is True and answer.as_dict()["launch"] == "explicit"
+    assert answer.as_dict()["fits"] is True
+    assert answer.as_dict()["launch"] == "explicit"
 
 
 @pytest.fixture
@@ -307,7 +323,8 @@ def played(monkeypatch):
 
 def test_plot(played, tmp_path):
     picture.plot(played, file=str(tmp_path / "picture.png"))
-    assert (tmp_path / "picture.png").read_bytes().startswith(b"\x89PNG") and os.listdir(tmp_path) == ["picture.png"]
+    assert (tmp_path / "picture.png").read_bytes().startswith(b"\x89PNG")
+    assert os.listdir(tmp_path) == ["picture.png"]
 
 
 def test_what_is_drawn():
@@ -334,7 +351,8 @@ def test_two_layers_are_two():
     late = timeline.Bar("late", "layer_2/mlp/add", 40.0, 41.0, wire=False)
     wire = timeline.Bar("sum", "layer_1/launch", 10.0, 17.0, wire=True)
     drawn = picture._two_layers([*bars, late, wire])
-    assert max(bar.stop for bar in drawn) == 20 and len(drawn) == 5
+    assert max(bar.stop for bar in drawn) == 20
+    assert len(drawn) == 5
     assert [(bar.start, bar.stop) for bar in drawn if bar.wire] == [(0, 2)]
 
 
@@ -352,4 +370,5 @@ def test_the_target_names_are_those_of_the_help(capsys):
     with pytest.raises(SystemExit):
         cli.main(["overlap", "--help"])
     said = capsys.readouterr().out
-    assert all(target.name in said for target in targets.TARGETS if target.kind != "cpu") and "example:" in said
+    assert all(target.name in said for target in targets.TARGETS if target.kind != "cpu")
+    assert "example:" in said

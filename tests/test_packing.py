@@ -35,7 +35,8 @@ def test_rows_hold_every_token_once(seed):
     rows = pack(starts, lengths, row=row)
     pieces = list(zip(rows.start.tolist(), rows.length.tolist()))
     filled = [int(rows.length[a:b].sum()) for a, b in zip(rows.first, rows.first[1:])]
-    assert all(0 < tokens <= row for tokens in filled) and rows.first[-1] == len(pieces)
+    assert all(0 < tokens <= row for tokens in filled)
+    assert rows.first[-1] == len(pieces)
     assert sorted(row - tokens for tokens in filled) == best_fit(rows.length.tolist(), row)
     for start, length in zip(starts.tolist(), lengths.tolist()):
         mine = sorted(piece for piece in pieces if start <= piece[0] < start + length)

@@ -49,7 +49,8 @@ def test_every_plan_can_be_run(asked):
     for plan in plans.ranked(wanted)[::7]:
         words = [f"{name}={value}" for name, value in plan.candidate.overrides(wanted).items()]
         config = load(asked["model"], overrides=words)
-        assert config.mesh == plan.candidate.mesh and config.mesh.size == wanted.target.count
+        assert config.mesh == plan.candidate.mesh
+        assert config.mesh.size == wanted.target.count
         assert config.train.batch * config.train.sequence == asked["tokens"]
         assert config.train.batch == plan.candidate.rows * plan.candidate.accumulate * plan.candidate.shards
         assert config.train.remat is plan.candidate.remat
@@ -72,7 +73,8 @@ def test_halves_are_a_candidate_where_they_have_something_to_hide():
     standard = dict(LARGE, residual="standard")
     every = candidates(**standard)
     halved = {one for one in every if one.interleave == 2}
-    assert halved and all(one.mesh.tensor > 1 and one.rows % 2 == 0 for one in halved)
+    assert halved
+    assert all(one.mesh.tensor > 1 and one.rows % 2 == 0 for one in halved)
     assert {dataclasses.replace(one, interleave=1) for one in halved} < every
     assert candidates(**standard, interleave=Interleave.HALVES) == halved
     assert candidates(**standard, interleave=Interleave.WHOLE) == every - halved
@@ -112,7 +114,8 @@ def test_standard_is_planned_in_halves(capsys):
     standard = dict(LARGE, residual="standard")
     every = planned(capsys, standard)
     best = next(plan for plan in every if plan["mesh"]["tensor"] > 1)
-    assert best["interleave"] == 2 and best["overrides"]["train.interleave"] == "2"
+    assert best["interleave"] == 2
+    assert best["overrides"]["train.interleave"] == "2"
     assert all("train.interleave" not in plan["overrides"] for plan in every if plan["interleave"] == 1)
     assert ", in turn" in asked_of(capsys, standard)
     assert {plan["interleave"] for plan in planned(capsys, standard, "--interleave=1")} == {1}
@@ -133,7 +136,9 @@ def test_plans_that_exchange_experts(tmp_path):
     for one in sorted(exchanged, key=str)[::9]:
         words = [f"{name}={value}" for name, value in one.overrides(wanted).items()]
         config = load(MOE["model"], overrides=words)
-        assert config.mesh == one.mesh and config.train.sequence_parallel and config.model == wanted.config
+        assert config.mesh == one.mesh
+        assert config.train.sequence_parallel
+        assert config.model == wanted.config
 
 
 def test_plans_that_exchange_no_experts(tmp_path):
@@ -165,7 +170,8 @@ def test_what_exchanged_experts_take_by_hand():
     assert speed.flops(full, request=wanted)[1] == pytest.approx(again)
     # Two halves of a reduction each: attention's, and a shared expert's.
     halves = lambda model, name: speed._halves(one, Model(preset(model, residual=name, num_layers=1), 4))
-    assert halves(MOE["model"], "ladder") == (4 * 2, 0) and halves(MOE["model"], "farskip") == (4 * 1.5, 0)
+    assert halves(MOE["model"], "ladder") == (4 * 2, 0)
+    assert halves(MOE["model"], "farskip") == (4 * 1.5, 0)
     assert halves("qwen3-30b-a3b", "standard") == (0, 4 * 1)
 
 
@@ -205,7 +211,8 @@ def test_halves_wait_for_no_message(asked, whole):
     halves = dataclasses.replace(whole, interleave=2)
     assert speed._transfers(halves, request=standard) == speed._transfers(whole, request=ladder)
     slow, fast = (speed.speed(one, request=standard) for one in (whole, halves))
-    assert fast.exposed < slow.exposed and fast.seconds < slow.seconds
+    assert fast.exposed < slow.exposed
+    assert fast.seconds < slow.seconds
     assert memory.estimate(whole, request=standard) == memory.estimate(halves, request=standard)
 
 
@@ -215,8 +222,10 @@ def test_the_answer_names_the_fastest_exchange(capsys):
     out, every = asked_of(capsys, MOE, "--capacity=1.25"), planned(capsys, MOE, "--capacity=1.25")
     best = next(plan for plan in every if plan["experts"] == "exchange")
     assert "exchange  mesh.experts=exchange with capacity 1.25, the fastest that fits: " in out
-    assert f"{best['seconds']:.3g} s a step" in out and {plan["experts"] for plan in every} == {"exchange", "reduce"}
-    assert best["overrides"]["mesh.experts"] == "exchange" and best["overrides"]["model.moe.capacity"] == "1.25"
+    assert f"{best['seconds']:.3g} s a step" in out
+    assert {plan["experts"] for plan in every} == {"exchange", "reduce"}
+    assert best["overrides"]["mesh.experts"] == "exchange"
+    assert best["overrides"]["model.moe.capacity"] == "1.25"
     assert not any("mesh.experts" in plan["overrides"] for plan in every if plan["experts"] == "reduce")
 
 
@@ -239,8 +248,12 @@ def test_an_exchange_is_confirmed_as_such(tmp_path, monkeypatch):
 def test_meshes_lie_along_the_torus():
     wanted = request.make(**LARGE)
     sizes = {(mesh.data, mesh.fsdp, mesh.tensor) for mesh in request.meshes_of(wanted)}
-    assert (1, 16, 4) in sizes and (4, 4, 4) in sizes and (1, 64, 1) in sizes
-    assert (1, 8, 8) not in sizes and (2, 8, 4) not in sizes and (1, 1, 64) in sizes
+    assert (1, 16, 4) in sizes
+    assert (4, 4, 4) in sizes
+    assert (1, 64, 1) in sizes
+    assert (1, 8, 8) not in sizes
+    assert (2, 8, 4) not in sizes
+    assert (1, 1, 64) in sizes
 
 
 def test_a_mesh_that_cuts_across_the_torus_is_made_with_a_warning(monkeypatch, caplog):
@@ -259,7 +272,9 @@ def test_the_recipe_is_the_recommended_plan():
     config = load(str(ROOT / "experiments/pretrain/recipes/llama-3-70b.yaml"))
     wanted = request.make(**LARGE)
     best = plans.answer(wanted, compiled=0).plans[0]
-    assert best.fits and config.mesh == best.candidate.mesh and config.model == wanted.config
+    assert best.fits
+    assert config.mesh == best.candidate.mesh
+    assert config.model == wanted.config
     recommended = best.candidate.train(wanted)
     for name in ("remat", "accumulate", "batch", "sequence", "sequence_parallel"):
         assert getattr(config.train, name) == getattr(recommended, name)
@@ -287,9 +302,11 @@ def test_what_the_compiler_refuses_gives_way_to_the_next(monkeypatch):
 
     monkeypatch.setattr(plans, "confirm", confirm)
     found = plans.answer(request.make(**LARGE), compiled=1)
-    assert [plan.candidate for plan in found.refused] == asked[:2] and found.plans[0].candidate == asked[2]
+    assert [plan.candidate for plan in found.refused] == asked[:2]
+    assert found.plans[0].candidate == asked[2]
     lines = [line for line in command.lines(found) if isinstance(line, str)]
-    assert "it fits (90.0 GiB, compiled)" in lines[1] and sum("too large" in line for line in lines) == 2
+    assert "it fits (90.0 GiB, compiled)" in lines[1]
+    assert sum("too large" in line for line in lines) == 2
 
 
 def test_nothing_fits():
@@ -297,20 +314,25 @@ def test_nothing_fits():
     found = plans.answer(wanted, compiled=1)
     cure, reason, *_ = command.lines(found)
     assert found.plans == ()
-    assert cure.startswith("nothing fits: take more devices") and " candidates the small" in reason
+    assert cure.startswith("nothing fits: take more devices")
+    assert " candidates the small" in reason
 
 
 def test_a_confirmed_answer(run_cli, tmp_path):
     ask = ["plan", "--model", "tiny", "--target", "cpu:8", "--tokens", "256", "--sequence", "32", "--layers", "2"]
     done = run_cli(*ask, "--json", LADDER_JAX_CACHE=str(tmp_path), check_status=0)
     found = json.loads(done.stdout)
-    assert len(done.stdout.splitlines()) == 1 and found["considered"] >= len(found["plans"]) > 10
+    assert len(done.stdout.splitlines()) == 1
+    assert found["considered"] >= len(found["plans"]) > 10
     best, second = found["plans"][:2]
     parts = "arguments", "temporaries", "outputs", "code"
-    assert best["fits"] and best["bytes_per_device"] == sum(best["compiled"][name] for name in parts)
-    assert second["compiled"] is None and best["seconds"] <= second["seconds"]
+    assert best["fits"]
+    assert best["bytes_per_device"] == sum(best["compiled"][name] for name in parts)
+    assert second["compiled"] is None
+    assert best["seconds"] <= second["seconds"]
     again = run_cli(*ask, LADDER_JAX_CACHE=str(tmp_path), check_status=0)  # kept: nothing is compiled
-    assert again.stdout.startswith("take ") and "compiling" not in again.stderr
+    assert again.stdout.startswith("take ")
+    assert "compiling" not in again.stderr
     assert again.stdout.splitlines()[-1].startswith("ladder-jax train tiny model.num_layers=2 ")
 
 
@@ -344,7 +366,8 @@ def test_running_out_of_memory_names_the_planner():
     mesh = definition.layout.mesh
     error = jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 9 bytes.\nmore")
     said = str(out_of_memory.explanation(error, config=config, mesh=mesh))
-    assert "\n" not in said and "Out of memory allocating 9 bytes)" in said
+    assert "\n" not in said
+    assert "Out of memory allocating 9 bytes)" in said
     asked = "ladder-jax plan --model tiny --residual ladder --target cpu:8 --tokens 2048 --sequence 128"
     assert asked in said
     other = jax.errors.JaxRuntimeError("INTERNAL: a bug")
@@ -360,5 +383,6 @@ def test_the_recipe_fits_its_target():
     """80 layers compiled for 64 TPU chips, the optimizer among them."""
     found = plans.answer(request.make(**LARGE), compiled=1)
     best = found.plans[0]
-    assert not found.refused and best.candidate.mesh == MeshConfig(1, 16, 4)
+    assert not found.refused
+    assert best.candidate.mesh == MeshConfig(1, 16, 4)
     assert best.confirmed.device <= best.limit

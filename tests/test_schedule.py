@@ -45,7 +45,8 @@ def test_halves_stand_around_a_whole_sublayer():
 def test_a_scan_counts_by_its_turns(name):
     found = schedule.audit(text(name))
     inside = [r for r in found.reductions if r.collective.executions > 1]
-    assert [r.count for r in inside] == [3, 3] and all(r.status is Status.HIDDEN for r in inside)
+    assert [r.count for r in inside] == [3, 3]
+    assert all(r.status is Status.HIDDEN for r in inside)
     assert (found.all_reduces, found.hidden) == (7, 6)  # the last one's output is reduced after the loop
 
 
@@ -122,9 +123,12 @@ def test_a_ring_is_hidden_only_if_each_of_its_messages_is():
     with_flops = lambda share: dataclasses.replace(
         ring.permutes[0], flops=cost.Flops(attention=share * ring.matmul / RANKS)
     )
-    assert ring.covered and parts(with_flops(0.5)).covered and not parts(with_flops(0.49)).covered
+    assert ring.covered
+    assert parts(with_flops(0.5)).covered
+    assert not parts(with_flops(0.49)).covered
     bare = dataclasses.replace(ring.permutes[0], flops=cost.Flops())
-    assert not parts(bare).covered and not dataclasses.replace(ring, matmul=0.0).covered
+    assert not parts(bare).covered
+    assert not dataclasses.replace(ring, matmul=0.0).covered
     # XLA's own begin with a message that stands before the loop: one of its nine.
     nine = dataclasses.replace(ring.permutes[1], executions=8)
     assert dataclasses.replace(ring, permutes=(bare, nine)).covered
@@ -138,10 +142,13 @@ def test_a_compilers_ring_is_a_loop():
         (sublayer, kind) for sublayer in ("attention", "mlp") for kind in ("collective-permute", "all-reduce")
     ]
     for ring in (r.collective for r in found.reductions if r.collective.kind == "collective-permute"):
-        assert [part.executions for part in ring.parts] == [1, 2, 2, 2, 2] and ring.executions == 1
+        assert [part.executions for part in ring.parts] == [1, 2, 2, 2, 2]
+        assert ring.executions == 1
         assert (ring.bytes, ring.matmul) == (9 * T // 8 * D * 2, 2 * T * D * 4 * F / RANKS)
-        assert not ring.synchronous and not ring.covered
-    assert found.hidden == 0 and found.step_cycles > 0
+        assert not ring.synchronous
+        assert not ring.covered
+    assert found.hidden == 0
+    assert found.step_cycles > 0
 
 
 def moved(transfers) -> dict:
@@ -187,13 +194,15 @@ def test_what_is_moved_over_the_fsdp_axis(name):
     whole = D * F // 4
     assert {t.collective.bytes // t.collective.operands for t in found.gathers} == {whole * 2 // 2}  # shares, bfloat16
     assert {t.collective.bytes // t.collective.operands for t in found.scatters} == {whole * 4}  # whole, float32
-    assert {r.collective.axes for r in found.reductions} == {("tensor",)} and found.others == ()
+    assert {r.collective.axes for r in found.reductions} == {("tensor",)}
+    assert found.others == ()
 
 
 def test_reduce_scatters_that_a_compiler_made_of_all_reduces():
     """An all-reduce of a padded array and its slice, in one nameless fusion over devices by their numbers."""
     found = read("v5p-sharded-sync", ranks=4)
-    assert sum(t.count for t in found.gathers) == 20 and sum(t.count for t in found.scatters) == 12
+    assert sum(t.count for t in found.gathers) == 20
+    assert sum(t.count for t in found.scatters) == 12
     assert {t.status for t in (*found.gathers, *found.scatters)} == {Status.SYNCHRONOUS}
     assert {t.collective.kind for t in found.scatters} == {"reduce-scatter"}
     assert sorted(t.layer for t in found.scatters) == sorted("012" * 4)
@@ -254,7 +263,8 @@ def test_synchronous_reductions_are_reported():
 def test_a_tiny_matmul_is_not_enough():
     (only,) = schedule.audit(text("h100-tiny")).reductions
     assert sum(only.collective.flops.values()) > 0
-    assert not only.collective.synchronous and only.status is Status.EXPOSED
+    assert not only.collective.synchronous
+    assert only.status is Status.EXPOSED
 
 
 WINDOW = """HloModule window, is_scheduled=true
@@ -313,7 +323,8 @@ ENTRY"""
     lines = """  %call = bf16[512,2048]{1,0} custom-call(%before), called_computations={%inner}
   %new = bf16[512,2048]{1,0} all-to-some(%before)"""
     found = schedule.audit(WINDOW.replace("ENTRY", called).replace("BETWEEN", f"{MATMUL}\n{lines}"))
-    assert found.unknown == ("within", "new") and (found.all_reduces, found.hidden) == (1, 1)
+    assert found.unknown == ("within", "new")
+    assert (found.all_reduces, found.hidden) == (1, 1)
     assert found.verdict == "1 of 1 all-reduces hidden; NOT counted, as their form is unknown: within, new"
     with pytest.raises(AssertionError, match="not counted, as their form is unknown: within, new"):
         schedule.assert_hidden(WINDOW.replace("ENTRY", called).replace("BETWEEN", f"{MATMUL}\n{lines}"))
@@ -406,8 +417,10 @@ def test_functions_of_a_user():
     for asked in [(jitted, x, w), (meshed, x, w), (ours, x, w), (lowered,), (lowered.compile(),)]:
         found = schedule.audit(*asked)
         (only,) = found.reductions
-        assert only.status is Status.SYNCHRONOUS and only.collective.bytes == 64 * 64 * 4
-        assert only.collective.axes == ("tensor",) and (only.layer, only.sublayer) == ("", "")
+        assert only.status is Status.SYNCHRONOUS
+        assert only.collective.bytes == 64 * 64 * 4
+        assert only.collective.axes == ("tensor",)
+        assert (only.layer, only.sublayer) == ("", "")
     assert schedule.assert_hidden(jitted, x, w, exposed=1).exposed == 1
     with pytest.raises(AssertionError, match="1 of 1 reductions are not hidden, 0 allowed"):
         schedule.assert_hidden(jitted, x, w, exposed=0)

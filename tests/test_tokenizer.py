@@ -61,16 +61,20 @@ def test_what_is_around_a_text(family):
     tokens = ours.encode("the cat")
     assert tokens == theirs.encode("the cat").ids
     if name == "byte_level":
-        assert tokens[0] == theirs.token_to_id(tokenizers.BEGIN) and ours.to_bytes(tokens[:1]) == b""
-    assert ours.stop_ids == (theirs.token_to_id(tokenizers.END),) and ours.to_bytes(ours.stop_ids) == b""
+        assert tokens[0] == theirs.token_to_id(tokenizers.BEGIN)
+        assert ours.to_bytes(tokens[:1]) == b""
+    assert ours.stop_ids == (theirs.token_to_id(tokenizers.END),)
+    assert ours.to_bytes(ours.stop_ids) == b""
     assert ours.vocab_size == theirs.get_vocab_size() == 1 + max(theirs.get_vocab().values())
     assert ours.to_bytes([10**6, tokens[-1], -1]) == ours.to_bytes([tokens[-1]])  # a padded table's rows
 
 
 def test_bytes():
     ours = tokenizer.load(None)
-    assert ours == tokenizer.load("bytes") and (ours.name, ours.vocab_size, ours.stop_ids) == ("bytes", 256, ())
-    assert ours.encode("é") == [0xC3, 0xA9] and ours.encode("\udc80") == [0x80]
+    assert ours == tokenizer.load("bytes")
+    assert (ours.name, ours.vocab_size, ours.stop_ids) == ("bytes", 256, ())
+    assert ours.encode("é") == [0xC3, 0xA9]
+    assert ours.encode("\udc80") == [0x80]
     assert ours.decode(np.array([72, 105, 0xFF, 300])) == "Hi\ufffd"
     with pytest.raises(UserError, match="bytes has no chat template"):
         ours.chat([])
@@ -81,7 +85,8 @@ def test_truncation_and_padding_are_not_ours(tmp_path):
     made.enable_truncation(5)
     made.enable_padding(length=9)
     ours = tokenizer.load(tokenizers.folder(tmp_path / "t", made=made))
-    assert ours.decode(ours.encode("the rat sat on the cat")) == "the rat sat on the cat" and ours.encode("")[1:] == []
+    assert ours.decode(ours.encode("the rat sat on the cat")) == "the rat sat on the cat"
+    assert ours.encode("")[1:] == []
 
 
 def test_a_text_has_one_encoding(tmp_path):
@@ -164,7 +169,8 @@ def test_templates_in_the_configuration(tmp_path):
     for value in ("one", [{"name": "tools", "template": "two"}, {"name": "default", "template": "one"}]):
         (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": value}))
         ours = tokenizer.load(folder)
-        assert ours.has_chat and ours.decode(ours.chat([])) == "one"
+        assert ours.has_chat
+        assert ours.decode(ours.chat([])) == "one"
 
 
 def test_a_copy_for_a_run(tmp_path):
@@ -172,7 +178,9 @@ def test_a_copy_for_a_run(tmp_path):
     tokenizer.save(ours, tmp_path / "run" / "tokenizer")
     tokenizer.save(ours, tmp_path / "run" / "tokenizer")
     copy = tokenizer.load(tmp_path / "run" / "tokenizer")
-    assert copy.name == ours.name and copy.chat([]) == ours.chat([]) and copy.stop_ids == ours.stop_ids
+    assert copy.name == ours.name
+    assert copy.chat([]) == ours.chat([])
+    assert copy.stop_ids == ours.stop_ids
     other = tokenizer.load(tokenizers.folder(tmp_path / "b", made=tokenizers.byte_fallback()))
     assert other.name != ours.name
     with pytest.raises(UserError, match="holds another tokenizer"):

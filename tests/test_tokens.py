@@ -66,13 +66,16 @@ def book(tmp_path_factory):
 def test_documents_come_in_order_whoever_made_them(book, tmp_path):
     file, out, made = book
     assert texts_in(out) == TEXTS
-    assert len(made.shards) > 3 and made.dtype == "<u1"
+    assert len(made.shards) > 3
+    assert made.dtype == "<u1"
     assert (made.documents, made.tokens) == (len(TEXTS), sum(len(text.encode()) for text in TEXTS))
-    assert make([file], tmp_path / "alone", workers=1) == made and contents(tmp_path / "alone") == contents(out)
+    assert make([file], tmp_path / "alone", workers=1) == made
+    assert contents(tmp_path / "alone") == contents(out)
     assert {name.split(".")[-1] for name in contents(out)} == {"lock", "tokens", "offsets", "json"}
     assert [name for name in contents(out) if name.endswith(".json")] == ["manifest.json"]
     (whole,) = make([file], tmp_path / "whole", most=10**9, workers=1).shards
-    assert whole.tokens == made.tokens and texts_in(tmp_path / "whole") == TEXTS
+    assert whole.tokens == made.tokens
+    assert texts_in(tmp_path / "whole") == TEXTS
 
 
 def test_every_kind_of_source(tmp_path):
@@ -92,7 +95,8 @@ def test_every_kind_of_source(tmp_path):
     (folder / "h.md").write_text("last")
     made = make([folder], tmp_path / "out", workers=1)
     assert texts_in(tmp_path / "out") == ["one", "two", "thrée", "four", "five", *rows, "last"]
-    assert sum(shard.empty for shard in made.shards) == 2 and sum(shard.skipped for shard in made.shards) == 1
+    assert sum(shard.empty for shard in made.shards) == 2
+    assert sum(shard.skipped for shard in made.shards) == 1
 
 
 def test_tables_without_datasets(tmp_path, monkeypatch):
@@ -114,7 +118,8 @@ def test_another_tokenizer(tmp_path):
     made = make([tmp_path / "book.jsonl"], tmp_path / "out", tokens=folder)
     given = tokenizer.load(folder)
     (tmp_path / "t").rename(tmp_path / "away")
-    assert Store(tmp_path / "out").tokenizer().name == given.name == made.tokenizer and made.dtype == "<u2"
+    assert Store(tmp_path / "out").tokenizer().name == given.name == made.tokenizer
+    assert made.dtype == "<u2"
     expected = [[*given.encode(text), given.stop_ids[0]] for text in TEXTS[:9]]
     assert [document.tolist() for document in documents(tmp_path / "out")] == expected
 
@@ -160,7 +165,8 @@ def test_killed_again_and_again(tmp_path):
             time.sleep(0.05)
         assert not alive(process.pid)
     made = make([tmp_path / "book.jsonl"], tmp_path / "whole", most=5000)
-    assert len(made.shards) > 16 and contents(tmp_path / "out") == contents(tmp_path / "whole")
+    assert len(made.shards) > 16
+    assert contents(tmp_path / "out") == contents(tmp_path / "whole")
 
 
 def test_a_worker_that_is_killed(book, tmp_path, monkeypatch):
@@ -232,7 +238,8 @@ def test_sources_that_change_meanwhile(tmp_path):
     one.write_text(lines(TEXTS[:3]))
     two.write_text(lines(TEXTS[3:5]))
     assert len(make([one, two], out, workers=1).shards) == 2 == len(list(out.glob("0*.tokens")))
-    assert texts_in(out) == TEXTS[:5] and {name: (out / name).read_text() for name in theirs} == theirs
+    assert texts_in(out) == TEXTS[:5]
+    assert {name: (out / name).read_text() for name in theirs} == theirs
 
 
 def test_two_at_once(book, tmp_path):
@@ -254,7 +261,8 @@ def test_parts_are_the_store_of_one_command(book, tmp_path):
     before = times(tmp_path / "out")
     assert make([file], tmp_path / "out", share=slice(900, None, 1000)).shards == ()
     assert make([file], tmp_path / "out") == made
-    assert contents(tmp_path / "out") == contents(whole) and before.items() <= times(tmp_path / "out").items()
+    assert contents(tmp_path / "out") == contents(whole)
+    assert before.items() <= times(tmp_path / "out").items()
 
 
 @pytest.mark.parametrize(
@@ -316,7 +324,8 @@ def test_a_store_of_version_1(book, tmp_path):
     tree = json.loads((folder / "manifest.json").read_text()) | {"version": 1, "dtype": "<u1", "shard_tokens": 9}
     tree["shards"] = [shard | {"parts": [shard.pop("source")], "digests": ""} for shard in tree["shards"]]
     (folder / "manifest.json").write_text(json.dumps(tree))
-    assert texts_in(folder) == TEXTS and Store(folder).manifest.fingerprint == book[2].fingerprint
+    assert texts_in(folder) == TEXTS
+    assert Store(folder).manifest.fingerprint == book[2].fingerprint
     content = json.dumps(["bytes", "<u1", [shard["sha256"] for shard in tree["shards"]]])
     assert book[2].fingerprint == hashlib.sha256(content.encode()).hexdigest()[:16]
 
@@ -441,5 +450,7 @@ def test_a_wrong_command_is_one_line(tmp_path, monkeypatch, capsys, arguments, m
     monkeypatch.chdir(tmp_path)
     assert cli.main(["tokenize", *arguments]) == 2
     said = capsys.readouterr()
-    assert message in said.err and said.err.count("\n") == 1 and said.out == ""
+    assert message in said.err
+    assert said.err.count("\n") == 1
+    assert said.out == ""
     assert os.listdir(tmp_path) == ["book.jsonl"]

@@ -35,7 +35,8 @@ def one_object(out):
     """The numbers of the one line on stdout."""
     assert out.count("\n") == 1
     found = json.loads(out)
-    assert found.pop("checkpoint") and found.pop("file")
+    assert found.pop("checkpoint")
+    assert found.pop("file")
     return found
 
 
@@ -53,19 +54,23 @@ def evaluate(run, files, monkeypatch, capsys):
 
 def test_text(evaluate, run, run_cli, files):
     found = evaluate("--text", "book.txt")
-    assert found["tokens"] == found["bytes"] == len(TEXT.encode()) and found["window"] == WINDOW
+    assert found["tokens"] == found["bytes"] == len(TEXT.encode())
+    assert found["window"] == WINDOW
     assert found["perplexity"] == found["byte_perplexity"] < found["word_perplexity"]
     # In a process of its own, where only the one line goes to stdout.
     done = run_cli("evaluate", run, "--text", "book.txt", "--json", cwd=files, check_status=0)
     assert one_object(done.stdout) == pytest.approx(found, rel=1e-6)
     assert "windows" in done.stderr
     pages = evaluate("--text", "pages.jsonl", "--field", "page", "--stride", "32", "--tensor", "1", "--data", "2")
-    assert pages["documents"] == 2 and pages["stride"] == 32 and pages["tokens"] == found["tokens"] + 7
+    assert pages["documents"] == 2
+    assert pages["stride"] == 32
+    assert pages["tokens"] == found["tokens"] + 7
 
 
 def test_questions(evaluate, run, files, capsys):
     found = evaluate("--multiple-choice", "choices.jsonl", "--shots", "1", "--shots-file", "choices.jsonl")
-    assert found["examples"] == 3 and {found["accuracy"], found["accuracy_normalised"]} <= {0, 1 / 3, 2 / 3, 1}
+    assert found["examples"] == 3
+    assert {found["accuracy"], found["accuracy_normalised"]} <= {0, 1 / 3, 2 / 3, 1}
     assert evaluate("--multiple-choice", "choices.jsonl", "--limit", "2")["examples"] == 2
     assert cli.main(["evaluate", str(run), "--multiple-choice", "choices.jsonl"]) == 0
     assert "3 questions, 0 shots, 0 cut on the left" in capsys.readouterr().out
@@ -76,10 +81,13 @@ def test_generation(evaluate, files, tmp_path):
     ask = ["--generation", "questions.jsonl", "--max-new-tokens", "8", "--stop", "Q", "--out", str(out)]
     found = evaluate(*ask)
     lines = {line["index"]: line for line in map(json.loads, out.read_text(encoding="utf-8").splitlines())}
-    assert found["examples"] == 2 and found["unfinished"] == sum(l["finish_reason"] == "length" for l in lines.values())
-    assert [lines[i]["line"] for i in (0, 1)] == [1, 2] and all("Q" not in line["text"] for line in lines.values())
+    assert found["examples"] == 2
+    assert found["unfinished"] == sum(l["finish_reason"] == "length" for l in lines.values())
+    assert [lines[i]["line"] for i in (0, 1)] == [1, 2]
+    assert all("Q" not in line["text"] for line in lines.values())
     before = out.read_bytes()
-    assert evaluate(*ask) == found and out.read_bytes() == before
+    assert evaluate(*ask) == found
+    assert out.read_bytes() == before
 
 
 def test_a_killed_evaluation_goes_on(run, run_cli, evaluate, files, tmp_path, capsys):
@@ -101,7 +109,8 @@ def test_a_killed_evaluation_goes_on(run, run_cli, evaluate, files, tmp_path, ca
     process = subprocess.Popen(command, cwd=files, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
     deadline = time.monotonic() + 240
     while not (out.exists() and out.stat().st_size > 2000):
-        assert process.poll() is None and time.monotonic() < deadline
+        assert process.poll() is None
+        assert time.monotonic() < deadline
         time.sleep(0.01)
     os.kill(process.pid, signal.SIGKILL)
     process.wait()
@@ -219,4 +228,5 @@ def test_nothing_beside_the_result(run, run_cli, files, tmp_path):
     done = run_cli("evaluate", run, *ask, cwd=files, check_status=0, **here, **cache)
     assert one_object(done.stdout)["shots"] == 1
     assert done.stderr.splitlines()[-1:] == ["3/3 questions"] and len(done.stderr.splitlines()) < 5, done.stderr
-    assert not list((tmp_path / "home").rglob("*")) and not list((tmp_path / "temporary").rglob("*"))
+    assert not list((tmp_path / "home").rglob("*"))
+    assert not list((tmp_path / "temporary").rglob("*"))

@@ -168,7 +168,8 @@ def test_multiple_choice(ours, adapter, independent, harness, shots, tmp_path):
             scores = [float(score) for ((score, _),) in sample["resps"]]
             assert lines[sample["doc_id"]]["loglikelihoods"] == pytest.approx(scores, rel=close)
             assert lines[sample["doc_id"]]["greedy"] == [bool(greedy) for ((_, greedy),) in sample["resps"]]
-    assert len(lines) == len(samples) == found.examples == len(CHOICES) and found.truncated >= 1
+    assert len(lines) == len(samples) == found.examples == len(CHOICES)
+    assert found.truncated >= 1
 
 
 @pytest.mark.parametrize("shots", [0, 1])
@@ -229,7 +230,9 @@ def test_by_name(run):
     import ladder_jax.evaluate.harness  # noqa: F401
 
     made = get_model("ladder_jax").create_from_arg_string(f"checkpoint={run},tensor=1", {"batch_size": 1})
-    assert made.max_length == WINDOW and made.prefix_token_id == 10 and made.tok_encode("é") == [195, 169]
+    assert made.max_length == WINDOW
+    assert made.prefix_token_id == 10
+    assert made.tok_encode("é") == [195, 169]
 
 
 @pytest.mark.hf

@@ -73,7 +73,8 @@ def test_greedy(model, exact):
     other = [*tokens[:-1], (tokens[-1] + 1) % 303]
     found = dict(model.scorer.scores([Span(tokens[:1], tokens[1:]), Span(other[:1], other[1:])]))
     assert (found[0].greedy, found[1].greedy) == (True, False)
-    assert exact.scores(tokens[:1], tokens[1:])[1] and not exact.scores(other[:1], other[1:])[1]
+    assert exact.scores(tokens[:1], tokens[1:])[1]
+    assert not exact.scores(other[:1], other[1:])[1]
 
 
 def test_windows_as_the_harness_documents_them():
@@ -88,7 +89,8 @@ def test_each_token_is_scored_once(window, stride):
     found = list(windows(tokens, prefix=99, window=window, stride=stride))
     assert sum((span.scored for span in found), []) == tokens
     for index, span in enumerate(found):
-        assert span.length <= window and (index == 0 or len(span.scored) <= stride)
+        assert span.length <= window
+        assert index == 0 or len(span.scored) <= stride
         if index:
             assert span.length == window  # all the context that there is room for
     assert sum((s.scored for s in windows(tokens, prefix=None, window=window, stride=stride)), []) == tokens[1:]
@@ -126,7 +128,8 @@ def test_text_perplexity(model, pieces, exact, stride):
     assert found.bits_per_byte == pytest.approx(total / size / math.log(2), rel=TOLERANCE)
     assert found.byte_perplexity == pytest.approx(math.exp(total / size), rel=TOLERANCE)
     assert found.word_perplexity == pytest.approx(math.exp(total / words), rel=100 * TOLERANCE)
-    assert (found.window, found.stride) == (WINDOW, stride) and found.loss_stderr > 0
+    assert (found.window, found.stride) == (WINDOW, stride)
+    assert found.loss_stderr > 0
 
 
 def test_perplexity_of_tokens(model, exact, run):
@@ -136,10 +139,14 @@ def test_perplexity_of_tokens(model, exact, run):
     transformer = nn.Transformer(model.definition.config, params=model.params)
     for one in (transformer, model, model.scorer, run):
         found = evaluate.perplexity(one, tokens)
-        assert found.tokens == 39 and abs(found.loss - loss) < TOLERANCE and found.words is None
+        assert found.tokens == 39
+        assert abs(found.loss - loss) < TOLERANCE
+        assert found.words is None
     twice = evaluate.perplexity(model.definition, [tokens, tokens], params=model.params, prefix=7)
     alone = -exact.scores([7], tokens.tolist())[0] / 40
-    assert twice.documents == 2 and twice.tokens == 80 and abs(twice.loss - alone) < TOLERANCE
+    assert twice.documents == 2
+    assert twice.tokens == 80
+    assert abs(twice.loss - alone) < TOLERANCE
     assert twice.loss_stderr == pytest.approx(0, abs=TOLERANCE)
 
 
@@ -149,7 +156,8 @@ def test_other_parameters_compile_nothing(model):
     other = jax.tree.map(lambda a: a * 1.1, model.params)
     with Compilations() as compiled:
         second = evaluate.perplexity(model.definition, tokens, params=other, window=50)
-    assert compiled.count == 0 and second.loss != first.loss
+    assert compiled.count == 0
+    assert second.loss != first.loss
 
 
 def test_nothing_to_score(model):
@@ -162,7 +170,8 @@ def test_nothing_to_score(model):
 
 def test_too_large_for_a_float():
     huge = evaluate.Perplexity(1000, 9.0, 8103.0, None, 1, 1, 8, 8).of_texts(["x" * 3000])
-    assert huge.word_perplexity is None and huge.bits_per_byte > 0
+    assert huge.word_perplexity is None
+    assert huge.bits_per_byte > 0
 
 
 PAIRS = [
@@ -188,7 +197,8 @@ def test_pairs(model, pieces):
         " sat", "  sat", " \n ü", " the cat", "x", "   x",
     ]  # fmt: skip
     whole = pieces.encode("café 東京 🙂")  # in which a token joins the last of the context and the first after it
-    assert whole[:6] != list(found[3].context) and found[3].scored == whole[6:]
+    assert whole[:6] != list(found[3].context)
+    assert found[3].scored == whole[6:]
     assert model.encode(BEGIN + "x") == begin + bare("x")  # and not twice
     with pytest.raises(UserError, match="adds no token"):
         model.pair("", BEGIN)
@@ -211,7 +221,8 @@ def test_cut(model):
             span = Span(list(range(before)), list(range(before, before + scored)))
             cut = model.cut(span)
             whole = [*span.context, *span.scored]
-            assert [*cut.context, *cut.scored][:-1] == whole[-6:][:-1] and cut.scored == span.scored
+            assert [*cut.context, *cut.scored][:-1] == whole[-6:][:-1]
+            assert cut.scored == span.scored
     with pytest.raises(UserError, match="a continuation of 6 tokens is longer than the window of 5"):
         model.cut(Span([1], [2] * 6))
 
@@ -326,7 +337,8 @@ def test_memory_that_does_not_suffice(model):
 
     scorer._program = limited
     found = {index: score.loglikelihood for index, score in scorer.scores(asked)}
-    assert found == pytest.approx(expected, abs=TOLERANCE) and scorer.batch_tokens == fits
+    assert found == pytest.approx(expected, abs=TOLERANCE)
+    assert scorer.batch_tokens == fits
     fits = 31
     with pytest.raises(RunFailed, match="out of memory with one row of 32 tokens a device"):
         list(scorer.scores(asked))

@@ -18,14 +18,21 @@ def advise(**words):
 
 def test_advice():
     found = advise(hardware="h100-nvlink", tensor=8)
-    assert found.residual == "ladder" and found.ladder_helps and "fits under" in found.reason
+    assert found.residual == "ladder"
+    assert found.ladder_helps
+    assert "fits under" in found.reason
     found = advise(hardware="h100-no-nvlink", tensor=8)
-    assert found.residual == "parallel-ladder" and "outlasts its shorter sublayer" in found.reason
-    assert found.ladder_helps and "where the plain Ladder gives 1." in found.reason
+    assert found.residual == "parallel-ladder"
+    assert "outlasts its shorter sublayer" in found.reason
+    assert found.ladder_helps
+    assert "where the plain Ladder gives 1." in found.reason
     found = advise(hardware="h100-nvlink", tensor=1, model="llama-3-8b")
-    assert found.residual == "standard" and found.ladder_helps is False and "one device" in found.reason
+    assert found.residual == "standard"
+    assert found.ladder_helps is False
+    assert "one device" in found.reason
     found = advise(hardware="h100-no-nvlink", tensor=8, residual="standard,desync-2")
-    assert found.residual == "desync-2" and found.ladder_helps is None
+    assert found.residual == "desync-2"
+    assert found.ladder_helps is None
     assert set(result.PREFERENCE) - {"ladder-K"} < {*RESIDUALS, *EXPERT_RESIDUALS}
 
 
@@ -40,7 +47,8 @@ def test_hybrids_lie_between():
 
 def test_json(run_cli):
     done = run_cli("predict", "--model", "llama-3-70b", "--hardware", "v5p", "--tensor", 8, "--json", check_status=0)
-    assert len(done.stdout.splitlines()) == 1 and done.stderr == ""
+    assert len(done.stdout.splitlines()) == 1
+    assert done.stderr == ""
     found = json.loads(done.stdout)
     assert (found["model"], found["hardware"], found["tensor"], found["batch"]) == ("llama-3-70b", "v5p", 8, 1)
     assert (found["prompt_length"], found["new_tokens"]) == (1024, 512)
@@ -50,7 +58,8 @@ def test_json(run_cli):
         total = row["prefill_seconds"] + row["decode_seconds"]
         assert row["tokens_per_second"] == pytest.approx(512 / total)
         assert row["speedup"] == pytest.approx(row["tokens_per_second"] / rows["standard"]["tokens_per_second"])
-        assert 0 <= row["exposed_seconds"] < total and row["fits"]
+        assert 0 <= row["exposed_seconds"] < total
+        assert row["fits"]
         assert row["decode_seconds"] == pytest.approx(511 * row["step_seconds"])
     assert found["recommendation"]["residual"] == "ladder"
     assert found["constants"]["link.step"]["source"].startswith("https://jax-ml.github.io")
@@ -60,9 +69,11 @@ def test_text_and_plot(capsys, tmp_path):
     picture = tmp_path / "a.png"
     words = ("--model", "llama-3.1-405b", "--hardware", "h100-nvlink", "--tensor", 8, "--batch", 4, "--plot", picture)
     status, out, err = run(capsys, *words, "--residual", "standard,ladder-7,no-communication")
-    assert (status, err) == (0, "") and picture.read_bytes().startswith(b"\x89PNG")
+    assert (status, err) == (0, "")
+    assert picture.read_bytes().startswith(b"\x89PNG")
     said = out.splitlines()
-    assert said[0] == "take ladder-7" and said[1].startswith("reason    communication is ")
+    assert said[0] == "take ladder-7"
+    assert said[1].startswith("reason    communication is ")
     assert "tensor 8, batch 4 on h100-nvlink" in said[2]
     assert any(
         "no-communication: what the embedding and the choice of each token communicate is left" in s for s in said
@@ -78,7 +89,8 @@ def test_the_rule(capsys):
     chosen, _, rule, *_ = out.splitlines()
     rows = {line.split()[0]: line.split()[2] for line in out.splitlines() if line.startswith("ladder")}
     fastest = max((name for name in rows if name != "ladder,"), key=lambda name: float(rows[name]))
-    assert chosen != f"take {fastest}" and float(rows[chosen.split()[1]]) >= 0.95 * float(rows[fastest])
+    assert chosen != f"take {fastest}"
+    assert float(rows[chosen.split()[1]]) >= 0.95 * float(rows[fastest])
     closest = "among topologies within 5% of the fastest, the one closest to Standard"
     assert rule == f"rule      {fastest} gives {rows[fastest]}: {closest}"
     _, out, _ = run(capsys, *words, "--residual", "standard,parallel-ladder")
@@ -96,12 +108,16 @@ def test_sweep(capsys, tmp_path):
     slow, own = (p["rows"][0]["step_seconds"] for p in points[4:6])
     assert slow > own
     status, out, _ = run(capsys, *words, *axes)
-    assert "no help, 1.00" in out and "cannot be split over 3 devices: left out" in out
+    assert "no help, 1.00" in out
+    assert "cannot be split over 3 devices: left out" in out
     large = ("--model", "llama-3.1-405b", "--hardware", "h100-nvlink", "--sweep", "batch=1,4")
     status, out, _ = run(capsys, *large)
-    assert status == 0 and "ladder *" in out and "need more memory" in out
+    assert status == 0
+    assert "ladder *" in out
+    assert "need more memory" in out
     status, _, err = run(capsys, *large, "--plot", picture)
-    assert status == 2 and "there is nothing to draw, as no topology that communicates fits into memory" in err
+    assert status == 2
+    assert "there is nothing to draw, as no topology that communicates fits into memory" in err
 
 
 def test_nothing_beats_the_front():
@@ -115,7 +131,8 @@ def test_nothing_beats_the_front():
                 slower, less = key(point, row)
                 assert any(a <= slower and b >= less for a, b in (key(*one) for one in front))
     for first, second in itertools.pairwise(front):
-        assert key(*first)[0] < key(*second)[0] and key(*first)[1] < key(*second)[1]
+        assert key(*first)[0] < key(*second)[0]
+        assert key(*first)[1] < key(*second)[1]
 
 
 MISTAKES = {

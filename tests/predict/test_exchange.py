@@ -106,7 +106,8 @@ def test_a_timeline_by_hand(name, shared, flops):
         found = timeline(config(name, shared=shared), device(flops=flops), times=times)
         assert found.seconds == pytest.approx(expected(name, shared=shared, scale=times / flops))
         alone = expected("no-communication", shared=shared, scale=times / flops)
-        assert found.compute == pytest.approx(alone) and found.exposed == pytest.approx(found.seconds - alone)
+        assert found.compute == pytest.approx(alone)
+        assert found.exposed == pytest.approx(found.seconds - alone)
     transfers = {"standard": 4 + 2 * bool(shared), "no-communication": 0, "farskip": 5, "ladder": 4 + 2 * bool(shared)}
     assert found.all_reduces == LAYERS * transfers.get(name, 4)
 
@@ -233,7 +234,8 @@ def test_bytes_round_a_torus(ranks):
 
 def test_an_all_to_all_through_switches():
     switch = Link(latency=3.0, step=0.5, bandwidth=8.0)
-    assert switch.all_to_all(16.0, ranks=1) == 0 and switch.all_to_all(16.0, ranks=4) == 3.5 + 3 / 4 * 16 / 8
+    assert switch.all_to_all(16.0, ranks=1) == 0
+    assert switch.all_to_all(16.0, ranks=4) == 3.5 + 3 / 4 * 16 / 8
     nodes = dataclasses.replace(switch, network=Network(size=4, step=2.0, bandwidth=1.0))
     assert nodes.all_to_all(16.0, ranks=4) == switch.all_to_all(16.0, ranks=4)
     assert nodes.all_to_all(16.0, ranks=8) == 5.5 + 4 / 8 * 16  # half of the bytes leave the node
@@ -282,11 +284,13 @@ def test_the_opponent_is_the_strongest_standard_of_both_forms(phase, capsys):
     rows = {row["residual"]: row for row in exchanged["rows"]}
     assert rows["standard"]["tokens_per_second"] == pytest.approx(named["exchange", 1])
     speeds = [rows[name]["speedup"] for name in ("standard", "ladder", "farskip", "no-communication")]
-    assert speeds == sorted(speeds) and speeds[1] > 1
+    assert speeds == sorted(speeds)
+    assert speeds[1] > 1
     assert (rows["standard"]["launch"], rows["farskip"]["launch"]) == (None, "chained")
     assert 0 < rows["standard"]["hidden_fraction"] < rows["farskip"]["hidden_fraction"] < 1  # beside the shared expert
     _, out, _ = run(capsys, *words, "--experts", "exchange")
-    assert f"speed-up: over Standard ({exchanged['baseline']['form']}" in out and "exchange  with capacity 1.25" in out
+    assert f"speed-up: over Standard ({exchanged['baseline']['form']}" in out
+    assert "exchange  with capacity 1.25" in out
 
 
 @pytest.mark.parametrize("phase", ["prefill", "train"])
@@ -298,7 +302,8 @@ def test_halves_of_exchanged_experts_are_an_opponent(phase, capsys):
     (halves,) = [one for one in found["auto"]["opponents"] if (one["form"], one["interleave"]) == ("exchange", 2)]
     assert found["auto"]["baseline"] == halves
     standard = rows["2"]["standard"]
-    assert standard["interleave"] == 2 and standard["tokens_per_second"] == pytest.approx(halves["tokens_per_second"])
+    assert standard["interleave"] == 2
+    assert standard["tokens_per_second"] == pytest.approx(halves["tokens_per_second"])
     assert rows["1"]["standard"]["interleave"] == 1
     assert standard["hidden_fraction"] > rows["1"]["standard"]["hidden_fraction"]
     assert standard["tokens_per_second"] > rows["1"]["standard"]["tokens_per_second"]
@@ -310,7 +315,8 @@ def test_halves_of_exchanged_experts_are_an_opponent(phase, capsys):
 def test_odd_rows_of_exchanged_experts_have_no_halves(capsys):
     words = (*WORDS, "--phase", "prefill", "--experts", "exchange", "--residual", "standard")
     status, _, said = run(capsys, *words, "--interleave", 2, "--batch", 3)
-    assert status == 2 and "--interleave 2 halves the rows of a split stream, and --batch gives 3: an odd" in said
+    assert status == 2
+    assert "--interleave 2 halves the rows of a split stream, and --batch gives 3: an odd" in said
 
 
 def test_a_model_with_a_capacity_has_both_forms_as_opponents(tmp_path):
@@ -321,8 +327,10 @@ def test_a_model_with_a_capacity_has_both_forms_as_opponents(tmp_path):
     )
     both = tuple(ExpertParallelism)
     reduced = (ExpertParallelism.REDUCE,)
-    assert of().forms == both and of().capacity is None
-    assert of(experts="exchange").capacity == 2.0 and of(experts="exchange", capacity=1.0).capacity == 1.0
+    assert of().forms == both
+    assert of().capacity is None
+    assert of(experts="exchange").capacity == 2.0
+    assert of(experts="exchange", capacity=1.0).capacity == 1.0
     assert of(tensor=1).forms == of(prompt_length=1022).forms == reduced
     assert of(model="qwen1.5-moe-a2.7b").forms == of(model="tiny").forms == reduced
     assert of(experts="exchange").config("ladder").moe == dataclasses.replace(of().config("ladder").moe, capacity=2.0)
@@ -341,7 +349,8 @@ def test_the_guide_has_what_is_predicted():
             if (name, form) == ("standard", "reduce"):
                 (halved,) = result.predict(request.make(**asked)).rows
         assert f"| `{hardware}` | {' | '.join(cells)} |" in page
-        assert halved.speed.program.interleave == 2 and f"{halved.tokens_per_second:,.0f}" in page
+        assert halved.speed.program.interleave == 2
+        assert f"{halved.tokens_per_second:,.0f}" in page
         asked = dict(words, hardware=hardware, batch=2, prompt_length=16384, residual="standard,ladder")
         standard, ladder = result.predict(request.make(**asked, experts="exchange")).rows
         (whole, _) = result.predict(request.make(**asked, experts="exchange", interleave="1")).rows

@@ -35,7 +35,8 @@ def test_each_all_reduce_stands_beside_the_other_halfs_sublayer(name, length, al
     """Of 8 turns the first hides nothing, each other one the all-reduce before it; the last all-reduce is bare."""
     found = in_turn(name, length=length, all_reduce=all_reduce)
     assert found.seconds == pytest.approx(length + 7 * max(length, all_reduce) + all_reduce)
-    assert (found.all_reduces, found.compute) == (8, 8 * length) and found.wire == pytest.approx(8 * all_reduce)
+    assert (found.all_reduces, found.compute) == (8, 8 * length)
+    assert found.wire == pytest.approx(8 * all_reduce)
 
 
 def test_a_window_and_contention_take_from_what_is_hidden():
@@ -52,7 +53,8 @@ def test_halves_of_a_block_are_the_block(rows, tokens):
     if whole.size == 1:
         return
     first, second = whole.halves
-    assert first.size + second.size == whole.size and min(first.size, second.size) > 0
+    assert first.size + second.size == whole.size
+    assert min(first.size, second.size) > 0
     scores = lambda block: block.size * block.attended
     assert scores(first) + scores(second) == pytest.approx(scores(whole))
     if rows == 1:
@@ -105,7 +107,8 @@ def test_a_link_without_time_makes_halves_no_better():
     on = dataclasses.replace(H100, link=NOTHING)
     asked = request.make(model="llama-3-8b", hardware="h100-nvlink", tensor=8, batch=4, phase="prefill")
     answer = result.predict(dataclasses.replace(asked, machine=on))
-    assert answer.baseline.interleave == 1 and all(row.speed.program.interleave == 1 for row in answer.rows)
+    assert answer.baseline.interleave == 1
+    assert all(row.speed.program.interleave == 1 for row in answer.rows)
 
 
 def opponent(on, *, batch, tensor=8):
@@ -128,7 +131,8 @@ def test_a_row_has_no_halves_in_decoding(capsys):
     assert [row["interleave"]["step"] for row in answer["rows"]] == [1, 1]
     assert answer["rows"][0]["speedup"] < 1  # of this library's Standard, which decodes whole batches
     _, out, _ = run(capsys, *words)
-    assert "prefill and step in two halves)" in out and "(0 µs)" not in out
+    assert "prefill and step in two halves)" in out
+    assert "(0 µs)" not in out
 
 
 @pytest.mark.parametrize("phase", ["prefill", "train"])
@@ -139,9 +143,13 @@ def test_interleave_chooses_the_rows(phase, capsys):
         answer = answered(capsys, *words, "--interleave", value, "--residual", "standard,ladder")
         found[value] = {row["residual"]: row["interleave"] for row in answer["rows"]}
         assert answer["baseline"] == answer["opponents"][0]
-    assert set(found["1"].values()) == {1} and set(found["2"].values()) == {2} and found["auto"]["standard"] == 2
+    assert set(found["1"].values()) == {1}
+    assert set(found["2"].values()) == {2}
+    assert found["auto"]["standard"] == 2
     of = {row["residual"]: row["interleave"] for row in answered(capsys, *words, "--interleave", "2")["rows"]}
-    assert of.pop("no-communication") == 1 and of.pop("desync-2", 1) == 1 and set(of.values()) == {2}
+    assert of.pop("no-communication") == 1
+    assert of.pop("desync-2", 1) == 1
+    assert set(of.values()) == {2}
 
 
 def test_the_guides_table_of_what_to_take_is_what_is_predicted(capsys):
@@ -181,7 +189,8 @@ def test_auto_takes_halves_of_training_where_they_are_predicted_to_be_faster():
     assert decided("cpu", batch=4) == (1, "1, as nothing is predicted for cpu")
     assert decided("TPU v5p", batch=4, tensor=1) == (1, "1, as one tensor rank communicates nothing")
     refused = decided("TPU v5p", batch=4, residual="no-communication")
-    assert refused[0] == 1 and refused[1].startswith("1, as train.interleave 2 is for a residual that reduces every")
+    assert refused[0] == 1
+    assert refused[1].startswith("1, as train.interleave 2 is for a residual that reduces every")
 
 
 def test_auto_takes_halves_of_long_prompts():
@@ -191,12 +200,14 @@ def test_auto_takes_halves_of_long_prompts():
     said = []
     settings = config.DecodeConfig(interleave="auto")
     of = lambda tokens, model=large: halves.of_reading(settings, definition=model, tokens=tokens, say=said.append)
-    assert of(4096).interleave is config.Interleave.HALVES and of(16).interleave is config.Interleave.WHOLE
+    assert of(4096).interleave is config.Interleave.HALVES
+    assert of(16).interleave is config.Interleave.WHOLE
     assert of(4096, definition).interleave is config.Interleave.WHOLE
     assert said[2] == "decode.interleave=auto: 1, as nothing is predicted for cpu"
     assert said[0].startswith("decode.interleave=auto: 2, predicted to be 1.")
     chosen = dataclasses.replace(settings, interleave=2)
-    assert halves.of_reading(chosen, definition=large, tokens=16, say=said.append) is chosen and len(said) == 3
+    assert halves.of_reading(chosen, definition=large, tokens=16, say=said.append) is chosen
+    assert len(said) == 3
 
 
 class Devices:

@@ -86,7 +86,8 @@ def test_a_target_and_its_devices_are_one_machine(target):
 
 
 def test_a_kind_without_a_machine():
-    assert hardware.machine_of("cpu") is None and hardware.machine_of("NVIDIA H100 PCIe") == "h100-no-nvlink"
+    assert hardware.machine_of("cpu") is None
+    assert hardware.machine_of("NVIDIA H100 PCIe") == "h100-no-nvlink"
 
 
 @pytest.mark.parametrize("name", machine.NAMES)
@@ -147,7 +148,9 @@ def test_a_wrong_file_is_one_line(change, said, tmp_path, capsys):
     file = tmp_path / "mine.yaml"
     file.write_text(YAML.replace(*change))
     status, out, err = run(capsys, "--model", "tiny", "--hardware", file)
-    assert (status, out) == (2, "") and len(err.splitlines()) == 1 and said in err
+    assert (status, out) == (2, "")
+    assert len(err.splitlines()) == 1
+    assert said in err
 
 
 def test_files_of_the_users_own(tmp_path):
@@ -155,29 +158,36 @@ def test_files_of_the_users_own(tmp_path):
     file.write_text(YAML)
     found = machine.load(str(file))
     assert (found.name, found.devices, found.flops, found.link.bandwidth) == ("mine", 4, 1e15, 100e9)
-    assert found.sources == {"bandwidth": "a data sheet"} and found.link.network is None
+    assert found.sources == {"bandwidth": "a data sheet"}
+    assert found.link.network is None
     file.write_text("based_on: h100-2-nodes\nlink:\n  network: {step: {value: 9e-6, source: measured}}\nlaunch: 1e-6\n")
     found = machine.load(str(file))
     base = machine.load("h100-2-nodes")
     assert found.link.network == dataclasses.replace(base.link.network, step=9e-6)
-    assert found.launch == 1e-6 and found.flops_share == base.flops_share and "launch" not in found.sources
+    assert found.launch == 1e-6
+    assert found.flops_share == base.flops_share
+    assert "launch" not in found.sources
     assert found.sources["link.network.step"] == "measured"
     file.write_text(f"{NVLINK}link: {{one_shot: null, two_shot: {{latency: 9e-6}}}}")  # a kernel may be taken away
     found = machine.load(str(file)).link
-    assert found.one_shot is None and found.in_network == H100.link.in_network
+    assert found.one_shot is None
+    assert found.in_network == H100.link.in_network
     assert found.two_shot == dataclasses.replace(H100.link.two_shot, latency=9e-6)
     file.write_text(YAML.replace("devices: 4", "devices: 1").replace(YAML.splitlines()[-1], "link: null"))
     alone = machine.load(str(file))
-    assert alone.link is None and alone.all_reduce(1e9, ranks=1) == 0
+    assert alone.link is None
+    assert alone.all_reduce(1e9, ranks=1) == 0
 
 
 def test_from_a_schedule():
     read = lambda name: hlo.parse((pathlib.Path(__file__).parent.parent / "hlo" / f"{name}.hlo").read_text())
     at = dict(kind="h100", ranks=8)
     ladder, standard = (compiled.play(read(name), machine=H100, **at) for name in ("h100-unrolled", "h100-standard"))
-    assert 0 < ladder.exposed < standard.exposed and ladder.hidden > 0.3 > 0.05 > standard.hidden
+    assert 0 < ladder.exposed < standard.exposed
+    assert ladder.hidden > 0.3 > 0.05 > standard.hidden
     none = compiled.play(read("h100-unrolled"), machine=dataclasses.replace(H100, link=NOTHING), **at)
-    assert none.exposed == none.wire == 0 and none.seconds == pytest.approx(ladder.seconds - ladder.exposed)
+    assert none.exposed == none.wire == 0
+    assert none.seconds == pytest.approx(ladder.seconds - ladder.exposed)
     slow = compiled.play(read("h100-unrolled"), machine=OFF, **at)
     assert slow.exposed > ladder.exposed
     eager = compiled.play(read("h100-unrolled"), machine=dataclasses.replace(H100, launch=0.0), **at)

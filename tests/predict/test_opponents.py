@@ -39,7 +39,8 @@ def rows(answer):
 
 
 def test_each_algorithm_has_its_formula():
-    assert EIGHT.times(4e6, ranks=1) == {} and EIGHT.fastest(4e6, ranks=1) == (None, 0.0)
+    assert EIGHT.times(4e6, ranks=1) == {}
+    assert EIGHT.fastest(4e6, ranks=1) == (None, 0.0)
     assert EIGHT.times(4e6, ranks=8) == {
         Algorithm.RING: pytest.approx(10e-6 + 14e-6 + 7e-3),
         Algorithm.ONE_SHOT: pytest.approx(3e-6 + 7 * 4e6 / 2e9),
@@ -48,7 +49,8 @@ def test_each_algorithm_has_its_formula():
         Algorithm.NCCL_IN_NETWORK: pytest.approx(40e-6 + 4.5e6 / 16e9),
     }
     fastest = lambda size, among: EIGHT.fastest(size, ranks=8, among=among)[0]
-    assert fastest(100, machine.ANY) is Algorithm.ONE_SHOT and fastest(4e6, machine.ANY) is Algorithm.NCCL_IN_NETWORK
+    assert fastest(100, machine.ANY) is Algorithm.ONE_SHOT
+    assert fastest(4e6, machine.ANY) is Algorithm.NCCL_IN_NETWORK
     assert fastest(1e3, machine.NCCL) is fastest(1e3, machine.FITTED) is fastest(4e6, machine.FITTED) is Algorithm.RING
     # A reduce-scatter and an all-gather move as much as an all-reduce, with one latency more.
     assert 2 * EIGHT.half(4e6, ranks=8) == pytest.approx(EIGHT.all_reduce(4e6, ranks=8) + 10e-6)
@@ -59,10 +61,8 @@ def test_each_algorithm_has_its_formula():
 
 def test_several_nodes_have_a_tree_and_at_most_a_two_shot():
     nodes = dataclasses.replace(EIGHT, network=Network(size=4, step=5e-6, bandwidth=1e8))
-    assert (
-        nodes.times(4e6, ranks=8).keys() == {Algorithm.TREE}
-        and nodes.times(4e6, ranks=4).keys() == EIGHT.times(4e6, ranks=4).keys()
-    )
+    assert nodes.times(4e6, ranks=8).keys() == {Algorithm.TREE}
+    assert nodes.times(4e6, ranks=4).keys() == EIGHT.times(4e6, ranks=4).keys()
     direct = dataclasses.replace(nodes, network=dataclasses.replace(nodes.network, one_shot=7e-6))
     assert direct.faster(4).times(4e6, ranks=8) == {
         name: pytest.approx(seconds / 4) for name, seconds in direct.times(4e6, ranks=8).items()
@@ -82,9 +82,8 @@ def test_a_ladder_uses_what_its_launch_overlaps():
     explicit, chained = of("ladder")  # the default first
     assert (explicit.launch, explicit.algorithms, explicit.window) == (Launch.EXPLICIT, machine.ANY, 1.0)
     assert (chained.launch, chained.algorithms, chained.window) == (Launch.CHAINED, machine.NCCL, 0.33)
-    assert of("ladder", launches=(Launch.EXPLICIT,)) == (explicit,) and of("ladder", launches=(Launch.CHAINED,)) == (
-        chained,
-    )
+    assert of("ladder", launches=(Launch.EXPLICIT,)) == (explicit,)
+    assert of("ladder", launches=(Launch.CHAINED,)) == (chained,)
     # No kernel that is XLA's: without peers' memory, between nodes, on TPUs, and where only others have one.
     others = dataclasses.replace(H100, link=dataclasses.replace(H100.link, kernels=Kernels.OTHERS))
     nccl = dataclasses.replace(explicit, algorithms=machine.NCCL)
@@ -96,7 +95,8 @@ def test_a_ladder_uses_what_its_launch_overlaps():
     assert (only.launch, only.window) == (Launch.CHAINED, 0.44)
     assert {one.launch for one in of("ladder", phase=Phase.TRAIN, tokens=1024)} == {Launch.CHAINED}
     whole, less, split = of("ladder", phase=Phase.PREFILL, tokens=1024)
-    assert (whole, split) == (nccl, Program(Form.SEQUENCE_PARALLEL, launch=Launch.CHAINED)) and less.window == 0.56
+    assert (whole, split) == (nccl, Program(Form.SEQUENCE_PARALLEL, launch=Launch.CHAINED))
+    assert less.window == 0.56
     assert of("ladder", implementation=AUTHORS) == of("standard", opponents=Opponents.FITTED) == (Program(),)
 
 
@@ -111,7 +111,8 @@ def test_windows_are_those_of_compiled_programs():
         block = shard.prefill(rows=1, prompt_length=1)
         of = {one.launch: one.window for one in programs(shard, on, block, phase=Phase(row["phase"]))}
         least = round(row["chained"]["window_flops_fraction"]["least"], 2)
-        assert of.pop(Launch.CHAINED) == min(least, 1.0) and row["hidden"] == row["chained"]["hidden"] == 7
+        assert of.pop(Launch.CHAINED) == min(least, 1.0)
+        assert row["hidden"] == row["chained"]["hidden"] == 7
         assert of == ({} if row["launch"] == "chained" else {Launch.EXPLICIT: 1.0})
         assert row["launch"] == "chained" or row["window_flops_fraction"]["least"] >= 1
 
@@ -127,11 +128,14 @@ def test_forms_of_many_tokens():
     whole = Form.ALL_REDUCE
     split = Form.SEQUENCE_PARALLEL
     ring = Form.COLLECTIVE_MATMUL
-    assert forms("standard", 1024) == {whole, split, ring} and forms("standard", 1023) == {whole}
+    assert forms("standard", 1024) == {whole, split, ring}
+    assert forms("standard", 1023) == {whole}
     assert forms("ladder", 1024) == forms("parallel", 1024) == {whole, split}
     for name in ("standard", "ladder", "parallel"):  # but a ring's gathers and scatters are hidden already
-        assert forms(name, 1024, interleave=2) == {whole, split} and forms(name, 1023, interleave=2) == {whole}
-    assert not forms("no-communication", 1024, interleave=2) and not forms("standard", 1, interleave=2)
+        assert forms(name, 1024, interleave=2) == {whole, split}
+        assert forms(name, 1023, interleave=2) == {whole}
+    assert not forms("no-communication", 1024, interleave=2)
+    assert not forms("standard", 1, interleave=2)
     assert len(found("desync-2", 1024, ranks=8)) == 1
 
 
@@ -146,7 +150,8 @@ def test_70b_on_nvlink_must_beat_one_shot_all_reduces(capsys):
     assert set(baseline) == {"residual", "form", "interleave", "all_reduce", "tokens_per_second"}
     assert (baseline["residual"], baseline["all_reduce"]) == ("standard", "one-shot")
     assert 83 < baseline["tokens_per_second"] < 95
-    assert standard["launch"] is None and standard["all_reduce"] == "one-shot"
+    assert standard["launch"] is None
+    assert standard["all_reduce"] == "one-shot"
     assert (ladder["launch"], ladder["all_reduce"]) == ("explicit", "one-shot")
     for row in found.values():
         assert row["speedup"] == pytest.approx(row["tokens_per_second"] / baseline["tokens_per_second"])
@@ -154,10 +159,14 @@ def test_70b_on_nvlink_must_beat_one_shot_all_reduces(capsys):
         preset("llama-3-70b", residual="standard"), machine=H100, tensor=8, rows=1, opponents=Opponents.NCCL
     )
     assert ladder["speedup_over_nccl"] == pytest.approx(ladder["tokens_per_second"] / nccl.tokens_per_second)
-    assert 1.0 < ladder["speedup"] < ladder["speedup_over_nccl"] and answer["recommendation"]["residual"] == "ladder"
+    assert 1.0 < ladder["speedup"] < ladder["speedup_over_nccl"]
+    assert answer["recommendation"]["residual"] == "ladder"
     status, out, _ = run(capsys, *words)
-    assert "speed-up: over Standard (one-shot all-reduce)" in out and "explicit" in out and "…" not in out
-    assert "figures of threads, not verified" in out and "have never run" in out
+    assert "speed-up: over Standard (one-shot all-reduce)" in out
+    assert "explicit" in out
+    assert "…" not in out
+    assert "figures of threads, not verified" in out
+    assert "have never run" in out
     chained = answered(capsys, *words, "--launch", "chained")["rows"][1]
     assert (chained["launch"], chained["all_reduce"]) == ("chained", "ring")
     assert 1.0 < chained["speedup"] < ladder["speedup"]
@@ -190,9 +199,11 @@ def test_the_default_launch_is_never_slower(tensor, batch):
 
 def test_the_authors_programs_have_ring_all_reduces():
     answer = result.predict(ask(implementation="authors"))
-    assert answer.baseline.all_reduce == "ring" and answer.baseline.form == "all-reduce"
+    assert answer.baseline.all_reduce == "ring"
+    assert answer.baseline.form == "all-reduce"
     for row in answer.rows:
-        assert row.speedup == row.speedup_over_nccl and row.speed.step.program == Program()
+        assert row.speedup == row.speedup_over_nccl
+        assert row.speed.step.program == Program()
 
 
 @pytest.mark.parametrize("name", machine.NAMES)
@@ -226,7 +237,8 @@ def test_a_ring_hides_what_its_matmuls_are_long_enough_for():
     latency = 8 * 2 * V5P.link.latency
     assert ring.timeline.wire == pytest.approx(plain.timeline.wire - latency)
     free = split_layers(Form.COLLECTIVE_MATMUL, on=dataclasses.replace(V5P, link=NOTHING, launch=0.0))
-    assert free.timeline.seconds >= free.timeline.compute and free.timeline.exposed < 0.02 * free.timeline.compute
+    assert free.timeline.seconds >= free.timeline.compute
+    assert free.timeline.exposed < 0.02 * free.timeline.compute
     # Where products read weights rather than compute, each chunk reads them again: a ring loses.
     short, whole = (split_layers(form, rows=1, tokens=8) for form in (Form.COLLECTIVE_MATMUL, Form.SEQUENCE_PARALLEL))
     assert short.timeline.seconds > whole.timeline.seconds
@@ -245,15 +257,18 @@ def test_norms_of_a_split_stream_read_their_own_positions():
     shard = Model(preset("llama-3-8b"), 8)
     block = shard.prefill(rows=1, prompt_length=1024)
     whole, split = (shard.step((0,), block, split=ranks) for ranks in (1, 8))
-    assert [k.name for k in whole] == [k.name for k in split] and whole[1:] == split[1:]
-    assert split[0].activations == whole[0].activations / 8 and split[0].weights == whole[0].weights
+    assert [k.name for k in whole] == [k.name for k in split]
+    assert whole[1:] == split[1:]
+    assert split[0].activations == whole[0].activations / 8
+    assert split[0].weights == whole[0].weights
 
 
 def test_a_prefill_and_its_opponents(capsys):
     words = ("--model", "llama-3-70b", "--hardware", "v5p", "--tensor", 8, "--phase", "prefill", "--batch", 1)
     found = answered(capsys, *words, "--prompt-length", 4096, "--interleave", 1)
     assert (found["phase"], found["tokens"]) == ("prefill", 4096)
-    assert found["baseline"] == found["opponents"][0] and found["baseline"]["interleave"] == 2
+    assert found["baseline"] == found["opponents"][0]
+    assert found["baseline"]["interleave"] == 2
     assert {one["form"] for one in found["opponents"]} == {"all-reduce", "sequence-parallel", "ring collective matmul"}
     speeds = [one["tokens_per_second"] for one in found["opponents"]]
     assert speeds == sorted(speeds, reverse=True)
@@ -266,25 +281,32 @@ def test_a_prefill_and_its_opponents(capsys):
     assert of["ladder"]["speedup_over_nccl"] == pytest.approx(of["ladder"]["tokens_per_second"] / plain)
     how = [of["ladder"][name] for name in ("form", "interleave", "launch")]
     assert how == ["sequence-parallel", 1, "chained"]
-    assert of["parallel"]["launch"] is None and of["no-communication"]["all_reduce"] is None
-    assert of["ladder"]["seconds"] < of["standard"]["seconds"] and of["no-communication"]["seconds"] < min(
+    assert of["parallel"]["launch"] is None
+    assert of["no-communication"]["all_reduce"] is None
+    assert of["ladder"]["seconds"] < of["standard"]["seconds"]
+    assert of["no-communication"]["seconds"] < min(
         row["seconds"] for name, row in of.items() if name not in ("no-communication", "parallel-ladder")
     )
     status, out, _ = run(capsys, *words)
-    assert status == 0 and "Standard's forms, tokens/s: sequence-parallel, two halves in turn" in out
+    assert status == 0
+    assert "Standard's forms, tokens/s: sequence-parallel, two halves in turn" in out
 
 
 def test_a_training_step_and_meshes_without_tensor_parallelism():
     few, many = (result.predict(ask(hardware="v5p", phase="train", batch=batch)) for batch in (4, 32))
     forms = lambda answer: [one.form for one in answer.opponents]
     assert "fsdp" not in forms(few)  # fewer sequences than devices: tensor parallelism is forced
-    assert forms(many)[0] == many.baseline.form == "fsdp" and many.baseline.all_reduce is None
-    assert many.advice.residual == "standard" and many.advice.reason.startswith("no: ")
-    assert many.advice.ladder_helps is False and "Standard (fsdp)" in many.advice.reason
+    assert forms(many)[0] == many.baseline.form == "fsdp"
+    assert many.baseline.all_reduce is None
+    assert many.advice.residual == "standard"
+    assert many.advice.reason.startswith("no: ")
+    assert many.advice.ladder_helps is False
+    assert "Standard (fsdp)" in many.advice.reason
     # llama-3-70b's 16 bytes a parameter are more than a device has; a small model needs no collective at all.
     assert "data-parallel" not in forms(many)
     small = result.predict(ask(model="smollm2-135m", tensor=3, hardware="v5p", phase="train", batch=3))
-    assert small.baseline.form == "data-parallel" and rows(small)["ladder"].speedup < 1
+    assert small.baseline.form == "data-parallel"
+    assert rows(small)["ladder"].speedup < 1
     # The plain form is the study's.
     standard = next(one for one in few.opponents if (one.form, one.interleave) == ("all-reduce", 1))
     shape = dict(machine=V5P, tensor=8, rows=4, sequence=2048)
@@ -319,14 +341,19 @@ def test_schedules_are_played_with_the_all_reduces_of_their_programs(monkeypatch
     answer = compiled.predict(asked, target="h100:8")
     standard, ladder = answer.rows
     both = {(name, phase, 2) for name in ("standard", "ladder") for phase in (Phase.PREFILL, Phase.DECODE)}
-    assert set(calls) == both and len(calls) == 4
-    assert (standard.speedup, answer.baseline.form) == (1.0, "all-reduce") and answer.fidelity.endswith("for h100:8")
-    assert standard.speedup_over_nccl > 1 and ladder.speedup_over_nccl > ladder.speedup
+    assert set(calls) == both
+    assert len(calls) == 4
+    assert (standard.speedup, answer.baseline.form) == (1.0, "all-reduce")
+    assert answer.fidelity.endswith("for h100:8")
+    assert standard.speedup_over_nccl > 1
+    assert ladder.speedup_over_nccl > ladder.speedup
     launched = ladder.as_dict(memory=1e12)
-    assert launched["launch"] == "explicit" and launched["all_reduce"] in ("one-shot", "two-shot", "in-network")
+    assert launched["launch"] == "explicit"
+    assert launched["all_reduce"] in ("one-shot", "two-shot", "in-network")
     chained = request.make(**compiled.with_defaults({**options, "layers": 2, "launch": "chained"}, "h100:8"))
     launched = compiled.predict(chained, target="h100:8").rows[1].as_dict(memory=1e12)
-    assert launched["launch"] == "chained" and launched["all_reduce"] in ("ring", "NCCL in-network")
+    assert launched["launch"] == "chained"
+    assert launched["all_reduce"] in ("ring", "NCCL in-network")
     assert answer.baseline.all_reduce in ("one-shot", "two-shot", "in-network")
 
 
@@ -337,7 +364,8 @@ def test_no_is_said_plainly(capsys):
         "no: take standard\nreason    no topology is 3% faster than Standard (ring collective matmul); "
     )
     answer = result.predict(ask(tensor=1, model="llama-3-8b"))
-    assert answer.advice.reason.startswith("no: one device") and answer.baseline.all_reduce is None
+    assert answer.advice.reason.startswith("no: one device")
+    assert answer.baseline.all_reduce is None
 
     @dataclasses.dataclass
     class Row:

@@ -31,7 +31,8 @@ def test_without_compute_everything_is_exposed(name):
     idle = dataclasses.replace(H100, flops=1e60, bandwidth=1e60, launch=0.0)
     found = speed(name, on=idle)
     assert found.exposed == pytest.approx(found.wire, rel=1e-9)
-    assert seconds(found) == pytest.approx(found.wire, rel=1e-9) and found.step.hidden == 0
+    assert seconds(found) == pytest.approx(found.wire, rel=1e-9)
+    assert found.step.hidden == 0
 
 
 @pytest.mark.parametrize("implementation", [OURS, AUTHORS], ids=lambda one: one.name)
@@ -40,7 +41,8 @@ def test_on_one_device(implementation):
     found = {name: speed(name, tensor=1, implementation=implementation) for name in MANY}
     standard = seconds(found["standard"])
     for name, one in found.items():
-        assert one.wire == 0 and one.exposed == pytest.approx(0, abs=1e-15)
+        assert one.wire == 0
+        assert one.exposed == pytest.approx(0, abs=1e-15)
         assert (seconds(one) == standard) == (name not in JOINT)
     # Launches, and what a kernel that is launched more or less moves, which is little.
     started = {name: _kernels(name, implementation) for name in ("standard", *JOINT)}
@@ -73,7 +75,8 @@ def test_what_a_delay_hides():
         assert uniform(f"ladder-{delay}", all_reduce=1.0).exposed == 1  # the last has nothing to hide under
     uneven = {delay: uniform(f"ladder-{delay}", lengths=(0.5, 1.5), all_reduce=1.0) for delay in (1, 2)}
     # With delay 1 half of each MLP's all-reduce shows, as attention is too short for it; and the last one wholly.
-    assert uneven[1].exposed == 7 * 0.5 + 1 and uneven[2].exposed == 1
+    assert uneven[1].exposed == 7 * 0.5 + 1
+    assert uneven[2].exposed == 1
     for all_reduce in (1.25, 4.0):  # the link is the bottleneck: no delay helps further
         assert uniform("ladder-3", all_reduce=all_reduce).seconds == 1 + 16 * all_reduce
     assert uniform("parallel-ladder", all_reduce=2.0).exposed == 2 < uniform("ladder", all_reduce=2.0).exposed
@@ -169,6 +172,7 @@ def test_monotonic(name):
         (lambda length: of(prompt_length=length), (1, 16, 4096)),
     ):
         times = list(map(slower, values))
-        assert times == sorted(times) and times[0] < times[-1] * (1 + 1e-12)
+        assert times == sorted(times)
+        assert times[0] < times[-1] * (1 + 1e-12)
     throughput = [speed(name, rows=rows, layers=3).tokens_per_second for rows in (1, 4, 64)]
     assert throughput == sorted(throughput)

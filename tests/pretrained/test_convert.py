@@ -56,11 +56,14 @@ def test_values_and_files_arrive(tmp_path, capsys):
     saved = convert(file, tmp_path / "out")
     told = json.loads(capsys.readouterr().out)
     assert (told["format"], told["residual"], told["parameters"]) == ("checkpoint", "standard", 38_048)
-    assert not checkpoint.verify(saved.path) and saved.config.model == source.model
+    assert not checkpoint.verify(saved.path)
+    assert saved.config.model == source.model
     again = pretrained.open(tmp_path / "out")
-    assert (again.context, again.generation) == (source.context, source.generation) and again.files == source.files
+    assert (again.context, again.generation) == (source.context, source.generation)
+    assert again.files == source.files
     for key, stored in source.arrays.items():
-        assert again.arrays[key].dtype == stored.dtype and (again.arrays[key].read() == stored.read()).all()
+        assert again.arrays[key].dtype == stored.dtype
+        assert (again.arrays[key].read() == stored.read()).all()
     for tensor in (1, 4):
         params = restored(saved, tensor=tensor)[1]
         key = np.stack([source.arrays["layers/attention/key", n].read() for n in range(2)])
@@ -122,7 +125,8 @@ def test_mistakes_are_one_line(arguments, said, small, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UserError) as refusal:
         convert(**{"source": small, "destination": "out", **arguments})
-    assert said in str(refusal.value) and "\n" not in str(refusal.value)
+    assert said in str(refusal.value)
+    assert "\n" not in str(refusal.value)
     assert not any(tmp_path.iterdir())
 
 
@@ -200,7 +204,8 @@ def test_sigterm_removes_what_there_is(small, tmp_path):
         time.sleep(0.01)
     process.send_signal(signal.SIGTERM)
     said = process.communicate(timeout=60)[1]
-    assert process.returncode == 128 + signal.SIGTERM and "Traceback" not in said
+    assert process.returncode == 128 + signal.SIGTERM
+    assert "Traceback" not in said
     assert f"ladder-jax: SIGTERM: '{tmp_path / 'out'}' was not written" in said
     assert not any(tmp_path.iterdir())
 

@@ -43,7 +43,8 @@ def test_logits_and_losses_are_those_of_transformers(name, tmp_path):
     """Theirs counts a token once for each expert that it chose, and is of all layers together; ours is a mean."""
     source = pretrained.open(write(tmp_path / "model", name))
     moe = source.model.moe
-    assert moe.experts == 6 and moe.top_k == 2
+    assert moe.experts == 6
+    assert moe.top_k == 2
     assert moe.softmax is (RouterSoftmax.ALL if name in ("qwen2_moe", "olmoe") else RouterSoftmax.CHOSEN)
     logits, chosen = computed(source, tensor=4)
     assert models.error(logits[:, 2::3], recorded()[name]) <= 1e-4
@@ -74,11 +75,17 @@ def test_spellings_of_the_configuration(tmp_path):
         pretrained.open(write(tmp_path / str(len(list(tmp_path.iterdir()))), name, **changes)).model
     )
     old, new = model("qwen3_moe"), model("qwen3_moe of transformers 5", norm_topk_prob=True)
-    assert old == new and old.qk_norm is QKNorm.HEAD and old.moe.expert_width == 16 and not old.moe.shared_width
+    assert old == new
+    assert old.qk_norm is QKNorm.HEAD
+    assert old.moe.expert_width == 16
+    assert not old.moe.shared_width
     assert model("qwen3_moe", norm_topk_prob=False).moe.softmax is RouterSoftmax.ALL
     qwen2 = model("qwen2_moe")
-    assert qwen2.biases is Biases.QKV and qwen2.moe.shared_width == 40 and qwen2.moe.shared_gate
-    assert model("mixtral").moe.expert_width == 24 and model("olmoe").qk_norm is QKNorm.ALL
+    assert qwen2.biases is Biases.QKV
+    assert qwen2.moe.shared_width == 40
+    assert qwen2.moe.shared_gate
+    assert model("mixtral").moe.expert_width == 24
+    assert model("olmoe").qk_norm is QKNorm.ALL
 
 
 @pytest.mark.parametrize(
@@ -123,7 +130,8 @@ def test_round_trip(name, tmp_path):
     source, done = pretrained.open(write(tmp_path / "in", name, tensors=tensors)), []
     pretrained.write_huggingface(source, tmp_path / "out", done=done.append)
     written = safetensors.numpy.load_file(tmp_path / "out" / "model.safetensors")
-    assert written.keys() == tensors.keys() and sorted(done) == sorted(source.arrays)
+    assert written.keys() == tensors.keys()
+    assert sorted(done) == sorted(source.arrays)
     assert all(np.array_equal(written[key], tensors[key]) for key in tensors)
     told = json.loads((tmp_path / "out" / "config.json").read_text())
     asked = {**config(name), "max_position_embeddings": 256}
@@ -142,9 +150,11 @@ def test_conversion_and_back_onto_ranks_that_do_not_divide(tmp_path, capsys):
     assert (saved.config.model.residual, saved.config.model.ladder_layers) == ("farskip", "1")
     capsys.readouterr()
     one, four = (restored(saved, tensor=ranks)[1]["layers"]["mlp"]["experts"]["down"] for ranks in (1, 4))
-    assert one.shape == (2, 6, 16, 32) and four.shape == (2, 8, 16, 32)
+    assert one.shape == (2, 6, 16, 32)
+    assert four.shape == (2, 8, 16, 32)
     stored = tensors["model.layers.1.mlp.experts.5.down_proj.weight"].T
-    assert np.array_equal(one[1, 5], stored) and np.array_equal(four[1, 5], stored)
+    assert np.array_equal(one[1, 5], stored)
+    assert np.array_equal(four[1, 5], stored)
     assert not np.asarray(four)[:, 6:].any()
     again = pretrained.open(tmp_path / "out")
     assert again.model == saved.config.model
@@ -154,4 +164,5 @@ def test_conversion_and_back_onto_ranks_that_do_not_divide(tmp_path, capsys):
         again.model, ladder_layers="1,", **bfloat16
     )
     written = safetensors.numpy.load_file(tmp_path / "exported" / "model.safetensors")
-    assert written.keys() == tensors.keys() and all(np.array_equal(written[key], tensors[key]) for key in tensors)
+    assert written.keys() == tensors.keys()
+    assert all(np.array_equal(written[key], tensors[key]) for key in tensors)

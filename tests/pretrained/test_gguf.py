@@ -28,7 +28,9 @@ def refused(path) -> str:
     with pytest.raises(UserError) as refusal:
         pretrained.open(path)
     message = str(refusal.value)
-    assert "\n" not in message and len(message) < 700 and str(path) in message
+    assert "\n" not in message
+    assert len(message) < 700
+    assert str(path) in message
     return message
 
 
@@ -42,7 +44,8 @@ def test_every_family_holds_what_its_hugging_face_form_holds(name, tmp_path):
             changes[field] = None if field == "rope_scaling" else {"rope_type": "default", "rope_theta": 500_000.0}
     theirs = pretrained.open(models.write(tmp_path / "hf", name, **changes))
     ours = pretrained.open(gguf_files.write(tmp_path / "file.gguf", name, **changes))
-    assert ours.model == theirs.model and ours.context == 256
+    assert ours.model == theirs.model
+    assert ours.context == 256
     assert ours.generation == {"bos_token_id": 0, "eos_token_id": [1]}
     for key, stored in theirs.arrays.items():
         assert (ours.arrays[key].read() == stored.read()).all(), key
@@ -73,7 +76,8 @@ def test_types(kind, tmp_path, monkeypatch):
     stored = {Kind.F16: "float16", Kind.BF16: "bfloat16"}.get(kind, "float32")
     values = models.weights(models.config("llama-2"))
     up = source.arrays[Key("layers/mlp/up", 1)]
-    assert up.read().dtype == up.dtype == stored and source.model.dtype is Dtype.BFLOAT16
+    assert up.read().dtype == up.dtype == stored
+    assert source.model.dtype is Dtype.BFLOAT16
     assert (up.read().T == dequantised(values["model.layers.1.mlp.up_proj.weight"], kind)).all()
     query = source.arrays[Key("layers/attention/query", 0)].read()
     theirs = dequantised(values["model.layers.0.self_attn.q_proj.weight"], kind)
@@ -177,7 +181,8 @@ def test_a_byte_level_tokenizer_is_what_it_was(tmp_path):
         assert ours.encode(text) == theirs.encode(text)
         assert ours.decode(ours.encode(text)) == theirs.decode(theirs.encode(text))
     talk = [{"role": "user", "content": "the cat?"}]
-    assert ours.chat(talk) == theirs.chat(talk) and ours.stop_ids == theirs.stop_ids
+    assert ours.chat(talk) == theirs.chat(talk)
+    assert ours.stop_ids == theirs.stop_ids
 
 
 def test_a_sentencepiece_tokenizer_is_what_it_was(tmp_path):

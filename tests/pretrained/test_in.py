@@ -50,10 +50,12 @@ def test_loads_onto_every_mesh_and_form_with_the_values_that_are_stored(tmp_path
         assert params["embedding"]["table"].sharding == definition.abstract["embedding"]["table"].sharding
         layer = params["layers"]["attention"] if loop is Loop.SCAN else params["layers"][1]["attention"]
         found = np.asarray(layer["query"])[1] if loop is Loop.SCAN else np.asarray(layer["query"])
-        assert found.dtype == ml_dtypes.bfloat16 and np.array_equal(found, query)
+        assert found.dtype == ml_dtypes.bfloat16
+        assert np.array_equal(found, query)
         padded = np.asarray(params["embedding"]["table"])
         assert padded.shape[0] == nn.padded_vocabulary(129, ranks=mesh.shape["tensor"])
-        assert np.array_equal(padded[:129], table) and not padded[129:].any()
+        assert np.array_equal(padded[:129], table)
+        assert not padded[129:].any()
     assert sorted(map(str, seen)) == sorted(2 * [str(key) for key in source.arrays])
     wide = pretrained.load(source, mesh=parallel.make_mesh(), dtype=np.dtype(np.float32))
     assert wide["head"]["table"].dtype == np.float32
@@ -69,9 +71,11 @@ def test_inference_reads_it_one_array_at_a_time(tmp_path):
     form = dict(loop=Loop.UNROLLED, quantize=Quantize.INT8)
     read = weights.prepare(definition, pretrained.reader(source, definition), **form)
     for a, b in zip(jax.tree.leaves(read), jax.tree.leaves(weights.prepare(definition, whole, **form)), strict=True):
-        assert a.dtype == b.dtype and np.array_equal(a, b)
+        assert a.dtype == b.dtype
+        assert np.array_equal(a, b)
     order = iter(pretrained.reader(source, definition)([("layers/mlp/up", 1), ("embedding/table", None)]))
-    assert next(order).dtype == ml_dtypes.bfloat16 and next(order).shape[0] == nn.padded_vocabulary(129, ranks=4)
+    assert next(order).dtype == ml_dtypes.bfloat16
+    assert next(order).shape[0] == nn.padded_vocabulary(129, ranks=4)
 
 
 def read(tmp_path, name="llama-3.1", **changes):
@@ -146,4 +150,5 @@ def test_what_cannot_be_represented_is_refused_by_its_name(message, tmp_path):
     (folder / "config.json").write_text(json.dumps(models.config(name, **changes)))
     with pytest.raises(UserError) as refusal:
         pretrained.open(folder)
-    assert message.strip() in str(refusal.value) and "\n" not in str(refusal.value)
+    assert message.strip() in str(refusal.value)
+    assert "\n" not in str(refusal.value)

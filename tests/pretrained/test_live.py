@@ -104,7 +104,8 @@ def test_prefill_decode_and_left_padding(exported):
     mask[1, :9] = 0
     padded = run(model, batch, attention_mask=torch.as_tensor(mask)).logits
     assert torch.isfinite(padded).all()
-    assert models.error(padded[0], ours[0]) <= BOUND and models.error(padded[1, 9:], ours[1, :15]) <= BOUND
+    assert models.error(padded[0], ours[0]) <= BOUND
+    assert models.error(padded[1, 9:], ours[1, :15]) <= BOUND
 
 
 def test_generate(exported):
@@ -174,7 +175,8 @@ def test_bfloat16_tokenizer_and_consent(tmp_path):
     pretrained.write_huggingface(made, tmp_path / "out", dtype=ml_dtypes.bfloat16)
     assert safetensors.numpy.load_file(tmp_path / "out" / "model.safetensors")
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", trust_remote_code=True)
-    assert model.dtype == torch.bfloat16 and model.generation_config.eos_token_id == [2, 5]
+    assert model.dtype == torch.bfloat16
+    assert model.generation_config.eos_token_id == [2, 5]
     with torch.no_grad():
         rounded = model(torch.as_tensor(models.tokens(), dtype=torch.long)).logits.float().numpy()
     assert models.error(rounded, record.logits(tmp_path / "out")) < 0.1

@@ -65,7 +65,8 @@ def mistake(capsys, *words):
 def test_text_without_converting_first(name, files, tmp_path, capsys):
     """One command and three lines of Python give what the converted checkpoint gives, and below it the tokens."""
     text = printed(capsys, "generate", files / name, *WORDS)
-    assert text.startswith(TEXT) and len(text) > len(TEXT) + 1
+    assert text.startswith(TEXT)
+    assert len(text) > len(TEXT) + 1
     assert main(["convert", str(files / name), str(tmp_path / "new" / "converted")]) == 0
     capsys.readouterr()
     assert printed(capsys, "generate", tmp_path / "new" / "converted", *WORDS) == text
@@ -76,7 +77,8 @@ def test_text_without_converting_first(name, files, tmp_path, capsys):
     assert TEXT + model.generate(TEXT, **NEW) + "\n" == text
     again = lj.load(tmp_path / "new" / "converted")
     for ours, theirs in zip(jax.tree.leaves(model.params), jax.tree.leaves(again.params), strict=True):
-        assert ours.dtype == theirs.dtype and (np.asarray(ours) == np.asarray(theirs)).all()
+        assert ours.dtype == theirs.dtype
+        assert (np.asarray(ours) == np.asarray(theirs)).all()
 
 
 def test_a_folder_on_other_meshes(files):
@@ -141,7 +143,8 @@ def test_evaluate_and_the_models_of_other_commands(files, tmp_path, capsys):
         made = dict(model=str(tmp_path / name), residual="ladder-fresh", tensor=2)
         request = overlaps.make(**made, target="v5p:2x2x2", phase=Phase.DECODE)
         again = overlaps.Request.from_dict(json.loads(json.dumps(request.as_dict())))
-        assert again == request and (again.config.num_layers, again.config.ranks) == (2, 2)
+        assert again == request
+        assert (again.config.num_layers, again.config.ranks) == (2, 2)
         assert benches.make(model=str(tmp_path / name), residual="ladder").config("ladder").num_layers == 2
         assert plans.make(model=str(tmp_path / name), target="v5p:2x2x2", tokens=64, sequence=32).config.num_layers == 2
     assert "allowed: 1, 2" in mistake(
@@ -263,7 +266,8 @@ def test_a_model_of_the_hub(files, served, tmp_path, capsys, monkeypatch):
         read = ["config.json", "generation_config.json", "model.safetensors", "tokenizer.json"]
         assert sorted(downloaded(asked)) == read
         opened = pretrained.open_model(f"hf://someone/small@{hub.COMMIT}")
-        assert opened.name == f"someone/small@{hub.COMMIT}" and opened.config.run.name == "someone/small"
+        assert opened.name == f"someone/small@{hub.COMMIT}"
+        assert opened.config.run.name == "someone/small"
         assert sorted(downloaded(asked)) == read
         assert refused("someone/small@gone") == "'someone/small@gone': the Hub has no revision 'gone' of it"
         assert refused("someone/else").startswith("there is no model 'someone/else': no such path here, and no such")
@@ -292,7 +296,8 @@ def test_gguf_files_of_the_hub(served, tmp_path):
         assert refused("someone/small").endswith(
             "name one of its GGUF files, as in 'someone/small/a.gguf' (allowed: a.gguf, b.gguf)"
         )
-        assert pretrained.open("someone/small/b.gguf").model.num_layers == 2 and downloaded(asked) == ["b.gguf"]
+        assert pretrained.open("someone/small/b.gguf").model.num_layers == 2
+        assert downloaded(asked) == ["b.gguf"]
     for name in ("a", "b"):
         (tmp_path / "files" / f"{name}.gguf").unlink()
     (tmp_path / "files" / "config.json").write_text(json.dumps(models.config("llama-2")))
@@ -316,7 +321,8 @@ def test_push_to_the_hub(files, served, tmp_path, monkeypatch):
     with served(tmp_path / "copy") as (url, _):
         assert model.push_to_hub("someone/small") == f"{url}/someone/small"
     ours = lj.from_pretrained(tmp_path / "copy")
-    assert ours.config == model.config and ours.tokenizer.name == model.tokenizer.name
+    assert ours.config == model.config
+    assert ours.tokenizer.name == model.tokenizer.name
     for a, b in zip(jax.tree.leaves(ours.params), jax.tree.leaves(model.params), strict=True):
         assert (np.asarray(a) == np.asarray(b)).all()
     with pytest.raises(UserError, match="is no repository's name"):
@@ -336,9 +342,11 @@ def test_saved_and_loaded(model, tmp_path, capsys):
     """One's own weights, on any mesh, and as an export."""
     model.save(tmp_path / "new" / "one")
     again = lj.load(str(tmp_path / "new" / "one"), mesh=lj.make_mesh(tensor=4))
-    assert again.mesh.shape["tensor"] == 4 and again.config == model.config
+    assert again.mesh.shape["tensor"] == 4
+    assert again.config == model.config
     for ours, theirs in zip(jax.tree.leaves(model.params), jax.tree.leaves(again.params), strict=True):
-        assert ours.dtype == theirs.dtype and (np.asarray(ours) == np.asarray(theirs)[: len(ours)]).all()  # unpadded
+        assert ours.dtype == theirs.dtype
+        assert (np.asarray(ours) == np.asarray(theirs)[: len(ours)]).all()  # unpadded
     assert not checkpoint.verify(tmp_path / "new" / "one" / "checkpoints" / "0")
     text = printed(capsys, "generate", tmp_path / "new" / "one", "--tensor", "2", *WORDS)
     assert text == TEXT + model.generate(TEXT, **NEW) + "\n"
@@ -346,7 +354,8 @@ def test_saved_and_loaded(model, tmp_path, capsys):
         model.save(tmp_path / "new" / "one")
     model.save(tmp_path / "export", format="huggingface")
     exported = json.loads((tmp_path / "export" / "config.json").read_text())
-    assert exported["num_hidden_layers"] == 2 and (tmp_path / "export" / "modeling_ladder.py").is_file()
+    assert exported["num_hidden_layers"] == 2
+    assert (tmp_path / "export" / "modeling_ladder.py").is_file()
     with pytest.raises(UserError, match="unknown format 'hugging'; did you mean 'huggingface'"):
         model.save(tmp_path / "other", format="hugging")
 
@@ -356,7 +365,8 @@ def test_generate_follows_the_weights(model):
     before = model.generate(TEXT, **NEW)
     prepared = dict(model._prepared._generators)
     assert model.generate(TEXT, **NEW) == before == "".join(model.stream(TEXT, **NEW))
-    assert prepared and all(model._prepared._generators[key] is one for key, one in prepared.items())
+    assert prepared
+    assert all(model._prepared._generators[key] is one for key, one in prepared.items())
     form = lj.DecodeConfig(**NEW)
     tokens = decode.Generator(model).tokens([list(TEXT.encode())], config=form)[0].tolist()
     engine = decode.Engine(model, slots=1, capacity=64, decoder=model.tokenizer.to_bytes)
@@ -372,7 +382,8 @@ def test_generate_follows_the_weights(model):
 def test_two_models_of_one_file_are_one_program(files):
     """They differ in their parameters alone, as Flax needs it for maps over two models."""
     one, two = (lj.from_pretrained(files / "llama-2") for _ in range(2))
-    assert one.tokenizer is not two.tokenizer and nnx.split(one)[0] == nnx.split(two)[0]
+    assert one.tokenizer is not two.tokenizer
+    assert nnx.split(one)[0] == nnx.split(two)[0]
     mean = nnx.merge(nnx.split(one)[0], jax.tree.map(lambda a, b: (a + b) / 2, nnx.state(one), nnx.state(two)))
     assert mean.generate(TEXT, **NEW) == one.generate(TEXT, **NEW)
 
@@ -387,7 +398,8 @@ def test_what_a_model_refuses(model):
         other.generate("x")
     with pytest.raises(UserError, match="decoding needs a Transformer, or a ModelDef and its params"):
         decode.Generator(model.definition)
-    assert isinstance(other, nn.Transformer) and "tiny" in lj.presets
+    assert isinstance(other, nn.Transformer)
+    assert "tiny" in lj.presets
 
 
 def test_without_the_hubs_library(capsys, tmp_path, monkeypatch):

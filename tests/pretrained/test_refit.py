@@ -80,7 +80,8 @@ def test_a_model_without_late_inputs_is_left_alone():
     """The control: nothing to predict, nothing fitted; and M is the identity where it is fitted all the same."""
     for model in (small_model(), small_model("ladder", ladder_layers="0")):
         result = refit(standard(), model=model, rows=TOKENS, mesh=parallel.make_mesh())
-        assert result.fits == () and result.source.arrays == standard().arrays
+        assert result.fits == ()
+        assert result.source.arrays == standard().arrays
     run = Pass(nn.define(small_model(), mesh=parallel.make_mesh()), standard(), TOKENS)
     assert not run.output_statistics(0, 0).matrices(1, ridge=1e-3)[0].any()
     (matrix,) = run.statistics(0, 0).matrices(1, ridge=1e-3)
@@ -124,7 +125,8 @@ def test_bfloat16_is_rounded_once():
     gain, matrix = np.float32([1, 2, 3, 4]), np.eye(4) + 0.25
     result = folded(weight, gain, [matrix], axis=1)
     exact = matrix @ np.diag(gain.astype(float)) @ weight.astype(np.float64)
-    assert result.dtype == jnp.bfloat16 and (result == exact.astype(jnp.bfloat16)).all()
+    assert result.dtype == jnp.bfloat16
+    assert (result == exact.astype(jnp.bfloat16)).all()
 
 
 @pytest.fixture(scope="module")
@@ -147,7 +149,8 @@ def test_the_verb_refits_and_writes_a_plain_checkpoint(small, texts, tmp_path, c
     calibration = ["--calibration", f"{texts / 'a.txt'}:3", "--calibration", str(texts / "b.txt")]
     assert main([*convert, *calibration, "--calibration-tokens", "120"]) == 0
     printed, told = capsys.readouterr(), json.loads((tmp_path / "out" / "refit.json").read_text())
-    assert "refitted 4 sublayers: the late inputs lacked" in printed.out and "refitted 8/8 sublayers" in printed.err
+    assert "refitted 4 sublayers: the late inputs lacked" in printed.out
+    assert "refitted 8/8 sublayers" in printed.err
     assert (told["tokens"], told["sequence"], told["ridge"]) == (120, 30, 1e-3)
     assert [(one["layer"], one["sublayer"]) for one in told["sublayers"]] == [
         (2, "attention"), (2, "mlp"), (3, "attention"), (3, "mlp")
@@ -158,7 +161,8 @@ def test_the_verb_refits_and_writes_a_plain_checkpoint(small, texts, tmp_path, c
     assert refitted.config.model == plain.config.model
     assert main(["convert", str(tmp_path / "out"), str(tmp_path / "hf"), "--to", "huggingface"]) == 0
     assert (tmp_path / "hf" / REFIT).read_bytes() == (tmp_path / "out" / REFIT).read_bytes()
-    assert pretrained.open(tmp_path / "hf").refit and not pretrained.open(tmp_path / "plain").refit
+    assert pretrained.open(tmp_path / "hf").refit
+    assert not pretrained.open(tmp_path / "plain").refit
     before, after = pretrained.open(tmp_path / "out"), pretrained.open(tmp_path / "hf")
     original = pretrained.open(small)
     for key, stored in before.arrays.items():
@@ -301,7 +305,8 @@ def test_killed_and_resumed_bit_for_bit(signum, status, projections, resumed, sm
     assert done.returncode == status, done.stderr
     assert signum == signal.SIGKILL or "the same command goes on from here" in done.stderr
     left = tmp_path / ".out.converting" / "chosen"
-    assert len(list(left.glob("*.npz"))) == 3 and not (tmp_path / "out").exists()
+    assert len(list(left.glob("*.npz"))) == 3
+    assert not (tmp_path / "out").exists()
     if resumed is BEHIND_DAMAGED:  # a damaged file is fitted again
         (left / "0001-attention-out.npz").write_bytes(b"nonsense")
     assert main(command) == 0
@@ -351,7 +356,8 @@ def test_mistakes_are_one_line(arguments, said, small, tmp_path, monkeypatch):
     VERBS["convert"].declare(parser)
     with pytest.raises(UserError) as refusal:
         convert.run(vars(parser.parse_args([str(small), "out", *arguments])))
-    assert said in str(refusal.value) and "\n" not in str(refusal.value)
+    assert said in str(refusal.value)
+    assert "\n" not in str(refusal.value)
     assert not (tmp_path / "out").exists()
 
 
@@ -378,4 +384,5 @@ def test_shares_of_several_texts(tmp_path):
     assert [parse_text(f"x{end}") for end in ("", ":2", ":y")] == [Text("x"), Text("x", 2.0), Text("x:y")]
     texts = [Text(str(tmp_path / "a.txt"), 3), Text(str(tmp_path / "b:2.txt"))]
     rows = rows_of(texts, tokenizer=tokenizer, tokens=4000, vocab_size=129, skip=800)
-    assert rows.shape == (4, 1001) and [chr(row[0]) for row in rows] == ["a", "a", "a", "b"]
+    assert rows.shape == (4, 1001)
+    assert [chr(row[0]) for row in rows] == ["a", "a", "a", "b"]

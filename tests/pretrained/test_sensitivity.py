@@ -78,7 +78,8 @@ def test_prefixes_are_shared_and_the_choices_are_the_best(source):
     count = itertools.count()
     result = measure(definition, params, ROWS, choose=2, on_loss=lambda: next(count))
     assert next(count) == sensitivity.count(ROWS, num_layers=4, choose=2, search=Search.GREEDY)
-    assert result.loss == pytest.approx(losses[()]) and result.tokens == 3 * 24
+    assert result.loss == pytest.approx(losses[()])
+    assert result.tokens == 3 * 24
     assert result.alone == pytest.approx([losses[n,] for n in range(4)], rel=1e-6)
     order = sorted(range(4), key=lambda n: losses[n,])
     assert result.ranked.layers == tuple(order[:2])
@@ -86,7 +87,8 @@ def test_prefixes_are_shared_and_the_choices_are_the_best(source):
     second = min((n for n in range(4) if n != order[0]), key=lambda n: losses[tuple(sorted((order[0], n)))])
     assert result.greedy.layers == (order[0], second)
     assert result.greedy.loss == pytest.approx(losses[tuple(sorted((order[0], second)))], rel=1e-6)
-    assert result.last.layers == (2, 3) and result.last.loss == pytest.approx(losses[2, 3], rel=1e-6)
+    assert result.last.layers == (2, 3)
+    assert result.last.loss == pytest.approx(losses[2, 3], rel=1e-6)
 
 
 def test_the_better_choice_is_taken():
@@ -114,9 +116,11 @@ def test_the_verb_measures_prints_plots_and_converts(source, tmp_path, capsys, m
     assert main([*command, "--calibration-tokens", "64", "--refit", "none"]) == 0
     printed, stored = capsys.readouterr(), json.loads((out / "sensitivity.json").read_text())
     first, second, *_ = printed.out.splitlines()
-    assert first.startswith("the standard model's loss is ") and second.startswith("of 64 tokens in sequences of 64; ")
+    assert first.startswith("the standard model's loss is ")
+    assert second.startswith("of 64 tokens in sequences of 64; ")
     assert max(map(len, printed.out.splitlines()[:-2])) <= 80  # but for the paths at the end
-    assert "measured 10/10 losses" in printed.err and "(taken)" in printed.out
+    assert "measured 10/10 losses" in printed.err
+    assert "(taken)" in printed.out
     assert [row["layer"] for row in stored["curve"]] == [0, 1, 2, 3]
     saved = checkpoint.open_checkpoint(out)
     layers = ",".join(map(str, stored[stored["chosen"]]["layers"])) + ","
@@ -136,7 +140,8 @@ def test_texts_that_do_not_do(source, tmp_path):
     tokenizer = type("Tokenizer", (), {"encode": lambda self, text: [ord(letter) for letter in text]})()
     rows = lambda **settings: rows_of([Text(str(file))], **{"tokenizer": tokenizer, "vocab_size": 129, **settings})
     file.write_text("a" * 65 + "b" * 64)
-    assert rows(tokens=64).shape == (1, 65) and rows(tokens=128).shape == (1, 129)
+    assert rows(tokens=64).shape == (1, 65)
+    assert rows(tokens=128).shape == (1, 129)
     file.write_text("ab" * 3000)
     assert rows(tokens=5000).shape == (4, 1025)
     assert (rows(tokens=2048)[1, 0], rows(tokens=2048)[0, -1]) == (97, 97)  # they share one token
