@@ -6,13 +6,14 @@ import os
 import pty
 import re
 import select
+import shutil
 import subprocess
 import sys
 import time
 
 import pytest
 
-from ladder_jax import config, train
+from ladder_jax import cli, config, train
 from ladder_jax.checkpoint import open_checkpoint
 from ladder_jax.cli import chat
 from ladder_jax.cli.chat import Conversation
@@ -39,26 +40,22 @@ def run(tmp_path_factory):
     return folder / "run"
 
 
-def test_a_run_keeps_its_tokenizer(run, tmp_path):
+def test_a_run_keeps_its_tokenizer(run):
     saved = open_checkpoint(run)
     assert saved.config.data.tokenizer != "bytes" and saved.tokenizer().vocab_size == 301
     assert sorted(p.name for p in (run / "tokenizer").iterdir()) == [
         "chat_template.jinja", "tokenizer.json", "tokenizer_config.json",
     ]  # fmt: skip
-    small = [*MODEL, "model.vocab_size=256", f"data.tokenizer={run / 'tokenizer'}", f"run.dir={tmp_path / 'r'}"]
-    with pytest.raises(UserError, match=r"model.vocab_size=256 is too small for tokenizer-\w+ \(at least 301\)"):
-        train.run(config.load("tiny", overrides=small), say=lambda line: None)
-    assert not (tmp_path / "r").exists()
 
 
-def test_generate(run_cli, run, tmp_path):
-    prompt = "the cat ü"
-    text = run_cli("generate", run, "--prompt", prompt, "--max-new-tokens", "6", check_status=0).stdout
+def test_generate(run, tmp_path, capsys):
+    prompt, prompts, out = "the cat ü", tmp_path / "prompts.jsonl", tmp_path / "out.jsonl"
+    assert cli.main(["generate", str(run), "--prompt", prompt, "--max-new-tokens", "6"]) == 0
+    text = capsys.readouterr().out
     assert text.startswith(prompt)
-    (tmp_path / "prompts.jsonl").write_text(json.dumps({"prompt": prompt, "max_new_tokens": 6}) + "\n")
-    ask = ["--prompts", "prompts.jsonl", "--out", "out.jsonl"]
-    run_cli("generate", run, *ask, cwd=tmp_path, check_status=0)
-    answer = json.loads((tmp_path / "out.jsonl").read_text())
+    prompts.write_text(json.dumps({"prompt": prompt, "max_new_tokens": 6}) + "\n")
+    assert cli.main(["generate", str(run), "--prompts", str(prompts), "--out", str(out)]) == 0
+    answer = json.loads(out.read_text())
     assert f"{prompt}{answer['text']}\n" == text
     assert answer["prompt_tokens"] == len(open_checkpoint(run).tokenizer().encode(prompt))
 
@@ -106,12 +103,27 @@ def test_an_answer_that_is_stopped_stays_said(engine, run):
 
 def test_one_answer_to_standard_input(run):
     command = [sys.executable, "-m", "ladder_jax", "generate", str(run), "--chat", "--max-new-tokens", "6"]
-    ask = lambda text, *more: subprocess.run([*command, *more], input=text, capture_output=True, timeout=240)
-    done = ask(b"the cat\n")
+    done = subprocess.run(command, input=b"the cat\n", capture_output=True, timeout=240)
     assert done.returncode == 0 and done.stdout.endswith(b"\n"), done.stderr
-    done = ask(b"the rat " * 60, "--context", "64")
-    assert (done.returncode, done.stdout) == (2, b"") and done.stderr.count(b"\n") == 1
-    assert b"does not fit into --context 64" in done.stderr
+
+
+@pytest.fixture
+def given(monkeypatch):
+    """Puts that on standard input."""
+    return lambda content: monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(content)))
+
+
+def refused(capsys, *words):
+    """The one line of a mistake."""
+    assert cli.main(["generate", *map(str, words)]) == 2
+    out, line = capsys.readouterr()
+    assert out == "" and line.count("\n") == 1
+    return line
+
+
+def test_a_message_that_is_too_long(given, run, capsys):
+    given(b"the rat " * 60)
+    assert "does not fit into --context 64" in refused(capsys, run, "--chat", "--context", 64, "--max-new-tokens", 6)
 
 
 @pytest.mark.parametrize(
@@ -121,17 +133,16 @@ def test_one_answer_to_standard_input(run):
         (b"\xff", "standard input is not UTF-8 text"),
     ],
 )
-def test_standard_input_that_is_no_message(monkeypatch, content, message):
-    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(content)))
+def test_standard_input_that_is_no_message(given, content, message):
+    given(content)
     with pytest.raises(UserError, match=message):
         chat.piped()
 
 
-def test_without_a_template(run_cli, run, tmp_path):
-    subprocess.run(["cp", "-r", run, tmp_path / "run"], check=True)
+def test_without_a_template(run, tmp_path, capsys):
+    shutil.copytree(run, tmp_path / "run")
     (tmp_path / "run" / "tokenizer" / "chat_template.jinja").unlink()
-    done = run_cli("generate", tmp_path / "run", "--chat", check_status=2)
-    assert done.stderr.count("\n") == 1 and "has no chat template" in done.stderr and done.stdout == ""
+    assert "has no chat template" in refused(capsys, tmp_path / "run", "--chat")
 
 
 class Terminal:
