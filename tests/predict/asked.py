@@ -6,7 +6,7 @@ import math
 
 from ladder_jax import cli
 from ladder_jax.config import RESIDUALS, parse_residual, preset
-from ladder_jax.predict import machine, model
+from ladder_jax.predict import machine, model, request, result
 from ladder_jax.predict.machine import Link
 
 H100 = machine.load("h100-nvlink")
@@ -41,3 +41,12 @@ def answered(capsys, *words):
     status, out, err = run(capsys, *words, "--json")
     assert (status, err) == (0, "")
     return json.loads(out)
+
+
+def by_residual(answer):
+    return {row["residual"]: row for row in answer["rows"]}
+
+
+def predict(**asked):
+    """The answer of the library: by default to a question about a large model on one node."""
+    return result.predict(request.make(**dict(model="llama-3-70b", hardware="h100-nvlink", tensor=8) | asked))

@@ -194,6 +194,10 @@ MISTAKES = {
         ("--experts exchange --phase train --sequence 1022", "splits --sequence 1022 over --tensor 4"),
         ("--experts exchange --phase train --capacity 0", "--capacity must be positive, not 0.0"),
         ("--experts exchange --phase train --capacity nan", "--capacity must be positive, not nan"),
+        (
+            "--experts exchange --phase prefill --residual standard --interleave 2 --batch 3",
+            "--interleave 2 halves the rows of a split stream, and --batch gives 3: an odd",
+        ),
         ("--capacity 1.25 --phase train", "--capacity 1.25 is for --experts exchange"),
     ],
 }

@@ -1,5 +1,6 @@
 """Experts whose rows are exchanged, in the speed model: transfers and timelines by hand, opponents, refusals."""
 
+import collections
 import dataclasses
 import itertools
 import math
@@ -14,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 from ladder_jax import parallel, residual
 from ladder_jax.config import ExpertParallelism, Phase, preset
-from ladder_jax.predict import layers, machine, model, request, result
+from ladder_jax.predict import layers, machine, model, request
 from ladder_jax.predict.machine import Link, Network, Ring
 from ladder_jax.predict.program import Choice, Form, Program
 from ladder_jax.predict.work import TRAINING, Model
@@ -22,11 +23,10 @@ from ladder_jax.residual.interleave import interleaved
 from ladder_jax.residual.wires import exchange as wire
 from ladder_jax.residual.wires import sequence
 from ladder_jax.residual.wires.exchange import Exchange
-from tests.predict.asked import H100, answered, run
+from tests.predict.asked import H100, answered, by_residual, predict, run
 
-# tokens of all ranks
 RANKS = 4
-TOKENS = 256
+TOKENS = 256  # of all ranks
 LAYERS = 3
 D, HEADS, KEYS, HEAD, VOCABULARY = 64, 8, 4, 16, 512
 E, K, M, SHARED, CAPACITY = 6, 2, 48, 32, 1.5  # experts, of which two fill up: 8
@@ -34,8 +34,6 @@ PER_RANK = TOKENS // RANKS
 SLOTS = math.ceil(CAPACITY * PER_RANK * K / E)  # 32
 ROWS = 8 * SLOTS
 BANDWIDTH = 1e9  # of the link, bytes a second
-
-V5P = machine.load("v5p")
 
 
 def config(name, *, shared=0, which=None):
@@ -95,8 +93,15 @@ def expected(name, *, shared, scale):
     return first_layer + others + each + c["last"] + combine
 
 
-CASES = [("standard", 0), ("standard", SHARED), ("ladder", 0), ("ladder", SHARED), ("farskip", SHARED)]
-CASES += [("ladder-2", 0), ("no-communication", SHARED)]
+CASES = [
+    ("standard", 0),
+    ("standard", SHARED),
+    ("ladder", 0),
+    ("ladder", SHARED),
+    ("farskip", SHARED),
+    ("ladder-2", 0),
+    ("no-communication", SHARED),
+]
 
 
 @pytest.mark.parametrize("flops", [1e12, 2e11, 3e10, 1e10])  # first transfers are longer, then compute
@@ -108,8 +113,6 @@ def test_a_timeline_by_hand(name, shared, flops):
         alone = expected("no-communication", shared=shared, scale=times / flops)
         assert found.compute == pytest.approx(alone)
         assert found.exposed == pytest.approx(found.seconds - alone)
-    transfers = {"standard": 4 + 2 * bool(shared), "no-communication": 0, "farskip": 5, "ladder": 4 + 2 * bool(shared)}
-    assert found.all_reduces == LAYERS * transfers.get(name, 4)
 
 
 def expected_in_turn(*, shared, scale):
@@ -132,7 +135,6 @@ def test_two_halves_in_turn_by_hand(name, shared, flops):
         found = timeline(config(name, shared=shared), device(flops=flops), times=times, interleave=2)
         assert found.seconds == pytest.approx(expected_in_turn(shared=shared, scale=times / flops))
         assert found.compute == pytest.approx(2 * expected("no-communication", shared=shared, scale=times / flops))
-    assert found.all_reduces == LAYERS * 2 * (6 if shared else 4)
 
 
 def test_what_a_device_reads_and_writes():
@@ -191,8 +193,13 @@ def count(name, shared, which, interleave):
     return [text.count(f"{kind}[") for kind in ("all_to_all", "reduce_scatter", "all_gather")]
 
 
-WHOLE = [(name, shared, None, 1) for name, shared in CASES[:-1]]
-HYBRIDS = [("ladder", SHARED, "2", 1), ("ladder", 0, "1", 1), ("ladder-2", 0, "0,2", 1), ("farskip", SHARED, "1", 1)]
+WHOLE = [(*case, None, 1) for case in CASES if case[0] != "no-communication"]
+HYBRIDS = [
+    ("ladder", SHARED, "2", 1),
+    ("ladder", 0, "1", 1),
+    ("ladder-2", 0, "0,2", 1),
+    ("farskip", SHARED, "1", 1),
+]
 IN_TURN = [
     ("standard", 0, None, 2),
     ("standard", SHARED, None, 2),
@@ -207,10 +214,10 @@ def test_as_many_transfers_as_the_program_has(name, shared, which, interleave, m
     for module, barrier in ((wire, "barrier_forward"), (sequence, "barrier_forward"), (sequence, "barrier_backward")):
         monkeypatch.setattr(module, barrier, lambda arrays: arrays)
     found = timeline(config(name, shared=shared, which=which), device(flops=1e12), interleave=interleave)
-    wires = [bar.name for bar in found.bars if bar.wire]
-    kinds = {"all_to_all": ("dispatch", "combine"), "reduce_scatter": ("reduce-scatter",), "all_gather": ("gather",)}
-    counted = [sum(wires.count(name) for name in names) for names in kinds.values()]
+    drawn = collections.Counter(bar.name for bar in found.bars if bar.wire)
+    counted = [drawn["dispatch"] + drawn["combine"], drawn["reduce-scatter"], drawn["gather"]]
     assert counted == count(name, shared, which, interleave)
+    assert found.all_reduces == sum(counted)
 
 
 @pytest.mark.parametrize("ranks", range(2, 10))
@@ -224,12 +231,10 @@ def test_bytes_round_a_torus(ranks):
             for _ in range(min(distance, ranks - distance)):
                 loads[at, way] += 1 / ranks / len(ways)
                 at = (at + way) % ranks
-    # of the link's bandwidth each has half
-    heaviest = max(loads.values())
-    directions = 2
-    assert machine.crossings(ranks, ring=Ring.TWO_WAY) == pytest.approx(directions * heaviest)
+    heaviest = 2 * max(loads.values())  # either way has half of the link's bandwidth
+    assert machine.crossings(ranks, ring=Ring.TWO_WAY) == pytest.approx(heaviest)
     torus = Link(latency=3.0, step=0.5, bandwidth=8.0, ring=Ring.TWO_WAY)
-    assert torus.all_to_all(16.0, ranks=ranks) == pytest.approx(3 + ranks // 2 * 0.5 + 2 * heaviest * 16 / 8)
+    assert torus.all_to_all(16.0, ranks=ranks) == pytest.approx(3 + ranks // 2 * 0.5 + heaviest * 16 / 8)
 
 
 def test_an_all_to_all_through_switches():
@@ -246,114 +251,108 @@ def test_an_all_to_all_through_switches():
 def test_a_training_step_goes_back_the_same_way():
     """Forward, backward with twice the work, and what is alike for all."""
     on = device(flops=3e10)
-    seconds = {}
     settings = dict(phase=Phase.TRAIN, choice=Choice(experts=ExpertParallelism.EXCHANGE))
-    for name, shared in (("standard", SHARED), ("ladder", SHARED), ("farskip", SHARED)):
-        shard = Model(config(name, shared=shared), RANKS, TRAINING)
+
+    def alike(name):
+        shard = Model(config(name, shared=SHARED), RANKS, TRAINING)
         (found,) = model.passes(shard, on, shard.prefill(rows=1, prompt_length=TOKENS), **settings)
-        both = [expected(name, shared=shared, scale=times / 3e10) for times in (1, 2)]
         assert found.program.form is Form.EXCHANGE
-        seconds[name] = found.seconds - sum(both)
-    assert seconds["standard"] == pytest.approx(seconds["ladder"]) == pytest.approx(seconds["farskip"])
+        return found.seconds - sum(expected(name, shared=SHARED, scale=times / 3e10) for times in (1, 2))
+
+    assert alike("standard") == pytest.approx(alike("ladder")) == pytest.approx(alike("farskip"))
 
 
-WORDS = ("--model", "qwen1.5-moe-a2.7b", "--hardware", "h100-nvlink", "--tensor", 4, "--layers", 4)
+WORDS = "--model qwen1.5-moe-a2.7b --hardware h100-nvlink --tensor 4 --layers 4"
+PHASES = ["--phase prefill --prompt-length 8192", "--phase train --sequence 8192"]
 
 
-@pytest.mark.parametrize("phase", ["prefill", "train"])
+def form_of(opponent):
+    return opponent["form"], opponent["interleave"]
+
+
+@pytest.mark.parametrize("phase", PHASES)
 def test_the_opponent_is_the_strongest_standard_of_both_forms(phase, capsys):
-    words = (*WORDS, "--phase", phase, "--batch", 3, "--sequence" if phase == "train" else "--prompt-length", 8192)
-    found = {}
-    for form in ("reduce", "exchange"):
-        found[form] = answered(capsys, *words, "--experts", form)
-        assert found[form]["experts"] == form
-    reduced = found["reduce"]
-    exchanged = found["exchange"]
-    assert (reduced["capacity"], exchanged["capacity"]) == (None, 1.25)
-    assert {row["form"] for row in exchanged["rows"]} == {"exchange"}
-    assert [row["residual"] for row in exchanged["rows"]] == [
-        *("standard", "ladder", "ladder-2", "no-communication", "farskip")
-    ]
-    named = {(one["form"], one["interleave"]): one["tokens_per_second"] for one in exchanged["opponents"]}
-    whole = {("all-reduce", 1), ("sequence-parallel", 1)}
-    assert set(named) == {*whole, ("all-reduce", 2), ("sequence-parallel", 2), ("exchange", 1)}
-    found = {(one["form"], one["interleave"]) for one in reduced["opponents"]}
-    assert found == set(named) - {("exchange", 1)}  # which may drop rows
+    words = f"{WORDS} {phase} --batch 3 --experts".split()
+    reduced, exchanged = (answered(capsys, *words, form) for form in ("reduce", "exchange"))
+    assert (reduced["experts"], reduced["capacity"]) == ("reduce", None)
+    assert (exchanged["experts"], exchanged["capacity"]) == ("exchange", 1.25)
+    named = {form_of(one): one["tokens_per_second"] for one in exchanged["opponents"]}
+    of_sums = {(form, parts) for form in ("all-reduce", "sequence-parallel") for parts in (1, 2)}
+    assert named.keys() == of_sums | {("exchange", 1)}
+    assert set(map(form_of, reduced["opponents"])) == of_sums  # an exchange may drop rows
     assert exchanged["baseline"] == exchanged["opponents"][0]
-    assert named["exchange", 1] > max(named[one] for one in whole)
-    rows = {row["residual"]: row for row in exchanged["rows"]}
+    assert named["exchange", 1] > max(named["all-reduce", 1], named["sequence-parallel", 1])
+
+    rows = by_residual(exchanged)
+    assert {row["form"] for row in rows.values()} == {"exchange"}
+    assert list(rows) == ["standard", "ladder", "ladder-2", "no-communication", "farskip"]
     assert rows["standard"]["tokens_per_second"] == pytest.approx(named["exchange", 1])
     speeds = [rows[name]["speedup"] for name in ("standard", "ladder", "farskip", "no-communication")]
     assert speeds == sorted(speeds)
     assert speeds[1] > 1
     assert (rows["standard"]["launch"], rows["farskip"]["launch"]) == (None, "chained")
     assert 0 < rows["standard"]["hidden_fraction"] < rows["farskip"]["hidden_fraction"] < 1  # beside the shared expert
-    _, out, _ = run(capsys, *words, "--experts", "exchange")
+    _, out, _ = run(capsys, *words, "exchange")
     assert f"speed-up: over Standard ({exchanged['baseline']['form']}" in out
     assert "exchange  with capacity 1.25" in out
 
 
-@pytest.mark.parametrize("phase", ["prefill", "train"])
+@pytest.mark.parametrize("phase", PHASES)
 def test_halves_of_exchanged_experts_are_an_opponent(phase, capsys):
-    words = (*WORDS, "--phase", phase, "--experts", "exchange", "--sequence" if phase == "train" else "--prompt-length")
-    words = (*words, 8192, "--batch", 2)
-    found = {interleave: answered(capsys, *words, "--interleave", interleave) for interleave in ("1", "2", "auto")}
-    rows = {key: {row["residual"]: row for row in one["rows"]} for key, one in found.items()}
-    (halves,) = [one for one in found["auto"]["opponents"] if (one["form"], one["interleave"]) == ("exchange", 2)]
-    assert found["auto"]["baseline"] == halves
-    standard = rows["2"]["standard"]
-    assert standard["interleave"] == 2
-    assert standard["tokens_per_second"] == pytest.approx(halves["tokens_per_second"])
-    assert rows["1"]["standard"]["interleave"] == 1
-    assert standard["hidden_fraction"] > rows["1"]["standard"]["hidden_fraction"]
-    assert standard["tokens_per_second"] > rows["1"]["standard"]["tokens_per_second"]
-    for name, row in rows["auto"].items():
-        assert row["tokens_per_second"] == max(rows[one][name]["tokens_per_second"] for one in ("1", "2"))
-    assert rows["2"]["no-communication"]["interleave"] == rows["2"]["farskip"]["interleave"] == 1  # without halves
-
-
-def test_odd_rows_of_exchanged_experts_have_no_halves(capsys):
-    words = (*WORDS, "--phase", "prefill", "--experts", "exchange", "--residual", "standard")
-    status, _, said = run(capsys, *words, "--interleave", 2, "--batch", 3)
-    assert status == 2
-    assert "--interleave 2 halves the rows of a split stream, and --batch gives 3: an odd" in said
+    words = f"{WORDS} {phase} --batch 2 --experts exchange --interleave".split()
+    found = {interleave: answered(capsys, *words, interleave) for interleave in ("1", "2", "auto")}
+    whole, halved, best = map(by_residual, found.values())
+    opponents = {form_of(one): one for one in found["auto"]["opponents"]}
+    assert found["auto"]["baseline"] == opponents["exchange", 2]
+    slow, fast = whole["standard"], halved["standard"]
+    assert fast["tokens_per_second"] == pytest.approx(opponents["exchange", 2]["tokens_per_second"])
+    assert (slow["interleave"], fast["interleave"]) == (1, 2)
+    assert slow["hidden_fraction"] < fast["hidden_fraction"]
+    assert slow["tokens_per_second"] < fast["tokens_per_second"]
+    for name, row in best.items():
+        assert row["tokens_per_second"] == max(rows[name]["tokens_per_second"] for rows in (whole, halved))
+    assert halved["no-communication"]["interleave"] == halved["farskip"]["interleave"] == 1  # without halves
 
 
 def test_a_model_with_a_capacity_has_both_forms_as_opponents(tmp_path):
-    moe = "model:\n  preset: qwen1.5-moe-a2.7b\n  moe: {capacity: 2.0}\n"
-    (tmp_path / "a.yaml").write_text(moe)
-    of = lambda **more: request.make(
-        **{"model": str(tmp_path / "a.yaml"), "hardware": "v5p", "tensor": 4, "phase": "prefill", **more}
-    )
-    both = tuple(ExpertParallelism)
+    file = tmp_path / "a.yaml"
+    file.write_text("model:\n  preset: qwen1.5-moe-a2.7b\n  moe: {capacity: 2.0}\n")
+
+    def of(model=str(file), tensor=4, **more):
+        return request.make(model=model, hardware="v5p", tensor=tensor, phase="prefill", **more)
+
     reduced = (ExpertParallelism.REDUCE,)
-    assert of().forms == both
-    assert of().capacity is None
-    assert of(experts="exchange").capacity == 2.0
-    assert of(experts="exchange", capacity=1.0).capacity == 1.0
+    assert of().forms == tuple(ExpertParallelism)
     assert of(tensor=1).forms == of(prompt_length=1022).forms == reduced
     assert of(model="qwen1.5-moe-a2.7b").forms == of(model="tiny").forms == reduced
-    assert of(experts="exchange").config("ladder").moe == dataclasses.replace(of().config("ladder").moe, capacity=2.0)
+    assert of().capacity is None
+    assert of(experts="exchange").capacity == of(experts="exchange").config("ladder").moe.capacity == 2.0
+    assert of(experts="exchange", capacity=1.0).capacity == 1.0
 
 
-def test_the_guide_has_what_is_predicted():
+@pytest.mark.parametrize("hardware", ["v5p", "h100-nvlink"])
+def test_the_guide_has_what_is_predicted(hardware):
     page = (pathlib.Path(__file__).parents[2] / "docs" / "guides" / "experts.md").read_text()
-    for hardware in ("v5p", "h100-nvlink"):
-        cells = []
-        for name, form in itertools.product(("standard", "ladder"), ("reduce", "exchange")):
-            words = dict(model="qwen3-30b-a3b", tensor=8, phase="prefill", prompt_length=32768, residual=name)
-            asked = dict(words, hardware=hardware, experts=form)
-            (row,) = result.predict(request.make(**asked, interleave="1")).rows
-            milliseconds = f" ({row.speed.exposed * 1e3:.0f} of {row.speed.seconds * 1e3:.0f} ms)"
-            cells.append(f"{row.tokens_per_second:,.0f}" + (milliseconds if form == "exchange" else ""))
-            if (name, form) == ("standard", "reduce"):
-                (halved,) = result.predict(request.make(**asked)).rows
-        assert f"| `{hardware}` | {' | '.join(cells)} |" in page
-        assert halved.speed.program.interleave == 2
-        assert f"{halved.tokens_per_second:,.0f}" in page
-        asked = dict(words, hardware=hardware, batch=2, prompt_length=16384, residual="standard,ladder")
-        standard, ladder = result.predict(request.make(**asked, experts="exchange")).rows
-        (whole, _) = result.predict(request.make(**asked, experts="exchange", interleave="1")).rows
-        assert standard.speed.program.interleave == 2
-        cells = [f"{one.tokens_per_second:,.0f}" for one in (whole, standard, ladder)]
-        assert f"| `{hardware}` | {' | '.join(cells)} | {ladder.speedup:.2f} |" in page
+
+    def predicted(**more):
+        return predict(model="qwen3-30b-a3b", hardware=hardware, tensor=8, phase="prefill", **more).rows
+
+    pace = lambda row: f"{row.tokens_per_second:,.0f}"
+    cells = []
+    for name in ("standard", "ladder"):
+        long = dict(residual=name, prompt_length=32768, interleave="1")
+        (reduced,) = predicted(**long, experts="reduce")
+        (exchanged,) = predicted(**long, experts="exchange")
+        cells.append(pace(reduced))
+        exposed, seconds = (1e3 * value for value in (exchanged.speed.exposed, exchanged.speed.seconds))
+        cells.append(f"{pace(exchanged)} ({exposed:.0f} of {seconds:.0f} ms)")
+    assert f"| `{hardware}` | {' | '.join(cells)} |" in page
+    (halved,) = predicted(residual="standard", prompt_length=32768, experts="reduce")
+    assert halved.speed.program.interleave == 2
+    assert pace(halved) in page
+
+    two = dict(batch=2, prompt_length=16384, residual="standard,ladder", experts="exchange")
+    (whole, _), (standard, ladder) = predicted(**two, interleave="1"), predicted(**two)
+    assert standard.speed.program.interleave == 2
+    cells = [*map(pace, (whole, standard, ladder)), f"{ladder.speedup:.2f}"]
+    assert f"| `{hardware}` | {' | '.join(cells)} |" in page
