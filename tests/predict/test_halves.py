@@ -17,7 +17,7 @@ from ladder_jax.predict.program import Program
 from ladder_jax.predict.timeline import Work, play_slots, turns
 from ladder_jax.predict.work import Model
 from tests import cases
-from tests.predict.asked import H100, NOTHING, answered, run
+from tests.predict.asked import H100, NOTHING, answered, by_residual, predict, run
 
 GUIDE = pathlib.Path(__file__).parents[2] / "docs" / "guides" / "halves.md"
 
@@ -89,18 +89,18 @@ def test_halves_cost_nothing_where_rows_are_many_and_everything_where_weights_ar
     assert compute(**one, interleave=2) == pytest.approx(2 * compute(**one, interleave=1), rel=0.02)
 
 
+@pytest.mark.parametrize("batch", [1, 2, 8])
+@pytest.mark.parametrize("hardware", ["v5p", "h100-nvlink", "h100-no-nvlink"])
 @pytest.mark.parametrize("phase", ["prefill", "train"])
-def test_what_a_compilers_halves_reach_is_named_and_none_is_faster_than_no_communication(phase):
-    for on, batch in itertools.product(("v5p", "h100-nvlink", "h100-no-nvlink"), (1, 2, 8)):
-        asked = dict(model="llama-3-70b", hardware=on, tensor=8, batch=batch, phase=phase)
-        answer = result.predict(request.make(**asked, residual="standard,ladder,no-communication"))
-        of = {row.residual: row.speed.seconds for row in answer.rows}
-        assert of["no-communication"] < min(of["standard"], of["ladder"])
-        forms = {(one.form, one.interleave) for one in answer.opponents}
-        assert {("all-reduce", 1), ("all-reduce", 2), ("sequence-parallel", 2)} < forms
-        assert ("ring collective matmul", 2) not in forms
-        speeds = [one.tokens_per_second for one in answer.opponents]
-        assert speeds == sorted(speeds, reverse=True)
+def test_what_a_compilers_halves_reach_is_named_and_none_is_faster_than_no_communication(phase, hardware, batch):
+    answer = predict(hardware=hardware, batch=batch, phase=phase, residual="standard,ladder,no-communication")
+    standard, ladder, silent = (row.speed.seconds for row in answer.rows)
+    assert silent < min(standard, ladder)
+    forms = {(one.form, one.interleave) for one in answer.opponents}
+    assert {("all-reduce", 1), ("all-reduce", 2), ("sequence-parallel", 2)} < forms
+    assert ("ring collective matmul", 2) not in forms
+    speeds = [one.tokens_per_second for one in answer.opponents]
+    assert speeds == sorted(speeds, reverse=True)
 
 
 def test_a_link_without_time_makes_halves_no_better():
@@ -111,24 +111,31 @@ def test_a_link_without_time_makes_halves_no_better():
     assert all(row.speed.program.interleave == 1 for row in answer.rows)
 
 
-def opponent(on, *, batch, tensor=8):
-    asked = request.make(model="llama-3-70b", hardware=on, tensor=tensor, batch=batch, residual="standard")
-    return result.predict(asked).baseline.interleave["step"]
+def opponent(hardware, *, batch, tensor=8):
+    answer = predict(hardware=hardware, tensor=tensor, batch=batch, residual="standard")
+    return answer.baseline.interleave["step"]
 
 
-def test_halves_of_a_decode_step_are_an_opponent_at_large_batches():
+@pytest.mark.parametrize(
+    "hardware, whole, halved",
+    [
+        ("h100-no-nvlink", (1, 16, 128), (160, 256)),
+        ("a800-pcie", (1, 32), (48, 256)),
+        ("h100-nvlink", (2, 64, 256), ()),
+    ],
+)
+def test_halves_of_a_decode_step_are_an_opponent_at_large_batches(hardware, whole, halved):
     """As the page of alternatives says. Users report a crossover between 64 and 128 rows over PCIe."""
-    assert [opponent("h100-no-nvlink", batch=batch) for batch in (1, 16, 128, 160, 256)] == [1, 1, 1, 2, 2]
-    assert [opponent("a800-pcie", batch=batch) for batch in (1, 32, 48, 256)] == [1, 1, 2, 2]
-    assert [opponent("h100-nvlink", batch=batch) for batch in (2, 64, 256)] == [1, 1, 1]
-    assert opponent("h100-no-nvlink", batch=256, tensor=1) == 1
+    assert {opponent(hardware, batch=batch) for batch in whole} == {1}
+    assert all(opponent(hardware, batch=batch) == 2 for batch in halved)
+    assert opponent(hardware, batch=256, tensor=1) == 1
 
 
 def test_a_row_has_no_halves_in_decoding(capsys):
     words = ("--model", "llama-3-70b", "--hardware", "a800-pcie", "--batch", 64, "--residual", "standard,ladder")
     answer = answered(capsys, *words)
     assert answer["baseline"]["interleave"]["step"] == 2
-    assert [row["interleave"]["step"] for row in answer["rows"]] == [1, 1]
+    assert {row["interleave"]["step"] for row in answer["rows"]} == {1}
     assert answer["rows"][0]["speedup"] < 1  # of this library's Standard, which decodes whole batches
     _, out, _ = run(capsys, *words)
     assert "prefill and step in two halves)" in out
@@ -137,77 +144,89 @@ def test_a_row_has_no_halves_in_decoding(capsys):
 
 @pytest.mark.parametrize("phase", ["prefill", "train"])
 def test_interleave_chooses_the_rows(phase, capsys):
-    words = ("--model", "llama-3-70b", "--hardware", "v5p", "--tensor", 8, "--phase", phase, "--batch", 2)
-    found = {}
-    for value in ("1", "2", "auto"):
-        answer = answered(capsys, *words, "--interleave", value, "--residual", "standard,ladder")
-        found[value] = {row["residual"]: row["interleave"] for row in answer["rows"]}
+    words = f"--model llama-3-70b --hardware v5p --tensor 8 --phase {phase} --batch 2".split()
+
+    def chosen(value):
+        answer = answered(capsys, *words, "--interleave", value)
         assert answer["baseline"] == answer["opponents"][0]
-    assert set(found["1"].values()) == {1}
-    assert set(found["2"].values()) == {2}
-    assert found["auto"]["standard"] == 2
-    of = {row["residual"]: row["interleave"] for row in answered(capsys, *words, "--interleave", "2")["rows"]}
-    assert of.pop("no-communication") == 1
-    assert of.pop("desync-2", 1) == 1
-    assert set(of.values()) == {2}
+        return {name: row["interleave"] for name, row in by_residual(answer).items()}
+
+    assert set(chosen("1").values()) == {1}
+    assert chosen("auto")["standard"] == 2
+    halved = chosen("2")
+    assert halved.pop("no-communication") == 1
+    assert halved.pop("desync-2", 1) == 1
+    assert set(halved.values()) == {2}
 
 
 def test_the_guides_table_of_what_to_take_is_what_is_predicted(capsys):
-    rows = re.findall(
-        r"^\|[^|]+\| ([\d,]+) \| ([\d,]+) \| ([\d,]+) \| `(--hardware [^`]+)` \|$", GUIDE.read_text(), re.M
-    )
+    line = r"^\|[^|]+\| ([\d,]+) \| ([\d,]+) \| ([\d,]+) \| `(--hardware [^`]+)` \|$"
+    rows = re.findall(line, GUIDE.read_text(), re.M)
     assert len(rows) == 6
     for *shown, words in rows:
-        found = {}
-        for parts in ("1", "2"):
-            asked = ("--model", "llama-3-70b", "--tensor", 8, *words.split(), "--interleave", parts)
-            for row in answered(capsys, *asked, "--residual", "standard,ladder")["rows"]:
-                found[row["residual"], parts] = f"{row['tokens_per_second']:,.0f}"
-        assert [found["standard", "1"], found["standard", "2"], found["ladder", "1"]] == shown
-        assert found["ladder", "2"] == found["standard", "2"]
+        asked = ("--model", "llama-3-70b", "--tensor", 8, *words.split(), "--residual", "standard,ladder")
+        whole, halves = (by_residual(answered(capsys, *asked, "--interleave", parts)) for parts in "12")
+        pace = lambda row: f"{row['tokens_per_second']:,.0f}"
+        assert [pace(whole["standard"]), pace(halves["standard"]), pace(whole["ladder"])] == shown
+        assert pace(halves["ladder"]) == shown[1]
 
 
-def decided(kind, **settings):
-    model = preset("llama-3-70b", residual=settings.pop("residual", "standard"))
-    mesh = config.MeshConfig(tensor=settings.pop("tensor", 8))
-    asked = config.RunConfig(model=model, mesh=mesh, train=config.TrainConfig(interleave="auto", **settings))
+def decided(kind, *, residual="standard", tensor=8, **settings):
+    asked = config.RunConfig(
+        model=preset("llama-3-70b", residual=residual),
+        mesh=config.MeshConfig(tensor=tensor),
+        train=config.TrainConfig(interleave="auto", **settings),
+    )
     said = []
     found = halves.of_training(asked, kind=kind, say=said.append)
     (line,) = said
     return found.train.interleave.parts, line.removeprefix("train.interleave=auto: ")
 
 
-def test_auto_takes_halves_of_training_where_they_are_predicted_to_be_faster():
-    assert decided("TPU v5p", batch=4) == (2, "2, predicted to be 1.25 x as fast in halves on v5p")
-    for kind in ("TPU v5 lite", "TPU v6 lite", "TPU7x", "NVIDIA H100 80GB HBM3", "NVIDIA H100 PCIe", "NVIDIA B200"):
-        count, line = decided(kind, batch=4)
-        gain = float(line.split(" x ")[0].rpartition(" ")[2])
-        assert (count == 2) == (gain >= 1.03), (kind, line)
-    assert decided("TPU v5p", batch=4, residual="ladder")[0] == 1  # nothing is left to hide
-    assert decided("TPU v5p", batch=4, sequence_parallel=True)[0] == 2
-    assert decided("TPU v5p", batch=1, sequence=16)[0] == 1  # too few tokens to read the weights twice
-    assert decided("cpu", batch=4) == (1, "1, as nothing is predicted for cpu")
-    assert decided("TPU v5p", batch=4, tensor=1) == (1, "1, as one tensor rank communicates nothing")
-    refused = decided("TPU v5p", batch=4, residual="no-communication")
-    assert refused[0] == 1
-    assert refused[1].startswith("1, as train.interleave 2 is for a residual that reduces every")
+@pytest.mark.parametrize(
+    "kind, settings, parts, said",
+    [
+        ("TPU v5p", {}, 2, "2, predicted to be 1.25 x as fast in halves on v5p"),
+        ("TPU v5p", dict(residual="ladder"), 1, ""),  # nothing is left to hide
+        ("TPU v5p", dict(sequence_parallel=True), 2, ""),
+        ("TPU v5p", dict(batch=1, sequence=16), 1, ""),  # too few tokens to read the weights twice
+        ("cpu", {}, 1, "1, as nothing is predicted for cpu"),
+        ("TPU v5p", dict(tensor=1), 1, "1, as one tensor rank communicates nothing"),
+        ("TPU v5p", dict(residual="no-communication"), 1, "1, as train.interleave 2 is for a residual that reduces"),
+    ],
+)
+def test_auto_takes_halves_of_training(kind, settings, parts, said):
+    found, line = decided(kind, **{"batch": 4, **settings})
+    assert found == parts
+    assert line.startswith(said)
+
+
+@pytest.mark.parametrize(
+    "kind", ["TPU v5 lite", "TPU v6 lite", "TPU7x", "NVIDIA H100 80GB HBM3", "NVIDIA H100 PCIe", "NVIDIA B200"]
+)
+def test_auto_takes_halves_where_they_are_predicted_to_be_faster(kind):
+    parts, line = decided(kind, batch=4)
+    gain = float(line.split(" x ")[0].rpartition(" ")[2])
+    assert (parts == 2) == (gain >= 1.03), line
 
 
 def test_auto_takes_halves_of_long_prompts():
     definition = cases.define("standard", tensor=4)
     layout = dataclasses.replace(definition.layout, mesh=Devices("TPU v5p"))
     large = dataclasses.replace(definition, config=preset("llama-3-70b", residual="standard"), layout=layout)
+    auto, chosen = (config.DecodeConfig(interleave=value) for value in ("auto", 2))
     said = []
-    settings = config.DecodeConfig(interleave="auto")
-    of = lambda tokens, model=large: halves.of_reading(settings, definition=model, tokens=tokens, say=said.append)
+    of = lambda tokens, model=large, asked=auto: halves.of_reading(
+        asked, definition=model, tokens=tokens, say=said.append
+    )
     assert of(4096).interleave is config.Interleave.HALVES
+    assert said.pop().startswith("decode.interleave=auto: 2, predicted to be 1.")
     assert of(16).interleave is config.Interleave.WHOLE
     assert of(4096, definition).interleave is config.Interleave.WHOLE
-    assert said[2] == "decode.interleave=auto: 1, as nothing is predicted for cpu"
-    assert said[0].startswith("decode.interleave=auto: 2, predicted to be 1.")
-    chosen = dataclasses.replace(settings, interleave=2)
-    assert halves.of_reading(chosen, definition=large, tokens=16, say=said.append) is chosen
-    assert len(said) == 3
+    assert said.pop() == "decode.interleave=auto: 1, as nothing is predicted for cpu"
+    said.clear()
+    assert of(16, asked=chosen) is chosen
+    assert said == []
 
 
 class Devices:
@@ -218,10 +237,10 @@ class Devices:
         self.devices = np.array([types.SimpleNamespace(device_kind=kind)])
 
 
-@pytest.mark.parametrize("verb", ["train", "decode"])
-def test_only_commands_decide(verb):
+@pytest.mark.parametrize("settings", [config.TrainConfig, config.DecodeConfig])
+def test_only_commands_decide(settings):
     with pytest.raises(UserError, match="interleave=auto is decided by the commands train, generate and serve"):
-        assert (config.TrainConfig if verb == "train" else config.DecodeConfig)(interleave="auto").interleave.parts
+        settings(interleave="auto").interleave.parts  # noqa: B018
 
 
 def test_a_run_that_is_not_decided_writes_nothing(tmp_path):
