@@ -6,13 +6,12 @@ import threading
 import jax
 import numpy as np
 import pytest
-from flax import nnx
 
-from ladder_jax import decode, nn, parallel
-from ladder_jax.config import DecodeConfig, Loop, Quantize
+from ladder_jax import decode, nn
+from ladder_jax.config import DecodeConfig, Loop
 from ladder_jax.decode import Engine, Finish, QueueFull, Request
 from ladder_jax.decode.engine.slots import buckets
-from ladder_jax.decode.request import StopText
+from ladder_jax.decode.request import SAMPLING, StopText
 from ladder_jax.errors import UserError
 from tests import cases
 
@@ -38,19 +37,8 @@ def engine(name="ladder", *, loop=Loop.UNROLLED, mesh=(("tensor", 1),), decoder=
 @functools.cache
 def alone(request):
     """The request's tokens by Generator, on one device."""
-    settings = {name: getattr(request, name) for name in ("temperature", "top_k", "top_p", "min_p", "seed")}
-    config = DecodeConfig(
-        max_new_tokens=request.max_new_tokens, repetition_penalty=request.repetition_penalty, **settings
-    )
+    config = DecodeConfig(**{name: getattr(request, name) for name in SAMPLING})
     return tuple(generator().tokens([request.prompt], config=config)[0].tolist())
-
-
-@functools.cache
-def alone_in_8_bits(request):
-    definition, params = parts(tensor=1)
-    config = DecodeConfig(max_new_tokens=request.max_new_tokens)
-    generator = decode.Generator(definition, params, quantize=Quantize.INT8)
-    return tuple(generator.tokens([request.prompt], config=config)[0].tolist())
 
 
 @functools.cache
@@ -137,20 +125,19 @@ def test_every_mesh_gives_the_same_tokens(loop, ranks):
 
 
 @pytest.mark.parametrize("chunk", [1, 5, 16])
-@pytest.mark.parametrize("prompt", [1, 32, 33, 63])
-def test_a_request_may_fill_the_capacity(prompt, chunk):
+def test_a_request_may_fill_the_capacity(chunk):
     """Beside one that goes on, in a slot that was used before; the last chunk ends beyond the last token."""
-    ours, length = engine(chunk=chunk, slots=2), CAPACITY - prompt
-    tokens = cases.tokens((3, 63))
-    handles = [
-        ours.submit(Request(row[: max(1, prompt - i % 2)], max_new_tokens=length)) for i, row in enumerate(tokens)
-    ]
-    for handle in handles:
-        check(handle)
-        assert len(handle.result().tokens) == length
+    ours, tokens = engine(chunk=chunk, slots=2), cases.tokens((3, 63))
+    for prompt in (1, 32, 33, 63):
+        length = CAPACITY - prompt
+        prompts = [row[: max(1, prompt - i % 2)] for i, row in enumerate(tokens)]
+        handles = [ours.submit(Request(one, max_new_tokens=length)) for one in prompts]
+        for handle in handles:
+            check(handle)
+            assert len(handle.result().tokens) == length
+        with pytest.raises(UserError, match=f"a prompt of {prompt} tokens and {length + 1} new ones need 65 positions"):
+            ours.submit(Request(tokens[0][:prompt], max_new_tokens=length + 1))
     assert jax.tree.leaves(ours._device._state.caches)[0].shape[1] >= CAPACITY + chunk
-    with pytest.raises(UserError, match=f"a prompt of {prompt} tokens and {length + 1} new ones need 65 positions"):
-        ours.submit(Request(tokens[0][:prompt], max_new_tokens=length + 1))
 
 
 def test_buckets():
@@ -259,17 +246,13 @@ def test_a_full_queue():
     [
         (dict(prompt=[]), "the prompt is empty"),
         (dict(prompt=[251]), "token 251, outside"),
-        (dict(prompt=[-1, 5]), "token -1, outside"),
         (dict(prompt=[1.7]), "a token of prompt must be a whole number, not 1.7"),
         (dict(prompt=[1], max_new_tokens=64), "need 65 positions; the engine's capacity is 64"),
         (dict(prompt=[1], top_p=0), "top_p must be above 0"),
         (dict(prompt=[1], top_k=2**31), "top_k must be below"),
         (dict(prompt=[1], temperature=float("inf")), "temperature must be a finite number, not inf"),
         (dict(prompt=[1], temperature=1e31), "temperature must be at most 1e\\+30"),
-        (dict(prompt=[1], temperature=np.ones(2)), "temperature must be a finite number"),
         (dict(prompt=[1], top_p="0.5"), "top_p must be a finite number, not '0.5'"),
-        (dict(prompt=[1], min_p=None), "min_p must be a finite number, not None"),
-        (dict(prompt=[1], max_new_tokens=2.5), "max_new_tokens must be a whole number, not 2.5"),
         (dict(prompt=[1], max_new_tokens=10**30), "max_new_tokens must be below"),
         (dict(prompt=[1], seed=1.5), "seed must be a whole number, not 1.5"),
         (dict(prompt=[1], stop_ids=["x"]), "a token of stop_ids must be a whole number"),
@@ -321,9 +304,11 @@ def test_an_engine_is_one_replica():
 
 
 def test_an_engine_of_a_model():
-    model = nn.Transformer(cases.model("ladder", num_layers=1), rngs=nnx.Rngs(0), mesh=parallel.make_mesh(tensor=2))
-    result = Engine(model, capacity=32).submit(Request([1, 2], max_new_tokens=3)).result()
-    assert len(result.tokens) == 3 and result.text is None and result.finish is Finish.LENGTH
+    definition, params = parts(tensor=1)
+    request = Request([1, 2], max_new_tokens=3)
+    engine = Engine(nn.Transformer(definition.config, params=params), slots=3, capacity=CAPACITY, chunk=CHUNK)
+    result = engine.submit(request).result()
+    assert result.tokens == alone(request) and result.text is None and result.finish is Finish.LENGTH
 
 
 def test_requests_from_many_threads():
@@ -388,20 +373,11 @@ def test_an_error_reaches_everyone_who_waits(threaded, monkeypatch):
     ours.stop()
 
 
-def test_long_prompts_are_read_in_chunks():
-    ours = engine(prefill_chunk=16)
-    ours.warm_up()
-    compiled, asked = ours.compilations, list(requests(6, seed=3))
-    assert max(len(request.prompt) for request in asked) > 32
-    handles = [ours.submit(request) for request in asked]
-    ours.run()
-    assert [handle.result().tokens for handle in handles] == [alone(request) for request in asked]
-    assert ours.compilations == compiled
-
-
 def test_a_long_prompt_keeps_nobody_waiting():
     """It is read a block a round, while others decode; who is cancelled in the middle leaves the slot as it was."""
     ours = engine(prefill_chunk=8, capacity=128)
+    ours.warm_up()
+    compiled = ours.compilations
     short, long = Request([1, 2], max_new_tokens=100), Request(list(range(1, 41)), max_new_tokens=9)
     running = ours.submit(short)
     ours.step()
@@ -419,11 +395,7 @@ def test_a_long_prompt_keeps_nobody_waiting():
     ours.submit(long)
     ours.run()
     assert reading.result().tokens == alone(long) and running.result().tokens == alone(short)
-
-
-def test_weights_of_8_bits():
-    request = Request([3, 1, 4, 1, 5], max_new_tokens=12)
-    assert engine(quantize=Quantize.INT8).submit(request).result().tokens == alone_in_8_bits(request)
+    assert ours.compilations == compiled
 
 
 def test_whoever_subscribes_hears_everything_once():
