@@ -6,7 +6,7 @@ import pathlib
 import jax
 import pytest
 
-from ladder_jax import files
+from ladder_jax import cli, files
 from ladder_jax.errors import RunFailed, UserError
 from ladder_jax.parallel import use_compilation_cache
 
@@ -131,8 +131,10 @@ def test_a_cache(tmp_path, monkeypatch):
     assert folder == tmp_path / "some" / "where" / "x" and (folder / "kept").exists()
 
 
-def test_overlap_without_a_cache(run_cli, tmp_path):
+def test_overlap_without_a_cache(tmp_path, monkeypatch, capsys):
     (tmp_path / "file").touch()
-    words = "--model tiny --target cpu:2 --phase decode --residual ladder --layers 2 --context 32".split()
-    done = run_cli("overlap", *words, check_status=0, LADDER_JAX_CACHE=tmp_path / "file")
-    assert "compiling ladder" in done.stderr and done.stdout
+    monkeypatch.setenv("LADDER_JAX_CACHE", str(tmp_path / "file"))
+    words = "overlap --model tiny --target cpu:2 --phase decode --residual ladder --layers 2 --context 32"
+    assert cli.main(words.split()) == 0
+    done = capsys.readouterr()
+    assert "compiling ladder" in done.err and done.out
