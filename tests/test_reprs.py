@@ -194,7 +194,7 @@ def test_a_report_prints_the_commands_table(tmp_path):
     assert [line.split()[-1] for line in lines if "1.00" in line or "0.00" in line][-1] != ""
     assert max(map(len, lines)) <= 80
     html = full._repr_html_()
-    assert html.count("<tr>") == 3 and "started early, but no compute stands under it" in html
+    assert html.count("<tr>") == 3 and "started early, but too little compute stands under it" in html
     many = report(tmp_path)
     assert "more rows" in str(many) and many._repr_html_().count("<tr>") == 1 + 120
     assert str(schedule.audit(jax.jit(lambda x: x + 1), jnp.ones(3))) == (

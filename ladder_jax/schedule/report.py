@@ -25,7 +25,7 @@ SHOWN = 20  # lines of the table in a repr; the command prints all
 
 class Status(enum.Enum):
     HIDDEN = "hidden"
-    EXPOSED = "started early, but no compute stands under it"
+    EXPOSED = "started early, but too little compute stands under it"
     SYNCHRONOUS = "synchronous"
     MERGED = "merged with another"
 
