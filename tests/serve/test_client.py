@@ -118,38 +118,31 @@ def test_models(client):
 
 
 REFUSED = {
-    "model": (dict(model="gpt-9"), openai.NotFoundError, "there is no model 'gpt-9'"),
-    "long": (dict(max_tokens=CAPACITY - 1), openai.BadRequestError, "a prompt of 9 tokens and 127 new ones are more"),
-    "limit": (dict(max_tokens=CAPACITY), openai.BadRequestError, "this server generates at most 127 new tokens"),
-    "empty": (dict(prompt=""), openai.BadRequestError, "the prompt is empty"),
-    "none": (dict(prompt=[]), openai.BadRequestError, "0 prompts"),
-    "many": (dict(n=100, prompt=["a"] * 3), openai.BadRequestError, "3 prompts, 100 answers each, are not from 1 to"),
-    "token": (dict(prompt=[256]), openai.BadRequestError, "the token 256, outside the model's vocabulary of 256"),
-    "best_of": (dict(best_of=3), openai.BadRequestError, "best_of is not supported here: leave it out, or 1"),
-    "fewer than n": (dict(n=2, best_of=1), openai.BadRequestError, "best_of is not supported here: leave it out, or 2"),
-    "logit_bias": (dict(logit_bias={"1": 3}), openai.BadRequestError, "logit_bias is not supported here"),
-    "presence_penalty": (dict(presence_penalty=1), openai.BadRequestError, "presence_penalty is not supported here"),
-    "logprobs": (dict(logprobs=1), openai.BadRequestError, "logprobs must be 0"),
-    "echo": (dict(echo=True, logprobs=0), openai.BadRequestError, "echo and logprobs exclude each other"),
-    "temperature": (dict(temperature=2.5), openai.BadRequestError, "temperature: Input should be less than or equal"),
-    "stop": (dict(stop=["a"] * 17), openai.BadRequestError, "stop must be a string or a list of at most 16"),
-    "long stop": (
-        dict(stop=["a", "b" * 1001]),
-        openai.BadRequestError,
-        "stop must be .* of at most 1000 characters",
-    ),
-    "stops": (dict(stop=""), openai.BadRequestError, "stop must be strings, none of them empty"),
-    "stream_options": (dict(stream_options={}), openai.BadRequestError, "stream_options needs stream"),
-    "unknown": (
-        dict(extra_body={"top-k": 3}),
-        openai.BadRequestError,
-        "unknown parameter 'top-k'; did you mean 'top_k'",
-    ),
+    "model": (dict(model="gpt-9"), "there is no model 'gpt-9'"),
+    "long": (dict(max_tokens=CAPACITY - 1), "a prompt of 9 tokens and 127 new ones are more"),
+    "limit": (dict(max_tokens=CAPACITY), "this server generates at most 127 new tokens"),
+    "empty": (dict(prompt=""), "the prompt is empty"),
+    "none": (dict(prompt=[]), "0 prompts"),
+    "many": (dict(n=100, prompt=["a"] * 3), "3 prompts, 100 answers each, are not from 1 to"),
+    "token": (dict(prompt=[256]), "the token 256, outside the model's vocabulary of 256"),
+    "best_of": (dict(best_of=3), "best_of is not supported here: leave it out, or 1"),
+    "fewer than n": (dict(n=2, best_of=1), "best_of is not supported here: leave it out, or 2"),
+    "logit_bias": (dict(logit_bias={"1": 3}), "logit_bias is not supported here"),
+    "presence_penalty": (dict(presence_penalty=1), "presence_penalty is not supported here"),
+    "logprobs": (dict(logprobs=1), "logprobs must be 0"),
+    "echo": (dict(echo=True, logprobs=0), "echo and logprobs exclude each other"),
+    "temperature": (dict(temperature=2.5), "temperature: Input should be less than or equal"),
+    "stop": (dict(stop=["a"] * 17), "stop must be a string or a list of at most 16"),
+    "long stop": (dict(stop=["a", "b" * 1001]), "stop must be .* of at most 1000 characters"),
+    "stops": (dict(stop=""), "stop must be strings, none of them empty"),
+    "stream_options": (dict(stream_options={}), "stream_options needs stream"),
+    "unknown": (dict(extra_body={"top-k": 3}), "unknown parameter 'top-k'; did you mean 'top_k'"),
 }
 
 
-@pytest.mark.parametrize("change, kind, message", REFUSED.values(), ids=REFUSED)
-def test_what_cannot_be_answered(client, change, kind, message):
+@pytest.mark.parametrize("change, message", REFUSED.values(), ids=REFUSED)
+def test_what_cannot_be_answered(client, change, message):
+    kind = openai.NotFoundError if "model" in change else openai.BadRequestError
     with pytest.raises(kind, match=message) as caught:
         client.completions.create(**{**ASKED, **change})
     body = caught.value.response.json()["error"]
@@ -218,7 +211,7 @@ def at_once(url, asked, *, leave=lambda index: False):
 
 def test_many_at_once(running, alone):
     """None is lost, none is wrong; of those who leave, queued, running or in a stream, the others notice nothing."""
-    asked, memory = list(random_requests(90)), []
+    asked, memory = list(random_requests(60)), []
     expected = [alone(prompt, max_new_tokens=new, **drawn).text for prompt, new, drawn, _ in asked]
     for _ in range(3):
         assert at_once(running.url, asked) == expected

@@ -32,23 +32,35 @@ def half_open(url, number, *, sent=HALF):
 
 LIMITED = """
 import resource, sys
-resource.setrlimit(resource.RLIMIT_NOFILE, ({soft}, {hard}))
+resource.setrlimit(resource.RLIMIT_NOFILE, (128, {hard}))
 from ladder_jax.cli import main
 sys.exit(main())
 """
 
 
-@pytest.mark.parametrize("hard", [128, 4096])
-def test_half_open(start, hard):
-    """More of them than the process may open files, or may at first: another client is answered at once."""
-    process = start(python=("-c", LIMITED.format(soft=128, hard=hard)))
-    with half_open(process.url, 150) as sockets:
+@pytest.fixture(scope="module")
+def running(start):
+    """A server that may open few files at first. It must end well, and have nothing to tell."""
+    process = start("--api-key", "sesame", python=("-c", LIMITED.format(hard=4096)))
+    yield process
+    assert process.end() == 0 and process.log().count("\n") == 2, process.log()
+
+
+def closed_of_half_open(url):
+    """How many of 150 such connections are closed; another client is answered at once."""
+    with half_open(url, 150) as sockets:
         begun = time.monotonic()
-        assert ask(process.url, "/health", timeout=30)[0] == 200
+        assert ask(url, "/health", timeout=30)[0] == 200
         assert time.monotonic() - begun < 9  # 0.1 s; and ten seconds, where nobody takes their places
-        gone = sum(is_closed(sock) for sock in sockets)
-        assert (100 < gone < 150) if hard == 128 else gone == 0
-    assert process.end() == 0
+        return sum(map(is_closed, sockets))
+
+
+def test_half_open(start, running):
+    """More of them than the process may open files, and than it may at first."""
+    few = start(python=("-c", LIMITED.format(hard=128)))
+    assert 100 < closed_of_half_open(few.url) < 150
+    assert few.end() == 0
+    assert closed_of_half_open(running.url) == 0
 
 
 def is_closed(sock):
@@ -70,6 +82,7 @@ def engine(make_engine):
 
 BODY = b'{"model": "book", "prompt": "a", "max_tokens": 1}'
 POST = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+CHUNKED = POST + b"Transfer-Encoding: chunked\r\n\r\n"
 WHOLE = POST + b"Content-Length: %d\r\n\r\n" % len(BODY) + BODY
 
 
@@ -101,23 +114,17 @@ def test_what_does_not_come(engine, serving, monkeypatch, sent):
         assert ask(url, "/health")[0] == 200
 
 
-def test_malformed_bodies_of_refused_requests(start):
+def test_malformed_bodies_of_refused_requests(running):
     """Refused before the body is looked at, and then it is no HTTP: nothing of it in the server's log."""
-    process = start("--api-key", "sesame")
-    chunked = POST + b"Transfer-Encoding: chunked\r\n\r\n"
     for pause in (0, 0.2):
-        with half_open(process.url, 1, sent=chunked) as (sock,):
+        with half_open(running.url, 1, sent=CHUNKED) as (sock,):
             time.sleep(pause)
             sock.sendall(b"zz\r\n")
             assert sock.recv(4096)[:10] == b"HTTP/1.1 4"
             while sock.recv(4096):
                 pass
-        with half_open(process.url, 1, sent=chunked + b"zz\r\n") as (sock,):
+        with half_open(running.url, 1, sent=CHUNKED + b"zz\r\n") as (sock,):
             assert sock.recv(4096)[:12] in (b"HTTP/1.1 401", b"HTTP/1.1 400")
-    assert process.end() == 0 and process.log().count("\n") == 2, process.log()
-
-
-CHUNKED = POST + b"Transfer-Encoding: chunked\r\n\r\n"
 
 
 def in_chunks_of_one_byte(body):
