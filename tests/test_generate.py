@@ -77,7 +77,7 @@ def check_equal(ours, engines):
 @pytest.mark.parametrize("form, settings", covering.rows(FORMS, SETTINGS, pairs=[], even=[0]))
 def test_a_generator_gives_what_an_engine_gives(form, settings):
     generate, serve = both(form)
-    for length, new in ((1, 40), (33, 17), (70, 1), (110, 18)):
+    for length, new in ((1, 40), (70, 1), (110, 18)):
         request = Request(cases.tokens((1, 110))[0][:length], max_new_tokens=new, **{"seed": 0, **SETTINGS[settings]})
         result = check_equal(generate(request), serve(request))
         assert len(result.tokens) == new and result.finish is Finish.LENGTH
