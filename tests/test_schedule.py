@@ -77,19 +77,21 @@ def read(name, *, ranks, ff=F):
 def test_both_halves_of_a_reduction_hide(name, ff):
     """v5p's compiler rewrites a reduce-scatter to an all-reduce, of which it forgets whose it was."""
     found = read(name, ranks=RANKS, ff=ff)
-    kinds = [(r.collective.kind, r.layer, r.sublayer, r.status is Status.HIDDEN) for r in found.reductions]
+    moved = collections.defaultdict(list)
+    for r in found.reductions:
+        moved[r.collective.kind].append((r.layer, r.sublayer, r.status is Status.HIDDEN))
     half = "all-reduce" if name.startswith("v5p") else "reduce-scatter"
-    gathered = [(kind, *rest) for kind, *rest in kinds if kind == "all-gather"]
-    assert gathered == [
-        ("all-gather", "0", "attention", False),  # the second sublayer reads the same
-        ("all-gather", "1", "attention", True),
-        ("all-gather", "1", "mlp", True),
-        ("all-gather", "2", "attention", True),
-        ("all-gather", "2", "mlp", True),
-    ]
-    owners = [(str(layer), sublayer) for layer in range(3) for sublayer in ("attention", "mlp")][:-1]
-    reduced = [(kind, *rest) for kind, *rest in kinds if kind != "all-gather"]
-    assert reduced == [(half, *owner, True) for owner in owners] + [(half, "last", "", False)]
+    first, second, *others = [(layer, sublayer) for layer in "012" for sublayer in ("attention", "mlp")]
+    assert (
+        moved
+        == {
+            "all-gather": [
+                (*first, False),
+                *((*owner, True) for owner in others),
+            ],  # the second sublayer reads the same
+            half: [*((*owner, True) for owner in (first, second, *others[:-1])), ("last", "", False)],
+        }
+    )
     sizes = {r.collective.kind: r.collective.bytes for r in found.reductions}
     assert sizes == {half: T * D * 2, "all-gather": T * D * 2 // RANKS}
     assert (found.merged, found.gathers, found.scatters) == (0, (), ())
@@ -237,34 +239,25 @@ def test_small_reductions_of_a_gpu():
     assert {r.collective.bytes for r in found.reductions} == {16 * D * 2}
 
 
-@pytest.mark.parametrize("name", ["h100-standard", "tpu7x-standard"])
-def test_standard_hides_nothing(name):
+@pytest.mark.parametrize(
+    "name, counts, allowed, error",
+    [
+        ("h100-standard", (SUBLAYERS, 0, 0), 1, "6 of 6 reductions are not hidden, 1 allowed: .+ bytes.*: synchronous"),
+        ("tpu7x-standard", (SUBLAYERS, SUBLAYERS, 0), 1, "too little compute"),
+        ("v5p-sync", (SUBLAYERS, 0, 0), 1, "synchronous"),
+        ("h100-tiny", (1, 1, 0), 0, "too little compute"),
+        # As an all-reduce of two operands (TPU), or of one flat array joined of two (NVIDIA).
+        ("h100-naive", (SUBLAYERS, 0, SUBLAYERS), SUBLAYERS, "merged with another"),
+        ("tpu7x-naive", (SUBLAYERS, SUBLAYERS, SUBLAYERS), SUBLAYERS, "merged with another"),
+    ],
+)
+def test_programs_that_hide_nothing(name, counts, allowed, error):
     found = schedule.audit(text(name))
-    assert (found.all_reduces, found.hidden, found.window_flops_fraction) == (SUBLAYERS, 0, None)
-    with pytest.raises(AssertionError, match="6 of 6 reductions are not hidden, 1 allowed: .+ bytes"):
-        schedule.assert_hidden(text(name))
-
-
-@pytest.mark.parametrize("name", ["h100-naive", "tpu7x-naive"])
-def test_merged_pairs_are_reported(name):
-    """As an all-reduce of two operands (TPU), or of one flat array joined of two (NVIDIA)."""
-    found = schedule.audit(text(name))
-    assert (found.all_reduces, found.merged, found.hidden) == (SUBLAYERS, SUBLAYERS, 0)
-    with pytest.raises(AssertionError, match="merged with another"):
-        schedule.assert_hidden(text(name), exposed=SUBLAYERS)
-
-
-def test_synchronous_reductions_are_reported():
-    found = schedule.audit(text("v5p-sync"))
-    assert {r.status for r in found.reductions} == {Status.SYNCHRONOUS}
-    assert (found.all_reduces, found.asynchronous, found.hidden) == (SUBLAYERS, 0, 0)
-
-
-def test_a_tiny_matmul_is_not_enough():
-    (only,) = schedule.audit(text("h100-tiny")).reductions
-    assert sum(only.collective.flops.values()) > 0
-    assert not only.collective.synchronous
-    assert only.status is Status.EXPOSED
+    assert (found.all_reduces, found.asynchronous, found.merged) == counts
+    assert found.hidden == 0
+    assert found.window_flops_fraction is None
+    with pytest.raises(AssertionError, match=error):
+        schedule.assert_hidden(text(name), exposed=allowed)
 
 
 WINDOW = """HloModule window, is_scheduled=true
@@ -393,12 +386,6 @@ def test_owner(op_name, owner):
 )
 def test_names_of_layers(layers, words):
     assert layer_range(list(layers)) == words
-
-
-def test_collectives_name_their_kind():
-    program = parsed("h100-scan")
-    found = collectives.find(program, costs=cost.Costs(program))
-    assert {c.kind for c in found} == {"all-reduce"}
 
 
 def test_functions_of_a_user():
