@@ -38,6 +38,7 @@ def rewrite_meta(folder, **changes):
 
 
 RECIPE = TrainConfig(steps=10, batch=4, sequence=8, warmup_steps=2)
+SMALL = dict(params={"a": np.zeros(3, np.float32)}, optimizer={"b": np.zeros(3, np.float32)})
 
 
 def save(folder, name="ladder", **mesh):
@@ -63,36 +64,28 @@ def test_identity(saved, tmp_path):
     shutil.copytree(folder, tmp_path / "copy")
     identity = open_checkpoint(folder).identity
     assert open_checkpoint(tmp_path / "copy").identity == identity
-    save(tmp_path / "other", name="ladder-2", data=2, tensor=4)
+    other = Store(tmp_path / "other", config=open_checkpoint(folder).config)
+    other.save(1, **SMALL)
+    other.close()
     assert open_checkpoint(tmp_path / "other").identity != identity
     old = dataclasses.replace(open_checkpoint(folder), has_manifest=False)  # as of an older version
     assert old.identity == str((folder / "1").resolve())
 
 
-@pytest.mark.parametrize("mesh", [dict(tensor=8), dict(), dict(data=4, tensor=2)], ids=str)
+@pytest.mark.parametrize("mesh", [dict(tensor=8), dict(data=4, tensor=2)], ids=str)
 def test_restored_on_another_mesh(saved, mesh):
-    folder, before, params = saved
+    folder, _, params = saved
     definition = cases.define("ladder", **mesh)
-    checkpoint = open_checkpoint(folder)
-    restored = checkpoint.params(definition)
+    restored = open_checkpoint(folder).params(definition)
     for (path, a), b in zip(jax.tree_util.tree_leaves_with_path(params), jax.tree.leaves(restored), strict=True):
         rows = 251 if path[-1].key == "table" else len(a)
         np.testing.assert_array_equal(a[:rows], np.asarray(b)[:rows])
         assert not np.asarray(b)[rows:].any()
         assert b.sharding == definition.abstract[path[0].key][path[1].key].sharding if len(path) == 2 else True
-    there, here = (
-        np.asarray(nn.compiled_logits(d)(cases.place(p, d), cases.tokens()))
-        for d, p in ((before, params), (definition, restored))
-    )
-    assert cases.error(here, there) < 2 * cases.bound(definition.config)
-    state = train.initial_state(definition, config=RECIPE)
-    moments = checkpoint.optimizer(optimizer_to_dict(state.optimizer))
-    assert int(moments["count"]) == 1 and np.asarray(moments["mu"]["layers"]["mlp"]["up"]).any()
 
 
-@pytest.mark.parametrize("name", ["ladder-fresh", "desync-2"])
-def test_a_function_of_four_ranks_stays_one(tmp_path, name):
-    definition, params = save(tmp_path / "c", name, data=2, tensor=4)
+def test_a_function_of_four_ranks_stays_one(tmp_path):
+    definition, params = save(tmp_path / "c", "ladder-fresh", data=2, tensor=4)
     checkpoint = open_checkpoint(tmp_path / "c")
     assert checkpoint.config.model.ranks == 4
     with pytest.raises(UserError, match="function of model.ranks=4 ranks; mesh.tensor=8"):
@@ -107,7 +100,7 @@ def test_plain_names_and_a_format_version(saved):
     folder, *_ = saved
     meta = json.loads((folder / "1" / "meta" / "metadata").read_text())
     assert (meta["format"], meta["version"], meta["step"]) == ("ladder_jax", 1, 1)
-    assert meta["config"]["model"]["residual"] == "ladder"
+    assert meta["config"]["model"]["residual"] == "ladder" and open_checkpoint(folder).config.train == RECIPE
     tree = json.loads((folder / "1" / "params" / "_METADATA").read_text())["tree_metadata"]
     assert "('layers', 'attention', 'query')" in tree and "('embedding', 'table')" in tree
     assert not any("value" == part for name in tree for part in eval(name)[1:-1])  # no framework's wrapper
@@ -116,15 +109,11 @@ def test_plain_names_and_a_format_version(saved):
 @pytest.mark.parametrize(
     "damage, message",
     [
-        (lambda c: shutil.rmtree(c / "1"), "holds no ladder_jax checkpoint"),
-        (lambda c: (c / "1" / "meta" / "metadata").unlink(), "damaged or incomplete: meta/metadata is missing"),
-        (lambda c: (c / "1" / "meta" / "metadata").write_text("{"), "damaged or incomplete: meta/metadata has 1 bytes"),
         (lambda c: rewrite_meta(c / "1", format="other"), "of another program"),
         (lambda c: rewrite_meta(c / "1", version=99), "version 99"),
         (lambda c: shutil.rmtree(c / "1" / "params"), "is damaged or incomplete"),
-        (lambda c: (c / "1" / "params" / "_METADATA").unlink(), "is damaged or incomplete"),
     ],
-    ids=["no step", "no meta", "half a meta", "foreign", "newer", "no params", "no tree"],
+    ids=["foreign", "newer", "no params"],
 )
 def test_what_is_not_a_whole_checkpoint_is_refused(saved, tmp_path, damage, message):
     copy = tmp_path / "checkpoints"
@@ -148,11 +137,6 @@ def test_paths_that_lead_nowhere(tmp_path):
         open_checkpoint(tmp_path / "file")
     with pytest.raises(UserError, match="holds no ladder_jax checkpoint"):
         open_checkpoint(tmp_path)
-
-
-def test_dataclass_of_the_config_round_trips(saved):
-    config = open_checkpoint(saved[0]).config
-    assert dataclasses.replace(config, model=config.model) == config and config.train == RECIPE
 
 
 def numbered(leaf, times):
@@ -213,9 +197,6 @@ def copy(three, tmp_path):
 
 def opened(folder, **settings):
     return Store(folder, config=RunConfig(train=dataclasses.replace(RECIPE, **settings)))
-
-
-SMALL = dict(params={"a": np.zeros(3, np.float32)}, optimizer={"b": np.zeros(3, np.float32)})
 
 
 def truncate(file):
