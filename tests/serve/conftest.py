@@ -127,6 +127,14 @@ def start(folder, tmp_path_factory):
         process.kill()
 
 
+@pytest.fixture(scope="session")
+def templated(start):
+    """A server that can chat, too. Whatever it is asked, it must end well, and have nothing to tell."""
+    process = start(python=("-m", "tests.serve.templated"))
+    yield process
+    assert process.end() == 0 and process.log().count("\n") == 2, process.log()
+
+
 def ask(url, path="/v1/completions", body=None, *, method=None, headers=None, timeout=60):
     """Status, headers and body of one plain request; the body is JSON where it says so."""
     parts = urllib.parse.urlsplit(url)

@@ -12,15 +12,6 @@ from hypothesis import strategies as st
 
 from tests.serve.conftest import MODEL, ask
 
-
-@pytest.fixture(scope="module")
-def running(start):
-    """A server that can chat, too."""
-    process = start(python=("-m", "tests.serve.templated"))
-    yield process
-    assert process.end() == 0
-
-
 VALID = {
     "/v1/completions": dict(
         model=MODEL, prompt="a", n=1, max_tokens=3, temperature=0.5, top_p=0.9, top_k=3, min_p=0.1, seed=1, stop="b",
@@ -102,14 +93,14 @@ def others(draw):
 
 
 @pytest.mark.parametrize("path", VALID)
-def test_what_they_are_made_from_is_right(running, path):
-    assert ask(running.url, path, VALID[path])[0] == 200
+def test_what_they_are_made_from_is_right(templated, path):
+    assert ask(templated.url, path, VALID[path])[0] == 200
 
 
 @pytest.mark.parametrize(
     "strategy, examples, malformed", [(objects(), 1000, 800), (texts(), 400, 350), (others(), 200, 150)]
 )
-def test_malformed_requests(running, strategy, examples, malformed):
+def test_malformed_requests(templated, strategy, examples, malformed):
     """At least a thousand in all; those that happen to be right are answered."""
     seen = collections.Counter()
 
@@ -117,7 +108,7 @@ def test_malformed_requests(running, strategy, examples, malformed):
     @hypothesis.settings(QUIET, max_examples=examples)
     def check(asked):
         path, body, more = asked
-        status, _, answer = ask(running.url, path, body, **more)
+        status, _, answer = ask(templated.url, path, body, **more)
         assert status < 500, (asked, answer)
         seen[status // 100] += 1
         if status >= 400 and answer:
@@ -127,14 +118,14 @@ def test_malformed_requests(running, strategy, examples, malformed):
 
     check()
     assert seen[4] >= malformed, seen
-    assert running.log().count("\n") == 2, running.log()
+    assert templated.log().count("\n") == 2, templated.log()
     # Greedy: a sampled text may end by itself.
-    status, _, answer = ask(running.url, body=dict(model=MODEL, prompt="a", max_tokens=3, temperature=0))
+    status, _, answer = ask(templated.url, body=dict(model=MODEL, prompt="a", max_tokens=3, temperature=0))
     assert status == 200 and answer["usage"]["completion_tokens"] == 3
 
 
-def test_what_is_not_http(running):
-    parts, rng = urllib.parse.urlsplit(running.url), np.random.default_rng(0)
+def test_what_is_not_http(templated):
+    parts, rng = urllib.parse.urlsplit(templated.url), np.random.default_rng(0)
     head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
     ends = [b"Content-Length: -1\r\n\r\n", b"Content-Length: x\r\n\r\n", b"Transfer-Encoding: chunked\r\n\r\nzz\r\n"]
     for sent in [*(head + end for end in ends), *(rng.bytes(200) + b"\r\n\r\n" for _ in range(30)), b"x" * 100_000]:
@@ -148,4 +139,4 @@ def test_what_is_not_http(running):
             except ConnectionResetError:
                 pass
             assert answer[:10] in (b"", b"HTTP/1.1 4"), answer
-    assert running.log().count("\n") == 2, running.log()
+    assert templated.log().count("\n") == 2, templated.log()

@@ -35,25 +35,19 @@ def full(kind):
     return path, form % (one * (SIZE // len(one))), message
 
 
-@pytest.fixture(scope="module")
-def running(start):
-    """A server that can chat, too."""
-    return start(python=("-m", "tests.serve.templated"))
-
-
 @pytest.mark.parametrize("kind", FULL)
-def test_large_bodies(running, kind):
+def test_large_bodies(templated, kind):
     """Six at a time, and another client has its small answer all the same."""
     path, body, message = full(kind)
 
     def small():
         begun = time.monotonic()
-        assert ask(running.url, body=SMALL)[0] == 200
+        assert ask(templated.url, body=SMALL)[0] == 200
         return time.monotonic() - begun
 
     alone = statistics.median(small() for _ in range(5))
     with concurrent.futures.ThreadPoolExecutor(6) as threads:
-        large = [threads.submit(ask, running.url, path, body) for _ in range(6)]
+        large = [threads.submit(ask, templated.url, path, body) for _ in range(6)]
         beside = []
         while not all(one.done() for one in large):
             beside.append(small())
@@ -107,22 +101,22 @@ FOREIGN_ORIGINS = ["http://evil.example", "https://evil.example:8000", "null", "
 OWN_ORIGINS = ["http://localhost:3000", "https://127.0.0.1", "http://[::1]:5"]
 
 
-def test_pages_from_elsewhere(running):
+def test_pages_from_elsewhere(templated):
     """Their names lead here, their requests say so; the real command, on every path."""
     for path, body in (("/v1/completions", SMALL), ("/v1/models", None), ("/health", None), ("/metrics", None)):
-        status, _, answer = ask(running.url, path, body, headers={"Host": "evil.example"})
+        status, _, answer = ask(templated.url, path, body, headers={"Host": "evil.example"})
         assert status == 421 and answer["error"]["message"] == (
             "Host 'evil.example' is none of this server's names (allowed: 127.0.0.1, [::1], localhost, or an --api-key)"
         )
-        assert ask(running.url, path, body, headers={"Origin": "http://evil.example"})[0] == 403
+        assert ask(templated.url, path, body, headers={"Origin": "http://evil.example"})[0] == 403
     for name in FOREIGN_HOSTS:
-        assert ask(running.url, "/v1/models", headers={"Host": name})[0] == 421, name
+        assert ask(templated.url, "/v1/models", headers={"Host": name})[0] == 421, name
     for name in OWN_HOSTS:
-        assert ask(running.url, "/v1/models", headers={"Host": name})[0] == 200, name
+        assert ask(templated.url, "/v1/models", headers={"Host": name})[0] == 200, name
     for origin in FOREIGN_ORIGINS:
-        assert ask(running.url, "/v1/models", headers={"Origin": origin})[0] == 403, origin
+        assert ask(templated.url, "/v1/models", headers={"Origin": origin})[0] == 403, origin
     for origin in OWN_ORIGINS:
-        assert ask(running.url, "/v1/models", headers={"Origin": origin})[0] == 200, origin
+        assert ask(templated.url, "/v1/models", headers={"Origin": origin})[0] == 200, origin
 
 
 def test_names():
