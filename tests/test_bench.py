@@ -1,6 +1,5 @@
 """`ladder-jax bench` as a user meets it, and its arithmetic against sums made another way. No time is judged."""
 
-import itertools
 import json
 import os
 import statistics
@@ -19,8 +18,6 @@ from ladder_jax.errors import UserError
 from ladder_jax.schedule import roofline
 
 ASKED = "--model tiny --residual standard,ladder --prompt-length 8 --new-tokens 5 --warmup 1 --repeats 2".split()
-SPREAD = """prefill_seconds decode_seconds tokens_per_second tokens_per_second_per_user bytes_per_second bandwidth_share
-prefill_flops_per_second matmul_share step_seconds""".split()
 
 
 @pytest.fixture(scope="module")
@@ -53,25 +50,26 @@ def test_the_rows_can_be_recomputed(answer):
     found, _ = answer
     copy, matmul = found["copy"]["bytes_per_second"], found["matmul"]["flops_per_second"]
     for row in found["rows"]:
-        prefill, decoding = row["prefill_seconds"], row["decode_seconds"]
-        assert prefill == statistics.median(row["prefill_seconds_each"]) > 0
-        assert decoding == statistics.median(row["decode_seconds_each"]) > 0
         assert (row["prompt_length"], row["new_tokens"]) == (8, 5)
         assert len(row["decode_seconds_each"]) == 2
-        close = lambda name, value: row[name] == pytest.approx(value, rel=1e-9)
-        assert close("step_seconds", decoding / 4)
-        assert close("tokens_per_second", row["batch"] * 5 / (prefill + decoding))
-        assert close("tokens_per_second_per_user", row["tokens_per_second"] / row["batch"])
-        assert close("bytes_per_second", bytes_by_hand(8, batch=row["batch"]) / row["step_seconds"])
-        assert close("bandwidth_share", row["bytes_per_second"] / copy)
-        assert close("prefill_flops_per_second", row["prefill_flops"] / prefill)
-        assert close("matmul_share", row["prefill_flops_per_second"] / matmul)
-        for name in SPREAD:
+        prefill, decoding = (statistics.median(row[f"{name}_seconds_each"]) for name in ("prefill", "decode"))
+        assert min(prefill, decoding) > 0
+        expected = dict(
+            prefill_seconds=prefill,
+            decode_seconds=decoding,
+            step_seconds=decoding / 4,
+            tokens_per_second=row["batch"] * 5 / (prefill + decoding),
+            tokens_per_second_per_user=5 / (prefill + decoding),
+            bytes_per_second=bytes_by_hand(8, batch=row["batch"]) / (decoding / 4),
+            bandwidth_share=row["bytes_per_second"] / copy,
+            prefill_flops_per_second=row["prefill_flops"] / prefill,
+            matmul_share=row["prefill_flops_per_second"] / matmul,
+        )
+        for name, value in expected.items():
+            assert row[name] == pytest.approx(value, rel=1e-9)
             assert row[f"{name}_min"] * (1 - 1e-9) <= row[name] <= row[f"{name}_max"] * (1 + 1e-9)
-    assert [(r["residual"], r["against"], r["batch"]) for r in found["ratios"]] == [
-        ("ladder", "standard", 1),
-        ("ladder", "standard", 2),
-    ]
+    ratios = [(ratio["residual"], ratio["against"], ratio["batch"]) for ratio in found["ratios"]]
+    assert ratios == [("ladder", "standard", 1), ("ladder", "standard", 2)]
 
 
 def test_ceilings(answer):
@@ -94,14 +92,11 @@ def test_text(run_cli):
     assert said[0].startswith("parallel-shared-norm decodes ")
     assert "x ladder-fresh [" in said[0]
     assert said[1].startswith("note: one device communicates nothing")
-    assert any(line.startswith("tiny, 1 layers, tensor 1 on ") for line in said)
-    table = [line for line in said if line.strip().startswith("2 ")]
-    assert len(table) == 2
-    assert "parallel-" in table[1]
-    assert "%" in table[1]
-    assert [line.split()[0] for line in said if line.startswith(("copy", "matmul", "versions"))] == [
-        "copy", "matmul", "versions"
-    ]  # fmt: skip
+    _, second = [line for line in said if line.strip().startswith("2 ")]
+    assert "parallel-" in second
+    assert "%" in second
+    for begin in ("tiny, 1 layers, tensor 1 on ", "copy", "matmul", "versions"):
+        assert any(line.startswith(begin) for line in said)
 
 
 def test_one_ranks_share(run_cli):
@@ -112,12 +107,10 @@ def test_one_ranks_share(run_cli):
     assert "a rank's share of tensor parallelism over 8" in found["notices"][0]
     variants = [(row["residual"], row["interleave"]) for row in found["rows"]]
     assert variants == [("standard", 1), ("standard", 2), ("ladder", 1), ("ladder", 2)]
-    assert [(row["residual"], row["interleave"], row["against"]) for row in found["ratios"]] == [
-        (*variant, "standard") for variant in variants[1:]
-    ]
-    assert [line.rpartition("x standard")[0].rpartition(" ")[0] for line in found["verdict"]] == [
-        "standard in two halves prefills", "ladder decodes", "ladder in two halves prefills"
-    ]  # fmt: skip
+    ratios = [(row["residual"], row["interleave"], row["against"]) for row in found["ratios"]]
+    assert ratios == [(*variant, "standard") for variant in variants[1:]]
+    begins = ("standard in two halves prefills ", "ladder decodes ", "ladder in two halves prefills ")
+    assert all(line.startswith(begin) for line, begin in zip(found["verdict"], begins, strict=True))
     whole = define("tiny", tensor=8, num_layers=2, residual="ladder")
     for row in found["rows"]:
         assert row["bytes_per_step"] == bytes_by_hand(8, batch=1)
@@ -187,12 +180,8 @@ def test_weights_are_made_once_in_the_compute_dtype():
     assert abs(float(jnp.std(query.astype(jnp.float32))) - 0.02) < 1e-3
     assert not np.array_equal(query, standard["['layers'][1]['attention']['query']"])
     asked = work.named(weights.abstract(definitions[0], loop=Loop.UNROLLED))
-    for name, array in standard.items():
-        assert (array.shape, array.dtype, array.sharding) == (
-            asked[name].shape,
-            asked[name].dtype,
-            asked[name].sharding,
-        )
+    described = lambda arrays: {name: (one.shape, one.dtype, one.sharding) for name, one in arrays.items()}
+    assert described(standard) == described(asked)
     held = sum(array.addressable_shards[0].data.nbytes for array in standard.values())
     assert work.weight_bytes(definitions) == held
 
@@ -212,16 +201,22 @@ def test_repeated_products_neither_grow_nor_vanish(monkeypatch):
 CEILING = roofline.Ceiling((90e9, 100e9), "an array")
 
 
-def fabricated(*samples, **asked):
-    numbers = dict(prompt_length=8, new_tokens=5, repeats=3, tensor=2)
+def fabricated(*samples, residuals=("standard", "ladder"), interleaves=(1,)):
+    """A result of samples (residual, batch, prefill seconds, decode seconds), one a variant."""
     asked = requests.Request(
-        "tiny", preset("tiny"), **{"residuals": ("standard", "ladder"), "batches": (1,), **numbers, **asked}
+        "tiny",
+        preset("tiny"),
+        residuals=residuals,
+        batches=(1,),
+        interleaves=interleaves,
+        prompt_length=8,
+        new_tokens=5,
+        repeats=3,
+        tensor=2,
     )
     counted = dict(step_bytes=1e6, prefill_flops=10**9)
-    samples = tuple(
-        measure.Samples(*one, **counted, interleave=variant.interleave)
-        for one, variant in itertools.zip_longest(samples, asked.variants, fillvalue=requests.Variant("", 1))
-    )
+    both = zip(samples, asked.variants, strict=True)
+    samples = tuple(measure.Samples(*one, **counted, interleave=variant.interleave) for one, variant in both)
     measured = measure.Measurement(CEILING, CEILING, samples)
     return result.Result(asked, measured, device="a device", devices=2, versions={}, platform="tpu")
 
@@ -234,10 +229,8 @@ def test_ratios_are_of_rounds():
     assert slow.ratios[0]["prefill_ratio_min"] == slow.ratios[0]["prefill_ratio_max"] == 1
     assert slow.rows[1]["tokens_per_second"] == 5 / (1 + 2)
     assert slow.rows[1]["tokens_per_second_max"] == 5 / 2
-    halves = fabricated(
-        ("standard", 1, (4, 8, 4), (1, 2, 1)), ("standard", 1, (2, 4, 1), (1, 2, 1)), residuals=("standard",),
-        interleaves=(1, 2),
-    )  # fmt: skip
+    samples = ("standard", 1, (4, 8, 4), (1, 2, 1)), ("standard", 1, (2, 4, 1), (1, 2, 1))
+    halves = fabricated(*samples, residuals=("standard",), interleaves=(1, 2))
     assert halves.verdict == ["standard in two halves prefills 2.00x standard [2.00, 4.00] at batch 1"]
     alone = fabricated(("ladder", 1, (1,), (4,)), residuals=("ladder",))
     assert alone.verdict == ["ladder generates 1.0 tokens/s at batch 1"]

@@ -8,7 +8,7 @@ import jax
 import pytest
 import yaml
 
-from ladder_jax import cli
+from ladder_jax import cli, parallel
 from ladder_jax.errors import UserError
 from ladder_jax.parallel import Overlap
 from ladder_jax.predict import calibrate, machine, measure
@@ -33,7 +33,7 @@ def test_predict_reads_what_was_written(written, run_cli):
     mine = machine.load(str(folder / "mine.yaml"))
     assert (mine.name, mine.devices) == ("mine", 4)
     for name, value in found["constants"].items():
-        *section, last = name.split(".")
+        section, _, last = name.rpartition(".")
         assert getattr(mine.link if section else mine, last) == pytest.approx(value, rel=1e-3)
         assert mine.sources[name]
     assert mine.flops > 1e9
@@ -65,8 +65,6 @@ def test_what_it_says_of_itself(written):
 
 def test_the_chain_reduces_as_often_as_it_says():
     """No compiler may see that a sum of sums needs no communication."""
-    from ladder_jax import parallel
-
     run = measure._chain_of_all_reduces(parallel.make_mesh(tensor=4, devices=jax.devices()[:4]), 4096)
     chain, x, scale = (cell.cell_contents for cell in run.__closure__)
     text = chain.lower(x, scale).compile().as_text()
@@ -92,13 +90,23 @@ def test_the_fit_finds_a_links_constants(ring):
     assert two.all_reduce(4096, ranks=4) == pytest.approx(true.all_reduce(4096, ranks=4))
 
 
-def test_a_gpus_own_kernels_are_measured_apart_from_nccl(monkeypatch, tmp_path):
+@pytest.fixture
+def ceilings(monkeypatch):
+    """Sets what a copy and a matmul are measured to reach."""
+
+    def reach(*samples):
+        found = roofline.Ceiling(samples, "an array")
+        monkeypatch.setattr(roofline, "copy_bandwidth", lambda *_, **__: found)
+        monkeypatch.setattr(roofline, "matmul_peak", lambda *_, **__: found)
+
+    return reach
+
+
+def test_a_gpus_own_kernels_are_measured_apart_from_nccl(ceilings, monkeypatch, tmp_path):
     """As on sixteen GPUs, with made-up times: NCCL's with the options that hide, a kernel's with those that wait."""
     nccl = Link(latency=12e-6, step=0.8e-6, bandwidth=250e9)
     kernel = Kernel(latency=8e-6, bandwidth=200e9)
-    ceiling = roofline.Ceiling((90e9, 100e9), "an array")
-    monkeypatch.setattr(roofline, "copy_bandwidth", lambda *_, **__: ceiling)
-    monkeypatch.setattr(roofline, "matmul_peak", lambda *_, **__: ceiling)
+    ceilings(90e9, 100e9)
     monkeypatch.setattr(measure, "launch", lambda **_: Timing((3e-6,)))
     monkeypatch.setattr(measure, "contention", lambda **_: (0.5, 0.0))
     monkeypatch.setattr(measure.memory, "room", lambda *_, **__: 80e9)
@@ -106,8 +114,10 @@ def test_a_gpus_own_kernels_are_measured_apart_from_nccl(monkeypatch, tmp_path):
     monkeypatch.setattr(jax, "devices", lambda: [gpu])
 
     def all_reduces(*, ranks, sizes, overlap, **_):
-        hides = {Overlap.HIDES: True, Overlap.WAITS: False}[overlap]
-        seconds = lambda n, size: nccl.all_reduce(size, ranks=n) if hides else kernel.seconds((n - 1) * size)
+        seconds = {
+            Overlap.HIDES: lambda n, size: nccl.all_reduce(size, ranks=n),
+            Overlap.WAITS: lambda n, size: kernel.seconds((n - 1) * size),
+        }[overlap]
         return [Reduced(n, size, Timing((seconds(n, size),))) for n in ranks for size in sizes]
 
     monkeypatch.setattr(measure, "all_reduces", all_reduces)
@@ -134,20 +144,16 @@ def test_nonsense_is_refused():
         measure.fit_link([Reduced(2, 4096, Timing((0.0,)))], ring=Ring.ONE_WAY)
 
 
-def test_nothing_is_written_that_was_not_measured(monkeypatch, tmp_path, capsys):
-    zero = roofline.Ceiling((0.0,), "nothing")
-    monkeypatch.setattr(roofline, "copy_bandwidth", lambda *_, **__: zero)
-    monkeypatch.setattr(roofline, "matmul_peak", lambda *_, **__: zero)
+def test_nothing_is_written_that_was_not_measured(ceilings, monkeypatch, tmp_path, capsys):
+    ceilings(0.0)
     monkeypatch.chdir(tmp_path)
     assert cli.main("calibrate --out mine.yaml --tensor 1 --repeats 1 --warmup 0".split()) == 2
     assert "ladder-jax: flops could not be measured on this machine (the result is 0.0)" in capsys.readouterr().err
     assert os.listdir(tmp_path) == []
 
 
-def test_one_device(monkeypatch, tmp_path, capsys):
-    ceiling = roofline.Ceiling((90e9, 100e9), "an array")
-    monkeypatch.setattr(roofline, "copy_bandwidth", lambda *_, **__: ceiling)
-    monkeypatch.setattr(roofline, "matmul_peak", lambda *_, **__: ceiling)
+def test_one_device(ceilings, monkeypatch, tmp_path, capsys):
+    ceilings(90e9, 100e9)
     monkeypatch.chdir(tmp_path)
     assert cli.main("calibrate --out one.yml --tensor 1 --repeats 2 --warmup 0".split()) == 0
     said = capsys.readouterr().out
@@ -155,9 +161,7 @@ def test_one_device(monkeypatch, tmp_path, capsys):
     assert "100.0 GB/s" in said
     assert "all-reduce" not in said
     one = machine.load("one.yml")
-    assert one.link is None
-    assert one.devices == 1
-    assert one.bandwidth == 100e9
+    assert (one.link, one.devices, one.bandwidth) == (None, 1, 100e9)
     assert "the best of 2 runs, an array, spread 10%" in one.sources["flops"]
 
 

@@ -50,8 +50,8 @@ def told(kept, monkeypatch, capsys):
 def test_json(told):
     found = told(ASKED, as_json=True)
     assert set(KEYS) <= set(found)
-    counts = [found[name] for name in ("all_reduces", "asynchronous", "hidden", "merged", "exposed")]
-    assert counts == [8, 0, 0, 0, 8]
+    counts = {name: found[name] for name in ("all_reduces", "asynchronous", "hidden", "merged", "exposed")}
+    assert counts == dict(all_reduces=8, asynchronous=0, hidden=0, merged=0, exposed=8)
     assert (found["target"], found["loop"], found["layers"], found["tensor"]) == ("cpu:8", "unrolled", 4, 8)
     owners = [(one["layer"], one["sublayer"], one["direction"], one["status"]) for one in found["reductions"]]
     first = [("0", "attention"), ("0", "mlp"), ("1", "attention")]
@@ -63,9 +63,10 @@ def test_json(told):
     assert found["other_hidden"] == 0
     assert found["hidden_time_fraction"] is None
     assert found["window_flops_fraction"] is None
-    heads, layers, cache = 8, 4, 4 * 2 * 2 * 32 * 1 * 16 * 2  # a rank holds one head of 16, bfloat16, keys and values
-    d, ff, v = 128, 352 // heads, 128  # the head's 256 rows are padded to 128 a rank
-    weights = layers * (2 * d * 16 + 2 * d * 16 + 3 * d * ff) * 2 + (2 * layers + 1) * d * 4 + v * d * 2
+    d, layers, v = 128, 4, 128  # the head's 256 rows are padded to 128 a rank
+    matrices = 4 * d * 16 + 3 * d * 352 // 8  # a rank holds one head of 16
+    weights = 2 * (layers * matrices + v * d) + 4 * (2 * layers + 1) * d  # gains are float32
+    cache = layers * 2 * 2 * 32 * 16 * 2
     assert found["bytes_minimum"] == weights + cache
     assert found["bytes_per_device"] > weights + cache
 
@@ -105,18 +106,18 @@ def test_weights_and_a_stream_that_are_split(told):
     found = told(words, as_json=True)
     assert (found["fsdp"], found["tensor"], found["sequence_parallel"]) == (2, 4, True)
     gathers, scatters = found["weights_gathers"], found["gradients_scatters"]
-    assert [gathers[name] for name in ("count", "asynchronous", "hidden")] == [7 * (2 + 2), 0, 0]
-    assert [scatters[name] for name in ("count", "asynchronous", "hidden")] == [7 * 2, 0, 0]
+    assert (gathers["count"], gathers["asynchronous"], gathers["hidden"]) == (7 * (2 + 2), 0, 0)
+    assert (scatters["count"], scatters["asynchronous"], scatters["hidden"]) == (7 * 2, 0, 0)
     assert collections.Counter(one["layer"] for one in scatters["each"]) == dict.fromkeys("10", 7)
     forward = [one["kind"] for one in found["reductions"] if one["direction"] == "forward"]
     assert sorted(forward) == ["all-gather"] * 4 + ["reduce-scatter"] * 4
     assert found["all_reduces"] == len(found["reductions"])
     assert found["merged"] == 0
-    text = told(words)
-    assert text.splitlines()[0] == f"0 of {found['all_reduces']} collectives hidden: each is synchronous"
+    verdict, *_ = lines = told(words).splitlines()
+    assert verdict == f"0 of {found['all_reduces']} collectives hidden: each is synchronous"
+    text = "\n".join(lines)
     assert "fsdp 2, tensor 4, sequence-parallel, unrolled" in text
-    gathered = "0 of 28 arrays of layers' weights gathered, hidden (0% of their bytes); 7 of layer 0, forward, synchr"
-    assert gathered in text
+    assert "0 of 28 arrays of layers' weights gathered, hidden (0% of their bytes); 7 of layer 0, forward, syn" in text
 
 
 def test_rings(told):
@@ -218,18 +219,23 @@ def test_a_killed_compiler_is_one_line(monkeypatch, tmp_path):
 def test_an_interrupt_ends_the_compiler_too(tmp_path):
     """Ctrl-C, while it compiles: nothing of it goes on, and nothing is left."""
     words = "--model tiny --target cpu:8 --phase train --residual ladder --layers 24 --loop unrolled".split()
-    command_ = [sys.executable, "-m", "ladder_jax", "overlap", *words]
     environment = {**os.environ, "LADDER_JAX_CACHE": str(tmp_path), "TMPDIR": str(tmp_path)}
-    process = subprocess.Popen(command_, env=environment, start_new_session=True, stderr=subprocess.PIPE)
+    process = subprocess.Popen(
+        [sys.executable, "-m", "ladder_jax", "overlap", *words],
+        env=environment,
+        start_new_session=True,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
     children = lambda: subprocess.run(["pgrep", "-P", str(process.pid)], capture_output=True, text=True).stdout.split()
     deadline = time.monotonic() + 60
     while not children() and time.monotonic() < deadline:
         time.sleep(0.1)
     (worker,) = children()
-    os.kill(process.pid, signal.SIGINT)
+    process.send_signal(signal.SIGINT)
     _, said = process.communicate(timeout=60)
     assert process.returncode == 130
-    assert said.decode().splitlines()[-1] == "ladder-jax: interrupted"
+    assert said.splitlines()[-1] == "ladder-jax: interrupted"
     with pytest.raises(ProcessLookupError):
         os.kill(int(worker), 0)
     assert os.listdir(tmp_path) == ["schedules"]
@@ -241,23 +247,18 @@ def ask(**changes):
     return requests.make(**{**settings, **changes})
 
 
+def large(target, phase, *, residual="ladder", **more):
+    return requests.make(target=target, model="llama-3-70b", residual=residual, phase=Phase(phase), **more)
+
+
 def test_requests_survive_the_way_to_the_compiler():
     one = ask(residual="ladder-fresh", ladder_layers="2", loop=Loop.SCAN, launch=Launch.EXPLICIT)
     assert requests.Request.from_dict(json.loads(json.dumps(one.as_dict()))) == one
     assert one.config.ranks == 8
 
 
-def test_defaults():
-    serving = requests.make(target="v5p:4x4x4", model="llama-3.1-405b", residual="ladder", phase=Phase.DECODE)
-    assert (serving.tensor, serving.layers, serving.batch, serving.context) == (64, 126, 16, 2048)
-    training = requests.make(target="tpu7x:2x2x1", model="llama-3-70b", residual="ladder", phase=Phase.TRAIN)
-    assert (training.tensor, training.loop, training.batch, training.prompt_length) == (8, Loop.SCAN, 1, 1024)
-    assert serving.loop is Loop.UNROLLED
-
-
 def test_sublayer_flops_are_the_presets():
-    one = requests.make(target="v5p:2x2x2", model="llama-3-70b", residual="ladder", phase=Phase.PREFILL)
-    flops = requests.sublayer_flops(one)
+    flops = requests.sublayer_flops(large("v5p:2x2x2", "prefill"))
     assert flops["mlp"] == 2 * 1024 * 8192 * 28672 * 3 / 8
     assert flops["attention"] == 2 * 1024 * 8192 * (8192 + 8192 + 1024 + 1024) / 8
     assert flops["joint"] == flops["attention"] + flops["mlp"]
@@ -291,17 +292,16 @@ RECORD = Record(
 
 
 def test_what_a_user_reads():
-    request = requests.make(target="v5e:2x4", model="llama-3-70b", residual="ladder", phase=Phase.DECODE)
+    request = large("v5e:2x4", "decode")
     answer = result.Result(request, RECORD, judge.read(hlo.parse(RECORD.hlo)), bytes_accessed=30)
-    lines = "\n".join(part for part in answer.lines() if isinstance(part, str))
+    text = "\n".join(part for part in answer.lines() if isinstance(part, str))
     assert answer.verdict == "5 of 6 all-reduces hidden; the last one comes after all compute, so it is always exposed"
-    assert "of 16: it fits" in lines
-    assert "1.50 times its weights and cache" in lines
-    assert "notice    n" in lines
-    assert "launch    explicit" in lines
-    assert answer.as_dict()["bytes_per_device"] == 10 * 2**30 + 5 - 4 + 3 + 2
-    assert answer.as_dict()["fits"] is True
-    assert answer.as_dict()["launch"] == "explicit"
+    for said in ("of 16: it fits", "1.50 times its weights and cache", "notice    n", "launch    explicit"):
+        assert said in text
+    found = answer.as_dict()
+    assert found["bytes_per_device"] == 10 * 2**30 + 5 - 4 + 3 + 2
+    assert found["fits"] is True
+    assert found["launch"] == "explicit"
 
 
 @pytest.fixture
@@ -318,7 +318,7 @@ def played(monkeypatch):
         return found
 
     monkeypatch.setattr(picture, "timelines", play)
-    return requests.make(target="tpu7x:2x2x1", model="llama-3-70b", residual="ladder", phase=Phase.PREFILL)
+    return large("tpu7x:2x2x1", "prefill")
 
 
 def test_plot(played, tmp_path):
@@ -327,20 +327,26 @@ def test_plot(played, tmp_path):
     assert os.listdir(tmp_path) == ["picture.png"]
 
 
-def test_what_is_drawn():
+STANDARD = ["standard", "standard in two halves"]
+
+
+@pytest.mark.parametrize(
+    "residual, phase, more, names",
+    [
+        ("ladder", "prefill", {}, [*STANDARD, "ladder"]),
+        ("ladder", "train", dict(batch=2, interleave=2), [*STANDARD, "ladder in two halves"]),
+        ("standard", "prefill", dict(interleave=2), STANDARD),
+        ("ladder", "decode", {}, ["standard", "ladder"]),
+        ("ladder", "prefill", dict(sequence_parallel=True), ["standard", "ladder"]),  # one row is not halved
+    ],
+)
+def test_what_is_drawn(residual, phase, more, names):
     """Halves stand between Standard and the request's program, where there are halves."""
-    asked = dict(target="tpu7x:2x2x1", model="llama-3-70b")
-    of = lambda residual, phase, **more: picture.drawn(
-        requests.make(**asked, residual=residual, phase=Phase(phase), **more)
-    )
-    assert list(of("ladder", "prefill")) == ["standard", "standard in two halves", "ladder"]
-    assert list(of("ladder", "train", batch=2, interleave=2)) == [
-        *("standard", "standard in two halves", "ladder in two halves")
-    ]
-    assert list(of("standard", "prefill", interleave=2)) == ["standard", "standard in two halves"]
-    assert list(of("ladder", "decode")) == ["standard", "ladder"]
-    assert list(of("ladder", "prefill", sequence_parallel=True)) == ["standard", "ladder"]  # one row is not halved
-    for one in of("ladder", "prefill", layers=80, batch=2).values():
+    assert list(picture.drawn(large("tpu7x:2x2x1", phase, residual=residual, **more))) == names
+
+
+def test_four_layers_are_drawn():
+    for one in picture.drawn(large("tpu7x:2x2x1", "prefill", layers=80, batch=2)).values():
         assert (one.layers, one.loop, one.batch) == (4, Loop.UNROLLED, 2)
 
 

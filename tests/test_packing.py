@@ -25,19 +25,20 @@ def best_fit(lengths, row):
     return sorted(rooms)
 
 
-@pytest.mark.parametrize("seed", range(20))
-def test_rows_hold_every_token_once(seed):
-    rng = np.random.default_rng(seed)
+@pytest.fixture(params=range(20))
+def packed(request):
+    """(starts, lengths, tokens a row, the rows) of documents of random lengths."""
+    rng = np.random.default_rng(request.param)
     row, lengths = int(rng.integers(2, 40)), rng.integers(0, 100, rng.integers(1, 80))
-    if seed % 2:
+    if request.param % 2:
         lengths = np.minimum(lengths, rng.integers(1, row + 1))  # none that must be cut
     starts = np.cumsum(lengths) - lengths
-    rows = pack(starts, lengths, row=row)
+    return starts, lengths, row, pack(starts, lengths, row=row)
+
+
+def test_rows_hold_every_token_once(packed):
+    starts, lengths, row, rows = packed
     pieces = list(zip(rows.start.tolist(), rows.length.tolist()))
-    filled = [int(rows.length[a:b].sum()) for a, b in zip(rows.first, rows.first[1:])]
-    assert all(0 < tokens <= row for tokens in filled)
-    assert rows.first[-1] == len(pieces)
-    assert sorted(row - tokens for tokens in filled) == best_fit(rows.length.tolist(), row)
     for start, length in zip(starts.tolist(), lengths.tolist()):
         mine = sorted(piece for piece in pieces if start <= piece[0] < start + length)
         if length <= row:
@@ -46,8 +47,17 @@ def test_rows_hold_every_token_once(seed):
         # Each token but the first is predicted once: a piece begins with the token that the one before ended with.
         predicted = [token for first, size in mine for token in range(first + 1, first + size)]
         assert predicted == list(range(start + 1, start + length))
+
+
+def test_rows_are_filled_best_and_always_alike(packed):
+    starts, lengths, row, rows = packed
+    filled = [int(rows.length[a:b].sum()) for a, b in zip(rows.first, rows.first[1:])]
+    assert all(0 < tokens <= row for tokens in filled)
+    assert rows.first[-1] == len(rows.start) == len(rows.length)
+    assert sorted(row - tokens for tokens in filled) == best_fit(rows.length.tolist(), row)
     again = pack(starts, lengths, row=row)
-    assert all(np.array_equal(getattr(rows, name), getattr(again, name)) for name in ("start", "length", "first"))
+    for name in ("start", "length", "first"):
+        assert np.array_equal(getattr(rows, name), getattr(again, name))
 
 
 def test_nothing_to_pack():
@@ -169,28 +179,31 @@ def on_a_tpu(query, key, value, *, segments):
 XLA = functools.partial(attention.causal, kernel=attention.Kernel.XLA)
 
 
-@pytest.mark.parametrize("attend", [on_a_tpu, XLA, like_cudnn], ids=["splash", "xla", "as cudnn is called"])
-def test_attention_within_segments(attend):
-    rng = np.random.default_rng(0)
-    args = [rng.standard_normal((2, 70, heads, 16)).astype(np.float32) for heads in (4, 4, 4)]
-    segments = np.sort(rng.integers(0, 4, (2, 70)), axis=1)[:, ::-1].astype(np.int32)  # 0, padding, comes last
-    mesh = jax.sharding.Mesh(np.array(jax.devices()).reshape(2, 4), ("data", "tensor"))
-    spec, rows = jax.P("data", None, "tensor", None), jax.P("data", None)
+def on_a_mesh(attend, query, key, value, segments):
+    """(output, gradients) on 2 x 4 devices."""
+    weights = np.cos(np.arange(16))[None, None, None]
 
     def both(query, key, value, segments):
         call = lambda *args: attend(*args, segments=segments)
-        weigh = lambda *args: (call(*args) * np.cos(np.arange(16))[None, None, None]).sum()
+        weigh = lambda *args: (call(*args) * weights).sum()
         return call(query, key, value), jax.grad(weigh, argnums=(0, 1, 2))(query, key, value)
 
-    local = jax.shard_map(both, mesh=mesh, in_specs=(spec, spec, spec, rows), out_specs=spec)
-    out, gradients = jax.jit(local)(*args, segments)
+    mesh = jax.sharding.Mesh(np.array(jax.devices()).reshape(2, 4), ("data", "tensor"))
+    heads, rows = jax.P("data", None, "tensor", None), jax.P("data", None)
+    local = jax.shard_map(both, mesh=mesh, in_specs=(heads, heads, heads, rows), out_specs=heads)
+    return jax.jit(local)(query, key, value, segments)
+
+
+@pytest.mark.parametrize("attend", [on_a_tpu, XLA, like_cudnn], ids=["splash", "xla", "as cudnn is called"])
+def test_attention_within_segments(attend):
+    rng = np.random.default_rng(0)
+    args = rng.standard_normal((3, 2, 70, 4, 16)).astype(np.float32)
+    segments = np.sort(rng.integers(0, 4, (2, 70)), axis=1)[:, ::-1].astype(np.int32)  # 0, padding, comes last
+    out, gradients = on_a_mesh(attend, *args, segments)
     limit = 16 * np.sqrt(70) * cases.UNIT_ROUNDOFF  # as in test_kernels
     assert cases.error(out, masked(*args, segments)) < limit
     if attend is not XLA:
-        dense = jax.jit(jax.shard_map(
-            lambda q, k, v, s: jax.grad(
-                lambda *a: (XLA(*a, segments=s) * np.cos(np.arange(16))[None, None, None]).sum(), argnums=(0, 1, 2)
-            )(q, k, v), mesh=mesh, in_specs=(spec, spec, spec, rows), out_specs=spec))(*args, segments)  # fmt: skip
+        _, dense = on_a_mesh(XLA, *args, segments)
         for ours, theirs in zip(gradients, dense, strict=True):
             assert cases.error(ours, theirs) < 2 * limit
 
