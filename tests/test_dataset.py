@@ -54,11 +54,10 @@ def load(path, *, recipe=RECIPE, **more):
     return dataset.load(DataConfig(path=str(path), **more), train=recipe, vocab_size=400)
 
 
-def pieces(rows):
-    """Each piece of a document in rows of a Batch, as text."""
-    for tokens, segments in zip(rows.tokens, rows.segments):
-        for segment in range(1, segments.max() + 1):
-            yield bytes(tokens[segments == segment].tolist()).decode()
+def pieces(row):
+    """Each piece of a document in a row, as text."""
+    for segment in range(1, row.segments.max() + 1):
+        yield bytes(row.tokens[row.segments == segment].tolist()).decode()
 
 
 def predicted(found):
@@ -68,25 +67,20 @@ def predicted(found):
 
 def test_two_epochs_hold_every_document_twice(book):
     path, documents = book
-    data, size = load(path), len(Store(path).starts)
-    opened = Store(path)
+    data, opened = load(path), Store(path)
     cut = int(np.searchsorted(opened.starts, opened.manifest.tokens - int(opened.manifest.tokens * 0.05)))
-    assert size - 1 == len(documents)
+    assert len(opened.starts) - 1 == len(documents)
     assert 130 < cut < 150
     length = data.training_rows
     epochs = [[data.training[index] for index in range(start, start + length)] for start in (0, length)]
     for epoch in epochs:
-        found = [
-            piece for row in epoch for piece in pieces(dataset.batches.Batch(row.tokens[None], row.segments[None]))
-        ]
+        found = [piece for row in epoch for piece in pieces(row)]
         assert predicted(found) == predicted(documents[:cut])
-        whole = collections.Counter(piece for piece in found if len(piece) < 17)
-        assert all(whole[one] >= 1 for one in documents[:cut] if len(one) <= 17)
-    order = [[row.tokens.tobytes() for row in epoch] for epoch in epochs]
-    assert order[0] != order[1]
-    assert sorted(order[0]) == sorted(order[1])
-    held_out = [data.held_out[index] for index in range(data.held_out_rows)]
-    rest = [piece for row in held_out for piece in pieces(dataset.batches.Batch(row.tokens[None], row.segments[None]))]
+        assert {one for one in documents[:cut] if len(one) <= 17} <= set(found)
+    first, second = ([row.tokens.tobytes() for row in epoch] for epoch in epochs)
+    assert first != second
+    assert sorted(first) == sorted(second)
+    rest = [piece for index in range(data.held_out_rows) for piece in pieces(data.held_out[index])]
     assert predicted(rest) == predicted(documents[cut:])
 
 
@@ -101,21 +95,18 @@ def test_a_batch_is_a_function_of_the_seed_and_the_step(book):
         assert not np.array_equal(one[step].tokens, other[step].tokens)
 
 
-def test_each_process_reads_its_own_share(book, monkeypatch):
+@pytest.mark.parametrize("step", [0, 7])
+def test_each_process_reads_its_own_share(step, book, monkeypatch):
     path, _ = book
     read, plain = [], Store.read
     monkeypatch.setattr(Store, "read", lambda self, *args: read.append(args) or plain(self, *args))
-    whole = Batches(load(path).training, 4)
-    for step in (0, 7):
-        all_rows, (first, second) = whole[step], ((0, 1), (2, 3))
-        everything, parts = sorted(read), []
-        for share in (first, second):
-            read.clear()
-            mine = Batches(load(path).training, 4, share)[step]
-            assert np.array_equal(mine.tokens, all_rows.tokens[list(share)])
-            parts += read
-        assert sorted(parts) == everything  # nobody reads what is another's
-        read.clear()
+    whole = Batches(load(path).training, 4)[step]
+    everything = sorted(read)
+    read.clear()
+    for share in ((0, 1), (2, 3)):
+        mine = Batches(load(path).training, 4, share)[step]
+        assert np.array_equal(mine.tokens, whole.tokens[list(share)])
+    assert sorted(read) == everything  # nobody reads what is another's
 
 
 PROCESS = """
@@ -173,16 +164,14 @@ def mixture(book, tmp_path_factory):
 
 def test_a_mixture_is_by_weight_and_each_store_whole(book, mixture):
     data = load(mixture[0])
-    kinds = lambda row: {piece[0] for piece in pieces(dataset.batches.Batch(row.tokens[None], row.segments[None]))}
-    own = {letter: load(path).training for letter, path in (("a", book[0]), ("b", mixture[1]))}
+    alone = load(book[0])
     rows = [data.training[index] for index in range(400)]
-    assert all(len(kinds(row)) <= 2 for row in rows)
-    counts = collections.Counter("b" if b"b" in bytes(row.tokens.tolist()) else "a" for row in rows)
-    assert counts == {"a": 300, "b": 100}
+    letters = ["".join({chr(token) for token in row.tokens} & set("ab")) for row in rows]
+    assert collections.Counter(letters) == {"a": 300, "b": 100}
     # The first store's rows come in the order that they have alone; so both have whole epochs.
-    mine = [row.tokens.tobytes() for row in rows if b"b" not in bytes(row.tokens.tolist())]
-    assert mine == [own["a"][index].tokens.tobytes() for index in range(300)]
-    assert data.fingerprint != load(book[0]).fingerprint
+    mine = [row.tokens.tobytes() for row, letter in zip(rows, letters) if letter == "a"]
+    assert mine == [alone.training[index].tokens.tobytes() for index in range(300)]
+    assert data.fingerprint != alone.fingerprint
 
 
 @pytest.mark.parametrize(
@@ -215,16 +204,21 @@ def test_stores_that_cannot_be_used(book, tmp_path):
     with pytest.raises(UserError, match="has one document"):
         load(store(tmp_path / "one", ["a"]))
     with pytest.raises(UserError, match=r"model.vocab_size=256 is too small for tokenizer-\w+ \(at least 301\)"):
-        train.run(settings(words, tmp_path / "run"), say=lambda line: None)
+        run(settings(words, tmp_path / "run"))
     unfinished = json.loads((words / "manifest.json").read_text()) | {"shards": []}
     (words / "manifest.json").write_text(json.dumps(unfinished))
     with pytest.raises(UserError, match="is not finished: run its `ladder-jax tokenize` again"):
         load(words)
 
 
-TINY = ["model.num_layers=2", "model.d_model=32", "model.d_ff=32", "model.dtype=float32", "train.steps=10",
-        "train.batch=4", "train.sequence=16", "train.log_every=1", "train.checkpoint_every=4", "train.warmup_steps=2",
-        "mesh.data=2", "mesh.tensor=2"]  # fmt: skip
+TINY = """
+    model.num_layers=2 model.d_model=32 model.d_ff=32 model.dtype=float32 train.steps=10 train.batch=4
+    train.sequence=16 train.log_every=1 train.checkpoint_every=4 train.warmup_steps=2 mesh.data=2 mesh.tensor=2
+""".split()
+
+
+def run(settings, *, say=lambda line: None):
+    return train.run(settings, say=say)
 
 
 def settings(data, directory, *more):
@@ -238,7 +232,7 @@ def losses(directory):
 @pytest.fixture(scope="module")
 def uninterrupted(book, tmp_path_factory):
     directory = tmp_path_factory.mktemp("whole") / "run"
-    result = train.run(settings(book[0], directory), say=lambda line: None)
+    result = run(settings(book[0], directory))
     assert result.bigram_entropy is None
     assert losses(directory)[-1][1] < losses(directory)[0][1]
     return directory, result
@@ -249,24 +243,27 @@ def first_read(path, step, monkeypatch):
     read, plain = [], Store.read
     with monkeypatch.context() as patched:
         patched.setattr(Store, "read", lambda self, *args: read.append(args) or plain(self, *args))
-        rows, ends = Batches(load(path, recipe=settings(path, "x").train).training, 4), []
+        rows = Batches(load(path, recipe=settings(path, "x").train).training, 4)
+        ends = []
         for _ in range(step):
             rows[len(ends)]
             ends.append({start: start + count for start, count in read})
             read.clear()
     begin = 0
     for shard in Store(path).manifest.shards:
-        mine = [[e for s, e in one.items() if begin <= s < begin + shard.tokens] for one in ends]
-        before = max(sum(mine[:-1], [begin]))
-        if max([begin, *mine[-1]]) > before:
-            return shard.name, before - begin
-        begin += shard.tokens
+        stop = begin + shard.tokens
+        *before, last = [[end for start, end in one.items() if begin <= start < stop] for one in ends]
+        furthest = max(sum(before, [begin]))
+        if max([begin, *last]) > furthest:
+            return shard.name, furthest - begin
+        begin = stop
     raise AssertionError("every byte was read before")
 
 
 def test_a_data_file_that_cannot_be_read_in_the_middle_of_a_run(book, uninterrupted, tmp_path, monkeypatch):
     """One clear line; what was computed is saved, and mended, the run ends as if nothing had been."""
-    data, directory = tmp_path / "store", tmp_path / "run"
+    data = tmp_path / "store"
+    directory = tmp_path / "run"
     shutil.copytree(book[0], data)
     shard, size = first_read(data, 7, monkeypatch)
     file = data / f"{shard}.tokens"
@@ -278,40 +275,42 @@ def test_a_data_file_that_cannot_be_read_in_the_middle_of_a_run(book, uninterrup
 
     here = settings(data, directory)
     with pytest.raises(RunFailed, match=rf"{file.name}' is damaged: .*; step 6 is saved") as caught:
-        train.run(here, say=cut)
+        run(here, say=cut)
     assert "\n" not in str(caught.value)
     assert open_checkpoint(directory).step == 6
     assert [step for step, _ in losses(directory)] == [1, 2, 3, 4, 5, 6]
     with pytest.raises(UserError, match=rf"{file.name}' has \d+ bytes, not \d+: it is damaged"):
-        train.run(here, say=lambda line: None)
+        run(here)
     file.write_bytes(whole)
-    assert train.run(here, say=lambda line: None) == uninterrupted[1]
+    assert run(here) == uninterrupted[1]
     assert losses(directory) == losses(uninterrupted[0])
 
 
 def test_other_data_is_refused_when_a_run_is_resumed(book, uninterrupted, tmp_path):
-    data, directory = tmp_path / "s" / "store", tmp_path / "run"
+    data = tmp_path / "s" / "store"
+    directory = tmp_path / "run"
     store(tmp_path / "s", book[1])  # the same documents: the same fingerprint
     shutil.copytree(uninterrupted[0], directory)
     stored = json.loads((directory / "config.json").read_text())
     stored["data"]["path"] = str(data)
     (directory / "config.json").write_text(json.dumps(stored))
-    assert train.run(settings(data, directory), say=lambda line: None) == uninterrupted[1]
+    assert run(settings(data, directory)) == uninterrupted[1]
     shutil.rmtree(tmp_path / "s")
     store(tmp_path / "s", [*book[1][:-1], "x"])
     with pytest.raises(UserError, match=r"has changed since step 10 \(its fingerprint was \w+, now \w+\)"):
-        train.run(settings(data, directory), say=lambda line: None)
+        run(settings(data, directory))
 
 
 def test_a_dated_template_on_another_day(tmp_path, monkeypatch):
     """The rows are those of the day on which the run began, so that it goes on as if nothing had been."""
     folder = tokenizers.folder(tmp_path / "t", template="{{ strftime_now('%d') }}" + tokenizers.TEMPLATE)
-    data, directory = tmp_path / "chats.jsonl", tmp_path / "run"
+    data = tmp_path / "chats.jsonl"
+    directory = tmp_path / "run"
     turns = [{"role": "user", "content": "the cat"}, {"role": "assistant", "content": "sat on the mat"}]
     data.write_text(f"{json.dumps({'messages': turns})}\n" * 8)
     more = ["data.format=examples", f"data.tokenizer={folder}", "model.vocab_size=301", "train.sequence=32"]
     here = settings(data, directory, *more)
-    result = train.run(here, say=lambda line: None)
+    result = run(here)
     whole = losses(directory)
     shutil.rmtree(directory / "checkpoints" / "10")
     day = datetime.timedelta(days=1)
@@ -320,6 +319,6 @@ def test_a_dated_template_on_another_day(tmp_path, monkeypatch):
     later = types.SimpleNamespace(time=lambda: time.time() + day.total_seconds(), perf_counter=time.perf_counter)
     monkeypatch.setattr(timing, "time", later)
     said = []
-    assert train.run(here, say=said.append) == result
+    assert run(here, say=said.append) == result
     assert any(line.endswith("from step 8") for line in said)
     assert losses(directory) == whole

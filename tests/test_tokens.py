@@ -30,9 +30,8 @@ TEXTS = [f"{'the cat sat on the mat ' * (index % 7)}number {index} é\n" for ind
 
 
 def lines(texts):
-    return "".join(
-        json.dumps({"text": text, "n": index}, ensure_ascii=False) + "\n" for index, text in enumerate(texts)
-    )
+    rows = ({"text": text, "n": index} for index, text in enumerate(texts))
+    return "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
 
 
 def make(given, out, *, most=500, workers=2, tokens="bytes", field="text", **more):
@@ -191,12 +190,13 @@ def times(out):
 
 def test_what_was_done_is_not_done_again(tmp_path):
     """A wrong line ends the work; mended, the same call needs no more than that file's shards."""
-    out, one, two = tmp_path / "out", tmp_path / "one.jsonl", tmp_path / "two.jsonl"
+    out = tmp_path / "out"
+    one = tmp_path / "one.jsonl"
+    two = tmp_path / "two.jsonl"
     one.write_text(lines(TEXTS))
     two.write_text(lines(TEXTS[:50]) + '{"text": 3}\n' + lines(TEXTS[50:]))
-    with pytest.raises(
-        UserError, match=r"two.jsonl:51: no text in 'text' \(--field names it\): this is an object with"
-    ):
+    wrong = r"two.jsonl:51: no text in 'text' \(--field names it\): this is an object with"
+    with pytest.raises(UserError, match=wrong):
         make([one, two], out, workers=1)
     with pytest.raises(UserError, match="is not finished"):
         Store(out)
@@ -207,26 +207,25 @@ def test_what_was_done_is_not_done_again(tmp_path):
     assert {name: time for name, time in times(out).items() if name in done} == done
     assert texts_in(out) == TEXTS * 2
     # A finished store is only compared; other sources or settings are refused, and nothing is written.
-    before, words = everything(out), tokenizers.folder(tmp_path / "t")
+    before = everything(out)
+    words = tokenizers.folder(tmp_path / "t")
     assert make([one, two], out).documents == 2 * len(TEXTS)
-    for given, more, message in (
-        ([one], {}, "holds a finished store of other sources or another --shard-tokens, or they have changed"),
-        ([one, two], dict(most=400), "holds a finished store of other sources or another --shard-tokens"),
-        ([one, two], dict(field="n"), "was begun with field 'text', not 'n'"),
-        (
-            [one, two],
-            dict(tokens=words),
-            "was begun with tokenizer 'bytes', not 'tokenizer-",
-        ),
-    ):
-        with pytest.raises(UserError, match=message):
-            make(given, out, **more)
+    with pytest.raises(UserError, match="finished store of other sources or another --shard-tokens, or they have chan"):
+        make([one], out)
+    with pytest.raises(UserError, match="holds a finished store of other sources or another --shard-tokens"):
+        make([one, two], out, most=400)
+    with pytest.raises(UserError, match="was begun with field 'text', not 'n'"):
+        make([one, two], out, field="n")
+    with pytest.raises(UserError, match="was begun with tokenizer 'bytes', not 'tokenizer-"):
+        make([one, two], out, tokens=words)
     assert everything(out) == before
 
 
 def test_sources_that_change_meanwhile(tmp_path):
     """Shards of what was there before are made again or removed; the user's files in the folder stay."""
-    out, one, two = tmp_path / "out", tmp_path / "one.jsonl", tmp_path / "two.jsonl"
+    out = tmp_path / "out"
+    one = tmp_path / "one.jsonl"
+    two = tmp_path / "two.jsonl"
     one.write_text(lines(TEXTS))
     two.write_text("no\n")
     with pytest.raises(UserError, match="two.jsonl:1: not JSON"):
@@ -362,16 +361,18 @@ def test_a_token_that_no_tokenizer_has(tmp_path):
         store.read(0, 8)
 
 
-def test_nested_lines(tmp_path):
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda path: sources.read(*sources.plan([path]), field="text"),
+        examples.read,
+        examples_of_tasks.read_choices,
+    ],
+)
+def test_nested_lines(read, tmp_path):
     (tmp_path / "x.jsonl").write_text("[" * 100_000)
-    (part,) = sources.plan([str(tmp_path / "x.jsonl")])
-    for read in (
-        lambda: sources.read(part, field="text"),
-        lambda: examples.read(str(tmp_path / "x.jsonl")),
-        lambda: examples_of_tasks.read_choices(str(tmp_path / "x.jsonl")),
-    ):
-        with pytest.raises(UserError, match="x.jsonl:1: not JSON: maximum recursion depth"):
-            list(read())
+    with pytest.raises(UserError, match="x.jsonl:1: not JSON: maximum recursion depth"):
+        list(read(str(tmp_path / "x.jsonl")))
 
 
 def test_a_file_that_is_cut_while_it_is_read(book, tmp_path):
