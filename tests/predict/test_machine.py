@@ -24,22 +24,19 @@ def test_seconds_of_kernels():
 
 
 def test_seconds_of_an_all_reduce():
+    """One-way rings are in test_opponents.py."""
     link = Link(latency=10e-6, step=1e-6, bandwidth=1e9)
-    assert link.all_reduce(4e6, ranks=1) == 0
-    assert link.all_reduce(4e6, ranks=2) == pytest.approx(10e-6 + 2e-6 + 4e-3)
-    assert link.all_reduce(4e6, ranks=8) == pytest.approx(10e-6 + 14e-6 + 7e-3)
     both = dataclasses.replace(link, ring=Ring.TWO_WAY)
     assert both.all_reduce(4e6, ranks=8) == pytest.approx(10e-6 + 8e-6 + 7e-3)
     nodes = dataclasses.replace(link, network=Network(size=8, step=5e-6, bandwidth=1e8))
-    assert nodes.all_reduce(4e6, ranks=8) == link.all_reduce(4e6, ranks=8)
+    inside = link.all_reduce(4e6, ranks=8)
+    assert nodes.all_reduce(4e6, ranks=8) == inside
     # Each of 8 exchanges half a megabyte with its peer: there and back, half of it each time.
-    assert nodes.all_reduce(4e6, ranks=16) == pytest.approx(link.all_reduce(4e6, ranks=8) + 10e-6 + 5e-3)
-    assert nodes.all_reduce(4e6, ranks=32) == pytest.approx(link.all_reduce(4e6, ranks=8) + 20e-6 + 7.5e-3)
+    assert nodes.all_reduce(4e6, ranks=16) == pytest.approx(inside + 10e-6 + 5e-3)
+    assert nodes.all_reduce(4e6, ranks=32) == pytest.approx(inside + 20e-6 + 7.5e-3)
     # 12 ranks are two nodes of 6, not one of 8.
     six = link.all_reduce(4e6, ranks=6) + 10e-6 + 4e6 / 6 / 1e8
     assert nodes.all_reduce(4e6, ranks=12) == pytest.approx(six)
-    twice = nodes.faster(2)
-    assert twice.all_reduce(4e6, ranks=16) == pytest.approx(nodes.all_reduce(4e6, ranks=16) / 2)
 
 
 @pytest.mark.parametrize(("shape", "tensor"), [("tiny", 1), ("tiny", 4), ("tiny", 8), ("smollm2-135m", 3)])
@@ -153,28 +150,44 @@ def test_a_wrong_file_is_one_line(change, said, tmp_path, capsys):
     assert said in err
 
 
-def test_files_of_the_users_own(tmp_path):
-    file = tmp_path / "mine.yaml"
-    file.write_text(YAML)
-    found = machine.load(str(file))
+@pytest.fixture
+def mine(tmp_path):
+    """The machine of a user's own file."""
+
+    def load(text):
+        (tmp_path / "mine.yaml").write_text(text)
+        return machine.load(str(tmp_path / "mine.yaml"))
+
+    return load
+
+
+def test_a_file_of_ones_own(mine):
+    found = mine(YAML)
     assert (found.name, found.devices, found.flops, found.link.bandwidth) == ("mine", 4, 1e15, 100e9)
     assert found.sources == {"bandwidth": "a data sheet"}
     assert found.link.network is None
-    file.write_text("based_on: h100-2-nodes\nlink:\n  network: {step: {value: 9e-6, source: measured}}\nlaunch: 1e-6\n")
-    found = machine.load(str(file))
+
+
+def test_a_file_based_on_another(mine):
     base = machine.load("h100-2-nodes")
+    step = "link:\n  network: {step: {value: 9e-6, source: measured}}\n"
+    found = mine(f"based_on: h100-2-nodes\n{step}launch: 1e-6\n")
     assert found.link.network == dataclasses.replace(base.link.network, step=9e-6)
     assert found.launch == 1e-6
     assert found.flops_share == base.flops_share
     assert "launch" not in found.sources
     assert found.sources["link.network.step"] == "measured"
-    file.write_text(f"{NVLINK}link: {{one_shot: null, two_shot: {{latency: 9e-6}}}}")  # a kernel may be taken away
-    found = machine.load(str(file)).link
-    assert found.one_shot is None
-    assert found.in_network == H100.link.in_network
-    assert found.two_shot == dataclasses.replace(H100.link.two_shot, latency=9e-6)
-    file.write_text(YAML.replace("devices: 4", "devices: 1").replace(YAML.splitlines()[-1], "link: null"))
-    alone = machine.load(str(file))
+
+
+def test_kernels_of_a_file_based_on_another(mine):
+    link = mine(f"{NVLINK}link: {{one_shot: null, two_shot: {{latency: 9e-6}}}}").link
+    assert link.one_shot is None
+    assert link.in_network == H100.link.in_network
+    assert link.two_shot == dataclasses.replace(H100.link.two_shot, latency=9e-6)
+
+
+def test_a_device_without_a_link(mine):
+    alone = mine(YAML.replace("devices: 4", "devices: 1").replace(YAML.splitlines()[-1], "link: null"))
     assert alone.link is None
     assert alone.all_reduce(1e9, ranks=1) == 0
 

@@ -144,8 +144,10 @@ def test_70b_on_nvlink_must_beat_one_shot_all_reduces(capsys):
     """The row says which launch it assumes; the ratios say over whom."""
     words = "--model llama-3-70b --hardware h100-nvlink --tensor 8 --residual standard,ladder".split()
     answer = answered(capsys, *words)
-    found, baseline = by_residual(answer), answer["baseline"]
-    standard, ladder = found["standard"], found["ladder"]
+    found = by_residual(answer)
+    baseline = answer["baseline"]
+    standard = found["standard"]
+    ladder = found["ladder"]
     assert set(baseline) == {"residual", "form", "interleave", "all_reduce", "tokens_per_second"}
     assert (baseline["residual"], baseline["all_reduce"]) == ("standard", "one-shot")
     assert 83 < baseline["tokens_per_second"] < 95
