@@ -5,6 +5,7 @@ import importlib.util
 import json
 import math
 import re
+import types
 
 import jax
 import numpy as np
@@ -39,16 +40,13 @@ def spans(count=11, *, seed=0, longest=WINDOW):
         yield Span(tokens[:cut], tokens[cut:])
 
 
-MESHES = {
-    "data 2, tensor 4": ("ladder", dict(data=2, tensor=4)),
-    "4 ranks on one device": ("ladder-fresh", dict(ranks=4)),
-}
-
-
-@pytest.mark.parametrize("mesh", MESHES)
-def test_scores(mesh, monkeypatch):
+@pytest.mark.parametrize(
+    "name, how",
+    [("ladder", dict(data=2, tensor=4)), ("ladder-fresh", dict(ranks=4))],
+    ids=["data 2, tensor 4", "4 ranks on one device"],
+)
+def test_scores(name, how, monkeypatch):
     """In batches of several lengths and in chunks of positions; each span's score is the same alone."""
-    name, how = MESHES[mesh]
     monkeypatch.setattr(scorers, "CHUNK", 50)
     scorers.compiled_scores.cache_clear()
     definition = cases.define(name, num_layers=2, vocab_size=303, **how)
@@ -69,7 +67,9 @@ def test_greedy(model, exact):
     """A span made of most probable tokens is greedy; with its last token changed it is not."""
     tokens = [5]
     for _ in range(4):
-        tokens.append(int(exact.logits(np.array([tokens + [0] * (WINDOW - len(tokens))]))[0, len(tokens) - 1].argmax()))
+        row = np.zeros((1, WINDOW), np.int32)
+        row[0, : len(tokens)] = tokens
+        tokens.append(int(exact.logits(row)[0, len(tokens) - 1].argmax()))
     other = [*tokens[:-1], (tokens[-1] + 1) % 303]
     found = dict(model.scorer.scores([Span(tokens[:1], tokens[1:]), Span(other[:1], other[1:])]))
     assert (found[0].greedy, found[1].greedy) == (True, False)
@@ -86,24 +86,26 @@ def test_windows_as_the_harness_documents_them():
 @pytest.mark.parametrize("window, stride", [(1, 1), (7, 1), (7, 3), (7, 7), (40, 7), (41, 41)])
 def test_each_token_is_scored_once(window, stride):
     tokens = list(range(40))
-    found = list(windows(tokens, prefix=99, window=window, stride=stride))
-    assert sum((span.scored for span in found), []) == tokens
-    for index, span in enumerate(found):
-        assert span.length <= window
-        assert index == 0 or len(span.scored) <= stride
-        if index:
-            assert span.length == window  # all the context that there is room for
-    assert sum((s.scored for s in windows(tokens, prefix=None, window=window, stride=stride)), []) == tokens[1:]
+    scored = lambda spans: [token for span in spans for token in span.scored]
+    first, *others = windows(tokens, prefix=99, window=window, stride=stride)
+    assert scored([first, *others]) == tokens
+    assert first.length <= window
+    assert all(len(span.scored) <= stride for span in others)
+    assert {span.length for span in others} <= {window}  # all the context that there is room for
+    assert scored(windows(tokens, prefix=None, window=window, stride=stride)) == tokens[1:]
 
 
-def test_wrong_windows():
-    for how, message in (
+@pytest.mark.parametrize(
+    "how, message",
+    [
         (dict(window=0), "window must be at least 1, not 0"),
         (dict(window=8, stride=9), "stride must be between 1 and the window, 8, not 9"),
         (dict(window=8, stride=0), "stride must be between 1 and the window, 8, not 0"),
-    ):
-        with pytest.raises(UserError, match=message):
-            list(windows([1, 2], prefix=0, **how))
+    ],
+)
+def test_wrong_windows(how, message):
+    with pytest.raises(UserError, match=message):
+        list(windows([1, 2], prefix=0, **how))
 
 
 @pytest.mark.parametrize("stride", [WINDOW, 20])
@@ -160,10 +162,13 @@ def test_other_parameters_compile_nothing(model):
     assert second.loss != first.loss
 
 
-def test_nothing_to_score(model):
-    for tokens in ([], [3], [[], [3]]):
-        with pytest.raises(UserError, match="holds no token to score"):
-            evaluate.perplexity(model, tokens)
+@pytest.mark.parametrize("tokens", [[], [3], [[], [3]]], ids=str)
+def test_nothing_to_score(tokens, model):
+    with pytest.raises(UserError, match="holds no token to score"):
+        evaluate.perplexity(model, tokens)
+
+
+def test_a_token_of_another_vocabulary(model):
     with pytest.raises(UserError, match="the token 303 is outside the model's vocabulary of 303"):
         evaluate.perplexity(model, [1, 303])
 
@@ -174,32 +179,34 @@ def test_too_large_for_a_float():
     assert huge.bits_per_byte > 0
 
 
-PAIRS = [
-    ("the cat", " sat"),
-    ("the cat  ", "sat"),  # spaces move
-    ("the cat \n", " ü"),
-    ("café 東", "京 🙂"),
-    ("", " the cat"),
-    ("", BEGIN + "x"),  # the prefix itself
-    ("   ", "x"),
-]
-
-
-def test_pairs(model, pieces):
+@pytest.mark.parametrize(
+    "context, continuation, before, scored",
+    [
+        ("the cat", " sat", "the cat", " sat"),
+        ("the cat  ", "sat", "the cat", "  sat"),  # spaces move
+        ("the cat \n", " ü", "the cat", " \n ü"),
+        ("", " the cat", "", " the cat"),
+        ("", BEGIN + "x", "", "x"),  # the prefix itself
+        ("   ", "x", "", "   x"),
+    ],
+)
+def test_pairs(context, continuation, before, scored, model, pieces):
     """Tokens that are scored, by hand: with the beginning before the context, and without it after none."""
-    found = [model.pair(*texts) for texts in PAIRS]
-    bare, begin = pieces.encode_bare, [pieces.begin_id]
-    assert [list(span.context) for span in found] == [
-        begin + bare("the cat"), begin + bare("the cat"), begin + bare("the cat"), begin + bare("café 東"),
-        begin, begin, begin,
-    ]  # fmt: skip
-    assert [pieces.to_bytes(span.scored).decode() for span in [*found[:3], *found[4:]]] == [
-        " sat", "  sat", " \n ü", " the cat", "x", "   x",
-    ]  # fmt: skip
-    whole = pieces.encode("café 東京 🙂")  # in which a token joins the last of the context and the first after it
-    assert whole[:6] != list(found[3].context)
-    assert found[3].scored == whole[6:]
-    assert model.encode(BEGIN + "x") == begin + bare("x")  # and not twice
+    found = model.pair(context, continuation)
+    assert found.context == [pieces.begin_id, *pieces.encode_bare(before)]
+    assert pieces.to_bytes(found.scored).decode() == scored
+
+
+def test_a_token_of_both_is_scored(model, pieces):
+    """One that joins the last of the context and the first after it."""
+    found = model.pair("café 東", "京 🙂")
+    whole = pieces.encode("café 東京 🙂")
+    assert found.context == [pieces.begin_id, *pieces.encode_bare("café 東")] != whole[:6]
+    assert found.scored == whole[6:]
+
+
+def test_the_beginning_stands_once(model, pieces):
+    assert model.encode(BEGIN + "x") == [pieces.begin_id, *pieces.encode_bare("x")]
     with pytest.raises(UserError, match="adds no token"):
         model.pair("", BEGIN)
 
@@ -213,31 +220,29 @@ def test_prefix(pieces, bytes_model):
         prefix_of(dataclasses.replace(bytes_model.tokenizer, name="tokenizer-1"))
 
 
-def test_cut(model):
+@pytest.mark.parametrize("before", range(1, 8))
+@pytest.mark.parametrize("scored", range(1, 6))
+def test_cut(before, scored, model):
     """As (context + continuation)[-(window + 1):][:-1]."""
-    model = dataclasses.replace(model, window=5)
-    for before in range(1, 8):
-        for scored in range(1, 6):
-            span = Span(list(range(before)), list(range(before, before + scored)))
-            cut = model.cut(span)
-            whole = [*span.context, *span.scored]
-            assert [*cut.context, *cut.scored][:-1] == whole[-6:][:-1]
-            assert cut.scored == span.scored
+    context = list(range(before))
+    continuation = list(range(before, before + scored))
+    cut = dataclasses.replace(model, window=5).cut(Span(context, continuation))
+    assert [*cut.context, *cut.scored][:-1] == [*context, *continuation][-6:][:-1]
+    assert cut.scored == continuation
+
+
+def test_a_continuation_longer_than_the_window(model):
     with pytest.raises(UserError, match="a continuation of 6 tokens is longer than the window of 5"):
-        model.cut(Span([1], [2] * 6))
+        dataclasses.replace(model, window=5).cut(Span([1], [2] * 6))
 
 
 @needs_harness
 def test_normalisation(bytes_model):
     """Where the three accuracies differ: characters of three bytes, and a long choice."""
-
-    class Fixed:
-        def scores(self, asked):
-            return iter([(i, Score(np.array([logs[i]]), False)) for i, _ in enumerate(asked)])
-
     logs = [-2.0, -2.2, -4.5]  # per character -1, -1.1, -0.75; per byte -1, -0.37, -0.75
+    fixed = lambda asked: ((i, Score(np.array([logs[i]]), False)) for i, _ in enumerate(asked))
     model = dataclasses.replace(bytes_model)
-    model.__dict__["scorer"] = Fixed()
+    model.__dict__["scorer"] = types.SimpleNamespace(scores=fixed)
     for gold, expected in enumerate([(1, 0, 0), (0, 0, 1), (0, 1, 0)]):
         found = evaluate.multiple_choice(model, [Choice(1, "q", ("ab", "東京", "abcdef"), gold)])
         assert (found.accuracy, found.accuracy_normalised, found.accuracy_bytes) == expected
@@ -258,46 +263,54 @@ def test_shots(bytes_model, monkeypatch):
         evaluate.multiple_choice(bytes_model, [Choice(9, "x", ("y", TEXT), 0)])
 
 
-ANSWERS = {
-    "so #### 1,234. The end": ("1,234.", "1,234."),
-    "#### -7 and #### 8": ("-7", "8"),
-    "it is $18.50": ("[invalid]", "$18.50"),
-    "####9": ("[invalid]", "9"),
-    "7": ("[invalid]", "7"),
-    "nothing": ("[invalid]", "[invalid]"),
-    "": ("[invalid]", "[invalid]"),
-}
+@pytest.fixture
+def rows_of(bytes_model, monkeypatch, tmp_path):
+    """The rows of the file of results, if the model wrote these texts, and these answers were right."""
 
-
-@needs_harness
-def test_answers(bytes_model, monkeypatch, tmp_path):
-    """What is taken from an answer, and whether it is right but for commas, dollar signs, capitals and a last point."""
-
-    def written(texts, golds):
-        """The rows of the file of results, if the model wrote `texts`."""
+    def rows(texts, golds):
         results = [Result((), text, None, Finish.STOP, 1) for text in texts]
         answered = lambda model, requests, slots: ((index, results[index]) for index in requests)
         monkeypatch.setattr(Model, "answers", answered)
         questions = [Question(line, "q", gold) for line, gold in enumerate(golds)]
         out = tmp_path / "out.jsonl"
-        out.unlink(missing_ok=True)
         found = evaluate.generation(bytes_model, questions, max_new_tokens=8, file=str(out))
         rows = list(map(json.loads, out.read_text().splitlines()))
         assert found.accuracy == np.mean([row["right"] for row in rows])
         assert found.accuracy_normalised == np.mean([row["right_flexible"] for row in rows])
         return rows
 
-    rows = written(list(ANSWERS), ["#### 9"] * len(ANSWERS))
-    assert {row["text"]: (row["strict"], row["flexible"]) for row in rows} == ANSWERS
-    judged = (
+    return rows
+
+
+@needs_harness
+def test_what_is_taken_from_an_answer(rows_of):
+    answers = {
+        "so #### 1,234. The end": ("1,234.", "1,234."),
+        "#### -7 and #### 8": ("-7", "8"),
+        "it is $18.50": ("[invalid]", "$18.50"),
+        "####9": ("[invalid]", "9"),
+        "7": ("[invalid]", "7"),
+        "nothing": ("[invalid]", "[invalid]"),
+        "": ("[invalid]", "[invalid]"),
+    }
+    rows = rows_of(list(answers), ["#### 9"] * len(answers))
+    assert {row["text"]: (row["strict"], row["flexible"]) for row in rows} == answers
+
+
+@needs_harness
+@pytest.mark.parametrize(
+    "text, gold, right",
+    [
         ("#### 1,234.", "He has <<1+1=2>>1,233 + 1\n#### 1234", True),
         ("#### 18", "#### $18", True),
         ("#### 18.0", "#### 18", False),
         ("nothing", "#### 18", False),
         ("nothing", "[INVALID]", True),
-    )
-    rows = written([text for text, _, _ in judged], [gold for _, gold, _ in judged])
-    assert [row["right"] for row in rows] == [right for _, _, right in judged]
+    ],
+)
+def test_what_is_right(text, gold, right, rows_of):
+    """But for commas, dollar signs, capitals and a last point."""
+    assert [row["right"] for row in rows_of([text], [gold])] == [right]
 
 
 def last_number(text):
@@ -310,7 +323,8 @@ def last_number(text):
 def test_generation(model, pieces):
     """What is judged is the engine's greedy text; a prompt is cut on its left, and special tokens end a text."""
     questions = [Question(1, "the cat sat on", "#### 5"), Question(2, TEXT, "5"), Question(3, "", "5")]
-    alone, engine = [], model.engine(capacity=WINDOW, slots=3)
+    alone = []
+    engine = model.engine(capacity=WINDOW, slots=3)
     for question in questions:
         prompt = pieces.encode(question.prompt)[-(WINDOW - 12) :]
         request = Request(prompt, max_new_tokens=12, stop_ids=pieces.stop_ids, stop=["the"])
@@ -327,7 +341,8 @@ def test_memory_that_does_not_suffice(model):
     """Batches are halved until they fit, all is scored all the same; one row too much is said."""
     asked = list(spans(9, longest=32))
     expected = {index: score.loglikelihood for index, score in model.scorer.scores(asked)}
-    scorer, fits = Scorer(model.definition, model.params, batch_tokens=1024), 64
+    scorer = Scorer(model.definition, model.params, batch_tokens=1024)
+    fits = 64
     whole = scorer._program
 
     def limited(params, tokens, targets):
