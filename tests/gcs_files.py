@@ -25,20 +25,25 @@ class Files(fsspec.AbstractFileSystem):
     def ls(self, path, detail=True, **_):
         path = self._strip_protocol(path).rstrip("/")
         bucket, _, prefix = path.partition("/")
-        query = urllib.parse.urlencode({"delimiter": "/", "prefix": f"{prefix}/" if prefix else ""})
-        answer = json.loads(_ask("GET", f"/storage/v1/b/{bucket}/o?{query}"))
-        found = [_info(bucket, one) for one in answer["items"]]
-        found += [_folder(f"{bucket}/{one.rstrip('/')}") for one in answer["prefixes"]]
-        found = found or [_info(bucket, json.loads(_ask("GET", _of(path))))]
+        found = self._listed(bucket, f"{prefix}/" if prefix else "") or [self._object(path)]
         return found if detail else [one["name"] for one in found]
 
     def info(self, path, **_):
         path = self._strip_protocol(path).rstrip("/")
         try:
-            return _info(path.partition("/")[0], json.loads(_ask("GET", _of(path))))
+            return self._object(path)
         except FileNotFoundError:
             self.ls(path)
-            return _folder(path)
+            return folder(path)
+
+    def _listed(self, bucket, prefix):
+        query = urllib.parse.urlencode({"delimiter": "/", "prefix": prefix})
+        answer = json.loads(_ask("GET", f"/storage/v1/b/{bucket}/o?{query}"))
+        found = [_info(bucket, one) for one in answer["items"]]
+        return found + [folder(f"{bucket}/{one.rstrip('/')}") for one in answer["prefixes"]]
+
+    def _object(self, path):
+        return _info(path.partition("/")[0], json.loads(_ask("GET", _of(path))))
 
     def cat_file(self, path, start=None, end=None, **_):
         return _ask("GET", _of(self._strip_protocol(path)) + "?alt=media")[start:end]
@@ -96,15 +101,20 @@ def _info(bucket: str, resource: dict) -> dict:
     return {**resource, "name": name, "size": int(resource["size"]), "type": "file"}
 
 
-def _folder(name: str) -> dict:
+def folder(name: str) -> dict:
     return {"name": name, "size": 0, "type": "directory"}
 
 
 def _ask(method: str, path: str, body: bytes | None = None) -> bytes:
-    request = urllib.request.Request(os.environ["STORAGE_EMULATOR_HOST"] + path, body, method=method)
+    return ask(os.environ["STORAGE_EMULATOR_HOST"], method, path, body)[0]
+
+
+def ask(address: str, method: str, path: str, body: bytes | None = None):
+    """(content, headers)."""
+    request = urllib.request.Request(address + path, body, method=method)
     try:
         with urllib.request.urlopen(request, timeout=30) as answer:
-            return answer.read()
+            return answer.read(), answer.headers
     except urllib.error.HTTPError as error:
         with error:
             if error.code == 404:

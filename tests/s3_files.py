@@ -4,14 +4,13 @@ import email.utils
 import importlib.util
 import os
 import sys
-import urllib.error
 import urllib.parse
-import urllib.request
 import xml.etree.ElementTree as xml
 
 import fsspec
 
 from tests import gcs_files
+from tests.gcs_files import ask, folder
 
 
 def register() -> None:
@@ -23,26 +22,23 @@ def register() -> None:
 class Files(gcs_files.Files):
     protocol = ("s3",)
 
-    def ls(self, path, detail=True, **_):
-        path = self._strip_protocol(path).rstrip("/")
-        bucket, _, prefix = path.partition("/")
-        query = urllib.parse.urlencode({"list-type": 2, "delimiter": "/", "prefix": f"{prefix}/" if prefix else ""})
+    def _listed(self, bucket, prefix):
+        query = urllib.parse.urlencode({"list-type": 2, "delimiter": "/", "prefix": prefix})
         tree, found = xml.fromstring(_ask("GET", f"/{bucket}?{query}")[0]), []
         for one in tree.iter("Contents"):
             about = {"ETag": one.findtext("ETag"), "size": int(one.findtext("Size")), "type": "file"}
             found.append({"name": f"{bucket}/{one.findtext('Key')}".rstrip("/"), **about})
         for one in tree.iter("CommonPrefixes"):
-            found.append({"name": f"{bucket}/{one.findtext('Prefix').rstrip('/')}", "size": 0, "type": "directory"})
-        found = found or [self._object(path)]
-        return found if detail else [one["name"] for one in found]
+            found.append(folder(f"{bucket}/{one.findtext('Prefix').rstrip('/')}"))
+        return found
 
-    def info(self, path, **_):
-        path = self._strip_protocol(path).rstrip("/")
-        try:
-            return self._object(path)
-        except FileNotFoundError:
-            self.ls(path)
-            return {"name": path, "size": 0, "type": "directory"}
+    def _object(self, path):
+        if "/" not in path:
+            _ask("HEAD", f"/{path}")
+            return folder(path)
+        headers = _ask("HEAD", _of(path))[1]
+        about = {"ETag": headers["ETag"], "size": int(headers["Content-Length"]), "type": "file"}
+        return {"name": path, **about, "LastModified": email.utils.parsedate_to_datetime(headers["Last-Modified"])}
 
     def cat_file(self, path, start=None, end=None, **_):
         return _ask("GET", _of(self._strip_protocol(path)))[0][start:end]
@@ -53,36 +49,13 @@ class Files(gcs_files.Files):
     def rm_file(self, path):
         _ask("DELETE", _of(self._strip_protocol(path)))
 
-    def _object(self, path):
-        if "/" not in path:
-            _ask("HEAD", f"/{path}")
-            return {"name": path, "size": 0, "type": "directory"}
-        headers = _ask("HEAD", _of(path))[1]
-        modified = email.utils.parsedate_to_datetime(headers["Last-Modified"])
-        return {
-            "name": path,
-            "size": int(headers["Content-Length"]),
-            "type": "file",
-            "ETag": headers["ETag"],
-            "LastModified": modified,
-        }
-
 
 def _of(path: str) -> str:
     return "/" + urllib.parse.quote(path)
 
 
 def _ask(method: str, path: str, body: bytes | None = None):
-    """(content, headers)."""
-    request = urllib.request.Request(os.environ["AWS_ENDPOINT_URL"] + path, body, method=method)
-    try:
-        with urllib.request.urlopen(request, timeout=30) as answer:
-            return answer.read(), answer.headers
-    except urllib.error.HTTPError as error:
-        with error:
-            if error.code == 404:
-                raise FileNotFoundError(path) from None
-            raise RuntimeError(f"HTTP {error.code} of {path}") from None
+    return ask(os.environ["AWS_ENDPOINT_URL"], method, path, body)
 
 
 if __name__ == "__main__":  # `python -m tests.s3_files VERB ...` is `ladder-jax VERB ...`
