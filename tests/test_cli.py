@@ -1,19 +1,17 @@
 """The command line as a user meets it: processes, exit statuses, one line for a mistake."""
 
+import contextlib
+import io
 import json
 import os
-import shutil
 import subprocess
 import sys
 
-import flax
 import jax
-import jaxlib
 import pytest
 
 from ladder_jax import cli, terminal
-from ladder_jax.checkpoint import manifest
-from ladder_jax.cli import chat, doctor, generate, train
+from ladder_jax.cli import chat, generate, train
 from ladder_jax.errors import one_line
 
 TINY = [
@@ -38,18 +36,21 @@ def is_one_line(done):
 
 
 @pytest.fixture(scope="module")
-def trained(run_cli, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("cli")
+def trained(tmp_path_factory):
+    """In this process; test_smoke trains in one of its own."""
+    folder, out, err = tmp_path_factory.mktemp("cli"), io.StringIO(), io.StringIO()
     (folder / "book.txt").write_text("the cat sat on the mat, and the rat sat on the cat.\n" * 400)
-    done = run_cli("train", "tiny", *TINY, "data.path=book.txt", "run.dir=out", "train.interleave=auto", cwd=folder,
-                   check_status=0)  # fmt: skip
-    assert "train.interleave=auto: 1, as nothing is predicted for cpu" in done.stderr.splitlines()
-    assert "held-out loss" in done.stdout and "bigram entropy" in done.stdout
-    assert "step 12/12" in done.stderr
+    words = ["train", "tiny", *TINY, "data.path=book.txt", "run.dir=out", "train.interleave=auto"]
+    with contextlib.chdir(folder), contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        assert cli.main(words) == 0, err.getvalue()
+    out, err = out.getvalue(), err.getvalue()
+    assert "held-out loss" in out and "bigram entropy" in out
+    assert "train.interleave=auto: 1, as nothing is predicted for cpu" in err.splitlines()
+    assert "step 12/12" in err
     # The resolved configuration, and where it runs.
-    assert "residual=ladder" in done.stderr and "learning_rate=0.004" in done.stderr and "tensor=4" in done.stderr
-    assert "on 4 of 8 devices (cpu)" in done.stderr
-    assert "data: 1 file of book.txt, 20,800 bytes of text\n" in done.stderr and "notice" not in done.stderr
+    assert "residual=ladder" in err and "learning_rate=0.004" in err and "tensor=4" in err
+    assert "on 4 of 8 devices (cpu)" in err
+    assert "data: 1 file of book.txt, 20,800 bytes of text\n" in err and "notice" not in err
     return folder / "out"
 
 
@@ -80,8 +81,6 @@ def test_generate(told, trained):
     ask = ["generate", trained, "--prompt", "the cat", "--max-new-tokens", "20"]
     greedy = told(*ask)
     assert greedy.startswith("the cat") and len(greedy) > len("the cat") + 5
-    warm = [told(*ask, "--temperature", "1.5", "--seed", seed) for seed in (1, 1, 2)]
-    assert warm[0] == warm[1] != warm[2]
     assert told(*ask, "--tensor", "1") == greedy
     assert told("generate", trained / "checkpoints" / "6", *ask[2:]).startswith("the cat")
 
@@ -116,50 +115,19 @@ def test_generate_several_prompts(told, trained):
     assert ended == one[: one.index(stop, len("the cat"))] + "\n"
 
 
-def test_generate_for_a_file_of_prompts(told, refused, trained, tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
+def test_generate_for_a_file_of_prompts(told, trained, tmp_path, capsys):
+    """test_prompts.py is about what the file may hold, and about going on after a kill."""
     prompts, out = tmp_path / "prompts.jsonl", tmp_path / "out.jsonl"
     lines = [{"prompt": "the cat", "id": "a"}, {"prompt": "rat", "max_new_tokens": 3}, {"prompt": "é", "seed": 4}]
     prompts.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    ask = ["generate", str(trained), "--prompts", "prompts.jsonl", "--out", "out.jsonl", "--max-new-tokens", "9"]
-    assert cli.main(ask) == 0
+    ask = ["generate", trained, "--prompts", prompts, "--out", out, "--max-new-tokens", "9"]
+    assert cli.main(list(map(str, ask))) == 0
     done = capsys.readouterr()
     assert done.out == "" and "3/3 prompts" in done.err
-    written = out.read_bytes()
-    answers = {answer["index"]: answer for answer in map(json.loads, written.splitlines())}
+    answers = {answer["index"]: answer for answer in map(json.loads, out.read_text().splitlines())}
     assert [answers[i]["new_tokens"] for i in range(3)] == [9, 3, 9] and answers[0]["id"] == "a"
     alone = told("generate", trained, "--prompt", "the cat", "--max-new-tokens", "9")
     assert alone == f"the cat{answers[0]['text']}\n"
-    out.write_bytes(written[:-4])
-    told(*ask, "--slots", "1")
-    assert sorted(out.read_bytes().splitlines()) == sorted(written.splitlines())
-    assert "out.jsonl line 1 answers another prompt, model or setting" in refused(*ask, "--seed", "1")
-
-
-def test_a_prompt_outside_the_vocabulary(refused, trained, tmp_path):
-    """A checkpoint whose vocabulary is smaller than the prompt's bytes."""
-    copy = tmp_path / "run"
-    shutil.copytree(trained, copy)
-    for meta in copy.glob("checkpoints/*/meta/metadata"):
-        stored = json.loads(meta.read_text())
-        stored["config"]["model"]["vocab_size"] = 120
-        meta.write_text(json.dumps(stored))
-        manifest.write(meta.parent.parent)
-    line = refused("generate", copy, "--prompt", "zebra")
-    assert "model.vocab_size=120 is too small for bytes (at least 256)" in line
-
-
-def test_a_damaged_checkpoint(refused, trained, tmp_path):
-    """One bit of the parameters; `tests/test_checkpoint.py` damages every file."""
-    copy = tmp_path / "run"
-    shutil.copytree(trained, copy)
-    params = copy / "checkpoints" / "12" / "params"
-    file = max((p for p in params.rglob("*") if p.is_file()), key=lambda p: p.stat().st_size)
-    content = bytearray(file.read_bytes())
-    content[len(content) // 2] ^= 1
-    file.write_bytes(content)
-    line = refused("generate", copy, "--prompt", "the", "--max-new-tokens", "4")
-    assert "has other contents than were written; the newest whole one before it is step 6" in line
 
 
 # As in the README, overrides may stand around an option; the mistake shows that the last of them was read.
@@ -233,20 +201,12 @@ def test_a_reader_that_leaves():
         assert process.stderr.read() == b"" and process.wait(300) == 0
 
 
-def test_an_empty_prompt(refused, trained):
-    assert "the prompt is empty" in refused("generate", trained, "--prompt", "")
-
-
 def test_doctor(told):
     report = json.loads(told("doctor", "--json"))
-    assert (report["jax"], report["jaxlib"], report["flax"]) == (jax.__version__, jaxlib.__version__, flax.__version__)
-    assert report["devices"] == ["cpu"] * 8
+    assert report["jax"] == jax.__version__ and report["devices"] == ["cpu"] * 8
     assert set(report["targets"]) == {"v5e:2x4", "v5p:2x2x2", "v6e:2x4", "tpu7x:2x2x1", "h100:8", "b200:8", "cpu:8"}
     assert report["targets"]["cpu:8"] == "ok"
     assert all(reason == "ok" or "pip install" in reason or "cannot" in reason for reason in report["targets"].values())
-    names = ("python", "system", "packages", "devices", "targets")
-    lines = doctor.Report(**{name: report[name] for name in names}).lines()
-    assert f"{'jax':<20} {report['jax']}" in lines and "compiles ahead of time for" in lines
 
 
 def test_control_characters_reach_no_terminal(refused, monkeypatch, tmp_path):
