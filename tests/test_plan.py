@@ -60,6 +60,9 @@ def test_every_plan_can_be_run(asked):
 MOE = dict(model="qwen1.5-moe-a2.7b", target="v5p:2x2x2", tokens=65_536, sequence=4096, layers=4)
 
 
+EXCHANGED = Candidate(MeshConfig(fsdp=2, tensor=4, experts="exchange"), Remat.NONE, True, 2, 4)
+
+
 def candidates(**asked):
     return set(request.candidates(request.make(**asked)))
 
@@ -127,7 +130,9 @@ def test_standard_is_planned_in_halves(capsys):
 def test_plans_that_exchange_experts(tmp_path):
     """Of a model with a capacity, each sequence-parallel plan has one; its overrides make a training configuration."""
     asked = dict(MOE, capacity=1.25, residual="farskip")
-    wanted, every, exchanged = request.make(**asked), candidates(**asked), exchanging(residual="farskip")
+    wanted = request.make(**asked)
+    every = candidates(**asked)
+    exchanged = exchanging(residual="farskip")
     with_sums = {
         dataclasses.replace(one, mesh=dataclasses.replace(one.mesh, experts=ExpertParallelism.REDUCE))
         for one in exchanged
@@ -150,35 +155,38 @@ def test_plans_that_exchange_no_experts(tmp_path):
     assert not exchanging(model=str(dense))
 
 
-def test_what_exchanged_experts_take_by_hand():
-    """Over 4 ranks: 60 experts, of which 4 are chosen, 1,408 wide, and a shared one of 5,632; capacity 1.25.
-
-    Their memory is compared with compilers' figures above.
-    """
-    config, d, m, w, tokens = preset(MOE["model"]), 2048, 1408, 5632 // 4, 2 * 4096
-    own = tokens // 4
-    rows = 60 * math.ceil(1.25 * own * 4 / 60)
+def test_what_exchanged_experts_compute_by_hand():
+    """Over 4 ranks: 60 experts, of which 4 are chosen, 1,408 wide, and a shared one of 5,632; capacity 1.25."""
+    d, tokens = 2048, 2 * 4096
+    rows = 60 * math.ceil(1.25 * tokens / 4 * 4 / 60)
+    layer = shards.shard(preset(MOE["model"]), ranks=4)
     wanted = request.make(**MOE, capacity=1.25, residual="ladder")
-    one = Candidate(MeshConfig(fsdp=2, tensor=4, experts="exchange"), Remat.NONE, True, 2, 4)
-    layer = shards.shard(config, ranks=4)
     attention = 2 * tokens * layer.attention + 2 * 2 * 4 * 128 * 4096 * 4097
-    experts = 2 * 3 * rows * d * m + 2 * own * d * 60 + 2 * 3 * tokens * d * w
+    experts = 2 * 3 * rows * d * 1408 + 2 * tokens / 4 * d * 60 + 2 * 3 * tokens * d * 5632 / 4
     head = 2 * tokens * layer.vocabulary * d
-    assert speed.flops(one, request=wanted) == (pytest.approx(4 * (attention + experts) + head), 0)
-    full = dataclasses.replace(one, remat=Remat.FULL)  # all but the sums that attention and the shared expert reduce
-    again = 4 * (attention - 2 * tokens * d * 512 + experts - 2 * tokens * d * w)
-    assert speed.flops(full, request=wanted)[1] == pytest.approx(again)
-    # Two halves of a reduction each: attention's, and a shared expert's.
-    halves = lambda model, name: speed._halves(one, Model(preset(model, residual=name, num_layers=1), 4))
-    assert halves(MOE["model"], "ladder") == (4 * 2, 0)
-    assert halves(MOE["model"], "farskip") == (4 * 1.5, 0)
-    assert halves("qwen3-30b-a3b", "standard") == (0, 4 * 1)
+    assert speed.flops(EXCHANGED, request=wanted) == (pytest.approx(4 * (attention + experts) + head), 0)
+    full = dataclasses.replace(EXCHANGED, remat=Remat.FULL)  # all but the sums that are reduced
+    reduced = 2 * tokens * d * 512 + 2 * tokens * d * 5632 / 4
+    assert speed.flops(full, request=wanted)[1] == pytest.approx(4 * (attention + experts - reduced))
+
+
+@pytest.mark.parametrize(
+    "model, residual, hiding, waiting",
+    [
+        (MOE["model"], "ladder", 4 * 2, 0),  # attention's, and a shared expert's
+        (MOE["model"], "farskip", 4 * 1.5, 0),
+        ("qwen3-30b-a3b", "standard", 0, 4),
+    ],
+)
+def test_reductions_of_exchanged_experts_in_halves(model, residual, hiding, waiting):
+    layer = Model(preset(model, residual=residual, num_layers=1), 4)
+    assert speed._halves(EXCHANGED, layer) == (hiding, waiting)
 
 
 @pytest.mark.parametrize("remat, count, passes", [(Remat.NONE, 4, 3), (Remat.SAVE_MATMULS, 4, 3), (Remat.FULL, 6, 4)])
 def test_a_layers_all_to_alls(remat, count, passes):
     """Two forward, two backward, and two where they are repeated; beside the shared expert."""
-    one = Candidate(MeshConfig(fsdp=2, tensor=4, experts="exchange"), remat, True, 2, 4)
+    one = dataclasses.replace(EXCHANGED, remat=remat)
     of = lambda name, seconds: speed._all_to_alls(
         one, Model(preset(MOE["model"], residual=name, num_layers=4), 4), seconds=seconds, shared=1.0
     )
@@ -192,16 +200,14 @@ def test_the_time_of_exchanged_experts_by_hand(monkeypatch):
     """v5p's ring of four carries each byte once, 180 GB/s; of attention and the shared expert two halves each."""
     half = 3 / 4 * 8192 * 2048 * 2 / 180e9
     rows = 60 * math.ceil(1.25 * 2048 * 4 / 60) * 2048 * 2 / 180e9
-    one = Candidate(MeshConfig(fsdp=2, tensor=4, experts="exchange"), Remat.NONE, True, 2, 4)
     wanted = lambda name: request.make(**MOE, capacity=1.25, residual=name)
     nothing_computed = dataclasses.replace(speed.machine_of(wanted("standard").target), flops=1e30)
     monkeypatch.setattr(speed, "machine_of", lambda target: nothing_computed)
-    standard, farskip = (speed.speed(one, request=wanted(name)).exposed for name in ("standard", "farskip"))
+    standard, farskip = (speed.speed(EXCHANGED, request=wanted(name)).exposed for name in ("standard", "farskip"))
     assert standard - farskip == pytest.approx(4 * 4 * 4 * 0.5 * half, rel=1e-6)
     assert standard > 4 * 4 * (4 * 2 * half + 4 * rows)
 
 
-EXCHANGED = Candidate(MeshConfig(fsdp=2, tensor=4, experts="exchange"), Remat.NONE, True, 2, 4)
 REDUCED = Candidate(MeshConfig(4, 4, 4), Remat.SAVE_MATMULS, False, 2, 16)
 
 
@@ -219,7 +225,8 @@ def test_halves_wait_for_no_message(asked, whole):
 def test_the_answer_names_the_fastest_exchange(capsys):
     hint = "note      with --capacity 1.25 (model.moe.capacity) plans may exchange"
     assert hint in asked_of(capsys, MOE)
-    out, every = asked_of(capsys, MOE, "--capacity=1.25"), planned(capsys, MOE, "--capacity=1.25")
+    out = asked_of(capsys, MOE, "--capacity=1.25")
+    every = planned(capsys, MOE, "--capacity=1.25")
     best = next(plan for plan in every if plan["experts"] == "exchange")
     assert "exchange  mesh.experts=exchange with capacity 1.25, the fastest that fits: " in out
     assert f"{best['seconds']:.3g} s a step" in out

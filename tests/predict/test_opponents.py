@@ -48,9 +48,6 @@ def test_each_algorithm_has_its_formula():
     assert fastest(1e3, machine.NCCL) is fastest(1e3, machine.FITTED) is fastest(4e6, machine.FITTED) is Algorithm.RING
     # A reduce-scatter and an all-gather move as much as an all-reduce, with one latency more.
     assert 2 * EIGHT.half(4e6, ranks=8) == pytest.approx(EIGHT.all_reduce(4e6, ranks=8) + 10e-6)
-    assert EIGHT.faster(2).times(4e6, ranks=8) == {
-        name: pytest.approx(seconds / 2) for name, seconds in EIGHT.times(4e6, ranks=8).items()
-    }
 
 
 def test_several_nodes_have_a_tree_and_at_most_a_two_shot():
@@ -266,9 +263,7 @@ def test_a_prefill_and_its_opponents(capsys):
     speeds = [one["tokens_per_second"] for one in found["opponents"]]
     assert speeds == sorted(speeds, reverse=True)
     rows = by_residual(found)
-    for row in rows.values():
-        assert row["tokens_per_second"] == pytest.approx(4096 / row["seconds"])
-        assert row["speedup"] == pytest.approx(row["tokens_per_second"] / speeds[0])
+    assert all(row["tokens_per_second"] == pytest.approx(4096 / row["seconds"]) for row in rows.values())
     ladder = rows["ladder"]
     plain = next(one for one in found["opponents"] if (one["form"], one["interleave"]) == ("all-reduce", 1))
     assert ladder["speedup_over_nccl"] == pytest.approx(ladder["tokens_per_second"] / plain["tokens_per_second"])

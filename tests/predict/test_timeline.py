@@ -69,16 +69,10 @@ def uniform(name, *, lengths=(1.0, 1.0), all_reduce, layers=8, contention=0.0):
 
 
 def test_what_a_delay_hides():
-    """One sublayer with delay 1; with delay k up to k of them, so that a short one may borrow from a long one."""
-    assert uniform("standard", all_reduce=1.0).exposed == 16
-    for delay in (1, 2, 3):
-        assert uniform(f"ladder-{delay}", all_reduce=1.0).exposed == 1  # the last has nothing to hide under
+    """Of uneven sublayers a delay of 1 shows half of each MLP's all-reduce, and the last one wholly."""
     uneven = {delay: uniform(f"ladder-{delay}", lengths=(0.5, 1.5), all_reduce=1.0) for delay in (1, 2)}
-    # With delay 1 half of each MLP's all-reduce shows, as attention is too short for it; and the last one wholly.
     assert uneven[1].exposed == 7 * 0.5 + 1
     assert uneven[2].exposed == 1
-    for all_reduce in (1.25, 4.0):  # the link is the bottleneck: no delay helps further
-        assert uniform("ladder-3", all_reduce=all_reduce).seconds == 1 + 16 * all_reduce
     assert uniform("parallel-ladder", all_reduce=2.0).exposed == 2 < uniform("ladder", all_reduce=2.0).exposed
 
 
