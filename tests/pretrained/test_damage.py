@@ -5,7 +5,6 @@ import os
 
 import numpy as np
 import pytest
-import safetensors.numpy
 
 from ladder_jax import pretrained
 from ladder_jax.errors import UserError
@@ -26,9 +25,8 @@ def refused(folder) -> str:
 @pytest.fixture
 def whole(tmp_path):
     """In three files and an index."""
-    pretrained.write_huggingface(
-        pretrained.open(models.write(tmp_path / "made", "llama-3.1")), tmp_path / "whole", shard_bytes=30_000
-    )
+    made = pretrained.open(models.write(tmp_path / "made", "llama-3.1"))
+    pretrained.write_huggingface(made, tmp_path / "whole", shard_bytes=30_000)
     pretrained.open(tmp_path / "whole")
     return tmp_path / "whole"
 
@@ -42,12 +40,11 @@ def test_truncated(kept, whole):
     assert "not a whole safetensors file" in message
 
 
-def test_nonsense_in_headers(whole):
+@pytest.mark.parametrize("header", [b"\xff" * 8, (2**62).to_bytes(8, "little"), (4).to_bytes(8, "little") + b"nope"])
+def test_nonsense_in_headers(header, whole):
     file = sorted(whole.glob("*.safetensors"))[0]
-    content = file.read_bytes()
-    for header in (b"\xff" * 8, (2**62).to_bytes(8, "little"), (4).to_bytes(8, "little") + b"nope"):
-        file.write_bytes(header + content[len(header) :])
-        assert file.name in refused(whole)
+    file.write_bytes(header + file.read_bytes()[len(header) :])
+    assert file.name in refused(whole)
 
 
 def test_missing_shard(whole):
@@ -58,33 +55,36 @@ def test_missing_shard(whole):
 
 def test_index_and_shards_disagree(whole):
     file = whole / "model.safetensors.index.json"
-    index = json.loads(file.read_text())
-    shard = index["weight_map"].pop(QUERY)
-    file.write_text(json.dumps(index))
-    assert f"holds {QUERY}" in refused(whole)
-    file.write_text(json.dumps({"weight_map": {**index["weight_map"], QUERY: shard, "more": shard}}))
-    assert "lacks more" in refused(whole)
-    file.write_text(json.dumps({"weight_map": {**index["weight_map"], QUERY: "../made/model.safetensors"}}))
-    assert "outside its folder" in refused(whole)
-    file.write_text(json.dumps({"metadata": {}}))
-    assert "weight_map" in refused(whole)
+    shards = json.loads(file.read_text())["weight_map"]
+    others = {name: shard for name, shard in shards.items() if name != QUERY}
+    for content, said in (
+        ({"weight_map": others}, f"holds {QUERY}"),
+        ({"weight_map": {**shards, "more": shards[QUERY]}}, "lacks more"),
+        ({"weight_map": {**others, QUERY: "../made/model.safetensors"}}, "outside its folder"),
+        ({"metadata": {}}, "weight_map"),
+    ):
+        file.write_text(json.dumps(content))
+        assert said in refused(whole)
     file.write_text("{")
     assert "not JSON" in refused(whole)
 
 
-def test_weights_that_do_not_fit_the_configuration(tmp_path):
-    write = lambda name, **more: models.write(tmp_path / name, "llama-3.1", **more)
-    message = refused(write("shape", more={QUERY: np.zeros((32, 31), np.float32)}))
-    assert QUERY in message
-    assert "(32, 31)" in message
-    assert "(32, 32)" in message
-    extra = {"model.layers.0.mlp.experts.0.up_proj.weight": np.zeros((1, 1), np.float32)}
-    assert "experts" in refused(write("more", more=extra))
-    (tmp_path / "shape" / "config.json").write_text(json.dumps(models.config("llama-3.1", num_hidden_layers=3)))
-    models.write(tmp_path / "fewer", "llama-3.1")
-    (tmp_path / "fewer" / "config.json").write_text(json.dumps(models.config("llama-3.1", num_hidden_layers=3)))
-    assert "model.layers.2." in refused(tmp_path / "fewer")
-    assert "I8" in refused(write("bytes", more={QUERY: np.zeros((32, 32), np.int8)}))
+@pytest.mark.parametrize(
+    "more, said",
+    [
+        ({QUERY: np.zeros((32, 31), np.float32)}, f"{QUERY} is (32, 31), but (32, 32)"),
+        ({"model.layers.0.mlp.experts.0.up_proj.weight": np.zeros((1, 1), np.float32)}, "experts"),
+        ({QUERY: np.zeros((32, 32), np.int8)}, "I8"),
+    ],
+)
+def test_weights_that_do_not_fit_the_configuration(more, said, tmp_path):
+    assert said in refused(models.write(tmp_path / "model", "llama-3.1", more=more))
+
+
+def test_fewer_layers_than_the_configuration_has(tmp_path):
+    folder = models.write(tmp_path / "model", "llama-3.1")
+    (folder / "config.json").write_text(json.dumps(models.config("llama-3.1", num_hidden_layers=3)))
+    assert "model.layers.2." in refused(folder)
 
 
 def test_more_layers_than_tensors(tmp_path):
@@ -98,14 +98,11 @@ def test_more_layers_than_tensors(tmp_path):
         pretrained.open(file)
 
 
-def test_nested_json(tmp_path):
+@pytest.mark.parametrize("name", ["config.json", "generation_config.json", "model.safetensors.index.json"])
+def test_nested_json(name, tmp_path):
     folder = models.write(tmp_path / "model", "llama-2")
-    for name in ("config.json", "generation_config.json", "model.safetensors.index.json"):
-        before = (folder / name).read_text() if (folder / name).exists() else None
-        (folder / name).write_text("[" * 100_000)
-        assert "is not JSON" in refused(folder), name
-        (folder / name).unlink() if before is None else (folder / name).write_text(before)
-    pretrained.open(folder)
+    (folder / name).write_text("[" * 100_000)
+    assert "is not JSON" in refused(folder)
 
 
 def test_a_tied_head_may_stand_twice_but_not_differ(tmp_path):
@@ -124,7 +121,8 @@ def test_old_files_hold_rotary_frequencies_too(tmp_path):
 def test_pickles_are_refused_with_a_hint(tmp_path):
     folder = models.write(tmp_path / "model", "llama-2")
     os.rename(folder / "model.safetensors", folder / "pytorch_model.bin")
-    assert "pickles" in (message := refused(folder))
+    message = refused(folder)
+    assert "pickles" in message
     assert "safetensors" in message
 
 
@@ -157,13 +155,3 @@ def test_a_file_that_is_cut_short_while_it_is_read(tmp_path):
         with pytest.raises(UserError, match="model.safetensors' was cut short: it was complete when it was opened"):
             stored.read()
         assert np.isfinite(whole[key]).all()
-
-
-def test_the_library_agrees_with_what_is_written(tmp_path):
-    """Its own check is stricter than a reader's: no gaps, no overlaps."""
-    source = pretrained.open(models.write(tmp_path / "model", "qwen3"))
-    pretrained.write_huggingface(source, tmp_path / "out")
-    assert (
-        safetensors.numpy.load_file(tmp_path / "out" / "model.safetensors").keys()
-        == models.shapes(models.config("qwen3")).keys()
-    )

@@ -8,12 +8,6 @@ import pytest
 from ladder_jax.cli import main
 from ladder_jax.errors import Stopped
 from ladder_jax.pretrained import staging
-from tests.pretrained import gguf_files
-
-
-@pytest.fixture(scope="module")
-def small(tmp_path_factory):
-    return gguf_files.write(tmp_path_factory.mktemp("small") / "small.gguf", "llama-2")
 
 
 @pytest.mark.parametrize("kind", ["link", "dangling link", "file", "another user's"])
