@@ -8,7 +8,8 @@ import openai
 import pytest
 
 from ladder_jax import cli
-from tests.serve.conftest import CAPACITY, MODEL, ask
+from tests.serve.conftest import CAPACITY, MODEL, ask, metric
+from tests.serve.test_limits import until
 
 LONG = dict(model=MODEL, prompt="a", max_tokens=CAPACITY - 1, temperature=0)
 # The command, with rounds that take long enough to be met, and may fail.
@@ -64,8 +65,8 @@ def test_sigterm_drains(start):
     while (found := ask(process.url, "/health"))[0] == 200:
         pass
     assert found[2] == {"status": "draining"}
-    status, _, answer = ask(process.url, body={**LONG, "model": "novel"}, headers=key)
-    assert status == 503 and answer["error"]["code"] == "draining"
+    status, headers, answer = ask(process.url, body={**LONG, "model": "novel"}, headers=key)
+    assert status == 503 and answer["error"]["code"] == "draining" and headers["Retry-After"]
     assert process.popen.wait(60) == 0
     client.join()
     assert client.error is None and client.parts[-1].choices[0].finish_reason == "length"
@@ -76,18 +77,23 @@ def test_sigterm_drains(start):
 
 
 def test_draining_has_an_end(start):
-    """And a server that anybody may use says so."""
-    process = start("--drain-seconds", "0.1", "--host", "0.0.0.0", python=SLOW)
+    """Whole answers become 503, streams end with an error. And a server that anybody may use says so."""
+    options = "--drain-seconds 0.1 --host 0.0.0.0 --chunk 1".split()  # so that LONG takes 127 rounds
+    process, answers = start(*options, python=SLOW), []
     assert "anybody who reaches http://0.0.0.0:" in process.log().splitlines()[0]
     client = Client(process.url)
+    whole = threading.Thread(target=lambda: answers.append(ask(process.url, body=LONG)[0]))
+    whole.start()
+    until(lambda: metric(process.url, "ladder_jax_running") == 2)
     assert process.end() == 0
-    client.join()
-    assert "the server ended before the answer did" in str(client.error)
+    for waiting in (client, whole):
+        waiting.join()
+    assert "the server ended before the answer did" in str(client.error) and answers == [503]
     assert process.log().count("\n") == 4
 
 
 def test_a_second_signal_ends_it_at_once(start):
-    process = start(python=SLOW)
+    process = start("--chunk", "1", python=SLOW)
     client = Client(process.url)
     process.popen.send_signal(signal.SIGINT)
     while ask(process.url, "/health")[0] == 200:
@@ -112,7 +118,6 @@ def test_an_error_in_the_engine_ends_the_process(start):
 
 MISTAKES = {
     ("--slots", "0"): "--slots must be at least 1, not 0",
-    ("--chunk", "0"): "--chunk must be at least 1, not 0",
     ("--capacity", "1"): "--capacity must be at least 2, not 1",
     ("--drain-seconds", "-1"): "--drain-seconds must not be negative, not -1.0",
     ("--drain-seconds", "nan"): "--drain-seconds must not be negative, not nan",
