@@ -3,6 +3,7 @@
 Names and shapes are written out here once more, as transformers has them, and share nothing with the package.
 """
 
+import collections
 import json
 
 import numpy as np
@@ -46,17 +47,21 @@ def config(name: str, **changes) -> dict:
 
 def arrays(told: dict) -> dict[str, np.ndarray]:
     """Tensors [out, in] by transformers' names, one an expert, as the checkpoints on the Hub have them."""
-    rng, family = np.random.default_rng(0), told["model_type"]
-    width, size = told["hidden_size"], told.get("head_dim") or 8
+    rng = np.random.default_rng(0)
+    family = told["model_type"]
+    width = told["hidden_size"]
+    size = told.get("head_dim") or 8
     matrix = lambda *shape: (1.3 * rng.standard_normal(shape) / np.sqrt(shape[-1])).astype(np.float32)
     gain = lambda n: (1 + 0.2 * rng.standard_normal(n)).astype(np.float32)
     bias = lambda n: (0.3 * rng.standard_normal(n)).astype(np.float32)
     found = {"model.embed_tokens.weight": matrix(129, width), "model.norm.weight": gain(width)}
     found["lm_head.weight"] = matrix(129, width)
     outputs = {"q_proj": 4 * size, "k_proj": 2 * size, "v_proj": 2 * size}
-    block, names = "mlp", ("gate_proj", "up_proj", "down_proj")
+    block = "mlp"
+    names = ("gate_proj", "up_proj", "down_proj")
     if family == "mixtral":
-        block, names = "block_sparse_moe", ("w1", "w3", "w2")
+        block = "block_sparse_moe"
+        names = ("w1", "w3", "w2")
     inner = told.get("moe_intermediate_size", told["intermediate_size"])
     for layer in range(told["num_hidden_layers"]):
         own = {f"self_attn.{name}.weight": matrix(out, width) for name, out in outputs.items()}
@@ -87,20 +92,21 @@ def arrays(told: dict) -> dict[str, np.ndarray]:
 
 def fused(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     """As transformers 5 has them in memory: one tensor for all experts' gates and ups, and one for their downs."""
-    found = {name: values for name, values in tensors.items() if ".experts." not in name}
-    found = {name.replace("block_sparse_moe", "mlp"): values for name, values in found.items()}
-    routers = [name for name in tensors if name.endswith((".mlp.gate.weight", ".block_sparse_moe.gate.weight"))]
-    for layer in (int(name.split(".")[2]) for name in routers):
-        pick = lambda *names: np.stack([
-            np.concatenate([tensors[f"model.layers.{layer}.{block}.experts.{e}.{name}.weight"] for name in names])
-            for e in range(6)
-            for block in ("mlp", "block_sparse_moe")
-            if f"model.layers.{layer}.{block}.experts.{e}.{names[0]}.weight" in tensors
-        ])  # fmt: skip
-        mixtral = f"model.layers.{layer}.block_sparse_moe.gate.weight" in tensors
-        gate, up, down = ("w1", "w3", "w2") if mixtral else ("gate_proj", "up_proj", "down_proj")
-        found[f"model.layers.{layer}.mlp.experts.gate_up_proj"] = pick(gate, up)
-        found[f"model.layers.{layer}.mlp.experts.down_proj"] = pick(down)
+    found = {}
+    experts = collections.defaultdict(list)
+    for name, values in tensors.items():
+        name = name.replace("block_sparse_moe", "mlp")
+        block, _, below = name.partition(".experts.")
+        if below:
+            _, projection, _ = below.split(".")
+            experts[block, projection].append(values)
+        else:
+            found[name] = values
+    for block in {block for block, _ in experts}:
+        names = ("w1", "w3", "w2") if (block, "w1") in experts else ("gate_proj", "up_proj", "down_proj")
+        gate, up, down = (np.stack(experts[block, name]) for name in names)
+        found[f"{block}.experts.gate_up_proj"] = np.concatenate([gate, up], axis=1)
+        found[f"{block}.experts.down_proj"] = down
     return found
 
 

@@ -24,18 +24,8 @@ from tests import reference
 from tests import tokenizers as tiny
 from tests.pretrained import gguf_files, models
 
-ARGUMENTS = dict.fromkeys(
-    "ladder_layers residual ranks dtype calibration calibration_tokens refit ridge search tensor".split()
-) | {
-    "to": "checkpoint",
-    "json": True,
-}
-
-
-@pytest.fixture(scope="module")
-def small(tmp_path_factory):
-    """Four layers, in a GGUF file of float32."""
-    return gguf_files.write(tmp_path_factory.mktemp("small") / "small.gguf", "llama-2", num_hidden_layers=4)
+OPTIONS = "ladder_layers residual ranks dtype calibration calibration_tokens refit ridge search tensor"
+ARGUMENTS = dict.fromkeys(OPTIONS.split()) | {"to": "checkpoint", "json": True}
 
 
 def convert(source, destination, **arguments):
@@ -60,14 +50,11 @@ def test_values_and_files_arrive(tmp_path, capsys):
     assert saved.config.model == source.model
     again = pretrained.open(tmp_path / "out")
     assert (again.context, again.generation) == (source.context, source.generation)
-    assert again.files == source.files
-    for key, stored in source.arrays.items():
-        assert again.arrays[key].dtype == stored.dtype
-        assert (again.arrays[key].read() == stored.read()).all()
+    same(again, source)
+    keys = np.stack([source.arrays["layers/attention/key", layer].read() for layer in range(2)])
     for tensor in (1, 4):
-        params = restored(saved, tensor=tensor)[1]
-        key = np.stack([source.arrays["layers/attention/key", n].read() for n in range(2)])
-        assert (np.asarray(params["layers"]["attention"]["key"]) == key.astype(np.float32)).all()
+        _, params = restored(saved, tensor=tensor)
+        assert (np.asarray(params["layers"]["attention"]["key"]) == keys.astype(np.float32)).all()
     assert saved.tokenizer().encode("the cat") == made.encode("the cat").ids
     with pytest.raises(UserError, match="was converted, not trained"):
         saved.optimizer({})
@@ -85,10 +72,9 @@ def test_values_and_files_arrive(tmp_path, capsys):
 def test_hybrids_equal_the_dense_reference(arguments, kind, number, ladder, small, tmp_path):
     """Zero layers change nothing: then transformers' own loss is the reference, too."""
     definition, params = restored(convert(small, tmp_path / "out", **arguments))
-    tokens = models.tokens()
-    ours = np.asarray(nn.compiled_logits(definition)(params, tokens))
+    ours = np.asarray(nn.compiled_logits(definition)(params, models.tokens()))
     shape = reference.Shape(layers=4, heads=4, kv_heads=4, vocab=129, kind=kind, number=number, ladder=ladder)
-    expected = reference.evaluate(reference.logits, jax.tree.map(np.asarray, params), tokens, shape)
+    expected = reference.evaluate(reference.logits, jax.tree.map(np.asarray, params), models.tokens(), shape)
     assert models.error(ours, expected) <= 1e-5
 
 
@@ -96,9 +82,15 @@ def test_to_hugging_face_and_back(small, tmp_path):
     conversion.run({**ARGUMENTS, "source": str(small), "destination": str(tmp_path / "hf"), "to": "huggingface"})
     saved = convert(tmp_path / "hf", tmp_path / "out", ladder_layers="1,2", residual="ladder-fresh", ranks=2)
     assert (saved.config.model.residual, saved.config.model.ranks) == ("ladder-fresh", 2)
-    theirs, ours = pretrained.open(small), pretrained.open(tmp_path / "out")
-    assert theirs.files == ours.files
-    assert all((ours.arrays[key].read() == stored.read()).all() for key, stored in theirs.arrays.items())
+    same(pretrained.open(tmp_path / "out"), pretrained.open(small))
+
+
+def same(ours, theirs):
+    """The arrays' values and dtypes, and the tokenizer's files."""
+    assert ours.files == theirs.files
+    for key, stored in theirs.arrays.items():
+        assert ours.arrays[key].dtype == stored.dtype
+        assert (ours.arrays[key].read() == stored.read()).all()
 
 
 @pytest.mark.parametrize(
@@ -192,18 +184,25 @@ def test_sources_that_break_midway_leave_nothing(small, tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["file.gguf"]
 
 
+SLOW = """
+import sys, time
+from ladder_jax import cli
+from ladder_jax.checkpoint.stream import Stream
+put = Stream.put
+Stream.put = lambda *a, **b: (time.sleep(0.2), put(*a, **b))
+sys.exit(cli.main(["convert", sys.argv[1], "out"]))
+"""
+
+
 def test_sigterm_removes_what_there_is(small, tmp_path):
-    slow = "import time; from ladder_jax.checkpoint.stream import Stream; put = Stream.put\n"
-    slow += "Stream.put = lambda *a, **b: (time.sleep(0.2), put(*a, **b))\n"
-    slow += f"import sys; from ladder_jax import cli; sys.exit(cli.main(['convert', {str(small)!r}, 'out']))"
     environment = {**os.environ, "PYTHONPATH": str(pathlib.Path(__file__).parent.parent.parent)}
-    command = [sys.executable, "-c", slow]
+    command = [sys.executable, "-c", SLOW, str(small)]
     process = subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, text=True, env=environment)
     while not list(tmp_path.glob(".out.converting/out/checkpoints")):
         assert process.poll() is None, process.stderr.read()
         time.sleep(0.01)
     process.send_signal(signal.SIGTERM)
-    said = process.communicate(timeout=60)[1]
+    _, said = process.communicate(timeout=60)
     assert process.returncode == 128 + signal.SIGTERM
     assert "Traceback" not in said
     assert f"ladder-jax: SIGTERM: '{tmp_path / 'out'}' was not written" in said
