@@ -22,21 +22,27 @@ def client(url):
         yield client
 
 
+@pytest.fixture(scope="module")
+def answer(client):
+    """What is answered to MESSAGES, or to others."""
+    return lambda **more: client.chat.completions.create(**{"model": MODEL, "messages": MESSAGES, **more})
+
+
 @pytest.mark.parametrize("limit", ["max_tokens", "max_completion_tokens"])
-def test_an_answer(client, alone, limit):
-    answer = client.chat.completions.create(model=MODEL, messages=MESSAGES, temperature=1.2, seed=4, **{limit: 9})
+def test_an_answer(answer, alone, limit):
+    found = answer(temperature=1.2, seed=4, **{limit: 9})
     expected = alone(PROMPT, max_new_tokens=9, temperature=1.2, seed=4, stop_ids=(10,))
-    (choice,) = answer.choices
+    (choice,) = found.choices
     assert (choice.message.role, choice.message.content) == ("assistant", expected.text)
-    assert choice.finish_reason == "length" and answer.object == "chat.completion"
-    assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (len(PROMPT), 9)
+    assert choice.finish_reason == "length" and found.object == "chat.completion"
+    assert (found.usage.prompt_tokens, found.usage.completion_tokens) == (len(PROMPT), 9)
 
 
-def test_a_text_ends_where_the_model_ends_it(client, alone):
+def test_a_text_ends_where_the_model_ends_it(answer, alone):
     """At the tokenizer's stop token, which is none of the text; without a limit it may go on to the server's."""
     reasons = set()
     for seed in range(12):
-        (choice,) = client.chat.completions.create(model=MODEL, messages=MESSAGES, seed=seed, temperature=2).choices
+        (choice,) = answer(seed=seed, temperature=2).choices
         expected = alone(PROMPT, max_new_tokens=50, temperature=2.0, seed=seed, stop_ids=(10,))
         assert (choice.message.content, choice.finish_reason) == (expected.text, expected.finish)
         assert "\n" not in choice.message.content
@@ -44,20 +50,19 @@ def test_a_text_ends_where_the_model_ends_it(client, alone):
     assert reasons == {"stop", "length"}
 
 
-def test_messages_in_other_words(client):
+def test_messages_in_other_words(answer):
     """Text in parts, and OpenAI's newer word for a system message."""
-    asked = dict(model=MODEL, temperature=0, max_tokens=9)
-    plain = client.chat.completions.create(messages=MESSAGES, **asked)
+    asked = dict(temperature=0, max_tokens=9)
+    plain = answer(**asked)
     parts = [{"type": "text", "text": "Be "}, {"type": "text", "text": "brief."}]
     other = [{"role": "developer", "content": parts}, {**MESSAGES[1], "name": "Ann"}]
     neutral = dict(tools=[], tool_choice="none", response_format={"type": "text"}, n=1, store=False, logit_bias={})
-    same = client.chat.completions.create(messages=other, **asked, **neutral)
+    same = answer(messages=other, **asked, **neutral)
     assert same.choices[0].message.content == plain.choices[0].message.content
 
 
-def test_a_stream(client, alone):
-    asked = dict(model=MODEL, messages=MESSAGES, seed=3, max_tokens=40, n=2, stream=True)
-    *parts, last = client.chat.completions.create(**asked, stream_options={"include_usage": True})
+def test_a_stream(answer, alone):
+    *parts, last = answer(seed=3, max_tokens=40, n=2, stream=True, stream_options={"include_usage": True})
     assert [part.choices[0].delta.role for part in parts[:2]] == ["assistant"] * 2
     for index in range(2):
         mine = [part.choices[0] for part in parts if part.choices[0].index == index]
@@ -67,15 +72,15 @@ def test_a_stream(client, alone):
     assert last.choices == [] and last.usage.prompt_tokens == len(PROMPT)
 
 
-def test_log_probabilities(client, alone):
+def test_log_probabilities(answer, alone):
     expected = alone(PROMPT, max_new_tokens=20, stop_ids=(10,), logprobs=True)
-    asked = dict(model=MODEL, messages=MESSAGES, temperature=0, max_tokens=20, logprobs=True)
-    (choice,) = client.chat.completions.create(**asked, top_logprobs=1).choices
+    asked = dict(temperature=0, max_tokens=20, logprobs=True)
+    (choice,) = answer(**asked, top_logprobs=1).choices
     content = choice.logprobs.content
     assert tuple(byte for token in content for byte in token.bytes) == expected.tokens
     assert [token.logprob for token in content] == pytest.approx(expected.logprobs, abs=1e-4)
     assert all(token.top_logprobs[0].token == token.token for token in content)
-    parts = [part.choices[0].logprobs for part in client.chat.completions.create(**asked, stream=True)]
+    parts = [part.choices[0].logprobs for part in answer(**asked, stream=True)]
     assert [token.logprob for part in parts if part for token in part.content] == [token.logprob for token in content]
 
 
@@ -109,10 +114,9 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("change, message", REFUSED.values(), ids=REFUSED)
-def test_what_cannot_be_answered(client, change, message):
-    asked = dict(model=MODEL, messages=MESSAGES)
+def test_what_cannot_be_answered(answer, change, message):
     with pytest.raises(openai.BadRequestError, match=message):
-        client.chat.completions.create(**{**asked, **change})
+        answer(**change)
 
 
 def test_the_paths_are_described(url):

@@ -29,8 +29,14 @@ def client(running):
         yield client
 
 
-def test_a_completion(client, alone):
-    answer, expected = client.completions.create(**ASKED), alone("Once upon", **ALONE)
+@pytest.fixture(scope="module")
+def complete(client):
+    """What is answered to ASKED, some of it changed."""
+    return lambda **more: client.completions.create(**{**ASKED, **more})
+
+
+def test_a_completion(complete, alone):
+    answer, expected = complete(), alone("Once upon", **ALONE)
     assert answer.object == "text_completion" and answer.model == MODEL and answer.id.startswith("cmpl-")
     (choice,) = answer.choices
     assert choice.text == expected.text and choice.finish_reason == "length" and choice.logprobs is None
@@ -50,38 +56,35 @@ def test_defaults_are_openai_s(client, alone):
 
 
 @pytest.mark.parametrize("prompt", [["a", "bé"], [[97], [98, 195, 169]]], ids=["texts", "tokens"])
-def test_several_prompts_and_answers(client, alone, prompt):
+def test_several_prompts_and_answers(complete, alone, prompt):
     """The k-th answer to a prompt has the seed + k."""
-    answer = client.completions.create(**{**ASKED, "prompt": prompt, "n": 3})
-    expected = [alone(one, **{**ALONE, "seed": 7 + k}) for one in ("a", "bé") for k in range(3)]
-    assert answer.choices == client.completions.create(**{**ASKED, "prompt": prompt, "n": 3, "best_of": 3}).choices
+    answer = complete(prompt=prompt, n=3)
+    expected = [alone(one, **{**ALONE, "seed": 7 + k}).text for one in ("a", "bé") for k in range(3)]
+    assert answer.choices == complete(prompt=prompt, n=3, best_of=3).choices
     assert [choice.index for choice in answer.choices] == list(range(6))
-    assert [choice.text for choice in answer.choices] == [one.text for one in expected]
+    assert [choice.text for choice in answer.choices] == expected
     assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (4, 240)
-    one = client.completions.create(**{**ASKED, "prompt": [97]})
-    assert one.choices[0].text == expected[0].text
+    assert complete(prompt=[97]).choices[0].text == expected[0]
 
 
-def test_the_engine_s_own_settings(client, alone):
+def test_the_engine_s_own_settings(complete, alone):
     own = dict(top_k=5, min_p=0.05, repetition_penalty=1.3)
-    answer = client.completions.create(**ASKED, top_p=0.9, extra_body=own)
+    answer = complete(top_p=0.9, extra_body=own)
     assert answer.choices[0].text == alone("Once upon", **ALONE, top_p=0.9, **own).text
 
 
-def test_stop_strings_and_echo(client, alone):
+def test_stop_strings_and_echo(complete, alone):
     text = alone("Once upon", **ALONE).text
     stop = text[10:12]
-    answer = client.completions.create(**ASKED, stop=[stop, "never there"], echo=True)
-    (choice,) = answer.choices
+    (choice,) = complete(stop=[stop, "never there"], echo=True).choices
     assert choice.text == "Once upon" + text[: text.index(stop)] and choice.finish_reason == "stop"
-    parts = list(client.completions.create(**ASKED, stop=stop, echo=True, stream=True))
+    parts = complete(stop=stop, echo=True, stream=True)
     assert "".join(part.choices[0].text for part in parts) == choice.text
 
 
-def test_a_stream(client, alone):
+def test_a_stream(complete, alone):
     """Two prompts at a time; several pieces each, which together are the texts."""
-    asked = {**ASKED, "prompt": ["Once upon", "x"], "stream": True, "stream_options": {"include_usage": True}}
-    *parts, last = client.completions.create(**asked)
+    *parts, last = complete(prompt=["Once upon", "x"], stream=True, stream_options={"include_usage": True})
     texts, reasons = {0: [], 1: []}, {}
     for part in parts:
         (choice,) = part.choices
@@ -94,10 +97,10 @@ def test_a_stream(client, alone):
     assert last.choices == [] and (last.usage.prompt_tokens, last.usage.completion_tokens) == (10, 80)
 
 
-def test_log_probabilities(client, alone):
+def test_log_probabilities(complete, alone):
     expected = alone("Once upon", max_new_tokens=40, logprobs=True)
-    greedy = {**ASKED, "temperature": 0, "logprobs": 1}
-    (choice,) = client.completions.create(**greedy).choices
+    greedy = dict(temperature=0, logprobs=1)
+    (choice,) = complete(**greedy).choices
     found = choice.logprobs
     np.testing.assert_allclose(found.token_logprobs, expected.logprobs, atol=1e-4)
     assert [list(top) for top in found.top_logprobs] == [[token] for token in found.tokens]
@@ -105,7 +108,7 @@ def test_log_probabilities(client, alone):
     for token, offset in zip(found.tokens, found.text_offset):
         assert token.startswith("bytes:") or choice.text[offset:].startswith(token)
     assert any(token.startswith("bytes:") for token in found.tokens)
-    parts = [part.choices[0].logprobs for part in client.completions.create(**greedy, stream=True)]
+    parts = [part.choices[0].logprobs for part in complete(**greedy, stream=True)]
     assert sum((part.text_offset for part in parts if part), []) == found.text_offset
     assert sum((part.token_logprobs for part in parts if part), []) == found.token_logprobs
 
@@ -141,16 +144,15 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("change, message", REFUSED.values(), ids=REFUSED)
-def test_what_cannot_be_answered(client, change, message):
+def test_what_cannot_be_answered(complete, change, message):
     kind = openai.NotFoundError if "model" in change else openai.BadRequestError
     with pytest.raises(kind, match=message) as caught:
-        client.completions.create(**{**ASKED, **change})
+        complete(**change)
     body = caught.value.response.json()["error"]
     assert set(body) == {"message", "type", "param", "code"} and body["type"] == "invalid_request_error"
-    streamed = {**ASKED, "stream": True, **change}
     if "stream_options" not in change:  # refused before a stream begins
         with pytest.raises(kind, match=message):
-            client.completions.create(**streamed)
+            complete(stream=True, **change)
 
 
 def test_without_a_chat_template(client):
@@ -158,9 +160,9 @@ def test_without_a_chat_template(client):
         client.chat.completions.create(model=MODEL, messages=[{"role": "user", "content": "Hello"}])
 
 
-def test_health_and_metrics(running, client):
+def test_health_and_metrics(running, complete):
     before = metric(running.url, "ladder_jax_new_tokens_total")
-    client.completions.create(**ASKED)
+    complete()
     assert ask(running.url, "/health")[::2] == (200, {"status": "ok"})
     assert ask(running.url, "/health", method="HEAD")[0] == 200
     status, headers, text = ask(running.url, "/metrics")
