@@ -23,13 +23,12 @@ def asked(prompt, **more):
     return dict(model=MODEL, prompt=prompt, max_tokens=4, seed=1, **more)
 
 
-@pytest.mark.parametrize("more", [dict(temperature=0), dict(temperature=1.0, logprobs=0)], ids=str)
-def test_it_is_a_500_with_a_reason(url, more):
-    before = ask(url, body=asked("b", **more))
-    status, _, body = ask(url, body=asked("\r", **more))
+def test_it_is_a_500_with_a_reason(url):
+    before = ask(url, body=asked("b"))
+    status, _, body = ask(url, body=asked("\r"))
     assert status == 500 and body["error"]["code"] == "no_numbers" and body["error"]["type"] == "server_error"
     assert "the model's logits are no numbers (NaN or infinite) after 0 new tokens" in body["error"]["message"]
-    after = ask(url, body=asked("b", **more))
+    after = ask(url, body=asked("b"))
     assert before[0] == after[0] == 200 and before[2]["choices"] == after[2]["choices"]
     assert metric(url, 'ladder_jax_finished_total{reason="failed"}') >= 1
 
