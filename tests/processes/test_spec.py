@@ -70,7 +70,6 @@ def test_cluster_fills_in(environ, cluster):
         ({"processes": "0"}, "--processes must be positive, not 0"),
         ({"processes": "four"}, "--processes must be a whole number, not 'four'"),
         ({"coordinator": "gpu-0"}, "--coordinator 'gpu-0' must be HOST:PORT, such as gpu-0:8476"),
-        ({"coordinator": "gpu-0:99999"}, "must be HOST:PORT"),
         ({"coordinator": ":8476"}, "must be HOST:PORT"),
         ({"coordinator": None}, "no cluster is recognised here: --coordinator must be given too"),
         ({"coordinator": None, "process": None}, "--coordinator and --process must be given too"),

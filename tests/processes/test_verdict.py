@@ -64,30 +64,11 @@ def test_of_crashes_the_first_once_the_others_live():
     assert verdict.about == (1,) and verdict.text == "process 1 of 3 (host b) crashed: KeyError"
 
 
-def test_a_failure_goes_before_a_crash():
-    story = Story()
-    story.heard(0, now=5.0, end=End.CRASHED, how="crashed: connection reset")
-    story.heard(2, now=6.0, end=End.FAILED, how="ended: the disk is full")
-    assert story.members.verdict(now=6.0).text == "process 2 of 3 (host c) ended: the disk is full"
-
-
 def test_ending_in_order_blames_nobody():
     story = Story(lost=60.0, hang=100.0)
     for process in range(3):
         story.heard(process, now=100.0, beats=9, doing="step 9", end=End.DONE)
     assert story.members.verdict(now=1000.0) is None and story.members.all_done
-
-
-def test_beats_of_a_process_that_does_not_get_on():
-    story = Story(hang=100.0, lost=60.0)
-    for now in range(0, 161, 20):
-        for process in range(3):
-            beats = min(now // 20 + 1, 2 if process == 1 else 3)
-            story.heard(process, now=float(now), beats=beats, doing=f"step {beats}")
-        verdict = story.members.verdict(now=float(now))
-        assert (verdict is not None) == (now == 160)
-    assert verdict.about == (1,) and "process 1 of 3 (host b) hangs at: step 2; the others" in verdict.text
-    assert "at: step 3, for 100 s (--hang-timeout waits longer)" in verdict.text
 
 
 def test_nobody_gets_on():

@@ -5,11 +5,6 @@ import os
 import subprocess
 import sys
 
-import pytest
-
-from ladder_jax.errors import UserError
-from ladder_jax.processes import agreement
-
 PATIENCE = 6.0
 
 PROCESS = """
@@ -61,8 +56,8 @@ os._exit(0)
 """
 
 
-@pytest.mark.parametrize("processes", [3])
-def test_all_hear_the_same(processes, port):
+def test_all_hear_the_same(port):
+    processes = 3
     command = [sys.executable, "-c", PROCESS, f"localhost:{port}", str(processes)]
     pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     environment = {**os.environ, "JAX_NUM_CPU_DEVICES": "1"}
@@ -87,25 +82,3 @@ def test_all_hear_the_same(processes, port):
             assert fault == f"RunFailed: KeyError: 'a fault' (process 1 of {processes})"
             line = f"RunFailed: process 1 of {processes} has not answered within {PATIENCE:g} s: a try"
             assert lost == [line] and seconds < PATIENCE + 1
-
-
-class Alone:
-    """The coordination service of a run of one process, which hears itself alone."""
-
-    def key_value_set(self, key, value):
-        pass
-
-    def key_value_delete(self, key):
-        pass
-
-
-def test_an_error_of_ones_own_keeps_its_kind(monkeypatch):
-    """A bug's traceback is that of the process that has it; a mistake is the verdict of all."""
-    monkeypatch.setattr(agreement, "_client", Alone)
-    together = agreement.Agreement("test", patience=1.0).together
-    with pytest.raises(ZeroDivisionError), together("it"):
-        1 / 0  # noqa: B018
-    with pytest.raises(UserError, match="^mine"), together("it"):
-        raise UserError("mine")
-    with together("it"):
-        pass
