@@ -12,7 +12,7 @@ import pytest
 from flax import nnx
 
 import ladder_jax as lj
-from ladder_jax import checkpoint, decode, nn, pretrained
+from ladder_jax import checkpoint, decode, pretrained
 from ladder_jax.bench import request as benches
 from ladder_jax.cli import main
 from ladder_jax.config import Dtype, Phase
@@ -26,11 +26,8 @@ from tests.pretrained import gguf_files, models
 
 TEXT = "the"
 NEW = dict(max_new_tokens=16, temperature=1.5, seed=1)
-QUICK = ("qwen3",)  # in `make test`; every family's logits are compared in test_in.py
-NAMED = [
-    *(pytest.param(name, marks=() if name in QUICK else pytest.mark.full) for name in models.FAMILIES),
-    "small.gguf",
-]
+# One in `make test`: every family's logits are compared in test_in.py.
+FULL = [pytest.param(name, marks=pytest.mark.full) for name in models.FAMILIES if name != "qwen3"]
 WORDS = ["--prompt", TEXT, "--max-new-tokens", "16", "--temperature", "1.5", "--seed", "1"]
 
 
@@ -61,53 +58,53 @@ def mistake(capsys, *words):
     return said
 
 
-@pytest.mark.parametrize("name", NAMED)
+def same(ours, theirs):
+    """Parameters, to the last bit."""
+    for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
+        assert a.dtype == b.dtype
+        assert (np.asarray(a) == np.asarray(b)).all()
+
+
+@pytest.mark.parametrize("name", ["qwen3", "small.gguf", *FULL])
 def test_text_without_converting_first(name, files, tmp_path, capsys):
     """One command and three lines of Python give what the converted checkpoint gives, and below it the tokens."""
     text = printed(capsys, "generate", files / name, *WORDS)
     assert text.startswith(TEXT)
     assert len(text) > len(TEXT) + 1
-    assert main(["convert", str(files / name), str(tmp_path / "new" / "converted")]) == 0
-    capsys.readouterr()
-    assert printed(capsys, "generate", tmp_path / "new" / "converted", *WORDS) == text
-
+    converted = tmp_path / "new" / "converted"
+    printed(capsys, "convert", files / name, converted)
+    assert printed(capsys, "generate", converted, *WORDS) == text
     if name == "small.gguf":  # several prompts are an engine's; the k-th has the seed + k
         assert printed(capsys, "generate", files / name, *WORDS, "--prompt", TEXT).startswith(text)
     model = lj.from_pretrained(files / name)
     assert TEXT + model.generate(TEXT, **NEW) + "\n" == text
-    again = lj.load(tmp_path / "new" / "converted")
-    for ours, theirs in zip(jax.tree.leaves(model.params), jax.tree.leaves(again.params), strict=True):
-        assert ours.dtype == theirs.dtype
-        assert (np.asarray(ours) == np.asarray(theirs)).all()
-
-
-def test_a_folder_on_other_meshes(files):
-    """Of more tensor ranks than key/value heads, and of two data ranks: the same text."""
-    text = lj.from_pretrained(files / "qwen2").generate(TEXT, max_new_tokens=4)
-    mesh = lj.make_mesh(data=2, tensor=4)
-    assert lj.from_pretrained(files / "qwen2", mesh=mesh).generate(TEXT, max_new_tokens=4) == text
+    same(model.params, lj.load(converted).params)
 
 
 def test_ladder_layers_in_memory(files, tmp_path, capsys):
-    """As `convert` makes them; and what it refuses."""
+    """As `convert` makes them."""
     converted = tmp_path / "converted"
     text = printed(capsys, "generate", files / "llama-2", *WORDS, "--ladder-layers", "1")
     printed(capsys, "convert", files / "llama-2", converted, "--ladder-layers", "1")
     assert printed(capsys, "generate", converted, *WORDS) == text
+    said = mistake(capsys, "generate", converted, *WORDS, "--ladder-layers", "1", "--residual", "ladder-2")
+    assert f"{str(converted)!r} is ladder" in said
     model = lj.from_pretrained(files / "llama-2", ladder_layers=[0, 1], residual="ladder-2", dtype="bfloat16")
     assert (model.config.residual, model.topology.num_layers) == ("ladder-2", 2)
     assert {leaf.dtype for leaf in jax.tree.leaves(model.params)} == {np.dtype("bfloat16")}
-    generate = ["generate", files / "llama-2", "--prompt", TEXT]
-    for options, message in (
-        (["--residual", "ladder"], "--residual needs --ladder-layers"),
-        (["--ladder-layers", "auto:1"], "is measured, so only a conversion can choose it"),
-        (["--ladder-layers", "1", "--residual", "ladder-fresh"], "set --ranks N"),
-        (["--ladder-layers", "1", "--residual", "parallel"], "unknown ladder kind"),
-    ):
-        assert message in mistake(capsys, *generate, *options)
-    assert f"{str(converted)!r} is ladder" in mistake(
-        capsys, "generate", converted, "--prompt", TEXT, "--ladder-layers", "1", "--residual", "ladder-2"
-    )
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ("--residual ladder", "--residual needs --ladder-layers"),
+        ("--ladder-layers auto:1", "is measured, so only a conversion can choose it"),
+        ("--ladder-layers 1 --residual ladder-fresh", "set --ranks N"),
+        ("--ladder-layers 1 --residual parallel", "unknown ladder kind"),
+    ],
+)
+def test_layers_that_cannot_be(options, message, files, capsys):
+    assert message in mistake(capsys, "generate", files / "llama-2", *WORDS, *options.split())
 
 
 @pytest.mark.parametrize("name, dtype", [("llama-2", "bfloat16"), ("small.gguf", jnp.float32)], ids=str)
@@ -124,37 +121,42 @@ def test_a_dtype_is_of_parameters_and_compute(name, dtype, files, tmp_path):
         lj.from_pretrained(files / name, dtype="float16")
 
 
-def test_evaluate_and_the_models_of_other_commands(files, tmp_path, capsys):
-    """Their shapes are read, without weights."""
+def test_evaluate(files, tmp_path, capsys):
     (tmp_path / "text.txt").write_text("the cat sat on the mat " * 8)
     found = printed(capsys, "evaluate", files / "llama-2", "--text", tmp_path / "text.txt", "--window", "16", "--json")
     assert json.loads(found)["tokens"] > 50
+
+
+@pytest.fixture
+def shapes(files, tmp_path):
+    """Models without weights, and a file of one with them: two layers each."""
     (tmp_path / "shape").mkdir()
     (tmp_path / "shape" / "config.json").write_text(json.dumps(models.config("qwen2", vocab_size=100)))
-    words = ["--hardware", "h100-nvlink", "--tensor", "2", "--residual", "standard,ladder", "--json"]
-    for name in (tmp_path / "shape", files / "small.gguf"):
-        assert json.loads(printed(capsys, "predict", "--model", name, *words))["model"] == str(name)
-    assert pretrained.model_config(tmp_path / "shape") == pretrained.open(files / "qwen2").model
     (tmp_path / "mine.yaml").write_text("model: {num_layers: 2, vocab_size: 300}\n")
-    assert json.loads(printed(capsys, "predict", "--model", tmp_path / "mine.yaml", *words))["model"].endswith(
-        "mine.yaml"
-    )
-    for name in ("shape", "mine.yaml"):
-        made = dict(model=str(tmp_path / name), residual="ladder-fresh", tensor=2)
-        request = overlaps.make(**made, target="v5p:2x2x2", phase=Phase.DECODE)
+    return tmp_path / "shape", tmp_path / "mine.yaml", files / "small.gguf"
+
+
+def test_other_commands_read_the_shape_alone(shapes, files, capsys):
+    for name in shapes:
+        words = ["--model", name, "--hardware", "h100-nvlink", "--tensor", "2", "--residual", "standard,ladder"]
+        assert json.loads(printed(capsys, "predict", *words, "--json"))["model"] == str(name)
+        fresh = dict(model=str(name), residual="ladder-fresh", tensor=2, target="v5p:2x2x2", phase=Phase.DECODE)
+        request = overlaps.make(**fresh)
         again = overlaps.Request.from_dict(json.loads(json.dumps(request.as_dict())))
         assert again == request
         assert (again.config.num_layers, again.config.ranks) == (2, 2)
-        assert benches.make(model=str(tmp_path / name), residual="ladder").config("ladder").num_layers == 2
-        assert plans.make(model=str(tmp_path / name), target="v5p:2x2x2", tokens=64, sequence=32).config.num_layers == 2
-    assert "allowed: 1, 2" in mistake(
-        capsys, "predict", "--model", files / "qwen2", "--hardware", "v5e", "--tensor", "3"
-    )
+        assert benches.make(model=str(name), residual="ladder").config("ladder").num_layers == 2
+        planned = plans.make(model=str(name), target="v5p:2x2x2", tokens=64, sequence=32)
+        assert planned.config.num_layers == 2
+    assert pretrained.model_config(shapes[0]) == pretrained.open(files / "qwen2").model
+    three = ["predict", "--model", files / "qwen2", "--hardware", "v5e", "--tensor", "3"]
+    assert "allowed: 1, 2" in mistake(capsys, *three)
 
 
 def test_training_starts_from_any_model(files, tmp_path, capsys):
     """With its shape, weights and tokenizer; a run that goes on refuses other weights in their place."""
-    folder, recipe = tmp_path / "model", tmp_path / "recipe.yaml"
+    folder = tmp_path / "model"
+    recipe = tmp_path / "recipe.yaml"
     shutil.copytree(files / "llama-2", folder)
     recipe.write_text("train: {steps: 1, batch: 2, sequence: 16, warmup_steps: 0, evaluation_batches: 1}\n")
     (tmp_path / "text.txt").write_text("the cat sat on the mat " * 200)
@@ -163,33 +165,37 @@ def test_training_starts_from_any_model(files, tmp_path, capsys):
     assert main(["train", str(recipe), *words]) == 0
     assert f"starting from {folder}, standard" in capsys.readouterr().err
     saved = checkpoint.open_checkpoint(tmp_path / "run")
+    source = pretrained.open(folder)
     assert (saved.config.model.residual, saved.config.model.d_model) == ("ladder", 32)
-    assert saved.tokenizer().name == pretrained.open(folder).tokenizer.name
+    assert saved.tokenizer().name == source.tokenizer.name
     recorded = saved.data["sources"]
     assert recorded["start"]["path"] == str(folder)
     start = sources.of_run(saved.config, recorded=recorded).start
-    params, stored = start.params(start.define(), dtype=np.float32), pretrained.open(folder).arrays
-    for key in (pretrained.Key("layers/mlp/up", 1), pretrained.Key("layers/attention/query", 0)):
-        _, part, name = key.name.split("/")
-        assert (np.asarray(params["layers"][part][name])[key.layer] == stored[key].read()).all()
+    layers = start.params(start.define(), dtype=np.float32)["layers"]
+    assert (np.asarray(layers["mlp"]["up"])[1] == source.arrays["layers/mlp/up", 1].read()).all()
     models.write(folder, "llama-2", vocab_size=100, more={"model.norm.weight": np.ones(32, np.float32)})
     with pytest.raises(UserError, match="is not the checkpoint any more that this run began with"):
         sources.of_run(saved.config, recorded=recorded)
 
 
-def test_names_of_nothing(files, capsys, monkeypatch):
+@pytest.mark.parametrize(
+    "words, message",
+    [
+        ("generate smol.gguf --prompt x", "did you mean 'small.gguf'? (allowed: a run's folder, a Hug"),
+        ("generate qwen2/nowhere --prompt x", "there is no model at 'qwen2/nowhere'"),  # what is here is not the Hub's
+        ("generate tiny --prompt x", "'tiny' is a preset, a shape without weights"),
+        ("generate hf://one --prompt x", "write hf://org/name[@revision]"),
+        ("evaluate mistrel --text qwen2/config.json", "did you mean 'mistral'?"),
+        ("predict --hardware v5e --model llama-3-7b", "unknown preset 'llama-3-7b'; did you mean 'llama-3-70b'?"),
+    ],
+)
+def test_names_of_nothing(words, message, files, capsys, monkeypatch):
     monkeypatch.chdir(files)
     monkeypatch.setattr(hubs, "_snapshot", lambda *_, **__: pytest.fail("the Hub was asked"))
-    for name, message in (
-        ("smol.gguf", "there is no model at 'smol.gguf'; did you mean 'small.gguf'? (allowed: a run's folder, a Hug"),
-        ("qwen2/nowhere", "there is no model at 'qwen2/nowhere'"),  # what is here is not the Hub's
-        ("tiny", "'tiny' is a preset, a shape without weights"),
-        ("hf://one", "write hf://org/name[@revision]"),
-    ):
-        assert message in mistake(capsys, "generate", name, "--prompt", "x")
-    assert "did you mean 'mistral'?" in mistake(capsys, "evaluate", "mistrel", "--text", "qwen2/config.json")
-    predict = ["predict", "--hardware", "v5e", "--model"]
-    assert "unknown preset 'llama-3-7b'; did you mean 'llama-3-70b'?" in mistake(capsys, *predict, "llama-3-7b")
+    assert message in mistake(capsys, *words.split())
+
+
+def test_what_is_loaded_is_here():
     with pytest.raises(UserError, match="there is no model at 'someone/small'"):
         lj.load("someone/small")
 
@@ -243,9 +249,7 @@ def refused(name):
 
 
 def downloaded(asked):
-    return [
-        one.partition("/resolve/")[2].partition("/")[2] for one in asked if one.startswith("GET /someone/small/res")
-    ]
+    return [one.split("/", maxsplit=5)[5] for one in asked if one.startswith("GET /someone/small/resolve/")]
 
 
 def test_a_model_of_the_hub(files, served, tmp_path, capsys, monkeypatch):
@@ -279,30 +283,27 @@ def test_a_model_of_the_hub(files, served, tmp_path, capsys, monkeypatch):
         assert pretrained.open_model("someone/small").name == f"someone/small@{hub.COMMIT}"
         absent = refused("someone/else")
         assert absent.startswith(f"no connection to {url} (")
-        assert absent.endswith(
-            f"), and the cache at {tmp_path / 'cache'} does not hold all of 'someone/else' that is needed"
-        )
+        assert absent.endswith(f"the cache at {tmp_path / 'cache'} does not hold all of 'someone/else' that is needed")
     next((tmp_path / "cache").rglob("model.safetensors")).unlink()
     hubs.download.cache_clear()
     assert refused("someone/small").endswith("does not hold all of 'someone/small' that is needed")
 
 
-def test_gguf_files_of_the_hub(served, tmp_path):
-    """Of several one has to be named; pickles are none."""
-    (tmp_path / "files").mkdir()
+def test_gguf_files_of_the_hub(files, served, tmp_path):
+    """Of several one has to be named."""
     for name in ("a", "b"):
-        gguf_files.write(tmp_path / "files" / f"{name}.gguf", "llama-2")
-    with served(tmp_path / "files") as (_, asked):
-        assert refused("someone/small").endswith(
-            "name one of its GGUF files, as in 'someone/small/a.gguf' (allowed: a.gguf, b.gguf)"
-        )
+        shutil.copy(files / "small.gguf", tmp_path / f"{name}.gguf")
+    with served(tmp_path) as (_, asked):
+        how = "name one of its GGUF files, as in 'someone/small/a.gguf' (allowed: a.gguf, b.gguf)"
+        assert refused("someone/small").endswith(how)
         assert pretrained.open("someone/small/b.gguf").model.num_layers == 2
         assert downloaded(asked) == ["b.gguf"]
-    for name in ("a", "b"):
-        (tmp_path / "files" / f"{name}.gguf").unlink()
-    (tmp_path / "files" / "config.json").write_text(json.dumps(models.config("llama-2")))
-    (tmp_path / "files" / "pytorch_model.bin").write_bytes(b"x")
-    with served(tmp_path / "files"):
+
+
+def test_pickles_are_no_weights(served, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(models.config("llama-2")))
+    (tmp_path / "pytorch_model.bin").write_bytes(b"x")
+    with served(tmp_path):
         assert "only weights as pickles" in refused("someone/small")
 
 
@@ -323,8 +324,7 @@ def test_push_to_the_hub(files, served, tmp_path, monkeypatch):
     ours = lj.from_pretrained(tmp_path / "copy")
     assert ours.config == model.config
     assert ours.tokenizer.name == model.tokenizer.name
-    for a, b in zip(jax.tree.leaves(ours.params), jax.tree.leaves(model.params), strict=True):
-        assert (np.asarray(a) == np.asarray(b)).all()
+    same(ours.params, model.params)
     with pytest.raises(UserError, match="is no repository's name"):
         model.push_to_hub("someone")
     with pytest.raises(UserError, match="is no export"):
@@ -340,22 +340,19 @@ def model():
 
 def test_saved_and_loaded(model, tmp_path, capsys):
     """One's own weights, on any mesh, and as an export."""
-    model.save(tmp_path / "new" / "one")
-    again = lj.load(str(tmp_path / "new" / "one"), mesh=lj.make_mesh(tensor=4))
+    saved = tmp_path / "new" / "one"
+    model.save(saved)
+    again = lj.load(str(saved), mesh=lj.make_mesh(tensor=4))
     assert again.mesh.shape["tensor"] == 4
     assert again.config == model.config
-    for ours, theirs in zip(jax.tree.leaves(model.params), jax.tree.leaves(again.params), strict=True):
-        assert ours.dtype == theirs.dtype
-        assert (np.asarray(ours) == np.asarray(theirs)[: len(ours)]).all()  # unpadded
-    assert not checkpoint.verify(tmp_path / "new" / "one" / "checkpoints" / "0")
-    text = printed(capsys, "generate", tmp_path / "new" / "one", "--tensor", "2", *WORDS)
+    same(model.params, jax.tree.map(lambda ours, theirs: theirs[: len(ours)], model.params, again.params))  # unpadded
+    assert not checkpoint.verify(saved / "checkpoints" / "0")
+    text = printed(capsys, "generate", saved, "--tensor", "2", *WORDS)
     assert text == TEXT + model.generate(TEXT, **NEW) + "\n"
     with pytest.raises(UserError, match="is there already"):
-        model.save(tmp_path / "new" / "one")
+        model.save(saved)
     model.save(tmp_path / "export", format="huggingface")
-    exported = json.loads((tmp_path / "export" / "config.json").read_text())
-    assert exported["num_hidden_layers"] == 2
-    assert (tmp_path / "export" / "modeling_ladder.py").is_file()
+    assert pretrained.open(tmp_path / "export").model.num_layers == 2
     with pytest.raises(UserError, match="unknown format 'hugging'; did you mean 'huggingface'"):
         model.save(tmp_path / "other", format="hugging")
 
@@ -383,8 +380,10 @@ def test_two_models_of_one_file_are_one_program(files):
     """They differ in their parameters alone, as Flax needs it for maps over two models."""
     one, two = (lj.from_pretrained(files / "llama-2") for _ in range(2))
     assert one.tokenizer is not two.tokenizer
-    assert nnx.split(one)[0] == nnx.split(two)[0]
-    mean = nnx.merge(nnx.split(one)[0], jax.tree.map(lambda a, b: (a + b) / 2, nnx.state(one), nnx.state(two)))
+    graph, state = nnx.split(one)
+    other_graph, other_state = nnx.split(two)
+    assert graph == other_graph
+    mean = nnx.merge(graph, jax.tree.map(lambda a, b: (a + b) / 2, state, other_state))
     assert mean.generate(TEXT, **NEW) == one.generate(TEXT, **NEW)
 
 
@@ -398,8 +397,6 @@ def test_what_a_model_refuses(model):
         other.generate("x")
     with pytest.raises(UserError, match="decoding needs a Transformer, or a ModelDef and its params"):
         decode.Generator(model.definition)
-    assert isinstance(other, nn.Transformer)
-    assert "tiny" in lj.presets
 
 
 def test_without_the_hubs_library(capsys, tmp_path, monkeypatch):
