@@ -26,7 +26,7 @@ TINY = [
     f"train.checkpoint_every={SAVE}", f"train.evaluate_every={EVALUATE}", "train.evaluation_batches=40",
 
 ]  # fmt: skip
-KILLS = [4, pytest.param(20, marks=pytest.mark.full)]
+KILLS = [3, pytest.param(20, marks=pytest.mark.full)]
 
 
 def command(book, directory, *more):
@@ -336,20 +336,27 @@ time.sleep(600)
 """
 
 
-def test_the_lock_is_a_regular_file(tmp_path):
-    """As NFS needs it. Another process that holds it keeps this one out; killed, it leaves a file that does not."""
-    with folder.owned(tmp_path / "run", say=print):
+def test_one_process_a_folder(book, resumable):
+    """The lock is a regular file, as NFS needs it. A process that is killed leaves a file that keeps nobody out."""
+    with folder.owned(resumable, say=print):
         pass
-    lock = tmp_path / "run" / ".lock"
+    lock = resumable / ".lock"
     assert lock.is_file() and not lock.stat().st_mode & 0o111
     holder = subprocess.Popen([sys.executable, "-c", HOLDER, str(lock)], stdout=subprocess.PIPE, text=True)
     assert holder.stdout.readline() == "held\n"
-    with pytest.raises(UserError, match="another process is training in"), folder.owned(tmp_path / "run", say=print):
-        pass
+    before = sorted(p.stat().st_mtime_ns for p in resumable.rglob("*"))
+    with pytest.raises(UserError, match="another process is training in"):
+        run(book, resumable)
+    assert sorted(p.stat().st_mtime_ns for p in resumable.rglob("*")) == before
     holder.kill()
     holder.communicate()
-    with folder.owned(tmp_path / "run", say=print):
-        folder.check(config.load("tiny"), tmp_path / "run")  # nothing but the lock: not a foreign folder
+    with folder.owned(resumable, say=print):
+        pass
+
+
+def test_a_folder_with_a_lock_is_not_foreign(tmp_path):
+    with folder.owned(tmp_path, say=print):
+        folder.check(config.load("tiny"), tmp_path)
 
 
 def test_a_refused_run_leaves_no_folder(tmp_path):
@@ -374,13 +381,6 @@ def test_a_lock_that_is_taken_away_meanwhile_is_none(tmp_path, monkeypatch):
     monkeypatch.setattr(fcntl, "flock", lambda *of: [(tmp_path / "run" / ".lock").unlink(), lock(*of)])
     with pytest.raises(UserError, match="was about to train in .*; try again"), folder.owned(tmp_path / "run"):
         pass
-
-
-def test_one_process_a_folder(book, resumable):
-    before = sorted(p.stat().st_mtime_ns for p in resumable.rglob("*"))
-    with folder.owned(resumable, say=print), pytest.raises(UserError, match="another process is training in"):
-        run(book, resumable)
-    assert sorted(p.stat().st_mtime_ns for p in resumable.rglob("*")) == before
 
 
 def test_a_run_that_began_meanwhile_is_not_continued_as_another(book, tmp_path, uninterrupted, monkeypatch):
