@@ -247,7 +247,7 @@ def shape_of(text):
     return tuple(int(size) for size in text.split(","))
 
 
-def test_one_compilation_serves_all_chosenand_gathers_nothing():
+def test_one_compilation_serves_all_settings_and_gathers_nothing():
     sample, values = compiled("8"), logits(8)
     sample(values, settings(ASKED))
     before = sample.jitted._cache_size()
