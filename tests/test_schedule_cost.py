@@ -1,5 +1,7 @@
 """What a compiled program costs (tests/hlo): its FLOPs, the bytes that it moves, and its timeline."""
 
+import itertools
+
 import pytest
 
 from ladder_jax import schedule
@@ -120,7 +122,8 @@ ENTRY %main (a: f32[8,128,64], b: f32[8,64,32]) -> f32[8,128,32] {{
 
 def test_garbage_estimates_are_skipped():
     one = text("tpu7x-unrolled").replace('"estimated_cycles":"', '"estimated_cycles":"9223372036854775807', 1)
-    before, after = schedule.audit(text("tpu7x-unrolled")), schedule.audit(one)
+    before = schedule.audit(text("tpu7x-unrolled"))
+    after = schedule.audit(one)
     assert 0 < after.step_cycles <= before.step_cycles
 
 
@@ -130,9 +133,10 @@ def test_a_timeline_waits_only_for_what_is_exposed():
     for name in ("standard", "unrolled"):
         program = parsed(f"tpu7x-{name}")
         bars = timeline.play(program, hardware=HARDWARE["tpu7x"], ranks=RANKS)
-        compute, wire = [b for b in bars if not b.wire], [b for b in bars if b.wire]
+        compute = [b for b in bars if not b.wire]
+        wire = [b for b in bars if b.wire]
         assert len(wire) == SUBLAYERS
-        assert all(earlier.stop <= later.start + 1e-12 for earlier, later in zip(compute, compute[1:], strict=False))
+        assert all(earlier.stop <= later.start + 1e-12 for earlier, later in itertools.pairwise(compute))
         waits[name] = max(b.stop for b in bars) - sum(b.stop - b.start for b in compute)
         one = wire[0].stop - wire[0].start
         assert one == pytest.approx(2 * 7 / 8 * T * D * 2 / HARDWARE["tpu7x"].link)
