@@ -67,28 +67,26 @@ def test_answers(make_engine, alone, tmp_path):
 
 
 def test_it_goes_on_after_a_kill(make_engine, tmp_path):
-    jobs, out = batch.read(write(tmp_path / "in.jsonl", LINES), **READ), tmp_path / "out.jsonl"
-    form, engine = dict(by=batch.by_custom_id, beginning=batch.BEGINNING), make_engine()
-    run = lambda jobs: jsonl.answer(engine, jobs, file=str(out), advance=lambda: None)
-    run(jsonl.unanswered(str(out), jobs, **form))
-    content = out.read_bytes()
+    file, out, engine = write(tmp_path / "in.jsonl", LINES), tmp_path / "out.jsonl", make_engine()
+    jobs = batch.read(file, **READ)
+    unanswered = lambda jobs: jsonl.unanswered(str(out), jobs, by=batch.by_custom_id, beginning=batch.BEGINNING)
+    run = lambda: jsonl.answer(engine, unanswered(jobs), file=str(out), advance=lambda: None)
     answers = lambda: map(json.loads, out.read_bytes().splitlines())
     texts = lambda: {one["custom_id"]: one["response"]["body"]["choices"] for one in answers()}
-    expected = texts()
+    run()
+    content, expected = out.read_bytes(), texts()
     for cut in (1, len(content) // 2, len(content) - 1):
         out.write_bytes(content[:cut])
-        left = jsonl.unanswered(str(out), jobs, **form)
-        assert len(left) == len(jobs) - content[:cut].count(b"\n") > 0
-        run(left)
+        assert len(unanswered(jobs)) == len(jobs) - content[:cut].count(b"\n") > 0
+        run()
         assert texts() == expected
-    assert jsonl.unanswered(str(out), jobs, **form) == []
+    assert unanswered(jobs) == []
     for changes in (dict(identity="another"), dict(defaults=DecodeConfig(seed=4))):
-        others = batch.read(str(tmp_path / "in.jsonl"), **{**READ, **changes})
         with pytest.raises(UserError, match="out.jsonl line [1-4] answers another prompt, model or setting"):
-            jsonl.unanswered(str(out), others, **form)
+            unanswered(batch.read(file, **{**READ, **changes}))
     out.write_text('{"id": "batch_req_1"}\n')
     with pytest.raises(UserError, match="line 1 is not an answer that this command wrote"):
-        jsonl.unanswered(str(out), jobs, **form)
+        unanswered(jobs)
 
 
 def test_one_without_numbers(make_engine, monkeypatch, tmp_path):
