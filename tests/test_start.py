@@ -16,7 +16,7 @@ from ladder_jax.config import Biases, DecodeConfig, Loop, Quantize
 from ladder_jax.decode import weights
 from ladder_jax.decode.engine.engine import Compilations
 from ladder_jax.pretrained import open_model
-from tests import cases, starts
+from tests import cases, covering, starts
 
 
 @pytest.fixture(scope="module")
@@ -63,8 +63,7 @@ MODELS = {
 }
 
 
-@pytest.mark.parametrize("chunk", ["stack", "layer"])
-@pytest.mark.parametrize("case", MODELS)
+@pytest.mark.parametrize("case, chunk", covering.rows(MODELS, ["stack", "layer"], pairs=[], even=[1]))
 def test_the_values_are_those_of_all_at_once(case, chunk, tmp_path, monkeypatch):
     """On another mesh than the one that wrote them, too, and whatever the chunks hold."""
     name, changes = MODELS[case]
