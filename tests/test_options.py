@@ -33,7 +33,8 @@ def test_each_kind_of_program_has_its_own():
     waits = Traits(Overlap.WAITS, Phase.DECODE, Loop.UNROLLED)
     kernels, limit = "xla_gpu_experimental_use_collective_kernels", "xla_tpu_scoped_vmem_limit_kib"
     assert options_for(H100, hides(Phase.DECODE))[kernels] == ""
-    assert kernels not in options_for(H100, hides(Phase.PREFILL)) and kernels not in options_for(H100, waits)
+    assert kernels not in options_for(H100, hides(Phase.PREFILL))
+    assert kernels not in options_for(H100, waits)
     assert kernels not in options_for(H100, dataclasses.replace(hides(Phase.DECODE), launch=Launch.EXPLICIT))
     assert limit in options_for(V5E, hides(Phase.PREFILL, Loop.SCAN))
     assert limit not in options_for(V5E, hides(Phase.PREFILL))
@@ -50,7 +51,8 @@ def test_what_a_definition_splits():
     assert split(experts.define("ladder", tensor=2)) == {Split.EXPERTS}
     shared = experts.model("ladder", moe={**experts.KINDS["shared"], "capacity": 1.0})
     exchanged = nn.define(shared, mesh=parallel.make_mesh(tensor=2), experts="exchange")
-    assert Split.ROWS in split(exchanged, sequence_parallel=True) and Split.ROWS not in split(exchanged)
+    assert Split.ROWS in split(exchanged, sequence_parallel=True)
+    assert Split.ROWS not in split(exchanged)
 
 
 @pytest.mark.parametrize("some", SPLITS, ids=str)
@@ -129,12 +131,14 @@ def test_failing_options_fall_back_with_a_notice(good, monkeypatch, caplog):
     )
     failing = Failing(monkeypatch, OUT_OF_MEMORY, good)
     program = Compiled(lambda x: x + 1, mesh=None, traits=ALL_TRAITS[0])
-    assert program(1) == 2 and program.options == good
+    assert program(1) == 2
+    assert program.options == good
     expected = [{"a": 1}, {"a": 1, "b": 2}, {}]
     assert failing.tried == expected[: expected.index(good) + 1]
     assert "the compiler fails with a; now with a, b" in caplog.text
     assert ("no options, so reductions are synchronous" in caplog.text) == (good == {})
-    assert program(2) == 3 and failing.tried[-2:] == [good, good]  # and does not try again
+    assert program(2) == 3
+    assert failing.tried[-2:] == [good, good]  # and does not try again
 
 
 def test_other_failures_are_not_hidden(monkeypatch):

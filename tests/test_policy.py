@@ -28,7 +28,8 @@ def test_the_compiled_step_keeps_the_old_state():
 
     good, found = step(fresh(), tokens)
     loss = float(found["loss"])
-    assert not found["bad"] and (float(good.mean_loss), int(good.good_steps)) == (pytest.approx(loss), 1)
+    assert not found["bad"]
+    assert (float(good.mean_loss), int(good.good_steps)) == (pytest.approx(loss), 1)
 
     poisoned = jax.tree.map(lambda a: a.copy(), params)
     poisoned["layers"]["mlp"]["up"] = poisoned["layers"]["mlp"]["up"] * np.float32(np.nan)
@@ -42,7 +43,9 @@ def test_the_compiled_step_keeps_the_old_state():
         place = lambda value, like=state.step: jax.device_put(value, like.sharding)
         state = dataclasses.replace(state, mean_loss=place(np.float32(mean)), good_steps=place(np.int32(count)))
         after, found = step(state, tokens)
-        assert bool(found["bad"]) == bad and int(after.step) == 1 and int(after.good_steps) == count + (not bad)
+        assert bool(found["bad"]) == bad
+        assert int(after.step) == 1
+        assert int(after.good_steps) == count + (not bad)
         same = [np.array_equal(a, b, equal_nan=True) for a, b in
                 zip(jax.tree.leaves(before.params), jax.tree.leaves(after.params))]  # fmt: skip
         assert all(same) if bad else not any(same)
@@ -159,9 +162,12 @@ def test_skip(skipped, stopped):
     assert [step for step, *_ in rows] == list(range(1, STEPS + 1))
     assert rows[: SPIKE - 1] == losses(stopped)
     (event,) = [row for row in rows if row[2]]
-    assert event[0] == SPIKE and event[1] > 1.25 * rows[SPIKE - 2][1] and "jumped" in event[2]
+    assert event[0] == SPIKE
+    assert event[1] > 1.25 * rows[SPIKE - 2][1]
+    assert "jumped" in event[2]
     assert rows[SPIKE][1] < 1.1 * rows[SPIKE - 2][1]
-    assert position(skipped, 16)["skipped"] == [] and position(skipped, 24)["skipped"] == [SPIKE]
+    assert position(skipped, 16)["skipped"] == []
+    assert position(skipped, 24)["skipped"] == [SPIKE]
     assert position(skipped, 24)["count"] == 23
 
 
@@ -169,7 +175,8 @@ def test_a_stopped_run_goes_on_with_another_policy(book, stopped, skipped, tmp_p
     directory = tmp_path / "run"
     shutil.copytree(stopped, directory)
     run(book, directory, "train.on_bad_step=skip")
-    assert losses(directory) == losses(skipped) and position(directory, 32)["skipped"] == [SPIKE]
+    assert losses(directory) == losses(skipped)
+    assert position(directory, 32)["skipped"] == [SPIKE]
 
 
 def test_a_run_resumed_after_the_jump_goes_on_alike(book, skipped, tmp_path):
@@ -178,7 +185,8 @@ def test_a_run_resumed_after_the_jump_goes_on_alike(book, skipped, tmp_path):
     shutil.copytree(skipped, directory)
     shutil.rmtree(directory / "checkpoints" / "32")
     run(book, directory, "train.on_bad_step=skip")
-    assert losses(directory) == losses(skipped) and position(directory, 32)["skipped"] == [SPIKE]
+    assert losses(directory) == losses(skipped)
+    assert position(directory, 32)["skipped"] == [SPIKE]
 
 
 def test_rollback(book, stopped, skipped, tmp_path):
@@ -189,10 +197,10 @@ def test_rollback(book, stopped, skipped, tmp_path):
     rows = losses(directory)
     assert [step for step, *_ in rows] == list(range(1, STEPS + 1))
     assert rows[:17] == losses(stopped)[:17]
-    assert [row[1] for row in rows[17:20]] == [None] * 3 and all(
-        "step 20: the loss jumped" in r[2] for r in rows[17:20]
-    )
-    assert rows[20][1] is not None and rows[20] != losses(skipped)[20]
+    assert [row[1] for row in rows[17:20]] == [None] * 3
+    assert all("step 20: the loss jumped" in r[2] for r in rows[17:20])
+    assert rows[20][1] is not None
+    assert rows[20] != losses(skipped)[20]
     assert position(directory, 24)["skipped"] == [18, 19, 20]
     for path in (directory / "checkpoints").iterdir():
         if int(path.name) > 16:

@@ -41,7 +41,8 @@ def validated(value):
 def test_manifest_is_a_jobset(name):
     jobset = manifest(name)
     assert validated(jobset) == jobset
-    assert jobset["apiVersion"] == "jobset.x-k8s.io/v1alpha2" and jobset["kind"] == "JobSet"
+    assert jobset["apiVersion"] == "jobset.x-k8s.io/v1alpha2"
+    assert jobset["kind"] == "JobSet"
     # The types know no enumerations; these are the CRD's.
     for rule in jobset["spec"]["failurePolicy"]["rules"]:
         assert rule["action"] in ("FailJobSet", "RestartJobSet", "RestartJobSetAndIgnoreMaxRestarts")
@@ -71,7 +72,8 @@ def test_manifest_agrees_with_itself(name):
 def test_manifest_trains_a_model_that_there_is(name):
     """Its settings are ladder-jax's."""
     (container,) = template(name)["containers"]
-    assert container["command"] == ["ladder-jax", "train"] and "train" in cli.main.__globals__["VERBS"]
+    assert container["command"] == ["ladder-jax", "train"]
+    assert "train" in cli.main.__globals__["VERBS"]
     preset, *overrides = container["args"]
     assert config.load(preset, overrides=overrides).mesh.size > 8
 
@@ -108,7 +110,8 @@ def test_gcloud(tmp_path, there):
     verbs = [call[3] for call in calls(bin, "gcloud")]
     assert verbs == ["describe", *([] if there else ["create"]), "ssh", "ssh"]
     last = calls(bin, "gcloud")[-1]
-    assert "--worker=all" in last and "--zone=us-east5-a" in last
+    assert "--worker=all" in last
+    assert "--zone=us-east5-a" in last
     command = last[-1].removeprefix("--command=")
     assert shlex.split(command)[1:] == ["train", "my run.yaml", "run.dir=/runs/a b"]
     if not there:
@@ -118,7 +121,8 @@ def test_gcloud(tmp_path, there):
 def test_gcloud_says_what_is_missing(tmp_path):
     stand_in(tmp_path / "bin", "gcloud", "")
     done = script(tmp_path / "bin", LAUNCH / "tpu_pod" / "gcloud.sh", "tiny", check=False, **{**SLICE, "SHARE": ""})
-    assert done.returncode != 0 and "SHARE: an NFS export" in done.stderr
+    assert done.returncode != 0
+    assert "SHARE: an NFS export" in done.stderr
     assert calls(tmp_path / "bin", "gcloud") == []
 
 
@@ -130,7 +134,8 @@ def test_xpk(tmp_path):
     (call,) = calls(tmp_path / "bin", "xpk")
     assert call[:2] == ["workload", "create"]
     options = dict(zip(call[2::2], call[3::2]))
-    assert options["--command"] == "ladder-jax train tiny run.dir=/runs/a" and options["--tpu-type"] == "v5p-128"
+    assert options["--command"] == "ladder-jax train tiny run.dir=/runs/a"
+    assert options["--tpu-type"] == "v5p-128"
     assert options["--restart-on-exit-codes"] == "1"
 
 
@@ -167,7 +172,8 @@ def test_slurm_outlives_the_signal(tmp_path):
             time.sleep(0.02)
         os.killpg(job.pid, signal.SIGTERM)
         said = job.communicate(timeout=120)[1]
-    assert job.returncode == 0 and "status 143: requeued (restart 1 of 20)" in said
+    assert job.returncode == 0
+    assert "status 143: requeued (restart 1 of 20)" in said
     assert calls(bin, "scontrol") == [["requeue", "4711"]]
 
 
@@ -198,11 +204,13 @@ def test_dockerfile_installs(tmp_path, accelerator, extras, installed):
         ["sh", "-c", command], cwd=tmp_path, env={**os.environ, **told}, capture_output=True, text=True
     )
     if installed is None:
-        assert done.returncode == 2 and "ACCELERATOR=gpu must be cpu, cuda or tpu" in done.stderr
+        assert done.returncode == 2
+        assert "ACCELERATOR=gpu must be cpu, cuda or tpu" in done.stderr
         return
     assert done.returncode == 0, done.stderr
     (call,) = calls(tmp_path / "bin", "pip")
-    assert call[:2] == ["install", "--no-cache-dir"] and call[2] == installed
+    assert call[:2] == ["install", "--no-cache-dir"]
+    assert call[2] == installed
     project = tomllib.loads((LAUNCH.parents[1] / "pyproject.toml").read_text())["project"]
     named = set(installed.removeprefix(".").strip("[]").split(",")) - {""}
     assert named <= project["optional-dependencies"].keys()
@@ -212,7 +220,8 @@ def test_dockerfile_copies_a_project(tmp_path):
     """What it copies, and lets through to the builder, is all that the package is made of."""
     copied = {name for kind, rest in instructions() if kind == "COPY" for name in rest.split()[:-1]}
     ignored = (LAUNCH / "Dockerfile.dockerignore").read_text().split()
-    assert ignored[0] == "*" and copied == {line[1:] for line in ignored if line.startswith("!")}
+    assert ignored[0] == "*"
+    assert copied == {line[1:] for line in ignored if line.startswith("!")}
     for name in copied:
         source = LAUNCH.parents[1] / name
         copy = shutil.copytree if source.is_dir() else shutil.copy
@@ -222,7 +231,8 @@ def test_dockerfile_copies_a_project(tmp_path):
     done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     (metadata,) = (tmp_path / "out").glob("*.dist-info/METADATA")
-    assert "Name: ladder-jax" in metadata.read_text() and "Requires-Dist: jax>=" in metadata.read_text()
+    assert "Name: ladder-jax" in metadata.read_text()
+    assert "Requires-Dist: jax>=" in metadata.read_text()
 
 
 @pytest.mark.parametrize("name, accelerator", [("gpu.yaml", "cuda"), ("tpu.yaml", "tpu")])

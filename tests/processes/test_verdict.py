@@ -29,7 +29,8 @@ def test_a_lost_one_goes_before_those_it_brought_down():
     for now in (30.0, 60.0, 68.1):
         story.heard(1, now=now)
     verdict = story.members.verdict(now=68.1)
-    assert verdict.text == "process 2 of 3 (host c) has not been heard of for 60 s" and verdict.about == (2,)
+    assert verdict.text == "process 2 of 3 (host c) has not been heard of for 60 s"
+    assert verdict.about == (2,)
 
 
 def test_all_that_are_lost_are_named():
@@ -61,14 +62,16 @@ def test_of_crashes_the_first_once_the_others_live():
     assert story.members.verdict(now=5.2) is None
     story.heard(2, now=6.0)
     verdict = story.members.verdict(now=6.0)
-    assert verdict.about == (1,) and verdict.text == "process 1 of 3 (host b) crashed: KeyError"
+    assert verdict.about == (1,)
+    assert verdict.text == "process 1 of 3 (host b) crashed: KeyError"
 
 
 def test_ending_in_order_blames_nobody():
     story = Story(lost=60.0, hang=100.0)
     for process in range(3):
         story.heard(process, now=100.0, beats=9, doing="step 9", end=End.DONE)
-    assert story.members.verdict(now=1000.0) is None and story.members.all_done
+    assert story.members.verdict(now=1000.0) is None
+    assert story.members.all_done
 
 
 def test_nobody_gets_on():

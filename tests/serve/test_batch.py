@@ -48,21 +48,27 @@ def test_answers(make_engine, alone, tmp_path):
     answers = {answer["custom_id"]: answer for answer in map(json.loads, written.splitlines())}
     assert answers.keys() == {line["custom_id"] for line in LINES}
     for answer in answers.values():
-        assert answer.keys() == {"id", "custom_id", "response", "error"} and answer["error"] is None
+        assert answer.keys() == {"id", "custom_id", "response", "error"}
+        assert answer["error"] is None
         assert answer["response"].keys() == {"status_code", "request_id", "body"}
-        assert answer["response"]["status_code"] == 200 and answer["response"]["body"]["model"] == MODEL
+        assert answer["response"]["status_code"] == 200
+        assert answer["response"]["body"]["model"] == MODEL
     body = lambda name: answers[name]["response"]["body"]
     one = openai.types.Completion.model_validate(body("one"), strict=True)
     expected = alone("the cat", max_new_tokens=9, stop_ids=(10,))
-    assert one.choices[0].text == expected.text and one.choices[0].finish_reason == expected.finish
-    assert one.usage.prompt_tokens == 7 and one.usage.completion_tokens == len(expected.tokens)
+    assert one.choices[0].text == expected.text
+    assert one.choices[0].finish_reason == expected.finish
+    assert one.usage.prompt_tokens == 7
+    assert one.usage.completion_tokens == len(expected.tokens)
     several = openai.types.Completion.model_validate(body("é\ud800"), strict=True)
     sampled = [alone(p, max_new_tokens=5, temperature=1.0, seed=s, stop_ids=(10,)) for p in "ab" for s in (7, 8)]
     assert [choice.text for choice in several.choices] == [p + r.text for p, r in zip("aabb", sampled)]
-    assert [choice.index for choice in several.choices] == [0, 1, 2, 3] and several.usage.prompt_tokens == 2
+    assert [choice.index for choice in several.choices] == [0, 1, 2, 3]
+    assert several.usage.prompt_tokens == 2
     chat = openai.types.chat.ChatCompletion.model_validate(body("chat"), strict=True)
     expected = alone("u:hello|a:", max_new_tokens=6, temperature=0.5, seed=3 + 2, stop_ids=(10,))
-    assert chat.choices[0].message.content == expected.text and chat.choices[0].message.role == "assistant"
+    assert chat.choices[0].message.content == expected.text
+    assert chat.choices[0].message.role == "assistant"
     assert len(body("tokens")["choices"][0]["logprobs"]["tokens"]) == body("tokens")["usage"]["completion_tokens"]
 
 
@@ -95,7 +101,8 @@ def test_one_without_numbers(make_engine, monkeypatch, tmp_path):
 
     (job, other) = batch.read(write(tmp_path / "in.jsonl", LINES[:2]), **READ)
     answer = json.loads(job.failed(NoNumbers(3)))
-    assert answer["response"]["status_code"] == 500 and answer["response"]["body"]["error"]["code"] == "no_numbers"
+    assert answer["response"]["status_code"] == 500
+    assert answer["response"]["body"]["error"]["code"] == "no_numbers"
     assert batch.by_custom_id([other, job])(answer) is job
 
 
@@ -117,7 +124,8 @@ MISTAKES = [
 def test_mistakes(tmp_path, line, message):
     with pytest.raises(UserError) as caught:
         batch.read(write(tmp_path / "in.jsonl", [LINES[0], line]), **READ)
-    assert str(caught.value).startswith(f"{tmp_path}/in.jsonl line 2: ") and message in str(caught.value)
+    assert str(caught.value).startswith(f"{tmp_path}/in.jsonl line 2: ")
+    assert message in str(caught.value)
 
 
 def test_without_a_template(tmp_path):
@@ -134,8 +142,10 @@ def test_the_command(folder, tmp_path, monkeypatch, capsys):
     assert "--temperature: in OpenAI's batch format each line's body has its own settings" in capsys.readouterr().err
     assert cli.main(command) == 0
     content = out.read_bytes()
-    assert content.count(b"\n") == 4 and "4/4 prompts" in capsys.readouterr().err
-    assert cli.main(command) == 0 and out.read_bytes() == content
+    assert content.count(b"\n") == 4
+    assert "4/4 prompts" in capsys.readouterr().err
+    assert cli.main(command) == 0
+    assert out.read_bytes() == content
 
 
 def test_a_dated_template_on_another_day(tmp_path, monkeypatch):

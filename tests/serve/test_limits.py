@@ -90,11 +90,13 @@ def test_a_full_queue(engine, rounds, serving):
         until(lambda: (engine.stats().running, engine.stats().queued) == (1, 1))
         cancelled = engine.stats().finished["cancelled"]
         status, headers, answer = ask(url, body={**LONG, "prompt": ["a", "b"]})
-        assert status == 429 and int(headers["Retry-After"]) > 0
+        assert status == 429
+        assert int(headers["Retry-After"]) > 0
         assert answer["error"]["message"] == "2 requests do not fit into the queue of 2: 1 wait"
         assert engine.stats().finished["cancelled"] == cancelled  # none of them was ever there
         assert (answer["error"]["type"], answer["error"]["code"]) == ("rate_limit_error", "queue_full")
-        assert engine.stats().queued == 1 and metric(url, "ladder_jax_queued") == 1
+        assert engine.stats().queued == 1
+        assert metric(url, "ladder_jax_queued") == 1
         sockets.enter_context(raw(url, body))
         until(lambda: engine.stats().queued == 2)
         assert ask(url, body={**LONG, "stream": True})[0] == 429
@@ -108,7 +110,8 @@ def test_an_error_in_the_engine(make_engine, serving, monkeypatch):
         assert ask(url, "/health")[0] == 200
         for _ in range(2):
             status, _, answer = ask(url, body=LONG)
-            assert status == 500 and answer["error"]["code"] == "engine_failed"
+            assert status == 500
+            assert answer["error"]["code"] == "engine_failed"
         assert ask(url, "/health")[::2] == (503, {"status": "failed"})
         assert isinstance(engine.error, ZeroDivisionError)
 
@@ -125,7 +128,8 @@ def test_a_key(engine, serving):
             for path, body in (("/v1/completions", LONG), ("/v1/models", None), ("/metrics", None), ("/none", None)):
                 status, headers, answer = ask(url, path, body, headers=wrong)
                 assert status == 401 and answer["error"]["code"] == "invalid_api_key", (wrong, path)
-                assert headers["WWW-Authenticate"] == "Bearer" and key not in json.dumps(answer)
+                assert headers["WWW-Authenticate"] == "Bearer"
+                assert key not in json.dumps(answer)
         assert ask(url, "/health")[0] == 200
         assert ask(url, "/v1/models", headers={"authorization": f"bearer {key}"})[0] == 200
         assert ask(url, "/v1/models", headers={"Authorization": b"Bearer \xff\xfe"})[0] == 401
@@ -140,7 +144,8 @@ def test_bodies_that_are_too_large(engine, serving):
     with serving(engine, body_bytes=1000) as (_, url):
         for size in (1001, 3000, 10**6):
             status, _, answer = ask(url, body=b" " * size)
-            assert status == 413 and answer["error"]["message"] == "the request's body may have 1000 bytes"
+            assert status == 413
+            assert answer["error"]["message"] == "the request's body may have 1000 bytes"
         assert ask(url, body=b" " * 1000)[0] == 400
         chunked = "Content-Type: application/json\r\nTransfer-Encoding: chunked\r\n"
         with raw(url, b"400\r\n" + b" " * 1024 + b"\r\n0\r\n\r\n", head=chunked) as sock:
@@ -154,7 +159,8 @@ def test_bodies_that_are_too_slow(engine, serving):
             assert b" 408 " in sock.recv(4096).splitlines()[0]
         with raw(url, b"{", head="Content-Type: application/json\r\nContent-Length: 9\r\n"):
             pass  # leaves in the middle of it
-        assert ask(url, "/health")[0] == 200 and not engine.busy
+        assert ask(url, "/health")[0] == 200
+        assert not engine.busy
 
 
 WRONG = {
@@ -192,13 +198,15 @@ def test_wrong_bodies(url, body):
 
 def test_wrong_paths_methods_and_types(url):
     status, _, answer = ask(url, "/v1/completion", LONG)
-    assert status == 404 and "did you mean '/v1/completions'?" in answer["error"]["message"]
+    assert status == 404
+    assert "did you mean '/v1/completions'?" in answer["error"]["message"]
     status, headers, answer = ask(url, "/v1/completions")
     assert (status, headers["Allow"]) == (405, "POST")
     assert answer["error"]["message"] == "GET is not for /v1/completions (allowed: POST)"
     for kind in ("text/plain", "application/x-www-form-urlencoded", ""):
         status, _, answer = ask(url, body=LONG, headers={"Content-Type": kind})
-        assert status == 415 and answer["error"]["message"].endswith("its Content-Type application/json")
+        assert status == 415
+        assert answer["error"]["message"].endswith("its Content-Type application/json")
     assert (
         ask(url, body={**LONG, "max_tokens": 1}, headers={"Content-Type": "application/JSON; charset=utf-8"})[0] == 200
     )
