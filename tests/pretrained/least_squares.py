@@ -56,7 +56,9 @@ def expected(params, shape: reference.Shape, *, both: bool = False):
     Each M is the solution of one stacked least-squares problem.
     """
     original = jax.tree.map(lambda a: np.asarray(a, np.float64), params)
-    fitted, found, factors = jax.tree.map(np.copy, original), {}, [0.0]
+    fitted = jax.tree.map(np.copy, original)
+    found = {}
+    factors = [0.0]
     dense = len(params["dense"]["attention_norm"]["scale"]) if "dense" in params else 0
     farskip = shape.kind == "farskip"
     delays = (2, 3) if shape.kind == "parallel-ladder" else (shape.number,) * 2
@@ -69,12 +71,15 @@ def expected(params, shape: reference.Shape, *, both: bool = False):
         factors.append(factor)
 
     # early: what a farskip's last experts gave that their successor does not leave out
-    xs, newest, early = [original["embedding"]["table"][TOKENS]], None, 0.0
+    xs = [original["embedding"]["table"][TOKENS]]
+    newest = None
+    early = 0.0
     for i in range(1, 2 * shape.layers + 1):
         layer, index = divmod(i - 1, 2)
         sublayer = SUBLAYERS[index]
         stack, place = ("dense", layer) if layer < dense else ("layers", layer - dense)
-        own, before = fitted[stack][sublayer], original[stack][sublayer]
+        own = fitted[stack][sublayer]
+        before = original[stack][sublayer]
         chosen = shape.ladder is None or layer in shape.ladder
         behind_dense = farskip and index == 0 and layer <= dense  # which leaves nothing pending
         delay = min(delays[index], i - 1) if chosen and not behind_dense else 0
@@ -156,7 +161,8 @@ def hidden(layers, layer, sublayer, output) -> np.ndarray:
     array = copied[sublayer][WRITERS[sublayer]][layer]
     if (bias := f"{WRITERS[sublayer]}_bias") in copied[sublayer]:
         copied[sublayer][bias][layer] = 0
-    count, width = array.size // array.shape[-1], array.shape[-1]
+    count = array.size // array.shape[-1]
+    width = array.shape[-1]
     columns = []
     for start in range(0, count, width):
         array[...] = np.eye(count, width, k=-start).reshape(array.shape)
@@ -175,6 +181,7 @@ def stacked_least_squares(late, whole, *, prior=1):
     targets = np.concatenate([whole, prior * penalty * np.eye(width, whole.shape[1])])
     matrix, *_ = np.linalg.lstsq(rows, targets)
     singular = np.linalg.svd(rows, compute_uv=False)
-    ratio = np.linalg.norm(rows @ matrix - targets, 2) / (singular[0] * np.linalg.norm(matrix, 2))
+    missing = np.linalg.norm(rows @ matrix - targets, 2)
+    ratio = missing / (singular[0] * np.linalg.norm(matrix, 2))
     condition = singular[0] / singular[-1]
     return matrix, condition + condition**2 * ratio

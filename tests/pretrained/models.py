@@ -89,14 +89,18 @@ def config(name: str, **changes) -> dict:
 
 def shapes(told: dict) -> dict[str, tuple[int, ...]]:
     """What transformers has in a model of this configuration, [out, in]."""
-    width, inner, heads = told["hidden_size"], told["intermediate_size"], told["num_attention_heads"]
+    width = told["hidden_size"]
+    inner = told["intermediate_size"]
+    heads = told["num_attention_heads"]
     size = told.get("head_dim") or width // heads
-    queries, keys = heads * size, (told.get("num_key_value_heads") or heads) * size
+    queries = heads * size
+    keys = (told.get("num_key_value_heads") or heads) * size
     found = {"model.embed_tokens.weight": (told["vocab_size"], width), "model.norm.weight": (width,)}
     if not told.get("tie_word_embeddings"):
         found["lm_head.weight"] = (told["vocab_size"], width)
     outputs = {"q_proj": queries, "k_proj": keys, "v_proj": keys}
-    qwen2, all_biased = told["model_type"] == "qwen2", told.get("attention_bias")
+    qwen2 = told["model_type"] == "qwen2"
+    all_biased = told.get("attention_bias")
     for layer in range(told["num_hidden_layers"]):
         block = {f"self_attn.{name}.weight": (out, width) for name, out in outputs.items()}
         block |= {"self_attn.o_proj.weight": (width, queries), "mlp.down_proj.weight": (width, inner)}
@@ -116,7 +120,8 @@ def shapes(told: dict) -> dict[str, tuple[int, ...]]:
 
 def weights(told: dict, *, seed: int = 0, dtype=np.float32) -> dict[str, np.ndarray]:
     """Random values large enough that every sublayer moves the logits."""
-    rng, found = np.random.default_rng(seed), {}
+    rng = np.random.default_rng(seed)
+    found = {}
     for name, shape in sorted(shapes(told).items()):
         values = rng.standard_normal(shape)
         if "norm" in name:
@@ -147,3 +152,11 @@ def tokens() -> np.ndarray:
 def error(actual, expected) -> float:
     """The largest deviation, relative to the largest value."""
     return float(np.abs(np.asarray(actual) - expected).max() / np.abs(expected).max())
+
+
+def loss(logits, rows) -> float:
+    """Mean nats of the tokens that `logits` [B, T, V] predict of `rows` [B, T + 1], in float64."""
+    scores = np.asarray(logits, np.float64)
+    scores = scores - scores.max(-1, keepdims=True)
+    picked = np.take_along_axis(scores, rows[:, 1:, None], -1)[..., 0]
+    return float((np.log(np.exp(scores).sum(-1)) - picked).mean())

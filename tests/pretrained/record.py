@@ -48,14 +48,13 @@ def main() -> None:
         for name in expert_models.FAMILIES:
             found[name], found[f"{name} losses"] = experts(expert_models.write(pathlib.Path(folder, name), name))
         for name in ladders.TOPOLOGIES:
-            made, exported = (
-                ladders.make(pathlib.Path(folder, f"made-{name}"), name),
-                pathlib.Path(folder, f"out-{name}"),
-            )
+            made = ladders.make(pathlib.Path(folder, f"made-{name}"), name)
+            exported = pathlib.Path(folder, f"out-{name}")
             pretrained.write_huggingface(made, exported)
             found[name] = logits(exported)
     # Every third position: the last ones depend on all before them, and the file stays small.
-    np.savez_compressed(FILE, **{name: of[:, 2::3] if of.ndim > 1 else of for name, of in found.items()})
+    kept = {name: of[:, 2::3] if of.ndim > 1 else of for name, of in found.items()}
+    np.savez_compressed(FILE, **kept)
 
 
 if __name__ == "__main__":

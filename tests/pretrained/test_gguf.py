@@ -20,7 +20,6 @@ from ladder_jax.pretrained.source import Key
 from tests import tokenizers as tiny
 from tests.pretrained import gguf_files, models
 
-UNSCALED = {"rope_scaling": None}
 TEXT = "the cat's 1234 mats,  SAT on\n\n naïve café 東京 🙂\t(x==1);  "
 
 
@@ -39,9 +38,10 @@ def test_every_family_holds_what_its_hugging_face_form_holds(name, tmp_path):
     """Heads in the other order for llama, biases, query/key norms, tied tables: bit for bit, layer for layer."""
     told = models.config(name)
     changes = {}
-    for field in ("rope_scaling", "rope_parameters"):
-        if (told.get(field) or {}).get("rope_type") == "llama3":
-            changes[field] = None if field == "rope_scaling" else {"rope_type": "default", "rope_theta": 500_000.0}
+    if (told.get("rope_scaling") or {}).get("rope_type") == "llama3":
+        changes = {"rope_scaling": None}
+    elif told.get("rope_parameters", {}).get("rope_type") == "llama3":
+        changes = {"rope_parameters": {"rope_type": "default", "rope_theta": 500_000.0}}
     theirs = pretrained.open(models.write(tmp_path / "hf", name, **changes))
     ours = pretrained.open(gguf_files.write(tmp_path / "file.gguf", name, **changes))
     assert ours.model == theirs.model
@@ -86,17 +86,15 @@ def test_types(kind, tmp_path, monkeypatch):
 
 
 def test_llama_3_scaling_is_known_by_its_factors(tmp_path):
-    scaling = RopeScaling(factor=32.0)
-    source = pretrained.open(gguf_files.write(tmp_path / "plain.gguf", "llama-3.1", **UNSCALED))
-    change = lambda config: dataclasses.replace(source.model, rope_scaling=config)
-    factors = (attention.rotary_frequencies(source.model) / attention.rotary_frequencies(change(scaling))).astype(
-        np.float32
-    )
-    file = tmp_path / "scaled.gguf"
-    gguf_files.write(file, "llama-3.1", tensors={"rope_freqs.weight": factors}, **UNSCALED)
-    assert pretrained.open(file).model == change(scaling)
-    other = tmp_path / "other.gguf"
-    gguf_files.write(other, "llama-3.1", tensors={"rope_freqs.weight": factors + np.float32(0.1)}, **UNSCALED)
+    def write(name, **tensors):
+        return gguf_files.write(tmp_path / name, "llama-3.1", tensors=tensors, rope_scaling=None)
+
+    plain = pretrained.open(write("plain.gguf")).model
+    scaled = dataclasses.replace(plain, rope_scaling=RopeScaling(factor=32.0))
+    factors = attention.rotary_frequencies(plain) / attention.rotary_frequencies(scaled)
+    factors = np.asarray(factors, np.float32)
+    assert pretrained.open(write("scaled.gguf", **{"rope_freqs.weight": factors})).model == scaled
+    other = write("other.gguf", **{"rope_freqs.weight": factors + np.float32(0.1)})
     assert "rope_freqs.weight are not those of Llama 3's scaling" in refused(other)
 
 
@@ -152,7 +150,8 @@ def test_another_architecture(tmp_path):
 def test_damage(tmp_path):
     """Cut off anywhere, or with any byte of the head changed: it opens as what it was, or is refused in a line."""
     whole = gguf_files.write(tmp_path / "whole.gguf", "llama-2").read_bytes()
-    file, rng = tmp_path / "file.gguf", np.random.default_rng(0)
+    file = tmp_path / "file.gguf"
+    rng = np.random.default_rng(0)
     for length in (0, 3, 4, 12, 30, 200, 2000, len(whole) // 2, len(whole) - 33):
         file.write_bytes(whole[:length])
         assert "is damaged or incomplete" in (said := refused(file)) or "is no pretrained model" in said

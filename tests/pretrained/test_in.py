@@ -34,37 +34,48 @@ def test_logits_are_those_of_transformers(name, tmp_path):
     assert models.error(logits(source, tensor=4)[:, 2::3], recorded()[name]) <= 1e-4
 
 
-def test_loads_onto_every_mesh_and_form_with_the_values_that_are_stored(tmp_path):
-    """Padded vocabulary, heads split finer than there are, FSDP; stacked or a layer at a time; bfloat16 stays so."""
+@pytest.fixture
+def halved(tmp_path):
+    """A model in bfloat16, and its tensors as they are stored."""
     folder = models.write(tmp_path / "model", "llama-3.1", values=ml_dtypes.bfloat16)
-    source, stored = pretrained.open(folder), safetensors.numpy.load_file(folder / "model.safetensors")
-    query = stored["model.layers.1.self_attn.q_proj.weight"].T.reshape(32, 4, 8)
-    table = stored["model.embed_tokens.weight"]
+    return pretrained.open(folder), safetensors.numpy.load_file(folder / "model.safetensors")
+
+
+@pytest.mark.parametrize(
+    "loop, mesh, layer",
+    [
+        (Loop.SCAN, dict(tensor=4), lambda layers: layers["attention"]["query"][1]),
+        (Loop.UNROLLED, dict(data=2, fsdp=2, tensor=2), lambda layers: layers[1]["attention"]["query"]),
+    ],
+    ids=["stacked", "a layer at a time"],
+)
+def test_loads_onto_every_mesh_and_form_with_the_values_that_are_stored(loop, mesh, layer, halved):
+    """Padded vocabulary, heads split finer than there are, FSDP; bfloat16 stays so."""
+    source, stored = halved
     seen = []
-    for loop, mesh in [
-        (Loop.SCAN, parallel.make_mesh(tensor=4)),
-        (Loop.UNROLLED, parallel.make_mesh(data=2, fsdp=2, tensor=2)),
-    ]:
-        params = pretrained.load(source, mesh=mesh, loop=loop, done=seen.append)
-        definition = nn.define(source.model, mesh=mesh)
-        assert params["embedding"]["table"].sharding == definition.abstract["embedding"]["table"].sharding
-        layer = params["layers"]["attention"] if loop is Loop.SCAN else params["layers"][1]["attention"]
-        found = np.asarray(layer["query"])[1] if loop is Loop.SCAN else np.asarray(layer["query"])
-        assert found.dtype == ml_dtypes.bfloat16
-        assert np.array_equal(found, query)
-        padded = np.asarray(params["embedding"]["table"])
-        assert padded.shape[0] == nn.padded_vocabulary(129, ranks=mesh.shape["tensor"])
-        assert np.array_equal(padded[:129], table)
-        assert not padded[129:].any()
-    assert sorted(map(str, seen)) == sorted(2 * [str(key) for key in source.arrays])
+    mesh = parallel.make_mesh(**mesh)
+    params = pretrained.load(source, mesh=mesh, loop=loop, done=seen.append)
+    query = np.asarray(layer(params["layers"]))
+    assert query.dtype == ml_dtypes.bfloat16
+    assert np.array_equal(query, stored["model.layers.1.self_attn.q_proj.weight"].T.reshape(32, 4, 8))
+    table = params["embedding"]["table"]
+    assert table.sharding == nn.define(source.model, mesh=mesh).abstract["embedding"]["table"].sharding
+    assert table.shape[0] == nn.padded_vocabulary(129, ranks=mesh.shape["tensor"])
+    assert np.array_equal(table[:129], stored["model.embed_tokens.weight"])
+    assert not np.asarray(table)[129:].any()
+    assert sorted(map(str, seen)) == sorted(map(str, source.arrays))
+
+
+def test_loads_in_another_dtype(halved):
+    source, stored = halved
     wide = pretrained.load(source, mesh=parallel.make_mesh(), dtype=np.dtype(np.float32))
     assert wide["head"]["table"].dtype == np.float32
-    assert np.array_equal(np.asarray(wide["layers"]["attention"]["query"])[1], query.astype(np.float32))
+    assert np.array_equal(wide["head"]["table"][:129], stored["lm_head.weight"].astype(np.float32))
 
 
-def test_inference_reads_it_one_array_at_a_time(tmp_path):
+def test_inference_reads_it_one_array_at_a_time(halved):
     """With the values that all of it in memory would give; norms' gains, which multiply in float32, in that."""
-    source = pretrained.open(models.write(tmp_path / "model", "llama-3.1", values=ml_dtypes.bfloat16))
+    source, _ = halved
     mesh = parallel.make_mesh(tensor=4)
     definition = nn.define(source.model, mesh=mesh)
     whole = pretrained.load(source, mesh=mesh, dtype=np.dtype(np.float32))
@@ -73,9 +84,9 @@ def test_inference_reads_it_one_array_at_a_time(tmp_path):
     for a, b in zip(jax.tree.leaves(read), jax.tree.leaves(weights.prepare(definition, whole, **form)), strict=True):
         assert a.dtype == b.dtype
         assert np.array_equal(a, b)
-    order = iter(pretrained.reader(source, definition)([("layers/mlp/up", 1), ("embedding/table", None)]))
-    assert next(order).dtype == ml_dtypes.bfloat16
-    assert next(order).shape[0] == nn.padded_vocabulary(129, ranks=4)
+    up, table = pretrained.reader(source, definition)([("layers/mlp/up", 1), ("embedding/table", None)])
+    assert up.dtype == ml_dtypes.bfloat16
+    assert table.shape[0] == nn.padded_vocabulary(129, ranks=4)
 
 
 def read(tmp_path, name="llama-3.1", **changes):
@@ -98,11 +109,12 @@ def test_both_spellings_of_rope_say_the_same(tmp_path):
 def test_absent_fields_mean_what_transformers_takes_them_for(tmp_path):
     model = read(tmp_path / "llama", "llama-2", num_key_value_heads=..., rope_theta=..., tie_word_embeddings=...)
     assert (model.num_kv_heads, model.head_dim, model.rope_theta, model.tie_embeddings) == (4, 8, 10_000.0, False)
-    for name, field, meant in [("qwen3", "head_dim", 128), ("mistral", "num_key_value_heads", 8)]:
-        told = models.config(name, num_attention_heads=8)
+    for name, field, ours, meant in [
+        ("qwen3", "head_dim", "head_dim", 128),
+        ("mistral", "num_key_value_heads", "num_kv_heads", 8),
+    ]:
         folder = models.write(tmp_path / name, name, num_attention_heads=8, **{field: meant})
-        (folder / "config.json").write_text(json.dumps({k: v for k, v in told.items() if k != field}))
-        ours = {"head_dim": "head_dim", "num_key_value_heads": "num_kv_heads"}[field]
+        (folder / "config.json").write_text(json.dumps(models.config(name, num_attention_heads=8, **{field: ...})))
         assert getattr(pretrained.open(folder).model, ours) == meant
 
 

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from ladder_jax import checkpoint, nn, parallel, pretrained
+from ladder_jax import nn, parallel, pretrained
 from ladder_jax.cli import main
 from ladder_jax.cli.verbs import VERBS
 from ladder_jax.config import Biases
@@ -25,8 +25,8 @@ from ladder_jax.pretrained.refit import FittedProjections, Pass, Refit, Statisti
 from ladder_jax.pretrained.source import REFIT, Key, Source, Stored
 from ladder_jax.pretrained.sublayers import Streams, programs
 from tests import cases
-from tests.pretrained import gguf_files
-from tests.pretrained.least_squares import RIDGE, TOKENS, as_source, check, expected
+from tests.pretrained import gguf_files, models
+from tests.pretrained.least_squares import RIDGE, TOKENS, as_source, check, expected, normalised
 
 ROOT = pathlib.Path(__file__).parent.parent.parent
 
@@ -46,7 +46,8 @@ def standard() -> Source:
     return as_source(values(), small_model())
 
 
-INPUTS, BOTH = FittedProjections.INPUTS, FittedProjections.BOTH
+INPUTS = FittedProjections.INPUTS
+BOTH = FittedProjections.BOTH
 FULL = pytest.mark.full
 CASES = [
     ("ladder", 8, dict(tensor=8), BOTH),
@@ -103,36 +104,33 @@ def test_each_layer_alone_is_fitted_behind_the_original():
 def test_sums_over_many_batches_stay_within_the_bound():
     """Activations far from zero, where a sum in float32 over all batches would lose the last digits."""
     definition = nn.define(small_model("ladder"), mesh=parallel.make_mesh(tensor=2))
-    chance, total, count = np.random.default_rng(0), Statistics(prior=1), 200
+    chance = np.random.default_rng(0)
+    total = Statistics(prior=1)
+    count = 200
     streams = (5 + chance.standard_normal((2, count, 2, 16, 32))).astype(np.float32)
     run = programs(definition).statistics
     for late, whole in zip(*streams):
         batch = Streams((whole, late), np.zeros_like(whole))
         products, energy, missing = run(batch, np.float32([1, 0]), jnp.int32(1))  # the second row is padding
         total.add(np.asarray(products), energy, np.asarray(missing)[:1])
-    norm = lambda x: x / np.sqrt((x * x).mean(-1, keepdims=True) + definition.config.norm_eps)
-    late, whole = (norm(x[:, 0].astype(np.float64)).reshape(-1, 32) for x in streams)
-    exact = np.concatenate([late.T @ late, late.T @ whole], axis=1)
-    sizes = np.concatenate([abs(late).T @ abs(late), abs(late).T @ abs(whole)], axis=1)
+    late, whole = (normalised(x[:, 0].astype(np.float64), definition.config.norm_eps) for x in streams)
+    both = np.concatenate([late, whole], axis=1)
     roundings = 16 + 32 + 8  # of the sum over a batch, the mean square, and the division by its root
-    assert (abs(total.products[0] - exact) <= roundings * cases.UNIT_ROUNDOFF * sizes).all()
-    assert total.energy == pytest.approx(np.sum(whole**2), rel=1e-6)
-    assert total.share_missing() == pytest.approx(np.sum((late - whole) ** 2) / np.sum(whole**2), rel=1e-4)
+    bound = roundings * cases.UNIT_ROUNDOFF * (abs(late).T @ abs(both))
+    assert (abs(total.products[0] - late.T @ both) <= bound).all()
+    energy = np.sum(whole**2)
+    assert total.energy == pytest.approx(energy, rel=1e-6)
+    assert total.share_missing() == pytest.approx(np.sum((late - whole) ** 2) / energy, rel=1e-4)
 
 
 def test_bfloat16_is_rounded_once():
     weight = np.random.default_rng(0).standard_normal((4, 6)).astype(jnp.bfloat16)
-    gain, matrix = np.float32([1, 2, 3, 4]), np.eye(4) + 0.25
+    gain = np.float32([1, 2, 3, 4])
+    matrix = np.eye(4) + 0.25
     result = folded(weight, gain, [matrix], axis=1)
     exact = matrix @ np.diag(gain.astype(float)) @ weight.astype(np.float64)
     assert result.dtype == jnp.bfloat16
     assert (result == exact.astype(jnp.bfloat16)).all()
-
-
-@pytest.fixture(scope="module")
-def small(tmp_path_factory):
-    """Four layers, in a GGUF file of float32."""
-    return gguf_files.write(tmp_path_factory.mktemp("small") / "small.gguf", "llama-2", num_hidden_layers=4)
 
 
 @pytest.fixture(scope="module")
@@ -145,31 +143,29 @@ def texts(tmp_path_factory):
 
 def test_the_verb_refits_and_writes_a_plain_checkpoint(small, texts, tmp_path, capsys):
     """The same definition, and so the same program, as without a refit; to Hugging Face and back, bit for bit."""
-    convert = ["convert", str(small), str(tmp_path / "out"), "--ladder-layers", "2"]
-    calibration = ["--calibration", f"{texts / 'a.txt'}:3", "--calibration", str(texts / "b.txt")]
-    assert main([*convert, *calibration, "--calibration-tokens", "120"]) == 0
-    printed, told = capsys.readouterr(), json.loads((tmp_path / "out" / "refit.json").read_text())
+    words = ["--ladder-layers", "2", "--calibration-tokens", "120"]
+    words += ["--calibration", f"{texts / 'a.txt'}:3", "--calibration", str(texts / "b.txt")]
+    assert main(["convert", str(small), str(tmp_path / "out"), *words]) == 0
+    printed = capsys.readouterr()
     assert "refitted 4 sublayers: the late inputs lacked" in printed.out
     assert "refitted 8/8 sublayers" in printed.err
+    told = json.loads((tmp_path / "out" / REFIT).read_text())
     assert (told["tokens"], told["sequence"], told["ridge"]) == (120, 30, 1e-3)
-    assert [(one["layer"], one["sublayer"]) for one in told["sublayers"]] == [
-        (2, "attention"), (2, "mlp"), (3, "attention"), (3, "mlp")
-    ]  # fmt: skip
-    convert[2] = str(tmp_path / "plain")
-    assert main([*convert, "--refit", "none"]) == 0
-    refitted, plain = (checkpoint.open_checkpoint(tmp_path / name) for name in ("out", "plain"))
-    assert refitted.config.model == plain.config.model
+    fitted = [(one["layer"], one["sublayer"]) for one in told["sublayers"]]
+    assert fitted == [(2, "attention"), (2, "mlp"), (3, "attention"), (3, "mlp")]
+
+    assert main(["convert", str(small), str(tmp_path / "plain"), "--ladder-layers", "2", "--refit", "none"]) == 0
     assert main(["convert", str(tmp_path / "out"), str(tmp_path / "hf"), "--to", "huggingface"]) == 0
     assert (tmp_path / "hf" / REFIT).read_bytes() == (tmp_path / "out" / REFIT).read_bytes()
-    assert pretrained.open(tmp_path / "hf").refit
-    assert not pretrained.open(tmp_path / "plain").refit
-    before, after = pretrained.open(tmp_path / "out"), pretrained.open(tmp_path / "hf")
     original = pretrained.open(small)
+    before, after, plain = (pretrained.open(tmp_path / name) for name in ("out", "hf", "plain"))
+    assert before.model == plain.model
+    assert after.refit
+    assert not plain.refit
+    same_arrays(after, before)
     for key, stored in before.arrays.items():
-        values = stored.read()
-        assert (after.arrays[key].read() == values).all()
         fitted = key.layer in (2, 3) and not key.name.endswith(("out", "down"))
-        assert (values == original.arrays[key].read()).all() == (not fitted)
+        assert (stored.read() == original.arrays[key].read()).all() == (not fitted)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["hf", "out", "plain"]
 
 
@@ -185,32 +181,34 @@ def test_rows_are_no_longer_than_the_models_training_sequence(tmp_path, texts):
     """Whether a checkpoint's configuration names it, or another format's; 1,024 where neither does."""
     file = gguf_files.write(tmp_path / "short.gguf", "llama-2", max_position_embeddings=24)
     assert main(["convert", str(file), str(tmp_path / "short")]) == 0
-    named, saved = pretrained.open(file), pretrained.open(tmp_path / "short")
+    named = pretrained.open(file)
+    saved = pretrained.open(tmp_path / "short")
     both = [str(texts / "a.txt"), str(texts / "b.txt")]
     request = parsed(named.model, ladder_layers="auto:1", calibration=both, calibration_tokens=96)
-    for source, shape in (named, (4, 25)), (saved, (4, 25)), (dataclasses.replace(saved, context=None), (2, 49)):
+    unknown = dataclasses.replace(saved, context=None)
+    for source, shape in (named, (4, 25)), (saved, (4, 25)), (unknown, (2, 49)):
         measured, fitted = convert.read_texts(source, request)
         assert measured.shape == fitted.shape == shape
 
 
 def test_layers_are_chosen_by_their_refitted_cost(small, texts, tmp_path, capsys):
     """Measured on the text's beginning with each layer refitted alone, and then refitted together on what follows."""
-    file, tokens = str(texts / "a.txt"), 64
-    choice = ["--ladder-layers", "auto:2", "--calibration", file, "--calibration-tokens", str(tokens)]
-    assert main(["convert", str(small), str(tmp_path / "out"), *choice, "--search", "ranked"]) == 0
+    text = texts / "a.txt"
+    words = ["--ladder-layers", "auto:2", "--calibration", str(text), "--calibration-tokens", "64"]
+    assert main(["convert", str(small), str(tmp_path / "out"), *words, "--search", "ranked"]) == 0
     assert "(taken)" in capsys.readouterr().out
     told = json.loads((tmp_path / "out" / "sensitivity.json").read_text())
-    source = pretrained.open(small)
-    tokenizer = checkpoint.open_checkpoint(tmp_path / "out").tokenizer()
-    settings = dict(tokenizer=tokenizer, tokens=tokens, vocab_size=129)
-    measured = rows_of([Text(file)], **settings)
-    following = rows_of([Text(file)], skip=tokens, **settings)
-    model = dataclasses.replace(source.model, residual="ladder", ladder_layers="3,")
-    single = refit(source, model=model, rows=following[:, :-1], mesh=parallel.make_mesh()).source
-    assert told["curve"][3]["loss"] == pytest.approx(loss(single, measured), rel=1e-5)
-    saved = pretrained.open(tmp_path / "out")
-    chosen = dataclasses.replace(source.model, residual="ladder", ladder_layers=saved.model.ladder_layers)
-    together = refit(source, model=chosen, rows=following[:, :-1], mesh=parallel.make_mesh()).source
+    source, saved = pretrained.open(small), pretrained.open(tmp_path / "out")
+    settings = dict(tokenizer=saved.tokenizer, tokens=64, vocab_size=129)
+    measured = rows_of([Text(str(text))], **settings)
+    following = rows_of([Text(str(text))], skip=64, **settings)
+
+    def refitted(layers):
+        model = dataclasses.replace(source.model, residual="ladder", ladder_layers=layers)
+        return refit(source, model=model, rows=following[:, :-1], mesh=parallel.make_mesh()).source
+
+    assert told["curve"][3]["loss"] == pytest.approx(loss(refitted("3,"), measured), rel=1e-5)
+    together = refitted(saved.model.ladder_layers)
     same_arrays(saved, together)
 
 
@@ -224,10 +222,7 @@ def same_arrays(ours: Source, theirs: Source):
 def loss(source: Source, rows: np.ndarray) -> float:
     definition = nn.define(source.model, mesh=parallel.make_mesh())
     params = pretrained.load(source, mesh=definition.layout.mesh)
-    scores = np.asarray(nn.compiled_logits(definition)(params, rows[:, :-1]), np.float64)
-    scores -= scores.max(-1, keepdims=True)
-    picked = np.take_along_axis(scores, rows[:, 1:, None], -1)[..., 0]
-    return float((np.log(np.exp(scores).sum(-1)) - picked).mean())
+    return models.loss(nn.compiled_logits(definition)(params, rows[:, :-1]), rows)
 
 
 KILLED = """
@@ -330,32 +325,32 @@ def test_other_requests_resume_nothing(tmp_path):
         same_arrays(kept.source, refit(source, **request).source)
 
 
-CONVERTED = ("--ladder-layers", "2", "--calibration")
+TEXT = "--ladder-layers 2 --calibration text"
 
 
 @pytest.mark.parametrize(
-    "arguments, said",
+    "words, said",
     [
-        (("--calibration", "text"), "--calibration needs --ladder-layers"),
-        (("--ladder-layers", "2", "--refit", "inputs"), "--refit needs a text: name one by --calibration FILE"),
-        (("--ladder-layers", "2", "--ridge", "1"), "--ridge needs a text"),
-        ((*CONVERTED, "text", "--refit", "none"), "--calibration is for --refit inputs"),
-        ((*CONVERTED, "text", "--refit", "input"), "did you mean 'inputs'?"),
-        ((*CONVERTED, "text", "--ridge", "0"), "must be a positive number, not 0"),
-        ((*CONVERTED, "text:0"), "the weight must be positive, not 0"),
-        ((*CONVERTED, "text", "--calibration-tokens", "31"), "model's width, 32; there"),
-        ((*CONVERTED, "short"), "tokens; measuring needs at least"),
-        ((*CONVERTED, "."), "cannot read --calibration"),
+        ("--calibration text", "--calibration needs --ladder-layers"),
+        ("--ladder-layers 2 --refit inputs", "--refit needs a text: name one by --calibration FILE"),
+        ("--ladder-layers 2 --ridge 1", "--ridge needs a text"),
+        (f"{TEXT} --refit none", "--calibration is for --refit inputs"),
+        (f"{TEXT} --refit input", "did you mean 'inputs'?"),
+        (f"{TEXT} --ridge 0", "must be a positive number, not 0"),
+        (f"{TEXT}:0", "the weight must be positive, not 0"),
+        (f"{TEXT} --calibration-tokens 31", "model's width, 32; there"),
+        (f"{TEXT} --calibration short", "tokens; measuring needs at least"),
+        (f"{TEXT} --calibration .", "cannot read --calibration"),
     ],
 )
-def test_mistakes_are_one_line(arguments, said, small, tmp_path, monkeypatch):
+def test_mistakes_are_one_line(words, said, small, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "text").write_text("the thin cat sat there then, with that other thing; " * 40)
     (tmp_path / "short").write_text("the cat")
     parser = argparse.ArgumentParser()
     VERBS["convert"].declare(parser)
     with pytest.raises(UserError) as refusal:
-        convert.run(vars(parser.parse_args([str(small), "out", *arguments])))
+        convert.run(vars(parser.parse_args([str(small), "out", *words.split()])))
     assert said in str(refusal.value)
     assert "\n" not in str(refusal.value)
     assert not (tmp_path / "out").exists()

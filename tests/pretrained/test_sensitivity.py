@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 import json
+import types
 
 import jax
 import numpy as np
@@ -17,7 +18,6 @@ from ladder_jax.pretrained.convert import Text, rows_of
 from ladder_jax.pretrained.sensitivity import Probe, Result, Search, Subset, measure
 from ladder_jax.pretrained.sublayers import programs
 from tests import reference
-from tests.pretrained import gguf_files
 from tests.pretrained.test_refit import loss
 
 ROWS = np.random.default_rng(3).integers(3, 129, (3, 25)).astype(np.int32)
@@ -25,8 +25,8 @@ TEXT = "the thin cat sat there then, with that other thing; " * 12
 
 
 @pytest.fixture(scope="module")
-def source(tmp_path_factory):
-    return pretrained.open(gguf_files.write(tmp_path_factory.mktemp("a") / "a.gguf", "llama-2", num_hidden_layers=4))
+def source(small):
+    return pretrained.open(small)
 
 
 def probe(source, residual, *, ranks=None, tensor=1, on_loss=lambda: None):
@@ -70,25 +70,22 @@ def test_losses_of_any_subset_are_the_references(residual, kind, number, ranks, 
 
 def test_prefixes_are_shared_and_the_choices_are_the_best(source):
     """Every loss equals the one of its subset from the beginning; ranked and greedy are what these losses say."""
-    count = itertools.count()
-    definition, params, probed = probe(source, "ladder", on_loss=lambda: next(count))
-    losses = {chosen: probed.loss(chosen) for size in range(5) for chosen in itertools.combinations(range(4), size)}
-    found = probed.losses_with((1,), also=[3, 0, 2])
-    assert found == pytest.approx({n: losses[tuple(sorted((1, n)))] for n in (0, 2, 3)}, rel=1e-6)
+    definition, params, probed = probe(source, "ladder")
+    subsets = itertools.chain.from_iterable(itertools.combinations(range(4), size) for size in (0, 1, 2))
+    losses = {chosen: probed.loss(chosen) for chosen in subsets}
+    near = lambda *chosen: pytest.approx(losses[tuple(sorted(chosen))], rel=1e-6)
+    assert probed.losses_with((1,), also=[3, 0, 2]) == {n: near(1, n) for n in (0, 2, 3)}
     count = itertools.count()
     result = measure(definition, params, ROWS, choose=2, on_loss=lambda: next(count))
     assert next(count) == sensitivity.count(ROWS, num_layers=4, choose=2, search=Search.GREEDY)
-    assert result.loss == pytest.approx(losses[()])
-    assert result.tokens == 3 * 24
-    assert result.alone == pytest.approx([losses[n,] for n in range(4)], rel=1e-6)
-    order = sorted(range(4), key=lambda n: losses[n,])
-    assert result.ranked.layers == tuple(order[:2])
-    assert result.ranked.loss == pytest.approx(losses[tuple(sorted(order[:2]))], rel=1e-6)
-    second = min((n for n in range(4) if n != order[0]), key=lambda n: losses[tuple(sorted((order[0], n)))])
-    assert result.greedy.layers == (order[0], second)
-    assert result.greedy.loss == pytest.approx(losses[tuple(sorted((order[0], second)))], rel=1e-6)
-    assert result.last.layers == (2, 3)
-    assert result.last.loss == pytest.approx(losses[2, 3], rel=1e-6)
+    assert (result.loss, result.tokens) == (near(), 3 * 24)
+    assert list(result.alone) == [near(n) for n in range(4)]
+    first, second, *_ = sorted(range(4), key=lambda n: losses[n,])
+    assert result.ranked == Subset((first, second), near(first, second))
+    others = [n for n in range(4) if n != first]
+    best = min(others, key=lambda n: losses[tuple(sorted((first, n)))])
+    assert result.greedy == Subset((first, best), near(first, best))
+    assert result.last == Subset((2, 3), near(2, 3))
 
 
 def test_the_better_choice_is_taken():
@@ -102,54 +99,59 @@ def test_the_better_choice_is_taken():
 
 def test_the_verb_measures_prints_plots_and_converts(source, tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
-    (tmp_path / "text.txt").write_text(TEXT)
+    text = tmp_path / "text.txt"
+    text.write_text(TEXT)
     out = tmp_path / "out"
-    command = [
-        "convert",
-        source.path,
-        str(out),
-        "--ladder-layers",
-        "auto:2",
-        "--calibration",
-        str(tmp_path / "text.txt"),
-    ]
-    assert main([*command, "--calibration-tokens", "64", "--refit", "none"]) == 0
+    words = ["--ladder-layers", "auto:2", "--calibration-tokens", "64", "--refit", "none"]
+    assert main(["convert", source.path, str(out), "--calibration", str(text), *words]) == 0
     printed, stored = capsys.readouterr(), json.loads((out / "sensitivity.json").read_text())
-    first, second, *_ = printed.out.splitlines()
+    first, second, *_ = lines = printed.out.splitlines()
     assert first.startswith("the standard model's loss is ")
     assert second.startswith("of 64 tokens in sequences of 64; ")
-    assert max(map(len, printed.out.splitlines()[:-2])) <= 80  # but for the paths at the end
+    assert max(map(len, lines[:-2])) <= 80  # but for the paths at the end
     assert "measured 10/10 losses" in printed.err
     assert "(taken)" in printed.out
     assert [row["layer"] for row in stored["curve"]] == [0, 1, 2, 3]
-    saved = checkpoint.open_checkpoint(out)
-    layers = ",".join(map(str, stored[stored["chosen"]]["layers"])) + ","
-    assert (saved.config.model.residual, saved.config.model.ladder_layers) == ("ladder", layers)
+    assert {path.name for path in out.iterdir()} == {"checkpoints", "sensitivity.json", "sensitivity.png", "tokenizer"}
     assert (out / "sensitivity.png").read_bytes().startswith(b"\x89PNG")
-    assert sorted(path.name for path in out.iterdir()) == [
-        "checkpoints", "sensitivity.json", "sensitivity.png", "tokenizer"
-    ]  # fmt: skip
-    # The stored model has the loss that was measured.
-    text = Text(str(tmp_path / "text.txt"))
-    rows = rows_of([text], tokenizer=saved.tokenizer(), tokens=64, vocab_size=saved.config.model.vocab_size)
-    assert loss(pretrained.open(out), rows) == pytest.approx(stored[stored["chosen"]]["loss"], rel=1e-5)
+    # The stored model has the chosen layers, and the loss that was measured.
+    saved = checkpoint.open_checkpoint(out)
+    chosen = stored[stored["chosen"]]
+    model = saved.config.model
+    assert (model.residual, model.ladder_layers) == ("ladder", "".join(f"{layer}," for layer in chosen["layers"]))
+    rows = rows_of([Text(str(text))], tokenizer=saved.tokenizer(), tokens=64, vocab_size=model.vocab_size)
+    assert loss(pretrained.open(out), rows) == pytest.approx(chosen["loss"], rel=1e-5)
 
 
-def test_texts_that_do_not_do(source, tmp_path):
+@pytest.fixture
+def rows(tmp_path):
+    """The rows of a text, whose letters are its tokens."""
     file = tmp_path / "text.txt"
-    tokenizer = type("Tokenizer", (), {"encode": lambda self, text: [ord(letter) for letter in text]})()
-    rows = lambda **settings: rows_of([Text(str(file))], **{"tokenizer": tokenizer, "vocab_size": 129, **settings})
-    file.write_text("a" * 65 + "b" * 64)
-    assert rows(tokens=64).shape == (1, 65)
-    assert rows(tokens=128).shape == (1, 129)
-    file.write_text("ab" * 3000)
-    assert rows(tokens=5000).shape == (4, 1025)
-    assert (rows(tokens=2048)[1, 0], rows(tokens=2048)[0, -1]) == (97, 97)  # they share one token
-    with pytest.raises(UserError, match="gives the token 98; the model knows 90"):
-        rows(tokens=64, vocab_size=90)
-    file.write_text("abc")
-    with pytest.raises(UserError, match=r"has 3 tokens; measuring needs at least 65 \(--calibration-tokens N"):
-        rows(tokens=64)
-    file.write_bytes(b"\xff\xfe")
-    with pytest.raises(UserError, match="is not UTF-8 text"):
-        rows(tokens=64)
+    tokenizer = types.SimpleNamespace(encode=lambda text: list(map(ord, text)))
+
+    def rows(content, *, tokens=64, vocab_size=129):
+        file.write_bytes(content)
+        return rows_of([Text(str(file))], tokenizer=tokenizer, tokens=tokens, vocab_size=vocab_size)
+
+    return rows
+
+
+def test_rows_of_a_text(rows):
+    assert rows(b"a" * 129).shape == (1, 65)
+    assert rows(b"a" * 129, tokens=128).shape == (1, 129)
+    assert rows(b"ab" * 3000, tokens=5000).shape == (4, 1025)
+    first, second = rows(b"ab" * 3000, tokens=2048)
+    assert first[-1] == second[0] == ord("a")  # they share one token
+
+
+@pytest.mark.parametrize(
+    "content, more, message",
+    [
+        (b"ab" * 3000, dict(vocab_size=90), "gives the token 98; the model knows 90"),
+        (b"abc", {}, r"has 3 tokens; measuring needs at least 65 \(--calibration-tokens N"),
+        (b"\xff\xfe", {}, "is not UTF-8 text"),
+    ],
+)
+def test_texts_that_do_not_do(content, more, message, rows):
+    with pytest.raises(UserError, match=message):
+        rows(content, **more)
