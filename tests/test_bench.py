@@ -48,7 +48,8 @@ def test_json(answer):
 
 def test_the_rows_can_be_recomputed(answer):
     found, _ = answer
-    copy, matmul = found["copy"]["bytes_per_second"], found["matmul"]["flops_per_second"]
+    copy = found["copy"]["bytes_per_second"]
+    matmul = found["matmul"]["flops_per_second"]
     for row in found["rows"]:
         assert (row["prompt_length"], row["new_tokens"]) == (8, 5)
         assert len(row["decode_seconds_each"]) == 2
@@ -121,12 +122,16 @@ def test_one_ranks_share(run_cli):
 
 
 def bytes_by_hand(tensor, *, batch, layers=2, prompt=8, new=5):
-    heads, kv, features = 8 // tensor, max(1, 4 // tensor), 352 // tensor
-    matrices = layers * (2 * 128 * heads * 16 + 2 * 128 * kv * 16 + 3 * 128 * features)
+    queries = 8 // tensor * 16
+    keys = max(1, 4 // tensor) * 16
+    features = 352 // tensor
+    matrices = layers * 128 * (2 * queries + 2 * keys + 3 * features)
     vocabulary = -(-256 // (128 * tensor)) * 128
-    weights = 2 * (matrices + vocabulary * 128) + 4 * 128 * (2 * layers + 1)  # gains are float32
-    positions = statistics.mean(filled + 1 for filled in range(prompt, prompt + new - 1))
-    return weights + 2 * batch * 128 + 2 * 2 * layers * batch * kv * 16 * positions
+    gains = 128 * (2 * layers + 1)
+    positions = statistics.mean(range(prompt + 1, prompt + new))
+    lookup = 128 * batch
+    cache = 2 * layers * batch * keys * positions
+    return 2 * (matrices + vocabulary * 128 + lookup + cache) + 4 * gains  # gains are float32
 
 
 def define(name, *, tensor=1, **changes):
@@ -142,9 +147,9 @@ def test_decode_bytes(tensor):
 def test_decode_bytes_of_a_tied_table():
     """It is the head: read whole, and B rows again for the lookup."""
     tied = define("smollm2-135m", num_layers=1, residual="standard")
-    layer = 2 * (2 * 576 * 576 + 2 * 576 * 192 + 3 * 576 * 1536) + 4 * 3 * 576
-    cache = 2 * 2 * 5 * 192 * (10 + 4 / 2)
-    expected = layer + 2 * 49152 * 576 + 2 * 5 * 576 + cache
+    layer = 576 * (2 * 576 + 2 * 192 + 3 * 1536)
+    cache = 2 * 5 * 192 * (10 + 4 / 2)
+    expected = 2 * (layer + 49152 * 576 + 5 * 576 + cache) + 4 * 3 * 576
     assert work.decode_bytes(tied, rows=5, prompt_length=10, new_tokens=4) == expected
 
 
@@ -155,7 +160,8 @@ def test_prefill_flops_are_the_compilers(name, rows, prompt):
     arguments = (weights.abstract(one, loop=Loop.UNROLLED), shape("BT", rows, prompt), shape("B", rows))
     counted = decode.prefill(one, capacity=prompt).lower(*arguments).cost_analysis()["flops"]
     # Attention on a CPU computes the masked half of the scores too.
-    masked = rows * one.config.num_heads * 4 * one.config.head_dim * sum(prompt - t - 1 for t in range(prompt))
+    heads = one.config.num_heads * one.config.head_dim
+    masked = rows * heads * 4 * prompt * (prompt - 1) / 2
     assert work.prefill_flops(one, rows=rows, prompt_length=prompt) == pytest.approx(counted - masked, rel=0.02)
 
 
@@ -173,7 +179,8 @@ def test_weights_are_made_once_in_the_compute_dtype():
     standard, shared = map(work.named, measure.random_weights(definitions))
     assert set(standard) - set(shared) == {f"['layers'][{i}]['mlp_norm']['scale']" for i in range(2)}
     assert all(shared[name] is standard[name] for name in shared)
-    query, gain = standard["['layers'][0]['attention']['query']"], standard["['final_norm']['scale']"]
+    query = standard["['layers'][0]['attention']['query']"]
+    gain = standard["['final_norm']['scale']"]
     assert query.dtype == jnp.bfloat16
     assert gain.dtype == jnp.float32
     assert (np.asarray(gain) == 1).all()

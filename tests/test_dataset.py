@@ -2,6 +2,7 @@
 
 import collections
 import datetime
+import itertools
 import json
 import os
 import shutil
@@ -41,7 +42,8 @@ def store(folder, documents, *, tokens="bytes"):
 def numbered(count, *, letter="a", longest=40):
     """Documents that name themselves throughout: "a7,a7,a7"."""
     rng = np.random.default_rng(count)
-    return [",".join([f"{letter}{index}"] * int(rng.integers(1, longest // 3))) for index in range(count)]
+    times = [int(rng.integers(1, longest // 3)) for _ in range(count)]
+    return [",".join([f"{letter}{index}"] * often) for index, often in enumerate(times)]
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +64,7 @@ def pieces(row):
 
 def predicted(found):
     """How often each (token before, token) pair is predicted, by the text of the piece, its first token apart."""
-    return collections.Counter(piece[at : at + 2] for piece in found for at in range(len(piece) - 1))
+    return collections.Counter(pair for piece in found for pair in itertools.pairwise(piece))
 
 
 def test_two_epochs_hold_every_document_twice(book):
