@@ -113,37 +113,37 @@ NVLINK = "based_on: h100-nvlink\n"
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("old", "new", "said"),
     [
-        (("memory: 80e9", ""), "lacks the constant memory (needed: name, devices, memory, flops,"),
-        (("latency: 1e-5, ", ""), "lacks the constant link.latency"),
-        (("3e12", "-3e12"), "mine.yaml': bandwidth must be positive, not -3e+12"),
-        (("80e9", "0"), "memory must be positive, not 0"),
-        (("80e9", ".inf"), "memory must be positive, not inf"),
-        (("latency: 1e-5", "latency: -1e-5"), "link.latency must not be negative, not -1e-05"),
-        (("1e15", "fast"), 'flops must be of type float, not "fast"'),
-        (("1e15", ".nan"), "flops must be a number, not nan"),
-        (("1e15", "true"), "flops must be of type float, not true"),
-        (("flops_share: 0.5", "flops_share: 50"), "is a share of the published rate, at most 1, not 50"),
-        (("devices: 4", "devices: 4.5"), "devices must be of type int, not 4.5"),
-        (("launch: 0", "lunch: 0"), "unknown setting 'lunch'; did you mean 'launch'?"),
-        (("source: a", "sauce: a"), "unknown key in bandwidth: 'sauce'; did you mean 'source'?"),
-        (("step: 0", "step: 0, ring: three-way"), "unknown value for link.ring: 'three-way'; did you mean"),
-        (("link: {", "link: {network: {size: 8}, "), "lacks the constant link.network.step"),
-        (("link: {latency: 1e-5, step: 0, bandwidth: 100e9}", "link: null"), "has 4 devices but no link"),
-        (("link: {latency: 1e-5, step: 0, bandwidth: 100e9}", "link: 5"), "link must be a section"),
-        ((YAML, "[1, 2"), "is not YAML"),
-        ((YAML, "a machine"), "must hold constants such as"),
-        ((YAML, "based_on: h100-nvlnk"), "did you mean 'h100-nvlink'?"),
-        ((YAML, f"{NVLINK}link: {{one_shot: {{bandwidth: null}}}}"), "lacks the constant link.one_shot.bandwidth"),
-        ((YAML, f"{NVLINK}link: {{one_shot: {{speed: 1}}}}"), "unknown setting 'link.one_shot.speed'"),
-        ((YAML, f"{NVLINK}link: {{kernels: theirs}}"), "unknown value for link.kernels: 'theirs'"),
-        ((YAML, f"{NVLINK}link: {{two_shot: {{latency: -1e-6}}}}"), "link.two_shot.latency must not be negative"),
+        ("memory: 80e9", "", "lacks the constant memory (needed: name, devices, memory, flops,"),
+        ("latency: 1e-5, ", "", "lacks the constant link.latency"),
+        ("3e12", "-3e12", "mine.yaml': bandwidth must be positive, not -3e+12"),
+        ("80e9", "0", "memory must be positive, not 0"),
+        ("80e9", ".inf", "memory must be positive, not inf"),
+        ("latency: 1e-5", "latency: -1e-5", "link.latency must not be negative, not -1e-05"),
+        ("1e15", "fast", 'flops must be of type float, not "fast"'),
+        ("1e15", ".nan", "flops must be a number, not nan"),
+        ("1e15", "true", "flops must be of type float, not true"),
+        ("flops_share: 0.5", "flops_share: 50", "is a share of the published rate, at most 1, not 50"),
+        ("devices: 4", "devices: 4.5", "devices must be of type int, not 4.5"),
+        ("launch: 0", "lunch: 0", "unknown setting 'lunch'; did you mean 'launch'?"),
+        ("source: a", "sauce: a", "unknown key in bandwidth: 'sauce'; did you mean 'source'?"),
+        ("step: 0", "step: 0, ring: three-way", "unknown value for link.ring: 'three-way'; did you mean"),
+        ("link: {", "link: {network: {size: 8}, ", "lacks the constant link.network.step"),
+        ("link: {latency: 1e-5, step: 0, bandwidth: 100e9}", "link: null", "has 4 devices but no link"),
+        ("link: {latency: 1e-5, step: 0, bandwidth: 100e9}", "link: 5", "link must be a section"),
+        (YAML, "[1, 2", "is not YAML"),
+        (YAML, "a machine", "must hold constants such as"),
+        (YAML, "based_on: h100-nvlnk", "did you mean 'h100-nvlink'?"),
+        (YAML, f"{NVLINK}link: {{one_shot: {{bandwidth: null}}}}", "lacks the constant link.one_shot.bandwidth"),
+        (YAML, f"{NVLINK}link: {{one_shot: {{speed: 1}}}}", "unknown setting 'link.one_shot.speed'"),
+        (YAML, f"{NVLINK}link: {{kernels: theirs}}", "unknown value for link.kernels: 'theirs'"),
+        (YAML, f"{NVLINK}link: {{two_shot: {{latency: -1e-6}}}}", "link.two_shot.latency must not be negative"),
     ],
 )
-def test_a_wrong_file_is_one_line(change, said, tmp_path, capsys):
+def test_a_wrong_file_is_one_line(old, new, said, tmp_path, capsys):
     file = tmp_path / "mine.yaml"
-    file.write_text(YAML.replace(*change))
+    file.write_text(YAML.replace(old, new))
     status, out, err = run(capsys, "--model", "tiny", "--hardware", file)
     assert (status, out) == (2, "")
     assert len(err.splitlines()) == 1
