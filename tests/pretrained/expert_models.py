@@ -48,45 +48,58 @@ def config(name: str, **changes) -> dict:
 def arrays(told: dict) -> dict[str, np.ndarray]:
     """Tensors [out, in] by transformers' names, one an expert, as the checkpoints on the Hub have them."""
     rng = np.random.default_rng(0)
-    family = told["model_type"]
-    width = told["hidden_size"]
+    family, width = told["model_type"], told["hidden_size"]
     size = told.get("head_dim") or 8
-    matrix = lambda *shape: (1.3 * rng.standard_normal(shape) / np.sqrt(shape[-1])).astype(np.float32)
-    gain = lambda n: (1 + 0.2 * rng.standard_normal(n)).astype(np.float32)
-    bias = lambda n: (0.3 * rng.standard_normal(n)).astype(np.float32)
-    found = {"model.embed_tokens.weight": matrix(129, width), "model.norm.weight": gain(width)}
-    found["lm_head.weight"] = matrix(129, width)
-    outputs = {"q_proj": 4 * size, "k_proj": 2 * size, "v_proj": 2 * size}
-    block = "mlp"
-    names = ("gate_proj", "up_proj", "down_proj")
-    if family == "mixtral":
-        block = "block_sparse_moe"
-        names = ("w1", "w3", "w2")
+    queries, keys = 4 * size, 2 * size
     inner = told.get("moe_intermediate_size", told["intermediate_size"])
-    for layer in range(told["num_hidden_layers"]):
-        own = {f"self_attn.{name}.weight": matrix(out, width) for name, out in outputs.items()}
-        own["self_attn.o_proj.weight"] = matrix(width, 4 * size)
-        own |= {"input_layernorm.weight": gain(width), "post_attention_layernorm.weight": gain(width)}
+    block, gate, up, down = "mlp", "gate_proj", "up_proj", "down_proj"
+    if family == "mixtral":
+        block, gate, up, down = "block_sparse_moe", "w1", "w3", "w2"
+    found = {}
+
+    def draw(name, *shape):
+        values = rng.standard_normal(shape)
+        if "norm" in name:
+            values = 1 + 0.2 * values
+        elif name.endswith(".bias"):
+            values = 0.3 * values
+        else:
+            values = 1.3 * values / np.sqrt(shape[-1])
+        found[name] = values.astype(np.float32)
+
+    def draw_mlp(name, inner):
+        draw(f"{name}.{gate}.weight", inner, width)
+        draw(f"{name}.{up}.weight", inner, width)
+        draw(f"{name}.{down}.weight", width, inner)
+
+    draw("model.embed_tokens.weight", 129, width)
+    draw("model.norm.weight", width)
+    draw("lm_head.weight", 129, width)
+    outputs = {"q_proj": queries, "k_proj": keys, "v_proj": keys}
+    for n in range(told["num_hidden_layers"]):
+        layer = f"model.layers.{n}"
+        attention = f"{layer}.self_attn"
+        for name, out in outputs.items():
+            draw(f"{attention}.{name}.weight", out, width)
+        draw(f"{attention}.o_proj.weight", width, queries)
+        draw(f"{layer}.input_layernorm.weight", width)
+        draw(f"{layer}.post_attention_layernorm.weight", width)
         if family == "qwen2_moe":
-            own |= {f"self_attn.{name}.bias": bias(out) for name, out in outputs.items()}
-        if layer in told.get("mlp_only_layers", ()):
-            dense = told["intermediate_size"]
-            own |= {"mlp.gate_proj.weight": matrix(dense, width), "mlp.up_proj.weight": matrix(dense, width)}
-            own["mlp.down_proj.weight"] = matrix(width, dense)
+            for name, out in outputs.items():
+                draw(f"{attention}.{name}.bias", out)
+        dense = n in told.get("mlp_only_layers", ())
+        if dense:
+            draw_mlp(f"{layer}.mlp", told["intermediate_size"])
         elif family == "qwen2_moe":
-            shared = told["shared_expert_intermediate_size"]
-            own |= {f"mlp.shared_expert.{name}.weight": matrix(shared, width) for name in names[:2]}
-            own["mlp.shared_expert.down_proj.weight"] = matrix(width, shared)
-            own["mlp.shared_expert_gate.weight"] = matrix(1, width)
-        if family in ("qwen3_moe", "olmoe"):
-            of_queries, of_keys = (4 * size, 2 * size) if family == "olmoe" else (size, size)
-            own |= {"self_attn.q_norm.weight": gain(of_queries), "self_attn.k_norm.weight": gain(of_keys)}
-        count = 0 if layer in told.get("mlp_only_layers", ()) else 6
-        own |= {f"{block}.gate.weight": matrix(6, width)} if count else {}
-        for e in range(count):
-            own |= {f"{block}.experts.{e}.{name}.weight": matrix(inner, width) for name in names[:2]}
-            own[f"{block}.experts.{e}.{names[2]}.weight"] = matrix(width, inner)
-        found |= {f"model.layers.{layer}.{name}": values for name, values in own.items()}
+            draw_mlp(f"{layer}.mlp.shared_expert", told["shared_expert_intermediate_size"])
+            draw(f"{layer}.mlp.shared_expert_gate.weight", 1, width)
+        if family in ("qwen3_moe", "olmoe"):  # olmoe's are of all heads together
+            draw(f"{attention}.q_norm.weight", queries if family == "olmoe" else size)
+            draw(f"{attention}.k_norm.weight", keys if family == "olmoe" else size)
+        if not dense:
+            draw(f"{layer}.{block}.gate.weight", 6, width)
+            for expert in range(6):
+                draw_mlp(f"{layer}.{block}.experts.{expert}", inner)
     return found
 
 
