@@ -1,7 +1,6 @@
 """A side network: values and gradients against dense ones, what is communicated and kept, decoding, wrong settings."""
 
 import dataclasses
-import itertools
 import re
 
 import jax
@@ -28,7 +27,7 @@ from ladder_jax.errors import UserError
 from ladder_jax.retrain import Retraining
 from ladder_jax.side import SideModel
 from ladder_jax.train.gradients import held_out_loss, loss_and_gradients, task_gradients
-from tests import cases, reference
+from tests import cases, covering, reference
 
 SIZES = dict(num_layers=3, d_model=32, num_heads=4, num_kv_heads=2, head_dim=8, d_ff=48, vocab_size=61)
 TOKENS = cases.tokens((4, 7), vocab=61)
@@ -49,6 +48,10 @@ FULL = pytest.mark.full
 def define(name="ladder", *, reduction=4, **more):
     plain = cases.define(name, **{**SIZES, **more})
     return SideModel(dataclasses.replace(plain.config, side=SideConfig(reduction)), plain.layout)
+
+
+def placed(definition):
+    return cases.place(cases.parameters(definition), definition)
 
 
 def of_network(definition):
@@ -120,7 +123,7 @@ def test_the_first_step_starts_from_the_model_itself(more):
     """To the bit. In bfloat16 XLA leaves out roundings, other ones in another program: not here."""
     plan = Retraining(define("hybrid-list", **more))
     base = Retraining(plan.without_side)
-    params = cases.place(cases.parameters(base.definition), base.definition)
+    params = placed(base.definition)
     exact = dict(compiler_options={"xla_allow_excess_precision": False})
     loss = lambda task, *args: jax.jit(held_out_loss(task).__wrapped__, **exact)(*args, TOKENS)
     frozen, before = plan.split(params)[1], loss(base, params, {})
@@ -147,12 +150,7 @@ def kept_for_backward(plan, *, loop, remat):
     return kept
 
 
-KEPT = [*itertools.product(Loop, (Remat.NONE, Remat.FULL, Remat.SAVE_MATMULS))]
-
-
-@pytest.mark.parametrize(
-    "loop, remat", [pytest.param(*row, marks=() if number in (0, 4) else FULL) for number, row in enumerate(KEPT)]
-)
+@pytest.mark.parametrize("loop, remat", covering.rows(Loop, (Remat.NONE, Remat.FULL, Remat.SAVE_MATMULS), pairs=[]))
 def test_nothing_of_the_model_is_kept_but_the_taps(loop, remat):
     definition = define(d_model=44, d_ff=52)  # sizes that nothing else has
     shapes = kept_for_backward(Retraining(definition), loop=loop, remat=remat)
@@ -193,6 +191,9 @@ def test_the_side_network_communicates_nothing(loop):
     assert whole - mine >= layers
 
 
+PROMPTS = [row[:length].tolist() for row, length in zip(cases.tokens((5, 40), vocab=61), (35, 40, 3, 17, 8))]
+
+
 @FULL  # the quick suite's is in test_retrain.py
 @pytest.mark.parametrize("name, tensor, loop", [
     ("ladder", 2, Loop.UNROLLED),
@@ -202,9 +203,8 @@ def test_the_side_network_communicates_nothing(loop):
 def test_decoding_runs_the_side_network(name, tensor, loop):
     """With a cache of its own: greedy tokens are those of whole forward passes, also where prompts come in chunks."""
     definition = define(name, tensor=tensor)
-    params = cases.place(cases.parameters(definition), definition)
-    prompts = [list(map(int, row[:length])) for row, length in zip(cases.tokens((2, 40), vocab=61), (35, 40))]
-    generator = Generator(definition, params, loop=loop)
+    params = placed(definition)
+    prompts, generator = PROMPTS[:2], Generator(definition, params, loop=loop)
     settings = DecodeConfig(max_new_tokens=3, temperature=0.0, prefill_chunk=32)
     found = generator.tokens(prompts, config=settings)
     whole = nn.compiled_logits(definition)
@@ -220,14 +220,13 @@ def test_decoding_runs_the_side_network(name, tensor, loop):
 def test_slots_hold_the_side_networks_caches(quantize):
     """Requests of several lengths, one after another in the same slots: each gets the tokens that it gets alone."""
     definition = define(tensor=2)
-    params = cases.place(cases.parameters(definition), definition)
+    params = placed(definition)
     generator = Generator(definition, params, quantize=quantize)
-    prompts = [list(map(int, row[:length])) for row, length in zip(cases.tokens((5, 40), vocab=61), (3, 40, 17, 8, 33))]
     with Engine(definition, params, slots=2, capacity=64, chunk=5, quantize=quantize) as engine:
-        handles = [engine.submit(Request(prompt, max_new_tokens=6)) for prompt in prompts]
+        handles = [engine.submit(Request(prompt, max_new_tokens=6)) for prompt in PROMPTS]
         found = [handle.result().tokens for handle in handles]
     settings = DecodeConfig(max_new_tokens=6, temperature=0.0)
-    assert [list(one) for one in found] == [generator.tokens([one], config=settings)[0].tolist() for one in prompts]
+    assert [list(one) for one in found] == [generator.tokens([one], config=settings)[0].tolist() for one in PROMPTS]
 
 
 @FULL
@@ -239,14 +238,14 @@ def test_a_teacher_beside_a_side_network():
     teacher = dataclasses.replace(plan.without_side, config=standard)
     plan = dataclasses.replace(plan, distill=DistillConfig(START), teacher=teacher)
     base = dataclasses.replace(plan, definition=plan.without_side)
-    params = cases.place(cases.parameters(base.definition), base.definition)
+    params = placed(base.definition)
     frozen = plan.split(params)[1]
     assert set(frozen) == {"model"}  # nothing is stored twice
-    (loss, _), grads = jax.jit(task_gradients(plan, config=TrainConfig()))(
-        plan.initial_side(seed=0), frozen, TOKENS, {}
-    )
-    (before, _), _ = jax.jit(task_gradients(base, config=TrainConfig()))(*base.split(params), TOKENS, {})
-    assert cases.error(loss, before) < cases.bound(definition.config) and float(loss) > 1e-3
+    gradients = lambda task, *values: jax.jit(task_gradients(task, config=TrainConfig()))(*values, TOKENS, {})
+    (loss, _), grads = gradients(plan, plan.initial_side(seed=0), frozen)
+    (before, _), _ = gradients(base, *base.split(params))
+    assert cases.error(loss, before) < cases.bound(definition.config)
+    assert float(loss) > 1e-3
     assert jnp.abs(grads["side"]["up"]).max() > 0
 
 
