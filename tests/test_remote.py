@@ -125,11 +125,13 @@ def run(away):
     process = subprocess.Popen([*away.command, "train", "tiny", *TINY, f"run.dir={where}"])
     deadline = time.monotonic() + 240
     while "runs/one/checkpoints/3/manifest.json" not in objects:
-        assert process.poll() is None and time.monotonic() < deadline
+        assert process.poll() is None
+        assert time.monotonic() < deadline
         time.sleep(0.02)
     process.send_signal(signal.SIGKILL)
     process.wait()
-    assert "runs/one/.lock" in objects and "runs/one/result.json" not in objects
+    assert "runs/one/.lock" in objects
+    assert "runs/one/result.json" not in objects
     away.bucket.put("runs/one/checkpoints/8/params/manifest.ocdbt", b"half", match=None)  # of a save that was killed
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(lock, "EXPIRES", 1.0)
@@ -144,7 +146,8 @@ def test_a_killed_run_is_resumed_and_the_same(away, run, local):
     assert read("result.json") == json.loads((local / "result.json").read_text())
     assert read("goodput.json")["restarts"] == 1
     rows = [json.loads(line) for line in stored["runs/one/metrics.jsonl"][1].splitlines()]
-    assert numbers(rows) == numbers(metrics.read(local)) and [row["step"] for row in rows] == list(range(2, 13, 2))
+    assert numbers(rows) == numbers(metrics.read(local))
+    assert [row["step"] for row in rows] == list(range(2, 13, 2))
     assert steps(absolute(run) / "checkpoints") == steps(local / "checkpoints") == [9, 12]
     objects = [name.removeprefix("runs/one/") for name in stored if name.startswith("runs/one/")]
     assert {name.partition("/")[0] for name in objects} == {
@@ -153,7 +156,8 @@ def test_a_killed_run_is_resumed_and_the_same(away, run, local):
     assert sum(name.startswith("tensorboard/") for name in objects) == 1
     assert not any(name.startswith("checkpoints/8/") for name in objects)
     ours, theirs = open_checkpoint(local), open_checkpoint(run)
-    assert theirs.config.model == ours.config.model and theirs.data["fingerprint"] == ours.data["fingerprint"]
+    assert theirs.config.model == ours.config.model
+    assert theirs.data["fingerprint"] == ours.data["fingerprint"]
 
 
 def same_pieces(here, there):
@@ -167,13 +171,15 @@ def same_pieces(here, there):
 def test_what_reads_a_run_reads_it_there(run, local, capsys):
     same_pieces(local, run)
     opened, known = open_model(run), open_model(local)
-    assert opened.config.model == known.config.model and opened.tokenizer() == known.tokenizer()
+    assert opened.config.model == known.config.model
+    assert opened.tokenizer() == known.tokenizer()
     assert load("tiny", overrides=["model=null", f"train.start={run}"]).model == known.config.model
     with pytest.raises(UserError, match="copy it to a disk first; generate, serve and evaluate read it from there"):
         open_source(run)
     assert cli.main(["checkpoints", run, "--verify", "--json"]) == 0
     rows = json.loads(capsys.readouterr().out)["checkpoints"]
-    assert [row["step"] for row in rows] == [9, 12] and all(row["state"] == "whole" and row["bytes"] for row in rows)
+    assert [row["step"] for row in rows] == [9, 12]
+    assert all(row["state"] == "whole" and row["bytes"] for row in rows)
     assert train(run, "train.learning_rate=1") == 2
     assert f"{run!r} holds a run of another configuration" in capsys.readouterr().err
 
@@ -184,7 +190,8 @@ def test_what_has_changed_is_never_resumed_from(away, run, local, capsys):
     there = away.url("runs/two")
     assert "other contents than were written" in verify(absolute(there) / "checkpoints" / "12")[0]
     assert train(there) == 2
-    assert "damaged or incomplete" in (line := capsys.readouterr().err) and "before it is step 9" in line
+    assert "damaged or incomplete" in (line := capsys.readouterr().err)
+    assert "before it is step 9" in line
     assert train(there, "run.on_damaged=previous") == 0
     assert f"resuming {there} from step 9" in capsys.readouterr().err
     stored = away.bucket.objects["runs/two/result.json"][1]
@@ -205,7 +212,8 @@ def test_copies(away, run, local, tmp_path):
         if file.is_file():
             away.bucket.put(f"runs/copied/{file.relative_to(local)}", file.read_bytes(), match=None)
     there = away.url("runs/copied")
-    assert open_checkpoint(tmp_path / "copy").check().verified and open_checkpoint(there).check().verified
+    assert open_checkpoint(tmp_path / "copy").check().verified
+    assert open_checkpoint(there).check().verified
     away.flip("runs/copied/checkpoints/9/params/d/")
     assert verify(absolute(there) / "checkpoints" / "12") == []
     assert "other contents than were written" in verify(absolute(there) / "checkpoints" / "9")[0]
@@ -218,7 +226,8 @@ def test_copies(away, run, local, tmp_path):
         kinds = [jax.tree.map(as_numpy, handler.metadata(folder).tree) for folder in folders]
         read = lambda folder, kind: handler.restore(folder, args=ocp.args.PyTreeRestore(restore_args=kind))
         ours, theirs = map(named, map(read, folders, kinds))
-        assert ours.keys() == theirs.keys() and len(ours) > 5
+        assert ours.keys() == theirs.keys()
+        assert len(ours) > 5
         for name in ours:
             assert ours[name].dtype == theirs[name].dtype and np.array_equal(ours[name], theirs[name]), name
     if away.scheme == "gs":  # whose checksums are of the content, and go with a copy
@@ -295,7 +304,8 @@ def test_a_lock_that_nobody_renews_is_taken_over(away, quick):
     bucket.put("leases/two/.lock", b'{"owner": "gone 1 2", "renewed": 3}', match=None)
     began, asked = time.monotonic(), len(bucket.requests)
     with lock.held(absolute(name), say=said.append, lost=lost.append):
-        assert time.monotonic() - began > lock.EXPIRES and "waiting 3 s, in case its owner has been killed" in said[0]
+        assert time.monotonic() - began > lock.EXPIRES
+        assert "waiting 3 s, in case its owner has been killed" in said[0]
         bucket.put("leases/two/.lock", b'{"owner": "another 1 2", "renewed": 0}', match=None)
         while not lost and time.monotonic() - began < 120:
             time.sleep(0.01)
@@ -359,7 +369,8 @@ def renewed(outage, monkeypatch, tmp_path):
 def test_an_outage_of_a_minute_ends_no_run(tmp_path, monkeypatch, begins, seconds):
     """Wherever it begins, between two renewals or within one; one that is not answered is the least of it."""
     outage = Outage(begins, begins + seconds)
-    assert renewed(outage, monkeypatch, tmp_path) == [] and outage.now >= 600
+    assert renewed(outage, monkeypatch, tmp_path) == []
+    assert outage.now >= 600
 
 
 @pytest.mark.parametrize("begins", [4, 10, 14])
@@ -395,11 +406,14 @@ def test_a_store_that_is_away_while_a_save_finishes(away, monkeypatch):
         while bucket.away:
             time.sleep(0.01)
     saving.close()
-    assert failures[0] is None and failures[2] is None
+    assert failures[0] is None
+    assert failures[2] is None
     assert failures[1].startswith("the checkpoint of step 2 could not be written: ")
-    assert "503" in failures[1] and "the others cannot be listed now" in failures[1]
+    assert "503" in failures[1]
+    assert "the others cannot be listed now" in failures[1]
     folder = absolute(where) / "checkpoints"
-    assert steps(folder) == [1, 3] and verify(folder / "1") == verify(folder / "3") == []
+    assert steps(folder) == [1, 3]
+    assert verify(folder / "1") == verify(folder / "3") == []
 
 
 def test_a_store_that_is_away_when_a_checkpoint_is_due(bucket, local, monkeypatch, capsys):
@@ -416,9 +430,11 @@ def test_a_store_that_is_away_when_a_checkpoint_is_due(bucket, local, monkeypatc
     away = {3, 12}
     assert train(where) == 1
     said = capsys.readouterr().err
-    assert "step 3: the checkpoint of step 3 could not be written: " in said and "training goes on" in said
+    assert "step 3: the checkpoint of step 3 could not be written: " in said
+    assert "training goes on" in said
     *_, last = said.splitlines()
-    assert last.startswith("ladder-jax: the checkpoint of step 12 could not be written: ") and "Traceback" not in said
+    assert last.startswith("ladder-jax: the checkpoint of step 12 could not be written: ")
+    assert "Traceback" not in said
     assert steps(absolute(where) / "checkpoints") == [6, 9]
     away = set()
     assert train(where) == 0
@@ -429,7 +445,8 @@ def test_who_has_lost_the_folder_ends(monkeypatch, capfd):
     ended = []
     monkeypatch.setattr(os, "_exit", ended.append)
     lock.end("another process has taken it over")
-    assert ended == [RunFailed.status] and capfd.readouterr().err == "ladder-jax: another process has taken it over\n"
+    assert ended == [RunFailed.status]
+    assert capfd.readouterr().err == "ladder-jax: another process has taken it over\n"
 
 
 def test_of_several_that_take_over_one_does(away, quick):
@@ -466,10 +483,14 @@ def test_a_token_store(bucket, tmp_path, monkeypatch):
         bucket.put(f"stores/book/{file.name}", file.read_bytes(), match=None)
     copied = lambda: sorted(file.name for file in (tmp_path / "cache" / "stores").glob("*/*.tokens"))
     store, here = Store("gs://bucket/stores/book"), Store(tmp_path / "store")
-    assert store.manifest == here.manifest == made and (store.starts == here.starts).all() and copied() == []
-    assert (store.read(0, 5) == here.read(0, 5)).all() and copied() == ["00000.tokens"]
+    assert store.manifest == here.manifest == made
+    assert (store.starts == here.starts).all()
+    assert copied() == []
+    assert (store.read(0, 5) == here.read(0, 5)).all()
+    assert copied() == ["00000.tokens"]
     texts = [store.read(*at).tobytes().decode() for at in zip(store.starts.tolist(), np.diff(store.starts).tolist())]
-    assert texts == TEXTS and len(copied()) == len(made.shards) > 1
+    assert texts == TEXTS
+    assert len(copied()) == len(made.shards) > 1
     store.verify()
     asked = len(bucket.requests)
     Store("gs://bucket/stores/book").read(0, 5)

@@ -73,7 +73,8 @@ def wait(process, condition, *, timeout=120):
 def uninterrupted(book, tmp_path_factory):
     directory = tmp_path_factory.mktemp("whole") / "run"
     said = run(book, directory)
-    assert f"step {STEPS}/{STEPS}" in "\n".join(said) and any(line.startswith("goodput") for line in said)
+    assert f"step {STEPS}/{STEPS}" in "\n".join(said)
+    assert any(line.startswith("goodput") for line in said)
     rows = losses(directory)
     assert [step for step, _, _ in rows] == list(range(1, STEPS + 1))
     assert [step for step, _, held_out in rows if held_out is not None] == list(range(EVALUATE, STEPS + 1, EVALUATE))
@@ -153,7 +154,8 @@ def test_preempted_in_a_save_and_in_an_evaluation(book, tmp_path, uninterrupted)
         assert process.returncode == 128 + signum and "Traceback" not in said, said
         step = last_step(directory)
         assert f"ladder-jax: {signum.name}: step {step} is saved, and the same command goes on from there" in said
-        assert (directory / "checkpoints" / str(step)).is_dir() and not any(directory.glob("checkpoints/writing.*"))
+        assert (directory / "checkpoints" / str(step)).is_dir()
+        assert not any(directory.glob("checkpoints/writing.*"))
     run(book, directory)
     assert losses(directory) == losses(uninterrupted)
 
@@ -213,7 +215,8 @@ def test_a_disk_that_refuses_in_the_middle(book, tmp_path, uninterrupted, larges
     first = "the checkpoint of step 15 could not be written: File too large (there is none before it)"
     assert any(first in line for line in said)
     # An abandoned write may leave a folder behind, which does not count, and which the next start removes.
-    assert steps(directory / "checkpoints") == [] and len(losses(directory)) == STEPS
+    assert steps(directory / "checkpoints") == []
+    assert len(losses(directory)) == STEPS
 
 
 def test_every_failed_save_is_told(book, tmp_path, monkeypatch):
@@ -251,7 +254,8 @@ def test_lines_wait_for_room(tmp_path):
     file.write_bytes(content + b'{"step": 2, "lo')
     log.add({"step": 4, "loss": float("inf")})
     assert metrics.read(tmp_path) == [{"step": s, "loss": x} for s, x in ((1, 1.0), (2, None), (3, 3.0), (4, None))]
-    assert len(said) == 1 and "metrics.jsonl cannot be written: Is a directory; its lines are kept" in said[0]
+    assert len(said) == 1
+    assert "metrics.jsonl cannot be written: Is a directory; its lines are kept" in said[0]
 
 
 def test_a_log_that_was_removed_is_begun_again(tmp_path):
@@ -263,7 +267,8 @@ def test_a_log_that_was_removed_is_begun_again(tmp_path):
     log.add({"step": 2, "loss": 2.0})
     log.add({"step": 3, "loss": 3.0})
     assert [row["step"] for row in metrics.read(tmp_path / "run")] == [2, 3]
-    assert len(said) == 1 and "metrics.jsonl was gone: begun again" in said[0]
+    assert len(said) == 1
+    assert "metrics.jsonl was gone: begun again" in said[0]
 
 
 def test_unreadable_data_in_the_middle(book, tmp_path, uninterrupted, monkeypatch):
@@ -341,7 +346,8 @@ def test_one_process_a_folder(book, resumable):
     with folder.owned(resumable, say=print):
         pass
     lock = resumable / ".lock"
-    assert lock.is_file() and not lock.stat().st_mode & 0o111
+    assert lock.is_file()
+    assert not lock.stat().st_mode & 0o111
     holder = subprocess.Popen([sys.executable, "-c", HOLDER, str(lock)], stdout=subprocess.PIPE, text=True)
     assert holder.stdout.readline() == "held\n"
     before = sorted(p.stat().st_mtime_ns for p in resumable.rglob("*"))
@@ -369,7 +375,9 @@ def test_a_refused_run_leaves_no_folder(tmp_path):
             if where == begun:
                 (where / "config.json").write_text("{}")
             raise UserError("no such model")
-    assert not new.exists() and (old / ".lock").exists() and (begun / "goodput.json").exists()
+    assert not new.exists()
+    assert (old / ".lock").exists()
+    assert (begun / "goodput.json").exists()
     with pytest.raises(RunFailed), folder.owned(new):
         raise RunFailed("the disk is full")
     assert (new / ".lock").exists()
