@@ -15,6 +15,7 @@ from ladder_jax.errors import UserError
 from ladder_jax.plan import command, confirm, memory, plans, request, speed
 from ladder_jax.plan.confirm import Confirmed
 from ladder_jax.plan.request import Candidate
+from ladder_jax.predict.program import layers_of
 from ladder_jax.predict.work import Model
 from ladder_jax.schedule import shards
 from ladder_jax.train import out_of_memory
@@ -61,6 +62,9 @@ MOE = dict(model="qwen1.5-moe-a2.7b", target="v5p:2x2x2", tokens=65_536, sequenc
 
 
 EXCHANGED = Candidate(MeshConfig(fsdp=2, tensor=4, experts="exchange"), Remat.NONE, True, 2, 4)
+
+
+ROWS = 60 * math.ceil(1.25 * 2048 * 4 / 60)  # of a device: 2,048 tokens, of 60 experts 4 each
 
 
 def candidates(**asked):
@@ -158,16 +162,34 @@ def test_plans_that_exchange_no_experts(tmp_path):
 def test_what_exchanged_experts_compute_by_hand():
     """Over 4 ranks: 60 experts, of which 4 are chosen, 1,408 wide, and a shared one of 5,632; capacity 1.25."""
     d, tokens = 2048, 2 * 4096
-    rows = 60 * math.ceil(1.25 * tokens / 4 * 4 / 60)
     layer = shards.shard(preset(MOE["model"]), ranks=4)
     wanted = request.make(**MOE, capacity=1.25, residual="ladder")
     attention = 2 * tokens * layer.attention + 2 * 2 * 4 * 128 * 4096 * 4097
-    experts = 2 * 3 * rows * d * 1408 + 2 * tokens / 4 * d * 60 + 2 * 3 * tokens * d * 5632 / 4
+    experts = 2 * 3 * ROWS * d * 1408 + 2 * tokens / 4 * d * 60 + 2 * 3 * tokens * d * 5632 / 4
     head = 2 * tokens * layer.vocabulary * d
     assert speed.flops(EXCHANGED, request=wanted) == (pytest.approx(4 * (attention + experts) + head), 0)
     full = dataclasses.replace(EXCHANGED, remat=Remat.FULL)  # all but the sums that are reduced
     reduced = 2 * tokens * d * 512 + 2 * tokens * d * 5632 / 4
     assert speed.flops(full, request=wanted)[1] == pytest.approx(4 * (attention + experts - reduced))
+
+
+@pytest.mark.parametrize("residual, begins", [("standard", 0), ("ladder", 1)])
+def test_rows_of_exchanged_experts_that_are_kept(residual, begins):
+    """By hand. A ladder's layer begins with the rows of the one before; what returns is added up in float32."""
+    wanted = request.make(**MOE, capacity=1.25, residual=residual)
+    stream = ROWS * 2048 * 2
+    width = ROWS * 1408 * 2
+    returning = 2048 * 4 * 2048 * 4
+    first, *_ = layers_of(wanted.config)[1]
+
+    def kept(remat):
+        one = dataclasses.replace(EXCHANGED, remat=remat)
+        return memory._kept_rows(first, one, *one.microbatch(wanted))
+
+    assert kept(Remat.FULL) == kept(Remat.OFFLOAD) == begins * stream
+    assert kept(Remat.SAVE_MATMULS) == 2 * stream + 2 * width
+    assert kept(Remat.NONE) == stream + 5 * width + returning
+    assert memory._working_rows(*EXCHANGED.microbatch(wanted)) == 3 * stream + 5 * width + returning
 
 
 @pytest.mark.parametrize(
@@ -199,7 +221,7 @@ def test_a_layers_all_to_alls(remat, count, passes):
 def test_the_time_of_exchanged_experts_by_hand(monkeypatch):
     """v5p's ring of four carries each byte once, 180 GB/s; of attention and the shared expert two halves each."""
     half = 3 / 4 * 8192 * 2048 * 2 / 180e9
-    rows = 60 * math.ceil(1.25 * 2048 * 4 / 60) * 2048 * 2 / 180e9
+    rows = ROWS * 2048 * 2 / 180e9
     wanted = lambda name: request.make(**MOE, capacity=1.25, residual=name)
     nothing_computed = dataclasses.replace(speed.machine_of(wanted("standard").target), flops=1e30)
     monkeypatch.setattr(speed, "machine_of", lambda target: nothing_computed)
