@@ -141,30 +141,21 @@ def test_70b_on_nvlink_must_beat_one_shot_all_reduces(capsys):
     """The row says which launch it assumes; the ratios say over whom."""
     words = "--model llama-3-70b --hardware h100-nvlink --tensor 8 --residual standard,ladder".split()
     answer = answered(capsys, *words)
-    found = by_residual(answer)
     baseline = answer["baseline"]
-    standard = found["standard"]
-    ladder = found["ladder"]
-    assert set(baseline) == {"residual", "form", "interleave", "all_reduce", "tokens_per_second"}
     assert (baseline["residual"], baseline["all_reduce"]) == ("standard", "one-shot")
     assert 83 < baseline["tokens_per_second"] < 95
-    assert (standard["launch"], standard["all_reduce"]) == (None, "one-shot")
+    ladder = by_residual(answer)["ladder"]
     assert (ladder["launch"], ladder["all_reduce"]) == ("explicit", "one-shot")
-    for row in found.values():
-        assert row["speedup"] == pytest.approx(row["tokens_per_second"] / baseline["tokens_per_second"])
+    assert ladder["speedup"] == pytest.approx(ladder["tokens_per_second"] / baseline["tokens_per_second"])
     nccl = model.speed(LARGE, machine=H100, tensor=8, rows=1, opponents=Opponents.NCCL)
     assert ladder["speedup_over_nccl"] == pytest.approx(ladder["tokens_per_second"] / nccl.tokens_per_second)
     assert 1.0 < ladder["speedup"] < ladder["speedup_over_nccl"]
     _, out, _ = run(capsys, *words)
-    for said in (
-        "speed-up: over Standard (one-shot all-reduce)",
-        "explicit",
-        "figures of threads, not verified",
-        "have never run",
-    ):
-        assert said in out
+    assert "speed-up: over Standard (one-shot all-reduce)" in out
+    assert "figures of threads, not verified" in out
+    assert "have never run" in out
     assert "…" not in out
-    chained = answered(capsys, *words, "--launch", "chained")["rows"][1]
+    chained = by_residual(answered(capsys, *words, "--launch", "chained"))["ladder"]
     assert (chained["launch"], chained["all_reduce"]) == ("chained", "ring")
     assert 1.0 < chained["speedup"] < ladder["speedup"]
 
@@ -309,7 +300,8 @@ def test_fsdp_by_hand():
     layer = 4096 * (2 * 4096 + 2 * 1024) + 3 * 4096 * 14336
     tables = 2 * 4096 * 128256
     half = lambda size: V5P.link.half(size, ranks=8)
-    expected = 4 * (2 * half(2 * layer) + half(4 * layer)) + 2 * half(2 * tables) + half(4 * tables)
+    moved = lambda elements: 2 * half(2 * elements) + half(4 * elements)
+    expected = 4 * moved(layer) + moved(tables)
     assert 8 * 2048 / fsdp.tokens_per_second == pytest.approx(expected)
 
 
