@@ -34,7 +34,8 @@ class Exact:
         logits = self.logits(row)[0, places]
         shifted = logits - logits.max(-1, keepdims=True)
         logprobs = shifted - np.log(np.exp(shifted).sum(-1, keepdims=True))
-        return logprobs[np.arange(len(scored)), scored].sum(), (logits.argmax(-1) == scored).all()
+        greedy = logits.argmax(-1) == scored
+        return logprobs[np.arange(len(scored)), scored].sum(), greedy.all()
 
     def logits(self, row):
         """[1, WINDOW, V] for tokens [1, WINDOW]."""

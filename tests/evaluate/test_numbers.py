@@ -71,10 +71,11 @@ def test_greedy(model, exact):
         row[0, : len(tokens)] = tokens
         tokens.append(int(exact.logits(row)[0, len(tokens) - 1].argmax()))
     other = [*tokens[:-1], (tokens[-1] + 1) % 303]
-    found = dict(model.scorer.scores([Span(tokens[:1], tokens[1:]), Span(other[:1], other[1:])]))
-    assert (found[0].greedy, found[1].greedy) == (True, False)
-    assert exact.scores(tokens[:1], tokens[1:])[1]
-    assert not exact.scores(other[:1], other[1:])[1]
+    for whole, greedy in ((tokens, True), (other, False)):
+        span = Span(whole[:1], whole[1:])
+        ((_, found),) = model.scorer.scores([span])
+        assert found.greedy == greedy
+        assert exact.scores(span.context, span.scored)[1] == greedy
 
 
 def test_windows_as_the_harness_documents_them():
