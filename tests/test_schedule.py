@@ -158,7 +158,8 @@ def test_weights_are_gathered_and_gradients_scattered():
     """Of 4 matrices in each of 3 layers. The last layer's output is only summed: two of its matrices are not read
     forward; nor, as the input has no gradient, are two of the first layer's backward."""
     found = read("tpu7x-sharded", ranks=4)
-    hidden, exposed = Status.HIDDEN, Status.EXPOSED
+    hidden = Status.HIDDEN
+    exposed = Status.EXPOSED
     assert moved(found.gathers) == {
         ("0", False, exposed): 1, ("0", False, hidden): 3, ("1", False, hidden): 4,
         ("2", False, exposed): 1, ("2", False, hidden): 1, ("2", True, exposed): 1, ("2", True, hidden): 3,
@@ -389,7 +390,8 @@ def test_functions_of_a_user():
         return parallel.all_reduce(x @ w, ("tensor",))
 
     meshed = jax.shard_map(local, mesh=mesh, in_specs=(P(None, "tensor"), P("tensor", None)), out_specs=P())
-    x, w = jnp.ones((64, 512)), jnp.ones((512, 64))
+    x = jnp.ones((64, 512))
+    w = jnp.ones((512, 64))
     jitted = jax.jit(meshed)
     traits = parallel.Traits(parallel.Overlap.HIDES, Phase.PREFILL, Loop.SCAN)
     ours = parallel.Compiled(meshed, mesh=mesh, traits=traits)

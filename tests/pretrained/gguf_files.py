@@ -43,7 +43,8 @@ def name_of(theirs: str) -> str:
 
 def interleaved(rows: np.ndarray, *, heads: int) -> np.ndarray:
     """Row i of the first half of a head to 2i, of the second half to 2i + 1."""
-    out, size = np.empty_like(rows), rows.shape[0] // heads
+    out = np.empty_like(rows)
+    size = rows.shape[0] // heads
     for head in range(heads):
         for i in range(size // 2):
             out[head * size + 2 * i] = rows[head * size + i]
@@ -69,7 +70,8 @@ def write(
     """
     told = models.config(name, **changes)
     family = {"mistral": "llama"}.get(told["model_type"], told["model_type"])
-    heads, kv = told["num_attention_heads"], told.get("num_key_value_heads") or told["num_attention_heads"]
+    heads = told["num_attention_heads"]
+    kv = told.get("num_key_value_heads") or told["num_attention_heads"]
     size = told.get("head_dim") or told["hidden_size"] // heads
     rope = told.get("rope_parameters") or {}
     below = {

@@ -88,7 +88,8 @@ def test_prefill_decode_and_left_padding(exported):
     import torch
 
     name, made, _, model = exported
-    ours, tokens = logits(made), models.tokens()
+    ours = logits(made)
+    tokens = models.tokens()
     assert models.error(ours[:, 2::3], recorded()[name]) <= BOUND
     assert models.error(run(model, tokens).logits, ours) <= BOUND
 
@@ -100,7 +101,8 @@ def test_prefill_decode_and_left_padding(exported):
 
     # Two rows of different lengths: the second ends where the first does, and begins with padding.
     long, short = tokens[0], tokens[1, :15]
-    batch, mask = np.stack([long, np.concatenate([np.zeros(9), short])]), np.ones((2, 24))
+    batch = np.stack([long, np.concatenate([np.zeros(9), short])])
+    mask = np.ones((2, 24))
     mask[1, :9] = 0
     padded = run(model, batch, attention_mask=torch.as_tensor(mask)).logits
     assert torch.isfinite(padded).all()
@@ -137,7 +139,8 @@ def test_fine_tuned_and_back(exported, tmp_path):
     import torch
 
     _, made, folder, _ = exported
-    model, tokens = opened(folder).train(), torch.as_tensor(models.tokens(), dtype=torch.long)
+    model = opened(folder).train()
+    tokens = torch.as_tensor(models.tokens(), dtype=torch.long)
     loss = model(tokens, labels=tokens).loss
     loss.backward()
     with torch.no_grad():
