@@ -24,10 +24,12 @@ from tests import cases
 
 ROOT = pathlib.Path(__file__).parent.parent
 LARGE = dict(model="llama-3-70b", target="v5p:4x4x4", tokens=4_194_304, sequence=8192)
+REDUCED = Candidate(MeshConfig(4, 4, 4), Remat.SAVE_MATMULS, False, 2, 16)
+MOE = dict(model="qwen1.5-moe-a2.7b", target="v5p:2x2x2", tokens=65_536, sequence=4096, layers=4)
+EXCHANGED = Candidate(MeshConfig(fsdp=2, tensor=4, experts="exchange"), Remat.NONE, True, 2, 4)
+ROWS = 60 * math.ceil(1.25 * 2048 * 4 / 60)  # of a device: 2,048 tokens, of 60 experts 4 each
 COMPILED = json.loads((ROOT / "experiments" / "plan" / "results.json").read_text())["rows"]
 TOLERANCE = 0.2
-
-
 NAMES = "model target tokens sequence layers residual capacity".split()
 
 
@@ -48,23 +50,25 @@ def test_every_plan_can_be_run(asked):
     """Its overrides make a configuration, of that many tokens, on as many devices as there are."""
     wanted = request.make(**asked)
     for plan in plans.ranked(wanted)[::7]:
-        words = [f"{name}={value}" for name, value in plan.candidate.overrides(wanted).items()]
-        config = load(asked["model"], overrides=words)
-        assert config.mesh == plan.candidate.mesh
+        config = configured(plan.candidate, wanted)
         assert config.mesh.size == wanted.target.count
         assert config.train.batch * config.train.sequence == asked["tokens"]
         assert config.train.batch == plan.candidate.rows * plan.candidate.accumulate * plan.candidate.shards
-        assert config.train.remat is plan.candidate.remat
-        assert config.train.interleave.parts == plan.candidate.interleave
 
 
-MOE = dict(model="qwen1.5-moe-a2.7b", target="v5p:2x2x2", tokens=65_536, sequence=4096, layers=4)
+def configured(candidate, wanted):
+    """The configuration that its overrides make."""
+    config = load(wanted.name, overrides=[f"{name}={value}" for name, value in candidate.overrides(wanted).items()])
+    check(config, candidate, wanted)
+    return config
 
 
-EXCHANGED = Candidate(MeshConfig(fsdp=2, tensor=4, experts="exchange"), Remat.NONE, True, 2, 4)
-
-
-ROWS = 60 * math.ceil(1.25 * 2048 * 4 / 60)  # of a device: 2,048 tokens, of 60 experts 4 each
+def check(config, candidate, wanted):
+    """It trains as the candidate says."""
+    planned = candidate.train(wanted)
+    assert config.mesh == candidate.mesh
+    for name in ("batch", "sequence", "remat", "accumulate", "sequence_parallel", "interleave"):
+        assert getattr(config.train, name) == getattr(planned, name)
 
 
 def candidates(**asked):
@@ -131,7 +135,7 @@ def test_standard_is_planned_in_halves(capsys):
     assert "unknown --interleave '3' (allowed: 1, 2, auto)" in capsys.readouterr().err
 
 
-def test_plans_that_exchange_experts(tmp_path):
+def test_plans_that_exchange_experts():
     """Of a model with a capacity, each sequence-parallel plan has one; its overrides make a training configuration."""
     asked = dict(MOE, capacity=1.25, residual="farskip")
     wanted = request.make(**asked)
@@ -143,11 +147,7 @@ def test_plans_that_exchange_experts(tmp_path):
     }
     assert with_sums == {one for one in every - exchanged if one.sequence_parallel}
     for one in sorted(exchanged, key=str)[::9]:
-        words = [f"{name}={value}" for name, value in one.overrides(wanted).items()]
-        config = load(MOE["model"], overrides=words)
-        assert config.mesh == one.mesh
-        assert config.train.sequence_parallel
-        assert config.model == wanted.config
+        assert configured(one, wanted).model == wanted.config
 
 
 def test_plans_that_exchange_no_experts(tmp_path):
@@ -230,9 +230,6 @@ def test_the_time_of_exchanged_experts_by_hand(monkeypatch):
     assert standard > 4 * 4 * (4 * 2 * half + 4 * rows)
 
 
-REDUCED = Candidate(MeshConfig(4, 4, 4), Remat.SAVE_MATMULS, False, 2, 16)
-
-
 @pytest.mark.parametrize("asked, whole", [(dict(MOE, capacity=1.25), EXCHANGED), (LARGE, REDUCED)])
 def test_halves_wait_for_no_message(asked, whole):
     standard, ladder = (request.make(**asked, residual=name) for name in ("standard", "ladder"))
@@ -277,12 +274,8 @@ def test_an_exchange_is_confirmed_as_such(tmp_path, monkeypatch):
 def test_meshes_lie_along_the_torus():
     wanted = request.make(**LARGE)
     sizes = {(mesh.data, mesh.fsdp, mesh.tensor) for mesh in request.meshes_of(wanted)}
-    assert (1, 16, 4) in sizes
-    assert (4, 4, 4) in sizes
-    assert (1, 64, 1) in sizes
-    assert (1, 8, 8) not in sizes
-    assert (2, 8, 4) not in sizes
-    assert (1, 1, 64) in sizes
+    assert {(1, 16, 4), (4, 4, 4), (1, 64, 1), (1, 1, 64)} <= sizes
+    assert sizes.isdisjoint({(1, 8, 8), (2, 8, 4)})
 
 
 def test_a_mesh_that_cuts_across_the_torus_is_made_with_a_warning(monkeypatch, caplog):
@@ -302,11 +295,8 @@ def test_the_recipe_is_the_recommended_plan():
     wanted = request.make(**LARGE)
     best = plans.answer(wanted, compiled=0).plans[0]
     assert best.fits
-    assert config.mesh == best.candidate.mesh
     assert config.model == wanted.config
-    recommended = best.candidate.train(wanted)
-    for name in ("remat", "accumulate", "batch", "sequence", "sequence_parallel"):
-        assert getattr(config.train, name) == getattr(recommended, name)
+    check(config, best.candidate, wanted)
 
 
 def test_speed_orders_what_is_known():
