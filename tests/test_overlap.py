@@ -53,9 +53,9 @@ def test_json(told):
     counts = {name: found[name] for name in ("all_reduces", "asynchronous", "hidden", "merged", "exposed")}
     assert counts == dict(all_reduces=8, asynchronous=0, hidden=0, merged=0, exposed=8)
     assert (found["target"], found["loop"], found["layers"], found["tensor"]) == ("cpu:8", "unrolled", 4, 8)
-    owners = [(one["layer"], one["sublayer"], one["direction"], one["status"]) for one in found["reductions"]]
-    first = [("0", "attention"), ("0", "mlp"), ("1", "attention")]
-    assert owners[:3] == [(*owner, "forward", "synchronous") for owner in first]
+    for one, owner in zip(found["reductions"], (("0", "attention"), ("0", "mlp"), ("1", "attention"))):
+        assert (one["layer"], one["sublayer"]) == owner
+        assert (one["direction"], one["status"]) == ("forward", "synchronous")
     assert {one["bytes"] for one in found["reductions"]} == {2 * 128 * 4}  # a CPU adds bfloat16 in float32
     others = [(one["kind"], one["for"], one["count"], one["bytes"]) for one in found["other_collectives"]]
     chosen = 3 * 2 * 4  # of each row the largest score, whose it is, and whether it is a number
@@ -105,7 +105,8 @@ def test_weights_and_a_stream_that_are_split(told):
     words = f"{SHAPE} --phase train --residual ladder --loop unrolled --layers 2 --fsdp 2 --sequence-parallel"
     found = told(words, as_json=True)
     assert (found["fsdp"], found["tensor"], found["sequence_parallel"]) == (2, 4, True)
-    gathers, scatters = found["weights_gathers"], found["gradients_scatters"]
+    gathers = found["weights_gathers"]
+    scatters = found["gradients_scatters"]
     assert (gathers["count"], gathers["asynchronous"], gathers["hidden"]) == (7 * (2 + 2), 0, 0)
     assert (scatters["count"], scatters["asynchronous"], scatters["hidden"]) == (7 * 2, 0, 0)
     assert collections.Counter(one["layer"] for one in scatters["each"]) == dict.fromkeys("10", 7)
