@@ -30,6 +30,18 @@ def half_open(url, number, *, sent=HALF):
         yield sockets
 
 
+def others_are_answered(url, *, within):
+    """In 0.1 s; in ten or thirty seconds where nobody takes the place of who keeps one for nothing."""
+    begun = time.monotonic()
+    assert ask(url, "/health", timeout=30)[0] == 200
+    assert time.monotonic() - begun < within
+
+
+def told(answer):
+    """The message in the bytes of an answer that is an error."""
+    return json.loads(answer.partition(b"\r\n\r\n")[2])["error"]["message"]
+
+
 LIMITED = """
 import resource, sys
 resource.setrlimit(resource.RLIMIT_NOFILE, (128, {hard}))
@@ -49,9 +61,7 @@ def running(start):
 def closed_of_half_open(url):
     """How many of 150 such connections are closed; another client is answered at once."""
     with half_open(url, 150) as sockets:
-        begun = time.monotonic()
-        assert ask(url, "/health", timeout=30)[0] == 200
-        assert time.monotonic() - begun < 9  # 0.1 s; and ten seconds, where nobody takes their places
+        others_are_answered(url, within=9)
         return sum(map(is_closed, sockets))
 
 
@@ -108,9 +118,7 @@ def test_what_does_not_come(engine, serving, monkeypatch, sent):
         status = answer.split()[1]
         assert status == (b"401" if b"POST" in sent else b"408"), answer
         if status == b"408":
-            assert json.loads(answer.partition(b"\r\n\r\n")[2])["error"]["message"] == (
-                "the request's head did not come within 0.5 seconds"
-            )
+            assert told(answer) == "the request's head did not come within 0.5 seconds"
         assert ask(url, "/health")[0] == 200
 
 
@@ -140,8 +148,7 @@ def test_a_body_of_very_many_chunks(engine, serving):
         with half_open(url, 1, sent=CHUNKED + in_chunks_of_one_byte(b" " * 10_001)) as (sock,):
             answer = b"".join(iter(lambda: sock.recv(4096), b""))
         assert answer.startswith(b"HTTP/1.1 400")
-        told = json.loads(answer.partition(b"\r\n\r\n")[2])["error"]
-        assert told["message"] == "the request's body may come in 10000 chunks"
+        assert told(answer) == "the request's body may come in 10000 chunks"
         assert ask(url, "/health")[0] == 200
 
 
@@ -160,9 +167,7 @@ def test_a_wrong_key_costs_the_others_nothing(engine, serving, monkeypatch):
         flooding = threading.Thread(target=send)
         flooding.start()
         while flooding.is_alive():
-            begun = time.monotonic()
-            assert ask(url, "/health")[0] == 200
-            assert time.monotonic() - begun < 9  # 0.1 s; 12 s where a body is parsed without a pause
+            others_are_answered(url, within=9)  # 12 s where a body is parsed without a pause
         flooding.join()
         until(lambda: is_closed(sock) or None)
     sizes = [len(data) for data in read]
@@ -223,9 +228,7 @@ def test_clients_that_never_read(engine, serving, few, end):
             deaf(url, stack, LARGE % end * 5)
             until(lambda: unread(few, number))
             assert len(few()[1]) <= 4
-        begun = time.monotonic()
-        assert ask(url, "/health")[0] == 200
-        assert time.monotonic() - begun < 20  # 30 s, where nobody takes their places
+        others_are_answered(url, within=20)
 
 
 @pytest.mark.parametrize("end", [b"", CLOSING], ids=["open", "closing"])
@@ -257,10 +260,8 @@ def test_bodies_that_never_come(engine, serving, few):
         for _ in range(2):
             with half_open(url, 8, sent=head):
                 until(lambda: sum(connection.cycle is not None for connection in few()[1]) == 4)
-                begun = time.monotonic()
-                assert ask(url, "/health")[0] == 200
-                assert ask(url, body=json.loads(BODY))[0] == 200
-                assert time.monotonic() - begun < 20  # 30 s, where a head keeps a place
+                others_are_answered(url, within=20)
+                assert ask(url, body=json.loads(BODY), timeout=20)[0] == 200
 
 
 def test_what_has_come_stays(engine, serving, monkeypatch):
