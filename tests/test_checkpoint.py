@@ -100,9 +100,11 @@ def test_plain_names_and_a_format_version(saved):
     folder, *_ = saved
     meta = json.loads((folder / "1" / "meta" / "metadata").read_text())
     assert (meta["format"], meta["version"], meta["step"]) == ("ladder_jax", 1, 1)
-    assert meta["config"]["model"]["residual"] == "ladder" and open_checkpoint(folder).config.train == RECIPE
+    assert meta["config"]["model"]["residual"] == "ladder"
+    assert open_checkpoint(folder).config.train == RECIPE
     tree = json.loads((folder / "1" / "params" / "_METADATA").read_text())["tree_metadata"]
-    assert "('layers', 'attention', 'query')" in tree and "('embedding', 'table')" in tree
+    assert "('layers', 'attention', 'query')" in tree
+    assert "('embedding', 'table')" in tree
     assert not any("value" == part for name in tree for part in eval(name)[1:-1])  # no framework's wrapper
 
 
@@ -154,7 +156,10 @@ def test_a_checkpoint_of_before_is_read(tmp_path, mesh):
     with zipfile.ZipFile(pathlib.Path(__file__).with_name("checkpoint_1.zip")) as recorded:
         recorded.extractall(tmp_path)
     trained, converted = open_checkpoint(tmp_path).check(), open_checkpoint(tmp_path / "converted").check()
-    assert trained.verified and trained.step == 7 and trained.validation_loss == 2.5 and trained.data["skipped"] == [3]
+    assert trained.verified
+    assert trained.step == 7
+    assert trained.validation_loss == 2.5
+    assert trained.data["skipped"] == [3]
     config = trained.config.model
     wrote = nn.define(config, mesh=make_mesh(data=2, tensor=4)).abstract
     definition = nn.define(config, mesh=make_mesh(**mesh))
@@ -216,7 +221,8 @@ def flip(file):
 def test_every_damaged_file_is_found(three, tmp_path, damage):
     """Each file of a checkpoint in turn: found, named, and the one before it is offered."""
     files = sorted(p for p in (three / "30").rglob("*") if p.is_file() and p.stat().st_size)
-    assert len(files) > 10 and three / "30" / "manifest.json" in files
+    assert len(files) > 10
+    assert three / "30" / "manifest.json" in files
     for index, file in enumerate(files):
         copy = tmp_path / str(index)
         shutil.copytree(three, copy)
@@ -227,7 +233,8 @@ def test_every_damaged_file_is_found(three, tmp_path, damage):
             open_checkpoint(copy).check()
         name = str(file.relative_to(three / "30"))
         assert name in str(said.value)
-        assert any(line.startswith(name) for line in verify(copy / "30")) and verify(copy / "20") == []
+        assert any(line.startswith(name) for line in verify(copy / "30"))
+        assert verify(copy / "20") == []
         shutil.rmtree(copy)
 
 
@@ -325,7 +332,8 @@ def test_killed_while_a_step_is_saved_again(copy, monkeypatch, moment):
     saving.close()
     monkeypatch.undo()
     opened(copy).close()
-    assert sorted(path.name for path in copy.iterdir()) == ["10", "20", "30"] and verify(copy / "30") == []
+    assert sorted(path.name for path in copy.iterdir()) == ["10", "20", "30"]
+    assert verify(copy / "30") == []
     new = moment == "before the new one is named"
     assert tuple(stored(copy / "30" / "params")["a"].shape) == ((3,) if new else (64, 8))
 
@@ -337,7 +345,8 @@ def test_an_older_one_goes_only_after_the_new_one_is_whole(copy, monkeypatch):
     monkeypatch.setattr(saving, "_prune", lambda: (seen.append(verify(copy / "40")), prune()))
     saving.save(40, **SMALL)
     saving.close()
-    assert seen == [[]] and [p.name for p in copy.iterdir()] == ["40"]
+    assert seen == [[]]
+    assert [p.name for p in copy.iterdir()] == ["40"]
 
 
 def test_a_save_that_fails_leaves_the_others(copy):
@@ -347,12 +356,14 @@ def test_a_save_that_fails_leaves_the_others(copy):
     store.save(40, **SMALL)
     store.wait()
     failure = store.failure()
-    assert "step 40 could not be written" in str(failure) and "the newest is that of step 30" in str(failure)
+    assert "step 40 could not be written" in str(failure)
+    assert "the newest is that of step 30" in str(failure)
     assert store.failure() is None
     (copy / "writing.40").unlink(missing_ok=True)
     store.save(40, **SMALL)
     store.close()
-    assert store.failure() is None and [verify(copy / str(step)) for step in (20, 30, 40)] == [[], [], []]
+    assert store.failure() is None
+    assert [verify(copy / str(step)) for step in (20, 30, 40)] == [[], [], []]
 
 
 def test_a_folder_that_was_removed_is_made_again(tmp_path):
@@ -363,14 +374,16 @@ def test_a_folder_that_was_removed_is_made_again(tmp_path):
     shutil.rmtree(tmp_path / "run")
     store.save(20, **SMALL)
     store.close()
-    assert store.failure() is None and verify(folder / "20") == []
+    assert store.failure() is None
+    assert verify(folder / "20") == []
 
 
 def test_names_and_metas_that_no_run_wrote(copy, three):
     """Other digits than ASCII's, leading zeros; and a whole checkpoint whose meta lacks what every one has."""
     for name in ("4\N{SUPERSCRIPT TWO}", "\N{ARABIC-INDIC DIGIT FOUR}0", "040"):
         (copy / name).mkdir()
-    assert steps(copy) == [10, 20, 30] and open_checkpoint(copy).step == 30
+    assert steps(copy) == [10, 20, 30]
+    assert open_checkpoint(copy).step == 30
     assert cli.main(["checkpoints", str(copy)]) == 0
     for lacking in ("step", "config"):
         file = copy / "30" / "meta" / "metadata"
@@ -387,16 +400,19 @@ def test_the_verb(three, tmp_path, capsys):
     shutil.copytree(three, run / "checkpoints")
     listing = lambda *more: (cli.main(["checkpoints", str(run), "--json", *more]), json.loads(capsys.readouterr().out))
     status, answer = listing()
-    assert status == 0 and [(c["step"], c["state"]) for c in answer["checkpoints"]] == [
+    assert status == 0
+    assert ([(c["step"], c["state"]) for c in answer["checkpoints"]] == [
         (10, "unchecked"), (20, "unchecked"), (30, "unchecked"),
-    ]  # fmt: skip
-    assert answer["checkpoints"][1]["validation_loss"] == 1.0 and answer["checkpoints"][0]["bytes"] > 2048
+    ])  # fmt: skip
+    assert answer["checkpoints"][1]["validation_loss"] == 1.0
+    assert answer["checkpoints"][0]["bytes"] > 2048
     assert cli.main(["checkpoints", str(run), "--verify"]) == 0
     assert capsys.readouterr().out.count("whole") == 3
     flip(run / "checkpoints" / "30" / "data" / "metadata")
     status, answer = listing("--prune", "last=1,best=1")
     # What is damaged counts for nothing, and is left for its owner to see.
-    assert status == 1 and answer["removed"] == [10]
+    assert status == 1
+    assert answer["removed"] == [10]
     assert [(c["step"], c["state"]) for c in answer["checkpoints"]] == [(20, "whole"), (30, "damaged")]
     assert cli.main(["checkpoints", str(run), "--verify"]) == 1
     said = capsys.readouterr()

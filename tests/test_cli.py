@@ -31,7 +31,8 @@ TINY = [
 def is_one_line(done):
     lines = done.stderr.strip().splitlines()
     assert len(lines) == 1 and lines[0].startswith("ladder-jax: "), done.stderr
-    assert done.stdout == "" and "Traceback" not in done.stderr
+    assert done.stdout == ""
+    assert "Traceback" not in done.stderr
     return lines[0]
 
 
@@ -44,13 +45,17 @@ def trained(tmp_path_factory):
     with contextlib.chdir(folder), contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         assert cli.main(words) == 0, err.getvalue()
     out, err = out.getvalue(), err.getvalue()
-    assert "held-out loss" in out and "bigram entropy" in out
+    assert "held-out loss" in out
+    assert "bigram entropy" in out
     assert "train.interleave=auto: 1, as nothing is predicted for cpu" in err.splitlines()
     assert "step 12/12" in err
     # The resolved configuration, and where it runs.
-    assert "residual=ladder" in err and "learning_rate=0.004" in err and "tensor=4" in err
+    assert "residual=ladder" in err
+    assert "learning_rate=0.004" in err
+    assert "tensor=4" in err
     assert "on 4 of 8 devices (cpu)" in err
-    assert "data: 1 file of book.txt, 20,800 bytes of text\n" in err and "notice" not in err
+    assert "data: 1 file of book.txt, 20,800 bytes of text\n" in err
+    assert "notice" not in err
     return folder / "out"
 
 
@@ -80,7 +85,8 @@ def refused(capsys):
 def test_generate(told, trained):
     ask = ["generate", trained, "--prompt", "the cat", "--max-new-tokens", "20"]
     greedy = told(*ask)
-    assert greedy.startswith("the cat") and len(greedy) > len("the cat") + 5
+    assert greedy.startswith("the cat")
+    assert len(greedy) > len("the cat") + 5
     assert told(*ask, "--tensor", "1") == greedy
     assert told("generate", trained / "checkpoints" / "6", *ask[2:]).startswith("the cat")
 
@@ -90,7 +96,8 @@ def test_a_long_text_shows_its_progress(monkeypatch, capsys):
     from ladder_jax.decode.request import Piece
 
     pieces = [Piece((1, 2), "ab", None)] * 3
-    assert generate._whole(iter(pieces), total=6) == "ababab" and capsys.readouterr().err == ""
+    assert generate._whole(iter(pieces), total=6) == "ababab"
+    assert capsys.readouterr().err == ""
     monkeypatch.setattr(generate, "LINE_EVERY", -1.0)
     assert generate._whole(iter(pieces), total=6) == "ababab"
     assert capsys.readouterr().err.splitlines() == ["2 of 6 tokens", "4 of 6 tokens"]
@@ -101,7 +108,8 @@ def test_generate_in_a_process(run_cli, trained, tmp_path, monkeypatch):
     monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR")
     environment = {"LADDER_JAX_CACHE": str(tmp_path), "PYTHONIOENCODING": "ascii"}
     done = run_cli("generate", trained, "--prompt", "é", "--max-new-tokens", "2", check_status=0, **environment)
-    assert done.stdout.startswith("?") and any((tmp_path / "programs").iterdir())
+    assert done.stdout.startswith("?")
+    assert any((tmp_path / "programs").iterdir())
 
 
 def test_generate_several_prompts(told, trained):
@@ -123,9 +131,11 @@ def test_generate_for_a_file_of_prompts(told, trained, tmp_path, capsys):
     ask = ["generate", trained, "--prompts", prompts, "--out", out, "--max-new-tokens", "9"]
     assert cli.main(list(map(str, ask))) == 0
     done = capsys.readouterr()
-    assert done.out == "" and "3/3 prompts" in done.err
+    assert done.out == ""
+    assert "3/3 prompts" in done.err
     answers = {answer["index"]: answer for answer in map(json.loads, out.read_text().splitlines())}
-    assert [answers[i]["new_tokens"] for i in range(3)] == [9, 3, 9] and answers[0]["id"] == "a"
+    assert [answers[i]["new_tokens"] for i in range(3)] == [9, 3, 9]
+    assert answers[0]["id"] == "a"
     alone = told("generate", trained, "--prompt", "the cat", "--max-new-tokens", "9")
     assert alone == f"the cat{answers[0]['text']}\n"
 
@@ -166,7 +176,8 @@ def test_mistakes(arguments, refused, tmp_path, monkeypatch):
     """In this process, as a new one needs seconds to import jax; one of them runs in a process of its own below."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(os, "environ", os.environ.copy())
-    assert MISTAKES[arguments] in refused(*arguments) and os.listdir(tmp_path) == []
+    assert MISTAKES[arguments] in refused(*arguments)
+    assert os.listdir(tmp_path) == []
 
 
 def test_a_mistake_of_a_process(run_cli, tmp_path):
@@ -198,12 +209,14 @@ def test_a_reader_that_leaves():
     command = [sys.executable, "-m", "ladder_jax", *PREDICT]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         process.stdout.close()
-        assert process.stderr.read() == b"" and process.wait(300) == 0
+        assert process.stderr.read() == b""
+        assert process.wait(300) == 0
 
 
 def test_doctor(told):
     report = json.loads(told("doctor", "--json"))
-    assert report["jax"] == jax.__version__ and report["devices"] == ["cpu"] * 8
+    assert report["jax"] == jax.__version__
+    assert report["devices"] == ["cpu"] * 8
     assert set(report["targets"]) == {"v5e:2x4", "v5p:2x2x2", "v6e:2x4", "tpu7x:2x2x1", "h100:8", "b200:8", "cpu:8"}
     assert report["targets"]["cpu:8"] == "ok"
     assert all(reason == "ok" or "pip install" in reason or "cannot" in reason for reason in report["targets"].values())
@@ -215,7 +228,10 @@ def test_control_characters_reach_no_terminal(refused, monkeypatch, tmp_path):
     (tmp_path / f"{name}.jsonl").write_text("no")
     monkeypatch.chdir(tmp_path)
     line = refused("tokenize", f"{name}.jsonl", "--out", "out")
-    assert "é 東京" in line and all(one.isprintable() for one in line) and "x1b" in line and "u202e" in line
+    assert "é 東京" in line
+    assert all(one.isprintable() for one in line)
+    assert "x1b" in line
+    assert "u202e" in line
 
 
 def test_a_message_is_one_line():
@@ -237,7 +253,8 @@ def test_control_characters_of_a_model_reach_no_terminal(monkeypatch, capsys):
     terminal.show(["\x1b[2J"])
     train._say("two\nlines \x1b[2J")
     shown = capsys.readouterr()
-    assert shown.out == "\\x1b[2J\n" and shown.err == "two\nlines \\x1b[2J\n"
+    assert shown.out == "\\x1b[2J\n"
+    assert shown.err == "two\nlines \\x1b[2J\n"
 
 
 def test_generate_decides_about_halves(refused, trained, capsys):
@@ -247,5 +264,6 @@ def test_generate_decides_about_halves(refused, trained, capsys):
     assert "decode.interleave=auto: 1, as " in decided.err
     assert cli.main([*words, "2"]) == 0
     halves = capsys.readouterr()
-    assert halves.out == decided.out and not halves.err
+    assert halves.out == decided.out
+    assert not halves.err
     assert "unknown --interleave '3' (allowed: 1, 2, auto)" in refused(*words, "3")

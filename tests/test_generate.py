@@ -80,7 +80,8 @@ def test_a_generator_gives_what_an_engine_gives(form, settings):
     for length, new in ((1, 40), (70, 1), (110, 18)):
         request = Request(cases.tokens((1, 110))[0][:length], max_new_tokens=new, **{"seed": 0, **SETTINGS[settings]})
         result = check_equal(generate(request), serve(request))
-        assert len(result.tokens) == new and result.finish is Finish.LENGTH
+        assert len(result.tokens) == new
+        assert result.finish is Finish.LENGTH
 
 
 def test_data_ranks_compute_the_same():
@@ -106,7 +107,9 @@ def test_a_text_ends_where_it_should():
         for stop in (dict(stop_ids=(whole.tokens[at], 250)), dict(stop=(text[at : at + 3],))):
             request = Request(**asked, **stop)
             ours = check_equal(generate(request), serve(request))
-            assert ours.finish is Finish.STOP and text.startswith(ours.text) and len(ours.text) <= at
+            assert ours.finish is Finish.STOP
+            assert text.startswith(ours.text)
+            assert len(ours.text) <= at
 
 
 def test_logits_without_numbers_end_the_pieces():

@@ -139,7 +139,8 @@ def test_weights_and_biases(book, tmp_path, monkeypatch):
     assert "no MFU: the peak of 'cpu' devices is not known (train.peak_tflops=... gives it)" in said
     (project, identity, resume), *logged = calls
     rows = [(row["step"], row["loss"]) for row in metrics.read(tmp_path / "run") if "mfu" not in row]
-    assert (project, resume) == ("ladders", "allow") and logged == [*rows, "finish"]
+    assert (project, resume) == ("ladders", "allow")
+    assert logged == [*rows, "finish"]
     assert not (tmp_path / "run" / "tensorboard").exists()
     calls.clear()
     run(book, tmp_path / "run", "run.wandb=ladders", "run.tensorboard=false")
@@ -154,9 +155,11 @@ def test_goodput_of_a_run(finished):
     directory, said = finished
     summary = json.loads((directory / "goodput.json").read_text())
     assert sum(summary["seconds"].values()) == pytest.approx(summary["wall_seconds"])
-    assert sum(summary["shares"].values()) == pytest.approx(1) and summary["restarts"] == 0
+    assert sum(summary["shares"].values()) == pytest.approx(1)
+    assert summary["restarts"] == 0
     assert all(summary["seconds"][part] > 0 for part in ("steps", "data", "evaluation", "saving", "compile", "start"))
-    assert summary["goodput"] == summary["shares"]["steps"] and summary["seconds"]["lost"] == 0
+    assert summary["goodput"] == summary["shares"]["steps"]
+    assert summary["seconds"]["lost"] == 0
     assert said[-1].startswith(f"goodput {summary['goodput']:.1%} of ")
 
 
@@ -229,7 +232,9 @@ def test_mfu_is_shown_with_its_formula(finished):
     for row in metrics.read(directory):
         assert row["mfu"] == pytest.approx(row["tokens_per_second"] * work / 2e9)
         assert 0 <= row["data_wait"] <= 1
-    assert "MFU" in said[-2] and "data wait" in said[-2] and "step 9/9" in said[-2]
+    assert "MFU" in said[-2]
+    assert "data wait" in said[-2]
+    assert "step 9/9" in said[-2]
 
 
 def test_lines_of_progress(monkeypatch):
@@ -249,13 +254,16 @@ def test_the_compilation_cache_is_the_users(tmp_path, monkeypatch):
     assert before == os.environ["JAX_COMPILATION_CACHE_DIR"]
     monkeypatch.setenv("LADDER_JAX_CACHE", str(tmp_path))
     parallel.use_compilation_cache()
-    assert jax.config.jax_compilation_cache_dir == before and not any(tmp_path.iterdir())
+    assert jax.config.jax_compilation_cache_dir == before
+    assert not any(tmp_path.iterdir())
 
 
 def test_no_handler_stays_and_none_is_set_in_a_thread():
     before = signal.getsignal(signal.SIGTERM)
     with folder.caught() as stop:
-        assert signal.getsignal(signal.SIGTERM) is not before and not stop.after(3) and not stop.interrupts
+        assert signal.getsignal(signal.SIGTERM) is not before
+        assert not stop.after(3)
+        assert not stop.interrupts
     assert signal.getsignal(signal.SIGTERM) is before
     found = []
 

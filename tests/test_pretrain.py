@@ -39,7 +39,8 @@ def test_the_recipes_are_the_papers(size, residual):
     assert (train.beta1, train.beta2, train.eps) == (0.9, 0.95, 1e-10)
     assert (train.weight_decay, train.clip_norm, train.z_loss) == (0.1, 1.0, 0.0)
     assert found.run.name == f"{residual}-{size}"
-    assert found.mesh.size == 64 and found.mesh.tensor == 1  # the paper trains without tensor parallelism
+    assert found.mesh.size == 64
+    assert found.mesh.tensor == 1  # the paper trains without tensor parallelism
 
 
 def test_twins_differ_in_their_topology_alone():
@@ -50,7 +51,8 @@ def test_twins_differ_in_their_topology_alone():
         ladder = read("ladder")
         for residual in ("standard", "parallel"):
             twin = read(residual)
-            assert twin["model"].pop("residual") == residual and twin["run"].pop("name") == f"{residual}-{size}"
+            assert twin["model"].pop("residual") == residual
+            assert twin["run"].pop("name") == f"{residual}-{size}"
             other = {**ladder, "model": {**ladder["model"]}, "run": {**ladder["run"]}}
             del other["model"]["residual"], other["run"]["name"]
             assert twin == other
@@ -81,7 +83,8 @@ def test_the_predicted_step_is_that_of_its_formula():
 
 def test_a_loss_between_two_measurements():
     run = {"held_out": [[10, 3.0], [20, 2.0], [30, 1.5]]}
-    assert study.loss_at(run, 20) == 2.0 and study.loss_at(run, 25) == 1.75
+    assert study.loss_at(run, 20) == 2.0
+    assert study.loss_at(run, 25) == 1.75
     for step in (5, 31):  # what was not measured is not made up
         with pytest.raises(ValueError, match="not within"):
             study.loss_at(run, step)
@@ -93,9 +96,12 @@ def test_losses_are_compared_with_those_of_the_same_seed():
     ladder = [run("ladder", seed, 1.5 + seed) for seed in (1, 2, 7)]
     results = {"of_standard": 10, "runs": standard + ladder}
     gaps = study.less_standard(results, "ladder", at=10)
-    assert gaps == [-0.5, -0.5] and studies.difference(gaps) == "-0.500 (-0.500 to -0.500)"
-    assert studies.spread([2.0, 3.0, 4.0]) == "3.000 ± 1.000" and studies.spread([2.0]) == "2.000"
-    assert studies.difference([0.0, 0.0]) == "0" and studies.difference([]) == "-"
+    assert gaps == [-0.5, -0.5]
+    assert studies.difference(gaps) == "-0.500 (-0.500 to -0.500)"
+    assert studies.spread([2.0, 3.0, 4.0]) == "3.000 ± 1.000"
+    assert studies.spread([2.0]) == "2.000"
+    assert studies.difference([0.0, 0.0]) == "0"
+    assert studies.difference([]) == "-"
 
 
 def test_rows_are_kept_one_by_one(tmp_path):
@@ -113,8 +119,10 @@ def test_rows_are_kept_one_by_one(tmp_path):
 
     with pytest.raises(KeyboardInterrupt):
         rows(1, 2)
-    assert measured == [1] and json.loads(file.read_text()) == {"text": "a", "rows": [{"seed": 1, "loss": 0.5}]}
-    assert [row["loss"] for row in rows(1, 3, 5, 2)] == [0.5, 1.5, 2.5, 1.0] and measured == [1, 3, 5, 2]
+    assert measured == [1]
+    assert json.loads(file.read_text()) == {"text": "a", "rows": [{"seed": 1, "loss": 0.5}]}
+    assert [row["loss"] for row in rows(1, 3, 5, 2)] == [0.5, 1.5, 2.5, 1.0]
+    assert measured == [1, 3, 5, 2]
     assert json.loads(file.read_text())["rows"] == rows(3)
 
 
@@ -154,11 +162,13 @@ def test_a_killed_study_goes_on(killed, tmp_path, capsys):
     for run in results["runs"]:
         # As many steps as fit into Standard's predicted time, up to the next measurement.
         faster = study.speedup(results, run["residual"])
-        assert run["steps"] % 4 == 0 and run["steps"] - 4 < max(8, 8 * faster) <= run["steps"]
+        assert run["steps"] % 4 == 0
+        assert run["steps"] - 4 < max(8, 8 * faster) <= run["steps"]
         assert [step for step, _ in run["held_out"]] == list(range(4, run["steps"] + 1, 4))
         assert all(4 < loss < 6 for _, loss in run["held_out"])
     row = "| ladder-fresh | 1 |"
-    assert row in capsys.readouterr().out and row in (folder / "README.md").read_text()
+    assert row in capsys.readouterr().out
+    assert row in (folder / "README.md").read_text()
 
     for name in ("results.json", "README.md"):
         (tmp_path / name).write_bytes((folder / name).read_bytes())

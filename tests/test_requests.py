@@ -60,7 +60,8 @@ def test_a_request_without_numbers_fails_alone(loop):
             next(iter(failing))
         assert after.result().tokens == alone(GOOD)
     assert beside.result().tokens == alone(drawn)
-    assert ours.stats().finished == dict(stop=0, length=3, cancelled=0, failed=2) and not ours.busy
+    assert ours.stats().finished == dict(stop=0, length=3, cancelled=0, failed=2)
+    assert not ours.busy
     assert ours.error is None
 
 
@@ -73,7 +74,8 @@ def test_a_request_may_end_with_what_has_no_numbers():
     ended = ours.submit(Request(GOOD.prompt, max_new_tokens=3, seed=0)).result()
     assert (ended.tokens, ended.finish) == (whole[:3], Finish.LENGTH)
     other = Request([9, 10], max_new_tokens=12, seed=0)
-    assert poison not in alone(other) and ours.submit(other).result().tokens == alone(other)
+    assert poison not in alone(other)
+    assert ours.submit(other).result().tokens == alone(other)
 
 
 def test_a_generator_says_which_prompt():
@@ -92,8 +94,10 @@ def test_a_file_of_prompts_has_a_line_for_it(tmp_path):
     with pytest.raises(RunFailed, match="out.jsonl: 1 prompts have no answer; their lines say why"):
         jsonl.answer(ours, jobs, file=str(out), advance=lambda: None)
     answers = {line["index"]: line for line in map(json.loads, out.read_text().splitlines())}
-    assert sorted(answers) == [0, 1, 2] and answers[0]["finish_reason"] == answers[2]["finish_reason"] == "length"
-    assert answers[1]["text"] is None and answers[1]["finish_reason"] == "error"
+    assert sorted(answers) == [0, 1, 2]
+    assert answers[0]["finish_reason"] == answers[2]["finish_reason"] == "length"
+    assert answers[1]["text"] is None
+    assert answers[1]["finish_reason"] == "error"
     assert "no numbers" in answers[1]["error"]
     assert jsonl.unanswered(str(out), jobs) == []
 
@@ -109,7 +113,8 @@ def test_greedy_requests_run_the_lean_program():
         ran.clear()
         long, short = ours.submit(Request([1], max_new_tokens=12)), ours.submit(Request([2], max_new_tokens=3, **more))
         ours.run()
-        assert ran == [Choice.SAMPLED, Choice.GREEDY, Choice.GREEDY] and len(long.result().tokens) == 12
+        assert ran == [Choice.SAMPLED, Choice.GREEDY, Choice.GREEDY]
+        assert len(long.result().tokens) == 12
         assert (short.result().logprobs is not None) == ("logprobs" in more)
 
 

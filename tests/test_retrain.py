@@ -97,7 +97,8 @@ def test_the_model_and_the_tokenizer_are_the_checkpoints(trained, place):
     directory, said = trained("everything")
     assert any("41 examples" in line and "1 were cut" in line for line in said)
     written = json.loads((directory / "config.json").read_text())
-    assert written["model"]["d_model"] == 16 and written["model"]["residual"] == "ladder"
+    assert written["model"]["d_model"] == 16
+    assert written["model"]["residual"] == "ladder"
     base, ours = (checkpoint.open_checkpoint(path).tokenizer() for path in (place / "base", directory))
     assert ours.name == base.name != "bytes"
     rows = metrics.read(directory)
@@ -156,7 +157,9 @@ def test_a_side_network_is_trained_further(trained, place, tmp_path):
     run(place, tmp_path / "more", *start)
     before, after = params_of(side), params_of(tmp_path / "more")
     moved = jax.tree.map(lambda a, b: bool((a != b).any()), before, after)
-    assert moved["side"]["up"] and moved["layers"]["side"]["tap"] and not moved["layers"]["mlp"]["up"]
+    assert moved["side"]["up"]
+    assert moved["layers"]["side"]["tap"]
+    assert not moved["layers"]["mlp"]["up"]
     for wrong, said in (
         (["model.side.reduction=1"], "train.start=.*: the checkpoint has a side network, .*reduction=2"),
         (["model.side=null"], "train.start=.*: the checkpoint has a side network, .* and this run has None"),
@@ -228,4 +231,5 @@ def test_a_refitted_start_is_not_its_own_teacher(place, tmp_path):
 def test_what_does_not_fit_is_one_line(place, tmp_path, more, said):
     with pytest.raises(UserError, match=said) as error:
         run(place, tmp_path / "run", *more)
-    assert "\n" not in str(error.value) and not (tmp_path / "run").exists()
+    assert "\n" not in str(error.value)
+    assert not (tmp_path / "run").exists()

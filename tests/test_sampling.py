@@ -135,7 +135,8 @@ def test_no_filter_sorts_the_vocabulary():
     rest = settings([{**OFF, "top_k": 50}] * 2), np.zeros(2, np.int32), np.zeros(scores.shape, bool)
     program = compiled("8", "filtered").jitted.lower(scores, *rest).compile().as_text()
     sorts = re.findall(r"(\w+\[[\d,]*\])\S* sort\(", program)
-    assert 'custom_call_target="TopK"' in program and sorts == [f"f32[2,{ranks * sampling.COUNT}]"]
+    assert 'custom_call_target="TopK"' in program
+    assert sorts == [f"f32[2,{ranks * sampling.COUNT}]"]
 
 
 def test_draws_have_the_distribution_that_was_asked_for():
@@ -160,7 +161,8 @@ def test_a_temperature_beyond_all_measure_is_a_uniform_draw(temperature):
     draws = 5000
     tokens, _ = compiled("1")(np.repeat(logits(1), draws, 0), settings([{**OFF, "temperature": temperature}] * draws))
     counts = np.bincount(tokens, minlength=VOCAB)
-    assert len(counts) == VOCAB and abs(counts - draws / VOCAB).max() <= 6 * np.sqrt(draws / VOCAB)
+    assert len(counts) == VOCAB
+    assert abs(counts - draws / VOCAB).max() <= 6 * np.sqrt(draws / VOCAB)
 
 
 def test_neither_the_mesh_nor_the_neighbours_change_a_row():
@@ -187,7 +189,8 @@ def test_logits_that_are_no_numbers_give_no_token(mesh):
     values, rows = logits(16), np.arange(16)
     ask = settings([ASKED[row % 8] for row in rows])
     expected, greedy = compiled(mesh)(values, ask)[0], compiled(mesh, "greedy")(values, ask)
-    assert (expected >= 0).all() and (greedy == values.argmax(1)).all()
+    assert (expected >= 0).all()
+    assert (greedy == values.argmax(1)).all()
     worse = values.copy()
     worse[0:8, 49], worse[0:8, 3] = np.nan, np.inf
     worse[1], worse[2, 5], worse[3, 7], worse[3, 3] = -np.inf, np.nan, np.inf, 0
@@ -215,7 +218,8 @@ def test_log_probabilities_are_of_the_logits_as_given():
     x = values.astype(np.float64)
     expected = x[np.arange(16), tokens] - np.log(np.exp(x).sum(1))
     np.testing.assert_allclose(logprobs, expected, rtol=1e-5)
-    assert logprobs.dtype == np.float32 and tokens.dtype == np.int32
+    assert logprobs.dtype == np.float32
+    assert tokens.dtype == np.int32
 
 
 def test_of_equal_logits_the_first_is_taken():
@@ -256,7 +260,8 @@ def test_one_compilation_serves_all_settings_and_gathers_nothing():
     assert sample.jitted._cache_size() == before
     shapes = [jax.ShapeDtypeStruct((8, 80), kind) for kind in (jnp.float32, bool)]
     text = sample.jitted.lower(shapes[0], settings(ASKED), np.zeros(8, np.int32), shapes[1]).compile().as_text()
-    assert "all-reduce" in text and "all-to-all" not in text
+    assert "all-reduce" in text
+    assert "all-to-all" not in text
     gathered = re.findall(r"= \w+\[([\d,]+)\]\S* all-gather", text)
     # Of each of 8 ranks 5 numbers a row; and its candidates, which of so small a vocabulary are all, and their mass.
     assert sorted(map(shape_of, gathered)) == [(8, 5, 8), (8, 8, 10 + 1)]

@@ -110,7 +110,8 @@ def test_a_process_reads_its_own_part(wide, monkeypatch):
     like = SimpleNamespace(shape=(128, 512), dtype=np.dtype(np.float32), sharding=Own())
     reads, whole, shares = arrays.begin_read(store, like), store.read().result(), []
     own = Own().addressable_devices_indices_map(like.shape).values()
-    assert set(reads) == set(own) and {read.result().shape for read in reads.values()} == {(128, 128)}
+    assert set(reads) == set(own)
+    assert {read.result().shape for read in reads.values()} == {(128, 128)}
     monkeypatch.setattr(arrays.meshes, "place", lambda share, *_: shares.extend(map(share, own)))
     arrays._placed(reads, like)
     assert [np.array_equal(share, whole[:, at : at + 128]) for share, at in zip(shares, (256, 384))] == [True, True]
@@ -183,7 +184,8 @@ def test_no_more_than_one_array_beside_an_evaluations_weights(wide, peak):
     largest = 4 * 512 * 128
     for need in (lambda: evaluate.open_model(wide).params, lambda: model.engine(capacity=16, slots=1)):
         _, most, kept = peak(need)
-        assert kept > 4 * largest and most <= kept + 1.5 * largest  # a layer in float32, and in bfloat16 for its stack
+        assert kept > 4 * largest
+        assert most <= kept + 1.5 * largest  # a layer in float32, and in bfloat16 for its stack
 
 
 def test_few_programs_whatever_the_depth():

@@ -113,8 +113,10 @@ def alike(found, *, step, losses, whole):
     """
     expected = {row["step"]: row["loss"] for row in metrics.read(whole)}
     for one in found:
-        assert one["error"] is None and one["from"] == [step]
-        assert one["digest"] == found[0]["digest"] and one["losses"] == found[0]["losses"]
+        assert one["error"] is None
+        assert one["from"] == [step]
+        assert one["digest"] == found[0]["digest"]
+        assert one["losses"] == found[0]["losses"]
         assert [int(step) for step in one["losses"]] == losses
         for number, loss in one["losses"].items():
             assert loss == pytest.approx(expected[int(number)], rel=1e-5)
@@ -155,9 +157,11 @@ def test_two_processes_fail_alike(told, stood):
     )
     for found, line in zip(runs, ("other contents than were written", "manifest.ocdbt is missing", "book.txt")):
         assert found[0]["error"] == found[1]["error"] and found[0]["error"].startswith("UserError: "), found
-        assert line in found[0]["error"] and "\n" not in found[0]["error"]
+        assert line in found[0]["error"]
+        assert "\n" not in found[0]["error"]
         assert all(one["from"] == [] and one["seconds"] < PATIENCE for one in found)
-    assert "(process 1 of 2)" in runs[1][0]["error"] and "(process 1 of 2)" in runs[2][0]["error"]
+    assert "(process 1 of 2)" in runs[1][0]["error"]
+    assert "(process 1 of 2)" in runs[2][0]["error"]
 
 
 def test_a_disk_is_full_in_one_of_two(told, stood, tmp_path, whole):
@@ -173,15 +177,18 @@ def test_a_disk_is_full_in_one_of_two(told, stood, tmp_path, whole):
         (back, {"bad": {"step": 5, "path": newest, "of": 1}}, []),
     )
     reason = "could not be written: No space left on device (process 1 of 2)"
-    assert [found["error"] for found in one] == [None, None] and one[0]["digest"] == one[1]["digest"]
+    assert [found["error"] for found in one] == [None, None]
+    assert one[0]["digest"] == one[1]["digest"]
     assert any(f"the checkpoint of step 2 {reason} (there is none before it)" in line for line in one[0]["said"])
-    assert steps(once / "checkpoints") == [4, 6] and verify(once / "checkpoints" / "6") == []
+    assert steps(once / "checkpoints") == [4, 6]
+    assert verify(once / "checkpoints" / "6") == []
     line = (
         f"RunFailed: the checkpoint of step 6 {reason} (there is none before it); the same command goes on from there"
     )
     assert [found["error"] for found in two] == [line, line]
     assert list((always / "checkpoints").iterdir()) == []
-    assert [found["error"] for found in three] == [None, None] and [found["from"] for found in three] == [[4], [4]]
+    assert [found["error"] for found in three] == [None, None]
+    assert [found["from"] for found in three] == [[4], [4]]
     assert three[0]["digest"] == three[1]["digest"]
     assert all(found["seconds"] < 3 * PATIENCE for found in (*one, *two, *three))
 
@@ -200,4 +207,5 @@ def test_four_processes(told, stood, whole):
     assert any(
         "No space left on device (process 3 of 4) (the newest is that of step 2)" in one for one in found[0]["said"]
     )
-    assert steps(run / "checkpoints") == [2, 6] and verify(run / "checkpoints" / "6") == []
+    assert steps(run / "checkpoints") == [2, 6]
+    assert verify(run / "checkpoints" / "6") == []

@@ -34,7 +34,8 @@ def test_an_answer(answer, alone, limit):
     expected = alone(PROMPT, max_new_tokens=9, temperature=1.2, seed=4, stop_ids=(10,))
     (choice,) = found.choices
     assert (choice.message.role, choice.message.content) == ("assistant", expected.text)
-    assert choice.finish_reason == "length" and found.object == "chat.completion"
+    assert choice.finish_reason == "length"
+    assert found.object == "chat.completion"
     assert (found.usage.prompt_tokens, found.usage.completion_tokens) == (len(PROMPT), 9)
 
 
@@ -69,7 +70,8 @@ def test_a_stream(answer, alone):
         expected = alone(PROMPT, max_new_tokens=40, temperature=1.0, seed=3 + index, stop_ids=(10,))
         assert "".join(choice.delta.content or "" for choice in mine) == expected.text
         assert [choice.finish_reason for choice in mine if choice.finish_reason] == [expected.finish]
-    assert last.choices == [] and last.usage.prompt_tokens == len(PROMPT)
+    assert last.choices == []
+    assert last.usage.prompt_tokens == len(PROMPT)
 
 
 def test_log_probabilities(answer, alone):

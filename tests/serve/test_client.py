@@ -37,16 +37,21 @@ def complete(client):
 
 def test_a_completion(complete, alone):
     answer, expected = complete(), alone("Once upon", **ALONE)
-    assert answer.object == "text_completion" and answer.model == MODEL and answer.id.startswith("cmpl-")
+    assert answer.object == "text_completion"
+    assert answer.model == MODEL
+    assert answer.id.startswith("cmpl-")
     (choice,) = answer.choices
-    assert choice.text == expected.text and choice.finish_reason == "length" and choice.logprobs is None
+    assert choice.text == expected.text
+    assert choice.finish_reason == "length"
+    assert choice.logprobs is None
     assert (answer.usage.prompt_tokens, answer.usage.completion_tokens, answer.usage.total_tokens) == (9, 40, 49)
 
 
 def test_defaults_are_openai_s(client, alone):
     """16 tokens, drawn with temperature 1 and another seed each time."""
     first, second = (client.completions.create(model=MODEL, prompt="a") for _ in range(2))
-    assert first.usage.completion_tokens == 16 and first.choices[0].text != second.choices[0].text
+    assert first.usage.completion_tokens == 16
+    assert first.choices[0].text != second.choices[0].text
     greedy = client.completions.create(model=MODEL, prompt="a", temperature=0)
     assert greedy.choices[0].text == alone("a", max_new_tokens=16).text
     nulls = dict(max_tokens=None, stop=None, n=None, logit_bias=None, suffix=None, top_p=None, logprobs=None)
@@ -77,7 +82,8 @@ def test_stop_strings_and_echo(complete, alone):
     text = alone("Once upon", **ALONE).text
     stop = text[10:12]
     (choice,) = complete(stop=[stop, "never there"], echo=True).choices
-    assert choice.text == "Once upon" + text[: text.index(stop)] and choice.finish_reason == "stop"
+    assert choice.text == "Once upon" + text[: text.index(stop)]
+    assert choice.finish_reason == "stop"
     parts = complete(stop=stop, echo=True, stream=True)
     assert "".join(part.choices[0].text for part in parts) == choice.text
 
@@ -88,13 +94,17 @@ def test_a_stream(complete, alone):
     texts, reasons = {0: [], 1: []}, {}
     for part in parts:
         (choice,) = part.choices
-        assert choice.index not in reasons and part.usage is None and part.id == last.id
+        assert choice.index not in reasons
+        assert part.usage is None
+        assert part.id == last.id
         texts[choice.index].append(choice.text)
         if choice.finish_reason:
             reasons[choice.index] = choice.finish_reason
     assert ["".join(texts[k]) for k in range(2)] == [alone(one, **ALONE).text for one in ("Once upon", "x")]
-    assert reasons == {0: "length", 1: "length"} and min(len(texts[k]) for k in range(2)) >= 3
-    assert last.choices == [] and (last.usage.prompt_tokens, last.usage.completion_tokens) == (10, 80)
+    assert reasons == {0: "length", 1: "length"}
+    assert min(len(texts[k]) for k in range(2)) >= 3
+    assert last.choices == []
+    assert (last.usage.prompt_tokens, last.usage.completion_tokens) == (10, 80)
 
 
 def test_log_probabilities(complete, alone):
@@ -104,7 +114,8 @@ def test_log_probabilities(complete, alone):
     found = choice.logprobs
     np.testing.assert_allclose(found.token_logprobs, expected.logprobs, atol=1e-4)
     assert [list(top) for top in found.top_logprobs] == [[token] for token in found.tokens]
-    assert found.text_offset[0] == 0 and found.text_offset == sorted(found.text_offset)
+    assert found.text_offset[0] == 0
+    assert found.text_offset == sorted(found.text_offset)
     for token, offset in zip(found.tokens, found.text_offset):
         assert token.startswith("bytes:") or choice.text[offset:].startswith(token)
     assert any(token.startswith("bytes:") for token in found.tokens)
@@ -149,7 +160,8 @@ def test_what_cannot_be_answered(complete, change, message):
     with pytest.raises(kind, match=message) as caught:
         complete(**change)
     body = caught.value.response.json()["error"]
-    assert set(body) == {"message", "type", "param", "code"} and body["type"] == "invalid_request_error"
+    assert set(body) == {"message", "type", "param", "code"}
+    assert body["type"] == "invalid_request_error"
     if "stream_options" not in change:  # refused before a stream begins
         with pytest.raises(kind, match=message):
             complete(stream=True, **change)
@@ -166,7 +178,8 @@ def test_health_and_metrics(running, complete):
     assert ask(running.url, "/health")[::2] == (200, {"status": "ok"})
     assert ask(running.url, "/health", method="HEAD")[0] == 200
     status, headers, text = ask(running.url, "/metrics")
-    assert status == 200 and headers["Content-Type"].startswith("text/plain")
+    assert status == 200
+    assert headers["Content-Type"].startswith("text/plain")
     assert metric(running.url, "ladder_jax_new_tokens_total") == before + 40
     assert 'ladder_jax_requests_total{path="/v1/completions",status="200"}' in text
     assert metric(running.url, "ladder_jax_time_to_first_token_seconds_count") >= 1

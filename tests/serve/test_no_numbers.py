@@ -26,15 +26,19 @@ def asked(prompt, **more):
 def test_it_is_a_500_with_a_reason(url):
     before = ask(url, body=asked("b"))
     status, _, body = ask(url, body=asked("\r"))
-    assert status == 500 and body["error"]["code"] == "no_numbers" and body["error"]["type"] == "server_error"
+    assert status == 500
+    assert body["error"]["code"] == "no_numbers"
+    assert body["error"]["type"] == "server_error"
     assert "the model's logits are no numbers (NaN or infinite) after 0 new tokens" in body["error"]["message"]
     after = ask(url, body=asked("b"))
-    assert before[0] == after[0] == 200 and before[2]["choices"] == after[2]["choices"]
+    assert before[0] == after[0] == 200
+    assert before[2]["choices"] == after[2]["choices"]
     assert metric(url, 'ladder_jax_finished_total{reason="failed"}') >= 1
 
 
 def test_in_a_stream_it_is_the_last_event(url):
     status, _, text = ask(url, body=asked("\r", temperature=0, stream=True))
     events = [json.loads(line.removeprefix("data: ")) for line in text.splitlines() if line]
-    assert status == 200 and events[-1]["error"]["code"] == "no_numbers"
+    assert status == 200
+    assert events[-1]["error"]["code"] == "no_numbers"
     assert ask(url, body=asked("b", temperature=0))[0] == 200
