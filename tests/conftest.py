@@ -101,6 +101,25 @@ def run_cli(tmp_path_factory):
 
 
 @pytest.fixture
+def mistake(capsys, tmp_path, monkeypatch):
+    """Runs a command that must refuse, in a folder of its own: gives the one line that it says; nothing is written."""
+    monkeypatch.chdir(tmp_path)
+
+    def run(*words):
+        from ladder_jax import cli
+
+        before = sorted(os.listdir())
+        assert cli.main([*map(str, words)]) == 2
+        out, err = capsys.readouterr()
+        assert out == ""
+        assert err.count("\n") == 1, err
+        assert sorted(os.listdir()) == before
+        return err
+
+    return run
+
+
+@pytest.fixture
 def largest_file():
     """Sets how long a file may become: then writes are short, and the next one is an error, as on a full disk."""
     before, handler = resource.getrlimit(resource.RLIMIT_FSIZE), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)

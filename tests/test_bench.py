@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from ladder_jax import cli, decode, nn, parallel
+from ladder_jax import decode, nn, parallel
 from ladder_jax.bench import measure, picture, result, work
 from ladder_jax.bench import request as requests
 from ladder_jax.config import Loop, preset
@@ -291,16 +291,9 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize("words", MISTAKES)
-def test_mistakes_are_one_line_and_measure_nothing(words, monkeypatch, capsys, tmp_path):
-    monkeypatch.chdir(tmp_path)
+def test_mistakes_are_one_line_and_measure_nothing(words, mistake, monkeypatch):
     monkeypatch.setattr(roofline, "copy_bandwidth", None)
-    asked = [*ASKED, "--out", "speed.json", "--plot", "speed.png"]
-    assert cli.main(["bench", *asked, *words.split()]) == 2
-    said = capsys.readouterr()
-    assert said.out == ""
-    assert len(said.err.splitlines()) == 1
-    assert MISTAKES[words] in said.err
-    assert os.listdir(tmp_path) == []
+    assert MISTAKES[words] in mistake("bench", *ASKED, "--out", "speed.json", "--plot", "speed.png", *words.split())
 
 
 def test_too_big_for_the_memory(monkeypatch):
@@ -313,17 +306,13 @@ def test_too_big_for_the_memory(monkeypatch):
     assert str(error.value) == expected
 
 
-def test_running_out_of_memory_is_one_line(monkeypatch, capsys, tmp_path):
+def test_running_out_of_memory_is_one_line(mistake, monkeypatch):
     def exhausted(_):
         raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 9 bytes.\nand more")
 
     for name in ("copy_bandwidth", "matmul_peak"):
         monkeypatch.setattr(roofline, name, lambda *_, **__: CEILING)
     monkeypatch.setattr(measure, "random_weights", exhausted)
-    monkeypatch.chdir(tmp_path)
-    assert cli.main(["bench", *ASKED, "--out", "speed.json"]) == 2
-    said = capsys.readouterr().err
+    said = mistake("bench", *ASKED, "--out", "speed.json")
     assert said.startswith("ladder-jax: out of memory benchmarking (RESOURCE_EXHAUSTED: Out of memory allocating 9 ")
     assert "ask for a smaller --batch" in said
-    assert len(said.splitlines()) == 1
-    assert os.listdir(tmp_path) == []

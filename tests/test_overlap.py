@@ -165,15 +165,9 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize("words", MISTAKES)
-def test_mistakes_are_one_line_and_compile_nothing(words, monkeypatch, capsys, tmp_path):
-    monkeypatch.chdir(tmp_path)
+def test_mistakes_are_one_line_and_compile_nothing(words, mistake, monkeypatch):
     monkeypatch.setattr(compiling, "compiled", None)
-    assert cli.main(["overlap", *f"{ASKED} {words}".split()]) == 2
-    said = capsys.readouterr()
-    assert said.out == ""
-    assert len(said.err.splitlines()) == 1
-    assert MISTAKES[words] in said.err
-    assert os.listdir(tmp_path) == []
+    assert MISTAKES[words] in mistake("overlap", *ASKED.split(), *words.split())
 
 
 @pytest.mark.parametrize(
@@ -197,13 +191,11 @@ def test_mistakes_found_by_the_compiler_process(words, said, told, monkeypatch, 
     "target, installs",
     [("v5p:2x2x2", "libtpu is not installed: pip install 'jax[tpu]=="), ("h100:8", "pip install --no-deps jax-cuda13")],
 )
-def test_a_missing_compiler_says_what_to_install(target, installs, monkeypatch, capsys):
+def test_a_missing_compiler_says_what_to_install(target, installs, mistake, monkeypatch):
     monkeypatch.setattr(python, "versions", lambda *packages: {"jax": "1"})
-    assert cli.main(["overlap", *f"{ASKED} --target {target} --tensor 8".split()]) == 2
-    said = capsys.readouterr().err
+    said = mistake("overlap", *f"{ASKED} --target {target} --tensor 8".split())
     assert f"target {target}: " in said
     assert installs in said
-    assert len(said.splitlines()) == 1
 
 
 def test_a_killed_compiler_is_one_line(monkeypatch, tmp_path):

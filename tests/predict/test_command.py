@@ -2,7 +2,6 @@
 
 import itertools
 import json
-import os
 
 import pytest
 
@@ -191,9 +190,6 @@ MISTAKES = {
 @pytest.mark.parametrize(
     ("words", "said"), [(f"{base} {words}", said) for base, every in MISTAKES.items() for words, said in every]
 )
-def test_mistakes_are_one_line(words, said, capsys, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_mistakes_are_one_line(words, said, mistake, tmp_path):
     (tmp_path / "dense.yaml").write_text("model: {preset: qwen1.5-moe-a2.7b, d_ff: 64, moe: {dense_layers: 1}}")
-    status, out, err = run(capsys, *words.split())
-    assert (status, out) == (2, "") and len(err.splitlines()) == 1 and said in err, err
-    assert os.listdir(tmp_path) == ["dense.yaml"]
+    assert said in mistake("predict", *words.split())

@@ -14,7 +14,7 @@ from ladder_jax.hardware import HARDWARE
 from ladder_jax.predict import compiled, machine, request, result, work
 from ladder_jax.predict.machine import Link, Network, Ring
 from ladder_jax.schedule import hlo
-from tests.predict.asked import H100, NOTHING, OFF, run
+from tests.predict.asked import H100, NOTHING, OFF
 
 
 def test_seconds_of_kernels():
@@ -141,13 +141,9 @@ NVLINK = "based_on: h100-nvlink\n"
         (YAML, f"{NVLINK}link: {{two_shot: {{latency: -1e-6}}}}", "link.two_shot.latency must not be negative"),
     ],
 )
-def test_a_wrong_file_is_one_line(old, new, said, tmp_path, capsys):
-    file = tmp_path / "mine.yaml"
-    file.write_text(YAML.replace(old, new))
-    status, out, err = run(capsys, "--model", "tiny", "--hardware", file)
-    assert (status, out) == (2, "")
-    assert len(err.splitlines()) == 1
-    assert said in err
+def test_a_wrong_file_is_one_line(old, new, said, mistake, tmp_path):
+    (tmp_path / "mine.yaml").write_text(YAML.replace(old, new))
+    assert said in mistake("predict", "--model", "tiny", "--hardware", "mine.yaml")
 
 
 @pytest.fixture

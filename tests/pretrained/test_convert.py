@@ -122,18 +122,16 @@ def test_mistakes_are_one_line(arguments, said, small, tmp_path, monkeypatch):
     assert not any(tmp_path.iterdir())
 
 
-def test_what_is_there_stays(small, tmp_path, capsys):
+def test_what_is_there_stays(small, tmp_path, mistake):
     """A taken place, and one that another process is writing, by the command line's words."""
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "file").write_text("mine")
-    assert main(["convert", str(small), str(tmp_path / "mine")]) == 2
-    assert "is there already" in capsys.readouterr().err
+    assert "is there already" in mistake("convert", small, tmp_path / "mine")
     folder = tmp_path / ".out.converting"
     folder.mkdir()
     lock = os.open(folder / staging.LOCK, os.O_RDWR | os.O_CREAT)
     fcntl.flock(lock, fcntl.LOCK_EX)
-    assert main(["convert", str(small), str(tmp_path / "out")]) == 2
-    assert "another process is writing" in capsys.readouterr().err
+    assert "another process is writing" in mistake("convert", small, tmp_path / "out")
     os.close(lock)  # as when it is killed
     params = folder / "out" / "checkpoints" / "0" / "params"
     params.mkdir(parents=True)

@@ -51,13 +51,6 @@ def printed(capsys, *words):
     return capsys.readouterr().out
 
 
-def mistake(capsys, *words):
-    assert main([*map(str, words)]) == 2
-    said = capsys.readouterr().err
-    assert said.count("\n") == 1, said
-    return said
-
-
 def same(ours, theirs):
     """Parameters, to the last bit."""
     for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
@@ -81,13 +74,13 @@ def test_text_without_converting_first(name, files, tmp_path, capsys):
     same(model.params, lj.load(converted).params)
 
 
-def test_ladder_layers_in_memory(files, tmp_path, capsys):
+def test_ladder_layers_in_memory(files, tmp_path, capsys, mistake):
     """As `convert` makes them."""
     converted = tmp_path / "converted"
     text = printed(capsys, "generate", files / "llama-2", *WORDS, "--ladder-layers", "1")
     printed(capsys, "convert", files / "llama-2", converted, "--ladder-layers", "1")
     assert printed(capsys, "generate", converted, *WORDS) == text
-    said = mistake(capsys, "generate", converted, *WORDS, "--ladder-layers", "1", "--residual", "ladder-2")
+    said = mistake("generate", converted, *WORDS, "--ladder-layers", "1", "--residual", "ladder-2")
     assert f"{str(converted)!r} is ladder" in said
     model = lj.from_pretrained(files / "llama-2", ladder_layers=[0, 1], residual="ladder-2", dtype="bfloat16")
     assert (model.config.residual, model.topology.num_layers) == ("ladder-2", 2)
@@ -103,8 +96,8 @@ def test_ladder_layers_in_memory(files, tmp_path, capsys):
         ("--ladder-layers 1 --residual parallel", "unknown ladder kind"),
     ],
 )
-def test_layers_that_cannot_be(options, message, files, capsys):
-    assert message in mistake(capsys, "generate", files / "llama-2", *WORDS, *options.split())
+def test_layers_that_cannot_be(options, message, files, mistake):
+    assert message in mistake("generate", files / "llama-2", *WORDS, *options.split())
 
 
 @pytest.mark.parametrize("name, dtype", [("llama-2", "bfloat16"), ("small.gguf", jnp.float32)], ids=str)
@@ -136,7 +129,7 @@ def shapes(files, tmp_path):
     return tmp_path / "shape", tmp_path / "mine.yaml", files / "small.gguf"
 
 
-def test_other_commands_read_the_shape_alone(shapes, files, capsys):
+def test_other_commands_read_the_shape_alone(shapes, files, capsys, mistake):
     for name in shapes:
         words = ["--model", name, "--hardware", "h100-nvlink", "--tensor", "2", "--residual", "standard,ladder"]
         assert json.loads(printed(capsys, "predict", *words, "--json"))["model"] == str(name)
@@ -150,7 +143,7 @@ def test_other_commands_read_the_shape_alone(shapes, files, capsys):
         assert planned.config.num_layers == 2
     assert pretrained.model_config(shapes[0]) == pretrained.open(files / "qwen2").model
     three = ["predict", "--model", files / "qwen2", "--hardware", "v5e", "--tensor", "3"]
-    assert "allowed: 1, 2" in mistake(capsys, *three)
+    assert "allowed: 1, 2" in mistake(*three)
 
 
 def test_training_starts_from_any_model(files, tmp_path, capsys):
@@ -189,10 +182,10 @@ def test_training_starts_from_any_model(files, tmp_path, capsys):
         ("predict --hardware v5e --model llama-3-7b", "unknown preset 'llama-3-7b'; did you mean 'llama-3-70b'?"),
     ],
 )
-def test_names_of_nothing(words, message, files, capsys, monkeypatch):
+def test_names_of_nothing(words, message, files, mistake, monkeypatch):
     monkeypatch.chdir(files)
     monkeypatch.setattr(hubs, "_snapshot", lambda *_, **__: pytest.fail("the Hub was asked"))
-    assert message in mistake(capsys, *words.split())
+    assert message in mistake(*words.split())
 
 
 def test_what_is_loaded_is_here():
@@ -399,8 +392,7 @@ def test_what_a_model_refuses(model):
         decode.Generator(model.definition)
 
 
-def test_without_the_hubs_library(capsys, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_without_the_hubs_library(mistake, monkeypatch):
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
-    said = mistake(capsys, "generate", "someone/small", "--prompt", "x")
+    said = mistake("generate", "someone/small", "--prompt", "x")
     assert "need huggingface_hub: pip install 'ladder-jax[hf]'" in said
