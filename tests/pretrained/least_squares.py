@@ -28,8 +28,8 @@ def as_source(params, model) -> Source:
             arrays |= {Key(name, layer): array for layer, array in enumerate(stack)}
         else:
             arrays[Key(name)] = stack[: model.vocab_size] if name.endswith("table") else stack
-    stored = {key: Stored(a.shape, a.dtype, functools.partial(np.asarray, a)) for key, a in arrays.items()}
-    return Source("in memory", model, stored)
+    stored = lambda array: Stored(array.shape, array.dtype, lambda: array)
+    return Source("in memory", model, {key: stored(array) for key, array in arrays.items()})
 
 
 def check(result, wanted, amplified, *, source, model):

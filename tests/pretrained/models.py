@@ -160,3 +160,10 @@ def loss(logits, rows) -> float:
     scores = scores - scores.max(-1, keepdims=True)
     picked = np.take_along_axis(scores, rows[:, 1:, None], -1)[..., 0]
     return float((np.log(np.exp(scores).sum(-1)) - picked).mean())
+
+
+def same_arrays(ours, theirs):
+    """Of two Sources: the values of each array, to the last bit."""
+    assert ours.arrays.keys() == theirs.arrays.keys()
+    for key, stored in theirs.arrays.items():
+        assert np.array_equal(ours.arrays[key].read(), stored.read()), key

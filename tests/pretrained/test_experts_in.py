@@ -58,8 +58,7 @@ def test_logits_and_losses_are_those_of_transformers(name, tmp_path):
     tensors = safetensors.numpy.load_file(tmp_path / "model" / "model.safetensors")
     of_one = pretrained.open(write(tmp_path / "fused", name, tensors=fused(tensors)))
     assert of_one.model == source.model
-    for key, stored in source.arrays.items():
-        assert np.array_equal(of_one.arrays[key].read(), stored.read())
+    models.same_arrays(of_one, source)
 
 
 def test_spellings_of_the_configuration(tmp_path):

@@ -65,8 +65,7 @@ def test_topologies_are_named_and_come_back(name, tmp_path):
     assert same(again.model) == same(made.model)
     assert dataclasses.replace(again.model, ladder_layers=None) == dataclasses.replace(made.model, ladder_layers=None)
     assert (tmp_path / "out" / "modeling_ladder.py").is_file()
-    for key, stored in made.arrays.items():
-        assert np.array_equal(again.arrays[key].read(), stored.read())
+    models.same_arrays(again, made)
 
 
 @pytest.mark.parametrize("name", ["hybrid-delay-2", "hybrid-parallel-ladder", "experts-dense-hybrid"])

@@ -162,7 +162,7 @@ def test_the_verb_refits_and_writes_a_plain_checkpoint(small, texts, tmp_path, c
     assert before.model == plain.model
     assert after.refit
     assert not plain.refit
-    same_arrays(after, before)
+    models.same_arrays(after, before)
     for key, stored in before.arrays.items():
         fitted = key.layer in (2, 3) and not key.name.endswith(("out", "down"))
         assert (stored.read() == original.arrays[key].read()).all() == (not fitted)
@@ -209,14 +209,7 @@ def test_layers_are_chosen_by_their_refitted_cost(small, texts, tmp_path, capsys
 
     assert told["curve"][3]["loss"] == pytest.approx(loss(refitted("3,"), measured), rel=1e-5)
     together = refitted(saved.model.ladder_layers)
-    same_arrays(saved, together)
-
-
-def same_arrays(ours: Source, theirs: Source):
-    """To the last bit."""
-    assert ours.arrays.keys() == theirs.arrays.keys()
-    for key, stored in theirs.arrays.items():
-        assert (ours.arrays[key].read() == stored.read()).all(), key
+    models.same_arrays(saved, together)
 
 
 def loss(source: Source, rows: np.ndarray) -> float:
@@ -311,7 +304,7 @@ def test_killed_and_resumed_bit_for_bit(signum, status, projections, resumed, sm
     assert ("behind these inputs, the sublayers' outputs lacked" in printed) == (projections is BOTH)
     command[2] = str(tmp_path / "undisturbed")
     assert main(command) == 0
-    same_arrays(pretrained.open(tmp_path / "out"), pretrained.open(tmp_path / "undisturbed"))
+    models.same_arrays(pretrained.open(tmp_path / "out"), pretrained.open(tmp_path / "undisturbed"))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "undisturbed"]
 
 
@@ -322,7 +315,7 @@ def test_other_requests_resume_nothing(tmp_path):
     for change in dict(), dict(rows=TOKENS[::-1]), dict(settings=Refit(ridge=0.1)):
         request = {"rows": TOKENS, **always, **change}
         kept = refit(source, folder=tmp_path / "kept", **request)
-        same_arrays(kept.source, refit(source, **request).source)
+        models.same_arrays(kept.source, refit(source, **request).source)
 
 
 TEXT = "--ladder-layers 2 --calibration text"
