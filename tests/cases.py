@@ -170,3 +170,12 @@ def error_but_for_padding(actual, expected) -> float:
     rows = min(len(actual), len(expected))
     assert not actual[rows:].any() and not expected[rows:].any()
     return error(actual[:rows], expected[:rows])
+
+
+def flip(path) -> None:
+    """One bit in the middle of a file, or of the largest one below a folder."""
+    files = [path] if path.is_file() else [file for file in path.rglob("*") if file.is_file()]
+    file = max(files, key=lambda file: file.stat().st_size)
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)

@@ -208,15 +208,8 @@ def truncate(file):
     file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
 
 
-def flip(file):
-    """One bit, in the middle."""
-    content = bytearray(file.read_bytes())
-    content[len(content) // 2] ^= 1
-    file.write_bytes(content)
-
-
 @pytest.mark.parametrize(
-    "damage", [truncate, flip, lambda file: file.unlink()], ids=["truncated", "flipped", "removed"]
+    "damage", [truncate, cases.flip, lambda file: file.unlink()], ids=["truncated", "flipped", "removed"]
 )
 def test_every_damaged_file_is_found(three, tmp_path, damage):
     """Each file of a checkpoint in turn: found, named, and the one before it is offered."""
@@ -244,7 +237,7 @@ def test_an_item_is_compared_before_it_is_read(saved, tmp_path):
     shutil.copytree(saved[0], copy)
     definition = cases.define("ladder")
     for item, whole in (("optimizer", True), ("params", False)):
-        flip(max((copy / "1" / item).rglob("*"), key=lambda p: p.stat().st_size if p.is_file() else 0))
+        cases.flip(copy / "1" / item)
         checkpoint = open_checkpoint(copy)
         if whole:
             checkpoint.params(definition)
@@ -408,7 +401,7 @@ def test_the_verb(three, tmp_path, capsys):
     assert answer["checkpoints"][0]["bytes"] > 2048
     assert cli.main(["checkpoints", str(run), "--verify"]) == 0
     assert capsys.readouterr().out.count("whole") == 3
-    flip(run / "checkpoints" / "30" / "data" / "metadata")
+    cases.flip(run / "checkpoints" / "30" / "data" / "metadata")
     status, answer = listing("--prune", "last=1,best=1")
     # What is damaged counts for nothing, and is left for its owner to see.
     assert status == 1

@@ -466,7 +466,7 @@ def test_of_several_that_take_over_one_does(away, quick):
         thread.join()
 
 
-def test_a_token_store(bucket, tmp_path, monkeypatch):
+def test_a_token_store(stores, bucket, tmp_path, monkeypatch):
     """Its shards are copied when they are first read, and compared with what was written."""
     monkeypatch.setenv("LADDER_JAX_CACHE", str(tmp_path / "cache"))
     (tmp_path / "book.jsonl").write_text(lines(TEXTS))
@@ -487,9 +487,7 @@ def test_a_token_store(bucket, tmp_path, monkeypatch):
     asked = len(bucket.requests)
     Store("gs://bucket/stores/book").read(0, 5)
     assert not any("tokens" in request for request in bucket.requests[asked:])
-    changed = bytearray(bucket.objects["stores/book/00001.tokens"][1])
-    changed[3] ^= 1
-    bucket.put("stores/book/00001.tokens", changed, match=None)
+    stores["gs"].flip("stores/book/00001.tokens")
     monkeypatch.setenv("LADDER_JAX_CACHE", str(tmp_path / "another"))
     with pytest.raises(UserError, match="00001.tokens' is damaged: it is not what was written"):
         Store("gs://bucket/stores/book").read(made.shards[0].tokens, 5)

@@ -18,6 +18,7 @@ from ladder_jax.checkpoint import Damaged, steps, store
 from ladder_jax.data.batches import DataLoader
 from ladder_jax.errors import RunFailed, UserError
 from ladder_jax.train import folder, metrics
+from tests import cases
 
 STEPS, SAVE, EVALUATE = 90, 15, 5
 TINY = [
@@ -291,10 +292,7 @@ def test_unreadable_data_in_the_middle(book, tmp_path, uninterrupted, monkeypatc
 
 def test_a_damaged_checkpoint_is_never_resumed_from(book, resumable, uninterrupted):
     """Refused, with the whole one before it on offer; taken up, it is put aside, and the run ends as it should."""
-    file = max((resumable / "checkpoints" / "75" / "optimizer").rglob("d/*"), key=lambda p: p.stat().st_size)
-    content = bytearray(file.read_bytes())
-    content[99] ^= 4
-    file.write_bytes(content)
+    cases.flip(resumable / "checkpoints" / "75" / "optimizer")
     before = (resumable / "metrics.jsonl").read_bytes()
     shutil.copytree(resumable / "checkpoints" / "75", resumable / "checkpoints" / "75.damaged")  # as of another time
     with pytest.raises(Damaged, match="the newest whole one before it is step 60 .run.on_damaged=previous"):

@@ -14,6 +14,7 @@ import pytest
 from ladder_jax import config, train
 from ladder_jax.checkpoint import steps, verify
 from ladder_jax.train import metrics
+from tests import cases
 from tests.processes.conftest import free_port
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -97,14 +98,6 @@ def told(overrides, groups):
     return run
 
 
-def flip(checkpoint):
-    """One bit in the middle of the largest file."""
-    file = max(checkpoint.rglob("*"), key=lambda path: path.stat().st_size if path.is_file() else 0)
-    content = bytearray(file.read_bytes())
-    content[len(content) // 2] ^= 1
-    file.write_bytes(content)
-
-
 def alike(found, *, step, losses, whole):
     """All went on from `step`, made the same steps with the losses of the whole run, and ended with the same values.
 
@@ -129,7 +122,7 @@ def test_two_processes_resume_alike(told, stood, whole):
     With run.on_damaged=previous a checkpoint is put aside beside one of the same step that was before.
     """
     flipped, late = stood("flipped"), stood("late")
-    flip(flipped / "checkpoints" / "4")
+    cases.flip(flipped / "checkpoints" / "4")
     (flipped / "checkpoints" / "4.damaged").mkdir()
     newest = str(late / "checkpoints" / "4")
     one, two = told(
@@ -146,7 +139,7 @@ def test_two_processes_resume_alike(told, stood, whole):
 def test_two_processes_fail_alike(told, stood):
     """A flipped bit where that ends the run, a file that process 1 never sees, and one that lost its data."""
     flipped, unseen, other = (stood(name) for name in ("flipped", "unseen", "other"))
-    flip(flipped / "checkpoints" / "4")
+    cases.flip(flipped / "checkpoints" / "4")
     lost = str(unseen / "checkpoints" / "4" / "params" / "manifest.ocdbt")
     config_file = other / "config.json"
     book = json.loads(config_file.read_text())["data"]["path"]
@@ -197,7 +190,7 @@ def test_a_disk_is_full_in_one_of_two(told, stood, tmp_path, whole):
 def test_four_processes(told, stood, whole):
     """At once: a flipped bit, a folder that process 2 sees late, and a full disk in process 3."""
     run = stood("run")
-    flip(run / "checkpoints" / "4")
+    cases.flip(run / "checkpoints" / "4")
     wrong = {
         "late": {"path": str(run / "checkpoints" / "2"), "of": 2, "seconds": 4},
         "full": {"of": 3, "saves": 1},
