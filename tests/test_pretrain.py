@@ -8,11 +8,13 @@ import signal
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 
 from experiments import study as studies
 from experiments.pretrain import __main__ as study
-from ladder_jax import config
+from ladder_jax import config, nn, parallel
+from ladder_jax.checkpoint.arrays import named
 from ladder_jax.config import preset
 from ladder_jax.errors import UserError
 from ladder_jax.predict import machine
@@ -56,6 +58,20 @@ def test_twins_differ_in_their_topology_alone():
             other = {**ladder, "model": {**ladder["model"]}, "run": {**ladder["run"]}}
             del other["model"]["residual"], other["run"]["name"]
             assert twin == other
+
+
+def test_initial_values_are_the_papers():
+    """N(0, 0.02), output projections N(0, 0.02 / sqrt(2 x 40 layers)); the schedule is test_training's."""
+    small = ["model.d_model=16", "model.num_heads=2", "model.num_kv_heads=2", "model.d_ff=32", "model.vocab_size=512"]
+    recipe = config.load(str(HERE / "recipes" / "ladder-1b.yaml"), overrides=[*small, "mesh.fsdp=1"])
+    found = named(nn.initialize(nn.define(recipe.model, mesh=parallel.make_mesh()), seed=0))
+    alike = "layers/attention/query", "layers/mlp/up", "embedding/table", "head/table"
+    deviations = dict.fromkeys(alike, 0.02)
+    deviations |= dict.fromkeys(("layers/attention/out", "layers/mlp/down"), 0.02 / math.sqrt(2 * 40))
+    for name, deviation in deviations.items():
+        values = np.asarray(found[name])
+        # The deviation of n normal values is off by a share of about 1 / sqrt(2 n).
+        assert abs(values.std() / deviation - 1) < 5 / math.sqrt(2 * values.size), name
 
 
 def training(*, hardware=None, tensor=8):
