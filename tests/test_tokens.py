@@ -391,9 +391,14 @@ def test_a_file_that_is_cut_while_it_is_read(book, tmp_path):
 def everything(folder):
     """Every path below `folder`: what it leads to, what it holds and when that was written."""
     found = {}
-    for path in sorted(folder.rglob("*")):
-        held = os.readlink(path) if path.is_symlink() else path.read_bytes() if path.is_file() else None
-        found[str(path.relative_to(folder))] = (held, path.lstat().st_mtime_ns if held is not None else None)
+    for path in folder.rglob("*"):
+        name, written = path.relative_to(folder), path.lstat().st_mtime_ns
+        if path.is_symlink():
+            found[name] = (os.readlink(path), written)
+        elif path.is_file():
+            found[name] = (path.read_bytes(), written)
+        else:  # a folder
+            found[name] = None
     return found
 
 

@@ -117,14 +117,17 @@ def test_text_perplexity(model, pieces, exact, stride):
     for text in texts[:2]:
         tokens = [pieces.begin_id, *pieces.encode(text)]
         for place in range(1, len(tokens)):
-            last = len(tokens) - 1 if place > WINDOW else WINDOW  # of the window that scores it
-            if place > WINDOW:
-                last = min(WINDOW + -(-(place - WINDOW) // stride) * stride, last)
+            strides = math.ceil(max(0, place - WINDOW) / stride)
+            last = WINDOW + strides * stride  # of the window that scores it
+            if strides:
+                last = min(last, len(tokens) - 1)
             begin = max(0, last - WINDOW)
-            total -= exact.scores(tokens[begin:place], tokens[place : place + 1])[0]
+            loglikelihood, _ = exact.scores(tokens[begin:place], tokens[place : place + 1])
+            total -= loglikelihood
             count += 1
     found = evaluate.text_perplexity(model, texts, stride=stride)
-    words, size = len((TEXT + " a rat").split()) + 2, len((TEXT + "a rat ").encode())  # one empty word a text's end
+    words = len((TEXT + " a rat").split()) + 2  # one empty word a text's end
+    size = len((TEXT + "a rat ").encode())
     assert (found.tokens, found.documents, found.words, found.bytes) == (count, 2, words, size)
     assert abs(found.loss - total / count) < TOLERANCE
     assert found.perplexity == pytest.approx(math.exp(total / count), rel=TOLERANCE)

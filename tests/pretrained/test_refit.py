@@ -50,28 +50,29 @@ INPUTS = FittedProjections.INPUTS
 BOTH = FittedProjections.BOTH
 FULL = pytest.mark.full
 CASES = [
-    ("ladder", 8, dict(tensor=8), BOTH),
-    ("ladder-2", 2, dict(tensor=2), INPUTS),
-    ("parallel-ladder", 4, dict(tensor=4), BOTH),
-    ("hybrid-list", 2, dict(data=2, tensor=2), BOTH),
-    ("ladder-fresh", 8, dict(tensor=8), BOTH),
-    ("hybrid-fresh", 2, dict(data=2, tensor=2), INPUTS),
-    pytest.param("ladder", 1, dict(), INPUTS, marks=FULL),
-    pytest.param("hybrid-delay-3-first", 1, dict(), BOTH, marks=FULL),
-    pytest.param("hybrid-parallel-ladder", 8, dict(tensor=8), INPUTS, marks=FULL),
-    pytest.param("ladder-fresh", 2, dict(tensor=2), INPUTS, marks=FULL),
-    pytest.param("ladder-fresh", 4, dict(tensor=4), BOTH, marks=FULL),
-    pytest.param("hybrid-fresh", 2, dict(data=2, tensor=2), BOTH, marks=FULL),
-    pytest.param("hybrid-fresh", 2, dict(), BOTH, marks=FULL),  # emulated ranks
+    ("ladder", 8, 1, 8, BOTH),
+    ("ladder-2", 2, 1, 2, INPUTS),
+    ("parallel-ladder", 4, 1, 4, BOTH),
+    ("hybrid-list", 2, 2, 2, BOTH),
+    ("ladder-fresh", 8, 1, 8, BOTH),
+    ("hybrid-fresh", 2, 2, 2, INPUTS),
+    pytest.param("ladder", 1, 1, 1, INPUTS, marks=FULL),
+    pytest.param("hybrid-delay-3-first", 1, 1, 1, BOTH, marks=FULL),
+    pytest.param("hybrid-parallel-ladder", 8, 1, 8, INPUTS, marks=FULL),
+    pytest.param("ladder-fresh", 2, 1, 2, INPUTS, marks=FULL),
+    pytest.param("ladder-fresh", 4, 1, 4, BOTH, marks=FULL),
+    pytest.param("hybrid-fresh", 2, 2, 2, BOTH, marks=FULL),
+    pytest.param("hybrid-fresh", 2, 1, 1, BOTH, marks=FULL),  # emulated ranks
 ]
 
 
-@pytest.mark.parametrize("name, ranks, mesh, projections", CASES)
-def test_the_fit_is_the_least_squares_solution(name, ranks, mesh, projections):
+@pytest.mark.parametrize("name, ranks, data, tensor, projections", CASES)
+def test_the_fit_is_the_least_squares_solution(name, ranks, data, tensor, projections):
     """With eight ranks, two share each key/value head of a fresh ladder, and so its fit."""
     model = small_model(name, ranks=ranks if name in cases.DEPEND_ON_RANKS else None)
     settings = Refit(ridge=RIDGE, projections=projections)
-    result = refit(standard(), model=model, rows=TOKENS, mesh=parallel.make_mesh(**mesh), settings=settings)
+    mesh = parallel.make_mesh(data=data, tensor=tensor)
+    result = refit(standard(), model=model, rows=TOKENS, mesh=mesh, settings=settings)
     wanted = expected(values(), cases.shape(name, model, ranks=ranks), both=projections is BOTH)
     check(result, *wanted, source=standard(), model=model)
     assert result.source.path == "in memory"
