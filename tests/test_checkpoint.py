@@ -125,6 +125,14 @@ def test_what_is_not_a_whole_checkpoint_is_refused(saved, tmp_path, damage, mess
         open_checkpoint(copy).params(cases.define("ladder"))
 
 
+def test_a_vocabulary_that_is_too_small_for_its_tokenizer(tmp_path):
+    store = Store(tmp_path, config=RunConfig(model=cases.model(vocab_size=120)))
+    store.save(1, **SMALL)
+    store.close()
+    with pytest.raises(UserError, match=r"model.vocab_size=120 is too small for bytes \(at least 256\)"):
+        open_checkpoint(tmp_path).tokenizer()
+
+
 def test_another_shape_is_refused(saved):
     definition = cases.define("ladder", d_ff=64)
     with pytest.raises(UserError, match=r"does not fit its configuration: layers/mlp/down is \(4, 48, 32\)"):
