@@ -250,6 +250,12 @@ def test_requests_survive_the_way_to_the_compiler():
     assert one.config.ranks == 8
 
 
+def test_defaults_of_a_phase():
+    serving, training = large("v5p:2x2x2", "decode"), large("tpu7x:2x2x1", "train")
+    assert (serving.loop, serving.batch, serving.context) == (Loop.UNROLLED, 16, 2048)
+    assert (training.loop, training.batch, training.prompt_length) == (Loop.SCAN, 1, 1024)
+
+
 def test_sublayer_flops_are_the_presets():
     flops = requests.sublayer_flops(large("v5p:2x2x2", "prefill"))
     assert flops["mlp"] == 2 * 1024 * 8192 * 28672 * 3 / 8
