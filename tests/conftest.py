@@ -12,6 +12,7 @@ import signal
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # each process that tests start would compile all sources again
 os.environ.pop("COLUMNS", None)  # readline sets it where it finds no terminal, and answers would be wrapped
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["JAX_NUM_CPU_DEVICES"] = "8"

@@ -55,7 +55,7 @@ def test_what_a_definition_splits():
     assert Split.ROWS not in split(exchanged)
 
 
-@pytest.mark.parametrize("some", SPLITS, ids=str)
+@pytest.mark.parametrize("some", SPLITS, ids=lambda some: "+".join(sorted(one.value for one in some)) or "nothing")
 def test_what_is_split_has_its_own(some):
     traits = Traits(Overlap.HIDES, Phase.PREFILL, Loop.UNROLLED, some)
     offload = "xla_tpu_enable_sparse_core_collective_offload_reduce_scatter"
