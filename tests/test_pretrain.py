@@ -45,6 +45,13 @@ def test_the_recipes_are_the_papers(size, residual):
     assert found.mesh.tensor == 1  # the paper trains without tensor parallelism
 
 
+def test_the_recipe_with_experts():
+    found = config.load(str(HERE / "recipes" / "qwen3-30b-a3b.yaml"))
+    assert found.model == config.preset("qwen3-30b-a3b", residual="ladder")
+    assert found.mesh.size == 64
+    assert found.train.batch * found.train.sequence == 4_194_304
+
+
 def test_twins_differ_in_their_topology_alone():
     for size in SHAPES:
         read = lambda residual, size=size: config.to_dict(

@@ -66,6 +66,14 @@ def test_of_crashes_the_first_once_the_others_live():
     assert verdict.text == "process 1 of 3 (host b) crashed: KeyError"
 
 
+def test_a_failure_goes_before_a_crash():
+    """Also before one that was heard of first, as here."""
+    story = Story()
+    story.heard(0, now=5.0, end=End.CRASHED, how="crashed: connection reset")
+    story.heard(2, now=6.0, end=End.FAILED, how="ended: the disk is full")
+    assert story.members.verdict(now=6.0).text == "process 2 of 3 (host c) ended: the disk is full"
+
+
 def test_ending_in_order_blames_nobody():
     story = Story(lost=60.0, hang=100.0)
     for process in range(3):
