@@ -9,6 +9,8 @@ import json
 import numpy as np
 import safetensors.numpy
 
+from tests.pretrained import models
+
 _SHAPE = {
     "vocab_size": 129,
     "hidden_size": 32,
@@ -58,14 +60,7 @@ def arrays(told: dict) -> dict[str, np.ndarray]:
     found = {}
 
     def draw(name, *shape):
-        values = rng.standard_normal(shape)
-        if "norm" in name:
-            values = 1 + 0.2 * values
-        elif name.endswith(".bias"):
-            values = 0.3 * values
-        else:
-            values = 1.3 * values / np.sqrt(shape[-1])
-        found[name] = values.astype(np.float32)
+        found[name] = models.drawn(rng, name, shape).astype(np.float32)
 
     def draw_mlp(name, inner):
         draw(f"{name}.{gate}.weight", inner, width)

@@ -121,17 +121,17 @@ def shapes(told: dict) -> dict[str, tuple[int, ...]]:
 def weights(told: dict, *, seed: int = 0, dtype=np.float32) -> dict[str, np.ndarray]:
     """Random values large enough that every sublayer moves the logits."""
     rng = np.random.default_rng(seed)
-    found = {}
-    for name, shape in sorted(shapes(told).items()):
-        values = rng.standard_normal(shape)
-        if "norm" in name:
-            values = 1 + 0.2 * values
-        elif name.endswith(".bias"):
-            values = 0.3 * values
-        else:
-            values = 1.3 * values / np.sqrt(shape[1])
-        found[name] = values.astype(dtype)
-    return found
+    return {name: drawn(rng, name, shape).astype(dtype) for name, shape in sorted(shapes(told).items())}
+
+
+def drawn(rng: np.random.Generator, name: str, shape: tuple[int, ...]) -> np.ndarray:
+    """A tensor of that name: gains of norms are around 1; a matrix [out, in] keeps the size of what it multiplies."""
+    values = rng.standard_normal(shape)
+    if "norm" in name:
+        return 1 + 0.2 * values
+    if name.endswith(".bias"):
+        return 0.3 * values
+    return 1.3 * values / np.sqrt(shape[-1])
 
 
 def write(folder: pathlib.Path, name: str, *, values=np.float32, more: dict | None = None, **changes) -> pathlib.Path:
