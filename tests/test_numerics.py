@@ -11,6 +11,7 @@ from ladder_jax import nn, train
 from ladder_jax.config import Biases, Loop, Remat, RopeScaling
 from ladder_jax.scopes import ENTER, LAUNCH
 from tests import cases, communication, covering, reference
+from tests.together import together
 
 FORWARD = covering.marked(
     itertools.product(cases.TOPOLOGIES, (1, 2, 4, 8), Loop),
@@ -31,59 +32,75 @@ GRADIENTS = covering.marked(
 )
 
 
-def logits(definition, *, loop):
-    """The logits, and the program's text."""
-    params = cases.place(cases.parameters(definition), definition)
-    program = nn.compiled_logits(definition, loop=loop).lower(params, cases.tokens()).compile()
-    return np.asarray(program(params, cases.tokens())), program.as_text()
+def placed(definition):
+    return cases.place(cases.parameters(definition), definition)
 
 
-def check_gradients(definition, *, loop, expected, remat=Remat.NONE) -> str:
-    """The program's text."""
-    params = cases.place(cases.parameters(definition), definition)
-    step = jax.jit(train.loss_and_gradients(definition, loop=loop, remat=remat))
-    program = step.lower(params, cases.tokens()).compile()
-    loss, grads = program(params, cases.tokens())
+def assert_close(found, expected, *, definition):
     limit = cases.bound(definition.config, passes=2)
-    assert cases.error(loss, expected[0]) < limit
-    errors = jax.tree.map(cases.error_but_for_padding, grads, expected[1])
+    assert cases.error(found[0], expected[0]) < limit
+    errors = jax.tree.map(cases.error_but_for_padding, found[1], expected[1])
     assert max(jax.tree.leaves(errors)) < limit, errors
-    return program.as_text()
+
+
+def make_logits(name, tensor, loop):
+    definition = cases.define(name, tensor=tensor)
+    return nn.compiled_logits(definition, loop=loop), (placed(definition), cases.tokens())
+
+
+found_logits = together(make_logits, FORWARD)
 
 
 @pytest.mark.parametrize("name, tensor, loop", FORWARD)
 def test_forward(name, tensor, loop):
     """The logits; and that the program has each topology's all-reduces, one by one."""
-    definition = cases.define(name, tensor=tensor)
-    found, text = logits(definition, loop=loop)
-    assert cases.error(found, cases.dense_logits(name, tensor)) < cases.bound(definition.config)
+    found, text = found_logits(name, tensor, loop)
+    assert cases.error(found, cases.dense_logits(name, tensor)) < cases.bound(cases.model(name))
     if tensor > 1:
         communication.check(text, name=name, loop=loop)
+
+
+def make_gradients(name, mesh, loop, remat):
+    definition = cases.define(name, data=mesh[0], tensor=mesh[1])
+    return train.loss_and_gradients(definition, loop=loop, remat=remat), (placed(definition), cases.tokens())
+
+
+found_gradients = together(make_gradients, GRADIENTS)
 
 
 @pytest.mark.parametrize("name, mesh, loop, remat", GRADIENTS)
 def test_gradients(name, mesh, loop, remat):
     """Loss and gradients; and that the program has each topology's all-reduces in both directions, one by one."""
-    definition = cases.define(name, data=mesh[0], tensor=mesh[1])
-    text = check_gradients(definition, loop=loop, remat=remat, expected=cases.dense_gradients(name, mesh[1]))
+    found, text = found_gradients(name, mesh, loop, remat)
+    assert_close(found, cases.dense_gradients(name, mesh[1]), definition=cases.define(name, tensor=mesh[1]))
     if mesh != ONE_DEVICE:
         communication.check(text, name=name, loop=loop, directions=(LAUNCH, ENTER))
 
 
-EMULATED = "ladder-fresh", "desync-3"  # in `make test`: all ranks' sums a step late, and none for two steps
-
-
-@pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=() if n in EMULATED else pytest.mark.full) for n in cases.DEPEND_ON_RANKS]
+EMULATED = covering.marked(
+    [(name,) for name in cases.DEPEND_ON_RANKS],
+    chosen=[("ladder-fresh",), ("desync-3",)],  # all ranks' sums a step late, and none for two steps
 )
-def test_one_device_emulates_the_ranks(name):
+
+
+def make_emulated(name):
     definition = cases.define(name, tensor=1, ranks=4)
+    parts = [nn.compiled_logits(definition, loop=loop) for loop in Loop]
+    parts.append(train.loss_and_gradients(definition, loop=Loop.SCAN))
+    return lambda *arguments: [part(*arguments) for part in parts], (placed(definition), cases.tokens())
+
+
+found_emulated = together(make_emulated, EMULATED)
+
+
+@pytest.mark.parametrize("name", EMULATED)
+def test_one_device_emulates_the_ranks(name):
+    definition, ((*logits, gradients), _) = cases.define(name, tensor=1, ranks=4), found_emulated(name)
     limit = cases.bound(definition.config)
-    for loop in Loop:
-        found, _ = logits(definition, loop=loop)
+    for found in logits:
         assert cases.error(found, cases.dense_logits(name, 4)) < limit
     assert cases.error(found, cases.dense_logits(name, 2)) > 100 * limit
-    check_gradients(definition, loop=Loop.SCAN, expected=cases.dense_gradients(name, 4))
+    assert_close(gradients, cases.dense_gradients(name, 4), definition=definition)
 
 
 @pytest.mark.parametrize("name", cases.TOPOLOGIES)
@@ -115,27 +132,36 @@ FAMILY = {  # several in a program, each of another part of the model
 }
 
 
-@pytest.mark.parametrize("member, tensor", covering.rows(FAMILY, [8, 1], pairs=[]))
-def test_llama_family(member, tensor):
+SHARED = "2-kv-heads, biases"  # ranks that share a head have their own inputs
+MEMBERS = [
+    *covering.rows(["ladder"], FAMILY, [8, 1], pairs=[]),
+    *covering.rows(["ladder-fresh", "desync-2"], [SHARED], [8]),
+]
+FAMILY[SHARED] = dict(num_kv_heads=2, biases=Biases.ALL)
+
+
+def make_member(name, member, tensor):
+    definition = cases.define(name, tensor=tensor, **FAMILY[member])
+    return train.loss_and_gradients(definition, loop=Loop.SCAN), (placed(definition), cases.tokens())
+
+
+found_member = together(make_member, MEMBERS)
+
+
+@pytest.mark.parametrize("name, member, tensor", MEMBERS)
+def test_llama_family(name, member, tensor):
     """Everything that members of the family differ in, over more ranks than key/value heads too."""
-    definition = cases.define("ladder", tensor=tensor, **FAMILY[member])
-    check_gradients(definition, loop=Loop.SCAN, expected=_family(member))
+    found, _ = found_member(name, member, tensor)
+    definition = cases.define(name, tensor=tensor, **FAMILY[member])
+    assert_close(found, expected_of_member(name, member), definition=definition)
 
 
 @functools.cache
-def _family(member: str):
-    definition = cases.define("ladder", **FAMILY[member])
-    shape = cases.shape("ladder", definition.config, ranks=1)
+def expected_of_member(name: str, member: str):
+    ranks = 8 if name in cases.DEPEND_ON_RANKS else 1
+    definition = cases.define(name, tensor=ranks, **FAMILY[member])
+    shape = cases.shape(name, definition.config, ranks=ranks)
     return reference.evaluate(reference.loss, cases.parameters(definition), cases.tokens(), shape, gradient=True)
-
-
-@pytest.mark.parametrize("name", ["ladder-fresh", "desync-2"])
-def test_ranks_that_share_a_head_have_their_own_inputs(name):
-    definition = cases.define(name, tensor=8, num_kv_heads=2, biases=Biases.ALL)
-    shape = cases.shape(name, definition.config, ranks=8)
-    params = cases.parameters(definition)
-    expected = reference.evaluate(reference.loss, params, cases.tokens(), shape, gradient=True)
-    check_gradients(definition, loop=Loop.SCAN, expected=expected)
 
 
 def test_initial_values_are_the_same_everywhere():
@@ -159,5 +185,6 @@ def test_bfloat16_stays_close_to_float32():
     from ladder_jax.config import Dtype
 
     definition = cases.define("ladder", tensor=4, dtype=Dtype.BFLOAT16)
+    found = nn.compiled_logits(definition, loop=Loop.SCAN)(placed(definition), cases.tokens())
     limit = 4 * (2 * definition.config.num_layers + 2) * 2.0**-9
-    assert limit > cases.error(logits(definition, loop=Loop.SCAN)[0], cases.dense_logits("ladder", 4)) > 2.0**-10
+    assert limit > cases.error(found, cases.dense_logits("ladder", 4)) > 2.0**-10
