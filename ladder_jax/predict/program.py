@@ -88,9 +88,10 @@ def programs(
     kind = parse_residual(config.residual).kind
     hides = any(step.delay for step in steps)
     in_turn = block.size > 1 and all(step.reduces and not step.early for step in steps)
+    in_split_turn = in_turn and block.rows % 2 == 0  # a split stream has halves of rows alone
     if choice.experts is ExpertParallelism.EXCHANGE:
         candidates = [Program(Form.EXCHANGE, launch=Launch.CHAINED if hides else None)]
-        if in_turn and block.rows % 2 == 0:
+        if in_split_turn:
             candidates.append(Program(Form.EXCHANGE, launch=Launch.CHAINED, interleave=2))
         return _among(candidates, choice)
     if choice.opponents is Opponents.FITTED or implementation.algorithms == FITTED:
@@ -118,8 +119,8 @@ def programs(
             candidates.append(Program(Form.COLLECTIVE_MATMUL))
         if in_turn:
             candidates += launched(NCCL, interleave=2)
-            if splits:
-                candidates.append(Program(Form.SEQUENCE_PARALLEL, launch=Launch.CHAINED, interleave=2))
+        if in_split_turn and splits:
+            candidates.append(Program(Form.SEQUENCE_PARALLEL, launch=Launch.CHAINED, interleave=2))
     return _among(candidates, choice)
 
 

@@ -271,7 +271,7 @@ def test_the_opponent_is_the_strongest_standard_of_both_forms(phase, capsys):
     assert (reduced["experts"], reduced["capacity"]) == ("reduce", None)
     assert (exchanged["experts"], exchanged["capacity"]) == ("exchange", 1.25)
     named = {form_of(one): one["tokens_per_second"] for one in exchanged["opponents"]}
-    of_sums = {(form, parts) for form in ("all-reduce", "sequence-parallel") for parts in (1, 2)}
+    of_sums = {("all-reduce", 1), ("all-reduce", 2), ("sequence-parallel", 1)}  # a split stream of odd rows: no halves
     assert named.keys() == of_sums | {("exchange", 1)}
     assert set(map(form_of, reduced["opponents"])) == of_sums  # an exchange may drop rows
     assert exchanged["baseline"] == exchanged["opponents"][0]
@@ -287,7 +287,8 @@ def test_the_opponent_is_the_strongest_standard_of_both_forms(phase, capsys):
     assert (rows["standard"]["launch"], rows["farskip"]["launch"]) == (None, "chained")
     assert 0 < rows["standard"]["hidden_fraction"] < rows["farskip"]["hidden_fraction"] < 1  # beside the shared expert
     _, out, _ = run(capsys, *words, "exchange")
-    assert f"speed-up: over Standard ({exchanged['baseline']['form']}" in out
+    _, _, named = out.partition("speed-up: over Standard (")
+    assert exchanged["baseline"]["form"] in named.partition(")")[0]
     assert "exchange  with capacity 1.25" in out
 
 
