@@ -191,6 +191,20 @@ def test_rows_of_exchanged_experts_that_are_kept(residual, begins):
     assert memory._working_rows(*EXCHANGED.microbatch(wanted)) == 3 * stream + 5 * width + returning
 
 
+def test_norms_that_are_kept_beside_exchanged_experts():
+    """By hand, of what only a pass that recomputes nothing keeps: norms of a device's own positions, and more."""
+    wanted = request.make(**MOE, capacity=1.25, residual="standard")
+    others = {
+        remat: memory.kept_activations(dataclasses.replace(EXCHANGED, remat=remat), request=wanted)
+        for remat in (Remat.NONE, Remat.SAVE_MATMULS)
+    }
+    own_norms = 2 * 2048 * (4 + 4 + 2) // 4  # of two: the stream and its normalised value, and the sublayer's input
+    gathered = 2 * 2048 * 2  # attention's input, before and after its gain
+    a_token = own_norms + gathered + 2 * 512 * 2 + 3 * (5632 // 4) * 2  # and of attention, and of the shared expert
+    rows = 3 * ROWS * 1408 * 2 - ROWS * 2048 * 2 + 2048 * 4 * 2048 * 4
+    assert others[Remat.NONE] - others[Remat.SAVE_MATMULS] == 4 * (8192 * a_token + rows)
+
+
 @pytest.mark.parametrize(
     "model, residual, hiding, waiting",
     [

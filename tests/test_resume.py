@@ -27,7 +27,7 @@ TINY = [
     f"train.checkpoint_every={SAVE}", f"train.evaluate_every={EVALUATE}", "train.evaluation_batches=40",
 
 ]  # fmt: skip
-KILLS = [3, pytest.param(20, marks=pytest.mark.full)]
+KILLS = [1, pytest.param(6, marks=pytest.mark.full)]  # of each kind
 
 
 def command(book, directory, *more):
@@ -88,10 +88,10 @@ def being_written(directory):
 
 @pytest.mark.parametrize("kills", KILLS)
 def test_killed_again_and_again(book, tmp_path, uninterrupted, kills):
-    """SIGKILL in steps, saves and evaluations, until a run has died that often: the losses are bit-identical."""
+    """SIGKILL, until a run has died that often in steps, saves and evaluations each: the losses are bit-identical."""
     directory, moments = tmp_path / "run", random.Random(0)
     died = {"step": 0, "save": 0, "evaluation": 0}
-    while sum(died.values()) < kills:
+    while min(died.values()) < kills:
         kind = min(died, key=died.get)  # the one with the fewest
         resumed = max([0, *(int(p.name) for p in directory.glob("checkpoints/*") if p.name.isdigit())])
         left, target = being_written(directory), resumed + moments.randint(1, SAVE - 2)
@@ -115,8 +115,6 @@ def test_killed_again_and_again(book, tmp_path, uninterrupted, kills):
             died["save" if being_written(directory) - left else "evaluation" if evaluating else "step"] += 1
         else:  # it came to its end first
             shutil.rmtree(directory)
-    print(died)
-    assert min(died.values()) >= kills // 5, died
     run(book, directory)
     assert losses(directory) == losses(uninterrupted)
     # On another mesh: the same batches, so the same losses but for rounding.
