@@ -122,6 +122,11 @@ def place(params, definition: nn.ModelDef):
     return jax.device_put(params, jax.tree.map(lambda a: a.sharding, definition.abstract))
 
 
+def placed(definition: nn.ModelDef):
+    """`parameters`, on the definition's mesh."""
+    return place(parameters(definition), definition)
+
+
 def dense_logits(name: str, ranks: int) -> np.ndarray:
     """What the reference computes of `parameters` and `tokens` of the small model on that many ranks."""
     return _dense(name, ranks if _depends_on_ranks(name) else 1, reference.logits)
@@ -165,11 +170,19 @@ def error(actual, expected) -> float:
 
 
 def error_but_for_padding(actual, expected) -> float:
-    """`error` of two tables whose vocabularies may be padded for different meshes; padding must be zero."""
+    """`error` of two arrays, which may be tables that are padded for different meshes; padding must be zero."""
     actual, expected = np.asarray(actual), np.asarray(expected)
     rows = min(len(actual), len(expected))
     assert not actual[rows:].any() and not expected[rows:].any()
     return error(actual[:rows], expected[:rows])
+
+
+def assert_close(found, expected, *, definition: nn.ModelDef) -> None:
+    """(loss, gradients) are the expected ones, to float32's rounding."""
+    limit = bound(definition.config, passes=2)
+    assert error(found[0], expected[0]) < limit
+    errors = jax.tree.map(error_but_for_padding, found[1], expected[1])
+    assert max(jax.tree.leaves(errors)) < limit, errors
 
 
 def flip(path) -> None:

@@ -117,7 +117,7 @@ def error_but_for_padding(actual, expected) -> float:
 
 def check_gradients(definition: nn.ModelDef, expected, **settings) -> str:
     """The loss of `tokens`, the routers' losses in it, and its gradients are the reference's. The program's text."""
-    params = cases.place(cases.parameters(definition), definition)
+    params = cases.placed(definition)
     compute = train.loss_and_gradients(definition, load_balance=LOAD_BALANCE, router_z_loss=Z_LOSS, **settings)
     program = jax.jit(compute).lower(params, tokens()).compile()
     loss, gradients = program(params, tokens())

@@ -83,7 +83,7 @@ def test_chunks_equal_one_pass(name, mesh, loop):
     """A chunk that does not divide the length; prompts that end in every chunk."""
     emulated = mesh == (1, 1) and name in cases.DEPEND_ON_RANKS
     definition = cases.define(name, data=mesh[0], tensor=mesh[1], ranks=4 if emulated else None)
-    params = cases.place(cases.parameters(definition), definition)
+    params = cases.placed(definition)
     tokens, rows = cases.tokens(), np.arange(4)
     full = cases.dense_logits(name, 4 if emulated else mesh[1])
     prompts = np.where(np.arange(10)[None] < LENGTHS[:, None], tokens, 99)
@@ -106,7 +106,7 @@ def test_a_cache_without_room():
 
 def test_a_long_prompt():
     definition = cases.define("ladder", num_layers=2, num_heads=2, num_kv_heads=1, head_dim=16)
-    params = cases.place(cases.parameters(definition), definition)
+    params = cases.placed(definition)
     stored = weights.prepare(definition, params, loop=Loop.UNROLLED)
     tokens, lengths = cases.tokens((1, 4096)), np.array([4096], np.int32)
     passes = {}
@@ -123,7 +123,7 @@ PROMPTS = [[1, 2, 3], [200], list(range(40)), list(range(70, 95))]
 
 def test_generation_reads_prompts_in_chunks():
     definition = cases.define("ladder", data=2, tensor=4)
-    ours = decode.Generator(definition, cases.place(cases.parameters(definition), definition))
+    ours = decode.Generator(definition, cases.placed(definition))
     config = DecodeConfig(max_new_tokens=18)
     chunked = ours.tokens(PROMPTS, config=dataclasses.replace(config, prefill_chunk=9))
     np.testing.assert_array_equal(chunked, ours.tokens(PROMPTS, config=config))
@@ -131,7 +131,7 @@ def test_generation_reads_prompts_in_chunks():
 
 def test_one_program_reads_prompts_of_any_length():
     definition = cases.define("standard", tensor=4)
-    stored = weights.prepare(definition, cases.place(cases.parameters(definition), definition), loop=Loop.SCAN)
+    stored = weights.prepare(definition, cases.placed(definition), loop=Loop.SCAN)
     read = functools.partial(decode.prefill_in_chunks, definition, stored, capacity=32, chunk=4, loop=Loop.SCAN)
     read(cases.tokens((1, 9)), np.array([9], np.int32))
     compiled = []

@@ -36,7 +36,7 @@ def test_prefill_and_decode_equal_the_full_pass(name, mesh, loop):
         mesh = (4, 2)  # one device with a scan is kept for the emulated ranks
     emulated = mesh == (1, 1) and name in cases.DEPEND_ON_RANKS
     definition = cases.define(name, data=mesh[0], tensor=mesh[1], ranks=4 if emulated else None)
-    params = cases.place(cases.parameters(definition), definition)
+    params = cases.placed(definition)
     tokens, rows = cases.tokens(), np.arange(4)
     full = cases.dense_logits(name, 4 if emulated else mesh[1])
     prompts = np.where(np.arange(8)[None] < LENGTHS[:, None], tokens[:, :8], 99)
@@ -55,7 +55,7 @@ def test_prefill_and_decode_equal_the_full_pass(name, mesh, loop):
 
 def generator(name="ladder", **mesh):
     definition = cases.define(name, num_layers=2, **mesh)
-    return decode.Generator(definition, cases.place(cases.parameters(definition), definition))
+    return decode.Generator(definition, cases.placed(definition))
 
 
 PROMPTS = [[1, 2, 3], [200], list(range(40))]
@@ -77,7 +77,7 @@ def test_greedy_generation_is_the_argmax_of_the_full_pass():
     ours = generator(tensor=4)
     new = ours.tokens(PROMPTS, config=DecodeConfig(max_new_tokens=18))
     definition = cases.define("ladder", num_layers=2, tensor=4)
-    params = cases.place(cases.parameters(definition), definition)
+    params = cases.placed(definition)
     for prompt, row in zip(PROMPTS, new, strict=True):
         sequence = np.array([prompt + list(row)], np.int32)
         logits = np.asarray(nn.compiled_logits(definition)(params, sequence))[0]
@@ -123,7 +123,7 @@ def test_all_reduces_in_halves_compute_the_same(name, loop, monkeypatch):
     values have not been seen yet."""
     started = communication.start_on_a_cpu(monkeypatch)
     definition = cases.define(name, tensor=8)
-    params = cases.place(cases.parameters(definition), definition)
+    params = cases.placed(definition)
     stored = weights.prepare(definition, params, loop=loop)
     tokens, rows, full = cases.tokens(), np.arange(4), cases.dense_logits(name, 8)
     limit = 2 * cases.bound(definition.config)

@@ -26,7 +26,7 @@ def to_bytes(tokens):
 @functools.cache
 def parts(name="ladder", **mesh):
     definition = cases.define(name, num_layers=2, **mesh)
-    return definition, cases.place(cases.parameters(definition), definition)
+    return definition, cases.placed(definition)
 
 
 def engine(name="ladder", *, loop=Loop.UNROLLED, mesh=(("tensor", 1),), decoder=to_bytes, **more):

@@ -148,7 +148,7 @@ def test_prefill(name, quantize):
     outcomes = []
     for definition, split in ((exchanging, True), (reducing, False)):
         settings = dict(loop=Loop.UNROLLED, quantize=quantize)
-        params = weights.prepare(definition, cases.place(cases.parameters(definition), definition), **settings)
+        params = weights.prepare(definition, cases.placed(definition), **settings)
         program = decode.prefill(definition, capacity=16, sequence_parallel=split, **settings)
         outcomes.append(program(params, tokens, lengths))
     (logits, caches), (others, of_others) = outcomes

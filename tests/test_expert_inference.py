@@ -26,7 +26,7 @@ CASES = covering.rows(
 def test_prefill_chunks_and_decode_equal_the_full_pass(name, kind, tensor, loop):
     """With prompts of different lengths in one batch and rubbish beyond their ends."""
     definition = experts.define(name, kind, tensor=tensor)
-    params = cases.place(cases.parameters(definition), definition)
+    params = cases.placed(definition)
     stored = weights.prepare(definition, params, loop=loop)
     check(definition, stored, loop=loop, full=experts.dense_logits(name, kind))
 
@@ -92,7 +92,7 @@ def test_a_long_prompt_in_chunks_of_tokens(monkeypatch):
     """Where a program's tokens are more than the sublayer computes at once."""
     monkeypatch.setattr(package, "CHUNK", 6)
     definition = experts.define("farskip", tensor=4, rope_theta=10_001.0)  # a program of its own
-    params = cases.place(cases.parameters(definition), definition)
+    params = cases.placed(definition)
     stored, tokens = weights.prepare(definition, params, loop=Loop.SCAN), experts.tokens()[:, :16]
     logits, _ = decode.prefill(definition, capacity=32, loop=Loop.SCAN)(stored, tokens, np.full(4, 16, np.int32))
     of = experts.shape("farskip", definition.config)
@@ -122,7 +122,7 @@ def test_eight_bits(loop):
 
 def test_the_engine_answers_each_request_as_if_it_were_alone():
     definition = experts.define("farskip", tensor=4, num_layers=2)
-    params = cases.place(cases.parameters(definition), definition)
+    params = cases.placed(definition)
     prompts = [[1, 2, 3], [200], list(range(40)), [7, 7, 7, 7]]
     alone = decode.Generator(definition, params)
     expected = [alone.tokens([prompt], config=DecodeConfig(max_new_tokens=8))[0].tolist() for prompt in prompts]

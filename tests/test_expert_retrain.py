@@ -158,7 +158,7 @@ def test_low_rank_factors(name, kind, mesh, form):
         lambda a: a * (np.arange(a.shape[1]) < 6)[:, None, None], routed
     )
     factors = jax.device_put(padded, jax.tree.map(lambda a: a.sharding, plan.abstract))
-    _, frozen = plan.split(cases.place(cases.parameters(definition), definition))
+    _, frozen = plan.split(cases.placed(definition))
     settings = dict(load_balance=0.0, router_z_loss=0.0, sequence_parallel=bool(form))
     (loss, _), grads = jax.jit(task_gradients(plan, config=TrainConfig(**settings)))(
         factors, frozen, experts.tokens(), {}

@@ -113,7 +113,7 @@ def test_query_and_key_norms_over_all_heads(name, mesh, loop, remat):
 @pytest.mark.parametrize("name", ["standard", "ladder", "farskip"])
 def test_two_all_reduces_a_layer(name):
     definition = experts.define(name, tensor=4, num_kv_heads=4)
-    params = cases.place(cases.parameters(definition), definition)
+    params = cases.placed(definition)
     program = nn.compiled_logits(definition, loop=Loop.UNROLLED).lower(params, experts.tokens()).compile()
     found = communication.all_reduces(program.as_text())
     assert len(found) == 2 * definition.config.num_layers

@@ -88,7 +88,7 @@ def test_data_ranks_compute_the_same():
     """Of copies of one row; an engine has one replica only."""
     request = Request([1, 2, 3], max_new_tokens=20, temperature=1.0, seed=3)
     definition = cases.define("ladder", num_layers=2, data=2, tensor=2)
-    generator = Generator(definition, cases.place(cases.parameters(definition), definition))
+    generator = Generator(definition, cases.placed(definition))
     check_equal(generator.pieces(request, decoder=DECODER), both()[0](request))
 
 

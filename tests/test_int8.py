@@ -113,7 +113,7 @@ def test_every_mesh_has_the_same_bits(loop):
     made = []
     for mesh in (dict(), dict(data=2, tensor=4), dict(tensor=8)):
         definition = cases.define("ladder", **mesh)
-        params = cases.place(cases.parameters(definition), definition)
+        params = cases.placed(definition)
         placed = weights.prepare(definition, params, loop=loop, quantize=INT8)
 
         def check(array, shape):

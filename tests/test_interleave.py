@@ -47,17 +47,10 @@ def dense(name, shape):
 
 def compiled(definition, shape, **settings):
     """(the program, its arguments) of loss and gradients in two halves."""
-    params = cases.place(cases.parameters(definition), definition)
+    params = cases.placed(definition)
     batch = jax.device_put(cases.tokens(shape), definition.layout.sharding("BT"))
     run = jax.jit(train.loss_and_gradients(definition, interleave=2, **settings))
     return run.lower(params, batch).compile(), (params, batch)
-
-
-def assert_close(found, expected, *, definition):
-    limit = cases.bound(definition.config, passes=2)
-    assert cases.error(found[0], expected[0]) < limit
-    errors = jax.tree.map(cases.error_but_for_padding, found[1], expected[1])
-    assert max(jax.tree.leaves(errors)) < limit, errors
 
 
 @pytest.mark.parametrize("name, form, loop, remat", GRADIENTS)
@@ -65,7 +58,7 @@ def test_gradients(name, form, loop, remat):
     """Against the float64 reference; and every half's every sum is an all-reduce of its own, in both directions."""
     definition, (shape, split) = cases.define(name, tensor=4), FORMS[form]
     program, arguments = compiled(definition, shape, loop=loop, remat=remat, **split)
-    assert_close(program(*arguments), dense(name, shape), definition=definition)
+    cases.assert_close(program(*arguments), dense(name, shape), definition=definition)
     if split or loop is Loop.SCAN:
         return
     found = communication.all_reduces(program.as_text())
@@ -81,7 +74,7 @@ def test_gradients(name, form, loop, remat):
 def test_beside_the_other_axes(mesh, settings):
     definition = cases.define("hybrid-list", **mesh)
     program, arguments = compiled(definition, (16, 9), **settings)
-    assert_close(program(*arguments), dense("hybrid-list", (16, 9)), definition=definition)
+    cases.assert_close(program(*arguments), dense("hybrid-list", (16, 9)), definition=definition)
 
 
 @pytest.mark.parametrize("rows", [3, pytest.param(4, marks=pytest.mark.full)])
@@ -90,9 +83,9 @@ def test_packed_documents(rows):
     definition = cases.define("ladder", tensor=4)
     segments = np.repeat(np.array([[1, 1, 1, 2, 2, 2, 2, 2, 2, 3]]), rows, 0)
     batch = Batch(tokens=cases.tokens((rows, 10)), segments=segments, loss_mask=None)
-    params = cases.place(cases.parameters(definition), definition)
+    params = cases.placed(definition)
     whole, halves = (jax.jit(train.loss_and_gradients(definition, interleave=count))(params, batch) for count in (1, 2))
-    assert_close(halves, whole, definition=definition)
+    cases.assert_close(halves, whole, definition=definition)
 
 
 @pytest.mark.parametrize("name", ["standard", "ladder"])
@@ -109,7 +102,7 @@ def test_experts_whose_sums_are_reduced(name):
 def test_prefill(name, loop, rows):
     """Logits and caches, of halves of rows and of a row's positions: the second reads what the first has written."""
     definition = cases.define(name, tensor=4)
-    params = weights.prepare(definition, cases.place(cases.parameters(definition), definition), loop=loop)
+    params = weights.prepare(definition, cases.placed(definition), loop=loop)
     tokens, lengths = cases.tokens((rows, 8)), np.array([8, 5, 7, 3], np.int32)[:rows]
     whole, halves = (
         steps.prefill(definition, capacity=32, loop=loop, interleave=count)(params, tokens, lengths) for count in (1, 2)
@@ -132,7 +125,7 @@ def test_prefill_that_starts_and_awaits_apart(name, changes, count, monkeypatch)
     """
     started = communication.start_on_a_cpu(monkeypatch)
     definition = cases.define(name, **changes)
-    params = weights.prepare(definition, cases.place(cases.parameters(definition), definition), loop=Loop.UNROLLED)
+    params = weights.prepare(definition, cases.placed(definition), loop=Loop.UNROLLED)
     tokens, lengths = cases.tokens((4, 8)), np.full(4, 8, np.int32)
     settings = dict(capacity=16, loop=Loop.UNROLLED)
     halves = steps.prefill.__wrapped__(definition, launch=Launch.EXPLICIT, interleave=2, **settings)
@@ -147,7 +140,7 @@ def test_prefill_that_starts_and_awaits_apart(name, changes, count, monkeypatch)
 def test_text_of_prompts_that_are_read_in_halves(rows):
     """Whole, in chunks, and by the engine: the same tokens."""
     definition = cases.define("standard", tensor=2, num_layers=2)
-    params = cases.place(cases.parameters(definition), definition)
+    params = cases.placed(definition)
     prompts = [list(row) for row in cases.tokens((rows, 40))]
     texts = []
     for interleave, chunk in itertools.product((1, 2), (2048, 16)):
@@ -286,7 +279,7 @@ def test_prefill_of_experts_that_exchange_rows():
     moe = {**experts.KINDS["shared"], "capacity": 3.0}
     mesh = parallel.make_mesh(tensor=4)
     definition = nn.define(experts.model("standard", moe=moe), mesh=mesh, experts=ExpertParallelism.EXCHANGE)
-    params = cases.place(cases.parameters(definition), definition)
+    params = cases.placed(definition)
     params = weights.prepare(definition, params, loop=Loop.SCAN)
     tokens, lengths = cases.tokens((4, 8)), np.array([8, 5, 7, 3], np.int32)
     settings = dict(capacity=16, loop=Loop.SCAN, sequence_parallel=True)

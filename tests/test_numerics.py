@@ -32,20 +32,9 @@ GRADIENTS = covering.marked(
 )
 
 
-def placed(definition):
-    return cases.place(cases.parameters(definition), definition)
-
-
-def assert_close(found, expected, *, definition):
-    limit = cases.bound(definition.config, passes=2)
-    assert cases.error(found[0], expected[0]) < limit
-    errors = jax.tree.map(cases.error_but_for_padding, found[1], expected[1])
-    assert max(jax.tree.leaves(errors)) < limit, errors
-
-
 def make_logits(name, tensor, loop):
     definition = cases.define(name, tensor=tensor)
-    return nn.compiled_logits(definition, loop=loop), (placed(definition), cases.tokens())
+    return nn.compiled_logits(definition, loop=loop), (cases.placed(definition), cases.tokens())
 
 
 found_logits = together(make_logits, FORWARD)
@@ -62,7 +51,7 @@ def test_forward(name, tensor, loop):
 
 def make_gradients(name, mesh, loop, remat):
     definition = cases.define(name, data=mesh[0], tensor=mesh[1])
-    return train.loss_and_gradients(definition, loop=loop, remat=remat), (placed(definition), cases.tokens())
+    return train.loss_and_gradients(definition, loop=loop, remat=remat), (cases.placed(definition), cases.tokens())
 
 
 found_gradients = together(make_gradients, GRADIENTS)
@@ -72,7 +61,7 @@ found_gradients = together(make_gradients, GRADIENTS)
 def test_gradients(name, mesh, loop, remat):
     """Loss and gradients; and that the program has each topology's all-reduces in both directions, one by one."""
     found, text = found_gradients(name, mesh, loop, remat)
-    assert_close(found, cases.dense_gradients(name, mesh[1]), definition=cases.define(name, tensor=mesh[1]))
+    cases.assert_close(found, cases.dense_gradients(name, mesh[1]), definition=cases.define(name, tensor=mesh[1]))
     if mesh != ONE_DEVICE:
         communication.check(text, name=name, loop=loop, directions=(LAUNCH, ENTER))
 
@@ -87,7 +76,7 @@ def make_emulated(name):
     definition = cases.define(name, tensor=1, ranks=4)
     parts = [nn.compiled_logits(definition, loop=loop) for loop in Loop]
     parts.append(train.loss_and_gradients(definition, loop=Loop.SCAN))
-    return lambda *arguments: [part(*arguments) for part in parts], (placed(definition), cases.tokens())
+    return lambda *arguments: [part(*arguments) for part in parts], (cases.placed(definition), cases.tokens())
 
 
 found_emulated = together(make_emulated, EMULATED)
@@ -100,7 +89,7 @@ def test_one_device_emulates_the_ranks(name):
     for found in logits:
         assert cases.error(found, cases.dense_logits(name, 4)) < limit
     assert cases.error(found, cases.dense_logits(name, 2)) > 100 * limit
-    assert_close(gradients, cases.dense_gradients(name, 4), definition=definition)
+    cases.assert_close(gradients, cases.dense_gradients(name, 4), definition=definition)
 
 
 @pytest.mark.parametrize("name", cases.TOPOLOGIES)
@@ -142,7 +131,7 @@ FAMILY[SHARED] = dict(num_kv_heads=2, biases=Biases.ALL)
 
 def make_member(name, member, tensor):
     definition = cases.define(name, tensor=tensor, **FAMILY[member])
-    return train.loss_and_gradients(definition, loop=Loop.SCAN), (placed(definition), cases.tokens())
+    return train.loss_and_gradients(definition, loop=Loop.SCAN), (cases.placed(definition), cases.tokens())
 
 
 found_member = together(make_member, MEMBERS)
@@ -153,7 +142,7 @@ def test_llama_family(name, member, tensor):
     """Everything that members of the family differ in, over more ranks than key/value heads too."""
     found, _ = found_member(name, member, tensor)
     definition = cases.define(name, tensor=tensor, **FAMILY[member])
-    assert_close(found, expected_of_member(name, member), definition=definition)
+    cases.assert_close(found, expected_of_member(name, member), definition=definition)
 
 
 @functools.cache
@@ -185,6 +174,6 @@ def test_bfloat16_stays_close_to_float32():
     from ladder_jax.config import Dtype
 
     definition = cases.define("ladder", tensor=4, dtype=Dtype.BFLOAT16)
-    found = nn.compiled_logits(definition, loop=Loop.SCAN)(placed(definition), cases.tokens())
+    found = nn.compiled_logits(definition, loop=Loop.SCAN)(cases.placed(definition), cases.tokens())
     limit = 4 * (2 * definition.config.num_layers + 2) * 2.0**-9
     assert limit > cases.error(found, cases.dense_logits("ladder", 4)) > 2.0**-10

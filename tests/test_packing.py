@@ -124,7 +124,7 @@ def test_emulated_ranks_pack_as_real_ones(unpacked):
     losses = []
     for mesh in (dict(), dict(tensor=4)):
         definition = cases.define("ladder-fresh", ranks=4, num_layers=2, **mesh)
-        params = cases.place(cases.parameters(definition), definition)
+        params = cases.placed(definition)
         losses.append(train.mean_loss(definition)(params, packed))
     assert cases.error(*losses) < cases.bound(definition.config)
 

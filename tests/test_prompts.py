@@ -26,7 +26,7 @@ READ = dict(defaults=DecodeConfig(max_new_tokens=6), stop=(), encode=Bytes().enc
 
 def engine():
     definition = cases.define("ladder", num_layers=2)
-    params = cases.place(cases.parameters(definition), definition)
+    params = cases.placed(definition)
     return Engine(definition, params, slots=3, capacity=64, chunk=5, decoder=Bytes().to_bytes)
 
 

@@ -270,7 +270,7 @@ def test_one_compilation_serves_all_settings_and_gathers_nothing():
 def test_decoding_penalises_and_scores_each_token_by_all_before_it():
     """Greedy with a penalty and without, in several chunks, from logits of a pass over all that came before."""
     definition = cases.define("ladder", tensor=4)
-    params = cases.place(cases.parameters(definition), definition)
+    params = cases.placed(definition)
     ours, prompt, different = decode.Generator(definition, params, loop=Loop.UNROLLED), [5, 6, 7], []
     for penalty in (1.0, 1.5):
         asked = decode.Request(prompt, max_new_tokens=20, repetition_penalty=penalty, logprobs=True)

@@ -51,7 +51,7 @@ def define(name="ladder", *, reduction=4, **more):
 
 
 def placed(definition):
-    return cases.place(cases.parameters(definition), definition)
+    return cases.placed(definition)
 
 
 def of_network(definition):

@@ -193,7 +193,7 @@ def test_few_programs_whatever_the_depth():
     counts = []
     for layers in (2, 5):
         definition = cases.define("ladder", num_layers=layers, tensor=2, **starts.BFLOAT16)
-        params = cases.place(cases.parameters(definition), definition)
+        params = cases.placed(definition)
         jax.clear_caches()
         with Compilations() as counted:
             weights.prepare(definition, params, loop=Loop.UNROLLED, quantize=Quantize.INT8)

@@ -55,7 +55,7 @@ def test_frozen_layers_whose_experts_drop_rows():
     """A student's experts drop rows in training, a teacher's none: the same as of a teacher with weights of its own."""
     moe = dict(experts.KINDS["shared"], capacity=0.5)
     definition = experts.define("hybrid-farskip", moe=moe, num_layers=2, tensor=2)
-    params = cases.place(cases.parameters(definition), definition)
+    params = cases.placed(definition)
     found = []
     for name in (START, "the same"):
         plan = Retraining(definition, FROZEN, distill=DistillConfig(name), teacher=as_standard(definition))

@@ -66,7 +66,7 @@ def run(tmp_path_factory):
     definition = small(tensor=2)
     config = RunConfig(definition.config, MeshConfig(tensor=2), TrainConfig(sequence=WINDOW))
     store = checkpoint.Store(folder / "checkpoints", config=config)
-    store.save(1, params=cases.place(cases.parameters(definition), definition), optimizer={"count": np.zeros(())})
+    store.save(1, params=cases.placed(definition), optimizer={"count": np.zeros(())})
     store.close()
     return folder
 
@@ -80,7 +80,7 @@ def pieces(tmp_path_factory):
 @pytest.fixture(scope="module")
 def model(pieces):
     definition = small()
-    params = cases.place(cases.parameters(definition), definition)
+    params = cases.placed(definition)
     return Model(definition, lambda: params, pieces, WINDOW, pieces.begin_id)
 
 

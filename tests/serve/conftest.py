@@ -33,7 +33,7 @@ def folder(tmp_path_factory):
     definition = cases.define("ladder", tensor=2, num_layers=2, vocab_size=256)
     config = RunConfig(model=definition.config, mesh=MeshConfig(tensor=2), run=FolderConfig(name=MODEL))
     store = checkpoint.Store(folder / "checkpoints", config=config)
-    params = cases.place(cases.parameters(definition), definition)
+    params = cases.placed(definition)
     store.save(1, params=params, optimizer={"count": np.zeros(())})
     store.close()
     return folder
