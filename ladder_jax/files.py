@@ -64,8 +64,24 @@ def explained(folder: AnyPath, doing: str) -> Iterator[None]:
     except Exception as error:  # the stores' libraries have errors of their own, beside OSError
         if not isinstance(error, OSError) and not is_remote(folder):
             raise
-        reason = getattr(error, "strerror", None) or " ".join(str(error).split())[:300] or type(error).__name__
-        raise RunFailed(f"cannot {doing} {str(folder)!r}: {reason}") from None
+        raise RunFailed(f"cannot {doing} {str(folder)!r}: {_reason(error)}") from None
+
+
+def _reason(error: Exception) -> str:
+    return getattr(error, "strerror", None) or " ".join(str(error).split())[:300] or type(error).__name__
+
+
+def read_text(file: AnyPath) -> str:
+    """Raises RunFailed where an object store does not answer, as nothing is wrong with the file then."""
+    try:
+        content = file.read_bytes()
+    except (FileNotFoundError, PermissionError):
+        raise
+    except Exception as error:
+        if not is_remote(file):
+            raise
+        raise RunFailed(f"cannot read {str(file)!r}: {_reason(error)}") from None
+    return content.decode()
 
 
 def check_writable(option: str, file: str | None, *, endings: tuple[str, ...] = ()) -> None:

@@ -5,6 +5,7 @@ renames of folders: what needs those has another form there (checkpoint/store.py
 """
 
 import contextlib
+import functools
 import os
 import time
 from collections.abc import Callable
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 LIBRARIES = {"gs": "gcsfs", "s3": "s3fs"}
 """The packages that implement the schemes for fsspec. They are not among our dependencies."""
 
-RETRIED = 60.0  # seconds of an outage that cost nothing
+RETRIED = 90.0  # seconds: an outage of a minute costs nothing
 
 
 _S3_SETTINGS = {
@@ -36,10 +37,21 @@ def path(text: str) -> "epath.Path":
     from etils import epath
 
     opened = epath.Path(text)
+    files = files_of(opened)
     # Lists that were cached would not show what other hosts write.
-    if (cache := getattr(files_of(opened), "dircache", None)) is not None:
+    if (cache := getattr(files, "dircache", None)) is not None:
         cache.use_listings_cache = False
+    # fsspec's own say no where the store does not answer, and a run would begin anew.
+    files.isfile = functools.partial(_is, files, "file")
+    files.isdir = functools.partial(_is, files, "directory")
     return opened
+
+
+def _is(files: "fsspec.AbstractFileSystem", kind: str, path: str) -> bool:
+    try:
+        return files.info(path)["type"] == kind
+    except FileNotFoundError:
+        return False
 
 
 def kvstore(folder: "epath.Path") -> dict[str, Any]:

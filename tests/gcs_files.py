@@ -1,5 +1,6 @@
 """fsspec's gs:// for machines without gcsfs, as far as the library needs it: plain requests to tests/gcs.py."""
 
+import errno
 import importlib.util
 import io
 import json
@@ -35,6 +36,12 @@ class Files(fsspec.AbstractFileSystem):
         except FileNotFoundError:
             self.ls(path)
             return folder(path)
+
+    def exists(self, path, **_):
+        try:
+            return bool(self.info(path))
+        except FileNotFoundError:
+            return False
 
     def _listed(self, bucket, prefix):
         query = urllib.parse.urlencode({"delimiter": "/", "prefix": prefix})
@@ -119,7 +126,7 @@ def ask(address: str, method: str, path: str, body: bytes | None = None):
         with error:
             if error.code == 404:
                 raise FileNotFoundError(path) from None
-            raise RuntimeError(f"HTTP {error.code} of {path}") from None
+            raise OSError(errno.EIO, f"HTTP {error.code} of {path}") from None
 
 
 if __name__ == "__main__":  # `python -m tests.gcs_files VERB ...` is `ladder-jax VERB ...`

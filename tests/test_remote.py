@@ -168,6 +168,34 @@ def same_pieces(here, there):
         assert np.array_equal(ours, theirs)
 
 
+def test_a_store_that_is_away_while_a_run_is_resumed(away, run, local, monkeypatch, capsys):
+    """An outage is neither an empty folder nor damage: the run waits, and goes on from its newest checkpoint."""
+    away.copy("runs/one/", "runs/waiting/")
+    for name in [name for name in away.bucket.objects if name.startswith("runs/waiting/checkpoints/12/")]:
+        del away.bucket.objects[name]
+
+    def interrupted(module, name):
+        """At its first call there, the store is away for a second and a half."""
+        first, function = [True], getattr(module, name)
+
+        def call(*arguments):
+            if first and first.pop():
+                away.bucket.away = True
+                threading.Timer(1.5, setattr, (away.bucket, "away", False)).start()
+            return function(*arguments)
+
+        monkeypatch.setattr(module, name, call)
+
+    interrupted(runs, "_check")
+    interrupted(runs, "beginning")
+    interrupted(checkpoints, "steps")
+    interrupted(checkpoints, "open_checkpoint")
+    assert train(away.url("runs/waiting")) == 0
+    assert f"resuming {away.url('runs/waiting')} from step 9" in capsys.readouterr().err
+    rows = [json.loads(line) for line in away.bucket.objects["runs/waiting/metrics.jsonl"][1].splitlines()]
+    assert numbers(rows) == numbers(metrics.read(local))
+
+
 def test_what_reads_a_run_reads_it_there(run, local, capsys):
     same_pieces(local, run)
     opened, known = open_model(run), open_model(local)

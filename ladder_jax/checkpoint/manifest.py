@@ -16,7 +16,7 @@ import pathlib
 from typing import Any
 
 from ladder_jax import remote
-from ladder_jax.files import AnyPath, is_remote
+from ladder_jax.files import AnyPath, is_remote, read_text
 
 NAME = "manifest.json"
 DAMAGED = "manifest.damaged.json"  # in an object store: the manifest of a checkpoint that was put aside
@@ -91,7 +91,7 @@ def _signed(files: dict[str, File]) -> dict[str, Any]:
 
 
 def _read(folder: AnyPath) -> dict[str, File]:
-    stored = json.loads((folder / NAME).read_text(encoding="utf-8"))
+    stored = json.loads(read_text(folder / NAME))
     if stored != _signed(stored["files"]):
         raise ValueError("the manifest is not what was written")
     for name, file in stored["files"].items():
@@ -129,6 +129,8 @@ def _difference(path: AnyPath, info: dict[str, Any] | None, file: File, contents
             with path.open("rb") as opened:
                 content = hashlib.file_digest(opened, "md5" if kind else _hash).digest()
         except OSError as error:
+            if is_remote(path):
+                raise
             return f"cannot be read: {error.strerror or error}"
         same = value == (base64.b64encode(content).decode() if kind else content.hex())
     else:

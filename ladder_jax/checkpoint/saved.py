@@ -21,7 +21,7 @@ from ladder_jax.config import RunConfig, from_dict
 from ladder_jax.config.fields import shown
 from ladder_jax.data import tokenizer as tokenizers
 from ladder_jax.errors import UserError
-from ladder_jax.files import AnyPath, absolute, explained, is_remote
+from ladder_jax.files import AnyPath, absolute, explained, is_remote, read_text
 from ladder_jax.nn import ModelDef, Params
 
 FORMAT = "ladder_jax"
@@ -250,7 +250,7 @@ def _json(folder: AnyPath, item: str) -> Any:
     if (folder / manifest.NAME).is_file():
         _check_files(folder, part=item)
     try:
-        return json.loads(file.read_text(encoding="utf-8"))
+        return json.loads(read_text(file))
     except FileNotFoundError:
         raise damaged(folder, f"{item}/metadata is missing") from None
     except (OSError, ValueError, RecursionError):

@@ -156,11 +156,12 @@ def _newest(folder: AnyPath, *, context: RunContext) -> tuple[int, bool] | None:
     """The step of the newest whole checkpoint, and whether it has a manifest. Puts damaged ones aside, or raises."""
     with explained(folder, "read"):
         complete(folder)
-        saved = steps(folder)
+        saved = remote.patiently(folder, lambda: steps(folder))
     for step in reversed(saved):
         path = folder / str(step)
         try:
-            checkpoint = open_checkpoint(path).check()
+            with explained(path, "read"):
+                checkpoint = remote.patiently(path, lambda: open_checkpoint(path).check())
             if not checkpoint.has_manifest:
                 context.say(
                     f"checkpoint {path} is of an older version and has no manifest: a changed bit in it would go unseen"

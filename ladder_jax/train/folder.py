@@ -18,7 +18,7 @@ from jax.experimental import multihost_utils
 from ladder_jax import remote
 from ladder_jax.config import ModelConfig, MoEConfig, RunConfig, to_dict
 from ladder_jax.errors import UserError
-from ladder_jax.files import AnyPath, absolute, explained, is_remote
+from ladder_jax.files import AnyPath, absolute, explained, is_remote, read_text
 from ladder_jax.processes.agreement import Agreement
 from ladder_jax.train import lock
 from ladder_jax.train.timing import TimeAccount
@@ -114,7 +114,7 @@ def path_of(config: RunConfig) -> AnyPath:
 def check(config: RunConfig, folder: AnyPath) -> None:
     """Raises UserError where `folder` holds a run of another configuration, or is no run's folder."""
     with explained(folder, "read"):
-        _check(config, folder)
+        remote.patiently(folder, lambda: _check(config, folder))
 
 
 def _check(config: RunConfig, folder: AnyPath) -> None:
@@ -126,7 +126,7 @@ def _check(config: RunConfig, folder: AnyPath) -> None:
             raise UserError(f"run.dir={str(folder)!r} is not empty and holds no config.json: not a run's folder")
         return
     try:
-        before = flatten_dict(json.loads(file.read_text(encoding="utf-8")), sep=".")
+        before = flatten_dict(json.loads(read_text(file)), sep=".")
     except (OSError, ValueError, AssertionError, RecursionError):  # of what is no object, too
         raise UserError(f"{str(file)!r} cannot be read as JSON") from None
     after = flatten_dict(to_dict(config), sep=".")
@@ -217,9 +217,11 @@ def beginning(folder: AnyPath) -> float | None:
 
     Raises RunFailed where the record cannot be read now: a run's data may depend on it.
     """
+    file = folder / GOODPUT
+    read = lambda: read_text(file) if file.is_file() else "{}"
     try:
         with explained(folder, "read"):
-            content = (folder / GOODPUT).read_text(encoding="utf-8") if (folder / GOODPUT).is_file() else "{}"
+            content = remote.patiently(folder, read)
         return float(json.loads(content)["began"])
     except (ValueError, KeyError, TypeError, RecursionError):
         return None
@@ -228,7 +230,8 @@ def beginning(folder: AnyPath) -> float | None:
 def write_json(file: AnyPath, value: dict[str, Any], *, indent: int | None = 2) -> None:
     """In process 0 alone."""
     if jax.process_index() == 0:
-        write_atomically(file, json.dumps(value, indent=indent) + "\n")
+        text = json.dumps(value, indent=indent) + "\n"
+        remote.patiently(file, lambda: write_atomically(file, text))
 
 
 def write_atomically(file: AnyPath, text: str) -> None:

@@ -16,6 +16,7 @@ from typing import Any
 
 import jax
 
+from ladder_jax import remote
 from ladder_jax.config import RunConfig, to_dict
 from ladder_jax.errors import RunFailed, UserError
 from ladder_jax.files import AnyPath, explained
@@ -147,12 +148,16 @@ class Mirror:
         """Copy the objects `names` here, and remove those that match `replaced`. In process 0 alone."""
         if jax.process_index() > 0:
             return
-        with explained(self._folder, "read"):
+
+        def copy() -> None:
             for name in names:
                 with contextlib.suppress(FileNotFoundError):
                     (self.local / name).write_bytes((self._folder / name).read_bytes())
             for path in self._folder.glob(replaced):
                 path.unlink(missing_ok=True)
+
+        with explained(self._folder, "read"):
+            remote.patiently(self._folder, copy)
 
     def upload(self, *, force: bool = True) -> None:
         """Upload all files that have changed. Without `force`, only EVERY seconds after the last time.

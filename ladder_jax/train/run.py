@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 import jax
 from jax.sharding import Mesh
 
-from ladder_jax import parallel, retrain, side
+from ladder_jax import parallel, remote, retrain, side
 from ladder_jax.checkpoint import Checkpoint, Store
 from ladder_jax.config import RunConfig, to_dict
 from ladder_jax.data import batches, dataset
@@ -125,7 +125,7 @@ def run(
         with agreement.together("the run's files"), folder.writing(where):
             folder.write_json(where / folder.CONFIG, to_dict(config))
             if jax.process_index() == 0:
-                tokenizers.save(data.tokenizer, where / tokenizers.FOLDER)
+                remote.patiently(where, lambda: tokenizers.save(data.tokenizer, where / tokenizers.FOLDER))
             logged = Metrics(small_files, step=first, trackers=followers, mirror=mirror, say=say)
             metrics = stack.enter_context(contextlib.closing(logged))
             store = Store(where / checkpoints.FOLDER, config=config, patience=patience)
