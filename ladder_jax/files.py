@@ -54,6 +54,11 @@ def kvstore(folder: AnyPath) -> dict[str, Any]:
     return {"driver": "file", "path": f"{folder}/"}
 
 
+def patiently[T](folder: str | os.PathLike, work: Callable[[], T]) -> T:
+    """`work()`; where `folder` is in an object store, again until the store answers, for `remote.RETRIED` seconds."""
+    return remote.patiently(work) if is_remote(folder) else work()
+
+
 @contextlib.contextmanager
 def explained(folder: AnyPath, doing: str) -> Iterator[None]:
     """Turns the errors of a disk or an object store into one line, RunFailed: "cannot `doing` 'folder': reason"."""

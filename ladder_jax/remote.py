@@ -107,8 +107,8 @@ def remove(folder: "epath.Path", *, first: str) -> None:
         files_of(folder).rm(os.fspath(folder), recursive=True)
 
 
-def patiently[T](folder: str | os.PathLike, work: Callable[[], T]) -> T:
-    """`work()`. Where `folder` is in an object store it is called again after an error, for RETRIED seconds.
+def patiently[T](work: Callable[[], T]) -> T:
+    """`work()`, which is called again after an error, for RETRIED seconds.
 
     The stores' libraries have errors of their own, beside OSError, and give up after some seconds, or at once.
     """
@@ -119,6 +119,6 @@ def patiently[T](folder: str | os.PathLike, work: Callable[[], T]) -> T:
         except (FileNotFoundError, PermissionError, UserError):
             raise
         except Exception:
-            if "://" not in os.fspath(folder) or time.monotonic() > until:
+            if time.monotonic() > until:
                 raise
         time.sleep(1.0)

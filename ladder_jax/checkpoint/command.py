@@ -8,7 +8,7 @@ from ladder_jax import terminal
 from ladder_jax.checkpoint import manifest, saved, store
 from ladder_jax.checkpoint.store import Keep
 from ladder_jax.errors import RunFailed, UserError
-from ladder_jax.files import AnyPath, absolute
+from ladder_jax.files import AnyPath, absolute, explained
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,12 +31,13 @@ def run(args: dict) -> None:
     """Print the list. Raises UserError if there is no checkpoint, and RunFailed, at the end, if one is damaged."""
     keep = store.parse_keep(args["prune"]) if args["prune"] else None
     path = absolute(args["run"])
-    folder = saved.folder_of(path)
-    if not saved.steps(folder):
-        raise UserError(f"there is no checkpoint below {str(path)!r}")
     thorough = args["verify"] or keep is not None
-    rows = [_row(folder / str(step), thorough=thorough) for step in saved.steps(folder)]
-    rows = [row for row in rows if absolute(row.path).is_dir()]  # a running job may have removed some meanwhile
+    with explained(path, "read"):
+        folder = saved.folder_of(path)
+        rows = [_row(folder / str(step), thorough=thorough) for step in saved.steps(folder)]
+        if not rows:
+            raise UserError(f"there is no checkpoint below {str(path)!r}")
+        rows = [row for row in rows if absolute(row.path).is_dir()]  # a running job may have removed some meanwhile
     removed = _prune(rows, folder=folder, keep=keep) if keep else []
     rows = [row for row in rows if row.step not in removed]
     damaged = [row for row in rows if row.state == "damaged"]

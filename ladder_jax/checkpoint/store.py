@@ -29,7 +29,7 @@ from ladder_jax.checkpoint.saved import FORMAT, VERSION, open_checkpoint, steps,
 from ladder_jax.checkpoint.writing import WRITING, Quiet, Writing
 from ladder_jax.config import RunConfig, to_dict
 from ladder_jax.errors import UserError, unknown, wrong_type
-from ladder_jax.files import AnyPath, absolute, is_remote
+from ladder_jax.files import AnyPath, absolute, is_remote, patiently
 from ladder_jax.nn import Params
 from ladder_jax.processes.agreement import PATIENCE, Agreement, first_of
 
@@ -131,7 +131,7 @@ class Store:
             for item in items:
                 (self._unfinished(step) / item).mkdir(parents=True)
 
-        remote.patiently(self.folder, create)
+        patiently(self.folder, create)
         if not is_remote(self.folder):
             _check_room(self.folder, items)
 
@@ -141,7 +141,7 @@ class Store:
 
         def conclude(errors: list[str | None]) -> str | None:
             first, whose = first_of(errors)
-            publish = lambda: remote.patiently(self.folder, lambda: self._publish(step, writing, texts))
+            publish = lambda: patiently(self.folder, lambda: self._publish(step, writing, texts))
             return self._failed_line(step, first + whose if first else _error_of(publish))
 
         try:

@@ -19,7 +19,7 @@ from ladder_jax.data.batches import PackedRows, Windows
 from ladder_jax.data.store import Store, is_store
 from ladder_jax.data.tokenizer import BYTES, Tokenizer
 from ladder_jax.errors import UserError
-from ladder_jax.files import AnyPath, absolute, below, is_remote
+from ladder_jax.files import AnyPath, absolute, below, explained, is_remote, patiently
 
 STDLIB = "stdlib"  # a data.path
 
@@ -64,7 +64,9 @@ def load(
         tokenizer = tokenizers.load(config.tokenizer)
         _check(f"data.tokenizer={config.tokenizer!r}", tokenizer, required, vocab_size)  # before all is tokenized
     path = absolute(config.path) if is_remote(config.path) else pathlib.Path(config.path).expanduser()
-    listed = path.suffix in mixture.ENDINGS and path.is_file()
+    with explained(path, "read"):
+        listed = path.suffix in mixture.ENDINGS and path.is_file()
+        stored = patiently(path, lambda: path.is_dir() and is_store(path))
     if config.format is Format.EXAMPLES:
         now = None if began is None else datetime.datetime.fromtimestamp(began, datetime.UTC)
         paths = mixture.read_stages(path) if listed else [config.path]
@@ -72,7 +74,7 @@ def load(
         dataset = _staged(parts, paths, config, train) if listed else parts[0]
     elif listed:
         dataset = _mixed(mixture.read_mixture(path), config, train, tokenizer)
-    elif path.is_dir() and is_store(path):
+    elif stored:
         dataset = _stored(path, config, train, tokenizer, seed=train.seed)
     elif is_remote(path):
         raise UserError(f"data.path={config.path!r}: there is no token store; text is read from local files only")

@@ -10,12 +10,11 @@ from typing import Any
 import jax
 import numpy as np
 
-from ladder_jax import remote
 from ladder_jax.checkpoint import Checkpoint, Damaged, Store, manifest, open_checkpoint, steps
 from ladder_jax.checkpoint.store import complete
 from ladder_jax.config import OnDamaged, to_dict
 from ladder_jax.errors import RunFailed, UserError
-from ladder_jax.files import AnyPath, explained, is_remote
+from ladder_jax.files import AnyPath, explained, is_remote, patiently
 from ladder_jax.nn import Params
 from ladder_jax.train.folder import CONFIG, RunContext, write_json, writing
 from ladder_jax.train.gradients import TrainingTask
@@ -137,7 +136,7 @@ class CheckpointSaver:
 
         def latest() -> int:
             with explained(self.store.folder, "read"):
-                return max(remote.patiently(self.store.folder, lambda: steps(self.store.folder)), default=0)
+                return max(patiently(self.store.folder, lambda: steps(self.store.folder)), default=0)
 
         return self.context.agreement.decided("the newest checkpoint", latest)
 
@@ -156,12 +155,12 @@ def _newest(folder: AnyPath, *, context: RunContext) -> tuple[int, bool] | None:
     """The step of the newest whole checkpoint, and whether it has a manifest. Puts damaged ones aside, or raises."""
     with explained(folder, "read"):
         complete(folder)
-        saved = remote.patiently(folder, lambda: steps(folder))
+        saved = patiently(folder, lambda: steps(folder))
     for step in reversed(saved):
         path = folder / str(step)
         try:
             with explained(path, "read"):
-                checkpoint = remote.patiently(path, lambda: open_checkpoint(path).check())
+                checkpoint = patiently(path, lambda: open_checkpoint(path).check())
             if not checkpoint.has_manifest:
                 context.say(
                     f"checkpoint {path} is of an older version and has no manifest: a changed bit in it would go unseen"

@@ -18,7 +18,7 @@ from jax.experimental import multihost_utils
 from ladder_jax import remote
 from ladder_jax.config import ModelConfig, MoEConfig, RunConfig, to_dict
 from ladder_jax.errors import UserError
-from ladder_jax.files import AnyPath, absolute, explained, is_remote, read_text
+from ladder_jax.files import AnyPath, absolute, explained, is_remote, patiently, read_text
 from ladder_jax.processes.agreement import Agreement
 from ladder_jax.train import lock
 from ladder_jax.train.timing import TimeAccount
@@ -114,7 +114,7 @@ def path_of(config: RunConfig) -> AnyPath:
 def check(config: RunConfig, folder: AnyPath) -> None:
     """Raises UserError where `folder` holds a run of another configuration, or is no run's folder."""
     with explained(folder, "read"):
-        remote.patiently(folder, lambda: _check(config, folder))
+        patiently(folder, lambda: _check(config, folder))
 
 
 def _check(config: RunConfig, folder: AnyPath) -> None:
@@ -221,7 +221,7 @@ def beginning(folder: AnyPath) -> float | None:
     read = lambda: read_text(file) if file.is_file() else "{}"
     try:
         with explained(folder, "read"):
-            content = remote.patiently(folder, read)
+            content = patiently(folder, read)
         return float(json.loads(content)["began"])
     except (ValueError, KeyError, TypeError, RecursionError):
         return None
@@ -231,7 +231,7 @@ def write_json(file: AnyPath, value: dict[str, Any], *, indent: int | None = 2) 
     """In process 0 alone."""
     if jax.process_index() == 0:
         text = json.dumps(value, indent=indent) + "\n"
-        remote.patiently(file, lambda: write_atomically(file, text))
+        patiently(file, lambda: write_atomically(file, text))
 
 
 def write_atomically(file: AnyPath, text: str) -> None:

@@ -16,10 +16,9 @@ from typing import Any
 
 import jax
 
-from ladder_jax import remote
 from ladder_jax.config import RunConfig, to_dict
 from ladder_jax.errors import RunFailed, UserError
-from ladder_jax.files import AnyPath, explained
+from ladder_jax.files import AnyPath, explained, patiently
 from ladder_jax.train.folder import write_atomically
 
 Row = dict[str, Any]
@@ -157,7 +156,7 @@ class Mirror:
                 path.unlink(missing_ok=True)
 
         with explained(self._folder, "read"):
-            remote.patiently(self._folder, copy)
+            patiently(self._folder, copy)
 
     def upload(self, *, force: bool = True) -> None:
         """Upload all files that have changed. Without `force`, only EVERY seconds after the last time.

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 import jax
 from jax.sharding import Mesh
 
-from ladder_jax import parallel, remote, retrain, side
+from ladder_jax import parallel, retrain, side
 from ladder_jax.checkpoint import Checkpoint, Store
 from ladder_jax.config import RunConfig, to_dict
 from ladder_jax.data import batches, dataset
@@ -15,7 +15,7 @@ from ladder_jax.data import tokenizer as tokenizers
 from ladder_jax.data.batches import DataLoader
 from ladder_jax.data.dataset import Dataset
 from ladder_jax.errors import UserError
-from ladder_jax.files import AnyPath, is_remote
+from ladder_jax.files import AnyPath, is_remote, patiently
 from ladder_jax.nn import ModelDef
 from ladder_jax.nn.parameter import real_size
 from ladder_jax.parallel import check_compiler_makes, make_mesh, with_ranks
@@ -125,7 +125,7 @@ def run(
         with agreement.together("the run's files"), folder.writing(where):
             folder.write_json(where / folder.CONFIG, to_dict(config))
             if jax.process_index() == 0:
-                remote.patiently(where, lambda: tokenizers.save(data.tokenizer, where / tokenizers.FOLDER))
+                patiently(where, lambda: tokenizers.save(data.tokenizer, where / tokenizers.FOLDER))
             logged = Metrics(small_files, step=first, trackers=followers, mirror=mirror, say=say)
             metrics = stack.enter_context(contextlib.closing(logged))
             store = Store(where / checkpoints.FOLDER, config=config, patience=patience)
