@@ -118,15 +118,15 @@ FAMILY = {  # several in a program, each of another part of the model
     "biases, vocabulary-of-1000": dict(biases=Biases.ALL, vocab_size=1000),
     "qk-norm, head-of-6": dict(qk_norm=True, num_kv_heads=2, head_dim=6),
     "qk-norm-of-all-heads": dict(qk_norm="all-heads", num_kv_heads=2, biases=Biases.ALL),
+    "2-kv-heads, biases": dict(num_kv_heads=2, biases=Biases.ALL),
 }
 
 
-SHARED = "2-kv-heads, biases"  # ranks that share a head have their own inputs
 MEMBERS = [
     *covering.rows(["ladder"], FAMILY, [8, 1], pairs=[]),
-    *covering.rows(["ladder-fresh", "desync-2"], [SHARED], [8]),
+    # Ranks that share a head have inputs of their own.
+    *covering.rows(["ladder-fresh", "desync-2"], ["2-kv-heads, biases"], [8]),
 ]
-FAMILY[SHARED] = dict(num_kv_heads=2, biases=Biases.ALL)
 
 
 def make_member(name, member, tensor):

@@ -27,7 +27,7 @@ TINY = [
     f"train.checkpoint_every={SAVE}", f"train.evaluate_every={EVALUATE}", "train.evaluation_batches=40",
 
 ]  # fmt: skip
-KILLS = [1, pytest.param(6, marks=pytest.mark.full)]  # of each kind
+KILLS = [1, pytest.param(7, marks=pytest.mark.full)]  # of each kind
 
 
 def command(book, directory, *more):

@@ -7,15 +7,17 @@ from collections.abc import Callable, Iterable
 
 import jax
 
+ROWS = 16  # that are compiled as one: of more, one test that is asked for alone would wait long
 
-def together(make: Callable, params: Iterable, *, size: int = 16) -> Callable:
+
+def together(make: Callable, params: Iterable) -> Callable:
     """A function of a row of `params` (pytest's) that gives its program's result, and its lines of the text.
 
-    `make(*row)` gives a function to trace, and its arguments. When a row is asked for, up to `size` rows are made;
-    those on one mesh are one program.
+    `make(*row)` gives a function to trace, and its arguments. When a row is asked for, up to ROWS are made; those
+    on one mesh are one program.
     """
     rows = [[param.values for param in params if bool(param.marks) == marked] for marked in (False, True)]
-    batches = [batch for some in rows for batch in itertools.batched(some, size)]
+    batches = [batch for some in rows for batch in itertools.batched(some, ROWS)]
     of_batch = functools.cache(lambda index: dict(zip(batches[index], _run([make(*row) for row in batches[index]]))))
     places = {row: index for index, batch in enumerate(batches) for row in batch}
     return lambda *row: of_batch(places[row])[row]

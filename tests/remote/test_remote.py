@@ -3,14 +3,10 @@
 Orbax writes to the first; to the second checkpoint/arrays.py does.
 """
 
-import contextlib
-import dataclasses
 import json
-import os
 import signal
 import socket
 import subprocess
-import sys
 import threading
 import time
 from types import SimpleNamespace
@@ -35,71 +31,13 @@ from ladder_jax.parallel import make_mesh
 from ladder_jax.pretrained.formats import open_model, open_source
 from ladder_jax.train import checkpoints, lock, metrics
 from ladder_jax.train import folder as runs
-from tests import gcs, gcs_files, s3, s3_files
+from tests import cases
 from tests.test_tokens import TEXTS, lines, make
 
 TINY = """model.num_layers=2 model.d_model=32 model.d_ff=32 model.num_heads=4 model.num_kv_heads=4 model.dtype=float32
     train.batch=4 train.sequence=16 train.warmup_steps=2 train.log_every=2 train.steps=12 train.evaluate_every=6
     train.checkpoint_every=3 train.keep_checkpoints=2 data.max_bytes=100000 mesh.tensor=2""".split()
 NAMES = ("loss", "validation_loss", "learning_rate", "gradient_norm")
-
-
-STORES = {"gs": (gcs, gcs_files), "s3": (s3, s3_files)}
-
-
-@dataclasses.dataclass(frozen=True)
-class Away:
-    """A bucket, and what the libraries call it."""
-
-    scheme: str
-    bucket: gcs.Bucket
-
-    def url(self, name):
-        return f"{self.scheme}://bucket/{name}"
-
-    @property
-    def command(self):
-        """`ladder-jax` in a process that knows the stand-in."""
-        return [sys.executable, "-W", "ignore", "-m", STORES[self.scheme][1].__name__]
-
-    def copy(self, source, target):
-        for name, (_, content) in list(self.bucket.objects.items()):
-            if name.startswith(source):
-                self.bucket.put(target + name.removeprefix(source), content, match=None)
-
-    def flip(self, beginning):
-        """One bit in the first object whose name begins so."""
-        name = next(name for name in self.bucket.objects if name.startswith(beginning))
-        self.bucket.put(name, flipped(self.bucket.objects[name][1]), match=None)
-
-
-def flipped(content):
-    return content[:7] + bytes([content[7] ^ 1]) + content[8:]
-
-
-@pytest.fixture(scope="module")
-def stores():
-    """One bucket of each for all tests: the libraries read where they are only once."""
-    with contextlib.ExitStack() as stack:
-        patch = stack.enter_context(pytest.MonkeyPatch.context())
-        found = {}
-        for scheme, (stand_in, files) in STORES.items():
-            bucket, environment = stack.enter_context(stand_in.served())
-            for name, value in environment.items():
-                patch.setenv(name, value)
-            files.register()
-            found[scheme] = Away(scheme, bucket)
-        yield found
-
-
-@pytest.fixture(scope="module")
-def bucket(stores):
-    return stores["gs"].bucket
-
-
-@pytest.fixture(scope="module", params=STORES)
-def away(request, stores):
-    return stores[request.param]
 
 
 def train(folder, *more):
@@ -260,7 +198,7 @@ def test_copies(away, run, local, tmp_path):
             assert ours[name].dtype == theirs[name].dtype and np.array_equal(ours[name], theirs[name]), name
     if away.scheme == "gs":  # whose checksums are of the content, and go with a copy
         changed = next((tmp_path / "copy" / "checkpoints" / "12" / "params" / "d").iterdir())
-        changed.write_bytes(flipped(changed.read_bytes()))
+        cases.flip(changed)
         assert "other contents than were written" in verify(tmp_path / "copy" / "checkpoints" / "12")[0]
 
 
@@ -309,97 +247,6 @@ def test_arrays(stores, monkeypatch):
     for name, restored in zip(zeros, arrays.read(folder, zeros), strict=True):
         assert restored.sharding == zeros[name].sharding
         assert np.array_equal(restored, values[name].astype(np.float32)), name
-
-
-@pytest.fixture
-def quick(monkeypatch):
-    monkeypatch.setattr(lock, "RENEWED", 0.1)
-    monkeypatch.setattr(lock, "GIVES_UP", 2.0)
-    monkeypatch.setattr(lock, "EXPIRES", 3.0)
-
-
-def test_a_lock_that_nobody_renews_is_taken_over(away, quick):
-    """And if its owner was only asleep, it notices that it has lost the folder."""
-    name, bucket, said, lost = away.url("leases/two"), away.bucket, [], []
-    bucket.put("leases/two/.lock", b'{"owner": "gone 1 2", "renewed": 3}', match=None)
-    began, asked = time.monotonic(), len(bucket.requests)
-    with lock.held(absolute(name), say=said.append, lost=lost.append):
-        assert time.monotonic() - began > lock.EXPIRES
-        assert "waiting 3 s, in case its owner has been killed" in said[0]
-        bucket.put("leases/two/.lock", b'{"owner": "another 1 2", "renewed": 0}', match=None)
-        while not lost and time.monotonic() - began < 120:
-            time.sleep(0.01)
-    assert lost == [f"another process has taken {name!r} over"]
-    assert b"another" in bucket.objects["leases/two/.lock"][1]
-    # Each change is one request with a condition, which the store checks; but for one before the lock is removed.
-    assert sum(request.startswith("HEAD") for request in bucket.requests[asked:]) <= 1
-
-
-class Outage:
-    """A clock that only waiting moves, and a store that answers no request between two times."""
-
-    def __init__(self, begins, ends):
-        self.begins, self.ends = begins, ends
-        self.now, self.renewed, self.done = 0.0, 0.0, False
-
-    def monotonic(self):
-        return self.now
-
-    def wait(self, seconds):
-        """Of the event that ends the lease."""
-        time.sleep(0.0001)
-        self.now += seconds
-        return self.done
-
-    def set(self):
-        self.done = True
-
-    def read(self, name):
-        return SimpleNamespace(result=lambda: SimpleNamespace(state="missing", stamp=SimpleNamespace(generation=b"")))
-
-    def write(self, name, content, *, if_equal):
-        def result(within=0.0):
-            if self.begins <= self.now < self.ends:
-                self.now += within
-                raise TimeoutError
-            self.renewed = self.now
-            return SimpleNamespace(generation=b"1")
-
-        return SimpleNamespace(result=result)
-
-
-def renewed(outage, monkeypatch, tmp_path):
-    """What the owner of a lease tells in ten minutes of an outage's clock, and when: [(line, time)]."""
-    lost = []
-    opened = SimpleNamespace(open=lambda spec: SimpleNamespace(result=lambda: outage))
-    monkeypatch.setattr(lock, "is_remote", lambda folder: True)
-    monkeypatch.setattr(lock, "kvstore", lambda folder: None)
-    monkeypatch.setattr(lock, "tensorstore", SimpleNamespace(KvStore=opened))
-    monkeypatch.setattr(lock, "time", outage)
-    monkeypatch.setattr(lock, "threading", SimpleNamespace(Event=lambda: outage, Thread=threading.Thread))
-    with lock.held(tmp_path, say=pytest.fail, lost=lambda line: lost.append((line, outage.now))):
-        began = time.monotonic()
-        while not lost and outage.now < 600 and time.monotonic() - began < 30:
-            time.sleep(0.001)
-    return lost
-
-
-@pytest.mark.parametrize("begins", [0.5, 4, 9.9, 10, 14, 20])
-@pytest.mark.parametrize("seconds", [1, 10, 60, 75])
-def test_an_outage_of_a_minute_ends_no_run(tmp_path, monkeypatch, begins, seconds):
-    """Wherever it begins, between two renewals or within one; one that is not answered is the least of it."""
-    outage = Outage(begins, begins + seconds)
-    assert renewed(outage, monkeypatch, tmp_path) == []
-    assert outage.now >= 600
-
-
-@pytest.mark.parametrize("begins", [4, 10, 14])
-def test_an_owner_that_cannot_renew_gives_up_in_time(tmp_path, monkeypatch, begins):
-    """Before another process may take the folder over, however often it tries."""
-    outage = Outage(begins, 10_000)
-    (line, when), *_ = renewed(outage, monkeypatch, tmp_path)
-    assert line == f"the lock of {str(tmp_path)!r} could not be renewed for 100 s"
-    assert when - outage.renewed == lock.GIVES_UP < lock.EXPIRES - lock.RENEWED
 
 
 def test_a_store_that_is_away_while_a_save_finishes(away, monkeypatch):
@@ -459,39 +306,6 @@ def test_a_store_that_is_away_when_a_checkpoint_is_due(bucket, local, monkeypatc
     away = set()
     assert train(where) == 0
     assert json.loads(bucket.objects["runs/away/result.json"][1]) == json.loads((local / "result.json").read_text())
-
-
-def test_who_has_lost_the_folder_ends(monkeypatch, capfd):
-    ended = []
-    monkeypatch.setattr(os, "_exit", ended.append)
-    lock.end("another process has taken it over")
-    assert ended == [RunFailed.status]
-    assert capfd.readouterr().err == "ladder-jax: another process has taken it over\n"
-
-
-def test_of_several_that_take_over_one_does(away, quick):
-    bucket, where = away.bucket, away.url("leases/three")
-    winners, refused, done = [], [], threading.Event()
-    bucket.put("leases/three/.lock", b"something else", match=None)
-
-    def start():
-        try:
-            with lock.held(absolute(where), say=lambda line: None, lost=pytest.fail):
-                winners.append(1)
-                done.wait(120)
-        except UserError as error:
-            refused.append(str(error))
-
-    threads = [threading.Thread(target=start) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    while len(refused) < 3 and any(thread.is_alive() for thread in threads):
-        time.sleep(0.01)
-    assert len(winners) == 1
-    assert refused == [f"another process is training in {where!r}, on host {socket.gethostname()}"] * 3
-    done.set()
-    for thread in threads:
-        thread.join()
 
 
 def test_a_token_store(stores, bucket, tmp_path, monkeypatch):
