@@ -33,7 +33,7 @@ class Feature:
 
 
 def residual(name: str, *needs: str) -> Feature:
-    return Feature(f"residual `{name}`", (f"model.residual={name}",), needs)
+    return Feature(f"`{name}`", (f"model.residual={name}",), needs)
 
 
 def feature(text: str, *needs: str) -> Feature:
@@ -114,11 +114,15 @@ def excluded() -> dict[tuple[str, str], str]:
 
 def table() -> str:
     pairs = excluded()
-    rows = []
+    rows, free = [], []
     for one in FEATURES:
         others = [b if a == one.name else a for a, b in pairs if one.name in (a, b)]
         needs = ", ".join(f"`{setting}`" for setting in one.needs)
-        rows.append([one.name, needs.replace("model.moe={}", "model.moe"), ", ".join(others)])
+        if needs or others:
+            rows.append([one.name, needs.replace("model.moe={}", "model.moe"), ", ".join(others)])
+        else:
+            free.append(one.name)
+    rows.append([", ".join(free), "nothing", "nothing"])
     return study.table("feature | needs | does not go with", rows)
 
 
