@@ -42,11 +42,6 @@ def below(root: pathlib.Path) -> list[pathlib.Path]:
     return [root] if root.is_file() else sorted(path for path in root.rglob("*") if path.is_file())
 
 
-def by_orbax(folder: str | os.PathLike) -> bool:
-    """Whether Orbax writes and reads arrays there: in local folders and gs://."""
-    return not os.fspath(folder).startswith("s3://")
-
-
 def kvstore(folder: AnyPath) -> dict[str, Any]:
     """Tensorstore's specification of a folder."""
     if is_remote(folder):

@@ -1,7 +1,7 @@
-"""A checkpoint's arrays, read by tensorstore from any folder, and written by it to S3, where Orbax does not write.
+"""A checkpoint's arrays, read by tensorstore from any folder, and written by it into object stores.
 
-The storage format is Orbax's: zarr arrays in an OCDBT database. In S3 each process writes its shards into a database of
-its own, and the first process merges these databases, without copying values.
+The storage format is Orbax's: zarr arrays in an OCDBT database. In a store each process writes its shards into a
+database of its own, and the first process merges these databases, without copying values.
 """
 
 import collections

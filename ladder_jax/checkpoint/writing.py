@@ -1,8 +1,9 @@
 """Write one step: each process writes its own shards, and process 0 completes the checkpoint.
 
-Orbax's handlers write the arrays, and where they cannot, arrays.py. Orbax's checkpointers are not used: they wait for
-other processes in barriers, which a process whose disk failed never reaches. Here no process waits for another; `store`
-does, with a time-out.
+Orbax's handlers write the arrays on disks, and arrays.py in object stores: Orbax has no S3, and in gs:// it writes
+descriptions through gcsfs, which gives up within a minute. Orbax's checkpointers are not used: they wait for other
+processes in barriers, which a process whose disk failed never reaches. Here no process waits for another; `store` does,
+with a time-out.
 """
 
 import asyncio
@@ -21,7 +22,7 @@ from etils import epath  # the paths that Orbax's handlers take
 
 from ladder_jax.checkpoint import arrays, manifest
 from ladder_jax.checkpoint.arrays import named
-from ladder_jax.files import AnyPath, absolute, by_orbax
+from ladder_jax.files import AnyPath, absolute, is_remote
 from ladder_jax.nn import Params
 from ladder_jax.nn.parameter import STACKS
 
@@ -69,10 +70,10 @@ class Writing:
         It may be called again after an error: the processes' databases stay, and one transaction merges them.
         """
         for item, shapes in self._shapes.items():
-            if by_orbax(self._folder):
-                self._handler.finalize(self._folder / item)
-            else:
+            if is_remote(self._folder):
                 arrays.finish(self._folder / item, shapes)
+            else:
+                self._handler.finalize(self._folder / item)
             if missing := shapes.keys() - arrays.stored(self._folder / item).keys():
                 raise ValueError(f"{min(missing)} is missing")
         for item, value in texts.items():
@@ -81,7 +82,7 @@ class Writing:
         manifest.write(absolute(self._folder))
 
     def _start(self, items: Mapping[str, Params]) -> list[ocp.future.Future]:
-        if not by_orbax(self._folder):
+        if is_remote(self._folder):
             return [write for item, tree in items.items() for write in arrays.begin(self._folder / item, named(tree))]
 
         async def start() -> list[ocp.future.Future]:

@@ -1,7 +1,4 @@
-"""Runs and token stores in object stores: stand-ins for Google Cloud Storage and S3 on this machine (gcs.py, s3.py).
-
-Orbax writes to the first; to the second checkpoint/arrays.py does.
-"""
+"""Runs and token stores in object stores: stand-ins for Google Cloud Storage and S3 on this machine (gcs.py, s3.py)."""
 
 import json
 import signal
@@ -23,6 +20,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from ladder_jax import checkpoint, cli, nn, remote
 from ladder_jax.checkpoint import Pieces, arrays, manifest, open_checkpoint, steps, verify
 from ladder_jax.checkpoint.arrays import named
+from ladder_jax.checkpoint.writing import Writing
 from ladder_jax.config import RunConfig, TrainConfig, load
 from ladder_jax.data.store import Store
 from ladder_jax.errors import RunFailed, UserError
@@ -281,6 +279,22 @@ def test_a_store_that_is_away_while_a_save_finishes(away, monkeypatch):
     folder = absolute(where) / "checkpoints"
     assert steps(folder) == [1, 3]
     assert verify(folder / "1") == verify(folder / "3") == []
+
+
+def test_a_store_that_is_away_while_arrays_are_written(away, monkeypatch):
+    """From before the first one on: all that is written then is written again."""
+
+    def interrupted(*arguments):
+        away.bucket.away = True
+        threading.Timer(1.5, setattr, (away.bucket, "away", False)).start()
+        return Writing(*arguments)
+
+    monkeypatch.setattr("ladder_jax.checkpoint.store.Writing", interrupted)
+    saving = checkpoint.Store(f"{away.url('written')}/checkpoints", config=RunConfig())
+    saving.save(1, params={"a": jnp.zeros(3)}, optimizer={"b": jnp.zeros(3)})
+    saving.close()
+    assert saving.failure() is None
+    assert verify(absolute(away.url("written")) / "checkpoints" / "1") == []
 
 
 def test_a_store_that_is_away_when_a_checkpoint_is_due(bucket, local, monkeypatch, capsys):
