@@ -19,6 +19,9 @@ from torch.nn import functional
 from transformers import DynamicCache, GenerationMixin, PreTrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 
+CACHE = "cache" if "cache" in CausalLMOutputWithPast.__dataclass_fields__ else "past_key_values"
+"""What this version of transformers calls the cache: it gives it by this name, and looks for it in outputs."""
+
 DEFAULTS = dict(
     vocab_size=256, hidden_size=128, intermediate_size=352, num_hidden_layers=4, num_attention_heads=8,
     num_key_value_heads=4, head_dim=16, hidden_act="silu", max_position_embeddings=2048, rms_norm_eps=1e-5,
@@ -39,7 +42,7 @@ class LadderConfig(PreTrainedConfig):
     """
 
     model_type = "ladder_jax"
-    keys_to_ignore_at_inference = ["past_key_values"]
+    keys_to_ignore_at_inference = [CACHE]
 
     def __init__(self, tie_word_embeddings=False, **fields):
         for name, default in DEFAULTS.items():
@@ -224,23 +227,25 @@ class LadderModel(LadderPreTrainedModel):
         past_key_values=None,
         inputs_embeds=None,
         use_cache=None,
+        cache=None,
         **kwargs,
     ):
-        """attention_mask [B, S]: 0 for padding, of the cached tokens and these tokens."""
+        """attention_mask [B, S]: 0 for padding, of the cached tokens and these tokens. cache: `past_key_values`."""
         x = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
         use_cache = self.config.use_cache if use_cache is None else use_cache
-        if use_cache and past_key_values is None:
-            past_key_values = DynamicCache(config=self.config)
-        past, length = 0 if past_key_values is None else past_key_values.get_seq_length(), x.shape[1]
+        cache = past_key_values if cache is None else cache
+        if use_cache and cache is None:
+            cache = DynamicCache(config=self.config)
+        past, length = 0 if cache is None else cache.get_seq_length(), x.shape[1]
         place = past + torch.arange(length, device=x.device)
         positions = place[None] if position_ids is None else position_ids
         angles = positions[:, None, :, None].float() * frequencies(self.config).to(x.device, torch.float32)
         cos, sin, mask = angles.cos(), angles.sin(), self._mask(attention_mask, place, past + length)
         streams = [x]
         for layer in self.layers:
-            streams = [*streams, *layer(streams, cos, sin, mask, past_key_values)][-self.depth :]
+            streams = [*streams, *layer(streams, cos, sin, mask, cache)][-self.depth :]
         return BaseModelOutputWithPast(
-            last_hidden_state=self.norm(streams[-1]), past_key_values=past_key_values if use_cache else None
+            last_hidden_state=self.norm(streams[-1]), **{CACHE: cache if use_cache else None}
         )
 
     def _mask(self, attention_mask, place, length):
@@ -273,6 +278,7 @@ class LadderForCausalLM(LadderPreTrainedModel, GenerationMixin):
         labels=None,
         use_cache=None,
         logits_to_keep=0,
+        cache=None,
         **kwargs,
     ):
         """Logits [B, T, V]; only of the last `logits_to_keep` positions if that is not 0. `labels` add a loss."""
@@ -285,8 +291,9 @@ class LadderForCausalLM(LadderPreTrainedModel, GenerationMixin):
             past_key_values=past_key_values,
             inputs_embeds=inputs_embeds,
             use_cache=use_cache,
+            cache=cache,
         )
         last = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         logits = self.lm_head(outputs.last_hidden_state[:, last])
         loss = None if labels is None else self.loss_function(logits, labels, vocab_size=self.config.vocab_size)
-        return CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=outputs.past_key_values)
+        return CausalLMOutputWithPast(loss=loss, logits=logits, **{CACHE: outputs[CACHE] if CACHE in outputs else None})
