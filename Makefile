@@ -136,7 +136,7 @@ export USABLE
 
 # find_python OVERRIDE BELOW prints the path of the first usable Python, >= 3.12 and < BELOW, or fails with one line.
 # install FOLDER ARGUMENT ... installs by uv, in a fifth of pip's time, and by pip where that fails, or where pip is told
-# of an index in PyPI's place, of which uv does not know.
+# of an index in PyPI's place. uv reads nothing of pip's configuration: it is told of the constraints.
 # make_venv FOLDER OVERRIDE BELOW [REQUIREMENT ...] makes or updates a virtual environment, with pyproject's $extra.
 define SETUP
 set -e
@@ -184,12 +184,15 @@ find_python() {
 install() {
     python=$$1/bin/python uv=$$1/bin/uv
     shift
-    pip="$$python -m pip --quiet --disable-pip-version-check"
-    if ! $$pip config list | grep -q '[.]index-url=' && $$pip install uv 2>/dev/null \
+    pip="$$python -m pip --disable-pip-version-check"
+    set_up=$$(PIP_QUIET=0 $$pip config list 2>/dev/null | tr -d "'")
+    UV_CONSTRAINT=$$(printf '%s\n' "$$set_up" | sed -n 's/.*[.]constraint=//p' | xargs)
+    export UV_CONSTRAINT
+    if ! printf '%s\n' "$$set_up" | grep -q '[.]index-url=' && $$pip install --quiet uv 2>/dev/null \
         && "$$uv" pip install --quiet --python "$$python" "$$@" 2>/dev/null; then
         return
     fi
-    $$pip install "$$@"
+    $$pip install --quiet "$$@"
 }
 
 make_venv() {
