@@ -185,10 +185,10 @@ install() {
     python=$$1/bin/python uv=$$1/bin/uv
     shift
     pip="$$python -m pip --disable-pip-version-check"
-    set_up=$$(PIP_QUIET=0 $$pip config list 2>/dev/null | tr -d "'")
-    UV_CONSTRAINT=$$(printf '%s\n' "$$set_up" | sed -n 's/.*[.]constraint=//p' | xargs)
+    configured=$$(PIP_QUIET=0 $$pip config list 2>/dev/null | tr -d "'")
+    UV_CONSTRAINT=$$(printf '%s\n' "$$configured" | sed -n 's/.*[.]constraint=//p' | xargs)
     export UV_CONSTRAINT
-    if ! printf '%s\n' "$$set_up" | grep -q '[.]index-url=' && $$pip install --quiet uv 2>/dev/null \
+    if ! printf '%s\n' "$$configured" | grep -q '[.]index-url=' && $$pip install --quiet uv 2>/dev/null \
         && "$$uv" pip install --quiet --python "$$python" "$$@" 2>/dev/null; then
         return
     fi

@@ -20,7 +20,7 @@ from transformers import DynamicCache, GenerationMixin, PreTrainedConfig, PreTra
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 
 CACHE = "cache" if "cache" in CausalLMOutputWithPast.__dataclass_fields__ else "past_key_values"
-"""What this version of transformers calls the cache: it gives it by this name, and looks for it in outputs."""
+"""The cache's name in the installed transformers, as an argument of `forward` and in its outputs."""
 
 DEFAULTS = dict(
     vocab_size=256, hidden_size=128, intermediate_size=352, num_hidden_layers=4, num_attention_heads=8,
@@ -230,7 +230,7 @@ class LadderModel(LadderPreTrainedModel):
         cache=None,
         **kwargs,
     ):
-        """attention_mask [B, S]: 0 for padding, of the cached tokens and these tokens. cache: `past_key_values`."""
+        """attention_mask [B, S]: 0 for padding, of the cached tokens and these tokens."""
         x = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
         use_cache = self.config.use_cache if use_cache is None else use_cache
         cache = past_key_values if cache is None else cache
@@ -296,4 +296,4 @@ class LadderForCausalLM(LadderPreTrainedModel, GenerationMixin):
         last = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         logits = self.lm_head(outputs.last_hidden_state[:, last])
         loss = None if labels is None else self.loss_function(logits, labels, vocab_size=self.config.vocab_size)
-        return CausalLMOutputWithPast(loss=loss, logits=logits, **{CACHE: outputs[CACHE] if CACHE in outputs else None})
+        return CausalLMOutputWithPast(loss=loss, logits=logits, **{CACHE: outputs.get(CACHE)})
