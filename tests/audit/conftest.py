@@ -4,7 +4,7 @@ import concurrent.futures
 
 import pytest
 
-from ladder_jax.config import Loop, Phase, Remat
+from ladder_jax.config import Loop, Phase
 from ladder_jax.overlap import compile as compiling
 from ladder_jax.overlap import request as requests
 from ladder_jax.overlap import result
@@ -25,31 +25,44 @@ def case(target, phase, residual="ladder", loop=Loop.UNROLLED, *, model="llama-3
 
 
 @pytest.fixture(scope="module")
-def compiled(request):
+def programs(request):
     """Compiles what the module's chosen tests have as `request_`, in their order; a function that waits for one."""
-    items = (item for item in request.session.items if item.module is request.module and hasattr(item, "callspec"))
-    chosen = dict.fromkeys(item.callspec.params["request_"] for item in items if "request_" in item.callspec.params)
+    items = [item for item in request.session.items if item.module is request.module and hasattr(item, "callspec")]
+    params = [(item.callspec.params.get("request_"), until(item)) for item in items]
     with concurrent.futures.ThreadPoolExecutor(2) as pool:
-        compile_one = lambda one: pool.submit(compiling.compiled, one, until=until(one))
-        records = {one: compile_one(one) for one in chosen if not absent(one)}
+        records = {}
 
-        def wait(one):
-            if reason := absent(one):
-                pytest.skip(reason)  # what `ladder-jax doctor` says of this machine
-            if one not in records:  # another's counterpart
-                records[one] = compile_one(one)
-            return result.read(one, records[one].result())
+        def begin(one, far):
+            if (one, far) not in records:
+                records[one, far] = pool.submit(compiling.compiled, one, until=far)
+            return records[one, far]
 
-        yield wait
+        for one, far in params:
+            if one is not None and not absent(one):
+                begin(one, far)
+        yield lambda one, far: result.read(one, begin(one, far).result())
         pool.shutdown(cancel_futures=True)
 
 
-def until(request):
-    """How far it is compiled: see test_overlap.py."""
-    plain = request.model == "llama-3-70b" and request.residual == "ladder" and request.remat is Remat.NONE
-    plain = plain and request.loop is Loop.SCAN
-    whole = plain and request.target.kind in ("v5e", "v6e")
-    return Until.SCHEDULE if request.phase is Phase.TRAIN and not whole else Until.CODE
+@pytest.fixture
+def compiled(request, programs):
+    """A function of a request: what `ladder-jax overlap` answers, without costs and sizes but in tests of machine code.
+
+    The order of operations is final before machine code is made (tests/audit/test_machine_code.py), which takes nine
+    tenths of a compiler's time for TPUs.
+    """
+
+    def wait(one):
+        if reason := absent(one):
+            pytest.skip(reason)  # what `ladder-jax doctor` says of this machine
+        return programs(one, until(request.node))
+
+    return wait
+
+
+def until(item):
+    """How far a test's programs are compiled."""
+    return Until.CODE if item.get_closest_marker("machine_code") else Until.SCHEDULE
 
 
 def absent(request):

@@ -43,7 +43,6 @@ def test_all_but_the_last_are_hidden(request_, compiled):
     assert answer.record.launch == Launch.EXPLICIT.value and report.window_flops_fraction["least"] >= 0.8
     if request_.target.platform == "tpu":
         check_flops(answer)
-        assert report.hidden_time_fraction > 0.6
 
 
 @pytest.mark.parametrize("request_", STANDARD)
@@ -77,6 +76,13 @@ def test_training(request_, compiled):
     check_flops(answer)
 
 
+@pytest.mark.machine_code
+@pytest.mark.parametrize("request_", [of_experts(target, phase) for target in WITH_HALVES for phase in SERVING])
+def test_most_of_the_time_is_beside_a_reduction(request_, compiled):
+    assert compiled(request_).report.hidden_time_fraction > 0.6
+
+
+@pytest.mark.machine_code
 @pytest.mark.parametrize("request_", [of_experts(target, Phase.DECODE) for target in WITH_HALVES])
 def test_a_decode_step_reads_the_chosen_experts(request_, compiled):
     """And the weights and the cache once. Of 16 tokens with 8 experts each, 82 of 128 are expected to be chosen."""
