@@ -26,7 +26,7 @@ from ladder_jax.config.fields import check
 from ladder_jax.errors import UserError, member, unknown, wrong_type
 from ladder_jax.nn import attention, parameter
 from ladder_jax.nn.attention import Cache, Kernel
-from ladder_jax.nn.modules import Embedding, Layer, RMSNorm, normalise
+from ladder_jax.nn.modules import Embedding, Layer, RMSNorm, normalise, recomputed
 from ladder_jax.nn.parameter import DENSE, stacks
 from ladder_jax.parallel import Layout, NamedMesh, Overlap, Split, Traits, layout
 from ladder_jax.residual.wires.sequence import SequenceParallel
@@ -105,6 +105,7 @@ class ModelDef:
         if not self.splits(execution):
             return self.topology.wire(axes, launch=execution.launch)
 
+        @recomputed
         def normalised(x):
             return normalise(x, eps=self.config.norm_eps).astype(self.dtype)
 

@@ -53,7 +53,9 @@ class RMSNorm(Module):
     def __call__(self, x: Array, *, dtype: jnp.dtype | None = None, scale: Array | None = None) -> Array:
         """x [..., D] in any dtype to [..., D] in `dtype`, by default x's. scale: [D], by default the norm's own."""
         dtype = x.dtype if dtype is None else dtype
-        return self.gain(normalise(x, eps=self.eps), dtype=dtype, scale=scale)
+        scale = self.scale[...] if scale is None else scale
+        scaled = lambda x, scale: self.gain(normalise(x, eps=self.eps), dtype=dtype, scale=scale)
+        return recomputed(scaled)(x, scale)
 
     def gain(self, x: Array, *, dtype: jnp.dtype, scale: Array | None = None) -> Array:
         """`x`, normalised before, times the gain."""
@@ -301,6 +303,13 @@ def _behind(norm, function, *, dtype, of=Normed, **more):
     """`function` behind `norm`."""
     parts = functools.partial(norm, dtype=dtype), functools.partial(norm.gain, dtype=dtype)
     return of(function, *parts, norm.scale[...], **more)
+
+
+def recomputed(function: Callable) -> Callable:
+    """`function`, of which the backward pass keeps the inputs alone: a norm's in the stream's dtype, and none of the
+    float32 arrays of the stream's size that it makes of them.
+    """
+    return jax.checkpoint(function, prevent_cse=False)
 
 
 def normalise(x: Array, *, eps: float) -> Array:
