@@ -14,10 +14,10 @@ from ladder_jax.nn import router_losses
 from ladder_jax.train import metrics, timing
 
 TINY = [
-    "model.num_layers=2", "model.d_model=32", "model.dtype=float32", "model.moe.experts=6",
-    "model.moe.expert_width=16", "model.moe.shared_width=16", "model.moe.router_bias=true", "model.residual=farskip",
-    "train.batch=4", "train.sequence=32", "train.warmup_steps=1", "train.log_every=1", "train.checkpoint_every=2",
-    "train.evaluate_every=0", "train.evaluation_batches=1", "run.tensorboard=false",
+    "model.num_layers=2", "model.d_model=32", "model.dtype=float32", "model.residual_dtype=float32",
+    "model.moe.experts=6", "model.moe.expert_width=16", "model.moe.shared_width=16", "model.moe.router_bias=true",
+    "model.residual=farskip", "train.batch=4", "train.sequence=32", "train.warmup_steps=1", "train.log_every=1",
+    "train.checkpoint_every=2", "train.evaluate_every=0", "train.evaluation_batches=1", "run.tensorboard=false",
 ]  # fmt: skip
 EVERYTHING = [
     "model.ladder_layers=1", "train.freeze=1", "lora.rank=2", "distill.teacher=start", "distill.residual=standard",

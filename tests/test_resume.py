@@ -22,10 +22,10 @@ from tests import cases
 
 STEPS, SAVE, EVALUATE = 90, 15, 5
 TINY = [
-    "model.num_layers=2", "model.d_model=32", "model.d_ff=32", "model.dtype=float32", "mesh.tensor=2",
-    f"train.steps={STEPS}", "train.batch=4", "train.sequence=32", "train.warmup_steps=5", "train.log_every=1",
-    f"train.checkpoint_every={SAVE}", f"train.evaluate_every={EVALUATE}", "train.evaluation_batches=40",
-
+    "model.num_layers=2", "model.d_model=32", "model.d_ff=32", "model.dtype=float32", "model.residual_dtype=float32",
+    "mesh.tensor=2", f"train.steps={STEPS}", "train.batch=4", "train.sequence=32", "train.warmup_steps=5",
+    "train.log_every=1", f"train.checkpoint_every={SAVE}", f"train.evaluate_every={EVALUATE}",
+    "train.evaluation_batches=40",
 ]  # fmt: skip
 KILLS = [1, pytest.param(7, marks=pytest.mark.full)]  # of each kind
 

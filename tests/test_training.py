@@ -105,7 +105,8 @@ def test_what_is_not_a_matrix_is_not_decayed():
     assert optax.tree.norm(zero) == 0
 
 
-TINY = ["model.num_layers=2", "model.d_model=32", "model.d_ff=32", "model.dtype=float32", "train.steps=30",
+TINY = ["model.num_layers=2", "model.d_model=32", "model.d_ff=32", "model.dtype=float32",
+        "model.residual_dtype=float32", "train.steps=30",
         "train.batch=4", "train.sequence=32", "train.log_every=1", "train.checkpoint_every=10", "train.warmup_steps=5",
         "mesh.data=2", "mesh.tensor=4"]  # fmt: skip
 

@@ -19,7 +19,8 @@ from tests.processes.conftest import free_port
 
 ROOT = pathlib.Path(__file__).parents[2]
 STEPS, EVERY = 6, 2
-TINY = ["model.num_layers=2", "model.d_model=32", "model.d_ff=32", "model.dtype=float32", f"train.steps={STEPS}",
+TINY = ["model.num_layers=2", "model.d_model=32", "model.d_ff=32", "model.dtype=float32",
+        "model.residual_dtype=float32", f"train.steps={STEPS}",
         "train.batch=4", "train.sequence=32", "train.log_every=1", f"train.checkpoint_every={EVERY}",
         "train.keep_checkpoints=9", "train.warmup_steps=5", "train.evaluation_batches=1", "run.tensorboard=false",
         "train.on_bad_step=rollback", "train.rollback_batches=1"]  # fmt: skip

@@ -18,7 +18,8 @@ from ladder_jax.checkpoint import steps, verify
 from ladder_jax.train import metrics
 
 STEPS = 60
-TINY = ["model.num_layers=2", "model.d_model=32", "model.d_ff=32", "model.dtype=float32", f"train.steps={STEPS}",
+TINY = ["model.num_layers=2", "model.d_model=32", "model.d_ff=32", "model.dtype=float32",
+        "model.residual_dtype=float32", f"train.steps={STEPS}",
         "train.batch=4", "train.sequence=32", "train.log_every=1", "train.checkpoint_every=10", "train.warmup_steps=5",
         "train.evaluate_every=30", "train.evaluation_batches=1", "run.tensorboard=false"]  # fmt: skip
 HOST = socket.gethostname()
