@@ -12,11 +12,10 @@ from tests.audit.test_overlap import IN_HALVES, case
 pytestmark = pytest.mark.audit
 
 ONE_ROW = dict(interleave=2, batch=1, prompt_length=4096)  # halves of its sequence
-# Of 33 all-reduces of a scanned training step, and 16 of an unrolled prefill. The last one is always exposed. On v5p
-# one more a layer has less than a tenth of a sublayer's matmuls beside it, but more cycles than its transfer.
+# Of 33 all-reduces of a scanned training step, and 16 of an unrolled prefill. The last one is always exposed.
 HIDDEN = {
     ("v5e", Phase.TRAIN): 32,
-    ("v5p", Phase.TRAIN): 28,
+    ("v5p", Phase.TRAIN): 32,
     ("v6e", Phase.TRAIN): 32,
     ("tpu7x", Phase.TRAIN): 32,
     ("h100", Phase.TRAIN): 32,
@@ -42,10 +41,10 @@ def test_a_model_as_it_is_hides_its_sums(request_, compiled):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("target, hidden", [("v5p:2x2x2", 56), ("h100:8", 64)])
-def test_a_split_stream_hides_its_gathers_and_scatters(target, hidden, compiled):
-    """Of 64 in the layers; on v5p half of the forward scatters are awaited before the matmuls beside them."""
+@pytest.mark.parametrize("target", ["v5p:2x2x2", "h100:8"])
+def test_a_split_stream_hides_its_gathers_and_scatters(target, compiled):
+    """All 64 in the layers."""
     training = dict(phase=Phase.TRAIN, residual="standard", loop=Loop.SCAN, sequence_parallel=True, **IN_HALVES)
     answer = compiled(case(target, **training).values[0])
     assert (answer.report.all_reduces, answer.report.merged) == (16 * LAYERS + 6, 0)
-    assert answer.report.hidden >= hidden, answer.verdict
+    assert answer.report.hidden >= 16 * LAYERS, answer.verdict
