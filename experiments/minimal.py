@@ -4,7 +4,7 @@
     python -m experiments.minimal book.txt --residual standard --steps 500
     python -m experiments.minimal --audit v5p:2x2x2     # what the compiler for TPUs makes of the training step
 
-There 12 of 17 all-reduces are hidden, with `--residual standard` 0 of 16 (compiled with libtpu 0.0.50.1, never run).
+There 16 of 17 all-reduces are hidden, with `--residual standard` 0 of 16 (compiled with libtpu 0.0.50.1, never run).
 
 Of `ladder_jax` it uses `residual`, which runs a user's own sublayers under a topology, and `schedule`, which reads the
 compiled program. All else is jax: read it from `Config` down.

@@ -22,9 +22,9 @@ MESHES = (*SHARDED, (1, 1))
 CASES = covering.marked(
     itertools.product(cases.TOPOLOGIES, MESHES, Loop),
     chosen=[
-        *covering.array(cases.RECURRENCES, SHARDED, Loop, pairs=[(0, 2), (1, 2)], even=[1]),
-        *covering.array(cases.OTHERS, SHARDED, Loop, pairs=[], even=[1, 2]),
-        *covering.array(cases.DEPEND_ON_RANKS, MESHES[2:], Loop, pairs=[(0, 1), (1, 2)]),
+        *covering.array(cases.TOPOLOGIES, SHARDED, Loop, pairs=[(1, 2)], even=[1, 2]),
+        ("ladder-fresh", (1, 1), Loop.SCAN),
+        ("desync-3", (1, 1), Loop.UNROLLED),
     ],
 )
 

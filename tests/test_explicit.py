@@ -3,6 +3,7 @@ with other Explicit code before and after, for arguments of any sharding."""
 
 import contextlib
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -39,9 +40,21 @@ TRANSFORMS = {
 }
 
 
+# They differ most from ours: other names, rows by type alone, and ranks that share a head.
+SOME = "other names", "Explicit rows", "shared heads"
+
+
 def with_set(names):
-    """Each mesh once, set by `jax.set_mesh` or not."""
-    return pytest.mark.parametrize("name, is_set", covering.rows(names, (True, False), pairs=[], even=[1]))
+    """Each mesh once, set by `jax.set_mesh` or not; the meshes that are not in `names` in `make test-all`."""
+    chosen = covering.array(names, (True, False), pairs=[], even=[1])
+    return pytest.mark.parametrize(
+        "name, is_set", covering.marked(itertools.product(MESHES, (True, False)), chosen=chosen)
+    )
+
+
+def on(names):
+    """These meshes; the others in `make test-all`."""
+    return [pytest.param(name, marks=() if name in names else pytest.mark.full) for name in MESHES]
 
 
 @functools.cache
@@ -87,7 +100,7 @@ def test_values_between_explicit_code(name, transform):
         assert jax.typeof(found).sharding.spec == P(rows, None, heads)
 
 
-@with_set(MESHES)
+@with_set(SOME)
 def test_arguments_of_any_sharding(name, is_set):
     """Of other meshes over the same devices, too."""
     (mesh, model), (*_, rows, _) = example(name), MESHES[name]
@@ -109,7 +122,9 @@ SPLIT = [name for name in MESHES if name != "another order"]
 FORMS = "nnx.jit", "jax.jit"
 
 
-@pytest.mark.parametrize("name, form", covering.rows(SPLIT, FORMS, pairs=[], even=[1]))
+@pytest.mark.parametrize("name, form", covering.marked(
+    itertools.product(SPLIT, FORMS), chosen=[("our names", "nnx.jit"), ("shared heads", "jax.jit")]
+))  # fmt: skip
 def test_gradients_between_explicit_code(name, form):
     """Of the model's parameters, with their types: an optimizer goes on with them."""
     (mesh, model), (*_, rows, _) = example(name), MESHES[name]
@@ -135,7 +150,7 @@ def test_gradients_between_explicit_code(name, form):
     assert errors(nnx.to_pure_dict(found), gradients) < GRADIENTS
 
 
-@pytest.mark.parametrize("name", MESHES)
+@pytest.mark.parametrize("name", on(SOME))
 def test_gradients_of_training(name):
     (mesh, model), (loss, gradients) = example(name), cases.dense_gradients("ladder", 1)
     with setting(mesh):
@@ -144,10 +159,7 @@ def test_gradients_of_training(name):
     assert same_types(found, model.params)
 
 
-FULL = "our names", "another order"  # the other meshes differ more from ours
-
-
-@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.full if n in FULL else ()) for n in MESHES])
+@pytest.mark.parametrize("name", on(["other names", "Explicit rows"]))
 def test_a_training_step(name):
     """Its state keeps its types."""
     (mesh, model), config = example(name), TrainConfig(batch=4, sequence=9, steps=3)
@@ -176,7 +188,9 @@ def greedy(prompt, *, new=20):
 
 
 VARIANTS = (Loop.UNROLLED, Quantize.NONE), (Loop.SCAN, Quantize.NONE), (Loop.SCAN, Quantize.INT8)
-GENERATED = covering.rows(SPLIT, VARIANTS, (True, False), pairs=[], even=[1, 2])
+GENERATED = covering.marked(
+    itertools.product(SPLIT, VARIANTS, (True, False)), chosen=[*zip(SOME, VARIANTS, (True, False, True))]
+)
 
 
 @pytest.mark.parametrize("name, variant, is_set", GENERATED)
