@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from ladder_jax import decode, nn, parallel
+from ladder_jax import cli, decode, nn, parallel
 from ladder_jax.bench import measure, picture, result, work
 from ladder_jax.bench import request as requests
 from ladder_jax.config import Loop, preset
@@ -24,7 +24,7 @@ ASKED = "--model tiny --residual standard,ladder --prompt-length 8 --new-tokens 
 def answer(run_cli, tmp_path_factory):
     """The JSON of one run on 8 simulated devices, and the folder that it wrote to."""
     folder = tmp_path_factory.mktemp("bench")
-    words = [*ASKED, "--layers", 2, "--batch", "1,2", "--json", "--out", "speed.json", "--plot", "speed.png"]
+    words = [*ASKED, "--layers", 1, "--batch", "1,2", "--json", "--out", "speed.json", "--plot", "speed.png"]
     done = run_cli("bench", *words, cwd=folder, check_status=0)
     assert len(done.stdout.splitlines()) == 1
     return json.loads(done.stdout), folder
@@ -37,7 +37,7 @@ def test_json(answer):
     assert found["devices"] == 8
     assert found["versions"]["jax"] == jax.__version__
     assert {"python", "flax"} <= set(found["versions"])
-    assert (found["tensor"], found["layers"], found["warmup"], found["repeats"]) == (8, 2, 1, 2)
+    assert (found["tensor"], found["layers"], found["warmup"], found["repeats"]) == (8, 1, 1, 2)
     names = [(row["batch"], row["residual"]) for row in found["rows"]]
     assert names == [(1, "standard"), (1, "ladder"), (2, "standard"), (2, "ladder")]
     assert "never overlaps communication" in found["notices"][0]
@@ -61,7 +61,7 @@ def test_the_rows_can_be_recomputed(answer):
             step_seconds=decoding / 4,
             tokens_per_second=row["batch"] * 5 / (prefill + decoding),
             tokens_per_second_per_user=5 / (prefill + decoding),
-            bytes_per_second=bytes_by_hand(8, batch=row["batch"]) / (decoding / 4),
+            bytes_per_second=bytes_by_hand(8, batch=row["batch"], layers=1) / (decoding / 4),
             bandwidth_share=row["bytes_per_second"] / copy,
             prefill_flops_per_second=row["prefill_flops"] / prefill,
             matmul_share=row["prefill_flops_per_second"] / matmul,
@@ -86,9 +86,23 @@ def test_what_is_copied_fits_into_the_devices_memory():
     assert copied(None) == copied(16 << 30) == "128 MiB of bfloat16"
 
 
-def test_text(run_cli):
-    words = [*ASKED, "--layers", 1, "--batch", 2, "--tensor", 1, "--residual", "ladder-fresh,parallel-shared-norm"]
-    said = run_cli("bench", *words, check_status=0, COLUMNS="80").stdout.splitlines()
+@pytest.fixture
+def told(capsys, monkeypatch):
+    """What the command prints, in this process and with given ceilings."""
+    for name in ("copy_bandwidth", "matmul_peak"):
+        monkeypatch.setattr(roofline, name, lambda *_, **__: CEILING)
+    monkeypatch.setenv("COLUMNS", "80")
+
+    def run(words):
+        assert cli.main(["bench", *ASKED, *words.split()]) == 0, capsys.readouterr().err
+        return capsys.readouterr().out
+
+    return run
+
+
+def test_text(told):
+    words = "--layers 1 --batch 2 --tensor 1 --residual ladder-fresh,parallel-shared-norm"
+    said = told(words).splitlines()
     assert max(map(len, said)) <= 80
     assert said[0].startswith("parallel-shared-norm decodes ")
     assert "x ladder-fresh [" in said[0]
@@ -100,10 +114,9 @@ def test_text(run_cli):
         assert any(line.startswith(begin) for line in said)
 
 
-def test_one_ranks_share(run_cli):
+def test_one_ranks_share(told):
     """It moves and computes what the rank does of the whole: nothing is counted of what others hold."""
-    words = [*ASKED, "--layers", 2, "--batch", 1, "--json", "--share", 8, "--interleave", "1,2"]
-    found = json.loads(run_cli("bench", *words, check_status=0).stdout)
+    found = json.loads(told("--layers 1 --batch 1 --json --share 8 --interleave 1,2"))
     assert (found["tensor"], found["share"]) == (1, 8)
     assert "a rank's share of tensor parallelism over 8" in found["notices"][0]
     variants = [(row["residual"], row["interleave"]) for row in found["rows"]]
@@ -112,9 +125,9 @@ def test_one_ranks_share(run_cli):
     assert ratios == [(*variant, "standard") for variant in variants[1:]]
     begins = ("standard in two halves prefills ", "ladder decodes ", "ladder in two halves prefills ")
     assert all(line.startswith(begin) for line, begin in zip(found["verdict"], begins, strict=True))
-    whole = define("tiny", tensor=8, num_layers=2, residual="ladder")
+    whole = define("tiny", tensor=8, num_layers=1, residual="ladder")
     for row in found["rows"]:
-        assert row["bytes_per_step"] == bytes_by_hand(8, batch=1)
+        assert row["bytes_per_step"] == bytes_by_hand(8, batch=1, layers=1)
         assert row["prefill_flops"] == work.prefill_flops(whole, rows=1, prompt_length=8)
 
 

@@ -101,16 +101,16 @@ def test_an_answer_that_is_stopped_stays_said(engine, run):
     assert conversation.messages[-2:][0] == {"role": "user", "content": "the rat"}
 
 
-def test_one_answer_to_standard_input(run):
-    command = [sys.executable, "-m", "ladder_jax", "generate", str(run), "--chat", "--max-new-tokens", "6"]
-    done = subprocess.run(command, input=b"the cat\n", capture_output=True, timeout=240)
-    assert done.returncode == 0 and done.stdout.endswith(b"\n"), done.stderr
-
-
 @pytest.fixture
 def given(monkeypatch):
     """Puts that on standard input."""
     return lambda content: monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(content)))
+
+
+def test_one_answer_to_standard_input(run, given, capsys):
+    given(b"the cat\n")
+    assert cli.main(["generate", str(run), "--chat", "--max-new-tokens", "6"]) == 0
+    assert capsys.readouterr().out.endswith("\n")
 
 
 def refused(capsys, *words):

@@ -108,13 +108,13 @@ def test_a_long_prompt():
     definition = cases.define("ladder", num_layers=2, num_heads=2, num_kv_heads=1, head_dim=16)
     params = cases.placed(definition)
     stored = weights.prepare(definition, params, loop=Loop.UNROLLED)
-    tokens, lengths = cases.tokens((1, 4096)), np.array([4096], np.int32)
+    tokens, lengths = cases.tokens((1, 2048)), np.array([2048], np.int32)
     passes = {}
-    for chunk in (4096, 1000):
-        logits, caches = decode.prefill_in_chunks(definition, stored, tokens, lengths, capacity=4128, chunk=chunk)
+    for chunk in (2048, 1000):
+        logits, caches = decode.prefill_in_chunks(definition, stored, tokens, lengths, capacity=2080, chunk=chunk)
         passes[chunk] = jax.tree.map(np.asarray, (logits[:, :251], caches))
-    limit = 2 * cases.bound(definition.config) * np.sqrt(4096 / 48)  # the longest sum is that over positions
-    for ours, one in zip(jax.tree.leaves(passes[1000]), jax.tree.leaves(passes[4096]), strict=True):
+    limit = 2 * cases.bound(definition.config) * np.sqrt(2048 / 48)  # the longest sum is that over positions
+    for ours, one in zip(jax.tree.leaves(passes[1000]), jax.tree.leaves(passes[2048]), strict=True):
         assert cases.error(ours, one) < limit
 
 
@@ -122,15 +122,15 @@ PROMPTS = [[1, 2, 3], [200], list(range(40)), list(range(70, 95))]
 
 
 def test_generation_reads_prompts_in_chunks():
-    definition = cases.define("ladder", data=2, tensor=4)
-    ours = decode.Generator(definition, cases.placed(definition))
+    definition = cases.define("ladder", num_layers=2, data=2, tensor=2)
+    ours = decode.Generator(definition, cases.placed(definition), loop=Loop.SCAN)
     config = DecodeConfig(max_new_tokens=18)
     chunked = ours.tokens(PROMPTS, config=dataclasses.replace(config, prefill_chunk=9))
     np.testing.assert_array_equal(chunked, ours.tokens(PROMPTS, config=config))
 
 
 def test_one_program_reads_prompts_of_any_length():
-    definition = cases.define("standard", tensor=4)
+    definition = cases.define("standard", num_layers=2, tensor=4)
     stored = weights.prepare(definition, cases.placed(definition), loop=Loop.SCAN)
     read = functools.partial(decode.prefill_in_chunks, definition, stored, capacity=32, chunk=4, loop=Loop.SCAN)
     read(cases.tokens((1, 9)), np.array([9], np.int32))
@@ -166,7 +166,7 @@ def program(definition, *, chunk, capacity):
 
 
 def test_memory_does_not_grow_with_the_context():
-    definition, heads = cases.define("ladder", tensor=4), 8 // 4
+    definition, heads = cases.define("ladder", num_layers=2, tensor=4), 8 // 4
     context, chunk = 8192, 256
     at, beyond = (program(definition, chunk=chunk, capacity=s).memory_analysis() for s in (context, 2 * context))
     scores = 4 * heads * context**2  # bytes, of a rank and one layer of one pass

@@ -25,10 +25,10 @@ def check(name, *, tensor=1, ranks=None, layers=4, **settings):
 
 
 SPLIT_HYBRIDS = [
-    ("hybrid-fresh", 2, Loop.SCAN, CollectiveMatmul.NONE),
+    pytest.param("hybrid-fresh", 2, Loop.SCAN, CollectiveMatmul.NONE, marks=pytest.mark.full),
     ("hybrid-fresh", 4, Loop.UNROLLED, CollectiveMatmul.RING),
     ("hybrid-delay-2", 2, Loop.SCAN, CollectiveMatmul.NONE),
-    ("hybrid-delay-3-first", 4, Loop.UNROLLED, CollectiveMatmul.NONE),
+    pytest.param("hybrid-delay-3-first", 4, Loop.UNROLLED, CollectiveMatmul.NONE, marks=pytest.mark.full),
 ]
 
 
@@ -53,7 +53,7 @@ def test_a_hybrids_prefill_on_a_split_stream():
     assert cases.error(found[1], found[0]) < 8 * 2.0**-8
 
 
-@pytest.mark.parametrize("name", ["ladder-fresh", "desync-2"])
+@pytest.mark.parametrize("name", ["ladder-fresh", pytest.param("desync-2", marks=pytest.mark.full)])
 @pytest.mark.parametrize("remat", [Remat.FULL, pytest.param(Remat.SAVE_MATMULS, marks=pytest.mark.full)])
 def test_emulated_ranks_recompute_outside_a_scan(name, remat):
     check(name, ranks=4, layers=2, loop=Loop.UNROLLED, remat=remat)

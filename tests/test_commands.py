@@ -24,10 +24,19 @@ NOT_RUN = {
     "calibrate ": "takes minutes: tests/test_calibrate.py",
     "doctor": "tests/test_cli.py",
 }
+FULL = {
+    "train tiny-moe --cpu-devices 4 mesh.tensor=4 model.residual": "tests/test_expert_training.py trains farskip",
+    "generate runs/halves": "tests/test_cli.py has the option",
+    "train tiny --cpu-devices 8 mesh.data=2 mesh.tensor=4 run.dir=runs/first": "as runs/book",
+    "generate runs/first": "as runs/book",
+    "convert SmolLM2-135M runs/smollm2-auto": "tests/pretrained/test_sensitivity.py",
+}
+"""Marked so, with what covers the like in `make test`."""
 SMALL = (
     "model.num_layers=2 model.d_model=32 model.d_ff=32 train.steps=2 train.batch=4 train.sequence=32 data.path=book.txt"
 )
-FEW = "train.steps=2 train.evaluation_batches=1 data.path=book.txt"  # of the shapes that the guide trains
+# Of the rows that the guide trains.
+FEW = "model.num_layers=2 train.steps=2 train.evaluation_batches=1 data.path=book.txt"
 ADDED = {
     "train tiny --cpu-devices 8 ": SMALL,
     "train tiny-moe --cpu-devices 4 mesh.tensor=4 model.residual": f"{FEW} run.name=farskip",
@@ -70,8 +79,8 @@ def place(tmp_path_factory):
     for name in ("fast.yaml", "mine.yaml"):
         (folder / name).write_text("based_on: h100-nvlink\nlink: {latency: 5.5e-6}\n")
     shape = dict(vocab_size=100, num_hidden_layers=16)
-    for name in ("SmolLM2-135M.gguf", "SmolLM2-135M-Instruct.Q4_1.gguf"):
-        gguf_files.write(folder / name, "llama-2", **shape)
+    for name, layers in (("SmolLM2-135M.gguf", 6), ("SmolLM2-135M-Instruct.Q4_1.gguf", 16)):
+        gguf_files.write(folder / name, "llama-2", vocab_size=100, num_hidden_layers=layers)
     model = models.write(folder / "SmolLM2-135M", "llama-2", **shape)
     gguf_files.small().save(str(model / "tokenizer.json"))
     (folder / "web").mkdir()
@@ -83,10 +92,12 @@ def place(tmp_path_factory):
 
 
 def test_no_reason_has_outlived_its_command():
-    assert all(any(f"{words} ".startswith(start) for words in COMMANDS) for start in (*NOT_RUN, *ADDED))
+    assert all(any(f"{words} ".startswith(start) for words in COMMANDS) for start in (*NOT_RUN, *FULL, *ADDED))
 
 
-@pytest.mark.parametrize("words", RUN)
+@pytest.mark.parametrize(
+    "words", [pytest.param(one, marks=[pytest.mark.full] if beginning(one, FULL) else []) for one in RUN]
+)
 def test_a_documented_command(words, place, monkeypatch, capsys):
     monkeypatch.chdir(place)
     monkeypatch.setattr(os, "environ", os.environ.copy())

@@ -14,7 +14,7 @@ from ladder_jax.decode.engine import Engine, Request
 from ladder_jax.overlap import programs
 from ladder_jax.overlap import request as requests
 from ladder_jax.parallel import Compiled
-from ladder_jax.schedule import cost, hlo
+from ladder_jax.schedule import cost, hlo, roofline
 from ladder_jax.schedule.collectives import KINDS
 from tests import cases, starts
 
@@ -92,7 +92,10 @@ def worked(monkeypatch, tmp_path):
     return digest_of
 
 
-@pytest.mark.parametrize("more, quantize", [([], "none"), (["--quantize", "int8", "--stream"], "int8")])
+@pytest.mark.parametrize(
+    "more, quantize",
+    [(["--quantize", "int8", "--stream"], "int8"), pytest.param([], "none", marks=pytest.mark.full)],
+)
 def test_generate_runs_the_audited_programs(more, quantize, lowered, worked, tmp_path):
     """The verb's own words, from a checkpoint to text: its prefill, and each call of its token loop."""
     config = requests.make(target="cpu:8", model="tiny", residual="ladder", layers=LAYERS, phase=Phase.DECODE).config
@@ -105,6 +108,7 @@ def test_generate_runs_the_audited_programs(more, quantize, lowered, worked, tmp
     assert set(lowered[Phase.DECODE]) == {worked(phase=Phase.DECODE, **asked)}
 
 
+@pytest.mark.full  # of one row, `generate` runs it
 def test_the_generator_runs_the_audited_programs(lowered):
     config = requests.make(target="cpu:8", model="tiny", residual="ladder", layers=LAYERS, phase=Phase.DECODE).config
     definition = nn.define(config, mesh=parallel.make_mesh(tensor=8))
@@ -115,8 +119,10 @@ def test_the_generator_runs_the_audited_programs(lowered):
     assert lowered[Phase.PREFILL] == [digest(*audited(Phase.PREFILL, batch=3, context=96))]
 
 
-def test_bench_times_the_audited_programs(lowered, tmp_path):
+def test_bench_times_the_audited_programs(lowered, monkeypatch):
     """Its caches hold the prompt and what is new, and its token loop makes all of that in one call."""
+    for name in ("copy_bandwidth", "matmul_peak"):
+        monkeypatch.setattr(roofline, name, lambda *_, **__: roofline.Ceiling((1.0,), "an array"))
     words = f"bench --model tiny --layers {LAYERS} --residual ladder --batch {SLOTS} --prompt-length {PROMPT}"
     assert cli.main([*words.split(), *"--new-tokens 17 --tensor 8 --warmup 1 --repeats 1".split()]) == 0
     assert set(lowered[Phase.DECODE]) == {digest(*audited(Phase.DECODE, batch=SLOTS, context=PROMPT + 17))}
@@ -150,7 +156,10 @@ def token_loop(choice, **mesh):
     return program, loops[0].calls[0]
 
 
-@pytest.mark.parametrize("mesh", [dict(tensor=4), dict(tensor=8), dict(data=2, tensor=4)], ids=str)
+MESHES = [dict(data=2, tensor=4), *(pytest.param(dict(tensor=n), marks=pytest.mark.full) for n in (4, 8))]
+
+
+@pytest.mark.parametrize("mesh", MESHES, ids=str)
 def test_a_greedy_token_costs_one_collective_beside_the_embedding(mesh):
     program, turn = token_loop(Choice.GREEDY, **mesh)
     assert not any(one.opcode == "conditional" for one in program.instructions)

@@ -142,10 +142,15 @@ def test_parameters_held_and_active():
     assert dense.held == dense.active
 
 
-def test_overlap_reports_them(tmp_path, run_cli):
+def test_overlap_reports_them(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("LADDER_JAX_CACHE", str(tmp_path))
+
+    def told(*words):
+        assert cli.main(["overlap", *words]) == 0
+        return capsys.readouterr().out
+
     words = "--model tiny-moe --target cpu:2 --phase prefill --residual farskip --layers 1 --prompt-length 16"
-    environment = dict(LADDER_JAX_CACHE=str(tmp_path), check_status=0)
-    found = json.loads(run_cli("overlap", *words.split(), "--json", **environment).stdout)
+    found = json.loads(told(*words.split(), "--json"))
     assert (found["all_reduces"], found["grouped_matmuls"]) == (2, "expanded")
     attention, router, expert, tables = 2 * 128 * (128 + 64), 128 * 8, 3 * 128 * 128, 2 * 256 * 128
     assert found["parameters"] == attention + router + 9 * expert + tables
@@ -154,10 +159,10 @@ def test_overlap_reports_them(tmp_path, run_cli):
     expanded = 16 * (2 * 4 - 2 / 2) * expert * 2  # 4 experts a device, for each of 2 choices
     scores = 2 * 2 * 4 * 16 * 16 * 16  # of 4 heads of 16, the masked half too
     assert found["flops"] == found["flops_active"] + expanded + scores
-    text = run_cli("overlap", *words.split(), **environment).stdout
+    text = told(*words.split())
     assert "experts   a token passes" in text and "expands grouped matmuls" in text
     exchanged = [*words.split(), "--sequence-parallel", "--experts", "exchange", "--capacity", "4", "--json"]
-    rows = json.loads(run_cli("overlap", *exchanged, **environment).stdout)
+    rows = json.loads(told(*exchanged))
     assert (rows["all_to_alls"], rows["grouped_matmuls"]) == (2, "buffers")
     places = (4 * 2 * 8 - 16) * expert * 2  # of a device's 4 experts, for each of two ranks' 8 tokens
     assert rows["flops"] == rows["flops_active"] + places + scores - 8 * router * 2  # a rank routes its own tokens

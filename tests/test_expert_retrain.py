@@ -100,7 +100,7 @@ def test_distillation_of_turning_layers(name, kind, mesh, fraction, parts):
 @pytest.mark.parametrize("taught", [False, pytest.param(True, marks=FULL)])
 def test_a_model_with_dense_layers_is_trained_further(taught):
     """All its weights, on the data or by a standard teacher."""
-    definition = experts.define("farskip", "shared", tensor=2, dense_layers=1)
+    definition = experts.define("farskip", "shared", tensor=2, dense_layers=1, num_layers=2)
     params, weights = cases.parameters(definition), cases.parameters(definition, seed=5)
     teaching = dict(distill=DistillConfig(START, alpha=ALPHA, temperature=TAU), teacher=original(definition))
     plan = Retraining(definition, **(teaching if taught else {}))
@@ -109,7 +109,7 @@ def test_a_model_with_dense_layers_is_trained_further(taught):
     (loss, _), grads = jax.jit(task_gradients(plan, config=TrainConfig(**losses)))(
         trained, frozen, experts.tokens(), {}
     )
-    one = experts.define("farskip", "shared", dense_layers=1)
+    one = experts.define("farskip", "shared", dense_layers=1, num_layers=2)
     shape, wide = experts.shape("farskip", one.config), jax.tree.map(np.float64, cases.parameters(one))
     expected, wanted = reference.evaluate(
         distillation(wide) if taught else experts.loss,
@@ -149,7 +149,7 @@ def test_low_rank_factors(name, kind, mesh, form):
     """Merged they compute the same, and their gradients are the chain rule's of the merged matrices'."""
     moe = experts.KINDS[kind]
     moe = {**moe, "capacity": moe["experts"] / moe["top_k"]} if form else moe  # drops no row
-    definition = nn.define(experts.model(name, kind, moe=moe), mesh=parallel.make_mesh(**mesh), **form)
+    definition = nn.define(experts.model(name, kind, moe=moe, num_layers=2), mesh=parallel.make_mesh(**mesh), **form)
     plan = Retraining(definition, FROZEN, LoraConfig(rank=2, alpha=4.0))
     rng = np.random.default_rng(3)
     padded = jax.tree.map(lambda a: 0.3 * rng.standard_normal(a.shape, np.float32), plan.abstract)

@@ -62,9 +62,10 @@ REFERENCE = {
 @pytest.mark.parametrize("module, expected", REFERENCE.values(), ids=REFERENCE)
 def test_alone_on_one_device(module, expected):
     one = made(module)
+    exact = expected(one)
     assert all(isinstance(a, jax.Array) for a in jax.tree.leaves(nnx.state(one)))
-    assert cases.error(one(X), expected(one)) < LIMIT
-    assert cases.error(nnx.jit(lambda module, x: module(x))(one, X), expected(one)) < LIMIT
+    assert cases.error(one(X), exact) < LIMIT
+    assert cases.error(nnx.jit(lambda module, x: module(x))(one, X), exact) < LIMIT
 
 
 @pytest.mark.parametrize("name", ["attention", "mlp"])
@@ -83,8 +84,8 @@ def test_inside_shard_map_the_sum_of_partials_is_the_whole(name):
     on_ranks = jax.jit(jax.shard_map(local, mesh=mesh, in_specs=(specs, P()), out_specs=P()))
     assert cases.error(on_ranks(params, X), expected(one)) < LIMIT
     loss = lambda run: lambda params: jnp.sum(jnp.sin(run(params)))
-    split = jax.grad(loss(lambda params: on_ranks(params, X)))(params)
-    whole = jax.grad(loss(lambda params: nnx.merge(graph, params)(X)))(params)
+    split = jax.jit(jax.grad(loss(lambda params: on_ranks(params, X))))(params)
+    whole = jax.jit(jax.grad(loss(lambda params: nnx.merge(graph, params)(X))))(params)
     for a, b in zip(jax.tree.leaves(split), jax.tree.leaves(whole), strict=True):
         assert cases.error(a, b) < 2 * LIMIT
 
@@ -142,8 +143,8 @@ def test_rngs_decide_the_values_and_the_mesh_does_not():
 
 def test_flax_s_own_training_loop():
     """`nnx.Optimizer`, `nnx.jit`, `nnx.value_and_grad`, as in Flax's tutorials, on a mesh."""
-    config = cases.model("ladder", num_layers=2)
-    model = ladder_jax.Transformer(config, rngs=nnx.Rngs(0), mesh=ladder_jax.make_mesh(data=2, tensor=4))
+    config = cases.model("ladder", num_layers=1)
+    model = ladder_jax.Transformer(config, rngs=nnx.Rngs(0), mesh=ladder_jax.make_mesh(data=2, tensor=2))
     optimizer = nnx.Optimizer(model, optax.adamw(1e-2), wrt=nnx.Param)
     tokens = cases.tokens((4, 9))
 

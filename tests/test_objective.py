@@ -85,7 +85,9 @@ def dense():
     return params, trained, learnt, loss, {**wanted, "layers": jax.tree.map(lambda a: a[1:], wanted["layers"])}
 
 
-@pytest.mark.parametrize("mesh", [dict(tensor=4), dict(fsdp=2, tensor=2)], ids=str)
+@pytest.mark.parametrize(
+    "mesh", [dict(fsdp=2, tensor=2), pytest.param(dict(tensor=4), marks=pytest.mark.full)], ids=str
+)
 def test_distillation_is_the_dense_one(mesh, dense):
     """Frozen embedding and lower layer, a batch with a mask, chunks: values and gradients in float64."""
     params, trained, learnt, expected, wanted = dense

@@ -101,7 +101,7 @@ def unpacked():
     "mesh, form",
     [
         (dict(), dict(loop=Loop.SCAN)),
-        (dict(data=2, tensor=4), dict(loop=Loop.SCAN, remat=Remat.FULL)),
+        pytest.param(dict(data=2, tensor=4), dict(loop=Loop.SCAN, remat=Remat.FULL), marks=pytest.mark.full),
         (dict(data=2, tensor=4), dict(loop=Loop.UNROLLED, remat=Remat.SAVE_MATMULS)),
     ],
     ids=["one device", "recomputed", "unrolled"],
@@ -133,9 +133,9 @@ def test_no_token_attends_to_another_document():
     """Documents of one token predict nothing, so that what they are must not matter at all."""
     own = documents([6, 5], vocab=100)
     others = [np.array([token], np.int32) for token in range(200, 210)]
-    packed = batch([[own[0], *others[:4]], [*others[4:], own[1]]], length=16)
-    definition = cases.define("ladder", num_layers=2)
-    params = cases.parameters(definition)
+    packed = batch([[own[0], *others[:4]], [*others[4:], own[1]], others[:1], others[1:2]], length=16)
+    definition = cases.define("ladder", num_layers=2)  # the program of one device above
+    params = cases.placed(definition)
     _, gradients = jax.jit(train.loss_and_gradients(definition))(params, packed)
     rows = np.abs(np.asarray(gradients["embedding"]["table"])).sum(axis=1)
     assert not rows[200:].any()

@@ -350,11 +350,13 @@ def test_nothing_fits():
     assert " candidates the small" in reason
 
 
-def test_a_confirmed_answer(run_cli, tmp_path):
-    ask = ["plan", "--model", "tiny", "--target", "cpu:8", "--tokens", "256", "--sequence", "32", "--layers", "2"]
-    done = run_cli(*ask, "--json", LADDER_JAX_CACHE=str(tmp_path), check_status=0)
-    found = json.loads(done.stdout)
-    assert len(done.stdout.splitlines()) == 1
+def test_a_confirmed_answer(capsys, monkeypatch, tmp_path):
+    monkeypatch.setenv("LADDER_JAX_CACHE", str(tmp_path))
+    ask = ["plan", "--model", "tiny", "--target", "cpu:8", "--tokens", "256", "--sequence", "32", "--layers", "1"]
+    assert cli.main([*ask, "--json"]) == 0
+    said = capsys.readouterr().out
+    found = json.loads(said)
+    assert len(said.splitlines()) == 1
     assert found["considered"] >= len(found["plans"]) > 10
     best, second = found["plans"][:2]
     parts = "arguments", "temporaries", "outputs", "code"
@@ -362,10 +364,11 @@ def test_a_confirmed_answer(run_cli, tmp_path):
     assert best["bytes_per_device"] == sum(best["compiled"][name] for name in parts)
     assert second["compiled"] is None
     assert best["seconds"] <= second["seconds"]
-    again = run_cli(*ask, LADDER_JAX_CACHE=str(tmp_path), check_status=0)  # kept: nothing is compiled
-    assert again.stdout.startswith("take ")
-    assert "compiling" not in again.stderr
-    assert again.stdout.splitlines()[-1].startswith("ladder-jax train tiny model.num_layers=2 ")
+    assert cli.main(ask) == 0  # kept: nothing is compiled
+    again = capsys.readouterr()
+    assert again.out.startswith("take ")
+    assert "compiling" not in again.err
+    assert again.out.splitlines()[-1].startswith("ladder-jax train tiny model.num_layers=1 ")
 
 
 @pytest.mark.parametrize(

@@ -49,9 +49,16 @@ def test_in_a_notebook(environment):
 
 
 @quiet
-def test_commands(run_cli, environment, tmp_path):
+def test_doctor(run_cli, environment):
     done = run_cli("doctor", "--json", **environment, check_status=0)
-    assert set(json.loads(done.stdout)["devices"]) == {"cpu"} and done.stderr == ""
+    report = json.loads(done.stdout)
+    assert set(report["devices"]) == {"cpu"} and done.stderr == ""
+    assert all(one == "ok" or "pip install" in one or "cannot" in one for one in report["targets"].values())
+
+
+@quiet
+@pytest.mark.full  # each verb starts jax as doctor does
+def test_training_and_generation(run_cli, environment, tmp_path):
     shape = "num_layers=1 d_model=16 num_heads=2 num_kv_heads=2 d_ff=16".split()
     settings = [f"model.{one}" for one in shape] + ["train.steps=1", "train.batch=2", "train.sequence=8"]
     done = run_cli("train", "tiny", *settings, f"run.dir={tmp_path}", **environment, check_status=0)

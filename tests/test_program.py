@@ -1,5 +1,6 @@
 """What is compiled beside the programs of test_numerics, which counts those' all-reduces: a chunk's, and controls."""
 
+import hashlib
 import os
 import pathlib
 import re
@@ -14,11 +15,12 @@ from ladder_jax import decode, train
 from ladder_jax.config import Loop, Remat
 from ladder_jax.decode import steps, weights
 from ladder_jax.scopes import LAUNCH
-from tests import cases, communication
+from tests import cases, communication, covering
+
+KINDS = "ladder", "standard", "ladder-2", "ladder-fresh", "parallel-ladder"
 
 
-@pytest.mark.parametrize("loop", Loop)
-@pytest.mark.parametrize("name", ["standard", "ladder", "ladder-2", "ladder-fresh", "parallel-ladder"])
+@pytest.mark.parametrize("name, loop", covering.rows(KINDS, Loop, pairs=[], even=[1]))
 def test_prefill_of_a_later_chunk(name, loop):
     """The loop over key blocks, whose length is the device's to find, stands between the reductions and moves none."""
     definition = cases.define(name, data=2, tensor=4)
@@ -50,7 +52,7 @@ def test_the_count_sees_a_merged_pair():
 
 def test_no_gradient_reduction_stands_in_the_layer_loop():
     """Data-parallel and norm-gain gradients are reduced once, after the loop."""
-    definition = cases.define("ladder", data=2, tensor=4)
+    definition = cases.define("ladder", num_layers=2, data=2, tensor=4)
     step = jax.jit(train.loss_and_gradients(definition, loop=Loop.SCAN))
     text = step.lower(definition.abstract, jax.ShapeDtypeStruct((4, 10), jnp.int32)).compile().as_text()
     computation, outside = None, 0
@@ -63,37 +65,30 @@ def test_no_gradient_reduction_stands_in_the_layer_loop():
     assert outside > 0
 
 
-LOWERED = """
-import hashlib, jax, jax.numpy as jnp
-from ladder_jax import train
-from ladder_jax.config import Loop
-from tests import cases
-definition = cases.define("ladder", data=2, tensor=4)
-for loop in Loop:
-    step = jax.jit(train.loss_and_gradients(definition, loop=loop))
-    text = step.lower(definition.abstract, jax.ShapeDtypeStruct((4, 17), jnp.int32)).as_text()
-    print(hashlib.sha256(text.encode()).hexdigest())
-"""
+def lowered():
+    definition = cases.define("ladder", num_layers=2, data=2, tensor=4)
+    tokens = jax.ShapeDtypeStruct((4, 17), jnp.int32)
+    steps = (jax.jit(train.loss_and_gradients(definition, loop=loop)) for loop in Loop)
+    return [hashlib.sha256(step.lower(definition.abstract, tokens).as_text().encode()).hexdigest() for step in steps]
 
 
 def test_every_process_makes_the_same_program():
     """Python orders sets differently in each; several processes that run one program must not differ."""
-    root = pathlib.Path(__file__).parent.parent
-    said = {
-        subprocess.run(
-            [sys.executable, "-c", LOWERED], cwd=root, env={**os.environ, "PYTHONHASHSEED": seed},
-            capture_output=True, text=True, check=True, timeout=300,
-        ).stdout
-        for seed in "12"
-    }  # fmt: skip
-    assert len(said) == 1 and len(said.pop().split()) == 2
+    code = "from tests import test_program; print(*test_program.lowered())"
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=pathlib.Path(__file__).parent.parent,
+        env={**os.environ, "PYTHONHASHSEED": "1"}, capture_output=True, text=True, check=True, timeout=300,
+    )  # fmt: skip
+    assert done.stdout.split() == lowered()  # of a random seed, as Python's own
 
 
-@pytest.mark.parametrize("mesh", [{}, dict(fsdp=2, tensor=4)], ids=["one device", "fsdp x tensor"])
-@pytest.mark.parametrize("name", ["standard", "ladder"])
+MESHES = {"fsdp x tensor": dict(fsdp=2, tensor=4), "one device": {}}
+
+
+@pytest.mark.parametrize("name, mesh", covering.rows(KINDS[:2], MESHES, pairs=[]))
 def test_what_the_backward_pass_multiplies_again(name, mesh):
     """Of a layer: query, key, value, gate, up and attention's two products; with the matmuls kept, those two alone."""
-    definition = cases.define(name, **mesh)
+    definition = cases.define(name, num_layers=2, **MESHES[mesh])
     tokens = jax.ShapeDtypeStruct((4, 13), jnp.int32)
 
     def matmuls(remat):
@@ -101,6 +96,7 @@ def test_what_the_backward_pass_multiplies_again(name, mesh):
         return jax.jit(step).lower(definition.abstract, tokens).as_text().count("dot_general")
 
     plain, layers = matmuls(Remat.NONE), definition.config.num_layers
-    tied = layers - 1 if mesh and name == "ladder" else 0  # partial sums, which the loop over fsdp ties to weights
+    # Partial sums, which the loop over fsdp ties to weights.
+    tied = layers - 1 if MESHES[mesh] and name == "ladder" else 0
     assert matmuls(Remat.FULL) == plain + 7 * layers + tied
     assert matmuls(Remat.SAVE_MATMULS) == plain + 2 * layers

@@ -1,6 +1,7 @@
 """What a notebook shows of an object is a few lines that say what matters: 2,000 characters and 30 lines at most."""
 
 import dataclasses
+import functools
 import json
 import pathlib
 
@@ -45,13 +46,14 @@ def source(tmp_path):
     return pretrained.Source("a/model.gguf", BIG, arrays, 2048, files, {"eos_token_id": list(range(1000))})
 
 
-def engine(tmp_path):
+@functools.cache
+def an_engine():
     config = cases.model("ladder", num_layers=1, d_model=16, num_heads=2, num_kv_heads=2, d_ff=16)
     return decode.Engine(nn.Transformer(config, rngs=nnx.Rngs(0)), slots=2, capacity=64)
 
 
 def handle(tmp_path):
-    started = engine(tmp_path).submit(decode.Request(range(60), max_new_tokens=2))
+    started = an_engine().submit(decode.Request(range(60), max_new_tokens=2))
     started.result()
     return started
 
@@ -144,7 +146,7 @@ OBJECTS = {
     "opened": (opened, "OpenedModel('a/model.gguf', a Source)"),
     "model with text": (text_model, "float32\n  tokenizer: Bytes("),
     "generator": (generator, "Generator(loop='unrolled', quantize='none', of ModelDef("),
-    "engine": (engine, "Engine(2 slots of 64 tokens: 0 running, 0 waiting of at most 256)"),
+    "engine": (lambda _: an_engine(), "Engine(2 slots of 64 tokens: 0 running, 0 waiting of at most 256)"),
     "handle": (handle, "finish='length', prompt_tokens=60), of Request(prompt=(0, 1, 2, 3, 4, 5, 6, 7, ...)"),
     "request": (lambda _: decode.Request(range(10_000), **LONG), "max_new_tokens=7, temperature=0.5, seed=1"),
     "result": (

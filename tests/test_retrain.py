@@ -105,7 +105,7 @@ def test_the_model_and_the_tokenizer_are_the_checkpoints(trained, place):
     assert [row["turned"] for row in rows] == pytest.approx([min(step / 6, 1) for step in range(8)])
 
 
-@pytest.mark.parametrize("which", ["everything", "frozen"])
+@pytest.mark.parametrize("which", ["everything", pytest.param("frozen", marks=FULL)])
 def test_what_is_frozen_stays_bit_for_bit(which, trained, place):
     directory, _ = trained(which)
     before, after = params_of(place / "base"), params_of(directory)
@@ -169,7 +169,9 @@ def test_a_side_network_is_trained_further(trained, place, tmp_path):
             run(place, tmp_path / "wrong", *start, *wrong)
 
 
-@pytest.mark.parametrize("which", ["everything", "frozen", "side", pytest.param("staged", marks=FULL)])
+@pytest.mark.parametrize(
+    "which", ["everything", "side", *(pytest.param(one, marks=FULL) for one in ("frozen", "staged"))]
+)
 def test_resumed_runs_go_on_exactly(which, trained, place, tmp_path):
     """From the checkpoint of step 4."""
     directory, _ = trained(which)

@@ -134,8 +134,7 @@ FORMS = CollectiveMatmul.RING, CollectiveMatmul.COMPILER
 SETTINGS = itertools.product(NAMES, (1, 2, 4, 8), Loop, Remat, FORMS)
 CHOSEN = [
     ("standard", 8, Loop.SCAN, Remat.FULL, CollectiveMatmul.RING),  # ranks share key/value heads
-    ("standard", 4, Loop.UNROLLED, Remat.SAVE_MATMULS, CollectiveMatmul.RING),
-    ("ladder", 2, Loop.UNROLLED, Remat.NONE, CollectiveMatmul.RING),
+    ("ladder", 2, Loop.UNROLLED, Remat.SAVE_MATMULS, CollectiveMatmul.RING),
     ("ladder-fresh", 4, Loop.SCAN, Remat.NONE, CollectiveMatmul.COMPILER),
 ]
 

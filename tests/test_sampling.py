@@ -14,7 +14,6 @@ from ladder_jax.config import DecodeConfig, Loop
 from ladder_jax.decode import sampling, steps
 from ladder_jax.parallel import on_mesh, over_ranks
 from tests import cases, covering
-from tests.test_decode import PROMPTS, generator
 
 VOCAB, SHARE = 50, 10  # ranks hold a multiple of SHARE: from tensor=8 on, some hold nothing but padding
 MESHES = {
@@ -105,6 +104,7 @@ CUTS = [
 ]
 
 
+DRAWS = 5000
 COUNTS = [1, 4, sampling.COUNT]
 DEEP = [("1", sampling.COUNT), ("2", 4), ("8", 1), ("2x4", 4), ("emulated", 1)]
 
@@ -140,7 +140,7 @@ def test_no_filter_sorts_the_vocabulary():
 
 
 def test_draws_have_the_distribution_that_was_asked_for():
-    draws, values = 5000, np.repeat(logits(1), len(ASKED), 0)
+    draws, values = DRAWS, np.repeat(logits(1), len(ASKED), 0)
     seen = np.repeat(np.random.default_rng(2).random((1, VOCAB)) < 0.4, len(ASKED), 0)
     many = lambda rows: np.repeat(np.asarray(rows), draws, 0)
     tokens, _ = compiled("2")(many(values), settings(many(ASKED)), None, many(seen))
@@ -155,14 +155,15 @@ def test_draws_have_the_distribution_that_was_asked_for():
         assert abs(chi_squared - freedom) <= 5 * np.sqrt(2 * freedom), asked  # five standard deviations
 
 
-@pytest.mark.parametrize("temperature", [1e6, 1e30, 1e38])
-def test_a_temperature_beyond_all_measure_is_a_uniform_draw(temperature):
+def test_a_temperature_beyond_all_measure_is_a_uniform_draw():
     """Over some, a logit is zero; the padding's must not become so."""
-    draws = 5000
-    tokens, _ = compiled("1")(np.repeat(logits(1), draws, 0), settings([{**OFF, "temperature": temperature}] * draws))
-    counts = np.bincount(tokens, minlength=VOCAB)
-    assert len(counts) == VOCAB
-    assert abs(counts - draws / VOCAB).max() <= 6 * np.sqrt(draws / VOCAB)
+    draws, temperatures = 2 * DRAWS, (1e6, 1e15, 1e30, 1e38)  # as many rows as above: one program
+    asked = np.repeat([{**OFF, "temperature": one} for one in temperatures], draws, 0)
+    tokens, _ = compiled("2")(np.repeat(logits(1), len(asked), 0), settings(asked))
+    for drawn in tokens.reshape(-1, draws):
+        counts = np.bincount(drawn, minlength=VOCAB)
+        assert len(counts) == VOCAB
+        assert abs(counts - draws / VOCAB).max() <= 6 * np.sqrt(draws / VOCAB)
 
 
 def test_neither_the_mesh_nor_the_neighbours_change_a_row():
@@ -173,7 +174,7 @@ def test_neither_the_mesh_nor_the_neighbours_change_a_row():
     shifted = compiled("1")(values, ask(rows % 8), rows + 1, seen)[0]
     assert (expected[rows % 8 != 7] != shifted[rows % 8 != 7]).any()
     np.testing.assert_array_equal(expected[rows % 8 == 7], shifted[rows % 8 == 7])
-    for mesh in MESHES:
+    for mesh in ("1", "8", "2x4", "emulated"):
         tokens, same = compiled(mesh)(values, ask(rows % 8), rows, seen)
         np.testing.assert_array_equal(tokens, expected)
         np.testing.assert_allclose(same, logprobs, rtol=1e-5)
@@ -203,9 +204,9 @@ def test_logits_that_are_no_numbers_give_no_token(mesh):
 @pytest.mark.parametrize("temperature", [2e-38, 1e-37, 1e-30])
 def test_the_lowest_temperatures_take_the_largest_logit(temperature):
     """Over them a logit is infinite, several are alike, and the first of those was taken."""
-    values = 20 + logits(8)
+    values = 20 + logits(16)
     for cuts_ in (OFF, {**OFF, "top_k": 5}, {**OFF, "top_p": 0.5, "min_p": 0.01}):
-        tokens, logprobs = compiled("2")(values, settings([{**cuts_, "temperature": temperature}] * 8))
+        tokens, logprobs = compiled("8")(values, settings([{**cuts_, "temperature": temperature}] * 16))
         np.testing.assert_array_equal(tokens, values.argmax(1))
         assert np.isfinite(logprobs).all()
 
@@ -223,9 +224,9 @@ def test_log_probabilities_are_of_the_logits_as_given():
 
 
 def test_of_equal_logits_the_first_is_taken():
-    keys = jax.random.split(jax.random.key(1), 8)
-    tokens, _ = compiled("8")(np.zeros((8, VOCAB), np.float32), sampling.Settings.of(keys))
-    np.testing.assert_array_equal(tokens, np.zeros(8))
+    keys = jax.random.split(jax.random.key(1), 16)
+    tokens, _ = compiled("8")(np.zeros((16, VOCAB), np.float32), sampling.Settings.of(keys))
+    np.testing.assert_array_equal(tokens, np.zeros(16))
 
 
 @pytest.mark.parametrize("mesh", ["1", "2x4", "emulated"])
@@ -252,34 +253,43 @@ def shape_of(text):
 
 
 def test_one_compilation_serves_all_settings_and_gathers_nothing():
-    sample, values = compiled("8"), logits(8)
-    sample(values, settings(ASKED))
+    sample, values = compiled("8"), logits(16)
+    sample(values, settings(2 * ASKED))
     before = sample.jitted._cache_size()
     for which in range(8):
-        sample(values, settings([ASKED[which]] * 8, seed=which))
+        sample(values, settings([ASKED[which]] * 16, seed=which))
     assert sample.jitted._cache_size() == before
-    shapes = [jax.ShapeDtypeStruct((8, 80), kind) for kind in (jnp.float32, bool)]
-    text = sample.jitted.lower(shapes[0], settings(ASKED), np.zeros(8, np.int32), shapes[1]).compile().as_text()
+    shapes = [jax.ShapeDtypeStruct((16, 80), kind) for kind in (jnp.float32, bool)]
+    text = sample.jitted.lower(shapes[0], settings(2 * ASKED), np.zeros(16, np.int32), shapes[1]).compile().as_text()
     assert "all-reduce" in text
     assert "all-to-all" not in text
     gathered = re.findall(r"= \w+\[([\d,]+)\]\S* all-gather", text)
     # Of each of 8 ranks 5 numbers a row; and its candidates, which of so small a vocabulary are all, and their mass.
-    assert sorted(map(shape_of, gathered)) == [(8, 5, 8), (8, 8, 10 + 1)]
+    assert sorted(map(shape_of, gathered)) == [(8, 5, 16), (8, 16, 10 + 1)]
+
+
+PROMPT = [5, 6, 7]
+
+
+@functools.cache
+def generator():
+    definition = cases.define("ladder", num_layers=2, tensor=4)
+    params = cases.placed(definition)
+    return decode.Generator(definition, params, loop=Loop.SCAN), definition, params
 
 
 def test_decoding_penalises_and_scores_each_token_by_all_before_it():
     """Greedy with a penalty and without, in several chunks, from logits of a pass over all that came before."""
-    definition = cases.define("ladder", tensor=4)
-    params = cases.placed(definition)
-    ours, prompt, different = decode.Generator(definition, params, loop=Loop.UNROLLED), [5, 6, 7], []
+    ours, definition, params = generator()
+    different = []
     for penalty in (1.0, 1.5):
-        asked = decode.Request(prompt, max_new_tokens=20, repetition_penalty=penalty, logprobs=True)
+        asked = decode.Request(PROMPT, max_new_tokens=20, repetition_penalty=penalty, logprobs=True)
         pieces = list(ours.pieces(asked))
         assert len(pieces) > 2
         new = sum((piece.tokens for piece in pieces), ())
-        text = np.array([*prompt, *new])
+        text = np.array([*PROMPT, *new])
         full = np.asarray(nn.compiled_logits(definition)(params, text[None]), np.float64)[0, :, :251]
-        for at, logprob in enumerate(sum((piece.logprobs for piece in pieces), ()), len(prompt)):
+        for at, logprob in enumerate(sum((piece.logprobs for piece in pieces), ()), len(PROMPT)):
             x = full[at - 1]
             assert logprob == pytest.approx(x[text[at]] - np.log(np.exp(x).sum()), rel=1e-3)
             chosen = {**OFF, "temperature": 0.0, "repetition_penalty": penalty}
@@ -289,10 +299,10 @@ def test_decoding_penalises_and_scores_each_token_by_all_before_it():
 
 
 def test_generation_reads_every_setting():
-    ask = lambda **more: generator(tensor=2).tokens(PROMPTS, config=DecodeConfig(max_new_tokens=12, **more))
+    ours, *_ = generator()
+    ask = lambda **more: ours.tokens([PROMPT], config=DecodeConfig(max_new_tokens=20, **more))
     greedy, warm = ask(), ask(temperature=5.0)
     assert not np.array_equal(greedy, warm)
     for one in (dict(top_k=1), dict(top_p=1e-6), dict(min_p=1.0)):
         np.testing.assert_array_equal(ask(temperature=5.0, **one), greedy)
-    for prompt, row in zip(PROMPTS, ask(repetition_penalty=1e6), strict=True):
-        assert len({*prompt, *row}) == len(prompt) + 12
+    assert len({*PROMPT, *ask(repetition_penalty=1e6)[0]}) == len(PROMPT) + 20

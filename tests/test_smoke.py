@@ -14,8 +14,9 @@ def test_train_resume_generate(run_cli, tmp_path):
         "model.num_layers=2",
         "train.batch=4",
         "train.sequence=32",
-        "train.steps=20",
-        "train.checkpoint_every=10",
+        "train.steps=4",
+        "train.warmup_steps=2",
+        "train.checkpoint_every=2",
         "data.path=book.txt",
         "run.dir=out",
         "mesh.data=2",
@@ -29,7 +30,7 @@ def test_train_resume_generate(run_cli, tmp_path):
 
 
 def test_ladder_on_a_mesh_equals_ladder_on_one_device():
-    config = ladder_jax.preset("tiny", residual="ladder")
+    config = ladder_jax.preset("tiny", residual="ladder", num_layers=2)
     tokens = np.arange(32).reshape(2, 16)
     one, eight = (
         np.asarray(ladder_jax.Transformer(config, rngs=nnx.Rngs(0), mesh=mesh)(tokens))

@@ -1,12 +1,14 @@
 """The house's walls: imports point one way, as docs/inside.md draws them, without cycles; and no file is a long one."""
 
 import ast
+import functools
 import graphlib
-import json
 import pathlib
 import re
-import subprocess
-import sys
+
+import pytest
+
+from experiments.walk.__main__ import walk
 
 ROOT = pathlib.Path(__file__).parent.parent
 LIBRARY = ROOT / "ladder_jax"
@@ -17,6 +19,7 @@ MODULES = {
 }
 
 
+@functools.cache
 def imported(path: pathlib.Path) -> set[str]:
     """Modules of ours that a file imports, anywhere in it."""
     found = set()
@@ -87,10 +90,8 @@ def test_no_file_is_longer_than_500_lines():
     assert not {module: n for module, path in MODULES.items() if (n := path.read_text().count("\n")) > 500}
 
 
-def test_the_walks_are_short(tmp_path):
+# The one of generate trains first.
+@pytest.mark.parametrize("name, most", [("train", 40), pytest.param("generate", 34, marks=pytest.mark.full)])
+def test_the_walks_are_short(name, most, tmp_path):
     """`python -m experiments.walk`: a newcomer opens at most 40 files for a training step, and 34 for one prompt."""
-    command = [sys.executable, "-m", "experiments.walk", "--out", str(tmp_path / "walk.json")]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0, done.stderr
-    files = {row["walk"]: row["files"] for row in json.loads((tmp_path / "walk.json").read_text())["rows"]}
-    assert files["train"] <= 40 and files["generate"] <= 34
+    assert 0 < len(walk(name, folder=tmp_path)["files"]) <= most

@@ -134,16 +134,26 @@ print(json.dumps([read(source, **how) for source, how in json.loads(sys.argv[1])
 """
 
 
+def folders_of_its_name(tmp_path):
+    """Below what will be the current folder: not what is meant."""
+    local = tmp_path / "someone" / "pages"
+    local.mkdir(parents=True)
+    for name in ("train.csv", "pages.py"):
+        (local / name).write_text("text\nnot the Hub's\n")
+
+
 def test_the_hub(pages, tmp_path):
     """Streamed in order; in the user's folders only the Hub client's notes of small files are left."""
     home, where = tmp_path / "home", "hf://datasets/someone/pages"
     home.mkdir()
+    folders_of_its_name(tmp_path)
     with hub.served(pages) as (url, asked), hub.served(tmp_path / "csv", name="someone/csv") as (other, _):
         there = dict(HOME=str(home), HF_HUB_OFFLINE="0", HF_HOME=str(home / "hf"), HF_HUB_DISABLE_TELEMETRY="1")
 
         def read(*ask, url=url):
             command, environment = [sys.executable, "-c", READ, json.dumps(ask)], {**os.environ, **there}
-            done = subprocess.run(command, capture_output=True, text=True, env={**environment, "HF_ENDPOINT": url})
+            pipes = dict(capture_output=True, text=True)
+            done = subprocess.run(command, cwd=tmp_path, env={**environment, "HF_ENDPOINT": url}, **pipes)
             assert done.returncode == 0, done.stderr
             return json.loads(done.stdout)
 
@@ -172,14 +182,11 @@ def test_the_hub(pages, tmp_path):
     assert nothing.startswith(f"{where}: cannot be read: ")
 
 
-def test_the_hub_is_never_a_folder(run_cli, pages, tmp_path):
-    """Of the same name, below the current one."""
-    local = tmp_path / "someone" / "pages"
-    local.mkdir(parents=True)
+@pytest.mark.full  # beside the same folders, test_the_hub reads it
+def test_the_command_reads_the_hub(run_cli, pages, tmp_path):
+    folders_of_its_name(tmp_path)
     with hub.served(pages) as (url, _):
         there = dict(HF_ENDPOINT=url, HF_HUB_OFFLINE="0", HF_HOME=str(tmp_path / "hf"), HF_HUB_DISABLE_TELEMETRY="1")
-        for name in ("train.csv", "pages.py"):
-            (local / name).write_text("text\nnot the Hub's\n")
         ask = ["tokenize", "hf://datasets/someone/pages", "--out", "out", "--workers", "1"]
         run_cli(*ask, cwd=tmp_path, check_status=0, **there)
         assert texts_in(tmp_path / "out") == [f"train {index} {row}" for index in range(3) for row in range(4)]

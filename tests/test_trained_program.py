@@ -16,7 +16,7 @@ from ladder_jax.train.gradients import _after_backward
 from tests import cases
 
 ROWS, LENGTH = 4, 32
-ALWAYS = ["model.residual=ladder", f"train.sequence={LENGTH}"]
+ALWAYS = ["model.residual=ladder", "model.num_layers=2", f"train.sequence={LENGTH}"]
 
 
 class Lowered(Exception):
@@ -42,7 +42,7 @@ def lowered(monkeypatch):
 
 def audited(tmp_path, **settings):
     """The words of `overlap`, as its compiling process gets them."""
-    shape = dict(target="cpu:8", model="tiny", residual="ladder", phase=Phase.TRAIN, prompt_length=LENGTH)
+    shape = dict(target="cpu:8", model="tiny", residual="ladder", layers=2, phase=Phase.TRAIN, prompt_length=LENGTH)
     file = tmp_path / "request.json"
     file.write_text(json.dumps(requests.make(**shape, **settings).as_dict()))
     return str(file), str(tmp_path / "record")

@@ -65,7 +65,7 @@ def test_values_and_files_arrive(tmp_path, capsys):
     "arguments, kind, number, ladder",
     [
         (dict(ladder_layers="0"), "standard", 1, ()),
-        (dict(ladder_layers="2"), "ladder", 1, (2, 3)),
+        pytest.param(dict(ladder_layers="2"), "ladder", 1, (2, 3), marks=pytest.mark.full),
         (dict(ladder_layers="0,2", residual="ladder-2"), "ladder", 2, (0, 2)),
     ],
 )

@@ -68,7 +68,9 @@ def test_topologies_are_named_and_come_back(name, tmp_path):
     models.same_arrays(again, made)
 
 
-@pytest.mark.parametrize("name", ["hybrid-delay-2", "hybrid-parallel-ladder", "experts-dense-hybrid"])
+@pytest.mark.parametrize(
+    "name", ["hybrid-parallel-ladder", "experts-dense-hybrid", pytest.param("hybrid-delay-2", marks=pytest.mark.full)]
+)
 def test_the_pytorch_program_computes_what_we_do(name, tmp_path):
     """Recorded; `make test-hf` has it live, and every topology."""
     made = ladders.make(tmp_path / "made", name)

@@ -50,12 +50,12 @@ INPUTS = FittedProjections.INPUTS
 BOTH = FittedProjections.BOTH
 FULL = pytest.mark.full
 CASES = [
-    ("ladder", 8, 1, 8, BOTH),
     ("ladder-2", 2, 1, 2, INPUTS),
     ("parallel-ladder", 4, 1, 4, BOTH),
     ("hybrid-list", 2, 2, 2, BOTH),
     ("ladder-fresh", 8, 1, 8, BOTH),
-    ("hybrid-fresh", 2, 2, 2, INPUTS),
+    pytest.param("ladder", 8, 1, 8, BOTH, marks=FULL),
+    pytest.param("hybrid-fresh", 2, 2, 2, INPUTS, marks=FULL),
     pytest.param("ladder", 1, 1, 1, INPUTS, marks=FULL),
     pytest.param("hybrid-delay-3-first", 1, 1, 1, BOTH, marks=FULL),
     pytest.param("hybrid-parallel-ladder", 8, 1, 8, INPUTS, marks=FULL),

@@ -55,7 +55,7 @@ def expected(params, chosen, *, kind, number=1, ranks=1):
         ("ladder", "ladder", 1, None, 1),
         ("ladder-3", "ladder", 3, None, 1),
         ("parallel-ladder", "parallel-ladder", 1, None, 1),
-        ("ladder-fresh", "fresh", 1, 2, 1),
+        pytest.param("ladder-fresh", "fresh", 1, 2, 1, marks=pytest.mark.full),
         ("ladder-fresh", "fresh", 1, 2, 2),
     ],
 )
