@@ -7,6 +7,7 @@ renames of folders: what needs those has another form there (checkpoint/store.py
 import contextlib
 import functools
 import os
+import re
 import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -21,6 +22,8 @@ LIBRARIES = {"gs": "gcsfs", "s3": "s3fs"}
 """The packages that implement the schemes for fsspec. They are not among our dependencies."""
 
 RETRIED = 90.0  # seconds: an outage of a minute costs nothing
+
+_REFUSAL = re.compile("(401|403|Forbidden|PERMISSION_DENIED|UNAUTHENTICATED)\\b")  # as the libraries' messages begin
 
 
 _S3_SETTINGS = {
@@ -108,7 +111,7 @@ def remove(folder: "epath.Path", *, first: str) -> None:
 
 
 def patiently[T](work: Callable[[], T]) -> T:
-    """`work()`, which is called again after an error, for RETRIED seconds.
+    """`work()`, which is called again after an error, for RETRIED seconds; not after a refusal, which stays one.
 
     The stores' libraries have errors of their own, beside OSError, and give up after some seconds, or at once.
     """
@@ -118,7 +121,7 @@ def patiently[T](work: Callable[[], T]) -> T:
             return work()
         except (FileNotFoundError, PermissionError, UserError):
             raise
-        except Exception:
-            if time.monotonic() > until:
+        except Exception as error:
+            if time.monotonic() > until or _REFUSAL.match(str(error)) or getattr(error, "code", None) in (401, 403):
                 raise
         time.sleep(1.0)

@@ -42,10 +42,9 @@ SMALL = dict(params={"a": np.zeros(3, np.float32)}, optimizer={"b": np.zeros(3, 
 
 
 def save(folder, name="ladder", **mesh):
-    """A trained step on the given mesh, saved; returns its definition and its parameters as NumPy."""
+    """A run's first state on the given mesh, saved; returns its definition and its parameters as NumPy."""
     definition = cases.define(name, **mesh)
     state = train.initial_state(definition, config=RECIPE)
-    state, _ = train.train_step(definition, config=RECIPE)(state, cases.tokens((4, 9)))
     store = Store(folder, config=RunConfig(model=definition.config, train=RECIPE))
     store.save(1, params=state.params, optimizer=optimizer_to_dict(state.optimizer))
     store.close()
@@ -85,7 +84,7 @@ def test_restored_on_another_mesh(saved, mesh):
 
 
 def test_a_function_of_four_ranks_stays_one(tmp_path):
-    definition, params = save(tmp_path / "c", "ladder-fresh", data=2, tensor=4)
+    definition, params = save(tmp_path / "c", "ladder-fresh", data=2, tensor=4, num_layers=2)
     checkpoint = open_checkpoint(tmp_path / "c")
     assert checkpoint.config.model.ranks == 4
     with pytest.raises(UserError, match="function of model.ranks=4 ranks; mesh.tensor=8"):

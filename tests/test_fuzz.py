@@ -22,9 +22,9 @@ def feed(reader, count, *, timeout):
     return done.stdout.splitlines()
 
 
-def test_a_hundred_files_each():
+def test_some_files_each():
     """In one process: a reader that ends it, or hangs, is named by the last input."""
-    assert feed("all", 100, timeout=300) == [f"{reader}: 100 inputs, 0 errors" for reader in READERS]
+    assert feed("all", 40, timeout=300) == [f"{reader}: 40 inputs, 0 errors" for reader in READERS]
 
 
 @pytest.mark.full

@@ -20,7 +20,7 @@ RECIPE = TrainConfig(steps=10, batch=4, sequence=8, warmup_steps=2, spike_factor
 
 def test_the_compiled_step_keeps_the_old_state():
     """A loss that is no number, and one that jumped, change nothing but the step's number; a good one trains."""
-    definition = cases.define("ladder", tensor=2)
+    definition = cases.define("ladder", num_layers=2, tensor=2)
     params = cases.placed(definition)
     fresh = lambda: train.initial_state(definition, config=RECIPE, params=jax.tree.map(lambda a: a.copy(), params))
     tokens = cases.tokens((4, 9))

@@ -13,31 +13,38 @@ import time
 
 import pytest
 
-from ladder_jax import config, train
+from ladder_jax import cli, config, train
 from ladder_jax.checkpoint import Damaged, steps, store
 from ladder_jax.data.batches import DataLoader
 from ladder_jax.errors import RunFailed, UserError
-from ladder_jax.train import folder, metrics
+from ladder_jax.train import folder, metrics, session
 from tests import cases
 
-STEPS, SAVE, EVALUATE = 90, 15, 5
+STEPS, SAVE, EVALUATE = 45, 15, 5
 TINY = [
     "model.num_layers=2", "model.d_model=32", "model.d_ff=32", "model.dtype=float32", "model.residual_dtype=float32",
     "mesh.tensor=2", f"train.steps={STEPS}", "train.batch=4", "train.sequence=32", "train.warmup_steps=5",
     "train.log_every=1", f"train.checkpoint_every={SAVE}", f"train.evaluate_every={EVALUATE}",
     "train.evaluation_batches=40",
 ]  # fmt: skip
-KILLS = [1, pytest.param(7, marks=pytest.mark.full)]  # of each kind
+# How often a run is to die, and in what. Steps go on while one is saved, so a kill in a save is one in a step as well.
+KILLS = [
+    {"save": 1, "evaluation": 1},
+    pytest.param({"step": 7, "save": 7, "evaluation": 7}, marks=pytest.mark.full),
+]
 
 
 def command(book, directory, *more):
     arguments = [*TINY, f"data.path={book}", f"run.dir={directory}", *more]
-    return [sys.executable, "-m", "ladder_jax", "train", "tiny", "--cpu-devices", "2", *arguments]
+    return [sys.executable, "-m", "ladder_jax", "train", "tiny", *arguments]
 
 
 def start(book, directory, *more):
     return subprocess.Popen(
-        command(book, directory, *more), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        [*command(book, directory, *more), "--cpu-devices", "2"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
     )
 
 
@@ -86,13 +93,25 @@ def being_written(directory):
     return {path.stat().st_ino for path in directory.glob("checkpoints/writing.*") if path.exists()}
 
 
-@pytest.mark.parametrize("kills", KILLS)
-def test_killed_again_and_again(book, tmp_path, uninterrupted, kills):
-    """SIGKILL, until a run has died that often in steps, saves and evaluations each: the losses are bit-identical."""
-    directory, moments = tmp_path / "run", random.Random(0)
+@pytest.fixture
+def resumable(uninterrupted, tmp_path):
+    """A copy of the run as it stood some steps after its checkpoint of step 30, with that of step 15 before it."""
+    directory = tmp_path / "copy"
+    shutil.copytree(uninterrupted, directory)
+    checkpoints = directory / "checkpoints"
+    shutil.rmtree(checkpoints / "45")
+    assert sorted(p.name for p in checkpoints.iterdir()) == ["15", "30"]
+    return directory
+
+
+@pytest.mark.parametrize("kills", KILLS, ids=lambda kills: sum(kills.values()))
+def test_killed_again_and_again(book, resumable, uninterrupted, kills):
+    """SIGKILL after step 15, until a run has died that often in each of these: the losses are bit-identical."""
+    directory, moments = resumable, random.Random(0)
+    shutil.rmtree(directory / "checkpoints" / "30")
     died = {"step": 0, "save": 0, "evaluation": 0}
-    while min(died.values()) < kills:
-        kind = min(died, key=died.get)  # the one with the fewest
+    while any(died[kind] < often for kind, often in kills.items()):
+        kind = min(kills, key=died.get)  # the one with the fewest
         resumed = max([0, *(int(p.name) for p in directory.glob("checkpoints/*") if p.name.isdigit())])
         left, target = being_written(directory), resumed + moments.randint(1, SAVE - 2)
         process = start(book, directory)
@@ -117,52 +136,54 @@ def test_killed_again_and_again(book, tmp_path, uninterrupted, kills):
             shutil.rmtree(directory)
     run(book, directory)
     assert losses(directory) == losses(uninterrupted)
-    # On another mesh: the same batches, so the same losses but for rounding.
-    *_, resumed, last = sorted(int(p.name) for p in directory.glob("checkpoints/*"))
-    shutil.rmtree(directory / "checkpoints" / str(last))
-    run(book, directory, "mesh.tensor=1", "mesh.data=2")
-    for ours, theirs in zip(losses(directory), losses(uninterrupted), strict=True):
-        assert ours[1] == pytest.approx(theirs[1], rel=1e-4 if ours[0] > resumed else 0)
 
 
-@pytest.fixture
-def resumable(uninterrupted, tmp_path):
-    """A copy of the run as it stood some steps after its checkpoint of step 75, with that of step 60 before it."""
-    directory = tmp_path / "copy"
-    shutil.copytree(uninterrupted, directory)
-    checkpoints = directory / "checkpoints"
-    shutil.rmtree(checkpoints / "90")
-    assert sorted(p.name for p in checkpoints.iterdir()) == ["60", "75"]
-    return directory
+@pytest.mark.full  # test_expert_training resumes on another mesh, too
+def test_resumed_on_another_mesh(book, resumable, uninterrupted):
+    """The same batches, so the same losses but for rounding."""
+    run(book, resumable, "mesh.tensor=1", "mesh.data=2")
+    for ours, theirs in zip(losses(resumable), losses(uninterrupted), strict=True):
+        assert ours[1] == pytest.approx(theirs[1], rel=1e-4 if ours[0] > 30 else 0)
 
 
-def test_preempted_in_a_save_and_in_an_evaluation(book, tmp_path, uninterrupted):
+def test_preempted_in_a_save_and_in_an_evaluation(book, tmp_path, uninterrupted, monkeypatch, capsys):
     """SIGTERM: everything is saved, the status is the shell's; the same command goes on. Ctrl-C likewise.
 
-    Steps go on during a save, so that is in a step as well.
+    Steps go on during a save, so that is in a step as well. The second is in this process, which need not start.
     """
     directory = tmp_path / "run"
-    for moment, signum in (
-        (lambda: any(directory.glob("checkpoints/writing.*")), signal.SIGTERM),
-        (lambda: last_step(directory) % EVALUATE == EVALUATE - 1 and last_step(directory) > 32, signal.SIGINT),
-    ):
-        process = start(book, directory)
-        assert wait(process, moment)
-        process.send_signal(signum)
-        said, _ = process.communicate(timeout=120)
-        assert process.returncode == 128 + signum and "Traceback" not in said, said
+
+    def ended(status, signum, said):
+        assert status == 128 + signum and "Traceback" not in said, said
         step = last_step(directory)
         assert f"ladder-jax: {signum.name}: step {step} is saved, and the same command goes on from there" in said
         assert (directory / "checkpoints" / str(step)).is_dir()
         assert not any(directory.glob("checkpoints/writing.*"))
+
+    process = start(book, directory)
+    assert wait(process, lambda: any(directory.glob("checkpoints/writing.*")))
+    process.send_signal(signal.SIGTERM)
+    said, _ = process.communicate(timeout=120)
+    ended(process.returncode, signal.SIGTERM, said)
+
+    def interrupted(self, batch, *, whole=session.Session._on_devices):
+        if last_step(directory) == 34:  # in the evaluation after step 35
+            monkeypatch.undo()
+            signal.raise_signal(signal.SIGINT)
+        return whole(self, batch)
+
+    monkeypatch.setattr(session.Session, "_on_devices", interrupted)
+    ended(cli.main(command(book, directory)[3:]), signal.SIGINT, capsys.readouterr().err)
+    assert last_step(directory) == 35
     run(book, directory)
     assert losses(directory) == losses(uninterrupted)
 
 
 def test_the_second_signal_ends_at_once(book, tmp_path):
+    """In an evaluation that would take an hour."""
     directory = tmp_path / "run"
-    process = start(book, directory, "train.steps=100000", "train.evaluation_batches=100000", "train.batch=2")
-    assert wait(process, lambda: last_step(directory) >= 3)
+    process = start(book, directory, "train.evaluation_batches=1000000")
+    assert wait(process, lambda: last_step(directory) >= EVALUATE - 1)
     lines = iter(process.stdout.readline, "")
     process.send_signal(signal.SIGTERM)
     assert any("SIGTERM: saving, then ending" in line for line in lines)
@@ -175,12 +196,12 @@ def test_a_full_disk(book, tmp_path, uninterrupted):
     """Room for the log and one checkpoint: the next ones are reported, and that one stays; then there is room again."""
     directory = tmp_path / "disk"
     directory.mkdir()
-    size = sum(p.stat().st_size for p in (uninterrupted / "checkpoints" / "90").rglob("*") if p.is_file())
+    size = sum(p.stat().st_size for p in (uninterrupted / "checkpoints" / "45").rglob("*") if p.is_file())
     mount = ["mount", "-t", "tmpfs", "-o", f"size={2 * size}", "tmpfs", str(directory)]
     if subprocess.run(mount, capture_output=True).returncode:
         pytest.skip("no tmpfs can be mounted here (it needs root); test_a_disk_that_refuses_in_the_middle runs")
     try:
-        with pytest.raises(RunFailed, match="checkpoint of step 90 could not be written: No space left on device"):
+        with pytest.raises(RunFailed, match="checkpoint of step 45 could not be written: No space left on device"):
             run(book, directory / "run")
         assert [p.name for p in (directory / "run" / "checkpoints").iterdir()] == ["15"]
         assert len(losses(directory / "run")) == STEPS
@@ -208,7 +229,7 @@ def test_a_disk_that_refuses_in_the_middle(book, tmp_path, uninterrupted, larges
     """
     said, directory = [], tmp_path / "run"
     largest_file(40 * 1024)
-    with pytest.raises(RunFailed, match="^the checkpoint of step 90 could not be written"):
+    with pytest.raises(RunFailed, match="^the checkpoint of step 45 could not be written"):
         run(book, directory, said=said)
     largest_file(None)
     first = "the checkpoint of step 15 could not be written: File too large (there is none before it)"
@@ -231,10 +252,10 @@ def test_every_failed_save_is_told(book, tmp_path, monkeypatch):
 
     monkeypatch.setattr(store.Writing, "finish", fail)
     said = []
-    with pytest.raises(RunFailed, match="the checkpoint of step 3 could not be written: no room"):
-        run(book, tmp_path / "run", "train.steps=3", "train.checkpoint_every=1", said=said)
-    told = [re.search(r"checkpoint of step (\d) could not be written: ([\w ]+)", line) for line in said]
-    assert [found.groups() for found in told if found] == [("1", "it is broken "), ("2", "no room ")]
+    with pytest.raises(RunFailed, match="the checkpoint of step 45 could not be written: no room"):
+        run(book, tmp_path / "run", said=said)
+    told = [re.search(r"checkpoint of step (\d+) could not be written: ([\w ]+)", line) for line in said]
+    assert [found.groups() for found in told if found] == [("15", "it is broken "), ("30", "no room ")]
 
 
 def test_lines_wait_for_room(tmp_path):
@@ -275,14 +296,14 @@ def test_unreadable_data_in_the_middle(book, tmp_path, uninterrupted, monkeypatc
     whole = DataLoader.read
 
     def broken(feed, step):
-        if int(step) == 36:
+        if int(step) == 21:
             raise OSError(5, "Input/output error", "/data/shard-7")
         return whole(feed, step)
 
     monkeypatch.setattr(DataLoader, "read", broken)
-    with pytest.raises(RunFailed, match="the batch of step 37 cannot be read: .*/data/shard-7.*; step 36 is saved"):
+    with pytest.raises(RunFailed, match="the batch of step 22 cannot be read: .*/data/shard-7.*; step 21 is saved"):
         run(book, tmp_path / "run")
-    assert last_step(tmp_path / "run") == 36
+    assert last_step(tmp_path / "run") == 21
     monkeypatch.setattr(DataLoader, "read", whole)
     run(book, tmp_path / "run")
     assert losses(tmp_path / "run") == losses(uninterrupted)
@@ -290,18 +311,18 @@ def test_unreadable_data_in_the_middle(book, tmp_path, uninterrupted, monkeypatc
 
 def test_a_damaged_checkpoint_is_never_resumed_from(book, resumable, uninterrupted):
     """Refused, with the whole one before it on offer; taken up, it is put aside, and the run ends as it should."""
-    cases.flip(resumable / "checkpoints" / "75" / "optimizer")
+    cases.flip(resumable / "checkpoints" / "30" / "optimizer")
     before = (resumable / "metrics.jsonl").read_bytes()
-    shutil.copytree(resumable / "checkpoints" / "75", resumable / "checkpoints" / "75.damaged")  # as of another time
-    with pytest.raises(Damaged, match="the newest whole one before it is step 60 .run.on_damaged=previous"):
+    shutil.copytree(resumable / "checkpoints" / "30", resumable / "checkpoints" / "30.damaged")  # as of another time
+    with pytest.raises(Damaged, match="the newest whole one before it is step 15 .run.on_damaged=previous"):
         run(book, resumable)
     assert (resumable / "metrics.jsonl").read_bytes() == before
     said = run(book, resumable, "run.on_damaged=previous")
-    assert any(line.endswith("put aside as 75.damaged.2") for line in said)
-    assert f"resuming {resumable} from step 60" in said
+    assert any(line.endswith("put aside as 30.damaged.2") for line in said)
+    assert f"resuming {resumable} from step 15" in said
     assert losses(resumable) == losses(uninterrupted)
     assert sorted(p.name for p in (resumable / "checkpoints").iterdir()) == [
-        "60", "75", "75.damaged", "75.damaged.2", "90",
+        "15", "30", "30.damaged", "30.damaged.2", "45",
     ]  # fmt: skip
 
 
@@ -314,13 +335,13 @@ def test_no_whole_checkpoint_is_no_fresh_start(book, resumable):
 
 def test_a_checkpoint_from_before_there_were_manifests(book, resumable, uninterrupted):
     """And, as after a signal in the evaluation, without the held-out loss of its step, which is made up for."""
-    step = resumable / "checkpoints" / "75"
+    step = resumable / "checkpoints" / "30"
     (step / "manifest.json").unlink()
     shutil.rmtree(step / "data")
     meta = json.loads((step / "meta" / "metadata").read_text())
     old = {key: meta[key] for key in ("format", "version", "step", "config")}
     (step / "meta" / "metadata").write_text(json.dumps(old))
-    rows = [row for row in metrics.read(resumable) if row["step"] <= 75]
+    rows = [row for row in metrics.read(resumable) if row["step"] <= 30]
     del rows[-1]["validation_loss"]
     (resumable / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     said = run(book, resumable)

@@ -1,5 +1,7 @@
 """Steps, the recipe, and whole runs: what they leave, resumed or refused."""
 
+import dataclasses
+import itertools
 import json
 import socket
 
@@ -14,6 +16,7 @@ from ladder_jax.errors import UserError
 from ladder_jax.train import metrics
 from ladder_jax.train import step as steps
 from tests import cases, reference
+from tests.covering import marked
 
 RECIPE = TrainConfig(steps=100, batch=4, sequence=9, warmup_steps=10, clip_norm=0.05, learning_rate=1e-2)
 
@@ -34,16 +37,24 @@ def dense_step(params, tokens, shape, recipe):
     return loss, norm, jax.tree_util.tree_map_with_path(update, params, grads)
 
 
-@pytest.mark.parametrize("mesh", [dict(), dict(tensor=8), dict(data=2, tensor=4)], ids=str)
-def test_a_step_is_adamw_with_the_norm_of_all_shards(mesh):
-    definition = cases.define("ladder", **mesh)
+MESHES = [(1, 8), (2, 4), (1, 1)]  # data, tensor
+
+
+@pytest.mark.parametrize("mesh, loop", marked(itertools.product(MESHES, Loop), chosen=list(zip(MESHES, Loop))), ids=str)
+def test_a_step_is_adamw_with_the_norm_of_all_shards(mesh, loop):
+    """In both forms of the loop; and the old state's buffers are reused."""
+    definition, recipe = (
+        cases.define("ladder", num_layers=2, data=mesh[0], tensor=mesh[1]),
+        dataclasses.replace(RECIPE, loop=loop),
+    )
     params, tokens = cases.parameters(definition), cases.tokens((4, 10))
     expected_loss, norm, expected = dense_step(
-        params, tokens, cases.shape("ladder", definition.config, ranks=1), RECIPE
+        params, tokens, cases.shape("ladder", definition.config, ranks=1), recipe
     )
     assert norm > 2 * RECIPE.clip_norm  # it does clip
-    state = train.initial_state(definition, config=RECIPE, params=cases.place(params, definition))
-    state, metrics = train.train_step(definition, config=RECIPE)(state, tokens)
+    first = train.initial_state(definition, config=recipe, params=cases.place(params, definition))
+    state, metrics = train.train_step(definition, config=recipe)(first, tokens)
+    assert all(leaf.is_deleted() for leaf in jax.tree.leaves(first))
     limit = cases.bound(definition.config, passes=2)
     assert cases.error(metrics["loss"], expected_loss) < limit
     assert cases.error(metrics["gradient_norm"], norm) < limit
@@ -61,6 +72,7 @@ def test_a_step_is_adamw_with_the_norm_of_all_shards(mesh):
     assert int(state.step) == 1
 
 
+@pytest.mark.full  # the test before this one holds both to float64, for one step
 def test_both_loop_forms_train_alike():
     definition = cases.define("ladder", data=2, tensor=4)
     losses = []
@@ -72,14 +84,6 @@ def test_both_loop_forms_train_alike():
             state, metrics = step(state, cases.tokens((4, 10)))
         losses.append(float(metrics["loss"]))
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
-
-
-def test_the_old_states_buffers_are_reused():
-    definition = cases.define("ladder", tensor=4)
-    state = train.initial_state(definition, config=RECIPE)
-    old = jax.tree.leaves(state)
-    train.train_step(definition, config=RECIPE)(state, cases.tokens((4, 10)))
-    assert all(leaf.is_deleted() for leaf in old)
 
 
 def test_the_papers_schedule():
@@ -97,7 +101,7 @@ def test_what_is_not_a_matrix_is_not_decayed():
     adamw = steps.adamw(RECIPE, dims=definition.dims)
     params = jax.tree.map(lambda a: np.ones(a.shape, np.float32), definition.abstract)
     zero = jax.tree.map(np.zeros_like, params)
-    updates, _ = adamw.update(zero, adamw.init(params), params)
+    updates, _ = jax.jit(adamw.update)(zero, adamw.init(params), params)
     decayed = {"/".join(k.key for k in p): bool(np.any(u)) for p, u in jax.tree_util.tree_leaves_with_path(updates)}
     assert {n.rsplit("/", 1)[-1] for n, d in decayed.items() if d} == {
         "table", "query", "key", "value", "out", "gate", "up", "down",

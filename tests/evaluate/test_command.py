@@ -52,15 +52,15 @@ def evaluate(run, files, monkeypatch, capsys):
     return call
 
 
-def test_text(evaluate, run, run_cli, files):
+def test_text(evaluate, run, capsys):
     found = evaluate("--text", "book.txt")
     assert found["tokens"] == found["bytes"] == len(TEXT.encode())
     assert found["window"] == WINDOW
     assert found["perplexity"] == found["byte_perplexity"] < found["word_perplexity"]
-    # In a process of its own, where only the one line goes to stdout.
-    done = run_cli("evaluate", run, "--text", "book.txt", "--json", cwd=files, check_status=0)
-    assert one_object(done.stdout) == pytest.approx(found, rel=1e-6)
-    assert "windows" in done.stderr
+    assert cli.main(["evaluate", str(run), "--text", "book.txt", "--json"]) == 0
+    out, err = capsys.readouterr()
+    assert one_object(out) == pytest.approx(found, rel=1e-6)
+    assert "windows" in err
     pages = evaluate("--text", "pages.jsonl", "--field", "page", "--stride", "32", "--tensor", "1", "--data", "2")
     assert pages["documents"] == 2
     assert pages["stride"] == 32
@@ -203,7 +203,7 @@ def test_without_the_harness(way, file, evaluate, files, mistake, monkeypatch):
 
 
 def test_nothing_beside_the_result(run, run_cli, files, tmp_path):
-    """The harness's bars, warnings and caches stay out of the user's way."""
+    """In a process of its own: the harness's bars, warnings and caches stay out of the user's way."""
     for name in ("home", "temporary"):
         (tmp_path / name).mkdir()
     here = dict(HOME=str(tmp_path / "home"), TMPDIR=str(tmp_path / "temporary"), HF_HOME=str(tmp_path / "home" / "hf"))

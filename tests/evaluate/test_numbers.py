@@ -42,7 +42,10 @@ def spans(count=11, *, seed=0, longest=WINDOW):
 
 @pytest.mark.parametrize(
     "name, how",
-    [("ladder", dict(data=2, tensor=4)), ("ladder-fresh", dict(ranks=4))],
+    [
+        ("ladder", dict(data=2, tensor=4)),
+        pytest.param("ladder-fresh", dict(ranks=4), marks=pytest.mark.full),  # test_checkpoint has such logits, too
+    ],
     ids=["data 2, tensor 4", "4 ranks on one device"],
 )
 def test_scores(name, how, monkeypatch):

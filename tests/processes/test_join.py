@@ -24,13 +24,16 @@ def test_coordinator_never_comes(started, port):
     assert said.count("\n") == 1
 
 
-def test_another_never_comes(started, port):
-    """Those that came end with a line each, the first and the third of three."""
-    running = started(processes=3, only=[0, 2], patience={"start": 8})
-    for index, said in zip((0, 2), ends(running)):
-        line = f"ladder-jax: process {index} of 3 (host {HOST}) has waited at localhost:{port} for 8 s, and not all"
-        assert said.startswith(line) and said.count("\n") == 1 and "--start-timeout" in said
-    assert [process.returncode for process in running] == [1, 1]
+# Two that wait have to meet first, which a busy machine takes seconds for.
+@pytest.mark.parametrize("came, count, seconds", [((0,), 2, 2), pytest.param((0, 2), 3, 8, marks=pytest.mark.full)])
+def test_another_never_comes(started, port, came, count, seconds):
+    """Those that came end with a line each."""
+    running = started(processes=count, only=came, patience={"start": seconds})
+    for index, said in zip(came, ends(running)):
+        waited = f"has waited at localhost:{port} for {seconds} s, and not all"
+        assert said.startswith(f"ladder-jax: process {index} of {count} (host {HOST}) {waited}")
+        assert said.count("\n") == 1 and "--start-timeout" in said
+    assert [process.returncode for process in running] == [1] * len(came)
 
 
 def test_ctrl_c_while_waiting(started, port):

@@ -8,10 +8,9 @@ import time
 
 from ladder_jax.checkpoint import steps, verify
 from ladder_jax.train import metrics
+from tests.processes import test_training
 
-TINY = ["model.num_layers=2", "model.d_model=32", "model.d_ff=32", "model.dtype=float32", "train.steps=120",
-        "train.batch=4", "train.sequence=32", "train.log_every=1", "train.checkpoint_every=60", "train.warmup_steps=5",
-        "train.evaluation_batches=1", "mesh.data=2", "run.tensorboard=false"]  # fmt: skip
+TINY = [*test_training.TINY, "mesh.data=2"]  # whose program is compiled for both
 
 PROCESS = """
 import sys, time
@@ -24,7 +23,7 @@ from ladder_jax.errors import RunFailed
 from ladder_jax.train import metrics
 
 slowly = metrics.Metrics.add
-metrics.Metrics.add = lambda self, row: (time.sleep(0.05), slowly(self, row))[1]
+metrics.Metrics.add = lambda self, row: (time.sleep(0.1), slowly(self, row))[1]
 try:
     train.run(config.load("tiny", overrides=sys.argv[3:]), say=lambda line: None)
 except RunFailed as error:
@@ -48,7 +47,7 @@ def test_ctrl_c_in_one_process_makes_both_save(book, tmp_path, port):
     said = [process.communicate(timeout=240) for process in (first, second)]
     assert [first.returncode, second.returncode] == [143, 130], said
     stopped = metrics.read(run)[-1]["step"]
-    assert 3 <= stopped < 120 and steps(run / "checkpoints")[-1] == stopped
+    assert 3 <= stopped < test_training.STEPS and steps(run / "checkpoints")[-1] == stopped
     assert verify(run / "checkpoints" / str(stopped)) == []
     for name, (out, _) in zip(("SIGTERM", "SIGINT"), said):
         assert f"{name}: step {stopped} is saved" in out

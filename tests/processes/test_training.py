@@ -129,23 +129,14 @@ def same(rows, expected, *, rel):
             assert a == b if rel == 0 else a == pytest.approx(b, rel=rel)
 
 
-def test_two_are_killed_and_resumed(start, overrides, alone, tmp_path):
-    """Undisturbed under Open MPI; then again under SLURM, where the second is killed, and as a JobSet to the end.
+@pytest.mark.parametrize("cluster", [slurm, pytest.param(open_mpi, marks=pytest.mark.full)])
+def test_two_are_killed_and_resumed(start, overrides, tmp_path, cluster):
+    """The second is killed; then, as a JobSet, they make the steps since the last checkpoint again, and alike.
 
     The first fails in a collective at once, and waits to hear why.
     """
-    whole, run = tmp_path / "whole", tmp_path / "run"
-    both = start([*overrides, f"run.dir={whole}"], cluster=open_mpi)
-    said = ended(both)
-    assert [process.returncode for process in both] == [0, 0], said
-    assert f"trained a model of 28,832 parameters for {STEPS} steps" in said[0][0]
-    ours = [line for out in said[1] for line in out.splitlines() if not line.startswith("[Gloo]")]
-    assert ours == []  # the first alone speaks
-    expected = metrics.read(whole)
-    same(expected, alone, rel=1e-5)
-    assert len(expected) == STEPS
-
-    killed = start([*overrides, f"run.dir={run}"], cluster=slurm, lost=10)
+    run = tmp_path / "run"
+    killed = start([*overrides, f"run.dir={run}"], cluster=cluster, lost=10)
     until(run, 25, processes=killed)  # the save after step 20 waits for that after step 10, so one is complete
     killed[1].kill()
     said = ended(killed)
@@ -154,12 +145,34 @@ def test_two_are_killed_and_resumed(start, overrides, alone, tmp_path):
     assert said[0][1].splitlines()[-1].startswith(line)
     assert "Traceback" not in said[0][1]
 
-    saved = steps(run / "checkpoints")[-1]
+    saved, before = steps(run / "checkpoints")[-1], metrics.read(run)
     resumed = start([*overrides, f"run.dir={run}"], cluster=jobset)
     said = ended(resumed)
     assert [process.returncode for process in resumed] == [0, 0], said
     assert f"resuming {run} from step {saved}" in said[0][1]
-    same(metrics.read(run), expected, rel=0)
+    assert f"trained a model of 28,832 parameters for {STEPS} steps" in said[0][0]
+    ours = [line for out in said[1] for line in out.splitlines() if not line.startswith("[Gloo]")]
+    assert ours == []  # the first alone speaks
+    assert len(metrics.read(run)) == STEPS
+    same(before, metrics.read(run), rel=0)
+
+
+@pytest.mark.full
+def test_two_train_as_one(start, overrides, alone, tmp_path):
+    """Undisturbed; killed and resumed they end with the same losses, bit by bit."""
+    whole, run = tmp_path / "whole", tmp_path / "run"
+    both = start([*overrides, f"run.dir={whole}"], cluster=open_mpi)
+    said = ended(both)
+    assert [process.returncode for process in both] == [0, 0], said
+    same(metrics.read(whole), alone, rel=1e-5)
+    assert len(metrics.read(whole)) == STEPS
+    killed = start([*overrides, f"run.dir={run}"], cluster=slurm)
+    until(run, 25, processes=killed)
+    for process in killed:
+        process.kill()
+    ended(killed)
+    ended(start([*overrides, f"run.dir={run}"], cluster=slurm))
+    same(metrics.read(run), metrics.read(whole), rel=0)
     assert len(metrics.read(run)) == STEPS
 
 

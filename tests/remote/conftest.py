@@ -9,6 +9,8 @@ import pytest
 from tests import gcs, gcs_files, s3, s3_files
 
 STORES = {"gs": (gcs, gcs_files), "s3": (s3, s3_files)}
+# What both do alike needs one of them in `make test`: the first, but this one for a run, and for whose lock it is.
+IN_S3 = pytest.mark.parametrize("away", ["s3", pytest.param("gs", marks=pytest.mark.full)], indirect=True)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,6 +63,6 @@ def bucket(stores):
     return stores["gs"].bucket
 
 
-@pytest.fixture(scope="module", params=STORES)
+@pytest.fixture(scope="module", params=["gs", pytest.param("s3", marks=pytest.mark.full)])
 def away(request, stores):
     return stores[request.param]

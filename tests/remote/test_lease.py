@@ -11,6 +11,7 @@ import pytest
 from ladder_jax.errors import RunFailed, UserError
 from ladder_jax.files import absolute
 from ladder_jax.train import lock
+from tests.remote.conftest import IN_S3
 
 
 @pytest.fixture
@@ -112,6 +113,7 @@ def test_who_has_lost_the_folder_ends(monkeypatch, capfd):
     assert capfd.readouterr().err == "ladder-jax: another process has taken it over\n"
 
 
+@IN_S3
 def test_of_several_that_take_over_one_does(away, quick):
     bucket, where = away.bucket, away.url("leases/three")
     winners, refused, done = [], [], threading.Event()

@@ -30,6 +30,7 @@ from ladder_jax.pretrained.formats import open_model, open_source
 from ladder_jax.train import checkpoints, lock, metrics
 from ladder_jax.train import folder as runs
 from tests import cases
+from tests.remote.conftest import IN_S3
 from tests.test_tokens import TEXTS, lines, make
 
 TINY = """model.num_layers=2 model.d_model=32 model.d_ff=32 model.num_heads=4 model.num_kv_heads=4 model.dtype=float32
@@ -75,6 +76,7 @@ def run(away):
     return where
 
 
+@IN_S3
 def test_a_killed_run_is_resumed_and_the_same(away, run, local):
     """Its numbers are those of the local run, which was not killed; what was being written is nowhere."""
     stored = away.bucket.objects
@@ -104,6 +106,7 @@ def same_pieces(here, there):
         assert np.array_equal(ours, theirs)
 
 
+@IN_S3
 def test_a_store_that_is_away_while_a_run_is_resumed(away, run, local, monkeypatch, capsys):
     """An outage is neither an empty folder nor damage: the run waits, and goes on from its newest checkpoint."""
     away.copy("runs/one/", "runs/waiting/")
@@ -132,6 +135,7 @@ def test_a_store_that_is_away_while_a_run_is_resumed(away, run, local, monkeypat
     assert numbers(rows) == numbers(metrics.read(local))
 
 
+@IN_S3
 def test_what_reads_a_run_reads_it_there(run, local, capsys):
     same_pieces(local, run)
     opened, known = open_model(run), open_model(local)
@@ -148,6 +152,7 @@ def test_what_reads_a_run_reads_it_there(run, local, capsys):
     assert f"{run!r} holds a run of another configuration" in capsys.readouterr().err
 
 
+@IN_S3
 def test_what_has_changed_is_never_resumed_from(away, run, local, capsys):
     away.copy("runs/one/", "runs/two/")
     away.flip("runs/two/checkpoints/12/params/ocdbt.process_0/d/")
@@ -162,16 +167,22 @@ def test_what_has_changed_is_never_resumed_from(away, run, local, capsys):
     assert json.loads(stored) == json.loads((local / "result.json").read_text())
 
 
+def downloaded(away, prefix, folder):
+    """All objects whose names begin so, as files below `folder`."""
+    for name, (_, content) in away.bucket.objects.items():
+        if name.startswith(prefix):
+            file = folder / name.removeprefix(prefix)
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_bytes(content)
+
+
+@IN_S3
 def test_copies(away, run, local, tmp_path):
     """Of the bucket's run on a disk, and of the disk's in the bucket: each is compared with what was written.
 
     On a disk the bucket's checkpoint is one of Orbax's; in the bucket one that Orbax has written is read.
     """
-    for name, (_, content) in away.bucket.objects.items():
-        if name.startswith("runs/one/"):
-            file = tmp_path / "copy" / name.removeprefix("runs/one/")
-            file.parent.mkdir(parents=True, exist_ok=True)
-            file.write_bytes(content)
+    downloaded(away, "runs/one/", tmp_path / "copy")
     for file in local.rglob("*"):
         if file.is_file():
             away.bucket.put(f"runs/copied/{file.relative_to(local)}", file.read_bytes(), match=None)
@@ -194,10 +205,6 @@ def test_copies(away, run, local, tmp_path):
         assert len(ours) > 5
         for name in ours:
             assert ours[name].dtype == theirs[name].dtype and np.array_equal(ours[name], theirs[name]), name
-    if away.scheme == "gs":  # whose checksums are of the content, and go with a copy
-        changed = next((tmp_path / "copy" / "checkpoints" / "12" / "params" / "d").iterdir())
-        cases.flip(changed)
-        assert "other contents than were written" in verify(tmp_path / "copy" / "checkpoints" / "12")[0]
 
 
 @pytest.mark.full
@@ -281,8 +288,8 @@ def test_a_store_that_is_away_while_a_save_finishes(away, monkeypatch):
     assert verify(folder / "1") == verify(folder / "3") == []
 
 
-def test_a_store_that_is_away_while_arrays_are_written(away, monkeypatch):
-    """From before the first one on: all that is written then is written again."""
+def test_a_store_that_is_away_while_arrays_are_written(away, monkeypatch, tmp_path):
+    """From before the first one on: all that is written then is written again. And a copy on a disk is compared."""
 
     def interrupted(*arguments):
         away.bucket.away = True
@@ -295,6 +302,11 @@ def test_a_store_that_is_away_while_arrays_are_written(away, monkeypatch):
     saving.close()
     assert saving.failure() is None
     assert verify(absolute(away.url("written")) / "checkpoints" / "1") == []
+    downloaded(away, "written/checkpoints/1/", tmp_path)
+    assert verify(tmp_path) == []
+    if away.scheme == "gs":  # whose checksums are of the content, and go with a copy
+        cases.flip(next((tmp_path / "params" / "ocdbt.process_0" / "d").iterdir()))
+        assert "other contents than were written" in verify(tmp_path)[0]
 
 
 def test_a_store_that_is_away_when_a_checkpoint_is_due(bucket, local, monkeypatch, capsys):
@@ -396,16 +408,27 @@ def test_a_library_that_is_missing(stores, monkeypatch, capsys):
     assert capsys.readouterr().err == "ladder-jax: gs:// needs gcsfs: pip install gcsfs\n"
 
 
-def test_a_store_that_refuses(bucket, monkeypatch):
-    """Errors of the libraries' own are one line."""
+class Coded(Exception):
+    code = 403
+
+
+@pytest.mark.parametrize(
+    "error", [RuntimeError("403: you may not\nread this"), OSError("Forbidden: x"), Coded("you may not")], ids=repr
+)
+def test_a_store_that_refuses(bucket, monkeypatch, error):
+    """Errors of the libraries' own are one line; of a refusal at once, as waiting does not mend it."""
+    asked = []
 
     def refuse(*_, **__):
-        raise RuntimeError("403: you may not\nread this")
+        asked.append(None)
+        raise error
 
     config = load("tiny", overrides=["run.dir=gs://bucket/x"])
     monkeypatch.setattr(backend.fsspec_backend, "exists", refuse)
-    with pytest.raises(RunFailed, match="^cannot read 'gs://bucket/x': 403: you may not read this$"):
+    with pytest.raises(RunFailed) as told:
         runs.check(config, runs.path_of(config))
+    assert str(told.value) == f"cannot read 'gs://bucket/x': {' '.join(str(error).split())}"
+    assert len(asked) == 1
 
 
 def test_folders_of_something_else(away):

@@ -226,7 +226,7 @@ def at_once(url, asked, *, leave=lambda index: False):
 
 def test_many_at_once(running, alone):
     """None is lost, none is wrong; of those who leave, queued, running or in a stream, the others notice nothing."""
-    asked, memory = list(random_requests(60)), []
+    asked, memory = list(random_requests(30)), []
     expected = [alone(prompt, max_new_tokens=new, **drawn).text for prompt, new, drawn, _ in asked]
     for _ in range(3):
         assert at_once(running.url, asked) == expected

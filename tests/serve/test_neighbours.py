@@ -35,7 +35,10 @@ def full(kind):
     return path, form % (one * (SIZE // len(one))), message
 
 
-@pytest.mark.parametrize("kind", FULL)
+MORE = ["lists", "quoted", "talk"]  # near to prompts, text and messages
+
+
+@pytest.mark.parametrize("kind", [pytest.param(k, marks=[pytest.mark.full] if k in MORE else []) for k in FULL])
 def test_large_bodies(templated, kind):
     """Six at a time, and another client has its small answer all the same."""
     path, body, message = full(kind)
