@@ -5,31 +5,40 @@ import itertools
 import pytest
 
 from ladder_jax.config import Loop, Remat
-from tests import cases, covering, test_chunks, test_decode, test_gradients_bfloat16, test_meshes, test_numerics
+from tests import (
+    cases,
+    covering,
+    test_chunks,
+    test_decode,
+    test_gradients_bfloat16,
+    test_interleave,
+    test_meshes,
+    test_numerics,
+)
 
-FIRST_SECOND, FIRST_THIRD, SECOND_THIRD, FIRST_FOURTH, THIRD_FOURTH = (0, 1), (0, 2), (1, 2), (0, 3), (2, 3)
+FIRST_SECOND, FIRST_THIRD, SECOND_THIRD, SECOND_FOURTH, THIRD_FOURTH = (0, 1), (0, 2), (1, 2), (1, 3), (2, 3)
 THREE = [FIRST_SECOND, FIRST_THIRD, SECOND_THIRD]
 ARRAYS = {
     "forward": (test_numerics.FORWARD, (cases.TOPOLOGIES, (1, 2, 4, 8), Loop), [SECOND_THIRD]),
     "gradients": (
         test_numerics.GRADIENTS,
         (cases.TOPOLOGIES, test_numerics.MESHES, Loop, Remat),
-        [*THREE, THIRD_FOURTH],
+        [SECOND_THIRD, THIRD_FOURTH],
     ),
     "gradients that communicate": (
         test_numerics.GRADIENTS,
         (cases.RECURRENCES, test_numerics.MESHES, Loop, Remat),
-        [*THREE, FIRST_FOURTH, THIRD_FOURTH],
+        [FIRST_THIRD, THIRD_FOURTH],
     ),
     "sharded": (
         test_meshes.CASES,
         (["ladder"], test_meshes.MESHES, test_meshes.DEPARTURES),
         [FIRST_SECOND, FIRST_THIRD],
     ),
-    "sharded, where ranks differ": (
-        test_meshes.CASES,
-        (["ladder-fresh"], test_meshes.SPLIT, test_meshes.DEPARTURES),
-        [FIRST_SECOND, FIRST_THIRD],
+    "halves": (
+        test_interleave.GRADIENTS,
+        (test_interleave.REDUCING, test_interleave.FORMS, Loop, test_interleave.REMATS),
+        [SECOND_THIRD, SECOND_FOURTH],
     ),
     "summed": (
         test_gradients_bfloat16.TRACED,
@@ -37,7 +46,6 @@ ARRAYS = {
         THREE,
     ),
     "decode": (test_decode.CASES, (cases.TOPOLOGIES, test_decode.MESHES, Loop), [SECOND_THIRD]),
-    "decode of each recurrence": (test_decode.CASES, (cases.RECURRENCES, test_decode.SHARDED, Loop), [FIRST_THIRD]),
     "chunks": (test_chunks.CASES, (cases.RECURRENCES, test_chunks.MESHES, Loop), [SECOND_THIRD]),
 }
 
