@@ -53,7 +53,11 @@ def audited(phase, **settings):
     return programs.program(requests.make(**shape, **settings))
 
 
-@pytest.mark.parametrize("loop, quantize", [(Loop.UNROLLED, Quantize.NONE), (Loop.SCAN, Quantize.INT8)], ids=str)
+@pytest.mark.parametrize(
+    "loop, quantize",
+    [(Loop.UNROLLED, Quantize.NONE), pytest.param(Loop.SCAN, Quantize.INT8, marks=pytest.mark.full)],
+    ids=str,
+)
 def test_the_engine_runs_the_audited_programs(loop, quantize, lowered):
     """Prefill, and each call of the token loop: the first, those after it, and those after a request has come."""
     form = dict(loop=loop, quantize=quantize)

@@ -340,6 +340,7 @@ def test_presets_and_overrides():
         config.check_fits_mesh(three, config.MeshConfig(tensor=3))
 
 
+@pytest.mark.full  # test_numerics has those of a dense model
 def test_initial_values_are_the_same_everywhere():
     meshes = [dict(), dict(data=2, tensor=4), dict(tensor=8)]
     first, *others = [nn.initialize(experts.define("ladder", **mesh), seed=7) for mesh in meshes]

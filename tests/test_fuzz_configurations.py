@@ -2,6 +2,8 @@
 
 import collections
 
+import pytest
+
 from experiments.fuzz_configurations import __main__ as command
 from experiments.fuzz_configurations import compare, walk
 from experiments.fuzz_configurations.draw import CHECKS, draw, override
@@ -28,21 +30,23 @@ def found():
     return case, compare.outcome(case)
 
 
+@pytest.mark.full  # as a wrong residual
 def test_a_wrong_gradient_is_reported(monkeypatch):
-    """By 0.1 %, with the command that repeats the case."""
+    """By 0.1 %."""
     reduce = gradients._reduce_gradient
     monkeypatch.setattr(gradients, "_reduce_gradient", lambda g, dims, layout: 1.001 * reduce(g, dims, layout))
-    case, outcome = found()
+    _, outcome = found()
     assert outcome.what == "failed" and "beyond" in outcome.said
-    text = command.failure(case, outcome)
-    assert f"--case {case.seed}:{case.index}" in text and "model.residual=ladder" in text
 
 
 def test_a_wrong_residual_is_reported(monkeypatch):
+    """With the command that repeats the case."""
     add = recurrence.add
     monkeypatch.setattr(recurrence, "add", lambda x, outputs: add(1.001 * x, outputs))
-    _, outcome = found()
+    case, outcome = found()
     assert outcome.what == "failed" and "gradients: " in outcome.said
+    text = command.failure(case, outcome)
+    assert f"--case {case.seed}:{case.index}" in text and "model.residual=ladder" in text
 
 
 def test_a_crash_is_reported_and_a_refusal_is_not(monkeypatch):

@@ -5,6 +5,7 @@ The bound comes from bfloat16's unit roundoff and the places that round: see tes
 
 import dataclasses
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -43,10 +44,10 @@ CASES = {
 # The same rows and ranks: one reference serves the three.
 WHOLE = "data x tensor", "sequence parallel", "fsdp x tensor"
 SMALLER = "one device", "accumulate"
-SIZED = [
-    *((case, FEWER) for case in (*WHOLE, *SMALLER)),
-    *(pytest.param(case, ROWS, marks=pytest.mark.full) for case in CASES),
-]
+SIZED = covering.marked(
+    [*itertools.product((*WHOLE, *SMALLER), [FEWER]), *itertools.product(CASES, [ROWS])],
+    chosen=[("one device", FEWER), ("sequence parallel", FEWER), ("fsdp x tensor", FEWER)],
+)
 
 
 def batch(rows: int) -> np.ndarray:
@@ -196,7 +197,7 @@ def equations(jaxpr):
 
 
 REMATS = Remat.NONE, Remat.FULL
-TRACED = covering.rows(CASES, REMATS, Loop)
+TRACED = covering.rows(CASES, REMATS, Loop, pairs=[(1, 2)], even=[1, 2])
 
 
 @pytest.mark.parametrize("case, remat, loop", TRACED)

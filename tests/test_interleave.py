@@ -93,7 +93,7 @@ def test_experts_whose_sums_are_reduced(name):
 
 @pytest.mark.parametrize(
     "name, loop, rows",
-    covering.rows(["standard", "ladder-fresh", "hybrid-delay-2"], Loop, (4, 1, 3), pairs=[(0, 1)], even=[2]),
+    covering.rows(["standard", "ladder-fresh", "hybrid-delay-2"], Loop, (4, 1, 3), pairs=[], even=[1]),
 )
 def test_prefill(name, loop, rows):
     """Logits and caches, of halves of rows and of a row's positions: the second reads what the first has written."""
@@ -132,7 +132,7 @@ def test_prefill_that_starts_and_awaits_apart(name, changes, count, monkeypatch)
     assert cases.error(found[:, real], whole[:, real]) < cases.bound(definition.config)
 
 
-@pytest.mark.parametrize("rows", [1, 2])
+@pytest.mark.parametrize("rows", [1, pytest.param(2, marks=pytest.mark.full)])
 def test_text_of_prompts_that_are_read_in_halves(rows):
     """Whole, in chunks, and by the engine: the same tokens."""
     definition = cases.define("standard", tensor=2, num_layers=2)

@@ -37,8 +37,6 @@ CASES = covering.marked(
     chosen=[  # one whose all-reduce waits, and one whose ranks differ
         *covering.array(["ladder"], MESHES, DEPARTURES, pairs=[(0, 1), (0, 2)], even=[2]),
         ("ladder-fresh", "1x2x4", "sequence parallel"),
-        ("ladder-fresh", "2x2x2", "unrolled"),
-        ("ladder-fresh", "1x1x8", "remat save-matmuls"),
     ],
 )
 PAIRS = [

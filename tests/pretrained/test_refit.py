@@ -52,8 +52,8 @@ FULL = pytest.mark.full
 CASES = [
     ("ladder-2", 2, 1, 2, INPUTS),
     ("parallel-ladder", 4, 1, 4, BOTH),
-    ("hybrid-list", 2, 2, 2, BOTH),
     ("ladder-fresh", 8, 1, 8, BOTH),
+    pytest.param("hybrid-list", 2, 2, 2, BOTH, marks=FULL),
     pytest.param("ladder", 8, 1, 8, BOTH, marks=FULL),
     pytest.param("hybrid-fresh", 2, 2, 2, INPUTS, marks=FULL),
     pytest.param("ladder", 1, 1, 1, INPUTS, marks=FULL),
