@@ -41,7 +41,7 @@ def test_a_model_as_it_is_hides_its_sums(request_, compiled):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("target", ["v5p:2x2x2", "h100:8"])
+@pytest.mark.parametrize("target", ["v5p:2x2x2", "tpu7x:2x2x1", "h100:8"])
 def test_a_split_stream_hides_its_gathers_and_scatters(target, compiled):
     """All 64 in the layers."""
     training = dict(phase=Phase.TRAIN, residual="standard", loop=Loop.SCAN, sequence_parallel=True, **IN_HALVES)
