@@ -37,10 +37,11 @@ gc.set_threshold(100_000, 50, 100)
 
 # What takes longest comes first, in this order: a file is one worker's, and at the end the others would be idle.
 FIRST = """
-    test_interleave test_numerics test_fuzz_configurations test_explicit test_gradients_bfloat16 test_meshes test_experts
-    test_remote test_resume test_training test_names test_docs test_decode test_agreement test_expert_inference test_int8
-    test_expert_training test_cli test_commands test_retrain test_expert_retrain test_watchdog test_generate test_overlap
-    test_policy test_modules test_refit test_sampling test_process test_objective
+    test_interleave test_numerics test_fuzz_configurations test_explicit test_gradients_bfloat16 test_meshes
+    test_experts test_remote test_resume test_training test_names test_docs test_decode test_agreement
+    test_expert_inference test_int8 test_expert_training test_cli test_commands test_retrain test_expert_retrain
+    test_watchdog test_generate test_overlap test_policy test_modules test_refit test_sampling test_process
+    test_objective
 """.split()
 
 

@@ -182,6 +182,17 @@ def test_text_does_not_depend_on_how_its_bytes_are_cut():
     assert 500 < hits < 2500
 
 
+def test_text_that_is_held_back_comes_at_the_end():
+    """The beginning of a stop string, of which the rest never came."""
+    ours = engine()
+    plain = ours.submit(Request([1], max_new_tokens=5))
+    ours.run()
+    text = plain.result().text
+    held = ours.submit(Request([1], max_new_tokens=5, stop=[text[-1] + "?"]))
+    ours.run()
+    assert held.result().text == text == "".join(piece.text for piece in held)
+
+
 def test_text_is_held_back_no_longer_than_it_must_be():
     ours = StopText(["stop", "top hat"])
     assert [ours.push(part.encode()) for part in ("so ", "st", "a", "sto", "p")] == ["so ", "", "sta", "", ""]

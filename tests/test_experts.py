@@ -295,6 +295,9 @@ def test_farskip_of_own_layers():
 
 
 def test_topology_in_words():
+    assert "layers 2-3: attention and MLP read all but" in repr(
+        residual.topology("ladder", num_layers=4, ladder_layers=2)
+    )
     text = repr(residual.topology("farskip", num_layers=4, ladder_layers="2"))
     assert "8 all-reduces" in text and "with the shared expert's" in text
 
@@ -338,6 +341,15 @@ def test_presets_and_overrides():
     with pytest.raises(UserError, match="model.moe.shared_width=128 is not divisible by mesh.tensor=3"):
         three = config.preset("tiny-moe", num_heads=6, head_dim=16, num_kv_heads=3)
         config.check_fits_mesh(three, config.MeshConfig(tensor=3))
+
+
+def test_initial_values_of_an_expert():
+    """N(0, 0.02); of the matrix that writes to the stream, N(0, 0.02 / sqrt(2L)), L = 3."""
+    values = nn.initialize(experts.define("ladder"))["layers"]["mlp"]["experts"]
+    for name, deviation in dict(gate=0.02, up=0.02, down=0.02 / 6**0.5).items():
+        values_of = np.asarray(values[name])
+        # The deviation of n normal values is off by a share of about 1 / sqrt(2 n).
+        assert abs(values_of.std() / deviation - 1) < 5 / (2 * values_of.size) ** 0.5, name
 
 
 @pytest.mark.full  # test_numerics has those of a dense model
