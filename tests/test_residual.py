@@ -53,6 +53,7 @@ def test_a_standard_layer_after_a_ladder_layer_waits_for_everything():
         ("ladder", None, [(0, 1, 4)]),
         ("standard", None, [(0, 1, 4)]),
         ("ladder-3", None, [(0, 1, 4)]),
+        ("parallel-ladder", None, [(0, 1, 4)]),
         ("desync-2", None, [(0, 1, 4)]),
         ("ladder", "2", [(0, 1, 1), (1, 1, 1), (2, 1, 2)]),
         ("desync-4", None, [(0, 2, 2)]),
