@@ -7,7 +7,6 @@ renames of folders: what needs those has another form there (checkpoint/store.py
 import contextlib
 import functools
 import os
-import re
 import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -22,8 +21,6 @@ LIBRARIES = {"gs": "gcsfs", "s3": "s3fs"}
 """The packages that implement the schemes for fsspec. They are not among our dependencies."""
 
 RETRIED = 90.0  # seconds: an outage of a minute costs nothing
-
-_REFUSAL = re.compile("(401|403|Forbidden|PERMISSION_DENIED|UNAUTHENTICATED)\\b")  # as the libraries' messages begin
 
 
 _S3_SETTINGS = {
@@ -111,9 +108,10 @@ def remove(folder: "epath.Path", *, first: str) -> None:
 
 
 def patiently[T](work: Callable[[], T]) -> T:
-    """`work()`, which is called again after an error, for RETRIED seconds; not after a refusal, which stays one.
+    """`work()`, which is called again after an error, for RETRIED seconds; but not after status 403.
 
-    The stores' libraries have errors of their own, beside OSError, and give up after some seconds, or at once.
+    The stores' libraries have errors of their own, beside OSError, and give up after some seconds, or at once. Of 403
+    s3fs makes a PermissionError, gcsfs an OSError "Forbidden: ...". A 401 may be a token that is renewed.
     """
     until = time.monotonic() + RETRIED
     while True:
@@ -122,6 +120,6 @@ def patiently[T](work: Callable[[], T]) -> T:
         except (FileNotFoundError, PermissionError, UserError):
             raise
         except Exception as error:
-            if time.monotonic() > until or _REFUSAL.match(str(error)) or getattr(error, "code", None) in (401, 403):
+            if time.monotonic() > until or str(error).startswith("Forbidden: "):
                 raise
         time.sleep(1.0)

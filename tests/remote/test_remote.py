@@ -408,14 +408,15 @@ def test_a_library_that_is_missing(stores, monkeypatch, capsys):
     assert capsys.readouterr().err == "ladder-jax: gs:// needs gcsfs: pip install gcsfs\n"
 
 
-class Coded(Exception):
-    code = 403
-
-
 @pytest.mark.parametrize(
-    "error", [RuntimeError("403: you may not\nread this"), OSError("Forbidden: x"), Coded("you may not")], ids=repr
+    "error, asks_again",
+    [
+        (OSError("Forbidden: bucket/x\nyou may not read this"), False),  # what gcsfs makes of 403
+        (PermissionError("you may not read this"), False),  # and s3fs
+        (RuntimeError("Invalid Credentials, 401"), True),  # which a renewed token mends
+    ],
 )
-def test_a_store_that_refuses(bucket, monkeypatch, error):
+def test_a_store_that_refuses(bucket, monkeypatch, error, asks_again):
     """Errors of the libraries' own are one line; of a refusal at once, as waiting does not mend it."""
     asked = []
 
@@ -425,10 +426,11 @@ def test_a_store_that_refuses(bucket, monkeypatch, error):
 
     config = load("tiny", overrides=["run.dir=gs://bucket/x"])
     monkeypatch.setattr(backend.fsspec_backend, "exists", refuse)
-    with pytest.raises(RunFailed) as told:
+    monkeypatch.setattr(remote, "RETRIED", 0.5)
+    with pytest.raises((RunFailed, UserError)) as told:
         runs.check(config, runs.path_of(config))
     assert str(told.value) == f"cannot read 'gs://bucket/x': {' '.join(str(error).split())}"
-    assert len(asked) == 1
+    assert len(asked) == 1 + asks_again
 
 
 def test_folders_of_something_else(away):

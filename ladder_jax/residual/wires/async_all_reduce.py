@@ -58,7 +58,10 @@ class AsyncAllReduce(AllReduce):
 
 
 def _awaited(partial, started, scope=PREVIOUS):
-    """`partial`, and the sum of what was started, awaited after it. The next one starts later: one is in flight."""
+    """`partial`, and the sum of what was started, awaited after it.
+
+    The next one starts later, because compilers for TPUs refuse two in flight.
+    """
     partial, started = lax.optimization_barrier((partial, started))
     with named(LAUNCH, scope):  # a TPU's compiler keeps this name for both halves
         summed = started.done()
