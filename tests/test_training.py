@@ -43,10 +43,9 @@ MESHES = [(1, 8), (2, 4), (1, 1)]  # data, tensor
 @pytest.mark.parametrize("mesh, loop", marked(itertools.product(MESHES, Loop), chosen=list(zip(MESHES, Loop))), ids=str)
 def test_a_step_is_adamw_with_the_norm_of_all_shards(mesh, loop):
     """In both forms of the loop; and the old state's buffers are reused."""
-    definition, recipe = (
-        cases.define("ladder", num_layers=2, data=mesh[0], tensor=mesh[1]),
-        dataclasses.replace(RECIPE, loop=loop),
-    )
+    data, tensor = mesh
+    definition = cases.define("ladder", num_layers=2, data=data, tensor=tensor)
+    recipe = dataclasses.replace(RECIPE, loop=loop)
     params, tokens = cases.parameters(definition), cases.tokens((4, 10))
     expected_loss, norm, expected = dense_step(
         params, tokens, cases.shape("ladder", definition.config, ranks=1), recipe
