@@ -1,9 +1,10 @@
-"""One GPU by the paper's protocol: its roofline, a rank's share of a large model, experts, an emulated wire.
+"""One GPU: are its values right, its roofline, a rank's share of a large model, experts, an emulated wire.
 
     python -m experiments.one_gpu [--parts dense experts ...]
 
 Each part is a process of its own, so that the card's memory is free for it. What stands in the results is not measured
-again. --small takes tiny models, which a CPU runs in a minute; a part's own command has the other settings.
+again. The paper's prompts of 1,024 tokens; fewer new tokens and repeats than its 512 and 10, so that all takes a card a
+quarter of an hour. --small takes tiny models, which a CPU runs in minutes; a part's own command has other settings.
 """
 
 import os
@@ -15,11 +16,12 @@ import tempfile
 from experiments import study
 
 HERE = pathlib.Path(__file__).parent
-WIRE = "experiments.one_gpu.wire --model {split} --share {share} {numbers}"
+WIRE = "experiments.one_gpu.wire --model {split} --share {share} {wired}"
 EXPERTS = "experiments.one_gpu.experts --model {experts} --share {share}"
 PARTS = {
+    "values": "experiments.one_gpu.values {values}",
     "dense": "ladder_jax bench --model {dense} --tensor 1 --residual standard,ladder {numbers}",
-    "halves": "ladder_jax bench --model {dense} --tensor 1 --residual standard --interleave 1,2 {numbers}",
+    "halves": "ladder_jax bench --model {dense} --tensor 1 --residual standard --interleave 1,2 {halves}",
     "share": "ladder_jax bench --model {split} --share {share} --residual standard,ladder,parallel {numbers}",
     "wire": WIRE,
     "wire-no-graphs": WIRE,
@@ -30,9 +32,27 @@ FLAGS = {
     "wire-no-graphs": "--xla_gpu_enable_command_buffer=",  # no CUDA graphs, which can undo an overlap
     "experts-cudnn": "--xla_gpu_experimental_use_ragged_dot_fusion=true",  # where cuDNN is 9.22 or newer
 }
-PAPERS = dict(dense="llama-3-8b", split="llama-3-70b", experts="qwen3-30b-a3b", share=8, numbers="--batch 1,64")
-TINY = "--batch 1 --prompt-length 4 --new-tokens 3 --warmup 1 --repeats 1 --layers 1"
-SMALL = dict(dense="tiny", split="tiny", experts="tiny-moe --tokens 4 --repeats 1", share=4, numbers=TINY)
+LARGE = dict(
+    values="",
+    dense="llama-3-8b",
+    split="llama-3-70b",
+    experts="qwen3-30b-a3b",
+    share=8,
+    numbers="--batch 1,64 --new-tokens 128 --warmup 1 --repeats 5",
+    halves="--batch 4,16 --new-tokens 2 --warmup 1 --repeats 5",
+    wired="--batch 1,16 --new-tokens 64 --warmup 1 --repeats 5 --layers 8",
+)
+TINY = "--batch 2 --prompt-length 4 --new-tokens 3 --warmup 1 --repeats 1 --layers 1"
+SMALL = dict(
+    values="--models dense --kinds logits",
+    dense="tiny",
+    split="tiny",
+    experts="tiny-moe --tokens 4 --repeats 1",
+    share=4,
+    numbers=TINY,
+    halves=TINY,
+    wired=TINY,
+)
 
 
 def main() -> int:
@@ -43,7 +63,7 @@ def main() -> int:
     args = parser.parse_args()
     results, failed = study.load(args.out) if args.out.exists() else {}, []
     for part in args.parts:
-        words, flags = PARTS[part].format(**SMALL if args.small else PAPERS), FLAGS.get(part, "")
+        words, flags = PARTS[part].format(**SMALL if args.small else LARGE), FLAGS.get(part, "")
         told = f"{flags and f'XLA_FLAGS={flags} '}python -m {words}"
         if results.get(part, {}).get("command") == told:  # of other settings is another result
             print(f"{part}: stands in {args.out}", file=sys.stderr)
