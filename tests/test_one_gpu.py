@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from experiments.one_gpu import __main__ as command
-from experiments.one_gpu import experts, wire
+from experiments.one_gpu import experts, values, wire
 from experiments.one_gpu.wire import as_long_as, copies, host_wire
 from ladder_jax import decode, nn, parallel
 from ladder_jax.bench import measure
@@ -147,3 +147,28 @@ def test_experts(monkeypatch, tmp_path, capsys):
     kernel, xla, batched = json.loads(out.read_text())["rows"]
     assert kernel["error"] < 2.0**-8 and batched["error"] < 2.0**-8 and xla["failed"] == "division by zero"
     assert kernel["rows"] <= 8 and kernel["flops"] == 2 * kernel["rows"] * 128 * 256 and kernel["seconds"] > 0
+
+
+def test_values(monkeypatch, tmp_path, capsys):
+    """A kind that computes something else on this device, or fails, ends the program with status 1."""
+    out = tmp_path / "values.json"
+    right = values.KINDS["logits"]
+    calls = itertools.count()
+
+    def wrong(*args):
+        """Off in the second of a row's three: exact, this device's, the CPU's."""
+        return right(*args) * (1.1 if next(calls) == 1 else 1)
+
+    def run(*kinds):
+        monkeypatch.setattr(sys, "argv", ["values", "--models", "dense", "--kinds", *kinds, "--out", str(out)])
+        return values.main(), json.loads(out.read_text())["rows"]
+
+    status, [row] = run("logits")
+    assert status == 0 and 1e-3 < row["error"] == row["error_of_cpu"] < 2.0**-6
+    monkeypatch.setitem(values.KINDS, "wrong", wrong)
+    monkeypatch.setitem(values.KINDS, "failing", lambda *args: 1 / 0)
+    status, [row] = run("wrong")
+    assert status == 1 and 0.05 < row["error"]
+    status, [row] = run("failing")
+    assert status == 1 and row["failed"] == "ZeroDivisionError: division by zero"
+    assert "division by zero" in capsys.readouterr().err
