@@ -1,7 +1,6 @@
 """experiments/one_gpu on a CPU, where its times mean nothing: that the emulated wire changes no value and is really
 there, and the arithmetic."""
 
-import functools
 import itertools
 import json
 import sys
@@ -13,7 +12,7 @@ import pytest
 
 from experiments.one_gpu import __main__ as command
 from experiments.one_gpu import experts, values, wire
-from experiments.one_gpu.wire import as_long_as, copies, host_wire
+from experiments.one_gpu.wire import host_wire
 from ladder_jax import decode, nn, parallel
 from ladder_jax.bench import measure
 from ladder_jax.bench import request as requests
@@ -49,27 +48,6 @@ def test_the_wire_brings_back_what_it_was_given(name):
     assert moved(*program(name)) == 0  # and nothing of it is left
 
 
-def test_a_wire_of_other_bytes_brings_back_the_same():
-    """In turn less than the array, of which the rest stays, and more, for which it is repeated."""
-    loop, args = program("ladder")
-    expected, sizes = np.asarray(loop(*args)[0]), itertools.cycle((100, 1 << 12))
-    with host_wire(lambda whole: next(sizes)):
-        loop, args = program("ladder")
-        moved = str(jax.make_jaxpr(loop.__wrapped__)(*args))
-        assert moved.count("device_put[") == 8 and "[50]" in moved and "[2048]" in moved  # of bfloat16
-        assert np.array_equal(loop(*args)[0], expected)
-
-
-def test_wires_as_long_as_all_reduces():
-    measured = copies((1 << 10, 1 << 20), count=2, repeats=1)
-    assert [size for size, _ in measured] == [1 << 10, 1 << 20] and 0 < measured[0][1] <= measured[1][1]
-    copied = as_long_as(lambda size: size * 1e-9, measured=[(1000, 1e-6), (3000, 3e-6)])
-    assert [copied(size) for size in (1, 1000, 2000, 9000)] == [1000, 1000, 2000, 3000]
-    found = wire.emulated(ranks=8, measured=[(1 << 10, 0.0), (1 << 20, 1e-3)])
-    assert list(found) == ["payload", "nccl", "one-kernel"] and found["payload"](7) == 7
-    assert found["one-kernel"](1 << 14) < found["nccl"](1 << 14)  # 11 and 23 microseconds
-
-
 def test_exposed():
     request = requests.make(model="tiny", residual="standard,ladder", share=4, layers=3, new_tokens=11)
     sample = lambda name, prefill, decode: Samples(name, 1, (prefill, 9.0, 0.0), (decode, 9.0, 0.0), 0.0, 0)
@@ -92,17 +70,13 @@ def test_the_command(tmp_path, capsys, monkeypatch):
     nothing = lambda request, mesh: [Samples(name, 1, (1.0,), (1.0,), 0.0, 0) for name in request.residuals]
     each = iter((nothing, measured, nothing))
     monkeypatch.setattr(measure, "samples", lambda *args, **settings: next(each)(*args, **settings))
-    monkeypatch.setattr(wire, "copies", functools.partial(copies, count=2, repeats=1))
     out = tmp_path / "wire.json"
     _, *words = command.WIRE.format(**command.SMALL).split()
-    words += ["--out", str(out)]
-    assert wire.main([*words, "--wires", "one-kernl"]) == 2
-    assert "did you mean 'one-kernel'" in capsys.readouterr().err and not out.exists()
-    assert wire.main([*words, "--wires", "one-kernel"]) == 0
-    found = json.loads(out.read_text())
-    kinds = [(row["wire"], row["residual"]) for row in found["rows"]]
-    assert kinds == [("one-kernel", name) for name in ("standard", "ladder", "parallel")]
-    assert found["hardware"] == "h100-nvlink" and all(one["seconds"] > 0 for one in found["copies"])
+    assert wire.main([*words, "--out", str(out), "--batch", "0"]) == 2
+    assert "batch" in capsys.readouterr().err and not out.exists()
+    assert wire.main([*words, "--out", str(out)]) == 0
+    found = json.loads(out.read_text())["rows"]
+    assert [row["residual"] for row in found] == ["standard", "ladder", "parallel"]
 
 
 def test_a_run_goes_on_where_it_stood(monkeypatch, tmp_path, capsys):
@@ -137,7 +111,7 @@ def test_a_run_goes_on_where_it_stood(monkeypatch, tmp_path, capsys):
 def test_experts(monkeypatch, tmp_path, capsys):
     """Of tiny rows on a CPU, where the kernel is interpreted; a form that fails hides no other."""
     out = tmp_path / "experts.json"
-    words = command.EXPERTS.format(**command.SMALL).split()
+    words = command.PARTS["experts"].format(**command.SMALL).split()
     monkeypatch.setattr(sys, "argv", [*words, "--out", str(out)])
     for product in ("forward", "over-rows"):
         monkeypatch.delitem(experts.PRODUCTS, product)

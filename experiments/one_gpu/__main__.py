@@ -17,7 +17,6 @@ from experiments import study
 
 HERE = pathlib.Path(__file__).parent
 WIRE = "experiments.one_gpu.wire --model {split} --share {share} {wired}"
-EXPERTS = "experiments.one_gpu.experts --model {experts} --share {share}"
 PARTS = {
     "values": "experiments.one_gpu.values {values}",
     "dense": "ladder_jax bench --model {dense} --tensor 1 --residual standard,ladder {numbers}",
@@ -25,13 +24,9 @@ PARTS = {
     "share": "ladder_jax bench --model {split} --share {share} --residual standard,ladder,parallel {numbers}",
     "wire": WIRE,
     "wire-no-graphs": WIRE,
-    "experts": EXPERTS,
-    "experts-cudnn": EXPERTS,
+    "experts": "experiments.one_gpu.experts --model {experts} --share {share}",
 }
-FLAGS = {
-    "wire-no-graphs": "--xla_gpu_enable_command_buffer=",  # no CUDA graphs, which can undo an overlap
-    "experts-cudnn": "--xla_gpu_experimental_use_ragged_dot_fusion=true",  # where cuDNN is 9.22 or newer
-}
+FLAGS = {"wire-no-graphs": "--xla_gpu_enable_command_buffer="}  # no CUDA graphs, which can undo an overlap
 LARGE = dict(
     values="",
     dense="llama-3-8b",

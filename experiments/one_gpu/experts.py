@@ -3,8 +3,7 @@
     python -m experiments.one_gpu.experts --model qwen3-30b-a3b --share 8 --tokens 1,32,2048 --out experts.json
 
 Three products: of rows (forward), of their gradients, and over rows (a weight's gradient). `kernel` is
-nn/grouped_gpu.py, `xla` is `lax.ragged_dot`, which XLA expands to every expert for every row or, with
-XLA_FLAGS=--xla_gpu_experimental_use_ragged_dot_fusion=true and cuDNN 9.22, gives to cuDNN; `batched` is cuBLAS on as
+nn/grouped_gpu.py, `xla` is `lax.ragged_dot`, which XLA expands to every expert for every row; `batched` is cuBLAS on as
 many rows in groups of equal sizes, which no router yields: about the least there is. Each result is compared with
 float64 products group by group: one that is off, or failed, ends the program with status 1.
 """

@@ -6,9 +6,7 @@ Every sublayer's all-reduce becomes a copy to the host's pinned memory and back,
 its compute, as they would an all-reduce's transfers. AN EMULATION: its latency and bandwidth are PCIe's, it takes no
 SMs, and it waits for no other device.
 
-Three wires: `payload` copies an all-reduce's bytes; `nccl` and `one-kernel` copy as many as take the time of NCCL's
-all-reduce and of the one-kernel ones, which are the costs that `ladder-jax predict --hardware` has for those bytes.
-Steps are timed with a wire, and before and after without, so that drift shows. XLA's flags are read once a process:
+Steps are timed with the wire, and before and after without, so that drift shows. XLA's flags are read once a process:
 XLA_FLAGS=--xla_gpu_enable_command_buffer= is without CUDA graphs, which can undo an overlap.
 """
 
@@ -18,12 +16,10 @@ import os
 import pathlib
 import statistics
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from unittest import mock
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
 from experiments import study
@@ -32,19 +28,10 @@ from ladder_jax.bench import measure
 from ladder_jax.bench import request as requests
 from ladder_jax.bench.measure import Samples
 from ladder_jax.bench.request import Request
-from ladder_jax.errors import unknown
-from ladder_jax.predict import machine
 from ladder_jax.residual import recurrence
-from ladder_jax.words import words
 
-KERNELS = (machine.Algorithm.ONE_SHOT, machine.Algorithm.TWO_SHOT)
-WIRES = ("payload", "nccl", "one-kernel")
-HARDWARE = "h100-nvlink"  # of ladder-jax predict, for the costs of all-reduces
 NUMBERS = ("prompt-length", "new-tokens", "warmup", "repeats", "layers")
 RANKS = 8  # from two on, topologies keep their all-reduces apart by barriers
-SIZES = tuple(2**power for power in range(10, 23, 2))  # bytes of the copies that are timed
-
-Copied = Callable[[int], int]  # from an all-reduce's bytes to those that are copied in its place
 
 
 def main(argv: list[str]) -> int:
@@ -54,53 +41,26 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--batch", default="1,16")
     for name in NUMBERS:
         parser.add_argument(f"--{name}", type=int, help="as of ladder-jax bench")
-    parser.add_argument("--wires", default=",".join(WIRES))
     parser.add_argument("--out", type=pathlib.Path, required=True)
     args = vars(parser.parse_args(argv))
     return study.ended(functools.partial(expose, **args), name="wire")
 
 
-def expose(*, out: pathlib.Path, wires: str, **asked) -> None:
-    names, request = words("wires", wires), requests.make(residual="standard,ladder,parallel", **asked)
-    for name in names:
-        if name not in WIRES:
-            raise unknown("wire", name, WIRES)
-    measured = copies()
-    every = emulated(ranks=request.share, measured=measured)
-    found = {
-        **study.environment(),
-        "model": request.model,
-        "xla_flags": os.environ.get("XLA_FLAGS", ""),
-        "share": request.share,
-        "hardware": HARDWARE,
-        "copies": [{"bytes": size, "seconds": seconds} for size, seconds in measured],
-        "rows": rows(request, wires={name: every[name] for name in names}),
-    }
-    study.keep(found, file=out)
+def expose(*, out: pathlib.Path, **asked) -> None:
+    request = requests.make(residual="standard,ladder,parallel", **asked)
+    about = {"model": request.model, "share": request.share, "xla_flags": os.environ.get("XLA_FLAGS", "")}
+    study.keep({**study.environment(), **about, "rows": rows(request)}, file=out)
 
 
-def emulated(*, ranks: int, measured: Sequence[tuple[int, float]]) -> dict[str, Copied]:
-    """By name, how many bytes are copied in place of an all-reduce over `ranks`."""
-    on = machine.load(HARDWARE)
-    cost = lambda among: lambda size: on.all_reduce(size, ranks=ranks, among=among)
-    others = [as_long_as(cost(among), measured=measured) for among in (machine.NCCL, KERNELS)]
-    return dict(zip(WIRES, (lambda size: size, *others), strict=True))
-
-
-def rows(request: Request, *, wires: dict[str, Copied]) -> list[dict]:
-    """A row a wire, batch and residual. Without a wire is measured before and after, so that drift shows."""
+def rows(request: Request) -> list[dict]:
+    """A row a batch and residual. Without the wire is measured before and after, so that drift shows."""
     mesh = parallel.make_mesh()
-    once = lambda: measure.samples(request, mesh=mesh)
-    before, wired = once(), {}
-    for name, copied in wires.items():
-        with host_wire(copied):
-            wired[name] = once()
-    after = once()
-    found = []
-    for name, samples in wired.items():
-        of_wire = [row(request, *each) for each in zip(before, samples, after, strict=True)]
-        found += [{"wire": name, **one, **hidden(one, of_wire)} for one in of_wire]
-    return found
+    before = measure.samples(request, mesh=mesh)
+    with host_wire():
+        wired = measure.samples(request, mesh=mesh)
+    after = measure.samples(request, mesh=mesh)
+    found = [row(request, *each) for each in zip(before, wired, after, strict=True)]
+    return [one | hidden(one, found) for one in found]
 
 
 def row(request: Request, before: Samples, wired: Samples, after: Samples) -> dict:
@@ -135,10 +95,9 @@ def hidden(row: dict, rows: Sequence[dict]) -> dict:
 
 
 @contextlib.contextmanager
-def host_wire(copied: Copied = lambda size: size) -> Iterator[None]:
+def host_wire() -> Iterator[None]:
     """What is traced inside communicates by way of the host; on entry and exit, nothing traced is kept."""
-    all_reduce = functools.partial(_there_and_back, copied=copied)
-    with mock.patch.multiple(recurrence, all_reduce=all_reduce, ranks=lambda axes: RANKS):
+    with mock.patch.multiple(recurrence, all_reduce=_there_and_back, ranks=lambda axes: RANKS):
         _forget()
         try:
             yield
@@ -146,43 +105,10 @@ def host_wire(copied: Copied = lambda size: size) -> Iterator[None]:
             _forget()
 
 
-def copies(sizes: Sequence[int] = SIZES, *, count: int = 100, repeats: int = 5) -> list[tuple[int, float]]:
-    """(bytes, median seconds) of a copy there and back, one after another, by size; neither falls with the other."""
-
-    @jax.jit
-    def run(x):
-        return lax.fori_loop(0, count, lambda _, x: _by_host(x), x)
-
-    found = []
-    for size in sizes:
-        x = jnp.zeros(size, jnp.int8)
-        samples = [study.seconds(lambda: run(x)) for _ in range(repeats + 1)][1:]
-        found.append((size, max([statistics.median(samples) / count, *(seconds for _, seconds in found)])))
-    return found
-
-
-def as_long_as(cost: Callable[[int], float], *, measured: Sequence[tuple[int, float]]) -> Copied:
-    """Copies that take `cost(bytes)` seconds, by the `copies` that were timed; at most the largest of them."""
-    sizes, seconds = zip(*measured, strict=True)
-    return lambda size: int(np.interp(cost(size), seconds, sizes))
-
-
-def _there_and_back(x: jax.Array, axes: tuple[str, ...], *, copied: Copied) -> jax.Array:
-    """`x`, by way of the host: repeated if more bytes are copied than it has, else the first part of it.
-
-    Over one rank the sum is `x` itself; it gives the result its type.
-    """
-    whole, count = lax.psum(x, axes), max(1, copied(x.nbytes) // x.itemsize)
-    if count == x.size:
-        return _by_host(whole)
-    flat = whole.reshape(-1)
-    sent = jnp.tile(flat, -(-count // x.size))[:count]
-    return jnp.concatenate([_by_host(sent)[: x.size], flat[count:]]).reshape(x.shape)
-
-
-def _by_host(x: jax.Array) -> jax.Array:
+def _there_and_back(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
+    """`x`, by way of the host. Over one rank the sum is `x` itself; it gives the result its type."""
     # Without the barrier XLA takes two moves that cancel out for none.
-    there = lax.optimization_barrier(jax.device_put(x, jax.memory.Space.Host))
+    there = lax.optimization_barrier(jax.device_put(lax.psum(x, axes), jax.memory.Space.Host))
     return jax.device_put(there, jax.memory.Space.Device)
 
 
