@@ -23,7 +23,8 @@ from experiments import study
 from ladder_jax import config, decode, nn, parallel, train
 from ladder_jax.config import Dtype, Loop, ModelConfig, Quantize
 from ladder_jax.data.batch import Batch
-from ladder_jax.decode import steps, weights
+from ladder_jax.decode import weights
+from tests import one_step
 
 ROWS, LENGTH, NEW = 2, 129, 6
 WIDE = dict(d_model=512, num_heads=8, num_kv_heads=2, head_dim=64, num_layers=3, residual="ladder")
@@ -110,17 +111,11 @@ def decoded(definition, params, tokens, place, quantize=Quantize.NONE):
     at = functools.partial(jax.device_put, device=definition.layout.sharding("B"))
     prefill = decode.prefill(definition, capacity=LENGTH, quantize=quantize)
     found, caches = prefill(prepared, place(tokens[:, :start]), at(np.full(ROWS, start, np.int32)))
-    step, every = one_step(definition, quantize=quantize), [found]
+    step, every = one_step.decode(definition, quantize=quantize), [found]
     for position in range(start, LENGTH):
         found, caches = step(prepared, caches, at(tokens[:, position]), at(np.full(ROWS, position, np.int32)))
         every.append(found)
     return every
-
-
-def one_step(definition, *, quantize):
-    caches = steps.cache_dims(definition, loop=Loop.UNROLLED)
-    in_dims = weights.dims(definition, loop=Loop.UNROLLED, quantize=quantize), caches, "B", "B"
-    return steps.placed(definition, steps.step(definition), in_dims=in_dims, out_dims=("BV", caches), donate=1)
 
 
 KINDS: dict[str, Callable] = {

@@ -16,7 +16,7 @@ import os
 import pathlib
 import statistics
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from unittest import mock
 
 import jax
@@ -59,8 +59,7 @@ def rows(request: Request) -> list[dict]:
     with host_wire():
         wired = measure.samples(request, mesh=mesh)
     after = measure.samples(request, mesh=mesh)
-    found = [row(request, *each) for each in zip(before, wired, after, strict=True)]
-    return [one | hidden(one, found) for one in found]
+    return [row(request, *each) for each in zip(before, wired, after, strict=True)]
 
 
 def row(request: Request, before: Samples, wired: Samples, after: Samples) -> dict:
@@ -82,13 +81,6 @@ def row(request: Request, before: Samples, wired: Samples, after: Samples) -> di
             f"{phase}_drift_seconds": abs(last - first) / calls,
         }
     return found
-
-
-def hidden(row: dict, rows: Sequence[dict]) -> dict:
-    """The share of the wire that a row hides: what it exposes of an all-reduce, against what Standard does."""
-    [standard] = (one for one in rows if (one["residual"], one["batch"]) == ("standard", row["batch"]))
-    names = {phase: f"{phase}_exposed_seconds" for phase in ("prefill", "decode")}
-    return {f"{phase}_hidden": 1 - row[name] / standard[name] for phase, name in names.items()}
 
 
 # The wire.
