@@ -242,8 +242,10 @@ def test_the_table_is_what_was_measured_and_is_predicted():
         place = {"NVLink": "nvlink", "no NVLink": "off"}[link], int(tensor), int(batch)
         ladder, standard = (speeds[*place, residual] for residual in ("ladder", "standard"))
         assert shown == [f"{ladder[what] / standard[what]:.2f}" for what in ("measured", "predicted")]
-    forward = json.loads((ROOT / "experiments" / "one_device" / "results.json").read_text())["rows"][1]
-    assert forward["phase"] == "forward" and f"| {1 / forward['ratio']:.2f} | - | we:" in README
+    of_card = json.loads((ROOT / "experiments" / "one_gpu" / "results.json").read_text())["dense"]["rows"]
+    standard, ladder = (row["tokens_per_second"] for row in of_card if row["batch"] == 1)
+    # The median of the paired repeats, as `bench` says it; the ratio of the medians is 0.01 from it at most.
+    assert "| Llama-3-8B, one H200, 1 x 1 | 1.02 | 1.00 | we:" in README and abs(ladder / standard - 1.02) < 0.01
 
 
 SPEED = re.compile(r"speed|faster|tokens/s|tokens a second|latency|less time|first token", re.I)

@@ -3,6 +3,7 @@ there, and the arithmetic."""
 
 import itertools
 import json
+import re
 import sys
 
 import jax
@@ -142,3 +143,34 @@ def test_values(monkeypatch, tmp_path, capsys):
     status, [row] = run("failing")
     assert status == 1 and row["failed"] == "ZeroDivisionError: division by zero"
     assert "division by zero" in capsys.readouterr().err
+
+
+def test_the_page_says_what_was_measured():
+    """Its tables, from the rows."""
+    page = (command.HERE / "README.md").read_text()
+    found = json.loads((command.HERE / "results.json").read_text())
+    for row in found["dense"]["rows"]:
+        prefill, step = row["prefill_seconds"] * 1e3, row["step_seconds"] * 1e3
+        shown = f"{prefill:,.{1 if prefill < 100 else 0}f} | {row['matmul_share']:.0%}".replace("%", " %")
+        name = row["residual"].capitalize()
+        assert f"| {row['batch']} | {name} | {shown} | {step:.2f} | {row['bytes_per_second'] / 1e9:,.0f} |" in page
+    microseconds = {
+        (row["tokens"], row["product"].replace("-", " "), row["form"]): f"{row['seconds'] * 1e6:,.0f}"
+        for row in found["experts"]["rows"]
+    }
+    for tokens, product, *shown in re.findall(r"^\| ([\d,]+) \| (f.*|o.*?) \| (.*?) \| (.*?) \| (.*?) \|$", page, re.M):
+        key = int(tokens.replace(",", "")), product
+        assert shown == [microseconds[*key, form] for form in ("kernel", "xla", "batched")]
+    exposed = {
+        (str(row["batch"]), phase, row["residual"]): row[f"{phase}_exposed_seconds"] * 1e6
+        for row in found["wire"]["rows"]
+        for phase in ("prefill", "decode")
+        if row["wire"] == "payload"
+    }
+    wired = re.findall(r"^\| (\d+) \| (prefill|decode) \| .*? \| (.*?) \| (.*?) \| (.*?) \|$", page, re.M)
+    assert len(wired) == 4
+    for batch, phase, *shown in wired:
+        values = [exposed[batch, phase, name] for name in ("standard", "ladder", "parallel")]
+        assert shown == [f"{value:,.{1 if value < 100 else 0}f}" for value in values]
+    errors = [row["error"] / row["error_of_cpu"] for row in found["values"]["rows"]]
+    assert f"err by {min(errors):.2f} to {max(errors):.2f} times" in page
