@@ -66,10 +66,7 @@ Met = Sequence[tuple[Case, Outcome]]
 
 
 def described(case: Case) -> str:
-    other = {name: value for name, value in case.other.items() if case.settings.get(name) != value}
-    told = {"settings": case.dotted, "batch": case.batch, "checks": case.checks, "another mesh": other}
-    told |= {"inference": case.inference, "teacher": case.teacher}
-    return "\n".join(f"  {name}: {value}" for name, value in told.items() if value)
+    return f"  ladder-jax train {case.dotted}\n  {case}"
 
 
 def failure(case: Case, outcome: Outcome) -> str:
