@@ -74,7 +74,7 @@ def resolve_launch(launch: Launch, *, mesh: Mesh) -> Launch:
     missing = None
     if kind_of(kind) not in HALVES:
         missing = f"launch 'explicit' is for NVIDIA GPUs and for TPUs from v5p on, not for {kind}: use 'auto'"
-    elif _psum_start() is None:
+    elif _psum_start(kind_of(kind)) is None:
         missing = f"launch 'explicit' needs a jax with started collectives, and {jax.__version__} has none: use 'auto'"
     if launch is Launch.AUTO:
         return Launch.CHAINED if missing else Launch.EXPLICIT
@@ -88,12 +88,14 @@ def start_all_reduce(x: Array, axes: Axes) -> Any:
     return _psum_start()(x, axes)
 
 
-def _psum_start():
-    """jax 0.12's, which is not public. None of an older jax: what 0.11's starts, its compiler for GPUs refuses."""
-    if jax.__version_info__ < (0, 12):
+def _psum_start(kind: str = "") -> Callable | None:
+    """jax's, which is not public; None where there is none for devices of this kind, as for GPUs with jax 0.11."""
+    if kind == "NVIDIA" and jax.__version_info__ < (0, 12):  # its compiler has no tuples: "Shardy propagation ..."
         return None
-    from jax._src.lax.parallel import psum_start
-
+    try:
+        from jax._src.lax.parallel import psum_start
+    except ImportError:
+        return None
     return psum_start
 
 
