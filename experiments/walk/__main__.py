@@ -35,19 +35,17 @@ def main() -> None:
     rows = []
     for name in ("train", "generate"):
         with tempfile.TemporaryDirectory() as folder:
-            found = walk(name, folder=pathlib.Path(folder))
-        files = found["files"]
+            files = walk(name, folder=pathlib.Path(folder))
         if args.list:
-            print(f"{name}: {len(files)} files, depth {found['depth']}")
+            print(f"{name}: {len(files)} files")
             print("\n".join(f"{n:4} {path}: {', '.join(names)}" for n, (path, names) in enumerate(files.items(), 1)))
-        functions = sum(map(len, files.values()))
-        rows.append({"walk": name, "files": len(files), "functions": functions, "depth": found["depth"]})
+        rows.append({"walk": name, "files": len(files), "functions": sum(map(len, files.values()))})
         print(json.dumps(rows[-1]))
     study.keep({**study.environment(), "rows": rows}, file=args.out)
 
 
-def walk(name: str, *, folder: pathlib.Path) -> dict:
-    """{"depth": N, "files": {path below ladder_jax: [functions in the order of their first calls]}}."""
+def walk(name: str, *, folder: pathlib.Path) -> dict[str, list[str]]:
+    """By path below ladder_jax the functions, in the order of their first calls."""
     text, run, result = folder / "text.txt", folder / "run", folder / "result.json"
     text.write_text(TEXT, encoding="utf-8")
     training = ["train", "tiny", *DEVICES, "mesh.data=2", "mesh.tensor=2", f"data.path={text}", f"run.dir={run}"]
@@ -74,14 +72,13 @@ TOOL, EVENT = sys.monitoring.PROFILER_ID, sys.monitoring.events.PY_START
 
 
 class Walk:
-    """The library's functions in the order of their first calls, and the most of them that were open at once."""
+    """The library's functions in the order of their first calls."""
 
     def __init__(self, result: pathlib.Path):
         library = pathlib.Path(importlib.util.find_spec("ladder_jax").origin).parent
         self._library, self._result = f"{library}{os.sep}", result
         self._optimizer_traced = False
         self._functions: dict[CodeType, None] = {}
-        self._depth = 0
         sys.monitoring.use_tool_id(TOOL, "walk")
         sys.monitoring.register_callback(TOOL, EVENT, self._enter)
         sys.monitoring.set_events(TOOL, EVENT)
@@ -92,16 +89,15 @@ class Walk:
         for code in list(self._functions):
             name = code.co_filename.removeprefix(self._library)
             files.setdefault(name, []).append(code.co_qualname.replace("<locals>.", ""))
-        self._result.write_text(json.dumps({"depth": self._depth, "files": files}), encoding="utf-8")
+        self._result.write_text(json.dumps(files), encoding="utf-8")
         os._exit(0)
 
     def _enter(self, code: CodeType, offset: int) -> object:
         if code.co_filename.startswith(self._library):
             if not code.co_flags & inspect.CO_OPTIMIZED or code.co_name.startswith("<"):
                 return sys.monitoring.DISABLE  # the body of a module or a class; a lambda or a generator expression
-            if depth := self._open():
+            if not self._imports():
                 self._functions.setdefault(code)
-                self._depth = max(self._depth, depth)
             return None
         if code.co_qualname == "scale_by_adam.<locals>.update_fn":
             self._optimizer_traced = True
@@ -109,17 +105,14 @@ class Walk:
             self.end()
         return None if code.co_qualname == "Compiled.__call__" else sys.monitoring.DISABLE
 
-    def _open(self) -> int:
-        """How many functions of the library are on this thread's stack; 0 while one of its modules is imported."""
-        count, frame = 0, sys._getframe(2)
+    def _imports(self) -> bool:
+        """Whether a module of the library is being imported on this thread."""
+        frame = sys._getframe(2)
         while frame is not None:
-            code = frame.f_code
-            if code.co_filename.startswith(self._library):
-                if code.co_name == "<module>":
-                    return 0
-                count += not code.co_name.startswith("<")
+            if frame.f_code.co_name == "<module>" and frame.f_code.co_filename.startswith(self._library):
+                return True
             frame = frame.f_back
-        return count
+        return False
 
 
 def trace(result: str, *words: str) -> None:
