@@ -10,7 +10,6 @@ float64 products group by group: one that is off, or failed, ends the program wi
 
 import functools
 import itertools
-import os
 import pathlib
 import statistics
 import sys
@@ -51,9 +50,7 @@ def main() -> int:
         found.append(case | row)
         if not row.get("error", np.nan) < LIMIT:
             wrong.append(f"{form} {product} {tokens}")
-    flags = os.environ.get("XLA_FLAGS", "")
-    about = {**study.environment(), "model": args.model, "share": args.share, "xla_flags": flags}
-    study.keep({**about, "rows": found}, file=args.out)
+    study.keep({**study.environment(), "model": args.model, "share": args.share, "rows": found}, file=args.out)
     if wrong:
         print("failed or wrong:", *wrong, file=sys.stderr)
     return int(bool(wrong))

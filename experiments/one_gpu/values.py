@@ -47,7 +47,7 @@ def main() -> int:
         except Exception as error:  # of one row, whose compiler may fail: the others are compared all the same
             rows.append(case | {"failed": f"{type(error).__name__}: {error}"[:1000]})
         print(*rows[-1].values(), file=sys.stderr)
-    study.keep({**study.environment(), "factor": FACTOR, "rows": rows}, file=args.out)
+    study.keep({**study.environment(), "rows": rows}, file=args.out)
     return int(not all(row.get("error", np.inf) <= FACTOR * row.get("error_of_cpu", 0) for row in rows))
 
 

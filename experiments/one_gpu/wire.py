@@ -12,7 +12,6 @@ XLA_FLAGS=--xla_gpu_enable_command_buffer= is without CUDA graphs, which can und
 
 import contextlib
 import functools
-import os
 import pathlib
 import statistics
 import sys
@@ -48,7 +47,7 @@ def main(argv: list[str]) -> int:
 
 def expose(*, out: pathlib.Path, **asked) -> None:
     request = requests.make(residual="standard,ladder,parallel", **asked)
-    about = {"model": request.model, "share": request.share, "xla_flags": os.environ.get("XLA_FLAGS", "")}
+    about = {"model": request.model, "share": request.share}
     study.keep({**study.environment(), **about, "rows": rows(request)}, file=out)
 
 
