@@ -71,7 +71,8 @@ def described(case: Case) -> str:
 
 def failure(case: Case, outcome: Outcome) -> str:
     said = outcome.said.replace("\n", "\n  ")
-    return f"\ncase {case.seed}:{case.index} failed: {said}\n{described(case)}\n  again: {case.command}"
+    again = f"python -m experiments.fuzz_configurations --case {case.seed}:{case.index}"
+    return f"\n{again} failed: {said}\n{described(case)}"
 
 
 def line(met: Met) -> str:

@@ -43,10 +43,6 @@ class Case:
     inference: dict[str, Any]
 
     @property
-    def command(self) -> str:
-        return f"python -m experiments.fuzz_configurations --case {self.seed}:{self.index}"
-
-    @property
     def dotted(self) -> str:
         """The settings as arguments of `ladder-jax train`."""
         return " ".join([self.preset, *map(override, self.settings.items())])

@@ -118,7 +118,7 @@ def measure(args: argparse.Namespace) -> None:
         place = folder.path_of(run.config)
         folder.check(train.resolve(run.config), place)
         if not (place / folder.RESULT).is_file():
-            train.run(run.config, say=say)
+            train.run(run.config)
     standard = asked[0].config
     entropy = json.loads((folder.path_of(standard) / folder.RESULT).read_text())["bigram_entropy"]
     about = {
@@ -134,11 +134,6 @@ def measure(args: argparse.Namespace) -> None:
     times = [{**of_study, "residual": residual, "speedup": predicted(residual)} for residual in TOPOLOGIES]
     results = {**about, "predicted": times, "runs": [row(run) for run in asked]}
     study.keep(results, file=args.out / "results.json")
-
-
-def say(line: str) -> None:
-    if line.startswith(("step ", "resuming ", "goodput ")):
-        print(f"    {line}", flush=True)
 
 
 def row(run: Run) -> dict:
