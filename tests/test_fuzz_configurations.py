@@ -75,8 +75,9 @@ def test_a_process_that_dies_is_reported(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(walk.sys, "argv", ["fuzz_configurations", "7", "2"])
     assert command.main() == 1
     printed = capsys.readouterr().out
-    assert "case 7:0 failed: the process ended with status -6:\n  out of luck" in printed
-    assert "again: python -m experiments.fuzz_configurations --case 7:1" in printed
+    for case in ("7:0", "7:1"):
+        told = f"--case {case} failed: the process ended with status -6:\n  out of luck"
+        assert f"python -m experiments.fuzz_configurations {told}" in printed
     assert "2 cases: 0 ran, 0 refused, 2 failed" in printed
 
 
