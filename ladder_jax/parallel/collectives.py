@@ -117,6 +117,8 @@ def permute(x: Array, axes: Axes, *, step: int) -> Array:
 
 def all_ranks(x: Array, axes: Axes) -> Array:
     """Every rank's `x`, stacked [ranks, ...], as a value that is the same on all of them."""
+    if EMULATED in axes:  # a vmap's axis has no varying types, and jax 0.11 looks for them
+        return lax.all_gather(x, axes, axis=0)
     return lax.all_gather(pvary(x, axes), axes, axis=0, to="invarying")
 
 
