@@ -4,6 +4,7 @@ import numpy as np
 from flax import nnx
 
 import ladder_jax
+from ladder_jax import parallel
 
 
 def test_train_resume_generate(run_cli, tmp_path):
@@ -41,3 +42,14 @@ def test_ladder_on_a_mesh_equals_ladder_on_one_device():
 
 def test_doctor(run_cli):
     assert "jax" in run_cli("doctor", check_status=0).stdout
+
+
+def test_emulated_ranks_see_each_other():
+    """What a choice of tokens does: jax 0.11 refused it under a vmap."""
+    config = ladder_jax.preset("tiny", residual="ladder-fresh", ranks=4)
+    layout = ladder_jax.nn.define(config, mesh=ladder_jax.make_mesh()).layout
+    greatest = lambda x: parallel.all_ranks(x.max(axis=-1), layout.tensor).max(axis=0)
+    over = dict(layout=layout, in_dims=("BV",), out_dims="B")
+    values = np.random.default_rng(0).standard_normal((3, 8)).astype(np.float32)
+    found = parallel.on_mesh(parallel.over_ranks(greatest, **over), **over)(values)
+    assert np.array_equal(found, values.max(axis=-1))
