@@ -313,6 +313,7 @@ def test_too_big_for_the_memory(monkeypatch):
     device = jax.devices()[0]
     assert memory.room(device, devices=8) * 8 <= os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     memory.check({"weights": 1.0}, room=None, what="tiny", instead="")
+    memory.check({"weights": 1.0, "cache": 2.0}, room=3, what="tiny", instead="")  # what just fits
     with pytest.raises(UserError) as error:
         memory.check({"weights": 2 * 2**30, "cache": 2**30}, room=2**31, what="tiny", instead="ask for less")
     expected = "tiny needs 3.0 GiB a device (weights 2.0, cache 1.0), but there are 2.0: ask for less"

@@ -25,7 +25,8 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from ladder_jax.errors import UserError
 from ladder_jax.serve.schema import Refusal
 
-BACKLOG = 2048
+BACKLOG = 2048  # connections that wait to be accepted
+AT_ONCE = 8  # are accepted; where no more files can be opened, asyncio tells of each
 GRACE = 5  # seconds to send finished answers before the shutdown
 KEEP_ALIVE = 75  # seconds; longer than clients' time-outs, so that none sends while we close the connection
 POLL = 0.2  # seconds
@@ -206,7 +207,8 @@ def listening(app: ASGIApp, sock: socket.socket) -> Iterator[threading.Thread]:
     logging = dict(log_config=None, log_level="error", access_log=False, server_header=False)
     timeouts = dict(timeout_keep_alive=KEEP_ALIVE, timeout_graceful_shutdown=GRACE)
     # Never uvloop, if it is there: it reads as much as it likes into a buffer of its own.
-    settings = uvicorn.Config(app, **logging, **timeouts, http=Limited, loop="asyncio", lifespan="off", ws="none")
+    asked = dict(http=Limited, loop="asyncio", lifespan="off", ws="none", backlog=AT_ONCE)
+    settings = uvicorn.Config(app, **logging, **timeouts, **asked)
     server = uvicorn.Server(settings)
 
     async def check_times() -> None:
@@ -219,6 +221,7 @@ def listening(app: ASGIApp, sock: socket.socket) -> Iterator[threading.Thread]:
     try:
         while not server.started and thread.is_alive():
             time.sleep(0.01)
+        sock.listen(BACKLOG)  # asyncio set the system's number to its own
         yield thread
     finally:
         server.should_exit = True

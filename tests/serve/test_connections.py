@@ -4,6 +4,7 @@ import contextlib
 import http.client
 import json
 import resource
+import signal
 import socket
 import threading
 import time
@@ -66,10 +67,17 @@ def closed_of_half_open(url):
 
 
 def test_half_open(start, running):
-    """More of them than the process may open files, and than it may at first."""
+    """More of them than the process may open files, and than it may at first; and all at once, after it stood still.
+
+    Nobody is told of each that found no open file.
+    """
     few = start(python=("-c", LIMITED.format(hard=128)))
     assert 100 < closed_of_half_open(few.url) < 150
-    assert few.end() == 0
+    few.popen.send_signal(signal.SIGSTOP)
+    with half_open(few.url, 150):
+        few.popen.send_signal(signal.SIGCONT)
+        others_are_answered(few.url, within=9)
+    assert few.end() == 0 and few.log().count("\n") == 2, few.log()[:2000]
     assert closed_of_half_open(running.url) == 0
 
 
