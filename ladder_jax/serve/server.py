@@ -221,7 +221,8 @@ def listening(app: ASGIApp, sock: socket.socket) -> Iterator[threading.Thread]:
     try:
         while not server.started and thread.is_alive():
             time.sleep(0.01)
-        sock.listen(BACKLOG)  # asyncio set the system's number to its own
+        if server.started:
+            sock.listen(BACKLOG)  # asyncio set the system's number to its own
         yield thread
     finally:
         server.should_exit = True
