@@ -165,7 +165,7 @@ def test_the_page_says_what_was_measured():
         (str(row["batch"]), phase, row["residual"]): row[f"{phase}_exposed_seconds"] * 1e6
         for row in found["wire"]["rows"]
         for phase in ("prefill", "decode")
-        if row["wire"] == "payload"
+        if row.get("wire", "payload") == "payload"
     }
     wired = re.findall(r"^\| (\d+) \| (prefill|decode) \| .*? \| (.*?) \| (.*?) \| (.*?) \|$", page, re.M)
     assert len(wired) == 4
