@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import struct
 import sys
@@ -291,3 +292,24 @@ def test_read_ahead_raises_where_the_batch_is_asked_for():
         assert [next(read)[0] for _ in range(2)] == [4, 5]
         with pytest.raises(OSError, match="Input/output"):
             next(read)
+
+
+def test_a_mirror_tells_of_a_failure_once(tmp_path):
+    """And uploads what it could not, with the next lines."""
+    local, place, said = tmp_path / "local", tmp_path / "run", []
+    local.mkdir()
+    lines = local / "metrics.jsonl"
+    lines.write_text("1\n")
+    place.write_text("where the folder should be")
+    mirror = metrics.Mirror(local, place, say=said.append)
+    mirror.upload()
+    mirror.upload()
+    assert len(said) == 1 and said[0].endswith("; it is tried again with the next lines")
+    place.unlink()
+    place.mkdir()
+    mirror.upload()
+    assert (place / "metrics.jsonl").read_text() == "1\n" and len(said) == 1
+    shutil.rmtree(place)
+    lines.write_text("1\n2\n")
+    mirror.upload()  # another failure is another line
+    assert len(said) == 2
