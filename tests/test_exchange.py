@@ -11,7 +11,7 @@ import pytest
 from flax import nnx
 from jax.sharding import PartitionSpec
 
-from ladder_jax import config, decode, nn, parallel, train
+from ladder_jax import config, decode, nn, parallel, residual, train
 from ladder_jax.config import ExpertParallelism, Loop, Phase, Quantize, Remat
 from ladder_jax.decode import weights
 from ladder_jax.errors import UserError
@@ -21,6 +21,7 @@ from ladder_jax.nn.experts import MoE, NormedExperts
 from ladder_jax.nn.parameter import Sizes
 from ladder_jax.overlap import request as requests
 from ladder_jax.parallel import exchange
+from ladder_jax.residual.wires.exchange import Exchange
 from ladder_jax.schedule import cost, hlo, judge, timeline
 from ladder_jax.schedule.report import Status
 from ladder_jax.train import metrics
@@ -276,3 +277,10 @@ def test_requests_that_are_refused(changes, reason, tmp_path, monkeypatch):
         changes = changes | {"experts": ExpertParallelism(changes["experts"])}
     with pytest.raises(UserError, match=reason):
         requests.make(**SERVED | changes)
+
+
+def test_the_wire_refuses_what_is_not_reduced():
+    """Also where no configuration has been checked before."""
+    layers = residual.topology("desync-2", num_layers=2).layers
+    with pytest.raises(UserError, match="reduces every sublayer's output: not desync-n"):
+        Exchange((), normalise=None, moe=config.MoEConfig()).layers(layers)
