@@ -74,5 +74,5 @@ def start_on_a_cpu(monkeypatch):
     """The all-reduces that are started from now on, as they are traced."""
     started = []
     monkeypatch.setattr(collectives, "HALVES", ("cpu",))
-    monkeypatch.setattr(collectives, "_psum_start", lambda *kind: lambda x, axes: started.append(x) or Started(x, axes))
+    monkeypatch.setattr(collectives, "_psum_start", lambda: lambda x, axes: started.append(x) or Started(x, axes))
     return started

@@ -74,7 +74,8 @@ def resolve_launch(launch: Launch, *, mesh: Mesh) -> Launch:
     missing = None
     if kind_of(kind) not in HALVES:
         missing = f"launch 'explicit' is for NVIDIA GPUs and for TPUs from v5p on, not for {kind}: use 'auto'"
-    elif _psum_start(kind_of(kind)) is None:
+    # Its compiler for GPUs refuses what jax 0.11 starts: "Shardy propagation doesn't support tuples".
+    elif _psum_start() is None or (kind_of(kind) == "NVIDIA" and jax.__version_info__ < (0, 12)):
         missing = f"launch 'explicit' needs a jax with started collectives, and {jax.__version__} has none: use 'auto'"
     if launch is Launch.AUTO:
         return Launch.CHAINED if missing else Launch.EXPLICIT
@@ -88,10 +89,8 @@ def start_all_reduce(x: Array, axes: Axes) -> Any:
     return _psum_start()(x, axes)
 
 
-def _psum_start(kind: str = "") -> Callable | None:
-    """jax's, which is not public; None where there is none for devices of this kind, as for GPUs with jax 0.11."""
-    if kind == "NVIDIA" and jax.__version_info__ < (0, 12):  # its compiler has no tuples: "Shardy propagation ..."
-        return None
+def _psum_start():
+    """jax's, which is not public."""
     try:
         from jax._src.lax.parallel import psum_start
     except ImportError:

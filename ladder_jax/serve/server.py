@@ -26,7 +26,7 @@ from ladder_jax.errors import UserError
 from ladder_jax.serve.schema import Refusal
 
 BACKLOG = 2048  # connections that wait to be accepted
-AT_ONCE = 8  # are accepted; where no more files can be opened, asyncio tells of each
+ACCEPTED = 8  # of them at a time, so that these are counted before others take the last open files
 GRACE = 5  # seconds to send finished answers before the shutdown
 KEEP_ALIVE = 75  # seconds; longer than clients' time-outs, so that none sends while we close the connection
 POLL = 0.2  # seconds
@@ -207,7 +207,7 @@ def listening(app: ASGIApp, sock: socket.socket) -> Iterator[threading.Thread]:
     logging = dict(log_config=None, log_level="error", access_log=False, server_header=False)
     timeouts = dict(timeout_keep_alive=KEEP_ALIVE, timeout_graceful_shutdown=GRACE)
     # Never uvloop, if it is there: it reads as much as it likes into a buffer of its own.
-    asked = dict(http=Limited, loop="asyncio", lifespan="off", ws="none", backlog=AT_ONCE)
+    asked = dict(http=Limited, loop="asyncio", lifespan="off", ws="none", backlog=ACCEPTED)
     settings = uvicorn.Config(app, **logging, **timeouts, **asked)
     server = uvicorn.Server(settings)
 
@@ -222,7 +222,7 @@ def listening(app: ASGIApp, sock: socket.socket) -> Iterator[threading.Thread]:
         while not server.started and thread.is_alive():
             time.sleep(0.01)
         if server.started:
-            sock.listen(BACKLOG)  # asyncio set the system's number to its own
+            sock.listen(BACKLOG)  # asyncio made the queue as short as that
         yield thread
     finally:
         server.should_exit = True
