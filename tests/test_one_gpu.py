@@ -14,12 +14,15 @@ import pytest
 from experiments.one_gpu import __main__ as command
 from experiments.one_gpu import experts, values, wire
 from experiments.one_gpu.wire import host_wire
-from ladder_jax import decode, nn, parallel
+from ladder_jax import config, decode, nn, parallel
 from ladder_jax.bench import measure
 from ladder_jax.bench import request as requests
 from ladder_jax.bench.measure import Samples
 from ladder_jax.config import Loop
 from ladder_jax.decode import steps
+from ladder_jax.predict import machine
+from ladder_jax.predict import model as speeds
+from ladder_jax.predict.program import Opponents
 from tests import covering
 
 
@@ -148,6 +151,7 @@ def test_values(monkeypatch, tmp_path, capsys):
 def test_the_page_says_what_was_measured():
     """Its tables, from the rows."""
     page = (command.HERE / "README.md").read_text()
+    prose = " ".join(page.split())
     found = json.loads((command.HERE / "results.json").read_text())
     for row in found["dense"]["rows"]:
         prefill, step = row["prefill_seconds"] * 1e3, row["step_seconds"] * 1e3
@@ -174,3 +178,31 @@ def test_the_page_says_what_was_measured():
         assert shown == [f"{value:,.{1 if value < 100 else 0}f}" for value in values]
     errors = [row["error"] / row["error_of_cpu"] for row in found["values"]["rows"]]
     assert f"err by {min(errors):.2f} to {max(errors):.2f} times" in page
+    for batch in (4, 16):
+        whole, halves = (row["prefill_seconds_each"] for row in found["halves"]["rows"] if row["batch"] == batch)
+        ratios = sorted(half / one for one, half in zip(whole, halves))
+        middle, least, most = ratios[len(ratios) // 2], ratios[0], ratios[-1]
+        assert f"{middle:.2f} ({least:.2f} to {most:.2f})" in prose
+    [other] = found["torch"]["rows"]
+    prefill, step = 1e3 * other["prefill_seconds"], other["decode_seconds"] / (other["new_tokens"] - 1)
+    read = found["dense"]["rows"][0]["bytes_per_step"] / step / 1e9
+    assert f"| 1 | transformers | {prefill:.1f} | | {1e3 * step:.2f} | {read:,.0f} |" in page
+    [copied] = (c for c in found["ceilings"]["copies"] if (c["gib"], c["form"]) == (1, "~x uint32"))
+    assert f"reach {copied['best'] / 1e9:,.0f} " in prose
+
+
+def test_the_speed_model_beside_the_card():
+    """A rank's share without communication: the page of experiments/predict says how far it is off."""
+    page = " ".join((command.HERE.parent / "predict" / "README.md").read_text().split())
+    rows = json.loads((command.HERE / "results.json").read_text())["wire"]["rows"]
+    model = config.preset("llama-3-70b", num_layers=8, residual="no-communication")
+    on = dict(machine=machine.load("h200-nvlink"), tensor=8, new_tokens=64, opponents=Opponents.STRONGEST)
+    ratios = {"prefill": [], "decode": []}
+    for batch in (1, 16):
+        predicted = speeds.speed(model, rows=batch, **on)
+        measured = next(row for row in rows if (row["residual"], row["batch"]) == ("standard", batch))
+        step = measured["decode_seconds"] / 63
+        ratios["prefill"].append((predicted.prefill.seconds - predicted.prefill.exposed) / measured["prefill_seconds"])
+        ratios["decode"].append((predicted.step.seconds - predicted.step.exposed) / step)
+    said = {phase: " and ".join(f"{ratio:.2f}" for ratio in found) for phase, found in ratios.items()}
+    assert f"predicted at {said['decode']} (batch 1, 16)" in page and f"prefills at {said['prefill']}, " in page
