@@ -1,5 +1,6 @@
 """Token stores: made in parallel, in parts, killed, resumed; what is wrong is named, what is damaged is refused."""
 
+import concurrent.futures
 import contextlib
 import gzip
 import hashlib
@@ -19,7 +20,7 @@ import numpy as np
 import pytest
 
 from ladder_jax.data import examples, tokenizer
-from ladder_jax.data.store import Store, sources
+from ladder_jax.data.store import Store, reader, sources
 from ladder_jax.data.store import build as building
 from ladder_jax.errors import UserError
 from ladder_jax.evaluate import questions as examples_of_tasks
@@ -314,6 +315,22 @@ def test_damaged_stores(book, tmp_path, damage, message):
     damage(tmp_path / "store")
     with pytest.raises(UserError, match=message):
         documents(tmp_path / "store")
+
+
+def test_few_files_are_kept_open(book, monkeypatch):
+    """Threads read more shards than are kept open: right tokens, and no file outlives the store."""
+    monkeypatch.setattr(reader, "OPEN_FILES", 2)
+    store = Store(book[1])
+    assert len(store.manifest.shards) > 4
+    starts, counts = store.starts[:-1].tolist(), np.diff(store.starts).tolist()
+    with concurrent.futures.ThreadPoolExecutor(8) as pool:
+        found = list(pool.map(store.read, starts * 5, counts * 5))
+    assert [bytes(one).decode() for one in found] == TEXTS * 5
+    opened = lambda: [os.path.realpath(f"/proc/self/fd/{one}") for one in os.listdir("/proc/self/fd")]
+    held = lambda: sum(path.startswith(f"{book[1]}/") for path in opened())
+    assert held() == 2
+    del pool, store
+    assert held() == 0
 
 
 def test_a_store_of_version_1(book, tmp_path):

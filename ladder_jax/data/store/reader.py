@@ -1,6 +1,7 @@
 """Tokens out of a store, by their position among all of them."""
 
 import contextlib
+import functools
 import hashlib
 import os
 import pathlib
@@ -17,6 +18,7 @@ from ladder_jax.files import AnyPath, absolute, explained, is_remote
 
 CACHE = "stores"
 """The folder in the cache; in it each store in an object store has one, named by its address and manifest."""
+OPEN_FILES = 64  # kept open: a row is of several documents, and opening a file costs more than reading one of them
 
 
 def is_store(folder: AnyPath) -> bool:
@@ -46,6 +48,7 @@ class Store:
         self._local = self._cache() if is_remote(self.folder) else self.folder
         self._check_sizes()
         shards = self.manifest.shards
+        self._opened = functools.lru_cache(maxsize=OPEN_FILES)(_File)
         self._first = np.cumsum([0, *(shard.tokens for shard in shards)], dtype=np.int64)
         begins = [self._offsets(shard)[:-1] + first for shard, first in zip(shards, self._first)]
         self.starts = np.concatenate([*begins, self._first[-1:]])
@@ -98,9 +101,9 @@ class Store:
     def _array(self, shard: Shard, kind: str, dtype: str, count: int, *, first: int = 0) -> np.ndarray:
         path = self._path(shard, kind)
         size = np.dtype(dtype).itemsize
-        with _explained(path), open(path, "rb", buffering=0) as file:
-            file.seek(first * size)
-            content = file.read(count * size)
+        with _explained(path):
+            file = self._opened(path)
+            content = os.pread(file.descriptor, count * size, first * size)
         if len(content) != count * size:
             raise self._damaged(shard, kind, "it was complete when it was opened, and has been cut short")
         return np.frombuffer(content, dtype)
@@ -130,6 +133,17 @@ class Store:
         name = hashlib.sha256(os.fspath(self.folder).encode() + b"\0" + content).hexdigest()[:20]
         self._held = contextlib.ExitStack()  # a folder without a cache is removed with this object
         return self._held.enter_context(files.cache(f"{CACHE}/{name}"))
+
+
+class _File:
+    """A file open for reading, closed with the object: another thread may still read what the cache has dropped."""
+
+    def __init__(self, path: str):
+        self.descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+
+    def __del__(self):
+        if hasattr(self, "descriptor"):
+            os.close(self.descriptor)
 
 
 def _digest(*paths: str) -> str:
