@@ -1,5 +1,6 @@
 """Inference starts at the model's size: arrays are read one by one, with the values that reading all at once gives."""
 
+import gc
 import itertools
 import sys
 import weakref
@@ -128,6 +129,7 @@ def peak():
     """Calls a function, and gives what it returned and the most bytes that were on devices at any call below."""
 
     def call(fn):
+        gc.collect()  # an earlier engine, in a cycle, would be freed while this one is made
         seen = {}
         most, before = 0, on_devices(seen)
 
