@@ -90,20 +90,23 @@ class Epochs:
     """A grain data source without end: every row once an epoch, every epoch in an order of its own."""
 
     def __init__(self, rows: Windows | PackedRows, *, seed: int):
-        self._rows, indices = rows, grain.MapDataset.range(len(rows))
-        self._order = functools.lru_cache(maxsize=2)(lambda epoch: indices.shuffle(_epochs_seed(seed, epoch)))
+        self._rows, self._seed = rows, seed
 
     def __len__(self) -> int:
         return sys.maxsize
 
     def __getitem__(self, index) -> np.ndarray | Batch:
         epoch, place = divmod(int(index), len(self._rows))
-        return self._rows[self._order(epoch)[place]]
+        return self._rows[_order(len(self._rows), self._seed, epoch)[place]]
 
 
-def _epochs_seed(seed: int, epoch: int) -> int:
-    """Hashed: grain's own repetition adds the epoch, so that epoch 1 of a seed is epoch 0 of the next."""
-    return seed if epoch == 0 else int(np.random.SeedSequence((seed, epoch)).generate_state(1)[0])
+@functools.lru_cache(maxsize=1024)
+def _order(count: int, seed: int, epoch: int) -> grain.MapDataset:
+    """The indices of one epoch's rows. Hashed: grain's own repetition adds the epoch, so that epoch 1 of a seed is
+    epoch 0 of the next."""
+    if epoch:
+        seed = int(np.random.SeedSequence((seed, epoch)).generate_state(1)[0])
+    return grain.MapDataset.range(count).shuffle(seed)
 
 
 def shuffled(rows: Windows | PackedRows, *, seed: int) -> grain.MapDataset:

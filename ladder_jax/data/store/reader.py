@@ -18,7 +18,7 @@ from ladder_jax.files import AnyPath, absolute, explained, is_remote
 
 CACHE = "stores"
 """The folder in the cache; in it each store in an object store has one, named by its address and manifest."""
-OPEN_FILES = 64  # kept open: a row is of several documents, and opening a file costs more than reading one of them
+OPEN_FILES = 16  # of each store: opening a file costs more than reading a document, but a process may open few (1,024)
 
 
 def is_store(folder: AnyPath) -> bool:
