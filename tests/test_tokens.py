@@ -9,6 +9,7 @@ import json
 import math
 import multiprocessing
 import os
+import pickle
 import re
 import shutil
 import signal
@@ -329,6 +330,7 @@ def test_few_files_are_kept_open(book, monkeypatch):
     opened = lambda: [os.path.realpath(f"/proc/self/fd/{one}") for one in os.listdir("/proc/self/fd")]
     held = lambda: sum(path.startswith(f"{book[1]}/") for path in opened())
     assert held() == 2
+    assert pickle.loads(pickle.dumps(store)).read(starts[3], counts[3]).tobytes().decode() == TEXTS[3]
     del pool, store
     assert held() == 0
 
