@@ -4,7 +4,7 @@ import dataclasses
 import enum
 import math
 
-from ladder_jax.config.fields import Section, check
+from ladder_jax.config.fields import Count, CountOrZero, Positive, Section, check
 
 
 class RouterSoftmax(enum.Enum):
@@ -32,19 +32,17 @@ class MoEConfig(Section):
     counts in choosing experts, not in their weights (arXiv 2408.15664); training moves it by train.router_bias_rate.
     """
 
-    experts: int = 8
-    top_k: int = 2
-    expert_width: int = 128
+    experts: Count = 8
+    top_k: Count = 2
+    expert_width: Count = 128
     softmax: RouterSoftmax = RouterSoftmax.CHOSEN
-    shared_width: int = 0  # 0: no shared expert
+    shared_width: CountOrZero = 0  # 0: no shared expert
     shared_gate: bool = False
-    dense_layers: int = 0
-    capacity: float | None = None  # empty: no row is dropped
+    dense_layers: CountOrZero = 0
+    capacity: Positive | None = None  # empty: no row is dropped
     router_bias: bool = False
 
     NAME = "model.moe"
-    POSITIVE = ("experts", "top_k", "expert_width", "capacity")
-    NOT_NEGATIVE = ("shared_width", "dense_layers")
 
     def _check(self) -> None:
         check(
@@ -100,62 +98,3 @@ def check_exchange(
     )
     check(sequence_parallel, f"{setting} needs {split}: each rank sends the rows of its own positions")
 
-
-_QWEN3 = dict(head_dim=128, vocab_size=151936, rope_theta=1_000_000.0, norm_eps=1e-6, qk_norm=True)
-
-EXPERT_SHAPES = {
-    "tiny-moe": dict(
-        num_layers=4,
-        d_model=128,
-        num_heads=8,
-        num_kv_heads=4,
-        vocab_size=256,
-        moe=dict(experts=8, top_k=2, expert_width=128, shared_width=128),
-    ),
-    "qwen3-30b-a3b": dict(
-        num_layers=48,
-        d_model=2048,
-        num_heads=32,
-        num_kv_heads=4,
-        moe=dict(experts=128, top_k=8, expert_width=768),
-        **_QWEN3,
-    ),
-    "qwen3-235b-a22b": dict(
-        num_layers=94,
-        d_model=4096,
-        num_heads=64,
-        num_kv_heads=4,
-        moe=dict(experts=128, top_k=8, expert_width=1536),
-        **_QWEN3,
-    ),
-    "mixtral-8x7b": dict(
-        num_layers=32,
-        d_model=4096,
-        num_heads=32,
-        num_kv_heads=8,
-        vocab_size=32000,
-        rope_theta=1_000_000.0,
-        moe=dict(experts=8, top_k=2, expert_width=14336),
-    ),
-    "olmoe-1b-7b": dict(
-        num_layers=16,
-        d_model=2048,
-        num_heads=16,
-        num_kv_heads=16,
-        vocab_size=50304,
-        qk_norm="all-heads",
-        moe=dict(experts=64, top_k=8, expert_width=1024, softmax="all"),
-    ),
-    "qwen1.5-moe-a2.7b": dict(
-        num_layers=24,
-        d_model=2048,
-        num_heads=16,
-        num_kv_heads=16,
-        vocab_size=151936,
-        rope_theta=1_000_000.0,
-        norm_eps=1e-6,
-        biases="qkv",
-        moe=dict(experts=60, top_k=4, expert_width=1408, softmax="all", shared_width=5632, shared_gate=True),
-    ),
-}
-"""The fields of the presets with experts (see model.py)."""

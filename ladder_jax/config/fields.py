@@ -6,10 +6,20 @@ import functools
 import json
 import os
 import reprlib
-import types
 import typing
 
 from ladder_jax.errors import UserError, unknown
+
+POSITIVE = (lambda value: value > 0, "be positive")
+NOT_NEGATIVE = (lambda value: value >= 0, "not be negative")
+
+# Types of fields: a number, and what it must be.
+Count = typing.Annotated[int, POSITIVE]
+Positive = typing.Annotated[float, POSITIVE]
+CountOrZero = typing.Annotated[int, NOT_NEGATIVE]
+PositiveOrZero = typing.Annotated[float, NOT_NEGATIVE]
+Share = typing.Annotated[float, (lambda value: 0 <= value <= 1, "be between 0 and 1")]
+Seed = typing.Annotated[int, (lambda value: 0 <= value < 2**32, "be between 0 and 2**32 - 1")]
 
 
 def fit(config: object, section: str) -> None:
@@ -60,24 +70,15 @@ def shown(config: object, *, always: typing.Collection[str] = ()) -> str:
 class Section:
     """Base of a frozen dataclass of settings: its fields get their declared types and are checked when it is made.
 
-    NAME: its own in messages. POSITIVE, NOT_NEGATIVE, FRACTIONS: the fields that must be above 0, not below it, and
-    from 0 to 1, unless they are None.
+    NAME: its own in messages.
     """
 
-    NAME, POSITIVE, NOT_NEGATIVE, FRACTIONS = "", (), (), ()
+    NAME = ""
 
     __repr__ = shown
 
     def __post_init__(self):
         fit(self, self.NAME)
-        for names, holds, meaning in (
-            (self.POSITIVE, lambda value: value > 0, "be positive"),
-            (self.NOT_NEGATIVE, lambda value: value >= 0, "not be negative"),
-            (self.FRACTIONS, lambda value: 0 <= value <= 1, "be between 0 and 1"),
-        ):
-            for name in names:
-                value = getattr(self, name)
-                check(value is None or holds(value), f"{self.NAME}.{name} must {meaning}, not {value}")
         self._check()
 
     def _check(self) -> None:
@@ -97,15 +98,18 @@ _SHORT = reprlib.Repr(maxtuple=8, maxlist=8, maxdict=4, maxset=4, maxfrozenset=4
 
 @functools.cache
 def _hints(cls: type) -> dict[str, typing.Any]:
-    return typing.get_type_hints(cls)
+    return typing.get_type_hints(cls, include_extras=True)
 
 
 def _coerce(value: object, hint: typing.Any, path: str) -> typing.Any:
     """`value` as the type `hint`, or a UserError. Only exact or lossless conversions are made."""
-    if isinstance(hint, types.UnionType):  # X | None
-        if value is None:
-            return None
-        (hint,) = (part for part in typing.get_args(hint) if part is not type(None))
+    parts = typing.get_args(hint)
+    if type(None) in parts:  # X | None
+        return None if value is None else _coerce(value, parts[0], path)
+    if typing.get_origin(hint) is typing.Annotated:
+        number, (holds, meaning) = _coerce(value, parts[0], path), parts[1]
+        check(holds(number), f"{path} must {meaning}, not {number}")
+        return number
     if dataclasses.is_dataclass(hint):
         return value if isinstance(value, hint) else build(hint, value, path + ".")
     if issubclass(hint, enum.Enum):

@@ -2,13 +2,15 @@
 
 import dataclasses
 import enum
+import json
 import numbers
+import pathlib
 import re
 from collections.abc import Sequence
 
 from ladder_jax.config.execution import CollectiveMatmul, Dtype, QKNorm, check_interleave
-from ladder_jax.config.experts import EXPERT_SHAPES, MoEConfig
-from ladder_jax.config.fields import Section, build, check, shown
+from ladder_jax.config.experts import MoEConfig
+from ladder_jax.config.fields import Count, Positive, Section, build, check, shown
 from ladder_jax.config.side import SideConfig
 from ladder_jax.errors import UserError, unknown, wrong_type
 
@@ -156,13 +158,12 @@ class Biases(enum.Enum):
 class RopeScaling(Section):
     """Llama 3's frequency scaling (https://arxiv.org/abs/2407.21783, section 3.4)."""
 
-    factor: float = 8.0
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 4.0
-    original_context: int = 8192
+    factor: Positive = 8.0
+    low_freq_factor: Positive = 1.0
+    high_freq_factor: Positive = 4.0
+    original_context: Count = 8192
 
     NAME = "model.rope_scaling"
-    POSITIVE = ("factor", "low_freq_factor", "high_freq_factor", "original_context")
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -174,16 +175,16 @@ class ModelConfig(Section):
     empty: the mesh's.
     """
 
-    num_layers: int = 4
-    d_model: int = 128
-    num_heads: int = 8
-    num_kv_heads: int = 4
+    num_layers: Count = 4
+    d_model: Count = 128
+    num_heads: Count = 8
+    num_kv_heads: Count = 4
     head_dim: int | None = None  # empty: d_model / num_heads
-    d_ff: int = 352  # of the MLP, which with `moe` only `moe.dense_layers` have
-    vocab_size: int = 256
-    rope_theta: float = 10_000.0
+    d_ff: Count = 352  # of the MLP, which with `moe` only `moe.dense_layers` have
+    vocab_size: Count = 256
+    rope_theta: Positive = 10_000.0
     rope_scaling: RopeScaling | None = None
-    norm_eps: float = 1e-5
+    norm_eps: Positive = 1e-5
     tie_embeddings: bool = False
     biases: Biases = Biases.NONE
     qk_norm: QKNorm = QKNorm.NONE
@@ -191,15 +192,11 @@ class ModelConfig(Section):
     side: SideConfig | None = None
     residual: str = "ladder"
     ladder_layers: str | None = None
-    ranks: int | None = None
+    ranks: Count | None = None
     dtype: Dtype = Dtype.BFLOAT16  # of matmuls and of the sublayers' all-reduces
     residual_dtype: Dtype = Dtype.BFLOAT16
 
     NAME = "model"
-    POSITIVE = (
-        *("num_layers", "d_model", "num_heads", "num_kv_heads", "d_ff", "vocab_size", "rope_theta", "norm_eps"),
-        "ranks",
-    )
 
     def __repr__(self) -> str:
         has_mlp = self.moe is None or self.moe.dense_layers
@@ -253,57 +250,9 @@ class ModelConfig(Section):
         )
 
 
-def _from_scratch(num_layers: int, d_model: int, num_heads: int, d_ff: int) -> dict:
-    """The paper's own models: multi-head attention, StarCoder's vocabulary, untied."""
-    return dict(
-        num_layers=num_layers,
-        d_model=d_model,
-        num_heads=num_heads,
-        num_kv_heads=num_heads,
-        d_ff=d_ff,
-        vocab_size=49152,
-        rope_theta=10_000.0,
-    )
-
-
-def _llama3(num_layers: int, d_model: int, num_heads: int, num_kv_heads: int, d_ff: int, **more) -> dict:
-    return dict(
-        num_layers=num_layers,
-        d_model=d_model,
-        num_heads=num_heads,
-        num_kv_heads=num_kv_heads,
-        d_ff=d_ff,
-        vocab_size=128256,
-        rope_theta=500_000.0,
-        **more,
-    )
-
-
-_SHAPES = {
-    "tiny": dict(num_layers=4, d_model=128, num_heads=8, num_kv_heads=4, d_ff=352, vocab_size=256),
-    "smollm2-135m": dict(
-        num_layers=30,
-        d_model=576,
-        num_heads=9,
-        num_kv_heads=3,
-        d_ff=1536,
-        vocab_size=49152,
-        rope_theta=100_000.0,
-        tie_embeddings=True,
-    ),
-    "ladder-1b": _from_scratch(40, 1536, 24, 4096),
-    "ladder-1.55b": _from_scratch(52, 1536, 24, 4096),
-    "ladder-3b": _from_scratch(40, 2304, 36, 9216),
-    "llama-3.2-1b": _llama3(16, 2048, 32, 8, 8192, tie_embeddings=True, rope_scaling=RopeScaling(factor=32.0)),
-    "llama-3.2-3b": _llama3(28, 3072, 24, 8, 8192, tie_embeddings=True, rope_scaling=RopeScaling(factor=32.0)),
-    "llama-3-8b": _llama3(32, 4096, 32, 8, 14336),
-    "codellama-34b": dict(
-        num_layers=48, d_model=8192, num_heads=64, num_kv_heads=8, d_ff=22016, vocab_size=32000, rope_theta=1_000_000.0
-    ),
-    "llama-3-70b": _llama3(80, 8192, 64, 8, 28672),
-    "llama-3.1-405b": _llama3(126, 16384, 128, 16, 53248, rope_scaling=RopeScaling(factor=8.0)),
-    **EXPERT_SHAPES,
-}
+_SHAPES = json.loads(pathlib.Path(__file__).with_name("presets.json").read_text(encoding="utf-8"))
+"""By name, the fields that differ from ModelConfig's defaults. The paper's own models, ladder-*, have multi-head attention
+and StarCoder's vocabulary."""
 
 PRESETS = tuple(_SHAPES)
 

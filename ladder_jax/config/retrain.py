@@ -4,7 +4,7 @@ import dataclasses
 import enum
 from typing import Any
 
-from ladder_jax.config.fields import Section, check
+from ladder_jax.config.fields import Count, CountOrZero, Positive, PositiveOrZero, Section, Share, check
 from ladder_jax.config.model import layer_indices, parse_residual
 from ladder_jax.errors import unknown
 
@@ -31,13 +31,12 @@ class DistillConfig(Section):
 
     teacher: str | None = None
     residual: str | None = None
-    temperature: float = 1.0  # divides both models' logits
-    alpha: float = 1.0  # the teacher's share of the loss; the rest is the tokens' cross-entropy
-    hidden_weight: float = 0.0  # of the distance between both models' hidden streams, added to the loss
-    hidden_every: int = 1  # measured after every so many layers
+    temperature: Positive = 1.0  # divides both models' logits
+    alpha: Share = 1.0  # the teacher's share of the loss; the rest is the tokens' cross-entropy
+    hidden_weight: PositiveOrZero = 0.0  # of the distance between both models' hidden streams, added to the loss
+    hidden_every: Count = 1  # measured after every so many layers
 
     NAME = "distill"
-    POSITIVE, NOT_NEGATIVE, FRACTIONS = ("temperature", "hidden_every"), ("hidden_weight",), ("alpha",)
 
     def _check(self) -> None:
         if self.residual is not None:
@@ -53,11 +52,11 @@ class DistillConfig(Section):
 class ConversionConfig(Section):
     """Convert layers from standard to ladder during training, group by group, the topmost first."""
 
-    steps: int = 0  # until all are converted; 0: they are ladder layers from the first step
-    groups: int = 1
+    steps: CountOrZero = 0  # until all are converted; 0: they are ladder layers from the first step
+    groups: Count = 1
     pace: Pace = Pace.RAMP
 
-    NAME, POSITIVE, NOT_NEGATIVE = "conversion", ("groups",), ("steps",)
+    NAME = "conversion"
 
     def _check(self) -> None:
         check(self.steps == 0 or self.steps >= self.groups, f"conversion.steps={self.steps} is too few for its groups")
@@ -74,11 +73,11 @@ class ConversionConfig(Section):
 class LoraConfig(Section):
     """Train a product of two thin matrices beside each target, and nothing else (arXiv 2106.09685)."""
 
-    rank: int = 0  # 0: none, so all weights train
-    alpha: float = 16.0  # the product counts alpha / rank times
+    rank: CountOrZero = 0  # 0: none, so all weights train
+    alpha: Positive = 16.0  # the product counts alpha / rank times
     targets: str = "all"  # of each layer, such as query,value
 
-    NAME, POSITIVE, NOT_NEGATIVE = "lora", ("alpha",), ("rank",)
+    NAME = "lora"
 
     def _check(self) -> None:
         for name in self.names:

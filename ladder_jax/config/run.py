@@ -5,7 +5,7 @@ import enum
 
 from ladder_jax.config.execution import CollectiveMatmul, Execution, Interleave, Launch, Loop, Remat
 from ladder_jax.config.experts import ExpertParallelism, check_exchange
-from ladder_jax.config.fields import Section, check
+from ladder_jax.config.fields import Count, CountOrZero, Positive, PositiveOrZero, Section, Seed, Share, check
 from ladder_jax.config.model import ModelConfig, check_collective_matmul, check_halves, parse_residual
 from ladder_jax.config.retrain import ConversionConfig, DistillConfig, LoraConfig, check_retraining
 
@@ -14,12 +14,12 @@ from ladder_jax.config.retrain import ConversionConfig, DistillConfig, LoraConfi
 class MeshConfig(Section):
     """Devices an axis: data x fsdp x tensor; and how experts, which are split over tensor, are reached."""
 
-    data: int = 1
-    fsdp: int = 1
-    tensor: int = 1
+    data: Count = 1
+    fsdp: Count = 1
+    tensor: Count = 1
     experts: ExpertParallelism = ExpertParallelism.REDUCE
 
-    NAME, POSITIVE = "mesh", ("data", "fsdp", "tensor")
+    NAME = "mesh"
 
     @property
     def axes(self) -> dict[str, int]:
@@ -76,11 +76,11 @@ class DataConfig(Section):
 
     path: str = "stdlib"
     tokenizer: str = "bytes"
-    max_bytes: int = 32_000_000
+    max_bytes: Count = 32_000_000
     validation_fraction: float = 0.05
     format: Format = Format.TEXT
 
-    NAME, POSITIVE = "data", ("max_bytes",)
+    NAME = "data"
 
     def _check(self) -> None:
         check(
@@ -106,55 +106,45 @@ class TrainConfig(Section):
     """
 
     start: str | None = None
-    freeze: int = 0  # above 0, the embedding and this many of the lowest layers are not trained
-    steps: int = 25_000
-    batch: int = 2048  # sequences a step, over all devices
-    sequence: int = 2048  # predicted tokens a sequence
-    learning_rate: float = 3e-4
-    final_learning_rate_fraction: float = 0.1
-    warmup_steps: int = 2_000
-    beta1: float = 0.9
-    beta2: float = 0.95
-    eps: float = 1e-10
-    weight_decay: float = 0.1
-    clip_norm: float = 1.0
-    seed: int = 0
+    freeze: CountOrZero = 0  # above 0, the embedding and this many of the lowest layers are not trained
+    steps: Count = 25_000
+    batch: Count = 2048  # sequences a step, over all devices
+    sequence: Count = 2048  # predicted tokens a sequence
+    learning_rate: Positive = 3e-4
+    final_learning_rate_fraction: Share = 0.1
+    warmup_steps: CountOrZero = 2_000
+    beta1: Share = 0.9
+    beta2: Share = 0.95
+    eps: Positive = 1e-10
+    weight_decay: PositiveOrZero = 0.1
+    clip_norm: Positive = 1.0
+    seed: Seed = 0
     loop: Loop = Loop.SCAN
     remat: Remat = Remat.NONE
-    accumulate: int = 1  # parts of a batch, computed one after another to save memory
+    accumulate: Count = 1  # parts of a batch, computed one after another to save memory
     sequence_parallel: bool = False  # split the stream between sublayers along the sequence, over mesh.tensor
     collective_matmul: CollectiveMatmul = CollectiveMatmul.NONE  # of sequence_parallel's exposed gathers and scatters
     interleave: Interleave = Interleave.WHOLE  # 2: two halves of each device's rows in turn
-    z_loss: float = 0.0  # times log(Z)^2 of the softmax's denominator Z; PaLM's is 1e-4
-    load_balance: float = 0.01  # of experts: times the Switch loss, which is 1 where all have the same load
-    router_z_loss: float = 0.001  # of experts: times log(Z)^2 of the routers' softmaxes
-    router_bias_rate: float = 0.001  # of experts with model.moe.router_bias: a step's change; 0 keeps the biases
-    loss_chunk: int = 2048  # tokens whose logits a device holds at once
-    log_every: int = 10
-    evaluate_every: int = 1_000  # 0: only after the last step
-    evaluation_batches: int = 8  # of held-out text
-    checkpoint_every: int = 1_000
-    keep_checkpoints: int = 3  # the newest
-    keep_every: int = 0  # also every step that this number divides
-    keep_best: int = 0  # also this many with the lowest held-out loss
+    z_loss: PositiveOrZero = 0.0  # times log(Z)^2 of the softmax's denominator Z; PaLM's is 1e-4
+    load_balance: PositiveOrZero = 0.01  # of experts: times the Switch loss, which is 1 where all have the same load
+    router_z_loss: PositiveOrZero = 0.001  # of experts: times log(Z)^2 of the routers' softmaxes
+    router_bias_rate: PositiveOrZero = 0.001  # of experts with model.moe.router_bias: a step's change; 0 keeps the biases
+    loss_chunk: Count = 2048  # tokens whose logits a device holds at once
+    log_every: Count = 10
+    evaluate_every: CountOrZero = 1_000  # 0: only after the last step
+    evaluation_batches: Count = 8  # of held-out text
+    checkpoint_every: Count = 1_000
+    keep_checkpoints: Count = 3  # the newest
+    keep_every: CountOrZero = 0  # also every step that this number divides
+    keep_best: CountOrZero = 0  # also this many with the lowest held-out loss
     on_bad_step: OnBadStep = OnBadStep.STOP
     spike_factor: float = 0.0  # a loss above this many times the recent mean is bad; 0: only one that is not finite
-    spike_window: int = 50  # steps in that mean; during the first ones no loss is too high
-    max_bad_steps: int = 10  # the run stops after more than so many in a row, or rollbacks to one checkpoint
-    rollback_batches: int = 100  # batches up to the bad one that a rollback leaves out
-    peak_tflops: float | None = None  # of one device, for the MFU; empty: by a table
+    spike_window: Count = 50  # steps in that mean; during the first ones no loss is too high
+    max_bad_steps: Count = 10  # the run stops after more than so many in a row, or rollbacks to one checkpoint
+    rollback_batches: Count = 100  # batches up to the bad one that a rollback leaves out
+    peak_tflops: Positive | None = None  # of one device, for the MFU; empty: by a table
 
     NAME = "train"
-    POSITIVE = (
-        *("steps", "batch", "sequence", "learning_rate", "eps", "clip_norm", "accumulate", "loss_chunk", "log_every"),
-        *("checkpoint_every", "keep_checkpoints", "evaluation_batches", "spike_window", "max_bad_steps"),
-        *("rollback_batches", "peak_tflops"),
-    )
-    NOT_NEGATIVE = (
-        *("freeze", "z_loss", "load_balance", "router_z_loss", "router_bias_rate", "evaluate_every", "keep_every"),
-        *("keep_best", "warmup_steps", "weight_decay"),
-    )
-    FRACTIONS = ("beta1", "beta2", "final_learning_rate_fraction")
 
     def _check(self) -> None:
         check(
@@ -166,7 +156,6 @@ class TrainConfig(Section):
             self.spike_factor == 0 or self.spike_factor > 1,
             f"train.spike_factor must be above 1, or 0 for none, not {self.spike_factor}",
         )
-        check(0 <= self.seed < 2**32, f"train.seed must be between 0 and 2**32 - 1, not {self.seed}")
 
     @property
     def execution(self) -> Execution:
@@ -188,25 +177,23 @@ class Quantize(enum.Enum):
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class DecodeConfig(Section):
-    max_new_tokens: int = 128
-    temperature: float = 0.0  # 0: greedy
-    top_k: int = 0  # only the k most probable tokens; 0: all
+    max_new_tokens: Count = 128
+    temperature: PositiveOrZero = 0.0  # 0: greedy
+    top_k: CountOrZero = 0  # only the k most probable tokens; 0: all
     top_p: float = 1.0  # only the most probable tokens that together reach p; 1: all
-    min_p: float = 0.0  # only tokens at least p times as probable as the most probable one; 0: all
-    repetition_penalty: float = 1.0  # above 1, tokens of the prompt and of the text so far become less likely
-    seed: int = 0
-    prefill_chunk: int = 2048  # longer prompts are read in blocks of this many tokens, to bound memory
+    min_p: Share = 0.0  # only tokens at least p times as probable as the most probable one; 0: all
+    repetition_penalty: Positive = 1.0  # above 1, tokens of the prompt and of the text so far become less likely
+    seed: Seed = 0
+    prefill_chunk: Count = 2048  # longer prompts are read in blocks of this many tokens, to bound memory
     interleave: Interleave = Interleave.WHOLE  # 2: prompts are read in two halves in turn
     loop: Loop = Loop.UNROLLED
     launch: Launch = Launch.AUTO  # of all-reduces, in prefill and decode
     quantize: Quantize = Quantize.NONE
 
-    NAME, POSITIVE = "decode", ("max_new_tokens", "prefill_chunk", "repetition_penalty")
-    NOT_NEGATIVE, FRACTIONS = ("temperature", "top_k"), ("min_p",)
+    NAME = "decode"
 
     def _check(self) -> None:
         check(0 < self.top_p <= 1, f"decode.top_p must be above 0 and at most 1, not {self.top_p}")
-        check(0 <= self.seed < 2**32, f"decode.seed must be between 0 and 2**32 - 1, not {self.seed}")
 
 
 class OnDamaged(enum.Enum):

@@ -5,7 +5,7 @@ import math
 from typing import Any
 
 from ladder_jax.config.execution import Interleave
-from ladder_jax.config.fields import Section, check
+from ladder_jax.config.fields import Count, Section, check
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -16,9 +16,9 @@ class SideConfig(Section):
     far as it divides the key/value heads, and beyond that smaller. `model` is the ModelConfig with this section.
     """
 
-    reduction: int = 8
+    reduction: Count = 8
 
-    NAME, POSITIVE = "model.side", ("reduction",)
+    NAME = "model.side"
 
     def network(self, model: Any) -> Any:
         """The configuration of the side network's blocks, as many as the model has layers."""
