@@ -97,4 +97,3 @@ def check_exchange(
         f" {moe.experts / moe.top_k:g} drops no row",
     )
     check(sequence_parallel, f"{setting} needs {split}: each rank sends the rows of its own positions")
-

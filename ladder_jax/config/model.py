@@ -251,8 +251,8 @@ class ModelConfig(Section):
 
 
 _SHAPES = json.loads(pathlib.Path(__file__).with_name("presets.json").read_text(encoding="utf-8"))
-"""By name, the fields that differ from ModelConfig's defaults. The paper's own models, ladder-*, have multi-head attention
-and StarCoder's vocabulary."""
+"""By name, what differs from ModelConfig's defaults. The paper's own models, ladder-*, have multi-head attention and
+StarCoder's vocabulary."""
 
 PRESETS = tuple(_SHAPES)
 

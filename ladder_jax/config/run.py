@@ -128,7 +128,7 @@ class TrainConfig(Section):
     z_loss: PositiveOrZero = 0.0  # times log(Z)^2 of the softmax's denominator Z; PaLM's is 1e-4
     load_balance: PositiveOrZero = 0.01  # of experts: times the Switch loss, which is 1 where all have the same load
     router_z_loss: PositiveOrZero = 0.001  # of experts: times log(Z)^2 of the routers' softmaxes
-    router_bias_rate: PositiveOrZero = 0.001  # of experts with model.moe.router_bias: a step's change; 0 keeps the biases
+    router_bias_rate: PositiveOrZero = 0.001  # with model.moe.router_bias: a step's change; 0 keeps the biases
     loss_chunk: Count = 2048  # tokens whose logits a device holds at once
     log_every: Count = 10
     evaluate_every: CountOrZero = 1_000  # 0: only after the last step

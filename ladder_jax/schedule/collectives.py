@@ -17,11 +17,10 @@ done. On TPUs a reduce-scatter may be one fusion of an all-reduce and the slice 
 import dataclasses
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from ladder_jax.schedule import hlo
 from ladder_jax.schedule.cost import Costs, Flops, attention_kernel_flops
 from ladder_jax.schedule.hlo import Computation, Instruction, Program
 
@@ -98,25 +97,19 @@ def find(program: Program, *, costs: Costs) -> list[Collective]:
     ]
 
 
-def unknown(program: Program) -> list[str]:
+def unknown(program: Program, *, costs: Costs) -> list[str]:
     """The names of collectives that run in a form which is not among those above, so that nothing counts them."""
     found = {form.collective for computation in scheduled(program) for form in forms(computation)}
-    names = []
-
-    def visit(computation: Computation):
-        for one in computation.instructions:
-            chained = "chain_id=" in one.attributes  # a further piece of one that is found
-            if _is_collective(one) and one not in found and not one.opcode.endswith("-done") and not chained:
-                names.append(one.name)
-            for called in one.calls:
-                visit(called)
-
-    visit(program.entry)
-    return list(dict.fromkeys(names))
-
-
-def _is_collective(instruction: Instruction) -> bool:
-    return bool(re.match(r"(ragged-)?all-|collective-|reduce-scatter", instruction.opcode))
+    running = [c for c in program.computations.values() if costs.trips(c)]
+    # A `chain_id` is on further pieces of one that is found.
+    return [
+        one.name
+        for computation in running
+        for one in computation.instructions
+        if re.match(r"((ragged-)?all-|collective-|reduce-scatter)(?!.*-done$)", one.opcode)
+        and one not in found
+        and "chain_id=" not in one.attributes
+    ]
 
 
 def scheduled(program: Program) -> list[Computation]:
@@ -176,29 +169,37 @@ def _called_collective(instruction: Instruction) -> tuple[Instruction, Computati
     return None
 
 
-def _last_update(instructions: tuple[Instruction, ...], start: int, stem: str) -> int:
+def _last_update(instructions: Sequence[Instruction], start: int, stem: str) -> int:
     """Position of the last update of the start at `start`; `start` itself if it has none."""
-    for index in range(start + 1, len(instructions)):
-        if instructions[index].opcode == f"{stem}-update" and instructions[start] in instructions[index].operands:
-            start = index
-    return start
+    updates = _readers(instructions, start, f"{stem}-update")
+    return _last_update(instructions, updates[0], stem) if updates else start
 
 
-def _done_of(instructions: tuple[Instruction, ...], start: int, stem: str) -> int:
-    for index in range(start + 1, len(instructions)):
-        if instructions[index].opcode == f"{stem}-done" and instructions[start] in instructions[index].operands:
-            return index
-    raise ValueError(f"the schedule starts {instructions[start].name} and never awaits it")
+def _done_of(instructions: Sequence[Instruction], start: int, stem: str) -> int:
+    return _first(_readers(instructions, start, f"{stem}-done"), started=instructions[start])
 
 
-def _chained_done(instructions: tuple[Instruction, ...], start: int, piece: Instruction) -> int:
-    chain = re.search(r'chain_id="?(\d+)', piece.attributes)
-    for index in range(start + 1, len(instructions)):
-        if _calls_target(instructions[index], "AsyncCollectiveDone"):
-            inner = _called_collective(instructions[index])
-            if inner and chain and re.search(rf'chain_id="?{chain[1]}\b', inner[0].attributes):
-                return index
-    raise ValueError(f"the schedule starts {instructions[start].name} and never awaits it")
+def _readers(instructions: Sequence[Instruction], start: int, opcode: str) -> list[int]:
+    """Positions of the instructions of an opcode that read what the one at `start` gives."""
+    source = instructions[start]
+    return [index for index, one in enumerate(instructions) if one.opcode == opcode and source in one.operands]
+
+
+def _chained_done(instructions: Sequence[Instruction], start: int, piece: Instruction) -> int:
+    chain = _chain(piece)
+    done = [i for i, one in enumerate(instructions) if i > start and _calls_target(one, "AsyncCollectiveDone")]
+    pieces = [(index, _called_collective(instructions[index])) for index in done]
+    return _first([index for index, of in pieces if of and _chain(of[0]) == chain], started=instructions[start])
+
+
+def _chain(piece: Instruction) -> str:
+    return re.search(r'chain_id="?(\d+)', piece.attributes)[1]
+
+
+def _first(positions: list[int], *, started: Instruction) -> int:
+    if not positions:
+        raise ValueError(f"the schedule starts {started.name} and never awaits it")
+    return positions[0]
 
 
 def _calls_target(instruction: Instruction, target: str) -> bool:
@@ -214,14 +215,14 @@ def _measure(form: Form, computation: Computation, costs: Costs, mesh: dict[str,
     if collective.opcode.startswith("collective-permute"):  # an operand may be one array of a fusion's several
         payload = collective.arrays[: len(collective.operands)]
     window = computation.instructions[form.issued + 1 : form.awaited]
-    estimates = [estimate for i in window if (estimate := costs.cycles(i)) is not None]
+    cycles = costs.cycles_of(window)
     start = computation.instructions[form.issued]
     return Collective(
         name=start.name,
         kind=_kind(collective, holder),
         op_name=collective.op_name or start.op_name or _reducer_op_name(collective),
         operands=_count_operands(collective, ranks=ranks),
-        bytes=hlo.size_in_bytes(payload),
+        bytes=sum(array.bytes for array in payload),
         axes=axes,
         ranks=ranks,
         computation=computation.name,
@@ -229,8 +230,8 @@ def _measure(form: Form, computation: Computation, costs: Costs, mesh: dict[str,
         issued=form.issued,
         awaited=form.awaited,
         operations=sum(i.opcode in ("fusion", "dot", "convolution", "custom-call") for i in window),
-        flops=sum(map(costs.matmul_flops, window), Flops()),
-        cycles=sum(estimates) if estimates or (not window and costs.total_cycles()) else None,
+        flops=costs.flops_of(window),
+        cycles=0 if not window and costs.total_cycles() else cycles,
         kernels=sum(i.opcode == "custom-call" and "tpu_custom_call" in i.attributes for i in window),
         operand_op_names=_operand_op_names(collective) if len(collective.operands) > 1 else (),
         scores=sum(map(attention_kernel_flops, window)),
@@ -244,18 +245,14 @@ def _count_operands(collective: Instruction, *, ranks: int) -> int:
 
 
 def _operand_op_names(collective: Instruction) -> tuple[str, ...]:
-    op_names = []
-    for source in collective.operands:
-        while not source.op_name and source.opcode in MOVES:
-            source = source.operands[0]
-        op_names.append(source.op_name)
-    return tuple(op_names)
+    named = lambda source: source if source.op_name or source.opcode not in MOVES else named(source.operands[0])
+    return tuple(named(operand).op_name for operand in collective.operands)
 
 
 def _concatenated_arrays(collective: Instruction) -> int:
     """Number of arrays in the flat operand of `collective` that the compiler concatenated; 1 if it is one array."""
     source, *others = collective.operands
-    if others or len(source.arrays) != 1 or len(source.arrays[0][1]) != 1:
+    if others or len(source.arrays) != 1 or len(source.dims) != 1:
         return 1
     source = source.behind(("bitcast",))
     if source.opcode == "fusion":

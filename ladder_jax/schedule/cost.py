@@ -4,6 +4,7 @@ import collections
 import functools
 import math
 import re
+from collections.abc import Callable, Iterable
 
 from ladder_jax.schedule import grouped
 from ladder_jax.schedule.grouped import Experts, Grouped
@@ -29,8 +30,8 @@ class Costs:
 
     def __init__(self, program: Program, *, experts: Experts | None = None):
         self._program, self._experts = program, experts
-        self._flops = functools.cache(self._computation_flops)
-        self._cycles = functools.cache(self._computation_cycles)
+        self._flops = functools.cache(lambda computation: self.flops_of(computation.instructions))
+        self._cycles = functools.cache(lambda computation: self.cycles_of(computation.instructions))
 
     def matmul_flops(self, instruction: Instruction) -> Flops:
         """2 x multiply-adds of the instruction's matrix products, by the sublayer named in their scope.
@@ -44,11 +45,8 @@ class Costs:
             return Flops({sublayer_of(instruction.op_name): count(instruction)})
         if one := self.grouped(instruction):
             return Flops({sublayer_of(instruction.op_name): one.flops})
-        total, trips = Flops(), trip_count(instruction)
-        for called in instruction.calls:
-            for sublayer, flops in self._flops(called).items():
-                total[sublayer] += trips * flops
-        return total
+        called = sum(map(self._flops, instruction.calls), Flops())
+        return Flops({sublayer: trip_count(instruction) * flops for sublayer, flops in called.items()})
 
     def grouped(self, instruction: Instruction) -> Grouped | None:
         return grouped.kernel(instruction, experts=self._experts)
@@ -73,8 +71,15 @@ class Costs:
             return round(one.seconds(hardware) * hardware.clock) if hardware and hardware.clock else None
         if instruction.opcode not in ("while", "call", "conditional"):
             return None
-        estimates = [cycles for called in instruction.calls if (cycles := self._cycles(called)) is not None]
-        return trip_count(instruction) * sum(estimates) if estimates else None
+        called = _sum(map(self._cycles, instruction.calls))
+        return None if called is None else trip_count(instruction) * called
+
+    def flops_of(self, instructions: Iterable[Instruction]) -> Flops:
+        return sum(map(self.matmul_flops, instructions), Flops())
+
+    def cycles_of(self, instructions: Iterable[Instruction]) -> int | None:
+        """Of those that have an estimate; None if none has one."""
+        return _sum(map(self.cycles, instructions))
 
     @functools.cached_property
     def _compiler_estimates(self) -> bool:
@@ -84,11 +89,8 @@ class Costs:
     def total_cycles(self) -> int | None:
         """Estimated cycles of one execution of the program, with every loop's iterations counted; of a program that
         generates several tokens, cycles per token."""
-        total, loop = self._cycles(self._program.entry), token_loop(self._program)
-        if total is None or loop is None:
-            return total
-        per_token = self.cycles(loop) or 0
-        return per_token + (total - per_token) // iterations(loop)
+        total = self._cycles(self._program.entry)
+        return None if total is None else per_token(self._program, total, of=lambda loop: self.cycles(loop) or 0)
 
     def trips(self, computation: Computation) -> int:
         """Number of runs of `computation` in one execution of the program."""
@@ -107,12 +109,10 @@ class Costs:
         visit(self._program.entry, 1)
         return counts
 
-    def _computation_flops(self, computation: Computation) -> Flops:
-        return sum(map(self.matmul_flops, computation.instructions), Flops())
 
-    def _computation_cycles(self, computation: Computation) -> int | None:
-        estimates = [cycles for one in computation.instructions if (cycles := self.cycles(one)) is not None]
-        return sum(estimates) if estimates else None
+def _sum(estimates: Iterable[int | None]) -> int | None:
+    known = [estimate for estimate in estimates if estimate is not None]
+    return sum(known) if known else None
 
 
 def attention_kernel_flops(instruction: Instruction) -> int:
@@ -123,9 +123,9 @@ def attention_kernel_flops(instruction: Instruction) -> int:
     found = _ATTENTION_KERNEL.search(instruction.op_name)
     if instruction.opcode != "custom-call" or not found:
         return 0
-    size = instruction.arrays[0][1][-1]
-    arrays = [array for operand in instruction.operands for array in operand.arrays]
-    operands = [dims for kind, dims in arrays if "f" in kind and len(dims) > 2 and dims[-1] == size]  # not the mask's
+    size = instruction.dims[-1]
+    arrays = [array for operand in instruction.operands for array in operand.arrays if "f" in array.kind]
+    operands = [array.dims for array in arrays if len(array.dims) > 2 and array.dims[-1] == size]  # not the mask's
     *heads, queries, _ = max(operands, key=lambda dims: math.prod(dims[:-2]))
     positions = max(dims[-2] for dims in operands)
     pairs = math.prod(heads) * queries * (2 * positions - queries + 1) // 2
@@ -151,6 +151,15 @@ def trip_count(instruction: Instruction) -> int:
     reported per token, and 1 of any other instruction."""
     once = instruction.opcode != "while" or _TOKENS.search(instruction.op_name)
     return 1 if once else iterations(instruction)
+
+
+def per_token(program: Program, total: int, *, of: Callable[[Instruction], int]) -> int:
+    """Of what a whole program costs, and `of` an instruction: one turn of the loop over new tokens, and a token's share
+    of what is outside of it; all, if the program has no such loop."""
+    loop = token_loop(program)
+    if loop is None:
+        return total
+    return of(loop) + (total - of(loop)) // iterations(loop)
 
 
 def iterations(loop: Instruction) -> int:
@@ -179,9 +188,9 @@ def _increment(compared: Instruction, root: Instruction) -> int:
 def _dot(product: Instruction) -> int:
     """A dot's attribute, or in the configuration of a call of cuBLAS, names the contracted dimensions."""
     noted = re.search(r'lhs_contracting_dim(?:ension)?s"?[=:][{\[]([^}\]]*)', product.attributes)
-    left = product.operands[0].arrays[0][1]
+    left = product.operands[0].dims
     contracted = re.findall(r"\d+", noted[1] if noted else "")
-    return 2 * math.prod(product.arrays[0][1]) * math.prod(left[int(dim)] for dim in contracted)
+    return 2 * math.prod(product.dims) * math.prod(left[int(dim)] for dim in contracted)
 
 
 def _convolution(conv: Instruction) -> int:
@@ -190,7 +199,7 @@ def _convolution(conv: Instruction) -> int:
     So multiply-adds are counted position by position, without those on padding or on the holes of a dilated operand.
     """
     left_labels, right_labels, out_labels = re.match(r"(\w+)_(\w+)->(\w+)", conv.attribute("dim_labels")).groups()
-    left, right, out = (one.arrays[0][1] for one in (*conv.operands[:2], conv))
+    left, right, out = (one.dims for one in (*conv.operands[:2], conv))
     window = dict(part.split("=") for part in conv.attribute("window").strip("{}").split())
     positions = 1
     spatial = [label for label in out_labels if label.isdigit()]
@@ -226,7 +235,7 @@ def _multiplied_sum(reduce: Instruction) -> int:
     if not reduce.op_name.endswith("/dot_general"):
         return 0
     summand = reduce.operands[0].behind(("convert", "bitcast", "copy", "reshape", "transpose"))
-    return 2 * math.prod(summand.arrays[0][1]) if summand.opcode == "multiply" else 0
+    return 2 * math.prod(summand.dims) if summand.opcode == "multiply" else 0
 
 
 _COUNTERS = {"dot": _dot, "convolution": _convolution, "reduce": _multiplied_sum}

@@ -99,7 +99,7 @@ def kernel(instruction: Instruction, *, experts: Experts | None) -> Grouped | No
     """The grouped matmul that `instruction` is, or None. Without `experts`, all its rows and matrices count."""
     if instruction.opcode != "custom-call" or not _is_named(instruction):
         return None
-    read, written = _operands(instruction), _floats(zip(instruction.arrays, instruction.on_chip))
+    read, written = _floats(_operands(instruction)), _floats(instruction.arrays)
     rows = [one for one in read + written if len(one.dims) == 2]
     matrices = [one for one in read + written if len(one.dims) == 3]
     if not rows or not matrices:
@@ -108,37 +108,26 @@ def kernel(instruction: Instruction, *, experts: Experts | None) -> Grouped | No
     active = count if experts is None else experts.rows(count)
     chosen = held if experts is None else experts.matrices(count)
     share = lambda one: active / count if len(one.dims) == 2 else chosen / held
-    moved = sum(one.bytes * share(one) for one in read)
+    moved = sum(one.in_memory * share(one) for one in read)
     # Gradients are written whole: those of experts that nobody chose are zero.
-    moved += sum(one.bytes * (share(one) if len(one.dims) == 2 else 1) for one in written)
+    moved += sum(one.in_memory * (share(one) if len(one.dims) == 2 else 1) for one in written)
     tile = re.search(r'ragged_dot_tiling="(\d+),', instruction.attributes)
     elements = sum(math.prod(one.dims[1:]) for one in matrices)
     return Grouped(active, chosen, elements, moved, int(tile[1]) if tile else 1)
 
 
-@dataclasses.dataclass(frozen=True)
-class _Placed:
-    dims: tuple[int, ...]
-    bytes: int  # in main memory
-
-
-def _operands(instruction: Instruction) -> list[_Placed]:
+def _operands(instruction: Instruction) -> list[Array]:
     """By the call's own list of shapes, where it has one: an operand may be one array of an instruction's several."""
     sources = instruction.operands
     listed = re.search(r"operand_layout_constraints=\{((?:[^{}]|\{[^}]*\})*)\}", instruction.attributes)
     if not listed:
-        return _floats(pair for one in sources for pair in zip(one.arrays, one.on_chip))
+        return [array for source in sources for array in source.arrays]
     arrays = hlo.arrays(listed[1])
     if len(arrays) != len(sources):
         raise ValueError(f"{instruction.name} has {len(sources)} operands and lists {len(arrays)}")
-    on_chip = [dict(zip(one.arrays, one.on_chip)).get(array, False) for array, one in zip(arrays, sources)]
-    return _floats(zip(arrays, on_chip))
+    return [next((own for own in source.arrays if own == array), array) for array, source in zip(arrays, sources)]
 
 
-def _floats(arrays: Iterable[tuple[Array, bool]]) -> list[_Placed]:
+def _floats(arrays: Iterable[Array]) -> list[Array]:
     """Those of floating point, or of 8 bits."""
-    return [
-        _Placed(dims, 0 if on_chip else hlo.size_in_bytes(((kind, dims),)))
-        for (kind, dims), on_chip in arrays
-        if kind[0] in "bf" or kind == "s8"
-    ]
+    return [one for one in arrays if one.kind[0] in "bf" or one.kind == "s8"]

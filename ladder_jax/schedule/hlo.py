@@ -8,8 +8,27 @@ from collections.abc import Collection, Iterator, Mapping
 
 from ladder_jax.errors import UserError
 
-type Array = tuple[str, tuple[int, ...]]
-"""Element type and dimensions."""
+
+@dataclasses.dataclass(frozen=True)
+class Array:
+    """One of an instruction's results. kind: element type. on_chip: whether it is in on-chip memory, by its layout."""
+
+    kind: str
+    dims: tuple[int, ...]
+    on_chip: bool = dataclasses.field(default=False, compare=False)
+
+    @property
+    def bytes(self) -> int:
+        """Without the padding of a device's layout."""
+        if self.kind in ("token", "opaque"):
+            return 0
+        bits = 8 if self.kind == "pred" else int(re.search(r"\d+", self.kind)[0])
+        return math.ceil(bits * math.prod(self.dims) / 8)
+
+    @property
+    def in_memory(self) -> int:
+        """Its bytes in main memory."""
+        return 0 if self.on_chip else self.bytes
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -44,11 +63,18 @@ class Instruction:
         """Of the result, or of each array of a tuple."""
         return arrays(self.shape)
 
-    @functools.cached_property
-    def on_chip(self) -> tuple[bool, ...]:
-        """Of each of these arrays, whether it is in on-chip memory: a layout's space; none or S(0) is main memory."""
-        layouts = re.findall(r"\b[a-z]\w*\[[\d,]*\](\{[^}]*\})?", self.shape)
-        return tuple(bool(re.search(r"S\([1-9]\d*\)", layout)) for layout in layouts)
+    @property
+    def dims(self) -> tuple[int, ...]:
+        """Of the first of them."""
+        return self.arrays[0].dims
+
+    @property
+    def bytes(self) -> int:
+        return sum(array.bytes for array in self.arrays)
+
+    @property
+    def in_memory(self) -> int:
+        return sum(array.in_memory for array in self.arrays)
 
     def attribute(self, name: str) -> str:
         """The text after `name=`: a group in braces, or up to the next comma or space; "" if there is none."""
@@ -110,20 +136,12 @@ def parse(text: str) -> Program:
 
 
 def arrays(shape: str) -> tuple[Array, ...]:
-    """Of each array in a shape's text, such as `(f32[8,128], s32[])`."""
-    found = re.findall(r"\b([a-z]\w*)\[([\d,]*)\]", shape)
-    return tuple((kind, tuple(int(n) for n in dims.split(",") if n)) for kind, dims in found)
-
-
-def size_in_bytes(arrays: tuple[Array, ...]) -> int:
-    """Bytes of the arrays, without the padding of a device's layout."""
-    return sum(math.ceil(_bits(kind) * math.prod(dims) / 8) for kind, dims in arrays)
-
-
-def _bits(kind: str) -> int:
-    if kind in ("pred", "token", "opaque"):
-        return 8 if kind == "pred" else 0
-    return int(re.search(r"\d+", kind)[0])
+    """Of each array in a shape's text, such as `(f32[8,128], s32[])`. A layout with S(1), or more, is on the chip."""
+    found = []
+    for kind, sizes, layout in re.findall(r"\b([a-z]\w*)\[([\d,]*)\](\{[^}]*\})?", shape):
+        dims = tuple(int(size) for size in sizes.split(",") if size)
+        found.append(Array(kind, dims, on_chip=bool(re.search(r"S\([1-9]\d*\)", layout))))
+    return tuple(found)
 
 
 def _logical_lines(text: str) -> Iterator[str]:

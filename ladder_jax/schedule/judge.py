@@ -57,7 +57,7 @@ def read(
         reduced = [c for c in found if c.kind in ("all-reduce", "reduce-scatter")]
     # A collective over a single device moves nothing.
     others = [c for c in found if c not in reduced + gathers + scatters and c.ranks != 1]
-    total = sum(costs.matmul_flops(i).total() for i in program.entry.instructions)
+    total = costs.flops_of(program.entry.instructions).total()
     mean = total / max(1, sum(c.executions * c.operands for c in reduced))
     flops = sublayer_flops or {}
     default = flops.get("attention", mean)
@@ -80,7 +80,7 @@ def read(
         hidden_cycles=_hidden_cycles(reductions, program, costs) if costs.total_cycles() else None,
         gathers=tuple(judged(Transfer, c) for c in gathers),
         scatters=tuple(judged(Transfer, c) for c in scatters),
-        unknown=tuple(collectives.unknown(program)),
+        unknown=tuple(collectives.unknown(program, costs=costs)),
     )
 
 

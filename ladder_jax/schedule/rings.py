@@ -7,11 +7,11 @@ own rings must have that (see parallel/ring.py); those of XLA's, a loop, begin w
 
 import collections
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from ladder_jax.schedule.collectives import Collective
 from ladder_jax.schedule.cost import Costs, Flops
-from ladder_jax.schedule.hlo import Instruction, Program
+from ladder_jax.schedule.hlo import Program
 from ladder_jax.scopes import ENTER, LAUNCH, RING_GATHER, RING_SCATTER
 
 HALF = 0.5  # of an n-th of the matmul, beside each message
@@ -68,20 +68,20 @@ def _ring(scope: str, permutes: list[Collective], program: Program, costs: Costs
         runs = max(1, round(messages / max(1, ranks - 1)))
         matmul = sum(costs.trips(h) * costs.flops_of_scope(scope, within=h) for h in holders)
     else:
-        around = {body: c for c in program.computations.values() for body in _bodies(c.instructions)}
+        loops_of = lambda c: [one for one in c.instructions if one.opcode == "while"]
+        around = {loop.calls[0]: c for c in program.computations.values() for loop in loops_of(c)}
         loops = [h for h in holders if h in around]
         runs = max(1, sum(costs.trips(around[h]) for h in loops))
-        matmul = sum(costs.trips(h) * _matmuls(h.instructions, costs).total() for h in loops)
+        matmul = sum(costs.trips(h) * costs.flops_of(h.instructions).total() for h in loops)
     flops, cycles = Flops(), None
     for holder in holders:
         here = [one for one in permutes if one.computation == holder.name]
         positions = {position for one in here for position in range(one.issued + 1, one.awaited)}
         window, trips = [holder.instructions[position] for position in positions], costs.trips(holder)
-        for sublayer, count in _matmuls(window, costs).items():
+        for sublayer, count in costs.flops_of(window).items():
             flops[sublayer] += trips * count / runs
-        estimates = [estimate for one in window if (estimate := costs.cycles(one)) is not None]
-        if estimates:
-            cycles = (cycles or 0) + trips * sum(estimates) // runs
+        if (estimate := costs.cycles_of(window)) is not None:
+            cycles = (cycles or 0) + trips * estimate // runs
     changes = dict(
         operands=1,
         bytes=sum(one.executions * one.bytes for one in permutes) // runs,
@@ -94,11 +94,3 @@ def _ring(scope: str, permutes: list[Collective], program: Program, costs: Costs
         matmul=matmul / runs,
     )
     return Ring(**{**vars(permutes[0]), **changes})
-
-
-def _bodies(instructions: Iterable[Instruction]) -> list:
-    return [one.calls[0] for one in instructions if one.opcode == "while"]
-
-
-def _matmuls(instructions: Iterable[Instruction], costs: Costs) -> Flops:
-    return sum(map(costs.matmul_flops, instructions), Flops())

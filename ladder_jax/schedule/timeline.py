@@ -19,7 +19,6 @@ import functools
 from collections.abc import Callable, Mapping
 
 from ladder_jax.hardware import Hardware
-from ladder_jax.schedule import hlo
 from ladder_jax.schedule.collectives import Collective, find
 from ladder_jax.schedule.cost import Costs, attention_kernel_flops, iterations, token_loop
 from ladder_jax.schedule.grouped import Experts
@@ -131,7 +130,7 @@ class _Player:
         if one := self.costs.grouped(instruction):
             return one.seconds(self.hardware)
         flops = self.costs.matmul_flops(instruction).total() + attention_kernel_flops(instruction)
-        moved = sum(hlo.size_in_bytes(one.arrays) for one in (*instruction.operands, instruction))
+        moved = sum(one.bytes for one in (*instruction.operands, instruction))
         return max(flops / self.hardware.flops, moved / self.hardware.bandwidth)
 
 

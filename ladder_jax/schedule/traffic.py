@@ -5,12 +5,13 @@ of every instruction: a matrix that is prefetched into on-chip memory counts thr
 all, or as its author declared.
 """
 
+import functools
 import math
 
 from ladder_jax.schedule import grouped
-from ladder_jax.schedule.cost import iterations, token_loop, trip_count
+from ladder_jax.schedule.cost import per_token, trip_count
 from ladder_jax.schedule.grouped import Experts
-from ladder_jax.schedule.hlo import Computation, Instruction, Program, size_in_bytes
+from ladder_jax.schedule.hlo import Computation, Instruction, Program
 
 # Operations that move no bytes: views of arrays, and the ends of transfers (their starts are counted).
 _FREE = set(
@@ -23,16 +24,12 @@ _RUNS = ("while", "call", "async-start", "call-start", "async-update", "call-upd
 def bytes_moved(program: Program, *, experts: Experts | None = None) -> int:
     """Bytes read and written in one execution: every iteration of a loop, the largest branch of a conditional.
 
-    experts: the model's, of which a kernel reads the chosen ones (see grouped.py).
+    Of a program that generates several tokens, bytes per token.
 
-    Of a program that generates several tokens, the bytes per token: one iteration of the loop over tokens, and the
-    traffic outside the loop divided by the number of tokens.
+    experts: the model's, of which a kernel reads the chosen ones (see grouped.py).
     """
-    total, loop = _of_computation(program.entry, experts), token_loop(program)
-    if loop is None:
-        return total
-    per_token = _of_instruction(loop, experts)
-    return per_token + (total - per_token) // iterations(loop)
+    moved = functools.partial(_of_instruction, experts=experts)
+    return per_token(program, _of_computation(program.entry, experts), of=moved)
 
 
 def _of_computation(computation: Computation, experts: Experts | None) -> int:
@@ -54,21 +51,20 @@ def _of_instruction(instruction: Instruction, experts: Experts | None) -> int:
     if opcode in _PARTIAL:
         return sum(_PARTIAL[opcode](instruction))
     if opcode in ("copy-start", "slice-start"):
-        ends = _arrays(instruction)[:2]  # source and destination, in either order; a slice reads only what it keeps
-        return min(size for _, size in ends) * sum(not on_chip for on_chip, _ in ends)
+        ends = instruction.arrays[:2]  # source and destination, in either order; a slice reads only what it keeps
+        return min(end.bytes for end in ends) * sum(not end.on_chip for end in ends)
     if opcode == "collective-permute-start":  # its result tuple begins with operands and results
-        return sum(0 if on_chip else size for on_chip, size in _arrays(instruction)[: 2 * len(operands)])
-    if opcode.endswith("-start"):  # a collective: its result tuple repeats the operands
-        return 2 * sum(map(_in_memory, operands))
-    return sum(map(_in_memory, operands)) + _in_memory(instruction)
+        return sum(array.in_memory for array in instruction.arrays[: 2 * len(operands)])
+    read = sum(operand.in_memory for operand in operands)
+    # A collective's result tuple repeats the operands.
+    return 2 * read if opcode.endswith("-start") else read + instruction.in_memory
 
 
 def _fusion(fusion: Instruction, body: Computation) -> int:
     parameters = {int(i.literal or 0): i for i in body.instructions if i.opcode == "parameter"}
-    read = sum(_read(parameters[n], body, _in_memory(operand)) for n, operand in enumerate(fusion.operands))
+    read = sum(_read(parameters[n], body, operand.in_memory) for n, operand in enumerate(fusion.operands))
     roots = body.root.operands if body.root.opcode == "tuple" else (body.root,)
-    pairs = zip(roots, _arrays(fusion))
-    return read + sum(0 if on_chip else min(_written(one), size) for one, (on_chip, size) in pairs)
+    return read + sum(min(_written(one), array.in_memory) for one, array in zip(roots, fusion.arrays))
 
 
 def _read(array: Instruction, body: Computation, size: int) -> int:
@@ -83,9 +79,7 @@ def _read(array: Instruction, body: Computation, size: int) -> int:
             total += _PARTIAL[user.opcode](user)[0]
         else:
             return size
-        if total >= size:
-            return size
-    return total
+    return min(total, size)
 
 
 def _written(array: Instruction) -> float:
@@ -94,7 +88,7 @@ def _written(array: Instruction) -> float:
 
 
 def _picked(part: Instruction) -> tuple[int, int]:
-    return _size(part), _in_memory(part)
+    return part.bytes, part.in_memory
 
 
 # Bytes (read, written) of operations that access only a part of their first operand. An update in place reads nothing
@@ -103,20 +97,6 @@ _PARTIAL = {
     "dynamic-slice": _picked,
     "slice": _picked,
     "gather": _picked,
-    "dynamic-update-slice": lambda update: (0, _size(update.operands[1])),
-    "scatter": lambda update: (0, _size(update.operands[2])),
+    "dynamic-update-slice": lambda update: (0, update.operands[1].bytes),
+    "scatter": lambda update: (0, update.operands[2].bytes),
 }
-
-
-def _size(instruction: Instruction) -> int:
-    return size_in_bytes(instruction.arrays)
-
-
-def _arrays(instruction: Instruction) -> list[tuple[bool, int]]:
-    """(whether it is in on-chip memory, bytes) of each array of the result."""
-    pairs = zip(instruction.arrays, instruction.on_chip, strict=True)
-    return [(on_chip, size_in_bytes((array,))) for array, on_chip in pairs]
-
-
-def _in_memory(instruction: Instruction) -> int:
-    return sum(size for on_chip, size in _arrays(instruction) if not on_chip)
