@@ -1,5 +1,6 @@
 """What a compiled program costs (tests/hlo): its FLOPs, the bytes that it moves, and its timeline."""
 
+import collections
 import itertools
 
 import pytest
@@ -146,4 +147,5 @@ def test_a_timeline_waits_only_for_what_is_exposed():
 
 def test_a_timeline_repeats_loops():
     bars = timeline.play(parsed("tpu7x-scan"), hardware=HARDWARE["tpu7x"], ranks=RANKS)
-    assert sorted(b.iteration for b in bars if b.wire) == [0, 0, 0, 1, 1, 2, 2]
+    names = collections.Counter(bar.name for bar in bars if bar.wire)
+    assert sorted(names.values()) == [1, 3, 3]

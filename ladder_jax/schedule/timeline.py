@@ -9,18 +9,16 @@ The device computes one operation after another, in issue order.
                 reduce-scatter, n-1 for an all-gather (of one shard each), 1 for a permute; it starts when it has been
                 issued and the link is free, and its `done` waits for its end
 
-By default there are no latencies: `ladder-jax overlap --plot` draws these times, and nobody should quote them. With a
-machine's constants (`wire`, `launch`, `contention`) this is `ladder-jax predict --from-schedule`.
+There are no latencies: `ladder-jax overlap --plot` draws these times, and nobody should quote them.
 """
 
 import collections
 import dataclasses
-import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 from ladder_jax.hardware import Hardware
 from ladder_jax.schedule.collectives import Collective, find
-from ladder_jax.schedule.cost import Costs, attention_kernel_flops, iterations, token_loop
+from ladder_jax.schedule.cost import Costs, attention_kernel_flops, trip_count
 from ladder_jax.schedule.grouped import Experts
 from ladder_jax.schedule.hlo import Computation, Instruction, Program
 
@@ -40,35 +38,19 @@ class Bar:
     start: float
     stop: float
     wire: bool
-    iteration: int = 0  # of the loop that contains it
 
 
-def play(
-    program: Program,
-    *,
-    hardware: Hardware,
-    ranks: int,
-    wire: Callable[[Collective], float] | None = None,
-    launch: float = 0.0,
-    contention: float = 0.0,
-    experts: Experts | None = None,
-) -> list[Bar]:
+def play(program: Program, *, hardware: Hardware, ranks: int, experts: Experts | None = None) -> list[Bar]:
     """All bars, sorted by their start.
 
     ranks: number of devices of a collective whose group is unknown.
-    wire(collective): its seconds; by default its bytes over the published link.
-    launch: seconds added to each operation.
-    contention: relative slowdown of an operation while a collective is in flight (0.5: half as long again).
     experts: the model's (see `cost.Costs`).
     """
-    costs, loop = Costs(program, experts=experts), token_loop(program)
-    found = collections.defaultdict(list)
+    costs, found = Costs(program, experts=experts), collections.defaultdict(list)
     for collective in find(program, costs=costs):
         found[collective.computation].append(collective)
-    sent = wire or functools.partial(_published, hardware=hardware, ranks=ranks)
-    tokens = 1 if loop is None else iterations(loop)
-    player = _Player(costs, hardware, sent, launch, contention, tokens, found)
-    player.run(program.entry, iteration=0)
+    player = _Player(costs, hardware, ranks, found)
+    player.run(program.entry)
     return sorted(player.bars, key=lambda bar: bar.start)
 
 
@@ -76,52 +58,38 @@ def play(
 class _Player:
     costs: Costs
     hardware: Hardware
-    wire: Callable[[Collective], float]
-    launch: float
-    contention: float
-    tokens: int
+    ranks: int
     collectives: Mapping[str, list[Collective]]  # by the computation's name
     bars: list[Bar] = dataclasses.field(default_factory=list)
     now: float = 0.0
     wire_free: float = 0.0
 
-    def run(self, computation: Computation, *, iteration: int) -> None:
+    def run(self, computation: Computation) -> None:
         issued = {c.issued: c for c in self.collectives[computation.name]}
         awaited = {c.awaited: c.name for c in issued.values()}
         arrival: dict[str, float] = {}
         for index, instruction in enumerate(computation.instructions):
             if index in issued:
-                arrival[issued[index].name] = self._send(issued[index], iteration)
+                arrival[issued[index].name] = self._send(issued[index])
             if index in awaited:
                 self.now = max(self.now, arrival[awaited[index]])
             if index not in issued and index not in awaited:
-                self._compute(instruction, computation, iteration)
+                self._compute(instruction)
 
-    def _send(self, collective: Collective, iteration: int) -> float:
+    def _send(self, collective: Collective) -> float:
         start = max(self.now, self.wire_free)
-        self.wire_free = start + self.wire(collective)
-        self.bars.append(Bar(collective.name, collective.op_name, start, self.wire_free, True, iteration))
+        self.wire_free = start + self._wire_seconds(collective)
+        self.bars.append(Bar(collective.name, collective.op_name, start, self.wire_free, wire=True))
         return self.wire_free
 
-    def _compute(self, instruction: Instruction, computation: Computation, iteration: int) -> None:
-        if instruction.opcode == "while":
-            (body,) = instruction.calls
-            for index in range(self.costs.trips(body) // max(1, self.costs.trips(computation))):
-                self.run(body, iteration=index)
-        elif instruction.opcode == "call":
-            for called in instruction.calls:
-                self.run(called, iteration=iteration)
+    def _compute(self, instruction: Instruction) -> None:
+        if instruction.opcode in ("while", "call"):
+            for _ in range(trip_count(instruction)):
+                for called in instruction.calls:
+                    self.run(called)
         elif instruction.opcode not in FREE:
-            seconds = self.launch + self._slowed(self._seconds(instruction))
-            if computation.entry:  # outside the loop over tokens: its time is shared by all tokens
-                seconds /= self.tokens
-            start, self.now = self.now, self.now + seconds
-            self.bars.append(Bar(instruction.name, instruction.op_name, start, self.now, False, iteration))
-
-    def _slowed(self, seconds: float) -> float:
-        """The time of an operation that is 1 + contention times slower until the link is free."""
-        window, slower = max(0.0, self.wire_free - self.now), 1 + self.contention
-        return seconds * slower if seconds * slower <= window else seconds + window * (1 - 1 / slower)
+            start, self.now = self.now, self.now + self._seconds(instruction)
+            self.bars.append(Bar(instruction.name, instruction.op_name, start, self.now, wire=False))
 
     def _seconds(self, instruction: Instruction) -> float:
         cycles = self.costs.cycles(instruction)
@@ -133,10 +101,10 @@ class _Player:
         moved = sum(one.bytes for one in (*instruction.operands, instruction))
         return max(flops / self.hardware.flops, moved / self.hardware.bandwidth)
 
-
-def _published(collective: Collective, *, hardware: Hardware, ranks: int) -> float:
-    count = collective.ranks or ranks
-    if collective.kind == "collective-permute":
-        return collective.bytes / hardware.link
-    rounds = {"all-reduce": 2, "all-gather": count}.get(collective.kind, 1)
-    return rounds * (count - 1) / count * collective.bytes / hardware.link
+    def _wire_seconds(self, collective: Collective) -> float:
+        seconds = collective.bytes / self.hardware.link
+        if collective.kind == "collective-permute":
+            return seconds
+        count = collective.ranks or self.ranks
+        rounds = {"all-reduce": 2, "all-gather": count}.get(collective.kind, 1)
+        return rounds * (count - 1) / count * seconds
