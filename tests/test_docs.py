@@ -40,9 +40,16 @@ def blocks(path: pathlib.Path, language: str) -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```", path.read_text(), re.S | re.M)
 
 
-def snippet(page: str, word: str) -> str:
-    (found,) = [block for block in blocks(DOCS / page, "python") if word in block]
-    return found
+def executed(*code: str) -> dict:
+    """The names that code, of one page, defines."""
+    scope = {}
+    for block in code:
+        exec(compile(block, "page.md", "exec"), scope)  # noqa: S102
+    return scope
+
+
+def assert_learns(losses: list[float]) -> None:
+    assert losses == sorted(losses, reverse=True) and losses[-1] < 0.8 * losses[0]
 
 
 @pytest.mark.parametrize("path", [path for path in PAGES if blocks(path, "pycon")], ids=name)
@@ -60,7 +67,7 @@ def test_examples_print_what_stands_there(path):
 )
 def test_snippets_run(page):
     for block in blocks(DOCS / page, "python"):
-        exec(compile(block, page, "exec"), {})  # noqa: S102
+        executed(block)
 
 
 YOUR_MODEL = blocks(DOCS / "guides" / "your_model.md", "python")
@@ -69,18 +76,14 @@ NNX, AUDITED, LINEN = slice(0, 4), slice(0, 5), slice(5, 7)
 
 @pytest.mark.parametrize("which", [NNX, LINEN], ids=["nnx", "linen"])
 def test_your_own_model_trains(which):
-    scope = {}
-    for block in YOUR_MODEL[which]:
-        exec(compile(block, "your_model.md", "exec"), scope)  # noqa: S102
-    assert scope["losses"] == sorted(scope["losses"], reverse=True) and scope["losses"][-1] < 0.8 * scope["losses"][0]
+    assert_learns(executed(*YOUR_MODEL[which])["losses"])
 
 
 def test_your_own_model_as_a_standard_is_the_plain_one():
     """With the plain model's values, on a mesh and on one device: only the topology makes the difference."""
     import jax
 
-    scope = {}
-    exec(compile("".join(YOUR_MODEL[:3]).replace('"ladder", num', '"standard", num'), "page", "exec"), scope)  # noqa: S102
+    scope = executed(*(block.replace('"ladder", num', '"standard", num') for block in YOUR_MODEL[:3]))
     plain, alone = scope["Plain"](rngs=nnx.Rngs(1)), scope["Ladder"](rngs=nnx.Rngs(0), axes=())
     stacked = jax.tree.map(lambda *layers: np.stack(layers), *(nnx.state(block) for block in plain.blocks))
     nnx.update(alone, {"embed": nnx.state(plain.embed), "norm": nnx.state(plain.norm), "blocks": {"layers": stacked}})
@@ -94,40 +97,6 @@ def test_your_own_model_as_a_standard_is_the_plain_one():
     assert cases.error(call(alone, tokens), expected) < bound and cases.error(forward(params, tokens), expected) < bound
 
 
-def plain_linen(page):
-    """The page's sublayers as a model for one device."""
-    import flax.linen as nn
-
-    class Plain(nn.Module):
-        @nn.compact
-        def __call__(self, tokens):
-            embed = nn.Embed(page["VOCABULARY"], page["DIM"], name="embed")
-            x = embed(tokens)
-            for layer in range(page["LAYERS"]):
-                x = x + page["Attention"](page["HEADS"], name=f"attention_{layer}")(x)
-                x = x + page["MLP"](page["WIDTH"], name=f"mlp_{layer}")(x)
-            return embed.attend(nn.RMSNorm(name="norm")(x))
-
-    return Plain()
-
-
-@pytest.mark.full  # the snippet of linen runs above
-def test_your_own_linen_model_as_a_standard_is_the_plain_one():
-    import jax
-
-    scope = {}
-    exec(compile("".join(YOUR_MODEL[LINEN]).replace('"ladder", num', '"standard", num'), "page", "exec"), scope)  # noqa: S102
-    tokens, fresh = np.arange(32).reshape(4, 8), scope["initial"](jax.random.key(1))
-    layers = {
-        f"{name}_{n}": jax.tree.map(lambda a: a[n], fresh["layers"][name])
-        for name in ("attention", "mlp")
-        for n in range(scope["LAYERS"])
-    }
-    outer = {name: fresh[name]["params"] for name in ("embed", "norm")}
-    expected = plain_linen(scope).apply({"params": {**outer, **layers}}, tokens)
-    assert cases.error(scope["forward"](fresh, tokens), expected) < cases.bound(cases.model(d_model=64, d_ff=128))
-
-
 def shallow(code: str) -> str:
     """With two layers of our model: half as much to compile."""
     return code.replace('preset("tiny", ', 'preset("tiny", num_layers=2, ')
@@ -139,21 +108,16 @@ EXPLICIT = blocks(DOCS / "guides" / "explicit.md", "python")
 def test_the_explicit_model_trains_beside_one_of_ours(capsys):
     import jax
 
-    scope = {}
     with jax.set_mesh(None):  # the page sets one
-        for block in EXPLICIT:
-            exec(compile(shallow(block), "explicit.md", "exec"), scope)  # noqa: S102
-    assert scope["losses"] == sorted(scope["losses"], reverse=True) and scope["losses"][-1] < 0.8 * scope["losses"][0]
+        assert_learns(executed(*map(shallow, EXPLICIT))["losses"])
     assert capsys.readouterr().out.splitlines()[:2] == ["True", "float32[8@dp,16,8@tp]"]
 
 
 def test_the_explicit_model_as_a_standard_is_the_plain_one():
     import jax
 
-    scope = {}
     with jax.set_mesh(None):
-        code = "".join(EXPLICIT[:2]).replace('"ladder", num', '"standard", num')
-        exec(compile(code, "explicit.md", "exec"), scope)  # noqa: S102
+        scope = executed(*(block.replace('"ladder", num', '"standard", num') for block in EXPLICIT[:2]))
         params, tokens = scope["initial"](jax.random.key(0)), np.arange(32).reshape(4, 8)
         ladder, plain = (jax.jit(scope[name])(params, tokens) for name in ("ladder", "plain"))
     assert cases.error(ladder, plain) < cases.bound(cases.model(d_model=64, d_ff=128))
@@ -170,7 +134,8 @@ def test_your_own_model_hides_its_all_reduces():
 
 
 def test_the_snippet_that_serves(capsys):
-    exec(compile(shallow(snippet("guides/inference.md", "Engine(")), "inference.md", "exec"), {})  # noqa: S102
+    (snippet,) = [block for block in blocks(DOCS / "guides" / "inference.md", "python") if "Engine(" in block]
+    executed(shallow(snippet))
     *pieces, last = capsys.readouterr().out.splitlines()
     assert len([token for piece in pieces for token in eval(piece)]) == 40  # noqa: S307
     assert last.split()[0] in ("stop", "length")
@@ -302,28 +267,33 @@ def test_a_speed_without_them_is_noticed(text):
     assert len(speeds_without_opponent(text)) == 1
 
 
+REFIT = ROOT / "experiments" / "refit"
+FITTED = dict(tokens=12_288, seed=0, ridge=1e-3)
+
+
+def losses(**wanted) -> dict[str, float]:
+    """Of the refit study's row of these settings that scores most domains."""
+    kind = {"residual": "ladder", **wanted}
+    rows = [row["losses"] for row in study.load(REFIT / "results.json")["rows"] if kind.items() <= row.items()]
+    return max(rows, key=len)
+
+
 def test_the_refits_are_what_was_measured():
-    rows = json.loads((DOCS.parent / "experiments" / "refit" / "results.json").read_text())["rows"]
-    at = lambda **wanted: next(
-        f"{row['losses']['wikitext']:.3f}"
-        for row in rows
-        if all(row.get(key) == value for key, value in {"residual": "ladder", **wanted}.items())
-    )
-    fitted = dict(way="inputs", text="wikitext", tokens=12_288, seed=0, ridge=1e-3)
+    at = lambda **wanted: f"{losses(**wanted)['wikitext']:.3f}"
     assert f"| nothing: the original | {at(layers='0', way='plain')} |" in README
     for words, kind in (
         ("the last 15 of 30 layers, ladder", dict(layers="15")),
         ("all 30 layers, ladder", dict(layers="30")),
         ("the last 15, ladder-2: two sublayers to hide under", dict(layers="15", residual="ladder-2")),
     ):
-        assert f"| {words} | {at(**kind, way='plain')} | {at(**kind, **fitted)} |" in README
+        fitted = at(**kind, way="inputs", text="wikitext", **FITTED)
+        assert f"| {words} | {at(**kind, way='plain')} | {fitted} |" in README
 
 
 def test_the_costs_of_conversions_are_what_was_measured():
     """The guide to models: what each costs when it is refitted, and what tasks say."""
     text = (DOCS / "guides" / "models.md").read_text()
-    folder = DOCS.parent / "experiments" / "refit"
-    measured = refit_study.kinds(json.loads((folder / "results.json").read_text())["rows"])
+    measured = refit_study.kinds(study.load(REFIT / "results.json")["rows"])
     for kind, residual in (
         ("half", "ladder-fresh"),
         ("half", "ladder-2"),
@@ -334,24 +304,33 @@ def test_the_costs_of_conversions_are_what_was_measured():
         named = layers if residual == "ladder" else f"{layers}, {residual}"
         (cost,) = re.search(rf"\| {named} \| \S+ \| \S+ \| \S+ \| (\S+) \|", measured).groups()
         assert f"| {kind}, `{residual}` | {cost} |" in text
-    page = (folder / "README.md").read_text()
+    page = (REFIT / "README.md").read_text()
     rows = re.findall(r"^\| (plain|refitted) \| [^|]* \| [^|]* \| [^|]* \| \+([^|]*) \|$", page, re.M)
     shown = re.search(r"the plain\sconversion costs (\S+ ± \S+) and the refitted one (\S+ ± \S+) ", text).groups()
     assert dict(rows) == dict(zip(("plain", "refitted"), shown))
 
 
 def test_what_fitted_outputs_give_back_is_what_was_measured():
-    rows = json.loads((DOCS.parent / "experiments" / "refit" / "results.json").read_text())["rows"]
-    text, mixed = (DOCS / "guides" / "models.md").read_text(), dict(text="mixture", tokens=12_288, seed=0, ridge=1e-3)
-    for shown, layers, asked in (
-        ("nothing: the original", "0", dict(way="plain")),
-        ("`--refit none`", "15", dict(way="plain")),
-        ("`--refit inputs`", "15", dict(way="inputs", **mixed)),
-        ("`--refit both`", "15", dict(way="inputs and outputs", **mixed)),
+    text, mixed = (DOCS / "guides" / "models.md").read_text(), dict(text="mixture", **FITTED)
+    for shown, asked in (
+        ("nothing: the original", dict(layers="0", way="plain")),
+        ("`--refit none`", dict(layers="15", way="plain")),
+        ("`--refit inputs`", dict(layers="15", way="inputs", **mixed)),
+        ("`--refit both`", dict(layers="15", way="inputs and outputs", **mixed)),
     ):
-        kind = {"residual": "ladder", "layers": layers, **asked}
-        (losses,) = (row["losses"] for row in rows if kind.items() <= row.items() and len(row["losses"]) == 4)
-        assert f"| {shown} | {' | '.join(f'{loss:.3f}' for loss in losses.values())} |" in text
+        assert f"| {shown} | {' | '.join(f'{loss:.3f}' for loss in losses(**asked).values())} |" in text
+
+
+@pytest.fixture
+def predicted(capsys):
+    """What `ladder-jax predict` answers, as JSON, and the speedups by topology."""
+
+    def ask(words: str) -> tuple[dict, dict[str, str]]:
+        assert cli.main([*shlex.split(words), "--json"]) == 0
+        answer = json.loads(capsys.readouterr().out)
+        return answer, {row["residual"]: f"{row['speedup']:.2f}" for row in answer["rows"]}
+
+    return ask
 
 
 def shown_predictions() -> list[tuple]:
@@ -363,53 +342,48 @@ def shown_predictions() -> list[tuple]:
 
 
 @pytest.mark.parametrize("row", shown_predictions(), ids=lambda row: row[4])
-def test_the_first_table_is_what_predict_prints(row, capsys):
+def test_the_first_table_is_what_predict_prints(row, predicted):
     opponent, ladder, no, over_nccl, words = row
-    assert cli.main([*shlex.split(words), "--residual", "standard,ladder", "--json"]) == 0
-    answer = json.loads(capsys.readouterr().out)
-    shown = answer["rows"][1]
-    assert (f"{shown['speedup']:.2f}", f"{shown['speedup_over_nccl']:.2f}") == (ladder, over_nccl)
+    answer, speedups = predicted(f"{words} --residual standard,ladder")
+    assert (speedups["ladder"], f"{answer['rows'][1]['speedup_over_nccl']:.2f}") == (ladder, over_nccl)
     assert bool(no) == answer["recommendation"]["reason"].startswith("no: ")
     baseline = answer["baseline"]
     form = result.described(baseline["form"], baseline["all_reduce"])
     assert opponent == form + result.in_turn(baseline["interleave"])
 
 
-def test_the_speeds_of_alternatives_are_what_predict_prints(capsys):
+def test_the_speeds_of_alternatives_are_what_predict_prints(predicted):
     text = " ".join((DOCS / "alternatives.md").read_text().split())
-    (large, small) = re.search(r"over 8 H100 (\S+) for 70B and (\S+) for 8B, predicted", text).groups()
-    (slow, parallel) = re.search(
-        r"gains most: (\S+) and (\S+) for 70B at batch 16 over Standard with ring", text
-    ).groups()
-    words = {
-        "--model llama-3-70b --hardware h100-nvlink": {"ladder": large},
-        "--model llama-3-8b --hardware h100-nvlink": {"ladder": small},
-        "--model llama-3-70b --hardware h100-no-nvlink --batch 16": {"ladder": slow, "parallel-ladder": parallel},
-    }
-    for command, expected in words.items():
-        assert f"ladder-jax predict {command}" in text
-        assert cli.main(["predict", *command.split(), "--json"]) == 0
-        rows = {row["residual"]: row for row in json.loads(capsys.readouterr().out)["rows"]}
-        assert {name: f"{rows[name]['speedup']:.2f}" for name in expected} == expected
+    large, small = re.search(r"over 8 H100 (\S+) for 70B and (\S+) for 8B, predicted", text).groups()
+    ring = r"gains most: (\S+) and (\S+) for 70B at batch 16 over Standard with ring"
+    slow, parallel = re.search(ring, text).groups()
+    for words, expected in (
+        ("--model llama-3-70b --hardware h100-nvlink", {"ladder": large}),
+        ("--model llama-3-8b --hardware h100-nvlink", {"ladder": small}),
+        ("--model llama-3-70b --hardware h100-no-nvlink --batch 16", {"ladder": slow, "parallel-ladder": parallel}),
+    ):
+        assert f"ladder-jax predict {words}" in text
+        assert expected.items() <= predicted(f"predict {words}")[1].items()
 
 
-def test_a_faster_kernel_of_the_opponents(capsys, tmp_path):
+def test_a_faster_kernel_of_the_opponents(predicted, tmp_path, monkeypatch):
     text = (DOCS / "alternatives.md").read_text()
     (yaml_text,) = re.findall(r"^    (based_on: .*\n)    (link: .*\n)", text, re.M)
     (tmp_path / "fast.yaml").write_text("".join(yaml_text))
-    with_it, without, chained = re.search(
-        r"same kernel is (\S+) in place of (\S+), and (\S+) with a chained launch: no", text
-    ).groups()
-    found = []
-    for hardware, words in (("h100-nvlink", ""), ("fast.yaml", ""), ("fast.yaml", " --launch chained")):
-        command = f"predict --model llama-3-70b --hardware {hardware}{words}"
+    monkeypatch.chdir(tmp_path)
+    kernel = r"same kernel is (\S+) in place of (\S+), and (\S+) with a chained launch: no"
+    with_it, without, chained = re.search(kernel, text).groups()
+    for words, expected in (
+        ("h100-nvlink", without),
+        ("fast.yaml", with_it),
+        ("fast.yaml --launch chained", chained),
+    ):
+        command = f"predict --model llama-3-70b --hardware {words}"
         assert f"ladder-jax {command}\n" in text
-        path = str(tmp_path / hardware) if hardware.endswith("yaml") else hardware
-        assert cli.main([*command.replace(hardware, path).split(), "--residual", "standard,ladder", "--json"]) == 0
-        answer = json.loads(capsys.readouterr().out)
-        found.append(f"{answer['rows'][1]['speedup']:.2f}")
-    assert f"in the first two rows {found[1]} and {found[2]} times" in " ".join(README.split())
-    assert found == [without, with_it, chained] and answer["recommendation"]["reason"].startswith("no: ")
+        answer, speedups = predicted(f"{command} --residual standard,ladder")
+        assert speedups["ladder"] == expected
+    assert answer["recommendation"]["reason"].startswith("no: ")
+    assert f"in the first two rows {with_it} and {chained} times" in " ".join(README.split())
 
 
 def test_the_advice_is_what_predict_prints(capsys):
@@ -419,7 +393,7 @@ def test_the_advice_is_what_predict_prints(capsys):
     assert " ".join(capsys.readouterr().out.split()).startswith(" ".join(quoted.split()) + " llama-3-70b")
 
 
-def test_the_speeds_of_conversions_are_what_predict_says(capsys):
+def test_the_speeds_of_conversions_are_what_predict_says(predicted):
     """The table of the guide to models, a row a conversion; a command for each machine, of a half and of all layers."""
     text = (DOCS / "guides" / "models.md").read_text()
     (words,) = re.findall(r"^    ladder-jax (predict .*) \\\n        (--residual .*)$", text, re.M)
@@ -427,11 +401,9 @@ def test_the_speeds_of_conversions_are_what_predict_says(capsys):
     assert len(rows) == 7
     for column, machine in ((2, "h100-nvlink"), (3, "h100-no-nvlink")):
         for which, left_out in (("half", ""), ("all", " --ladder-layers 40")):
-            command = " ".join(words).replace("h100-no-nvlink", machine).replace(left_out, "")
-            assert cli.main([*command.split(), "--json"]) == 0
-            found = {row["residual"]: f"{row['speedup']:.2f}" for row in json.loads(capsys.readouterr().out)["rows"]}
+            _, speedups = predicted(" ".join(words).replace("h100-no-nvlink", machine).replace(left_out, ""))
             shown = {row[1]: row[column] for row in rows if row[0] == which}
-            assert shown and shown.items() <= found.items(), (machine, which)
+            assert shown and shown.items() <= speedups.items(), (machine, which)
 
 
 def test_notebooks_have_the_outputs_of_a_run_without_errors():
