@@ -123,8 +123,8 @@ def test_experts(monkeypatch, tmp_path, capsys):
     assert kernel["rows"] <= 8 and kernel["flops"] == 2 * kernel["rows"] * 128 * 256 and kernel["seconds"] > 0
 
 
-def test_values(monkeypatch, tmp_path, capsys):
-    """A kind that computes something else on this device, or fails, ends the program with status 1."""
+def test_values(monkeypatch, tmp_path):
+    """A kind that computes something else on this device ends the program with status 1."""
     out = tmp_path / "values.json"
     right = values.KINDS["logits"]
     calls = itertools.count()
@@ -140,12 +140,8 @@ def test_values(monkeypatch, tmp_path, capsys):
     status, [row] = run("logits")
     assert status == 0 and 1e-3 < row["error"] == row["error_of_cpu"] < 2.0**-6
     monkeypatch.setitem(values.KINDS, "wrong", wrong)
-    monkeypatch.setitem(values.KINDS, "failing", lambda *args: 1 / 0)
     status, [row] = run("wrong")
     assert status == 1 and 0.05 < row["error"]
-    status, [row] = run("failing")
-    assert status == 1 and row["failed"] == "ZeroDivisionError: division by zero"
-    assert "division by zero" in capsys.readouterr().err
 
 
 def test_the_page_says_what_was_measured():

@@ -52,19 +52,12 @@ def test_the_recipe_with_experts():
     assert found.train.batch * found.train.sequence == 4_194_304
 
 
-def test_twins_differ_in_their_topology_alone():
-    for size in SHAPES:
-        read = lambda residual, size=size: config.to_dict(
-            config.load(str(HERE / "recipes" / f"{residual}-{size}.yaml"))
-        )
-        ladder = read("ladder")
-        for residual in ("standard", "parallel"):
-            twin = read(residual)
-            assert twin["model"].pop("residual") == residual
-            assert twin["run"].pop("name") == f"{residual}-{size}"
-            other = {**ladder, "model": {**ladder["model"]}, "run": {**ladder["run"]}}
-            del other["model"]["residual"], other["run"]["name"]
-            assert twin == other
+@pytest.mark.parametrize("size", SHAPES)
+@pytest.mark.parametrize("residual", ["standard", "parallel"])
+def test_twins_differ_in_their_topology_alone(size, residual):
+    ladder, twin = (config.load(str(HERE / "recipes" / f"{name}-{size}.yaml")) for name in ("ladder", residual))
+    model = dataclasses.replace(ladder.model, residual=residual)
+    assert twin == dataclasses.replace(ladder, model=model, run=dataclasses.replace(ladder.run, name=twin.run.name))
 
 
 def test_initial_values_are_the_papers():

@@ -23,7 +23,7 @@ from ladder_jax.overlap.request import Request
 from ladder_jax.schedule import targets
 from ladder_jax.schedule.targets import Target
 
-SOURCES = ("config", "nn", "parallel", "residual", "scopes.py", "overlap/programs.py")
+SOURCES = ("config", "config/presets.json", "nn", "parallel", "residual", "scopes.py", "overlap/programs.py")
 TRAINING = ("retrain", "train")
 PACKAGES = ("jax", "jaxlib", "flax", "libtpu", "jax-cuda13-plugin", "jax-cuda12-plugin")
 MODULES = "jit_(step|local)"  # the library's programs: training, and serving
