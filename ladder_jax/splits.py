@@ -1,7 +1,15 @@
 """The numbers of devices that a model can be split over, for the command line."""
 
 from ladder_jax.config import MeshConfig, ModelConfig, check_fits_mesh
+from ladder_jax.config.fields import check, passes
 from ladder_jax.errors import UserError
+
+
+def check_tensor(model: ModelConfig, *, name: str, tensor: int, devices: int, where: str) -> None:
+    """Raises UserError if `where` has fewer devices, or if the model, `name` to the user, cannot be split over them."""
+    allowed = f"allowed for {name}: {', '.join(map(str, divisors(model, most=devices)))}"
+    check(tensor <= devices, f"--tensor {tensor} is more than the {devices} devices of {where} ({allowed})")
+    check_divides(model, tensor=tensor, most=devices)
 
 
 def check_divides(model: ModelConfig, *, tensor: int, most: int, option: str = "tensor") -> None:
@@ -20,11 +28,4 @@ def check_divides(model: ModelConfig, *, tensor: int, most: int, option: str = "
 
 def divisors(model: ModelConfig, *, most: int) -> list[int]:
     """The numbers of devices, up to `most`, that the model can be split over."""
-    sizes = []
-    for tensor in range(1, most + 1):
-        try:
-            check_fits_mesh(model, MeshConfig(tensor=tensor))
-            sizes.append(tensor)
-        except UserError:
-            pass
-    return sizes
+    return [tensor for tensor in range(1, most + 1) if passes(check_fits_mesh, model, MeshConfig(tensor=tensor))]

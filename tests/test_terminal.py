@@ -66,7 +66,6 @@ ANSWERS = {
     "predict, standard": "predict --model llama-3-8b --hardware h100-nvlink --tensor 1",
     "predict, a pass": "predict --model llama-3-70b --hardware v5p --tensor 8 --phase train --batch 8",
     "predict, slow link": "predict --model llama-3-70b --hardware h100-no-nvlink --tensor 8 --batch 16",
-    "sweep": f"{PREDICT} --sweep tensor=1,8 batch=1,1024 link=0.125,1",
     "plan": "plan --model llama-3-70b --target v5p:16x16x16 --tokens 4194304 --confirm 0",
     "plan, nothing": "plan --model llama-3.1-405b --target v5e:2x2 --tokens 4096 --confirm 0",
 }
@@ -86,7 +85,7 @@ def test_commands_at_80_columns(words, monkeypatch, capsys):
     monkeypatch.delenv("COLUMNS")
     assert cli.main(words.split()) == 0
     first = capsys.readouterr().out.splitlines()[0]
-    assert len(first) <= 80 and first.startswith(("take ", "no: take ", "nothing fits") if "sweep" not in words else "")
+    assert len(first) <= 80 and first.startswith(("take ", "no: take ", "nothing fits"))
 
 
 def test_checkpoints(monkeypatch, capsys):
@@ -98,5 +97,5 @@ def test_checkpoints(monkeypatch, capsys):
 
 def test_the_other_tables():
     """`bench` and `predict` have the most columns."""
-    for columns in (bench.COLUMNS, predict.COLUMNS, predict.SWEPT):
+    for columns in (bench.COLUMNS, predict.COLUMNS):
         assert len(set(columns)) == len(columns) and not any(re.search(r"\S{12}", column) for column in columns)

@@ -362,21 +362,25 @@ VERBS = {
             "--ladder-layers WHICH": "hybrids: N (the last N layers), i,j or all",
             "--implementation NAME": "ours (the default), or authors: the paper's",
             "--phase NAME": "generate (the default), prefill or train",
-            "--launch NAME": "how hidden all-reduces are launched: explicit, chained, or auto (the default)",
-            "--interleave N": "of prefill and training: 1 (the whole batch), 2 (two halves in turn), or auto (the"
-            " default): the faster",
-            "--experts FORM": "with --phase prefill or train: reduce (the default) or exchange",
+            "--launch NAME": one_of(
+                Launch, "how hidden all-reduces are launched: explicit, chained, or auto (the default)"
+            ),
+            "--interleave N": one_of(
+                Interleave,
+                "of prefill and training: 1 (the whole batch), 2 (two halves in turn), or auto (the default)",
+            ),
+            "--experts FORM": one_of(
+                ExpertParallelism, "with --phase prefill or train: reduce (the default) or exchange"
+            ),
             **CAPACITY,
-            "--tensor N": number("tensor-parallel devices (default: all of the hardware's)"),
-            "--batch B": number("rows at once (default 1)"),
-            "--prompt-length P": number("tokens a row in the prompt (default 1024)"),
-            "--new-tokens G": number("tokens a row to generate (default 512)"),
-            "--sequence T": number("tokens a row with --phase train (default 2048)"),
-            "--layers N": number("layers (default: the preset's)"),
-            "--sweep AXIS=A,B": dict(nargs="+", help="vary tensor, batch, link: tensor=1,2,4,8 batch=1,16 link=0.5,1"),
-            "--from-schedule TARGET": "from compiled programs: v5p:2x2x2, h100:8, ...",
+            "--tensor N": count("tensor-parallel devices (default: all of the hardware's)"),
+            "--batch B": count("rows at once (default 1)"),
+            "--prompt-length P": count("tokens a row in the prompt (default 1024)"),
+            "--new-tokens G": count("tokens a row to generate (default 512)"),
+            "--sequence T": count("tokens a row with --phase train (default 2048)"),
+            "--layers N": count("layers (default: the preset's)"),
             **JSON,
-            "--plot FILE": "draw where the time goes, or the sweep (PNG, SVG, PDF)",
+            "--plot FILE": "draw where the time goes (PNG, SVG, PDF)",
         },
     ),
     "calibrate": Verb(
@@ -385,9 +389,9 @@ VERBS = {
         "ladder_jax.predict.calibrate:run",
         {
             "--out FILE": needed("the YAML file to write"),
-            "--tensor N": number("devices whose all-reduces are measured (default: all)"),
+            "--tensor N": count("devices whose all-reduces are measured (default: all)"),
             "--warmup W": number("runs before those that are timed (default 3)"),
-            "--repeats R": number("runs that are timed (default 10)"),
+            "--repeats R": count("runs that are timed (default 10)"),
             **JSON,
         },
     ),

@@ -53,6 +53,15 @@ def check(condition: bool, message: str) -> None:
         raise UserError(message)
 
 
+def passes(check: typing.Callable[..., None], *args: object, **settings: object) -> bool:
+    """Whether a check raises no UserError."""
+    try:
+        check(*args, **settings)
+    except UserError:
+        return False
+    return True
+
+
 def shown(config: object, *, always: typing.Collection[str] = ()) -> str:
     """The repr of a dataclass, as one types it: the fields that differ from their defaults, enums by their names.
 

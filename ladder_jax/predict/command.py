@@ -1,18 +1,15 @@
 """The verb `predict`: parse the arguments, predict, print the result."""
 
 import json
-from collections.abc import Sequence
 
 from ladder_jax import files, terminal
 from ladder_jax.config import ExpertParallelism, Launch, Phase
 from ladder_jax.errors import UserError
-from ladder_jax.predict import compiled, picture, result
+from ladder_jax.predict import picture, result
 from ladder_jax.predict import request as requests
-from ladder_jax.predict import sweep as sweeps
 from ladder_jax.predict.machine import NAMES, Machine
 from ladder_jax.predict.request import BASELINE
 from ladder_jax.predict.result import SAME, WORTH, Result, Row, algorithm, described, executed, in_turn, number
-from ladder_jax.predict.sweep import Point, Sweep
 from ladder_jax.terminal import Table
 
 OPTIONS = (
@@ -25,48 +22,24 @@ COLUMNS = (
 )
 OF_A_PHASE = ("residual", "tokens/s", "speed-up", "over NCCL", "ms", "exposed ms", "hidden", "form", "launch")
 WORDS = ("residual", "form", "all-reduce", "launch")  # columns of words
-SWEPT = ("tensor", "batch", "link", "take", "speed-up", "ladder", "tokens/s", "a device", "ms/token")
 PROGRAMS = {"ours": "this library's programs", "authors": "the paper's authors' programs"}
 
 
 def run(args: dict) -> None:
-    """Print the result. An invalid argument raises UserError before anything is compiled or written."""
+    """Print the result. An invalid argument raises UserError before anything is written."""
     files.check_picture("plot", args["plot"])
-    target = args["from_schedule"]
-    if target and args["sweep"]:
-        raise UserError("--sweep is analytic: it cannot be combined with --from-schedule")
-    if args["phase"] not in (None, requests.GENERATE):
-        for option in ("sweep", "from_schedule", "plot"):
-            if args[option]:
-                name = option.replace("_", "-")
-                raise UserError(f"--{name} belongs to --phase {requests.GENERATE}, not {args['phase']}")
-    options = {name: args[name] for name in OPTIONS}
-    if target:
-        options = compiled.with_defaults(options, target)
-    if options["hardware"] is None:
+    if args["hardware"] is None:
         raise UserError(f"--hardware is needed (allowed: {', '.join(NAMES)}, or a .yaml file)")
-    request = requests.make(**options)
-    if args["sweep"]:
-        axes = sweeps.parse(request, args["sweep"])
-        points = sweeps.run(request, axes)
-        if args["plot"]:
-            if not sweeps.front(points):
-                raise UserError("--plot: there is nothing to draw, as no topology that communicates fits into memory")
-            picture.plot_sweep(points, file=args["plot"])
-        document = {"model": request.model, "hardware": request.machine.name, "sweep": [p.as_dict() for p in points]}
-        _print(document if args["json"] else sweep_lines(points, axes))
-        return
-    answer = compiled.predict(request, target=target) if target else result.predict(request)
+    request = requests.make(**{name: args[name] for name in OPTIONS})
+    if args["plot"] and request.phase:
+        raise UserError(f"--plot belongs to --phase {requests.GENERATE}, not {args['phase']}")
+    answer = result.predict(request)
     if args["plot"]:
         picture.plot(answer, file=args["plot"])
-    _print(answer.as_dict() if args["json"] else lines(answer))
-
-
-def _print(answer: dict | list) -> None:
-    if isinstance(answer, dict):
-        print(json.dumps(answer))
-        return
-    terminal.show(answer)
+    if args["json"]:
+        print(json.dumps(answer.as_dict()))
+    else:
+        terminal.show(lines(answer))
 
 
 def lines(answer: Result) -> list:
@@ -90,7 +63,7 @@ def _of_generation(answer: Result) -> list:
         tail.append("note      explicit launches, the default here, have never run; --launch chained: without them")
     return [
         f"{request.model}, tensor {request.tensor}, batch {request.batch} on {machine.name}",
-        f"prompt {request.prompt_length}, {request.new_tokens} new tokens; {answer.fidelity}, {program}",
+        f"prompt {request.prompt_length}, {request.new_tokens} new tokens; analytic, {program}",
         Table(COLUMNS, list(map(_generated, rows)), left=WORDS),
         f"speed-up: over {answer.baseline.name}; over NCCL: over Standard with NCCL's all-reduces (XLA's on a TPU)",
         "step, exposed (ms), all-reduce: of a decode step; hidden: the share of its all-reduces' time that adds nothing"
@@ -110,7 +83,7 @@ def _of_one_pass(answer: Result) -> list:
     if request.experts is ExpertParallelism.EXCHANGE:
         exchanged = [f"exchange  with capacity {request.capacity:g}: whole buffers are sent and computed, full or not"]
     return [
-        f"{title} of {machine.name}; {answer.fidelity}",
+        f"{title} of {machine.name}; analytic",
         Table(OF_A_PHASE, list(map(_passed, answer.rows)), left=WORDS),
         f"Standard's forms, tokens/s: {'; '.join(opponents)}",
         f"speed-up: over {answer.baseline.name}; over NCCL: over Standard (all-reduce) with NCCL's all-reduces",
@@ -144,31 +117,6 @@ def _assumed(machine: Machine) -> list[str]:
             told = f"{count} of {machine.name}'s constants are {what}"
             notes.append(f"note      {told}: ladder-jax calibrate measures yours")
     return notes
-
-
-def sweep_lines(points: Sequence[Point], sweep: Sweep) -> list:
-    """A table with a row per point: the recommended topology, its speed-up and that of the plain Ladder."""
-    notes = ["speed-up, ladder: over the fastest Standard at each point"]
-    notes += [f"note      the model cannot be split over {size} devices: left out" for size in sweep.unsplit]
-    if not all(point.fits for point in points):
-        notes.append("*         weights and cache need more memory than a device has")
-    return [Table(SWEPT, list(map(_swept, points)), left=("take",)), *notes]
-
-
-def _swept(point: Point) -> tuple[str, ...]:
-    row = point.chosen
-    ladder = next((f"{one.speedup:.2f}" for one in point.result.rows if one.residual == "ladder"), "-")
-    return (
-        str(point.tensor),
-        str(point.batch),
-        f"{point.link:g} x",
-        row.residual if point.fits else f"{row.residual} *",
-        f"{row.speedup:.2f}",
-        f"no help, {ladder}" if point.result.advice.ladder_helps is False else ladder,
-        number(row.tokens_per_second),
-        number(row.tokens_per_second / point.tensor),
-        f"{row.speed.step.seconds * 1e3:.2f}",
-    )
 
 
 def _generated(row: Row) -> tuple[str, ...]:

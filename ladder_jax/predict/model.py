@@ -35,9 +35,9 @@ parallelism.
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
-from ladder_jax.config import Launch, ModelConfig, Phase
+from ladder_jax.config import Interleave, Launch, ModelConfig, Phase
 from ladder_jax.predict.layers import layers, work
 from ladder_jax.predict.machine import Algorithm, Machine
 from ladder_jax.predict.program import ANY_PROGRAM, PLAIN, Choice, Form, Opponents, Program, programs, steps_of
@@ -119,15 +119,15 @@ def speed(
     new_tokens: int = 512,
     implementation: Implementation = OURS,
     opponents: Opponents = Opponents.FITTED,
-    launches: Collection[Launch] = tuple(Launch),
-    interleaves: Collection[int] = (1, 2),
+    launch: Launch = Launch.AUTO,
+    interleave: Interleave = Interleave.AUTO,
 ) -> Speed:
     """The speed of `config` with its residual topology over `tensor` devices, which must divide the model.
 
-    opponents, launches, interleaves: the programs among which prefill and decode step each take the fastest.
+    opponents, launch, interleave: the programs among which prefill and decode step each take the fastest.
     """
     model = Model(config, tensor, implementation)
-    choice = Choice(opponents, launches, interleaves)
+    choice = Choice(opponents, launch, interleave)
     shape = dict(rows=rows, prompt_length=prompt_length, new_tokens=new_tokens)
     blocks = {Phase.PREFILL: model.prefill(**shape), Phase.DECODE: model.decode_step(**shape)}
     found = [fastest(passes(model, machine, block, phase=phase, choice=choice)) for phase, block in blocks.items()]

@@ -4,9 +4,8 @@ import dataclasses
 import enum
 import functools
 import itertools
-from collections.abc import Collection
 
-from ladder_jax.config import ExpertParallelism, Launch, ModelConfig, Phase, parse_residual
+from ladder_jax.config import ExpertParallelism, Interleave, Launch, ModelConfig, Phase, parse_residual
 from ladder_jax.predict.machine import FITTED, NCCL, Algorithm, Halves, Kernels, Machine, Ring
 from ladder_jax.predict.work import DENSE, MLP, Block, Implementation, Model
 from ladder_jax.residual import Step, of_model
@@ -58,12 +57,12 @@ WINDOWS = {  # least of the chained launch, of unrolled layers: experiments/over
 
 @dataclasses.dataclass(frozen=True)
 class Choice:
-    """Among which programs the fastest is taken. launches: of those that hide all-reduces. interleaves: the whole batch
-    (1), two halves in turn (2), where topology and phase allow it. experts: in which form."""
+    """Among which programs the fastest is taken. launch: of those that hide all-reduces. interleave: the whole batch,
+    or two halves in turn where topology and phase allow it. experts: in which form."""
 
     opponents: Opponents = Opponents.STRONGEST
-    launches: Collection[Launch] = tuple(Launch)
-    interleaves: Collection[int] = (1, 2)
+    launch: Launch = Launch.AUTO
+    interleave: Interleave = Interleave.AUTO
     experts: ExpertParallelism = ExpertParallelism.REDUCE
 
 
@@ -104,7 +103,7 @@ def programs(
         every = [Program(algorithms=algorithms, launch=Launch.EXPLICIT, interleave=interleave)] if explicit else []
         window = _chained_window(machine, phase)
         every.append(Program(algorithms=NCCL, launch=Launch.CHAINED, window=window, interleave=interleave))
-        return [one for one in every if one.launch in choice.launches] or every[:1]
+        return [one for one in every if choice.launch in (Launch.AUTO, one.launch)] or every[:1]
 
     if hides:
         kernels = strongest and phase is Phase.DECODE and _has_kernels(machine, ranks=ranks)
@@ -125,7 +124,7 @@ def programs(
 
 
 def _among(candidates: list[Program], choice: Choice) -> tuple[Program, ...]:
-    chosen = [one for one in candidates if one.interleave in choice.interleaves]
+    chosen = [one for one in candidates if choice.interleave in (Interleave.AUTO, Interleave(one.interleave))]
     return tuple(chosen or candidates)
 
 

@@ -6,6 +6,7 @@ from ladder_jax.config import (
     EXPERT_RESIDUALS,
     RESIDUALS,
     ExpertParallelism,
+    Interleave,
     Launch,
     ModelConfig,
     Phase,
@@ -13,23 +14,19 @@ from ladder_jax.config import (
     check_halves,
     parse_residual,
 )
-from ladder_jax.config.fields import check
-from ladder_jax.errors import UserError, member, unknown
+from ladder_jax.config.fields import check, passes
+from ladder_jax.errors import unknown
 from ladder_jax.overlap.request import exchange_capacity
 from ladder_jax.predict import machine as machines
 from ladder_jax.predict.machine import Machine
 from ladder_jax.predict.work import IMPLEMENTATIONS, OURS, Implementation
 from ladder_jax.schedule import models
-from ladder_jax.splits import check_divides, divisors
+from ladder_jax.splits import check_tensor
 from ladder_jax.words import words
 
 BASELINE = "standard"
-AUTO = "auto"
-INTERLEAVES = {"1": (1,), "2": (2,), AUTO: (1, 2)}  # of prefill and training; a topology without halves has the whole
 GENERATE = "generate"
 PHASES = (GENERATE, Phase.PREFILL.value, Phase.TRAIN.value)
-EXCHANGE = dict(sequence_parallel=True, names=("--experts exchange", "--capacity", ""))  # of `check_exchange`
-NUMBERS = ("tensor", "batch", "prompt_length", "new_tokens", "layers", "sequence")
 OF_PHASES = {"prompt_length": PHASES[:2], "new_tokens": PHASES[:1], "sequence": PHASES[2:]}  # options, by name
 
 
@@ -38,27 +35,27 @@ class Request:
     """model: as the user typed it; shape: its configuration. residuals: in the order of the result's rows.
     ladder_layers: makes hybrids of the ladder kinds among them.
 
-    phase: PREFILL or TRAIN; None for a whole generation. sequence: tokens a row in training. launches: among which
-    topologies that hide their all-reduces take the fastest. interleaves: likewise the whole batch (1) and two halves in
-    turn (2), of prefill and training. experts, capacity: as in `overlap.request.Request`, of the rows; Standard's
-    opponents have both forms wherever the model has a capacity.
+    phase: PREFILL or TRAIN; None for a whole generation. sequence: tokens a row in training. launch: of hidden
+    all-reduces. interleave: of prefill and training; a topology without halves has the whole batch. AUTO takes the
+    fastest. experts, capacity: as in `overlap.request.Request`, of the rows; Standard's opponents have both forms
+    wherever the model has a capacity.
     """
 
     model: str
     shape: ModelConfig
     machine: Machine
     tensor: int
-    batch: int
+    residuals: tuple[str, ...]
+    batch: int = 1
     prompt_length: int = 1024
     new_tokens: int = 512
-    residuals: tuple[str, ...] = RESIDUALS
     ladder_layers: str | None = None
     layers: int | None = None
     implementation: Implementation = OURS
     phase: Phase | None = None
     sequence: int = 2048
-    launches: tuple[Launch, ...] = tuple(Launch)
-    interleaves: tuple[int, ...] = (1, 2)
+    launch: Launch = Launch.AUTO
+    interleave: Interleave = Interleave.AUTO
     experts: ExpertParallelism = ExpertParallelism.REDUCE
     capacity: float | None = None
 
@@ -89,106 +86,86 @@ class Request:
         )
 
 
-def make(*, model: str, hardware: str, **options: object) -> Request:
+def make(
+    *,
+    model: str,
+    hardware: str,
+    phase: str | None = None,
+    residual: str | None = None,
+    implementation: str | None = None,
+    capacity: float | None = None,
+    **options: object,
+) -> Request:
     """A checked request. Raises UserError.
 
-    options: those of `ladder-jax predict`, by name: numbers, `residual` (a list in words), `ladder_layers`,
-    `implementation`, `phase`, `launch`, `interleave`, `experts` and `capacity`. None gives a default: all devices, one
-    row, all residuals.
+    The arguments are those of `ladder-jax predict`, by name: options are further fields of `Request`. None gives a
+    default: all devices, all residuals that can be predicted.
     """
-    given = {name: value for name, value in options.items() if value is not None}
     shape = models.by_name(model)
     machine = machines.load(hardware)
     models.check_alone(shape, verb="predict")
-    phase = given.pop("phase", GENERATE)
+    given = {name: value for name, value in options.items() if value is not None}
+    phase = phase or GENERATE
     if phase not in PHASES:
         raise unknown("phase", phase, PHASES)
     for name, phases in OF_PHASES.items():
-        belongs = f"{_option(name)} belongs to --phase {' and '.join(phases)}, not {phase}"
+        option = f"--{name.replace('_', '-')}"
+        belongs = f"{option} belongs to --phase {' and '.join(phases)}, not {phase}"
         check(name not in given or phase in phases, belongs)
-    for name in NUMBERS:
-        check(given.get(name, 1) >= 1, f"{_option(name)} must be positive, not {given.get(name)}")
     check(given.get("new_tokens") != 1, "--new-tokens must be at least 2, not 1: the first one is the prefill's")
-    name = given.pop("implementation", OURS.name)
-    if name not in IMPLEMENTATIONS:
-        raise unknown("implementation", name, IMPLEMENTATIONS)
-    ours = name == OURS.name
-    check(ours or shape.moe is None, f"--implementation {name} has no experts (model.moe): it must be ours")
+    program = implementation or OURS.name
+    if program not in IMPLEMENTATIONS:
+        raise unknown("implementation", program, IMPLEMENTATIONS)
+    ours = program == OURS.name
+    check(ours or shape.moe is None, f"--implementation {program} has no experts (model.moe): it must be ours")
     own_step = "--phase train predicts this library's training step: --implementation must be ours"
     check(ours or phase != Phase.TRAIN.value, own_step)
-    launch = member(Launch, "launch", given.pop("launch", Launch.AUTO))
-    interleave = given.pop("interleave", AUTO)
-    one_of = f"--interleave must be one of {', '.join(INTERLEAVES)}, not {interleave!r}"
-    check(interleave in INTERLEAVES, one_of)
-    form = member(ExpertParallelism, "--experts", given.pop("experts", ExpertParallelism.REDUCE))
-    capacity = exchange_capacity(given.pop("capacity", None), config=shape, experts=form)
-    chosen = words("residual", given.pop("residual")) if "residual" in given else None
+    experts = given.get("experts", ExpertParallelism.REDUCE)
+    shared = shape.moe is not None and shape.moe.shared_width
+    every = (*RESIDUALS, *(EXPERT_RESIDUALS if shared else ()))
     request = Request(
         model=model,
         shape=shape,
         machine=machine,
-        residuals=chosen or _possible(shape, phase=phase, experts=form),
-        implementation=IMPLEMENTATIONS[name],
+        residuals=every if residual is None else words("residual", residual),
+        implementation=IMPLEMENTATIONS[program],
         phase=None if phase == GENERATE else Phase(phase),
-        launches=tuple(Launch) if launch is Launch.AUTO else (launch,),
-        interleaves=INTERLEAVES[interleave],
-        experts=form,
-        capacity=capacity,
-        **{"tensor": machine.devices, "batch": 1, **given},
+        capacity=exchange_capacity(capacity, config=shape, experts=experts),
+        **{"tensor": machine.devices, **given},
     )
-    _check(request, halved=interleave == "2" and chosen is not None)
+    check_tensor(shape, name=model, tensor=request.tensor, devices=machine.devices, where=machine.name)
+    if residual is None:
+        plain = dataclasses.replace(request, ladder_layers=None, interleave=Interleave.AUTO)
+        possible = tuple(name for name in every if passes(_check_residual, plain, name))
+        # Where none is possible, each is refused for its reason.
+        request = dataclasses.replace(request, residuals=possible or every)
+    _check(request, named=residual is not None)
     return request
 
 
-def _option(name: str) -> str:
-    return f"--{name.replace('_', '-')}"
-
-
-def _possible(shape: ModelConfig, *, phase: str, experts: ExpertParallelism) -> tuple[str, ...]:
-    """The residuals that can be predicted; where none can, all, for the reason that the check of each gives.
-
-    Of a model with experts those that give all ranks the same input; with a shared one, farskip too. In training all
-    but desync.
-    """
-
-    def can(residual: str) -> bool:
-        name = parse_residual(residual)
-        moe = shape.moe
-        if moe is not None and name.depends_on_ranks:
-            return False
-        if phase == Phase.TRAIN.value and name.kind == "desync":
-            return False
-        if moe is None or experts is ExpertParallelism.REDUCE:
-            return True
-        try:
-            check_exchange(dataclasses.replace(moe, capacity=1.0), residual=residual, **EXCHANGE)
-        except UserError:
-            return False
-        return True
-
-    every = (*RESIDUALS, *(EXPERT_RESIDUALS if shape.moe and shape.moe.shared_width else ()))
-    return tuple(filter(can, every)) or every
-
-
-def _check(request: Request, *, halved: bool) -> None:
-    """halved: whether the user asks for two halves of named residuals."""
-    check_tensor(request)
+def _check_residual(request: Request, name: str, *, halved: bool = False) -> None:
+    """halved: whether it must have two halves in turn."""
+    config = request.config(name)
+    predicted = request.phase is not Phase.TRAIN or parse_residual(name).kind != "desync"
+    check(predicted, f"--phase train has no prediction of {name}'s backward pass")
     exchanges = request.experts is ExpertParallelism.EXCHANGE
-    any_ladder = False
+    if exchanges:
+        names = ("--experts exchange", "--capacity", "")
+        check_exchange(config.moe, residual=name, sequence_parallel=True, names=names)
+    if halved:
+        rows = request.batch if exchanges else 2
+        check_halves(2, model=config, rows=rows, names=("--interleave", "--batch"), sequence_parallel=exchanges)
+
+
+def _check(request: Request, *, named: bool) -> None:
+    """named: whether the user named the residuals."""
+    halved = named and request.interleave is Interleave.HALVES
     for name in request.residuals:
-        config = request.config(name)
-        parsed = parse_residual(name)
-        any_ladder = any_ladder or parsed.is_ladder
-        predicted = request.phase is not Phase.TRAIN or parsed.kind != "desync"
-        check(predicted, f"--phase train has no prediction of {name}'s backward pass")
-        if exchanges:
-            check_exchange(config.moe, residual=name, **EXCHANGE)
-        if halved:
-            rows = request.batch if exchanges else 2
-            check_halves(2, model=config, rows=rows, names=("--interleave", "--batch"), sequence_parallel=exchanges)
+        _check_residual(request, name, halved=halved)
+    any_ladder = any(parse_residual(name).is_ladder for name in request.residuals)
     names = ", ".join(request.residuals)
     check(any_ladder or request.ladder_layers is None, f"--ladder-layers needs a ladder kind of residual, not {names}")
-    if exchanges:
+    if request.experts is ExpertParallelism.EXCHANGE:
         decoding = "decoding always reduces the experts' sums"
         whole = f"--experts exchange is for --phase prefill and train, not {GENERATE}: {decoding}"
         check(request.phase is not None, whole)
@@ -197,15 +174,3 @@ def _check(request: Request, *, halved: bool) -> None:
         length = "--sequence" if request.phase is Phase.TRAIN else "--prompt-length"
         split = f"--experts exchange splits {length} {request.tokens} over --tensor {request.tensor}"
         check(request.tokens % request.tensor == 0, split)
-
-
-def check_tensor(request: Request) -> None:
-    """Raises UserError if the machine has fewer devices, or if the model cannot be split over so many."""
-    most = request.machine.devices
-    if request.tensor > most:
-        allowed = ", ".join(map(str, divisors(request.shape, most=most)))
-        raise UserError(
-            f"--tensor {request.tensor} is more than the {most} devices of {request.machine.name}"
-            f" (allowed for {request.model}: {allowed})"
-        )
-    check_divides(request.shape, tensor=request.tensor, most=most)

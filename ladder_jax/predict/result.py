@@ -18,7 +18,6 @@ from ladder_jax.predict.program import Choice, Form, Opponents, decoding_in_halv
 from ladder_jax.predict.request import BASELINE, Request
 from ladder_jax.predict.work import TRAINING, Model
 
-ANALYTIC = "analytic"
 WORTH = 1.03  # a smaller gain over the fastest Standard is within the model's error, and no reason to change a model
 SAME = 0.95  # share of the fastest from which topologies count as equally fast: the model's error is larger
 
@@ -93,18 +92,6 @@ class Advice:
 
 
 @dataclasses.dataclass(frozen=True)
-class Opponent:
-    """The fastest way without changing the model. name: in words. share: of its time that communication adds.
-
-    lengths: of a decode step, seconds of an all-reduce and of the shortest sublayer; None where that says nothing.
-    """
-
-    name: str
-    share: float
-    lengths: tuple[float, float] | None = None
-
-
-@dataclasses.dataclass(frozen=True)
 class Baseline:
     """A way to run Standard. form: of prefill and decode step, or of the one pass in question.
 
@@ -134,7 +121,6 @@ class Result:
     rows: tuple[Row, ...]
     opponents: tuple[Baseline, ...]
     advice: Advice
-    fidelity: str = ANALYTIC
 
     def __repr__(self) -> str:
         request = self.request
@@ -161,7 +147,7 @@ class Result:
             "batch": request.batch,
             **asked,
             "implementation": request.implementation.name,
-            "fidelity": self.fidelity,
+            "fidelity": "analytic",
             "rows": [row.as_dict(memory=request.machine.memory) for row in self.rows],
             "baseline": opponents[0],
             "recommendation": dataclasses.asdict(self.advice),
@@ -171,25 +157,17 @@ class Result:
 
 
 def predict(request: Request) -> Result:
-    if request.phase:
-        return _of_one_pass(request)
+    return _of_one_pass(request) if request.phase else _of_generation(request)
+
+
+def _of_generation(request: Request) -> Result:
     speeds = {name: _speed(request, name, Opponents.STRONGEST) for name in {*request.residuals, BASELINE}}
     standard = _in_halves(request, speeds[BASELINE])
-    nccl = _speed(request, BASELINE, Opponents.NCCL)
-    return of_speeds(request, speeds, standard=standard, nccl=nccl)
-
-
-def of_speeds(
-    request: Request, speeds: Mapping[str, Speed], *, standard: Speed, nccl: Speed, fidelity: str = ANALYTIC
-) -> Result:
-    """speeds: of the request's residuals. standard: the fastest. nccl: Standard with NCCL's all-reduces."""
-    forms = dict.fromkeys((standard.step.program.form, standard.prefill.program.form))
-    form = Form.ALL_REDUCE.value if len(forms) == 1 else f"all-reduce; prefill: {standard.prefill.program.form.value}"
+    prefill = standard.prefill.program.form
+    form = Form.ALL_REDUCE.value if prefill is Form.ALL_REDUCE else f"all-reduce; prefill: {prefill.value}"
     baseline = Baseline(form, algorithm(standard.step), standard.tokens_per_second, interleave(standard))
-    lengths = lengths_of(standard)
-    tokens = request.batch * request.new_tokens
-    opponents = [(standard, baseline)]
-    return _result(request, speeds, tokens, opponents=opponents, nccl=nccl, lengths=lengths, fidelity=fidelity)
+    nccl = _speed(request, BASELINE, Opponents.NCCL)
+    return _result(request, speeds, request.batch * request.new_tokens, opponents=[(standard, baseline)], nccl=nccl)
 
 
 def _of_one_pass(request: Request) -> Result:
@@ -203,7 +181,7 @@ def _of_one_pass(request: Request) -> Result:
         (one, Baseline(one.program.form.value, algorithm(one), tokens / one.seconds, one.program.interleave))
         for one in sorted(named.values(), key=lambda one: one.seconds)
     ]
-    choice = Choice(launches=request.launches, interleaves=request.interleaves, experts=request.experts)
+    choice = Choice(launch=request.launch, interleave=request.interleave, experts=request.experts)
     speeds = {name: fastest(_passes(request, name, choice)) for name in request.residuals}
     return _result(request, speeds, tokens, opponents=opponents, nccl=nccl)
 
@@ -215,58 +193,54 @@ def _result(
     *,
     opponents: Sequence[tuple[Speed | Pass, Baseline]],
     nccl: Speed | Pass,
-    lengths: tuple[float, float] | None = None,
-    fidelity: str = ANALYTIC,
 ) -> Result:
+    """speeds: of the residuals. opponents: Standard in each form, the fastest first. nccl: with NCCL's all-reduces."""
     best, baseline = opponents[0]
     over = lambda name: (best.seconds / speeds[name].seconds, nccl.seconds / speeds[name].seconds)
     rows = tuple(Row(name, speeds[name], tokens, *over(name)) for name in request.residuals)
-    opponent = Opponent(baseline.name, best.exposed / best.seconds, lengths)
-    recommendation = advise(rows=rows, opponent=opponent, tensor=request.tensor)
-    return Result(request, rows, tuple(one for _, one in opponents), recommendation, fidelity)
+    advice = advise(rows, best, name=baseline.name, tensor=request.tensor)
+    return Result(request, rows, tuple(one for _, one in opponents), advice)
 
 
-def advise(*, rows: Sequence[Row], opponent: Opponent, tensor: int) -> Advice:
-    """The advice for a request's rows. `no-communication` is never recommended."""
+def advise(rows: Sequence[Row], opponent: Speed | Pass, *, name: str, tensor: int) -> Advice:
+    """opponent: the fastest way without changing the model, `name` in words. `no-communication` is never taken."""
     usable = [row for row in rows if row.residual != "no-communication"]
     ladders = [row.speedup for row in rows if row.residual == "ladder"]
     helps = ladders[0] >= WORTH if ladders else None
     best = max((row.speedup for row in usable), default=1.0)
+    share = opponent.exposed / opponent.seconds
     if tensor == 1:
         return Advice("standard", "no: one device communicates nothing, so there is nothing to hide", helps)
     if best < WORTH:
-        communication = f"communication is {opponent.share:.1%} of its time"
-        gains = f"no topology is {WORTH - 1:.0%} faster than {opponent.name}"
-        return Advice("standard", f"no: {gains}; {communication}", helps)
+        gains = f"no topology is {WORTH - 1:.0%} faster than {name}"
+        return Advice("standard", f"no: {gains}; communication is {share:.1%} of its time", helps)
     fast = [row for row in usable if row.speedup >= max(WORTH, SAME * best)]
     chosen = min(fast, key=lambda row: (_rank(row.residual), -row.speedup))
-    return Advice(chosen.residual, _reason(chosen, usable, opponent), helps)
+    start = f"communication is {share:.0%} of the time of {name}{_lengths(opponent)}"
+    return Advice(chosen.residual, f"{start}: {_gain(chosen, usable)}", helps)
 
 
-def lengths_of(baseline: Speed) -> tuple[float, float] | None:
-    """Seconds of an all-reduce and of the shortest sublayer in a decode step; None without a timeline."""
-    timeline = baseline.step.forward
-    if timeline is None or not timeline.all_reduces:
-        return None
-    computes = [bar.stop - bar.start for bar in timeline.bars if not bar.wire]
-    return timeline.wire / timeline.all_reduces, min(computes)
+def _lengths(opponent: Speed | Pass) -> str:
+    """How long an all-reduce and the shorter sublayer of a decode step are, in words."""
+    if isinstance(opponent, Pass):
+        return ""
+    timeline = opponent.step.forward
+    wire = timeline.wire / timeline.all_reduces
+    shortest = min(bar.stop - bar.start for bar in timeline.bars if not bar.wire)
+    does = "outlasts" if wire > shortest else "fits under"
+    all_reduce = f"a decode step's all-reduce ({wire * 1e6:.0f} µs)"
+    return f", and {all_reduce} {does} its shorter sublayer ({shortest * 1e6:.0f} µs)"
 
 
-def _reason(chosen: Row, usable: Sequence[Row], opponent: Opponent) -> str:
-    start = f"communication is {opponent.share:.0%} of the time of {opponent.name}"
+def _gain(chosen: Row, usable: Sequence[Row]) -> str:
     kind = parse_residual(chosen.residual).kind
     gain = f"{chosen.speedup:.2f} x its speed"
-    if opponent.lengths is not None:
-        wire, shortest = opponent.lengths
-        does = "outlasts" if wire > shortest else "fits under"
-        start += f", and a decode step's all-reduce ({wire * 1e6:.0f} µs) {does} its shorter sublayer"
-        start += f" ({shortest * 1e6:.0f} µs)"
     if kind in ("ladder", "ladder-fresh", "farskip"):
-        return f"{start}: hiding it under compute gives {gain}"
+        return f"hiding it under compute gives {gain}"
     fewer = FEWER.get(kind, "half as many all-reduces")
     ladder = next((row for row in usable if row.residual == "ladder"), None)
     comparison = f" where the plain Ladder gives {ladder.speedup:.2f}" if ladder else ""
-    return f"{start}: {fewer} give {gain}{comparison}"
+    return f"{fewer} give {gain}{comparison}"
 
 
 def _rank(residual: str) -> int:
@@ -285,8 +259,8 @@ def _speed(request: Request, residual: str, opponents: Opponents) -> Speed:
         new_tokens=request.new_tokens,
         implementation=request.implementation,
         opponents=opponents,
-        launches=request.launches,
-        interleaves=request.interleaves,
+        launch=request.launch,
+        interleave=request.interleave,
     )
 
 

@@ -14,7 +14,7 @@ from jax.interpreters import partial_eval
 from jax.sharding import PartitionSpec as P
 
 from ladder_jax import parallel, residual
-from ladder_jax.config import ExpertParallelism, Phase, preset
+from ladder_jax.config import ExpertParallelism, Interleave, Phase, preset
 from ladder_jax.predict import layers, machine, model, request
 from ladder_jax.predict.machine import Link, Network, Ring
 from ladder_jax.predict.program import Choice, Form, Program
@@ -320,8 +320,9 @@ def test_a_model_with_a_capacity_has_both_forms_as_opponents(tmp_path):
     assert of(tensor=1).forms == of(prompt_length=1022).forms == reduced
     assert of(model="qwen1.5-moe-a2.7b").forms == of(model="tiny").forms == reduced
     assert of().capacity is None
-    assert of(experts="exchange").capacity == of(experts="exchange").config("ladder").moe.capacity == 2.0
-    assert of(experts="exchange", capacity=1.0).capacity == 1.0
+    exchanged = of(experts=ExpertParallelism.EXCHANGE)
+    assert exchanged.capacity == exchanged.config("ladder").moe.capacity == 2.0
+    assert of(experts=ExpertParallelism.EXCHANGE, capacity=1.0).capacity == 1.0
 
 
 @pytest.mark.parametrize("hardware", ["v5p", "h100-nvlink"])
@@ -334,19 +335,19 @@ def test_the_guide_has_what_is_predicted(hardware):
     pace = lambda row: f"{row.tokens_per_second:,.0f}"
     cells = []
     for name in ("standard", "ladder"):
-        long = dict(residual=name, prompt_length=32768, interleave="1")
-        (reduced,) = predicted(**long, experts="reduce")
-        (exchanged,) = predicted(**long, experts="exchange")
+        long = dict(residual=name, prompt_length=32768, interleave=Interleave.WHOLE)
+        (reduced,) = predicted(**long, experts=ExpertParallelism.REDUCE)
+        (exchanged,) = predicted(**long, experts=ExpertParallelism.EXCHANGE)
         cells.append(pace(reduced))
         exposed, seconds = (1e3 * value for value in (exchanged.speed.exposed, exchanged.speed.seconds))
         cells.append(f"{pace(exchanged)} ({exposed:.0f} of {seconds:.0f} ms)")
     assert f"| `{hardware}` | {' | '.join(cells)} |" in page
-    (halved,) = predicted(residual="standard", prompt_length=32768, experts="reduce")
+    (halved,) = predicted(residual="standard", prompt_length=32768, experts=ExpertParallelism.REDUCE)
     assert halved.speed.program.interleave == 2
     assert pace(halved) in page
 
-    two = dict(batch=2, prompt_length=16384, residual="standard,ladder", experts="exchange")
-    (whole, _), (standard, ladder) = predicted(**two, interleave="1"), predicted(**two)
+    two = dict(batch=2, prompt_length=16384, residual="standard,ladder", experts=ExpertParallelism.EXCHANGE)
+    (whole, _), (standard, ladder) = predicted(**two, interleave=Interleave.WHOLE), predicted(**two)
     assert standard.speed.program.interleave == 2
     cells = [*map(pace, (whole, standard, ladder)), f"{ladder.speedup:.2f}"]
     assert f"| `{hardware}` | {' | '.join(cells)} |" in page

@@ -2,7 +2,6 @@
 
 import dataclasses
 import itertools
-import pathlib
 import re
 
 import pytest
@@ -11,10 +10,9 @@ from ladder_jax import hardware, nn, parallel
 from ladder_jax.bench import work as counted
 from ladder_jax.config import preset
 from ladder_jax.hardware import HARDWARE
-from ladder_jax.predict import compiled, machine, request, result, work
+from ladder_jax.predict import machine, request, result, work
 from ladder_jax.predict.machine import Link, Network, Ring
-from ladder_jax.schedule import hlo
-from tests.predict.asked import H100, NOTHING, OFF
+from tests.predict.asked import H100
 
 
 def test_seconds_of_kernels():
@@ -186,18 +184,3 @@ def test_a_device_without_a_link(mine):
     alone = mine(YAML.replace("devices: 4", "devices: 1").replace(YAML.splitlines()[-1], "link: null"))
     assert alone.link is None
     assert alone.all_reduce(1e9, ranks=1) == 0
-
-
-def test_from_a_schedule():
-    read = lambda name: hlo.parse((pathlib.Path(__file__).parent.parent / "hlo" / f"{name}.hlo").read_text())
-    at = dict(kind="h100", ranks=8)
-    ladder, standard = (compiled.play(read(name), machine=H100, **at) for name in ("h100-unrolled", "h100-standard"))
-    assert 0 < ladder.exposed < standard.exposed
-    assert ladder.hidden > 0.3 > 0.05 > standard.hidden
-    none = compiled.play(read("h100-unrolled"), machine=dataclasses.replace(H100, link=NOTHING), **at)
-    assert none.exposed == none.wire == 0
-    assert none.seconds == pytest.approx(ladder.seconds - ladder.exposed)
-    slow = compiled.play(read("h100-unrolled"), machine=OFF, **at)
-    assert slow.exposed > ladder.exposed
-    eager = compiled.play(read("h100-unrolled"), machine=dataclasses.replace(H100, launch=0.0), **at)
-    assert eager.seconds < ladder.seconds

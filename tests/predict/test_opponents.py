@@ -1,19 +1,18 @@
 """The opponents: all-reduce algorithms, the programs that may use them, sequence parallelism, other meshes."""
 
 import dataclasses
-import itertools
 import json
 import pathlib
 import types
 
 import pytest
 
-from ladder_jax.config import Launch, Phase, preset
-from ladder_jax.predict import compiled, layers, machine, model, request, result, work
+from ladder_jax.config import Interleave, Launch, Phase, preset
+from ladder_jax.predict import layers, machine, model, result, work
 from ladder_jax.predict.machine import Algorithm, Kernel, Kernels, Link, Network
+from ladder_jax.predict.model import Pass
 from ladder_jax.predict.program import Choice, Form, Opponents, Program, programs
 from ladder_jax.predict.work import AUTHORS, OURS, Model
-from ladder_jax.schedule import hlo
 from tests.predict.asked import H100, NOTHING, OFF, answered, by_residual, predict, run, seconds
 
 EIGHT = Link(
@@ -26,7 +25,7 @@ EIGHT = Link(
     nccl_in_network=Kernel(40e-6, 16e9),
 )
 V5P = machine.load("v5p")
-HLO = pathlib.Path(__file__).parent.parent / "hlo"
+EXPERIMENTS = pathlib.Path(__file__).parents[2] / "experiments"
 
 
 LARGE = preset("llama-3-70b", residual="standard")
@@ -65,14 +64,14 @@ def test_a_ladder_uses_what_its_launch_overlaps():
     def of(name, *, machine=H100, ranks=8, phase=Phase.DECODE, tokens=1, implementation=OURS, **choice):
         model = Model(preset("llama-3-8b", residual=name), ranks, implementation)
         block = model.prefill(rows=1, prompt_length=tokens)
-        return programs(model, machine, block, phase=phase, choice=Choice(**{"interleaves": (1,), **choice}))
+        return programs(model, machine, block, phase=phase, choice=Choice(**{"interleave": Interleave.WHOLE, **choice}))
 
     assert of("standard") == (Program(algorithms=machine.ANY),)
     explicit = Program(launch=Launch.EXPLICIT, algorithms=machine.ANY)
     chained = Program(launch=Launch.CHAINED, algorithms=machine.NCCL, window=0.33)
     assert of("ladder") == (explicit, chained)  # the default first
-    assert of("ladder", launches=(Launch.EXPLICIT,)) == (explicit,)
-    assert of("ladder", launches=(Launch.CHAINED,)) == (chained,)
+    assert of("ladder", launch=Launch.EXPLICIT) == (explicit,)
+    assert of("ladder", launch=Launch.CHAINED) == (chained,)
     # No kernel that is XLA's: without peers' memory, between nodes, on TPUs, and where only others have one.
     others = dataclasses.replace(H100, link=dataclasses.replace(H100.link, kernels=Kernels.OTHERS))
     nccl = dataclasses.replace(explicit, algorithms=machine.NCCL)
@@ -80,7 +79,7 @@ def test_a_ladder_uses_what_its_launch_overlaps():
         assert of("ladder", machine=where)[0] == nccl, where.name
     assert of("ladder", machine=machine.load("h100-2-nodes"), ranks=16) == (nccl, chained)
     # A v5e has no halves, and training no gradient of them.
-    [only] = of("ladder", machine=machine.load("v5e"), launches=(Launch.EXPLICIT,))
+    [only] = of("ladder", machine=machine.load("v5e"), launch=Launch.EXPLICIT)
     assert only == dataclasses.replace(chained, window=0.44)
     assert {one.launch for one in of("ladder", phase=Phase.TRAIN, tokens=1024)} == {Launch.CHAINED}
     less = dataclasses.replace(chained, window=0.56)
@@ -89,7 +88,7 @@ def test_a_ladder_uses_what_its_launch_overlaps():
     assert of("ladder", implementation=AUTHORS) == of("standard", opponents=Opponents.FITTED) == (Program(),)
 
 
-WINDOWS = json.loads((HLO.parents[1] / "experiments" / "overlap" / "results.json").read_text())["rows"]
+WINDOWS = json.loads((EXPERIMENTS / "overlap" / "results.json").read_text())["rows"]
 WINDOWS = [row for row in WINDOWS if row["phase"] in ("prefill", "decode") and row["loop"] == "unrolled"]
 GPUS = {"h100": "h100-nvlink", "b200": "b200-nvlink"}
 
@@ -179,7 +178,7 @@ def test_halves_are_the_best_launch_at_every_size_and_number_of_ranks(name):
 def test_the_default_launch_is_never_slower(tensor, batch):
     shape = dict(machine=H100, tensor=tensor, rows=batch, opponents=Opponents.STRONGEST)
     for size in ("llama-3-8b", "llama-3-70b"):
-        of = lambda launch: seconds(model.speed(preset(size, residual="ladder"), **shape, launches=(launch,)))  # noqa: B023
+        of = lambda launch: seconds(model.speed(preset(size, residual="ladder"), **shape, launch=launch))  # noqa: B023
         assert of(Launch.EXPLICIT) <= of(Launch.CHAINED)
 
 
@@ -295,39 +294,6 @@ def test_a_training_step_and_meshes_without_tensor_parallelism():
     assert standard.tokens_per_second == pytest.approx(4 * 2048 / seconds)
 
 
-def test_schedules_are_played_with_the_all_reduces_of_their_programs(monkeypatch):
-    """A compiled Standard may use any, a Ladder what its launch overlaps; each is compiled once a phase."""
-    calls = []
-
-    def compile_(request_, target, residual, phase, layers):
-        calls.append((residual, phase, layers))
-        fixture = {"standard": "h100-standard", "ladder": "h100-unrolled"}[residual]
-        return hlo.parse((HLO / f"{fixture}.hlo").read_text()), "h100"
-
-    def predicted(launch):
-        options = dict(model="llama-3-70b", residual="standard,ladder", layers=2, launch=launch)
-        options |= dict.fromkeys(("hardware", "tensor", "implementation"))
-        return compiled.predict(request.make(**compiled.with_defaults(options, "h100:8")), target="h100:8")
-
-    monkeypatch.setattr(compiled, "_compiled", compile_)
-    answer = predicted(launch=None)
-    both = itertools.product(("standard", "ladder"), (Phase.PREFILL, Phase.DECODE), [2])
-    assert sorted(calls, key=str) == sorted(both, key=str)
-    standard, ladder = answer.rows
-    assert answer.baseline.form == "all-reduce"
-    assert answer.fidelity.endswith("for h100:8")
-    assert standard.speedup == 1.0 < standard.speedup_over_nccl
-    assert ladder.speedup < ladder.speedup_over_nccl
-    kernels = ("one-shot", "two-shot", "in-network")
-    assert answer.baseline.all_reduce in kernels
-    launched = ladder.as_dict(memory=1e12)
-    assert launched["launch"] == "explicit"
-    assert launched["all_reduce"] in kernels
-    launched = predicted(launch="chained").rows[1].as_dict(memory=1e12)
-    assert launched["launch"] == "chained"
-    assert launched["all_reduce"] in ("ring", "NCCL in-network")
-
-
 def test_no_is_said_plainly(capsys):
     words = "--model llama-3-70b --hardware h100-nvlink --phase prefill --batch 4 --residual standard,ladder"
     _, out, _ = run(capsys, *words.split())
@@ -341,6 +307,6 @@ def test_no_is_said_plainly(capsys):
 @pytest.mark.parametrize("speedup, said", [(1.029, "standard"), (1.03, "ladder")])
 def test_what_a_ladder_must_gain(speedup, said):
     rows = [types.SimpleNamespace(residual=name, speedup=gain) for name, gain in (("standard", 1), ("ladder", speedup))]
-    opponent = result.Opponent("Standard (ring all-reduce)", 0.1)
-    found = result.advise(rows=rows, opponent=opponent, tensor=8)
+    opponent = Pass(seconds=1.0, wire=0.1, exposed=0.1)
+    found = result.advise(rows, opponent, name="Standard (ring all-reduce)", tensor=8)
     assert (found.residual, found.ladder_helps) == (said, said == "ladder")
