@@ -89,6 +89,11 @@ def answer(result: Any, *, as_json: bool, out: str | None = None) -> None:
         files.write_atomically(out, lambda path: pathlib.Path(path).write_text(text + "\n"))
 
 
+def number(value: float) -> str:
+    """Three significant digits, or all digits before the decimal point."""
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+
+
 def generated(text: str) -> str:
     """A model's text for a terminal: with control characters escaped, which a model may write."""
     return CONTROL.sub(lambda found: repr(found[0])[1:-1], text)

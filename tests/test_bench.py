@@ -15,6 +15,7 @@ from ladder_jax.bench import request as requests
 from ladder_jax.config import Loop, preset
 from ladder_jax.decode import memory, weights
 from ladder_jax.errors import UserError
+from ladder_jax.predict.work import Model
 from ladder_jax.schedule import roofline
 
 ASKED = "--model tiny --residual standard,ladder --prompt-length 8 --new-tokens 5 --warmup 1 --repeats 2".split()
@@ -125,7 +126,7 @@ def test_one_ranks_share(told):
     assert ratios == [(*variant, "standard") for variant in variants[1:]]
     begins = ("standard in two halves prefills ", "ladder decodes ", "ladder in two halves prefills ")
     assert all(line.startswith(begin) for line, begin in zip(found["verdict"], begins, strict=True))
-    whole = define("tiny", tensor=8, num_layers=1, residual="ladder")
+    whole = shard("tiny", tensor=8, num_layers=1, residual="ladder")
     for row in found["rows"]:
         assert row["bytes_per_step"] == bytes_by_hand(8, batch=1, layers=1)
         assert row["prefill_flops"] == work.prefill_flops(whole, rows=1, prompt_length=8)
@@ -147,19 +148,19 @@ def bytes_by_hand(tensor, *, batch, layers=2, prompt=8, new=5):
     return 2 * (matrices + vocabulary * 128 + lookup + cache) + 4 * gains  # gains are float32
 
 
-def define(name, *, tensor=1, **changes):
-    return nn.define(preset(name, **changes), mesh=parallel.make_mesh(tensor=tensor))
+def shard(name, *, tensor=1, **changes):
+    return Model(preset(name, **changes), tensor)
 
 
 @pytest.mark.parametrize("tensor", [1, 4, 8])
 def test_decode_bytes(tensor):
-    one = define("tiny", tensor=tensor, num_layers=2, residual="standard")
+    one = shard("tiny", tensor=tensor, num_layers=2, residual="standard")
     assert work.decode_bytes(one, rows=3, prompt_length=8, new_tokens=5) == bytes_by_hand(tensor, batch=3)
 
 
 def test_decode_bytes_of_a_tied_table():
     """It is the head: read whole, and B rows again for the lookup."""
-    tied = define("smollm2-135m", num_layers=1, residual="standard")
+    tied = shard("smollm2-135m", num_layers=1, residual="standard")
     layer = 576 * (2 * 576 + 2 * 192 + 3 * 1536)
     cache = 2 * 5 * 192 * (10 + 4 / 2)
     expected = 2 * (layer + 49152 * 576 + 5 * 576 + cache) + 4 * 3 * 576
@@ -168,19 +169,20 @@ def test_decode_bytes_of_a_tied_table():
 
 @pytest.mark.parametrize("name, rows, prompt", [("ladder-1b", 2, 256), ("smollm2-135m", 2, 128)])
 def test_prefill_flops_are_the_compilers(name, rows, prompt):
-    one = define(name, num_layers=1, residual="standard")
+    ours = shard(name, num_layers=1, residual="standard")
+    one = nn.define(ours.config, mesh=parallel.make_mesh())
     shape = lambda dims, *sizes: jax.ShapeDtypeStruct(sizes, jnp.int32, sharding=one.layout.sharding(dims))
     arguments = (weights.abstract(one, loop=Loop.UNROLLED), shape("BT", rows, prompt), shape("B", rows))
     counted = decode.prefill(one, capacity=prompt).lower(*arguments).cost_analysis()["flops"]
     # Attention on a CPU computes the masked half of the scores too.
     heads = one.config.num_heads * one.config.head_dim
     masked = rows * heads * 4 * prompt * (prompt - 1) / 2
-    assert work.prefill_flops(one, rows=rows, prompt_length=prompt) == pytest.approx(counted - masked, rel=0.02)
+    assert work.prefill_flops(ours, rows=rows, prompt_length=prompt) == pytest.approx(counted - masked, rel=0.02)
 
 
 def test_prefill_flops_are_split():
-    whole = work.prefill_flops(define("tiny"), rows=2, prompt_length=16)
-    quarter = work.prefill_flops(define("tiny", tensor=4), rows=2, prompt_length=16)
+    whole = work.prefill_flops(shard("tiny"), rows=2, prompt_length=16)
+    quarter = work.prefill_flops(shard("tiny", tensor=4), rows=2, prompt_length=16)
     padding = 2 * 2 * 128 * (128 - 256 // 4)  # of the head, whose shares are multiples of 128 rows
     assert quarter == whole / 4 + padding
 
@@ -188,8 +190,10 @@ def test_prefill_flops_are_split():
 def test_weights_are_made_once_in_the_compute_dtype():
     """Eight devices and four key/value heads: some devices hold the same head."""
     names = ("standard", "parallel-shared-norm")
-    definitions = [define("tiny", tensor=8, num_layers=2, residual=name) for name in names]
-    standard, shared = map(work.named, measure.random_weights(definitions))
+    mesh = parallel.make_mesh(tensor=8)
+    definitions = [nn.define(preset("tiny", num_layers=2, residual=name), mesh=mesh) for name in names]
+    named = lambda tree: {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree.leaves_with_path(tree)}
+    standard, shared = map(named, measure.random_weights(definitions))
     assert set(standard) - set(shared) == {f"['layers'][{i}]['mlp_norm']['scale']" for i in range(2)}
     assert all(shared[name] is standard[name] for name in shared)
     query = standard["['layers'][0]['attention']['query']"]
@@ -199,11 +203,11 @@ def test_weights_are_made_once_in_the_compute_dtype():
     assert (np.asarray(gain) == 1).all()
     assert abs(float(jnp.std(query.astype(jnp.float32))) - 0.02) < 1e-3
     assert not np.array_equal(query, standard["['layers'][1]['attention']['query']"])
-    asked = work.named(weights.abstract(definitions[0], loop=Loop.UNROLLED))
+    asked = named(weights.abstract(definitions[0], loop=Loop.UNROLLED))
     described = lambda arrays: {name: (one.shape, one.dtype, one.sharding) for name, one in arrays.items()}
     assert described(standard) == described(asked)
     held = sum(array.addressable_shards[0].data.nbytes for array in standard.values())
-    assert work.weight_bytes(definitions) == held
+    assert measure.weight_bytes(definitions) == held
 
 
 def test_everyone_begins_a_round():
@@ -288,7 +292,7 @@ MISTAKES = {
     "--share 3": "--share 3: model.num_heads=8 is not divisible by mesh.tensor=3; did you mean 2? (allowed: 1, 2,",
     "--share 0": "--share must be positive, not 0",
     "--share 8 --tensor 2": "--share runs one rank on one device: leave --tensor 2 out",
-    "--model llama-3-8b --tensor 16": "is more than this machine's 8 devices (allowed for llama-3-8b: 1, 2, 4, 8)",
+    "--model llama-3-8b --tensor 16": "is more than the 8 devices of this machine (allowed for llama-3-8b: 1, 2, 4, 8)",
     "--model smollm2-135m": "--tensor 8: model.num_heads=9 is not divisible by mesh.tensor=8; did you mean 3?",
     "--warmup 0": "--warmup must be positive, not 0",
     "--repeats -1": "--repeats must be positive, not -1",

@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import time
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +18,7 @@ from ladder_jax.config import Loop
 from ladder_jax.decode import memory, sampling, weights
 from ladder_jax.decode import steps as decoding
 from ladder_jax.nn import ModelDef, Params
+from ladder_jax.predict.work import Model
 from ladder_jax.schedule import roofline
 from ladder_jax.schedule.roofline import Ceiling
 
@@ -61,99 +62,89 @@ class Measurement:
     samples: tuple[Samples, ...]
 
 
-@dataclasses.dataclass(frozen=True)
-class _Checked:
-    """Models by residual, and a device's free bytes, None if unknown: their weights and cache fit."""
-
-    request: Request
-    definitions: dict[str, ModelDef]
-    room: int | None
-
-    @classmethod
-    def of(cls, request: Request, mesh: Mesh) -> "_Checked":
-        definitions = {name: nn.define(request.config(name), mesh=mesh) for name in request.residuals}
-        room = memory.room(mesh.devices.flat[0], devices=mesh.size)
-        one, rows = definitions[request.residuals[0]], max(request.batches)
-        cache_bytes = memory.cache_bytes(one, rows=rows, capacity=request.capacity)
-        parts = {"weights": work.weight_bytes(definitions.values()), "cache": cache_bytes}
-        memory.check(parts, room=room, what=f"{request.model} at batch {rows}", instead=INSTEAD)
-        return cls(request, definitions, room)
-
-    def samples(self, advance: Advance) -> tuple[Samples, ...]:
-        request, run = self.request, {}
-        with memory.explained("benchmarking", instead=INSTEAD):
-            params = dict(zip(self.definitions, random_weights(list(self.definitions.values()))))
-            for batch in sorted(request.batches, reverse=True):  # largest first: if it does not fit, nothing is timed
-                for variant in request.variants:
-                    advance(f"batch {batch}: compiling {variant.name}")
-                    run[batch, variant] = self._generation(params[variant.residual], variant, batch=batch)
-            return tuple(one for batch in request.batches for one in self._batch(run, batch, advance))
-
-    def _batch(self, run: dict, batch: int, advance: Advance) -> list[Samples]:
-        request, seconds = self.request, {variant: [] for variant in self.request.variants}
-        for index, order in enumerate(rounds(request.variants, count=request.warmup + request.repeats)):
-            for variant in order:
-                advance(f"batch {batch}: {variant.name}")
-                timing = run[batch, variant]()
-                if index >= request.warmup:
-                    seconds[variant].append(timing)
-        shape, samples = dict(rows=batch, prompt_length=request.prompt_length), []
-        for variant, timings in seconds.items():
-            definition = self.definitions[variant.residual]
-            step_bytes = work.decode_bytes(definition, new_tokens=request.new_tokens, **shape)
-            counted = step_bytes, work.prefill_flops(definition, **shape)
-            samples.append(Samples(variant.residual, batch, *zip(*timings), *counted, variant.interleave))
-        return samples
-
-    def _generation(self, params: Params, variant: Variant, *, batch: int) -> Callable[[], tuple[float, float]]:
-        """Compile a generation. Returns a function that runs it once: () -> (prefill seconds, decode seconds)."""
-        request, definition = self.request, self.definitions[variant.residual]
-        sharding = definition.layout.sharding
-        random = np.random.default_rng(0).integers(definition.config.vocab_size, size=(batch, request.prompt_length))
-        tokens = jax.device_put(random.astype(np.int32), sharding("BT"))
-        lengths = jax.device_put(np.full(batch, request.prompt_length, np.int32), sharding("B"))
-        keys = jax.random.split(jax.random.key(0), batch)
-        settings = jax.device_put(decode.Settings.of(keys), sharding(sampling.DIMS))
-        seen_in = decode.seen_in(definition)
-        seen = seen_in(tokens, lengths)
-
-        prefill = decode.prefill(definition, capacity=request.capacity, interleave=variant.interleave)
-        prefill = prefill.compile(params, tokens, lengths)
-        loop = decode.decode_many(definition, count=request.new_tokens - 1, choice=decode.Choice.GREEDY)
-        sizes = dict(rows=batch, positions=request.capacity, loop=Loop.UNROLLED)
-        loop = loop.compile(*decoding.abstract(definition, **sizes))
-        for phase, compiled in (("the prefill", prefill), ("decoding", loop)):
-            used = compiled.memory_analysis()
-            results = used.output_size_in_bytes - used.alias_size_in_bytes
-            parts = dict(arguments=used.argument_size_in_bytes, temporaries=used.temp_size_in_bytes, results=results)
-            what = f"{phase} of {variant.name} at batch {batch}"
-            memory.check(parts, room=self.room, what=what, instead=INSTEAD)
-        first = decode.sample_first(definition)
-
-        def once() -> tuple[float, float]:
-            loop_seen = jax.block_until_ready(seen_in(tokens, lengths))  # a new array, because the loop donates it
-            start = time.perf_counter()
-            logits, caches = prefill(params, tokens, lengths)
-            token, _ = jax.block_until_ready(first(logits, settings, lengths, seen))
-            prefilled = time.perf_counter()
-            jax.block_until_ready(loop(params, caches, loop_seen, token, lengths, settings))
-            return prefilled - start, time.perf_counter() - prefilled
-
-        return once
-
-
 def measure(request: Request, *, mesh: Mesh, advance: Advance) -> Measurement:
     """Measure everything. Raises UserError if the memory is too small."""
-    checked, device = _Checked.of(request, mesh), mesh.devices.flat[0]
+    timed = samples(request, mesh=mesh, advance=advance)
+    device = mesh.devices.flat[0]
     advance("the device's own limits")
-    copy = roofline.copy_bandwidth(device, room=checked.room)
+    copy = roofline.copy_bandwidth(device, room=memory.room(device, devices=mesh.size))
     matmul = roofline.matmul_peak(device, dtype=request.shape.dtype.value)
-    return Measurement(copy, matmul, checked.samples(advance))
+    return Measurement(copy, matmul, timed)
 
 
-def samples(request: Request, *, mesh: Mesh) -> tuple[Samples, ...]:
+def samples(request: Request, *, mesh: Mesh, advance: Advance = lambda label: None) -> tuple[Samples, ...]:
     """As `measure`, without the device's limits."""
-    return _Checked.of(request, mesh).samples(lambda label: None)
+    definitions = {name: nn.define(request.config(name), mesh=mesh) for name in request.residuals}
+    room = memory.room(mesh.devices.flat[0], devices=mesh.size)
+    rows = max(request.batches)
+    first = definitions[request.residuals[0]]
+    cache_bytes = memory.cache_bytes(first, rows=rows, capacity=request.capacity)
+    parts = {"weights": weight_bytes(definitions.values()), "cache": cache_bytes}
+    memory.check(parts, room=room, what=f"{request.model} at batch {rows}", instead=INSTEAD)
+    runs = {}
+    found = []
+    with memory.explained("benchmarking", instead=INSTEAD):
+        params = dict(zip(definitions, random_weights(list(definitions.values()))))
+        for batch in sorted(request.batches, reverse=True):  # largest first: if it does not fit, nothing is timed
+            for variant in request.variants:
+                advance(f"batch {batch}: compiling {variant.name}")
+                one = variant.residual
+                runs[batch, variant] = _generation(request, definitions[one], params[one], variant, batch, room)
+        for batch in request.batches:
+            seconds = {variant: [] for variant in request.variants}
+            for index, order in enumerate(rounds(request.variants, count=request.warmup + request.repeats)):
+                for variant in order:
+                    advance(f"batch {batch}: {variant.name}")
+                    timing = runs[batch, variant]()
+                    if index >= request.warmup:
+                        seconds[variant].append(timing)
+            found += [_samples(request, variant, batch, timings) for variant, timings in seconds.items()]
+    return tuple(found)
+
+
+def _samples(request: Request, variant: Variant, batch: int, timings: list[tuple[float, float]]) -> Samples:
+    model = Model(request.config(variant.residual), request.tensor)
+    shape = dict(rows=batch, prompt_length=request.prompt_length)
+    step_bytes = work.decode_bytes(model, new_tokens=request.new_tokens, **shape)
+    flops = work.prefill_flops(model, **shape)
+    return Samples(variant.residual, batch, *zip(*timings), step_bytes, flops, variant.interleave)
+
+
+def _generation(
+    request: Request, definition: ModelDef, params: Params, variant: Variant, batch: int, room: int | None
+) -> Callable[[], tuple[float, float]]:
+    """Compile a generation. Returns a function that runs it once: () -> (prefill seconds, decode seconds)."""
+    sharding = definition.layout.sharding
+    random = np.random.default_rng(0).integers(definition.config.vocab_size, size=(batch, request.prompt_length))
+    tokens = jax.device_put(random.astype(np.int32), sharding("BT"))
+    lengths = jax.device_put(np.full(batch, request.prompt_length, np.int32), sharding("B"))
+    keys = jax.random.split(jax.random.key(0), batch)
+    settings = jax.device_put(decode.Settings.of(keys), sharding(sampling.DIMS))
+    seen_in = decode.seen_in(definition)
+    seen = seen_in(tokens, lengths)
+
+    prefill = decode.prefill(definition, capacity=request.capacity, interleave=variant.interleave)
+    prefill = prefill.compile(params, tokens, lengths)
+    loop = decode.decode_many(definition, count=request.new_tokens - 1, choice=decode.Choice.GREEDY)
+    sizes = dict(rows=batch, positions=request.capacity, loop=Loop.UNROLLED)
+    loop = loop.compile(*decoding.abstract(definition, **sizes))
+    for phase, compiled in (("the prefill", prefill), ("decoding", loop)):
+        used = compiled.memory_analysis()
+        results = used.output_size_in_bytes - used.alias_size_in_bytes
+        parts = dict(arguments=used.argument_size_in_bytes, temporaries=used.temp_size_in_bytes, results=results)
+        memory.check(parts, room=room, what=f"{phase} of {variant.name} at batch {batch}", instead=INSTEAD)
+    first = decode.sample_first(definition)
+
+    def once() -> tuple[float, float]:
+        loop_seen = jax.block_until_ready(seen_in(tokens, lengths))  # a new array, because the loop donates it
+        start = time.perf_counter()
+        logits, caches = prefill(params, tokens, lengths)
+        token, _ = jax.block_until_ready(first(logits, settings, lengths, seen))
+        prefilled = time.perf_counter()
+        jax.block_until_ready(loop(params, caches, loop_seen, token, lengths, settings))
+        return prefilled - start, time.perf_counter() - prefilled
+
+    return once
 
 
 def steps(request: Request) -> int:
@@ -164,6 +155,13 @@ def steps(request: Request) -> int:
 def rounds(names: tuple, *, count: int) -> list[tuple]:
     """`count` rounds of all names; each round starts with another name."""
     return [names[i % len(names) :] + names[: i % len(names)] for i in range(count)]
+
+
+def weight_bytes(definitions: Iterable[ModelDef]) -> int:
+    """Bytes of a device's shards of the weights; weights that the definitions share count once."""
+    trees = [weights.abstract(definition, loop=Loop.UNROLLED) for definition in definitions]
+    shared = {jax.tree_util.keystr(path): leaf for tree in trees for path, leaf in jax.tree.leaves_with_path(tree)}
+    return memory.shard_bytes(shared)
 
 
 def random_weights(definitions: Sequence[ModelDef]) -> list[Params]:

@@ -1,7 +1,8 @@
 """Plot tokens per second above and the share of the copy's bandwidth below, with one column per batch."""
 
 from ladder_jax import files, pyplot
-from ladder_jax.bench.result import Result, number
+from ladder_jax.bench.result import Result
+from ladder_jax.terminal import number
 
 PANELS = (("tokens_per_second", "tokens/s", 1), ("bandwidth_share", "% of the copy's bandwidth", 100))
 

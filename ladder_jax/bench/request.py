@@ -6,7 +6,7 @@ import itertools
 from ladder_jax.config import ModelConfig, check_halves, parse_residual
 from ladder_jax.config.fields import check
 from ladder_jax.schedule import models, shards
-from ladder_jax.splits import check_divides, divisors
+from ladder_jax.splits import check_divides, check_tensor
 from ladder_jax.words import positive, words
 
 OPTIONS = (
@@ -113,7 +113,5 @@ def make(
 def on_devices(request: Request, *, count: int) -> Request:
     """The request for a machine of `count` devices. Raises UserError if they are too few or do not divide the model."""
     tensor = count if request.tensor is None else request.tensor
-    allowed = f"allowed for {request.model}: {', '.join(map(str, divisors(request.shape, most=count)))}"
-    check(tensor <= count, f"--tensor {tensor} is more than this machine's {count} devices ({allowed})")
-    check_divides(request.shape, tensor=tensor, most=count)
+    check_tensor(request.shape, name=request.model, tensor=tensor, devices=count, where="this machine")
     return dataclasses.replace(request, tensor=tensor)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from ladder_jax.bench.measure import Measurement, Samples
 from ladder_jax.bench.request import Request, Variant
 from ladder_jax.schedule.roofline import Ceiling
-from ladder_jax.terminal import Table
+from ladder_jax.terminal import Table, number
 
 SETTINGS = ("tensor", "share", "prompt_length", "new_tokens", "warmup", "repeats")
 COLUMNS = ("batch", "residual", "prefill ms", "step ms", "tokens/s", "range", "GB/s", "of copy", "TFLOP/s", "of matmul")
@@ -166,11 +166,6 @@ def _range(name: str, values: Sequence[float]) -> dict[str, float]:
 def _ratio(phase: str, baseline: Sequence[float], seconds: Sequence[float]) -> dict[str, float]:
     name, each = f"{phase}_ratio", [b / s for b, s in zip(baseline, seconds)]
     return {name: statistics.median(each), **_range(name, each)}
-
-
-def number(value: float) -> str:
-    """Three significant digits, or all digits before the decimal point."""
-    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
 def table(rows: list[dict]) -> Table:

@@ -9,8 +9,8 @@ from ladder_jax.predict import picture, result
 from ladder_jax.predict import request as requests
 from ladder_jax.predict.machine import NAMES, Machine
 from ladder_jax.predict.request import BASELINE
-from ladder_jax.predict.result import SAME, WORTH, Result, Row, algorithm, described, executed, in_turn, number
-from ladder_jax.terminal import Table
+from ladder_jax.predict.result import SAME, WORTH, Result, Row, algorithm, described, executed, in_turn
+from ladder_jax.terminal import Table, number
 
 OPTIONS = (
     *("model", "hardware", "tensor", "batch", "prompt_length", "new_tokens", "residual", "ladder_layers", "layers"),

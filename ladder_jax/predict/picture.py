@@ -1,7 +1,8 @@
 """Plot each topology's compute and exposed communication."""
 
 from ladder_jax import files, pyplot
-from ladder_jax.predict.result import Result, number
+from ladder_jax.predict.result import Result
+from ladder_jax.terminal import number
 
 COMPUTE = "#4c78a8"
 EXPOSED = "#e45756"

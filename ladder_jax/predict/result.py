@@ -338,8 +338,3 @@ def constants(request: Request) -> dict[str, dict]:
         return found
 
     return of(request.machine, "")
-
-
-def number(value: float) -> str:
-    """Three significant digits, or all digits before the decimal point."""
-    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"

@@ -1,14 +1,14 @@
 """Hardware: published figures and a user's own file; units, sums, and compiled schedules played on it."""
 
 import dataclasses
-import itertools
 import re
 
 import pytest
 
 from ladder_jax import hardware, nn, parallel
-from ladder_jax.bench import work as counted
+from ladder_jax.bench.measure import weight_bytes
 from ladder_jax.config import preset
+from ladder_jax.decode import memory
 from ladder_jax.hardware import HARDWARE
 from ladder_jax.predict import machine, request, result, work
 from ladder_jax.predict.machine import Link, Network, Ring
@@ -37,24 +37,12 @@ def test_seconds_of_an_all_reduce():
     assert nodes.all_reduce(4e6, ranks=12) == pytest.approx(six)
 
 
-@pytest.mark.parametrize(("shape", "tensor"), [("tiny", 1), ("tiny", 4), ("tiny", 8), ("smollm2-135m", 3)])
-def test_work_is_what_the_shards_hold(shape, tensor):
-    """Bytes and FLOPs from the configuration alone are those that `bench` counts from the arrays' shards."""
+@pytest.mark.parametrize(("shape", "tensor"), [("tiny", 1), ("tiny", 8), ("smollm2-135m", 3)])
+def test_memory_is_what_the_shards_hold(shape, tensor):
     config = preset(shape, residual="standard", num_layers=2)
     definition = nn.define(config, mesh=parallel.make_mesh(tensor=tensor))
-    ours = work.Model(config, tensor)
-    shape = dict(rows=3, prompt_length=8)
-    kernels = lambda block: [
-        *itertools.chain.from_iterable(ours.step((i % 2,), block) for i in range(4)),
-        *ours.ends(block),
-    ]
-    step = kernels(ours.decode_step(**shape, new_tokens=5))
-    moved = sum(kernel.weights + kernel.cache for kernel in step)
-    assert moved == counted.decode_bytes(definition, **shape, new_tokens=5)
-    prefill = kernels(ours.prefill(**shape, new_tokens=5))
-    assert sum(kernel.flops for kernel in prefill) == counted.prefill_flops(definition, **shape)
-    held = counted.weight_bytes([definition]) + counted.cache_bytes(definition, rows=3, capacity=13)
-    assert ours.memory(rows=3, capacity=13) == held
+    held = weight_bytes([definition]) + memory.cache_bytes(definition, rows=3, capacity=13)
+    assert work.Model(config, tensor).memory(rows=3, capacity=13) == held
 
 
 def test_published_figures_stand_once():
