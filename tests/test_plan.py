@@ -10,7 +10,7 @@ import jax
 import pytest
 
 from ladder_jax import cli, nn, parallel
-from ladder_jax.config import ExpertParallelism, Interleave, MeshConfig, Remat, from_dict, load, preset
+from ladder_jax.config import ExpertParallelism, Interleave, MeshConfig, Remat, load, preset
 from ladder_jax.errors import UserError
 from ladder_jax.plan import command, confirm, memory, plans, request, speed
 from ladder_jax.plan.confirm import Confirmed
@@ -278,9 +278,8 @@ def test_an_exchange_is_confirmed_as_such(tmp_path, monkeypatch):
     wanted = request.make(model="tiny-moe", target="cpu:2", tokens=256, sequence=64, layers=1, capacity=2.0)
     for form in ExpertParallelism:
         confirm.confirm(Candidate(MeshConfig(tensor=2, experts=form), Remat.NONE, True, 4, 1), request=wanted)
-        config = from_dict({name: steps[-1][name] for name in ("model", "mesh", "train")})
         with pytest.raises(ZeroDivisionError):
-            confirm.measure(wanted.target, config=config)
+            confirm.measure(steps[-1])
     assert defined == [(wanted.config, form) for form in ExpertParallelism]
 
 

@@ -40,12 +40,10 @@ def lowered(monkeypatch):
     return digest
 
 
-def audited(tmp_path, **settings):
-    """The words of `overlap`, as its compiling process gets them."""
+def audited(**settings):
+    """A request of `overlap`, as its compiling process gets it."""
     shape = dict(target="cpu:8", model="tiny", residual="ladder", layers=2, phase=Phase.TRAIN, prompt_length=LENGTH)
-    file = tmp_path / "request.json"
-    file.write_text(json.dumps(requests.make(**shape, **settings).as_dict()))
-    return str(file), str(tmp_path / "record")
+    return json.loads(json.dumps(requests.make(**shape, **settings).as_dict()))
 
 
 @pytest.fixture
@@ -68,16 +66,15 @@ def trained(tmp_path):
     ],
     ids=["default", "split"],
 )  # fmt: skip
-def test_the_audited_step_is_the_one_that_runs(asked, overrides, lowered, trained, tmp_path):
-    assert lowered(programs.main, *audited(tmp_path, **asked)) == lowered(trained, *overrides)
+def test_the_audited_step_is_the_one_that_runs(asked, overrides, lowered, trained):
+    assert lowered(programs.record, audited(**asked)) == lowered(trained, *overrides)
 
 
-def test_the_planned_step_is_the_one_that_runs(lowered, trained, tmp_path):
+def test_the_planned_step_is_the_one_that_runs(lowered, trained):
     overrides = ["mesh.data=2", "mesh.tensor=4", f"train.batch={ROWS}", "train.remat=full", "train.accumulate=2"]
     asked = config.to_dict(config.load("tiny", overrides=[*ALWAYS, *overrides]))
-    file = tmp_path / "request.json"
-    file.write_text(json.dumps({"target": "cpu:8", **{name: asked[name] for name in ("model", "mesh", "train")}}))
-    assert lowered(planner.main, str(file), str(tmp_path / "found")) == lowered(trained, *overrides)
+    step = json.loads(json.dumps({"target": "cpu:8", **{name: asked[name] for name in ("model", "mesh", "train")}}))
+    assert lowered(planner.measure, step) == lowered(trained, *overrides)
 
 
 @pytest.mark.parametrize("tensor, barriers", [(1, 0), (2, 1)])

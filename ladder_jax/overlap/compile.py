@@ -11,11 +11,13 @@ import os
 import pathlib
 import signal
 import subprocess
+import sys
 import tempfile
 import threading
 import time
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from typing import NoReturn
 
 from ladder_jax import files, python
 from ladder_jax.errors import UserError
@@ -23,7 +25,7 @@ from ladder_jax.overlap.request import Request
 from ladder_jax.schedule import targets
 from ladder_jax.schedule.targets import Target
 
-SOURCES = ("config", "config/presets.json", "nn", "parallel", "residual", "scopes.py", "overlap/programs.py")
+SOURCES = ("config", "config/presets.json", "nn", "parallel", "residual", "scopes.py")
 TRAINING = ("retrain", "train")
 PACKAGES = ("jax", "jaxlib", "flax", "libtpu", "jax-cuda13-plugin", "jax-cuda12-plugin")
 MODULES = "jit_(step|local)"  # the library's programs: training, and serving
@@ -53,7 +55,7 @@ class Record:
     compiler: str
     options: dict
     launch: str
-    notices: tuple[str, ...]
+    notices: list[str]
     seconds: float
     bytes_minimum: int | None = None
     bytes_accessed: float | None = None
@@ -72,17 +74,16 @@ class Record:
         return self.argument_bytes + self.temporary_bytes + outputs + self.code_bytes
 
 
-def read(path: str | os.PathLike) -> Record | None:
-    """The record at `path`; None if the file is missing or unreadable for this version. gzip has a checksum."""
+def read[R](path: str | os.PathLike, kind: type[R]) -> R | None:
+    """The dataclass `kind` at `path`; None if it is missing or unreadable for this version. gzip has a checksum."""
     try:
         with gzip.open(path, "rt") as file:
-            values = json.load(file)
-        return Record(**{**values, "notices": tuple(values["notices"])})
-    except (OSError, EOFError, ValueError, TypeError, KeyError, RecursionError, zlib.error):
+            return kind(**json.load(file))
+    except (OSError, EOFError, ValueError, TypeError, RecursionError, zlib.error):
         return None
 
 
-def write(path: str, record: Record) -> None:
+def write(path: str, record: object) -> None:
     content = gzip.compress(json.dumps(dataclasses.asdict(record)).encode(), compresslevel=5)
     files.write_atomically(path, lambda partial: pathlib.Path(partial).write_bytes(content))
 
@@ -92,24 +93,45 @@ def compiled(request: Request, *, until: Until = Until.CODE) -> Record:
 
     until: SCHEDULE is for TPUs. On other targets, and if the whole program is in the cache, it has the effect of CODE.
     """
-    if reason := targets.not_installed(request.target):
-        raise UserError(f"target {request.target.name}: {reason}")
-    digest = hashlib.sha256(json.dumps(request.as_dict(), sort_keys=True).encode())
-    key = with_sources(digest, (*SOURCES, *(TRAINING if request.trains else ["decode"]))).hexdigest()[:32]
+    worker = "ladder_jax.overlap.programs"
+    label = f"{request.residual}, {request.layers} layers, {request.phase.value} for {request.target.name}"
+    trained = TRAINING if request.trains else ["decode"]
+    settings = dict(target=request.target, label=label, sources=(*SOURCES, "overlap/programs.py", *trained))
+    return recorded(Record, request.as_dict(), worker, until=until, **settings)
+
+
+def recorded[R](
+    kind: type[R],
+    request: dict,
+    module: str,
+    *,
+    target: Target,
+    label: str,
+    sources: Iterable[str],
+    until: Until = Until.CODE,
+) -> R:
+    """The dataclass `kind` that `work` writes in the process of `module`; in the cache by its request, the compilers'
+    versions and the library's `sources`, files and folders."""
+    if reason := targets.not_installed(target):
+        raise UserError(f"target {target.name}: {reason}")
+    digest = hashlib.sha256(json.dumps([module, request, python.versions(*PACKAGES)], sort_keys=True).encode())
+    root = pathlib.Path(__file__).parent.parent
+    for part in sources:
+        for path in sorted((root / part).rglob("*.py")) if (root / part).is_dir() else [root / part]:
+            digest.update(_code(path).encode())
+    key = digest.hexdigest()[:32]
     with files.cache("schedules") as folder:
         path = folder / f"{key}.json.gz"
-        if (kept := read(path)) is not None:
+        if (kept := read(path, kind)) is not None:
             return kept
-        if until is Until.SCHEDULE and request.target.platform == "tpu":
+        if until is Until.SCHEDULE and target.platform == "tpu":
             path = folder / f"{key}-schedule.json.gz"
-            if (kept := read(path)) is not None:
+            if (kept := read(path, kind)) is not None:
                 return kept
         else:
             until = Until.CODE
-        label = f"{request.residual}, {request.layers} layers, {request.phase.value} for {request.target.name}"
-        worker = "ladder_jax.overlap.programs"
-        run_worker(worker, request.as_dict(), path, target=request.target, label=label, until=until)
-        return read(path)
+        run_worker(module, request, path, target=target, label=label, until=until)
+        return read(path, kind)
 
 
 def run_worker(
@@ -140,6 +162,21 @@ def run_worker(
             raise UserError(f"the compiler for {target.name} was ended by {name}{hint}")
         if status or not path.exists():
             raise RuntimeError(f"compiling failed with status {status}:\n{errors.read_text()[-4000:]}")
+
+
+def work(record: Callable[..., object]) -> NoReturn:
+    """The process of `run_worker`'s module: writes the dataclass `record(request)`. A user's mistake is one JSON line
+    on standard output, {"error": ...}, and exit status 2; standard error has the compiler's log."""
+    source, destination, *dump = sys.argv[1:]
+    status = 0
+    try:
+        write(destination, record(json.loads(pathlib.Path(source).read_text()), *dump))
+    except UserError as error:
+        print(json.dumps({"error": str(error)}))
+        status = 2
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)  # no normal exit: a compiler's threads may hang at the interpreter's end
 
 
 def _run(command: list[str], **arguments) -> tuple[int, bytes]:
@@ -181,16 +218,6 @@ def _environment(target: Target) -> dict[str, str]:
     if target.platform == "cpu":
         changes["JAX_NUM_CPU_DEVICES"] = target.shape
     return {**os.environ, **targets.ENVIRONMENT, **changes}
-
-
-def with_sources(digest, parts: Iterable[str]):
-    """Update hashlib's `digest` with the compilers' versions and with those files and folders of this library."""
-    digest.update(json.dumps(python.versions(*PACKAGES)).encode())
-    root = pathlib.Path(__file__).parent.parent
-    for part in parts:
-        for path in sorted((root / part).rglob("*.py")) if (root / part).is_dir() else [root / part]:
-            digest.update(_code(path).encode())
-    return digest
 
 
 def _code(path: pathlib.Path) -> str:

@@ -1,19 +1,9 @@
-"""The library's train step, prefill or decode step for a request, and the subprocess that compiles one: jax reads its
-environment at import, and the compiler may be killed.
+"""The library's train step, prefill or decode step for a request, compiled in a process of its own, as jax reads its
+environment at import and the compiler may be killed: `python -m ladder_jax.overlap.programs REQUEST RESULT [DUMP]`."""
 
-    python -m ladder_jax.overlap.programs REQUEST.json RESULT [DUMP]
-
-A user's mistake is one JSON line on standard output, {"error": ...}, and exit status 2; standard error has the
-compiler's log. RESULT is written completely or not at all. With DUMP, the folder named in XLA_FLAGS, the program is
-compiled only until it is scheduled: machine code takes 90 % of a train step's compilation.
-"""
-
-import json
 import logging
 import logging.handlers
-import os
 import pathlib
-import sys
 import threading
 import time
 from collections.abc import Sequence
@@ -26,7 +16,7 @@ from ladder_jax import decode, nn, python, schedule, train
 from ladder_jax.config import Phase, TrainConfig, recipe
 from ladder_jax.decode import memory, steps, weights
 from ladder_jax.errors import UserError
-from ladder_jax.overlap.compile import Record, write
+from ladder_jax.overlap.compile import Record, work
 from ladder_jax.overlap.request import Request
 from ladder_jax.parallel import Compiled, make_mesh
 from ladder_jax.schedule.targets import Target
@@ -88,40 +78,34 @@ def bytes_minimum(request: Request, arguments: tuple[Any, ...]) -> int | None:
     return round(total)
 
 
-def main(source: str, destination: str, dump: str | None = None) -> int:
+def record(asked: dict, dump: str | None = None) -> Record:
+    """Compile the program of a request, `Request.as_dict`; with `dump`, the folder named in XLA_FLAGS, only until it is
+    scheduled: machine code takes 90 % of a train step's compilation."""
     notices = logging.handlers.BufferingHandler(1000)
     logging.getLogger("ladder_jax").addHandler(notices)
-    request = Request.from_dict(json.loads(pathlib.Path(source).read_text()))
+    request = Request.from_dict(asked)
+    started = time.perf_counter()
     try:
-        started = time.perf_counter()
         function, arguments = program(request)
         if dump is None:
             compiled = function.compile(*arguments)
             hlo, analysis = compiled.as_text(), _analysis(compiled)
         else:
             hlo, analysis = scheduled(function, arguments=arguments, folder=pathlib.Path(dump)), {}
-    except UserError as error:
-        return _refuse(str(error))
     except jax.errors.JaxRuntimeError as error:
-        return _refuse(f"the compiler for {request.target.name} fails: {str(error).splitlines()[0][:400]}")
-    record = Record(
+        reason = str(error).splitlines()[0][:400]
+        raise UserError(f"the compiler for {request.target.name} fails: {reason}") from None
+    return Record(
         hlo=hlo,
         jax=jax.__version__,
         compiler=compiler(request.target),
         options=function.options,
         launch=function.traits.launch.value,
-        notices=tuple(entry.getMessage() for entry in notices.buffer),
+        notices=[entry.getMessage() for entry in notices.buffer],
         seconds=time.perf_counter() - started,
         bytes_minimum=bytes_minimum(request, arguments),
         **analysis,
     )
-    write(destination, record)
-    return 0
-
-
-def _refuse(message: str) -> int:
-    print(json.dumps({"error": message}))
-    return 2
 
 
 def _analysis(compiled: jax.stages.Compiled) -> dict:
@@ -168,7 +152,4 @@ def scheduled(function: Compiled, *, arguments: Sequence, folder: pathlib.Path) 
 
 
 if __name__ == "__main__":
-    status = main(*sys.argv[1:])
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(status)  # no normal exit: a compiler's threads may hang at the interpreter's end
+    work(record)

@@ -65,7 +65,7 @@ class Result:
             "device_memory": self.request.target.memory,
             "fits": self.fits,
             "compiler_options": record.options,
-            "notices": list(record.notices),
+            "notices": record.notices,
             "jax": record.jax,
             "compiler": record.compiler,
         }

@@ -1,19 +1,10 @@
-"""Confirm a plan's memory: compile its whole training step for the target, in a subprocess of this module.
-
-python -m ladder_jax.plan.confirm REQUEST.json RESULT
-"""
+"""Confirm a plan's memory: compile its whole training step for the target, in a process of its own:
+`python -m ladder_jax.plan.confirm REQUEST RESULT`."""
 
 import dataclasses
-import hashlib
-import json
-import os
-import pathlib
-import sys
 import time
 
-from ladder_jax import files
-from ladder_jax.config import RunConfig, from_dict, to_dict
-from ladder_jax.errors import UserError
+from ladder_jax.config import from_dict, to_dict
 from ladder_jax.overlap import compile as compiling
 from ladder_jax.plan.request import Candidate, Request
 from ladder_jax.schedule import targets
@@ -52,76 +43,52 @@ def confirm(candidate: Candidate, *, request: Request) -> Confirmed:
         "mesh": to_dict(candidate.mesh),
         "train": to_dict(candidate.train(request)),
     }
-    with files.cache("plans") as folder:
-        path = folder / f"{_key(step)}.json"
-        if (confirmed := _read(path)) is None:
-            label = f"{candidate}; {request.config.num_layers} layers of {request.name} for {request.target.name}"
-            compiling.run_worker("ladder_jax.plan.confirm", step, path, target=request.target, label=label)
-            confirmed = _read(path)
-        return confirmed
+    label = f"{candidate}; {request.config.num_layers} layers of {request.name} for {request.target.name}"
+    sources = (*compiling.SOURCES, *compiling.TRAINING, "plan/confirm.py")
+    worker = "ladder_jax.plan.confirm"
+    return compiling.recorded(Confirmed, step, worker, target=request.target, label=label, sources=sources)
 
 
-def _key(step: dict) -> str:
-    digest = hashlib.sha256(json.dumps(step, sort_keys=True).encode())
-    return compiling.with_sources(digest, (*compiling.SOURCES, *compiling.TRAINING, "plan/confirm.py")).hexdigest()[:32]
-
-
-def _read(path: pathlib.Path) -> Confirmed | None:
-    try:
-        return Confirmed(**json.loads(path.read_text()))
-    except (OSError, ValueError, TypeError, RecursionError):
-        return None
-
-
-def main(source: str, destination: str) -> int:
-    request = json.loads(pathlib.Path(source).read_text())
-    config = from_dict({name: request[name] for name in ("model", "mesh", "train")})
-    try:
-        confirmed = measure(targets.parse(request["target"]), config=config)
-    except UserError as error:
-        print(json.dumps({"error": str(error)}))
-        return 2
-    files.write_atomically(destination, lambda path: pathlib.Path(path).write_text(json.dumps(confirmed)))
-    return 0
-
-
-def measure(target: targets.Target, *, config: RunConfig) -> dict:
-    """Compile the step here. Returns the fields of `Confirmed`."""
+def measure(step: dict) -> Confirmed:
+    """Compile the step here."""
     import jax
 
     from ladder_jax import nn, schedule, train
     from ladder_jax.overlap import programs
     from ladder_jax.parallel import make_mesh
 
+    target = targets.parse(step["target"])
+    config = from_dict({name: step[name] for name in ("model", "mesh", "train")})
     mesh = make_mesh(**config.mesh.axes, devices=schedule.devices(target))
     definition = nn.define(config.model, mesh=mesh, experts=config.mesh.experts)
     settings = dict(config=config.train)
     arguments = train.abstract_state(definition, **settings), train.abstract_batch(definition, **settings)
-    versions = {"jax": jax.__version__, "compiler": programs.compiler(target)}
     started = time.perf_counter()
     cpu_started = time.process_time()
-    elapsed = lambda: {"seconds": time.perf_counter() - started, "cpu_seconds": time.process_time() - cpu_started}
+    refusal = None
+    sizes = dict.fromkeys(("arguments", "temporaries", "outputs", "code", "host"), 0)
     try:
         memory = train.train_step(definition, **settings).compile(*arguments).memory_analysis()
+        sizes = {
+            "arguments": memory.argument_size_in_bytes,
+            "temporaries": memory.temp_size_in_bytes,
+            "outputs": memory.output_size_in_bytes - memory.alias_size_in_bytes,
+            "code": memory.generated_code_size_in_bytes,
+            "host": memory.host_temp_size_in_bytes + memory.host_argument_size_in_bytes,
+        }
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
-        none = dict.fromkeys(("arguments", "temporaries", "outputs", "code", "host"), 0)
         refusal = str(error).splitlines()[0][:400]
-        return {**none, **elapsed(), **versions, "refusal": refusal}
-    return {
-        "arguments": memory.argument_size_in_bytes,
-        "temporaries": memory.temp_size_in_bytes,
-        "outputs": memory.output_size_in_bytes - memory.alias_size_in_bytes,
-        "code": memory.generated_code_size_in_bytes,
-        "host": memory.host_temp_size_in_bytes + memory.host_argument_size_in_bytes,
-        **elapsed(),
-        **versions,
-    }
+    return Confirmed(
+        **sizes,
+        seconds=time.perf_counter() - started,
+        cpu_seconds=time.process_time() - cpu_started,
+        jax=jax.__version__,
+        compiler=programs.compiler(target),
+        refusal=refusal,
+    )
 
 
 if __name__ == "__main__":
-    status = main(*sys.argv[1:])
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(status)  # no normal exit: a compiler's threads may hang at the interpreter's end
+    compiling.work(measure)
