@@ -138,10 +138,12 @@ def together(compute: float, memory: float) -> float:
 
 def reduction(model: Model, machine: Machine, block: Block, *, program: Program) -> tuple[Algorithm | None, float]:
     """How a sublayer's output is reduced, and its seconds: an all-reduce, or a reduce-scatter and an all-gather."""
+    if machine.link is None:
+        return None, 0.0
     payload = model.payload(block)
     ranks = model.ranks
-    algorithm, seconds = machine.fastest_all_reduce(payload, ranks=ranks, among=program.algorithms)
-    if program.form is not Form.ALL_REDUCE and machine.link:
+    algorithm, seconds = machine.link.fastest(payload, ranks=ranks, among=program.algorithms)
+    if program.form is not Form.ALL_REDUCE:
         seconds = 2 * machine.link.half(payload, ranks=ranks)
     return algorithm, seconds
 

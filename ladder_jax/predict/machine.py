@@ -239,13 +239,21 @@ class Machine:
         return max(flops / (self.flops * self.flops_share), size / (self.bandwidth * self.bandwidth_share))
 
     def all_reduce(self, size: float, *, ranks: int, among: Iterable[Algorithm] = FITTED) -> float:
-        return self.fastest_all_reduce(size, ranks=ranks, among=among)[1]
+        return 0.0 if self.link is None else self.link.all_reduce(size, ranks=ranks, among=among)
 
-    def fastest_all_reduce(
-        self, size: float, *, ranks: int, among: Iterable[Algorithm]
-    ) -> tuple[Algorithm | None, float]:
-        """The fastest of these algorithms, and its seconds; (None, 0.0) without communication."""
-        return self.link.fastest(size, ranks=ranks, among=among) if self.link else (None, 0.0)
+    def constants(self) -> dict[str, float]:
+        """Of the device and its link, by dotted name."""
+        return _numbers(self, "")
+
+
+def _numbers(section: object, path: str) -> dict[str, float]:
+    found = {}
+    for name, value in vars(section).items():
+        if isinstance(value, (Link, Network, Kernel)):
+            found |= _numbers(value, f"{path}{name}.")
+        elif isinstance(value, (int, float)):
+            found[f"{path}{name}"] = value
+    return found
 
 
 SECTIONS = {  # of the constants of each kind, those that are a section of their own

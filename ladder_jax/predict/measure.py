@@ -5,11 +5,13 @@ previous result. Every program runs a few times before it is timed.
 """
 
 import dataclasses
+import functools
 import itertools
 import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from typing import NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -40,35 +42,30 @@ AXIS = "tensor"
 GROWS = 1.1  # least ratio of a large all-reduce's time to a small one's; below it the bandwidth cannot be fitted
 
 
-@dataclasses.dataclass(frozen=True)
-class Timing:
-    """samples: seconds per operation, one sample per run."""
+class Timing(NamedTuple):
+    """Seconds per operation: the median of the runs, and their interquartile range over it."""
 
-    samples: tuple[float, ...]
+    median: float
+    spread: float
 
-    @property
-    def median(self) -> float:
-        return statistics.median(self.samples)
 
-    @property
-    def spread(self) -> float:
-        """Interquartile range over median."""
-        if len(self.samples) < 2:
-            return 0.0
-        low, _, high = statistics.quantiles(self.samples, n=4, method="inclusive")
-        return (high - low) / self.median
+class Timed(Protocol):
+    """Times `run`, which has `of` operations."""
+
+    def __call__(self, run: Callable[[], object], *, of: int) -> Timing: ...
 
 
 @dataclasses.dataclass(frozen=True)
 class Reduced:
-    """A timed all-reduce of `size` bytes over `ranks` devices."""
+    """A timed all-reduce of `bytes` bytes over `ranks` devices: its seconds, and their spread."""
 
     ranks: int
-    size: int
-    timing: Timing
+    bytes: int
+    seconds: float
+    spread: float
 
 
-def constants(tensor: int, *, warmup: int, repeats: int) -> tuple[dict, list[dict]]:
+def constants(tensor: int, *, warmup: int, repeats: int) -> tuple[dict, list[Reduced]]:
     """The sections of a machine's file, with constants as {value, source}, and the timed all-reduces.
 
     Raises UserError for an impossible result: a rate that is not finite, times that do not grow with the bytes.
@@ -77,7 +74,7 @@ def constants(tensor: int, *, warmup: int, repeats: int) -> tuple[dict, list[dic
     simulated = device.platform == "cpu"
     ranks = [size for size in (2, 4, 8, 16, 32) if size < tensor] + [tensor] if tensor > 1 else []
     sizes = SIMULATED if simulated else SIZES
-    timing = dict(warmup=warmup, repeats=repeats)
+    time_of = functools.partial(timed, warmup=warmup, repeats=repeats)
     room = memory.room(device, devices=jax.device_count())
     done = itertools.count()  # the number of finished measurements
     kernel_ranks = [count for count in ranks if count <= MOST_READ] if device.platform == "gpu" else []
@@ -88,13 +85,13 @@ def constants(tensor: int, *, warmup: int, repeats: int) -> tuple[dict, list[dic
         advance("multiplying")
         matmul = roofline.matmul_peak(device, dtype="bfloat16", samples=repeats)
         advance("starting kernels")
-        started = launch(**timing)
+        started = launch(time_of)
         hides = Overlap.HIDES if device.platform == "gpu" else None  # NCCL's; XLA's own kernels are measured next
-        reduced = all_reduces(ranks=ranks, sizes=sizes, advance=advance, overlap=hides, **timing)
-        kernels = all_reduces(ranks=kernel_ranks, sizes=KERNELS, advance=advance, overlap=Overlap.WAITS, **timing)
+        reduced = all_reduces(time_of, ranks=ranks, sizes=sizes, advance=advance, overlap=hides)
+        kernels = all_reduces(time_of, ranks=kernel_ranks, sizes=KERNELS, advance=advance, overlap=Overlap.WAITS)
         advance("computing beside an all-reduce")
         # A CPU's collectives never run beside compute, so there is nothing to measure.
-        beside = None if simulated or tensor == 1 else contention(ranks=tensor, **timing)
+        beside = None if simulated or tensor == 1 else contention(time_of, ranks=tensor)
     of = f"of {repeats} runs"
     rate = "is the measured rate, not a published peak"
     sections: dict = {
@@ -106,30 +103,26 @@ def constants(tensor: int, *, warmup: int, repeats: int) -> tuple[dict, list[dic
         "bandwidth_share": _entry(1.0, f"bandwidth {rate}"),
         "launch": _entry(started.median, f"measured: the median {of}, spread {started.spread:.0%}"),
         "contention": _contention(beside, tensor, of),
+        "link": None,
     }
     for name in ("memory", "flops", "bandwidth", "launch"):
         value = sections[name]["value"]
         if not (math.isfinite(value) and value > 0):
             raise UserError(f"{name} could not be measured on this machine (the result is {value})")
-    if not reduced:
-        return {**sections, "link": None}, []
-    ring = Ring.TWO_WAY if device.platform == "tpu" else Ring.ONE_WAY
-    link = _link(reduced, kernels, ring=ring, of=of)
-    if is_v5e(device.device_kind):
-        link["halves"] = Halves.NONE.value
-    samples = [
-        {"ranks": one.ranks, "bytes": one.size, "seconds": one.timing.median, "spread": one.timing.spread}
-        for one in reduced
-    ]
-    return {**sections, "link": link}, samples
+    if reduced:
+        ring = Ring.TWO_WAY if device.platform == "tpu" else Ring.ONE_WAY
+        sections["link"] = _link(reduced, kernels, ring=ring, of=of)
+        if is_v5e(device.device_kind):
+            sections["link"]["halves"] = Halves.NONE.value
+    return sections, reduced
 
 
 def _link(reduced: Sequence[Reduced], kernels: Sequence[Reduced], *, ring: Ring, of: str) -> dict:
     """The link's section. kernels: all-reduces by XLA's kernel, where it has one. of: the number of runs, in words."""
     fitted = fit_link(reduced, ring=ring)
-    sizes = [one.size // KIB for one in reduced]
+    sizes = [one.bytes // KIB for one in reduced]
     ranks = dict.fromkeys(one.ranks for one in reduced)
-    spread = max(one.timing.spread for one in reduced)
+    spread = max(one.spread for one in reduced)
     source = (
         f"fitted to {len(reduced)} all-reduces of {min(sizes)} KiB to {max(sizes)} KiB over"
         f" {', '.join(map(str, ranks))} devices, medians {of}, spread up to {spread:.0%},"
@@ -148,13 +141,13 @@ def _entry(value: float, source: str) -> dict:
     return {"value": value, "source": source}
 
 
-def _contention(beside: tuple[float, float] | None, tensor: int, of: str) -> dict:
+def _contention(beside: Timing | None, tensor: int, of: str) -> dict:
     if tensor == 1:
         return _entry(0.0, "one device communicates nothing")
     if beside is None:
         value = machine.load(ASSUMED).contention
         return _entry(value, f"assumed as on {ASSUMED}: here nothing ran beside an all-reduce")
-    return _entry(beside[0], f"measured: medians {of}, spread {beside[1]:.0%}")
+    return _entry(beside.median, f"measured: medians {of}, spread {beside.spread:.0%}")
 
 
 def _spread(rates: tuple[float, ...]) -> str:
@@ -162,11 +155,10 @@ def _spread(rates: tuple[float, ...]) -> str:
 
 
 def all_reduces(
+    time_of: Timed,
     *,
     ranks: Sequence[int],
     sizes: Sequence[int],
-    warmup: int,
-    repeats: int,
     advance: Callable[[str], None],
     overlap: Overlap | None = None,
 ) -> list[Reduced]:
@@ -181,11 +173,11 @@ def all_reduces(
         for size in sizes:
             advance(f"an all-reduce of {size // KIB} KiB over {count} devices")
             run = _chain_of_all_reduces(mesh, size, overlap=overlap)
-            reduced.append(Reduced(count, size, timed(run, of=CHAIN, warmup=warmup, repeats=repeats)))
+            reduced.append(Reduced(count, size, *time_of(run, of=CHAIN)))
     return reduced
 
 
-def launch(*, warmup: int, repeats: int) -> Timing:
+def launch(time_of: Timed) -> Timing:
     """The time of a minimal kernel: a product of 8 x 8 matrices in a chain, which no compiler fuses."""
     a = jnp.eye(8, dtype=jnp.float32)
 
@@ -195,32 +187,30 @@ def launch(*, warmup: int, repeats: int) -> Timing:
             x = a @ x
         return x
 
-    return timed(lambda: chain(a), of=4 * CHAIN, warmup=warmup, repeats=repeats)
+    return time_of(lambda: chain(a), of=4 * CHAIN)
 
 
-def contention(*, ranks: int, warmup: int, repeats: int) -> tuple[float, float] | None:
-    """(contention, spread), or None if the device does not compute during an all-reduce.
+def contention(time_of: Timed, *, ranks: int) -> Timing | None:
+    """The contention and its spread, or None if the device does not compute during an all-reduce.
 
     Contention c is the relative slowdown of compute. If compute alone takes W and the all-reduce alone A, with W > 2 A,
     both together take W + A c / (1 + c) (`predict.timeline`).
     """
     mesh = parallel.make_mesh(tensor=ranks, devices=jax.devices()[:ranks])
-    timing = dict(warmup=warmup, repeats=repeats)
-    time_of = lambda products, reduce, **timing: timed(_beside(mesh, products=products, reduce=reduce), of=1, **timing)
-    wire = time_of(0, True, **timing)
+    beside = lambda products, reduce: time_of(_beside(mesh, products=products, reduce=reduce), of=1)
+    wire = beside(0, True)
     products = 8
-    while time_of(products, False, warmup=1, repeats=3).median < 3 * wire.median:
+    while (compute := beside(products, False)).median < 3 * wire.median:
         products *= 2
-    compute = time_of(products, False, **timing)
-    both = time_of(products, True, **timing)
+    both = beside(products, True)
     lost = max(0.0, (both.median - compute.median) / wire.median)
     if lost > 0.95:
         return None
-    return lost / (1 - lost), max(wire.spread, compute.spread, both.spread)
+    return Timing(lost / (1 - lost), max(wire.spread, compute.spread, both.spread))
 
 
 def timed(run: Callable[[], object], *, of: int, warmup: int, repeats: int) -> Timing:
-    """Seconds per operation. of: number of operations in a run."""
+    """of: number of operations in a run."""
     for _ in range(warmup):
         jax.block_until_ready(run())
     samples = []
@@ -228,7 +218,12 @@ def timed(run: Callable[[], object], *, of: int, warmup: int, repeats: int) -> T
         start = time.perf_counter()
         jax.block_until_ready(run())
         samples.append((time.perf_counter() - start) / of)
-    return Timing(tuple(samples))
+    return timing(samples)
+
+
+def timing(samples: Sequence[float]) -> Timing:
+    low, median, high = np.percentile(samples, (25, 50, 75)).tolist()
+    return Timing(median, (high - low) / median if median else 0.0)
 
 
 def _chain_of_all_reduces(mesh: Mesh, size: int, *, overlap: Overlap | None = None) -> Callable[[], jax.Array]:
@@ -282,15 +277,15 @@ def fit_link(measured: Sequence[Reduced], *, ring: Ring) -> Link:
     """
     several = len({one.ranks for one in measured}) > 1
     steps = lambda ranks: 2 * (ranks - 1) if ring is Ring.ONE_WAY else ranks
-    rows = [(1.0, steps(m.ranks) * several, 2 * (m.ranks - 1) / m.ranks * m.size) for m in measured]
+    rows = [(1.0, steps(m.ranks) * several, 2 * (m.ranks - 1) / m.ranks * m.bytes) for m in measured]
     latency, step, per_byte = _non_negative(rows, measured)
     widest = [one for one in measured if one.ranks == measured[-1].ranks]
-    small = min(widest, key=lambda one: one.size)
-    large = max(widest, key=lambda one: one.size)
-    if per_byte == 0 or large.timing.median < GROWS * small.timing.median:
+    small = min(widest, key=lambda one: one.bytes)
+    large = max(widest, key=lambda one: one.bytes)
+    if per_byte == 0 or large.seconds < GROWS * small.seconds:
+        took = lambda one: f"{one.bytes // KIB} KiB: {one.seconds * 1e6:.0f} µs"
         raise UserError(
-            f"all-reduces do not take longer with more bytes ({small.size // KIB} KiB:"
-            f" {small.timing.median * 1e6:.0f} µs, {large.size // KIB} KiB: {large.timing.median * 1e6:.0f} µs):"
+            f"all-reduces do not take longer with more bytes ({took(small)}, {took(large)}):"
             " something else keeps this machine busy; wait, or ask for more --repeats"
         )
     return Link(latency, step, 1 / per_byte, ring=ring)
@@ -298,7 +293,7 @@ def fit_link(measured: Sequence[Reduced], *, ring: Ring) -> Link:
 
 def fit_one_shot(measured: Sequence[Reduced]) -> Kernel:
     """Least squares of relative errors of `latency + (n - 1) bytes / bandwidth`. Raises UserError as `fit_link`."""
-    latency, per_byte = _non_negative([(1.0, (one.ranks - 1) * one.size) for one in measured], measured)
+    latency, per_byte = _non_negative([(1.0, (one.ranks - 1) * one.bytes) for one in measured], measured)
     if per_byte == 0:
         raise UserError("one-kernel all-reduces do not take longer with more bytes: wait, or ask for more --repeats")
     return Kernel(latency, 1 / per_byte)
@@ -308,7 +303,7 @@ def _non_negative(rows: Sequence[Sequence[float]], measured: Sequence[Reduced]) 
     """The constants by which `rows` come nearest to the measured seconds."""
     from scipy.optimize import nnls
 
-    seconds = np.array([one.timing.median for one in measured])
+    seconds = np.array([one.seconds for one in measured])
     if not np.all(seconds > 0):
         raise UserError("an all-reduce took no time at all: this machine's clock cannot measure it")
     # Columns are scaled to about 1, because bytes and seconds differ by orders of magnitude; rows are divided by their
@@ -321,5 +316,4 @@ def _non_negative(rows: Sequence[Sequence[float]], measured: Sequence[Reduced]) 
 
 def fit_error(measured: Sequence[Reduced], fitted: Link) -> float:
     """The median relative error of the fitted link."""
-    errors = [abs(fitted.all_reduce(m.size, ranks=m.ranks) / m.timing.median - 1) for m in measured]
-    return statistics.median(errors)
+    return statistics.median(abs(fitted.all_reduce(m.bytes, ranks=m.ranks) / m.seconds - 1) for m in measured)

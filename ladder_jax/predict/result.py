@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 
 from ladder_jax.config import Phase, parse_residual
 from ladder_jax.predict import model
-from ladder_jax.predict.machine import FITTED, Kernel, Link, Network
+from ladder_jax.predict.machine import FITTED, Machine
 from ladder_jax.predict.model import Pass, Speed, fastest
 from ladder_jax.predict.program import Choice, Form, Opponents, decoding_in_halves
 from ladder_jax.predict.request import BASELINE, Request
@@ -152,7 +152,7 @@ class Result:
             "baseline": opponents[0],
             "recommendation": dataclasses.asdict(self.advice),
             "device_memory": request.machine.memory,
-            "constants": constants(request),
+            "constants": constants(request.machine),
         }
 
 
@@ -324,17 +324,7 @@ def described(form: str, all_reduce: str | None) -> str:
     return f"{all_reduce} {form}"
 
 
-def constants(request: Request) -> dict[str, dict]:
+def constants(machine: Machine) -> dict[str, dict]:
     """The machine's constants by dotted name, each with its source."""
-
-    def of(section: object, prefix: str) -> dict[str, dict]:
-        found = {}
-        for name, value in vars(section).items():
-            if isinstance(value, (Link, Network, Kernel)):
-                found |= of(value, f"{prefix}{name}.")
-            elif isinstance(value, (int, float)):
-                source = request.machine.sources.get(f"{prefix}{name}", "given without a source")
-                found[f"{prefix}{name}"] = {"value": value, "source": source}
-        return found
-
-    return of(request.machine, "")
+    source = lambda name: machine.sources.get(name, "given without a source")
+    return {name: {"value": value, "source": source(name)} for name, value in machine.constants().items()}

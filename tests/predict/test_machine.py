@@ -10,7 +10,7 @@ from ladder_jax.bench.measure import weight_bytes
 from ladder_jax.config import preset
 from ladder_jax.decode import memory
 from ladder_jax.hardware import HARDWARE
-from ladder_jax.predict import machine, request, result, work
+from ladder_jax.predict import machine, result, work
 from ladder_jax.predict.machine import Link, Network, Ring
 from tests.predict.asked import H100
 
@@ -76,8 +76,7 @@ def test_a_kind_without_a_machine():
 @pytest.mark.parametrize("name", machine.NAMES)
 def test_every_constant_has_a_source(name):
     loaded = machine.load(name)
-    asked = request.make(model="llama-3-8b", hardware=name, tensor=8 if loaded.devices >= 8 else 1)
-    for constant, found in result.constants(asked).items():
+    for constant, found in result.constants(loaded).items():
         assert len(found["source"]) > 5 and found["source"] != "given without a source", constant
     sources = "fitted:|assumed|http|NVIDIA|NDR|one |two |80 GB|141 GB|GPUs|the largest"
     threads = "a thread's figures?, not verified: "  # each names its thread
