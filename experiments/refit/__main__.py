@@ -118,7 +118,6 @@ def measure(args: argparse.Namespace, *, file: pathlib.Path) -> None:
     cli.prepare_devices(None)
     from ladder_jax import pretrained
     from ladder_jax.config import Dtype
-    from ladder_jax.pretrained import convert
 
     given = {"wikitext": args.wikitext, "gsm8k": args.gsm8k, "shakespeare": args.shakespeare}
     if missing := [domain for domain, path in given.items() if path is None]:
@@ -127,7 +126,7 @@ def measure(args: argparse.Namespace, *, file: pathlib.Path) -> None:
     model = dataclasses.replace(opened.model, dtype=Dtype.FLOAT32, residual_dtype=Dtype.FLOAT32)
     source = dataclasses.replace(opened, model=model)
     texts = {domain: read(domain, path) for domain, path in given.items()} | {"python": standard_library()}
-    tokenizer = convert.tokenizer_of(source)
+    tokenizer = source.tokenizer
     parts = {domain: cut(domain, text, tokenizer=tokenizer) for domain, text in texts.items()}
     held_out, rest = ({name: part[which] for name, part in parts.items()} for which in (0, 1))
     names = {domain: pathlib.Path(path).name for domain, path in given.items()} | {"python": "the standard library"}

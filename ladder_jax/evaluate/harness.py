@@ -160,7 +160,7 @@ CHOICES = {
     "doc_to_text": "prompt",
     "doc_to_choice": "choices",
     "doc_to_target": "answer",
-    "metric_list": [{"metric": name, **MEAN} for name in ("acc", "acc_norm", "acc_bytes")],
+    "metric_list": [{"metric": name, **MEAN} for name in ("acc", "acc_norm")],
 }
 
 

@@ -2,17 +2,16 @@
 
 import dataclasses
 import math
-import os
 import re
 from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
 from ladder_jax.errors import UserError
-from ladder_jax.evaluate.model import WINDOW, Model, open_model
+from ladder_jax.evaluate.model import WINDOW, Model
 from ladder_jax.evaluate.rows import Progress, carry_out, digest
 from ladder_jax.evaluate.scorer import Scorer, Span
-from ladder_jax.nn import ModelDef, Params, Transformer
+from ladder_jax.nn import Transformer
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,31 +61,29 @@ class Perplexity:
 
 
 def perplexity(
-    model: Transformer | ModelDef | Scorer | Model | str | os.PathLike,
+    model: Transformer | Scorer | Model,
     tokens: Sequence[int] | Sequence[Sequence[int]],
     *,
-    params: Params | None = None,
     window: int | None = None,
     stride: int | None = None,
     prefix: int | None = None,
 ) -> Perplexity:
     """Of one document's tokens [N], or of several documents', each by itself.
 
-    model: a Transformer, a ModelDef with its `params`, a Scorer, a Model, or a checkpoint's path. Programs are kept
-        by definition and shape: the same model with other parameters is not compiled again.
-    window: the most tokens that the model reads at once; by default a Model's or checkpoint's own, else 2,048.
+    model: programs are kept by definition and shape: the same one with other parameters is not compiled again.
+    window: the most tokens that the model reads at once; by default a Model's own, else 2,048.
     stride, prefix: see `windows`; with no prefix the first token of each document is not scored.
 
     Raises UserError where there is nothing to score.
     """
-    if isinstance(model, str | os.PathLike):
-        model = open_model(model)
-    if window is None:
-        window = model.window if isinstance(model, Model) else WINDOW
-    scorer = model.scorer if isinstance(model, Model) else model if isinstance(model, Scorer) else Scorer(model, params)
+    own, scorer = WINDOW, model
+    if isinstance(model, Model):
+        own, scorer = model.window, model.scorer
+    elif isinstance(model, Transformer):
+        scorer = Scorer(model)
     one = len(tokens) and np.ndim(tokens[0]) == 0
     documents = [np.asarray(document).tolist() for document in ([tokens] if one else tokens)]
-    return _measured(lambda: scorer, documents, prefix=prefix, window=window, stride=stride)
+    return _measured(lambda: scorer, documents, prefix=prefix, window=own if window is None else window, stride=stride)
 
 
 def text_perplexity(

@@ -20,19 +20,17 @@ class MultipleChoice:
     """Shares of right answers; a choice's log-likelihood is that of " " + choice after the prompt.
 
     accuracy: of the choice with the largest log-likelihood. accuracy_normalised: with the largest log-likelihood over
-    its length in characters; accuracy_bytes: in bytes of UTF-8. In either length the space does not count, and of
-    equal ones the first is taken. lm-evaluation-harness calls them acc, acc_norm and acc_bytes (lm_eval/api/task.py:
-    ConfigurableTask.process_results). *_stderr: the standard error of the mean; None for a single question.
+    its length in characters, without the space. Of equal ones the first is taken. lm-evaluation-harness calls them acc
+    and acc_norm (lm_eval/api/task.py: ConfigurableTask.process_results). *_stderr: the standard error of the mean; None
+    for a single question.
     truncated: how many prompts lost tokens on their left, so that the model sees no more than `window` at once.
     """
 
     examples: int
     accuracy: float
     accuracy_normalised: float
-    accuracy_bytes: float
     accuracy_stderr: float | None
     accuracy_normalised_stderr: float | None
-    accuracy_bytes_stderr: float | None
     truncated: int
     shots: int
     window: int
@@ -105,7 +103,7 @@ def multiple_choice(
     results = carry_out(digests, work, file=file, progress=progress)
     return MultipleChoice(
         examples=len(examples),
-        **_shares(results, accuracy="right", accuracy_normalised="right_chars", accuracy_bytes="right_bytes"),
+        **_shares(results, accuracy="right", accuracy_normalised="right_chars"),
         truncated=truncated,
         shots=shots,
         window=model.window,
@@ -196,7 +194,6 @@ def _chosen(task, index: int, example: Choice, scores: list[tuple[float, bool]])
         "chosen": int(np.argmax(loglikelihoods)),
         "right": bool(right["acc"]),
         "right_chars": bool(right["acc_norm"]),
-        "right_bytes": bool(right["acc_bytes"]),
         "loglikelihoods": loglikelihoods,
         "greedy": greedy,
     }

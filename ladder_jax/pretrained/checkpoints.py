@@ -7,7 +7,6 @@ import functools
 import json
 import pathlib
 import time
-from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -16,37 +15,36 @@ import tensorstore
 
 from ladder_jax import checkpoint
 from ladder_jax.checkpoint import manifest, saved
+from ladder_jax.checkpoint.arrays import database, described_array
 from ladder_jax.checkpoint.stream import Stream
-from ladder_jax.config import DataConfig, FolderConfig, ModelConfig, RunConfig, to_dict
+from ladder_jax.config import DataConfig, FolderConfig, RunConfig, to_dict
 from ladder_jax.data import tokenizer as tokenizers
 from ladder_jax.errors import RunFailed, UserError
-from ladder_jax.files import kvstore
 from ladder_jax.pretrained import source, tokenizer_files
 from ladder_jax.pretrained.huggingface.folder import generation_in
-from ladder_jax.pretrained.source import Key, Source, Stored
+from ladder_jax.pretrained.source import Source, Stored
 from ladder_jax.progress import progress
 
 STEP = 0
+CACHE = 1 << 30  # bytes of chunks that are kept
 
 
 def read(path: pathlib.Path) -> Source:
     """The checkpoint at `path` (a run's folder, its `checkpoints/`, or one step's), compared with its manifest.
 
-    Layers are stored stacked. A converted model's are one chunk each; of a trained one's, reading one layer reads its
-    whole stack, so read the arrays in the order of `source.expected_shapes`: then each stack is read once. Raises
-    UserError if there is no checkpoint, and Damaged.
+    Layers are stored stacked, one chunk or more each; of checkpoints of older versions a chunk may hold all layers, and
+    is kept for the next one. Raises UserError if there is no checkpoint, and Damaged.
     """
     opened = checkpoint.open_checkpoint(path)
     if opened.has_manifest and (problems := manifest.problems(opened.path, part="params")):
         raise checkpoint.Damaged(f"checkpoint {str(opened.path)!r} is damaged or incomplete: {problems[0]}")
     model, arrays = opened.config.model, {}
     source.check_alone(model, path=str(path))
-    store = functools.cache(functools.partial(_open, opened.path / "params"))
-    # Keeps the last stack only, for its other layers.
-    read_stack = functools.lru_cache(maxsize=1)(lambda name: store(name).read().result())
+    context = tensorstore.Context({"cache_pool": {"total_bytes_limit": CACHE}})
+    store = functools.cache(functools.partial(_open, opened.path / "params", context))
     for key, shape in source.expected_shapes(model).items():
-        dtype = store(key.name).dtype.numpy_dtype
-        arrays[key] = Stored(shape, dtype, functools.partial(_values, store, read_stack, key, shape))
+        found = store(key.name) if key.layer is None else store(key.name)[key.layer]
+        arrays[key] = Stored(shape, found.dtype.numpy_dtype, functools.partial(_values, found, shape))
     folder = opened.path.parent.parent / tokenizers.FOLDER
     return Source(
         str(path),
@@ -59,33 +57,23 @@ def read(path: pathlib.Path) -> Source:
     )
 
 
-def _open(folder: pathlib.Path, name: str) -> tensorstore.TensorStore:
+def _open(folder: pathlib.Path, context: tensorstore.Context, name: str) -> tensorstore.TensorStore:
     """Open the array `name` in the item at `folder`, without reading its values."""
-    database = {"driver": "ocdbt", "base": kvstore(folder), "path": f"{name.replace('/', '.')}/"}
+    spec = described_array(database(folder), name)
     try:
-        return tensorstore.open({"driver": "zarr", "kvstore": database}, open=True, read=True).result()
+        return tensorstore.open(spec, open=True, read=True, context=context).result()
     except ValueError as error:
         raise UserError(f"{str(folder)!r} holds no {name}: {str(error).splitlines()[0][:200]}") from None
 
 
-def _values(
-    store: Callable[[str], tensorstore.TensorStore],
-    read_stack: Callable[[str], np.ndarray],
-    key: Key,
-    shape: tuple[int, ...],
-) -> np.ndarray:
-    """One layer of a stack, or an array without layers; without the vocabulary's and the experts' padding."""
-    if key.layer is None:
-        return read_stack(key.name)[: shape[0]]
-    if store(key.name).chunk_layout.read_chunk.shape[0] == 1:
-        return store(key.name)[key.layer].read().result()[: shape[0]]
-    return read_stack(key.name)[key.layer][: shape[0]]
+def _values(store: tensorstore.TensorStore, shape: tuple[int, ...]) -> np.ndarray:
+    """Without the vocabulary's and the experts' padding."""
+    return store[: shape[0]].read().result()
 
 
-def write(exported: Source, folder: pathlib.Path, *, model: ModelConfig, place: pathlib.Path) -> None:
+def write(exported: Source, folder: pathlib.Path, *, place: pathlib.Path) -> None:
     """Write `exported` into `folder`, one array at a time, read it back and compare.
 
-    model: the one to store, which may have other ladder layers than `exported.model`.
     place: the destination, to which `folder` will be renamed.
     Raises UserError for a tokenizer that does not fit, RunFailed if writing fails or other values are read back.
     """
@@ -102,7 +90,7 @@ def write(exported: Source, folder: pathlib.Path, *, model: ModelConfig, place: 
                     update(done, "")
             stream.finish()
             _compare(stream, place=place)
-        _describe(item, config=_config(exported, model, place=place))
+        _describe(item, config=_config(exported, place=place))
         manifest.write(item)
     except ValueError as error:  # tensorstore's, of a disk too
         raise RunFailed(f"cannot write {str(place)!r}: {saved.reason(error)}") from error
@@ -126,12 +114,12 @@ def _compare(stream: Stream, *, place: pathlib.Path) -> None:
             update(done, "")
 
 
-def _config(exported: Source, model: ModelConfig, *, place: pathlib.Path) -> RunConfig:
+def _config(exported: Source, *, place: pathlib.Path) -> RunConfig:
     """A run's configuration with the model, its context and its tokenizer. The other settings are defaults."""
     has_tokenizer = tokenizer_files.MAIN in exported.files
     is_bytes = not has_tokenizer and exported.model.vocab_size == tokenizers.Bytes().vocab_size
     return RunConfig(
-        model=model,
+        model=exported.model,
         train=exported.train_config,
         data=DataConfig(tokenizer=tokenizers.BYTES if is_bytes else str(place / tokenizers.FOLDER)),
         run=FolderConfig(name=place.name, dir=str(place)),

@@ -3,37 +3,32 @@
 Calibration texts, if there are any, serve the choice of layers, and what follows in them the refit of the chosen ones.
 """
 
-import contextlib
 import dataclasses
 import enum
-import itertools
 import json
 import logging
 import math
 import pathlib
 import shutil
 import statistics
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
-from ladder_jax import nn, parallel, pyplot
+from ladder_jax import nn, parallel
 from ladder_jax.config import Dtype, Loop, ModelConfig
 from ladder_jax.data.tokenizer import Tokenizer
 from ladder_jax.errors import UserError, member
-from ladder_jax.pretrained import checkpoints, formats, sensitivity, staging
+from ladder_jax.pretrained import formats, sensitivity, staging
 from ladder_jax.pretrained import refit as refits
 from ladder_jax.pretrained.formats import Format
-from ladder_jax.pretrained.huggingface import folder as huggingface
 from ladder_jax.pretrained.load import load
 from ladder_jax.pretrained.refit import SUBLAYERS, Fit, FittedProjections, Refit, Refitted
 from ladder_jax.pretrained.sensitivity import Result, Search
 from ladder_jax.pretrained.source import REFIT, Source
-from ladder_jax.progress import progress
 
 AUTO, ALL = "auto:", "all"
-MEASURED = "sensitivity"
-"""The name of the measurement's files in the output folder: .json and, if matplotlib is installed, .png."""
+MEASURED = "sensitivity.json"
 MEASURED_TOKENS = 2048
 REFIT_TOKENS = 16_384
 CHARACTERS = 32  # to read from a calibration text for each requested token
@@ -173,11 +168,9 @@ def _refit(args: dict, *, model: ModelConfig, choose: int | None) -> Refit | Non
     """By default the inputs are refitted where there is a text for it; with enough of it, the outputs too."""
     what = None if args["refit"] is None else member(What, "value for --refit:", args["refit"])
     if not args["calibration"]:
-        needing = [name for name in ("calibration_tokens", "tensor", "ridge") if args[name] is not None]
-        if what not in (None, What.NONE):
-            needing = ["refit"]
-        if needing:
-            raise UserError(f"--{needing[0].replace('_', '-')} needs a text: name one by --calibration FILE")
+        for name in ("refit", "calibration_tokens", "tensor", "ridge"):
+            if args[name] not in (None, What.NONE.value):
+                raise UserError(f"--{name.replace('_', '-')} needs a text: name one by --calibration FILE")
         return None
     if args["ladder_layers"] is None:
         raise UserError("--calibration needs --ladder-layers, the layers to convert")
@@ -241,11 +234,10 @@ def run(args: dict) -> None:
         if request.refit is not None:
             refitted = _fit(source, request, fitted, settings=request.refit, folder=folder.with_name("chosen"))
             source = refitted.source
-        write(source, folder, request=request)
+        converted = dataclasses.replace(source, model=request.model)
+        formats.write(converted, folder, format=request.format, place=request.destination)
         if result is not None:
-            _write_json(folder / f"{MEASURED}.json", result.as_dict())
-            if pyplot.installed():
-                sensitivity.plot(result, file=str(folder / f"{MEASURED}.png"))
+            _write_json(folder / MEASURED, result.as_dict())
         if refitted is not None:
             _write_json(folder / REFIT, _fits(request, refitted, fitted))
         elif source.refit is not None:  # a copy's weights are as they were
@@ -261,7 +253,9 @@ def read_texts(source: Source, request: Request) -> tuple[np.ndarray | None, np.
     """
     if not request.calibration:
         return None, None
-    about = dict(tokenizer=tokenizer_of(source), vocab_size=source.model.vocab_size, context=source.context)
+    if source.tokenizer is None:
+        raise UserError(f"{source.path!r} has no tokenizer, which --calibration needs")
+    about = dict(tokenizer=source.tokenizer, vocab_size=source.model.vocab_size, context=source.context)
     skip, measured, fitted = 0, None, None
     if request.choose is not None:
         measured, skip = rows_of(request.calibration, tokens=request.measured_tokens, **about), request.measured_tokens
@@ -269,13 +263,6 @@ def read_texts(source: Source, request: Request) -> tuple[np.ndarray | None, np.
         fitted = rows_of(request.calibration, tokens=request.refit_tokens, skip=skip, **about)
         refits.check_rows(fitted[:, :-1], model=request.model)
     return measured, fitted
-
-
-def tokenizer_of(source: Source) -> Tokenizer:
-    """Raises UserError for a source without a tokenizer."""
-    if source.tokenizer is None:
-        raise UserError(f"{source.path!r} has no tokenizer, which --calibration needs")
-    return source.tokenizer
 
 
 def _choose(
@@ -289,37 +276,15 @@ def _choose(
     if request.refit is not None:
         alone = dataclasses.replace(request.refit, alone=True)
         converted = loaded(_fit(source, request, fitted, settings=alone, folder=folder).source)
-    choice = dict(choose=request.choose, search=request.search)
-    total = sensitivity.count(measured, num_layers=source.model.num_layers, **choice)
-    with _counted(total, "measured {done}/{total} losses") as on_loss:
-        shared = dict(converted=converted, on_loss=on_loss)
-        return sensitivity.measure(definition, loaded(source), measured, **choice, **shared)
+    choice = dict(choose=request.choose, search=request.search, converted=converted)
+    return sensitivity.measure(definition, loaded(source), measured, **choice)
 
 
 def _fit(source: Source, request: Request, rows: np.ndarray, *, settings: Refit, folder: pathlib.Path) -> Refitted:
     """`source` with `request.model`'s converted layers refitted. folder: keeps what an interrupted run has done."""
     mesh = parallel.make_mesh(tensor=request.tensor)
-    with _counted(2 * request.model.num_layers, "refitted {done}/{total} sublayers") as on_sublayer:
-        shared = dict(model=request.model, mesh=mesh, settings=settings, folder=folder, on_sublayer=on_sublayer)
-        return refits.refit(source, rows=rows[:, :-1], **shared)
-
-
-def write(source: Source, folder: pathlib.Path, *, request: Request) -> None:
-    """Write `source` with the requested topology into `folder`, in the requested format."""
-    if request.format is Format.CHECKPOINT:
-        checkpoints.write(source, folder, model=request.model, place=request.destination)
-        return
-    converted = dataclasses.replace(source, model=request.model)
-    with _counted(len(source.arrays), "written {done}/{total} arrays") as done:
-        huggingface.write(converted, folder, done=done)
-
-
-@contextlib.contextmanager
-def _counted(total: int, label: str) -> Iterator[Callable[..., None]]:
-    """Yields what shows the progress at every call."""
-    with progress(total, label=label) as update:
-        done = itertools.count(1)
-        yield lambda *_: update(next(done), "")
+    how = dict(model=request.model, mesh=mesh, settings=settings, folder=folder)
+    return refits.refit(source, rows=rows[:, :-1], **how)
 
 
 def _fits(request: Request, refitted: Refitted, rows: np.ndarray) -> dict:
@@ -352,8 +317,7 @@ def _print_summary(
         if outputs := [fit for fit in fits if fit not in inputs]:
             print(f"behind these inputs, the sublayers' outputs lacked {_means(outputs)}")
     if result is not None:
-        picture_file = f" and {MEASURED}.png" if pyplot.installed() else "; its picture needs 'ladder-jax[plot]'"
-        print(f"the measurement is in {request.destination}, in {MEASURED}.json{picture_file}")
+        print(f"the measurement is in {request.destination}, in {MEASURED}")
 
 
 def _means(fits: Sequence[Fit]) -> str:

@@ -170,6 +170,17 @@ def open_source(name: str | os.PathLike) -> Source:
     return huggingface.read(path) if path.is_dir() else gguf.read(path)
 
 
+def write(source: Source, folder: pathlib.Path, *, format: Format, place: pathlib.Path) -> None:
+    """Write `source` into the new `folder`, which will be renamed to `place`, read it back and compare.
+
+    Raises UserError for what the format cannot express, RunFailed if writing fails.
+    """
+    if format is Format.CHECKPOINT:
+        checkpoints.write(source, folder, place=place)
+    else:
+        huggingface.write(source, folder)
+
+
 def model_config(name: str | os.PathLike) -> ModelConfig:
     """The configuration of the model called `name`, as in `open_model`. Of a Hugging Face folder only config.json is
     read, and of one on the Hub only that is downloaded."""

@@ -24,18 +24,16 @@ def load(
     mesh: jax.sharding.Mesh | parallel.NamedMesh,
     dtype: np.dtype | None = None,
     loop: Loop = Loop.SCAN,
-    done: Callable[[Key], object] = lambda key: None,
 ) -> nn.Params:
     """The parameters on `mesh` (axes data, fsdp, tensor), with the shardings of `nn.define(source.model, mesh=mesh)`.
 
     dtype: of all arrays; None keeps the stored dtypes (a stack gets one that holds the values of all its layers).
     loop: SCAN for layers stacked [L, ...], as in training and checkpoints; UNROLLED for a tuple of layers.
-    done: called with the key of each array after it is loaded.
     Raises UserError if the model cannot be split over the mesh.
     """
     mesh = parallel.mesh_of(mesh)
     definition = nn.define(parallel.with_ranks(source.model, tensor=mesh.shape["tensor"]), mesh=mesh)
-    return assemble(definition, reader(source, definition, dtype=dtype, done=done), loop=loop)
+    return assemble(definition, reader(source, definition, dtype=dtype), loop=loop)
 
 
 def assemble(definition: nn.ModelDef, read: Reader, *, dtype: np.dtype | None = None, loop: Loop = Loop.SCAN):
@@ -72,16 +70,10 @@ def _stacked(arrays: Iterator[jax.Array], like: jax.ShapeDtypeStruct, *, dtype: 
     return stack
 
 
-def reader(
-    source: Source,
-    definition: nn.ModelDef,
-    *,
-    dtype: np.dtype | None = None,
-    done: Callable[[Key], object] = lambda key: None,
-) -> Reader:
+def reader(source: Source, definition: nn.ModelDef, *, dtype: np.dtype | None = None) -> Reader:
     """Reads arrays onto their devices one at a time, for `Engine(definition, pretrained.reader(source, definition))`.
 
-    dtype, done: as in `load`. The engine casts or quantizes each array before the next is read.
+    dtype: as in `load`. The engine casts or quantizes each array before the next is read.
     """
     dims = traverse_util.flatten_dict(definition.dims, sep="/")
     abstract = traverse_util.flatten_dict(definition.abstract, sep="/")
@@ -95,9 +87,7 @@ def reader(
         letters = dims[key.name].removeprefix("L")
         shape = abstract[key.name].shape[-len(letters) :]
         kept, values = np.dtype(dtype or dtypes[key.name]), source.arrays[key].read()
-        array = meshes.place(lambda index: _copy(values[index], kept), shape, definition.layout.sharding(letters))
-        done(key)
-        return array
+        return meshes.place(lambda index: _copy(values[index], kept), shape, definition.layout.sharding(letters))
 
     return lambda keys: map(place, keys)
 

@@ -40,6 +40,7 @@ from ladder_jax.nn.parameter import stack_of
 from ladder_jax.pretrained.load import reader
 from ladder_jax.pretrained.source import Key, Source, Stored
 from ladder_jax.pretrained.sublayers import ROWS, delays, programs
+from ladder_jax.progress import progress
 
 __all__ = ["Fit", "FittedProjections", "Refit", "Refitted", "refit"]
 
@@ -107,7 +108,6 @@ def refit(
     mesh: jax.sharding.Mesh,
     settings: Refit = Refit(),
     folder: pathlib.Path | None = None,
-    on_sublayer: Callable[[], object] = lambda: None,
 ) -> Refitted:
     """`source` with the projections fitted that read the inputs of `model`'s converted layers.
 
@@ -115,7 +115,6 @@ def refit(
     mesh: the axes data and tensor; of the weights one layer's are on the devices, of the statistics one sublayer's.
         The streams of all tokens stay on the host, (1 + delay) n T D values.
     folder: keeps the results of each sublayer; called again with equal arguments, `refit` reads them and goes on.
-    on_sublayer: called after each of the model's 2 L sublayers.
     Raises UserError for fewer tokens than the model's width, a source that is not standard, a topology that is not a
     ladder's, or a mesh that does not suit, and RunFailed where the activations are not finite.
     """
@@ -137,21 +136,22 @@ def refit(
         passes.replace(found)
         fits.append(Fit(layer, name, **shares))
 
-    for layer in range(model.num_layers):
-        entering = passes.streams
-        for index, name in enumerate(SUBLAYERS):
-            output = Key.of_layer(layer, f"{name}/{WRITERS[name]}", model=model)
-            if passes.late(layer, index):
-                fit(layer, name, lambda: fitted_inputs(passes, layer, index, ridge=settings.ridge))
-                if settings.projections is FittedProjections.BOTH and output in source.arrays:
-                    suffix = output.name.partition("/")[2]
-                    fit(layer, suffix, lambda: fitted_output(passes, layer, index, output, ridge=settings.ridge))
-            passes.advance(layer, index)
-            on_sublayer()
-        if settings.alone and passes.converted(layer):
-            passes.streams = entering
-            for index in (0, 1):
-                passes.advance(layer, index, original=True)
+    with progress(2 * model.num_layers, label="refitted {done}/{total} sublayers") as update:
+        for layer in range(model.num_layers):
+            entering = passes.streams
+            for index, name in enumerate(SUBLAYERS):
+                output = Key.of_layer(layer, f"{name}/{WRITERS[name]}", model=model)
+                if passes.late(layer, index):
+                    fit(layer, name, lambda: fitted_inputs(passes, layer, index, ridge=settings.ridge))
+                    if settings.projections is FittedProjections.BOTH and output in source.arrays:
+                        suffix = output.name.partition("/")[2]
+                        fit(layer, suffix, lambda: fitted_output(passes, layer, index, output, ridge=settings.ridge))
+                passes.advance(layer, index)
+                update(2 * layer + index + 1, "")
+            if settings.alone and passes.converted(layer):
+                passes.streams = entering
+                for index in (0, 1):
+                    passes.advance(layer, index, original=True)
     return Refitted(passes.source, tuple(fits))
 
 

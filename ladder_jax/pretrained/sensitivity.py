@@ -2,15 +2,17 @@
 
 import dataclasses
 import enum
-from collections.abc import Callable, Iterable, Sequence
+import itertools
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import jax
 import numpy as np
 
-from ladder_jax import files, nn, pyplot, terminal
+from ladder_jax import nn, terminal
 from ladder_jax.nn.parameter import stack_of, stacks
 from ladder_jax.pretrained.sublayers import ROWS, Streams, delays, programs
+from ladder_jax.progress import progress
 from ladder_jax.terminal import Table
 
 
@@ -34,8 +36,8 @@ class Result:
     """Losses are means over the calibration text, in nats per token, without any retraining.
 
     residual, ranks: of the converted layers. tokens: the number of predicted tokens. sequence: their sequences' length.
-    loss: of the standard model. alone: with each layer converted alone. last: with the last layers converted, the
-    paper's choice. ranked: with the layers that cost least alone. greedy: with the greedy choice, or None.
+    loss: of the standard model. alone: with each layer converted alone. subsets, by the method of choice: "last", the
+    last layers, the paper's choice; "ranked", those that cost least alone; and if it was searched, "greedy".
     """
 
     residual: str
@@ -44,15 +46,7 @@ class Result:
     sequence: int
     loss: float
     alone: tuple[float, ...]
-    last: Subset
-    ranked: Subset
-    greedy: Subset | None
-
-    @property
-    def subsets(self) -> dict[str, Subset]:
-        """The choices of layers, by the method of choice."""
-        subsets = {"last": self.last, "ranked": self.ranked, "greedy": self.greedy}
-        return {name: subset for name, subset in subsets.items() if subset is not None}
+    subsets: Mapping[str, Subset]
 
     @property
     def chosen(self) -> str:
@@ -62,7 +56,7 @@ class Result:
     @property
     def ladder_layers(self) -> str:
         """The chosen layers, in the syntax of `model.ladder_layers`."""
-        return "".join(f"{layer}," for layer in sorted(self.subsets[self.chosen].layers)) or "0"
+        return _listed(self.subsets[self.chosen].layers)
 
     @property
     def costs(self) -> list[float]:
@@ -71,87 +65,71 @@ class Result:
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON. A cost is a loss minus the standard model's loss."""
-        described = lambda subset: {
-            "layers": sorted(subset.layers),
-            "order": list(subset.layers),
-            "loss": subset.loss,
-            "cost": subset.loss - self.loss,
-        }
-        curve = [{"layer": n, "loss": self.alone[n], "cost": cost} for n, cost in enumerate(self.costs)]
-        about = {name: getattr(self, name) for name in ("residual", "ranks", "tokens", "sequence", "loss")}
-        subsets = {name: described(subset) for name, subset in self.subsets.items()}
-        return {**about, "curve": curve, **subsets, "chosen": self.chosen}
+        about = dataclasses.asdict(self)
+        del about["alone"], about["subsets"]
+        about["curve"] = [{"layer": n, "loss": self.alone[n], "cost": cost} for n, cost in enumerate(self.costs)]
+        for name, subset in self.subsets.items():
+            order, cost = list(subset.layers), subset.loss - self.loss
+            about[name] = {"layers": sorted(order), "order": order, "loss": subset.loss, "cost": cost}
+        return {**about, "chosen": self.chosen}
+
+
+def _listed(layers: Iterable[int]) -> str:
+    """In the syntax of `model.ladder_layers`, where "0" is none of them."""
+    return "".join(f"{layer}," for layer in sorted(layers)) or "0"
 
 
 class Probe:
     """Computes the loss of `definition`'s model with any subset of its layers converted.
 
     params: unrolled, of each stack a tuple of layers; converted: those of layers where they are converted (refitted).
-    rows: tokens [n, T + 1] of the calibration text. on_loss: called after each loss.
+    rows: tokens [n, T + 1] of the calibration text.
     """
 
     def __init__(
-        self,
-        definition: nn.ModelDef,
-        params: nn.Params,
-        rows: np.ndarray,
-        *,
-        converted: nn.Params | None = None,
-        on_loss: Callable[[], None] = lambda: None,
+        self, definition: nn.ModelDef, params: nn.Params, rows: np.ndarray, *, converted: nn.Params | None = None
     ):
-        self._config, self._on_loss, self._programs = definition.config, on_loss, programs(definition)
+        self._config, self._programs = definition.config, programs(definition)
         self._layers = {False: params, True: params if converted is None else converted}
         self._outside = {name: tree for name, tree in params.items() if name not in stacks(self._config)}
         place = lambda a: jax.device_put(a, definition.layout.sharding("BT"))
-        parts = np.split(rows, _batches(rows))
-        self._batches = [(place(part[:, :-1]), place(part[:, 1:])) for part in parts]
+        self._batches = [(place(part[:, :-1]), place(part[:, 1:])) for part in _batches(rows)]
         self._predicted = rows[:, 1:].size
 
     def loss(self, chosen: Iterable[int]) -> float:
         """The mean loss with the layers `chosen` converted, in nats per token."""
-        total = 0.0
-        for tokens, targets in self._batches:
-            total += self._summed(self._begin(tokens), chosen, 0, targets)
-        self._on_loss()
-        return total / self._predicted
+        return self._loss(self._begin(), chosen, 0)
 
-    def losses_with(self, chosen: Iterable[int], *, also: Sequence[int]) -> dict[int, float]:
-        """For each layer of `also`: the mean loss with it and the layers `chosen` converted, in nats per token.
+    def losses_with(self, chosen: Iterable[int]) -> Iterator[tuple[int, float]]:
+        """Each other layer, and the mean loss with it and the layers `chosen` converted, in nats per token.
 
         Subsets that agree in their first layers share the result of those.
         """
-        totals = dict.fromkeys(also, 0.0)
-        for tokens, targets in self._batches:
-            before, at = self._begin(tokens), 0
-            for layer in sorted(also):
-                before, at = self._advance(before, chosen, at, layer), layer
-                totals[layer] += self._summed(before, {*chosen, layer}, layer, targets)
-                self._on_loss()
-        return {layer: total / self._predicted for layer, total in totals.items()}
+        before, at = self._begin(), 0
+        for layer in range(self._config.num_layers):
+            if layer not in chosen:
+                before, at = [self._advance(one, chosen, at, layer) for one in before], layer
+                yield layer, self._loss(before, {*chosen, layer}, layer)
 
-    def _begin(self, tokens: jax.Array) -> Streams:
-        return self._programs.begin(self._outside["embedding"], tokens)
+    def _begin(self) -> list[Streams]:
+        return [self._programs.begin(self._outside["embedding"], tokens) for tokens, _ in self._batches]
 
-    def _summed(self, streams: Streams, chosen: Iterable[int], start: int, targets: jax.Array) -> float:
-        """The loss of a batch, from the streams before layer `start`."""
-        streams = self._advance(streams, chosen, start, self._config.num_layers)
-        return float(self._programs.loss(self._outside, streams, targets))
+    def _loss(self, batches: list[Streams], chosen: Iterable[int], start: int) -> float:
+        """From the streams of each batch before layer `start`."""
+        total = 0.0
+        for streams, (_, targets) in zip(batches, self._batches, strict=True):
+            streams = self._advance(streams, chosen, start, self._config.num_layers)
+            total += float(self._programs.loss(self._outside, streams, targets))
+        return total / self._predicted
 
     def _advance(self, streams: Streams, chosen: Iterable[int], start: int, stop: int) -> Streams:
-        layers = "".join(f"{layer}," for layer in sorted(chosen)) or "0"
-        late = delays(dataclasses.replace(self._config, ladder_layers=layers))
+        late = delays(dataclasses.replace(self._config, ladder_layers=_listed(chosen)))
         for layer in range(start, stop):
             stack, place = stack_of(self._config, layer)
             params = self._layers[layer in chosen][stack][place]
             for run, delay in zip(self._programs.advance[stack], late[layer]):
                 streams = run(params, streams, delay)
         return streams
-
-
-def count(rows: np.ndarray, *, num_layers: int, choose: int, search: Search) -> int:
-    """The number of losses that `measure` computes."""
-    greedy = sum(num_layers - done for done in range(1, choose)) if search is Search.GREEDY else 0
-    return 3 + _batches(rows) * (num_layers + greedy)
 
 
 def measure(
@@ -162,48 +140,45 @@ def measure(
     choose: int,
     converted: nn.Params | None = None,
     search: Search = Search.GREEDY,
-    on_loss: Callable[[], None] = lambda: None,
 ) -> Result:
-    """The sensitivity curve of a model, and the choices of `choose` of its layers.
+    """The sensitivity curve of a model, and the choices of `choose` of its layers, at least one.
 
     definition: with all layers of the ladder kind. params, converted: on its mesh, as in `Probe`. rows: tokens
-    [n, T + 1]. search: GREEDY adds the greedy choice to the others. on_loss: called after each of the `count` losses.
+    [n, T + 1]. search: GREEDY adds the greedy choice to the others.
     """
-    probe = Probe(definition, params, rows, converted=converted, on_loss=on_loss)
-    num_layers = definition.config.num_layers
-    standard = probe.loss(())
-    alone = probe.losses_with((), also=range(num_layers))
-    subset = lambda order: Subset(tuple(order), probe.loss(order) if order else standard)
+    probe = Probe(definition, params, rows, converted=converted)
+    num_layers, rounds = definition.config.num_layers, choose if search is Search.GREEDY else 1
+    total = sum(num_layers - done for done in range(rounds))
+    count = itertools.count(1)
+    found, greedy = [], []  # of each round, the losses with one more layer, and that which costs least
+    with progress(total, label="measured {done}/{total} losses") as update:
+        for _ in range(rounds):
+            losses = {}
+            for layer, loss in probe.losses_with(greedy):
+                losses[layer] = loss
+                update(next(count), "")
+            found.append(losses)
+            greedy.append(min(losses, key=losses.get))
+    alone = found[0]
+    last, ranked = range(num_layers - choose, num_layers), sorted(alone, key=alone.get)[:choose]
+    subsets = {name: Subset(tuple(order), probe.loss(order)) for name, order in (("last", last), ("ranked", ranked))}
+    if search is Search.GREEDY:
+        subsets["greedy"] = Subset(tuple(greedy), found[-1][greedy[-1]])
     return Result(
         residual=definition.config.residual,
         ranks=definition.config.ranks,
         tokens=rows[:, 1:].size,
         sequence=rows.shape[1] - 1,
-        loss=standard,
+        loss=probe.loss(()),
         alone=tuple(alone.values()),
-        ranked=subset(sorted(alone, key=lambda layer: alone[layer])[:choose]),
-        last=subset(range(num_layers - choose, num_layers)),
-        greedy=_greedy(probe, alone, choose=choose, standard=standard) if search is Search.GREEDY else None,
+        subsets=subsets,
     )
 
 
-def _greedy(probe: Probe, alone: dict[int, float], *, choose: int, standard: float) -> Subset:
-    """The greedy choice, with its layers in the order in which they were chosen."""
-    chosen: list[int] = []
-    losses, best = alone, standard
-    while len(chosen) < choose:
-        if chosen:
-            losses = probe.losses_with(chosen, also=[layer for layer in alone if layer not in chosen])
-        layer = min(losses, key=lambda layer: losses[layer])
-        chosen, best = [*chosen, layer], losses[layer]
-    return Subset(tuple(chosen), best)
-
-
-def _batches(rows: np.ndarray) -> int:
-    """The number of batches of equal size into which the rows are split."""
-    count = len(rows)
-    sizes = (size for size in range(min(ROWS, count), 0, -1) if count % size == 0)
-    return count // next(sizes)
+def _batches(rows: np.ndarray) -> list[np.ndarray]:
+    """The rows, in batches of equal size."""
+    size = next(size for size in range(min(ROWS, len(rows)), 0, -1) if len(rows) % size == 0)
+    return np.split(rows, len(rows) // size)
 
 
 BAR = 40  # characters of the longest bar
@@ -224,21 +199,3 @@ def show(result: Result) -> None:
         rows.append((NAMES[name] + mark, layers, f"{subset.loss - result.loss:+.4f}"))
     choices = Table(("chosen", "layers", "nats"), rows, ("chosen", "layers"))
     terminal.show([head, measured, Table(("layer", "nats", ""), lines, ("",)), choices])
-
-
-CHOSEN, OTHERS = "#4c78a8", "#bab0ac"
-
-
-def plot(result: Result, *, file: str) -> None:
-    """Write the curve to `file`. The scale is logarithmic: a few layers cost a hundred times as much as the others."""
-    plt = pyplot.load()
-    shown = [max(cost, 1e-4) for cost in result.costs]  # below this it is noise, or a gain
-    chosen = result.subsets[result.chosen].layers
-    colours = [CHOSEN if layer in chosen else OTHERS for layer in range(len(shown))]
-    figure, axes = plt.subplots(figsize=(9, 3.4), layout="constrained")
-    axes.bar(range(len(shown)), shown, color=colours)
-    axes.set(yscale="log", xlabel="layer, converted alone", ylabel="cost in nats a token")
-    choices = [f"{NAMES[name]} {len(s.layers)}: {s.loss - result.loss:+.3f}" for name, s in result.subsets.items()]
-    axes.set_title(f"{result.residual} layers without retraining; together, {', '.join(choices)} (blue)", fontsize=10)
-    files.write_atomically(file, lambda path: figure.savefig(path, dpi=150))
-    plt.close(figure)

@@ -66,6 +66,10 @@ class Stored:
     dtype: np.dtype
     read: Callable[[], np.ndarray]
 
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
 
 @dataclasses.dataclass(frozen=True)
 class Source:
@@ -129,7 +133,7 @@ class Source:
     @property
     def nbytes(self) -> int:
         """Of all arrays, as stored."""
-        return sum(math.prod(array.shape) * array.dtype.itemsize for array in self.arrays.values())
+        return sum(array.nbytes for array in self.arrays.values())
 
     def __repr__(self) -> str:
         count = sum(math.prod(stored.shape) for stored in self.arrays.values())
@@ -184,14 +188,10 @@ def check_layers(model: ModelConfig, *, tensors: int, path: str) -> None:
 
 def check(source: Source) -> None:
     """Raises UserError for missing, extra or wrongly shaped arrays."""
-    shapes = expected_shapes(source.model)
-    for key in source.arrays.keys() - shapes.keys():
-        raise UserError(f"{source.path!r} holds {key}, which is not in its configuration")
-    for key, shape in shapes.items():
-        if key not in source.arrays:
-            raise UserError(f"{source.path!r} lacks {key}")
-        if tuple(source.arrays[key].shape) != shape:
-            raise UserError(f"{source.path!r}: {key} is {tuple(source.arrays[key].shape)}, not {shape}")
+    wanted, found = expected_shapes(source.model), {key: stored.shape for key, stored in source.arrays.items()}
+    for key in wanted | found:
+        if found.get(key) != wanted.get(key):
+            raise UserError(f"{source.path!r}: {key} is {found.get(key)}, by its configuration {wanted.get(key)}")
 
 
 def refit_in(folder: pathlib.Path) -> pathlib.Path | None:

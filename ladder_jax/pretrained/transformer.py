@@ -25,7 +25,7 @@ from ladder_jax.decode.steps import CHUNK
 from ladder_jax.errors import UserError, member
 from ladder_jax.nn import Params
 from ladder_jax.parallel import NamedMesh
-from ladder_jax.pretrained import checkpoints, hub, source, staging, tokenizer_files
+from ladder_jax.pretrained import formats, hub, source, staging, tokenizer_files
 from ladder_jax.pretrained.formats import Format, open_model
 from ladder_jax.pretrained.huggingface import folder as huggingface
 from ladder_jax.pretrained.source import Key, Source, Stored
@@ -97,10 +97,7 @@ class Transformer(nn.Transformer):
         written = member(Format, "format", format)
         staging.check_room(place, size=exported.nbytes)
         with staging.staged(place) as folder:
-            if written is Format.HUGGING_FACE:
-                huggingface.write(exported, folder)
-            else:
-                checkpoints.write(exported, folder, model=self.config, place=place)
+            formats.write(exported, folder, format=written, place=place)
 
     def push_to_hub(self, repository: str, *, private: bool | None = None, message: str | None = None) -> str:
         """Upload an export to `org/name` of the Hugging Face Hub, as the user of `hf auth login` or HF_TOKEN.

@@ -77,62 +77,49 @@ class FactorSizes(Sizes):
         return self.low_rank if dim == "R" else super().__getitem__(dim)
 
 
-class Group(nnx.Module):
-    """Modules and parameters by name."""
-
-    def __init__(self, **members: Any):
-        for name, member in members.items():
-            setattr(self, name, member)
-
-
-def declare(definition: ModelDef, *, config: LoraConfig, layers: int) -> Group:
+def declare(definition: ModelDef, *, config: LoraConfig, layers: int) -> nnx.Dict:
     """The factors of the targets in the topmost `layers` layers, stacked; `down` starts random, `up` zero."""
     ranks = definition.layout.ranks
     shape = Sizes(definition.config, ranks)
     sizes = FactorSizes(definition.config, ranks, stacked=True, layers=layers, low_rank=config.rank)
 
-    def factors(dims: str) -> Group:
+    def factors(dims: str) -> nnx.Dict:
         down, up = LowRank.dims(dims)
         fan_in = math.prod(shape[dim] for dim in CONTRACTED[dims])
         normal = parameter.Normal(1 / math.sqrt(fan_in))
-        return Group(
+        return nnx.Dict(
             down=parameter.declare(down, sizes=sizes, init=normal),
             up=parameter.declare(up, sizes=sizes, init=parameter.zeros),
         )
 
-    def groups(modules: Params) -> dict[str, Group]:
+    def group(modules: Params) -> nnx.Dict:
         members = {}
         for name, dims in modules.items():
             if isinstance(dims, dict):
-                if inner := groups(dims):
-                    members[name] = Group(**inner)
+                if inner := group(dims):
+                    members[name] = inner
             elif name in config.names:
                 members[name] = factors(dims.removeprefix("L"))
-        return members
+        return nnx.Dict(members)
 
-    return Group(**groups(definition.dims["layers"]))
+    return group(definition.dims["layers"])
 
 
 def attach(stack: Params, factors: Params, *, scale: float) -> Params:
     """`stack` [L, ...] (arrays, shapes or dimensions) with a LowRank in place of each matrix that has factors."""
     attached = dict(stack)
     for name, inner in factors.items():
-        is_group = any(isinstance(member, dict) for member in inner.values())
-
-        def pair(base, down, up):
-            return LowRank(base, down, up, scale)
-
-        attached[name] = attach(stack[name], inner, scale=scale) if is_group else pair(stack[name], **inner)
+        if "down" in inner and not isinstance(inner["down"], dict):
+            attached[name] = LowRank(stack[name], **inner, scale=scale)
+        else:
+            attached[name] = attach(stack[name], inner, scale=scale)
     return attached
 
 
 def merge(stack: Params, factors: Params, *, dims: Params, scale: float) -> Params:
     """`stack` with each matrix replaced by its sum with its factors' product, added in float32."""
     attached = attach(stack, factors, scale=scale)
-
-    def is_pair(leaf):
-        return isinstance(leaf, LowRank)
-
+    is_pair = lambda leaf: isinstance(leaf, LowRank)
     return jax.tree.map(lambda a, d: a.merged(d) if is_pair(a) else a, attached, dims, is_leaf=is_pair)
 
 

@@ -5,6 +5,7 @@ import functools
 
 import jax
 import jax.numpy as jnp
+from flax import nnx
 
 from ladder_jax.config import START, ConversionConfig, DistillConfig, LoraConfig
 from ladder_jax.nn import ModelDef, Params, parameter
@@ -54,7 +55,7 @@ class RetrainPlan:
         return _without_empty(model=self._pick(self._parts(self.definition.abstract), trained=False))
 
     @functools.cached_property
-    def adapters(self) -> factors.Group:
+    def adapters(self) -> nnx.Dict:
         """LoRA's factors, declared."""
         layers = self.definition.config.num_layers - self.frozen_layers
         return factors.declare(self.definition, config=self.lora, layers=layers)

@@ -19,7 +19,7 @@ from ladder_jax.checkpoint.stream import Stream
 from ladder_jax.cli import main
 from ladder_jax.errors import RunFailed, UserError
 from ladder_jax.pretrained import convert as conversion
-from ladder_jax.pretrained import staging
+from ladder_jax.pretrained import formats, staging
 from tests import reference
 from tests import tokenizers as tiny
 from tests.pretrained import gguf_files, models
@@ -176,9 +176,9 @@ def test_sources_that_break_midway_leave_nothing(small, tmp_path):
     file.write_bytes(small.read_bytes())
     source = pretrained.open(file)
     file.write_bytes(small.read_bytes()[:-1000])
-    request = conversion.parse({**ARGUMENTS, "source": str(file), "destination": str(tmp_path / "out")}, source.model)
-    with pytest.raises(UserError, match="it ends after"), staging.staged(request.destination) as folder:
-        conversion.write(source, folder, request=request)
+    place = tmp_path / "out"
+    with pytest.raises(UserError, match="it ends after"), staging.staged(place) as folder:
+        formats.write(source, folder, format=formats.Format.CHECKPOINT, place=place)
     assert [path.name for path in tmp_path.iterdir()] == ["file.gguf"]
 
 

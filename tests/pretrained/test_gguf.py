@@ -104,7 +104,7 @@ def test_llama_3_scaling_is_known_by_its_factors(tmp_path):
         ({"rope.scaling.type": "yarn"}, "llama.rope.scaling.type='yarn'"),
         ({"rope.dimension_count": 4}, "llama.rope.dimension_count=4"),
         ({"logit_scale": 2.0}, "llama.logit_scale=2.0"),
-        ({"attention.head_count_kv": [4, 2]}, "llama.attention.head_count_kv must be one int for all layers"),
+        ({"attention.head_count_kv": [4, 2]}, "llama.attention.head_count_kv must be of type int, not [4, 2]"),
         ({"attention.head_count": 6}, "model.num_kv_heads=4 does not divide model.num_heads=6"),
         ({"block_count": None}, "does not say llama.block_count"),
         ({"block_count": 3}, "lacks blk.2."),

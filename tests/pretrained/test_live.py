@@ -1,5 +1,6 @@
 """Against PyTorch and transformers as they are installed: `make test-hf`."""
 
+import dataclasses
 import json
 
 import numpy as np
@@ -9,6 +10,7 @@ import safetensors.numpy
 from ladder_jax import nn, parallel, pretrained
 from ladder_jax.config import DecodeConfig
 from ladder_jax.decode.generate import Generator
+from ladder_jax.pretrained.source import Stored
 from tests import tokenizers
 from tests.pretrained import expert_models, ladders, models, record
 from tests.pretrained.test_in import logits, recorded
@@ -174,8 +176,10 @@ def test_bfloat16_tokenizer_and_consent(tmp_path):
     plain = {name: value["content"] if isinstance(value, dict) else value for name, value in told.items()}
     described.write_text(json.dumps(plain))  # this transformers reads tokens as objects in its own form only
     files = {file.name: file.read_bytes() for file in (tmp_path / "tokenizer").iterdir()}
-    made = type(made)(**{**vars(made), "files": files})
-    pretrained.write_huggingface(made, tmp_path / "out", dtype=ml_dtypes.bfloat16)
+    made = dataclasses.replace(made, files=files)
+    halved = lambda a: Stored(a.shape, np.dtype(ml_dtypes.bfloat16), lambda: a.read().astype(ml_dtypes.bfloat16))
+    made = dataclasses.replace(made, arrays={key: halved(stored) for key, stored in made.arrays.items()})
+    pretrained.write_huggingface(made, tmp_path / "out")
     assert safetensors.numpy.load_file(tmp_path / "out" / "model.safetensors")
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", trust_remote_code=True)
     assert model.dtype == torch.bfloat16

@@ -96,7 +96,7 @@ class Settings:
     """The settings of the architecture, such as "llama.block_count". Remembers which were read."""
 
     def __init__(self, file: File):
-        self.path, self._fields = file.path, file.fields
+        self._file = file
         self.architecture = file.get("general.architecture", str)
         if self.architecture not in ARCHITECTURES:
             raise unknown(f"architecture in {file.path!r}:", self.architecture, ARCHITECTURES)
@@ -106,20 +106,18 @@ class Settings:
         """The setting as an int or float. Raises UserError if it has another type, or is missing without a default."""
         self._supported.add(name)
         full = f"{self.architecture}.{name}"
-        value = self._fields.get(full, default)
+        value = self._file.get(full, kind, default)
         if value is None:
-            raise UserError(f"{self.path!r} does not say {full}")
-        if isinstance(value, (list, bool)) or not isinstance(value, (kind, int)):
-            raise UserError(f"{self.path!r}: {full} must be one {kind.__name__} for all layers, not {value!r}"[:300])
+            raise UserError(f"{self._file.path!r} does not say {full}")
         # Stored as float32: 9.999999747378752e-06 stands for 1e-05.
         return float(str(np.float32(value))) if kind is float else value
 
     def check_rest(self) -> None:
         """Raises UserError for a setting that was not read, and might change what the model computes."""
-        for full, value in self._fields.items():
+        for full, value in self._file.fields.items():
             name = full.removeprefix(f"{self.architecture}.")
             if name != full and (name not in self._supported or value not in NEUTRAL.get(name, (value,))):
-                raise UserError(f"{self.path!r} sets {full}={value!r}, which is not supported"[:300])
+                raise UserError(f"{self._file.path!r} sets {full}={value!r}, which is not supported"[:300])
 
 
 def model_of(file: File) -> ModelConfig:

@@ -3,18 +3,18 @@
 import functools
 import json
 import pathlib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import jax.numpy as jnp
-import numpy as np
 
 from ladder_jax.data.tokenizer import json_object
 from ladder_jax.errors import RunFailed, UserError
 from ladder_jax.pretrained import source, staging, tokenizer_files
 from ladder_jax.pretrained.huggingface import config, tensors, weights
-from ladder_jax.pretrained.huggingface.tensors import Pending, Tensor
-from ladder_jax.pretrained.source import Key, Source
+from ladder_jax.pretrained.huggingface.tensors import Tensor
+from ladder_jax.pretrained.source import Source, Stored
+from ladder_jax.progress import progress
 
 CONFIG, GENERATION = "config.json", "generation_config.json"
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -90,53 +90,33 @@ def _no_weights(folder: pathlib.Path) -> str:
     return f"{str(folder)!r} holds no {WEIGHTS} and no {INDEX}"
 
 
-def export(
-    exported: Source,
-    destination: pathlib.Path,
-    *,
-    dtype: np.dtype | None = None,
-    shard_bytes: int = SHARD_BYTES,
-    done: Callable[[Key], object] = lambda key: None,
-) -> None:
+def export(exported: Source, destination: pathlib.Path, *, shard_bytes: int = SHARD_BYTES) -> None:
     """Write config.json, safetensors, tokenizer and generation config to the folder `destination`, new or empty.
 
-    The files are written to a temporary folder, compared, and renamed. The host holds one array at a time.
-    dtype: of all values; None keeps the stored dtypes. done: called with the key of each array after it is written.
+    The files are written to a temporary folder, compared, and renamed. Values keep their dtypes; the host holds one
+    array at a time.
     Raises UserError if `destination` is not empty, or the format cannot express the model; RunFailed if writing fails.
     Unfinished files are removed.
     """
     with staging.staged(destination.expanduser().absolute()) as folder:
-        write(exported, folder, dtype=dtype, shard_bytes=shard_bytes, done=done)
+        write(exported, folder, shard_bytes=shard_bytes)
 
 
-def write(
-    exported: Source,
-    folder: pathlib.Path,
-    *,
-    dtype: np.dtype | None = None,
-    shard_bytes: int = SHARD_BYTES,
-    done: Callable[[Key], object] = lambda key: None,
-) -> None:
+def write(exported: Source, folder: pathlib.Path, *, shard_bytes: int = SHARD_BYTES) -> None:
     """As `export`, to a folder of `staging.staged`."""
     source.check(exported)
-    dtypes = {np.dtype(dtype or stored.dtype) for stored in exported.arrays.values()}
-    tensors.check_dtypes(dtypes)
+    dtypes = {stored.dtype for stored in exported.arrays.values()}
     described = config.describe(
         exported.model,
         dtype=functools.reduce(jnp.promote_types, dtypes),
         context=exported.context or DEFAULT_CONTEXT,
         generation=dict(exported.generation),
     )
-    mixtral = described["model_type"] == "mixtral"
-    by_key = weights.pending(exported, dtype=dtype and np.dtype(dtype), mixtral=mixtral)
-    pending = {name: tensor for named in by_key.values() for name, tensor in named.items()}
-    ended = {next(reversed(named)): key for key, named in by_key.items()}
+    pending = weights.pending(exported, mixtral=described["model_type"] == "mixtral")
     folder.mkdir()
     for name, content in _files(exported, described).items():
         (folder / name).write_bytes(content)
-    for name in _write_tensors(folder, pending, limit=shard_bytes):
-        if name in ended:
-            done(ended[name])
+    _write_tensors(folder, pending, limit=shard_bytes)
     _compare(folder, pending)
 
 
@@ -158,20 +138,21 @@ def _with_class(where: str, content: bytes) -> bytes:
     return _to_json({"tokenizer_class": tokenizer_files.FAST, **told})
 
 
-def _write_tensors(folder: pathlib.Path, pending: Mapping[str, Pending], *, limit: int):
-    """Yields each tensor's name after it is written."""
+def _write_tensors(folder: pathlib.Path, pending: Mapping[str, Stored], *, limit: int) -> None:
     shards = list(tensors.shards(pending, limit=limit))
     weight_map = {}
-    for index, shard in enumerate(shards, start=1):
-        file = WEIGHTS if len(shards) == 1 else f"model-{index:05}-of-{len(shards):05}.safetensors"
-        weight_map |= dict.fromkeys(shard, file)
-        yield from tensors.write(folder / file, shard)
+    with progress(len(pending), label="written {done}/{total} tensors") as update:
+        for index, shard in enumerate(shards, start=1):
+            file = WEIGHTS if len(shards) == 1 else f"model-{index:05}-of-{len(shards):05}.safetensors"
+            for name in tensors.write(folder / file, shard):
+                weight_map[name] = file
+                update(len(weight_map), "")
     if len(shards) > 1:
         total = {"total_size": sum(tensor.nbytes for tensor in pending.values())}
         (folder / INDEX).write_bytes(_to_json({"metadata": total, "weight_map": weight_map}))
 
 
-def _compare(folder: pathlib.Path, pending: Mapping[str, Pending]) -> None:
+def _compare(folder: pathlib.Path, pending: Mapping[str, Stored]) -> None:
     """Raises RunFailed if a tensor reads back with other values than were written."""
     written = stored(folder)
     for name, tensor in pending.items():

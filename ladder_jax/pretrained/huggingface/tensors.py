@@ -8,12 +8,13 @@ import dataclasses
 import json
 import math
 import pathlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 
 import ml_dtypes
 import numpy as np
 
 from ladder_jax.errors import UserError
+from ladder_jax.pretrained.source import Stored
 
 DTYPES = {
     "F32": np.dtype(np.float32),
@@ -40,22 +41,6 @@ class Tensor:
         if len(content) != count:
             raise UserError(f"{str(self.file)!r} was cut short: it was complete when it was opened")
         return content.reshape(self.shape)
-
-
-@dataclasses.dataclass(frozen=True)
-class Pending:
-    """A tensor to write. values: returns its array."""
-
-    shape: tuple[int, ...]
-    dtype: np.dtype
-    values: Callable[[], np.ndarray]
-
-    @property
-    def nbytes(self) -> int:
-        return math.prod(self.shape) * self.dtype.itemsize
-
-    def read(self) -> np.ndarray:
-        return np.ascontiguousarray(self.values(), self.dtype)
 
 
 def tensors(file: pathlib.Path) -> dict[str, Tensor]:
@@ -85,7 +70,7 @@ def tensors(file: pathlib.Path) -> dict[str, Tensor]:
     return by_name
 
 
-def write(file: pathlib.Path, pending: Mapping[str, Pending]) -> Iterator[str]:
+def write(file: pathlib.Path, pending: Mapping[str, Stored]) -> Iterator[str]:
     """Write the tensors in order. Yields each name after its values are written."""
     names = {dtype: name for name, dtype in DTYPES.items()}
     header, offset = {"__metadata__": {"format": "pt"}}, 0
@@ -101,7 +86,7 @@ def write(file: pathlib.Path, pending: Mapping[str, Pending]) -> Iterator[str]:
             yield name
 
 
-def shards(pending: Mapping[str, Pending], *, limit: int) -> Iterator[dict[str, Pending]]:
+def shards(pending: Mapping[str, Stored], *, limit: int) -> Iterator[dict[str, Stored]]:
     """Split the tensors, in order, into shards of at most `limit` bytes, but at least one tensor."""
     shard, size = {}, 0
     for name, tensor in pending.items():
@@ -120,13 +105,6 @@ def same(a: np.ndarray, b: np.ndarray) -> bool:
 
 def _bytes(array: np.ndarray) -> memoryview:
     return np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
-
-
-def check_dtypes(dtypes: Iterable[np.dtype]) -> None:
-    """Raises UserError for a dtype that we do not write."""
-    for dtype in dtypes:
-        if dtype not in DTYPES.values():
-            raise UserError(f"cannot write safetensors of {dtype} (allowed: {', '.join(map(str, DTYPES.values()))})")
 
 
 def _library():

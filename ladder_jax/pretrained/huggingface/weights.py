@@ -17,7 +17,7 @@ from ladder_jax.config import ModelConfig
 from ladder_jax.errors import UserError
 from ladder_jax.pretrained import source
 from ladder_jax.pretrained.huggingface import tensors
-from ladder_jax.pretrained.huggingface.tensors import Pending, Tensor
+from ladder_jax.pretrained.huggingface.tensors import Tensor
 from ladder_jax.pretrained.source import Key, Source, Stored
 
 OUTSIDE_LAYERS = {
@@ -147,8 +147,8 @@ def _check_rest(folder: pathlib.Path, model: ModelConfig, found: Mapping[str, Te
         raise UserError(f"{str(folder)!r} holds {extra[0]}{more}, not in the model of its config.json")
 
 
-def pending(exported: Source, *, dtype: np.dtype | None, mixtral: bool) -> dict[Key, dict[str, Pending]]:
-    """The tensors to write of each array, by their names. dtype: of all; None keeps the stored dtypes."""
+def pending(exported: Source, *, mixtral: bool) -> dict[str, Stored]:
+    """The tensors to write, by their names."""
     dims = source.dims(exported.model)
     newest = functools.lru_cache(maxsize=1)(lambda key: exported.arrays[key].read())  # its experts come in turn
 
@@ -160,9 +160,7 @@ def pending(exported: Source, *, dtype: np.dtype | None, mixtral: bool) -> dict[
     found = {}
     for key, ours in source.expected_shapes(exported.model).items():
         form = _Form.of(key, dims[key.name], ours, model=exported.model, mixtral=mixtral)
-        kept = dtype or np.dtype(exported.arrays[key].dtype)
-        found[key] = {
-            name: Pending(form.shape, kept, functools.partial(values, key, form, expert))
-            for expert, name in enumerate(form.names)
-        }
+        for expert, name in enumerate(form.names):
+            read = functools.partial(values, key, form, expert)
+            found[name] = Stored(form.shape, exported.arrays[key].dtype, read)
     return found
