@@ -12,37 +12,12 @@ from ladder_jax import config, nn, parallel
 from ladder_jax.config import START, ConversionConfig, DistillConfig, LoraConfig, TrainConfig
 from ladder_jax.errors import UserError
 from ladder_jax.retrain import ADAPTERS, Retraining, sources
-from ladder_jax.retrain.lora import LowRank
 from ladder_jax.train.gradients import task_gradients
 from tests import cases, experts, reference, rounding, test_gradients_bfloat16
+from tests.test_objective import ALPHA, TAU, check_factors, distillation, original
 
-TAU, ALPHA, FROZEN = 2.0, 0.7, 1
+FROZEN = 1
 FRACTION = (0.25, 0.5, 0.75)
-
-
-def original(definition):
-    standard = dataclasses.replace(definition.config, residual="standard", ladder_layers=None)
-    return dataclasses.replace(definition, config=standard)
-
-
-def distillation(teacher, forward=reference.logits):
-    """In float64: a model taught by `teacher` as a standard model, and its routers' losses.
-
-    forward: (params, tokens, shape, seen) to the model's logits; appends the inputs of its experts to `seen`.
-    """
-
-    def loss(params, tokens, shape):
-        logp = lambda scores: scores - jax.nn.logsumexp(scores, axis=-1, keepdims=True)
-        seen = []
-        scores = forward(params, tokens[:, :-1], shape, seen)
-        wanted = reference.logits(teacher, tokens[:, :-1], dataclasses.replace(shape, kind="standard"))
-        ours, theirs = logp(scores / TAU), logp(wanted / TAU)
-        divergence = (jnp.exp(theirs) * (theirs - ours)).sum(-1)
-        entropy = -jnp.take_along_axis(logp(scores), tokens[:, 1:, None], -1)[..., 0]
-        mixed = ((1 - ALPHA) * entropy + ALPHA * TAU**2 * divergence).mean()
-        return mixed + experts.penalties(params["layers"], seen, shape)
-
-    return loss
 
 
 def tail(tree, below=FROZEN):
@@ -85,7 +60,7 @@ def test_distillation_of_turning_layers(name, kind, mesh, fraction, parts):
     wide = jax.tree.map(lambda a: np.asarray(a, np.float64), params)
     ladder = None if one.config.ladder_layers is None else LADDER[name, len(fraction)]
     shape = dataclasses.replace(experts.shape(name, one.config), ladder=ladder)
-    taught = distillation(wide, functools.partial(reference.turning, fraction=fraction))
+    taught = distillation(wide, forward=functools.partial(reference.turning, fraction=fraction))
     expected, wanted = reference.evaluate(taught, student, experts.tokens(), shape, gradient=True)
     limit = cases.bound(definition.config, passes=2)
     assert cases.error(loss, expected) < limit
@@ -167,23 +142,9 @@ def test_low_rank_factors(name, kind, mesh, form):
     merged["layers"]["mlp"]["experts"] = jax.tree.map(lambda a: a[:, :6], merged["layers"]["mlp"]["experts"])
     shape = experts.shape(name, definition.config)
     expected, slopes = reference.evaluate(reference.loss, merged, experts.tokens(), shape, gradient=True)
-    limit, found = cases.bound(definition.config, passes=2), set()
-    assert cases.error(loss, expected) < limit
-    of = lambda tree, path: of(tree[path[0]], path[1:]) if path else tree
-    groups = ["experts", *(["shared"] if "shared" in merged["layers"]["mlp"] else [])]
-    for path in [("attention", n) for n in ("query", "key", "value", "out")] + [
-        ("mlp", group, n) for group in groups for n in ("gate", "up", "down")
-    ]:
-        dims, pair, got = (of(t, path) for t in (definition.dims["layers"], padded["adapters"], grads["adapters"]))
-        if "experts" in path:
-            assert not any(np.asarray(got[factor])[:, 6:].any() for factor in got)  # padding stays zero
-            pair, got = (jax.tree.map(lambda a: a[:, :6], tree) for tree in (pair, got))
-        (down, up), slope = LowRank.dims(dims), of(slopes["layers"], path)[FROZEN:]
-        scale = plan.lora.scale
-        assert cases.error(got["down"], scale * np.einsum(f"{dims},{up}->{down}", slope, pair["up"])) < limit, path
-        assert cases.error(got["up"], scale * np.einsum(f"{dims},{down}->{up}", slope, pair["down"])) < limit, path
-        found.add(path)
-    assert len(found) == len(jax.tree.leaves(plan.abstract)) // 2
+    assert cases.error(loss, expected) < cases.bound(definition.config, passes=2)
+    groups = 1 + ("shared" in merged["layers"]["mlp"])
+    assert check_factors(plan, padded, grads, slopes) == 4 + 3 * groups
 
 
 @pytest.mark.full

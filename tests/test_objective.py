@@ -6,16 +6,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import traverse_util
 
 from ladder_jax import config
 from ladder_jax.config import START, ConversionConfig, DistillConfig, LoraConfig, Pace, TrainConfig
 from ladder_jax.data.batch import Batch
 from ladder_jax.errors import UserError
-from ladder_jax.retrain import Retraining, Sources, conversion, of_sources
+from ladder_jax.retrain import ADAPTERS, Retraining, Sources, conversion, of_sources
 from ladder_jax.retrain.lora import LowRank
 from ladder_jax.train import step as steps
 from ladder_jax.train.gradients import task_gradients
-from tests import cases, reference
+from tests import cases, experts, reference
 
 TWO = dict(num_layers=2, d_model=16, num_heads=4, num_kv_heads=2, d_ff=16, vocab_size=61)
 TOKENS = cases.tokens((4, 7), vocab=61)
@@ -48,21 +49,27 @@ def compute(plan, params, tokens=TOKENS, *, trained=None, ladder_fraction=None, 
     ), fixed
 
 
-def dense_distillation(definition, teacher, weights):
-    """In float64: the loss of the last layer's ladder, taught by `teacher` as a standard model."""
+def distillation(teacher, *, forward=reference.logits, weights=1.0, hidden=0.0):
+    """In float64: the loss of a model that `teacher` teaches as a standard model.
 
-    def loss(params, tokens, of_student):
+    forward: (params, tokens, shape, seen) to its logits; appends the inputs of its experts to `seen`, for the routers'
+    losses. weights: of the positions. hidden: of the distance between both models' streams.
+    """
+
+    def loss(params, tokens, shape):
         logp = lambda scores: scores - jax.nn.logsumexp(scores, axis=-1, keepdims=True)
-        scores = reference.logits(params, tokens[:, :-1], of_student)
-        of_teacher = shape(definition, "standard")
-        wanted = reference.logits(teacher, tokens[:, :-1], of_teacher)
-        ours, theirs = logp(scores / TAU), logp(wanted / TAU)
+        seen, inputs, of_teacher = [], tokens[:, :-1], dataclasses.replace(shape, kind="standard")
+        scores = forward(params, inputs, shape, seen)
+        ours, theirs = logp(scores / TAU), logp(reference.logits(teacher, inputs, of_teacher) / TAU)
         divergence = (jnp.exp(theirs) * (theirs - ours)).sum(-1)
         entropy = -jnp.take_along_axis(logp(scores), tokens[:, 1:, None], -1)[..., 0]
-        x, y = (reference.streams(p, tokens[:, :-1], s)[0] for p, s in ((params, of_student), (teacher, of_teacher)))
-        hidden = ((x - y) ** 2).mean(-1) / ((y**2).mean(-1) + 1e-6)
-        mixed = (1 - ALPHA) * entropy + ALPHA * TAU**2 * divergence + HIDDEN * hidden
-        return (weights * mixed).sum() / weights.sum()
+        mixed = (1 - ALPHA) * entropy + ALPHA * TAU**2 * divergence
+        if hidden:
+            x, y = (reference.streams(p, inputs, s)[0] for p, s in ((params, shape), (teacher, of_teacher)))
+            mixed += hidden * ((x - y) ** 2).mean(-1) / ((y**2).mean(-1) + 1e-6)
+        learnt = jnp.broadcast_to(weights, mixed.shape)
+        routers = experts.penalties(params["layers"], seen, shape) if shape.experts else 0.0
+        return (learnt * mixed).sum() / learnt.sum() + routers
 
     return loss
 
@@ -77,7 +84,7 @@ def dense():
     layers = jax.tree.map(lambda a, b: np.concatenate([a[:1], b[1:]]), params["layers"], moved["layers"])
     learnt = np.random.default_rng(0).integers(0, 2, TOKENS.shape).astype(np.int32)
     wide = jax.tree.map(lambda a: np.asarray(a, np.float64), params)
-    function = dense_distillation(definition, wide, learnt[:, 1:].astype(float))
+    function = distillation(wide, weights=learnt[:, 1:].astype(float), hidden=HIDDEN)
     of = shape(definition, "ladder", (1,))
     student = {**trained, "embedding": params["embedding"], "layers": layers}
     loss, wanted = reference.evaluate(function, student, TOKENS, of, gradient=True)
@@ -137,19 +144,26 @@ def test_merged_low_rank_factors_equal_unmerged(low_rank):
     assert not any(jax.tree.leaves({**changed, "layers": 0})) and changed["layers"]["mlp"]["down"]
     assert not (merged["layers"]["mlp"]["down"][0] != params["layers"]["mlp"]["down"][0]).any()  # a frozen layer
     of = shape(plan.definition, "ladder", (1,))
-    expected, wanted = reference.evaluate(reference.loss, merged, TOKENS, of, gradient=True)
+    expected, slopes = reference.evaluate(reference.loss, merged, TOKENS, of, gradient=True)
+    assert cases.error(loss, expected) < cases.bound(plan.definition.config, passes=2)
+    assert check_factors(plan, factors, grads, slopes) == 7
+
+
+def check_factors(plan, factors, grads, slopes) -> int:
+    """The gradients of low-rank factors are the chain rule's of the merged matrices' `slopes`. How many matrices."""
+    dims, slopes = (traverse_util.flatten_dict(tree["layers"]) for tree in (plan.definition.dims, slopes))
+    factors, grads = (traverse_util.flatten_dict(tree[ADAPTERS]) for tree in (factors, grads))
     limit = cases.bound(plan.definition.config, passes=2)
-    assert cases.error(loss, expected) < limit
-    for group, targets in factors["adapters"].items():
-        for name, pair in targets.items():
-            slope = wanted["layers"][group][name][1:]
-            dims = plan.definition.dims["layers"][group][name]
-            down, up = LowRank.dims(dims)
-            got = grads["adapters"][group][name]
-            want_down = plan.lora.scale * np.einsum(f"{dims},{up}->{down}", slope, pair["up"])
-            want_up = plan.lora.scale * np.einsum(f"{dims},{down}->{up}", slope, pair["down"])
-            assert cases.error(got["down"], want_down) < limit, name
-            assert cases.error(got["up"], want_up) < limit, name
+    for *path, name in factors:
+        path = tuple(path)
+        of_name = dict(zip(("down", "up"), LowRank.dims(dims[path])))
+        (other,) = of_name.keys() - {name}
+        slope, beside = slopes[path][plan.frozen_layers :], factors[*path, other]
+        if "experts" in path:  # which may be padded
+            beside = beside[:, : slope.shape[1]]
+        wanted = plan.lora.scale * np.einsum(f"{dims[path]},{of_name[other]}->{of_name[name]}", slope, beside)
+        assert experts.error_but_for_padding(grads[*path, name], wanted) < limit, (path, name)
+    return len(factors) // 2
 
 
 def test_what_is_frozen_has_no_optimizer_state(low_rank):
@@ -184,16 +198,10 @@ def turning():
 def test_layers_between_standard_and_ladder(turning):
     """One compiled program; at both ends, in between and of each layer for itself the recurrence, in float64."""
     definition, params, function = turning
-    of = shape(definition, "standard")
+    of = shape(definition, "ladder")
 
     def loss(params, ladder_fraction):
-        h = lambda i, x: _sublayer(params, i, x, of)
-        xs = [params["embedding"]["table"][TOKENS[:, :-1]]]
-        for i in range(1, 5):
-            share = ladder_fraction[(i - 1) // 2]
-            xs.append(xs[-1] + h(i, (1 - share) * xs[-1] + share * xs[max(0, i - 2)]))
-        x = reference.rms(xs[-1], params["final_norm"]["scale"], of.eps)
-        scores = (x @ params["head"]["table"].T)[..., : of.vocab]
+        scores = reference.turning(params, TOKENS[:, :-1], of, [], fraction=ladder_fraction)
         picked = jnp.take_along_axis(scores, TOKENS[:, 1:, None], -1)[..., 0]
         return (jax.nn.logsumexp(scores, axis=-1) - picked).mean()
 
@@ -216,44 +224,31 @@ def test_layers_between_standard_and_ladder(turning):
         assert max(jax.tree.leaves(worst)) < limit, worst
 
 
-def _sublayer(params, i, x, of):
-    p = jax.tree.map(lambda a: a[(i - 1) // 2], params["layers"])
-    if i % 2:
-        return reference.attention(p["attention"], reference.rms(x, p["attention_norm"]["scale"], of.eps)[None], of)[0]
-    return reference.mlp(p["mlp"], reference.rms(x, p["mlp_norm"]["scale"], of.eps)[None], of)[0]
+@pytest.mark.parametrize("groups, pace, fractions", [
+    (2, Pace.JUMP, {0: (0, 1), 3: (0, 1), 4: (1, 1), 9: (1, 1)}),
+    (2, Pace.RAMP, {0: (0, 0), 1: (0, 0.25), 4: (0, 1), 6: (0.5, 1), 7: (0.75, 1), 8: (1, 1)}),
+    (1, Pace.RAMP, {0: (0, 0), 6: (0.75, 0.75), 8: (1, 1)}),
+])  # fmt: skip
+def test_groups_turn_from_the_top(groups, pace, fractions):
+    """Of four layers the last two are ladder layers."""
+    turns = config.load(
+        "tiny", overrides=["model.ladder_layers=2", "conversion.steps=8", f"conversion.groups={groups}"]
+    )
+    turns, topology = dataclasses.replace(turns.conversion, pace=pace), cases.define("hybrid-last-2").topology
+    for step, last in fractions.items():
+        found = conversion.ladder_fraction(jnp.int32(step), topology=topology, config=turns)
+        assert found.tolist() == [1, 1, *last]
 
 
-def test_groups_turn_from_the_top():
-    topology = cases.define("hybrid-last-2").topology  # layers 2 and 3 of 4 are ladder layers
-    ladder_fraction = lambda step, pace: np.asarray(
-        conversion.ladder_fraction(jnp.int32(step), topology=topology, config=ConversionConfig(8, 2, pace))
-    ).tolist()
-    assert [ladder_fraction(step, Pace.JUMP) for step in (0, 3, 4, 9)] == [
-        [1, 1, 0, 1],
-        [1, 1, 0, 1],
-        [1, 1, 1, 1],
-        [1, 1, 1, 1],
-    ]
-    assert [ladder_fraction(step, Pace.RAMP) for step in (0, 1, 4, 6, 8)] == [
-        [1, 1, 0, 0], [1, 1, 0, 0.25], [1, 1, 0, 1], [1, 1, 0.5, 1], [1, 1, 1, 1],
-    ]  # fmt: skip
-
-
-def test_as_many_groups_as_layers_turn():
-    """Each layer by itself, the last one in the last share of the steps; there are no more groups."""
-    last_two = ["model.ladder_layers=2", "conversion.steps=8"]
-    of_run = config.load("tiny", overrides=[*last_two, "conversion.groups=2"]).conversion
-    topology = cases.define("hybrid-last-2").topology
-    turned = [np.asarray(conversion.ladder_fraction(jnp.int32(n), topology=topology, config=of_run)) for n in (4, 7, 8)]
-    assert [fraction.tolist() for fraction in turned] == [[1, 1, 0, 1], [1, 1, 0.75, 1], [1, 1, 1, 1]]
-    with pytest.raises(UserError, match=r"conversion.groups=3 is more than the 2 layers that turn"):
-        conversion.ladder_fraction(jnp.int32(0), topology=topology, config=ConversionConfig(8, 3))
-
-
-def test_no_layer_that_could_turn():
-    for standard in (cases.define("standard"), cases.define("hybrid-last-2", ladder_layers="0")):
-        with pytest.raises(UserError, match="conversion.steps=8 has no ladder layer to turn"):
-            conversion.ladder_fraction(jnp.int32(0), topology=standard.topology, config=ConversionConfig(8, 2))
+@pytest.mark.parametrize("name, changes, groups, said", [
+    ("standard", {}, 2, "conversion.steps=8 has no ladder layer to turn"),
+    ("hybrid-last-2", dict(ladder_layers="0"), 2, "conversion.steps=8 has no ladder layer to turn"),
+    ("hybrid-last-2", {}, 3, "conversion.groups=3 is more than the 2 layers that turn"),
+])  # fmt: skip
+def test_layers_that_cannot_turn(name, changes, groups, said):
+    topology = cases.define(name, **changes).topology
+    with pytest.raises(UserError, match=said):
+        conversion.ladder_fraction(jnp.int32(0), topology=topology, config=ConversionConfig(8, groups))
 
 
 def test_a_fresh_ladder_emulated_on_one_device_is_taught():
