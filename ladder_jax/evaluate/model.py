@@ -15,7 +15,7 @@ from ladder_jax.data.tokenizer import BYTES, Tokenizer
 from ladder_jax.decode import Engine, Request, Result, memory, weights
 from ladder_jax.errors import UserError
 from ladder_jax.evaluate.scorer import BATCH_TOKENS, Scorer, Span
-from ladder_jax.nn import ModelDef, Params, Transformer
+from ladder_jax.nn import ModelDef, Params
 from ladder_jax.pretrained import OpenedModel
 
 WINDOW = 2048  # lm-evaluation-harness's default, where a model names none
@@ -27,7 +27,7 @@ MAX_NEW_TOKENS = 256  # its default (max_gen_toks)
 
 @dataclasses.dataclass(frozen=True)
 class Model:
-    """`open_model("runs/book")`, or `Model.of(transformer, tokenizer=Bytes())`.
+    """`open_model("runs/book")` makes one.
 
     load: gives the parameters, or what reads them one by one, when they are first needed.
     window: the most tokens that the model is to read at once, the harness's `max_length`.
@@ -51,14 +51,6 @@ class Model:
                 f"the prefix token {self.prefix} is outside the model's vocabulary of"
                 f" {self.definition.config.vocab_size}"
             )
-
-    @classmethod
-    def of(
-        cls, model: Transformer, *, tokenizer: Tokenizer, window: int = WINDOW, prefix: int | None = None
-    ) -> "Model":
-        """prefix: by default the tokenizer's (see `prefix_of`)."""
-        prefix = prefix_of(tokenizer) if prefix is None else prefix
-        return cls(model.definition, lambda: model.params, tokenizer, window, prefix)
 
     @functools.cached_property
     def params(self) -> Params:

@@ -170,15 +170,18 @@ def programs(definition: nn.ModelDef) -> Programs:
         late = DelayedStep((), delay, fresh).input(streams, axes=axes)
         flat = lambda x: normalise(x, eps=config.norm_eps).reshape(-1, config.d_model)
         late, whole = flat(late), pvary(flat(target), axes)
-        weights = jnp.repeat(rows, target.shape[1])[:, None]
-        both = weights * jnp.concatenate([late, whole], axis=1)
-        energy = jnp.sum(weights * jnp.square(flat(target)))
-        missing = jnp.sum(weights * jnp.square(late - whole))[None]
+        both = jnp.concatenate([late, whole], axis=1)
         if not fresh:  # each rank computes a share of the columns
             share = -(-both.shape[1] // ranks(axes))
             both = jnp.pad(both, ((0, 0), (0, share * ranks(axes) - both.shape[1])))
             both = lax.dynamic_slice_in_dim(both, rank(axes) * share, share, axis=1)
-        products = jnp.einsum("td,te->de", late, both, precision=lax.Precision.HIGHEST)[None]
+        return sums(rows, late, both, whole=flat(target), lacking=late - whole)
+
+    def sums(rows, read, both, *, whole, lacking):
+        weights = jnp.repeat(rows, len(read) // len(rows))[:, None]
+        products = jnp.einsum("tm,te->me", weights * read, both, precision=lax.Precision.HIGHEST)[None]
+        energy = jnp.sum(weights * jnp.square(whole))
+        missing = jnp.sum(weights * jnp.square(lacking))[None]
         return tuple(all_reduce(x, layout.batch) for x in (products, energy, missing))
 
     def read(stack, sublayer, params, streams, delay):
@@ -188,14 +191,10 @@ def programs(definition: nn.ModelDef) -> Programs:
     def output_statistics(stack, sublayer, params, original, streams, rows, delay):
         _, goal = read(stack, sublayer, original, streams, jnp.int32(0))
         hidden, reached = read(stack, sublayer, params, streams, delay)
-        weights = jnp.repeat(rows, goal.shape[1])[:, None]
         goal, hidden, reached = (x.astype(jnp.float32).reshape(-1, x.shape[-1]) for x in (goal, hidden, reached))
         lacking = goal - reached
         both = jnp.concatenate([all_gather(hidden, axes, dimension=1), pvary(lacking, axes)], axis=1)
-        products = jnp.einsum("tm,te->me", weights * hidden, both, precision=lax.Precision.HIGHEST)[None]
-        energy = jnp.sum(weights * jnp.square(goal))
-        missing = jnp.sum(weights * jnp.square(lacking))[None]
-        return tuple(all_reduce(x, layout.batch) for x in (products, energy, missing))
+        return sums(rows, hidden, both, whole=goal, lacking=lacking)
 
     def compiled(local, in_dims, out_dims):
         dims = dict(in_dims=in_dims, out_dims=out_dims)

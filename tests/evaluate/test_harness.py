@@ -57,7 +57,7 @@ METRICS = {
     "rolling": {"output_type": "loglikelihood_rolling", "doc_to_text": "", "doc_to_target": "{{text}}",
                 "metric_list": [{"metric": m} for m in ("word_perplexity", "byte_perplexity", "bits_per_byte")]},
     "choices": {"output_type": "multiple_choice", "doc_to_text": "context", "doc_to_choice": "choices",
-                "doc_to_target": "answer", "metric_list": [{"metric": m} for m in ("acc", "acc_norm", "acc_bytes")]},
+                "doc_to_target": "answer", "metric_list": [{"metric": m} for m in ("acc", "acc_norm")]},
     "questions": GSM8K,
 }  # fmt: skip
 ROWS = {"rolling": [{"text": text} for text in TEXTS], "choices": CHOICES, "questions": QUESTIONS}
@@ -167,7 +167,7 @@ def test_multiple_choice(ours, adapter, independent, harness, shots, tmp_path):
     assert found.truncated >= 1
     for lm, close in ((adapter, 1e-6), (independent, 1e-5)):
         theirs, samples = harness(lm, "choices", shots=shots)
-        for name, metric in (("accuracy", "acc"), ("accuracy_normalised", "acc_norm"), ("accuracy_bytes", "acc_bytes")):
+        for name, metric in (("accuracy", "acc"), ("accuracy_normalised", "acc_norm")):
             assert getattr(found, name) == pytest.approx(theirs[f"{metric},none"], rel=1e-6)
             assert getattr(found, f"{name}_stderr") == pytest.approx(theirs[f"{metric}_stderr,none"], rel=1e-6)
         assert len(samples) == len(CHOICES)

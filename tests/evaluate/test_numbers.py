@@ -5,7 +5,6 @@ import importlib.util
 import json
 import math
 import re
-import types
 
 import jax
 import numpy as np
@@ -15,7 +14,7 @@ from ladder_jax import evaluate, nn
 from ladder_jax.decode import Finish, Request, Result
 from ladder_jax.decode.engine.engine import Compilations
 from ladder_jax.errors import RunFailed, UserError
-from ladder_jax.evaluate import Choice, Model, Question, Score, Scorer, Span
+from ladder_jax.evaluate import Choice, Model, Question, Scorer, Span
 from ladder_jax.evaluate import scorer as scorers
 from ladder_jax.evaluate.model import prefix_of
 from ladder_jax.evaluate.perplexity import windows
@@ -112,59 +111,50 @@ def test_wrong_windows(how, message):
         list(windows([1, 2], prefix=0, **how))
 
 
-@pytest.mark.parametrize("stride", [WINDOW, 20])
-def test_text_perplexity(model, pieces, exact, stride):
+def test_sliding_windows(model, pieces, exact):
     """Of two documents; each token's own context is worked out here, token by token."""
-    texts = [TEXT, "a rat ", ""]
+    stride = 20
     total = count = 0
-    for text in texts[:2]:
+    for text in (TEXT, "a rat "):
         tokens = [pieces.begin_id, *pieces.encode(text)]
         for place in range(1, len(tokens)):
             strides = math.ceil(max(0, place - WINDOW) / stride)
-            last = WINDOW + strides * stride  # of the window that scores it
-            if strides:
-                last = min(last, len(tokens) - 1)
-            begin = max(0, last - WINDOW)
-            loglikelihood, _ = exact.scores(tokens[begin:place], tokens[place : place + 1])
+            last = (
+                min(WINDOW + strides * stride, len(tokens) - 1) if strides else WINDOW
+            )  # of the window that scores it
+            loglikelihood, _ = exact.scores(tokens[max(0, last - WINDOW) : place], tokens[place : place + 1])
             total -= loglikelihood
             count += 1
-    found = evaluate.text_perplexity(model, texts, stride=stride)
-    words = len((TEXT + " a rat").split()) + 2  # one empty word a text's end
-    size = len((TEXT + "a rat ").encode())
-    assert (found.tokens, found.documents, found.words, found.bytes) == (count, 2, words, size)
+    found = evaluate.text_perplexity(model, [TEXT, "a rat ", ""], stride=stride)
+    assert (found.tokens, found.documents, found.window, found.stride) == (count, 2, WINDOW, stride)
     assert abs(found.loss - total / count) < TOLERANCE
     assert found.perplexity == pytest.approx(math.exp(total / count), rel=TOLERANCE)
-    assert found.bits_per_byte == pytest.approx(total / size / math.log(2), rel=TOLERANCE)
-    assert found.byte_perplexity == pytest.approx(math.exp(total / size), rel=TOLERANCE)
-    assert found.word_perplexity == pytest.approx(math.exp(total / words), rel=100 * TOLERANCE)
-    assert (found.window, found.stride) == (WINDOW, stride)
     assert found.loss_stderr > 0
 
 
-def test_perplexity_of_tokens(model, exact, run):
+def test_perplexity_of_tokens(model, exact):
     """From whatever a user has at hand; without a prefix the first token is not scored."""
     tokens = cases.tokens((1, 40), vocab=256)[0]
     loss = -exact.scores(tokens[:1].tolist(), tokens[1:].tolist())[0] / 39
     transformer = nn.Transformer(model.definition.config, params=model.params)
-    for one in (transformer, model, model.scorer, run):
+    for one in (transformer, model, model.scorer):
         found = evaluate.perplexity(one, tokens)
         assert found.tokens == 39
         assert abs(found.loss - loss) < TOLERANCE
         assert found.words is None
-    twice = evaluate.perplexity(model.definition, [tokens, tokens], params=model.params, prefix=7)
+    twice = evaluate.perplexity(model, [tokens, tokens], prefix=7)
     alone = -exact.scores([7], tokens.tolist())[0] / 40
-    assert twice.documents == 2
-    assert twice.tokens == 80
+    assert (twice.documents, twice.tokens) == (2, 80)
     assert abs(twice.loss - alone) < TOLERANCE
     assert twice.loss_stderr == pytest.approx(0, abs=TOLERANCE)
 
 
 def test_other_parameters_compile_nothing(model):
     tokens = cases.tokens((1, 150))[0]
-    first = evaluate.perplexity(model.definition, tokens, params=model.params, window=50)
-    other = jax.tree.map(lambda a: a * 1.1, model.params)
+    first = evaluate.perplexity(model.scorer, tokens, window=50)
+    other = Scorer(model.definition, jax.tree.map(lambda a: a * 1.1, model.params))
     with Compilations() as compiled:
-        second = evaluate.perplexity(model.definition, tokens, params=other, window=50)
+        second = evaluate.perplexity(other, tokens, window=50)
     assert compiled.count == 0
     assert second.loss != first.loss
 
@@ -244,19 +234,6 @@ def test_a_continuation_longer_than_the_window(model):
 
 
 @needs_harness
-def test_normalisation(bytes_model):
-    """Where the three accuracies differ: characters of three bytes, and a long choice."""
-    logs = [-2.0, -2.2, -4.5]  # per character -1, -1.1, -0.75; per byte -1, -0.37, -0.75
-    fixed = lambda asked: ((i, Score(np.array([logs[i]]), False)) for i, _ in enumerate(asked))
-    model = dataclasses.replace(bytes_model)
-    model.__dict__["scorer"] = types.SimpleNamespace(scores=fixed)
-    for gold, expected in enumerate([(1, 0, 0), (0, 0, 1), (0, 1, 0)]):
-        found = evaluate.multiple_choice(model, [Choice(1, "q", ("ab", "東京", "abcdef"), gold)])
-        assert (found.accuracy, found.accuracy_normalised, found.accuracy_bytes) == expected
-        assert found.accuracy_stderr is None
-
-
-@needs_harness
 def test_shots(bytes_model, monkeypatch):
     """The first N, each with its answer; a question is not its own shot."""
     asked, real = [], Model.pair
@@ -270,54 +247,24 @@ def test_shots(bytes_model, monkeypatch):
         evaluate.multiple_choice(bytes_model, [Choice(9, "x", ("y", TEXT), 0)])
 
 
-@pytest.fixture
-def rows_of(bytes_model, monkeypatch, tmp_path):
-    """The rows of the file of results, if the model wrote these texts, and these answers were right."""
-
-    def rows(texts, golds):
-        results = [Result((), text, None, Finish.STOP, 1) for text in texts]
-        answered = lambda model, requests, slots: ((index, results[index]) for index in requests)
-        monkeypatch.setattr(Model, "answers", answered)
-        questions = [Question(line, "q", gold) for line, gold in enumerate(golds)]
-        out = tmp_path / "out.jsonl"
-        found = evaluate.generation(bytes_model, questions, max_new_tokens=8, file=str(out))
-        rows = list(map(json.loads, out.read_text().splitlines()))
-        assert found.accuracy == np.mean([row["right"] for row in rows])
-        assert found.accuracy_normalised == np.mean([row["right_flexible"] for row in rows])
-        return rows
-
-    return rows
-
-
 @needs_harness
-def test_what_is_taken_from_an_answer(rows_of):
-    answers = {
-        "so #### 1,234. The end": ("1,234.", "1,234."),
-        "#### -7 and #### 8": ("-7", "8"),
-        "it is $18.50": ("[invalid]", "$18.50"),
-        "####9": ("[invalid]", "9"),
-        "7": ("[invalid]", "7"),
-        "nothing": ("[invalid]", "[invalid]"),
-        "": ("[invalid]", "[invalid]"),
-    }
-    rows = rows_of(list(answers), ["#### 9"] * len(answers))
-    assert {row["text"]: (row["strict"], row["flexible"]) for row in rows} == answers
-
-
-@needs_harness
-@pytest.mark.parametrize(
-    "text, gold, right",
-    [
-        ("#### 1,234.", "He has <<1+1=2>>1,233 + 1\n#### 1234", True),
-        ("#### 18", "#### $18", True),
-        ("#### 18.0", "#### 18", False),
-        ("nothing", "#### 18", False),
-        ("nothing", "[INVALID]", True),
-    ],
-)
-def test_what_is_right(text, gold, right, rows_of):
+def test_what_is_taken_from_an_answer_and_right(bytes_model, monkeypatch, tmp_path):
     """But for commas, dollar signs, capitals and a last point."""
-    assert [row["right"] for row in rows_of([text], [gold])] == [right]
+    answers = [  # text, right answer, what is taken strictly and of any last number, whether the strict one is right
+        ("so #### 1,234. The end", "1,233 + 1\n#### 1234", "1,234.", "1,234.", True),
+        ("#### 18 and #### -8", "#### $18", "18", "-8", True),
+        ("it is $18.50", "#### 18.50", "[invalid]", "$18.50", False),
+        ("#### 18.0", "#### 18", "18.0", "18.0", False),
+        ("", "#### 18", "[invalid]", "[invalid]", False),
+    ]
+    results = [Result((), text, None, Finish.STOP, 1) for text, *_ in answers]
+    monkeypatch.setattr(Model, "answers", lambda model, asked, slots: ((index, results[index]) for index in asked))
+    questions = [Question(line, "q", gold) for line, (_, gold, *_) in enumerate(answers)]
+    out = tmp_path / "out.jsonl"
+    found = evaluate.generation(bytes_model, questions, max_new_tokens=8, file=str(out))
+    rows = list(map(json.loads, out.read_text().splitlines()))
+    assert [[row["strict"], row["flexible"], row["right"]] for row in rows] == [taken for _, _, *taken in answers]
+    assert (found.accuracy, found.accuracy_normalised) == (2 / 5, np.mean([row["right_flexible"] for row in rows]))
 
 
 def last_number(text):
@@ -369,4 +316,4 @@ def test_memory_that_does_not_suffice(model):
 def test_weights_that_are_no_numbers(model):
     params = jax.tree.map(lambda a: a * np.float32(np.nan), model.params)
     with pytest.raises(RunFailed, match="log-probabilities are no numbers"):
-        evaluate.perplexity(model.definition, [1, 2, 3], params=params)
+        evaluate.perplexity(Scorer(model.definition, params), [1, 2, 3])

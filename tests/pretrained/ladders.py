@@ -5,7 +5,7 @@ import pathlib
 
 from ladder_jax import pretrained
 from ladder_jax.pretrained import source
-from tests.pretrained import expert_models, models
+from tests.pretrained import models
 
 # name of the test: (Hugging Face model, changes of its ModelConfig)
 TOPOLOGIES = {
@@ -28,15 +28,13 @@ TOPOLOGIES = {
     "experts-ungated": ("qwen2_moe", dict(residual="farskip", moe=dict(shared_gate=False))),
 }
 LAYERS = 4
-DENSE = [name for name, (family, _) in TOPOLOGIES.items() if family in models.CONFIGS]
 
 
 def make(folder: pathlib.Path, name: str, **more) -> source.Source:
     """Four layers: enough for delays to reach over several."""
     family, changes = TOPOLOGIES[name]
     types = {"layer_types": ["full_attention"] * LAYERS} if family == "qwen3" else {}
-    write = models.write if name in DENSE else expert_models.write
-    standard = pretrained.open(write(folder, family, num_hidden_layers=LAYERS, **types, **more))
+    standard = pretrained.open(models.write(folder, family, num_hidden_layers=LAYERS, **types, **more))
     moe = standard.model.moe and dataclasses.replace(standard.model.moe, **changes.get("moe", {}))
     model = dataclasses.replace(standard.model, **{**changes, "moe": moe})
     wanted = source.expected_shapes(model)

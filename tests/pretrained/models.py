@@ -3,6 +3,7 @@
 Names and shapes are written out here once more, as transformers has them, and share nothing with the package.
 """
 
+import collections
 import json
 import pathlib
 
@@ -33,6 +34,7 @@ LLAMA3 = {
 }
 _OLD = {"rope_theta": 10_000.0, "rope_scaling": None, "torch_dtype": "float32", "transformers_version": "4.57.0"}
 _NEW = {"dtype": "float32", "transformers_version": "5.2.0"}
+_PLAIN = {"rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0}}
 
 CONFIGS = {
     # Llama 2: as many key/value heads as query heads, which old files do not count.
@@ -77,51 +79,116 @@ CONFIGS = {
 FAMILIES = [name for name in CONFIGS if "bias" not in name]
 """The others differ from one of these by their biases only; `make test-hf` has them."""
 
+_ROUTED = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "intermediate_size": 24}
+_FIRST = {"mlp_only_layers": [0], "num_hidden_layers": 3, "intermediate_size": 40}  # the first layer without experts
+_QWEN2 = {**_OLD, **_ROUTED, "shared_expert_intermediate_size": 40, "norm_topk_prob": False}
+_QWEN3 = {**_OLD, **_ROUTED, "norm_topk_prob": True, "head_dim": 16, "decoder_sparse_step": 1, "mlp_only_layers": []}
+WITH_EXPERTS = {
+    "qwen3_moe": {**_QWEN3, "use_sliding_window": False, "sliding_window": None},
+    "qwen2_moe": {**_QWEN2, "use_sliding_window": False, "sliding_window": 32768, "max_window_layers": 21},
+    "mixtral": {
+        **_OLD,
+        **_ROUTED,
+        "num_experts": ...,
+        "moe_intermediate_size": ...,
+        "num_local_experts": 6,
+        "sliding_window": None,
+        "router_jitter_noise": 0.0,
+    },
+    "olmoe": {
+        **_OLD,
+        **_ROUTED,
+        "moe_intermediate_size": ...,
+        "norm_topk_prob": False,
+        "clip_qkv": None,
+        "attention_bias": False,
+    },
+    "qwen3_moe with a dense layer": {**_QWEN3, **_FIRST},
+    "qwen2_moe with a dense layer": {**_QWEN2, **_FIRST},
+    "qwen3_moe of transformers 5": {
+        **_NEW,
+        **_PLAIN,
+        **_ROUTED,
+        "num_experts": ...,
+        "num_local_experts": 6,
+        "head_dim": 16,
+    },
+}
+EXPERTS = [name for name in WITH_EXPERTS if name not in ("qwen2_moe with a dense layer", "qwen3_moe of transformers 5")]
+"""Those whose logits are recorded."""
+
 _CLASSES = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3"}
 
 
 def config(name: str, **changes) -> dict:
     """The contents of a `config.json`; a change to `...` leaves the field out."""
-    family = CONFIGS[name]["model_type"]
-    told = {"architectures": [f"{_CLASSES[family]}ForCausalLM"], **_SHAPE, **CONFIGS[name], **changes}
+    if name in WITH_EXPERTS:
+        told = {"model_type": name.partition(" ")[0], **_SHAPE, **WITH_EXPERTS[name], **changes}
+    else:
+        family = CONFIGS[name]["model_type"]
+        told = {"architectures": [f"{_CLASSES[family]}ForCausalLM"], **_SHAPE, **CONFIGS[name], **changes}
     return {field: value for field, value in told.items() if value is not ...}
 
 
 def shapes(told: dict) -> dict[str, tuple[int, ...]]:
-    """What transformers has in a model of this configuration, [out, in]."""
-    width = told["hidden_size"]
-    inner = told["intermediate_size"]
+    """What transformers has in a model of this configuration, [out, in]; of experts, as the Hub's checkpoints."""
+    family, width = told["model_type"], told["hidden_size"]
     heads = told["num_attention_heads"]
     size = told.get("head_dim") or width // heads
     queries = heads * size
     keys = (told.get("num_key_value_heads") or heads) * size
+    experts = told.get("num_experts") or told.get("num_local_experts") or 0
+    inner = told["intermediate_size"]
+    block, gate, up, down = "mlp", "gate_proj", "up_proj", "down_proj"
+    if family == "mixtral":
+        block, gate, up, down = "block_sparse_moe", "w1", "w3", "w2"
     found = {"model.embed_tokens.weight": (told["vocab_size"], width), "model.norm.weight": (width,)}
     if not told.get("tie_word_embeddings"):
         found["lm_head.weight"] = (told["vocab_size"], width)
     outputs = {"q_proj": queries, "k_proj": keys, "v_proj": keys}
-    qwen2 = told["model_type"] == "qwen2"
-    all_biased = told.get("attention_bias")
+
+    def mlp(name, inner):
+        return {
+            f"{name}.{gate}.weight": (inner, width),
+            f"{name}.{up}.weight": (inner, width),
+            f"{name}.{down}.weight": (width, inner),
+        }
+
     for layer in range(told["num_hidden_layers"]):
-        block = {f"self_attn.{name}.weight": (out, width) for name, out in outputs.items()}
-        block |= {"self_attn.o_proj.weight": (width, queries), "mlp.down_proj.weight": (width, inner)}
-        block |= {"mlp.gate_proj.weight": (inner, width), "mlp.up_proj.weight": (inner, width)}
-        block |= {"input_layernorm.weight": (width,), "post_attention_layernorm.weight": (width,)}
-        if qwen2 or all_biased:
-            block |= {f"self_attn.{name}.bias": (out,) for name, out in outputs.items()}
-        if all_biased:
-            block["self_attn.o_proj.bias"] = (width,)
+        one = {f"self_attn.{name}.weight": (out, width) for name, out in outputs.items()}
+        one["self_attn.o_proj.weight"] = (width, queries)
+        one |= {"input_layernorm.weight": (width,), "post_attention_layernorm.weight": (width,)}
+        if family in ("qwen2", "qwen2_moe") or told.get("attention_bias"):
+            one |= {f"self_attn.{name}.bias": (out,) for name, out in outputs.items()}
+        if told.get("attention_bias"):
+            one["self_attn.o_proj.bias"] = (width,)
         if told.get("mlp_bias"):
-            block |= {"mlp.gate_proj.bias": (inner,), "mlp.up_proj.bias": (inner,), "mlp.down_proj.bias": (width,)}
-        if told["model_type"] == "qwen3":
-            block |= {"self_attn.q_norm.weight": (size,), "self_attn.k_norm.weight": (size,)}
-        found |= {f"model.layers.{layer}.{name}": shape for name, shape in block.items()}
+            one |= {"mlp.gate_proj.bias": (inner,), "mlp.up_proj.bias": (inner,), "mlp.down_proj.bias": (width,)}
+        dense = not experts or layer in told.get("mlp_only_layers", ())
+        if dense:
+            one |= mlp("mlp", inner)
+        elif family == "qwen2_moe":
+            one |= mlp("mlp.shared_expert", told["shared_expert_intermediate_size"])
+            one["mlp.shared_expert_gate.weight"] = (1, width)
+        if family in ("qwen3", "qwen3_moe"):
+            one |= {"self_attn.q_norm.weight": (size,), "self_attn.k_norm.weight": (size,)}
+        if family == "olmoe":  # of all heads together
+            one |= {"self_attn.q_norm.weight": (queries,), "self_attn.k_norm.weight": (keys,)}
+        if not dense:
+            one[f"{block}.gate.weight"] = (experts, width)
+            for expert in range(experts):
+                one |= mlp(f"{block}.experts.{expert}", told.get("moe_intermediate_size", inner))
+        found |= {f"model.layers.{layer}.{name}": shape for name, shape in one.items()}
     return found
 
 
 def weights(told: dict, *, seed: int = 0, dtype=np.float32) -> dict[str, np.ndarray]:
     """Random values large enough that every sublayer moves the logits."""
     rng = np.random.default_rng(seed)
-    return {name: drawn(rng, name, shape).astype(dtype) for name, shape in sorted(shapes(told).items())}
+    named = shapes(told).items()
+    if told["model_type"] in _CLASSES:
+        named = sorted(named)
+    return {name: drawn(rng, name, shape).astype(dtype) for name, shape in named}
 
 
 def drawn(rng: np.random.Generator, name: str, shape: tuple[int, ...]) -> np.ndarray:
@@ -134,13 +201,42 @@ def drawn(rng: np.random.Generator, name: str, shape: tuple[int, ...]) -> np.nda
     return 1.3 * values / np.sqrt(shape[-1])
 
 
-def write(folder: pathlib.Path, name: str, *, values=np.float32, more: dict | None = None, **changes) -> pathlib.Path:
-    """The model called `name`, one file of dtype `values`; `more` adds tensors to it, or replaces them."""
+def fused(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """As transformers 5 has them in memory: one tensor for all experts' gates and ups, and one for their downs."""
+    found = {}
+    experts = collections.defaultdict(list)
+    for name, values in tensors.items():
+        block, _, below = name.replace("block_sparse_moe", "mlp").partition(".experts.")
+        if below:
+            projection = below.split(".")[1]
+            experts[block, {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}.get(projection, projection)].append(
+                values
+            )
+        else:
+            found[block] = values
+    for block in {block for block, _ in experts}:
+        gate, up, down = (np.stack(experts[block, f"{name}_proj"]) for name in ("gate", "up", "down"))
+        found[f"{block}.experts.gate_up_proj"] = np.concatenate([gate, up], axis=1)
+        found[f"{block}.experts.down_proj"] = down
+    return found
+
+
+def write(
+    folder: pathlib.Path,
+    name: str,
+    *,
+    values=np.float32,
+    tensors: dict | None = None,
+    more: dict | None = None,
+    **changes,
+) -> pathlib.Path:
+    """The model called `name`, one file of dtype `values`, or of `tensors`; `more` adds some, or replaces them."""
     told = config(name, **changes)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(told))
     (folder / "generation_config.json").write_text(json.dumps({"bos_token_id": 1, "eos_token_id": [2, 5]}))
-    safetensors.numpy.save_file({**weights(told, dtype=values), **(more or {})}, folder / "model.safetensors")
+    tensors = weights(told, dtype=values) if tensors is None else tensors
+    safetensors.numpy.save_file({**tensors, **(more or {})}, folder / "model.safetensors")
     return folder
 
 

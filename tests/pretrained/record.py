@@ -9,7 +9,7 @@ import tempfile
 import numpy as np
 
 from ladder_jax import pretrained
-from tests.pretrained import expert_models, ladders, models
+from tests.pretrained import ladders, models
 
 FILE = pathlib.Path(__file__).parent / "logits.npz"
 
@@ -45,8 +45,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         for name in models.CONFIGS:
             found[name] = logits(models.write(pathlib.Path(folder, name), name))
-        for name in expert_models.FAMILIES:
-            found[name], found[f"{name} losses"] = experts(expert_models.write(pathlib.Path(folder, name), name))
+        for name in models.EXPERTS:
+            found[name], found[f"{name} losses"] = experts(models.write(pathlib.Path(folder, name), name))
         for name in ladders.TOPOLOGIES:
             made = ladders.make(pathlib.Path(folder, f"made-{name}"), name)
             exported = pathlib.Path(folder, f"out-{name}")

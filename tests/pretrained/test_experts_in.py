@@ -14,7 +14,7 @@ from ladder_jax.config import Biases, QKNorm, RouterSoftmax
 from ladder_jax.errors import UserError
 from ladder_jax.nn.router_losses import RouterLosses, of_group
 from tests.pretrained import models
-from tests.pretrained.expert_models import FAMILIES, arrays, config, fused, write
+from tests.pretrained.models import EXPERTS, config, fused, weights, write
 from tests.pretrained.test_convert import convert, restored
 from tests.pretrained.test_in import recorded
 
@@ -40,7 +40,7 @@ def computed(source, *, tensor: int):
 
 # Another family has a dense layer before the experts of "qwen3_moe".
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.full if name == "qwen3_moe" else ()) for name in FAMILIES]
+    "name", [pytest.param(name, marks=pytest.mark.full if name == "qwen3_moe" else ()) for name in EXPERTS]
 )
 def test_logits_and_losses_are_those_of_transformers(name, tmp_path):
     """Theirs counts a token once for each expert that it chose, and is of all layers together; ours is a mean."""
@@ -98,7 +98,7 @@ def test_spellings_of_the_configuration(tmp_path):
     ],
 )
 def test_refusals(name, changes, field, tmp_path):
-    tensors = arrays(config(name))
+    tensors = weights(config(name))
     if changes.get("num_experts") == 4:
         for layer in range(2):
             router = f"model.layers.{layer}.mlp.gate.weight"
@@ -107,25 +107,25 @@ def test_refusals(name, changes, field, tmp_path):
         pretrained.open(write(tmp_path / "model", name, tensors=tensors, **changes))
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", EXPERTS)
 def test_round_trip(name, tmp_path):
     """Out again: the same tensors by the same names, and a configuration of the same model."""
-    tensors = arrays(config(name))
+    tensors = weights(config(name))
     source = pretrained.open(write(tmp_path / "in", name, tensors=tensors))
     pretrained.write_huggingface(source, tmp_path / "out")
     written = safetensors.numpy.load_file(tmp_path / "out" / "model.safetensors")
     assert written.keys() == tensors.keys()
     assert all(np.array_equal(written[key], tensors[key]) for key in tensors)
     told = json.loads((tmp_path / "out" / "config.json").read_text())
-    ignored = {"rope_scaling", "intermediate_size", "eos_token_id", "max_window_layers", "sliding_window"}
-    kept = config(name).keys() - ignored - {"router_jitter_noise"}
+    ignored = {"rope_scaling", "intermediate_size", "eos_token_id", "max_window_layers", "sliding_window", "use_cache"}
+    kept = config(name).keys() - ignored - {"router_jitter_noise", "initializer_range", "transformers_version"}
     assert {key: told.get(key) for key in kept} == {key: config(name)[key] for key in kept}
     assert pretrained.open(tmp_path / "out").model == source.model
 
 
 def test_conversion_and_back_onto_ranks_that_do_not_divide(tmp_path, capsys):
     """Into a checkpoint, its last layer farskip; six experts on four ranks, padded, and on one."""
-    tensors = {name: values.astype(ml_dtypes.bfloat16) for name, values in arrays(config("qwen2_moe")).items()}
+    tensors = {name: values.astype(ml_dtypes.bfloat16) for name, values in weights(config("qwen2_moe")).items()}
     folder = write(tmp_path / "model", "qwen2_moe", tensors=tensors)
     saved = convert(folder, tmp_path / "out", ladder_layers="1", residual="farskip")
     assert (saved.config.model.residual, saved.config.model.ladder_layers) == ("farskip", "1")

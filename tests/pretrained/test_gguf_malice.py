@@ -91,7 +91,6 @@ def test_settings_of_another_type(tmp_path):
 
 def test_a_token_as_long_as_a_book(tmp_path):
     """To try each way to make it of two others takes the square of its length."""
+    file = File("x", {"tokenizer.ggml.scores": [0.0, 0.0]}, {})
     with pytest.raises(UserError, match="has a token of 100000 characters"):
-        gguf_tokenizer._llama(
-            File("x", {"tokenizer.ggml.scores": [0.0, 0.0]}, {}), ["a" * 100_000, "a"], [1, 1], {}
-        )  # fmt: skip
+        gguf_tokenizer._llama(file, ["a" * 100_000, "a"], [1, 1], {})

@@ -12,7 +12,7 @@ from ladder_jax.config import DecodeConfig
 from ladder_jax.decode.generate import Generator
 from ladder_jax.pretrained.source import Stored
 from tests import tokenizers
-from tests.pretrained import expert_models, ladders, models, record
+from tests.pretrained import ladders, models, record
 from tests.pretrained.test_in import logits, recorded
 from tests.pretrained.test_out import bits
 
@@ -48,12 +48,12 @@ def test_exported_standard_models_are_plain_and_compute_exactly_the_same(name, t
     assert np.array_equal(record.logits(tmp_path / "out"), record.logits(folder))
 
 
-@pytest.mark.parametrize("form", [lambda tensors: tensors, expert_models.fused], ids=["an expert", "fused"])
-@pytest.mark.parametrize("name", expert_models.FAMILIES)
+@pytest.mark.parametrize("form", [lambda tensors: tensors, models.fused], ids=["an expert", "fused"])
+@pytest.mark.parametrize("name", models.EXPERTS)
 def test_experts_in_and_out(name, form, tmp_path):
     """Logits and losses; what is written is a class of transformers, which computes the same."""
-    told = expert_models.config(name)
-    folder = expert_models.write(tmp_path / "model", name, tensors=form(expert_models.arrays(told)))
+    told = models.config(name)
+    folder = models.write(tmp_path / "model", name, tensors=form(models.weights(told)))
     live, losses = record.experts(folder)
     assert models.error(live[:, 2::3], recorded()[name]) <= 1e-5, "run tests/pretrained/record.py"
     assert models.error(losses, recorded()[f"{name} losses"]) <= 1e-5

@@ -15,7 +15,6 @@ from ladder_jax.config import Biases, Dtype, ModelConfig, RopeScaling
 from ladder_jax.errors import UserError, unknown
 from ladder_jax.nn import attention
 from ladder_jax.pretrained import source
-from ladder_jax.pretrained.gguf import tokenizer
 from ladder_jax.pretrained.gguf.file import File, Tensor, open_file
 from ladder_jax.pretrained.source import Key, Source, Stored
 
@@ -75,6 +74,8 @@ def read(path: pathlib.Path) -> Source:
     Raises UserError if the file is damaged or cut off, the architecture or a setting is not supported, or the tokenizer
     does not fit the model.
     """
+    from ladder_jax.pretrained.gguf import tokenizer  # whose library is slow to import
+
     file = open_file(path)
     if file.get("split.count", int, 1) > 1:
         raise UserError(f"{str(path)!r} is one of several parts: join them first (llama-gguf-split --merge)")

@@ -8,10 +8,13 @@ import dataclasses
 import json
 from typing import Any
 
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
+
 from ladder_jax.errors import UserError, unknown
 from ladder_jax.pretrained.gguf.file import File
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
+ADDED = (UNKNOWN, CONTROL, USER_DEFINED)  # found in a text before it is split
 MODELS = ("gpt2", "llama")
 SPACE = "\u2581"  # how sentencepiece writes a space
 MAX_CHARACTERS = 512  # of a merged token: time grows with their square; sentencepiece's have at most 16
@@ -92,27 +95,30 @@ def files(file: File, *, vocab_size: int) -> dict[str, bytes]:
         raise UserError(f"{file.path!r}: its tokenizer has {len(pieces)} tokens, its model {vocab_size}")
     special = _special(file, pieces)
     rule = rule_of(pre, path=file.path) if model == "gpt2" else None
-    described = _gpt2(file, pieces, rule) if rule else _llama(file, pieces, kinds, special)
     begins = file.get("tokenizer.ggml.add_bos_token", bool, rule.begins if rule else True)
     ends = file.get("tokenizer.ggml.add_eos_token", bool, False)
-    described |= {
-        "version": "1.0",
-        "truncation": None,
-        "padding": None,
-        "added_tokens": [
-            _added(i, piece, kind) for i, (piece, kind) in enumerate(zip(pieces, kinds)) if _is_added(kind)
-        ],
-        "post_processor": _around(special, begins=begins, ends=ends, path=file.path),
-    }
-    text = json.dumps(described, ensure_ascii=False)
-    _check_loads(text, path=file.path)
+    around = [*(["bos_token"] if begins else []), "text", *(["eos_token"] if ends else [])]
+    if missing := [name for name in around if name != "text" and name not in special]:
+        raise UserError(f"{file.path!r}: its tokenizer adds a {missing[0]} to each text, but does not define it")
+    try:
+        made = _gpt2(file, pieces, rule) if rule else _llama(file, pieces, kinds, special)
+        added = [(piece, kind) for piece, kind in zip(pieces, kinds) if kind in ADDED]
+        made.add_tokens([AddedToken(piece, normalized=False, special=kind != USER_DEFINED) for piece, kind in added])
+        if begins or ends:
+            made.post_processor = _around(around, special)
+    except UserError:
+        raise
+    except Exception as error:  # `tokenizers` raises plain Exceptions
+        reason = " ".join(str(error).split())[:200]
+        raise UserError(f"{file.path!r}: its tokenizer is not a valid one: {reason}") from None
     config = {name: piece for name, (piece, _) in special.items()}
     config |= {
         "add_bos_token": begins,
         "tokenizer_class": "PreTrainedTokenizerFast",
         "clean_up_tokenization_spaces": False,
     }
-    texts = {"tokenizer.json": text, "tokenizer_config.json": json.dumps(config, indent=2, ensure_ascii=False) + "\n"}
+    described = json.dumps(config, indent=2, ensure_ascii=False) + "\n"
+    texts = {"tokenizer.json": made.to_str(), "tokenizer_config.json": described}
     if template := file.get("tokenizer.chat_template", str):
         texts["chat_template.jinja"] = template
     return {name: content.encode() for name, content in texts.items()}
@@ -131,41 +137,34 @@ def _special(file: File, pieces: list[str]) -> dict[str, tuple[str, int]]:
     return special
 
 
-def _gpt2(file: File, pieces: list[str], rule: Rule) -> dict[str, Any]:
-    pairs = [merge.split(" ") for merge in file.items("tokenizer.ggml.merges", str)]
+def _gpt2(file: File, pieces: list[str], rule: Rule) -> Tokenizer:
+    pairs = [tuple(merge.split(" ")) for merge in file.items("tokenizer.ggml.merges", str)]
     if any(len(pair) != 2 for pair in pairs):
         raise UserError(f"{file.path!r}: its tokenizer's merges are not pairs")
-    level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
-    splits = [
-        {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
-        for pattern in rule.patterns
-    ]
-    return {
-        "normalizer": None,
-        "pre_tokenizer": {"type": "Sequence", "pretokenizers": [*splits, level]},
-        "decoder": {**level, "use_regex": True},
-        "model": _bpe(pieces, pairs, unk=None, byte_fallback=False, ignore_merges=rule.whole_words),
-    }
+    made = _byte_pairs(pieces, pairs, ignore_merges=rule.whole_words)
+    splits = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in rule.patterns]
+    level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    made.pre_tokenizer = pre_tokenizers.Sequence([*splits, level])
+    made.decoder = decoders.ByteLevel()
+    return made
 
 
-def _llama(file: File, pieces: list[str], kinds: list[int], special: dict) -> dict[str, Any]:
+def _llama(file: File, pieces: list[str], kinds: list[int], special: dict) -> Tokenizer:
     scores = file.items("tokenizer.ggml.scores", int, float)
     if len(scores) != len(pieces):
         raise UserError(f"{file.path!r}: its tokenizer does not have one score for each token")
-    replace = {"type": "Replace", "pattern": {"String": " "}, "content": SPACE}
-    back = {"type": "Replace", "pattern": {"String": SPACE}, "content": " "}
-    first = [{"type": "Prepend", "prepend": SPACE}] if file.get("tokenizer.ggml.add_space_prefix", bool, True) else []
-    strip = [{"type": "Strip", "content": " ", "start": 1, "stop": 0}] if first else []
     mergeable = {piece: score for piece, score, kind in zip(pieces, scores, kinds) if kind in (NORMAL, UNUSED)}
     if (longest := max(map(len, mergeable), default=0)) > MAX_CHARACTERS:
         raise UserError(f"{file.path!r}: its tokenizer has a token of {longest} characters (at most {MAX_CHARACTERS})")
-    unk = special.get("unk_token", (None, 0))[0]
-    return {
-        "normalizer": {"type": "Sequence", "normalizers": [*first, replace]},
-        "pre_tokenizer": None,
-        "decoder": {"type": "Sequence", "decoders": [back, {"type": "ByteFallback"}, {"type": "Fuse"}, *strip]},
-        "model": _bpe(pieces, merges(mergeable), unk=unk, byte_fallback=BYTE in kinds, ignore_merges=False),
-    }
+    unk, has_bytes = special.get("unk_token", (None, 0))[0], BYTE in kinds
+    made = _byte_pairs(pieces, merges(mergeable), unk_token=unk, fuse_unk=has_bytes, byte_fallback=has_bytes)
+    normal = [normalizers.Replace(" ", SPACE)]
+    parts = [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
+    if file.get("tokenizer.ggml.add_space_prefix", bool, True):
+        normal.insert(0, normalizers.Prepend(SPACE))
+        parts.append(decoders.Strip(" ", 1, 0))
+    made.normalizer, made.decoder = normalizers.Sequence(normal), decoders.Sequence(parts)
+    return made
 
 
 def merges(scores: dict[str, float]) -> list[tuple[str, str]]:
@@ -179,62 +178,14 @@ def merges(scores: dict[str, float]) -> list[tuple[str, str]]:
     return [(left, right) for _, left, right in sorted(pairs, key=lambda pair: (pair[0], len(pair[1])))]
 
 
-def _bpe(
-    pieces: list[str], pairs: list, *, unk: str | None, byte_fallback: bool, ignore_merges: bool
-) -> dict[str, Any]:
-    return {
-        "type": "BPE",
-        "dropout": None,
-        "unk_token": unk,
-        "continuing_subword_prefix": None,
-        "end_of_word_suffix": None,
-        "fuse_unk": byte_fallback,
-        "byte_fallback": byte_fallback,
-        "ignore_merges": ignore_merges,
-        "vocab": {piece: index for index, piece in enumerate(pieces)},
-        "merges": pairs,
-    }
+def _byte_pairs(pieces: list[str], pairs: list[tuple[str, str]], **settings: Any) -> Tokenizer:
+    return Tokenizer(models.BPE({piece: index for index, piece in enumerate(pieces)}, pairs, **settings))
 
 
-def _is_added(kind: int) -> bool:
-    return kind in (UNKNOWN, CONTROL, USER_DEFINED)
-
-
-def _added(index: int, piece: str, kind: int) -> dict[str, Any]:
-    plain = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
-    return {"id": index, "content": piece, **plain, "special": kind != USER_DEFINED}
-
-
-def _around(special: dict[str, tuple[str, int]], *, begins: bool, ends: bool, path: str) -> dict[str, Any] | None:
-    """The post-processor that adds the begin and end tokens to each text; None if there are none."""
-    names = [*(["bos_token"] if begins else []), "text", *(["eos_token"] if ends else [])]
-    if len(names) == 1:
-        return None
-    if missing := [name for name in names if name != "text" and name not in special]:
-        raise UserError(f"{path!r}: its tokenizer adds a {missing[0]} to each text, but does not define it")
-    piece = lambda name, type_id: {"SpecialToken": {"id": special[name][0], "type_id": type_id}}
-    sequence = lambda label, type_id: {"Sequence": {"id": label, "type_id": type_id}}
-    part = lambda label, type_id: [
-        sequence(label, type_id) if name == "text" else piece(name, type_id) for name in names
-    ]
-    tokens = {
-        special[name][0]: {"id": special[name][0], "ids": [special[name][1]], "tokens": [special[name][0]]}
-        for name in names
-        if name != "text"
-    }
-    return {
-        "type": "TemplateProcessing",
-        "single": part("A", 0),
-        "pair": [*part("A", 0), *part("B", 1)],
-        "special_tokens": tokens,
-    }
-
-
-def _check_loads(text: str, *, path: str) -> None:
-    """Raises UserError if the library `tokenizers` cannot load `text`."""
-    import tokenizers
-
-    try:
-        tokenizers.Tokenizer.from_str(text)
-    except Exception as error:  # `tokenizers` raises plain Exceptions
-        raise UserError(f"{path!r}: its tokenizer is not a valid one: {' '.join(str(error).split())[:200]}") from None
+def _around(names: list[str], special: dict[str, tuple[str, int]]) -> processors.TemplateProcessing:
+    """Adds tokens around each text. names: of special tokens, and "text" where the text is."""
+    part = lambda text, kind: [f"{text if name == 'text' else special[name][0]}:{kind}" for name in names]
+    tokens = [special[name] for name in names if name != "text"]
+    return processors.TemplateProcessing(
+        single=part("$A", 0), pair=[*part("$A", 0), *part("$B", 1)], special_tokens=tokens
+    )

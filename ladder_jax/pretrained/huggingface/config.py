@@ -46,7 +46,7 @@ class Family:
     """A family of models that we can represent.
 
     architecture: transformers' class. fields: those that are written beside the ones of every family.
-    defaults: transformers' values of fields that are missing in the file.
+    defaults: of fields that the family's files have not. Others must be there, as transformers writes them.
     qk_norm: over which elements queries and keys are normalised. qkv_bias: whether the QKV projections have a bias,
     unless the file's qkv_bias says otherwise. experts: whether the MLPs are mixtures of experts.
     """
@@ -61,55 +61,25 @@ class Family:
 
 _ROUTED = ("num_experts", "num_experts_per_tok", "norm_topk_prob", "output_router_logits")
 _SPARSE = (*_ROUTED, "moe_intermediate_size", "mlp_only_layers")
-_QWEN2_MOE = {
-    "num_key_value_heads": 16,
-    "use_sliding_window": False,
-    "moe_intermediate_size": 1408,
-    "shared_expert_intermediate_size": 5632,
-    "shared_expert_gate": True,  # without such a field
-    "num_experts": 60,
-    "num_experts_per_tok": 4,
-}
-_QWEN3_MOE = {
-    "num_key_value_heads": 4,
-    "use_sliding_window": False,
-    "moe_intermediate_size": 768,
-    "num_experts": 128,
-    "num_experts_per_tok": 8,
-}
-_OLMOE = {
-    "num_key_value_heads": None,
-    "rms_norm_eps": 1e-5,
-    "num_experts": 64,
-    "num_experts_per_tok": 8,
-}
-_MIXTRAL = {
-    "num_key_value_heads": 8,
-    "rope_theta": 1_000_000.0,
-    "rms_norm_eps": 1e-5,
-    "num_local_experts": 8,
-    "num_experts_per_tok": 2,
-    "norm_topk_prob": True,  # without such a field
-}
 FAMILIES = {
     "llama": Family("LlamaForCausalLM", ("attention_bias", "mlp_bias", "head_dim")),
-    "mistral": Family("MistralForCausalLM", (), {"num_key_value_heads": 8, "sliding_window": 4096}),
+    "mistral": Family("MistralForCausalLM", (), {"sliding_window": 4096}),
     "qwen2": Family(
         "Qwen2ForCausalLM",
         ("use_sliding_window", "head_dim"),
-        {"num_key_value_heads": 32, "use_sliding_window": False},
+        {"use_sliding_window": False},
         qkv_bias=True,
     ),
     "qwen3": Family(
         "Qwen3ForCausalLM",
         ("attention_bias", "use_sliding_window", "head_dim"),
-        {"num_key_value_heads": 32, "head_dim": 128, "use_sliding_window": False},
+        {"head_dim": 128, "use_sliding_window": False},
         QKNorm.HEAD,
     ),
     "mixtral": Family(
         "MixtralForCausalLM",
         ("sliding_window", "num_local_experts", "num_experts_per_tok", "output_router_logits", "head_dim"),
-        _MIXTRAL,
+        {"rope_theta": 1_000_000.0, "norm_topk_prob": True},
         experts=True,
     ),
     "qwen2_moe": Family(
@@ -118,18 +88,18 @@ FAMILIES = {
             *("qkv_bias", "use_sliding_window", "head_dim"),
             *(*_SPARSE, "decoder_sparse_step", "shared_expert_intermediate_size"),
         ),
-        _QWEN2_MOE,
+        {"use_sliding_window": False, "shared_expert_gate": True},
         qkv_bias=True,
         experts=True,
     ),
     "qwen3_moe": Family(
         "Qwen3MoeForCausalLM",
         ("attention_bias", "use_sliding_window", "head_dim", *_SPARSE, "decoder_sparse_step"),
-        _QWEN3_MOE,
+        {"use_sliding_window": False},
         QKNorm.HEAD,
         experts=True,
     ),
-    "olmoe": Family("OlmoeForCausalLM", ("attention_bias", *_ROUTED), _OLMOE, QKNorm.ALL, experts=True),
+    "olmoe": Family("OlmoeForCausalLM", ("attention_bias", *_ROUTED), qk_norm=QKNorm.ALL, experts=True),
     LADDER: Family(
         "LadderForCausalLM",
         (
@@ -190,7 +160,7 @@ def read(config: Mapping[str, Any], *, where: str) -> ModelConfig:
         vocab_size=get("vocab_size", int),
         rope_theta=theta,
         rope_scaling=scaling,
-        norm_eps=get("rms_norm_eps", _NUMBER, 1e-6),
+        norm_eps=get("rms_norm_eps", _NUMBER),
         tie_embeddings=get("tie_word_embeddings", bool, False),
         dtype=dtype,
         residual_dtype=dtype,

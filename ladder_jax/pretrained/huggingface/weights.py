@@ -8,7 +8,7 @@ import functools
 import itertools
 import math
 import pathlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 import jax.numpy as jnp
 import numpy as np
@@ -57,29 +57,27 @@ MIXTRAL = {"mlp.": "block_sparse_moe.", "gate_proj": "w1", "up_proj": "w3", "dow
 """What Mixtral calls experts and their router."""
 
 
-@dataclasses.dataclass(frozen=True)
-class _Form:
-    """How one of our arrays is stored: in one tensor of `shape`, [out, in]; of experts, in one for each."""
-
-    names: tuple[str, ...]
-    shape: tuple[int, ...]
-    dims: str
-
-    @classmethod
-    def of(cls, key: Key, dims: str, ours: tuple[int, ...], *, model: ModelConfig, mixtral: bool) -> "_Form":
-        each = dims.removeprefix("E")
-        shape = source.torch_shape(each, ours[-len(each) :])
-        if key.name.endswith("/share"):
-            shape = (1, *shape)
+def _forms(model: ModelConfig, *, mixtral: bool) -> Iterator[tuple[Key, tuple[int, ...], str, list[str]]]:
+    """Each array's key and shape, the dimensions of a tensor of it, and its tensors' names: of experts one each."""
+    dims = source.dims(model)
+    for key, ours in source.expected_shapes(model).items():
+        each = dims[key.name].removeprefix("E")
         if key.layer is None:
-            return cls((OUTSIDE_LAYERS[key.name],), shape, each)
+            yield key, ours, each, [OUTSIDE_LAYERS[key.name]]
+            continue
         theirs = IN_LAYER[key.name.partition("/")[2]]
         if mixtral and ("experts" in theirs or "mlp.gate." in theirs):
             for old, new in MIXTRAL.items():
                 theirs = theirs.replace(old, new)
-        prefix = f"model.layers.{key.layers(model)[key.layer]}."
-        names = [prefix + theirs.format(expert=expert) for expert in range(ours[0] if each != dims else 1)]
-        return cls(tuple(names), shape, each)
+        theirs = f"model.layers.{key.layers(model)[key.layer]}.{theirs}"
+        count = ours[0] if dims[key.name].startswith("E") else 1
+        yield key, ours, each, [theirs.format(expert=expert) for expert in range(count)]
+
+
+def _torch_shape(key: Key, dims: str, ours: tuple[int, ...]) -> tuple[int, ...]:
+    """Of one tensor, [out, in]."""
+    shape = source.torch_shape(dims, ours[-len(dims) :])
+    return (1, *shape) if key.name.endswith("/share") else shape
 
 
 def arrays(folder: pathlib.Path, model: ModelConfig, found: Mapping[str, Tensor]) -> dict[Key, Stored]:
@@ -87,7 +85,7 @@ def arrays(folder: pathlib.Path, model: ModelConfig, found: Mapping[str, Tensor]
     source.check_layers(model, tensors=len(found), path=str(folder))
     found = _unfused(found)
     mixtral = any(".block_sparse_moe." in name for name in found)
-    dims, arrays, used = source.dims(model), {}, set()
+    arrays, used = {}, set()
 
     def take(name: str, shape: tuple[int, ...]) -> Tensor:
         used.add(name)
@@ -97,11 +95,10 @@ def arrays(folder: pathlib.Path, model: ModelConfig, found: Mapping[str, Tensor]
             raise UserError(f"{str(found[name].file)!r}: {name} is {found[name].shape}, but {shape} by its config.json")
         return found[name]
 
-    for key, ours in source.expected_shapes(model).items():
-        form = _Form.of(key, dims[key.name], ours, model=model, mixtral=mixtral)
-        parts = [take(name, form.shape) for name in form.names]
+    for key, ours, dims, names in _forms(model, mixtral=mixtral):
+        parts = [take(name, _torch_shape(key, dims, ours)) for name in names]
         dtype = functools.reduce(jnp.promote_types, {part.dtype for part in parts})
-        arrays[key] = Stored(ours, np.dtype(dtype), functools.partial(_read, parts, form.dims, ours, dtype))
+        arrays[key] = Stored(ours, np.dtype(dtype), functools.partial(_read, parts, dims, ours, dtype))
     _check_rest(folder, model, found, used)
     return arrays
 
@@ -149,18 +146,17 @@ def _check_rest(folder: pathlib.Path, model: ModelConfig, found: Mapping[str, Te
 
 def pending(exported: Source, *, mixtral: bool) -> dict[str, Stored]:
     """The tensors to write, by their names."""
-    dims = source.dims(exported.model)
     newest = functools.lru_cache(maxsize=1)(lambda key: exported.arrays[key].read())  # its experts come in turn
 
-    def values(key: Key, form: _Form, expert: int) -> np.ndarray:
+    def values(key: Key, dims: str, theirs: tuple[int, ...], expert: int) -> np.ndarray:
         array = newest(key)
-        one = array[expert] if array.ndim > len(form.dims) else array
-        return source.to_torch(one, dims=form.dims, theirs=form.shape)
+        one = array[expert] if array.ndim > len(dims) else array
+        return source.to_torch(one, dims=dims, theirs=theirs)
 
     found = {}
-    for key, ours in source.expected_shapes(exported.model).items():
-        form = _Form.of(key, dims[key.name], ours, model=exported.model, mixtral=mixtral)
-        for expert, name in enumerate(form.names):
-            read = functools.partial(values, key, form, expert)
-            found[name] = Stored(form.shape, exported.arrays[key].dtype, read)
+    for key, ours, dims, names in _forms(exported.model, mixtral=mixtral):
+        theirs = _torch_shape(key, dims, ours)
+        for expert, name in enumerate(names):
+            read = functools.partial(values, key, dims, theirs, expert)
+            found[name] = Stored(theirs, exported.arrays[key].dtype, read)
     return found
