@@ -7,6 +7,7 @@ import json
 import pathlib
 import re
 import shutil
+import sys
 import textwrap
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -95,5 +96,5 @@ def number(value: float) -> str:
 
 
 def generated(text: str) -> str:
-    """A model's text for a terminal: with control characters escaped, which a model may write."""
-    return CONTROL.sub(lambda found: repr(found[0])[1:-1], text)
+    """A model's text for standard output: on a terminal with control characters escaped, which a model may write."""
+    return CONTROL.sub(lambda found: repr(found[0])[1:-1], text) if sys.stdout.isatty() else text

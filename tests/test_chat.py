@@ -73,7 +73,7 @@ def talk(engine, run, *, new_tokens=8, temperature=0.0):
     said = []
     settings = config.DecodeConfig(max_new_tokens=new_tokens, temperature=temperature)
     tokenizer = open_checkpoint(run).tokenizer()
-    return Conversation(engine, tokenizer=tokenizer, settings=settings, stop=(), say=said.append), said
+    return Conversation(engine, tokenizer, settings, dict(stop_ids=tokenizer.stop_ids), said.append), said
 
 
 def test_a_history_that_outgrows_its_context(engine, run):

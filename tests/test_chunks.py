@@ -14,7 +14,7 @@ from ladder_jax import decode, parallel
 from ladder_jax.config import DecodeConfig, Loop
 from ladder_jax.decode import steps, weights
 from ladder_jax.nn import attention, tpu_attention
-from tests import cases, covering
+from tests import cases, compilations, covering
 
 CAPACITY = 1100  # positions, no multiple of the kernels' blocks
 
@@ -134,16 +134,11 @@ def test_one_program_reads_prompts_of_any_length():
     stored = weights.prepare(definition, cases.placed(definition), loop=Loop.SCAN)
     read = functools.partial(decode.prefill_in_chunks, definition, stored, capacity=32, chunk=4, loop=Loop.SCAN)
     read(cases.tokens((1, 9)), np.array([9], np.int32))
-    compiled = []
-    note = lambda event, *_, **more: compiled.append(more) if "backend_compile" in event else None
-    jax.monitoring.register_event_duration_secs_listener(note)
-    try:
+    with compilations.counted() as compiled:
         read(cases.tokens((1, 31)), np.array([31], np.int32))
         assert not compiled
         read(cases.tokens((1, 3)), np.array([3], np.int32))
         assert compiled  # the control: one pass, of another length
-    finally:
-        jax.monitoring.unregister_event_duration_listener(note)
 
 
 @pytest.mark.parametrize("length, padded", [(1, 32), (32, 32), (33, 64), (500, 512), (513, 1024), (32_000, 32_768)])

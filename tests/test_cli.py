@@ -11,7 +11,7 @@ import jax
 import pytest
 
 from ladder_jax import cli, terminal
-from ladder_jax.cli import chat, generate, train
+from ladder_jax.cli import train
 from ladder_jax.errors import one_line
 from ladder_jax.schedule import targets
 
@@ -92,18 +92,6 @@ def test_generate(told, trained):
     assert told("generate", trained / "checkpoints" / "2", *ask[2:]).startswith("the cat")
 
 
-def test_a_long_text_shows_its_progress(monkeypatch, capsys):
-    """Every few seconds, on standard error; a short one says nothing."""
-    from ladder_jax.decode.request import Piece
-
-    pieces = [Piece((1, 2), "ab", None)] * 3
-    assert generate._whole(iter(pieces), total=6) == "ababab"
-    assert capsys.readouterr().err == ""
-    monkeypatch.setattr(generate, "LINE_EVERY", -1.0)
-    assert generate._whole(iter(pieces), total=6) == "ababab"
-    assert capsys.readouterr().err.splitlines() == ["2 of 6 tokens", "4 of 6 tokens"]
-
-
 def test_generate_in_a_process(run_cli, trained, tmp_path, monkeypatch):
     """Which keeps its programs, and whose terminal has no accents."""
     monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR")
@@ -169,7 +157,7 @@ MISTAKES = {
     ("generate", "nowhere", "--prompt", "x", "--prompt", "y", "--stream"): "--stream is for one --prompt",
     ("generate", "nowhere", "--prompt", "x", "--context", "9"): "--context is for --chat",
     ("train", "tiny", "data.tokenizer=nowhere"): "there is no tokenizer at 'nowhere' (allowed: 'bytes', or a folder",
-    ("generate", "nowhere", "--prompt", "x", "--slots", "0"): "--slots must be at least 1, not 0",
+    ("generate", "nowhere", "--prompt", "x", "--slots", "0"): "--slots must be positive, not 0",
     ("doctor", "--jsn"): "did you mean '--json'?",
 }
 
@@ -248,13 +236,12 @@ def test_a_message_is_one_line():
 def test_control_characters_of_a_model_reach_no_terminal(monkeypatch, capsys):
     """Other readers of standard output get the model's text as it is."""
     text = "a\tb\n\x1b]0;owned\x07\r\x9b2J\x7f \N{MAN}\u200d\N{WOMAN}"
-    show = lambda text: (print(generate._shown(text)), chat._show(text))
+    show = lambda text: print(terminal.generated(text), end="")
     show(text)
-    assert capsys.readouterr().out == f"{text}\n{text}"
+    assert capsys.readouterr().out == text
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
     show(text)
-    safe = "a\tb\n\\x1b]0;owned\\x07\\r\\x9b2J\\x7f \N{MAN}\u200d\N{WOMAN}"
-    assert capsys.readouterr().out == f"{safe}\n{safe}"
+    assert capsys.readouterr().out == "a\tb\n\\x1b]0;owned\\x07\\r\\x9b2J\\x7f \N{MAN}\u200d\N{WOMAN}"
     terminal.show(["\x1b[2J"])
     train._say("two\nlines \x1b[2J")
     shown = capsys.readouterr()

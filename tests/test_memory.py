@@ -31,8 +31,7 @@ def test_what_starting_takes_is_checked_before_anything_is_read(tmp_path, monkey
     sizes = dict(tensor=1, slots=1, capacity=16, max_queue=1)
     start = lambda: opened.engine(settings=DecodeConfig(), **sizes, decoder=None)
     form = dict(loop=Loop.UNROLLED, quantize=Quantize.NONE)
-    kept = memory.shard_bytes(weights.abstract(definition, **form))
-    most = weights.peak_bytes(definition, **form)
+    kept, most = weights.needed_bytes(definition, **form)
     cached = memory.cache_bytes(definition, rows=1, capacity=64)
     assert kept + cached < most == 4096 * 32 * 6  # the table in both
     monkeypatch.setattr(memory, "room", lambda *_, **__: most - 1)

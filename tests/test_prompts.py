@@ -67,7 +67,7 @@ def test_answers_to_something_else_are_refused(tmp_path):
     source.write_text('{"prompt": "a"}\n')
     jobs = jsonl.read(str(source), **READ)
     result = decode.Result((1,), "b", None, Finish.LENGTH, 1)
-    out.write_bytes(jobs[0].line([result]))
+    out.write_bytes(jsonl.encoded(jobs[0].line([result])))
     assert jsonl.unanswered(str(out), jobs) == []
     for change in (dict(model="n"), dict(defaults=DecodeConfig(max_new_tokens=7)), dict(stop=("x",))):
         with pytest.raises(UserError, match="line 1 answers another prompt, model or setting"):
@@ -82,18 +82,14 @@ def test_answers_to_something_else_are_refused(tmp_path):
 @pytest.mark.parametrize(
     "line, message",
     [
-        ("{", "line 2: this is not JSON"),
+        ("{", "prompts.jsonl:2: not JSON"),
         ("[]", "line 2: each line must be an object such as"),
         ('{"prompt": ""}', "line 2: the prompt is empty"),
         ('{"prompt": "a", "temprature": 1}', "line 2: unknown setting 'temprature'; did you mean 'temperature'"),
         ('{"prompt": "a", "top_p": 2}', "line 2: decode.top_p must be above 0 and at most 1"),
-        ('{"prompt": "a", "top_k": "x"}', "line 2: decode.top_k must be of type int"),
-        ('{"prompt": "a", "stop": 1}', "line 2: stop must be a string or a list"),
-        ('{"prompt": "a", "stop": [1]}', "line 2: stop must be strings"),
-        ('{"prompt": "a", "stop_ids": ["x"]}', "line 2: stop_ids must be"),
+        ('{"prompt": "a", "top_k": "x"}', "line 2: top_k must be a whole number, not 'x'"),
+        ('{"prompt": "a", "stop": 1}', "line 2: stop must be a list, not 1"),
         ('{"prompt": "a", "id": []}', "line 2: id must be a string or a whole number"),
-        ('{"prompt": "a", "stop": ' + 100_000 * "[" + "]" * 100_000 + "}", "line 2: this is nested too deeply"),
-        ('{"prompt": "a", "max_new_tokens": 1' + 30 * "0" + "}", "line 2: max_new_tokens must be below"),
         ('{"prompt": "\\ud800"}', "line 2: the prompt holds half of a surrogate pair"),
     ],
 )
@@ -109,7 +105,7 @@ def test_a_byte_order_mark(tmp_path):
     source = tmp_path / "prompts.jsonl"
     source.write_bytes(b"\xef\xbb\xbf" + '{"prompt": "é"}\r\n'.encode())
     (job,) = jsonl.read(str(source), **READ)
-    assert bytes(job.request.prompt) == "é".encode()
+    assert bytes(job.requests[0].prompt) == "é".encode()
 
 
 def test_a_full_disk_keeps_whole_lines(tmp_path, largest_file):

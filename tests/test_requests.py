@@ -136,7 +136,7 @@ def test_prompts_of_one_command_do_not_share_their_noise(tmp_path):
     source.write_text("\n".join(map(json.dumps, lines)))
     defaults = DecodeConfig(max_new_tokens=12, temperature=1.5, seed=2**32 - 1)
     jobs = jsonl.read(str(source), defaults=defaults, stop=(), encode=Bytes().encode, vocab_size=251, model="m")
-    assert [job.request.seed for job in jobs] == [2**32 - 1, 0, 3, 3]
+    assert [job.requests[0].seed for job in jobs] == [2**32 - 1, 0, 3, 3]
 
 
 def test_a_failed_requests_slot_holds_no_nan():

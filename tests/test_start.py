@@ -15,9 +15,8 @@ from ladder_jax import checkpoint, evaluate, nn
 from ladder_jax.checkpoint import Pieces, arrays, writing
 from ladder_jax.config import Biases, DecodeConfig, Loop, Quantize
 from ladder_jax.decode import weights
-from ladder_jax.decode.engine.engine import Compilations
 from ladder_jax.pretrained import open_model
-from tests import cases, covering, starts
+from tests import cases, compilations, covering, starts
 
 
 @pytest.fixture(scope="module")
@@ -203,7 +202,7 @@ def test_few_programs_whatever_the_depth():
         definition = cases.define("ladder", num_layers=layers, tensor=2, **starts.BFLOAT16)
         params = cases.placed(definition)
         jax.clear_caches()
-        with Compilations() as counted:
+        with compilations.counted() as compiled:
             weights.prepare(definition, params, loop=Loop.UNROLLED, quantize=Quantize.INT8)
-        counts.append(counted.count)
+        counts.append(len(compiled))
     assert counts[0] == counts[1] <= 20

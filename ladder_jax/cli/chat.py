@@ -5,13 +5,12 @@ import dataclasses
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 from ladder_jax import terminal
 from ladder_jax.config import DecodeConfig
 from ladder_jax.data.tokenizer import Tokenizer
 from ladder_jax.decode import Engine, Finish, NoNumbers, Request, Result
-from ladder_jax.decode.request import with_seed
 from ladder_jax.errors import UserError
 
 HELP = "/reset begins anew, /exit or Ctrl-D ends, Ctrl-C stops an answer"
@@ -19,13 +18,12 @@ HELP = "/reset begins anew, /exit or Ctrl-D ends, Ctrl-C stops an answer"
 
 @dataclasses.dataclass
 class Conversation:
-    """The messages so far, and the engine that answers them. `say` shows notices to the user."""
+    """The messages so far, and the engine that answers them. ends: what ends a text. say: shows notices to the user."""
 
     engine: Engine
-    _: dataclasses.KW_ONLY
     tokenizer: Tokenizer
     settings: DecodeConfig
-    stop: tuple[str, ...]
+    ends: dict[str, Sequence]
     say: Callable[[str], None]
     messages: list[dict[str, str]] = dataclasses.field(default_factory=list)
     answers: int = 0
@@ -37,9 +35,8 @@ class Conversation:
         keeping `text`, where `text` alone is too long or the chat template refuses it.
         """
         prompt, kept = self._fit([*self.messages, {"role": "user", "content": text}])
-        config = with_seed(self.settings, index=self.answers)
+        request = Request.of(prompt, config=self.settings, index=self.answers, **self.ends)
         self.answers += 1
-        request = Request.of(prompt, config=config, stop=self.stop, stop_ids=self.tokenizer.stop_ids)
         handle = self.engine.submit(request)
         for piece in handle:
             show(piece.text)
@@ -64,15 +61,15 @@ class Conversation:
         return prompt, messages
 
 
-def answer(conversation: Conversation, message: str, *, say: Callable[[str], None]) -> None:
+def answer(conversation: Conversation, message: str) -> None:
     """Show the answer. Ctrl-C stops it at its next tokens; a second one ends the program."""
     with _interruptible() as interrupted:
         result = conversation.ask(message, show=_show, stopped=interrupted.is_set)
     print()
     if result.finish is Finish.CANCELLED:
-        say("(stopped)")
+        conversation.say("(stopped)")
     elif result.finish is Finish.LENGTH:
-        say(f"(cut after {len(result.tokens)} tokens; --max-new-tokens allows more)")
+        conversation.say(f"(cut after {len(result.tokens)} tokens; --max-new-tokens allows more)")
 
 
 @contextlib.contextmanager
@@ -91,8 +88,9 @@ def _interruptible() -> Iterator[threading.Event]:
         signal.signal(signal.SIGINT, before)
 
 
-def talk(conversation: Conversation, *, say: Callable[[str], None]) -> None:
+def talk(conversation: Conversation) -> None:
     """Read messages from the terminal and answer them, until the user leaves."""
+    say = conversation.say
     say(HELP)
     while (line := _read(say)) is not None:
         if line == "/exit":
@@ -103,7 +101,7 @@ def talk(conversation: Conversation, *, say: Callable[[str], None]) -> None:
             say(f"(unknown command {line.split()[0]}: {HELP})")
         elif line:
             try:
-                answer(conversation, line, say=say)
+                answer(conversation, line)
             except (UserError, NoNumbers) as error:
                 say(f"({error})")
     print()
@@ -139,4 +137,4 @@ def piped() -> str | None:
 
 
 def _show(text: str) -> None:
-    print(terminal.generated(text) if sys.stdout.isatty() else text, end="", flush=True)
+    print(terminal.generated(text), end="", flush=True)

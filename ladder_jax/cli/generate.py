@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import importlib.util
 import itertools
 import json
 import sys
-import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from ladder_jax import terminal
@@ -21,11 +21,9 @@ if TYPE_CHECKING:
     from ladder_jax.config import DecodeConfig
     from ladder_jax.data.tokenizer import Tokenizer
     from ladder_jax.decode import Engine, Request
-    from ladder_jax.decode.request import Piece
     from ladder_jax.pretrained import OpenedModel
 
 SLOTS = 8
-LINE_EVERY = 10.0  # seconds between lines about a long text
 CONTEXT = 2048  # positions of a conversation
 BATCHED = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "stop")  # in each body of a batch
 FORM = ("quantize", "interleave")  # settings of how a model is decoded, whatever is asked of it
@@ -62,16 +60,7 @@ def _check(args: argparse.Namespace) -> None:
         raise UserError("--stream is for one --prompt")
     if args.context is not None and not args.chat:
         raise UserError("--context is for --chat")
-    check_least(args, slots=1, tensor=1, context=2)
     check_writable("out", args.out)
-
-
-def check_least(args: argparse.Namespace, **least: int) -> None:
-    """Raises UserError for a number below its least."""
-    for name, bound in least.items():
-        value = getattr(args, name)
-        if value is not None and value < bound:
-            raise UserError(f"--{name.replace('_', '-')} must be at least {bound}, not {value}")
 
 
 def check_http(what: str) -> None:
@@ -91,24 +80,18 @@ class Asked:
     say: Callable[[str], None]
 
     @property
-    def vocab_size(self) -> int:
-        return self.saved.config.model.vocab_size
-
-    @property
-    def stop(self) -> tuple[str, ...]:
-        return tuple(self.args.stop or ())
+    def ends(self) -> dict[str, Sequence]:
+        """What ends a text."""
+        return dict(stop=self.args.stop or (), stop_ids=self.tokenizer.stop_ids)
 
     def requests(self) -> list[Request]:
         """One for each --prompt, the k-th with the seed + k."""
-        from ladder_jax.decode.request import Request, check_prompts, with_seed
+        from ladder_jax.decode import Request, check_prompts
 
-        ends = dict(stop=self.stop, stop_ids=self.tokenizer.stop_ids)
-        requests = [
-            Request.of(self.tokenizer.encode(prompt), config=with_seed(self.settings, index=index), **ends)
-            for index, prompt in enumerate(self.args.prompt)
-        ]
-        check_prompts([request.prompt for request in requests], vocab_size=self.vocab_size)
-        return requests
+        prompts = list(map(self.tokenizer.encode, self.args.prompt))
+        check_prompts(prompts, vocab_size=self.saved.config.model.vocab_size)
+        of = functools.partial(Request.of, config=self.settings, **self.ends)
+        return [of(prompt, index=index) for index, prompt in enumerate(prompts)]
 
     def decided(self, *, tokens: int) -> DecodeConfig:
         """The settings with interleave=auto decided, for prompts of up to `tokens` tokens."""
@@ -142,7 +125,7 @@ def open_asked(args: argparse.Namespace, *, settings: Iterable[str], say: Callab
 
 
 def _one(asked: Asked) -> None:
-    from ladder_jax.decode import Generator, NoNumbers, memory, steps
+    from ladder_jax.decode import Generator, memory, steps
 
     args, saved, (request,) = asked.args, asked.saved, asked.requests()
     definition = saved.define(tensor=args.tensor)
@@ -152,40 +135,14 @@ def _one(asked: Asked) -> None:
     generator = Generator(definition, saved.reader(definition), **form)
     read = dict(prefill_chunk=settings.prefill_chunk, interleave=settings.interleave.parts)
     pieces = generator.pieces(request, decoder=asked.tokenizer.to_bytes, launch=settings.launch, **read)
-    if args.stream:
-        _stream(args.prompt[0], pieces)
-        return
-    try:
-        text = _whole(pieces, total=request.max_new_tokens)
-    except NoNumbers as error:
-        raise RunFailed(f"prompt 1 of 1: {error}") from error
-    print(_shown(args.prompt[0] + text), flush=True)
-
-
-def _whole(pieces: Iterable[Piece], *, total: int) -> str:
-    """The pieces' text. Every few seconds a line on standard error says how far it is."""
-    text, done, last = "", 0, time.monotonic()
-    for piece in pieces:
-        text, done = text + piece.text, done + len(piece.tokens)
-        if done < total and time.monotonic() - last > LINE_EVERY:
-            last = time.monotonic()
-            print(f"{done:,} of {total:,} tokens", file=sys.stderr, flush=True)
-    return text
-
-
-def _stream(prompt: str, pieces: Iterable[Piece]) -> None:
-    print(_shown(prompt), end="", flush=True)
-    for piece in pieces:
-        print(_shown(piece.text), end="", flush=True)
+    shown = itertools.chain(args.prompt, (piece.text for piece in pieces))
+    for text in shown if args.stream else ["".join(shown)]:
+        print(terminal.generated(text), end="", flush=True)
     print()
 
 
 def _say(line: str) -> None:
     print(printable(line), file=sys.stderr, flush=True)
-
-
-def _shown(text: str) -> str:
-    return terminal.generated(text) if sys.stdout.isatty() else text
 
 
 def _several(asked: Asked) -> None:
@@ -199,7 +156,7 @@ def _several(asked: Asked) -> None:
         if index:
             print()
         try:
-            print(_shown(prompt + handle.result().text), flush=True)
+            print(terminal.generated(prompt + handle.result().text), flush=True)
         except NoNumbers as error:
             failed.append(f"prompt {index + 1} of {len(handles)}: {error}")
     if failed:
@@ -229,10 +186,9 @@ def _jobs(asked: Asked) -> tuple[list, dict]:
 
     args, saved, tokenizer, settings = asked.args, asked.saved, asked.tokenizer, asked.settings
     model = json.dumps([saved.identity, to_dict(saved.config.model), settings.quantize.value, tokenizer.name])
-    about = dict(defaults=settings, vocab_size=asked.vocab_size)
+    about = dict(defaults=settings, vocab_size=saved.config.model.vocab_size)
     if not jsonl.is_batch(args.prompts):
-        ends = dict(stop=asked.stop, stop_ids=tokenizer.stop_ids)
-        return jsonl.read(args.prompts, **ends, model=model, encode=tokenizer.encode, **about), {}
+        return jsonl.read(args.prompts, **asked.ends, model=model, encode=tokenizer.encode, **about), {}
     check_http("OpenAI's batch format")
     from ladder_jax.serve import batch
 
@@ -240,7 +196,7 @@ def _jobs(asked: Asked) -> tuple[list, dict]:
         option = given[0].replace("_", "-")
         raise UserError(f"--{option}: in OpenAI's batch format each line's body has its own settings")
     jobs = batch.read(args.prompts, name=saved.config.run.name, tokenizer=tokenizer, identity=model, **about)
-    return jobs, dict(by=batch.by_custom_id, beginning=batch.BEGINNING)
+    return jobs, dict(identify=batch.identify, beginning=batch.BEGINNING)
 
 
 def _chat(asked: Asked) -> None:
@@ -252,6 +208,5 @@ def _chat(asked: Asked) -> None:
     message = chat.piped()
     # The engine's own thread decodes, so that Ctrl-C interrupts this thread, and never a round.
     with asked.engine(slots=1, capacity=asked.args.context or CONTEXT, max_queue=SLOTS) as engine:
-        settings = dict(tokenizer=tokenizer, settings=asked.settings, stop=asked.stop)
-        conversation = chat.Conversation(engine, **settings, say=_say)
-        chat.talk(conversation, say=_say) if message is None else chat.answer(conversation, message, say=_say)
+        conversation = chat.Conversation(engine, tokenizer, asked.settings, asked.ends, say=_say)
+        chat.talk(conversation) if message is None else chat.answer(conversation, message)

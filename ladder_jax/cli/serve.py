@@ -6,7 +6,7 @@ import math
 import os
 import sys
 
-from ladder_jax.cli.generate import FORM, check_http, check_least, open_asked
+from ladder_jax.cli.generate import FORM, check_http, open_asked
 from ladder_jax.errors import UserError
 
 KEY = "LADDER_JAX_API_KEY"
@@ -36,7 +36,7 @@ def run(options: dict) -> None:
         name = args.model_name or asked.saved.config.run.name
         most = args.max_new_tokens or engine.capacity - 1
         sizes = dict(capacity=engine.capacity, max_queue=engine.max_queue, max_new_tokens=most)
-        terms = Terms(name, asked.tokenizer, asked.vocab_size, chat_tokens=most, **sizes)
+        terms = Terms(name, asked.tokenizer, asked.saved.config.model.vocab_size, chat_tokens=most, **sizes)
         names = limits.own_names(args.host, sock, key=key)
         gate = app.create(app.Service(engine, terms), key=key, names=names)
         failed = lambda: engine.error is not None
@@ -56,7 +56,6 @@ def run(options: dict) -> None:
 
 
 def _check(args: argparse.Namespace) -> None:
-    check_least(args, slots=1, capacity=2, chunk=1, max_queue=1, tensor=1, max_new_tokens=1)
     if not (math.isfinite(args.drain_seconds) and args.drain_seconds >= 0):
         raise UserError(f"--drain-seconds must not be negative, not {args.drain_seconds}")
     if args.model_name == "":

@@ -65,8 +65,8 @@ def number(help: str, **settings: Any) -> dict[str, Any]:
     return dict(help=help, type=int, **settings)
 
 
-def count(help: str) -> dict[str, Any]:
-    return number(help, action=_Positive)
+def count(help: str, **settings: Any) -> dict[str, Any]:
+    return number(help, action=_Positive, **settings)
 
 
 def real(help: str, **settings: Any) -> dict[str, Any]:
@@ -87,7 +87,7 @@ OPENED = {
     "--ladder-layers WHICH": "make these ladder layers, in memory: N (the last N), i,j or all",
     "--residual NAME": "the kind of those layers (default ladder)",
     "--ranks N": number("for ladder-fresh: the tensor-parallel ranks it is for"),
-    "--tensor N": number("tensor-parallel devices (default: as trained, if there are as many)"),
+    "--tensor N": count("tensor-parallel devices (default: as trained, if there are as many)"),
 }
 DECODED = {
     **OPENED,
@@ -203,15 +203,15 @@ VERBS = {
             "--out FILE": "for --prompts: a JSON line as each finishes; a second run goes on with it",
             "--chat": "a conversation, or one answer to standard input",
             "--stream": "print one prompt's text as it comes",
-            "--max-new-tokens N": number("how many tokens to add (default 128)"),
+            "--max-new-tokens N": count("how many tokens to add (default 128)"),
             "--temperature T": real("0 is greedy (the default)"),
             "--top-k K": number("only the K most probable tokens (default 0: all)"),
             "--top-p P": real("only the most probable tokens that together reach P (default 1: all)"),
             "--min-p P": real("only tokens at least P times as probable as the best (default 0: all)"),
             "--repetition-penalty R": real("above 1, tokens in the prompt or text become less likely (default 1)"),
             "--seed S": number("the same seed gives the same text (default 0)"),
-            "--slots N": number("prompts that are continued at the same time (default 8)"),
-            "--context S": number("for --chat: tokens of history and answer together (default 2048)"),
+            "--slots N": count("prompts that are continued at the same time (default 8)"),
+            "--context S": count("for --chat: tokens of history and answer together (default 2048)"),
             "--stop TEXT": repeated("end before this text; may be given again"),
             **DECODED,
         },
@@ -255,15 +255,15 @@ VERBS = {
             "--port N": number("default 8000; 0: any free one", default=8000),
             "--api-key KEY": "what clients must send; better set as LADDER_JAX_API_KEY (default: no key)",
             "--model-name NAME": "the model's name for clients (default: the run's)",
-            "--slots N": number("prompts that are continued at the same time (default 8)", default=8),
-            "--capacity N": number(
+            "--slots N": count("prompts that are continued at the same time (default 8)", default=8),
+            "--capacity N": count(
                 "the most tokens of a request, prompt and new ones together (default 2048)", default=2048
             ),
-            "--chunk N": number(
+            "--chunk N": count(
                 "tokens a slot makes at once: fewer stream evenly, more serve faster (default 16)", default=16
             ),
-            "--max-new-tokens N": number("the most that a request may ask for (default: the capacity)"),
-            "--max-queue N": number("prompts that may wait for a slot (default 256)", default=256),
+            "--max-new-tokens N": count("the most that a request may ask for (default: the capacity)"),
+            "--max-queue N": count("prompts that may wait for a slot (default 256)", default=256),
             "--drain-seconds S": real("how long SIGTERM waits for requests in progress (default 30)", default=30.0),
             **DECODED,
         },

@@ -63,17 +63,13 @@ class Generator:
         first = lambda x: None if x is None else np.asarray(x).reshape(rows, -1)[0]
         chunks = self._chunks([request.prompt] * rows, settings, new=request.max_new_tokens, **form)
         for tokens, logprobs in chunks:
-            try:
-                reason = sequence.take(first(tokens), first(logprobs))
-            except NoNumbers:
-                if piece := sequence.piece():
-                    yield piece
-                raise
-            result = sequence.finish(reason) if reason else None
-            if piece := sequence.piece():
+            piece, outcome = sequence.take(first(tokens), first(logprobs))
+            if piece:
                 yield piece
-            if result:
-                return result
+            if isinstance(outcome, NoNumbers):
+                raise outcome
+            if outcome:
+                return outcome
         raise AssertionError("a request ends at max_new_tokens")
 
     def tokens(self, prompts: Sequence[Sequence[int]], *, config: DecodeConfig) -> np.ndarray:

@@ -51,31 +51,24 @@ def check_slots(
     """
     if slots * (capacity + chunk) >= 2**31:  # no array may be larger, and none this large would fit
         raise UserError(f"{slots} slots of {capacity:,} tokens are too many: ask for fewer, or shorter ones")
-    kept = shard_bytes(weights.abstract(definition, loop=loop, quantize=quantize))
-    most = weights.peak_bytes(definition, loop=loop, quantize=quantize)
-    size = check_start(definition, kept=kept, most=most, held=held, quantize=quantize)
+    kept, size = check_weights(definition, loop=loop, quantize=quantize, held=held)
     parts = {"weights": kept, "cache": cache_bytes(definition, rows=slots, capacity=capacity + chunk)}
     advice = f"ask for fewer, or shorter ones; {_less(quantize)}"
     check(parts, room=size, what=f"a cache of {slots} x {capacity:,} tokens", instead=advice)
 
 
-def check_stacked(definition: ModelDef) -> None:
-    """Raises UserError where `weights.stacked` does not fit."""
-    kept, most = weights.stacked_bytes(definition)
-    check_start(definition, kept=kept, most=most)
-
-
-def check_start(
-    definition: ModelDef, *, kept: int, most: int, held: int = 0, quantize: Quantize | None = None
-) -> int | None:
-    """Raises UserError where `most` bytes a device, of which the weights keep `kept`, do not fit; returns `room`."""
+def check_weights(
+    definition: ModelDef, *, loop: Loop, quantize: Quantize = Quantize.NONE, held: int = 0
+) -> tuple[int, int | None]:
+    """Raises UserError where `weights.prepare` does not fit; returns the bytes a device that it keeps, and `room`."""
+    kept, most = weights.needed_bytes(definition, loop=loop, quantize=quantize)
     devices = definition.layout.mesh.devices
     size = room(devices.flat[0], devices=devices.size)
     on_host = devices.flat[0].platform == "cpu"  # its available memory excludes the parameters already
     parts = {"weights": kept, "one of them as it is stored": most - kept, "those in memory": 0 if on_host else held}
     parts = {name: bytes_ for name, bytes_ in parts.items() if bytes_ or name == "weights"}
     check(parts, room=size, what="reading the weights", instead=_less(quantize))
-    return size
+    return kept, size
 
 
 @contextlib.contextmanager

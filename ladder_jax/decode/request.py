@@ -5,18 +5,19 @@ import dataclasses
 import enum
 import math
 import numbers
-import operator
 import secrets
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 from ladder_jax.config import DecodeConfig
 from ladder_jax.config.fields import shown
-from ladder_jax.errors import RunFailed, UserError, described, wrong_type
+from ladder_jax.errors import RunFailed, UserError, described, whole, wrong_type
 
 SAMPLING = ("max_new_tokens", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed")
 """The settings that a request shares with DecodeConfig."""
 
-LARGEST = 1e30  # temperature or penalty: larger values have no further effect, and could overflow a float32
+MOST = dict(max_new_tokens=2**31 - 1, top_k=2**31 - 1, temperature=1e30, repetition_penalty=1e30)
+"""Larger integers are no int32; larger temperatures and penalties have no further effect, and could overflow."""
 STOP_CHARACTERS = 1000
 """The most that a stop string may have."""
 
@@ -74,15 +75,12 @@ class Request:
             object.__setattr__(self, "seed", secrets.randbits(32))
         # Every setting is checked here: an error in the engine's loop would end all requests.
         for name in SAMPLING:
-            kind = _whole if name in ("max_new_tokens", "top_k", "seed") else _real
+            kind = whole if name in ("max_new_tokens", "top_k", "seed") else _real
             object.__setattr__(self, name, kind(name, getattr(self, name)))
         DecodeConfig(**{name: getattr(self, name) for name in SAMPLING})
-        for name in ("max_new_tokens", "top_k"):
-            if getattr(self, name) >= 2**31:
-                raise UserError(f"{name} must be below 2**31, not {getattr(self, name)}")
-        for name in ("temperature", "repetition_penalty"):
-            if getattr(self, name) > LARGEST:
-                raise UserError(f"{name} must be at most {LARGEST:g}, not {getattr(self, name)}")
+        for name, most in MOST.items():
+            if getattr(self, name) > most:
+                raise UserError(f"{name} must be at most {most}, not {getattr(self, name)}")
         for name in ("prompt", "stop_ids", "stop"):
             if not isinstance(getattr(self, name), Iterable):
                 raise UserError(f"{name} must be a list, not {described(getattr(self, name))}")
@@ -94,16 +92,16 @@ class Request:
         if (longest := max(map(len, stop), default=0)) > STOP_CHARACTERS:
             raise UserError(f"a stop string may have {STOP_CHARACTERS} characters, not {longest}")
         for name in ("prompt", "stop_ids"):
-            tokens = tuple(_whole(f"a token of {name}", token) for token in getattr(self, name))
+            tokens = tuple(whole(f"a token of {name}", token) for token in getattr(self, name))
             object.__setattr__(self, name, tokens)
         object.__setattr__(self, "stop", stop)
 
     @classmethod
-    def of(
-        cls, prompt: Sequence[int], *, config: DecodeConfig, stop: Sequence[str] = (), stop_ids: Sequence[int] = ()
-    ) -> "Request":
-        """With `config`'s sampling settings."""
-        return cls(prompt, **{name: getattr(config, name) for name in SAMPLING}, stop=stop, stop_ids=stop_ids)
+    def of(cls, prompt: Sequence[int], *, config: DecodeConfig, index: int = 0, **changes: Any) -> "Request":
+        """With `config`'s sampling settings, where `changes` has none; its seed + `index`, for noise of its own."""
+        settings = {name: getattr(config, name) for name in SAMPLING}
+        settings["seed"] = (config.seed + index) % 2**32
+        return cls(prompt, **{**settings, **changes})
 
     @property
     def is_greedy(self) -> bool:
@@ -117,11 +115,6 @@ class Request:
             raise UserError("stop strings need a decoder; stop_ids do not")
 
 
-def with_seed(config: DecodeConfig, *, index: int) -> DecodeConfig:
-    """`config` for the request at `index` of several: its seed is the configuration's + index, for noise of its own."""
-    return dataclasses.replace(config, seed=(config.seed + index) % 2**32)
-
-
 def check_prompts(prompts: Sequence[Sequence[int]], *, vocab_size: int) -> None:
     """Raises UserError where there is no prompt, an empty one, or a token outside the vocabulary."""
     if not prompts:
@@ -132,13 +125,6 @@ def check_prompts(prompts: Sequence[Sequence[int]], *, vocab_size: int) -> None:
         worst = min(prompt) if min(prompt) < 0 else max(prompt)
         if not 0 <= worst < vocab_size:
             raise UserError(f"the prompt holds the token {worst}, outside the model's vocabulary of {vocab_size}")
-
-
-def _whole(name, value):
-    try:
-        return operator.index(value)
-    except TypeError:
-        raise UserError(f"{name} must be a whole number, not {value!r}") from None
 
 
 def _real(name, value):
@@ -186,39 +172,42 @@ class TokenSequence:
         self._tokens: list[int] = []
         self._logprobs: list[float] = []
         self._shown: list[str] = []
-        self._given = (0, 0)  # tokens, and parts of the text, that `piece` has returned
+        self._given = (0, 0)  # tokens, and parts of the text, that a piece has held
 
-    def take(self, tokens: Sequence[int], logprobs: Sequence[float] | None) -> Finish | None:
-        """Adds the next tokens up to the end of the request; returns why it ends, None where it goes on.
+    def take(
+        self, tokens: Sequence[int], logprobs: Sequence[float] | None
+    ) -> tuple[Piece | None, Result | NoNumbers | None]:
+        """Adds the next tokens up to the end of the request. Returns what is new of it, if anything, and its outcome.
 
-        logprobs: needed if the request asks for them. Raises NoNumbers where the device had no logits to choose by.
+        logprobs: needed if the request asks for them. The outcome is None where the request goes on, NoNumbers where
+        the device had no logits to choose by.
         """
         for index, token in enumerate(tokens):
             if token < 0:
-                raise NoNumbers(len(self._tokens))
+                return self._piece(), NoNumbers(len(self._tokens))
             self._tokens.append(int(token))
             if self.request.logprobs:
                 self._logprobs.append(float(logprobs[index]))
             if reason := self._read(int(token)):
-                return reason
-        return None
+                return self.end(reason)
+        return self._piece(), None
 
-    def piece(self) -> Piece | None:
-        """What is new since the last piece; None if there is nothing."""
-        tokens, parts = self._given
-        new = tuple(self._tokens[tokens:])
-        text = "".join(self._shown[parts:]) if self._decoder else None
-        logprobs = tuple(self._logprobs[tokens:]) if self.request.logprobs else None
-        self._given = (len(self._tokens), len(self._shown))
-        return Piece(new, text, logprobs) if new or text else None
-
-    def finish(self, reason: Finish) -> Result:
-        """Releases the text that was held back, which is the last `piece`'s too."""
+    def end(self, reason: Finish) -> tuple[Piece | None, Result]:
+        """As `take`, with the text that was held back."""
         if self._decoder:
             self._shown.append(self._text.flush())
-        logprobs = tuple(self._logprobs) if self.request.logprobs else None
-        text = "".join(self._shown) if self._decoder else None
-        return Result(tuple(self._tokens), text, logprobs, reason, len(self.request.prompt))
+        whole = self._since(0, 0)
+        return self._piece(), Result(whole.tokens, whole.text, whole.logprobs, reason, len(self.request.prompt))
+
+    def _piece(self):
+        new = self._since(*self._given)
+        self._given = (len(self._tokens), len(self._shown))
+        return new if new.tokens or new.text else None
+
+    def _since(self, tokens, parts):
+        text = "".join(self._shown[parts:]) if self._decoder else None
+        logprobs = tuple(self._logprobs[tokens:]) if self.request.logprobs else None
+        return Piece(tuple(self._tokens[tokens:]), text, logprobs)
 
     def _read(self, token):
         if token in self.request.stop_ids:

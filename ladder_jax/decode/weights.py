@@ -33,16 +33,21 @@ type Reader = Callable[[Sequence[Key]], Iterator[jax.Array]]
 def prepare(definition: ModelDef, params: Params | Reader, *, loop: Loop, quantize: Quantize = Quantize.NONE) -> Params:
     """From parameters as they are trained and stored, in memory or read one by one (`checkpoint.Pieces`).
 
-    In the compute dtype the values stay the same, as the model casts matrices where it uses them. Beside the result no
-    more is held than `peak_bytes` says; parameters in memory stay the caller's.
+    In the compute dtype the values stay the same, as the model casts matrices where it uses them. With Loop.SCAN and
+    Quantize.NONE so do names and shapes. No more is held than `needed_bytes` says; parameters in memory stay the
+    caller's.
     """
     _check(definition)
-    return _build(definition, params, loop=loop, quantize=quantize)
-
-
-def stacked(definition: ModelDef, params: Params | Reader) -> Params:
-    """The parameters in the compute dtype, by the names and shapes in which they are trained and stored."""
-    return _build(definition, params, loop=Loop.SCAN, quantize=Quantize.NONE)
+    read = params if callable(params) else _in_memory(params)
+    targets = _targets(definition, loop=loop, quantize=quantize)
+    pieces = read([key for target in targets for key in target.keys])
+    done = traverse_util.unflatten_dict({target.name: target.build(pieces) for target in targets}, sep="/")
+    if loop is Loop.UNROLLED:
+        for name, of in stacks(definition.config).items():
+            below = traverse_util.flatten_dict(done[name])
+            layers = [{path: each[layer] for path, each in below.items()} for layer in range(len(of))]
+            done[name] = tuple(map(traverse_util.unflatten_dict, layers))
+    return done
 
 
 def dims(definition: ModelDef, *, loop: Loop, quantize: Quantize = Quantize.NONE) -> Params:
@@ -64,15 +69,20 @@ def abstract(definition: ModelDef, *, loop: Loop, quantize: Quantize = Quantize.
     return _laid_out(definition, loop, place, definition.abstract, definition.dims)
 
 
-def peak_bytes(definition: ModelDef, *, loop: Loop, quantize: Quantize = Quantize.NONE) -> int:
-    """The most that a device holds while `prepare` reads, its finished arrays included."""
+def needed_bytes(definition: ModelDef, *, loop: Loop, quantize: Quantize = Quantize.NONE) -> tuple[int, int]:
+    """A device's share of `prepare`'s arrays, and the most that it holds while they are read, stored in float32."""
     _check(definition)
-    return _bytes(definition, loop=loop, quantize=quantize)[1]
-
-
-def stacked_bytes(definition: ModelDef) -> tuple[int, int]:
-    """A device's share of `stacked`'s arrays, and the most that it holds while they are read."""
-    return _bytes(definition, loop=Loop.SCAN, quantize=Quantize.NONE)
+    done = most = 0
+    for target in _targets(definition, loop=loop, quantize=quantize):
+        read = jax.ShapeDtypeStruct(target.share, jnp.float32)
+        store = functools.partial(_stored, quantize, definition.config.dtype.value, dims=target.dims)
+        stored = jax.eval_shape(store, read)
+        size = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(stored))
+        beside = 0 if stored == read else 4 * read.size
+        beside += size if loop is Loop.SCAN and target.layers else 0  # its stack is allocated with the first layer
+        done += size * (target.layers or 1)
+        most = max(most, done + beside)
+    return done, most
 
 
 def _check(definition):
@@ -177,35 +187,6 @@ def _targets(definition, *, loop, quantize):
     dims = traverse_util.flatten_dict(definition.dims, sep="/")
     targets = [_Target(definition, name, of.removeprefix("L"), loop, quantize) for name, of in dims.items()]
     return sorted(targets, key=lambda target: -math.prod(target.share))
-
-
-def _bytes(definition, *, loop, quantize):
-    """A device's share of `_build`'s arrays, and the most that it holds meanwhile, from arrays stored in float32."""
-    done = most = 0
-    for target in _targets(definition, loop=loop, quantize=quantize):
-        read = jax.ShapeDtypeStruct(target.share, jnp.float32)
-        store = functools.partial(_stored, quantize, definition.config.dtype.value, dims=target.dims)
-        stored = jax.eval_shape(store, read)
-        size = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(stored))
-        beside = 0 if stored == read else 4 * read.size
-        beside += size if loop is Loop.SCAN and target.layers else 0  # its stack is allocated with the first layer
-        done += size * (target.layers or 1)
-        most = max(most, done + beside)
-    return done, most
-
-
-def _build(definition, params, *, loop, quantize):
-    """The arrays, unrolled or stacked as `loop` has them."""
-    read = params if callable(params) else _in_memory(params)
-    targets = _targets(definition, loop=loop, quantize=quantize)
-    pieces = read([key for target in targets for key in target.keys])
-    done = traverse_util.unflatten_dict({target.name: target.build(pieces) for target in targets}, sep="/")
-    if loop is Loop.UNROLLED:
-        for name, of in stacks(definition.config).items():
-            below = traverse_util.flatten_dict(done[name])
-            layers = [{path: each[layer] for path, each in below.items()} for layer in range(len(of))]
-            done[name] = tuple(map(traverse_util.unflatten_dict, layers))
-    return done
 
 
 def _in_memory(params):

@@ -11,6 +11,7 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 
 from ladder_jax import config, pretrained
+from ladder_jax.config import Loop
 from ladder_jax.data.tokenizer import BYTES, Tokenizer
 from ladder_jax.decode import Engine, Request, Result, memory, weights
 from ladder_jax.errors import UserError
@@ -58,8 +59,8 @@ class Model:
         found = self.load()
         if not callable(found):
             return found
-        memory.check_stacked(self.definition)
-        return weights.stacked(self.definition, found)
+        memory.check_weights(self.definition, loop=Loop.SCAN)
+        return weights.prepare(self.definition, found, loop=Loop.SCAN)
 
     @functools.cached_property
     def scorer(self) -> Scorer:

@@ -9,7 +9,6 @@ anything is computed.
 
 import dataclasses
 import datetime
-import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -17,7 +16,7 @@ from typing import Any
 from ladder_jax.config import DecodeConfig
 from ladder_jax.data import json_lines
 from ladder_jax.data.tokenizer import Tokenizer
-from ladder_jax.decode.engine import Request, Result, jsonl
+from ladder_jax.decode.engine import NoNumbers, Result, jsonl
 from ladder_jax.errors import UserError, unknown
 from ladder_jax.serve.answer import Form
 from ladder_jax.serve.prepare import Terms, prepare
@@ -31,25 +30,27 @@ BEGINNING = f'{{"id": "{ID}'.encode()
 
 
 @dataclasses.dataclass(frozen=True)
-class Job:
+class Job(jsonl.Job):
     """One line. requests: those of its prompts, in order. digest: of all that determines the answer but the
     date, which a chat template may ask for: an answer of yesterday is one."""
 
-    custom_id: str
-    requests: tuple[Request, ...]
-    digest: str
+    index: str  # the line's custom_id
+    _: dataclasses.KW_ONLY
     form: Form
 
-    def line(self, results: Sequence[Result]) -> bytes:
-        return self._line(200, self.form.answer(results))
+    def line(self, results: Sequence[Result | NoNumbers]) -> dict[str, Any]:
+        errors = [result for result in results if isinstance(result, NoNumbers)]
+        if errors:
+            answer = {"status_code": 500, "body": Refusal(500, str(errors[0]), code="no_numbers").body()}
+        else:
+            answer = {"status_code": 200, "body": self.form.answer(results)}
+        response = {"request_id": f"req_{self.digest}", **answer}
+        return {"id": ID + self.digest, "custom_id": self.index, "response": response, "error": None}
 
-    def failed(self, error: Exception) -> bytes:
-        return self._line(500, Refusal(500, str(error), code="no_numbers").body())
 
-    def _line(self, status: int, body: dict[str, Any]) -> bytes:
-        response = {"status_code": status, "request_id": f"req_{self.digest}", "body": body}
-        whole = {"id": ID + self.digest, "custom_id": self.custom_id, "response": response, "error": None}
-        return json.dumps(whole, ensure_ascii=False).encode("utf-8", "backslashreplace") + b"\n"
+def identify(line: Mapping[str, Any]) -> tuple[str, str]:
+    """As `jsonl.identify`."""
+    return line["custom_id"], line["id"].removeprefix(ID)
 
 
 def read(
@@ -67,21 +68,10 @@ def read(
             job = _job(value, terms, identity=identity, seed=defaults.seed + len(jobs))
         except (UserError, Refusal) as error:
             raise UserError(f"{file} line {number}: {error}") from None
-        if job.custom_id in jobs:
-            raise UserError(f"{file} line {number}: custom_id {job.custom_id!r} is that of an earlier line, too")
-        jobs[job.custom_id] = job
+        if job.index in jobs:
+            raise UserError(f"{file} line {number}: custom_id {job.index!r} is that of an earlier line, too")
+        jobs[job.index] = job
     return list(jobs.values())
-
-
-def by_custom_id(jobs: Sequence[Job]) -> jsonl.Find[Job]:
-    known = {job.custom_id: job for job in jobs}
-
-    def find(line: Mapping[str, Any]) -> Job | None:
-        found = known.get(line["custom_id"])
-        identity = line["id"]
-        return found if found and identity == ID + found.digest else None
-
-    return find
 
 
 def _job(value: Any, terms: Terms, *, identity: str, seed: int) -> Job:
@@ -105,7 +95,5 @@ def _job(value: Any, terms: Terms, *, identity: str, seed: int) -> Job:
     requests, form = prepare(body, terms, seed=seed)
     undated = prepare(body, terms, seed=seed, now=NO_DATE)[0] if isinstance(body, Chat) else requests
     decides = map(dataclasses.asdict, undated)
-    whole = json.dumps([identity, url, value["body"], *decides], sort_keys=True)
-    digest = hashlib.sha256(whole.encode()).hexdigest()[:16]
-    form.name = digest
-    return Job(custom_id, tuple(requests), digest, form)
+    form.name = jsonl.digest(json.dumps([identity, url, value["body"], *decides], sort_keys=True))
+    return Job(custom_id, tuple(requests), form.name, form=form)

@@ -75,7 +75,7 @@ def test_answers(make_engine, alone, tmp_path):
 def test_it_goes_on_after_a_kill(make_engine, tmp_path):
     file, out, engine = write(tmp_path / "in.jsonl", LINES), tmp_path / "out.jsonl", make_engine()
     jobs = batch.read(file, **READ)
-    unanswered = lambda jobs: jsonl.unanswered(str(out), jobs, by=batch.by_custom_id, beginning=batch.BEGINNING)
+    unanswered = lambda jobs: jsonl.unanswered(str(out), jobs, identify=batch.identify, beginning=batch.BEGINNING)
     run = lambda: jsonl.answer(engine, unanswered(jobs), file=str(out), advance=lambda: None)
     answers = lambda: map(json.loads, out.read_bytes().splitlines())
     texts = lambda: {one["custom_id"]: one["response"]["body"]["choices"] for one in answers()}
@@ -95,15 +95,15 @@ def test_it_goes_on_after_a_kill(make_engine, tmp_path):
         unanswered(jobs)
 
 
-def test_one_without_numbers(make_engine, monkeypatch, tmp_path):
+def test_one_without_numbers(tmp_path):
     """Its line has the server's status and body, and the others are answered."""
     from ladder_jax.decode.request import NoNumbers
 
-    (job, other) = batch.read(write(tmp_path / "in.jsonl", LINES[:2]), **READ)
-    answer = json.loads(job.failed(NoNumbers(3)))
+    (job,) = batch.read(write(tmp_path / "in.jsonl", LINES[:1]), **READ)
+    answer = job.line([NoNumbers(3)])
     assert answer["response"]["status_code"] == 500
     assert answer["response"]["body"]["error"]["code"] == "no_numbers"
-    assert batch.by_custom_id([other, job])(answer) is job
+    assert batch.identify(answer) == (job.index, job.digest)
 
 
 MISTAKES = [

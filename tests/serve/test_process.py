@@ -117,8 +117,8 @@ def test_an_error_in_the_engine_ends_the_process(start):
 
 
 MISTAKES = {
-    ("--slots", "0"): "--slots must be at least 1, not 0",
-    ("--capacity", "1"): "--capacity must be at least 2, not 1",
+    ("--slots", "0"): "--slots must be positive, not 0",
+    ("--capacity", "1"): "capacity must be at least 2, not 1",
     ("--drain-seconds", "-1"): "--drain-seconds must not be negative, not -1.0",
     ("--drain-seconds", "nan"): "--drain-seconds must not be negative, not nan",
     ("--port", "70000"): "a port is from 0 to 65535, not 70000",

@@ -1,10 +1,8 @@
 """The engine: rounds that move all requests on, driven by its user or by a thread of its own."""
 
-import functools
 import threading
 from collections.abc import Generator, Sequence
 
-import jax
 import numpy as np
 
 from ladder_jax.config import DecodeConfig, Launch, Loop, Quantize, check_interleave
@@ -13,14 +11,11 @@ from ladder_jax.decode.engine.handle import Handle
 from ladder_jax.decode.engine.scheduler import Scheduler, Stats
 from ladder_jax.decode.engine.slots import Slots
 from ladder_jax.decode.generate import parts_of
-from ladder_jax.decode.request import Decoder, NoNumbers, Request
+from ladder_jax.decode.request import Decoder, Request
 from ladder_jax.decode.sampling import NO_NUMBER, Choice
 from ladder_jax.decode.steps import CHUNK, run_to_end
 from ladder_jax.errors import UserError, described, member, whole
 from ladder_jax.nn import ModelDef, Params, Transformer
-
-_COMPILED = "/jax/core/compile/backend_compile_duration"  # jax's event, once a program: compiled or read from its cache
-_active = threading.local()
 
 
 class Engine:
@@ -64,14 +59,9 @@ class Engine:
                 f"an engine is one replica of the model: mesh.data x mesh.fsdp must be 1,"
                 f" not {definition.layout.batch_ranks}; make an engine for each"
             )
-        for name, value, least in (
-            ("slots", slots, 1),
-            ("capacity", capacity, 2),
-            ("max_queue", max_queue, 1),
-            ("chunk", chunk, 1),
-            ("prefill_chunk", prefill_chunk, 1),
-        ):
-            whole(name, value, least=least)
+        sizes = dict(slots=slots, capacity=capacity, chunk=chunk, prefill_chunk=prefill_chunk)
+        for name, value in {**sizes, "max_queue": max_queue}.items():
+            whole(name, value, least=2 if name == "capacity" else 1)
         loop, quantize = member(Loop, "loop", loop), member(Quantize, "quantize", quantize)
         launch = member(Launch, "launch", launch)
         check_interleave(interleave)
@@ -81,16 +71,12 @@ class Engine:
         memory.check_slots(definition, slots=slots, capacity=capacity, chunk=chunk, held=held, **form)
         self.capacity, self.slots, self.max_queue = capacity, slots, max_queue
         self._vocab_size, self._decoder = definition.config.vocab_size, decoder
-        self._compilations = Compilations()
-        what = f"for {slots} slots of {capacity:,} tokens and the weights"
-        with self._compilations, memory.explained(what):
+        with memory.explained(f"for {slots} slots of {capacity:,} tokens and the weights"):
             prepared = weights.prepare(definition, params, **form)
-            sizes = dict(slots=slots, capacity=capacity, chunk=chunk)
-            sizes |= dict(prefill_chunk=prefill_chunk, interleave=interleave)
-            self._device = Slots(definition, prepared, **sizes, **form, launch=launch)
+            self._device = Slots(definition, prepared, **sizes, **form, interleave=interleave, launch=launch)
 
         self._scheduler = Scheduler(slots=slots, max_queue=max_queue)
-        self._round = EngineRound(self._scheduler, self._device)
+        self._reading: dict[int, tuple[Handle, Generator]] = {}  # by slot: prompts that are not read to their end
         self._running = threading.Lock()  # held through a round: one at a time
         self._thread: threading.Thread | None = None
         self._stopping = False
@@ -139,10 +125,9 @@ class Engine:
         with self._running:
             self._scheduler.check()
             try:
-                with self._compilations:
-                    self._round.run()
+                self._round()
             except BaseException as error:  # the devices' state is lost: its buffers were donated
-                self._scheduler.fail(error)
+                self._scheduler.end_all(error)
                 raise
         return self.busy
 
@@ -172,8 +157,8 @@ class Engine:
             thread.join()
         with self._running, self._scheduler.changed:
             self._thread = None  # under the lock: a handle waits for the thread only while there is one
-            self._scheduler.cancel_all()
-            self._round.forget()
+            self._scheduler.end_all()
+            self._reading.clear()
 
     __enter__ = start
 
@@ -185,18 +170,18 @@ class Engine:
         """Whether a thread drives the rounds."""
         return self._thread is not None
 
-    @property
-    def compilations(self) -> int:
-        """How many programs this engine has compiled; constant after `warm_up`."""
-        return self._compilations.count
-
     def warm_up(self) -> None:
         """Compiles every program that a request can need. Raises UserError while any request waits or runs."""
         with self._running:
             if self.busy:
                 raise UserError("warm_up is for an engine with nothing to do")
-            with self._compilations, memory.explained(f"for {self.slots} slots of {self.capacity:,} tokens"):
-                self._round.warm_up(longest=self.capacity - 1)
+            with memory.explained(f"for {self.slots} slots of {self.capacity:,} tokens"):
+                for bucket in self._device.buckets:
+                    run_to_end(self._device.insert(0, Request([0] * min(bucket, self.capacity - 1))))
+                    for choice in Choice:
+                        new, _ = self._device.decode(choice)
+                        self._device.advance(new, active=np.zeros(self.slots, bool))
+                new.block_until_ready()
 
     def stats(self) -> Stats:
         return self._scheduler.stats()
@@ -212,16 +197,11 @@ class Engine:
             except BaseException:  # `step` has passed it on to all handles
                 return
 
+    def _round(self):
+        """Fills free slots, reads a chunk of each unfinished prompt, and makes a chunk of tokens in all slots.
 
-class EngineRound:
-    """Fills free slots, reads a chunk of each unfinished prompt, and makes a chunk of tokens in all slots."""
-
-    def __init__(self, scheduler: Scheduler, device: Slots):
-        self._scheduler, self._device = scheduler, device
-        self._reading: dict[int, tuple[Handle, Generator]] = {}  # by slot: prompts that are not read to their end
-
-    def run(self) -> None:
-        """One round. All of it is sent to the devices before the host waits for the first token."""
+        All of it is sent to the devices before the host waits for the first token.
+        """
         for slot, handle in self._scheduler.admit():
             self._reading[slot] = handle, self._device.insert(slot, handle.request)
         first = self._read()
@@ -234,24 +214,11 @@ class EngineRound:
         scores = None if logprobs is None else np.asarray(logprobs)
         for slot, handle in self._decoding():
             self._take(slot, handle, tokens[slot], None if scores is None else scores[slot])
-        for slot in np.flatnonzero((tokens == NO_NUMBER).any(axis=1)):  # also in tokens after a request's end
+        for slot in np.flatnonzero((tokens == NO_NUMBER).any(axis=1)):  # of a failed request, or after the end of one
             self._device.clear(slot)
         active = np.zeros(len(tokens), bool)
         active[[slot for slot, _ in self._decoding()]] = True
         self._device.advance(new, active=active)
-
-    def forget(self) -> None:
-        """Drops the prompts that are not read to their end."""
-        self._reading.clear()
-
-    def warm_up(self, *, longest: int) -> None:
-        """Compiles every program for prompts of up to `longest` tokens. No request may run."""
-        for bucket in self._device.buckets:
-            run_to_end(self._device.insert(0, Request([0] * min(bucket, longest))))
-            for choice in Choice:
-                new, _ = self._device.decode(choice)
-                self._device.advance(new, active=np.zeros(len(new), bool))
-        new.block_until_ready()
 
     def _read(self):
         """Reads the next chunk of prompts. Of those it completes: slot, handle, first token and its log-probability."""
@@ -275,38 +242,5 @@ class EngineRound:
         return Choice.GREEDY if greedy else Choice.SAMPLED
 
     def _take(self, slot, handle, tokens, logprobs):
-        try:
-            reason = handle.take(tokens, logprobs)
-        except NoNumbers as error:  # this request's own: the others go on
-            self._scheduler.drop(slot, error)
-            self._device.clear(slot)
-            return
-        if reason:
-            self._scheduler.release(slot, reason)
-
-
-class Compilations:
-    """Counts the programs that this thread compiles within `with`; `count` adds up over several."""
-
-    def __init__(self):
-        self.count = 0
-
-    def __enter__(self) -> "Compilations":
-        _listen()
-        _active.counter = self
-        return self
-
-    def __exit__(self, *_) -> None:
-        _active.counter = None
-
-
-def _count(event, seconds, **_):
-    counter = getattr(_active, "counter", None)
-    if event == _COMPILED and counter is not None:
-        counter.count += 1
-
-
-@functools.cache
-def _listen():
-    """Once a process: jax calls a listener at every event."""
-    jax.monitoring.register_event_duration_secs_listener(_count)
+        if outcome := handle.take(tokens, logprobs):
+            self._scheduler.release(slot, outcome)

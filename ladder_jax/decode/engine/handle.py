@@ -67,42 +67,33 @@ class Handle:
         """Ends the request as "cancelled" with its tokens so far: at once if it is queued, else at the next round."""
         self._engine.cancel(self)
 
-    def take(self, tokens: Sequence[int], logprobs: Sequence[float] | None) -> Finish | None:
-        """For the engine: the next tokens. Returns why the request ends with them, None where it goes on.
+    def take(self, tokens: Sequence[int], logprobs: Sequence[float] | None) -> Result | NoNumbers | None:
+        """For the engine: the next tokens. Returns the outcome with which it should `end` the request, None for none.
 
-        Tokens after its end are dropped. Raises NoNumbers where the device had no logits to choose by.
+        Tokens after its end are dropped.
         """
-        try:
-            reason = self._sequence.take(tokens, logprobs)
-        except NoNumbers:
-            self._give()
-            raise
-        if not reason:  # else `finish` gives it, with the text that was held back
-            self._give()
-        return reason
+        piece, outcome = self._sequence.take(tokens, logprobs)
+        self._give(piece)
+        return outcome
 
-    def finish(self, reason: Finish) -> Result:
-        """For the engine: the request ends."""
-        result = self._sequence.finish(reason)
-        self._give()
-        self._end(result)
+    def cancelled(self) -> Result:
+        """For the engine: the outcome of the tokens so far."""
+        piece, result = self._sequence.end(Finish.CANCELLED)
+        self._give(piece)
         return result
 
-    def fail(self, error: BaseException) -> None:
-        """For the engine: the request ends with an error."""
-        self._end(error)
-
-    def _give(self):
-        if piece := self._sequence.piece():
-            with self._changed:
-                self._pieces.append(piece)
-                self._notify(piece)
-
-    def _end(self, outcome):
+    def end(self, outcome: Result | BaseException) -> None:
+        """For the engine: the request ends."""
         with self._changed:
             self._outcome = outcome
             self._notify(outcome)
             self._listeners.clear()
+
+    def _give(self, piece):
+        if piece:
+            with self._changed:
+                self._pieces.append(piece)
+                self._notify(piece)
 
     def _notify(self, event):
         self._changed.notify_all()

@@ -9,17 +9,17 @@ import io
 import json
 import os
 import pathlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
-from ladder_jax import config
 from ladder_jax.config import DecodeConfig
+from ladder_jax.data import json_lines
 from ladder_jax.decode.engine.engine import Engine
 from ladder_jax.decode.engine.handle import Handle
-from ladder_jax.decode.request import SAMPLING, NoNumbers, Request, Result, check_prompts, with_seed
+from ladder_jax.decode.request import SAMPLING, NoNumbers, Request, Result, check_prompts
 from ladder_jax.errors import RunFailed, UserError, unknown
 
-KEYS = ("prompt", "id", "stop", "stop_ids", *SAMPLING)
+SETTINGS = (*SAMPLING, "stop", "stop_ids")
 BEGINNING = b'{"index": '  # every line that `answer` writes begins with it
 
 
@@ -27,43 +27,26 @@ BEGINNING = b'{"index": '  # every line that `answer` writes begins with it
 class Job:
     """One line of the file of prompts.
 
-    index: of the prompt, from 0. id: the user's name for it, if any.
-    digest: of everything that determines the text; an answer holds its job's digest.
+    index: of the prompt, from 0.
+    digest: of everything that determines the text; an answer holds its job's index and digest.
+    id: the user's name for it, if any.
     """
 
     index: int
-    id: str | int | None
-    request: Request
+    requests: tuple[Request, ...]
     digest: str
+    id: str | int | None = None
 
-    @property
-    def requests(self) -> tuple[Request, ...]:
-        return (self.request,)
-
-    def line(self, results: Sequence[Result]) -> bytes:
+    def line(self, results: Sequence[Result | NoNumbers]) -> dict[str, Any]:
         """The line of an answer in the file."""
         (result,) = results
-        counts = {"prompt_tokens": result.prompt_tokens, "new_tokens": len(result.tokens)}
-        return self._line({"text": result.text, "finish_reason": result.finish, **counts})
-
-    def failed(self, error: Exception) -> bytes:
-        return self._line({"text": None, "finish_reason": "error", "error": str(error)})
-
-    def _line(self, answer):
+        if isinstance(result, NoNumbers):
+            answer = {"text": None, "finish_reason": "error", "error": str(result)}
+        else:
+            counts = {"prompt_tokens": result.prompt_tokens, "new_tokens": len(result.tokens)}
+            answer = {"text": result.text, "finish_reason": result.finish, **counts}
         named = {} if self.id is None else {"id": self.id}
-        answer = {"index": self.index, **named, **answer, "request": self.digest}
-        # An id may hold half of a surrogate pair, which UTF-8 cannot encode: JSON's escape stands for it.
-        return json.dumps(answer, ensure_ascii=False).encode("utf-8", "backslashreplace") + b"\n"
-
-
-class AnyJob(Protocol):
-    """One line of a file of prompts, in any format: its requests, and the line with their results, or with an error."""
-
-    requests: Sequence[Request]
-
-    def line(self, results: Sequence[Result]) -> bytes: ...
-
-    def failed(self, error: Exception) -> bytes: ...
+        return {"index": self.index, **named, **answer, "request": self.digest}
 
 
 def read(
@@ -81,66 +64,52 @@ def read(
     defaults, stop, stop_ids: for settings that a line does not have. A line without a seed has the default + its index.
     model: identifies the model, in the digests.
     """
-    try:
-        lines = pathlib.Path(file).read_text(encoding="utf-8-sig").split("\n")
-    except OSError as error:
-        raise UserError(f"cannot read {file!r}: {error.strerror}") from None
-    except UnicodeDecodeError:
-        raise UserError(f"{file!r} is not UTF-8 text") from None
     jobs = []
-    for number, line in enumerate(lines, start=1):
-        if not line.strip():
-            continue
+    for number, fields in json_lines.read(file):
         try:
-            own = with_seed(defaults, index=len(jobs))
-            request, name = _request(line, defaults=own, stop=stop, stop_ids=stop_ids, encode=encode)
+            given = _given(fields)
+            prompt = _tokens(fields["prompt"], encode)
+            settings = {"stop": stop, "stop_ids": stop_ids, **given}
+            request = Request.of(prompt, config=defaults, index=len(jobs), **settings)
             check_prompts([request.prompt], vocab_size=vocab_size)
         except UserError as error:
             raise UserError(f"{file} line {number}: {error}") from None
-        whole = json.dumps([model, dataclasses.asdict(request)], sort_keys=True)
-        digest = hashlib.sha256(whole.encode()).hexdigest()[:16]
-        jobs.append(Job(len(jobs), name, request, digest))
+        decides = json.dumps([model, dataclasses.asdict(request)], sort_keys=True)
+        jobs.append(Job(len(jobs), (request,), digest(decides), fields.get("id")))
     if not jobs:
         raise UserError(f"{file!r} holds no prompts")
     return jobs
 
 
+def digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
 def is_batch(file: str) -> bool:
     """Whether the first line of a file of prompts is a request in OpenAI's batch format (see serve/batch.py)."""
-    with contextlib.suppress(OSError, ValueError, RecursionError), open(file, encoding="utf-8-sig") as lines:
-        first = json.loads(next((line for line in lines if line.strip()), "null"))
-        return isinstance(first, dict) and "custom_id" in first and "prompt" not in first
-    return False  # `read` says what is wrong
+    _, first = next(json_lines.read(file), (0, None))
+    return isinstance(first, dict) and "custom_id" in first and "prompt" not in first
 
 
-def _request(line, *, defaults, stop, stop_ids, encode):
-    try:
-        fields = json.loads(line)
-    except ValueError as error:
-        raise UserError(f"this is not JSON: {error}") from None
-    except RecursionError:
-        raise UserError("this is nested too deeply") from None
+def _given(fields):
+    """The settings of a line."""
     if not isinstance(fields, dict) or not isinstance(fields.get("prompt"), str):
         raise UserError('each line must be an object such as {"prompt": "Once"}')
+    allowed = ("prompt", "id", *SETTINGS)
     for key in fields:
-        if key not in KEYS:
-            raise unknown("setting", key, KEYS)
+        if key not in allowed:
+            raise unknown("setting", key, allowed)
     name = fields.get("id")
-    stop = fields.get("stop", stop)
-    stop_ids = fields.get("stop_ids", list(stop_ids))
     if not isinstance(name, str | int | None) or isinstance(name, bool):
         raise UserError(f"id must be a string or a whole number, not {json.dumps(name)}")
-    if not isinstance(stop, str | list | tuple):
-        raise UserError(f"stop must be a string or a list of strings, not {json.dumps(stop)}")
-    if not isinstance(stop_ids, list) or not all(type(token) is int for token in stop_ids):
-        raise UserError(f"stop_ids must be a list of whole numbers, not {json.dumps(stop_ids)}")
-    settings = {**config.to_dict(defaults), **{key: fields[key] for key in SAMPLING if key in fields}}
-    sampling = config.from_dict({"decode": settings}).decode  # checks the types, too
+    return {key: fields[key] for key in SETTINGS if fields.get(key) is not None}
+
+
+def _tokens(prompt, encode):
     try:
-        prompt = encode(fields["prompt"])
+        return encode(prompt)
     except UnicodeEncodeError:
         raise UserError("the prompt holds half of a surrogate pair, which is no character") from None
-    return Request.of(prompt, config=sampling, stop=stop, stop_ids=stop_ids), name
 
 
 @contextlib.contextmanager
@@ -161,76 +130,70 @@ def alone(file: str) -> Iterator[None]:
                 os.unlink(file)
 
 
-type Find[T] = Callable[[Mapping[str, Any]], T | None]
-"""The job that a line answers; None for another file's, or after a change. Raises KeyError for no such line."""
+def identify(line: Mapping[str, Any]) -> tuple[Hashable, str]:
+    """The index and the digest of the job that a line answers. Raises KeyError for no such line."""
+    return line["index"], line["request"]
 
 
-def by_index(jobs: Sequence[Job]) -> Find[Job]:
-    def find(line: Mapping[str, Any]) -> Job | None:
-        index, digest = line["index"], line["request"]
-        found = jobs[index] if 0 <= index < len(jobs) else None
-        return found if found and found.digest == digest else None
-
-    return find
-
-
-def unanswered[T: AnyJob](
+def unanswered[T](
     file: str,
     jobs: Sequence[T],
     *,
-    by: Callable[[Sequence[T]], Find[T]] = by_index,
+    identify: Callable[[Mapping[str, Any]], tuple[Hashable, str]] = identify,
     beginning: bytes = BEGINNING,
 ) -> list[T]:
     """The jobs without an answer in `file`. Removes a half-written last line from the file.
 
-    by, beginning: of the format. Raises UserError where it holds anything else, or answers to other prompts or
-    settings.
+    jobs: each has an `index` and a `digest`. identify, beginning: of the answers' format. Raises UserError where the
+    file holds anything else, or answers to other prompts or settings.
     """
     path = pathlib.Path(file)
     content = path.read_bytes() if path.exists() else b""
     whole, newline, half = content.rpartition(b"\n")
-    find, done = by(jobs), set()
+    left = {(job.index, job.digest): job for job in jobs}
+    known = set(left)
     for number, line in enumerate(whole.split(b"\n") if newline else (), start=1):
         try:
-            job = find(json.loads(line))
-        except (ValueError, KeyError, TypeError, RecursionError):
+            job = identify(json.loads(line))
+            is_known = job in known
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
             raise UserError(f"{file} line {number} is not an answer that this command wrote") from None
-        if job is None:
+        if not is_known:
             raise UserError(
                 f"{file} line {number} answers another prompt, model or setting; name another file, or remove this one"
             )
-        done.add(id(job))
+        left.pop(job, None)
     if half:
         if not (half.startswith(beginning) or beginning.startswith(half)):
             raise UserError(f"{file} holds something else than answers that this command wrote")
         os.truncate(path, len(content) - len(half))
-    return [job for job in jobs if id(job) not in done]
+    return list(left.values())
 
 
-def answer(engine: Engine, jobs: Iterable[AnyJob], *, file: str, advance: Callable[[], object]) -> None:
+def answer(engine: Engine, jobs: Iterable[Job], *, file: str, advance: Callable[[], object]) -> None:
     """Appends a line to `file` as each job finishes, and calls `advance` for it.
 
     The line of a job that failed holds the error. Raises RunFailed at the end if any job failed, and for a full disk.
     """
-    waiting = collections.deque((job, place) for job in jobs for place in range(len(job.requests)))
-    running: dict[Handle, tuple[AnyJob, int]] = {}
-    results: dict[int, dict[int, Result | NoNumbers]] = collections.defaultdict(dict)  # by the job's id, and place
+    waiting = collections.deque((job, []) for job in jobs)
+    running: list[tuple[Job, list[Handle]]] = []
     failed = 0
     with open(file, "ab", buffering=0) as out:
         while waiting or running:
             while waiting and engine.stats().queued < engine.max_queue:
-                job, place = waiting.popleft()
-                running[engine.submit(job.requests[place])] = job, place
+                job, handles = waiting[0]
+                handles.append(engine.submit(job.requests[len(handles)]))
+                if len(handles) == len(job.requests):
+                    running.append(waiting.popleft())
             engine.step()
-            for handle in [handle for handle in running if handle.done]:
-                job, place = running.pop(handle)
-                results[id(job)][place] = _result(handle)
-                if len(results[id(job)]) < len(job.requests):
+            for one in list(running):
+                job, handles = one
+                if not all(handle.done for handle in handles):
                     continue
-                of_job = [result for _, result in sorted(results.pop(id(job)).items())]
-                errors = [result for result in of_job if isinstance(result, NoNumbers)]
-                failed += bool(errors)
-                append(out, job.failed(errors[0]) if errors else job.line(of_job), file=file)
+                running.remove(one)
+                results = list(map(_result, handles))
+                failed += any(isinstance(result, NoNumbers) for result in results)
+                append(out, encoded(job.line(results)), file=file)
                 advance()
     if failed:
         raise RunFailed(f"{file}: {failed} prompts have no answer; their lines say why")
@@ -241,6 +204,11 @@ def _result(handle):
         return handle.result()
     except NoNumbers as error:
         return error
+
+
+def encoded(line: Mapping[str, Any]) -> bytes:
+    """JSON. An id may hold half of a surrogate pair, which UTF-8 cannot encode: JSON's escape stands for it."""
+    return json.dumps(line, ensure_ascii=False).encode("utf-8", "backslashreplace") + b"\n"
 
 
 def append(out: io.FileIO, data: bytes, *, file: str) -> None:

@@ -6,7 +6,7 @@ import threading
 from collections.abc import Sequence
 
 from ladder_jax.decode.engine.handle import Handle
-from ladder_jax.decode.request import Finish
+from ladder_jax.decode.request import Finish, Result
 from ladder_jax.errors import UserError
 
 
@@ -30,7 +30,7 @@ class Stats:
 
 
 class Scheduler:
-    """A bounded queue for `slots` slots, first come, first served. After `fail` it accepts no request."""
+    """A bounded queue for `slots` slots, first come, first served. After an error it accepts no request."""
 
     def __init__(self, *, slots: int, max_queue: int):
         self.max_queue = max_queue
@@ -40,7 +40,7 @@ class Scheduler:
         self._cancelled: set[Handle] = set()  # those with a slot; the next `admit` ends them
         self._finished = dict.fromkeys([*map(str, Finish), "failed"], 0)
         self._prompt_tokens = self._new_tokens = 0
-        self.error: BaseException | None = None  # after `fail`
+        self.error: BaseException | None = None  # that ended all requests
 
     def put(self, handles: Sequence[Handle]) -> None:
         """Queues all of them or none: raises QueueFull."""
@@ -57,7 +57,7 @@ class Scheduler:
             self.changed.notify_all()
 
     def check(self) -> None:
-        """Raises RuntimeError after `fail`."""
+        """Raises RuntimeError after an error."""
         if self.error:
             raise RuntimeError(f"the engine ended with an error: {self.error!r}") from self.error
 
@@ -72,7 +72,7 @@ class Scheduler:
         with self.changed:
             for slot, handle in self.running():
                 if handle in self._cancelled:
-                    self.release(slot, Finish.CANCELLED)
+                    self.release(slot, handle.cancelled())
             free = [slot for slot, handle in enumerate(self._slots) if handle is None]
             admitted = [(slot, self._queue.popleft()) for slot in free[: len(self._queue)]]
             for slot, handle in admitted:
@@ -84,59 +84,40 @@ class Scheduler:
         with self.changed:
             return [(slot, handle) for slot, handle in enumerate(self._slots) if handle]
 
-    def release(self, slot: int, reason: Finish) -> None:
-        """Ends the slot's request and frees the slot."""
+    def release(self, slot: int, outcome: Result | BaseException) -> None:
+        """Frees the slot and ends its request."""
         with self.changed:
-            self._finish(self._free(slot), reason)
-
-    def drop(self, slot: int, error: Exception) -> None:
-        """Ends the slot's request with an error of its own and frees the slot."""
-        with self.changed:
-            self._free(slot).fail(error)
-            self._finished["failed"] += 1
+            handle, self._slots[slot] = self._slots[slot], None
+            self._cancelled.discard(handle)
+            self._end(handle, outcome)
 
     def cancel(self, handle: Handle) -> None:
         """At once if it waits; if it has a slot, the next `admit` ends it."""
         with self.changed:
             if handle in self._queue:
                 self._queue.remove(handle)
-                self._finish(handle, Finish.CANCELLED)
+                self._end(handle, handle.cancelled())
             elif handle in self._slots:
                 self._cancelled.add(handle)
 
-    def cancel_all(self) -> None:
-        self._end_all(lambda handle: self._finish(handle, Finish.CANCELLED))
-
-    def fail(self, error: BaseException) -> None:
-        """Ends all requests, waiting and running, with the error."""
-
-        def end(handle: Handle) -> None:
-            handle.fail(error)
-            self._finished["failed"] += 1
-
+    def end_all(self, error: BaseException | None = None) -> None:
+        """Ends all requests, waiting and running, with the error; without one they are cancelled."""
         with self.changed:
-            self.error = error
-            self._end_all(end)
+            self.error = self.error or error
+            handles = [*filter(None, self._slots), *self._queue]
+            self._queue.clear()
+            self._cancelled.clear()
+            self._slots = [None] * len(self._slots)
+            for handle in handles:
+                self._end(handle, error or handle.cancelled())
 
     def stats(self) -> Stats:
         with self.changed:
             counts = dict(self._finished), self._prompt_tokens, self._new_tokens
             return Stats(len(self._queue), len(self.running()), *counts)
 
-    def _free(self, slot):
-        handle, self._slots[slot] = self._slots[slot], None
-        self._cancelled.discard(handle)
-        return handle
-
-    def _finish(self, handle, reason):
-        self._new_tokens += len(handle.finish(reason).tokens)
-        self._finished[str(reason)] += 1
-
-    def _end_all(self, end):
-        with self.changed:
-            handles = [*(handle for _, handle in self.running()), *self._queue]
-            self._queue.clear()
-            self._cancelled.clear()
-            self._slots = [None] * len(self._slots)
-            for handle in handles:
-                end(handle)
+    def _end(self, handle, outcome):
+        finished = isinstance(outcome, Result)
+        self._finished[str(outcome.finish) if finished else "failed"] += 1
+        self._new_tokens += len(outcome.tokens) if finished else 0
+        handle.end(outcome)

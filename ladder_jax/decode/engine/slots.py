@@ -7,7 +7,7 @@ place. Decoding computes all slots at once, unused ones too, whose tokens are ig
 import dataclasses
 import functools
 from collections.abc import Generator
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -22,10 +22,8 @@ from ladder_jax.decode.sampling import Choice, Settings
 from ladder_jax.nn import ModelDef, Params
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class State:
-    """B rows: all slots, or one row, of a prompt just read.
+class State(NamedTuple):
+    """B rows: all slots, or one row, of a prompt just read. In the order of `decode_many`'s arguments.
 
     caches: a Cache for each layer, [B, S, K, H], or stacked for a scan.
     seen: [B, V] bool, the tokens before `tokens`.
@@ -97,18 +95,15 @@ class Slots:
 
         With GREEDY there are no log-probabilities, and no slot in use may be sampled.
         """
-        state = self._state
-        new, logprobs, caches, seen = self._decode[choice](
-            self._params, state.caches, state.seen, state.tokens, state.lengths, state.settings
-        )
-        self._state = dataclasses.replace(state, caches=caches, seen=seen)
+        new, logprobs, caches, seen = self._decode[choice](self._params, *self._state)
+        self._state = self._state._replace(caches=caches, seen=seen)
         return new, logprobs
 
     def clear(self, slot: int) -> None:
         """Zeroes the caches of a slot that holds NaN: attention weights masked positions with 0, and 0 x NaN is NaN for
         the slot's next request."""
         caches = _clear(self._definition, loop=self._form["loop"])(self._state.caches, np.int32(slot))
-        self._state = dataclasses.replace(self._state, caches=caches)
+        self._state = self._state._replace(caches=caches)
 
     def advance(self, new: Array, *, active: np.ndarray) -> None:
         """Moves the slots in use, `active` [slots] bool, past `new`, which `decode` gave; the others to position 0."""
@@ -117,7 +112,7 @@ class Slots:
             new, state.lengths, state.settings.temperature, active
         )
         settings = dataclasses.replace(state.settings, temperature=temperature)
-        self._state = dataclasses.replace(state, tokens=tokens, lengths=lengths, settings=settings)
+        self._state = state._replace(tokens=tokens, lengths=lengths, settings=settings)
 
 
 def buckets(*, longest: int, positions: int) -> tuple[int, ...]:
