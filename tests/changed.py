@@ -1,4 +1,4 @@
-"""`make test-changed`: the tests that an edit can reach, the nearest first, for about two minutes.
+"""`make test-changed`: the tests that an edit can reach, the nearest first: stop it when you have seen enough.
 
 A pytest plugin (-p tests.changed). A test file reaches a module that it imports, or that one imports which it reaches;
 the fewer imports between, the nearer it is. A module's name in a string counts as an import: it is loaded when it is
@@ -11,23 +11,17 @@ import functools
 import pathlib
 import re
 import subprocess
-import time
 
 import pytest
 
 from tests.conftest import FIRST
 
 ROOT = pathlib.Path(__file__).parent.parent
-SHARE = 0.25
-"""Of the time, how much one file may take: a large one leaves some to others."""
-
 LATE = re.compile(r"(ladder_jax|experiments|tests)(\.\w+)+(:\w+)?")
 
 
 def pytest_addoption(parser):
-    group = parser.getgroup("changed")
-    group.addoption("--since", default="HEAD", metavar="COMMIT", help="what was edited since then (default: HEAD)")
-    group.addoption("--within", type=float, default=120, metavar="SECONDS", help="begin no test later (default: 120)")
+    parser.addoption("--since", default="HEAD", metavar="COMMIT", help="what was edited since then (default: HEAD)")
 
 
 def pytest_configure(config):
@@ -35,13 +29,9 @@ def pytest_configure(config):
 
 
 class Changed:
-    """Chooses and orders tests, and begins none once the time is over."""
+    """Chooses and orders tests."""
 
     def __init__(self, config):
-        self.begun = time.monotonic()
-        self.within = config.getoption("within")
-        self.spent = collections.Counter()  # seconds in tests of a file
-        self.ran = set()
         self.edited = edited(config.getoption("since"))
         self.distances = distances(self.edited)
 
@@ -54,23 +44,6 @@ class Changed:
         config.hook.pytest_deselected(items=[item for item in items if item.path not in self.distances])
         # The suite begins with its slowest files, FIRST; here they come after others that are as near.
         items[:] = sorted(reached, key=lambda item: (self.distances[item.path], item.path.stem in FIRST))
-
-    @pytest.hookimpl(tryfirst=True)  # before fixtures are made
-    def pytest_runtest_setup(self, item):
-        if time.monotonic() - self.begun > self.within or self.spent[item.path] > SHARE * self.within:
-            pytest.skip("no time is left")
-
-    def pytest_runtest_logreport(self, report):
-        file = ROOT / report.nodeid.partition("::")[0]
-        self.spent[file] += report.duration
-        if report.when == "call":
-            self.ran.add(file)
-
-    def pytest_terminal_summary(self, terminalreporter):
-        left = sorted(path.relative_to(ROOT).as_posix() for path in self.distances.keys() - self.ran)
-        if left:
-            terminalreporter.section(f"{len(left)} files that the edit can reach were not begun")
-            terminalreporter.write_line(" ".join(left))
 
 
 def edited(since):
@@ -113,16 +86,16 @@ def sources():
 
 
 @functools.cache
-def imports(path):
+def imports(path, *, late=True):
     """Files of ours that a file imports, anywhere in it; a name of a package is the module of that name, or the
-    package's `__init__`."""
+    package's `__init__`. late: of a module's name in a string, too."""
     found = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             found.update(file_of(alias.name) for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.module and node.level == 0:
             found.update(file_of(f"{node.module}.{alias.name}") or file_of(node.module) for alias in node.names)
-        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and LATE.fullmatch(node.value):
+        elif late and isinstance(node, ast.Constant) and isinstance(node.value, str) and LATE.fullmatch(node.value):
             found.add(file_of(node.value.partition(":")[0]))
     return found - {None, path}
 

@@ -1,7 +1,5 @@
 """The house's walls: imports point one way, as docs/inside.md draws them, without cycles; and no file is a long one."""
 
-import ast
-import functools
 import graphlib
 import pathlib
 import re
@@ -9,6 +7,7 @@ import re
 import pytest
 
 from experiments.walk.__main__ import walk
+from tests import changed
 
 ROOT = pathlib.Path(__file__).parent.parent
 LIBRARY = ROOT / "ladder_jax"
@@ -17,19 +16,12 @@ MODULES = {
     ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path
     for path in sorted(LIBRARY.rglob("*.py"))
 }
+NAMES = {path: module for module, path in MODULES.items()}
 
 
-@functools.cache
 def imported(path: pathlib.Path) -> set[str]:
     """Modules of ours that a file imports, anywhere in it."""
-    found = set()
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom) and node.module and node.level == 0:
-            names = {f"{node.module}.{alias.name}" for alias in node.names}
-            found |= {name if name in MODULES else node.module for name in names}
-    return found & set(MODULES)
+    return {NAMES[file] for file in changed.imports(path, late=False) if file in NAMES}
 
 
 def rows() -> list[set[str]]:
