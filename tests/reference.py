@@ -213,10 +213,11 @@ def sublayer(layers, l, inputs, *, attends, shape):
 COMPILED_SUBLAYER = jax.jit(sublayer, static_argnames=("attends", "shape"))
 
 
-def streams(params, tokens, shape, seen=None):
+def streams(params, tokens, shape, seen=None, fraction=None):
     """The final residual stream of every rank, [R, B, T, D] (all equal where ranks communicate).
 
     seen: a list, to which each layer's input of the MLP is appended.
+    fraction: by layer, how much of a ladder's input a ladder layer has, the rest being a standard layer's; None: all.
     """
     r, call = shape.rounds, sublayer if shape.rounds is not exactly else COMPILED_SUBLAYER
     kind = "farskip" if shape.kind == "farskip" else ""
@@ -254,7 +255,7 @@ def streams(params, tokens, shape, seen=None):
         return local
 
     if shape.kind == "farskip":
-        return same(farskip(partials, x0, shape, dense))
+        return same(farskip(partials, x0, shape, dense, fraction))
 
     xs, newest = [x0], None  # xs[i] is x_i; newest: the ranks' partials of h_{i-1}
     for l in range(shape.layers):
@@ -267,15 +268,19 @@ def streams(params, tokens, shape, seen=None):
             continue
         for i in (first, first + 1):
             delay = 0 if not chosen else {"ladder": shape.number, "fresh": 1}.get(shape.kind, 0)
-            inputs = same(r(xs[max(0, i - 1 - delay)], forward=False))
+            late, own = xs[max(0, i - 1 - delay)], newest
+            if fraction is not None:
+                late = (1 - fraction[l]) * xs[i - 1] + fraction[l] * late
+                own = None if newest is None else fraction[l] * newest
+            inputs = same(r(late, forward=False))
             if chosen and shape.kind == "fresh" and i > 1:
-                inputs = inputs + newest
+                inputs = inputs + own
             newest = partials(i, inputs)
             xs.append(r(xs[i - 1] + r(newest.sum(0), backward=False)))
     return same(r(xs[-1], forward=False))
 
 
-def farskip(partials, x, shape, dense):
+def farskip(partials, x, shape, dense, fraction):
     """a_k = Attn(x_{k-1} - r_{k-1}); s_k, r_k = Shared(x_{k-1}), Routed(x_{k-1}); x_k = x_{k-1} + a_k + s_k + r_k.
 
     In the `dense` first layers s_k is the MLP, and r_k is zero.
@@ -289,9 +294,11 @@ def farskip(partials, x, shape, dense):
             x = r(x + a)
             x = r(x + partials(2 * l + 2, (before if ladder else x)[None])[0])
             continue
-        a = partials(2 * l + 1, (x - late if ladder else x)[None])[0]
+        share = fraction[l] if ladder and fraction is not None else 1
+        a = partials(2 * l + 1, (x - share * late if ladder else x)[None])[0]
         if ladder:
-            routed, shared = partials(2 * l + 2, x[None])[:, 0]
+            before = x if fraction is None else x + (1 - share) * a
+            routed, shared = partials(2 * l + 2, before[None])[:, 0]
             x = r(x + r(a + shared))
         else:
             x = r(x + a)
@@ -301,43 +308,15 @@ def farskip(partials, x, shape, dense):
     return x
 
 
-def logits(params, tokens, shape, seen=None):
+def logits(params, tokens, shape, seen=None, fraction=None):
     """[B, T, vocab]; each rank scores its share of the (padded) table with its own stream."""
     r = shape.rounds
     table = r(params["head"]["table"] if "head" in params else params["embedding"]["table"])
-    x = r(streams(params, tokens, shape, seen), forward=False)
+    x = r(streams(params, tokens, shape, seen, fraction), forward=False)
     normed = r(r(rms(x, params["final_norm"]["scale"], shape.eps)), forward=False)  # a mean's gradient: once more
     table = r(table, forward=False).reshape(shape.ranks, -1, table.shape[-1])
     parts = r(jnp.einsum("rbtd,rvd->btrv", normed, table), forward=False)
     return parts.reshape(*parts.shape[:2], -1)[..., : shape.vocab]
-
-
-def turning(params, tokens, shape, seen, *, fraction):
-    """The logits where a ladder layer's input has so much of a ladder's, the rest of a standard layer's."""
-    of_layer = dataclasses.replace(shape, layers=0, vocab=0, number=1, ladder=None)
-    h = lambda l, inputs, attends: sublayer(params["layers"], l, inputs, attends=attends, shape=of_layer)
-    xs, last, newest, late = [params["embedding"]["table"][tokens]], 0.0, 0.0, 0.0
-    for l in range(shape.layers):
-        ladder = shape.ladder is None or l in shape.ladder
-        share = fraction[l] if ladder else 0.0
-        for attends in (True, False):
-            x = xs[-1]
-            if shape.kind == "farskip":
-                inputs = x - share * (late if attends else last)
-            else:
-                inputs = (1 - share) * x + share * xs[max(0, len(xs) - 1 - shape.number)]
-            inputs = jnp.stack([inputs] * shape.ranks) + share * (newest if shape.kind == "fresh" else 0.0)
-            if shape.experts and not attends:
-                seen.append(inputs)
-            newest = h(l, inputs, attends)
-            if shape.kind == "farskip" and not attends:
-                newest = newest[:, 0]  # the routed and the shared experts' parts, of the one rank
-            last = newest.sum(0)
-            xs.append(x + last)
-        late = newest[0] if ladder else last  # of a farskip's layer the routed experts' part
-    x = rms(xs[-1], params["final_norm"]["scale"], shape.eps)
-    table = params["head" if "head" in params else "embedding"]["table"]
-    return (x @ table.T)[..., : shape.vocab]
 
 
 def in_eight_bits(params, dims):

@@ -60,7 +60,7 @@ def test_distillation_of_turning_layers(name, kind, mesh, fraction, parts):
     wide = jax.tree.map(lambda a: np.asarray(a, np.float64), params)
     ladder = None if one.config.ladder_layers is None else LADDER[name, len(fraction)]
     shape = dataclasses.replace(experts.shape(name, one.config), ladder=ladder)
-    taught = distillation(wide, forward=functools.partial(reference.turning, fraction=fraction))
+    taught = distillation(wide, forward=functools.partial(reference.logits, fraction=fraction))
     expected, wanted = reference.evaluate(taught, student, experts.tokens(), shape, gradient=True)
     limit = cases.bound(definition.config, passes=2)
     assert cases.error(loss, expected) < limit
