@@ -109,17 +109,6 @@ def check_picture(option: str, file: str | None) -> None:
         pyplot.check_installed(f"--{option} {file}")
 
 
-def check_apart(**named: str | None) -> None:
-    """Raises UserError if two options name the same file."""
-    options: dict[pathlib.Path, str] = {}
-    for option, file in named.items():
-        path = None if file is None else pathlib.Path(file).resolve()
-        if path in options:
-            raise UserError(f"--{option} {file}: --{options[path]} is the same file")
-        if path:
-            options[path] = option
-
-
 def cache_folder(name: str) -> pathlib.Path | None:
     """The folder `name` in LADDER_JAX_CACHE, or else in `ladder_jax` in the user's cache folder. Created if missing.
 

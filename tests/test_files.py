@@ -67,13 +67,6 @@ def test_what_cannot_be_written(tmp_path):
             files.check_writable("out", str(tmp_path / "file"))
 
 
-def test_two_options_one_file(tmp_path):
-    (tmp_path / "link").symlink_to(tmp_path / "a")
-    files.check_apart(out="a", plot=None, trace="b")
-    with pytest.raises(UserError, match="--plot .*: --out is the same file"):
-        files.check_apart(out=str(tmp_path / "a"), plot=str(tmp_path / "link"))
-
-
 @pytest.mark.parametrize("umask", [0o022, 0o077])
 def test_who_may_read_it(tmp_path, umask):
     """As before; a new file as the user wants new files to be. Never more while it is written."""

@@ -310,10 +310,10 @@ VERBS = {
         {
             "--model MODEL": needed("a preset, such as llama-3-70b, a config file, or any model"),
             "--target TARGET": needed("v5p:4x4x4, v6e:4x4, tpu7x:2x2x1, h100:8, b200:16, cpu:8, ..."),
-            "--tokens N": number("of one optimizer step, over all devices", required=True),
-            "--sequence T": number("tokens a sequence (default 2048)", default=2048),
+            "--tokens N": dict(count("of one optimizer step, over all devices"), required=True),
+            "--sequence T": dict(count("tokens a sequence (default 2048)"), default=2048),
             "--residual NAME": "standard, ladder, ... (default: the model's)",
-            "--layers N": number("layers (default: the model's)"),
+            "--layers N": count("layers (default: the model's)"),
             "--capacity C": real(
                 "an expert's rows, at most, over the mean (default: the model's); exchanging rows (mesh.experts)"
                 " needs it"
@@ -332,7 +332,7 @@ VERBS = {
     ),
     "bench": Verb(
         "Time prefill and decode of residual topologies in turns, and hold them to the device's own limits.",
-        "ladder-jax bench --model llama-3.2-1b --residual standard,ladder --batch 1,16 --plot speed.png",
+        "ladder-jax bench --model llama-3.2-1b --residual standard,ladder --batch 1,16 --out speed.json",
         "ladder_jax.bench.command:run",
         {
             "--model MODEL": needed("a preset, or any model; weights are random"),
@@ -348,7 +348,6 @@ VERBS = {
             **LAYERS,
             **JSON,
             "--out FILE": "write that object to a file",
-            "--plot FILE": "draw tokens/s and bandwidth by batch (PNG, SVG, PDF)",
         },
     ),
     "predict": Verb(

@@ -1,6 +1,5 @@
 """The verb `plan`: parse the arguments, rank the candidates, print the plans."""
 
-import dataclasses
 import json
 
 from ladder_jax import terminal
@@ -9,7 +8,7 @@ from ladder_jax.errors import UserError
 from ladder_jax.plan import plans
 from ladder_jax.plan import request as requests
 from ladder_jax.plan.plans import Answer, Plan
-from ladder_jax.plan.request import Candidate, can_exchange
+from ladder_jax.plan.request import Candidate
 from ladder_jax.schedule import shards
 from ladder_jax.terminal import Table
 
@@ -62,23 +61,9 @@ def lines(answer: Answer) -> list:
         " ~ estimated from shapes; the other columns are estimates (ladder_jax/plan/speed.py): MFU; waiting: share of"
         " time in which devices wait for transfers; recomputed: FLOPs computed again, over the model's",
         *(["note      a simulated device has no memory limit, and its speed here is nominal"] if not room else []),
-        *_exchange(answer),
         "",
         f"ladder-jax train {_training(request.name)} {overrides}",
     ]
-
-
-def _exchange(answer: Answer) -> list[str]:
-    """The fastest plan whose ranks exchange the rows of experts, or how to have such plans."""
-    config = answer.request.config
-    moe = answer.request.config.moe
-    if can_exchange(config):
-        best = next((plan for plan in answer.plans if plan.candidate.exchanges), None)
-        found = "none fits" if best is None else f"{best.candidate}: {best.speed.seconds:.3g} s a step"
-        return [f"exchange  mesh.experts=exchange with capacity {moe.capacity:g}, the fastest that fits: {found}"]
-    if moe is None or not can_exchange(dataclasses.replace(config, moe=dataclasses.replace(moe, capacity=1.25))):
-        return []
-    return ["note      with --capacity 1.25 (model.moe.capacity) plans may exchange the rows of experts (mesh.experts)"]
 
 
 def _training(name: str) -> str:

@@ -6,7 +6,7 @@ A candidate is a mesh, a form of expert parallelism, a remat policy, sequence pa
 import dataclasses
 import itertools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 from ladder_jax.config import (
     ExpertParallelism,
@@ -20,7 +20,7 @@ from ladder_jax.config import (
     check_halves,
     parse_residual,
 )
-from ladder_jax.config.fields import check
+from ladder_jax.config.fields import check, passes
 from ladder_jax.errors import UserError
 from ladder_jax.predict.work import TRAINING, Block, Model
 from ladder_jax.schedule import models, targets
@@ -70,9 +70,6 @@ def make(
         config = dataclasses.replace(config, moe=dataclasses.replace(config.moe, capacity=capacity))
         changes["moe.capacity"] = capacity
     models.check_alone(config, verb="plan")
-    for name, value in (("tokens", tokens), ("sequence", sequence)):
-        if value < 1:
-            raise UserError(f"--{name} must be positive, not {value}")
     if tokens % sequence:
         below = tokens // sequence * sequence
         above = (tokens // sequence + 1) * sequence
@@ -124,36 +121,28 @@ class Candidate:
         model = Model(request.config, self.mesh.tensor, TRAINING)
         return model, model.prefill(rows=self.rows, prompt_length=request.sequence)
 
-    def train(self, request: Request) -> TrainConfig:
-        return TrainConfig(
-            batch=request.sequences,
-            sequence=request.sequence,
-            remat=self.remat,
-            accumulate=self.accumulate,
-            sequence_parallel=self.sequence_parallel,
-            interleave=self.interleave,
+    def settings(self, request: Request) -> dict[str, object]:
+        """Fields of TrainConfig; those of the stream and of halves where they are not the default."""
+        fields = dict(
+            batch=request.sequences, sequence=request.sequence, accumulate=self.accumulate, remat=self.remat.value
         )
+        if self.sequence_parallel:
+            fields["sequence_parallel"] = True
+        if self.interleave > 1:
+            fields["interleave"] = self.interleave
+        return fields
+
+    def train(self, request: Request) -> TrainConfig:
+        return TrainConfig(**self.settings(request))
 
     def overrides(self, request: Request) -> dict[str, str]:
         """Settings for `ladder-jax train`, by dotted name."""
-        mesh = {f"mesh.{name}": str(size) for name, size in self.mesh.axes.items() if size > 1}
+        mesh = {f"mesh.{name}": size for name, size in self.mesh.axes.items() if size > 1}
         if self.exchanges:
             mesh["mesh.experts"] = self.mesh.experts.value
-        split = {"train.sequence_parallel": "true"} if self.sequence_parallel else {}
-        if self.interleave > 1:
-            split["train.interleave"] = str(self.interleave)
-        model = {name: str(value) for name, value in request.changes}
-        return (
-            model
-            | mesh
-            | {
-                "train.batch": str(request.sequences),
-                "train.sequence": str(request.sequence),
-                "train.accumulate": str(self.accumulate),
-                "train.remat": self.remat.value,
-                **split,
-            }
-        )
+        train = {f"train.{name}": value for name, value in self.settings(request).items()}
+        given = dict(request.changes) | mesh | train
+        return {name: "true" if value is True else str(value) for name, value in given.items()}
 
 
 def candidates(request: Request) -> list[Candidate]:
@@ -196,7 +185,7 @@ def meshes_of(request: Request) -> Iterator[MeshConfig]:
     for tensor in _divisors(count):
         for fsdp in _divisors(count // tensor):
             mesh = MeshConfig(data=count // tensor // fsdp, fsdp=fsdp, tensor=tensor)
-            if _passes(check_fits_mesh, request.config, mesh) and uses_whole_torus_axes(request.target, mesh):
+            if passes(check_fits_mesh, request.config, mesh) and uses_whole_torus_axes(request.target, mesh):
                 yield mesh
 
 
@@ -224,23 +213,14 @@ def _has_halves(candidate: Candidate, config: ModelConfig) -> bool:
     """Whether halves of the rows, in turn, have something to hide. (Of an odd number, `train` halves the sequence.)"""
     split = candidate.sequence_parallel
     names = ("train.interleave", "rows")
-    allowed = _passes(check_halves, 2, model=config, rows=candidate.rows, names=names, sequence_parallel=split)
+    allowed = passes(check_halves, 2, model=config, rows=candidate.rows, names=names, sequence_parallel=split)
     return candidate.mesh.tensor > 1 and candidate.rows % 2 == 0 and allowed
 
 
 def can_exchange(config: ModelConfig) -> bool:
     """Whether ranks can exchange the rows of the model's experts: they need a capacity."""
     names = "mesh.experts=exchange", "model.moe.capacity", "train.sequence_parallel=true"
-    return _passes(check_exchange, config.moe, residual=config.residual, sequence_parallel=True, names=names)
-
-
-def _passes(check: Callable[..., None], *args: object, **settings: object) -> bool:
-    """Whether a check of the configuration raises nothing."""
-    try:
-        check(*args, **settings)
-    except UserError:
-        return False
-    return True
+    return passes(check_exchange, config.moe, residual=config.residual, sequence_parallel=True, names=names)
 
 
 def _divisors(number: int) -> list[int]:
