@@ -359,7 +359,6 @@ VERBS = {
             "--hardware NAME": "h100-nvlink, h100-no-nvlink, v5e, ... or a YAML file",
             "--residual NAME[,NAME]": "standard, ladder, ... (default: all)",
             "--ladder-layers WHICH": "hybrids: N (the last N layers), i,j or all",
-            "--implementation NAME": "ours (the default), or authors: the paper's",
             "--phase NAME": "generate (the default), prefill or train",
             "--launch NAME": one_of(
                 Launch, "how hidden all-reduces are launched: explicit, chained, or auto (the default)"

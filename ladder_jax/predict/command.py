@@ -9,12 +9,12 @@ from ladder_jax.predict import picture, result
 from ladder_jax.predict import request as requests
 from ladder_jax.predict.machine import NAMES, Machine
 from ladder_jax.predict.request import BASELINE
-from ladder_jax.predict.result import SAME, WORTH, Result, Row, algorithm, described, executed, in_turn
+from ladder_jax.predict.result import SAME, WORTH, Result, Row, described, in_turn
 from ladder_jax.terminal import Table, number
 
 OPTIONS = (
     *("model", "hardware", "tensor", "batch", "prompt_length", "new_tokens", "residual", "ladder_layers", "layers"),
-    *("implementation", "phase", "sequence", "launch", "interleave", "experts", "capacity"),
+    *("phase", "sequence", "launch", "interleave", "experts", "capacity"),
 )  # parameters of `requests.make`
 COLUMNS = (
     *("residual", "tokens/s", "speed-up", "over NCCL", "prefill ms", "step ms", "exposed", "hidden"),
@@ -22,7 +22,6 @@ COLUMNS = (
 )
 OF_A_PHASE = ("residual", "tokens/s", "speed-up", "over NCCL", "ms", "exposed ms", "hidden", "form", "launch")
 WORDS = ("residual", "form", "all-reduce", "launch")  # columns of words
-PROGRAMS = {"ours": "this library's programs", "authors": "the paper's authors' programs"}
 
 
 def run(args: dict) -> None:
@@ -51,7 +50,6 @@ def _of_generation(answer: Result) -> list:
     request = answer.request
     machine = answer.request.machine
     rows = answer.rows
-    program = PROGRAMS[request.implementation.name]
     most = max(row.speed.memory for row in rows)
     tail = []
     if request.tensor > 1 and "no-communication" in request.residuals:
@@ -59,11 +57,11 @@ def _of_generation(answer: Result) -> list:
     if most > machine.memory:
         tail.append(f"note      weights and cache need more than a device's {machine.memory / 2**30:.0f} GiB")
     tail += _assumed(machine)
-    if any(executed(row.speed.step)["launch"] == Launch.EXPLICIT.value for row in rows):
+    if any(row.speed.executed["launch"] == Launch.EXPLICIT.value for row in rows):
         tail.append("note      explicit launches, the default here, have never run; --launch chained: without them")
     return [
         f"{request.model}, tensor {request.tensor}, batch {request.batch} on {machine.name}",
-        f"prompt {request.prompt_length}, {request.new_tokens} new tokens; analytic, {program}",
+        f"prompt {request.prompt_length}, {request.new_tokens} new tokens; analytic, this library's programs",
         Table(COLUMNS, list(map(_generated, rows)), left=WORDS),
         f"speed-up: over {answer.baseline.name}; over NCCL: over Standard with NCCL's all-reduces (XLA's on a TPU)",
         "step, exposed (ms), all-reduce: of a decode step; hidden: the share of its all-reduces' time that adds nothing"
@@ -128,21 +126,19 @@ def _generated(row: Row) -> tuple[str, ...]:
         f"{step.seconds * 1e3:.2f}",
         f"{step.exposed * 1e3:.2f}",
         f"{step.hidden:.0%}" if step.wire and row.residual != "no-communication" else "-",
-        algorithm(step) or "-",
-        executed(step)["launch"] or "-",
+        *(word or "-" for word in speed.executed.values()),
     )
 
 
 def _passed(row: Row) -> tuple[str, ...]:
     one = row.speed
-    how = executed(row.speed)
     return (
         *_speeds(row),
         f"{one.seconds * 1e3:.1f}",
         f"{one.exposed * 1e3:.1f}",
         f"{one.hidden:.0%}" if one.wire else "-",
-        described(one.program.form.value, how["all_reduce"]) + in_turn(one.program.interleave),
-        how["launch"] or "-",
+        described(one.program.form.value, one.executed["all_reduce"]) + in_turn(one.interleave),
+        one.executed["launch"] or "-",
     )
 
 

@@ -72,6 +72,19 @@ class Pass:
         """The hidden share of the all-reduces' time; 0 without all-reduces."""
         return max(0.0, round(1 - self.exposed / self.wire, 12)) if self.wire else 0.0
 
+    @property
+    def interleave(self) -> int:
+        return self.program.interleave
+
+    @property
+    def executed(self) -> dict[str, str | None]:
+        """How it communicates, as JSON."""
+        launch = self.program.launch
+        return {
+            "all_reduce": self.all_reduce.value if self.all_reduce else None,
+            "launch": launch.value if launch and self.wire else None,
+        }
+
 
 @dataclasses.dataclass(frozen=True)
 class Speed:
@@ -82,6 +95,15 @@ class Speed:
     prefill: Pass
     step: Pass
     memory: float
+
+    @property
+    def interleave(self) -> dict[str, int]:
+        return {"prefill": self.prefill.interleave, "step": self.step.interleave}
+
+    @property
+    def executed(self) -> dict[str, str | None]:
+        """Of a decode step."""
+        return self.step.executed
 
     @property
     def prefill_seconds(self) -> float:

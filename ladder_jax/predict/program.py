@@ -6,8 +6,8 @@ import functools
 import itertools
 
 from ladder_jax.config import ExpertParallelism, Interleave, Launch, ModelConfig, Phase, parse_residual
-from ladder_jax.predict.machine import FITTED, NCCL, Algorithm, Halves, Kernels, Machine, Ring
-from ladder_jax.predict.work import DENSE, MLP, Block, Implementation, Model
+from ladder_jax.predict.machine import ANY, FITTED, NCCL, Algorithm, Halves, Kernels, Machine, Ring
+from ladder_jax.predict.work import DENSE, MLP, Block, Model
 from ladder_jax.residual import Step, of_model
 
 
@@ -82,7 +82,6 @@ def programs(
     config = model.config
     ranks = model.ranks
     link = machine.link
-    implementation = model.implementation
     steps = steps_of(config)
     kind = parse_residual(config.residual).kind
     hides = any(step.delay for step in steps)
@@ -93,10 +92,10 @@ def programs(
         if in_split_turn:
             candidates.append(Program(Form.EXCHANGE, launch=Launch.CHAINED, interleave=2))
         return _among(candidates, choice)
-    if choice.opponents is Opponents.FITTED or implementation.algorithms == FITTED:
+    if choice.opponents is Opponents.FITTED:
         return (PLAIN,)
     strongest = choice.opponents is Opponents.STRONGEST
-    allowed = implementation.algorithms if strongest else NCCL
+    allowed = ANY if strongest else NCCL
     explicit = phase is not Phase.TRAIN and link is not None and link.halves is Halves.SUPPORTED
 
     def launched(algorithms: tuple[Algorithm, ...], *, interleave: int = 1) -> list[Program]:
@@ -141,13 +140,6 @@ def layers_of(config: ModelConfig) -> tuple[tuple[Step, ...], ...]:
 def steps_of(config: ModelConfig) -> tuple[Step, ...]:
     """The topology's steps, in order."""
     return tuple(itertools.chain.from_iterable(layers_of(config)))
-
-
-def decoding_in_halves(*, rows: int, ranks: int, implementation: Implementation) -> list[Program]:
-    """Standard's decode step in two halves of its rows, as other frameworks have it; this library has none."""
-    if rows == 1 or ranks == 1 or implementation.algorithms == FITTED:
-        return []
-    return [Program(algorithms=implementation.algorithms, interleave=2)]
 
 
 def _chained_window(machine: Machine, phase: Phase) -> float:

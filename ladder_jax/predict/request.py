@@ -19,7 +19,6 @@ from ladder_jax.errors import unknown
 from ladder_jax.overlap.request import exchange_capacity
 from ladder_jax.predict import machine as machines
 from ladder_jax.predict.machine import Machine
-from ladder_jax.predict.work import IMPLEMENTATIONS, OURS, Implementation
 from ladder_jax.schedule import models
 from ladder_jax.splits import check_tensor
 from ladder_jax.words import words
@@ -51,7 +50,6 @@ class Request:
     new_tokens: int = 512
     ladder_layers: str | None = None
     layers: int | None = None
-    implementation: Implementation = OURS
     phase: Phase | None = None
     sequence: int = 2048
     launch: Launch = Launch.AUTO
@@ -92,7 +90,6 @@ def make(
     hardware: str,
     phase: str | None = None,
     residual: str | None = None,
-    implementation: str | None = None,
     capacity: float | None = None,
     **options: object,
 ) -> Request:
@@ -113,13 +110,6 @@ def make(
         belongs = f"{option} belongs to --phase {' and '.join(phases)}, not {phase}"
         check(name not in given or phase in phases, belongs)
     check(given.get("new_tokens") != 1, "--new-tokens must be at least 2, not 1: the first one is the prefill's")
-    program = implementation or OURS.name
-    if program not in IMPLEMENTATIONS:
-        raise unknown("implementation", program, IMPLEMENTATIONS)
-    ours = program == OURS.name
-    check(ours or shape.moe is None, f"--implementation {program} has no experts (model.moe): it must be ours")
-    own_step = "--phase train predicts this library's training step: --implementation must be ours"
-    check(ours or phase != Phase.TRAIN.value, own_step)
     experts = given.get("experts", ExpertParallelism.REDUCE)
     shared = shape.moe is not None and shape.moe.shared_width
     every = (*RESIDUALS, *(EXPERT_RESIDUALS if shared else ()))
@@ -128,7 +118,6 @@ def make(
         shape=shape,
         machine=machine,
         residuals=every if residual is None else words("residual", residual),
-        implementation=IMPLEMENTATIONS[program],
         phase=None if phase == GENERATE else Phase(phase),
         capacity=exchange_capacity(capacity, config=shape, experts=experts),
         **{"tensor": machine.devices, **given},

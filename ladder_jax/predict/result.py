@@ -12,11 +12,11 @@ from collections.abc import Mapping, Sequence
 
 from ladder_jax.config import Phase, parse_residual
 from ladder_jax.predict import model
-from ladder_jax.predict.machine import FITTED, Machine
+from ladder_jax.predict.machine import ANY, Machine
 from ladder_jax.predict.model import Pass, Speed, fastest
-from ladder_jax.predict.program import Choice, Form, Opponents, decoding_in_halves
+from ladder_jax.predict.program import Choice, Form, Opponents, Program
 from ladder_jax.predict.request import BASELINE, Request
-from ladder_jax.predict.work import TRAINING, Model
+from ladder_jax.predict.work import OURS, TRAINING, Model
 
 WORTH = 1.03  # a smaller gain over the fastest Standard is within the model's error, and no reason to change a model
 SAME = 0.95  # share of the fastest from which topologies count as equally fast: the model's error is larger
@@ -62,15 +62,14 @@ class Row:
             "speedup_over_nccl": self.speedup_over_nccl,
             "exposed_seconds": speed.exposed,
             "communication_seconds": speed.wire,
-            "interleave": interleave(speed),
+            "interleave": speed.interleave,
+            **speed.executed,
         }
         if isinstance(speed, Pass):
             form = speed.program.form.value
-            seconds = speed.seconds
-            return {**row, **executed(speed), "form": form, "seconds": seconds, "hidden_fraction": speed.hidden}
+            return {**row, "form": form, "seconds": speed.seconds, "hidden_fraction": speed.hidden}
         return {
             **row,
-            **executed(speed.step),
             "prefill_seconds": speed.prefill_seconds,
             "decode_seconds": speed.decode_seconds,
             "step_seconds": speed.step.seconds,
@@ -146,7 +145,7 @@ class Result:
             "tensor": request.tensor,
             "batch": request.batch,
             **asked,
-            "implementation": request.implementation.name,
+            "implementation": "ours",
             "fidelity": "analytic",
             "rows": [row.as_dict(memory=request.machine.memory) for row in self.rows],
             "baseline": opponents[0],
@@ -161,29 +160,51 @@ def predict(request: Request) -> Result:
 
 
 def _of_generation(request: Request) -> Result:
-    speeds = {name: _speed(request, name, Opponents.STRONGEST) for name in {*request.residuals, BASELINE}}
-    standard = _in_halves(request, speeds[BASELINE])
+    shape = dict(rows=request.batch, prompt_length=request.prompt_length, new_tokens=request.new_tokens)
+    settings = dict(machine=request.machine, tensor=request.tensor, **shape)
+    settings |= dict(launch=request.launch, interleave=request.interleave)
+    speed = lambda residual, opponents: model.speed(request.config(residual), opponents=opponents, **settings)
+    speeds = {name: speed(name, Opponents.STRONGEST) for name in {*request.residuals, BASELINE}}
+    standard = speeds[BASELINE]
+    if request.batch > 1 and request.tensor > 1:  # other frameworks have decode steps in two halves, this library none
+        shard = Model(request.config(BASELINE), request.tensor)
+        halves = Program(algorithms=ANY, interleave=2)
+        halved = model.run_by(shard, request.machine, shard.decode_step(**shape), halves, phase=Phase.DECODE)
+        standard = dataclasses.replace(standard, step=fastest([standard.step, halved]))
     prefill = standard.prefill.program.form
     form = Form.ALL_REDUCE.value if prefill is Form.ALL_REDUCE else f"all-reduce; prefill: {prefill.value}"
-    baseline = Baseline(form, algorithm(standard.step), standard.tokens_per_second, interleave(standard))
-    nccl = _speed(request, BASELINE, Opponents.NCCL)
-    return _result(request, speeds, request.batch * request.new_tokens, opponents=[(standard, baseline)], nccl=nccl)
+    opponents = [(standard, _baseline(standard, form, standard.tokens_per_second))]
+    nccl = speed(BASELINE, Opponents.NCCL)
+    return _result(request, speeds, request.batch * request.new_tokens, opponents=opponents, nccl=nccl)
 
 
 def _of_one_pass(request: Request) -> Result:
+    implementation = TRAINING if request.phase is Phase.TRAIN else OURS
     tokens = request.batch * request.tokens
-    (nccl,) = _passes(request, BASELINE, Choice(Opponents.NCCL))
-    standards = [_passes(request, BASELINE, Choice(experts=form)) for form in request.forms]
-    every = [*itertools.chain.from_iterable(standards), *_without_tensor(request)]
-    every.sort(key=lambda one: one.seconds, reverse=True)
-    named = {(one.program.form, one.program.interleave): one for one in every}  # the fastest of each form
+
+    def passes(residual: str, choice: Choice) -> list[Pass]:
+        shard = Model(request.config(residual), request.tensor, implementation)
+        block = shard.prefill(rows=request.batch, prompt_length=request.tokens)
+        return model.passes(shard, request.machine, block, phase=request.phase, choice=choice)
+
+    (nccl,) = passes(BASELINE, Choice(Opponents.NCCL))
+    standards = [passes(BASELINE, Choice(experts=form)) for form in request.forms]
+    whole = Model(request.config(BASELINE), 1, implementation)
+    shape = dict(devices=request.tensor, rows=request.batch, tokens=request.tokens)
+    alone = model.passes_without_tensor(whole, request.machine, **shape, phase=request.phase)
+    every = sorted([*itertools.chain.from_iterable(standards), *alone], key=lambda one: one.seconds, reverse=True)
+    named = {(one.program.form, one.interleave): one for one in every}  # the fastest of each form
     opponents = [
-        (one, Baseline(one.program.form.value, algorithm(one), tokens / one.seconds, one.program.interleave))
+        (one, _baseline(one, one.program.form.value, tokens / one.seconds))
         for one in sorted(named.values(), key=lambda one: one.seconds)
     ]
     choice = Choice(launch=request.launch, interleave=request.interleave, experts=request.experts)
-    speeds = {name: fastest(_passes(request, name, choice)) for name in request.residuals}
+    speeds = {name: fastest(passes(name, choice)) for name in request.residuals}
     return _result(request, speeds, tokens, opponents=opponents, nccl=nccl)
+
+
+def _baseline(found: Speed | Pass, form: str, tokens_per_second: float) -> Baseline:
+    return Baseline(form, found.executed["all_reduce"], tokens_per_second, found.interleave)
 
 
 def _result(
@@ -249,72 +270,12 @@ def _rank(residual: str) -> int:
     return PREFERENCE.index(key) if key in PREFERENCE else len(PREFERENCE)
 
 
-def _speed(request: Request, residual: str, opponents: Opponents) -> Speed:
-    return model.speed(
-        request.config(residual),
-        machine=request.machine,
-        tensor=request.tensor,
-        rows=request.batch,
-        prompt_length=request.prompt_length,
-        new_tokens=request.new_tokens,
-        implementation=request.implementation,
-        opponents=opponents,
-        launch=request.launch,
-        interleave=request.interleave,
-    )
-
-
-def _in_halves(request: Request, standard: Speed) -> Speed:
-    """Standard at its fastest: of other frameworks also with a decode step in two halves."""
-    ours = Model(request.config(BASELINE), request.tensor, request.implementation)
-    shape = dict(rows=request.batch, prompt_length=request.prompt_length, new_tokens=request.new_tokens)
-    run = lambda program: model.run_by(ours, request.machine, ours.decode_step(**shape), program, phase=Phase.DECODE)
-    programs = decoding_in_halves(rows=request.batch, ranks=request.tensor, implementation=request.implementation)
-    return dataclasses.replace(standard, step=fastest([standard.step, *map(run, programs)]))
-
-
-def _passes(request: Request, residual: str, choice: Choice) -> list[Pass]:
-    shard = _shard(request, residual, ranks=request.tensor)
-    block = shard.prefill(rows=request.batch, prompt_length=request.tokens)
-    return model.passes(shard, request.machine, block, phase=request.phase, choice=choice)
-
-
-def _without_tensor(request: Request) -> list[Pass]:
-    whole = _shard(request, BASELINE, ranks=1)
-    if whole.implementation.algorithms == FITTED:
-        return []  # the authors' programs have tensor parallelism
-    shape = dict(devices=request.tensor, rows=request.batch, tokens=request.tokens)
-    return model.passes_without_tensor(whole, request.machine, **shape, phase=request.phase)
-
-
-def _shard(request: Request, residual: str, *, ranks: int) -> Model:
-    implementation = TRAINING if request.phase is Phase.TRAIN else request.implementation
-    return Model(request.config(residual), ranks, implementation)
-
-
-def interleave(speed: Speed | Pass) -> int | dict[str, int]:
-    """In how many parts in turn a pass computes, or prefill and decode step, as JSON."""
-    if isinstance(speed, Pass):
-        return speed.program.interleave
-    return {name: getattr(speed, name).program.interleave for name in ("prefill", "step")}
-
-
 def in_turn(interleave: int | dict[str, int]) -> str:
     """Halves in words, after a form."""
     if isinstance(interleave, int):
         return ", two halves in turn" if interleave == 2 else ""
     halved = [phase for phase, parts in interleave.items() if parts == 2]
     return f", {' and '.join(halved)} in two halves" if halved else ""
-
-
-def executed(found: Pass) -> dict[str, str | None]:
-    """How a pass communicates, as JSON."""
-    launch = found.program.launch
-    return {"all_reduce": algorithm(found), "launch": launch.value if launch and found.wire else None}
-
-
-def algorithm(found: Pass) -> str | None:
-    return found.all_reduce.value if found.all_reduce else None
 
 
 def described(form: str, all_reduce: str | None) -> str:

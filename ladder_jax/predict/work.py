@@ -14,7 +14,6 @@ import dataclasses
 import functools
 
 from ladder_jax.config import Dtype, ModelConfig
-from ladder_jax.predict.machine import ANY, FITTED, Algorithm
 from ladder_jax.schedule import shards
 from ladder_jax.schedule.shards import Shard
 
@@ -63,10 +62,8 @@ class Implementation:
     cache_speed: bandwidth of reading the cache over that of reading weights; above 1 if repeated reads hit an on-chip
         cache.
     small_all_reduces: reductions of four bytes a scored position, for the choice of the next token or the loss.
-    algorithms: the all-reduces that it may use. With FITTED it is a given program: `program.programs` offers no other.
     """
 
-    name: str
     launches: Launches
     one_row: Launches
     replicated_head: bool = False
@@ -77,10 +74,9 @@ class Implementation:
     fused: bool = False
     cache_speed: float = 1.0
     small_all_reduces: int = 0
-    algorithms: tuple[Algorithm, ...] = ANY
 
 
-OURS = Implementation("ours", launches=Launches(attend=4), one_row=Launches(attend=4), small_all_reduces=2)
+OURS = Implementation(launches=Launches(attend=4), one_row=Launches(attend=4), small_all_reduces=2)
 """This library's programs. The launches were counted in the H100 schedule of a decode step without communication: 9 in
 attention, 4 in an MLP, 10 elsewhere (`ladder-jax overlap --target h100:8 --residual no-communication --phase decode`).
 Those of experts in that of qwen3-30b-a3b, whose grouped matmuls are kernels: 18, of them 12 before rows are sorted.
@@ -89,7 +85,6 @@ Those of experts in that of qwen3-30b-a3b, whose grouped matmuls are kernels: 18
 TRAINING = dataclasses.replace(OURS, scores_all=True, small_all_reduces=3)
 
 AUTHORS = Implementation(
-    "authors",
     launches=Launches(matmul=2),
     one_row=Launches(activate=0),
     replicated_head=True,
@@ -99,7 +94,6 @@ AUTHORS = Implementation(
     score_bytes=12,
     fused=True,
     cache_speed=1.13,
-    algorithms=FITTED,
 )
 """The benchmark of arXiv 2501.06589, https://github.com/mayank31398/ladder-residual-inference, in compiled PyTorch.
 
@@ -108,8 +102,6 @@ written, read twice and written by the softmax, and read again, and their mask i
 is a library call with split-K, so a second kernel adds up the parts; for one row PyTorch generates a kernel that
 includes the activation (`coordinate_descent_tuning`). cache_speed is fitted: python -m experiments.predict.
 """
-
-IMPLEMENTATIONS = {one.name: one for one in (OURS, AUTHORS)}
 
 
 @dataclasses.dataclass(frozen=True)

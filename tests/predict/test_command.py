@@ -99,7 +99,6 @@ MISTAKES = {
         ("--hardware v5e --residual ladder,ladder", "names ladder twice"),
         ("--hardware v5e --ladder-layers 99", "is not a number of layers"),
         ("--hardware v5e --residual standard --ladder-layers 2", "--ladder-layers needs a ladder kind"),
-        ("--hardware v5e --implementation theirs", "unknown implementation 'theirs'"),
         ("--hardware v5e --plot a.txt", "--plot a.txt: the file must end in"),
     ],
     "--model llama-3-70b --hardware h100-nvlink": [
@@ -112,7 +111,6 @@ MISTAKES = {
         ("--sequence 9", "--sequence belongs to --phase train, not generate"),
         ("--phase train --sequence 0", "--sequence must be positive, not 0"),
         ("--phase prefill --plot a.png", "--plot belongs to --phase generate, not prefill"),
-        ("--phase train --implementation authors", "--implementation must be ours"),
         ("--phase train --residual desync-2", "has no prediction of desync-2's backward pass"),
         ("--launch explicitly", "unknown --launch 'explicitly'; did you mean 'explicit'?"),
     ],

@@ -12,7 +12,7 @@ from ladder_jax.predict import layers, machine, model, result, work
 from ladder_jax.predict.machine import Algorithm, Kernel, Kernels, Link, Network
 from ladder_jax.predict.model import Pass
 from ladder_jax.predict.program import Choice, Form, Opponents, Program, programs
-from ladder_jax.predict.work import AUTHORS, OURS, Model
+from ladder_jax.predict.work import Model
 from tests.predict.asked import H100, NOTHING, OFF, answered, by_residual, predict, run, seconds
 
 EIGHT = Link(
@@ -61,8 +61,8 @@ def test_several_nodes_have_a_tree_and_at_most_a_two_shot():
 
 
 def test_a_ladder_uses_what_its_launch_overlaps():
-    def of(name, *, machine=H100, ranks=8, phase=Phase.DECODE, tokens=1, implementation=OURS, **choice):
-        model = Model(preset("llama-3-8b", residual=name), ranks, implementation)
+    def of(name, *, machine=H100, ranks=8, phase=Phase.DECODE, tokens=1, **choice):
+        model = Model(preset("llama-3-8b", residual=name), ranks)
         block = model.prefill(rows=1, prompt_length=tokens)
         return programs(model, machine, block, phase=phase, choice=Choice(**{"interleave": Interleave.WHOLE, **choice}))
 
@@ -85,7 +85,7 @@ def test_a_ladder_uses_what_its_launch_overlaps():
     less = dataclasses.replace(chained, window=0.56)
     split = Program(Form.SEQUENCE_PARALLEL, launch=Launch.CHAINED)
     assert of("ladder", phase=Phase.PREFILL, tokens=1024) == (nccl, less, split)
-    assert of("ladder", implementation=AUTHORS) == of("standard", opponents=Opponents.FITTED) == (Program(),)
+    assert of("ladder", opponents=Opponents.FITTED) == (Program(),)
 
 
 WINDOWS = json.loads((EXPERIMENTS / "overlap" / "results.json").read_text())["rows"]
@@ -180,15 +180,6 @@ def test_the_default_launch_is_never_slower(tensor, batch):
     for size in ("llama-3-8b", "llama-3-70b"):
         of = lambda launch: seconds(model.speed(preset(size, residual="ladder"), **shape, launch=launch))  # noqa: B023
         assert of(Launch.EXPLICIT) <= of(Launch.CHAINED)
-
-
-def test_the_authors_programs_have_ring_all_reduces():
-    answer = predict(residual="standard,ladder", implementation="authors")
-    assert answer.baseline.all_reduce == "ring"
-    assert answer.baseline.form == "all-reduce"
-    for row in answer.rows:
-        assert row.speedup == row.speedup_over_nccl
-        assert row.speed.step.program == Program()
 
 
 @pytest.mark.parametrize("residual", ["standard", "ladder", "parallel"])

@@ -35,7 +35,7 @@ def test_without_compute_everything_is_exposed(name):
     assert found.step.hidden == 0
 
 
-@pytest.mark.parametrize("implementation", [OURS, AUTHORS], ids=lambda one: one.name)
+@pytest.mark.parametrize("implementation", [OURS, AUTHORS], ids=["ours", "authors"])
 def test_on_one_device(implementation):
     """All are equal but the parallel ones, which start other numbers of kernels."""
     found = {name: speed(name, tensor=1, implementation=implementation) for name in MANY}
