@@ -4,7 +4,6 @@ Calibration texts, if there are any, serve the choice of layers, and what follow
 """
 
 import dataclasses
-import enum
 import json
 import logging
 import math
@@ -105,14 +104,6 @@ def _beginning(path: str, *, tokens: int) -> str:
         raise UserError(f"--calibration {path!r} is not UTF-8 text") from None
 
 
-class What(enum.Enum):
-    """What to fit again of the converted layers."""
-
-    INPUTS = "inputs"  # the projections that read the sublayers' inputs
-    BOTH = "both"  # and their output projections
-    NONE = "none"
-
-
 @dataclasses.dataclass(frozen=True)
 class Request:
     """The options of a conversion, checked before any weights are read.
@@ -149,7 +140,8 @@ def parse(args: dict, model: ModelConfig) -> Request:
         if args[name] is not None and args[name] < 1:
             raise UserError(f"--{name.replace('_', '-')} must be positive, not {args[name]}")
     tokens = args["calibration_tokens"]
-    measured = min(tokens or MEASURED_TOKENS, MEASURED_TOKENS) if args["refit"] != What.NONE.value else tokens
+    fits = args["refit"] != FittedProjections.NONE.value
+    measured = min(tokens or MEASURED_TOKENS, MEASURED_TOKENS) if fits else tokens
     return Request(
         destination=pathlib.Path(args["destination"]).expanduser().absolute(),
         format=member(Format, "format in --to", args["to"]),
@@ -166,15 +158,15 @@ def parse(args: dict, model: ModelConfig) -> Request:
 
 def _refit(args: dict, *, model: ModelConfig, choose: int | None) -> Refit | None:
     """By default the inputs are refitted where there is a text for it; with enough of it, the outputs too."""
-    what = None if args["refit"] is None else member(What, "value for --refit:", args["refit"])
+    what = None if args["refit"] is None else member(FittedProjections, "value for --refit:", args["refit"])
     if not args["calibration"]:
         for name in ("refit", "calibration_tokens", "tensor", "ridge"):
-            if args[name] not in (None, What.NONE.value):
+            if args[name] not in (None, FittedProjections.NONE.value):
                 raise UserError(f"--{name.replace('_', '-')} needs a text: name one by --calibration FILE")
         return None
     if args["ladder_layers"] is None:
         raise UserError("--calibration needs --ladder-layers, the layers to convert")
-    if what is not What.NONE:
+    if what is not FittedProjections.NONE:
         tokens = args["calibration_tokens"] or REFIT_TOKENS
         ridge = {} if args["ridge"] is None else {"ridge": args["ridge"]}
         return Refit(projections=_projections(model, tokens=tokens, given=what), **ridge)
@@ -185,17 +177,17 @@ def _refit(args: dict, *, model: ModelConfig, choose: int | None) -> Refit | Non
     return None
 
 
-def _projections(model: ModelConfig, *, tokens: int, given: What | None) -> FittedProjections:
+def _projections(model: ModelConfig, *, tokens: int, given: FittedProjections | None) -> FittedProjections:
     """What to fit on so many tokens; `given` if there is one, with a notice where that may lose."""
     has_mlp = model.moe is None or model.moe.dense_layers
     features = max(model.num_heads * model.head_dim, model.d_ff if has_mlp else 0)
     enough = TOKENS_A_FEATURE * features
-    if given is What.BOTH and tokens < enough:
+    if given is FittedProjections.BOTH and tokens < enough:
         logging.getLogger(__name__).warning(
             f"notice: --refit both fits {features} features on {tokens} tokens; with fewer than {TOKENS_A_FEATURE} for"
             f" each it may give back less than --refit inputs: --calibration-tokens {enough}"
         )
-    return FittedProjections((given or (What.BOTH if tokens >= enough else What.INPUTS)).value)
+    return given or (FittedProjections.BOTH if tokens >= enough else FittedProjections.INPUTS)
 
 
 def _with_layers(args: dict, model: ModelConfig, layers: str | None) -> ModelConfig:

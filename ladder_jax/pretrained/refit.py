@@ -57,6 +57,7 @@ WRITERS = {"attention": "out", "mlp": "down"}
 class FittedProjections(enum.Enum):
     """Which projections of a sublayer are fitted."""
 
+    NONE = "none"
     INPUTS = "inputs"  # those that read its input
     BOTH = "both"  # and its output projection
 
@@ -141,7 +142,7 @@ def refit(
             entering = passes.streams
             for index, name in enumerate(SUBLAYERS):
                 output = Key.of_layer(layer, f"{name}/{WRITERS[name]}", model=model)
-                if passes.late(layer, index):
+                if passes.late(layer, index) and settings.projections is not FittedProjections.NONE:
                     fit(layer, name, lambda: fitted_inputs(passes, layer, index, ridge=settings.ridge))
                     if settings.projections is FittedProjections.BOTH and output in source.arrays:
                         suffix = output.name.partition("/")[2]

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+import types
 
 import jax
 import numpy as np
@@ -20,12 +21,14 @@ from ladder_jax.cli import main
 from ladder_jax.errors import RunFailed, UserError
 from ladder_jax.pretrained import convert as conversion
 from ladder_jax.pretrained import formats, staging
+from ladder_jax.pretrained.convert import Text
 from tests import reference
 from tests import tokenizers as tiny
 from tests.pretrained import gguf_files, models
 
 OPTIONS = "ladder_layers residual ranks dtype calibration calibration_tokens refit ridge search tensor"
 ARGUMENTS = dict.fromkeys(OPTIONS.split()) | {"to": "checkpoint", "json": True}
+LETTERS = types.SimpleNamespace(encode=lambda text: list(map(ord, text)))
 
 
 def convert(source, destination, **arguments):
@@ -93,33 +96,42 @@ def same(ours, theirs):
     models.same_arrays(ours, theirs)
 
 
-@pytest.mark.parametrize(
-    "arguments, said",
-    [
-        (dict(ladder_layers="5"), "not a number of layers"),
-        (dict(ladder_layers="1,9"), "out of range"),
-        (dict(ladder_layers="auto:2"), "name one by --calibration FILE"),
-        (dict(ladder_layers="auto:5", calibration=["x"]), "from 1 to the model's 4 layers"),
-        (dict(ladder_layers="auto:2", calibration=["nowhere.txt"]), "cannot read --calibration 'nowhere.txt'"),
-        (dict(ladder_layers="2", search="ranked"), "--search is for --ladder-layers auto:N"),
-        (dict(ladder_layers="2", residual="parallel"), "unknown ladder kind in --residual 'parallel'"),
-        (dict(ladder_layers="2", residual="ladder-fresh"), "set --ranks N"),
-        (dict(ladder_layers="2", residual="ladder-fresh", ranks=3), "not divisible"),
-        (dict(ladder_layers="2", ranks=2), "model.ranks belongs to ladder-fresh"),
-        (dict(residual="ladder"), "--residual needs --ladder-layers"),
-        (dict(dtype="bfloat"), "did you mean 'bfloat16'?"),
-        (dict(to="hugging"), "did you mean 'huggingface'?"),
-        (dict(source="nowhere.gguf"), "there is no model at 'nowhere.gguf'"),
-        (dict(destination="/proc/version/out"), "'/proc/version' is no folder, so"),
-    ],
-)
-def test_mistakes_are_one_line(arguments, said, small, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(UserError) as refusal:
-        convert(**{"source": small, "destination": "out", **arguments})
-    assert said in str(refusal.value)
-    assert "\n" not in str(refusal.value)
-    assert not any(tmp_path.iterdir())
+TEXT = "--ladder-layers 2 --calibration text"
+MISTAKES = {
+    "small out --ladder-layers 5": "not a number of layers",
+    "small out --ladder-layers 1,9": "out of range",
+    "small out --ladder-layers auto:2": "name one by --calibration FILE",
+    "small out --ladder-layers auto:5 --calibration text": "from 1 to the model's 4 layers",
+    "small out --ladder-layers 2 --search ranked": "--search is for --ladder-layers auto:N",
+    "small out --ladder-layers 2 --residual parallel": "unknown ladder kind in --residual 'parallel'",
+    "small out --ladder-layers 2 --residual ladder-fresh": "set --ranks N",
+    "small out --ladder-layers 2 --residual ladder-fresh --ranks 3": "not divisible",
+    "small out --ladder-layers 2 --ranks 2": "model.ranks belongs to ladder-fresh",
+    "small out --residual ladder": "--residual needs --ladder-layers",
+    "small out --dtype bfloat": "did you mean 'bfloat16'?",
+    "small out --to hugging": "did you mean 'huggingface'?",
+    "nowhere.gguf out": "there is no model at 'nowhere.gguf'",
+    "small /proc/version/out": "'/proc/version' is no folder, so",
+    "small out --calibration text": "--calibration needs --ladder-layers",
+    "small out --ladder-layers 2 --refit inputs": "--refit needs a text: name one by --calibration FILE",
+    "small out --ladder-layers 2 --ridge 1": "--ridge needs a text",
+    f"small out {TEXT} --refit none": "--calibration is for --refit inputs",
+    f"small out {TEXT} --refit input": "did you mean 'inputs'?",
+    f"small out {TEXT} --ridge 0": "must be a positive number, not 0",
+    f"small out {TEXT}:0": "the weight must be positive, not 0",
+    f"small out {TEXT} --calibration-tokens 31": "model's width, 32; there",
+    f"small out {TEXT} --calibration short": "tokens; measuring needs at least",
+    f"small out {TEXT} --calibration .": "cannot read --calibration '.'",
+    f"small out {TEXT} --calibration latin": "--calibration 'latin' is not UTF-8 text",
+}
+
+
+@pytest.mark.parametrize("words", MISTAKES)
+def test_mistakes(words, small, tmp_path, mistake):
+    (tmp_path / "text").write_text("the thin cat sat there then, with that other thing; " * 40)
+    (tmp_path / "short").write_text("the cat")
+    (tmp_path / "latin").write_bytes(b"\xff\xfe")
+    assert MISTAKES[words] in mistake("convert", *words.replace("small", str(small)).split())
 
 
 def test_what_is_there_stays(small, tmp_path, mistake):
@@ -219,3 +231,31 @@ def test_a_tokenizer_that_does_not_match(small, tmp_path):
     with pytest.raises(UserError, match=f"{folder}.* is not a tokenizer"):
         convert(folder, tmp_path / "out")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["fits", "hf"]
+
+
+@pytest.mark.parametrize("content, tokens, skip, shape", [
+    ("a" * 129, 64, 0, (1, 65)),
+    ("a" * 129, 128, 0, (1, 129)),
+    ("ab" * 3000, 5000, 0, (4, 1025)),
+    ("ab" * 3000, 2048, 0, (2, 1025)),
+    ("ab" * 3000, 2048, 3000, (2, 1025)),
+])  # fmt: skip
+def test_rows_of_a_text(content, tokens, skip, shape, tmp_path):
+    """No longer than 1,024 tokens; they share one token. Letters are tokens."""
+    (tmp_path / "text").write_text(content)
+    how = dict(tokenizer=LETTERS, tokens=tokens, skip=skip)
+    rows = conversion.rows_of([Text(str(tmp_path / "text"))], vocab_size=129, **how)
+    assert rows.shape == shape
+    assert (rows[1:, 0] == rows[:-1, -1]).all()
+    with pytest.raises(UserError, match=r"gives the token 9\d; the model knows 90"):
+        conversion.rows_of([Text(str(tmp_path / "text"))], vocab_size=90, **how)
+
+
+def test_shares_of_several_texts(tmp_path):
+    for name, letter in (("a.txt", "a"), ("b:2.txt", "b")):
+        (tmp_path / name).write_text(letter * 5000)
+    assert [conversion.parse_text(f"x{end}") for end in ("", ":2", ":y")] == [Text("x"), Text("x", 2.0), Text("x:y")]
+    texts = [Text(str(tmp_path / "a.txt"), 3), Text(str(tmp_path / "b:2.txt"))]
+    rows = conversion.rows_of(texts, tokenizer=LETTERS, tokens=4000, vocab_size=129, skip=800)
+    assert rows.shape == (4, 1001)
+    assert [chr(row[0]) for row in rows] == ["a", "a", "a", "b"]

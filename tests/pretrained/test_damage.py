@@ -9,17 +9,9 @@ import pytest
 from ladder_jax import pretrained
 from ladder_jax.errors import UserError
 from tests.pretrained import gguf_files, models
+from tests.pretrained.conftest import refused
 
 QUERY = "model.layers.1.self_attn.q_proj.weight"
-
-
-def refused(folder) -> str:
-    with pytest.raises(UserError) as refusal:
-        pretrained.open(folder)
-    message = str(refusal.value)
-    assert "\n" not in message
-    assert len(message) < 400
-    return message
 
 
 @pytest.fixture

@@ -22,7 +22,7 @@ from ladder_jax.plan import request as plans
 from ladder_jax.pretrained import hub as hubs
 from ladder_jax.retrain import sources
 from tests import hub
-from tests.pretrained import gguf_files, models
+from tests.pretrained import conftest, gguf_files, models
 
 TEXT = "the"
 NEW = dict(max_new_tokens=16, temperature=1.5, seed=1)
@@ -82,22 +82,11 @@ def test_ladder_layers_in_memory(files, tmp_path, capsys, mistake):
     assert printed(capsys, "generate", converted, *WORDS) == text
     said = mistake("generate", converted, *WORDS, "--ladder-layers", "1", "--residual", "ladder-2")
     assert f"{str(converted)!r} is ladder" in said
+    said = mistake("generate", files / "llama-2", *WORDS, "--ladder-layers", "auto:1")
+    assert "is measured, so only a conversion can choose it" in said
     model = lj.from_pretrained(files / "llama-2", ladder_layers=[0, 1], residual="ladder-2", dtype="bfloat16")
     assert (model.config.residual, model.topology.num_layers) == ("ladder-2", 2)
     assert {leaf.dtype for leaf in jax.tree.leaves(model.params)} == {np.dtype("bfloat16")}
-
-
-@pytest.mark.parametrize(
-    "options, message",
-    [
-        ("--residual ladder", "--residual needs --ladder-layers"),
-        ("--ladder-layers auto:1", "is measured, so only a conversion can choose it"),
-        ("--ladder-layers 1 --residual ladder-fresh", "set --ranks N"),
-        ("--ladder-layers 1 --residual parallel", "unknown ladder kind"),
-    ],
-)
-def test_layers_that_cannot_be(options, message, files, mistake):
-    assert message in mistake("generate", files / "llama-2", *WORDS, *options.split())
 
 
 @pytest.mark.parametrize("name, dtype", [("llama-2", "bfloat16"), ("small.gguf", jnp.float32)], ids=str)
@@ -235,10 +224,7 @@ def served(tmp_path, monkeypatch):
 
 
 def refused(name):
-    with pytest.raises(UserError) as error:
-        lj.from_pretrained(name)
-    assert "\n" not in str(error.value)
-    return str(error.value)
+    return conftest.refused(name, by=lj.from_pretrained)
 
 
 def downloaded(asked):
@@ -298,14 +284,6 @@ def test_pickles_are_no_weights(served, tmp_path):
     (tmp_path / "pytorch_model.bin").write_bytes(b"x")
     with served(tmp_path):
         assert "only weights as pickles" in refused("someone/small")
-
-
-def test_the_hub_by_one_command(files, tmp_path, run_cli, capsys):
-    text = printed(capsys, "generate", files / "llama-2", *WORDS)
-    place = {"HF_HOME": str(tmp_path / "home"), "HF_HUB_DISABLE_XET": "1"}
-    with hub.served(files / "llama-2", name="someone/small", kind="models") as (url, _):
-        done = run_cli("generate", "someone/small", *WORDS, check_status=0, HF_ENDPOINT=url, **place)
-    assert done.stdout == text
 
 
 def test_push_to_the_hub(files, served, tmp_path, monkeypatch):

@@ -1,6 +1,5 @@
 """The refit of converted layers: least squares of the dense reference's activations, and what goes wrong around it."""
 
-import argparse
 import dataclasses
 import functools
 import json
@@ -16,11 +15,10 @@ import pytest
 
 from ladder_jax import nn, parallel, pretrained
 from ladder_jax.cli import main
-from ladder_jax.cli.verbs import VERBS
 from ladder_jax.config import Biases
 from ladder_jax.errors import RunFailed, UserError
 from ladder_jax.pretrained import convert
-from ladder_jax.pretrained.convert import Text, parse_text, rows_of
+from ladder_jax.pretrained.convert import Text, rows_of
 from ladder_jax.pretrained.refit import FittedProjections, Pass, Refit, Statistics, folded, refit
 from ladder_jax.pretrained.source import REFIT, Key, Source, Stored
 from ladder_jax.pretrained.sublayers import Streams, programs
@@ -33,7 +31,7 @@ ROOT = pathlib.Path(__file__).parent.parent.parent
 
 def small_model(name: str = "standard", **changes):
     """Four layers in float32, with all the biases and norms that a family may have."""
-    return cases.model(name, biases=Biases.ALL, qk_norm=True, **changes)
+    return cases.model(name, biases=Biases.ALL, qk_norm=True, num_kv_heads=2, **changes)
 
 
 @functools.cache
@@ -51,24 +49,21 @@ BOTH = FittedProjections.BOTH
 FULL = pytest.mark.full
 CASES = [
     ("ladder-2", 2, 1, 2, INPUTS),
-    ("parallel-ladder", 4, 1, 4, BOTH),
-    ("ladder-fresh", 8, 1, 8, BOTH),
+    ("parallel-ladder", 2, 1, 2, BOTH),
+    ("ladder-fresh", 4, 1, 4, BOTH),
     pytest.param("hybrid-list", 2, 2, 2, BOTH, marks=FULL),
     pytest.param("ladder", 8, 1, 8, BOTH, marks=FULL),
-    pytest.param("hybrid-fresh", 2, 2, 2, INPUTS, marks=FULL),
-    pytest.param("ladder", 1, 1, 1, INPUTS, marks=FULL),
     pytest.param("hybrid-delay-3-first", 1, 1, 1, BOTH, marks=FULL),
     pytest.param("hybrid-parallel-ladder", 8, 1, 8, INPUTS, marks=FULL),
-    pytest.param("ladder-fresh", 2, 1, 2, INPUTS, marks=FULL),
-    pytest.param("ladder-fresh", 4, 1, 4, BOTH, marks=FULL),
-    pytest.param("hybrid-fresh", 2, 2, 2, BOTH, marks=FULL),
+    pytest.param("ladder-fresh", 8, 1, 8, BOTH, marks=FULL),
+    pytest.param("hybrid-fresh", 2, 2, 2, INPUTS, marks=FULL),
     pytest.param("hybrid-fresh", 2, 1, 1, BOTH, marks=FULL),  # emulated ranks
 ]
 
 
 @pytest.mark.parametrize("name, ranks, data, tensor, projections", CASES)
 def test_the_fit_is_the_least_squares_solution(name, ranks, data, tensor, projections):
-    """With eight ranks, two share each key/value head of a fresh ladder, and so its fit."""
+    """With four ranks, two share each key/value head of a fresh ladder, and so its fit."""
     model = small_model(name, ranks=ranks if name in cases.DEPEND_ON_RANKS else None)
     settings = Refit(ridge=RIDGE, projections=projections)
     mesh = parallel.make_mesh(data=data, tensor=tensor)
@@ -319,37 +314,6 @@ def test_other_requests_resume_nothing(tmp_path):
         models.same_arrays(kept.source, refit(source, **request).source)
 
 
-TEXT = "--ladder-layers 2 --calibration text"
-
-
-@pytest.mark.parametrize(
-    "words, said",
-    [
-        ("--calibration text", "--calibration needs --ladder-layers"),
-        ("--ladder-layers 2 --refit inputs", "--refit needs a text: name one by --calibration FILE"),
-        ("--ladder-layers 2 --ridge 1", "--ridge needs a text"),
-        (f"{TEXT} --refit none", "--calibration is for --refit inputs"),
-        (f"{TEXT} --refit input", "did you mean 'inputs'?"),
-        (f"{TEXT} --ridge 0", "must be a positive number, not 0"),
-        (f"{TEXT}:0", "the weight must be positive, not 0"),
-        (f"{TEXT} --calibration-tokens 31", "model's width, 32; there"),
-        (f"{TEXT} --calibration short", "tokens; measuring needs at least"),
-        (f"{TEXT} --calibration .", "cannot read --calibration"),
-    ],
-)
-def test_mistakes_are_one_line(words, said, small, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "text").write_text("the thin cat sat there then, with that other thing; " * 40)
-    (tmp_path / "short").write_text("the cat")
-    parser = argparse.ArgumentParser()
-    VERBS["convert"].declare(parser)
-    with pytest.raises(UserError) as refusal:
-        convert.run(vars(parser.parse_args([str(small), "out", *words.split()])))
-    assert said in str(refusal.value)
-    assert "\n" not in str(refusal.value)
-    assert not (tmp_path / "out").exists()
-
-
 def test_models_that_cannot_be_refitted():
     settings = dict(rows=TOKENS, model=small_model("ladder"))
     ladder = dataclasses.replace(standard(), model=small_model("ladder"))
@@ -364,14 +328,3 @@ def test_models_that_cannot_be_refitted():
     broken = dataclasses.replace(standard(), arrays={**standard().arrays, **arrays})
     with pytest.raises(RunFailed, match="no least squares: .*infs or NaNs"):
         refit(broken, mesh=parallel.make_mesh(), **settings)
-
-
-def test_shares_of_several_texts(tmp_path):
-    tokenizer = type("Tokenizer", (), {"encode": lambda self, text: [ord(letter) for letter in text]})()
-    for name, letter in (("a.txt", "a"), ("b:2.txt", "b")):
-        (tmp_path / name).write_text(letter * 5000)
-    assert [parse_text(f"x{end}") for end in ("", ":2", ":y")] == [Text("x"), Text("x", 2.0), Text("x:y")]
-    texts = [Text(str(tmp_path / "a.txt"), 3), Text(str(tmp_path / "b:2.txt"))]
-    rows = rows_of(texts, tokenizer=tokenizer, tokens=4000, vocab_size=129, skip=800)
-    assert rows.shape == (4, 1001)
-    assert [chr(row[0]) for row in rows] == ["a", "a", "a", "b"]

@@ -3,7 +3,6 @@
 import dataclasses
 import itertools
 import json
-import types
 
 import jax
 import numpy as np
@@ -12,7 +11,6 @@ import pytest
 from ladder_jax import checkpoint, nn, parallel, pretrained
 from ladder_jax.cli import main
 from ladder_jax.config import Loop
-from ladder_jax.errors import UserError
 from ladder_jax.pretrained.convert import Text, rows_of
 from ladder_jax.pretrained.sensitivity import Probe, Result, Subset, measure
 from ladder_jax.pretrained.sublayers import programs
@@ -119,37 +117,3 @@ def test_the_verb_measures_prints_plots_and_converts(source, tmp_path, capsys, m
     assert (model.residual, model.ladder_layers) == ("ladder", "".join(f"{layer}," for layer in chosen["layers"]))
     rows = rows_of([Text(str(text))], tokenizer=saved.tokenizer(), tokens=64, vocab_size=model.vocab_size)
     assert loss(pretrained.open(out), rows) == pytest.approx(chosen["loss"], rel=1e-5)
-
-
-@pytest.fixture
-def rows(tmp_path):
-    """The rows of a text, whose letters are its tokens."""
-    file = tmp_path / "text.txt"
-    tokenizer = types.SimpleNamespace(encode=lambda text: list(map(ord, text)))
-
-    def rows(content, *, tokens=64, vocab_size=129):
-        file.write_bytes(content)
-        return rows_of([Text(str(file))], tokenizer=tokenizer, tokens=tokens, vocab_size=vocab_size)
-
-    return rows
-
-
-def test_rows_of_a_text(rows):
-    assert rows(b"a" * 129).shape == (1, 65)
-    assert rows(b"a" * 129, tokens=128).shape == (1, 129)
-    assert rows(b"ab" * 3000, tokens=5000).shape == (4, 1025)
-    first, second = rows(b"ab" * 3000, tokens=2048)
-    assert first[-1] == second[0] == ord("a")  # they share one token
-
-
-@pytest.mark.parametrize(
-    "content, more, message",
-    [
-        (b"ab" * 3000, dict(vocab_size=90), "gives the token 98; the model knows 90"),
-        (b"abc", {}, r"has 3 tokens; measuring needs at least 65 \(--calibration-tokens N"),
-        (b"\xff\xfe", {}, "is not UTF-8 text"),
-    ],
-)
-def test_texts_that_do_not_do(content, more, message, rows):
-    with pytest.raises(UserError, match=message):
-        rows(content, **more)
