@@ -9,8 +9,8 @@ from ladder_jax.pretrained.formats import OpenedModel as OpenedModel
 from ladder_jax.pretrained.formats import model_config as model_config
 from ladder_jax.pretrained.formats import open_model as open_model
 from ladder_jax.pretrained.formats import open_source as open
+from ladder_jax.pretrained.formats import write_huggingface as write_huggingface
 from ladder_jax.pretrained.hub import push as push_to_hub
-from ladder_jax.pretrained.huggingface.folder import export as write_huggingface
 from ladder_jax.pretrained.load import load as load
 from ladder_jax.pretrained.load import reader as reader
 from ladder_jax.pretrained.source import Key as Key

@@ -27,7 +27,7 @@ from ladder_jax.decode import Engine, Generator, default_tensor
 from ladder_jax.errors import UserError, unknown
 from ladder_jax.files import AnyPath, absolute, explained, is_remote
 from ladder_jax.nn import ModelDef, Params
-from ladder_jax.pretrained import checkpoints, gguf, hub
+from ladder_jax.pretrained import checkpoints, gguf, hub, staging
 from ladder_jax.pretrained.huggingface import config as huggingface_config
 from ladder_jax.pretrained.huggingface import folder as huggingface
 from ladder_jax.pretrained.load import Reader, assemble, reader
@@ -168,6 +168,23 @@ def open_source(name: str | os.PathLike) -> Source:
     if _is_checkpoint(path):
         return checkpoints.read(path)
     return huggingface.read(path) if path.is_dir() else gguf.read(path)
+
+
+def save(source: Source, destination: str | os.PathLike, *, format: Format) -> None:
+    """Write `source` to the folder `destination`, new or empty, which appears when all is written and compared.
+
+    The host holds one array at a time. Raises UserError if `destination` is not empty, and for what the format cannot
+    express; RunFailed if writing fails, as for a full disk. Unfinished files are removed.
+    """
+    place = pathlib.Path(destination).expanduser().absolute()
+    staging.check_room(place, size=source.nbytes)
+    with staging.staged(place) as folder:
+        write(source, folder, format=format, place=place)
+
+
+def write_huggingface(source: Source, destination: str | os.PathLike) -> None:
+    """`save` as a Hugging Face folder: config.json, safetensors, tokenizer and generation config."""
+    save(source, destination, format=Format.HUGGING_FACE)
 
 
 def write(source: Source, folder: pathlib.Path, *, format: Format, place: pathlib.Path) -> None:

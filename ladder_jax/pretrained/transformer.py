@@ -25,7 +25,7 @@ from ladder_jax.decode.steps import CHUNK
 from ladder_jax.errors import UserError, member
 from ladder_jax.nn import Params
 from ladder_jax.parallel import NamedMesh
-from ladder_jax.pretrained import formats, hub, source, staging, tokenizer_files
+from ladder_jax.pretrained import formats, hub, source, tokenizer_files
 from ladder_jax.pretrained.formats import Format, open_model
 from ladder_jax.pretrained.huggingface import folder as huggingface
 from ladder_jax.pretrained.source import Key, Source, Stored
@@ -90,14 +90,9 @@ class Transformer(nn.Transformer):
     def save(self, path: str | os.PathLike, *, format: str | Format = Format.CHECKPOINT) -> None:
         """Write a checkpoint to the new folder `path`, for `load` and every command, or with "huggingface" an export.
 
-        The host holds one array at a time, and the folder appears when all is written and compared. Raises UserError
-        where `path` exists, for what the format cannot express, and with several processes; RunFailed for a full disk.
+        See `formats.save`. Raises UserError with several processes, too.
         """
-        place, exported = pathlib.Path(path).expanduser().absolute(), self.source()
-        written = member(Format, "format", format)
-        staging.check_room(place, size=exported.nbytes)
-        with staging.staged(place) as folder:
-            formats.write(exported, folder, format=written, place=place)
+        formats.save(self.source(), path, format=member(Format, "format", format))
 
     def push_to_hub(self, repository: str, *, private: bool | None = None, message: str | None = None) -> str:
         """Upload an export to `org/name` of the Hugging Face Hub, as the user of `hf auth login` or HF_TOKEN.

@@ -15,10 +15,11 @@ QUERY = "model.layers.1.self_attn.q_proj.weight"
 
 
 @pytest.fixture
-def whole(tmp_path):
+def whole(tmp_path, monkeypatch):
     """In three files and an index."""
     made = pretrained.open(models.write(tmp_path / "made", "llama-3.1"))
-    pretrained.write_huggingface(made, tmp_path / "whole", shard_bytes=30_000)
+    monkeypatch.setattr("ladder_jax.pretrained.huggingface.folder.SHARD_BYTES", 30_000)
+    pretrained.write_huggingface(made, tmp_path / "whole")
     pretrained.open(tmp_path / "whole")
     return tmp_path / "whole"
 

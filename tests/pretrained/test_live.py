@@ -39,9 +39,10 @@ def test_imported_models_compute_the_same(name, tmp_path):
 
 
 @pytest.mark.parametrize("name", models.CONFIGS)
-def test_exported_standard_models_are_plain_and_compute_exactly_the_same(name, tmp_path):
+def test_exported_standard_models_are_plain_and_compute_exactly_the_same(name, tmp_path, monkeypatch):
     folder = models.write(tmp_path / "model", name)
-    pretrained.write_huggingface(pretrained.open(folder), tmp_path / "out", shard_bytes=30_000)
+    monkeypatch.setattr("ladder_jax.pretrained.huggingface.folder.SHARD_BYTES", 30_000)
+    pretrained.write_huggingface(pretrained.open(folder), tmp_path / "out")
     model = opened(tmp_path / "out")
     assert type(model).__module__.startswith("transformers.models.")
     assert model.generation_config.eos_token_id == [2, 5]

@@ -34,13 +34,14 @@ def bits(folder: pathlib.Path) -> dict[str, tuple]:
 
 @pytest.mark.parametrize("name", models.CONFIGS)
 @pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16, np.float16], ids=lambda dtype: np.dtype(dtype).name)
-def test_standard_models_come_back_bit_for_bit(name, dtype, tmp_path):
+def test_standard_models_come_back_bit_for_bit(name, dtype, tmp_path, monkeypatch):
     told = {"torch_dtype": ..., "dtype": np.dtype(dtype).name}
     folder = models.write(tmp_path / "in", name, values=dtype, **told)
     (folder / "tokenizer.json").write_text('{"model": {"vocab": {"a": 128}}}')
     (folder / "chat_template.jinja").write_text("{{ messages }}")
     source = pretrained.open(folder)
-    pretrained.write_huggingface(source, tmp_path / "out", shard_bytes=20_000)
+    monkeypatch.setattr("ladder_jax.pretrained.huggingface.folder.SHARD_BYTES", 20_000)
+    pretrained.write_huggingface(source, tmp_path / "out")
     assert len(list((tmp_path / "out").glob("model-0000?-of-*.safetensors"))) > 1
     assert bits(tmp_path / "out") == bits(folder)
     again = pretrained.open(tmp_path / "out")

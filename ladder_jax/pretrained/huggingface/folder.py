@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from ladder_jax.data.tokenizer import json_object
 from ladder_jax.errors import RunFailed, UserError
-from ladder_jax.pretrained import source, staging, tokenizer_files
+from ladder_jax.pretrained import source, tokenizer_files
 from ladder_jax.pretrained.huggingface import config, tensors, weights
 from ladder_jax.pretrained.huggingface.tensors import Tensor
 from ladder_jax.pretrained.source import Source, Stored
@@ -90,20 +90,12 @@ def _no_weights(folder: pathlib.Path) -> str:
     return f"{str(folder)!r} holds no {WEIGHTS} and no {INDEX}"
 
 
-def export(exported: Source, destination: pathlib.Path, *, shard_bytes: int = SHARD_BYTES) -> None:
-    """Write config.json, safetensors, tokenizer and generation config to the folder `destination`, new or empty.
+def write(exported: Source, folder: pathlib.Path) -> None:
+    """Write config.json, safetensors, tokenizer and generation config to the new `folder`, and compare what reads back.
 
-    The files are written to a temporary folder, compared, and renamed. Values keep their dtypes; the host holds one
-    array at a time.
-    Raises UserError if `destination` is not empty, or the format cannot express the model; RunFailed if writing fails.
-    Unfinished files are removed.
+    Values keep their dtypes; the host holds one array at a time. Raises UserError if the format cannot express the
+    model, RunFailed if other values are read back.
     """
-    with staging.staged(destination.expanduser().absolute()) as folder:
-        write(exported, folder, shard_bytes=shard_bytes)
-
-
-def write(exported: Source, folder: pathlib.Path, *, shard_bytes: int = SHARD_BYTES) -> None:
-    """As `export`, to a folder of `staging.staged`."""
     source.check(exported)
     dtypes = {stored.dtype for stored in exported.arrays.values()}
     described = config.describe(
@@ -116,7 +108,7 @@ def write(exported: Source, folder: pathlib.Path, *, shard_bytes: int = SHARD_BY
     folder.mkdir()
     for name, content in _files(exported, described).items():
         (folder / name).write_bytes(content)
-    _write_tensors(folder, pending, limit=shard_bytes)
+    _write_tensors(folder, pending)
     _compare(folder, pending)
 
 
@@ -138,8 +130,8 @@ def _with_class(where: str, content: bytes) -> bytes:
     return _to_json({"tokenizer_class": tokenizer_files.FAST, **told})
 
 
-def _write_tensors(folder: pathlib.Path, pending: Mapping[str, Stored], *, limit: int) -> None:
-    shards = list(tensors.shards(pending, limit=limit))
+def _write_tensors(folder: pathlib.Path, pending: Mapping[str, Stored]) -> None:
+    shards = list(tensors.shards(pending, limit=SHARD_BYTES))
     weight_map = {}
     with progress(len(pending), label="written {done}/{total} tensors") as update:
         for index, shard in enumerate(shards, start=1):
