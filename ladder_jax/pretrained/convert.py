@@ -111,8 +111,7 @@ class Request:
     model: the model to write. With `choose`, all its layers are ladder layers until the choice is made.
     choose: the number of layers to choose by measurement, or None.
     refit: None to keep the weights as they are.
-    measured_tokens, refit_tokens: of the calibration texts; the layers are chosen on the first, and refitted on those
-    after them.
+    tokens: of the calibration texts to refit on; the layers are chosen on MEASURED_TOKENS before them, or as many.
     """
 
     destination: pathlib.Path
@@ -120,8 +119,7 @@ class Request:
     model: ModelConfig
     choose: int | None = None
     calibration: tuple[Text, ...] = ()
-    measured_tokens: int = MEASURED_TOKENS
-    refit_tokens: int = REFIT_TOKENS
+    tokens: int = REFIT_TOKENS
     refit: Refit | None = None
     search: Search = Search.GREEDY
     tensor: int = 1
@@ -139,17 +137,13 @@ def parse(args: dict, model: ModelConfig) -> Request:
     for name in ("calibration_tokens", "tensor", "ranks"):
         if args[name] is not None and args[name] < 1:
             raise UserError(f"--{name.replace('_', '-')} must be positive, not {args[name]}")
-    tokens = args["calibration_tokens"]
-    fits = args["refit"] != FittedProjections.NONE.value
-    measured = min(tokens or MEASURED_TOKENS, MEASURED_TOKENS) if fits else tokens
     return Request(
         destination=pathlib.Path(args["destination"]).expanduser().absolute(),
         format=member(Format, "format in --to", args["to"]),
         model=_with_layers(args, model, layers if choose is None else ALL),
         choose=choose,
         calibration=tuple(map(parse_text, args["calibration"] or ())),
-        measured_tokens=measured or MEASURED_TOKENS,
-        refit_tokens=tokens or REFIT_TOKENS,
+        tokens=args["calibration_tokens"] or REFIT_TOKENS,
         refit=_refit(args, model=model, choose=choose),
         search=member(Search, "value for --search:", args["search"] or Search.GREEDY.value),
         tensor=args["tensor"] or 1,
@@ -250,10 +244,10 @@ def read_texts(source: Source, request: Request) -> tuple[np.ndarray | None, np.
     about = dict(tokenizer=source.tokenizer, vocab_size=source.model.vocab_size, context=source.context)
     skip, measured, fitted = 0, None, None
     if request.choose is not None:
-        measured, skip = rows_of(request.calibration, tokens=request.measured_tokens, **about), request.measured_tokens
+        skip = min(request.tokens, MEASURED_TOKENS)
+        measured = rows_of(request.calibration, tokens=skip, **about)
     if request.refit is not None:
-        fitted = rows_of(request.calibration, tokens=request.refit_tokens, skip=skip, **about)
-        refits.check_rows(fitted[:, :-1], model=request.model)
+        fitted = rows_of(request.calibration, tokens=request.tokens, skip=skip, **about)
     return measured, fitted
 
 

@@ -1,6 +1,5 @@
 """Load a model's arrays onto a mesh. The host holds at most one array at a time."""
 
-import functools
 from collections.abc import Callable, Iterator, Sequence
 
 import jax
@@ -38,36 +37,27 @@ def load(
 
 def assemble(definition: nn.ModelDef, read: Reader, *, dtype: np.dtype | None = None, loop: Loop = Loop.SCAN):
     """The parameters of `definition`, read one by one; `dtype` and `loop` as in `load`."""
-    dims = traverse_util.flatten_dict(definition.dims, sep="/")
     abstract = traverse_util.flatten_dict(definition.abstract, sep="/")
     counts = {stack: len(of) for stack, of in stacks(definition.config).items()}
-    layers = {name: range(counts.get(name.partition("/")[0], 0)) for name in dims}
-    arrays = read([Key(name, layer) for name in dims for layer in layers[name] or (None,)])
-    whole, apart = {}, {stack: [{} for _ in range(count)] for stack, count in counts.items()}
-    for name in dims:
-        stack, _, suffix = name.partition("/")
-        if stack not in counts:
-            whole[name] = _cast(next(arrays), dtype)
-        elif loop is Loop.UNROLLED:
-            for layer in layers[name]:
-                apart[stack][layer][suffix] = _cast(next(arrays), dtype)
+    layers_of = lambda name: range(counts.get(name.partition("/")[0], 0)) or (None,)
+    keys = [Key(name, layer) for name in abstract for layer in layers_of(name)]
+    arrays, found = read(keys), {}
+    for name, layer in keys:
+        array, path = next(arrays), name.split("/")
+        array = array if dtype is None else array.astype(dtype)
+        if layer is not None and loop is Loop.UNROLLED:
+            path.insert(1, layer)
+        if layer is None or loop is Loop.UNROLLED:
+            found[tuple(path)] = array
         else:
-            whole[name] = _stacked(arrays, abstract[name], dtype=dtype)
-    nested = functools.partial(traverse_util.unflatten_dict, sep="/")
-    by_layer = {stack: tuple(map(nested, each)) for stack, each in apart.items()}
-    return nested(whole) | (by_layer if loop is Loop.UNROLLED else {})
-
-
-def _stacked(arrays: Iterator[jax.Array], like: jax.ShapeDtypeStruct, *, dtype: np.dtype | None) -> jax.Array:
-    """The next of `arrays`, one of each layer, as one array [L, ...]."""
-    stack = None
-    for layer in range(like.shape[0]):
-        array = next(arrays)
-        if stack is None:
-            stack = meshes.zeros(like.shape, np.dtype(dtype or array.dtype), like.sharding)
-        stack = jax.block_until_ready(meshes.put(stack, _cast(array, dtype), layer))
-        del array
-    return stack
+            like = abstract[name]
+            stack = meshes.zeros(like.shape, array.dtype, like.sharding) if layer == 0 else found.pop(tuple(path))
+            found[tuple(path)] = jax.block_until_ready(meshes.put(stack, array, layer))
+        del array  # before the next one is read
+    nested = traverse_util.unflatten_dict(found)
+    if loop is Loop.UNROLLED:
+        nested |= {stack: tuple(nested[stack].values()) for stack in counts}
+    return nested
 
 
 def reader(source: Source, definition: nn.ModelDef, *, dtype: np.dtype | None = None) -> Reader:
@@ -90,10 +80,6 @@ def reader(source: Source, definition: nn.ModelDef, *, dtype: np.dtype | None = 
         return meshes.place(lambda index: _copy(values[index], kept), shape, definition.layout.sharding(letters))
 
     return lambda keys: map(place, keys)
-
-
-def _cast(array: jax.Array, dtype: np.dtype | None) -> jax.Array:
-    return array if dtype is None else array.astype(dtype)
 
 
 def _copy(values: np.ndarray, dtype: np.dtype) -> np.ndarray:

@@ -26,7 +26,7 @@ import hashlib
 import json
 import pathlib
 import zipfile
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -119,7 +119,11 @@ def refit(
     Raises UserError for fewer tokens than the model's width, a source that is not standard, a topology that is not a
     ladder's, or a mesh that does not suit, and RunFailed where the activations are not finite.
     """
-    check_rows(rows, model=model)
+    if rows.size < model.d_model:
+        raise UserError(
+            f"a refit needs at least as many tokens of calibration text as the model's width, {model.d_model};"
+            f" there are {rows.size}"
+        )
     if source.model.residual != "standard":
         raise UserError(f"a refit starts from a standard model; {source.path!r} is {source.model.residual}")
     if model.residual != "standard" and not parse_residual(model.residual).is_ladder:
@@ -135,7 +139,7 @@ def refit(
         file = None if folder is None else folder / f"{layer:04d}-{name.replace('/', '-')}.npz"
         found, shares = _kept(file, compute)
         passes.replace(found)
-        fits.append(Fit(layer, name, **shares))
+        fits.append(Fit(layer, name, *shares))
 
     with progress(2 * model.num_layers, label="refitted {done}/{total} sublayers") as update:
         for layer in range(model.num_layers):
@@ -154,15 +158,6 @@ def refit(
                 for index in (0, 1):
                     passes.advance(layer, index, original=True)
     return Refitted(passes.source, tuple(fits))
-
-
-def check_rows(rows: np.ndarray, *, model: ModelConfig) -> None:
-    """Raises UserError if the text has fewer tokens than a fit of the model has unknowns a column."""
-    if rows.size < model.d_model:
-        raise UserError(
-            f"a refit needs at least as many tokens of calibration text as the model's width, {model.d_model};"
-            f" there are {rows.size}"
-        )
 
 
 @dataclasses.dataclass
@@ -322,7 +317,7 @@ def _batches(rows: np.ndarray, *, multiple: int) -> Iterator[tuple[np.ndarray, n
         yield np.pad(part, ((0, missing), (0, 0))).astype(np.int32), weights
 
 
-Computed = tuple[dict[Key, np.ndarray], dict[str, float]]  # fitted arrays in the source's dtypes, the shares of Fit
+Computed = tuple[dict[Key, np.ndarray], tuple[float, float]]  # fitted arrays in the source's dtypes, the shares of Fit
 
 
 def fitted_inputs(passes: Pass, layer: int, index: int, *, ridge: float) -> Computed:
@@ -345,8 +340,7 @@ def fitted_inputs(passes: Pass, layer: int, index: int, *, ridge: float) -> Comp
             arrays[key] = np.stack([folded(expert, gain, solved[parts], axis=1) for expert in weight])
         else:
             arrays[key] = folded(weight, gain, solved[parts], axis=axis)
-    after = statistics.share_missing(solved[max(solved)])
-    return arrays, {"before": statistics.share_missing(), "after": after}
+    return arrays, (statistics.share_missing(), statistics.share_missing(solved[max(solved)]))
 
 
 def fitted_output(passes: Pass, layer: int, index: int, key: Key, *, ridge: float) -> Computed:
@@ -355,7 +349,7 @@ def fitted_output(passes: Pass, layer: int, index: int, key: Key, *, ridge: floa
     weight = passes.original.arrays[key].read()
     (change,) = statistics.matrices(1, ridge=ridge)
     fitted = (weight.astype(np.float64) + change.reshape(weight.shape)).astype(weight.dtype)
-    return {key: fitted}, {"before": statistics.share_missing(), "after": statistics.share_missing([change])}
+    return {key: fitted}, (statistics.share_missing(), statistics.share_missing([change]))
 
 
 # What an interrupted run has fitted: a folder with one file for each fitted sublayer, and what they depend on.
@@ -386,7 +380,7 @@ def _prepare(folder: pathlib.Path, request: Mapping[str, object]) -> None:
         files.write_atomically(str(file), lambda path: pathlib.Path(path).write_text(text, encoding="utf-8"))
 
 
-def _kept(file: pathlib.Path | None, compute: Callable[[], Computed]) -> tuple[dict[Key, Stored], dict[str, float]]:
+def _kept(file: pathlib.Path | None, compute: Callable[[], Computed]) -> tuple[dict[Key, Stored], tuple[float, float]]:
     """What `compute` returns; with a file, what that holds, which is written if it is missing or damaged."""
     if file is None:
         arrays, shares = compute()
@@ -395,29 +389,28 @@ def _kept(file: pathlib.Path | None, compute: Callable[[], Computed]) -> tuple[d
         return _read(file)
     except (OSError, ValueError, KeyError, zipfile.BadZipFile):
         arrays, shares = compute()
-    about = {"shares": shares, "arrays": [[*key, str(array.dtype)] for key, array in arrays.items()]}
     # Bytes: NumPy's files have no bfloat16.
-    stored = [array.view(f"u{array.dtype.itemsize}") for array in arrays.values()]
-    files.write_atomically(str(file), lambda path: _save(path, stored, json.dumps(about)))
+    named = {f"{key.name} {key.layer} {a.dtype}": a.view(f"u{a.dtype.itemsize}") for key, a in arrays.items()}
+    files.write_atomically(str(file), lambda path: _save(path, shares=shares, **named))
     return _read(file)
 
 
-def _save(path: str, arrays: Iterable[np.ndarray], about: str) -> None:
-    with open(path, "wb") as file:
-        np.savez(file, *arrays, about=about)
+def _save(path: str, **arrays: Any) -> None:
+    with open(path, "wb") as file:  # to a name, np.savez adds an ending
+        np.savez(file, **arrays)
 
 
-def _read(file: pathlib.Path) -> tuple[dict[Key, Stored], dict[str, float]]:
+def _read(file: pathlib.Path) -> tuple[dict[Key, Stored], tuple[float, float]]:
     """The arrays, which are read again when they are asked for, so that the host holds one at a time."""
 
-    def array(number: int, dtype: np.dtype) -> np.ndarray:
+    def array(name: str) -> np.ndarray:
         with np.load(file) as content:
-            return content[f"arr_{number}"].view(dtype)
+            return content[name].view(name.split()[2])
 
     with np.load(file) as content:
-        about = json.loads(content["about"].item())
+        names, (before, after) = set(content.files) - {"shares"}, content["shares"].tolist()
     found = {}
-    for number, (name, layer, dtype) in enumerate(about["arrays"]):
-        values = array(number, np.dtype(dtype))  # compares its checksum
-        found[Key(name, layer)] = Stored(values.shape, values.dtype, functools.partial(array, number, values.dtype))
-    return found, about["shares"]
+    for name in names:
+        values, (of_key, layer, _) = array(name), name.split()  # compares its checksum
+        found[Key(of_key, int(layer))] = Stored(values.shape, values.dtype, functools.partial(array, name))
+    return found, (before, after)

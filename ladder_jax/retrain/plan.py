@@ -61,9 +61,7 @@ class RetrainPlan:
         return factors.declare(self.definition, config=self.lora, layers=layers)
 
     def initial_adapters(self, *, seed: int) -> Params:
-        definition = self.definition
-        settings = dict(layout=definition.layout, key=parameter.root_key(seed), config=definition.config)
-        return {ADAPTERS: parameter.initial_values(self.adapters, name=ADAPTERS, **settings)}
+        return {ADAPTERS: self._initial(self.adapters, ADAPTERS, seed)}
 
     @property
     def side(self) -> bool:
@@ -77,11 +75,14 @@ class RetrainPlan:
 
     def initial_side(self, *, seed: int) -> Params:
         """The part of the side network: its last projection is zero, so that the model's function is unchanged."""
-        modules, definition = self.definition.modules, self.definition
-        settings = dict(layout=definition.layout, key=parameter.root_key(seed), config=definition.config)
-        ends = parameter.initial_values(modules[parts.SIDE], name=parts.SIDE, **settings)
-        blocks = parameter.initial_values(modules[parts.LAYERS].side, name=f"{parts.SIDE}/{parts.LAYERS}", **settings)
+        modules = self.definition.modules
+        ends = self._initial(modules[parts.SIDE], parts.SIDE, seed)
+        blocks = self._initial(modules[parts.LAYERS].side, f"{parts.SIDE}/{parts.LAYERS}", seed)
         return {parts.SIDE: {**ends, parts.LAYERS: blocks}}
+
+    def _initial(self, module: nnx.Module, name: str, seed: int) -> Params:
+        layout, config = self.definition.layout, self.definition.config
+        return parameter.initial_values(module, name=name, layout=layout, key=parameter.root_key(seed), config=config)
 
     def split(self, params: Params, *, teacher: Params | None = None) -> tuple[Params, Params]:
         """(trained, frozen) of all the model's `params`; LoRA's factors are not among them.

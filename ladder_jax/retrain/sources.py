@@ -5,6 +5,8 @@ import hashlib
 import pathlib
 from typing import Any
 
+from flax import traverse_util
+
 from ladder_jax import residual
 from ladder_jax.checkpoint import Checkpoint
 from ladder_jax.config import START, ModelConfig, RunConfig, to_dict
@@ -74,7 +76,7 @@ def tokenizer(config: RunConfig, *, folder: pathlib.Path) -> tokenizers.Tokenize
 
 def check_shape(name: str, theirs: ModelConfig, ours: ModelConfig) -> None:
     """Raises UserError, naming the first field that differs, for a checkpoint whose model has other parameters."""
-    before, after = _shape(to_dict(theirs)), _shape(to_dict(ours))
+    before, after = _shape(theirs), _shape(ours)
     for field in before | after:
         has, wants = before.get(field), after.get(field)
         if has != wants:
@@ -90,13 +92,10 @@ def check_shape(name: str, theirs: ModelConfig, ours: ModelConfig) -> None:
         )
 
 
-def _shape(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+def _shape(model: ModelConfig) -> dict[str, Any]:
     """The fields that are alike in models with the same parameters, by dotted name."""
-    fields = {}
-    for name, value in tree.items():
-        if (dotted := prefix + name) not in FUNCTION:
-            fields |= _shape(value, f"{dotted}.") if isinstance(value, dict) else {dotted: value}
-    return fields
+    fields = traverse_util.flatten_dict(to_dict(dataclasses.replace(model, side=None)), sep=".")
+    return {name: value for name, value in fields.items() if name not in FUNCTION}
 
 
 def _check_refitted(config: RunConfig, sources: Sources) -> None:

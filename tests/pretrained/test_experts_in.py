@@ -86,7 +86,7 @@ def test_spellings_of_the_configuration(tmp_path):
         ("qwen3_moe", dict(mlp_only_layers=[1]), r"mlp_only_layers=\[1\] cannot be represented: the layers without"),
         ("qwen2_moe", dict(mlp_only_layers=[0, 1]), "must be the first ones, and not all 2"),
         ("qwen2_moe", dict(decoder_sparse_step=2, num_hidden_layers=4), "decoder_sparse_step=2 cannot be represented"),
-        ("qwen2_moe", dict(decoder_sparse_step=0), "not all 2"),
+        ("qwen2_moe", dict(decoder_sparse_step=0), "must be the first ones"),
         ("qwen3_moe", dict(num_experts=4), "experts.4.down_proj.weight and 11 more, not in the model"),
         ("qwen3_moe", dict(num_experts=7), "holds no model.layers.0.mlp.experts.6.down_proj.weight"),
         ("qwen3_moe", dict(moe_intermediate_size=17), r"down_proj.weight is \(32, 16\), but \(32, 17\)"),

@@ -204,8 +204,7 @@ def _arrays(file: File, model: ModelConfig) -> dict[Key, Stored]:
         name = stored_name(key)
         used.add(name)
         if name not in file.tensors:
-            stored[key] = _zero_bias(file, key, shape, name)
-            continue
+            raise UserError(f"{file.path!r} lacks {name}")
         tensor, axes = file.tensors[name], letters[key.name]
         flat = source.torch_shape(axes, shape)
         if tensor.shape != flat:
@@ -222,13 +221,6 @@ def stored_name(key: Key) -> str:
     if key.layer is None:
         return OUTSIDE_LAYERS[key.name]
     return f"blk.{key.layer}.{IN_LAYER[key.name.removeprefix('layers/')]}"
-
-
-def _zero_bias(file: File, key: Key, shape: tuple[int, ...], name: str) -> Stored:
-    """Zeros, for a bias that is missing in a file with other biases. Raises UserError for other missing tensors."""
-    if not key.name.endswith("_bias"):
-        raise UserError(f"{file.path!r} lacks {name}")
-    return Stored(shape, np.dtype("float32"), functools.partial(np.zeros, shape, np.float32))
 
 
 def _read(tensor: Tensor, letters: str, shape: tuple[int, ...], heads: int | None) -> np.ndarray:

@@ -246,14 +246,11 @@ def _read_experts(get: _Fields) -> MoEConfig:
 def _read_dense_layers(get: _Fields) -> int:
     """How many of the first layers have no experts, of Qwen's two fields."""
     count, listed = get("num_hidden_layers", int), get("mlp_only_layers", list, [])
-    every = get("decoder_sparse_step", int, 1)  # layers every - 1, 2 every - 1, ... have experts
-    of_experts = range(every - 1, count, every) if every > 0 else ()
-    first = next((layer for layer in of_experts if layer not in listed), count)
-    later = any(isinstance(layer, int) and first < layer < count for layer in listed) or every > 1 and first + 1 < count
-    if count and (later or first == count):
-        name = "mlp_only_layers" if listed else "decoder_sparse_step"
-        raise get.refuse(name, f"the layers without experts must be the first ones, and not all {count}")
-    return first
+    if get("decoder_sparse_step", int, 1) != 1:
+        raise get.refuse("decoder_sparse_step", "the layers without experts must be the first ones (allowed: 1)")
+    if listed and (listed != list(range(len(listed))) or len(listed) == count):
+        raise get.refuse("mlp_only_layers", f"the layers without experts must be the first ones, and not all {count}")
+    return len(listed)
 
 
 def _read_rope(told: _Fields) -> tuple[float, RopeScaling | None]:
