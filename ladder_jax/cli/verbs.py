@@ -8,7 +8,17 @@ import importlib
 from collections.abc import Mapping
 from typing import Any
 
-from ladder_jax.config import CollectiveMatmul, ExpertParallelism, Interleave, Launch, Loop, Phase, Quantize, Remat
+from ladder_jax.config import (
+    CollectiveMatmul,
+    Dtype,
+    ExpertParallelism,
+    Interleave,
+    Launch,
+    Loop,
+    Phase,
+    Quantize,
+    Remat,
+)
 from ladder_jax.errors import UserError, member
 from ladder_jax.processes.options import SETTINGS
 
@@ -143,19 +153,21 @@ VERBS = {
             "--ladder-layers WHICH": "N: the last N; i,j: 0-based layers; all; auto:N: chosen by what they cost on"
             " --calibration",
             "--residual NAME": "the kind of those layers (default ladder)",
-            "--ranks N": number("for ladder-fresh: the tensor-parallel ranks it is for"),
-            "--dtype DTYPE": "compute in bfloat16 or float32 (default: as the source; values stay as stored)",
+            "--ranks N": count("for ladder-fresh: the tensor-parallel ranks it is for"),
+            "--dtype DTYPE": one_of(
+                Dtype, "compute in bfloat16 or float32 (default: as the source; values stay as stored)"
+            ),
             "--to FORMAT": dict(default="checkpoint", help="checkpoint (the default) or huggingface"),
             "--calibration FILE[:WEIGHT]": repeated(
                 "a text to refit the layers on (for auto:N, to choose them by, too); may be given again, and WEIGHT"
                 " (default 1) is its share of the tokens"
             ),
-            "--calibration-tokens N": number("how many of its tokens (default 16384; to choose 2048)"),
+            "--calibration-tokens N": count("how many of its tokens (default 16384; to choose 2048)"),
             "--refit WHAT": "inputs: fit the converted layers' first projections; both: their output projections, too"
             " (the default with 8 tokens for each of their features, else inputs); none",
             "--ridge X": real("of the refit: how near it stays (default 0.001)"),
             "--search HOW": "for auto:N: ranked, or greedy too (the default, and slower)",
-            "--tensor N": number("for --calibration: tensor-parallel devices to use"),
+            "--tensor N": count("for --calibration: tensor-parallel devices to use"),
             **JSON,
         },
     ),
@@ -227,19 +239,19 @@ VERBS = {
             "--generation FILE": 'JSON lines such as {"question": "2 + 2 =", "answer": "#### 4"}; greedy',
             "--out FILE": "a JSON line as each window or question is done; a second run goes on with it",
             "--shots-file FILE": "questions with answers to put before each question, in the file's own form",
-            "--window N": number("the most tokens that the model reads at once (default: as it was trained)"),
-            "--stride N": number("of --text: tokens that each later window scores (default: all of it)"),
-            "--shots N": number("the first N questions of --shots-file stand before each question (default 0)"),
-            "--limit N": number("only the first N questions"),
-            "--max-new-tokens N": number("of --generation: the longest answer (default 256)"),
-            "--slots N": number("of --generation: answers that are written at the same time (default 8)"),
-            "--batch-tokens N": number(
+            "--window N": count("the most tokens that the model reads at once (default: as it was trained)"),
+            "--stride N": count("of --text: tokens that each later window scores (default: all of it)"),
+            "--shots N": count("the first N questions of --shots-file stand before each question (default 0)"),
+            "--limit N": count("only the first N questions"),
+            "--max-new-tokens N": count("of --generation: the longest answer (default 256)"),
+            "--slots N": count("of --generation: answers that are written at the same time (default 8)"),
+            "--batch-tokens N": count(
                 "tokens a batch, padding included (default 4096; halved where memory does not suffice)"
             ),
             "--prefix-token ID": number(
                 "the token before a text's first (default: the tokenizer's BOS, or EOS; a newline byte)"
             ),
-            "--data N": number("copies of the model, each with its share of a batch (default 1)"),
+            "--data N": count("copies of the model, each with its share of a batch (default 1)"),
             "--field NAME": "where --text's JSON lines and tables hold it (default: text)",
             "--stop TEXT": repeated("ends an answer; may be given again (default: GSM8K's)"),
             **OPENED,

@@ -67,9 +67,6 @@ def _check(args: dict) -> str:
     for name, ways in ONLY.items():
         if args[name] is not None and given[0] not in ways:
             raise UserError(f"{_option(name)} is for {' and '.join(map(_option, ways))}")
-    for name in ("window", "stride", "shots", "limit", "max_new_tokens", "slots", "batch_tokens", "tensor", "data"):
-        if args[name] is not None and args[name] < 1:
-            raise UserError(f"{_option(name)} must be at least 1, not {args[name]}")
     if bool(args["shots"]) != bool(args["shots_file"]):
         raise UserError("--shots N and --shots-file FILE go together")
     files.check_writable("out", args["out"])

@@ -26,22 +26,19 @@ from ladder_jax.pretrained.source import Source, Stored
 from ladder_jax.progress import progress
 
 STEP = 0
-CACHE = 1 << 30  # bytes of chunks that are kept
 
 
 def read(path: pathlib.Path) -> Source:
     """The checkpoint at `path` (a run's folder, its `checkpoints/`, or one step's), compared with its manifest.
 
-    Layers are stored stacked, one chunk or more each; of checkpoints of older versions a chunk may hold all layers, and
-    is kept for the next one. Raises UserError if there is no checkpoint, and Damaged.
+    Raises UserError if there is no checkpoint, and Damaged.
     """
     opened = checkpoint.open_checkpoint(path)
     if opened.has_manifest and (problems := manifest.problems(opened.path, part="params")):
         raise checkpoint.Damaged(f"checkpoint {str(opened.path)!r} is damaged or incomplete: {problems[0]}")
     model, arrays = opened.config.model, {}
     source.check_alone(model, path=str(path))
-    context = tensorstore.Context({"cache_pool": {"total_bytes_limit": CACHE}})
-    store = functools.cache(functools.partial(_open, opened.path / "params", context))
+    store = functools.cache(functools.partial(_open, opened.path / "params"))
     for key, shape in source.expected_shapes(model).items():
         found = store(key.name) if key.layer is None else store(key.name)[key.layer]
         arrays[key] = Stored(shape, found.dtype.numpy_dtype, functools.partial(_values, found, shape))
@@ -57,11 +54,11 @@ def read(path: pathlib.Path) -> Source:
     )
 
 
-def _open(folder: pathlib.Path, context: tensorstore.Context, name: str) -> tensorstore.TensorStore:
+def _open(folder: pathlib.Path, name: str) -> tensorstore.TensorStore:
     """Open the array `name` in the item at `folder`, without reading its values."""
     spec = described_array(database(folder), name)
     try:
-        return tensorstore.open(spec, open=True, read=True, context=context).result()
+        return tensorstore.open(spec, open=True, read=True).result()
     except ValueError as error:
         raise UserError(f"{str(folder)!r} holds no {name}: {str(error).splitlines()[0][:200]}") from None
 

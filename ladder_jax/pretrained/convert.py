@@ -15,7 +15,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from ladder_jax import nn, parallel
-from ladder_jax.config import Dtype, Loop, ModelConfig
+from ladder_jax.config import Loop, ModelConfig
 from ladder_jax.data.tokenizer import Tokenizer
 from ladder_jax.errors import UserError, member
 from ladder_jax.pretrained import formats, sensitivity, staging
@@ -134,9 +134,6 @@ def parse(args: dict, model: ModelConfig) -> Request:
         raise UserError("--search is for --ladder-layers auto:N")
     if choose is not None and not args["calibration"]:
         raise UserError(f"--ladder-layers {layers} measures the layers on a text: name one by --calibration FILE")
-    for name in ("calibration_tokens", "tensor", "ranks"):
-        if args[name] is not None and args[name] < 1:
-            raise UserError(f"--{name.replace('_', '-')} must be positive, not {args[name]}")
     return Request(
         destination=pathlib.Path(args["destination"]).expanduser().absolute(),
         format=member(Format, "format in --to", args["to"]),
@@ -185,8 +182,7 @@ def _projections(model: ModelConfig, *, tokens: int, given: FittedProjections | 
 
 
 def _with_layers(args: dict, model: ModelConfig, layers: str | None) -> ModelConfig:
-    if args["dtype"]:
-        dtype = member(Dtype, "value for --dtype:", args["dtype"])
+    if dtype := args["dtype"]:
         model = dataclasses.replace(model, dtype=dtype, residual_dtype=dtype)
     choice = dict(ladder_layers=layers, residual=args["residual"], ranks=args["ranks"])
     model = formats.with_ladder_layers(model, **choice, name=args["source"])
