@@ -9,7 +9,7 @@ import re
 import shutil
 import sys
 import textwrap
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from ladder_jax.errors import printable
@@ -30,29 +30,27 @@ class Table:
 
     def lines(self, width: int = WIDTH) -> list[str]:
         """At most `width` wide: first the heads are wrapped, then the widest columns, at spaces and hyphens."""
-        rows = [self.columns, *self.rows]
-        numbers = range(len(self.columns))
-        widths = [max(len(row[i]) for row in rows) for i in numbers]
-        least = [max(len(word) for row in rows for word in WORDS.split(row[i])) for i in numbers]
-        heads = [max(least[i], *(len(row[i]) for row in self.rows or [self.columns])) for i in numbers]
+        columns = list(zip(self.columns, *self.rows))
+        widths = [max(map(len, column)) for column in columns]
+        least = [max(len(word) for cell in column for word in WORDS.split(cell)) for column in columns]
+        heads = [max(word, *map(len, column[1:] or column)) for word, column in zip(least, columns)]
         gap = GAP if sum(heads) + GAP * (len(heads) - 1) <= width else 1
+        total = lambda: sum(widths) + gap * (len(widths) - 1)
         for floor in (heads, least):
-            while sum(widths) + gap * (len(widths) - 1) > width and widths != floor:
-                widths[max((i for i in numbers if widths[i] > floor[i]), key=widths.__getitem__)] -= 1
-        head, *body = (self._row(row, widths, " " * gap) for row in rows)
-        return [*head, "─" * (sum(widths) + gap * (len(widths) - 1)), *itertools.chain(*body)]
+            while total() > width and widths != floor:
+                wide = [number for number, one in enumerate(widths) if one > floor[number]]
+                widths[max(wide, key=widths.__getitem__)] -= 1
+        head, *body = (self._row(row, widths, " " * gap) for row in (self.columns, *self.rows))
+        return [*head, "─" * total(), *itertools.chain(*body)]
 
-    def _row(self, cells: Sequence[str], widths: Sequence[int], gap: str) -> list[str]:
-        wrapped = [textwrap.wrap(cell, width) if cell else [""] for cell, width in zip(cells, widths, strict=True)]
-        lines = []
-        for number in range(max(map(len, wrapped))):
-            parts = [cell[number] if number < len(cell) else "" for cell in wrapped]
+    def _row(self, cells: Sequence[str], widths: Sequence[int], gap: str) -> Iterator[str]:
+        wrapped = [textwrap.wrap(cell, width) or [""] for cell, width in zip(cells, widths, strict=True)]
+        for parts in itertools.zip_longest(*wrapped, fillvalue=""):
             aligned = [
                 part.ljust(width) if column in self.left else part.rjust(width)
                 for part, width, column in zip(parts, widths, self.columns)
             ]
-            lines.append(gap.join(aligned).rstrip())
-        return lines
+            yield gap.join(aligned).rstrip()
 
     def html(self) -> str:
         row = lambda cells, tag: "".join(f"<{tag}>{html.escape(cell)}</{tag}>" for cell in cells)
@@ -93,6 +91,11 @@ def answer(result: Any, *, as_json: bool, out: str | None = None) -> None:
 def number(value: float) -> str:
     """Three significant digits, or all digits before the decimal point."""
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+
+
+def say(line: str) -> None:
+    """Print it on standard error."""
+    print(printable(line), file=sys.stderr, flush=True)
 
 
 def generated(text: str) -> str:

@@ -1,7 +1,6 @@
 """A model of another tokenizer's tokens: trained, asked, and talked to in a terminal."""
 
 import io
-import json
 import os
 import pty
 import re
@@ -48,16 +47,9 @@ def test_a_run_keeps_its_tokenizer(run):
     ]  # fmt: skip
 
 
-def test_generate(run, tmp_path, capsys):
-    prompt, prompts, out = "the cat ü", tmp_path / "prompts.jsonl", tmp_path / "out.jsonl"
-    assert cli.main(["generate", str(run), "--prompt", prompt, "--max-new-tokens", "6"]) == 0
-    text = capsys.readouterr().out
-    assert text.startswith(prompt)
-    prompts.write_text(json.dumps({"prompt": prompt, "max_new_tokens": 6}) + "\n")
-    assert cli.main(["generate", str(run), "--prompts", str(prompts), "--out", str(out)]) == 0
-    answer = json.loads(out.read_text())
-    assert f"{prompt}{answer['text']}\n" == text
-    assert answer["prompt_tokens"] == len(open_checkpoint(run).tokenizer().encode(prompt))
+def test_generate(run, capsys):
+    assert cli.main(["generate", str(run), "--prompt", "the cat ü", "--max-new-tokens", "6"]) == 0
+    assert capsys.readouterr().out.startswith("the cat ü")
 
 
 @pytest.fixture(scope="module")
@@ -119,11 +111,6 @@ def refused(capsys, *words):
     out, line = capsys.readouterr()
     assert out == "" and line.count("\n") == 1
     return line
-
-
-def test_a_message_that_is_too_long(given, run, capsys):
-    given(b"the rat " * 60)
-    assert "does not fit into --context 64" in refused(capsys, run, "--chat", "--context", 64, "--max-new-tokens", 6)
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,5 @@
 """Prefill in chunks: its attention against NumPy, the whole against one pass, and its memory."""
 
-import dataclasses
 import functools
 import itertools
 
@@ -11,7 +10,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from ladder_jax import decode, parallel
-from ladder_jax.config import DecodeConfig, Loop
+from ladder_jax.config import Loop
 from ladder_jax.decode import steps, weights
 from ladder_jax.nn import attention, tpu_attention
 from tests import cases, compilations, covering
@@ -92,41 +91,10 @@ def test_chunks_equal_one_pass(name, mesh, loop):
     assert cases.error(np.asarray(logits)[:, :251], full[rows, LENGTHS - 1]) < 2 * cases.bound(definition.config)
 
 
-def test_blocks_cover_a_prompt_and_stay_inside_it():
-    assert steps.chunk_starts(8, chunk=4) == [0, 4]
-    assert steps.chunk_starts(10, chunk=4) == [0, 4, 6]
-    assert steps.chunk_starts(9, chunk=8) == [0, 1]
-
-
 def test_a_cache_without_room():
     definition = cases.define("ladder")
     with pytest.raises(ValueError, match="a cache of 8 positions has no room for 9 tokens"):
         decode.prefill_in_chunks(definition, {}, cases.tokens((1, 9)), np.array([9]), capacity=8, chunk=4)
-
-
-def test_a_long_prompt():
-    definition = cases.define("ladder", num_layers=2, num_heads=2, num_kv_heads=1, head_dim=16)
-    params = cases.placed(definition)
-    stored = weights.prepare(definition, params, loop=Loop.UNROLLED)
-    tokens, lengths = cases.tokens((1, 2048)), np.array([2048], np.int32)
-    passes = {}
-    for chunk in (2048, 1000):
-        logits, caches = decode.prefill_in_chunks(definition, stored, tokens, lengths, capacity=2080, chunk=chunk)
-        passes[chunk] = jax.tree.map(np.asarray, (logits[:, :251], caches))
-    limit = 2 * cases.bound(definition.config) * np.sqrt(2048 / 48)  # the longest sum is that over positions
-    for ours, one in zip(jax.tree.leaves(passes[1000]), jax.tree.leaves(passes[2048]), strict=True):
-        assert cases.error(ours, one) < limit
-
-
-PROMPTS = [[1, 2, 3], [200], list(range(40)), list(range(70, 95))]
-
-
-def test_generation_reads_prompts_in_chunks():
-    definition = cases.define("ladder", num_layers=2, data=2, tensor=2)
-    ours = decode.Generator(definition, cases.placed(definition), loop=Loop.SCAN)
-    config = DecodeConfig(max_new_tokens=18)
-    chunked = ours.tokens(PROMPTS, config=dataclasses.replace(config, prefill_chunk=9))
-    np.testing.assert_array_equal(chunked, ours.tokens(PROMPTS, config=config))
 
 
 def test_one_program_reads_prompts_of_any_length():
@@ -139,17 +107,6 @@ def test_one_program_reads_prompts_of_any_length():
         assert not compiled
         read(cases.tokens((1, 3)), np.array([3], np.int32))
         assert compiled  # the control: one pass, of another length
-
-
-@pytest.mark.parametrize("length, padded", [(1, 32), (32, 32), (33, 64), (500, 512), (513, 1024), (32_000, 32_768)])
-def test_prompts_are_padded_to_few_lengths(length, padded):
-    assert steps.padded_length(length, positions=10**6) == padded
-    assert steps.padded_length(length, positions=length + 7) == min(padded, length + 7)
-
-
-@pytest.mark.parametrize("tokens, chunk, positions", [(1, 16, 32), (16, 16, 32), (17, 16, 64), (1000, 5, 1024)])
-def test_caches_have_room_for_the_last_chunk(tokens, chunk, positions):
-    assert steps.positions_for(tokens, chunk=chunk) == positions
 
 
 def program(definition, *, chunk, capacity):

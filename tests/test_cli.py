@@ -11,7 +11,6 @@ import jax
 import pytest
 
 from ladder_jax import cli, terminal
-from ladder_jax.cli import train
 from ladder_jax.errors import one_line
 from ladder_jax.schedule import targets
 
@@ -112,23 +111,6 @@ def test_generate_several_prompts(told, trained):
     stop = one.strip("\n")[len("the cat") + 5 :][:3]
     ended = told(*ask, "--prompt", "the cat", *more, "--stop", stop)
     assert ended == one[: one.index(stop, len("the cat"))] + "\n"
-
-
-def test_generate_for_a_file_of_prompts(told, trained, tmp_path, capsys):
-    """test_prompts.py is about what the file may hold, and about going on after a kill."""
-    prompts, out = tmp_path / "prompts.jsonl", tmp_path / "out.jsonl"
-    lines = [{"prompt": "the cat", "id": "a"}, {"prompt": "rat", "max_new_tokens": 3}, {"prompt": "é", "seed": 4}]
-    prompts.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    ask = ["generate", trained, "--prompts", prompts, "--out", out, "--max-new-tokens", "9"]
-    assert cli.main(list(map(str, ask))) == 0
-    done = capsys.readouterr()
-    assert done.out == ""
-    assert "3/3 prompts" in done.err
-    answers = {answer["index"]: answer for answer in map(json.loads, out.read_text().splitlines())}
-    assert [answers[i]["new_tokens"] for i in range(3)] == [9, 3, 9]
-    assert answers[0]["id"] == "a"
-    alone = told("generate", trained, "--prompt", "the cat", "--max-new-tokens", "9")
-    assert alone == f"the cat{answers[0]['text']}\n"
 
 
 # As in the README, overrides may stand around an option; the mistake shows that the last of them was read.
@@ -243,7 +225,7 @@ def test_control_characters_of_a_model_reach_no_terminal(monkeypatch, capsys):
     show(text)
     assert capsys.readouterr().out == "a\tb\n\\x1b]0;owned\\x07\\r\\x9b2J\\x7f \N{MAN}\u200d\N{WOMAN}"
     terminal.show(["\x1b[2J"])
-    train._say("two\nlines \x1b[2J")
+    terminal.say("two\nlines \x1b[2J")
     shown = capsys.readouterr()
     assert shown.out == "\\x1b[2J\n"
     assert shown.err == "two\nlines \\x1b[2J\n"

@@ -8,9 +8,9 @@ import jax
 import numpy as np
 import pytest
 
-from ladder_jax import decode, nn, parallel
+from ladder_jax import decode, parallel
 from ladder_jax.config import DecodeConfig, Launch, Loop
-from ladder_jax.decode import generate, sampling, steps, weights
+from ladder_jax.decode import steps, weights
 from ladder_jax.errors import UserError
 from tests import cases, communication, covering, one_step
 
@@ -69,37 +69,6 @@ def test_the_same_seed_gives_the_same_tokens_on_every_mesh(data, temperature):
     if temperature:
         other = dataclasses.replace(config, seed=6)
         assert not np.array_equal(generator().tokens(PROMPTS, config=other), expected)
-
-
-def test_greedy_generation_is_the_argmax_of_the_full_pass():
-    """Every token of every row, from the logits of a pass over all that came before it."""
-    ours = generator(tensor=4)
-    new = ours.tokens(PROMPTS, config=DecodeConfig(max_new_tokens=18))
-    definition = cases.define("ladder", num_layers=2, tensor=4)
-    params = cases.placed(definition)
-    for prompt, row in zip(PROMPTS, new, strict=True):
-        sequence = np.array([prompt + list(row)], np.int32)
-        logits = np.asarray(nn.compiled_logits(definition)(params, sequence))[0]
-        np.testing.assert_array_equal(logits[len(prompt) - 1 : -1].argmax(-1), row)
-
-
-def test_streamed_chunks_are_the_same_tokens():
-    ours = generator()
-    config = DecodeConfig(max_new_tokens=generate.CHUNK + 3, temperature=0.5)
-    chunks = list(ours.stream(PROMPTS, config=config))
-    assert [chunk.shape[1] for chunk in chunks] == [1, generate.CHUNK, 2]
-    np.testing.assert_array_equal(np.concatenate(chunks, axis=1), ours.tokens(PROMPTS, config=config))
-
-
-def test_argmax_takes_the_first_of_equals():
-    definition = cases.define("standard", tensor=8)
-    scores = np.zeros((3, 1024), np.float32)
-    scores[0, [3, 700]] = 1
-    scores[1, [900, 901]] = 1
-    layout = definition.layout
-    argmax = functools.partial(sampling.argmax, axes=layout.tensor)
-    pick = parallel.on_mesh(argmax, layout=layout, in_dims=("BV",), out_dims="B")
-    np.testing.assert_array_equal(jax.jit(pick)(scores), [3, 900, 0])
 
 
 @pytest.mark.parametrize(
@@ -189,13 +158,3 @@ def test_sequence_parallelism_has_no_all_reduces_to_halve(monkeypatch):
 @pytest.mark.parametrize("ranks", [None, 4])
 def test_one_device_has_nothing_to_launch(ranks):
     decode.decode_many(cases.define("ladder-fresh", ranks=ranks), launch=Launch.EXPLICIT)
-
-
-def test_inference_has_the_matrices_of_training():
-    """By the same names and in the same order, whatever the mesh: also where ranks share a key/value head."""
-    definition = cases.define("ladder", tensor=8)
-    assert weights.dims(definition, loop=Loop.SCAN) == definition.dims
-    attention = weights.abstract(definition, loop=Loop.UNROLLED)["layers"][0]["attention"]
-    heads = {name: (attention[name].shape[1], attention[name].sharding) for name in ("query", "key", "value")}
-    shares = {name: sharding.shard_shape(attention[name].shape)[1] for name, (_, sharding) in heads.items()}
-    assert [count for count, _ in heads.values()] == [8, 4, 4] and set(shares.values()) == {1}

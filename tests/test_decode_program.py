@@ -8,7 +8,7 @@ import json
 import pytest
 
 from ladder_jax import cli, decode, nn, parallel
-from ladder_jax.config import DecodeConfig, Loop, Phase, Quantize
+from ladder_jax.config import Loop, Phase, Quantize
 from ladder_jax.decode import Choice, steps
 from ladder_jax.decode.engine import Engine, Request
 from ladder_jax.overlap import programs
@@ -110,17 +110,6 @@ def test_generate_runs_the_audited_programs(more, quantize, lowered, worked, tmp
     asked = dict(context=96, quantize=Quantize(quantize))  # 29 tokens, 35 new ones, and room for a chunk
     assert lowered[Phase.PREFILL] == [worked(phase=Phase.PREFILL, **asked)]
     assert set(lowered[Phase.DECODE]) == {worked(phase=Phase.DECODE, **asked)}
-
-
-@pytest.mark.full  # of one row, `generate` runs it
-def test_the_generator_runs_the_audited_programs(lowered):
-    config = requests.make(target="cpu:8", model="tiny", residual="ladder", layers=LAYERS, phase=Phase.DECODE).config
-    definition = nn.define(config, mesh=parallel.make_mesh(tensor=8))
-    generator = decode.Generator(definition, nn.initialize(definition, seed=0))
-    generator.tokens([[7] * PROMPT] * 3, config=DecodeConfig(max_new_tokens=32))
-    assert len(lowered[Phase.DECODE]) == 2
-    assert set(lowered[Phase.DECODE]) == {digest(*audited(Phase.DECODE, batch=3, context=96))}
-    assert lowered[Phase.PREFILL] == [digest(*audited(Phase.PREFILL, batch=3, context=96))]
 
 
 def test_bench_times_the_audited_programs(lowered, monkeypatch):

@@ -8,7 +8,7 @@ import jax
 import numpy as np
 import pytest
 
-from ladder_jax import decode, nn
+from ladder_jax import decode
 from ladder_jax.config import Loop
 from ladder_jax.decode import Engine, Finish, QueueFull, Request
 from ladder_jax.decode.engine.slots import buckets
@@ -229,32 +229,33 @@ def test_stops_end_a_request_wherever_they_stand():
 def test_streaming_and_cancelling():
     ours = engine()
     long = ours.submit(Request([1], max_new_tokens=60))
-    queued = [ours.submit(Request([2], max_new_tokens=3)) for _ in range(4)]
+    others = [ours.submit(Request([2], max_new_tokens=3)) for _ in range(3)]
     stream = iter(long)
     assert [len(next(stream).tokens) for _ in range(3)] == [1, CHUNK, CHUNK]
-    queued[-1].cancel()
     long.cancel()
     long.cancel()
-    rest = list(stream)
-    assert long.result().finish == "cancelled"
-    assert len(long.result().tokens) == 1 + 2 * CHUNK + sum(len(p.tokens) for p in rest)
-    assert long.result().text == to_bytes(long.result().tokens).decode()
+    rest = sum((piece.tokens for piece in stream), ())
+    result = long.result()
+    assert result.finish == "cancelled"
+    assert len(result.tokens) == 1 + 2 * CHUNK + len(rest)
+    assert result.text == to_bytes(result.tokens).decode()
     ours.run()
-    finishes = [handle.result().finish for handle in queued]
-    assert finishes[:3] == ["length"] * 3
-    assert finishes[3] in ("length", "cancelled")
-    check(queued[0])
+    for handle in others:
+        check(handle)
     long.cancel()  # too late: nothing happens
-    assert ours.stats().finished["cancelled"] == 1 + (finishes[3] == "cancelled")
+    assert ours.stats().finished["cancelled"] == 1
 
 
 def test_a_full_queue():
     ours = engine(max_queue=2)
     first = [ours.submit(Request([1], max_new_tokens=9)) for _ in range(2)]
-    with pytest.raises(QueueFull, match="the queue is full: 2 requests wait for one of 3 slots"):
+    with pytest.raises(QueueFull, match="the queue of 2 requests is full: 2 wait, and 1 more do not fit"):
         ours.submit(Request([1], max_new_tokens=9))
     first[0].cancel()
     assert first[0].result() == decode.Result((), "", None, Finish.CANCELLED, 1)
+    with pytest.raises(QueueFull, match="the queue of 2 requests is full: 1 wait, and 2 more do not fit"):
+        ours.submit_all([Request([1], max_new_tokens=2)] * 2)
+    assert ours.stats().queued == 1, "all or none"
     ours.submit(Request([1], max_new_tokens=2))
     ours.step()
     assert (ours.stats().queued, ours.stats().running) == (0, 1)
@@ -270,10 +271,6 @@ def test_a_full_queue():
         (dict(prompt=[1], top_p=0), "top_p must be above 0"),
         (dict(prompt=[1], top_k=2**31), "top_k must be at most 2147483647"),
         (dict(prompt=[1], temperature=float("inf")), "temperature must be a finite number, not inf"),
-        (dict(prompt=[1], temperature=1e31), "temperature must be at most 1e\\+30"),
-        (dict(prompt=[1], top_p="0.5"), "top_p must be a finite number, not '0.5'"),
-        (dict(prompt=[1], max_new_tokens=10**30), "max_new_tokens must be at most 2147483647"),
-        (dict(prompt=[1], seed=1.5), "seed must be a whole number, not 1.5"),
         (dict(prompt=[1], stop_ids=["x"]), "a token of stop_ids must be a whole number"),
         (dict(prompt=[1], stop=["a", ""]), "none of them empty"),
         (dict(prompt=[1], stop="a"), "stop strings need a decoder"),
@@ -303,18 +300,6 @@ def test_an_engine_larger_than_the_memory(monkeypatch):
         engine(capacity=10**15)
 
 
-def test_all_of_several_or_none():
-    ours = engine(max_queue=2)
-    three = [Request([1], max_new_tokens=2)] * 3
-    with pytest.raises(QueueFull, match="3 requests do not fit into the queue of 2: 0 wait"):
-        ours.submit_all(three)
-    assert not ours.busy
-    assert not any(ours.stats().finished.values())
-    handles = ours.submit_all(three[:2])
-    ours.run()
-    assert [handle.result().tokens for handle in handles] == [alone(three[0])] * 2
-
-
 def test_an_engine_is_one_replica():
     with pytest.raises(UserError, match="mesh.data x mesh.fsdp must be 1, not 2"):
         Engine(*parts(data=2, tensor=4))
@@ -322,16 +307,6 @@ def test_an_engine_is_one_replica():
         (name,) = wrong
         with pytest.raises(UserError, match=f"{name} must be at least"):
             engine(**wrong)
-
-
-def test_an_engine_of_a_model():
-    definition, params = parts(tensor=1)
-    request = Request([1, 2], max_new_tokens=3)
-    engine = Engine(nn.Transformer(definition.config, params=params), slots=3, capacity=CAPACITY, chunk=CHUNK)
-    result = engine.submit(request).result()
-    assert result.tokens == alone(request)
-    assert result.text is None
-    assert result.finish is Finish.LENGTH
 
 
 def test_requests_from_many_threads():

@@ -201,7 +201,7 @@ def test_layers_between_standard_and_ladder(turning):
     of = shape(definition, "ladder")
 
     def loss(params, ladder_fraction):
-        scores = reference.turning(params, TOKENS[:, :-1], of, [], fraction=ladder_fraction)
+        scores = reference.logits(params, TOKENS[:, :-1], of, fraction=ladder_fraction)
         picked = jnp.take_along_axis(scores, TOKENS[:, 1:, None], -1)[..., 0]
         return (jax.nn.logsumexp(scores, axis=-1) - picked).mean()
 

@@ -1,6 +1,5 @@
 """Compiler options by device kind: which, what an older compiler does with them, and what happens when they fail."""
 
-import dataclasses
 import itertools
 
 import jax
@@ -10,7 +9,6 @@ import pytest
 from ladder_jax import decode, nn, parallel, train
 from ladder_jax.config import CollectiveMatmul, Execution, Launch, Loop, Phase, TrainConfig
 from ladder_jax.parallel import Compiled, Overlap, Split, Traits, compiled
-from ladder_jax.parallel.compiled import options_for
 from ladder_jax.parallel.compiler_options import TABLE, Option, When
 from ladder_jax.train import gradients
 from tests import cases, experts
@@ -28,21 +26,6 @@ def test_no_two_rows_set_one_option(kind):
         assert len(rows) == len(set(rows))
 
 
-def test_each_kind_of_program_has_its_own():
-    hides = lambda phase, loop=Loop.UNROLLED: Traits(Overlap.HIDES, phase, loop)
-    waits = Traits(Overlap.WAITS, Phase.DECODE, Loop.UNROLLED)
-    kernels, limit = "xla_gpu_experimental_use_collective_kernels", "xla_tpu_scoped_vmem_limit_kib"
-    assert options_for(H100, hides(Phase.DECODE))[kernels] == ""
-    assert kernels not in options_for(H100, hides(Phase.PREFILL))
-    assert kernels not in options_for(H100, waits)
-    assert kernels not in options_for(H100, dataclasses.replace(hides(Phase.DECODE), launch=Launch.EXPLICIT))
-    assert limit in options_for(V5E, hides(Phase.PREFILL, Loop.SCAN))
-    assert limit not in options_for(V5E, hides(Phase.PREFILL))
-    assert limit in options_for(V5E, hides(Phase.PREFILL), when=When.RESCUE)
-    assert all(options_for("cpu", traits) == {} for traits in ALL_TRAITS)
-    assert options_for("TPU v5p", hides(Phase.PREFILL)) == options_for(V5P, hides(Phase.PREFILL))
-
-
 def test_what_a_definition_splits():
     split = lambda definition, **more: definition.traits(Execution(**more), phase=Phase.TRAIN).split
     dense = cases.define("ladder", fsdp=2, tensor=2, num_kv_heads=2)
@@ -53,15 +36,6 @@ def test_what_a_definition_splits():
     exchanged = nn.define(shared, mesh=parallel.make_mesh(tensor=2), experts="exchange")
     assert Split.ROWS in split(exchanged, sequence_parallel=True)
     assert Split.ROWS not in split(exchanged)
-
-
-@pytest.mark.parametrize("some", SPLITS, ids=lambda some: "+".join(sorted(one.value for one in some)) or "nothing")
-def test_what_is_split_has_its_own(some):
-    traits = Traits(Overlap.HIDES, Phase.PREFILL, Loop.UNROLLED, some)
-    offload = "xla_tpu_enable_sparse_core_collective_offload_reduce_scatter"
-    assert (offload in options_for(V6E, traits)) == bool(some & {Split.WEIGHTS, Split.SEQUENCE})
-    limit = "xla_gpu_experimental_parallel_collective_overlap_limit"
-    assert (limit in options_for(H100, traits)) == bool(some & {Split.WEIGHTS, Split.ROWS})
 
 
 def test_what_a_topology_needs():

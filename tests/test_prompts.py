@@ -38,28 +38,28 @@ def test_a_file_of_prompts_goes_on_after_a_kill(tmp_path):
     """Cut at random bytes, the answers of a second run are those of one that was left in peace."""
     source, out = tmp_path / "prompts.jsonl", tmp_path / "out.jsonl"
     source.write_text("\n\n".join(map(json.dumps, PROMPTS * 2)))
-    jobs, ours = jsonl.read(str(source), **READ), engine()
-    asked, calls = [], []
+    jobs, ours, asked = jsonl.read(str(source), **READ), engine(), []
 
     def run():
         left = jsonl.unanswered(str(out), jobs)
         asked.append(len(left))
+        calls = []
         jsonl.answer(ours, left, file=str(out), advance=lambda: calls.append(1))
+        assert len(calls) == len(left)
 
     run()
     expected, content = lines_of(out), out.read_bytes()
-    answers = [json.loads(line) for line in expected]
-    assert sorted(answer["index"] for answer in answers) == list(range(8)) and len(calls) == 8
-    by_index = {answer["index"]: answer for answer in answers}
+    by_index = {answer["index"]: answer for answer in map(json.loads, expected)}
+    assert sorted(by_index) == list(range(8))
     assert [by_index[i].get("id") for i in range(4)] == [None, "ü\ud800", 3, None]
-    assert by_index[0]["new_tokens"] == 6 and by_index[1]["new_tokens"] == 9 and by_index[0]["prompt_tokens"] == 5
+    assert [by_index[i]["new_tokens"] for i in (0, 1)] == [6, 9]
+    assert by_index[0]["prompt_tokens"] == 5
     assert by_index[0]["finish_reason"] == "length"
-    run()
-    assert asked == [8, 0] and out.read_bytes() == content
-    for cut in [1, len(content) - 1, *np.random.default_rng(0).integers(0, len(content), 12)]:
+    for cut in [len(content), 1, len(content) - 1, *np.random.default_rng(0).integers(0, len(content), 12)]:
         out.write_bytes(content[:cut])
         run()
-        assert lines_of(out) == expected and asked[-1] == 8 - content[:cut].count(b"\n")
+        assert lines_of(out) == expected
+        assert asked[-1] == 8 - content[:cut].count(b"\n")
 
 
 def test_answers_to_something_else_are_refused(tmp_path):

@@ -10,7 +10,6 @@ import sys
 
 import pytest
 
-from ladder_jax import python
 from ladder_jax.schedule import targets
 
 ROOT = pathlib.Path(__file__).parent.parent
@@ -98,13 +97,3 @@ def test_the_same_library(tmp_path):
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert f"Origin: {tmp_path / 'ladder_jax' / 'errors.py'}" in done.stdout, done
-
-
-def test_the_environment_is_given_back(monkeypatch):
-    for before in (None, "0"):
-        monkeypatch.delenv("PYTHONSAFEPATH", raising=False)
-        if before is not None:
-            monkeypatch.setenv("PYTHONSAFEPATH", before)
-        with python.safe_path():
-            assert os.environ["PYTHONSAFEPATH"] == "1"
-        assert os.environ.get("PYTHONSAFEPATH") == before

@@ -3,7 +3,6 @@
 import functools
 import json
 
-import jax
 import numpy as np
 import pytest
 
@@ -15,6 +14,7 @@ from ladder_jax.decode.engine import jsonl
 from ladder_jax.errors import RunFailed
 from tests import cases
 
+READ = dict(stop=(), encode=Bytes().encode, vocab_size=251, model="m")
 POISON = 13  # a token whose embedding is no number
 
 
@@ -89,15 +89,12 @@ def test_a_generator_says_which_prompt():
 def test_a_file_of_prompts_has_a_line_for_it(tmp_path):
     source, out = tmp_path / "prompts.jsonl", tmp_path / "out.jsonl"
     source.write_text("\n".join(json.dumps({"prompt": text}) for text in ("b", chr(POISON), "b")))
-    read = dict(defaults=DecodeConfig(max_new_tokens=3), stop=(), encode=Bytes().encode, vocab_size=251, model="m")
-    jobs, ours = jsonl.read(str(source), **read), engine(poison=POISON)
+    jobs, ours = jsonl.read(str(source), defaults=DecodeConfig(max_new_tokens=3), **READ), engine(poison=POISON)
     with pytest.raises(RunFailed, match="out.jsonl: 1 prompts have no answer; their lines say why"):
         jsonl.answer(ours, jobs, file=str(out), advance=lambda: None)
-    answers = {line["index"]: line for line in map(json.loads, out.read_text().splitlines())}
-    assert sorted(answers) == [0, 1, 2]
-    assert answers[0]["finish_reason"] == answers[2]["finish_reason"] == "length"
+    answers = sorted(map(json.loads, out.read_text().splitlines()), key=lambda line: line["index"])
+    assert [answer["finish_reason"] for answer in answers] == ["length", "error", "length"]
     assert answers[1]["text"] is None
-    assert answers[1]["finish_reason"] == "error"
     assert "no numbers" in answers[1]["error"]
     assert jsonl.unanswered(str(out), jobs) == []
 
@@ -135,13 +132,5 @@ def test_prompts_of_one_command_do_not_share_their_noise(tmp_path):
     lines = [{"prompt": "a"}, {"prompt": "a"}, {"prompt": "a", "seed": 3}, {"prompt": "a", "seed": 3}]
     source.write_text("\n".join(map(json.dumps, lines)))
     defaults = DecodeConfig(max_new_tokens=12, temperature=1.5, seed=2**32 - 1)
-    jobs = jsonl.read(str(source), defaults=defaults, stop=(), encode=Bytes().encode, vocab_size=251, model="m")
+    jobs = jsonl.read(str(source), defaults=defaults, **READ)
     assert [job.requests[0].seed for job in jobs] == [2**32 - 1, 0, 3, 3]
-
-
-def test_a_failed_requests_slot_holds_no_nan():
-    """The slot's caches hold no NaN, neither keys nor values."""
-    ours = engine(poison=POISON)
-    with pytest.raises(NoNumbers):
-        ours.submit(BAD).result()
-    assert all(np.isfinite(np.asarray(leaf, np.float32)).all() for leaf in jax.tree.leaves(ours._device._state.caches))

@@ -1,13 +1,9 @@
 """Answers fit the terminal: no table is wider, the first line fits 80 columns, and a command is left to be copied."""
 
-import re
-
 import pytest
 
 from ladder_jax import cli, terminal
-from ladder_jax.bench import result as bench
 from ladder_jax.checkpoint import command
-from ladder_jax.predict import command as predict
 from ladder_jax.terminal import Table
 
 TABLE = Table(

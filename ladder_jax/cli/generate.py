@@ -8,13 +8,12 @@ import functools
 import importlib.util
 import itertools
 import json
-import sys
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from ladder_jax import terminal
 from ladder_jax.config import Interleave
-from ladder_jax.errors import RunFailed, UserError, printable
+from ladder_jax.errors import RunFailed, UserError
 from ladder_jax.files import check_writable
 
 if TYPE_CHECKING:
@@ -40,7 +39,7 @@ def run(options: dict) -> None:
 
     use_compilation_cache()
     with memory.explained("generating"):
-        asked = open_asked(args, settings=(*SAMPLING, *FORM), say=_say)
+        asked = open_asked(args, settings=(*SAMPLING, *FORM), say=terminal.say)
         if args.prompts:
             _file(asked)
         elif args.chat:
@@ -133,16 +132,11 @@ def _one(asked: Asked) -> None:
     form, capacity = dict(loop=settings.loop, quantize=settings.quantize), len(request.prompt) + request.max_new_tokens
     memory.check_slots(definition, slots=1, capacity=capacity, chunk=steps.CHUNK, **form)
     generator = Generator(definition, saved.reader(definition), **form)
-    read = dict(prefill_chunk=settings.prefill_chunk, interleave=settings.interleave.parts)
-    pieces = generator.pieces(request, decoder=asked.tokenizer.to_bytes, launch=settings.launch, **read)
+    pieces = generator.pieces(request, decoder=asked.tokenizer.to_bytes, config=settings)
     shown = itertools.chain(args.prompt, (piece.text for piece in pieces))
     for text in shown if args.stream else ["".join(shown)]:
         print(terminal.generated(text), end="", flush=True)
     print()
-
-
-def _say(line: str) -> None:
-    print(printable(line), file=sys.stderr, flush=True)
 
 
 def _several(asked: Asked) -> None:
@@ -208,5 +202,5 @@ def _chat(asked: Asked) -> None:
     message = chat.piped()
     # The engine's own thread decodes, so that Ctrl-C interrupts this thread, and never a round.
     with asked.engine(slots=1, capacity=asked.args.context or CONTEXT, max_queue=SLOTS) as engine:
-        conversation = chat.Conversation(engine, tokenizer, asked.settings, asked.ends, say=_say)
+        conversation = chat.Conversation(engine, tokenizer, asked.settings, asked.ends, say=terminal.say)
         chat.talk(conversation) if message is None else chat.answer(conversation, message)

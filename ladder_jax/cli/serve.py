@@ -4,8 +4,8 @@ import argparse
 import ipaddress
 import math
 import os
-import sys
 
+from ladder_jax import terminal
 from ladder_jax.cli.generate import FORM, check_http, open_asked
 from ladder_jax.errors import UserError
 
@@ -63,4 +63,4 @@ def _check(args: argparse.Namespace) -> None:
 
 
 def _say(line: str) -> None:
-    print(f"ladder-jax: {line}", file=sys.stderr, flush=True)
+    terminal.say(f"ladder-jax: {line}")

@@ -2,13 +2,12 @@
 
 import functools
 from collections.abc import Generator as GeneratorOf
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
-from ladder_jax.config import DecodeConfig, Launch, Loop, Quantize, RunConfig
+from ladder_jax.config import DecodeConfig, Loop, Quantize, RunConfig
 from ladder_jax.decode import steps, weights
 from ladder_jax.decode.request import Decoder, NoNumbers, Piece, Request, Result, TokenSequence, check_prompts
 from ladder_jax.decode.sampling import NO_NUMBER, Choice, Settings
@@ -17,8 +16,7 @@ from ladder_jax.errors import RunFailed, UserError, described, member
 from ladder_jax.nn import ModelDef, Params, Transformer
 from ladder_jax.nn.model_def import check_model
 
-type Chunk = tuple[jax.Array, jax.Array | None]
-"""New tokens of all rows, [B] or [B, n], and their log-probabilities, if the program gives them."""
+DEFAULT = DecodeConfig()
 
 
 class Generator:
@@ -34,35 +32,26 @@ class Generator:
     ):
         """A ModelDef needs `params`: as they are trained and stored, stacked, in memory or read one by one."""
         self.definition, params = parts_of(model, params)
-        if not (isinstance(loop, Loop) and isinstance(quantize, Quantize)):
-            loop, quantize = member(Loop, "loop", loop), member(Quantize, "quantize", quantize)
-        self.loop, self.quantize = loop, quantize
-        self.params = weights.prepare(self.definition, params, loop=loop, quantize=quantize)
+        self.loop, self.quantize = member(Loop, "loop", loop), member(Quantize, "quantize", quantize)
+        self.params = weights.prepare(self.definition, params, loop=self.loop, quantize=self.quantize)
 
     def pieces(
-        self,
-        request: Request,
-        *,
-        decoder: Decoder | None = None,
-        launch: Launch = Launch.AUTO,
-        prefill_chunk: int = DecodeConfig.prefill_chunk,
-        interleave: int = 1,
+        self, request: Request, *, decoder: Decoder | None = None, config: DecodeConfig = DEFAULT
     ) -> GeneratorOf[Piece, None, Result]:
         """Yields the request's text as it grows, and returns its Result: what `Engine` gives the same request.
 
         decoder: the bytes of tokens; without it there is no text, and no stop strings.
-        prefill_chunk: the most tokens of the prompt that are read at once. interleave: 2 reads two halves in turn.
+        config: for `launch`, `prefill_chunk` and `interleave`.
         Raises UserError for a prompt outside the vocabulary, NoNumbers where the logits are NaN or infinite.
         """
         request.check(vocab_size=self.definition.config.vocab_size, decoder=decoder)
         sequence = TokenSequence(request, decoder=decoder)
         rows = self.definition.layout.batch_ranks  # of which the first counts
-        settings = Settings.like(request, keys=_row_keys(request.seed, rows=rows))
+        settings = Settings.like(request, rows=rows)
         choice = Choice.GREEDY if request.is_greedy else Choice.SAMPLED
-        form = dict(choice=choice, launch=launch, prefill_chunk=prefill_chunk, interleave=interleave)
+        prompts, new = [request.prompt] * rows, request.max_new_tokens
         first = lambda x: None if x is None else np.asarray(x).reshape(rows, -1)[0]
-        chunks = self._chunks([request.prompt] * rows, settings, new=request.max_new_tokens, **form)
-        for tokens, logprobs in chunks:
+        for tokens, logprobs in self._chunks(prompts, settings, new=new, choice=choice, config=config):
             piece, outcome = sequence.take(first(tokens), first(logprobs))
             if piece:
                 yield piece
@@ -77,35 +66,27 @@ class Generator:
 
         Raises UserError for a prompt outside the vocabulary, RunFailed where a prompt's logits are no numbers.
         """
-        return np.concatenate(list(self.stream(prompts, config=config)), axis=1)
-
-    def stream(self, prompts: Sequence[Sequence[int]], *, config: DecodeConfig) -> Iterator[np.ndarray]:
-        """`tokens` in chunks [prompts, up to CHUNK], each as soon as it is computed."""
         check_prompts(prompts, vocab_size=self.definition.config.vocab_size)
         padding = -len(prompts) % self.definition.layout.batch_ranks
         rows = [*prompts, *[prompts[0]] * padding]
-        settings = Settings.like(config, keys=_row_keys(config.seed, rows=len(rows)))
+        settings = Settings.like(config, rows=len(rows))
         choice = Choice.SAMPLED if config.temperature else Choice.GREEDY
-        left = config.max_new_tokens
-        read = dict(prefill_chunk=config.prefill_chunk, interleave=config.interleave.parts)
-        form = dict(choice=choice, launch=config.launch, **read)
-        for tokens, _ in self._chunks(rows, settings, new=left, **form):
-            new = np.asarray(tokens).reshape(len(rows), -1)
-            new = new[: len(prompts), :left]
-            failed = (new == NO_NUMBER).any(axis=1)
-            if failed.any():
-                which = f"prompt {np.argmax(failed) + 1} of {len(prompts)}"
-                raise RunFailed(f"{which}: the model's logits are no numbers (NaN or infinite)")
-            yield new
-            left -= new.shape[1]
+        chunks = self._chunks(rows, settings, new=config.max_new_tokens, choice=choice, config=config)
+        made = np.concatenate([np.asarray(tokens).reshape(len(rows), -1) for tokens, _ in chunks], axis=1)
+        new = made[: len(prompts), : config.max_new_tokens]
+        failed = (new == NO_NUMBER).any(axis=1)
+        if failed.any():
+            which = f"prompt {np.argmax(failed) + 1} of {len(prompts)}"
+            raise RunFailed(f"{which}: the model's logits are no numbers (NaN or infinite)")
+        return new
 
-    def _chunks(self, prompts, settings, *, new, choice, launch, prefill_chunk, interleave):
+    def _chunks(self, prompts, settings, *, new, choice, config):
         """The first token of each prompt, then CHUNK tokens at a time until there are at least `new`.
 
         The first token does not wait until the decode program is compiled. Each later chunk is sent to the devices
         before the one before it is yielded: they need not wait for the host.
         """
-        definition, form = self.definition, dict(loop=self.loop, launch=launch, quantize=self.quantize)
+        definition, form = self.definition, dict(loop=self.loop, launch=config.launch, quantize=self.quantize)
         lengths = np.array([len(prompt) for prompt in prompts], np.int32)
         longest = int(lengths.max())
         positions = steps.positions_for(longest + new, chunk=CHUNK)
@@ -115,7 +96,7 @@ class Generator:
             row[: len(prompt)] = prompt
         ends, settings = jax.device_put((lengths, settings), definition.layout.sharding("B"))
 
-        sizes = dict(capacity=positions, chunk=prefill_chunk, interleave=interleave)
+        sizes = dict(capacity=positions, chunk=config.prefill_chunk, interleave=config.interleave.parts)
         logits, caches = steps.prefill_in_chunks(definition, self.params, padded, lengths, **sizes, **form)
         seen = steps.seen_in(definition)(padded, lengths)
         token, logprob = steps.sample_first(definition, choice=choice)(logits, settings, ends, seen)
@@ -153,12 +134,6 @@ def _advance(definition):
     """A compiled (new tokens [B, n], lengths [B]) -> (last tokens [B], lengths [B]), laid out for `decode_many`."""
     local = lambda new, lengths: (new[:, -1], lengths + new.shape[1])
     return steps.placed(definition, local, in_dims=("BT", "B"), out_dims=("B", "B"))
-
-
-def _row_keys(seed, *, rows):
-    """One key a row, [rows]: row 0 of a batch has the noise of a prompt alone."""
-    of_row = functools.partial(jax.random.fold_in, jax.random.key(seed))
-    return jax.vmap(of_row)(jnp.arange(rows))
 
 
 def default_tensor(config: RunConfig) -> int:

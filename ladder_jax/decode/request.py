@@ -144,8 +144,8 @@ class Piece:
     __repr__ = shown
 
 
-@dataclasses.dataclass(frozen=True)
-class Result:
+@dataclasses.dataclass(frozen=True, repr=False)
+class Result(Piece):
     """A finished request.
 
     tokens: all new tokens, up to and including the one that ended the text.
@@ -153,13 +153,8 @@ class Result:
     logprobs: each token's log-probability, in nats, before temperature and filters; None unless requested.
     """
 
-    tokens: tuple[int, ...]
-    text: str | None
-    logprobs: tuple[float, ...] | None
     finish: Finish
     prompt_tokens: int
-
-    __repr__ = shown
 
 
 class TokenSequence:

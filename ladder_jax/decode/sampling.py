@@ -83,9 +83,10 @@ class Settings:
         return cls(keys=keys, **{name: rows(name, value) for name, value in {**OFF, **settings}.items()})
 
     @classmethod
-    def like(cls, config: DecodeConfig | Request, *, keys: Array) -> "Settings":
-        """`config`'s settings for every row."""
-        return cls.of(keys, **{name: getattr(config, name) for name in OFF})
+    def like(cls, config: DecodeConfig | Request, *, rows: int) -> "Settings":
+        """`config`'s settings for every row, and a key for each: row 0 of a batch has the noise of a prompt alone."""
+        of_row = functools.partial(jax.random.fold_in, jax.random.key(config.seed))
+        return cls.of(jax.vmap(of_row)(jnp.arange(rows)), **{name: getattr(config, name) for name in OFF})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -249,19 +250,6 @@ def pick_last(x_BTD: Array, lengths: Array) -> Array:
     return jnp.take_along_axis(x_BTD, (lengths - 1)[:, None, None], axis=1)
 
 
-@dataclasses.dataclass(frozen=True)
-class _Largest:
-    """The largest scores of all ranks, the same on each.
-
-    values: [B, C], descending. floor: [B]; every score above it is in `values`; -inf where `values` has all scores.
-    mass: [B], the sum of exp(score - largest) over the whole vocabulary.
-    """
-
-    values: Array
-    floor: Array
-    mass: Array
-
-
 @jax.named_scope(CHOICE)
 def filtered(scores_BV: Array, *, settings: Settings, any_row: AnyRow, axes: Axes, count: int = COUNT) -> Array:
     """This rank's share of the scores, [B, V/ranks] float32, with -inf for every token that a filter removes.
@@ -269,8 +257,7 @@ def filtered(scores_BV: Array, *, settings: Settings, any_row: AnyRow, axes: Axe
     The same as `top_k`, `top_p` and `min_p` one after another. One collective, and one more where rows are split over
     the mesh; those of the digit search where any row needs it.
     """
-    largest = _gather(scores_BV, axes=axes, count=count)
-    threshold, is_below = _threshold(largest, settings)
+    threshold, is_below = _threshold(*_gather(scores_BV, axes=axes, count=count), settings)
     keep = lambda x: jnp.where(x >= threshold[:, None], x, -jnp.inf)
     search = functools.partial(_search, settings=settings, any_row=any_row, axes=axes)
     (any_below,) = anywhere(is_below & (settings.temperature > 0))
@@ -287,6 +274,11 @@ def _search(scores_BV, *, settings, any_row, axes):
 
 
 def _gather(scores_BV, *, axes, count):
+    """The largest scores of all ranks, the same on each.
+
+    values: [B, C], descending. floor: [B]; every score above it is in `values`; -inf where `values` has all scores.
+    mass: [B], the sum of exp(score - largest) over the whole vocabulary.
+    """
     size = scores_BV.shape[-1]
     # What follows takes slices of two widths of these. Without the barrier XLA moves them into its top-k, which then
     # sorts the vocabulary, where its kernel would not.
@@ -298,20 +290,17 @@ def _gather(scores_BV, *, axes, count):
     masses = sent[..., -1]
     largest = jnp.max(lists[..., 0], axis=0)
     whole = jnp.full_like(largest, -jnp.inf)
-    return _Largest(
-        values=jnp.sort(jnp.moveaxis(lists, 0, 1).reshape(len(scores_BV), -1), axis=-1, descending=True),
-        floor=jnp.max(lists[..., -1], axis=0) if count < size else whole,
-        mass=jnp.sum(masses * jnp.exp(lists[..., 0] - largest[None]), axis=0),
-    )
+    values = jnp.sort(jnp.moveaxis(lists, 0, 1).reshape(len(scores_BV), -1), axis=-1, descending=True)
+    floor = jnp.max(lists[..., -1], axis=0) if count < size else whole
+    mass = jnp.sum(masses * jnp.exp(lists[..., 0] - largest[None]), axis=0)
+    return values, floor, mass
 
 
-def _threshold(gathered, settings):
+def _threshold(values, floor, whole_mass, settings):
     """The lowest score that each row keeps, [B], and whether it lies below the gathered scores, [B] bool.
 
     The second is False for a row of NaN, in which there is nothing to search.
     """
-    values = gathered.values
-    floor = gathered.floor
     largest = values[:, 0]
     count = values.shape[-1]
 
@@ -325,7 +314,7 @@ def _threshold(gathered, settings):
 
     # The mass that top-k leaves. At the floor it is not known: equal scores may be among those not gathered.
     mass = jnp.where(values >= kth[:, None], jnp.exp(values - largest[:, None]), 0)
-    total = jnp.where(has_k & ~exceeds, jnp.sum(mass, axis=-1), gathered.mass)
+    total = jnp.where(has_k & ~exceeds, jnp.sum(mass, axis=-1), whole_mass)
     # Never 0: then not even the largest score, of mass 1, would be kept.
     needed = jnp.maximum(settings.top_p * total, jnp.finfo(jnp.float32).tiny)
     enough = jnp.cumsum(mass, axis=-1) >= needed[:, None]

@@ -6,11 +6,10 @@ devices never hold more than the finished arrays and one array as it is stored.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -37,77 +36,49 @@ def prepare(definition: ModelDef, params: Params | Reader, *, loop: Loop, quanti
     Quantize.NONE so do names and shapes. No more is held than `needed_bytes` says; parameters in memory stay the
     caller's.
     """
-    _check(definition)
+    parameters = _parameters(definition)
     read = params if callable(params) else _in_memory(params)
-    targets = _targets(definition, loop=loop, quantize=quantize)
-    pieces = read([key for target in targets for key in target.keys])
-    done = traverse_util.unflatten_dict({target.name: target.build(pieces) for target in targets}, sep="/")
-    if loop is Loop.UNROLLED:
-        for name, of in stacks(definition.config).items():
-            below = traverse_util.flatten_dict(done[name])
-            layers = [{path: each[layer] for path, each in below.items()} for layer in range(len(of))]
-            done[name] = tuple(map(traverse_util.unflatten_dict, layers))
-    return done
+    pieces = read([(one.name, layer) for one in parameters for layer in range(one.layers) or [None]])
+    next_array = functools.partial(_next, pieces, definition, quantize)
+
+    def make(parameter, dims):
+        return next_array(dims) if dims == parameter.dims else _stack(next_array, parameter, definition, quantize)
+
+    return _arranged(definition, parameters, make, loop=loop)
 
 
 def dims(definition: ModelDef, *, loop: Loop, quantize: Quantize = Quantize.NONE) -> Params:
     """The dimensions of `prepare`'s arrays."""
-    _check(definition)
-    return _laid_out(definition, loop, functools.partial(_stored_dims, quantize), definition.dims)
+    stored = lambda parameter, dims: _stored_dims(quantize, dims)
+    return _arranged(definition, _parameters(definition), stored, loop=loop)
 
 
 def abstract(definition: ModelDef, *, loop: Loop, quantize: Quantize = Quantize.NONE) -> Params:
     """The shapes, dtypes and shardings of `prepare`'s arrays."""
     sharding = definition.layout.sharding
 
-    def place(array, dims):
+    def place(parameter, dims):
+        shape = parameter.shape if dims == parameter.dims else (parameter.layers, *parameter.shape)
         store = functools.partial(_stored, quantize, definition.config.dtype.value, dims=dims)
-        stored = jax.eval_shape(store, array)
+        stored = jax.eval_shape(store, jax.ShapeDtypeStruct(shape, jnp.float32))
         return jax.tree.map(lambda a, d: a.update(sharding=sharding(d)), stored, _stored_dims(quantize, dims))
 
-    _check(definition)
-    return _laid_out(definition, loop, place, definition.abstract, definition.dims)
+    return _arranged(definition, _parameters(definition), place, loop=loop)
 
 
 def needed_bytes(definition: ModelDef, *, loop: Loop, quantize: Quantize = Quantize.NONE) -> tuple[int, int]:
     """A device's share of `prepare`'s arrays, and the most that it holds while they are read, stored in float32."""
-    _check(definition)
     done = most = 0
-    for target in _targets(definition, loop=loop, quantize=quantize):
-        read = jax.ShapeDtypeStruct(target.share, jnp.float32)
-        store = functools.partial(_stored, quantize, definition.config.dtype.value, dims=target.dims)
+    for one in _parameters(definition):
+        read = jax.ShapeDtypeStruct(_share(definition, one), jnp.float32)
+        store = functools.partial(_stored, quantize, definition.config.dtype.value, dims=one.dims)
         stored = jax.eval_shape(store, read)
         size = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(stored))
         beside = 0 if stored == read else 4 * read.size
-        beside += size if loop is Loop.SCAN and target.layers else 0  # its stack is allocated with the first layer
-        done += size * (target.layers or 1)
+        beside += size if loop is Loop.SCAN and one.layers else 0  # its stack is allocated with the first layer
+        done += size * (one.layers or 1)
         most = max(most, done + beside)
     return done, most
-
-
-def _check(definition):
-    """Raises UserError for a mesh that splits parameters for training."""
-    if definition.layout.fsdp > 1:
-        raise UserError(f"mesh.fsdp={definition.layout.fsdp} is for training: inference needs 1 (mesh.data copies)")
-
-
-def _laid_out(definition, loop, fn, *trees):
-    """fn(leaf, ...) of every array; unrolled, of one layer's arrays, for each of a stack's layers."""
-    done = {}
-    for name in definition.dims:
-        below = [tree[name] for tree in trees]
-        layers = stacks(definition.config).get(name, ())
-        if loop is Loop.UNROLLED and layers:
-            one = jax.tree.map(fn, *jax.tree.map(_of_layer, below))
-            done[name] = (one,) * len(layers)
-        else:
-            done[name] = jax.tree.map(fn, *below)
-    return done
-
-
-def _of_layer(stack):
-    """One layer's dimensions, or shape, of a stack's."""
-    return stack[1:] if isinstance(stack, str) else jax.ShapeDtypeStruct(stack.shape[1:], stack.dtype)
 
 
 def _stored_dims(quantize, dims):
@@ -126,67 +97,76 @@ def _dtype(dtype, dims):
     return dtype if len(dims.removeprefix("L")) > 1 and dims != mesh.ROUTER else jnp.float32
 
 
-@dataclasses.dataclass(frozen=True)
-class _Target:
-    """An array to build, or one for every layer: its name, and its dimensions without L."""
+class _Parameter(NamedTuple):
+    """An array, or a stack of one for every layer.
 
-    definition: ModelDef
+    dims, shape: without L. layers: how many a stack has; of an array outside the layers 0.
+    """
+
     name: str
     dims: str
-    loop: Loop
-    quantize: Quantize
-
-    @property
-    def layers(self) -> int:
-        """How many its stack has; of an array outside the layers 0."""
-        return len(stacks(self.definition.config).get(self.name.partition("/")[0], ()))
-
-    @functools.cached_property
-    def share(self) -> tuple[int, ...]:
-        """The shape of a device's share, of one layer."""
-        stored = traverse_util.flatten_dict(self.definition.abstract, sep="/")[self.name]
-        return stored.sharding.shard_shape(stored.shape)[self.layers > 0 :]
-
-    @property
-    def keys(self) -> list[Key]:
-        return [(self.name, layer) for layer in range(self.layers)] or [(self.name, None)]
-
-    def build(self, pieces: Iterator) -> Any:
-        """The array, a tuple with one for each layer, or their stack. `pieces` yields the arrays of `keys`."""
-        if not self.layers:
-            return self._make(pieces)
-        if self.loop is Loop.UNROLLED:
-            return tuple(self._make(pieces) for _ in range(self.layers))
-        stack = None
-        for layer in range(self.layers):
-            value = self._make(pieces)
-            stack = self._empty(value) if stack is None else stack
-            stack = jax.block_until_ready(mesh.put(stack, value, layer))
-            del value
-        return stack
-
-    def _make(self, pieces):
-        """The next piece as it is to be stored. The piece that was read is freed on return."""
-        piece = next(pieces)
-        dtype = self.definition.config.dtype.value
-        layout = self.definition.layout
-        array, layer = piece if isinstance(piece, tuple) else (piece, None)
-        if layer is None and _is_stored(self.quantize, dtype, array, self.dims, layout):
-            return array
-        convert = _converter(layout, self.quantize, dtype, self.dims)
-        return jax.block_until_ready(convert(array, layer))
-
-    def _empty(self, value):
-        sharding, count = self.definition.layout.sharding, self.layers
-        zeros = lambda a, d: mesh.zeros((count, *a.shape), a.dtype, sharding(f"L{d}"))
-        return jax.tree.map(zeros, value, _stored_dims(self.quantize, self.dims))
+    shape: tuple[int, ...]
+    layers: int
 
 
-def _targets(definition, *, loop, quantize):
-    """The largest arrays first: then the least is held beside them."""
-    dims = traverse_util.flatten_dict(definition.dims, sep="/")
-    targets = [_Target(definition, name, of.removeprefix("L"), loop, quantize) for name, of in dims.items()]
-    return sorted(targets, key=lambda target: -math.prod(target.share))
+def _parameters(definition):
+    """The largest arrays first: then the least is held beside them.
+
+    Raises UserError for a mesh that splits parameters for training.
+    """
+    if definition.layout.fsdp > 1:
+        raise UserError(f"mesh.fsdp={definition.layout.fsdp} is for training: inference needs 1 (mesh.data copies)")
+    arrays = traverse_util.flatten_dict(definition.abstract, sep="/")
+    found = []
+    for name, dims in traverse_util.flatten_dict(definition.dims, sep="/").items():
+        layers = len(stacks(definition.config).get(name.partition("/")[0], ()))
+        shape = arrays[name].shape
+        found.append(_Parameter(name, dims.removeprefix("L"), shape[1:] if layers else shape, layers))
+    return sorted(found, key=lambda one: -math.prod(_share(definition, one)))
+
+
+def _share(definition, parameter):
+    """The shape of a device's share."""
+    return definition.layout.sharding(parameter.dims).shard_shape(parameter.shape)
+
+
+def _arranged(definition, parameters, make, *, loop):
+    """The tree of make(parameter, dims); unrolled, of one layer's arrays, for each of a stack's layers."""
+    done = {}
+    for one in parameters:
+        if one.layers and loop is Loop.UNROLLED:
+            done[one.name] = [make(one, one.dims) for _ in range(one.layers)]
+        else:
+            done[one.name] = make(one, f"L{one.dims}" if one.layers else one.dims)
+    done = traverse_util.unflatten_dict(done, sep="/")
+    if loop is Loop.UNROLLED:
+        for name, of in stacks(definition.config).items():
+            below = traverse_util.flatten_dict(done[name])
+            layers = [{path: each[layer] for path, each in below.items()} for layer in range(len(of))]
+            done[name] = tuple(map(traverse_util.unflatten_dict, layers))
+    return done
+
+
+def _next(pieces, definition, quantize, dims):
+    """The next piece as it is to be stored. The piece that was read is freed on return."""
+    piece = next(pieces)
+    dtype, layout = definition.config.dtype.value, definition.layout
+    array, layer = piece if isinstance(piece, tuple) else (piece, None)
+    if layer is None and _is_stored(quantize, dtype, array, dims, layout):
+        return array
+    return jax.block_until_ready(_converter(layout, quantize, dtype, dims)(array, layer))
+
+
+def _stack(next_array, parameter, definition, quantize):
+    """The layers' arrays, each put into their stack before the next is read."""
+    stack, sharding = None, definition.layout.sharding
+    zeros = lambda a, d: mesh.zeros((parameter.layers, *a.shape), a.dtype, sharding(f"L{d}"))
+    for layer in range(parameter.layers):
+        value = next_array(parameter.dims)
+        stack = jax.tree.map(zeros, value, _stored_dims(quantize, parameter.dims)) if stack is None else stack
+        stack = jax.block_until_ready(mesh.put(stack, value, layer))
+        del value
+    return stack
 
 
 def _in_memory(params):

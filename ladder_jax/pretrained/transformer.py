@@ -82,10 +82,9 @@ class Transformer(nn.Transformer):
         config = build(DecodeConfig, {**to_dict(self.decode), **settings}, "decode.")
         encode = self.tokenizer.encode if isinstance(prompt, str) else self.tokenizer.chat
         request = Request.of(encode(prompt), config=config, stop=tuple(stop), stop_ids=self.tokenizer.stop_ids)
-        form = dict(launch=config.launch, prefill_chunk=config.prefill_chunk, interleave=config.interleave.parts)
         length = len(request.prompt) + request.max_new_tokens
         generator = self._prepared.generator(self, loop=config.loop, quantize=config.quantize, capacity=length)
-        return (piece.text for piece in generator.pieces(request, decoder=self.tokenizer.to_bytes, **form))
+        return (piece.text for piece in generator.pieces(request, decoder=self.tokenizer.to_bytes, config=config))
 
     def save(self, path: str | os.PathLike, *, format: str | Format = Format.CHECKPOINT) -> None:
         """Write a checkpoint to the new folder `path`, for `load` and every command, or with "huggingface" an export.

@@ -2,7 +2,6 @@
 
 import codecs
 import collections
-import functools
 import time
 import uuid
 from collections.abc import Iterator, Sequence
@@ -21,20 +20,20 @@ class Form:
     name: of the request, in the answers' ids.
 
     A kind of answer has a `prefix` of these ids; the value of `object` in a `whole` answer, and in a `part` of a
-    stream; what a choice says as a whole (`_said`), when it begins (`_begun`, None for nothing), goes on (`_continued`)
-    and ends (`ending`); and log-probabilities.
+    stream; what a choice says as a whole (`_said`), when it begins (`_begun`, None for nothing), and when it goes on
+    (`_continued`) with a text, or ends without one; and log-probabilities.
     """
 
     prefix: str
     whole: str
     part: str
-    ending: dict
 
     def __init__(self, body: GenerationBody, prompts: Sequence[Sequence[int]], tokenizer: Tokenizer):
         self.body = body
         self.prompts = prompts
         self.tokenizer = tokenizer
         self.name = uuid.uuid4().hex
+        self._created = int(time.time())
         options = body.stream_options
         self._counts = bool(options and options.include_usage)
 
@@ -54,7 +53,7 @@ class Form:
     def event(self, index: int, output: Piece | Result) -> dict:
         """Of a piece, or of the end of a choice."""
         if isinstance(output, Result):
-            return self._event(self._choice(index, self.ending, reason=output.finish))
+            return self._event(self._choice(index, self._continued(None), reason=output.finish))
         return self._event(self._choice(index, self._continued(output.text), output))
 
     def closing(self, results: Sequence[Result]) -> Iterator[dict]:
@@ -74,11 +73,6 @@ class Form:
             "model": self.body.model,
         }
 
-    @functools.cached_property
-    def _created(self) -> int:
-        """When the answer, or its stream, begins."""
-        return int(time.time())
-
     def _usage(self, results: Sequence[Result]) -> dict[str, int]:
         """A prompt counts once."""
         prompt = sum(map(len, self.prompts))
@@ -95,7 +89,6 @@ class CompletionForm(Form):
     prefix = "cmpl"
     whole = "text_completion"
     part = "text_completion"
-    ending = {"text": ""}
 
     def __init__(self, *about):
         super().__init__(*about)
@@ -107,8 +100,8 @@ class CompletionForm(Form):
     def _begun(self, index: int) -> dict | None:
         return {"text": self._echo(index)} if self.body.echo else None
 
-    def _continued(self, text: str) -> dict:
-        return {"text": text}
+    def _continued(self, text: str | None) -> dict:
+        return {"text": text or ""}
 
     def _echo(self, index: int) -> str:
         if not self.body.echo:
@@ -118,7 +111,7 @@ class CompletionForm(Form):
 
     def _logprobs(self, index: int, output: Piece | Result) -> dict:
         """Token offsets count from the answer's first piece on."""
-        at = self._offsets[index] if isinstance(output, Piece) else _Offsets()
+        at = _Offsets() if isinstance(output, Result) else self._offsets[index]
         pieces = [self.tokenizer.to_bytes([token]) for token in output.tokens]
         words = [_token_text(piece) for piece in pieces]
         values = [max(value, MIN_LOGPROB) for value in output.logprobs]
@@ -131,7 +124,6 @@ class ChatForm(Form):
     prefix = "chatcmpl"
     whole = "chat.completion"
     part = "chat.completion.chunk"
-    ending = {"delta": {}}
 
     def _said(self, index: int, result: Result) -> dict:
         return {"message": {"role": "assistant", "content": result.text, "refusal": None}}
@@ -139,8 +131,8 @@ class ChatForm(Form):
     def _begun(self, index: int) -> dict:
         return {"delta": {"role": "assistant", "content": ""}}
 
-    def _continued(self, text: str) -> dict:
-        return {"delta": {"content": text}}
+    def _continued(self, text: str | None) -> dict:
+        return {"delta": {} if text is None else {"content": text}}
 
     def _logprobs(self, index: int, output: Piece | Result) -> dict:
         content = []

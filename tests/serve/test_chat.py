@@ -3,7 +3,7 @@
 import openai
 import pytest
 
-from tests.serve.conftest import CAPACITY, MODEL, ask
+from tests.serve.conftest import MODEL, ask
 from tests.serve.templated import Templated
 
 MESSAGES = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hello"}]
@@ -89,8 +89,6 @@ def test_log_probabilities(answer, alone):
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {}}}
 REFUSED = {
     "tools": (dict(tools=[TOOL]), r"tools is not supported here: leave it out, or \[\]"),
-    "choice": (dict(tool_choice="required"), "tool_choice is not supported here: leave it out, or 'none', or 'auto'"),
-    "format": (dict(response_format={"type": "json_object"}), "response_format is not supported here"),
     "template": (dict(messages=[{"role": "assistant", "content": "a"}]), "the chat template refuses these messages"),
     "role": (dict(messages=[{"role": "tool", "content": "a"}]), r"messages\[0\].role: Input should be 'system'"),
     "content": (
@@ -101,17 +99,9 @@ REFUSED = {
         dict(messages=[{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]),
         r"messages\[0\].content must be a string or a list of",
     ),
-    "calls": (
-        dict(messages=[{"role": "assistant", "content": "", "tool_calls": [TOOL]}]),
-        r"messages\[0\].tool_calls is not supported here",
-    ),
     "top": (dict(logprobs=True, top_logprobs=2), "top_logprobs must be 0"),
     "top alone": (dict(top_logprobs=0), "top_logprobs needs logprobs"),
     "limit": (dict(max_tokens=51), "this server generates at most 50 new tokens, not 51"),
-    "long": (
-        dict(messages=[{"role": "user", "content": "a" * CAPACITY}]),
-        "more than the 128 tokens that this",
-    ),
 }
 
 

@@ -2,11 +2,8 @@
 
 import collections
 import json
-import socket
-import urllib.parse
 
 import hypothesis
-import numpy as np
 import pytest
 from hypothesis import strategies as st
 
@@ -101,11 +98,10 @@ def test_what_they_are_made_from_is_right(templated, path):
     "strategy, examples, malformed",
     [
         (objects(), 300, 240),
-        pytest.param(objects(), 1000, 800, marks=pytest.mark.full),
         (texts(), 400, 350),
         (others(), 200, 150),
     ],
-    ids=["objects", "more objects", "texts", "others"],
+    ids=["objects", "texts", "others"],
 )
 def test_malformed_requests(templated, strategy, examples, malformed):
     """Those that happen to be right are answered."""
@@ -132,21 +128,3 @@ def test_malformed_requests(templated, strategy, examples, malformed):
     status, _, answer = ask(templated.url, body=dict(model=MODEL, prompt="a", max_tokens=3, temperature=0))
     assert status == 200
     assert answer["usage"]["completion_tokens"] == 3
-
-
-def test_what_is_not_http(templated):
-    parts, rng = urllib.parse.urlsplit(templated.url), np.random.default_rng(0)
-    head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
-    ends = [b"Content-Length: -1\r\n\r\n", b"Content-Length: x\r\n\r\n", b"Transfer-Encoding: chunked\r\n\r\nzz\r\n"]
-    for sent in [*(head + end for end in ends), *(rng.bytes(200) + b"\r\n\r\n" for _ in range(30)), b"x" * 100_000]:
-        with socket.create_connection((parts.hostname, parts.port), timeout=20) as sock:
-            sock.sendall(sent)
-            sock.shutdown(socket.SHUT_WR)
-            answer = b""
-            try:
-                while part := sock.recv(4096):
-                    answer += part
-            except ConnectionResetError:
-                pass
-            assert answer[:10] in (b"", b"HTTP/1.1 4"), answer
-    assert templated.log().count("\n") == 2, templated.log()

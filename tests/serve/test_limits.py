@@ -88,15 +88,16 @@ def test_a_full_queue(engine, rounds, serving):
         for _ in range(2):
             sockets.enter_context(raw(url, body))
         until(lambda: (engine.stats().running, engine.stats().queued) == (1, 1))
-        cancelled = engine.stats().finished["cancelled"]
         status, headers, answer = ask(url, body={**LONG, "prompt": ["a", "b"]})
         assert status == 429
         assert int(headers["Retry-After"]) > 0
-        assert answer["error"]["message"] == "2 requests do not fit into the queue of 2: 1 wait"
-        assert engine.stats().finished["cancelled"] == cancelled  # none of them was ever there
-        assert (answer["error"]["type"], answer["error"]["code"]) == ("rate_limit_error", "queue_full")
-        assert engine.stats().queued == 1
-        assert metric(url, "ladder_jax_queued") == 1
+        assert answer["error"] == {
+            "message": "the queue of 2 requests is full: 1 wait, and 2 more do not fit",
+            "type": "rate_limit_error",
+            "param": None,
+            "code": "queue_full",
+        }
+        assert metric(url, "ladder_jax_queued") == engine.stats().queued == 1
         sockets.enter_context(raw(url, body))
         until(lambda: engine.stats().queued == 2)
         assert ask(url, body={**LONG, "stream": True})[0] == 429
@@ -119,20 +120,20 @@ def test_an_error_in_the_engine(make_engine, serving, monkeypatch):
 def test_a_key(engine, serving):
     key = "sesame-7"
     with serving(engine, key=key) as (_, url):
-        for wrong in (
-            {},
-            {"Authorization": "Bearer sesame"},
-            {"Authorization": key},
-            {"Authorization": "Basic " + key},
+        for path, body, wrong in (
+            ("/v1/completions", LONG, {}),
+            ("/v1/completions", LONG, {"Authorization": "Bearer sesame"}),
+            ("/v1/models", None, {"Authorization": key}),
+            ("/metrics", None, {"Authorization": "Basic " + key}),
+            ("/none", None, {"Authorization": b"Bearer \xff\xfe"}),
         ):
-            for path, body in (("/v1/completions", LONG), ("/v1/models", None), ("/metrics", None), ("/none", None)):
-                status, headers, answer = ask(url, path, body, headers=wrong)
-                assert status == 401 and answer["error"]["code"] == "invalid_api_key", (wrong, path)
-                assert headers["WWW-Authenticate"] == "Bearer"
-                assert key not in json.dumps(answer)
+            status, headers, answer = ask(url, path, body, headers=wrong)
+            assert status == 401, path
+            assert answer["error"]["code"] == "invalid_api_key"
+            assert headers["WWW-Authenticate"] == "Bearer"
+            assert key not in json.dumps(answer)
         assert ask(url, "/health")[0] == 200
         assert ask(url, "/v1/models", headers={"authorization": f"bearer {key}"})[0] == 200
-        assert ask(url, "/v1/models", headers={"Authorization": b"Bearer \xff\xfe"})[0] == 401
         with openai.OpenAI(base_url=f"{url}/v1", api_key=key, max_retries=0) as client:
             assert client.completions.create(**{**LONG, "max_tokens": 1}).usage.completion_tokens == 1
         with openai.OpenAI(base_url=f"{url}/v1", api_key="other", max_retries=0) as client:

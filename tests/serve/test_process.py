@@ -117,7 +117,6 @@ def test_an_error_in_the_engine_ends_the_process(start):
 
 
 MISTAKES = {
-    ("--slots", "0"): "--slots must be positive, not 0",
     ("--capacity", "1"): "capacity must be at least 2, not 1",
     ("--drain-seconds", "-1"): "--drain-seconds must not be negative, not -1.0",
     ("--drain-seconds", "nan"): "--drain-seconds must not be negative, not nan",
@@ -127,9 +126,6 @@ MISTAKES = {
     ("--capacity", "2000000000"): "8 slots of 2,000,000,000 tokens are too many",
     ("--api-key", ""): "the API key must be printable ASCII characters without spaces",
     ("--model-name", ""): "--model-name must not be empty",
-    ("--quantize", "int9"): "unknown --quantize 'int9'; did you mean 'int8'?",
-    ("--tensor", "16"): "needs 16 devices, but this machine has 8",
-    ("--prot", "1"): "unknown option '--prot'; did you mean '--port'?",
 }
 
 
@@ -145,11 +141,6 @@ def test_mistakes(folder, capsys, args):
     assert MISTAKES[args] in mistake(capsys, folder, "--port", "0", *args)
 
 
-def test_no_checkpoint(capsys, tmp_path):
-    assert "there is no model at" in mistake(capsys, tmp_path / "nowhere")
-
-
-@pytest.mark.parametrize("name", ["fastapi", "uvicorn", "prometheus_client"])
-def test_without_the_extra(folder, capsys, monkeypatch, name):
-    monkeypatch.setitem(sys.modules, name, None)
-    assert mistake(capsys, folder) == f"ladder-jax: serve needs {name}: pip install 'ladder-jax[serve]'\n"
+def test_without_the_extra(folder, capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "uvicorn", None)
+    assert mistake(capsys, folder) == "ladder-jax: serve needs uvicorn: pip install 'ladder-jax[serve]'\n"

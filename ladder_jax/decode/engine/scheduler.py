@@ -47,12 +47,9 @@ class Scheduler:
         with self.changed:
             self.check()
             waiting = len(self._queue)
-            if waiting == self.max_queue:
-                raise QueueFull(f"the queue is full: {waiting} requests wait for one of {len(self._slots)} slots")
             if waiting + len(handles) > self.max_queue:
-                raise QueueFull(
-                    f"{len(handles)} requests do not fit into the queue of {self.max_queue}: {waiting} wait"
-                )
+                more = f"{waiting} wait, and {len(handles)} more do not fit"
+                raise QueueFull(f"the queue of {self.max_queue} requests is full: {more}")
             self._queue.extend(handles)
             self.changed.notify_all()
 

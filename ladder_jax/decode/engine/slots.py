@@ -14,7 +14,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from ladder_jax import nn
 from ladder_jax.config import Launch, Loop, Quantize
 from ladder_jax.decode import sampling, steps
 from ladder_jax.decode.request import Request
@@ -79,7 +78,7 @@ class Slots:
         bucket = steps.padded_length(length, positions=self._positions)
         padded = np.zeros((1, bucket), np.int32)
         padded[0, :length] = request.prompt
-        lengths, settings = np.array([length], np.int32), _settings(request)
+        lengths, settings = np.array([length], np.int32), Settings.like(request, rows=1)
         # The row's caches are only as long as the bucket: later positions of the slot are written before they are read.
         form = dict(capacity=bucket, **self._read, **self._form)
         logits, caches = yield from steps.prefill_chunks(self._definition, self._params, padded, lengths, **form)
@@ -123,11 +122,6 @@ def buckets(*, longest: int, positions: int) -> tuple[int, ...]:
     return tuple(lengths)
 
 
-def _settings(request):
-    """[1] each. The key is that of a Generator's first row, so that both draw the same noise."""
-    return Settings.like(request, keys=jax.random.fold_in(jax.random.key(request.seed), 0)[None])
-
-
 def _dims(definition, *, loop):
     return State(steps.cache_dims(definition, loop=loop), "BV", "B", "B", sampling.DIMS)
 
@@ -135,22 +129,13 @@ def _dims(definition, *, loop):
 @functools.cache
 def _empty(definition, *, slots, positions, loop):
     """A compiled () -> unused slots."""
-    layout = definition.layout
-    caches = steps.abstract_cache(definition, rows=slots, capacity=positions, loop=loop)
-    vocabulary = nn.padded_vocabulary(definition.config.vocab_size, ranks=layout.ranks)
+    _, *shapes, _ = steps.abstract(definition, rows=slots, positions=positions, loop=loop)
 
     def make():
-        keys = jnp.broadcast_to(jax.random.key(0), (slots,))
-        integers = jnp.zeros(slots, jnp.int32)
-        return State(
-            caches=jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), caches),
-            seen=jnp.zeros((slots, vocabulary), bool),
-            tokens=integers,
-            lengths=integers,
-            settings=Settings.of(keys),
-        )
+        zeros = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), shapes)
+        return State(*zeros, Settings.of(jnp.broadcast_to(jax.random.key(0), (slots,))))
 
-    return jax.jit(make, out_shardings=jax.tree.map(layout.sharding, _dims(definition, loop=loop)))
+    return jax.jit(make, out_shardings=jax.tree.map(definition.layout.sharding, _dims(definition, loop=loop)))
 
 
 @functools.cache
