@@ -1,12 +1,11 @@
-"""A stand-in for Google Cloud Storage: its JSON API over HTTP, as far as tensorstore and gcsfs use it, in memory.
+"""A stand-in for Google Cloud Storage: its JSON API over HTTP, as far as tensorstore and tests/gcs_files.py use it.
 
-Writes and deletions of objects are atomic, have generations and preconditions, and lists see them at once, as GCS's are
+Objects are in memory. Writes and deletions of them are atomic, have generations and preconditions, and lists see them at once, as GCS's are
 documented. There are no permissions, and no time that a request takes. It may be away for a while.
 """
 
 import base64
 import contextlib
-import email.parser
 import hashlib
 import http.server
 import json
@@ -22,7 +21,6 @@ class Bucket:
         self.objects: dict[str, tuple[int, bytes]] = {}
         self.lock = threading.Lock()
         self.generation = 0
-        self.uploads: dict[str, tuple[str, bytearray]] = {}
         self.requests: list[str] = []
         self.away = False  # then every request is answered with 503
 
@@ -71,7 +69,7 @@ class Bucket:
 
 @contextlib.contextmanager
 def listening(bucket: Bucket, answer):
-    """Yields the address of an HTTP server that `answer(method, path, query, headers, body, address)` answers for."""
+    """Yields the address of an HTTP server that `answer(method, path, query, headers, body)` answers for."""
 
     class Handler(http.server.BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
@@ -88,7 +86,7 @@ def listening(bucket: Bucket, answer):
             bucket.requests.append(f"{self.command} {self.path}")
             split = urllib.parse.urlsplit(self.path)
             query = dict(urllib.parse.parse_qsl(split.query, keep_blank_values=True))
-            asked = self.command, split.path, query, self.headers, body, address
+            asked = self.command, split.path, query, self.headers, body
             status, content, headers = (503, b"", {}) if bucket.away else answer(*asked)
             content = json.dumps(content).encode() if isinstance(content, dict) else content
             self.send_response(status)
@@ -123,19 +121,16 @@ def served():
                 "TENSORSTORE_GCS_HTTP_URL": address,
                 "GOOGLE_AUTH_TOKEN_FOR_TESTING": "anybody",
                 "STORAGE_EMULATOR_HOST": address,
-                "FSSPEC_GCS_TOKEN": "anon",
-                "GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT": "false",
             },
         )
 
 
-def _answer(bucket: Bucket, method: str, path: str, query: dict, headers, body: bytes, address: str):
+def _answer(bucket: Bucket, method: str, path: str, query: dict, headers, body: bytes):
     """(status, content, headers)."""
     error = lambda status: (status, {"error": {"code": status, "message": "no"}}, {})
-    if path.startswith("/batch/"):
-        return _batch(bucket, headers, body)
-    if found := re.fullmatch(r"/upload/storage/v1/b/bucket/o", path):
-        return _upload(bucket, method, query, headers, body, address)
+    if path == "/upload/storage/v1/b/bucket/o":
+        made = bucket.put(query["name"], body, match=query.get("ifGenerationMatch"))
+        return (200, made, {}) if made else error(412)
     found = re.fullmatch(r"(?:/download)?/storage/v1/b/bucket/o(?:/(.*))?", path)
     if not found:
         return (200, {"name": "bucket"}, {}) if path == "/storage/v1/b/bucket" else error(404)
@@ -147,15 +142,6 @@ def _answer(bucket: Bucket, method: str, path: str, query: dict, headers, body: 
     if method == "DELETE":
         status = bucket.delete(name, match=query.get("ifGenerationMatch"))
         return (204, b"", {}) if status == 204 else error(status)
-    if copied := re.fullmatch(r"(.*)/(rewriteTo/b/bucket|moveTo)/o/(.*)", found[1]):
-        source, target = urllib.parse.unquote(copied[1]), urllib.parse.unquote(copied[3])
-        if source not in bucket.objects:
-            return error(404)
-        made = bucket.put(target, bucket.objects[source][1], match=None)
-        if copied[2] == "moveTo":
-            bucket.delete(source, match=None)
-            return 200, made, {}
-        return 200, {"done": True, "resource": made}, {}
     with bucket.lock:
         generation, content = bucket.objects.get(name, (0, None))
     if query.get("ifGenerationMatch") not in (None, str(generation)):
@@ -181,46 +167,3 @@ def ranged(content: bytes, asked: str | None, about: dict, *, beyond: tuple):
     if begin >= size:
         return beyond
     return 206, content[begin:end], {**about, "Content-Range": f"bytes {begin}-{end - 1}/{size}"}
-
-
-def _upload(bucket: Bucket, method: str, query: dict, headers, body: bytes, address: str):
-    match, kind = query.get("ifGenerationMatch"), query.get("uploadType")
-    if "upload_id" in query:
-        name, content = bucket.uploads[query["upload_id"]]
-        content += body
-        if headers["Content-Range"].endswith("/*"):
-            return 308, b"", {"Range": f"bytes=0-{len(content) - 1}"}
-        return 200, bucket.put(name, content, match=None), {}
-    if kind == "resumable":
-        name = query.get("name") or json.loads(body)["name"]
-        number = str(len(bucket.uploads))
-        bucket.uploads[number] = name, bytearray()
-        location = f"{address}/upload/storage/v1/b/bucket/o?uploadType=resumable&upload_id={number}"
-        return 200, {}, {"Location": location}
-    name, content = query.get("name"), body
-    if kind == "multipart":
-        boundary = re.search(r"boundary=['\"]?([^'\";]+)", headers["Content-Type"])[1].encode()
-        parts = [part.strip(b"\r\n").partition(b"\n\n") for part in _parts(body, boundary)]
-        name, content = json.loads(parts[0][2])["name"], parts[1][2]
-    found = bucket.put(name, content, match=match)
-    return (200, found, {}) if found else (412, {"error": {"code": 412, "message": "conditionNotMet"}}, {})
-
-
-def _parts(body: bytes, boundary: bytes) -> list[bytes]:
-    """Of a multipart body, each with its head; the empty line between them with plain newlines."""
-    parts = body.split(b"--" + boundary)[1:-1]
-    return [part.lstrip(b"\r\n").replace(b"\r\n\r\n", b"\n\n", 1).removesuffix(b"\r\n") for part in parts]
-
-
-def _batch(bucket: Bucket, headers, body: bytes):
-    """Several deletions."""
-    boundary = re.search(r"boundary=['\"]?([^'\";]+)", headers["Content-Type"])[1].encode()
-    answers = []
-    for part in body.split(b"--" + boundary)[1:-1]:
-        about = email.parser.BytesParser().parsebytes(part.strip())
-        path = re.search(rb"DELETE (\S+)", part)[1].decode()
-        name = urllib.parse.unquote(path.partition("/b/bucket/o/")[2].partition("?")[0])
-        status = bucket.delete(name, match=None)
-        number = f"Content-ID: <response-{(about['Content-ID'] or '').strip('<>')}>"
-        answers.append(f"--x\r\nContent-Type: application/http\r\n{number}\r\n\r\nHTTP/1.1 {status} X\r\n\r\n\r\n")
-    return 200, ("".join(answers) + "--x--").encode(), {"Content-Type": "multipart/mixed; boundary=x"}

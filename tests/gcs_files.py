@@ -1,7 +1,6 @@
-"""fsspec's gs:// for machines without gcsfs, as far as the library needs it: plain requests to tests/gcs.py."""
+"""fsspec's gs:// without gcsfs, as far as the library needs it: plain requests to tests/gcs.py."""
 
 import errno
-import importlib.util
 import io
 import json
 import os
@@ -14,9 +13,8 @@ import fsspec
 
 
 def register() -> None:
-    """From now on gs:// is this class for fsspec, and so for etils.epath, unless gcsfs is installed."""
-    if importlib.util.find_spec("gcsfs") is None:
-        fsspec.register_implementation("gcs", Files, clobber=True)
+    """From now on gs:// is this class for fsspec, and so for etils.epath."""
+    fsspec.register_implementation("gcs", Files, clobber=True)
 
 
 class Files(fsspec.AbstractFileSystem):

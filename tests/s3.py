@@ -1,4 +1,4 @@
-"""A stand-in for S3: its REST API over HTTP, as far as tensorstore, s3fs and tests/s3_files.py use it, in memory.
+"""A stand-in for S3: its REST API over HTTP, as far as tensorstore and tests/s3_files.py use it, in memory.
 
 Writes of objects are atomic, have ETags and conditions (If-Match, If-None-Match), and lists see them at once, as S3's
 are documented. Signatures are not checked, and there are no permissions. It may be away for a while.
@@ -7,7 +7,6 @@ are documented. Signatures are not checked, and there are no permissions. It may
 import contextlib
 import hashlib
 import urllib.parse
-import xml.etree.ElementTree as xml
 from xml.sax.saxutils import escape
 
 from tests.gcs import Bucket, listening, ranged
@@ -15,9 +14,9 @@ from tests.gcs import Bucket, listening, ranged
 
 @contextlib.contextmanager
 def served():
-    """Yields the Bucket called "bucket" and the environment in which tensorstore, s3fs and the library find it."""
+    """Yields the Bucket called "bucket" and the environment in which tensorstore and the library find it."""
     bucket = Bucket()
-    with listening(bucket, lambda *request: _answer(bucket, *request[:-1])) as address:
+    with listening(bucket, lambda *request: _answer(bucket, *request)) as address:
         yield (
             bucket,
             {
@@ -40,11 +39,6 @@ def _answer(bucket: Bucket, method: str, path: str, query: dict, headers, body: 
     if name != "bucket":
         return _error(404, "NoSuchBucket", "The specified bucket does not exist")
     if not key:
-        if method == "POST" and "delete" in query:
-            for one in xml.fromstring(body).iter():
-                if one.tag.endswith("Key"):
-                    bucket.delete(one.text, match=None)
-            return _xml("<DeleteResult/>")
         return (200, b"", {"x-amz-bucket-region": "us-east-1"}) if method == "HEAD" else _xml(_list(bucket, query))
     with bucket.lock:
         content = bucket.objects.get(key, (0, None))[1]
@@ -57,9 +51,7 @@ def _answer(bucket: Bucket, method: str, path: str, query: dict, headers, body: 
     if unwanted is not None and now is not None and unwanted in ("*", now):
         return _error(412, "PreconditionFailed", "it exists") if method == "PUT" else (304, b"", {})
     if method == "PUT":
-        return _put(bucket, key, query, headers, body, now)
-    if method == "POST":
-        return _multipart(bucket, key, query)
+        return _put(bucket, key, body, now, conditional=wanted is not None or unwanted is not None)
     if method == "DELETE":
         bucket.delete(key, match=None)
         return 204, b"", {}
@@ -72,34 +64,15 @@ def _answer(bucket: Bucket, method: str, path: str, query: dict, headers, body: 
     return ranged(content, headers.get("Range"), about, beyond=beyond)
 
 
-def _put(bucket: Bucket, key: str, query: dict, headers, body: bytes, now: str | None):
-    """Conditional on the object's still having the ETag `now` where the request is conditional."""
-    if "uploadId" in query:
-        bucket.uploads[query["uploadId"]][1][int(query["partNumber"])] = body
-        return 200, b"", {"ETag": etag(body)}
-    if source := headers.get("x-amz-copy-source"):
-        body = bucket.objects[urllib.parse.unquote(source).lstrip("/").partition("/")[2]][1]
-    conditional = headers.get("If-Match") is not None or headers.get("If-None-Match") is not None
+def _put(bucket: Bucket, key: str, body: bytes, now: str | None, *, conditional: bool):
+    """Only if the object still has the ETag `now`, where the request is conditional."""
     with bucket.lock:
         changed = bucket.objects.get(key)
         if conditional and (None if changed is None else etag(changed[1])) != now:
             return _error(412, "PreconditionFailed", "At least one of the conditions does not hold")
         bucket.generation += 1
         bucket.objects[key] = bucket.generation, bytes(body)
-    if source:
-        return _xml(f"<CopyObjectResult><ETag>{escape(etag(body))}</ETag></CopyObjectResult>")
     return 200, b"", {"ETag": etag(body)}
-
-
-def _multipart(bucket: Bucket, key: str, query: dict):
-    if "uploads" in query:
-        number = str(len(bucket.uploads))
-        bucket.uploads[number] = key, {}
-        return _xml(f"<InitiateMultipartUploadResult><UploadId>{number}</UploadId></InitiateMultipartUploadResult>")
-    parts = bucket.uploads[query["uploadId"]][1]
-    bucket.put(key, b"".join(parts[number] for number in sorted(parts)), match=None)
-    tag = escape(etag(bucket.objects[key][1]))
-    return _xml(f"<CompleteMultipartUploadResult><ETag>{tag}</ETag></CompleteMultipartUploadResult>")
 
 
 def _list(bucket: Bucket, query: dict) -> str:

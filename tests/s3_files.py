@@ -1,7 +1,6 @@
-"""fsspec's s3:// for machines without s3fs, as far as the library needs it: plain requests to tests/s3.py."""
+"""fsspec's s3:// without s3fs, as far as the library needs it: plain requests to tests/s3.py."""
 
 import email.utils
-import importlib.util
 import os
 import sys
 import urllib.parse
@@ -14,9 +13,8 @@ from tests.gcs_files import ask, folder
 
 
 def register() -> None:
-    """From now on s3:// is this class for fsspec, and so for etils.epath, unless s3fs is installed."""
-    if importlib.util.find_spec("s3fs") is None:
-        fsspec.register_implementation("s3", Files, clobber=True)
+    """From now on s3:// is this class for fsspec, and so for etils.epath."""
+    fsspec.register_implementation("s3", Files, clobber=True)
 
 
 class Files(gcs_files.Files):

@@ -192,19 +192,6 @@ VERBS = {
             "--verify": "read the finished store, and compare its checksums",
         },
     ),
-    "split": Verb(
-        "Divide examples into stages by a score, for training on one after another.",
-        "ladder-jax split records.jsonl --by score --out stages",
-        "ladder_jax.data.split:run",
-        {
-            "source FILE": "JSON lines (.jsonl, .jsonl.gz), each with a score",
-            "--by FIELD": needed("the score's name, a number in each record"),
-            "--out DIR": needed("a new folder, with a file a stage and stages.yaml"),
-            "--stages A,B,...": dict(default="easy,medium,hard", help="their names, in order (easy,medium,hard)"),
-            "--at X,Y,...": "the scores between the stages, ascending (default: equal numbers of records)",
-            "--descending": "the first stage has the highest scores",
-        },
-    ),
     "generate": Verb(
         "Continue prompts with a model: a checkpoint, or one of Hugging Face or llama.cpp.",
         'ladder-jax generate runs/tiny --prompt "def main(" --temperature 0.8 --seed 1',
