@@ -1,7 +1,8 @@
 """A stand-in for Google Cloud Storage: its JSON API over HTTP, as far as tensorstore and tests/gcs_files.py use it.
 
-Objects are in memory. Writes and deletions of them are atomic, have generations and preconditions, and lists see them at once, as GCS's are
-documented. There are no permissions, and no time that a request takes. It may be away for a while.
+Objects are in memory. Writes and deletions of them are atomic, have generations and preconditions, and lists see them
+at once, as GCS's are documented. There are no permissions, and no time that a request takes. It may be away for a
+while.
 """
 
 import base64

@@ -4,13 +4,11 @@ import collections
 import datetime
 import itertools
 import json
-import os
 import shutil
-import subprocess
-import sys
 import time
 import types
 
+import jax
 import numpy as np
 import pytest
 
@@ -18,7 +16,7 @@ from ladder_jax import config, train
 from ladder_jax.checkpoint import open_checkpoint
 from ladder_jax.config import DataConfig, TrainConfig
 from ladder_jax.data import chat_template, dataset, tokenizer
-from ladder_jax.data.batches import Batches
+from ladder_jax.data.batches import Batches, DataLoader
 from ladder_jax.data.store import Store, sources
 from ladder_jax.data.store.build import build
 from ladder_jax.errors import RunFailed, UserError
@@ -111,49 +109,18 @@ def test_each_process_reads_its_own_share(step, book, monkeypatch):
     assert sorted(read) == everything  # nobody reads what is another's
 
 
-PROCESS = """
-import sys, jax, numpy as np
-jax.distributed.initialize(sys.argv[1], 2, int(sys.argv[2]), initialization_timeout=60)
-from ladder_jax.config import DataConfig, TrainConfig
-from ladder_jax.data import dataset
-from ladder_jax.data.batches import Batches, DataLoader
-from jax.sharding import NamedSharding, PartitionSpec as P
-recipe = TrainConfig(batch=4, sequence=16, seed=3)
-data = dataset.load(DataConfig(path=sys.argv[3]), train=recipe, vocab_size=256)
-mesh = jax.make_mesh((4, 2), ("data", "tensor"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
-whole = Batches(data.training, 4)[5]
-loader = DataLoader(data.training, config=recipe, sharding=NamedSharding(mesh, P("data")))
-asked = []
-rows = data.training
-class Asked:
-    def __getitem__(self, index):
-        asked.append(index)
-        return rows[index]
-object.__setattr__(loader._batches, "rows", Asked())
-batch = loader[5]
-assert batch.tokens.shape == (4, 17) and not batch.tokens.is_fully_addressable
-for array, expected in ((batch.tokens, whole.tokens), (batch.segments, whole.segments)):
-    for shard in array.addressable_shards:
-        assert np.array_equal(shard.data, expected[shard.index])
-first = 20 + 2 * int(sys.argv[2])
-assert sorted(asked) == [first, first + 1], asked
-print("fed")
-"""
+def test_a_process_reads_its_devices_rows(book):
+    """Of several processes: here the rows of the last four devices."""
+    mesh = jax.make_mesh((4, 2), ("data", "tensor"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    whole = jax.NamedSharding(mesh, jax.P("data"))
 
+    class Own:
+        def addressable_devices_indices_map(self, shape):
+            return dict(list(whole.devices_indices_map(shape).items())[4:])
 
-def test_two_processes_feed_one_batch(book):
-    import socket
-
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        address = f"localhost:{free.getsockname()[1]}"
-    environment = {**os.environ, "JAX_NUM_CPU_DEVICES": "4"}
-    command = lambda index: [sys.executable, "-c", PROCESS, address, str(index), str(book[0])]
-    pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
-    both = [subprocess.Popen(command(index), **pipes) for index in range(2)]
-    for process in both:
-        out, error = process.communicate(timeout=120)
-        assert process.returncode == 0 and out == "fed\n", error[-2000:]
+    data = load(book[0])
+    found = DataLoader(data.training, config=RECIPE, sharding=Own()).read(5)
+    assert np.array_equal(found.tokens, Batches(data.training, 4)[5].tokens[2:])
 
 
 @pytest.fixture(scope="module")

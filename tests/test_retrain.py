@@ -37,7 +37,7 @@ SETTINGS = {
     "everything": EVERYTHING,
     "frozen": [*LADDER, "train.freeze=1", "data.validation_fraction=0.2"],
     "side": [*LADDER, "model.side.reduction=2"],
-    "staged": [*LADDER, "lora.rank=2", "data.validation_fraction=0.2", "data.path={place}/stages.yaml"],
+    "lora": [*LADDER, "lora.rank=2"],
 }
 
 
@@ -56,10 +56,6 @@ def place(tmp_path_factory):
             file.write(json.dumps({"messages": chat}) + "\n")
             file.write(json.dumps({"prompt": f"the {i} ", "completion": "cat sat"}) + "\n")
         file.write(json.dumps({"text": "and the rat sat on the mat " * 9}) + "\n")
-    for name, count, text in (("easy", 12, "cat sat"), ("hard", 30, "and the rat sat on the mat")):
-        lines = [json.dumps({"prompt": f"{i}: ", "completion": text}) + "\n" for i in range(count)]
-        (place / f"{name}.jsonl").write_text("".join(lines))
-    (place / "stages.yaml").write_text("stages: [easy.jsonl, hard.jsonl]\n")
     overrides = [*RUN, *SHAPE, "model.residual=standard", f"data.path={place / 'book.txt'}", f"data.tokenizer={folder}"]
     train.run(config.load("tiny", overrides=[*overrides, f"run.dir={place / 'base'}"]), say=lambda line: None)
     return place
@@ -119,16 +115,6 @@ def test_what_is_frozen_stays_bit_for_bit(which, trained, place):
     assert moved["mlp_norm"]["scale"] == (which == "frozen")
 
 
-@FULL
-def test_an_adapter_is_carried_through_stages(trained):
-    """One run, of which each step knows its stage."""
-    directory, said = trained("staged")
-    assert [line[:28] for line in said if line.startswith("stage ")] == [
-        "stage 1 of 2: steps 1 to 1, ", "stage 2 of 2: steps 2 to 8, "
-    ]  # fmt: skip
-    assert [row["stage"] for row in metrics.read(directory)] == [1] + [2] * 7
-
-
 def test_only_the_side_network_trains(trained, place, tmp_path):
     """The checkpoint holds both, and generates and scores with both; other formats have no such network."""
     side, _ = trained("side")
@@ -170,7 +156,7 @@ def test_a_side_network_is_trained_further(trained, place, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "which", ["everything", "side", *(pytest.param(one, marks=FULL) for one in ("frozen", "staged"))]
+    "which", ["everything", "side", *(pytest.param(one, marks=FULL) for one in ("frozen", "lora"))]
 )
 def test_resumed_runs_go_on_exactly(which, trained, place, tmp_path):
     """From the checkpoint of step 4."""
@@ -184,7 +170,7 @@ def test_resumed_runs_go_on_exactly(which, trained, place, tmp_path):
         assert (a == b).all()
 
 
-@pytest.mark.parametrize("which", ["everything", *(pytest.param(one, marks=FULL) for one in ("side", "staged"))])
+@pytest.mark.parametrize("which", ["everything", *(pytest.param(one, marks=FULL) for one in ("side", "lora"))])
 def test_killed_and_started_again(which, trained, place, tmp_path):
     directory, _ = trained(which)
     command = [sys.executable, "-m", "ladder_jax", "train", str(place / "recipe.yaml"), "--cpu-devices", "8"]

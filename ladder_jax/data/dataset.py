@@ -30,7 +30,7 @@ class Dataset:
 
     training_rows, held_out_rows: their numbers before they repeat.
     fingerprint: a digest of all tokens and their order. Together with the seed and the step, it determines every batch.
-    notes: lines to show to the user. stages: the last step of each, if there are any (see mixture.py).
+    notes: lines to show to the user.
     text: the training text as bytes, uint8; None for other tokenizers and formats.
     """
 
@@ -41,7 +41,6 @@ class Dataset:
     tokenizer: Tokenizer
     fingerprint: str
     notes: tuple[str, ...]
-    stages: tuple[int, ...] = ()
     text: np.ndarray | None = None
 
 
@@ -68,10 +67,11 @@ def load(
         listed = path.suffix in mixture.ENDINGS and path.is_file()
         stored = patiently(path, lambda: path.is_dir() and is_store(path))
     if config.format is Format.EXAMPLES:
+        if listed:
+            in_order = "after it, train.start=ITS RUN trains on others"
+            raise UserError(f"data.path={config.path!r} must be JSON lines, or a folder of them; {in_order}")
         now = None if began is None else datetime.datetime.fromtimestamp(began, datetime.UTC)
-        paths = mixture.read_stages(path) if listed else [config.path]
-        parts = [_examples(str(path), config, train, tokenizer, now) for path in paths]
-        dataset = _staged(parts, paths, config, train) if listed else parts[0]
+        dataset = _examples(config, train, tokenizer, now)
     elif listed:
         dataset = _mixed(mixture.read_mixture(path), config, train, tokenizer)
     elif stored:
@@ -114,11 +114,9 @@ def _text(config: DataConfig, train: TrainConfig, tokenizer: Tokenizer) -> Datas
     )
 
 
-def _examples(
-    path: str, config: DataConfig, train: TrainConfig, tokenizer: Tokenizer, now: datetime.datetime | None
-) -> Dataset:
+def _examples(config: DataConfig, train: TrainConfig, tokenizer: Tokenizer, now: datetime.datetime | None) -> Dataset:
     """Packed examples. The last ones are held out."""
-    loaded = examples.load(path, tokenizer=tokenizer, length=train.sequence, now=now)
+    loaded = examples.load(config.path, tokenizer=tokenizer, length=train.sequence, now=now)
     cut = len(loaded) - int(len(loaded) * config.validation_fraction)
     return _dataset(
         *_packed(loaded.read, loaded.starts, cut, train, loaded.loss_mask),
@@ -126,25 +124,6 @@ def _examples(
         tokenizer=tokenizer,
         fingerprint=_digest([tokenizer.name, loaded.fingerprint]),
         notes=(loaded.summary(),),
-    )
-
-
-def _staged(parts: Sequence[Dataset], paths: Sequence[pathlib.Path], config: DataConfig, train: TrainConfig) -> Dataset:
-    """One part after another."""
-    last = mixture.last_steps([part.training_rows for part in parts], steps=train.steps, path=config.path)
-    ordered, notes, first = [], [], 0
-    for number, (path, part, end) in enumerate(zip(paths, parts, last), start=1):
-        ordered.append(part.training[: (end - first) * train.batch])
-        steps = f"steps {first + 1:,} to {end:,}"
-        notes.append(f"stage {number} of {len(paths)}: {steps}, {path}, {part.notes[0]}")
-        first = end
-    return _joined(
-        parts,
-        [part.held_out_rows for part in parts],
-        last,
-        training=grain.MapDataset.concatenate(ordered).repeat(),
-        notes=tuple(notes),
-        stages=last,
     )
 
 
@@ -183,11 +162,13 @@ def _mixed(
         if part.tokenizer.name != first:
             differs = f"{str(path)!r} of {part.tokenizer.name}"
             raise UserError(f"a mixture has one tokenizer: {str(paths[0])!r} is of {first}, {differs}")
-    return _joined(
-        parts,
-        weights,
-        weights,
+    return dataclasses.replace(
+        parts[0],
         training=grain.MapDataset.mix([part.training for part in parts], weights),
+        held_out=grain.MapDataset.mix([part.held_out for part in parts], weights),
+        training_rows=sum(part.training_rows for part in parts),
+        held_out_rows=sum(part.held_out_rows for part in parts),
+        fingerprint=_digest([[part.fingerprint, weight] for part, weight in zip(parts, weights)]),
         notes=sum((part.notes for part in parts), ()),
     )
 
@@ -205,18 +186,6 @@ def _dataset(rows: Windows | PackedRows, held_out: Windows | PackedRows, *, seed
         grain.MapDataset.source(held_out).repeat(),
         len(rows),
         len(held_out),
-        **about,
-    )
-
-
-def _joined(parts: Sequence[Dataset], weights: Sequence[float], marks: Sequence[float], **about: Any) -> Dataset:
-    """weights: of the held-out rows. marks: numbers of which the batches are a function, too, one a part."""
-    return dataclasses.replace(
-        parts[0],
-        held_out=grain.MapDataset.mix([part.held_out for part in parts], weights),
-        training_rows=sum(part.training_rows for part in parts),
-        held_out_rows=sum(part.held_out_rows for part in parts),
-        fingerprint=_digest([[part.fingerprint, mark] for part, mark in zip(parts, marks)]),
         **about,
     )
 

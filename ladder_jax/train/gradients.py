@@ -14,7 +14,7 @@ from jax import lax
 
 from ladder_jax import nn
 from ladder_jax.checkpoint import Checkpoint
-from ladder_jax.config import CollectiveMatmul, Loop, Phase, Remat, TrainConfig
+from ladder_jax.config import Loop, Phase, TrainConfig
 from ladder_jax.config.fields import check
 from ladder_jax.data.batch import Batch, Targets
 from ladder_jax.nn import ModelDef, Params
@@ -108,35 +108,14 @@ TrainingTask = Pretraining
 
 
 def loss_and_gradients(
-    definition: ModelDef,
-    *,
-    loop: Loop = Loop.SCAN,
-    remat: Remat = Remat.NONE,
-    accumulate: int = 1,
-    sequence_parallel: bool = False,
-    collective_matmul: CollectiveMatmul = CollectiveMatmul.NONE,
-    interleave: int = 1,
-    z_loss: float = 0.0,
-    load_balance: float = TrainConfig.load_balance,
-    router_z_loss: float = TrainConfig.router_z_loss,
-    loss_chunk: int = TrainConfig.loss_chunk,
+    definition: ModelDef, **settings: Any
 ) -> Callable[[Params, jax.Array | Batch], tuple[jax.Array, Params]]:
     """A (params, tokens [B, T+1] or a Batch) -> (mean loss in nats a token, float32 gradients), to be compiled.
 
-    All weights train. The settings are those of the section `train`.
+    All weights train. The settings are those of the section `train`: loop, remat, accumulate, sequence_parallel,
+    collective_matmul, interleave, z_loss, load_balance, router_z_loss and loss_chunk; by default a scan, in one piece.
     """
-    config = TrainConfig(
-        loop=loop,
-        remat=remat,
-        accumulate=accumulate,
-        sequence_parallel=sequence_parallel,
-        collective_matmul=collective_matmul,
-        interleave=interleave,
-        z_loss=z_loss,
-        load_balance=load_balance,
-        router_z_loss=router_z_loss,
-        loss_chunk=loss_chunk,
-    )
+    config = TrainConfig(**settings)
     compute = task_gradients(Pretraining(definition), config=config)
 
     def of_all(params: Params, batch: jax.Array | Batch) -> tuple[jax.Array, Params]:

@@ -147,7 +147,6 @@ def run(
             metrics=metrics,
             throughput=Throughput(account, tokens_a_step=train.batch * train.sequence, mfu=mfu, step=first),
             profiler=Profiler(profile, folder=small_files / "profile"),
-            stages=data.stages,
         )
         session.run()
         result = Result(

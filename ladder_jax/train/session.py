@@ -4,7 +4,6 @@ Step s + 1 is dispatched before the metrics of step s are read, so that the devi
 the state after a step is needed itself, to evaluate or to save, its metrics are read at once.
 """
 
-import bisect
 import contextlib
 import dataclasses
 import time
@@ -35,7 +34,6 @@ class Session:
     """A run's steps. state: after the newest one; frozen: the parameters that no step changes.
 
     held_out: the batches of the held-out loss, the same every time; validation: that of `state`, if it was measured.
-    stages: the last step of each stage of the data.
     """
 
     context: RunContext
@@ -50,7 +48,6 @@ class Session:
     throughput: Throughput
     profiler: Profiler
     validation: float | None = None
-    stages: tuple[int, ...] = ()
     _step_fn: jax.stages.Compiled | None = None
     _loss: jax.stages.Compiled | None = None
 
@@ -126,8 +123,7 @@ class Session:
         if note or evaluated or _due(step, train.log_every, train.steps):
             speed = self.throughput.since_last(step)
             row = {"step": step, "loss": read.pop("loss"), **speed, **read, "time": time.time()}
-            stage = {"stage": 1 + bisect.bisect_left(self.stages, step)} if self.stages else {}
-            row = self.metrics.add({**row, **stage, **note})
+            row = self.metrics.add({**row, **note})
             self._update(step, timing.row_text(row))
         if _due(step, train.checkpoint_every, train.steps):
             self.saver.wait()  # for the save before: its failure would be lost behind this one's

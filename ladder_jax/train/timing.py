@@ -170,7 +170,6 @@ def row_text(row: dict[str, Any]) -> str:
     parts = [f"loss {loss}", f"{row['tokens_per_second']:,.0f} tokens/s"]
     parts += [f"MFU {row['mfu']:.1%}"] if "mfu" in row else []
     parts += [f"expert load {row['expert_load']:.1f}"] if row.get("expert_load") is not None else []
-    parts += [f"stage {row['stage']}"] if "stage" in row else []
     return "  ".join([*parts, f"data wait {row['data_wait']:.1%}"])
 
 
