@@ -62,11 +62,6 @@ def read(
     names = dict.fromkeys(name for name, _ in keys)
     opening = {name: _open(folder, name) for name in names}
     stores = {name: opened.result() for name, opened in opening.items()}
-    for name in {name for name, layer in keys if layer is not None}:
-        layers = stores[name].chunk_layout.read_chunk.shape[0]
-        if layers > 1:  # a chunk is read for the first of its layers, and kept for the others
-            cache = 2 * layers * _size(like[name])
-            stores[name] = _open(folder, name, cache=cache).result()
 
     waiting = collections.deque(keys)
     ahead = collections.deque()
@@ -88,11 +83,9 @@ def _size(array: jax.ShapeDtypeStruct) -> int:
     return array.size * array.dtype.itemsize
 
 
-def _open(folder: AnyPath, name: str, *, cache: int = 0) -> tensorstore.Future:
-    """Open an array without reading its values. cache: bytes of chunks that are kept."""
-    context = tensorstore.Context({"cache_pool": {"total_bytes_limit": cache}})
-    spec = described_array(database(folder), name)
-    return tensorstore.open(spec, open=True, read=True, context=context)
+def _open(folder: AnyPath, name: str) -> tensorstore.Future:
+    """Open an array without reading its values."""
+    return tensorstore.open(described_array(database(folder), name), open=True, read=True)
 
 
 def begin_read(store: tensorstore.TensorStore, like: jax.ShapeDtypeStruct) -> dict[Index, tensorstore.Future]:
