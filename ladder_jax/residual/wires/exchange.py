@@ -34,23 +34,13 @@ from ladder_jax.parallel import exchange
 from ladder_jax.parallel.collectives import Axes, named, pvary, ranks, varying
 from ladder_jax.residual.interleave import Turn
 from ladder_jax.residual.loop import EXCHANGED
-from ladder_jax.residual.recurrence import (
-    REDUCED,
-    AllReduce,
-    Projections,
-    State,
-    add,
-    barrier_forward,
-    project,
-)
+from ladder_jax.residual.recurrence import REDUCED, State, add, barrier_forward
 from ladder_jax.residual.wires.sequence import (
     Beside,
-    Normalise,
-    Prepared,
+    SequenceParallel,
     SplitStep,
     check_reduces,
     gather,
-    of_normalised,
     prepared_by,
     scatter,
 )
@@ -83,14 +73,10 @@ class ExchangeStep(SplitStep):
     shared_before: bool = False
 
 
-@dataclasses.dataclass(frozen=True)
-class Exchange(AllReduce):
-    """Residual and sums are this rank's positions, [B, T/ranks, D]. For topologies that `check_exchange` allows.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Exchange(SequenceParallel):
+    """For topologies that `check_exchange` allows, of attention and experts, an `nn.experts.NormedExperts`."""
 
-    normalise: as in `SequenceParallel`. Its sublayers are attention and the experts, an `nn.experts.NormedExperts`.
-    """
-
-    normalise: Normalise
     moe: MoEConfig
 
     def layers(self, layers):
@@ -101,8 +87,8 @@ class Exchange(AllReduce):
         for attention, experts in layers:
             leaves = bool(self.moe.shared_width and experts.pending_after and not experts.early)
             before = leaves if shared_before is None else shared_before
-            of_attention = ExchangeStep(**vars(attention), prepares=next(prepared), shared_before=before)
-            result.append((of_attention, ExchangeStep(**vars(experts), prepares=next(prepared))))
+            of_attention = ExchangeStep(**vars(attention), **next(prepared), shared_before=before)
+            result.append((of_attention, ExchangeStep(**vars(experts), **next(prepared))))
             shared_before = leaves
         return tuple(result)
 
@@ -126,11 +112,11 @@ class Exchange(AllReduce):
         following = (EXPERTS,) if step.sublayers == (ATTENTION,) else (ATTENTION,)
 
         def settle(newest):
-            sums = launched if newest is None else (*launched[:-1], collect(newest, like=stream))
+            sums = launched if newest is None else (*launched[:-1], self._arrived(newest, like=stream))
             return State(*step.settle(stream, sums)) if step.pending_after else State(stream, sums)
 
         def make(state):
-            if step.prepares is Prepared.NOTHING:
+            if not step.prepares:
                 return None
             return self._made(following, state.residual, sublayers)
 
@@ -146,33 +132,12 @@ class Exchange(AllReduce):
         return dataclasses.replace(state, partial=output)
 
     def turn(self, step, entered, sublayers, *, own, other):
-        stream = other.state.residual
-        after = other.after
-
-        def settle(newest):
-            return other.settled(collect(newest, like=stream))
-
-        def make(state):
-            return self._made(after.sublayers, add(state.residual, after.read(state.sums)), other.sublayers)
-
-        def send(made):
-            return self._sent(made, other.into)
-
-        beside = Beside(other.launched, settle=settle, make=make, send=send)
-        return beside.after(self._output(step, entered, sublayers, beside))
-
-    def prepare(self, after, state, scope):
-        stream = add(state.residual, after.read(state.sums))
-        return dataclasses.replace(state, carried=gather(self.normalise(stream), self.axes, scope))
+        return self.turn_beside(step, entered, sublayers, other)
 
     def _output(self, step, entered, sublayers, beside):
         """Attention's partial sum, or the `Routed` rows of the experts and of the shared one."""
         if step.sublayers == (ATTENTION,):
-
-            def between(product, x, weights):
-                return beside.between(product(x, weights))
-
-            return of_normalised(sublayers[ATTENTION])(entered, projections=Projections(project(between)))
+            return super()._output(step, entered, sublayers, beside)
         parts = sublayers[EXPERTS]
         rows = entered.rows
         shared = None
@@ -194,16 +159,10 @@ class Exchange(AllReduce):
         return collect(combine(output, self.axes, "", shared_last=True), like=like)
 
     def fill(self, state, steps, *, dtype):
-        first = steps[0]
-        if first.pending_before == 0:
+        state = super().fill(state, steps, dtype=dtype)
+        if steps[0].shared_before or state.partial is None:
             return state
-        carried = state.carried
-        if first.reads_added and carried is None:
-            carried = gather(self.normalise(state.residual), self.axes, "")
-        sums, partial = self.filled(state.residual, state.sums, state.partial, dtype)
-        if not first.shared_before:
-            partial = dataclasses.replace(partial, shared=None)
-        return State(state.residual, sums, partial, carried)
+        return dataclasses.replace(state, partial=dataclasses.replace(state.partial, shared=None))
 
     def filled(self, stream, sums, partial, dtype):
         rows, length, width = stream.shape
@@ -225,12 +184,12 @@ class Exchange(AllReduce):
         newest = collect(combine(state.partial, self.axes), like=state.residual)
         return add(state.residual, (*state.sums, newest))
 
-    def _made(self, which, stream, sublayers):
-        """This rank's positions of the input of `which` sublayer.
+    def _arrived(self, newest, *, like):
+        return collect(newest, like=like)
 
-        Of experts its tokens' rows in buffers [E, S, D], and for the shared expert [B, T/ranks, D].
-        """
-        x = self.normalise(stream)
+    def _made(self, which, stream, sublayers, *, fresh=False):
+        """Of experts its tokens' rows in buffers [E, S, D], and for the shared expert [B, T/ranks, D]."""
+        x = super()._made(which, stream, sublayers, fresh=fresh)
         if which == (ATTENTION,):
             return x
         count = ranks(self.axes)
@@ -242,12 +201,12 @@ class Exchange(AllReduce):
         return Routed(buffers, places, weights, x if self.moe.shared_width else None)
 
     def _sent(self, made, scope, *, beside_shared=False):
-        """The input of a sublayer, from all ranks: positions, or the rows of all tokens for this rank's experts.
+        """Or the rows of all tokens for this rank's experts.
 
         beside_shared: the shared expert's input comes first, since nothing but that expert hides the rows.
         """
         if not isinstance(made, Routed):
-            return gather(made, self.axes, scope)
+            return super()._sent(made, scope)
         buffers = made.rows
         shared = made.shared
         shared = None if shared is None else gather(shared, self.axes, scope)
@@ -256,31 +215,6 @@ class Exchange(AllReduce):
         with named(ENTER, scope):
             rows = exchange.dispatch(buffers, axes=self.axes)
         return dataclasses.replace(made, rows=checkpoint_name(rows, EXCHANGED), shared=shared)
-
-
-@dataclasses.dataclass(frozen=True)
-class SilentExchange(Exchange):
-    """Of "no-communication": a standard step that computes as much and sends nothing. Only its time means something."""
-
-    def layers(self, layers):
-        return tuple(layers)
-
-    def advance(self, state, step, sublayers):
-        stream = state.residual
-        count = ranks(self.axes)
-        own = slice(stream.shape[1])
-        x = self.normalise(stream)
-        whole = jnp.tile(x, (1, count, 1))
-        if step.sublayers == (ATTENTION,):
-            return State(add(stream, (of_normalised(sublayers[ATTENTION])(whole)[:, own],)))
-        parts = sublayers[EXPERTS]
-        tokens, slots, weights = parts.route(x)
-        sizes = dict(experts=self.moe.padded(count), size=self.moe.slots(len(tokens)))
-        buffers = exchange.fill(tokens, slots, **sizes)
-        rows = parts.compute(buffers.reshape(-1, count * buffers.shape[1], buffers.shape[2]))
-        shared = parts.shared(whole)[:, own] if self.moe.shared_width else None
-        arrived = Routed(rows, exchange.places(slots, **sizes, count=count), weights, shared)
-        return State(add(stream, (collect(arrived, like=stream),)))
 
 
 def combine(partial: Routed | None, axes: Axes, scope: str = PREVIOUS, *, shared_last: bool = False) -> Routed | None:

@@ -18,7 +18,6 @@ still communicates nothing. It reads this rank's positions, and multiplies by th
 """
 
 import dataclasses
-import enum
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -53,25 +52,16 @@ LENGTH = 1  # the dimension of [B, T, D] that is split
 Normalise = Callable[[Array], Array]
 
 
-class Prepared(enum.Enum):
-    """What a step gathers for the step after it, whose input leaves out all that is pending."""
-
-    NOTHING = "nothing"
-    NORMALISED = "normalised"
-    STREAM = "stream"  # a fresh ladder adds its partial before it is normalised
-
-    @classmethod
-    def for_step(cls, step: Step) -> "Prepared":
-        if not step.reads_added:
-            return cls.NOTHING
-        return cls.STREAM if step.fresh else cls.NORMALISED
-
-
 @dataclasses.dataclass(frozen=True)
 class SplitStep(Step):
-    """A step that knows what the step after it reads."""
+    """A step that knows what the step after it reads.
 
-    prepares: Prepared = Prepared.NOTHING
+    prepares: whether it gathers that step's input, which leaves out all that is pending. before_fresh: whether that is
+        a fresh ladder's, which adds its partial before it is normalised.
+    """
+
+    prepares: bool = False
+    before_fresh: bool = False
 
 
 class Beside:
@@ -128,7 +118,7 @@ class SequenceParallel(AllReduce):
         prepared = prepared_by(layers)
 
         def split(step):
-            return SplitStep(**vars(step), prepares=next(prepared))
+            return SplitStep(**vars(step), **next(prepared))
 
         return tuple(tuple(map(split, steps)) for steps in layers)
 
@@ -142,7 +132,7 @@ class SequenceParallel(AllReduce):
         """The step's input, gathered, or left to its projection; of a fresh ladder not normalised yet."""
         if self._gathers_in_matmul(step):
             return self.normalise(stream)
-        return self._gathered(stream, fresh=step.fresh, scope="")
+        return self._sent(self._made(step.sublayers, stream, sublayers, fresh=step.fresh), "")
 
     def with_own(self, entered, partial):
         return self.normalise(add(entered, (partial,)))
@@ -163,7 +153,10 @@ class SequenceParallel(AllReduce):
             summed = self.reduce(partial) if projections.out is local else partial
             return State(add(state.residual, (*launched, summed)))
         stream, sums = step.settle(state.residual, launched)
-        following = self._prepare(step, stream)
+        following = None
+        if step.prepares:
+            made = self._made((), stream, sublayers, fresh=step.before_fresh)
+            following = self._sent(made, FOLLOWING)
         if ranks(self.axes) > 1:
             partial, following, stream = barrier_forward((partial, following, stream))
         return State(stream, sums, partial, following)
@@ -186,20 +179,23 @@ class SequenceParallel(AllReduce):
             return super().turn(step, entered, sublayers, own=own, other=other)
         if step.fresh:
             entered = self.with_own(entered, own)
+        return self.turn_beside(step, entered, sublayers, other)
+
+    def turn_beside(self, step, entered, sublayers, other):
+        after = other.after
+
+        def settle(newest):
+            return other.settled(self._arrived(newest, like=other.state.residual))
 
         def make(state):
-            stream = add(state.residual, other.after.read(state.sums))
-            return stream if other.after.fresh else self.normalise(stream)
-
-        def between(product, x, weights):
-            return beside.between(product(x, weights))
+            stream = add(state.residual, after.read(state.sums))
+            return self._made(after.sublayers, stream, other.sublayers, fresh=after.fresh)
 
         def send(made):
-            return gather(made, self.axes, other.into)
+            return self._sent(made, other.into)
 
-        beside = Beside(other.launched, settle=other.settled, make=make, send=send)
-        (which,) = step.sublayers
-        return beside.after(of_normalised(sublayers[which])(entered, projections=Projections(project(between))))
+        beside = Beside(other.launched, settle=settle, make=make, send=send)
+        return beside.after(self._output(step, entered, sublayers, beside))
 
     def arrive(self, partial, other):
         arrived = self.prepare(other.after, other.settled(other.launched), other.into)
@@ -209,18 +205,30 @@ class SequenceParallel(AllReduce):
 
     def prepare(self, after, state, scope):
         stream = add(state.residual, after.read(state.sums))
-        entered = self._gathered(stream, fresh=after.fresh, scope=scope)
-        return dataclasses.replace(state, carried=entered)
+        made = self._made(after.sublayers, stream, (), fresh=after.fresh)
+        return dataclasses.replace(state, carried=self._sent(made, scope))
 
-    def _gathered(self, stream, *, fresh, scope=FOLLOWING):
-        """All ranks' positions of an input; of a fresh ladder not normalised yet, as its partial is still missing."""
-        return gather(stream if fresh else self.normalise(stream), self.axes, scope)
+    def _arrived(self, newest, *, like):
+        """[B, T/ranks, D], the shape of `like`: the output that has arrived."""
+        return newest
 
-    def _prepare(self, step, stream):
-        """The next step's input [B, T, D], gathered."""
-        if step.prepares is Prepared.NOTHING:
-            return None
-        return self._gathered(stream, fresh=step.prepares is Prepared.STREAM)
+    def _made(self, which, stream, sublayers, *, fresh=False):
+        """This rank's positions of the input of `which` sublayer; of a fresh ladder not normalised yet, as its partial
+        is still missing."""
+        return stream if fresh else self.normalise(stream)
+
+    def _sent(self, made, scope):
+        """The input of a sublayer, from all ranks."""
+        return gather(made, self.axes, scope)
+
+    def _output(self, step, entered, sublayers, beside):
+        """The sublayer's partial sum, with two messages beside it."""
+
+        def between(product, x, weights):
+            return beside.between(product(x, weights))
+
+        (which,) = step.sublayers
+        return of_normalised(sublayers[which])(entered, projections=Projections(project(between)))
 
     def _gathers_in_matmul(self, step):
         return self.collective_matmul is not CollectiveMatmul.NONE and not step.fresh and not step.early
@@ -247,14 +255,15 @@ def check_reduces(layers: Sequence[Sequence[Step]]) -> None:
         raise UserError("sequence parallelism needs a residual that reduces every sublayer's output: not desync-n")
 
 
-def prepared_by(layers: Sequence[Sequence[Step]]) -> Iterator[Prepared]:
-    """What each step prepares, in order.
+def prepared_by(layers: Sequence[Sequence[Step]]) -> Iterator[dict[str, bool]]:
+    """What each step prepares, in order: the fields that a SplitStep has beside a Step's.
 
     The last one as if another layer like its own came: a scan's layers are of equal steps.
     """
     steps = itertools.chain(*layers, layers[-1][:1])
     for step, after in itertools.pairwise(steps):
-        yield Prepared.for_step(after) if step.pending_after else Prepared.NOTHING
+        prepares = step.pending_after > 0 and after.reads_added
+        yield dict(prepares=prepares, before_fresh=prepares and after.fresh)
 
 
 def scatter(partial: Array | None, axes: Axes, scope: str = "") -> Array | None:
