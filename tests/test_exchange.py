@@ -3,6 +3,7 @@ dropped rows against a loop over tokens, and what is refused."""
 
 import dataclasses
 import math
+import types
 
 import jax
 import jax.numpy as jnp
@@ -108,7 +109,8 @@ def test_capacity(form):
         seen, x = [], parallel.pvary(x, axes)
         x = jax.lax.dynamic_slice_in_dim(x, 4 * parallel.rank(axes), 4, axis=1)
         experts = dict(moe=nnx.merge(graph, params), axes=axes, on_routing=seen.append, ends_B=None)
-        routed = NormedExperts(None, None, lambda x, scale: x, None, **experts)
+        no_norm = types.SimpleNamespace(gain=lambda x, dtype, scale: x)
+        routed = NormedExperts(None, no_norm, None, None, **experts)
         tokens, slots, weights = routed.route(x)
         rows = exchange.dispatch(exchange.fill(tokens, slots, experts=moe.padded(4), size=size), axes=axes)
         places = exchange.places(slots, experts=moe.padded(4), size=size, count=4)

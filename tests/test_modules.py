@@ -116,7 +116,7 @@ def test_a_layer_alone_is_the_model_of_one_layer(name):
 
     def run(layer, x, axes=()):
         topology = residual.of_model(config)
-        wire, context = topology.wire(axes), LayerContext.of(config, x.shape[1], axes=axes)
+        wire, context = topology.wire(axes), LayerContext(config, x.shape[1], axes=axes)
         state = residual.begin(x, topology=topology, axes=axes)
         return wire.flush(layer(state, steps=topology.layers[0], wire=wire, contexts=[context])[0])
 

@@ -71,6 +71,9 @@ class Routing:
         return jax.tree.map(append, self, layer)
 
 
+OnRouting = Callable[[Routing], None]
+
+
 def route(logits_NC: Array, *, moe: MoEConfig, bias_C: Array | None = None) -> Route:
     """The experts with the largest logits, or sums of probability and bias; of equal ones that with the lowest index.
 
@@ -116,13 +119,13 @@ class NormedExperts(Normed):
 
     moe: "MoE"
     axes: Axes
-    on_routing: Callable[[Routing], None] | None
+    on_routing: OnRouting | None
     ends_B: Array | None
     projects: bool = False
 
     def route(self, x_BTD: Array) -> tuple[Array, Array, Array]:
         with jax.named_scope("mlp"):  # though it is part of attention's step
-            x_BTD = self.gain_of(x_BTD, scale=self.gain)
+            x_BTD = self.gained(x_BTD)
             x_ND = x_BTD.reshape(-1, x_BTD.shape[-1])
             logits = self.moe.logits(x_ND)
             experts = self.moe.experts.count * ranks(self.axes)
@@ -149,7 +152,7 @@ class NormedExperts(Normed):
         return quantized.einsum("ERM,EMD->RED", jax.nn.silu(gate) * up, experts.down.get_value())
 
     def shared(self, x_BTD: Array, tied: Callable = local) -> Array:
-        return self.moe.shared(self.gain_of(x_BTD, scale=self.gain), tied)
+        return self.moe.shared(self.gained(x_BTD), tied)
 
 
 class ExpertMLPs(Module):
@@ -222,12 +225,12 @@ class MoE(Module):
         if self.moe.shared_width:
             self.shared = SharedExpert(sizes, rngs=rngs)
 
-    def __call__(self, x_BTD: Array, *, axes: Axes = (), on_routing: Callable[[Routing], None] | None = None) -> Array:
+    def __call__(self, x_BTD: Array, *, axes: Axes = (), on_routing: OnRouting | None = None) -> Array:
         """A rank's partial sum [B, T, D] of routed and shared experts. on_routing: as in `routed`."""
         out = self.routed(x_BTD, axes=axes, on_routing=on_routing)
         return out + self.shared(x_BTD) if hasattr(self, "shared") else out
 
-    def routed(self, x_BTD: Array, *, axes: Axes, on_routing: Callable[[Routing], None] | None = None) -> Array:
+    def routed(self, x_BTD: Array, *, axes: Axes, on_routing: OnRouting | None = None) -> Array:
         """A rank's partial sum [B, T, D] of routed experts. on_routing: called with the statistics of all tokens."""
         x_ND = x_BTD.reshape(-1, x_BTD.shape[-1])
         logits = self.logits(x_ND)
@@ -243,23 +246,18 @@ class MoE(Module):
             return _in_chunks(compute, x_ND, routed).reshape(x_BTD.shape)
         return compute(x_ND, routed).reshape(x_BTD.shape)
 
-    def sublayers(
-        self,
-        behind_norm: Callable[..., Normed],
-        *,
-        context: Any,
-        on_routing: Callable[[Routing], None] | None,
-    ) -> list[Normed]:
-        """A layer's second sublayer; of FarSkip two, routed and shared experts.
+    def sublayers(self, norm: Any, *, context: Any, on_routing: OnRouting | None) -> list[Normed]:
+        """A layer's second sublayer behind its norm; of FarSkip two, routed and shared experts.
 
-        behind_norm: makes a sublayer of a function. context: a `LayerContext`.
+        context: a `LayerContext`.
         """
         settings = dict(axes=context.axes, on_routing=on_routing)
         ends = context.positions.ends
-        experts = functools.partial(behind_norm, of=NormedExperts, moe=self, ends_B=ends, **settings)
-        if residual.of_model(self.config).farskip:
-            return [experts(functools.partial(self.routed, **settings)), behind_norm(self.shared)]
-        return [experts(functools.partial(self, **settings))]
+        behind = norm, context.dtype, norm.scale[...]
+        is_farskip = residual.of_model(self.config).farskip
+        function = functools.partial(self.routed if is_farskip else self, **settings)
+        experts = NormedExperts(function, *behind, moe=self, ends_B=ends, **settings)
+        return [experts, Normed(self.shared, *behind)] if is_farskip else [experts]
 
     def logits(self, x_ND: Array) -> Array:
         """Float32 [N, C], of float32 products: a TPU would round their operands to bfloat16."""

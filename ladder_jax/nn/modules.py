@@ -1,6 +1,5 @@
 """The modules of a model: RMSNorm, attention with rotary positions, SwiGLU MLP, embeddings, and a layer of them."""
 
-import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -57,9 +56,8 @@ class RMSNorm(Module):
         scaled = lambda x, scale: self.gain(normalise(x, eps=self.eps), dtype=dtype, scale=scale)
         return recomputed(scaled)(x, scale)
 
-    def gain(self, x: Array, *, dtype: jnp.dtype, scale: Array | None = None) -> Array:
+    def gain(self, x: Array, *, dtype: jnp.dtype, scale: Array) -> Array:
         """`x`, normalised before, times the gain."""
-        scale = self.scale[...] if scale is None else scale
         return (x.astype(jnp.float32) * quantized.aligned(scale, x.ndim)).astype(dtype)
 
 
@@ -203,34 +201,28 @@ class Embedding(Module):
         return jnp.where((token < self.vocab_size)[None, None, :], logits, -jnp.inf)
 
 
-@dataclasses.dataclass(frozen=True)
 class LayerContext:
-    """What all layers of one forward pass have in common, on one rank of `axes`.
+    """What all layers of one forward pass over blocks of `length` tokens have in common, on one rank of `axes`.
 
     table: as in Attention. first_rank: whether this is the first. positions: the block's, which decide what of a cache
     it sees, by `kernel`.
     """
 
-    axes: Axes
-    dtype: jnp.dtype
-    kernel: Kernel
-    table: tuple[Array, Array]
-    first_rank: Array
-    positions: Positions
-
-    @classmethod
-    def of(
-        cls,
+    def __init__(
+        self,
         config: ModelConfig,
         length: int,
         *,
         axes: Axes,
         kernel: Kernel = Kernel.XLA,
         positions: Positions = FULL_SEQUENCE,
-    ) -> "LayerContext":
-        """For blocks of `length` tokens."""
-        table = rotary_tables(positions.indices(length), config=config)
-        return cls(axes, jnp.dtype(config.dtype.value), kernel, table, rank(axes) == 0, positions)
+    ):
+        self.axes = axes
+        self.dtype = jnp.dtype(config.dtype.value)
+        self.kernel = kernel
+        self.positions = positions
+        self.table = rotary_tables(positions.indices(length), config=config)
+        self.first_rank = rank(axes) == 0
 
 
 class Layer(Module):
@@ -286,23 +278,17 @@ class Layer(Module):
         self, attend: Attend, *, context: LayerContext, on_routing: Callable[[Any], None] | None = None
     ) -> list[Normed]:
         """(attention, MLP); of FarSkip's experts (attention, routed, shared)."""
-        norms = self.attention_norm, getattr(self, "mlp_norm", self.attention_norm)
-        first, second = (functools.partial(_behind, norm, dtype=context.dtype) for norm in norms)
-        attention = first(
-            functools.partial(
-                self.attention, attend=attend, table=context.table, first_rank=context.first_rank, axes=context.axes
-            ),
-            communicates=self.config.qk_norm is QKNorm.ALL,
+        norm = self.attention_norm
+        attend = functools.partial(
+            self.attention, attend=attend, table=context.table, first_rank=context.first_rank, axes=context.axes
         )
-        if self.config.moe is None:
-            return [attention, second(functools.partial(self.mlp, first_rank=context.first_rank))]
-        return [attention, *self.mlp.sublayers(second, context=context, on_routing=on_routing)]
-
-
-def _behind(norm, function, *, dtype, of=Normed, **more):
-    """`function` behind `norm`."""
-    parts = functools.partial(norm, dtype=dtype), functools.partial(norm.gain, dtype=dtype)
-    return of(function, *parts, norm.scale[...], **more)
+        all_heads = self.config.qk_norm is QKNorm.ALL
+        first = Normed(attend, norm, context.dtype, norm.scale[...], communicates=all_heads)
+        norm = getattr(self, "mlp_norm", norm)
+        if self.config.moe is not None:
+            return [first, *self.mlp.sublayers(norm, context=context, on_routing=on_routing)]
+        mlp = functools.partial(self.mlp, first_rank=context.first_rank)
+        return [first, Normed(mlp, norm, context.dtype, norm.scale[...])]
 
 
 def recomputed(function: Callable) -> Callable:

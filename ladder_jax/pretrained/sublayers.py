@@ -96,7 +96,7 @@ class OutputRead:
             return product(hidden, weights)
 
         one = sublayers[which]
-        x = one.norm(step.input(state, axes=self.axes), scale=one.gain)
+        x = one.normed(step.input(state, axes=self.axes))
         output = one.function(x, projections=Projections(out=project(out)))
         return read[0].reshape(*x.shape[:2], -1), output
 
@@ -152,7 +152,7 @@ def programs(definition: nn.ModelDef) -> Programs:
 
     def through(stack, sublayer, wire, params, streams, delay):
         """A sublayer of a layer with `params`, over `wire`."""
-        context = LayerContext.of(config, streams.partial.shape[1], axes=axes, kernel=definition.kernel)
+        context = LayerContext(config, streams.partial.shape[1], axes=axes, kernel=definition.kernel)
         early = (SHARED,) if topology.farskip and sublayer == ROUTED and stack == LAYERS else ()
         step = DelayedStep((sublayer,), delay, fresh, early)
         return definition.bind(stack, params)(streams, steps=(step,), wire=wire, contexts=[context])[0]

@@ -128,24 +128,31 @@ class Normed:
     """A sublayer behind its norm, which a wire may take apart.
 
     function: of the normed input [B, T, D] and, where a wire has them, `projections`.
-    norm: of an input, with scale=gain. gain_of: likewise, of an input that is normalised but for the gain.
+    norm: of an input, to `dtype`, with scale=gain; its `gain` likewise, of an input that is normalised but for that.
     gain: the norm's, [D]: a small array, which can wait where the whole sublayer has to.
     communicates: over the ranks, for a norm of its own. While it does, no wire can have a reduction in flight.
     projects: whether `function` takes `projections`.
     """
 
     function: Callable[..., Array]
-    norm: Callable[..., Array]
-    gain_of: Callable[..., Array]
+    norm: Any
+    dtype: jnp.dtype
     gain: Array
     communicates: bool = False
     projects: bool = True
 
     def __call__(self, x: Array) -> Array:
-        return self.function(self.norm(x, scale=self.gain))
+        return self.function(self.normed(x))
+
+    def normed(self, x: Array) -> Array:
+        return self.norm(x, dtype=self.dtype, scale=self.gain)
+
+    def gained(self, x: Array) -> Array:
+        """`x`, normalised before, times the gain."""
+        return self.norm.gain(x, dtype=self.dtype, scale=self.gain)
 
     def of_normalised(self, x: Array, **projections: Any) -> Array:
-        return self.function(self.gain_of(x, scale=self.gain), **projections)
+        return self.function(self.gained(x), **projections)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -198,7 +198,7 @@ class SidePass(ForwardPass):
     ):
         frozen = dataclasses.replace(execution, remat=Remat.NONE)  # only the side network has a backward pass
         super().__init__(definition, shape, execution=frozen, positions=positions)
-        self._context = LayerContext.of(
+        self._context = LayerContext(
             definition.network, shape[1], axes=(), kernel=definition.network_kernel, positions=positions
         )
         self._block = rematerialised(
