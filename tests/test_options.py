@@ -9,7 +9,8 @@ import pytest
 from ladder_jax import decode, nn, parallel, train
 from ladder_jax.config import CollectiveMatmul, Execution, Launch, Loop, Phase, TrainConfig
 from ladder_jax.parallel import Compiled, Overlap, Split, Traits, compiled
-from ladder_jax.parallel.compiler_options import TABLE, Option, When
+from ladder_jax.parallel.compiled import options_for
+from ladder_jax.parallel.compiler_options import TABLE, Option
 from ladder_jax.train import gradients
 from tests import cases, experts
 
@@ -22,8 +23,23 @@ V5E, V5P, V6E, H100 = "TPU v5 lite", "TPU v5", "TPU v6e", "NVIDIA H100 80GB HBM3
 @pytest.mark.parametrize("kind", TABLE)
 def test_no_two_rows_set_one_option(kind):
     for traits in ALL_TRAITS:
-        rows = [row.name for row in TABLE[kind] if row.serves(traits) and row.when is When.ALWAYS]
+        rows = [row.name for row in TABLE[kind] if row.serves(traits) and not row.rescue]
         assert len(rows) == len(set(rows))
+
+
+def test_each_kind_of_program_has_its_own():
+    hides = lambda phase, loop=Loop.UNROLLED: Traits(Overlap.HIDES, phase, loop)
+    waits = Traits(Overlap.WAITS, Phase.DECODE, Loop.UNROLLED)
+    kernels, limit = "xla_gpu_experimental_use_collective_kernels", "xla_tpu_scoped_vmem_limit_kib"
+    assert options_for(H100, hides(Phase.DECODE))[kernels] == ""
+    assert kernels not in options_for(H100, hides(Phase.PREFILL))
+    assert kernels not in options_for(H100, waits)
+    assert kernels not in options_for(H100, dataclasses.replace(hides(Phase.DECODE), launch=Launch.EXPLICIT))
+    assert limit in options_for(V5E, hides(Phase.PREFILL, Loop.SCAN))
+    assert limit not in options_for(V5E, hides(Phase.PREFILL))
+    assert limit in options_for(V5E, hides(Phase.PREFILL), rescue=True)
+    assert all(options_for("cpu", traits) == {} for traits in ALL_TRAITS)
+    assert options_for("TPU v5p", hides(Phase.PREFILL)) == options_for(V5P, hides(Phase.PREFILL))
 
 
 def test_what_a_definition_splits():
@@ -101,7 +117,7 @@ def test_failing_options_fall_back_with_a_notice(good, monkeypatch, caplog):
     monkeypatch.setattr(
         compiled,
         "compile_options",
-        lambda mesh, traits, when=When.ALWAYS: {"a": 1} if when is When.ALWAYS else {"b": 2},
+        lambda mesh, traits, rescue=False: {"b": 2} if rescue else {"a": 1},
     )
     failing = Failing(monkeypatch, OUT_OF_MEMORY, good)
     program = Compiled(lambda x: x + 1, mesh=None, traits=ALL_TRAITS[0])
@@ -116,7 +132,7 @@ def test_failing_options_fall_back_with_a_notice(good, monkeypatch, caplog):
 
 
 def test_other_failures_are_not_hidden(monkeypatch):
-    monkeypatch.setattr(compiled, "compile_options", lambda mesh, traits, when=When.ALWAYS: {"a": 1})
+    monkeypatch.setattr(compiled, "compile_options", lambda mesh, traits, rescue=False: {"a": 1})
     failing = Failing(monkeypatch, "INTERNAL: something else", {})
     with pytest.raises(jax.errors.JaxRuntimeError, match="something else"):
         Compiled(lambda x: x, mesh=None, traits=ALL_TRAITS[0])(1)

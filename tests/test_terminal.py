@@ -89,9 +89,3 @@ def test_checkpoints(monkeypatch, capsys):
     row = dict(path="/runs/x", bytes=2**40, time=1.6e9, validation_loss=1234.5678, state="no manifest")
     command._show([command.Row(step=1_000_000, **row, problems=("params/manifest.json is missing " * 4,))], [1, 2])
     fits(capsys.readouterr().out)
-
-
-def test_the_other_tables():
-    """`bench` and `predict` have the most columns."""
-    for columns in (bench.COLUMNS, predict.COLUMNS):
-        assert len(set(columns)) == len(columns) and not any(re.search(r"\S{12}", column) for column in columns)

@@ -21,7 +21,7 @@ from ladder_jax import files
 from ladder_jax.config import CollectiveMatmul
 from ladder_jax.errors import UserError
 from ladder_jax.parallel.collectives import EMULATED, kind_of
-from ladder_jax.parallel.compiler_options import TABLE, Traits, When
+from ladder_jax.parallel.compiler_options import TABLE, Traits
 from ladder_jax.parallel.mesh import SHARDED, Layout, tracing, without_mesh
 
 logger = logging.getLogger("ladder_jax")
@@ -29,13 +29,13 @@ logger = logging.getLogger("ladder_jax")
 Dims = Any  # a pytree prefix of strings such as "BTV"
 
 
-def options_for(device_kind: str, traits: Traits, *, when: When = When.ALWAYS) -> dict[str, Any]:
+def options_for(device_kind: str, traits: Traits, *, rescue: bool = False) -> dict[str, Any]:
     """The table's options for a kind of device; none for a CPU, which hides nothing."""
     rows = TABLE.get(kind_of(device_kind), ())
-    return {row.name: row.value for row in rows if row.when is when and row.serves(traits)}
+    return {row.name: row.value for row in rows if row.rescue is rescue and row.serves(traits)}
 
 
-def compile_options(mesh: Mesh, *, traits: Traits, when: When = When.ALWAYS) -> dict[str, Any]:
+def compile_options(mesh: Mesh, *, traits: Traits, rescue: bool = False) -> dict[str, Any]:
     """For `jax.jit(..., compiler_options=...)` of a program on `mesh`.
 
     An option that the installed compiler does not know is dropped, with a notice. Raises UserError where a program's
@@ -43,7 +43,7 @@ def compile_options(mesh: Mesh, *, traits: Traits, when: When = When.ALWAYS) -> 
     """
     device = mesh.devices.flat[0]
     check_compiler_makes(traits.collective_matmul, mesh=mesh)
-    wanted = options_for(device.device_kind, traits, when=when)
+    wanted = options_for(device.device_kind, traits, rescue=rescue)
     return {name: value for name, value in wanted.items() if _known(name, value, device)}
 
 
@@ -169,7 +169,7 @@ class Compiled:
         out_shardings: Any = None,
     ):
         best = compile_options(mesh, traits=traits)
-        rescue = compile_options(mesh, traits=traits, when=When.RESCUE)
+        rescue = compile_options(mesh, traits=traits, rescue=True)
         self.__wrapped__ = fn
         self._jit = functools.partial(jax.jit, fn, donate_argnums=donate_argnums, out_shardings=out_shardings)
         is_apart = bool(out_shardings) or donate_argnums != ()

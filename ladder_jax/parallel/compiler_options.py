@@ -41,17 +41,12 @@ class Traits:
 Programs = tuple[Split | CollectiveMatmul, ...]
 
 
-class When(enum.Enum):
-    ALWAYS = "always"
-    RESCUE = "rescue"  # only after the compiler has failed without it
-
-
 @dataclasses.dataclass(frozen=True)
 class Option:
     """A compiler option, the programs for which it is set, and the evidence for it (`why`).
 
     of: set for programs that split one of these, or have matmuls of one of these forms; empty: for all. unless: not for
-        programs that do, or have.
+        programs that do, or have. rescue: set only after the compiler has failed without it.
     """
 
     name: str
@@ -60,7 +55,7 @@ class Option:
     overlap: tuple[Overlap, ...] = (Overlap.HIDES,)
     phases: tuple[Phase, ...] = tuple(Phase)
     loops: tuple[Loop, ...] = tuple(Loop)
-    when: When = When.ALWAYS
+    rescue: bool = False
     of: Programs = ()
     unless: Programs = ()
     launches: tuple[Launch, ...] = (Launch.CHAINED, Launch.EXPLICIT)
@@ -219,7 +214,7 @@ TABLE: dict[str, tuple[Option, ...]] = {
             "over 2x2 chips (tensor 4) an unrolled prefill fails without it, over 2x4 with it; it costs a decode 30 %",
             phases=(Phase.PREFILL, Phase.DECODE),
             loops=(Loop.UNROLLED,),
-            when=When.RESCUE,
+            rescue=True,
         ),
     ),
     "TPU v5": (*_OFFLOADED, _stream(65536, "8 % fewer")),
