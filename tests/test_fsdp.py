@@ -22,14 +22,15 @@ LOOPS = covering.marked([(Loop.UNROLLED,)], chosen=[(Loop.SCAN,)])
 def test_no_whole_matrix_is_kept_for_the_backward_pass(loop, remat, monkeypatch):
     """Of what the layers' loop gives its backward pass nothing has the shape of a gathered matrix."""
     definition = cases.define("ladder", num_layers=2, fsdp=4, tensor=2)
-    whole, unshard = set(), fsdp.unshard_matrices
+    whole, unsharded = set(), fsdp._unsharded
 
-    def watch(params, dims, **settings):
-        gathered = unshard(params, dims, **settings)
-        whole.update(a.shape for a in jax.tree.leaves(gathered) if a.ndim > 1)
+    def watch(array, dims, dtype):
+        gathered = unsharded(array, dims, dtype)
+        if dims != "LD":
+            whole.add(gathered.shape)
         return gathered
 
-    monkeypatch.setattr(fsdp, "unshard_matrices", watch)
+    monkeypatch.setattr(fsdp, "_unsharded", watch)
     kept = []
 
     def local(params, tokens):

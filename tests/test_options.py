@@ -1,5 +1,6 @@
 """Compiler options by device kind: which, what an older compiler does with them, and what happens when they fail."""
 
+import dataclasses
 import itertools
 
 import jax

@@ -85,7 +85,7 @@ class ForwardPass:
             self.wire = Interleaved(wire, at=at, axis=1)
             parts = zip((at, length - at), positions.parts(at), strict=True)
         self.steps = self.wire.layers(definition.topology.layers)
-        of_model = functools.partial(LayerContext.of, definition.config, axes=wire.axes, kernel=definition.kernel)
+        of_model = functools.partial(LayerContext, definition.config, axes=wire.axes, kernel=definition.kernel)
         self.contexts = [of_model(size, positions=part) for size, part in parts]
 
     def __call__(self, params: Params, tokens: Array, *, caches: Any = None) -> tuple[Array, Any]:
@@ -142,32 +142,29 @@ class ForwardPass:
         one that holds other arrays than the definition has. given: arrays [L, ...] without gradients, of which
         `wire_of` makes each layer's wire.
         """
-        definition = self.definition
-        dims = definition.dims[name] if dims is None else dims
-        count = len(stack if isinstance(stack, tuple) else jax.tree.leaves(stack)[0])
-        dtype = definition.dtype
+        dims = self.definition.dims[name] if dims is None else dims
         if given is not None:
             stack = {**stack, GIVEN: given}
             dims = {**dims, GIVEN: "L"}
-        body = functools.partial(self.layer, name=name, wire_of=wire_of)
-        settings = dict(
+        keeps = gathers = None
+        if self.definition.layout.fsdp > 1:
+            vectors, gathers = fsdp.in_turn(dims)
+            stack = fsdp.unshard(stack, vectors, dtype=self.definition.dtype)
+            keeps = fsdp.all_but_gathered
+        count = len(stack if isinstance(stack, tuple) else jax.tree.leaves(stack)[0])
+        return run_layers(
+            functools.partial(self.layer, name=name, wire_of=wire_of, gathers=gathers),
+            state,
+            extra,
+            params=stack,
+            caches=caches,
             steps=self.steps[first : first + count],
             wire=self.wire,
             execution=self.execution,
-            dtype=dtype,
+            dtype=self.definition.dtype,
             first=first,
+            keeps=keeps,
         )
-        if definition.layout.fsdp > 1:
-            of_layer = jax.tree.map(lambda dims: dims.removeprefix("L"), dims)
-            of_whole = body
-            stack = fsdp.with_vectors(stack, dims)
-            settings["keeps"] = fsdp.all_but_gathered
-
-            def body(state, extra, layer, cache, steps):
-                whole = fsdp.unshard_matrices(layer, of_layer, dtype=dtype)
-                return of_whole(state, extra, whole, cache, steps=steps)
-
-        return run_layers(body, state, extra, params=stack, caches=caches, **settings)
 
     def layer(
         self,
@@ -179,8 +176,14 @@ class ForwardPass:
         steps: tuple[Step, ...],
         name: str,
         wire_of: Callable[[AllReduce, Any], AllReduce],
+        gathers: Any,
     ) -> tuple[State, Any, Any]:
-        """The state, `extra` and the cache after one layer of the stack `name`."""
+        """The state, `extra` and the cache after one layer of the stack `name`.
+
+        gathers: the dimensions of those of `params` that are a rank's shards along D; None where none are.
+        """
+        if gathers is not None:
+            params = fsdp.unshard(params, gathers, dtype=self.definition.dtype)
         wire, of_layer = self.wire, []  # the statistics of this layer's router
         if GIVEN in params:
             wire = wire_of(wire, params[GIVEN])

@@ -23,20 +23,16 @@ from ladder_jax.scopes import FSDP, GATHER, SCATTER
 def unshard(params: Any, dims: Any, *, dtype: jnp.dtype) -> Any:
     """The arrays of `params`, a rank's shards, gathered along D; matrices in `dtype`.
 
-    dims: a tree of the arrays' dimensions, such as "DNH".
+    dims: a tree of the arrays' dimensions, such as "DNH"; an array stays as it is where these have no D.
     Gradients are summed over the ranks of the axis in float32.
     """
     return jax.tree.map(lambda dims, a: _unsharded(a, dims, dtype) if "D" in dims else a, dims, params)
 
 
-def with_vectors(params: Any, dims: Any) -> Any:
-    """All layers' stacked parameters, every vector ("LD") gathered; matrices stay shards."""
-    return jax.tree.map(lambda dims, a: _unsharded(a, dims, a.dtype) if dims == "LD" else a, dims, params)
-
-
-def unshard_matrices(params: Any, dims: Any, *, dtype: jnp.dtype) -> Any:
-    """One layer's parameters, every matrix gathered; `with_vectors` has gathered the vectors before."""
-    return jax.tree.map(lambda dims, a: _unsharded(a, dims, dtype) if _split(dims) else a, dims, params)
+def in_turn(dims: Any) -> tuple[Any, Any]:
+    """Of stacked layers' dimensions, what is gathered of all layers at once, the vectors ("LD"), and what of each."""
+    vectors = jax.tree.map(lambda dims: dims if dims == "LD" else "", dims)
+    return vectors, jax.tree.map(lambda dims: "" if dims == "LD" else dims.removeprefix("L"), dims)
 
 
 def all_but_gathered(primitive: Any, *_: Any, **parameters: Any) -> bool:
@@ -47,10 +43,6 @@ def all_but_gathered(primitive: Any, *_: Any, **parameters: Any) -> bool:
     if primitive.name != "custom_vjp_call":
         return True
     return not any(one.primitive.name.startswith("all_gather") for one in parameters["call_jaxpr"].eqns)
-
-
-def _split(dims):
-    return "D" in dims and len(dims) > 1
 
 
 def _unsharded(array, dims, dtype):
