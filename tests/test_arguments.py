@@ -112,7 +112,6 @@ def test_tokens_outside_the_vocabulary():
 
 
 DEFINITION = nn.define(CONFIG, mesh=parallel.make_mesh())
-LADDER = residual.topology("ladder", num_layers=2)
 RNGS = nnx.Rngs(0)
 WRONG = {
     "make_mesh(devices=)": (lambda: parallel.make_mesh(devices="cpu"), "devices must be jax's devices, such as"),
@@ -153,15 +152,6 @@ WRONG = {
     "Topology": (lambda: residual.Topology(delays=(1,), joint=(False,), fresh=(False,)), "of one number of layers L"),
     "of_model": (lambda: residual.of_model("tiny"), "config must be of type ModelConfig, not 'tiny'"),
     "Stack(topology=)": (lambda: residual.Stack(nnx.Linear, topology="ladder", rngs=RNGS), "must be of type Topology"),
-    "Stack": (lambda: residual.Stack(5, topology=LADDER, rngs=RNGS), "layer and sublayers must be functions"),
-    "Stack(loop=)": (
-        lambda: residual.Stack(nnx.Linear, topology=LADDER, rngs=RNGS, loop="scn"),
-        "unknown loop 'scn'; did you mean 'scan'?",
-    ),
-    "Stack(axes=)": (
-        lambda: residual.Stack(nnx.Linear, topology=LADDER, rngs=RNGS, axes="tensor"),
-        "axes must be of type tuple, not 'tensor'",
-    ),
     "run": (lambda: residual.run("ladder", None, None, params={}), "topology must be of type Topology, not 'ladder'"),
     "parse": (lambda: schedule.parse(5), "target must be of type str, not 5"),
     "Target": (lambda: schedule.Target("v5p", 5), "target 'v5p:5' has no valid size for v5p: write it as in v5p:2x2x2"),

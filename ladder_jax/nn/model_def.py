@@ -111,10 +111,9 @@ class ModelDef:
 
         if not self.exchanges(execution):
             return SequenceParallel(axes, normalised, execution.collective_matmul)
-        from ladder_jax.residual.wires.exchange import Exchange, SilentExchange
+        from ladder_jax.residual.wires.exchange import Exchange
 
-        silent = self.topology.communication is residual.Communication.NONE
-        return (SilentExchange if silent else Exchange)(axes, normalised, self.config.moe)
+        return Exchange(axes, normalised, moe=self.config.moe)
 
     def traits(self, execution: Execution, *, phase: Phase) -> Traits:
         """The traits of a program of this model, by which compiler options are chosen."""
@@ -163,8 +162,7 @@ class ModelDef:
 def define(
     config: ModelConfig, *, mesh: Mesh | NamedMesh, experts: ExpertParallelism | str = ExpertParallelism.REDUCE
 ) -> ModelDef:
-    form = experts if isinstance(experts, ExpertParallelism) else member(ExpertParallelism, "experts", experts)
-    return ModelDef(config, layout(config, mesh=mesh), form)
+    return ModelDef(config, layout(config, mesh=mesh), member(ExpertParallelism, "experts", experts))
 
 
 def declare(config: ModelConfig, *, ranks: int) -> dict[str, nnx.Module]:

@@ -94,7 +94,6 @@ from ladder_jax.residual.recurrence import add as add
 from ladder_jax.residual.stack import Stack as Stack
 from ladder_jax.residual.stack import on_one_rank as on_one_rank
 from ladder_jax.residual.stack import run as run
-from ladder_jax.residual.topologies import Communication as Communication
 from ladder_jax.residual.topologies import Topology as Topology
 from ladder_jax.residual.topologies import begin as begin
 from ladder_jax.residual.topologies import fill as fill

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import Array
 
-from ladder_jax.config import Execution, Loop, Remat, check_interleave
+from ladder_jax.config import Execution, Loop, Remat
 from ladder_jax.errors import UserError, member, wrong_type
 from ladder_jax.parallel.collectives import Axes, pvary, rank
 from ladder_jax.residual.interleave import interleaved
@@ -112,19 +112,11 @@ class Stack(nnx.Module):
     ):
         if not isinstance(topology, Topology):
             raise wrong_type("topology", topology, Topology)
-        if not isinstance(axes, tuple):
-            raise wrong_type("axes", axes, tuple)
         if not isinstance(rngs, nnx.Rngs):
             raise wrong_type("rngs", rngs, nnx.Rngs)
-        if not callable(layer) or not callable(sublayers):
-            raise UserError("layer and sublayers must be functions: layer(rngs=rngs), and sublayers(layer)")
         self.topology = topology
         self.sublayers = sublayers
-        self.axes = axes
-        self.loop = member(Loop, "loop", loop)
-        self.remat = member(Remat, "remat", remat)
-        check_interleave(interleave)
-        self.interleave = interleave
+        self.settings = dict(axes=axes, loop=loop, remat=remat, interleave=interleave)
         create = nnx.split_rngs(splits=topology.num_layers)(nnx.vmap(lambda rngs: layer(rngs=rngs)))
         self.layers = create(rngs)
 
@@ -139,16 +131,7 @@ class Stack(nnx.Module):
         def blocks(layer):
             return self.sublayers(nnx.merge(graph, layer))
 
-        return run(
-            self.topology,
-            blocks,
-            x,
-            params=params,
-            axes=self.axes,
-            loop=self.loop,
-            remat=self.remat,
-            interleave=self.interleave,
-        )
+        return run(self.topology, blocks, x, params=params, **self.settings)
 
 
 def on_one_rank(bias: Array, axes: Axes) -> Array:

@@ -14,7 +14,6 @@ are reduced together, as in `parallel`.
 """
 
 import dataclasses
-import enum
 import itertools
 import numbers
 from collections.abc import Sequence
@@ -34,12 +33,6 @@ from ladder_jax.residual.wires.desync import Desynced, Silent
 ROUTED, SHARED = 1, 2  # of a farskip layer's sublayers
 
 
-class Communication(enum.Enum):
-    DELAYED = "delayed"
-    DESYNC = "desync"
-    NONE = "none"
-
-
 @dataclasses.dataclass(frozen=True)
 class Topology:
     """A residual topology, as a value. Two are equal if they compute the same function in the same way.
@@ -47,7 +40,8 @@ class Topology:
     delays: d_i of sublayers 1..2L (attention, MLP, attention, ...).
     joint: for each layer, whether attention and MLP are summed before one all-reduce.
     fresh: for each layer, whether its sublayers read their rank's own newest partial.
-    period: in a desync, the number of sublayers from one all-reduce to the next.
+    desync: the number of sublayers from one all-reduce to the next, where ranks drift apart in between; otherwise 0.
+    silent: nothing is reduced.
     shared_norm: attention and MLP of a layer read one norm's output.
     farskip: a layer has three sublayers, (attention, routed experts, shared expert): see above.
     dense: of farskip, how many of the first layers have two, (attention, MLP).
@@ -56,18 +50,13 @@ class Topology:
     delays: tuple[int, ...]
     joint: tuple[bool, ...]
     fresh: tuple[bool, ...]
-    communication: Communication = Communication.DELAYED
-    period: int = 1
+    desync: int = 0
+    silent: bool = False
     shared_norm: bool = False
     farskip: bool = False
     dense: int = 0
 
     def __post_init__(self):
-        if not isinstance(self.communication, Communication):
-            raise wrong_type("communication", self.communication, Communication)
-        for name in ("delays", "joint", "fresh"):
-            if not isinstance(getattr(self, name), tuple):
-                raise wrong_type(name, getattr(self, name), tuple)
         sizes = len(self.delays), len(self.joint), len(self.fresh)
         if not self.joint or sizes != (2 * len(self.joint), len(self.joint), len(self.joint)):
             raise UserError(f"delays [2L], joint [L] and fresh [L] must be of one number of layers L, not {sizes}")
@@ -104,15 +93,15 @@ class Topology:
     @property
     def layers(self) -> tuple[tuple[Step, ...], ...]:
         """For each layer, the steps that compute it: two, or one where attention and MLP are joint."""
-        if self.communication is Communication.NONE:
+        if self.silent:
             return ((Silent((0,)), Silent((1,))),) * self.num_layers
-        if self.communication is Communication.DESYNC:
+        if self.desync:
             steps = []
             count = 2 * self.num_layers
             for index in range(count):
                 done = index + 1
-                sync = done % self.period == 0 or done == count
-                steps.append(Desynced((index % 2,), phase=index % self.period, sync=sync))
+                sync = done % self.desync == 0 or done == count
+                steps.append(Desynced((index % 2,), phase=index % self.desync, sync=sync))
             return tuple(itertools.batched(steps, 2))
         if self.farskip:
             return _farskip_layers(_delayed_layers(self), dense=self.dense)
@@ -152,10 +141,8 @@ def topology(name: str, *, num_layers: int, ladder_layers: str | int | Sequence[
         delays=sum((of_kind if ladder else (0, 0) for ladder in layers), ()),
         joint=tuple(ladder and parsed.kind.startswith("parallel") for ladder in layers),
         fresh=tuple(ladder and parsed.kind == "ladder-fresh" for ladder in layers),
-        communication={"desync": Communication.DESYNC, "no-communication": Communication.NONE}.get(
-            parsed.kind, Communication.DELAYED
-        ),
-        period=parsed.number if parsed.kind == "desync" else 1,
+        desync=parsed.number if parsed.kind == "desync" else 0,
+        silent=parsed.kind == "no-communication",
         shared_norm=parsed.kind == "parallel-shared-norm",
         farskip=parsed.kind == "farskip",
     )
