@@ -127,14 +127,14 @@ def placed(definition: nn.ModelDef):
     return place(parameters(definition), definition)
 
 
-def dense_logits(name: str, ranks: int) -> np.ndarray:
+def dense_logits(name: str, ranks: int, *, num_layers: int = 4) -> np.ndarray:
     """What the reference computes of `parameters` and `tokens` of the small model on that many ranks."""
-    return _dense(name, ranks if _depends_on_ranks(name) else 1, reference.logits)
+    return _dense(name, ranks if _depends_on_ranks(name) else 1, reference.logits, num_layers)
 
 
-def dense_gradients(name: str, ranks: int):
+def dense_gradients(name: str, ranks: int, *, num_layers: int = 4):
     """(loss, gradients), likewise."""
-    return _dense(name, ranks if _depends_on_ranks(name) else 1, reference.loss)
+    return _dense(name, ranks if _depends_on_ranks(name) else 1, reference.loss, num_layers)
 
 
 def _depends_on_ranks(name: str) -> bool:
@@ -142,8 +142,8 @@ def _depends_on_ranks(name: str) -> bool:
 
 
 @functools.cache
-def _dense(name: str, ranks: int, function):
-    definition = define(name, tensor=ranks)
+def _dense(name: str, ranks: int, function, num_layers: int):
+    definition = define(name, tensor=ranks, num_layers=num_layers)
     of = shape(name, definition.config, ranks=ranks)
     return reference.evaluate(function, parameters(definition), tokens(), of, gradient=function is reference.loss)
 

@@ -42,12 +42,9 @@ CASES = covering.marked(
 PAIRS = [
     dict(sequence_parallel=True, loop=Loop.UNROLLED, remat=Remat.FULL),
     dict(sequence_parallel=True, remat=Remat.SAVE_MATMULS, accumulate=2, loss_chunk=12),
-    dict(sequence_parallel=True, loop=Loop.UNROLLED, accumulate=2),
-    dict(sequence_parallel=True, remat=Remat.FULL, loss_chunk=12),
     dict(loop=Loop.UNROLLED, remat=Remat.FULL, accumulate=2),
     dict(loop=Loop.UNROLLED, remat=Remat.SAVE_MATMULS, loss_chunk=12),
     dict(remat=Remat.FULL, accumulate=2, loss_chunk=12),
-    dict(remat=Remat.SAVE_MATMULS, accumulate=2),
 ]
 
 
@@ -80,13 +77,7 @@ def test_every_mesh_and_departure(name, mesh, departure):
     check(name, mesh=MESHES[mesh], **DEPARTURES[departure])
 
 
-HELD_BY_OTHERS = PAIRS[2], PAIRS[3], PAIRS[7]  # each two of their settings are together in another one, too
-
-
-@pytest.mark.parametrize(
-    "settings",
-    [pytest.param(p, id=str(i), marks=pytest.mark.full if p in HELD_BY_OTHERS else ()) for i, p in enumerate(PAIRS)],
-)
+@pytest.mark.parametrize("settings", PAIRS, ids=str)
 def test_departures_together(settings):
     check("ladder", mesh=dict(data=2, fsdp=2, tensor=2), **settings)
 

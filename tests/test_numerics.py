@@ -135,7 +135,7 @@ MEMBERS = covering.marked(
 
 
 def make_member(name, member, tensor):
-    definition = cases.define(name, tensor=tensor, **FAMILY[member])
+    definition = cases.define(name, tensor=tensor, num_layers=2, **FAMILY[member])
     return train.loss_and_gradients(definition, loop=Loop.SCAN), (cases.placed(definition), cases.tokens())
 
 
@@ -146,14 +146,14 @@ found_member = together(make_member, MEMBERS)
 def test_llama_family(name, member, tensor):
     """Everything that members of the family differ in, over more ranks than key/value heads too."""
     found, _ = found_member(name, member, tensor)
-    definition = cases.define(name, tensor=tensor, **FAMILY[member])
+    definition = cases.define(name, tensor=tensor, num_layers=2, **FAMILY[member])
     cases.assert_close(found, expected_of_member(name, member), definition=definition)
 
 
 @functools.cache
 def expected_of_member(name: str, member: str):
     ranks = 8 if name in cases.DEPEND_ON_RANKS else 1
-    definition = cases.define(name, tensor=ranks, **FAMILY[member])
+    definition = cases.define(name, tensor=ranks, num_layers=2, **FAMILY[member])
     shape = cases.shape(name, definition.config, ranks=ranks)
     return reference.evaluate(reference.loss, cases.parameters(definition), cases.tokens(), shape, gradient=True)
 

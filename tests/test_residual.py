@@ -4,7 +4,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 from ladder_jax import config, nn, parallel, residual
@@ -134,25 +133,6 @@ def test_a_desyncs_stream_between_two_sums_is_that_of_a_model_that_ends_there(nu
         assert cases.error(np.asarray(stream), own[0]) < 1e-5
 
 
-class Block(nnx.Module):
-    """A user's own layer: two plain matmuls, each rank holding a slice of the hidden dimension."""
-
-    def __init__(self, width, hidden, rngs):
-        init = lambda *shape: nnx.Param(jax.random.normal(rngs.params(), shape) / shape[0] ** 0.5)
-        self.a, self.b, self.c, self.d = (
-            init(width, hidden),
-            init(hidden, width),
-            init(width, hidden),
-            init(hidden, width),
-        )
-
-    def attention(self, x):
-        return jnp.tanh(x @ self.a[...]) @ self.b[...]
-
-    def mlp(self, x):
-        return jax.nn.relu(x @ self.c[...]) @ self.d[...]
-
-
 UNROLLED = residual.__doc__.split("in a loop of your own:\n\n")[1].split("\nA `lax.scan`")[0]
 
 
@@ -184,38 +164,6 @@ def example(code, **scope):
     """The x that the lines of the docstring make, as they stand there."""
     exec("\n".join(line[4:] for line in code.splitlines()), scope)  # noqa: S102
     return scope["x"]
-
-
-@pytest.mark.parametrize("name", ["standard", "ladder", "ladder-2", "parallel-ladder"])
-def test_the_docstrings_example_runs_in_a_users_model(name):
-    """The lines between the docstring's code marks are executed as they stand there."""
-    rngs = nnx.Rngs(0)
-    blocks = [Block(8, 16, rngs) for _ in range(3)]
-    graphs, params = zip(*(nnx.split(block) for block in blocks))
-    column, row = P(None, "tensor"), P("tensor", None)
-    specs = tuple(type(p)({"a": column, "b": row, "c": column, "d": row}) for p in params)
-
-    def local(params, x):
-        blocks = [nnx.merge(g, p) for g, p in zip(graphs, params)]
-        return example(UNROLLED, topology=residual.topology(name, num_layers=3), residual=residual, x=x, blocks=blocks)
-
-    def run(tensor):
-        mesh = parallel.make_mesh(tensor=tensor)
-        x = np.random.default_rng(0).standard_normal((2, 5, 8)).astype(np.float32)
-        pure = tuple(nnx.to_pure_dict(p) for p in params)
-        specs_pure = tuple(nnx.to_pure_dict(s) for s in specs)
-        return np.asarray(jax.jit(jax.shard_map(local, mesh=mesh, in_specs=(specs_pure, P()), out_specs=P()))(pure, x))
-
-    xs = [np.random.default_rng(0).standard_normal((2, 5, 8)).astype(np.float32).astype(np.float64)]
-    weights = [{k: np.asarray(v, np.float64) for k, v in nnx.to_pure_dict(p).items()} for p in params]
-    attention = lambda w, x: np.tanh(x @ w["a"]) @ w["b"]
-    mlp = lambda w, x: np.maximum(x @ w["c"], 0) @ w["d"]
-    delays = {"standard": (0, 0), "ladder": (1, 1), "ladder-2": (2, 2), "parallel-ladder": (2, 3)}[name]
-    for w in weights:
-        for function, delay in zip((attention, mlp), delays):
-            xs.append(xs[-1] + function(w, xs[max(0, len(xs) - 1 - delay)]))
-    for tensor in (1, 4):
-        assert cases.error(run(tensor), xs[-1]) < 6 * 4 * 4 * cases.UNIT_ROUNDOFF
 
 
 def test_ranks_are_written_in_where_the_function_depends_on_them():

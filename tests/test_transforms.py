@@ -109,7 +109,6 @@ def scanned(of_params):
 
 GRADIENTS = {
     "value_and_grad": with_params(jax.value_and_grad),
-    "jit of value_and_grad": with_params(lambda f: jax.jit(jax.value_and_grad(f))),
     "value_and_grad of checkpoint": with_params(lambda f: jax.jit(jax.value_and_grad(jax.checkpoint(f)))),
     "value_and_grad in scan": with_params(scanned),
     "grad": with_params(lambda f: lambda params: (f(params), jax.grad(f)(params))),
@@ -118,7 +117,6 @@ GRADIENTS = {
     ),
     "nnx.value_and_grad": lambda model: pure(*nnx.value_and_grad(of_model)(model)),
     "nnx.jit of nnx.value_and_grad": lambda model: pure(*nnx.jit(nnx.value_and_grad(of_model))(model)),
-    "nnx.jit of nnx.grad": lambda model: pure(of_model(model), nnx.jit(nnx.grad(of_model))(model)),
 }
 
 
@@ -126,10 +124,7 @@ def pure(value, grads):
     return value, nnx.to_pure_dict(grads)
 
 
-FULL = "jit of value_and_grad", "nnx.jit of nnx.grad"  # others have each of their parts
-
-
-@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.full if n in FULL else ()) for n in GRADIENTS])
+@pytest.mark.parametrize("name", GRADIENTS)
 def test_gradients(name, model, expected):
     value, grads = GRADIENTS[name](model)
     assert cases.error(value, expected[1]) < VALUE_LIMIT
