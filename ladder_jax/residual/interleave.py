@@ -76,16 +76,12 @@ class OtherHalf:
     out: str
     into: str
 
-    def held(self, residual: Array, launched: Any) -> "OtherHalf":
-        """With these in place of its own, once a barrier has tied them to the sublayer."""
-        return dataclasses.replace(self, state=dataclasses.replace(self.state, residual=residual), launched=launched)
-
-    def settled(self, summed: Array | None) -> State:
+    def settled(self, residual: Array, summed: Array | None) -> State:
         """Once `summed` has arrived: the residual holds all outputs but those that stay pending before `after`."""
         sums = (*self.state.sums, summed)
         added = len(sums) - self.after.pending_before
         own = self.state.partial if self.after.fresh else None
-        return State(add(self.state.residual, sums[:added]), sums[added:], own)
+        return State(add(residual, sums[:added]), sums[added:], own)
 
 
 @dataclasses.dataclass(frozen=True)

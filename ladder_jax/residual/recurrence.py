@@ -194,16 +194,38 @@ class AllReduce:
             return pvary(stream, self.axes)
 
     def compute(self, step: Step, state: State, entered: Any, launched: Sums, sublayers: Sublayers) -> State:
-        """The state after the step's own sublayers, tied to what is launched so that one hides the other."""
-        residual = state.residual
-        if step.pending_after:
+        """The state after the step's own sublayers."""
+        ties = dict(backward=step.pending_after > 0, forward=step.delay > 0)
+        beside = state.residual, launched
+        partial, residual, launched = self.output(step, entered, state.partial, sublayers, *beside, **ties)
+        return self.settled(step, residual, launched, partial)
+
+    def output(
+        self,
+        step: Step,
+        entered: Any,
+        own: Any,
+        sublayers: Sublayers,
+        residual: Array,
+        launched: Sums,
+        *,
+        backward: bool = True,
+        forward: bool = True,
+        scope: str = PREVIOUS,
+    ) -> tuple[Array, Array, Sums]:
+        """(the step's own output, `residual`, `launched`), tied to each other in these directions so that the sublayers
+        hide what is launched.
+
+        own: this rank's newest output, which a fresh ladder reads. scope: the name scope of what is launched.
+        """
+        if backward:
             entered, residual, launched = tie_backward(entered, residual, launched, self.axes)
         if step.fresh:
-            entered = self.with_own(entered, state.partial)
+            entered = self.with_own(entered, own)
         partial = self.partial(step.sublayers, entered, sublayers)
-        if step.delay:
+        if forward:
             partial, launched = tie_forward(partial, launched, self.axes)
-        return self.settled(step, residual, launched, partial)
+        return partial, residual, launched
 
     def with_own(self, entered: Array, partial: Array | None) -> Array:
         """Of a fresh ladder: its input with this rank's own newest output."""
@@ -266,26 +288,13 @@ class AllReduce:
     def turn(self, step: Step, entered: Any, sublayers: Sublayers, *, own: Any, other: Any) -> tuple[Any, State]:
         """(this half's output after `step`, the other half ready for its next step), one beside the other.
 
-        own: this half's newest output, which a fresh ladder reads. other: `interleave.OtherHalf`.
+        own: this half's newest output, which a fresh ladder reads. other: `interleave.OtherHalf`. In the backward pass
+        the gradient of its residual holds the sum of its later input's gradient: so sums come one after another, and
+        none is merged.
         """
-        entered, sublayers, other = self.hold(step, entered, sublayers, other)
-        if step.fresh:
-            entered = self.with_own(entered, own)
-        return self.arrive(self.partial(step.sublayers, entered, sublayers), other)
-
-    def hold(self, step: Step, entered: Array, sublayers: Sublayers, other: Any) -> tuple:
-        """The step's input and sublayers, tied to what the other half has launched, beside which they are to stand.
-
-        In the backward pass the gradient of its residual holds the sum of its later input's gradient: so sums come one
-        after another, and none is merged.
-        """
-        entered, residual, (launched,) = tie_backward(entered, other.state.residual, (other.launched,), self.axes)
-        return entered, sublayers, other.held(residual, launched)
-
-    def arrive(self, partial: Array, other: Any) -> tuple[Array, State]:
-        """The step's output, and the other half with its sum, ready for its next step."""
-        partial, (summed,) = tie_forward(partial, (other.launched,), self.axes)
-        return partial, other.settled(summed)
+        beside = other.state.residual, (other.launched,)
+        partial, residual, (summed,) = self.output(step, entered, own, sublayers, *beside, scope=other.out)
+        return partial, other.settled(residual, summed)
 
     def prepare(self, after: Step, state: State, scope: str) -> State:
         """`state`, with the input of its step `after` where that crosses the ranks, too."""

@@ -36,28 +36,19 @@ class AsyncAllReduce(AllReduce):
         with named(LAUNCH, scope):
             return start_all_reduce(pending, self.axes)
 
-    def compute(self, step, state, entered, launched, sublayers):
+    def output(self, step, entered, own, sublayers, residual, launched, *, scope=PREVIOUS, **ties):
         *older, started = launched
+        if started is None:
+            none = dict(backward=False, forward=False)
+            return super().output(step, entered, own, sublayers, residual, launched, **none)
         if step.fresh:
-            entered = self.with_own(entered, state.partial)
+            entered = self.with_own(entered, own)
         entered, sublayers, started = _after(started, step, entered, sublayers)
-        partial, summed = _awaited(self.partial(step.sublayers, entered, sublayers), started)
-        return self.settled(step, state.residual, (*older, summed), partial)
-
-    def hold(self, step, entered, sublayers, other):
-        if other.launched is None:
-            return entered, sublayers, other
-        entered, sublayers, started = _after(other.launched, step, entered, sublayers)
-        return entered, sublayers, other.held(other.state.residual, started)
-
-    def arrive(self, partial, other):
-        if other.launched is None:
-            return partial, other.settled(None)
-        partial, summed = _awaited(partial, other.launched, other.out)
-        return partial, other.settled(summed)
+        partial, summed = _awaited(self.partial(step.sublayers, entered, sublayers), started, scope)
+        return partial, residual, (*older, summed)
 
 
-def _awaited(partial, started, scope=PREVIOUS):
+def _awaited(partial, started, scope):
     """`partial`, and the sum of what was started, awaited after it.
 
     The next one starts later, because compilers for TPUs refuse two in flight.

@@ -176,7 +176,10 @@ class SequenceParallel(AllReduce):
     def turn(self, step, entered, sublayers, *, own, other):
         """The scatter beside a sublayer's first products, the gather beside the rest; of two sublayers beside both."""
         if len(step.sublayers) > 1 or ranks(self.axes) == 1 or not sublayers[step.sublayers[0]].projects:
-            return super().turn(step, entered, sublayers, own=own, other=other)
+            beside = other.state.residual, (other.launched,)
+            partial, residual, (newest,) = self.output(step, entered, own, sublayers, *beside, forward=False)
+            arrived = self.prepare(other.after, other.settled(residual, newest), other.into)
+            return barrier_forward((partial, arrived)) if ranks(self.axes) > 1 else (partial, arrived)
         if step.fresh:
             entered = self.with_own(entered, own)
         return self.turn_beside(step, entered, sublayers, other)
@@ -185,7 +188,7 @@ class SequenceParallel(AllReduce):
         after = other.after
 
         def settle(newest):
-            return other.settled(self._arrived(newest, like=other.state.residual))
+            return other.settled(other.state.residual, self._arrived(newest, like=other.state.residual))
 
         def make(state):
             stream = add(state.residual, after.read(state.sums))
@@ -196,12 +199,6 @@ class SequenceParallel(AllReduce):
 
         beside = Beside(other.launched, settle=settle, make=make, send=send)
         return beside.after(self._output(step, entered, sublayers, beside))
-
-    def arrive(self, partial, other):
-        arrived = self.prepare(other.after, other.settled(other.launched), other.into)
-        if ranks(self.axes) > 1:
-            partial, arrived = barrier_forward((partial, arrived))
-        return partial, arrived
 
     def prepare(self, after, state, scope):
         stream = add(state.residual, after.read(state.sums))
