@@ -29,7 +29,7 @@ from ladder_jax.nn.model_def import (
     matrix_elements,
 )
 from ladder_jax.nn.modules import LayerContext
-from ladder_jax.nn.parameter import LAYERS, Module, next_key, stacks
+from ladder_jax.nn.parameter import Module, next_key, stacks
 from ladder_jax.parallel import (
     Compiled,
     NamedMesh,
@@ -52,7 +52,7 @@ from ladder_jax.scopes import HEAD
 
 TILE = 128  # of positions, for which matmuls and attention kernels are best
 GIVEN = "given"
-"""The name, beside the modules of a layer, of arrays that are no parameters (see `ForwardPass.layer_range`)."""
+"""The name, beside the modules of a layer, of arrays that are no parameters (see `ForwardPass.layers`)."""
 
 
 class ForwardPass:
@@ -106,65 +106,50 @@ class ForwardPass:
         dtype = self.definition.config.residual_dtype.value
         return self.wire.begin(x.astype(dtype), self.steps[0][0])
 
-    def layers(self, state: State, extra: Any = None, *, params: Params, caches: Any = None) -> tuple[State, Any, Any]:
-        """The state and `extra` after all layers, one stack of `params` after the other, and the caches."""
-        ranges = stacks(self.definition.config)
-        updated = []
-        if len(ranges) == 1:
-            return self.layer_range(state, extra, stack=params[LAYERS], caches=caches)
-        for name, of in ranges.items():
-            part = slice(of.start, of.stop)
-            own = caches[part] if isinstance(caches, tuple) else jax.tree.map(lambda a: a[part], caches)
-            state, extra, own = self.layer_range(
-                state, extra, stack=params[name], caches=own, first=of.start, name=name
-            )
-            updated.append(own)
-        if isinstance(caches, tuple):
-            return state, extra, sum(updated, ())
-        return state, extra, jax.tree.map(lambda *parts: jnp.concatenate(parts), *updated)
-
-    def layer_range(
+    def layers(
         self,
         state: State,
         extra: Any = None,
         *,
-        stack: Any,
+        params: Params,
         caches: Any = None,
-        first: int = 0,
-        name: str = LAYERS,
-        dims: Any = None,
-        given: Any = None,
-        wire_of: Callable[[AllReduce, Any], AllReduce] = lambda wire, given: wire,
+        ranges: dict[str, range] | None = None,
+        dims: Params | None = None,
+        wire_of: Callable[[AllReduce, Any], AllReduce] | None = None,
     ) -> tuple[State, Any, Any]:
-        """The state and `extra` after the layers from `first` on that `stack` holds, and their caches.
+        """The state and `extra` after all layers, one stack of `params` after the other, and their caches.
 
-        stack: [L, ...], or (unrolled only) a tuple with each layer's own arrays. name: of the model's stack. dims: of
-        one that holds other arrays than the definition has. given: arrays [L, ...] without gradients, of which
-        `wire_of` makes each layer's wire.
+        A stack is [L, ...], or (unrolled only) a tuple with each layer's own arrays. ranges: which of the model's
+        layers each stack holds, by default all; dims: of stacks that hold other arrays than the definition has.
+        wire_of: makes each layer's wire of its arrays GIVEN, which have no gradient.
         """
-        dims = self.definition.dims[name] if dims is None else dims
-        if given is not None:
-            stack = {**stack, GIVEN: given}
-            dims = {**dims, GIVEN: "L"}
-        keeps = gathers = None
-        if self.definition.layout.fsdp > 1:
-            vectors, gathers = fsdp.in_turn(dims)
-            stack = fsdp.unshard(stack, vectors, dtype=self.definition.dtype)
-            keeps = fsdp.all_but_gathered
-        count = len(stack if isinstance(stack, tuple) else jax.tree.leaves(stack)[0])
-        return run_layers(
-            functools.partial(self.layer, name=name, wire_of=wire_of, gathers=gathers),
-            state,
-            extra,
-            params=stack,
-            caches=caches,
-            steps=self.steps[first : first + count],
-            wire=self.wire,
-            execution=self.execution,
-            dtype=self.definition.dtype,
-            first=first,
-            keeps=keeps,
-        )
+        ranges = stacks(self.definition.config) if ranges is None else ranges
+        dims = self.definition.dims if dims is None else dims
+        dtype = self.definition.dtype
+        updated = []
+        for name, of in ranges.items():
+            stack = params[name]
+            own = caches if len(ranges) == 1 else _part(caches, of)
+            keeps = gathers = None
+            if self.definition.layout.fsdp > 1:
+                vectors, gathers = fsdp.in_turn(dims[name])
+                stack = fsdp.unshard(stack, vectors, dtype=dtype)
+                keeps = fsdp.all_but_gathered
+            state, extra, own = run_layers(
+                functools.partial(self.layer, name=name, wire_of=wire_of, gathers=gathers),
+                state,
+                extra,
+                params=stack,
+                caches=own,
+                steps=self.steps[of.start : of.stop],
+                wire=self.wire,
+                execution=self.execution,
+                dtype=dtype,
+                first=of.start,
+                keeps=keeps,
+            )
+            updated.append(own)
+        return state, extra, _joined(updated)
 
     def layer(
         self,
@@ -175,7 +160,7 @@ class ForwardPass:
         *,
         steps: tuple[Step, ...],
         name: str,
-        wire_of: Callable[[AllReduce, Any], AllReduce],
+        wire_of: Callable[[AllReduce, Any], AllReduce] | None,
         gathers: Any,
     ) -> tuple[State, Any, Any]:
         """The state, `extra` and the cache after one layer of the stack `name`.
@@ -185,7 +170,7 @@ class ForwardPass:
         if gathers is not None:
             params = fsdp.unshard(params, gathers, dtype=self.definition.dtype)
         wire, of_layer = self.wire, []  # the statistics of this layer's router
-        if GIVEN in params:
+        if wire_of is not None:
             wire = wire_of(wire, params[GIVEN])
             params = {part: module for part, module in params.items() if part != GIVEN}
         module = self.definition.bind(name, params)
@@ -213,6 +198,22 @@ class ForwardPass:
             x = pvary(x, axes)
         x = bind_whole(definition, params, "final_norm")(x, dtype=definition.dtype)
         return sequence.gather(x, axes) if definition.splits(self.execution) else x
+
+
+def _part(caches, of):
+    """Those of the model's layers `of`."""
+    if isinstance(caches, tuple):
+        return caches[of.start : of.stop]
+    return jax.tree.map(lambda a: a[of.start : of.stop], caches)
+
+
+def _joined(parts):
+    first, *others = parts
+    if not others:
+        return first
+    if isinstance(first, tuple):
+        return sum(others, first)
+    return jax.tree.map(lambda *parts: jnp.concatenate(parts), *parts)
 
 
 @functools.singledispatch

@@ -14,6 +14,7 @@ from ladder_jax.data.batch import Targets
 from ladder_jax.nn import ModelDef, Params
 from ladder_jax.nn.loss import divergence_sum
 from ladder_jax.nn.parameter import DENSE
+from ladder_jax.nn.transformer import GIVEN
 from ladder_jax.residual import State, Step
 from ladder_jax.retrain import lora, parts
 from ladder_jax.retrain.conversion import LADDER_FRACTION, Annealed
@@ -41,12 +42,14 @@ class _PartedModel:
         stack, dims = self.params[name], self.dims[name]
         if (first - offset, last - offset) != (0, jax.tree.leaves(stack)[0].shape[0]):
             stack = jax.tree.map(lambda a: a[first - offset : last - offset], stack)
-        converted = {}
+        wire_of = None
         if self.ladder_fraction is not None:
-            annealed = lambda wire, fraction: Annealed(wire.axes, fraction)
-            converted = dict(given=self.ladder_fraction[first:last], wire_of=annealed)
-        settings = dict(stack=stack, first=first, dims=dims, **converted)
-        return self.forward.layer_range(state, extra, **settings)[:2]
+            wire_of = lambda wire, fraction: Annealed(wire.axes, fraction)
+            stack = {**stack, GIVEN: self.ladder_fraction[first:last]}
+            dims = {**dims, GIVEN: "L"}
+        params, dims = {parts.LAYERS: stack}, {parts.LAYERS: dims}
+        settings = dict(params=params, dims=dims, ranges={parts.LAYERS: range(first, last)}, wire_of=wire_of)
+        return self.forward.layers(state, extra, **settings)[:2]
 
 
 def terms(plan: RetrainPlan) -> tuple[str, ...]:
