@@ -16,7 +16,7 @@ from tests import (
     test_numerics,
 )
 
-FIRST_SECOND, FIRST_THIRD, SECOND_THIRD, SECOND_FOURTH, THIRD_FOURTH = (0, 1), (0, 2), (1, 2), (1, 3), (2, 3)
+FIRST_SECOND, FIRST_THIRD, SECOND_THIRD, THIRD_FOURTH = (0, 1), (0, 2), (1, 2), (2, 3)
 ARRAYS = {
     "forward": (test_numerics.FORWARD, (cases.TOPOLOGIES, (1, 2, 4, 8), Loop), [SECOND_THIRD]),
     "gradients": (
@@ -36,8 +36,8 @@ ARRAYS = {
     ),
     "halves": (
         test_interleave.GRADIENTS,
-        (test_interleave.REDUCING, test_interleave.FORMS, Loop, test_interleave.REMATS),
-        [SECOND_THIRD, SECOND_FOURTH],
+        (test_interleave.RECURRENCES, test_interleave.FORMS, Loop, test_interleave.REMATS),
+        [SECOND_THIRD],
     ),
     "summed": (
         test_gradients_bfloat16.TRACED,

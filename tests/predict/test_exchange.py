@@ -172,7 +172,7 @@ def count(name, shared, which, interleave):
     sublayers = attention, types.SimpleNamespace(route=route, compute=compute, shared=shared)
 
     def forward(x):
-        over = interleaved(Exchange(("tensor",), lambda x: x, one.moe), interleave, rows=interleave)
+        over = interleaved(Exchange(("tensor",), lambda x: x, moe=one.moe), interleave, rows=interleave)
         steps = list(itertools.chain.from_iterable(over.layers(topology.layers)))
         state = over.begin(x, steps[0])
         for step in steps:
