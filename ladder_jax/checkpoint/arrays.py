@@ -1,15 +1,14 @@
-"""A checkpoint's arrays, read and written by tensorstore, on disks and in object stores.
+"""A checkpoint's arrays, read by tensorstore from any folder, and written by it into object stores.
 
-The storage format is Orbax's: zarr arrays in an OCDBT database. Each process writes its shards into a database of its
-own, and the first process merges these databases, without copying values. Orbax's own writers are not used: they wait
-for other processes in barriers, have no S3, and in gs:// give up within a minute.
+The storage format is Orbax's: zarr arrays in an OCDBT database. In a store each process writes its shards into a
+database of its own, and the first process merges these databases, without copying values.
 """
 
 import collections
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -131,48 +130,17 @@ def described(shapes: Mapping[str, tuple[int, ...]]) -> str:
     return json.dumps(metadata | {"store_array_data_equal_to_fill_value": True})
 
 
-class Copied(NamedTuple):
-    """This process's shards of an array, on the host. like: the array's shape, dtype and sharding."""
-
-    like: jax.ShapeDtypeStruct
-    shards: list[tuple[Index, np.ndarray]]
-
-
-def copied(array: jax.Array) -> Copied:
-    array = jnp.asarray(array)
-    like = jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=array.sharding)
-    shards = [(shard.index, np.array(shard.data)) for shard in array.addressable_shards if shard.replica_id == 0]
-    return Copied(like, shards)
-
-
-def write(folder: AnyPath, arrays: Mapping[str, Copied], *, within: float | None = None) -> None:
-    """Writes these arrays, by name, into a database of this process's. Raises tensorstore's errors, and TimeoutError.
-
-    within: seconds.
-    """
+def begin(folder: AnyPath, arrays: Mapping[str, jax.Array]) -> list[tensorstore.Future]:
+    """Copies this process's shards of the arrays, by name, to the host, and starts to write them."""
     written, context = _written(_part(folder, jax.process_index())), tensorstore.Context()
-    stores = _results([_create(written, name, array.like, context) for name, array in arrays.items()], within)
+    opening = {name: _create(written, name, array, context) for name, array in arrays.items()}
     writes = []
-    for store, array in zip(stores, arrays.values()):
-        for index, values in array.shards:
-            writing = store[index].write(values, can_reference_source_data_indefinitely=True)
-            writes.append(writing.commit)
-    _results(writes, within)
-
-
-def _results(work: Sequence[tensorstore.Future], within: float | None) -> list[Any]:
-    """The first error is raised once all have ended: a write that went on would make its removed folder again."""
-    results, errors = [], []
-    for future in work:
-        try:
-            results.append(future.result(timeout=within))
-        except Exception as error:  # tensorstore has no error of its own for a failed write
-            errors.append(error)
-            if isinstance(error, TimeoutError):  # of a disk that hangs no more is to be awaited
-                break
-    if errors:
-        raise errors[0]
-    return results
+    for name, array in arrays.items():
+        store = opening[name].result()
+        for shard in array.addressable_shards:
+            if shard.replica_id == 0:
+                writes.append(store[shard.index].write(np.array(shard.data)).commit)
+    return writes
 
 
 def finish(folder: AnyPath, shapes: Mapping[str, tuple[int, ...]]) -> None:
@@ -194,15 +162,13 @@ def _written(folder: AnyPath) -> dict[str, Any]:
     return {**database(folder), "config": _CONFIG, "assume_config": True, "target_data_file_size": LARGEST}
 
 
-def _create(
-    written: dict[str, Any], name: str, array: jax.ShapeDtypeStruct, context: tensorstore.Context
-) -> tensorstore.Future:
+def _create(written: dict[str, Any], name: str, array: jax.Array, context: tensorstore.Context) -> tensorstore.Future:
     spec = {**described_array(written, name, _chunk(name, array)), "store_data_equal_to_fill_value": True}
     about = dict(shape=array.shape, dtype=tensorstore.dtype(array.dtype), context=context)
     return tensorstore.open(spec, open=True, create=True, **about)
 
 
-def _chunk(name: str, array: jax.ShapeDtypeStruct) -> list[int]:
+def _chunk(name: str, array: jax.Array) -> list[int]:
     """The shape of a chunk: a shard, of a stack one layer of it, cut until it has LARGEST bytes at most.
 
     It divides the shard, since a chunk of two processes' shards would be written twice.

@@ -26,14 +26,15 @@ import jax
 from ladder_jax import remote
 from ladder_jax.checkpoint import manifest, saved
 from ladder_jax.checkpoint.saved import FORMAT, VERSION, open_checkpoint, steps, unfinished_steps
-from ladder_jax.checkpoint.writing import Writing
+from ladder_jax.checkpoint.writing import WRITING, Quiet, Writing
 from ladder_jax.config import RunConfig, to_dict
 from ladder_jax.errors import UserError, unknown, wrong_type
 from ladder_jax.files import AnyPath, absolute, is_remote, patiently
 from ladder_jax.nn import Params
 from ladder_jax.processes.agreement import PATIENCE, Agreement, first_of
 
-WRITING = "writing."  # prefix of an unfinished checkpoint's folder
+ABANDONED = 10.0  # seconds within which the abandoned writes of a failed save end
+
 _DELETING = "deleting."  # prefix of a folder being removed: after a kill, its rest does not look like a checkpoint
 
 
@@ -67,6 +68,7 @@ class Store:
         self._failure: str | None = None
         self._failures = 0
         self._disagreement: Exception | None = None
+        self._quiet: Quiet | None = None
         self._start, self._end = (Agreement(name, patience=patience) for name in ("save", "saved"))
         if jax.process_index() == 0:
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -83,6 +85,7 @@ class Store:
     ) -> None:
         """Copy the arrays to the host, then write them in the background. Waits first for the previous save."""
         self.wait()
+        self._quiet = self._quiet or Quiet()
         meta = {"format": FORMAT, "version": VERSION, "manifest": manifest.NAME, "step": step, "time": time.time()}
         meta |= {"validation_loss": validation_loss, "config": to_dict(self._config)}
         texts = {"data": {"step": step, **(data or {})}, "meta": meta}
@@ -103,11 +106,16 @@ class Store:
 
     def wait(self) -> None:
         """Wait until the last save has succeeded or failed. Raises RunFailed if other processes do not answer."""
-        self.close()
+        self._join()
         if self._disagreement is not None:
             raise self._disagreement
 
     def close(self) -> None:
+        self._join()
+        if self._quiet is not None:
+            self._quiet.close(after=ABANDONED if self._failures else 0)
+
+    def _join(self) -> None:
         if self._thread is not None:
             self._thread.join()
             self._thread = None
@@ -129,7 +137,7 @@ class Store:
 
     def _finish(self, step: int, writing: Writing, texts: dict[str, Any]) -> None:
         # A shorter time-out than the other processes', so that a disk that hangs is reported to them in time.
-        error = _error_of(lambda: writing.write(within=0.8 * self._patience))
+        error = _error_of(lambda: writing.wait(within=0.8 * self._patience))
 
         def conclude(errors: list[str | None]) -> str | None:
             first, whose = first_of(errors)
@@ -259,7 +267,7 @@ def _error_of(work: Callable[[], None]) -> str | None:
     """Calls `work`. Returns its error in one line, None if it succeeded."""
     try:
         work()
-    except Exception as error:  # tensorstore and fsspec have no common error for a failed write
+    except Exception as error:  # Orbax, tensorstore and fsspec have no common error for a failed write
         return saved.reason(error)
     return None
 

@@ -19,9 +19,9 @@ from unittest import mock
 
 import jax
 import numpy as np
+import orbax.checkpoint as ocp
 
 from ladder_jax import config, train
-from ladder_jax.checkpoint import writing
 from ladder_jax.errors import RunFailed, UserError
 from ladder_jax.train import bad_steps, checkpoints, metrics, session
 
@@ -61,18 +61,24 @@ def late(path, *, of, seconds):
     return hidden(path, of=of, until=lambda: time.monotonic() > shown)
 
 
+class Refused:
+    """What Orbax returns for a write that a full disk ends."""
+
+    def result(self, timeout=None):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+
 @contextlib.contextmanager
 def full(*, of, saves):
     """The disk of process `of`, in the first so many saves."""
-    whole, seen = writing.Writing.write, []
+    whole, seen = ocp.PyTreeCheckpointHandler.async_save, []
 
-    def write(self, **limit):
-        whole(self, **limit)
-        seen.append(None)
-        if jax.process_index() == of and len(seen) <= saves:
-            raise OSError(errno.ENOSPC, "No space left on device")
+    async def save(self, directory, *args, **kwargs):
+        commits = await whole(self, directory, *args, **kwargs) or []
+        seen.append(directory)
+        return [*commits, Refused()] if jax.process_index() == of and len(seen) <= 2 * saves else commits  # two items
 
-    with mock.patch.object(writing.Writing, "write", write):
+    with mock.patch.object(ocp.PyTreeCheckpointHandler, "async_save", save):
         yield
 
 

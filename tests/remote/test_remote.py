@@ -240,7 +240,8 @@ def test_arrays(stores, monkeypatch):
     }
     specs = {"layers/mlp/up": (None, None, "tensor"), "embedding/table": ("tensor",), "count": ()}
     tree = {name: sharded(value, *specs[name]) for name, value in values.items()}
-    arrays.write(folder, {name: arrays.copied(array) for name, array in tree.items()})
+    for write in arrays.begin(folder, tree):
+        write.result()
     arrays.finish(folder, {name: value.shape for name, value in values.items()})
     about = lambda some: {name: (one.shape, one.dtype) for name, one in some.items()}
     assert about(arrays.stored(folder)) == about(values)
