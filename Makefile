@@ -29,7 +29,7 @@ study: .venv/.installed  ## compare six topologies on one device, over seeds: AR
 test: .venv/.suite  ## the tests; of products of settings, rows that hold every pair of values
 	@.venv/bin/python -m pytest -q $(WORKERS) $(ARGS)
 
-test-changed: .venv/.suite  ## the tests that an edit can reach, nearest first: ARGS='--since main'
+test-changed: .venv/.suite  ## the tests that an edit can reach, nearest first, for two minutes: ARGS='--since main'
 	@.venv/bin/python -m pytest -q -p tests.changed $(WORKERS) $(ARGS)
 
 test-all: test-full test-hf audit docs smoke-oldest  ## all there is: whole products, PyTorch, audits, notebooks

@@ -1,4 +1,4 @@
-"""`make test-changed`: the tests that an edit can reach, the nearest first: stop it when you have seen enough.
+"""`make test-changed`: the tests that an edit can reach, the nearest first, for about two minutes.
 
 A pytest plugin (-p tests.changed). A test file reaches a module that it imports, or that one imports which it reaches;
 the fewer imports between, the nearer it is. A module's name in a string counts as an import: it is loaded when it is
@@ -11,17 +11,23 @@ import functools
 import pathlib
 import re
 import subprocess
+import time
 
 import pytest
 
 from tests.conftest import FIRST
 
 ROOT = pathlib.Path(__file__).parent.parent
+SHARE = 0.25
+"""Of the time, how much one file may take: a large one leaves some to others."""
+
 LATE = re.compile(r"(ladder_jax|experiments|tests)(\.\w+)+(:\w+)?")
 
 
 def pytest_addoption(parser):
-    parser.addoption("--since", default="HEAD", metavar="COMMIT", help="what was edited since then (default: HEAD)")
+    group = parser.getgroup("changed")
+    group.addoption("--since", default="HEAD", metavar="COMMIT", help="what was edited since then (default: HEAD)")
+    group.addoption("--within", type=float, default=120, metavar="SECONDS", help="begin no test later (default: 120)")
 
 
 def pytest_configure(config):
@@ -29,9 +35,13 @@ def pytest_configure(config):
 
 
 class Changed:
-    """Chooses and orders tests."""
+    """Chooses and orders tests, and begins none once the time is over."""
 
     def __init__(self, config):
+        self.begun = time.monotonic()
+        self.within = config.getoption("within")
+        self.spent = collections.Counter()  # seconds in tests of a file
+        self.ran = set()
         self.edited = edited(config.getoption("since"))
         self.distances = distances(self.edited)
 
@@ -44,6 +54,23 @@ class Changed:
         config.hook.pytest_deselected(items=[item for item in items if item.path not in self.distances])
         # The suite begins with its slowest files, FIRST; here they come after others that are as near.
         items[:] = sorted(reached, key=lambda item: (self.distances[item.path], item.path.stem in FIRST))
+
+    @pytest.hookimpl(tryfirst=True)  # before fixtures are made
+    def pytest_runtest_setup(self, item):
+        if time.monotonic() - self.begun > self.within or self.spent[item.path] > SHARE * self.within:
+            pytest.skip("no time is left")
+
+    def pytest_runtest_logreport(self, report):
+        file = ROOT / report.nodeid.partition("::")[0]
+        self.spent[file] += report.duration
+        if report.when == "call":
+            self.ran.add(file)
+
+    def pytest_terminal_summary(self, terminalreporter):
+        left = sorted(path.relative_to(ROOT).as_posix() for path in self.distances.keys() - self.ran)
+        if left:
+            terminalreporter.section(f"{len(left)} files that the edit can reach were not begun")
+            terminalreporter.write_line(" ".join(left))
 
 
 def edited(since):
