@@ -1,7 +1,6 @@
 """experiments/one_gpu on a CPU, where its times mean nothing: that the emulated wire changes no value and is really
 there, and the arithmetic."""
 
-import itertools
 import json
 import re
 import sys
@@ -12,7 +11,7 @@ import numpy as np
 import pytest
 
 from experiments.one_gpu import __main__ as command
-from experiments.one_gpu import experts, values, wire
+from experiments.one_gpu import wire
 from experiments.one_gpu.wire import host_wire
 from ladder_jax import config, decode, nn, parallel
 from ladder_jax.bench import measure
@@ -103,45 +102,6 @@ def test_a_run_goes_on_where_it_stood(monkeypatch, tmp_path, capsys):
     other = found["wire-no-graphs"]
     assert other["command"] == f"XLA_FLAGS=--xla_gpu_enable_command_buffer= python -m probe {command.TINY}"
     assert other["XLA_FLAGS"].endswith("--xla_gpu_enable_command_buffer=")
-    monkeypatch.setitem(command.PARTS, "halves", "no.such.module --repeats 0")
-    assert run("--parts", "halves")[0] == 1  # other settings are measured, here in vain
-    assert json.loads(out.read_text()) == found
-
-
-def test_experts(monkeypatch, tmp_path, capsys):
-    """Of tiny rows on a CPU, where the kernel is interpreted; a form that fails hides no other."""
-    out = tmp_path / "experts.json"
-    words = command.PARTS["experts"].format(**command.SMALL).split()
-    monkeypatch.setattr(sys, "argv", [*words, "--out", str(out)])
-    for product in ("forward", "over-rows"):
-        monkeypatch.delitem(experts.PRODUCTS, product)
-    monkeypatch.setattr(experts, "COUNT", 2)
-    monkeypatch.setattr(experts.lax, "ragged_dot", lambda *args: 1 / 0)
-    assert experts.main() == 1 and capsys.readouterr().err == "failed or wrong: xla of-rows 4\n"
-    kernel, xla, batched = json.loads(out.read_text())["rows"]
-    assert kernel["error"] < 2.0**-8 and batched["error"] < 2.0**-8 and xla["failed"] == "division by zero"
-    assert kernel["rows"] <= 8 and kernel["flops"] == 2 * kernel["rows"] * 128 * 256 and kernel["seconds"] > 0
-
-
-def test_values(monkeypatch, tmp_path):
-    """A kind that computes something else on this device ends the program with status 1."""
-    out = tmp_path / "values.json"
-    right = values.KINDS["logits"]
-    calls = itertools.count()
-
-    def wrong(*args):
-        """Off in the second of a row's three: exact, this device's, the CPU's."""
-        return right(*args) * (1.1 if next(calls) == 1 else 1)
-
-    def run(*kinds):
-        monkeypatch.setattr(sys, "argv", ["values", "--models", "dense", "--kinds", *kinds, "--out", str(out)])
-        return values.main(), json.loads(out.read_text())["rows"]
-
-    status, [row] = run("logits")
-    assert status == 0 and 1e-3 < row["error"] == row["error_of_cpu"] < 2.0**-6
-    monkeypatch.setitem(values.KINDS, "wrong", wrong)
-    status, [row] = run("wrong")
-    assert status == 1 and 0.05 < row["error"]
 
 
 def test_the_page_says_what_was_measured():

@@ -405,12 +405,3 @@ def test_meshes_of_targets():
         targets._hosts(12)
     assert [targets._hosts(n) for n in (1, 4, 8, 16)] == ["1x1x1", "1x1x4", "1x1x8", "1x2x8"]
     assert [targets.parse(name).count for name in ("tpu7x:2x2x1", "v5p:4x4x4", "h100:8")] == [8, 64, 8]
-
-
-def test_the_head_has_no_sublayer_after_it():
-    """Where only the gather of its input is left, a report says so."""
-    found = read("tpu7x-split", ranks=RANKS, ff=4 * F)
-    gather = next(r for r in found.reductions if r.status is not Status.HIDDEN and r.collective.kind == "all-gather")
-    others = tuple(r for r in found.reductions if r.status is Status.HIDDEN)
-    last = dataclasses.replace(found, reductions=(*others, dataclasses.replace(gather, layer="last", sublayer="")))
-    assert last.verdict.endswith("; the gather of the head's input is left, which no sublayer can hide")
