@@ -73,12 +73,6 @@ def test_the_rows_can_be_recomputed(answer):
     assert ratios == [("ladder", "standard", 1), ("ladder", "standard", 2)]
 
 
-def test_ceilings(answer):
-    for name, unit in (("copy", "bytes_per_second"), ("matmul", "flops_per_second")):
-        one = answer[0][name]
-        assert 0 < one[f"{unit}_min"] <= one[f"{unit}_median"] <= one[f"{unit}_max"] == one[unit]
-
-
 def test_what_is_copied_fits_into_the_devices_memory():
     """A CPU's array is of 128 MiB, or an eighth of what is free."""
     copied = lambda room: roofline.copy_bandwidth(jax.devices()[0], room=room, samples=1).array

@@ -9,7 +9,6 @@ import jax
 import pytest
 
 from ladder_jax import cli, nn, parallel
-from ladder_jax.bench import work as bench_work
 from ladder_jax.config import MeshConfig, MoEConfig, Phase, Remat, preset
 from ladder_jax.hardware import HARDWARE
 from ladder_jax.nn.parameter import is_matrix
@@ -252,23 +251,6 @@ def test_plan_holds_all_and_computes_the_active():
     assert plan_speed.flops(large, request=request)[1] == 48 * 2 * 16384 * K / 4 * 3 * D * M
     kept = [memory.kept_activations(each, request=request) for each in (one, large)]
     assert kept[1] < 4 * kept[0]
-
-
-def test_bench_counts_the_chosen_and_the_active():
-    """Six experts over 4 ranks: two on each, of which two fill up."""
-    moe = dict(experts=6, top_k=2, expert_width=16, shared_width=0)
-    shape = dict(num_layers=2, d_model=64, num_heads=4, num_kv_heads=4, head_dim=16, vocab_size=512)
-    config = preset("tiny-moe", moe=moe, **shape)
-    shard = work.Model(config, 4)
-    attention, router, expert = 4 * 64 * 16, 64 * 6, 3 * 64 * 16
-    chosen = 6 / 4 * (1 - (1 - 2 / 6) ** 3) * expert
-    weights = 2 * ((attention + chosen) * 2 + 4 * router + 2 * 4 * 64) + 128 * 64 * 2 + 4 * 64
-    lookup, cache = 3 * 64 * 2, 2 * 2 * 3 * 16 * 2 * (8 + 5 / 2)
-    found = bench_work.decode_bytes(shard, rows=3, prompt_length=8, new_tokens=5)
-    assert found == pytest.approx(weights + lookup + cache)
-    flops = 2 * 3 * 8 * 2 * (attention + router + 2 / 4 * expert) + 2 * 3 * 128 * 64
-    scores = 2 * 2 * 3 * 1 * 16 * 8 * 9
-    assert bench_work.prefill_flops(shard, rows=3, prompt_length=8) == round(flops + scores)
 
 
 def test_bench_has_no_share_of_experts(capsys):

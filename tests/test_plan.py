@@ -15,8 +15,6 @@ from ladder_jax.errors import UserError
 from ladder_jax.plan import command, confirm, memory, plans, request, speed
 from ladder_jax.plan.confirm import Confirmed
 from ladder_jax.plan.request import Candidate
-from ladder_jax.predict.program import layers_of
-from ladder_jax.predict.work import Model
 from ladder_jax.schedule import shards
 from ladder_jax.train import out_of_memory
 from ladder_jax.train.run import _memory_explained
@@ -170,65 +168,6 @@ def test_what_exchanged_experts_compute_by_hand():
     full = dataclasses.replace(EXCHANGED, remat=Remat.FULL)  # all but the sums that are reduced
     reduced = 2 * tokens * d * 512 + 2 * tokens * d * 5632 / 4
     assert speed.flops(full, request=wanted)[1] == pytest.approx(4 * (attention + experts - reduced))
-
-
-@pytest.mark.parametrize("residual, begins", [("standard", 0), ("ladder", 1)])
-def test_rows_of_exchanged_experts_that_are_kept(residual, begins):
-    """By hand. A ladder's layer begins with the rows of the one before; what returns is added up in float32."""
-    wanted = request.make(**MOE, capacity=1.25, residual=residual)
-    stream = ROWS * 2048 * 2
-    width = ROWS * 1408 * 2
-    returning = 2048 * 4 * 2048 * 4
-    first, *_ = layers_of(wanted.config)[1]
-
-    def kept(remat):
-        one = dataclasses.replace(EXCHANGED, remat=remat)
-        return memory._kept_rows(first, one, *one.microbatch(wanted))
-
-    assert kept(Remat.FULL) == kept(Remat.OFFLOAD) == begins * stream
-    assert kept(Remat.SAVE_MATMULS) == 2 * stream + 2 * width
-    assert kept(Remat.NONE) == stream + 5 * width + returning
-    assert memory._working_rows(*EXCHANGED.microbatch(wanted)) == 3 * stream + 5 * width + returning
-
-
-def test_norms_that_are_kept_beside_exchanged_experts():
-    """By hand, of what only a pass that recomputes nothing keeps: norms of a device's own positions, and more."""
-    wanted = request.make(**MOE, capacity=1.25, residual="standard")
-    others = {
-        remat: memory.kept_activations(dataclasses.replace(EXCHANGED, remat=remat), request=wanted)
-        for remat in (Remat.NONE, Remat.SAVE_MATMULS)
-    }
-    own_norms = 2 * 2048 * (4 + 4 + 2) // 4  # of two: the stream and its normalised value, and the sublayer's input
-    gathered = 2 * 2048 * 2  # attention's input, before and after its gain
-    a_token = own_norms + gathered + 2 * 512 * 2 + 3 * (5632 // 4) * 2  # and of attention, and of the shared expert
-    rows = 3 * ROWS * 1408 * 2 - ROWS * 2048 * 2 + 2048 * 4 * 2048 * 4
-    assert others[Remat.NONE] - others[Remat.SAVE_MATMULS] == 4 * (8192 * a_token + rows)
-
-
-@pytest.mark.parametrize(
-    "model, residual, hiding, waiting",
-    [
-        (MOE["model"], "ladder", 4 * 2, 0),  # attention's, and a shared expert's
-        (MOE["model"], "farskip", 4 * 1.5, 0),
-        ("qwen3-30b-a3b", "standard", 0, 4),
-    ],
-)
-def test_reductions_of_exchanged_experts_in_halves(model, residual, hiding, waiting):
-    layer = Model(preset(model, residual=residual, num_layers=1), 4)
-    assert speed._halves(EXCHANGED, layer) == (hiding, waiting)
-
-
-@pytest.mark.parametrize("remat, count, passes", [(Remat.NONE, 4, 3), (Remat.SAVE_MATMULS, 4, 3), (Remat.FULL, 6, 4)])
-def test_a_layers_all_to_alls(remat, count, passes):
-    """Two forward, two backward, and two where they are repeated; beside the shared expert."""
-    one = dataclasses.replace(EXCHANGED, remat=remat)
-    of = lambda name, seconds: speed._all_to_alls(
-        one, Model(preset(MOE["model"], residual=name, num_layers=4), 4), seconds=seconds, shared=1.0
-    )
-    for sent in (0.1, 10):
-        assert of("ladder", sent) == of("farskip", sent) == (pytest.approx(4 * count * sent), 0)
-        assert of("standard", sent) == (0, pytest.approx(4 * max(0, count * sent - passes)))
-        assert of("no-communication", sent) == (0, 0)
 
 
 def test_the_time_of_exchanged_experts_by_hand(monkeypatch):

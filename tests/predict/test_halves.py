@@ -12,12 +12,12 @@ import pytest
 from ladder_jax import config, residual, train
 from ladder_jax.config import preset
 from ladder_jax.errors import UserError
-from ladder_jax.predict import halves, layers, machine, request, result
+from ladder_jax.predict import halves, layers, machine
 from ladder_jax.predict.program import Program
 from ladder_jax.predict.timeline import Work, play_slots, turns
 from ladder_jax.predict.work import Model
 from tests import cases
-from tests.predict.asked import H100, NOTHING, answered, by_residual, predict, run
+from tests.predict.asked import H100, answered, by_residual, predict, run
 
 GUIDE = pathlib.Path(__file__).parents[2] / "docs" / "guides" / "halves.md"
 
@@ -102,14 +102,6 @@ def test_what_a_compilers_halves_reach_is_named_and_none_is_faster_than_no_commu
     assert ("ring collective matmul", 2) not in forms
     speeds = [one.tokens_per_second for one in answer.opponents]
     assert speeds == sorted(speeds, reverse=True)
-
-
-def test_a_link_without_time_makes_halves_no_better():
-    on = dataclasses.replace(H100, link=NOTHING)
-    asked = request.make(model="llama-3-8b", hardware="h100-nvlink", tensor=8, batch=4, phase="prefill")
-    answer = result.predict(dataclasses.replace(asked, machine=on))
-    assert answer.baseline.interleave == 1
-    assert all(row.speed.program.interleave == 1 for row in answer.rows)
 
 
 def opponent(hardware, *, batch, tensor=8):

@@ -137,40 +137,19 @@ def test_forms_of_many_tokens():
 
 
 def test_70b_on_nvlink_must_beat_one_shot_all_reduces(capsys):
-    """The row says which launch it assumes; the ratios say over whom."""
+    """README's table has the ratios (tests/test_docs.py); the answer says over whom, and by which launch."""
     words = "--model llama-3-70b --hardware h100-nvlink --tensor 8 --residual standard,ladder".split()
     answer = answered(capsys, *words)
-    baseline = answer["baseline"]
-    assert (baseline["residual"], baseline["all_reduce"]) == ("standard", "one-shot")
-    assert 83 < baseline["tokens_per_second"] < 95
+    assert 83 < answer["baseline"]["tokens_per_second"] < 95
     ladder = by_residual(answer)["ladder"]
     assert (ladder["launch"], ladder["all_reduce"]) == ("explicit", "one-shot")
-    assert ladder["speedup"] == pytest.approx(ladder["tokens_per_second"] / baseline["tokens_per_second"])
-    nccl = model.speed(LARGE, machine=H100, tensor=8, rows=1, opponents=Opponents.NCCL)
-    assert ladder["speedup_over_nccl"] == pytest.approx(ladder["tokens_per_second"] / nccl.tokens_per_second)
-    assert 1.0 < ladder["speedup"] < ladder["speedup_over_nccl"]
+    assert ladder["speedup"] == pytest.approx(ladder["tokens_per_second"] / answer["baseline"]["tokens_per_second"])
     _, out, _ = run(capsys, *words)
     assert "speed-up: over Standard (one-shot all-reduce)" in out
     assert "figures of threads, not verified" in out
     assert "have never run" in out
-    assert "…" not in out
     chained = by_residual(answered(capsys, *words, "--launch", "chained"))["ladder"]
     assert (chained["launch"], chained["all_reduce"]) == ("chained", "ring")
-    assert 1.0 < chained["speedup"] < ladder["speedup"]
-
-
-@pytest.mark.parametrize("name", ["h100-nvlink", "h200-nvlink", "b200-nvlink", "b300-nvlink"])
-def test_halves_are_the_best_launch_at_every_size_and_number_of_ranks(name):
-    """Why `auto` needs no table of sizes: XLA's kernel, one-shot up to 256 KiB and two-shot up to 4 MiB, is as fast as
-    NCCL wherever XLA takes it, to the tenth that separates them at the upper end; beyond, in halves too, it is NCCL."""
-    offered = machine.load(name).link
-    for ranks in (2, 4, 8):
-        for size in (2**power for power in range(13, 23)):
-            times = offered.times(size, ranks=ranks)
-            nccl = min(times[one] for one in machine.NCCL if one in times)
-            kernel = times[Algorithm.ONE_SHOT if size <= 2**18 else Algorithm.TWO_SHOT]
-            assert kernel < 1.1 * nccl, (ranks, size)
-            assert size > 2**18 or kernel < nccl, (ranks, size)
 
 
 @pytest.mark.parametrize("batch", [1, 16, 64])
@@ -214,11 +193,6 @@ def test_a_ring_hides_what_its_matmuls_are_long_enough_for():
     assert free.exposed < 0.02 * free.compute
 
 
-def test_a_ring_loses_where_each_chunk_reads_the_weights_again():
-    few = dict(rows=1, tokens=8)
-    assert timeline(Form.COLLECTIVE_MATMUL, **few).seconds > timeline(Form.SEQUENCE_PARALLEL, **few).seconds
-
-
 def test_a_ring_step_by_hand():
     """One way, 4 ranks: the first chunk bare, then three beside a message each, which outlasts them or does not."""
     on = dataclasses.replace(H100, link=Link(latency=1.0, step=0.5, bandwidth=8.0), contention=0.0, launch=0.0)
@@ -228,25 +202,12 @@ def test_a_ring_step_by_hand():
         assert ring.seconds(kernel) == pytest.approx(expected)
 
 
-def test_norms_of_a_split_stream_read_their_own_positions():
-    shard = Model(preset("llama-3-8b"), 8)
-    block = shard.prefill(rows=1, prompt_length=1024)
-    whole, split = (shard.step((0,), block, split=ranks) for ranks in (1, 8))
-    assert [k.name for k in whole] == [k.name for k in split]
-    assert whole[1:] == split[1:]
-    assert split[0].activations == whole[0].activations / 8
-    assert split[0].weights == whole[0].weights
-
-
 def test_a_prefill_and_its_opponents(capsys):
-    words = "--model llama-3-70b --hardware v5p --tensor 8 --phase prefill --batch 1".split()
-    found = answered(capsys, *words, "--prompt-length", 4096, "--interleave", 1)
+    words = "--model llama-3-70b --hardware v5p --tensor 8 --phase prefill --batch 1 --prompt-length 4096".split()
+    found = answered(capsys, *words, "--interleave", 1)
     assert (found["phase"], found["tokens"]) == ("prefill", 4096)
     assert found["baseline"] == found["opponents"][0]
-    assert {one["interleave"] for one in found["opponents"]} == {1, 2}
     assert {one["form"] for one in found["opponents"]} == {"all-reduce", "sequence-parallel", "ring collective matmul"}
-    speeds = [one["tokens_per_second"] for one in found["opponents"]]
-    assert speeds == sorted(speeds, reverse=True)
     rows = by_residual(found)
     assert all(row["tokens_per_second"] == pytest.approx(4096 / row["seconds"]) for row in rows.values())
     ladder = rows["ladder"]
@@ -254,12 +215,9 @@ def test_a_prefill_and_its_opponents(capsys):
     assert ladder["speedup_over_nccl"] == pytest.approx(ladder["tokens_per_second"] / plain["tokens_per_second"])
     assert (ladder["form"], ladder["interleave"], ladder["launch"]) == ("sequence-parallel", 1, "chained")
     assert rows["parallel"]["launch"] is None
-    silent = rows.pop("no-communication")
-    assert silent["all_reduce"] is None
-    assert ladder["seconds"] < rows["standard"]["seconds"]
-    assert all(silent["seconds"] < row["seconds"] for name, row in rows.items() if name != "parallel-ladder")
-    status, out, _ = run(capsys, *words)
-    assert status == 0
+    assert rows["no-communication"]["all_reduce"] is None
+    assert rows["no-communication"]["seconds"] < ladder["seconds"] < rows["standard"]["seconds"]
+    _, out, _ = run(capsys, *words)
     assert "Standard's forms, tokens/s: ring all-reduce, two halves in turn" in out
 
 
