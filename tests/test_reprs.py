@@ -142,7 +142,7 @@ OBJECTS = {
     "a run's configuration": (lambda _: saved(_).config, "\n  lora=LoraConfig(rank=4),\n"),
     "topology": (lambda _: residual.topology("ladder", num_layers=126, ladder_layers="63"), "  layers 63-125: "),
     "stack": (stack, "Stack of Block, 5,760 parameters\nTopology of 40 layers"),
-    "source": (source, "500 arrays of 131,072,000 parameters (float16); context 2048; files tokenizer.json)"),
+    "source": (source, "Source(path='a/model.gguf', model=ModelConfig("),
     "opened": (opened, "OpenedModel('a/model.gguf', a Source)"),
     "model with text": (text_model, "float32\n  tokenizer: Bytes("),
     "generator": (generator, "Generator(loop='unrolled', quantize='none', of ModelDef("),

@@ -19,6 +19,7 @@ import numpy as np
 from flax import traverse_util
 
 from ladder_jax.config import ModelConfig, TrainConfig
+from ladder_jax.config.fields import shown
 from ladder_jax.data import tokenizer as tokenizers
 from ladder_jax.data.tokenizer import Tokenizer
 from ladder_jax.errors import UserError
@@ -86,9 +87,9 @@ class Source:
 
     path: str
     model: ModelConfig
-    arrays: Mapping[Key, Stored]
+    arrays: Mapping[Key, Stored] = dataclasses.field(repr=False)
     context: int | None = None
-    files: Mapping[str, bytes] = EMPTY
+    files: Mapping[str, bytes] = dataclasses.field(default=EMPTY, repr=False)
     generation: Mapping[str, Any] = EMPTY
     refit: pathlib.Path | None = None
 
@@ -135,13 +136,7 @@ class Source:
         """Of all arrays, as stored."""
         return sum(array.nbytes for array in self.arrays.values())
 
-    def __repr__(self) -> str:
-        count = sum(math.prod(stored.shape) for stored in self.arrays.values())
-        dtypes = ", ".join(dict.fromkeys(str(stored.dtype) for stored in self.arrays.values()))
-        parts = [f"{len(self.arrays)} arrays of {count:,} parameters ({dtypes})", f"context {self.context}"]
-        if self.files:
-            parts.append(f"files {', '.join(self.files)}")
-        return f"Source({self.path!r}: {'; '.join(parts)})\n  {self.model!r}"
+    __repr__ = shown
 
 
 def dims(model: ModelConfig) -> dict[str, str]:
