@@ -15,13 +15,12 @@ from collections.abc import Sequence
 import numpy as np
 
 from ladder_jax import nn, parallel
-from ladder_jax.config import Loop, ModelConfig
+from ladder_jax.config import ModelConfig
 from ladder_jax.data.tokenizer import Tokenizer
 from ladder_jax.errors import UserError, member
 from ladder_jax.pretrained import formats, sensitivity, staging
 from ladder_jax.pretrained import refit as refits
 from ladder_jax.pretrained.formats import Format
-from ladder_jax.pretrained.load import load
 from ladder_jax.pretrained.refit import SUBLAYERS, Fit, FittedProjections, Refit, Refitted
 from ladder_jax.pretrained.sensitivity import Result, Search
 from ladder_jax.pretrained.source import REFIT, Source
@@ -253,13 +252,12 @@ def _choose(
     """The layers' sensitivity; with a refit, that of each layer refitted as if it were the only converted one."""
     mesh = parallel.make_mesh(tensor=request.tensor)
     definition = nn.define(request.model, mesh=mesh)
-    loaded = lambda one: load(dataclasses.replace(one, model=request.model), mesh=mesh, loop=Loop.UNROLLED)
     converted = None
     if request.refit is not None:
         alone = dataclasses.replace(request.refit, alone=True)
-        converted = loaded(_fit(source, request, fitted, settings=alone, folder=folder).source)
+        converted = _fit(source, request, fitted, settings=alone, folder=folder).source
     choice = dict(choose=request.choose, search=request.search, converted=converted)
-    return sensitivity.measure(definition, loaded(source), measured, **choice)
+    return sensitivity.measure(definition, source, measured, **choice)
 
 
 def _fit(source: Source, request: Request, rows: np.ndarray, *, settings: Refit, folder: pathlib.Path) -> Refitted:

@@ -31,7 +31,6 @@ from ladder_jax.pretrained import checkpoints, gguf, hub, staging
 from ladder_jax.pretrained.huggingface import config as huggingface_config
 from ladder_jax.pretrained.huggingface import folder as huggingface
 from ladder_jax.pretrained.load import Reader, assemble, reader
-from ladder_jax.pretrained.load import load as load_source
 from ladder_jax.pretrained.source import REFIT, Source
 
 
@@ -104,10 +103,7 @@ class OpenedModel:
 
     def params(self, definition: ModelDef, *, dtype: np.dtype | None = None) -> Params:
         """All parameters, stacked as in training, read one at a time. dtype: of all; None keeps the stored dtypes."""
-        if isinstance(self.weights, Source):
-            source = dataclasses.replace(self.weights, model=definition.config)
-            return load_source(source, mesh=definition.layout.given, dtype=dtype)
-        if dtype == np.float32:
+        if isinstance(self.weights, Checkpoint) and dtype == np.float32:
             return self.weights.params(definition)
         return assemble(definition, self.reader(definition), dtype=dtype)
 

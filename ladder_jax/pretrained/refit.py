@@ -31,13 +31,12 @@ from typing import Any
 
 import jax
 import numpy as np
-from flax import traverse_util
 
 from ladder_jax import files, nn, parallel
 from ladder_jax.config import ModelConfig, parse_residual, to_dict
 from ladder_jax.errors import RunFailed, UserError
 from ladder_jax.nn.parameter import stack_of
-from ladder_jax.pretrained.load import reader
+from ladder_jax.pretrained.load import load_layer
 from ladder_jax.pretrained.source import Key, Source, Stored
 from ladder_jax.pretrained.sublayers import ROWS, delays, programs
 from ladder_jax.progress import progress
@@ -248,7 +247,7 @@ class Pass:
         self._programs, self._delays = programs(definition), delays(definition.config)
         self._params = {of_original: functools.lru_cache(maxsize=1)(self._layer) for of_original in (False, True)}
         self.batches = list(_batches(rows, multiple=definition.layout.batch_ranks))
-        embedding = {"table": next(reader(self.source, definition)([Key("embedding/table")]))}
+        embedding = load_layer(source, definition, None)["embedding"]
         self.streams = [
             jax.device_get(self._programs.begin(embedding, self._place(tokens, "BT"))) for tokens, _ in self.batches
         ]
@@ -299,12 +298,7 @@ class Pass:
 
     def _layer(self, layer: int, original: bool) -> nn.Params:
         """A layer's arrays on the devices. original: as they were before `replace`."""
-        source = dataclasses.replace(self.original, model=self.source.model) if original else self.source
-        stack, place = stack_of(source.model, layer)
-        keys = [key for key in source.arrays if key.layer == place and key.name.startswith(f"{stack}/")]
-        arrays = reader(source, self.definition)(keys)
-        flat = {key.name.removeprefix(f"{stack}/"): array for key, array in zip(keys, arrays, strict=True)}
-        return traverse_util.unflatten_dict(flat, sep="/")
+        return load_layer(self.original if original else self.source, self.definition, layer)
 
 
 def _batches(rows: np.ndarray, *, multiple: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:

@@ -10,7 +10,9 @@ import jax
 import numpy as np
 
 from ladder_jax import nn, terminal
-from ladder_jax.nn.parameter import stack_of, stacks
+from ladder_jax.nn.parameter import stack_of
+from ladder_jax.pretrained.load import load_layer
+from ladder_jax.pretrained.source import Source
 from ladder_jax.pretrained.sublayers import ROWS, Streams, delays, programs
 from ladder_jax.progress import progress
 from ladder_jax.terminal import Table
@@ -82,16 +84,15 @@ def _listed(layers: Iterable[int]) -> str:
 class Probe:
     """Computes the loss of `definition`'s model with any subset of its layers converted.
 
-    params: unrolled, of each stack a tuple of layers; converted: those of layers where they are converted (refitted).
-    rows: tokens [n, T + 1] of the calibration text.
+    converted: the arrays of layers where they are converted (refitted); by default `source`'s. rows: tokens
+    [n, T + 1] of the calibration text.
     """
 
-    def __init__(
-        self, definition: nn.ModelDef, params: nn.Params, rows: np.ndarray, *, converted: nn.Params | None = None
-    ):
+    def __init__(self, definition: nn.ModelDef, source: Source, rows: np.ndarray, *, converted: Source | None = None):
         self._config, self._programs = definition.config, programs(definition)
-        self._layers = {False: params, True: params if converted is None else converted}
-        self._outside = {name: tree for name, tree in params.items() if name not in stacks(self._config)}
+        layers = lambda of: [load_layer(of, definition, number) for number in range(self._config.num_layers)]
+        self._outside, plain = load_layer(source, definition, None), layers(source)
+        self._layers = {False: plain, True: layers(converted) if converted else plain}
         place = lambda a: jax.device_put(a, definition.layout.sharding("BT"))
         self._batches = [(place(part[:, :-1]), place(part[:, 1:])) for part in _batches(rows)]
         self._predicted = rows[:, 1:].size
@@ -125,8 +126,8 @@ class Probe:
     def _advance(self, streams: Streams, chosen: Iterable[int], start: int, stop: int) -> Streams:
         late = delays(dataclasses.replace(self._config, ladder_layers=_listed(chosen)))
         for layer in range(start, stop):
-            stack, place = stack_of(self._config, layer)
-            params = self._layers[layer in chosen][stack][place]
+            stack, _ = stack_of(self._config, layer)
+            params = self._layers[layer in chosen][layer]
             for run, delay in zip(self._programs.advance[stack], late[layer]):
                 streams = run(params, streams, delay)
         return streams
@@ -134,19 +135,19 @@ class Probe:
 
 def measure(
     definition: nn.ModelDef,
-    params: nn.Params,
+    source: Source,
     rows: np.ndarray,
     *,
     choose: int,
-    converted: nn.Params | None = None,
+    converted: Source | None = None,
     search: Search = Search.GREEDY,
 ) -> Result:
     """The sensitivity curve of a model, and the choices of `choose` of its layers, at least one.
 
-    definition: with all layers of the ladder kind. params, converted: on its mesh, as in `Probe`. rows: tokens
-    [n, T + 1]. search: GREEDY adds the greedy choice to the others.
+    definition: with all layers of the ladder kind. converted, rows: as in `Probe`. search: GREEDY adds the greedy
+    choice to the others.
     """
-    probe = Probe(definition, params, rows, converted=converted)
+    probe = Probe(definition, source, rows, converted=converted)
     num_layers, rounds = definition.config.num_layers, choose if search is Search.GREEDY else 1
     total = sum(num_layers - done for done in range(rounds))
     count = itertools.count(1)

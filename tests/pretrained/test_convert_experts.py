@@ -2,11 +2,9 @@
 
 import dataclasses
 
-import jax
 import pytest
 
 from ladder_jax import parallel
-from ladder_jax.nn.parameter import stacks
 from ladder_jax.pretrained.refit import Refit, refit
 from ladder_jax.pretrained.sensitivity import Probe
 from tests import cases, experts, reference
@@ -59,15 +57,9 @@ SUBSETS = [
 @pytest.mark.parametrize("name, kind, dense, tensor", SUBSETS)
 def test_losses_of_any_subset_are_the_references(name, kind, dense, tensor):
     definition = experts.define(name, kind, tensor=tensor, dense_layers=dense)
-    params = cases.parameters(definition)
     rows = cases.tokens((2, 17), seed=3)
-    placed = cases.place(params, definition)
-    unstacked = {
-        stack: [jax.tree.map(lambda a: a[n], placed[stack]) for n in range(len(of))]
-        for stack, of in stacks(definition.config).items()
-    }
-    probe = Probe(definition, placed | unstacked, rows)
     plain = parameters(kind, dense)
+    probe = Probe(definition, as_source(plain, definition.config), rows)
     shape = experts.shape(name, definition.config)
     for chosen in ((), (0, 1), (2,), (0, 2)):
         told = dataclasses.replace(shape, ladder=chosen)
