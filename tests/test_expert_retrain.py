@@ -14,14 +14,10 @@ from ladder_jax.errors import UserError
 from ladder_jax.retrain import ADAPTERS, Retraining, sources
 from ladder_jax.train.gradients import task_gradients
 from tests import cases, experts, reference, rounding, test_gradients_bfloat16
-from tests.test_objective import ALPHA, TAU, check_factors, distillation, original
+from tests.test_objective import ALPHA, TAU, check_factors, compute, distillation, moved, original, trained_part
 
 FROZEN = 1
 FRACTION = (0.25, 0.5, 0.75)
-
-
-def tail(tree, below=FROZEN):
-    return jax.tree.map(lambda a: a[below:], tree)
 
 
 FULL = pytest.mark.full
@@ -42,21 +38,18 @@ def test_distillation_of_turning_layers(name, kind, mesh, fraction, parts):
     """With a frozen embedding and lower layer: loss and gradients, the routers' losses of the whole batch included."""
     layers = dict(num_layers=len(fraction))
     definition = experts.define(name, kind, **mesh, **layers)
-    params, moved = cases.parameters(definition), cases.parameters(definition, seed=5)
-    trained = {"final_norm": moved["final_norm"], "head": moved["head"], "layers": tail(moved["layers"])}
     distill = DistillConfig(START, alpha=ALPHA, temperature=TAU)
     turns = ConversionConfig(steps=4)
     plan = Retraining(definition, FROZEN, distill=distill, conversion=turns, teacher=original(definition))
-    _, frozen = plan.split(cases.place(params, definition))
-    trained = jax.device_put(trained, jax.tree.map(lambda a: a.sharding, plan.abstract))
-    losses = dict(load_balance=experts.LOAD_BALANCE, router_z_loss=experts.Z_LOSS)
-    compute = jax.jit(task_gradients(plan, config=TrainConfig(accumulate=parts, **losses)))
-    (loss, terms), grads = compute(trained, frozen, experts.tokens(), {"ladder_fraction": jnp.float32(fraction)})
+    settings = dict(load_balance=experts.LOAD_BALANCE, router_z_loss=experts.Z_LOSS, accumulate=parts)
+    settings |= dict(scheduled={"ladder_fraction": jnp.float32(fraction)})
+    trained = trained_part(cases.parameters(definition, seed=5))
+    params = cases.parameters(definition)
+    ((loss, terms), grads), _ = compute(plan, params, experts.tokens(), trained=trained, **settings)
 
     one = experts.define(name, kind, **layers)
-    params, moved = cases.parameters(one), cases.parameters(one, seed=5)
-    stack = jax.tree.map(lambda a, b: np.concatenate([a[:FROZEN], b[FROZEN:]]), params["layers"], moved["layers"])
-    student = {**moved, "embedding": params["embedding"], "layers": stack}
+    params = cases.parameters(one)
+    student = moved(params, cases.parameters(one, seed=5))
     wide = jax.tree.map(lambda a: np.asarray(a, np.float64), params)
     ladder = None if one.config.ladder_layers is None else LADDER[name, len(fraction)]
     shape = dataclasses.replace(experts.shape(name, one.config), ladder=ladder)
@@ -64,8 +57,7 @@ def test_distillation_of_turning_layers(name, kind, mesh, fraction, parts):
     expected, wanted = reference.evaluate(taught, student, experts.tokens(), shape, gradient=True)
     limit = cases.bound(definition.config, passes=2)
     assert cases.error(loss, expected) < limit
-    wanted = {"final_norm": wanted["final_norm"], "head": wanted["head"], "layers": tail(wanted["layers"])}
-    errors = {name: experts.errors(grads[name], wanted[name]) for name in wanted}
+    errors = experts.errors(grads, trained_part(wanted))
     assert max(jax.tree.leaves(errors)) < limit, errors
     measured = plan.measured(terms)
     assert {"cross_entropy", "divergence", "expert_load", "dead_experts", "router_entropy"} <= measured.keys()
@@ -79,20 +71,12 @@ def test_a_model_with_dense_layers_is_trained_further(taught):
     params, weights = cases.parameters(definition), cases.parameters(definition, seed=5)
     teaching = dict(distill=DistillConfig(START, alpha=ALPHA, temperature=TAU), teacher=original(definition))
     plan = Retraining(definition, **(teaching if taught else {}))
-    trained, frozen = plan.split(cases.place(weights, definition), teacher=cases.place(params, definition))
     losses = dict(load_balance=experts.LOAD_BALANCE, router_z_loss=experts.Z_LOSS)
-    (loss, _), grads = jax.jit(task_gradients(plan, config=TrainConfig(**losses)))(
-        trained, frozen, experts.tokens(), {}
-    )
+    ((loss, _), grads), _ = compute(plan, params, experts.tokens(), trained=weights, **losses)
     one = experts.define("farskip", "shared", dense_layers=1, num_layers=2)
     shape, wide = experts.shape("farskip", one.config), jax.tree.map(np.float64, cases.parameters(one))
-    expected, wanted = reference.evaluate(
-        distillation(wide) if taught else experts.loss,
-        cases.parameters(one, seed=5),
-        experts.tokens(),
-        shape,
-        gradient=True,
-    )
+    of, student = distillation(wide) if taught else experts.loss, cases.parameters(one, seed=5)
+    expected, wanted = reference.evaluate(of, student, experts.tokens(), shape, gradient=True)
     limit = cases.bound(definition.config, passes=2)
     assert cases.error(loss, expected) < limit
     errors = experts.errors(grads, wanted)
@@ -132,12 +116,10 @@ def test_low_rank_factors(name, kind, mesh, form):
     padded["adapters"]["mlp"]["experts"] = jax.tree.map(
         lambda a: a * (np.arange(a.shape[1]) < 6)[:, None, None], routed
     )
-    factors = jax.device_put(padded, jax.tree.map(lambda a: a.sharding, plan.abstract))
-    _, frozen = plan.split(cases.placed(definition))
     settings = dict(load_balance=0.0, router_z_loss=0.0, sequence_parallel=bool(form))
-    (loss, _), grads = jax.jit(task_gradients(plan, config=TrainConfig(**settings)))(
-        factors, frozen, experts.tokens(), {}
-    )
+    params = cases.parameters(definition)
+    ((loss, _), grads), frozen = compute(plan, params, experts.tokens(), trained=padded, **settings)
+    factors = jax.device_put(padded, jax.tree.map(lambda a: a.sharding, plan.abstract))
     merged = jax.tree.map(np.asarray, plan.exported(factors, frozen))
     merged["layers"]["mlp"]["experts"] = jax.tree.map(lambda a: a[:, :6], merged["layers"]["mlp"]["experts"])
     shape = experts.shape(name, definition.config)

@@ -39,14 +39,25 @@ def shape(definition, kind, layers=None):
     return reference.Shape(model.num_layers, model.num_heads, model.num_kv_heads, model.vocab_size, kind, 1, layers)
 
 
-def compute(plan, params, tokens=TOKENS, *, trained=None, ladder_fraction=None, chunk=2048, accumulate=1):
-    """((loss, terms), gradients) of a plan's weights, with what trained and was fixed."""
+def compute(plan, params, tokens=TOKENS, *, trained=None, scheduled=None, **settings):
+    """((loss, terms), gradients) of a plan's weights, with what trained, and what was fixed. settings: of `train`."""
     mine, fixed = plan.split(cases.place(params, plan.definition))
     mine = mine if trained is None else jax.device_put(trained, jax.tree.map(lambda a: a.sharding, plan.abstract))
-    function = task_gradients(plan, config=TrainConfig(loss_chunk=chunk, accumulate=accumulate))
-    return jax.jit(function)(
-        mine, fixed, tokens, {} if ladder_fraction is None else {"ladder_fraction": ladder_fraction}
-    ), fixed
+    function = task_gradients(plan, config=TrainConfig(**settings))
+    return jax.jit(function)(mine, fixed, tokens, scheduled or {}), fixed
+
+
+def trained_part(tree):
+    """Of a model whose embedding and lowest layer are frozen."""
+    return {name: tree[name] for name in ("final_norm", "head")} | {
+        "layers": jax.tree.map(lambda a: a[1:], tree["layers"])
+    }
+
+
+def moved(params, other):
+    """A student that has moved away from its teacher's `params` where it trains, to `other`."""
+    layers = jax.tree.map(lambda a, b: np.concatenate([a[:1], b[1:]]), params["layers"], other["layers"])
+    return {**other, "embedding": params["embedding"], "layers": layers}
 
 
 def distillation(teacher, *, forward=reference.logits, weights=1.0, hidden=0.0):
@@ -76,20 +87,15 @@ def distillation(teacher, *, forward=reference.logits, weights=1.0, hidden=0.0):
 
 @pytest.fixture(scope="module")
 def dense():
-    """A student that has moved away from its teacher where it trains, and in float64 its loss and gradients."""
+    """The gradients' mask, and in float64 the loss and gradients of a student that has moved away from its teacher."""
     definition = define()
-    params, moved = cases.parameters(definition), cases.parameters(definition, seed=5)
-    trained = {"final_norm": moved["final_norm"], "head": moved["head"]}
-    trained["layers"] = jax.tree.map(lambda a: a[1:], moved["layers"])
-    layers = jax.tree.map(lambda a, b: np.concatenate([a[:1], b[1:]]), params["layers"], moved["layers"])
+    params = cases.parameters(definition)
+    student = moved(params, cases.parameters(definition, seed=5))
     learnt = np.random.default_rng(0).integers(0, 2, TOKENS.shape).astype(np.int32)
     wide = jax.tree.map(lambda a: np.asarray(a, np.float64), params)
     function = distillation(wide, weights=learnt[:, 1:].astype(float), hidden=HIDDEN)
-    of = shape(definition, "ladder", (1,))
-    student = {**trained, "embedding": params["embedding"], "layers": layers}
-    loss, wanted = reference.evaluate(function, student, TOKENS, of, gradient=True)
-    wanted = {name: wanted[name] for name in trained}
-    return params, trained, learnt, loss, {**wanted, "layers": jax.tree.map(lambda a: a[1:], wanted["layers"])}
+    loss, wanted = reference.evaluate(function, student, TOKENS, shape(definition, "ladder", (1,)), gradient=True)
+    return learnt, loss, trained_part(wanted)
 
 
 @pytest.mark.parametrize(
@@ -97,18 +103,17 @@ def dense():
 )
 def test_distillation_is_the_dense_one(mesh, dense):
     """Frozen embedding and lower layer, a batch with a mask, chunks: values and gradients in float64."""
-    params, trained, learnt, expected, wanted = dense
+    learnt, expected, wanted = dense
     definition = define(**mesh)
     distill = DistillConfig(START, alpha=ALPHA, temperature=TAU, hidden_weight=HIDDEN, hidden_every=2)
     plan = Retraining(definition, 1, distill=distill, teacher=original(definition))
-    batch, padded = Batch(TOKENS, np.ones_like(TOKENS), learnt), cases.parameters(definition)
-    trained = {**trained, "head": cases.parameters(definition, seed=5)["head"]}
-    ((loss, terms), grads), fixed = compute(plan, padded, batch, trained=trained, chunk=8)
+    batch, trained = Batch(TOKENS, np.ones_like(TOKENS), learnt), trained_part(cases.parameters(definition, seed=5))
+    params = cases.parameters(definition)
+    ((loss, terms), grads), fixed = compute(plan, params, batch, trained=trained, loss_chunk=8)
     limit = cases.bound(definition.config, passes=2)
     assert cases.error(loss, expected) < limit
     assert set(terms) == {"cross_entropy", "divergence", "hidden"}
-    assert cases.error_but_for_padding(grads.pop("head")["table"], wanted["head"]["table"]) < limit
-    worst = jax.tree.map(cases.error, grads, {name: wanted[name] for name in grads})
+    worst = experts.errors(grads, wanted)
     assert max(jax.tree.leaves(worst)) < limit, worst
     # What is shared lies there once: the teacher holds no more than what trains.
     assert set(fixed["model"]) == {"embedding", "lower"} and set(fixed["teacher"]) == set(trained)

@@ -139,6 +139,17 @@ class Source:
     __repr__ = shown
 
 
+def from_file(path: str | pathlib.Path, dtype: np.dtype, count: int, *, offset: int) -> np.ndarray:
+    """Values at `offset` bytes. Raises UserError if the file cannot be read, or is shorter than when it was opened."""
+    try:
+        content = np.fromfile(path, dtype, count, offset=offset)
+    except OSError as error:
+        raise UserError(f"cannot read {str(path)!r}: {error.strerror or error}") from None
+    if len(content) != count:
+        raise UserError(f"{str(path)!r} was cut short: it was complete when it was opened")
+    return content
+
+
 def dims(model: ModelConfig) -> dict[str, str]:
     """The dimensions of each array by name: {"layers/attention/query": "DNH", ...}.
 

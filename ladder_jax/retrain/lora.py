@@ -80,12 +80,11 @@ class FactorSizes(Sizes):
 def declare(definition: ModelDef, *, config: LoraConfig, layers: int) -> nnx.Dict:
     """The factors of the targets in the topmost `layers` layers, stacked; `down` starts random, `up` zero."""
     ranks = definition.layout.ranks
-    shape = Sizes(definition.config, ranks)
     sizes = FactorSizes(definition.config, ranks, stacked=True, layers=layers, low_rank=config.rank)
 
     def factors(dims: str) -> nnx.Dict:
         down, up = LowRank.dims(dims)
-        fan_in = math.prod(shape[dim] for dim in CONTRACTED[dims])
+        fan_in = math.prod(sizes[dim] for dim in CONTRACTED[dims])
         normal = parameter.Normal(1 / math.sqrt(fan_in))
         return nnx.Dict(
             down=parameter.declare(down, sizes=sizes, init=normal),

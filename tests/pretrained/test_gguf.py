@@ -160,7 +160,7 @@ def test_damage(tmp_path):
     file.write_bytes(whole)
     value = pretrained.open(file).arrays[Key("layers/attention/value", 1)]
     file.write_bytes(whole[:-1000])
-    with pytest.raises(UserError, match=r"cannot read blk.1.attn_v.weight of .*: it ends after"):
+    with pytest.raises(UserError, match="file.gguf' was cut short"):
         value.read()
 
 

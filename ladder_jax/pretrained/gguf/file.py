@@ -17,6 +17,7 @@ import ml_dtypes
 import numpy as np
 
 from ladder_jax.errors import UserError
+from ladder_jax.pretrained.source import from_file
 
 PLAIN = {"F32": np.dtype("float32"), "F16": np.dtype("float16"), "BF16": np.dtype(ml_dtypes.bfloat16)}
 """The types that are kept. All others are quantised, and become float32, which holds their values exactly."""
@@ -34,7 +35,6 @@ class Tensor:
     """shape: [out, in], as Hugging Face's matrices. kind: the type, such as "Q4_1". offset, size: in bytes."""
 
     path: str
-    name: str
     kind: str
     shape: tuple[int, ...]
     offset: int
@@ -45,19 +45,10 @@ class Tensor:
         return PLAIN.get(self.kind, np.dtype("float32"))
 
     def read(self) -> np.ndarray:
-        """The values, with this shape and dtype. Raises UserError if the file cannot be read or is cut off."""
-        try:
-            if self.kind in PLAIN:
-                return self._bytes(0, self.size).view(self.dtype).reshape(self.shape)
+        """The values, with this shape and dtype. Raises UserError if the file cannot be read or was cut short."""
+        if self.kind not in PLAIN:
             return self._dequantised()
-        except (OSError, ValueError) as error:
-            raise UserError(f"cannot read {self.name} of {self.path!r}: {error}") from None
-
-    def _bytes(self, start: int, size: int) -> np.ndarray:
-        content = np.fromfile(self.path, np.uint8, size, offset=self.offset + start)
-        if len(content) != size:
-            raise ValueError(f"it ends after {self.offset + start + len(content):,} bytes")
-        return content
+        return from_file(self.path, self.dtype, math.prod(self.shape), offset=self.offset).reshape(self.shape)
 
     def _dequantised(self) -> np.ndarray:
         package = _package()
@@ -67,8 +58,8 @@ class Tensor:
         step = max(1, BLOCK // width)
         for start in range(0, rows, step):
             count = min(step, rows - start)
-            packed = self._bytes(start * width, count * width).reshape(count, width)
-            out[start : start + count] = package.quants.dequantize(packed, kind)
+            packed = from_file(self.path, np.uint8, count * width, offset=self.offset + start * width)
+            out[start : start + count] = package.quants.dequantize(packed.reshape(count, width), kind)
         return out.reshape(self.shape)
 
 
@@ -190,7 +181,7 @@ def _tensor(path: str, name: str, shape: tuple[int, ...], number: int, offset: i
     values, size = package.GGML_QUANT_SIZES[kind]  # of a block: how many values, in how many bytes
     if shape[-1] % values:
         raise ValueError(f"the rows of {name}, of {shape[-1]} values, are no blocks of {kind.name}")
-    return Tensor(path, name, kind.name, shape, start + offset, math.prod(shape) // values * size)
+    return Tensor(path, kind.name, shape, start + offset, math.prod(shape) // values * size)
 
 
 @functools.cache

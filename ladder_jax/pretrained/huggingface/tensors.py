@@ -14,7 +14,7 @@ import ml_dtypes
 import numpy as np
 
 from ladder_jax.errors import UserError
-from ladder_jax.pretrained.source import Stored
+from ladder_jax.pretrained.source import Stored, from_file
 
 DTYPES = {
     "F32": np.dtype(np.float32),
@@ -33,14 +33,7 @@ class Tensor:
     offset: int
 
     def read(self) -> np.ndarray:
-        count = math.prod(self.shape)
-        try:
-            content = np.fromfile(self.file, self.dtype, count, offset=self.offset)
-        except OSError as error:
-            raise UserError(f"cannot read {str(self.file)!r}: {error.strerror or error}") from None
-        if len(content) != count:
-            raise UserError(f"{str(self.file)!r} was cut short: it was complete when it was opened")
-        return content.reshape(self.shape)
+        return from_file(self.file, self.dtype, math.prod(self.shape), offset=self.offset).reshape(self.shape)
 
 
 def tensors(file: pathlib.Path) -> dict[str, Tensor]:
