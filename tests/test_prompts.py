@@ -43,9 +43,7 @@ def test_a_file_of_prompts_goes_on_after_a_kill(tmp_path):
     def run():
         left = jsonl.unanswered(str(out), jobs)
         asked.append(len(left))
-        calls = []
-        jsonl.answer(ours, left, file=str(out), advance=lambda: calls.append(1))
-        assert len(calls) == len(left)
+        assert len(list(jsonl.answer(ours, left, file=str(out)))) == len(left)
 
     run()
     expected, content = lines_of(out), out.read_bytes()
@@ -112,18 +110,18 @@ def test_a_full_disk_keeps_whole_lines(tmp_path, largest_file):
     source, out = tmp_path / "prompts.jsonl", tmp_path / "out.jsonl"
     source.write_text("\n".join(map(json.dumps, PROMPTS * 2)))
     jobs, ours = jsonl.read(str(source), **READ), engine()
-    jsonl.answer(ours, jobs, file=str(out), advance=lambda: None)
+    list(jsonl.answer(ours, jobs, file=str(out)))
     content, expected = out.read_bytes(), lines_of(out)
     for room in (len(content) - 1, len(content) - 10, 3):
         out.unlink()
         largest_file(room)
         with pytest.raises(RunFailed, match="out.jsonl: File too large. What it holds is whole, and the same command"):
-            jsonl.answer(ours, jobs, file=str(out), advance=lambda: None)
+            list(jsonl.answer(ours, jobs, file=str(out)))
         largest_file(None)
         kept = out.read_bytes()
         assert kept == b"" or kept.endswith(b"\n")
         ours.run()  # those that were still at work
-        jsonl.answer(ours, jsonl.unanswered(str(out), jobs), file=str(out), advance=lambda: None)
+        list(jsonl.answer(ours, jsonl.unanswered(str(out), jobs), file=str(out)))
         assert lines_of(out) == expected
 
 

@@ -91,7 +91,7 @@ def test_a_file_of_prompts_has_a_line_for_it(tmp_path):
     source.write_text("\n".join(json.dumps({"prompt": text}) for text in ("b", chr(POISON), "b")))
     jobs, ours = jsonl.read(str(source), defaults=DecodeConfig(max_new_tokens=3), **READ), engine(poison=POISON)
     with pytest.raises(RunFailed, match="out.jsonl: 1 prompts have no answer; their lines say why"):
-        jsonl.answer(ours, jobs, file=str(out), advance=lambda: None)
+        list(jsonl.answer(ours, jobs, file=str(out)))
     answers = sorted(map(json.loads, out.read_text().splitlines()), key=lambda line: line["index"])
     assert [answer["finish_reason"] for answer in answers] == ["length", "error", "length"]
     assert answers[1]["text"] is None

@@ -165,12 +165,12 @@ def _file(asked: Asked) -> None:
     jobs, form = _jobs(asked)
     with jsonl.alone(out):
         left = jsonl.unanswered(out, jobs, **form)
-        answered = itertools.count(len(jobs) - len(left) + 1)
-        with progress(len(jobs), done=len(jobs) - len(left), label="{done}/{total} prompts") as update:
-            advance = lambda: update(next(answered), "")
+        done = len(jobs) - len(left)
+        with progress(len(jobs), done=done, label="{done}/{total} prompts") as update:
             if left:
                 engine = asked.engine_for([request for job in left for request in job.requests])
-                jsonl.answer(engine, left, file=out, advance=advance)
+                for number, _ in enumerate(jsonl.answer(engine, left, file=out), start=done + 1):
+                    update(number, "")
 
 
 def _jobs(asked: Asked) -> tuple[list, dict]:

@@ -238,9 +238,8 @@ async def _unless_disconnected[T](http: fastapi.Request, work) -> T:
 
 
 async def _cancel(handles: Sequence[Handle]) -> None:
-    for handle in handles:
-        if not handle.done:
-            handle.cancel()
+    for handle in handles:  # those that are done stay as they are
+        handle.cancel()
 
 
 def _event(value: dict) -> bytes:

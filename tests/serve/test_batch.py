@@ -43,7 +43,7 @@ def write(file, lines):
 def test_answers(make_engine, alone, tmp_path):
     """OpenAI's types read the bodies; the texts are those of the server's requests."""
     jobs, out = batch.read(write(tmp_path / "in.jsonl", LINES), **READ), tmp_path / "out.jsonl"
-    jsonl.answer(make_engine(), jobs, file=str(out), advance=lambda: None)
+    list(jsonl.answer(make_engine(), jobs, file=str(out)))
     answers = {answer["custom_id"]: answer for answer in map(json.loads, out.read_bytes().splitlines())}
     assert answers.keys() == {line["custom_id"] for line in LINES}
     one = answers["one"]
@@ -74,7 +74,7 @@ def test_it_goes_on_after_a_kill(make_engine, tmp_path):
     file, out, engine = write(tmp_path / "in.jsonl", LINES), tmp_path / "out.jsonl", make_engine()
     jobs = batch.read(file, **READ)
     unanswered = lambda jobs: jsonl.unanswered(str(out), jobs, identify=batch.identify, beginning=batch.BEGINNING)
-    run = lambda: jsonl.answer(engine, unanswered(jobs), file=str(out), advance=lambda: None)
+    run = lambda: list(jsonl.answer(engine, unanswered(jobs), file=str(out)))
     texts = lambda: {
         one["custom_id"]: one["response"]["body"]["choices"] for one in map(json.loads, out.read_bytes().splitlines())
     }

@@ -22,32 +22,36 @@ class Handle:
         self._engine = engine
         self._sequence = TokenSequence(request, decoder=decoder)
         self._changed = threading.Condition()
-        self._pieces: list[Piece] = []
-        self._outcome: Result | BaseException | None = None
+        self._events: list[Piece | Result | BaseException] = []  # pieces, and at last the result or the error
         self._listeners: list[Listener] = []
 
     def __repr__(self) -> str:
-        return f"Handle({self._outcome or 'not finished'!r}, of {self.request!r})"
+        return f"Handle({self._events[-1] if self.done else 'not finished'!r}, of {self.request!r})"
 
     @property
     def done(self) -> bool:
-        return self._outcome is not None
+        return bool(self._events) and isinstance(self._events[-1], Result | BaseException)
 
     def __iter__(self) -> Iterator[Piece]:
         """All pieces from the first on, at every iteration."""
         taken = 0
         while True:
-            self._wait(lambda: len(self._pieces) > taken or self.done)
-            if taken == len(self._pieces):
-                break
-            yield self._pieces[taken]
+            self._wait(lambda: len(self._events) > taken)
+            event = self._events[taken]
+            if isinstance(event, Result):
+                return
+            if isinstance(event, BaseException):
+                raise event
+            yield event
             taken += 1
-        self._finished()
 
     def result(self, timeout: float | None = None) -> Result:
         """Waits, at most `timeout` seconds. Raises TimeoutError after them, NoNumbers, or the engine's error."""
         self._wait(lambda: self.done, timeout)
-        return self._finished()
+        outcome = self._events[-1]
+        if isinstance(outcome, BaseException):
+            raise outcome
+        return outcome
 
     def subscribe(self, listener: Listener) -> None:
         """Calls `listener` with each piece from the first on, and at last with the result or the error.
@@ -56,54 +60,38 @@ class Handle:
         example to an event loop, and neither block nor raise.
         """
         with self._changed:
-            for piece in self._pieces:
-                listener(piece)
-            if self.done:
-                listener(self._outcome)
-            else:
-                self._listeners.append(listener)
+            for event in self._events:
+                listener(event)
+            self._listeners.append(listener)
 
     def cancel(self) -> None:
         """Ends the request as "cancelled" with its tokens so far: at once if it is queued, else at the next round."""
         self._engine.cancel(self)
 
     def take(self, tokens: Sequence[int], logprobs: Sequence[float] | None) -> Result | NoNumbers | None:
-        """For the engine: the next tokens. Returns the outcome with which it should `end` the request, None for none.
+        """For the engine: the next tokens. Returns the outcome that it should `post`, None for none.
 
         Tokens after its end are dropped.
         """
         piece, outcome = self._sequence.take(tokens, logprobs)
-        self._give(piece)
+        if piece:
+            self.post(piece)
         return outcome
 
     def cancelled(self) -> Result:
         """For the engine: the outcome of the tokens so far."""
         piece, result = self._sequence.end(Finish.CANCELLED)
-        self._give(piece)
+        if piece:
+            self.post(piece)
         return result
 
-    def end(self, outcome: Result | BaseException) -> None:
-        """For the engine: the request ends."""
+    def post(self, event: Piece | Result | BaseException) -> None:
+        """For the engine: what the request's user hears next; a result or an error ends the request."""
         with self._changed:
-            self._outcome = outcome
-            self._notify(outcome)
-            self._listeners.clear()
-
-    def _give(self, piece):
-        if piece:
-            with self._changed:
-                self._pieces.append(piece)
-                self._notify(piece)
-
-    def _notify(self, event):
-        self._changed.notify_all()
-        for listener in self._listeners:
-            listener(event)
-
-    def _finished(self):
-        if isinstance(self._outcome, BaseException):
-            raise self._outcome
-        return self._outcome
+            self._events.append(event)
+            self._changed.notify_all()
+            for listener in self._listeners:
+                listener(event)
 
     def _wait(self, ready, timeout=None):
         deadline = None if timeout is None else time.monotonic() + timeout

@@ -170,8 +170,8 @@ def unanswered[T](
     return list(left.values())
 
 
-def answer(engine: Engine, jobs: Iterable[Job], *, file: str, advance: Callable[[], object]) -> None:
-    """Appends a line to `file` as each job finishes, and calls `advance` for it.
+def answer(engine: Engine, jobs: Iterable[Job], *, file: str) -> Iterator[Job]:
+    """Appends a line to `file` as each job finishes, and yields the job.
 
     The line of a job that failed holds the error. Raises RunFailed at the end if any job failed, and for a full disk.
     """
@@ -194,7 +194,7 @@ def answer(engine: Engine, jobs: Iterable[Job], *, file: str, advance: Callable[
                 results = list(map(_result, handles))
                 failed += any(isinstance(result, NoNumbers) for result in results)
                 append(out, encoded(job.line(results)), file=file)
-                advance()
+                yield job
     if failed:
         raise RunFailed(f"{file}: {failed} prompts have no answer; their lines say why")
 

@@ -33,10 +33,10 @@ class Scheduler:
     """A bounded queue for `slots` slots, first come, first served. After an error it accepts no request."""
 
     def __init__(self, *, slots: int, max_queue: int):
-        self.max_queue = max_queue
+        self.slots, self.max_queue = slots, max_queue
         self.changed = threading.Condition(threading.RLock())  # guards all attributes below; notified of new work
         self._queue: collections.deque[Handle] = collections.deque()
-        self._slots: list[Handle | None] = [None] * slots
+        self._running: dict[int, Handle] = {}  # by slot
         self._cancelled: set[Handle] = set()  # those with a slot; the next `admit` ends them
         self._finished = dict.fromkeys([*map(str, Finish), "failed"], 0)
         self._prompt_tokens = self._new_tokens = 0
@@ -62,7 +62,7 @@ class Scheduler:
     def busy(self) -> bool:
         """Whether any request waits or runs."""
         with self.changed:
-            return bool(self._queue) or any(self._slots)
+            return bool(self._queue or self._running)
 
     def admit(self) -> list[tuple[int, Handle]]:
         """Frees the slots of cancelled requests and fills free slots from the queue. Returns the newly admitted."""
@@ -70,21 +70,20 @@ class Scheduler:
             for slot, handle in self.running():
                 if handle in self._cancelled:
                     self.release(slot, handle.cancelled())
-            free = [slot for slot, handle in enumerate(self._slots) if handle is None]
+            free = [slot for slot in range(self.slots) if slot not in self._running]
             admitted = [(slot, self._queue.popleft()) for slot in free[: len(self._queue)]]
-            for slot, handle in admitted:
-                self._slots[slot] = handle
-                self._prompt_tokens += len(handle.request.prompt)
+            self._running.update(admitted)
+            self._prompt_tokens += sum(len(handle.request.prompt) for _, handle in admitted)
             return admitted
 
     def running(self) -> list[tuple[int, Handle]]:
         with self.changed:
-            return [(slot, handle) for slot, handle in enumerate(self._slots) if handle]
+            return list(self._running.items())
 
     def release(self, slot: int, outcome: Result | BaseException) -> None:
         """Frees the slot and ends its request."""
         with self.changed:
-            handle, self._slots[slot] = self._slots[slot], None
+            handle = self._running.pop(slot)
             self._cancelled.discard(handle)
             self._end(handle, outcome)
 
@@ -94,27 +93,26 @@ class Scheduler:
             if handle in self._queue:
                 self._queue.remove(handle)
                 self._end(handle, handle.cancelled())
-            elif handle in self._slots:
+            elif handle in self._running.values():
                 self._cancelled.add(handle)
 
     def end_all(self, error: BaseException | None = None) -> None:
         """Ends all requests, waiting and running, with the error; without one they are cancelled."""
         with self.changed:
             self.error = self.error or error
-            handles = [*filter(None, self._slots), *self._queue]
-            self._queue.clear()
-            self._cancelled.clear()
-            self._slots = [None] * len(self._slots)
+            handles = [*self._running.values(), *self._queue]
+            for held in (self._running, self._queue, self._cancelled):
+                held.clear()
             for handle in handles:
                 self._end(handle, error or handle.cancelled())
 
     def stats(self) -> Stats:
         with self.changed:
             counts = dict(self._finished), self._prompt_tokens, self._new_tokens
-            return Stats(len(self._queue), len(self.running()), *counts)
+            return Stats(len(self._queue), len(self._running), *counts)
 
     def _end(self, handle, outcome):
         finished = isinstance(outcome, Result)
         self._finished[str(outcome.finish) if finished else "failed"] += 1
         self._new_tokens += len(outcome.tokens) if finished else 0
-        handle.end(outcome)
+        handle.post(outcome)
