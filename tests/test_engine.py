@@ -107,6 +107,7 @@ def test_random_traffic():
                     cancelled.add(handle)
                     handle.cancel()
             ours.step()
+            assert stays_within(ours)
         assert not compiled
     assert len(handles) == 24
     assert 0 < len(cancelled) < 12
@@ -375,7 +376,11 @@ def test_an_error_reaches_everyone_who_waits(threaded, monkeypatch):
 def test_a_long_prompt_keeps_nobody_waiting():
     """It is read a block a round, while others decode; who is cancelled in the middle leaves the slot as it was."""
     ours = engine(prefill_chunk=8)
+    ours.warm_up()
     short, long = Request([1, 2], max_new_tokens=60), Request(list(range(1, 41)), max_new_tokens=9)
+    with compilations.counted() as compiled:
+        ours.submit(long).result()
+    assert not compiled
     running = ours.submit(short)
     ours.step()
     reading, dropped = ours.submit(long), ours.submit(long)
