@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from ladder_jax import cli, decode, nn, parallel
-from ladder_jax.bench import measure, result, work
+from ladder_jax.bench import measure, picture, result, work
 from ladder_jax.bench import request as requests
 from ladder_jax.config import Loop, preset
 from ladder_jax.decode import memory, weights
@@ -25,7 +25,7 @@ ASKED = "--model tiny --residual standard,ladder --prompt-length 8 --new-tokens 
 def answer(run_cli, tmp_path_factory):
     """The JSON of one run on 8 simulated devices, and the folder that it wrote to."""
     folder = tmp_path_factory.mktemp("bench")
-    words = [*ASKED, "--layers", 1, "--batch", "1,2", "--json", "--out", "speed.json"]
+    words = [*ASKED, "--layers", 1, "--batch", "1,2", "--json", "--out", "speed.json", "--plot", "speed.png"]
     done = run_cli("bench", *words, cwd=folder, check_status=0)
     assert len(done.stdout.splitlines()) == 1
     return json.loads(done.stdout), folder
@@ -43,7 +43,8 @@ def test_json(answer):
     assert names == [(1, "standard"), (1, "ladder"), (2, "standard"), (2, "ladder")]
     assert "never overlaps communication" in found["notices"][0]
     assert json.loads((folder / "speed.json").read_text()) == found
-    assert os.listdir(folder) == ["speed.json"]
+    assert sorted(os.listdir(folder)) == ["speed.json", "speed.png"]
+    assert (folder / "speed.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_the_rows_can_be_recomputed(answer):
@@ -283,7 +284,8 @@ MISTAKES = {
     "--repeats -1": "--repeats must be positive, not -1",
     "--layers 0": "--layers must be positive, not 0",
     "--layers some": "invalid int value: 'some'",
-    "--plot a.png": "unknown option '--plot'",
+    "--repeat 3 --plots x": "unknown option '--plots'; did you mean '--plot'?",
+    "--plot speed.gif": "--plot speed.gif: the file must end in .png or .svg or .pdf",
     "--out nowhere/speed.json": "--out nowhere/speed.json: there is no folder nowhere",
     "--out .": "--out .: this is a folder; name a file in it",
     "--model llama-3.1-405b --batch 64": "llama-3.1-405b at batch 64 needs ",
@@ -293,7 +295,7 @@ MISTAKES = {
 @pytest.mark.parametrize("words", MISTAKES)
 def test_mistakes_are_one_line_and_measure_nothing(words, mistake, monkeypatch):
     monkeypatch.setattr(roofline, "copy_bandwidth", None)
-    assert MISTAKES[words] in mistake("bench", *ASKED, "--out", "speed.json", *words.split())
+    assert MISTAKES[words] in mistake("bench", *ASKED, "--out", "speed.json", "--plot", "speed.png", *words.split())
 
 
 def test_too_big_for_the_memory(monkeypatch):

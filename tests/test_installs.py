@@ -95,6 +95,7 @@ from ladder_jax.cli import main
 for words in (
     "predict --model tiny --hardware h100-nvlink",
     "overlap --model tiny --residual ladder --target cpu:8 --phase decode",
+    "bench --model tiny --residual ladder",
 ):
     print(words.split()[0], main([*words.split(), "--plot", "picture.png"]))
 """
@@ -103,5 +104,5 @@ for words in (
 def test_a_picture_names_its_extra_before_the_work(tmp_path):
     done = run(PICTURES, tmp_path)
     said = "ladder-jax: --plot picture.png: a picture needs matplotlib: pip install 'ladder-jax[plot]'\n"
-    assert (done.returncode, done.stdout, done.stderr) == (0, "predict 2\noverlap 2\n", 2 * said)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "predict 2\noverlap 2\nbench 2\n", 3 * said)
     assert not list(tmp_path.iterdir())

@@ -13,11 +13,12 @@ COMPILERS = {"tpu": ("libtpu",), "gpu": ("jax-cuda13-plugin", "jax-cuda12-plugin
 def run(args: dict) -> None:
     """Print the result. An invalid argument raises UserError before anything is measured or written."""
     files.check_writable("out", args["out"])
+    files.check_picture("plot", args["plot"])
     request = requests.make(**{name: args[name] for name in requests.OPTIONS})
 
     import jax  # after the arguments are checked, because it takes seconds
 
-    from ladder_jax.bench import measure, result
+    from ladder_jax.bench import measure, picture, result
     from ladder_jax.parallel import make_mesh
     from ladder_jax.progress import progress
 
@@ -39,3 +40,5 @@ def run(args: dict) -> None:
         platform=device.platform,
     )
     terminal.answer(answer, as_json=args["json"], out=args["out"])
+    if args["plot"]:
+        picture.plot(answer, file=args["plot"])

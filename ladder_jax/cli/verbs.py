@@ -331,7 +331,7 @@ VERBS = {
     ),
     "bench": Verb(
         "Time prefill and decode of residual topologies in turns, and hold them to the device's own limits.",
-        "ladder-jax bench --model llama-3.2-1b --residual standard,ladder --batch 1,16 --out speed.json",
+        "ladder-jax bench --model llama-3.2-1b --residual standard,ladder --batch 1,16 --plot speed.png",
         "ladder_jax.bench.command:run",
         {
             "--model MODEL": needed("a preset, or any model; weights are random"),
@@ -347,6 +347,7 @@ VERBS = {
             **LAYERS,
             **JSON,
             "--out FILE": "write that object to a file",
+            "--plot FILE": "draw tokens/s and bandwidth by batch (PNG, SVG, PDF)",
         },
     ),
     "predict": Verb(
