@@ -13,8 +13,7 @@ from ladder_jax import cli, decode, nn, parallel
 from ladder_jax.bench import measure, picture, result, work
 from ladder_jax.bench import request as requests
 from ladder_jax.config import Loop, preset
-from ladder_jax.decode import memory, weights
-from ladder_jax.errors import UserError
+from ladder_jax.decode import weights
 from ladder_jax.predict.work import Model
 from ladder_jax.schedule import roofline
 
@@ -57,15 +56,10 @@ def test_the_rows_can_be_recomputed(answer):
         prefill, decoding = (statistics.median(row[f"{name}_seconds_each"]) for name in ("prefill", "decode"))
         assert min(prefill, decoding) > 0
         expected = dict(
-            prefill_seconds=prefill,
-            decode_seconds=decoding,
             step_seconds=decoding / 4,
             tokens_per_second=row["batch"] * 5 / (prefill + decoding),
-            tokens_per_second_per_user=5 / (prefill + decoding),
-            bytes_per_second=bytes_by_hand(8, batch=row["batch"], layers=1) / (decoding / 4),
-            bandwidth_share=row["bytes_per_second"] / copy,
-            prefill_flops_per_second=row["prefill_flops"] / prefill,
-            matmul_share=row["prefill_flops_per_second"] / matmul,
+            bandwidth_share=bytes_by_hand(8, batch=row["batch"], layers=1) / (decoding / 4) / copy,
+            matmul_share=row["prefill_flops"] / prefill / matmul,
         )
         for name, value in expected.items():
             assert row[name] == pytest.approx(value, rel=1e-9)
@@ -116,8 +110,6 @@ def test_one_ranks_share(told):
     assert "a rank's share of tensor parallelism over 8" in found["notices"][0]
     variants = [(row["residual"], row["interleave"]) for row in found["rows"]]
     assert variants == [("standard", 1), ("standard", 2), ("ladder", 1), ("ladder", 2)]
-    ratios = [(row["residual"], row["interleave"], row["against"]) for row in found["ratios"]]
-    assert ratios == [(*variant, "standard") for variant in variants[1:]]
     begins = ("standard in two halves prefills ", "ladder decodes ", "ladder in two halves prefills ")
     assert all(line.startswith(begin) for line, begin in zip(found["verdict"], begins, strict=True))
     whole = shard("tiny", tensor=8, num_layers=1, residual="ladder")
@@ -183,20 +175,17 @@ def test_prefill_flops_are_split():
 
 def test_weights_are_made_once_in_the_compute_dtype():
     """Eight devices and four key/value heads: some devices hold the same head."""
-    names = ("standard", "parallel-shared-norm")
     mesh = parallel.make_mesh(tensor=8)
-    definitions = [nn.define(preset("tiny", num_layers=2, residual=name), mesh=mesh) for name in names]
+    names = ("standard", "parallel-shared-norm")
+    definitions = [nn.define(preset("tiny", num_layers=1, residual=name), mesh=mesh) for name in names]
     named = lambda tree: {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree.leaves_with_path(tree)}
     standard, shared = map(named, measure.random_weights(definitions))
-    assert set(standard) - set(shared) == {f"['layers'][{i}]['mlp_norm']['scale']" for i in range(2)}
+    assert set(standard) - set(shared) == {"['layers'][0]['mlp_norm']['scale']"}
     assert all(shared[name] is standard[name] for name in shared)
-    query = standard["['layers'][0]['attention']['query']"]
-    gain = standard["['final_norm']['scale']"]
-    assert query.dtype == jnp.bfloat16
-    assert gain.dtype == jnp.float32
-    assert (np.asarray(gain) == 1).all()
-    assert abs(float(jnp.std(query.astype(jnp.float32))) - 0.02) < 1e-3
-    assert not np.array_equal(query, standard["['layers'][1]['attention']['query']"])
+    assert (np.asarray(standard["['final_norm']['scale']"]) == 1).all()
+    key, value = (standard[f"['layers'][0]['attention']['{name}']"] for name in ("key", "value"))
+    assert abs(float(jnp.std(key.astype(jnp.float32))) - 0.02) < 1e-3
+    assert not np.array_equal(key, value)
     asked = named(weights.abstract(definitions[0], loop=Loop.UNROLLED))
     described = lambda arrays: {name: (one.shape, one.dtype, one.sharding) for name, one in arrays.items()}
     assert described(standard) == described(asked)
@@ -296,17 +285,6 @@ MISTAKES = {
 def test_mistakes_are_one_line_and_measure_nothing(words, mistake, monkeypatch):
     monkeypatch.setattr(roofline, "copy_bandwidth", None)
     assert MISTAKES[words] in mistake("bench", *ASKED, "--out", "speed.json", "--plot", "speed.png", *words.split())
-
-
-def test_too_big_for_the_memory(monkeypatch):
-    device = jax.devices()[0]
-    assert memory.room(device, devices=8) * 8 <= os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    memory.check({"weights": 1.0}, room=None, what="tiny", instead="")
-    memory.check({"weights": 1.0, "cache": 2.0}, room=3, what="tiny", instead="")  # what just fits
-    with pytest.raises(UserError) as error:
-        memory.check({"weights": 2 * 2**30, "cache": 2**30}, room=2**31, what="tiny", instead="ask for less")
-    expected = "tiny needs 3.0 GiB a device (weights 2.0, cache 1.0), but there are 2.0: ask for less"
-    assert str(error.value) == expected
 
 
 def test_running_out_of_memory_is_one_line(mistake, monkeypatch):

