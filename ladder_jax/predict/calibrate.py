@@ -6,14 +6,10 @@ import json
 import pathlib
 import platform
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from ladder_jax import files
 from ladder_jax.config.fields import check
 from ladder_jax.predict import machine
-
-if TYPE_CHECKING:
-    from ladder_jax.predict.measure import Reduced
 
 REPEATS = 10
 UNSTEADY = 0.5  # spread (interquartile range over median) from which a timing gets a note
@@ -70,7 +66,8 @@ def _write_checked(path: str, text: str) -> None:
     machine.load(path)
 
 
-def _print(calibrated: machine.Machine, out: str, reduced: Sequence["Reduced"], *, simulated: bool) -> None:
+def _print(calibrated: machine.Machine, out: str, reduced: Sequence, *, simulated: bool) -> None:
+    """reduced: `measure.Reduced`, of each all-reduce."""
     print(f"{out}: {calibrated.devices} devices")
     if simulated:
         print(f"note: {SIMULATED}")

@@ -22,7 +22,7 @@ def of_training(config: RunConfig, *, kind: str, say: Callable[[str], None]) -> 
         return config
     decided = lambda choice: dataclasses.replace(config, train=dataclasses.replace(train, interleave=choice))
     try:
-        halves = decided(Interleave.HALVES)
+        decided(Interleave.HALVES)
     except UserError as error:  # the settings allow none
         say(f"train.interleave=auto: 1, as {error}")
         return decided(Interleave.WHOLE)
@@ -30,9 +30,9 @@ def of_training(config: RunConfig, *, kind: str, say: Callable[[str], None]) -> 
     rows = train.batch // (mesh.data * mesh.fsdp) // train.accumulate
     block = shard.prefill(rows=rows, prompt_length=train.sequence)
     form = Form.SEQUENCE_PARALLEL if train.sequence_parallel else Form.ALL_REDUCE
-    faster, why = _faster(shard, block, form, phase=Phase.TRAIN, kind=kind)
-    say(f"train.interleave=auto: {2 if faster else 1}, {why}")
-    return halves if faster else decided(Interleave.WHOLE)
+    interleave, why = _fastest(shard, block, form, phase=Phase.TRAIN, kind=kind)
+    say(f"train.interleave=auto: {interleave.value}, {why}")
+    return decided(interleave)
 
 
 def of_reading(
@@ -45,23 +45,22 @@ def of_reading(
     shard = Model(definition.config, 1 if layout.emulated else layout.ranks)
     block = shard.prefill(rows=1, prompt_length=min(tokens, settings.prefill_chunk))
     kind = layout.mesh.devices.flat[0].device_kind
-    faster, why = _faster(shard, block, Form.ALL_REDUCE, phase=Phase.PREFILL, kind=kind)
-    say(f"decode.interleave=auto: {2 if faster else 1}, {why}")
-    return dataclasses.replace(settings, interleave=Interleave.HALVES if faster else Interleave.WHOLE)
+    interleave, why = _fastest(shard, block, Form.ALL_REDUCE, phase=Phase.PREFILL, kind=kind)
+    say(f"decode.interleave=auto: {interleave.value}, {why}")
+    return dataclasses.replace(settings, interleave=interleave)
 
 
-def _faster(shard: Model, block: Block, form: Form, *, phase: Phase, kind: str) -> tuple[bool, str]:
-    """Whether two halves are predicted to be faster than the whole batch in this form, by what is worth it; and why."""
+def _fastest(shard: Model, block: Block, form: Form, *, phase: Phase, kind: str) -> tuple[Interleave, str]:
+    """Halves where they are predicted to be faster in this form, by what is worth it; and why."""
     if shard.ranks == 1:
-        return False, "as one tensor rank communicates nothing"
+        return Interleave.WHOLE, "as one tensor rank communicates nothing"
     name = machine_of(kind)
     if name is None:
-        return False, f"as nothing is predicted for {kind}"
-    seconds = {1: [], 2: []}
-    for one in model.passes(shard, machine.load(name), block, phase=phase):
-        if one.program.form is form:
-            seconds[one.program.interleave].append(one.seconds)
-    if not seconds[2]:
-        return False, "as this model has no halves"
-    gain = min(seconds[1]) / min(seconds[2])
-    return gain >= WORTH, f"predicted to be {gain:.2f} x as fast in halves on {name}"
+        return Interleave.WHOLE, f"as nothing is predicted for {kind}"
+    found = [one for one in model.passes(shard, machine.load(name), block, phase=phase) if one.program.form is form]
+    whole, halves = ([one.seconds for one in found if one.interleave == parts] for parts in (1, 2))
+    if not halves:
+        return Interleave.WHOLE, "as this model has no halves"
+    gain = min(whole) / min(halves)
+    interleave = Interleave.HALVES if gain >= WORTH else Interleave.WHOLE
+    return interleave, f"predicted to be {gain:.2f} x as fast in halves on {name}"

@@ -11,7 +11,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -49,10 +49,8 @@ class Timing(NamedTuple):
     spread: float
 
 
-class Timed(Protocol):
-    """Times `run`, which has `of` operations."""
-
-    def __call__(self, run: Callable[[], object], *, of: int) -> Timing: ...
+type Timed = Callable[..., Timing]
+"""`timed` with its numbers of runs."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,12 +1,10 @@
 """`ladder-jax predict` as a user meets it: the answer, the advice, and mistakes."""
 
-import json
-
 import pytest
 
 from ladder_jax.config import EXPERT_RESIDUALS, RESIDUALS
 from ladder_jax.predict import result
-from tests.predict.asked import predict, run
+from tests.predict.asked import answered, predict, run
 
 
 @pytest.mark.parametrize(
@@ -29,11 +27,8 @@ def test_every_topology_has_its_preference():
     assert set(result.PREFERENCE) - {"ladder-K"} < {*RESIDUALS, *EXPERT_RESIDUALS}
 
 
-def test_json(run_cli):
-    done = run_cli("predict", "--model", "llama-3-70b", "--hardware", "v5p", "--tensor", 8, "--json", check_status=0)
-    assert len(done.stdout.splitlines()) == 1
-    assert done.stderr == ""
-    found = json.loads(done.stdout)
+def test_json(capsys):
+    found = answered(capsys, "--model", "llama-3-70b", "--hardware", "v5p", "--tensor", 8)
     assert (found["model"], found["hardware"], found["tensor"], found["batch"]) == ("llama-3-70b", "v5p", 8, 1)
     assert (found["prompt_length"], found["new_tokens"]) == (1024, 512)
     rows = {row["residual"]: row for row in found["rows"]}
