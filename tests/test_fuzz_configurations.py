@@ -2,22 +2,26 @@
 
 import collections
 
+import pytest
+
 from experiments.fuzz_configurations import __main__ as command
 from experiments.fuzz_configurations import compare, walk
 from experiments.fuzz_configurations.draw import CHECKS, draw, override
 from ladder_jax.errors import UserError
 from ladder_jax.residual import recurrence
 
-SEED, COUNT = 616, 6
+SEED = 616
 
 
-def test_every_case_computes_what_the_reference_does():
-    met = list(walk.outcomes(draw(SEED, index) for index in range(COUNT)))
+@pytest.mark.parametrize("indices", [(2, 3), pytest.param((0, 1, 4, 5), marks=pytest.mark.full)])
+def test_every_case_computes_what_the_reference_does(indices):
+    """By all kinds of comparisons but of held-out losses."""
+    met = list(walk.outcomes(draw(SEED, index) for index in indices))
     for case, outcome in met:
-        assert outcome.what != "failed", command.failure(case, outcome)
-    assert sum(outcome.what == "ran" for _, outcome in met) >= 0.75 * COUNT, command.refusals(met)
+        assert outcome.what == "ran", command.failure(case, outcome)
     checks = command.compared(met)
-    assert checks["gradients"] >= COUNT / 2 and len(checks) >= 4, checks
+    assert checks["gradients"] >= len(indices) / 2 and checks.keys() & set(CHECKS)
+    assert indices != (2, 3) or checks.keys() >= {"inference", "another mesh", "resumed"}, checks
 
 
 def found():

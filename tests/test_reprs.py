@@ -1,7 +1,6 @@
 """What a notebook shows of an object is a few lines that say what matters: 2,000 characters and 30 lines at most."""
 
 import dataclasses
-import functools
 import json
 import pathlib
 
@@ -12,18 +11,8 @@ import pytest
 from flax import nnx
 
 from ladder_jax import checkpoint, config, decode, nn, parallel, pretrained, residual, schedule
-from ladder_jax.bench import measure, result
-from ladder_jax.bench import request as bench
 from ladder_jax.data.store import Store
 from ladder_jax.data.tokenizer import HuggingFace
-from ladder_jax.overlap import request
-from ladder_jax.overlap import result as overlap
-from ladder_jax.overlap.compile import Record
-from ladder_jax.plan import plans
-from ladder_jax.plan import request as plan
-from ladder_jax.predict import request as predict
-from ladder_jax.predict import result as predicted
-from ladder_jax.schedule.roofline import Ceiling
 from ladder_jax.train.step import TrainState
 from tests import cases, tokenizers
 from tests.hlo import text
@@ -44,18 +33,6 @@ def source(tmp_path):
     }
     files = {"tokenizer.json": b"x" * 2_000_000}
     return pretrained.Source("a/model.gguf", BIG, arrays, 2048, files, {"eos_token_id": list(range(1000))})
-
-
-@functools.cache
-def an_engine():
-    config = cases.model("ladder", num_layers=1, d_model=16, num_heads=2, num_kv_heads=2, d_ff=16)
-    return decode.Engine(nn.Transformer(config, rngs=nnx.Rngs(0)), slots=2, capacity=64)
-
-
-def handle(tmp_path):
-    started = an_engine().submit(decode.Request(range(60), max_new_tokens=2))
-    started.result()
-    return started
 
 
 def opened(tmp_path):
@@ -104,31 +81,6 @@ def report(tmp_path):
     return dataclasses.replace(one, reductions=many)
 
 
-def overlapped(tmp_path):
-    asked = request.make(target="v5e:2x4", model="llama-3-70b", residual="ladder", phase=config.Phase.DECODE)
-    kept = Record(text("tpu7x-unrolled"), "1", "c", {}, "chained", ("n",), 1.0, *[1] * 7)
-    return overlap.read(asked, kept)
-
-
-def benched(tmp_path):
-    asked = bench.make(model="llama-3-70b", residual="standard,ladder", batch="1,4,16,64")
-    seconds = dict(prefill=(1.0,) * 100, decode=(2.0,) * 100, step_bytes=1e9, prefill_flops=10)
-    names = [(name, batch) for name in asked.residuals for batch in asked.batches]
-    ceiling = Ceiling(*[(1.0, 2.0) if f.name == "rates" else "an array" for f in dataclasses.fields(Ceiling)])
-    return result.Result(
-        request=asked,
-        measurement=measure.Measurement(ceiling, ceiling, tuple(measure.Samples(*n, **seconds) for n in names)),
-        device="NVIDIA H100",
-        devices=8,
-        versions={},
-        platform="gpu",
-    )
-
-
-def planned(tmp_path):
-    return plans.answer(plan.make(model="llama-3-8b", target="v5p:2x2x2", tokens=65536, sequence=2048), compiled=0)
-
-
 LONG = dict(max_new_tokens=7, temperature=0.5, stop=["stop"] * 100, seed=1)
 OBJECTS = {
     "model": (lambda _: model(), "Transformer of 1,552,"),
@@ -137,7 +89,6 @@ OBJECTS = {
     "parameter": (lambda _: model().head.table, "Parameter(VD   256 x 128 float32)"),
     "definition": (lambda _: model().definition, "ModelDef(config=ModelConfig(num_layers=8, "),
     "program": (lambda _: nn.compiled_logits(model().definition), "compiled_logits.<locals>.stripped, no options"),
-    "mesh": (lambda _: parallel.make_mesh(tensor=4), "'tensor'"),
     "configuration": (lambda _: BIG, "biases='all', qk_norm=True, residual='desync-2', ranks=2)"),
     "a run's configuration": (lambda _: saved(_).config, "\n  lora=LoraConfig(rank=4),\n"),
     "topology": (lambda _: residual.topology("ladder", num_layers=126, ladder_layers="63"), "  layers 63-125: "),
@@ -146,8 +97,6 @@ OBJECTS = {
     "opened": (opened, "OpenedModel('a/model.gguf', a Source)"),
     "model with text": (text_model, "float32\n  tokenizer: Bytes("),
     "generator": (generator, "Generator(loop='unrolled', quantize='none', of ModelDef("),
-    "engine": (lambda _: an_engine(), "Engine(2 slots of 64 tokens: 0 running, 0 waiting of at most 256)"),
-    "handle": (handle, "finish='length', prompt_tokens=60), of Request(prompt=(0, 1, 2, 3, 4, 5, 6, 7, ...)"),
     "request": (lambda _: decode.Request(range(10_000), **LONG), "max_new_tokens=7, temperature=0.5, seed=1"),
     "result": (
         lambda _: decode.Result(tuple(range(9999)), "text " * 9999, (0.5,) * 9999, decode.Finish.STOP, 7),
@@ -159,13 +108,6 @@ OBJECTS = {
     "tokenizer": (lambda path: HuggingFace(pathlib.Path(tokenizers.folder(path / "t"))), "HuggingFace("),
     "report": (report, "... and 104 more rows"),
     "target": (lambda _: schedule.parse("v5p:4x4x4"), "4x4x4"),
-    "overlap": (overlapped, "Result(llama-3-70b, ladder, decode on v5e:2x4: 5 of 6 all-reduces hidden; "),
-    "bench": (benched, "ladder decodes 1.00x standard"),
-    "plan": (planned, "candidates fit, the fastest Candidate("),
-    "predict": (
-        lambda _: predicted.predict(predict.make(model="llama-3-70b", hardware="h100-nvlink")),
-        "take ladder\n  Row(standard: ",
-    ),
 }
 
 
