@@ -81,17 +81,9 @@ def rope(x, shape):
     freq = shape.theta ** (-2.0 * np.arange(half) / x.shape[-1])
     if shape.llama3:
         factor, low, high, context = shape.llama3
-        out = []
-        for f in freq:
-            wavelength = 2 * np.pi / f
-            if wavelength < context / high:
-                out.append(f)
-            elif wavelength > context / low:
-                out.append(f / factor)
-            else:
-                smooth = (context / wavelength - low) / (high - low)
-                out.append((1 - smooth) * f / factor + smooth * f)
-        freq = np.array(out)
+        wavelength = 2 * np.pi / freq
+        smooth = np.clip((context / wavelength - low) / (high - low), 0, 1)  # 0: long wavelengths, 1: short ones
+        freq = (1 - smooth) * freq / factor + smooth * freq
     turn = jnp.exp(1j * np.arange(x.shape[-3])[:, None, None] * freq)
     z = (x[..., :half] + 1j * x[..., half:]) * turn
     return jnp.concatenate([z.real, z.imag], -1)

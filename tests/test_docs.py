@@ -2,7 +2,6 @@
 
 import doctest
 import importlib
-import importlib.util
 import json
 import os
 import pathlib
@@ -420,17 +419,6 @@ def test_the_citation_is_of_this_version():
     cited = yaml.safe_load((ROOT / "CITATION.cff").read_text())
     assert cited["version"] == ladder_jax.__version__ and cited["license"] == "Apache-2.0"
     assert "2501.06589" in cited["references"][0]["identifiers"][0]["value"]
-
-
-def test_docstrings_become_restructured_text():
-    spec = importlib.util.spec_from_file_location("docstrings", DOCS / "docstrings.py")
-    docstrings = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(docstrings)
-    text = "One of `a|b`, x*y.\n\n    x = f(1)\n\nrows: how many\n    of `them`; see x_\n**how: the rest"
-    assert docstrings.converted(text) == (
-        "One of ``a|b``, x\\*y.\n\n.. code-block:: python\n\n    x = f(1)\n\n"
-        "- ``rows``: how many of ``them``; see x\\_\n- ``**how``: the rest\n"
-    )
 
 
 def test_shapes_that_the_format_names():

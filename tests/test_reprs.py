@@ -106,7 +106,7 @@ OBJECTS = {
     "state": (state, "4,300 parameters"),
     "token store": (store, "199 documents, "),
     "tokenizer": (lambda path: HuggingFace(pathlib.Path(tokenizers.folder(path / "t"))), "HuggingFace("),
-    "report": (report, "... and 104 more rows"),
+    "report": (report, "... and 110 more rows"),
     "target": (lambda _: schedule.parse("v5p:4x4x4"), "4x4x4"),
 }
 

@@ -89,14 +89,12 @@ def check_halves(
         return
     whole_rows = rows % 2 == 0 or not sequence_parallel
     check(whole_rows, f"{setting} 2 halves the rows of a split stream, and {of_rows} gives {rows}: an odd number")
-    kind = parse_residual(model.residual).kind
-    reduces = kind not in ("desync", "no-communication")
+    reduces = parse_residual(model.residual).reduces_every_output
     check(reduces, f"{setting} 2 is for a residual that reduces every sublayer's output, not {model.residual}")
-    shared = kind == "farskip" and model.moe is not None and model.moe.shared_width
+    shared = model.residual == "farskip" and model.moe.shared_width
     check(not shared, f"{setting} 2 is not for farskip with a shared expert, which is reduced with attention")
-    form = collective_matmul.value
-    whole = collective_matmul is CollectiveMatmul.NONE
-    check(whole, f"{setting} 2 hides gathers and scatters, of which collective_matmul {form} leaves none")
+    form, none = collective_matmul.value, collective_matmul is CollectiveMatmul.NONE
+    check(none, f"{setting} 2 hides gathers and scatters, of which collective_matmul {form} leaves none")
 
 
 def check_collective_matmul(

@@ -6,6 +6,8 @@ import math
 import re
 from collections.abc import Callable, Iterable
 
+import numpy as np
+
 from ladder_jax.schedule import grouped
 from ladder_jax.schedule.grouped import Experts, Grouped
 from ladder_jax.schedule.hlo import Computation, Instruction, Program
@@ -202,32 +204,18 @@ def _convolution(conv: Instruction) -> int:
     left, right, out = (one.dims for one in (*conv.operands[:2], conv))
     window = dict(part.split("=") for part in conv.attribute("window").strip("{}").split())
     positions = 1
-    spatial = [label for label in out_labels if label.isdigit()]
-    for axis, label in enumerate(spatial):
-        setting = lambda name, default: window.get(name, "x".join([default] * len(spatial))).split("x")[axis]
-        positions *= _valid_positions(
-            size=left[left_labels.index(label)],
-            kernel=right[right_labels.index(label)],
-            out=out[out_labels.index(label)],
-            stride=int(setting("stride", "1")),
-            low=int(setting("pad", "0_0").split("_")[0]),
-            dilate=int(setting("lhs_dilate", "1")),
-            kernel_dilate=int(setting("rhs_dilate", "1")),
-        )
+    for axis, label in enumerate(filter(str.isdigit, out_labels)):
+
+        def setting(name: str, default: int) -> int:
+            return int(window[name].split("x")[axis].split("_")[0]) if name in window else default
+
+        outputs, elements = np.arange(out[out_labels.index(label)]), np.arange(right[right_labels.index(label)])
+        at = outputs[:, None] * setting("stride", 1) + elements * setting("rhs_dilate", 1) - setting("pad", 0)
+        dilate = setting("lhs_dilate", 1)
+        real = (at >= 0) & (at % dilate == 0) & (at // dilate < left[left_labels.index(label)])
+        positions *= int(real.sum())
     others = out[out_labels.index("b")] * out[out_labels.index("f")] * right[right_labels.index("i")]
     return 2 * others * positions
-
-
-def _valid_positions(
-    *, size: int, kernel: int, out: int, stride: int, low: int, dilate: int, kernel_dilate: int
-) -> int:
-    """Number of (output, kernel) index pairs of one dimension that read a real element of the input."""
-    count = 0
-    for o in range(out):
-        for k in range(kernel):
-            at = o * stride + k * kernel_dilate - low
-            count += at >= 0 and at % dilate == 0 and at // dilate < size
-    return count
 
 
 def _multiplied_sum(reduce: Instruction) -> int:

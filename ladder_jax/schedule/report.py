@@ -20,7 +20,7 @@ ENOUGH = 0.1
 The share is small because XLA issues a collective as late as its cost model allows: a window is often one matmul.
 """
 COLUMNS = ("reduction", "layers", "bytes", "count", "status", "compute under it, in sublayers", "in cycles")
-SHOWN = 20  # lines of the table in a repr; the command prints all
+SHOWN = 10  # rows of the table in a repr; the command prints all
 
 
 class Status(enum.Enum):
@@ -240,9 +240,8 @@ class Report:
         if self.merged:
             return f"{line}; {self.merged} were merged by the compiler, so no compute can hide them"
         if self.hidden == 0:
-            waits = {Status.SYNCHRONOUS: "synchronous"}
-            kinds = ", ".join(sorted({waits.get(r.status, "awaited where it is issued") for r in exposed}))
-            return f"{line}: each is {kinds}"
+            kind = lambda r: "synchronous" if r.status is Status.SYNCHRONOUS else "awaited where it is issued"
+            return f"{line}: each is {', '.join(sorted(set(map(kind, exposed))))}"
         if len(exposed) == 1 and exposed[0].layer == "last":
             if ENTER in exposed[0].collective.op_name:
                 return f"{line}; the gather of the head's input is left, which no sublayer can hide"
@@ -262,8 +261,7 @@ class Report:
             cycles = [r.collective.cycles for r in members if r.collective.cycles is not None]
             layers, count = layer_range([r.layer for r in members]), str(_count(members))
             windows = _range([r.window for r in members], "{:.2f}")
-            in_cycles = _range(cycles, "{:,}") if cycles else "-"
-            rows.append((title, layers, f"{size:,}", count, status.name.lower(), windows, in_cycles))
+            rows.append((title, layers, f"{size:,}", count, status.name.lower(), windows, _range(cycles, "{:,}")))
         return Table(COLUMNS, rows, left=("reduction", "layers", "status"))
 
     def explained(self) -> list[str]:
@@ -272,15 +270,16 @@ class Report:
         return [f"{s.name.lower()}: {s.value}" for s in statuses if s.value != s.name.lower()]
 
     def lines(self, *, width: int) -> list[str]:
-        """The verdict, as many of the table's rows as SHOWN lines hold, and the collectives of other purposes."""
-        full = self.table()
-        some = lambda count: Table(full.columns, full.rows[:count], left=full.left).lines(width)
-        count = next((n for n in range(len(full.rows), 0, -1) if len(some(n)) <= SHOWN), 0)
-        more = [f"... and {len(full.rows) - count} more rows"] if count < len(full.rows) else []
-        others = _count(self.others)
-        tail = [f"other collectives: {others}, {self.other_hidden} hidden"] if others else []
-        body = [*some(count), *more, *self.explained()] if full.rows else []
-        return [*self.verdict.split("; "), *body, *tail]
+        """The verdict, the table's first rows, and the collectives of other purposes."""
+        table, lines = self.table(), self.verdict.split("; ")
+        if table.rows:
+            lines += dataclasses.replace(table, rows=table.rows[:SHOWN]).lines(width)
+        if (more := len(table.rows) - SHOWN) > 0:
+            lines.append(f"... and {more} more rows")
+        lines += self.explained()
+        if others := _count(self.others):
+            lines.append(f"other collectives: {others}, {self.other_hidden} hidden")
+        return lines
 
 
 def _count(transfers: Sequence[Transfer], *statuses: Status) -> int:
@@ -326,5 +325,7 @@ def layer_range(names: Sequence[str]) -> str:
 
 
 def _range(values: Sequence[float], pattern: str) -> str:
+    if not values:
+        return "-"
     low, high = pattern.format(min(values)), pattern.format(max(values))
     return low if low == high else f"{low} - {high}"

@@ -4,7 +4,7 @@ import concurrent.futures
 
 import pytest
 
-from ladder_jax.config import Loop, Phase
+from ladder_jax.config import Launch, Loop, Phase
 from ladder_jax.overlap import compile as compiling
 from ladder_jax.overlap import request as requests
 from ladder_jax.overlap import result
@@ -22,6 +22,22 @@ def case(target, phase, residual="ladder", loop=Loop.UNROLLED, *, model="llama-3
     named = (f"{k}={getattr(v, 'value', v)}" for k, v in more.items())
     words = (model, residual, phase.value, request.loop.value, *named, target)
     return pytest.param(request, id="-".join(words), marks=pytest.mark.full if full else ())
+
+
+def counted(cases, **counts):
+    """These parameters `request_` with what `check` expects of each, as the parameter `counts`."""
+    return [pytest.param(*one.values, counts, id=one.id, marks=one.marks) for one in cases]
+
+
+def check(answer, *, all_reduces, hidden, all_to_alls=0, all_to_alls_hidden=0):
+    """None is merged, and so many are hidden at least, or none at all where that is 0: a control."""
+    found = answer.report
+    assert (found.all_reduces, found.all_to_alls, found.merged) == (all_reduces, all_to_alls, 0), answer.verdict
+    assert found.hidden >= hidden and found.all_to_alls_hidden >= all_to_alls_hidden, answer.verdict
+    assert hidden or not found.hidden, answer.verdict
+    assert all_to_alls_hidden or not found.all_to_alls_hidden, answer.verdict
+    if hidden and answer.record.launch == Launch.EXPLICIT.value:
+        assert found.window_flops_fraction["least"] >= 0.8, found.window_flops_fraction
 
 
 @pytest.fixture(scope="module")

@@ -4,8 +4,6 @@ See `test_overlap.py`. Machine code takes nine tenths of a compiler's time for T
 it: here one program a target and phase shows that it can be made, and leaves the schedule as it was.
 """
 
-import dataclasses
-
 import pytest
 
 from ladder_jax.config import CollectiveMatmul, ExpertParallelism, Loop, Phase, Remat
@@ -13,8 +11,8 @@ from ladder_jax.overlap import compile as compiling
 from ladder_jax.overlap import result
 from ladder_jax.overlap.compile import Until
 from tests.audit import conftest
-from tests.audit.conftest import LAYERS
-from tests.audit.test_overlap import ALL, TPUS, UNROLLED, case, check
+from tests.audit.conftest import LAYERS, check
+from tests.audit.test_overlap import ALL, TPUS, case
 
 pytestmark = [pytest.mark.audit, pytest.mark.machine_code]
 
@@ -73,12 +71,3 @@ def test_options_that_fail_to_compile_are_replaced(request_, compiled):
     check(answer, hidden=2 * LAYERS - 1, all_reduces=2 * LAYERS)
     assert any("the compiler fails with" in notice for notice in answer.record.notices)
     assert "xla_tpu_scoped_vmem_limit_kib" in answer.record.options
-
-
-def test_the_cache_is_used(monkeypatch):
-    [request] = UNROLLED[0].values
-    compiling.compiled(request, until=Until.SCHEDULE)
-    monkeypatch.setattr(compiling, "run_worker", None)
-    assert compiling.compiled(request, until=Until.SCHEDULE).hlo
-    with pytest.raises(TypeError):
-        compiling.compiled(dataclasses.replace(request, batch=request.batch + 1))

@@ -8,7 +8,7 @@ import pytest
 
 from ladder_jax.config import CollectiveMatmul, Phase
 from ladder_jax.schedule.report import Status
-from tests.audit.conftest import LAYERS, case
+from tests.audit.conftest import LAYERS, case, check
 from tests.audit.test_overlap import ALL, TPUS
 
 pytestmark = pytest.mark.audit
@@ -59,8 +59,7 @@ def test_the_compilers_form_hides_the_gathers(request_, compiled):
 @pytest.mark.parametrize("request_", PLAIN)
 def test_without_collective_matmuls_standard_hides_nothing(request_, compiled):
     """The control."""
-    answer = compiled(request_)
-    assert (answer.report.all_reduces, answer.report.hidden) == (4 * LAYERS + 1, 0)
+    check(compiled(request_), all_reduces=4 * LAYERS + 1, hidden=0)
 
 
 @pytest.mark.parametrize("request_", LADDERS)

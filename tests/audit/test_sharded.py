@@ -8,7 +8,7 @@ import pytest
 from ladder_jax.config import Loop, Phase
 from ladder_jax.schedule.report import Status, hidden_bytes
 from tests.audit import conftest
-from tests.audit.conftest import LAYERS
+from tests.audit.conftest import LAYERS, check
 from tests.audit.test_overlap import case
 
 pytestmark = pytest.mark.audit
@@ -67,5 +67,4 @@ def test_both_halves_of_a_reduction_are_hidden(request_, compiled):
 @pytest.mark.parametrize("request_", STANDARD)
 def test_standard_hides_nothing(request_, compiled):
     """The control."""
-    found = compiled(request_).report
-    assert (found.all_reduces, found.hidden) == (4 * LAYERS + 1, 0)
+    check(compiled(request_), all_reduces=4 * LAYERS + 1, hidden=0)
