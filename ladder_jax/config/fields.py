@@ -14,12 +14,12 @@ POSITIVE = (lambda value: value > 0, "be positive")
 NOT_NEGATIVE = (lambda value: value >= 0, "not be negative")
 
 # Types of fields: a number, and what it must be.
-Count = typing.Annotated[int, POSITIVE]
-Positive = typing.Annotated[float, POSITIVE]
-CountOrZero = typing.Annotated[int, NOT_NEGATIVE]
-PositiveOrZero = typing.Annotated[float, NOT_NEGATIVE]
-Share = typing.Annotated[float, (lambda value: 0 <= value <= 1, "be between 0 and 1")]
-Seed = typing.Annotated[int, (lambda value: 0 <= value < 2**32, "be between 0 and 2**32 - 1")]
+type Count = typing.Annotated[int, POSITIVE]
+type Positive = typing.Annotated[float, POSITIVE]
+type CountOrZero = typing.Annotated[int, NOT_NEGATIVE]
+type PositiveOrZero = typing.Annotated[float, NOT_NEGATIVE]
+type Share = typing.Annotated[float, (lambda value: 0 <= value <= 1, "be between 0 and 1")]
+type Seed = typing.Annotated[int, (lambda value: 0 <= value < 2**32, "be between 0 and 2**32 - 1")]
 
 
 def fit(config: object, section: str) -> None:
@@ -107,11 +107,12 @@ _SHORT = reprlib.Repr(maxtuple=8, maxlist=8, maxdict=4, maxset=4, maxfrozenset=4
 
 @functools.cache
 def _hints(cls: type) -> dict[str, typing.Any]:
-    return typing.get_type_hints(cls, include_extras=True)
+    return typing.get_type_hints(cls)
 
 
 def _coerce(value: object, hint: typing.Any, path: str) -> typing.Any:
     """`value` as the type `hint`, or a UserError. Only exact or lossless conversions are made."""
+    hint = getattr(hint, "__value__", hint)  # of an alias
     parts = typing.get_args(hint)
     if type(None) in parts:  # X | None
         return None if value is None else _coerce(value, parts[0], path)
