@@ -154,6 +154,13 @@ class LadderJax(TemplateLM):
         return Request(tokens, max_new_tokens=new, stop=stop, stop_ids=ends, seed=seed, **sampled)
 
 
+class Pairs(LadderJax):
+    """Gives the tokens of each context and continuation, in place of their scores."""
+
+    def _loglikelihood_tokens(self, requests, **_) -> list[Span]:
+        return [Span(context, scored) for _, context, scored in requests]
+
+
 MEAN = {"aggregation": "mean", "higher_is_better": True}
 CHOICES = {
     "output_type": "multiple_choice",
@@ -190,12 +197,12 @@ class LocalTask(ConfigurableTask):
     def download(self, *_, **__) -> None:
         self.dataset = {"test": datasets.Dataset.from_list(self._documents)}
 
-    def asked(self) -> list[list[tuple]]:
-        """The arguments of each question's requests."""
+    def asked(self) -> list[list[Instance]]:
+        """Each question's requests."""
         with contextlib.redirect_stderr(io.StringIO()):  # a progress bar of its own
             self.build_all_requests()
         by_question = itertools.groupby(self.instances, key=lambda instance: instance.doc_id)
-        return [[instance.args for instance in those] for _, those in by_question]
+        return [list(those) for _, those in by_question]
 
     def judged(self, index: int, responses: list) -> dict[str, tuple[list, dict]]:
         """For each filter: the filtered responses to question `index`, and their metrics."""

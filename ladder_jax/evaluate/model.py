@@ -1,7 +1,7 @@
 """What is evaluated: a model on its mesh with its tokenizer, by its name or from memory.
 
-From text to tokens it goes as lm-evaluation-harness does: lm_eval/api/model.py (TemplateLM.loglikelihood, _encode_pair)
-and lm_eval/models/huggingface.py (tok_encode, prefix_token_id, _loglikelihood_tokens), version 0.4.13.
+From text to tokens it goes as lm-evaluation-harness does: lm_eval/models/huggingface.py (tok_encode, prefix_token_id,
+_loglikelihood_tokens), version 0.4.13.
 """
 
 import dataclasses
@@ -97,29 +97,6 @@ class Model:
         single = [tokens for text in stop if len(tokens := self.tokenizer.encode_bare(text)) == 1]
         special = [token for (token,) in single if not self.tokenizer.to_bytes([token])]
         return [*self.tokenizer.stop_ids, *special]
-
-    def pair(self, context: str, continuation: str) -> Span:
-        """The span whose log-likelihood is that of `continuation` after `context`.
-
-        Spaces at the end of the context are moved to the continuation; then context + continuation is tokenized, and
-        what it has beyond as many tokens as the context alone has is scored, after the tokens of the context alone.
-        (Where the two meet within a token, these are not the first ones of the whole.) An empty context is the prefix
-        token, or the continuation's own first token, where that is the prefix.
-
-        Raises UserError where no token is left to be scored.
-        """
-        if stripped := context.rstrip():
-            before = self.encode(stripped)
-            scored = self.encode(context + continuation)[len(before) :]
-        else:
-            # The harness fails for a context of nothing but spaces; here it is an empty one.
-            scored = self.tokenizer.encode_bare(context + continuation)
-            before = [self.prefix]
-            if scored[:1] == before:
-                scored = scored[1:]
-        if not before or not scored:
-            raise UserError(f"{continuation!r} adds no token to what stands before it: nothing can be scored")
-        return Span(before, scored)
 
     def cut(self, span: Span) -> Span:
         """`span` without the tokens on its left for which the window has no room.

@@ -76,11 +76,12 @@ def multiple_choice(
     """
     harness = library()
     task = harness.LocalTask(harness.CHOICES, examples, shots=shots, pool=_pool(examples, shots, shots_from))
+    pairs = harness.Pairs(model)
     spans: list[list[Span]] = []
     truncated = 0
     for example, asked in zip(examples, task.asked()):
         try:
-            whole = [model.pair(*one) for one in asked]
+            whole = pairs.loglikelihood(asked, disable_tqdm=True)
             spans.append([model.cut(span) for span in whole])
         except UserError as error:
             raise UserError(f"line {example.line}: {error}") from None
@@ -141,7 +142,7 @@ def generation(
     config = {**harness.gsm8k(), "generation_kwargs": settings}
     task = harness.LocalTask(config, examples, shots=shots, pool=_pool(examples, shots, shots_from))
     lm = harness.LadderJax(model)
-    prompts = [prompt for ((prompt, _),) in task.asked()]
+    prompts = [asked.args[0] for (asked,) in task.asked()]
     requests = [lm.request(prompt, settings, seed=index) for index, prompt in enumerate(prompts)]
     about = [model.digest, max_new_tokens, list(stop), model.stop_ids(stop)]
     digests = [digest(about, list(request.prompt), one.answer) for request, one in zip(requests, examples)]

@@ -175,36 +175,8 @@ def test_too_large_for_a_float():
     assert huge.bits_per_byte > 0
 
 
-@pytest.mark.parametrize(
-    "context, continuation, before, scored",
-    [
-        ("the cat", " sat", "the cat", " sat"),
-        ("the cat  ", "sat", "the cat", "  sat"),  # spaces move
-        ("the cat \n", " ü", "the cat", " \n ü"),
-        ("", " the cat", "", " the cat"),
-        ("", BEGIN + "x", "", "x"),  # the prefix itself
-        ("   ", "x", "", "   x"),
-    ],
-)
-def test_pairs(context, continuation, before, scored, model, pieces):
-    """Tokens that are scored, by hand: with the beginning before the context, and without it after none."""
-    found = model.pair(context, continuation)
-    assert found.context == [pieces.begin_id, *pieces.encode_bare(before)]
-    assert pieces.to_bytes(found.scored).decode() == scored
-
-
-def test_a_token_of_both_is_scored(model, pieces):
-    """One that joins the last of the context and the first after it."""
-    found = model.pair("café 東", "京 🙂")
-    whole = pieces.encode("café 東京 🙂")
-    assert found.context == [pieces.begin_id, *pieces.encode_bare("café 東")] != whole[:6]
-    assert found.scored == whole[6:]
-
-
 def test_the_beginning_stands_once(model, pieces):
     assert model.encode(BEGIN + "x") == [pieces.begin_id, *pieces.encode_bare("x")]
-    with pytest.raises(UserError, match="adds no token"):
-        model.pair("", BEGIN)
 
 
 def test_prefix(pieces, bytes_model):
@@ -235,8 +207,11 @@ def test_a_continuation_longer_than_the_window(model):
 @needs_harness
 def test_shots(bytes_model, monkeypatch):
     """The first N, each with its answer; a question is not its own shot."""
-    asked, real = [], Model.pair
-    monkeypatch.setattr(Model, "pair", lambda self, context, *rest: asked.append(context) or real(self, context, *rest))
+    from ladder_jax.evaluate.harness import Pairs
+
+    asked, real = [], Pairs._encode_pair
+    record = lambda self, context, *rest: asked.append(context) or real(self, context, *rest)
+    monkeypatch.setattr(Pairs, "_encode_pair", record)
     shots = [Choice(i, f"q{i}", ("no", "yes"), i % 2) for i in range(3)]
     evaluate.multiple_choice(bytes_model, [shots[0]], shots=2, shots_from=shots)
     assert set(asked) == {"q1 yes\n\nq2 no\n\nq0"}
