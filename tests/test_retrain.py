@@ -17,7 +17,6 @@ from ladder_jax.checkpoint import manifest
 from ladder_jax.config import DecodeConfig
 from ladder_jax.errors import UserError
 from ladder_jax.pretrained.formats import open_model, open_source
-from ladder_jax.pretrained.source import REFIT
 from ladder_jax.pretrained.transformer import load
 from ladder_jax.side import define
 from ladder_jax.train import metrics
@@ -198,15 +197,6 @@ def test_a_start_that_has_changed_is_refused(trained, place, tmp_path):
     manifest.write(tmp_path / "copy" / "checkpoints" / "4")
     with pytest.raises(UserError, match="train.start: .* is not the checkpoint any more"):
         run(place, tmp_path / "copy", *EVERYTHING)
-
-
-def test_a_refitted_start_is_not_its_own_teacher(place, tmp_path):
-    shutil.copytree(place / "base", tmp_path / "half")
-    (tmp_path / "half" / REFIT).write_text("{}")
-    start = [*LADDER, f"train.start={tmp_path / 'half'}", "distill.residual=standard"]
-    with pytest.raises(UserError, match="half' were refitted, so they cannot teach as the original; name the model"):
-        run(place, tmp_path / "run", *start, "distill.teacher=start")
-    assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize("more, said", [

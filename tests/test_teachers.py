@@ -136,9 +136,10 @@ def test_what_was_refitted_is_of_one_topology(tmp_path):
         of_run(*allowed)
     (folder / "refit.json").write_text("{}")
     assert of_run(named, standard).teacher.refitted and of_run().start.refitted
+    other = "half' were refitted for standard, so they cannot teach as ladder; name the model"
     for more, said in (
-        (["distill.teacher=start", standard], "half' were refitted, so they cannot teach as the original; name the"),
-        ([named, "distill.residual=ladder"], "half' were refitted for standard, so they cannot teach as ladder; leave"),
+        (["distill.teacher=start", "distill.residual=ladder"], other),
+        ([named, "distill.residual=ladder"], other),
         (["conversion.steps=4"], "conversion.steps=4: .*half' were refitted, .*train.start=PATH.*conversion.steps=0"),
     ):
         with pytest.raises(UserError, match=said) as error:

@@ -109,16 +109,11 @@ def _check_refitted(config: RunConfig, sources: Sources) -> None:
         )
     if teacher is None or not teacher.refitted:
         return
-    if config.distill.teacher == START:
-        raise UserError(
-            f"distill.teacher={START}: the weights of {teacher.name!r} were refitted, so they cannot teach as the"
-            " original; name the model that was converted (distill.teacher=PATH)"
-        )
     own, wanted = teacher.config.model, teacher_model(config, sources)
     if residual.of_model(own) != residual.of_model(wanted):
         raise UserError(
             f"distill.teacher: the weights of {teacher.name!r} were refitted for {own.residual}, so they cannot teach"
-            f" as {wanted.residual}; leave distill.residual out, or name the model that was converted"
+            f" as {wanted.residual}; name the model that was converted (distill.teacher=PATH)"
         )
 
 
