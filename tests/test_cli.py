@@ -11,6 +11,7 @@ import jax
 import pytest
 
 from ladder_jax import cli, terminal
+from ladder_jax.cli import train
 from ladder_jax.errors import one_line
 from ladder_jax.schedule import targets
 
@@ -225,10 +226,11 @@ def test_control_characters_of_a_model_reach_no_terminal(monkeypatch, capsys):
     show(text)
     assert capsys.readouterr().out == "a\tb\n\\x1b]0;owned\\x07\\r\\x9b2J\\x7f \N{MAN}\u200d\N{WOMAN}"
     terminal.show(["\x1b[2J"])
-    terminal.say("two\nlines \x1b[2J")
+    for say in (terminal.say, train._say):
+        say("two\nlines \x1b[2J")
     shown = capsys.readouterr()
     assert shown.out == "\\x1b[2J\n"
-    assert shown.err == "two\nlines \\x1b[2J\n"
+    assert shown.err == 2 * "two\nlines \\x1b[2J\n"
 
 
 def test_generate_decides_about_halves(refused, trained, capsys):

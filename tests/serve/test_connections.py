@@ -82,7 +82,7 @@ def test_half_open(start, running):
 
 
 def is_closed(sock):
-    sock.settimeout(0.02)
+    sock.settimeout(0.002)
     try:
         return sock.recv(1) == b""
     except TimeoutError:
