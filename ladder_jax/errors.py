@@ -52,7 +52,7 @@ def wrong_type(what: str, value: object, *kinds: type) -> UserError:
     return UserError(f"{what} must be of type {' or '.join(kind.__name__ for kind in kinds)}, not {described(value)}")
 
 
-def whole(what: str, value: object, *, least: int | None = None) -> int:
+def whole(what: str, value: object, *, least: int) -> int:
     """`value` as an int. Raises UserError for another type, NumPy's integers excepted, and below `least`."""
     try:
         number = operator.index(value)
@@ -60,7 +60,7 @@ def whole(what: str, value: object, *, least: int | None = None) -> int:
         number = None
     if number is None or isinstance(value, bool):
         raise UserError(f"{what} must be a whole number, not {described(value)}")
-    if least is not None and number < least:
+    if number < least:
         raise UserError(f"{what} must be at least {least}, not {number}")
     return number
 

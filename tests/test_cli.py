@@ -11,7 +11,7 @@ import jax
 import pytest
 
 from ladder_jax import cli, terminal
-from ladder_jax.cli import train
+from ladder_jax.cli import generate, train
 from ladder_jax.errors import one_line
 from ladder_jax.schedule import targets
 
@@ -219,7 +219,7 @@ def test_a_message_is_one_line():
 def test_control_characters_of_a_model_reach_no_terminal(monkeypatch, capsys):
     """Other readers of standard output get the model's text as it is."""
     text = "a\tb\n\x1b]0;owned\x07\r\x9b2J\x7f \N{MAN}\u200d\N{WOMAN}"
-    show = lambda text: print(terminal.generated(text), end="")
+    show = lambda text: print(generate.shown(text), end="")
     show(text)
     assert capsys.readouterr().out == text
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)

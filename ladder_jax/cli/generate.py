@@ -8,6 +8,8 @@ import functools
 import importlib.util
 import itertools
 import json
+import re
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
 
@@ -22,6 +24,7 @@ if TYPE_CHECKING:
     from ladder_jax.decode import Engine, Request
     from ladder_jax.pretrained import OpenedModel
 
+CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # all but tabs and newlines
 SLOTS = 8
 CONTEXT = 2048  # positions of a conversation
 BATCHED = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "stop")  # in each body of a batch
@@ -133,10 +136,15 @@ def _one(asked: Asked) -> None:
     memory.check_slots(definition, slots=1, capacity=capacity, chunk=steps.CHUNK, **form)
     generator = Generator(definition, saved.reader(definition), **form)
     pieces = generator.pieces(request, decoder=asked.tokenizer.to_bytes, config=settings)
-    shown = itertools.chain(args.prompt, (piece.text for piece in pieces))
-    for text in shown if args.stream else ["".join(shown)]:
-        print(terminal.generated(text), end="", flush=True)
+    texts = itertools.chain(args.prompt, (piece.text for piece in pieces))
+    for text in texts if args.stream else ["".join(texts)]:
+        print(shown(text), end="", flush=True)
     print()
+
+
+def shown(text: str) -> str:
+    """A model's text for standard output: on a terminal with control characters escaped, which a model may write."""
+    return CONTROL.sub(lambda found: repr(found[0])[1:-1], text) if sys.stdout.isatty() else text
 
 
 def _several(asked: Asked) -> None:
@@ -150,7 +158,7 @@ def _several(asked: Asked) -> None:
         if index:
             print()
         try:
-            print(terminal.generated(prompt + handle.result().text), flush=True)
+            print(shown(prompt + handle.result().text), flush=True)
         except NoNumbers as error:
             failed.append(f"prompt {index + 1} of {len(handles)}: {error}")
     if failed:

@@ -32,8 +32,10 @@ class Generator:
     ):
         """A ModelDef needs `params`: as they are trained and stored, stacked, in memory or read one by one."""
         self.definition, params = parts_of(model, params)
-        self.loop, self.quantize = member(Loop, "loop", loop), member(Quantize, "quantize", quantize)
-        self.params = weights.prepare(self.definition, params, loop=self.loop, quantize=self.quantize)
+        if not (isinstance(loop, Loop) and isinstance(quantize, Quantize)):
+            loop, quantize = member(Loop, "loop", loop), member(Quantize, "quantize", quantize)
+        self.loop, self.quantize = loop, quantize
+        self.params = weights.prepare(self.definition, params, loop=loop, quantize=quantize)
 
     def pieces(
         self, request: Request, *, decoder: Decoder | None = None, config: DecodeConfig = DEFAULT

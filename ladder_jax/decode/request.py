@@ -5,13 +5,14 @@ import dataclasses
 import enum
 import math
 import numbers
+import operator
 import secrets
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from ladder_jax.config import DecodeConfig
 from ladder_jax.config.fields import shown
-from ladder_jax.errors import RunFailed, UserError, described, whole, wrong_type
+from ladder_jax.errors import RunFailed, UserError, described, wrong_type
 
 SAMPLING = ("max_new_tokens", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed")
 """The settings that a request shares with DecodeConfig."""
@@ -75,7 +76,7 @@ class Request:
             object.__setattr__(self, "seed", secrets.randbits(32))
         # Every setting is checked here: an error in the engine's loop would end all requests.
         for name in SAMPLING:
-            kind = whole if name in ("max_new_tokens", "top_k", "seed") else _real
+            kind = _whole if name in ("max_new_tokens", "top_k", "seed") else _real
             object.__setattr__(self, name, kind(name, getattr(self, name)))
         DecodeConfig(**{name: getattr(self, name) for name in SAMPLING})
         for name, most in MOST.items():
@@ -92,7 +93,7 @@ class Request:
         if (longest := max(map(len, stop), default=0)) > STOP_CHARACTERS:
             raise UserError(f"a stop string may have {STOP_CHARACTERS} characters, not {longest}")
         for name in ("prompt", "stop_ids"):
-            tokens = tuple(whole(f"a token of {name}", token) for token in getattr(self, name))
+            tokens = tuple(_whole(f"a token of {name}", token) for token in getattr(self, name))
             object.__setattr__(self, name, tokens)
         object.__setattr__(self, "stop", stop)
 
@@ -125,6 +126,13 @@ def check_prompts(prompts: Sequence[Sequence[int]], *, vocab_size: int) -> None:
         worst = min(prompt) if min(prompt) < 0 else max(prompt)
         if not 0 <= worst < vocab_size:
             raise UserError(f"the prompt holds the token {worst}, outside the model's vocabulary of {vocab_size}")
+
+
+def _whole(name, value):
+    try:
+        return operator.index(value)
+    except TypeError:
+        raise UserError(f"{name} must be a whole number, not {value!r}") from None
 
 
 def _real(name, value):
