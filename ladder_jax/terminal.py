@@ -14,6 +14,7 @@ from typing import Any
 
 from ladder_jax.errors import printable
 
+CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # all but tabs and newlines
 WIDTH = 120  # of tables where there is no terminal and COLUMNS is not set
 GAP = 2  # spaces between columns, if there is room
 WORDS = re.compile(r"\s+|(?<=[^\W\d]{2}-)(?=[^\W\d]{2})")  # where `textwrap` breaks lines
@@ -95,3 +96,8 @@ def number(value: float) -> str:
 def say(line: str) -> None:
     """Print it on standard error."""
     print(printable(line), file=sys.stderr, flush=True)
+
+
+def generated(text: str) -> str:
+    """A model's text for a terminal: with control characters escaped, which a model may write."""
+    return CONTROL.sub(lambda found: repr(found[0])[1:-1], text)

@@ -11,7 +11,7 @@ import jax
 import pytest
 
 from ladder_jax import cli, terminal
-from ladder_jax.cli import generate, train
+from ladder_jax.cli import chat, generate, train
 from ladder_jax.errors import one_line
 from ladder_jax.schedule import targets
 
@@ -219,12 +219,12 @@ def test_a_message_is_one_line():
 def test_control_characters_of_a_model_reach_no_terminal(monkeypatch, capsys):
     """Other readers of standard output get the model's text as it is."""
     text = "a\tb\n\x1b]0;owned\x07\r\x9b2J\x7f \N{MAN}\u200d\N{WOMAN}"
-    show = lambda text: print(generate.shown(text), end="")
+    show = lambda text: (print(generate._shown(text), end=""), chat._show(text))
     show(text)
-    assert capsys.readouterr().out == text
+    assert capsys.readouterr().out == 2 * text
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
     show(text)
-    assert capsys.readouterr().out == "a\tb\n\\x1b]0;owned\\x07\\r\\x9b2J\\x7f \N{MAN}\u200d\N{WOMAN}"
+    assert capsys.readouterr().out == 2 * "a\tb\n\\x1b]0;owned\\x07\\r\\x9b2J\\x7f \N{MAN}\u200d\N{WOMAN}"
     terminal.show(["\x1b[2J"])
     for say in (terminal.say, train._say):
         say("two\nlines \x1b[2J")

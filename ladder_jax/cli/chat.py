@@ -7,7 +7,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 
-from ladder_jax.cli.generate import shown
+from ladder_jax import terminal
 from ladder_jax.config import DecodeConfig
 from ladder_jax.data.tokenizer import Tokenizer
 from ladder_jax.decode import Engine, Finish, NoNumbers, Request, Result
@@ -137,4 +137,4 @@ def piped() -> str | None:
 
 
 def _show(text: str) -> None:
-    print(shown(text), end="", flush=True)
+    print(terminal.generated(text) if sys.stdout.isatty() else text, end="", flush=True)

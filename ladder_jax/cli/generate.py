@@ -8,7 +8,6 @@ import functools
 import importlib.util
 import itertools
 import json
-import re
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
@@ -24,7 +23,6 @@ if TYPE_CHECKING:
     from ladder_jax.decode import Engine, Request
     from ladder_jax.pretrained import OpenedModel
 
-CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # all but tabs and newlines
 SLOTS = 8
 CONTEXT = 2048  # positions of a conversation
 BATCHED = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "stop")  # in each body of a batch
@@ -138,13 +136,12 @@ def _one(asked: Asked) -> None:
     pieces = generator.pieces(request, decoder=asked.tokenizer.to_bytes, config=settings)
     texts = itertools.chain(args.prompt, (piece.text for piece in pieces))
     for text in texts if args.stream else ["".join(texts)]:
-        print(shown(text), end="", flush=True)
+        print(_shown(text), end="", flush=True)
     print()
 
 
-def shown(text: str) -> str:
-    """A model's text for standard output: on a terminal with control characters escaped, which a model may write."""
-    return CONTROL.sub(lambda found: repr(found[0])[1:-1], text) if sys.stdout.isatty() else text
+def _shown(text: str) -> str:
+    return terminal.generated(text) if sys.stdout.isatty() else text
 
 
 def _several(asked: Asked) -> None:
@@ -158,7 +155,7 @@ def _several(asked: Asked) -> None:
         if index:
             print()
         try:
-            print(shown(prompt + handle.result().text), flush=True)
+            print(_shown(prompt + handle.result().text), flush=True)
         except NoNumbers as error:
             failed.append(f"prompt {index + 1} of {len(handles)}: {error}")
     if failed:
