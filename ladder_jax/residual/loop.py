@@ -51,38 +51,37 @@ def run_layers(
     """The state and `extra` after all layers, and the caches in the form in which they came.
 
     params: stacked [L, ...], or (unrolled only) a tuple with each layer's own arrays.
-    caches: likewise, or None.
+    caches: likewise (unrolled always a tuple), or None.
     dtype: of a sublayer's output.
     first: the number of the first of these layers in the model, for their names in the program.
     keeps: with Remat.NONE, a checkpoint policy for what the backward pass does not recompute; all of it by default.
     """
-    form = type(caches)
-    recomputed = dict(remat=execution.remat, axes=wire.axes, keeps=keeps)
+    recomputed = functools.partial(rematerialised, body, remat=execution.remat, axes=wire.axes, keeps=keeps)
     if execution.loop is Loop.UNROLLED:
         runs = [(layer, 1, 1) for layer in range(len(steps))]
-        params = unstacked(params)
-        caches = unstacked(caches)
+        params = params if isinstance(params, tuple) else _unstack(params)
     else:
         runs = runs_of(steps)
     updated = []
     for start, period, repeats in runs:
-        stop = start + period * repeats
         if repeats == 1:
-            for layer in range(start, stop):
-                of_layer = rematerialised(body, steps=steps[layer], loop=Loop.UNROLLED, **recomputed)
-                with jax.named_scope(f"layer_{first + layer}"):  # which the schedule's report reads
-                    state, extra, cache = of_layer(state, extra, _layer(params, layer), _layer(caches, layer))
-                updated.append(cache)
+            of_layer = recomputed(steps=steps[start], loop=Loop.UNROLLED)
+            with jax.named_scope(f"layer_{first + start}"):  # which the schedule's report reads
+                state, extra, cache = of_layer(state, extra, _layer(params, start), _layer(caches, start))
+            updated.append(cache)
             continue
 
         def turn(carry, slices, kinds=steps[start : start + period]):
             state, extra = carry
             of_turn = []
             for index, kind in enumerate(kinds):
-                of_layer = rematerialised(body, steps=kind, loop=Loop.SCAN, **recomputed)
+                of_layer = recomputed(steps=kind, loop=Loop.SCAN)
                 state, extra, cache = of_layer(state, extra, *(_layer(tree, index) for tree in slices))
                 of_turn.append(cache)
             return (state, extra), _stack(of_turn)
+
+        count = period * repeats
+        stop = start + count
 
         def fold(a):
             return a[start:stop].reshape(repeats, period, *a.shape[1:])
@@ -92,13 +91,12 @@ def run_layers(
         with jax.named_scope(f"layers_{first + start}_to_{first + stop - 1}"):
             slices = jax.tree.map(fold, (params, caches))
             (state, extra), scanned = jax.lax.scan(turn, carry, slices)
-        count = period * repeats
         scanned = jax.tree.map(lambda a, count=count: a.reshape(count, *a.shape[2:]), scanned)
         if len(runs) > 1:
             updated.extend(_layer(scanned, index) for index in range(count))
     if caches is None:
         return state, extra, None
-    if form is tuple:
+    if isinstance(caches, tuple):
         return state, extra, tuple(updated)
     return state, extra, (_stack(updated) if updated else scanned)
 
@@ -190,16 +188,11 @@ def _prevent_cse(body):
     return apart
 
 
-def unstacked(tree: Any) -> Any:
-    """A stacked tree as a tuple of each layer's own arrays; a tuple, or None, unchanged."""
-    if isinstance(tree, tuple) or tree is None:
-        return tree
-    return _unstack(tree)
-
-
 @jax.custom_vjp
 def _unstack(tree):
-    """Backward writes each layer's gradient into one stack, in place. The transpose of indexing would sum as many
+    """A stacked tree as a tuple of each layer's own arrays.
+
+    Backward writes each gradient into one stack, in place. The transpose of indexing would sum as many
     arrays as there are layers, each as large as the stack."""
     count = jax.tree.leaves(tree)[0].shape[0]
     return tuple(jax.tree.map(lambda a: a[i], tree) for i in range(count))
