@@ -28,7 +28,7 @@ from ladder_jax import residual
 from ladder_jax.config import ModelConfig, MoEConfig, RouterSoftmax
 from ladder_jax.nn import quantized
 from ladder_jax.nn.grouped import Groups, grouped_matmul
-from ladder_jax.nn.parameter import Module, Normal, Sizes, declare, residual_writer, sizes_of, zeros
+from ladder_jax.nn.parameter import Module, Normal, Sizes, residual_writer, sizes_of, zeros
 from ladder_jax.nn.quantized import Int8
 from ladder_jax.parallel import exchange, pvary, rank, ranks, varying
 from ladder_jax.parallel.collectives import Axes
@@ -158,8 +158,8 @@ class NormedExperts(Normed):
 class ExpertMLPs(Module):
     """The SwiGLU matrices of all experts, [E, D, M], [E, D, M] and [E, M, D]; padding experts are never chosen."""
 
-    def __init__(self, sizes: Sizes, *, rngs: nnx.Rngs | None = None):
-        new = functools.partial(declare, sizes=sizes, rngs=rngs)
+    def __init__(self, sizes: Sizes):
+        new = sizes.declare
         self.gate = new("EDM", init=Normal(0.02))
         self.up = new("EDM", init=Normal(0.02))
         self.down = new("EMD", init=residual_writer(sizes.config))
@@ -187,8 +187,8 @@ class ExpertMLPs(Module):
 class SharedExpert(Module):
     """The MLP that every token passes; with `shared_gate` its output counts sigmoid(x . share) times."""
 
-    def __init__(self, sizes: Sizes, *, rngs: nnx.Rngs | None = None):
-        new = functools.partial(declare, sizes=sizes, rngs=rngs)
+    def __init__(self, sizes: Sizes):
+        new = sizes.declare
         self.gate = new("DW", init=Normal(0.02))
         self.up = new("DW", init=Normal(0.02))
         self.down = new("WD", init=residual_writer(sizes.config))
@@ -215,15 +215,15 @@ class MoE(Module):
     shards of its arrays and with the `axes` of its ranks, this rank's partial sum."""
 
     def __init__(self, config: ModelConfig | Sizes, *, rngs: nnx.Rngs | None = None):
-        sizes = sizes_of(config)
+        sizes = sizes_of(config, rngs)
         self.config = sizes.config
         self.moe = sizes.config.moe
-        self.router = declare("DC", sizes=sizes, init=Normal(0.02), rngs=rngs)
+        self.router = sizes.declare("DC", init=Normal(0.02))
         if self.moe.router_bias:
-            self.router_bias = declare("C", sizes=sizes, init=zeros, rngs=rngs)
-        self.experts = ExpertMLPs(sizes, rngs=rngs)
+            self.router_bias = sizes.declare("C", init=zeros)
+        self.experts = ExpertMLPs(sizes)
         if self.moe.shared_width:
-            self.shared = SharedExpert(sizes, rngs=rngs)
+            self.shared = SharedExpert(sizes)
 
     def __call__(self, x_BTD: Array, *, axes: Axes = (), on_routing: OnRouting | None = None) -> Array:
         """A rank's partial sum [B, T, D] of routed and shared experts. on_routing: as in `routed`."""

@@ -14,7 +14,7 @@ from ladder_jax import residual
 from ladder_jax.config import Biases, ModelConfig, QKNorm
 from ladder_jax.nn import attention, quantized
 from ladder_jax.nn.attention import FULL_SEQUENCE, Cache, Kernel, Positions, rotary_tables, rotate
-from ladder_jax.nn.parameter import Module, Normal, Sizes, declare, ones, residual_writer, sizes_of, zeros
+from ladder_jax.nn.parameter import Module, Normal, Sizes, ones, residual_writer, sizes_of, zeros
 from ladder_jax.parallel import all_reduce, rank, ranks
 from ladder_jax.parallel.collectives import Axes, all_gather
 from ladder_jax.residual import REDUCED, AllReduce, Normed, State, Step
@@ -45,9 +45,9 @@ class RMSNorm(Module):
     """
 
     def __init__(self, config: ModelConfig | Sizes, *, rngs: nnx.Rngs | None = None, dim: str = "D"):
-        sizes = sizes_of(config)
+        sizes = sizes_of(config, rngs)
         self.eps = sizes.config.norm_eps
-        self.scale = declare(dim, sizes=sizes, init=ones, rngs=rngs)
+        self.scale = sizes.declare(dim, init=ones)
 
     def __call__(self, x: Array, *, dtype: jnp.dtype | None = None, scale: Array | None = None) -> Array:
         """x [..., D] in any dtype to [..., D] in `dtype`, by default x's. scale: [D], by default the norm's own."""
@@ -69,9 +69,9 @@ class Attention(Module):
     """
 
     def __init__(self, config: ModelConfig | Sizes, *, rngs: nnx.Rngs | None = None):
-        sizes = sizes_of(config)
+        sizes = sizes_of(config, rngs)
         config = sizes.config
-        new = functools.partial(declare, sizes=sizes, rngs=rngs)
+        new = sizes.declare
         self.config = config
         self.query = new("DNH", init=Normal(0.02))
         self.key = new("DKH", init=Normal(0.02))
@@ -85,8 +85,8 @@ class Attention(Module):
             self.out_bias = new("D", init=zeros)
         if config.qk_norm is not QKNorm.NONE:
             all_heads = config.qk_norm is QKNorm.ALL
-            self.query_norm = RMSNorm(sizes, rngs=rngs, dim="NH" if all_heads else "H")
-            self.key_norm = RMSNorm(sizes, rngs=rngs, dim="KH" if all_heads else "H")
+            self.query_norm = RMSNorm(sizes, dim="NH" if all_heads else "H")
+            self.key_norm = RMSNorm(sizes, dim="KH" if all_heads else "H")
 
     def __call__(
         self,
@@ -141,8 +141,8 @@ class MLP(Module):
     """
 
     def __init__(self, config: ModelConfig | Sizes, *, rngs: nnx.Rngs | None = None):
-        sizes = sizes_of(config)
-        new = functools.partial(declare, sizes=sizes, rngs=rngs)
+        sizes = sizes_of(config, rngs)
+        new = sizes.declare
         self.gate = new("DF", init=Normal(0.02))
         self.up = new("DF", init=Normal(0.02))
         self.down = new("FD", init=residual_writer(sizes.config))
@@ -173,10 +173,10 @@ class Embedding(Module):
     """
 
     def __init__(self, config: ModelConfig | Sizes, *, rngs: nnx.Rngs | None = None):
-        sizes = sizes_of(config)
+        sizes = sizes_of(config, rngs)
         self.vocab_size = sizes.config.vocab_size
         self.dtype = sizes.config.dtype.value
-        self.table = declare("VD", sizes=sizes, init=Normal(0.02), rngs=rngs)
+        self.table = sizes.declare("VD", init=Normal(0.02))
 
     @jax.named_scope(EMBEDDING)
     def __call__(self, tokens_BT: Array, *, axes: Axes = (), reduce: Reduce = all_reduce) -> Array:
@@ -229,18 +229,18 @@ class Layer(Module):
     """One layer: (norm, attention) and (norm, MLP), over which a wire takes the topology's steps."""
 
     def __init__(self, config: ModelConfig | Sizes, *, rngs: nnx.Rngs | None = None):
-        sizes = sizes_of(config)
+        sizes = sizes_of(config, rngs)
         self.config = sizes.config
-        self.attention_norm = RMSNorm(sizes, rngs=rngs)
-        self.attention = Attention(sizes, rngs=rngs)
+        self.attention_norm = RMSNorm(sizes)
+        self.attention = Attention(sizes)
         if not residual.of_model(sizes.config).shared_norm:
-            self.mlp_norm = RMSNorm(sizes, rngs=rngs)
+            self.mlp_norm = RMSNorm(sizes)
         if sizes.config.moe is None:
-            self.mlp = MLP(sizes, rngs=rngs)
+            self.mlp = MLP(sizes)
         else:
             from ladder_jax.nn.experts import MoE
 
-            self.mlp = MoE(sizes, rngs=rngs)
+            self.mlp = MoE(sizes)
 
     def __call__(
         self,

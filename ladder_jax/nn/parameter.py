@@ -85,16 +85,18 @@ def zeros(key: Array, shape: tuple[int, ...]) -> Array:
 
 @dataclasses.dataclass(frozen=True)
 class Sizes:
-    """The size of every named dimension of a model over `ranks` tensor-parallel ranks.
+    """What a module is declared with: the size of every named dimension of a model over `ranks` tensor-parallel ranks.
 
     stacked: a module declared with these sizes stands for all layers, its parameters led by L.
     layers: how many are stacked, where that is not all of them.
+    rngs: of its initial values; None: it has shapes alone.
     """
 
     config: ModelConfig
     ranks: int = 1
     stacked: bool = False
     layers: int | None = None
+    rngs: nnx.Rngs | None = None
 
     def __getitem__(self, dim: str) -> int:
         config = self.config
@@ -114,6 +116,19 @@ class Sizes:
     def stored(self, dims: str) -> str:
         """The dimensions of a parameter that is declared with `dims`."""
         return "L" * self.stacked + dims
+
+    def declare(self, dims: str, *, init: Initializer) -> "Parameter":
+        """A float32 parameter: `sizes.declare("DNH", init=Normal(0.02))`.
+
+        Its key is the next of the stream `rngs.params`. Without `rngs` it has only its shape (a jax.ShapeDtypeStruct):
+        `initial_values` fills in a whole model, by the parameters' names.
+        """
+        shape = tuple(self[dim] for dim in "L" * self.stacked + dims)
+        dims = self.stored(dims)
+        if self.rngs is None:
+            return Parameter(jax.ShapeDtypeStruct(shape, jnp.float32), dims=dims, init=init)
+        value = _draw(init, next_key(self.rngs), dims=dims, shape=shape, config=self.config)
+        return Parameter(value, dims=dims, init=init)
 
 
 def padded_vocabulary(size: int, *, ranks: int) -> int:
@@ -147,25 +162,11 @@ class Module(nnx.Module):
         return "\n".join([f"{type(self).__name__} of {count:,} parameters", *lines])
 
 
-def sizes_of(config: ModelConfig | Sizes) -> Sizes:
+def sizes_of(config: ModelConfig | Sizes, rngs: nnx.Rngs | None) -> Sizes:
     """What a module is declared with: a model's sizes on one rank, or the given ones."""
     if not isinstance(config, ModelConfig | Sizes):
         raise wrong_type("config", config, ModelConfig, Sizes)
-    return config if isinstance(config, Sizes) else Sizes(config)
-
-
-def declare(dims: str, *, sizes: Sizes, init: Initializer, rngs: nnx.Rngs | None = None) -> Parameter:
-    """A float32 parameter: `declare("DNH", sizes=sizes, init=Normal(0.02), rngs=rngs)`.
-
-    Its key is the next of the stream `rngs.params`. Without `rngs` it has only its shape (a jax.ShapeDtypeStruct):
-    `initial_values` fills in a whole model, by the parameters' names.
-    """
-    shape = tuple(sizes[dim] for dim in "L" * sizes.stacked + dims)
-    dims = sizes.stored(dims)
-    if rngs is None:
-        return Parameter(jax.ShapeDtypeStruct(shape, jnp.float32), dims=dims, init=init)
-    value = _draw(init, next_key(rngs), dims=dims, shape=shape, config=sizes.config)
-    return Parameter(value, dims=dims, init=init)
+    return config if isinstance(config, Sizes) else Sizes(config, rngs=rngs)
 
 
 def next_key(rngs: nnx.Rngs) -> Array:

@@ -87,8 +87,8 @@ def declare(definition: ModelDef, *, config: LoraConfig, layers: int) -> nnx.Dic
         fan_in = math.prod(sizes[dim] for dim in CONTRACTED[dims])
         normal = parameter.Normal(1 / math.sqrt(fan_in))
         return nnx.Dict(
-            down=parameter.declare(down, sizes=sizes, init=normal),
-            up=parameter.declare(up, sizes=sizes, init=parameter.zeros),
+            down=sizes.declare(down, init=normal),
+            up=sizes.declare(up, init=parameter.zeros),
         )
 
     def group(modules: Params) -> nnx.Dict:

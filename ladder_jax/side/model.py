@@ -41,7 +41,7 @@ from ladder_jax.nn import (
 from ladder_jax.nn import define as define_plain
 from ladder_jax.nn.attention import FULL_SEQUENCE, Positions
 from ladder_jax.nn.modules import LayerContext
-from ladder_jax.nn.parameter import LAYERS, Module, Normal, Sizes, declare, zeros
+from ladder_jax.nn.parameter import LAYERS, Module, Normal, Sizes, zeros
 from ladder_jax.parallel import NamedMesh
 from ladder_jax.residual import State
 from ladder_jax.residual.loop import rematerialised
@@ -135,8 +135,8 @@ class SideBlock(Module):
 
     def __init__(self, sizes: SideSizes):
         self.config = sizes.config
-        self.tap = declare("BD", sizes=sizes, init=_of_model(sizes))
-        self.gate = declare("I", sizes=sizes, init=zeros)
+        self.tap = sizes.declare("BD", init=_of_model(sizes))
+        self.gate = sizes.declare("I", init=zeros)
         self.attention_norm = RMSNorm(sizes)
         self.mlp_norm = RMSNorm(sizes)
         self.attention = Attention(sizes)
@@ -169,9 +169,9 @@ class SideEnds(Module):
     """What the side network begins and ends with."""
 
     def __init__(self, sizes: SideSizes):
-        self.down = declare("BD", sizes=sizes, init=_of_model(sizes))
+        self.down = sizes.declare("BD", init=_of_model(sizes))
         self.norm = RMSNorm(sizes)
-        self.up = declare("DB", sizes=sizes, init=zeros)
+        self.up = sizes.declare("DB", init=zeros)
 
     def begin(self, x_BTM: Array, *, dtype: jnp.dtype) -> Array:
         """h_0 [B, T, D] from the embedding x_0 [B, T, M], in its dtype."""
