@@ -27,17 +27,7 @@ from jax.sharding import Mesh
 
 from ladder_jax.config import SCANNED, Execution, ExpertParallelism, ModelConfig, Remat
 from ladder_jax.config.fields import check
-from ladder_jax.nn import (
-    MLP,
-    Attention,
-    Cache,
-    ForwardPass,
-    ModelDef,
-    RMSNorm,
-    attention,
-    forward_pass,
-    quantized,
-)
+from ladder_jax.nn import Cache, ForwardPass, Layer, ModelDef, RMSNorm, attention, forward_pass, quantized
 from ladder_jax.nn import define as define_plain
 from ladder_jax.nn.attention import FULL_SEQUENCE, Positions
 from ladder_jax.nn.modules import LayerContext
@@ -130,17 +120,13 @@ class SideSizes(Sizes):
         return super().stored(dims.lower())
 
 
-class SideBlock(Module):
+class SideBlock(Layer):
     """The block beside one layer."""
 
     def __init__(self, sizes: SideSizes):
-        self.config = sizes.config
+        super().__init__(sizes)
         self.tap = sizes.declare("BD", init=_of_model(sizes))
         self.gate = sizes.declare("I", init=zeros)
-        self.attention_norm = RMSNorm(sizes)
-        self.mlp_norm = RMSNorm(sizes)
-        self.attention = Attention(sizes)
-        self.mlp = MLP(sizes)
 
     def __call__(
         self, h_BTD: Array, tapped_BTM: Array, cache: Cache | None, *, context: LayerContext
