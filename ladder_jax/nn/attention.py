@@ -203,17 +203,21 @@ class Positions(Protocol):
 class FullSequence:
     """Positions 0..T-1. Nothing precedes them, so a cache is written and not read; without one nothing is written.
 
-    row: the first one's place in the cache.
+    row: the first one's place in the cache. leaves: without a cache, what is `Left` to the later part of the rows.
     """
 
     ends: Array | None = None
     row: int = 0
+    leaves: bool = False
 
     def indices(self, length):
         return jnp.arange(length)[None, :]
 
     def attend(self, query, key, value, *, cache, kernel):
-        cache = cache and _write(cache, key, value, row=self.row, start=0, kernel=kernel)
+        if cache is not None:
+            cache = _write(cache, key, value, row=self.row, start=0, kernel=kernel)
+        elif self.leaves:
+            cache = Left(key, value)
         return causal(query, key, value, kernel=kernel), cache
 
     def halves(self, rows):
@@ -224,7 +228,7 @@ class FullSequence:
         return first, FullSequence(self.ends[rows:], row)
 
     def parts(self, at):
-        return FirstPart(self), LaterPart(at, row=self.row)
+        return FullSequence(row=self.row, leaves=True), LaterPart(at, row=self.row)
 
 
 FULL_SEQUENCE = FullSequence()
@@ -236,9 +240,11 @@ class Packed:
 
     segments: [B, T] integers; a document is a run of equal numbers, which may come again in a later one.
     begins: [B, T] int32, where in the row each position's document begins, which tells it from all others.
+    leaves: as in FullSequence.
     """
 
     segments: Array
+    leaves: bool = False
     begins: Array = dataclasses.field(init=False)
     ends: ClassVar[None] = None
 
@@ -254,14 +260,14 @@ class Packed:
         return jnp.arange(length)[None, :] - self.begins
 
     def attend(self, query, key, value, *, cache, kernel):
-        return causal(query, key, value, kernel=kernel, segments=self.begins), cache
+        attended = causal(query, key, value, kernel=kernel, segments=self.begins)
+        return attended, Left(key, value) if self.leaves else None
 
     def halves(self, rows):
         return Packed(self.segments[:rows]), Packed(self.segments[rows:])
 
     def parts(self, at):
-        first = Packed(self.segments[:, :at])
-        return FirstPart(first), LaterPart(at, self.begins)
+        return Packed(self.segments[:, :at], leaves=True), LaterPart(at, self.begins)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -299,23 +305,8 @@ class Left(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class FirstPart:
-    """The first positions of rows, as `of` has them."""
-
-    of: FullSequence | Packed
-    ends: ClassVar[None] = None
-
-    def indices(self, length):
-        return self.of.indices(length)
-
-    def attend(self, query, key, value, *, cache, kernel):
-        attended, cache = self.of.attend(query, key, value, cache=cache, kernel=kernel)
-        return attended, Left(key, value) if cache is None else cache
-
-
-@dataclasses.dataclass(frozen=True)
 class LaterPart:
-    """The positions from `start` on of rows whose others are a `FirstPart`.
+    """The positions from `start` on of rows whose first part has left its keys and values, or written them to a cache.
 
     begins: [B, T] of packed rows, as `Packed` has them. row: the first one's place in the cache. Without a cache the
     scores are whole in memory, [B, N, T - start, T]: no kernel here has a gradient for a mask that begins later.
