@@ -201,22 +201,18 @@ def test_a_stack_is_the_rule_over_its_modules():
     assert cases.error(nnx.jit(lambda stack, x: stack(x))(stack, X), streams[-1]) < LIMIT
 
 
-def test_compile_options_are_those_of_the_tables_traits():
+def test_compile_options_are_those_of_the_tables_traits(monkeypatch):
     """By words, for hardware that is not here: as the library's own programs of that kind are compiled."""
+    monkeypatch.setattr(compiled, "_known", lambda *_: True)
     v6e = types.SimpleNamespace(device_kind="TPU v6 lite")
-    for mesh, split in (((1, 1, 8), ()), ((1, 2, 4), (Split.WEIGHTS,))):
-        mesh = types.SimpleNamespace(
-            devices=np.full(mesh, v6e, object), shape=dict(zip(("data", "fsdp", "tensor"), mesh))
-        )
-        for name, overlap in (("ladder", Overlap.HIDES), ("standard", Overlap.WAITS)):
-            topology = residual.topology(name, num_layers=2)
-            for phase in Phase:
-                traits = Traits(overlap, phase, Loop.UNROLLED, frozenset(split))
-                expected = compiled.options_for(v6e.device_kind, traits)
-                with pytest.MonkeyPatch.context() as patch:
-                    patch.setattr(compiled, "_known", lambda *_: True)
-                    assert topology.compile_options(mesh, phase=phase.value, loop="unrolled") == expected
-    assert residual.topology("ladder", num_layers=2).compile_options(parallel.make_mesh(), phase="train") == {}
+    shape = dict(data=1, fsdp=2, tensor=4)
+    mesh = types.SimpleNamespace(devices=np.full(tuple(shape.values()), v6e, object), shape=shape)
+    for name, overlap in (("ladder", Overlap.HIDES), ("standard", Overlap.WAITS)):
+        topology = residual.topology(name, num_layers=2)
+        traits = Traits(overlap, Phase.DECODE, Loop.UNROLLED, frozenset({Split.WEIGHTS}))
+        expected = compiled.options_for(v6e.device_kind, traits)
+        assert topology.compile_options(mesh, phase="decode", loop="unrolled") == expected
+    assert topology.compile_options(parallel.make_mesh(), phase="train") == {}
     with pytest.raises(UserError, match="unknown phase 'training'; did you mean 'train'"):
         topology.compile_options(mesh, phase="training")
 
