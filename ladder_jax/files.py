@@ -6,7 +6,7 @@ import pathlib
 import re
 import stat
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from ladder_jax import pyplot, remote
@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from etils import epath
 
 PICTURES = (".png", ".svg", ".pdf")
+PARTIAL = ".partial-"
+"""The beginning of a file's name until it is complete."""
 
 
 type AnyPath = "pathlib.Path | epath.Path"
@@ -64,11 +66,18 @@ def explained(folder: AnyPath, doing: str) -> Iterator[None]:
     except Exception as error:  # the stores' libraries have errors of their own, beside OSError
         if not isinstance(error, OSError) and not is_remote(folder):
             raise
-        raise RunFailed(f"cannot {doing} {str(folder)!r}: {_reason(error)}") from None
+        raise RunFailed(f"cannot {doing} {str(folder)!r}: {reason(error)}") from None
 
 
-def _reason(error: Exception) -> str:
-    return getattr(error, "strerror", None) or " ".join(str(error).split())[:300] or type(error).__name__
+def reason(error: BaseException) -> str:
+    """The cause of an error in one line: the operating system's text, or that of the innermost error."""
+    while error.__cause__:
+        error = error.__cause__
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror
+    if code := re.search(r"\[os_error_code='(\d+)'\]", str(error)):  # tensorstore: anywhere in the text
+        return os.strerror(int(code[1]))
+    return " ".join(str(error).split())[:300] or type(error).__name__
 
 
 def read_text(file: AnyPath) -> str:
@@ -80,7 +89,7 @@ def read_text(file: AnyPath) -> str:
     except Exception as error:
         if not is_remote(file):
             raise
-        raise RunFailed(f"cannot read {str(file)!r}: {_reason(error)}") from None
+        raise RunFailed(f"cannot read {str(file)!r}: {reason(error)}") from None
     return content.decode()
 
 
@@ -141,7 +150,7 @@ def write_atomically(file: str, write: Callable[[str], object]) -> None:
     """
     path = pathlib.Path(file).resolve()
     try:
-        handle, partial = tempfile.mkstemp(dir=path.parent, prefix=".partial-", suffix=path.suffix)
+        handle, partial = tempfile.mkstemp(dir=path.parent, prefix=PARTIAL, suffix=path.suffix)
         os.close(handle)
         try:
             _set_permissions(partial, path)
@@ -152,6 +161,22 @@ def write_atomically(file: str, write: Callable[[str], object]) -> None:
             raise
     except OSError as error:
         raise RunFailed(f"{file} was not written: {error.strerror or error}") from error
+
+
+def write(file: AnyPath, blocks: Iterable[bytes], *, sync: bool = False) -> None:
+    """Writes a file, on a disk as `write_atomically` does. sync: it is on the disk when this returns."""
+    if is_remote(file):
+        file.write_bytes(b"".join(blocks))
+        return
+
+    def write_blocks(path: str) -> None:
+        with open(path, "wb") as out:
+            out.writelines(blocks)
+            out.flush()
+            if sync:
+                os.fsync(out.fileno())
+
+    write_atomically(str(file), write_blocks)
 
 
 def _set_permissions(partial: str, path: pathlib.Path) -> None:

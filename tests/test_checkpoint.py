@@ -21,10 +21,10 @@ import pytest
 from ladder_jax import cli, nn, train
 from ladder_jax.checkpoint import Damaged, Pieces, Store, manifest, open_checkpoint, steps, store, verify
 from ladder_jax.checkpoint.arrays import named, stored
-from ladder_jax.checkpoint.saved import reason
 from ladder_jax.checkpoint.writing import Quiet, Writing
 from ladder_jax.config import RunConfig, TrainConfig
 from ladder_jax.errors import UserError
+from ladder_jax.files import reason
 from ladder_jax.parallel import make_mesh
 from ladder_jax.train.step import optimizer_to_dict
 from tests import cases
@@ -271,7 +271,7 @@ def test_a_failed_write_is_told_when_the_others_have_ended(tmp_path):
     """One that went on would make its folder again, after the failed save has removed it."""
     ended = []
 
-    def fail(timeout):
+    def fail(deadline):
         raise OSError("full")
 
     writing = Writing(tmp_path / "1", {})

@@ -110,12 +110,24 @@ def database(folder: AnyPath) -> dict[str, Any]:
     return {"driver": "ocdbt", "base": kvstore(folder)}
 
 
-def described_array(within: dict[str, Any], name: str, chunk: Sequence[int] | None = None) -> dict[str, Any]:
-    """Tensorstore's specification of an array, which is made in chunks of this shape if it is not there."""
-    spec = {"driver": "zarr", "kvstore": {**within, "path": f"{name.replace('/', '.')}/"}}
-    if chunk is not None:
-        spec["metadata"] = {"chunks": list(chunk), "compressor": {"id": "zstd", "level": 1}}
-    return spec
+def described_array(within: dict[str, Any], name: str) -> dict[str, Any]:
+    """Tensorstore's specification of an array in a database."""
+    return {"driver": "zarr", "kvstore": {**within, "path": f"{name.replace('/', '.')}/"}}
+
+
+def create(
+    within: dict[str, Any],
+    name: str,
+    array: jax.ShapeDtypeStruct,
+    *,
+    chunk: Sequence[int],
+    context: tensorstore.Context,
+) -> tensorstore.Future:
+    """Opens an array in a database, or makes it, in chunks of this shape."""
+    metadata = {"chunks": list(chunk), "compressor": {"id": "zstd", "level": 1}}
+    spec = {**described_array(within, name), "metadata": metadata, "store_data_equal_to_fill_value": True}
+    about = dict(shape=array.shape, dtype=tensorstore.dtype(array.dtype), context=context)
+    return tensorstore.open(spec, open=True, create=True, **about)
 
 
 def described(shapes: Mapping[str, tuple[int, ...]]) -> str:
@@ -133,7 +145,9 @@ def described(shapes: Mapping[str, tuple[int, ...]]) -> str:
 def begin(folder: AnyPath, arrays: Mapping[str, jax.Array]) -> list[tensorstore.Future]:
     """Copies this process's shards of the arrays, by name, to the host, and starts to write them."""
     written, context = _written(_part(folder, jax.process_index())), tensorstore.Context()
-    opening = {name: _create(written, name, array, context) for name, array in arrays.items()}
+    opening = {}
+    for name, array in arrays.items():
+        opening[name] = create(written, name, array, chunk=_chunk(name, array), context=context)
     writes = []
     for name, array in arrays.items():
         store = opening[name].result()
@@ -160,12 +174,6 @@ def _part(folder: AnyPath, process: int) -> AnyPath:
 
 def _written(folder: AnyPath) -> dict[str, Any]:
     return {**database(folder), "config": _CONFIG, "assume_config": True, "target_data_file_size": LARGEST}
-
-
-def _create(written: dict[str, Any], name: str, array: jax.Array, context: tensorstore.Context) -> tensorstore.Future:
-    spec = {**described_array(written, name, _chunk(name, array)), "store_data_equal_to_fill_value": True}
-    about = dict(shape=array.shape, dtype=tensorstore.dtype(array.dtype), context=context)
-    return tensorstore.open(spec, open=True, create=True, **about)
 
 
 def _chunk(name: str, array: jax.Array) -> list[int]:

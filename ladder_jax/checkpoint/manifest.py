@@ -15,7 +15,7 @@ import os
 import pathlib
 from typing import Any
 
-from ladder_jax import remote
+from ladder_jax import files, remote
 from ladder_jax.files import AnyPath, is_remote, read_text
 
 NAME = "manifest.json"
@@ -34,20 +34,15 @@ def write(folder: AnyPath) -> None:
     if is_remote(folder):
         digest_of = lambda info: next(iter(_checksums(info)), "")
         entries = {name: {"size": int(info["size"]), "digest": digest_of(info)} for name, info in found(folder).items()}
-        (folder / NAME).write_text(json.dumps(_signed(entries), indent=0))
-        return
-    (folder / NAME).unlink(missing_ok=True)
-    names = sorted(found(folder))
-    with concurrent.futures.ThreadPoolExecutor(THREADS) as pool:
-        entries = dict(zip(names, pool.map(lambda name: _synced(folder / name), names)))
-    partial = folder / f"{NAME}.tmp"
-    with partial.open("w", encoding="utf-8") as file:
-        file.write(json.dumps(_signed(entries), indent=0))
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(partial, folder / NAME)
-    for path in (folder, *(path for path in folder.rglob("*") if path.is_dir())):
-        sync_folder(path)
+    else:
+        (folder / NAME).unlink(missing_ok=True)
+        names = sorted(found(folder))
+        with concurrent.futures.ThreadPoolExecutor(THREADS) as pool:
+            entries = dict(zip(names, pool.map(lambda name: _synced(folder / name), names)))
+    files.write(folder / NAME, [json.dumps(_signed(entries), indent=0).encode()], sync=True)
+    if not is_remote(folder):
+        for path in (folder, *(path for path in folder.rglob("*") if path.is_dir())):
+            sync_folder(path)
 
 
 def problems(folder: AnyPath, *, part: str = "", contents: bool = True) -> list[str]:
@@ -85,9 +80,9 @@ def sync_folder(folder: pathlib.Path) -> None:
         os.close(handle)
 
 
-def _signed(files: dict[str, File]) -> dict[str, Any]:
+def _signed(entries: dict[str, File]) -> dict[str, Any]:
     """The manifest's JSON: the entries, and a digest of them."""
-    return {"digest": DIGEST, "files": files, "own": _digest_of(files)}
+    return {"digest": DIGEST, "files": entries, "own": _digest_of(entries)}
 
 
 def _read(folder: AnyPath) -> dict[str, File]:
@@ -149,8 +144,8 @@ def _synced(path: pathlib.Path) -> File:
         return {"size": os.fstat(file.fileno()).st_size, "digest": hashlib.file_digest(file, _hash).hexdigest()}
 
 
-def _digest_of(files: dict[str, File]) -> str:
-    return hashlib.blake2b(json.dumps(files, sort_keys=True).encode(), digest_size=16).hexdigest()
+def _digest_of(entries: dict[str, File]) -> str:
+    return hashlib.blake2b(json.dumps(entries, sort_keys=True).encode(), digest_size=16).hexdigest()
 
 
 def _hash():

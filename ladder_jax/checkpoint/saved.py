@@ -9,7 +9,6 @@ read, but not verified.
 import dataclasses
 import json
 import os
-import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -21,7 +20,7 @@ from ladder_jax.config import RunConfig, from_dict
 from ladder_jax.config.fields import shown
 from ladder_jax.data import tokenizer as tokenizers
 from ladder_jax.errors import UserError
-from ladder_jax.files import AnyPath, absolute, explained, is_remote, read_text
+from ladder_jax.files import AnyPath, absolute, explained, is_remote, read_text, reason
 from ladder_jax.nn import ModelDef, Params
 
 FORMAT = "ladder_jax"
@@ -215,17 +214,6 @@ def verify(folder: AnyPath) -> list[str]:
     except Damaged:
         return manifest.problems(folder) or ["meta/metadata is missing or damaged"]
     return manifest.problems(folder) if checkpoint.has_manifest else []
-
-
-def reason(error: BaseException) -> str:
-    """The cause of an error in one line: the operating system's text, or the first line of the innermost error."""
-    while error.__cause__:
-        error = error.__cause__
-    if isinstance(error, OSError) and error.strerror:
-        return error.strerror
-    if code := re.search(r"\[os_error_code='(\d+)'\]", str(error)):  # tensorstore: anywhere in the text
-        return os.strerror(int(code[1]))
-    return (str(error).strip().splitlines() or [type(error).__name__])[0][:300]
 
 
 def _meta(folder: AnyPath, path: AnyPath) -> dict:

@@ -24,12 +24,12 @@ from typing import Any
 import jax
 
 from ladder_jax import remote
-from ladder_jax.checkpoint import manifest, saved
+from ladder_jax.checkpoint import manifest
 from ladder_jax.checkpoint.saved import FORMAT, VERSION, open_checkpoint, steps, unfinished_steps
 from ladder_jax.checkpoint.writing import WRITING, Quiet, Writing
 from ladder_jax.config import RunConfig, to_dict
 from ladder_jax.errors import UserError, unknown, wrong_type
-from ladder_jax.files import AnyPath, absolute, is_remote, patiently
+from ladder_jax.files import AnyPath, absolute, is_remote, patiently, reason
 from ladder_jax.nn import Params
 from ladder_jax.processes.agreement import PATIENCE, Agreement, first_of
 
@@ -168,9 +168,9 @@ class Store:
         for step in steps_to_remove(losses, keep=self._keep):
             remove(self.folder / str(step))
 
-    def _failed_line(self, step: int, reason: str | None) -> str | None:
+    def _failed_line(self, step: int, why: str | None) -> str | None:
         """What all processes are told of a failure; earlier checkpoints are unchanged, and unfinished files removed."""
-        if reason is None:
+        if why is None:
             return None
         with contextlib.suppress(Exception):  # the disk or the store is as it was; the next save clears again
             self._clear()
@@ -178,8 +178,8 @@ class Store:
             newest = max(steps(self.folder), default=None)
             kept = "there is none before it" if newest is None else f"the newest is that of step {newest}"
         except Exception as error:
-            kept = f"the others cannot be listed now: {saved.reason(error)}"
-        return f"the checkpoint of step {step} could not be written: {reason} ({kept})"
+            kept = f"the others cannot be listed now: {reason(error)}"
+        return f"the checkpoint of step {step} could not be written: {why} ({kept})"
 
     def _fail(self, failure: str) -> None:
         self._failures += 1
@@ -268,7 +268,7 @@ def _error_of(work: Callable[[], None]) -> str | None:
     try:
         work()
     except Exception as error:  # Orbax, tensorstore and fsspec have no common error for a failed write
-        return saved.reason(error)
+        return reason(error)
     return None
 
 

@@ -91,9 +91,8 @@ class Stream:
         rows, *others = array.shape[1:] if stacked else array.shape
         step = max(1, CHUNK // (array.dtype.itemsize * int(np.prod(others))))
         chunk = [*([1] if stacked else []), min(step, rows), *others]
-        spec = stores.described_array(stores.database(self.folder.absolute()), name, chunk)
-        settings = dict(shape=array.shape, dtype=tensorstore.dtype(array.dtype), context=self._context)
-        return tensorstore.open(spec, open=True, create=True, **settings).result()
+        within = stores.database(self.folder.absolute())
+        return stores.create(within, name, array, chunk=chunk, context=self._context).result()
 
 
 def _digest(values: np.ndarray) -> bytes:

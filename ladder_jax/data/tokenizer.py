@@ -17,9 +17,10 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
+from ladder_jax import files
 from ladder_jax.data.chat_template import ChatTemplate
 from ladder_jax.errors import UserError
-from ladder_jax.files import AnyPath, absolute, is_remote, write_atomically
+from ladder_jax.files import AnyPath, absolute, is_remote
 
 BYTES = "bytes"
 FOLDER = "tokenizer"
@@ -145,12 +146,8 @@ def save(tokenizer: Tokenizer, folder: AnyPath) -> None:
         return
     folder.mkdir(parents=True, exist_ok=True)
     for name in reversed(FILES):
-        if (content := _read(tokenizer.folder, name)) is None:
-            continue
-        if is_remote(folder):
-            (folder / name).write_bytes(content)
-        else:
-            write_atomically(str(folder / name), lambda path: pathlib.Path(path).write_bytes(content))
+        if (content := _read(tokenizer.folder, name)) is not None:
+            files.write(folder / name, [content])
 
 
 def check_vocabulary(tokenizer: Tokenizer, *, vocab_size: int, path: str | None = None) -> None:

@@ -20,6 +20,7 @@ from ladder_jax.checkpoint.stream import Stream
 from ladder_jax.config import DataConfig, FolderConfig, RunConfig, to_dict
 from ladder_jax.data import tokenizer as tokenizers
 from ladder_jax.errors import RunFailed, UserError
+from ladder_jax.files import reason
 from ladder_jax.pretrained import source, tokenizer_files
 from ladder_jax.pretrained.huggingface.folder import generation_in
 from ladder_jax.pretrained.source import Source, Stored
@@ -90,7 +91,7 @@ def write(exported: Source, folder: pathlib.Path, *, place: pathlib.Path) -> Non
         _describe(item, config=_config(exported, place=place))
         manifest.write(item)
     except ValueError as error:  # tensorstore's, of a disk too
-        raise RunFailed(f"cannot write {str(place)!r}: {saved.reason(error)}") from error
+        raise RunFailed(f"cannot write {str(place)!r}: {reason(error)}") from error
 
 
 def _stacked(exported: Source) -> dict[str, jax.ShapeDtypeStruct]:

@@ -15,7 +15,7 @@ import jax
 from flax.traverse_util import flatten_dict
 from jax.experimental import multihost_utils
 
-from ladder_jax import remote
+from ladder_jax import files, remote
 from ladder_jax.config import ModelConfig, MoEConfig, RunConfig, to_dict
 from ladder_jax.errors import UserError
 from ladder_jax.files import AnyPath, absolute, explained, is_remote, patiently, read_text
@@ -32,7 +32,6 @@ FREE = ("mesh.", "run.", "decode.", "train.loop", "train.remat", "train.accumula
 
 CAUGHT = (signal.SIGTERM, signal.SIGINT)
 CONFIG, GOODPUT, RESULT = "config.json", "goodput.json", "result.json"
-_PARTIAL = ".tmp"  # the ending of a file that a kill left half written
 _EARLIER = (lock.NAME, GOODPUT)  # written before config.json: a run that failed or was killed early leaves only these
 
 
@@ -152,7 +151,7 @@ def _foreign(file: AnyPath, folder: AnyPath) -> bool:
     """
     if file == folder or (is_remote(folder) and file.name == folder.name and not file.exists()):
         return False
-    return file.name not in _EARLIER and not file.name.endswith(_PARTIAL)
+    return file.name not in _EARLIER and not file.name.startswith(files.PARTIAL)
 
 
 def describe(config: RunConfig) -> str:
@@ -231,13 +230,4 @@ def write_json(file: AnyPath, value: dict[str, Any], *, indent: int | None = 2) 
     """In process 0 alone."""
     if jax.process_index() == 0:
         text = json.dumps(value, indent=indent) + "\n"
-        patiently(file, lambda: write_atomically(file, text))
-
-
-def write_atomically(file: AnyPath, text: str) -> None:
-    if is_remote(file):
-        file.write_text(text)
-        return
-    temporary = file.with_name(file.name + _PARTIAL)
-    temporary.write_text(text, encoding="utf-8")
-    os.replace(temporary, file)
+        patiently(file, lambda: files.write(file, [text.encode()]))

@@ -16,10 +16,10 @@ from typing import Any
 
 import jax
 
+from ladder_jax import files
 from ladder_jax.config import RunConfig, to_dict
 from ladder_jax.errors import RunFailed, UserError
 from ladder_jax.files import AnyPath, explained, patiently
-from ladder_jax.train.folder import write_atomically
 
 Row = dict[str, Any]
 NAME, WANDB_ID = "metrics.jsonl", "wandb-id"
@@ -227,7 +227,7 @@ class Metrics:
             return
         self.rows = [row for row in read(self._file.parent) if row["step"] <= step]
         self.rows += [] if then is None else [then]
-        write_atomically(self._file, "".join(json.dumps(row) + "\n" for row in self.rows))
+        files.write(self._file, [f"{json.dumps(row)}\n".encode() for row in self.rows])
         self._size = self._file.stat().st_size
         for tracker in self._trackers:
             tracker.begin(self.rows)

@@ -25,17 +25,17 @@ from concurrent.futures.process import BrokenProcessPool
 
 import numpy as np
 
-from ladder_jax import python
+from ladder_jax import files, python
 from ladder_jax.data import tokenizer as tokenizers
 from ladder_jax.data.store import manifest as manifests
 from ladder_jax.data.store import sources
 from ladder_jax.data.store.manifest import MANIFEST, Manifest, Shard
 from ladder_jax.data.store.sources import Part
 from ladder_jax.errors import UserError
+from ladder_jax.files import PARTIAL
 from ladder_jax.progress import progress
 
 LOCK = ".lock"
-PARTIAL = ".partial-"
 OURS = re.compile(rf"[0-9]{{5,}}\.(tokens|offsets|digests|json)|{re.escape(PARTIAL)}.*")
 """Files of shards, in this version and before; and what a kill leaves of any file."""
 
@@ -187,10 +187,10 @@ def _write(index: int, part: Part, out: pathlib.Path, settings: Manifest, source
             digest.update(content)
             yield content
 
-    manifests.write_blocks(documents(), out / f"{name}.tokens")
+    files.write(out / f"{name}.tokens", documents(), sync=True)
     content = np.array(offsets, "<u8").tobytes()
     digest.update(content)
-    manifests.write_blocks([content], out / f"{name}.offsets")
+    files.write(out / f"{name}.offsets", [content], sync=True)
     shard = Shard(name, offsets[-1], len(offsets) - 1, digest.hexdigest(), part.digest, **left_out)
     manifests.write(dataclasses.replace(settings, shards=(shard,)), out / f"{name}.json")
     return shard

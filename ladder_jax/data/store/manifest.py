@@ -7,15 +7,14 @@ document begins, uint64 [documents + 1]. Until the store is finished `00000.json
 import dataclasses
 import hashlib
 import json
-import os
 import pathlib
 import re
-from collections.abc import Iterable
 
 import numpy as np
 
+from ladder_jax import files
 from ladder_jax.errors import UserError
-from ladder_jax.files import AnyPath, write_atomically
+from ladder_jax.files import AnyPath
 
 FORMAT, VERSIONS = "ladder_jax tokens", (1, 2)
 MANIFEST = "manifest.json"
@@ -112,16 +111,4 @@ def _is_sound(found: Manifest) -> bool:
 
 def write(manifest: Manifest, file: pathlib.Path) -> None:
     tree = {"format": FORMAT, "version": VERSIONS[-1], **dataclasses.asdict(manifest)}
-    write_blocks([json.dumps(tree, indent=1).encode()], file)
-
-
-def write_blocks(blocks: Iterable[bytes], file: pathlib.Path) -> None:
-    """Whole or not at all, and on the disk when this returns."""
-
-    def write(path: str) -> None:
-        with open(path, "wb") as out:
-            out.writelines(blocks)
-            out.flush()
-            os.fsync(out.fileno())
-
-    write_atomically(str(file), write)
+    files.write(file, [json.dumps(tree, indent=1).encode()], sync=True)
