@@ -271,7 +271,7 @@ def test_a_failed_write_is_told_when_the_others_have_ended(tmp_path):
     """One that went on would make its folder again, after the failed save has removed it."""
     ended = []
 
-    def fail(deadline):
+    def fail(timeout):
         raise OSError("full")
 
     writing = Writing(tmp_path / "1", {})

@@ -162,7 +162,8 @@ class ModelDef:
 def define(
     config: ModelConfig, *, mesh: Mesh | NamedMesh, experts: ExpertParallelism | str = ExpertParallelism.REDUCE
 ) -> ModelDef:
-    return ModelDef(config, layout(config, mesh=mesh), member(ExpertParallelism, "experts", experts))
+    form = experts if isinstance(experts, ExpertParallelism) else member(ExpertParallelism, "experts", experts)
+    return ModelDef(config, layout(config, mesh=mesh), form)
 
 
 def declare(config: ModelConfig, *, ranks: int) -> dict[str, nnx.Module]:
