@@ -2,7 +2,7 @@
 
 import dataclasses
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from ladder_jax.bench.measure import Measurement, Samples
 from ladder_jax.bench.request import Request, Variant
@@ -122,28 +122,25 @@ class Result:
 
 
 def _row(one: Samples, request: Request, measurement: Measurement) -> dict:
-    """The JSON row. Each figure is computed from the median seconds; its _min and _max are over the repeats.
+    """The JSON row: figures of the median seconds, and their _min and _max over the repeats."""
+    tokens = request.new_tokens
 
-    step_seconds                   decode_seconds / (new_tokens - 1)
-    tokens_per_second              batch x new_tokens / (prefill_seconds + decode_seconds)
-    tokens_per_second_per_user     that / batch
-    bytes_per_second               bytes_per_step / step_seconds
-    bandwidth_share                that / the copy's bytes_per_second
-    prefill_flops_per_second       prefill_flops / prefill_seconds
-    matmul_share                   that / the matmul's flops_per_second
-    """
-    steps, tokens = request.new_tokens - 1, request.new_tokens
-    formulas: dict[str, Callable[[float, float], float]] = {
-        "prefill_seconds": lambda p, d: p,
-        "decode_seconds": lambda p, d: d,
-        "step_seconds": lambda p, d: d / steps,
-        "tokens_per_second": lambda p, d: one.batch * tokens / (p + d),
-        "tokens_per_second_per_user": lambda p, d: tokens / (p + d),
-        "bytes_per_second": lambda p, d: one.step_bytes * steps / d,
-        "bandwidth_share": lambda p, d: one.step_bytes * steps / d / measurement.copy.best,
-        "prefill_flops_per_second": lambda p, d: one.prefill_flops / p,
-        "matmul_share": lambda p, d: one.prefill_flops / p / measurement.matmul.best,
-    }
+    def figures(prefill: float, decode: float) -> dict[str, float]:
+        step = decode / (tokens - 1)
+        bytes_per_second = one.step_bytes / step
+        flops_per_second = one.prefill_flops / prefill
+        return {
+            "prefill_seconds": prefill,
+            "decode_seconds": decode,
+            "step_seconds": step,
+            "tokens_per_second": one.batch * tokens / (prefill + decode),
+            "tokens_per_second_per_user": tokens / (prefill + decode),
+            "bytes_per_second": bytes_per_second,
+            "bandwidth_share": bytes_per_second / measurement.copy.best,
+            "prefill_flops_per_second": flops_per_second,
+            "matmul_share": flops_per_second / measurement.matmul.best,
+        }
+
     row = {
         "residual": one.residual,
         "interleave": one.interleave,
@@ -153,9 +150,10 @@ def _row(one: Samples, request: Request, measurement: Measurement) -> dict:
         "bytes_per_step": one.step_bytes,
         "prefill_flops": one.prefill_flops,
     }
-    for name, formula in formulas.items():
-        row[name] = formula(statistics.median(one.prefill), statistics.median(one.decode))
-        row |= _range(name, [*map(formula, one.prefill, one.decode)])
+    each = list(map(figures, one.prefill, one.decode))
+    for name, value in figures(statistics.median(one.prefill), statistics.median(one.decode)).items():
+        row[name] = value
+        row |= _range(name, [figure[name] for figure in each])
     return row | {"prefill_seconds_each": list(one.prefill), "decode_seconds_each": list(one.decode)}
 
 
