@@ -78,19 +78,18 @@ class Lowered(Exception):
 
 
 @pytest.fixture
-def worked(monkeypatch, tmp_path):
+def worked(monkeypatch):
     """The digest of what `overlap`'s compiling process lowers for these settings, given as that process gets them."""
 
     def digest_of(**settings):
         def compile(self, *arguments):
             raise Lowered(digest(self, arguments))
 
-        file = tmp_path / "request.json"
         shape = dict(target="cpu:8", model="tiny", residual="ladder", layers=LAYERS, batch=1, prompt_length=PROMPT)
-        file.write_text(json.dumps(requests.make(**shape, **settings).as_dict()))
+        asked = json.loads(json.dumps(requests.make(**shape, **settings).as_dict()))
         with monkeypatch.context() as patch, pytest.raises(Lowered) as found:
             patch.setattr(Compiled, "compile", compile)
-            programs.main(str(file), str(tmp_path / "record"))
+            programs.record(asked)
         return str(found.value)
 
     return digest_of
