@@ -98,10 +98,14 @@ def test_both_halves_of_a_reduction_hide(name, ff):
     for r in found.reductions:
         moved[r.collective.kind].append((r.layer, r.sublayer, r.status is Status.HIDDEN))
     half = "all-reduce" if name.startswith("v5p") else "reduce-scatter"
-    first, second, *others = [(layer, sublayer) for layer in "012" for sublayer in ("attention", "mlp")]
-    hidden = lambda owners: [(*owner, True) for owner in owners]
-    assert moved.pop("all-gather") == [(*first, False), *hidden(others)]  # the second sublayer reads the same
-    assert moved == {half: [*hidden([first, second, *others[:-1]]), ("last", "", False)]}
+    first, second, *others = [(layer, sublayer, True) for layer in "012" for sublayer in ("attention", "mlp")]
+    assert (
+        moved
+        == {
+            "all-gather": [(*first[:2], False), *others],  # the second sublayer reads the same
+            half: [first, second, *others[:-1], ("last", "", False)],
+        }
+    )
     sizes = {r.collective.kind: r.collective.bytes for r in found.reductions}
     assert sizes == {half: T * D * 2, "all-gather": T * D * 2 // RANKS}
     assert (found.merged, found.gathers, found.scatters) == (0, (), ())
@@ -131,15 +135,15 @@ def test_a_ring_is_one_collective(name, ff):
 
 def test_a_ring_is_hidden_only_if_each_of_its_messages_is():
     ring = read("h100-ring", ranks=RANKS).reductions[1].collective
-    parts = lambda *changed: dataclasses.replace(ring, permutes=(*changed, *ring.permutes[len(changed) :]))
-    with_flops = lambda share: dataclasses.replace(
-        ring.permutes[0], flops=cost.Flops(attention=share * ring.matmul / RANKS)
-    )
-    assert ring.covered
-    assert parts(with_flops(0.5)).covered
-    assert not parts(with_flops(0.49)).covered
-    bare = dataclasses.replace(ring.permutes[0], flops=cost.Flops())
-    assert not parts(bare).covered
+    first, *others = ring.permutes
+
+    def covered(share):
+        """With so much of an n-th of the matmul beside the first message."""
+        changed = dataclasses.replace(first, flops=cost.Flops(attention=share * ring.matmul / RANKS))
+        return dataclasses.replace(ring, permutes=(changed, *others)).covered
+
+    assert ring.covered and covered(0.5) and not covered(0.49) and not covered(0)
+    bare = dataclasses.replace(first, flops=cost.Flops())
     assert not dataclasses.replace(ring, matmul=0.0).covered
     # XLA's own begin with a message that stands before the loop: one of its nine.
     nine = dataclasses.replace(ring.permutes[1], executions=8)
@@ -385,11 +389,8 @@ def test_functions_of_a_user():
     for asked in [(jitted, x, w), (meshed, x, w), (ours, x, w), (lowered,), (lowered.compile(),)]:
         found = schedule.audit(*asked)
         (only,) = found.reductions
-        assert only.status is Status.SYNCHRONOUS
-        assert only.collective.bytes == 64 * 64 * 4
-        assert only.collective.axes == ("tensor",)
-        assert (only.layer, only.sublayer) == ("", "")
-    assert schedule.assert_hidden(jitted, x, w, exposed=1).exposed == 1
+        assert (only.status, only.layer, only.sublayer) == (Status.SYNCHRONOUS, "", "")
+        assert (only.collective.bytes, only.collective.axes) == (64 * 64 * 4, ("tensor",))
     with pytest.raises(AssertionError, match="1 of 1 reductions are not hidden, 0 allowed"):
         schedule.assert_hidden(jitted, x, w, exposed=0)
 
