@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from ladder_jax import python
 from ladder_jax.errors import UserError, unknown, whole, wrong_type
-from ladder_jax.hardware import HARDWARE, Hardware
+from ladder_jax.hardware import HARDWARE
 
 ENVIRONMENT = {
     # To compile without the hardware: no query of a TPU's metadata server, no check for a GPU's driver.
@@ -22,52 +22,39 @@ ENVIRONMENT = {
 }
 
 
-@dataclasses.dataclass(frozen=True)
-class Gpu:
-    """What XLA's GpuTargetConfig says of one, to compile on machines without it.
+GPU = """
+gpu_device_info {{
+  cuda_compute_capability {{ major: {compute} minor: 0 }}
+  core_count: {cores}
+  clock_rate_ghz: {clock}
+  memory_bandwidth: {bandwidth}
+  device_memory_size: {memory}
+  l2_cache_size: {cache}
+  fpus_per_core: 128
+  threads_per_block_limit: 1024
+  threads_per_warp: 32
+  threads_per_core_limit: 2048
+  shared_memory_per_block: 49152
+  shared_memory_per_block_optin: 232448
+  shared_memory_per_core: 233472
+  registers_per_core_limit: 65536
+  registers_per_block_limit: 65536
+  block_dim_limit_x: 2147483647
+  block_dim_limit_y: 65535
+  block_dim_limit_z: 65535
+}}
+platform_name: "CUDA"
+dnn_version_info {{ major: 9 minor: 8 }}
+device_description_str: "{name}"
+"""
+"""XLA's GpuTargetConfig of one, to compile on machines without it.
 
-    compute: major version of the compute capability; clock: GHz; cache: bytes. HARDWARE has memory and bandwidth."""
-
-    name: str
-    compute: int
-    cores: int
-    clock: float
-    cache: int
-
-    def as_text(self, hardware: Hardware) -> str:
-        return f"""
-            gpu_device_info {{
-              cuda_compute_capability {{ major: {self.compute} minor: 0 }}
-              core_count: {self.cores}
-              clock_rate_ghz: {self.clock}
-              memory_bandwidth: {int(hardware.bandwidth)}
-              device_memory_size: {hardware.memory}
-              l2_cache_size: {self.cache}
-              fpus_per_core: 128
-              threads_per_block_limit: 1024
-              threads_per_warp: 32
-              threads_per_core_limit: 2048
-              shared_memory_per_block: 49152
-              shared_memory_per_block_optin: 232448
-              shared_memory_per_core: 233472
-              registers_per_core_limit: 65536
-              registers_per_block_limit: 65536
-              block_dim_limit_x: 2147483647
-              block_dim_limit_y: 65535
-              block_dim_limit_z: 65535
-            }}
-            platform_name: "CUDA"
-            dnn_version_info {{ major: 9 minor: 8 }}
-            device_description_str: "{self.name}"
-        """
-
-
+compute: major version of the compute capability; clock: GHz; cache: bytes. HARDWARE has memory and bandwidth.
+"""
 GPUS = {
-    "h100": Gpu("NVIDIA H100 80GB HBM3", 9, 132, 1.98, 50 * 2**20),
-    "b200": Gpu("NVIDIA B200", 10, 148, 1.965, 126 * 2**20),
+    "h100": dict(name="NVIDIA H100 80GB HBM3", compute=9, cores=132, clock=1.98, cache=50 * 2**20),
+    "b200": dict(name="NVIDIA B200", compute=10, cores=148, clock=1.965, cache=126 * 2**20),
 }
-
-
 KINDS = (*HARDWARE, "cpu")
 
 
@@ -114,6 +101,12 @@ def parse(name: str) -> Target:
     return Target(kind, shape)
 
 
+TARGETS = tuple(map(parse, (
+    "v5e:2x4", "v5p:2x2x2", "v6e:2x4", "tpu7x:2x2x1", "h100:8", "b200:8", "cpu:8",
+)))  # fmt: skip
+"""The targets that the project's own audits compile for."""
+
+
 def devices(target: Target) -> Sequence:
     """The target's devices, for compiling only. Raises UserError if this machine cannot compile for them.
 
@@ -139,11 +132,12 @@ def devices(target: Target) -> Sequence:
     try:
         if target.platform == "tpu":
             return topologies.get_topology_desc(platform="tpu", topology_name=target.name).devices
+        published = HARDWARE[target.kind]
         return topologies.get_topology_desc(
             platform="cuda",
             topology_name=target.name,
             topology=_hosts(int(target.shape)),
-            target_config=GPUS[target.kind].as_text(HARDWARE[target.kind]),
+            target_config=GPU.format(bandwidth=int(published.bandwidth), memory=published.memory, **GPUS[target.kind]),
         ).devices
     except jax.errors.JaxRuntimeError as error:
         reason = str(error).partition(": ")[2] or str(error)
@@ -166,12 +160,6 @@ def _hosts(count: int) -> str:
     if count > 8 and count % 8:
         raise UserError(f"{count} GPUs do not fill hosts of 8: use up to 8, or a multiple of 8")
     return f"1x{max(1, count // 8)}x{min(count, 8)}"
-
-
-TARGETS = tuple(map(lambda name: Target(*name.split(":")), (
-    "v5e:2x4", "v5p:2x2x2", "v6e:2x4", "tpu7x:2x2x1", "h100:8", "b200:8", "cpu:8",
-)))  # fmt: skip
-"""The targets that the project's own audits compile for."""
 
 
 def missing(target: Target) -> str | None:
