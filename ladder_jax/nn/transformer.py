@@ -182,13 +182,9 @@ class ForwardPass:
             extra = extra.with_layer(summed)
         return state, extra, cache
 
-    def stream(self, state: State) -> Array:
-        """The stream [B, T, D] (of a split one this rank's positions), to which all that is pending was added."""
-        return self.wire.flush(state)
-
     def finish(self, params: Params, state: State, extra: Any = None) -> Array:
-        """The final, normed stream [B, T, D] after the last layer."""
-        return self.normed(params, self.stream(state))
+        """The final, normed stream [B, T, D] after the last layer, to which all that is pending was added."""
+        return self.normed(params, self.wire.flush(state))
 
     def normed(self, params: Params, x: Array) -> Array:
         """The final norm of a stream [B, T, D]."""

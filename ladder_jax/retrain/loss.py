@@ -89,7 +89,7 @@ def loss_sum(
     extra = routers.begin() if routers else extra
     for first, last in zip(boundaries, boundaries[1:]):
         state, extra = student.layers(state, extra, first, last)
-        student_streams[last] = lambda state=state: student.forward.stream(state)
+        student_streams[last] = lambda state=state: student.forward.wire.flush(state)
     x = student.forward.finish(params, state, extra)
     penalties, named = [], {}
     if routers:
@@ -119,7 +119,7 @@ def loss_sum(
     for first, last in zip(boundaries, boundaries[1:]):
         if first >= shared:
             state, _ = teacher.layers(state, None, first, last)
-            teacher_streams[last] = teacher.forward.stream(state)
+            teacher_streams[last] = teacher.forward.wire.flush(state)
     teacher_head = teacher.forward.finish(teacher_params, state), nn.output_table(plan.teacher, teacher_params)
     sums = divergence_sum(
         x,

@@ -211,7 +211,7 @@ class SidePass(ForwardPass):
 
     def finish(self, params, state, extra):
         """The final, normed stream of y, [B, T, M]."""
-        x = self.stream(state)
+        x = self.wire.flush(state)
         ends = self.definition.bind(SIDE, params[SIDE])
         added = ends.end(extra, dtype=self.definition.dtype)
         return self.normed(params, x + added.astype(x.dtype))

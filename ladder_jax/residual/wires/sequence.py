@@ -92,7 +92,8 @@ class Beside:
     def after(self, output: Any) -> tuple[Any, State]:
         """The sublayer's output, and the state with the input that has arrived beside it."""
         following = None if self.made is None else self.send(self.made)
-        output, following, stream = barrier_both((output, following, self.state.residual))
+        arrived = barrier_forward((output, following, self.state.residual))
+        output, following, stream = barrier_backward(arrived)
         return output, dataclasses.replace(self.state, residual=stream, carried=following)
 
 
@@ -304,8 +305,3 @@ def _ring_out(axes, product, x, weights):
 
     with jax.named_scope(LAUNCH):
         return checkpoint_name(ring.scatter_product(product, x, weights, axes), REDUCED)
-
-
-def barrier_both(arrays: Any) -> Any:
-    """`optimization_barrier` in both directions."""
-    return barrier_backward(barrier_forward(arrays))
