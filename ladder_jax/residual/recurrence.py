@@ -123,11 +123,6 @@ class Projections:
 LOCAL = Projections()
 
 
-def through(function: Callable[[Any], Any]) -> Projections:
-    """Of a sublayer whose first products pass through `function`."""
-    return Projections(project(lambda product, x, weights: function(product(x, weights))))
-
-
 @dataclasses.dataclass(frozen=True)
 class Normed:
     """A sublayer behind its norm, which a wire may take apart.

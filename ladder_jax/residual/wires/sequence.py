@@ -44,7 +44,6 @@ from ladder_jax.residual.recurrence import (
     barrier_forward,
     local,
     project,
-    through,
 )
 from ladder_jax.scopes import ENTER, FOLLOWING, LAUNCH, PREVIOUS
 
@@ -222,8 +221,12 @@ class SequenceParallel(AllReduce):
 
     def _output(self, step, entered, sublayers, beside):
         """The sublayer's partial sum, with two messages beside it."""
+
+        def between(product, x, weights):
+            return beside.between(product(x, weights))
+
         (which,) = step.sublayers
-        return of_normalised(sublayers[which])(entered, projections=through(beside.between))
+        return of_normalised(sublayers[which])(entered, projections=Projections(project(between)))
 
     def _gathers_in_matmul(self, step):
         return self.collective_matmul is not CollectiveMatmul.NONE and not step.fresh and not step.early
