@@ -102,6 +102,18 @@ def test_generate_in_a_process(run_cli, trained, tmp_path, monkeypatch):
     assert any((tmp_path / "programs").iterdir())
 
 
+def test_a_long_text_shows_its_progress(monkeypatch, capsys):
+    """Every few seconds, on standard error; a short one says nothing."""
+    from ladder_jax.decode.request import Piece
+
+    pieces = [Piece((1, 2), "ab", None)] * 3
+    assert list(generate._told(iter(pieces), total=6)) == pieces
+    assert capsys.readouterr().err == ""
+    monkeypatch.setattr(generate, "LINE_EVERY", -1.0)
+    assert list(generate._told(iter(pieces), total=6)) == pieces
+    assert capsys.readouterr().err.splitlines() == ["2 of 6 tokens", "4 of 6 tokens"]
+
+
 def test_generate_several_prompts(told, trained):
     """Each text is that of its prompt alone, with the seed and its number."""
     ask = ["generate", trained, "--tensor", "1"]
