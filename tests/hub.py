@@ -22,10 +22,10 @@ def served(folder: pathlib.Path, *, name: str = "someone/pages", kind: str = "da
     asked = []
     files = f"/datasets/{name}" if kind == "datasets" else f"/{name}"
 
-    def answer(method, path, query, headers, body, address):
+    def answer(method, path, query, headers, body):
         path = urllib.parse.unquote(path)
         asked.append(f"{method} {path}")
-        found = posted(path, headers, body, address) if method == "POST" else got(path, query, headers)
+        found = posted(path, headers, body) if method == "POST" else got(path, query, headers)
         status, content, about = found if isinstance(found, tuple) else (200, json.dumps(found).encode(), {})
         return status, content, {"X-Repo-Commit": COMMIT, **about}
 
@@ -45,7 +45,7 @@ def served(folder: pathlib.Path, *, name: str = "someone/pages", kind: str = "da
             return ranged(content, headers.get("Range"), about, beyond=(416, b"", {}))
         return missing("EntryNotFound" if name in path else "RepoNotFound")
 
-    def posted(path, headers, body, address):
+    def posted(path, headers, body):
         if path == "/api/repos/create":
             return {"url": f"{address}/{name}"}
         if path.endswith("/preupload/main"):
