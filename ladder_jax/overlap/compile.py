@@ -121,17 +121,14 @@ def recorded[R](
             digest.update(_code(path).encode())
     key = digest.hexdigest()[:32]
     with files.cache("schedules") as folder:
-        path = folder / f"{key}.json.gz"
-        if (kept := read(path, kind)) is not None:
-            return kept
-        if until is Until.SCHEDULE and target.platform == "tpu":
-            path = folder / f"{key}-schedule.json.gz"
+        early = until is Until.SCHEDULE and target.platform == "tpu"
+        paths = [folder / f"{key}{end}.json.gz" for end in (["", "-schedule"] if early else [""])]
+        for path in paths:
             if (kept := read(path, kind)) is not None:
                 return kept
-        else:
-            until = Until.CODE
-        run_worker(module, request, path, target=target, label=label, until=until)
-        return read(path, kind)
+        last = paths[-1]
+        run_worker(module, request, last, target=target, label=label, until=until if early else Until.CODE)
+        return read(last, kind)
 
 
 def run_worker(
