@@ -284,5 +284,5 @@ def test_requests_that_are_refused(changes, reason, tmp_path, monkeypatch):
 def test_the_wire_refuses_what_is_not_reduced():
     """Also where no configuration has been checked before."""
     layers = residual.topology("desync-2", num_layers=2).layers
-    with pytest.raises(UserError, match="reduces every sublayer's output: not desync-n"):
+    with pytest.raises(UserError, match="reduces every output: not desync-n"):
         Exchange((), normalise=None, moe=config.MoEConfig()).layers(layers)

@@ -250,7 +250,9 @@ class SequenceParallel(AllReduce):
 def check_reduces(layers: Sequence[Sequence[Step]]) -> None:
     """Raises UserError for a topology that does not reduce every output."""
     if not all(step.reduces for steps in layers for step in steps):
-        raise UserError("sequence parallelism needs a residual that reduces every sublayer's output: not desync-n")
+        raise UserError(
+            "sequence parallelism needs a residual that reduces every output: not desync-n, nor no-communication"
+        )
 
 
 def prepared_by(layers: Sequence[Sequence[Step]]) -> Iterator[dict[str, bool]]:
