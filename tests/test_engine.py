@@ -248,11 +248,11 @@ def test_streaming_and_cancelling():
 def test_a_full_queue():
     ours = engine(max_queue=2)
     first = [ours.submit(Request([1], max_new_tokens=9)) for _ in range(2)]
-    with pytest.raises(QueueFull, match="the queue of 2 requests is full: 2 wait, and 1 more do not fit"):
+    with pytest.raises(QueueFull, match="no room for 1 more in the queue of 2 requests: 2 wait"):
         ours.submit(Request([1], max_new_tokens=9))
     first[0].cancel()
     assert first[0].result() == decode.Result((), "", None, Finish.CANCELLED, 1)
-    with pytest.raises(QueueFull, match="the queue of 2 requests is full: 1 wait, and 2 more do not fit"):
+    with pytest.raises(QueueFull, match="no room for 2 more in the queue of 2 requests: 1 wait"):
         ours.submit_all([Request([1], max_new_tokens=2)] * 2)
     assert ours.stats().queued == 1, "all or none"
     ours.submit(Request([1], max_new_tokens=2))

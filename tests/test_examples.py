@@ -132,7 +132,7 @@ def test_a_folder_without_examples_and_a_damaged_archive(tmp_path):
     with pytest.raises(UserError, match="holds no file"):
         load(str(tmp_path))
     (tmp_path / "stages.yaml").write_text("stages: [a.jsonl]")
-    with pytest.raises(UserError, match="must be JSON lines, or a folder of them; after it"):
+    with pytest.raises(UserError, match="must be JSON lines, or a folder of them; to train on several in order"):
         load(str(tmp_path / "stages.yaml"))
     (tmp_path / "a.jsonl.gz").write_bytes(b"not gzip")
     with pytest.raises(UserError, match="damaged or incomplete"):

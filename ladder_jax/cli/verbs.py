@@ -96,7 +96,7 @@ OPENED = {
     "checkpoint MODEL": "a run's folder, a Hugging Face folder, a GGUF file, or org/name of the Hub",
     "--ladder-layers WHICH": "make these ladder layers, in memory: N (the last N), i,j or all",
     "--residual NAME": "the kind of those layers (default ladder)",
-    "--ranks N": number("for ladder-fresh: the tensor-parallel ranks it is for"),
+    "--ranks N": count("for ladder-fresh: the tensor-parallel ranks it is for"),
     "--tensor N": count("tensor-parallel devices (default: as trained, if there are as many)"),
 }
 DECODED = {

@@ -68,8 +68,10 @@ def load(
         stored = patiently(path, lambda: path.is_dir() and is_store(path))
     if config.format is Format.EXAMPLES:
         if listed:
-            in_order = "after it, train.start=ITS RUN trains on others"
-            raise UserError(f"data.path={config.path!r} must be JSON lines, or a folder of them; {in_order}")
+            raise UserError(
+                f"data.path={config.path!r} must be JSON lines, or a folder of them; to train on several in order,"
+                " start each run from the one before (train.start=RUN)"
+            )
         now = None if began is None else datetime.datetime.fromtimestamp(began, datetime.UTC)
         dataset = _examples(config, train, tokenizer, now)
     elif listed:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import datetime
+import functools
 import secrets
 import sys
 from collections.abc import Sequence
@@ -14,8 +15,8 @@ from ladder_jax.serve.schema import Chat, Completion, GenerationBody, Message, R
 
 MAX_TOKENS = 16
 """OpenAI's default for completions."""
-LONGEST_TOKEN = 512
-"""Bytes: no tokenizer's token is longer."""
+LONG_TOKEN = 64
+"""Bytes: an upper bound for special tokens, whose text the tokenizer does not give."""
 SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 
@@ -48,7 +49,7 @@ class Terms:
 
     def check_text(self, characters: int, *, param: str) -> None:
         """Raises Refusal for a text that exceeds the capacity however it is tokenized."""
-        if characters > self.capacity * LONGEST_TOKEN:
+        if characters > self.capacity * LONG_TOKEN and characters > self.capacity * self._longest_token:
             raise self._too_long(f"{characters} characters", param=param)
 
     def check_messages(self, messages: Sequence[Message]) -> None:
@@ -68,6 +69,10 @@ class Terms:
         if new > room:
             raise self._too_long(f"a prompt of {len(prompt)} tokens and {new} new ones", param="prompt")
         return new
+
+    @functools.cached_property
+    def _longest_token(self) -> int:
+        return max(len(self.tokenizer.to_bytes([token])) for token in range(self.tokenizer.vocab_size))
 
     def _too_long(self, what: str, *, param: str) -> Refusal:
         message = f"{what} are more than the {self.capacity} tokens that this server has room for"

@@ -59,7 +59,9 @@ COUNTS = [
 
 @pytest.mark.parametrize("request_, counts", COUNTS)
 def test_counts(request_, counts, compiled):
-    check(compiled(request_), **counts)
+    answer = compiled(request_)
+    check(answer, **counts)
+    assert answer.report.all_to_alls_hidden == counts.get("all_to_alls_hidden", 0), answer.verdict
 
 
 @pytest.mark.parametrize("request_", TRAINED)

@@ -46,7 +46,9 @@ def check_flops(answer):
 
 @pytest.mark.parametrize("request_, counts", COUNTS)
 def test_counts(request_, counts, compiled):
-    check(compiled(request_), **counts)
+    answer = compiled(request_)
+    check(answer, **counts)
+    assert answer.report.hidden == counts["hidden"], answer.verdict
 
 
 @pytest.mark.parametrize("request_", LADDERS)

@@ -92,7 +92,7 @@ def test_a_full_queue(engine, rounds, serving):
         assert status == 429
         assert int(headers["Retry-After"]) > 0
         assert answer["error"] == {
-            "message": "the queue of 2 requests is full: 1 wait, and 2 more do not fit",
+            "message": "no room for 2 more in the queue of 2 requests: 1 wait",
             "type": "rate_limit_error",
             "param": None,
             "code": "queue_full",

@@ -16,10 +16,15 @@ SIZE = 4 * 2**20 - 200
 PIECES = "strings, lists and objects, and may have"
 FULL = {
     "prompts": (b'{"model": "book", "prompt": [%b""]}', b'"",', PIECES),
-    "quoted": (b'{"model": "book", "prompt": "%ba"}', b'\\"\\\\,[', "characters are more than the 128 tokens"),
+    "lists": (b'{"model": "book", "prompt": [%b[]]}', b"[],", PIECES),
     "text": (b'{"model": "book", "prompt": "%ba"}', b"word ", "characters are more than the 128 tokens"),
+    "quoted": (b'{"model": "book", "prompt": "%ba"}', b'\\"\\\\,[', "characters are more than the 128 tokens"),
     "tokens": (b'{"model": "book", "prompt": [%b1]}', b"1,", "new ones are more than the 128"),
     "messages": (b'{"model": "book", "messages": [%b{}]}', b'{"role": "user", "content": ""},', PIECES),
+    "talk": (
+        b'{"model": "book", "messages": [{"role": "user", "content": "%ba"}]}', b"word ",
+        "characters are more than the 128 tokens",
+    ),
 }  # fmt: skip
 
 
@@ -30,7 +35,10 @@ def full(kind):
     return path, form % (one * (SIZE // len(one))), message
 
 
-@pytest.mark.parametrize("kind", FULL)
+MORE = ["lists", "quoted", "talk"]  # near to prompts, text and messages
+
+
+@pytest.mark.parametrize("kind", [pytest.param(k, marks=[pytest.mark.full] if k in MORE else []) for k in FULL])
 def test_large_bodies(templated, kind):
     """Six at a time, and another client has its small answer all the same."""
     path, body, message = full(kind)
@@ -52,36 +60,40 @@ def test_large_bodies(templated, kind):
         assert status == 400 and message in answer["error"]["message"], answer
 
 
-class Counting(Bytes):
-    """It tells how often it was asked."""
+class Counting:
+    """A tokenizer of bytes that tells how often it was asked."""
 
-    asked = 0
+    def __init__(self, given):
+        self._given, self.asked = given, 0
+
+    def __getattr__(self, name):
+        return getattr(self._given, name)
 
     def encode(self, text):
-        Counting.asked += 1
-        return super().encode(text)
+        self.asked += 1
+        return self._given.encode(text)
 
 
 def test_counted_before_they_are_cut(make_engine, serving):
     """Prompts that are too many, and a text that is too long for any tokenizer, never come to it."""
-    with serving(make_engine(slots=1), tokenizer=Counting()) as (_, url):
-
-        def refused(path="/v1/completions", **more):
-            status, _, answer = ask(url, path, {"model": MODEL, **more})
-            assert status == 400
-            return answer["error"]["message"]
-
-        assert refused(prompt=["a"] * 9) == "9 prompts, 1 answers each, are not from 1 to 8 in all"
-        assert refused(prompt=["a"] * 4, n=3) == "4 prompts, 3 answers each, are not from 1 to 8 in all"
-        long = "a" * (512 * CAPACITY + 1)
-        assert refused(prompt=long).startswith("65537 characters are more than the 128 tokens that this server has")
-        assert Counting.asked == 0
+    tokenizer = Counting(Bytes())
+    with serving(make_engine(slots=1), tokenizer=tokenizer) as (_, url):
+        for prompt, more, message in (
+            (["a"] * 9, {}, "9 prompts, 1 answers each, are not from 1 to 8 in all"),
+            ([""] * 20_000, {}, "20000 prompts, 1 answers each, are not from 1 to 8 in all"),
+            (["a"] * 4, {"n": 3}, "4 prompts, 3 answers each, are not from 1 to 8 in all"),
+            ("a" * (64 * CAPACITY + 1), {}, "8193 characters are more than the 128 tokens that this server has room"),
+        ):
+            status, _, answer = ask(url, body={**SMALL, "prompt": prompt, **more})
+            assert status == 400 and answer["error"]["message"].startswith(message), answer
+        assert tokenizer.asked == 0
         one = {"role": "user", "content": [{"type": "text", "text": ""}] * 129}
         for messages in ([one], [{"role": "user", "content": ""}] * 129):
-            said = refused("/v1/chat/completions", messages=messages)
-            assert said.startswith("129 messages, or parts of them, are more")
-        assert refused(prompt=long[1:]).startswith("a prompt of 65536 tokens and 1 new")
-        assert Counting.asked == 1
+            status, _, answer = ask(url, "/v1/chat/completions", {"model": MODEL, "messages": messages})
+            assert status == 400 and answer["error"]["message"].startswith("129 messages, or parts of them, are more")
+        status, _, answer = ask(url, body={**SMALL, "prompt": "a" * (64 * CAPACITY)})
+        assert status == 400 and answer["error"]["message"].startswith(f"a prompt of {64 * CAPACITY} tokens and 1 new")
+        assert tokenizer.asked == 1
 
 
 FOREIGN_HOSTS = ["evil.example", "evil.example:8000", "localhost.evil.example", "127.0.0.1.evil.example", "127.0.0.2",

@@ -48,8 +48,9 @@ class Scheduler:
             self.check()
             waiting = len(self._queue)
             if waiting + len(handles) > self.max_queue:
-                more = f"{waiting} wait, and {len(handles)} more do not fit"
-                raise QueueFull(f"the queue of {self.max_queue} requests is full: {more}")
+                raise QueueFull(
+                    f"no room for {len(handles)} more in the queue of {self.max_queue} requests: {waiting} wait"
+                )
             self._queue.extend(handles)
             self.changed.notify_all()
 
