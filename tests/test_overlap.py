@@ -208,6 +208,26 @@ def test_a_killed_compiler_is_one_line(monkeypatch, tmp_path):
     assert os.listdir(tmp_path / "schedules") == []
 
 
+def test_a_program_is_compiled_once(monkeypatch, tmp_path):
+    """And again where it differs, or where what was kept is damaged."""
+    monkeypatch.setenv("LADDER_JAX_CACHE", str(tmp_path))
+    record = Record("HloModule", jax="1", compiler="2", options={}, launch="chained", notices=[], seconds=1.0)
+    ran = []
+
+    def compile_it(module, request, path, **_):
+        ran.append(path)
+        write(path, record)
+
+    monkeypatch.setattr(compiling, "run_worker", compile_it)
+    assert compiling.compiled(ask()) == compiling.compiled(ask()) == record
+    assert len(ran) == 1
+    compiling.compiled(ask(batch=4))
+    assert len(ran) == 2
+    ran[0].write_bytes(ran[0].read_bytes()[:-9])
+    assert compiling.compiled(ask()) == record
+    assert len(ran) == 3
+
+
 def test_an_interrupt_ends_the_compiler_too(tmp_path):
     """Ctrl-C, while it compiles: nothing of it goes on, and nothing is left."""
     words = "--model tiny --target cpu:8 --phase train --residual ladder --layers 24 --loop unrolled".split()
