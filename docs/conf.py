@@ -18,8 +18,13 @@ release = version = ladder_jax.__version__
 copyright = author  # noqa: A001
 
 extensions = ["sphinx.ext.autodoc", "myst_nb"]
-# `experiments` is a link to the folder beside this one, so that its pages and notebooks are the site's too.
-exclude_patterns = ["experiments/README.md", "experiments/notebooks/README.md", "experiments/launch/*/**"]
+# `experiments` is a link to the folder beside this one, so that its pages and notebooks are the
+# site's too.
+exclude_patterns = [
+    "experiments/README.md",
+    "experiments/notebooks/README.md",
+    "experiments/launch/*/**",
+]
 
 nb_execution_mode = "off"  # experiments/notebooks stores its outputs, and runs them itself
 myst_heading_anchors = 3
@@ -37,13 +42,15 @@ html_title = f"ladder_jax {release}"
 def source_read(app, docname, source):
     """Links to the READMEs of `experiments`, or to its folders, become links to their pages here.
 
-    By name: a path would be followed through the link to the folder beside this one, where no page is. A heading
-    (`#...`) is dropped, as a link by name leads to a page.
+    By name: a path would be followed through the link to the folder beside this one, where no page
+    is. A heading (`#...`) is dropped, as a link by name leads to a page.
     """
     if docname.startswith("experiments/notebooks/"):
         return
     here = pathlib.Path(app.srcdir, docname).parent.resolve()
-    source[0] = re.sub(r"\[([^\]`]+)\]\(([\w./-]+)(?:#[\w-]+)?\)", lambda match: _to_page(here, match), source[0])
+    source[0] = re.sub(
+        r"\[([^\]`]+)\]\(([\w./-]+)(?:#[\w-]+)?\)", lambda match: _to_page(here, match), source[0]
+    )
 
 
 def _to_page(here, match):

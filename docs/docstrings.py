@@ -1,7 +1,7 @@
 """This project's docstrings as reStructuredText.
 
-They are written to be read in the source: plain paragraphs, `code` in single backticks, indented blocks for code and
-tables, and lines such as "rows: how many" for fields and arguments.
+They are written to be read in the source: plain paragraphs, `code` in single backticks, indented
+blocks for code and tables, and lines such as "rows: how many" for fields and arguments.
 """
 
 import re
@@ -16,7 +16,12 @@ def process(app, what, name, obj, options, lines):
 
 
 def converted(text: str) -> str:
-    return "\n\n".join(_block(part) for part in re.split(r"\n[ ]*\n", text.strip("\n")) if part.strip()) + "\n"
+    return (
+        "\n\n".join(
+            _block(part) for part in re.split(r"\n[ ]*\n", text.strip("\n")) if part.strip()
+        )
+        + "\n"
+    )
 
 
 def _block(part: str) -> str:
@@ -24,7 +29,11 @@ def _block(part: str) -> str:
         language = "python" if CODE.search(part) else "text"
         return f".. code-block:: {language}\n\n{part}"
     lines = part.split("\n")
-    return "\n".join(_item(line) for line in _joined(lines)) if _has_fields(lines) else "\n".join(map(_inline, lines))
+    return (
+        "\n".join(_item(line) for line in _joined(lines))
+        if _has_fields(lines)
+        else "\n".join(map(_inline, lines))
+    )
 
 
 def _has_fields(lines: list[str]) -> bool:
@@ -32,7 +41,9 @@ def _has_fields(lines: list[str]) -> bool:
 
 
 def _joined(lines: list[str]) -> list[str]:
-    """A field's further lines joined to its first; several on one line, after a semicolon, stay together."""
+    """A field's further lines joined to its first; several on one line, after a semicolon, stay
+    together.
+    """
     found = []
     for line in lines:
         if FIELD.fullmatch(line) or not found:

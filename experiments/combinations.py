@@ -3,8 +3,9 @@
     python -m experiments.combinations           # prints the table
     python -m experiments.combinations --write   # into docs/scope.md
 
-Each feature is a few settings of a run. A feature needs what it is refused without, and does not go with another if
-the settings of both are refused, but not because of what one of them needs. Nothing is compiled.
+Each feature is a few settings of a run. A feature needs what it is refused without, and does not go
+with another if the settings of both are refused, but not because of what one of them needs. Nothing
+is compiled.
 """
 
 import dataclasses
@@ -21,7 +22,9 @@ TABLE = "combinations"
 
 @dataclasses.dataclass(frozen=True)
 class Feature:
-    """name: for the table. settings: that turn it on. needs: other settings, without which it is refused."""
+    """name: for the table. settings: that turn it on. needs: other settings, without which it is
+    refused.
+    """
 
     name: str
     settings: tuple[str, ...]
@@ -47,12 +50,19 @@ START = "train.start=CHECKPOINT"
 TENSOR = "mesh.tensor=4"
 
 FEATURES = (
-    *map(residual, "standard ladder ladder-2 ladder-fresh parallel parallel-shared-norm parallel-ladder".split()),
+    *map(
+        residual,
+        "standard ladder ladder-2 ladder-fresh parallel parallel-shared-norm parallel-ladder".split(),
+    ),
     residual("desync-2"),
     residual("farskip", EXPERTS),
     residual("no-communication"),
     feature("model.ladder_layers=2"),
-    Feature("emulated ranks: `model.ranks=4`", ("model.ranks=4", "mesh.tensor=1"), ("model.residual=ladder-fresh",)),
+    Feature(
+        "emulated ranks: `model.ranks=4`",
+        ("model.ranks=4", "mesh.tensor=1"),
+        ("model.residual=ladder-fresh",),
+    ),
     Feature("experts: `model.moe`", (EXPERTS,)),
     feature("model.moe.dense_layers=1", EXPERTS),
     feature("model.moe.capacity=1.25", EXPERTS),
@@ -91,22 +101,31 @@ def refusal(settings: tuple[str, ...]) -> str | None:
 def are_alternatives(a: Feature, b: Feature) -> bool:
     """Whether they give one setting two values: then they are no pair."""
     values = dict(setting.split("=", 1) for setting in a.all_settings)
-    return any(values.get(key, value) != value for key, value in (one.split("=", 1) for one in b.all_settings))
+    return any(
+        values.get(key, value) != value
+        for key, value in (one.split("=", 1) for one in b.all_settings)
+    )
 
 
 def together(*settings: str) -> tuple[str, ...]:
     """Each once, and sections before their fields."""
-    return tuple(sorted(dict.fromkeys(settings), key=lambda setting: setting.partition("=")[0].count(".")))
+    return tuple(
+        sorted(dict.fromkeys(settings), key=lambda setting: setting.partition("=")[0].count("."))
+    )
 
 
 def excluded() -> dict[tuple[str, str], str]:
-    """The pairs of features, by name, that do not go together, with the words of the rule that refuses."""
+    """The pairs of features, by name, that do not go together, with the words of the rule that
+    refuses.
+    """
     reasons = {}
     for a, b in itertools.combinations(FEATURES, 2):
         if are_alternatives(a, b):
             continue
         reason = refusal(together(*a.all_settings, *b.all_settings))
-        by_needs = refusal(together(*a.needs, *b.all_settings)) or refusal(together(*a.all_settings, *b.needs))
+        by_needs = refusal(together(*a.needs, *b.all_settings)) or refusal(
+            together(*a.all_settings, *b.needs)
+        )
         if reason and not by_needs:
             reasons[a.name, b.name] = reason
     return reasons
@@ -129,7 +148,9 @@ def table() -> str:
 def main() -> None:
     parser = study.parser(__doc__, name="combinations")
     parser.add_argument("--write", action="store_true", help="write the table into docs/scope.md")
-    parser.add_argument("--reasons", action="store_true", help="print each refused pair with the rule's own words")
+    parser.add_argument(
+        "--reasons", action="store_true", help="print each refused pair with the rule's own words"
+    )
     options = parser.parse_args()
     if options.reasons:
         for (a, b), reason in excluded().items():

@@ -1,16 +1,20 @@
-"""A Ladder Transformer in one file: plain arrays, FSDP x tensor parallelism, optax, a sample, and its audit.
+"""A Ladder Transformer in one file: plain arrays, FSDP x tensor parallelism, optax, a sample, and
+its audit.
 
     python -m experiments.minimal                       # learns this file by heart, on 8 simulated devices
     python -m experiments.minimal book.txt --residual standard --steps 500
-    python -m experiments.minimal --audit v5p:2x2x2     # what the compiler for TPUs makes of the training step
+    python -m experiments.minimal --audit v5p:2x2x2     # what the compiler for TPUs makes of the
+    training step
 
-There 16 of 17 all-reduces are hidden, with `--residual standard` 0 of 16 (compiled with libtpu 0.0.50.1, never run).
+There 16 of 17 all-reduces are hidden, with `--residual standard` 0 of 16 (compiled with libtpu
+0.0.50.1, never run).
 
-Of `ladder_jax` it uses `residual`, which runs a user's own sublayers under a topology, and `schedule`, which reads the
-compiled program. All else is jax: read it from `Config` down.
+Of `ladder_jax` it uses `residual`, which runs a user's own sublayers under a topology, and
+`schedule`, which reads the compiled program. All else is jax: read it from `Config` down.
 
-Letters: B rows, T positions, D model, N heads, H head size, F feed-forward, V vocabulary, L layers. On a rank of
-`tensor` an array holds N / tensor heads, or F / tensor features; on a rank of `fsdp` also D / fsdp of its width.
+Letters: B rows, T positions, D model, N heads, H head size, F feed-forward, V vocabulary, L layers.
+On a rank of `tensor` an array holds N / tensor heads, or F / tensor features; on a rank of `fsdp`
+also D / fsdp of its width.
 """
 
 import argparse
@@ -33,7 +37,8 @@ from jax.sharding import PartitionSpec as P
 from ladder_jax import residual, schedule
 
 AXES = ("fsdp", "tensor")
-COMPUTE = jnp.bfloat16  # of matmuls, the stream and what crosses the wire; parameters and their updates are float32
+# of matmuls, the stream and what crosses the wire; parameters and their updates are float32
+COMPUTE = jnp.bfloat16
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,7 +70,9 @@ SPECS = {
 
 
 def shapes(config: Config) -> dict:
-    """[L, D, 3, N, H], [L, N, H, D], [L, D, 2, F], [L, F, D], and the table [V, D] of inputs and outputs."""
+    """[L, D, 3, N, H], [L, N, H, D], [L, D, 2, F], [L, F, D], and the table [V, D] of inputs and
+    outputs.
+    """
     layers, width, heads = config.layers, config.width, config.heads
     head = width // heads
     return {
@@ -91,7 +98,9 @@ def initial(config: Config, mesh: Mesh, *, seed: int = 0) -> dict:
     def make(key):
         leaves, tree = jax.tree.flatten(shapes(config), is_leaf=is_shape)
         keys = jax.random.split(key, len(leaves))
-        return tree.unflatten([0.02 * jax.random.normal(k, shape) for k, shape in zip(keys, leaves)])
+        return tree.unflatten(
+            [0.02 * jax.random.normal(k, shape) for k, shape in zip(keys, leaves)]
+        )
 
     return make(jax.random.key(seed))
 
@@ -100,14 +109,18 @@ def initial(config: Config, mesh: Mesh, *, seed: int = 0) -> dict:
 
 
 def whole(array, *, axis: int):
-    """This rank's tensor-parallel share, gathered over fsdp. Backward its gradient is reduce-scattered."""
+    """This rank's tensor-parallel share, gathered over fsdp. Backward its gradient is
+    reduce-scattered.
+    """
     return lax.all_gather(array.astype(COMPUTE), "fsdp", axis=axis, tiled=True)
 
 
 def norm(x):
     """RMSNorm without a gain."""
     wide = x.astype(jnp.float32)
-    return (wide * lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + 1e-6)).astype(x.dtype)
+    return (wide * lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + 1e-6)).astype(
+        x.dtype
+    )
 
 
 def rotate(x):
@@ -145,7 +158,9 @@ def sublayers(layer: dict):
 def logits(params: dict, tokens, *, config: Config):
     """[B, T, V] for this rank's rows of tokens [B, T]."""
     table = whole(params["table"], axis=1)
-    stream = residual.run(config.topology, sublayers, table[tokens], params=params["layers"], axes=("tensor",))
+    stream = residual.run(
+        config.topology, sublayers, table[tokens], params=params["layers"], axes=("tensor",)
+    )
     return jnp.einsum("btd,vd->btv", norm(stream), table, preferred_element_type=jnp.float32)
 
 
@@ -177,7 +192,16 @@ def train_step(config: Config, mesh: Mesh, optimizer: optax.GradientTransformati
     return jax.jit(step, donate_argnums=(0, 1), compiler_options=options)
 
 
-def train(config: Config, mesh: Mesh, text: np.ndarray, *, steps: int, batch: int = 16, length: int = 64, say=print):
+def train(
+    config: Config,
+    mesh: Mesh,
+    text: np.ndarray,
+    *,
+    steps: int,
+    batch: int = 16,
+    length: int = 64,
+    say=print,
+):
     """(params, the losses), from random windows of `text`, an array of bytes."""
     optimizer = optax.adamw(optax.warmup_cosine_decay_schedule(0.0, 3e-3, steps // 10, steps))
     params, rng, losses = initial(config, mesh), np.random.default_rng(0), []
@@ -193,8 +217,12 @@ def train(config: Config, mesh: Mesh, text: np.ndarray, *, steps: int, batch: in
     return params, losses
 
 
-def sample(params: dict, config: Config, mesh: Mesh, prompt: bytes, *, count: int, seed: int = 0) -> bytes:
-    """The prompt and `count` more bytes, each from a forward pass over all of them: short, and slow."""
+def sample(
+    params: dict, config: Config, mesh: Mesh, prompt: bytes, *, count: int, seed: int = 0
+) -> bytes:
+    """The prompt and `count` more bytes, each from a forward pass over all of them: short, and
+    slow.
+    """
     forward = jax.jit(over_mesh(logits, mesh, config=config, out=P("fsdp")))
     rows = mesh.shape["fsdp"]  # the same text in each
     tokens = np.zeros((rows, len(prompt) + count), np.int32)
@@ -209,8 +237,11 @@ def sample(params: dict, config: Config, mesh: Mesh, prompt: bytes, *, count: in
 # What the compiler makes of it.
 
 
-def audit(config: Config, target: str, *, exposed: int = 1, batch: int = 8, length: int = 1024) -> schedule.Report:
-    """The training step, compiled for a machine that need not be here; AssertionError if it waits for its all-reduces.
+def audit(
+    config: Config, target: str, *, exposed: int = 1, batch: int = 8, length: int = 1024
+) -> schedule.Report:
+    """The training step, compiled for a machine that need not be here; AssertionError if it waits
+    for its all-reduces.
 
     exposed: how many of them may be waited for.
     """
@@ -232,7 +263,9 @@ def audit(config: Config, target: str, *, exposed: int = 1, batch: int = 8, leng
         transform_non_params=lambda a: a.update(sharding=NamedSharding(mesh, P())),
     )
     tokens = abstract((batch, length + 1), P("fsdp"), jnp.int32)
-    return schedule.assert_hidden(train_step(config, mesh, optimizer), params, state, tokens, exposed=exposed)
+    return schedule.assert_hidden(
+        train_step(config, mesh, optimizer), params, state, tokens, exposed=exposed
+    )
 
 
 def main() -> None:
@@ -241,10 +274,18 @@ def main() -> None:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("text", type=pathlib.Path, nargs="?", default=pathlib.Path(__file__), help="a file to learn")
-    parser.add_argument("--residual", default="ladder", help="standard, ladder, ladder-2, ... (default: %(default)s)")
+    parser.add_argument(
+        "text", type=pathlib.Path, nargs="?", default=pathlib.Path(__file__), help="a file to learn"
+    )
+    parser.add_argument(
+        "--residual",
+        default="ladder",
+        help="standard, ladder, ladder-2, ... (default: %(default)s)",
+    )
     parser.add_argument("--steps", type=int, default=300, help="of training (default: %(default)s)")
-    parser.add_argument("--audit", metavar="TARGET", help="compile for v5p:2x2x2, h100:8, ... in place of training")
+    parser.add_argument(
+        "--audit", metavar="TARGET", help="compile for v5p:2x2x2, h100:8, ... in place of training"
+    )
     options = parser.parse_args()
     config = Config(kind=options.residual)
     if options.audit:

@@ -1,4 +1,6 @@
-"""What studies share: how one ends and goes on, what is kept of it, and the tables of its README."""
+"""What studies share: how one ends and goes on, what is kept of it, and the tables of its
+README.
+"""
 
 import argparse
 import json
@@ -15,7 +17,9 @@ from ladder_jax.errors import RunFailed, UserError, one_line
 
 
 def ended(work: Callable[[], object], *, name: str) -> int:
-    """The exit status of `work`, a study that the same command goes on with. Only a bug shows a traceback."""
+    """The exit status of `work`, a study that the same command goes on with. Only a bug shows a
+    traceback.
+    """
     try:
         work()
     except (UserError, RunFailed) as error:
@@ -30,7 +34,9 @@ def ended(work: Callable[[], object], *, name: str) -> int:
 def parser(doc: str, *, name: str) -> argparse.ArgumentParser:
     """Of the arguments of `python -m experiments.NAME`, whose module says `doc`."""
     form = argparse.RawDescriptionHelpFormatter
-    return argparse.ArgumentParser(prog=f"python -m experiments.{name}", description=doc, formatter_class=form)
+    return argparse.ArgumentParser(
+        prog=f"python -m experiments.{name}", description=doc, formatter_class=form
+    )
 
 
 # Results.
@@ -72,18 +78,26 @@ def keep(results: dict, *, file: pathlib.Path) -> None:
 
 def write(text: str, *, file: pathlib.Path) -> None:
     file.parent.mkdir(parents=True, exist_ok=True)
-    files.write_atomically(str(file), lambda path: pathlib.Path(path).write_text(text, encoding="utf-8"))
+    files.write_atomically(
+        str(file), lambda path: pathlib.Path(path).write_text(text, encoding="utf-8")
+    )
 
 
 def asked(file: pathlib.Path, *, found: Sequence[str]) -> list[dict]:
     """What the rows of `file` were asked, without what was found."""
-    return [{key: value for key, value in row.items() if key not in found} for row in load(file)["rows"]]
+    return [
+        {key: value for key, value in row.items() if key not in found} for row in load(file)["rows"]
+    ]
 
 
-def resumed(asked: Sequence[dict], measure: Callable[[dict], dict], *, file: pathlib.Path, about: dict) -> list[dict]:
-    """The rows of `file`, after those of `asked` that it lacked were measured; each is kept as soon as it is.
+def resumed(
+    asked: Sequence[dict], measure: Callable[[dict], dict], *, file: pathlib.Path, about: dict
+) -> list[dict]:
+    """The rows of `file`, after those of `asked` that it lacked were measured; each is kept as soon
+    as it is.
 
-    measure: from what a row is asked to what was found, which is added to it. about: what `file` says of all rows.
+    measure: from what a row is asked to what was found, which is added to it. about: what `file`
+        says of all rows.
     """
     rows = load(file)["rows"] if file.is_file() else []
     for number, row in enumerate(asked, start=1):

@@ -13,13 +13,17 @@ class UserError(Exception):
 
 
 class RunFailed(Exception):
-    """A failure that is not the user's mistake: a full disk, a loss of NaN. The command line exits with status 1."""
+    """A failure that is not the user's mistake: a full disk, a loss of NaN. The command line exits
+    with status 1.
+    """
 
     status = 1
 
 
 class Stopped(RunFailed):
-    """A signal ended the run, after its state was saved. The exit status is the shell's: 128 + the signal's number."""
+    """A signal ended the run, after its state was saved. The exit status is the shell's: 128 + the
+    signal's number.
+    """
 
     def __init__(self, message: str, *, signum: int):
         super().__init__(message)
@@ -27,20 +31,27 @@ class Stopped(RunFailed):
 
 
 def one_line(text: str) -> str:
-    """A message for a terminal: `printable`, with newlines escaped, and cut after LONGEST characters."""
+    """A message for a terminal: `printable`, with newlines escaped, and cut after LONGEST
+    characters.
+    """
     return printable(text if len(text) <= LONGEST else f"{text[:LONGEST]}...").replace("\n", "\\n")
 
 
 def printable(text: str) -> str:
     """`text` with control characters escaped, except newlines.
 
-    Names of files, tensors and models may hold any characters, and a terminal would execute some of them.
+    Names of files, tensors and models may hold any characters, and a terminal would execute some of
+    them.
     """
-    return "".join(char if char.isprintable() or char == "\n" else repr(char)[1:-1] for char in text)
+    return "".join(
+        char if char.isprintable() or char == "\n" else repr(char)[1:-1] for char in text
+    )
 
 
 def unknown(what: str, name: object, allowed: Iterable[str]) -> UserError:
-    """The error for an unknown `name`. Its message lists the allowed names and suggests the nearest."""
+    """The error for an unknown `name`. Its message lists the allowed names and suggests the
+    nearest.
+    """
     names = list(allowed)
     near = difflib.get_close_matches(str(name), names, n=1)
     hint = f"; did you mean {near[0]!r}?" if near else ""
@@ -49,11 +60,15 @@ def unknown(what: str, name: object, allowed: Iterable[str]) -> UserError:
 
 def wrong_type(what: str, value: object, *kinds: type) -> UserError:
     """The error for a value of another type than `kinds`."""
-    return UserError(f"{what} must be of type {' or '.join(kind.__name__ for kind in kinds)}, not {described(value)}")
+    return UserError(
+        f"{what} must be of type {' or '.join(kind.__name__ for kind in kinds)}, not {described(value)}"
+    )
 
 
 def whole(what: str, value: object, *, least: int) -> int:
-    """`value` as an int. Raises UserError for another type, NumPy's integers excepted, and below `least`."""
+    """`value` as an int. Raises UserError for another type, NumPy's integers excepted, and below
+    `least`.
+    """
     try:
         number = operator.index(value)
     except TypeError:
@@ -72,7 +87,9 @@ def described(value: object) -> str:
 
 
 def member[E: enum.Enum](kind: type[E], what: str, word: E | str) -> E:
-    """The member of the enum `kind` whose value is `word`; a member is returned unchanged. Raises UserError."""
+    """The member of the enum `kind` whose value is `word`; a member is returned unchanged. Raises
+    UserError.
+    """
     try:
         return kind(word)
     except ValueError:

@@ -1,4 +1,6 @@
-"""Paths, local or in an object store, and a command's output files, written completely or not at all."""
+"""Paths, local or in an object store, and a command's output files, written completely or not at
+all.
+"""
 
 import contextlib
 import os
@@ -52,13 +54,17 @@ def kvstore(folder: AnyPath) -> dict[str, Any]:
 
 
 def patiently[T](folder: str | os.PathLike, work: Callable[[], T]) -> T:
-    """`work()`; where `folder` is in an object store, again until the store answers, for `remote.RETRIED` seconds."""
+    """`work()`; where `folder` is in an object store, again until the store answers, for
+    `remote.RETRIED` seconds.
+    """
     return remote.patiently(work) if is_remote(folder) else work()
 
 
 @contextlib.contextmanager
 def explained(folder: AnyPath, doing: str) -> Iterator[None]:
-    """Turns the errors of a disk or an object store into one line, RunFailed: "cannot `doing` 'folder': reason"."""
+    """Turns the errors of a disk or an object store into one line, RunFailed: "cannot `doing`
+    'folder': reason".
+    """
     try:
         yield
     except (UserError, RunFailed):
@@ -70,18 +76,23 @@ def explained(folder: AnyPath, doing: str) -> Iterator[None]:
 
 
 def reason(error: BaseException) -> str:
-    """The cause of an error in one line: the operating system's text, or that of the innermost error."""
+    """The cause of an error in one line: the operating system's text, or that of the innermost
+    error.
+    """
     while error.__cause__:
         error = error.__cause__
     if isinstance(error, OSError) and error.strerror:
         return error.strerror
-    if code := re.search(r"\[os_error_code='(\d+)'\]", str(error)):  # tensorstore: anywhere in the text
+    # tensorstore: anywhere in the text
+    if code := re.search(r"\[os_error_code='(\d+)'\]", str(error)):
         return os.strerror(int(code[1]))
     return " ".join(str(error).split())[:300] or type(error).__name__
 
 
 def read_text(file: AnyPath) -> str:
-    """Raises RunFailed where an object store does not answer, as nothing is wrong with the file then."""
+    """Raises RunFailed where an object store does not answer, as nothing is wrong with the file
+    then.
+    """
     try:
         content = file.read_bytes()
     except (FileNotFoundError, PermissionError):
@@ -94,7 +105,9 @@ def read_text(file: AnyPath) -> str:
 
 
 def check_writable(option: str, file: str | None, *, endings: tuple[str, ...] = ()) -> None:
-    """Raises UserError if `--option FILE` cannot be written, or does not end in one of `endings`."""
+    """Raises UserError if `--option FILE` cannot be written, or does not end in one of
+    `endings`.
+    """
     if file is None:
         return
     path = pathlib.Path(file)
@@ -104,7 +117,10 @@ def check_writable(option: str, file: str | None, *, endings: tuple[str, ...] = 
         (path.is_dir(), "this is a folder; name a file in it"),
         (not path.parent.is_dir(), f"there is no folder {path.parent}"),
         (path.exists() and not path.is_file(), "this is a device or a pipe; name a file"),
-        (path.exists() and not os.access(path, os.R_OK | os.W_OK), "this file cannot be read and written"),
+        (
+            path.exists() and not os.access(path, os.R_OK | os.W_OK),
+            "this file cannot be read and written",
+        ),
         (not os.access(folder, os.W_OK), f"the folder {folder} cannot be written to"),
     ):
         if wrong:
@@ -119,14 +135,17 @@ def check_picture(option: str, file: str | None) -> None:
 
 
 def cache_folder(name: str) -> pathlib.Path | None:
-    """The folder `name` in LADDER_JAX_CACHE, or else in `ladder_jax` in the user's cache folder. Created if missing.
+    """The folder `name` in LADDER_JAX_CACHE, or else in `ladder_jax` in the user's cache folder.
+    Created if missing.
 
     None if it cannot be written to.
     """
     configured = os.environ.get("LADDER_JAX_CACHE")
     try:
         user_cache = pathlib.Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache")
-        folder = (pathlib.Path(configured) if configured else user_cache.expanduser() / "ladder_jax") / name
+        folder = (
+            pathlib.Path(configured) if configured else user_cache.expanduser() / "ladder_jax"
+        ) / name
         folder.mkdir(parents=True, exist_ok=True)
     except (OSError, RuntimeError):  # RuntimeError: the user has no home folder
         return None
@@ -144,9 +163,11 @@ def cache(name: str) -> Iterator[pathlib.Path]:
 
 
 def write_atomically(file: str, write: Callable[[str], object]) -> None:
-    """Calls `write` with a temporary path in the same folder and with the same ending, then renames that to `file`.
+    """Calls `write` with a temporary path in the same folder and with the same ending, then renames
+    that to `file`.
 
-    If `file` is a link, its target is replaced. Raises RunFailed if the operating system reports an error.
+    If `file` is a link, its target is replaced. Raises RunFailed if the operating system reports an
+    error.
     """
     path = pathlib.Path(file).resolve()
     try:
@@ -164,7 +185,9 @@ def write_atomically(file: str, write: Callable[[str], object]) -> None:
 
 
 def write(file: AnyPath, blocks: Iterable[bytes], *, sync: bool = False) -> None:
-    """Writes a file, on a disk as `write_atomically` does. sync: it is on the disk when this returns."""
+    """Writes a file, on a disk as `write_atomically` does. sync: it is on the disk when this
+    returns.
+    """
     if is_remote(file):
         file.write_bytes(b"".join(blocks))
         return
@@ -180,9 +203,12 @@ def write(file: AnyPath, blocks: Iterable[bytes], *, sync: bool = False) -> None
 
 
 def _set_permissions(partial: str, path: pathlib.Path) -> None:
-    """Gives `partial` the permissions of `path`, or those of a new file. mkstemp lets only this user read it."""
+    """Gives `partial` the permissions of `path`, or those of a new file. mkstemp lets only this
+    user read it.
+    """
     if path.exists():
         os.chmod(partial, stat.S_IMODE(path.stat().st_mode) | stat.S_IWUSR)
         return
     os.unlink(partial)
-    os.close(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666))  # the system applies the umask
+    # the system applies the umask
+    os.close(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666))

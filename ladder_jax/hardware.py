@@ -1,6 +1,7 @@
 """Published figures of accelerators, for one jax device each.
 
-TPU: https://cloud.google.com/tpu/docs (one page a version; tpu7x's two devices share a chip's figures).
+TPU: https://cloud.google.com/tpu/docs (one page a version; tpu7x's two devices share a chip's
+    figures).
 NVIDIA: the data sheets of H100 SXM and B200 (dense bfloat16; NVLink counted in one direction).
 """
 
@@ -13,9 +14,9 @@ GIB = 2**30
 class Hardware:
     """One device. memory: bytes. flops: dense bfloat16 FLOP/s. bandwidth: of the memory, bytes/s.
 
-    link: bytes/s that a device can send. clock: Hz, to convert the compiler's cycle estimates to seconds; None if the
-    compiler gives none. chip: devices per chip. machine: what programs reach on it, for `ladder-jax predict` and `plan`
-    (predict/hardware).
+    link: bytes/s that a device can send. clock: Hz, to convert the compiler's cycle estimates to
+    seconds; None if the compiler gives none. chip: devices per chip. machine: what programs reach
+    on it, for `ladder-jax predict` and `plan` (predict/hardware).
     """
 
     machine: str
@@ -27,7 +28,8 @@ class Hardware:
     chip: int = 1
 
 
-# Clocks of TPUs follow from the peak: 128 x 128 (v5) or 256 x 256 multiply-adds a cycle in each matrix unit.
+# Clocks of TPUs follow from the peak: 128 x 128 (v5) or 256 x 256 multiply-adds a cycle in each
+# matrix unit.
 HARDWARE = {
     "v5e": Hardware("v5e", 16 * GIB, 197e12, 819e9, 100e9, clock=1.5e9),
     "v5p": Hardware("v5p", 95 * GIB, 459e12, 2765e9, 300e9, clock=1.75e9),
@@ -37,8 +39,9 @@ HARDWARE = {
     "b200": Hardware("b200-nvlink", 191_000_000_000, 2250e12, 8000e9, 900e9),
 }
 
-# Dense bfloat16 FLOP/s of one jax device, by a prefix of `jax.Device.device_kind`; the longest matching prefix counts.
-# Sources beside those of HARDWARE: the data sheets of A100, H100 PCIe, H100 NVL and H200, and cloud.google.com/tpu.
+# Dense bfloat16 FLOP/s of one jax device, by a prefix of `jax.Device.device_kind`; the longest
+# matching prefix counts. Sources beside those of HARDWARE: the data sheets of A100, H100 PCIe, H100
+# NVL and H200, and cloud.google.com/tpu.
 PEAKS = {
     "TPU v4": 275e12,
     "TPU v5 lite": HARDWARE["v5e"].flops,
@@ -72,5 +75,7 @@ MACHINES = {  # names of predict/hardware, likewise
 
 def machine_of(device_kind: str) -> str | None:
     """The machine of predict/hardware for devices of this kind, None for one that has none."""
-    matching = [kind for kind in sorted(MACHINES, key=len, reverse=True) if device_kind.startswith(kind)]
+    matching = [
+        kind for kind in sorted(MACHINES, key=len, reverse=True) if device_kind.startswith(kind)
+    ]
     return MACHINES[matching[0]] if matching else None

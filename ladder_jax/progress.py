@@ -1,4 +1,6 @@
-"""Progress of a long command, on standard error: a bar on a terminal, else a line every few seconds."""
+"""Progress of a long command, on standard error: a bar on a terminal, else a line every few
+seconds.
+"""
 
 import contextlib
 import time
@@ -11,9 +13,14 @@ Update = Callable[[int, str], None]
 
 @contextlib.contextmanager
 def progress(
-    total: int, *, done: int = 0, label: str = "{done}/{total}", say: Callable[[str], None] | None = None
+    total: int,
+    *,
+    done: int = 0,
+    label: str = "{done}/{total}",
+    say: Callable[[str], None] | None = None,
 ) -> Iterator[Update]:
-    """Yields `update(done, text)`, which shows that `done` of `total` steps are finished, and `text` beside that.
+    """Yields `update(done, text)`, which shows that `done` of `total` steps are finished, and
+    `text` beside that.
 
     label: the format of the two numbers, such as "step {done}/{total}".
     say: prints a line where there is no bar (default: on standard error).
@@ -24,16 +31,28 @@ def progress(
     console = Console(stderr=True, highlight=False)
     label_of = lambda done: label.format(done=done, total=total)
     if not console.is_terminal:
-        yield _lines(total, done, label_of, say or (lambda line: console.print(line, markup=False, soft_wrap=True)))
+        yield _lines(
+            total,
+            done,
+            label_of,
+            say or (lambda line: console.print(line, markup=False, soft_wrap=True)),
+        )
         return
-    count, message = (TextColumn(f"{{task.{field}}}", markup=False) for field in ("description", "fields[message]"))
+    count, message = (
+        TextColumn(f"{{task.{field}}}", markup=False)
+        for field in ("description", "fields[message]")
+    )
     columns = (count, BarColumn(bar_width=16), message, TimeRemainingColumn(compact=True))
     with Progress(*columns, console=console, transient=True) as bar:
         task = bar.add_task(label_of(done), total=total, completed=done, message="")
-        yield lambda done, text: bar.update(task, description=label_of(done), completed=done, message=text)
+        yield lambda done, text: bar.update(
+            task, description=label_of(done), completed=done, message=text
+        )
 
 
-def _lines(total: int, start: int, label_of: Callable[[int], str], say: Callable[[str], None]) -> Update:
+def _lines(
+    total: int, start: int, label_of: Callable[[int], str], say: Callable[[str], None]
+) -> Update:
     start_time = last_line = time.monotonic()
 
     def update(done: int, text: str) -> None:
@@ -42,7 +61,11 @@ def _lines(total: int, start: int, label_of: Callable[[int], str], say: Callable
         if done < total and now - last_line <= LINE_EVERY:
             return
         last_line = now
-        left = f"{(now - start_time) / (done - start) * (total - done):,.0f} s left" if start < done < total else ""
+        left = (
+            f"{(now - start_time) / (done - start) * (total - done):,.0f} s left"
+            if start < done < total
+            else ""
+        )
         say("  ".join(part for part in (label_of(done), text, left) if part))
 
     return update

@@ -11,13 +11,17 @@ def installed() -> bool:
 
 
 def check_installed(what: str) -> None:
-    """Raises UserError if matplotlib is not installed. what: the option that needs it, such as `--plot FILE`."""
+    """Raises UserError if matplotlib is not installed. what: the option that needs it, such as
+    `--plot FILE`.
+    """
     if not installed():
         raise UserError(f"{what}: a picture needs matplotlib: pip install 'ladder-jax[plot]'")
 
 
 def load() -> ModuleType:
-    """`matplotlib.pyplot`, set up to write files (no display). Raises UserError if it is not installed."""
+    """`matplotlib.pyplot`, set up to write files (no display). Raises UserError if it is not
+    installed.
+    """
     check_installed("matplotlib.pyplot")
     import matplotlib
 

@@ -1,8 +1,10 @@
-"""Start a Python subprocess that imports this same copy of `ladder_jax`, and nothing from the current folder.
+"""Start a Python subprocess that imports this same copy of `ladder_jax`, and nothing from the
+current folder.
 
-`python -m` and `python -c` put the current folder before the standard library, so a `jax.py` or `struct.py` there would
-be executed. `-P` prevents that, but alone it would also hide a checkout in the current folder, or import an installed
-copy instead. So the subprocess runs this file, which loads the package beside it.
+`python -m` and `python -c` put the current folder before the standard library, so a `jax.py` or
+`struct.py` there would be executed. `-P` prevents that, but alone it would also hide a checkout in
+the current folder, or import an installed copy instead. So the subprocess runs this file, which
+loads the package beside it.
 """
 
 import contextlib
@@ -18,7 +20,9 @@ _SAFE = "PYTHONSAFEPATH"
 
 
 def command(entry: str, *arguments: str) -> list[str]:
-    """The command line that runs `entry`: "package.module", as `python -m` does, or "package.module:function"."""
+    """The command line that runs `entry`: "package.module", as `python -m` does, or
+    "package.module:function".
+    """
     return [sys.executable, "-P", str(pathlib.Path(__file__).absolute()), entry, *arguments]
 
 
@@ -49,7 +53,9 @@ def versions(*packages: str) -> dict[str, str]:
 
 
 def _main() -> None:
-    spec = importlib.util.spec_from_file_location("ladder_jax", pathlib.Path(__file__).with_name("__init__.py"))
+    spec = importlib.util.spec_from_file_location(
+        "ladder_jax", pathlib.Path(__file__).with_name("__init__.py")
+    )
     package = sys.modules["ladder_jax"] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(package)
     del sys.argv[0]

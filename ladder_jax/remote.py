@@ -1,7 +1,9 @@
-"""Folders in an object store, gs:// and s3://, through the libraries that Orbax uses: etils.epath, fsspec, tensorstore.
+"""Folders in an object store, gs:// and s3://, through the libraries that Orbax uses: etils.epath,
+fsspec, tensorstore.
 
-An object is written completely or not at all, and later reads and lists see it at once. There are no folders, locks or
-renames of folders: what needs those has another form there (checkpoint/store.py, train/lock.py).
+An object is written completely or not at all, and later reads and lists see it at once. There are
+no folders, locks or renames of folders: what needs those has another form there
+(checkpoint/store.py, train/lock.py).
 """
 
 import contextlib
@@ -30,7 +32,9 @@ _S3_SETTINGS = {
 
 
 def path(text: str) -> "epath.Path":
-    """A remote path. Raises UserError for another scheme, and if the scheme's library is not installed."""
+    """A remote path. Raises UserError for another scheme, and if the scheme's library is not
+    installed.
+    """
     scheme = text.partition("://")[0]
     if scheme not in LIBRARIES:
         raise unknown(f"scheme in {text!r}:", scheme, LIBRARIES)
@@ -57,8 +61,9 @@ def _is(files: "fsspec.AbstractFileSystem", kind: str, path: str) -> bool:
 def kvstore(folder: "epath.Path") -> dict[str, Any]:
     """Tensorstore's specification of a remote folder.
 
-    s3fs reads the address of another store with S3's interface from AWS_ENDPOINT_URL; tensorstore has to be given it.
-    Without `use_conditional_write` it asks such a store first and writes then, so two runs could take one lock.
+    s3fs reads the address of another store with S3's interface from AWS_ENDPOINT_URL; tensorstore
+    has to be given it. Without `use_conditional_write` it asks such a store first and writes then,
+    so two runs could take one lock.
     """
     import tensorstore
 
@@ -68,32 +73,43 @@ def kvstore(folder: "epath.Path") -> dict[str, Any]:
         for field, names in _S3_SETTINGS.items():
             if value := next((os.environ[name] for name in names if os.environ.get(name)), None):
                 spec[field] = value
-        if os.environ.get("AWS_ACCESS_KEY_ID"):  # else it searches files first, and prints that there are none
+        # else it searches files first, and prints that there are none
+        if os.environ.get("AWS_ACCESS_KEY_ID"):
             spec["aws_credentials"] = {"type": "environment"}
     return spec
 
 
 def files_of(path: "epath.Path") -> "fsspec.AbstractFileSystem":
-    """fsspec's file system of a remote path, the one that epath uses. Raises UserError if its library is missing."""
+    """fsspec's file system of a remote path, the one that epath uses. Raises UserError if its
+    library is missing.
+    """
     from etils.epath import backend
 
     scheme = os.fspath(path).partition("://")[0]
     try:
         return backend.fsspec_backend.fs(path)
     except ImportError:
-        raise UserError(f"{scheme}:// needs {LIBRARIES[scheme]}: pip install {LIBRARIES[scheme]}") from None
+        raise UserError(
+            f"{scheme}:// needs {LIBRARIES[scheme]}: pip install {LIBRARIES[scheme]}"
+        ) from None
 
 
 def check_bucket(folder: "epath.Path") -> None:
-    """Raises UserError if S3 has no such bucket: tensorstore would take that for an object that is missing."""
+    """Raises UserError if S3 has no such bucket: tensorstore would take that for an object that is
+    missing.
+    """
     scheme, _, path = os.fspath(folder).partition("://")
     bucket = path.partition("/")[0]
     if scheme == "s3" and not files_of(folder).exists(f"s3://{bucket}"):
-        raise UserError(f"{os.fspath(folder)!r}: there is no bucket {bucket!r}, or these credentials may not list it")
+        raise UserError(
+            f"{os.fspath(folder)!r}: there is no bucket {bucket!r}, or these credentials may not list it"
+        )
 
 
 def listed(folder: "epath.Path") -> dict[str, dict[str, Any]]:
-    """All objects below a folder by their relative names, with what the store says about them, such as `size`."""
+    """All objects below a folder by their relative names, with what the store says about them, such
+    as `size`.
+    """
     prefix = os.fspath(folder).partition("://")[2].rstrip("/") + "/"
     found = files_of(folder).find(os.fspath(folder), detail=True)
     return {name.partition(prefix)[2]: info for name, info in found.items()}
@@ -108,10 +124,12 @@ def remove(folder: "epath.Path", *, first: str) -> None:
 
 
 def patiently[T](work: Callable[[], T]) -> T:
-    """`work()`, which is called again after an error, for RETRIED seconds; but not after status 403.
+    """`work()`, which is called again after an error, for RETRIED seconds; but not after status
+    403.
 
-    The stores' libraries have errors of their own, beside OSError, and give up after some seconds, or at once. Of 403
-    s3fs makes a PermissionError, gcsfs an OSError "Forbidden: ...". A 401 may be a token that is renewed.
+    The stores' libraries have errors of their own, beside OSError, and give up after some seconds,
+    or at once. Of 403 s3fs makes a PermissionError, gcsfs an OSError "Forbidden: ...". A 401 may be
+    a token that is renewed.
     """
     until = time.monotonic() + RETRIED
     while True:

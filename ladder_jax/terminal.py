@@ -22,17 +22,23 @@ WORDS = re.compile(r"\s+|(?<=[^\W\d]{2}-)(?=[^\W\d]{2})")  # where `textwrap` br
 
 @dataclasses.dataclass(frozen=True)
 class Table:
-    """Rows of text under `columns`. left: the columns that are not justified to the right, where there are numbers."""
+    """Rows of text under `columns`. left: the columns that are not justified to the right, where
+    there are numbers.
+    """
 
     columns: Sequence[str]
     rows: Sequence[Sequence[str]]
     left: Sequence[str] = ()
 
     def lines(self, width: int = WIDTH) -> list[str]:
-        """At most `width` wide: first the heads are wrapped, then the widest columns, at spaces and hyphens."""
+        """At most `width` wide: first the heads are wrapped, then the widest columns, at spaces and
+        hyphens.
+        """
         columns = list(zip(self.columns, *self.rows))
         widths = [max(map(len, column)) for column in columns]
-        least = [max(len(word) for cell in column for word in WORDS.split(cell)) for column in columns]
+        least = [
+            max(len(word) for cell in column for word in WORDS.split(cell)) for column in columns
+        ]
         heads = [max(word, *map(len, column[1:] or column)) for word, column in zip(least, columns)]
         gap = GAP if sum(heads) + GAP * (len(heads) - 1) <= width else 1
         total = lambda: sum(widths) + gap * (len(widths) - 1)
@@ -44,7 +50,9 @@ class Table:
         return [*head, "─" * total(), *itertools.chain(*body)]
 
     def _row(self, cells: Sequence[str], widths: Sequence[int], gap: str) -> Iterator[str]:
-        wrapped = [textwrap.wrap(cell, width) or [""] for cell, width in zip(cells, widths, strict=True)]
+        wrapped = [
+            textwrap.wrap(cell, width) or [""] for cell, width in zip(cells, widths, strict=True)
+        ]
         for parts in itertools.zip_longest(*wrapped, fillvalue=""):
             aligned = [
                 part.ljust(width) if column in self.left else part.rjust(width)
@@ -59,7 +67,9 @@ class Table:
 
 
 def show(parts: Iterable[str | Table]) -> None:
-    """Print lines and tables. On a terminal long lines are wrapped at words, but commands are left to be copied."""
+    """Print lines and tables. On a terminal long lines are wrapped at words, but commands are left
+    to be copied.
+    """
     columns = shutil.get_terminal_size((0, 0)).columns
     for part in parts:
         if isinstance(part, Table):
@@ -67,13 +77,19 @@ def show(parts: Iterable[str | Table]) -> None:
         elif not columns or part.startswith("ladder-jax "):
             lines = [part]
         else:
-            label = re.match(r"\w+ {2,}|", part)[0]  # "memory    ", under whose text the lines go on
-            lines = [textwrap.fill(part, columns, subsequent_indent=" " * len(label), break_on_hyphens=False)]
+            # "memory    ", under whose text the lines go on
+            label = re.match(r"\w+ {2,}|", part)[0]
+            lines = [
+                textwrap.fill(
+                    part, columns, subsequent_indent=" " * len(label), break_on_hyphens=False
+                )
+            ]
         print(*map(printable, lines), sep="\n")
 
 
 def answer(result: Any, *, as_json: bool, out: str | None = None) -> None:
-    """Print a command's result, its `as_dict()` as JSON or its `lines()`, and write the JSON to the file `out`.
+    """Print a command's result, its `as_dict()` as JSON or its `lines()`, and write the JSON to the
+    file `out`.
 
     Printed before it is written: the disk may be full, and making the result again takes long.
     """

@@ -4,7 +4,9 @@ from ladder_jax.errors import UserError
 
 
 def words(option: str, text: str) -> tuple[str, ...]:
-    """The words of a list separated by commas. Raises UserError for an empty word, and for a repeated one."""
+    """The words of a list separated by commas. Raises UserError for an empty word, and for a
+    repeated one.
+    """
     parts = tuple(word.strip() for word in text.split(","))
     for word in parts:
         if not word:

@@ -1,4 +1,6 @@
-"""What the numerical tests share: every topology, a small model, random parameters, float32 bounds."""
+"""What the numerical tests share: every topology, a small model, random parameters, float32
+bounds.
+"""
 
 import dataclasses
 import functools
@@ -33,12 +35,22 @@ TOPOLOGIES = {
 DEPEND_ON_RANKS = [name for name, case in TOPOLOGIES.items() if case[2] in ("fresh", "desync")]
 
 # One of each recurrence: what is saved, recomputed and carried depends on that.
-RECURRENCES = "standard", "ladder", "ladder-2", "ladder-fresh", "parallel-ladder", "desync-2", "hybrid-delay-2"
+RECURRENCES = (
+    "standard",
+    "ladder",
+    "ladder-2",
+    "ladder-fresh",
+    "parallel-ladder",
+    "desync-2",
+    "hybrid-delay-2",
+)
 OTHERS = [name for name in TOPOLOGIES if name not in RECURRENCES]
 
 
 def model(name: str = "standard", **changes) -> ModelConfig:
-    """Four small layers in float32: 8 heads, 4 key/value heads, and a vocabulary that nothing divides."""
+    """Four small layers in float32: 8 heads, 4 key/value heads, and a vocabulary that nothing
+    divides.
+    """
     residual, ladder_layers, *_ = TOPOLOGIES[name]
     settings = dict(
         num_layers=4,
@@ -72,7 +84,12 @@ def shape(name: str, config: ModelConfig, *, ranks: int) -> reference.Shape:
         eps=config.norm_eps,
         llama3=None
         if scaling is None
-        else (scaling.factor, scaling.low_freq_factor, scaling.high_freq_factor, scaling.original_context),
+        else (
+            scaling.factor,
+            scaling.low_freq_factor,
+            scaling.high_freq_factor,
+            scaling.original_context,
+        ),
     )
 
 
@@ -82,14 +99,19 @@ def parameters(definition: nn.ModelDef, *, seed: int = 0):
 
     def value(path, leaf, dims):
         kind = dims.removeprefix("L")
-        if path[-1].key == "share":  # around 1 the shared expert's gate is open, and has hardly a gradient
+        # around 1 the shared expert's gate is open, and has hardly a gradient
+        if path[-1].key == "share":
             return (0.2 * rng.standard_normal(leaf.shape)).astype(np.float32)
         if kind in ("D", "H") or path[-1].key == "scale":
             return (1 + 0.2 * rng.standard_normal(leaf.shape)).astype(np.float32)
         fan_in = {"DNH": 0, "DKH": 0, "NHD": (0, 1), "DF": 0, "FD": 0, "VD": 1,
                   "DC": 0, "EDM": 1, "EMD": 1, "DW": 0, "WD": 0}.get(kind)  # fmt: skip
         sizes = leaf.shape[len(dims) - len(kind) :]
-        scale = 0.3 if fan_in is None else 1.3 / np.sqrt(np.prod([sizes[i] for i in np.atleast_1d(fan_in)]))
+        scale = (
+            0.3
+            if fan_in is None
+            else 1.3 / np.sqrt(np.prod([sizes[i] for i in np.atleast_1d(fan_in)]))
+        )
         if kind == "VD":  # drawn without the padding, which depends on the mesh
             real = definition.config.vocab_size
             rows = scale * rng.standard_normal((real, leaf.shape[1]))
@@ -128,7 +150,9 @@ def placed(definition: nn.ModelDef):
 
 
 def dense_logits(name: str, ranks: int, *, num_layers: int = 4) -> np.ndarray:
-    """What the reference computes of `parameters` and `tokens` of the small model on that many ranks."""
+    """What the reference computes of `parameters` and `tokens` of the small model on that many
+    ranks.
+    """
     return _dense(name, ranks if _depends_on_ranks(name) else 1, reference.logits, num_layers)
 
 
@@ -145,7 +169,9 @@ def _depends_on_ranks(name: str) -> bool:
 def _dense(name: str, ranks: int, function, num_layers: int):
     definition = define(name, tensor=ranks, num_layers=num_layers)
     of = shape(name, definition.config, ranks=ranks)
-    return reference.evaluate(function, parameters(definition), tokens(), of, gradient=function is reference.loss)
+    return reference.evaluate(
+        function, parameters(definition), tokens(), of, gradient=function is reference.loss
+    )
 
 
 UNIT_ROUNDOFF = 2.0**-24  # of float32
@@ -155,8 +181,9 @@ def bound(config: ModelConfig, *, passes: int = 1) -> float:
     """The relative error that float32 rounding may cause, against the largest value.
 
     A sum of n rounded terms errs by about sqrt(n) unit roundoffs (Higham & Mary 2019, probabilistic
-    analysis), n at most the longest contraction; errors of the 2L sublayers, the embedding's and the
-    head's add up, each through a norm, a matmul, an activation or softmax, and a matmul: 4 roundings
+    analysis), n at most the longest contraction; errors of the 2L sublayers, the embedding's and
+    the head's add up, each through a norm, a matmul, an activation or softmax, and a matmul: 4
+    roundings
     of that kind. A backward pass doubles the chain (`passes=2`).
     """
     longest = max(config.d_model, config.d_ff, config.num_heads * config.head_dim)
@@ -170,7 +197,9 @@ def error(actual, expected) -> float:
 
 
 def error_but_for_padding(actual, expected) -> float:
-    """`error` of two arrays, which may be tables that are padded for different meshes; padding must be zero."""
+    """`error` of two arrays, which may be tables that are padded for different meshes; padding must
+    be zero.
+    """
     actual, expected = np.asarray(actual), np.asarray(expected)
     rows = min(len(actual), len(expected))
     assert not actual[rows:].any() and not expected[rows:].any()

@@ -1,8 +1,9 @@
 """`make test-changed`: the tests that an edit can reach, the nearest first, for about two minutes.
 
-A pytest plugin (-p tests.changed). A test file reaches a module that it imports, or that one imports which it reaches;
-the fewer imports between, the nearer it is. A module's name in a string counts as an import: it is loaded when it is
-needed, or in a process. What a process of the fixture `run_cli` imports does not count.
+A pytest plugin (-p tests.changed). A test file reaches a module that it imports, or that one
+imports which it reaches; the fewer imports between, the nearer it is. A module's name in a string
+counts as an import: it is loaded when it is needed, or in a process. What a process of the fixture
+`run_cli` imports does not count.
 """
 
 import ast
@@ -26,8 +27,19 @@ LATE = re.compile(r"(ladder_jax|experiments|tests)(\.\w+)+(:\w+)?")
 
 def pytest_addoption(parser):
     group = parser.getgroup("changed")
-    group.addoption("--since", default="HEAD", metavar="COMMIT", help="what was edited since then (default: HEAD)")
-    group.addoption("--within", type=float, default=120, metavar="SECONDS", help="begin no test later (default: 120)")
+    group.addoption(
+        "--since",
+        default="HEAD",
+        metavar="COMMIT",
+        help="what was edited since then (default: HEAD)",
+    )
+    group.addoption(
+        "--within",
+        type=float,
+        default=120,
+        metavar="SECONDS",
+        help="begin no test later (default: 120)",
+    )
 
 
 def pytest_configure(config):
@@ -51,13 +63,21 @@ class Changed:
     @pytest.hookimpl(trylast=True)  # the suite's own order comes before
     def pytest_collection_modifyitems(self, config, items):
         reached = [item for item in items if item.path in self.distances]
-        config.hook.pytest_deselected(items=[item for item in items if item.path not in self.distances])
-        # The suite begins with its slowest files, FIRST; here they come after others that are as near.
-        items[:] = sorted(reached, key=lambda item: (self.distances[item.path], item.path.stem in FIRST))
+        config.hook.pytest_deselected(
+            items=[item for item in items if item.path not in self.distances]
+        )
+        # The suite begins with its slowest files, FIRST; here they come after others that are as
+        # near.
+        items[:] = sorted(
+            reached, key=lambda item: (self.distances[item.path], item.path.stem in FIRST)
+        )
 
     @pytest.hookimpl(tryfirst=True)  # before fixtures are made
     def pytest_runtest_setup(self, item):
-        if time.monotonic() - self.begun > self.within or self.spent[item.path] > SHARE * self.within:
+        if (
+            time.monotonic() - self.begun > self.within
+            or self.spent[item.path] > SHARE * self.within
+        ):
             pytest.skip("no time is left")
 
     def pytest_runtest_logreport(self, report):
@@ -67,7 +87,9 @@ class Changed:
             self.ran.add(file)
 
     def pytest_terminal_summary(self, terminalreporter):
-        left = sorted(path.relative_to(ROOT).as_posix() for path in self.distances.keys() - self.ran)
+        left = sorted(
+            path.relative_to(ROOT).as_posix() for path in self.distances.keys() - self.ran
+        )
         if left:
             terminalreporter.section(f"{len(left)} files that the edit can reach were not begun")
             terminalreporter.write_line(" ".join(left))
@@ -78,7 +100,10 @@ def edited(since):
 
     Raises UsageError where git does not know the commit.
     """
-    commands = (["git", "diff", "--name-only", since, "--"], ["git", "ls-files", "--others", "--exclude-standard"])
+    commands = (
+        ["git", "diff", "--name-only", since, "--"],
+        ["git", "ls-files", "--others", "--exclude-standard"],
+    )
     files = set()
     for command in commands:
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
@@ -89,7 +114,9 @@ def edited(since):
 
 
 def distances(files):
-    """For each test file that reaches one of these: over how many imports; of a text that it names, one."""
+    """For each test file that reaches one of these: over how many imports; of a text that it names,
+    one.
+    """
     importers = collections.defaultdict(set)
     for path in sources():
         for found in imports(path):
@@ -105,24 +132,41 @@ def distances(files):
         for importer in importers[path] - near.keys():
             near[importer] = near[path] + 1
             queue.append(importer)
-    return {path: steps for path, steps in near.items() if path.name.startswith("test_") and path.exists()}
+    return {
+        path: steps
+        for path, steps in near.items()
+        if path.name.startswith("test_") and path.exists()
+    }
 
 
 def sources():
-    return [path for folder in ("ladder_jax", "experiments", "tests") for path in sorted((ROOT / folder).rglob("*.py"))]
+    return [
+        path
+        for folder in ("ladder_jax", "experiments", "tests")
+        for path in sorted((ROOT / folder).rglob("*.py"))
+    ]
 
 
 @functools.cache
 def imports(path, *, late=True):
-    """Files of ours that a file imports, anywhere in it; a name of a package is the module of that name, or the
-    package's `__init__`. late: of a module's name in a string, too."""
+    """Files of ours that a file imports, anywhere in it; a name of a package is the module of that
+    name, or the package's `__init__`. late: of a module's name in a string, too.
+    """
     found = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             found.update(file_of(alias.name) for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.module and node.level == 0:
-            found.update(file_of(f"{node.module}.{alias.name}") or file_of(node.module) for alias in node.names)
-        elif late and isinstance(node, ast.Constant) and isinstance(node.value, str) and LATE.fullmatch(node.value):
+            found.update(
+                file_of(f"{node.module}.{alias.name}") or file_of(node.module)
+                for alias in node.names
+            )
+        elif (
+            late
+            and isinstance(node, ast.Constant)
+            and isinstance(node.value, str)
+            and LATE.fullmatch(node.value)
+        ):
             found.add(file_of(node.value.partition(":")[0]))
     return found - {None, path}
 
@@ -130,4 +174,6 @@ def imports(path, *, late=True):
 @functools.cache
 def file_of(module):
     stem = ROOT.joinpath(*module.split("."))
-    return next((file for file in (stem.with_suffix(".py"), stem / "__init__.py") if file.is_file()), None)
+    return next(
+        (file for file in (stem.with_suffix(".py"), stem / "__init__.py") if file.is_file()), None
+    )

@@ -1,4 +1,6 @@
-"""What an optimised program communicates: how many all-reduces, of how many operands, in which loop."""
+"""What an optimised program communicates: how many all-reduces, of how many operands, in which
+loop.
+"""
 
 import dataclasses
 import re
@@ -12,12 +14,26 @@ from ladder_jax.scopes import ENTER, LAUNCH
 
 NUM_LAYERS = 4
 # All-reduces a layer and direction, where all layers do the same.
-A_LAYER = {"standard": 2, "ladder": 2, "ladder-2": 2, "ladder-3": 2, "ladder-fresh": 2, "parallel": 1,
-           "parallel-shared-norm": 1, "parallel-ladder": 1, "desync-2": 1, "no-communication": 0}  # fmt: skip
-# In all layers; two of hybrid-parallel-ladder's reduce once, and desync-3 reduces after sublayers 3, 6 and the last.
+A_LAYER = {
+    "standard": 2,
+    "ladder": 2,
+    "ladder-2": 2,
+    "ladder-3": 2,
+    "ladder-fresh": 2,
+    "parallel": 1,
+    "parallel-shared-norm": 1,
+    "parallel-ladder": 1,
+    "desync-2": 1,
+    "no-communication": 0,
+}
+# In all layers; two of hybrid-parallel-ladder's reduce once, and desync-3 reduces after sublayers
+# 3, 6 and the last.
 IN_ALL = {
     **{name: count * NUM_LAYERS for name, count in A_LAYER.items()},
-    **{f"hybrid-{name}": 2 * NUM_LAYERS for name in ("last-2", "list", "delay-2", "delay-3-first", "fresh")},
+    **{
+        f"hybrid-{name}": 2 * NUM_LAYERS
+        for name in ("last-2", "list", "delay-2", "delay-3-first", "fresh")
+    },
     "hybrid-parallel-ladder": 2 * NUM_LAYERS - 2,
     "desync-3": 3,
 }
@@ -26,7 +42,9 @@ TENSOR = "{'tensor'}", "{'kv','group'}"  # the second where ranks share key/valu
 
 
 def all_reduces(text: str) -> list[tuple[str, str, int, bool]]:
-    """(direction, computation, operands, over the tensor axis alone) of every sublayer's all-reduce."""
+    """(direction, computation, operands, over the tensor axis alone) of every sublayer's
+    all-reduce.
+    """
     found, computation = [], None
     for line in text.splitlines():
         if header := re.match(r"(?:ENTRY )?%?([\w.\-]+) .*\{$", line):
@@ -42,7 +60,9 @@ def all_reduces(text: str) -> list[tuple[str, str, int, bool]]:
 
 
 def check(text: str, *, name: str, loop: Loop, directions: tuple[str, ...] = (LAUNCH,)) -> None:
-    """The sublayers' all-reduces are as many as the topology needs, in the loop over layers, and none was merged."""
+    """The sublayers' all-reduces are as many as the topology needs, in the loop over layers, and
+    none was merged.
+    """
     found = all_reduces(text)
     assert {direction for direction, *_ in found} <= set(directions)
     assert all(operands == 1 for _, _, operands, _ in found), "merged"
@@ -55,7 +75,11 @@ def check(text: str, *, name: str, loop: Loop, directions: tuple[str, ...] = (LA
         elif name in A_LAYER:
             assert len(inside) == A_LAYER[name] and len(set(inside)) <= 1
     # The last sublayer's may stand after the loop.
-    assert loop is Loop.UNROLLED or name not in A_LAYER or len([c for _, c, *_ in found if c == "entry"]) <= 1
+    assert (
+        loop is Loop.UNROLLED
+        or name not in A_LAYER
+        or len([c for _, c, *_ in found if c == "entry"]) <= 1
+    )
 
 
 @jax.tree_util.register_dataclass
@@ -74,5 +98,7 @@ def start_on_a_cpu(monkeypatch):
     """The all-reduces that are started from now on, as they are traced."""
     started = []
     monkeypatch.setattr(collectives, "HALVES", ("cpu",))
-    monkeypatch.setattr(collectives, "_psum_start", lambda: lambda x, axes: started.append(x) or Started(x, axes))
+    monkeypatch.setattr(
+        collectives, "_psum_start", lambda: lambda x, axes: started.append(x) or Started(x, axes)
+    )
     return started

@@ -4,7 +4,8 @@ import contextlib
 
 import jax
 
-COMPILED = "/jax/core/compile/backend_compile_duration"  # jax's event, once a program: compiled or read from its cache
+# jax's event, once a program: compiled or read from its cache
+COMPILED = "/jax/core/compile/backend_compile_duration"
 
 
 @contextlib.contextmanager

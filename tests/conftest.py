@@ -12,30 +12,39 @@ import signal
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # each process that tests start would compile all sources again
-os.environ.pop("COLUMNS", None)  # readline sets it where it finds no terminal, and answers would be wrapped
+# each process that tests start would compile all sources again
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+# readline sets it where it finds no terminal, and answers would be wrapped
+os.environ.pop("COLUMNS", None)
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["JAX_NUM_CPU_DEVICES"] = "8"
-# Collectives of eight devices need patience on two cores. Machine code is hardly optimised: that is most
-# of what a compilation costs, and changes neither the collectives nor, beyond rounding, the numbers.
+# Collectives of eight devices need patience on two cores. Machine code is hardly optimised: that is
+# most of what a compilation costs, and changes neither the collectives nor, beyond rounding, the
+# numbers.
 FLAGS = "--xla_cpu_collective_call_terminate_timeout_seconds=600 --xla_backend_optimization_level=0"
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {FLAGS}".strip()
-# Shared by all workers and inherited by the processes that they start; keyed by jax's own version and the program.
-# Small programs as well: what a process has compiled, or a file whose programs have gone, the next only reads.
-os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(pathlib.Path(__file__).parent.parent / ".cache" / "jax"))
+# Shared by all workers and inherited by the processes that they start; keyed by jax's own version
+# and the program. Small programs as well: what a process has compiled, or a file whose programs
+# have gone, the next only reads.
+os.environ.setdefault(
+    "JAX_COMPILATION_CACHE_DIR", str(pathlib.Path(__file__).parent.parent / ".cache" / "jax")
+)
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
-# jax writes an entry in place: what reads a half of it warns and compiles, and the processes' output is compared.
+# jax writes an entry in place: what reads a half of it warns and compiles, and the processes'
+# output is compared.
 os.environ.setdefault("PYTHONWARNINGS", "ignore:Error reading persistent compilation cache entry")
 
 import jax  # noqa: E402
 import pytest  # noqa: E402
 
 jax.config.update("jax_numpy_rank_promotion", "raise")
-# Tracing makes millions of objects that live on: looking for cycles among them as often as usual costs a tenth.
+# Tracing makes millions of objects that live on: looking for cycles among them as often as usual
+# costs a tenth.
 gc.set_threshold(100_000, 50, 100)
 
 
-# What takes longest comes first, in this order: a file is one worker's, and at the end the others would be idle.
+# What takes longest comes first, in this order: a file is one worker's, and at the end the others
+# would be idle.
 FIRST = """
     test_interleave test_numerics test_fuzz_configurations test_explicit test_gradients_bfloat16 test_meshes
     test_experts test_remote test_resume test_training test_names test_docs test_decode test_agreement
@@ -46,13 +55,16 @@ FIRST = """
 
 
 def pytest_collection_modifyitems(config, items):
-    if hasattr(config, "workerinput"):  # one of several: by itself pytest keeps the order of the command line
+    # one of several: by itself pytest keeps the order of the command line
+    if hasattr(config, "workerinput"):
         place = {name: index for index, name in enumerate(FIRST)}
         items.sort(key=lambda item: place.get(item.path.stem, len(FIRST)))
 
 
 def pytest_terminal_summary(terminalreporter):
-    """The files that took longest, in seconds of a worker: where to look when the suite has become slow."""
+    """The files that took longest, in seconds of a worker: where to look when the suite has become
+    slow.
+    """
     seconds, tests = collections.Counter(), collections.Counter()
     for report in itertools.chain(*terminalreporter.stats.values()):
         if isinstance(report, pytest.TestReport):
@@ -67,7 +79,9 @@ def pytest_terminal_summary(terminalreporter):
 
 @pytest.fixture(scope="module", autouse=True)
 def few_programs():
-    """Lets a module's programs go with it: each holds memory maps, of which Linux allows a process 65,530."""
+    """Lets a module's programs go with it: each holds memory maps, of which Linux allows a process
+    65,530.
+    """
     yield
     jax.clear_caches()
 
@@ -76,7 +90,9 @@ def few_programs():
 def book(tmp_path_factory):
     """A text to train on."""
     path = tmp_path_factory.mktemp("data") / "book.txt"
-    path.write_text("".join(f"line {i} of a little book about {i % 7} things\n" for i in range(2000)))
+    path.write_text(
+        "".join(f"line {i} of a little book about {i % 7} things\n" for i in range(2000))
+    )
     return path
 
 
@@ -104,7 +120,9 @@ def run_cli(tmp_path_factory):
 
 @pytest.fixture
 def mistake(capsys, tmp_path, monkeypatch):
-    """Runs a command that must refuse, in a folder of its own: gives the one line that it says; nothing is written."""
+    """Runs a command that must refuse, in a folder of its own: gives the one line that it says;
+    nothing is written.
+    """
     monkeypatch.chdir(tmp_path)
 
     def run(*words):
@@ -123,8 +141,15 @@ def mistake(capsys, tmp_path, monkeypatch):
 
 @pytest.fixture
 def largest_file():
-    """Sets how long a file may become: then writes are short, and the next one is an error, as on a full disk."""
-    before, handler = resource.getrlimit(resource.RLIMIT_FSIZE), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    yield lambda size: resource.setrlimit(resource.RLIMIT_FSIZE, (before[0] if size is None else size, before[1]))
+    """Sets how long a file may become: then writes are short, and the next one is an error, as on a
+    full disk.
+    """
+    before, handler = (
+        resource.getrlimit(resource.RLIMIT_FSIZE),
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN),
+    )
+    yield lambda size: resource.setrlimit(
+        resource.RLIMIT_FSIZE, (before[0] if size is None else size, before[1])
+    )
     resource.setrlimit(resource.RLIMIT_FSIZE, before)
     signal.signal(signal.SIGXFSZ, handler)

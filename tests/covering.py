@@ -1,7 +1,8 @@
 """Covering arrays: few rows of a product of factors in which every pair of values still appears.
 
-A fault that one value causes, or two together, shows in some row (Kuhn, Wallace & Gallo 2004 found nearly all faults
-of real programs to need no more). `make test` runs those rows; the others are marked `full`: `make test-all`.
+A fault that one value causes, or two together, shows in some row (Kuhn, Wallace & Gallo 2004 found
+nearly all faults of real programs to need no more). `make test` runs those rows; the others are
+marked `full`: `make test-all`.
 """
 
 import collections
@@ -15,9 +16,11 @@ Pairs = Iterable[tuple[int, int]]  # of columns
 
 
 def array(*factors: Iterable, pairs: Pairs | None = None, even: Sequence[int] = ()) -> list[tuple]:
-    """Rows in which every value appears, and every pair of values of two columns, or of the columns in `pairs`.
+    """Rows in which every value appears, and every pair of values of two columns, or of the columns
+    in `pairs`.
 
-    Of rows that add as many of these, the one whose values of the columns `even` are the rarest; then the first.
+    Of rows that add as many of these, the one whose values of the columns `even` are the rarest;
+    then the first.
     """
     product = list(itertools.product(*map(tuple, factors)))
     covered = functools.partial(_covered, columns=_columns(len(factors), pairs))
@@ -32,24 +35,34 @@ def array(*factors: Iterable, pairs: Pairs | None = None, even: Sequence[int] = 
 
 def rows(*factors: Iterable, pairs: Pairs | None = None, even: Sequence[int] = ()) -> list:
     """The product for `pytest.mark.parametrize`, what is not in the array marked `full`."""
-    return marked(itertools.product(*map(tuple, factors)), chosen=array(*factors, pairs=pairs, even=even))
+    return marked(
+        itertools.product(*map(tuple, factors)), chosen=array(*factors, pairs=pairs, even=even)
+    )
 
 
 def marked(product: Iterable[tuple], *, chosen: Sequence[tuple]) -> list:
     """These rows for `pytest.mark.parametrize`, `chosen` first, the others marked `full`."""
     others = [row for row in dict.fromkeys(product) if row not in chosen]
-    return [*(pytest.param(*row) for row in chosen), *(pytest.param(*row, marks=pytest.mark.full) for row in others)]
+    return [
+        *(pytest.param(*row) for row in chosen),
+        *(pytest.param(*row, marks=pytest.mark.full) for row in others),
+    ]
 
 
 def uncovered(chosen: Sequence[tuple], *factors: Iterable, pairs: Pairs | None = None) -> set:
     """What these rows lack: (column, value, column, value)."""
     covered = functools.partial(_covered, columns=_columns(len(factors), pairs))
-    return set().union(*map(covered, itertools.product(*map(tuple, factors)))) - set().union(*map(covered, chosen))
+    return set().union(*map(covered, itertools.product(*map(tuple, factors)))) - set().union(
+        *map(covered, chosen)
+    )
 
 
 def _columns(count: int, pairs: Pairs | None) -> list[tuple[int, int]]:
     """Those to cover; a column of its own covers single values."""
-    return [*(itertools.combinations(range(count), 2) if pairs is None else pairs), *((i, i) for i in range(count))]
+    return [
+        *(itertools.combinations(range(count), 2) if pairs is None else pairs),
+        *((i, i) for i in range(count)),
+    ]
 
 
 def _covered(row: tuple, *, columns: Sequence[tuple[int, int]]) -> set:

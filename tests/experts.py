@@ -1,4 +1,6 @@
-"""What the tests of experts share: small models, and the dense float64 reference's values of them."""
+"""What the tests of experts share: small models, and the dense float64 reference's values of
+them.
+"""
 
 import dataclasses
 import functools
@@ -27,7 +29,9 @@ TOPOLOGIES = {
 }
 # Six experts, which 4 and 8 ranks do not divide.
 KINDS = {
-    "shared": dict(experts=6, top_k=2, expert_width=16, shared_width=24, shared_gate=True, softmax="all"),
+    "shared": dict(
+        experts=6, top_k=2, expert_width=16, shared_width=24, shared_gate=True, softmax="all"
+    ),
     "ungated": dict(experts=6, top_k=3, expert_width=16, shared_width=16, router_bias=True),
     "routed": dict(experts=6, top_k=2, expert_width=24),
     "all": dict(experts=5, top_k=5, expert_width=16, softmax="all"),
@@ -35,11 +39,15 @@ KINDS = {
 }
 
 
-ALL_HEADS = dict(qk_norm="all-heads", num_kv_heads=2)  # OLMoE's norms; of so few keys, several ranks hold the same
-FIRST_DENSE = {"dense": dict(experts=6, top_k=2, expert_width=16, shared_width=16, dense_layers=1)}  # with ALL_HEADS
+# OLMoE's norms; of so few keys, several ranks hold the same
+ALL_HEADS = dict(qk_norm="all-heads", num_kv_heads=2)
+# with ALL_HEADS
+FIRST_DENSE = {"dense": dict(experts=6, top_k=2, expert_width=16, shared_width=16, dense_layers=1)}
 
 
-def model(name: str = "ladder", kind: str = "shared", *, dense_layers: int = 0, **changes) -> ModelConfig:
+def model(
+    name: str = "ladder", kind: str = "shared", *, dense_layers: int = 0, **changes
+) -> ModelConfig:
     """Three small layers in float32."""
     residual, ladder_layers, *_ = TOPOLOGIES[name]
     moe = dict(dense_layers=dense_layers) | (KINDS | FIRST_DENSE)[kind]
@@ -48,7 +56,9 @@ def model(name: str = "ladder", kind: str = "shared", *, dense_layers: int = 0, 
     return cases.model("standard", **{**settings, **changes})
 
 
-def define(name: str, kind: str = "shared", *, data: int = 1, fsdp: int = 1, tensor: int = 1, **changes) -> nn.ModelDef:
+def define(
+    name: str, kind: str = "shared", *, data: int = 1, fsdp: int = 1, tensor: int = 1, **changes
+) -> nn.ModelDef:
     mesh = parallel.make_mesh(data=data, fsdp=fsdp, tensor=tensor)
     return nn.define(model(name, kind, **changes), mesh=mesh)
 
@@ -77,17 +87,23 @@ def loss(params, tokens, shape):
 
 
 def penalties(layers, seen, shape, *, real=1.0, load_balance=LOAD_BALANCE, z_loss=Z_LOSS):
-    """The routers' losses. seen: the input of each layer's experts, [1, B, T, D]. real: which positions count."""
+    """The routers' losses. seen: the input of each layer's experts, [1, B, T, D]. real: which
+    positions count.
+    """
     total = 0.0
     for l, inputs in enumerate(seen):  # of the layers that have experts
         norm = layers["mlp_norm" if "mlp_norm" in layers else "attention_norm"]["scale"][l]
         scores = reference.rms(inputs[0], norm, shape.eps) @ layers["mlp"]["router"][l]
-        best = reference.best_experts(jax.tree.map(lambda a: a[l], layers["mlp"]), scores, shape.experts[0])
+        best = reference.best_experts(
+            jax.tree.map(lambda a: a[l], layers["mlp"]), scores, shape.experts[0]
+        )
         share = jnp.broadcast_to(real, scores.shape[:-1])
         mean = lambda a, share=share: (a * share).sum() / share.sum()
         sums = jax.nn.logsumexp(scores, axis=-1, keepdims=True)
         probabilities, count = jnp.exp(scores - sums), scores.shape[-1]
-        uneven = count * sum(mean((best == e).mean(-1)) * mean(probabilities[..., e]) for e in range(count))
+        uneven = count * sum(
+            mean((best == e).mean(-1)) * mean(probabilities[..., e]) for e in range(count)
+        )
         total = total + (load_balance * uneven + z_loss * mean(sums[..., 0] ** 2)) / len(seen)
     return total
 
@@ -116,9 +132,13 @@ def error_but_for_padding(actual, expected) -> float:
 
 
 def check_gradients(definition: nn.ModelDef, expected, **settings) -> str:
-    """The loss of `tokens`, the routers' losses in it, and its gradients are the reference's. The program's text."""
+    """The loss of `tokens`, the routers' losses in it, and its gradients are the reference's. The
+    program's text.
+    """
     params = cases.placed(definition)
-    compute = train.loss_and_gradients(definition, load_balance=LOAD_BALANCE, router_z_loss=Z_LOSS, **settings)
+    compute = train.loss_and_gradients(
+        definition, load_balance=LOAD_BALANCE, router_z_loss=Z_LOSS, **settings
+    )
     program = jax.jit(compute).lower(params, tokens()).compile()
     loss, gradients = program(params, tokens())
     limit = cases.bound(definition.config, passes=2)

@@ -1,8 +1,9 @@
-"""A stand-in for Google Cloud Storage: its JSON API over HTTP, as far as tensorstore and tests/gcs_files.py use it.
+"""A stand-in for Google Cloud Storage: its JSON API over HTTP, as far as tensorstore and
+tests/gcs_files.py use it.
 
-Objects are in memory. Writes and deletions of them are atomic, have generations and preconditions, and lists see them
-at once, as GCS's are documented. There are no permissions, and no time that a request takes. It may be away for a
-while.
+Objects are in memory. Writes and deletions of them are atomic, have generations and preconditions,
+and lists see them at once, as GCS's are documented. There are no permissions, and no time that a
+request takes. It may be away for a while.
 """
 
 import base64
@@ -47,9 +48,18 @@ class Bucket:
         generation, content = self.objects[name]
         md5 = base64.b64encode(hashlib.md5(content).digest()).decode()
         times = dict.fromkeys(("timeCreated", "updated"), "2026-01-01T00:00:00.000Z")
-        return {"kind": "storage#object", "name": name, "bucket": "bucket", "size": str(len(content)), **times,
-                "generation": str(generation), "metageneration": "1", "md5Hash": md5, "etag": f"e{generation}",
-                "storageClass": "STANDARD"}  # fmt: skip
+        return {
+            "kind": "storage#object",
+            "name": name,
+            "bucket": "bucket",
+            "size": str(len(content)),
+            **times,
+            "generation": str(generation),
+            "metageneration": "1",
+            "md5Hash": md5,
+            "etag": f"e{generation}",
+            "storageClass": "STANDARD",
+        }
 
     def names(self, query: dict[str, str]) -> tuple[dict[str, tuple[int, bytes]], list[str]]:
         """The objects that a list shows, and the prefixes that it groups others under."""
@@ -70,7 +80,9 @@ class Bucket:
 
 @contextlib.contextmanager
 def listening(bucket: Bucket, answer):
-    """Yields the address of an HTTP server that `answer(method, path, query, headers, body)` answers for."""
+    """Yields the address of an HTTP server that `answer(method, path, query, headers, body)`
+    answers for.
+    """
 
     class Handler(http.server.BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
@@ -113,7 +125,9 @@ def listening(bucket: Bucket, answer):
 
 @contextlib.contextmanager
 def served():
-    """Yields the Bucket called "bucket" and the environment in which tensorstore and gcsfs find it."""
+    """Yields the Bucket called "bucket" and the environment in which tensorstore and gcsfs find
+    it.
+    """
     bucket = Bucket()
     with listening(bucket, lambda *request: _answer(bucket, *request)) as address:
         yield (

@@ -1,4 +1,6 @@
-"""A Hugging Face Hub on this machine: a data set's or model's folder, as far as `datasets` and huggingface_hub ask."""
+"""A Hugging Face Hub on this machine: a data set's or model's folder, as far as `datasets` and
+huggingface_hub ask.
+"""
 
 import base64
 import contextlib
@@ -26,18 +28,28 @@ def served(folder: pathlib.Path, *, name: str = "someone/pages", kind: str = "da
         path = urllib.parse.unquote(path)
         asked.append(f"{method} {path}")
         found = posted(path, headers, body) if method == "POST" else got(path, query, headers)
-        status, content, about = found if isinstance(found, tuple) else (200, json.dumps(found).encode(), {})
+        status, content, about = (
+            found if isinstance(found, tuple) else (200, json.dumps(found).encode(), {})
+        )
         return status, content, {"X-Repo-Commit": COMMIT, **about}
 
     def got(path, query, headers):
         if re.fullmatch(rf"/api/{kind}/{name}(/revision/(main|{COMMIT}))?", path):
-            listed = [{"rfilename": one["path"]} for one in entries(folder.rglob("*")) if one["type"] == "file"]
+            listed = [
+                {"rfilename": one["path"]}
+                for one in entries(folder.rglob("*"))
+                if one["type"] == "file"
+            ]
             return {"id": name, "sha": COMMIT, "siblings": listed}
         if path.startswith(f"/api/{kind}/{name}/revision/"):
             return missing("RevisionNotFound")
         found = re.fullmatch(rf"/api/{kind}/{name}/tree/(main|{COMMIT})/?(.*)", path)
         if found and (below := folder / found[2]).is_dir():
-            return entries(below.rglob("*") if query.get("recursive", "").lower() == "true" else below.iterdir())
+            return entries(
+                below.rglob("*")
+                if query.get("recursive", "").lower() == "true"
+                else below.iterdir()
+            )
         found = re.fullmatch(rf"{files}/resolve/(main|{COMMIT})/(.+)", path)
         if found and (file := folder / found[2]).is_file():
             content = file.read_bytes()
@@ -50,14 +62,25 @@ def served(folder: pathlib.Path, *, name: str = "someone/pages", kind: str = "da
             return {"url": f"{address}/{name}"}
         if path.endswith("/preupload/main"):
             given = json.loads(body)["files"]
-            return {"files": [{"path": one["path"], "uploadMode": "regular", "shouldIgnore": False} for one in given]}
+            return {
+                "files": [
+                    {"path": one["path"], "uploadMode": "regular", "shouldIgnore": False}
+                    for one in given
+                ]
+            }
         if path.endswith("/commit/main"):
             for line in map(json.loads, body.splitlines()):
                 if line["key"] == "file":
-                    (folder / line["value"]["path"]).write_bytes(base64.b64decode(line["value"]["content"]))
+                    (folder / line["value"]["path"]).write_bytes(
+                        base64.b64decode(line["value"]["content"])
+                    )
             return {"commitUrl": f"{address}/{name}/commit/{COMMIT}", "commitOid": COMMIT}
         is_json = headers.get("Content-Type", "").startswith("application/json")
-        named = json.loads(body)["paths"] if is_json else urllib.parse.parse_qs(body.decode()).get("paths", [])
+        named = (
+            json.loads(body)["paths"]
+            if is_json
+            else urllib.parse.parse_qs(body.decode()).get("paths", [])
+        )
         return entries(folder / one for one in named if (folder / one).exists())
 
     def missing(code):
@@ -71,7 +94,12 @@ def served(folder: pathlib.Path, *, name: str = "someone/pages", kind: str = "da
         if path.is_dir():
             return {"type": "directory", "oid": "0" * 40, **about}
         content = path.read_bytes()
-        return {"type": "file", "size": len(content), "oid": hashlib.sha1(content).hexdigest(), **about}
+        return {
+            "type": "file",
+            "size": len(content),
+            "oid": hashlib.sha1(content).hexdigest(),
+            **about,
+        }
 
     with listening(Bucket(), answer) as address:
         yield address, asked

@@ -11,10 +11,14 @@ from ladder_jax.parallel import on_mesh, over_ranks
 
 @functools.cache
 def decode(definition, *, loop=Loop.UNROLLED, launch=Launch.AUTO, quantize=Quantize.NONE):
-    """A compiled (params, caches, tokens [B], lengths [B]) -> (logits [B, V], caches). The caches stay."""
+    """A compiled (params, caches, tokens [B], lengths [B]) -> (logits [B, V], caches). The caches
+    stay.
+    """
     dims = steps.cache_dims(definition, loop=loop)
     in_dims = (weights.dims(definition, loop=loop, quantize=quantize), dims, "B", "B")
     execution = Execution(loop=loop, launch=steps._launch(definition, launch))
     step = steps.step(definition, execution=execution)
     ranked = over_ranks(step, layout=definition.layout, in_dims=in_dims, out_dims=("BV", dims))
-    return jax.jit(on_mesh(ranked, layout=definition.layout, in_dims=in_dims, out_dims=("BV", dims)))
+    return jax.jit(
+        on_mesh(ranked, layout=definition.layout, in_dims=in_dims, out_dims=("BV", dims))
+    )

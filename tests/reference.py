@@ -1,10 +1,12 @@
 """A dense Transformer written from the recurrences, in float64, sharing no code with the package.
 
-Ranks are an axis of the arrays: `partials` [R, B, T, D] are each rank's share of a sublayer, from that rank's own
-input. Parameters are as they are stored: {"layers": {"attention": {"query": [L, D, N, H]}}}.
+Ranks are an axis of the arrays: `partials` [R, B, T, D] are each rank's share of a sublayer, from
+that rank's own input. Parameters are as they are stored: {"layers": {"attention": {"query":
+[L, D, N, H]}}}.
 
-`Shape.rounds` marks every value that passes between two operations of a low precision, in the forward pass (the value
-itself), in the backward pass (its gradient), or in both: tests/rounding.py rounds there; by default nobody does.
+`Shape.rounds` marks every value that passes between two operations of a low precision, in the
+forward pass (the value itself), in the backward pass (its gradient), or in both: tests/rounding.py
+rounds there; by default nobody does.
 """
 
 import dataclasses
@@ -22,7 +24,9 @@ def exactly(y, forward=True, backward=True):
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """What the reference needs to know of a model; `kind` and `ladder` say which layers are what."""
+    """What the reference needs to know of a model; `kind` and `ladder` say which layers are
+    what.
+    """
 
     layers: int
     heads: int
@@ -36,7 +40,8 @@ class Shape:
     eps: float = 1e-5
     llama3: tuple[float, float, float, float] | None = None  # factor, low, high, context
     lora: float | None = None  # the factors' scale; they are p["adapters"][name]
-    experts: tuple[int, str] | None = None  # how many a token passes, and over which logits the softmax is
+    # how many a token passes, and over which logits the softmax is
+    experts: tuple[int, str] | None = None
     rounds: Callable = exactly
 
 
@@ -45,12 +50,20 @@ def rms(x, scale, eps):
 
 
 def rms_of_heads(x, scale, eps):
-    """x [R, B, T, heads, H], with one rms for all ranks' heads; those that several ranks hold count alike."""
-    return x / jnp.sqrt((x * x).mean((0, 3, 4), keepdims=True) + eps) * scale.reshape(len(x), 1, 1, *x.shape[3:])
+    """x [R, B, T, heads, H], with one rms for all ranks' heads; those that several ranks hold count
+    alike.
+    """
+    return (
+        x
+        / jnp.sqrt((x * x).mean((0, 3, 4), keepdims=True) + eps)
+        * scale.reshape(len(x), 1, 1, *x.shape[3:])
+    )
 
 
 def matmul(p, name, x, of_x, out, split, shape):
-    """x with p[name], and what factors beside it add. `split`, from the stored matrix to one with an axis of ranks."""
+    """x with p[name], and what factors beside it add. `split`, from the stored matrix to one with
+    an axis of ranks.
+    """
     r = shape.rounds
     letters = {
         "query": "drnh",
@@ -82,7 +95,8 @@ def rope(x, shape):
     if shape.llama3:
         factor, low, high, context = shape.llama3
         wavelength = 2 * np.pi / freq
-        smooth = np.clip((context / wavelength - low) / (high - low), 0, 1)  # 0: long wavelengths, 1: short ones
+        # 0: long wavelengths, 1: short ones
+        smooth = np.clip((context / wavelength - low) / (high - low), 0, 1)
         freq = (1 - smooth) * freq / factor + smooth * freq
     turn = jnp.exp(1j * np.arange(x.shape[-3])[:, None, None] * freq)
     z = (x[..., :half] + 1j * x[..., half:]) * turn
@@ -90,10 +104,14 @@ def rope(x, shape):
 
 
 def attention(p, x, shape):
-    """x [R, B, T, D]: each rank's partial sum, of its query heads and the key/value heads that those share."""
+    """x [R, B, T, D]: each rank's partial sum, of its query heads and the key/value heads that
+    those share.
+    """
     ranks, heads, r = shape.ranks, shape.heads, shape.rounds
-    mine = (np.arange(heads) // (heads // shape.kv_heads)).reshape(ranks, -1)  # each query head's key/value head
-    kv = np.stack([np.unique(row) for row in mine]).reshape(-1)  # those that each rank holds, some of them several
+    # each query head's key/value head
+    mine = (np.arange(heads) // (heads // shape.kv_heads)).reshape(ranks, -1)
+    # those that each rank holds, some of them several
+    kv = np.stack([np.unique(row) for row in mine]).reshape(-1)
     shared = np.arange(mine.shape[1]) * (len(kv) // ranks) // mine.shape[1]
 
     def project(name, of):
@@ -106,8 +124,15 @@ def attention(p, x, shape):
     q, k, v = project("query", np.arange(heads)), project("key", kv), project("value", kv)
     if "query_norm" in p:
         q, k = (
-            r(rms(y, scale, shape.eps) if scale.ndim == 1 else rms_of_heads(y, scale[of], shape.eps))
-            for y, scale, of in ((q, p["query_norm"]["scale"], np.arange(heads)), (k, p["key_norm"]["scale"], kv))
+            r(
+                rms(y, scale, shape.eps)
+                if scale.ndim == 1
+                else rms_of_heads(y, scale[of], shape.eps)
+            )
+            for y, scale, of in (
+                (q, p["query_norm"]["scale"], np.arange(heads)),
+                (k, p["key_norm"]["scale"], kv),
+            )
         )
     q, k, v = r(rope(q, shape)), r(rope(k, shape))[..., shared, :], v[..., shared, :]
     scores = r(jnp.einsum("rbtnh,rbsnh->rbnts", q, k), forward=False) / np.sqrt(q.shape[-1])
@@ -129,7 +154,9 @@ def mlp(p, x, shape):
     g, u = project("gate"), project("up")
     hidden = r(r(g * r(1 / (1 + jnp.exp(-g)))) * u)
     split = lambda w: w.reshape(ranks, -1, w.shape[-1])
-    return on_first(matmul(p, "down", hidden, "rbtf", "rbtd", split, shape), p.get("down_bias"), shape)
+    return on_first(
+        matmul(p, "down", hidden, "rbtf", "rbtd", split, shape), p.get("down_bias"), shape
+    )
 
 
 def best_experts(p, scores, top_k):
@@ -141,7 +168,9 @@ def best_experts(p, scores, top_k):
 
 
 def routed(p, x, shape):
-    """Every expert on every token, of which each token's chosen ones count: [R, B, T, D], all of it on the one rank."""
+    """Every expert on every token, of which each token's chosen ones count: [R, B, T, D], all of it
+    on the one rank.
+    """
     (top_k, over), r = shape.experts, shape.rounds
     scores = jnp.einsum("rbtd,dc->rbtc", r(x, forward=False), p["router"])
     best = best_experts(p, scores, top_k)
@@ -158,7 +187,9 @@ def routed(p, x, shape):
 
 
 def swiglu(p, factors, x, shape):
-    """down(silu(gate(x)) up(x)), each matrix [inputs, outputs] with its low-rank factors, if there are any."""
+    """down(silu(gate(x)) up(x)), each matrix [inputs, outputs] with its low-rank factors, if there
+    are any.
+    """
     r = shape.rounds
 
     def project(name, x):
@@ -186,7 +217,9 @@ def on_first(partials, bias, shape):
 
 
 def sublayer(layers, l, inputs, *, attends, shape):
-    """Layer l's attention or MLP, with its norm: [R, B, T, D], each rank's partial sum of its own input."""
+    """Layer l's attention or MLP, with its norm: [R, B, T, D], each rank's partial sum of its own
+    input.
+    """
     p, r = jax.tree.map(lambda a: a[l], layers), shape.rounds
     name = "attention_norm" if attends or "mlp_norm" not in p else "mlp_norm"
     # With sequence parallelism what is normalised crosses the wire before its gain.
@@ -209,13 +242,15 @@ def streams(params, tokens, shape, seen=None, fraction=None):
     """The final residual stream of every rank, [R, B, T, D] (all equal where ranks communicate).
 
     seen: a list, to which each layer's input of the MLP is appended.
-    fraction: by layer, how much of a ladder's input a ladder layer has, the rest being a standard layer's; None: all.
+    fraction: by layer, how much of a ladder's input a ladder layer has, the rest being a standard
+        layer's; None: all.
     """
     r, call = shape.rounds, sublayer if shape.rounds is not exactly else COMPILED_SUBLAYER
     kind = "farskip" if shape.kind == "farskip" else ""
     one_for_all = dataclasses.replace(shape, layers=0, vocab=0, kind=kind, number=1, ladder=None)
     without_experts = dataclasses.replace(one_for_all, kind="", experts=None)
-    dense = len(params["dense"]["attention_norm"]["scale"]) if "dense" in params else 0  # the first layers
+    # the first layers
+    dense = len(params["dense"]["attention_norm"]["scale"]) if "dense" in params else 0
 
     def partials(i, inputs):
         """h_i (1-based) on each rank's own input."""
@@ -273,7 +308,8 @@ def streams(params, tokens, shape, seen=None, fraction=None):
 
 
 def farskip(partials, x, shape, dense, fraction):
-    """a_k = Attn(x_{k-1} - r_{k-1}); s_k, r_k = Shared(x_{k-1}), Routed(x_{k-1}); x_k = x_{k-1} + a_k + s_k + r_k.
+    """a_k = Attn(x_{k-1} - r_{k-1}); s_k, r_k = Shared(x_{k-1}), Routed(x_{k-1}); x_k = x_{k-1} +
+             a_k + s_k + r_k.
 
     In the `dense` first layers s_k is the MLP, and r_k is zero.
     """
@@ -305,15 +341,29 @@ def logits(params, tokens, shape, seen=None, fraction=None):
     r = shape.rounds
     table = r(params["head"]["table"] if "head" in params else params["embedding"]["table"])
     x = r(streams(params, tokens, shape, seen, fraction), forward=False)
-    normed = r(r(rms(x, params["final_norm"]["scale"], shape.eps)), forward=False)  # a mean's gradient: once more
+    # a mean's gradient: once more
+    normed = r(r(rms(x, params["final_norm"]["scale"], shape.eps)), forward=False)
     table = r(table, forward=False).reshape(shape.ranks, -1, table.shape[-1])
     parts = r(jnp.einsum("rbtd,rvd->btrv", normed, table), forward=False)
     return parts.reshape(*parts.shape[:2], -1)[..., : shape.vocab]
 
 
 def in_eight_bits(params, dims):
-    """The parameters with every matrix replaced by what its 8 bits, and one scale an output channel, stand for."""
-    over = {"DNH": 0, "DKH": 0, "NHD": (0, 1), "DF": 0, "FD": 0, "EDM": 1, "EMD": 1, "DW": 0, "WD": 0, "VD": 1}
+    """The parameters with every matrix replaced by what its 8 bits, and one scale an output
+    channel, stand for.
+    """
+    over = {
+        "DNH": 0,
+        "DKH": 0,
+        "NHD": (0, 1),
+        "DF": 0,
+        "FD": 0,
+        "EDM": 1,
+        "EMD": 1,
+        "DW": 0,
+        "WD": 0,
+        "VD": 1,
+    }
 
     def value(array, dims):
         kind = dims.removeprefix("L")

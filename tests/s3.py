@@ -1,7 +1,9 @@
-"""A stand-in for S3: its REST API over HTTP, as far as tensorstore and tests/s3_files.py use it, in memory.
+"""A stand-in for S3: its REST API over HTTP, as far as tensorstore and tests/s3_files.py use it, in
+memory.
 
-Writes of objects are atomic, have ETags and conditions (If-Match, If-None-Match), and lists see them at once, as S3's
-are documented. Signatures are not checked, and there are no permissions. It may be away for a while.
+Writes of objects are atomic, have ETags and conditions (If-Match, If-None-Match), and lists see
+them at once, as S3's are documented. Signatures are not checked, and there are no permissions. It
+may be away for a while.
 """
 
 import contextlib
@@ -14,7 +16,9 @@ from tests.gcs import Bucket, listening, ranged
 
 @contextlib.contextmanager
 def served():
-    """Yields the Bucket called "bucket" and the environment in which tensorstore and the library find it."""
+    """Yields the Bucket called "bucket" and the environment in which tensorstore and the library
+    find it.
+    """
     bucket = Bucket()
     with listening(bucket, lambda *request: _answer(bucket, *request)) as address:
         yield (
@@ -39,7 +43,11 @@ def _answer(bucket: Bucket, method: str, path: str, query: dict, headers, body: 
     if name != "bucket":
         return _error(404, "NoSuchBucket", "The specified bucket does not exist")
     if not key:
-        return (200, b"", {"x-amz-bucket-region": "us-east-1"}) if method == "HEAD" else _xml(_list(bucket, query))
+        return (
+            (200, b"", {"x-amz-bucket-region": "us-east-1"})
+            if method == "HEAD"
+            else _xml(_list(bucket, query))
+        )
     with bucket.lock:
         content = bucket.objects.get(key, (0, None))[1]
     now = None if content is None else etag(content)
@@ -57,7 +65,11 @@ def _answer(bucket: Bucket, method: str, path: str, query: dict, headers, body: 
         return 204, b"", {}
     if content is None:
         return _error(404, "NoSuchKey", "The specified key does not exist.")
-    about = {"ETag": now, "Content-Type": "application/octet-stream", "Last-Modified": "Thu, 01 Jan 2026 00:00:00 GMT"}
+    about = {
+        "ETag": now,
+        "Content-Type": "application/octet-stream",
+        "Last-Modified": "Thu, 01 Jan 2026 00:00:00 GMT",
+    }
     if method == "HEAD":
         return 200, b"", {**about, "Content-Length": str(len(content))}
     beyond = _error(416, "InvalidRange", "The requested range is not satisfiable")
@@ -83,13 +95,19 @@ def _list(bucket: Bucket, query: dict) -> str:
         f"<ETag>{escape(etag(content))}</ETag><Size>{len(content)}</Size></Contents>"
         for key, (_, content) in found.items()
     ]
-    said += [f"<CommonPrefixes><Prefix>{escape(prefix)}</Prefix></CommonPrefixes>" for prefix in prefixes]
+    said += [
+        f"<CommonPrefixes><Prefix>{escape(prefix)}</Prefix></CommonPrefixes>" for prefix in prefixes
+    ]
     about = f"<Name>bucket</Name><IsTruncated>false</IsTruncated><KeyCount>{len(said)}</KeyCount>"
     return f"<ListBucketResult>{about}{''.join(said)}</ListBucketResult>"
 
 
 def _xml(text: str):
-    return 200, f'<?xml version="1.0" encoding="UTF-8"?>{text}'.encode(), {"Content-Type": "application/xml"}
+    return (
+        200,
+        f'<?xml version="1.0" encoding="UTF-8"?>{text}'.encode(),
+        {"Content-Type": "application/xml"},
+    )
 
 
 def _error(status: int, code: str, message: str):

@@ -24,7 +24,11 @@ class Files(gcs_files.Files):
         query = urllib.parse.urlencode({"list-type": 2, "delimiter": "/", "prefix": prefix})
         tree, found = xml.fromstring(_ask("GET", f"/{bucket}?{query}")[0]), []
         for one in tree.iter("Contents"):
-            about = {"ETag": one.findtext("ETag"), "size": int(one.findtext("Size")), "type": "file"}
+            about = {
+                "ETag": one.findtext("ETag"),
+                "size": int(one.findtext("Size")),
+                "type": "file",
+            }
             found.append({"name": f"{bucket}/{one.findtext('Key')}".rstrip("/"), **about})
         for one in tree.iter("CommonPrefixes"):
             found.append(folder(f"{bucket}/{one.findtext('Prefix').rstrip('/')}"))
@@ -36,7 +40,11 @@ class Files(gcs_files.Files):
             return folder(path)
         headers = _ask("HEAD", _of(path))[1]
         about = {"ETag": headers["ETag"], "size": int(headers["Content-Length"]), "type": "file"}
-        return {"name": path, **about, "LastModified": email.utils.parsedate_to_datetime(headers["Last-Modified"])}
+        return {
+            "name": path,
+            **about,
+            "LastModified": email.utils.parsedate_to_datetime(headers["Last-Modified"]),
+        }
 
     def cat_file(self, path, start=None, end=None, **_):
         return _ask("GET", _of(self._strip_protocol(path)))[0][start:end]

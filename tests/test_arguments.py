@@ -1,4 +1,6 @@
-"""What a model is made of and called with: one line for what is another model's, or outside the vocabulary."""
+"""What a model is made of and called with: one line for what is another model's, or outside the
+vocabulary.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -31,7 +33,10 @@ def without(*path):
 
 def other(**changes):
     return params_of(
-        cases.model("ladder", **{**dict(num_layers=1, d_model=16, num_heads=2, num_kv_heads=2, d_ff=16), **changes})
+        cases.model(
+            "ladder",
+            **{**dict(num_layers=1, d_model=16, num_heads=2, num_kv_heads=2, d_ff=16), **changes},
+        )
     )
 
 
@@ -40,7 +45,10 @@ MISTAKES = {
         other(num_layers=2),
         "params.layers.attention.key has the shape (2, 16, 2, 8), and this model needs (1, ",
     ),
-    "a wider stream": (other(d_model=32, head_dim=8), "has the shape (256, 32), and this model needs (256, 16)"),
+    "a wider stream": (
+        other(d_model=32, head_dim=8),
+        "has the shape (256, 32), and this model needs (256, 16)",
+    ),
     "a larger vocabulary": (other(vocab_size=300), "needs (256, 16)"),
     "no head": (
         other(tie_embeddings=True),
@@ -53,12 +61,18 @@ MISTAKES = {
         {**params_of(), "final_nrm": 1},
         "unknown parameter 'params.final_nrm'; did you mean 'params.final_norm'?",
     ),
-    "no dict": ([1, 2], "params must be a dict with embedding, layers, final_norm, head, not a list"),
+    "no dict": (
+        [1, 2],
+        "params must be a dict with embedding, layers, final_norm, head, not a list",
+    ),
     "an array for a module": (
         {**params_of(), "head": np.zeros(3)},
         "params.head must be a dict with table, not a ndarray",
     ),
-    "a module for an array": ({**params_of(), "head": {"table": {}}}, "params.head.table has the shape None"),
+    "a module for an array": (
+        {**params_of(), "head": {"table": {}}},
+        "params.head.table has the shape None",
+    ),
 }
 
 
@@ -84,12 +98,20 @@ def test_what_no_model_is_made_of():
 
 
 def test_its_own_parameters_in_any_form():
-    """On the host or a device, in another dtype, as Flax's State, or only shapes: to lower for absent hardware."""
+    """On the host or a device, in another dtype, as Flax's State, or only shapes: to lower for
+    absent hardware.
+    """
     model = nn.Transformer(CONFIG, params=params_of())
-    for params in (model.params, jax.tree.map(lambda a: a.astype(jnp.bfloat16), model.params), nnx.state(model)):
+    for params in (
+        model.params,
+        jax.tree.map(lambda a: a.astype(jnp.bfloat16), model.params),
+        nnx.state(model),
+    ):
         assert np.isfinite(nn.Transformer(CONFIG, params=params)(TOKENS)).all()
     abstract = nn.Transformer(CONFIG, params=model.definition.abstract)
-    assert jax.tree.map(jnp.shape, nnx.to_pure_dict(nnx.state(abstract))) == jax.tree.map(jnp.shape, model.params)
+    assert jax.tree.map(jnp.shape, nnx.to_pure_dict(nnx.state(abstract))) == jax.tree.map(
+        jnp.shape, model.params
+    )
 
 
 def test_tokens_outside_the_vocabulary():
@@ -97,7 +119,9 @@ def test_tokens_outside_the_vocabulary():
     model = nn.Transformer(CONFIG, params=params_of())
     for wrong in (251, 300, -1):
         for kind in (np.asarray, jnp.asarray, np.int64, lambda tokens: tokens.tolist()):
-            with pytest.raises(UserError, match=rf"token {wrong} is not in the vocabulary of 251 \(0 to 250\)"):
+            with pytest.raises(
+                UserError, match=rf"token {wrong} is not in the vocabulary of 251 \(0 to 250\)"
+            ):
                 model(kind(np.where(np.arange(12).reshape(2, 6) == 7, wrong, TOKENS)))
     with pytest.raises(UserError, match="token 4294967296 is not in"):
         model(np.full((2, 6), 2**32))
@@ -114,10 +138,22 @@ def test_tokens_outside_the_vocabulary():
 DEFINITION = nn.define(CONFIG, mesh=parallel.make_mesh())
 RNGS = nnx.Rngs(0)
 WRONG = {
-    "make_mesh(devices=)": (lambda: parallel.make_mesh(devices="cpu"), "devices must be jax's devices, such as"),
-    "make_mesh(devices=) of none": (lambda: parallel.make_mesh(devices=[]), "needs 1 devices, but this machine has 0"),
-    "make_mesh(tensor=)": (lambda: parallel.make_mesh(tensor=1.5), "mesh.tensor must be of type int, not 1.5"),
-    "Transformer(rngs=)": (lambda: nn.Transformer(CONFIG, rngs=0), "rngs must be of type Rngs, not 0"),
+    "make_mesh(devices=)": (
+        lambda: parallel.make_mesh(devices="cpu"),
+        "devices must be jax's devices, such as",
+    ),
+    "make_mesh(devices=) of none": (
+        lambda: parallel.make_mesh(devices=[]),
+        "needs 1 devices, but this machine has 0",
+    ),
+    "make_mesh(tensor=)": (
+        lambda: parallel.make_mesh(tensor=1.5),
+        "mesh.tensor must be of type int, not 1.5",
+    ),
+    "Transformer(rngs=)": (
+        lambda: nn.Transformer(CONFIG, rngs=0),
+        "rngs must be of type Rngs, not 0",
+    ),
     "Transformer(rngs=) of no stream": (
         lambda: nn.Transformer(CONFIG, rngs=nnx.Rngs(dropout=0)),
         "rngs has no stream `params`: nnx.Rngs(seed) has every one",
@@ -131,7 +167,10 @@ WRONG = {
         "the mesh has the axes ('x',), and a model's are ('data', 'fsdp', 'tensor'): name them by"
         " ladder_jax.mesh_of(mesh, axes={'tensor': 'x'})",
     ),
-    "define": (lambda: nn.define("tiny", mesh=parallel.make_mesh()), "config must be of type ModelConfig, not 'tiny'"),
+    "define": (
+        lambda: nn.define("tiny", mesh=parallel.make_mesh()),
+        "config must be of type ModelConfig, not 'tiny'",
+    ),
     "ModelDef": (lambda: nn.ModelDef(CONFIG, 5), "layout must be of type Layout, not 5"),
     **{
         kind.__name__: (
@@ -149,23 +188,56 @@ WRONG = {
         lambda: residual.topology("ladder", num_layers=2, ladder_layers=1.5),
         "ladder_layers must be of type str, not 1.5",
     ),
-    "Topology": (lambda: residual.Topology(delays=(1,), joint=(False,), fresh=(False,)), "of one number of layers L"),
-    "of_model": (lambda: residual.of_model("tiny"), "config must be of type ModelConfig, not 'tiny'"),
-    "Stack(topology=)": (lambda: residual.Stack(nnx.Linear, topology="ladder", rngs=RNGS), "must be of type Topology"),
-    "run": (lambda: residual.run("ladder", None, None, params={}), "topology must be of type Topology, not 'ladder'"),
+    "Topology": (
+        lambda: residual.Topology(delays=(1,), joint=(False,), fresh=(False,)),
+        "of one number of layers L",
+    ),
+    "of_model": (
+        lambda: residual.of_model("tiny"),
+        "config must be of type ModelConfig, not 'tiny'",
+    ),
+    "Stack(topology=)": (
+        lambda: residual.Stack(nnx.Linear, topology="ladder", rngs=RNGS),
+        "must be of type Topology",
+    ),
+    "run": (
+        lambda: residual.run("ladder", None, None, params={}),
+        "topology must be of type Topology, not 'ladder'",
+    ),
     "parse": (lambda: schedule.parse(5), "target must be of type str, not 5"),
-    "Target": (lambda: schedule.Target("v5p", 5), "target 'v5p:5' has no valid size for v5p: write it as in v5p:2x2x2"),
-    "devices": (lambda: schedule.devices("v5p:2x2x2"), "target must be of type Target, not 'v5p:2x2x2'"),
-    "schedule.make_mesh": (lambda: schedule.make_mesh("cpu:4", tensor="2"), "tensor must be a whole number, not '2'"),
-    "audit": (lambda: schedule.audit(5), "audit takes a function, a compiled one, or its text, not 5"),
+    "Target": (
+        lambda: schedule.Target("v5p", 5),
+        "target 'v5p:5' has no valid size for v5p: write it as in v5p:2x2x2",
+    ),
+    "devices": (
+        lambda: schedule.devices("v5p:2x2x2"),
+        "target must be of type Target, not 'v5p:2x2x2'",
+    ),
+    "schedule.make_mesh": (
+        lambda: schedule.make_mesh("cpu:4", tensor="2"),
+        "tensor must be a whole number, not '2'",
+    ),
+    "audit": (
+        lambda: schedule.audit(5),
+        "audit takes a function, a compiled one, or its text, not 5",
+    ),
     "audit of other text": (lambda: schedule.audit("hello"), "not the text of an HLO module"),
-    "Engine": (lambda: decode.Engine("runs/a"), "needs a Transformer, or a ModelDef and its params"),
-    "Engine(params)": (lambda: decode.Engine(DEFINITION, 5), "params must be a dict with embedding, layers"),
+    "Engine": (
+        lambda: decode.Engine("runs/a"),
+        "needs a Transformer, or a ModelDef and its params",
+    ),
+    "Engine(params)": (
+        lambda: decode.Engine(DEFINITION, 5),
+        "params must be a dict with embedding, layers",
+    ),
     "Engine(slots=)": (
         lambda: decode.Engine(DEFINITION, params_of(), slots="8"),
         "slots must be a whole number, not '8'",
     ),
-    "Engine(quantize=)": (lambda: decode.Engine(DEFINITION, params_of(), quantize="int4"), "did you mean 'int8'?"),
+    "Engine(quantize=)": (
+        lambda: decode.Engine(DEFINITION, params_of(), quantize="int4"),
+        "did you mean 'int8'?",
+    ),
     "Engine(launch=)": (
         lambda: decode.Engine(DEFINITION, params_of(), launch="x"),
         "unknown launch 'x' (allowed: auto",
@@ -178,16 +250,28 @@ WRONG = {
         lambda: decode.Generator("tiny", {}),
         "decoding needs a Transformer, or a ModelDef and its params, not 'tiny'",
     ),
-    "Generator(params)": (lambda: decode.Generator(DEFINITION, 5), "params must be a dict with embedding, layers"),
+    "Generator(params)": (
+        lambda: decode.Generator(DEFINITION, 5),
+        "params must be a dict with embedding, layers",
+    ),
     "Request": (lambda: decode.Request(5), "prompt must be a list, not 5"),
     "Request(stop=)": (lambda: decode.Request([1], stop=5), "stop must be a list, not 5"),
-    "Request(logprobs=)": (lambda: decode.Request([1], logprobs="yes"), "logprobs must be of type bool, not 'yes'"),
-    "Scorer(params)": (lambda: evaluate.Scorer(DEFINITION, 5), "params must be a dict with embedding, layers"),
+    "Request(logprobs=)": (
+        lambda: decode.Request([1], logprobs="yes"),
+        "logprobs must be of type bool, not 'yes'",
+    ),
+    "Scorer(params)": (
+        lambda: evaluate.Scorer(DEFINITION, 5),
+        "params must be a dict with embedding, layers",
+    ),
     "Scorer(batch_tokens=)": (
         lambda: evaluate.Scorer(DEFINITION, params_of(), batch_tokens="5"),
         "must be a whole numb",
     ),
-    "checkpoint.Store": (lambda: checkpoint.Store("a", config="tiny"), "config must be of type RunConfig, not 'tiny'"),
+    "checkpoint.Store": (
+        lambda: checkpoint.Store("a", config="tiny"),
+        "config must be of type RunConfig, not 'tiny'",
+    ),
     "data.Store": (lambda: store.Store(5), "folder must be of type str or PathLike, not 5"),
     "train_step": (
         lambda: train.train_step("tiny", config=config.TrainConfig()),
@@ -215,7 +299,9 @@ def test_constructors_refuse_wrong_types(make, message):
 
 
 def test_names_are_taken_for_enums(tmp_path):
-    engine = decode.Engine(DEFINITION, params_of(), slots=1, capacity=8, loop="scan", quantize="int8")
+    engine = decode.Engine(
+        DEFINITION, params_of(), slots=1, capacity=8, loop="scan", quantize="int8"
+    )
     assert len(engine.submit(decode.Request([1], max_new_tokens=2)).result().tokens) == 2
     of = lambda which: residual.topology("ladder", num_layers=4, ladder_layers=which)
     assert of(2) == of("2") == of([2, 3]) and of((0, 3)) == of("0,3")

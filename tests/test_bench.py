@@ -1,4 +1,6 @@
-"""`ladder-jax bench` as a user meets it, and its arithmetic against sums made another way. No time is judged."""
+"""`ladder-jax bench` as a user meets it, and its arithmetic against sums made another way. No time
+is judged.
+"""
 
 import json
 import os
@@ -24,7 +26,18 @@ ASKED = "--model tiny --residual standard,ladder --prompt-length 8 --new-tokens 
 def answer(run_cli, tmp_path_factory):
     """The JSON of one run on 8 simulated devices, and the folder that it wrote to."""
     folder = tmp_path_factory.mktemp("bench")
-    words = [*ASKED, "--layers", 1, "--batch", "1,2", "--json", "--out", "speed.json", "--plot", "speed.png"]
+    words = [
+        *ASKED,
+        "--layers",
+        1,
+        "--batch",
+        "1,2",
+        "--json",
+        "--out",
+        "speed.json",
+        "--plot",
+        "speed.png",
+    ]
     done = run_cli("bench", *words, cwd=folder, check_status=0)
     assert len(done.stdout.splitlines()) == 1
     return json.loads(done.stdout), folder
@@ -53,7 +66,9 @@ def test_the_rows_can_be_recomputed(answer):
     for row in found["rows"]:
         assert (row["prompt_length"], row["new_tokens"]) == (8, 5)
         assert len(row["decode_seconds_each"]) == 2
-        prefill, decoding = (statistics.median(row[f"{name}_seconds_each"]) for name in ("prefill", "decode"))
+        prefill, decoding = (
+            statistics.median(row[f"{name}_seconds_each"]) for name in ("prefill", "decode")
+        )
         assert min(prefill, decoding) > 0
         expected = dict(
             step_seconds=decoding / 4,
@@ -104,13 +119,19 @@ def test_text(told):
 
 
 def test_one_ranks_share(told):
-    """It moves and computes what the rank does of the whole: nothing is counted of what others hold."""
+    """It moves and computes what the rank does of the whole: nothing is counted of what others
+    hold.
+    """
     found = json.loads(told("--layers 1 --batch 1 --json --share 8 --interleave 1,2"))
     assert (found["tensor"], found["share"]) == (1, 8)
     assert "a rank's share of tensor parallelism over 8" in found["notices"][0]
     variants = [(row["residual"], row["interleave"]) for row in found["rows"]]
     assert variants == [("standard", 1), ("standard", 2), ("ladder", 1), ("ladder", 2)]
-    begins = ("standard in two halves prefills ", "ladder decodes ", "ladder in two halves prefills ")
+    begins = (
+        "standard in two halves prefills ",
+        "ladder decodes ",
+        "ladder in two halves prefills ",
+    )
     assert all(line.startswith(begin) for line, begin in zip(found["verdict"], begins, strict=True))
     whole = shard("tiny", tensor=8, num_layers=1, residual="ladder")
     for row in found["rows"]:
@@ -118,7 +139,8 @@ def test_one_ranks_share(told):
         assert row["prefill_flops"] == work.prefill_flops(whole, rows=1, prompt_length=8)
 
 
-# The presets' shapes by hand: tiny is D 128, 8 heads of 16, 4 key/value heads, F 352, V 256, untied.
+# The presets' shapes by hand: tiny is D 128, 8 heads of 16, 4 key/value heads, F 352, V 256,
+# untied.
 
 
 def bytes_by_hand(tensor, *, batch, layers=2, prompt=8, new=5):
@@ -141,7 +163,9 @@ def shard(name, *, tensor=1, **changes):
 @pytest.mark.parametrize("tensor", [1, 4, 8])
 def test_decode_bytes(tensor):
     one = shard("tiny", tensor=tensor, num_layers=2, residual="standard")
-    assert work.decode_bytes(one, rows=3, prompt_length=8, new_tokens=5) == bytes_by_hand(tensor, batch=3)
+    assert work.decode_bytes(one, rows=3, prompt_length=8, new_tokens=5) == bytes_by_hand(
+        tensor, batch=3
+    )
 
 
 def test_decode_bytes_of_a_tied_table():
@@ -157,13 +181,21 @@ def test_decode_bytes_of_a_tied_table():
 def test_prefill_flops_are_the_compilers(name, rows, prompt):
     ours = shard(name, num_layers=1, residual="standard")
     one = nn.define(ours.config, mesh=parallel.make_mesh())
-    shape = lambda dims, *sizes: jax.ShapeDtypeStruct(sizes, jnp.int32, sharding=one.layout.sharding(dims))
-    arguments = (weights.abstract(one, loop=Loop.UNROLLED), shape("BT", rows, prompt), shape("B", rows))
+    shape = lambda dims, *sizes: jax.ShapeDtypeStruct(
+        sizes, jnp.int32, sharding=one.layout.sharding(dims)
+    )
+    arguments = (
+        weights.abstract(one, loop=Loop.UNROLLED),
+        shape("BT", rows, prompt),
+        shape("B", rows),
+    )
     counted = decode.prefill(one, capacity=prompt).lower(*arguments).cost_analysis()["flops"]
     # Attention on a CPU computes the masked half of the scores too.
     heads = one.config.num_heads * one.config.head_dim
     masked = rows * heads * 4 * prompt * (prompt - 1) / 2
-    assert work.prefill_flops(ours, rows=rows, prompt_length=prompt) == pytest.approx(counted - masked, rel=0.02)
+    assert work.prefill_flops(ours, rows=rows, prompt_length=prompt) == pytest.approx(
+        counted - masked, rel=0.02
+    )
 
 
 def test_prefill_flops_are_split():
@@ -177,8 +209,12 @@ def test_weights_are_made_once_in_the_compute_dtype():
     """Eight devices and four key/value heads: some devices hold the same head."""
     mesh = parallel.make_mesh(tensor=8)
     names = ("standard", "parallel-shared-norm")
-    definitions = [nn.define(preset("tiny", num_layers=1, residual=name), mesh=mesh) for name in names]
-    named = lambda tree: {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree.leaves_with_path(tree)}
+    definitions = [
+        nn.define(preset("tiny", num_layers=1, residual=name), mesh=mesh) for name in names
+    ]
+    named = lambda tree: {
+        jax.tree_util.keystr(path): leaf for path, leaf in jax.tree.leaves_with_path(tree)
+    }
     standard, shared = map(named, measure.random_weights(definitions))
     assert set(standard) - set(shared) == {"['layers'][0]['mlp_norm']['scale']"}
     assert all(shared[name] is standard[name] for name in shared)
@@ -187,20 +223,31 @@ def test_weights_are_made_once_in_the_compute_dtype():
     assert abs(float(jnp.std(key.astype(jnp.float32))) - 0.02) < 1e-3
     assert not np.array_equal(key, value)
     asked = named(weights.abstract(definitions[0], loop=Loop.UNROLLED))
-    described = lambda arrays: {name: (one.shape, one.dtype, one.sharding) for name, one in arrays.items()}
+    described = lambda arrays: {
+        name: (one.shape, one.dtype, one.sharding) for name, one in arrays.items()
+    }
     assert described(standard) == described(asked)
     held = sum(array.addressable_shards[0].data.nbytes for array in standard.values())
     assert measure.weight_bytes(definitions) == held
 
 
 def test_everyone_begins_a_round():
-    assert measure.rounds(("a", "b", "c"), count=4) == [tuple("abc"), tuple("bca"), tuple("cab"), tuple("abc")]
+    assert measure.rounds(("a", "b", "c"), count=4) == [
+        tuple("abc"),
+        tuple("bca"),
+        tuple("cab"),
+        tuple("abc"),
+    ]
 
 
 def test_repeated_products_neither_grow_nor_vanish(monkeypatch):
-    """Of the measured matmul: numbers that vanish or overflow take another time on some machines."""
+    """Of the measured matmul: numbers that vanish or overflow take another time on some
+    machines.
+    """
     made = []
-    monkeypatch.setattr(roofline, "_rates", lambda step, x, **_: made.append(step(step(x))) or (1.0,))
+    monkeypatch.setattr(
+        roofline, "_rates", lambda step, x, **_: made.append(step(step(x))) or (1.0,)
+    )
     roofline.matmul_peak(jax.devices()[0], dtype="float32")
     assert float(made[0].std()) == pytest.approx(len(made[0]) ** -0.5, rel=0.05)
 
@@ -223,7 +270,9 @@ def fabricated(*samples, residuals=("standard", "ladder"), interleaves=(1,)):
     )
     counted = dict(step_bytes=1e6, prefill_flops=10**9)
     both = zip(samples, asked.variants, strict=True)
-    samples = tuple(measure.Samples(*one, **counted, interleave=variant.interleave) for one, variant in both)
+    samples = tuple(
+        measure.Samples(*one, **counted, interleave=variant.interleave) for one, variant in both
+    )
     measured = measure.Measurement(CEILING, CEILING, samples)
     return result.Result(asked, measured, device="a device", devices=2, versions={}, platform="tpu")
 
@@ -238,14 +287,21 @@ def test_ratios_are_of_rounds():
     assert slow.rows[1]["tokens_per_second_max"] == 5 / 2
     samples = ("standard", 1, (4, 8, 4), (1, 2, 1)), ("standard", 1, (2, 4, 1), (1, 2, 1))
     halves = fabricated(*samples, residuals=("standard",), interleaves=(1, 2))
-    assert halves.verdict == ["standard in two halves prefills 2.00x standard [2.00, 4.00] at batch 1"]
+    assert halves.verdict == [
+        "standard in two halves prefills 2.00x standard [2.00, 4.00] at batch 1"
+    ]
     alone = fabricated(("ladder", 1, (1,), (4,)), residuals=("ladder",))
     assert alone.verdict == ["ladder generates 1.0 tokens/s at batch 1"]
     assert alone.ratios == []
 
 
 def test_numbers():
-    assert [result.number(x) for x in (1234.5, 99.96, 1.2345, 0.00012345)] == ["1,234", "100", "1.23", "0.000123"]
+    assert [result.number(x) for x in (1234.5, 99.96, 1.2345, 0.00012345)] == [
+        "1,234",
+        "100",
+        "1.23",
+        "0.000123",
+    ]
 
 
 MISTAKES = {
@@ -284,16 +340,22 @@ MISTAKES = {
 @pytest.mark.parametrize("words", MISTAKES)
 def test_mistakes_are_one_line_and_measure_nothing(words, mistake, monkeypatch):
     monkeypatch.setattr(roofline, "copy_bandwidth", None)
-    assert MISTAKES[words] in mistake("bench", *ASKED, "--out", "speed.json", "--plot", "speed.png", *words.split())
+    assert MISTAKES[words] in mistake(
+        "bench", *ASKED, "--out", "speed.json", "--plot", "speed.png", *words.split()
+    )
 
 
 def test_running_out_of_memory_is_one_line(mistake, monkeypatch):
     def exhausted(_):
-        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 9 bytes.\nand more")
+        raise jax.errors.JaxRuntimeError(
+            "RESOURCE_EXHAUSTED: Out of memory allocating 9 bytes.\nand more"
+        )
 
     for name in ("copy_bandwidth", "matmul_peak"):
         monkeypatch.setattr(roofline, name, lambda *_, **__: CEILING)
     monkeypatch.setattr(measure, "random_weights", exhausted)
     said = mistake("bench", *ASKED, "--out", "speed.json")
-    assert said.startswith("ladder-jax: out of memory benchmarking (RESOURCE_EXHAUSTED: Out of memory allocating 9 ")
+    assert said.startswith(
+        "ladder-jax: out of memory benchmarking (RESOURCE_EXHAUSTED: Out of memory allocating 9 "
+    )
     assert "ask for a smaller --batch" in said

@@ -1,4 +1,6 @@
-"""`ladder-jax calibrate` on simulated devices: what it writes, `predict` reads. No time is judged."""
+"""`ladder-jax calibrate` on simulated devices: what it writes, `predict` reads. No time is
+judged.
+"""
 
 import json
 import os
@@ -53,7 +55,9 @@ def test_what_it_says_of_itself(written):
     assert "Simulated devices" in second
     tree = yaml.safe_load(text)
     assert "best of 3 runs" in tree["bandwidth"]["source"]
-    assert tree["contention"]["source"].startswith("assumed as on h100-nvlink: here nothing ran beside")
+    assert tree["contention"]["source"].startswith(
+        "assumed as on h100-nvlink: here nothing ran beside"
+    )
     assert "over 2, 4 devices" in tree["link"]["step"]["source"]
     timed = [(one["ranks"], one["bytes"]) for one in found["all_reduces"] if one["seconds"] > 0]
     assert timed == [(ranks, size) for ranks in (2, 4) for size in measure.SIMULATED]
@@ -61,10 +65,15 @@ def test_what_it_says_of_itself(written):
 
 def test_the_chain_reduces_as_often_as_it_says():
     """No compiler may see that a sum of sums needs no communication."""
-    run = measure._chain_of_all_reduces(parallel.make_mesh(tensor=4, devices=jax.devices()[:4]), 4096)
+    run = measure._chain_of_all_reduces(
+        parallel.make_mesh(tensor=4, devices=jax.devices()[:4]), 4096
+    )
     chain, x, scale = (cell.cell_contents for cell in run.__closure__)
     text = chain.lower(x, scale).compile().as_text()
-    assert sum(" all-reduce(" in line or "all-reduce-start(" in line for line in text.splitlines()) == measure.CHAIN
+    assert (
+        sum(" all-reduce(" in line or "all-reduce-start(" in line for line in text.splitlines())
+        == measure.CHAIN
+    )
     assert run().shape == (4, 2048)
 
 
@@ -81,7 +90,8 @@ def test_the_fit_finds_a_links_constants(ring):
     for name in ("latency", "step", "bandwidth"):
         assert getattr(found, name) == pytest.approx(getattr(true, name), rel=1e-6)
     assert measure.fit_error(measured, found) < 1e-9
-    two = measure.fit_link(samples(true, ranks=(4,)), ring=ring)  # one size of ring: steps are part of the latency
+    # one size of ring: steps are part of the latency
+    two = measure.fit_link(samples(true, ranks=(4,)), ring=ring)
     assert two.step == 0
     assert two.all_reduce(4096, ranks=4) == pytest.approx(true.all_reduce(4096, ranks=4))
 
@@ -99,7 +109,9 @@ def ceilings(monkeypatch):
 
 
 def test_a_gpus_own_kernels_are_measured_apart_from_nccl(ceilings, monkeypatch, tmp_path):
-    """As on sixteen GPUs, with made-up times: NCCL's with the options that hide, a kernel's with those that wait."""
+    """As on sixteen GPUs, with made-up times: NCCL's with the options that hide, a kernel's with
+    those that wait.
+    """
     nccl = Link(latency=12e-6, step=0.8e-6, bandwidth=250e9)
     kernel = Kernel(latency=8e-6, bandwidth=200e9)
     ceilings(90e9, 100e9)
@@ -131,7 +143,10 @@ def test_a_gpus_own_kernels_are_measured_apart_from_nccl(ceilings, monkeypatch, 
 
 def test_nonsense_is_refused():
     same = [Reduced(2, size, 1e-3, 0.0) for size in (4096, 2**20)]
-    with pytest.raises(UserError, match="do not take longer with more bytes \\(4 KiB: 1000 µs, 1024 KiB: 1000 µs\\)"):
+    with pytest.raises(
+        UserError,
+        match="do not take longer with more bytes \\(4 KiB: 1000 µs, 1024 KiB: 1000 µs\\)",
+    ):
         measure.fit_link(same, ring=Ring.ONE_WAY)
     with pytest.raises(UserError, match="one-kernel all-reduces do not take longer"):
         measure.fit_one_shot(same)
@@ -168,7 +183,9 @@ def test_timings():
 
 
 def test_contention(monkeypatch):
-    """Where an all-reduce of 1 s makes 3 s of compute last 3.2 s, its second did the work of 0.8 s."""
+    """Where an all-reduce of 1 s makes 3 s of compute last 3.2 s, its second did the work of 0.8
+    s.
+    """
     seconds = {(0, True): 1.0, (8, False): 3.0, (8, True): 3.2}
     monkeypatch.setattr(measure, "_beside", lambda mesh, *, products, reduce: (products, reduce))
     time_of = lambda run, **_: Timing(seconds[run], 0.0)

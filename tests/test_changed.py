@@ -45,7 +45,9 @@ def project(tmp_path, monkeypatch):
     for name, text in FILES.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
-    (tmp_path / "tests" / "changed.py").write_text((changed.ROOT / "tests" / "changed.py").read_text())
+    (tmp_path / "tests" / "changed.py").write_text(
+        (changed.ROOT / "tests" / "changed.py").read_text()
+    )
     author = ["-c", "user.name=A", "-c", "user.email=a@b"]
     for words in (["init", "-q"], ["add", "."], [*author, "commit", "-qm", "begun"]):
         subprocess.run(["git", *words], cwd=tmp_path, check=True)
@@ -53,11 +55,26 @@ def project(tmp_path, monkeypatch):
 
 
 def run(project, *words):
-    command = [sys.executable, "-m", "pytest", "-v", "-p", "tests.changed", "-p", "no:cacheprovider", *words]
-    # Bytecode would be a new file, and that of a file that was edited within a second would be run in its place.
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-v",
+        "-p",
+        "tests.changed",
+        "-p",
+        "no:cacheprovider",
+        *words,
+    ]
+    # Bytecode would be a new file, and that of a file that was edited within a second would be run
+    # in its place.
     environment = {**os.environ, "PYTHONDONTWRITEBYTECODE": "1"}
     done = subprocess.run(command, cwd=project, capture_output=True, text=True, env=environment)
-    ran = [line.partition("::")[2].split()[0] for line in done.stdout.splitlines() if "::" in line and "[" in line]
+    ran = [
+        line.partition("::")[2].split()[0]
+        for line in done.stdout.splitlines()
+        if "::" in line and "[" in line
+    ]
     return ran, done
 
 
@@ -69,13 +86,18 @@ def test_the_nearest_come_first_and_others_not_at_all(project):
 
 
 def test_what_time_leaves_is_named(project):
-    """A file's share is a quarter, which the first test takes if there is time; what its module holds is let go."""
+    """A file's share is a quarter, which the first test takes if there is time; what its module
+    holds is let go.
+    """
     (project / "ladder_jax" / "middle.py").write_text("")
     _, done = run(project, "--within", "1.6", "-s")
     assert "test_late SKIPPED" in done.stdout and done.returncode == 0
     assert ("module's end" in done.stdout) == ("test_slow PASSED" in done.stdout)
     _, done = run(project, "--within", "0")
-    assert "3 skipped" in done.stdout and "2 files that the edit can reach were not begun" in done.stdout
+    assert (
+        "3 skipped" in done.stdout
+        and "2 files that the edit can reach were not begun" in done.stdout
+    )
     assert "tests/test_middle.py tests/test_table.py" in done.stdout
 
 

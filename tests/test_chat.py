@@ -22,8 +22,17 @@ from ladder_jax.nn import define
 from ladder_jax.parallel import make_mesh
 from tests import tokenizers
 
-MODEL = ["model.num_layers=2", "model.d_model=32", "model.d_ff=32", "model.dtype=float32", "model.vocab_size=301",
-         "train.steps=2", "train.batch=4", "train.sequence=16", "train.warmup_steps=1"]  # fmt: skip
+MODEL = [
+    "model.num_layers=2",
+    "model.d_model=32",
+    "model.d_ff=32",
+    "model.dtype=float32",
+    "model.vocab_size=301",
+    "train.steps=2",
+    "train.batch=4",
+    "train.sequence=16",
+    "train.warmup_steps=1",
+]
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +41,11 @@ def run(tmp_path_factory):
     folder = tmp_path_factory.mktemp("chat")
     given = tokenizers.folder(folder / "given")
     (folder / "book.txt").write_text("".join(tokenizers.SENTENCES) * 100)
-    paths = [f"data.path={folder / 'book.txt'}", f"data.tokenizer={given}", f"run.dir={folder / 'run'}"]
+    paths = [
+        f"data.path={folder / 'book.txt'}",
+        f"data.tokenizer={given}",
+        f"run.dir={folder / 'run'}",
+    ]
     result = train.run(config.load("tiny", overrides=[*MODEL, *paths]), say=lambda line: None)
     assert result.bigram_entropy is None and result.validation_loss > 0
     os.rename(given, folder / "away")
@@ -57,7 +70,9 @@ def engine(run):
     saved = open_checkpoint(run)
     definition = define(saved.config.model, mesh=make_mesh())
     decoder = saved.tokenizer().to_bytes
-    with Engine(definition, saved.params(definition), slots=1, capacity=64, chunk=1, decoder=decoder) as engine:
+    with Engine(
+        definition, saved.params(definition), slots=1, capacity=64, chunk=1, decoder=decoder
+    ) as engine:
         yield engine
 
 
@@ -65,7 +80,9 @@ def talk(engine, run, *, new_tokens=8, temperature=0.0):
     said = []
     settings = config.DecodeConfig(max_new_tokens=new_tokens, temperature=temperature)
     tokenizer = open_checkpoint(run).tokenizer()
-    return Conversation(engine, tokenizer, settings, dict(stop_ids=tokenizer.stop_ids), said.append), said
+    return Conversation(
+        engine, tokenizer, settings, dict(stop_ids=tokenizer.stop_ids), said.append
+    ), said
 
 
 def test_a_history_that_outgrows_its_context(engine, run):
@@ -76,7 +93,9 @@ def test_a_history_that_outgrows_its_context(engine, run):
         assert "".join(pieces) == conversation.messages[-1]["content"]
         assert conversation.messages[-2] == {"role": "user", "content": f"the cat {turn}"}
     assert "(forgot the oldest 2 messages: --context 64 is full)" in said
-    assert [m["role"] for m in conversation.messages] == ["user", "assistant"] * (len(conversation.messages) // 2)
+    assert [m["role"] for m in conversation.messages] == ["user", "assistant"] * (
+        len(conversation.messages) // 2
+    )
     before = conversation.messages
     with pytest.raises(UserError, match="makes a prompt of .* does not fit into --context 64"):
         conversation.ask("the rat " * 60, show=print)
@@ -140,10 +159,17 @@ class Terminal:
         self.seen = ""
         # Its own session, so that Ctrl-C is the terminal's signal to it, as a user's is.
         self.process = subprocess.Popen(
-            [sys.executable, "-c", "import os, sys; os.setsid(); import fcntl, termios;"
-             " fcntl.ioctl(0, termios.TIOCSCTTY, 0); os.execv(sys.argv[1], sys.argv[1:])", *command],
-            stdin=theirs, stdout=theirs, stderr=theirs,
-        )  # fmt: skip
+            [
+                sys.executable,
+                "-c",
+                "import os, sys; os.setsid(); import fcntl, termios;"
+                " fcntl.ioctl(0, termios.TIOCSCTTY, 0); os.execv(sys.argv[1], sys.argv[1:])",
+                *command,
+            ],
+            stdin=theirs,
+            stdout=theirs,
+            stderr=theirs,
+        )
         os.close(theirs)
 
     def __enter__(self):
@@ -171,7 +197,16 @@ class Terminal:
 
 
 def test_a_conversation_in_a_terminal(run):
-    command = [sys.executable, "-m", "ladder_jax", "generate", str(run), "--chat", "--max-new-tokens", "6000"]
+    command = [
+        sys.executable,
+        "-m",
+        "ladder_jax",
+        "generate",
+        str(run),
+        "--chat",
+        "--max-new-tokens",
+        "6000",
+    ]
     with Terminal([*command, "--context", "6100"]) as terminal:
         terminal.wait("Ctrl-C stops an answer\r\n(.*)> ")
         for _ in range(3):
@@ -181,7 +216,8 @@ def test_a_conversation_in_a_terminal(run):
             terminal.wait(r"\(stopped\)\r\n(.|\n)*> ")
         terminal.type("half a line")
         terminal.wait("half a line")
-        time.sleep(0.5)  # Python hears of a signal that comes just before it waits for a key at the next key only
+        # Python hears of a signal that comes just before it waits for a key at the next key only
+        time.sleep(0.5)
         terminal.type("\x03")
         terminal.wait("> $")
         terminal.type("/exti\r")

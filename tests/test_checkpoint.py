@@ -19,7 +19,16 @@ import numpy as np
 import pytest
 
 from ladder_jax import cli, nn, train
-from ladder_jax.checkpoint import Damaged, Pieces, Store, manifest, open_checkpoint, steps, store, verify
+from ladder_jax.checkpoint import (
+    Damaged,
+    Pieces,
+    Store,
+    manifest,
+    open_checkpoint,
+    steps,
+    store,
+    verify,
+)
 from ladder_jax.checkpoint.arrays import named, stored
 from ladder_jax.checkpoint.writing import Quiet, Writing
 from ladder_jax.config import RunConfig, TrainConfig
@@ -42,7 +51,9 @@ SMALL = dict(params={"a": np.zeros(3, np.float32)}, optimizer={"b": np.zeros(3, 
 
 
 def save(folder, name="ladder", **mesh):
-    """A run's first state on the given mesh, saved; returns its definition and its parameters as NumPy."""
+    """A run's first state on the given mesh, saved; returns its definition and its parameters as
+    NumPy.
+    """
     definition = cases.define(name, **mesh)
     state = train.initial_state(definition, config=RECIPE)
     store = Store(folder, config=RunConfig(model=definition.config, train=RECIPE))
@@ -58,7 +69,9 @@ def saved(tmp_path_factory):
 
 
 def test_identity(saved, tmp_path):
-    """Of the parameters: it goes with a copy, and tells another model of the same configuration and step."""
+    """Of the parameters: it goes with a copy, and tells another model of the same configuration and
+    step.
+    """
     folder, _, _ = saved
     shutil.copytree(folder, tmp_path / "copy")
     identity = open_checkpoint(folder).identity
@@ -76,11 +89,17 @@ def test_restored_on_another_mesh(saved, mesh):
     folder, _, params = saved
     definition = cases.define("ladder", **mesh)
     restored = open_checkpoint(folder).params(definition)
-    for (path, a), b in zip(jax.tree_util.tree_leaves_with_path(params), jax.tree.leaves(restored), strict=True):
+    for (path, a), b in zip(
+        jax.tree_util.tree_leaves_with_path(params), jax.tree.leaves(restored), strict=True
+    ):
         rows = 251 if path[-1].key == "table" else len(a)
         np.testing.assert_array_equal(a[:rows], np.asarray(b)[:rows])
         assert not np.asarray(b)[rows:].any()
-        assert b.sharding == definition.abstract[path[0].key][path[1].key].sharding if len(path) == 2 else True
+        assert (
+            b.sharding == definition.abstract[path[0].key][path[1].key].sharding
+            if len(path) == 2
+            else True
+        )
 
 
 def test_a_function_of_four_ranks_stays_one(tmp_path):
@@ -104,7 +123,8 @@ def test_plain_names_and_a_format_version(saved):
     tree = json.loads((folder / "1" / "params" / "_METADATA").read_text())["tree_metadata"]
     assert "('layers', 'attention', 'query')" in tree
     assert "('embedding', 'table')" in tree
-    assert not any("value" == part for name in tree for part in eval(name)[1:-1])  # no framework's wrapper
+    # no framework's wrapper
+    assert not any("value" == part for name in tree for part in eval(name)[1:-1])
 
 
 @pytest.mark.parametrize(
@@ -128,13 +148,17 @@ def test_a_vocabulary_that_is_too_small_for_its_tokenizer(tmp_path):
     store = Store(tmp_path, config=RunConfig(model=cases.model(vocab_size=120)))
     store.save(1, **SMALL)
     store.close()
-    with pytest.raises(UserError, match=r"model.vocab_size=120 is too small for bytes \(at least 256\)"):
+    with pytest.raises(
+        UserError, match=r"model.vocab_size=120 is too small for bytes \(at least 256\)"
+    ):
         open_checkpoint(tmp_path).tokenizer()
 
 
 def test_another_shape_is_refused(saved):
     definition = cases.define("ladder", d_ff=64)
-    with pytest.raises(UserError, match=r"does not fit its configuration: layers/mlp/down is \(4, 48, 32\)"):
+    with pytest.raises(
+        UserError, match=r"does not fit its configuration: layers/mlp/down is \(4, 48, 32\)"
+    ):
         open_checkpoint(saved[0]).params(definition)
 
 
@@ -157,12 +181,15 @@ def numbered(leaf, times):
 def test_a_checkpoint_of_before_is_read(tmp_path, mesh):
     """As a run wrote it on a mesh of 2 x 4, and as a conversion did, which left out what is zero.
 
-    Recorded once, and not made anew: it holds later versions to the format. It was made by a Store's `save`, and by
-    `Stream`, of `numbered` values.
+    Recorded once, and not made anew: it holds later versions to the format. It was made by a
+    Store's `save`, and by `Stream`, of `numbered` values.
     """
     with zipfile.ZipFile(pathlib.Path(__file__).with_name("checkpoint_1.zip")) as recorded:
         recorded.extractall(tmp_path)
-    trained, converted = open_checkpoint(tmp_path).check(), open_checkpoint(tmp_path / "converted").check()
+    trained, converted = (
+        open_checkpoint(tmp_path).check(),
+        open_checkpoint(tmp_path / "converted").check(),
+    )
     assert trained.verified
     assert trained.step == 7
     assert trained.validation_loss == 2.5
@@ -185,7 +212,9 @@ def test_a_checkpoint_of_before_is_read(tmp_path, mesh):
         ):
             found = named(tree)[name]
             assert found.sharding == names[name].sharding
-            np.testing.assert_array_equal(np.asarray(found)[:rows], numbered(leaf, times)[:rows], err_msg=name)
+            np.testing.assert_array_equal(
+                np.asarray(found)[:rows], numbered(leaf, times)[:rows], err_msg=name
+            )
 
 
 @pytest.fixture(scope="module")
@@ -194,8 +223,13 @@ def three(tmp_path_factory):
     folder = tmp_path_factory.mktemp("three") / "checkpoints"
     store = Store(folder, config=RunConfig(train=RECIPE))
     for step, loss in ((10, 2.0), (20, 1.0), (30, None)):
-        store.save(step, params={"a": np.full((64, 8), step, np.float32)}, optimizer={"b": np.ones(3, np.float32)},
-                   data={"fingerprint": "x", "skipped": [3]}, validation_loss=loss)  # fmt: skip
+        store.save(
+            step,
+            params={"a": np.full((64, 8), step, np.float32)},
+            optimizer={"b": np.ones(3, np.float32)},
+            data={"fingerprint": "x", "skipped": [3]},
+            validation_loss=loss,
+        )
     store.close()
     assert store.failure() is None
     return folder
@@ -216,7 +250,9 @@ def truncate(file):
 
 
 @pytest.mark.parametrize(
-    "damage", [truncate, cases.flip, lambda file: file.unlink()], ids=["truncated", "flipped", "removed"]
+    "damage",
+    [truncate, cases.flip, lambda file: file.unlink()],
+    ids=["truncated", "flipped", "removed"],
 )
 def test_every_damaged_file_is_found(three, tmp_path, damage):
     """Each file of a checkpoint in turn: found, named, and the one before it is offered."""
@@ -284,7 +320,9 @@ def test_a_failed_write_is_told_when_the_others_have_ended(tmp_path):
 
 
 def test_what_is_kept():
-    losses = {step: loss for step, loss in zip(range(10, 80, 10), (3.0, 1.0, None, 1.0, 4.0, 2.0, None))}
+    losses = {
+        step: loss for step, loss in zip(range(10, 80, 10), (3.0, 1.0, None, 1.0, 4.0, 2.0, None))
+    }
     removed = lambda **keep: store.steps_to_remove(losses, keep=store.Keep(**keep))
     assert removed() == [10, 20, 30, 40, 50, 60]
     assert removed(last=2, every=30) == [10, 20, 40, 50]
@@ -299,7 +337,11 @@ def test_what_is_kept():
     losses = {10: math.nan, 20: math.nan}
     assert removed(best=1) == [10]
     assert store.parse_keep("every=1000, best=2") == store.Keep(last=1, every=1000, best=2)
-    for words, message in (("lats=3", "did you mean 'last'"), ("last=0", "at least 1"), ("best=x", "whole number")):
+    for words, message in (
+        ("lats=3", "did you mean 'last'"),
+        ("last=0", "at least 1"),
+        ("best=x", "whole number"),
+    ):
         with pytest.raises(UserError, match=message):
             store.parse_keep(words)
 
@@ -324,7 +366,9 @@ def test_killed_while_a_step_is_saved_again(copy, monkeypatch, moment):
     }[moment]
     whole = getattr(*where)
     if moment == "before the new one is named":
-        monkeypatch.setattr(*where, lambda path, to: kill() if path.name == "writing.30" else whole(path, to))
+        monkeypatch.setattr(
+            *where, lambda path, to: kill() if path.name == "writing.30" else whole(path, to)
+        )
     else:
         monkeypatch.setattr(*where, kill)
     monkeypatch.setattr(threading, "excepthook", lambda _: None)
@@ -379,7 +423,9 @@ def test_a_folder_that_was_removed_is_made_again(tmp_path):
 
 
 def test_names_and_metas_that_no_run_wrote(copy, three):
-    """Other digits than ASCII's, leading zeros; and a whole checkpoint whose meta lacks what every one has."""
+    """Other digits than ASCII's, leading zeros; and a whole checkpoint whose meta lacks what every
+    one has.
+    """
     for name in ("4\N{SUPERSCRIPT TWO}", "\N{ARABIC-INDIC DIGIT FOUR}0", "040"):
         (copy / name).mkdir()
     assert steps(copy) == [10, 20, 30]
@@ -391,14 +437,19 @@ def test_names_and_metas_that_no_run_wrote(copy, three):
         del meta[lacking]
         file.write_text(json.dumps(meta))
         manifest.write(copy / "30")
-        with pytest.raises(Damaged, match="its meta has no step, or no config; the newest whole one .* step 20"):
+        with pytest.raises(
+            Damaged, match="its meta has no step, or no config; the newest whole one .* step 20"
+        ):
             open_checkpoint(copy)
 
 
 def test_the_verb(three, tmp_path, capsys):
     run = tmp_path / "run"
     shutil.copytree(three, run / "checkpoints")
-    listing = lambda *more: (cli.main(["checkpoints", str(run), "--json", *more]), json.loads(capsys.readouterr().out))
+    listing = lambda *more: (
+        cli.main(["checkpoints", str(run), "--json", *more]),
+        json.loads(capsys.readouterr().out),
+    )
     status, answer = listing()
     assert status == 0
     assert ([(c["step"], c["state"]) for c in answer["checkpoints"]] == [
@@ -413,7 +464,10 @@ def test_the_verb(three, tmp_path, capsys):
     # What is damaged counts for nothing, and is left for its owner to see.
     assert status == 1
     assert answer["removed"] == [10]
-    assert [(c["step"], c["state"]) for c in answer["checkpoints"]] == [(20, "whole"), (30, "damaged")]
+    assert [(c["step"], c["state"]) for c in answer["checkpoints"]] == [
+        (20, "whole"),
+        (30, "damaged"),
+    ]
     assert cli.main(["checkpoints", str(run), "--verify"]) == 1
     said = capsys.readouterr()
     assert "step 30: data/metadata has other contents than were written" in said.out
@@ -426,8 +480,12 @@ def test_the_verb(three, tmp_path, capsys):
 
 @pytest.mark.parametrize("settings", ["", """ [spec='{"a": true}']"""])
 def test_the_reason_of_a_disk_is_the_systems(settings):
-    """tensorstore writes what it tried before the system's error, and sometimes its settings behind it."""
-    error = ValueError(f"OUT_OF_RANGE: Failed to write: {os.strerror(27)}{settings} [os_error_code='27']")
+    """tensorstore writes what it tried before the system's error, and sometimes its settings behind
+    it.
+    """
+    error = ValueError(
+        f"OUT_OF_RANGE: Failed to write: {os.strerror(27)}{settings} [os_error_code='27']"
+    )
     assert reason(error) == os.strerror(27)
 
 
@@ -451,7 +509,10 @@ def test_what_an_abandoned_write_raises_later_is_not_told(caplog):
     """asyncio's message does not say which file; its error does."""
     silent = Quiet()
     try:
-        for path in ("run/checkpoints/writing.45.2/optimizer/array_metadatas/process_0", "run/elsewhere"):
+        for path in (
+            "run/checkpoints/writing.45.2/optimizer/array_metadatas/process_0",
+            "run/elsewhere",
+        ):
             error = FileNotFoundError(2, "No such file or directory", path)
             logging.getLogger("asyncio").error("Task exception was never retrieved", exc_info=error)
     finally:

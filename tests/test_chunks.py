@@ -19,7 +19,9 @@ CAPACITY = 1100  # positions, no multiple of the kernels' blocks
 
 
 def exact(query, key, value, *, start):
-    """In float64 NumPy: query [B, T, N, H] at positions from `start` on, key and value [B, S, K, H]."""
+    """In float64 NumPy: query [B, T, N, H] at positions from `start` on, key and value
+    [B, S, K, H].
+    """
     query, key, value = (np.asarray(x, np.float64) for x in (query, key, value))
     length, group = query.shape[1], query.shape[2] // key.shape[2]
     key, value = (np.repeat(x[:, : start + length], group, axis=2) for x in (key, value))
@@ -42,16 +44,20 @@ KERNELS = {
 def on_mesh(kernel):
     spec, attend = P("data", None, "tensor", None), KERNELS[kernel]
     mesh = parallel.make_mesh(data=2, tensor=4)
-    return jax.jit(jax.shard_map(attend, mesh=mesh, in_specs=(spec, spec, spec, P()), out_specs=spec))
+    return jax.jit(
+        jax.shard_map(attend, mesh=mesh, in_specs=(spec, spec, spec, P()), out_specs=spec)
+    )
 
 
 @pytest.mark.parametrize("kernel", ["xla", "splash"])
 @pytest.mark.parametrize(
-    "start, length", [(0, 24), (7, 24), (488, 24), (500, 24), (1024, 24), (CAPACITY - 24, 24), (300, 600)]
+    "start, length",
+    [(0, 24), (7, 24), (488, 24), (500, 24), (1024, 24), (CAPACITY - 24, 24), (300, 600)],
 )
 def test_a_block_attends_to_the_cache_before_it(start, length, kernel):
-    """With rubbish beyond the block's end; where a block of keys is half seen, unseen, or the shortened last; and
-    with several blocks of queries."""
+    """With rubbish beyond the block's end; where a block of keys is half seen, unseen, or the
+    shortened last; and with several blocks of queries.
+    """
     rng = np.random.default_rng(start)
     query = rng.standard_normal((2, length, 8, 16)).astype(np.float32)
     key, value = (rng.standard_normal((2, CAPACITY, 4, 16)).astype(np.float32) for _ in range(2))
@@ -64,7 +70,10 @@ def test_a_block_attends_to_the_cache_before_it(start, length, kernel):
 
 def test_the_splash_kernel_of_a_traced_start_lowers_for_tpus():
     """To Mosaic: values are the interpreter's above, machine code is libtpu's to make."""
-    shapes = [jax.ShapeDtypeStruct((2, t, n, 128), jnp.bfloat16) for t, n in ((256, 8), (1024, 4), (1024, 4))]
+    shapes = [
+        jax.ShapeDtypeStruct((2, t, n, 128), jnp.bfloat16)
+        for t, n in ((256, 8), (1024, 4), (1024, 4))
+    ]
     traced = on_mesh("splash on a TPU").trace(*shapes, jax.ShapeDtypeStruct((), jnp.int32))
     assert "tpu_custom_call" in traced.lower(lowering_platforms=("tpu",)).as_text()
 
@@ -87,20 +96,28 @@ def test_chunks_equal_one_pass(name, mesh, loop):
     full = cases.dense_logits(name, 4 if emulated else mesh[1])
     prompts = np.where(np.arange(10)[None] < LENGTHS[:, None], tokens, 99)
     stored = weights.prepare(definition, params, loop=loop)
-    logits, _ = decode.prefill_in_chunks(definition, stored, prompts, LENGTHS, capacity=12, chunk=4, loop=loop)
-    assert cases.error(np.asarray(logits)[:, :251], full[rows, LENGTHS - 1]) < 2 * cases.bound(definition.config)
+    logits, _ = decode.prefill_in_chunks(
+        definition, stored, prompts, LENGTHS, capacity=12, chunk=4, loop=loop
+    )
+    assert cases.error(np.asarray(logits)[:, :251], full[rows, LENGTHS - 1]) < 2 * cases.bound(
+        definition.config
+    )
 
 
 def test_a_cache_without_room():
     definition = cases.define("ladder")
     with pytest.raises(ValueError, match="a cache of 8 positions has no room for 9 tokens"):
-        decode.prefill_in_chunks(definition, {}, cases.tokens((1, 9)), np.array([9]), capacity=8, chunk=4)
+        decode.prefill_in_chunks(
+            definition, {}, cases.tokens((1, 9)), np.array([9]), capacity=8, chunk=4
+        )
 
 
 def test_one_program_reads_prompts_of_any_length():
     definition = cases.define("standard", num_layers=2, tensor=4)
     stored = weights.prepare(definition, cases.placed(definition), loop=Loop.SCAN)
-    read = functools.partial(decode.prefill_in_chunks, definition, stored, capacity=32, chunk=4, loop=Loop.SCAN)
+    read = functools.partial(
+        decode.prefill_in_chunks, definition, stored, capacity=32, chunk=4, loop=Loop.SCAN
+    )
     read(cases.tokens((1, 9)), np.array([9], np.int32))
     with compilations.counted() as compiled:
         read(cases.tokens((1, 31)), np.array([31], np.int32))
@@ -111,7 +128,9 @@ def test_one_program_reads_prompts_of_any_length():
 
 def program(definition, *, chunk, capacity):
     caches = steps.abstract_cache(definition, rows=1, capacity=capacity, loop=Loop.UNROLLED)
-    tokens, start, lengths = (jax.ShapeDtypeStruct(shape, np.int32) for shape in ((1, chunk), (), (1,)))
+    tokens, start, lengths = (
+        jax.ShapeDtypeStruct(shape, np.int32) for shape in ((1, chunk), (), (1,))
+    )
     return decode.extend(definition).compile(
         weights.abstract(definition, loop=Loop.UNROLLED), caches, tokens, start, lengths
     )
@@ -120,8 +139,12 @@ def program(definition, *, chunk, capacity):
 def test_memory_does_not_grow_with_the_context():
     definition, heads = cases.define("ladder", num_layers=2, tensor=4), 8 // 4
     context, chunk = 8192, 256
-    at, beyond = (program(definition, chunk=chunk, capacity=s).memory_analysis() for s in (context, 2 * context))
+    at, beyond = (
+        program(definition, chunk=chunk, capacity=s).memory_analysis()
+        for s in (context, 2 * context)
+    )
     scores = 4 * heads * context**2  # bytes, of a rank and one layer of one pass
     assert at.temp_size_in_bytes < scores / 100
     assert beyond.temp_size_in_bytes < 1.1 * at.temp_size_in_bytes
-    assert beyond.alias_size_in_bytes == 2 * at.alias_size_in_bytes > 0  # the caches, updated in place
+    # the caches, updated in place
+    assert beyond.alias_size_in_bytes == 2 * at.alias_size_in_bytes > 0

@@ -62,7 +62,9 @@ def trained(tmp_path_factory):
 
 @pytest.fixture
 def told(capsys):
-    """What a command prints that this process runs: several in a row, without starting as many processes."""
+    """What a command prints that this process runs: several in a row, without starting as many
+    processes.
+    """
 
     def run(*args):
         assert cli.main(list(map(str, args))) == 0, capsys.readouterr().err
@@ -126,7 +128,8 @@ def test_generate_several_prompts(told, trained):
     assert ended == one[: one.index(stop, len("the cat"))] + "\n"
 
 
-# As in the README, overrides may stand around an option; the mistake shows that the last of them was read.
+# As in the README, overrides may stand around an option; the mistake shows that the last of them
+# was read.
 AROUND = "mesh.data=2", "--cpu-devices", "8", "mesh.tensor=4", "data.path=nowhere"
 MISTAKES = {
     ("train", "tiny", *AROUND): "data.path='nowhere' does not exist",
@@ -136,22 +139,54 @@ MISTAKES = {
     ("train", "tiny", "mesh.tensor=8", "mesh.data=2"): "needs 16 devices, but this machine has 8",
     ("train", "tiny", "--cpu-devices", "0"): "--cpu-devices must be positive",
     ("train", "tiny", "model.vocab_size=100"): "too small for bytes",
-    ("train", "tiny", "train.keep_best=1", "train.evaluate_every=0"): "must be a multiple of train.evaluate_every=0",
+    (
+        "train",
+        "tiny",
+        "train.keep_best=1",
+        "train.evaluate_every=0",
+    ): "must be a multiple of train.evaluate_every=0",
     ("train", "tiny", "train.on_bad_step=skp"): "did you mean 'skip'?",
     ("train", "tiny", "--profile", "5:2"): "--profile 5:2: not FIRST:LAST",
     ("train", "tiny", "--profile", "999"): "step 999 is past train.steps=300",
     ("train", "tiny", "run.wandb=project"): "pip install 'ladder-jax[wandb]'",
-    ("train", "tiny", "train.collective_matmul=compiler", "train.sequence_parallel=true"): "mesh is of cpu: use 'ring'",
+    (
+        "train",
+        "tiny",
+        "train.collective_matmul=compiler",
+        "train.sequence_parallel=true",
+    ): "mesh is of cpu: use 'ring'",
     ("checkpoints", "nowhere"): "there is no checkpoint below",
     ("train",): "required: CONFIG",
     ("generate", "nowhere", "--prompt", "x"): "there is no model at",
     ("generate", "nowhere", "--promt", "x"): "unknown option '--promt'; did you mean '--prompt'?",
-    ("generate", "nowhere", "--prompt", "x", "--max-new-tokens", "many"): "invalid int value: 'many'",
-    ("generate", "nowhere"): "--prompt TEXT (once or more often), --prompts FILE or --chat, one of these",
+    (
+        "generate",
+        "nowhere",
+        "--prompt",
+        "x",
+        "--max-new-tokens",
+        "many",
+    ): "invalid int value: 'many'",
+    (
+        "generate",
+        "nowhere",
+    ): "--prompt TEXT (once or more often), --prompts FILE or --chat, one of these",
     ("generate", "nowhere", "--prompts", "x.jsonl"): "--prompts FILE and --out FILE go together",
-    ("generate", "nowhere", "--prompt", "x", "--prompt", "y", "--stream"): "--stream is for one --prompt",
+    (
+        "generate",
+        "nowhere",
+        "--prompt",
+        "x",
+        "--prompt",
+        "y",
+        "--stream",
+    ): "--stream is for one --prompt",
     ("generate", "nowhere", "--prompt", "x", "--context", "9"): "--context is for --chat",
-    ("train", "tiny", "data.tokenizer=nowhere"): "there is no tokenizer at 'nowhere' (allowed: 'bytes', or a folder",
+    (
+        "train",
+        "tiny",
+        "data.tokenizer=nowhere",
+    ): "there is no tokenizer at 'nowhere' (allowed: 'bytes', or a folder",
     ("generate", "nowhere", "--prompt", "x", "--slots", "0"): "--slots must be positive, not 0",
     ("doctor", "--jsn"): "did you mean '--json'?",
 }
@@ -159,7 +194,9 @@ MISTAKES = {
 
 @pytest.mark.parametrize("arguments", MISTAKES, ids=" ".join)
 def test_mistakes(arguments, refused, tmp_path, monkeypatch):
-    """In this process, as a new one needs seconds to import jax; one of them runs in a process of its own below."""
+    """In this process, as a new one needs seconds to import jax; one of them runs in a process of
+    its own below.
+    """
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(os, "environ", os.environ.copy())
     assert MISTAKES[arguments] in refused(*arguments)
@@ -185,7 +222,11 @@ PREDICT = ["predict", "--model", "tiny", "--hardware", "h100-nvlink"]
 def test_standard_output_on_a_full_disk():
     with open("/dev/full", "w") as full:
         done = subprocess.run(
-            [sys.executable, "-m", "ladder_jax", *PREDICT], stdout=full, stderr=subprocess.PIPE, text=True, timeout=300
+            [sys.executable, "-m", "ladder_jax", *PREDICT],
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            timeout=300,
         )
     assert (done.returncode, done.stderr) == (1, "ladder-jax: No space left on device\n")
 
@@ -201,13 +242,26 @@ def test_a_reader_that_leaves():
 
 def test_doctor(told, monkeypatch):
     """test_platform.py has libtpu probed."""
-    monkeypatch.setattr(targets, "_probe_tpu", lambda target: f"libtpu cannot describe {target.name}")
+    monkeypatch.setattr(
+        targets, "_probe_tpu", lambda target: f"libtpu cannot describe {target.name}"
+    )
     report = json.loads(told("doctor", "--json"))
     assert report["jax"] == jax.__version__
     assert report["devices"] == ["cpu"] * 8
-    assert set(report["targets"]) == {"v5e:2x4", "v5p:2x2x2", "v6e:2x4", "tpu7x:2x2x1", "h100:8", "b200:8", "cpu:8"}
+    assert set(report["targets"]) == {
+        "v5e:2x4",
+        "v5p:2x2x2",
+        "v6e:2x4",
+        "tpu7x:2x2x1",
+        "h100:8",
+        "b200:8",
+        "cpu:8",
+    }
     assert report["targets"]["cpu:8"] == "ok"
-    assert all(reason == "ok" or "pip install" in reason or "cannot" in reason for reason in report["targets"].values())
+    assert all(
+        reason == "ok" or "pip install" in reason or "cannot" in reason
+        for reason in report["targets"].values()
+    )
 
 
 def test_control_characters_reach_no_terminal(refused, monkeypatch, tmp_path):
@@ -236,7 +290,10 @@ def test_control_characters_of_a_model_reach_no_terminal(monkeypatch, capsys):
     assert capsys.readouterr().out == 2 * text
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
     show(text)
-    assert capsys.readouterr().out == 2 * "a\tb\n\\x1b]0;owned\\x07\\r\\x9b2J\\x7f \N{MAN}\u200d\N{WOMAN}"
+    assert (
+        capsys.readouterr().out
+        == 2 * "a\tb\n\\x1b]0;owned\\x07\\r\\x9b2J\\x7f \N{MAN}\u200d\N{WOMAN}"
+    )
     terminal.show(["\x1b[2J"])
     for say in (terminal.say, train._say):
         say("two\nlines \x1b[2J")

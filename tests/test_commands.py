@@ -1,4 +1,6 @@
-"""Every command of README and docs is run, on files of the same names, or has a reason why it is not."""
+"""Every command of README and docs is run, on files of the same names, or has a reason why it is
+not.
+"""
 
 import json
 import os
@@ -32,9 +34,7 @@ FULL = {
     "convert SmolLM2-135M runs/smollm2-auto": "tests/pretrained/test_sensitivity.py",
 }
 """Marked so, with what covers the like in `make test`."""
-SMALL = (
-    "model.num_layers=2 model.d_model=32 model.d_ff=32 train.steps=2 train.batch=4 train.sequence=32 data.path=book.txt"
-)
+SMALL = "model.num_layers=2 model.d_model=32 model.d_ff=32 train.steps=2 train.batch=4 train.sequence=32 data.path=book.txt"
 # Of the rows that the guide trains.
 FEW = "model.num_layers=2 train.steps=2 train.evaluation_batches=1 data.path=book.txt"
 ADDED = {
@@ -58,9 +58,14 @@ def beginning(words: str, known: dict) -> str | None:
     return next((start for start in known if f"{words} ".startswith(start)), None)
 
 
-COMMANDS = list(dict.fromkeys(" ".join(words.split()) for path in PAGES for words in commands(path)))
+COMMANDS = list(
+    dict.fromkeys(" ".join(words.split()) for path in PAGES for words in commands(path))
+)
 # Runs and converted models come before what reads them.
-RUN = sorted((words for words in COMMANDS if not beginning(words, NOT_RUN)), key=lambda words: words[:5] != "train")
+RUN = sorted(
+    (words for words in COMMANDS if not beginning(words, NOT_RUN)),
+    key=lambda words: words[:5] != "train",
+)
 
 
 @pytest.fixture(scope="module")
@@ -71,11 +76,16 @@ def place(tmp_path_factory):
     for name in ("book.txt", "held-out.txt", "text.txt"):
         (folder / name).write_text(text)
     for name, animal in (("arc.jsonl", "cat"), ("arc-train.jsonl", "rat")):
-        told = [{"question": f"{animal} {i}", "choices": [" sat", " ran"], "answer": 0} for i in range(6)]
+        told = [
+            {"question": f"{animal} {i}", "choices": [" sat", " ran"], "answer": 0}
+            for i in range(6)
+        ]
         (folder / name).write_text("".join(json.dumps(one) + "\n" for one in told))
     scored = [{"prompt": f"{i} ", "completion": "sat", "score": i / 9} for i in range(9)]
     (folder / "records.jsonl").write_text("".join(json.dumps(one) + "\n" for one in scored))
-    (folder / "gsm8k.jsonl").write_text(json.dumps({"question": "2 + 2 =", "answer": "It is 4.\n#### 4"}) + "\n")
+    (folder / "gsm8k.jsonl").write_text(
+        json.dumps({"question": "2 + 2 =", "answer": "It is 4.\n#### 4"}) + "\n"
+    )
     for name in ("fast.yaml", "mine.yaml"):
         (folder / name).write_text("based_on: h100-nvlink\nlink: {latency: 5.5e-6}\n")
     shape = dict(vocab_size=100, num_hidden_layers=16)
@@ -92,11 +102,15 @@ def place(tmp_path_factory):
 
 
 def test_no_reason_has_outlived_its_command():
-    assert all(any(f"{words} ".startswith(start) for words in COMMANDS) for start in (*NOT_RUN, *FULL, *ADDED))
+    assert all(
+        any(f"{words} ".startswith(start) for words in COMMANDS)
+        for start in (*NOT_RUN, *FULL, *ADDED)
+    )
 
 
 @pytest.mark.parametrize(
-    "words", [pytest.param(one, marks=[pytest.mark.full] if beginning(one, FULL) else []) for one in RUN]
+    "words",
+    [pytest.param(one, marks=[pytest.mark.full] if beginning(one, FULL) else []) for one in RUN],
 )
 def test_a_documented_command(words, place, monkeypatch, capsys):
     monkeypatch.chdir(place)

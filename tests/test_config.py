@@ -37,9 +37,17 @@ def test_presets_have_the_published_sizes(name, millions):
 
 def test_overrides_and_files(tmp_path):
     file = tmp_path / "mine.yaml"
-    file.write_text("model:\n  preset: tiny\n  residual: standard\ntrain:\n  learning_rate: 3e-4\n  remat: none\n")
-    loaded = config.load(str(file), overrides=["model.num_layers=6", "model.rope_scaling.factor=4", "run.name=x"])
-    assert (loaded.model.num_layers, loaded.model.residual, loaded.model.d_model) == (6, "standard", 128)
+    file.write_text(
+        "model:\n  preset: tiny\n  residual: standard\ntrain:\n  learning_rate: 3e-4\n  remat: none\n"
+    )
+    loaded = config.load(
+        str(file), overrides=["model.num_layers=6", "model.rope_scaling.factor=4", "run.name=x"]
+    )
+    assert (loaded.model.num_layers, loaded.model.residual, loaded.model.d_model) == (
+        6,
+        "standard",
+        128,
+    )
     assert loaded.model.rope_scaling == config.RopeScaling(factor=4.0)
     assert loaded.train.learning_rate == 3e-4 and loaded.run.name == "x"
     as_json = tmp_path / "mine.json"
@@ -51,7 +59,9 @@ def test_overrides_and_files(tmp_path):
     "given, which", [("2", "2"), ("0,2", "0,2"), ("[0, 2]", "0,2,"), ("all", "all"), ("'1,'", "1,")]
 )
 def test_ladder_layers_as_a_user_writes_them(given, which):
-    assert config.load("tiny", overrides=[f"model.ladder_layers={given}"]).model.ladder_layers == which
+    assert (
+        config.load("tiny", overrides=[f"model.ladder_layers={given}"]).model.ladder_layers == which
+    )
 
 
 MISTAKES = [
@@ -77,7 +87,10 @@ MISTAKES = [
     ("run.profiler_port=0", "run.profiler_port must be between 1 and 65535, not 0"),
     ("model.d_ff", "not of the form path.to.field=value"),
     ("train.seed=-1", "train.seed must be between"),
-    ("train.collective_matmul=ring", "train.collective_matmul ring needs train.sequence_parallel=true: without it no"),
+    (
+        "train.collective_matmul=ring",
+        "train.collective_matmul ring needs train.sequence_parallel=true: without it no",
+    ),
     ("decode.prefill_chunk=0", "decode.prefill_chunk must be positive, not 0"),
     ("decode.top_k=-1", "decode.top_k must not be negative, not -1"),
     ("decode.top_p=0", "decode.top_p must be above 0 and at most 1, not 0"),
@@ -110,11 +123,16 @@ SAME = [
 
 @pytest.mark.parametrize("given, meant", SAME, ids=str)
 def test_fields_have_their_types_however_they_are_made(given, meant):
-    """What Python hands over is what a file says: its dataclass can be written down and compared."""
+    """What Python hands over is what a file says: its dataclass can be written down and
+    compared.
+    """
     wanted = config.ModelConfig(**meant)
     replaced = dataclasses.replace(config.ModelConfig(), **given)
     for made in (config.preset("tiny", **given), config.ModelConfig(**given), replaced):
-        assert made == wanted and config.model_from_dict(json.loads(json.dumps(config.to_dict(made)))) == made
+        assert (
+            made == wanted
+            and config.model_from_dict(json.loads(json.dumps(config.to_dict(made)))) == made
+        )
         values = {name: getattr(made, name) for name in meant}
         assert values == meant and all(type(values[name]) is type(meant[name]) for name in meant)
 
@@ -127,20 +145,53 @@ def test_sections_in_python():
 
 
 IN_PYTHON = [
-    (lambda: config.preset("tiny", biases="nope"), "unknown value for model.biases: 'nope'; did you mean 'none'?"),
-    (lambda: config.preset("tiny", biases=True), "unknown value for model.biases: 'True' (allowed: none, qkv"),
-    (lambda: config.preset("tiny", tie_embeddings="no"), 'model.tie_embeddings must be of type bool, not "no"'),
-    (lambda: config.preset("tiny", dtype="float16"), "unknown value for model.dtype: 'float16'; did you mean 'bfloat"),
+    (
+        lambda: config.preset("tiny", biases="nope"),
+        "unknown value for model.biases: 'nope'; did you mean 'none'?",
+    ),
+    (
+        lambda: config.preset("tiny", biases=True),
+        "unknown value for model.biases: 'True' (allowed: none, qkv",
+    ),
+    (
+        lambda: config.preset("tiny", tie_embeddings="no"),
+        'model.tie_embeddings must be of type bool, not "no"',
+    ),
+    (
+        lambda: config.preset("tiny", dtype="float16"),
+        "unknown value for model.dtype: 'float16'; did you mean 'bfloat",
+    ),
     (lambda: config.preset("tiny", dtype=float), "unknown value for model.dtype:"),
-    (lambda: config.preset("tiny", num_layers=np.zeros(2)), "model.num_layers must be of type int, not a ndarray"),
-    (lambda: config.preset("tiny", ladder_layers=True), "model.ladder_layers must be of type str, not true"),
-    (lambda: config.preset("tiny", ladder_layers=[4]), "ladder_layers='4,' names a layer twice or out of range"),
-    (lambda: config.preset("tiny", rope_scaling=8.0), "model.rope_scaling must be a section (a RopeScaling, or"),
+    (
+        lambda: config.preset("tiny", num_layers=np.zeros(2)),
+        "model.num_layers must be of type int, not a ndarray",
+    ),
+    (
+        lambda: config.preset("tiny", ladder_layers=True),
+        "model.ladder_layers must be of type str, not true",
+    ),
+    (
+        lambda: config.preset("tiny", ladder_layers=[4]),
+        "ladder_layers='4,' names a layer twice or out of range",
+    ),
+    (
+        lambda: config.preset("tiny", rope_scaling=8.0),
+        "model.rope_scaling must be a section (a RopeScaling, or",
+    ),
     (lambda: dataclasses.replace(config.ModelConfig(), biases="qvk"), "did you mean 'qkv'?"),
-    (lambda: config.TrainConfig(remat="everything"), "unknown value for train.remat: 'everything' (allowed: none"),
+    (
+        lambda: config.TrainConfig(remat="everything"),
+        "unknown value for train.remat: 'everything' (allowed: none",
+    ),
     (lambda: config.TrainConfig(steps=1.5), "train.steps must be of type int, not 1.5"),
-    (lambda: config.DecodeConfig(quantize="int4"), "unknown value for decode.quantize: 'int4'; did you mean 'int8'?"),
-    (lambda: config.RunConfig(model="tiny"), "model must be a section (a ModelConfig, or a mapping of its fields), no"),
+    (
+        lambda: config.DecodeConfig(quantize="int4"),
+        "unknown value for decode.quantize: 'int4'; did you mean 'int8'?",
+    ),
+    (
+        lambda: config.RunConfig(model="tiny"),
+        "model must be a section (a ModelConfig, or a mapping of its fields), no",
+    ),
     (lambda: parallel.make_mesh(tensor="4"), 'mesh.tensor must be of type int, not "4"'),
 ]
 
@@ -156,13 +207,20 @@ def test_a_conversion_without_ladder_layers():
     ladder = ["model.residual=ladder", "conversion.steps=4"]
     assert config.load("tiny", overrides=[*ladder, "model.ladder_layers=1"]).conversion.steps == 4
     for none in ("0", "[]"):
-        with pytest.raises(UserError, match="conversion.steps=4 has no ladder layer to turn: model.ladder_layers="):
+        with pytest.raises(
+            UserError, match="conversion.steps=4 has no ladder layer to turn: model.ladder_layers="
+        ):
             config.load("tiny", overrides=[*ladder, f"model.ladder_layers={none}"])
 
 
 @pytest.mark.parametrize(
     "content, message",
-    [("model: [", "is not YAML"), ("- 1", "must hold sections"), ("\x00", "is not YAML"), (None, "cannot read")],
+    [
+        ("model: [", "is not YAML"),
+        ("- 1", "must hold sections"),
+        ("\x00", "is not YAML"),
+        (None, "cannot read"),
+    ],
 )
 def test_unreadable_files(tmp_path, content, message):
     file = tmp_path / "c.yaml"

@@ -60,7 +60,9 @@ def test_every_pair_is_run(name):
     assert not covering.uncovered(run, *factors, pairs=pairs)
     assert len(run) < len(params) and len(set(map(str, run))) == len(run)  # it saves something
     # The control: without one of its rows a pair is missing.
-    assert any(covering.uncovered(run[:i] + run[i + 1 :], *factors, pairs=pairs) for i in range(len(run)))
+    assert any(
+        covering.uncovered(run[:i] + run[i + 1 :], *factors, pairs=pairs) for i in range(len(run))
+    )
 
 
 def test_the_array_is_near_the_least():

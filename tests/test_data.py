@@ -28,7 +28,10 @@ def test_a_folder_is_its_text_files_in_order(tmp_path):
     (tmp_path / "a.md").write_text("first")
     (tmp_path / "sub" / "c").write_text("third ü")
     (tmp_path / "picture.png").write_bytes(b"\x89PNG\xff")
-    assert dataset.read_text(DataConfig(path=str(tmp_path)))[0].tobytes().decode() == "first\nsecond\nthird ü"
+    assert (
+        dataset.read_text(DataConfig(path=str(tmp_path)))[0].tobytes().decode()
+        == "first\nsecond\nthird ü"
+    )
 
 
 def test_bigram_entropy():
@@ -49,7 +52,8 @@ def test_batches_are_a_function_of_seed_and_step():
     assert (found[0].shape, found[0].dtype) == ((5, 11), np.int32)
     np.testing.assert_array_equal(found[7], of(3)[7])
     assert not np.array_equal(of(4)[0], found[0])
-    # 100 windows of 10 predicted tokens: 20 batches see each once, and the next epoch another order.
+    # 100 windows of 10 predicted tokens: 20 batches see each once, and the next epoch another
+    # order.
     epoch = np.concatenate([found[step] for step in range(20)])
     windows = [content[start : start + 11].tolist() for start in range(0, 1000, 10)]
     assert sorted(epoch.tolist()) == sorted(windows)
@@ -67,7 +71,8 @@ def test_epochs_of_neighbouring_seeds_are_independent():
             order = tuple(int(endless[epoch * 100 + index][0]) // 10 for index in range(100))
             assert sorted(order) == list(range(100))
             assert orders.setdefault(order, (seed, epoch)) == (seed, epoch)
-        first = grain.MapDataset.source(rows).shuffle(seed)  # the order of runs of one epoch, on record
+        # the order of runs of one epoch, on record
+        first = grain.MapDataset.source(rows).shuffle(seed)
         assert all(np.array_equal(endless[index], first[index]) for index in range(100))
 
 
@@ -95,7 +100,9 @@ def test_held_out_text_is_the_end(load):
     assert batch[0].tolist() == list(CONTENT[144:155])
 
 
-@pytest.mark.parametrize("fraction, part", [(0.01, "held-out text has 1"), (0.99, "training text has 2")])
+@pytest.mark.parametrize(
+    "fraction, part", [(0.01, "held-out text has 1"), (0.99, "training text has 2")]
+)
 def test_a_part_that_is_too_short(fraction, part, load):
     with pytest.raises(UserError, match=f"the {part} tokens, fewer than train.sequence"):
         load(fraction)

@@ -61,18 +61,24 @@ def pieces(row):
 
 
 def predicted(found):
-    """How often each (token before, token) pair is predicted, by the text of the piece, its first token apart."""
+    """How often each (token before, token) pair is predicted, by the text of the piece, its first
+    token apart.
+    """
     return collections.Counter(pair for piece in found for pair in itertools.pairwise(piece))
 
 
 def test_two_epochs_hold_every_document_twice(book):
     path, documents = book
     data, opened = load(path), Store(path)
-    cut = int(np.searchsorted(opened.starts, opened.manifest.tokens - int(opened.manifest.tokens * 0.05)))
+    cut = int(
+        np.searchsorted(opened.starts, opened.manifest.tokens - int(opened.manifest.tokens * 0.05))
+    )
     assert len(opened.starts) - 1 == len(documents)
     assert 130 < cut < 150
     length = data.training_rows
-    epochs = [[data.training[index] for index in range(start, start + length)] for start in (0, length)]
+    epochs = [
+        [data.training[index] for index in range(start, start + length)] for start in (0, length)
+    ]
     for epoch in epochs:
         found = [piece for row in epoch for piece in pieces(row)]
         assert predicted(found) == predicted(documents[:cut])
@@ -164,15 +170,23 @@ def test_mixtures_that_are_wrong(tmp_path, content, message):
 def test_stores_that_cannot_be_used(book, tmp_path):
     folder = tokenizers.folder(tmp_path / "t")
     words = store(tmp_path / "words", numbered(9), tokens=folder)
-    assert load(words).tokenizer.name == tokenizer.load(folder).name == load(words, tokenizer=folder).tokenizer.name
+    assert (
+        load(words).tokenizer.name
+        == tokenizer.load(folder).name
+        == load(words, tokenizer=folder).tokenizer.name
+    )
     with pytest.raises(UserError, match="is of bytes, not of data.tokenizer="):
         load(book[0], tokenizer=folder)
     (tmp_path / "m.yaml").write_text(f"mixture:\n  {book[0]}: 1\n  words/store: 1\n")
-    with pytest.raises(UserError, match="a mixture has one tokenizer: .* is of bytes, .* of tokenizer-"):
+    with pytest.raises(
+        UserError, match="a mixture has one tokenizer: .* is of bytes, .* of tokenizer-"
+    ):
         load(tmp_path / "m.yaml")
     with pytest.raises(UserError, match="has one document"):
         load(store(tmp_path / "one", ["a"]))
-    with pytest.raises(UserError, match=r"model.vocab_size=256 is too small for tokenizer-\w+ \(at least 301\)"):
+    with pytest.raises(
+        UserError, match=r"model.vocab_size=256 is too small for tokenizer-\w+ \(at least 301\)"
+    ):
         run(settings(words, tmp_path / "run"))
     unfinished = json.loads((words / "manifest.json").read_text()) | {"shards": []}
     (words / "manifest.json").write_text(json.dumps(unfinished))
@@ -191,7 +205,9 @@ def run(settings, *, say=lambda line: None):
 
 
 def settings(data, directory, *more):
-    return config.load("tiny", overrides=[*TINY, f"data.path={data}", f"run.dir={directory}", *more])
+    return config.load(
+        "tiny", overrides=[*TINY, f"data.path={data}", f"run.dir={directory}", *more]
+    )
 
 
 def losses(directory):
@@ -208,7 +224,9 @@ def uninterrupted(book, tmp_path_factory):
 
 
 def first_read(path, step, monkeypatch):
-    """A shard of which `step` reads bytes beyond all that the steps before read, and where those begin."""
+    """A shard of which `step` reads bytes beyond all that the steps before read, and where those
+    begin.
+    """
     read, plain = [], Store.read
     with monkeypatch.context() as patched:
         patched.setattr(Store, "read", lambda self, *args: read.append(args) or plain(self, *args))
@@ -221,7 +239,9 @@ def first_read(path, step, monkeypatch):
     begin = 0
     for shard in Store(path).manifest.shards:
         stop = begin + shard.tokens
-        *before, last = [[end for start, end in one.items() if begin <= start < stop] for one in ends]
+        *before, last = [
+            [end for start, end in one.items() if begin <= start < stop] for one in ends
+        ]
         furthest = max(sum(before, [begin]))
         if max([begin, *last]) > furthest:
             return shard.name, furthest - begin
@@ -229,8 +249,12 @@ def first_read(path, step, monkeypatch):
     raise AssertionError("every byte was read before")
 
 
-def test_a_data_file_that_cannot_be_read_in_the_middle_of_a_run(book, uninterrupted, tmp_path, monkeypatch):
-    """One clear line; what was computed is saved, and mended, the run ends as if nothing had been."""
+def test_a_data_file_that_cannot_be_read_in_the_middle_of_a_run(
+    book, uninterrupted, tmp_path, monkeypatch
+):
+    """One clear line; what was computed is saved, and mended, the run ends as if nothing had
+    been.
+    """
     data = tmp_path / "store"
     directory = tmp_path / "run"
     shutil.copytree(book[0], data)
@@ -266,18 +290,32 @@ def test_other_data_is_refused_when_a_run_is_resumed(book, uninterrupted, tmp_pa
     assert run(settings(data, directory)) == uninterrupted[1]
     shutil.rmtree(tmp_path / "s")
     store(tmp_path / "s", [*book[1][:-1], "x"])
-    with pytest.raises(UserError, match=r"has changed since step 10 \(its fingerprint was \w+, now \w+\)"):
+    with pytest.raises(
+        UserError, match=r"has changed since step 10 \(its fingerprint was \w+, now \w+\)"
+    ):
         run(settings(data, directory))
 
 
 def test_a_dated_template_on_another_day(tmp_path, monkeypatch):
-    """The rows are those of the day on which the run began, so that it goes on as if nothing had been."""
-    folder = tokenizers.folder(tmp_path / "t", template="{{ strftime_now('%d') }}" + tokenizers.TEMPLATE)
+    """The rows are those of the day on which the run began, so that it goes on as if nothing had
+    been.
+    """
+    folder = tokenizers.folder(
+        tmp_path / "t", template="{{ strftime_now('%d') }}" + tokenizers.TEMPLATE
+    )
     data = tmp_path / "chats.jsonl"
     directory = tmp_path / "run"
-    turns = [{"role": "user", "content": "the cat"}, {"role": "assistant", "content": "sat on the mat"}]
+    turns = [
+        {"role": "user", "content": "the cat"},
+        {"role": "assistant", "content": "sat on the mat"},
+    ]
     data.write_text(f"{json.dumps({'messages': turns})}\n" * 8)
-    more = ["data.format=examples", f"data.tokenizer={folder}", "model.vocab_size=301", "train.sequence=32"]
+    more = [
+        "data.format=examples",
+        f"data.tokenizer={folder}",
+        "model.vocab_size=301",
+        "train.sequence=32",
+    ]
     here = settings(data, directory, *more)
     result = run(here)
     whole = losses(directory)
@@ -285,7 +323,9 @@ def test_a_dated_template_on_another_day(tmp_path, monkeypatch):
     day = datetime.timedelta(days=1)
     tomorrow = types.SimpleNamespace(now=lambda: datetime.datetime.now() + day)
     monkeypatch.setattr(chat_template, "datetime", types.SimpleNamespace(datetime=tomorrow))
-    later = types.SimpleNamespace(time=lambda: time.time() + day.total_seconds(), perf_counter=time.perf_counter)
+    later = types.SimpleNamespace(
+        time=lambda: time.time() + day.total_seconds(), perf_counter=time.perf_counter
+    )
     monkeypatch.setattr(timing, "time", later)
     said = []
     assert run(here, say=said.append) == result

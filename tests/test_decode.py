@@ -1,4 +1,6 @@
-"""Prefill, decode, sampling and generation against the reference, the full forward pass and NumPy."""
+"""Prefill, decode, sampling and generation against the reference, the full forward pass and
+NumPy.
+"""
 
 import dataclasses
 import functools
@@ -30,7 +32,9 @@ CASES = covering.marked(
 
 @pytest.mark.parametrize("name, mesh, loop", CASES)
 def test_prefill_and_decode_equal_the_full_pass(name, mesh, loop):
-    """Token by token, with prompts of different lengths in one batch and rubbish beyond their ends."""
+    """Token by token, with prompts of different lengths in one batch and rubbish beyond their
+    ends.
+    """
     if mesh == (1, 1) and loop is Loop.SCAN and name not in cases.DEPEND_ON_RANKS:
         mesh = (4, 2)  # one device with a scan is kept for the emulated ranks
     emulated = mesh == (1, 1) and name in cases.DEPEND_ON_RANKS
@@ -60,12 +64,16 @@ def generator(name="ladder", **mesh):
 PROMPTS = [[1, 2, 3], [200], list(range(40))]
 
 
-@pytest.mark.parametrize("data, temperature", covering.marked(itertools.product([1, 2], [0.0, 1.0]), chosen=[(2, 1.0)]))
+@pytest.mark.parametrize(
+    "data, temperature", covering.marked(itertools.product([1, 2], [0.0, 1.0]), chosen=[(2, 1.0)])
+)
 def test_the_same_seed_gives_the_same_tokens_on_every_mesh(data, temperature):
     config = DecodeConfig(max_new_tokens=20, temperature=temperature, seed=5)
     expected = generator().tokens(PROMPTS, config=config)
     assert expected.shape == (3, 20) and expected.max() < 251
-    np.testing.assert_array_equal(generator(data=data, tensor=4).tokens(PROMPTS, config=config), expected)
+    np.testing.assert_array_equal(
+        generator(data=data, tensor=4).tokens(PROMPTS, config=config), expected
+    )
     if temperature:
         other = dataclasses.replace(config, seed=6)
         assert not np.array_equal(generator().tokens(PROMPTS, config=other), expected)
@@ -96,22 +104,30 @@ def test_argmax_takes_the_first_of_equals():
 
 @pytest.mark.parametrize(
     "prompts, message",
-    [([], "no prompt"), ([[]], "prompt is empty"), ([[1, 251]], "token 251, outside"), ([[-1]], "outside")],
+    [
+        ([], "no prompt"),
+        ([[]], "prompt is empty"),
+        ([[1, 251]], "token 251, outside"),
+        ([[-1]], "outside"),
+    ],
 )
 def test_impossible_prompts(prompts, message):
     with pytest.raises(UserError, match=message):
         generator().tokens(prompts, config=DecodeConfig())
 
 
-HALVED = {"ladder": 7, "ladder-2": 7, "ladder-fresh": 7, "parallel-ladder": 3, "hybrid-delay-2": 4}  # of 4 layers
+# of 4 layers
+HALVED = {"ladder": 7, "ladder-2": 7, "ladder-fresh": 7, "parallel-ladder": 3, "hybrid-delay-2": 4}
 
 
 @pytest.mark.parametrize(
-    "name, loop", covering.marked(itertools.product(HALVED, Loop), chosen=[*zip(HALVED, itertools.cycle(Loop))])
+    "name, loop",
+    covering.marked(itertools.product(HALVED, Loop), chosen=[*zip(HALVED, itertools.cycle(Loop))]),
 )
 def test_all_reduces_in_halves_compute_the_same(name, loop, monkeypatch):
-    """What the topologies make of them, against the reference. `make audit` compiles it for TPUs and GPUs, where its
-    values have not been seen yet."""
+    """What the topologies make of them, against the reference. `make audit` compiles it for TPUs
+    and GPUs, where its values have not been seen yet.
+    """
     started = communication.start_on_a_cpu(monkeypatch)
     definition = cases.define(name, tensor=8)
     params = cases.placed(definition)
@@ -135,7 +151,9 @@ def test_all_reduces_in_halves_compute_the_same(name, loop, monkeypatch):
 def test_chained_and_waiting_programs_start_nothing(monkeypatch):
     started = communication.start_on_a_cpu(monkeypatch)
     for name, launch in (("ladder", Launch.CHAINED), ("standard", Launch.EXPLICIT)):
-        program = decode.prefill.__wrapped__(cases.define(name, tensor=8), capacity=12, launch=launch)
+        program = decode.prefill.__wrapped__(
+            cases.define(name, tensor=8), capacity=12, launch=launch
+        )
         assert program.traits.launch is Launch.CHAINED and not started
 
 
@@ -143,7 +161,11 @@ def test_chained_and_waiting_programs_start_nothing(monkeypatch):
 def test_halves_where_they_are_not_supported(kind, monkeypatch):
     definition = cases.define("ladder", tensor=2)
     monkeypatch.setattr(type(jax.devices()[0]), "device_kind", kind)
-    for program in (decode.decode_many, functools.partial(decode.prefill, capacity=12), steps.extend):
+    for program in (
+        decode.decode_many,
+        functools.partial(decode.prefill, capacity=12),
+        steps.extend,
+    ):
         with pytest.raises(UserError) as refused:
             program(definition, launch=Launch.EXPLICIT)
         assert str(refused.value) == (
@@ -165,16 +187,22 @@ def test_halves_where_they_are(kind, monkeypatch):
     else:
         monkeypatch.delattr(jax._src.lax.parallel, "psum_start")
     assert parallel.resolve_launch(Launch.AUTO, mesh=mesh) is Launch.CHAINED
-    with pytest.raises(UserError, match="needs a jax with started collectives, and .* has none: use 'auto'"):
+    with pytest.raises(
+        UserError, match="needs a jax with started collectives, and .* has none: use 'auto'"
+    ):
         parallel.resolve_launch(Launch.EXPLICIT, mesh=mesh)
 
 
 def test_sequence_parallelism_has_no_all_reduces_to_halve(monkeypatch):
     communication.start_on_a_cpu(monkeypatch)
     definition = cases.define("ladder", tensor=2)
-    split = functools.partial(decode.prefill.__wrapped__, definition, capacity=12, sequence_parallel=True)
+    split = functools.partial(
+        decode.prefill.__wrapped__, definition, capacity=12, sequence_parallel=True
+    )
     assert split().traits.launch is Launch.CHAINED
-    with pytest.raises(UserError, match="launch 'explicit' halves all-reduces, and sequence parallelism has none"):
+    with pytest.raises(
+        UserError, match="launch 'explicit' halves all-reduces, and sequence parallelism has none"
+    ):
         split(launch=Launch.EXPLICIT)
 
 

@@ -1,5 +1,6 @@
-"""What `ladder-jax overlap` and `predict` compile of inference is what `generate`, serving and benchmarks run: equal
-StableHLO; and what a token costs in collectives."""
+"""What `ladder-jax overlap` and `predict` compile of inference is what `generate`, serving and
+benchmarks run: equal StableHLO; and what a token costs in collectives.
+"""
 
 import collections
 import hashlib
@@ -49,28 +50,46 @@ def lowered(monkeypatch):
 
 
 def audited(phase, **settings):
-    shape = dict(target="cpu:8", model="tiny", residual="ladder", layers=LAYERS, phase=phase, prompt_length=PROMPT)
+    shape = dict(
+        target="cpu:8",
+        model="tiny",
+        residual="ladder",
+        layers=LAYERS,
+        phase=phase,
+        prompt_length=PROMPT,
+    )
     return programs.program(requests.make(**shape, **settings))
 
 
 @pytest.mark.parametrize(
     "loop, quantize",
-    [(Loop.UNROLLED, Quantize.NONE), pytest.param(Loop.SCAN, Quantize.INT8, marks=pytest.mark.full)],
+    [
+        (Loop.UNROLLED, Quantize.NONE),
+        pytest.param(Loop.SCAN, Quantize.INT8, marks=pytest.mark.full),
+    ],
     ids=str,
 )
 def test_the_engine_runs_the_audited_programs(loop, quantize, lowered):
-    """Prefill, and each call of the token loop: the first, those after it, and those after a request has come."""
+    """Prefill, and each call of the token loop: the first, those after it, and those after a
+    request has come.
+    """
     form = dict(loop=loop, quantize=quantize)
-    config = requests.make(target="cpu:8", model="tiny", residual="ladder", layers=LAYERS, phase=Phase.DECODE).config
+    config = requests.make(
+        target="cpu:8", model="tiny", residual="ladder", layers=LAYERS, phase=Phase.DECODE
+    ).config
     definition = nn.define(config, mesh=parallel.make_mesh(tensor=8))
-    engine = Engine(definition, nn.initialize(definition, seed=0), slots=SLOTS, capacity=CAPACITY, **form)
+    engine = Engine(
+        definition, nn.initialize(definition, seed=0), slots=SLOTS, capacity=CAPACITY, **form
+    )
     first = engine.submit(Request([7] * PROMPT, max_new_tokens=16))
     engine.step()
     engine.submit(Request([8] * PROMPT, max_new_tokens=2))
     engine.run()
     assert len(first.result().tokens) == 16 and [len(found) for found in lowered.values()] == [2, 2]
     assert set(lowered[Phase.PREFILL]) == {digest(*audited(Phase.PREFILL, batch=1, **form))}
-    assert set(lowered[Phase.DECODE]) == {digest(*audited(Phase.DECODE, batch=SLOTS, context=64, **form))}
+    assert set(lowered[Phase.DECODE]) == {
+        digest(*audited(Phase.DECODE, batch=SLOTS, context=64, **form))
+    }
 
 
 class Lowered(Exception):
@@ -79,13 +98,22 @@ class Lowered(Exception):
 
 @pytest.fixture
 def worked(monkeypatch):
-    """The digest of what `overlap`'s compiling process lowers for these settings, given as that process gets them."""
+    """The digest of what `overlap`'s compiling process lowers for these settings, given as that
+    process gets them.
+    """
 
     def digest_of(**settings):
         def compile(self, *arguments):
             raise Lowered(digest(self, arguments))
 
-        shape = dict(target="cpu:8", model="tiny", residual="ladder", layers=LAYERS, batch=1, prompt_length=PROMPT)
+        shape = dict(
+            target="cpu:8",
+            model="tiny",
+            residual="ladder",
+            layers=LAYERS,
+            batch=1,
+            prompt_length=PROMPT,
+        )
         asked = json.loads(json.dumps(requests.make(**shape, **settings).as_dict()))
         with monkeypatch.context() as patch, pytest.raises(Lowered) as found:
             patch.setattr(Compiled, "compile", compile)
@@ -97,37 +125,66 @@ def worked(monkeypatch):
 
 @pytest.mark.parametrize(
     "more, quantize",
-    [(["--quantize", "int8", "--stream"], "int8"), pytest.param([], "none", marks=pytest.mark.full)],
+    [
+        (["--quantize", "int8", "--stream"], "int8"),
+        pytest.param([], "none", marks=pytest.mark.full),
+    ],
 )
 def test_generate_runs_the_audited_programs(more, quantize, lowered, worked, tmp_path):
-    """The verb's own words, from a checkpoint to text: its prefill, and each call of its token loop."""
-    config = requests.make(target="cpu:8", model="tiny", residual="ladder", layers=LAYERS, phase=Phase.DECODE).config
+    """The verb's own words, from a checkpoint to text: its prefill, and each call of its token
+    loop.
+    """
+    config = requests.make(
+        target="cpu:8", model="tiny", residual="ladder", layers=LAYERS, phase=Phase.DECODE
+    ).config
     starts.save(tmp_path / "checkpoints", nn.define(config, mesh=parallel.make_mesh(tensor=8)))
-    words = ["generate", str(tmp_path), "--prompt", "a" * (PROMPT - 3), "--max-new-tokens", "35", *more]
+    words = [
+        "generate",
+        str(tmp_path),
+        "--prompt",
+        "a" * (PROMPT - 3),
+        "--max-new-tokens",
+        "35",
+        *more,
+    ]
     assert cli.main(words) == 0
     assert [len(found) for found in lowered.values()] == [1, 3]
-    asked = dict(context=96, quantize=Quantize(quantize))  # 29 tokens, 35 new ones, and room for a chunk
+    # 29 tokens, 35 new ones, and room for a chunk
+    asked = dict(context=96, quantize=Quantize(quantize))
     assert lowered[Phase.PREFILL] == [worked(phase=Phase.PREFILL, **asked)]
     assert set(lowered[Phase.DECODE]) == {worked(phase=Phase.DECODE, **asked)}
 
 
 def test_bench_times_the_audited_programs(lowered, monkeypatch):
-    """Its caches hold the prompt and what is new, and its token loop makes all of that in one call."""
+    """Its caches hold the prompt and what is new, and its token loop makes all of that in one
+    call.
+    """
     for name in ("copy_bandwidth", "matmul_peak"):
         monkeypatch.setattr(roofline, name, lambda *_, **__: roofline.Ceiling((1.0,), "an array"))
     words = f"bench --model tiny --layers {LAYERS} --residual ladder --batch {SLOTS} --prompt-length {PROMPT}"
-    assert cli.main([*words.split(), *"--new-tokens 17 --tensor 8 --warmup 1 --repeats 1".split()]) == 0
-    assert set(lowered[Phase.DECODE]) == {digest(*audited(Phase.DECODE, batch=SLOTS, context=PROMPT + 17))}
+    assert (
+        cli.main([*words.split(), *"--new-tokens 17 --tensor 8 --warmup 1 --repeats 1".split()])
+        == 0
+    )
+    assert set(lowered[Phase.DECODE]) == {
+        digest(*audited(Phase.DECODE, batch=SLOTS, context=PROMPT + 17))
+    }
     function, arguments = audited(Phase.PREFILL, batch=SLOTS)
     definition = nn.define(
-        requests.make(target="cpu:8", model="tiny", residual="ladder", layers=LAYERS, phase=Phase.PREFILL).config,
+        requests.make(
+            target="cpu:8", model="tiny", residual="ladder", layers=LAYERS, phase=Phase.PREFILL
+        ).config,
         mesh=parallel.make_mesh(tensor=8),
     )
-    assert set(lowered[Phase.PREFILL]) == {digest(decode.prefill(definition, capacity=PROMPT + 17), arguments)}
+    assert set(lowered[Phase.PREFILL]) == {
+        digest(decode.prefill(definition, capacity=PROMPT + 17), arguments)
+    }
 
 
 def collectives(computation, *, branches):
-    """How many run in one execution; of conditionals, by how deep they are nested, the branch with `max` or `min`."""
+    """How many run in one execution; of conditionals, by how deep they are nested, the branch with
+    `max` or `min`.
+    """
     total = 0
     for instruction in computation.instructions:
         total += instruction.opcode in KINDS
@@ -135,7 +192,9 @@ def collectives(computation, *, branches):
         if instruction.opcode == "conditional":
             total += branches[0](collectives(one, branches=branches[1:]) for one in below)
         elif instruction.opcode in ("while", "call"):
-            total += cost.trip_count(instruction) * sum(collectives(one, branches=branches) for one in below)
+            total += cost.trip_count(instruction) * sum(
+                collectives(one, branches=branches) for one in below
+            )
     return total
 
 
@@ -144,11 +203,18 @@ def token_loop(choice, **mesh):
     definition = cases.define("ladder", num_layers=LAYERS, **mesh)
     arguments = steps.abstract(definition, rows=4, positions=16, loop=Loop.UNROLLED)
     program = hlo.parse(decode.decode_many(definition, choice=choice).compile(*arguments).as_text())
-    loops = [i for i in program.entry.instructions if i.opcode == "while" and "token_loop/while" in i.op_name]
+    loops = [
+        i
+        for i in program.entry.instructions
+        if i.opcode == "while" and "token_loop/while" in i.op_name
+    ]
     return program, loops[0].calls[0]
 
 
-MESHES = [dict(data=2, tensor=4), *(pytest.param(dict(tensor=n), marks=pytest.mark.full) for n in (4, 8))]
+MESHES = [
+    dict(data=2, tensor=4),
+    *(pytest.param(dict(tensor=n), marks=pytest.mark.full) for n in (4, 8)),
+]
 
 
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
@@ -161,7 +227,9 @@ def test_a_greedy_token_costs_one_collective_beside_the_embedding(mesh):
 
 @pytest.mark.parametrize("mesh, agree", [(dict(tensor=8), 0), (dict(data=2, tensor=4), 1)], ids=str)
 def test_what_a_sampled_token_costs(mesh, agree):
-    """Depths of the branches: whether anything is drawn, cut, cut deeper than the candidates reach, and by what."""
+    """Depths of the branches: whether anything is drawn, cut, cut deeper than the candidates reach,
+    and by what.
+    """
     program, turn = token_loop(Choice.SAMPLED, **mesh)
     count = lambda *branches: collectives(turn, branches=branches)
     assert count(min, min, min, min) == 2 * LAYERS + 2  # greedy rows, with log-probabilities

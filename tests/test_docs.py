@@ -26,7 +26,9 @@ from tests import cases
 
 ROOT = pathlib.Path(__file__).parent.parent
 DOCS = ROOT / "docs"
-PAGES = sorted([ROOT / "README.md", *DOCS.glob("*.md"), *DOCS.glob("guides/*.md"), *DOCS.glob("api/*.md")])
+PAGES = sorted(
+    [ROOT / "README.md", *DOCS.glob("*.md"), *DOCS.glob("guides/*.md"), *DOCS.glob("api/*.md")]
+)
 README = (ROOT / "README.md").read_text()
 NOTEBOOKS = sorted((ROOT / "experiments" / "notebooks").glob("*.ipynb"))
 
@@ -62,7 +64,9 @@ def test_examples_print_what_stands_there(path):
 
 
 @pytest.mark.parametrize(
-    "page", ["quickstarts.md", "checkpoints.md", "guides/training.md"], ids=lambda page: page.removesuffix(".md")
+    "page",
+    ["quickstarts.md", "checkpoints.md", "guides/training.md"],
+    ids=lambda page: page.removesuffix(".md"),
 )
 def test_snippets_run(page):
     for block in blocks(DOCS / page, "python"):
@@ -79,13 +83,26 @@ def test_your_own_model_trains(which):
 
 
 def test_your_own_model_as_a_standard_is_the_plain_one():
-    """With the plain model's values, on a mesh and on one device: only the topology makes the difference."""
+    """With the plain model's values, on a mesh and on one device: only the topology makes the
+    difference.
+    """
     import jax
 
-    scope = executed(*(block.replace('"ladder", num', '"standard", num') for block in YOUR_MODEL[:3]))
+    scope = executed(
+        *(block.replace('"ladder", num', '"standard", num') for block in YOUR_MODEL[:3])
+    )
     plain, alone = scope["Plain"](rngs=nnx.Rngs(1)), scope["Ladder"](rngs=nnx.Rngs(0), axes=())
-    stacked = jax.tree.map(lambda *layers: np.stack(layers), *(nnx.state(block) for block in plain.blocks))
-    nnx.update(alone, {"embed": nnx.state(plain.embed), "norm": nnx.state(plain.norm), "blocks": {"layers": stacked}})
+    stacked = jax.tree.map(
+        lambda *layers: np.stack(layers), *(nnx.state(block) for block in plain.blocks)
+    )
+    nnx.update(
+        alone,
+        {
+            "embed": nnx.state(plain.embed),
+            "norm": nnx.state(plain.norm),
+            "blocks": {"layers": stacked},
+        },
+    )
     split = scope["Ladder"](rngs=nnx.Rngs(0))
     nnx.update(split, nnx.state(alone))
     _, params, forward = scope["parts"](scope["mesh"], split)
@@ -93,7 +110,10 @@ def test_your_own_model_as_a_standard_is_the_plain_one():
     call = nnx.jit(lambda model, tokens: model(tokens))
     expected = call(plain, tokens)
     bound = cases.bound(cases.model(d_model=64, d_ff=128))
-    assert cases.error(call(alone, tokens), expected) < bound and cases.error(forward(params, tokens), expected) < bound
+    assert (
+        cases.error(call(alone, tokens), expected) < bound
+        and cases.error(forward(params, tokens), expected) < bound
+    )
 
 
 def shallow(code: str) -> str:
@@ -116,7 +136,9 @@ def test_the_explicit_model_as_a_standard_is_the_plain_one():
     import jax
 
     with jax.set_mesh(None):
-        scope = executed(*(block.replace('"ladder", num', '"standard", num') for block in EXPLICIT[:2]))
+        scope = executed(
+            *(block.replace('"ladder", num', '"standard", num') for block in EXPLICIT[:2])
+        )
         params, tokens = scope["initial"](jax.random.key(0)), np.arange(32).reshape(4, 8)
         ladder, plain = (jax.jit(scope[name])(params, tokens) for name in ("ladder", "plain"))
     assert cases.error(ladder, plain) < cases.bound(cases.model(d_model=64, d_ff=128))
@@ -125,15 +147,23 @@ def test_the_explicit_model_as_a_standard_is_the_plain_one():
 @pytest.mark.audit
 def test_your_own_model_hides_its_all_reduces():
     """In a process of its own, as in a notebook: nothing is set before jax is imported."""
-    plain = {name: value for name, value in os.environ.items() if not name.startswith(("JAX_", "TPU_", "XLA_"))}
+    plain = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(("JAX_", "TPU_", "XLA_"))
+    }
     command = [sys.executable, "-c", "".join(YOUR_MODEL[AUDITED])]
     environment = {**plain, "JAX_NUM_CPU_DEVICES": "8"}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600)
+    done = subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600
+    )
     assert done.stdout.splitlines()[-1] == "8 of 9", done.stderr[-2000:]
 
 
 def test_the_snippet_that_serves(capsys):
-    (snippet,) = [block for block in blocks(DOCS / "guides" / "inference.md", "python") if "Engine(" in block]
+    (snippet,) = [
+        block for block in blocks(DOCS / "guides" / "inference.md", "python") if "Engine(" in block
+    ]
     executed(shallow(snippet))
     *pieces, last = capsys.readouterr().out.splitlines()
     assert len([token for piece in pieces for token in eval(piece)]) == 40  # noqa: S307
@@ -160,7 +190,10 @@ def test_commands_are_understood():
 
 def test_the_tables_of_the_plans_study_are_its_rows():
     """Of compiled programs; the other studies' tests have theirs."""
-    rows, text = study.load(plan_study.HERE / "results.json")["rows"], (plan_study.HERE / "README.md").read_text()
+    rows, text = (
+        study.load(plan_study.HERE / "results.json")["rows"],
+        (plan_study.HERE / "README.md").read_text(),
+    )
     assert study.fill(text, plan_study.tables(rows)) == text
 
 
@@ -187,28 +220,39 @@ def test_a_study_is_there_or_names_its_commit(path):
 
 def test_a_study_that_is_not_there_is_noticed():
     commands = ["experiments.walk", "experiments.bf16", "experiments.int8    # at commit 2e332a2"]
-    assert gone("\n\n".join(f"    python -m {command}" for command in commands)) == ["experiments.bf16"]
+    assert gone("\n\n".join(f"    python -m {command}" for command in commands)) == [
+        "experiments.bf16"
+    ]
 
 
 @pytest.mark.parametrize("path", [*PAGES, *STUDIES], ids=name)
 def test_links_lead_somewhere(path):
-    for target in re.findall(r"\]\(([^)\s]+)\)", re.sub(r"^```.*?^```", "", path.read_text(), flags=re.S | re.M)):
+    for target in re.findall(
+        r"\]\(([^)\s]+)\)", re.sub(r"^```.*?^```", "", path.read_text(), flags=re.S | re.M)
+    ):
         if not urllib.parse.urlsplit(target).scheme:
             assert (path.parent / target.partition("#")[0]).exists(), target
 
 
 def test_the_table_is_what_was_measured_and_is_predicted():
-    rows = re.findall(r"^\| Llama-3-70B, H100s, (.*?), (\d) x (\d+) \| (\S+) \| (\S+) \|", README, re.M)
+    rows = re.findall(
+        r"^\| Llama-3-70B, H100s, (.*?), (\d) x (\d+) \| (\S+) \| (\S+) \|", README, re.M
+    )
     assert len(rows) == 4
     kept = json.loads((ROOT / "experiments" / "predict" / "results.json").read_text())["published"]
     speeds = {(row["link"], row["tensor"], row["batch"], row["residual"]): row for row in kept}
     for link, tensor, batch, *shown in rows:
         place = {"NVLink": "nvlink", "no NVLink": "off"}[link], int(tensor), int(batch)
         ladder, standard = (speeds[*place, residual] for residual in ("ladder", "standard"))
-        assert shown == [f"{ladder[what] / standard[what]:.2f}" for what in ("measured", "predicted")]
-    of_card = json.loads((ROOT / "experiments" / "one_gpu" / "results.json").read_text())["dense"]["rows"]
+        assert shown == [
+            f"{ladder[what] / standard[what]:.2f}" for what in ("measured", "predicted")
+        ]
+    of_card = json.loads((ROOT / "experiments" / "one_gpu" / "results.json").read_text())["dense"][
+        "rows"
+    ]
     standard, ladder = (row["tokens_per_second"] for row in of_card if row["batch"] == 1)
-    # The median of the paired repeats, as `bench` says it; the ratio of the medians is 0.01 from it at most.
+    # The median of the paired repeats, as `bench` says it; the ratio of the medians is 0.01 from it
+    # at most.
     assert (
         "| Llama-3-8B, one H200, 1 x 1, 128 tokens | 1.02 | 1.00 | we:" in README
         and abs(ladder / standard - 1.02) < 0.01
@@ -228,22 +272,29 @@ EVIDENCE = re.compile(r"ladder-jax |python -m |make [a-z]|https?://")
 
 
 def speeds_without_opponent(text: str) -> list[str]:
-    """Blocks and table rows with a ratio of speeds whose section names no opponent, or no command or source.
+    """Blocks and table rows with a ratio of speeds whose section names no opponent, or no command
+    or source.
 
     A row's opponent may stand in its table's head, or in the paragraph before the table.
     """
     found = []
-    for section in re.split(r"^#+ .*$", re.sub(r"^```.*?^```", "", text, flags=re.S | re.M), flags=re.M):
+    for section in re.split(
+        r"^#+ .*$", re.sub(r"^```.*?^```", "", text, flags=re.S | re.M), flags=re.M
+    ):
         before = ""
         for block in re.split(r"\n\s*\n", section):
             if block.startswith("|"):
                 head, *rows = block.splitlines()
                 stated = [(row, before + head + row) for row in rows if SPEED.search(before + head)]
             else:
-                stated = [(block, block)] if not block.startswith("    ") and SPEED.search(block) else []
+                stated = (
+                    [(block, block)] if not block.startswith("    ") and SPEED.search(block) else []
+                )
             for what, around in stated:
                 ratio = RATIO.search(re.sub(r"`[^`]*`", "", what))
-                if ratio and not (OPPONENT.search(" ".join(around.split())) and EVIDENCE.search(section)):
+                if ratio and not (
+                    OPPONENT.search(" ".join(around.split())) and EVIDENCE.search(section)
+                ):
                     found.append(what)
             before = block if not block.startswith(("|", "<!--", "    ")) else before
     return found
@@ -273,7 +324,11 @@ FITTED = dict(tokens=12_288, seed=0, ridge=1e-3)
 def losses(**wanted) -> dict[str, float]:
     """Of the refit study's row of these settings that scores most domains."""
     kind = {"residual": "ladder", **wanted}
-    rows = [row["losses"] for row in study.load(REFIT / "results.json")["rows"] if kind.items() <= row.items()]
+    rows = [
+        row["losses"]
+        for row in study.load(REFIT / "results.json")["rows"]
+        if kind.items() <= row.items()
+    ]
     return max(rows, key=len)
 
 
@@ -283,7 +338,10 @@ def test_the_refits_are_what_was_measured():
     for words, kind in (
         ("the last 15 of 30 layers, ladder", dict(layers="15")),
         ("all 30 layers, ladder", dict(layers="30")),
-        ("the last 15, ladder-2: two sublayers to hide under", dict(layers="15", residual="ladder-2")),
+        (
+            "the last 15, ladder-2: two sublayers to hide under",
+            dict(layers="15", residual="ladder-2"),
+        ),
     ):
         fitted = at(**kind, way="inputs", text="wikitext", **FITTED)
         assert f"| {words} | {at(**kind, way='plain')} | {fitted} |" in README
@@ -304,8 +362,12 @@ def test_the_costs_of_conversions_are_what_was_measured():
         (cost,) = re.search(rf"\| {named} \| \S+ \| \S+ \| \S+ \| (\S+) \|", measured).groups()
         assert f"| {kind}, `{residual}` | {cost} |" in text
     page = (REFIT / "README.md").read_text()
-    rows = re.findall(r"^\| (plain|refitted) \| [^|]* \| [^|]* \| [^|]* \| \+([^|]*) \|$", page, re.M)
-    shown = re.search(r"the plain\sconversion costs (\S+ ± \S+) and the refitted one (\S+ ± \S+) ", text).groups()
+    rows = re.findall(
+        r"^\| (plain|refitted) \| [^|]* \| [^|]* \| [^|]* \| \+([^|]*) \|$", page, re.M
+    )
+    shown = re.search(
+        r"the plain\sconversion costs (\S+ ± \S+) and the refitted one (\S+ ± \S+) ", text
+    ).groups()
     assert dict(rows) == dict(zip(("plain", "refitted"), shown))
 
 
@@ -317,7 +379,10 @@ def test_what_fitted_outputs_give_back_is_what_was_measured():
         ("`--refit inputs`", dict(layers="15", way="inputs", **mixed)),
         ("`--refit both`", dict(layers="15", way="inputs and outputs", **mixed)),
     ):
-        assert f"| {shown} | {' | '.join(f'{loss:.3f}' for loss in losses(**asked).values())} |" in text
+        assert (
+            f"| {shown} | {' | '.join(f'{loss:.3f}' for loss in losses(**asked).values())} |"
+            in text
+        )
 
 
 @pytest.fixture
@@ -334,7 +399,9 @@ def predicted(capsys):
 
 def shown_predictions() -> list[tuple]:
     rows = re.findall(
-        r"^\|[^|]*\| ([^|]+) \| (\d\.\d\d)(: no)? \| (\d\.\d\d) \| `ladder-jax (predict [^`]+)` \|$", README, re.M
+        r"^\|[^|]*\| ([^|]+) \| (\d\.\d\d)(: no)? \| (\d\.\d\d) \| `ladder-jax (predict [^`]+)` \|$",
+        README,
+        re.M,
     )
     assert len(rows) >= 8 and README.index("Ladder over it") < README.index("who measured")
     return rows
@@ -344,7 +411,10 @@ def shown_predictions() -> list[tuple]:
 def test_the_first_table_is_what_predict_prints(row, predicted):
     opponent, ladder, no, over_nccl, words = row
     answer, speedups = predicted(f"{words} --residual standard,ladder")
-    assert (speedups["ladder"], f"{answer['rows'][1]['speedup_over_nccl']:.2f}") == (ladder, over_nccl)
+    assert (speedups["ladder"], f"{answer['rows'][1]['speedup_over_nccl']:.2f}") == (
+        ladder,
+        over_nccl,
+    )
     assert bool(no) == answer["recommendation"]["reason"].startswith("no: ")
     baseline = answer["baseline"]
     form = result.described(baseline["form"], baseline["all_reduce"])
@@ -353,13 +423,18 @@ def test_the_first_table_is_what_predict_prints(row, predicted):
 
 def test_the_speeds_of_alternatives_are_what_predict_prints(predicted):
     text = " ".join((DOCS / "alternatives.md").read_text().split())
-    large, small = re.search(r"over 8 H100 (\S+) for 70B and (\S+) for 8B, predicted", text).groups()
+    large, small = re.search(
+        r"over 8 H100 (\S+) for 70B and (\S+) for 8B, predicted", text
+    ).groups()
     ring = r"gains most: (\S+) and (\S+) for 70B at batch 16 over Standard with ring"
     slow, parallel = re.search(ring, text).groups()
     for words, expected in (
         ("--model llama-3-70b --hardware h100-nvlink", {"ladder": large}),
         ("--model llama-3-8b --hardware h100-nvlink", {"ladder": small}),
-        ("--model llama-3-70b --hardware h100-no-nvlink --batch 16", {"ladder": slow, "parallel-ladder": parallel}),
+        (
+            "--model llama-3-70b --hardware h100-no-nvlink --batch 16",
+            {"ladder": slow, "parallel-ladder": parallel},
+        ),
     ):
         assert f"ladder-jax predict {words}" in text
         assert expected.items() <= predicted(f"predict {words}")[1].items()
@@ -387,20 +462,28 @@ def test_a_faster_kernel_of_the_opponents(predicted, tmp_path, monkeypatch):
 
 def test_the_advice_is_what_predict_prints(capsys):
     text = (DOCS / "guides" / "speed.md").read_text()
-    (words, quoted) = re.search(r"^    ladder-jax (predict .*)\n\n((?:    .*\n)+)", text, re.M).groups()
+    (words, quoted) = re.search(
+        r"^    ladder-jax (predict .*)\n\n((?:    .*\n)+)", text, re.M
+    ).groups()
     assert cli.main(shlex.split(words)) == 0
-    assert " ".join(capsys.readouterr().out.split()).startswith(" ".join(quoted.split()) + " llama-3-70b")
+    assert " ".join(capsys.readouterr().out.split()).startswith(
+        " ".join(quoted.split()) + " llama-3-70b"
+    )
 
 
 def test_the_speeds_of_conversions_are_what_predict_says(predicted):
-    """The table of the guide to models, a row a conversion; a command for each machine, of a half and of all layers."""
+    """The table of the guide to models, a row a conversion; a command for each machine, of a half
+    and of all layers.
+    """
     text = (DOCS / "guides" / "models.md").read_text()
     (words,) = re.findall(r"^    ladder-jax (predict .*) \\\n        (--residual .*)$", text, re.M)
     rows = re.findall(r"^\| (half|all), `([\w-]+)` \| .* \| (\d\.\d+) \| (\d\.\d+) \|$", text, re.M)
     assert len(rows) == 7
     for column, machine in ((2, "h100-nvlink"), (3, "h100-no-nvlink")):
         for which, left_out in (("half", ""), ("all", " --ladder-layers 40")):
-            _, speedups = predicted(" ".join(words).replace("h100-no-nvlink", machine).replace(left_out, ""))
+            _, speedups = predicted(
+                " ".join(words).replace("h100-no-nvlink", machine).replace(left_out, "")
+            )
             shown = {row[1]: row[column] for row in rows if row[0] == which}
             assert shown and shown.items() <= speedups.items(), (machine, which)
 
@@ -408,8 +491,12 @@ def test_the_speeds_of_conversions_are_what_predict_says(predicted):
 def test_notebooks_have_the_outputs_of_a_run_without_errors():
     assert len(NOTEBOOKS) == 7
     for path in NOTEBOOKS:
-        cells = [cell for cell in json.loads(path.read_text())["cells"] if cell["cell_type"] == "code"]
-        assert [cell["execution_count"] for cell in cells] == list(range(1, len(cells) + 1)), path.name
+        cells = [
+            cell for cell in json.loads(path.read_text())["cells"] if cell["cell_type"] == "code"
+        ]
+        assert [cell["execution_count"] for cell in cells] == list(range(1, len(cells) + 1)), (
+            path.name
+        )
         outputs = [output for cell in cells for output in cell["outputs"]]
         assert outputs and all(output["output_type"] != "error" for output in outputs), path.name
         assert all(output.get("name") != "stderr" for output in outputs), path.name

@@ -20,7 +20,9 @@ CAPACITY, CHUNK = 64, 5
 
 
 def to_bytes(tokens):
-    """Two characters for each token, one of two bytes: text is cut within tokens, and tokens within text."""
+    """Two characters for each token, one of two bytes: text is cut within tokens, and tokens within
+    text.
+    """
     return b"".join(bytes([97 + t % 7, *"éèêàçùâ".encode()[2 * (t % 7) :][:2]]) for t in tokens)
 
 
@@ -39,9 +41,12 @@ def engine(name="ladder", *, loop=Loop.UNROLLED, mesh=(("tensor", 1),), decoder=
 def alone(request):
     """The request's tokens by Generator, on one device.
 
-    It makes more of them, and log-probabilities: the caches have one length and the programs are few.
+    It makes more of them, and log-probabilities: the caches have one length and the programs are
+    few.
     """
-    more = dict(max_new_tokens=CAPACITY + 16 - len(request.prompt), logprobs=True, stop=(), stop_ids=())
+    more = dict(
+        max_new_tokens=CAPACITY + 16 - len(request.prompt), logprobs=True, stop=(), stop_ids=()
+    )
     pieces = generator().pieces(dataclasses.replace(request, **more))
     return sum((piece.tokens for piece in pieces), ())[: request.max_new_tokens]
 
@@ -52,17 +57,25 @@ def generator():
 
 
 def requests(count, *, seed=0):
-    """Prompts of all buckets, greedy and drawn, with every setting; each differs from the others."""
+    """Prompts of all buckets, greedy and drawn, with every setting; each differs from the
+    others.
+    """
     rng = np.random.default_rng(seed)
     for index in range(count):
         prompt = rng.integers(0, 251, rng.integers(1, 45)).tolist()
         more = {}
         if index % 3:
-            more = dict(temperature=rng.uniform(0.5, 2), top_k=int(rng.integers(0, 30)), top_p=rng.uniform(0.5, 1))
+            more = dict(
+                temperature=rng.uniform(0.5, 2),
+                top_k=int(rng.integers(0, 30)),
+                top_p=rng.uniform(0.5, 1),
+            )
         if index % 4 == 3:
             more["repetition_penalty"] = rng.uniform(1, 3)
         new = int(rng.integers(1, CAPACITY - len(prompt) + 1))
-        yield Request(prompt, max_new_tokens=min(new, 20), seed=index, logprobs=index % 2 == 0, **more)
+        yield Request(
+            prompt, max_new_tokens=min(new, 20), seed=index, logprobs=index % 2 == 0, **more
+        )
 
 
 def check(handle):
@@ -90,7 +103,9 @@ def stays_within(ours):
 
 
 def test_random_traffic():
-    """Random arrivals, lengths, settings and cancellations; nothing is compiled after the warm-up."""
+    """Random arrivals, lengths, settings and cancellations; nothing is compiled after the
+    warm-up.
+    """
     ours, rng, handles, cancelled = engine(), np.random.default_rng(1), [], set()
     with compilations.counted() as compiled:
         ours.warm_up()
@@ -116,7 +131,9 @@ def test_random_traffic():
         assert handle.result().finish == ("cancelled" if handle in cancelled else "length")
     stats = ours.stats()
     assert (stats.queued, stats.running) == (0, 0)
-    assert stats.finished == dict(stop=0, length=24 - len(cancelled), cancelled=len(cancelled), failed=0)
+    assert stats.finished == dict(
+        stop=0, length=24 - len(cancelled), cancelled=len(cancelled), failed=0
+    )
     assert stats.new_tokens == sum(len(handle.result().tokens) for handle in handles)
 
 
@@ -129,9 +146,13 @@ def test_eight_ranks_give_the_same_tokens():
         check(handle)
 
 
-@pytest.mark.parametrize("chunk", [5, *(pytest.param(other, marks=pytest.mark.full) for other in (1, 16))])
+@pytest.mark.parametrize(
+    "chunk", [5, *(pytest.param(other, marks=pytest.mark.full) for other in (1, 16))]
+)
 def test_a_request_may_fill_the_capacity(chunk):
-    """Beside one that goes on, in a slot that was used before; the last chunk ends beyond the last token."""
+    """Beside one that goes on, in a slot that was used before; the last chunk ends beyond the last
+    token.
+    """
     ours, tokens = engine(chunk=chunk), cases.tokens((4, 63))
     for prompt in (1, 32, 33, 63):
         length = CAPACITY - prompt
@@ -140,7 +161,10 @@ def test_a_request_may_fill_the_capacity(chunk):
         for handle in handles:
             check(handle)
             assert len(handle.result().tokens) == length
-        with pytest.raises(UserError, match=f"a prompt of {prompt} tokens and {length + 1} new ones need 65 positions"):
+        with pytest.raises(
+            UserError,
+            match=f"a prompt of {prompt} tokens and {length + 1} new ones need 65 positions",
+        ):
             ours.submit(Request(tokens[0][:prompt], max_new_tokens=length + 1))
     assert jax.tree.leaves(ours._device._state.caches)[0].shape[1] >= CAPACITY + chunk
 
@@ -153,7 +177,9 @@ def test_buckets():
 
 
 def naive(data, stop):
-    """The text up to the first stop string to be complete, by looking at every beginning of the text."""
+    """The text up to the first stop string to be complete, by looking at every beginning of the
+    text.
+    """
     whole = data.decode("utf-8", errors="replace")
     for end in range(len(whole) + 1):
         found = [end - len(one) for one in stop if whole[:end].endswith(one)]
@@ -165,7 +191,15 @@ def naive(data, stop):
 def test_text_does_not_depend_on_how_its_bytes_are_cut():
     rng = np.random.default_rng(0)
     alphabets = [b"ab", "aé".encode(), "é😀".encode(), bytes(range(256)), b"\xe2\x82\xac\xf0a"]
-    stops = [(), ("ab",), ("aab", "ab"), ("abab", "ba"), ("aé", "éa", "é😀"), ("aaaa", "bb", "abba"), ("\ufffd",)]
+    stops = [
+        (),
+        ("ab",),
+        ("aab", "ab"),
+        ("abab", "ba"),
+        ("aé", "éa", "é😀"),
+        ("aaaa", "bb", "abba"),
+        ("\ufffd",),
+    ]
     hits = 0
     for _ in range(3000):
         alphabet, stop = alphabets[rng.integers(5)], stops[rng.integers(7)]
@@ -196,7 +230,13 @@ def test_text_that_is_held_back_comes_at_the_end():
 
 def test_text_is_held_back_no_longer_than_it_must_be():
     ours = StopText(["stop", "top hat"])
-    assert [ours.push(part.encode()) for part in ("so ", "st", "a", "sto", "p")] == ["so ", "", "sta", "", ""]
+    assert [ours.push(part.encode()) for part in ("so ", "st", "a", "sto", "p")] == [
+        "so ",
+        "",
+        "sta",
+        "",
+        "",
+    ]
     assert ours.stopped
     assert ours.flush() == "" == ours.push(b"more")
     euro = StopText()
@@ -269,11 +309,17 @@ def test_a_full_queue():
         (dict(prompt=[1], max_new_tokens=64), "need 65 positions; the engine's capacity is 64"),
         (dict(prompt=[1], top_p=0), "top_p must be above 0"),
         (dict(prompt=[1], top_k=2**31), "top_k must be at most 2147483647"),
-        (dict(prompt=[1], temperature=float("inf")), "temperature must be a finite number, not inf"),
+        (
+            dict(prompt=[1], temperature=float("inf")),
+            "temperature must be a finite number, not inf",
+        ),
         (dict(prompt=[1], stop_ids=["x"]), "a token of stop_ids must be a whole number"),
         (dict(prompt=[1], stop=["a", ""]), "none of them empty"),
         (dict(prompt=[1], stop="a"), "stop strings need a decoder"),
-        (dict(prompt=[1], stop=["a", "b" * 1001]), "a stop string may have 1000 characters, not 1001"),
+        (
+            dict(prompt=[1], stop=["a", "b" * 1001]),
+            "a stop string may have 1000 characters, not 1001",
+        ),
     ],
 )
 def test_impossible_requests(wrong, message):
@@ -285,7 +331,11 @@ def test_impossible_requests(wrong, message):
 
 def test_numbers_of_other_kinds():
     asked = Request(
-        np.array([3, 1]), max_new_tokens=np.int64(4), temperature=np.float32(0.5), top_p=1, seed=np.uint8(7)
+        np.array([3, 1]),
+        max_new_tokens=np.int64(4),
+        temperature=np.float32(0.5),
+        top_p=1,
+        seed=np.uint8(7),
     )
     assert asked == Request((3, 1), max_new_tokens=4, temperature=0.5, top_p=1.0, seed=7)
     assert type(asked.prompt[0]) is type(asked.seed) is int
@@ -293,7 +343,10 @@ def test_numbers_of_other_kinds():
 
 
 def test_an_engine_larger_than_the_memory(monkeypatch):
-    with pytest.raises(UserError, match=r"a cache of 3 x 500,000,000 tokens needs .* GiB a device .weights 0.0, cache"):
+    with pytest.raises(
+        UserError,
+        match=r"a cache of 3 x 500,000,000 tokens needs .* GiB a device .weights 0.0, cache",
+    ):
         engine(capacity=500_000_000)
     with pytest.raises(UserError, match="3 slots of 1,000,000,000,000,000 tokens are too many"):
         engine(capacity=10**15)
@@ -374,7 +427,9 @@ def test_an_error_reaches_everyone_who_waits(threaded, monkeypatch):
 
 
 def test_a_long_prompt_keeps_nobody_waiting():
-    """It is read a block a round, while others decode; who is cancelled in the middle leaves the slot as it was."""
+    """It is read a block a round, while others decode; who is cancelled in the middle leaves the
+    slot as it was.
+    """
     ours = engine(prefill_chunk=8)
     ours.warm_up()
     short, long = Request([1, 2], max_new_tokens=60), Request(list(range(1, 41)), max_new_tokens=9)
@@ -403,7 +458,9 @@ def test_a_long_prompt_keeps_nobody_waiting():
 
 
 def test_whoever_subscribes_hears_everything_once():
-    """Before the first piece, between two, and after the end; of a cancelled request the end, too."""
+    """Before the first piece, between two, and after the end; of a cancelled request the end,
+    too.
+    """
     ours, heard = engine(), ([], [], [])
     handle = ours.submit(Request([1], max_new_tokens=12))
     handle.subscribe(heard[0].append)

@@ -1,4 +1,6 @@
-"""JSON lines of examples: which tokens are learnt, how they are packed, and what is refused, by its line."""
+"""JSON lines of examples: which tokens are learnt, how they are packed, and what is refused, by its
+line.
+"""
 
 import datetime
 import json
@@ -22,7 +24,9 @@ CHAT = [{"role": "user", "content": "the cat"}, {"role": "assistant", "content":
 
 @pytest.fixture(scope="module", params=["byte_level", "byte_fallback", "metaspace"])
 def tokenizer(request, tmp_path_factory):
-    return tokenizers.load(made.folder(tmp_path_factory.mktemp("t") / "t", made=getattr(made, request.param)()))
+    return tokenizers.load(
+        made.folder(tmp_path_factory.mktemp("t") / "t", made=getattr(made, request.param)())
+    )
 
 
 @pytest.fixture(scope="module")
@@ -43,25 +47,41 @@ def test_of_a_chat_the_assistants_turns_are_learnt(tokenizer):
     end = tokenizer.stop_ids[0]
     assert learnt[tokens == end].tolist() == [False, True, False, True]
     prompt = tokenizer.chat(CHAT[:3])
-    assert tokens[: len(prompt)].tolist() == prompt and learnt[len(prompt) :].argmin() > 0 and learnt[len(prompt)]
+    assert (
+        tokens[: len(prompt)].tolist() == prompt
+        and learnt[len(prompt) :].argmin() > 0
+        and learnt[len(prompt)]
+    )
 
 
 def test_completions_and_texts(byte_level):
-    tokens, learnt = render({"prompt": "the cat ", "completion": "sat"}, tokenizer=byte_level, where="f:1")
+    tokens, learnt = render(
+        {"prompt": "the cat ", "completion": "sat"}, tokenizer=byte_level, where="f:1"
+    )
     assert tokens[0] == 0 and not learnt[0]  # the beginning of a text is given
-    assert pieces(tokens, learnt, byte_level) == ["sat"] and tokens[-1] == byte_level.stop_ids[0] and learnt[-1]
+    assert (
+        pieces(tokens, learnt, byte_level) == ["sat"]
+        and tokens[-1] == byte_level.stop_ids[0]
+        and learnt[-1]
+    )
     tokens, learnt = render({"text": "the cat", "id": 7}, tokenizer=byte_level, where="f:1")
     assert learnt[1:].all() and tokens[-1] == byte_level.stop_ids[0]
-    tokens, learnt = render({"prompt": "é", "completion": "ü"}, tokenizer=tokenizers.load(None), where="f:1")
+    tokens, learnt = render(
+        {"prompt": "é", "completion": "ü"}, tokenizer=tokenizers.load(None), where="f:1"
+    )
     assert bytes(tokens.tolist()).decode() == "éü" and learnt.tolist() == [False, False, True, True]
 
 
-@pytest.mark.parametrize("example", [{"prompt": "the cat ", "completion": "sat"}, {"text": "the cat sat"}], ids=str)
+@pytest.mark.parametrize(
+    "example", [{"prompt": "the cat ", "completion": "sat"}, {"text": "the cat sat"}], ids=str
+)
 def test_a_text_ends_once(tmp_path, byte_level, example):
     """Also where the tokenizer itself puts an end around a text; and the end is learnt."""
     ending = made.byte_level()
     ends = [(made.BEGIN, byte_level.begin_id), (made.END, byte_level.stop_ids[0])]
-    ending.post_processor = processors.TemplateProcessing(single=f"{made.BEGIN} $A {made.END}", special_tokens=ends)
+    ending.post_processor = processors.TemplateProcessing(
+        single=f"{made.BEGIN} $A {made.END}", special_tokens=ends
+    )
     with_end = tokenizers.load(made.folder(tmp_path / "t", made=ending))
     ours, without = (render(example, tokenizer=one, where="f:1") for one in (with_end, byte_level))
     assert with_end.encode("a")[-1] == with_end.stop_ids[0] != byte_level.encode("a")[-1]
@@ -96,7 +116,12 @@ def test_rows_hold_whole_examples_with_their_masks(tmp_path):
 
 
 def test_long_examples_are_cut_and_those_without_an_answer_left_out(tmp_path):
-    path = lines(tmp_path / "a.jsonl", {"text": "x" * 50}, {"prompt": "p" * 50, "completion": "c"}, {"text": "ab"})
+    path = lines(
+        tmp_path / "a.jsonl",
+        {"text": "x" * 50},
+        {"prompt": "p" * 50, "completion": "c"},
+        {"text": "ab"},
+    )
     found = examples.load(path, tokenizer=tokenizers.load(None), length=12)
     assert (len(found), found.cut, found.left_out) == (2, 1, 1) and len(found.tokens) == 13 + 2
 
@@ -104,7 +129,10 @@ def test_long_examples_are_cut_and_those_without_an_answer_left_out(tmp_path):
 def test_another_mask_is_other_data(tmp_path):
     one = [{"prompt": "a", "completion": "bc"}] * 4
     other = [{"prompt": "ab", "completion": "c"}] * 4
-    a, b = (load(lines(tmp_path / name, *given)) for name, given in (("a.jsonl", one), ("b.jsonl", other)))
+    a, b = (
+        load(lines(tmp_path / name, *given))
+        for name, given in (("a.jsonl", one), ("b.jsonl", other))
+    )
     assert a.fingerprint != b.fingerprint
 
 
@@ -132,7 +160,9 @@ def test_a_folder_without_examples_and_a_damaged_archive(tmp_path):
     with pytest.raises(UserError, match="holds no file"):
         load(str(tmp_path))
     (tmp_path / "stages.yaml").write_text("stages: [a.jsonl]")
-    with pytest.raises(UserError, match="must be JSON lines, or a folder of them; to train on several in order"):
+    with pytest.raises(
+        UserError, match="must be JSON lines, or a folder of them; to train on several in order"
+    ):
         load(str(tmp_path / "stages.yaml"))
     (tmp_path / "a.jsonl.gz").write_bytes(b"not gzip")
     with pytest.raises(UserError, match="damaged or incomplete"):
@@ -156,13 +186,17 @@ TURNS = {"messages": CHAT[:2]}
 
 
 def test_examples_are_of_one_moment(tmp_path, monkeypatch):
-    """A template that asks for the time is told when the run began, or else when the data was read."""
+    """A template that asks for the time is told when the run began, or else when the data was
+    read.
+    """
     tokenizer = tokenizers.load(made.folder(tmp_path / "t", template=DATED))
     seconds = iter(range(0, 10**6, 86_399))
     ticking = types.SimpleNamespace(now=lambda: datetime.datetime.fromtimestamp(next(seconds)))
     monkeypatch.setattr(chat_template, "datetime", types.SimpleNamespace(datetime=ticking))
     path = lines(tmp_path / "a.jsonl", TURNS, TURNS, TURNS)
-    one, same, other, unsaid = (load(path, tokenizer=tokenizer, length=99, began=t) for t in (1e9, 1e9, 2e9, None))
+    one, same, other, unsaid = (
+        load(path, tokenizer=tokenizer, length=99, began=t) for t in (1e9, 1e9, 2e9, None)
+    )
     assert one.fingerprint == same.fingerprint != other.fingerprint
     dates = [tokenizer.decode(data.training[0].tokens)[:20] for data in (one, other)]
     assert dates == ["09 Sep 2001 01:46:40", "18 May 2033 03:33:20"]  # in UTC, on every machine

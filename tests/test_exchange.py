@@ -1,5 +1,6 @@
-"""Experts whose rows the tensor ranks exchange: values and gradients against the dense loop in float64, capacity with
-dropped rows against a loop over tokens, and what is refused."""
+"""Experts whose rows the tensor ranks exchange: values and gradients against the dense loop in
+float64, capacity with dropped rows against a loop over tokens, and what is refused.
+"""
 
 import dataclasses
 import math
@@ -44,24 +45,33 @@ ROWS = covering.array(TOPOLOGIES, experts.KINDS, MESHES, Loop, Remat)
 SETTINGS = covering.marked(ROWS, chosen=QUICK)
 
 
-def define(name: str, kind: str, *, capacity: float | None = None, axes=(1, 1, 4), **changes) -> nn.ModelDef:
+def define(
+    name: str, kind: str, *, capacity: float | None = None, axes=(1, 1, 4), **changes
+) -> nn.ModelDef:
     """With a capacity that holds every row, unless given."""
     moe = experts.KINDS[kind]
     moe = {**moe, "capacity": moe["experts"] / moe["top_k"] if capacity is None else capacity}
     mesh = parallel.make_mesh(**dict(zip(("data", "fsdp", "tensor"), axes)))
-    return nn.define(experts.model(name, kind, moe=moe, **changes), mesh=mesh, experts=ExpertParallelism.EXCHANGE)
+    return nn.define(
+        experts.model(name, kind, moe=moe, **changes), mesh=mesh, experts=ExpertParallelism.EXCHANGE
+    )
 
 
 @pytest.mark.parametrize("name, kind, mesh, loop, remat", SETTINGS)
 def test_gradients(name, kind, mesh, loop, remat):
-    """Without drops, the loss and every gradient are those of the dense loop, the routers' losses among them."""
+    """Without drops, the loss and every gradient are those of the dense loop, the routers' losses
+    among them.
+    """
     definition = define(name, kind, axes=MESHES[mesh])
     settings = dict(loop=loop, remat=remat, sequence_parallel=True)
-    assert "all-to-all" in experts.check_gradients(definition, experts.dense_gradients(name, kind), **settings)
+    assert "all-to-all" in experts.check_gradients(
+        definition, experts.dense_gradients(name, kind), **settings
+    )
 
 
 def loop(params, x_ND, moe, groups):
-    """The sublayer over lists of tokens, each of which an expert takes so many rows of: (output [N, D], rows dropped).
+    """The sublayer over lists of tokens, each of which an expert takes so many rows of: (output
+    [N, D], rows dropped).
 
     Differentiable: which rows are dropped is decided in NumPy, by counting.
     """
@@ -89,21 +99,32 @@ def loop(params, x_ND, moe, groups):
 
 
 @pytest.mark.parametrize(
-    "form", [ExpertParallelism.EXCHANGE, pytest.param(ExpertParallelism.REDUCE, marks=pytest.mark.full)]
+    "form",
+    [ExpertParallelism.EXCHANGE, pytest.param(ExpertParallelism.REDUCE, marks=pytest.mark.full)],
 )
 def test_capacity(form):
-    """An expert takes the first rows: of each rank's tokens where they are exchanged, otherwise of all."""
+    """An expert takes the first rows: of each rank's tokens where they are exchanged, otherwise of
+    all.
+    """
     definition = define("ladder", "routed", capacity=0.7, num_layers=1)
     moe, axes, mesh = definition.config.moe, ("tensor",), definition.layout.mesh
-    params = jax.tree.map(lambda a: jnp.asarray(a[0]), cases.parameters(definition)["layers"]["mlp"])
+    params = jax.tree.map(
+        lambda a: jnp.asarray(a[0]), cases.parameters(definition)["layers"]["mlp"]
+    )
     x = jnp.asarray(np.random.default_rng(0).standard_normal((3, 16, 32)), jnp.float32)
-    specs = jax.tree.map(lambda d: definition.layout.spec(d.removeprefix("L")), definition.dims["layers"]["mlp"])
+    specs = jax.tree.map(
+        lambda d: definition.layout.spec(d.removeprefix("L")), definition.dims["layers"]["mlp"]
+    )
     graph, size = nnx.split(MoE(Sizes(definition.config, ranks=4)))[0], moe.slots(3 * 4)
 
     def reduced(params, x):
         seen = []
-        out = nnx.merge(graph, params).routed(parallel.pvary(x, axes), axes=axes, on_routing=seen.append)
-        return parallel.all_reduce(out, axes), router_losses.of_group(seen[0], axes=axes, own=False).dropped
+        out = nnx.merge(graph, params).routed(
+            parallel.pvary(x, axes), axes=axes, on_routing=seen.append
+        )
+        return parallel.all_reduce(out, axes), router_losses.of_group(
+            seen[0], axes=axes, own=False
+        ).dropped
 
     def exchanged(params, x):
         seen, x = [], parallel.pvary(x, axes)
@@ -112,9 +133,13 @@ def test_capacity(form):
         no_norm = types.SimpleNamespace(gain=lambda x, dtype, scale: x)
         routed = NormedExperts(None, no_norm, None, None, **experts)
         tokens, slots, weights = routed.route(x)
-        rows = exchange.dispatch(exchange.fill(tokens, slots, experts=moe.padded(4), size=size), axes=axes)
+        rows = exchange.dispatch(
+            exchange.fill(tokens, slots, experts=moe.padded(4), size=size), axes=axes
+        )
         places = exchange.places(slots, experts=moe.padded(4), size=size, count=4)
-        out = exchange.collect(exchange.combine(routed.compute(rows), axes=axes), places, weights).reshape(x.shape)
+        out = exchange.collect(
+            exchange.combine(routed.compute(rows), axes=axes), places, weights
+        ).reshape(x.shape)
         return out, router_losses.of_group(seen[0], axes=axes, own=True).dropped
 
     whole = PartitionSpec()
@@ -136,16 +161,23 @@ def test_capacity(form):
     assert dropped == expected and 10 < expected < 60
     limit = cases.bound(definition.config, passes=2)
     assert cases.error(out.reshape(-1, 32), compute(real, x.reshape(-1, 32))) < limit
-    wanted = jax.grad(lambda params, x: jnp.sum(jnp.sin(compute(params, x))), (0, 1))(real, x.reshape(-1, 32))
+    wanted = jax.grad(lambda params, x: jnp.sum(jnp.sin(compute(params, x))), (0, 1))(
+        real, x.reshape(-1, 32)
+    )
     errors = experts.errors(found[0], wanted[0])
-    assert max(jax.tree.leaves(errors)) < limit and cases.error(found[1].reshape(-1, 32), wanted[1]) < limit
+    assert (
+        max(jax.tree.leaves(errors)) < limit
+        and cases.error(found[1].reshape(-1, 32), wanted[1]) < limit
+    )
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("name", ["standard", "ladder", "farskip"])
 @pytest.mark.parametrize("quantize", [Quantize.NONE, Quantize.INT8])
 def test_prefill(name, quantize):
-    """By the program of serving: the logits of the dense loop, and the caches of the other form where there is text."""
+    """By the program of serving: the logits of the dense loop, and the caches of the other form
+    where there is text.
+    """
     exchanging, reducing = define(name, "ungated"), experts.define(name, "ungated", tensor=4)
     tokens, lengths = experts.tokens()[:, :16], np.array([16, 9, 16, 1], np.int32)
     outcomes = []
@@ -162,17 +194,28 @@ def test_prefill(name, quantize):
     assert cases.error(logits[:, :251], others[:, :251]) < limit
     text = np.arange(16) < lengths[:, None]
     real = lambda cache: np.asarray(cache)[text]
-    assert max(cases.error(real(a), real(b)) for a, b in zip(*map(jax.tree.leaves, (caches, of_others)))) < limit
+    assert (
+        max(
+            cases.error(real(a), real(b))
+            for a, b in zip(*map(jax.tree.leaves, (caches, of_others)))
+        )
+        < limit
+    )
 
 
 def test_a_run_reports_what_it_drops(tmp_path):
     (tmp_path / "book.txt").write_text("".join(f"line {i} of a little book\n" for i in range(2000)))
     settings = [
-        *test_expert_training.TINY, f"data.path={tmp_path / 'book.txt'}", f"run.dir={tmp_path / 'run'}",
-        "mesh.tensor=4", "mesh.experts=exchange", "train.sequence_parallel=true", "model.moe.capacity=1.0",
+        *test_expert_training.TINY,
+        f"data.path={tmp_path / 'book.txt'}",
+        f"run.dir={tmp_path / 'run'}",
+        "mesh.tensor=4",
+        "mesh.experts=exchange",
+        "train.sequence_parallel=true",
+        "model.moe.capacity=1.0",
         "train.steps=2",
         "model.residual=ladder",
-    ]  # fmt: skip
+    ]
     train.run(config.load("tiny-moe", overrides=settings), say=lambda line: None)
     rows = metrics.read(tmp_path / "run")
     assert len(rows) == 2 and all(0 < row["dropped_share"] < 0.5 for row in rows)
@@ -181,11 +224,20 @@ def test_a_run_reports_what_it_drops(tmp_path):
 @pytest.mark.parametrize(
     "overrides, reason",
     [
-        ([], "mesh.experts=exchange needs model.moe.capacity, such as 1.25: .* of which 4 drops no row"),
+        (
+            [],
+            "mesh.experts=exchange needs model.moe.capacity, such as 1.25: .* of which 4 drops no row",
+        ),
         (["model.moe.capacity=1"], "mesh.experts=exchange needs train.sequence_parallel=true"),
         (["model.moe=null", "model.residual=ladder"], "mesh.experts=exchange needs experts"),
-        (["model.moe.dense_layers=1"], "mesh.experts=exchange needs experts in all layers, not .*dense_layers=1"),
-        (["model.residual=parallel"], "not with the residual 'parallel' .allowed: standard, ladder, ladder-K, farskip"),
+        (
+            ["model.moe.dense_layers=1"],
+            "mesh.experts=exchange needs experts in all layers, not .*dense_layers=1",
+        ),
+        (
+            ["model.residual=parallel"],
+            "not with the residual 'parallel' .allowed: standard, ladder, ladder-K, farskip",
+        ),
         (["model.moe.capacity=0"], "model.moe.capacity must be positive, not 0"),
         (["mesh.experts=exchnge"], "did you mean 'exchange'"),
     ],
@@ -205,13 +257,22 @@ def test_too_many_rows_for_exact_places_are_refused():
         exchange.places(jnp.zeros((1, 1), jnp.int32), experts=2**12, size=2**12, count=4)
 
 
-@pytest.mark.parametrize("name, wide, first", [("h100-exchange", 1, True), ("tpu7x-exchange", 4, False)])
+@pytest.mark.parametrize(
+    "name, wide, first", [("h100-exchange", 1, True), ("tpu7x-exchange", 4, False)]
+)
 def test_the_report_counts_all_to_alls_apart(name, wide, first):
-    """Two layers as the compilers schedule them: the last one has nothing beside it, on a TPU nor has the first."""
+    """Two layers as the compilers schedule them: the last one has nothing beside it, on a TPU nor
+    has the first.
+    """
     one = SUBLAYER * wide
     found = judge.read(parsed(name), sublayer_flops={"attention": one, "mlp": one / 4})
     rows = [r for r in found.reductions if r.exchanges]
-    assert [(r.layer, r.sublayer) for r in rows] == [("0", "mlp"), ("0", "mlp"), ("1", "mlp"), ("last", "")]
+    assert [(r.layer, r.sublayer) for r in rows] == [
+        ("0", "mlp"),
+        ("0", "mlp"),
+        ("1", "mlp"),
+        ("last", ""),
+    ]
     assert [r.status is Status.HIDDEN for r in rows] == [first, True, True, False]
     assert (found.all_to_alls, found.all_to_alls_hidden, found.merged) == (4, 2 + first, 0)
     kinds = [r.collective.kind for r in found.reductions if not r.exchanges]
@@ -242,7 +303,9 @@ ENTRY %e (q: bf16[4,8,64], k: bf16[2,8,64]) -> bf16[4,8,64] {
     ],
 )
 def test_a_kernel_of_attention_is_compute(name, out, seen, before, products):
-    """For each of 4 heads, 8 queries, and positions up to the query's own: 2 H in each of its matrix products."""
+    """For each of 4 heads, 8 queries, and positions up to the query's own: 2 H in each of its
+    matrix products.
+    """
     program = hlo.parse(KERNEL.replace("SEEN", str(seen)).replace("NAME", name).replace("OUT", out))
     expected = 4 * sum(products * 2 * 64 * (before + t + 1) for t in range(8))
     assert cost.attention_kernel_flops(program.entry.instructions[-1]) == expected
@@ -250,7 +313,9 @@ def test_a_kernel_of_attention_is_compute(name, out, seen, before, products):
     assert timeline.play(program, hardware=slow, ranks=1)[-1].stop == pytest.approx(expected)
 
 
-SERVED = dict(model="qwen3-30b-a3b", target="h100:8", residual="ladder", phase=Phase.PREFILL, layers=4)
+SERVED = dict(
+    model="qwen3-30b-a3b", target="h100:8", residual="ladder", phase=Phase.PREFILL, layers=4
+)
 
 
 def test_requests():
@@ -264,17 +329,34 @@ def test_requests():
     "changes, reason",
     [
         (dict(experts="exchange"), "--experts exchange needs --sequence-parallel"),
-        (dict(experts="exchange", sequence_parallel=True, model="tiny"), "--experts exchange needs experts"),
-        (dict(experts="exchange", sequence_parallel=True, residual="parallel"), "not with the residual 'parallel'"),
+        (
+            dict(experts="exchange", sequence_parallel=True, model="tiny"),
+            "--experts exchange needs experts",
+        ),
+        (
+            dict(experts="exchange", sequence_parallel=True, residual="parallel"),
+            "not with the residual 'parallel'",
+        ),
         (dict(capacity=1.5), "--capacity 1.5 is for --experts exchange"),
-        (dict(experts="exchange", sequence_parallel=True, capacity=-1.0), "--capacity must be positive"),
-        (dict(experts="exchange", sequence_parallel=True, capacity=math.nan), "--capacity must be positive, not nan"),
-        (dict(experts="exchange", sequence_parallel=True, model="dense.yaml"), "not model.moe.dense_layers=1"),
+        (
+            dict(experts="exchange", sequence_parallel=True, capacity=-1.0),
+            "--capacity must be positive",
+        ),
+        (
+            dict(experts="exchange", sequence_parallel=True, capacity=math.nan),
+            "--capacity must be positive, not nan",
+        ),
+        (
+            dict(experts="exchange", sequence_parallel=True, model="dense.yaml"),
+            "not model.moe.dense_layers=1",
+        ),
     ],
 )
 def test_requests_that_are_refused(changes, reason, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "dense.yaml").write_text("model: {preset: tiny-moe, d_ff: 64, moe: {dense_layers: 1}}")
+    (tmp_path / "dense.yaml").write_text(
+        "model: {preset: tiny-moe, d_ff: 64, moe: {dense_layers: 1}}"
+    )
     if "experts" in changes:
         changes = changes | {"experts": ExpertParallelism(changes["experts"])}
     with pytest.raises(UserError, match=reason):

@@ -1,4 +1,6 @@
-"""Experts in the audit, the speed model, the planner and `bench`: what is active and what is held, by hand."""
+"""Experts in the audit, the speed model, the planner and `bench`: what is active and what is held,
+by hand.
+"""
 
 import dataclasses
 import fractions
@@ -68,13 +70,16 @@ def counted(line, experts):
 @pytest.mark.parametrize("line, moved", [
     (FORWARD, ROWS / 8 * D * 2 + CHOSEN * D * M * 2),  # the result is on the chip
     (TRITON, ROWS / 8 * (D + M) * 2 + CHOSEN * D * M * 2),
-    (OVER_ROWS, ROWS / 8 * (D + M) * 2 + 16 * D * M * 4),  # gradients of all of the device's experts
+    # gradients of all of the device's experts
+    (OVER_ROWS, ROWS / 8 * (D + M) * 2 + 16 * D * M * 4),
 ], ids=["tpu", "gpu", "over rows"])  # fmt: skip
 def test_a_kernel_computes_its_own_rows_and_reads_the_chosen_experts(line, moved):
     program, one = counted(line, Experts(QWEN.moe, 8))
     assert one.flops == 2 * ROWS / 8 * D * M and one.bytes == pytest.approx(moved)
     assert traffic.bytes_moved(program, experts=Experts(QWEN.moe, 8)) == round(moved)
-    flops = Costs(program, experts=Experts(QWEN.moe, 8)).matmul_flops(program.entry.instructions[-1])
+    flops = Costs(program, experts=Experts(QWEN.moe, 8)).matmul_flops(
+        program.entry.instructions[-1]
+    )
     assert flops == {"mlp": one.flops} and grouped.form(program) is Form.KERNELS
 
 
@@ -91,13 +96,15 @@ def test_what_finds_the_tiles_is_no_matmul():
 def test_a_kernel_takes_as_long_as_reading_or_its_whole_tiles():
     v5p, experts = HARDWARE["v5p"], Experts(QWEN.moe, 8, HARDWARE["v5p"])
     program, one = counted(FORWARD, experts)
-    assert one.seconds(v5p) == one.bytes / v5p.bandwidth  # 16 rows, but of 10 experts a tile of 128 each
+    # 16 rows, but of 10 experts a tile of 128 each
+    assert one.seconds(v5p) == one.bytes / v5p.bandwidth
     slow = dataclasses.replace(v5p, flops=1e12)
     assert one.seconds(slow) == pytest.approx(2 * (ROWS / 8 + CHOSEN * 127) * D * M / 1e12)
     # Cycles are given where the compiler estimates those of the others.
     cycles = lambda text: Costs(hlo.parse(text), experts=experts).total_cycles()
     estimated = MODULE.format(FORWARD).replace(
-        "  ROOT", '  %copy.1 = s32[17]{0} copy(%sizes), backend_config={"estimated_cycles":"1000"}\n  ROOT'
+        "  ROOT",
+        '  %copy.1 = s32[17]{0} copy(%sizes), backend_config={"estimated_cycles":"1000"}\n  ROOT',
     )
     assert cycles(MODULE.format(FORWARD)) is None
     assert cycles(estimated) == 1000 + round(one.seconds(v5p) * v5p.clock)
@@ -108,7 +115,9 @@ def test_where_xla_expands_every_row_passes_every_expert():
     assert one is None and grouped.form(program) is Form.EXPANDED
     flops = Costs(program).matmul_flops(program.entry.instructions[-1])
     assert flops == {"mlp": 16 * 2 * ROWS * D * M}
-    request = requests.make(model="qwen3-30b-a3b", target="h100:8", residual="ladder", phase=Phase.DECODE)
+    request = requests.make(
+        model="qwen3-30b-a3b", target="h100:8", residual="ladder", phase=Phase.DECODE
+    )
     by_form = {form: requests.sublayer_flops(request, form=form) for form in Form}
     assert by_form[Form.KERNELS]["mlp"] == 2 * 16 * (D * E + K / 8 * 3 * D * M)
     assert by_form[Form.EXPANDED]["mlp"] == 2 * 16 * (D * E + K * 16 * 3 * D * M)
@@ -121,7 +130,9 @@ def test_how_many_experts_are_chosen(experts, top_k, tokens):
     each = list(itertools.combinations(range(experts), top_k))
     counts = [len(set(itertools.chain(*one))) for one in itertools.product(each, repeat=tokens)]
     expected = fractions.Fraction(sum(counts), len(counts) * experts)
-    assert shards.chosen(MoEConfig(experts=experts, top_k=top_k), tokens=tokens) == pytest.approx(float(expected))
+    assert shards.chosen(MoEConfig(experts=experts, top_k=top_k), tokens=tokens) == pytest.approx(
+        float(expected)
+    )
 
 
 def test_parameters_held_and_active():
@@ -132,9 +143,14 @@ def test_parameters_held_and_active():
         one = dataclasses.replace(one, moe=dataclasses.replace(one.moe, dense_layers=dense))
         definition = nn.define(one, mesh=parallel.make_mesh())
         config, count = definition.config, shards.parameters(definition.config)
-        leaves = zip(jax.tree.leaves(definition.abstract), jax.tree.leaves(definition.dims), strict=True)
+        leaves = zip(
+            jax.tree.leaves(definition.abstract), jax.tree.leaves(definition.dims), strict=True
+        )
         assert count.held == sum(leaf.size for leaf, dims in leaves if is_matrix(dims))
-        assert count.active == nn.model_def.matrix_elements(definition) + config.vocab_size * config.d_model
+        assert (
+            count.active
+            == nn.model_def.matrix_elements(definition) + config.vocab_size * config.d_model
+        )
     dense = shards.parameters(preset("tiny"))
     assert dense.held == dense.active
 
@@ -158,11 +174,21 @@ def test_overlap_reports_them(tmp_path, monkeypatch, capsys):
     assert found["flops"] == found["flops_active"] + expanded + scores
     text = told(*words.split())
     assert "experts   a token passes" in text and "expands grouped matmuls" in text
-    exchanged = [*words.split(), "--sequence-parallel", "--experts", "exchange", "--capacity", "4", "--json"]
+    exchanged = [
+        *words.split(),
+        "--sequence-parallel",
+        "--experts",
+        "exchange",
+        "--capacity",
+        "4",
+        "--json",
+    ]
     rows = json.loads(told(*exchanged))
     assert (rows["all_to_alls"], rows["grouped_matmuls"]) == (2, "buffers")
-    places = (4 * 2 * 8 - 16) * expert * 2  # of a device's 4 experts, for each of two ranks' 8 tokens
-    assert rows["flops"] == rows["flops_active"] + places + scores - 8 * router * 2  # a rank routes its own tokens
+    # of a device's 4 experts, for each of two ranks' 8 tokens
+    places = (4 * 2 * 8 - 16) * expert * 2
+    # a rank routes its own tokens
+    assert rows["flops"] == rows["flops_active"] + places + scores - 8 * router * 2
 
 
 def test_predicted_kernels():
@@ -191,14 +217,22 @@ def test_predicted_shared_expert():
             sublayers, work.Block(1, 64, 32, 64)
         )
     ]
-    dense, routed = ["gate, up", "activate", "down"], ["router", "sort", "gate, up", "activate", "down", "add up"]
+    dense, routed = (
+        ["gate, up", "activate", "down"],
+        ["router", "sort", "gate, up", "activate", "down", "add up"],
+    )
     assert names("ladder", (1,)) == ["norm", *routed, *dense]
-    assert names("farskip", (1,)) == ["norm", *routed] and names("farskip", (2,)) == ["norm", *dense]
+    assert names("farskip", (1,)) == ["norm", *routed] and names("farskip", (2,)) == [
+        "norm",
+        *dense,
+    ]
     assert names("farskip", (1, 2)) == ["norm", *routed, *dense]
 
 
 def test_predicted_farskip_hides_as_a_ladder():
-    """The shared expert is computed, then the all-reduce of its sum with attention's runs beside the routed ones."""
+    """The shared expert is computed, then the all-reduce of its sum with attention's runs beside
+    the routed ones.
+    """
     settings = dict(machine=machine.load("v5p"), tensor=8, rows=8)
     found = {
         name: speeds.speed(preset("qwen1.5-moe-a2.7b", residual=name, num_layers=2), **settings)
@@ -212,14 +246,20 @@ def test_predicted_farskip_hides_as_a_ladder():
     bars = found["farskip"].step.forward.bars
     first, second = [bar for bar in bars if bar.name == "shared expert"]
     wires = [bar for bar in bars if bar.wire]
-    assert wires[0].start == first.stop and wires[1].start >= wires[0].stop and second.start >= wires[1].stop
+    assert (
+        wires[0].start == first.stop
+        and wires[1].start >= wires[0].stop
+        and second.start >= wires[1].stop
+    )
 
 
 def test_predict_offers_what_experts_allow(capsys):
     one = predict_requests.make(model="qwen1.5-moe-a2.7b", hardware="v5p", tensor=4)
     assert "farskip" in one.residuals and not {"ladder-fresh", "desync-2"} & set(one.residuals)
     assert "farskip" not in predict_requests.make(model="qwen3-30b-a3b", hardware="v5p").residuals
-    words = "--model qwen1.5-moe-a2.7b --hardware v5p --tensor 8 --batch 8 --layers 4 --phase".split()
+    words = (
+        "--model qwen1.5-moe-a2.7b --hardware v5p --tensor 8 --batch 8 --layers 4 --phase".split()
+    )
     for phase in ("train", "prefill"):
         assert cli.main(["predict", *words, phase, "--json"]) == 0
         found = json.loads(capsys.readouterr().out)
@@ -229,7 +269,9 @@ def test_predict_offers_what_experts_allow(capsys):
 
 
 def test_plan_holds_all_and_computes_the_active():
-    request = plan_requests.make(model="qwen3-30b-a3b", target="v5p:4x4x4", tokens=64 * 4096, sequence=4096)
+    request = plan_requests.make(
+        model="qwen3-30b-a3b", target="v5p:4x4x4", tokens=64 * 4096, sequence=4096
+    )
     one = Candidate(MeshConfig(fsdp=16, tensor=4), Remat.NONE, False, 1, 4)
     shard = shards.shard(QWEN, ranks=4)
     held = 48 * (shard.attention + D * E + 32 * 3 * D * M) + 2 * shard.vocabulary * D

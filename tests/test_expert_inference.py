@@ -1,4 +1,6 @@
-"""Inference with experts: prefill, chunks, decode steps, generation and the engine, in 8 bits too."""
+"""Inference with experts: prefill, chunks, decode steps, generation and the engine, in 8 bits
+too.
+"""
 
 import jax
 import numpy as np
@@ -20,7 +22,8 @@ CASES = covering.rows(
     pairs=[],
     even=[0, 1, 2, 3],
 )
-CASES[0] = pytest.param(*CASES[0].values, marks=pytest.mark.full)  # standard: the others have its loop, kind and mesh
+# standard: the others have its loop, kind and mesh
+CASES[0] = pytest.param(*CASES[0].values, marks=pytest.mark.full)
 
 
 @pytest.mark.parametrize("name, kind, tensor, loop", CASES)
@@ -47,7 +50,9 @@ DENSE_FIRST = covering.marked(
 
 @pytest.mark.parametrize("name, dense, tensor, loop", DENSE_FIRST)
 def test_dense_layers_first_from_a_checkpoint(name, dense, tensor, loop, tmp_path):
-    """What is read from it layer by layer is what is made of all of it. Query and key norms run over all heads, too."""
+    """What is read from it layer by layer is what is made of all of it. Query and key norms run
+    over all heads, too.
+    """
     definition = experts.define(name, tensor=tensor, dense_layers=dense, **experts.ALL_HEADS)
     stored = of_a_checkpoint(tmp_path, definition, loop=loop)
     of = experts.shape(name, definition.config)
@@ -76,9 +81,13 @@ def of_a_checkpoint(folder, definition, *, loop):
 def check(definition, stored, *, loop, full):
     tokens, rows, limit = experts.tokens(), np.arange(4), 2 * cases.bound(definition.config)
     prompts = np.where(np.arange(8)[None] < LENGTHS[:, None], tokens[:, :8], 99)
-    error = lambda logits, lengths: cases.error(np.asarray(logits)[:, :251], full[rows, lengths - 1])
+    error = lambda logits, lengths: cases.error(
+        np.asarray(logits)[:, :251], full[rows, lengths - 1]
+    )
 
-    logits, _ = steps.prefill_in_chunks(definition, stored, prompts, LENGTHS, capacity=32, chunk=4, loop=loop)
+    logits, _ = steps.prefill_in_chunks(
+        definition, stored, prompts, LENGTHS, capacity=32, chunk=4, loop=loop
+    )
     assert error(logits, LENGTHS) < limit
     logits, caches = decode.prefill(definition, capacity=32, loop=loop)(stored, prompts, LENGTHS)
     assert error(logits, LENGTHS) < limit
@@ -95,7 +104,9 @@ def test_a_long_prompt_in_chunks_of_tokens(monkeypatch):
     definition = experts.define("farskip", tensor=4, rope_theta=10_001.0)  # a program of its own
     params = cases.placed(definition)
     stored, tokens = weights.prepare(definition, params, loop=Loop.SCAN), experts.tokens()[:, :16]
-    logits, _ = decode.prefill(definition, capacity=32, loop=Loop.SCAN)(stored, tokens, np.full(4, 16, np.int32))
+    logits, _ = decode.prefill(definition, capacity=32, loop=Loop.SCAN)(
+        stored, tokens, np.full(4, 16, np.int32)
+    )
     of = experts.shape("farskip", definition.config)
     expected = reference.evaluate(reference.logits, cases.parameters(definition), tokens, of)[:, -1]
     assert cases.error(np.asarray(logits)[:, :251], expected) < 2 * cases.bound(definition.config)
@@ -103,12 +114,18 @@ def test_a_long_prompt_in_chunks_of_tokens(monkeypatch):
 
 @pytest.mark.parametrize("loop", Loop)
 def test_eight_bits(loop):
-    """The logits are those of the matrices that the 8 bits stand for; the router keeps its own values."""
+    """The logits are those of the matrices that the 8 bits stand for; the router keeps its own
+    values.
+    """
     definition = experts.define("farskip", tensor=4)
     params = cases.parameters(definition)
-    stored = weights.prepare(definition, cases.place(params, definition), loop=loop, quantize=Quantize.INT8)
+    stored = weights.prepare(
+        definition, cases.place(params, definition), loop=loop, quantize=Quantize.INT8
+    )
     layer = stored["layers"] if loop is Loop.SCAN else stored["layers"][0]
-    kinds = jax.tree.map(lambda a: type(a) is Int8, layer["mlp"], is_leaf=lambda a: isinstance(a, Int8))
+    kinds = jax.tree.map(
+        lambda a: type(a) is Int8, layer["mlp"], is_leaf=lambda a: isinstance(a, Int8)
+    )
     assert kinds["experts"] == dict(gate=True, up=True, down=True) and not kinds["router"]
     prefill = decode.prefill(definition, capacity=32, loop=loop, quantize=Quantize.INT8)
     logits, _ = prefill(stored, experts.tokens()[:, :16], np.full(4, 16, np.int32))
@@ -118,7 +135,9 @@ def test_eight_bits(loop):
         experts.tokens()[:, :16],
         experts.shape("farskip", definition.config),
     )
-    assert cases.error(np.asarray(logits)[:, :251], expected[:, -1]) < 2 * cases.bound(definition.config)
+    assert cases.error(np.asarray(logits)[:, :251], expected[:, -1]) < 2 * cases.bound(
+        definition.config
+    )
 
 
 def test_the_engine_answers_each_request_as_if_it_were_alone():
@@ -126,7 +145,10 @@ def test_the_engine_answers_each_request_as_if_it_were_alone():
     params = cases.placed(definition)
     prompts = [[1, 2, 3], [200], list(range(8)), [7, 7, 7, 7]]
     alone = decode.Generator(definition, params, loop=Loop.SCAN)
-    expected = [alone.tokens([prompt], config=DecodeConfig(max_new_tokens=8))[0].tolist() for prompt in prompts]
+    expected = [
+        alone.tokens([prompt], config=DecodeConfig(max_new_tokens=8))[0].tolist()
+        for prompt in prompts
+    ]
     with Engine(definition, params, slots=3, capacity=64, chunk=5, loop=Loop.SCAN) as engine:
         handles = [engine.submit(Request(tuple(prompt), max_new_tokens=8)) for prompt in prompts]
         assert [list(handle.result().tokens) for handle in handles] == expected

@@ -1,4 +1,6 @@
-"""Training runs of models with experts: metrics, another mesh on resuming, retraining from a checkpoint, refusals."""
+"""Training runs of models with experts: metrics, another mesh on resuming, retraining from a
+checkpoint, refusals.
+"""
 
 import dataclasses
 import json
@@ -14,66 +16,105 @@ from ladder_jax.nn import router_losses
 from ladder_jax.train import metrics, timing
 
 TINY = [
-    "model.num_layers=2", "model.d_model=32", "model.dtype=float32", "model.residual_dtype=float32",
-    "model.moe.experts=6", "model.moe.expert_width=16", "model.moe.shared_width=16", "model.moe.router_bias=true",
-    "model.residual=farskip", "train.batch=4", "train.sequence=32", "train.warmup_steps=1", "train.log_every=1",
-    "train.checkpoint_every=2", "train.evaluate_every=0", "train.evaluation_batches=1", "run.tensorboard=false",
+    "model.num_layers=2",
+    "model.d_model=32",
+    "model.dtype=float32",
+    "model.residual_dtype=float32",
+    "model.moe.experts=6",
+    "model.moe.expert_width=16",
+    "model.moe.shared_width=16",
+    "model.moe.router_bias=true",
+    "model.residual=farskip",
+    "train.batch=4",
+    "train.sequence=32",
+    "train.warmup_steps=1",
+    "train.log_every=1",
+    "train.checkpoint_every=2",
+    "train.evaluate_every=0",
+    "train.evaluation_batches=1",
+    "run.tensorboard=false",
     "train.loop=scan",  # compiled in a quarter of the time
-]  # fmt: skip
+]
 EVERYTHING = [
-    "model.ladder_layers=1", "train.freeze=1", "lora.rank=2", "distill.teacher=start", "distill.residual=standard",
-    "conversion.steps=3", "train.steps=4", "mesh.tensor=2",
-]  # fmt: skip
+    "model.ladder_layers=1",
+    "train.freeze=1",
+    "lora.rank=2",
+    "distill.teacher=start",
+    "distill.residual=standard",
+    "conversion.steps=3",
+    "train.steps=4",
+    "mesh.tensor=2",
+]
 NAMES = {"expert_load", "dead_experts", "load_balance", "router_z", "router_entropy"}
 
 
 @pytest.fixture(scope="module")
 def book(tmp_path_factory):
     path = tmp_path_factory.mktemp("data") / "book.txt"
-    path.write_text("".join(f"line {i} of a little book about {i % 7} things\n" for i in range(2000)))
+    path.write_text(
+        "".join(f"line {i} of a little book about {i % 7} things\n" for i in range(2000))
+    )
     return path
 
 
 def run(book, folder, *more):
-    settings = config.load("tiny-moe", overrides=[*TINY, f"data.path={book}", f"run.dir={folder}", *more])
+    settings = config.load(
+        "tiny-moe", overrides=[*TINY, f"data.path={book}", f"run.dir={folder}", *more]
+    )
     return train.run(settings, say=lambda line: None)
 
 
 def test_a_run_its_metrics_and_its_checkpoint_on_other_ranks(book, tmp_path):
-    """Six experts on four ranks, which are padded, and then on one; the losses are those of one mesh throughout."""
+    """Six experts on four ranks, which are padded, and then on one; the losses are those of one
+    mesh throughout.
+    """
     more = "train.steps=4", "train.accumulate=2"
     run(book, tmp_path / "run", "mesh.tensor=4", *more)
     shutil.rmtree(tmp_path / "run" / "checkpoints" / "4")
     written = json.loads((tmp_path / "run" / "config.json").read_text())
-    assert written["model"]["moe"].pop("shared_gate") is False  # as if the run were older than this setting
+    # as if the run were older than this setting
+    assert written["model"]["moe"].pop("shared_gate") is False
     (tmp_path / "run" / "config.json").write_text(json.dumps(written))
     result = run(book, tmp_path / "run", "mesh.data=2", *more)
     rows = metrics.read(tmp_path / "run")
-    assert [row["step"] for row in rows] == [1, 2, 3, 4] and all(NAMES <= row.keys() for row in rows)
+    assert [row["step"] for row in rows] == [1, 2, 3, 4] and all(
+        NAMES <= row.keys() for row in rows
+    )
     for row in rows:
-        assert 1 <= row["expert_load"] <= 6 and row["load_balance"] >= 1 - 1e-3 and row["dead_experts"] <= 12
+        assert (
+            1 <= row["expert_load"] <= 6
+            and row["load_balance"] >= 1 - 1e-3
+            and row["dead_experts"] <= 12
+        )
         assert 0 < row["router_entropy"] <= np.log(6) + 1e-4
     assert f"expert load {rows[-1]['expert_load']:.1f}" in timing.row_text(rows[-1])
     run(book, tmp_path / "same", "mesh.data=2", *more)
     same = metrics.read(tmp_path / "same")
     for name in ("loss", *NAMES):
-        np.testing.assert_allclose([row[name] for row in rows], [row[name] for row in same], rtol=2e-4)
-    # 2 layers: attention 32 x (32 + 16 + 16 + 32), router, experts, the shared one, norms; two tables and a norm
+        np.testing.assert_allclose(
+            [row[name] for row in rows], [row[name] for row in same], rtol=2e-4
+        )
+    # 2 layers: attention 32 x (32 + 16 + 16 + 32), router, experts, the shared one, norms; two
+    # tables and a norm
     layer = 32 * (32 + 16 + 16 + 32) + 32 * 6 + 6 + 6 * 3 * 32 * 16 + 3 * 32 * 16 + 2 * 32
     assert result.parameters == 2 * layer + 2 * 256 * 32 + 32
 
-    # Each router's biases moved by the rate a step, and they are those of the batch, not of a rank or a part.
+    # Each router's biases moved by the rate a step, and they are those of the batch, not of a rank
+    # or a part.
     biases = {name: bias_of(tmp_path / name) for name in ("run", "same")}
     np.testing.assert_array_equal(biases["run"], biases["same"])
     moves = biases["run"] / 0.001
     assert (
-        np.abs(moves).max() <= 4.01 and np.abs(moves - moves.round()).max() < 1e-3 and len(np.unique(moves.round())) > 2
+        np.abs(moves).max() <= 4.01
+        and np.abs(moves - moves.round()).max() < 1e-3
+        and len(np.unique(moves.round())) > 2
     )
 
     started = run(book, tmp_path / "on", f"train.start={tmp_path / 'same'}", *EVERYTHING)
     rows = metrics.read(tmp_path / "on")
     assert all(NAMES <= row.keys() for row in rows) and started.steps == 4
-    assert [row["turned"] for row in rows] == pytest.approx([0.5, 2 / 3, 5 / 6, 1])  # of one in two layers
+    # of one in two layers
+    assert [row["turned"] for row in rows] == pytest.approx([0.5, 2 / 3, 5 / 6, 1])
     first = rows[0]  # a standard model, as its teacher is
     assert first["divergence"] == pytest.approx(0, abs=1e-6) and rows[3]["divergence"] > 0
     losses = 0.01 * first["load_balance"] + 0.001 * first["router_z"]
@@ -81,7 +122,8 @@ def test_a_run_its_metrics_and_its_checkpoint_on_other_ranks(book, tmp_path):
     saved = checkpoint.open_checkpoint(tmp_path / "on")
     before = checkpoint.open_checkpoint(tmp_path / "same").config.model
     assert saved.config.model == dataclasses.replace(before, ladder_layers="1")
-    np.testing.assert_array_equal(bias_of(tmp_path / "on"), biases["same"])  # frozen beside low-rank factors
+    # frozen beside low-rank factors
+    np.testing.assert_array_equal(bias_of(tmp_path / "on"), biases["same"])
 
 
 def bias_of(folder):
@@ -100,7 +142,12 @@ def test_a_bias_moves_toward_less_load():
 @pytest.mark.full
 def test_biases_balance_the_load(book, tmp_path):
     """Without any loss for it, over 60 steps; frozen layers keep theirs."""
-    plain = ["train.steps=60", "train.load_balance=0", "train.router_z_loss=0", "train.learning_rate=1e-2"]
+    plain = [
+        "train.steps=60",
+        "train.load_balance=0",
+        "train.router_z_loss=0",
+        "train.learning_rate=1e-2",
+    ]
     settings = {"off": ["train.router_bias_rate=0"], "on": ["train.router_bias_rate=0.01"]}
     loads = {}
     for name, more in settings.items():
@@ -113,7 +160,13 @@ def test_biases_balance_the_load(book, tmp_path):
     before, after = bias_of(tmp_path / "on"), bias_of(tmp_path / "frozen")
     assert (before[0] == after[0]).all() and (before[1] != after[1]).any()
     names = {"train.start": "frozen", "distill.teacher": "on", "run.dir": "taught"}
-    small = ["train.steps=2", "train.batch=4", "train.sequence=32", "train.log_every=1", f"data.path={book}"]
+    small = [
+        "train.steps=2",
+        "train.batch=4",
+        "train.sequence=32",
+        "train.log_every=1",
+        f"data.path={book}",
+    ]
     recipe = pathlib.Path(__file__).parent.parent / "experiments" / "retrain" / "experts.yaml"
     overrides = [*small, *(f"{name}={tmp_path / folder}" for name, folder in names.items())]
     train.run(config.load(str(recipe), overrides=overrides), say=lambda line: None)

@@ -1,4 +1,6 @@
-"""A mixture of experts against a dense loop over experts in float64: values, gradients, and what communicates."""
+"""A mixture of experts against a dense loop over experts in float64: values, gradients, and what
+communicates.
+"""
 
 import dataclasses
 import functools
@@ -18,7 +20,15 @@ from ladder_jax.nn import experts as package
 from ladder_jax.nn.experts import MoE
 from ladder_jax.nn.parameter import Sizes
 from ladder_jax.scopes import ENTER, LAUNCH, QK_NORM
-from tests import cases, communication, covering, experts, reference, rounding, test_gradients_bfloat16
+from tests import (
+    cases,
+    communication,
+    covering,
+    experts,
+    reference,
+    rounding,
+    test_gradients_bfloat16,
+)
 
 # data x fsdp x tensor, and whether the stream is split along the sequence
 MESHES = {
@@ -39,39 +49,65 @@ QUICK = [
     ("ladder-2", "all", "all-2", Loop.SCAN, Remat.NONE, 2),
 ]
 SETTINGS = covering.marked(
-    covering.array(experts.TOPOLOGIES, (*experts.KINDS, *experts.FIRST_DENSE), MESHES, Loop, Remat, (1, 2)),
+    covering.array(
+        experts.TOPOLOGIES, (*experts.KINDS, *experts.FIRST_DENSE), MESHES, Loop, Remat, (1, 2)
+    ),
     chosen=QUICK,
 )
 
 
 @pytest.mark.parametrize("name, kind, mesh, loop, remat, parts", SETTINGS)
 def test_gradients(name, kind, mesh, loop, remat, parts):
-    """Loss and gradients of every parameter, the routers' losses among them, which are those of the whole batch however
-    it is split; and that standard, ladder and farskip have two all-reduces a layer.
+    """Loss and gradients of every parameter, the routers' losses among them, which are those of the
+    whole batch however it is split; and that standard, ladder and farskip have two all-reduces a
+    layer.
     """
     data, fsdp, tensor, split = MESHES[mesh]
     definition = experts.define(name, kind, data=data, fsdp=fsdp, tensor=tensor)
-    settings = dict(loop=loop, remat=remat, sequence_parallel=split, accumulate=parts if data * fsdp < 4 else 1)
+    settings = dict(
+        loop=loop, remat=remat, sequence_parallel=split, accumulate=parts if data * fsdp < 4 else 1
+    )
     text = experts.check_gradients(definition, experts.dense_gradients(name, kind), **settings)
     counted = tensor > 1 and not split and settings["accumulate"] == 1
-    if counted and kind not in experts.FIRST_DENSE and name in ("standard", "ladder", "farskip"):  # one loop
+    # one loop
+    if counted and kind not in experts.FIRST_DENSE and name in ("standard", "ladder", "farskip"):
         found = [direction for direction, *_ in communication.all_reduces(text)]
         a_layer = 2 if loop is Loop.SCAN else 2 * definition.config.num_layers
         # A scan's last forward one may stand after the loop.
-        assert found.count(ENTER) == a_layer and found.count(LAUNCH) - a_layer in (0, loop is Loop.SCAN)
+        assert found.count(ENTER) == a_layer and found.count(LAUNCH) - a_layer in (
+            0,
+            loop is Loop.SCAN,
+        )
 
 
 DENSE_FIRST = covering.marked(
-    covering.array(("standard", "ladder", "farskip", "hybrid-farskip", "farskip-first", "ladder-2", "parallel"),
-                   ("shared", "routed"), (1, 2), MESHES, Loop, Remat,
-                   pairs=[(0, 2), (0, 4), (2, 3), (3, 4)], even=[0, 1, 5]),
+    covering.array(
+        (
+            "standard",
+            "ladder",
+            "farskip",
+            "hybrid-farskip",
+            "farskip-first",
+            "ladder-2",
+            "parallel",
+        ),
+        ("shared", "routed"),
+        (1, 2),
+        MESHES,
+        Loop,
+        Remat,
+        pairs=[(0, 2), (0, 4), (2, 3), (3, 4)],
+        even=[0, 1, 5],
+    ),
     chosen=[],
-)  # fmt: skip
+)
 
 
 @pytest.mark.parametrize("name, kind, dense, mesh, loop, remat", DENSE_FIRST)
 def test_dense_layers_first(name, kind, dense, mesh, loop, remat):
-    """Values and gradients where the first layers have no experts: a stack of parameters of their own."""
+    """Values and gradients where the first layers have no experts: a stack of parameters of their
+    own.
+    """
     data, fsdp, tensor, split = MESHES[mesh]
     definition = experts.define(name, kind, data=data, fsdp=fsdp, tensor=tensor, dense_layers=dense)
     assert definition.abstract.keys() == {"embedding", "dense", "layers", "final_norm", "head"}
@@ -80,7 +116,9 @@ def test_dense_layers_first(name, kind, dense, mesh, loop, remat):
 
 
 NORMS = covering.marked(
-    covering.array(("standard", "ladder", "farskip"), MESHES, Loop, Remat, pairs=[(1, 2), (0, 2)], even=[0, 3]),
+    covering.array(
+        ("standard", "ladder", "farskip"), MESHES, Loop, Remat, pairs=[(1, 2), (0, 2)], even=[0, 3]
+    ),
     chosen=[],
 )
 
@@ -89,16 +127,22 @@ NORMS = covering.marked(
 def dense_gradients_with_all_heads(name: str):
     definition = experts.define(name, **experts.ALL_HEADS)
     shape = experts.shape(name, definition.config)
-    return reference.evaluate(experts.loss, cases.parameters(definition), experts.tokens(), shape, gradient=True)
+    return reference.evaluate(
+        experts.loss, cases.parameters(definition), experts.tokens(), shape, gradient=True
+    )
 
 
 @pytest.mark.parametrize("name, mesh, loop, remat", NORMS)
 def test_query_and_key_norms_over_all_heads(name, mesh, loop, remat):
-    """Values and gradients, and what they communicate: a small gather forward, a scatter backward, beside the two."""
+    """Values and gradients, and what they communicate: a small gather forward, a scatter backward,
+    beside the two.
+    """
     data, fsdp, tensor, split = MESHES[mesh]
     definition = experts.define(name, data=data, fsdp=fsdp, tensor=tensor, **experts.ALL_HEADS)
     expected = dense_gradients_with_all_heads(name)
-    text = experts.check_gradients(definition, expected, loop=loop, remat=remat, sequence_parallel=split)
+    text = experts.check_gradients(
+        definition, expected, loop=loop, remat=remat, sequence_parallel=split
+    )
     if tensor > 1:
         communicate = re.compile(r" (all-gather|reduce-scatter|all-reduce)(-start)?\(")
         norms = [line for line in text.splitlines() if communicate.search(line) and QK_NORM in line]
@@ -106,20 +150,27 @@ def test_query_and_key_norms_over_all_heads(name, mesh, loop, remat):
         assert len(norms) == 2 * bodies, norms
     if tensor > 1 and not split:
         count = [direction for direction, *_ in communication.all_reduces(text)]
-        assert count.count(ENTER) == 2 * bodies and count.count(LAUNCH) - 2 * bodies in (0, loop is Loop.SCAN)
+        assert count.count(ENTER) == 2 * bodies and count.count(LAUNCH) - 2 * bodies in (
+            0,
+            loop is Loop.SCAN,
+        )
 
 
 @pytest.mark.parametrize("name", ["standard", "ladder", "farskip"])
 def test_two_all_reduces_a_layer(name):
     definition = experts.define(name, tensor=4, num_kv_heads=4)
     params = cases.placed(definition)
-    program = nn.compiled_logits(definition, loop=Loop.UNROLLED).lower(params, experts.tokens()).compile()
+    program = (
+        nn.compiled_logits(definition, loop=Loop.UNROLLED).lower(params, experts.tokens()).compile()
+    )
     found = communication.all_reduces(program.as_text())
     assert len(found) == 2 * definition.config.num_layers
-    assert all(direction == LAUNCH and operands == 1 and tensor for direction, _, operands, tensor in found)
-    assert cases.error(program(params, experts.tokens()), experts.dense_logits(name, "shared")) < cases.bound(
-        definition.config
+    assert all(
+        direction == LAUNCH and operands == 1 and tensor for direction, _, operands, tensor in found
     )
+    assert cases.error(
+        program(params, experts.tokens()), experts.dense_logits(name, "shared")
+    ) < cases.bound(definition.config)
 
 
 def dense(params, x, moe):
@@ -143,13 +194,17 @@ def dense(params, x, moe):
 
 
 def sublayer(router, kind: str = "routed", **changes):
-    """(the sublayer on 4 ranks as a function, its parameters, its settings, 12 tokens, its router replaced)."""
+    """(the sublayer on 4 ranks as a function, its parameters, its settings, 12 tokens, its router
+    replaced).
+    """
     definition = experts.define("ladder", kind, tensor=4, num_layers=1, **changes)
     moe, rng = definition.config.moe, np.random.default_rng(0)
     params = jax.tree.map(lambda a: a[0], cases.parameters(definition)["layers"]["mlp"])
     x = rng.standard_normal((3, 4, 32)).astype(np.float32)
     params["router"] = router(params["router"], moe, x)
-    specs = jax.tree.map(lambda d: definition.layout.spec(d.removeprefix("L")), definition.dims["layers"]["mlp"])
+    specs = jax.tree.map(
+        lambda d: definition.layout.spec(d.removeprefix("L")), definition.dims["layers"]["mlp"]
+    )
     graph = nnx.split(MoE(Sizes(definition.config, ranks=4)))[0]
 
     def local(params, x):
@@ -157,7 +212,11 @@ def sublayer(router, kind: str = "routed", **changes):
         return parallel.all_reduce(out, ("tensor",))
 
     mesh = definition.layout.mesh
-    call = jax.jit(jax.shard_map(local, mesh=mesh, in_specs=(specs, PartitionSpec()), out_specs=PartitionSpec()))
+    call = jax.jit(
+        jax.shard_map(
+            local, mesh=mesh, in_specs=(specs, PartitionSpec()), out_specs=PartitionSpec()
+        )
+    )
     return call, params, moe, x
 
 
@@ -178,7 +237,9 @@ def ties(router, moe, x):
 @pytest.mark.parametrize("kind", experts.KINDS)
 @pytest.mark.parametrize("router", [as_drawn, all_to_one, ties])
 def test_sublayer(router, kind):
-    """Empty experts, all tokens with the same ones, ties (the lowest index), as many chosen as there are."""
+    """Empty experts, all tokens with the same ones, ties (the lowest index), as many chosen as
+    there are.
+    """
     call, params, moe, x = sublayer(router, kind)
     real = {**params, "experts": jax.tree.map(lambda a: a[: moe.experts], params["experts"])}
     expected = dense(real, x.reshape(-1, 32), moe).reshape(x.shape)
@@ -194,9 +255,13 @@ def test_sublayer(router, kind):
     ids=["all to one", "ties"],
 )
 def test_gradients_of_a_sublayer(router, moe):
-    """All tokens to one expert, the others empty; and ties, whose derivative is that of the chosen ones."""
+    """All tokens to one expert, the others empty; and ties, whose derivative is that of the chosen
+    ones.
+    """
     call, params, moe, x = sublayer(router, "routed", moe=moe)
-    found = jax.device_get(jax.grad(lambda params, x: jnp.sum(jnp.sin(call(params, x))), (0, 1))(params, x))
+    found = jax.device_get(
+        jax.grad(lambda params, x: jnp.sum(jnp.sin(call(params, x))), (0, 1))(params, x)
+    )
     scores = x.reshape(-1, 32).astype(np.float64) @ params["router"].astype(np.float64)
     chosen = np.argsort(-scores, axis=1, kind="stable")[:, : moe.top_k]
 
@@ -204,9 +269,15 @@ def test_gradients_of_a_sublayer(router, moe):
         swiglu = lambda x, gate, up, down: (jax.nn.silu(x @ gate) * (x @ up)) @ down
         matrices = [params["experts"][name] for name in ("gate", "up", "down")]
         weights = jax.nn.softmax(x.reshape(-1, 32) @ params["router"])
-        outputs = jnp.stack([swiglu(x.reshape(-1, 32), *(m[e] for m in matrices)) for e in range(moe.experts)])
+        outputs = jnp.stack(
+            [swiglu(x.reshape(-1, 32), *(m[e] for m in matrices)) for e in range(moe.experts)]
+        )
         passed = (np.arange(moe.experts)[:, None, None] == chosen).any(-1)
-        return jnp.sum(jnp.sin(jnp.sum(jnp.where(passed[:, :, None], weights.T[:, :, None] * outputs, 0), axis=0)))
+        return jnp.sum(
+            jnp.sin(
+                jnp.sum(jnp.where(passed[:, :, None], weights.T[:, :, None] * outputs, 0), axis=0)
+            )
+        )
 
     with jax.enable_x64(True), jax.numpy_rank_promotion("allow"):
         wide = jax.tree.map(lambda a: jnp.asarray(a, jnp.float64), (params, x))
@@ -218,8 +289,8 @@ def test_gradients_of_a_sublayer(router, moe):
 
 
 def test_chunks_of_tokens(monkeypatch):
-    """Values and gradients are those of all tokens at once, where a chunk is smaller, and the last one is padded. No
-    more rows are in memory than those of a chunk's tokens.
+    """Values and gradients are those of all tokens at once, where a chunk is smaller, and the last
+    one is padded. No more rows are in memory than those of a chunk's tokens.
     """
     call, params, moe, x = sublayer(as_drawn)
 
@@ -258,12 +329,17 @@ def test_rows_that_a_kernel_leaves_undefined_reach_nobody(monkeypatch):
 
 def test_a_token_does_not_depend_on_the_others():
     call, params, _, x = sublayer(as_drawn, "shared")
-    whole, alone = np.asarray(call(params, x)), np.concatenate([call(params, row[None]) for row in x])
+    whole, alone = (
+        np.asarray(call(params, x)),
+        np.concatenate([call(params, row[None]) for row in x]),
+    )
     assert cases.error(alone, whole) < cases.bound(experts.model())
 
 
 def test_farskip_without_a_shared_expert_is_ladder():
-    farskip, ladder = (residual.of_model(experts.model(name, "routed")) for name in ("farskip", "ladder"))
+    farskip, ladder = (
+        residual.of_model(experts.model(name, "routed")) for name in ("farskip", "ladder")
+    )
     assert farskip == ladder
     assert residual.of_model(experts.model("farskip", "shared")) != ladder
 
@@ -282,16 +358,28 @@ def test_farskip_of_own_layers():
 
     spec = PartitionSpec(None, None, "tensor")
     mesh = parallel.make_mesh(tensor=ranks)
-    found = jax.jit(jax.shard_map(local, mesh=mesh, in_specs=(spec, PartitionSpec()), out_specs=PartitionSpec()))
+    found = jax.jit(
+        jax.shard_map(local, mesh=mesh, in_specs=(spec, PartitionSpec()), out_specs=PartitionSpec())
+    )
     stream, late = x.astype(np.float64), 0
     for attention, routed, shared in params.astype(np.float64):
         of = lambda weights, x: np.tanh(x @ weights).sum(0)
-        a, r, s = of(attention[:, None], stream - late), of(routed[:, None], stream), of(shared[:, None], stream)
+        a, r, s = (
+            of(attention[:, None], stream - late),
+            of(routed[:, None], stream),
+            of(shared[:, None], stream),
+        )
         stream, late = stream + a + s + r, r
-    assert cases.error(found(params, x), stream) < cases.bound(ModelConfig(d_model=8, num_heads=4, num_layers=layers))
+    assert cases.error(found(params, x), stream) < cases.bound(
+        ModelConfig(d_model=8, num_heads=4, num_layers=layers)
+    )
     with pytest.raises(UserError, match="attention, routed experts, shared expert"):
-        two = lambda params, x: residual.run(topology, lambda layer: [lambda x: x] * 2, x, params=params)
-        jax.shard_map(two, mesh=mesh, in_specs=(spec, PartitionSpec()), out_specs=PartitionSpec())(params, x)
+        two = lambda params, x: residual.run(
+            topology, lambda layer: [lambda x: x] * 2, x, params=params
+        )
+        jax.shard_map(two, mesh=mesh, in_specs=(spec, PartitionSpec()), out_specs=PartitionSpec())(
+            params, x
+        )
 
 
 def test_topology_in_words():
@@ -312,7 +400,10 @@ def test_topology_in_words():
         (dict(moe=dict(shared_width=-1)), "must not be negative"),
         (dict(moe=dict(dense_layers=4)), "dense_layers=4 leaves none of 4 layers experts"),
         (dict(moe=dict(dense_layers=-1)), "dense_layers must not be negative"),
-        (dict(qk_norm="some"), r"unknown value for model.qk_norm: 'some' \(allowed: false, true, all-heads\)"),
+        (
+            dict(qk_norm="some"),
+            r"unknown value for model.qk_norm: 'some' \(allowed: false, true, all-heads\)",
+        ),
         (dict(moe=dict(softmax="some")), "unknown value for model.moe.softmax"),
         (dict(moe=dict(expert=3)), "did you mean 'model.moe.experts'"),
         (dict(moe=8), "model.moe must be a section"),
@@ -325,17 +416,28 @@ def test_refusals(fields, reason):
 
 def test_presets_and_overrides():
     """An override of one field of `moe` keeps the preset's others, and none removes the experts."""
-    changed = config.load("tiny-moe", overrides=["model.moe.top_k=4", "model.residual=farskip"]).model
+    changed = config.load(
+        "tiny-moe", overrides=["model.moe.top_k=4", "model.residual=farskip"]
+    ).model
     expected = dataclasses.replace(config.preset("tiny-moe").moe, top_k=4)
     assert changed.moe == expected and changed.residual == "farskip"
     assert config.preset("tiny-moe", moe=dict(top_k=4)).moe == expected
     assert config.load("tiny-moe", overrides=["model.moe=null"]).model.moe is None
     assert config.model_from_dict(config.to_dict(changed)) == changed
-    norms = [config.load("olmoe-1b-7b", overrides=[f"model.qk_norm={text}"]).model for text in ("true", "false")]
+    norms = [
+        config.load("olmoe-1b-7b", overrides=[f"model.qk_norm={text}"]).model
+        for text in ("true", "false")
+    ]
     olmoe = config.preset("olmoe-1b-7b")
     assert [config.to_dict(one)["qk_norm"] for one in (*norms, olmoe)] == [True, False, "all-heads"]
-    assert olmoe.qk_norm and not norms[1].qk_norm and config.model_from_dict(config.to_dict(olmoe)) == olmoe
-    with pytest.raises(UserError, match="model.moe.shared_width=128 is not divisible by mesh.tensor=3"):
+    assert (
+        olmoe.qk_norm
+        and not norms[1].qk_norm
+        and config.model_from_dict(config.to_dict(olmoe)) == olmoe
+    )
+    with pytest.raises(
+        UserError, match="model.moe.shared_width=128 is not divisible by mesh.tensor=3"
+    ):
         three = config.preset("tiny-moe", num_heads=6, head_dim=16, num_kv_heads=3)
         config.check_fits_mesh(three, config.MeshConfig(tensor=3))
 
@@ -351,10 +453,13 @@ def test_initial_values_of_an_expert():
 
 @pytest.mark.full
 def test_bfloat16_gradients_are_within_what_rounding_may_do():
-    """By tests/rounding.py, of whole arrays. Near ties turn out otherwise in its samples, too; in a table's row, of few
-    tokens, whether one of them passes another expert would be no sum of roundings.
+    """By tests/rounding.py, of whole arrays. Near ties turn out otherwise in its samples, too; in a
+    table's row, of few tokens, whether one of them passes another expert would be no sum of
+    roundings.
     """
-    bfloat16 = dict(dtype="bfloat16", residual_dtype="bfloat16", num_layers=2, num_heads=4, num_kv_heads=2)
+    bfloat16 = dict(
+        dtype="bfloat16", residual_dtype="bfloat16", num_layers=2, num_heads=4, num_kv_heads=2
+    )
     moe = dict(experts=4, top_k=2, expert_width=16, shared_width=16, shared_gate=True)
     definition = experts.define("farskip", moe=moe, **bfloat16)
     params, batch = cases.parameters(definition), cases.tokens((32, 65))
@@ -370,12 +475,16 @@ def test_bfloat16_gradients_are_within_what_rounding_may_do():
 
 @pytest.mark.parametrize("stored", [jnp.float32, jnp.bfloat16], ids=["float32", "bfloat16"])
 def test_an_experts_gradient_is_rounded_once_at_most(stored):
-    """A sum over 16,384 rows is added in float32, whose errors are no more than 2^14 2^-24 of what is added."""
+    """A sum over 16,384 rows is added in float32, whose errors are no more than 2^14 2^-24 of what
+    is added.
+    """
     rng, sizes = np.random.default_rng(0), [9000, 0, 5000, 1000]
     rows, dy = (jnp.asarray(rng.standard_normal((16384, n)) + 0.5, jnp.bfloat16) for n in (16, 24))
     places = jnp.arange(16384)
     groups = package.Groups(places, places, jnp.array(sizes, jnp.int32))
-    _, pull_back = jax.vjp(lambda w: package.grouped_matmul(rows, w, groups), jnp.ones((4, 16, 24), stored))
+    _, pull_back = jax.vjp(
+        lambda w: package.grouped_matmul(rows, w, groups), jnp.ones((4, 16, 24), stored)
+    )
     found = np.asarray(jax.jit(pull_back)(dy)[0], np.float64)
     wide, start = np.asarray(rows, np.float64), 0
     for expert, size in enumerate(sizes):

@@ -1,5 +1,6 @@
-"""Meshes as jax makes them, whose axes are Explicit, and meshes set by `jax.set_mesh`: the numbers of the reference,
-with other Explicit code before and after, for arguments of any sharding."""
+"""Meshes as jax makes them, whose axes are Explicit, and meshes set by `jax.set_mesh`: the numbers
+of the reference, with other Explicit code before and after, for arguments of any sharding.
+"""
 
 import contextlib
 import functools
@@ -46,7 +47,9 @@ SOME = "other names", "Explicit rows", "shared heads"
 
 
 def with_set(names):
-    """Each mesh once, set by `jax.set_mesh` or not; the meshes that are not in `names` in `make test-all`."""
+    """Each mesh once, set by `jax.set_mesh` or not; the meshes that are not in `names` in
+    `make test-all`.
+    """
     chosen = covering.array(names, (True, False), pairs=[], even=[1])
     return pytest.mark.parametrize(
         "name, is_set", covering.marked(itertools.product(MESHES, (True, False)), chosen=chosen)
@@ -128,7 +131,9 @@ def test_gradients_between_explicit_code(name, form):
 
     def loss_of(model, tokens):
         logits = model(tokens[:, :-1])
-        chosen = jnp.einsum("btv,btv->bt", logits, jax.nn.one_hot(tokens[:, 1:], 251), out_sharding=P(rows))
+        chosen = jnp.einsum(
+            "btv,btv->bt", logits, jax.nn.one_hot(tokens[:, 1:], 251), out_sharding=P(rows)
+        )
         return jnp.mean(jax.nn.logsumexp(logits, axis=-1) - chosen)
 
     def loss_of_params(params, tokens):
@@ -142,7 +147,9 @@ def test_gradients_between_explicit_code(name, form):
         else:
             value, found = jax.jit(jax.value_and_grad(loss_of_params))(params, tokens)
         moved = jax.jit(lambda p, g: jax.tree.map(lambda p, g: p - 0.1 * g, p, g))(params, found)
-    assert abs(float(value) - loss) < GRADIENTS * loss and same_types((found, moved), (params, params))
+    assert abs(float(value) - loss) < GRADIENTS * loss and same_types(
+        (found, moved), (params, params)
+    )
     assert errors(nnx.to_pure_dict(found), gradients) < GRADIENTS
 
 
@@ -151,12 +158,19 @@ def test_a_training_step(name):
     """Its state keeps its types."""
     (mesh, model), config = example(name), TrainConfig(batch=4, sequence=9, steps=3)
     loss, gradients = cases.dense_gradients("ladder", 1, num_layers=LAYERS)
-    norm = sum(float((np.asarray(g, np.float64) ** 2).sum()) for g in jax.tree.leaves(gradients)) ** 0.5
+    norm = (
+        sum(float((np.asarray(g, np.float64) ** 2).sum()) for g in jax.tree.leaves(gradients))
+        ** 0.5
+    )
     with setting(mesh):
-        before = step.initial_state(model.definition, config=config, params=jax.tree.map(jnp.copy, model.params))
+        before = step.initial_state(
+            model.definition, config=config, params=jax.tree.map(jnp.copy, model.params)
+        )
         expected = step.abstract_state(model.definition, config=config)
         assert jax.tree.all(
-            jax.tree.map(lambda a, b: a.sharding.is_equivalent_to(b.sharding, a.ndim), before, expected)
+            jax.tree.map(
+                lambda a, b: a.sharding.is_equivalent_to(b.sharding, a.ndim), before, expected
+            )
         )
         train = step.train_step(model.definition, config=config)
         types = jax.tree.map(jax.typeof, before)
@@ -171,12 +185,15 @@ def test_a_training_step(name):
 @functools.cache
 def greedy(prompt, *, new=20):
     """By the reference's rule, a token at a time, on one device."""
-    return decode.Generator(model_on(lj.make_mesh())).tokens([prompt], config=DecodeConfig(max_new_tokens=new))[0]
+    return decode.Generator(model_on(lj.make_mesh())).tokens(
+        [prompt], config=DecodeConfig(max_new_tokens=new)
+    )[0]
 
 
 VARIANTS = (Loop.UNROLLED, Quantize.NONE), (Loop.SCAN, Quantize.NONE), (Loop.SCAN, Quantize.INT8)
 GENERATED = covering.marked(
-    itertools.product(SPLIT, VARIANTS, (True, False)), chosen=[*zip(SOME, VARIANTS, (True, False, True))]
+    itertools.product(SPLIT, VARIANTS, (True, False)),
+    chosen=[*zip(SOME, VARIANTS, (True, False, True))],
 )
 
 
@@ -186,60 +203,95 @@ def test_generation(name, variant, is_set):
     (mesh, model), prompt, (loop, quantize) = example(name), tuple(TOKENS[0, :5].tolist()), variant
     with setting(mesh, is_set):
         generator = decode.Generator(model, loop=loop, quantize=quantize)
-        (found,) = generator.tokens([prompt], config=DecodeConfig(max_new_tokens=20, prefill_chunk=2))
+        (found,) = generator.tokens(
+            [prompt], config=DecodeConfig(max_new_tokens=20, prefill_chunk=2)
+        )
         assert quantize is Quantize.INT8 or (found == greedy(prompt)).all()
         program = decode.prefill(model.definition, capacity=32)
         logits, caches = program(
-            weights.prepare(model.definition, model.params, loop=Loop.UNROLLED), TOKENS, np.full(4, 10)
+            weights.prepare(model.definition, model.params, loop=Loop.UNROLLED),
+            TOKENS,
+            np.full(4, 10),
         )
         if is_set:
             jax.jit(lambda caches: jax.tree.map(jnp.square, caches))(caches)
-    assert cases.error(np.asarray(logits)[:, :251], cases.dense_logits("ladder", 1, num_layers=LAYERS)[:, -1]) < VALUES
+    assert (
+        cases.error(
+            np.asarray(logits)[:, :251], cases.dense_logits("ladder", 1, num_layers=LAYERS)[:, -1]
+        )
+        < VALUES
+    )
 
 
 def test_a_model_with_its_text(tmp_path):
     """Made on the mesh that is set; generated from, saved and loaded."""
     with setting(jax.make_mesh((2, 4), ("data", "tensor"))) as _:
-        model = lj.Transformer(cases.model("ladder", num_layers=1, vocab_size=256), rngs=nnx.Rngs(0))
+        model = lj.Transformer(
+            cases.model("ladder", num_layers=1, vocab_size=256), rngs=nnx.Rngs(0)
+        )
         text = model.generate("a", max_new_tokens=4)
         assert model.mesh == jax.sharding.get_mesh() and model.definition.layout.ranks == 4
         model.save(tmp_path / "model")
         again = lj.load(tmp_path / "model")
-        assert same_types(again.params, model.params) and again.generate("a", max_new_tokens=4) == text
+        assert (
+            same_types(again.params, model.params) and again.generate("a", max_new_tokens=4) == text
+        )
     alone = lj.Transformer(model.config, rngs=nnx.Rngs(0))
     assert alone.mesh.size == 1 and alone.generate("a", max_new_tokens=4) == text
 
 
 def test_a_model_of_make_mesh_among_explicit_code():
-    """Its parameters stay on its own mesh; results lie on the one that is set, whatever its axes are called."""
+    """Its parameters stay on its own mesh; results lie on the one that is set, whatever its axes
+    are called.
+    """
     model, shared = model_on(lj.make_mesh(data=2, tensor=4)), model_on(lj.make_mesh(tensor=8))
-    expected, prompt = cases.dense_logits("ladder", 1, num_layers=LAYERS), tuple(TOKENS[0, :5].tolist())
-    for names, spec in ((("data", "tensor"), P("data", None, None)), (("x", "y"), P(None, None, None))):
+    expected, prompt = (
+        cases.dense_logits("ladder", 1, num_layers=LAYERS),
+        tuple(TOKENS[0, :5].tolist()),
+    )
+    for names, spec in (
+        (("data", "tensor"), P("data", None, None)),
+        (("x", "y"), P(None, None, None)),
+    ):
         with setting(jax.make_mesh((2, 4), names)):
             logits = model(TOKENS)
-            assert cases.error(jnp.sin(logits), np.sin(expected)) < 10 * VALUES and logits.sharding.spec == spec
+            assert (
+                cases.error(jnp.sin(logits), np.sin(expected)) < 10 * VALUES
+                and logits.sharding.spec == spec
+            )
             assert cases.error(jax.jit(lambda tokens: model(tokens) + 0)(TOKENS), expected) < VALUES
-            (found,) = decode.Generator(model).tokens([prompt], config=DecodeConfig(max_new_tokens=20))
+            (found,) = decode.Generator(model).tokens(
+                [prompt], config=DecodeConfig(max_new_tokens=20)
+            )
             assert (found == greedy(prompt)).all()
-    params, config = jax.tree.map(jnp.copy, shared.params), TrainConfig(batch=4, sequence=9, steps=3)
+    params, config = (
+        jax.tree.map(jnp.copy, shared.params),
+        TrainConfig(batch=4, sequence=9, steps=3),
+    )
     loss, gradients = cases.dense_gradients("ladder", 1, num_layers=LAYERS)
     with setting(lj.make_mesh(tensor=8)):  # which has no axes for the ranks that share a head
         value, found = jax.jit(loss_and_gradients(shared.definition))(params, TOKENS)
         state = step.initial_state(shared.definition, config=config, params=params)
         _, metrics = step.train_step(shared.definition, config=config)(state, TOKENS)
-        assert cases.error(shared(TOKENS), expected) < VALUES and errors(found, gradients) < GRADIENTS
+        assert (
+            cases.error(shared(TOKENS), expected) < VALUES and errors(found, gradients) < GRADIENTS
+        )
         assert all(abs(float(one) - loss) < GRADIENTS * loss for one in (value, metrics["loss"]))
 
 
 SPECS = P("data"), P(None, None, None, "tensor", None)
 
 
-OWN = covering.rows(["ladder", "standard", "parallel-ladder"], Loop, [("tensor",), ("data", "tensor")])
+OWN = covering.rows(
+    ["ladder", "standard", "parallel-ladder"], Loop, [("tensor",), ("data", "tensor")]
+)
 
 
 @pytest.mark.parametrize("name, loop, axes", OWN)
 def test_layers_of_your_own(name, loop, axes):
-    """`residual.run` in a shard_map over the whole mesh, or over the tensor axis alone, the rows split by type."""
+    """`residual.run` in a shard_map over the whole mesh, or over the tensor axis alone, the rows
+    split by type.
+    """
     topology = residual.topology(name, num_layers=3)
     local = lambda x, stacked: residual.run(topology, pair, x, params=stacked, loop=loop)
     specs = SPECS if len(axes) == 2 else (P(), SPECS[1])
@@ -256,7 +308,9 @@ def test_layers_of_your_own(name, loop, axes):
 def test_a_stack_of_your_own():
     class Sublayer(nnx.Module):
         def __init__(self, *, rngs):
-            self.up, self.down = (nnx.Linear(*sizes, use_bias=False, rngs=rngs) for sizes in ((8, 16), (16, 8)))
+            self.up, self.down = (
+                nnx.Linear(*sizes, use_bias=False, rngs=rngs) for sizes in ((8, 16), (16, 8))
+            )
 
         def __call__(self, x):
             return self.down(jnp.tanh(self.up(x)))
@@ -269,12 +323,17 @@ def test_a_stack_of_your_own():
     one = residual.Stack(Layer, topology=topology, rngs=nnx.Rngs(0), axes=())
     with setting(jax.make_mesh((2, 4), ("data", "tensor"))):
         graph, params = nnx.split(residual.Stack(Layer, topology=topology, rngs=nnx.Rngs(0)))
-        spec = lambda path, _: P(None, None, "tensor") if "up" in jax.tree_util.keystr(path) else P(None, "tensor")
+        spec = lambda path, _: (
+            P(None, None, "tensor") if "up" in jax.tree_util.keystr(path) else P(None, "tensor")
+        )
         specs = jax.tree_util.tree_map_with_path(spec, params)
         local = lambda params, x: nnx.merge(graph, params)(x)
         mapped = jax.shard_map(local, in_specs=(specs, P("data")), out_specs=P("data"))
-        found = jax.jit(lambda params, x: mapped(jax.reshard(params, specs), jax.reshard(x, P("data"))))(params, X)
-        whole = nnx.jit(lambda stack, x: stack(x))(one, jax.device_put(X, P("data")))  # split by types alone
+        found = jax.jit(
+            lambda params, x: mapped(jax.reshard(params, specs), jax.reshard(x, P("data")))
+        )(params, X)
+        # split by types alone
+        whole = nnx.jit(lambda stack, x: stack(x))(one, jax.device_put(X, P("data")))
     assert cases.error(found, one(X)) < LIMIT and cases.error(whole, one(X)) < LIMIT
 
 
@@ -304,7 +363,15 @@ def test_what_is_refused(make, said):
 
 
 def test_sizes_by_our_names():
-    mesh = lj.mesh_of(jax.make_mesh((4, 2, 1), ("tp", "dp", "stage")), axes={"tensor": "tp", "data": "dp"})
-    assert mesh.shape == dict(data=2, fsdp=1, tensor=4) and mesh.size == 8 and lj.mesh_of(mesh) is mesh
-    assert mesh.own.axis_names == ("tensor", "data", "fsdp") and list(mesh.devices.flat) == list(mesh.mesh.devices.flat)
-    assert lj.mesh_of(jax.make_mesh((2, 4), ("data", "tensor"))).own == lj.make_mesh(data=2, tensor=4)
+    mesh = lj.mesh_of(
+        jax.make_mesh((4, 2, 1), ("tp", "dp", "stage")), axes={"tensor": "tp", "data": "dp"}
+    )
+    assert (
+        mesh.shape == dict(data=2, fsdp=1, tensor=4) and mesh.size == 8 and lj.mesh_of(mesh) is mesh
+    )
+    assert mesh.own.axis_names == ("tensor", "data", "fsdp") and list(mesh.devices.flat) == list(
+        mesh.mesh.devices.flat
+    )
+    assert lj.mesh_of(jax.make_mesh((2, 4), ("data", "tensor"))).own == lj.make_mesh(
+        data=2, tensor=4
+    )

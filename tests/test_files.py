@@ -37,7 +37,11 @@ def test_a_link_stays(tmp_path):
     link.symlink_to(target)
     files.check_writable("out", str(link))
     files.write_atomically(str(link), write)
-    assert link.is_symlink() and target.read_text() == "new" and os.listdir(tmp_path / "there") == ["target.json"]
+    assert (
+        link.is_symlink()
+        and target.read_text() == "new"
+        and os.listdir(tmp_path / "there") == ["target.json"]
+    )
 
 
 def test_a_full_disk_is_one_line(tmp_path):

@@ -1,6 +1,8 @@
-"""Weights gathered for one layer at a time: what is kept for the backward pass, and runs of layers of several kinds.
+"""Weights gathered for one layer at a time: what is kept for the backward pass, and runs of layers
+of several kinds.
 
-Its numbers on every mesh are held to one device's in test_meshes.py, its schedules in tests/audit/test_sharded.py.
+Its numbers on every mesh are held to one device's in test_meshes.py, its schedules in
+tests/audit/test_sharded.py.
 """
 
 import jax
@@ -20,7 +22,9 @@ LOOPS = covering.marked([(Loop.UNROLLED,)], chosen=[(Loop.SCAN,)])
 @pytest.mark.parametrize("remat", [Remat.NONE, Remat.FULL, Remat.SAVE_MATMULS])
 @pytest.mark.parametrize("loop", Loop)
 def test_no_whole_matrix_is_kept_for_the_backward_pass(loop, remat, monkeypatch):
-    """Of what the layers' loop gives its backward pass nothing has the shape of a gathered matrix."""
+    """Of what the layers' loop gives its backward pass nothing has the shape of a gathered
+    matrix.
+    """
     definition = cases.define("ladder", num_layers=2, fsdp=4, tensor=2)
     whole, unsharded = set(), fsdp._unsharded
 
@@ -34,7 +38,8 @@ def test_no_whole_matrix_is_kept_for_the_backward_pass(loop, remat, monkeypatch)
     kept = []
 
     def local(params, tokens):
-        params = jax.tree.map(lambda a: pvary(a, definition.layout.all_axes), params)  # as a training step does
+        # as a training step does
+        params = jax.tree.map(lambda a: pvary(a, definition.layout.all_axes), params)
         run = nn.ForwardPass(definition, tokens.shape, execution=Execution(loop=loop, remat=remat))
         state, _ = run.embed(params, tokens)
         through = lambda stack: run.layers(state, params={"layers": stack})[0].residual
@@ -43,7 +48,9 @@ def test_no_whole_matrix_is_kept_for_the_backward_pass(loop, remat, monkeypatch)
         return all_reduce(x.sum(), definition.layout.batch)
 
     dims = dict(in_dims=(definition.dims, "BT"), out_dims="")
-    tokens = jax.ShapeDtypeStruct((ROWS, LENGTH), "int32", sharding=definition.layout.sharding("BT"))
+    tokens = jax.ShapeDtypeStruct(
+        (ROWS, LENGTH), "int32", sharding=definition.layout.sharding("BT")
+    )
     jax.eval_shape(on_mesh(local, layout=definition.layout, **dims), definition.abstract, tokens)
     assert len(whole) >= 4 and kept
     stacked = {(2, *shape) for shape in whole}
@@ -53,8 +60,12 @@ def test_no_whole_matrix_is_kept_for_the_backward_pass(loop, remat, monkeypatch)
 @pytest.mark.parametrize("loop", LOOPS)
 def test_beside_low_rank_factors_no_matrix_has_a_gradient(loop):
     """One reduce-scatter for each of a layer's seven matrices: of the factor that is split."""
-    plan = Retraining(cases.define("ladder", num_layers=2, fsdp=4, tensor=2), lora=LoraConfig(rank=3))
-    batch = jax.ShapeDtypeStruct((ROWS, LENGTH + 1), "int32", sharding=plan.definition.layout.sharding("BT"))
+    plan = Retraining(
+        cases.define("ladder", num_layers=2, fsdp=4, tensor=2), lora=LoraConfig(rank=3)
+    )
+    batch = jax.ShapeDtypeStruct(
+        (ROWS, LENGTH + 1), "int32", sharding=plan.definition.layout.sharding("BT")
+    )
     frozen = {"model": plan.definition.abstract}
     gradients = task_gradients(plan, config=TrainConfig(loop=loop))
     program = jax.jit(gradients).lower(plan.abstract, frozen, batch, {}).compile().as_text()

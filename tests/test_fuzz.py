@@ -1,4 +1,5 @@
-"""Readers of files, fed with generated and damaged ones: at most a UserError of one line, in little memory and time.
+"""Readers of files, fed with generated and damaged ones: at most a UserError of one line, in little
+memory and time.
 
 `python -m tests.fuzz READER NUMBER NUMBER+1` runs one input again.
 """
@@ -18,7 +19,9 @@ def feed(reader, count, *, timeout):
         text=True,
         timeout=timeout,
     )
-    assert done.returncode == 0, f"{done.stdout[-4000:]}\nstatus {done.returncode}, the last: {done.stderr[-300:]}"
+    assert done.returncode == 0, (
+        f"{done.stdout[-4000:]}\nstatus {done.returncode}, the last: {done.stderr[-300:]}"
+    )
     return done.stdout.splitlines()
 
 

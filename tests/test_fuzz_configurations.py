@@ -1,4 +1,6 @@
-"""The walk over configurations: a fixed part of it, what it draws, and that it would see a wrong computation."""
+"""The walk over configurations: a fixed part of it, what it draws, and that it would see a wrong
+computation.
+"""
 
 import collections
 
@@ -47,7 +49,11 @@ def test_a_crash_is_reported_and_a_refusal_is_not(monkeypatch):
 
     monkeypatch.setattr(compare.Program, "begin", crash)
     case, outcome = found()
-    assert outcome.what == "failed" and "ZeroDivisionError: of a program" in outcome.said and " crash" in outcome.said
+    assert (
+        outcome.what == "failed"
+        and "ZeroDivisionError: of a program" in outcome.said
+        and " crash" in outcome.said
+    )
 
     def refuse(*args, **settings):
         raise UserError("4 is not 3")
@@ -59,7 +65,9 @@ def test_a_crash_is_reported_and_a_refusal_is_not(monkeypatch):
 
 
 def test_a_process_that_dies_is_reported(monkeypatch, tmp_path, capsys):
-    """Each of its cases, with the command that repeats it; the walk goes on, and its status is 1."""
+    """Each of its cases, with the command that repeats it; the walk goes on, and its status is
+    1.
+    """
     worker = tmp_path / "worker"
     worker.write_text("#!/bin/sh\necho out of luck >&2\nkill -6 $$\n")
     worker.chmod(0o755)
@@ -83,7 +91,8 @@ def test_draws():
             drawn[name].add(str(value))
         drawn["batch"].add(case.batch)
     settings = [("a.b", None), ("a", True), ("a", 2.0)]
-    assert list(map(override, settings)) == ["a.b=null", "a=true", "a=2.0"]  # as on the command line
+    # as on the command line
+    assert list(map(override, settings)) == ["a.b=null", "a=true", "a=2.0"]
     assert drawn["train.remat"] == {"none", "full", "save-matmuls", "offload"}
     assert {"farskip", "desync-3", "ladder-fresh", "no-communication"} <= drawn["model.residual"]
     assert drawn["mesh.experts"] == {"exchange"} and {"2", "[1]"} <= drawn["model.ladder_layers"]

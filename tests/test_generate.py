@@ -1,4 +1,6 @@
-"""One prompt: a Generator gives what an Engine gives, and `ladder-jax generate --prompt` uses no engine."""
+"""One prompt: a Generator gives what an Engine gives, and `ladder-jax generate --prompt` uses no
+engine.
+"""
 
 import dataclasses
 import functools
@@ -20,7 +22,9 @@ FORMS = {
     "1": (dict(tensor=1), dict(loop=Loop.UNROLLED)),
     "2, scan, int8": (dict(tensor=2), dict(loop=Loop.SCAN, quantize=Quantize.INT8)),
 }
-FILTERED = dict(temperature=0.9, top_k=9, top_p=0.9, min_p=0.01, repetition_penalty=1.2, seed=7, logprobs=True)
+FILTERED = dict(
+    temperature=0.9, top_k=9, top_p=0.9, min_p=0.01, repetition_penalty=1.2, seed=7, logprobs=True
+)
 
 
 @functools.cache
@@ -50,13 +54,18 @@ def finished(started):
 
 
 def check_equal(ours, engines):
-    """Tokens, text and pieces exactly; log-probabilities within the rounding of sums over caches of two lengths.
+    """Tokens, text and pieces exactly; log-probabilities within the rounding of sums over caches of
+    two lengths.
 
     Gives the result.
     """
     (pieces, result), (others, expected) = finished(ours), finished(engines)
-    assert dataclasses.replace(result, logprobs=None) == dataclasses.replace(expected, logprobs=None)
-    assert [(piece.tokens, piece.text) for piece in pieces] == [(piece.tokens, piece.text) for piece in others]
+    assert dataclasses.replace(result, logprobs=None) == dataclasses.replace(
+        expected, logprobs=None
+    )
+    assert [(piece.tokens, piece.text) for piece in pieces] == [
+        (piece.tokens, piece.text) for piece in others
+    ]
     assert "".join(piece.text for piece in pieces) == result.text
     assert (result.logprobs is None) == (expected.logprobs is None)
     if result.logprobs is not None:
@@ -68,7 +77,8 @@ def check_equal(ours, engines):
 
 # Four ranks, unrolled: in test_decode.py; eight, in test_engine.py.
 @pytest.mark.parametrize(
-    "form, settings", [("1", dict(seed=0)), ("1", FILTERED), ("2, scan, int8", dict(temperature=1.2, seed=5))]
+    "form, settings",
+    [("1", dict(seed=0)), ("1", FILTERED), ("2, scan, int8", dict(temperature=1.2, seed=5))],
 )
 def test_a_generator_gives_what_an_engine_gives(form, settings):
     generate, serve = both(form)
@@ -111,7 +121,18 @@ def run(tmp_path_factory):
     return folder
 
 
-ASKED = ["--temperature", "1.3", "--top-k", "30", "--seed", "4", "--stop", "e", "--repetition-penalty", "1.2"]
+ASKED = [
+    "--temperature",
+    "1.3",
+    "--top-k",
+    "30",
+    "--seed",
+    "4",
+    "--stop",
+    "e",
+    "--repetition-penalty",
+    "1.2",
+]
 
 
 def test_one_prompt_uses_no_engine(run, tmp_path, capsys, monkeypatch):
@@ -130,7 +151,8 @@ def test_one_prompt_uses_no_engine(run, tmp_path, capsys, monkeypatch):
     for more in ([], ["--stream"]):
         assert cli.main([*words, "--prompt", "the cat", *more]) == 0
         assert capsys.readouterr().out == expected
-    with pytest.raises(AssertionError, match="an engine's scheduler"):  # the control: two prompts do
+    # the control: two prompts do
+    with pytest.raises(AssertionError, match="an engine's scheduler"):
         cli.main([*words, "--prompt", "the cat", "--prompt", "the cat"])
 
 

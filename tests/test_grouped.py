@@ -1,4 +1,6 @@
-"""Grouped matmuls on NVIDIA GPUs: the kernels in Pallas' interpreter, what they visit, and when they are chosen."""
+"""Grouped matmuls on NVIDIA GPUs: the kernels in Pallas' interpreter, what they visit, and when
+they are chosen.
+"""
 
 import functools
 import types
@@ -22,13 +24,18 @@ SHAPES = [(40, (0, 19, 0, 2), 24, 72), (300, (131, 0), 40, 136)]
 
 @pytest.mark.parametrize("rows, sizes, inner, outer", SHAPES)
 def test_products(rows, sizes, inner, outer):
-    """All three, in 8 bits too; with empty groups, rows of no group, and matrices of empty groups that hold NaNs."""
+    """All three, in 8 bits too; with empty groups, rows of no group, and matrices of empty groups
+    that hold NaNs.
+    """
     rng, count = np.random.default_rng(0), len(sizes)
     x, dy = (jnp.asarray(rng.standard_normal((rows, n)), jnp.bfloat16) for n in (inner, outer))
     weight = jnp.asarray(rng.standard_normal((count, inner, outer)), jnp.bfloat16)
     bytes_, scale = rng.integers(-127, 128, weight.shape), rng.uniform(0.01, 0.1, (count, outer))
     empty = np.array(sizes) == 0
-    spoilt, scale = jnp.where(empty[:, None, None], jnp.nan, weight), np.where(empty[:, None], np.nan, scale)
+    spoilt, scale = (
+        jnp.where(empty[:, None, None], jnp.nan, weight),
+        np.where(empty[:, None], np.nan, scale),
+    )
 
     def local(x, dy, weight, bytes_, scale, sizes):
         product = functools.partial(grouped_gpu.product, interpret=True)
@@ -38,7 +45,9 @@ def test_products(rows, sizes, inner, outer):
         return product(x, weight, sizes), eight_bits, of_rows, of_weight
 
     call = jax.jit(jax.shard_map(local, mesh=parallel.make_mesh(), in_specs=P(), out_specs=P()))
-    found = call(x, dy, spoilt, bytes_.astype(np.int8), scale.astype(np.float32), jnp.array(sizes, jnp.int32))
+    found = call(
+        x, dy, spoilt, bytes_.astype(np.int8), scale.astype(np.float32), jnp.array(sizes, jnp.int32)
+    )
     x, dy, weight = (np.asarray(a, np.float64) for a in (x, dy, weight))
     start = 0
     for group, size in enumerate(sizes):
@@ -49,7 +58,9 @@ def test_products(rows, sizes, inner, outer):
             dy[part] @ weight[group].T,
             x[part].T @ dy[part],
         )
-        for ours, exact in zip((*(a[part] for a in found[:3]), found[3][group]), expected, strict=True):
+        for ours, exact in zip(
+            (*(a[part] for a in found[:3]), found[3][group]), expected, strict=True
+        ):
             if size:
                 assert cases.error(np.asarray(ours, np.float64), exact) < 2 * BFLOAT16
             else:
@@ -57,17 +68,28 @@ def test_products(rows, sizes, inner, outer):
 
 
 def test_every_row_is_visited_once_and_no_empty_group():
-    """So that a decode step reads the matrices of the experts that its rows chose, and no others."""
-    rng, tiles = np.random.default_rng(0), jax.jit(grouped_gpu._tiles, static_argnames=("rows", "height"))
+    """So that a decode step reads the matrices of the experts that its rows chose, and no
+    others.
+    """
+    rng, tiles = (
+        np.random.default_rng(0),
+        jax.jit(grouped_gpu._tiles, static_argnames=("rows", "height")),
+    )
     for rows, count, height in ((8, 16, 16), (300, 5, 16), (1, 1, 16), (500, 3, 128)):
         for full in (0, rows // 2, rows):
             for even in (True, False):  # else all rows are in one group
-                chosen = rng.integers(0, count, full) if even else np.full(full, rng.integers(count))
+                chosen = (
+                    rng.integers(0, count, full) if even else np.full(full, rng.integers(count))
+                )
                 sizes = np.bincount(chosen, minlength=count).astype(np.int32)
                 group, first, end = map(np.asarray, tiles(sizes, rows=rows, height=height))
                 used = first < end
                 assert set(group[used]) == set(np.flatnonzero(sizes))
-                visited = [(g, r) for g, f, e in zip(group, first, end) for r in range(f, min(f + height, e))]
+                visited = [
+                    (g, r)
+                    for g, f, e in zip(group, first, end)
+                    for r in range(f, min(f + height, e))
+                ]
                 assert visited == list(zip(np.repeat(np.arange(count), sizes), range(full)))
 
 
@@ -75,7 +97,9 @@ def test_every_row_is_visited_once_and_no_empty_group():
     "router", [pytest.param(test_experts.as_drawn, marks=pytest.mark.full), test_experts.all_to_one]
 )
 def test_a_sublayer_on_kernels(router, monkeypatch):
-    """Values and gradients on four ranks are those of XLA's form; what the kernels leave undefined reaches nobody."""
+    """Values and gradients on four ranks are those of XLA's form; what the kernels leave undefined
+    reaches nobody.
+    """
 
     def outcome():
         call, params, _, x = test_experts.sublayer(router, "shared")
@@ -85,9 +109,13 @@ def test_a_sublayer_on_kernels(router, monkeypatch):
     expected = outcome()
     monkeypatch.setattr(grouped, "choose", lambda dtype: grouped.Kernel.TRITON)
     for name in ("product", "over_rows"):
-        monkeypatch.setattr(grouped_gpu, name, functools.partial(getattr(grouped_gpu, name), interpret=True))
+        monkeypatch.setattr(
+            grouped_gpu, name, functools.partial(getattr(grouped_gpu, name), interpret=True)
+        )
     errors = jax.tree.map(cases.error, outcome(), expected)
-    assert max(jax.tree.leaves(errors)) < cases.bound(test_experts.experts.model(), passes=2), errors
+    assert max(jax.tree.leaves(errors)) < cases.bound(test_experts.experts.model(), passes=2), (
+        errors
+    )
 
 
 @pytest.mark.parametrize(
@@ -103,7 +131,9 @@ def test_a_sublayer_on_kernels(router, monkeypatch):
         ("NVIDIA of another age", jnp.bfloat16, None, None, "xla"),
     ],
 )
-def test_the_kernel_follows_the_meshs_devices(kind, dtype, capability, variable, kernel, monkeypatch):
+def test_the_kernel_follows_the_meshs_devices(
+    kind, dtype, capability, variable, kernel, monkeypatch
+):
     def information():
         if capability is None:
             raise ValueError("Unsupported GPU device kind")
@@ -118,5 +148,7 @@ def test_the_kernel_follows_the_meshs_devices(kind, dtype, capability, variable,
 
 def test_a_wrong_variable(monkeypatch):
     monkeypatch.setenv(grouped.VARIABLE, "xlaa")
-    with pytest.raises(UserError, match="unknown LADDER_JAX_GROUPED_MATMUL 'xlaa'; did you mean 'xla'"):
+    with pytest.raises(
+        UserError, match="unknown LADDER_JAX_GROUPED_MATMUL 'xlaa'; did you mean 'xla'"
+    ):
         grouped.choose(jnp.bfloat16)

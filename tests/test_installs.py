@@ -1,4 +1,6 @@
-"""What is installed with `pip install ladder-jax` suffices, but for what says which extra it needs."""
+"""What is installed with `pip install ladder-jax` suffices, but for what says which extra it
+needs.
+"""
 
 import os
 import pathlib
@@ -29,21 +31,30 @@ importlib.util.find_spec = lambda name, *more: None if name.partition(".")[0] in
 NEED_AN_EXTRA = {
     "ladder_jax.evaluate.harness": "datasets lm_eval",  # lm-eval brings datasets
     "ladder_jax.serve": "fastapi uvicorn prometheus_client",
-    "ladder_jax.pretrained.huggingface.modeling_ladder": "torch transformers",  # a file for others, who have these
+    # a file for others, who have these
+    "ladder_jax.pretrained.huggingface.modeling_ladder": "torch transformers",
 }
 
 
 def run(code: str, cwd) -> subprocess.CompletedProcess:
     environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
     return subprocess.run(
-        [sys.executable, "-c", WITHOUT + code], cwd=cwd, env=environment, capture_output=True, text=True, timeout=300
+        [sys.executable, "-c", WITHOUT + code],
+        cwd=cwd,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
     )
 
 
 def test_templates_of_strangers_need_a_jinja2_that_holds_them():
     """Before 3.1.6 they could leave its sandbox (CVE-2025-27516)."""
     lines = (pathlib.Path(__file__).parent.parent / "requirements.txt").read_text().splitlines()
-    required = {one.name: one.specifier for one in map(Requirement, (line for line in lines if line[0] != "#"))}
+    required = {
+        one.name: one.specifier
+        for one in map(Requirement, (line for line in lines if line[0] != "#"))
+    }
     assert "3.1.6" in required["jinja2"] and "3.1.5" not in required["jinja2"]
 
 
@@ -104,5 +115,9 @@ for words in (
 def test_a_picture_names_its_extra_before_the_work(tmp_path):
     done = run(PICTURES, tmp_path)
     said = "ladder-jax: --plot picture.png: a picture needs matplotlib: pip install 'ladder-jax[plot]'\n"
-    assert (done.returncode, done.stdout, done.stderr) == (0, "predict 2\noverlap 2\nbench 2\n", 3 * said)
+    assert (done.returncode, done.stdout, done.stderr) == (
+        0,
+        "predict 2\noverlap 2\nbench 2\n",
+        3 * said,
+    )
     assert not list(tmp_path.iterdir())

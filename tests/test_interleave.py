@@ -1,4 +1,6 @@
-"""Two halves of a batch in turn: the function of the whole batch, for every topology, and sums that stand apart."""
+"""Two halves of a batch in turn: the function of the whole batch, for every topology, and sums that
+stand apart.
+"""
 
 import functools
 import itertools
@@ -19,7 +21,9 @@ from ladder_jax.scopes import ENTER, LAUNCH
 from tests import cases, communication, covering, experts, reference
 
 REDUCING = [name for name, case in cases.TOPOLOGIES.items() if case[2] not in ("desync", "none")]
-FORMS = {  # of tokens [B, T + 1]: halves of rows, of those of a split stream, and, of an odd number, of sequences
+# of tokens [B, T + 1]: halves of rows, of those of a split stream, and, of an odd number, of
+# sequences
+FORMS = {
     "rows": ((4, 9), {}),
     "split rows": ((4, 9), dict(sequence_parallel=True)),
     "sequences": ((3, 10), {}),
@@ -51,7 +55,9 @@ def compiled(definition, shape, **settings):
 
 @pytest.mark.parametrize("name, form, loop, remat", GRADIENTS)
 def test_gradients(name, form, loop, remat):
-    """Against the float64 reference; and every half's every sum is an all-reduce of its own, in both directions."""
+    """Against the float64 reference; and every half's every sum is an all-reduce of its own, in
+    both directions.
+    """
     definition, (shape, split) = cases.define(name, tensor=4), FORMS[form]
     program, arguments = compiled(definition, shape, loop=loop, remat=remat, **split)
     cases.assert_close(program(*arguments), dense(name, shape), definition=definition)
@@ -76,33 +82,45 @@ def test_beside_the_other_axes(mesh, settings):
 
 @pytest.mark.parametrize("rows", [3, pytest.param(4, marks=pytest.mark.full)])
 def test_packed_documents(rows):
-    """A position of the later half attends to those of its own document in the first one, and to no other."""
+    """A position of the later half attends to those of its own document in the first one, and to no
+    other.
+    """
     definition = cases.define("ladder", tensor=4)
     segments = np.repeat(np.array([[1, 1, 1, 2, 2, 2, 2, 2, 2, 3]]), rows, 0)
     batch = Batch(tokens=cases.tokens((rows, 10)), segments=segments, loss_mask=None)
     params = cases.placed(definition)
-    whole, halves = (jax.jit(train.loss_and_gradients(definition, interleave=count))(params, batch) for count in (1, 2))
+    whole, halves = (
+        jax.jit(train.loss_and_gradients(definition, interleave=count))(params, batch)
+        for count in (1, 2)
+    )
     cases.assert_close(halves, whole, definition=definition)
 
 
 @pytest.mark.parametrize("name", ["standard", pytest.param("ladder", marks=pytest.mark.full)])
 def test_experts_whose_sums_are_reduced(name):
-    """Their statistics are sums over both halves, so the routers' losses are those of the whole batch."""
+    """Their statistics are sums over both halves, so the routers' losses are those of the whole
+    batch.
+    """
     definition = experts.define(name, "shared", tensor=4)
     experts.check_gradients(definition, experts.dense_gradients(name, "shared"), interleave=2)
 
 
 @pytest.mark.parametrize(
     "name, loop, rows",
-    covering.rows(["standard", "ladder-fresh", "hybrid-delay-2"], Loop, (4, 1, 3), pairs=[], even=[1]),
+    covering.rows(
+        ["standard", "ladder-fresh", "hybrid-delay-2"], Loop, (4, 1, 3), pairs=[], even=[1]
+    ),
 )
 def test_prefill(name, loop, rows):
-    """Logits and caches, of halves of rows and of a row's positions: the second reads what the first has written."""
+    """Logits and caches, of halves of rows and of a row's positions: the second reads what the
+    first has written.
+    """
     definition = cases.define(name, tensor=4)
     params = weights.prepare(definition, cases.placed(definition), loop=loop)
     tokens, lengths = cases.tokens((rows, 8)), np.array([8, 5, 7, 3], np.int32)[:rows]
     whole, halves = (
-        steps.prefill(definition, capacity=32, loop=loop, interleave=count)(params, tokens, lengths) for count in (1, 2)
+        steps.prefill(definition, capacity=32, loop=loop, interleave=count)(params, tokens, lengths)
+        for count in (1, 2)
     )
     limit = cases.bound(definition.config)
     real = slice(definition.config.vocab_size)
@@ -117,8 +135,8 @@ def test_prefill(name, loop, rows):
     ("standard", dict(tensor=4, qk_norm="all-heads"), 2 * communication.NUM_LAYERS),
 ])  # fmt: skip
 def test_prefill_that_starts_and_awaits_apart(name, changes, count, monkeypatch):
-    """Every half's every sum but the last is started before the other half's sublayer; only MLPs stand beside one where
-    attention's query and key norms reduce over all heads.
+    """Every half's every sum but the last is started before the other half's sublayer; only MLPs
+    stand beside one where attention's query and key norms reduce over all heads.
     """
     started = communication.start_on_a_cpu(monkeypatch)
     definition = cases.define(name, **changes)
@@ -146,7 +164,9 @@ def test_text_of_prompts_that_are_read_in_halves(rows):
     for text in texts[1:]:
         np.testing.assert_array_equal(text, texts[0])
     engine = decode.Engine(definition, params, slots=2, capacity=48, interleave=2, prefill_chunk=16)
-    handles = engine.submit_all([decode.Request(tuple(prompt), max_new_tokens=5) for prompt in prompts])
+    handles = engine.submit_all(
+        [decode.Request(tuple(prompt), max_new_tokens=5) for prompt in prompts]
+    )
     engine.run()
     np.testing.assert_array_equal([handle.result().tokens for handle in handles], texts[0])
 
@@ -162,12 +182,21 @@ def block(layer):
 def own_layers(rows, **settings):
     rng = np.random.default_rng(0)
     draw = lambda *shape: jnp.asarray(0.4 * rng.standard_normal(shape), jnp.float32)
-    x, params = draw(rows, 3, 8), {name: draw(3, *((8, 16) if name in "ac" else (16, 8))) for name in "abcd"}
-    specs = {name: P(None, None, "tensor") if name in "ac" else P(None, "tensor") for name in "abcd"}
+    x, params = (
+        draw(rows, 3, 8),
+        {name: draw(3, *((8, 16) if name in "ac" else (16, 8))) for name in "abcd"},
+    )
+    specs = {
+        name: P(None, None, "tensor") if name in "ac" else P(None, "tensor") for name in "abcd"
+    }
     topology = residual.topology("ladder-2", num_layers=3)
     run = lambda x, params: residual.run(topology, block, x, params=params, **settings)
-    mapped = jax.shard_map(run, mesh=parallel.make_mesh(tensor=4), in_specs=(P(), specs), out_specs=P())
-    return jax.jit(jax.value_and_grad(lambda x, params: jnp.sum(jnp.sin(mapped(x, params))), (0, 1)))(x, params)
+    mapped = jax.shard_map(
+        run, mesh=parallel.make_mesh(tensor=4), in_specs=(P(), specs), out_specs=P()
+    )
+    return jax.jit(
+        jax.value_and_grad(lambda x, params: jnp.sum(jnp.sin(mapped(x, params))), (0, 1))
+    )(x, params)
 
 
 @pytest.mark.parametrize("loop", Loop)
@@ -189,7 +218,8 @@ def test_a_stack_of_your_own():
 
     topology, x = residual.topology("ladder", num_layers=2), jnp.ones((2, 3, 8))
     made = [
-        residual.Stack(Layer, topology=topology, rngs=nnx.Rngs(0), axes=(), interleave=count)(x) for count in (1, 2)
+        residual.Stack(Layer, topology=topology, rngs=nnx.Rngs(0), axes=(), interleave=count)(x)
+        for count in (1, 2)
     ]
     assert cases.error(made[1], made[0]) < 1e-6
 
@@ -248,7 +278,9 @@ def test_a_decode_step_is_refused():
 
 
 EXCHANGED = covering.marked(
-    itertools.product(["standard", "ladder", "ladder-2"], ["shared", "ungated", "routed"], Loop, REMATS),
+    itertools.product(
+        ["standard", "ladder", "ladder-2"], ["shared", "ungated", "routed"], Loop, REMATS
+    ),
     chosen=[
         ("standard", "shared", Loop.UNROLLED, Remat.NONE),
         ("ladder", "ungated", Loop.SCAN, Remat.SAVE_MATMULS),
@@ -261,8 +293,12 @@ def test_experts_that_exchange_rows(name, kind, loop, remat):
     """Every half's rows are sent by themselves."""
     moe = experts.KINDS[kind]
     moe = {**moe, "capacity": moe["experts"] / moe["top_k"]}
-    mesh = parallel.make_mesh(data=2 if name == "ladder" else 1, tensor=2 if loop is Loop.SCAN else 4)
-    definition = nn.define(experts.model(name, kind, moe=moe), mesh=mesh, experts=ExpertParallelism.EXCHANGE)
+    mesh = parallel.make_mesh(
+        data=2 if name == "ladder" else 1, tensor=2 if loop is Loop.SCAN else 4
+    )
+    definition = nn.define(
+        experts.model(name, kind, moe=moe), mesh=mesh, experts=ExpertParallelism.EXCHANGE
+    )
     settings = dict(loop=loop, remat=remat, sequence_parallel=True, interleave=2)
     text = experts.check_gradients(definition, experts.dense_gradients(name, kind), **settings)
     if loop is Loop.UNROLLED and remat is Remat.NONE:
@@ -273,13 +309,16 @@ def test_experts_that_exchange_rows(name, kind, loop, remat):
 def test_prefill_of_experts_that_exchange_rows():
     moe = {**experts.KINDS["shared"], "capacity": 3.0}
     mesh = parallel.make_mesh(tensor=4)
-    definition = nn.define(experts.model("standard", moe=moe), mesh=mesh, experts=ExpertParallelism.EXCHANGE)
+    definition = nn.define(
+        experts.model("standard", moe=moe), mesh=mesh, experts=ExpertParallelism.EXCHANGE
+    )
     params = cases.placed(definition)
     params = weights.prepare(definition, params, loop=Loop.SCAN)
     tokens, lengths = cases.tokens((4, 8)), np.array([8, 5, 7, 3], np.int32)
     settings = dict(capacity=16, loop=Loop.SCAN, sequence_parallel=True)
     whole, halves = (
-        steps.prefill(definition, interleave=count, **settings)(params, tokens, lengths)[0] for count in (1, 2)
+        steps.prefill(definition, interleave=count, **settings)(params, tokens, lengths)[0]
+        for count in (1, 2)
     )
     real = slice(definition.config.vocab_size)
     assert cases.error(halves[:, real], whole[:, real]) < cases.bound(definition.config)

@@ -1,4 +1,6 @@
-"""The attention kernels of accelerators, as far as a CPU can tell: types, values, gradients, choice."""
+"""The attention kernels of accelerators, as far as a CPU can tell: types, values, gradients,
+choice.
+"""
 
 import dataclasses
 import functools
@@ -37,11 +39,15 @@ def inputs(length=100, head_dim=16, heads=8, kv_heads=4, batch=2):
 def on_mesh(function):
     mesh = parallel.make_mesh(data=2, tensor=4)
     spec = P("data", None, "tensor", None)
-    return jax.jit(jax.shard_map(function, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=True))
+    return jax.jit(
+        jax.shard_map(function, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=True)
+    )
 
 
 def gradients(attend):
-    weigh = lambda q, k, v: jnp.sum(attend(q, k, v) * jnp.cos(jnp.arange(q.shape[-1]))[None, None, None])
+    weigh = lambda q, k, v: jnp.sum(
+        attend(q, k, v) * jnp.cos(jnp.arange(q.shape[-1]))[None, None, None]
+    )
     return jax.grad(weigh, argnums=(0, 1, 2))
 
 
@@ -51,12 +57,16 @@ XLA = functools.partial(attention.causal, kernel=attention.Kernel.XLA)
 LIKE_CUDNN = differentiable(XLA)
 
 
-@pytest.mark.parametrize("attend", [SPLASH, XLA, LIKE_CUDNN], ids=["splash", "xla", "as cudnn is called"])
+@pytest.mark.parametrize(
+    "attend", [SPLASH, XLA, LIKE_CUDNN], ids=["splash", "xla", "as cudnn is called"]
+)
 def test_causal_attention(attend):
     args = inputs()
     limit = 16 * np.sqrt(100) * cases.UNIT_ROUNDOFF  # a softmax and two sums of at most 100 terms
     assert cases.error(on_mesh(attend)(*args), exact(*args)) < limit
-    for ours, dense in zip(on_mesh(gradients(attend))(*args), on_mesh(gradients(XLA))(*args), strict=True):
+    for ours, dense in zip(
+        on_mesh(gradients(attend))(*args), on_mesh(gradients(XLA))(*args), strict=True
+    ):
         assert cases.error(ours, dense) < 2 * limit
 
 
@@ -67,19 +77,27 @@ def test_decode_attends_to_each_rows_length_only():
     for call in (attend, unchecked(attend)):
         mesh = parallel.make_mesh(data=2, tensor=4)
         spec = P("data", None, "tensor", None)
-        local = jax.shard_map(call, mesh=mesh, in_specs=(spec, spec, spec, P("data")), out_specs=spec)
+        local = jax.shard_map(
+            call, mesh=mesh, in_specs=(spec, spec, spec, P("data")), out_specs=spec
+        )
         out = np.asarray(jax.jit(local)(query[:, :1], key, value, lengths))
         for row, length in enumerate(lengths):
             padded = np.concatenate([np.zeros((length - 1, 8, 16)), query[row, :1]])[None]
-            expected = exact(padded, key[row : row + 1, :length], value[row : row + 1, :length])[0, -1]
+            expected = exact(padded, key[row : row + 1, :length], value[row : row + 1, :length])[
+                0, -1
+            ]
             assert cases.error(out[row, 0], expected) < 16 * 10 * cases.UNIT_ROUNDOFF
 
 
 @pytest.mark.parametrize("heads, kv_heads", covering.marked([(2, 1), (8, 1)], chosen=[(8, 2)]))
 def test_the_paged_kernel_attends_to_each_rows_length_only(heads, kv_heads):
-    """In the interpreter; with rubbish beyond a row's length, where it ends in a page, and with one."""
+    """In the interpreter; with rubbish beyond a row's length, where it ends in a page, and with
+    one.
+    """
     lengths = np.array([1, 127, 128, 640], np.int32)
-    query, key, value = inputs(length=640, head_dim=128, heads=heads, kv_heads=kv_heads, batch=len(lengths))
+    query, key, value = inputs(
+        length=640, head_dim=128, heads=heads, kv_heads=kv_heads, batch=len(lengths)
+    )
     key, value = (x.astype(jnp.bfloat16) for x in (key, value))
     cached = [np.array(x.swapaxes(1, 2)) for x in (key, value)]
     for row, length in enumerate(lengths):
@@ -87,7 +105,10 @@ def test_the_paged_kernel_attends_to_each_rows_length_only(heads, kv_heads):
             x[row, :, length:] = 1e4
     mesh = parallel.make_mesh()
     local = jax.shard_map(
-        functools.partial(tpu_attention.decode, page=attention.PAGE), mesh=mesh, in_specs=P(), out_specs=P()
+        functools.partial(tpu_attention.decode, page=attention.PAGE),
+        mesh=mesh,
+        in_specs=P(),
+        out_specs=P(),
     )
     with pltpu.force_tpu_interpret_mode():
         out = np.asarray(jax.jit(local)(query[:, -1:], *cached, lengths))
@@ -115,6 +136,10 @@ class Device:
     ],
 )
 def test_the_kernel_follows_the_meshs_devices(platform, kind, head_dim, dtype, kernel):
-    """Not this machine's backend: a program may be compiled ahead of time. cuDNN needs its GPU here."""
+    """Not this machine's backend: a program may be compiled ahead of time. cuDNN needs its GPU
+    here.
+    """
     mesh = type("Mesh", (), {"devices": np.array([Device(platform, kind)])})
-    assert attention.choose(cases.model(head_dim=head_dim, dtype=dtype), mesh=mesh) is attention.Kernel(kernel)
+    assert attention.choose(
+        cases.model(head_dim=head_dim, dtype=dtype), mesh=mesh
+    ) is attention.Kernel(kernel)

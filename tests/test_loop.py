@@ -1,4 +1,6 @@
-"""What the training loop shows and keeps beside the steps: order, speed, profile, trackers, goodput, progress."""
+"""What the training loop shows and keeps beside the steps: order, speed, profile, trackers,
+goodput, progress.
+"""
 
 import json
 import os
@@ -23,14 +25,28 @@ from ladder_jax.train import folder, metrics, timing
 from ladder_jax.train import step as steps
 from tests import cases
 
-TINY = ["model.num_layers=2", "model.d_model=32", "model.d_ff=32", "model.dtype=float32", "train.steps=9",
-        "train.batch=4", "train.sequence=32", "train.log_every=1", "train.checkpoint_every=4", "train.warmup_steps=2",
-        "train.evaluate_every=6", "train.evaluation_batches=1", "mesh.tensor=2"]  # fmt: skip
+TINY = [
+    "model.num_layers=2",
+    "model.d_model=32",
+    "model.d_ff=32",
+    "model.dtype=float32",
+    "train.steps=9",
+    "train.batch=4",
+    "train.sequence=32",
+    "train.log_every=1",
+    "train.checkpoint_every=4",
+    "train.warmup_steps=2",
+    "train.evaluate_every=6",
+    "train.evaluation_batches=1",
+    "mesh.tensor=2",
+]
 
 
 def run(book, directory, *more, profile=None):
     said = []
-    settings = config.load("tiny", overrides=[*TINY, f"data.path={book}", f"run.dir={directory}", *more])
+    settings = config.load(
+        "tiny", overrides=[*TINY, f"data.path={book}", f"run.dir={directory}", *more]
+    )
     train.run(settings, say=said.append, profile=profile)
     return said
 
@@ -61,7 +77,9 @@ def test_a_step_is_dispatched_before_the_last_ones_metrics_are_read(book, tmp_pa
             return state, {**found, "loss": Watched(found["loss"], number, seen)}
 
     def watched(*args, real=steps.train_step, **settings):
-        return types.SimpleNamespace(compile=lambda *shapes: Compiled(real(*args, **settings).compile(*shapes)))
+        return types.SimpleNamespace(
+            compile=lambda *shapes: Compiled(real(*args, **settings).compile(*shapes))
+        )
 
     monkeypatch.setattr(steps, "train_step", watched)
     run(book, tmp_path / "run")
@@ -73,7 +91,9 @@ def test_a_step_is_dispatched_before_the_last_ones_metrics_are_read(book, tmp_pa
 
 
 def events(directory):
-    """(step, tag, value) of an event file: records of length, its checksum, an Event, its checksum."""
+    """(step, tag, value) of an event file: records of length, its checksum, an Event, its
+    checksum.
+    """
     from tensorboardX.proto.event_pb2 import Event
 
     (file,) = (directory / "tensorboard").glob("events.out.tfevents.*")
@@ -118,17 +138,22 @@ def test_tensorboard_has_no_step_twice_after_a_return(tmp_path):
     log.add({"step": 2, "loss": float("nan"), "event": "batch left out"})
     log.add({"step": 3, "loss": 7.0})
     log.close()
-    again = metrics.Metrics(tmp_path, step=2, trackers=[metrics.TensorBoard(tmp_path / "tensorboard")], say=print)
+    again = metrics.Metrics(
+        tmp_path, step=2, trackers=[metrics.TensorBoard(tmp_path / "tensorboard")], say=print
+    )
     again.add({"step": 3, "loss": 8.0})
     again.close()
     assert events(tmp_path) == [(1, "loss", 0.5), (3, "loss", 8.0)]
 
 
 def test_weights_and_biases(book, tmp_path, monkeypatch):
-    """What is asked of the package, by a stand-in for it: one run for a folder, every row once, at its step."""
+    """What is asked of the package, by a stand-in for it: one run for a folder, every row once, at
+    its step.
+    """
     calls = []
     handle = types.SimpleNamespace(
-        log=lambda row, step: calls.append((step, row["loss"])), finish=lambda: calls.append("finish")
+        log=lambda row, step: calls.append((step, row["loss"])),
+        finish=lambda: calls.append("finish"),
     )
 
     def init(**settings):
@@ -139,7 +164,9 @@ def test_weights_and_biases(book, tmp_path, monkeypatch):
     said = run(book, tmp_path / "run", "run.wandb=ladders", "run.tensorboard=false")
     assert "no MFU: the peak of 'cpu' devices is not known (train.peak_tflops=... gives it)" in said
     (project, identity, resume), *logged = calls
-    rows = [(row["step"], row["loss"]) for row in metrics.read(tmp_path / "run") if "mfu" not in row]
+    rows = [
+        (row["step"], row["loss"]) for row in metrics.read(tmp_path / "run") if "mfu" not in row
+    ]
     assert (project, resume) == ("ladders", "allow")
     assert logged == [*rows, "finish"]
     assert not (tmp_path / "run" / "tensorboard").exists()
@@ -147,7 +174,9 @@ def test_weights_and_biases(book, tmp_path, monkeypatch):
     run(book, tmp_path / "run", "run.wandb=ladders", "run.tensorboard=false")
     assert calls == [("ladders", identity, "allow"), "finish"]
     monkeypatch.setitem(sys.modules, "wandb", None)
-    with pytest.raises(UserError, match="run.wandb=ladders needs Weights & Biases: pip install 'ladder-jax.wandb.'"):
+    with pytest.raises(
+        UserError, match="run.wandb=ladders needs Weights & Biases: pip install 'ladder-jax.wandb.'"
+    ):
         run(book, tmp_path / "other", "run.wandb=ladders")
     assert not (tmp_path / "other").exists()
 
@@ -158,14 +187,19 @@ def test_goodput_of_a_run(finished):
     assert sum(summary["seconds"].values()) == pytest.approx(summary["wall_seconds"])
     assert sum(summary["shares"].values()) == pytest.approx(1)
     assert summary["restarts"] == 0
-    assert all(summary["seconds"][part] > 0 for part in ("steps", "data", "evaluation", "saving", "compile", "start"))
+    assert all(
+        summary["seconds"][part] > 0
+        for part in ("steps", "data", "evaluation", "saving", "compile", "start")
+    )
     assert summary["goodput"] == summary["shares"]["steps"]
     assert summary["seconds"]["lost"] == 0
     assert said[-1].startswith(f"goodput {summary['goodput']:.1%} of ")
 
 
 def test_what_is_lost_to_restarts(monkeypatch):
-    """A clock that moves only here. 10 s of steps with 2 s of saving in it; 5 s made in vain; 100 s down."""
+    """A clock that moves only here. 10 s of steps with 2 s of saving in it; 5 s made in vain; 100 s
+    down.
+    """
     clock = types.SimpleNamespace(now=0.0)
     fake = types.SimpleNamespace(time=lambda: 1000 + clock.now, perf_counter=lambda: clock.now)
     monkeypatch.setattr(timing, "time", fake)
@@ -203,14 +237,24 @@ def test_flops_a_token():
     """By hand: 4 layers, D 32, 8 heads of 4, 4 key/value heads, F 48, V 251, T 10."""
     layer = 32 * 32 + 2 * 32 * 16 + 32 * 32 + 3 * 32 * 48
     expected = 3 * (2 * (4 * layer + 251 * 32) + 2 * 4 * 8 * 4 * 11)
-    for changes in (dict(), dict(tensor=8), dict(biases=config.Biases.ALL, qk_norm=True), dict(tie_embeddings=True)):
+    for changes in (
+        dict(),
+        dict(tensor=8),
+        dict(biases=config.Biases.ALL, qk_norm=True),
+        dict(tie_embeddings=True),
+    ):
         assert timing.flops_a_token(cases.define("ladder", **changes), length=10) == expected
-    assert attention_flops(cases.model(), rows=3, length=1, heads=8) == 3 * 8 * 4 * 4 * 4  # one position, itself
+    # one position, itself
+    assert attention_flops(cases.model(), rows=3, length=1, heads=8) == 3 * 8 * 4 * 4 * 4
 
 
 def test_flops_agree_with_the_compiler():
-    """XLA's count of a training step, which sees the masked half of attention and all that is no matmul."""
-    definition = nn.define(cases.model(d_model=128, d_ff=256, num_layers=2), mesh=parallel.make_mesh())
+    """XLA's count of a training step, which sees the masked half of attention and all that is no
+    matmul.
+    """
+    definition = nn.define(
+        cases.model(d_model=128, d_ff=256, num_layers=2), mesh=parallel.make_mesh()
+    )
     recipe = TrainConfig(batch=2, sequence=32, loop=config.Loop.UNROLLED)
     example = jax.ShapeDtypeStruct((2, 33), np.int32, sharding=definition.layout.sharding("BT"))
     gradients = jax.jit(train.loss_and_gradients(definition, loop=recipe.loop))
@@ -228,8 +272,12 @@ def test_mfu_is_shown_with_its_formula(finished):
     directory, said = finished
     (formula,) = [line for line in said if line.startswith("MFU")]
     settings = config.load("tiny", overrides=TINY)
-    work = timing.flops_a_token(nn.define(settings.model, mesh=parallel.make_mesh(tensor=2)), length=32)
-    assert f"tokens/s x {work:.4g} FLOPs a token / (2 x 0.001 TFLOP/s, train.peak_tflops)" in formula
+    work = timing.flops_a_token(
+        nn.define(settings.model, mesh=parallel.make_mesh(tensor=2)), length=32
+    )
+    assert (
+        f"tokens/s x {work:.4g} FLOPs a token / (2 x 0.001 TFLOP/s, train.peak_tflops)" in formula
+    )
     for row in metrics.read(directory):
         assert row["mfu"] == pytest.approx(row["tokens_per_second"] * work / 2e9)
         assert 0 <= row["data_wait"] <= 1
@@ -246,7 +294,11 @@ def test_lines_of_progress(monkeypatch):
         for step in range(3, 9):
             clock.now += 6
             update(step, f"loss {step}")
-    assert said == ["step 4/8  loss 4  24 s left", "step 6/8  loss 6  12 s left", "step 8/8  loss 8"]
+    assert said == [
+        "step 4/8  loss 4  24 s left",
+        "step 6/8  loss 6  12 s left",
+        "step 8/8  loss 8",
+    ]
 
 
 def test_the_compilation_cache_is_the_users(tmp_path, monkeypatch):

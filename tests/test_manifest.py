@@ -12,7 +12,9 @@ def digest(content):
 
 
 def test_a_manifest_names_the_checkpoints_files_only(tmp_path):
-    """Not those of other folders, whatever their digests are, nor what would never end to be read."""
+    """Not those of other folders, whatever their digests are, nor what would never end to be
+    read.
+    """
     folder = tmp_path / "1"
     folder.mkdir()
     (folder / "file").write_text("f")

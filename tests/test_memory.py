@@ -1,4 +1,6 @@
-"""Memory that does not suffice for inference: refused before anything is read, or one line that says what to lower."""
+"""Memory that does not suffice for inference: refused before anything is read, or one line that
+says what to lower.
+"""
 
 import dataclasses
 import json
@@ -24,10 +26,13 @@ def wide(tmp_path_factory):
 
 def test_what_starting_takes_is_checked_before_anything_is_read(tmp_path, monkeypatch, capsys):
     """A table that fits in bfloat16, but not in float32 beside it."""
-    definition = cases.define("ladder", num_layers=1, vocab_size=4096, tie_embeddings=True, **starts.BFLOAT16)
+    definition = cases.define(
+        "ladder", num_layers=1, vocab_size=4096, tie_embeddings=True, **starts.BFLOAT16
+    )
     starts.save(tmp_path / "checkpoints", definition)
     kept, most = weights.needed_bytes(definition, loop=Loop.UNROLLED)
-    assert kept + memory.cache_bytes(definition, rows=1, capacity=64) < most == 4096 * 32 * 6  # the table in both
+    # the table in both
+    assert kept + memory.cache_bytes(definition, rows=1, capacity=64) < most == 4096 * 32 * 6
 
     def was_read(*_):
         raise UserError("was read")
@@ -45,7 +50,9 @@ def test_what_starting_takes_is_checked_before_anything_is_read(tmp_path, monkey
 
 
 def exhausted(*_, **__):
-    raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 9 bytes.\nand more")
+    raise jax.errors.JaxRuntimeError(
+        "RESOURCE_EXHAUSTED: Out of memory allocating 9 bytes.\nand more"
+    )
 
 
 def no_memory(*_, **__):
@@ -61,7 +68,9 @@ def no_memory(*_, **__):
         (steps, "decode_many", lambda *_, **__: exhausted),
     ],
 )
-def test_memory_that_does_not_suffice_is_one_line(wide, tmp_path, what, where, error, monkeypatch, capsys):
+def test_memory_that_does_not_suffice_is_one_line(
+    wide, tmp_path, what, where, error, monkeypatch, capsys
+):
     """While loading, compiling or running; the same for each verb that decodes."""
     monkeypatch.setattr(what, where, error)
     questions = tmp_path / "questions.jsonl"
@@ -78,8 +87,14 @@ def test_memory_that_does_not_suffice_is_one_line(wide, tmp_path, what, where, e
         assert cli.main([verb[0], str(wide), *map(str, verb[1:]), "--tensor", "1"]) == 2
         out = capsys.readouterr().err
         *before, line = [line for line in out.splitlines() if "ladder-jax:" in line]
-        assert all(line.startswith("ladder-jax: compiling the programs for ") for line in before), before
-        assert "out of memory" in line and said in line and "more tensor ranks (--tensor) need less" in line
+        assert all(line.startswith("ladder-jax: compiling the programs for ") for line in before), (
+            before
+        )
+        assert (
+            "out of memory" in line
+            and said in line
+            and "more tensor ranks (--tensor) need less" in line
+        )
         assert ("--slots" in line) and "Traceback" not in out
 
 
@@ -103,6 +118,10 @@ def test_what_cannot_be_read_is_named(wide, tmp_path, monkeypatch):
     monkeypatch.setattr(arrays, "begin_read", broken)
     with pytest.raises(checkpoint.Damaged, match="damaged or incomplete: Input/output error"):
         Engine(definition, Pieces(saved, definition), slots=1, capacity=16)
-    with pytest.raises(UserError, match=r"does not fit its configuration: layers/mlp/down is \(6, 512, 128\)"):
-        other = nn.define(dataclasses.replace(saved.config.model, d_ff=64), mesh=definition.layout.mesh)
+    with pytest.raises(
+        UserError, match=r"does not fit its configuration: layers/mlp/down is \(6, 512, 128\)"
+    ):
+        other = nn.define(
+            dataclasses.replace(saved.config.model, d_ff=64), mesh=definition.layout.mesh
+        )
         Engine(other, Pieces(saved, other), slots=1, capacity=16)

@@ -26,7 +26,8 @@ DEPARTURES = {
     "unrolled": dict(loop=Loop.UNROLLED),
     "sequence parallel": dict(sequence_parallel=True),
     "accumulated": dict(accumulate=2),
-    "z-loss, in chunks": dict(z_loss=1e-2, loss_chunk=12),  # on 4 ranks of the batch: 3 positions of 4 rows, of 8
+    # on 4 ranks of the batch: 3 positions of 4 rows, of 8
+    "z-loss, in chunks": dict(z_loss=1e-2, loss_chunk=12),
     **{f"remat {remat.value}": dict(remat=remat) for remat in Remat if remat is not Remat.NONE},
 }
 CASES = covering.marked(
@@ -54,8 +55,12 @@ def run(name, *, mesh, **settings):
     params = cases.placed(definition)
     batch = jax.device_put(cases.tokens((ROWS, LENGTH + 1)), definition.layout.sharding("BT"))
     loss, gradients = jax.jit(loss_and_gradients(definition, **settings))(params, batch)
-    for array, shape in zip(jax.tree.leaves(gradients), jax.tree.leaves(definition.abstract), strict=True):
-        assert array.dtype == np.float32 and array.sharding.is_equivalent_to(shape.sharding, array.ndim)
+    for array, shape in zip(
+        jax.tree.leaves(gradients), jax.tree.leaves(definition.abstract), strict=True
+    ):
+        assert array.dtype == np.float32 and array.sharding.is_equivalent_to(
+            shape.sharding, array.ndim
+        )
     return definition, (float(loss), jax.tree.map(np.asarray, gradients))
 
 

@@ -1,4 +1,6 @@
-"""The modules of `nn` as Flax modules: made with rngs, called alone on one device and inside `jax.shard_map`."""
+"""The modules of `nn` as Flax modules: made with rngs, called alone on one device and inside
+`jax.shard_map`.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -21,11 +23,17 @@ X = np.random.default_rng(0).standard_normal((2, 6, CONFIG.d_model)).astype(np.f
 SHAPE = cases.shape("ladder", CONFIG, ranks=1)
 
 
-@pytest.mark.parametrize("name, scopes", [("ladder", ("attention", "mlp")), ("parallel", ("joint", "joint"))])
+@pytest.mark.parametrize(
+    "name, scopes", [("ladder", ("attention", "mlp")), ("parallel", ("joint", "joint"))]
+)
 def test_sublayers_are_named(name, scopes):
     """By which a schedule's report finds them."""
-    model = ladder_jax.Transformer(cases.model(name, num_layers=1), rngs=nnx.Rngs(0), mesh=parallel.make_mesh(tensor=2))
-    lowered = jax.jit(lambda tokens: model(tokens)).lower(cases.tokens((1, 4))).as_text(debug_info=True)
+    model = ladder_jax.Transformer(
+        cases.model(name, num_layers=1), rngs=nnx.Rngs(0), mesh=parallel.make_mesh(tensor=2)
+    )
+    lowered = (
+        jax.jit(lambda tokens: model(tokens)).lower(cases.tokens((1, 4))).as_text(debug_info=True)
+    )
     for scope, last in zip(scopes, ("BTNH,NHD->BTD", "BTF,FD->BTD")):
         assert f'"layer_0/{scope}/{last}/dot_general"' in lowered
 
@@ -35,7 +43,10 @@ def made(module, **settings):
     one = module(CONFIG, rngs=nnx.Rngs(0), **settings)
     rng = np.random.default_rng(1)
     nnx.update(
-        one, jax.tree.map(lambda a: jnp.asarray(a + 0.3 * rng.standard_normal(a.shape), a.dtype), nnx.state(one))
+        one,
+        jax.tree.map(
+            lambda a: jnp.asarray(a + 0.3 * rng.standard_normal(a.shape), a.dtype), nnx.state(one)
+        ),
     )
     return one
 
@@ -78,7 +89,9 @@ def test_inside_shard_map_the_sum_of_partials_is_the_whole(name):
 
     def local(params, x):
         first = jax.lax.axis_index("tensor") == 0
-        return jax.lax.psum(nnx.merge(graph, params)(parallel.pvary(x, ("tensor",)), first_rank=first), "tensor")
+        return jax.lax.psum(
+            nnx.merge(graph, params)(parallel.pvary(x, ("tensor",)), first_rank=first), "tensor"
+        )
 
     mesh = parallel.make_mesh(tensor=4)
     on_ranks = jax.jit(jax.shard_map(local, mesh=mesh, in_specs=(specs, P()), out_specs=P()))
@@ -96,7 +109,9 @@ def test_an_embedding_alone():
     assert cases.error(one(tokens), table[tokens]) == 0
     logits = np.asarray(one.logits(X))
     assert cases.error(logits[..., :251], X.astype(np.float64) @ table[:251].T) < LIMIT
-    assert (logits[..., 251:] == -np.inf).all() and (nn.Embedding(CONFIG, rngs=nnx.Rngs(0)).table[251:] == 0).all()
+    assert (logits[..., 251:] == -np.inf).all() and (
+        nn.Embedding(CONFIG, rngs=nnx.Rngs(0)).table[251:] == 0
+    ).all()
 
 
 @pytest.mark.parametrize("name", ["standard", "ladder", "parallel"])
@@ -107,11 +122,15 @@ def test_a_layer_alone_is_the_model_of_one_layer(name):
     nnx.update(layer, params)
     with jax.enable_x64(True), jax.numpy_rank_promotion("allow"):
         exact = jax.tree.map(lambda a: jnp.asarray(a, jnp.float64), params)
-        read = reference.rms(jnp.asarray(X, jnp.float64), exact["attention_norm"]["scale"], config.norm_eps)
+        read = reference.rms(
+            jnp.asarray(X, jnp.float64), exact["attention_norm"]["scale"], config.norm_eps
+        )
         shape = cases.shape(name, config, ranks=1)
         attended = np.asarray(reference.attention(exact["attention"], read[None], shape)[0])
         before_mlp = X + attended if name == "standard" else X  # both others read the layer's input
-        normed = reference.rms(jnp.asarray(before_mlp, jnp.float64), exact["mlp_norm"]["scale"], config.norm_eps)
+        normed = reference.rms(
+            jnp.asarray(before_mlp, jnp.float64), exact["mlp_norm"]["scale"], config.norm_eps
+        )
         expected = X + attended + np.asarray(reference.mlp(exact["mlp"], normed[None], shape)[0])
 
     def run(layer, x, axes=()):
@@ -124,27 +143,37 @@ def test_a_layer_alone_is_the_model_of_one_layer(name):
     graph, state = nnx.split(layer)
     local = lambda state, x: run(nnx.merge(graph, state), x, axes=("tensor",))
     specs = (nn.partition_specs(layer), P())
-    on_ranks = jax.shard_map(local, mesh=parallel.make_mesh(tensor=2), in_specs=specs, out_specs=P())
+    on_ranks = jax.shard_map(
+        local, mesh=parallel.make_mesh(tensor=2), in_specs=specs, out_specs=P()
+    )
     assert cases.error(jax.jit(on_ranks)(state, X), expected) < LIMIT
 
 
 def test_rngs_decide_the_values_and_the_mesh_does_not():
     config = cases.model("ladder")
-    make = lambda seed, **mesh: nn.Transformer(config, rngs=nnx.Rngs(seed), mesh=parallel.make_mesh(**mesh)).params
+    make = lambda seed, **mesh: (
+        nn.Transformer(config, rngs=nnx.Rngs(seed), mesh=parallel.make_mesh(**mesh)).params
+    )
     one, other, split = make(0), make(1), make(0, tensor=4, fsdp=2)
-    assert all(map(np.array_equal, jax.tree.leaves(one["layers"]), jax.tree.leaves(split["layers"])))
+    assert all(
+        map(np.array_equal, jax.tree.leaves(one["layers"]), jax.tree.leaves(split["layers"]))
+    )
     assert not np.array_equal(one["layers"]["mlp"]["down"], other["layers"]["mlp"]["down"])
     rngs = nnx.Rngs(0)
     first, second = (nn.MLP(config, rngs=rngs).down[...] for _ in range(2))
     assert not np.array_equal(first, second)  # a stream gives each module its own
-    with pytest.raises(UserError, match=r"takes either rngs=nnx.Rngs\(seed\), for new weights, or params="):
+    with pytest.raises(
+        UserError, match=r"takes either rngs=nnx.Rngs\(seed\), for new weights, or params="
+    ):
         nn.Transformer(config)
 
 
 def test_flax_s_own_training_loop():
     """`nnx.Optimizer`, `nnx.jit`, `nnx.value_and_grad`, as in Flax's tutorials, on a mesh."""
     config = cases.model("ladder", num_layers=1)
-    model = ladder_jax.Transformer(config, rngs=nnx.Rngs(0), mesh=ladder_jax.make_mesh(data=2, tensor=2))
+    model = ladder_jax.Transformer(
+        config, rngs=nnx.Rngs(0), mesh=ladder_jax.make_mesh(data=2, tensor=2)
+    )
     optimizer = nnx.Optimizer(model, optax.adamw(1e-2), wrt=nnx.Param)
     tokens = cases.tokens((4, 9))
 
@@ -167,7 +196,9 @@ def test_flax_s_own_training_loop():
     assert losses == sorted(losses, reverse=True) and losses[0] > losses[-1]
     for a, b in zip(jax.tree.leaves(gradients[0]), jax.tree.leaves(expected), strict=True):
         assert cases.error(a, b) < 2 * cases.bound(config, passes=2)
-    same = jax.tree.map(lambda a, s: a.sharding.is_equivalent_to(s, a.ndim), model.params, shardings)
+    same = jax.tree.map(
+        lambda a, s: a.sharding.is_equivalent_to(s, a.ndim), model.params, shardings
+    )
     assert all(jax.tree.leaves(same))
     again = nnx.merge(*nnx.split(model))
     assert np.array_equal(again(tokens), model(tokens))

@@ -27,12 +27,20 @@ def changed(mutant) -> str:
 def test_what_is_changed():
     found = mutants("share.py", SOURCE)
     assert {changed(mutant) for mutant in found} == {
-        "parts is None or parts <= 0 > (parts is None and parts <= 0)", "parts is None > (parts is not None)",
-        "parts is None or parts <= 0 > (not (parts is None or parts <= 0))", "parts <= 0 > (parts < 0)", "0 > 1",
-        "total > None", "2 > 3", "print(each) > pass", "total\n            + parts > (total - parts)",
-        "(total\n            + parts) // 2 > ((total + parts) * 2)", "not rate > (rate)", "not rate > (not not rate)",
+        "parts is None or parts <= 0 > (parts is None and parts <= 0)",
+        "parts is None > (parts is not None)",
+        "parts is None or parts <= 0 > (not (parts is None or parts <= 0))",
+        "parts <= 0 > (parts < 0)",
+        "0 > 1",
+        "total > None",
+        "2 > 3",
+        "print(each) > pass",
+        "total\n            + parts > (total - parts)",
+        "(total\n            + parts) // 2 > ((total + parts) * 2)",
+        "not rate > (rate)",
+        "not rate > (not not rate)",
         "-total > (total)",
-    }  # fmt: skip
+    }
     before = ast.dump(ast.parse(SOURCE))
     for mutant in found:
         assert ast.dump(ast.parse(mutant.of(SOURCE))) != before, changed(mutant)
@@ -43,4 +51,7 @@ def test_the_same_seed_chooses_the_same_and_fewer_are_the_first():
     some, more = command.choose(count=20, seed=3), command.choose(count=40, seed=3)
     assert some == more[:20] and some != command.choose(count=20, seed=4)
     packages = collections.Counter(mutant.file.split("/")[1] for mutant in more)
-    assert set(packages) == set(command.PACKAGES) and max(packages.values()) - min(packages.values()) <= 1
+    assert (
+        set(packages) == set(command.PACKAGES)
+        and max(packages.values()) - min(packages.values()) <= 1
+    )

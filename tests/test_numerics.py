@@ -1,4 +1,6 @@
-"""Every topology, mesh and loop form against the dense float64 reference: values, gradients, and what communicates."""
+"""Every topology, mesh and loop form against the dense float64 reference: values, gradients, and
+what communicates.
+"""
 
 import functools
 import itertools
@@ -24,8 +26,11 @@ GRADIENTS = covering.marked(
         *itertools.product(cases.TOPOLOGIES, [(2, 4)], Loop, Remat),
     ],
     chosen=[
-        # Programs that communicate are counted, too: of each recurrence in either loop, with every recomputation.
-        *covering.array(cases.RECURRENCES, MESHES, Loop, Remat, pairs=[(0, 2), (2, 3)], even=[1, 3]),
+        # Programs that communicate are counted, too: of each recurrence in either loop, with every
+        # recomputation.
+        *covering.array(
+            cases.RECURRENCES, MESHES, Loop, Remat, pairs=[(0, 2), (2, 3)], even=[1, 3]
+        ),
         *covering.array(cases.OTHERS, MESHES, Loop, Remat, pairs=[(1, 2)], even=[2, 3]),
         ("ladder-2", ONE_DEVICE, Loop.SCAN, Remat.NONE),
         ("ladder-fresh", ONE_DEVICE, Loop.UNROLLED, Remat.NONE),
@@ -52,7 +57,10 @@ def test_forward(name, tensor, loop):
 
 def make_gradients(name, mesh, loop, remat):
     definition = cases.define(name, data=mesh[0], tensor=mesh[1])
-    return train.loss_and_gradients(definition, loop=loop, remat=remat), (cases.placed(definition), cases.tokens())
+    return train.loss_and_gradients(definition, loop=loop, remat=remat), (
+        cases.placed(definition),
+        cases.tokens(),
+    )
 
 
 found_gradients = together(make_gradients, GRADIENTS)
@@ -60,23 +68,34 @@ found_gradients = together(make_gradients, GRADIENTS)
 
 @pytest.mark.parametrize("name, mesh, loop, remat", GRADIENTS)
 def test_gradients(name, mesh, loop, remat):
-    """Loss and gradients; and that the program has each topology's all-reduces in both directions, one by one."""
+    """Loss and gradients; and that the program has each topology's all-reduces in both directions,
+    one by one.
+    """
     found, text = found_gradients(name, mesh, loop, remat)
-    cases.assert_close(found, cases.dense_gradients(name, mesh[1]), definition=cases.define(name, tensor=mesh[1]))
+    cases.assert_close(
+        found, cases.dense_gradients(name, mesh[1]), definition=cases.define(name, tensor=mesh[1])
+    )
     if mesh != ONE_DEVICE:
         communication.check(text, name=name, loop=loop, directions=(LAUNCH, ENTER))
 
 
 EMULATED = covering.marked(
     [(name,) for name in cases.DEPEND_ON_RANKS],
-    chosen=[("ladder-fresh",), ("desync-3",)],  # all ranks' sums a step late, and none for two steps
+    # all ranks' sums a step late, and none for two steps
+    chosen=[("ladder-fresh",), ("desync-3",)],
 )
 
 
 def make_emulated(name):
     definition = cases.define(name, tensor=1, ranks=4)
-    parts = nn.compiled_logits(definition, loop=Loop.UNROLLED), train.loss_and_gradients(definition, loop=Loop.SCAN)
-    return lambda *arguments: [part(*arguments) for part in parts], (cases.placed(definition), cases.tokens())
+    parts = (
+        nn.compiled_logits(definition, loop=Loop.UNROLLED),
+        train.loss_and_gradients(definition, loop=Loop.SCAN),
+    )
+    return lambda *arguments: [part(*arguments) for part in parts], (
+        cases.placed(definition),
+        cases.tokens(),
+    )
 
 
 found_emulated = together(make_emulated, EMULATED)
@@ -84,7 +103,10 @@ found_emulated = together(make_emulated, EMULATED)
 
 @pytest.mark.parametrize("name", EMULATED)
 def test_one_device_emulates_the_ranks(name):
-    definition, ((logits, gradients), _) = cases.define(name, tensor=1, ranks=4), found_emulated(name)
+    definition, ((logits, gradients), _) = (
+        cases.define(name, tensor=1, ranks=4),
+        found_emulated(name),
+    )
     limit = cases.bound(definition.config)
     assert cases.error(logits, cases.dense_logits(name, 4)) < limit
     assert cases.error(logits, cases.dense_logits(name, 2)) > 100 * limit
@@ -98,12 +120,18 @@ def test_only_parallel_shared_norm_has_one_norm_a_layer(name):
 
 
 def test_the_bound_tells_topologies_apart():
-    """Every two different topologies differ by far more than the bound: a wrong one would be noticed."""
+    """Every two different topologies differ by far more than the bound: a wrong one would be
+    noticed.
+    """
     limit = cases.bound(cases.model())
-    names = [name for name in cases.TOPOLOGIES if name != "parallel-shared-norm"]  # other parameters
+    # other parameters
+    names = [name for name in cases.TOPOLOGIES if name != "parallel-shared-norm"]
     for index, a in enumerate(names):
         for b in names[:index]:
-            assert cases.error(cases.dense_logits(a, 4), cases.dense_logits(b, 4)) > 100 * limit, (a, b)
+            assert cases.error(cases.dense_logits(a, 4), cases.dense_logits(b, 4)) > 100 * limit, (
+                a,
+                b,
+            )
 
 
 FAMILY = {  # several in a program, each of another part of the model
@@ -129,14 +157,18 @@ MEMBERS = covering.marked(
     ],
     chosen=[
         *(("ladder", member, 8) for member in FAMILY if member != "2-kv-heads, biases"),
-        ("ladder-fresh", "2-kv-heads, biases", 8),  # ranks that share a head have inputs of their own
+        # ranks that share a head have inputs of their own
+        ("ladder-fresh", "2-kv-heads, biases", 8),
     ],
 )
 
 
 def make_member(name, member, tensor):
     definition = cases.define(name, tensor=tensor, num_layers=2, **FAMILY[member])
-    return train.loss_and_gradients(definition, loop=Loop.SCAN), (cases.placed(definition), cases.tokens())
+    return train.loss_and_gradients(definition, loop=Loop.SCAN), (
+        cases.placed(definition),
+        cases.tokens(),
+    )
 
 
 found_member = together(make_member, MEMBERS)
@@ -155,7 +187,9 @@ def expected_of_member(name: str, member: str):
     ranks = 8 if name in cases.DEPEND_ON_RANKS else 1
     definition = cases.define(name, tensor=ranks, num_layers=2, **FAMILY[member])
     shape = cases.shape(name, definition.config, ranks=ranks)
-    return reference.evaluate(reference.loss, cases.parameters(definition), cases.tokens(), shape, gradient=True)
+    return reference.evaluate(
+        reference.loss, cases.parameters(definition), cases.tokens(), shape, gradient=True
+    )
 
 
 def test_initial_values_are_the_same_everywhere():
@@ -171,11 +205,15 @@ def test_initial_values_are_the_same_everywhere():
     layers = np.asarray(values[0]["layers"]["mlp"]["up"])
     assert not np.array_equal(layers[0], layers[1])
     assert abs(layers.std() / 0.02 - 1) < 0.05
-    assert abs(np.asarray(values[0]["layers"]["mlp"]["down"]).std() / (0.02 / np.sqrt(8)) - 1) < 0.05
+    assert (
+        abs(np.asarray(values[0]["layers"]["mlp"]["down"]).std() / (0.02 / np.sqrt(8)) - 1) < 0.05
+    )
 
 
 def test_bfloat16_stays_close_to_float32():
-    """Sums are kept in float32, so only what passes between operations is rounded: 4 values a stage."""
+    """Sums are kept in float32, so only what passes between operations is rounded: 4 values a
+    stage.
+    """
     from ladder_jax.config import Dtype
 
     definition = cases.define("ladder", tensor=4, dtype=Dtype.BFLOAT16)

@@ -1,4 +1,6 @@
-"""Teachers, frozen layers, low-rank factors, layers that turn to ladder: values and gradients against dense ones."""
+"""Teachers, frozen layers, low-rank factors, layers that turn to ladder: values and gradients
+against dense ones.
+"""
 
 import dataclasses
 
@@ -30,19 +32,29 @@ def define(which="last", *, fsdp=1, tensor=2, **more):
 
 def original(definition):
     """The same weights as a standard model."""
-    standard = dataclasses.replace(definition.config, residual="standard", ladder_layers=None, ranks=None)
+    standard = dataclasses.replace(
+        definition.config, residual="standard", ladder_layers=None, ranks=None
+    )
     return dataclasses.replace(definition, config=standard)
 
 
 def shape(definition, kind, layers=None):
     model = definition.config
-    return reference.Shape(model.num_layers, model.num_heads, model.num_kv_heads, model.vocab_size, kind, 1, layers)
+    return reference.Shape(
+        model.num_layers, model.num_heads, model.num_kv_heads, model.vocab_size, kind, 1, layers
+    )
 
 
 def compute(plan, params, tokens=TOKENS, *, trained=None, scheduled=None, **settings):
-    """((loss, terms), gradients) of a plan's weights, with what trained, and what was fixed. settings: of `train`."""
+    """((loss, terms), gradients) of a plan's weights, with what trained, and what was fixed.
+    settings: of `train`.
+    """
     mine, fixed = plan.split(cases.place(params, plan.definition))
-    mine = mine if trained is None else jax.device_put(trained, jax.tree.map(lambda a: a.sharding, plan.abstract))
+    mine = (
+        mine
+        if trained is None
+        else jax.device_put(trained, jax.tree.map(lambda a: a.sharding, plan.abstract))
+    )
     function = task_gradients(plan, config=TrainConfig(**settings))
     return jax.jit(function)(mine, fixed, tokens, scheduled or {}), fixed
 
@@ -56,15 +68,18 @@ def trained_part(tree):
 
 def moved(params, other):
     """A student that has moved away from its teacher's `params` where it trains, to `other`."""
-    layers = jax.tree.map(lambda a, b: np.concatenate([a[:1], b[1:]]), params["layers"], other["layers"])
+    layers = jax.tree.map(
+        lambda a, b: np.concatenate([a[:1], b[1:]]), params["layers"], other["layers"]
+    )
     return {**other, "embedding": params["embedding"], "layers": layers}
 
 
 def distillation(teacher, *, forward=reference.logits, weights=1.0, hidden=0.0):
     """In float64: the loss of a model that `teacher` teaches as a standard model.
 
-    forward: (params, tokens, shape, seen) to its logits; appends the inputs of its experts to `seen`, for the routers'
-    losses. weights: of the positions. hidden: of the distance between both models' streams.
+    forward: (params, tokens, shape, seen) to its logits; appends the inputs of its experts to
+    `seen`, for the routers' losses. weights: of the positions. hidden: of the distance between both
+    models' streams.
     """
 
     def loss(params, tokens, shape):
@@ -76,7 +91,10 @@ def distillation(teacher, *, forward=reference.logits, weights=1.0, hidden=0.0):
         entropy = -jnp.take_along_axis(logp(scores), tokens[:, 1:, None], -1)[..., 0]
         mixed = (1 - ALPHA) * entropy + ALPHA * TAU**2 * divergence
         if hidden:
-            x, y = (reference.streams(p, inputs, s)[0] for p, s in ((params, shape), (teacher, of_teacher)))
+            x, y = (
+                reference.streams(p, inputs, s)[0]
+                for p, s in ((params, shape), (teacher, of_teacher))
+            )
             mixed += hidden * ((x - y) ** 2).mean(-1) / ((y**2).mean(-1) + 1e-6)
         learnt = jnp.broadcast_to(weights, mixed.shape)
         routers = experts.penalties(params["layers"], seen, shape) if shape.experts else 0.0
@@ -87,14 +105,18 @@ def distillation(teacher, *, forward=reference.logits, weights=1.0, hidden=0.0):
 
 @pytest.fixture(scope="module")
 def dense():
-    """The gradients' mask, and in float64 the loss and gradients of a student that has moved away from its teacher."""
+    """The gradients' mask, and in float64 the loss and gradients of a student that has moved away
+    from its teacher.
+    """
     definition = define()
     params = cases.parameters(definition)
     student = moved(params, cases.parameters(definition, seed=5))
     learnt = np.random.default_rng(0).integers(0, 2, TOKENS.shape).astype(np.int32)
     wide = jax.tree.map(lambda a: np.asarray(a, np.float64), params)
     function = distillation(wide, weights=learnt[:, 1:].astype(float), hidden=HIDDEN)
-    loss, wanted = reference.evaluate(function, student, TOKENS, shape(definition, "ladder", (1,)), gradient=True)
+    loss, wanted = reference.evaluate(
+        function, student, TOKENS, shape(definition, "ladder", (1,)), gradient=True
+    )
     return learnt, loss, trained_part(wanted)
 
 
@@ -102,12 +124,19 @@ def dense():
     "mesh", [dict(fsdp=2, tensor=2), pytest.param(dict(tensor=4), marks=pytest.mark.full)], ids=str
 )
 def test_distillation_is_the_dense_one(mesh, dense):
-    """Frozen embedding and lower layer, a batch with a mask, chunks: values and gradients in float64."""
+    """Frozen embedding and lower layer, a batch with a mask, chunks: values and gradients in
+    float64.
+    """
     learnt, expected, wanted = dense
     definition = define(**mesh)
-    distill = DistillConfig(START, alpha=ALPHA, temperature=TAU, hidden_weight=HIDDEN, hidden_every=2)
+    distill = DistillConfig(
+        START, alpha=ALPHA, temperature=TAU, hidden_weight=HIDDEN, hidden_every=2
+    )
     plan = Retraining(definition, 1, distill=distill, teacher=original(definition))
-    batch, trained = Batch(TOKENS, np.ones_like(TOKENS), learnt), trained_part(cases.parameters(definition, seed=5))
+    batch, trained = (
+        Batch(TOKENS, np.ones_like(TOKENS), learnt),
+        trained_part(cases.parameters(definition, seed=5)),
+    )
     params = cases.parameters(definition)
     ((loss, terms), grads), fixed = compute(plan, params, batch, trained=trained, loss_chunk=8)
     limit = cases.bound(definition.config, passes=2)
@@ -121,7 +150,9 @@ def test_distillation_is_the_dense_one(mesh, dense):
 
 def test_a_teacher_that_is_the_student_teaches_nothing():
     definition = original(define())
-    plan = Retraining(definition, distill=DistillConfig(START, hidden_weight=1.0), teacher=definition)
+    plan = Retraining(
+        definition, distill=DistillConfig(START, hidden_weight=1.0), teacher=definition
+    )
     ((loss, terms), grads), _ = compute(plan, cases.parameters(definition))
     limit = cases.bound(definition.config, passes=2)
     assert abs(float(loss)) < limit and float(terms["cross_entropy"]) > 1
@@ -130,7 +161,9 @@ def test_a_teacher_that_is_the_student_teaches_nothing():
 
 @pytest.fixture(scope="module")
 def low_rank():
-    """A plan with factors that do something, their gradients, and the model that they are merged into."""
+    """A plan with factors that do something, their gradients, and the model that they are merged
+    into.
+    """
     definition = define(fsdp=2)
     plan = Retraining(definition, 1, LoraConfig(rank=2, alpha=4.0))
     rng = np.random.default_rng(3)
@@ -145,9 +178,12 @@ def test_merged_low_rank_factors_equal_unmerged(low_rank):
     plan, params, factors, fixed, loss, grads = low_rank
     placed = jax.device_put(factors, jax.tree.map(lambda a: a.sharding, plan.abstract))
     merged = jax.tree.map(np.asarray, plan.exported(placed, fixed))
-    changed = jax.tree.map(lambda a, b: bool((a != b).any(axis=tuple(range(1, a.ndim))).any()), merged, params)
+    changed = jax.tree.map(
+        lambda a, b: bool((a != b).any(axis=tuple(range(1, a.ndim))).any()), merged, params
+    )
     assert not any(jax.tree.leaves({**changed, "layers": 0})) and changed["layers"]["mlp"]["down"]
-    assert not (merged["layers"]["mlp"]["down"][0] != params["layers"]["mlp"]["down"][0]).any()  # a frozen layer
+    # a frozen layer
+    assert not (merged["layers"]["mlp"]["down"][0] != params["layers"]["mlp"]["down"][0]).any()
     of = shape(plan.definition, "ladder", (1,))
     expected, slopes = reference.evaluate(reference.loss, merged, TOKENS, of, gradient=True)
     assert cases.error(loss, expected) < cases.bound(plan.definition.config, passes=2)
@@ -155,8 +191,12 @@ def test_merged_low_rank_factors_equal_unmerged(low_rank):
 
 
 def check_factors(plan, factors, grads, slopes) -> int:
-    """The gradients of low-rank factors are the chain rule's of the merged matrices' `slopes`. How many matrices."""
-    dims, slopes = (traverse_util.flatten_dict(tree["layers"]) for tree in (plan.definition.dims, slopes))
+    """The gradients of low-rank factors are the chain rule's of the merged matrices' `slopes`. How
+    many matrices.
+    """
+    dims, slopes = (
+        traverse_util.flatten_dict(tree["layers"]) for tree in (plan.definition.dims, slopes)
+    )
     factors, grads = (traverse_util.flatten_dict(tree[ADAPTERS]) for tree in (factors, grads))
     limit = cases.bound(plan.definition.config, passes=2)
     for *path, name in factors:
@@ -166,7 +206,9 @@ def check_factors(plan, factors, grads, slopes) -> int:
         slope, beside = slopes[path][plan.frozen_layers :], factors[*path, other]
         if "experts" in path:  # which may be padded
             beside = beside[:, : slope.shape[1]]
-        wanted = plan.lora.scale * np.einsum(f"{dims[path]},{of_name[other]}->{of_name[name]}", slope, beside)
+        wanted = plan.lora.scale * np.einsum(
+            f"{dims[path]},{of_name[other]}->{of_name[name]}", slope, beside
+        )
         assert experts.error_but_for_padding(grads[*path, name], wanted) < limit, (path, name)
     return len(factors) // 2
 
@@ -201,7 +243,9 @@ def turning():
 
 
 def test_layers_between_standard_and_ladder(turning):
-    """One compiled program; at both ends, in between and of each layer for itself the recurrence, in float64."""
+    """One compiled program; at both ends, in between and of each layer for itself the recurrence,
+    in float64.
+    """
     definition, params, function = turning
     of = shape(definition, "ladder")
 
@@ -218,10 +262,13 @@ def test_layers_between_standard_and_ladder(turning):
             ladder_fraction: dense(wide, jnp.asarray(ladder_fraction))
             for ladder_fraction in ((0.0, 0.0), (0.25, 0.75), (0.0, 1.0), (1.0, 1.0))
         }
-        ends = [float(reference.loss(wide, TOKENS, shape(definition, kind))) for kind in ("standard", "ladder")]
-    assert [float(expected[ladder_fraction][0]) for ladder_fraction in ((0.0, 0.0), (1.0, 1.0))] == pytest.approx(
-        ends, rel=1e-12
-    )
+        ends = [
+            float(reference.loss(wide, TOKENS, shape(definition, kind)))
+            for kind in ("standard", "ladder")
+        ]
+    assert [
+        float(expected[ladder_fraction][0]) for ladder_fraction in ((0.0, 0.0), (1.0, 1.0))
+    ] == pytest.approx(ends, rel=1e-12)
     for ladder_fraction, (wanted, slopes) in expected.items():
         (found, _), grads = function(ladder_fraction)
         assert cases.error(found, wanted) < limit
@@ -237,9 +284,13 @@ def test_layers_between_standard_and_ladder(turning):
 def test_groups_turn_from_the_top(groups, pace, fractions):
     """Of four layers the last two are ladder layers."""
     turns = config.load(
-        "tiny", overrides=["model.ladder_layers=2", "conversion.steps=8", f"conversion.groups={groups}"]
+        "tiny",
+        overrides=["model.ladder_layers=2", "conversion.steps=8", f"conversion.groups={groups}"],
     )
-    turns, topology = dataclasses.replace(turns.conversion, pace=pace), cases.define("hybrid-last-2").topology
+    turns, topology = (
+        dataclasses.replace(turns.conversion, pace=pace),
+        cases.define("hybrid-last-2").topology,
+    )
     for step, last in fractions.items():
         found = conversion.ladder_fraction(jnp.int32(step), topology=topology, config=turns)
         assert found.tolist() == [1, 1, *last]
@@ -253,7 +304,9 @@ def test_groups_turn_from_the_top(groups, pace, fractions):
 def test_layers_that_cannot_turn(name, changes, groups, said):
     topology = cases.define(name, **changes).topology
     with pytest.raises(UserError, match=said):
-        conversion.ladder_fraction(jnp.int32(0), topology=topology, config=ConversionConfig(8, groups))
+        conversion.ladder_fraction(
+            jnp.int32(0), topology=topology, config=ConversionConfig(8, groups)
+        )
 
 
 def test_a_fresh_ladder_emulated_on_one_device_is_taught():
@@ -290,6 +343,8 @@ def test_settings_that_cannot_be(given, said):
 
 def test_a_teacher_that_would_be_the_student_is_refused():
     definition = original(define())
-    settings = config.load("tiny", overrides=["distill.teacher=start", "train.start=x", "model.residual=standard"])
+    settings = config.load(
+        "tiny", overrides=["distill.teacher=start", "train.start=x", "model.residual=standard"]
+    )
     with pytest.raises(UserError, match="distill.residual=standard"):
         of_sources(settings, definition=definition, teacher=definition.config, sources=Sources())

@@ -1,5 +1,6 @@
-"""experiments/one_gpu on a CPU, where its times mean nothing: that the emulated wire changes no value and is really
-there, and the arithmetic."""
+"""experiments/one_gpu on a CPU, where its times mean nothing: that the emulated wire changes no
+value and is really there, and the arithmetic.
+"""
 
 import json
 import re
@@ -38,7 +39,9 @@ def program(name):
     return loop, (params, caches, seen, tokens, nothing, settings)
 
 
-@pytest.mark.parametrize("name", covering.marked([("standard",), ("ladder-2",)], chosen=[("parallel",)]))
+@pytest.mark.parametrize(
+    "name", covering.marked([("standard",), ("ladder-2",)], chosen=[("parallel",)])
+)
 def test_the_wire_brings_back_what_it_was_given(name):
     moved = lambda loop, args: str(jax.make_jaxpr(loop.__wrapped__)(*args)).count("device_put[")
     loop, args = program(name)
@@ -52,8 +55,12 @@ def test_the_wire_brings_back_what_it_was_given(name):
 
 
 def test_exposed():
-    request = requests.make(model="tiny", residual="standard,ladder", share=4, layers=3, new_tokens=11)
-    sample = lambda name, prefill, decode: Samples(name, 1, (prefill, 9.0, 0.0), (decode, 9.0, 0.0), 0.0, 0)
+    request = requests.make(
+        model="tiny", residual="standard,ladder", share=4, layers=3, new_tokens=11
+    )
+    sample = lambda name, prefill, decode: Samples(
+        name, 1, (prefill, 9.0, 0.0), (decode, 9.0, 0.0), 0.0, 0
+    )
     measured = lambda name, *each: wire.row(request, *(sample(name, p, d) for p, d in each))
     standard = measured("standard", (1.0, 2.0), (1.7, 5.0), (1.2, 2.2))
     close = lambda value: pytest.approx(value, rel=1e-9)
@@ -66,7 +73,9 @@ def test_exposed():
 def test_the_command(tmp_path, capsys, monkeypatch):
     """Measured with the wire alone: without it, test_bench.py does."""
     measured = measure.samples
-    nothing = lambda request, mesh: [Samples(name, 1, (1.0,), (1.0,), 0.0, 0) for name in request.residuals]
+    nothing = lambda request, mesh: [
+        Samples(name, 1, (1.0,), (1.0,), 0.0, 0) for name in request.residuals
+    ]
     each = iter((nothing, measured, nothing))
     monkeypatch.setattr(measure, "samples", lambda *args, **settings: next(each)(*args, **settings))
     out = tmp_path / "wire.json"
@@ -100,7 +109,10 @@ def test_a_run_goes_on_where_it_stood(monkeypatch, tmp_path, capsys):
     assert found["halves"] == json.loads(kept)["halves"]
     assert [row["interleave"] for row in found["halves"]["rows"]] == [1, 2]
     other = found["wire-no-graphs"]
-    assert other["command"] == f"XLA_FLAGS=--xla_gpu_enable_command_buffer= python -m probe {command.TINY}"
+    assert (
+        other["command"]
+        == f"XLA_FLAGS=--xla_gpu_enable_command_buffer= python -m probe {command.TINY}"
+    )
     assert other["XLA_FLAGS"].endswith("--xla_gpu_enable_command_buffer=")
 
 
@@ -111,14 +123,25 @@ def test_the_page_says_what_was_measured():
     found = json.loads((command.HERE / "results.json").read_text())
     for row in found["dense"]["rows"]:
         prefill, step = row["prefill_seconds"] * 1e3, row["step_seconds"] * 1e3
-        shown = f"{prefill:,.{1 if prefill < 100 else 0}f} | {row['matmul_share']:.0%}".replace("%", " %")
+        shown = f"{prefill:,.{1 if prefill < 100 else 0}f} | {row['matmul_share']:.0%}".replace(
+            "%", " %"
+        )
         name = row["residual"].capitalize()
-        assert f"| {row['batch']} | {name} | {shown} | {step:.2f} | {row['bytes_per_second'] / 1e9:,.0f} |" in page
+        assert (
+            f"| {row['batch']} | {name} | {shown} | {step:.2f} | {row['bytes_per_second'] / 1e9:,.0f} |"
+            in page
+        )
     microseconds = {
-        (row["tokens"], row["product"].replace("-", " "), row["form"]): f"{row['seconds'] * 1e6:,.0f}"
+        (
+            row["tokens"],
+            row["product"].replace("-", " "),
+            row["form"],
+        ): f"{row['seconds'] * 1e6:,.0f}"
         for row in found["experts"]["rows"]
     }
-    for tokens, product, *shown in re.findall(r"^\| ([\d,]+) \| (f.*|o.*?) \| (.*?) \| (.*?) \| (.*?) \|$", page, re.M):
+    for tokens, product, *shown in re.findall(
+        r"^\| ([\d,]+) \| (f.*|o.*?) \| (.*?) \| (.*?) \| (.*?) \|$", page, re.M
+    ):
         key = int(tokens.replace(",", "")), product
         assert shown == [microseconds[*key, form] for form in ("kernel", "xla", "batched")]
     exposed = {
@@ -127,7 +150,9 @@ def test_the_page_says_what_was_measured():
         for phase in ("prefill", "decode")
         if row.get("wire", "payload") == "payload"
     }
-    wired = re.findall(r"^\| (\d+) \| (prefill|decode) \| .*? \| (.*?) \| (.*?) \| (.*?) \|$", page, re.M)
+    wired = re.findall(
+        r"^\| (\d+) \| (prefill|decode) \| .*? \| (.*?) \| (.*?) \| (.*?) \|$", page, re.M
+    )
     assert len(wired) == 4
     for batch, phase, *shown in wired:
         values = [exposed[batch, phase, name] for name in ("standard", "ladder", "parallel")]
@@ -135,12 +160,17 @@ def test_the_page_says_what_was_measured():
     errors = [row["error"] / row["error_of_cpu"] for row in found["values"]["rows"]]
     assert f"err by {min(errors):.2f} to {max(errors):.2f} times" in page
     for batch in (4, 16):
-        whole, halves = (row["prefill_seconds_each"] for row in found["halves"]["rows"] if row["batch"] == batch)
+        whole, halves = (
+            row["prefill_seconds_each"] for row in found["halves"]["rows"] if row["batch"] == batch
+        )
         ratios = sorted(half / one for one, half in zip(whole, halves))
         middle, least, most = ratios[len(ratios) // 2], ratios[0], ratios[-1]
         assert f"{middle:.2f} ({least:.2f} to {most:.2f})" in prose
     [other] = found["torch"]["rows"]
-    prefill, step = 1e3 * other["prefill_seconds"], other["decode_seconds"] / (other["new_tokens"] - 1)
+    prefill, step = (
+        1e3 * other["prefill_seconds"],
+        other["decode_seconds"] / (other["new_tokens"] - 1),
+    )
     read = found["dense"]["rows"][0]["bytes_per_step"] / step / 1e9
     assert f"| 1 | transformers | {prefill:.1f} | | {1e3 * step:.2f} | {read:,.0f} |" in page
     [copied] = (c for c in found["ceilings"]["copies"] if (c["gib"], c["form"]) == (1, "~x uint32"))
@@ -148,17 +178,30 @@ def test_the_page_says_what_was_measured():
 
 
 def test_the_speed_model_beside_the_card():
-    """A rank's share without communication: the page of experiments/predict says how far it is off."""
+    """A rank's share without communication: the page of experiments/predict says how far it is
+    off.
+    """
     page = " ".join((command.HERE.parent / "predict" / "README.md").read_text().split())
     rows = json.loads((command.HERE / "results.json").read_text())["wire"]["rows"]
     model = config.preset("llama-3-70b", num_layers=8, residual="no-communication")
-    on = dict(machine=machine.load("h200-nvlink"), tensor=8, new_tokens=64, opponents=Opponents.STRONGEST)
+    on = dict(
+        machine=machine.load("h200-nvlink"), tensor=8, new_tokens=64, opponents=Opponents.STRONGEST
+    )
     ratios = {"prefill": [], "decode": []}
     for batch in (1, 16):
         predicted = speeds.speed(model, rows=batch, **on)
-        measured = next(row for row in rows if (row["residual"], row["batch"]) == ("standard", batch))
+        measured = next(
+            row for row in rows if (row["residual"], row["batch"]) == ("standard", batch)
+        )
         step = measured["decode_seconds"] / 63
-        ratios["prefill"].append((predicted.prefill.seconds - predicted.prefill.exposed) / measured["prefill_seconds"])
+        ratios["prefill"].append(
+            (predicted.prefill.seconds - predicted.prefill.exposed) / measured["prefill_seconds"]
+        )
         ratios["decode"].append((predicted.step.seconds - predicted.step.exposed) / step)
-    said = {phase: " and ".join(f"{ratio:.2f}" for ratio in found) for phase, found in ratios.items()}
-    assert f"predicted at {said['decode']} (batch 1, 16)" in page and f"prefills at {said['prefill']}, " in page
+    said = {
+        phase: " and ".join(f"{ratio:.2f}" for ratio in found) for phase, found in ratios.items()
+    }
+    assert (
+        f"predicted at {said['decode']} (batch 1, 16)" in page
+        and f"prefills at {said['prefill']}, " in page
+    )

@@ -1,4 +1,6 @@
-"""Compiler options by device kind: which, what an older compiler does with them, and what happens when they fail."""
+"""Compiler options by device kind: which, what an older compiler does with them, and what happens
+when they fail.
+"""
 
 import dataclasses
 import itertools
@@ -17,7 +19,10 @@ from tests import cases, experts
 
 SPLITS = [frozenset(some) for count in range(3) for some in itertools.combinations(Split, count)]
 LAUNCHES = (Launch.CHAINED, Launch.EXPLICIT)
-ALL_TRAITS = [Traits(*one) for one in itertools.product(Overlap, Phase, Loop, SPLITS, CollectiveMatmul, LAUNCHES)]
+ALL_TRAITS = [
+    Traits(*one)
+    for one in itertools.product(Overlap, Phase, Loop, SPLITS, CollectiveMatmul, LAUNCHES)
+]
 V5E, V5P, V6E, H100 = "TPU v5 lite", "TPU v5", "TPU v6e", "NVIDIA H100 80GB HBM3"
 
 
@@ -35,7 +40,9 @@ def test_each_kind_of_program_has_its_own():
     assert options_for(H100, hides(Phase.DECODE))[kernels] == ""
     assert kernels not in options_for(H100, hides(Phase.PREFILL))
     assert kernels not in options_for(H100, waits)
-    assert kernels not in options_for(H100, dataclasses.replace(hides(Phase.DECODE), launch=Launch.EXPLICIT))
+    assert kernels not in options_for(
+        H100, dataclasses.replace(hides(Phase.DECODE), launch=Launch.EXPLICIT)
+    )
     assert limit in options_for(V5E, hides(Phase.PREFILL, Loop.SCAN))
     assert limit not in options_for(V5E, hides(Phase.PREFILL))
     assert limit in options_for(V5E, hides(Phase.PREFILL), rescue=True)
@@ -59,7 +66,9 @@ def test_what_a_topology_needs():
     waiting = {"standard", "parallel", "parallel-shared-norm", "no-communication"}
     for name in cases.TOPOLOGIES:
         found = cases.define(name, tensor=4).topology.overlap
-        assert found is (Overlap.WAITS if name in waiting or name.startswith("desync") else Overlap.HIDES), name
+        assert found is (
+            Overlap.WAITS if name in waiting or name.startswith("desync") else Overlap.HIDES
+        ), name
 
 
 @pytest.fixture
@@ -108,9 +117,7 @@ class Failing:
         monkeypatch.setattr(jax, "jit", jit)
 
 
-OUT_OF_MEMORY = (
-    "FAILED_PRECONDITION: the value requires allocation in the alternate memory, which could not be satisfied"
-)
+OUT_OF_MEMORY = "FAILED_PRECONDITION: the value requires allocation in the alternate memory, which could not be satisfied"
 
 
 @pytest.mark.parametrize("good", [{"a": 1, "b": 2}, {}], ids=str)
@@ -154,4 +161,7 @@ def test_train_and_decode_hand_them_over(on_cpu):
     assert all(program.options == {"xla_cpu_enable_fast_math": False} for program in programs)
     standard = cases.define("standard", tensor=2, num_kv_heads=2)
     assert decode.decode_many.__wrapped__(standard, count=2).options == {}
-    assert float(Compiled(jnp.sin, mesh=parallel.make_mesh(), traits=ALL_TRAITS[0])(jnp.float32(0))) == 0
+    assert (
+        float(Compiled(jnp.sin, mesh=parallel.make_mesh(), traits=ALL_TRAITS[0])(jnp.float32(0)))
+        == 0
+    )

@@ -16,7 +16,9 @@ from tests.test_schedule import MATMUL, WINDOW
 
 
 def test_gradients_of_norm_gains_are_others():
-    """A user's gradient step: the gains' gradients are one message of the compiler's, and no barrier is missing."""
+    """A user's gradient step: the gains' gradients are one message of the compiler's, and no
+    barrier is missing.
+    """
     layers, d, ff = 3, 16, 64
     topology = residual.topology("ladder", num_layers=layers)
 
@@ -36,7 +38,9 @@ def test_gradients_of_norm_gains_are_others():
     step = jax.shard_map(jax.grad(forward), mesh=mesh, in_specs=(specs, P()), out_specs=specs)
     found = schedule.audit(jax.jit(step), params, jax.ShapeDtypeStruct((2, 8, d), jnp.float32))
     assert found.merged == 0 and {r.collective.bytes for r in found.reductions} == {2 * 8 * d * 4}
-    assert {one.purpose for one in found.others} == {"gradients of norm gains and other replicated weights"}
+    assert {one.purpose for one in found.others} == {
+        "gradients of norm gains and other replicated weights"
+    }
 
 
 def named(op_name, *, axes):
@@ -60,8 +64,13 @@ def named(op_name, *, axes):
     ],
 )  # fmt: skip
 def test_purposes(op_name, axes, purpose):
-    """Judged by the same rule as the sublayers', whose FLOPs are given: one matmul of two is in the window."""
-    found = judge.read(hlo.parse(named(op_name, axes=axes)), sublayer_flops={"attention": 2 * 512 * 2048 * 2048 * 2})
+    """Judged by the same rule as the sublayers', whose FLOPs are given: one matmul of two is in the
+    window.
+    """
+    found = judge.read(
+        hlo.parse(named(op_name, axes=axes)),
+        sublayer_flops={"attention": 2 * 512 * 2048 * 2048 * 2},
+    )
     (other,) = found.others
     assert (other.purpose, other.count, found.other_hidden, found.all_reduces) == (purpose, 1, 1, 0)
 
@@ -107,8 +116,13 @@ def test_a_token_loop_counts_one_token():
         with jax.named_scope(TOKEN_LOOP):
             return jax.lax.scan(token, x, length=7)[0]
 
-    step = jax.shard_map(local, mesh=mesh, in_specs=(P(), P(None, None, None)), out_specs=P(), check_vma=False)
-    shapes = jax.ShapeDtypeStruct((4, 64), jnp.float32), jax.ShapeDtypeStruct((5, 64, 64), jnp.float32)
+    step = jax.shard_map(
+        local, mesh=mesh, in_specs=(P(), P(None, None, None)), out_specs=P(), check_vma=False
+    )
+    shapes = (
+        jax.ShapeDtypeStruct((4, 64), jnp.float32),
+        jax.ShapeDtypeStruct((5, 64, 64), jnp.float32),
+    )
     text = jax.jit(step).lower(*shapes).compile().as_text()
     assert schedule.audit(text).all_reduces == 5
     program, unnamed = hlo.parse(text), hlo.parse(text.replace(TOKEN_LOOP, "loop"))
@@ -135,7 +149,12 @@ for scope in ("one", "another"):
 
 def test_names_are_the_program_s_own(tmp_path):
     """And not those of the same operations in other scopes, compiled and kept before."""
-    kept = {"JAX_COMPILATION_CACHE_DIR": str(tmp_path), "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
+    kept = {
+        "JAX_COMPILATION_CACHE_DIR": str(tmp_path),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+    }
     kept["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
-    done = subprocess.run([sys.executable, "-c", NAMED], env={**os.environ, **kept}, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", NAMED], env={**os.environ, **kept}, capture_output=True, text=True
+    )
     assert done.returncode == 0 and os.listdir(tmp_path), done.stderr

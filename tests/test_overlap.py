@@ -1,5 +1,6 @@
-"""`ladder-jax overlap` as a user meets it: answers, files, mistakes, what is kept. CPU is the target; `make audit` has
-the others."""
+"""`ladder-jax overlap` as a user meets it: answers, files, mistakes, what is kept. CPU is the
+target; `make audit` has the others.
+"""
 
 import collections
 import gzip
@@ -24,7 +25,9 @@ from ladder_jax.schedule import hlo, judge, targets, timeline
 from tests import covering
 from tests.hlo import text
 
-ASKED = "--model tiny --target cpu:8 --phase decode --residual ladder --layers 2 --batch 2 --context 32"
+ASKED = (
+    "--model tiny --target cpu:8 --phase decode --residual ladder --layers 2 --batch 2 --context 32"
+)
 SHAPE = "--model tiny --target cpu:8 --layers 2 --prompt-length 16"
 KEYS = """target model residual phase loop layers tensor all_reduces asynchronous hidden merged exposed
 window_flops_fraction hidden_time_fraction bytes_accessed bytes_minimum bytes_per_device jax compiler""".split()
@@ -41,7 +44,9 @@ def told(kept, monkeypatch, capsys):
     monkeypatch.setenv("LADDER_JAX_CACHE", str(kept))
 
     def run(words, *, as_json=False):
-        assert cli.main(["overlap", *words.split(), *(["--json"] if as_json else [])]) == 0, capsys.readouterr().err
+        assert cli.main(["overlap", *words.split(), *(["--json"] if as_json else [])]) == 0, (
+            capsys.readouterr().err
+        )
         said = capsys.readouterr().out
         return json.loads(said) if as_json else said
 
@@ -51,14 +56,28 @@ def told(kept, monkeypatch, capsys):
 def test_json(told):
     found = told(ASKED, as_json=True)
     assert set(KEYS) <= set(found)
-    counts = {name: found[name] for name in ("all_reduces", "asynchronous", "hidden", "merged", "exposed")}
+    counts = {
+        name: found[name] for name in ("all_reduces", "asynchronous", "hidden", "merged", "exposed")
+    }
     assert counts == dict(all_reduces=4, asynchronous=0, hidden=0, merged=0, exposed=4)
-    for one, owner in zip(found["reductions"], (("0", "attention"), ("0", "mlp"), ("1", "attention"))):
-        assert (one["layer"], one["sublayer"], one["direction"], one["status"]) == (*owner, "forward", "synchronous")
-    assert {one["bytes"] for one in found["reductions"]} == {2 * 128 * 4}  # a CPU adds bfloat16 in float32
-    others = [(one["kind"], one["for"], one["count"], one["bytes"]) for one in found["other_collectives"]]
+    for one, owner in zip(
+        found["reductions"], (("0", "attention"), ("0", "mlp"), ("1", "attention"))
+    ):
+        assert (one["layer"], one["sublayer"], one["direction"], one["status"]) == (
+            *owner,
+            "forward",
+            "synchronous",
+        )
+    # a CPU adds bfloat16 in float32
+    assert {one["bytes"] for one in found["reductions"]} == {2 * 128 * 4}
+    others = [
+        (one["kind"], one["for"], one["count"], one["bytes"]) for one in found["other_collectives"]
+    ]
     chosen = 3 * 2 * 4  # of each row the largest score, whose it is, and whether it is a number
-    assert others == [("all-reduce", "embedding", 1, 2 * 128 * 4), ("all-gather", "choice of the token", 1, chosen)]
+    assert others == [
+        ("all-reduce", "embedding", 1, 2 * 128 * 4),
+        ("all-gather", "choice of the token", 1, chosen),
+    ]
     d, layers, v = 128, 2, 128  # the head's 256 rows are padded to 128 a rank
     matrices = 4 * d * 16 + 3 * d * 352 // 8  # a rank holds one head of 16
     weights = 2 * (layers * matrices + v * d) + 4 * (2 * layers + 1) * d  # gains are float32
@@ -83,7 +102,9 @@ def test_text_begins_with_the_verdict(told, kept, monkeypatch):
 
 @pytest.mark.parametrize(
     "phase, loop, count",
-    covering.marked([("prefill", "scan", 5), ("train", "unrolled", 8)], chosen=[("train", "scan", 9)]),
+    covering.marked(
+        [("prefill", "scan", 5), ("train", "unrolled", 8)], chosen=[("train", "scan", 9)]
+    ),
 )
 def test_phases(told, phase, loop, count):
     found = told(f"{SHAPE} --phase {phase} --residual ladder --loop {loop}", as_json=True)
@@ -91,13 +112,19 @@ def test_phases(told, phase, loop, count):
     assert found["bytes_accessed"] > found["bytes_per_device"] / 4
     purposes = {part for one in found["other_collectives"] for part in one["for"].split(", ")}
     shared = "gradients of norm gains and other replicated weights"
-    trained = {"loss", "gradient of the head's input", "gradient norm", shared} if phase == "train" else set()
+    trained = (
+        {"loss", "gradient of the head's input", "gradient norm", shared}
+        if phase == "train"
+        else set()
+    )
     assert purposes == {"embedding"} | trained
     assert found["other_hidden"] == 0
 
 
 def test_weights_and_a_stream_that_are_split(told):
-    """2 layers of 7 matrices: gathered again in the backward pass, too; and both halves of 4 sums."""
+    """2 layers of 7 matrices: gathered again in the backward pass, too; and both halves of 4
+    sums.
+    """
     words = f"{SHAPE} --phase train --residual ladder --loop unrolled --fsdp 2 --sequence-parallel"
     found = told(words, as_json=True)
     gathers = found["weights_gathers"]
@@ -110,13 +137,20 @@ def test_weights_and_a_stream_that_are_split(told):
     text = told(words)
     assert text.startswith(f"0 of {found['all_reduces']} collectives hidden: each is synchronous\n")
     assert "fsdp 2, tensor 4, sequence-parallel, unrolled" in text
-    assert "0 of 28 arrays of layers' weights gathered, hidden (0% of their bytes); 7 of layer 0, forward, syn" in text
+    assert (
+        "0 of 28 arrays of layers' weights gathered, hidden (0% of their bytes); 7 of layer 0, forward, syn"
+        in text
+    )
 
 
 @pytest.mark.full  # rings are compared and counted in tests/test_rings.py
 def test_rings(told):
-    """Standard's 8 gathers and scatters are rings, of 7 permutes; the head's input is gathered as ever."""
-    words = f"{SHAPE} --phase prefill --residual standard --sequence-parallel --collective-matmul ring"
+    """Standard's 8 gathers and scatters are rings, of 7 permutes; the head's input is gathered as
+    ever.
+    """
+    words = (
+        f"{SHAPE} --phase prefill --residual standard --sequence-parallel --collective-matmul ring"
+    )
     found = told(words, as_json=True)
     assert (found["collective_matmul"], found["all_reduces"], found["hidden"]) == ("ring", 9, 0)
     kinds = [(one["kind"], one["status"], one["bytes"]) for one in found["reductions"]]
@@ -181,7 +215,10 @@ def test_mistakes_found_by_the_compiler_process(words, said, told, monkeypatch, 
 
 @pytest.mark.parametrize(
     "target, installs",
-    [("v5p:2x2x2", "libtpu is not installed: pip install 'jax[tpu]=="), ("h100:8", "pip install --no-deps jax-cuda13")],
+    [
+        ("v5p:2x2x2", "libtpu is not installed: pip install 'jax[tpu]=="),
+        ("h100:8", "pip install --no-deps jax-cuda13"),
+    ],
 )
 def test_a_missing_compiler_says_what_to_install(target, installs, mistake, monkeypatch):
     monkeypatch.setattr(python, "versions", lambda *packages: {"jax": "1"})
@@ -203,7 +240,9 @@ def test_a_killed_compiler_is_one_line(monkeypatch, tmp_path):
     real = subprocess.Popen
     kill = lambda command, **settings: real(["/bin/sh", "-c", "kill -9 $$"], **settings)
     monkeypatch.setattr(compiling.subprocess, "Popen", kill)
-    with pytest.raises(UserError, match=r"the compiler for cpu:8 was ended by SIGKILL: out of memory\?"):
+    with pytest.raises(
+        UserError, match=r"the compiler for cpu:8 was ended by SIGKILL: out of memory\?"
+    ):
         compiling.compiled(request)
     assert os.listdir(tmp_path / "schedules") == []
 
@@ -211,7 +250,9 @@ def test_a_killed_compiler_is_one_line(monkeypatch, tmp_path):
 def test_a_program_is_compiled_once(monkeypatch, tmp_path):
     """And again where it differs, or where what was kept is damaged."""
     monkeypatch.setenv("LADDER_JAX_CACHE", str(tmp_path))
-    record = Record("HloModule", jax="1", compiler="2", options={}, launch="chained", notices=[], seconds=1.0)
+    record = Record(
+        "HloModule", jax="1", compiler="2", options={}, launch="chained", notices=[], seconds=1.0
+    )
     ran = []
 
     def compile_it(module, request, path, **_):
@@ -239,7 +280,9 @@ def test_an_interrupt_ends_the_compiler_too(tmp_path):
         stderr=subprocess.PIPE,
         text=True,
     )
-    children = lambda: subprocess.run(["pgrep", "-P", str(process.pid)], capture_output=True, text=True).stdout.split()
+    children = lambda: subprocess.run(
+        ["pgrep", "-P", str(process.pid)], capture_output=True, text=True
+    ).stdout.split()
     deadline = time.monotonic() + 60
     while not children() and time.monotonic() < deadline:
         time.sleep(0.1)
@@ -255,12 +298,16 @@ def test_an_interrupt_ends_the_compiler_too(tmp_path):
 
 
 def ask(**changes):
-    settings = dict(target="cpu:8", model="tiny", residual="ladder", phase=Phase.DECODE, batch=2, context=32)
+    settings = dict(
+        target="cpu:8", model="tiny", residual="ladder", phase=Phase.DECODE, batch=2, context=32
+    )
     return requests.make(**{**settings, **changes})
 
 
 def large(target, phase, *, residual="ladder", **more):
-    return requests.make(target=target, model="llama-3-70b", residual=residual, phase=Phase(phase), **more)
+    return requests.make(
+        target=target, model="llama-3-70b", residual=residual, phase=Phase(phase), **more
+    )
 
 
 def test_requests_survive_the_way_to_the_compiler():
@@ -303,18 +350,37 @@ def test_a_damaged_record_is_compiled_again(damage, tmp_path):
 
 
 RECORD = Record(
-    hlo=text("tpu7x-unrolled"), jax="1", compiler="c", options={"a": True}, notices=["n"], seconds=1.0,
-    bytes_accessed=30.0, argument_bytes=10 * 2**30, output_bytes=5, alias_bytes=4, temporary_bytes=3, code_bytes=2,
-    bytes_minimum=20, launch="explicit",
-)  # fmt: skip
+    hlo=text("tpu7x-unrolled"),
+    jax="1",
+    compiler="c",
+    options={"a": True},
+    notices=["n"],
+    seconds=1.0,
+    bytes_accessed=30.0,
+    argument_bytes=10 * 2**30,
+    output_bytes=5,
+    alias_bytes=4,
+    temporary_bytes=3,
+    code_bytes=2,
+    bytes_minimum=20,
+    launch="explicit",
+)
 
 
 def test_what_a_user_reads():
     request = large("v5e:2x4", "decode")
     answer = result.Result(request, RECORD, judge.read(hlo.parse(RECORD.hlo)), bytes_accessed=30)
     text = "\n".join(part for part in answer.lines() if isinstance(part, str))
-    assert answer.verdict == "5 of 6 all-reduces hidden; the last one comes after all compute, so it is always exposed"
-    for said in ("of 16: it fits", "1.50 times its weights and cache", "notice    n", "launch    explicit"):
+    assert (
+        answer.verdict
+        == "5 of 6 all-reduces hidden; the last one comes after all compute, so it is always exposed"
+    )
+    for said in (
+        "of 16: it fits",
+        "1.50 times its weights and cache",
+        "notice    n",
+        "launch    explicit",
+    ):
         assert said in text
     found = answer.as_dict()
     assert found["bytes_per_device"] == 10 * 2**30 + 5 - 4 + 3 + 2
@@ -355,7 +421,8 @@ STANDARD = ["standard", "standard in two halves"]
         ("ladder", "train", dict(batch=2, interleave=2), [*STANDARD, "ladder in two halves"]),
         ("standard", "prefill", dict(interleave=2), STANDARD),
         ("ladder", "decode", {}, ["standard", "ladder"]),
-        ("ladder", "prefill", dict(sequence_parallel=True), ["standard", "ladder"]),  # one row is not halved
+        # one row is not halved
+        ("ladder", "prefill", dict(sequence_parallel=True), ["standard", "ladder"]),
     ],
 )
 def test_what_is_drawn(residual, phase, more, names):
@@ -369,9 +436,13 @@ def test_four_layers_are_drawn():
 
 
 def test_two_layers_are_two():
-    """Layers of 10 s, each begun by a norm; one small operation of layer 2 runs at the end of layer 3."""
+    """Layers of 10 s, each begun by a norm; one small operation of layer 2 runs at the end of layer
+    3.
+    """
     names = [f"layer_{n}/attention/{op}" for n in range(4) for op in ("reduce_sum", "dot_general")]
-    bars = [timeline.Bar("b", name, 5.0 * i, 5.0 * i + 5, wire=False) for i, name in enumerate(names)]
+    bars = [
+        timeline.Bar("b", name, 5.0 * i, 5.0 * i + 5, wire=False) for i, name in enumerate(names)
+    ]
     late = timeline.Bar("late", "layer_2/mlp/add", 40.0, 41.0, wire=False)
     wire = timeline.Bar("sum", "layer_1/launch", 10.0, 17.0, wire=True)
     drawn = picture._two_layers([*bars, late, wire])

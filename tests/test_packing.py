@@ -45,7 +45,8 @@ def test_rows_hold_every_token_once(packed):
         if length <= row:
             assert mine == ([(start, length)] if length else [])
             continue
-        # Each token but the first is predicted once: a piece begins with the token that the one before ended with.
+        # Each token but the first is predicted once: a piece begins with the token that the one
+        # before ended with.
         predicted = [token for first, size in mine for token in range(first + 1, first + size)]
         assert predicted == list(range(start + 1, start + length))
 
@@ -76,13 +77,17 @@ def batch(rows, *, length):
     for index, row in enumerate(rows):
         joined = np.concatenate(row)
         tokens[index, : len(joined)] = joined
-        segments[index, : len(joined)] = np.repeat(np.arange(1, len(row) + 1), [len(one) for one in row])
+        segments[index, : len(joined)] = np.repeat(
+            np.arange(1, len(row) + 1), [len(one) for one in row]
+        )
     return Batch(tokens, segments)
 
 
 @pytest.fixture(scope="module")
 def unpacked():
-    """Documents of two lengths; their loss and gradient alone, in float64, weighted by what they predict."""
+    """Documents of two lengths; their loss and gradient alone, in float64, weighted by what they
+    predict.
+    """
     definition = cases.define("ladder", num_layers=2)
     params = cases.parameters(definition)
     shape = cases.shape("ladder", definition.config, ranks=1)
@@ -101,7 +106,9 @@ def unpacked():
     "mesh, form",
     [
         (dict(), dict(loop=Loop.SCAN)),
-        pytest.param(dict(data=2, tensor=4), dict(loop=Loop.SCAN, remat=Remat.FULL), marks=pytest.mark.full),
+        pytest.param(
+            dict(data=2, tensor=4), dict(loop=Loop.SCAN, remat=Remat.FULL), marks=pytest.mark.full
+        ),
         (dict(data=2, tensor=4), dict(loop=Loop.UNROLLED, remat=Remat.SAVE_MATMULS)),
     ],
     ids=["one device", "recomputed", "unrolled"],
@@ -133,7 +140,9 @@ def test_no_token_attends_to_another_document():
     """Documents of one token predict nothing, so that what they are must not matter at all."""
     own = documents([6, 5], vocab=100)
     others = [np.array([token], np.int32) for token in range(200, 210)]
-    packed = batch([[own[0], *others[:4]], [*others[4:], own[1]], others[:1], others[1:2]], length=16)
+    packed = batch(
+        [[own[0], *others[:4]], [*others[4:], own[1]], others[:1], others[1:2]], length=16
+    )
     definition = cases.define("ladder", num_layers=2)  # the program of one device above
     params = cases.placed(definition)
     _, gradients = jax.jit(train.loss_and_gradients(definition))(params, packed)
@@ -160,7 +169,9 @@ def masked(query, key, value, segments):
 
 
 def like_cudnn(query, key, value, *, segments):
-    """As `attention.causal` calls cuDNN, which needs a GPU: with a mask, and a gradient of its own."""
+    """As `attention.causal` calls cuDNN, which needs a GPU: with a mask, and a gradient of its
+    own.
+    """
     same = (segments[:, :, None] == segments[:, None, :])[:, None]
     attend = lambda q, k, v, mask: jax.nn.dot_product_attention(q, k, v, mask=mask, is_causal=True)
     return differentiable(attend, fixed=1)(query, key, value, same)
@@ -168,8 +179,12 @@ def like_cudnn(query, key, value, *, segments):
 
 def on_a_tpu(query, key, value, *, segments):
     """As on a TPU, but for the kernel's interpreter."""
-    with mock.patch.object(tpu_attention, "causal", functools.partial(tpu_attention.causal, interpret=True)):
-        return attention.causal(query, key, value, kernel=attention.Kernel.SPLASH, segments=segments)
+    with mock.patch.object(
+        tpu_attention, "causal", functools.partial(tpu_attention.causal, interpret=True)
+    ):
+        return attention.causal(
+            query, key, value, kernel=attention.Kernel.SPLASH, segments=segments
+        )
 
 
 XLA = functools.partial(attention.causal, kernel=attention.Kernel.XLA)
@@ -191,11 +206,14 @@ def on_a_mesh(attend, query, key, value, segments):
     return jax.jit(local)(query, key, value, segments)
 
 
-@pytest.mark.parametrize("attend", [on_a_tpu, XLA, like_cudnn], ids=["splash", "xla", "as cudnn is called"])
+@pytest.mark.parametrize(
+    "attend", [on_a_tpu, XLA, like_cudnn], ids=["splash", "xla", "as cudnn is called"]
+)
 def test_attention_within_segments(attend):
     rng = np.random.default_rng(0)
     args = rng.standard_normal((3, 2, 70, 4, 16)).astype(np.float32)
-    segments = np.sort(rng.integers(0, 4, (2, 70)), axis=1)[:, ::-1].astype(np.int32)  # 0, padding, comes last
+    # 0, padding, comes last
+    segments = np.sort(rng.integers(0, 4, (2, 70)), axis=1)[:, ::-1].astype(np.int32)
     out, gradients = on_a_mesh(attend, *args, segments)
     limit = 16 * np.sqrt(70) * cases.UNIT_ROUNDOFF  # as in test_kernels
     assert cases.error(out, masked(*args, segments)) < limit
@@ -214,6 +232,9 @@ def test_a_number_may_come_again():
     outs = []
     for segments in (again, apart):
         positions = nn.Packed(segments)
-        assert positions.indices(9).tolist() == [[0, 1, 0, 1, 2, 0, 1, 0, 0], [0, 0, 0, 1, 0, 1, 2, 0, 1]]
+        assert positions.indices(9).tolist() == [
+            [0, 1, 0, 1, 2, 0, 1, 0, 0],
+            [0, 0, 0, 1, 0, 1, 2, 0, 1],
+        ]
         outs.append(positions.attend(query, key, value, cache=None, kernel=attention.Kernel.XLA)[0])
     assert (outs[0] == outs[1]).all()

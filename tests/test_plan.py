@@ -31,7 +31,9 @@ TOLERANCE = 0.2
 NAMES = "model target tokens sequence layers residual capacity".split()
 
 
-@pytest.mark.parametrize("row", COMPILED, ids=lambda row: f"{row['model']}-{row['layers']}-{row['remat']}")
+@pytest.mark.parametrize(
+    "row", COMPILED, ids=lambda row: f"{row['model']}-{row['layers']}-{row['remat']}"
+)
 def test_estimates_are_near_what_compilers_take(row):
     asked = request.make(**{name: row[name] for name in NAMES if name in row})
     mesh = MeshConfig(*row["mesh"], experts=row.get("experts", "reduce"))
@@ -43,7 +45,9 @@ def test_estimates_are_near_what_compilers_take(row):
     assert found.host == pytest.approx(row["host_bytes"], rel=TOLERANCE)
 
 
-@pytest.mark.parametrize("asked", [LARGE, dict(model="tiny", target="cpu:8", tokens=8192, sequence=512)])
+@pytest.mark.parametrize(
+    "asked", [LARGE, dict(model="tiny", target="cpu:8", tokens=8192, sequence=512)]
+)
 def test_every_plan_can_be_run(asked):
     """Its overrides make a configuration, of that many tokens, on as many devices as there are."""
     wanted = request.make(**asked)
@@ -51,12 +55,18 @@ def test_every_plan_can_be_run(asked):
         config = configured(plan.candidate, wanted)
         assert config.mesh.size == wanted.target.count
         assert config.train.batch * config.train.sequence == asked["tokens"]
-        assert config.train.batch == plan.candidate.rows * plan.candidate.accumulate * plan.candidate.shards
+        assert (
+            config.train.batch
+            == plan.candidate.rows * plan.candidate.accumulate * plan.candidate.shards
+        )
 
 
 def configured(candidate, wanted):
     """The configuration that its overrides make."""
-    config = load(wanted.name, overrides=[f"{name}={value}" for name, value in candidate.overrides(wanted).items()])
+    config = load(
+        wanted.name,
+        overrides=[f"{name}={value}" for name, value in candidate.overrides(wanted).items()],
+    )
     check(config, candidate, wanted)
     return config
 
@@ -89,13 +99,17 @@ def test_halves_are_a_candidate_where_they_have_something_to_hide():
     assert candidates(**standard, interleave=Interleave.WHOLE) == every - halved
     assert {one.interleave for one in candidates(**LARGE, residual="no-communication")} == {1}
     assert {one.interleave for one in exchanging()} == {1, 2}
-    assert {one.interleave for one in exchanging(residual="farskip")} == {1}  # shared: with attention
+    # shared: with attention
+    assert {one.interleave for one in exchanging(residual="farskip")} == {1}
 
 
 def test_halves_hide_what_standard_waits_for():
     def seconds(request, *candidate, rows):
         whole = Candidate(*candidate, False, *rows)
-        return [speed.speed(one, request=request).seconds for one in (whole, dataclasses.replace(whole, interleave=2))]
+        return [
+            speed.speed(one, request=request).seconds
+            for one in (whole, dataclasses.replace(whole, interleave=2))
+        ]
 
     large = MeshConfig(4, 4, 4), Remat.SAVE_MATMULS
     whole, halves = seconds(request.make(**LARGE, residual="standard"), *large, rows=(2, 16))
@@ -125,21 +139,29 @@ def test_standard_is_planned_in_halves(capsys, mistake):
     best = next(plan for plan in every if plan["mesh"]["tensor"] > 1)
     assert best["interleave"] == 2
     assert best["overrides"]["train.interleave"] == "2"
-    assert all("train.interleave" not in plan["overrides"] for plan in every if plan["interleave"] == 1)
+    assert all(
+        "train.interleave" not in plan["overrides"] for plan in every if plan["interleave"] == 1
+    )
     assert ", in turn" in asked_of(capsys, standard)
     assert {plan["interleave"] for plan in planned(capsys, standard, "--interleave=1")} == {1}
     words = [f"--{name}={value}" for name, value in standard.items()]
-    assert "unknown --interleave '3' (allowed: 1, 2, auto)" in mistake("plan", *words, "--interleave=3")
+    assert "unknown --interleave '3' (allowed: 1, 2, auto)" in mistake(
+        "plan", *words, "--interleave=3"
+    )
 
 
 def test_plans_that_exchange_experts():
-    """Of a model with a capacity, each sequence-parallel plan has one; its overrides make a training configuration."""
+    """Of a model with a capacity, each sequence-parallel plan has one; its overrides make a
+    training configuration.
+    """
     asked = dict(MOE, capacity=1.25, residual="farskip")
     wanted = request.make(**asked)
     every = candidates(**asked)
     exchanged = exchanging(residual="farskip")
     with_sums = {
-        dataclasses.replace(one, mesh=dataclasses.replace(one.mesh, experts=ExpertParallelism.REDUCE))
+        dataclasses.replace(
+            one, mesh=dataclasses.replace(one.mesh, experts=ExpertParallelism.REDUCE)
+        )
         for one in exchanged
     }
     assert with_sums == {one for one in every - exchanged if one.sequence_parallel}
@@ -157,27 +179,38 @@ def test_plans_that_exchange_no_experts(tmp_path):
 
 
 def test_what_exchanged_experts_compute_by_hand():
-    """Over 4 ranks: 60 experts, of which 4 are chosen, 1,408 wide, and a shared one of 5,632; capacity 1.25."""
+    """Over 4 ranks: 60 experts, of which 4 are chosen, 1,408 wide, and a shared one of 5,632;
+    capacity 1.25.
+    """
     d, tokens = 2048, 2 * 4096
     layer = shards.shard(preset(MOE["model"]), ranks=4)
     wanted = request.make(**MOE, capacity=1.25, residual="ladder")
     attention = 2 * tokens * layer.attention + 2 * 2 * 4 * 128 * 4096 * 4097
     experts = 2 * 3 * ROWS * d * 1408 + 2 * tokens / 4 * d * 60 + 2 * 3 * tokens * d * 5632 / 4
     head = 2 * tokens * layer.vocabulary * d
-    assert speed.flops(EXCHANGED, request=wanted) == (pytest.approx(4 * (attention + experts) + head), 0)
+    assert speed.flops(EXCHANGED, request=wanted) == (
+        pytest.approx(4 * (attention + experts) + head),
+        0,
+    )
     full = dataclasses.replace(EXCHANGED, remat=Remat.FULL)  # all but the sums that are reduced
     reduced = 2 * tokens * d * 512 + 2 * tokens * d * 5632 / 4
-    assert speed.flops(full, request=wanted)[1] == pytest.approx(4 * (attention + experts - reduced))
+    assert speed.flops(full, request=wanted)[1] == pytest.approx(
+        4 * (attention + experts - reduced)
+    )
 
 
 def test_the_time_of_exchanged_experts_by_hand(monkeypatch):
-    """v5p's ring of four carries each byte once, 180 GB/s; of attention and the shared expert two halves each."""
+    """v5p's ring of four carries each byte once, 180 GB/s; of attention and the shared expert two
+    halves each.
+    """
     half = 3 / 4 * 8192 * 2048 * 2 / 180e9
     rows = ROWS * 2048 * 2 / 180e9
     wanted = lambda name: request.make(**MOE, capacity=1.25, residual=name)
     nothing_computed = dataclasses.replace(speed.machine_of(wanted("standard").target), flops=1e30)
     monkeypatch.setattr(speed, "machine_of", lambda target: nothing_computed)
-    standard, farskip = (speed.speed(EXCHANGED, request=wanted(name)).exposed for name in ("standard", "farskip"))
+    standard, farskip = (
+        speed.speed(EXCHANGED, request=wanted(name)).exposed for name in ("standard", "farskip")
+    )
     assert standard - farskip == pytest.approx(4 * 4 * 4 * 0.5 * half, rel=1e-6)
     assert standard > 4 * 4 * (4 * 2 * half + 4 * rows)
 
@@ -199,7 +232,9 @@ def test_an_exchange_is_a_setting(capsys):
     assert {plan["experts"] for plan in every} == {"exchange", "reduce"}
     assert best["overrides"]["mesh.experts"] == "exchange"
     assert best["overrides"]["model.moe.capacity"] == "1.25"
-    assert not any("mesh.experts" in plan["overrides"] for plan in every if plan["experts"] == "reduce")
+    assert not any(
+        "mesh.experts" in plan["overrides"] for plan in every if plan["experts"] == "reduce"
+    )
 
 
 def test_an_exchange_is_confirmed_as_such(tmp_path, monkeypatch):
@@ -207,11 +242,19 @@ def test_an_exchange_is_confirmed_as_such(tmp_path, monkeypatch):
     steps = []
     defined = []
     monkeypatch.setenv("LADDER_JAX_CACHE", str(tmp_path))
-    monkeypatch.setattr(confirm.compiling, "run_worker", lambda module, step, *_, **__: steps.append(step))
-    monkeypatch.setattr(nn, "define", lambda config, **more: defined.append((config, more["experts"])) or 1 / 0)
-    wanted = request.make(model="tiny-moe", target="cpu:2", tokens=256, sequence=64, layers=1, capacity=2.0)
+    monkeypatch.setattr(
+        confirm.compiling, "run_worker", lambda module, step, *_, **__: steps.append(step)
+    )
+    monkeypatch.setattr(
+        nn, "define", lambda config, **more: defined.append((config, more["experts"])) or 1 / 0
+    )
+    wanted = request.make(
+        model="tiny-moe", target="cpu:2", tokens=256, sequence=64, layers=1, capacity=2.0
+    )
     for form in ExpertParallelism:
-        confirm.confirm(Candidate(MeshConfig(tensor=2, experts=form), Remat.NONE, True, 4, 1), request=wanted)
+        confirm.confirm(
+            Candidate(MeshConfig(tensor=2, experts=form), Remat.NONE, True, 4, 1), request=wanted
+        )
         with pytest.raises(ZeroDivisionError):
             confirm.measure(steps[-1])
     assert defined == [(wanted.config, form) for form in ExpertParallelism]
@@ -257,8 +300,14 @@ def test_speed_orders_what_is_known():
 
 
 def test_what_the_compiler_refuses_gives_way_to_the_next(monkeypatch):
-    compiled = lambda size, refusal=None: Confirmed(size, 0, 0, 0, 0, 1.0, 1.0, "0", "none", refusal)
-    answers = [compiled(0, "RESOURCE_EXHAUSTED: used 100 of 95"), compiled(96 * 2**30), compiled(90 * 2**30)]
+    compiled = lambda size, refusal=None: Confirmed(
+        size, 0, 0, 0, 0, 1.0, 1.0, "0", "none", refusal
+    )
+    answers = [
+        compiled(0, "RESOURCE_EXHAUSTED: used 100 of 95"),
+        compiled(96 * 2**30),
+        compiled(90 * 2**30),
+    ]
     asked = []
 
     def confirm(candidate, request):
@@ -285,7 +334,19 @@ def test_nothing_fits():
 
 def test_a_confirmed_answer(capsys, monkeypatch, tmp_path):
     monkeypatch.setenv("LADDER_JAX_CACHE", str(tmp_path))
-    ask = ["plan", "--model", "tiny", "--target", "cpu:8", "--tokens", "256", "--sequence", "32", "--layers", "1"]
+    ask = [
+        "plan",
+        "--model",
+        "tiny",
+        "--target",
+        "cpu:8",
+        "--tokens",
+        "256",
+        "--sequence",
+        "32",
+        "--layers",
+        "1",
+    ]
     assert cli.main([*ask, "--json"]) == 0
     said = capsys.readouterr().out
     found = json.loads(said)
@@ -314,12 +375,20 @@ def test_a_confirmed_answer(capsys, monkeypatch, tmp_path):
         (dict(capacity=1.25), "--capacity 1.25 is of experts, which llama-3-70b has not"),
         (dict(model="tiny-moe", capacity=0.0), "--capacity must be positive, not 0.0"),
         (dict(model="tiny-moe", capacity=math.inf), "--capacity must be positive, not inf"),
-        (dict(interleave=Interleave.HALVES, residual="no-communication"), "--interleave 2 is for a residual that"),
         (
-            dict(model="tiny", target="cpu:1", tokens=512, sequence=512, interleave=Interleave.HALVES),
+            dict(interleave=Interleave.HALVES, residual="no-communication"),
+            "--interleave 2 is for a residual that",
+        ),
+        (
+            dict(
+                model="tiny", target="cpu:1", tokens=512, sequence=512, interleave=Interleave.HALVES
+            ),
             "--interleave 2 needs several tensor ranks and an even number of sequences",
         ),
-        (dict(model="tiny", target="cpu:7", tokens=2048, sequence=512), "takes a multiple of 7 sequences"),
+        (
+            dict(model="tiny", target="cpu:7", tokens=2048, sequence=512),
+            "takes a multiple of 7 sequences",
+        ),
     ],
 )
 def test_mistakes(change, said):
@@ -331,17 +400,27 @@ def test_running_out_of_memory_names_the_planner():
     definition = cases.define("ladder", data=2, tensor=4)
     config = load("tiny", overrides=["train.remat=none", "mesh.data=2", "mesh.tensor=4"])
     mesh = definition.layout.mesh
-    error = jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 9 bytes.\nmore")
+    error = jax.errors.JaxRuntimeError(
+        "RESOURCE_EXHAUSTED: Out of memory allocating 9 bytes.\nmore"
+    )
     said = str(out_of_memory.explanation(error, config=config, mesh=mesh))
     assert "\n" not in said
     assert "Out of memory allocating 9 bytes)" in said
-    asked = "ladder-jax plan --model tiny --residual ladder --target cpu:8 --tokens 2048 --sequence 128"
+    asked = (
+        "ladder-jax plan --model tiny --residual ladder --target cpu:8 --tokens 2048 --sequence 128"
+    )
     assert asked in said
     other = jax.errors.JaxRuntimeError("INTERNAL: a bug")
     assert out_of_memory.explanation(other, config=config, mesh=mesh) is None
-    with pytest.raises(UserError, match="not enough memory on cpu"), _memory_explained(config, mesh):
+    with (
+        pytest.raises(UserError, match="not enough memory on cpu"),
+        _memory_explained(config, mesh),
+    ):
         raise error
-    with pytest.raises(jax.errors.JaxRuntimeError, match=str(other)), _memory_explained(config, mesh):
+    with (
+        pytest.raises(jax.errors.JaxRuntimeError, match=str(other)),
+        _memory_explained(config, mesh),
+    ):
         raise other
 
 

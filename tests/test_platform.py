@@ -1,4 +1,6 @@
-"""With compilers for TPUs and GPUs installed and no such device, no command prints what jax's plugins complain of."""
+"""With compilers for TPUs and GPUs installed and no such device, no command prints what jax's
+plugins complain of.
+"""
 
 import json
 import os
@@ -18,16 +20,24 @@ def initialize():  # as the plugin for CUDA: it looks for a driver unless a plat
     if not jax.config.jax_platforms:
         raise RuntimeError("cuDNN not found")
 """
-quiet = pytest.mark.skipif(platform.has_accelerator(), reason="this machine has an accelerator: jax starts it")
+quiet = pytest.mark.skipif(
+    platform.has_accelerator(), reason="this machine has an accelerator: jax starts it"
+)
 
 
 @pytest.fixture(scope="module")
 def environment(tmp_path_factory):
-    """A process's that has jax choose its platform, with a plugin for GPUs in its path, beside the installed ones."""
+    """A process's that has jax choose its platform, with a plugin for GPUs in its path, beside the
+    installed ones.
+    """
     folder = tmp_path_factory.mktemp("plugins")
     (folder / "jax_plugins" / "xla_cuda99").mkdir(parents=True)
     (folder / "jax_plugins" / "xla_cuda99" / "__init__.py").write_text(PLUGIN)
-    return {"JAX_PLATFORMS": "", "JAX_NUM_CPU_DEVICES": "1", "PYTHONPATH": f"{folder}{os.pathsep}{ROOT}"}
+    return {
+        "JAX_PLATFORMS": "",
+        "JAX_NUM_CPU_DEVICES": "1",
+        "PYTHONPATH": f"{folder}{os.pathsep}{ROOT}",
+    }
 
 
 def python(code, environment):
@@ -53,17 +63,34 @@ def test_doctor(run_cli, environment):
     done = run_cli("doctor", "--json", **environment, check_status=0)
     report = json.loads(done.stdout)
     assert set(report["devices"]) == {"cpu"} and done.stderr == ""
-    assert all(one == "ok" or "pip install" in one or "cannot" in one for one in report["targets"].values())
+    assert all(
+        one == "ok" or "pip install" in one or "cannot" in one for one in report["targets"].values()
+    )
 
 
 @quiet
 @pytest.mark.full  # each verb starts jax as doctor does
 def test_training_and_generation(run_cli, environment, tmp_path):
     shape = "num_layers=1 d_model=16 num_heads=2 num_kv_heads=2 d_ff=16".split()
-    settings = [f"model.{one}" for one in shape] + ["train.steps=1", "train.batch=2", "train.sequence=8"]
+    settings = [f"model.{one}" for one in shape] + [
+        "train.steps=1",
+        "train.batch=2",
+        "train.sequence=8",
+    ]
     done = run_cli("train", "tiny", *settings, f"run.dir={tmp_path}", **environment, check_status=0)
-    assert "cuDNN" not in done.stderr and "Traceback" not in done.stderr and "TPU" not in done.stderr, done.stderr
-    done = run_cli("generate", tmp_path, "--prompt", "a", "--max-new-tokens", "2", **environment, check_status=0)
+    assert (
+        "cuDNN" not in done.stderr and "Traceback" not in done.stderr and "TPU" not in done.stderr
+    ), done.stderr
+    done = run_cli(
+        "generate",
+        tmp_path,
+        "--prompt",
+        "a",
+        "--max-new-tokens",
+        "2",
+        **environment,
+        check_status=0,
+    )
     assert done.stderr == ""
 
 
@@ -74,11 +101,15 @@ def test_what_is_there_is_jaxs_to_choose(monkeypatch, tmp_path):
     def choose(*, named=None, files=(), plugins=("xla_cuda13",)):
         update = lambda name, value: chosen.append((name, value))
         monkeypatch.setattr(
-            platform, "jax", types.SimpleNamespace(config=types.SimpleNamespace(jax_platforms=named, update=update))
+            platform,
+            "jax",
+            types.SimpleNamespace(config=types.SimpleNamespace(jax_platforms=named, update=update)),
         )
         monkeypatch.setattr(platform, "FILES", files)
         monkeypatch.setattr(
-            platform, "entry_points", lambda group: [types.SimpleNamespace(name=name) for name in plugins]
+            platform,
+            "entry_points",
+            lambda group: [types.SimpleNamespace(name=name) for name in plugins],
         )
         platform.prefer_cpu()
 

@@ -15,14 +15,20 @@ from ladder_jax.errors import RunFailed
 from ladder_jax.train import bad_steps, metrics
 from tests import cases
 
-RECIPE = TrainConfig(steps=10, batch=4, sequence=8, warmup_steps=2, spike_factor=1.5, spike_window=2)
+RECIPE = TrainConfig(
+    steps=10, batch=4, sequence=8, warmup_steps=2, spike_factor=1.5, spike_window=2
+)
 
 
 def test_the_compiled_step_keeps_the_old_state():
-    """A loss that is no number, and one that jumped, change nothing but the step's number; a good one trains."""
+    """A loss that is no number, and one that jumped, change nothing but the step's number; a good
+    one trains.
+    """
     definition = cases.define("ladder", num_layers=2, tensor=2)
     params = cases.placed(definition)
-    fresh = lambda: train.initial_state(definition, config=RECIPE, params=jax.tree.map(lambda a: a.copy(), params))
+    fresh = lambda: train.initial_state(
+        definition, config=RECIPE, params=jax.tree.map(lambda a: a.copy(), params)
+    )
     tokens = cases.tokens((4, 9))
     step = train.train_step(definition, config=RECIPE)
 
@@ -41,7 +47,9 @@ def test_the_compiled_step_keeps_the_old_state():
     ):
         before = jax.tree.map(np.asarray, state)
         place = lambda value, like=state.step: jax.device_put(value, like.sharding)
-        state = dataclasses.replace(state, mean_loss=place(np.float32(mean)), good_steps=place(np.int32(count)))
+        state = dataclasses.replace(
+            state, mean_loss=place(np.float32(mean)), good_steps=place(np.int32(count))
+        )
         after, found = step(state, tokens)
         assert bool(found["bad"]) == bad
         assert int(after.step) == 1
@@ -66,17 +74,22 @@ def test_the_limits():
     policy.bad(8, bad, saved=4)
     policy.bad(9, bad, saved=4)
     with pytest.raises(
-        RunFailed, match="step 10: the loss is nan: stopped after 3 bad steps in a row; the newest .* 4"
+        RunFailed,
+        match="step 10: the loss is nan: stopped after 3 bad steps in a row; the newest .* 4",
     ):
         policy.bad(10, bad, saved=4)
     assert sorted(policy.left_out) == [3, 5, 6, 8, 9]
 
     back = bad_steps.BadStepPolicy(
-        dataclasses.replace(RECIPE, on_bad_step=OnBadStep.ROLLBACK, max_bad_steps=2, rollback_batches=3)
+        dataclasses.replace(
+            RECIPE, on_bad_step=OnBadStep.ROLLBACK, max_bad_steps=2, rollback_batches=3
+        )
     )
     jump = {"loss": 9.0, "gradient_norm": 1.0}
     for step, left_out in ((20, range(18, 21)), (21, range(19, 22))):
-        with pytest.raises(bad_steps.RollBack, match="the loss jumped to 9.000, over 1.5 times") as raised:
+        with pytest.raises(
+            bad_steps.RollBack, match="the loss jumped to 9.000, over 1.5 times"
+        ) as raised:
             back.bad(step, jump, saved=10)
         assert back.returned(raised.value, to=10) == left_out
     assert sorted(back.left_out) == [18, 19, 20, 21]
@@ -87,17 +100,35 @@ def test_the_limits():
         back.bad(12, jump, saved=11)
     assert back.returned(raised.value, to=11) == range(12, 13)
     with pytest.raises(
-        RunFailed, match="the gradient norm is inf: stopped; there is no checkpoint yet.*=skip or rollb"
+        RunFailed,
+        match="the gradient norm is inf: stopped; there is no checkpoint yet.*=skip or rollb",
     ):
-        bad_steps.BadStepPolicy(RECIPE).bad(1, {"loss": 1.0, "gradient_norm": float("inf")}, saved=0)
+        bad_steps.BadStepPolicy(RECIPE).bad(
+            1, {"loss": 1.0, "gradient_norm": float("inf")}, saved=0
+        )
 
 
 SPIKE, STEPS = 20, 32
-TINY = ["model.num_layers=2", "model.d_model=32", "model.d_ff=32", "model.dtype=float32", f"train.steps={STEPS}",
-        "train.batch=4", "train.sequence=32", "train.log_every=1", "train.checkpoint_every=8", "train.warmup_steps=5",
-        "train.evaluate_every=0", "train.evaluation_batches=1", "train.keep_checkpoints=9", "mesh.tensor=2",
-        "train.spike_factor=1.25", "train.spike_window=8", "train.rollback_batches=3",
-        "run.tensorboard=false"]  # fmt: skip
+TINY = [
+    "model.num_layers=2",
+    "model.d_model=32",
+    "model.d_ff=32",
+    "model.dtype=float32",
+    f"train.steps={STEPS}",
+    "train.batch=4",
+    "train.sequence=32",
+    "train.log_every=1",
+    "train.checkpoint_every=8",
+    "train.warmup_steps=5",
+    "train.evaluate_every=0",
+    "train.evaluation_batches=1",
+    "train.keep_checkpoints=9",
+    "mesh.tensor=2",
+    "train.spike_factor=1.25",
+    "train.spike_window=8",
+    "train.rollback_batches=3",
+    "run.tensorboard=false",
+]
 
 
 @pytest.fixture(scope="module")
@@ -107,12 +138,16 @@ def book(tmp_path_factory):
 
 def noisy_at(steps, path):
     """A text of which the windows that these steps train on are noise: their loss jumps."""
-    content = np.frombuffer("".join(f"line {i} of a book on {i % 7} things\n" for i in range(2000)).encode(), np.uint8)
+    content = np.frombuffer(
+        "".join(f"line {i} of a book on {i % 7} things\n" for i in range(2000)).encode(), np.uint8
+    )
     settings = config.load("tiny", overrides=TINY)
     count = len(content) - int(len(content) * settings.data.validation_fraction)
     windows = batches.Windows(np.arange(count), settings.train.sequence)
     which = [windows[i][0] for i in range(len(windows))]
-    order = batches.Batches(batches.shuffled(windows, seed=settings.train.seed), settings.train.batch)
+    order = batches.Batches(
+        batches.shuffled(windows, seed=settings.train.seed), settings.train.batch
+    )
     place = np.concatenate([order[step - 1][:, 0] for step in steps])
     assert set(place) <= set(which)
     noisy = content.copy()
@@ -125,7 +160,8 @@ def noisy_at(steps, path):
 def run(book, directory, *more):
     said = []
     train.run(
-        config.load("tiny", overrides=[*TINY, f"data.path={book}", f"run.dir={directory}", *more]), say=said.append
+        config.load("tiny", overrides=[*TINY, f"data.path={book}", f"run.dir={directory}", *more]),
+        say=said.append,
     )
     return said
 
@@ -142,7 +178,8 @@ def position(directory, step):
 def stopped(book, tmp_path_factory):
     directory = tmp_path_factory.mktemp("stop") / "run"
     with pytest.raises(
-        RunFailed, match="step 20: the loss jumped to .*: stopped; the newest checkpoint is that of step 16"
+        RunFailed,
+        match="step 20: the loss jumped to .*: stopped; the newest checkpoint is that of step 16",
     ):
         run(book, directory)
     assert [step for step, *_ in losses(directory)] == list(range(1, SPIKE))
@@ -180,7 +217,9 @@ def test_a_stopped_run_goes_on_with_another_policy(book, stopped, skipped, tmp_p
 
 
 def test_a_run_resumed_after_the_jump_goes_on_alike(book, skipped, tmp_path):
-    """The mean that a jump is measured against is part of the checkpoint, as is what was left out."""
+    """The mean that a jump is measured against is part of the checkpoint, as is what was left
+    out.
+    """
     directory = tmp_path / "run"
     shutil.copytree(skipped, directory)
     shutil.rmtree(directory / "checkpoints" / "32")
@@ -190,10 +229,14 @@ def test_a_run_resumed_after_the_jump_goes_on_alike(book, skipped, tmp_path):
 
 
 def test_rollback(book, stopped, skipped, tmp_path):
-    """Back to step 16, and on without the batches of the steps 18 to 20; a resumed run does the same."""
+    """Back to step 16, and on without the batches of the steps 18 to 20; a resumed run does the
+    same.
+    """
     directory = tmp_path / "run"
     said = run(book, directory, "train.on_bad_step=rollback")
-    assert any("back to step 16, and on without the batches of the steps 18 to 20" in line for line in said)
+    assert any(
+        "back to step 16, and on without the batches of the steps 18 to 20" in line for line in said
+    )
     rows = losses(directory)
     assert [step for step, *_ in rows] == list(range(1, STEPS + 1))
     assert rows[:17] == losses(stopped)[:17]
@@ -213,14 +256,21 @@ def test_a_good_step_between_two_bad_ones_ends_the_row(tmp_path):
     """Of bad steps one at a time is allowed here, as often as they come."""
     book = noisy_at([SPIKE, SPIKE + 3, SPIKE + 6], tmp_path / "book.txt")
     run(book, tmp_path / "run", "train.on_bad_step=skip", "train.max_bad_steps=1")
-    assert [step for step, _, event in losses(tmp_path / "run") if event] == [SPIKE, SPIKE + 3, SPIKE + 6]
+    assert [step for step, _, event in losses(tmp_path / "run") if event] == [
+        SPIKE,
+        SPIKE + 3,
+        SPIKE + 6,
+    ]
 
 
 def test_no_number_at_all(book, tmp_path):
-    """A learning rate that ends every run: stopped at the second step, or after too many returns to the beginning."""
+    """A learning rate that ends every run: stopped at the second step, or after too many returns to
+    the beginning.
+    """
     wild = ["train.learning_rate=1e30", "train.spike_factor=0", "train.warmup_steps=0"]
     with pytest.raises(
-        RunFailed, match=r"step 2: the (loss|gradient norm) is (nan|inf): stopped; there is no checkpoint"
+        RunFailed,
+        match=r"step 2: the (loss|gradient norm) is (nan|inf): stopped; there is no checkpoint",
     ):
         run(book, tmp_path / "a", *wild)
     assert [step for step, *_ in losses(tmp_path / "a")] == [1]

@@ -1,4 +1,6 @@
-"""The paper's recipes as they resolve, and the small study: killed, resumed, and told from its results alone."""
+"""The paper's recipes as they resolve, and the small study: killed, resumed, and told from its
+results alone.
+"""
 
 import dataclasses
 import json
@@ -23,8 +25,12 @@ from ladder_jax.predict import model as predicted
 HERE = study.HERE
 ROOT = HERE.parent.parent
 
-# Layers, d, heads, key/value heads, ffn, vocabulary and rope theta: arXiv 2501.06589 and its released configurations.
-SHAPES = {"1b": (40, 1536, 24, 24, 4096, 49152, 10_000.0), "3b": (40, 2304, 36, 36, 9216, 49152, 10_000.0)}
+# Layers, d, heads, key/value heads, ffn, vocabulary and rope theta: arXiv 2501.06589 and its
+# released configurations.
+SHAPES = {
+    "1b": (40, 1536, 24, 24, 4096, 49152, 10_000.0),
+    "3b": (40, 2304, 36, 36, 9216, 49152, 10_000.0),
+}
 
 
 @pytest.mark.parametrize("size", SHAPES)
@@ -37,7 +43,11 @@ def test_the_recipes_are_the_papers(size, residual):
     assert (model.residual, model.ladder_layers, model.tie_embeddings) == (residual, None, False)
     assert (model.dtype.value, model.residual_dtype.value) == ("bfloat16", "bfloat16")
     assert (train.steps, train.sequence, train.batch * train.sequence) == (25_000, 2_048, 4_194_304)
-    assert (train.learning_rate, train.warmup_steps, train.final_learning_rate_fraction) == (3e-4, 2_000, 0.1)
+    assert (train.learning_rate, train.warmup_steps, train.final_learning_rate_fraction) == (
+        3e-4,
+        2_000,
+        0.1,
+    )
     assert (train.beta1, train.beta2, train.eps) == (0.9, 0.95, 1e-10)
     assert (train.weight_decay, train.clip_norm, train.z_loss) == (0.1, 1.0, 0.0)
     assert found.run.name == f"{residual}-{size}"
@@ -55,19 +65,35 @@ def test_the_recipe_with_experts():
 @pytest.mark.parametrize("size", SHAPES)
 @pytest.mark.parametrize("residual", ["standard", "parallel"])
 def test_twins_differ_in_their_topology_alone(size, residual):
-    ladder, twin = (config.load(str(HERE / "recipes" / f"{name}-{size}.yaml")) for name in ("ladder", residual))
+    ladder, twin = (
+        config.load(str(HERE / "recipes" / f"{name}-{size}.yaml")) for name in ("ladder", residual)
+    )
     model = dataclasses.replace(ladder.model, residual=residual)
-    assert twin == dataclasses.replace(ladder, model=model, run=dataclasses.replace(ladder.run, name=twin.run.name))
+    assert twin == dataclasses.replace(
+        ladder, model=model, run=dataclasses.replace(ladder.run, name=twin.run.name)
+    )
 
 
 def test_initial_values_are_the_papers():
-    """N(0, 0.02), output projections N(0, 0.02 / sqrt(2 x 40 layers)); the schedule is test_training's."""
-    small = ["model.d_model=16", "model.num_heads=2", "model.num_kv_heads=2", "model.d_ff=32", "model.vocab_size=512"]
-    recipe = config.load(str(HERE / "recipes" / "ladder-1b.yaml"), overrides=[*small, "mesh.fsdp=1"])
+    """N(0, 0.02), output projections N(0, 0.02 / sqrt(2 x 40 layers)); the schedule is
+    test_training's.
+    """
+    small = [
+        "model.d_model=16",
+        "model.num_heads=2",
+        "model.num_kv_heads=2",
+        "model.d_ff=32",
+        "model.vocab_size=512",
+    ]
+    recipe = config.load(
+        str(HERE / "recipes" / "ladder-1b.yaml"), overrides=[*small, "mesh.fsdp=1"]
+    )
     found = named(nn.initialize(nn.define(recipe.model, mesh=parallel.make_mesh()), seed=0))
     alike = "layers/attention/query", "layers/mlp/up", "embedding/table", "head/table"
     deviations = dict.fromkeys(alike, 0.02)
-    deviations |= dict.fromkeys(("layers/attention/out", "layers/mlp/down"), 0.02 / math.sqrt(2 * 40))
+    deviations |= dict.fromkeys(
+        ("layers/attention/out", "layers/mlp/down"), 0.02 / math.sqrt(2 * 40)
+    )
     for name, deviation in deviations.items():
         values = np.asarray(found[name])
         # The deviation of n normal values is off by a share of about 1 / sqrt(2 n).
@@ -75,7 +101,10 @@ def test_initial_values_are_the_papers():
 
 
 def training(*, hardware=None, tensor=8):
-    shape, hardware = preset("ladder-1b", residual="standard"), hardware or machine.load("h100-nvlink")
+    shape, hardware = (
+        preset("ladder-1b", residual="standard"),
+        hardware or machine.load("h100-nvlink"),
+    )
     return predicted.training_step(shape, machine=hardware, tensor=tensor, rows=4, sequence=2048)
 
 
@@ -88,7 +117,8 @@ def test_the_predicted_step_is_that_of_its_formula():
     assert standard.exposed == pytest.approx(standard.wire)
     assert standard.backward.compute == pytest.approx(2 * standard.forward.compute)
     assert training(tensor=1).wire == 0
-    # Of a device whose memory takes no time only the products are left, 2 operations an element and token.
+    # Of a device whose memory takes no time only the products are left, 2 operations an element and
+    # token.
     elements = 40 * (4 * 1536**2 + 3 * 1536 * 4096) / 8
     attention = 40 * 4 * (1536 / 8) * (2048 + 1) / 2
     least = tokens * (2 * elements + attention) / (hardware.flops * hardware.flops_share)
@@ -131,7 +161,9 @@ def test_rows_are_kept_one_by_one(tmp_path):
         return {"loss": 0.5 * row["seed"]}
 
     def rows(*seeds):
-        return studies.resumed([{"seed": seed} for seed in seeds], measure, file=file, about={"text": "a"})
+        return studies.resumed(
+            [{"seed": seed} for seed in seeds], measure, file=file, about={"text": "a"}
+        )
 
     with pytest.raises(KeyboardInterrupt):
         rows(1, 2)
@@ -142,23 +174,40 @@ def test_rows_are_kept_one_by_one(tmp_path):
     assert json.loads(file.read_text())["rows"] == rows(3)
 
 
-SMALL = ["model.num_layers=2", "model.d_model=16", "model.d_ff=16", "train.steps=8", "train.batch=4",
-         "train.sequence=16", "train.warmup_steps=2", "train.evaluate_every=4", "train.evaluation_batches=1",
-         "train.checkpoint_every=4", "train.log_every=4", "train.loop=scan"]  # fmt: skip
+SMALL = [
+    "model.num_layers=2",
+    "model.d_model=16",
+    "model.d_ff=16",
+    "train.steps=8",
+    "train.batch=4",
+    "train.sequence=16",
+    "train.warmup_steps=2",
+    "train.evaluate_every=4",
+    "train.evaluation_batches=1",
+    "train.checkpoint_every=4",
+    "train.log_every=4",
+    "train.loop=scan",
+]
 
 
 @pytest.fixture(scope="module")
 def killed(tmp_path_factory):
-    """A study's folder and words: killed once the first run was done and the second one had begun."""
+    """A study's folder and words: killed once the first run was done and the second one had
+    begun.
+    """
     folder = tmp_path_factory.mktemp("study")
     text = folder / "book.txt"
-    text.write_text("".join(f"line {i} of a little book about {i % 7} things\n" for i in range(300)))
+    text.write_text(
+        "".join(f"line {i} of a little book about {i % 7} things\n" for i in range(300))
+    )
     words = [f"data.path={text}", *SMALL, "--topologies", "ladder-fresh", "--seeds", "1"]
     words += ["--runs", str(folder / "runs"), "--out", str(folder)]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     (folder / "README.md").write_text("<!-- table: equal -->\n\n<!-- end -->")
     command = [sys.executable, "-m", "experiments.pretrain", *words]
-    with subprocess.Popen(command, env=environment, cwd=folder, stdout=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(
+        command, env=environment, cwd=folder, stdout=subprocess.PIPE, text=True
+    ) as process:
         for line in process.stdout:
             if line.startswith("[2/2]"):
                 break
@@ -167,7 +216,9 @@ def killed(tmp_path_factory):
 
 
 def test_a_killed_study_goes_on(killed, tmp_path, capsys):
-    """And its tables come from the results alone; changed settings are refused, as are missing results."""
+    """And its tables come from the results alone; changed settings are refused, as are missing
+    results.
+    """
     folder, words = killed
     (first,) = folder.glob("runs/standard/seed-0/result.json")
     before = first.stat().st_mtime_ns
@@ -216,4 +267,6 @@ def test_the_readme_says_what_the_results_say():
     results, text = studies.load(HERE / "results.json"), (HERE / "README.md").read_text()
     assert studies.fill(text, study.tables(results)) == text
     main = [(run["residual"], run["seed"]) for run in results["runs"]]
-    assert sorted(main) == sorted((residual, seed) for residual in study.TOPOLOGIES for seed in range(3))
+    assert sorted(main) == sorted(
+        (residual, seed) for residual in study.TOPOLOGIES for seed in range(3)
+    )

@@ -1,4 +1,6 @@
-"""What is compiled beside the programs of test_numerics, which counts those' all-reduces: a chunk's, and controls."""
+"""What is compiled beside the programs of test_numerics, which counts those' all-reduces: a
+chunk's, and controls.
+"""
 
 import hashlib
 import os
@@ -22,26 +24,35 @@ KINDS = "ladder", "standard", "ladder-2", "ladder-fresh", "parallel-ladder"
 
 @pytest.mark.parametrize("name, loop", covering.rows(KINDS, Loop, pairs=[], even=[1]))
 def test_prefill_of_a_later_chunk(name, loop):
-    """The loop over key blocks, whose length is the device's to find, stands between the reductions and moves none."""
+    """The loop over key blocks, whose length is the device's to find, stands between the reductions
+    and moves none.
+    """
     definition = cases.define(name, data=2, tensor=4)
     caches = steps.abstract_cache(definition, rows=4, capacity=64, loop=loop)
-    tokens, start, lengths = (jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((4, 16), (), (4,)))
+    tokens, start, lengths = (
+        jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((4, 16), (), (4,))
+    )
     arguments = weights.abstract(definition, loop=loop), caches, tokens, start, lengths
     text = decode.extend(definition, loop=loop).compile(*arguments).as_text()
     communication.check(text, name=name, loop=loop)
 
 
 def test_the_count_sees_a_merged_pair():
-    """The control: the same Ladder without its chain is merged by the compiler, and the parser says so."""
+    """The control: the same Ladder without its chain is merged by the compiler, and the parser says
+    so.
+    """
     from jax.sharding import PartitionSpec as P
 
     from ladder_jax import parallel
 
     def naive(x, w):
-        one = x + parallel.pvary(x, ("tensor",)) @ w  # stands for a sublayer; both read the same stream
+        # stands for a sublayer; both read the same stream
+        one = x + parallel.pvary(x, ("tensor",)) @ w
         two = x + parallel.pvary(x, ("tensor",)) @ jnp.sin(w)
         with jax.named_scope(LAUNCH):
-            return parallel.all_reduce(one, ("tensor",)) + parallel.all_reduce(jnp.cos(two), ("tensor",))
+            return parallel.all_reduce(one, ("tensor",)) + parallel.all_reduce(
+                jnp.cos(two), ("tensor",)
+            )
 
     mesh = parallel.make_mesh(tensor=8)
     local = jax.shard_map(naive, mesh=mesh, in_specs=(P(), P("tensor", None)), out_specs=P())
@@ -54,12 +65,19 @@ def test_no_gradient_reduction_stands_in_the_layer_loop():
     """Data-parallel and norm-gain gradients are reduced once, after the loop."""
     definition = cases.define("ladder", num_layers=2, data=2, tensor=4)
     step = jax.jit(train.loss_and_gradients(definition, loop=Loop.SCAN))
-    text = step.lower(definition.abstract, jax.ShapeDtypeStruct((4, 10), jnp.int32)).compile().as_text()
+    text = (
+        step.lower(definition.abstract, jax.ShapeDtypeStruct((4, 10), jnp.int32))
+        .compile()
+        .as_text()
+    )
     computation, outside = None, 0
     for line in text.splitlines():
         if header := re.match(r"(?:ENTRY )?%?([\w.\-]+) .*\{$", line):
             computation = "entry" if line.startswith("ENTRY") else header[1]
-        if " all-reduce(" in line and "'data'" in line.split("replica_groups")[1].split("}")[0].split("{")[-1]:
+        if (
+            " all-reduce(" in line
+            and "'data'" in line.split("replica_groups")[1].split("}")[0].split("{")[-1]
+        ):
             assert computation == "entry"
             outside += 1
     assert outside > 0
@@ -69,16 +87,26 @@ def lowered():
     definition = cases.define("ladder", num_layers=2, data=2, tensor=4)
     tokens = jax.ShapeDtypeStruct((4, 17), jnp.int32)
     steps = (jax.jit(train.loss_and_gradients(definition, loop=loop)) for loop in Loop)
-    return [hashlib.sha256(step.lower(definition.abstract, tokens).as_text().encode()).hexdigest() for step in steps]
+    return [
+        hashlib.sha256(step.lower(definition.abstract, tokens).as_text().encode()).hexdigest()
+        for step in steps
+    ]
 
 
 def test_every_process_makes_the_same_program():
-    """Python orders sets differently in each; several processes that run one program must not differ."""
+    """Python orders sets differently in each; several processes that run one program must not
+    differ.
+    """
     code = "from tests import test_program; print(*test_program.lowered())"
     done = subprocess.run(
-        [sys.executable, "-c", code], cwd=pathlib.Path(__file__).parent.parent,
-        env={**os.environ, "PYTHONHASHSEED": "1"}, capture_output=True, text=True, check=True, timeout=300,
-    )  # fmt: skip
+        [sys.executable, "-c", code],
+        cwd=pathlib.Path(__file__).parent.parent,
+        env={**os.environ, "PYTHONHASHSEED": "1"},
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=300,
+    )
     assert done.stdout.split() == lowered()  # of a random seed, as Python's own
 
 
@@ -87,7 +115,9 @@ MESHES = {"fsdp x tensor": dict(fsdp=2, tensor=4), "one device": {}}
 
 @pytest.mark.parametrize("name, mesh", covering.rows(KINDS[:2], MESHES, pairs=[]))
 def test_what_the_backward_pass_multiplies_again(name, mesh):
-    """Of a layer: query, key, value, gate, up and attention's two products; with the matmuls kept, those two alone."""
+    """Of a layer: query, key, value, gate, up and attention's two products; with the matmuls kept,
+    those two alone.
+    """
     definition = cases.define(name, num_layers=2, **MESHES[mesh])
     tokens = jax.ShapeDtypeStruct((4, 13), jnp.int32)
 

@@ -19,9 +19,22 @@ PROMPTS = [
     {"prompt": "a cat"},
     {"prompt": "é", "id": "ü\ud800", "temperature": 1.5, "seed": 7, "max_new_tokens": 9},
     {"prompt": "b", "id": 3, "top_k": 4, "temperature": 1, "stop": "e"},
-    {"prompt": "c", "min_p": 0.1, "top_p": 0.9, "repetition_penalty": 1.5, "stop_ids": [1, 2], "stop": ["x", "yy"]},
+    {
+        "prompt": "c",
+        "min_p": 0.1,
+        "top_p": 0.9,
+        "repetition_penalty": 1.5,
+        "stop_ids": [1, 2],
+        "stop": ["x", "yy"],
+    },
 ]
-READ = dict(defaults=DecodeConfig(max_new_tokens=6), stop=(), encode=Bytes().encode, vocab_size=251, model="m")
+READ = dict(
+    defaults=DecodeConfig(max_new_tokens=6),
+    stop=(),
+    encode=Bytes().encode,
+    vocab_size=251,
+    model="m",
+)
 
 
 def engine():
@@ -53,7 +66,12 @@ def test_a_file_of_prompts_goes_on_after_a_kill(tmp_path):
     assert [by_index[i]["new_tokens"] for i in (0, 1)] == [6, 9]
     assert by_index[0]["prompt_tokens"] == 5
     assert by_index[0]["finish_reason"] == "length"
-    for cut in [len(content), 1, len(content) - 1, *np.random.default_rng(0).integers(0, len(content), 12)]:
+    for cut in [
+        len(content),
+        1,
+        len(content) - 1,
+        *np.random.default_rng(0).integers(0, len(content), 12),
+    ]:
         out.write_bytes(content[:cut])
         run()
         assert lines_of(out) == expected
@@ -67,10 +85,20 @@ def test_answers_to_something_else_are_refused(tmp_path):
     result = decode.Result((1,), "b", None, Finish.LENGTH, 1)
     out.write_bytes(jsonl.encoded(jobs[0].line([result])))
     assert jsonl.unanswered(str(out), jobs) == []
-    for change in (dict(model="n"), dict(defaults=DecodeConfig(max_new_tokens=7)), dict(stop=("x",))):
+    for change in (
+        dict(model="n"),
+        dict(defaults=DecodeConfig(max_new_tokens=7)),
+        dict(stop=("x",)),
+    ):
         with pytest.raises(UserError, match="line 1 answers another prompt, model or setting"):
             jsonl.unanswered(str(out), jsonl.read(str(source), **{**READ, **change}))
-    for foreign in ("my diary\n", "my diary", '{"index": 0}\n', "[]\n", '{"index": -1, "request": ""}\n'):
+    for foreign in (
+        "my diary\n",
+        "my diary",
+        '{"index": 0}\n',
+        "[]\n",
+        '{"index": -1, "request": ""}\n',
+    ):
         out.write_text(foreign)
         with pytest.raises(UserError, match="out.jsonl (line 1|holds)"):
             jsonl.unanswered(str(out), jobs)
@@ -83,7 +111,10 @@ def test_answers_to_something_else_are_refused(tmp_path):
         ("{", "prompts.jsonl:2: not JSON"),
         ("[]", "line 2: each line must be an object such as"),
         ('{"prompt": ""}', "line 2: the prompt is empty"),
-        ('{"prompt": "a", "temprature": 1}', "line 2: unknown setting 'temprature'; did you mean 'temperature'"),
+        (
+            '{"prompt": "a", "temprature": 1}',
+            "line 2: unknown setting 'temprature'; did you mean 'temperature'",
+        ),
         ('{"prompt": "a", "top_p": 2}', "line 2: decode.top_p must be above 0 and at most 1"),
         ('{"prompt": "a", "top_k": "x"}', "line 2: top_k must be a whole number, not 'x'"),
         ('{"prompt": "a", "stop": 1}', "line 2: stop must be a list, not 1"),
@@ -115,7 +146,10 @@ def test_a_full_disk_keeps_whole_lines(tmp_path, largest_file):
     for room in (len(content) - 1, len(content) - 10, 3):
         out.unlink()
         largest_file(room)
-        with pytest.raises(RunFailed, match="out.jsonl: File too large. What it holds is whole, and the same command"):
+        with pytest.raises(
+            RunFailed,
+            match="out.jsonl: File too large. What it holds is whole, and the same command",
+        ):
             list(jsonl.answer(ours, jobs, file=str(out)))
         largest_file(None)
         kept = out.read_bytes()
@@ -128,7 +162,10 @@ def test_a_full_disk_keeps_whole_lines(tmp_path, largest_file):
 def test_one_run_at_a_time(tmp_path):
     file = str(tmp_path / "out.jsonl")
     with jsonl.alone(file):
-        with pytest.raises(UserError, match="out.jsonl: another run is writing to it"), jsonl.alone(file):
+        with (
+            pytest.raises(UserError, match="out.jsonl: another run is writing to it"),
+            jsonl.alone(file),
+        ):
             pass
     assert not os.path.exists(file)  # nothing was written, nothing is left
     with jsonl.alone(file), open(file, "ab") as out:

@@ -1,4 +1,6 @@
-"""The processes that a command starts: our own code, and nothing that lies in the current folder."""
+"""The processes that a command starts: our own code, and nothing that lies in the current
+folder.
+"""
 
 import concurrent.futures
 import os
@@ -33,7 +35,11 @@ def planted(tmp_path_factory):
     """A folder with modules that say that they were executed."""
     tmp_path = tmp_path_factory.mktemp("planted")
     for name in ("jax", "struct", "json", "multiprocessing", "numpy", "ladder_jax"):
-        lines = "import os", f"os.close(os.open({str(tmp_path / 'executed')!r}, os.O_CREAT))", "raise ImportError"
+        lines = (
+            "import os",
+            f"os.close(os.open({str(tmp_path / 'executed')!r}, os.O_CREAT))",
+            "raise ImportError",
+        )
         (tmp_path / f"{name}.py").write_text("\n".join(lines))
     (tmp_path / "text.jsonl").write_text('{"text": "a"}\n')
     return tmp_path
@@ -41,14 +47,18 @@ def planted(tmp_path_factory):
 
 @pytest.fixture
 def ladder(tmp_path):
-    """As the installed `ladder-jax`, which has its own folder in its path and not the current one."""
+    """As the installed `ladder-jax`, which has its own folder in its path and not the current
+    one.
+    """
     script = tmp_path / "ladder-jax"
     script.write_text(SCRIPT)
 
     def run(*words, cwd, **environment):
         environment = {**os.environ, "PYTHONPATH": str(ROOT), **environment}
         pipes = dict(capture_output=True, text=True, timeout=200)
-        return subprocess.run([sys.executable, str(script), *words], **pipes, cwd=cwd, env=environment)
+        return subprocess.run(
+            [sys.executable, str(script), *words], **pipes, cwd=cwd, env=environment
+        )
 
     return run
 
@@ -73,10 +83,14 @@ def test_train(ladder, planted):
         told = {**SLURM, "LADDER_JAX_COORDINATOR": f"localhost:{free.getsockname()[1]}"}
     words = ["train", "tiny", "data.path=nowhere.txt", "mesh.data=2", "--cpu-devices", "1"]
     with concurrent.futures.ThreadPoolExecutor() as threads:
-        start = lambda process: ladder(*words, cwd=planted, **told, SLURM_PROCID=process, SLURM_LOCALID=process)
+        start = lambda process: ladder(
+            *words, cwd=planted, **told, SLURM_PROCID=process, SLURM_LOCALID=process
+        )
         both = list(threads.map(start, "01"))
     assert any("nowhere.txt" in done.stderr for done in both), both
-    assert [done.returncode for done in both] == [2, 2] and not (planted / "executed").exists(), both
+    assert [done.returncode for done in both] == [2, 2] and not (planted / "executed").exists(), (
+        both
+    )
 
 
 def test_the_probe(planted, monkeypatch):
@@ -88,12 +102,16 @@ def test_the_probe(planted, monkeypatch):
 
 def test_the_same_library(tmp_path):
     """Also where it is not installed: a copy runs itself, whatever else the path leads to."""
-    shutil.copytree(ROOT / "ladder_jax", tmp_path / "ladder_jax", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(
+        ROOT / "ladder_jax", tmp_path / "ladder_jax", ignore=shutil.ignore_patterns("__pycache__")
+    )
     code = (
         "import subprocess; from ladder_jax import python; "
         "print(subprocess.run(python.command('inspect', 'ladder_jax.errors', '--details'),"
         " capture_output=True, text=True).stdout)"
     )
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=environment, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, env=environment, capture_output=True, text=True
+    )
     assert f"Origin: {tmp_path / 'ladder_jax' / 'errors.py'}" in done.stdout, done

@@ -1,4 +1,6 @@
-"""Each sublayer's input holds the outputs that its topology's delays name; and what a topology says of itself."""
+"""Each sublayer's input holds the outputs that its topology's delays name; and what a topology says
+of itself.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +12,10 @@ from ladder_jax import config, parallel, residual
 
 LAYERS = 4
 TOPOLOGIES = {
-    **{name: residual.topology(name, num_layers=LAYERS) for name in (*config.RESIDUALS, "ladder-3", "desync-3")},
+    **{
+        name: residual.topology(name, num_layers=LAYERS)
+        for name in (*config.RESIDUALS, "ladder-3", "desync-3")
+    },
     **{
         f"{name}, {which}": residual.topology(name, num_layers=LAYERS, ladder_layers=which)
         for name in ("ladder", "ladder-fresh", "parallel-ladder")
@@ -21,7 +26,9 @@ TOPOLOGIES = {
 
 
 def inputs(topology):
-    """What the sublayers read on rank 0 of 2, [2L, 2L]: sublayer i puts out 1 on rank 0, 2 on rank 1, at i alone."""
+    """What the sublayers read on rank 0 of 2, [2L, 2L]: sublayer i puts out 1 on rank 0, 2 on rank
+    1, at i alone.
+    """
     mesh = parallel.make_mesh(tensor=2)
     count = 2 * topology.num_layers
 
@@ -39,12 +46,16 @@ def inputs(topology):
 
         for layer, steps in enumerate(topology.layers):
             for step in steps:
-                state = step(state, (sublayer(2 * layer), sublayer(2 * layer + 1)), axes=("tensor",))
+                state = step(
+                    state, (sublayer(2 * layer), sublayer(2 * layer + 1)), axes=("tensor",)
+                )
         rows = jnp.stack([seen[index] for index in range(count)])
         return parallel.pvary(rows, ("tensor",))[None]
 
     specs = dict(in_specs=PartitionSpec(), out_specs=PartitionSpec("tensor"))
-    return np.asarray(jax.jit(jax.shard_map(local, mesh=mesh, **specs))(jnp.zeros((1, 1, count))))[0]
+    return np.asarray(jax.jit(jax.shard_map(local, mesh=mesh, **specs))(jnp.zeros((1, 1, count))))[
+        0
+    ]
 
 
 DELAYED = {name: one for name, one in TOPOLOGIES.items() if not (one.desync or one.silent)}
@@ -67,9 +78,18 @@ def test_in_words():
         "  layers 0-15: attention and MLP read every output before them\n"
         "  layers 16-31: attention and MLP read all but the newest output, all-reduced meanwhile"
     )
-    counts = {"standard": 8, "parallel": 4, "parallel-ladder": 4, "desync-2": 4, "desync-3": 3, "no-communication": 0}
+    counts = {
+        "standard": 8,
+        "parallel": 4,
+        "parallel-ladder": 4,
+        "desync-2": 4,
+        "desync-3": 3,
+        "no-communication": 0,
+    }
     for name, count in counts.items():
-        assert repr(TOPOLOGIES[name]).startswith(f"Topology of 4 layers, 8 sublayers, {count} all-reduces\n")
+        assert repr(TOPOLOGIES[name]).startswith(
+            f"Topology of 4 layers, 8 sublayers, {count} all-reduces\n"
+        )
     assert "one norm" in repr(TOPOLOGIES["parallel-shared-norm"])
 
 

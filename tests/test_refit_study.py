@@ -1,4 +1,6 @@
-"""experiments/refit: its rows are what the library's refit gives, and its tables say what was measured."""
+"""experiments/refit: its rows are what the library's refit gives, and its tables say what was
+measured.
+"""
 
 import dataclasses
 import json
@@ -19,7 +21,13 @@ SEQUENCE = 32
 
 
 def row(layers="15", *, scored=DOMAINS[:1], **fitted):
-    return {"layers": layers, "residual": "ladder", "way": "plain", "scored": list(scored), **fitted}
+    return {
+        "layers": layers,
+        "residual": "ladder",
+        "way": "plain",
+        "scored": list(scored),
+        **fitted,
+    }
 
 
 def refitted(layers="15", *, scored=DOMAINS[:1], **changes):
@@ -29,7 +37,9 @@ def refitted(layers="15", *, scored=DOMAINS[:1], **changes):
 @pytest.fixture(scope="module")
 def measurement(tmp_path_factory):
     """Of four tiny layers; the last two in place of the model's 15."""
-    file = gguf_files.write(tmp_path_factory.mktemp("small") / "small.gguf", "llama-2", num_hidden_layers=4)
+    file = gguf_files.write(
+        tmp_path_factory.mktemp("small") / "small.gguf", "llama-2", num_hidden_layers=4
+    )
     draw = np.random.default_rng(0).integers
     held_out = {domain: draw(3, 129, 41).astype(np.int32) for domain in DOMAINS}
     rest = {domain: draw(3, 129, (9, SEQUENCE)).astype(np.int32) for domain in DOMAINS}
@@ -43,16 +53,23 @@ def short_rows(monkeypatch):
 
 @pytest.mark.parametrize(
     "way, projections",
-    covering.marked([("inputs", FittedProjections.INPUTS)], chosen=[("inputs and outputs", FittedProjections.BOTH)]),
+    covering.marked(
+        [("inputs", FittedProjections.INPUTS)],
+        chosen=[("inputs and outputs", FittedProjections.BOTH)],
+    ),
 )
 def test_rows_are_the_librarys_refit(measurement, way, projections):
-    """And its losses those of the compiled model, in every domain; worse than the original's, where nothing is late."""
+    """And its losses those of the compiled model, in every domain; worse than the original's, where
+    nothing is late.
+    """
     asked = refitted("2", way=way, text=MIXTURE, tokens=128, scored=DOMAINS)
     rows = measurement.calibration(asked)
     assert rows.shape == (4, SEQUENCE)
     model = dataclasses.replace(measurement.source.model, residual="ladder", ladder_layers="2")
     settings = Refit(projections=projections)
-    expected = refit(measurement.source, model=model, rows=rows, mesh=parallel.make_mesh(), settings=settings)
+    expected = refit(
+        measurement.source, model=model, rows=rows, mesh=parallel.make_mesh(), settings=settings
+    )
     result = measurement.of(asked)
     assert result["fits"] == [dataclasses.asdict(fit) for fit in expected.fits]
     original = measurement.of(row("0", scored=DOMAINS))["losses"]
@@ -62,7 +79,9 @@ def test_rows_are_the_librarys_refit(measurement, way, projections):
         assert (
             loss
             != original[domain]
-            == pytest.approx(loss_of(measurement.source, measurement.source.model, tokens), rel=1e-5)
+            == pytest.approx(
+                loss_of(measurement.source, measurement.source.model, tokens), rel=1e-5
+            )
         )
 
 
@@ -71,7 +90,9 @@ def loss_of(source, model, tokens) -> float:
     params = pretrained.load(dataclasses.replace(source, model=model), mesh=definition.layout.mesh)
     scores = np.asarray(nn.compiled_logits(definition)(params, tokens[:, :-1]), np.float64)[0]
     scores -= scores.max(-1, keepdims=True)
-    return float(np.mean(np.log(np.exp(scores).sum(-1)) - scores[np.arange(len(scores)), tokens[0, 1:]]))
+    return float(
+        np.mean(np.log(np.exp(scores).sum(-1)) - scores[np.arange(len(scores)), tokens[0, 1:]])
+    )
 
 
 def test_rows_are_drawn_by_their_seed(measurement):
@@ -83,9 +104,13 @@ def test_rows_are_drawn_by_their_seed(measurement):
 
 def test_texts_are_cut_in_two(tmp_path, monkeypatch):
     monkeypatch.setattr(command, "HELD_OUT", 50)
-    tokenizer = type("Tokenizer", (), {"encode": lambda self, text: [ord(letter) for letter in text]})()
+    tokenizer = type(
+        "Tokenizer", (), {"encode": lambda self, text: [ord(letter) for letter in text]}
+    )()
     (tmp_path / "c.jsonl").write_text(json.dumps({"question": "q" * 150, "answer": "4" * 150}))
-    held_out, rest = command.cut("gsm8k", command.read("gsm8k", str(tmp_path / "c.jsonl")), tokenizer=tokenizer)
+    held_out, rest = command.cut(
+        "gsm8k", command.read("gsm8k", str(tmp_path / "c.jsonl")), tokenizer=tokenizer
+    )
     assert set(held_out) == {ord("q")} and set(rest.ravel()) == {ord("q"), ord("\n"), ord("4")}
     with pytest.raises(UserError, match="--wikitext: 80 tokens are too few"):
         command.cut("wikitext", "a" * 80, tokenizer=tokenizer)
@@ -109,7 +134,9 @@ def test_tables(tmp_path, capsys):
     (tmp_path / "results.json").write_text(json.dumps({"rows": rows}))
     assert command.main(["--tables", "--out", str(tmp_path)]) == 0
     printed = capsys.readouterr().out
-    assert "| last 15 | 4.000 | 2.400 | +2.000 | +0.400 | 80% |" in printed and "2.500" not in printed
+    assert (
+        "| last 15 | 4.000 | 2.400 | +2.000 | +0.400 | 80% |" in printed and "2.500" not in printed
+    )
     assert command.main(["--out", str(tmp_path), "--wikitext", "x"]) == 2
     assert "refit: name the texts: --gsm8k FILE is missing" in capsys.readouterr().err
     assert command.main(["--tables", "--out", str(tmp_path / "none")]) == 2

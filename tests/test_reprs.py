@@ -1,4 +1,6 @@
-"""What a notebook shows of an object is a few lines that say what matters: 2,000 characters and 30 lines at most."""
+"""What a notebook shows of an object is a few lines that say what matters: 2,000 characters and 30
+lines at most.
+"""
 
 import dataclasses
 import json
@@ -28,15 +30,21 @@ def model(mesh=None):
 
 def source(tmp_path):
     arrays = {
-        pretrained.Key("layers/attention/query", layer): pretrained.Stored((512, 8, 64), np.dtype("float16"), None)
+        pretrained.Key("layers/attention/query", layer): pretrained.Stored(
+            (512, 8, 64), np.dtype("float16"), None
+        )
         for layer in range(500)
     }
     files = {"tokenizer.json": b"x" * 2_000_000}
-    return pretrained.Source("a/model.gguf", BIG, arrays, 2048, files, {"eos_token_id": list(range(1000))})
+    return pretrained.Source(
+        "a/model.gguf", BIG, arrays, 2048, files, {"eos_token_id": list(range(1000))}
+    )
 
 
 def opened(tmp_path):
-    return pretrained.OpenedModel("a/model.gguf", tmp_path, config.RunConfig(model=BIG), source(tmp_path))
+    return pretrained.OpenedModel(
+        "a/model.gguf", tmp_path, config.RunConfig(model=BIG), source(tmp_path)
+    )
 
 
 def text_model(tmp_path):
@@ -49,9 +57,13 @@ def generator(tmp_path):
 
 
 def saved(tmp_path):
-    run = config.load("tiny", overrides=["data.path=book.txt", "train.start=runs/other", "lora.rank=4"])
+    run = config.load(
+        "tiny", overrides=["data.path=book.txt", "train.start=runs/other", "lora.rank=4"]
+    )
     data = {"step": 12, "skipped": {str(step): "a loss of NaN" for step in range(1000)}}
-    return checkpoint.Checkpoint(pathlib.Path("/runs/a/checkpoints/12"), 12, run, data, 1.6e9, 2.5, True)
+    return checkpoint.Checkpoint(
+        pathlib.Path("/runs/a/checkpoints/12"), 12, run, data, 1.6e9, 2.5, True
+    )
 
 
 def state(tmp_path):
@@ -60,7 +72,9 @@ def state(tmp_path):
 
 
 def store(tmp_path):
-    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": "the cat " * n}) + "\n" for n in range(1, 200)))
+    (tmp_path / "a.jsonl").write_text(
+        "".join(json.dumps({"text": "the cat " * n}) + "\n" for n in range(1, 200))
+    )
     make([tmp_path / "a.jsonl"], tmp_path / "out")
     return Store(tmp_path / "out")
 
@@ -70,13 +84,17 @@ def stack(tmp_path):
         def __init__(self, *, rngs):
             self.attention, self.mlp = nnx.Linear(8, 8, rngs=rngs), nnx.Linear(8, 8, rngs=rngs)
 
-    return residual.Stack(Block, topology=residual.topology("ladder", num_layers=40), rngs=nnx.Rngs(0))
+    return residual.Stack(
+        Block, topology=residual.topology("ladder", num_layers=40), rngs=nnx.Rngs(0)
+    )
 
 
 def report(tmp_path):
     """Of many sizes, as a program of somebody's own may have."""
     one = schedule.audit(text("tpu7x-unrolled"))
-    sized = lambda r, n: dataclasses.replace(r, collective=dataclasses.replace(r.collective, bytes=n))
+    sized = lambda r, n: dataclasses.replace(
+        r, collective=dataclasses.replace(r.collective, bytes=n)
+    )
     many = tuple(sized(r, n) for r in one.reductions for n in range(1_000_000_000, 1_000_000_060))
     return dataclasses.replace(one, reductions=many)
 
@@ -84,28 +102,45 @@ def report(tmp_path):
 LONG = dict(max_new_tokens=7, temperature=0.5, stop=["stop"] * 100, seed=1)
 OBJECTS = {
     "model": (lambda _: model(), "Transformer of 1,552,"),
-    "model on a mesh": (lambda _: model(parallel.make_mesh(data=2, tensor=2)), "data 2 x fsdp 1 x tensor 2 of cpu"),
+    "model on a mesh": (
+        lambda _: model(parallel.make_mesh(data=2, tensor=2)),
+        "data 2 x fsdp 1 x tensor 2 of cpu",
+    ),
     "layers": (lambda _: model().layers, "attention.query_bias        LNH  8 x 8 x 16 float32"),
     "parameter": (lambda _: model().head.table, "Parameter(VD   256 x 128 float32)"),
     "definition": (lambda _: model().definition, "ModelDef(config=ModelConfig(num_layers=8, "),
-    "program": (lambda _: nn.compiled_logits(model().definition), "compiled_logits.<locals>.stripped, no options"),
+    "program": (
+        lambda _: nn.compiled_logits(model().definition),
+        "compiled_logits.<locals>.stripped, no options",
+    ),
     "configuration": (lambda _: BIG, "biases='all', qk_norm=True, residual='desync-2', ranks=2)"),
     "a run's configuration": (lambda _: saved(_).config, "\n  lora=LoraConfig(rank=4),\n"),
-    "topology": (lambda _: residual.topology("ladder", num_layers=126, ladder_layers="63"), "  layers 63-125: "),
+    "topology": (
+        lambda _: residual.topology("ladder", num_layers=126, ladder_layers="63"),
+        "  layers 63-125: ",
+    ),
     "stack": (stack, "Stack of Block, 5,760 parameters\nTopology of 40 layers"),
     "source": (source, "Source(path='a/model.gguf', model=ModelConfig("),
     "opened": (opened, "OpenedModel('a/model.gguf', a Source)"),
     "model with text": (text_model, "float32\n  tokenizer: Bytes("),
     "generator": (generator, "Generator(loop='unrolled', quantize='none', of ModelDef("),
-    "request": (lambda _: decode.Request(range(10_000), **LONG), "max_new_tokens=7, temperature=0.5, seed=1"),
+    "request": (
+        lambda _: decode.Request(range(10_000), **LONG),
+        "max_new_tokens=7, temperature=0.5, seed=1",
+    ),
     "result": (
-        lambda _: decode.Result(tuple(range(9999)), "text " * 9999, (0.5,) * 9999, decode.Finish.STOP, 7),
+        lambda _: decode.Result(
+            tuple(range(9999)), "text " * 9999, (0.5,) * 9999, decode.Finish.STOP, 7
+        ),
         "finish='stop', prompt_tokens=7)",
     ),
     "checkpoint": (saved, "step=12, config=RunConfig("),
     "state": (state, "4,300 parameters"),
     "token store": (store, "199 documents, "),
-    "tokenizer": (lambda path: HuggingFace(pathlib.Path(tokenizers.folder(path / "t"))), "HuggingFace("),
+    "tokenizer": (
+        lambda path: HuggingFace(pathlib.Path(tokenizers.folder(path / "t"))),
+        "HuggingFace(",
+    ),
     "report": (report, "... and 110 more rows"),
     "target": (lambda _: schedule.parse("v5p:4x4x4"), "4x4x4"),
 }
@@ -122,7 +157,9 @@ def test_reprs_are_short(name, tmp_path):
 @pytest.mark.parametrize("name", config.PRESETS)
 def test_a_configuration_is_shown_as_one_types_it(name):
     dense = config.preset(name).moe is None
-    other = dict(residual="desync-3", ranks=4) if dense else dict(residual="farskip", moe=dict(top_k=1))
+    other = (
+        dict(residual="desync-3", ranks=4) if dense else dict(residual="farskip", moe=dict(top_k=1))
+    )
     for changes in ({}, dict(dtype="float32", ladder_layers=2), other):
         made = config.preset(name, **changes)
         assert eval(repr(made), vars(config)) == made
@@ -134,11 +171,16 @@ def test_a_report_prints_the_commands_table(tmp_path):
     """With its verdict first; a notebook has all rows."""
     full = schedule.audit(text("tpu7x-unrolled"))
     lines = str(full).splitlines()
-    assert lines[:2] == ["5 of 6 all-reduces hidden", "the last one comes after all compute, so it is always exposed"]
+    assert lines[:2] == [
+        "5 of 6 all-reduces hidden",
+        "the last one comes after all compute, so it is always exposed",
+    ]
     assert [line.split()[-1] for line in lines if "1.00" in line or "0.00" in line][-1] != ""
     assert max(map(len, lines)) <= 80
     html = full._repr_html_()
-    assert html.count("<tr>") == 3 and "started early, but too little compute stands under it" in html
+    assert (
+        html.count("<tr>") == 3 and "started early, but too little compute stands under it" in html
+    )
     many = report(tmp_path)
     assert "more rows" in str(many) and many._repr_html_().count("<tr>") == 1 + 120
     assert str(schedule.audit(jax.jit(lambda x: x + 1), jnp.ones(3))) == (

@@ -52,10 +52,21 @@ def test_a_request_without_numbers_fails_alone(loop):
     ours.step()
     for bad in (
         BAD,
-        Request(BAD.prompt, max_new_tokens=18, temperature=0.8, top_k=5, top_p=0.9, logprobs=True, seed=1),
+        Request(
+            BAD.prompt,
+            max_new_tokens=18,
+            temperature=0.8,
+            top_k=5,
+            top_p=0.9,
+            logprobs=True,
+            seed=1,
+        ),
     ):
         failing, after = ours.submit(bad), ours.submit(GOOD)
-        with pytest.raises(NoNumbers, match="the model's logits are no numbers .NaN or infinite. after 0 new tokens"):
+        with pytest.raises(
+            NoNumbers,
+            match="the model's logits are no numbers .NaN or infinite. after 0 new tokens",
+        ):
             failing.result()
         with pytest.raises(NoNumbers):
             next(iter(failing))
@@ -67,7 +78,9 @@ def test_a_request_without_numbers_fails_alone(loop):
 
 
 def test_a_request_may_end_with_what_has_no_numbers():
-    """The third new token's embedding is no number, and in the slot that it used others find nothing of it."""
+    """The third new token's embedding is no number, and in the slot that it used others find
+    nothing of it.
+    """
     whole = alone(GOOD)
     poison = whole[2]
     assert poison not in whole[:2] + GOOD.prompt
@@ -76,13 +89,18 @@ def test_a_request_may_end_with_what_has_no_numbers():
     assert (ended.tokens, ended.finish) == (whole[:3], Finish.LENGTH)
     other = Request([9, 10], max_new_tokens=12, seed=0)
     assert poison not in alone(other)
-    assert [handle.result().tokens for handle in ours.submit_all([other, other])] == [alone(other)] * 2  # in all slots
+    # in all slots
+    assert [handle.result().tokens for handle in ours.submit_all([other, other])] == [
+        alone(other)
+    ] * 2
 
 
 def test_a_generator_says_which_prompt():
     ours = decode.Generator(*parts(poison=POISON, data=2), loop=Loop.SCAN)
     config = DecodeConfig(max_new_tokens=4, temperature=1.0)
-    with pytest.raises(RunFailed, match="prompt 2 of 3: the model's logits are no numbers .NaN or infinite."):
+    with pytest.raises(
+        RunFailed, match="prompt 2 of 3: the model's logits are no numbers .NaN or infinite."
+    ):
         ours.tokens([GOOD.prompt, BAD.prompt, GOOD.prompt], config=config)
     assert ours.tokens([GOOD.prompt] * 3, config=config).shape == (3, 4)
 
@@ -90,7 +108,10 @@ def test_a_generator_says_which_prompt():
 def test_a_file_of_prompts_has_a_line_for_it(tmp_path):
     source, out = tmp_path / "prompts.jsonl", tmp_path / "out.jsonl"
     source.write_text("\n".join(json.dumps({"prompt": text}) for text in ("b", chr(POISON), "b")))
-    jobs, ours = jsonl.read(str(source), defaults=DecodeConfig(max_new_tokens=3), **READ), engine(poison=POISON)
+    jobs, ours = (
+        jsonl.read(str(source), defaults=DecodeConfig(max_new_tokens=3), **READ),
+        engine(poison=POISON),
+    )
     with pytest.raises(RunFailed, match="out.jsonl: 1 prompts have no answer; their lines say why"):
         list(jsonl.answer(ours, jobs, file=str(out)))
     answers = sorted(map(json.loads, out.read_text().splitlines()), key=lambda line: line["index"])
@@ -109,7 +130,10 @@ def test_greedy_requests_run_the_lean_program():
     assert set(ran) == {Choice.GREEDY}
     for more in (dict(temperature=1.0, seed=0), dict(logprobs=True)):
         ran.clear()
-        long, short = ours.submit(Request([1], max_new_tokens=12)), ours.submit(Request([2], max_new_tokens=3, **more))
+        long, short = (
+            ours.submit(Request([1], max_new_tokens=12)),
+            ours.submit(Request([2], max_new_tokens=3, **more)),
+        )
         ours.run()
         assert ran == [Choice.SAMPLED, Choice.GREEDY, Choice.GREEDY]
         assert len(long.result().tokens) == 12
@@ -130,7 +154,12 @@ def test_requests_without_a_seed_have_noise_of_their_own():
 
 def test_prompts_of_one_command_do_not_share_their_noise(tmp_path):
     source = tmp_path / "prompts.jsonl"
-    lines = [{"prompt": "a"}, {"prompt": "a"}, {"prompt": "a", "seed": 3}, {"prompt": "a", "seed": 3}]
+    lines = [
+        {"prompt": "a"},
+        {"prompt": "a"},
+        {"prompt": "a", "seed": 3},
+        {"prompt": "a", "seed": 3},
+    ]
     source.write_text("\n".join(map(json.dumps, lines)))
     defaults = DecodeConfig(max_new_tokens=12, temperature=1.5, seed=2**32 - 1)
     jobs = jsonl.read(str(source), defaults=defaults, **READ)
@@ -142,4 +171,7 @@ def test_a_failed_requests_slot_holds_no_nan():
     ours = engine(poison=POISON)
     with pytest.raises(NoNumbers):
         ours.submit(BAD).result()
-    assert all(np.isfinite(np.asarray(leaf, np.float32)).all() for leaf in jax.tree.leaves(ours._device._state.caches))
+    assert all(
+        np.isfinite(np.asarray(leaf, np.float32)).all()
+        for leaf in jax.tree.leaves(ours._device._state.caches)
+    )

@@ -1,4 +1,6 @@
-"""The topologies as values, the identities between them, and `residual` in somebody else's model."""
+"""The topologies as values, the identities between them, and `residual` in somebody else's
+model.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -28,7 +30,12 @@ def test_most_topologies_are_a_list_of_delays():
 
 
 def test_equal_functions_are_equal_values():
-    assert topology("ladder") == topology("ladder-1") == topology("ladder", "all") == topology("ladder", "4")
+    assert (
+        topology("ladder")
+        == topology("ladder-1")
+        == topology("ladder", "all")
+        == topology("ladder", "4")
+    )
     assert topology("standard") == topology("ladder", "0") == topology("parallel-ladder", "0")
     assert hash(topology("ladder")) == hash(topology("ladder-1"))
     assert topology("ladder") != topology("ladder-2")
@@ -36,7 +43,12 @@ def test_equal_functions_are_equal_values():
 
 def test_a_standard_layer_before_a_ladder_layer_leaves_its_mlp_pending():
     layers = topology("ladder", "2").layers
-    assert [[step.pending_after for step in layer] for layer in layers] == [[0, 0], [0, 1], [1, 1], [1, 1]]
+    assert [[step.pending_after for step in layer] for layer in layers] == [
+        [0, 0],
+        [0, 1],
+        [1, 1],
+        [1, 1],
+    ]
     assert layers[0] == topology("standard").layers[0] and layers[2] == topology("ladder").layers[0]
 
 
@@ -76,7 +88,9 @@ def test_unknown_names_and_layers():
 def outputs(name, *, tensor=1, ranks=None, change=lambda params: params, **changes):
     definition = cases.define(name, tensor=tensor, ranks=ranks, **changes)
     params = change(cases.parameters(definition))
-    return np.asarray(nn.compiled_logits(definition)(cases.place(params, definition), cases.tokens()))
+    return np.asarray(
+        nn.compiled_logits(definition)(cases.place(params, definition), cases.tokens())
+    )
 
 
 LIMIT = 2 * cases.bound(cases.model())
@@ -85,11 +99,14 @@ LIMIT = 2 * cases.bound(cases.model())
 def test_fresh_ladder_and_desync_at_one_rank_are_standard():
     standard = outputs("standard", num_layers=2)
     for name in ("ladder-fresh", "desync-2", "desync-3", "no-communication"):
-        assert cases.error(outputs(name, num_layers=2), standard) < 2 * cases.bound(cases.model(num_layers=2))
+        assert cases.error(outputs(name, num_layers=2), standard) < 2 * cases.bound(
+            cases.model(num_layers=2)
+        )
 
 
 def test_the_papers_identity():
-    """Ladder's MLP of layer l reads what Parallel's layer l reads; its attention reads that less MLP l-1.
+    """Ladder's MLP of layer l reads what Parallel's layer l reads; its attention reads that less
+    MLP l-1.
 
     So silent MLPs but the last make a Ladder's logits those of Parallel, and a Standard's not.
     """
@@ -105,7 +122,9 @@ def test_the_papers_identity():
 
 @pytest.mark.parametrize("number", [2, 3, 4, 5])
 def test_a_desyncs_stream_between_two_sums_is_that_of_a_model_that_ends_there(number):
-    """Its newest output is summed over the ranks, the older ones that are not synced are averaged."""
+    """Its newest output is summed over the ranks, the older ones that are not synced are
+    averaged.
+    """
     mesh, axes = parallel.make_mesh(tensor=4), ("tensor",)
     deep = residual.topology(f"desync-{number}", num_layers=5)
 
@@ -129,7 +148,11 @@ def test_a_desyncs_stream_between_two_sums_is_that_of_a_model_that_ends_there(nu
         for index in range(1, 2 * layers + 1):
             output = 0.1 * np.sin((0.3 if index % 2 else 0.7) * own) * (1 + ranks)
             synced = index % number == 0 or index == 2 * layers
-            own = own + output if not synced else np.repeat((own.mean(0) + output.sum(0))[None], 4, axis=0)
+            own = (
+                own + output
+                if not synced
+                else np.repeat((own.mean(0) + output.sum(0))[None], 4, axis=0)
+            )
         assert cases.error(np.asarray(stream), own[0]) < 1e-5
 
 
@@ -137,19 +160,26 @@ UNROLLED = residual.__doc__.split("in a loop of your own:\n\n")[1].split("\nA `l
 
 
 def test_plain_functions_in_halves(monkeypatch):
-    """In a loop of one's own, with sublayers that have no gain apart: they wait by their input. In whole numbers."""
+    """In a loop of one's own, with sublayers that have no gain apart: they wait by their input. In
+    whole numbers.
+    """
     started = communication.start_on_a_cpu(monkeypatch)
     sublayers = (lambda x: x + parallel.rank(("tensor",)), lambda x: 2 * x)
     axes, plan = ("tensor",), residual.topology("ladder", num_layers=2)
 
     def run(launch):
         def local(x):
-            wire, state = plan.wire(axes, launch=launch), residual.begin(x, topology=plan, axes=axes)
+            wire, state = (
+                plan.wire(axes, launch=launch),
+                residual.begin(x, topology=plan, axes=axes),
+            )
             for step in (step for steps in plan.layers for step in steps):
                 state = wire.advance(state, step, sublayers)
             return wire.flush(state)
 
-        meshed = jax.shard_map(local, mesh=parallel.make_mesh(tensor=8), in_specs=P(), out_specs=P())
+        meshed = jax.shard_map(
+            local, mesh=parallel.make_mesh(tensor=8), in_specs=P(), out_specs=P()
+        )
         return np.asarray(jax.jit(meshed)(jnp.ones((1, 2, 4))))
 
     x, partial = 1, 0  # by hand: 8 ranks

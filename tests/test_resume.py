@@ -1,4 +1,6 @@
-"""Runs that are killed, preempted, starved of disk and fed with damage: what they lose, and what they say."""
+"""Runs that are killed, preempted, starved of disk and fed with damage: what they lose, and what
+they say.
+"""
 
 import errno
 import fcntl
@@ -21,12 +23,23 @@ from tests import cases
 
 STEPS, SAVE, EVALUATE = 45, 15, 5
 TINY = [
-    "model.num_layers=2", "model.d_model=32", "model.d_ff=32", "model.dtype=float32", "model.residual_dtype=float32",
-    "mesh.tensor=2", f"train.steps={STEPS}", "train.batch=4", "train.sequence=32", "train.warmup_steps=5",
-    "train.log_every=1", f"train.checkpoint_every={SAVE}", f"train.evaluate_every={EVALUATE}",
+    "model.num_layers=2",
+    "model.d_model=32",
+    "model.d_ff=32",
+    "model.dtype=float32",
+    "model.residual_dtype=float32",
+    "mesh.tensor=2",
+    f"train.steps={STEPS}",
+    "train.batch=4",
+    "train.sequence=32",
+    "train.warmup_steps=5",
+    "train.log_every=1",
+    f"train.checkpoint_every={SAVE}",
+    f"train.evaluate_every={EVALUATE}",
     "train.evaluation_batches=40",
-]  # fmt: skip
-# How often a run is to die, and in what. Steps go on while one is saved, so a kill in a save is one in a step as well.
+]
+# How often a run is to die, and in what. Steps go on while one is saved, so a kill in a save is one
+# in a step as well.
 KILLS = [
     {"save": 1, "evaluation": 1},
     pytest.param({"step": 7, "save": 7, "evaluation": 7}, marks=pytest.mark.full),
@@ -56,7 +69,9 @@ def run(book, directory, *more, said=None):
 
 
 def losses(directory):
-    return [(row["step"], row["loss"], row.get("validation_loss")) for row in metrics.read(directory)]
+    return [
+        (row["step"], row["loss"], row.get("validation_loss")) for row in metrics.read(directory)
+    ]
 
 
 def last_step(directory):
@@ -84,7 +99,9 @@ def uninterrupted(book, tmp_path_factory):
     assert any(line.startswith("goodput") for line in said)
     rows = losses(directory)
     assert [step for step, _, _ in rows] == list(range(1, STEPS + 1))
-    assert [step for step, _, held_out in rows if held_out is not None] == list(range(EVALUATE, STEPS + 1, EVALUATE))
+    assert [step for step, _, held_out in rows if held_out is not None] == list(
+        range(EVALUATE, STEPS + 1, EVALUATE)
+    )
     return directory
 
 
@@ -94,7 +111,9 @@ def being_written(directory):
 
 @pytest.fixture
 def resumable(uninterrupted, tmp_path):
-    """A copy of the run as it stood some steps after its checkpoint of step 30, with that of step 15 before it."""
+    """A copy of the run as it stood some steps after its checkpoint of step 30, with that of step
+    15 before it.
+    """
     directory = tmp_path / "copy"
     shutil.copytree(uninterrupted, directory)
     checkpoints = directory / "checkpoints"
@@ -105,13 +124,17 @@ def resumable(uninterrupted, tmp_path):
 
 @pytest.mark.parametrize("kills", KILLS, ids=lambda kills: sum(kills.values()))
 def test_killed_again_and_again(book, resumable, uninterrupted, kills):
-    """SIGKILL after step 15, until a run has died that often in each of these: the losses are bit-identical."""
+    """SIGKILL after step 15, until a run has died that often in each of these: the losses are
+    bit-identical.
+    """
     directory, moments = resumable, random.Random(0)
     shutil.rmtree(directory / "checkpoints" / "30")
     died = {"step": 0, "save": 0, "evaluation": 0}
     while any(died[kind] < often for kind, often in kills.items()):
         kind = min(kills, key=died.get)  # the one with the fewest
-        resumed = max([0, *(int(p.name) for p in directory.glob("checkpoints/*") if p.name.isdigit())])
+        resumed = max(
+            [0, *(int(p.name) for p in directory.glob("checkpoints/*") if p.name.isdigit())]
+        )
         left, target = being_written(directory), resumed + moments.randint(1, SAVE - 2)
         process = start(book, directory)
 
@@ -120,7 +143,9 @@ def test_killed_again_and_again(book, resumable, uninterrupted, kills):
             if kind == "save":
                 return being_written(directory) - left
             step = last_step(directory)
-            return target <= step < resumed + SAVE and (kind == "step" or (step + 1) % EVALUATE == 0)
+            return target <= step < resumed + SAVE and (
+                kind == "step" or (step + 1) % EVALUATE == 0
+            )
 
         # What was logged after the checkpoint is there until the new process has dropped it.
         wait(process, lambda: last_step(directory) <= resumed)
@@ -130,24 +155,37 @@ def test_killed_again_and_again(book, resumable, uninterrupted, kills):
         process.communicate()
         if process.returncode == -signal.SIGKILL:
             evaluating = (last_step(directory) + 1) % EVALUATE == 0
-            died["save" if being_written(directory) - left else "evaluation" if evaluating else "step"] += 1
+            died[
+                "save"
+                if being_written(directory) - left
+                else "evaluation"
+                if evaluating
+                else "step"
+            ] += 1
         else:  # it came to its end first
             shutil.rmtree(directory)
     run(book, directory)
     assert losses(directory) == losses(uninterrupted)
 
 
-def test_preempted_in_a_save_and_in_an_evaluation(book, tmp_path, uninterrupted, monkeypatch, capsys):
-    """SIGTERM: everything is saved, the status is the shell's; the same command goes on. Ctrl-C likewise.
+def test_preempted_in_a_save_and_in_an_evaluation(
+    book, tmp_path, uninterrupted, monkeypatch, capsys
+):
+    """SIGTERM: everything is saved, the status is the shell's; the same command goes on. Ctrl-C
+    likewise.
 
-    Steps go on during a save, so that is in a step as well. The second is in this process, which need not start.
+    Steps go on during a save, so that is in a step as well. The second is in this process, which
+    need not start.
     """
     directory = tmp_path / "run"
 
     def ended(status, signum, said):
         assert status == 128 + signum and "Traceback" not in said, said
         step = last_step(directory)
-        assert f"ladder-jax: {signum.name}: step {step} is saved, and the same command goes on from there" in said
+        assert (
+            f"ladder-jax: {signum.name}: step {step} is saved, and the same command goes on from there"
+            in said
+        )
         assert (directory / "checkpoints" / str(step)).is_dir()
         assert not any(directory.glob("checkpoints/writing.*"))
 
@@ -184,15 +222,23 @@ def test_the_second_signal_ends_at_once(book, tmp_path):
 
 
 def test_a_full_disk(book, tmp_path, uninterrupted):
-    """Room for the log and one checkpoint: the next ones are reported, and that one stays; then there is room again."""
+    """Room for the log and one checkpoint: the next ones are reported, and that one stays; then
+    there is room again.
+    """
     directory = tmp_path / "disk"
     directory.mkdir()
-    size = sum(p.stat().st_size for p in (uninterrupted / "checkpoints" / "45").rglob("*") if p.is_file())
+    size = sum(
+        p.stat().st_size for p in (uninterrupted / "checkpoints" / "45").rglob("*") if p.is_file()
+    )
     mount = ["mount", "-t", "tmpfs", "-o", f"size={2 * size}", "tmpfs", str(directory)]
     if subprocess.run(mount, capture_output=True).returncode:
-        pytest.skip("no tmpfs can be mounted here (it needs root); test_a_disk_that_refuses_in_the_middle runs")
+        pytest.skip(
+            "no tmpfs can be mounted here (it needs root); test_a_disk_that_refuses_in_the_middle runs"
+        )
     try:
-        with pytest.raises(RunFailed, match="checkpoint of step 45 could not be written: No space left on device"):
+        with pytest.raises(
+            RunFailed, match="checkpoint of step 45 could not be written: No space left on device"
+        ):
             run(book, directory / "run")
         assert [p.name for p in (directory / "run" / "checkpoints").iterdir()] == ["15"]
         assert len(losses(directory / "run")) == STEPS
@@ -214,7 +260,8 @@ def test_a_full_disk(book, tmp_path, uninterrupted):
 
 
 def test_a_disk_that_refuses_in_the_middle(book, tmp_path, uninterrupted, largest_file):
-    """No file may become larger than 40 KiB, so every save fails while it writes; the run says so, and why.
+    """No file may become larger than 40 KiB, so every save fails while it writes; the run says so,
+    and why.
 
     (Its programs are in the compilation cache, where nothing could be written either.)
     """
@@ -223,9 +270,12 @@ def test_a_disk_that_refuses_in_the_middle(book, tmp_path, uninterrupted, larges
     with pytest.raises(RunFailed, match="^the checkpoint of step 45 could not be written"):
         run(book, directory, said=said)
     largest_file(None)
-    first = "the checkpoint of step 15 could not be written: File too large (there is none before it)"
+    first = (
+        "the checkpoint of step 15 could not be written: File too large (there is none before it)"
+    )
     assert any(first in line for line in said)
-    # An abandoned write may leave a folder behind, which does not count, and which the next start removes.
+    # An abandoned write may leave a folder behind, which does not count, and which the next start
+    # removes.
     assert steps(directory / "checkpoints") == []
     assert len(losses(directory)) == STEPS
 
@@ -245,12 +295,19 @@ def test_every_failed_save_is_told(book, tmp_path, monkeypatch):
     said = []
     with pytest.raises(RunFailed, match="the checkpoint of step 45 could not be written: no room"):
         run(book, tmp_path / "run", said=said)
-    told = [re.search(r"checkpoint of step (\d+) could not be written: ([\w ]+)", line) for line in said]
-    assert [found.groups() for found in told if found] == [("15", "it is broken "), ("30", "no room ")]
+    told = [
+        re.search(r"checkpoint of step (\d+) could not be written: ([\w ]+)", line) for line in said
+    ]
+    assert [found.groups() for found in told if found] == [
+        ("15", "it is broken "),
+        ("30", "no room "),
+    ]
 
 
 def test_lines_wait_for_room(tmp_path):
-    """The log cannot be written for a while, once after half a line: nothing is lost, nothing stands twice."""
+    """The log cannot be written for a while, once after half a line: nothing is lost, nothing
+    stands twice.
+    """
     said = []
     log = metrics.Metrics(tmp_path, step=0, say=said.append)
     log.add({"step": 1, "loss": 1.0})
@@ -264,7 +321,9 @@ def test_lines_wait_for_room(tmp_path):
     (tmp_path / "aside").rename(file)
     file.write_bytes(content + b'{"step": 2, "lo')
     log.add({"step": 4, "loss": float("inf")})
-    assert metrics.read(tmp_path) == [{"step": s, "loss": x} for s, x in ((1, 1.0), (2, None), (3, 3.0), (4, None))]
+    assert metrics.read(tmp_path) == [
+        {"step": s, "loss": x} for s, x in ((1, 1.0), (2, None), (3, 3.0), (4, None))
+    ]
     assert len(said) == 1
     assert "metrics.jsonl cannot be written: Is a directory; its lines are kept" in said[0]
 
@@ -283,11 +342,16 @@ def test_a_log_that_was_removed_is_begun_again(tmp_path):
 
 
 def test_a_damaged_checkpoint_is_never_resumed_from(book, resumable, uninterrupted):
-    """Refused, with the whole one before it on offer; taken up, it is put aside, and the run ends as it should."""
+    """Refused, with the whole one before it on offer; taken up, it is put aside, and the run ends
+    as it should.
+    """
     cases.flip(resumable / "checkpoints" / "30" / "optimizer")
     before = (resumable / "metrics.jsonl").read_bytes()
-    shutil.copytree(resumable / "checkpoints" / "30", resumable / "checkpoints" / "30.damaged")  # as of another time
-    with pytest.raises(Damaged, match="the newest whole one before it is step 15 .run.on_damaged=previous"):
+    # as of another time
+    shutil.copytree(resumable / "checkpoints" / "30", resumable / "checkpoints" / "30.damaged")
+    with pytest.raises(
+        Damaged, match="the newest whole one before it is step 15 .run.on_damaged=previous"
+    ):
         run(book, resumable)
     assert (resumable / "metrics.jsonl").read_bytes() == before
     said = run(book, resumable, "run.on_damaged=previous")
@@ -302,12 +366,16 @@ def test_a_damaged_checkpoint_is_never_resumed_from(book, resumable, uninterrupt
 def test_no_whole_checkpoint_is_no_fresh_start(book, resumable):
     for path in (resumable / "checkpoints").iterdir():
         (path / "manifest.json").unlink()
-    with pytest.raises(Damaged, match="manifest.json is missing, and there is no whole one before it"):
+    with pytest.raises(
+        Damaged, match="manifest.json is missing, and there is no whole one before it"
+    ):
         run(book, resumable, "run.on_damaged=previous")
 
 
 def test_a_checkpoint_from_before_there_were_manifests(book, resumable, uninterrupted):
-    """And, as after a signal in the evaluation, without the held-out loss of its step, which is made up for."""
+    """And, as after a signal in the evaluation, without the held-out loss of its step, which is
+    made up for.
+    """
     step = resumable / "checkpoints" / "30"
     (step / "manifest.json").unlink()
     shutil.rmtree(step / "data")
@@ -323,7 +391,9 @@ def test_a_checkpoint_from_before_there_were_manifests(book, resumable, uninterr
 
 
 def test_one_process_a_folder(book, resumable):
-    """The lock is a regular file, as NFS needs it, which keeps nobody out once its owner has ended."""
+    """The lock is a regular file, as NFS needs it, which keeps nobody out once its owner has
+    ended.
+    """
     with folder.owned(resumable, say=print):
         pass
     lock = resumable / ".lock"
@@ -365,13 +435,22 @@ def test_a_refused_run_leaves_no_folder(tmp_path):
 def test_a_lock_that_is_taken_away_meanwhile_is_none(tmp_path, monkeypatch):
     """By a refused run, between this process's opening of the file and its lock."""
     lock = fcntl.flock
-    monkeypatch.setattr(fcntl, "flock", lambda *of: [(tmp_path / "run" / ".lock").unlink(), lock(*of)])
-    with pytest.raises(UserError, match="was about to train in .*; try again"), folder.owned(tmp_path / "run"):
+    monkeypatch.setattr(
+        fcntl, "flock", lambda *of: [(tmp_path / "run" / ".lock").unlink(), lock(*of)]
+    )
+    with (
+        pytest.raises(UserError, match="was about to train in .*; try again"),
+        folder.owned(tmp_path / "run"),
+    ):
         pass
 
 
-def test_a_run_that_began_meanwhile_is_not_continued_as_another(book, tmp_path, uninterrupted, monkeypatch):
-    """By another process, with other settings, between this one's look at the folder and its lock."""
+def test_a_run_that_began_meanwhile_is_not_continued_as_another(
+    book, tmp_path, uninterrupted, monkeypatch
+):
+    """By another process, with other settings, between this one's look at the folder and its
+    lock.
+    """
     where, owned = tmp_path / "run", folder.owned
 
     def late(*of, **more):
@@ -379,7 +458,9 @@ def test_a_run_that_began_meanwhile_is_not_continued_as_another(book, tmp_path, 
         return owned(*of, **more)
 
     monkeypatch.setattr(folder, "owned", late)
-    with pytest.raises(UserError, match="holds a run of another configuration .train.learning_rate was .*, now 0.5"):
+    with pytest.raises(
+        UserError, match="holds a run of another configuration .train.learning_rate was .*, now 0.5"
+    ):
         run(book, where, "train.learning_rate=0.5")
     for file in (path for path in uninterrupted.rglob("*") if path.is_file()):
         assert (where / file.relative_to(uninterrupted)).read_bytes() == file.read_bytes(), file

@@ -1,4 +1,6 @@
-"""Runs that go on from a checkpoint: what trains, what stays bit for bit, how they resume, what is refused."""
+"""Runs that go on from a checkpoint: what trains, what stays bit for bit, how they resume, what is
+refused.
+"""
 
 import functools
 import json
@@ -22,14 +24,38 @@ from ladder_jax.side import define
 from ladder_jax.train import metrics
 from tests import tokenizers
 
-RUN = ["train.steps=8", "train.batch=4", "train.sequence=32", "train.log_every=1", "train.checkpoint_every=4",
-       "train.evaluate_every=4", "train.evaluation_batches=1", "train.warmup_steps=2", "mesh.tensor=2",
-       "run.tensorboard=false"]  # fmt: skip
-SHAPE = ["model.num_layers=2", "model.d_model=16", "model.num_heads=4", "model.num_kv_heads=2", "model.d_ff=16",
-         "model.dtype=float32", "model.vocab_size=320"]  # fmt: skip
+RUN = [
+    "train.steps=8",
+    "train.batch=4",
+    "train.sequence=32",
+    "train.log_every=1",
+    "train.checkpoint_every=4",
+    "train.evaluate_every=4",
+    "train.evaluation_batches=1",
+    "train.warmup_steps=2",
+    "mesh.tensor=2",
+    "run.tensorboard=false",
+]
+SHAPE = [
+    "model.num_layers=2",
+    "model.d_model=16",
+    "model.num_heads=4",
+    "model.num_kv_heads=2",
+    "model.d_ff=16",
+    "model.dtype=float32",
+    "model.vocab_size=320",
+]
 LADDER = ["model.residual=ladder", "data.format=examples"]
-EVERYTHING = [*LADDER, "train.freeze=1", "lora.rank=2", "distill.teacher=start", "distill.residual=standard",
-              "distill.alpha=0.5", "distill.hidden_weight=0.1", "conversion.steps=6"]  # fmt: skip
+EVERYTHING = [
+    *LADDER,
+    "train.freeze=1",
+    "lora.rank=2",
+    "distill.teacher=start",
+    "distill.residual=standard",
+    "distill.alpha=0.5",
+    "distill.hidden_weight=0.1",
+    "conversion.steps=6",
+]
 GREEDY = DecodeConfig(max_new_tokens=3, temperature=0.0)
 FULL = pytest.mark.full
 SETTINGS = {
@@ -42,7 +68,9 @@ SETTINGS = {
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory):
-    """A folder with a tokenizer, a standard run of eight steps ("base"), examples, and an empty recipe."""
+    """A folder with a tokenizer, a standard run of eight steps ("base"), examples, and an empty
+    recipe.
+    """
     place = tmp_path_factory.mktemp("retrain")
     folder = tokenizers.folder(place / "tokenizer")
     (place / "book.txt").write_text("the cat sat on the mat, and the rat sat on the cat.\n" * 60)
@@ -55,19 +83,36 @@ def place(tmp_path_factory):
             file.write(json.dumps({"messages": chat}) + "\n")
             file.write(json.dumps({"prompt": f"the {i} ", "completion": "cat sat"}) + "\n")
         file.write(json.dumps({"text": "and the rat sat on the mat " * 9}) + "\n")
-    overrides = [*RUN, *SHAPE, "model.residual=standard", f"data.path={place / 'book.txt'}", f"data.tokenizer={folder}"]
-    train.run(config.load("tiny", overrides=[*overrides, f"run.dir={place / 'base'}"]), say=lambda line: None)
+    overrides = [
+        *RUN,
+        *SHAPE,
+        "model.residual=standard",
+        f"data.path={place / 'book.txt'}",
+        f"data.tokenizer={folder}",
+    ]
+    train.run(
+        config.load("tiny", overrides=[*overrides, f"run.dir={place / 'base'}"]),
+        say=lambda line: None,
+    )
     return place
 
 
 def given(place, directory, *more):
-    asked = ["train.start={place}/base", "data.path={place}/chats.jsonl", f"run.dir={directory}", *more]
+    asked = [
+        "train.start={place}/base",
+        "data.path={place}/chats.jsonl",
+        f"run.dir={directory}",
+        *more,
+    ]
     return [*RUN, *(one.format(place=place) for one in asked)]
 
 
 def run(place, directory, *more):
     said = []
-    train.run(config.load(str(place / "recipe.yaml"), overrides=given(place, directory, *more)), say=said.append)
+    train.run(
+        config.load(str(place / "recipe.yaml"), overrides=given(place, directory, *more)),
+        say=said.append,
+    )
     return said
 
 
@@ -85,7 +130,9 @@ def losses(directory):
 @pytest.fixture(scope="module")
 def trained(place):
     """The folder of a run with those settings, and what it said."""
-    return functools.cache(lambda which: (place / which, run(place, place / which, *SETTINGS[which])))
+    return functools.cache(
+        lambda which: (place / which, run(place, place / which, *SETTINGS[which]))
+    )
 
 
 def test_the_model_and_the_tokenizer_are_the_checkpoints(trained, place):
@@ -94,7 +141,9 @@ def test_the_model_and_the_tokenizer_are_the_checkpoints(trained, place):
     written = json.loads((directory / "config.json").read_text())
     assert written["model"]["d_model"] == 16
     assert written["model"]["residual"] == "ladder"
-    base, ours = (checkpoint.open_checkpoint(path).tokenizer() for path in (place / "base", directory))
+    base, ours = (
+        checkpoint.open_checkpoint(path).tokenizer() for path in (place / "base", directory)
+    )
     assert ours.name == base.name != "bytes"
     rows = metrics.read(directory)
     assert [row["turned"] for row in rows] == pytest.approx([min(step / 6, 1) for step in range(8)])
@@ -106,7 +155,11 @@ def test_what_is_frozen_stays_bit_for_bit(which, trained, place):
     before, after = params_of(place / "base"), params_of(directory)
     same = lambda a, b: (a == b).all()
     assert same(before["embedding"]["table"], after["embedding"]["table"])
-    assert all(jax.tree.leaves(jax.tree.map(lambda a, b: same(a[0], b[0]), before["layers"], after["layers"])))
+    assert all(
+        jax.tree.leaves(
+            jax.tree.map(lambda a, b: same(a[0], b[0]), before["layers"], after["layers"])
+        )
+    )
     moved = jax.tree.map(lambda a, b: not same(a[1], b[1]), before["layers"], after["layers"])
     assert all(jax.tree.leaves([moved["attention"], moved["mlp"]]))
     # With low-rank factors the norms and the output table stay, too.
@@ -115,18 +168,24 @@ def test_what_is_frozen_stays_bit_for_bit(which, trained, place):
 
 
 def test_only_the_side_network_trains(trained, place, tmp_path):
-    """The checkpoint holds both, and generates and scores with both; other formats have no such network."""
+    """The checkpoint holds both, and generates and scores with both; other formats have no such
+    network.
+    """
     side, _ = trained("side")
     before, after = params_of(place / "base"), params_of(side)
     ends, blocks = after.pop("side"), after["layers"].pop("side")
     assert jax.tree.all(jax.tree.map(lambda a, b: bool((a == b).all()), before, after))
     assert all(np.abs(a).max() > 0 for a in jax.tree.leaves((ends["up"], blocks["gate"])))
     model, prompt = open_model(side), [5, 6, 7, 8, 9]
-    (new,) = model.generator(settings=DecodeConfig(), tensor=1).tokens([prompt], config=GREEDY).tolist()
+    (new,) = (
+        model.generator(settings=DecodeConfig(), tensor=1).tokens([prompt], config=GREEDY).tolist()
+    )
     definition = model.define(tensor=1)
     scores = nn.compiled_logits(definition)(model.params(definition), np.array([prompt + new]))
     assert new == scores[0, len(prompt) - 1 : -1].argmax(-1).tolist()
-    with pytest.raises(UserError, match="has a side network .model.side., which no other format has"):
+    with pytest.raises(
+        UserError, match="has a side network .model.side., which no other format has"
+    ):
         open_source(side)
     loaded = load(side, mesh=parallel.make_mesh())
     np.testing.assert_array_equal(loaded(np.array([prompt + new])), scores)
@@ -146,8 +205,14 @@ def test_a_side_network_is_trained_further(trained, place, tmp_path):
     assert moved["layers"]["side"]["tap"]
     assert not moved["layers"]["mlp"]["up"]
     for wrong, said in (
-        (["model.side.reduction=1"], "train.start=.*: the checkpoint has a side network, .*reduction=2"),
-        (["model.side=null"], "train.start=.*: the checkpoint has a side network, .* and this run has None"),
+        (
+            ["model.side.reduction=1"],
+            "train.start=.*: the checkpoint has a side network, .*reduction=2",
+        ),
+        (
+            ["model.side=null"],
+            "train.start=.*: the checkpoint has a side network, .* and this run has None",
+        ),
         ([f"distill.teacher={side}"], "distill.teacher=.*: .* a teacher is a model without one"),
     ):
         with pytest.raises(UserError, match=said):
@@ -165,14 +230,28 @@ def test_resumed_runs_go_on_exactly(which, trained, place, tmp_path):
     said = run(place, tmp_path / "copy", *SETTINGS[which])
     assert any("from step 4" in line for line in said)
     assert losses(tmp_path / "copy") == losses(directory)
-    for a, b in zip(jax.tree.leaves(params_of(directory)), jax.tree.leaves(params_of(tmp_path / "copy")), strict=True):
+    for a, b in zip(
+        jax.tree.leaves(params_of(directory)),
+        jax.tree.leaves(params_of(tmp_path / "copy")),
+        strict=True,
+    ):
         assert (a == b).all()
 
 
-@pytest.mark.parametrize("which", ["everything", *(pytest.param(one, marks=FULL) for one in ("side", "lora"))])
+@pytest.mark.parametrize(
+    "which", ["everything", *(pytest.param(one, marks=FULL) for one in ("side", "lora"))]
+)
 def test_killed_and_started_again(which, trained, place, tmp_path):
     directory, _ = trained(which)
-    command = [sys.executable, "-m", "ladder_jax", "train", str(place / "recipe.yaml"), "--cpu-devices", "8"]
+    command = [
+        sys.executable,
+        "-m",
+        "ladder_jax",
+        "train",
+        str(place / "recipe.yaml"),
+        "--cpu-devices",
+        "8",
+    ]
     command += given(place, tmp_path / "run", *SETTINGS[which])
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     deadline = time.monotonic() + 300

@@ -23,7 +23,9 @@ ROWS, CHUNK, D, F = 2, 3, 8, 6
 
 
 def over(ranks: int, function, *specs):
-    mesh = jax.make_mesh((ranks,), AXES, (jax.sharding.AxisType.Auto,), devices=jax.devices()[:ranks])
+    mesh = jax.make_mesh(
+        (ranks,), AXES, (jax.sharding.AxisType.Auto,), devices=jax.devices()[:ranks]
+    )
     *ins, out = specs
     return jax.shard_map(function, mesh=mesh, in_specs=tuple(ins), out_specs=out)
 
@@ -48,10 +50,16 @@ RANKS = [2, 3, 8, *(pytest.param(more, marks=pytest.mark.full) for more in (1, 5
 @pytest.mark.parametrize("ranks", RANKS)
 def test_a_ring_is_a_gather_and_a_product(ranks):
     """And backward a product and a scatter; with any number of ranks. By hand, in NumPy."""
-    x, w, g = draw(ROWS, ranks * CHUNK, D), draw(2, ranks, D, F, seed=1), draw(2, ranks, ROWS, ranks * CHUNK, F, seed=2)
+    x, w, g = (
+        draw(ROWS, ranks * CHUNK, D),
+        draw(2, ranks, D, F, seed=1),
+        draw(2, ranks, ROWS, ranks * CHUNK, F, seed=2),
+    )
 
     def local(x, w, g):
-        value, pull_back = jax.vjp(lambda x, w: ring.gather_product(MATRICES, x, w, AXES), x, tuple(w[:, 0]))
+        value, pull_back = jax.vjp(
+            lambda x, w: ring.gather_product(MATRICES, x, w, AXES), x, tuple(w[:, 0])
+        )
         of_x, of_w = pull_back(tuple(g[:, 0]))
         return jnp.stack(value)[:, None], of_x, jnp.stack(of_w)[:, None]
 
@@ -64,7 +72,11 @@ def test_a_ring_is_a_gather_and_a_product(ranks):
 
 @pytest.mark.parametrize("ranks", RANKS)
 def test_a_ring_is_a_product_and_a_scatter(ranks):
-    x, w, g = draw(ranks, ROWS, ranks * CHUNK, F), draw(ranks, F, D, seed=1), draw(ROWS, ranks * CHUNK, D, seed=2)
+    x, w, g = (
+        draw(ranks, ROWS, ranks * CHUNK, F),
+        draw(ranks, F, D, seed=1),
+        draw(ROWS, ranks * CHUNK, D, seed=2),
+    )
     bias = draw(ranks, D, seed=3)
     biased = functools.partial(quantized.biased, "BTF,FD->BTD")
 
@@ -73,9 +85,9 @@ def test_a_ring_is_a_product_and_a_scatter(ranks):
         value, pull_back = jax.vjp(product, x[0], w[0], bias[0])
         return value, *(a[None] for a in pull_back(g))
 
-    value, of_x, of_w, of_bias = jax.jit(over(ranks, local, ROW, ROW, ROW, SPLIT, (SPLIT, ROW, ROW, ROW)))(
-        x, w, bias, g
-    )
+    value, of_x, of_w, of_bias = jax.jit(
+        over(ranks, local, ROW, ROW, ROW, SPLIT, (SPLIT, ROW, ROW, ROW))
+    )(x, w, bias, g)
     close(value, np.einsum("rbtf,rfd->btd", x, w) + bias.sum(0), terms=ranks * F)
     close(of_x, np.einsum("btd,rfd->rbtf", g, w), terms=D)
     close(of_w, np.einsum("rbtf,btd->rfd", x, g), terms=ROWS * ranks * CHUNK)
@@ -85,13 +97,17 @@ def test_a_ring_is_a_product_and_a_scatter(ranks):
 def permutes(function, *args) -> int:
     """How many there are; and nothing else communicates."""
     text = str(jax.make_jaxpr(function)(*args))
-    assert not any(f" {other}[" in text for other in ("all_gather", "reduce_scatter", "psum", "all_to_all"))
+    assert not any(
+        f" {other}[" in text for other in ("all_gather", "reduce_scatter", "psum", "all_to_all")
+    )
     return text.count(" ppermute[")
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 5, 8])
 def test_a_ring_sends_each_chunk_once(ranks):
-    """One ring feeds several matrices; backward there are two: one gathers for the weights, one for the input."""
+    """One ring feeds several matrices; backward there are two: one gathers for the weights, one for
+    the input.
+    """
     x, w = draw(ROWS, ranks * CHUNK, D), (draw(ranks * D, F), draw(ranks * D, F))
     product = lambda x, w: ring.gather_product(MATRICES, x, w, AXES)
     forward = over(ranks, product, SPLIT, (ROW, ROW), (P(None, None, "tensor"),) * 2)
@@ -101,11 +117,15 @@ def test_a_ring_sends_each_chunk_once(ranks):
         value, pull_back = jax.vjp(product, x, w)
         return pull_back(value)
 
-    assert permutes(over(ranks, both, SPLIT, (ROW, ROW), (SPLIT, (ROW, ROW))), x, w) == 3 * (ranks - 1)
+    assert permutes(over(ranks, both, SPLIT, (ROW, ROW), (SPLIT, (ROW, ROW))), x, w) == 3 * (
+        ranks - 1
+    )
 
 
 def test_low_rank_factors_go_around_too():
-    """The product of LoRA's factors, and the gradients of both, against the same on whole arrays."""
+    """The product of LoRA's factors, and the gradients of both, against the same on whole
+    arrays.
+    """
     ranks, rank = 4, 3
     x, base = draw(ROWS, ranks * CHUNK, D), draw(D, ranks * F, seed=1)
     down, up = draw(D, rank, seed=2), draw(rank, ranks * F, seed=3)
@@ -119,10 +139,14 @@ def test_low_rank_factors_go_around_too():
     def local(x, base, down, up):
         down = jax.lax.pcast(down, AXES, to="varying")
         multiply = lambda x, w: ring.gather_product(product, x, w, AXES)
-        of_x, of_down, of_up = jax.grad(functools.partial(loss, multiply), (0, 2, 3))(x, base, down, up)
+        of_x, of_down, of_up = jax.grad(functools.partial(loss, multiply), (0, 2, 3))(
+            x, base, down, up
+        )
         return of_x, jax.lax.psum(of_down, AXES), of_up
 
-    found = jax.jit(over(ranks, local, SPLIT, columns, P(), columns, (SPLIT, P(), columns)))(x, base, down, up)
+    found = jax.jit(over(ranks, local, SPLIT, columns, P(), columns, (SPLIT, P(), columns)))(
+        x, base, down, up
+    )
     expected = jax.grad(functools.partial(loss, product), (0, 2, 3))(x, base, down, up)
     for a, b in zip(found, expected):
         close(a, b, terms=4 * ROWS * ranks * CHUNK)
@@ -148,10 +172,14 @@ def define(name: str, *, tensor: int) -> nn.ModelDef:
 def dense(name: str, ranks: int):
     definition = define(name, tensor=ranks)
     shape = cases.shape(name, definition.config, ranks=ranks)
-    return reference.evaluate(reference.loss, cases.parameters(definition), TOKENS, shape, gradient=True)
+    return reference.evaluate(
+        reference.loss, cases.parameters(definition), TOKENS, shape, gradient=True
+    )
 
 
-@pytest.mark.parametrize("name, tensor, loop, remat, form", covering.marked(SETTINGS, chosen=CHOSEN))
+@pytest.mark.parametrize(
+    "name, tensor, loop, remat, form", covering.marked(SETTINGS, chosen=CHOSEN)
+)
 def test_gradients_are_the_references(name, tensor, loop, remat, form):
     definition = define(name, tensor=tensor)
     settings = dict(sequence_parallel=True, collective_matmul=form)
@@ -160,18 +188,23 @@ def test_gradients_are_the_references(name, tensor, loop, remat, form):
     cases.assert_close(step(cases.placed(definition), TOKENS), expected, definition=definition)
 
 
-@pytest.mark.parametrize("quantize", [Quantize.INT8, pytest.param(Quantize.NONE, marks=pytest.mark.full)])
+@pytest.mark.parametrize(
+    "quantize", [Quantize.INT8, pytest.param(Quantize.NONE, marks=pytest.mark.full)]
+)
 def test_a_prefill_in_rings_is_the_plain_one(quantize):
     """Of int8 with the scales, too."""
     definition = cases.define("standard", tensor=4, num_layers=2)
-    params = weights.prepare(definition, cases.placed(definition), loop=Loop.UNROLLED, quantize=quantize)
+    params = weights.prepare(
+        definition, cases.placed(definition), loop=Loop.UNROLLED, quantize=quantize
+    )
     found = []
     for form in (CollectiveMatmul.NONE, CollectiveMatmul.RING):
         split = dict(sequence_parallel=True, collective_matmul=form)
         program = decode.prefill(definition, capacity=8, quantize=quantize, **split)
         found.append(program(params, TOKENS[:, :8], np.full(4, 8, np.int32)))
     for a, b in zip(*map(jax.tree.leaves, found), strict=True):
-        finite = lambda array: np.where(np.isneginf(array), 0, array)  # but for the vocabulary's padding
+        # but for the vocabulary's padding
+        finite = lambda array: np.where(np.isneginf(array), 0, array)
         assert np.array_equal(np.isneginf(a), np.isneginf(b))
         assert cases.error(finite(b), finite(a)) < cases.bound(definition.config)
 
@@ -179,10 +212,19 @@ def test_a_prefill_in_rings_is_the_plain_one(quantize):
 def test_forms_that_cannot_be():
     definition = cases.define("standard", tensor=2)
     with pytest.raises(UserError, match="collective_matmul ring needs sequence_parallel=True"):
-        nn.hidden(definition, {}, TOKENS, execution=Execution(collective_matmul=CollectiveMatmul.RING))
+        nn.hidden(
+            definition, {}, TOKENS, execution=Execution(collective_matmul=CollectiveMatmul.RING)
+        )
     shared = cases.define("parallel", tensor=2)
     with pytest.raises(UserError, match="attention and MLP of parallel share one gather"):
         split = Execution(sequence_parallel=True, collective_matmul=CollectiveMatmul.RING)
         nn.hidden(shared, {}, TOKENS, execution=split)
-    with pytest.raises(UserError, match="an option of XLA for TPUs, and this mesh is of cpu: use 'ring'"):
-        decode.prefill(definition, capacity=8, sequence_parallel=True, collective_matmul=CollectiveMatmul.COMPILER)
+    with pytest.raises(
+        UserError, match="an option of XLA for TPUs, and this mesh is of cpu: use 'ring'"
+    ):
+        decode.prefill(
+            definition,
+            capacity=8,
+            sequence_parallel=True,
+            collective_matmul=CollectiveMatmul.COMPILER,
+        )

@@ -1,4 +1,6 @@
-"""The sampler on split vocabularies against the definitions in NumPy float64: sorted, and in probabilities."""
+"""The sampler on split vocabularies against the definitions in NumPy float64: sorted, and in
+probabilities.
+"""
 
 import functools
 import itertools
@@ -15,7 +17,8 @@ from ladder_jax.decode import sampling, steps
 from ladder_jax.parallel import on_mesh, over_ranks
 from tests import cases, covering
 
-VOCAB, SHARE = 50, 10  # ranks hold a multiple of SHARE: from tensor=8 on, some hold nothing but padding
+# ranks hold a multiple of SHARE: from tensor=8 on, some hold nothing but padding
+VOCAB, SHARE = 50, 10
 MESHES = {
     "1": dict(name="standard"),
     "2": dict(name="standard", tensor=2),
@@ -59,9 +62,14 @@ def logits(rows, *, seed=0):
 
 @functools.cache
 def compiled(mesh, kind="sample", count=sampling.COUNT):
-    """(logits [B, VOCAB], settings, positions, seen) -> (tokens, log-probabilities), or scores cut: all on `mesh`."""
+    """(logits [B, VOCAB], settings, positions, seen) -> (tokens, log-probabilities), or scores cut:
+    all on `mesh`.
+    """
     layout = cases.define(**MESHES[mesh]).layout
-    in_dims, out_dims = ("BV", "B", "B", "BV"), {"sample": ("B", "B"), "greedy": "B"}.get(kind, "BV")
+    in_dims, out_dims = (
+        ("BV", "B", "B", "BV"),
+        {"sample": ("B", "B"), "greedy": "B"}.get(kind, "BV"),
+    )
 
     def local(logits, settings, positions, seen):
         any_row = sampling.AnyRow.of(settings)
@@ -109,12 +117,15 @@ COUNTS = [1, 4, sampling.COUNT]
 DEEP = [("1", sampling.COUNT), ("2", 4), ("8", 1), ("2x4", 4), ("emulated", 1)]
 
 
-@pytest.mark.parametrize("mesh, count", covering.marked(itertools.product(MESHES, COUNTS), chosen=DEEP))
+@pytest.mark.parametrize(
+    "mesh, count", covering.marked(itertools.product(MESHES, COUNTS), chosen=DEEP)
+)
 def test_candidates_cut_where_the_definitions_do(mesh, count):
-    """All three at once. With few candidates a row, cuts lie deeper than these, and are found digit by digit.
+    """All three at once. With few candidates a row, cuts lie deeper than these, and are found digit
+    by digit.
 
-    Of scores that are plain, steep (no float32 sum holds the tail), with many equals, with some at -inf, and all equal
-    (both zeros).
+    Of scores that are plain, steep (no float32 sum holds the tail), with many equals, with some at
+    -inf, and all equal (both zeros).
     """
     plain = logits(len(CUTS))
     some = np.where(np.arange(VOCAB) % 3 == 1, plain, -np.float32(np.inf))
@@ -122,14 +133,21 @@ def test_candidates_cut_where_the_definitions_do(mesh, count):
     for scores in (plain, 30 * plain, np.round(plain), some, zeros):
         out = compiled(mesh, "filtered", count)(scores, settings(CUTS))
         none = np.zeros(VOCAB, bool)
-        expected = np.array([distribution(row, none, **one) for row, one in zip(scores, CUTS, strict=True)]) > 0
+        expected = (
+            np.array(
+                [distribution(row, none, **one) for row, one in zip(scores, CUTS, strict=True)]
+            )
+            > 0
+        )
         np.testing.assert_array_equal(out[:, :VOCAB] > -np.inf, expected)
         np.testing.assert_array_equal(out[:, :VOCAB][expected], scores[expected])
         assert np.isneginf(out[:, VOCAB:]).all()
 
 
 def test_no_filter_sorts_the_vocabulary():
-    """The compiled program has XLA's kernel for the largest scores, and sorts no more than was gathered of them."""
+    """The compiled program has XLA's kernel for the largest scores, and sorts no more than was
+    gathered of them.
+    """
     ranks, share = 8, 4096
     scores = np.zeros((2, ranks * share), np.float32)
     rest = settings([{**OFF, "top_k": 50}] * 2), np.zeros(2, np.int32), np.zeros(scores.shape, bool)
@@ -149,10 +167,14 @@ def test_draws_have_the_distribution_that_was_asked_for():
         counts = np.bincount(drawn, minlength=VOCAB)
         assert not counts[expected == 0].any(), asked
         rare = (expected > 0) & (expected < 5)  # too few for the statistic: counted together
-        bins = [*zip(counts[expected >= 5], expected[expected >= 5]), (counts[rare].sum(), expected[rare].sum())]
+        bins = [
+            *zip(counts[expected >= 5], expected[expected >= 5]),
+            (counts[rare].sum(), expected[rare].sum()),
+        ]
         chi_squared = sum((count - mean) ** 2 / mean for count, mean in bins if mean)
         freedom = sum(mean > 0 for _, mean in bins) - 1
-        assert abs(chi_squared - freedom) <= 5 * np.sqrt(2 * freedom), asked  # five standard deviations
+        # five standard deviations
+        assert abs(chi_squared - freedom) <= 5 * np.sqrt(2 * freedom), asked
 
 
 def test_a_temperature_beyond_all_measure_is_a_uniform_draw():
@@ -178,7 +200,8 @@ def test_neither_the_mesh_nor_the_neighbours_change_a_row():
         tokens, same = compiled(mesh)(values, ask(rows % 8), rows, seen)
         np.testing.assert_array_equal(tokens, expected)
         np.testing.assert_allclose(same, logprobs, rtol=1e-5)
-        for kept, others in ((rows % 2 == 0, (rows + 3) % 8), (rows >= 8, 7)):  # 7: one data shard draws nothing
+        # 7: one data shard draws nothing
+        for kept, others in ((rows % 2 == 0, (rows + 3) % 8), (rows >= 8, 7)):
             tokens, _ = compiled(mesh)(values, ask(np.where(kept, rows % 8, others)), rows, seen)
             np.testing.assert_array_equal(tokens[kept], expected[kept])
             assert not np.array_equal(tokens, expected)
@@ -186,7 +209,9 @@ def test_neither_the_mesh_nor_the_neighbours_change_a_row():
 
 @pytest.mark.parametrize("mesh", ["1", "2x4", "emulated"])
 def test_logits_that_are_no_numbers_give_no_token(mesh):
-    """Greedy or drawn, cut or not, in whichever rank's share; the rows beside them are as they were."""
+    """Greedy or drawn, cut or not, in whichever rank's share; the rows beside them are as they
+    were.
+    """
     values, rows = logits(16), np.arange(16)
     ask = settings([ASKED[row % 8] for row in rows])
     expected, greedy = compiled(mesh)(values, ask)[0], compiled(mesh, "greedy")(values, ask)
@@ -206,7 +231,9 @@ def test_the_lowest_temperatures_take_the_largest_logit(temperature):
     """Over them a logit is infinite, several are alike, and the first of those was taken."""
     values = 20 + logits(16)
     for cuts_ in (OFF, {**OFF, "top_k": 5}, {**OFF, "top_p": 0.5, "min_p": 0.01}):
-        tokens, logprobs = compiled("8")(values, settings([{**cuts_, "temperature": temperature}] * 16))
+        tokens, logprobs = compiled("8")(
+            values, settings([{**cuts_, "temperature": temperature}] * 16)
+        )
         np.testing.assert_array_equal(tokens, values.argmax(1))
         assert np.isfinite(logprobs).all()
 
@@ -254,11 +281,16 @@ def test_one_compilation_serves_all_settings_and_gathers_nothing():
         sample(values, settings([ASKED[which]] * 16, seed=which))
     assert sample.jitted._cache_size() == before
     shapes = [jax.ShapeDtypeStruct((16, 80), kind) for kind in (jnp.float32, bool)]
-    text = sample.jitted.lower(shapes[0], settings(2 * ASKED), np.zeros(16, np.int32), shapes[1]).compile().as_text()
+    text = (
+        sample.jitted.lower(shapes[0], settings(2 * ASKED), np.zeros(16, np.int32), shapes[1])
+        .compile()
+        .as_text()
+    )
     assert "all-reduce" in text
     assert "all-to-all" not in text
     gathered = re.findall(r"= \w+\[([\d,]+)\]\S* all-gather", text)
-    # Of each of 8 ranks 5 numbers a row; and its candidates, which of so small a vocabulary are all, and their mass.
+    # Of each of 8 ranks 5 numbers a row; and its candidates, which of so small a vocabulary are
+    # all, and their mass.
     assert sorted(map(shape_of, gathered)) == [(8, 5, 16), (8, 16, 10 + 1)]
 
 
@@ -273,7 +305,9 @@ def generator():
 
 
 def test_decoding_penalises_and_scores_each_token_by_all_before_it():
-    """Greedy with a penalty and without, in several chunks, from logits of a pass over all that came before."""
+    """Greedy with a penalty and without, in several chunks, from logits of a pass over all that
+    came before.
+    """
     ours, definition, params = generator()
     different = []
     for penalty in (1.0, 1.5):
@@ -282,7 +316,9 @@ def test_decoding_penalises_and_scores_each_token_by_all_before_it():
         assert len(pieces) > 2
         new = sum((piece.tokens for piece in pieces), ())
         text = np.array([*PROMPT, *new])
-        full = np.asarray(nn.compiled_logits(definition)(params, text[None]), np.float64)[0, :, :251]
+        full = np.asarray(nn.compiled_logits(definition)(params, text[None]), np.float64)[
+            0, :, :251
+        ]
         for at, logprob in enumerate(sum((piece.logprobs for piece in pieces), ()), len(PROMPT)):
             x = full[at - 1]
             assert logprob == pytest.approx(x[text[at]] - np.log(np.exp(x).sum()), rel=1e-3)

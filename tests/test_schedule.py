@@ -1,4 +1,6 @@
-"""The schedule's reader against what real compilers wrote (tests/hlo), and against its own possible mistakes."""
+"""The schedule's reader against what real compilers wrote (tests/hlo), and against its own possible
+mistakes.
+"""
 
 import collections
 import dataclasses
@@ -28,7 +30,8 @@ COUNTS = [
     ("v5p-unrolled", (6, 6, 5, 0), LAST),
     ("v5e-unrolled", (6, 5, 5, 0), LAST),
     ("h100-small", (6, 5, 5, 0), LAST),
-    ("h100-scan", (7, 6, 6, 0), LAST),  # three turns of two, and the last one's output after the loop
+    # three turns of two, and the last one's output after the loop
+    ("h100-scan", (7, 6, 6, 0), LAST),
     ("tpu7x-scan", (7, 7, 6, 0), LAST),
     ("tpu7x-halves", (7, 7, 6, 0), LAST),
     ("h100-standard", (6, 0, 0, 0), SYNCHRONOUS),
@@ -55,7 +58,11 @@ def test_counts(name, counts, why):
 @pytest.mark.parametrize(
     "name, allowed, error",
     [
-        ("h100-standard", 1, "6 of 6 reductions are not hidden, 1 allowed: .+ bytes.*: synchronous"),
+        (
+            "h100-standard",
+            1,
+            "6 of 6 reductions are not hidden, 1 allowed: .+ bytes.*: synchronous",
+        ),
         ("tpu7x-standard", 1, "too little compute"),
         ("h100-tiny", 0, "too little compute"),
         ("h100-naive", SUBLAYERS, "merged with another"),
@@ -69,7 +76,9 @@ def test_what_is_not_hidden_is_named(name, allowed, error):
 @pytest.mark.parametrize("name", UNROLLED)
 def test_the_reductions_of_an_unrolled_ladder(name):
     found = schedule.audit(text(name))
-    assert {(r.collective.bytes, r.collective.axes) for r in found.reductions} == {(T * D * 2, ("tensor",))}
+    assert {(r.collective.bytes, r.collective.axes) for r in found.reductions} == {
+        (T * D * 2, ("tensor",))
+    }
     assert all(f"%{r.collective.name} = " in text(name) for r in found.reductions)
     assert found.reductions[-1].status is not Status.HIDDEN
     assert 0.4 < found.window_flops_fraction["least"] <= found.window_flops_fraction["median"] <= 2
@@ -77,10 +86,15 @@ def test_the_reductions_of_an_unrolled_ladder(name):
 
 
 def test_halves_stand_around_a_whole_sublayer():
-    """Of plain functions, without a gain. The compiler leaves half of a sublayer beside a whole all-reduce."""
+    """Of plain functions, without a gain. The compiler leaves half of a sublayer beside a whole
+    all-reduce.
+    """
     assert schedule.audit(text("h100-halves")).window_flops_fraction["least"] >= 1
     assert schedule.audit(text("h100-unrolled")).window_flops_fraction["median"] < 0.6
-    names = {r.collective.op_name.rpartition("/")[2] for r in schedule.audit(text("h100-halves")).reductions[:-1]}
+    names = {
+        r.collective.op_name.rpartition("/")[2]
+        for r in schedule.audit(text("h100-halves")).reductions[:-1]
+    }
     assert names == {"psum_invariant_start"}
 
 
@@ -90,15 +104,21 @@ def read(name, *, ranks, ff=F):
     return judge.read(parsed(name), sublayer_flops={"attention": one, "mlp": one})
 
 
-@pytest.mark.parametrize("name, ff", [("h100-split", F), ("tpu7x-split", 4 * F), ("v5p-split", 4 * F)])
+@pytest.mark.parametrize(
+    "name, ff", [("h100-split", F), ("tpu7x-split", 4 * F), ("v5p-split", 4 * F)]
+)
 def test_both_halves_of_a_reduction_hide(name, ff):
-    """v5p's compiler rewrites a reduce-scatter to an all-reduce, of which it forgets whose it was."""
+    """v5p's compiler rewrites a reduce-scatter to an all-reduce, of which it forgets whose it
+    was.
+    """
     found = read(name, ranks=RANKS, ff=ff)
     moved = collections.defaultdict(list)
     for r in found.reductions:
         moved[r.collective.kind].append((r.layer, r.sublayer, r.status is Status.HIDDEN))
     half = "all-reduce" if name.startswith("v5p") else "reduce-scatter"
-    first, second, *others = [(layer, sublayer, True) for layer in "012" for sublayer in ("attention", "mlp")]
+    first, second, *others = [
+        (layer, sublayer, True) for layer in "012" for sublayer in ("attention", "mlp")
+    ]
     assert (
         moved
         == {
@@ -124,11 +144,19 @@ def test_a_ring_is_one_collective(name, ff):
     """A Standard layer's two gathers and two scatters, of 7 permutes each."""
     found = read(name, ranks=RANKS, ff=ff)
     kinds = [(r.layer, r.sublayer, r.count, r.collective.bytes, r.status) for r in found.reductions]
-    assert kinds == [("0", part, 1, RING_BYTES, Status.HIDDEN) for part in ("attention", "attention", "mlp", "mlp")]
+    assert kinds == [
+        ("0", part, 1, RING_BYTES, Status.HIDDEN)
+        for part in ("attention", "attention", "mlp", "mlp")
+    ]
     assert (found.all_reduces, found.asynchronous, found.merged) == (4, 4, 0)
     half = 2 * T * D * ff / RANKS  # FLOPs of one of a sublayer's two matmuls
     for ring in (r.collective for r in found.reductions):
-        assert (ring.axes, ring.ranks, len(ring.parts), ring.matmul) == (("tensor",), RANKS, 7, half)
+        assert (ring.axes, ring.ranks, len(ring.parts), ring.matmul) == (
+            ("tensor",),
+            RANKS,
+            7,
+            half,
+        )
         assert all(sum(part.flops.values()) >= half / RANKS for part in ring.parts)
     assert (found.hidden_time_fraction is None) == name.startswith("h100")
 
@@ -139,7 +167,9 @@ def test_a_ring_is_hidden_only_if_each_of_its_messages_is():
 
     def covered(share):
         """With so much of an n-th of the matmul beside the first message."""
-        changed = dataclasses.replace(first, flops=cost.Flops(attention=share * ring.matmul / RANKS))
+        changed = dataclasses.replace(
+            first, flops=cost.Flops(attention=share * ring.matmul / RANKS)
+        )
         return dataclasses.replace(ring, permutes=(changed, *others)).covered
 
     assert ring.covered and covered(0.5) and not covered(0.49) and not covered(0)
@@ -148,16 +178,24 @@ def test_a_ring_is_hidden_only_if_each_of_its_messages_is():
     # XLA's own begin with a message that stands before the loop: one of its nine.
     nine = dataclasses.replace(ring.permutes[1], executions=8)
     assert dataclasses.replace(ring, permutes=(bare, nine)).covered
-    assert not dataclasses.replace(ring, permutes=(bare, dataclasses.replace(nine, executions=6))).covered
+    assert not dataclasses.replace(
+        ring, permutes=(bare, dataclasses.replace(nine, executions=6))
+    ).covered
 
 
 def test_a_compilers_ring_is_a_loop():
-    """Two turns of four permutes, after one; of small messages v5p starts half of them with nothing beside them."""
+    """Two turns of four permutes, after one; of small messages v5p starts half of them with nothing
+    beside them.
+    """
     found = read("v5p-compiler", ranks=RANKS, ff=4 * F)
     assert [(r.sublayer, r.collective.kind) for r in found.reductions] == [
-        (sublayer, kind) for sublayer in ("attention", "mlp") for kind in ("collective-permute", "all-reduce")
+        (sublayer, kind)
+        for sublayer in ("attention", "mlp")
+        for kind in ("collective-permute", "all-reduce")
     ]
-    for ring in (r.collective for r in found.reductions if r.collective.kind == "collective-permute"):
+    for ring in (
+        r.collective for r in found.reductions if r.collective.kind == "collective-permute"
+    ):
         assert [part.executions for part in ring.parts] == [1, 2, 2, 2, 2]
         assert ring.executions == 1
         assert (ring.bytes, ring.matmul) == (9 * T // 8 * D * 2, 2 * T * D * 4 * F / RANKS)
@@ -176,29 +214,45 @@ def moved(transfers) -> dict:
 
 
 def test_weights_are_gathered_and_gradients_scattered():
-    """Of 4 matrices in each of 3 layers. The last layer's output is only summed: two of its matrices are not read
-    forward; nor, as the input has no gradient, are two of the first layer's backward."""
+    """Of 4 matrices in each of 3 layers. The last layer's output is only summed: two of its
+    matrices are not read forward; nor, as the input has no gradient, are two of the first layer's
+    backward.
+    """
     found = read("tpu7x-sharded", ranks=4)
     hidden = Status.HIDDEN
     exposed = Status.EXPOSED
     assert moved(found.gathers) == {
-        ("0", False, exposed): 1, ("0", False, hidden): 3, ("1", False, hidden): 4,
-        ("2", False, exposed): 1, ("2", False, hidden): 1, ("2", True, exposed): 1, ("2", True, hidden): 3,
-        ("1", True, exposed): 1, ("1", True, hidden): 3, ("0", True, hidden): 2,
-    }  # fmt: skip
+        ("0", False, exposed): 1,
+        ("0", False, hidden): 3,
+        ("1", False, hidden): 4,
+        ("2", False, exposed): 1,
+        ("2", False, hidden): 1,
+        ("2", True, exposed): 1,
+        ("2", True, hidden): 3,
+        ("1", True, exposed): 1,
+        ("1", True, hidden): 3,
+        ("0", True, hidden): 2,
+    }
     assert moved(found.scatters) == {
-        ("2", True, hidden): 4, ("1", True, hidden): 4, ("0", True, hidden): 3, ("0", True, exposed): 1
-    }  # fmt: skip
+        ("2", True, hidden): 4,
+        ("1", True, hidden): 4,
+        ("0", True, hidden): 3,
+        ("0", True, exposed): 1,
+    }
     assert (found.hidden, found.all_reduces, found.merged) == (6, 8, 0)
 
 
 def test_weights_that_a_compiler_gathers_at_once():
-    """A GPU's joins small messages of all layers: one gather forward and one scatter, with the last one's name."""
+    """A GPU's joins small messages of all layers: one gather forward and one scatter, with the last
+    one's name.
+    """
     found = read("h100-sharded", ranks=4)
     assert moved(found.gathers) == {
-        ("2", False, Status.SYNCHRONOUS): 10, ("2", True, Status.EXPOSED): 4, ("1", True, Status.HIDDEN): 4,
+        ("2", False, Status.SYNCHRONOUS): 10,
+        ("2", True, Status.EXPOSED): 4,
+        ("1", True, Status.HIDDEN): 4,
         ("0", True, Status.HIDDEN): 2,
-    }  # fmt: skip
+    }
     assert moved(found.scatters) == {("2", True, Status.SYNCHRONOUS): 12}
     assert (found.hidden, found.all_reduces, found.merged) == (6, 8, 0)
 
@@ -206,7 +260,9 @@ def test_weights_that_a_compiler_gathers_at_once():
 @pytest.mark.parametrize("name", ["h100-sharded", "tpu7x-sharded"])
 def test_what_is_moved_over_the_fsdp_axis(name):
     found, whole = read(name, ranks=4), D * F // 4
-    of = lambda transfers: {(c.axes, c.ranks, c.bytes // c.operands) for c in (t.collective for t in transfers)}
+    of = lambda transfers: {
+        (c.axes, c.ranks, c.bytes // c.operands) for c in (t.collective for t in transfers)
+    }
     assert of(found.gathers) == {(("fsdp",), 2, whole * 2 // 2)}  # shares, bfloat16
     assert of(found.scatters) == {(("fsdp",), 2, whole * 4)}  # whole, float32
     assert {r.collective.axes for r in found.reductions} == {("tensor",)}
@@ -214,11 +270,15 @@ def test_what_is_moved_over_the_fsdp_axis(name):
 
 
 def test_reduce_scatters_that_a_compiler_made_of_all_reduces():
-    """An all-reduce of a padded array and its slice, in one nameless fusion over devices by their numbers."""
+    """An all-reduce of a padded array and its slice, in one nameless fusion over devices by their
+    numbers.
+    """
     found = read("v5p-sharded-sync", ranks=4)
     assert sum(moved(found.gathers).values()) == 20
     assert moved(found.scatters) == {(layer, True, Status.SYNCHRONOUS): 4 for layer in "012"}
-    assert {(t.collective.kind, t.collective.axes) for t in found.scatters} == {("reduce-scatter", ("fsdp",))}
+    assert {(t.collective.kind, t.collective.axes) for t in found.scatters} == {
+        ("reduce-scatter", ("fsdp",))
+    }
 
 
 @pytest.mark.parametrize(
@@ -240,7 +300,9 @@ def test_groups_of_devices(groups_, axes, ranks):
     program = parsed("h100-sharded")
     mesh = collectives.mesh_of(program)
     assert mesh == {"data": 1, "fsdp": 2, "tensor": 4}
-    one = hlo.Instruction("r", "f32[8]{0}", "reduce-scatter", (), f"channel_id=1, replica_groups={groups_}, a={{0}}")
+    one = hlo.Instruction(
+        "r", "f32[8]{0}", "reduce-scatter", (), f"channel_id=1, replica_groups={groups_}, a={{0}}"
+    )
     assert collectives.group_of(one, mesh=mesh) == (axes, ranks)
 
 
@@ -271,7 +333,9 @@ MATMUL = "  %between = bf16[512,2048]{1,0} dot(%x, %w), lhs_contracting_dims={1}
 
 
 @pytest.mark.parametrize(
-    "between, status", [(COPIES, Status.EXPOSED), ("", Status.EXPOSED), (MATMUL, Status.HIDDEN)], ids=str
+    "between, status",
+    [(COPIES, Status.EXPOSED), ("", Status.EXPOSED), (MATMUL, Status.HIDDEN)],
+    ids=str,
 )
 def test_only_compute_hides(between, status):
     (only,) = schedule.audit(WINDOW.replace("BETWEEN", between)).reductions
@@ -290,7 +354,9 @@ def test_what_is_not_a_schedule_is_refused():
 
 
 def test_an_unknown_form_is_named():
-    """Rather than left out: an all-gather that a custom call runs, and an operation of another name."""
+    """Rather than left out: an all-gather that a custom call runs, and an operation of another
+    name.
+    """
     called = """%inner (p: bf16[512,2048]) -> bf16[512,2048] {
   %p = bf16[512,2048]{1,0} parameter(0)
   ROOT %within = bf16[512,2048]{1,0} all-gather(%p), dimensions={0}
@@ -302,9 +368,14 @@ ENTRY"""
     found = schedule.audit(WINDOW.replace("ENTRY", called).replace("BETWEEN", f"{MATMUL}\n{lines}"))
     assert found.unknown == ("within", "new")
     assert (found.all_reduces, found.hidden) == (1, 1)
-    assert found.verdict == "1 of 1 all-reduces hidden; NOT counted, as their form is unknown: within, new"
+    assert (
+        found.verdict
+        == "1 of 1 all-reduces hidden; NOT counted, as their form is unknown: within, new"
+    )
     with pytest.raises(AssertionError, match="not counted, as their form is unknown: within, new"):
-        schedule.assert_hidden(WINDOW.replace("ENTRY", called).replace("BETWEEN", f"{MATMUL}\n{lines}"))
+        schedule.assert_hidden(
+            WINDOW.replace("ENTRY", called).replace("BETWEEN", f"{MATMUL}\n{lines}")
+        )
 
 
 ALONE = """
@@ -341,7 +412,10 @@ def test_a_loop_of_unknown_length_is_refused():
         ("jit(f)/layer_3/attention/launch_sublayer_output/previous/psum", ("2", "mlp")),
         ("jit(f)/layer_3/joint/launch_sublayer_output/previous/psum", ("2", "joint")),
         ("jit(f)/layer_3/mlp/launch_sublayer_output/psum", ("3", "mlp")),
-        ("jit(f)/layers_0_to_79/while/body/attention/launch_sublayer_output/previous/psum", ("0-79", "mlp")),
+        (
+            "jit(f)/layers_0_to_79/while/body/attention/launch_sublayer_output/previous/psum",
+            ("0-79", "mlp"),
+        ),
         ("jit(f)/transpose(jvp(layer_1))/attention/enter_sublayer_input/psum", ("1", "attention")),
         ("jit(f)/launch_sublayer_output/previous/psum", ("last", "")),
         ("jit(f)/layer_0/attention/enter_sublayer_input/all_gather", ("0", "attention")),
@@ -373,13 +447,17 @@ def test_names_of_layers(layers, words):
 
 
 def test_functions_of_a_user():
-    """Jitted with its arguments, lowered, compiled, or plain; here for the CPU, which hides nothing."""
+    """Jitted with its arguments, lowered, compiled, or plain; here for the CPU, which hides
+    nothing.
+    """
     mesh = parallel.make_mesh(tensor=8)
 
     def local(x, w):
         return parallel.all_reduce(x @ w, ("tensor",))
 
-    meshed = jax.shard_map(local, mesh=mesh, in_specs=(P(None, "tensor"), P("tensor", None)), out_specs=P())
+    meshed = jax.shard_map(
+        local, mesh=mesh, in_specs=(P(None, "tensor"), P("tensor", None)), out_specs=P()
+    )
     x = jnp.ones((64, 512))
     w = jnp.ones((512, 64))
     jitted = jax.jit(meshed)
@@ -405,4 +483,8 @@ def test_meshes_of_targets():
     with pytest.raises(UserError, match="12 GPUs do not fill hosts of 8"):
         targets._hosts(12)
     assert [targets._hosts(n) for n in (1, 4, 8, 16)] == ["1x1x1", "1x1x4", "1x1x8", "1x2x8"]
-    assert [targets.parse(name).count for name in ("tpu7x:2x2x1", "v5p:4x4x4", "h100:8")] == [8, 64, 8]
+    assert [targets.parse(name).count for name in ("tpu7x:2x2x1", "v5p:4x4x4", "h100:8")] == [
+        8,
+        64,
+        8,
+    ]

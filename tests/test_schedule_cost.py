@@ -1,4 +1,6 @@
-"""What a compiled program costs (tests/hlo): its FLOPs, the bytes that it moves, and its timeline."""
+"""What a compiled program costs (tests/hlo): its FLOPs, the bytes that it moves, and its
+timeline.
+"""
 
 import collections
 import itertools
@@ -11,7 +13,9 @@ from ladder_jax.schedule import cost, hlo, timeline, traffic
 from tests.hlo import RANKS, SUBLAYER, SUBLAYERS, UNROLLED, D, F, T, parsed, text
 
 
-@pytest.mark.parametrize("name", [*UNROLLED, "h100-scan", "tpu7x-scan", "h100-standard", "tpu7x-standard"])
+@pytest.mark.parametrize(
+    "name", [*UNROLLED, "h100-scan", "tpu7x-scan", "h100-standard", "tpu7x-standard"]
+)
 def test_flops_are_those_of_the_model(name):
     """However the compiler writes a matmul: dot, cuBLAS call, convolution, in fusions and loops."""
     program = parsed(name)
@@ -21,9 +25,13 @@ def test_flops_are_those_of_the_model(name):
     assert total == SUBLAYERS * SUBLAYER
 
 
-@pytest.mark.parametrize("op_name, expected", [("layer_1/mlp/dot_general", 2 * 8192 * 128), ("layer_1/reduce_sum", 0)])
+@pytest.mark.parametrize(
+    "op_name, expected", [("layer_1/mlp/dot_general", 2 * 8192 * 128), ("layer_1/reduce_sum", 0)]
+)
 def test_a_multiplied_sum_is_a_matmul(op_name, expected):
-    """A TPU's matmul by one row (a batch-1 decode): multiply, convert, reduce; but no sum of another kind."""
+    """A TPU's matmul by one row (a batch-1 decode): multiply, convert, reduce; but no sum of
+    another kind.
+    """
     program = hlo.parse(
         "HloModule m, is_scheduled=true\n\n"
         "ENTRY %main (a: f32[8192,128], b: f32[8192,128]) -> bf16[128] {\n"
@@ -81,7 +89,8 @@ LINES
         "%c = ((f32[64,256]{1,0}), f32[16,256]{1,0:S(1)}, s32[]{:S(2)}) slice-start(%a), slice={[0:16],[0:256]}|"
         "ROOT %d = f32[16,256]{1,0:S(1)} slice-done(%c)": 16384,
         # a kernel's operands and results count, whatever its author declared
-        'ROOT %k = f32[64,256]{1,0} custom-call(%a), custom_call_target="tpu_custom_call"': 2 * 65536,
+        'ROOT %k = f32[64,256]{1,0} custom-call(%a), custom_call_target="tpu_custom_call"': 2
+        * 65536,
         "ROOT %t = (f32[64,256]{1,0}, f32[1,256]{1,0}) tuple(%a, %b)": 0,
         # a collective's operand, and its result
         "%s = f32[64,256]{1,0} all-reduce-start(%a), replica_groups={}, to_apply=%update|"
@@ -98,16 +107,18 @@ def test_bytes_moved(lines, moved):
 def test_a_loop_moves_its_bytes_every_turn():
     once, looped = (traffic.bytes_moved(parsed(name)) for name in ("tpu7x-unrolled", "tpu7x-scan"))
     weights = SUBLAYERS * 2 * D * F // RANKS * 2
-    # Both copy each layer out of the stack: read, written, read again, and a little for activations.
+    # Both copy each layer out of the stack: read, written, read again, and a little for
+    # activations.
     assert 3 * weights < once < 4 * weights
-    assert 4 * weights < looped < 5 * weights  # of three turns: counted once it would be less than 2
+    # of three turns: counted once it would be less than 2
+    assert 4 * weights < looped < 5 * weights
 
 
 def test_convolutions_count_only_real_positions():
-    """A batched matmul [8, 128, 64] x [8, 64, 32], as a TPU compiler writes it: batch as a strided window."""
-    line = (
-        "%c = f32[8,128,32]{2,1,0} convolution(%a, %b), window={size=8 stride=7 lhs_dilate=8}, dim_labels=0bf_0io->0bf"
-    )
+    """A batched matmul [8, 128, 64] x [8, 64, 32], as a TPU compiler writes it: batch as a strided
+    window.
+    """
+    line = "%c = f32[8,128,32]{2,1,0} convolution(%a, %b), window={size=8 stride=7 lhs_dilate=8}, dim_labels=0bf_0io->0bf"
     body = f"""HloModule c, is_scheduled=true
 
 ENTRY %main (a: f32[8,128,64], b: f32[8,64,32]) -> f32[8,128,32] {{
@@ -122,7 +133,9 @@ ENTRY %main (a: f32[8,128,64], b: f32[8,64,32]) -> f32[8,128,32] {{
 
 
 def test_garbage_estimates_are_skipped():
-    one = text("tpu7x-unrolled").replace('"estimated_cycles":"', '"estimated_cycles":"9223372036854775807', 1)
+    one = text("tpu7x-unrolled").replace(
+        '"estimated_cycles":"', '"estimated_cycles":"9223372036854775807', 1
+    )
     before = schedule.audit(text("tpu7x-unrolled"))
     after = schedule.audit(one)
     assert 0 < after.step_cycles <= before.step_cycles
@@ -137,7 +150,9 @@ def test_a_timeline_waits_only_for_what_is_exposed():
         compute = [b for b in bars if not b.wire]
         wire = [b for b in bars if b.wire]
         assert len(wire) == SUBLAYERS
-        assert all(earlier.stop <= later.start + 1e-12 for earlier, later in itertools.pairwise(compute))
+        assert all(
+            earlier.stop <= later.start + 1e-12 for earlier, later in itertools.pairwise(compute)
+        )
         waits[name] = max(b.stop for b in bars) - sum(b.stop - b.start for b in compute)
         one = wire[0].stop - wire[0].start
         assert one == pytest.approx(2 * 7 / 8 * T * D * 2 / HARDWARE["tpu7x"].link)

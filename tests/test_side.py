@@ -1,4 +1,6 @@
-"""A side network: values and gradients against dense ones, what is communicated and kept, decoding, wrong settings."""
+"""A side network: values and gradients against dense ones, what is communicated and kept, decoding,
+wrong settings.
+"""
 
 import dataclasses
 import re
@@ -29,7 +31,9 @@ from ladder_jax.side import SideModel
 from ladder_jax.train.gradients import held_out_loss, loss_and_gradients, task_gradients
 from tests import cases, covering, reference
 
-SIZES = dict(num_layers=3, d_model=32, num_heads=4, num_kv_heads=2, head_dim=8, d_ff=48, vocab_size=61)
+SIZES = dict(
+    num_layers=3, d_model=32, num_heads=4, num_kv_heads=2, head_dim=8, d_ff=48, vocab_size=61
+)
 TOKENS = cases.tokens((4, 7), vocab=61)
 # Each loop with each policy, and each kind of mesh; the first row is the quick suite's.
 ROWS = [
@@ -72,7 +76,9 @@ def dense(definition):
         for l in range(definition.config.num_layers):
             for attends, delay in zip((True, False), (step.delay for step in steps[l])):
                 x = xs[max(0, len(xs) - 1 - delay)]
-                xs.append(xs[-1] + reference.sublayer(layers, l, x[None], attends=attends, shape=of)[0])
+                xs.append(
+                    xs[-1] + reference.sublayer(layers, l, x[None], attends=attends, shape=of)[0]
+                )
             p = jax.tree.map(lambda a: a[l], side["layers"])
             mu = 1 / (1 + jnp.exp(-p["gate"] / 0.1))
             h = mu * h + (1 - mu) * xs[len(xs) - 1 - steps[l][-1].pending_after] @ p["tap"]
@@ -96,7 +102,10 @@ def compute(plan, params, tokens=TOKENS, **train):
 
 @pytest.mark.parametrize(
     "name, mesh, loop, remat",
-    [pytest.param(*row, marks=FULL if number else (), id=str(row)) for number, row in enumerate(ROWS)],
+    [
+        pytest.param(*row, marks=FULL if number else (), id=str(row))
+        for number, row in enumerate(ROWS)
+    ],
 )
 def test_loss_and_gradients_are_the_dense_ones(name, mesh, loop, remat):
     definition = define(name, **mesh)
@@ -106,7 +115,8 @@ def test_loss_and_gradients_are_the_dense_ones(name, mesh, loop, remat):
     with jax.enable_x64(True), jax.numpy_rank_promotion("allow"):
         wide = jax.tree.map(lambda a: jnp.asarray(a, jnp.float64), (network, params))
         expected, wanted = jax.jit(jax.value_and_grad(dense(definition)))(*wide, TOKENS)
-    limit = 2 * cases.bound(definition.config, passes=2)  # its sublayers stand behind as many of the model
+    # its sublayers stand behind as many of the model
+    limit = 2 * cases.bound(definition.config, passes=2)
     assert cases.error(loss, expected) < limit
     assert set(grads) == {"side"}
     worst = jax.tree.map(cases.error, grads["side"], wanted)
@@ -146,27 +156,38 @@ def kept_for_backward(plan, *, loop, remat):
 
     trained, frozen = plan.split(definition.abstract)
     dims = dict(in_dims=(plan.trained_dims, plan.frozen_dims, "BT"), out_dims="")
-    jax.eval_shape(parallel.on_mesh(local, layout=definition.layout, **dims), trained, frozen, TOKENS)
+    jax.eval_shape(
+        parallel.on_mesh(local, layout=definition.layout, **dims), trained, frozen, TOKENS
+    )
     return kept
 
 
-@pytest.mark.parametrize("loop, remat", covering.rows(Loop, (Remat.NONE, Remat.FULL, Remat.SAVE_MATMULS), pairs=[]))
+@pytest.mark.parametrize(
+    "loop, remat", covering.rows(Loop, (Remat.NONE, Remat.FULL, Remat.SAVE_MATMULS), pairs=[])
+)
 def test_nothing_of_the_model_is_kept_but_the_taps(loop, remat):
     definition = define(d_model=44, d_ff=52)  # sizes that nothing else has
     shapes = kept_for_backward(Retraining(definition), loop=loop, remat=remat)
     assert not [shape for shape in shapes if 52 in shape], "a feed-forward size"
     rows, length, layers = *TOKENS[:, 1:].shape, definition.config.num_layers
     streams = [shape for shape in shapes if shape[-3:] == (rows, length, 44)]
-    # One a layer, the embedding, and (of the final norm) the last stream with what is computed from it.
+    # One a layer, the embedding, and (of the final norm) the last stream with what is computed from
+    # it.
     taps = sum(shape[0] if len(shape) == 4 else 1 for shape in streams)
     assert layers < taps <= layers + 6
-    everything = kept_for_backward(Retraining(Retraining(definition).without_side), loop=loop, remat=Remat.NONE)
+    everything = kept_for_backward(
+        Retraining(Retraining(definition).without_side), loop=loop, remat=Remat.NONE
+    )
     assert [shape for shape in everything if 52 in shape]
 
 
 def collectives(jaxpr) -> int:
     """Over the tensor ranks, each loop's once."""
-    return len(re.findall(r"(?:psum|psum_invariant|psum_scatter|all_gather\w*)\[\s*[^\]]*'tensor'", str(jaxpr)))
+    return len(
+        re.findall(
+            r"(?:psum|psum_invariant|psum_scatter|all_gather\w*)\[\s*[^\]]*'tensor'", str(jaxpr)
+        )
+    )
 
 
 @pytest.mark.parametrize("loop", Loop)
@@ -179,7 +200,9 @@ def test_the_side_network_communicates_nothing(loop):
             x, _ = nn.hidden(definition, params, tokens, execution=Execution(loop=loop))
             return parallel.all_reduce(x.sum(), definition.layout.all_axes)
 
-        ranked = parallel.on_mesh(local, layout=definition.layout, in_dims=(definition.dims, "BT"), out_dims="")
+        ranked = parallel.on_mesh(
+            local, layout=definition.layout, in_dims=(definition.dims, "BT"), out_dims=""
+        )
         return collectives(jax.make_jaxpr(ranked)(definition.abstract, TOKENS))
 
     assert forward(plan.definition) == forward(plan.without_side) > 0
@@ -191,7 +214,10 @@ def test_the_side_network_communicates_nothing(loop):
     assert whole - mine >= layers
 
 
-PROMPTS = [row[:length].tolist() for row, length in zip(cases.tokens((5, 40), vocab=61), (35, 40, 3, 17, 8))]
+PROMPTS = [
+    row[:length].tolist()
+    for row, length in zip(cases.tokens((5, 40), vocab=61), (35, 40, 3, 17, 8))
+]
 
 
 @FULL  # the quick suite's is in test_retrain.py
@@ -201,7 +227,9 @@ PROMPTS = [row[:length].tolist() for row, length in zip(cases.tokens((5, 40), vo
     ("standard", 1, Loop.UNROLLED),
 ])  # fmt: skip
 def test_decoding_runs_the_side_network(name, tensor, loop):
-    """With a cache of its own: greedy tokens are those of whole forward passes, also where prompts come in chunks."""
+    """With a cache of its own: greedy tokens are those of whole forward passes, also where prompts
+    come in chunks.
+    """
     definition = define(name, tensor=tensor)
     params = placed(definition)
     prompts, generator = PROMPTS[:2], Generator(definition, params, loop=loop)
@@ -209,7 +237,9 @@ def test_decoding_runs_the_side_network(name, tensor, loop):
     found = generator.tokens(prompts, config=settings)
     whole = nn.compiled_logits(definition)
     for prompt, new in zip(prompts, found):
-        scores = np.asarray(whole(params, np.array([prompt + list(new)])), np.float64)[0, len(prompt) - 1 : -1]
+        scores = np.asarray(whole(params, np.array([prompt + list(new)])), np.float64)[
+            0, len(prompt) - 1 : -1
+        ]
         best = np.sort(scores)[:, -2:]
         assert (best[:, 1] - best[:, 0] > 1e-3).all(), "a near tie"
         assert new.tolist() == scores.argmax(-1).tolist()
@@ -218,7 +248,9 @@ def test_decoding_runs_the_side_network(name, tensor, loop):
 @FULL
 @pytest.mark.parametrize("quantize", Quantize)
 def test_slots_hold_the_side_networks_caches(quantize):
-    """Requests of several lengths, one after another in the same slots: each gets the tokens that it gets alone."""
+    """Requests of several lengths, one after another in the same slots: each gets the tokens that
+    it gets alone.
+    """
     definition = define(tensor=2)
     params = placed(definition)
     generator = Generator(definition, params, quantize=quantize)
@@ -226,22 +258,30 @@ def test_slots_hold_the_side_networks_caches(quantize):
         handles = [engine.submit(Request(prompt, max_new_tokens=6)) for prompt in PROMPTS]
         found = [handle.result().tokens for handle in handles]
     settings = DecodeConfig(max_new_tokens=6, temperature=0.0)
-    assert [list(one) for one in found] == [generator.tokens([one], config=settings)[0].tolist() for one in PROMPTS]
+    assert [list(one) for one in found] == [
+        generator.tokens([one], config=settings)[0].tolist() for one in PROMPTS
+    ]
 
 
 @FULL
 def test_a_teacher_beside_a_side_network():
-    """Of the same weights; shared layers are computed once, and at first it says what it says to the model itself."""
+    """Of the same weights; shared layers are computed once, and at first it says what it says to
+    the model itself.
+    """
     definition = define("hybrid-list", tensor=2)
     plan = Retraining(definition)
-    standard = dataclasses.replace(plan.without_side.config, residual="standard", ladder_layers=None)
+    standard = dataclasses.replace(
+        plan.without_side.config, residual="standard", ladder_layers=None
+    )
     teacher = dataclasses.replace(plan.without_side, config=standard)
     plan = dataclasses.replace(plan, distill=DistillConfig(START), teacher=teacher)
     base = dataclasses.replace(plan, definition=plan.without_side)
     params = placed(base.definition)
     frozen = plan.split(params)[1]
     assert set(frozen) == {"model"}  # nothing is stored twice
-    gradients = lambda task, *values: jax.jit(task_gradients(task, config=TrainConfig()))(*values, TOKENS, {})
+    gradients = lambda task, *values: jax.jit(task_gradients(task, config=TrainConfig()))(
+        *values, TOKENS, {}
+    )
     (loss, _), grads = gradients(plan, plan.initial_side(seed=0), frozen)
     (before, _), _ = gradients(base, *base.split(params))
     assert cases.error(loss, before) < cases.bound(definition.config)
@@ -251,7 +291,9 @@ def test_a_teacher_beside_a_side_network():
 
 @FULL
 def test_emulated_ranks_and_packed_rows():
-    """ladder-fresh of two ranks on one device is that on two; documents in a row do not see each other."""
+    """ladder-fresh of two ranks on one device is that on two; documents in a row do not see each
+    other.
+    """
     real = define("ladder-fresh", tensor=2)
     params = cases.parameters(real)
     segments = np.array([[1, 1, 1, 2, 2, 2, 2]] * 4, np.int32)
@@ -266,7 +308,13 @@ def test_emulated_ranks_and_packed_rows():
 
 def test_the_sizes_of_the_network():
     of = lambda name, reduction: SideConfig(reduction).network(config.preset(name))
-    shape = lambda model: (model.d_model, model.d_ff, model.num_heads, model.num_kv_heads, model.head_dim)
+    shape = lambda model: (
+        model.d_model,
+        model.d_ff,
+        model.num_heads,
+        model.num_kv_heads,
+        model.head_dim,
+    )
     assert shape(of("llama-3-8b", 8)) == (512, 1792, 4, 1, 128)
     assert shape(of("llama-3-8b", 16)) == (256, 896, 4, 1, 64)
     assert shape(of("smollm2-135m", 8)) == (72, 192, 9, 3, 8)
@@ -292,13 +340,17 @@ def test_settings_that_cannot_be(given, said):
 
 
 def test_all_weights_do_not_train_beside_a_side_network():
-    with pytest.raises(UserError, match="of a SideModel not all weights train: its task is retrain.Retraining"):
+    with pytest.raises(
+        UserError, match="of a SideModel not all weights train: its task is retrain.Retraining"
+    ):
         loss_and_gradients(define())
 
 
 def test_a_plain_definition_does_not_leave_the_network_out():
     config, mesh = cases.model("ladder", side=SideConfig(4)), parallel.make_mesh(tensor=2)
-    with pytest.raises(UserError, match="model.side is no part of a ModelDef: ladder_jax.side defines such models"):
+    with pytest.raises(
+        UserError, match="model.side is no part of a ModelDef: ladder_jax.side defines such models"
+    ):
         nn.define(config, mesh=mesh)
     assert side.define(config, mesh=mesh).without_side() == cases.define("ladder", tensor=2)
 

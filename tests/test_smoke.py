@@ -8,7 +8,9 @@ from ladder_jax import parallel
 
 
 def test_train_resume_generate(run_cli, tmp_path):
-    (tmp_path / "book.txt").write_text("in the beginning was the word, and the word was short.\n" * 300)
+    (tmp_path / "book.txt").write_text(
+        "in the beginning was the word, and the word was short.\n" * 300
+    )
     arguments = [
         "train",
         "tiny",
@@ -26,7 +28,16 @@ def test_train_resume_generate(run_cli, tmp_path):
     first = run_cli(*arguments, cwd=tmp_path, check_status=0)
     assert "held-out loss" in first.stdout
     assert "resuming" in run_cli(*arguments, cwd=tmp_path, check_status=0).stderr
-    text = run_cli("generate", "out", "--prompt", "in the", "--max-new-tokens", "8", cwd=tmp_path, check_status=0)
+    text = run_cli(
+        "generate",
+        "out",
+        "--prompt",
+        "in the",
+        "--max-new-tokens",
+        "8",
+        cwd=tmp_path,
+        check_status=0,
+    )
     assert text.stdout.startswith("in the") and len(text.stdout) > 8
 
 

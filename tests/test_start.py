@@ -1,4 +1,6 @@
-"""Inference starts at the model's size: arrays are read one by one, with the values that reading all at once gives."""
+"""Inference starts at the model's size: arrays are read one by one, with the values that reading
+all at once gives.
+"""
 
 import gc
 import itertools
@@ -27,7 +29,9 @@ def wide(tmp_path_factory):
 
 
 def expected(definition, params, *, quantize):
-    """What inference should hold, in NumPy, a dict a layer; of matrices of 8 bits (values, scale)."""
+    """What inference should hold, in NumPy, a dict a layer; of matrices of 8 bits
+    (values, scale).
+    """
 
     def stored(array, dims):
         if len(dims) == 1:
@@ -43,7 +47,11 @@ def expected(definition, params, *, quantize):
     for layer in range(definition.config.num_layers):
         take = lambda a, d, layer=layer: stored(np.asarray(a)[layer], d.removeprefix("L"))
         found.append(jax.tree.map(take, params["layers"], definition.dims["layers"]))
-    rest = {name: jax.tree.map(stored, params[name], definition.dims[name]) for name in params if name != "layers"}
+    rest = {
+        name: jax.tree.map(stored, params[name], definition.dims[name])
+        for name in params
+        if name != "layers"
+    }
     return {**rest, "layers": tuple(found)}
 
 
@@ -51,21 +59,29 @@ def same(found, wanted):
     found, wanted = jax.tree.leaves(found), jax.tree.leaves(wanted)
     for a, b in zip(found, wanted, strict=True):
         assert a.dtype == b.dtype
-        rows = min(len(a), len(b)) if a.ndim <= 2 else len(b)  # a vocabulary's padding depends on the mesh
+        # a vocabulary's padding depends on the mesh
+        rows = min(len(a), len(b)) if a.ndim <= 2 else len(b)
         np.testing.assert_array_equal(np.asarray(a)[:rows], b[:rows])
 
 
 MODELS = {
     "1": ("ladder", dict(tensor=1)),
     "4, shared heads": ("ladder", dict(tensor=4, num_kv_heads=2)),
-    "4, tied, biases": ("standard", dict(tensor=4, tie_embeddings=True, biases=Biases.ALL, qk_norm=True)),
+    "4, tied, biases": (
+        "standard",
+        dict(tensor=4, tie_embeddings=True, biases=Biases.ALL, qk_norm=True),
+    ),
     "fresh, 4 emulated": ("ladder-fresh", dict(ranks=4, num_kv_heads=2)),
 }
 
 
 ROWS = covering.marked(
     itertools.product(MODELS, ["stack", "layer"]),
-    chosen=[("4, shared heads", "layer"), ("4, tied, biases", "stack"), ("fresh, 4 emulated", "layer")],
+    chosen=[
+        ("4, shared heads", "layer"),
+        ("4, tied, biases", "stack"),
+        ("fresh, 4 emulated", "layer"),
+    ],
 )
 
 
@@ -74,9 +90,15 @@ def test_the_values_are_those_of_all_at_once(case, chunk, tmp_path, monkeypatch)
     """On another mesh than the one that wrote them, too, and whatever the chunks hold."""
     name, changes = MODELS[case]
     definition = cases.define(name, num_layers=2, **changes, **starts.BFLOAT16)
-    writer = definition if name == "ladder-fresh" else nn.define(definition.config, mesh=cases.define(name).layout.mesh)
+    writer = (
+        definition
+        if name == "ladder-fresh"
+        else nn.define(definition.config, mesh=cases.define(name).layout.mesh)
+    )
     if chunk == "stack":
-        monkeypatch.setattr(writing, "_chunks", lambda tree: jax.tree.map(lambda _: writing.ocp.SaveArgs(), tree))
+        monkeypatch.setattr(
+            writing, "_chunks", lambda tree: jax.tree.map(lambda _: writing.ocp.SaveArgs(), tree)
+        )
     params = starts.save(tmp_path, writer)
     saved = checkpoint.open_checkpoint(tmp_path)
     for quantize in Quantize:
@@ -86,11 +108,20 @@ def test_the_values_are_those_of_all_at_once(case, chunk, tmp_path, monkeypatch)
             form = dict(loop=Loop.UNROLLED, quantize=quantize)
             found = weights.prepare(definition, Pieces(saved, definition), **form)
             same(found, wanted)
-        place = lambda a, like: a.sharding.is_equivalent_to(like.sharding, a.ndim) and a.shape == like.shape
-        assert all(jax.tree.leaves(jax.tree.map(place, found, weights.abstract(definition, **form))))
+        place = lambda a, like: (
+            a.sharding.is_equivalent_to(like.sharding, a.ndim) and a.shape == like.shape
+        )
+        assert all(
+            jax.tree.leaves(jax.tree.map(place, found, weights.abstract(definition, **form)))
+        )
         same(weights.prepare(definition, saved.params(definition), **form), wanted)
-        stacked = weights.prepare(definition, Pieces(saved, definition), loop=Loop.SCAN, quantize=quantize)
-        same(stacked, {**wanted, "layers": jax.tree.map(lambda *layers: np.stack(layers), *wanted["layers"])})
+        stacked = weights.prepare(
+            definition, Pieces(saved, definition), loop=Loop.SCAN, quantize=quantize
+        )
+        same(
+            stacked,
+            {**wanted, "layers": jax.tree.map(lambda *layers: np.stack(layers), *wanted["layers"])},
+        )
 
 
 def test_a_chunk_is_a_layer(wide):
@@ -98,13 +129,16 @@ def test_a_chunk_is_a_layer(wide):
     folder = wide / "checkpoints" / "1" / "params"
     for name, layers in (("layers/mlp/up", 4), ("embedding/table", 0)):
         opened = arrays._open(folder, name).result()
-        assert opened.chunk_layout.read_chunk.shape == ((1, *opened.shape[1:]) if layers else opened.shape)
+        assert opened.chunk_layout.read_chunk.shape == (
+            (1, *opened.shape[1:]) if layers else opened.shape
+        )
 
 
 def test_a_process_reads_its_own_part(wide, monkeypatch):
     """Of several: the columns of its devices, here the last two of four, and no others."""
     definition = nn.define(
-        checkpoint.open_checkpoint(wide).config.model, mesh=cases.define("ladder", tensor=4).layout.mesh
+        checkpoint.open_checkpoint(wide).config.model,
+        mesh=cases.define("ladder", tensor=4).layout.mesh,
     )
     sharding = definition.layout.sharding("DF")
 
@@ -120,12 +154,16 @@ def test_a_process_reads_its_own_part(wide, monkeypatch):
     assert {read.result().shape for read in reads.values()} == {(128, 128)}
     monkeypatch.setattr(arrays.meshes, "place", lambda share, *_: shares.extend(map(share, own)))
     arrays._placed(reads, like)
-    assert [np.array_equal(share, whole[:, at : at + 128]) for share, at in zip(shares, (256, 384))] == [True, True]
+    assert [
+        np.array_equal(share, whole[:, at : at + 128]) for share, at in zip(shares, (256, 384))
+    ] == [True, True]
 
 
 @pytest.fixture
 def peak():
-    """Calls a function, and gives what it returned and the most bytes that were on devices at any call below."""
+    """Calls a function, and gives what it returned and the most bytes that were on devices at any
+    call below.
+    """
 
     def call(fn):
         gc.collect()  # an earlier engine, in a cycle, would be freed while this one is made
@@ -169,7 +207,9 @@ def on_devices(seen):
 @pytest.mark.full
 @pytest.mark.parametrize("quantize, tensor", list(itertools.product(Quantize, (1, 4))))
 def test_no_more_than_one_array_beside_the_weights(wide, peak, quantize, tensor):
-    """What is on the devices while an engine is made: at most what it keeps, and its largest array in float32."""
+    """What is on the devices while an engine is made: at most what it keeps, and its largest array
+    in float32.
+    """
     opened, settings = open_model(wide), DecodeConfig(quantize=quantize)
     sizes = dict(slots=1, capacity=16, max_queue=1)
     start = lambda: opened.engine(settings=settings, tensor=tensor, **sizes, decoder=None)
@@ -178,7 +218,9 @@ def test_no_more_than_one_array_beside_the_weights(wide, peak, quantize, tensor)
     definition = nn.define(opened.config.model, mesh=engine._device._definition.layout.mesh)
     largest = max(
         4 * int(np.prod(leaf.shape[dims.startswith("L") :]))
-        for leaf, dims in zip(jax.tree.leaves(definition.abstract), jax.tree.leaves(definition.dims))
+        for leaf, dims in zip(
+            jax.tree.leaves(definition.abstract), jax.tree.leaves(definition.dims)
+        )
     )
     assert kept > 4 * largest  # else the bound would say little
     assert most <= kept + largest
@@ -189,7 +231,10 @@ def test_no_more_than_one_array_beside_an_evaluations_weights(wide, peak):
     model = evaluate.open_model(wide)
     _ = evaluate.open_model(wide).params, model.engine(capacity=16, slots=1)  # compile
     largest = 4 * 512 * 128
-    for need in (lambda: evaluate.open_model(wide).params, lambda: model.engine(capacity=16, slots=1)):
+    for need in (
+        lambda: evaluate.open_model(wide).params,
+        lambda: model.engine(capacity=16, slots=1),
+    ):
         _, most, kept = peak(need)
         assert kept > 4 * largest
         assert most <= kept + 1.5 * largest  # a layer in float32, and in bfloat16 for its stack

@@ -1,4 +1,6 @@
-"""The house's walls: imports point one way, as docs/inside.md draws them, without cycles; and no file is a long one."""
+"""The house's walls: imports point one way, as docs/inside.md draws them, without cycles; and no
+file is a long one.
+"""
 
 import graphlib
 import pathlib
@@ -37,24 +39,32 @@ def package(module: str) -> str:
 def test_every_package_is_on_the_map():
     drawn = [name for row in rows() for name in row]
     assert len(drawn) == len(set(drawn))
-    assert set(drawn) == {path.name for path in LIBRARY.iterdir() if (path / "__init__.py").is_file()}
+    assert set(drawn) == {
+        path.name for path in LIBRARY.iterdir() if (path / "__init__.py").is_file()
+    }
 
 
 def test_packages_import_only_those_above_them():
-    """Modules beside the packages, such as errors.py, are below none of them, and import no package."""
+    """Modules beside the packages, such as errors.py, are below none of them, and import no
+    package.
+    """
     height = {name: number for number, row in enumerate(rows()) for name in row}
     upward = [
         f"{module} imports {name}"
         for module, path in MODULES.items()
         for name in imported(path)
-        if package(module) in height and package(name) in height and height[package(module)] < height[package(name)]
+        if package(module) in height
+        and package(name) in height
+        and height[package(module)] < height[package(name)]
     ]
     assert not upward, upward
 
 
 def test_packages_and_modules_import_in_no_circle():
     """`__init__` files only gather names; what a file imports by them is the package."""
-    modules = {m: {d for d in imported(p) if MODULES[d].name != "__init__.py"} for m, p in MODULES.items()}
+    modules = {
+        m: {d for d in imported(p) if MODULES[d].name != "__init__.py"} for m, p in MODULES.items()
+    }
     packages = {}
     for module, path in MODULES.items():
         packages.setdefault(package(module), set()).update(map(package, imported(path)))
@@ -63,7 +73,9 @@ def test_packages_and_modules_import_in_no_circle():
 
 
 def test_the_core_knows_no_side_network():
-    """It is a client: what the core imports never leads to it, and no name or comment there speaks of it."""
+    """It is a client: what the core imports never leads to it, and no name or comment there speaks
+    of it.
+    """
     core = [m for m in MODULES if package(m) in ("residual", "nn", "parallel", "decode")]
     core.append("ladder_jax.train.gradients")
     reached, left = set(core), list(core)
@@ -79,11 +91,17 @@ def test_the_core_knows_no_side_network():
 
 def test_no_file_is_longer_than_500_lines():
     """One that is holds more than one concept."""
-    assert not {module: n for module, path in MODULES.items() if (n := path.read_text().count("\n")) > 500}
+    assert not {
+        module: n for module, path in MODULES.items() if (n := path.read_text().count("\n")) > 500
+    }
 
 
 # The one of generate trains first.
-@pytest.mark.parametrize("name, most", [("train", 40), pytest.param("generate", 34, marks=pytest.mark.full)])
+@pytest.mark.parametrize(
+    "name, most", [("train", 40), pytest.param("generate", 34, marks=pytest.mark.full)]
+)
 def test_the_walks_are_short(name, most, tmp_path):
-    """`python -m experiments.walk`: a newcomer opens at most 40 files for a training step, and 34 for one prompt."""
+    """`python -m experiments.walk`: a newcomer opens at most 40 files for a training step, and 34
+    for one prompt.
+    """
     assert 0 < len(walk(name, folder=tmp_path)) <= most

@@ -1,4 +1,6 @@
-"""Documents from tables: Parquet, CSV, Arrow, WebDataset and the Hub, read by `datasets`; nothing is left elsewhere."""
+"""Documents from tables: Parquet, CSV, Arrow, WebDataset and the Hub, read by `datasets`; nothing
+is left elsewhere.
+"""
 
 import io
 import json
@@ -14,13 +16,19 @@ from ladder_jax.errors import UserError
 from tests import hub
 from tests.test_tokens import make, texts_in
 
-datasets = pytest.importorskip("datasets", reason="datasets is not installed: pip install 'ladder-jax[data]'")
+datasets = pytest.importorskip(
+    "datasets", reason="datasets is not installed: pip install 'ladder-jax[data]'"
+)
 
 TEXTS = ["001", "null", 'a, "quoted"\nsecond line é', "NA", "1.50"]
 
 
 def texts(path, *, field="text", **how):
-    return [text for part in sources.plan([str(path)], **how) for text in sources.read(part, field=field)]
+    return [
+        text
+        for part in sources.plan([str(path)], **how)
+        for text in sources.read(part, field=field)
+    ]
 
 
 @pytest.mark.parametrize("ending", [".csv", ".tsv"])
@@ -32,7 +40,9 @@ def test_csv(tmp_path, ending):
     folder.mkdir()
     with open(folder / f"a{ending}", "w", newline="", encoding="utf-8") as file:
         rows = csv.writer(file, delimiter="\t" if ending == ".tsv" else ",")
-        rows.writerows([["id", "text"], *([index, text] for index, text in enumerate(TEXTS)), ["9", ""]])
+        rows.writerows(
+            [["id", "text"], *([index, text] for index, text in enumerate(TEXTS)), ["9", ""]]
+        )
     assert texts(folder / f"a{ending}") == [*TEXTS, ""]
     assert texts(folder / f"a{ending}", field="id") == ["0", "1", "2", "3", "4", "9"]
     made = make([folder], tmp_path / "out")
@@ -89,7 +99,9 @@ def test_damage_in_the_middle(tmp_path):
     from pyarrow import parquet
 
     rows = [f"{index:08d}" * 200 for index in range(40)]
-    parquet.write_table(pyarrow.table({"text": [*rows, None]}), tmp_path / "a.parquet", row_group_size=10)
+    parquet.write_table(
+        pyarrow.table({"text": [*rows, None]}), tmp_path / "a.parquet", row_group_size=10
+    )
     plan = sources.plan([str(tmp_path / "a.parquet")], most=1)
     assert [(part.begin, part.end) for part in plan] == [(0, 1), (1, 2), (2, 3), (3, 4), (4, 5)]
     with pytest.raises(UserError, match="a.parquet: row 41 has no text in 'text'"):
@@ -111,7 +123,10 @@ def pages(tmp_path):
     (tmp_path / "pages" / "data").mkdir(parents=True)
     for name, index in (("train", 0), ("train", 1), ("train", 2), ("test", 0)):
         rows = [f"{name} {index} {row}" for row in range(4)]
-        parquet.write_table(pyarrow.table({"text": rows}), tmp_path / "pages" / "data" / f"{name}-{index:05d}.parquet")
+        parquet.write_table(
+            pyarrow.table({"text": rows}),
+            tmp_path / "pages" / "data" / f"{name}-{index:05d}.parquet",
+        )
     (tmp_path / "csv").mkdir()
     (tmp_path / "csv" / "train.csv").write_text("id,text\n1,001\n2,null\n")
     return tmp_path / "pages"
@@ -143,17 +158,32 @@ def folders_of_its_name(tmp_path):
 
 
 def test_the_hub(pages, tmp_path):
-    """Streamed in order; in the user's folders only the Hub client's notes of small files are left."""
+    """Streamed in order; in the user's folders only the Hub client's notes of small files are
+    left.
+    """
     home, where = tmp_path / "home", "hf://datasets/someone/pages"
     home.mkdir()
     folders_of_its_name(tmp_path)
-    with hub.served(pages) as (url, asked), hub.served(tmp_path / "csv", name="someone/csv") as (other, _):
-        there = dict(HOME=str(home), HF_HUB_OFFLINE="0", HF_HOME=str(home / "hf"), HF_HUB_DISABLE_TELEMETRY="1")
+    with (
+        hub.served(pages) as (url, asked),
+        hub.served(tmp_path / "csv", name="someone/csv") as (other, _),
+    ):
+        there = dict(
+            HOME=str(home),
+            HF_HUB_OFFLINE="0",
+            HF_HOME=str(home / "hf"),
+            HF_HUB_DISABLE_TELEMETRY="1",
+        )
 
         def read(*ask, url=url):
-            command, environment = [sys.executable, "-c", READ, json.dumps(ask)], {**os.environ, **there}
+            command, environment = (
+                [sys.executable, "-c", READ, json.dumps(ask)],
+                {**os.environ, **there},
+            )
             pipes = dict(capture_output=True, text=True)
-            done = subprocess.run(command, cwd=tmp_path, env={**environment, "HF_ENDPOINT": url}, **pipes)
+            done = subprocess.run(
+                command, cwd=tmp_path, env={**environment, "HF_ENDPOINT": url}, **pipes
+            )
             assert done.returncode == 0, done.stderr
             return json.loads(done.stdout)
 
@@ -186,10 +216,17 @@ def test_the_hub(pages, tmp_path):
 def test_the_command_reads_the_hub(run_cli, pages, tmp_path):
     folders_of_its_name(tmp_path)
     with hub.served(pages) as (url, _):
-        there = dict(HF_ENDPOINT=url, HF_HUB_OFFLINE="0", HF_HOME=str(tmp_path / "hf"), HF_HUB_DISABLE_TELEMETRY="1")
+        there = dict(
+            HF_ENDPOINT=url,
+            HF_HUB_OFFLINE="0",
+            HF_HOME=str(tmp_path / "hf"),
+            HF_HUB_DISABLE_TELEMETRY="1",
+        )
         ask = ["tokenize", "hf://datasets/someone/pages", "--out", "out", "--workers", "1"]
         run_cli(*ask, cwd=tmp_path, check_status=0, **there)
-        assert texts_in(tmp_path / "out") == [f"train {index} {row}" for index in range(3) for row in range(4)]
+        assert texts_in(tmp_path / "out") == [
+            f"train {index} {row}" for index in range(3) for row in range(4)
+        ]
 
 
 def test_nothing_is_left_behind(run_cli, tmp_path):
@@ -197,8 +234,21 @@ def test_nothing_is_left_behind(run_cli, tmp_path):
     for name in ("home", "temporary"):
         (tmp_path / name).mkdir()
     (tmp_path / "a.csv").write_text("text\none\ntwo\n")
-    here = dict(HOME=str(tmp_path / "home"), TMPDIR=str(tmp_path / "temporary"), HF_HOME=str(tmp_path / "home" / "hf"))
-    run_cli("tokenize", "a.csv", "--out", "out", "--workers", "1", cwd=tmp_path, check_status=0, **here)
+    here = dict(
+        HOME=str(tmp_path / "home"),
+        TMPDIR=str(tmp_path / "temporary"),
+        HF_HOME=str(tmp_path / "home" / "hf"),
+    )
+    run_cli(
+        "tokenize", "a.csv", "--out", "out", "--workers", "1", cwd=tmp_path, check_status=0, **here
+    )
     assert texts_in(tmp_path / "out") == ["one", "two"]
-    assert not list((tmp_path / "home").rglob("*")) and not list((tmp_path / "temporary").rglob("*"))
-    assert sorted(os.listdir(tmp_path / "out")) == [".lock", "00000.offsets", "00000.tokens", "manifest.json"]
+    assert not list((tmp_path / "home").rglob("*")) and not list(
+        (tmp_path / "temporary").rglob("*")
+    )
+    assert sorted(os.listdir(tmp_path / "out")) == [
+        ".lock",
+        "00000.offsets",
+        "00000.tokens",
+        "manifest.json",
+    ]

@@ -1,4 +1,6 @@
-"""Which models may teach, and that a teacher computes what it computes by itself, whatever it shares with a student."""
+"""Which models may teach, and that a teacher computes what it computes by itself, whatever it
+shares with a student.
+"""
 
 import dataclasses
 import pathlib
@@ -25,7 +27,9 @@ def with_model(definition, **changes):
 
 
 def as_standard(definition, **changes):
-    return with_model(definition, **{"residual": "standard", "ladder_layers": None, "ranks": None, **changes})
+    return with_model(
+        definition, **{"residual": "standard", "ladder_layers": None, "ranks": None, **changes}
+    )
 
 
 def divergence(student, teacher):
@@ -35,7 +39,9 @@ def divergence(student, teacher):
 
 
 def test_frozen_layers_of_a_teacher_that_communicates_less():
-    """Its ranks' streams differ between two all-reduces, also in the layers that the student has frozen."""
+    """Its ranks' streams differ between two all-reduces, also in the layers that the student has
+    frozen.
+    """
     definition = define(tensor=2)
     teacher = with_model(definition, residual="desync-2", ladder_layers=None, ranks=2)
     params = cases.parameters(definition)
@@ -52,17 +58,23 @@ def test_frozen_layers_of_a_teacher_that_communicates_less():
 
 
 def test_frozen_layers_whose_experts_drop_rows():
-    """A student's experts drop rows in training, a teacher's none: the same as of a teacher with weights of its own."""
+    """A student's experts drop rows in training, a teacher's none: the same as of a teacher with
+    weights of its own.
+    """
     moe = dict(experts.KINDS["shared"], capacity=0.5)
     definition = experts.define("hybrid-farskip", moe=moe, num_layers=2, tensor=2)
     params = cases.placed(definition)
     found = []
     for name in (START, "the same"):
-        plan = Retraining(definition, FROZEN, distill=DistillConfig(name), teacher=as_standard(definition))
+        plan = Retraining(
+            definition, FROZEN, distill=DistillConfig(name), teacher=as_standard(definition)
+        )
         trained, frozen = plan.split(params, teacher=None if name == START else params)
         settings = TrainConfig(load_balance=0.0, router_z_loss=0.0)
         function = task_gradients(plan, config=settings)
-        terms = jax.jit(lambda *args, f=function: f(*args)[0][1])(trained, frozen, experts.tokens(), {})
+        terms = jax.jit(lambda *args, f=function: f(*args)[0][1])(
+            trained, frozen, experts.tokens(), {}
+        )
         assert float(jnp.sum(terms["dropped"])) > 0
         found.append(float(terms["divergence"]))
     assert cases.error(*found) < cases.bound(definition.config, passes=2)
@@ -80,7 +92,9 @@ def test_frozen_layers_whose_experts_drop_rows():
 def test_what_a_teacher_inherits(changes, shared):
     """The stream after frozen layers that are standard, and of one configuration, in both."""
     definition = define()
-    plan = Retraining(definition, FROZEN, distill=DistillConfig(START), teacher=as_standard(definition, **changes))
+    plan = Retraining(
+        definition, FROZEN, distill=DistillConfig(START), teacher=as_standard(definition, **changes)
+    )
     assert loss.shared_layers(plan) == shared
     named = dataclasses.replace(plan, distill=DistillConfig("the same"))
     assert loss.shared_layers(named) == 0
@@ -99,11 +113,18 @@ def test_what_a_teacher_with_experts_inherits(capacity, shared):
 
 
 def taught(definition, teacher, **distill):
-    """The task of a run whose teacher's checkpoint has the model `teacher`; nothing of its weights is read."""
+    """The task of a run whose teacher's checkpoint has the model `teacher`; nothing of its weights
+    is read.
+    """
     opened = OpenedModel("theirs", pathlib.Path("theirs"), RunConfig(model=teacher), weights=None)
     settings = RunConfig(model=definition.config, distill=DistillConfig("theirs", **distill))
     found = Sources(teacher=opened)
-    return of_sources(settings, definition=definition, teacher=sources.teacher_model(settings, found), sources=found)
+    return of_sources(
+        settings,
+        definition=definition,
+        teacher=sources.teacher_model(settings, found),
+        sources=found,
+    )
 
 
 @pytest.mark.parametrize("residual", ["desync-2", "ladder-fresh"])
@@ -123,16 +144,24 @@ def test_a_teacher_is_computed_on_its_own_number_of_ranks(residual):
 
 
 def test_what_was_refitted_is_of_one_topology(tmp_path):
-    """A Hugging Face export, too: no teacher in another one, and no start of a gradual conversion."""
+    """A Hugging Face export, too: no teacher in another one, and no start of a gradual
+    conversion.
+    """
     folder = models.write(tmp_path / "half", "llama-2")
     (tmp_path / "run.yaml").write_text("run: {name: run}")
 
     def of_run(*more):
         given = [f"train.start={folder}", "model.residual=ladder", *more]
-        return sources.of_run(config.load(tmp_path / "run.yaml", overrides=given, model_of=model_config))
+        return sources.of_run(
+            config.load(tmp_path / "run.yaml", overrides=given, model_of=model_config)
+        )
 
     named, standard = f"distill.teacher={folder}", "distill.residual=standard"
-    for allowed in (["distill.teacher=start", standard], ["conversion.steps=4"], [named, "distill.residual=ladder"]):
+    for allowed in (
+        ["distill.teacher=start", standard],
+        ["conversion.steps=4"],
+        [named, "distill.residual=ladder"],
+    ):
         of_run(*allowed)
     (folder / "refit.json").write_text("{}")
     assert of_run(named, standard).teacher.refitted and of_run().start.refitted
@@ -140,7 +169,10 @@ def test_what_was_refitted_is_of_one_topology(tmp_path):
     for more, said in (
         (["distill.teacher=start", "distill.residual=ladder"], other),
         ([named, "distill.residual=ladder"], other),
-        (["conversion.steps=4"], "conversion.steps=4: .*half' were refitted, .*train.start=PATH.*conversion.steps=0"),
+        (
+            ["conversion.steps=4"],
+            "conversion.steps=4: .*half' were refitted, .*train.start=PATH.*conversion.steps=0",
+        ),
     ):
         with pytest.raises(UserError, match=said) as error:
             of_run(*more)

@@ -1,4 +1,6 @@
-"""Answers fit the terminal: no table is wider, the first line fits 80 columns, and a command is left to be copied."""
+"""Answers fit the terminal: no table is wider, the first line fits 80 columns, and a command is
+left to be copied.
+"""
 
 import pytest
 
@@ -7,7 +9,9 @@ from ladder_jax.checkpoint import command
 from ladder_jax.terminal import Table
 
 TABLE = Table(
-    ("name", "tokens a second", "range"), [("parallel-shared-norm", "1,234", "1,000 - 2,000")], left=("name",)
+    ("name", "tokens a second", "range"),
+    [("parallel-shared-norm", "1,234", "1,000 - 2,000")],
+    left=("name",),
 )
 
 
@@ -40,7 +44,10 @@ def test_heads_are_wrapped_before_cells():
 
 def test_html():
     table = Table(("a", "b"), [("<script>", "1")])
-    assert table.html() == "<table><tr><th>a</th><th>b</th></tr><tr><td>&lt;script&gt;</td><td>1</td></tr></table>"
+    assert (
+        table.html()
+        == "<table><tr><th>a</th><th>b</th></tr><tr><td>&lt;script&gt;</td><td>1</td></tr></table>"
+    )
 
 
 def test_lines_are_wrapped_on_a_terminal_alone(monkeypatch, capsys):
@@ -69,7 +76,9 @@ ANSWERS = {
 
 def fits(out):
     lines = out.splitlines()
-    too_long = [line for line in lines if len(line) > 80 and not line.startswith("ladder-jax train ")]
+    too_long = [
+        line for line in lines if len(line) > 80 and not line.startswith("ladder-jax train ")
+    ]
     assert lines and not too_long, too_long
 
 
@@ -86,6 +95,11 @@ def test_commands_at_80_columns(words, monkeypatch, capsys):
 
 def test_checkpoints(monkeypatch, capsys):
     monkeypatch.setenv("COLUMNS", "80")
-    row = dict(path="/runs/x", bytes=2**40, time=1.6e9, validation_loss=1234.5678, state="no manifest")
-    command._show([command.Row(step=1_000_000, **row, problems=("params/manifest.json is missing " * 4,))], [1, 2])
+    row = dict(
+        path="/runs/x", bytes=2**40, time=1.6e9, validation_loss=1234.5678, state="no manifest"
+    )
+    command._show(
+        [command.Row(step=1_000_000, **row, problems=("params/manifest.json is missing " * 4,))],
+        [1, 2],
+    )
     fits(capsys.readouterr().out)

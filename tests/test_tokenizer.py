@@ -29,7 +29,11 @@ TEXTS = [
 @pytest.fixture(scope="module", params=FAMILIES)
 def family(request, tmp_path_factory):
     made = getattr(tokenizers, request.param)()
-    return tokenizer.load(tokenizers.folder(tmp_path_factory.mktemp("t") / "t", made=made)), made, request.param
+    return (
+        tokenizer.load(tokenizers.folder(tmp_path_factory.mktemp("t") / "t", made=made)),
+        made,
+        request.param,
+    )
 
 
 def texts():
@@ -48,7 +52,8 @@ def test_tokens_are_exact_bytes(family):
         joined = b"".join(ours.to_bytes([token]) for token in tokens)
         assert joined == ours.to_bytes(np.array(tokens, np.int64))
         assert joined.endswith(ours.decode(tokens).encode())
-        if name == "metaspace" and text.startswith(" "):  # it takes the first space for its own, and theirs drops all
+        # it takes the first space for its own, and theirs drops all
+        if name == "metaspace" and text.startswith(" "):
             assert joined == text.replace("▁", " ").encode()
             continue
         # Sentencepiece cannot tell its visible space from a space.
@@ -66,7 +71,8 @@ def test_what_is_around_a_text(family):
     assert ours.stop_ids == (theirs.token_to_id(tokenizers.END),)
     assert ours.to_bytes(ours.stop_ids) == b""
     assert ours.vocab_size == theirs.get_vocab_size() == 1 + max(theirs.get_vocab().values())
-    assert ours.to_bytes([10**6, tokens[-1], -1]) == ours.to_bytes([tokens[-1]])  # a padded table's rows
+    # a padded table's rows
+    assert ours.to_bytes([10**6, tokens[-1], -1]) == ours.to_bytes([tokens[-1]])
 
 
 def test_bytes():
@@ -90,7 +96,9 @@ def test_truncation_and_padding_are_not_ours(tmp_path):
 
 
 def test_a_text_has_one_encoding(tmp_path):
-    """Dropout, which a tokenizer.json may keep from its training, would draw the merges anew at each call."""
+    """Dropout, which a tokenizer.json may keep from its training, would draw the merges anew at
+    each call.
+    """
     folder = pathlib.Path(tokenizers.folder(tmp_path / "t"))
     plain = tokenizer.load(folder).encode(TEXTS[0])
     described = json.loads((folder / "tokenizer.json").read_text())
@@ -109,14 +117,18 @@ def test_several_stop_ids(tmp_path):
     assert tokenizer.load(folder).stop_ids == (end, 8)
     (folder / "tokenizer_config.json").unlink()
     assert tokenizer.load(folder).stop_ids == (8,)
-    (folder / "special_tokens_map.json").write_text(json.dumps({"eos_token": {"content": tokenizers.END}}))
+    (folder / "special_tokens_map.json").write_text(
+        json.dumps({"eos_token": {"content": tokenizers.END}})
+    )
     assert tokenizer.load(folder).stop_ids == (end, 8)
 
 
 def test_the_chat_template(tmp_path):
     ours = tokenizer.load(tokenizers.folder(tmp_path / "t"))
     theirs = Theirs.from_file(str(tmp_path / "t" / "tokenizer.json"))
-    tokens = ours.chat([{"role": "system", "content": " be kind "}, {"role": "user", "content": "the <cat>"}])
+    tokens = ours.chat(
+        [{"role": "system", "content": " be kind "}, {"role": "user", "content": "the <cat>"}]
+    )
     text = "<|begin|>system: be kind<|end|>\nuser: the <cat><|end|>\nassistant:"
     assert tokens == theirs.encode(text, add_special_tokens=False).ids
     assert ours.decode(tokens) == "system: be kind\nuser: the <cat>\nassistant:"
@@ -135,11 +147,15 @@ def rendered(tmp_path, template, messages=({"role": "user", "content": "é<"},))
     "template, text",
     [
         ("{{ messages | tojson }}", '[{"role": "user", "content": "é<"}]'),
-        ("{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}!{% endfor %}", "é<!"),
+        (
+            "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}!{% endfor %}",
+            "é<!",
+        ),
         ("{% for i in range(9) %}{% if i == 2 %}{% break %}{% endif %}{{ i }}{% endfor %}", "01"),
         ("{{ strftime_now('%Y')[:2] }}{{ tools is none }}", "20True"),
         ("a\n   {% if true %}\nb\n   {% endif %}\n", "a\nb\n"),
-        ("{{ ('<{0.__globals__}>' | attr('format'))(raise_exception) }}", "<>"),  # nothing of the program's
+        # nothing of the program's
+        ("{{ ('<{0.__globals__}>' | attr('format'))(raise_exception) }}", "<>"),
         ("{% set ns = namespace(x=1) %}{% set ns.x = 2 %}{{ ns.x }}", "2"),
     ],
 )
@@ -166,7 +182,10 @@ def test_templates_that_do_not_work(tmp_path, template, message):
 
 def test_templates_in_the_configuration(tmp_path):
     folder = pathlib.Path(tokenizers.folder(tmp_path / "t", template=None))
-    for value in ("one", [{"name": "tools", "template": "two"}, {"name": "default", "template": "one"}]):
+    for value in (
+        "one",
+        [{"name": "tools", "template": "two"}, {"name": "default", "template": "one"}],
+    ):
         (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": value}))
         ours = tokenizer.load(folder)
         assert ours.has_chat
@@ -226,14 +245,23 @@ def begun_by(token):
         (lambda f: (f / "tokenizer.json").write_bytes(b"\xff"), "is not UTF-8 text"),
         (lambda f: (f / "tokenizer_config.json").write_text("{"), "is not JSON"),
         (lambda f: (f / "generation_config.json").write_text("[]"), "must hold a JSON object"),
-        (lambda f: word_piece().save(str(f / "tokenizer.json")), "decoder 'WordPiece' is not supported"),
+        (
+            lambda f: word_piece().save(str(f / "tokenizer.json")),
+            "decoder 'WordPiece' is not supported",
+        ),
         (
             lambda f: begun_by(70_000).save(str(f / "tokenizer.json")),
             r"puts token 70000 around every text, .* \(allowed: 0 to 300\)",
         ),
         (lambda f: changed(f, **EMPTY), "has an empty vocabulary"),
-        (lambda f: changed(f, normalizer=charsmap(b"")), "is not a tokenizer: .*Cannot parse precompiled_charsmap"),
-        (lambda f: changed(f, normalizer=charsmap(b"\1\0\0\0")), "is not a tokenizer: index out of bounds"),
+        (
+            lambda f: changed(f, normalizer=charsmap(b"")),
+            "is not a tokenizer: .*Cannot parse precompiled_charsmap",
+        ),
+        (
+            lambda f: changed(f, normalizer=charsmap(b"\1\0\0\0")),
+            "is not a tokenizer: index out of bounds",
+        ),
     ],
 )
 def test_files_that_are_wrong(tmp_path, damage, message):
@@ -249,8 +277,11 @@ def test_mistakes(tmp_path):
         tokenizer.load("nowhere")
     ours = tokenizer.load(tokenizers.folder(tmp_path / "t"))
     folder = pathlib.Path(tokenizers.folder(tmp_path / "panics"))
-    changed(folder, added_tokens=[], normalizer=charsmap(b"\4" + bytes(7)))  # its table is too short for any letter
-    with pytest.raises(UserError, match="the tokenizer in .*panics' cannot encode this text: index out of bounds"):
+    # its table is too short for any letter
+    changed(folder, added_tokens=[], normalizer=charsmap(b"\4" + bytes(7)))
+    with pytest.raises(
+        UserError, match="the tokenizer in .*panics' cannot encode this text: index out of bounds"
+    ):
         tokenizer.load(folder).encode("a")
     with pytest.raises(UserError, match="the text is not UTF-8"):
         ours.encode("a\udc80")

@@ -1,4 +1,6 @@
-"""Token stores: made in parallel, in parts, killed, resumed; what is wrong is named, what is damaged is refused."""
+"""Token stores: made in parallel, in parts, killed, resumed; what is wrong is named, what is
+damaged is refused.
+"""
 
 import concurrent.futures
 import contextlib
@@ -38,13 +40,17 @@ def lines(texts):
 def make(given, out, *, most=500, workers=2, tokens="bytes", field="text", **more):
     plan = sources.plan([str(one) for one in given], most=most)
     loaded = tokenizer.load(tokens)
-    return building.build(plan, out=out, tokenizer=loaded, source=str(tokens), field=field, workers=workers, **more)
+    return building.build(
+        plan, out=out, tokenizer=loaded, source=str(tokens), field=field, workers=workers, **more
+    )
 
 
 def documents(out):
     store = Store(out)
     store.verify()
-    return [store.read(start, stop - start) for start, stop in itertools.pairwise(store.starts.tolist())]
+    return [
+        store.read(start, stop - start) for start, stop in itertools.pairwise(store.starts.tolist())
+    ]
 
 
 def contents(out):
@@ -86,11 +92,14 @@ def test_every_kind_of_source(tmp_path):
     (folder / "d").mkdir(parents=True)
     (folder / "a.txt").write_text("one")
     (folder / "b.png").write_bytes(b"\x89PNG\xff")
-    (folder / "c.jsonl").write_text('{"text": "two"}\n\n{"text": ""}\n{"text": "thr\\u00e9e"}')  # no newline at the end
+    # no newline at the end
+    (folder / "c.jsonl").write_text('{"text": "two"}\n\n{"text": ""}\n{"text": "thr\\u00e9e"}')
     with gzip.open(folder / "d" / "e.jsonl.gz", "wt") as file:
         file.write(lines(["four", "five"]))
     rows = [f"row {index}" for index in range(50)]
-    parquet.write_table(pyarrow.table({"text": rows, "n": range(50)}), folder / "f.parquet", row_group_size=7)
+    parquet.write_table(
+        pyarrow.table({"text": rows, "n": range(50)}), folder / "f.parquet", row_group_size=7
+    )
     (folder / "g.md").write_text("")
     (folder / "h.md").write_text("last")
     made = make([folder], tmp_path / "out", workers=1)
@@ -152,12 +161,18 @@ def alive(group):
 
 
 def test_killed_again_and_again(tmp_path):
-    """SIGKILL in a part and in the command that ends the store: workers go with their parent, the store is the same."""
-    (tmp_path / "book.jsonl").write_text(lines(f"{'la ' * (index % 50)}{index}" for index in range(1500)))
+    """SIGKILL in a part and in the command that ends the store: workers go with their parent, the
+    store is the same.
+    """
+    (tmp_path / "book.jsonl").write_text(
+        lines(f"{'la ' * (index % 50)}{index}" for index in range(1500))
+    )
     (tmp_path / "build.py").write_text(KILLED)
     command = [sys.executable, tmp_path / "build.py", tmp_path / "book.jsonl", tmp_path / "out"]
     for first, then in itertools.product(("1", ""), ("kill", "end")):
-        process = subprocess.Popen([*command, first, then], stderr=subprocess.PIPE, start_new_session=True)
+        process = subprocess.Popen(
+            [*command, first, then], stderr=subprocess.PIPE, start_new_session=True
+        )
         _, error = process.communicate(timeout=60)
         assert process.returncode == (-signal.SIGKILL if then == "kill" else 0), error
         limit = time.time() + 20
@@ -178,7 +193,10 @@ def test_a_worker_that_is_killed(book, tmp_path, monkeypatch):
 
     with monkeypatch.context() as patched:
         patched.setattr(building, "progress", kill)
-        with pytest.raises(UserError, match="a worker was killed, perhaps for its memory: run the same command again"):
+        with pytest.raises(
+            UserError,
+            match="a worker was killed, perhaps for its memory: run the same command again",
+        ):
             make([book[0]], tmp_path / "out")
     os.truncate(next((tmp_path / "out").glob("*.tokens")), 0)  # and the power failed
     make([book[0]], tmp_path / "out")
@@ -186,7 +204,11 @@ def test_a_worker_that_is_killed(book, tmp_path, monkeypatch):
 
 
 def times(out):
-    return {path.name: path.stat().st_mtime_ns for path in out.iterdir() if path.suffix in (".tokens", ".offsets")}
+    return {
+        path.name: path.stat().st_mtime_ns
+        for path in out.iterdir()
+        if path.suffix in (".tokens", ".offsets")
+    }
 
 
 def test_what_was_done_is_not_done_again(tmp_path):
@@ -208,13 +230,19 @@ def test_what_was_done_is_not_done_again(tmp_path):
     make([one, two], out, workers=1)
     assert {name: time for name, time in times(out).items() if name in done} == done
     assert texts_in(out) == TEXTS * 2
-    # A finished store is only compared; other sources or settings are refused, and nothing is written.
+    # A finished store is only compared; other sources or settings are refused, and nothing is
+    # written.
     before = everything(out)
     words = tokenizers.folder(tmp_path / "t")
     assert make([one, two], out).documents == 2 * len(TEXTS)
-    with pytest.raises(UserError, match="finished store of other sources or another --shard-tokens, or they have chan"):
+    with pytest.raises(
+        UserError,
+        match="finished store of other sources or another --shard-tokens, or they have chan",
+    ):
         make([one], out)
-    with pytest.raises(UserError, match="holds a finished store of other sources or another --shard-tokens"):
+    with pytest.raises(
+        UserError, match="holds a finished store of other sources or another --shard-tokens"
+    ):
         make([one, two], out, most=400)
     with pytest.raises(UserError, match="was begun with field 'text', not 'n'"):
         make([one, two], out, field="n")
@@ -224,7 +252,9 @@ def test_what_was_done_is_not_done_again(tmp_path):
 
 
 def test_sources_that_change_meanwhile(tmp_path):
-    """Shards of what was there before are made again or removed; the user's files in the folder stay."""
+    """Shards of what was there before are made again or removed; the user's files in the folder
+    stay.
+    """
     out = tmp_path / "out"
     one = tmp_path / "one.jsonl"
     two = tmp_path / "two.jsonl"
@@ -253,7 +283,9 @@ def test_two_at_once(book, tmp_path):
 
 
 def test_parts_are_the_store_of_one_command(book, tmp_path):
-    """In any order, made elsewhere, with one that is missing, and one of more than there is to share."""
+    """In any order, made elsewhere, with one that is missing, and one of more than there is to
+    share.
+    """
     file, whole, made = book
     for index in (2, 0):
         part = make([file], tmp_path / str(index), share=slice(index, None, 3), workers=1)
@@ -295,17 +327,35 @@ def test_a_damaged_gzip(tmp_path):
     "damage, message",
     [
         (lambda f: (f / "00001.tokens").unlink(), "cannot read .*00001.tokens"),
-        (lambda f: os.truncate(f / "00001.tokens", 5), r"00001.tokens' has 5 bytes, not \d+: it is damaged"),
+        (
+            lambda f: os.truncate(f / "00001.tokens", 5),
+            r"00001.tokens' has 5 bytes, not \d+: it is damaged",
+        ),
         (lambda f: os.truncate(f / "00000.offsets", 8), "00000.offsets' has 8 bytes"),
         (lambda f: flip(f / "00002.tokens"), "shard 00002 of .* is damaged"),
-        (lambda f: (f / "manifest.json").write_text("{"), "manifest.json' is damaged, or not a token store's"),
+        (
+            lambda f: (f / "manifest.json").write_text("{"),
+            "manifest.json' is damaged, or not a token store's",
+        ),
         (lambda f: change(f, '"ladder_jax tokens"', '"x"'), "is damaged, or not a token store's"),
-        (lambda f: change(f, '"version": 2', '"version": 9'), "version 9; this ladder_jax reads 1 to 2"),
+        (
+            lambda f: change(f, '"version": 2', '"version": 9'),
+            "version 9; this ladder_jax reads 1 to 2",
+        ),
         (lambda f: (f / "manifest.json").unlink(), "there is no token store"),
-        (lambda f: (f / "manifest.json").write_text("[" * 100_000), "is damaged, or not a token store's"),
+        (
+            lambda f: (f / "manifest.json").write_text("[" * 100_000),
+            "is damaged, or not a token store's",
+        ),
         (lambda f: change(f, '"00001"', '"../00001"'), "is damaged, or not a token store's"),
-        (lambda f: change(f, '"documents": ', '"documents": -'), "is damaged, or not a token store's"),
-        (lambda f: offset(f, 1, 2**62), "00001.offsets' is damaged: its documents do not follow one another"),
+        (
+            lambda f: change(f, '"documents": ', '"documents": -'),
+            "is damaged, or not a token store's",
+        ),
+        (
+            lambda f: offset(f, 1, 2**62),
+            "00001.offsets' is damaged: its documents do not follow one another",
+        ),
         (lambda f: offset(f, 0, 1), "00001.offsets' is damaged"),
         (lambda f: offset(f, -1, 1), "00001.offsets' is damaged"),
         (lambda f: offset(f, 2, 1), "00001.offsets' is damaged"),
@@ -327,10 +377,14 @@ def test_few_files_are_kept_open(book, monkeypatch):
     with concurrent.futures.ThreadPoolExecutor(8) as pool:
         found = list(pool.map(store.read, starts * 5, counts * 5))
     assert [bytes(one).decode() for one in found] == TEXTS * 5
-    opened = lambda: [os.path.realpath(f"/proc/self/fd/{one}") for one in os.listdir("/proc/self/fd")]
+    opened = lambda: [
+        os.path.realpath(f"/proc/self/fd/{one}") for one in os.listdir("/proc/self/fd")
+    ]
     held = lambda: sum(path.startswith(f"{book[1]}/") for path in opened())
     assert held() == 2
-    assert pickle.loads(pickle.dumps(store)).read(starts[3], counts[3]).tobytes().decode() == TEXTS[3]
+    assert (
+        pickle.loads(pickle.dumps(store)).read(starts[3], counts[3]).tobytes().decode() == TEXTS[3]
+    )
     del pool, store
     assert held() == 0
 
@@ -339,8 +393,14 @@ def test_a_store_of_version_1(book, tmp_path):
     """Its fields that are no longer needed are left out, and its fingerprint is what it was."""
     folder = tmp_path / "store"
     shutil.copytree(book[1], folder)
-    tree = json.loads((folder / "manifest.json").read_text()) | {"version": 1, "dtype": "<u1", "shard_tokens": 9}
-    tree["shards"] = [shard | {"parts": [shard.pop("source")], "digests": ""} for shard in tree["shards"]]
+    tree = json.loads((folder / "manifest.json").read_text()) | {
+        "version": 1,
+        "dtype": "<u1",
+        "shard_tokens": 9,
+    }
+    tree["shards"] = [
+        shard | {"parts": [shard.pop("source")], "digests": ""} for shard in tree["shards"]
+    ]
     (folder / "manifest.json").write_text(json.dumps(tree))
     assert texts_in(folder) == TEXTS
     assert Store(folder).manifest.fingerprint == book[2].fingerprint
@@ -376,7 +436,9 @@ def test_a_token_that_no_tokenizer_has(tmp_path):
     content.tofile(tmp_path / "out" / "00000.tokens")
     store = Store(tmp_path / "out")
     assert len(store.read(0, 7)) == 7
-    with pytest.raises(UserError, match=rf"00000.tokens' is damaged: it holds the token {made.vocab_size}"):
+    with pytest.raises(
+        UserError, match=rf"00000.tokens' is damaged: it holds the token {made.vocab_size}"
+    ):
         store.read(0, 8)
 
 
@@ -430,7 +492,9 @@ def everything(folder):
     ],
 )
 def test_a_corpus_is_not_a_store(tmp_path, name, content, said):
-    """A folder whose names are those of a store's, itself or by a link: not one of its files is touched."""
+    """A folder whose names are those of a store's, itself or by a link: not one of its files is
+    touched.
+    """
     corpus = tmp_path / "corpus"
     corpus.mkdir()
     (corpus / "00000.tokens").write_text("a text")
@@ -450,8 +514,13 @@ def test_the_command(run_cli, tmp_path):
     (tmp_path / "book.jsonl").write_text(lines(TEXTS))
     ask = ["tokenize", "book.jsonl", "--out", "out", "--workers", "1", "--shard-tokens", "2000"]
     run = lambda *more: run_cli(*ask, *more, cwd=tmp_path, check_status=0).stdout
-    assert re.fullmatch(r"out, part 1/2: [1-9]\d documents, [\d,]+ tokens of bytes\n", run("--part", "1/2"))
-    assert run("--verify") == f"out: 120 documents, {sum(len(text.encode()) for text in TEXTS):,} tokens of bytes\n"
+    assert re.fullmatch(
+        r"out, part 1/2: [1-9]\d documents, [\d,]+ tokens of bytes\n", run("--part", "1/2")
+    )
+    assert (
+        run("--verify")
+        == f"out: 120 documents, {sum(len(text.encode()) for text in TEXTS):,} tokens of bytes\n"
+    )
     shards = len(list((tmp_path / "out").glob("*.tokens")))
     assert shards == math.ceil((tmp_path / "book.jsonl").stat().st_size / 2000) > 3
 

@@ -1,4 +1,6 @@
-"""What `ladder-jax overlap --phase train` and `plan` compile is what `ladder-jax train` runs: equal StableHLO."""
+"""What `ladder-jax overlap --phase train` and `plan` compile is what `ladder-jax train` runs: equal
+StableHLO.
+"""
 
 import hashlib
 import json
@@ -25,7 +27,9 @@ class Lowered(Exception):
 
 @pytest.fixture
 def lowered(monkeypatch):
-    """Runs a function until it compiles: the digest of what it lowers for the arguments that it compiles for."""
+    """Runs a function until it compiles: the digest of what it lowers for the arguments that it
+    compiles for.
+    """
 
     def compile(self, *arguments):
         raise Lowered(hashlib.sha256(self.lower(*arguments).as_text().encode()).hexdigest())
@@ -42,7 +46,14 @@ def lowered(monkeypatch):
 
 def audited(**settings):
     """A request of `overlap`, as its compiling process gets it."""
-    shape = dict(target="cpu:8", model="tiny", residual="ladder", layers=2, phase=Phase.TRAIN, prompt_length=LENGTH)
+    shape = dict(
+        target="cpu:8",
+        model="tiny",
+        residual="ladder",
+        layers=2,
+        phase=Phase.TRAIN,
+        prompt_length=LENGTH,
+    )
     return json.loads(json.dumps(requests.make(**shape, **settings).as_dict()))
 
 
@@ -71,15 +82,27 @@ def test_the_audited_step_is_the_one_that_runs(asked, overrides, lowered, traine
 
 
 def test_the_planned_step_is_the_one_that_runs(lowered, trained):
-    overrides = ["mesh.data=2", "mesh.tensor=4", f"train.batch={ROWS}", "train.remat=full", "train.accumulate=2"]
+    overrides = [
+        "mesh.data=2",
+        "mesh.tensor=4",
+        f"train.batch={ROWS}",
+        "train.remat=full",
+        "train.accumulate=2",
+    ]
     asked = config.to_dict(config.load("tiny", overrides=[*ALWAYS, *overrides]))
-    step = json.loads(json.dumps({"target": "cpu:8", **{name: asked[name] for name in ("model", "mesh", "train")}}))
+    step = json.loads(
+        json.dumps(
+            {"target": "cpu:8", **{name: asked[name] for name in ("model", "mesh", "train")}}
+        )
+    )
     assert lowered(planner.measure, step) == lowered(trained, *overrides)
 
 
 @pytest.mark.parametrize("tensor, barriers", [(1, 0), (2, 1)])
 def test_gradients_that_ranks_sum_wait_for_the_end_of_backward(tensor, barriers):
-    """Else a compiler may merge their reductions with a sublayer's. The values are the same with and without."""
+    """Else a compiler may merge their reductions with a sublayer's. The values are the same with
+    and without.
+    """
     definition = cases.define("standard", tensor=tensor)
     after = lambda gradients: _after_backward(gradients, definition.layout, definition.dims)
     assert str(jax.make_jaxpr(after)(definition.abstract)).count("optimization_barrier") == barriers

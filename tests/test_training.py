@@ -18,11 +18,15 @@ from ladder_jax.train import step as steps
 from tests import cases, reference
 from tests.covering import marked
 
-RECIPE = TrainConfig(steps=100, batch=4, sequence=9, warmup_steps=10, clip_norm=0.05, learning_rate=1e-2)
+RECIPE = TrainConfig(
+    steps=100, batch=4, sequence=9, warmup_steps=10, clip_norm=0.05, learning_rate=1e-2
+)
 
 
 def dense_step(params, tokens, shape, recipe):
-    """One AdamW step from zero moments, in float64: clip by the global norm, decay what is a matrix."""
+    """One AdamW step from zero moments, in float64: clip by the global norm, decay what is a
+    matrix.
+    """
     loss, grads = reference.evaluate(reference.loss, params, tokens, shape, gradient=True)
     norm = np.sqrt(sum((g**2).sum() for g in jax.tree.leaves(grads)))
     grads = jax.tree.map(lambda g: g * min(1, recipe.clip_norm / norm), grads)
@@ -40,7 +44,9 @@ def dense_step(params, tokens, shape, recipe):
 MESHES = [(1, 8), (2, 4), (1, 1)]  # data, tensor
 
 
-@pytest.mark.parametrize("mesh, loop", marked(itertools.product(MESHES, Loop), chosen=list(zip(MESHES, Loop))), ids=str)
+@pytest.mark.parametrize(
+    "mesh, loop", marked(itertools.product(MESHES, Loop), chosen=list(zip(MESHES, Loop))), ids=str
+)
 def test_a_step_is_adamw_with_the_norm_of_all_shards(mesh, loop):
     """In both forms of the loop; and the old state's buffers are reused."""
     data, tensor = mesh
@@ -57,8 +63,11 @@ def test_a_step_is_adamw_with_the_norm_of_all_shards(mesh, loop):
     limit = cases.bound(definition.config, passes=2)
     assert cases.error(metrics["loss"], expected_loss) < limit
     assert cases.error(metrics["gradient_norm"], norm) < limit
-    assert float(metrics["learning_rate"]) == pytest.approx(RECIPE.learning_rate / RECIPE.warmup_steps)
-    # Adam's first step is about the gradient's sign: where a gradient is near 0 rounding decides it,
+    assert float(metrics["learning_rate"]) == pytest.approx(
+        RECIPE.learning_rate / RECIPE.warmup_steps
+    )
+    # Adam's first step is about the gradient's sign: where a gradient is near 0 rounding decides
+    # it,
     # so compare all but the few entries whose sign could differ.
     for (path, new), old, wanted in zip(
         jax.tree_util.tree_leaves_with_path(state.params),
@@ -66,7 +75,9 @@ def test_a_step_is_adamw_with_the_norm_of_all_shards(mesh, loop):
         jax.tree.leaves(expected),
         strict=True,
     ):
-        off = np.abs(np.asarray(new) - wanted) > 1e-3 * RECIPE.learning_rate / RECIPE.warmup_steps + 1e-6 * np.abs(old)
+        off = np.abs(
+            np.asarray(new) - wanted
+        ) > 1e-3 * RECIPE.learning_rate / RECIPE.warmup_steps + 1e-6 * np.abs(old)
         assert off.mean() < 1e-2, (path, off.mean())
     assert int(state.step) == 1
 
@@ -78,7 +89,9 @@ def test_the_papers_schedule():
     halfway = 2_000 + (25_000 - 2_000) // 2
     assert float(rate(halfway)) == pytest.approx(3e-4 * 0.55, rel=1e-3)
     assert float(rate(25_000)) == pytest.approx(3e-5)
-    assert float(steps.learning_rate(TrainConfig(steps=5, warmup_steps=10))(4)) == pytest.approx(3e-4)
+    assert float(steps.learning_rate(TrainConfig(steps=5, warmup_steps=10))(4)) == pytest.approx(
+        3e-4
+    )
 
 
 def test_what_is_not_a_matrix_is_not_decayed():
@@ -87,21 +100,37 @@ def test_what_is_not_a_matrix_is_not_decayed():
     params = jax.tree.map(lambda a: np.ones(a.shape, np.float32), definition.abstract)
     zero = jax.tree.map(np.zeros_like, params)
     updates, _ = jax.jit(adamw.update)(zero, adamw.init(params), params)
-    decayed = {"/".join(k.key for k in p): bool(np.any(u)) for p, u in jax.tree_util.tree_leaves_with_path(updates)}
+    decayed = {
+        "/".join(k.key for k in p): bool(np.any(u))
+        for p, u in jax.tree_util.tree_leaves_with_path(updates)
+    }
     assert {n.rsplit("/", 1)[-1] for n, d in decayed.items() if d} == {
         "table", "query", "key", "value", "out", "gate", "up", "down",
     }  # fmt: skip
     assert optax.tree.norm(zero) == 0
 
 
-TINY = ["model.num_layers=2", "model.d_model=32", "model.d_ff=32", "model.dtype=float32",
-        "model.residual_dtype=float32", "train.steps=30",
-        "train.batch=4", "train.sequence=32", "train.log_every=1", "train.checkpoint_every=10", "train.warmup_steps=5",
-        "mesh.data=2", "mesh.tensor=4"]  # fmt: skip
+TINY = [
+    "model.num_layers=2",
+    "model.d_model=32",
+    "model.d_ff=32",
+    "model.dtype=float32",
+    "model.residual_dtype=float32",
+    "train.steps=30",
+    "train.batch=4",
+    "train.sequence=32",
+    "train.log_every=1",
+    "train.checkpoint_every=10",
+    "train.warmup_steps=5",
+    "mesh.data=2",
+    "mesh.tensor=4",
+]
 
 
 def settings(book, directory, *more):
-    return config.load("tiny", overrides=[*TINY, f"data.path={book}", f"run.dir={directory}", *more])
+    return config.load(
+        "tiny", overrides=[*TINY, f"data.path={book}", f"run.dir={directory}", *more]
+    )
 
 
 @pytest.fixture(scope="module")
@@ -137,7 +166,8 @@ def test_the_profilers_port(uninterrupted, book):
     with socket.create_server(("", 0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(
-            UserError, match=f"run.profiler_port: the profiler cannot listen on port {port}: Address al"
+            UserError,
+            match=f"run.profiler_port: the profiler cannot listen on port {port}: Address al",
         ):
             train.run(settings(book, directory, f"run.profiler_port={port}"), say=lambda line: None)
     connections = []
@@ -146,7 +176,10 @@ def test_the_profilers_port(uninterrupted, book):
         with socket.create_connection(("127.0.0.1", port), timeout=5):
             connections.append(line)
 
-    train.run(settings(book, directory, f"run.profiler_port={port}"), say=lambda line: "mesh" in line and connect(line))
+    train.run(
+        settings(book, directory, f"run.profiler_port={port}"),
+        say=lambda line: "mesh" in line and connect(line),
+    )
     assert connections
     with pytest.raises(ConnectionRefusedError):
         connect("after the run")

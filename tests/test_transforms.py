@@ -1,4 +1,5 @@
-"""The model under a user's own transforms, where the devices' compiler has options: jax takes the outermost's alone.
+"""The model under a user's own transforms, where the devices' compiler has options: jax takes the
+outermost's alone.
 
 A CPU has none in the library's table, so it is given one here.
 """
@@ -27,7 +28,11 @@ OPTION = "xla_cpu_enable_fast_math"
 def an_option_for_the_cpu():
     with pytest.MonkeyPatch.context() as patch:
         overlap = tuple(Overlap)
-        patch.setitem(TABLE, jax.devices()[0].device_kind, (Option(OPTION, False, "for this test", overlap=overlap),))
+        patch.setitem(
+            TABLE,
+            jax.devices()[0].device_kind,
+            (Option(OPTION, False, "for this test", overlap=overlap),),
+        )
         nn.compiled_logits.cache_clear()
         yield
     nn.compiled_logits.cache_clear()
@@ -36,21 +41,31 @@ def an_option_for_the_cpu():
 @pytest.fixture(scope="module")
 def model():
     made = nn.Transformer(CONFIG, rngs=nnx.Rngs(0), mesh=parallel.make_mesh(tensor=2))
-    return nn.Transformer(CONFIG, mesh=made.definition.layout.mesh, params=cases.parameters(made.definition))
+    return nn.Transformer(
+        CONFIG, mesh=made.definition.layout.mesh, params=cases.parameters(made.definition)
+    )
 
 
 def loss(logits):
     """A number in which every logit counts, each with another weight."""
-    return jnp.mean(logits * jnp.cos(jnp.arange(logits.size, dtype=jnp.float32)).reshape(logits.shape))
+    return jnp.mean(
+        logits * jnp.cos(jnp.arange(logits.size, dtype=jnp.float32)).reshape(logits.shape)
+    )
 
 
 @pytest.fixture(scope="module")
 def expected(model):
-    """The untraced call's logits and loss, and the gradient of the plain function that it compiles."""
+    """The untraced call's logits and loss, and the gradient of the plain function that it
+    compiles.
+    """
     assert nn.compiled_logits(model.definition).options == {OPTION: False}
     plain = nn.compiled_logits(model.definition).__wrapped__
     logits = model(TOKENS)
-    return logits, loss(logits), jax.jit(jax.grad(lambda params: loss(plain(params, TOKENS))))(model.params)
+    return (
+        logits,
+        loss(logits),
+        jax.jit(jax.grad(lambda params: loss(plain(params, TOKENS))))(model.params),
+    )
 
 
 def of_model(model):
@@ -67,8 +82,12 @@ VALUES = {
     "nnx.jit": lambda model: nnx.jit(lambda model, tokens: model(tokens))(model, TOKENS),
     "vmap": lambda model: jax.vmap(model)(jnp.stack([TOKENS, TOKENS]))[1],
     "checkpoint": lambda model: jax.checkpoint(model)(TOKENS),
-    "scan": lambda model: jax.lax.scan(lambda _, tokens: (None, model(tokens)), None, jnp.stack([TOKENS] * 2))[1][1],
-    "cond": lambda model: jax.lax.cond(True, model, lambda tokens: 0 * model(tokens), jnp.asarray(TOKENS)),
+    "scan": lambda model: jax.lax.scan(
+        lambda _, tokens: (None, model(tokens)), None, jnp.stack([TOKENS] * 2)
+    )[1][1],
+    "cond": lambda model: jax.lax.cond(
+        True, model, lambda tokens: 0 * model(tokens), jnp.asarray(TOKENS)
+    ),
 }
 
 
@@ -78,7 +97,10 @@ def test_values(transform, model, expected):
 
 
 def test_shapes(model):
-    for found in (jax.eval_shape(model, TOKENS), jax.eval_shape(model, jax.ShapeDtypeStruct(TOKENS.shape, jnp.int32))):
+    for found in (
+        jax.eval_shape(model, TOKENS),
+        jax.eval_shape(model, jax.ShapeDtypeStruct(TOKENS.shape, jnp.int32)),
+    ):
         assert found == jax.ShapeDtypeStruct((*TOKENS.shape, CONFIG.vocab_size), jnp.float32)
     assert "shard_map" in str(jax.make_jaxpr(model)(TOKENS))
 
@@ -109,14 +131,20 @@ def scanned(of_params):
 
 GRADIENTS = {
     "value_and_grad": with_params(jax.value_and_grad),
-    "value_and_grad of checkpoint": with_params(lambda f: jax.jit(jax.value_and_grad(jax.checkpoint(f)))),
+    "value_and_grad of checkpoint": with_params(
+        lambda f: jax.jit(jax.value_and_grad(jax.checkpoint(f)))
+    ),
     "value_and_grad in scan": with_params(scanned),
     "grad": with_params(lambda f: lambda params: (f(params), jax.grad(f)(params))),
     "vjp": with_params(
-        lambda f: lambda params: (lambda out, pull: (out, pull(jnp.float32(1))[0]))(*jax.vjp(f, params))
+        lambda f: (
+            lambda params: (lambda out, pull: (out, pull(jnp.float32(1))[0]))(*jax.vjp(f, params))
+        )
     ),
     "nnx.value_and_grad": lambda model: pure(*nnx.value_and_grad(of_model)(model)),
-    "nnx.jit of nnx.value_and_grad": lambda model: pure(*nnx.jit(nnx.value_and_grad(of_model))(model)),
+    "nnx.jit of nnx.value_and_grad": lambda model: pure(
+        *nnx.jit(nnx.value_and_grad(of_model))(model)
+    ),
 }
 
 
@@ -133,7 +161,9 @@ def test_gradients(name, model, expected):
 
 
 def test_whether_something_is_traced():
-    """Whatever the arguments are, in other threads, and where the module is first imported inside a trace."""
+    """Whatever the arguments are, in other threads, and where the module is first imported inside a
+    trace.
+    """
 
     def imported():
         spec = importlib.util.spec_from_file_location("again", compiled.__file__)
@@ -147,14 +177,21 @@ def test_whether_something_is_traced():
         for module in (compiled, *inside):
             asked = lambda x, module=module: 0 * x + module.tracing()
             assert not module.tracing() and not other.submit(module.tracing).result()
-            assert all(transform(asked)(jnp.ones(2)).all() for transform in (jax.jit, jax.vmap, jax.checkpoint))
+            assert all(
+                transform(asked)(jnp.ones(2)).all()
+                for transform in (jax.jit, jax.vmap, jax.checkpoint)
+            )
             assert other.submit(jax.jit(asked), 0).result()
 
 
 def test_every_compiled_function_is_one_inside_a_trace():
-    """Whatever the library compiles: no options inside, no donation, and with both outside, on any thread."""
+    """Whatever the library compiles: no options inside, no donation, and with both outside, on any
+    thread.
+    """
     traits = Traits(Overlap.HIDES, Phase.TRAIN, Loop.SCAN)
-    program = Compiled(lambda x, y: (x + y, y), mesh=parallel.make_mesh(), traits=traits, donate_argnums=0)
+    program = Compiled(
+        lambda x, y: (x + y, y), mesh=parallel.make_mesh(), traits=traits, donate_argnums=0
+    )
     assert program.options == {OPTION: False}
     x, y = jnp.ones(4), jnp.ones(4)
     assert float(jax.grad(lambda x: program(x, y)[0].sum())(x)[0]) == 1 and not x.is_deleted()

@@ -1,4 +1,6 @@
-"""Layers of a user's own under a topology: `residual.run` and `Stack`, and one line for what they cannot take."""
+"""Layers of a user's own under a topology: `residual.run` and `Stack`, and one line for what they
+cannot take.
+"""
 
 import functools
 import types
@@ -21,8 +23,10 @@ from tests.test_residual import UNROLLED, example
 
 AXES, EQUAL = ("tensor",), P()
 X = np.random.default_rng(0).standard_normal((2, 4, 8)).astype(np.float32)
-STACKED = np.random.default_rng(1).standard_normal((3, 2, 8, 16, 2)).astype(np.float32) / 4  # L, sublayer, D, F, in/out
-LIMIT = 6 * 4 * 4 * cases.UNIT_ROUNDOFF  # of six sublayers, each two contractions of 16 at most, in float32
+# L, sublayer, D, F, in/out
+STACKED = np.random.default_rng(1).standard_normal((3, 2, 8, 16, 2)).astype(np.float32) / 4
+# of six sublayers, each two contractions of 16 at most, in float32
+LIMIT = 6 * 4 * 4 * cases.UNIT_ROUNDOFF
 
 
 class Block:
@@ -41,7 +45,9 @@ class Block:
 def on_ranks(local, *, tensor=2, out=EQUAL, check_vma=True):
     """`local` of the stream and each rank's slice of STACKED, compiled."""
     mesh, specs = parallel.make_mesh(tensor=tensor), (P(), P(None, None, None, "tensor", None))
-    return jax.jit(jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=out, check_vma=check_vma))(X, STACKED)
+    return jax.jit(
+        jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=out, check_vma=check_vma)
+    )(X, STACKED)
 
 
 def unrolled(x, blocks, *, name="ladder"):
@@ -49,11 +55,19 @@ def unrolled(x, blocks, *, name="ladder"):
     return example(UNROLLED, topology=topology, residual=residual, x=x, blocks=blocks)
 
 
-DELAYS = {"standard": (0, 0), "ladder": (1, 1), "ladder-2": (2, 2), "parallel": (0, 1), "parallel-ladder": (2, 3)}
+DELAYS = {
+    "standard": (0, 0),
+    "ladder": (1, 1),
+    "ladder-2": (2, 2),
+    "parallel": (0, 1),
+    "parallel-ladder": (2, 3),
+}
 
 
 def exactly(name, x, stacked):
-    """The one rule in float64: x_i = x_{i-1} + h_i(x_{max(0, i-1-d_i)}), with x a list of all streams so far."""
+    """The one rule in float64: x_i = x_{i-1} + h_i(x_{max(0, i-1-d_i)}), with x a list of all
+    streams so far.
+    """
     streams = [x]
     for weights in stacked:
         for which, sublayer in enumerate((Block.attention, Block.mlp)):
@@ -64,7 +78,9 @@ def exactly(name, x, stacked):
 
 def float64(function):
     with jax.enable_x64(True):
-        return jax.tree.map(np.asarray, jax.jit(function)(*(jnp.asarray(a, jnp.float64) for a in (X, STACKED))))
+        return jax.tree.map(
+            np.asarray, jax.jit(function)(*(jnp.asarray(a, jnp.float64) for a in (X, STACKED)))
+        )
 
 
 def with_gradients(function):
@@ -86,7 +102,9 @@ def test_a_scan_is_named_by_its_layers():
     """By which a schedule's report finds them."""
     mesh, topology = parallel.make_mesh(tensor=2), residual.topology("ladder", num_layers=3)
     local = lambda x, w: residual.run(topology, pair, x, params=w)
-    mapped = jax.shard_map(local, mesh=mesh, in_specs=(P(), P(None, None, None, "tensor", None)), out_specs=EQUAL)
+    mapped = jax.shard_map(
+        local, mesh=mesh, in_specs=(P(), P(None, None, None, "tensor", None)), out_specs=EQUAL
+    )
     assert "layers_0_to_2/" in jax.jit(mapped).lower(X, STACKED).as_text(debug_info=True)
 
 
@@ -133,7 +151,9 @@ def test_run_is_the_docstrings_loop(name):
 def test_run_on_one_device_and_over_a_list():
     expected = float64(lambda x, w: exactly("ladder", x, w))
     assert cases.error(jax.jit(of_run("ladder", axes=()))(X, STACKED), expected) < LIMIT
-    of_list = lambda x, stacked: of_run("ladder", loop="unrolled")(x, [stacked[n] for n in range(len(STACKED))])
+    of_list = lambda x, stacked: of_run("ladder", loop="unrolled")(
+        x, [stacked[n] for n in range(len(STACKED))]
+    )
     assert cases.error(on_ranks(of_list), expected) < LIMIT
 
 
@@ -145,8 +165,13 @@ def test_run_of_bfloat16_sublayers_on_a_float32_stream():
     topology = residual.topology("ladder", num_layers=len(STACKED))
     outs = [on_ranks(lambda x, w, loop=loop: residual.run(topology, half, x, params=w, loop=loop))
             for loop in ("scan", "unrolled")]  # fmt: skip
-    assert outs[0].dtype == np.float32 and cases.error(*outs) < LIMIT / cases.UNIT_ROUNDOFF * 2.0**-8
-    assert cases.error(outs[0], float64(lambda x, w: exactly("ladder", x, w))) < LIMIT / cases.UNIT_ROUNDOFF * 2.0**-8
+    assert (
+        outs[0].dtype == np.float32 and cases.error(*outs) < LIMIT / cases.UNIT_ROUNDOFF * 2.0**-8
+    )
+    assert (
+        cases.error(outs[0], float64(lambda x, w: exactly("ladder", x, w)))
+        < LIMIT / cases.UNIT_ROUNDOFF * 2.0**-8
+    )
 
 
 def test_what_run_refuses():
@@ -163,10 +188,14 @@ def test_what_run_refuses():
     with pytest.raises(UserError, match=f"{many} 3, an array without layers"):
         on_ranks(lambda x, w: of_run("ladder")(x, {"w": w, "scale": jnp.float32(1)}))
     with pytest.raises(
-        UserError, match=r"a sublayer must return \[B, T, D\] as it reads, \(2, 4, 8\), not \(2, 4, 16\)"
+        UserError,
+        match=r"a sublayer must return \[B, T, D\] as it reads, \(2, 4, 8\), not \(2, 4, 16\)",
     ):
         topology = residual.topology("ladder", num_layers=3)
-        double = lambda weights: (lambda x: jnp.concatenate([Block(weights).attention(x)] * 2, -1), Block(weights).mlp)
+        double = lambda weights: (
+            lambda x: jnp.concatenate([Block(weights).attention(x)] * 2, -1),
+            Block(weights).mlp,
+        )
         on_ranks(lambda x, w: residual.run(topology, double, x, params=w))
     with pytest.raises(UserError, match="no ranks of 'tensor' here"):
         of_run("ladder")(jnp.asarray(X), STACKED)
@@ -189,7 +218,12 @@ class Pair(nnx.Module):
 def test_a_stack_is_the_rule_over_its_modules():
     """On one device, and its parameters differ from layer to layer."""
     topology = residual.topology("ladder", num_layers=3)
-    settings = dict(topology=topology, rngs=nnx.Rngs(0), sublayers=lambda layer: (layer.first, layer.second), axes=())
+    settings = dict(
+        topology=topology,
+        rngs=nnx.Rngs(0),
+        sublayers=lambda layer: (layer.first, layer.second),
+        axes=(),
+    )
     stack = residual.Stack(Pair, **settings)
     graph, params = nnx.split(stack.layers)
     layers = [nnx.merge(graph, jax.tree.map(lambda a: a[n], params)) for n in range(3)]
@@ -202,7 +236,9 @@ def test_a_stack_is_the_rule_over_its_modules():
 
 
 def test_compile_options_are_those_of_the_tables_traits(monkeypatch):
-    """By words, for hardware that is not here: as the library's own programs of that kind are compiled."""
+    """By words, for hardware that is not here: as the library's own programs of that kind are
+    compiled.
+    """
     monkeypatch.setattr(compiled, "_known", lambda *_: True)
     v6e = types.SimpleNamespace(device_kind="TPU v6 lite")
     shape = dict(data=1, fsdp=2, tensor=4)
@@ -232,13 +268,18 @@ def test_a_scan_of_bfloat16_sublayers_and_its_gradient():
             return state, None
 
         if loop is Loop.SCAN:
-            state, _ = jax.lax.scan(turn, residual.fill(state, steps, axes=AXES, dtype=jnp.bfloat16), stacked)
+            state, _ = jax.lax.scan(
+                turn, residual.fill(state, steps, axes=AXES, dtype=jnp.bfloat16), stacked
+            )
         else:
             for weights in stacked:
                 state, _ = turn(state, weights)
         return jnp.mean(residual.flush(state, axes=AXES) ** 2)
 
-    scan, loop = (on_ranks(jax.grad(lambda x, w, form=form: loss(x, w, form))) for form in (Loop.SCAN, Loop.UNROLLED))
+    scan, loop = (
+        on_ranks(jax.grad(lambda x, w, form=form: loss(x, w, form)))
+        for form in (Loop.SCAN, Loop.UNROLLED)
+    )
     assert cases.error(scan, loop) < LIMIT / cases.UNIT_ROUNDOFF * 2.0**-8  # bfloat16's
 
 
@@ -252,16 +293,24 @@ REDUCED = {
 KINDS = "standard", "ladder", "ladder-fresh", "parallel-ladder", "desync-2"
 
 
-@pytest.mark.parametrize("sublayer, name, tensor", covering.rows(REDUCED, KINDS, [1, 2], pairs=[(0, 2)], even=[1]))
+@pytest.mark.parametrize(
+    "sublayer, name, tensor", covering.rows(REDUCED, KINDS, [1, 2], pairs=[(0, 2)], even=[1])
+)
 def test_a_sublayer_that_reduces_is_refused(sublayer, name, tensor):
-    """Reduced again, it would count twice on two ranks; one rank, where a model is tried first, says so too."""
+    """Reduced again, it would count twice on two ranks; one rank, where a model is tried first,
+    says so too.
+    """
 
     def local(x, stacked):
         block = Block(stacked[0])
-        wrong = types.SimpleNamespace(attention=lambda x: REDUCED[sublayer](block, x), mlp=block.mlp)
+        wrong = types.SimpleNamespace(
+            attention=lambda x: REDUCED[sublayer](block, x), mlp=block.mlp
+        )
         return unrolled(x, [wrong], name=name)
 
-    with pytest.raises(UserError, match="same on all ranks of tensor.*return this rank's partial sum, without psum"):
+    with pytest.raises(
+        UserError, match="same on all ranks of tensor.*return this rank's partial sum, without psum"
+    ):
         on_ranks(local, tensor=tensor)
 
 
@@ -283,7 +332,9 @@ def test_split_and_turning_steps_refuse_it_too():
 
 
 def test_where_types_are_not_checked_nothing_is_refused():
-    """`check_vma=False` tracks none: what is right there stays right, and what is wrong cannot be told."""
+    """`check_vma=False` tracks none: what is right there stays right, and what is wrong cannot be
+    told.
+    """
     loop = lambda x, stacked: unrolled(x, [Block(weights) for weights in stacked])
     assert cases.error(on_ranks(loop, check_vma=False), on_ranks(loop)) < LIMIT
 
@@ -297,26 +348,36 @@ def test_a_bias_on_one_rank_counts_once():
             return Block(stacked[0]).attention(x) + bias(jnp.ones(x.shape))
 
         state = residual.begin(x, topology=topology, axes=AXES)
-        return residual.flush(topology.layers[0][0](state, (attention, attention), axes=AXES), axes=AXES)
+        return residual.flush(
+            topology.layers[0][0](state, (attention, attention), axes=AXES), axes=AXES
+        )
 
     once = lambda bias: residual.on_one_rank(bias, AXES)
     one, four = (on_ranks(lambda x, w: local(x, w, once), tensor=tensor) for tensor in (1, 4))
     assert cases.error(four, one) < LIMIT
-    assert cases.error(on_ranks(lambda x, w: local(x, w, lambda bias: bias), tensor=4), one + 3) < LIMIT
+    assert (
+        cases.error(on_ranks(lambda x, w: local(x, w, lambda bias: bias), tensor=4), one + 3)
+        < LIMIT
+    )
     assert (residual.on_one_rank(X, ()) == X).all()
 
 
 def test_axes_that_are_none():
     topology = residual.topology("ladder", num_layers=1)
     begin = lambda axes: lambda x, _: residual.begin(x, topology=topology, axes=axes).residual
-    step = lambda axes: lambda x, _: topology.layers[0][0](residual.State(x), (jnp.sin,), axes=axes).residual
+    step = lambda axes: (
+        lambda x, _: topology.layers[0][0](residual.State(x), (jnp.sin,), axes=axes).residual
+    )
     for call in (begin, step):
         with pytest.raises(
-            UserError, match=r"axes must be a tuple of the mesh's axes, as in \('tensor',\), not 'tensor'"
+            UserError,
+            match=r"axes must be a tuple of the mesh's axes, as in \('tensor',\), not 'tensor'",
         ):
             on_ranks(call("tensor"))
         with pytest.raises(UserError, match="unknown mesh axis 'tensr'; did you mean 'tensor'"):
             on_ranks(call(("tensr",)))
-        with pytest.raises(UserError, match="no ranks of 'tensor' here: call it inside jax.shard_map"):
+        with pytest.raises(
+            UserError, match="no ranks of 'tensor' here: call it inside jax.shard_map"
+        ):
             call(AXES)(jnp.asarray(X), None)
     assert begin(())(jnp.asarray(X), None).shape == X.shape  # one rank, without a mesh

@@ -1,4 +1,6 @@
-"""Programs that are compiled as one: XLA's compiler for CPUs makes equal kernels once, and that is most of its work."""
+"""Programs that are compiled as one: XLA's compiler for CPUs makes equal kernels once, and that is
+most of its work.
+"""
 
 import functools
 import itertools
@@ -11,14 +13,20 @@ ROWS = 16  # that are compiled as one: of more, one test that is asked for alone
 
 
 def together(make: Callable, params: Iterable) -> Callable:
-    """A function of a row of `params` (pytest's) that gives its program's result, and its lines of the text.
+    """A function of a row of `params` (pytest's) that gives its program's result, and its lines of
+    the text.
 
-    `make(*row)` gives a function to trace, and its arguments. When a row is asked for, up to ROWS are made; those
-    on one mesh are one program.
+    `make(*row)` gives a function to trace, and its arguments. When a row is asked for, up to ROWS
+    are made; those on one mesh are one program.
     """
-    rows = [[param.values for param in params if bool(param.marks) == marked] for marked in (False, True)]
+    rows = [
+        [param.values for param in params if bool(param.marks) == marked]
+        for marked in (False, True)
+    ]
     batches = [batch for some in rows for batch in itertools.batched(some, ROWS)]
-    of_batch = functools.cache(lambda index: dict(zip(batches[index], _run([make(*row) for row in batches[index]]))))
+    of_batch = functools.cache(
+        lambda index: dict(zip(batches[index], _run([make(*row) for row in batches[index]])))
+    )
     places = {row: index for index, batch in enumerate(batches) for row in batch}
     return lambda *row: of_batch(places[row])[row]
 
@@ -33,7 +41,9 @@ def _run(made: list) -> list[tuple]:
         lines = program.as_text().splitlines()
         owners = [re.search(r'op_name="[^"]*\bprogram_(\d+)/', line) for line in lines]
         for place, (index, result) in enumerate(zip(members, program(arguments))):
-            own = [line for line, owner in zip(lines, owners) if not owner or int(owner[1]) == place]
+            own = [
+                line for line, owner in zip(lines, owners) if not owner or int(owner[1]) == place
+            ]
             results[index] = result, "\n".join(own)
     return results
 

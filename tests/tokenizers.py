@@ -6,7 +6,10 @@ import pathlib
 import tokenizers
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
 
-SENTENCES = ["the cat sat on the mat, and the rat sat on the cat.", "naïve café, 東京 🙂 and   three spaces\n"]
+SENTENCES = [
+    "the cat sat on the mat, and the rat sat on the cat.",
+    "naïve café, 東京 🙂 and   three spaces\n",
+]
 END, BEGIN = "<|end|>", "<|begin|>"
 TEMPLATE = """\
 {{ bos_token }}{% for message in messages %}
@@ -25,8 +28,15 @@ def byte_level() -> tokenizers.Tokenizer:
     made = tokenizers.Tokenizer(models.BPE())
     made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     made.decoder = decoders.ByteLevel()
-    _train(made, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), special_tokens=[BEGIN, END], vocab_size=300)
-    made.post_processor = processors.TemplateProcessing(single=f"{BEGIN} $A", special_tokens=[(BEGIN, 0)])
+    _train(
+        made,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        special_tokens=[BEGIN, END],
+        vocab_size=300,
+    )
+    made.post_processor = processors.TemplateProcessing(
+        single=f"{BEGIN} $A", special_tokens=[(BEGIN, 0)]
+    )
     made.add_tokens(["<tool>"])
     return made
 
@@ -34,12 +44,16 @@ def byte_level() -> tokenizers.Tokenizer:
 def byte_fallback() -> tokenizers.Tokenizer:
     """As Llama 2: spaces are visible, what the vocabulary lacks is bytes."""
     trained = tokenizers.Tokenizer(models.BPE(unk_token="<unk>"))
-    trained.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    trained.normalizer = normalizers.Sequence(
+        [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
+    )
     special = ["<unk>", BEGIN, END, *(f"<0x{byte:02X}>" for byte in range(256))]
     _train(trained, special_tokens=special, vocab_size=360)
     model = json.loads(trained.to_str())["model"]
     merges = [tuple(pair) for pair in model["merges"]]
-    made = tokenizers.Tokenizer(models.BPE(model["vocab"], merges, unk_token="<unk>", byte_fallback=True))
+    made = tokenizers.Tokenizer(
+        models.BPE(model["vocab"], merges, unk_token="<unk>", byte_fallback=True)
+    )
     made.normalizer = trained.normalizer
     made.add_special_tokens([BEGIN, END, "<unk>"])
     strip = decoders.Strip(" ", 1, 0)
@@ -52,11 +66,15 @@ def metaspace() -> tokenizers.Tokenizer:
     """As `byte_fallback`, by the one decoder that does it all."""
     made = byte_fallback()
     made.normalizer, made.pre_tokenizer = None, pre_tokenizers.Metaspace(prepend_scheme="first")
-    made.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Metaspace(prepend_scheme="first")])
+    made.decoder = decoders.Sequence(
+        [decoders.ByteFallback(), decoders.Metaspace(prepend_scheme="first")]
+    )
     return made
 
 
-def folder(path: pathlib.Path, *, made: tokenizers.Tokenizer | None = None, template: str | None = TEMPLATE) -> str:
+def folder(
+    path: pathlib.Path, *, made: tokenizers.Tokenizer | None = None, template: str | None = TEMPLATE
+) -> str:
     """A folder as Hugging Face's libraries write it."""
     path.mkdir()
     (made or byte_level()).save(str(path / "tokenizer.json"))

@@ -1,10 +1,11 @@
-"""Train a Ladder and a Standard Transformer side by side on simulated devices, and let the Ladder write.
+"""Train a Ladder and a Standard Transformer side by side on simulated devices, and let the Ladder
+write.
 
     python -m experiments.demo [path.to.field=value ...]      # data.path=book.txt, train.steps=400, ...
     python -m experiments.demo --experts                      # mixtures of experts: FarSkip, Ladder and Standard
 
-A second call goes on where a killed one stopped; a finished one shows its results again. Runs and picture go to
-runs/demo (runs/moe-demo); another text or shape needs that folder out of the way.
+A second call goes on where a killed one stopped; a finished one shows its results again. Runs and
+picture go to runs/demo (runs/moe-demo); another text or shape needs that folder out of the way.
 """
 
 import os
@@ -38,7 +39,9 @@ def main(arguments: list[str]) -> int:
             own = [f"model.residual={residual}", f"run.dir={runs / residual}"]
             settings = config.load(str(HERE / recipe), overrides=[*overrides, *own])
             mesh = settings.mesh
-            console.rule(f"{residual}: training on data {mesh.data} x tensor {mesh.tensor} simulated devices")
+            console.rule(
+                f"{residual}: training on data {mesh.data} x tensor {mesh.tensor} simulated devices"
+            )
             results[residual] = train.run(settings, say=console.print)
 
     if status := study.ended(train_all, name="demo"):
@@ -51,7 +54,9 @@ def main(arguments: list[str]) -> int:
         )
         last = rows[residual][-1]
         if "expert_load" in last:
-            console.print(f"{'':9} largest load {last['expert_load']:.1f} x mean, {last['dead_experts']:.0f} unused")
+            console.print(
+                f"{'':9} largest load {last['expert_load']:.1f} x mean, {last['dead_experts']:.0f} unused"
+            )
     plot(rows, file=runs / "loss.png", entropy=entropy)
     console.print(f"curves: {runs / 'loss.png'}   checkpoints: {runs}/*/checkpoints")
     writer = residuals[0]  # the first one writes
@@ -69,7 +74,9 @@ def plot(runs: dict[str, list[dict]], *, file: pathlib.Path, entropy: float) -> 
     plt = pyplot.load()
     figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
     for name, rows in runs.items():
-        steps, losses = zip(*((row["step"], row["loss"]) for row in rows if row["loss"] is not None))
+        steps, losses = zip(
+            *((row["step"], row["loss"]) for row in rows if row["loss"] is not None)
+        )
         axes.plot(steps, losses, label=name)
     axes.axhline(entropy, color="grey", linestyle="--", linewidth=1, label="bigram entropy")
     axes.set(xlabel="step", ylabel="training loss (nats a byte)")

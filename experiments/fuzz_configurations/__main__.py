@@ -4,9 +4,10 @@
     python -m experiments.fuzz_configurations 7 1000 3600      # at most 1000 cases of seed 7, or an hour
     python -m experiments.fuzz_configurations --case 7:42      # one case again, with all that it says
 
-A case draws a model, a mesh and how it trains, through the same rules as `ladder-jax train`. Its training step's loss
-and gradients are compared with the reference's, and some cases' inference, another mesh, or a run that is resumed. What
-a rule refuses counts as refused. The status is 1 if anything failed.
+A case draws a model, a mesh and how it trains, through the same rules as `ladder-jax train`. Its
+training step's loss and gradients are compared with the reference's, and some cases' inference,
+another mesh, or a run that is resumed. What a rule refuses counts as refused. The status is 1 if
+anything failed.
 """
 
 import argparse
@@ -24,9 +25,15 @@ from experiments.fuzz_configurations.walk import outcomes, simulate, walk, work
 
 def main() -> int:
     parser = study.parser(__doc__, name="fuzz_configurations")
-    parser.add_argument("seed", type=int, nargs="?", default=0, help="of the walk (default: %(default)s)")
-    parser.add_argument("count", type=int, nargs="?", help="how many cases (default: as many as the time allows)")
-    parser.add_argument("seconds", type=float, nargs="?", help="no case begins later (default: 600 without a count)")
+    parser.add_argument(
+        "seed", type=int, nargs="?", default=0, help="of the walk (default: %(default)s)"
+    )
+    parser.add_argument(
+        "count", type=int, nargs="?", help="how many cases (default: as many as the time allows)"
+    )
+    parser.add_argument(
+        "seconds", type=float, nargs="?", help="no case begins later (default: 600 without a count)"
+    )
     parser.add_argument("--case", metavar="SEED:INDEX", help="run this case, in this process")
     parser.add_argument("--worker", type=int, nargs="+", help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -46,8 +53,13 @@ def main() -> int:
             print(f"{line(met)}, {time.monotonic() - began:.0f} s", end="\r", flush=True)
     except KeyboardInterrupt:
         print("\nstopped")
-    print("\n\n" + "\n".join(f"{count:5} compared: {name}" for name, count in compared(met).most_common()))
-    print(f"{refusals(met)}\n{line(met)}; {(time.monotonic() - began) / max(len(met), 1):.1f} s a case")
+    print(
+        "\n\n"
+        + "\n".join(f"{count:5} compared: {name}" for name, count in compared(met).most_common())
+    )
+    print(
+        f"{refusals(met)}\n{line(met)}; {(time.monotonic() - began) / max(len(met), 1):.1f} s a case"
+    )
     return int(any(outcome.what == "failed" for _, outcome in met))
 
 

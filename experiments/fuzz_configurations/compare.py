@@ -21,7 +21,15 @@ from experiments.fuzz_configurations.expected import Documents, Question, Teache
 from experiments.fuzz_configurations.program import Program, batch_of, placed
 from ladder_jax import config as configs
 from ladder_jax import decode, nn, train
-from ladder_jax.config import START, Dtype, ExpertParallelism, Loop, ModelConfig, Quantize, RunConfig
+from ladder_jax.config import (
+    START,
+    Dtype,
+    ExpertParallelism,
+    Loop,
+    ModelConfig,
+    Quantize,
+    RunConfig,
+)
 from ladder_jax.decode import weights
 from ladder_jax.errors import UserError
 from ladder_jax.parallel import make_mesh
@@ -97,8 +105,12 @@ class Run:
 
     @property
     def referenced(self) -> bool:
-        """Whether the reference can follow: not where order decides which rows drop, nor ranks' experts apart."""
-        apart = self.config.model.residual == "no-communication" and self.config.model.moe is not None
+        """Whether the reference can follow: not where order decides which rows drop, nor ranks'
+        experts apart.
+        """
+        apart = (
+            self.config.model.residual == "no-communication" and self.config.model.moe is not None
+        )
         return not self.case.drops and not (apart and self.config.mesh.tensor > 1)
 
     @functools.cached_property
@@ -109,7 +121,9 @@ class Run:
         model = load(self.case.preset, self.case.settings | self.case.teacher).model
         if self.config.distill.residual is None:
             return model
-        return dataclasses.replace(model, residual=self.config.distill.residual, ladder_layers=None, ranks=None)
+        return dataclasses.replace(
+            model, residual=self.config.distill.residual, ladder_layers=None, ranks=None
+        )
 
     @functools.cached_property
     def first(self) -> Program:
@@ -126,7 +140,8 @@ class Run:
     def batch(self, number: int):
         return placed(self.case.batch, *self.tokens(number))
 
-    # What the reference says of it: (loss, gradients of what trains), and samples of them with what is rounded.
+    # What the reference says of it: (loss, gradients of what trains), and samples of them with what
+    # is rounded.
 
     @functools.cached_property
     def expected(self):
@@ -135,7 +150,9 @@ class Run:
     @functools.cached_property
     def samples(self):
         rounded = jnp.bfloat16 if self.low else jnp.float32
-        return [self.of_trained(sample) for sample in expected.samples(self.question, rounded=rounded)]
+        return [
+            self.of_trained(sample) for sample in expected.samples(self.question, rounded=rounded)
+        ]
 
     def of_trained(self, found):
         loss, gradients = found
@@ -150,7 +167,9 @@ class Run:
             if shape.kind not in BY_RANKS:
                 shape = dataclasses.replace(shape, ranks=config.mesh.tensor)
         documents = Documents.of(self.tokens(0), parts=parts)
-        return Question(config, self.first.student, documents, shape, self.reference_teacher(), self.case.step)
+        return Question(
+            config, self.first.student, documents, shape, self.reference_teacher(), self.case.step
+        )
 
     @property
     def shape(self) -> reference.Shape:
@@ -165,22 +184,31 @@ class Run:
         return Teacher(self.first.of_teacher, shape, self.hidden())
 
     def hidden(self) -> tuple[int, ...]:
-        """After how many layers streams are compared: not where both models compute the same, frozen."""
+        """After how many layers streams are compared: not where both models compute the same,
+        frozen.
+        """
         config = self.first.config
         layers, distill = config.model.num_layers, config.distill
         if not distill.hidden_weight:
             return ()
         ladder = self.shape.ladder
-        plain = lambda l: config.model.residual == "standard" or (ladder is not None and l not in ladder)
+        plain = lambda l: (
+            config.model.residual == "standard" or (ladder is not None and l not in ladder)
+        )
         alike = distill.teacher == START and self.teacher.residual == "standard"
-        same = next((l for l in range(layers) if not (alike and l < config.train.freeze and plain(l))), layers)
+        same = next(
+            (l for l in range(layers) if not (alike and l < config.train.freeze and plain(l))),
+            layers,
+        )
         compared = {*range(distill.hidden_every, layers, distill.hidden_every), layers}
         return tuple(count for count in sorted(compared) if count > same)
 
     # What is compared.
 
     def compare(self, name: str, found, wanted, *, passes: int = 2) -> None:
-        """(loss, gradients), within what float32 rounds: by the tests' bound, or else by samples of this very case."""
+        """(loss, gradients), within what float32 rounds: by the tests' bound, or else by samples of
+        this very case.
+        """
         model = self.first.config.model
         limit, largest = cases.bound(model, passes=passes), top(wanted[1])
         errors = {path: deviation(a, b, largest) for path, (a, b) in pairs(found, wanted).items()}
@@ -198,23 +226,39 @@ class Run:
         self.done.append(name)
 
     def beyond(self, samples, found, wanted, *, roundings: float = 1.0) -> dict[str, float]:
-        """The arrays whose error is beyond so many times what samples of rounding have, and how many times it is."""
+        """The arrays whose error is beyond so many times what samples of rounding have, and how
+        many times it is.
+        """
         usual, errors = spread(samples, wanted), spread([found], wanted)
         limit = rounding.STUDENT * roundings
-        return {path: e / max(usual[path], 1e-30) for path, e in errors.items() if not e <= limit * usual[path]}
+        return {
+            path: e / max(usual[path], 1e-30)
+            for path, e in errors.items()
+            if not e <= limit * usual[path]
+        }
 
     def check_low(self, gradients) -> None:
-        """In bfloat16: within what sampled rounding does. Experts must only run, since near ties fall otherwise."""
-        if self.config.model.moe is not None or self.teacher is not None or self.config.conversion.steps:
+        """In bfloat16: within what sampled rounding does. Experts must only run, since near ties
+        fall otherwise.
+        """
+        if (
+            self.config.model.moe is not None
+            or self.teacher is not None
+            or self.config.conversion.steps
+        ):
             self.done.append("bfloat16, run alone")
             return
-        if wrong := self.beyond([sample for _, sample in self.samples], gradients, self.expected[1]):
+        if wrong := self.beyond(
+            [sample for _, sample in self.samples], gradients, self.expected[1]
+        ):
             listed = ", ".join(f"{path} {error:.1f}" for path, error in wrong.items())
             raise Beyond(f"bfloat16 gradients beyond {rounding.STUDENT} roundings: {listed}")
         self.done.append("bfloat16 gradients")
 
     def check_another(self, first) -> None:
-        """The same function on another mesh, or in another form. first: (loss, gradients) of the case's program."""
+        """The same function on another mesh, or in another form. first: (loss, gradients) of the
+        case's program.
+        """
         second = self.program(self.case.other)
         _, *found = second.advance(*second.begin(step=self.case.step), self.batch(0))
         finite(found)
@@ -228,7 +272,10 @@ class Run:
     def check_evaluated(self) -> None:
         """The held-out loss of the weights before the step."""
         first = self.first
-        (before, frozen), program = first.begin(), held_out_loss(first.task, loop=first.config.train.loop)
+        (before, frozen), program = (
+            first.begin(),
+            held_out_loss(first.task, loop=first.config.train.loop),
+        )
         loss = float(program(before.params, frozen, first.put(self.batch(0))))
         finite(loss)
         if self.low or not self.referenced:
@@ -248,7 +295,9 @@ class Run:
             restore = self.first.resume(state, frozen, pathlib.Path(folder))
             unbroken, *_ = self.first.advance(state, frozen, self.batch(1))
             resumed, *_ = self.first.advance(*restore(), self.batch(1))
-        if other := [path for path, both in pairs(resumed, unbroken).items() if not np.array_equal(*both)]:
+        if other := [
+            path for path, both in pairs(resumed, unbroken).items() if not np.array_equal(*both)
+        ]:
             raise Beyond(f"resumed: other bits in {', '.join(other[:6])}")
         self.done.append("resumed")
 
@@ -264,11 +313,19 @@ class Run:
         stored = weights.prepare(definition, cases.place(params, definition), **form)
         how = dict(interleave=drawn["interleave"], capacity=12, **form)
         if drawn["way"] == "chunks":
-            logits, caches = decode.prefill_in_chunks(definition, stored, prompts, LENGTHS, chunk=4, **how)
+            logits, caches = decode.prefill_in_chunks(
+                definition, stored, prompts, LENGTHS, chunk=4, **how
+            )
         else:
-            program = decode.prefill.__wrapped__(definition, sequence_parallel=drawn["way"] == "split", **how)
+            program = decode.prefill.__wrapped__(
+                definition, sequence_parallel=drawn["way"] == "split", **how
+            )
             logits, caches = program(stored, prompts, LENGTHS)
-        found, rows, step = [np.asarray(logits)], np.arange(4), one_step.decode.__wrapped__(definition, **form)
+        found, rows, step = (
+            [np.asarray(logits)],
+            np.arange(4),
+            one_step.decode.__wrapped__(definition, **form),
+        )
         for new in range(NEW):
             lengths = LENGTHS + new
             logits, caches = step(stored, caches, tokens[rows, lengths], lengths)
@@ -280,17 +337,28 @@ class Run:
     def compare_logits(self, params, tokens, found) -> None:
         config, vocab = self.first.config, self.first.config.model.vocab_size
         finite([logits[:, :vocab] for logits in found])
-        exchanged = config.mesh.experts is ExpertParallelism.EXCHANGE and self.case.inference["way"] == "split"
+        exchanged = (
+            config.mesh.experts is ExpertParallelism.EXCHANGE
+            and self.case.inference["way"] == "split"
+        )
         followed = self.referenced or (self.case.drops and not exchanged)
         if not followed or (self.low and config.model.moe is not None):
             self.done.append("inference, run")
             return
-        full = reference.evaluate(reference.logits, params, tokens, dataclasses.replace(self.shape, lora=None))
-        limit = 4 * (2 * config.model.num_layers + 2) * 2.0**-9 if self.low else 2 * cases.bound(config.model)
+        full = reference.evaluate(
+            reference.logits, params, tokens, dataclasses.replace(self.shape, lora=None)
+        )
+        limit = (
+            4 * (2 * config.model.num_layers + 2) * 2.0**-9
+            if self.low
+            else 2 * cases.bound(config.model)
+        )
         for new, logits in enumerate(found):
             error = cases.error(logits[:, :vocab], full[np.arange(4), LENGTHS + new - 1])
             if error >= limit:
-                raise Beyond(f"inference: logits after {new} new tokens {error:.1e} beyond {limit:.1e}")
+                raise Beyond(
+                    f"inference: logits after {new} new tokens {error:.1e} beyond {limit:.1e}"
+                )
             if not np.isneginf(logits[:, vocab:]).all():
                 raise Beyond("inference: the vocabulary's padding can be chosen")
         self.done.append("inference")
@@ -302,9 +370,13 @@ def finite(tree) -> None:
 
 
 def pairs(found, wanted) -> dict[str, tuple[np.ndarray, np.ndarray]]:
-    """Arrays by their path, cut to the smaller one where vocabularies or experts are padded for other meshes."""
+    """Arrays by their path, cut to the smaller one where vocabularies or experts are padded for
+    other meshes.
+    """
     named = {}
-    for (path, a), b in zip(jax.tree_util.tree_leaves_with_path(found), jax.tree.leaves(wanted), strict=True):
+    for (path, a), b in zip(
+        jax.tree_util.tree_leaves_with_path(found), jax.tree.leaves(wanted), strict=True
+    ):
         a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
         real = tuple(slice(min(sizes)) for sizes in zip(a.shape, b.shape))
         if any(np.count_nonzero(c) != np.count_nonzero(c[real]) for c in (a, b)):
@@ -328,7 +400,9 @@ def top(tree) -> float:
 
 
 def deviation(found, wanted, largest: float) -> float:
-    """As `cases.error`; a gradient that is zero in exact arithmetic is compared with the largest of all."""
+    """As `cases.error`; a gradient that is zero in exact arithmetic is compared with the largest of
+    all.
+    """
     size = np.abs(wanted).max(initial=0.0)
     size = size if size > 1e-12 * largest else largest
     return float(np.abs(found - wanted).max(initial=0.0) / max(size, 1e-30))

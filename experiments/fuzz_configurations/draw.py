@@ -1,7 +1,8 @@
-"""Draws one legitimate configuration: settings as on the command line, a batch's form, and what is compared.
+"""Draws one legitimate configuration: settings as on the command line, a batch's form, and what is
+compared.
 
-Case (SEED, INDEX) is a function of these two numbers. What a draw depends on is drawn before it, so that few cases are
-refused; a rule that is not known here is met all the same.
+Case (SEED, INDEX) is a function of these two numbers. What a draw depends on is drawn before it, so
+that few cases are refused; a rule that is not known here is met all the same.
 """
 
 import dataclasses
@@ -23,11 +24,14 @@ CHECKS = {"inference": 0.3, "another mesh": 0.25, "resumed": 0.12, "evaluated": 
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """settings, other: dotted settings of two runs, of which the second has another mesh; its checks read it.
+    """settings, other: dotted settings of two runs, of which the second has another mesh; its
+    checks read it.
 
-    preset: what the settings change. teacher: dotted settings of the teacher's model, if it is not the start's.
+    preset: what the settings change. teacher: dotted settings of the teacher's model, if it is not
+        the start's.
     batch: "plain" tokens, or "packed" documents, or those with a "masked" loss. checks: of CHECKS.
-    drops: whether an expert may run out of capacity; then the order of rows counts. step: how many were made before.
+    drops: whether an expert may run out of capacity; then the order of rows counts. step: how many
+        were made before.
     """
 
     seed: int
@@ -50,7 +54,9 @@ class Case:
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """what: "ran", "refused" or "failed". said: why. done: which checks were made. seconds: of the whole case."""
+    """what: "ran", "refused" or "failed". said: why. done: which checks were made. seconds: of the
+    whole case.
+    """
 
     what: str
     said: str = ""
@@ -87,7 +93,10 @@ def draw(seed: int, index: int) -> Case:
     retrained, teacher = retraining(dice, settings)
     settings |= retrained
     capacity = settings.get("model.moe.capacity")
-    drops = capacity is not None and capacity < settings["model.moe.experts"] / settings["model.moe.top_k"]
+    drops = (
+        capacity is not None
+        and capacity < settings["model.moe.experts"] / settings["model.moe.top_k"]
+    )
     checks = tuple(check for check, share in CHECKS.items() if dice.chance(share))
     case = Case(
         seed,
@@ -102,7 +111,8 @@ def draw(seed: int, index: int) -> Case:
         step=int(dice.rng.integers(0, 5)) if "conversion.steps" in settings else 0,
         inference=inference(dice, settings),
     )
-    return in_halves(dice, case)  # drawn last: a seed's cases are otherwise those from before there were halves
+    # drawn last: a seed's cases are otherwise those from before there were halves
+    return in_halves(dice, case)
 
 
 def model(dice: Dice, of_experts: bool) -> dict[str, Any]:
@@ -162,7 +172,11 @@ def mesh(dice: Dice, settings: dict[str, Any]) -> dict[str, Any]:
         elif dice.chance(0.5):
             ranks = {"model.ranks": tensor}
     emulated = ranks.get("model.ranks", tensor) != tensor
-    return {"mesh.tensor": tensor, **rows(dice, tensor, settings["model.d_model"], emulated), **ranks}
+    return {
+        "mesh.tensor": tensor,
+        **rows(dice, tensor, settings["model.d_model"], emulated),
+        **ranks,
+    }
 
 
 def rows(dice: Dice, tensor: int, d_model: int, emulated: bool) -> dict[str, int]:
@@ -178,9 +192,13 @@ def shape(dice: Dice, settings: dict[str, Any]) -> dict[str, Any]:
     ranks = max(settings["mesh.tensor"], settings.get("model.ranks", 1))
     heads = dice.one([n for n in (1, 2, 3, 4, 6, 8) if n % ranks == 0])
     fits = lambda kv: heads % kv == 0 and (kv % ranks == 0 or ranks % kv == 0)
-    drawn = {"model.num_heads": heads, "model.num_kv_heads": dice.one([kv for kv in range(1, heads + 1) if fits(kv)])}
+    drawn = {
+        "model.num_heads": heads,
+        "model.num_kv_heads": dice.one([kv for kv in range(1, heads + 1) if fits(kv)]),
+    }
     drawn["model.head_dim"] = dice.one([4, 6, 8] if heads < 8 else [2, 4])
-    if settings["model.qk_norm"] is True:  # a norm over two elements that are both small magnifies what is rounded
+    # a norm over two elements that are both small magnifies what is rounded
+    if settings["model.qk_norm"] is True:
         drawn["model.head_dim"] = max(drawn["model.head_dim"], 4)
     drawn["model.d_ff"] = dice.one([24, 48] if ranks in (3, 8) else [20, 24, 32])
     return drawn
@@ -200,7 +218,12 @@ def training(dice: Dice, settings: dict[str, Any]) -> dict[str, Any]:
         drawn["train.load_balance"] = dice.one([0.0, 0.3])
         drawn["train.router_z_loss"] = dice.one([0.0, 0.02])
     # The first moment is then half a gradient, exactly, and nothing is clipped.
-    drawn |= {"train.beta1": 0.5, "train.clip_norm": 1e30, "train.steps": 2, "train.warmup_steps": 0}
+    drawn |= {
+        "train.beta1": 0.5,
+        "train.clip_norm": 1e30,
+        "train.steps": 2,
+        "train.warmup_steps": 0,
+    }
     return drawn
 
 
@@ -214,7 +237,11 @@ def form(dice: Dice, settings: dict[str, Any], split: bool) -> dict[str, Any]:
     drawn = {"train.loop": dice.one(["scan", "scan", "unrolled"])}
     drawn["train.remat"] = dice.one(["none", "none", "full", "save-matmuls", "offload"])
     drawn["train.sequence_parallel"] = split
-    rings = split and not settings["model.residual"].startswith("parallel") and "model.moe.experts" not in settings
+    rings = (
+        split
+        and not settings["model.residual"].startswith("parallel")
+        and "model.moe.experts" not in settings
+    )
     drawn["train.collective_matmul"] = "ring" if rings and dice.chance(0.5) else "none"
     return drawn
 
@@ -224,7 +251,10 @@ def parts(dice: Dice, settings: dict[str, Any], batch: int | None = None) -> dic
     shards = settings["mesh.data"] * settings["mesh.fsdp"]
     batch = batch or dice.one([n for n in (4, 6, 8) if n % shards == 0])
     each = batch // shards
-    return {"train.batch": batch, "train.accumulate": dice.one([n for n in (1, 1, 2, 3, 4) if each % n == 0])}
+    return {
+        "train.batch": batch,
+        "train.accumulate": dice.one([n for n in (1, 1, 2, 3, 4) if each % n == 0]),
+    }
 
 
 def retraining(dice: Dice, settings: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -250,11 +280,25 @@ def retraining(dice: Dice, settings: dict[str, Any]) -> tuple[dict[str, Any], di
         alike = [n for n in teachers if (n == shared) == (settings["model.residual"] == shared)]
         alike = [n for n in alike if reduces(n) or not settings["train.sequence_parallel"]]
         if drawn["distill.teacher"] == "start" or dice.chance(0.3):
-            drawn["distill.residual"] = dice.one([n for n in alike if n != settings["model.residual"]] or alike)
+            drawn["distill.residual"] = dice.one(
+                [n for n in alike if n != settings["model.residual"]] or alike
+            )
         else:
-            teacher = {"model.residual": dice.one(alike), "model.ladder_layers": None, "model.ranks": None}
-        whole = not dense and not settings["train.sequence_parallel"] and "conversion.steps" not in drawn
-        if whole and not settings["model.residual"].startswith(("desync", "no-")) and dice.chance(0.3):
+            teacher = {
+                "model.residual": dice.one(alike),
+                "model.ladder_layers": None,
+                "model.ranks": None,
+            }
+        whole = (
+            not dense
+            and not settings["train.sequence_parallel"]
+            and "conversion.steps" not in drawn
+        )
+        if (
+            whole
+            and not settings["model.residual"].startswith(("desync", "no-"))
+            and dice.chance(0.3)
+        ):
             drawn["distill.hidden_weight"] = 0.5
             drawn["distill.hidden_every"] = dice.one([1, 2])
     return drawn, teacher
@@ -263,22 +307,36 @@ def retraining(dice: Dice, settings: dict[str, Any]) -> tuple[dict[str, Any], di
 def conversion(dice: Dice, settings: dict[str, Any]) -> dict[str, Any]:
     """Layers on their way from standard."""
     count, which = settings["model.num_layers"], settings.get("model.ladder_layers", "all")
-    ladder = {"all": count}.get(which) or (which if isinstance(which, int) else which.count(",") + 1)
-    fits = settings["model.residual"].startswith(("ladder", "farskip")) and not settings.get("model.moe.dense_layers")
+    ladder = {"all": count}.get(which) or (
+        which if isinstance(which, int) else which.count(",") + 1
+    )
+    fits = settings["model.residual"].startswith(("ladder", "farskip")) and not settings.get(
+        "model.moe.dense_layers"
+    )
     if not fits or not ladder or settings["train.sequence_parallel"] or not dice.chance(0.5):
         return {}
     groups = int(dice.rng.integers(1, min(ladder, 2) + 1))
-    return {"conversion.steps": 4, "conversion.groups": groups, "conversion.pace": dice.one(["ramp", "jump"])}
+    return {
+        "conversion.steps": 4,
+        "conversion.groups": groups,
+        "conversion.pace": dice.one(["ramp", "jump"]),
+    }
 
 
-def another(dice: Dice, settings: dict[str, Any], teacher: dict[str, Any], drops: bool) -> dict[str, Any]:
-    """Another mesh and form of the same function of the same batch; where rows drop, another form only."""
+def another(
+    dice: Dice, settings: dict[str, Any], teacher: dict[str, Any], drops: bool
+) -> dict[str, Any]:
+    """Another mesh and form of the same function of the same batch; where rows drop, another form
+    only.
+    """
     residual = settings["model.residual"]
     split = dice.chance(0.4) and reduces(residual)
     if drops:
         changed = form(dice, settings, settings["train.sequence_parallel"])
         return settings | changed
-    heads, kv, sequence = (settings[n] for n in ("model.num_heads", "model.num_kv_heads", "train.sequence"))
+    heads, kv, sequence = (
+        settings[n] for n in ("model.num_heads", "model.num_kv_heads", "train.sequence")
+    )
     widths = math.gcd(settings["model.d_ff"], settings.get("model.moe.shared_width", 0))
     of_ranks = residual.startswith(("ladder-fresh", "desync"))
     ranks = settings.get("model.ranks", settings["mesh.tensor"])
@@ -301,7 +359,11 @@ def another(dice: Dice, settings: dict[str, Any], teacher: dict[str, Any], drops
         changed["model.ranks"] = ranks
     split = split and sequence % tensor == 0
     taught = settings.get("distill.residual", "ladder"), teacher.get("model.residual", "ladder")
-    whole = "distill.hidden_weight" in settings or "conversion.steps" in settings or not all(map(reduces, taught))
+    whole = (
+        "distill.hidden_weight" in settings
+        or "conversion.steps" in settings
+        or not all(map(reduces, taught))
+    )
     changed |= form(dice, settings, split and not whole)
     changed |= parts(dice, {**settings, **changed}, settings["train.batch"])
     return settings | changed
@@ -310,7 +372,11 @@ def another(dice: Dice, settings: dict[str, Any], teacher: dict[str, Any], drops
 def in_halves(dice: Dice, case: Case) -> Case:
     """Either program perhaps in two halves in turn; prompts likewise."""
     drawn = case.settings
-    names = drawn["model.residual"], case.teacher.get("model.residual"), drawn.get("distill.residual")
+    names = (
+        drawn["model.residual"],
+        case.teacher.get("model.residual"),
+        drawn.get("distill.residual"),
+    )
     fits = all(reduces(name) and not name.startswith("farskip") for name in names if name)
     fits = fits and not case.drops
     programs = []
@@ -318,16 +384,25 @@ def in_halves(dice: Dice, case: Case) -> Case:
         shards = settings["mesh.data"] * settings["mesh.fsdp"] * settings["train.accumulate"]
         odd = settings["train.batch"] // shards % 2 == 1
         waits = settings["train.collective_matmul"] != "none" or "conversion.steps" in settings
-        takes = fits and not waits and not (odd and settings["train.sequence_parallel"]) and dice.chance(0.35)
+        takes = (
+            fits
+            and not waits
+            and not (odd and settings["train.sequence_parallel"])
+            and dice.chance(0.35)
+        )
         programs.append({**settings, "train.interleave": 2} if takes else settings)
-    prompts = case.inference | ({"interleave": 2} if fits and dice.chance(0.35) else {"interleave": 1})
+    prompts = case.inference | (
+        {"interleave": 2} if fits and dice.chance(0.35) else {"interleave": 1}
+    )
     return dataclasses.replace(case, settings=programs[0], other=programs[1], inference=prompts)
 
 
 def inference(dice: Dice, settings: dict[str, Any]) -> dict[str, Any]:
     """How prompts of at most 8 tokens are read."""
     tensor = settings["mesh.tensor"]
-    way = dice.one(["whole", "chunks"] + ["split"] * (8 % tensor == 0 and reduces(settings["model.residual"])))
+    way = dice.one(
+        ["whole", "chunks"] + ["split"] * (8 % tensor == 0 and reduces(settings["model.residual"]))
+    )
     data = dice.one([d for d in (1, 2) if d * tensor <= DEVICES])
     quantize = "int8" if dice.chance(0.25) else "none"
     return {"data": data, "loop": dice.one(["scan", "unrolled"]), "way": way, "quantize": quantize}

@@ -1,4 +1,6 @@
-"""What the dense float64 reference says of a case: loss and gradients of a batch, document by document."""
+"""What the dense float64 reference says of a case: loss and gradients of a batch, document by
+document.
+"""
 
 import contextlib
 import dataclasses
@@ -27,7 +29,9 @@ def shape_of(model: ModelConfig, *, tensor: int) -> reference.Shape:
         vocab=model.vocab_size,
         kind=kind,
         number=name.number,
-        ladder=None if model.ladder_layers is None else layer_indices(model.ladder_layers, model.num_layers),
+        ladder=None
+        if model.ladder_layers is None
+        else layer_indices(model.ladder_layers, model.num_layers),
         ranks=(model.ranks or tensor) if kind in ("fresh", "desync", "none") else 1,
         theta=model.rope_theta,
         eps=model.norm_eps,
@@ -39,10 +43,11 @@ def shape_of(model: ModelConfig, *, tensor: int) -> reference.Shape:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Documents:
-    """A batch in parts of its rows, a document (or a row's padding) a row, which ends in rubbish: a causal model does
-    not see it.
+    """A batch in parts of its rows, a document (or a row's padding) a row, which ends in rubbish: a
+    causal model does not see it.
 
-    tokens, targets: [parts, N, T]. weights: of the predicted positions, which sum to 1. real: the batch's positions.
+    tokens, targets: [parts, N, T]. weights: of the predicted positions, which sum to 1. real: the
+        batch's positions.
     """
 
     tokens: np.ndarray
@@ -52,7 +57,9 @@ class Documents:
 
     @classmethod
     def of(cls, arrays, *, parts: int = 1) -> "Documents":
-        """arrays: tokens, segments and the loss's mask, each [B, T + 1]. A part of fewer documents has empty ones."""
+        """arrays: tokens, segments and the loss's mask, each [B, T + 1]. A part of fewer documents
+        has empty ones.
+        """
         each = [documents(*part) for part in zip(*(np.split(a, parts) for a in arrays))]
         most = max(len(one) for one, *_ in each)
         even = lambda arrays: np.stack([np.pad(a, ((0, most - len(a)), (0, 0))) for a in arrays])
@@ -99,7 +106,9 @@ class Question:
         forward, shape = reference.logits, dataclasses.replace(self.shape, rounds=rounds)
         if taught:
             teacher = dataclasses.replace(self.teacher.shape, rounds=rounds)
-            theirs = log_softmax(reference.logits(taught, part.tokens, teacher) / distill.temperature)
+            theirs = log_softmax(
+                reference.logits(taught, part.tokens, teacher) / distill.temperature
+            )
         if self.config.conversion.steps:
             forward = functools.partial(reference.turning, fraction=self.ladder_fraction())
         scores = forward(student, part.tokens, shape, seen)
@@ -112,7 +121,10 @@ class Question:
             each = (1 - distill.alpha) * each + distill.alpha * divergence
             for count in self.teacher.hidden:
                 both = ((student, shape), (taught, teacher))
-                x, y = (reference.streams(p, part.tokens, dataclasses.replace(s, layers=count))[0] for p, s in both)
+                x, y = (
+                    reference.streams(p, part.tokens, dataclasses.replace(s, layers=count))[0]
+                    for p, s in both
+                )
                 distance = ((x - y) ** 2).mean(-1) / ((y**2).mean(-1) + 1e-6)
                 each = each + distill.hidden_weight / len(self.teacher.hidden) * distance
         return (part.weights * each).sum() + experts.penalties(
@@ -125,9 +137,13 @@ class Question:
         )
 
     def ladder_fraction(self) -> list[float]:
-        """How far each layer is from standard: the topmost group turns first, each in its share of the steps."""
+        """How far each layer is from standard: the topmost group turns first, each in its share of
+        the steps.
+        """
         turns, shape = self.config.conversion, self.shape
-        ladder = [l for l in reversed(range(shape.layers)) if shape.ladder is None or l in shape.ladder]
+        ladder = [
+            l for l in reversed(range(shape.layers)) if shape.ladder is None or l in shape.ladder
+        ]
         found = [1.0] * shape.layers
         for index, group in enumerate(np.array_split(ladder, turns.groups)):
             done = self.step * turns.groups / turns.steps - index
@@ -136,7 +152,9 @@ class Question:
         return found
 
     def value(self, params, documents: Documents, rounds=lambda: reference.exactly):
-        """(loss, gradients), the parts' summed. params: as `params` has them. rounds: counts the places of a trace."""
+        """(loss, gradients), the parts' summed. params: as `params` has them. rounds: counts the
+        places of a trace.
+        """
         of_part = lambda part: jax.value_and_grad(self.loss)(*params, part, rounds())
         return jax.tree.map(lambda a: a.sum(0), jax.lax.map(of_part, documents))
 
@@ -164,7 +182,9 @@ def gradients(question: Question):
 
 
 def samples(question: Question, *, rounded):
-    """Samples of `gradients` with what the dtype `rounded` rounds between operations: see tests/rounding.py."""
+    """Samples of `gradients` with what the dtype `rounded` rounds between operations: see
+    tests/rounding.py.
+    """
     wide, rng = np.float32 if rounded == jnp.bfloat16 else np.float64, np.random.default_rng(0)
 
     @jax.jit

@@ -1,4 +1,6 @@
-"""A run's training step as `ladder_jax.train.run` builds it, with weights and batches of one's own."""
+"""A run's training step as `ladder_jax.train.run` builds it, with weights and batches of one's
+own.
+"""
 
 import dataclasses
 import functools
@@ -46,7 +48,9 @@ class Program:
     def task(self) -> Any:
         if not self.config.retrains:
             return train.Pretraining(self.definition)
-        return of_sources(self.config, definition=self.definition, teacher=self.teacher, sources=Sources())
+        return of_sources(
+            self.config, definition=self.definition, teacher=self.teacher, sources=Sources()
+        )
 
     @functools.cached_property
     def step(self):
@@ -68,7 +72,9 @@ class Program:
 
     @functools.cached_property
     def trained(self):
-        """What trains, some steps after the start: low-rank factors do something, a taught model has moved."""
+        """What trains, some steps after the start: low-rank factors do something, a taught model
+        has moved.
+        """
         if ADAPTERS in self.task.abstract:
             return factors(self.task, self.definition, seed=self.seed + 2)
         if not self.config.retrains:
@@ -82,8 +88,13 @@ class Program:
         whole, below = dict(self.start), self.config.train.freeze
         for name, part in self.trained.items():
             if name == ADAPTERS:
-                full = jax.tree.map(lambda a: np.concatenate([np.zeros((below, *a.shape[1:]), a.dtype), a]), part)
-                groups = {group: {**whole["layers"][group], "adapters": pairs} for group, pairs in full.items()}
+                full = jax.tree.map(
+                    lambda a: np.concatenate([np.zeros((below, *a.shape[1:]), a.dtype), a]), part
+                )
+                groups = {
+                    group: {**whole["layers"][group], "adapters": pairs}
+                    for group, pairs in full.items()
+                }
                 whole["layers"] = {**whole["layers"], **groups}
             elif name == "layers":
                 join = lambda a, b: np.concatenate([a[:below], b])
@@ -97,8 +108,13 @@ class Program:
         tail = lambda tree: jax.tree.map(lambda a: a[self.config.train.freeze :], tree)
         if ADAPTERS in self.trained:
             groups = self.trained[ADAPTERS]
-            return {ADAPTERS: tail({group: gradients["layers"][group]["adapters"] for group in groups})}
-        return {name: tail(gradients[name]) if name == "layers" else gradients[name] for name in self.trained}
+            return {
+                ADAPTERS: tail({group: gradients["layers"][group]["adapters"] for group in groups})
+            }
+        return {
+            name: tail(gradients[name]) if name == "layers" else gradients[name]
+            for name in self.trained
+        }
 
     # The step.
 
@@ -112,7 +128,9 @@ class Program:
         params = jax.tree.map(put, self.trained, self.task.abstract)
         settings = dict(config=self.config.train, params=params, task=self.task)
         state = train.initial_state(self.definition, **settings)
-        return dataclasses.replace(state, step=jax.device_put(np.int32(step), state.step.sharding)), frozen
+        return dataclasses.replace(
+            state, step=jax.device_put(np.int32(step), state.step.sharding)
+        ), frozen
 
     def put(self, batch):
         return jax.device_put(batch, self.definition.layout.sharding("BT"))
@@ -158,7 +176,11 @@ class Program:
 
     def _model(self, folder: pathlib.Path, model: ModelConfig, params):
         if not folder.exists():
-            plain = RunConfig(model, self.config.mesh, dataclasses.replace(self.config.train, start=None, freeze=0))
+            plain = RunConfig(
+                model,
+                self.config.mesh,
+                dataclasses.replace(self.config.train, start=None, freeze=0),
+            )
             store = Store(folder / checkpoints.FOLDER, config=plain)
             definition = ModelDef(model, self.definition.layout)
             store.save(1, params=cases.place(params, definition), optimizer={"count": np.zeros(())})
@@ -184,7 +206,9 @@ def factors(task, definition: ModelDef, *, seed: int):
 
 
 def batch_of(kind: str, *, rows: int, length: int, vocab: int, seed: int):
-    """(tokens, segments, loss mask), each [rows, length + 1]; of plain tokens the others are ones."""
+    """(tokens, segments, loss mask), each [rows, length + 1]; of plain tokens the others are
+    ones.
+    """
     rng = np.random.default_rng(seed)
     tokens = rng.integers(0, vocab, (rows, length + 1)).astype(np.int32)
     segments, mask = np.ones_like(tokens), np.ones_like(tokens)

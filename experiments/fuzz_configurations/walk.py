@@ -1,4 +1,6 @@
-"""The walk: cases one after the other in processes of their own, since a program may also end its process."""
+"""The walk: cases one after the other in processes of their own, since a program may also end its
+process.
+"""
 
 import dataclasses
 import itertools
@@ -16,7 +18,8 @@ from experiments.fuzz_configurations.draw import Case, Outcome, draw
 
 ROOT = pathlib.Path(__file__).parent.parent.parent
 EACH = 100  # cases of a process, whose memory grows
-STUCK = 3600.0  # seconds of one case, after which its process is ended: for one that hangs, not for a busy machine
+# seconds of one case, after which its process is ended: for one that hangs, not for a busy machine
+STUCK = 3600.0
 FLAGS = "--xla_cpu_collective_call_terminate_timeout_seconds=600 --xla_backend_optimization_level=0"
 
 
@@ -33,10 +36,21 @@ def walk(seed: int, indices: Iterable[int], *, seconds: float) -> Iterator[tuple
 
 
 def answers(seed: int, indices: tuple[int, ...]) -> Iterator[Outcome]:
-    """A process's, of these cases. One in which it ends, or is stuck, is a failure, and the last."""
-    command = [sys.executable, "-m", "experiments.fuzz_configurations", str(seed), "--worker", *map(str, indices)]
+    """A process's, of these cases. One in which it ends, or is stuck, is a failure, and the
+    last.
+    """
+    command = [
+        sys.executable,
+        "-m",
+        "experiments.fuzz_configurations",
+        str(seed),
+        "--worker",
+        *map(str, indices),
+    ]
     with tempfile.TemporaryFile("w+") as said:
-        process = subprocess.Popen(command, cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=said)
+        process = subprocess.Popen(
+            command, cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=said
+        )
         try:
             for _ in indices:
                 began, stuck = time.monotonic(), threading.Timer(STUCK, process.kill)

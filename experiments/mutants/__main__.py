@@ -1,13 +1,15 @@
-"""Would `make test` notice? Random mutants of the package's core, each against the test files that execute it.
+"""Would `make test` notice? Random mutants of the package's core, each against the test files that
+execute it.
 
     python -m experiments.mutants                          # a hundred; goes on where it stood
     python -m experiments.mutants --count 10 --tests tests/test_residual.py tests/test_numerics.py
     python -m experiments.mutants --list                   # the mutants, without running anything
 
-First each test file runs once, in a process of its own, and notes which lines of the package it and the processes that
-it starts execute. Then a mutant is written into a copy of the repository, and the files that execute its line run, the
-quickest first, until a test fails: killed. A test that does not execute the line cannot kill it. What takes over three
-times as long as without the mutant counts as killed too. Mutants are of functions' bodies, as many of each package.
+First each test file runs once, in a process of its own, and notes which lines of the package it and
+the processes that it starts execute. Then a mutant is written into a copy of the repository, and
+the files that execute its line run, the quickest first, until a test fails: killed. A test that
+does not execute the line cannot kill it. What takes over three times as long as without the mutant
+counts as killed too. Mutants are of functions' bodies, as many of each package.
 """
 
 import contextlib
@@ -38,14 +40,23 @@ def main() -> None:
     parser = study.parser(__doc__, name="mutants")
     parser.add_argument("--count", type=int, default=100)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--tests", nargs="+", metavar="FILE[::TEST]", help="only these (default: all of make test)")
-    parser.add_argument("--out", type=pathlib.Path, default=ROOT / ".cache" / "mutants", help="where results are kept")
+    parser.add_argument(
+        "--tests", nargs="+", metavar="FILE[::TEST]", help="only these (default: all of make test)"
+    )
+    parser.add_argument(
+        "--out",
+        type=pathlib.Path,
+        default=ROOT / ".cache" / "mutants",
+        help="where results are kept",
+    )
     parser.add_argument("--list", action="store_true", help="print the mutants and end")
     args = parser.parse_args()
     chosen = choose(count=args.count, seed=args.seed)
     if args.list:
         sys.exit("\n".join(map(difference, chosen)))
-    tests = args.tests or sorted(str(path.relative_to(ROOT)) for path in (ROOT / "tests").rglob("test_*.py"))
+    tests = args.tests or sorted(
+        str(path.relative_to(ROOT)) for path in (ROOT / "tests").rglob("test_*.py")
+    )
     with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
         scratch = pathlib.Path(folder)
         copy(scratch)
@@ -55,11 +66,17 @@ def main() -> None:
 
 
 def choose(*, count: int, seed: int) -> list[Mutant]:
-    """As many of each package, at random; the first ones of a larger `count` are those of a smaller one."""
+    """As many of each package, at random; the first ones of a larger `count` are those of a smaller
+    one.
+    """
     order, each = random.Random(seed), []
     for package in PACKAGES:
         paths = sorted((ROOT / "ladder_jax" / package).rglob("*.py"))
-        found = [mutant for path in paths for mutant in mutants(str(path.relative_to(ROOT)), path.read_text())]
+        found = [
+            mutant
+            for path in paths
+            for mutant in mutants(str(path.relative_to(ROOT)), path.read_text())
+        ]
         each.append(order.sample(found, len(found)))
     in_turn = itertools.chain(*itertools.zip_longest(*each))
     return list(itertools.islice(filter(None, in_turn), count))
@@ -90,11 +107,16 @@ def pytest(
     environment |= {"PYTHONPATH": str(scratch), "PYTHONDONTWRITEBYTECODE": "1"}
     if lines:
         site = pathlib.Path(__file__).parent / "site"
-        environment |= {"LADDER_MUTANTS_LINES": lines, "LADDER_MUTANTS_PACKAGE": f"{scratch}{os.sep}"}
+        environment |= {
+            "LADDER_MUTANTS_LINES": lines,
+            "LADDER_MUTANTS_PACKAGE": f"{scratch}{os.sep}",
+        }
         environment |= {"PYTHONPATH": f"{scratch}{os.pathsep}{site}"}
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *tests]
     pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    process = subprocess.Popen(command, cwd=scratch, env=environment, start_new_session=True, **pipes)
+    process = subprocess.Popen(
+        command, cwd=scratch, env=environment, start_new_session=True, **pipes
+    )
     try:
         said, _ = process.communicate(timeout=timeout)
         return process.returncode, said
@@ -118,7 +140,9 @@ def kept(file: pathlib.Path) -> dict:
 
 
 def trace(tests: list[str], scratch: pathlib.Path, *, file: pathlib.Path) -> dict[str, dict]:
-    """Of each test file its seconds, and what it executes; kept for as long as neither it nor the package changes."""
+    """Of each test file its seconds, and what it executes; kept for as long as neither it nor the
+    package changes.
+    """
     package = [path.read_text() for path in sorted((ROOT / "ladder_jax").rglob("*.py"))]
     found = kept(file)
     for test in track(tests, "what tests execute"):
@@ -129,7 +153,11 @@ def trace(tests: list[str], scratch: pathlib.Path, *, file: pathlib.Path) -> dic
             began = time.monotonic()
             status, said = pytest([test], scratch, timeout=3600, lines=folder)
             seconds = time.monotonic() - began
-            noted = {line for path in pathlib.Path(folder).glob("*.lines") for line in path.read_text().split("\n")}
+            noted = {
+                line
+                for path in pathlib.Path(folder).glob("*.lines")
+                for line in path.read_text().split("\n")
+            }
         if status not in (0, 5):  # 5: it has no test that `make test` runs
             raise SystemExit(f"{test} fails without a mutant:\n{said[-3000:]}")
         found[test] = dict(key=name, seconds=round(seconds, 1), lines=sorted(noted))
@@ -142,7 +170,8 @@ def run(
 ) -> dict[Mutant, dict]:
     """What became of each mutant.
 
-    One that is in the file is not run again, but for a survivor whose tests, or the package, have changed.
+    One that is in the file is not run again, but for a survivor whose tests, or the package, have
+    changed.
     """
     done, results = kept(file), {}
     lines = {test: set(noted["lines"]) for test, noted in executed.items()}
@@ -151,7 +180,10 @@ def run(
         tests = [test for test in executed if places & lines[test]]
         tests.sort(key=lambda test: executed[test]["seconds"])
         changed = mutant.of((ROOT / mutant.file).read_text())
-        name, given = key(changed, mutant.file), key(*sorted(executed[test]["key"] for test in tests))
+        name, given = (
+            key(changed, mutant.file),
+            key(*sorted(executed[test]["key"] for test in tests)),
+        )
         before = done.get(name, {"survived": True})
         if before["survived"] and before.get("given") != given:
             limit = 60 + 3 * sum(executed[test]["seconds"] for test in tests)
@@ -162,8 +194,12 @@ def run(
     return results
 
 
-def killer(mutant: Mutant, changed: str, tests: list[str], scratch: pathlib.Path, *, limit: float) -> str | None:
-    """The test that fails, "time", or the end of what pytest said (of a module that cannot be imported, say)."""
+def killer(
+    mutant: Mutant, changed: str, tests: list[str], scratch: pathlib.Path, *, limit: float
+) -> str | None:
+    """The test that fails, "time", or the end of what pytest said (of a module that cannot be
+    imported, say).
+    """
     if not tests:
         return None
     path = scratch / mutant.file
@@ -182,7 +218,9 @@ def killer(mutant: Mutant, changed: str, tests: list[str], scratch: pathlib.Path
 def difference(mutant: Mutant) -> str:
     source = (ROOT / mutant.file).read_text()
     before, after = source.splitlines(), mutant.of(source).splitlines()
-    return "\n".join(difflib.unified_diff(before, after, mutant.file, mutant.file, n=1, lineterm=""))
+    return "\n".join(
+        difflib.unified_diff(before, after, mutant.file, mutant.file, n=1, lineterm="")
+    )
 
 
 def report(results: dict[Mutant, dict]) -> None:
@@ -190,7 +228,9 @@ def report(results: dict[Mutant, dict]) -> None:
     for mutant, row in survivors.items():
         print(f"{difference(mutant)}\nsurvived {row['tests']} test files\n")
     killed = len(results) - len(survivors)
-    print(f"{killed} of {len(results)} mutants killed ({killed / len(results):.0%}; the goal is {GOAL:.0%})")
+    print(
+        f"{killed} of {len(results)} mutants killed ({killed / len(results):.0%}; the goal is {GOAL:.0%})"
+    )
     sys.exit(killed < GOAL * len(results))
 
 

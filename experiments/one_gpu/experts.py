@@ -1,11 +1,14 @@
-"""Grouped matmuls of experts on one device, one rank's share of a model: our kernel, XLA's form, batched matmuls.
+"""Grouped matmuls of experts on one device, one rank's share of a model: our kernel, XLA's form,
+batched matmuls.
 
-    python -m experiments.one_gpu.experts --model qwen3-30b-a3b --share 8 --tokens 1,32,2048 --out experts.json
+    python -m experiments.one_gpu.experts --model qwen3-30b-a3b --share 8 --tokens 1,32,2048 --out
+    experts.json
 
-Three products: of rows (forward), of their gradients, and over rows (a weight's gradient). `kernel` is
-nn/grouped_gpu.py, `xla` is `lax.ragged_dot`, which XLA expands to every expert for every row; `batched` is cuBLAS on as
-many rows in groups of equal sizes, which no router yields: about the least there is. Each result is compared with
-float64 products group by group: one that is off, or failed, ends the program with status 1.
+Three products: of rows (forward), of their gradients, and over rows (a weight's gradient). `kernel`
+is nn/grouped_gpu.py, `xla` is `lax.ragged_dot`, which XLA expands to every expert for every row;
+`batched` is cuBLAS on as many rows in groups of equal sizes, which no router yields: about the
+least there is. Each result is compared with float64 products group by group: one that is off, or
+failed, ends the program with status 1.
 """
 
 import functools
@@ -29,13 +32,16 @@ from ladder_jax.words import words
 COUNT = 20  # products in one program, so that its launch is no part of a time
 LIMIT = 2.0**-7  # relative, of sums in float32 that are rounded to bfloat16
 FORMS = ("kernel", "xla", "batched")
-PRODUCTS = {"forward": "eri,eio->ero", "of-rows": "ero,eio->eri", "over-rows": "eri,ero->eio"}  # group by group
+# group by group
+PRODUCTS = {"forward": "eri,eio->ero", "of-rows": "ero,eio->eri", "over-rows": "eri,ero->eio"}
 
 
 def main() -> int:
     parser = study.parser(__doc__, name="one_gpu.experts")
     parser.add_argument("--model", default="qwen3-30b-a3b")
-    parser.add_argument("--share", type=int, default=8, help="ranks that the experts are split over")
+    parser.add_argument(
+        "--share", type=int, default=8, help="ranks that the experts are split over"
+    )
     parser.add_argument("--tokens", default="1,32,2048")
     parser.add_argument("--repeats", type=int, default=10)
     parser.add_argument("--out", type=pathlib.Path, required=True)
@@ -45,12 +51,16 @@ def main() -> int:
         case = dict(tokens=int(tokens), product=product, form=form)
         try:
             row = measured(args.model, **case, **settings)
-        except Exception as error:  # of one form, whose compiler may fail: the others are measured all the same
+        # of one form, whose compiler may fail: the others are measured all the same
+        except Exception as error:
             row = {"failed": str(error)[:1000]}
         found.append(case | row)
         if not row.get("error", np.nan) < LIMIT:
             wrong.append(f"{form} {product} {tokens}")
-    study.keep({**study.environment(), "model": args.model, "share": args.share, "rows": found}, file=args.out)
+    study.keep(
+        {**study.environment(), "model": args.model, "share": args.share, "rows": found},
+        file=args.out,
+    )
     if wrong:
         print("failed or wrong:", *wrong, file=sys.stderr)
     return int(bool(wrong))
@@ -68,7 +78,10 @@ def measured(model: str, *, share: int, tokens: int, form: str, product: str, re
         sizes, rows = np.full(held, each, np.int32), held * each
     of = {"eri": (rows, inner), "ero": (rows, outer), "eio": (held, inner, outer)}
     inputs, _ = PRODUCTS[product].split("->")
-    arrays = [jnp.asarray(rng.standard_normal(of[name], np.float32), jnp.bfloat16) for name in inputs.split(",")]
+    arrays = [
+        jnp.asarray(rng.standard_normal(of[name], np.float32), jnp.bfloat16)
+        for name in inputs.split(",")
+    ]
     compute = functools.partial(_on_device, _form(form, product), jnp.asarray(sizes), *arrays)
     exact = _exact(product, *arrays, sizes=sizes)
     out = np.asarray(compute(count=1), np.float64)[: len(exact)]  # rows beyond are of no group
@@ -88,12 +101,16 @@ def _form(form: str, product: str) -> Callable[[jax.Array, jax.Array, jax.Array]
         interpret = jax.default_backend() == "cpu"
         if product == "over-rows":
             return functools.partial(grouped_gpu.over_rows, interpret=interpret)
-        return functools.partial(grouped_gpu.product, transposed=product == "of-rows", interpret=interpret)
+        return functools.partial(
+            grouped_gpu.product, transposed=product == "of-rows", interpret=interpret
+        )
     if form == "xla":
         return {
             "forward": lax.ragged_dot,
             "of-rows": lambda dy, weight, sizes: lax.ragged_dot(dy, weight.swapaxes(1, 2), sizes),
-            "over-rows": lambda x, dy, sizes: lax.ragged_dot_general(x, dy, sizes, grouped.OVER_ROWS),
+            "over-rows": lambda x, dy, sizes: lax.ragged_dot_general(
+                x, dy, sizes, grouped.OVER_ROWS
+            ),
         }[product]
 
     def batched(left, right, sizes):
@@ -105,9 +122,13 @@ def _form(form: str, product: str) -> Callable[[jax.Array, jax.Array, jax.Array]
 
 
 @functools.partial(jax.jit, static_argnums=0, static_argnames="count")
-def _on_device(form: Callable, sizes: jax.Array, left: jax.Array, right: jax.Array, *, count: int) -> jax.Array:
+def _on_device(
+    form: Callable, sizes: jax.Array, left: jax.Array, right: jax.Array, *, count: int
+) -> jax.Array:
     """The product `count` times, each after the one before it."""
-    local = jax.shard_map(form, mesh=parallel.make_mesh(), in_specs=PartitionSpec(), out_specs=PartitionSpec())
+    local = jax.shard_map(
+        form, mesh=parallel.make_mesh(), in_specs=PartitionSpec(), out_specs=PartitionSpec()
+    )
 
     def again(_, carry):
         left, out = carry

@@ -1,13 +1,15 @@
-"""How much of an emulated wire each topology exposes on one GPU, where a real all-reduce needs several.
+"""How much of an emulated wire each topology exposes on one GPU, where a real all-reduce needs
+several.
 
     python -m experiments.one_gpu.wire --model llama-3-70b --share 8 --batch 1,16 --out wire.json
 
-Every sublayer's all-reduce becomes a copy to the host's pinned memory and back, which a GPU's copy engines do beside
-its compute, as they would an all-reduce's transfers. AN EMULATION: its latency and bandwidth are PCIe's, it takes no
-SMs, and it waits for no other device.
+Every sublayer's all-reduce becomes a copy to the host's pinned memory and back, which a GPU's copy
+engines do beside its compute, as they would an all-reduce's transfers. AN EMULATION: its latency
+and bandwidth are PCIe's, it takes no SMs, and it waits for no other device.
 
-Steps are timed with the wire, and before and after without, so that drift shows. XLA's flags are read once a process:
-XLA_FLAGS=--xla_gpu_enable_command_buffer= is without CUDA graphs, which can undo an overlap.
+Steps are timed with the wire, and before and after without, so that drift shows. XLA's flags are
+read once a process: XLA_FLAGS=--xla_gpu_enable_command_buffer= is without CUDA graphs, which can
+undo an overlap.
 """
 
 import contextlib
@@ -52,7 +54,9 @@ def expose(*, out: pathlib.Path, **asked) -> None:
 
 
 def rows(request: Request) -> list[dict]:
-    """A row a batch and residual. Without the wire is measured before and after, so that drift shows."""
+    """A row a batch and residual. Without the wire is measured before and after, so that drift
+    shows.
+    """
     mesh = parallel.make_mesh()
     before = measure.samples(request, mesh=mesh)
     with host_wire():
@@ -62,16 +66,20 @@ def rows(request: Request) -> list[dict]:
 
 
 def row(request: Request, before: Samples, wired: Samples, after: Samples) -> dict:
-    """Seconds an all-reduce in prefill and in a decode step: what the wire adds to the step, over its all-reduces.
+    """Seconds an all-reduce in prefill and in a decode step: what the wire adds to the step, over
+    its all-reduces.
 
-    drift: the same of the two measurements without the wire, apart from each other; what is smaller says nothing.
+    drift: the same of the two measurements without the wire, apart from each other; what is smaller
+        says nothing.
     """
     topology = residual.of_model(request.config(before.residual))
     count = sum(len(layer) for layer in topology.layers)
     steps = request.new_tokens - 1
     found = {"residual": before.residual, "batch": before.batch, "all_reduces": count}
     for phase, calls in (("prefill", count), ("decode", count * steps)):
-        first, with_wire, last = (statistics.median(getattr(one, phase)) for one in (before, wired, after))
+        first, with_wire, last = (
+            statistics.median(getattr(one, phase)) for one in (before, wired, after)
+        )
         without = (first + last) / 2
         found |= {
             f"{phase}_seconds": without,
@@ -87,7 +95,9 @@ def row(request: Request, before: Samples, wired: Samples, after: Samples) -> di
 
 @contextlib.contextmanager
 def host_wire() -> Iterator[None]:
-    """What is traced inside communicates by way of the host; on entry and exit, nothing traced is kept."""
+    """What is traced inside communicates by way of the host; on entry and exit, nothing traced is
+    kept.
+    """
     with mock.patch.multiple(recurrence, all_reduce=_there_and_back, ranks=lambda axes: RANKS):
         _forget()
         try:
@@ -97,7 +107,9 @@ def host_wire() -> Iterator[None]:
 
 
 def _there_and_back(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
-    """`x`, by way of the host. Over one rank the sum is `x` itself; it gives the result its type."""
+    """`x`, by way of the host. Over one rank the sum is `x` itself; it gives the result its
+    type.
+    """
     # Without the barrier XLA takes two moves that cancel out for none.
     there = lax.optimization_barrier(jax.device_put(lax.psum(x, axes), jax.memory.Space.Host))
     return jax.device_put(there, jax.memory.Space.Device)

@@ -1,8 +1,11 @@
-"""Are the planner's estimates right? Training steps compiled for their targets, beside what shapes alone say.
+"""Are the planner's estimates right? Training steps compiled for their targets, beside what shapes
+alone say.
 
-    nice python -m experiments.plan --out FILE    # minutes a program; rows that are in FILE are kept
+    nice python -m experiments.plan --out FILE    # minutes a program; rows that are in FILE are
+    kept
 
-Compiles the programs of results.json's rows again; without --out it makes the README's tables of them anew.
+Compiles the programs of results.json's rows again; without --out it makes the README's tables of
+them anew.
 """
 
 import pathlib
@@ -14,7 +17,8 @@ from ladder_jax.plan import confirm, memory, request
 from ladder_jax.plan.request import Candidate
 
 HERE = pathlib.Path(__file__).parent
-ASKED = "model target tokens sequence layers residual capacity".split()  # of a row, what is the request's
+# of a row, what is the request's
+ASKED = "model target tokens sequence layers residual capacity".split()
 FOUND = "bytes_per_device host_bytes temporary_bytes jax compiler refusal".split()
 
 
@@ -42,7 +46,9 @@ def tables(rows: list[dict]) -> dict[str, str]:
         found, size = memory.estimate(one, request=requested(row)), row["bytes_per_device"]
         sizes = [gib(size), gib(found.device), f"{found.device / size - 1:+.0%}"]
         if "experts" in row:
-            experts.append([" x ".join(map(str, row["mesh"])), row["residual"], row["remat"], one.rows, *sizes])
+            experts.append(
+                [" x ".join(map(str, row["mesh"])), row["residual"], row["remat"], one.rows, *sizes]
+            )
         elif "interleave" in row:
             halves.append([row["remat"], {1: "whole", 2: "two halves"}[row["interleave"]], *sizes])
         else:
@@ -51,9 +57,13 @@ def tables(rows: list[dict]) -> dict[str, str]:
             dense.append([row["layers"], row["remat"], stream, row["accumulate"], *sizes, *on_host])
     compared = "compiled, GiB | estimated | error"
     return {
-        "memory": study.table(f"layers | remat | stream | parts | {compared} | on the host, GiB | estimated", dense),
+        "memory": study.table(
+            f"layers | remat | stream | parts | {compared} | on the host, GiB | estimated", dense
+        ),
         "halves": study.table(f"remat | batch | {compared}", halves),
-        "experts": study.table(f"mesh | residual | remat | sequences at a time | {compared}", experts),
+        "experts": study.table(
+            f"mesh | residual | remat | sequences at a time | {compared}", experts
+        ),
     }
 
 
@@ -63,7 +73,13 @@ def gib(size: float, *, digits: int = 1) -> str:
 
 def main(argv: list[str]) -> int:
     parser = study.parser(__doc__, name="plan")
-    parser.add_argument("--out", type=pathlib.Path, default=HERE / "results.json", metavar="FILE", help="of the rows")
+    parser.add_argument(
+        "--out",
+        type=pathlib.Path,
+        default=HERE / "results.json",
+        metavar="FILE",
+        help="of the rows",
+    )
     file = parser.parse_args(argv).out
 
     def work() -> None:

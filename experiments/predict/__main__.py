@@ -1,9 +1,12 @@
-"""Is the speed model right? Nine constants fitted to the paper's tables, and what they say of everything else.
+"""Is the speed model right? Nine constants fitted to the paper's tables, and what they say of
+everything else.
 
-    python -m experiments.predict    # with the package's constants: the tables of the README, and results.json
+    python -m experiments.predict    # with the package's constants: the tables of the README, and
+    results.json
 
-No accelerator is needed, and none is used: what is measured here was measured by the paper's authors. The README names
-the commit that has the fit; results.json keeps its constants, and its predictions of the figures that it left out.
+No accelerator is needed, and none is used: what is measured here was measured by the paper's
+authors. The README names the commit that has the fit; results.json keeps its constants, and its
+predictions of the figures that it left out.
 """
 
 import dataclasses
@@ -41,10 +44,14 @@ def predictions() -> dict:
         "published_summary": published.errors(measured, tokens),
         "seconds": [seconds(setting, *times) for setting, times in published.seconds().items()],
         "elsewhere": [
-            {"source": source, **row(setting, value, tokens(setting))} for source, setting, value in elsewhere
+            {"source": source, **row(setting, value, tokens(setting))}
+            for source, setting, value in elsewhere
         ],
         "elsewhere_summary": summaries,
-        "two_nodes": [row(setting, value, speedup(setting)) for setting, value in published.two_nodes().items()],
+        "two_nodes": [
+            row(setting, value, speedup(setting))
+            for setting, value in published.two_nodes().items()
+        ],
     }
 
 
@@ -66,13 +73,17 @@ def seconds(setting: Setting, prefill: float, decode: float) -> dict:
 
 def tables(results: dict) -> dict[str, str]:
     return {
-        "constants": study.table("constant | fitted", map(constant, results["fit"]["constants"].items())),
+        "constants": study.table(
+            "constant | fitted", map(constant, results["fit"]["constants"].items())
+        ),
         "summary": summaries(results),
         "published": study.table(
             "NVLink | TP | batch | standard | ladder | parallel | no communication",
             grouped(results["published"], "link", "tensor", "batch"),
         ),
-        "seconds": study.table("batch | residual | prefill s | decode s", map(times, results["seconds"])),
+        "seconds": study.table(
+            "batch | residual | prefill s | decode s", map(times, results["seconds"])
+        ),
         "elsewhere": elsewhere_table(results),
         "two nodes": two_nodes_table(results["two_nodes"]),
     }
@@ -80,7 +91,12 @@ def tables(results: dict) -> dict[str, str]:
 
 def constant(named: tuple[str, float]) -> list[str]:
     name, value = named
-    units = {"launch": (1e6, " µs"), "latency": (1e6, " µs"), "step": (1e6, " µs"), "bandwidth": (1e-9, " GB/s")}
+    units = {
+        "launch": (1e6, " µs"),
+        "latency": (1e6, " µs"),
+        "step": (1e6, " µs"),
+        "bandwidth": (1e-9, " GB/s"),
+    }
     scale, unit = units.get(name.split()[-1], (1, ""))
     return [name, f"{scale * value:.3g}{unit}"]
 
@@ -99,7 +115,12 @@ def grouped(rows: list[dict], *keys: str) -> list[list[object]]:
 
 
 def times(one: dict) -> list[object]:
-    return [one["batch"], one["residual"].replace("_", " "), pair(one["prefill"], ".4g"), pair(one["decode"], ".4g")]
+    return [
+        one["batch"],
+        one["residual"].replace("_", " "),
+        pair(one["prefill"], ".4g"),
+        pair(one["decode"], ".4g"),
+    ]
 
 
 def summaries(results: dict) -> str:
@@ -107,7 +128,9 @@ def summaries(results: dict) -> str:
     found, measured = {"fitted to all": results["published_summary"]}, published.tables()
     names = [field.name for field in dataclasses.fields(Setting)]
     for kind, rows in results["fit"]["left_out"].items():
-        predicted = {Setting(*(one[name] for name in names)): one["tokens_per_second"] for one in rows}
+        predicted = {
+            Setting(*(one[name] for name in names)): one["tokens_per_second"] for one in rows
+        }
         found[f"left out: its {kind}"] = published.errors(measured, predicted.__getitem__)
     lines = []
     for name, one in found.items():
@@ -125,17 +148,26 @@ def elsewhere_table(results: dict) -> str:
     lines = []
     for source, one in results["elsewhere_summary"].items():
         ratio = f"{100 * one['median_ratio_error']:.1f}"
-        lines.append([ELSEWHERE[source], one["figures"], *worst(one), ratio, one["pairs_out_of_order"]])
-    return study.table("what | figures | median error | worst | ratios: median points | pairs out of order", lines)
+        lines.append(
+            [ELSEWHERE[source], one["figures"], *worst(one), ratio, one["pairs_out_of_order"]]
+        )
+    return study.table(
+        "what | figures | median error | worst | ratios: median points | pairs out of order", lines
+    )
 
 
 def two_nodes_table(rows: list[dict]) -> str:
     lines: dict[int, list] = {}
     for one in rows:
-        lines.setdefault(one["batch"], [one["batch"]]).append(f"{one['measured']:.2f}, {one['predicted']:.2f}")
+        lines.setdefault(one["batch"], [one["batch"]]).append(
+            f"{one['measured']:.2f}, {one['predicted']:.2f}"
+        )
     errors = [100 * abs(one["predicted"] - one["measured"]) for one in rows]
     points = f"median {statistics.median(errors):.1f} points, worst {max(errors):.1f}"
-    return study.table("batch | ladder | parallel | no communication", lines.values()) + f"\n\n{points}"
+    return (
+        study.table("batch | ladder | parallel | no communication", lines.values())
+        + f"\n\n{points}"
+    )
 
 
 if __name__ == "__main__":

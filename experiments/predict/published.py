@@ -1,13 +1,15 @@
-"""The measurements that the model is held to, and its predictions of them by the authors' implementation.
+"""The measurements that the model is held to, and its predictions of them by the authors'
+implementation.
 
-published.csv, seconds.csv: tables of arXiv 2501.06589, Llama-3-70B on H100s, prompt 1024, 512 new tokens; tokens a
-second, and seconds of the prefill and of the 511 decode steps after it.
+published.csv, seconds.csv: tables of arXiv 2501.06589, Llama-3-70B on H100s, prompt 1024, 512 new
+tokens; tokens a second, and seconds of the prefill and of the 511 decode steps after it.
 elsewhere.csv: what the authors published besides, by its `source`:
     logs   github.com/mayank31398/ladder-residual-inference, final-results-512
     plots  the same, tools/plot-70b.py: without NVLink on 2 and on 4 devices
     blog   github.com/Nanami18/Nanami18.github.io, blogs/ladder_residual: models of other sizes
            (its 34B row repeats the figures of 70B at batch 16, and is left out)
-two_nodes.csv: the same repository's tools/plot-405b.py, tokens a second over Standard's, 405B on two nodes.
+two_nodes.csv: the same repository's tools/plot-405b.py, tokens a second over Standard's, 405B on
+    two nodes.
 """
 
 import csv
@@ -60,7 +62,12 @@ def elsewhere() -> list[tuple[str, Setting, float]]:
     """(source, setting, tokens a second)."""
     rows = _read("elsewhere.csv")
     return [
-        (row["source"], _setting(row, row["model"], row["residual"]), float(row["tokens_per_second"])) for row in rows
+        (
+            row["source"],
+            _setting(row, row["model"], row["residual"]),
+            float(row["tokens_per_second"]),
+        )
+        for row in rows
     ]
 
 
@@ -69,7 +76,9 @@ def two_nodes() -> dict[Setting, float]:
     found = {}
     for row in _read("two_nodes.csv"):
         for name in RESIDUALS[1:]:
-            found[Setting("llama-3.1-405b", "two nodes", 16, int(row["batch"]), name)] = float(row[name])
+            found[Setting("llama-3.1-405b", "two nodes", 16, int(row["batch"]), name)] = float(
+                row[name]
+            )
     return found
 
 
@@ -115,14 +124,22 @@ def _read(name: str) -> list[dict]:
 
 
 def errors(measured: dict[Setting, float], predict: Callable[[Setting], float]) -> dict:
-    """Errors are predicted / measured - 1; a ratio's is that of a speed over Standard's, predicted less measured."""
+    """Errors are predicted / measured - 1; a ratio's is that of a speed over Standard's, predicted
+    less measured.
+    """
     found = {setting: predict(setting) for setting in measured}
     absolute = {setting: abs(found[setting] / value - 1) for setting, value in measured.items()}
-    both = [(s, standard(s)) for s in measured if s.residual != "standard" and standard(s) in measured]
+    both = [
+        (s, standard(s)) for s in measured if s.residual != "standard" and standard(s) in measured
+    ]
     points = [abs(found[s] / found[base] - measured[s] / measured[base]) for s, base in both]
     worst = max(absolute, key=absolute.__getitem__)
     others = ((s, dataclasses.replace(s, residual=name)) for s in measured for name in RESIDUALS)
-    apart = [(s, other) for s, other in others if measured[s] > MATTERS * measured.get(other, measured[s])]
+    apart = [
+        (s, other)
+        for s, other in others
+        if measured[s] > MATTERS * measured.get(other, measured[s])
+    ]
     return {
         "figures": len(absolute),
         "median_error": statistics.median(absolute.values()),

@@ -1,9 +1,11 @@
-"""The small study: six topologies of one small shape, at equal tokens and at equal predicted time, over seeds.
+"""The small study: six topologies of one small shape, at equal tokens and at equal predicted time,
+over seeds.
 
     python -m experiments.pretrain data.path=wiki.valid.raw [path.to.field=value ...]
 
-On one device. What was killed goes on where it stood: finished runs are kept, an unfinished one resumes. At the end
-come results.json and the README's table; --tables makes it anew from results.json alone.
+On one device. What was killed goes on where it stood: finished runs are kept, an unfinished one
+resumes. At the end come results.json and the README's table; --tables makes it anew from
+results.json alone.
 """
 
 import argparse
@@ -33,13 +35,22 @@ RANKS, SHAPE, MACHINE = 8, "ladder-1b", "h100-nvlink"  # of the predicted time
 def main(argv: list[str]) -> int:
     parser = study.parser(__doc__, name="pretrain")
     parser.add_argument(
-        "overrides", nargs="*", metavar="path.to.field=value", help="settings that replace study.yaml's"
+        "overrides",
+        nargs="*",
+        metavar="path.to.field=value",
+        help="settings that replace study.yaml's",
     )
-    parser.add_argument("--runs", type=pathlib.Path, default=pathlib.Path("runs/pretrain"), metavar="DIR")
-    parser.add_argument("--out", type=pathlib.Path, default=HERE, metavar="DIR", help="of results.json and the rest")
+    parser.add_argument(
+        "--runs", type=pathlib.Path, default=pathlib.Path("runs/pretrain"), metavar="DIR"
+    )
+    parser.add_argument(
+        "--out", type=pathlib.Path, default=HERE, metavar="DIR", help="of results.json and the rest"
+    )
     parser.add_argument("--topologies", default=",".join(TOPOLOGIES), metavar="NAME[,NAME]")
     parser.add_argument("--seeds", type=int, default=3, metavar="N")
-    parser.add_argument("--tables", action="store_true", help="no runs: the table, from results.json")
+    parser.add_argument(
+        "--tables", action="store_true", help="no runs: the table, from results.json"
+    )
     args = parser.parse_intermixed_args(argv)
 
     def work() -> None:
@@ -62,9 +73,14 @@ class Run:
 
 
 def runs(
-    *, folder: pathlib.Path, overrides: list[str], seeds: int, topologies: Sequence[str] = TOPOLOGIES
+    *,
+    folder: pathlib.Path,
+    overrides: list[str],
+    seeds: int,
+    topologies: Sequence[str] = TOPOLOGIES,
 ) -> list[Run]:
-    """In the order in which they are made: what is killed half-way has compared all topologies on fewer seeds.
+    """In the order in which they are made: what is killed half-way has compared all topologies on
+    fewer seeds.
 
     Standard is always among them. Raises UserError for other topologies than TOPOLOGIES.
     """
@@ -78,7 +94,8 @@ def runs(
     every, found = train.evaluate_every or train.steps, []
     for seed, residual in itertools.product(range(seeds), TOPOLOGIES):
         if residual in ("standard", *topologies):
-            # As many steps as fit into the predicted time of Standard's, up to the next measurement.
+            # As many steps as fit into the predicted time of Standard's, up to the next
+            # measurement.
             steps = max(train.steps, math.ceil(train.steps * predicted(residual) / every) * every)
             changed = [f"model.residual={residual}", f"train.seed={seed}", f"train.steps={steps}"]
             changed.append(f"run.dir={folder / residual / f'seed-{seed}'}")
@@ -90,7 +107,8 @@ def runs(
 
 @functools.cache
 def predicted(residual: str) -> float:
-    """How many times as fast as Standard's a training step is: one microbatch of SHAPE over RANKS devices of MACHINE.
+    """How many times as fast as Standard's a training step is: one microbatch of SHAPE over RANKS
+    devices of MACHINE.
 
     In the plain form: the whole stream on every rank, and ring all-reduces.
     """
@@ -98,7 +116,9 @@ def predicted(residual: str) -> float:
     def seconds(residual: str) -> float:
         ranks = RANKS if residual == "ladder-fresh" else None
         model = config.preset(SHAPE, residual=residual, ranks=ranks)
-        return speeds.training_step(model, machine=machine.load(MACHINE), tensor=RANKS, rows=4, sequence=2048).seconds
+        return speeds.training_step(
+            model, machine=machine.load(MACHINE), tensor=RANKS, rows=4, sequence=2048
+        ).seconds
 
     return seconds("standard") / seconds(residual)
 
@@ -112,7 +132,9 @@ def measure(args: argparse.Namespace) -> None:
     from ladder_jax.train import folder
 
     topologies = args.topologies.split(",")
-    asked = runs(folder=args.runs, overrides=args.overrides, seeds=args.seeds, topologies=topologies)
+    asked = runs(
+        folder=args.runs, overrides=args.overrides, seeds=args.seeds, topologies=topologies
+    )
     for number, run in enumerate(asked, start=1):
         print(f"[{number}/{len(asked)}] {run.residual}, seed {run.seed}", flush=True)
         place = folder.path_of(run.config)
@@ -131,7 +153,10 @@ def measure(args: argparse.Namespace) -> None:
         "train": config.to_dict(standard.train),
     }
     of_study = {"shape": SHAPE, "machine": MACHINE}
-    times = [{**of_study, "residual": residual, "speedup": predicted(residual)} for residual in TOPOLOGIES]
+    times = [
+        {**of_study, "residual": residual, "speedup": predicted(residual)}
+        for residual in TOPOLOGIES
+    ]
     results = {**about, "predicted": times, "runs": [row(run) for run in asked]}
     study.keep(results, file=args.out / "results.json")
 
@@ -147,7 +172,9 @@ def row(run: Run) -> dict:
         "steps": run.config.train.steps,
         "parameters": read(folder.RESULT)["parameters"],
         "wall_seconds": read(folder.GOODPUT)["wall_seconds"],
-        "held_out": [[row["step"], row["validation_loss"]] for row in rows if "validation_loss" in row],
+        "held_out": [
+            [row["step"], row["validation_loss"]] for row in rows if "validation_loss" in row
+        ],
         "training": [[row["step"], row["loss"]] for row in rows],
     }
 
@@ -169,18 +196,22 @@ def speedup(results: dict, residual: str) -> float:
 def loss_at(run: dict, step: float) -> float:
     """The held-out loss at a step, between two measurements on the line that joins them.
 
-    Raises ValueError for a step that the run did not reach, or that is before the first measurement.
+    Raises ValueError for a step that the run did not reach, or that is before the first
+    measurement.
     """
     steps, losses = zip(*run["held_out"])
     if not steps[0] <= step <= steps[-1]:
-        raise ValueError(f"step {step} is not within the measurements of steps {steps[0]} to {steps[-1]}")
+        raise ValueError(
+            f"step {step} is not within the measurements of steps {steps[0]} to {steps[-1]}"
+        )
     return float(np.interp(step, steps, losses))
 
 
 def less_standard(results: dict, residual: str, *, at: float) -> list[float]:
     """The loss at step `at` less Standard's at its last one, over the seeds that both have.
 
-    Runs of a seed have the same batches, and the same initial values where their parameters are the same.
+    Runs of a seed have the same batches, and the same initial values where their parameters are the
+    same.
     """
     standard, own = of(results, "standard"), of(results, residual)
     last = {seed: loss_at(run, results["of_standard"]) for seed, run in standard.items()}

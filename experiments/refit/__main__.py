@@ -1,9 +1,11 @@
-"""How much of what a conversion to ladder layers loses does a refit give back? On SmolLM2-135M-Instruct.
+"""How much of what a conversion to ladder layers loses does a refit give back? On
+SmolLM2-135M-Instruct.
 
     python -m experiments.refit --wikitext FILE --gsm8k FILE --shakespeare FILE --out DIR
 
-On one device, in float32: the rows of results.json, each kept in DIR as soon as it is measured, so that the same
-command goes on with the others. --tables makes the README's tables anew from DIR's rows alone.
+On one device, in float32: the rows of results.json, each kept in DIR as soon as it is measured, so
+that the same command goes on with the others. --tables makes the README's tables anew from DIR's
+rows alone.
 """
 
 import argparse
@@ -27,7 +29,8 @@ MIXTURE = "mixture"  # a quarter of the calibration tokens from each domain
 HELD_OUT = 2048  # predicted tokens of each domain, one window
 SEQUENCE = 1024  # of the calibration's rows
 FRESH_RANKS = 3  # divides the model's 9 heads and 3 key/value heads
-WAYS = {"inputs": "inputs", "inputs and outputs": "both"}  # as `ladder-jax convert --refit` names them
+# as `ladder-jax convert --refit` names them
+WAYS = {"inputs": "inputs", "inputs and outputs": "both"}
 LAYERS = {  # as `--ladder-layers`; the least sensitive as experiments/convert_smollm2 has them
     "0": "original",
     "15": "last 15",
@@ -41,10 +44,14 @@ LAYERS = {  # as `--ladder-layers`; the least sensitive as experiments/convert_s
 def main(argv: list[str]) -> int:
     parser = study.parser(__doc__, name="refit")
     parser.add_argument("--wikitext", metavar="FILE", help="a split of WikiText-2")
-    parser.add_argument("--gsm8k", metavar="FILE", help="GSM8K's JSON lines, each with question and answer")
+    parser.add_argument(
+        "--gsm8k", metavar="FILE", help="GSM8K's JSON lines, each with question and answer"
+    )
     parser.add_argument("--shakespeare", metavar="FILE", help="tinyshakespeare, say")
     parser.add_argument("--out", type=pathlib.Path, default=HERE, metavar="DIR", help="of the rows")
-    parser.add_argument("--tables", action="store_true", help="no measurements: tables from the rows")
+    parser.add_argument(
+        "--tables", action="store_true", help="no measurements: tables from the rows"
+    )
     args = parser.parse_args(argv)
 
     def work() -> None:
@@ -58,7 +65,8 @@ def main(argv: list[str]) -> int:
 
 # The rows.
 
-USUAL = {"way": "inputs", "text": DOMAINS[0], "tokens": 12_288, "seed": 0, "ridge": 1e-3}  # text to seed: to calibrate
+# text to seed: to calibrate
+USUAL = {"way": "inputs", "text": DOMAINS[0], "tokens": 12_288, "seed": 0, "ridge": 1e-3}
 
 
 def asked() -> list[dict]:
@@ -69,21 +77,27 @@ def asked() -> list[dict]:
 
 @dataclasses.dataclass(frozen=True)
 class Measurement:
-    """held_out: by domain, tokens [HELD_OUT + 1]. rest: by domain, rows [n, SEQUENCE] of the text after them."""
+    """held_out: by domain, tokens [HELD_OUT + 1]. rest: by domain, rows [n, SEQUENCE] of the text
+    after them.
+    """
 
     source: Source
     held_out: dict[str, np.ndarray]
     rest: dict[str, np.ndarray]
 
     def of(self, row: dict) -> dict:
-        """The row's losses by domain, in nats a token, and what its fits left of the missing input."""
+        """The row's losses by domain, in nats a token, and what its fits left of the missing
+        input.
+        """
         from ladder_jax import evaluate, nn, parallel, pretrained
         from ladder_jax.pretrained.refit import FittedProjections, Refit, refit
 
         mesh, source, model, fits = parallel.make_mesh(), self.source, self.model(row), ()
         if row["way"] != "plain":
             settings = Refit(ridge=row["ridge"], projections=FittedProjections(WAYS[row["way"]]))
-            fitted = refit(source, model=model, rows=self.calibration(row), mesh=mesh, settings=settings)
+            fitted = refit(
+                source, model=model, rows=self.calibration(row), mesh=mesh, settings=settings
+            )
             source, fits = fitted.source, fitted.fits
         params = pretrained.load(dataclasses.replace(source, model=model), mesh=mesh)
         scorer = evaluate.Scorer(nn.define(model, mesh=mesh), params)
@@ -99,7 +113,8 @@ class Measurement:
         return dataclasses.replace(self.source.model, **changes)
 
     def calibration(self, row: dict) -> np.ndarray:
-        """Rows [n, SEQUENCE] chosen at random, without repetition; of a mixture equally many from each domain.
+        """Rows [n, SEQUENCE] chosen at random, without repetition; of a mixture equally many from
+        each domain.
 
         Raises UserError where the text has too few.
         """
@@ -108,8 +123,12 @@ class Measurement:
         count = row["tokens"] // SEQUENCE // len(domains)
         for domain in domains:
             if len(self.rest[domain]) < count:
-                raise UserError(f"{domain} has {len(self.rest[domain])} rows to calibrate on; {count} are asked for")
-        return np.concatenate([chance.choice(self.rest[domain], count, replace=False) for domain in domains])
+                raise UserError(
+                    f"{domain} has {len(self.rest[domain])} rows to calibrate on; {count} are asked for"
+                )
+        return np.concatenate(
+            [chance.choice(self.rest[domain], count, replace=False) for domain in domains]
+        )
 
 
 def measure(args: argparse.Namespace, *, file: pathlib.Path) -> None:
@@ -125,11 +144,15 @@ def measure(args: argparse.Namespace, *, file: pathlib.Path) -> None:
     opened = pretrained.open(smollm2())
     model = dataclasses.replace(opened.model, dtype=Dtype.FLOAT32, residual_dtype=Dtype.FLOAT32)
     source = dataclasses.replace(opened, model=model)
-    texts = {domain: read(domain, path) for domain, path in given.items()} | {"python": standard_library()}
+    texts = {domain: read(domain, path) for domain, path in given.items()} | {
+        "python": standard_library()
+    }
     tokenizer = source.tokenizer
     parts = {domain: cut(domain, text, tokenizer=tokenizer) for domain, text in texts.items()}
     held_out, rest = ({name: part[which] for name, part in parts.items()} for which in (0, 1))
-    names = {domain: pathlib.Path(path).name for domain, path in given.items()} | {"python": "the standard library"}
+    names = {domain: pathlib.Path(path).name for domain, path in given.items()} | {
+        "python": "the standard library"
+    }
     about = {**study.environment(), "texts": names, "held_out_tokens": HELD_OUT}
     study.resumed(asked(), Measurement(source, held_out, rest).of, file=file, about=about)
 
@@ -182,7 +205,9 @@ def tables(rows: list[dict]) -> dict[str, str]:
 
 
 def kinds(rows: list[dict]) -> str:
-    """Each conversion, plain and with the usual refit, by the loss on the domain that all rows are scored on."""
+    """Each conversion, plain and with the usual refit, by the loss on the domain that all rows are
+    scored on.
+    """
     losses = {title(row): row["losses"][DOMAINS[0]] for row in rows if row["way"] == "plain"}
     lines = []
     for row in rows:
@@ -191,8 +216,19 @@ def kinds(rows: list[dict]) -> str:
             continue
         before, after = losses[name], row["losses"][DOMAINS[0]]
         cost, left = before - losses["original"], after - losses["original"]
-        lines.append([name, f"{before:.3f}", f"{after:.3f}", f"+{cost:.3f}", f"+{left:.3f}", f"{1 - left / cost:.0%}"])
-    return study.table("converted | plain | refitted | plain costs | refitted costs | given back", lines)
+        lines.append(
+            [
+                name,
+                f"{before:.3f}",
+                f"{after:.3f}",
+                f"+{cost:.3f}",
+                f"+{left:.3f}",
+                f"{1 - left / cost:.0%}",
+            ]
+        )
+    return study.table(
+        "converted | plain | refitted | plain costs | refitted costs | given back", lines
+    )
 
 
 def domains(rows: list[dict]) -> str:

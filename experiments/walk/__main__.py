@@ -2,9 +2,10 @@
 
     python -m experiments.walk [--list] [--out FILE]
 
-train: `ladder-jax train tiny` on data x tensor = 2 x 2 simulated devices, from the command line until the first
-training step's program is called, whose tracing is included. generate: `ladder-jax generate CHECKPOINT --prompt TEXT`,
-from the command line to its end. Each command is run in a fresh process.
+train: `ladder-jax train tiny` on data x tensor = 2 x 2 simulated devices, from the command line
+until the first training step's program is called, whose tracing is included. generate: `ladder-jax
+generate CHECKPOINT --prompt TEXT`, from the command line to its end. Each command is run in a fresh
+process.
 
 --list prints the files in the order of their first calls, with their functions.
 """
@@ -22,23 +23,33 @@ from types import CodeType
 from experiments import study
 
 HERE = pathlib.Path(__file__).resolve().parent
-TEXT = "".join(f"line {n}: the ladder has {n % 7} rungs, and {n % 5} of them are new\n" for n in range(4000))
+TEXT = "".join(
+    f"line {n}: the ladder has {n % 7} rungs, and {n % 5} of them are new\n" for n in range(4000)
+)
 DEVICES = ("--cpu-devices", "4")
 
 
 def main() -> None:
     parser = study.parser(__doc__, name="walk")
-    parser.add_argument("--list", action="store_true", help="print the files in order, with their functions")
+    parser.add_argument(
+        "--list", action="store_true", help="print the files in order, with their functions"
+    )
     parser.add_argument("--out", type=pathlib.Path, default=HERE / "results.json")
     args = parser.parse_args()
-    os.environ["JAX_PLATFORMS"] = "cpu"  # where the commands run; of other platforms jax would say what is missing
+    # where the commands run; of other platforms jax would say what is missing
+    os.environ["JAX_PLATFORMS"] = "cpu"
     rows = []
     for name in ("train", "generate"):
         with tempfile.TemporaryDirectory() as folder:
             files = walk(name, folder=pathlib.Path(folder))
         if args.list:
             print(f"{name}: {len(files)} files")
-            print("\n".join(f"{n:4} {path}: {', '.join(names)}" for n, (path, names) in enumerate(files.items(), 1)))
+            print(
+                "\n".join(
+                    f"{n:4} {path}: {', '.join(names)}"
+                    for n, (path, names) in enumerate(files.items(), 1)
+                )
+            )
         rows.append({"walk": name, "files": len(files), "functions": sum(map(len, files.values()))})
         print(json.dumps(rows[-1]))
     study.keep({**study.environment(), "rows": rows}, file=args.out)
@@ -48,7 +59,15 @@ def walk(name: str, *, folder: pathlib.Path) -> dict[str, list[str]]:
     """By path below ladder_jax the functions, in the order of their first calls."""
     text, run, result = folder / "text.txt", folder / "run", folder / "result.json"
     text.write_text(TEXT, encoding="utf-8")
-    training = ["train", "tiny", *DEVICES, "mesh.data=2", "mesh.tensor=2", f"data.path={text}", f"run.dir={run}"]
+    training = [
+        "train",
+        "tiny",
+        *DEVICES,
+        "mesh.data=2",
+        "mesh.tensor=2",
+        f"data.path={text}",
+        f"run.dir={run}",
+    ]
     training.append("train.steps=2")
     if name == "generate":
         finish("ladder_jax", *training)
@@ -58,11 +77,17 @@ def walk(name: str, *, folder: pathlib.Path) -> dict[str, list[str]]:
 
 
 def finish(module: str, *words: str) -> None:
-    environment = {name: value for name, value in os.environ.items() if name != "JAX_COMPILATION_CACHE_DIR"}
+    environment = {
+        name: value for name, value in os.environ.items() if name != "JAX_COMPILATION_CACHE_DIR"
+    }
     environment["PYTHONPATH"] = str(HERE.parents[1])
-    done = subprocess.run([sys.executable, "-m", module, *words], env=environment, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-m", module, *words], env=environment, capture_output=True, text=True
+    )
     if done.returncode:
-        sys.exit(f"{module} {' '.join(words)} ended with status {done.returncode}:\n{done.stderr[-4000:]}")
+        sys.exit(
+            f"{module} {' '.join(words)} ended with status {done.returncode}:\n{done.stderr[-4000:]}"
+        )
 
 
 # The process that runs a command, and notes which functions it calls.
@@ -95,7 +120,8 @@ class Walk:
     def _enter(self, code: CodeType, offset: int) -> object:
         if code.co_filename.startswith(self._library):
             if not code.co_flags & inspect.CO_OPTIMIZED or code.co_name.startswith("<"):
-                return sys.monitoring.DISABLE  # the body of a module or a class; a lambda or a generator expression
+                # the body of a module or a class; a lambda or a generator expression
+                return sys.monitoring.DISABLE
             if not self._imports():
                 self._functions.setdefault(code)
             return None
@@ -109,7 +135,9 @@ class Walk:
         """Whether a module of the library is being imported on this thread."""
         frame = sys._getframe(2)
         while frame is not None:
-            if frame.f_code.co_name == "<module>" and frame.f_code.co_filename.startswith(self._library):
+            if frame.f_code.co_name == "<module>" and frame.f_code.co_filename.startswith(
+                self._library
+            ):
                 return True
             frame = frame.f_back
         return False

@@ -7,11 +7,14 @@ from ladder_jax import files, python, terminal
 from ladder_jax.bench import request as requests
 
 PACKAGES = ("ladder-jax", "jax", "jaxlib", "flax")
-COMPILERS = {"tpu": ("libtpu",), "gpu": ("jax-cuda13-plugin", "jax-cuda12-plugin")}  # a CPU's is jaxlib
+# a CPU's is jaxlib
+COMPILERS = {"tpu": ("libtpu",), "gpu": ("jax-cuda13-plugin", "jax-cuda12-plugin")}
 
 
 def run(args: dict) -> None:
-    """Print the result. An invalid argument raises UserError before anything is measured or written."""
+    """Print the result. An invalid argument raises UserError before anything is measured or
+    written.
+    """
     files.check_writable("out", args["out"])
     files.check_picture("plot", args["plot"])
     request = requests.make(**{name: args[name] for name in requests.OPTIONS})
@@ -26,7 +29,9 @@ def run(args: dict) -> None:
     mesh = make_mesh(tensor=request.tensor)
     with progress(measure.steps(request)) as update:
         done = itertools.count()
-        measurement = measure.measure(request, mesh=mesh, advance=lambda label: update(next(done), label))
+        measurement = measure.measure(
+            request, mesh=mesh, advance=lambda label: update(next(done), label)
+        )
     device = mesh.devices.flat[0]
     answer = result.Result(
         request=request,

@@ -30,7 +30,8 @@ type Advance = Callable[[str], None]
 
 @dataclasses.dataclass(frozen=True)
 class Samples:
-    """Seconds of one variant at one batch, one entry per repeat; entry i of every variant is from the same round.
+    """Seconds of one variant at one batch, one entry per repeat; entry i of every variant is from
+    the same round.
 
     prefill: from the prompt to the first token. decode: of the following new_tokens - 1 steps.
     step_bytes, prefill_flops: minimum traffic and compute of one device (see `work`).
@@ -72,7 +73,9 @@ def measure(request: Request, *, mesh: Mesh, advance: Advance) -> Measurement:
     return Measurement(copy, matmul, timed)
 
 
-def samples(request: Request, *, mesh: Mesh, advance: Advance = lambda label: None) -> tuple[Samples, ...]:
+def samples(
+    request: Request, *, mesh: Mesh, advance: Advance = lambda label: None
+) -> tuple[Samples, ...]:
     """As `measure`, without the device's limits."""
     definitions = {name: nn.define(request.config(name), mesh=mesh) for name in request.residuals}
     room = memory.room(mesh.devices.flat[0], devices=mesh.size)
@@ -85,24 +88,33 @@ def samples(request: Request, *, mesh: Mesh, advance: Advance = lambda label: No
     found = []
     with memory.explained("benchmarking", instead=INSTEAD):
         params = dict(zip(definitions, random_weights(list(definitions.values()))))
-        for batch in sorted(request.batches, reverse=True):  # largest first: if it does not fit, nothing is timed
+        # largest first: if it does not fit, nothing is timed
+        for batch in sorted(request.batches, reverse=True):
             for variant in request.variants:
                 advance(f"batch {batch}: compiling {variant.name}")
                 one = variant.residual
-                runs[batch, variant] = _generation(request, definitions[one], params[one], variant, batch, room)
+                runs[batch, variant] = _generation(
+                    request, definitions[one], params[one], variant, batch, room
+                )
         for batch in request.batches:
             seconds = {variant: [] for variant in request.variants}
-            for index, order in enumerate(rounds(request.variants, count=request.warmup + request.repeats)):
+            for index, order in enumerate(
+                rounds(request.variants, count=request.warmup + request.repeats)
+            ):
                 for variant in order:
                     advance(f"batch {batch}: {variant.name}")
                     timing = runs[batch, variant]()
                     if index >= request.warmup:
                         seconds[variant].append(timing)
-            found += [_samples(request, variant, batch, timings) for variant, timings in seconds.items()]
+            found += [
+                _samples(request, variant, batch, timings) for variant, timings in seconds.items()
+            ]
     return tuple(found)
 
 
-def _samples(request: Request, variant: Variant, batch: int, timings: list[tuple[float, float]]) -> Samples:
+def _samples(
+    request: Request, variant: Variant, batch: int, timings: list[tuple[float, float]]
+) -> Samples:
     model = Model(request.config(variant.residual), request.tensor)
     shape = dict(rows=batch, prompt_length=request.prompt_length)
     step_bytes = work.decode_bytes(model, new_tokens=request.new_tokens, **shape)
@@ -111,11 +123,20 @@ def _samples(request: Request, variant: Variant, batch: int, timings: list[tuple
 
 
 def _generation(
-    request: Request, definition: ModelDef, params: Params, variant: Variant, batch: int, room: int | None
+    request: Request,
+    definition: ModelDef,
+    params: Params,
+    variant: Variant,
+    batch: int,
+    room: int | None,
 ) -> Callable[[], tuple[float, float]]:
-    """Compile a generation. Returns a function that runs it once: () -> (prefill seconds, decode seconds)."""
+    """Compile a generation. Returns a function that runs it once: () -> (prefill seconds, decode
+    seconds).
+    """
     sharding = definition.layout.sharding
-    random = np.random.default_rng(0).integers(definition.config.vocab_size, size=(batch, request.prompt_length))
+    random = np.random.default_rng(0).integers(
+        definition.config.vocab_size, size=(batch, request.prompt_length)
+    )
     tokens = jax.device_put(random.astype(np.int32), sharding("BT"))
     lengths = jax.device_put(np.full(batch, request.prompt_length, np.int32), sharding("B"))
     keys = jax.random.split(jax.random.key(0), batch)
@@ -131,12 +152,19 @@ def _generation(
     for phase, compiled in (("the prefill", prefill), ("decoding", loop)):
         used = compiled.memory_analysis()
         results = used.output_size_in_bytes - used.alias_size_in_bytes
-        parts = dict(arguments=used.argument_size_in_bytes, temporaries=used.temp_size_in_bytes, results=results)
-        memory.check(parts, room=room, what=f"{phase} of {variant.name} at batch {batch}", instead=INSTEAD)
+        parts = dict(
+            arguments=used.argument_size_in_bytes,
+            temporaries=used.temp_size_in_bytes,
+            results=results,
+        )
+        memory.check(
+            parts, room=room, what=f"{phase} of {variant.name} at batch {batch}", instead=INSTEAD
+        )
     first = decode.sample_first(definition)
 
     def once() -> tuple[float, float]:
-        loop_seen = jax.block_until_ready(seen_in(tokens, lengths))  # a new array, because the loop donates it
+        # a new array, because the loop donates it
+        loop_seen = jax.block_until_ready(seen_in(tokens, lengths))
         start = time.perf_counter()
         logits, caches = prefill(params, tokens, lengths)
         token, _ = jax.block_until_ready(first(logits, settings, lengths, seen))
@@ -160,15 +188,21 @@ def rounds(names: tuple, *, count: int) -> list[tuple]:
 def weight_bytes(definitions: Iterable[ModelDef]) -> int:
     """Bytes of a device's shards of the weights; weights that the definitions share count once."""
     trees = [weights.abstract(definition, loop=Loop.UNROLLED) for definition in definitions]
-    shared = {jax.tree_util.keystr(path): leaf for tree in trees for path, leaf in jax.tree.leaves_with_path(tree)}
+    shared = {
+        jax.tree_util.keystr(path): leaf
+        for tree in trees
+        for path, leaf in jax.tree.leaves_with_path(tree)
+    }
     return memory.shard_bytes(shared)
 
 
 def random_weights(definitions: Sequence[ModelDef]) -> list[Params]:
-    """Unrolled parameters of each definition in the compute dtype: gains of norms are 1, all others normal x 0.02.
+    """Unrolled parameters of each definition in the compute dtype: gains of norms are 1, all others
+    normal x 0.02.
 
-    Each array is created in its dtype and sharding, without a float32 copy and without the host. Definitions share
-    arrays of the same name, shape and sharding, because residuals differ in their connections, not in their weights.
+    Each array is created in its dtype and sharding, without a float32 copy and without the host.
+    Definitions share arrays of the same name, shape and sharding, because residuals differ in their
+    connections, not in their weights.
     """
     arrays = {}
 
@@ -176,7 +210,9 @@ def random_weights(definitions: Sequence[ModelDef]) -> list[Params]:
         name = jax.tree_util.keystr(path)
         if (name, leaf) not in arrays:
             initialize = _initializer(leaf.shape, leaf.dtype, leaf.sharding, gain="scale" in name)
-            arrays[name, leaf] = initialize(jax.random.fold_in(jax.random.key(0), zlib.crc32(name.encode())))
+            arrays[name, leaf] = initialize(
+                jax.random.fold_in(jax.random.key(0), zlib.crc32(name.encode()))
+            )
         return arrays[name, leaf]
 
     abstract = [weights.abstract(definition, loop=Loop.UNROLLED) for definition in definitions]
@@ -185,6 +221,10 @@ def random_weights(definitions: Sequence[ModelDef]) -> list[Params]:
 
 @functools.cache
 def _initializer(shape, dtype, sharding, *, gain: bool):
-    """A compiled function key -> array, cached, so that a model of many layers needs only a few programs."""
-    initialize = lambda key: jnp.ones(shape, dtype) if gain else 0.02 * jax.random.normal(key, shape, dtype)
+    """A compiled function key -> array, cached, so that a model of many layers needs only a few
+    programs.
+    """
+    initialize = lambda key: (
+        jnp.ones(shape, dtype) if gain else 0.02 * jax.random.normal(key, shape, dtype)
+    )
     return jax.jit(initialize, out_shardings=sharding)

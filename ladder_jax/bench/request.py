@@ -10,7 +10,17 @@ from ladder_jax.splits import check_divides, check_tensor
 from ladder_jax.words import positive, words
 
 OPTIONS = (
-    *("model", "residual", "batch", "interleave", "prompt_length", "new_tokens", "tensor", "warmup", "repeats"),
+    *(
+        "model",
+        "residual",
+        "batch",
+        "interleave",
+        "prompt_length",
+        "new_tokens",
+        "tensor",
+        "warmup",
+        "repeats",
+    ),
     *("layers", "share"),
 )  # parameters of `make`
 
@@ -29,8 +39,9 @@ class Variant:
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-    """model: as the user typed it; shape: its configuration. batches: numbers of rows. warmup, repeats: generations per
-    residual and batch; only `repeats` are timed. interleaves: of the prefill, each with all residuals.
+    """model: as the user typed it; shape: its configuration. batches: numbers of rows. warmup,
+    repeats: generations per residual and batch; only `repeats` are timed. interleaves: of the
+    prefill, each with all residuals.
 
     tensor: number of devices; None for all devices, until `on_devices` replaces it.
     share: if not None, one device runs one of so many ranks, without communication.
@@ -51,7 +62,9 @@ class Request:
 
     @property
     def variants(self) -> tuple[Variant, ...]:
-        return tuple(itertools.starmap(Variant, itertools.product(self.residuals, self.interleaves)))
+        return tuple(
+            itertools.starmap(Variant, itertools.product(self.residuals, self.interleaves))
+        )
 
     @property
     def baseline(self) -> Variant:
@@ -81,20 +94,33 @@ class Request:
 
 
 def make(
-    *, model: str, residual: str, batch: str | None = None, interleave: str | None = None, **numbers: int | None
+    *,
+    model: str,
+    residual: str,
+    batch: str | None = None,
+    interleave: str | None = None,
+    **numbers: int | None,
 ) -> Request:
-    """A checked request. numbers: its other fields; None gives a default. Raises UserError for an invalid request."""
+    """A checked request. numbers: its other fields; None gives a default. Raises UserError for an
+    invalid request.
+    """
     shape = models.by_name(model)
     models.check_alone(shape, verb="bench")
     settings = {name: value for name, value in numbers.items() if value is not None}
-    for option, field, text in (("batch", "batches", batch), ("interleave", "interleaves", interleave)):
+    for option, field, text in (
+        ("batch", "batches", batch),
+        ("interleave", "interleaves", interleave),
+    ):
         if text is not None:
             settings[field] = tuple(positive(option, word) for word in words(option, text))
     residuals = words("residual", residual)
     for name in residuals:
         parse_residual(name)
     request = Request(model=model, shape=shape, residuals=residuals, **settings)
-    check(request.new_tokens > 1, "--new-tokens must be at least 2, not 1: the first one is the prefill's")
+    check(
+        request.new_tokens > 1,
+        "--new-tokens must be at least 2, not 1: the first one is the prefill's",
+    )
     for one, name in itertools.product(request.interleaves, residuals):
         of_residual = dataclasses.replace(shape, residual=name, ladder_layers=None, ranks=None)
         check_halves(one, model=of_residual, rows=2, names=("--interleave", "--batch"))
@@ -111,7 +137,11 @@ def make(
 
 
 def on_devices(request: Request, *, count: int) -> Request:
-    """The request for a machine of `count` devices. Raises UserError if they are too few or do not divide the model."""
+    """The request for a machine of `count` devices. Raises UserError if they are too few or do not
+    divide the model.
+    """
     tensor = count if request.tensor is None else request.tensor
-    check_tensor(request.shape, name=request.model, tensor=tensor, devices=count, where="this machine")
+    check_tensor(
+        request.shape, name=request.model, tensor=tensor, devices=count, where="this machine"
+    )
     return dataclasses.replace(request, tensor=tensor)

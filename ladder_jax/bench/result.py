@@ -10,13 +10,26 @@ from ladder_jax.schedule.roofline import Ceiling
 from ladder_jax.terminal import Table, number
 
 SETTINGS = ("tensor", "share", "prompt_length", "new_tokens", "warmup", "repeats")
-COLUMNS = ("batch", "residual", "prefill ms", "step ms", "tokens/s", "range", "GB/s", "of copy", "TFLOP/s", "of matmul")
+COLUMNS = (
+    "batch",
+    "residual",
+    "prefill ms",
+    "step ms",
+    "tokens/s",
+    "range",
+    "GB/s",
+    "of copy",
+    "TFLOP/s",
+    "of matmul",
+)
 OVERHEAD = "a ratio here is a topology's overhead, not its speed-up"
 
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """device: its kind. devices: their number on this machine. versions: of Python, packages and compilers, by name."""
+    """device: its kind. devices: their number on this machine. versions: of Python, packages and
+    compilers, by name.
+    """
 
     request: Request
     measurement: Measurement
@@ -53,10 +66,13 @@ class Result:
 
     @property
     def ratios(self) -> list[dict]:
-        """Speed-ups over the baseline (`Request.baseline`): median and range over the rounds of the baseline's seconds
-        over the variant's."""
+        """Speed-ups over the baseline (`Request.baseline`): median and range over the rounds of the
+        baseline's seconds over the variant's.
+        """
         baseline = self.request.baseline
-        of_baseline = {one.batch: one for one in self.measurement.samples if one.variant == baseline}
+        of_baseline = {
+            one.batch: one for one in self.measurement.samples if one.variant == baseline
+        }
         return [
             {
                 "residual": one.residual,
@@ -76,20 +92,30 @@ class Result:
         """One line per variant: its decoding, or of two halves in turn its prefill."""
         ratios, lines = self.ratios, []
         for variant in self.request.variants:
-            verb, phase = ("prefills", "prefill") if variant.interleave == 2 else ("decodes", "decode")
+            verb, phase = (
+                ("prefills", "prefill") if variant.interleave == 2 else ("decodes", "decode")
+            )
             parts = []
             for ratio in ratios:
                 if Variant(ratio["residual"], ratio["interleave"]) == variant:
-                    median, *ends = (f"{ratio[f'{phase}_ratio{end}']:.2f}" for end in ("", "_min", "_max"))
-                    parts.append(f"{median}x {ratio['against']} [{', '.join(ends)}] at batch {ratio['batch']}")
+                    median, *ends = (
+                        f"{ratio[f'{phase}_ratio{end}']:.2f}" for end in ("", "_min", "_max")
+                    )
+                    parts.append(
+                        f"{median}x {ratio['against']} [{', '.join(ends)}] at batch {ratio['batch']}"
+                    )
             lines += [f"{variant.name} {verb} {', '.join(parts)}"] if parts else []
         if lines:
             return lines
-        parts = [f"{row['tokens_per_second']:,.1f} tokens/s at batch {row['batch']}" for row in self.rows]
+        parts = [
+            f"{row['tokens_per_second']:,.1f} tokens/s at batch {row['batch']}" for row in self.rows
+        ]
         return [f"{self.request.residuals[0]} generates {', '.join(parts)}"]
 
     def as_dict(self) -> dict:
-        """The JSON object. Seconds, bytes and FLOPs are of one device. `_row` defines medians and ranges."""
+        """The JSON object. Seconds, bytes and FLOPs are of one device. `_row` defines medians and
+        ranges.
+        """
         request, measurement = self.request, self.measurement
         return {
             "model": request.model,
@@ -117,7 +143,8 @@ class Result:
             table(self.rows),
             f"copy      {_ceiling(self.measurement.copy, 1e9, 'GB/s')}",
             f"matmul    {_ceiling(self.measurement.matmul, 1e12, 'TFLOP/s')}",
-            "versions  " + ", ".join(f"{name} {version}" for name, version in self.versions.items()),
+            "versions  "
+            + ", ".join(f"{name} {version}" for name, version in self.versions.items()),
         ]
 
 
@@ -151,10 +178,15 @@ def _row(one: Samples, request: Request, measurement: Measurement) -> dict:
         "prefill_flops": one.prefill_flops,
     }
     each = list(map(figures, one.prefill, one.decode))
-    for name, value in figures(statistics.median(one.prefill), statistics.median(one.decode)).items():
+    for name, value in figures(
+        statistics.median(one.prefill), statistics.median(one.decode)
+    ).items():
         row[name] = value
         row |= _range(name, [figure[name] for figure in each])
-    return row | {"prefill_seconds_each": list(one.prefill), "decode_seconds_each": list(one.decode)}
+    return row | {
+        "prefill_seconds_each": list(one.prefill),
+        "decode_seconds_each": list(one.decode),
+    }
 
 
 def _range(name: str, values: Sequence[float]) -> dict[str, float]:

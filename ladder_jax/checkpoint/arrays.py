@@ -1,7 +1,8 @@
 """A checkpoint's arrays, read by tensorstore from any folder, and written by it into object stores.
 
-The storage format is Orbax's: zarr arrays in an OCDBT database. In a store each process writes its shards into a
-database of its own, and the first process merges these databases, without copying values.
+The storage format is Orbax's: zarr arrays in an OCDBT database. In a store each process writes its
+shards into a database of its own, and the first process merges these databases, without copying
+values.
 """
 
 import collections
@@ -22,12 +23,18 @@ from ladder_jax.parallel import mesh as meshes
 METADATA = "_METADATA"  # the file with Orbax's description of the arrays
 DICT_KEY = 2  # Orbax's number for a key of a dict
 AHEAD = 1 << 29  # bytes that are read in advance
-LARGEST = 400 << 20  # bytes of a chunk, and of an object before its last chunk; S3 takes at most 5 GB in one request
+# bytes of a chunk, and of an object before its last chunk; S3 takes at most 5 GB in one request
+LARGEST = 400 << 20
 # As Orbax has them; two databases can only be merged if they are equal.
-_CONFIG = {"max_inline_value_bytes": 1024, "max_decoded_node_bytes": 100_000_000, "manifest_kind": "single"}
+_CONFIG = {
+    "max_inline_value_bytes": 1024,
+    "max_decoded_node_bytes": 100_000_000,
+    "manifest_kind": "single",
+}
 
 type Index = tuple[slice, ...]
-Key = tuple[str, int | None]  # an array's name, such as "layers/mlp/up", and the layer's index if layers are stacked
+# an array's name, such as "layers/mlp/up", and the layer's index if layers are stacked
+Key = tuple[str, int | None]
 
 
 def named(tree: Any) -> dict[str, Any]:
@@ -52,10 +59,12 @@ def stored(folder: AnyPath) -> dict[str, jax.ShapeDtypeStruct]:
 def read(
     folder: AnyPath, like: Mapping[str, jax.ShapeDtypeStruct], keys: Sequence[Key] | None = None
 ) -> Iterator[jax.Array]:
-    """The array of each key (by default of all of `like`), with the shape, dtype and sharding that `like` has for it.
+    """The array of each key (by default of all of `like`), with the shape, dtype and sharding that
+    `like` has for it.
 
-    For layers these are without dimension L. What is not stored of a shape is zero. Each process reads its own shards,
-    once, those of the next keys in advance: the host holds up to AHEAD bytes, or one array if that is larger.
+    For layers these are without dimension L. What is not stored of a shape is zero. Each process
+    reads its own shards, once, those of the next keys in advance: the host holds up to AHEAD bytes,
+    or one array if that is larger.
     """
     keys = [(name, None) for name in like] if keys is None else keys
     names = dict.fromkeys(name for name, _ in keys)
@@ -74,7 +83,8 @@ def read(
             store = stores[following] if layer is None else stores[following][layer]
             ahead.append(begin_read(store, like[following]))
             held += _size(like[following])
-        yield _placed(ahead.popleft(), like[name])  # no local variable: it would keep the array alive
+        # no local variable: it would keep the array alive
+        yield _placed(ahead.popleft(), like[name])
         held -= _size(like[name])
 
 
@@ -87,8 +97,12 @@ def _open(folder: AnyPath, name: str) -> tensorstore.Future:
     return tensorstore.open(described_array(database(folder), name), open=True, read=True)
 
 
-def begin_read(store: tensorstore.TensorStore, like: jax.ShapeDtypeStruct) -> dict[Index, tensorstore.Future]:
-    """Starts to read this process's shards, by their places; a stored vocabulary may have less padding than `like`."""
+def begin_read(
+    store: tensorstore.TensorStore, like: jax.ShapeDtypeStruct
+) -> dict[Index, tensorstore.Future]:
+    """Starts to read this process's shards, by their places; a stored vocabulary may have less
+    padding than `like`.
+    """
     places = like.sharding.addressable_devices_indices_map(like.shape).values()
     reads = {}
     for index in set(places):
@@ -125,7 +139,11 @@ def create(
 ) -> tensorstore.Future:
     """Opens an array in a database, or makes it, in chunks of this shape."""
     metadata = {"chunks": list(chunk), "compressor": {"id": "zstd", "level": 1}}
-    spec = {**described_array(within, name), "metadata": metadata, "store_data_equal_to_fill_value": True}
+    spec = {
+        **described_array(within, name),
+        "metadata": metadata,
+        "store_data_equal_to_fill_value": True,
+    }
     about = dict(shape=array.shape, dtype=tensorstore.dtype(array.dtype), context=context)
     return tensorstore.open(spec, open=True, create=True, **about)
 
@@ -138,12 +156,19 @@ def described(shapes: Mapping[str, tuple[int, ...]]) -> str:
         about = {"value_type": "jax.Array", "skip_deserialize": False, "write_shape": list(shape)}
         described_keys = [{"key": key, "key_type": DICT_KEY} for key in keys]
         tree[str(tuple(keys))] = {"key_metadata": described_keys, "value_metadata": about}
-    metadata = {"tree_metadata": tree, "use_ocdbt": True, "use_zarr3": False, "custom_metadata": None}
+    metadata = {
+        "tree_metadata": tree,
+        "use_ocdbt": True,
+        "use_zarr3": False,
+        "custom_metadata": None,
+    }
     return json.dumps(metadata | {"store_array_data_equal_to_fill_value": True})
 
 
 def begin(folder: AnyPath, arrays: Mapping[str, jax.Array]) -> list[tensorstore.Future]:
-    """Copies this process's shards of the arrays, by name, to the host, and starts to write them."""
+    """Copies this process's shards of the arrays, by name, to the host, and starts to write
+    them.
+    """
     written, context = _written(_part(folder, jax.process_index())), tensorstore.Context()
     opening = {}
     for name, array in arrays.items():
@@ -173,11 +198,17 @@ def _part(folder: AnyPath, process: int) -> AnyPath:
 
 
 def _written(folder: AnyPath) -> dict[str, Any]:
-    return {**database(folder), "config": _CONFIG, "assume_config": True, "target_data_file_size": LARGEST}
+    return {
+        **database(folder),
+        "config": _CONFIG,
+        "assume_config": True,
+        "target_data_file_size": LARGEST,
+    }
 
 
 def _chunk(name: str, array: jax.Array) -> list[int]:
-    """The shape of a chunk: a shard, of a stack one layer of it, cut until it has LARGEST bytes at most.
+    """The shape of a chunk: a shard, of a stack one layer of it, cut until it has LARGEST bytes at
+    most.
 
     It divides the shard, since a chunk of two processes' shards would be written twice.
     """
@@ -186,6 +217,8 @@ def _chunk(name: str, array: jax.Array) -> list[int]:
         chunk[0] = 1
     for axis, length in enumerate(chunk):
         slice_bytes = array.dtype.itemsize * math.prod(chunk[axis + 1 :])
-        fitting = [n for n in range(1, length + 1) if length % n == 0 and n * slice_bytes <= LARGEST]
+        fitting = [
+            n for n in range(1, length + 1) if length % n == 0 and n * slice_bytes <= LARGEST
+        ]
         chunk[axis] = max(fitting, default=1)
     return chunk

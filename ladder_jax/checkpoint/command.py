@@ -15,7 +15,8 @@ from ladder_jax.files import AnyPath, absolute, explained
 class Row:
     """One checkpoint. bytes: its size on disk. time: seconds since 1970.
 
-    state: "whole" (verified), "damaged", "unchecked", or "no manifest" (of an older version of this program).
+    state: "whole" (verified), "damaged", "unchecked", or "no manifest" (of an older version of this
+        program).
     """
 
     step: int
@@ -28,7 +29,9 @@ class Row:
 
 
 def run(args: dict) -> None:
-    """Print the list. Raises UserError if there is no checkpoint, and RunFailed, at the end, if one is damaged."""
+    """Print the list. Raises UserError if there is no checkpoint, and RunFailed, at the end, if one
+    is damaged.
+    """
     keep = store.parse_keep(args["prune"]) if args["prune"] else None
     path = absolute(args["run"])
     thorough = args["verify"] or keep is not None
@@ -37,19 +40,28 @@ def run(args: dict) -> None:
         rows = [_row(folder / str(step), thorough=thorough) for step in saved.steps(folder)]
         if not rows:
             raise UserError(f"there is no checkpoint below {str(path)!r}")
-        rows = [row for row in rows if absolute(row.path).is_dir()]  # a running job may have removed some meanwhile
+        # a running job may have removed some meanwhile
+        rows = [row for row in rows if absolute(row.path).is_dir()]
     removed = _prune(rows, folder=folder, keep=keep) if keep else []
     rows = [row for row in rows if row.step not in removed]
     damaged = [row for row in rows if row.state == "damaged"]
     if args["json"]:
         print(
-            json.dumps({"run": str(path), "checkpoints": [dataclasses.asdict(row) for row in rows], "removed": removed})
+            json.dumps(
+                {
+                    "run": str(path),
+                    "checkpoints": [dataclasses.asdict(row) for row in rows],
+                    "removed": removed,
+                }
+            )
         )
     else:
         _show(rows, removed)
     if damaged:
         steps = ", ".join(str(row.step) for row in damaged)
-        raise RunFailed(f"damaged: the checkpoint of step {steps} (train with run.on_damaged=previous goes on without)")
+        raise RunFailed(
+            f"damaged: the checkpoint of step {steps} (train with run.on_damaged=previous goes on without)"
+        )
 
 
 def _row(folder: AnyPath, *, thorough: bool) -> Row:
@@ -77,7 +89,9 @@ def _row(folder: AnyPath, *, thorough: bool) -> Row:
 
 
 def _prune(rows: list[Row], *, folder: AnyPath, keep: Keep) -> list[int]:
-    """Remove checkpoints and return their steps. Damaged ones are neither counted nor removed: the user decides."""
+    """Remove checkpoints and return their steps. Damaged ones are neither counted nor removed: the
+    user decides.
+    """
     losses = {row.step: row.validation_loss for row in rows if row.state != "damaged"}
     removed = store.steps_to_remove(losses, keep=keep) if losses else []
     for step in removed:
@@ -88,9 +102,17 @@ def _prune(rows: list[Row], *, folder: AnyPath, keep: Keep) -> list[int]:
 def _show(rows: list[Row], removed: list[int]) -> None:
     cells = []
     for row in rows:
-        when = "" if row.time is None else f"{datetime.datetime.fromtimestamp(row.time):%Y-%m-%d %H:%M:%S}"
+        when = (
+            ""
+            if row.time is None
+            else f"{datetime.datetime.fromtimestamp(row.time):%Y-%m-%d %H:%M:%S}"
+        )
         loss = "" if row.validation_loss is None else f"{row.validation_loss:.4f}"
         cells.append((str(row.step), when, f"{row.bytes / 1e6:,.1f}", loss, row.state))
-    table = terminal.Table(("step", "written", "MB", "held-out loss", "state"), cells, left=("written", "state"))
+    table = terminal.Table(
+        ("step", "written", "MB", "held-out loss", "state"), cells, left=("written", "state")
+    )
     problems = [f"step {row.step}: {problem}" for row in rows for problem in row.problems]
-    terminal.show([table, *problems, *([f"removed: {', '.join(map(str, removed))}"] if removed else [])])
+    terminal.show(
+        [table, *problems, *([f"removed: {', '.join(map(str, removed))}"] if removed else [])]
+    )

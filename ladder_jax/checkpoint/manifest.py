@@ -1,9 +1,11 @@
-"""A checkpoint's manifest: the size and digest of each of its files, to detect later changes. It is written last.
+"""A checkpoint's manifest: the size and digest of each of its files, to detect later changes. It is
+written last.
 
-Orbax stores no checksums of values. Digests are BLAKE2b of 128 bits, computed in threads (hashlib releases the
-interpreter's lock) at about 1 GB/s each. In an object store they are the store's own checksums, which it computes from
-the content, so that no object is read. A checkpoint that was copied to a disk is compared by its MD5 (gs://) or by
-sizes alone (s3://, whose ETag need not be a digest); one that was copied into a store is read to compare it.
+Orbax stores no checksums of values. Digests are BLAKE2b of 128 bits, computed in threads (hashlib
+releases the interpreter's lock) at about 1 GB/s each. In an object store they are the store's own
+checksums, which it computes from the content, so that no object is read. A checkpoint that was
+copied to a disk is compared by its MD5 (gs://) or by sizes alone (s3://, whose ETag need not be a
+digest); one that was copied into a store is read to compare it.
 """
 
 import base64
@@ -19,7 +21,8 @@ from ladder_jax import files, remote
 from ladder_jax.files import AnyPath, is_remote, read_text
 
 NAME = "manifest.json"
-DAMAGED = "manifest.damaged.json"  # in an object store: the manifest of a checkpoint that was put aside
+# in an object store: the manifest of a checkpoint that was put aside
+DAMAGED = "manifest.damaged.json"
 DIGEST = "blake2b-128"
 THREADS = 16
 
@@ -30,10 +33,15 @@ _DAMAGED = (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionE
 
 
 def write(folder: AnyPath) -> None:
-    """Write the manifest of all files in `folder`. On return, the files and the manifest are synced to the disk."""
+    """Write the manifest of all files in `folder`. On return, the files and the manifest are synced
+    to the disk.
+    """
     if is_remote(folder):
         digest_of = lambda info: next(iter(_checksums(info)), "")
-        entries = {name: {"size": int(info["size"]), "digest": digest_of(info)} for name, info in found(folder).items()}
+        entries = {
+            name: {"size": int(info["size"]), "digest": digest_of(info)}
+            for name, info in found(folder).items()
+        }
     else:
         (folder / NAME).unlink(missing_ok=True)
         names = sorted(found(folder))
@@ -63,12 +71,16 @@ def problems(folder: AnyPath, *, part: str = "", contents: bool = True) -> list[
     difference = lambda name: _difference(folder / name, there.get(name), listed[name], contents)
     with concurrent.futures.ThreadPoolExecutor(THREADS) as pool:
         differences = pool.map(difference, compared)
-        return [f"{name} {difference}" for name, difference in zip(compared, differences) if difference]
+        return [
+            f"{name} {difference}" for name, difference in zip(compared, differences) if difference
+        ]
 
 
 def digest(folder: AnyPath, *, part: str) -> str:
     """A digest of the manifest's entries for the subfolder `part`."""
-    return _digest_of({name: file for name, file in _read(folder).items() if name.startswith(f"{part}/")})
+    return _digest_of(
+        {name: file for name, file in _read(folder).items() if name.startswith(f"{part}/")}
+    )
 
 
 def sync_folder(folder: pathlib.Path) -> None:
@@ -98,7 +110,9 @@ def _read(folder: AnyPath) -> dict[str, File]:
 
 
 def found(folder: AnyPath) -> dict[str, dict[str, Any]]:
-    """The files below a folder, but for the manifest, with their `size` and what an object store says of them."""
+    """The files below a folder, but for the manifest, with their `size` and what an object store
+    says of them.
+    """
     if is_remote(folder):
         return {name: info for name, info in remote.listed(folder).items() if name != NAME}
     there = {}
@@ -109,7 +123,9 @@ def found(folder: AnyPath) -> dict[str, dict[str, Any]]:
     return there
 
 
-def _difference(path: AnyPath, info: dict[str, Any] | None, file: File, contents: bool) -> str | None:
+def _difference(
+    path: AnyPath, info: dict[str, Any] | None, file: File, contents: bool
+) -> str | None:
     """What is wrong with a file, by the store's own checksum, or with `contents` by reading it."""
     if info is None:
         return "is missing"
@@ -119,7 +135,8 @@ def _difference(path: AnyPath, info: dict[str, Any] | None, file: File, contents
     kind, _, value = digest.rpartition(":")
     if stated and (kind or not digest):
         same = digest in stated
-    elif contents and value and kind in ("", "md5Hash"):  # no other checksum can be computed from the content
+    # no other checksum can be computed from the content
+    elif contents and value and kind in ("", "md5Hash"):
         try:
             with path.open("rb") as opened:
                 content = hashlib.file_digest(opened, "md5" if kind else _hash).digest()
@@ -134,14 +151,21 @@ def _difference(path: AnyPath, info: dict[str, Any] | None, file: File, contents
 
 
 def _checksums(info: dict[str, Any]) -> list[str]:
-    """The store's own checksums of an object, such as "md5Hash:...", the best first. info: as in `remote.listed`."""
-    return [f"{name}:{info[name]}" for name in ("md5Hash", "crc32c", "ETag", "etag") if info.get(name)]
+    """The store's own checksums of an object, such as "md5Hash:...", the best first. info: as in
+    `remote.listed`.
+    """
+    return [
+        f"{name}:{info[name]}" for name in ("md5Hash", "crc32c", "ETag", "etag") if info.get(name)
+    ]
 
 
 def _synced(path: pathlib.Path) -> File:
     with path.open("rb") as file:
         os.fsync(file.fileno())
-        return {"size": os.fstat(file.fileno()).st_size, "digest": hashlib.file_digest(file, _hash).hexdigest()}
+        return {
+            "size": os.fstat(file.fileno()).st_size,
+            "digest": hashlib.file_digest(file, _hash).hexdigest(),
+        }
 
 
 def _digest_of(entries: dict[str, File]) -> str:

@@ -1,9 +1,9 @@
 """Saved checkpoints: open them, verify them, and read them onto any mesh.
 
-A checkpoint is a folder `checkpoints/<step>/` with these items: `params` and `optimizer`, nested dicts of arrays;
-`data`, JSON with the position in the data and the skipped batches; `meta`, JSON with this format's name and version,
-the run's resolved configuration and the held-out loss; and `manifest.json`. Older checkpoints without a manifest can be
-read, but not verified.
+A checkpoint is a folder `checkpoints/<step>/` with these items: `params` and `optimizer`, nested
+dicts of arrays; `data`, JSON with the position in the data and the skipped batches; `meta`, JSON
+with this format's name and version, the run's resolved configuration and the held-out loss; and
+`manifest.json`. Older checkpoints without a manifest can be read, but not verified.
 """
 
 import dataclasses
@@ -28,7 +28,9 @@ VERSION = 1
 
 
 class Damaged(UserError):
-    """A file of the checkpoint is missing or changed. The message names the newest intact checkpoint before it."""
+    """A file of the checkpoint is missing or changed. The message names the newest intact
+    checkpoint before it.
+    """
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,7 +55,9 @@ class Checkpoint:
     __repr__ = shown
 
     def tokenizer(self) -> tokenizers.Tokenizer:
-        """The run's copy of its tokenizer. Raises UserError if it is missing, or has more tokens than the model."""
+        """The run's copy of its tokenizer. Raises UserError if it is missing, or has more tokens
+        than the model.
+        """
         folder = self.path.parent.parent / tokenizers.FOLDER
         stored = folder.exists() or self.config.data.tokenizer != tokenizers.BYTES
         tokenizer = tokenizers.load(folder if stored else None)
@@ -61,11 +65,15 @@ class Checkpoint:
         return tokenizer
 
     def params(self, definition: ModelDef) -> Params:
-        """The parameters, with the shapes and shardings of `definition`. Raises Damaged if a file was changed."""
+        """The parameters, with the shapes and shardings of `definition`. Raises Damaged if a file
+        was changed.
+        """
         return self._restore("params", definition.abstract)
 
     def optimizer(self, like: Params) -> Params:
-        """The optimizer's state, with the shapes and shardings of `like`. Raises UserError if none was saved."""
+        """The optimizer's state, with the shapes and shardings of `like`. Raises UserError if none
+        was saved.
+        """
         if not (self.path / "optimizer").is_dir():
             raise UserError(
                 f"checkpoint {str(self.path)!r} was converted, not trained: it has no optimizer's state to go on with"
@@ -74,11 +82,19 @@ class Checkpoint:
 
     @property
     def identity(self) -> str:
-        """A string that identifies the parameters: their digest in the manifest; without a manifest, the path."""
-        return manifest.digest(self.path, part="params") if self.has_manifest else str(self.path.resolve())
+        """A string that identifies the parameters: their digest in the manifest; without a
+        manifest, the path.
+        """
+        return (
+            manifest.digest(self.path, part="params")
+            if self.has_manifest
+            else str(self.path.resolve())
+        )
 
     def check(self) -> "Checkpoint":
-        """Compares every file with the manifest, and returns this checkpoint as verified. Raises Damaged."""
+        """Compares every file with the manifest, and returns this checkpoint as verified. Raises
+        Damaged.
+        """
         if self.has_manifest:
             _check_files(self.path, part="")
         return dataclasses.replace(self, verified=self.has_manifest)
@@ -86,7 +102,9 @@ class Checkpoint:
     def _restore(self, item: str, like: Params) -> Params:
         self.compare(item, like)
         try:
-            return jax.tree.unflatten(jax.tree.structure(like), arrays.read(self.path / item, named(like)))
+            return jax.tree.unflatten(
+                jax.tree.structure(like), arrays.read(self.path / item, named(like))
+            )
         except Exception as error:  # tensorstore has no error of its own for damaged files
             raise damaged(self.path, error) from error
 
@@ -108,10 +126,12 @@ class Checkpoint:
 
 @dataclasses.dataclass(frozen=True)
 class Pieces:
-    """`Pieces(checkpoint, definition)(keys)` yields each key's array, sharded as in `definition`, without dimension L.
+    """`Pieces(checkpoint, definition)(keys)` yields each key's array, sharded as in `definition`,
+    without dimension L.
 
-    Inference loads weights this way; arrays keep the stored dtype. Before the first array, the checkpoint's files are
-    compared with the manifest. Raises Damaged if a file was changed, UserError if an array has another shape.
+    Inference loads weights this way; arrays keep the stored dtype. Before the first array, the
+    checkpoint's files are compared with the manifest. Raises Damaged if a file was changed,
+    UserError if an array has another shape.
     """
 
     checkpoint: Checkpoint
@@ -123,7 +143,10 @@ class Pieces:
         dims, abstract = named(definition.dims), named(definition.abstract)
         for name in {name for name, _ in keys}:
             letters = dims[name].removeprefix("L")
-            shape, sharding = abstract[name].shape[-len(letters) :], definition.layout.sharding(letters)
+            shape, sharding = (
+                abstract[name].shape[-len(letters) :],
+                definition.layout.sharding(letters),
+            )
             like[name] = jax.ShapeDtypeStruct(shape, there[name].dtype, sharding=sharding)
         try:
             yield from arrays.read(self.checkpoint.path / "params", like, keys)
@@ -134,12 +157,16 @@ class Pieces:
 
 
 def check_shapes(stored: Any, like: Any, *, folder: AnyPath) -> None:
-    """Raises UserError if an array is missing, extra or of another shape but for padding (vocabulary, experts)."""
+    """Raises UserError if an array is missing, extra or of another shape but for padding
+    (vocabulary, experts).
+    """
     actual, expected = named(stored), named(like)
     for name in sorted(actual.keys() | expected.keys()):
         a, b = (tuple(tree[name].shape) if name in tree else None for tree in (actual, expected))
         if a is None or b is None or _unpadded(name, a) != _unpadded(name, b):
-            raise UserError(f"checkpoint {str(folder)!r} does not fit its configuration: {name} is {a}, not {b}")
+            raise UserError(
+                f"checkpoint {str(folder)!r} does not fit its configuration: {name} is {a}, not {b}"
+            )
 
 
 def _unpadded(name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -152,14 +179,18 @@ def _unpadded(name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def steps(folder: AnyPath) -> list[int]:
-    """The steps of the finished checkpoints in `folder`, in order. In an object store the manifest finishes one."""
+    """The steps of the finished checkpoints in `folder`, in order. In an object store the manifest
+    finishes one.
+    """
     if is_remote(folder):
         return _named_steps(folder, lambda path: (path / manifest.NAME).exists())
     return _named_steps(folder, lambda path: path.is_dir())
 
 
 def unfinished_steps(folder: AnyPath) -> list[int]:
-    """In an object store: the steps whose checkpoints have no manifest, and were not put aside as damaged."""
+    """In an object store: the steps whose checkpoints have no manifest, and were not put aside as
+    damaged.
+    """
     marked = lambda path: (path / manifest.NAME).exists() or (path / manifest.DAMAGED).exists()
     return _named_steps(folder, lambda path: not marked(path))
 
@@ -170,20 +201,25 @@ def _named_steps(folder: AnyPath, wanted: Callable[[AnyPath], bool]) -> list[int
 
 
 def _is_step(name: str) -> bool:
-    """Whether `name` is a step as a run writes it: "20", but not "020" or digits other than ASCII's."""
+    """Whether `name` is a step as a run writes it: "20", but not "020" or digits other than
+    ASCII's.
+    """
     return name.isascii() and name.isdigit() and name == str(int(name))
 
 
 def folder_of(path: AnyPath) -> AnyPath:
-    """The folder that holds the steps' folders: `path/checkpoints` if `path` is a run's folder, else `path`."""
+    """The folder that holds the steps' folders: `path/checkpoints` if `path` is a run's folder,
+    else `path`.
+    """
     return path / "checkpoints" if (path / "checkpoints").is_dir() else path
 
 
 def open_checkpoint(path: str | os.PathLike) -> Checkpoint:
-    """Open the checkpoint at `path`: one step's folder, or the newest in a run's folder or its `checkpoints/`.
+    """Open the checkpoint at `path`: one step's folder, or the newest in a run's folder or its
+    `checkpoints/`.
 
-    Checks that all files exist and have the right sizes. Their contents are compared when they are read. Raises
-    UserError if `path` holds no checkpoint of this program, and Damaged.
+    Checks that all files exist and have the right sizes. Their contents are compared when they are
+    read. Raises UserError if `path` holds no checkpoint of this program, and Damaged.
     """
     path = absolute(path)
     with explained(path, "read"):
@@ -195,7 +231,9 @@ def _open(path: AnyPath) -> Checkpoint:
         raise UserError(f"there is no checkpoint at {str(path)!r}")
     folder = folder_of(path)
     if not folder.is_dir():
-        raise UserError(f"{str(path)!r} is a file; a checkpoint is a folder that `ladder-jax train` wrote")
+        raise UserError(
+            f"{str(path)!r} is a file; a checkpoint is a folder that `ladder-jax train` wrote"
+        )
     if finished := steps(folder):
         folder = folder / str(finished[-1])
     meta = _meta(folder, path)
@@ -203,12 +241,18 @@ def _open(path: AnyPath) -> Checkpoint:
     if has_manifest and (problems := manifest.problems(folder, contents=False)):
         raise damaged(folder, problems[0])
     data = _json(folder, "data") if has_manifest else {}
-    about = dict(time=meta.get("time"), validation_loss=meta.get("validation_loss"), has_manifest=has_manifest)
+    about = dict(
+        time=meta.get("time"),
+        validation_loss=meta.get("validation_loss"),
+        has_manifest=has_manifest,
+    )
     return Checkpoint(folder, meta["step"], from_dict(meta["config"]), data, **about)
 
 
 def verify(folder: AnyPath) -> list[str]:
-    """Reads all files of one step's folder; one line for each damaged file. Empty if intact, or without manifest."""
+    """Reads all files of one step's folder; one line for each damaged file. Empty if intact, or
+    without manifest.
+    """
     try:
         checkpoint = open_checkpoint(folder)
     except Damaged:
@@ -252,12 +296,16 @@ def _check_files(folder: AnyPath, *, part: str) -> None:
 
 
 def damaged(folder: AnyPath, problem: str | BaseException) -> Damaged:
-    """The error to raise where one step's folder has this problem, or reading it raised this error."""
+    """The error to raise where one step's folder has this problem, or reading it raised this
+    error.
+    """
     told = problem if isinstance(problem, str) else reason(problem)
     offer = ""
     for step in steps(folder.parent)[::-1] if _is_step(folder.name) else ():
         before = folder.parent / str(step)
-        if step < int(folder.name) and not ((before / manifest.NAME).is_file() and manifest.problems(before)):
+        if step < int(folder.name) and not (
+            (before / manifest.NAME).is_file() and manifest.problems(before)
+        ):
             offer = f"; the newest whole one before it is step {step}"
             break
     return Damaged(f"checkpoint {str(folder)!r} is damaged or incomplete: {told}{offer}")

@@ -1,12 +1,14 @@
-"""Write checkpoints in the background, each completely or not at all, and keep those that the rules say.
+"""Write checkpoints in the background, each completely or not at all, and keep those that the rules
+say.
 
-A step is written into the folder `writing.<step>`. Then its manifest is written, all files are synced, the folder is
-renamed to `<step>`, and only then are older checkpoints removed. So a folder named `<step>` is complete, whenever the
-process or the machine dies. With several processes, each writes its own shards and reports success or an error.
-Process 0 does the rest, and tells all others the outcome: a save succeeds on all processes or fails on all.
+A step is written into the folder `writing.<step>`. Then its manifest is written, all files are
+synced, the folder is renamed to `<step>`, and only then are older checkpoints removed. So a folder
+named `<step>` is complete, whenever the process or the machine dies. With several processes, each
+writes its own shards and reports success or an error. Process 0 does the rest, and tells all others
+the outcome: a save succeeds on all processes or fails on all.
 
-An object store has no renames. There a step is written into `<step>` itself, and counts once its manifest is written;
-what has none is removed before the next save.
+An object store has no renames. There a step is written into `<step>` itself, and counts once its
+manifest is written; what has none is removed before the next save.
 """
 
 import contextlib
@@ -35,13 +37,14 @@ from ladder_jax.processes.agreement import PATIENCE, Agreement, first_of
 
 ABANDONED = 10.0  # seconds within which the abandoned writes of a failed save end
 
-_DELETING = "deleting."  # prefix of a folder being removed: after a kill, its rest does not look like a checkpoint
+# prefix of a folder being removed: after a kill, its rest does not look like a checkpoint
+_DELETING = "deleting."
 
 
 @dataclasses.dataclass(frozen=True)
 class Keep:
-    """last: how many of the newest to keep. every: also keep the steps divisible by it. best: also keep that many with
-    the lowest held-out loss. 0 turns a rule off. The newest is always kept.
+    """last: how many of the newest to keep. every: also keep the steps divisible by it. best: also
+    keep that many with the lowest held-out loss. 0 turns a rule off. The newest is always kept.
     """
 
     last: int = 1
@@ -50,9 +53,11 @@ class Keep:
 
 
 class Store:
-    """Writes a run's checkpoints into `folder`, one at a time. `failure()` says why the last one failed.
+    """Writes a run's checkpoints into `folder`, one at a time. `failure()` says why the last one
+    failed.
 
-    With several processes, each constructs a Store and makes the same calls of `save`, `wait` and `close`.
+    With several processes, each constructs a Store and makes the same calls of `save`, `wait` and
+    `close`.
     patience: seconds to wait for another process; after that the run fails.
     """
 
@@ -83,10 +88,18 @@ class Store:
         data: dict[str, Any] | None = None,
         validation_loss: float | None = None,
     ) -> None:
-        """Copy the arrays to the host, then write them in the background. Waits first for the previous save."""
+        """Copy the arrays to the host, then write them in the background. Waits first for the
+        previous save.
+        """
         self.wait()
         self._quiet = self._quiet or Quiet()
-        meta = {"format": FORMAT, "version": VERSION, "manifest": manifest.NAME, "step": step, "time": time.time()}
+        meta = {
+            "format": FORMAT,
+            "version": VERSION,
+            "manifest": manifest.NAME,
+            "step": step,
+            "time": time.time(),
+        }
         meta |= {"validation_loss": validation_loss, "config": to_dict(self._config)}
         texts = {"data": {"step": step, **(data or {})}, "meta": meta}
         items = {"params": params, "optimizer": optimizer}
@@ -96,16 +109,22 @@ class Store:
             self._fail(failure)
             return
         writing = Writing(self._unfinished(step), items)
-        self._thread = threading.Thread(target=self._finish, args=(step, writing, texts), name=f"checkpoint {step}")
+        self._thread = threading.Thread(
+            target=self._finish, args=(step, writing, texts), name=f"checkpoint {step}"
+        )
         self._thread.start()
 
     def failure(self) -> str | None:
-        """Why the last save since the previous call failed, in a line; None if none did. Does not wait."""
+        """Why the last save since the previous call failed, in a line; None if none did. Does not
+        wait.
+        """
         failure, self._failure = self._failure, None
         return failure
 
     def wait(self) -> None:
-        """Wait until the last save has succeeded or failed. Raises RunFailed if other processes do not answer."""
+        """Wait until the last save has succeeded or failed. Raises RunFailed if other processes do
+        not answer.
+        """
         self._join()
         if self._disagreement is not None:
             raise self._disagreement
@@ -121,7 +140,9 @@ class Store:
             self._thread = None
 
     def _prepare(self, step: int, items: dict[str, Params]) -> None:
-        """Create empty folders to write into. The run's own folder may have been removed meanwhile."""
+        """Create empty folders to write into. The run's own folder may have been removed
+        meanwhile.
+        """
 
         def create() -> None:
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -136,7 +157,8 @@ class Store:
             _check_room(self.folder, items)
 
     def _finish(self, step: int, writing: Writing, texts: dict[str, Any]) -> None:
-        # A shorter time-out than the other processes', so that a disk that hangs is reported to them in time.
+        # A shorter time-out than the other processes', so that a disk that hangs is reported to
+        # them in time.
         error = _error_of(lambda: writing.wait(within=0.8 * self._patience))
 
         def conclude(errors: list[str | None]) -> str | None:
@@ -146,7 +168,8 @@ class Store:
 
         try:
             failure = self._end.concluded(f"the checkpoint of step {step}", error, conclude)
-        except Exception as disagreement:  # `wait` raises it: a thread that just ends would look like a save
+        # `wait` raises it: a thread that just ends would look like a save
+        except Exception as disagreement:
             self._disagreement = disagreement
             return
         if failure:
@@ -156,11 +179,13 @@ class Store:
         folder, place = self._unfinished(step), self.folder / str(step)
         writing.finish(texts)
         if folder != place:
-            if place.exists():  # the run went back to an earlier step; after a kill, `complete` goes on from here
+            # the run went back to an earlier step; after a kill, `complete` goes on from here
+            if place.exists():
                 _set_aside(place)
             folder.rename(place)
             manifest.sync_folder(self.folder)
-        with contextlib.suppress(Exception):  # the new checkpoint is complete, and the next save prunes again
+        # the new checkpoint is complete, and the next save prunes again
+        with contextlib.suppress(Exception):
             self._prune()
 
     def _prune(self) -> None:
@@ -169,14 +194,21 @@ class Store:
             remove(self.folder / str(step))
 
     def _failed_line(self, step: int, why: str | None) -> str | None:
-        """What all processes are told of a failure; earlier checkpoints are unchanged, and unfinished files removed."""
+        """What all processes are told of a failure; earlier checkpoints are unchanged, and
+        unfinished files removed.
+        """
         if why is None:
             return None
-        with contextlib.suppress(Exception):  # the disk or the store is as it was; the next save clears again
+        # the disk or the store is as it was; the next save clears again
+        with contextlib.suppress(Exception):
             self._clear()
         try:
             newest = max(steps(self.folder), default=None)
-            kept = "there is none before it" if newest is None else f"the newest is that of step {newest}"
+            kept = (
+                "there is none before it"
+                if newest is None
+                else f"the newest is that of step {newest}"
+            )
         except Exception as error:
             kept = f"the others cannot be listed now: {reason(error)}"
         return f"the checkpoint of step {step} could not be written: {why} ({kept})"
@@ -196,14 +228,17 @@ class Store:
             shutil.rmtree(leftover, ignore_errors=True)
 
     def _unfinished(self, step: int) -> AnyPath:
-        """The folder to write into. A new name after each failure: its abandoned writes may still be running."""
+        """The folder to write into. A new name after each failure: its abandoned writes may still
+        be running.
+        """
         if is_remote(self.folder):
             return self.folder / str(step)
         return self.folder / f"{WRITING}{step}{f'.{self._failures}' if self._failures else ''}"
 
 
 def complete(folder: AnyPath) -> None:
-    """Give a checkpoint its name that was whole, but not renamed yet when the process was killed. On disks alone.
+    """Give a checkpoint its name that was whole, but not renamed yet when the process was killed.
+    On disks alone.
 
     The kill may also have left half a manifest: that one is not whole.
     """
@@ -216,7 +251,9 @@ def complete(folder: AnyPath) -> None:
 
 
 def remove(folder: AnyPath) -> None:
-    """Remove one step's folder. In an object store the manifest goes first, without which it does not count."""
+    """Remove one step's folder. In an object store the manifest goes first, without which it does
+    not count.
+    """
     if is_remote(folder):
         return remote.remove(folder, first=manifest.NAME)
     with contextlib.suppress(FileNotFoundError):  # another process removed it
@@ -224,7 +261,9 @@ def remove(folder: AnyPath) -> None:
 
 
 def loss_of(folder: AnyPath) -> float | None:
-    """The held-out loss stored in a checkpoint; None if it was not measured, or the checkpoint is damaged."""
+    """The held-out loss stored in a checkpoint; None if it was not measured, or the checkpoint is
+    damaged.
+    """
     try:
         return open_checkpoint(folder).validation_loss
     except UserError:  # damaged: never the best
@@ -232,14 +271,18 @@ def loss_of(folder: AnyPath) -> float | None:
 
 
 def parse_keep(words: str) -> Keep:
-    """Parse `last=3,every=1000,best=1`; each rule may be left out. Raises UserError for anything else."""
+    """Parse `last=3,every=1000,best=1`; each rule may be left out. Raises UserError for anything
+    else.
+    """
     values = {}
     for word in words.split(","):
         name, _, value = word.strip().partition("=")
         if name not in (names := [field.name for field in dataclasses.fields(Keep)]):
             raise unknown("rule of --prune", name, names)
         if not value.isdecimal() or (name == "last" and int(value) < 1):
-            raise UserError(f"--prune {name}={value}: {name} must be a whole number, at least {int(name == 'last')}")
+            raise UserError(
+                f"--prune {name}={value}: {name} must be a whole number, at least {int(name == 'last')}"
+            )
         values[name] = int(value)
     return Keep(**values)
 
@@ -250,14 +293,20 @@ def steps_to_remove(losses: Mapping[int, float | None], *, keep: Keep) -> list[i
     One of NaN is never the best.
     """
     steps = sorted(losses)
-    measured = {step: loss for step, loss in losses.items() if loss is not None and not math.isnan(loss)}
+    measured = {
+        step: loss for step, loss in losses.items() if loss is not None and not math.isnan(loss)
+    }
     by_loss = sorted(measured, key=lambda step: (measured[step], -step))
     kept = {*steps[-keep.last :], *by_loss[: keep.best]}
-    return [step for step in steps if step not in kept and not (keep.every and step % keep.every == 0)]
+    return [
+        step for step in steps if step not in kept and not (keep.every and step % keep.every == 0)
+    ]
 
 
 def _set_aside(folder: pathlib.Path) -> pathlib.Path:
-    """Renames a folder, so that a kill leaves no half checkpoint under its name. Returns the new path."""
+    """Renames a folder, so that a kill leaves no half checkpoint under its name. Returns the new
+    path.
+    """
     aside = folder.with_name(_DELETING + folder.name)
     shutil.rmtree(aside, ignore_errors=True)
     return folder.rename(aside)
@@ -267,15 +316,22 @@ def _error_of(work: Callable[[], None]) -> str | None:
     """Calls `work`. Returns its error in one line, None if it succeeded."""
     try:
         work()
-    except Exception as error:  # Orbax, tensorstore and fsspec have no common error for a failed write
+    # Orbax, tensorstore and fsspec have no common error for a failed write
+    except Exception as error:
         return reason(error)
     return None
 
 
 def _check_room(folder: pathlib.Path, items: dict[str, Params]) -> None:
-    """Raises OSError if the disk has less free space than the arrays need: better now than half-way through."""
-    needed, free = sum(leaf.nbytes for leaf in jax.tree.leaves(items)), shutil.disk_usage(folder).free
+    """Raises OSError if the disk has less free space than the arrays need: better now than half-way
+    through.
+    """
+    needed, free = (
+        sum(leaf.nbytes for leaf in jax.tree.leaves(items)),
+        shutil.disk_usage(folder).free,
+    )
     if free < needed:
         raise OSError(
-            errno.ENOSPC, f"{os.strerror(errno.ENOSPC)}: {needed / 1e6:,.1f} MB needed, {free / 1e6:,.1f} free"
+            errno.ENOSPC,
+            f"{os.strerror(errno.ENOSPC)}: {needed / 1e6:,.1f} MB needed, {free / 1e6:,.1f} free",
         )

@@ -1,8 +1,8 @@
 """Write a checkpoint's parameters array by array, or layer by layer, in Orbax's storage format.
 
-A Store saves arrays that are in memory. A Stream writes a model that is too large for the host's memory. Each array is
-a zarr array in one OCDBT database, a chunk of it a part of one layer. Orbax's description of the arrays, `_METADATA`,
-is written last.
+A Store saves arrays that are in memory. A Stream writes a model that is too large for the host's
+memory. Each array is a zarr array in one OCDBT database, a chunk of it a part of one layer. Orbax's
+description of the arrays, `_METADATA`, is written last.
 """
 
 import concurrent.futures
@@ -21,17 +21,21 @@ CHUNK = 1 << 25  # bytes that are compressed at a time, at most
 
 
 class Stream:
-    """Writes one item of a checkpoint: `stream.put("layers/mlp/up", values, layer=3)` for each array, then `finish()`.
+    """Writes one item of a checkpoint: `stream.put("layers/mlp/up", values,
+    layer=3)` for each array, then `finish()`.
 
     arrays: the shape and dtype of each array by name; arrays of layers are stacked, [L, ...].
     `folder` must not exist yet. A failed write raises tensorstore's ValueError or OSError.
 
-    Use it in a `with` block. All disk access runs in a thread, where the exception of a signal handler cannot interrupt
-    it; it has ended when the block ends. A write that ran on would create the folder again after its removal.
+    Use it in a `with` block. All disk access runs in a thread, where the exception of a signal
+    handler cannot interrupt it; it has ended when the block ends. A write that ran on would create
+    the folder again after its removal.
     """
 
     def __init__(self, folder: pathlib.Path, arrays: Mapping[str, jax.ShapeDtypeStruct]):
-        self._disk = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="ladder_jax stream")
+        self._disk = concurrent.futures.ThreadPoolExecutor(
+            1, thread_name_prefix="ladder_jax stream"
+        )
         self._on_disk(lambda: None)  # starts the thread now, so that __exit__ always waits for it
         try:
             folder.mkdir(parents=True)
@@ -68,7 +72,9 @@ class Stream:
         (self.folder / stores.METADATA).write_text(stores.described(shapes), encoding="utf-8")
 
     def differences(self) -> Iterator[str | None]:
-        """Reads everything back. Yields None for each that equals what was written, else the array's name."""
+        """Reads everything back. Yields None for each that equals what was written, else the
+        array's name.
+        """
         self._open_all()
         for (name, layer), digest in self._digests.items():
             part = self._part(name, layer)
@@ -84,7 +90,10 @@ class Stream:
     def _open_all(self) -> None:
         """Open all arrays without a cache, so that reads come from the disk."""
         self._context = tensorstore.Context({"cache_pool": {"total_bytes_limit": 0}})
-        self._stores = {name: self._on_disk(lambda: self._open(name, array)) for name, array in self.arrays.items()}
+        self._stores = {
+            name: self._on_disk(lambda: self._open(name, array))
+            for name, array in self.arrays.items()
+        }
 
     def _open(self, name: str, array: jax.ShapeDtypeStruct) -> tensorstore.TensorStore:
         stacked = name.partition("/")[0] in STACKS

@@ -1,9 +1,9 @@
 """Write one step: each process writes its own shards, and process 0 completes the checkpoint.
 
-Orbax's handlers write the arrays on disks, and arrays.py in object stores: Orbax has no S3, and in gs:// it writes
-descriptions through gcsfs, which gives up within a minute. Orbax's checkpointers are not used: they wait for other
-processes in barriers, which a process whose disk failed never reaches. Here no process waits for another; `store` does,
-with a time-out.
+Orbax's handlers write the arrays on disks, and arrays.py in object stores: Orbax has no S3, and in
+gs:// it writes descriptions through gcsfs, which gives up within a minute. Orbax's checkpointers
+are not used: they wait for other processes in barriers, which a process whose disk failed never
+reaches. Here no process waits for another; `store` does, with a time-out.
 """
 
 import asyncio
@@ -26,7 +26,8 @@ from ladder_jax.files import AnyPath, absolute, is_remote
 from ladder_jax.nn import Params
 from ladder_jax.nn.parameter import STACKS
 
-WRITING = "writing."  # the prefix of an unfinished checkpoint's folder; messages of abandoned writes contain it
+# the prefix of an unfinished checkpoint's folder; messages of abandoned writes contain it
+WRITING = "writing."
 
 NEVER_BEGUN = r"coroutine 'async_serialize_from_host\..*' was never awaited"
 
@@ -41,23 +42,28 @@ class Writing:
 
     def __init__(self, folder: AnyPath, items: Mapping[str, Params]):
         self._folder = epath.Path(folder)
-        self._shapes = {item: {name: leaf.shape for name, leaf in named(tree).items()} for item, tree in items.items()}
+        self._shapes = {
+            item: {name: leaf.shape for name, leaf in named(tree).items()}
+            for item, tree in items.items()
+        }
         self._handler = ocp.PyTreeCheckpointHandler()
         # In a thread: the caller's own may have an event loop already, as in notebooks.
         with concurrent.futures.ThreadPoolExecutor(1) as pool:
             self._started = pool.submit(self._start, items)
 
     def wait(self, *, within: float) -> None:
-        """Wait until this process's shards are written. Raises Orbax's and tensorstore's errors, and TimeoutError.
+        """Wait until this process's shards are written. Raises Orbax's and tensorstore's errors,
+        and TimeoutError.
 
-        The first error is raised after the others have ended: one that went on would make its removed folder again.
-        within: seconds.
+        The first error is raised after the others have ended: one that went on would make its
+        removed folder again. within: seconds.
         """
         errors = []
         for commit in self._started.result():
             try:
                 commit.result(timeout=within)
-            except Exception as error:  # Orbax and tensorstore have no common error for a failed write
+            # Orbax and tensorstore have no common error for a failed write
+            except Exception as error:
                 errors.append(error)
                 if isinstance(error, TimeoutError):  # of a disk that hangs no more is to be awaited
                     break
@@ -65,9 +71,11 @@ class Writing:
             raise errors[0]
 
     def finish(self, texts: Mapping[str, Any]) -> None:
-        """Add the JSON items `texts` and the manifest. Called on process 0, after `wait` succeeded on all processes.
+        """Add the JSON items `texts` and the manifest. Called on process 0, after `wait` succeeded
+        on all processes.
 
-        It may be called again after an error: the processes' databases stay, and one transaction merges them.
+        It may be called again after an error: the processes' databases stay, and one transaction
+        merges them.
         """
         for item, shapes in self._shapes.items():
             if is_remote(self._folder):
@@ -83,7 +91,11 @@ class Writing:
 
     def _start(self, items: Mapping[str, Params]) -> list[ocp.future.Future]:
         if is_remote(self._folder):
-            return [write for item, tree in items.items() for write in arrays.begin(self._folder / item, named(tree))]
+            return [
+                write
+                for item, tree in items.items()
+                for write in arrays.begin(self._folder / item, named(tree))
+            ]
 
         async def start() -> list[ocp.future.Future]:
             commits = []
@@ -104,7 +116,9 @@ class Writing:
 
 
 def _chunks(tree: Params) -> Params:
-    """Orbax's settings for each array: one layer of a stack per chunk, so that inference can read single layers."""
+    """Orbax's settings for each array: one layer of a stack per chunk, so that inference can read
+    single layers.
+    """
 
     def save_args(path, array):
         return ocp.SaveArgs(shard_axes=(0,) if getattr(path[0], "key", None) in STACKS else ())
@@ -113,12 +127,13 @@ def _chunks(tree: Params) -> Params:
 
 
 class Quiet:
-    """Silences what Orbax and tensorstore print when a write fails: pages of it would hide our one-line message.
+    """Silences what Orbax and tensorstore print when a write fails: pages of it would hide our
+    one-line message.
 
-    `Store.wait` raises the error itself. Orbax also logs it in several threads, with tracebacks. And each write that
-    Orbax abandons prints that its exception was never retrieved, that its event loop is closed, or, perhaps only when
-    the process ends, that a part of it was never awaited. From construction until `close()` these messages are dropped,
-    and no others.
+    `Store.wait` raises the error itself. Orbax also logs it in several threads, with tracebacks.
+    And each write that Orbax abandons prints that its exception was never retrieved, that its event
+    loop is closed, or, perhaps only when the process ends, that a part of it was never awaited.
+    From construction until `close()` these messages are dropped, and no others.
     """
 
     def __init__(self):
@@ -126,10 +141,13 @@ class Quiet:
         sys.unraisablehook = self._hook
         for logger in _LOGGERS:
             logger.addFilter(_not_orbax)
-        warnings.filterwarnings("ignore", NEVER_BEGUN, RuntimeWarning)  # stays, for the process's end
+        # stays, for the process's end
+        warnings.filterwarnings("ignore", NEVER_BEGUN, RuntimeWarning)
 
     def close(self, *, after: float = 0.0) -> None:
-        """after: seconds to wait first, without blocking, as abandoned writes may still be running."""
+        """after: seconds to wait first, without blocking, as abandoned writes may still be
+        running.
+        """
         if after:
             timer = threading.Timer(after, self.close)
             timer.daemon = True
@@ -148,6 +166,7 @@ class Quiet:
 
 def _not_orbax(record: logging.LogRecord) -> bool:
     if record.name == "asyncio":
-        error = record.exc_info[1] if record.exc_info else None  # the path may stand in its text alone
+        # the path may stand in its text alone
+        error = record.exc_info[1] if record.exc_info else None
         return f"/{WRITING}" not in f"{record.getMessage()} {error}"
     return "orbax" not in record.pathname

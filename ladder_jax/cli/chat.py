@@ -18,7 +18,9 @@ HELP = "/reset begins anew, /exit or Ctrl-D ends, Ctrl-C stops an answer"
 
 @dataclasses.dataclass
 class Conversation:
-    """The messages so far, and the engine that answers them. ends: what ends a text. say: shows notices to the user."""
+    """The messages so far, and the engine that answers them. ends: what ends a text. say: shows
+    notices to the user.
+    """
 
     engine: Engine
     tokenizer: Tokenizer
@@ -28,11 +30,15 @@ class Conversation:
     messages: list[dict[str, str]] = dataclasses.field(default_factory=list)
     answers: int = 0
 
-    def ask(self, text: str, *, show: Callable[[str], None], stopped: Callable[[], bool] = lambda: False) -> Result:
-        """The answer, shown piece by piece until it ends or `stopped`; the messages keep the part that was shown.
+    def ask(
+        self, text: str, *, show: Callable[[str], None], stopped: Callable[[], bool] = lambda: False
+    ) -> Result:
+        """The answer, shown piece by piece until it ends or `stopped`; the messages keep the part
+        that was shown.
 
-        Where the history exceeds the engine's capacity, its oldest exchanges are dropped. Raises UserError, without
-        keeping `text`, where `text` alone is too long or the chat template refuses it.
+        Where the history exceeds the engine's capacity, its oldest exchanges are dropped. Raises
+        UserError, without keeping `text`, where `text` alone is too long or the chat template
+        refuses it.
         """
         prompt, kept = self._fit([*self.messages, {"role": "user", "content": text}])
         request = Request.of(prompt, config=self.settings, index=self.answers, **self.ends)
@@ -57,7 +63,9 @@ class Conversation:
                 )
             messages = messages[2:]  # a question and its answer
         if dropped := before - len(messages):
-            self.say(f"(forgot the oldest {dropped} messages: --context {self.engine.capacity} is full)")
+            self.say(
+                f"(forgot the oldest {dropped} messages: --context {self.engine.capacity} is full)"
+            )
         return prompt, messages
 
 

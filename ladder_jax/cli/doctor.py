@@ -1,4 +1,6 @@
-"""The verb `doctor`: package versions, devices, and the targets that this machine can compile for ahead of time."""
+"""The verb `doctor`: package versions, devices, and the targets that this machine can compile for
+ahead of time.
+"""
 
 import concurrent.futures
 import dataclasses
@@ -28,10 +30,17 @@ class Report:
         return {"python": self.python, **top, **dataclasses.asdict(self)}
 
     def lines(self) -> list[str]:
-        one = ["          --cpu-devices 8 or JAX_NUM_CPU_DEVICES=8 simulates eight"] if self.devices == ["cpu"] else []
+        one = (
+            ["          --cpu-devices 8 or JAX_NUM_CPU_DEVICES=8 simulates eight"]
+            if self.devices == ["cpu"]
+            else []
+        )
         return [
             f"python    {self.python} on {self.system}",
-            *(f"{name:<20} {version or 'not installed'}" for name, version in self.packages.items()),
+            *(
+                f"{name:<20} {version or 'not installed'}"
+                for name, version in self.packages.items()
+            ),
             "",
             f"devices   {len(self.devices)}: {', '.join(sorted(set(self.devices)))}",
             *one,
@@ -61,5 +70,7 @@ def examine() -> Report:
         system=f"{platform.system()} {platform.machine()}, {sys.implementation.name}",
         packages=dict.fromkeys(names) | python.versions(*names),
         devices=[device.device_kind for device in jax.devices()],
-        targets={t.name: reason or "ok" for t, reason in zip(targets.TARGETS, reasons, strict=True)},
+        targets={
+            t.name: reason or "ok" for t, reason in zip(targets.TARGETS, reasons, strict=True)
+        },
     )

@@ -1,4 +1,6 @@
-"""The verb `generate`: one prompt by a Generator; several, a file of them or a conversation by an Engine."""
+"""The verb `generate`: one prompt by a Generator; several, a file of them or a conversation by an
+Engine.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,8 @@ if TYPE_CHECKING:
 SLOTS = 8
 LINE_EVERY = 10.0  # seconds between lines about a long text
 CONTEXT = 2048  # positions of a conversation
-BATCHED = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "stop")  # in each body of a batch
+# in each body of a batch
+BATCHED = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "stop")
 FORM = ("quantize", "interleave")  # settings of how a model is decoded, whatever is asked of it
 HTTP = ("fastapi", "uvicorn", "prometheus_client")
 
@@ -56,7 +59,9 @@ def run(options: dict) -> None:
 
 def _check(args: argparse.Namespace) -> None:
     if sum(map(bool, (args.prompt, args.prompts, args.chat))) != 1:
-        raise UserError("generate needs --prompt TEXT (once or more often), --prompts FILE or --chat, one of these")
+        raise UserError(
+            "generate needs --prompt TEXT (once or more often), --prompts FILE or --chat, one of these"
+        )
     if bool(args.prompts) != bool(args.out):
         raise UserError("--prompts FILE and --out FILE go together")
     if args.stream and len(args.prompt or ()) != 1:
@@ -74,7 +79,9 @@ def check_http(what: str) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Asked:
-    """A model, its tokenizer, and its settings as the command line changes them. say: shows a line to the user."""
+    """A model, its tokenizer, and its settings as the command line changes them. say: shows a line
+    to the user.
+    """
 
     args: argparse.Namespace
     saved: OpenedModel
@@ -115,16 +122,24 @@ class Asked:
         """Just large enough for them."""
         capacity = max(len(request.prompt) + request.max_new_tokens for request in requests)
         slots = min(self.args.slots or SLOTS, len(requests))
-        return self.engine(slots=slots, capacity=capacity, max_queue=max(len(self.args.prompt or ()), SLOTS))
+        return self.engine(
+            slots=slots, capacity=capacity, max_queue=max(len(self.args.prompt or ()), SLOTS)
+        )
 
 
-def open_asked(args: argparse.Namespace, *, settings: Iterable[str], say: Callable[[str], None]) -> Asked:
+def open_asked(
+    args: argparse.Namespace, *, settings: Iterable[str], say: Callable[[str], None]
+) -> Asked:
     """settings: the names of those that the command line may change."""
     from ladder_jax.pretrained import open_model
 
-    saved = open_model(args.checkpoint, ladder_layers=args.ladder_layers, residual=args.residual, ranks=args.ranks)
+    saved = open_model(
+        args.checkpoint, ladder_layers=args.ladder_layers, residual=args.residual, ranks=args.ranks
+    )
     changes = {name: value for name in settings if (value := getattr(args, name)) is not None}
-    return Asked(args, saved, saved.tokenizer(), dataclasses.replace(saved.config.decode, **changes), say)
+    return Asked(
+        args, saved, saved.tokenizer(), dataclasses.replace(saved.config.decode, **changes), say
+    )
 
 
 def _one(asked: Asked) -> None:
@@ -133,11 +148,17 @@ def _one(asked: Asked) -> None:
     args, saved, (request,) = asked.args, asked.saved, asked.requests()
     definition = saved.define(tensor=args.tensor)
     settings = asked.decided(tokens=len(request.prompt))
-    form, capacity = dict(loop=settings.loop, quantize=settings.quantize), len(request.prompt) + request.max_new_tokens
+    form, capacity = (
+        dict(loop=settings.loop, quantize=settings.quantize),
+        len(request.prompt) + request.max_new_tokens,
+    )
     memory.check_slots(definition, slots=1, capacity=capacity, chunk=steps.CHUNK, **form)
     generator = Generator(definition, saved.reader(definition), **form)
     pieces = generator.pieces(request, decoder=asked.tokenizer.to_bytes, config=settings)
-    texts = (piece.text for piece in (pieces if args.stream else _told(pieces, total=request.max_new_tokens)))
+    texts = (
+        piece.text
+        for piece in (pieces if args.stream else _told(pieces, total=request.max_new_tokens))
+    )
     texts = itertools.chain(args.prompt, texts)
     for text in texts if args.stream else ["".join(texts)]:
         print(_shown(text), end="", flush=True)
@@ -160,7 +181,9 @@ def _shown(text: str) -> str:
 
 
 def _several(asked: Asked) -> None:
-    """The texts in the prompts' order. A prompt without numbers is named at the end, after the others' texts."""
+    """The texts in the prompts' order. A prompt without numbers is named at the end, after the
+    others' texts.
+    """
     from ladder_jax.decode import NoNumbers
 
     requests = asked.requests()
@@ -194,22 +217,32 @@ def _file(asked: Asked) -> None:
 
 
 def _jobs(asked: Asked) -> tuple[list, dict]:
-    """The jobs in the file of prompts, and `jsonl.unanswered`'s arguments for their answers' format."""
+    """The jobs in the file of prompts, and `jsonl.unanswered`'s arguments for their answers'
+    format.
+    """
     from ladder_jax.config import to_dict
     from ladder_jax.decode.engine import jsonl
 
     args, saved, tokenizer, settings = asked.args, asked.saved, asked.tokenizer, asked.settings
-    model = json.dumps([saved.identity, to_dict(saved.config.model), settings.quantize.value, tokenizer.name])
+    model = json.dumps(
+        [saved.identity, to_dict(saved.config.model), settings.quantize.value, tokenizer.name]
+    )
     about = dict(defaults=settings, vocab_size=saved.config.model.vocab_size)
     if not jsonl.is_batch(args.prompts):
-        return jsonl.read(args.prompts, **asked.ends, model=model, encode=tokenizer.encode, **about), {}
+        return jsonl.read(
+            args.prompts, **asked.ends, model=model, encode=tokenizer.encode, **about
+        ), {}
     check_http("OpenAI's batch format")
     from ladder_jax.serve import batch
 
     if given := [name for name in BATCHED if getattr(args, name) is not None]:
         option = given[0].replace("_", "-")
-        raise UserError(f"--{option}: in OpenAI's batch format each line's body has its own settings")
-    jobs = batch.read(args.prompts, name=saved.config.run.name, tokenizer=tokenizer, identity=model, **about)
+        raise UserError(
+            f"--{option}: in OpenAI's batch format each line's body has its own settings"
+        )
+    jobs = batch.read(
+        args.prompts, name=saved.config.run.name, tokenizer=tokenizer, identity=model, **about
+    )
     return jobs, dict(identify=batch.identify, beginning=batch.BEGINNING)
 
 
@@ -222,5 +255,7 @@ def _chat(asked: Asked) -> None:
     message = chat.piped()
     # The engine's own thread decodes, so that Ctrl-C interrupts this thread, and never a round.
     with asked.engine(slots=1, capacity=asked.args.context or CONTEXT, max_queue=SLOTS) as engine:
-        conversation = chat.Conversation(engine, tokenizer, asked.settings, asked.ends, say=terminal.say)
+        conversation = chat.Conversation(
+            engine, tokenizer, asked.settings, asked.ends, say=terminal.say
+        )
         chat.talk(conversation) if message is None else chat.answer(conversation, message)

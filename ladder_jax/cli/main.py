@@ -1,4 +1,6 @@
-"""`ladder-jax VERB ...`: parses the command line, runs the verb, and makes one line and an exit status of an error."""
+"""`ladder-jax VERB ...`: parses the command line, runs the verb, and makes one line and an exit
+status of an error.
+"""
 
 import argparse
 import errno
@@ -9,13 +11,16 @@ from collections.abc import Sequence
 from ladder_jax.cli.verbs import VERBS
 from ladder_jax.errors import RunFailed, UserError, one_line, unknown
 
-DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS)  # errors of the disk, not of the program
+# errors of the disk, not of the program
+DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS)
 # Many simulated devices on few cores take long to reach a collective.
 SIMULATION_TIMEOUT = "--xla_cpu_collective_call_terminate_timeout_seconds=600"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one verb; returns the exit status: 0, 1 for a failure, 2 for the user's mistakes, 128 + n after signal n."""
+    """Run one verb; returns the exit status: 0, 1 for a failure, 2 for the user's mistakes, 128 + n
+    after signal n.
+    """
     argv = list(sys.argv[1:] if argv is None else argv)
     try:
         if argv and not argv[0].startswith("-") and argv[0] not in VERBS:
@@ -23,7 +28,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         args = _parser(argv[0] if argv else None).parse_args(argv)
         prepare_devices(args.cpu_devices)
         if hasattr(sys.stdout, "reconfigure"):
-            sys.stdout.reconfigure(errors="replace")  # a character that the terminal cannot show becomes "?"
+            # a character that the terminal cannot show becomes "?"
+            sys.stdout.reconfigure(errors="replace")
         VERBS[args.verb].run(vars(args))
         sys.stdout.flush()  # here, so that its errors are handled below
     except UserError as error:
@@ -54,7 +60,9 @@ def _give_up_output() -> None:
 
 
 def prepare_devices(cpu_devices: int | None) -> None:
-    """Simulate `cpu_devices` devices, if that is not None; before jax starts. Raises UserError below one."""
+    """Simulate `cpu_devices` devices, if that is not None; before jax starts. Raises UserError
+    below one.
+    """
     if cpu_devices is not None:
         if cpu_devices < 1:
             raise UserError(f"--cpu-devices must be positive, not {cpu_devices}")
@@ -66,7 +74,9 @@ def prepare_devices(cpu_devices: int | None) -> None:
 
 
 class Parser(argparse.ArgumentParser):
-    """Raises UserError for a mistake, with the nearest option's name; positionals may continue after an option."""
+    """Raises UserError for a mistake, with the nearest option's name; positionals may continue
+    after an option.
+    """
 
     def parse_known_args(self, args=None, namespace=None):
         # Before argparse looks, which would report a misspelt option as a missing one.
@@ -74,9 +84,12 @@ class Parser(argparse.ArgumentParser):
         for word in args if self._subparsers is None else ():
             name = word.partition("=")[0]
             if name.startswith("--") and not any(option.startswith(name) for option in known):
-                raise unknown("option", name, [option for option in known if option.startswith("--")])
+                raise unknown(
+                    "option", name, [option for option in known if option.startswith("--")]
+                )
         namespace, rest = super().parse_known_args(args, namespace)
-        # Argparse ends a list of positionals at the first option; here the words after it belong to the list, too.
+        # Argparse ends a list of positionals at the first option; here the words after it belong to
+        # the list, too.
         for action in self._actions:
             if action.nargs == "*" and not action.option_strings:
                 more = [word for word in rest if not word.startswith("-")]
@@ -93,7 +106,8 @@ def _parser(verb: str | None = None) -> Parser:
     from ladder_jax import __version__
 
     parser = Parser(
-        prog="ladder-jax", description="Ladder Residual: tensor parallelism that does not wait for the wire."
+        prog="ladder-jax",
+        description="Ladder Residual: tensor parallelism that does not wait for the wire.",
     )
     parser.add_argument("--version", action="version", version=f"ladder_jax {__version__}")
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB", parser_class=Parser)
@@ -105,7 +119,9 @@ def _parser(verb: str | None = None) -> Parser:
             epilog=f"example:\n  {one.example}",
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
-        sub.add_argument("--cpu-devices", type=int, metavar="N", help="simulate N devices on the CPU")
+        sub.add_argument(
+            "--cpu-devices", type=int, metavar="N", help="simulate N devices on the CPU"
+        )
         if verb not in VERBS or verb == name:
             one.declare(sub)
     return parser

@@ -13,7 +13,9 @@ KEY = "LADDER_JAX_API_KEY"
 
 
 def run(options: dict) -> None:
-    """Serve until SIGTERM or SIGINT. Raises UserError for wrong options, RuntimeError for a failed engine."""
+    """Serve until SIGTERM or SIGINT. Raises UserError for wrong options, RuntimeError for a failed
+    engine.
+    """
     check_http("serve")
     from ladder_jax import parallel
     from ladder_jax.serve import app, limits, server
@@ -27,7 +29,9 @@ def run(options: dict) -> None:
         limits.check_key(key)
     asked = open_asked(args, settings=FORM, say=_say)
     with server.bind(args.host, args.port) as sock:
-        engine = asked.engine(**{name: options[name] for name in ("slots", "capacity", "max_queue", "chunk")})
+        engine = asked.engine(
+            **{name: options[name] for name in ("slots", "capacity", "max_queue", "chunk")}
+        )
         url = server.url(sock)
         if key is None and not ipaddress.ip_address(sock.getsockname()[0]).is_loopback:
             _say(f"anybody who reaches {url} may use it: there is no --api-key")
@@ -36,7 +40,9 @@ def run(options: dict) -> None:
         name = args.model_name or asked.saved.config.run.name
         most = args.max_new_tokens or engine.capacity - 1
         sizes = dict(capacity=engine.capacity, max_queue=engine.max_queue, max_new_tokens=most)
-        terms = Terms(name, asked.tokenizer, asked.saved.config.model.vocab_size, chat_tokens=most, **sizes)
+        terms = Terms(
+            name, asked.tokenizer, asked.saved.config.model.vocab_size, chat_tokens=most, **sizes
+        )
         names = limits.own_names(args.host, sock, key=key)
         gate = app.create(app.Service(engine, terms), key=key, names=names)
         failed = lambda: engine.error is not None
@@ -49,7 +55,9 @@ def run(options: dict) -> None:
             seconds = args.drain_seconds
             left = gate.drain()
             if left and not failed():
-                _say(f"in progress: {left}, for {seconds:g} seconds at most; a second signal ends the server at once")
+                _say(
+                    f"in progress: {left}, for {seconds:g} seconds at most; a second signal ends the server at once"
+                )
             gate.wait(seconds, unless=failed)
     if failed():
         raise RuntimeError("the engine failed") from engine.error

@@ -18,7 +18,9 @@ def run(options: dict) -> None:
     spec = processes.spec(options, os.environ)
     if spec is None:
         return _train(settings, args, patience=patience.hang)
-    with processes.joined(spec, settings=_equal(settings, args), patience=patience, say=_say) as member:
+    with processes.joined(
+        spec, settings=_equal(settings, args), patience=patience, say=_say
+    ) as member:
         _train(settings, args, patience=patience.hang, beat=member.beat, shown=member.process == 0)
 
 
@@ -70,4 +72,9 @@ def _equal(settings: RunConfig, args: argparse.Namespace) -> dict:
     from ladder_jax import __version__
 
     versions = {"ladder_jax": __version__, "jax": jax.__version__}
-    return {**versions, "--profile": args.profile, "--cpu-devices": args.cpu_devices, **to_dict(settings)}
+    return {
+        **versions,
+        "--profile": args.profile,
+        "--cpu-devices": args.cpu_devices,
+        **to_dict(settings),
+    }

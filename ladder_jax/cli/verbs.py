@@ -1,4 +1,6 @@
-"""What each verb is called with: a line for `--help`, an example, its arguments, and its function."""
+"""What each verb is called with: a line for `--help`, an example, its arguments, and its
+function.
+"""
 
 import argparse
 import dataclasses
@@ -23,12 +25,15 @@ from ladder_jax.errors import UserError, member
 from ladder_jax.processes.options import SETTINGS
 
 type Arguments = Mapping[str, str | dict[str, Any]]
-"""By usage, as in "--out FILE", "--json" (a flag) or "run RUN" (a positional): the help, or argparse's settings."""
+"""By usage, as in "--out FILE", "--json" (a flag) or "run RUN" (a positional): the help, or
+argparse's settings.
+"""
 
 
 @dataclasses.dataclass(frozen=True)
 class Verb:
-    """work: "module:function", imported when the verb runs, as it may be slow; it takes the arguments, a dict by name.
+    """work: "module:function", imported when the verb runs, as it may be slow; it takes the
+    arguments, a dict by name.
 
     groups: of further arguments, by title and description.
     """
@@ -102,7 +107,9 @@ OPENED = {
 DECODED = {
     **OPENED,
     "--quantize QUANTIZE": one_of(Quantize, "int8: the weights in 8 bits; none (the default)"),
-    "--interleave N": one_of(Interleave, "2: read prompts in two halves in turn; auto: where predicted to be faster"),
+    "--interleave N": one_of(
+        Interleave, "2: read prompts in two halves in turn; auto: where predicted to be faster"
+    ),
 }
 MODEL = {"--model MODEL": needed("a preset, such as llama-3-70b, or any model")}
 CAPACITY = {"--capacity C": real("of --experts exchange: an expert's rows, at most, over the mean")}
@@ -121,7 +128,9 @@ VERBS = {
         "ladder_jax.cli.train:run",
         {
             "config CONFIG": "a YAML or JSON file, or a preset's name",
-            "overrides path.to.field=value": dict(nargs="*", help="settings that replace the file's"),
+            "overrides path.to.field=value": dict(
+                nargs="*", help="settings that replace the file's"
+            ),
             "--profile STEPS": "trace these steps into run.dir/profile: 10:13, or 10",
         },
         {
@@ -155,14 +164,19 @@ VERBS = {
             "--residual NAME": "the kind of those layers (default ladder)",
             "--ranks N": count("for ladder-fresh: the tensor-parallel ranks it is for"),
             "--dtype DTYPE": one_of(
-                Dtype, "compute in bfloat16 or float32 (default: as the source; values stay as stored)"
+                Dtype,
+                "compute in bfloat16 or float32 (default: as the source; values stay as stored)",
             ),
-            "--to FORMAT": dict(default="checkpoint", help="checkpoint (the default) or huggingface"),
+            "--to FORMAT": dict(
+                default="checkpoint", help="checkpoint (the default) or huggingface"
+            ),
             "--calibration FILE[:WEIGHT]": repeated(
                 "a text to refit the layers on (for auto:N, to choose them by, too); may be given again, and WEIGHT"
                 " (default 1) is its share of the tokens"
             ),
-            "--calibration-tokens N": count("how many of its tokens (default 16384; to choose 2048)"),
+            "--calibration-tokens N": count(
+                "how many of its tokens (default 16384; to choose 2048)"
+            ),
             "--refit WHAT": "inputs: fit the converted layers' first projections; both: their output projections, too"
             " (the default with 8 tokens for each of their features, else inputs); none",
             "--ridge X": real("of the refit: how near it stays (default 0.001)"),
@@ -182,8 +196,12 @@ VERBS = {
                 " them, or hf://datasets/OWNER/NAME[@REVISION]",
             ),
             "--out DIR": needed("the store's folder"),
-            "--tokenizer TOKENIZER": dict(default="bytes", help="bytes (the default), or a folder with tokenizer.json"),
-            "--field FIELD": dict(default="text", help="where JSON lines and tables hold the text (default: text)"),
+            "--tokenizer TOKENIZER": dict(
+                default="bytes", help="bytes (the default), or a folder with tokenizer.json"
+            ),
+            "--field FIELD": dict(
+                default="text", help="where JSON lines and tables hold the text (default: text)"
+            ),
             "--subset NAME": "of a data set of the Hub (default: its only one)",
             "--split NAME": "of a data set of the Hub (default: train)",
             "--part I/N": "make the I-th of N parts; the command without --part then joins all of them",
@@ -205,12 +223,20 @@ VERBS = {
             "--max-new-tokens N": count("how many tokens to add (default 128)"),
             "--temperature T": real("0 is greedy (the default)"),
             "--top-k K": number("only the K most probable tokens (default 0: all)"),
-            "--top-p P": real("only the most probable tokens that together reach P (default 1: all)"),
-            "--min-p P": real("only tokens at least P times as probable as the best (default 0: all)"),
-            "--repetition-penalty R": real("above 1, tokens in the prompt or text become less likely (default 1)"),
+            "--top-p P": real(
+                "only the most probable tokens that together reach P (default 1: all)"
+            ),
+            "--min-p P": real(
+                "only tokens at least P times as probable as the best (default 0: all)"
+            ),
+            "--repetition-penalty R": real(
+                "above 1, tokens in the prompt or text become less likely (default 1)"
+            ),
             "--seed S": number("the same seed gives the same text (default 0)"),
             "--slots N": count("prompts that are continued at the same time (default 8)"),
-            "--context S": count("for --chat: tokens of history and answer together (default 2048)"),
+            "--context S": count(
+                "for --chat: tokens of history and answer together (default 2048)"
+            ),
             "--stop TEXT": repeated("end before this text; may be given again"),
             **DECODED,
         },
@@ -226,12 +252,20 @@ VERBS = {
             "--generation FILE": 'JSON lines such as {"question": "2 + 2 =", "answer": "#### 4"}; greedy',
             "--out FILE": "a JSON line as each window or question is done; a second run goes on with it",
             "--shots-file FILE": "questions with answers to put before each question, in the file's own form",
-            "--window N": count("the most tokens that the model reads at once (default: as it was trained)"),
-            "--stride N": count("of --text: tokens that each later window scores (default: all of it)"),
-            "--shots N": count("the first N questions of --shots-file stand before each question (default 0)"),
+            "--window N": count(
+                "the most tokens that the model reads at once (default: as it was trained)"
+            ),
+            "--stride N": count(
+                "of --text: tokens that each later window scores (default: all of it)"
+            ),
+            "--shots N": count(
+                "the first N questions of --shots-file stand before each question (default 0)"
+            ),
             "--limit N": count("only the first N questions"),
             "--max-new-tokens N": count("of --generation: the longest answer (default 256)"),
-            "--slots N": count("of --generation: answers that are written at the same time (default 8)"),
+            "--slots N": count(
+                "of --generation: answers that are written at the same time (default 8)"
+            ),
             "--batch-tokens N": count(
                 "tokens a batch, padding included (default 4096; halved where memory does not suffice)"
             ),
@@ -250,20 +284,30 @@ VERBS = {
         "ladder-jax serve runs/tiny --port 8000",
         "ladder_jax.cli.serve:run",
         {
-            "--host ADDRESS": dict(default="127.0.0.1", help="where to listen (default 127.0.0.1: this machine only)"),
+            "--host ADDRESS": dict(
+                default="127.0.0.1", help="where to listen (default 127.0.0.1: this machine only)"
+            ),
             "--port N": number("default 8000; 0: any free one", default=8000),
             "--api-key KEY": "what clients must send; better set as LADDER_JAX_API_KEY (default: no key)",
             "--model-name NAME": "the model's name for clients (default: the run's)",
-            "--slots N": count("prompts that are continued at the same time (default 8)", default=8),
+            "--slots N": count(
+                "prompts that are continued at the same time (default 8)", default=8
+            ),
             "--capacity N": count(
-                "the most tokens of a request, prompt and new ones together (default 2048)", default=2048
+                "the most tokens of a request, prompt and new ones together (default 2048)",
+                default=2048,
             ),
             "--chunk N": count(
-                "tokens a slot makes at once: fewer stream evenly, more serve faster (default 16)", default=16
+                "tokens a slot makes at once: fewer stream evenly, more serve faster (default 16)",
+                default=16,
             ),
-            "--max-new-tokens N": count("the most that a request may ask for (default: the capacity)"),
+            "--max-new-tokens N": count(
+                "the most that a request may ask for (default: the capacity)"
+            ),
             "--max-queue N": count("prompts that may wait for a slot (default 256)", default=256),
-            "--drain-seconds S": real("how long SIGTERM waits for requests in progress (default 30)", default=30.0),
+            "--drain-seconds S": real(
+                "how long SIGTERM waits for requests in progress (default 30)", default=30.0
+            ),
             **DECODED,
         },
     ),
@@ -279,22 +323,32 @@ VERBS = {
             "--ladder-layers WHICH": "a hybrid: N (the last N layers), i,j or all",
             "--loop LOOP": one_of(Loop, "scan or unrolled (default: unrolled; scan for train)"),
             "--remat REMAT": one_of(Remat, "for train: none (the default), full or save-matmuls"),
-            "--launch LAUNCH": one_of(Launch, "for prefill and decode: explicit, chained, or auto (the default)"),
+            "--launch LAUNCH": one_of(
+                Launch, "for prefill and decode: explicit, chained, or auto (the default)"
+            ),
             "--quantize QUANTIZE": one_of(
                 Quantize, "for prefill and decode: int8, the weights in 8 bits; none (the default)"
             ),
             **LAYERS,
             "--tensor N": count("tensor-parallel devices (default: all of the target's)"),
             "--fsdp N": count("for train: split every parameter over N devices more (default 1)"),
-            "--batch B": count("rows, on each of the fsdp devices (default: 16 for decode, else 1)"),
+            "--batch B": count(
+                "rows, on each of the fsdp devices (default: 16 for decode, else 1)"
+            ),
             "--prompt-length P": count("tokens a row in prefill and train (default 1024)"),
-            "--context S": count("cache positions a row (default: 2048 in decode, the prompt's in prefill)"),
+            "--context S": count(
+                "cache positions a row (default: 2048 in decode, the prompt's in prefill)"
+            ),
             "--sequence-parallel": "for train and prefill: split the stream along the sequence",
             "--collective-matmul FORM": one_of(
                 CollectiveMatmul, "with --sequence-parallel: none (the default), compiler or ring"
             ),
-            "--interleave N": number("for train and prefill: 2 takes two halves of the rows in turn"),
-            "--experts FORM": one_of(ExpertParallelism, "with --sequence-parallel: reduce (the default) or exchange"),
+            "--interleave N": number(
+                "for train and prefill: 2 takes two halves of the rows in turn"
+            ),
+            "--experts FORM": one_of(
+                ExpertParallelism, "with --sequence-parallel: reduce (the default) or exchange"
+            ),
             **CAPACITY,
             **JSON,
             "--plot FILE": "draw two layers' timeline, Standard above NAME (PNG, SVG, PDF)",
@@ -308,7 +362,9 @@ VERBS = {
         "ladder_jax.plan.command:run",
         {
             "--model MODEL": needed("a preset, such as llama-3-70b, a config file, or any model"),
-            "--target TARGET": needed("v5p:4x4x4, v6e:4x4, tpu7x:2x2x1, h100:8, b200:16, cpu:8, ..."),
+            "--target TARGET": needed(
+                "v5p:4x4x4, v6e:4x4, tpu7x:2x2x1, h100:8, b200:16, cpu:8, ..."
+            ),
             "--tokens N": dict(count("of one optimizer step, over all devices"), required=True),
             "--sequence T": dict(count("tokens a sequence (default 2048)"), default=2048),
             "--residual NAME": "standard, ladder, ... (default: the model's)",
@@ -341,7 +397,9 @@ VERBS = {
             "--prompt-length P": count("tokens a row in the prompt (default 1024)"),
             "--new-tokens G": count("tokens a row to generate (default 512)"),
             "--tensor N": count("tensor-parallel devices (default: all)"),
-            "--share N": count("on one device: a rank's share of tensor parallelism over N, without the wire"),
+            "--share N": count(
+                "on one device: a rank's share of tensor parallelism over N, without the wire"
+            ),
             "--warmup W": count("generations before those that are timed (default 5)"),
             "--repeats R": count("generations that are timed (default 10)"),
             **LAYERS,
@@ -361,7 +419,8 @@ VERBS = {
             "--ladder-layers WHICH": "hybrids: N (the last N layers), i,j or all",
             "--phase NAME": "generate (the default), prefill or train",
             "--launch NAME": one_of(
-                Launch, "how hidden all-reduces are launched: explicit, chained, or auto (the default)"
+                Launch,
+                "how hidden all-reduces are launched: explicit, chained, or auto (the default)",
             ),
             "--interleave N": one_of(
                 Interleave,

@@ -1,4 +1,6 @@
-"""Settings: frozen dataclasses with their presets, and the files and overrides that make one RunConfig of them."""
+"""Settings: frozen dataclasses with their presets, and the files and overrides that make one
+RunConfig of them.
+"""
 
 from ladder_jax.config.execution import SCANNED as SCANNED
 from ladder_jax.config.execution import UNROLLED as UNROLLED

@@ -8,28 +8,35 @@ from ladder_jax.config.fields import Count, CountOrZero, Positive, Section, chec
 
 
 class RouterSoftmax(enum.Enum):
-    """Over which logits of the router the softmax runs whose probabilities weight the chosen experts' outputs."""
+    """Over which logits of the router the softmax runs whose probabilities weight the chosen
+    experts' outputs.
+    """
 
-    CHOSEN = "chosen"  # those of the chosen experts: the same as over all, then top-k, then renormalised (Mixtral)
+    # those of the chosen experts: the same as over all, then top-k, then renormalised (Mixtral)
+    CHOSEN = "chosen"
     ALL = "all"  # those of all experts: the weights sum to less than 1 (OLMoE, Qwen2-MoE)
 
 
 class ExpertParallelism(enum.Enum):
     """How the rows of experts on other ranks are computed."""
 
-    REDUCE = "reduce"  # each rank computes its experts for all tokens of its group; the sums are reduced
-    EXCHANGE = "exchange"  # each rank sends its own tokens' rows to the ranks of their experts, and back
+    # each rank computes its experts for all tokens of its group; the sums are reduced
+    REDUCE = "reduce"
+    # each rank sends its own tokens' rows to the ranks of their experts, and back
+    EXCHANGE = "exchange"
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class MoEConfig(Section):
     """A token's MLP is the weighted sum of `top_k` of `experts` SwiGLU MLPs, chosen by a router.
 
-    `shared_width`: of one more MLP, the shared expert, that every token passes; `shared_gate`: its output is multiplied
-    with a sigmoid of the token's stream. `dense_layers`: how many of the first layers have an MLP of `model.d_ff`.
-    `capacity`: in training, and wherever rows are exchanged, an expert takes at most so many times the mean rows of an
-    expert (1: as many as if the load were even); the rest are dropped. `router_bias`: each expert has a bias that
-    counts in choosing experts, not in their weights (arXiv 2408.15664); training moves it by train.router_bias_rate.
+    `shared_width`: of one more MLP, the shared expert, that every token passes; `shared_gate`: its
+    output is multiplied with a sigmoid of the token's stream. `dense_layers`: how many of the first
+    layers have an MLP of `model.d_ff`.
+    `capacity`: in training, and wherever rows are exchanged, an expert takes at most so many times
+    the mean rows of an expert (1: as many as if the load were even); the rest are dropped.
+    `router_bias`: each expert has a bias that counts in choosing experts, not in their weights
+    (arXiv 2408.15664); training moves it by train.router_bias_rate.
     """
 
     experts: Count = 8
@@ -68,7 +75,8 @@ class MoEConfig(Section):
         return min(tokens, math.ceil(self.capacity * tokens * self.top_k / self.experts))
 
     def chosen(self, tokens: float) -> float:
-        """The share of the experts that at least one of `tokens` tokens chooses, expected of evenly loaded experts:
+        """The share of the experts that at least one of `tokens` tokens chooses, expected of evenly
+        loaded experts:
 
         1 - (1 - k / E)^tokens     since a token chooses k different ones of E
         """
@@ -87,7 +95,8 @@ def check_exchange(
     dense = moe.dense_layers
     check(dense == 0, f"{setting} needs experts in all layers, not model.moe.dense_layers={dense}")
     check(
-        residual.partition("-")[0] in ("standard", "ladder", "farskip") or residual == "no-communication",
+        residual.partition("-")[0] in ("standard", "ladder", "farskip")
+        or residual == "no-communication",
         f"{setting}: not with the residual {residual!r} (allowed: standard, ladder, ladder-K, farskip,"
         " no-communication)",
     )
@@ -96,4 +105,6 @@ def check_exchange(
         f"{setting} needs {capacity}, such as 1.25: rows are sent in buffers of a fixed size, of which"
         f" {moe.experts / moe.top_k:g} drops no row",
     )
-    check(sequence_parallel, f"{setting} needs {split}: each rank sends the rows of its own positions")
+    check(
+        sequence_parallel, f"{setting} needs {split}: each rank sends the rows of its own positions"
+    )

@@ -23,14 +23,17 @@ type Seed = typing.Annotated[int, (lambda value: 0 <= value < 2**32, "be between
 
 
 def fit(config: object, section: str) -> None:
-    """Convert the fields of a frozen dataclass to their declared types, where that loses nothing; for `__post_init__`.
+    """Convert the fields of a frozen dataclass to their declared types, where that loses nothing;
+    for `__post_init__`.
 
-    Text becomes the enum's member, a whole number a float, a mapping the section below. Raises UserError, naming
-    `section` and the field, for anything else.
+    Text becomes the enum's member, a whole number a float, a mapping the section below. Raises
+    UserError, naming `section` and the field, for anything else.
     """
     for name, hint in _hints(type(config)).items():
         value = getattr(config, name)
-        object.__setattr__(config, name, _coerce(value, hint, f"{section}.{name}" if section else name))
+        object.__setattr__(
+            config, name, _coerce(value, hint, f"{section}.{name}" if section else name)
+        )
 
 
 def build(cls: type, tree: object, path: str, *, more: tuple[str, ...] = ()) -> typing.Any:
@@ -40,10 +43,14 @@ def build(cls: type, tree: object, path: str, *, more: tuple[str, ...] = ()) -> 
     """
     if not isinstance(tree, dict):
         where = path.rstrip(".") or "the configuration"
-        raise UserError(f"{where} must be a section (a {cls.__name__}, or a mapping of its fields), not {_json(tree)}")
+        raise UserError(
+            f"{where} must be a section (a {cls.__name__}, or a mapping of its fields), not {_json(tree)}"
+        )
     for key in tree:
         if key not in _hints(cls):
-            raise unknown("setting", f"{path}{key}", [path + name for name in (*_hints(cls), *more)])
+            raise unknown(
+                "setting", f"{path}{key}", [path + name for name in (*_hints(cls), *more)]
+            )
     return cls(**tree)
 
 
@@ -63,7 +70,8 @@ def passes(check: typing.Callable[..., None], *args: object, **settings: object)
 
 
 def shown(config: object, *, always: typing.Collection[str] = ()) -> str:
-    """The repr of a dataclass, as one types it: the fields that differ from their defaults, enums by their names.
+    """The repr of a dataclass, as one types it: the fields that differ from their defaults, enums
+    by their names.
 
     always: fields that are there in any case. Long sequences and texts are shortened.
     """
@@ -77,7 +85,8 @@ def shown(config: object, *, always: typing.Collection[str] = ()) -> str:
 
 
 class Section:
-    """Base of a frozen dataclass of settings: its fields get their declared types and are checked when it is made.
+    """Base of a frozen dataclass of settings: its fields get their declared types and are checked
+    when it is made.
 
     NAME: its own in messages.
     """
@@ -102,7 +111,9 @@ def _shortened(value: object) -> str:
     return repr(value)
 
 
-_SHORT = reprlib.Repr(maxtuple=8, maxlist=8, maxdict=4, maxset=4, maxfrozenset=4, maxstring=120, maxother=120)
+_SHORT = reprlib.Repr(
+    maxtuple=8, maxlist=8, maxdict=4, maxset=4, maxfrozenset=4, maxstring=120, maxother=120
+)
 
 
 @functools.cache
@@ -127,8 +138,11 @@ def _coerce(value: object, hint: typing.Any, path: str) -> typing.Any:
             return hint(value)
         except ValueError:
             # YAML reads a bare `none` as text but `null` and an empty value as nothing.
-            raise unknown(f"value for {path}:", value, [_json(member.value).strip('"') for member in hint]) from None
-    if not isinstance(value, type) and getattr(value, "ndim", None) == 0:  # NumPy's scalars are Python's here
+            raise unknown(
+                f"value for {path}:", value, [_json(member.value).strip('"') for member in hint]
+            ) from None
+    # NumPy's scalars are Python's here
+    if not isinstance(value, type) and getattr(value, "ndim", None) == 0:
         value = value.item()
     if hint is str and isinstance(value, os.PathLike):
         return os.fspath(value)

@@ -1,4 +1,6 @@
-"""From a preset's name, a YAML or JSON file and dotted overrides to one RunConfig, and back to JSON."""
+"""From a preset's name, a YAML or JSON file and dotted overrides to one RunConfig, and back to
+JSON.
+"""
 
 import dataclasses
 import enum
@@ -17,13 +19,19 @@ TOPOLOGY = ("ladder_layers", "ranks")
 """Fields of the section `model` that belong to its `residual`."""
 
 type ModelOf = typing.Callable[[str], ModelConfig]
-"""The configuration of the model of that name, where it is no checkpoint: `pretrained.model_config`."""
+"""The configuration of the model of that name, where it is no checkpoint:
+`pretrained.model_config`.
+"""
 
 
 def load(
-    source: str | pathlib.Path, *, overrides: typing.Sequence[str] = (), model_of: ModelOf | None = None
+    source: str | pathlib.Path,
+    *,
+    overrides: typing.Sequence[str] = (),
+    model_of: ModelOf | None = None,
 ) -> RunConfig:
-    """The configuration that `source` (a file, or a preset's name) and `a.b=value` overrides describe.
+    """The configuration that `source` (a file, or a preset's name) and `a.b=value` overrides
+    describe.
 
     model_of: for a `train.start` that names no checkpoint of this library; None refuses it.
 
@@ -37,7 +45,9 @@ def load(
         tree = {} if tree is None else tree
         if not isinstance(tree, dict):
             kind = type(tree).__name__
-            raise UserError(f"configuration {str(path)!r} must hold sections such as 'model:', not {kind}")
+            raise UserError(
+                f"configuration {str(path)!r} must hold sections such as 'model:', not {kind}"
+            )
         tree.setdefault("run", {})
         if isinstance(tree["run"], dict):
             tree["run"].setdefault("name", path.stem)
@@ -51,14 +61,19 @@ def load(
 
 
 def from_dict(tree: dict) -> RunConfig:
-    """`model` may name a `preset` to start from: `{"model": {"preset": "tiny", "residual": "ladder"}}`."""
+    """`model` may name a `preset` to start from: `{"model": {"preset": "tiny", "residual":
+    "ladder"}}`.
+    """
     if not isinstance(tree, dict):
         raise wrong_type("a configuration", tree, dict)
     model = tree.get("model")
     if isinstance(model, dict):
         rest = {key: value for key, value in model.items() if key != "preset"}
         base = preset_fields(str(model["preset"])) if "preset" in model else {}
-        tree = {**tree, "model": build(ModelConfig, changed(base, rest), "model.", more=("preset",))}
+        tree = {
+            **tree,
+            "model": build(ModelConfig, changed(base, rest), "model.", more=("preset",)),
+        }
     return build(RunConfig, tree, "")
 
 
@@ -70,21 +85,27 @@ def model_from_dict(tree: dict) -> ModelConfig:
 def to_dict(config: object) -> typing.Any:
     """Plain JSON values; `from_dict` gives the configuration back."""
     if dataclasses.is_dataclass(config):
-        return {field.name: to_dict(getattr(config, field.name)) for field in dataclasses.fields(config)}
+        return {
+            field.name: to_dict(getattr(config, field.name)) for field in dataclasses.fields(config)
+        }
     return config.value if isinstance(config, enum.Enum) else config
 
 
-def _with_model_of_start(tree: dict[str, typing.Any], model_of: ModelOf | None) -> dict[str, typing.Any]:
-    """`tree`, whose section `model` is completed from the checkpoint that `train.start` names, if it names one.
+def _with_model_of_start(
+    tree: dict[str, typing.Any], model_of: ModelOf | None
+) -> dict[str, typing.Any]:
+    """`tree`, whose section `model` is completed from the checkpoint that `train.start` names, if
+    it names one.
 
-    A `model.preset` goes first. With another `residual` the checkpoint's topology does not count, with another shape
-    its head_dim. Raises UserError where there is no checkpoint.
+    A `model.preset` goes first. With another `residual` the checkpoint's topology does not count,
+    with another shape its head_dim. Raises UserError where there is no checkpoint.
     """
     train, model = tree.get("train"), tree.get("model") or {}
     path = train.get("start") if isinstance(train, dict) else None
     if not isinstance(path, str) or not isinstance(model, dict) or "preset" in model:
         return tree
-    if {field.name for field in dataclasses.fields(ModelConfig)} <= model.keys():  # of a run's config.json
+    # of a run's config.json
+    if {field.name for field in dataclasses.fields(ModelConfig)} <= model.keys():
         return tree
     base = _stored_model(path, model_of)
     if "residual" in model:
@@ -95,19 +116,33 @@ def _with_model_of_start(tree: dict[str, typing.Any], model_of: ModelOf | None) 
 
 
 def _stored_model(path: str, model_of: ModelOf | None) -> dict[str, typing.Any]:
-    """The `model` section of a checkpoint: at a run's folder, its `checkpoints/`, or one step's folder."""
-    folder = absolute(path) if is_remote(path) and not path.startswith("hf://") else pathlib.Path(path).expanduser()
+    """The `model` section of a checkpoint: at a run's folder, its `checkpoints/`, or one step's
+    folder.
+    """
+    folder = (
+        absolute(path)
+        if is_remote(path) and not path.startswith("hf://")
+        else pathlib.Path(path).expanduser()
+    )
     folder = folder / "checkpoints" if (folder / "checkpoints").is_dir() else folder
     names = [one.name for one in folder.iterdir()] if folder.is_dir() else []
     steps = [int(name) for name in names if name.isascii() and name.isdigit()]
     folder = folder / str(max(steps)) if steps else folder
     try:
-        return dict(json.loads((folder / "meta" / "metadata").read_text(encoding="utf-8"))["config"]["model"])
+        return dict(
+            json.loads((folder / "meta" / "metadata").read_text(encoding="utf-8"))["config"][
+                "model"
+            ]
+        )
     except OSError:
         if model_of is None:
-            raise UserError(f"train.start={path!r}: there is no checkpoint of ladder_jax there") from None
+            raise UserError(
+                f"train.start={path!r}: there is no checkpoint of ladder_jax there"
+            ) from None
     except (ValueError, KeyError, TypeError, RecursionError):
-        raise UserError(f"train.start={path!r}: the checkpoint there is damaged, or of another program") from None
+        raise UserError(
+            f"train.start={path!r}: the checkpoint there is damaged, or of another program"
+        ) from None
     try:
         return to_dict(model_of(path))
     except UserError as error:
@@ -150,7 +185,9 @@ def parse_yaml(text: str, *, what: str) -> typing.Any:
     try:
         return yaml.safe_load(text)
     except Exception as error:  # PyYAML raises errors of many kinds for dates, numbers and tags
-        raise UserError(f"{what} is not YAML: {' '.join(str(error).split())[:300] or type(error).__name__}") from None
+        raise UserError(
+            f"{what} is not YAML: {' '.join(str(error).split())[:300] or type(error).__name__}"
+        ) from None
 
 
 def read_section(file: typing.Any, name: str, *, what: str) -> typing.Any:

@@ -1,4 +1,6 @@
-"""The section `model`: a decoder, the names of its residual topologies, and the presets, shapes by name."""
+"""The section `model`: a decoder, the names of its residual topologies, and the presets, shapes by
+name.
+"""
 
 import dataclasses
 import enum
@@ -29,7 +31,16 @@ RESIDUALS = (
 EXPERT_RESIDUALS = ("farskip",)
 """Of models with experts only."""
 
-SHAPE = ("num_layers", "d_model", "num_heads", "num_kv_heads", "head_dim", "d_ff", "vocab_size", "residual")
+SHAPE = (
+    "num_layers",
+    "d_model",
+    "num_heads",
+    "num_kv_heads",
+    "head_dim",
+    "d_ff",
+    "vocab_size",
+    "residual",
+)
 """What a repr of a model's configuration always shows."""
 
 
@@ -79,7 +90,8 @@ def check_halves(
     sequence_parallel: bool = False,
     collective_matmul: CollectiveMatmul = CollectiveMatmul.NONE,
 ) -> None:
-    """Raises UserError where two halves of `rows` rows in turn, or of an odd number's sequences, are no program.
+    """Raises UserError where two halves of `rows` rows in turn, or of an odd number's sequences,
+    are no program.
 
     names: the user's words for the two settings, such as ("train.interleave", "train.batch").
     """
@@ -88,13 +100,25 @@ def check_halves(
     if interleave == 1:
         return
     whole_rows = rows % 2 == 0 or not sequence_parallel
-    check(whole_rows, f"{setting} 2 halves the rows of a split stream, and {of_rows} gives {rows}: an odd number")
+    check(
+        whole_rows,
+        f"{setting} 2 halves the rows of a split stream, and {of_rows} gives {rows}: an odd number",
+    )
     reduces = parse_residual(model.residual).reduces_every_output
-    check(reduces, f"{setting} 2 is for a residual that reduces every sublayer's output, not {model.residual}")
+    check(
+        reduces,
+        f"{setting} 2 is for a residual that reduces every sublayer's output, not {model.residual}",
+    )
     shared = model.residual == "farskip" and model.moe.shared_width
-    check(not shared, f"{setting} 2 is not for farskip with a shared expert, which is reduced with attention")
+    check(
+        not shared,
+        f"{setting} 2 is not for farskip with a shared expert, which is reduced with attention",
+    )
     form, none = collective_matmul.value, collective_matmul is CollectiveMatmul.NONE
-    check(none, f"{setting} 2 hides gathers and scatters, of which collective_matmul {form} leaves none")
+    check(
+        none,
+        f"{setting} 2 hides gathers and scatters, of which collective_matmul {form} leaves none",
+    )
 
 
 def check_collective_matmul(
@@ -102,26 +126,42 @@ def check_collective_matmul(
 ) -> None:
     """Raises UserError where no gather or scatter belongs to one sublayer's matmuls.
 
-    names: the user's words for the two settings, such as ("train.collective_matmul", "train.sequence_parallel=true").
+    names: the user's words for the two settings, such as ("train.collective_matmul",
+        "train.sequence_parallel=true").
     """
     if form is CollectiveMatmul.NONE:
         return
     setting, needed = names
-    check(sequence_parallel, f"{setting} {form.value} needs {needed}: without it no gather stands before a matmul")
+    check(
+        sequence_parallel,
+        f"{setting} {form.value} needs {needed}: without it no gather stands before a matmul",
+    )
     shared = parse_residual(model.residual).kind.startswith("parallel")
-    check(not shared, f"{setting} {form.value}: attention and MLP of {model.residual} share one gather")
-    check(model.moe is None, f"{setting} {form.value}: experts (model.moe) sort their rows, which no ring brings")
+    check(
+        not shared,
+        f"{setting} {form.value}: attention and MLP of {model.residual} share one gather",
+    )
+    check(
+        model.moe is None,
+        f"{setting} {form.value}: experts (model.moe) sort their rows, which no ring brings",
+    )
 
 
 def _as_text(which: object) -> object:
-    """2, (0, 2) and [0, 2] as text for `layer_indices`, "2" and "0,2,"; any other value unchanged."""
+    """2, (0, 2) and [0, 2] as text for `layer_indices`, "2" and "0,2,"; any other value
+    unchanged.
+    """
     if isinstance(which, list | tuple | range):
         return ",".join(map(str, which)) + ","
-    return str(which) if isinstance(which, numbers.Integral) and not isinstance(which, bool) else which
+    return (
+        str(which) if isinstance(which, numbers.Integral) and not isinstance(which, bool) else which
+    )
 
 
 def layer_indices(which: str | int | Sequence[int], num_layers: int) -> tuple[int, ...]:
-    """The 0-based layers that `which` names: `"N"` or N the last N, `"i,j"`, `"i,"` or [i, j] a list, `"all"`."""
+    """The 0-based layers that `which` names: `"N"` or N the last N, `"i,j"`, `"i,"` or [i, j] a
+    list, `"all"`.
+    """
     which = _as_text(which)
     if not isinstance(which, str):
         raise wrong_type("ladder_layers", which, str)
@@ -129,7 +169,9 @@ def layer_indices(which: str | int | Sequence[int], num_layers: int) -> tuple[in
     if which == "all":
         return tuple(range(num_layers))
     if which.startswith("auto:"):
-        raise UserError(f"ladder_layers={which!r} is measured, so only a conversion can choose it {allowed}")
+        raise UserError(
+            f"ladder_layers={which!r} is measured, so only a conversion can choose it {allowed}"
+        )
     try:
         numbers = [int(part) for part in which.split(",") if part.strip()]
     except ValueError:
@@ -166,11 +208,12 @@ class RopeScaling(Section):
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class ModelConfig(Section):
-    """A Llama-family decoder, dense or with experts (`moe`), its residual topology, and a network beside it (`side`).
+    """A Llama-family decoder, dense or with experts (`moe`), its residual topology, and a network
+    beside it (`side`).
 
-    `ladder_layers` makes a hybrid: `"N"` the last N layers, `"i,j"` 0-based layers, `"all"`; or a number, or a list.
-    `ranks`: for the topologies whose function depends on the number of tensor-parallel ranks (ladder-fresh, desync-n);
-    empty: the mesh's.
+    `ladder_layers` makes a hybrid: `"N"` the last N layers, `"i,j"` 0-based layers, `"all"`; or a
+    number, or a list. `ranks`: for the topologies whose function depends on the number of
+    tensor-parallel ranks (ladder-fresh, desync-n); empty: the mesh's.
     """
 
     num_layers: Count = 4
@@ -212,14 +255,20 @@ class ModelConfig(Section):
                 " (or set model.head_dim)",
             )
             object.__setattr__(self, "head_dim", self.d_model // self.num_heads)
-        check(self.head_dim > 0 and self.head_dim % 2 == 0, f"model.head_dim must be even, not {self.head_dim}")
+        check(
+            self.head_dim > 0 and self.head_dim % 2 == 0,
+            f"model.head_dim must be even, not {self.head_dim}",
+        )
         check(
             self.num_heads % self.num_kv_heads == 0,
             f"model.num_kv_heads={self.num_kv_heads} does not divide model.num_heads={self.num_heads}",
         )
         name = parse_residual(self.residual)
         if self.ladder_layers is not None:
-            check(name.is_ladder, f"model.ladder_layers needs a ladder kind of residual, not {self.residual!r}")
+            check(
+                name.is_ladder,
+                f"model.ladder_layers needs a ladder kind of residual, not {self.residual!r}",
+            )
             layer_indices(self.ladder_layers, self.num_layers)
         of_ranks = f"model.ranks belongs to ladder-fresh and desync-n, not to {self.residual!r}"
         check(self.ranks is None or name.depends_on_ranks, of_ranks)
@@ -239,7 +288,8 @@ class ModelConfig(Section):
         )
         dense = self.moe.dense_layers
         check(
-            dense < self.num_layers, f"model.moe.dense_layers={dense} leaves none of {self.num_layers} layers experts"
+            dense < self.num_layers,
+            f"model.moe.dense_layers={dense} leaves none of {self.num_layers} layers experts",
         )
         check(
             self.biases is not Biases.ALL,
@@ -249,28 +299,35 @@ class ModelConfig(Section):
 
 
 _SHAPES = json.loads(pathlib.Path(__file__).with_name("presets.json").read_text(encoding="utf-8"))
-"""By name, what differs from ModelConfig's defaults. The paper's own models, ladder-*, have multi-head attention and
-StarCoder's vocabulary."""
+"""By name, what differs from ModelConfig's defaults. The paper's own models, ladder-*, have
+multi-head attention and StarCoder's vocabulary.
+"""
 
 PRESETS = tuple(_SHAPES)
 
 
 def preset_fields(name: str) -> dict:
-    """The fields of a preset that differ from ModelConfig's defaults; raises UserError for an unknown name."""
+    """The fields of a preset that differ from ModelConfig's defaults; raises UserError for an
+    unknown name.
+    """
     if name not in _SHAPES:
         raise unknown("preset", name, PRESETS)
     return dict(_SHAPES[name])
 
 
 def changed(base: dict, changes: dict) -> dict:
-    """`base` with other values; of the section `moe` below it, the fields that `changes` leaves out stay."""
+    """`base` with other values; of the section `moe` below it, the fields that `changes` leaves out
+    stay.
+    """
     moe = (base.get("moe"), changes.get("moe"))
     both = {"moe": moe[0] | moe[1]} if all(isinstance(fields, dict) for fields in moe) else {}
     return {**base, **changes, **both}
 
 
 def recipe(name: str) -> dict:
-    """The preset's own settings of the section `train`; empty where they are the defaults, the paper's recipe."""
+    """The preset's own settings of the section `train`; empty where they are the defaults, the
+    paper's recipe.
+    """
     if name not in ("tiny", "tiny-moe"):
         return {}
     every = dict(checkpoint_every=100, evaluate_every=100)
@@ -278,5 +335,7 @@ def recipe(name: str) -> dict:
 
 
 def preset(name: str, **changes) -> ModelConfig:
-    """The model configuration called `name`, with any field changed: `preset("tiny", residual="standard")`."""
+    """The model configuration called `name`, with any field changed:
+    `preset("tiny", residual="standard")`.
+    """
     return build(ModelConfig, changed(preset_fields(name), changes), "model.")

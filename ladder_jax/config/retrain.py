@@ -1,10 +1,20 @@
-"""The sections `distill`, `conversion` and `lora`: ways to retrain a checkpoint's model (see retrain/)."""
+"""The sections `distill`, `conversion` and `lora`: ways to retrain a checkpoint's model
+(see retrain/).
+"""
 
 import dataclasses
 import enum
 from typing import Any
 
-from ladder_jax.config.fields import Count, CountOrZero, Positive, PositiveOrZero, Section, Share, check
+from ladder_jax.config.fields import (
+    Count,
+    CountOrZero,
+    Positive,
+    PositiveOrZero,
+    Section,
+    Share,
+    check,
+)
 from ladder_jax.config.model import layer_indices, parse_residual
 from ladder_jax.errors import unknown
 
@@ -25,15 +35,18 @@ class Pace(enum.Enum):
 class DistillConfig(Section):
     """Learn from another model's predictions as well as from the data's tokens.
 
-    `teacher`: `start`, the weights of train.start, or the path of a checkpoint of the same shape; empty: none.
-    `residual`: the teacher's topology, if it is not its checkpoint's: `standard` for the original of a converted one.
+    `teacher`: `start`, the weights of train.start, or the path of a checkpoint of the same shape;
+        empty: none.
+    `residual`: the teacher's topology, if it is not its checkpoint's: `standard` for the original
+        of a converted one.
     """
 
     teacher: str | None = None
     residual: str | None = None
     temperature: Positive = 1.0  # divides both models' logits
     alpha: Share = 1.0  # the teacher's share of the loss; the rest is the tokens' cross-entropy
-    hidden_weight: PositiveOrZero = 0.0  # of the distance between both models' hidden streams, added to the loss
+    # of the distance between both models' hidden streams, added to the loss
+    hidden_weight: PositiveOrZero = 0.0
     hidden_every: Count = 1  # measured after every so many layers
 
     NAME = "distill"
@@ -59,10 +72,15 @@ class ConversionConfig(Section):
     NAME = "conversion"
 
     def _check(self) -> None:
-        check(self.steps == 0 or self.steps >= self.groups, f"conversion.steps={self.steps} is too few for its groups")
+        check(
+            self.steps == 0 or self.steps >= self.groups,
+            f"conversion.steps={self.steps} is too few for its groups",
+        )
 
     def check_groups(self, turning: int) -> None:
-        """Raises UserError for more groups than layers turn: the steps of empty ones would turn nothing."""
+        """Raises UserError for more groups than layers turn: the steps of empty ones would turn
+        nothing.
+        """
         check(
             self.groups <= turning,
             f"conversion.groups={self.groups} is more than the {turning} layers that turn (allowed: 1 to {turning})",
@@ -71,7 +89,9 @@ class ConversionConfig(Section):
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class LoraConfig(Section):
-    """Train a product of two thin matrices beside each target, and nothing else (arXiv 2106.09685)."""
+    """Train a product of two thin matrices beside each target, and nothing else (arXiv
+    2106.09685).
+    """
 
     rank: CountOrZero = 0  # 0: none, so all weights train
     alpha: Positive = 16.0  # the product counts alpha / rank times
@@ -86,7 +106,11 @@ class LoraConfig(Section):
 
     @property
     def names(self) -> tuple[str, ...]:
-        return TARGETS if self.targets == "all" else tuple(name.strip() for name in self.targets.split(","))
+        return (
+            TARGETS
+            if self.targets == "all"
+            else tuple(name.strip() for name in self.targets.split(","))
+        )
 
     @property
     def scale(self) -> float:
@@ -94,7 +118,9 @@ class LoraConfig(Section):
 
 
 def check_retraining(config: Any) -> None:
-    """Raises UserError for settings of a run (a RunConfig) that exclude each other, or need another one."""
+    """Raises UserError for settings of a run (a RunConfig) that exclude each other, or need another
+    one.
+    """
     train, model, conversion = config.train, config.model, config.conversion
     settings = {
         "train.freeze": train.freeze,
@@ -112,7 +138,10 @@ def check_retraining(config: Any) -> None:
         f"train.freeze={train.freeze} leaves no layer for lora.rank={config.lora.rank} to train",
     )
     for name in ("train.freeze", "lora.rank", f"distill.teacher={START}"):
-        check(train.start is not None or not settings[name], f"{name} needs train.start, the checkpoint to begin with")
+        check(
+            train.start is not None or not settings[name],
+            f"{name} needs train.start, the checkpoint to begin with",
+        )
     check(
         not (train.z_loss and config.distill.teacher),
         f"train.z_loss={train.z_loss} has no place in a teacher's loss: leave it out with distill.teacher",

@@ -1,18 +1,36 @@
-"""The sections `mesh`, `data`, `train`, `decode` and `run`, and all sections together, checked against each other."""
+"""The sections `mesh`, `data`, `train`, `decode` and `run`, and all sections together, checked
+against each other.
+"""
 
 import dataclasses
 import enum
 
 from ladder_jax.config.execution import CollectiveMatmul, Execution, Interleave, Launch, Loop, Remat
 from ladder_jax.config.experts import ExpertParallelism, check_exchange
-from ladder_jax.config.fields import Count, CountOrZero, Positive, PositiveOrZero, Section, Seed, Share, check
-from ladder_jax.config.model import ModelConfig, check_collective_matmul, check_halves, parse_residual
+from ladder_jax.config.fields import (
+    Count,
+    CountOrZero,
+    Positive,
+    PositiveOrZero,
+    Section,
+    Seed,
+    Share,
+    check,
+)
+from ladder_jax.config.model import (
+    ModelConfig,
+    check_collective_matmul,
+    check_halves,
+    parse_residual,
+)
 from ladder_jax.config.retrain import ConversionConfig, DistillConfig, LoraConfig, check_retraining
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class MeshConfig(Section):
-    """Devices an axis: data x fsdp x tensor; and how experts, which are split over tensor, are reached."""
+    """Devices an axis: data x fsdp x tensor; and how experts, which are split over tensor, are
+    reached.
+    """
 
     data: Count = 1
     fsdp: Count = 1
@@ -33,7 +51,10 @@ class MeshConfig(Section):
 def check_fits_mesh(model: ModelConfig, mesh: MeshConfig) -> None:
     """Raises UserError for a mesh over which the model's dimensions cannot be split."""
     ranks = mesh.tensor if model.ranks is None or mesh.tensor > 1 else model.ranks
-    check(model.d_model % mesh.fsdp == 0, f"model.d_model={model.d_model} is not divisible by mesh.fsdp={mesh.fsdp}")
+    check(
+        model.d_model % mesh.fsdp == 0,
+        f"model.d_model={model.d_model} is not divisible by mesh.fsdp={mesh.fsdp}",
+    )
     widths = {} if model.moe is None else {"moe.shared_width": model.moe.shared_width}
     widths |= dict(d_ff=model.d_ff) if model.moe is None or model.moe.dense_layers else {}
     for name, value in (("num_heads", model.num_heads), *widths.items()):
@@ -59,19 +80,21 @@ class Format(enum.Enum):
     """The format of `data.path`."""
 
     TEXT = "text"  # text, a token store, or a mixture: every token is predicted
-    EXAMPLES = "examples"  # JSON lines of chats, prompts with completions, and texts (see data/examples.py)
+    # JSON lines of chats, prompts with completions, and texts (see data/examples.py)
+    EXAMPLES = "examples"
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class DataConfig(Section):
-    """`path`: a text file, a folder of them, or `stdlib` for the source of Python's own library; or what
-    `ladder-jax tokenize` made, which may be in gs:// or s3://, or a .yaml file with a mixture of those (see
-    data/mixture.py).
+    """`path`: a text file, a folder of them, or `stdlib` for the source of Python's own library; or
+    what `ladder-jax tokenize` made, which may be in gs:// or s3://, or a .yaml file with a mixture
+    of those (see data/mixture.py).
 
-    `max_bytes`, `tokenizer` (`bytes`, or a folder with a Hugging Face tokenizer.json): of text alone, since a token
-    store is tokenized.
+    `max_bytes`, `tokenizer` (`bytes`, or a folder with a Hugging Face tokenizer.json): of text
+    alone, since a token store is tokenized.
 
-    `format`: `examples` for JSON lines, a file or a folder of them, of which only the answers are trained on.
+    `format`: `examples` for JSON lines, a file or a folder of them, of which only the answers are
+        trained on.
     """
 
     path: str = "stdlib"
@@ -90,23 +113,27 @@ class DataConfig(Section):
 
 
 class OnBadStep(enum.Enum):
-    """What happens at a bad step: its loss or gradient is not finite, or its loss jumps (see train/bad_steps.py)."""
+    """What happens at a bad step: its loss or gradient is not finite, or its loss jumps (see
+    train/bad_steps.py).
+    """
 
     STOP = "stop"
     SKIP = "skip"  # the batch changes nothing, and training goes on
-    ROLLBACK = "rollback"  # return to the last checkpoint, and leave out the batches that led to the bad step
+    # return to the last checkpoint, and leave out the batches that led to the bad step
+    ROLLBACK = "rollback"
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class TrainConfig(Section):
     """The recipe of the paper (section 4.1), with AdamW and a cosine to a tenth of the peak.
 
-    `start`: a checkpoint whose weights and tokenizer training begins with; empty: new weights. Fields that the section
-    `model` leaves out are then that checkpoint's.
+    `start`: a checkpoint whose weights and tokenizer training begins with; empty: new weights.
+    Fields that the section `model` leaves out are then that checkpoint's.
     """
 
     start: str | None = None
-    freeze: CountOrZero = 0  # above 0, the embedding and this many of the lowest layers are not trained
+    # above 0, the embedding and this many of the lowest layers are not trained
+    freeze: CountOrZero = 0
     steps: Count = 25_000
     batch: Count = 2048  # sequences a step, over all devices
     sequence: Count = 2048  # predicted tokens a sequence
@@ -122,13 +149,17 @@ class TrainConfig(Section):
     loop: Loop = Loop.SCAN
     remat: Remat = Remat.NONE
     accumulate: Count = 1  # parts of a batch, computed one after another to save memory
-    sequence_parallel: bool = False  # split the stream between sublayers along the sequence, over mesh.tensor
-    collective_matmul: CollectiveMatmul = CollectiveMatmul.NONE  # of sequence_parallel's exposed gathers and scatters
+    # split the stream between sublayers along the sequence, over mesh.tensor
+    sequence_parallel: bool = False
+    # of sequence_parallel's exposed gathers and scatters
+    collective_matmul: CollectiveMatmul = CollectiveMatmul.NONE
     interleave: Interleave = Interleave.WHOLE  # 2: two halves of each device's rows in turn
     z_loss: PositiveOrZero = 0.0  # times log(Z)^2 of the softmax's denominator Z; PaLM's is 1e-4
-    load_balance: PositiveOrZero = 0.01  # of experts: times the Switch loss, which is 1 where all have the same load
+    # of experts: times the Switch loss, which is 1 where all have the same load
+    load_balance: PositiveOrZero = 0.01
     router_z_loss: PositiveOrZero = 0.001  # of experts: times log(Z)^2 of the routers' softmaxes
-    router_bias_rate: PositiveOrZero = 0.001  # with model.moe.router_bias: a step's change; 0 keeps the biases
+    # with model.moe.router_bias: a step's change; 0 keeps the biases
+    router_bias_rate: PositiveOrZero = 0.001
     loss_chunk: Count = 2048  # tokens whose logits a device holds at once
     log_every: Count = 10
     evaluate_every: CountOrZero = 1_000  # 0: only after the last step
@@ -138,9 +169,11 @@ class TrainConfig(Section):
     keep_every: CountOrZero = 0  # also every step that this number divides
     keep_best: CountOrZero = 0  # also this many with the lowest held-out loss
     on_bad_step: OnBadStep = OnBadStep.STOP
-    spike_factor: float = 0.0  # a loss above this many times the recent mean is bad; 0: only one that is not finite
+    # a loss above this many times the recent mean is bad; 0: only one that is not finite
+    spike_factor: float = 0.0
     spike_window: Count = 50  # steps in that mean; during the first ones no loss is too high
-    max_bad_steps: Count = 10  # the run stops after more than so many in a row, or rollbacks to one checkpoint
+    # the run stops after more than so many in a row, or rollbacks to one checkpoint
+    max_bad_steps: Count = 10
     rollback_batches: Count = 100  # batches up to the bad one that a rollback leaves out
     peak_tflops: Positive | None = None  # of one device, for the MFU; empty: by a table
 
@@ -148,7 +181,8 @@ class TrainConfig(Section):
 
     def _check(self) -> None:
         check(
-            not self.keep_best or (self.evaluate_every and self.checkpoint_every % self.evaluate_every == 0),
+            not self.keep_best
+            or (self.evaluate_every and self.checkpoint_every % self.evaluate_every == 0),
             f"train.keep_best={self.keep_best} needs a held-out loss at every checkpoint: train.checkpoint_every="
             f"{self.checkpoint_every} must be a multiple of train.evaluate_every={self.evaluate_every}",
         )
@@ -182,9 +216,11 @@ class DecodeConfig(Section):
     top_k: CountOrZero = 0  # only the k most probable tokens; 0: all
     top_p: float = 1.0  # only the most probable tokens that together reach p; 1: all
     min_p: Share = 0.0  # only tokens at least p times as probable as the most probable one; 0: all
-    repetition_penalty: Positive = 1.0  # above 1, tokens of the prompt and of the text so far become less likely
+    # above 1, tokens of the prompt and of the text so far become less likely
+    repetition_penalty: Positive = 1.0
     seed: Seed = 0
-    prefill_chunk: Count = 2048  # longer prompts are read in blocks of this many tokens, to bound memory
+    # longer prompts are read in blocks of this many tokens, to bound memory
+    prefill_chunk: Count = 2048
     interleave: Interleave = Interleave.WHOLE  # 2: prompts are read in two halves in turn
     loop: Loop = Loop.UNROLLED
     launch: Launch = Launch.AUTO  # of all-reduces, in prefill and decode
@@ -205,9 +241,11 @@ class OnDamaged(enum.Enum):
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class FolderConfig(Section):
-    """`dir`: the run's folder, which may be gs://bucket/folder or s3://bucket/folder; empty for `runs/<name>`.
+    """`dir`: the run's folder, which may be gs://bucket/folder or s3://bucket/folder; empty for
+    `runs/<name>`.
 
-    `wandb`: a project of Weights & Biases to log to. `profiler_port`: process i offers jax's profiler on this port + i.
+    `wandb`: a project of Weights & Biases to log to. `profiler_port`: process i offers jax's
+        profiler on this port + i.
     """
 
     name: str = "run"
@@ -221,7 +259,10 @@ class FolderConfig(Section):
 
     def _check(self) -> None:
         port = self.profiler_port
-        check(port is None or 0 < port < 2**16, f"run.profiler_port must be between 1 and 65535, not {port}")
+        check(
+            port is None or 0 < port < 2**16,
+            f"run.profiler_port must be between 1 and 65535, not {port}",
+        )
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -238,14 +279,21 @@ class RunConfig(Section):
 
     def __repr__(self) -> str:
         """A line a section, of those that differ from their defaults."""
-        sections = [f"  {name}={value!r},\n" for name, value in vars(self).items() if value != type(value)()]
+        sections = [
+            f"  {name}={value!r},\n" for name, value in vars(self).items() if value != type(value)()
+        ]
         return f"RunConfig(\n{''.join(sections)})" if sections else "RunConfig()"
 
     def _check(self) -> None:
         check_fits_mesh(self.model, self.mesh)
         if self.retrains or self.model.side is not None:
             check_retraining(self)
-        train, model, tensor, rows = self.train, self.model, self.mesh.tensor, self.mesh.data * self.mesh.fsdp
+        train, model, tensor, rows = (
+            self.train,
+            self.model,
+            self.mesh.tensor,
+            self.mesh.data * self.mesh.fsdp,
+        )
         of_device, split = train.batch // rows, train.sequence_parallel
         check(
             train.batch % rows == 0,
@@ -258,13 +306,18 @@ class RunConfig(Section):
         )
         exchanges = self.mesh.experts is ExpertParallelism.EXCHANGE
         check(
-            not split or tensor == 1 or exchanges or parse_residual(model.residual).reduces_every_output,
+            not split
+            or tensor == 1
+            or exchanges
+            or parse_residual(model.residual).reduces_every_output,
             f"train.sequence_parallel reduces and splits every sublayer's output, which {model.residual} does not"
             " (allowed: standard, ladder, ladder-K, ladder-fresh, parallel, parallel-shared-norm, parallel-ladder,"
             " farskip)",
         )
         names = "train.collective_matmul", "train.sequence_parallel=true"
-        check_collective_matmul(train.collective_matmul, model=model, sequence_parallel=split, names=names)
+        check_collective_matmul(
+            train.collective_matmul, model=model, sequence_parallel=split, names=names
+        )
         if exchanges:
             names = "mesh.experts=exchange", "model.moe.capacity", "train.sequence_parallel=true"
             check_exchange(model.moe, residual=model.residual, sequence_parallel=split, names=names)
@@ -290,6 +343,14 @@ class RunConfig(Section):
 
     @property
     def retrains(self) -> bool:
-        """Whether a run starts from a checkpoint, or a section of retraining is set: more than plain pretraining."""
+        """Whether a run starts from a checkpoint, or a section of retraining is set: more than
+        plain pretraining.
+        """
         train = self.train
-        return bool(train.start or train.freeze or self.lora.rank or self.distill.teacher or self.conversion.steps)
+        return bool(
+            train.start
+            or train.freeze
+            or self.lora.rank
+            or self.distill.teacher
+            or self.conversion.steps
+        )

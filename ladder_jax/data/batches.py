@@ -24,7 +24,9 @@ READ_AHEAD = 2  # batches
 
 @dataclasses.dataclass(frozen=True)
 class Windows:
-    """A grain data source: window i is tokens [i * T, i * T + T], T + 1 of them (the last is only a target)."""
+    """A grain data source: window i is tokens [i * T, i * T + T], T + 1 of them (the last is only a
+    target).
+    """
 
     tokens: np.ndarray
     length: int
@@ -40,12 +42,17 @@ class Windows:
 class PackedRows:
     """A grain data source: documents packed into rows of T + 1 tokens, one row's Batch each.
 
-    read: gives the tokens [count] from `start` on. starts: int64 [documents + 1], the documents' first tokens, and the
-    end. length: T. loss_mask: of all tokens, if there is one.
+    read: gives the tokens [count] from `start` on. starts: int64 [documents + 1], the documents'
+    first tokens, and the end. length: T. loss_mask: of all tokens, if there is one.
     """
 
     def __init__(
-        self, read: Callable[[int, int], np.ndarray], starts: np.ndarray, *, length: int, loss_mask: np.ndarray | None
+        self,
+        read: Callable[[int, int], np.ndarray],
+        starts: np.ndarray,
+        *,
+        length: int,
+        loss_mask: np.ndarray | None,
     ):
         self._read, self._size, self._loss_mask = read, length + 1, loss_mask
         self._rows = pack(starts[:-1], np.diff(starts), row=self._size)
@@ -73,7 +80,8 @@ class PackedRows:
 class Batches:
     """`batches[step]`: the rows of that step, stacked, [B, ...].
 
-    rows: without end. share: which rows of each batch are wanted here; None for all. Others are never read.
+    rows: without end. share: which rows of each batch are wanted here; None for all. Others are
+        never read.
     """
 
     rows: grain.MapDataset
@@ -87,7 +95,9 @@ class Batches:
 
 
 class Epochs:
-    """A grain data source without end: every row once an epoch, every epoch in an order of its own."""
+    """A grain data source without end: every row once an epoch, every epoch in an order of its
+    own.
+    """
 
     def __init__(self, rows: Windows | PackedRows, *, seed: int):
         self._rows, self._seed = rows, seed
@@ -102,8 +112,9 @@ class Epochs:
 
 @functools.lru_cache(maxsize=1024)
 def _order(count: int, seed: int, epoch: int) -> grain.MapDataset:
-    """The indices of one epoch's rows. Hashed: grain's own repetition adds the epoch, so that epoch 1 of a seed is
-    epoch 0 of the next."""
+    """The indices of one epoch's rows. Hashed: grain's own repetition adds the epoch, so that epoch
+    1 of a seed is epoch 0 of the next.
+    """
     if epoch:
         seed = int(np.random.SeedSequence((seed, epoch)).generate_state(1)[0])
     return grain.MapDataset.range(count).shuffle(seed)
@@ -114,18 +125,23 @@ def shuffled(rows: Windows | PackedRows, *, seed: int) -> grain.MapDataset:
     return grain.MapDataset.source(Epochs(rows, seed=seed))
 
 
-def evaluated(rows: grain.MapDataset, count: int, *, config: TrainConfig) -> list[np.ndarray | Batch]:
-    """The batches of held-out `rows`, of which there are `count` before they repeat, that are evaluated."""
+def evaluated(
+    rows: grain.MapDataset, count: int, *, config: TrainConfig
+) -> list[np.ndarray | Batch]:
+    """The batches of held-out `rows`, of which there are `count` before they repeat, that are
+    evaluated.
+    """
     found = Batches(rows, config.batch)
     wanted = min(config.evaluation_batches, count // config.batch)
     return [found[index] for index in range(max(1, wanted))]
 
 
 class DataLoader:
-    """`loader[step]`: a global array [B, T + 1] (or a Batch of them), of which this process reads its rows alone.
+    """`loader[step]`: a global array [B, T + 1] (or a Batch of them), of which this process reads
+    its rows alone.
 
-    rows: without end. Reading and placing are separate methods, so that a thread can read while the devices compute.
-    The first step is 0.
+    rows: without end. Reading and placing are separate methods, so that a thread can read while the
+    devices compute. The first step is 0.
     """
 
     def __init__(self, rows: grain.MapDataset, *, config: TrainConfig, sharding: NamedSharding):
@@ -166,7 +182,9 @@ class DataLoader:
 
 @contextlib.contextmanager
 def read_ahead(read: Callable[[int], Any], *, first: int, last: int) -> Iterator[Iterator[Any]]:
-    """Gives an iterator of `read(first)` to `read(last - 1)`, called in a thread; it raises the thread's errors."""
+    """Gives an iterator of `read(first)` to `read(last - 1)`, called in a thread; it raises the
+    thread's errors.
+    """
     options = grain.ReadOptions(num_threads=1, prefetch_buffer_size=READ_AHEAD)
     batches = iter(grain.MapDataset.range(first, last).map(read).to_iter_dataset(options))
     try:

@@ -8,7 +8,8 @@ from ladder_jax.errors import UserError
 
 
 class ChatTemplate:
-    """`ChatTemplate(source, tokens)(messages)`: the text of a prompt for the next answer, or of no more than was said.
+    """`ChatTemplate(source, tokens)(messages)`: the text of a prompt for the next answer, or of no
+    more than was said.
 
     special: what the template may call by name, such as `bos_token`.
     """
@@ -27,11 +28,20 @@ class ChatTemplate:
         prompt: bool = True,
         now: datetime.datetime | None = None,
     ) -> str:
-        """now: what a template that asks for the time is told; None: this moment, by this machine's clock."""
+        """now: what a template that asks for the time is told; None: this moment, by this machine's
+        clock.
+        """
         for message in messages:
             if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
-                raise UserError(f'a message must be such as {{"role": "user", "content": "Hello"}}, not {message!r}')
-        given = {"messages": list(messages), "tools": None, "documents": None, "add_generation_prompt": prompt}
+                raise UserError(
+                    f'a message must be such as {{"role": "user", "content": "Hello"}}, not {message!r}'
+                )
+        given = {
+            "messages": list(messages),
+            "tools": None,
+            "documents": None,
+            "add_generation_prompt": prompt,
+        }
         given["strftime_now"] = lambda form: (now or datetime.datetime.now()).strftime(form)
         try:
             return self._template.render(**self._special, **given)
@@ -40,12 +50,16 @@ class ChatTemplate:
 
 
 def _environment():
-    """What Hugging Face documents for templates (https://huggingface.co/docs/transformers/chat_templating_writing)."""
+    """What Hugging Face documents for templates
+    (https://huggingface.co/docs/transformers/chat_templating_writing).
+    """
     import jinja2.ext
     import jinja2.sandbox
 
     class Generation(jinja2.ext.Extension):
-        """`{% generation %}` marks what an assistant wrote, for training; here it is what stands in it."""
+        """`{% generation %}` marks what an assistant wrote, for training; here it is what stands in
+        it.
+        """
 
         tags = {"generation"}
 
@@ -65,7 +79,9 @@ def _environment():
 
 def _to_json(value, ensure_ascii=False, indent=None, separators=None, sort_keys=False) -> str:
     """Jinja's own escapes HTML, which a prompt is not."""
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+    return json.dumps(
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )
 
 
 def _refuse(message: str):

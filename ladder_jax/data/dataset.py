@@ -26,10 +26,12 @@ STDLIB = "stdlib"  # a data.path
 
 @dataclasses.dataclass(frozen=True)
 class Dataset:
-    """training, held_out: endless rows, each T + 1 tokens, or one row's Batch if documents are packed.
+    """training, held_out: endless rows, each T + 1 tokens, or one row's Batch if documents are
+    packed.
 
     training_rows, held_out_rows: their numbers before they repeat.
-    fingerprint: a digest of all tokens and their order. Together with the seed and the step, it determines every batch.
+    fingerprint: a digest of all tokens and their order. Together with the seed and the step, it
+        determines every batch.
     notes: lines to show to the user.
     text: the training text as bytes, uint8; None for other tokenizers and formats.
     """
@@ -54,15 +56,19 @@ def load(
 ) -> Dataset:
     """Load the data of a configuration.
 
-    tokenizer: the tokenizer of the checkpoint that training starts from; the data must have the same. began: when the
-    run did, in seconds since 1970: what a chat template that asks for the time is told, in UTC; None: the present.
-    Raises UserError if the data is missing, unreadable or too short, or has more different tokens than `vocab_size`.
+    tokenizer: the tokenizer of the checkpoint that training starts from; the data must have the
+    same. began: when the run did, in seconds since 1970: what a chat template that asks for the
+    time is told, in UTC; None: the present. Raises UserError if the data is missing, unreadable or
+    too short, or has more different tokens than `vocab_size`.
     """
     required, tokenizer = tokenizer, tokenizer or tokenizers.load(None)
     if config.tokenizer != BYTES:
         tokenizer = tokenizers.load(config.tokenizer)
-        _check(f"data.tokenizer={config.tokenizer!r}", tokenizer, required, vocab_size)  # before all is tokenized
-    path = absolute(config.path) if is_remote(config.path) else pathlib.Path(config.path).expanduser()
+        # before all is tokenized
+        _check(f"data.tokenizer={config.tokenizer!r}", tokenizer, required, vocab_size)
+    path = (
+        absolute(config.path) if is_remote(config.path) else pathlib.Path(config.path).expanduser()
+    )
     with explained(path, "read"):
         listed = path.suffix in mixture.ENDINGS and path.is_file()
         stored = patiently(path, lambda: path.is_dir() and is_store(path))
@@ -79,7 +85,9 @@ def load(
     elif stored:
         dataset = _stored(path, config, train, tokenizer, seed=train.seed)
     elif is_remote(path):
-        raise UserError(f"data.path={config.path!r}: there is no token store; text is read from local files only")
+        raise UserError(
+            f"data.path={config.path!r}: there is no token store; text is read from local files only"
+        )
     else:
         dataset = _text(config, train, tokenizer)
     _check(f"the tokens of data.path={config.path!r}", dataset.tokenizer, required, vocab_size)
@@ -89,7 +97,9 @@ def load(
 def _check(what: str, tokenizer: Tokenizer, required: Tokenizer | None, vocab_size: int) -> None:
     tokenizers.check_vocabulary(tokenizer, vocab_size=vocab_size)
     if required is not None and tokenizer.name != required.name:
-        raise UserError(f"{what}: {tokenizer.name}, but the checkpoint that training starts from has {required.name}")
+        raise UserError(
+            f"{what}: {tokenizer.name}, but the checkpoint that training starts from has {required.name}"
+        )
 
 
 def _text(config: DataConfig, train: TrainConfig, tokenizer: Tokenizer) -> Dataset:
@@ -97,7 +107,9 @@ def _text(config: DataConfig, train: TrainConfig, tokenizer: Tokenizer) -> Datas
     tokens, note = read_text(config)
     if tokenizer.name != BYTES:
         # `data.max_bytes` may have cut the last character.
-        tokens = np.array(tokenizer.encode(tokens.tobytes().decode("utf-8", errors="ignore")), np.int32)
+        tokens = np.array(
+            tokenizer.encode(tokens.tobytes().decode("utf-8", errors="ignore")), np.int32
+        )
     cut = len(tokens) - int(len(tokens) * config.validation_fraction)
     rows = Windows(tokens[:cut], train.sequence)
     held_out = Windows(tokens[cut:], train.sequence)
@@ -116,7 +128,9 @@ def _text(config: DataConfig, train: TrainConfig, tokenizer: Tokenizer) -> Datas
     )
 
 
-def _examples(config: DataConfig, train: TrainConfig, tokenizer: Tokenizer, now: datetime.datetime | None) -> Dataset:
+def _examples(
+    config: DataConfig, train: TrainConfig, tokenizer: Tokenizer, now: datetime.datetime | None
+) -> Dataset:
     """Packed examples. The last ones are held out."""
     loaded = examples.load(config.path, tokenizer=tokenizer, length=train.sequence, now=now)
     cut = len(loaded) - int(len(loaded) * config.validation_fraction)
@@ -129,7 +143,9 @@ def _examples(config: DataConfig, train: TrainConfig, tokenizer: Tokenizer, now:
     )
 
 
-def _stored(path: AnyPath, config: DataConfig, train: TrainConfig, given: Tokenizer, *, seed: int) -> Dataset:
+def _stored(
+    path: AnyPath, config: DataConfig, train: TrainConfig, given: Tokenizer, *, seed: int
+) -> Dataset:
     """Packed documents. The last ones are held out."""
     store = Store(path)
     tokenizer = store.tokenizer()
@@ -140,7 +156,9 @@ def _stored(path: AnyPath, config: DataConfig, train: TrainConfig, given: Tokeni
             f"the token store {str(store.folder)!r} is of {tokenizer.name}, not of data.tokenizer={config.tokenizer!r}"
         )
     if documents < 2:
-        raise UserError(f"the token store {str(store.folder)!r} has one document; it needs two, as one is held out")
+        raise UserError(
+            f"the token store {str(store.folder)!r} has one document; it needs two, as one is held out"
+        )
     cut = np.searchsorted(store.starts, total - int(total * config.validation_fraction))
     return _dataset(
         *_packed(store.read, store.starts, cut, train),
@@ -152,18 +170,26 @@ def _stored(path: AnyPath, config: DataConfig, train: TrainConfig, given: Tokeni
 
 
 def _mixed(
-    weighted: Sequence[tuple[AnyPath, float]], config: DataConfig, train: TrainConfig, given: Tokenizer
+    weighted: Sequence[tuple[AnyPath, float]],
+    config: DataConfig,
+    train: TrainConfig,
+    given: Tokenizer,
 ) -> Dataset:
     """Rows of several stores, interleaved by weight. Each store has its own epochs."""
     paths, weights = zip(*weighted)
-    # A different seed for each: stores of the same size would otherwise be shuffled in the same order.
+    # A different seed for each: stores of the same size would otherwise be shuffled in the same
+    # order.
     seed = lambda index: (train.seed + index * 0x9E3779B9) % 2**32
-    parts = [_stored(path, config, train, given, seed=seed(index)) for index, path in enumerate(paths)]
+    parts = [
+        _stored(path, config, train, given, seed=seed(index)) for index, path in enumerate(paths)
+    ]
     first = parts[0].tokenizer.name
     for path, part in zip(paths, parts):
         if part.tokenizer.name != first:
             differs = f"{str(path)!r} of {part.tokenizer.name}"
-            raise UserError(f"a mixture has one tokenizer: {str(paths[0])!r} is of {first}, {differs}")
+            raise UserError(
+                f"a mixture has one tokenizer: {str(paths[0])!r} is of {first}, {differs}"
+            )
     return dataclasses.replace(
         parts[0],
         training=grain.MapDataset.mix([part.training for part in parts], weights),
@@ -175,14 +201,18 @@ def _mixed(
     )
 
 
-def _packed(read, starts: np.ndarray, cut: int, train: TrainConfig, loss_mask=None) -> list[PackedRows]:
+def _packed(
+    read, starts: np.ndarray, cut: int, train: TrainConfig, loss_mask=None
+) -> list[PackedRows]:
     """Rows of the documents before `cut`, and of the others; one document at least of each."""
     cut = int(np.clip(cut, 1, len(starts) - 2))
     parts = starts[: cut + 1], starts[cut:]
     return [PackedRows(read, part, length=train.sequence, loss_mask=loss_mask) for part in parts]
 
 
-def _dataset(rows: Windows | PackedRows, held_out: Windows | PackedRows, *, seed: int, **about: Any) -> Dataset:
+def _dataset(
+    rows: Windows | PackedRows, held_out: Windows | PackedRows, *, seed: int, **about: Any
+) -> Dataset:
     return Dataset(
         batches.shuffled(rows, seed=seed),
         grain.MapDataset.source(held_out).repeat(),
@@ -199,15 +229,22 @@ def _digest(content: list) -> str:
 def read_text(config: DataConfig) -> tuple[np.ndarray, str]:
     """The text's bytes, uint8 [n], at most `data.max_bytes`, and a line about them for the user.
 
-    For a folder: of all files that are UTF-8 text, in the order of their paths. Raises UserError if there are none.
+    For a folder: of all files that are UTF-8 text, in the order of their paths. Raises UserError if
+    there are none.
     """
     if config.path == STDLIB:
         root = pathlib.Path(sysconfig.get_paths()["stdlib"])
-        files = [p for p in sorted(root.rglob("*.py")) if "site-packages" not in p.parts and "test" not in p.parts]
+        files = [
+            p
+            for p in sorted(root.rglob("*.py"))
+            if "site-packages" not in p.parts and "test" not in p.parts
+        ]
     else:
         root = pathlib.Path(config.path).expanduser()
         if not root.exists():
-            raise UserError(f"data.path={config.path!r} does not exist (a text file, a folder, or {STDLIB!r})")
+            raise UserError(
+                f"data.path={config.path!r} does not exist (a text file, a folder, or {STDLIB!r})"
+            )
         files = below(root)
     parts, size = [], 0
     for file in files:
@@ -232,7 +269,9 @@ def read_text(config: DataConfig) -> tuple[np.ndarray, str]:
 
 
 def _read_file(file: pathlib.Path, *, skip_binary: bool) -> bytes | None:
-    """A file's bytes. skip_binary: for a file that is not UTF-8 text, return None rather than raise UserError."""
+    """A file's bytes. skip_binary: for a file that is not UTF-8 text, return None rather than raise
+    UserError.
+    """
     try:
         content = file.read_bytes()
         content.decode("utf-8")
@@ -246,7 +285,9 @@ def _read_file(file: pathlib.Path, *, skip_binary: bool) -> bytes | None:
 
 
 def bigram_entropy(text: np.ndarray) -> float:
-    """The entropy of a byte given the previous byte, in nats per byte: the best loss of a bigram model."""
+    """The entropy of a byte given the previous byte, in nats per byte: the best loss of a bigram
+    model.
+    """
     codes = text[:-1].astype(np.int64) * 256 + text[1:]
     pairs = np.bincount(codes, minlength=65536).reshape(256, 256)
     first = pairs.sum(axis=1, keepdims=True)

@@ -1,11 +1,13 @@
-"""Examples in JSON lines, each as tokens with a loss mask: which tokens the model is trained to predict.
+"""Examples in JSON lines, each as tokens with a loss mask: which tokens the model is trained to
+predict.
 
     {"messages": [{"role": "user", "content": ...}, ...]}    the assistant's turns, each with its end-of-turn token
     {"prompt": ..., "completion": ...}                       the completion, and the end-of-text token
     {"text": ...}                                            all tokens, and the end-of-text token
 
-An example is tokenized as one text, as in a continued conversation. The loss mask holds each token that overlaps with
-the text to predict. The assistant's turns are located by rendering the conversation up to each of them.
+An example is tokenized as one text, as in a continued conversation. The loss mask holds each token
+that overlaps with the text to predict. The assistant's turns are located by rendering the
+conversation up to each of them.
 """
 
 import dataclasses
@@ -32,7 +34,8 @@ Masked = tuple[np.ndarray, np.ndarray]
 
 @dataclasses.dataclass(frozen=True)
 class Examples:
-    """tokens: int32 [n], of all examples. loss_mask: bool [n]. starts: int64 [examples + 1], the last is n.
+    """tokens: int32 [n], of all examples. loss_mask: bool [n]. starts: int64 [examples + 1], the
+    last is n.
 
     cut: the number of examples that were longer than a row and lost their end.
     left_out: the number of examples without any token to predict within a row.
@@ -61,15 +64,22 @@ class Examples:
         predicted = f"of which {self.loss_mask.mean():.0%} are predicted"
         parts = [f"{len(self):,} examples of {len(self.tokens):,} tokens, {predicted}"]
         parts += [f"{self.cut:,} were cut at a row's end"] if self.cut else []
-        parts += [f"{self.left_out:,} left out, with no token to predict in a row"] if self.left_out else []
+        parts += (
+            [f"{self.left_out:,} left out, with no token to predict in a row"]
+            if self.left_out
+            else []
+        )
         return "; ".join(parts)
 
 
-def load(path: str, *, tokenizer: Tokenizer, length: int, now: datetime.datetime | None = None) -> Examples:
+def load(
+    path: str, *, tokenizer: Tokenizer, length: int, now: datetime.datetime | None = None
+) -> Examples:
     """The examples at `path`, each cut to a row of `length` + 1 tokens.
 
     now: the time of all, for a chat template that asks for it; None: the present.
-    All are held in memory, at 5 bytes per token. Raises UserError for a wrong example, and for fewer than two.
+    All are held in memory, at 5 bytes per token. Raises UserError for a wrong example, and for
+    fewer than two.
     """
     now = now or datetime.datetime.now()
     tokens, masks, cut, left_out = [], [], 0, 0
@@ -90,16 +100,22 @@ def load(path: str, *, tokenizer: Tokenizer, length: int, now: datetime.datetime
 
 
 def read(path: str) -> Iterator[tuple[str, dict]]:
-    """Yields ("FILE:LINE", object) of a file, or of a folder's files in the order of their paths. Skips empty lines.
+    """Yields ("FILE:LINE", object) of a file, or of a folder's files in the order of their paths.
+    Skips empty lines.
 
-    Raises UserError if `path` does not exist or cannot be read, and for a line that is not a JSON object.
+    Raises UserError if `path` does not exist or cannot be read, and for a line that is not a JSON
+    object.
     """
     root = pathlib.Path(path).expanduser()
     if not root.exists():
-        raise UserError(f"data.path={path!r} does not exist (a JSON lines file, or a folder of them)")
+        raise UserError(
+            f"data.path={path!r} does not exist (a JSON lines file, or a folder of them)"
+        )
     files = [file for file in below(root) if file == root or file.name.endswith(json_lines.ENDINGS)]
     if not files:
-        raise UserError(f"data.path={path!r} holds no file that ends in {', '.join(json_lines.ENDINGS)}")
+        raise UserError(
+            f"data.path={path!r} holds no file that ends in {', '.join(json_lines.ENDINGS)}"
+        )
     for file in files:
         for number, value in json_lines.read(file):
             if not isinstance(value, dict):
@@ -107,8 +123,11 @@ def read(path: str) -> Iterator[tuple[str, dict]]:
             yield f"{file}:{number}", value
 
 
-def render(example: dict, *, tokenizer: Tokenizer, where: str, now: datetime.datetime | None = None) -> Masked:
-    """The example's tokens and their mask. Raises UserError for a wrong example. where: begins its message.
+def render(
+    example: dict, *, tokenizer: Tokenizer, where: str, now: datetime.datetime | None = None
+) -> Masked:
+    """The example's tokens and their mask. Raises UserError for a wrong example. where: begins its
+    message.
 
     now: the time, for a chat template that asks for it; None: the present.
     """
@@ -119,7 +138,9 @@ def render(example: dict, *, tokenizer: Tokenizer, where: str, now: datetime.dat
         keys = next((keys for keys in KEYS if all(key in example for key in keys)), None)
         if keys is None:
             has = ", ".join(map(repr, example)) or "nothing"
-            raise UserError(f"needs 'messages', 'prompt' and 'completion', or 'text': this has {has}")
+            raise UserError(
+                f"needs 'messages', 'prompt' and 'completion', or 'text': this has {has}"
+            )
         for key in keys:
             if not isinstance(example[key], str):
                 raise UserError(f"{key!r} must be text, not {type(example[key]).__name__}")
@@ -131,7 +152,9 @@ def render(example: dict, *, tokenizer: Tokenizer, where: str, now: datetime.dat
 
 
 def _ended(tokens: np.ndarray, loss_mask: np.ndarray, tokenizer: Tokenizer) -> Masked:
-    """With the end-of-text token, to be learnt. Some tokenizers put one around a text by themselves."""
+    """With the end-of-text token, to be learnt. Some tokenizers put one around a text by
+    themselves.
+    """
     if not tokenizer.stop_ids:
         return tokens, loss_mask
     if not len(tokens) or tokens[-1] not in tokenizer.stop_ids:
@@ -141,7 +164,9 @@ def _ended(tokens: np.ndarray, loss_mask: np.ndarray, tokenizer: Tokenizer) -> M
     return tokens, loss_mask
 
 
-def _chat(messages: object, tokenizer: Tokenizer, now: datetime.datetime | None) -> tuple[str, Spans]:
+def _chat(
+    messages: object, tokenizer: Tokenizer, now: datetime.datetime | None
+) -> tuple[str, Spans]:
     """The rendered conversation, and the spans of the assistant's turns."""
     if not isinstance(messages, list) or not messages:
         raise UserError("'messages' must be a list of messages")

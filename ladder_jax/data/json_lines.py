@@ -14,11 +14,14 @@ ENDINGS = (".jsonl", ".ndjson", ".jsonl.gz")
 BLOCK = 2**20  # bytes
 
 
-def read(file: str | pathlib.Path, begin: int = 0, end: int = sys.maxsize) -> Iterator[tuple[int, Any]]:
+def read(
+    file: str | pathlib.Path, begin: int = 0, end: int = sys.maxsize
+) -> Iterator[tuple[int, Any]]:
     """Yields (number, value) of each line that is not empty; numbers count from 1.
 
-    begin, end: read the lines whose first byte is in begin..end-1, and count from the first of them; `begin` is 0 for a
-    compressed file. Raises UserError for a line that is not JSON, and for a file that cannot be read or is damaged.
+    begin, end: read the lines whose first byte is in begin..end-1, and count from the first of
+    them; `begin` is 0 for a compressed file. Raises UserError for a line that is not JSON, and for
+    a file that cannot be read or is damaged.
     """
     open_file = gzip.open if str(file).lower().endswith(".gz") else open
     number = 0
@@ -37,13 +40,17 @@ def read(file: str | pathlib.Path, begin: int = 0, end: int = sys.maxsize) -> It
     except (ValueError, RecursionError) as error:
         raise UserError(f"{place(file, number, begin)}: not JSON: {error}") from None
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-        raise UserError(f"{file}:{number + 1}: the gzip file is damaged or incomplete: {error}") from None
+        raise UserError(
+            f"{file}:{number + 1}: the gzip file is damaged or incomplete: {error}"
+        ) from None
     except OSError as error:
         raise UserError(f"cannot read {str(file)!r}: {error.strerror or error}") from None
 
 
 def place(file: str | pathlib.Path, number: int, begin: int) -> str:
-    """ "FILE:LINE" of the line that `read` counted from `begin`. It reads what is before, so it is for messages."""
+    """ "FILE:LINE" of the line that `read` counted from `begin`. It reads what is before, so it is
+    for messages.
+    """
     if begin:
         with open(file, "rb") as source:
             sizes = (min(BLOCK, begin - 1 - start) for start in range(0, begin - 1, BLOCK))

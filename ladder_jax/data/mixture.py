@@ -16,7 +16,9 @@ ENDINGS = (".yaml", ".yml")
 
 
 def read_mixture(file: pathlib.Path) -> list[tuple[AnyPath, float]]:
-    """The stores in a mixture file, and their weights, above 0. Raises UserError if it is not one."""
+    """The stores in a mixture file, and their weights, above 0. Raises UserError if it is not
+    one.
+    """
     weights = read_section(file, "mixture", what="the mixture")
     if not isinstance(weights, dict) or not weights:
         raise UserError(
@@ -25,6 +27,8 @@ def read_mixture(file: pathlib.Path) -> list[tuple[AnyPath, float]]:
     for name, weight in weights.items():
         is_number = isinstance(weight, int | float) and not isinstance(weight, bool)
         if not is_number or not 0 < weight < math.inf:
-            raise UserError(f"{str(file)!r}: the weight of {str(name)!r} must be a number above 0, not {weight!r}")
+            raise UserError(
+                f"{str(file)!r}: the weight of {str(name)!r} must be a number above 0, not {weight!r}"
+            )
     folder = lambda name: absolute(name) if is_remote(name) else file.parent / name
     return [(folder(str(name)), float(weight)) for name, weight in weights.items()]

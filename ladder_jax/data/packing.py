@@ -1,7 +1,7 @@
 """Pack documents into rows of a fixed length with little padding: best fit, longest first.
 
-A document is cut only if it is longer than a row ("Fewer Truncations Improve Language Modeling", arXiv 2404.10830).
-The packing depends only on the documents' lengths.
+A document is cut only if it is longer than a row ("Fewer Truncations Improve Language Modeling",
+arXiv 2404.10830). The packing depends only on the documents' lengths.
 """
 
 import bisect
@@ -12,7 +12,8 @@ import numpy as np
 
 @dataclasses.dataclass(frozen=True)
 class Rows:
-    """Row r holds the pieces `first[r]` to `first[r + 1] - 1`. A piece is a range of tokens of one document.
+    """Row r holds the pieces `first[r]` to `first[r + 1] - 1`. A piece is a range of tokens of one
+    document.
 
     start: int64 [pieces], the index of a piece's first token among the tokens of all documents.
     length: int32 [pieces], in tokens.
@@ -28,11 +29,14 @@ class Rows:
 
 
 def pack(starts: np.ndarray, lengths: np.ndarray, *, row: int) -> Rows:
-    """Rows of at most `row` tokens that hold every token of the documents. starts, lengths: [documents], in tokens.
+    """Rows of at most `row` tokens that hold every token of the documents. starts, lengths:
+    [documents], in tokens.
 
-    When a document is cut, the next piece begins with the last token of the piece before. So the token after the cut is
-    predicted too: each token except a document's first is predicted exactly once.
-    Time and memory grow with the number of pieces (20 bytes each in the result), hardly with the length of rows.
+    When a document is cut, the next piece begins with the last token of the piece before. So the
+    token after the cut is predicted too: each token except a document's first is predicted exactly
+    once.
+    Time and memory grow with the number of pieces (20 bytes each in the result), hardly with the
+    length of rows.
     """
     start, length = _cut(np.asarray(starts, np.int64), np.asarray(lengths, np.int64), row)
     order = np.argsort(-length, kind="stable")
@@ -45,7 +49,9 @@ def pack(starts: np.ndarray, lengths: np.ndarray, *, row: int) -> Rows:
 
 
 def _cut(starts: np.ndarray, lengths: np.ndarray, row: int) -> tuple[np.ndarray, np.ndarray]:
-    """(starts, lengths) of the pieces, each of at most `row` tokens. An empty document has no pieces."""
+    """(starts, lengths) of the pieces, each of at most `row` tokens. An empty document has no
+    pieces.
+    """
     step = row - 1
     pieces = np.where(lengths > row, -((1 - lengths) // step), np.minimum(lengths, 1))
     index = np.arange(pieces.sum()) - np.repeat(np.cumsum(pieces) - pieces, pieces)
@@ -54,10 +60,12 @@ def _cut(starts: np.ndarray, lengths: np.ndarray, row: int) -> tuple[np.ndarray,
 
 
 def _best_fit(lengths: np.ndarray, row: int) -> np.ndarray:
-    """The row of each piece. A piece goes to the row that then has the least room left, or to a new row.
+    """The row of each piece. A piece goes to the row that then has the least room left, or to a new
+    row.
 
-    lengths: of the pieces, in descending order. Pieces of equal length are placed together, into all rows with equal
-    room at once, so the time grows with the number of different lengths, not with the number of pieces.
+    lengths: of the pieces, in descending order. Pieces of equal length are placed together, into
+    all rows with equal room at once, so the time grows with the number of different lengths, not
+    with the number of pieces.
     """
     row_of = np.empty(len(lengths), np.int64)
     ascending = -lengths
@@ -88,7 +96,9 @@ def _best_fit(lengths: np.ndarray, row: int) -> np.ndarray:
     return row_of
 
 
-def _add_rows(rooms: list[int], with_room: dict[int, list[np.ndarray]], room: int, rows: np.ndarray) -> None:
+def _add_rows(
+    rooms: list[int], with_room: dict[int, list[np.ndarray]], room: int, rows: np.ndarray
+) -> None:
     if room and len(rows):
         if room not in with_room:
             bisect.insort(rooms, room)

@@ -1,7 +1,8 @@
 """Text to tokens and back: bytes, or any Hugging Face tokenizer with its chat template.
 
-The library `tokenizers` decodes whole sequences to text. Text that is streamed, or cut at any token, needs the exact
-bytes of one token alone, as a character may be spread over several: they follow from the `decoder` in tokenizer.json.
+The library `tokenizers` decodes whole sequences to text. Text that is streamed, or cut at any
+token, needs the exact bytes of one token alone, as a character may be spread over several: they
+follow from the `decoder` in tokenizer.json.
 """
 
 import contextlib
@@ -26,7 +27,13 @@ BYTES = "bytes"
 FOLDER = "tokenizer"
 """The tokenizer's folder in a run's folder."""
 MAIN = "tokenizer.json"
-FILES = (MAIN, "tokenizer_config.json", "special_tokens_map.json", "generation_config.json", "chat_template.jinja")
+FILES = (
+    MAIN,
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "generation_config.json",
+    "chat_template.jinja",
+)
 """What is read of a tokenizer's folder; only the first must be there."""
 BYTE = re.compile(r"<0x([0-9A-F]{2})>")
 
@@ -52,7 +59,9 @@ class Tokenizer(Protocol):
     has_chat: bool
 
     def encode(self, text: str) -> list[int]:
-        """With what the tokenizer puts around a text by itself, such as a beginning-of-sequence token."""
+        """With what the tokenizer puts around a text by itself, such as a beginning-of-sequence
+        token.
+        """
 
     def encode_bare(self, text: str) -> list[int]:
         """Without what `encode` puts around a text."""
@@ -61,7 +70,9 @@ class Tokenizer(Protocol):
         """Without special tokens; what is not UTF-8 becomes replacement characters."""
 
     def to_bytes(self, tokens: Iterable[int]) -> bytes:
-        """Those of a sequence are its tokens' bytes, joined; special and unknown tokens give nothing."""
+        """Those of a sequence are its tokens' bytes, joined; special and unknown tokens give
+        nothing.
+        """
 
     def offsets(self, text: str, *, special: bool) -> Offsets:
         """The text's tokens, and of each the characters begin..end-1 that it stands for.
@@ -69,15 +80,19 @@ class Tokenizer(Protocol):
         special: with what the tokenizer puts around a text by itself, which stands for none.
         """
 
-    def render(self, messages: Messages, *, prompt: bool, now: datetime.datetime | None = None) -> str:
-        """A conversation as text, by the chat template. prompt: up to where the assistant's next answer begins.
+    def render(
+        self, messages: Messages, *, prompt: bool, now: datetime.datetime | None = None
+    ) -> str:
+        """A conversation as text, by the chat template. prompt: up to where the assistant's next
+        answer begins.
 
         now: the time, for a template that asks for it; None: the present.
         Raises UserError where there is no template, or where it refuses the messages.
         """
 
     def chat(self, messages: Messages, *, now: datetime.datetime | None = None) -> list[int]:
-        """A prompt for the next answer, by the chat template: `[{"role": "user", "content": "Hello"}]`.
+        """A prompt for the next answer, by the chat template:
+        `[{"role": "user", "content": "Hello"}]`.
 
         now: as in `render`.
         Raises UserError where there is no template, or where it refuses the messages.
@@ -113,28 +128,37 @@ class Bytes(Tokenizer):
         try:
             content = [self.encode(character) for character in text]
         except UnicodeEncodeError:
-            raise UserError("the text holds half of a surrogate pair, which is no character") from None
+            raise UserError(
+                "the text holds half of a surrogate pair, which is no character"
+            ) from None
         places = [(index, index + 1) for index, part in enumerate(content) for _ in part]
         return [byte for part in content for byte in part], places
 
-    def render(self, messages: Messages, *, prompt: bool, now: datetime.datetime | None = None) -> str:
+    def render(
+        self, messages: Messages, *, prompt: bool, now: datetime.datetime | None = None
+    ) -> str:
         raise UserError(
             "a model of bytes has no chat template; ask it with --prompt, and train it on 'prompt' and 'completion'"
         )
 
 
 def load(path: str | os.PathLike | None) -> Tokenizer:
-    """Bytes for None and "bytes", else the tokenizer in that folder. Raises UserError for what is none."""
+    """Bytes for None and "bytes", else the tokenizer in that folder. Raises UserError for what is
+    none.
+    """
     if path is None or path == BYTES:
         return Bytes()
     folder = absolute(path) if is_remote(path) else pathlib.Path(path).expanduser()
     if not folder.is_dir():
-        raise UserError(f"there is no tokenizer at {str(path)!r} (allowed: {BYTES!r}, or a folder with {MAIN})")
+        raise UserError(
+            f"there is no tokenizer at {str(path)!r} (allowed: {BYTES!r}, or a folder with {MAIN})"
+        )
     return HuggingFace(folder)
 
 
 def save(tokenizer: Tokenizer, folder: AnyPath) -> None:
-    """Copy the tokenizer's files to `folder`, the main one last, without which there is no tokenizer; bytes have none.
+    """Copy the tokenizer's files to `folder`, the main one last, without which there is no
+    tokenizer; bytes have none.
 
     Raises UserError where another tokenizer lies there.
     """
@@ -142,7 +166,9 @@ def save(tokenizer: Tokenizer, folder: AnyPath) -> None:
         return
     if (folder / MAIN).exists():
         if load(folder).name != tokenizer.name:
-            raise UserError(f"{str(folder)!r} holds another tokenizer than {str(tokenizer.folder)!r}")
+            raise UserError(
+                f"{str(folder)!r} holds another tokenizer than {str(tokenizer.folder)!r}"
+            )
         return
     folder.mkdir(parents=True, exist_ok=True)
     for name in reversed(FILES):
@@ -151,7 +177,8 @@ def save(tokenizer: Tokenizer, folder: AnyPath) -> None:
 
 
 def check_vocabulary(tokenizer: Tokenizer, *, vocab_size: int, path: str | None = None) -> None:
-    """Raises UserError where the model has fewer tokens than the tokenizer. More is fine: tables are often padded.
+    """Raises UserError where the model has fewer tokens than the tokenizer. More is fine: tables
+    are often padded.
 
     path: of the files that both are from; None where a configuration says vocab_size.
     """
@@ -163,7 +190,9 @@ def check_vocabulary(tokenizer: Tokenizer, *, vocab_size: int, path: str | None 
 
 
 class HuggingFace(Tokenizer):
-    """See Tokenizer. Raises UserError for files that are missing, damaged or of an unsupported kind."""
+    """See Tokenizer. Raises UserError for files that are missing, damaged or of an unsupported
+    kind.
+    """
 
     def __init__(self, folder: pathlib.Path):
         import tokenizers
@@ -179,12 +208,15 @@ class HuggingFace(Tokenizer):
             self._tokenizer = tokenizers.Tokenizer.from_str(content)
             self._tokenizer.no_truncation()
             self._tokenizer.no_padding()
-            if hasattr(self._tokenizer.model, "dropout"):  # BPE's, for training: it draws the merges at random
+            # BPE's, for training: it draws the merges at random
+            if hasattr(self._tokenizer.model, "dropout"):
                 self._tokenizer.model.dropout = None
             described = json.loads(content)
             vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
         if not vocabulary:
-            raise UserError(f"{str(folder / MAIN)!r} has an empty vocabulary: a tokenizer needs one token at least")
+            raise UserError(
+                f"{str(folder / MAIN)!r} has an empty vocabulary: a tokenizer needs one token at least"
+            )
         self.name = f"tokenizer-{hashlib.sha256(content.encode()).hexdigest()[:16]}"
         self._steps, self._drops_first_space = _steps(described.get("decoder"))
         self._config = _object(folder, "tokenizer_config.json")
@@ -199,7 +231,9 @@ class HuggingFace(Tokenizer):
         self._contents = (self.name, source, self.stop_ids, tuple(sorted(self._special.items())))
 
     def __eq__(self, other: object) -> bool:
-        """Whether both do the same: models that hold copies of one tokenizer are one program to Flax."""
+        """Whether both do the same: models that hold copies of one tokenizer are one program to
+        Flax.
+        """
         return isinstance(other, HuggingFace) and self._contents == other._contents
 
     def __hash__(self) -> int:
@@ -229,7 +263,9 @@ class HuggingFace(Tokenizer):
             found = self._tokenizer.encode(text, add_special_tokens=special)
         return found.ids, found.offsets
 
-    def render(self, messages: Messages, *, prompt: bool, now: datetime.datetime | None = None) -> str:
+    def render(
+        self, messages: Messages, *, prompt: bool, now: datetime.datetime | None = None
+    ) -> str:
         if self._chat is None:
             raise UserError(f"the tokenizer in {str(self.folder)!r} has no chat template")
         return self._chat(messages, prompt=prompt, now=now)
@@ -268,13 +304,18 @@ class HuggingFace(Tokenizer):
 
     def _stop_ids(self) -> tuple[int, ...]:
         several = _object(self.folder, "generation_config.json").get("eos_token_id")
-        found = [self._token_id("eos_token"), *(several if isinstance(several, list) else [several])]
+        found = [
+            self._token_id("eos_token"),
+            *(several if isinstance(several, list) else [several]),
+        ]
         return tuple(dict.fromkeys(token for token in found if isinstance(token, int)))
 
 
 @contextlib.contextmanager
 def _explained(what: str) -> Iterator[None]:
-    """Turns the errors of `tokenizers` into a UserError: plain Exceptions, and panics of its Rust, which are none."""
+    """Turns the errors of `tokenizers` into a UserError: plain Exceptions, and panics of its Rust,
+    which are none.
+    """
     try:
         yield
     except BaseException as error:
@@ -288,7 +329,9 @@ def _check_encodes(what: str, text: str) -> None:
     try:
         text.encode("utf-8")
     except UnicodeEncodeError:
-        raise UserError(f"{what} is not UTF-8: it holds half of a surrogate pair, which is no character") from None
+        raise UserError(
+            f"{what} is not UTF-8: it holds half of a surrogate pair, which is no character"
+        ) from None
 
 
 def _read(folder: AnyPath, name: str) -> bytes | None:
@@ -314,7 +357,9 @@ def _object(folder: AnyPath, name: str) -> dict:
 
 
 def json_object(content: bytes, *, where: AnyPath) -> dict[str, Any]:
-    """The JSON object in a file's `content`. Raises UserError, which names the file `where`, for something else."""
+    """The JSON object in a file's `content`. Raises UserError, which names the file `where`, for
+    something else.
+    """
     try:
         found = json.loads(content.decode("utf-8"))
     except (ValueError, RecursionError) as error:
@@ -336,18 +381,24 @@ def _special_tokens(config: dict) -> dict[str, str]:
 
 
 def _template(folder: pathlib.Path, config: dict) -> str | None:
-    """A file of its own comes before the configuration; of several templates there, the one called default."""
+    """A file of its own comes before the configuration; of several templates there, the one called
+    default.
+    """
     if (source := _read_text(folder, "chat_template.jinja")) is not None:
         return source
     found = config.get("chat_template")
     if isinstance(found, list):
-        found = {one.get("name"): one.get("template") for one in found if isinstance(one, dict)}.get("default")
+        found = {
+            one.get("name"): one.get("template") for one in found if isinstance(one, dict)
+        }.get("default")
     return found if isinstance(found, str) else None
 
 
 def _steps(decoder: dict | None) -> tuple[list[Step], bool]:
-    """How a token, as it is written in the vocabulary, becomes its bytes; and whether a whole text begins with a space
-    that the tokenizer has put there. Raises UserError for a decoder whose tokens have no bytes of their own."""
+    """How a token, as it is written in the vocabulary, becomes its bytes; and whether a whole text
+    begins with a space that the tokenizer has put there. Raises UserError for a decoder whose
+    tokens have no bytes of their own.
+    """
     steps, drops_first_space = [], False
     for part in _flat(decoder):
         match part:
@@ -392,7 +443,9 @@ def _byte_fallback(piece: str) -> str | bytes:
 
 
 def _byte_level(piece: str) -> str | bytes:
-    """Byte-level BPE writes each byte as a character; a piece with any other character stands for itself."""
+    """Byte-level BPE writes each byte as a character; a piece with any other character stands for
+    itself.
+    """
     try:
         return bytes(BYTE_OF[character] for character in piece)
     except KeyError:
@@ -400,10 +453,14 @@ def _byte_level(piece: str) -> str | bytes:
 
 
 def _characters() -> dict[str, int]:
-    """GPT-2's alphabet: printable Latin-1 characters are their own bytes, the rest follow from U+0100 on."""
+    """GPT-2's alphabet: printable Latin-1 characters are their own bytes, the rest follow from
+    U+0100 on.
+    """
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = [byte for byte in range(256) if byte not in printable]
-    return {chr(byte): byte for byte in printable} | {chr(256 + index): byte for index, byte in enumerate(others)}
+    return {chr(byte): byte for byte in printable} | {
+        chr(256 + index): byte for index, byte in enumerate(others)
+    }
 
 
 BYTE_OF = _characters()

@@ -1,4 +1,6 @@
-"""Inference: the key/value cache, compiled prefill and decode steps, sampling, generation, continuous batching."""
+"""Inference: the key/value cache, compiled prefill and decode steps, sampling, generation,
+continuous batching.
+"""
 
 from ladder_jax.decode.engine import Engine as Engine
 from ladder_jax.decode.engine import Handle as Handle

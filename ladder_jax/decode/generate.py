@@ -9,7 +9,15 @@ import numpy as np
 
 from ladder_jax.config import DecodeConfig, Loop, Quantize, RunConfig
 from ladder_jax.decode import steps, weights
-from ladder_jax.decode.request import Decoder, NoNumbers, Piece, Request, Result, TokenSequence, check_prompts
+from ladder_jax.decode.request import (
+    Decoder,
+    NoNumbers,
+    Piece,
+    Request,
+    Result,
+    TokenSequence,
+    check_prompts,
+)
 from ladder_jax.decode.sampling import NO_NUMBER, Choice, Settings
 from ladder_jax.decode.steps import CHUNK
 from ladder_jax.errors import RunFailed, UserError, described, member
@@ -30,7 +38,9 @@ class Generator:
         loop: Loop = Loop.UNROLLED,
         quantize: Quantize = Quantize.NONE,
     ):
-        """A ModelDef needs `params`: as they are trained and stored, stacked, in memory or read one by one."""
+        """A ModelDef needs `params`: as they are trained and stored, stacked, in memory or read one
+        by one.
+        """
         self.definition, params = parts_of(model, params)
         if not (isinstance(loop, Loop) and isinstance(quantize, Quantize)):
             loop, quantize = member(Loop, "loop", loop), member(Quantize, "quantize", quantize)
@@ -40,11 +50,13 @@ class Generator:
     def pieces(
         self, request: Request, *, decoder: Decoder | None = None, config: DecodeConfig = DEFAULT
     ) -> GeneratorOf[Piece, None, Result]:
-        """Yields the request's text as it grows, and returns its Result: what `Engine` gives the same request.
+        """Yields the request's text as it grows, and returns its Result: what `Engine` gives the
+        same request.
 
         decoder: the bytes of tokens; without it there is no text, and no stop strings.
         config: for `launch`, `prefill_chunk` and `interleave`.
-        Raises UserError for a prompt outside the vocabulary, NoNumbers where the logits are NaN or infinite.
+        Raises UserError for a prompt outside the vocabulary, NoNumbers where the logits are NaN or
+        infinite.
         """
         request.check(vocab_size=self.definition.config.vocab_size, decoder=decoder)
         sequence = TokenSequence(request, decoder=decoder)
@@ -53,7 +65,9 @@ class Generator:
         choice = Choice.GREEDY if request.is_greedy else Choice.SAMPLED
         prompts, new = [request.prompt] * rows, request.max_new_tokens
         first = lambda x: None if x is None else np.asarray(x).reshape(rows, -1)[0]
-        for tokens, logprobs in self._chunks(prompts, settings, new=new, choice=choice, config=config):
+        for tokens, logprobs in self._chunks(
+            prompts, settings, new=new, choice=choice, config=config
+        ):
             piece, outcome = sequence.take(first(tokens), first(logprobs))
             if piece:
                 yield piece
@@ -66,15 +80,20 @@ class Generator:
     def tokens(self, prompts: Sequence[Sequence[int]], *, config: DecodeConfig) -> np.ndarray:
         """New tokens [prompts, max_new_tokens]; the same seed gives the same tokens.
 
-        Raises UserError for a prompt outside the vocabulary, RunFailed where a prompt's logits are no numbers.
+        Raises UserError for a prompt outside the vocabulary, RunFailed where a prompt's logits are
+        no numbers.
         """
         check_prompts(prompts, vocab_size=self.definition.config.vocab_size)
         padding = -len(prompts) % self.definition.layout.batch_ranks
         rows = [*prompts, *[prompts[0]] * padding]
         settings = Settings.like(config, rows=len(rows))
         choice = Choice.SAMPLED if config.temperature else Choice.GREEDY
-        chunks = self._chunks(rows, settings, new=config.max_new_tokens, choice=choice, config=config)
-        made = np.concatenate([np.asarray(tokens).reshape(len(rows), -1) for tokens, _ in chunks], axis=1)
+        chunks = self._chunks(
+            rows, settings, new=config.max_new_tokens, choice=choice, config=config
+        )
+        made = np.concatenate(
+            [np.asarray(tokens).reshape(len(rows), -1) for tokens, _ in chunks], axis=1
+        )
         new = made[: len(prompts), : config.max_new_tokens]
         failed = (new == NO_NUMBER).any(axis=1)
         if failed.any():
@@ -83,12 +102,16 @@ class Generator:
         return new
 
     def _chunks(self, prompts, settings, *, new, choice, config):
-        """The first token of each prompt, then CHUNK tokens at a time until there are at least `new`.
+        """The first token of each prompt, then CHUNK tokens at a time until there are at least
+        `new`.
 
-        The first token does not wait until the decode program is compiled. Each later chunk is sent to the devices
-        before the one before it is yielded: they need not wait for the host.
+        The first token does not wait until the decode program is compiled. Each later chunk is sent
+        to the devices before the one before it is yielded: they need not wait for the host.
         """
-        definition, form = self.definition, dict(loop=self.loop, launch=config.launch, quantize=self.quantize)
+        definition, form = (
+            self.definition,
+            dict(loop=self.loop, launch=config.launch, quantize=self.quantize),
+        )
         lengths = np.array([len(prompt) for prompt in prompts], np.int32)
         longest = int(lengths.max())
         positions = steps.positions_for(longest + new, chunk=CHUNK)
@@ -98,8 +121,12 @@ class Generator:
             row[: len(prompt)] = prompt
         ends, settings = jax.device_put((lengths, settings), definition.layout.sharding("B"))
 
-        sizes = dict(capacity=positions, chunk=config.prefill_chunk, interleave=config.interleave.parts)
-        logits, caches = steps.prefill_in_chunks(definition, self.params, padded, lengths, **sizes, **form)
+        sizes = dict(
+            capacity=positions, chunk=config.prefill_chunk, interleave=config.interleave.parts
+        )
+        logits, caches = steps.prefill_in_chunks(
+            definition, self.params, padded, lengths, **sizes, **form
+        )
         seen = steps.seen_in(definition)(padded, lengths)
         token, logprob = steps.sample_first(definition, choice=choice)(logits, settings, ends, seen)
         yield token, logprob
@@ -107,7 +134,9 @@ class Generator:
         for _ in range(1, new, CHUNK):
             if chunk:
                 token, ends = _advance(definition)(chunk[0], ends)
-            tokens, logprobs, caches, seen = decode(self.params, caches, seen, token, ends, settings)
+            tokens, logprobs, caches, seen = decode(
+                self.params, caches, seen, token, ends, settings
+            )
             if chunk:
                 yield chunk
             chunk = tokens, logprobs
@@ -121,11 +150,15 @@ class Generator:
 def parts_of(
     model: Transformer | ModelDef, params: Params | weights.Reader | None
 ) -> tuple[ModelDef, Params | weights.Reader]:
-    """The definition and parameters of a Transformer, or of a ModelDef with `params`. Raises UserError for less."""
+    """The definition and parameters of a Transformer, or of a ModelDef with `params`. Raises
+    UserError for less.
+    """
     if isinstance(model, Transformer):
         return model.definition, model.params if params is None else params
     if not isinstance(model, ModelDef) or params is None:
-        raise UserError(f"decoding needs a Transformer, or a ModelDef and its params, not {described(model)}")
+        raise UserError(
+            f"decoding needs a Transformer, or a ModelDef and its params, not {described(model)}"
+        )
     if not callable(params):
         check_model(model, params)
     return model, params
@@ -133,11 +166,15 @@ def parts_of(
 
 @functools.cache
 def _advance(definition):
-    """A compiled (new tokens [B, n], lengths [B]) -> (last tokens [B], lengths [B]), laid out for `decode_many`."""
+    """A compiled (new tokens [B, n], lengths [B]) -> (last tokens [B], lengths [B]), laid out for
+    `decode_many`.
+    """
     local = lambda new, lengths: (new[:, -1], lengths + new.shape[1])
     return steps.placed(definition, local, in_dims=("BT", "B"), out_dims=("B", "B"))
 
 
 def default_tensor(config: RunConfig) -> int:
-    """As many tensor-parallel devices as the model was trained on, if this machine has as many; else one."""
+    """As many tensor-parallel devices as the model was trained on, if this machine has as many;
+    else one.
+    """
     return config.mesh.tensor if config.mesh.tensor <= len(jax.devices()) else 1

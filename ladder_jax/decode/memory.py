@@ -1,4 +1,6 @@
-"""Whether weights and caches fit the devices' memory, checked before they are allocated; out-of-memory errors."""
+"""Whether weights and caches fit the devices' memory, checked before they are allocated;
+out-of-memory errors.
+"""
 
 import contextlib
 import math
@@ -23,7 +25,9 @@ LOWER = (
 
 
 def room(device: jax.Device, *, devices: int) -> int | None:
-    """Bytes that each of `devices` devices like `device` has, None if unknown; simulated ones share the machine's."""
+    """Bytes that each of `devices` devices like `device` has, None if unknown; simulated ones share
+    the machine's.
+    """
     if device.platform == "cpu":
         available = _available()
         return None if available is None else available // devices
@@ -31,7 +35,9 @@ def room(device: jax.Device, *, devices: int) -> int | None:
 
 
 def check(parts: dict[str, float], *, room: int | None, what: str, instead: str) -> None:
-    """Raises UserError where the parts (bytes a device, by name) sum to more than `room`; `instead` is advice."""
+    """Raises UserError where the parts (bytes a device, by name) sum to more than `room`; `instead`
+    is advice.
+    """
     total = sum(parts.values())
     if room is None or total <= room:
         return
@@ -42,17 +48,30 @@ def check(parts: dict[str, float], *, room: int | None, what: str, instead: str)
 
 
 def check_slots(
-    definition: ModelDef, *, slots: int, capacity: int, chunk: int, loop: Loop, quantize: Quantize, held: int = 0
+    definition: ModelDef,
+    *,
+    slots: int,
+    capacity: int,
+    chunk: int,
+    loop: Loop,
+    quantize: Quantize,
+    held: int = 0,
 ) -> None:
-    """Raises UserError where the weights, or they and `slots` rows of `capacity` cached tokens, do not fit.
+    """Raises UserError where the weights, or they and `slots` rows of `capacity` cached tokens, do
+    not fit.
 
     chunk: positions beyond the capacity, see `steps.positions_for`.
     held: bytes a device of the parameters in memory from which the weights are made.
     """
     if slots * (capacity + chunk) >= 2**31:  # no array may be larger, and none this large would fit
-        raise UserError(f"{slots} slots of {capacity:,} tokens are too many: ask for fewer, or shorter ones")
+        raise UserError(
+            f"{slots} slots of {capacity:,} tokens are too many: ask for fewer, or shorter ones"
+        )
     kept, size = check_weights(definition, loop=loop, quantize=quantize, held=held)
-    parts = {"weights": kept, "cache": cache_bytes(definition, rows=slots, capacity=capacity + chunk)}
+    parts = {
+        "weights": kept,
+        "cache": cache_bytes(definition, rows=slots, capacity=capacity + chunk),
+    }
     advice = f"ask for fewer, or shorter ones; {_less(quantize)}"
     check(parts, room=size, what=f"a cache of {slots} x {capacity:,} tokens", instead=advice)
 
@@ -60,12 +79,19 @@ def check_slots(
 def check_weights(
     definition: ModelDef, *, loop: Loop, quantize: Quantize = Quantize.NONE, held: int = 0
 ) -> tuple[int, int | None]:
-    """Raises UserError where `weights.prepare` does not fit; returns the bytes a device that it keeps, and `room`."""
+    """Raises UserError where `weights.prepare` does not fit; returns the bytes a device that it
+    keeps, and `room`.
+    """
     kept, most = weights.needed_bytes(definition, loop=loop, quantize=quantize)
     devices = definition.layout.mesh.devices
     size = room(devices.flat[0], devices=devices.size)
-    on_host = devices.flat[0].platform == "cpu"  # its available memory excludes the parameters already
-    parts = {"weights": kept, "one of them as it is stored": most - kept, "those in memory": 0 if on_host else held}
+    # its available memory excludes the parameters already
+    on_host = devices.flat[0].platform == "cpu"
+    parts = {
+        "weights": kept,
+        "one of them as it is stored": most - kept,
+        "those in memory": 0 if on_host else held,
+    }
     parts = {name: bytes_ for name, bytes_ in parts.items() if bytes_ or name == "weights"}
     check(parts, room=size, what="reading the weights", instead=_less(quantize))
     return kept, size
@@ -73,7 +99,9 @@ def check_weights(
 
 @contextlib.contextmanager
 def explained(what: str, *, instead: str = LOWER) -> Iterator[None]:
-    """Raises jax's and Python's out-of-memory errors as a UserError of one line; `instead` is advice."""
+    """Raises jax's and Python's out-of-memory errors as a UserError of one line; `instead` is
+    advice.
+    """
     try:
         yield
     except (UserError, RunFailed):
@@ -102,7 +130,9 @@ def _less(quantize):
 
 def cache_bytes(definition: ModelDef, *, rows: int, capacity: int) -> int:
     """A device's share of the key/value cache."""
-    return shard_bytes(steps.abstract_cache(definition, rows=rows, capacity=capacity, loop=Loop.UNROLLED))
+    return shard_bytes(
+        steps.abstract_cache(definition, rows=rows, capacity=capacity, loop=Loop.UNROLLED)
+    )
 
 
 def shard_bytes(tree: Any) -> int:
@@ -120,7 +150,9 @@ def shard_size(leaf: jax.ShapeDtypeStruct) -> int:
 
 
 def _available():
-    """Linux's estimate of the bytes available without swapping; elsewhere all of the machine's memory."""
+    """Linux's estimate of the bytes available without swapping; elsewhere all of the machine's
+    memory.
+    """
     file = pathlib.Path("/proc/meminfo")
     if file.exists() and (line := re.search(r"MemAvailable:\s+(\d+) kB", file.read_text())):
         return int(line[1]) * 1024

@@ -14,11 +14,21 @@ from ladder_jax.config import DecodeConfig
 from ladder_jax.config.fields import shown
 from ladder_jax.errors import RunFailed, UserError, described, wrong_type
 
-SAMPLING = ("max_new_tokens", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed")
+SAMPLING = (
+    "max_new_tokens",
+    "temperature",
+    "top_k",
+    "top_p",
+    "min_p",
+    "repetition_penalty",
+    "seed",
+)
 """The settings that a request shares with DecodeConfig."""
 
 MOST = dict(max_new_tokens=2**31 - 1, top_k=2**31 - 1, temperature=1e30, repetition_penalty=1e30)
-"""Larger integers are no int32; larger temperatures and penalties have no further effect, and could overflow."""
+"""Larger integers are no int32; larger temperatures and penalties have no further effect, and could
+overflow.
+"""
 STOP_CHARACTERS = 1000
 """The most that a stop string may have."""
 
@@ -48,8 +58,8 @@ class Request:
     """One prompt and how it is to be continued; sampling settings as in DecodeConfig.
 
     prompt: token ids, at least one.
-    seed: of the sampling noise. With the same seed a request gives the same text, whatever else runs. None draws a
-        seed, which the request then holds.
+    seed: of the sampling noise. With the same seed a request gives the same text, whatever else
+        runs. None draws a seed, which the request then holds.
     stop_ids: tokens that end the text.
     stop: strings that end the text, of at most STOP_CHARACTERS each; they need a decoder.
     logprobs: whether the result holds each token's log-probability, in nats.
@@ -98,15 +108,21 @@ class Request:
         object.__setattr__(self, "stop", stop)
 
     @classmethod
-    def of(cls, prompt: Sequence[int], *, config: DecodeConfig, index: int = 0, **changes: Any) -> "Request":
-        """With `config`'s sampling settings, where `changes` has none; its seed + `index`, for noise of its own."""
+    def of(
+        cls, prompt: Sequence[int], *, config: DecodeConfig, index: int = 0, **changes: Any
+    ) -> "Request":
+        """With `config`'s sampling settings, where `changes` has none; its seed + `index`, for
+        noise of its own.
+        """
         settings = {name: getattr(config, name) for name in SAMPLING}
         settings["seed"] = (config.seed + index) % 2**32
         return cls(prompt, **{**settings, **changes})
 
     @property
     def is_greedy(self) -> bool:
-        """Whether the greedy program serves it, which neither samples nor computes log-probabilities."""
+        """Whether the greedy program serves it, which neither samples nor computes
+        log-probabilities.
+        """
         return self.temperature == 0 and not self.logprobs
 
     def check(self, *, vocab_size: int, decoder: Decoder | None) -> None:
@@ -117,15 +133,21 @@ class Request:
 
 
 def check_prompts(prompts: Sequence[Sequence[int]], *, vocab_size: int) -> None:
-    """Raises UserError where there is no prompt, an empty one, or a token outside the vocabulary."""
+    """Raises UserError where there is no prompt, an empty one, or a token outside the
+    vocabulary.
+    """
     if not prompts:
         raise UserError("there is no prompt")
     for prompt in prompts:
         if not len(prompt):
-            raise UserError("the prompt is empty; generation needs at least one token to start from")
+            raise UserError(
+                "the prompt is empty; generation needs at least one token to start from"
+            )
         worst = min(prompt) if min(prompt) < 0 else max(prompt)
         if not 0 <= worst < vocab_size:
-            raise UserError(f"the prompt holds the token {worst}, outside the model's vocabulary of {vocab_size}")
+            raise UserError(
+                f"the prompt holds the token {worst}, outside the model's vocabulary of {vocab_size}"
+            )
 
 
 def _whole(name, value):
@@ -143,7 +165,9 @@ def _real(name, value):
 
 @dataclasses.dataclass(frozen=True)
 class Piece:
-    """A part of a Result, with the same fields. Text may come later than its tokens, never earlier."""
+    """A part of a Result, with the same fields. Text may come later than its tokens, never
+    earlier.
+    """
 
     tokens: tuple[int, ...]
     text: str | None
@@ -158,7 +182,8 @@ class Result(Piece):
 
     tokens: all new tokens, up to and including the one that ended the text.
     text: their text, up to the stop token or stop string; None without a decoder.
-    logprobs: each token's log-probability, in nats, before temperature and filters; None unless requested.
+    logprobs: each token's log-probability, in nats, before temperature and filters; None unless
+        requested.
     """
 
     finish: Finish
@@ -166,7 +191,9 @@ class Result(Piece):
 
 
 class TokenSequence:
-    """The new tokens of one request, on the host: finds where they end, and which text may be shown already."""
+    """The new tokens of one request, on the host: finds where they end, and which text may be shown
+    already.
+    """
 
     def __init__(self, request: Request, *, decoder: Decoder | None):
         self.request = request
@@ -180,10 +207,11 @@ class TokenSequence:
     def take(
         self, tokens: Sequence[int], logprobs: Sequence[float] | None
     ) -> tuple[Piece | None, Result | NoNumbers | None]:
-        """Adds the next tokens up to the end of the request. Returns what is new of it, if anything, and its outcome.
+        """Adds the next tokens up to the end of the request. Returns what is new of it, if
+        anything, and its outcome.
 
-        logprobs: needed if the request asks for them. The outcome is None where the request goes on, NoNumbers where
-        the device had no logits to choose by.
+        logprobs: needed if the request asks for them. The outcome is None where the request goes
+        on, NoNumbers where the device had no logits to choose by.
         """
         for index, token in enumerate(tokens):
             if token < 0:
@@ -200,7 +228,9 @@ class TokenSequence:
         if self._decoder:
             self._shown.append(self._text.flush())
         whole = self._since(0, 0)
-        return self._piece(), Result(whole.tokens, whole.text, whole.logprobs, reason, len(self.request.prompt))
+        return self._piece(), Result(
+            whole.tokens, whole.text, whole.logprobs, reason, len(self.request.prompt)
+        )
 
     def _piece(self):
         new = self._since(*self._given)
@@ -223,10 +253,12 @@ class TokenSequence:
 
 
 class StopText:
-    """Turns bytes into text that may be shown: whole UTF-8 characters, and no beginning of a stop string.
+    """Turns bytes into text that may be shown: whole UTF-8 characters, and no beginning of a stop
+    string.
 
-    The text does not depend on how the bytes were cut. Invalid UTF-8 becomes replacement characters. Of several stop
-    strings, the first to be complete ends the text; of those complete at the same character, the longest.
+    The text does not depend on how the bytes were cut. Invalid UTF-8 becomes replacement
+    characters. Of several stop strings, the first to be complete ends the text; of those complete
+    at the same character, the longest.
     """
 
     def __init__(self, stop: Sequence[str] = ()):

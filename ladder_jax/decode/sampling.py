@@ -1,14 +1,16 @@
 """Choosing the next token from logits that are split over the vocabulary. No rank gathers them.
 
-Every setting is an array with an entry a row: one compiled program serves all settings, and the rows of a batch may
-have different ones.
+Every setting is an array with an entry a row: one compiled program serves all settings, and the
+rows of a batch may have different ones.
 
-A filter (top-k, top-p, min-p) keeps the scores at or above a threshold and sets the others to -inf. Equal scores stay
-or go together, so which tokens remain depends neither on their order nor on the mesh. Together, the three keep what
-the highest of their thresholds keeps. `filtered` finds it in one gather of each rank's `COUNT` largest scores. Where it
-lies below what was gathered (a top-k above COUNT, or a top-p of a flat distribution), `top_k`, `top_p` and `min_p`
-search it digit by digit, with 8, 10 and 1 more collectives. That is no rare case: at temperature 1 a nucleus of top-p
-0.9 has often more than 128 tokens. To sort the whole vocabulary in its place, all of it would be gathered.
+A filter (top-k, top-p, min-p) keeps the scores at or above a threshold and sets the others to -inf.
+Equal scores stay or go together, so which tokens remain depends neither on their order nor on the
+mesh. Together, the three keep what the highest of their thresholds keeps. `filtered` finds it in
+one gather of each rank's `COUNT` largest scores. Where it lies below what was gathered (a top-k
+above COUNT, or a top-p of a flat distribution), `top_k`, `top_p` and `min_p` search it digit by
+digit, with 8, 10 and 1 more collectives. That is no rare case: at temperature 1 a nucleus of top-p
+0.9 has often more than 128 tokens. To sort the whole vocabulary in its place, all of it would be
+gathered.
 """
 
 import dataclasses
@@ -28,26 +30,35 @@ from ladder_jax.parallel.collectives import Axes
 from ladder_jax.scopes import CHOICE
 
 DIMS = "B"
-"""The dimensions of every field of `Settings`: split as the rows are, the same on all tensor-parallel ranks."""
+"""The dimensions of every field of `Settings`: split as the rows are, the same on all
+tensor-parallel ranks.
+"""
 
 NO_NUMBER = -1
 """The token of a row whose logits are no numbers: their largest is NaN or infinite."""
 
 LEAST = 1e-30
-"""The lowest temperature by which logits are divided, so that the quotients stay finite. Lower temperatures draw the
-same tokens: already here, two different logits are further apart than the noise reaches."""
+"""The lowest temperature by which logits are divided, so that the quotients stay finite. Lower
+temperatures draw the same tokens: already here, two different logits are further apart than the
+noise reaches.
+"""
 
 Numbers = float | Sequence[float]  # for all rows, or one a row
 OFF = dict(temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, repetition_penalty=1.0)
 DTYPES = {**dict.fromkeys(OFF, np.float32), "top_k": np.int32}
 
-COUNT = 128  # scores that each rank sends to find a filter's threshold: 64 KiB for 16 rows over 8 ranks
+# scores that each rank sends to find a filter's threshold: 64 KiB for 16 rows over 8 ranks
+COUNT = 128
 BITS = 32  # of a float32
-DIGIT = 4  # bits of the threshold per all-reduce: 8 rounds of 15 sums a row; 1 bit needs 32 rounds, 8 bits 255 sums
+# bits of the threshold per all-reduce: 8 rounds of 15 sums a row; 1 bit needs 32 rounds, 8 bits 255
+# sums
+DIGIT = 4
 
 
 class Choice(enum.Enum):
-    """How a compiled program chooses tokens. Greedy rows should pay no collective and no branch for sampling."""
+    """How a compiled program chooses tokens. Greedy rows should pay no collective and no branch for
+    sampling.
+    """
 
     GREEDY = "greedy"  # each row's largest logit, after the repetition penalty
     SAMPLED = "sampled"  # by each row's settings, with log-probabilities
@@ -62,7 +73,8 @@ class Settings:
     top_k: int32; only the k most probable tokens. 0 is off.
     top_p: float32; only the most probable tokens that together reach p. 1 is off.
     min_p: float32; only tokens at least p times as probable as the most probable one. 0 is off.
-    repetition_penalty: float32; above 1, tokens that the row holds already become less likely. 1 is off.
+    repetition_penalty: float32; above 1, tokens that the row holds already become less likely. 1 is
+        off.
     keys: typed PRNG keys, from which each row's noise is drawn.
     """
 
@@ -75,23 +87,33 @@ class Settings:
 
     @classmethod
     def of(cls, keys: Array, **settings: Numbers) -> "Settings":
-        """From Python values, for as many rows as `keys` [B] has; a setting that is left out is off."""
+        """From Python values, for as many rows as `keys` [B] has; a setting that is left out is
+        off.
+        """
 
         def rows(name, value):
             return jnp.asarray(np.broadcast_to(np.asarray(value, DTYPES[name]), keys.shape))
 
-        return cls(keys=keys, **{name: rows(name, value) for name, value in {**OFF, **settings}.items()})
+        return cls(
+            keys=keys, **{name: rows(name, value) for name, value in {**OFF, **settings}.items()}
+        )
 
     @classmethod
     def like(cls, config: DecodeConfig | Request, *, rows: int) -> "Settings":
-        """`config`'s settings for every row, and a key for each: row 0 of a batch has the noise of a prompt alone."""
+        """`config`'s settings for every row, and a key for each: row 0 of a batch has the noise of
+        a prompt alone.
+        """
         of_row = functools.partial(jax.random.fold_in, jax.random.key(config.seed))
-        return cls.of(jax.vmap(of_row)(jnp.arange(rows)), **{name: getattr(config, name) for name in OFF})
+        return cls.of(
+            jax.vmap(of_row)(jnp.arange(rows)), **{name: getattr(config, name) for name in OFF}
+        )
 
 
 @dataclasses.dataclass(frozen=True)
 class AnyRow:
-    """Whether any row on any rank of the mesh is sampled, uses top-k, top-p, or any filter: scalars, for branches."""
+    """Whether any row on any rank of the mesh is sampled, uses top-k, top-p, or any filter:
+    scalars, for branches.
+    """
 
     sampled: Array
     top_k: Array
@@ -100,7 +122,9 @@ class AnyRow:
 
     @classmethod
     def of(cls, settings: Settings) -> "AnyRow":
-        """One small collective where rows are split over the mesh, else none: call it once, before many `sample`s."""
+        """One small collective where rows are split over the mesh, else none: call it once, before
+        many `sample`s.
+        """
         sampled = settings.temperature > 0
         top_k = sampled & (settings.top_k > 0)
         top_p = sampled & (settings.top_p < 1)
@@ -109,7 +133,8 @@ class AnyRow:
 
 
 def greedy(logits_BV: Array, *, settings: Settings, seen_BV: Array | None, axes: Axes) -> Array:
-    """Each row's token of the largest logit after the penalty, [B] int32, or NO_NUMBER; equal on all ranks of `axes`.
+    """Each row's token of the largest logit after the penalty, [B] int32, or NO_NUMBER; equal on
+    all ranks of `axes`.
 
     One collective. Arguments as in `sample`.
     """
@@ -128,29 +153,34 @@ def sample(
     vocab_size: int,
     axes: Axes,
 ) -> tuple[Array, Array]:
-    """Each row's next token, [B] int32, and its log-probability, [B] float32; equal on all ranks of `axes`.
+    """Each row's next token, [B] int32, and its log-probability, [B] float32; equal on all ranks of
+    `axes`.
 
-    In the order of Hugging Face's logits processors: repetition penalty, temperature, top-k, top-p, min-p, each applied
-    to what the one before it left. Greedy rows take the largest logit after the penalty. The log-probability is the
-    log-softmax of the logits as given, before any of these. NO_NUMBER, and NaN, where the logits are no numbers.
-    One collective, and those of `filtered` where a row uses a filter.
+    In the order of Hugging Face's logits processors: repetition penalty, temperature, top-k, top-p,
+    min-p, each applied to what the one before it left. Greedy rows take the largest logit after the
+    penalty. The log-probability is the log-softmax of the logits as given, before any of these.
+    NO_NUMBER, and NaN, where the logits are no numbers. One collective, and those of `filtered`
+    where a row uses a filter.
 
     logits_BV: this rank's share [B, V/ranks], float32, -inf from token `vocab_size` on.
-    positions: [B]. A row's noise depends on its key, its position and the token alone, so that neither
-        the mesh nor the row's neighbours change its text.
+    positions: [B]. A row's noise depends on its key, its position and the token alone, so that
+        neither the mesh nor the row's neighbours change its text.
     seen_BV: this rank's share [B, V/ranks], bool: the tokens to penalise; None for none.
     """
     scores = _penalize(logits_BV, seen_BV, settings)
     sampled = settings.temperature > 0
 
-    # Branches rather than selects: without a sampled row no noise is drawn, without a filter no threshold is sought.
+    # Branches rather than selects: without a sampled row no noise is drawn, without a filter no
+    # threshold is sought.
     def draw():
         # The padding stays -inf: divided by a large temperature it would be -inf x 0, which is NaN.
         drawn = scores / jnp.where(sampled, jnp.maximum(settings.temperature, LEAST), 1)[:, None]
         drawn = jnp.where(jnp.isneginf(scores), scores, drawn)
         filters = functools.partial(filtered, settings=settings, any_row=any_row, axes=axes)
         drawn = lax.cond(any_row.filtered, filters, lambda x: x, drawn)
-        noise = _noise(settings.keys, positions, size=scores.shape[-1], vocab_size=vocab_size, axes=axes)
+        noise = _noise(
+            settings.keys, positions, size=scores.shape[-1], vocab_size=vocab_size, axes=axes
+        )
         return jnp.where(sampled[:, None], drawn + noise, scores)
 
     chosen_by = lax.cond(any_row.sampled, draw, lambda: scores)
@@ -167,13 +197,18 @@ def sample(
 
 
 def argmax(scores_BV: Array, *, axes: Axes) -> Array:
-    """The first index of each row's largest score over all ranks, [B] int32. `scores_BV` is this rank's share."""
+    """The first index of each row's largest score over all ranks, [B] int32. `scores_BV` is this
+    rank's share.
+    """
     return argmax_with(scores_BV, [], axes=axes)[0]
 
 
 @jax.named_scope(CHOICE)
-def argmax_with(scores_BV: Array, extra: Sequence[Array], *, axes: Axes) -> tuple[Array, list[Array], Array]:
-    """`argmax`; every rank's `extra` values, [ranks, B] float32 for each [B] given; and the rank of each maximum, [B].
+def argmax_with(
+    scores_BV: Array, extra: Sequence[Array], *, axes: Axes
+) -> tuple[Array, list[Array], Array]:
+    """`argmax`; every rank's `extra` values, [ranks, B] float32 for each [B] given; and the rank of
+    each maximum, [B].
 
     One all-gather of integers carries all of it: with so few bytes its time is latency.
     """
@@ -213,7 +248,8 @@ def _noise(keys, positions, *, size, vocab_size, axes):
     tokens = rank(axes) * size + jnp.arange(size)
 
     def row(key, position):
-        # For the whole vocabulary, which is cheap beside the head: so the noise is the same on every mesh.
+        # For the whole vocabulary, which is cheap beside the head: so the noise is the same on
+        # every mesh.
         own = jax.random.fold_in(key, position)
         whole = jax.random.gumbel(own, (vocab_size,), jnp.float32)
         return jnp.take(whole, jnp.clip(tokens, 0, vocab_size - 1))
@@ -226,12 +262,15 @@ def _checked(tokens_B, largest_B):
 
 
 def seen_of(tokens_BT: Array, lengths_B: Array, *, size: int, axes: Axes) -> Array:
-    """Which tokens each right-padded row [B, T] holds, this rank's share [B, V/ranks] bool; `size` is V/ranks."""
+    """Which tokens each right-padded row [B, T] holds, this rank's share [B, V/ranks] bool; `size`
+    is V/ranks.
+    """
     rows, length = tokens_BT.shape
     local = tokens_BT - rank(axes) * size
     mine = (local >= 0) & (local < size)
     mine = mine & (jnp.arange(length)[None] < lengths_B[:, None])
-    nowhere = jnp.zeros((rows, size + 1), bool)  # the last column is for other ranks' tokens and padding
+    # the last column is for other ranks' tokens and padding
+    nowhere = jnp.zeros((rows, size + 1), bool)
     row = jnp.arange(rows)[:, None]
     column = jnp.where(mine, local, size)
     return nowhere.at[row, column].set(True)[:, :size]
@@ -251,11 +290,14 @@ def pick_last(x_BTD: Array, lengths: Array) -> Array:
 
 
 @jax.named_scope(CHOICE)
-def filtered(scores_BV: Array, *, settings: Settings, any_row: AnyRow, axes: Axes, count: int = COUNT) -> Array:
-    """This rank's share of the scores, [B, V/ranks] float32, with -inf for every token that a filter removes.
+def filtered(
+    scores_BV: Array, *, settings: Settings, any_row: AnyRow, axes: Axes, count: int = COUNT
+) -> Array:
+    """This rank's share of the scores, [B, V/ranks] float32, with -inf for every token that a
+    filter removes.
 
-    The same as `top_k`, `top_p` and `min_p` one after another. One collective, and one more where rows are split over
-    the mesh; those of the digit search where any row needs it.
+    The same as `top_k`, `top_p` and `min_p` one after another. One collective, and one more where
+    rows are split over the mesh; those of the digit search where any row needs it.
     """
     threshold, is_below = _threshold(*_gather(scores_BV, axes=axes, count=count), settings)
     keep = lambda x: jnp.where(x >= threshold[:, None], x, -jnp.inf)
@@ -276,12 +318,13 @@ def _search(scores_BV, *, settings, any_row, axes):
 def _gather(scores_BV, *, axes, count):
     """The largest scores of all ranks, the same on each.
 
-    values: [B, C], descending. floor: [B]; every score above it is in `values`; -inf where `values` has all scores.
+    values: [B, C], descending. floor: [B]; every score above it is in `values`; -inf where `values`
+        has all scores.
     mass: [B], the sum of exp(score - largest) over the whole vocabulary.
     """
     size = scores_BV.shape[-1]
-    # What follows takes slices of two widths of these. Without the barrier XLA moves them into its top-k, which then
-    # sorts the vocabulary, where its kernel would not.
+    # What follows takes slices of two widths of these. Without the barrier XLA moves them into its
+    # top-k, which then sorts the vocabulary, where its kernel would not.
     own = lax.optimization_barrier(lax.top_k(scores_BV, min(count, size))[0])
     finite = jnp.where(jnp.isneginf(own[:, 0]), 0, own[:, 0])  # a rank may hold nothing but padding
     mass = jnp.sum(jnp.exp(scores_BV - finite[:, None]), axis=-1)
@@ -290,14 +333,17 @@ def _gather(scores_BV, *, axes, count):
     masses = sent[..., -1]
     largest = jnp.max(lists[..., 0], axis=0)
     whole = jnp.full_like(largest, -jnp.inf)
-    values = jnp.sort(jnp.moveaxis(lists, 0, 1).reshape(len(scores_BV), -1), axis=-1, descending=True)
+    values = jnp.sort(
+        jnp.moveaxis(lists, 0, 1).reshape(len(scores_BV), -1), axis=-1, descending=True
+    )
     floor = jnp.max(lists[..., -1], axis=0) if count < size else whole
     mass = jnp.sum(masses * jnp.exp(lists[..., 0] - largest[None]), axis=0)
     return values, floor, mass
 
 
 def _threshold(values, floor, whole_mass, settings):
-    """The lowest score that each row keeps, [B], and whether it lies below the gathered scores, [B] bool.
+    """The lowest score that each row keeps, [B], and whether it lies below the gathered scores, [B]
+    bool.
 
     The second is False for a row of NaN, in which there is nothing to search.
     """
@@ -312,7 +358,8 @@ def _threshold(values, floor, whole_mass, settings):
     kth = jnp.where(has_k & ~exceeds, at(settings.top_k - 1), -jnp.inf)
     k_below = (kth < floor) & has_k
 
-    # The mass that top-k leaves. At the floor it is not known: equal scores may be among those not gathered.
+    # The mass that top-k leaves. At the floor it is not known: equal scores may be among those not
+    # gathered.
     mass = jnp.where(values >= kth[:, None], jnp.exp(values - largest[:, None]), 0)
     total = jnp.where(has_k & ~exceeds, jnp.sum(mass, axis=-1), whole_mass)
     # Never 0: then not even the largest score, of mass 1, would be kept.
@@ -331,7 +378,8 @@ def _threshold(values, floor, whole_mass, settings):
 
 
 def top_k(scores_BV: Array, k_B: Array, *, axes: Axes) -> Array:
-    """This rank's share of the scores, [B, V/ranks]: each row's k largest and all that equal the k-th, the others -inf.
+    """This rank's share of the scores, [B, V/ranks]: each row's k largest and all that equal the
+    k-th, the others -inf.
 
     k: [B] int32; 0 keeps all.
     """
@@ -340,10 +388,12 @@ def top_k(scores_BV: Array, k_B: Array, *, axes: Axes) -> Array:
 
 
 def top_p(scores_BV: Array, p_B: Array, *, axes: Axes) -> Array:
-    """As `top_k`, with each row's smallest set of largest scores whose softmax reaches p, and at least the largest.
+    """As `top_k`, with each row's smallest set of largest scores whose softmax reaches p, and at
+    least the largest.
 
-    p: [B] float32; 1 keeps all. The softmax is over the scores given; one of -inf has no mass. Masses are float32 sums:
-    a token whose cumulative probability is within rounding of p may be kept or not.
+    p: [B] float32; 1 keeps all. The softmax is over the scores given; one of -inf has no mass.
+    Masses are float32 sums: a token whose cumulative probability is within rounding of p may be
+    kept or not.
     """
     mass = jnp.exp(scores_BV - _largest(scores_BV, axes=axes)[:, None])
     total = all_reduce(jnp.sum(mass, axis=-1), axes)
@@ -353,7 +403,8 @@ def top_p(scores_BV: Array, p_B: Array, *, axes: Axes) -> Array:
 
 
 def min_p(scores_BV: Array, p_B: Array, *, axes: Axes) -> Array:
-    """As `top_k`, with each row's tokens that are at least p times as probable as its most probable one.
+    """As `top_k`, with each row's tokens that are at least p times as probable as its most probable
+    one.
 
     p: [B] float32; 0 keeps all.
     """
@@ -366,11 +417,13 @@ def _largest(scores_BV, *, axes):
 
 
 def _keep_until(scores_BV, weights_BV, needed_B, *, axes):
-    """The largest scores of each row, until their weights sum to `needed`; all of them where they never do.
+    """The largest scores of each row, until their weights sum to `needed`; all of them where they
+    never do.
 
-    The threshold is the largest score at or above which there is enough weight. It is searched as an unsigned integer,
-    digit by digit from the top, each time the largest digit that leaves enough, with an all-reduce of [B, 15] a digit.
-    Digit 0 always leaves enough, so rounding in the last places of a sum can only keep more.
+    The threshold is the largest score at or above which there is enough weight. It is searched as
+    an unsigned integer, digit by digit from the top, each time the largest digit that leaves
+    enough, with an all-reduce of [B, 15] a digit. Digit 0 always leaves enough, so rounding in the
+    last places of a sum can only keep more.
     """
     order_BV = _ordered(scores_BV)
     digits = jnp.arange(1, 2**DIGIT, dtype=jnp.uint32)
@@ -380,7 +433,8 @@ def _keep_until(scores_BV, weights_BV, needed_B, *, axes):
         candidates = lowest_B[:, None] | (digits << shift)[None]
         above = order_BV[:, None] >= candidates[:, :, None]  # [B, 15, V/ranks], fused into its sum
         weight = all_reduce(jnp.sum(jnp.where(above, weights_BV[:, None], 0), axis=-1), axes)
-        # A larger candidate never has more weight, so the number of candidates with enough is the largest such digit.
+        # A larger candidate never has more weight, so the number of candidates with enough is the
+        # largest such digit.
         digit = jnp.sum(weight >= needed_B[:, None], axis=-1, dtype=jnp.uint32)
         return lowest_B | (digit << shift)
 

@@ -1,15 +1,16 @@
-"""The compiled programs of inference: prefill, whole or in chunks, and decode, a chunk of tokens a call; and the
-key/value cache that they hand on.
+"""The compiled programs of inference: prefill, whole or in chunks, and decode, a chunk of tokens a
+call; and the key/value cache that they hand on.
 
 Each is one shard_map over the whole mesh; key/value caches are updated in place.
 
-Layers are unrolled, or scanned to compile sooner. A scanned decode step takes 63 to 76 % more estimated cycles, because
-XLA slices and copies the stacks (`ladder-jax overlap --model llama-3-70b --layers 4 --phase decode --residual ladder
---loop scan`, against unrolled, on v5p, v6e, v5e and tpu7x).
+Layers are unrolled, or scanned to compile sooner. A scanned decode step takes 63 to 76 % more
+estimated cycles, because XLA slices and copies the stacks (`ladder-jax overlap --model llama-3-70b
+--layers 4 --phase decode --residual ladder --loop scan`, against unrolled, on v5p, v6e, v5e and
+tpu7x).
 
-A cache has right-padded rows, one length a row. It is split over all ranks; with fewer key/value heads than ranks,
-several ranks hold the same head. The order of its dimensions in memory is the attention kernel's:
-`ModelDef.kernel.cache_dims`.
+A cache has right-padded rows, one length a row. It is split over all ranks; with fewer key/value
+heads than ranks, several ranks hold the same head. The order of its dimensions in memory is the
+attention kernel's: `ModelDef.kernel.cache_dims`.
 """
 
 import functools
@@ -21,7 +22,16 @@ import jax.numpy as jnp
 import numpy as np
 
 from ladder_jax import nn
-from ladder_jax.config import UNROLLED, CollectiveMatmul, Execution, Launch, Loop, ModelConfig, Phase, Quantize
+from ladder_jax.config import (
+    UNROLLED,
+    CollectiveMatmul,
+    Execution,
+    Launch,
+    Loop,
+    ModelConfig,
+    Phase,
+    Quantize,
+)
 from ladder_jax.decode import sampling, weights
 from ladder_jax.decode.sampling import Choice, Settings
 from ladder_jax.errors import UserError
@@ -30,7 +40,9 @@ from ladder_jax.nn.attention import Kernel
 from ladder_jax.parallel import Compiled, Overlap, apart, on_mesh, over_ranks, pvary, resolve_launch
 from ladder_jax.scopes import TOKEN_LOOP
 
-CHUNK = 16  # tokens that a call of `decode_many` makes by default, without a round trip to the host between them
+# tokens that a call of `decode_many` makes by default, without a round trip to the host between
+# them
+CHUNK = 16
 Caches = tuple[Cache, ...] | Cache  # one a layer, or stacked for a scan
 
 UNIT = 32  # the shortest padded prompt, and the unit of a cache's length, in tokens
@@ -48,15 +60,21 @@ def prefill(
     collective_matmul: CollectiveMatmul = CollectiveMatmul.NONE,
     interleave: int = 1,
 ) -> Compiled:
-    """A compiled (params, tokens [B, T], lengths [B]) -> (logits [B, V] after each row's last token, caches).
+    """A compiled (params, tokens [B, T], lengths [B]) -> (logits [B, V] after each row's last
+    token, caches).
 
-    Rows are right-padded; tokens beyond a row's length have no effect. The caches hold `capacity` positions a row.
-    `params` are `weights.prepare`d, for the same loop and quantize. With `sequence_parallel`, T is divisible by the
-    tensor ranks: see residual/wires/sequence.py. Raises UserError where `launch` is explicit and is not supported.
+    Rows are right-padded; tokens beyond a row's length have no effect. The caches hold `capacity`
+    positions a row. `params` are `weights.prepare`d, for the same loop and quantize. With
+    `sequence_parallel`, T is divisible by the tensor ranks: see residual/wires/sequence.py. Raises
+    UserError where `launch` is explicit and is not supported.
     """
     if sequence_parallel and launch is Launch.EXPLICIT:
-        raise UserError("launch 'explicit' halves all-reduces, and sequence parallelism has none: use 'auto'")
-    launch = Launch.CHAINED if sequence_parallel else _launch(definition, launch, interleave=interleave)
+        raise UserError(
+            "launch 'explicit' halves all-reduces, and sequence parallelism has none: use 'auto'"
+        )
+    launch = (
+        Launch.CHAINED if sequence_parallel else _launch(definition, launch, interleave=interleave)
+    )
     split = dict(sequence_parallel=sequence_parallel, collective_matmul=collective_matmul)
     execution = Execution(loop=loop, launch=launch, interleave=interleave, **split)
 
@@ -68,7 +86,9 @@ def prefill(
 
     traits = definition.traits(execution, phase=Phase.PREFILL)
     out_dims = "BV", cache_dims(definition, loop=loop)
-    return _compile(definition, local, quantize, traits=traits, in_dims=("BT", "B"), out_dims=out_dims)
+    return _compile(
+        definition, local, quantize, traits=traits, in_dims=("BT", "B"), out_dims=out_dims
+    )
 
 
 @functools.cache
@@ -80,11 +100,13 @@ def extend(
     quantize: Quantize = Quantize.NONE,
     interleave: int = 1,
 ) -> Compiled:
-    """A compiled (params, caches, tokens [B, T], start, lengths [B]) -> (logits [B, V], caches): one chunk of prompts.
+    """A compiled (params, caches, tokens [B, T], start, lengths [B]) -> (logits [B, V], caches):
+    one chunk of prompts.
 
-    The tokens are at positions start..start+T-1 of every row, `start` an int32 scalar. The caches, which are donated,
-    hold the positions before `start` and have room for all T. A row's logits are those after its last token if this
-    chunk holds it, otherwise meaningless. Tokens beyond a row's length have no effect. Raises UserError as `prefill`.
+    The tokens are at positions start..start+T-1 of every row, `start` an int32 scalar. The caches,
+    which are donated, hold the positions before `start` and have room for all T. A row's logits are
+    those after its last token if this chunk holds it, otherwise meaningless. Tokens beyond a row's
+    length have no effect. Raises UserError as `prefill`.
     """
     launch = _launch(definition, launch, interleave=interleave)
     execution = Execution(loop=loop, launch=launch, interleave=interleave)
@@ -98,7 +120,9 @@ def extend(
     dims = cache_dims(definition, loop=loop)
     traits = definition.traits(execution, phase=Phase.PREFILL)
     in_dims, out_dims = (dims, "BT", "", "B"), ("BV", dims)
-    return _compile(definition, local, quantize, traits=traits, in_dims=in_dims, out_dims=out_dims, donate=(1,))
+    return _compile(
+        definition, local, quantize, traits=traits, in_dims=in_dims, out_dims=out_dims, donate=(1,)
+    )
 
 
 def prefill_in_chunks(*args: Any, **settings: Any) -> tuple[jax.Array, Any]:
@@ -119,11 +143,13 @@ def prefill_chunks(
     quantize: Quantize = Quantize.NONE,
     interleave: int = 1,
 ) -> Generator[None, None, tuple[jax.Array, Any]]:
-    """`prefill` of at most `chunk` tokens a row per `next`, so that others can compute in between; it returns the same.
+    """`prefill` of at most `chunk` tokens a row per `next`, so that others can compute in between;
+    it returns the same.
 
-    tokens [B, T], lengths [B]: right-padded, on the host. Up to `chunk` tokens are one prefill. Longer prompts run one
-    program of `chunk` tokens repeatedly: neither its compilation, nor its activations and attention scores grow with
-    the prompt. Raises ValueError where the caches have no room for the tokens.
+    tokens [B, T], lengths [B]: right-padded, on the host. Up to `chunk` tokens are one prefill.
+    Longer prompts run one program of `chunk` tokens repeatedly: neither its compilation, nor its
+    activations and attention scores grow with the prompt. Raises ValueError where the caches have
+    no room for the tokens.
     """
     form, sharding = dict(loop=loop, launch=launch, quantize=quantize), definition.layout.sharding
     ends = jax.device_put(lengths, sharding("B"))
@@ -142,7 +168,8 @@ def prefill_chunks(
         part = tokens[:, start : start + chunk]
         part = jax.device_put(part, sharding("BT"))
         new, caches = program(params, caches, part, np.int32(start), ends)
-        # A row's logits are those of the last chunk that begins before its end: that chunk holds its last token.
+        # A row's logits are those of the last chunk that begins before its end: that chunk holds
+        # its last token.
         logits = new if logits is None else _replace_rows(definition)(new, logits, lengths > start)
     return logits, caches
 
@@ -157,8 +184,10 @@ def run_to_end[T](generator: Generator[None, None, T]) -> T:
 
 
 def chunk_starts(length: int, *, chunk: int) -> list[int]:
-    """The first position of each chunk. The last one ends with the tokens and overlaps the one before, writing the same
-    values again: padding it would cost as much compute, and positions in the cache."""
+    """The first position of each chunk. The last one ends with the tokens and overlaps the one
+    before, writing the same values again: padding it would cost as much compute, and positions in
+    the cache.
+    """
     return [min(start, length - chunk) for start in range(0, length, chunk)]
 
 
@@ -171,7 +200,9 @@ def _replace_rows(definition):
 
 @functools.cache
 def seen_in(definition: ModelDef) -> Callable:
-    """A compiled (tokens [B, T], lengths [B]) -> seen [B, V] bool: the tokens that right-padded rows hold."""
+    """A compiled (tokens [B, T], lengths [B]) -> seen [B, V] bool: the tokens that right-padded
+    rows hold.
+    """
     ranks = definition.layout.ranks
     size = nn.padded_vocabulary(definition.config.vocab_size, ranks=ranks) // ranks
     local = functools.partial(sampling.seen_of, size=size, axes=definition.layout.tensor)
@@ -180,9 +211,11 @@ def seen_in(definition: ModelDef) -> Callable:
 
 @functools.cache
 def sample_first(definition: ModelDef, *, choice: Choice = Choice.SAMPLED) -> Callable:
-    """A compiled (logits [B, V], settings, positions [B], seen [B, V]) -> (tokens [B], log-probabilities [B] or None).
+    """A compiled (logits [B, V], settings, positions [B], seen [B, V]) -> (tokens [B],
+    log-probabilities [B] or None).
 
-    With Choice.GREEDY as in `decode_many`: no log-probabilities, and of the settings only the penalty counts.
+    With Choice.GREEDY as in `decode_many`: no log-probabilities, and of the settings only the
+    penalty counts.
     """
 
     def local(logits, settings, positions, seen):
@@ -205,11 +238,12 @@ def decode_many(
     """A compiled (params, caches, seen [B, V], tokens [B], lengths [B], settings)
     -> (new tokens [B, count], log-probabilities [B, count], caches, seen).
 
-    The token loop of generation, serving, benchmarks and audits: `count` decode steps and choices without the host.
-    Row b's token is written at position lengths[b]. The caches and `seen` hold what comes before `tokens`; both are
-    donated. With Choice.GREEDY there are no log-probabilities (None), and of the settings only the penalty counts: a
-    token takes the layers' collectives, the embedding's and one to choose. With SAMPLED, a token for which a row uses
-    a filter takes one more (see sampling.py).
+    The token loop of generation, serving, benchmarks and audits: `count` decode steps and choices
+    without the host. Row b's token is written at position lengths[b]. The caches and `seen` hold
+    what comes before `tokens`; both are donated. With Choice.GREEDY there are no log-probabilities
+    (None), and of the settings only the penalty counts: a token takes the layers' collectives, the
+    embedding's and one to choose. With SAMPLED, a token for which a row uses a filter takes one
+    more (see sampling.py).
 
     Raises UserError where `launch` is explicit and is not supported.
     """
@@ -222,28 +256,45 @@ def decode_many(
         def turn(carry, _):
             caches, seen, tokens, lengths = carry
             logits, caches = one(params, caches, tokens, lengths)
-            # The barrier keeps the choice from being fused into the step: both choices then compute the same logits,
-            # and a neighbour's settings cannot decide a near tie.
+            # The barrier keeps the choice from being fused into the step: both choices then compute
+            # the same logits, and a neighbour's settings cannot decide a near tie.
             logits = jax.lax.optimization_barrier(logits)
             lengths, seen = lengths + 1, sampling.mark(seen, tokens, axes=axes)
             tokens, logprobs = choose(logits, lengths, seen)
             return (caches, seen, tokens, lengths), (tokens, logprobs)
 
         with jax.named_scope(TOKEN_LOOP):
-            (caches, seen, _, _), new = jax.lax.scan(turn, (caches, seen, tokens, lengths), length=count)
+            (caches, seen, _, _), new = jax.lax.scan(
+                turn, (caches, seen, tokens, lengths), length=count
+            )
         return *jax.tree.map(jnp.transpose, new), caches, seen
 
     one, dims = step(definition, execution=execution), cache_dims(definition, loop=loop)
     in_dims = (dims, "BV", "B", "B", sampling.DIMS)
     out_dims = ("BT", None if choice is Choice.GREEDY else "BT", dims, "BV")
     traits = definition.traits(execution, phase=Phase.DECODE)
-    return _compile(definition, local, quantize, traits=traits, in_dims=in_dims, out_dims=out_dims, donate=(1, 2))
+    return _compile(
+        definition,
+        local,
+        quantize,
+        traits=traits,
+        in_dims=in_dims,
+        out_dims=out_dims,
+        donate=(1, 2),
+    )
 
 
 def abstract(
-    definition: ModelDef, *, rows: int, positions: int, loop: Loop, quantize: Quantize = Quantize.NONE
+    definition: ModelDef,
+    *,
+    rows: int,
+    positions: int,
+    loop: Loop,
+    quantize: Quantize = Quantize.NONE,
 ) -> tuple[Any, ...]:
-    """Shapes, dtypes and shardings of `decode_many`'s arguments, for `rows` rows of `positions` cached positions."""
+    """Shapes, dtypes and shardings of `decode_many`'s arguments, for `rows` rows of `positions`
+    cached positions.
+    """
     sharding = definition.layout.sharding
     vocabulary = nn.padded_vocabulary(definition.config.vocab_size, ranks=definition.layout.ranks)
     integers = jax.ShapeDtypeStruct((rows,), jnp.int32, sharding=sharding("B"))
@@ -256,21 +307,26 @@ def abstract(
 
 
 def positions_for(tokens: int, *, chunk: int) -> int:
-    """The length of a cache for rows of `tokens` tokens, prompt and new ones together, decoded `chunk` at a time.
+    """The length of a cache for rows of `tokens` tokens, prompt and new ones together, decoded
+    `chunk` at a time.
 
-    A row may end anywhere in a chunk, and the program goes on to the chunk's end. With room for that nothing is written
-    out of range, which jax would drop silently.
+    A row may end anywhere in a chunk, and the program goes on to the chunk's end. With room for
+    that nothing is written out of range, which jax would drop silently.
     """
     return -(-(tokens + chunk) // UNIT) * UNIT
 
 
 def padded_length(length: int, *, positions: int) -> int:
-    """The length to which a prompt is padded, a power of two, so that few shapes are compiled; at most `positions`."""
+    """The length to which a prompt is padded, a power of two, so that few shapes are compiled; at
+    most `positions`.
+    """
     return min(max(UNIT, 1 << (length - 1).bit_length()), positions)
 
 
 def empty_cache(definition: ModelDef, *, rows: int, capacity: int, loop: Loop) -> Caches:
-    """On one rank: zeros for `rows` rows of at least `capacity` positions, one cache a layer, or stacked for a scan."""
+    """On one rank: zeros for `rows` rows of at least `capacity` positions, one cache a layer, or
+    stacked for a scan.
+    """
     sizes, ranks = dict(rows=rows, capacity=capacity), definition.layout.ranks
 
     def zeros(config: ModelConfig, kernel: Kernel, dims: str) -> jax.Array:
@@ -281,7 +337,9 @@ def empty_cache(definition: ModelDef, *, rows: int, capacity: int, loop: Loop) -
 
 
 @functools.cache
-def make_cache(definition: ModelDef, *, rows: int, capacity: int, loop: Loop) -> Callable[[], Caches]:
+def make_cache(
+    definition: ModelDef, *, rows: int, capacity: int, loop: Loop
+) -> Callable[[], Caches]:
     """A compiled () -> zeros for the caches of all ranks, `rows` rows in total."""
     shapes = abstract_cache(definition, rows=rows, capacity=capacity, loop=loop)
     zeros = lambda: jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), shapes)
@@ -305,7 +363,9 @@ def abstract_cache(definition: ModelDef, *, rows: int, capacity: int, loop: Loop
 
 
 def _caches(definition, leaf, *, loop):
-    """A cache a layer, or one for all, of what `leaf` makes of a model, its kernel and a cache's dimensions."""
+    """A cache a layer, or one for all, of what `leaf` makes of a model, its kernel and a cache's
+    dimensions.
+    """
     if loop is Loop.SCAN:
         return definition.cache(lambda config, kernel, dims: leaf(config, kernel, "L" + dims))
     return tuple(definition.cache(leaf) for _ in range(definition.config.num_layers))
@@ -319,7 +379,9 @@ def _shape(config, kernel, dims, *, rows, capacity, heads):
 
 
 def step(definition: ModelDef, *, execution: Execution = UNROLLED) -> Callable:
-    """On one rank: (params, caches, tokens [B], lengths [B]) -> (logits [B, V/ranks], caches), one position a row."""
+    """On one rank: (params, caches, tokens [B], lengths [B]) -> (logits [B, V/ranks], caches), one
+    position a row.
+    """
 
     def one(params, caches, tokens, lengths):
         settings = dict(execution=execution, caches=caches, positions=nn.DecodeStep(lengths))
@@ -339,7 +401,9 @@ def _chooser(definition, choice, settings):
 
         return choose
     common |= dict(any_row=sampling.AnyRow.of(settings), vocab_size=definition.config.vocab_size)
-    return lambda logits, positions, seen: sampling.sample(logits, positions=positions, seen_BV=seen, **common)
+    return lambda logits, positions, seen: sampling.sample(
+        logits, positions=positions, seen_BV=seen, **common
+    )
 
 
 def _last_logits(definition, params, x_BTD, ends):
@@ -356,7 +420,9 @@ def _launch(definition, launch, *, interleave=1):
     return resolve_launch(launch, mesh=layout.mesh) if hides else Launch.CHAINED
 
 
-def placed(definition: ModelDef, local: Callable, *, in_dims: tuple, out_dims: Any, donate: Any = ()) -> Callable:
+def placed(
+    definition: ModelDef, local: Callable, *, in_dims: tuple, out_dims: Any, donate: Any = ()
+) -> Callable:
     """A compiled function without parameters or large reductions, which needs no compiler options.
 
     local: on one rank. Results are laid out as the programs here take them.
@@ -369,13 +435,16 @@ def _compile(definition, local, quantize, *, traits, in_dims, out_dims, donate=(
     params = weights.dims(definition, loop=traits.loop, quantize=quantize)
     whole, out_shardings = _whole(definition, local, in_dims=(params, *in_dims), out_dims=out_dims)
     mesh = definition.layout.mesh
-    return Compiled(whole, mesh=mesh, traits=traits, donate_argnums=donate, out_shardings=out_shardings)
+    return Compiled(
+        whole, mesh=mesh, traits=traits, donate_argnums=donate, out_shardings=out_shardings
+    )
 
 
 def _whole(definition, local, *, in_dims, out_dims):
     """`local` of one rank as a function of global arrays, and where its results lie.
 
-    Explicitly, as jax omits axes of one device from the shardings that it infers, and the next call would recompile.
+    Explicitly, as jax omits axes of one device from the shardings that it infers, and the next call
+    would recompile.
     """
     layout = definition.layout
     ranked = over_ranks(local, layout=layout, in_dims=in_dims, out_dims=out_dims)

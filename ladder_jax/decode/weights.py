@@ -1,7 +1,8 @@
-"""Parameters as inference reads them: matrices in the compute dtype or in 8 bits; unrolled, each layer's arrays apart.
+"""Parameters as inference reads them: matrices in the compute dtype or in 8 bits; unrolled, each
+layer's arrays apart.
 
-They are built one array at a time: each is read, cast or quantized, and stacked before the next is read. So the
-devices never hold more than the finished arrays and one array as it is stored.
+They are built one array at a time: each is read, cast or quantized, and stacked before the next is
+read. So the devices never hold more than the finished arrays and one array as it is stored.
 """
 
 from __future__ import annotations
@@ -26,23 +27,34 @@ if TYPE_CHECKING:
     from ladder_jax.checkpoint import Key
 
 type Reader = Callable[[Sequence[Key]], Iterator[jax.Array]]
-"""Yields each key's array in turn, laid out as the definition has it, without L: `checkpoint.Pieces`, for example."""
+"""Yields each key's array in turn, laid out as the definition has it, without L:
+`checkpoint.Pieces`, for example.
+"""
 
 
-def prepare(definition: ModelDef, params: Params | Reader, *, loop: Loop, quantize: Quantize = Quantize.NONE) -> Params:
-    """From parameters as they are trained and stored, in memory or read one by one (`checkpoint.Pieces`).
+def prepare(
+    definition: ModelDef, params: Params | Reader, *, loop: Loop, quantize: Quantize = Quantize.NONE
+) -> Params:
+    """From parameters as they are trained and stored, in memory or read one by one
+    (`checkpoint.Pieces`).
 
-    In the compute dtype the values stay the same, as the model casts matrices where it uses them. With Loop.SCAN and
-    Quantize.NONE so do names and shapes. No more is held than `needed_bytes` says; parameters in memory stay the
-    caller's.
+    In the compute dtype the values stay the same, as the model casts matrices where it uses them.
+    With Loop.SCAN and Quantize.NONE so do names and shapes. No more is held than `needed_bytes`
+    says; parameters in memory stay the caller's.
     """
     parameters = _parameters(definition)
     read = params if callable(params) else _in_memory(params)
-    pieces = read([(one.name, layer) for one in parameters for layer in range(one.layers) or [None]])
+    pieces = read(
+        [(one.name, layer) for one in parameters for layer in range(one.layers) or [None]]
+    )
     next_array = functools.partial(_next, pieces, definition, quantize)
 
     def make(parameter, dims):
-        return next_array(dims) if dims == parameter.dims else _stack(next_array, parameter, definition, quantize)
+        return (
+            next_array(dims)
+            if dims == parameter.dims
+            else _stack(next_array, parameter, definition, quantize)
+        )
 
     return _arranged(definition, parameters, make, loop=loop)
 
@@ -61,13 +73,19 @@ def abstract(definition: ModelDef, *, loop: Loop, quantize: Quantize = Quantize.
         shape = parameter.shape if dims == parameter.dims else (parameter.layers, *parameter.shape)
         store = functools.partial(_stored, quantize, definition.config.dtype.value, dims=dims)
         stored = jax.eval_shape(store, jax.ShapeDtypeStruct(shape, jnp.float32))
-        return jax.tree.map(lambda a, d: a.update(sharding=sharding(d)), stored, _stored_dims(quantize, dims))
+        return jax.tree.map(
+            lambda a, d: a.update(sharding=sharding(d)), stored, _stored_dims(quantize, dims)
+        )
 
     return _arranged(definition, _parameters(definition), place, loop=loop)
 
 
-def needed_bytes(definition: ModelDef, *, loop: Loop, quantize: Quantize = Quantize.NONE) -> tuple[int, int]:
-    """A device's share of `prepare`'s arrays, and the most that it holds while they are read, stored in float32."""
+def needed_bytes(
+    definition: ModelDef, *, loop: Loop, quantize: Quantize = Quantize.NONE
+) -> tuple[int, int]:
+    """A device's share of `prepare`'s arrays, and the most that it holds while they are read,
+    stored in float32.
+    """
     done = most = 0
     for one in _parameters(definition):
         read = jax.ShapeDtypeStruct(_share(definition, one), jnp.float32)
@@ -75,7 +93,8 @@ def needed_bytes(definition: ModelDef, *, loop: Loop, quantize: Quantize = Quant
         stored = jax.eval_shape(store, read)
         size = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(stored))
         beside = 0 if stored == read else 4 * read.size
-        beside += size if loop is Loop.SCAN and one.layers else 0  # its stack is allocated with the first layer
+        # its stack is allocated with the first layer
+        beside += size if loop is Loop.SCAN and one.layers else 0
         done += size * (one.layers or 1)
         most = max(most, done + beside)
     return done, most
@@ -115,13 +134,17 @@ def _parameters(definition):
     Raises UserError for a mesh that splits parameters for training.
     """
     if definition.layout.fsdp > 1:
-        raise UserError(f"mesh.fsdp={definition.layout.fsdp} is for training: inference needs 1 (mesh.data copies)")
+        raise UserError(
+            f"mesh.fsdp={definition.layout.fsdp} is for training: inference needs 1 (mesh.data copies)"
+        )
     arrays = traverse_util.flatten_dict(definition.abstract, sep="/")
     found = []
     for name, dims in traverse_util.flatten_dict(definition.dims, sep="/").items():
         layers = len(stacks(definition.config).get(name.partition("/")[0], ()))
         shape = arrays[name].shape
-        found.append(_Parameter(name, dims.removeprefix("L"), shape[1:] if layers else shape, layers))
+        found.append(
+            _Parameter(name, dims.removeprefix("L"), shape[1:] if layers else shape, layers)
+        )
     return sorted(found, key=lambda one: -math.prod(_share(definition, one)))
 
 
@@ -131,7 +154,9 @@ def _share(definition, parameter):
 
 
 def _arranged(definition, parameters, make, *, loop):
-    """The tree of make(parameter, dims); unrolled, of one layer's arrays, for each of a stack's layers."""
+    """The tree of make(parameter, dims); unrolled, of one layer's arrays, for each of a stack's
+    layers.
+    """
     done = {}
     for one in parameters:
         if one.layers and loop is Loop.UNROLLED:
@@ -142,7 +167,9 @@ def _arranged(definition, parameters, make, *, loop):
     if loop is Loop.UNROLLED:
         for name, of in stacks(definition.config).items():
             below = traverse_util.flatten_dict(done[name])
-            layers = [{path: each[layer] for path, each in below.items()} for layer in range(len(of))]
+            layers = [
+                {path: each[layer] for path, each in below.items()} for layer in range(len(of))
+            ]
             done[name] = tuple(map(traverse_util.unflatten_dict, layers))
     return done
 
@@ -163,14 +190,20 @@ def _stack(next_array, parameter, definition, quantize):
     zeros = lambda a, d: mesh.zeros((parameter.layers, *a.shape), a.dtype, sharding(f"L{d}"))
     for layer in range(parameter.layers):
         value = next_array(parameter.dims)
-        stack = jax.tree.map(zeros, value, _stored_dims(quantize, parameter.dims)) if stack is None else stack
+        stack = (
+            jax.tree.map(zeros, value, _stored_dims(quantize, parameter.dims))
+            if stack is None
+            else stack
+        )
         stack = jax.block_until_ready(mesh.put(stack, value, layer))
         del value
     return stack
 
 
 def _in_memory(params):
-    """A reader of parameters in memory. It yields whole stacks, each with the index of the layer to take from it."""
+    """A reader of parameters in memory. It yields whole stacks, each with the index of the layer to
+    take from it.
+    """
     flat = traverse_util.flatten_dict(params, sep="/")
     return lambda keys: ((flat[name], layer) for name, layer in keys)
 
@@ -182,8 +215,14 @@ def _is_stored(quantize, dtype, array, dims, layout):
 
 @functools.cache
 def _converter(layout, quantize, dtype, dims):
-    """A compiled (array or stack, layer or None) -> the array as it is stored. One for all layers of a stack."""
+    """A compiled (array or stack, layer or None) -> the array as it is stored. One for all layers
+    of a stack.
+    """
     out_dims = _stored_dims(quantize, dims)
-    convert = lambda array, layer: _stored(quantize, dtype, array if layer is None else array[layer], dims)
+    convert = lambda array, layer: _stored(
+        quantize, dtype, array if layer is None else array[layer], dims
+    )
     placed = jax.tree.map(layout.sharding, out_dims)
-    return apart(jax.jit(on_own_mesh(convert, layout=layout, out_dims=out_dims), out_shardings=placed))
+    return apart(
+        jax.jit(on_own_mesh(convert, layout=layout, out_dims=out_dims), out_shardings=placed)
+    )

@@ -1,4 +1,6 @@
-"""Evaluation: perplexity; and through lm-evaluation-harness multiple choice, written answers, and its own tasks."""
+"""Evaluation: perplexity; and through lm-evaluation-harness multiple choice, written answers, and
+its own tasks.
+"""
 
 from ladder_jax.evaluate.model import Model as Model
 from ladder_jax.evaluate.model import open_model as open_model

@@ -1,4 +1,6 @@
-"""The verb `evaluate`: perplexity of a text, or the share of right answers to a file of questions."""
+"""The verb `evaluate`: perplexity of a text, or the share of right answers to a file of
+questions.
+"""
 
 import dataclasses
 import json
@@ -38,7 +40,9 @@ ONLY = {
 
 
 def run(args: dict) -> None:
-    """Print the result. Raises UserError for what cannot be evaluated, before any weights are read where it can."""
+    """Print the result. Raises UserError for what cannot be evaluated, before any weights are read
+    where it can.
+    """
     way = _check(args)
     parallel.use_compilation_cache()
     asked = _texts(args) if way == "text" else _questions(args, way)
@@ -53,8 +57,14 @@ def run(args: dict) -> None:
         prefix=args["prefix_token"],
         batch_tokens=args["batch_tokens"] or BATCH_TOKENS,
     )
-    lower = "fewer --slots, a shorter --window" if way == "generation" else "fewer --batch-tokens, a shorter --window"
-    with memory.explained(f"evaluating {args[way]!r}", instead=f"{lower} or more tensor ranks (--tensor) need less"):
+    lower = (
+        "fewer --slots, a shorter --window"
+        if way == "generation"
+        else "fewer --batch-tokens, a shorter --window"
+    )
+    with memory.explained(
+        f"evaluating {args[way]!r}", instead=f"{lower} or more tensor ranks (--tensor) need less"
+    ):
         found = _measured(model, way, args, **asked, file=args["out"])
     result = {"checkpoint": args["checkpoint"], "file": args[way], **dataclasses.asdict(found)}
     print(json.dumps(result) if args["json"] else _words(way, result))
@@ -63,7 +73,9 @@ def run(args: dict) -> None:
 def _check(args: dict) -> str:
     given = [way for way in WAYS if args[way] is not None]
     if len(given) != 1:
-        raise UserError("evaluate needs --text FILE, --multiple-choice FILE or --generation FILE, one of these")
+        raise UserError(
+            "evaluate needs --text FILE, --multiple-choice FILE or --generation FILE, one of these"
+        )
     for name, ways in ONLY.items():
         if args[name] is not None and given[0] not in ways:
             raise UserError(f"{_option(name)} is for {' and '.join(map(_option, ways))}")
@@ -102,7 +114,13 @@ def _measured(model: Model, way: str, args: dict, **asked):
     if way == "multiple_choice":
         return multiple_choice(model, **asked, progress=shown)
     how = dict(stop=tuple(args["stop"] or STOP), slots=args["slots"] or SLOTS)
-    return generation(model, **asked, max_new_tokens=args["max_new_tokens"] or MAX_NEW_TOKENS, **how, progress=shown)
+    return generation(
+        model,
+        **asked,
+        max_new_tokens=args["max_new_tokens"] or MAX_NEW_TOKENS,
+        **how,
+        progress=shown,
+    )
 
 
 def _words(way: str, result: dict) -> str:
@@ -110,13 +128,19 @@ def _words(way: str, result: dict) -> str:
         rest = f"{result['tokens']:,} tokens in windows of {result['window']:,}, each {result['stride']:,} further"
         lines = [
             ("loss", f"{_sure(result, 'loss')} nats a token"),
-            ("perplexity", f"{_number(result['perplexity'])} a token, {_number(result['word_perplexity'])} a word"),
+            (
+                "perplexity",
+                f"{_number(result['perplexity'])} a token, {_number(result['word_perplexity'])} a word",
+            ),
             ("bits a byte", _number(result["bits_per_byte"])),
         ]
     else:
         rest = f"{result['examples']:,} questions, {result['shots']} shots, {result['truncated']:,} cut on the left"
         last = {"multiple_choice": "by length", "generation": "any last number"}[way]
-        lines = [("accuracy", _sure(result, "accuracy")), (last, _sure(result, "accuracy_normalised"))]
+        lines = [
+            ("accuracy", _sure(result, "accuracy")),
+            (last, _sure(result, "accuracy_normalised")),
+        ]
     return "\n".join([*(f"{name:<16}{value}" for name, value in lines), rest])
 
 

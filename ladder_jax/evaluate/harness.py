@@ -1,9 +1,12 @@
-"""Our models in EleutherAI's lm-evaluation-harness: its model `ladder_jax` (pip install 'ladder-jax[lm-eval]').
+"""Our models in EleutherAI's lm-evaluation-harness: its model `ladder_jax` (pip install
+'ladder-jax[lm-eval]').
 
-    python -m ladder_jax.evaluate.harness --model ladder_jax --model_args checkpoint=runs/book,tensor=4 --tasks arc_easy
+    python -m ladder_jax.evaluate.harness --model ladder_jax --model_args
+    checkpoint=runs/book,tensor=4 --tasks arc_easy
 
-is its own command line, `lm_eval`, which knows the model once this module is imported. Requests are made, tokenized and
-judged by the harness; only log-likelihoods and texts come from here. `LocalTask` asks it about questions in memory.
+is its own command line, `lm_eval`, which knows the model once this module is imported. Requests are
+made, tokenized and judged by the harness; only log-likelihoods and texts come from here.
+`LocalTask` asks it about questions in memory.
 """
 
 import contextlib
@@ -36,9 +39,11 @@ WITHOUT_EFFECT = {"num_beams": 1, "use_cache": True}
 
 @register_model("ladder_jax")
 class LadderJax(TemplateLM):
-    """checkpoint: a path, or a Model. The other arguments are `open_model`'s, under the harness's names.
+    """checkpoint: a path, or a Model. The other arguments are `open_model`'s, under the harness's
+    names.
 
-    batch_size, max_batch_size, device: given by the harness; batches are made by `batch_tokens`, on the mesh's devices.
+    batch_size, max_batch_size, device: given by the harness; batches are made by `batch_tokens`, on
+        the mesh's devices.
     """
 
     def __init__(
@@ -57,7 +62,13 @@ class LadderJax(TemplateLM):
     ):
         super().__init__()
         if not isinstance(checkpoint, Model):
-            how = dict(tensor=tensor, data=data, window=max_length, prefix=prefix_token_id, batch_tokens=batch_tokens)
+            how = dict(
+                tensor=tensor,
+                data=data,
+                window=max_length,
+                prefix=prefix_token_id,
+                batch_tokens=batch_tokens,
+            )
             checkpoint = open_model(checkpoint, **how)
         self.model = checkpoint
         self.max_gen_toks = max_gen_toks
@@ -84,9 +95,13 @@ class LadderJax(TemplateLM):
     def tokenizer_name(self) -> str:
         return self.model.tokenizer.name
 
-    def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
+    def apply_chat_template(
+        self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
+    ) -> str:
         if not add_generation_prompt:
-            raise UserError("the model ladder_jax always asks for the next answer: gen_prefix cannot be used with chat")
+            raise UserError(
+                "the model ladder_jax always asks for the next answer: gen_prefix cannot be used with chat"
+            )
         return self.model.tokenizer.render(chat_history, prompt=True)
 
     def loglikelihood_rolling(self, requests, disable_tqdm: bool = False) -> list[float]:
@@ -105,7 +120,9 @@ class LadderJax(TemplateLM):
         return totals
 
     def generate_until(self, requests, disable_tqdm: bool = False) -> list[str]:
-        asked = {index: self.request(*request.args, seed=index) for index, request in enumerate(requests)}
+        asked = {
+            index: self.request(*request.args, seed=index) for index, request in enumerate(requests)
+        }
         texts: list[str] = [""] * len(asked)
         with self._progress(len(asked), quiet=disable_tqdm) as update:
             for done, (index, result) in enumerate(self.model.answers(asked)):
@@ -114,7 +131,9 @@ class LadderJax(TemplateLM):
                 update(done + 1, "")
         return texts
 
-    def _loglikelihood_tokens(self, requests, disable_tqdm: bool = False, **_) -> list[tuple[float, bool]]:
+    def _loglikelihood_tokens(
+        self, requests, disable_tqdm: bool = False, **_
+    ) -> list[tuple[float, bool]]:
         spans = [self.model.cut(Span(context, scored)) for _, context, scored in requests]
         scores = self._scores(spans, quiet=disable_tqdm)
         for (texts, *_), score in zip(requests, scores):
@@ -131,10 +150,14 @@ class LadderJax(TemplateLM):
         return [found[index] for index in range(len(spans))]
 
     def _progress(self, total: int, *, quiet: bool):
-        return progress(total, label="{done}/{total} requests", say=(lambda line: None) if quiet else None)
+        return progress(
+            total, label="{done}/{total} requests", say=(lambda line: None) if quiet else None
+        )
 
     def request(self, context: str, settings: dict[str, Any], *, seed: int) -> Request:
-        """As the harness's model `hf` reads its settings. Raises UserError for what would be ignored."""
+        """As the harness's model `hf` reads its settings. Raises UserError for what would be
+        ignored.
+        """
         given = {name: value for name, value in settings.items() if value is not None}
         if given.get("do_sample"):
             given.setdefault("temperature", 1.0)
@@ -143,12 +166,18 @@ class LadderJax(TemplateLM):
         stop = [one for one in settings.pop("until") if one]
         sampled = {name: settings.pop(name) for name in SAMPLED if name in settings}
         if not settings.pop("do_sample"):
-            sampled = {name: value for name, value in sampled.items() if name == "repetition_penalty"}
+            sampled = {
+                name: value for name, value in sampled.items() if name == "repetition_penalty"
+            }
         for name, value in settings.items():
             if WITHOUT_EFFECT.get(name) != value:
-                raise UserError(f"the model ladder_jax cannot honour the task's {name}={value!r} in generation_kwargs")
+                raise UserError(
+                    f"the model ladder_jax cannot honour the task's {name}={value!r} in generation_kwargs"
+                )
         if not 0 < new < self.max_length:
-            raise UserError(f"{new} new tokens leave no room for a prompt in max_length={self.max_length}")
+            raise UserError(
+                f"{new} new tokens leave no room for a prompt in max_length={self.max_length}"
+            )
         tokens = self.tok_encode(context)[-(self.max_length - new) :] or [self.prefix_token_id]
         ends = self.model.stop_ids(stop)
         return Request(tokens, max_new_tokens=new, stop=stop, stop_ids=ends, seed=seed, **sampled)
@@ -186,13 +215,30 @@ class LocalTask(ConfigurableTask):
     """
 
     def __init__(
-        self, config: dict, examples: Sequence[Choice | Question], *, shots: int, pool: Sequence[Choice | Question]
+        self,
+        config: dict,
+        examples: Sequence[Choice | Question],
+        *,
+        shots: int,
+        pool: Sequence[Choice | Question],
     ):
         self._documents = list(map(_document, examples))
         # A question is left out of its own shots where both are of one split.
-        few = {"split": "test", "process_docs": lambda _: list(map(_document, pool)), "sampler": "first_n"}
+        few = {
+            "split": "test",
+            "process_docs": lambda _: list(map(_document, pool)),
+            "sampler": "first_n",
+        }
         more = {"fewshot_config": few} if shots else {}
-        super().__init__(config={**config, "task": "questions", "test_split": "test", "num_fewshot": shots, **more})
+        super().__init__(
+            config={
+                **config,
+                "task": "questions",
+                "test_split": "test",
+                "num_fewshot": shots,
+                **more,
+            }
+        )
 
     def download(self, *_, **__) -> None:
         self.dataset = {"test": datasets.Dataset.from_list(self._documents)}
@@ -207,7 +253,10 @@ class LocalTask(ConfigurableTask):
     def judged(self, index: int, responses: list) -> dict[str, tuple[list, dict]]:
         """For each filter: the filtered responses to question `index`, and their metrics."""
         document = self.eval_docs[index]
-        instances = [Instance(self.OUTPUT_TYPE, document, (), i, resps=[one]) for i, one in enumerate(responses)]
+        instances = [
+            Instance(self.OUTPUT_TYPE, document, (), i, resps=[one])
+            for i, one in enumerate(responses)
+        ]
         found = {}
         for taken in self._filters:
             taken.apply(instances)

@@ -1,7 +1,7 @@
 """What is evaluated: a model on its mesh with its tokenizer, by its name or from memory.
 
-From text to tokens it goes as lm-evaluation-harness does: lm_eval/models/huggingface.py (tok_encode, prefix_token_id,
-_loglikelihood_tokens), version 0.4.13.
+From text to tokens it goes as lm-evaluation-harness does: lm_eval/models/huggingface.py
+(tok_encode, prefix_token_id, _loglikelihood_tokens), version 0.4.13.
 """
 
 import dataclasses
@@ -66,7 +66,9 @@ class Model:
     def scorer(self) -> Scorer:
         return Scorer(self.definition, self.params, batch_tokens=self.batch_tokens)
 
-    def answers[Key](self, requests: dict[Key, Request], *, slots: int = SLOTS) -> Iterator[tuple[Key, Result]]:
+    def answers[Key](
+        self, requests: dict[Key, Request], *, slots: int = SLOTS
+    ) -> Iterator[tuple[Key, Result]]:
         """Each request's result, as they finish; `slots` of them run at the same time.
 
         The engine's weights, in decoding's layout, are held beside a scorer's.
@@ -74,7 +76,9 @@ class Model:
         if not requests:
             return
         capacity = max(len(one.prompt) + one.max_new_tokens for one in requests.values())
-        engine = self.engine(capacity=capacity, slots=min(slots, len(requests)), max_queue=len(requests))
+        engine = self.engine(
+            capacity=capacity, slots=min(slots, len(requests)), max_queue=len(requests)
+        )
         running = {engine.submit(request): key for key, request in requests.items()}
         while running:
             engine.step()
@@ -88,12 +92,16 @@ class Model:
         return Engine(self.definition, params, **sizes, decoder=self.tokenizer.to_bytes)
 
     def encode(self, text: str) -> list[int]:
-        """Tokens of a text, with what the tokenizer puts around it; a beginning that is written out stands once."""
+        """Tokens of a text, with what the tokenizer puts around it; a beginning that is written out
+        stands once.
+        """
         tokens = self.tokenizer.encode(text)
         return tokens[1:] if tokens[:2] == [self.tokenizer.begin_id] * 2 else tokens
 
     def stop_ids(self, stop: Sequence[str]) -> list[int]:
-        """The tokenizer's stop tokens, and the special tokens among `stop`, which never appear in a decoded text."""
+        """The tokenizer's stop tokens, and the special tokens among `stop`, which never appear in a
+        decoded text.
+        """
         single = [tokens for text in stop if len(tokens := self.tokenizer.encode_bare(text)) == 1]
         special = [token for (token,) in single if not self.tokenizer.to_bytes([token])]
         return [*self.tokenizer.stop_ids, *special]
@@ -104,14 +112,18 @@ class Model:
         Raises UserError where what is scored alone is longer.
         """
         if len(span.scored) > self.window:
-            raise UserError(f"a continuation of {len(span.scored)} tokens is longer than the window of {self.window}")
+            raise UserError(
+                f"a continuation of {len(span.scored)} tokens is longer than the window of {self.window}"
+            )
         return Span(span.context[max(0, span.length - self.window) :], span.scored)
 
 
 def prefix_of(tokenizer: Tokenizer) -> int:
-    """The token before a text's first: the one that begins a text, else the one that ends a document.
+    """The token before a text's first: the one that begins a text, else the one that ends a
+    document.
 
-    Bytes have neither; there it is the newline, as after a line before. Raises UserError for other such tokenizers.
+    Bytes have neither; there it is the newline, as after a line before. Raises UserError for other
+    such tokenizers.
     """
     if tokenizer.begin_id is not None:
         return tokenizer.begin_id
@@ -136,13 +148,17 @@ def open_model(
     prefix: int | None = None,
     batch_tokens: int = BATCH_TOKENS,
 ) -> Model:
-    """The model called `name` on data x tensor devices (default tensor: as trained, if there are as many).
+    """The model called `name` on data x tensor devices (default tensor: as trained, if there are as
+    many).
 
-    name, ladder_layers, residual, ranks: as in `pretrained.open_model`. window: by default the length of the sequences
-    it was trained on. prefix: see `prefix_of`. Its weights are read when they are needed. Raises UserError where
-    there is no such model, it is damaged, or the mesh is not possible.
+    name, ladder_layers, residual, ranks: as in `pretrained.open_model`. window: by default the
+    length of the sequences it was trained on. prefix: see `prefix_of`. Its weights are read when
+    they are needed. Raises UserError where there is no such model, it is damaged, or the mesh is
+    not possible.
     """
-    opened = pretrained.open_model(name, ladder_layers=ladder_layers, residual=residual, ranks=ranks)
+    opened = pretrained.open_model(
+        name, ladder_layers=ladder_layers, residual=residual, ranks=ranks
+    )
     tokenizer = opened.tokenizer()
     prefix = prefix_of(tokenizer) if prefix is None else prefix
     definition = opened.define(tensor=tensor, data=data)

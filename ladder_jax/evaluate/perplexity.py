@@ -20,12 +20,13 @@ class Perplexity:
 
     tokens: that were scored, with what the tokenizer puts around a text.
     loss: -sum(LL) / tokens, nats a token. perplexity: exp(loss).
-    loss_stderr: the standard error of that ratio, if windows are what is drawn at random (Cochran, Sampling
-        Techniques, 1977, section 6.4); None for a single window.
+    loss_stderr: the standard error of that ratio, if windows are what is drawn at random (Cochran,
+        Sampling Techniques, 1977, section 6.4); None for a single window.
     word_perplexity: exp(-sum(LL) / words). byte_perplexity: exp(-sum(LL) / bytes). bits_per_byte:
-        -sum(LL) / bytes / ln 2. As lm-evaluation-harness has them (lm_eval/api/metrics.py: weighted_perplexity,
-        bits_per_byte); None without texts. words: len(re.split(r"\\s+", text)), as it counts them (lm_eval/api/task.py:
-        count_words): space at an end of a text adds an empty word. bytes: of UTF-8.
+        -sum(LL) / bytes / ln 2. As lm-evaluation-harness has them (lm_eval/api/metrics.py:
+        weighted_perplexity, bits_per_byte); None without texts. words:
+        len(re.split(r"\\s+", text)), as it counts them (lm_eval/api/task.py: count_words): space at
+        an end of a text adds an empty word. bytes: of UTF-8.
     window, stride: see `windows`.
 
     A perplexity that is too large for a float is None.
@@ -70,7 +71,8 @@ def perplexity(
 ) -> Perplexity:
     """Of one document's tokens [N], or of several documents', each by itself.
 
-    model: programs are kept by definition and shape: the same one with other parameters is not compiled again.
+    model: programs are kept by definition and shape: the same one with other parameters is not
+        compiled again.
     window: the most tokens that the model reads at once; by default a Model's own, else 2,048.
     stride, prefix: see `windows`; with no prefix the first token of each document is not scored.
 
@@ -83,7 +85,13 @@ def perplexity(
         scorer = Scorer(model)
     one = len(tokens) and np.ndim(tokens[0]) == 0
     documents = [np.asarray(document).tolist() for document in ([tokens] if one else tokens)]
-    return _measured(lambda: scorer, documents, prefix=prefix, window=own if window is None else window, stride=stride)
+    return _measured(
+        lambda: scorer,
+        documents,
+        prefix=prefix,
+        window=own if window is None else window,
+        stride=stride,
+    )
 
 
 def text_perplexity(
@@ -96,12 +104,15 @@ def text_perplexity(
 ) -> Perplexity:
     """Of several texts, each by itself, after the model's prefix token and in its window.
 
-    file, progress: see `carry_out`; a row is a window. Raises UserError where there is nothing to score.
+    file, progress: see `carry_out`; a row is a window. Raises UserError where there is nothing to
+        score.
     """
     texts = [text for text in texts if text]
     documents = [model.encode(text) for text in texts]
     how = dict(prefix=model.prefix, window=model.window, stride=stride)
-    found = _measured(lambda: model.scorer, documents, **how, about=model.digest, file=file, progress=progress)
+    found = _measured(
+        lambda: model.scorer, documents, **how, about=model.digest, file=file, progress=progress
+    )
     return found.of_texts(texts)
 
 
@@ -116,9 +127,15 @@ def _measured(
     file: str | None = None,
     progress: Progress | None = None,
 ) -> Perplexity:
-    """scorer: asked for when there is something left to score. about: the model, in the rows' digests."""
+    """scorer: asked for when there is something left to score. about: the model, in the rows'
+    digests.
+    """
     how = dict(prefix=prefix, window=window, stride=stride)
-    cut = [(number, span) for number, document in enumerate(documents) for span in windows(document, **how)]
+    cut = [
+        (number, span)
+        for number, document in enumerate(documents)
+        for span in windows(document, **how)
+    ]
     if not cut:
         raise UserError("the text holds no token to score")
 
@@ -154,17 +171,21 @@ def _exp(value: float) -> float | None:
         return None
 
 
-def windows(tokens: Sequence[int], *, prefix: int | None, window: int, stride: int | None = None) -> Iterator[Span]:
+def windows(
+    tokens: Sequence[int], *, prefix: int | None, window: int, stride: int | None = None
+) -> Iterator[Span]:
     """The spans of one document.
 
-    The first window scores its first `window` tokens, after `prefix`; each later one the next `stride`, or what is
-    left, after as many tokens as still fit: the model reads `window` tokens each time. With stride = window (the
-    default) that is lm-evaluation-harness's `loglikelihood_rolling` (lm_eval/utils.py: get_rolling_token_windows
-    with context_len=1, then make_disjoint_window), and in general its context_len = window - stride + 1. A smaller
-    stride is the sliding window of Hugging Face's "Perplexity of fixed-length models": every token but the first
-    ones has at least window - stride tokens before it, for window / stride times the work.
+    The first window scores its first `window` tokens, after `prefix`; each later one the next
+    `stride`, or what is left, after as many tokens as still fit: the model reads `window` tokens
+    each time. With stride = window (the default) that is lm-evaluation-harness's
+    `loglikelihood_rolling` (lm_eval/utils.py: get_rolling_token_windows with context_len=1, then
+    make_disjoint_window), and in general its context_len = window - stride + 1. A smaller stride is
+    the sliding window of Hugging Face's "Perplexity of fixed-length models": every token but the
+    first ones has at least window - stride tokens before it, for window / stride times the work.
 
-    prefix: the token before the first; None: the document's own first token, which then is not scored.
+    prefix: the token before the first; None: the document's own first token, which then is not
+        scored.
     """
     stride = window if stride is None else stride
     if window < 1:

@@ -35,13 +35,16 @@ class Question:
 
 
 def read_choices(file: str) -> list[Choice]:
-    """Lines such as {"question": "2 + 2 =", "choices": ["3", "4"], "answer": 1}; the answer may be a letter, or be
-    one of the choices. Other keys are ignored. Raises UserError."""
+    """Lines such as {"question": "2 + 2 =", "choices": ["3", "4"], "answer": 1}; the answer may be
+    a letter, or be one of the choices. Other keys are ignored. Raises UserError.
+    """
     return _read(file, _choice)
 
 
 def read_questions(file: str) -> list[Question]:
-    """Lines such as {"question": "2 + 2 =", "answer": "#### 4"}. Other keys are ignored. Raises UserError."""
+    """Lines such as {"question": "2 + 2 =", "answer": "#### 4"}. Other keys are ignored. Raises
+    UserError.
+    """
     return _read(file, lambda line, found: Question(line, _prompt(found), _text(found, "answer")))
 
 
@@ -49,7 +52,9 @@ def _read(file: str, parse: Callable[[int, dict], Any]) -> list:
     found = []
     for number, line in json_lines.read(file):
         if not isinstance(line, dict):
-            raise UserError(f"{file}:{number}: this must be a JSON object, not {type(line).__name__}")
+            raise UserError(
+                f"{file}:{number}: this must be a JSON object, not {type(line).__name__}"
+            )
         try:
             found.append(parse(number, line))
         except UserError as error:
@@ -62,7 +67,9 @@ def _read(file: str, parse: Callable[[int, dict], Any]) -> list:
 def _prompt(found: dict) -> str:
     """`context` as it is; `question` as ARC and GSM8K ask theirs in lm-evaluation-harness."""
     if ("context" in found) == ("question" in found):
-        raise UserError(f'there must be either "context" or "question"{_near(found, "question", "context")}')
+        raise UserError(
+            f'there must be either "context" or "question"{_near(found, "question", "context")}'
+        )
     if "context" in found:
         return _text(found, "context")
     return f"Question: {_text(found, 'question')}\nAnswer:"
@@ -70,7 +77,11 @@ def _prompt(found: dict) -> str:
 
 def _choice(line: int, found: dict) -> Choice:
     choices = found.get("choices")
-    if not isinstance(choices, list) or len(choices) < 2 or not all(isinstance(one, str) for one in choices):
+    if (
+        not isinstance(choices, list)
+        or len(choices) < 2
+        or not all(isinstance(one, str) for one in choices)
+    ):
         raise UserError(f'"choices" must be a list of two texts or more{_near(found, "choices")}')
     for number, choice in enumerate(choices):
         if not choice:
@@ -91,7 +102,9 @@ def _gold(found: dict, choices: list[str]) -> int:
         read = {choices.index(answer)} if answer in choices else set()
         read |= {letters.index(answer)} if len(answer) == 1 and answer in letters else set()
         if len(read) > 1:
-            raise UserError(f"answer {answer!r} is a choice's letter and another choice's text: name it by its number")
+            raise UserError(
+                f"answer {answer!r} is a choice's letter and another choice's text: name it by its number"
+            )
         if read:
             return read.pop()
     last = string.ascii_uppercase[min(count, 26) - 1]
@@ -117,5 +130,10 @@ def _check_characters(text: str, key: str) -> None:
 
 def _near(found: dict, *keys: str) -> str:
     """What a misspelt key may have been."""
-    near = [one for key in keys if key not in found for one in difflib.get_close_matches(key, found, n=1)]
+    near = [
+        one
+        for key in keys
+        if key not in found
+        for one in difflib.get_close_matches(key, found, n=1)
+    ]
     return f"; there is {near[0]!r}" if near else ""

@@ -1,7 +1,9 @@
-"""The rows of an evaluation, and their results in a file of JSON lines, with which a run that was killed goes on.
+"""The rows of an evaluation, and their results in a file of JSON lines, with which a run that was
+killed goes on.
 
-lm-evaluation-harness has a cache for that (`use_cache`). It does not know which model gave an answer, and keeps no
-question beside its scores; this file does, and is the result that a user reads.
+lm-evaluation-harness has a cache for that (`use_cache`). It does not know which model gave an
+answer, and keeps no question beside its scores; this file does, and is the result that a user
+reads.
 """
 
 import contextlib
@@ -26,27 +28,37 @@ class Row:
 
 
 def digest(*decides: Any) -> str:
-    """Of all that decides a row's result, to tell whether one in a file is this row's. `decides` must be JSON."""
+    """Of all that decides a row's result, to tell whether one in a file is this row's. `decides`
+    must be JSON.
+    """
     return hashlib.sha256(json.dumps(decides).encode()).hexdigest()[:16]
 
 
 def carry_out(
     digests: Sequence[str], work: Work, *, file: str | None = None, progress: Progress | None = None
 ) -> list[dict]:
-    """Every row's result, in order. `work` is given those that are left, and yields (row, result) as it has them.
+    """Every row's result, in order. `work` is given those that are left, and yields (row, result)
+    as it has them.
 
     file: holds the results that are there already; each new one is appended as it comes.
-    Raises UserError for a file of something else, or of other rows, models or settings, and RunFailed for a full disk.
+    Raises UserError for a file of something else, or of other rows, models or settings, and
+    RunFailed for a full disk.
     """
     rows = [Row(index, digest) for index, digest in enumerate(digests)]
     results = _earlier(file, rows) if file else {}
     left = [row.index for row in rows if row.index not in results]
-    shown = progress(len(rows), len(results)) if progress else contextlib.nullcontext(lambda done, text: None)
+    shown = (
+        progress(len(rows), len(results))
+        if progress
+        else contextlib.nullcontext(lambda done, text: None)
+    )
     opened = open(file, "ab", buffering=0) if file else contextlib.nullcontext()
     with shown as update, opened as out:
         for index, result in work(left) if left else ():
             if out:
-                line = json.dumps({"index": index, **result, "request": digests[index]}, ensure_ascii=False)
+                line = json.dumps(
+                    {"index": index, **result, "request": digests[index]}, ensure_ascii=False
+                )
                 jsonl.append(out, line.encode("utf-8", "backslashreplace") + b"\n", file=file)
             results[index] = result
             update(len(results), "")

@@ -1,4 +1,6 @@
-"""Log-likelihoods of many token sequences, in batches of few shapes, and the program that computes them."""
+"""Log-likelihoods of many token sequences, in batches of few shapes, and the program that computes
+them.
+"""
 
 import dataclasses
 import functools
@@ -17,9 +19,12 @@ from ladder_jax.nn import ModelDef, Params, Transformer
 from ladder_jax.nn.model_def import check_model
 from ladder_jax.parallel import Compiled, on_mesh, over_ranks
 
-SHORTEST = 32  # rows are padded to this or to a power of two above it, so that few programs are compiled
+# rows are padded to this or to a power of two above it, so that few programs are compiled
+SHORTEST = 32
 BATCH_TOKENS = 4096  # of a batch, padding included
-CHUNK = 512  # positions, B x T, whose float32 logits are there at once: 0.3 GB of a vocabulary of 128k, if not split
+# positions, B x T, whose float32 logits are there at once: 0.3 GB of a vocabulary of 128k, if not
+# split
+CHUNK = 512
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,7 +46,9 @@ class Span:
 
 @dataclasses.dataclass(frozen=True)
 class Score:
-    """logprobs: each scored token's log-probability, in nats; greedy: whether each is the most probable one."""
+    """logprobs: each scored token's log-probability, in nats; greedy: whether each is the most
+    probable one.
+    """
 
     logprobs: np.ndarray
     greedy: bool
@@ -55,9 +62,10 @@ class Score:
 class Scorer:
     """Scores spans on a model's mesh: `for index, score in Scorer(model).scores(spans)`.
 
-    params: those of a ModelDef, float32 as stored or in the compute dtype; a Transformer has its own.
-    batch_tokens: the most tokens of a batch, padding included. Where a device's memory does not suffice it is
-    halved, for good, and what has not been scored is tried again.
+    params: those of a ModelDef, float32 as stored or in the compute dtype; a Transformer has its
+        own.
+    batch_tokens: the most tokens of a batch, padding included. Where a device's memory does not
+    suffice it is halved, for good, and what has not been scored is tried again.
     """
 
     def __init__(
@@ -79,8 +87,8 @@ class Scorer:
     def scores(self, spans: Sequence[Span]) -> Iterator[tuple[int, Score]]:
         """(index, score) of every span, the longest first.
 
-        Raises UserError for a token outside the vocabulary, RunFailed where one row is too much for the memory or
-        a score is no number.
+        Raises UserError for a token outside the vocabulary, RunFailed where one row is too much for
+        the memory or a score is no number.
         """
         for span in spans:
             self._check(span)
@@ -95,7 +103,9 @@ class Scorer:
                     raise
                 longest = _padded(max(span.length for span in left.values()))
                 if self.batch_tokens <= longest * self.definition.layout.batch_ranks:
-                    raise RunFailed(f"out of memory with one row of {longest} tokens a device") from error
+                    raise RunFailed(
+                        f"out of memory with one row of {longest} tokens a device"
+                    ) from error
                 self.batch_tokens //= 2
 
     def _pass(self, spans: dict[int, Span]) -> Iterator[tuple[int, Score]]:
@@ -111,7 +121,9 @@ class Scorer:
         """(indices, rows, length) of each batch; those of one length all have as many rows."""
         order = sorted(spans, key=lambda index: -spans[index].length)
         ranks = self.definition.layout.batch_ranks
-        for length, indices in itertools.groupby(order, key=lambda index: _padded(spans[index].length)):
+        for length, indices in itertools.groupby(
+            order, key=lambda index: _padded(spans[index].length)
+        ):
             indices = list(indices)
             most = min(max(1, self.batch_tokens // length), 2 ** (len(indices) - 1).bit_length())
             rows = max(ranks, most // ranks * ranks)
@@ -124,13 +136,17 @@ class Scorer:
             whole = [*spans[index].context, *spans[index].scored]
             tokens[row, : len(whole) - 1] = whole[:-1]
             targets[row, : len(whole) - 1] = whole[1:]
-        return indices, self._program(self.params, *jax.device_put((tokens, targets), self._sharding))
+        return indices, self._program(
+            self.params, *jax.device_put((tokens, targets), self._sharding)
+        )
 
     def _check(self, span: Span) -> None:
         vocab_size = self.definition.config.vocab_size
         for token in (*span.context, *span.scored):
             if not 0 <= token < vocab_size:
-                raise UserError(f"the token {token} is outside the model's vocabulary of {vocab_size}")
+                raise UserError(
+                    f"the token {token} is outside the model's vocabulary of {vocab_size}"
+                )
 
 
 def _read(indices: list[int], computed: tuple[jax.Array, jax.Array], spans: dict[int, Span]):
@@ -139,7 +155,9 @@ def _read(indices: list[int], computed: tuple[jax.Array, jax.Array], spans: dict
         end = spans[index].length
         begin = end - len(spans[index].scored)
         if not np.isfinite(logprobs[row, begin:end]).all():
-            raise RunFailed("the model's log-probabilities are no numbers: its weights are not, or they overflow")
+            raise RunFailed(
+                "the model's log-probabilities are no numbers: its weights are not, or they overflow"
+            )
         yield index, Score(logprobs[row, begin:end], bool(greedy[row, begin:end].all()))
 
 
@@ -149,11 +167,13 @@ def _padded(length: int) -> int:
 
 @functools.lru_cache(maxsize=32)
 def compiled_scores(definition: ModelDef, *, execution: Execution = SCANNED) -> Compiled:
-    """A compiled (params, tokens [B, T], targets [B, T]) -> (log-probabilities float32, greedy bool), both [B, T].
+    """A compiled (params, tokens [B, T], targets [B, T]) -> (log-probabilities float32, greedy
+    bool), both [B, T].
 
-    Entry t is that of `targets[:, t]` after `tokens[:, :t+1]`: the log-softmax of the float32 logits, in nats, and
-    whether it is the first of the largest logits. No rank holds more than its share of the vocabulary, and of that
-    only CHUNK positions. Compiled once for each definition and shape, so other parameters cost no compilation.
+    Entry t is that of `targets[:, t]` after `tokens[:, :t+1]`: the log-softmax of the float32
+    logits, in nats, and whether it is the first of the largest logits. No rank holds more than its
+    share of the vocabulary, and of that only CHUNK positions. Compiled once for each definition and
+    shape, so other parameters cost no compilation.
     """
 
     axes = definition.layout.tensor
@@ -174,4 +194,8 @@ def compiled_scores(definition: ModelDef, *, execution: Execution = SCANNED) -> 
     dims = ((definition.dims, "BT", "BT"), ("BT", "BT"))
     ranked = over_ranks(local, layout=definition.layout, in_dims=dims[0], out_dims=dims[1])
     meshed = on_mesh(ranked, layout=definition.layout, in_dims=dims[0], out_dims=dims[1])
-    return Compiled(meshed, mesh=definition.layout.mesh, traits=definition.traits(execution, phase=Phase.PREFILL))
+    return Compiled(
+        meshed,
+        mesh=definition.layout.mesh,
+        traits=definition.traits(execution, phase=Phase.PREFILL),
+    )

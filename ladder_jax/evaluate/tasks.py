@@ -1,4 +1,6 @@
-"""Multiple choice and generation: lm-evaluation-harness writes the prompts to our questions, and judges the answers."""
+"""Multiple choice and generation: lm-evaluation-harness writes the prompts to our questions, and
+judges the answers.
+"""
 
 import collections
 import dataclasses
@@ -19,11 +21,13 @@ from ladder_jax.evaluate.scorer import Span
 class MultipleChoice:
     """Shares of right answers; a choice's log-likelihood is that of " " + choice after the prompt.
 
-    accuracy: of the choice with the largest log-likelihood. accuracy_normalised: with the largest log-likelihood over
-    its length in characters, without the space. Of equal ones the first is taken. lm-evaluation-harness calls them acc
-    and acc_norm (lm_eval/api/task.py: ConfigurableTask.process_results). *_stderr: the standard error of the mean; None
-    for a single question.
-    truncated: how many prompts lost tokens on their left, so that the model sees no more than `window` at once.
+    accuracy: of the choice with the largest log-likelihood. accuracy_normalised: with the largest
+    log-likelihood over its length in characters, without the space. Of equal ones the first is
+    taken. lm-evaluation-harness calls them acc and acc_norm (lm_eval/api/task.py:
+    ConfigurableTask.process_results). *_stderr: the standard error of the mean; None for a single
+    question.
+    truncated: how many prompts lost tokens on their left, so that the model sees no more than
+        `window` at once.
     """
 
     examples: int
@@ -38,11 +42,12 @@ class MultipleChoice:
 
 @dataclasses.dataclass(frozen=True)
 class Generation:
-    """Greedy answers. accuracy: the share whose number after "#### " is right (strict-match of lm-evaluation-harness's
-    gsm8k); accuracy_normalised: whose last number is (its flexible-extract). *_stderr: the standard error of the mean;
-    None for a single question.
+    """Greedy answers. accuracy: the share whose number after "#### " is right (strict-match of
+    lm-evaluation-harness's gsm8k); accuracy_normalised: whose last number is (its
+    flexible-extract). *_stderr: the standard error of the mean; None for a single question.
 
-    truncated: how many prompts lost tokens on their left, to leave room for `max_new_tokens` in `window`.
+    truncated: how many prompts lost tokens on their left, to leave room for `max_new_tokens` in
+        `window`.
     unfinished: how many answers were still going on after `max_new_tokens`.
     """
 
@@ -70,12 +75,15 @@ def multiple_choice(
     """The accuracies over `examples`.
 
     file, progress: see `carry_out`; a row is a question, with its choices' log-likelihoods.
-    shots, shots_from: the first `shots` questions of `shots_from` stand before each question, with their answers; a
-    question is not its own shot.
-    Raises UserError, with the line's number, where a question cannot be scored; and without lm-evaluation-harness.
+    shots, shots_from: the first `shots` questions of `shots_from` stand before each question, with
+    their answers; a question is not its own shot.
+    Raises UserError, with the line's number, where a question cannot be scored; and without
+    lm-evaluation-harness.
     """
     harness = library()
-    task = harness.LocalTask(harness.CHOICES, examples, shots=shots, pool=_pool(examples, shots, shots_from))
+    task = harness.LocalTask(
+        harness.CHOICES, examples, shots=shots, pool=_pool(examples, shots, shots_from)
+    )
     pairs = harness.Pairs(model)
     spans: list[list[Span]] = []
     truncated = 0
@@ -128,7 +136,8 @@ def generation(
     file, progress: see `carry_out`; a row is a question, with the model's answer.
     stop: texts that end an answer and are not part of it. The tokenizer's stop tokens end it too.
     slots: questions that are answered at the same time. shots, shots_from: see `multiple_choice`.
-    Raises UserError, with the line's number, where a question cannot be asked; and without lm-evaluation-harness.
+    Raises UserError, with the line's number, where a question cannot be asked; and without
+    lm-evaluation-harness.
     """
     if not 0 < max_new_tokens < model.window:
         raise UserError(
@@ -145,7 +154,9 @@ def generation(
     prompts = [asked.args[0] for (asked,) in task.asked()]
     requests = [lm.request(prompt, settings, seed=index) for index, prompt in enumerate(prompts)]
     about = [model.digest, max_new_tokens, list(stop), model.stop_ids(stop)]
-    digests = [digest(about, list(request.prompt), one.answer) for request, one in zip(requests, examples)]
+    digests = [
+        digest(about, list(request.prompt), one.answer) for request, one in zip(requests, examples)
+    ]
 
     def work(left: list[int]) -> Iterator[tuple[int, dict]]:
         for index, result in model.answers({index: requests[index] for index in left}, slots=slots):
@@ -155,7 +166,9 @@ def generation(
     return Generation(
         examples=len(examples),
         **_shares(results, accuracy="right", accuracy_normalised="right_flexible"),
-        truncated=sum(len(model.encode(prompt)) > model.window - max_new_tokens for prompt in prompts),
+        truncated=sum(
+            len(model.encode(prompt)) > model.window - max_new_tokens for prompt in prompts
+        ),
         unfinished=sum(result["finish_reason"] == Finish.LENGTH for result in results),
         shots=shots,
         window=model.window,
@@ -164,25 +177,33 @@ def generation(
 
 
 def library():
-    """The module that imports lm-evaluation-harness. Raises UserError where that is not installed."""
+    """The module that imports lm-evaluation-harness. Raises UserError where that is not
+    installed.
+    """
     try:
         import lm_eval  # noqa: F401
     except ImportError:
-        raise UserError("multiple choice and generation need lm-eval: pip install 'ladder-jax[lm-eval]'") from None
+        raise UserError(
+            "multiple choice and generation need lm-eval: pip install 'ladder-jax[lm-eval]'"
+        ) from None
     from ladder_jax.evaluate import harness
 
     return harness
 
 
 def _pool(examples: Sequence, shots: int, source: Sequence) -> list:
-    """The first questions of `source`, enough for the shots of every example. Raises UserError for too few."""
+    """The first questions of `source`, enough for the shots of every example. Raises UserError for
+    too few.
+    """
     if not shots:
         return []
     counts = collections.Counter((one.prompt, one.answer) for one in source)
     for example in examples:
         others = len(source) - counts[example.prompt, example.answer]
         if others < shots:
-            raise UserError(f"line {example.line}: --shots {shots}: --shots-file holds only {others} other questions")
+            raise UserError(
+                f"line {example.line}: --shots {shots}: --shots-file holds only {others} other questions"
+            )
     return list(source[: shots + max(counts.values())])
 
 
@@ -221,5 +242,7 @@ def _shares(results: Sequence[dict], **names: str) -> dict[str, float | None]:
     for name, key in names.items():
         values = [result[key] for result in results]
         found[name] = float(np.mean(values))
-        found[f"{name}_stderr"] = float(np.std(values, ddof=1)) / math.sqrt(len(values)) if len(values) > 1 else None
+        found[f"{name}_stderr"] = (
+            float(np.std(values, ddof=1)) / math.sqrt(len(values)) if len(values) > 1 else None
+        )
     return found

@@ -1,5 +1,6 @@
-"""Attention of a block of tokens: the kernel for a device, what the block's positions write to the key/value cache and
-attend to, and its rotary angles."""
+"""Attention of a block of tokens: the kernel for a device, what the block's positions write to the
+key/value cache and attend to, and its rotary angles.
+"""
 
 import dataclasses
 import enum
@@ -18,18 +19,24 @@ from ladder_jax.errors import UserError
 from ladder_jax.parallel.collectives import differentiable, is_v5e, pvary, unchecked, varying
 
 BLOCK = 512  # cached positions whose scores `extend` holds at once
-PAGE = 128  # positions that a paged cache is read by, and a divisor of its heads' size: whole tiles in every dtype
+# positions that a paged cache is read by, and a divisor of its heads' size: whole tiles in every
+# dtype
+PAGE = 128
 
 
 class Kernel(enum.Enum):
     XLA = "xla"  # everywhere; scores in memory
     CUDNN = "cudnn"  # flash attention on NVIDIA GPUs
-    SPLASH = "splash"  # flash attention on TPUs, for whole blocks; a decode step's one query uses XLA
-    PAGED = "paged"  # for blocks as splash; a decode step reads the cache up to each row's length, and no more
+    # flash attention on TPUs, for whole blocks; a decode step's one query uses XLA
+    SPLASH = "splash"
+    # for blocks as splash; a decode step reads the cache up to each row's length, and no more
+    PAGED = "paged"
 
     @property
     def cache_dims(self) -> str:
-        """The order in which a cache is kept: B rows, S positions, N key/value heads, H head size."""
+        """The order in which a cache is kept: B rows, S positions, N key/value heads, H head
+        size.
+        """
         return "BNSH" if self is Kernel.PAGED else "BSNH"
 
     @property
@@ -39,7 +46,9 @@ class Kernel(enum.Enum):
 
 
 def choose(config: ModelConfig, *, mesh: Mesh) -> Kernel:
-    """The kernel for the mesh's devices (which need not be this machine's: ahead-of-time compilation)."""
+    """The kernel for the mesh's devices (which need not be this machine's: ahead-of-time
+    compilation).
+    """
     device = mesh.devices.flat[0]
     low_precision = config.dtype is Dtype.BFLOAT16
     if device.platform == "tpu":
@@ -53,7 +62,9 @@ def choose(config: ModelConfig, *, mesh: Mesh) -> Kernel:
     return Kernel.XLA
 
 
-def causal(query: Array, key: Array, value: Array, *, kernel: Kernel, segments: Array | None = None) -> Array:
+def causal(
+    query: Array, key: Array, value: Array, *, kernel: Kernel, segments: Array | None = None
+) -> Array:
     """Attention of a block to itself, each position to those before it and itself.
 
     query [B, T, N, H], key and value [B, T, K, H] with K dividing N; the result is as query.
@@ -63,15 +74,19 @@ def causal(query: Array, key: Array, value: Array, *, kernel: Kernel, segments: 
         from ladder_jax.nn import tpu_attention  # Pallas is for TPUs only, and slow to import
 
         return tpu_attention.causal(query, key, value, segments=segments)
-    attend = functools.partial(jax.nn.dot_product_attention, is_causal=True, implementation=kernel.value)
+    attend = functools.partial(
+        jax.nn.dot_product_attention, is_causal=True, implementation=kernel.value
+    )
     call = differentiable(attend) if kernel is Kernel.CUDNN else attend
     if segments is None:
         return call(query, key, value)
-    # jax keeps cuDNN's own packed layout private. A mask costs it [B, 1, T, T] in memory, of the compute dtype, and
-    # its gradient is for even lengths.
+    # jax keeps cuDNN's own packed layout private. A mask costs it [B, 1, T, T] in memory, of the
+    # compute dtype, and its gradient is for even lengths.
     same = (segments[:, :, None] == segments[:, None, :])[:, None]
     if kernel is Kernel.XLA or query.shape[1] % 2:
-        return jax.nn.dot_product_attention(query, key, value, mask=same, is_causal=True, implementation="xla")
+        return jax.nn.dot_product_attention(
+            query, key, value, mask=same, is_causal=True, implementation="xla"
+        )
 
     def masked(query, key, value, mask):
         return attend(query, key, value, mask=mask)
@@ -80,10 +95,12 @@ def causal(query: Array, key: Array, value: Array, *, kernel: Kernel, segments: 
 
 
 def extend(query: Array, key: Array, value: Array, start: Array, *, kernel: Kernel) -> Array:
-    """Attention of a block at positions start..start+T-1 to a cache that holds it and all before it.
+    """Attention of a block at positions start..start+T-1 to a cache that holds it and all before
+    it.
 
-    query [B, T, N, H], the cache's key and value [B, S, K, H] (in the kernel's order) with K dividing N, start an
-    int32 scalar; query t sees the positions up to start + t. The result is as query. Not differentiable.
+    query [B, T, N, H], the cache's key and value [B, S, K, H] (in the kernel's order) with K
+    dividing N, start an int32 scalar; query t sees the positions up to start + t. The result is as
+    query. Not differentiable.
     """
     if kernel in (Kernel.SPLASH, Kernel.PAGED):
         from ladder_jax.nn import tpu_attention
@@ -92,18 +109,22 @@ def extend(query: Array, key: Array, value: Array, start: Array, *, kernel: Kern
             return x if kernel.cache_dims == "BNSH" else x.swapaxes(1, 2)
 
         return tpu_attention.extend(query, heads_first(key), heads_first(value), start)
-    # cuDNN's causal mask begins at the cache's first position, and jax rounds the log-sum-exp by which two calls'
-    # results could be joined to bfloat16; a bias could mask, but makes cuDNN read the cache's unused end too.
+    # cuDNN's causal mask begins at the cache's first position, and jax rounds the log-sum-exp by
+    # which two calls' results could be joined to bfloat16; a bias could mask, but makes cuDNN read
+    # the cache's unused end too.
     return _blockwise(query, key, value, start)
 
 
 def _blockwise(query, key, value, start):
-    """`extend` by an online softmax (arXiv 1805.02867): scores of BLOCK positions at a time, [B, K, N/K, T, BLOCK]."""
+    """`extend` by an online softmax (arXiv 1805.02867): scores of BLOCK positions at a time,
+    [B, K, N/K, T, BLOCK].
+    """
     rows, length, heads, head_dim = query.shape
     _, capacity, kv_heads, _ = key.shape
     block = min(BLOCK, capacity)
     positions = start + jnp.arange(length)
-    grouped = query.reshape(rows, length, kv_heads, heads // kv_heads, head_dim)  # heads that share keys in a row
+    # heads that share keys in a row
+    grouped = query.reshape(rows, length, kv_heads, heads // kv_heads, head_dim)
     dot = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
 
     def turn(index, carry):
@@ -132,8 +153,9 @@ def _blockwise(query, key, value, start):
     def empty(fill, *more):
         return pvary(jnp.full((*shape, *more), fill, jnp.float32), axes)
 
-    # Blocks beyond the last query are not even visited: half of the work, from a long prompt's first token to its
-    # last. The price is a loop that XLA cannot count: a GPU's host asks after every turn whether there is another.
+    # Blocks beyond the last query are not even visited: half of the work, from a long prompt's
+    # first token to its last. The price is a loop that XLA cannot count: a GPU's host asks after
+    # every turn whether there is another.
     blocks = (start + length + block - 1) // block
     start = empty(0.0), empty(0.0, head_dim), empty(-jnp.inf)
     total, weighed, _ = jax.lax.fori_loop(0, blocks, turn, start)
@@ -164,7 +186,8 @@ def decode(query: Array, key: Array, value: Array, lengths: Array, *, kernel: Ke
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Cache:
-    """One layer's keys and values, each a rank's [B, S, K, H] in the order of its kernel's `cache_dims`.
+    """One layer's keys and values, each a rank's [B, S, K, H] in the order of its kernel's
+    `cache_dims`.
 
     Row b is filled up to its length.
     """
@@ -176,7 +199,8 @@ class Cache:
 class Positions(Protocol):
     """A block's positions, and attention at them.
 
-    ends: int32 [B], where each row's tokens end and padding begins; None: nowhere, or where it does not matter.
+    ends: int32 [B], where each row's tokens end and padding begins; None: nowhere, or where it does
+        not matter.
     """
 
     ends: Array | None
@@ -185,10 +209,14 @@ class Positions(Protocol):
         """Those of the first `rows` rows and of the others, whose cache is one."""
 
     def parts(self, at: int) -> tuple["Positions", "Positions"]:
-        """Those of every row's first `at` positions and of the later ones, which attend to the first, too."""
+        """Those of every row's first `at` positions and of the later ones, which attend to the
+        first, too.
+        """
 
     def indices(self, length: int) -> Array:
-        """Those of a block of `length` tokens, [B, length] or, the same for all rows, [1, length]."""
+        """Those of a block of `length` tokens, [B, length] or, the same for all rows,
+        [1, length].
+        """
 
     def attend(
         self, query: Array, key: Array, value: Array, *, cache: Cache | None, kernel: Kernel
@@ -201,9 +229,11 @@ class Positions(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class FullSequence:
-    """Positions 0..T-1. Nothing precedes them, so a cache is written and not read; without one nothing is written.
+    """Positions 0..T-1. Nothing precedes them, so a cache is written and not read; without one
+    nothing is written.
 
-    row: the first one's place in the cache. leaves: without a cache, what is `Left` to the later part of the rows.
+    row: the first one's place in the cache. leaves: without a cache, what is `Left` to the later
+        part of the rows.
     """
 
     ends: Array | None = None
@@ -236,10 +266,13 @@ FULL_SEQUENCE = FullSequence()
 
 @dataclasses.dataclass(frozen=True)
 class Packed:
-    """Rows of several documents, for training: each attends only to itself, and starts at position 0. No cache.
+    """Rows of several documents, for training: each attends only to itself, and starts at position
+    0. No cache.
 
-    segments: [B, T] integers; a document is a run of equal numbers, which may come again in a later one.
-    begins: [B, T] int32, where in the row each position's document begins, which tells it from all others.
+    segments: [B, T] integers; a document is a run of equal numbers, which may come again in a later
+        one.
+    begins: [B, T] int32, where in the row each position's document begins, which tells it from all
+        others.
     leaves: as in FullSequence.
     """
 
@@ -272,7 +305,8 @@ class Packed:
 
 @dataclasses.dataclass(frozen=True)
 class ChunkedPrefill:
-    """Positions start..start+T-1 of every row; the cache holds those before, and must have room for these.
+    """Positions start..start+T-1 of every row; the cache holds those before, and must have room for
+    these.
 
     start: an int32 scalar. row: the first one's place in the cache.
     """
@@ -298,7 +332,9 @@ class ChunkedPrefill:
 
 
 class Left(NamedTuple):
-    """A first part's keys and values, in the place of a cache where there is none: the later part reads them."""
+    """A first part's keys and values, in the place of a cache where there is none: the later part
+    reads them.
+    """
 
     key: Array
     value: Array
@@ -306,10 +342,12 @@ class Left(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class LaterPart:
-    """The positions from `start` on of rows whose first part has left its keys and values, or written them to a cache.
+    """The positions from `start` on of rows whose first part has left its keys and values, or
+    written them to a cache.
 
-    begins: [B, T] of packed rows, as `Packed` has them. row: the first one's place in the cache. Without a cache the
-    scores are whole in memory, [B, N, T - start, T]: no kernel here has a gradient for a mask that begins later.
+    begins: [B, T] of packed rows, as `Packed` has them. row: the first one's place in the cache.
+    Without a cache the scores are whole in memory, [B, N, T - start, T]: no kernel here has a
+    gradient for a mask that begins later.
     """
 
     start: int
@@ -332,13 +370,17 @@ class LaterPart:
         if self.begins is not None:
             later = self.begins[:, self.start :]
             seen = seen & (later[:, :, None] == self.begins[:, None, :])
-        attended = jax.nn.dot_product_attention(query, keys, values, mask=seen[:, None], implementation="xla")
+        attended = jax.nn.dot_product_attention(
+            query, keys, values, mask=seen[:, None], implementation="xla"
+        )
         return attended, None
 
 
 @dataclasses.dataclass(frozen=True)
 class DecodeStep:
-    """One token a row (T is 1), at row b's position `lengths[b]`: [B] int32, how many positions the cache holds."""
+    """One token a row (T is 1), at row b's position `lengths[b]`: [B] int32, how many positions the
+    cache holds.
+    """
 
     lengths: Array
     ends: ClassVar[None] = None
@@ -347,14 +389,18 @@ class DecodeStep:
         return self.lengths[:, None]
 
     def halves(self, rows):
-        raise UserError("interleave=2 is for training and prefill: a decode step has too few tokens to halve")
+        raise UserError(
+            "interleave=2 is for training and prefill: a decode step has too few tokens to halve"
+        )
 
     parts = halves
 
     def attend(self, query, key, value, *, cache, kernel):
-        here = (slice(None),) * (kernel.cache_dims.index("S") - 1)  # a row's heads, where these come first
+        # a row's heads, where these come first
+        here = (slice(None),) * (kernel.cache_dims.index("S") - 1)
 
-        # vmap, as XLA for GPUs aborts on the constants of an index of rows, among operations in program order.
+        # vmap, as XLA for GPUs aborts on the constants of an index of rows, among operations in
+        # program order.
         @jax.vmap
         def write(row, length, new):
             return row.at[*here, length].set(new, unique_indices=True)
@@ -383,7 +429,9 @@ def rotary_frequencies(config: ModelConfig) -> np.ndarray:
 
 
 def _llama3(plain, scaling):
-    """Llama 3's stretch (arXiv 2407.21783): slow rotations by `factor`, fast ones not, a ramp between."""
+    """Llama 3's stretch (arXiv 2407.21783): slow rotations by `factor`, fast ones not, a ramp
+    between.
+    """
     turns = scaling.original_context * plain / (2 * math.pi)
     low = scaling.low_freq_factor
     high = scaling.high_freq_factor

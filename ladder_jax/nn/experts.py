@@ -1,16 +1,20 @@
-"""A mixture of experts in the place of a layer's MLP, its experts split over the tensor-parallel ranks.
+"""A mixture of experts in the place of a layer's MLP, its experts split over the tensor-parallel
+ranks.
 
     route    each token's experts and their weights, from float32 logits
     sort     the N x K (token, choice) rows by expert; those of other ranks' experts come last
-    compute  gate, up and down of this rank's experts, each one matmul over groups of rows (`lax.ragged_dot`)
+    compute  gate, up and down of this rank's experts, each one matmul over groups of rows
+             (`lax.ragged_dot`)
     combine  each token's rows, weighted and summed in float32: this rank's partial sum
 
-Ranks read the same input and so choose the same experts, without communication; their partial sums are reduced as an
-MLP's are. No token is dropped (but in training with `capacity`), and a token's output does not depend on the others.
-Letters: N tokens, K choices of one, R = N K rows, E this rank's experts, M the width of one, W of the shared expert.
+Ranks read the same input and so choose the same experts, without communication; their partial sums
+are reduced as an MLP's are. No token is dropped (but in training with `capacity`), and a token's
+output does not depend on the others. Letters: N tokens, K choices of one, R = N K rows, E this
+rank's experts, M the width of one, W of the shared expert.
 
-In the other form (`NormedExperts`, residual/wires/exchange.py) ranks exchange the rows of their own tokens. All
-experts' buffers have one size there, so their matmuls are plain batched ones, which every compiler has kernels for.
+In the other form (`NormedExperts`, residual/wires/exchange.py) ranks exchange the rows of their own
+tokens. All experts' buffers have one size there, so their matmuls are plain batched ones, which
+every compiler has kernels for.
 """
 
 import dataclasses
@@ -40,7 +44,9 @@ NO_EXPERT = jnp.iinfo(jnp.int32).max  # in place of a row's choice
 
 
 class Route(NamedTuple):
-    """choice: int32 [N, K], the experts of each token; weights: float32 [N, K], what their outputs count."""
+    """choice: int32 [N, K], the experts of each token; weights: float32 [N, K], what their outputs
+    count.
+    """
 
     choice: Array
     weights: Array
@@ -49,9 +55,11 @@ class Route(NamedTuple):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Routing:
-    """Sums over tokens, of one layer or [L, ...] of all: a state carries them through the layers of a training step.
+    """Sums over tokens, of one layer or [L, ...] of all: a state carries them through the layers of
+    a training step.
 
-    counts: [C], how many tokens chose each expert. probabilities: [C], of a softmax over all logits.
+    counts: [C], how many tokens chose each expert. probabilities: [C], of a softmax over all
+        logits.
     log_squares: [], of that softmax's denominator. entropies: [], of its distribution, in nats.
     dropped: [], how many choices were beyond their experts' capacity.
     """
@@ -75,7 +83,8 @@ OnRouting = Callable[[Routing], None]
 
 
 def route(logits_NC: Array, *, moe: MoEConfig, bias_C: Array | None = None) -> Route:
-    """The experts with the largest logits, or sums of probability and bias; of equal ones that with the lowest index.
+    """The experts with the largest logits, or sums of probability and bias; of equal ones that with
+    the lowest index.
 
     A bias has no gradient: `toward_balance` moves it.
     """
@@ -105,16 +114,19 @@ def measured(logits_NC: Array, choice_NK: Array) -> Routing:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class NormedExperts(Normed):
-    """Experts behind their norm, and the parts of them between which ranks exchange rows (residual/wires/exchange.py).
+    """Experts behind their norm, and the parts of them between which ranks exchange rows
+    (residual/wires/exchange.py).
 
-    on_routing: called with the statistics of this rank's tokens. ends_B: where the rows of all ranks end; padding takes
-        no slot.
+    on_routing: called with the statistics of this rank's tokens. ends_B: where the rows of all
+        ranks end; padding takes no slot.
 
-    route: a normalised input, this rank's positions [B, T, D], to (its tokens with the norm's gain [N, D], their slots
-        int32 [N, K] as `parallel.exchange.slots`, the weights of their rows float32 [N, K]).
-    compute: the rows [E/ranks, R, D] of this rank's experts to their outputs [R, E/ranks, D], the order in which they
-        are sent; its second argument is applied to their first products.
-    shared: the shared expert's partial sum [B, T, D] of a normalised input; its second argument likewise.
+    route: a normalised input, this rank's positions [B, T, D], to (its tokens with the norm's gain
+        [N, D], their slots int32 [N, K] as `parallel.exchange.slots`, the weights of their rows
+        float32 [N, K]).
+    compute: the rows [E/ranks, R, D] of this rank's experts to their outputs [R, E/ranks, D], the
+        order in which they are sent; its second argument is applied to their first products.
+    shared: the shared expert's partial sum [B, T, D] of a normalised input; its second argument
+        likewise.
     """
 
     moe: "MoE"
@@ -139,12 +151,16 @@ class NormedExperts(Normed):
                 taken = jnp.where(is_token.reshape(-1, 1), choice, experts)
             slots = exchange.slots(taken, experts=experts, size=size)
             if self.on_routing:
-                dropped = jnp.sum(~exchange.kept(slots, experts=experts, size=size), dtype=jnp.float32)
+                dropped = jnp.sum(
+                    ~exchange.kept(slots, experts=experts, size=size), dtype=jnp.float32
+                )
                 self.on_routing(dataclasses.replace(measured(logits, choice), dropped=dropped))
             return x_ND, slots, weights
 
     def compute(self, rows_ERD: Array, tied: Callable = local) -> Array:
-        """[R, E, D]: so the matmul writes what is sent in the order of sending, and no copy follows."""
+        """[R, E, D]: so the matmul writes what is sent in the order of sending, and no copy
+        follows.
+        """
         experts = self.moe.experts
         gate = _batched_matmul(rows_ERD, experts.gate.get_value())
         up = _batched_matmul(rows_ERD, experts.up.get_value())
@@ -156,7 +172,9 @@ class NormedExperts(Normed):
 
 
 class ExpertMLPs(Module):
-    """The SwiGLU matrices of all experts, [E, D, M], [E, D, M] and [E, M, D]; padding experts are never chosen."""
+    """The SwiGLU matrices of all experts, [E, D, M], [E, D, M] and [E, M, D]; padding experts are
+    never chosen.
+    """
 
     def __init__(self, sizes: Sizes):
         new = sizes.declare
@@ -173,7 +191,8 @@ class ExpertMLPs(Module):
         up = grouped_matmul(rows, self.up.get_value(), groups)
         down = grouped_matmul(jax.nn.silu(gate) * up, self.down.get_value(), groups)
         out = _in_token_order(down, groups)
-        mine = (routed.choice >= first) & (routed.choice < first + self.count)  # the other rows are undefined
+        # the other rows are undefined
+        mine = (routed.choice >= first) & (routed.choice < first + self.count)
         of_tokens = jnp.where(mine[:, :, None], out.reshape(*mine.shape, -1), 0)
         weighed = of_tokens.astype(jnp.float32) * routed.weights[:, :, None]
         return jnp.sum(weighed, axis=1).astype(x_ND.dtype)
@@ -185,7 +204,9 @@ class ExpertMLPs(Module):
 
 
 class SharedExpert(Module):
-    """The MLP that every token passes; with `shared_gate` its output counts sigmoid(x . share) times."""
+    """The MLP that every token passes; with `shared_gate` its output counts sigmoid(x . share)
+    times.
+    """
 
     def __init__(self, sizes: Sizes):
         new = sizes.declare
@@ -196,7 +217,9 @@ class SharedExpert(Module):
             self.share = new("D", init=Normal(0.02))
 
     def __call__(self, x_BTD: Array, tied: Callable = local) -> Array:
-        """A rank's partial sum [B, T, D]. tied: applied to the first products, whose await may be tied to others'."""
+        """A rank's partial sum [B, T, D]. tied: applied to the first products, whose await may be
+        tied to others'.
+        """
 
         def of(matrix):
             return quantized.einsum("BTD,DW->BTW", x_BTD, matrix.get_value())
@@ -211,8 +234,10 @@ class SharedExpert(Module):
 
 
 class MoE(Module):
-    """`MoE(config, rngs=nnx.Rngs(0))(x)` is the whole sublayer on one device; inside `jax.shard_map`, over a rank's
-    shards of its arrays and with the `axes` of its ranks, this rank's partial sum."""
+    """`MoE(config, rngs=nnx.Rngs(0))(x)` is the whole sublayer on one device; inside
+    `jax.shard_map`, over a rank's shards of its arrays and with the `axes` of its ranks, this
+    rank's partial sum.
+    """
 
     def __init__(self, config: ModelConfig | Sizes, *, rngs: nnx.Rngs | None = None):
         sizes = sizes_of(config, rngs)
@@ -225,13 +250,19 @@ class MoE(Module):
         if self.moe.shared_width:
             self.shared = SharedExpert(sizes)
 
-    def __call__(self, x_BTD: Array, *, axes: Axes = (), on_routing: OnRouting | None = None) -> Array:
-        """A rank's partial sum [B, T, D] of routed and shared experts. on_routing: as in `routed`."""
+    def __call__(
+        self, x_BTD: Array, *, axes: Axes = (), on_routing: OnRouting | None = None
+    ) -> Array:
+        """A rank's partial sum [B, T, D] of routed and shared experts. on_routing: as in
+        `routed`.
+        """
         out = self.routed(x_BTD, axes=axes, on_routing=on_routing)
         return out + self.shared(x_BTD) if hasattr(self, "shared") else out
 
     def routed(self, x_BTD: Array, *, axes: Axes, on_routing: OnRouting | None = None) -> Array:
-        """A rank's partial sum [B, T, D] of routed experts. on_routing: called with the statistics of all tokens."""
+        """A rank's partial sum [B, T, D] of routed experts. on_routing: called with the statistics
+        of all tokens.
+        """
         x_ND = x_BTD.reshape(-1, x_BTD.shape[-1])
         logits = self.logits(x_ND)
         routed = self.route(logits)
@@ -239,7 +270,9 @@ class MoE(Module):
             statistics = measured(logits, routed.choice)
             if self.moe.capacity is not None:
                 routed, kept = self._within_capacity(routed)
-                statistics = dataclasses.replace(statistics, dropped=jnp.sum(~kept, dtype=jnp.float32))
+                statistics = dataclasses.replace(
+                    statistics, dropped=jnp.sum(~kept, dtype=jnp.float32)
+                )
             on_routing(statistics)
         compute = functools.partial(self.experts, axes=axes)
         if len(x_ND) > CHUNK:
@@ -265,10 +298,14 @@ class MoE(Module):
         return jnp.einsum("ND,DC->NC", wide, self.router[...], precision=lax.Precision.HIGHEST)
 
     def route(self, logits_NC: Array) -> Route:
-        return route(logits_NC, moe=self.moe, bias_C=self.router_bias[...] if self.moe.router_bias else None)
+        return route(
+            logits_NC, moe=self.moe, bias_C=self.router_bias[...] if self.moe.router_bias else None
+        )
 
     def _within_capacity(self, routed):
-        """`routed`, where rows beyond their experts' capacity choose no expert, and bool [N, K]: which do not."""
+        """`routed`, where rows beyond their experts' capacity choose no expert, and bool [N, K]:
+        which do not.
+        """
         experts = self.moe.experts
         size = self.moe.slots(len(routed.choice))
         slots = exchange.slots(routed.choice, experts=experts, size=size)
@@ -283,7 +320,9 @@ def _groups(choice_NK, *, first, count):
 
 
 def _in_chunks(compute, x_ND, routed):
-    """`compute` of CHUNK tokens at a time, whose rows are computed again backward. Padding chooses no expert."""
+    """`compute` of CHUNK tokens at a time, whose rows are computed again backward. Padding chooses
+    no expert.
+    """
     count = -(-len(x_ND) // CHUNK)
     missing = count * CHUNK - len(x_ND)
 

@@ -1,4 +1,6 @@
-"""Grouped matmuls: rows that are sorted by group, each times its group's matrix. Letters as in nn/experts.py."""
+"""Grouped matmuls: rows that are sorted by group, each times its group's matrix. Letters as in
+nn/experts.py.
+"""
 
 import enum
 import os
@@ -14,11 +16,13 @@ from ladder_jax.nn.quantized import Int8
 from ladder_jax.parallel import pvary, varying
 from ladder_jax.residual import MATMUL
 
-VARIABLE = "LADDER_JAX_GROUPED_MATMUL"  # in the environment: "xla" keeps Kernel.TRITON from being chosen
+# in the environment: "xla" keeps Kernel.TRITON from being chosen
+VARIABLE = "LADDER_JAX_GROUPED_MATMUL"
 
 
 class Kernel(enum.Enum):
-    XLA = "xla"  # `lax.ragged_dot`: XLA's kernel on TPUs; elsewhere every row is multiplied with every matrix
+    # `lax.ragged_dot`: XLA's kernel on TPUs; elsewhere every row is multiplied with every matrix
+    XLA = "xla"
     TRITON = "triton"  # NVIDIA GPUs, in bfloat16: nn/grouped_gpu.py
 
 
@@ -41,7 +45,9 @@ def choose(dtype: jnp.dtype) -> Kernel:
 
 
 def _device_kind():
-    """Of the mesh around the caller, not of this machine: a program may be compiled ahead of time. "" without one."""
+    """Of the mesh around the caller, not of this machine: a program may be compiled ahead of time.
+    "" without one.
+    """
     device = jax.sharding.get_abstract_mesh().abstract_device
     return device.device_kind if device else ""
 
@@ -49,7 +55,8 @@ def _device_kind():
 class Groups(NamedTuple):
     """The order of rows by expert. R rows are sorted, of which this rank's come first.
 
-    order: [R], the row that stands in each sorted place; place: [R], its inverse; sizes: [E], of each expert's group.
+    order: [R], the row that stands in each sorted place; place: [R], its inverse; sizes: [E], of
+        each expert's group.
     """
 
     order: Array
@@ -58,7 +65,9 @@ class Groups(NamedTuple):
 
     @property
     def mine(self) -> Array:
-        """[R, 1]: which sorted rows are of this rank's experts. What a kernel leaves in the others is undefined."""
+        """[R, 1]: which sorted rows are of this rank's experts. What a kernel leaves in the others
+        is undefined.
+        """
         return (jnp.arange(len(self.order)) < jnp.sum(self.sizes))[:, None]
 
     @property
@@ -70,10 +79,11 @@ class Groups(NamedTuple):
 
 
 def grouped_matmul(rows_RI: Array, weight_EIO: Array | Int8, groups: Groups) -> Array:
-    """[R, O]: each row times its expert's matrix, in its dtype; undefined in the rows of other ranks' experts.
+    """[R, O]: each row times its expert's matrix, in its dtype; undefined in the rows of other
+    ranks' experts.
 
-    As `quantized.einsum`: a weight's gradient is added over rows in float32 and rounded once, and an object may have
-    its own way (retrain/lora.py).
+    As `quantized.einsum`: a weight's gradient is added over rows in float32 and rounded once, and
+    an object may have its own way (retrain/lora.py).
     """
     if hasattr(weight_EIO, "grouped"):
         return weight_EIO.grouped(rows_RI, groups)
@@ -88,8 +98,11 @@ def _quantized(rows, weight, groups):
         from ladder_jax.nn import grouped_gpu
 
         return grouped_gpu.product(rows, weight.values, groups.sizes, scale_EO=weight.scale)
-    # XLA's kernels on TPUs read bytes, and convert the tiles that they visit: of a TPU7x XLA makes all of it float32.
-    values = weight.values.astype(rows.dtype) if _device_kind().startswith("TPU7") else weight.values
+    # XLA's kernels on TPUs read bytes, and convert the tiles that they visit: of a TPU7x XLA makes
+    # all of it float32.
+    values = (
+        weight.values.astype(rows.dtype) if _device_kind().startswith("TPU7") else weight.values
+    )
     sums = lax.ragged_dot(rows, values, groups.sizes, preferred_element_type=jnp.float32)
     return (sums * jnp.take(weight.scale, groups.experts, axis=0)).astype(rows.dtype)
 
@@ -110,7 +123,9 @@ def _grouped_forward(rows, weight, groups):
 
 # sum over the rows of a group: [R, I] and [R, O] to [E, I, O]
 OVER_ROWS = lax.RaggedDotDimensionNumbers(
-    dot_dimension_numbers=(((0,), (0,)), ((), ())), lhs_ragged_dimensions=[0], rhs_group_dimensions=[]
+    dot_dimension_numbers=(((0,), (0,)), ((), ())),
+    lhs_ragged_dimensions=[0],
+    rhs_group_dimensions=[],
 )
 
 
@@ -125,7 +140,9 @@ def _grouped_backward(residuals, gradient):
         rows = jnp.where(groups.mine, rows, 0)
         gradient = jnp.where(groups.mine, gradient, 0)
         of_rows = lax.ragged_dot(gradient, weight.swapaxes(1, 2), groups.sizes)
-        summed = lax.ragged_dot_general(rows, gradient, groups.sizes, OVER_ROWS, preferred_element_type=jnp.float32)
+        summed = lax.ragged_dot_general(
+            rows, gradient, groups.sizes, OVER_ROWS, preferred_element_type=jnp.float32
+        )
     of_rows = jnp.where(groups.mine, of_rows, 0)
     return of_rows.astype(rows.dtype), summed.astype(rows.dtype).astype(like.dtype), None
 

@@ -1,10 +1,12 @@
 """Grouped matmuls on NVIDIA GPUs: a Triton kernel, written in Pallas. Letters as in nn/experts.py.
 
-XLA multiplies every row with every group's matrix there. These kernels visit tiles of rows that belong to one group:
-an empty group's matrix is not read, and the rows behind the last group are neither read nor written.
+XLA multiplies every row with every group's matrix there. These kernels visit tiles of rows that
+belong to one group: an empty group's matrix is not read, and the rows behind the last group are
+neither read nor written.
 
-jax compiles such kernels with the Triton in XLA, and has announced to remove that (the Pallas changelog, 0.11.0). XLA
-is to have grouped matmuls of its own by then: `lax.ragged_dot` takes the place of these.
+jax compiles such kernels with the Triton in XLA, and has announced to remove that (the Pallas
+changelog, 0.11.0). XLA is to have grouped matmuls of its own by then: `lax.ragged_dot` takes the
+place of these.
 """
 
 import functools
@@ -17,8 +19,10 @@ from jax.experimental.pallas import triton
 
 from ladder_jax.parallel.collectives import unchecked
 
-WIDE = dict(columns=128, depth=32, num_warps=4, num_stages=4)  # of the result, and of each step's sum
-FEW_ROWS = dict(columns=64, depth=128, num_warps=4, num_stages=4)  # as wide reads of the matrix as fit in 96 KiB
+# of the result, and of each step's sum
+WIDE = dict(columns=128, depth=32, num_warps=4, num_stages=4)
+# as wide reads of the matrix as fit in 96 KiB
+FEW_ROWS = dict(columns=64, depth=128, num_warps=4, num_stages=4)
 
 
 def product(
@@ -32,25 +36,36 @@ def product(
 ) -> Array:
     """[R, O]: each row times its group's matrix; undefined in the rows behind the last group.
 
-    Sums are float32, multiplied by the columns' `scale` (of int8 matrices) and rounded to the rows' dtype once.
-    transposed: the rows are [R, O], the result [R, I]. interpret: run without a GPU, slowly, to test the values.
+    Sums are float32, multiplied by the columns' `scale` (of int8 matrices) and rounded to the rows'
+    dtype once. transposed: the rows are [R, O], the result [R, I]. interpret: run without a GPU,
+    slowly, to test the values.
     """
     count, _, _ = weight_EIO.shape
     height = min(128, max(16, pl.next_power_of_2(pl.cdiv(len(rows_RI), count))))
     call = functools.partial(_product, height=height, transposed=transposed, interpret=interpret)
-    return unchecked(call)(rows_RI, weight_EIO, _tiles(sizes_E, rows=len(rows_RI), height=height), scale_EO)
+    return unchecked(call)(
+        rows_RI, weight_EIO, _tiles(sizes_E, rows=len(rows_RI), height=height), scale_EO
+    )
 
 
-def over_rows(rows_RI: Array, gradient_RO: Array, sizes_E: Array, *, interpret: bool = False) -> Array:
-    """[E, I, O]: sums over each group's rows, in float32 and rounded to the rows' dtype once; zero of empty groups."""
+def over_rows(
+    rows_RI: Array, gradient_RO: Array, sizes_E: Array, *, interpret: bool = False
+) -> Array:
+    """[E, I, O]: sums over each group's rows, in float32 and rounded to the rows' dtype once; zero
+    of empty groups.
+    """
     ends = jnp.cumsum(sizes_E)
-    return unchecked(functools.partial(_over_rows, interpret=interpret))(rows_RI, gradient_RO, ends - sizes_E, ends)
+    return unchecked(functools.partial(_over_rows, interpret=interpret))(
+        rows_RI, gradient_RO, ends - sizes_E, ends
+    )
 
 
 def _tiles(sizes, *, rows, height):
-    """(group, first row, end of the group) of each tile of at most `height` rows; the same row twice: an unused tile.
+    """(group, first row, end of the group) of each tile of at most `height` rows; the same row
+    twice: an unused tile.
 
-    There are as many as the sizes may ever need: each group that has rows may end in a tile that is not full.
+    There are as many as the sizes may ever need: each group that has rows may end in a tile that is
+    not full.
     """
     count = (rows + min(rows, len(sizes)) * (height - 1)) // height
     ends = jnp.cumsum(sizes)
@@ -86,12 +101,18 @@ def _product(rows, weight, tiles, scale, *, height, transposed, interpret):
                 left = (at + jnp.arange(depth) < inner)[None, :]
                 a = _load(rows_ref, first, height, at, depth, mask=mine & left)
                 if transposed:
-                    b = _load(weight_ref, column, columns, at, depth, mask=inside.T & left, lead=(group,))
+                    b = _load(
+                        weight_ref, column, columns, at, depth, mask=inside.T & left, lead=(group,)
+                    )
                 else:
-                    b = _load(weight_ref, at, depth, column, columns, mask=left.T & inside, lead=(group,))
+                    b = _load(
+                        weight_ref, at, depth, column, columns, mask=left.T & inside, lead=(group,)
+                    )
                 return sums + _dot(a, b.astype(a.dtype), 1, 1 if transposed else 0)
 
-            sums = lax.fori_loop(0, pl.cdiv(inner, depth), add, jnp.zeros((height, columns), jnp.float32))
+            sums = lax.fori_loop(
+                0, pl.cdiv(inner, depth), add, jnp.zeros((height, columns), jnp.float32)
+            )
             if scales:
                 place = scales[0].at[group, pl.ds(column, columns)]
                 sums = sums * triton.load(place, mask=inside[0], other=0)[None, :]
@@ -101,7 +122,8 @@ def _product(rows, weight, tiles, scale, *, height, transposed, interpret):
     return pl.pallas_call(
         grouped_matmul,
         out_shape=jax.ShapeDtypeStruct((len(rows), outer), rows.dtype),
-        grid=(len(tiles[0]), pl.cdiv(outer, columns)),  # tiles that share a matrix' columns one after the other
+        # tiles that share a matrix' columns one after the other
+        grid=(len(tiles[0]), pl.cdiv(outer, columns)),
         compiler_params=triton.CompilerParams(num_warps=num_warps, num_stages=num_stages),
         interpret=interpret,
         name="grouped_matmul",
@@ -109,7 +131,8 @@ def _product(rows, weight, tiles, scale, *, height, transposed, interpret):
 
 
 def _over_rows(rows, gradient, first, ends, *, interpret):
-    height, depth = WIDE["columns"], WIDE["depth"]  # of the result, and how many rows each step adds
+    # of the result, and how many rows each step adds
+    height, depth = WIDE["columns"], WIDE["depth"]
     inner = rows.shape[1]
     outer = gradient.shape[1]
 
@@ -129,7 +152,9 @@ def _over_rows(rows, gradient, first, ends, *, interpret):
             b = _load(gradient_ref, at, depth, column, height, mask=mine & left[None, :])
             return sums + _dot(a, b, 0, 0)
 
-        sums = lax.fori_loop(0, pl.cdiv(end - first, depth), add, jnp.zeros((height, height), jnp.float32))
+        sums = lax.fori_loop(
+            0, pl.cdiv(end - first, depth), add, jnp.zeros((height, height), jnp.float32)
+        )
         place = out_ref.at[group, pl.ds(row, height), pl.ds(column, height)]
         triton.store(place, sums.astype(out_ref.dtype), mask=upper[:, None] & left[None, :])
 
@@ -137,7 +162,9 @@ def _over_rows(rows, gradient, first, ends, *, interpret):
         grouped_matmul_over_rows,
         out_shape=jax.ShapeDtypeStruct((len(first), inner, outer), rows.dtype),
         grid=(pl.cdiv(inner, height), pl.cdiv(outer, height), len(first)),
-        compiler_params=triton.CompilerParams(num_warps=WIDE["num_warps"], num_stages=WIDE["num_stages"]),
+        compiler_params=triton.CompilerParams(
+            num_warps=WIDE["num_warps"], num_stages=WIDE["num_stages"]
+        ),
         interpret=interpret,
         name="grouped_matmul_over_rows",
     )(rows, gradient, first, ends)

@@ -1,12 +1,15 @@
-"""Cross-entropy and the divergence from a teacher, over a vocabulary that stays split, a few positions at a time.
+"""Cross-entropy and the divergence from a teacher, over a vocabulary that stays split, a few
+positions at a time.
 
-Each chunk's gradient is computed in the forward pass; backward multiplies it by the loss's cotangent. No logits are
-stored or recomputed. The divergence, with both softmaxes of the KL of logits / tau, is
+Each chunk's gradient is computed in the forward pass; backward multiplies it by the loss's
+cotangent. No logits are stored or recomputed. The divergence, with both softmaxes of the KL of
+logits / tau, is
 
     loss = (1 - alpha) CE(target) + alpha tau^2 KL(teacher || student)
 
-as in "Distilling the Knowledge in a Neural Network" (arXiv 1503.02531), whose tau^2 keeps the gradient's size. Both
-models' logits are computed for the same positions, and the teacher has no gradient.
+as in "Distilling the Knowledge in a Neural Network" (arXiv 1503.02531), whose tau^2 keeps the
+gradient's size. Both models' logits are computed for the same positions, and the teacher has no
+gradient.
 """
 
 import functools
@@ -25,8 +28,8 @@ from ladder_jax.scopes import DIVERGENCE, LOSS
 Chunk = Callable[..., tuple[Any, Callable[[], Array]]]
 """(x, table, of_positions, constants) -> (sums, slope) of some positions.
 
-The sums are a tree of float32 scalars, of which the first has a gradient. slope: () -> this rank's [B, T, V/ranks], the
-derivative of that one by the logits, without the positions' weights.
+The sums are a tree of float32 scalars, of which the first has a gradient. slope: () -> this rank's
+[B, T, V/ranks], the derivative of that one by the logits, without the positions' weights.
 """
 
 
@@ -50,10 +53,12 @@ def cross_entropy_sum(
     z_loss: float = 0.0,
     chunk: int = 2048,
 ) -> Array:
-    """The sum of weight x (negative log-likelihood + z_loss x log(Z)^2), in nats, equal on all ranks of `axes`.
+    """The sum of weight x (negative log-likelihood + z_loss x log(Z)^2), in nats, equal on all
+    ranks of `axes`.
 
-    x_BTD: the normed stream, equal on all ranks of `axes` but for its type. table_VD: this rank's V/ranks rows of the
-    output table; the vocabulary's padding counts for nothing. weights_BT: float32.
+    x_BTD: the normed stream, equal on all ranks of `axes` but for its type. table_VD: this rank's
+    V/ranks rows of the output table; the vocabulary's padding counts for nothing. weights_BT:
+    float32.
     z_loss: keeps the softmax's denominator Z near 1 (PaLM, arXiv 2204.02311, section 5).
     chunk: how many positions, B x T, have their float32 logits in memory at once.
     """
@@ -75,11 +80,14 @@ def divergence_sum(
     temperature: float = 1.0,
     chunk: int = 2048,
 ) -> Sums:
-    """Summed over positions, and equal on all ranks of `axes`. The arrays as in `cross_entropy_sum`.
+    """Summed over positions, and equal on all ranks of `axes`. The arrays as in
+    `cross_entropy_sum`.
 
     teacher: its normed stream [B, T, D] and this rank's rows of its output table.
     """
-    of_chunk = functools.partial(_divergence, vocab_size=vocab_size, axes=axes, alpha=alpha, temperature=temperature)
+    of_chunk = functools.partial(
+        _divergence, vocab_size=vocab_size, axes=axes, alpha=alpha, temperature=temperature
+    )
     teacher_BTD, teacher_VD = lax.stop_gradient(teacher)
     of_positions = targets_BT, weights_BT, pvary(teacher_BTD, axes)
     return _sums(of_chunk, x_BTD, table_VD, of_positions, (teacher_VD,), size=chunk, axes=axes)
@@ -121,7 +129,9 @@ def _cross_entropy(x_BTD, table_VD, of_positions, constants, *, vocab_size, axes
 
 
 def _divergence(x_BTD, table_VD, of_positions, constants, *, vocab_size, axes, alpha, temperature):
-    """A `Chunk`. of_positions: targets and weights [B, T], and the teacher's stream; constants: its table."""
+    """A `Chunk`. of_positions: targets and weights [B, T], and the teacher's stream; constants: its
+    table.
+    """
     targets_BT, weights_BT, teacher_BTD = of_positions
     (teacher_VD,) = constants
     size = table_VD.shape[0]
@@ -130,7 +140,8 @@ def _divergence(x_BTD, table_VD, of_positions, constants, *, vocab_size, axes, a
     logits = _scores(x_BTD, table_VD, real)
     wanted = _scores(teacher_BTD, teacher_VD, real) / temperature
     softened = logits / temperature
-    # The softmaxes of: the model, the model at the temperature, the teacher at it. One message for each reduction.
+    # The softmaxes of: the model, the model at the temperature, the teacher at it. One message for
+    # each reduction.
     three = (logits, softened, wanted)
     own = jnp.stack([jnp.max(scores, axis=-1) for scores in three])
     largest = all_max(lax.stop_gradient(own), axes)
@@ -140,7 +151,8 @@ def _divergence(x_BTD, table_VD, of_positions, constants, *, vocab_size, axes, a
     plain, soft, teacher = (p / total[:, :, None] for p, total in zip(powers, totals))
     local = targets_BT - first
     hit = jnp.arange(size)[None, None, :] == local[:, :, None]
-    # Of log probabilities: where both are equal the difference is 0, not what rounding leaves of two large sums.
+    # Of log probabilities: where both are equal the difference is 0, not what rounding leaves of
+    # two large sums.
     gaps = (wanted - log_totals[2][:, :, None]) - (softened - log_totals[1][:, :, None])
     share_picked = jnp.sum(jnp.where(hit, logits, 0.0), axis=-1)
     share_divergence = jnp.sum(teacher * jnp.where(real, gaps, 0.0), axis=-1)
@@ -163,7 +175,9 @@ def _scores(x_BTD, table_VD, real):
 
 
 def _powers(logits_BTV, axes):
-    """(exp(logits - largest), their sum over the vocabulary, the largest logit): the latter two [B, T]."""
+    """(exp(logits - largest), their sum over the vocabulary, the largest logit): the latter two
+    [B, T].
+    """
     largest = all_max(lax.stop_gradient(jnp.max(logits_BTV, axis=-1)), axes)
     powers = jnp.exp(logits_BTV - largest[:, :, None])
     return powers, all_reduce(jnp.sum(powers, axis=-1), axes), largest
@@ -188,10 +202,11 @@ def _gradients(slope_BTV, weights_BT, x_BTD, table_VD):
 def _sums(chunk, x_BTD, table_VD, of_positions, constants, *, size, axes):
     """The chunks' sums, over at most `size` positions B x T at once, equal on all ranks of `axes`.
 
-    of_positions: further arrays [B, T, ...]; padding is zeros, which must contribute nothing. constants: arrays that
-    all positions share. None of them has a gradient.
+    of_positions: further arrays [B, T, ...]; padding is zeros, which must contribute nothing.
+    constants: arrays that all positions share. None of them has a gradient.
     """
-    if EMULATED in axes:  # a `vmap`, which cannot tell a custom gradient that the loss is shared by all ranks
+    # a `vmap`, which cannot tell a custom gradient that the loss is shared by all ranks
+    if EMULATED in axes:
         return _over_chunks(chunk, size, axes, x_BTD, table_VD, of_positions, constants)[0]
     x_BTD = pvary(x_BTD, axes)
     over = varying(x_BTD)
@@ -218,7 +233,9 @@ _differentiable.defvjp(_forward, _backward)
 
 
 def _over_chunks(chunk, size, axes, x_BTD, table_VD, of_positions, constants, *, gradient=False):
-    """(the sums, and the first one's gradients of x and the table if asked for). of_positions: targets, weights, ..."""
+    """(the sums, and the first one's gradients of x and the table if asked for). of_positions:
+    targets, weights, ...
+    """
     rows, length, _ = x_BTD.shape
     size = max(1, min(length, size // rows))
     count = -(-length // size)

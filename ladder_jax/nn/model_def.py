@@ -1,4 +1,6 @@
-"""A model without its parameters' values: its configuration, its layout on a mesh, and its modules' shapes."""
+"""A model without its parameters' values: its configuration, its layout on a mesh, and its modules'
+shapes.
+"""
 
 import dataclasses
 import functools
@@ -36,9 +38,11 @@ Params = dict[str, Any]  # nested dict of arrays, by the names that checkpoints 
 
 @dataclasses.dataclass(frozen=True)
 class ModelDef:
-    """Everything about a model but its parameters' values: hashable, so that compiled functions are cached by it.
+    """Everything about a model but its parameters' values: hashable, so that compiled functions are
+    cached by it.
 
-    experts: how a program with sequence parallelism reaches experts; others, as decoding, reduce their sums.
+    experts: how a program with sequence parallelism reaches experts; others, as decoding, reduce
+        their sums.
     sections: of the configuration, those that this class computes.
     """
 
@@ -55,10 +59,15 @@ class ModelDef:
             raise wrong_type("layout", self.layout, Layout)
         for name, section in vars(self.config).items():
             known = name in self.sections or not dataclasses.is_dataclass(section)
-            check(known, f"model.{name} is no part of a {type(self).__name__}: ladder_jax.{name} defines such models")
+            check(
+                known,
+                f"model.{name} is no part of a {type(self).__name__}: ladder_jax.{name} defines such models",
+            )
         if self.experts is ExpertParallelism.EXCHANGE:
             names = "experts='exchange'", "model.moe.capacity", "sequence_parallel=True"
-            check_exchange(self.config.moe, residual=self.config.residual, sequence_parallel=True, names=names)
+            check_exchange(
+                self.config.moe, residual=self.config.residual, sequence_parallel=True, names=names
+            )
 
     @functools.cached_property
     def topology(self) -> residual.Topology:
@@ -71,7 +80,9 @@ class ModelDef:
 
     @functools.cached_property
     def kernel(self) -> Kernel:
-        """The attention kernel for this mesh's devices, which also decides the order of a cache's dimensions."""
+        """The attention kernel for this mesh's devices, which also decides the order of a cache's
+        dimensions.
+        """
         return attention.choose(self.config, mesh=self.layout.mesh)
 
     def splits(self, execution: Execution) -> bool:
@@ -83,7 +94,9 @@ class ModelDef:
         return self.splits(execution) and self.experts is ExpertParallelism.EXCHANGE
 
     def check(self, execution: Execution, *, rows: int) -> None:
-        """Raises UserError for an execution that is none of this model's, on a rank of `rows` rows."""
+        """Raises UserError for an execution that is none of this model's, on a rank of `rows`
+        rows.
+        """
         check_collective_matmul(
             execution.collective_matmul,
             model=self.config,
@@ -125,7 +138,9 @@ class ModelDef:
         }
         split = frozenset(what for what, yes in is_split.items() if yes)
         overlap = Overlap.HIDES if execution.interleave == 2 else self.topology.overlap
-        return Traits(overlap, phase, execution.loop, split, execution.collective_matmul, execution.launch)
+        return Traits(
+            overlap, phase, execution.loop, split, execution.collective_matmul, execution.launch
+        )
 
     @functools.cached_property
     def dims(self) -> Params:
@@ -146,7 +161,9 @@ class ModelDef:
         return declare(self.config, ranks=self.layout.ranks)
 
     def cache(self, array: Callable[[ModelConfig, Kernel, str], Any]) -> Any:
-        """One layer's cache, each array by its model, its kernel and its dimensions in the kernel's order."""
+        """One layer's cache, each array by its model, its kernel and its dimensions in the kernel's
+        order.
+        """
         one = functools.partial(array, self.config, self.kernel, self.kernel.cache_dims)
         return Cache(one(), one())
 
@@ -155,14 +172,23 @@ class ModelDef:
         return {name: nnx.split(module)[0] for name, module in self.modules.items()}
 
     def bind(self, name: str, params: Params) -> Any:
-        """The module called `name` over a rank's arrays; one of STACKS gives one layer. Only while tracing."""
+        """The module called `name` over a rank's arrays; one of STACKS gives one layer. Only while
+        tracing.
+        """
         return nnx.merge(self._graphs[name], params)
 
 
 def define(
-    config: ModelConfig, *, mesh: Mesh | NamedMesh, experts: ExpertParallelism | str = ExpertParallelism.REDUCE
+    config: ModelConfig,
+    *,
+    mesh: Mesh | NamedMesh,
+    experts: ExpertParallelism | str = ExpertParallelism.REDUCE,
 ) -> ModelDef:
-    form = experts if isinstance(experts, ExpertParallelism) else member(ExpertParallelism, "experts", experts)
+    form = (
+        experts
+        if isinstance(experts, ExpertParallelism)
+        else member(ExpertParallelism, "experts", experts)
+    )
     return ModelDef(config, layout(config, mesh=mesh), form)
 
 
@@ -179,28 +205,36 @@ def declare(config: ModelConfig, *, ranks: int) -> dict[str, nnx.Module]:
 
 def _without_experts(config):
     """Of a layer without experts in a model with them; `farskip` is a residual of experts only."""
-    return dataclasses.replace(config, moe=None, residual="ladder" if config.residual == "farskip" else config.residual)
+    return dataclasses.replace(
+        config, moe=None, residual="ladder" if config.residual == "farskip" else config.residual
+    )
 
 
 def initialize(definition: ModelDef, *, seed: int = 0, key: jax.Array | None = None) -> Params:
-    """Initial parameters by a seed, or by a key in its place; the same for every mesh and loop form."""
+    """Initial parameters by a seed, or by a key in its place; the same for every mesh and loop
+    form.
+    """
     key = parameter.root_key(seed) if key is None else key
     settings = dict(layout=definition.layout, key=key, config=definition.config)
     modules = definition.modules.items()
-    return {name: parameter.initial_values(module, name=name, **settings) for name, module in modules}
+    return {
+        name: parameter.initial_values(module, name=name, **settings) for name, module in modules
+    }
 
 
 def attention_flops(config: ModelConfig, *, rows: int, length: int, heads: int) -> int:
     """Scores and values of causal attention, forward, in all layers: 2 B n H T (T + 1) a layer.
 
-    2 H each for the t + 1 positions that t sees. What a kernel computes of the masked half is not counted.
+    2 H each for the t + 1 positions that t sees. What a kernel computes of the masked half is not
+    counted.
     """
     return 2 * rows * heads * config.head_dim * length * (length + 1) * config.num_layers
 
 
 def matrix_elements(definition: ModelDef) -> int:
-    """Elements of all matrices that multiply a token's activations: the head counts; the embedding's lookup, the
-    rows that pad the vocabulary, and the experts that a token does not choose do not.
+    """Elements of all matrices that multiply a token's activations: the head counts; the
+    embedding's lookup, the rows that pad the vocabulary, and the experts that a token does not
+    choose do not.
     """
     config = definition.config
 
@@ -217,9 +251,13 @@ def matrix_elements(definition: ModelDef) -> int:
 
 
 def check_params(params: Any, *, expected: Mapping[str, Any], path: str = "params") -> None:
-    """Raises UserError, naming the parameter, where names or shapes are not those of `expected`, a nested dict."""
+    """Raises UserError, naming the parameter, where names or shapes are not those of `expected`, a
+    nested dict.
+    """
     if not isinstance(params, Mapping):
-        raise UserError(f"{path} must be a dict with {', '.join(expected)}, not a {type(params).__name__}")
+        raise UserError(
+            f"{path} must be a dict with {', '.join(expected)}, not a {type(params).__name__}"
+        )
     for name in params:
         if name not in expected:
             raise unknown("parameter", f"{path}.{name}", [f"{path}.{one}" for one in expected])
@@ -234,18 +272,23 @@ def check_params(params: Any, *, expected: Mapping[str, Any], path: str = "param
 
 
 def check_model(definition: Any, params: Any) -> None:
-    """Raises UserError for what is no ModelDef, or neither its parameters nor a function that reads them."""
+    """Raises UserError for what is no ModelDef, or neither its parameters nor a function that reads
+    them.
+    """
     if not isinstance(definition, ModelDef):
         raise wrong_type("definition", definition, ModelDef)
     if not callable(params):
         check_params(params, expected=definition.abstract)
 
 
-def checked_tokens(tokens: ArrayLike, *, batch_ranks: int, vocab_size: int) -> jax.Array | np.ndarray:
-    """`tokens` [B, T] as int32; raises UserError for another shape or type, and for ids outside the vocabulary.
+def checked_tokens(
+    tokens: ArrayLike, *, batch_ranks: int, vocab_size: int
+) -> jax.Array | np.ndarray:
+    """`tokens` [B, T] as int32; raises UserError for another shape or type, and for ids outside the
+    vocabulary.
 
-    Ids are checked on the host, or in an array of this process, for which the check waits; traced tokens have no values
-    yet and are not checked.
+    Ids are checked on the host, or in an array of this process, for which the check waits; traced
+    tokens have no values yet and are not checked.
     """
     if not isinstance(tokens, jax.Array):
         try:
@@ -253,12 +296,20 @@ def checked_tokens(tokens: ArrayLike, *, batch_ranks: int, vocab_size: int) -> j
         except ValueError:
             raise UserError("tokens must be [B, T]: these rows have different lengths") from None
     if tokens.ndim != 2 or tokens.shape[0] % batch_ranks:
-        raise UserError(f"tokens must be [B, T] with B divisible by {batch_ranks}, not {tokens.shape}")
+        raise UserError(
+            f"tokens must be [B, T] with B divisible by {batch_ranks}, not {tokens.shape}"
+        )
     if not jnp.issubdtype(tokens.dtype, jnp.integer):
         raise UserError(f"tokens must be integers, not {tokens.dtype}")
-    if tokens.size and not isinstance(tokens, jax.core.Tracer) and getattr(tokens, "is_fully_addressable", True):
+    if (
+        tokens.size
+        and not isinstance(tokens, jax.core.Tracer)
+        and getattr(tokens, "is_fully_addressable", True)
+    ):
         ids = np.asarray(tokens)
         for extreme in (ids.min(), ids.max()):
             if not 0 <= extreme < vocab_size:
-                raise UserError(f"token {extreme} is not in the vocabulary of {vocab_size} (0 to {vocab_size - 1})")
+                raise UserError(
+                    f"token {extreme} is not in the vocabulary of {vocab_size} (0 to {vocab_size - 1})"
+                )
     return tokens if tokens.dtype == jnp.int32 else tokens.astype(jnp.int32)

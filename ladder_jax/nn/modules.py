@@ -1,4 +1,6 @@
-"""The modules of a model: RMSNorm, attention with rotary positions, SwiGLU MLP, embeddings, and a layer of them."""
+"""The modules of a model: RMSNorm, attention with rotary positions, SwiGLU MLP, embeddings, and a
+layer of them.
+"""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -21,10 +23,13 @@ from ladder_jax.residual import REDUCED, AllReduce, Normed, State, Step
 from ladder_jax.residual.recurrence import LOCAL, Projections
 from ladder_jax.scopes import EMBEDDING, QK_NORM
 
-# What a sublayer computes of its input, and last: by `Projections`, because a topology may communicate meanwhile.
-# One matrix in place of the three, or two, would gain in batched decode and in Standard's collective matmuls, and lose
-# in one row's decode and in other prefills (experiments/decode_bytes).
-_QUERY_KEY_VALUE = functools.partial(quantized.products, ("BTD,DNH->BTNH", "BTD,DKH->BTKH", "BTD,DKH->BTKH"))
+# What a sublayer computes of its input, and last: by `Projections`, because a topology may
+# communicate meanwhile. One matrix in place of the three, or two, would gain in batched decode and
+# in Standard's collective matmuls, and lose in one row's decode and in other prefills
+# (experiments/decode_bytes).
+_QUERY_KEY_VALUE = functools.partial(
+    quantized.products, ("BTD,DNH->BTNH", "BTD,DKH->BTKH", "BTD,DKH->BTKH")
+)
 _GATE_UP = functools.partial(quantized.products, ("BTD,DF->BTF", "BTD,DF->BTF"))
 _OUT = functools.partial(quantized.biased, "BTNH,NHD->BTD")
 _DOWN = functools.partial(quantized.biased, "BTF,FD->BTD")
@@ -39,18 +44,26 @@ def causal(query: Array, key: Array, value: Array) -> Array:
 
 
 class RMSNorm(Module):
-    """x / rms(x) * scale (arXiv 1910.07467), in float32, over the last dimension: D, or H (query/key norms).
+    """x / rms(x) * scale (arXiv 1910.07467), in float32, over the last dimension: D, or H
+    (query/key norms).
 
-    dim: the gain's dimensions; those of norms over all heads are NH and KH, and `normalise_heads` is their first half.
+    dim: the gain's dimensions; those of norms over all heads are NH and KH, and `normalise_heads`
+        is their first half.
     """
 
-    def __init__(self, config: ModelConfig | Sizes, *, rngs: nnx.Rngs | None = None, dim: str = "D"):
+    def __init__(
+        self, config: ModelConfig | Sizes, *, rngs: nnx.Rngs | None = None, dim: str = "D"
+    ):
         sizes = sizes_of(config, rngs)
         self.eps = sizes.config.norm_eps
         self.scale = sizes.declare(dim, init=ones)
 
-    def __call__(self, x: Array, *, dtype: jnp.dtype | None = None, scale: Array | None = None) -> Array:
-        """x [..., D] in any dtype to [..., D] in `dtype`, by default x's. scale: [D], by default the norm's own."""
+    def __call__(
+        self, x: Array, *, dtype: jnp.dtype | None = None, scale: Array | None = None
+    ) -> Array:
+        """x [..., D] in any dtype to [..., D] in `dtype`, by default x's. scale: [D], by default
+        the norm's own.
+        """
         dtype = x.dtype if dtype is None else dtype
         scale = self.scale[...] if scale is None else scale
         scaled = lambda x, scale: self.gain(normalise(x, eps=self.eps), dtype=dtype, scale=scale)
@@ -62,10 +75,12 @@ class RMSNorm(Module):
 
 
 class Attention(Module):
-    """Grouped-query attention. Under tensor parallelism the heads are split; the output projection gives a partial sum.
+    """Grouped-query attention. Under tensor parallelism the heads are split; the output projection
+    gives a partial sum.
 
-    With fewer key/value heads than ranks, several ranks hold (and cache) the same head. `Attention(config,
-    rngs=nnx.Rngs(0))(x)` is the whole sublayer on one device; inside `jax.shard_map` see MLP.
+    With fewer key/value heads than ranks, several ranks hold (and cache) the same head.
+    `Attention(config, rngs=nnx.Rngs(0))(x)` is the whole sublayer on one device; inside
+    `jax.shard_map` see MLP.
     """
 
     def __init__(self, config: ModelConfig | Sizes, *, rngs: nnx.Rngs | None = None):
@@ -100,11 +115,15 @@ class Attention(Module):
     ) -> Array:
         """A rank's partial sum [B, T, D].
 
-        attend: of a rank's query [B, T, N, H], key and value [B, T, K, H]; it may write them to a cache.
-        table: cosines and sines of the block's positions, each [B, T, H/2] (or [1, T, H/2]); by default of 0..T-1.
+        attend: of a rank's query [B, T, N, H], key and value [B, T, K, H]; it may write them to a
+            cache.
+        table: cosines and sines of the block's positions, each [B, T, H/2] (or [1, T, H/2]); by
+            default of 0..T-1.
         first_rank: True on the one rank that adds the output bias.
-        projections: with others than LOCAL, x and the result may be this rank's positions of T, and the result summed.
-        axes: the ranks over which heads are split, for query and key norms over all heads, which reduce over them.
+        projections: with others than LOCAL, x and the result may be this rank's positions of T, and
+            the result summed.
+        axes: the ranks over which heads are split, for query and key norms over all heads, which
+            reduce over them.
         """
         matrices = self.query.get_value(), self.key.get_value(), self.value.get_value()
         query, key, value = projections.into(_QUERY_KEY_VALUE)(x_BTD, matrices)
@@ -125,7 +144,8 @@ class Attention(Module):
             return query, key
         if norm is QKNorm.HEAD:
             return self.query_norm(query, dtype=dtype), self.key_norm(key, dtype=dtype)
-        scales = [one.scale[...].astype(dtype) for one in (self.query_norm, self.key_norm)]  # as inference has them
+        # as inference has them
+        scales = [one.scale[...].astype(dtype) for one in (self.query_norm, self.key_norm)]
         query, key = normalise_heads((query, key), eps=self.config.norm_eps, axes=axes)
         query = self.query_norm.gain(query, dtype=dtype, scale=scales[0])
         return query, self.key_norm.gain(key, dtype=dtype, scale=scales[1])
@@ -136,8 +156,8 @@ class MLP(Module):
 
     Under tensor parallelism F is split, and the down projection gives a partial sum.
 
-    `MLP(config, rngs=nnx.Rngs(0))(x)` is the whole sublayer on one device. Inside `jax.shard_map`, over a rank's shards
-    of its arrays (`nn.partition_specs`), it is this rank's partial sum.
+    `MLP(config, rngs=nnx.Rngs(0))(x)` is the whole sublayer on one device. Inside `jax.shard_map`,
+    over a rank's shards of its arrays (`nn.partition_specs`), it is this rank's partial sum.
     """
 
     def __init__(self, config: ModelConfig | Sizes, *, rngs: nnx.Rngs | None = None):
@@ -151,10 +171,14 @@ class MLP(Module):
             self.up_bias = new("F", init=zeros)
             self.down_bias = new("D", init=zeros)
 
-    def __call__(self, x_BTD: Array, *, first_rank: Array | bool = True, projections: Projections = LOCAL) -> Array:
-        """A rank's partial sum [B, T, D]. first_rank: True on the one rank that adds the output bias.
+    def __call__(
+        self, x_BTD: Array, *, first_rank: Array | bool = True, projections: Projections = LOCAL
+    ) -> Array:
+        """A rank's partial sum [B, T, D]. first_rank: True on the one rank that adds the output
+        bias.
 
-        projections: with others than LOCAL, x and the result may be this rank's positions of T, and the result summed.
+        projections: with others than LOCAL, x and the result may be this rank's positions of T, and
+            the result summed.
         """
         matrices = self.gate.get_value(), self.up.get_value()
         gate, up = projections.into(_GATE_UP)(x_BTD, matrices)
@@ -167,9 +191,11 @@ class MLP(Module):
 
 
 class Embedding(Module):
-    """A [V, D] table, used to look tokens up, to score them, or (tied) both. A rank holds V / ranks of its rows.
+    """A [V, D] table, used to look tokens up, to score them, or (tied) both. A rank holds V / ranks
+    of its rows.
 
-    On one device `Embedding(config, rngs=nnx.Rngs(0))(tokens)` looks up, and its `logits(x)` scores.
+    On one device `Embedding(config, rngs=nnx.Rngs(0))(tokens)` looks up, and its `logits(x)`
+    scores.
     """
 
     def __init__(self, config: ModelConfig | Sizes, *, rngs: nnx.Rngs | None = None):
@@ -193,7 +219,9 @@ class Embedding(Module):
         return reduce(jnp.where(mine[:, :, None], rows, 0), axes)
 
     def logits(self, x_BTD: Array, *, axes: Axes = ()) -> Array:
-        """Float32 scores of this rank's share of the vocabulary, [B, T, V/ranks]; padding is -inf."""
+        """Float32 scores of this rank's share of the vocabulary, [B, T, V/ranks]; padding is
+        -inf.
+        """
         table = self.table.get_value()
         logits = quantized.einsum("BTD,VD->BTV", x_BTD, table, dtype=jnp.float32)
         rows = table.shape[0]
@@ -202,10 +230,11 @@ class Embedding(Module):
 
 
 class LayerContext:
-    """What all layers of one forward pass over blocks of `length` tokens have in common, on one rank of `axes`.
+    """What all layers of one forward pass over blocks of `length` tokens have in common, on one
+    rank of `axes`.
 
-    table: as in Attention. first_rank: whether this is the first. positions: the block's, which decide what of a cache
-    it sees, by `kernel`.
+    table: as in Attention. first_rank: whether this is the first. positions: the block's, which
+    decide what of a cache it sees, by `kernel`.
     """
 
     def __init__(
@@ -226,7 +255,9 @@ class LayerContext:
 
 
 class Layer(Module):
-    """One layer: (norm, attention) and (norm, MLP), over which a wire takes the topology's steps."""
+    """One layer: (norm, attention) and (norm, MLP), over which a wire takes the topology's
+    steps.
+    """
 
     def __init__(self, config: ModelConfig | Sizes, *, rngs: nnx.Rngs | None = None):
         sizes = sizes_of(config, rngs)
@@ -260,27 +291,41 @@ class Layer(Module):
 
         def attend(query, key, value, *, context):
             nonlocal cache
-            attended, cache = context.positions.attend(query, key, value, cache=cache, kernel=context.kernel)
+            attended, cache = context.positions.attend(
+                query, key, value, cache=cache, kernel=context.kernel
+            )
             return attended
 
         of_parts = [
-            self.sublayers(functools.partial(attend, context=context), context=context, on_routing=on_routing)
+            self.sublayers(
+                functools.partial(attend, context=context), context=context, on_routing=on_routing
+            )
             for context in contexts
         ]
         sublayers = of_parts[0] if len(of_parts) == 1 else of_parts
         for step in steps:
-            scope = "attention" if step.sublayers == (0,) else "joint" if 0 in step.sublayers else "mlp"
+            scope = (
+                "attention" if step.sublayers == (0,) else "joint" if 0 in step.sublayers else "mlp"
+            )
             with jax.named_scope(scope):
                 state = wire.advance(state, step, sublayers)
         return state, cache
 
     def sublayers(
-        self, attend: Attend, *, context: LayerContext, on_routing: Callable[[Any], None] | None = None
+        self,
+        attend: Attend,
+        *,
+        context: LayerContext,
+        on_routing: Callable[[Any], None] | None = None,
     ) -> list[Normed]:
         """(attention, MLP); of FarSkip's experts (attention, routed, shared)."""
         norm = self.attention_norm
         attend = functools.partial(
-            self.attention, attend=attend, table=context.table, first_rank=context.first_rank, axes=context.axes
+            self.attention,
+            attend=attend,
+            table=context.table,
+            first_rank=context.first_rank,
+            axes=context.axes,
         )
         all_heads = self.config.qk_norm is QKNorm.ALL
         first = Normed(attend, norm, context.dtype, norm.scale[...], communicates=all_heads)
@@ -292,8 +337,8 @@ class Layer(Module):
 
 
 def recomputed(function: Callable) -> Callable:
-    """`function`, of which the backward pass keeps the inputs alone: a norm's in the stream's dtype, and none of the
-    float32 arrays of the stream's size that it makes of them.
+    """`function`, of which the backward pass keeps the inputs alone: a norm's in the stream's
+    dtype, and none of the float32 arrays of the stream's size that it makes of them.
     """
     return jax.checkpoint(function, prevent_cse=False)
 
@@ -306,10 +351,12 @@ def normalise(x: Array, *, eps: float) -> Array:
 
 
 def normalise_heads(arrays: Sequence[Array], *, eps: float, axes: Axes) -> list[Array]:
-    """Each [B, T, heads, H], a rank's heads, by the rms of all ranks' heads, in float32: one all-gather of [n, B, T].
+    """Each [B, T, heads, H], a rank's heads, by the rms of all ranks' heads, in float32: one
+    all-gather of [n, B, T].
 
-    Heads that several ranks hold are counted once a rank, all alike, which does not change the mean. A compiler could
-    merge an all-reduce, or backward that of an equal result, with a sublayer's, which then nothing would hide.
+    Heads that several ranks hold are counted once a rank, all alike, which does not change the
+    mean. A compiler could merge an all-reduce, or backward that of an equal result, with a
+    sublayer's, which then nothing would hide.
     """
     arrays = [x.astype(jnp.float32) for x in arrays]
     means = jnp.stack([jnp.mean(jnp.square(x), axis=(2, 3)) for x in arrays])

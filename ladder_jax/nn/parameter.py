@@ -1,9 +1,10 @@
-"""A parameter is declared once; shapes, shardings, initial values and stored names all follow from it.
+"""A parameter is declared once; shapes, shardings, initial values and stored names all follow from
+it.
 
 Dimensions are single letters: V vocabulary, D model, N query heads, K key/value heads, H head size,
 F feed-forward, L layers.
-Of experts: E all of them, padded to a multiple of the ranks, C those a router chooses from, M the width of one and W of
-the shared one.
+Of experts: E all of them, padded to a multiple of the ranks, C those a router chooses from, M the
+width of one and W of the shared one.
 Small letters are whole on every rank, and all tensor ranks compute the same with them.
 Which mesh axis splits which letter is `parallel.Layout`'s business.
 """
@@ -29,7 +30,9 @@ from ladder_jax.parallel.collectives import Axes
 from ladder_jax.parallel.mesh import SHARDED
 
 DENSE, LAYERS = STACKS = ("dense", "layers")
-"""The names under which stacks of layers with equal parameters are stored: the first is of `moe.dense_layers`."""
+"""The names under which stacks of layers with equal parameters are stored: the first is of
+`moe.dense_layers`.
+"""
 Initializer = Callable[[Array, tuple[int, ...]], Array]  # (key, shape) -> float32 values
 
 
@@ -71,7 +74,9 @@ def stack_of(config: ModelConfig, layer: int) -> tuple[str, int]:
 
 
 def residual_writer(config: ModelConfig) -> Normal:
-    """For the matrices that write to the residual stream: smaller the more of them there are, as in the paper."""
+    """For the matrices that write to the residual stream: smaller the more of them there are, as in
+    the paper.
+    """
     return Normal(0.02 / math.sqrt(2 * config.num_layers))
 
 
@@ -85,7 +90,8 @@ def zeros(key: Array, shape: tuple[int, ...]) -> Array:
 
 @dataclasses.dataclass(frozen=True)
 class Sizes:
-    """What a module is declared with: the size of every named dimension of a model over `ranks` tensor-parallel ranks.
+    """What a module is declared with: the size of every named dimension of a model over `ranks`
+    tensor-parallel ranks.
 
     stacked: a module declared with these sizes stands for all layers, its parameters led by L.
     layers: how many are stacked, where that is not all of them.
@@ -110,7 +116,12 @@ class Sizes:
             "L": config.num_layers if self.layers is None else self.layers,
         }
         if (moe := config.moe) is not None:
-            sizes |= {"E": moe.padded(self.ranks), "C": moe.experts, "M": moe.expert_width, "W": moe.shared_width}
+            sizes |= {
+                "E": moe.padded(self.ranks),
+                "C": moe.experts,
+                "M": moe.expert_width,
+                "W": moe.shared_width,
+            }
         return sizes[dim]
 
     def stored(self, dims: str) -> str:
@@ -120,8 +131,8 @@ class Sizes:
     def declare(self, dims: str, *, init: Initializer) -> "Parameter":
         """A float32 parameter: `sizes.declare("DNH", init=Normal(0.02))`.
 
-        Its key is the next of the stream `rngs.params`. Without `rngs` it has only its shape (a jax.ShapeDtypeStruct):
-        `initial_values` fills in a whole model, by the parameters' names.
+        Its key is the next of the stream `rngs.params`. Without `rngs` it has only its shape (a
+        jax.ShapeDtypeStruct): `initial_values` fills in a whole model, by the parameters' names.
         """
         shape = tuple(self[dim] for dim in "L" * self.stacked + dims)
         dims = self.stored(dims)
@@ -152,7 +163,9 @@ class Parameter(nnx.Param):
 
 
 class Module(nnx.Module):
-    """A Flax module whose repr lists its parameters, one a line, by the names that checkpoints store."""
+    """A Flax module whose repr lists its parameters, one a line, by the names that checkpoints
+    store.
+    """
 
     def __repr__(self) -> str:
         params = {".".join(path): param for path, param in nnx.to_flat_state(nnx.state(self))}
@@ -170,7 +183,9 @@ def sizes_of(config: ModelConfig | Sizes, rngs: nnx.Rngs | None) -> Sizes:
 
 
 def next_key(rngs: nnx.Rngs) -> Array:
-    """The next key of the stream `params`, or the default one. Raises UserError where there is neither."""
+    """The next key of the stream `params`, or the default one. Raises UserError where there is
+    neither.
+    """
     if not isinstance(rngs, nnx.Rngs):
         raise wrong_type("rngs", rngs, nnx.Rngs)
     try:
@@ -180,7 +195,9 @@ def next_key(rngs: nnx.Rngs) -> Array:
 
 
 def _draw(init, key, *, dims, shape, config):
-    """Values of one array: each layer of a stack by a key of its own, and zeros in what pads vocabulary or experts."""
+    """Values of one array: each layer of a stack by a key of its own, and zeros in what pads
+    vocabulary or experts.
+    """
     first, *rest = shape
     if dims.startswith("L"):
         keys = jax.vmap(functools.partial(jax.random.fold_in, key))(jnp.arange(first))
@@ -200,30 +217,46 @@ def pad_end(x: Array, *, axis: int, by: int) -> Array:
 
 
 def real_size(dims: str, config: ModelConfig) -> int | None:
-    """The first dimension's size of an array (of one layer) that is stored padded: tokens, or experts."""
-    return config.vocab_size if dims.startswith("V") else config.moe.experts if dims.startswith("E") else None
+    """The first dimension's size of an array (of one layer) that is stored padded: tokens, or
+    experts.
+    """
+    return (
+        config.vocab_size
+        if dims.startswith("V")
+        else config.moe.experts
+        if dims.startswith("E")
+        else None
+    )
 
 
 def dims_of(module: nnx.Module) -> dict:
-    """The nested dict of the parameters' dimensions, such as {"embedding": {"table": "VD"}, ...}."""
+    """The nested dict of the parameters' dimensions, such as {"embedding": {"table": "VD"},
+    ...}.
+    """
     return nnx.to_pure_dict(nnx.state(module), lambda param: param.dims)
 
 
 def partition_specs(module: nnx.Module, *, axes: Axes = ("tensor",)) -> nnx.State:
-    """How `nnx.state(module)` is split over tensor-parallel ranks: `in_specs` for a `jax.shard_map` of your own.
+    """How `nnx.state(module)` is split over tensor-parallel ranks: `in_specs` for a `jax.shard_map`
+    of your own.
 
-    Heads, feed-forward and vocabulary are split over `axes`, the rest is whole on every rank. Where there are fewer
-    key/value heads than ranks jax refuses it: `Transformer` knows how several ranks share a head.
+    Heads, feed-forward and vocabulary are split over `axes`, the rest is whole on every rank. Where
+    there are fewer key/value heads than ranks jax refuses it: `Transformer` knows how several ranks
+    share a head.
     """
 
     def split(param):
         return PartitionSpec(*(axes if dim in SHARDED else None for dim in param.dims))
 
-    return jax.tree.map(split, nnx.state(module), is_leaf=lambda leaf: isinstance(leaf, nnx.Variable))
+    return jax.tree.map(
+        split, nnx.state(module), is_leaf=lambda leaf: isinstance(leaf, nnx.Variable)
+    )
 
 
 def is_matrix(dims: str) -> bool:
-    """Whether a parameter of these dimensions is multiplied with activations; norm gains and biases are not."""
+    """Whether a parameter of these dimensions is multiplied with activations; norm gains and biases
+    are not.
+    """
     of_layer = dims.removeprefix("L")
     return len(of_layer) > 1 and of_layer.upper() not in ("NH", "KH")
 
@@ -239,15 +272,19 @@ def abstract(module: nnx.Module, *, layout: Layout) -> dict:
 
 
 def root_key(seed: int) -> Array:
-    """The key from which all initial values of a run are folded, by the same generator on every backend."""
+    """The key from which all initial values of a run are folded, by the same generator on every
+    backend.
+    """
     return jax.random.key(seed, impl="threefry2x32")
 
 
-def initial_values(module: nnx.Module, *, name: str, layout: Layout, key: Array, config: ModelConfig) -> dict:
+def initial_values(
+    module: nnx.Module, *, name: str, layout: Layout, key: Array, config: ModelConfig
+) -> dict:
     """Initial parameters of the module called `name`, made in place on their devices.
 
-    Each array's key is folded from `key`, its name and its layer: neither the mesh nor the storage of the layers
-    changes a value. What pads the vocabulary or the experts is zero, and stays zero.
+    Each array's key is folded from `key`, its name and its layer: neither the mesh nor the storage
+    of the layers changes a value. What pads the vocabulary or the experts is zero, and stays zero.
     """
     shardings = jax.tree.map(lambda a: a.sharding, abstract(module, layout=layout))
     params = dict(nnx.to_flat_state(nnx.state(module)))
@@ -255,9 +292,13 @@ def initial_values(module: nnx.Module, *, name: str, layout: Layout, key: Array,
     def value(path, param):
         stored = "/".join((name, *path))
         own = jax.random.fold_in(key, zlib.crc32(stored.encode()))
-        return _draw(param.init, own, dims=param.dims, shape=param.get_raw_value().shape, config=config)
+        return _draw(
+            param.init, own, dims=param.dims, shape=param.get_raw_value().shape, config=config
+        )
 
     def make():
-        return traverse_util.unflatten_dict({path: value(path, param) for path, param in params.items()})
+        return traverse_util.unflatten_dict(
+            {path: value(path, param) for path, param in params.items()}
+        )
 
     return jax.jit(make, out_shardings=shardings)()

@@ -1,7 +1,9 @@
-"""The losses and metrics of a model's routers in training: those of the whole batch, however it is split.
+"""The losses and metrics of a model's routers in training: those of the whole batch, however it is
+split.
 
-The load of the experts in the Switch loss is that of all positions of the batch, on all ranks. With `accumulate` a
-forward pass over all parts finds it before the first gradient, so that the parts do not change the loss.
+The load of the experts in the Switch loss is that of all positions of the batch, on all ranks. With
+`accumulate` a forward pass over all parts finds it before the first gradient, so that the parts do
+not change the loss.
 """
 
 import dataclasses
@@ -21,7 +23,9 @@ from ladder_jax.parallel.collectives import Axes
 from ladder_jax.scopes import LOSS
 
 PREDICTED, COUNTS = "predicted", "expert_counts"
-"""What a step's loss is given of the whole batch: its predicted positions, [], and the experts' load, [L, C]."""
+"""What a step's loss is given of the whole batch: its predicted positions, [], and the experts'
+load, [L, C].
+"""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,15 +42,21 @@ class RouterLosses:
         of_expert = (layers, config.moe.experts)
         of_layer = (layers,)
         return dict(
-            counts=of_expert, probabilities=of_expert, log_squares=of_layer, entropies=of_layer, dropped=of_layer
+            counts=of_expert,
+            probabilities=of_expert,
+            log_squares=of_layer,
+            entropies=of_layer,
+            dropped=of_layer,
         )
 
     def metrics(self, terms: dict[str, Array]) -> dict[str, Array]:
         """Of all tokens' sums, up to a factor, in all layers.
 
-        expert_load: the largest load of an expert over the mean of its layer, of the worst layer. dead_experts: how
-        many no token chose, in all layers. load_balance and router_z: the losses of `penalty`, without their factors.
-        router_entropy: in nats, the mean over layers and tokens. dropped_share: with a capacity, of all choices.
+        expert_load: the largest load of an expert over the mean of its layer, of the worst layer.
+        dead_experts: how many no token chose, in all layers. load_balance and router_z: the losses
+        of `penalty`, without their factors.
+        router_entropy: in nats, the mean over layers and tokens. dropped_share: with a capacity, of
+            all choices.
         """
         routing = Routing(**terms)
         moe = self.definition.config.moe
@@ -64,13 +74,17 @@ class RouterLosses:
         return found
 
     def balanced(self, params: Params, terms: dict[str, Array], *, config: TrainConfig) -> Params:
-        """`params` after a step, with the biases of the routers that train moved against the batch's load."""
-        moe, layers = self.definition.config.moe, params.get("layers")  # low-rank factors train without them
+        """`params` after a step, with the biases of the routers that train moved against the
+        batch's load.
+        """
+        # low-rank factors train without them
+        moe, layers = self.definition.config.moe, params.get("layers")
         if not (moe.router_bias and config.router_bias_rate and layers):
             return params
         bias = layers["mlp"]["router_bias"]
         choices = config.batch * config.sequence * moe.top_k
-        signs = toward_balance(terms["counts"][-len(bias) :], choices=choices)  # the lowest may be frozen
+        # the lowest may be frozen
+        signs = toward_balance(terms["counts"][-len(bias) :], choices=choices)
         mlp = {**layers["mlp"], "router_bias": bias + config.router_bias_rate * signs}
         return {**params, "layers": {**layers, "mlp": mlp}}
 
@@ -79,9 +93,16 @@ class RouterLosses:
         return PREDICTED in scheduled
 
     def scheduled(
-        self, terms: Callable[[Any, dict], dict], batch: Any, *, predicted: int | Array, config: TrainConfig
+        self,
+        terms: Callable[[Any, dict], dict],
+        batch: Any,
+        *,
+        predicted: int | Array,
+        config: TrainConfig,
     ) -> dict[str, Array]:
-        """What a step's loss is given of the whole batch. terms: those of a part, from it and what this returns."""
+        """What a step's loss is given of the whole batch. terms: those of a part, from it and what
+        this returns.
+        """
         given = {PREDICTED: jnp.asarray(predicted, jnp.float32)}
         if config.accumulate == 1 or not config.load_balance:
             return given
@@ -109,24 +130,30 @@ class RouterLosses:
     def penalty(
         self, chosen: Routing, batch: Any, *, scheduled: dict[str, Array], config: TrainConfig
     ) -> tuple[Array, dict[str, Array]]:
-        """(the routers' losses, the `terms`) of a forward pass's `extra`: this part's share of the batch's losses
+        """(the routers' losses, the `terms`) of a forward pass's `extra`: this part's share of the
+        batch's losses
 
             load_balance C sum_i f_i P_i  +  router_z_loss mean(log(Z)^2)
 
-        times its predicted positions, the mean over layers (arXiv 2101.03961 and 2202.08906). f_i is the share of all
-        choices in the batch that fell on expert i, P_i its mean probability. Evenly loaded experts have
+        times its predicted positions, the mean over layers (arXiv 2101.03961 and 2202.08906). f_i
+        is the share of all choices in the batch that fell on expert i, P_i its mean probability.
+        Evenly loaded experts have
         C sum_i f_i P_i = 1.
         """
         layout = self.definition.layout
         with jax.named_scope(LOSS):
-            chosen = of_group(chosen, axes=layout.tensor, own=self.definition.exchanges(config.execution))
+            chosen = of_group(
+                chosen, axes=layout.tensor, own=self.definition.exchanges(config.execution)
+            )
             counts = scheduled.get(COUNTS)
             if counts is None:
                 counts = all_reduce(lax.stop_gradient(chosen.counts), layout.batch)
             layers, experts = counts.shape
             shares = counts / jnp.sum(counts, axis=1, keepdims=True)
             uneven = experts * jnp.sum(lax.stop_gradient(shares) * chosen.probabilities)
-            losses = config.load_balance * uneven + config.router_z_loss * jnp.sum(chosen.log_squares)
+            losses = config.load_balance * uneven + config.router_z_loss * jnp.sum(
+                chosen.log_squares
+            )
             tokens = batch.tokens.size * config.accumulate * layout.batch_ranks
             mean = losses / (tokens * layers)
             return mean * scheduled[PREDICTED], lax.stop_gradient(vars(chosen))
@@ -135,8 +162,8 @@ class RouterLosses:
 def of_group(routing: Routing, *, axes: Axes, own: bool) -> Routing:
     """Of all tokens of the tensor ranks `axes`, and typed as equal on them.
 
-    own: each rank has measured its own tokens. Otherwise all have measured the same: only the first rank's count, and
-    only there is a gradient: that of the router is summed over the ranks.
+    own: each rank has measured its own tokens. Otherwise all have measured the same: only the first
+    rank's count, and only there is a gradient: that of the router is summed over the ranks.
     """
 
     def summed(a):
@@ -146,10 +173,12 @@ def of_group(routing: Routing, *, axes: Axes, own: bool) -> Routing:
 
 
 def toward_balance(counts_LC: Array, *, choices: int) -> Array:
-    """[L, C]: 1 for an expert with less load than the mean, -1 for one with more (arXiv 2408.15664, algorithm 1).
+    """[L, C]: 1 for an expert with less load than the mean, -1 for one with more (arXiv 2408.15664,
+    algorithm 1).
 
-    choices: how many a layer's tokens made. `counts_LC` are the experts' shares of them, up to a factor; they are
-    rounded to whole numbers, since ranks and parts add them in another order, and must not change a sign.
+    choices: how many a layer's tokens made. `counts_LC` are the experts' shares of them, up to a
+    factor; they are rounded to whole numbers, since ranks and parts add them in another order, and
+    must not change a sign.
     """
     counts = jnp.round(counts_LC * (choices / jnp.sum(counts_LC, axis=1, keepdims=True)))
     return jnp.sign(choices / counts_LC.shape[1] - counts)

@@ -1,8 +1,10 @@
-"""Attention on TPUs: the splash (flash) kernel for blocks, and the paged one for one position a row. jax keeps both.
+"""Attention on TPUs: the splash (flash) kernel for blocks, and the paged one for one position a
+row. jax keeps both.
 
-The paged kernel reads a row's cache up to its length. A page is a part of one head's positions, and the cache lies in
-memory heads first: what is read together lies together. A row has as many pages as its capacity needs, one after the
-other, and each (row, key/value head) is a sequence of the kernel's, so that any number of heads is the case of one.
+The paged kernel reads a row's cache up to its length. A page is a part of one head's positions, and
+the cache lies in memory heads first: what is read together lies together. A row has as many pages
+as its capacity needs, one after the other, and each (row, key/value head) is a sequence of the
+kernel's, so that any number of heads is the case of one.
 """
 
 import functools
@@ -55,12 +57,19 @@ def causal(
 
 
 def _kernel(shape, interpret):
-    """Attention for a query of this shape, [B, N, T, H], T a multiple of LANES; a fourth argument is the segments."""
+    """Attention for a query of this shape, [B, N, T, H], T a multiple of LANES; a fourth argument
+    is the segments.
+    """
     _, heads, length, _ = shape
     mask = _mask(heads, length)
     block = math.gcd(length, MAX_BLOCK)
     sizes = splash_attention.BlockSizes(
-        block_q=block, block_kv=block, block_q_dkv=block, block_kv_dkv=block, block_q_dq=block, block_kv_dq=block
+        block_q=block,
+        block_kv=block,
+        block_q_dkv=block,
+        block_kv_dkv=block,
+        block_q_dq=block,
+        block_kv_dq=block,
     )
 
     def attend(query, key, value, segments=None):
@@ -73,7 +82,9 @@ def _kernel(shape, interpret):
         def number(row):
             return splash_attention.SegmentIds(q=row, kv=row)
 
-        return jax.vmap(lambda q, k, v, row: kernel(q, k, v, segment_ids=number(row)))(query, key, value, segments)
+        return jax.vmap(lambda q, k, v, row: kernel(q, k, v, segment_ids=number(row)))(
+            query, key, value, segments
+        )
 
     return attend
 
@@ -84,11 +95,14 @@ def _mask(heads, length):
     return splash_attention.MultiHeadMask([splash_attention.CausalMask((length, length))] * heads)
 
 
-def extend(query: Array, key: Array, value: Array, start: Array, *, interpret: bool = False) -> Array:
-    """Attention of a block at positions start..start+T-1 to a cache that holds it and all before it.
+def extend(
+    query: Array, key: Array, value: Array, start: Array, *, interpret: bool = False
+) -> Array:
+    """Attention of a block at positions start..start+T-1 to a cache that holds it and all before
+    it.
 
-    query [B, T, N, H], the cache's key and value [B, K, S, H] with K dividing N, start an int32 scalar; query t
-    sees the positions up to start + t. The result is as query. Not differentiable.
+    query [B, T, N, H], the cache's key and value [B, K, S, H] with K dividing N, start an int32
+    scalar; query t sees the positions up to start + t. The result is as query. Not differentiable.
     """
     length = query.shape[1]
     head_dim = query.shape[3]
@@ -97,13 +111,16 @@ def extend(query: Array, key: Array, value: Array, start: Array, *, interpret: b
     value, _ = _in_blocks(value)
 
     def attend(query, key, value, start):
-        # The kernel's makers know masks that are fixed when it is compiled, and whole boolean ones. What they make
-        # of a mask is this: the blocks of keys that each block of queries visits, and the queries' positions.
+        # The kernel's makers know masks that are fixed when it is compiled, and whole boolean ones.
+        # What they make
+        # of a mask is this: the blocks of keys that each block of queries visits, and the queries'
+        # positions.
         first = start + jnp.arange(0, query.shape[2], block_q)
         blocks = jnp.arange(key.shape[2] // block_kv)
         visited = blocks[None] * block_kv < (first + block_q)[:, None]
         mask = MaskInfo(
-            data_next=jnp.where(visited, blocks[None], 0)[None],  # after its last block, the next queries' first
+            # after its last block, the next queries' first
+            data_next=jnp.where(visited, blocks[None], 0)[None],
             mask_next=None,
             block_mask=visited.astype(jnp.int32)[None],
             partial_mask_blocks=None,
@@ -142,10 +159,11 @@ DECODE_BLOCK = 512  # positions that the kernel reads at once, while it computes
 
 
 def decode(query: Array, key: Array, value: Array, lengths: Array, *, page: int) -> Array:
-    """Attention of query [B, 1, N, H] to the first `lengths` [B] int32 (at least 1) of key and value [B, K, S, H].
+    """Attention of query [B, 1, N, H] to the first `lengths` [B] int32 (at least 1) of key and
+    value [B, K, S, H].
 
-    K divides N, and S is a multiple of `page`, the number of positions in one page. The kernel computes with bfloat16
-    keys and values. The result is as query. Not differentiable.
+    K divides N, and S is a multiple of `page`, the number of positions in one page. The kernel
+    computes with bfloat16 keys and values. The result is as query. Not differentiable.
     """
     rows, kv_heads, capacity, head_dim = key.shape
     group = query.shape[2] // kv_heads

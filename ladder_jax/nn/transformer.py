@@ -1,4 +1,5 @@
-"""The Transformer: a forward pass on one rank, in parts, and the Flax module, compiled for its mesh.
+"""The Transformer: a forward pass on one rank, in parts, and the Flax module, compiled for its
+mesh.
 
 The parts: embedding, layers (all, or one range after another), final norm, scores.
 """
@@ -52,14 +53,18 @@ from ladder_jax.scopes import HEAD
 
 TILE = 128  # of positions, for which matmuls and attention kernels are best
 GIVEN = "given"
-"""The name, beside the modules of a layer, of arrays that are no parameters (see `ForwardPass.layers`)."""
+"""The name, beside the modules of a layer, of arrays that are no parameters (see
+`ForwardPass.layers`).
+"""
 
 
 class ForwardPass:
-    """One forward pass on one rank, over tokens of `shape` [B, T]: all of it, or `embed`, `layers` and `finish`.
+    """One forward pass on one rank, over tokens of `shape` [B, T]: all of it, or `embed`, `layers`
+    and `finish`.
 
     positions: those of the tokens, 0..T-1 by default.
-    Through the layers go a `State` and `extra`, what a feature carries along: with experts in training a `Routing`.
+    Through the layers go a `State` and `extra`, what a feature carries along: with experts in
+    training a `Routing`.
     """
 
     def __init__(
@@ -85,7 +90,9 @@ class ForwardPass:
             self.wire = Interleaved(wire, at=at, axis=1)
             parts = zip((at, length - at), positions.parts(at), strict=True)
         self.steps = self.wire.layers(definition.topology.layers)
-        of_model = functools.partial(LayerContext, definition.config, axes=wire.axes, kernel=definition.kernel)
+        of_model = functools.partial(
+            LayerContext, definition.config, axes=wire.axes, kernel=definition.kernel
+        )
         self.contexts = [of_model(size, positions=part) for size, part in parts]
 
     def __call__(self, params: Params, tokens: Array, *, caches: Any = None) -> tuple[Array, Any]:
@@ -117,11 +124,13 @@ class ForwardPass:
         dims: Params | None = None,
         wire_of: Callable[[AllReduce, Any], AllReduce] | None = None,
     ) -> tuple[State, Any, Any]:
-        """The state and `extra` after all layers, one stack of `params` after the other, and their caches.
+        """The state and `extra` after all layers, one stack of `params` after the other, and their
+        caches.
 
-        A stack is [L, ...], or (unrolled only) a tuple with each layer's own arrays. ranges: which of the model's
-        layers each stack holds, by default all; dims: of stacks that hold other arrays than the definition has.
-        wire_of: makes each layer's wire of its arrays GIVEN, which have no gradient.
+        A stack is [L, ...], or (unrolled only) a tuple with each layer's own arrays. ranges: which
+        of the model's layers each stack holds, by default all; dims: of stacks that hold other
+        arrays than the definition has. wire_of: makes each layer's wire of its arrays GIVEN, which
+        have no gradient.
         """
         ranges = stacks(self.definition.config) if ranges is None else ranges
         dims = self.definition.dims if dims is None else dims
@@ -165,7 +174,8 @@ class ForwardPass:
     ) -> tuple[State, Any, Any]:
         """The state, `extra` and the cache after one layer of the stack `name`.
 
-        gathers: the dimensions of those of `params` that are a rank's shards along D; None where none are.
+        gathers: the dimensions of those of `params` that are a rank's shards along D; None where
+            none are.
         """
         if gathers is not None:
             params = fsdp.unshard(params, gathers, dtype=self.definition.dtype)
@@ -183,7 +193,9 @@ class ForwardPass:
         return state, extra, cache
 
     def finish(self, params: Params, state: State, extra: Any = None) -> Array:
-        """The final, normed stream [B, T, D] after the last layer, to which all that is pending was added."""
+        """The final, normed stream [B, T, D] after the last layer, to which all that is pending was
+        added.
+        """
         return self.normed(params, self.wire.flush(state))
 
     def normed(self, params: Params, x: Array) -> Array:
@@ -229,12 +241,16 @@ def hidden(
 
 
 def half_of_sequence(definition: ModelDef, length: int) -> int:
-    """How many of `length` positions have half of a layer's FLOPs: more than half, as the later ones attend to more.
+    """How many of `length` positions have half of a layer's FLOPs: more than half, as the later
+    ones attend to more.
 
     With E matrix elements of a layer and n H query channels, t positions take 2 E t + 2 n H t^2.
     """
     config = definition.config
-    check(length > 1, "interleave=2 takes halves of the rows, or of their positions, of which there is one")
+    check(
+        length > 1,
+        "interleave=2 takes halves of the rows, or of their positions, of which there is one",
+    )
     linear = (matrix_elements(definition) - config.vocab_size * config.d_model) / config.num_layers
     square = config.num_heads * config.head_dim
     half = (linear * length + square * length**2) / 2
@@ -297,7 +313,8 @@ def _head(definition, params):
 
 
 class Transformer(Module):
-    """A Llama-family decoder: `Transformer(preset("tiny"), rngs=nnx.Rngs(0), mesh=make_mesh(tensor=4))`.
+    """A Llama-family decoder: `Transformer(preset("tiny"), rngs=nnx.Rngs(0),
+    mesh=make_mesh(tensor=4))`.
 
     Its attributes are Flax modules (`model.layers.attention.query`), each parameter of which is a
     global array laid out over the mesh; the layers' parameters are stacked, [L, ...].
@@ -315,14 +332,19 @@ class Transformer(Module):
     ):
         """Initial values by `rngs.params`, or `params` in their place, all of them.
 
-        mesh: axes data, fsdp, tensor, or others' by `mesh_of`; by default that of `jax.set_mesh`, or else one device.
-            The initial values do not depend on it.
-        Raises UserError where the model cannot be split over the mesh, or `params` are another model's.
+        mesh: axes data, fsdp, tensor, or others' by `mesh_of`; by default that of `jax.set_mesh`,
+            or else one device. The initial values do not depend on it.
+        Raises UserError where the model cannot be split over the mesh, or `params` are another
+        model's.
         """
         if not isinstance(config, ModelConfig):
-            raise UserError(f"a Transformer takes a ModelConfig, such as preset('tiny'), not {config!r:.80}")
+            raise UserError(
+                f"a Transformer takes a ModelConfig, such as preset('tiny'), not {config!r:.80}"
+            )
         if (rngs is None) == (params is None):
-            raise UserError("a Transformer takes either rngs=nnx.Rngs(seed), for new weights, or params=")
+            raise UserError(
+                "a Transformer takes either rngs=nnx.Rngs(seed), for new weights, or params="
+            )
         mesh = mesh_of((context_mesh() or make_mesh()) if mesh is None else mesh)
         config = with_ranks(config, tensor=mesh.shape["tensor"])
         self.definition = self.define(config, mesh=mesh)
@@ -343,7 +365,9 @@ class Transformer(Module):
 
     @property
     def mesh(self) -> Mesh:
-        """The caller's; of `make_mesh`, where ranks share a key/value head, with the axes kv and group for tensor."""
+        """The caller's; of `make_mesh`, where ranks share a key/value head, with the axes kv and
+        group for tensor.
+        """
         layout = self.definition.layout
         return layout.mesh if layout.given.is_own else layout.given.mesh
 
@@ -363,10 +387,11 @@ class Transformer(Module):
     def __call__(self, tokens: Array) -> Array:
         """Float32 logits [B, T, V] for integer tokens [B, T]; B must be divisible by data x fsdp.
 
-        Compiled for the mesh's devices. Under `jax.jit`, `jax.grad` and the like it is a function like any other, and
-        their program's options are the caller's: `model.definition.topology.compile_options(mesh, phase="train")`.
-        Ids outside the vocabulary are a UserError, but for traced ones, which nobody knows yet. An array on a device
-        is read for that, so the call waits until it is there.
+        Compiled for the mesh's devices. Under `jax.jit`, `jax.grad` and the like it is a function
+        like any other, and their program's options are the caller's:
+        `model.definition.topology.compile_options(mesh, phase="train")`. Ids outside the vocabulary
+        are a UserError, but for traced ones, which nobody knows yet. An array on a device is read
+        for that, so the call waits until it is there.
         """
         batch_ranks = self.definition.layout.batch_ranks
         tokens = checked_tokens(tokens, batch_ranks=batch_ranks, vocab_size=self.config.vocab_size)

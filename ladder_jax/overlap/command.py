@@ -11,7 +11,9 @@ OPTIONS = [field.name for field in dataclasses.fields(requests.Request) if field
 
 
 def run(args: dict) -> None:
-    """Print the report. An invalid argument raises UserError before anything is compiled or written."""
+    """Print the report. An invalid argument raises UserError before anything is compiled or
+    written.
+    """
     files.check_picture("plot", args["plot"])
     files.check_writable("trace", args["trace"], endings=(".json",))
     request = requests.make(**{name: args[name] for name in OPTIONS})

@@ -1,4 +1,6 @@
-"""Compile a request's program in a subprocess, and keep the compiler's record of it in the cache."""
+"""Compile a request's program in a subprocess, and keep the compiler's record of it in the
+cache.
+"""
 
 import ast
 import contextlib
@@ -35,7 +37,8 @@ class Until(enum.Enum):
     """How far a program is compiled."""
 
     CODE = "code"
-    SCHEDULE = "schedule"  # until the order of operations is final; without the compiler's costs and sizes
+    # until the order of operations is final; without the compiler's costs and sizes
+    SCHEDULE = "schedule"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,11 +46,13 @@ class Record:
     """A compiler's results for one program; bytes are those of one device.
 
     hlo: text of the scheduled program.
-    options: compiler options in force. launch: of the all-reduces that it hides, "chained" or "explicit".
+    options: compiler options in force. launch: of the all-reduces that it hides, "chained" or
+        "explicit".
     notices: warnings about options or settings that were dropped, with reasons.
     bytes_minimum: weights and cache, each read once (decode); None for other phases.
     bytes_accessed: the compiler's count; None if it gives none.
-    argument_bytes, output_bytes, alias_bytes, temporary_bytes, code_bytes: None if compiled until SCHEDULE.
+    argument_bytes, output_bytes, alias_bytes, temporary_bytes, code_bytes: None if compiled until
+        SCHEDULE.
     """
 
     hlo: str = dataclasses.field(repr=False)
@@ -67,7 +72,9 @@ class Record:
 
     @property
     def bytes_per_device(self) -> int | None:
-        """At the peak: arguments, temporaries, and the outputs that do not reuse an argument's memory."""
+        """At the peak: arguments, temporaries, and the outputs that do not reuse an argument's
+        memory.
+        """
         if self.temporary_bytes is None:
             return None
         outputs = self.output_bytes - self.alias_bytes
@@ -75,7 +82,9 @@ class Record:
 
 
 def read[R](path: str | os.PathLike, kind: type[R]) -> R | None:
-    """The dataclass `kind` at `path`; None if it is missing or unreadable for this version. gzip has a checksum."""
+    """The dataclass `kind` at `path`; None if it is missing or unreadable for this version. gzip
+    has a checksum.
+    """
     try:
         with gzip.open(path, "rt") as file:
             return kind(**json.load(file))
@@ -89,14 +98,18 @@ def write(path: str, record: object) -> None:
 
 
 def compiled(request: Request, *, until: Until = Until.CODE) -> Record:
-    """The compiler's record of the request's program. Raises UserError if the program cannot be compiled.
+    """The compiler's record of the request's program. Raises UserError if the program cannot be
+    compiled.
 
-    until: SCHEDULE is for TPUs. On other targets, and if the whole program is in the cache, it has the effect of CODE.
+    until: SCHEDULE is for TPUs. On other targets, and if the whole program is in the cache, it has
+        the effect of CODE.
     """
     worker = "ladder_jax.overlap.programs"
     label = f"{request.residual}, {request.layers} layers, {request.phase.value} for {request.target.name}"
     trained = TRAINING if request.trains else ["decode"]
-    settings = dict(target=request.target, label=label, sources=(*SOURCES, "overlap/programs.py", *trained))
+    settings = dict(
+        target=request.target, label=label, sources=(*SOURCES, "overlap/programs.py", *trained)
+    )
     return recorded(Record, request.as_dict(), worker, until=until, **settings)
 
 
@@ -110,14 +123,19 @@ def recorded[R](
     sources: Iterable[str],
     until: Until = Until.CODE,
 ) -> R:
-    """The dataclass `kind` that `work` writes in the process of `module`; in the cache by its request, the compilers'
-    versions and the library's `sources`, files and folders."""
+    """The dataclass `kind` that `work` writes in the process of `module`; in the cache by its
+    request, the compilers' versions and the library's `sources`, files and folders.
+    """
     if reason := targets.not_installed(target):
         raise UserError(f"target {target.name}: {reason}")
-    digest = hashlib.sha256(json.dumps([module, request, python.versions(*PACKAGES)], sort_keys=True).encode())
+    digest = hashlib.sha256(
+        json.dumps([module, request, python.versions(*PACKAGES)], sort_keys=True).encode()
+    )
     root = pathlib.Path(__file__).parent.parent
     for part in sources:
-        for path in sorted((root / part).rglob("*.py")) if (root / part).is_dir() else [root / part]:
+        for path in (
+            sorted((root / part).rglob("*.py")) if (root / part).is_dir() else [root / part]
+        ):
             digest.update(_code(path).encode())
     key = digest.hexdigest()[:32]
     with files.cache("schedules") as folder:
@@ -127,17 +145,27 @@ def recorded[R](
             if (kept := read(path, kind)) is not None:
                 return kept
         last = paths[-1]
-        run_worker(module, request, last, target=target, label=label, until=until if early else Until.CODE)
+        run_worker(
+            module, request, last, target=target, label=label, until=until if early else Until.CODE
+        )
         return read(last, kind)
 
 
 def run_worker(
-    module: str, request: dict, path: pathlib.Path, *, target: Target, label: str, until: Until = Until.CODE
+    module: str,
+    request: dict,
+    path: pathlib.Path,
+    *,
+    target: Target,
+    label: str,
+    until: Until = Until.CODE,
 ) -> None:
-    """Run `python -m module REQUEST.json PATH`, which writes `path`, with the environment that `target` needs.
+    """Run `python -m module REQUEST.json PATH`, which writes `path`, with the environment that
+    `target` needs.
 
-    label: shown on the terminal. until: with SCHEDULE the worker has a third argument, a folder into which XLA dumps a
-    module once the order of operations is final. Raises UserError if the worker refuses the request or is killed.
+    label: shown on the terminal. until: with SCHEDULE the worker has a third argument, a folder
+    into which XLA dumps a module once the order of operations is final. Raises UserError if the
+    worker refuses the request or is killed.
     """
     with tempfile.TemporaryDirectory() as scratch:
         source, errors = pathlib.Path(scratch, "request.json"), pathlib.Path(scratch, "stderr")
@@ -158,12 +186,16 @@ def run_worker(
             hint = ": out of memory?" if name == "SIGKILL" else ""
             raise UserError(f"the compiler for {target.name} was ended by {name}{hint}")
         if status or not path.exists():
-            raise RuntimeError(f"compiling failed with status {status}:\n{errors.read_text()[-4000:]}")
+            raise RuntimeError(
+                f"compiling failed with status {status}:\n{errors.read_text()[-4000:]}"
+            )
 
 
 def work(record: Callable[..., object]) -> NoReturn:
-    """The process of `run_worker`'s module: writes the dataclass `record(request)`. A user's mistake is one JSON line
-    on standard output, {"error": ...}, and exit status 2; standard error has the compiler's log."""
+    """The process of `run_worker`'s module: writes the dataclass `record(request)`. A user's
+    mistake is one JSON line on standard output, {"error": ...}, and exit status 2; standard error
+    has the compiler's log.
+    """
     source, destination, *dump = sys.argv[1:]
     status = 0
     try:
@@ -179,8 +211,8 @@ def work(record: Callable[..., object]) -> NoReturn:
 def _run(command: list[str], **arguments) -> tuple[int, bytes]:
     """Run a process; return its exit status and standard output. Ctrl-C kills it at any time.
 
-    The signal handler itself raises nothing: an exception would be lost inside a callback of the garbage collector, and
-    during Popen's start it would leave the process running.
+    The signal handler itself raises nothing: an exception would be lost inside a callback of the
+    garbage collector, and during Popen's start it would leave the process running.
     """
     interrupted, started = False, []
 
@@ -190,7 +222,8 @@ def _run(command: list[str], **arguments) -> tuple[int, bytes]:
         for process in started:
             process.kill()
 
-    in_main_thread = threading.current_thread() is threading.main_thread()  # only this thread can set handlers
+    # only this thread can set handlers
+    in_main_thread = threading.current_thread() is threading.main_thread()
     previous = signal.signal(signal.SIGINT, stop) if in_main_thread else None
     try:
         with subprocess.Popen(command, **arguments) as process:
@@ -210,7 +243,8 @@ def _environment(target: Target) -> dict[str, str]:
     flags = os.environ.get("XLA_FLAGS", "")
     if target.platform == "cuda":
         flags += " --xla_gpu_autotune_level=0"  # autotuning would run kernels, and there is no GPU
-    # jax's compilation cache is off: it could return the same program with other operation names, which we read.
+    # jax's compilation cache is off: it could return the same program with other operation names,
+    # which we read.
     changes = {"XLA_FLAGS": flags.strip(), "JAX_ENABLE_COMPILATION_CACHE": "false"}
     if target.platform == "cpu":
         changes["JAX_NUM_CPU_DEVICES"] = target.shape
@@ -221,7 +255,10 @@ def _code(path: pathlib.Path) -> str:
     """A module's source without comments and docstrings, which change no compiled program."""
     tree = ast.parse(path.read_text())
     for node in ast.walk(tree):
-        if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef)) and ast.get_docstring(node) is not None:
+        if (
+            isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef))
+            and ast.get_docstring(node) is not None
+        ):
             node.body = node.body[1:]
     return ast.dump(tree)
 
@@ -232,6 +269,12 @@ def _progress(label: str) -> Iterator[None]:
 
     console = Console(stderr=True)
     started = time.monotonic()
-    with console.status(f"compiling {label} (a minute or more)") if console.is_terminal else contextlib.nullcontext():
+    with (
+        console.status(f"compiling {label} (a minute or more)")
+        if console.is_terminal
+        else contextlib.nullcontext()
+    ):
         yield
-    console.print(f"compiling {label}: {time.monotonic() - started:.0f} s", style="dim", highlight=False)
+    console.print(
+        f"compiling {label}: {time.monotonic() - started:.0f} s", style="dim", highlight=False
+    )

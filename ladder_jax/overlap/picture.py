@@ -1,5 +1,6 @@
-"""Draw simulated timelines of two consecutive layers: Standard's, Standard's in two halves in turn, and the
-request's; or write them as a trace."""
+"""Draw simulated timelines of two consecutive layers: Standard's, Standard's in two halves in turn,
+and the request's; or write them as a trace.
+"""
 
 import contextlib
 import dataclasses
@@ -19,7 +20,8 @@ from ladder_jax.schedule import hlo, timeline
 from ladder_jax.schedule.cost import sublayer_of
 from ladder_jax.schedule.timeline import Bar
 
-DRAWN = 4  # layers of the unrolled program that is drawn: layers 1 and 2 have the schedule of any inner layer
+# layers of the unrolled program that is drawn: layers 1 and 2 have the schedule of any inner layer
+DRAWN = 4
 COLOURS = {"attention": "#4c78a8", "mlp": "#72b7b2", "joint": "#4c78a8", "": "#bab0ac"}
 WIRE, WAIT = "#e45756", "#f7d4d4"
 
@@ -27,9 +29,13 @@ WIRE, WAIT = "#e45756", "#f7d4d4"
 def timelines(request: Request) -> dict[str, list[Bar]]:
     """Simulated timelines of DRAWN unrolled layers of the programs in `drawn`, by their names."""
     if request.target.kind not in HARDWARE:
-        raise UserError(f"{request.target.kind} hides nothing, so there is no timeline: choose a TPU or GPU target")
+        raise UserError(
+            f"{request.target.kind} hides nothing, so there is no timeline: choose a TPU or GPU target"
+        )
     if request.layers < 3:
-        raise UserError("a timeline shows two consecutive layers that are not the last: it needs --layers 3 or more")
+        raise UserError(
+            "a timeline shows two consecutive layers that are not the last: it needs --layers 3 or more"
+        )
     bars = {}
     for name, one in drawn(request).items():
         program = hlo.parse(compiling.compiled(one).hlo)
@@ -39,8 +45,12 @@ def timelines(request: Request) -> dict[str, list[Bar]]:
 
 
 def drawn(request: Request) -> dict[str, Request]:
-    """Standard, Standard in two halves where the phase and the settings have them, and the request's own program."""
-    own = dataclasses.replace(request, layers=min(DRAWN, request.layers), loop=Loop.UNROLLED, ladder_layers=None)
+    """Standard, Standard in two halves where the phase and the settings have them, and the
+    request's own program.
+    """
+    own = dataclasses.replace(
+        request, layers=min(DRAWN, request.layers), loop=Loop.UNROLLED, ladder_layers=None
+    )
     standard = dataclasses.replace(own, residual="standard", interleave=1)
     programs = [standard, own]
     halves = dataclasses.replace(standard, interleave=2)
@@ -59,14 +69,24 @@ def plot(request: Request, *, file: str) -> None:
     panels = {name: _two_layers(bars) for name, bars in timelines(request).items()}
     longest = max(bar.stop for bars in panels.values() for bar in bars)
     unit, scale = ("µs", 1e6) if longest < 5e-3 else ("ms", 1e3)
-    figure, axes = plt.subplots(len(panels), 1, figsize=(11, 2.1 * len(panels) + 0.9), sharex=True, squeeze=False)
+    figure, axes = plt.subplots(
+        len(panels), 1, figsize=(11, 2.1 * len(panels) + 0.9), sharex=True, squeeze=False
+    )
     for axis, (name, bars) in zip(axes[:, 0], panels.items()):
         end = max(bar.stop for bar in bars)
         axis.barh(1, end * scale, color=WAIT, height=0.62)
         for bar in bars:
             colour = WIRE if bar.wire else COLOURS[sublayer_of(bar.op_name)]
             width = (bar.stop - bar.start) * scale
-            axis.barh(0 if bar.wire else 1, width, left=bar.start * scale, color=colour, height=0.62, ec="w", lw=0.3)
+            axis.barh(
+                0 if bar.wire else 1,
+                width,
+                left=bar.start * scale,
+                color=colour,
+                height=0.62,
+                ec="w",
+                lw=0.3,
+            )
         busy = sum(bar.stop - bar.start for bar in bars if not bar.wire)
         axis.set_title(
             f"{name}: two layers in {end * scale:.0f} {unit}, waiting {max(0.0, end - busy) / end:.0%}",
@@ -78,9 +98,14 @@ def plot(request: Request, *, file: str) -> None:
     axes[-1, 0].set_xlabel(unit)
     names = {"attention": "attention", "mlp": "MLP", "": "other"}
     legend = [Patch(color=COLOURS[key], label=label) for key, label in names.items()]
-    legend += [Patch(color=WIRE, label="all-reduce"), Patch(color=WAIT, label="waiting for the wire")]
+    legend += [
+        Patch(color=WIRE, label="all-reduce"),
+        Patch(color=WAIT, label="waiting for the wire"),
+    ]
     figure.legend(handles=legend, loc="lower right", ncols=5, fontsize=8, frameon=False)
-    title = f"{request.model}, {request.phase.value}, tensor {request.tensor} on {request.target.name}"
+    title = (
+        f"{request.model}, {request.phase.value}, tensor {request.tensor} on {request.target.name}"
+    )
     figure.suptitle(
         f"{title}: compiled schedule, times estimated from published speeds, without latency",
         fontsize=10,
@@ -93,17 +118,35 @@ def plot(request: Request, *, file: str) -> None:
 
 
 def trace(request: Request, *, file: str) -> None:
-    """Write Chrome's trace format for https://ui.perfetto.dev: one process per topology, one thread per row."""
+    """Write Chrome's trace format for https://ui.perfetto.dev: one process per topology, one thread
+    per row.
+    """
     events = []
     for process, (name, bars) in enumerate(timelines(request).items()):
         events.append({"ph": "M", "pid": process, "name": "process_name", "args": {"name": name}})
         for thread, row in enumerate(("compute", "communication")):
-            events.append({"ph": "M", "pid": process, "tid": thread, "name": "thread_name", "args": {"name": row}})
+            events.append(
+                {
+                    "ph": "M",
+                    "pid": process,
+                    "tid": thread,
+                    "name": "thread_name",
+                    "args": {"name": row},
+                }
+            )
         for bar in bars:
             event = {"ph": "X", "pid": process, "tid": int(bar.wire), "ts": bar.start * 1e6}
             kind = "all-reduce" if bar.wire else sublayer_of(bar.op_name) or "other"
             length = (bar.stop - bar.start) * 1e6
-            events.append({**event, "dur": length, "name": bar.name, "cat": kind, "args": {"op_name": bar.op_name}})
+            events.append(
+                {
+                    **event,
+                    "dur": length,
+                    "name": bar.name,
+                    "cat": kind,
+                    "args": {"op_name": bar.op_name},
+                }
+            )
     text = json.dumps({"traceEvents": events, "displayTimeUnit": "ns"})
     files.write_atomically(file, lambda path: pathlib.Path(path).write_text(text))
 
@@ -111,13 +154,20 @@ def trace(request: Request, *, file: str) -> None:
 def _two_layers(bars: Sequence[Bar]) -> list[Bar]:
     """The bars between the first forward matmuls of layers 1 and 3, with times from zero.
 
-    They are selected by time, not by the layers' names: a small operation of one layer may run during the next.
+    They are selected by time, not by the layers' names: a small operation of one layer may run
+    during the next.
     """
-    matmuls = [bar for bar in bars if "dot_general" in bar.op_name and "transpose(" not in bar.op_name]
-    starts = lambda layer: [bar.start for bar in matmuls if re.search(rf"layer_{layer}\b", bar.op_name)]
+    matmuls = [
+        bar for bar in bars if "dot_general" in bar.op_name and "transpose(" not in bar.op_name
+    ]
+    starts = lambda layer: [
+        bar.start for bar in matmuls if re.search(rf"layer_{layer}\b", bar.op_name)
+    ]
     start = min(starts(1))
     last = max(bar.stop for bar in matmuls if re.search(r"layer_2\b", bar.op_name))
     stop = min(starts(3), default=last)
     overlapping = [bar for bar in bars if bar.stop > start and bar.start < stop]
     clip = lambda time: min(max(time, start), stop) - start
-    return [dataclasses.replace(bar, start=clip(bar.start), stop=clip(bar.stop)) for bar in overlapping]
+    return [
+        dataclasses.replace(bar, start=clip(bar.start), stop=clip(bar.stop)) for bar in overlapping
+    ]

@@ -1,5 +1,7 @@
-"""The library's train step, prefill or decode step for a request, compiled in a process of its own, as jax reads its
-environment at import and the compiler may be killed: `python -m ladder_jax.overlap.programs REQUEST RESULT [DUMP]`."""
+"""The library's train step, prefill or decode step for a request, compiled in a process of its own,
+as jax reads its environment at import and the compiler may be killed: `python -m
+ladder_jax.overlap.programs REQUEST RESULT [DUMP]`.
+"""
 
 import logging
 import logging.handlers
@@ -26,12 +28,16 @@ def program(request: Request) -> tuple[Compiled, tuple[Any, ...]]:
     """The program, and the shapes of its arguments with shardings on the target's devices."""
     target_devices = schedule.devices(request.target)
     if len(target_devices) < request.fsdp * request.tensor:
-        raise UserError(f"{request.target.name} has {len(target_devices)} devices, fewer than --fsdp x --tensor")
+        raise UserError(
+            f"{request.target.name} has {len(target_devices)} devices, fewer than --fsdp x --tensor"
+        )
     mesh = make_mesh(fsdp=request.fsdp, tensor=request.tensor, devices=target_devices)
     definition = nn.define(request.config, mesh=mesh, experts=request.experts)
 
     def tokens(*shape: int) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(shape, jnp.int32, sharding=definition.layout.sharding("BT"[: len(shape)]))
+        return jax.ShapeDtypeStruct(
+            shape, jnp.int32, sharding=definition.layout.sharding("BT"[: len(shape)])
+        )
 
     rows, loop = request.batch * request.fsdp, request.loop
     names = ("sequence_parallel", "collective_matmul", "interleave")
@@ -39,29 +45,41 @@ def program(request: Request) -> tuple[Compiled, tuple[Any, ...]]:
     if request.trains:
         shape = dict(batch=rows, sequence=request.prompt_length, loop=loop, remat=request.remat)
         config = TrainConfig(**{**recipe(request.model), **shape, **split})
-        arguments = train.abstract_state(definition, config=config), train.abstract_batch(definition, config=config)
+        arguments = (
+            train.abstract_state(definition, config=config),
+            train.abstract_batch(definition, config=config),
+        )
         return train.train_step(definition, config=config), arguments
     settings = dict(loop=loop, quantize=request.quantize)
     if request.phase is Phase.PREFILL:
         params = weights.abstract(definition, **settings)
-        step = decode.prefill(definition, capacity=request.context, launch=request.launch, **split, **settings)
+        step = decode.prefill(
+            definition, capacity=request.context, launch=request.launch, **split, **settings
+        )
         return step, (params, tokens(rows, request.prompt_length), tokens(rows))
-    decode_loop = decode.decode_many(definition, choice=decode.Choice.GREEDY, launch=request.launch, **settings)
+    decode_loop = decode.decode_many(
+        definition, choice=decode.Choice.GREEDY, launch=request.launch, **settings
+    )
     return decode_loop, steps.abstract(definition, rows=rows, positions=request.context, **settings)
 
 
 def compiler(target: Target) -> str:
     """The compiler's name and version."""
-    packages = {"tpu": ("libtpu",), "cuda": ("jax-cuda13-plugin", "jax-cuda12-plugin"), "cpu": ("jaxlib",)}
+    packages = {
+        "tpu": ("libtpu",),
+        "cuda": ("jax-cuda13-plugin", "jax-cuda12-plugin"),
+        "cpu": ("jaxlib",),
+    }
     versions = python.versions(*packages[target.platform])
     return next((f"{package} {version}" for package, version in versions.items()), "unknown")
 
 
 def bytes_minimum(request: Request, arguments: tuple[Any, ...]) -> int | None:
-    """Bytes that one device must read in a decode step: its shards of the weights and of the caches, each once.
+    """Bytes that one device must read in a decode step: its shards of the weights and of the
+    caches, each once.
 
-    The embedding table is left out if the head is another table: a step reads only its tokens' rows. So are experts
-    that no token chooses, if all are evenly loaded.
+    The embedding table is left out if the head is another table: a step reads only its tokens'
+    rows. So are experts that no token chooses, if all are evenly loaded.
     """
     if request.phase is not Phase.DECODE:
         return None
@@ -79,8 +97,9 @@ def bytes_minimum(request: Request, arguments: tuple[Any, ...]) -> int | None:
 
 
 def record(asked: dict, dump: str | None = None) -> Record:
-    """Compile the program of a request, `Request.as_dict`; with `dump`, the folder named in XLA_FLAGS, only until it is
-    scheduled: machine code takes 90 % of a train step's compilation."""
+    """Compile the program of a request, `Request.as_dict`; with `dump`, the folder named in
+    XLA_FLAGS, only until it is scheduled: machine code takes 90 % of a train step's compilation.
+    """
     notices = logging.handlers.BufferingHandler(1000)
     logging.getLogger("ladder_jax").addHandler(notices)
     request = Request.from_dict(asked)
@@ -125,10 +144,12 @@ def _analysis(compiled: jax.stages.Compiled) -> dict:
 
 
 def scheduled(function: Compiled, *, arguments: Sequence, folder: pathlib.Path) -> str:
-    """The scheduled program's text. The compiler still runs in a thread afterwards: the caller ends the process.
+    """The scheduled program's text. The compiler still runs in a thread afterwards: the caller ends
+    the process.
 
-    XLA dumps a module once the order of operations is final and buffers are assigned, before it generates machine code.
-    Raises the compiler's error if it fails before the dump. Later errors, such as too little vector memory, go unseen.
+    XLA dumps a module once the order of operations is final and buffers are assigned, before it
+    generates machine code. Raises the compiler's error if it fails before the dump. Later errors,
+    such as too little vector memory, go unseen.
     """
     outcome: list[str | BaseException] = []
 
@@ -143,7 +164,8 @@ def scheduled(function: Compiled, *, arguments: Sequence, folder: pathlib.Path) 
     while thread.is_alive():
         for path in folder.glob("*.after_optimizations.txt"):
             text = path.read_text(errors="replace")
-            if "\nENTRY " in text and text.rstrip().endswith("\n}"):  # the entry comes last, so the file is complete
+            # the entry comes last, so the file is complete
+            if "\nENTRY " in text and text.rstrip().endswith("\n}"):
                 return text
         thread.join(0.1)
     if isinstance(outcome[0], BaseException):

@@ -38,11 +38,14 @@ class Request:
 
     model: as the user typed it. shape: its configuration, where it is no preset.
     batch: rows on one data shard; the fsdp axis shards the batch too.
-    context: the cache's capacity in positions per row. Decode fills all of them, prefill those of the prompt.
-    sequence_parallel: the stream is split along the sequence over the tensor axis (see residual/wires/sequence.py).
+    context: the cache's capacity in positions per row. Decode fills all of them, prefill those of
+        the prompt.
+    sequence_parallel: the stream is split along the sequence over the tensor axis (see
+        residual/wires/sequence.py).
     collective_matmul: of sequence parallelism's gathers and scatters that no other sublayer hides.
     interleave: 2 takes two halves of the rows in turn (residual/interleave.py).
-    experts: how the rows of other ranks' experts are computed. capacity: of exchanged ones (see config.MoEConfig).
+    experts: how the rows of other ranks' experts are computed. capacity: of exchanged ones (see
+        config.MoEConfig).
     """
 
     target: Target
@@ -72,12 +75,16 @@ class Request:
 
     @property
     def config(self) -> ModelConfig:
-        changes = dict(num_layers=self.layers, residual=self.residual, ladder_layers=self.ladder_layers)
+        changes = dict(
+            num_layers=self.layers, residual=self.residual, ladder_layers=self.ladder_layers
+        )
         ranks = self.tensor if parse_residual(self.residual).depends_on_ranks else None
         config = dataclasses.replace(self.shape or preset(self.model), **changes, ranks=ranks)
         if self.capacity is None:
             return config
-        return dataclasses.replace(config, moe=dataclasses.replace(config.moe, capacity=self.capacity))
+        return dataclasses.replace(
+            config, moe=dataclasses.replace(config.moe, capacity=self.capacity)
+        )
 
     @property
     def trains(self) -> bool:
@@ -94,7 +101,9 @@ class Request:
 
     def as_dict(self) -> dict:
         values = {**to_dict(self), "target": self.target.name}
-        return {name: value for name, value in values.items() if name != "shape" or value is not None}
+        return {
+            name: value for name, value in values.items() if name != "shape" or value is not None
+        }
 
     @classmethod
     def from_dict(cls, values: dict) -> "Request":
@@ -102,7 +111,9 @@ class Request:
 
 
 def make(*, target: str, model: str, phase: Phase, **options: Any) -> Request:
-    """A checked request. options: its other fields; None is the default. Raises UserError for an invalid one."""
+    """A checked request. options: its other fields; None is the default. Raises UserError for an
+    invalid one.
+    """
     parsed, config = targets.parse(target), models.by_name(model)
     given = {name: value for name, value in options.items() if value is not None}
     decodes, prompt = phase is Phase.DECODE, given.get("prompt_length", 1024)
@@ -129,7 +140,10 @@ def make(*, target: str, model: str, phase: Phase, **options: Any) -> Request:
 def _check(request: Request) -> None:
     tensor, fsdp, target, phase = request.tensor, request.fsdp, request.target, request.phase
     product = f"--tensor {tensor}" + (f" x --fsdp {fsdp}" if fsdp > 1 else "")
-    check(tensor * fsdp <= target.count, f"{product} is more than the {target.count} devices of {target.name}")
+    check(
+        tensor * fsdp <= target.count,
+        f"{product} is more than the {target.count} devices of {target.name}",
+    )
     serves = f"--fsdp is for train (serving keeps every layer's weights), not for {phase.value}"
     check(fsdp == 1 or request.trains, serves)
     if request.sequence_parallel:
@@ -146,12 +160,18 @@ def _check(request: Request) -> None:
         settings = dict(residual=request.residual, sequence_parallel=request.sequence_parallel)
         check_exchange(request.config.moe, **settings, names=names)
     on_tpus = form is not CollectiveMatmul.COMPILER or target.platform == "tpu"
-    check(on_tpus, f"--collective-matmul compiler is an option of XLA for TPUs, not for {target.name}: use ring")
+    check(
+        on_tpus,
+        f"--collective-matmul compiler is an option of XLA for TPUs, not for {target.name}: use ring",
+    )
     if request.trains:
         explicit = "--launch explicit is for prefill and decode, not for train: it has no gradient"
         check(request.launch is not Launch.EXPLICIT, explicit)
         quantize = request.quantize
-        check(quantize is Quantize.NONE, f"--quantize {quantize.value} is for prefill and decode, not for train")
+        check(
+            quantize is Quantize.NONE,
+            f"--quantize {quantize.value} is for prefill and decode, not for train",
+        )
     check_fits_mesh(request.config, MeshConfig(fsdp=fsdp, tensor=tensor))
 
 
@@ -169,12 +189,18 @@ def check_in_turn(request: Request) -> None:
     )
 
 
-def exchange_capacity(capacity: float | None, *, config: ModelConfig, experts: ExpertParallelism) -> float | None:
-    """The option's, the model's, or CAPACITY, where rows are exchanged; None elsewhere. Raises UserError."""
+def exchange_capacity(
+    capacity: float | None, *, config: ModelConfig, experts: ExpertParallelism
+) -> float | None:
+    """The option's, the model's, or CAPACITY, where rows are exchanged; None elsewhere. Raises
+    UserError.
+    """
     if experts is ExpertParallelism.REDUCE:
         check(capacity is None, f"--capacity {capacity} is for --experts exchange")
         return None
-    check(capacity is None or 0 < capacity < math.inf, f"--capacity must be positive, not {capacity}")
+    check(
+        capacity is None or 0 < capacity < math.inf, f"--capacity must be positive, not {capacity}"
+    )
     return None if config.moe is None else capacity or config.moe.capacity or CAPACITY
 
 
@@ -185,10 +211,12 @@ def experts(request: Request) -> Experts | None:
 
 
 def sublayer_flops(request: Request, *, form: Form = Form.KERNELS) -> dict[str, float]:
-    """Forward matmul FLOPs of one sublayer's projections on one device, by kind (see `schedule.judge.read`).
+    """Forward matmul FLOPs of one sublayer's projections on one device, by kind (see
+    `schedule.judge.read`).
 
     Of two halves in turn, a sublayer is that of one half.
-    form: of the experts' matmuls. Expanded, every (token, choice) row passes all of the device's experts.
+    form: of the experts' matmuls. Expanded, every (token, choice) row passes all of the device's
+        experts.
     """
     shard, moe = shards.shard(request.config, ranks=request.tensor), request.config.moe
     per_token = shard.active_mlp
@@ -201,8 +229,10 @@ def sublayer_flops(request: Request, *, form: Form = Form.KERNELS) -> dict[str, 
 
 
 def active_flops(request: Request) -> float:
-    """The least matmul FLOPs of one execution on one device, without attention's scores: each token times the matrices
-    that it passes, forward, and in training twice more backward; the head, of a prompt its last position only."""
+    """The least matmul FLOPs of one execution on one device, without attention's scores: each token
+    times the matrices that it passes, forward, and in training twice more backward; the head, of a
+    prompt its last position only.
+    """
     shard = shards.shard(request.config, ranks=request.tensor)
     scored = request.tokens if request.trains else request.batch
     layers = request.tokens * shards.active_layers(request.config, ranks=request.tensor)

@@ -1,4 +1,6 @@
-"""The result of `ladder-jax overlap`: read from the compiler's record, as JSON, and for a terminal."""
+"""The result of `ladder-jax overlap`: read from the compiler's record, as JSON, and for a
+terminal.
+"""
 
 import dataclasses
 from collections import Counter
@@ -32,23 +34,32 @@ class Result:
 
     def __repr__(self) -> str:
         request = self.request
-        title = f"{request.model}, {request.residual}, {request.phase.value} on {request.target.name}"
+        title = (
+            f"{request.model}, {request.residual}, {request.phase.value} on {request.target.name}"
+        )
         return f"Result({title}: {self.verdict})"
 
     def as_dict(self) -> dict:
         """The JSON object. Counts are those of `schedule.report`; bytes are those of one device.
 
-        flops: of matmuls, without kernels of attention; flops_active: the least of them (see `request.active_flops`).
-        parameters: of all layers and tables, over all devices; parameters_active: those that a token passes.
-        grouped_matmuls: kernels, expanded by XLA, or of buffers (exchanged rows); absent of a dense model.
-        all_reduces, asynchronous, hidden, merged, exposed: of the sublayers' reductions, and of the gathers and
-            scatters of a split stream; all_to_alls, all_to_alls_hidden: of the experts' rows.
+        flops: of matmuls, without kernels of attention; flops_active: the least of them (see
+            `request.active_flops`).
+        parameters: of all layers and tables, over all devices; parameters_active: those that a
+            token passes.
+        grouped_matmuls: kernels, expanded by XLA, or of buffers (exchanged rows); absent of a dense
+            model.
+        all_reduces, asynchronous, hidden, merged, exposed: of the sublayers' reductions, and of the
+            gathers and scatters of a split stream; all_to_alls, all_to_alls_hidden: of the experts'
+            rows.
         bytes_accessed: counted by `schedule.traffic`.
-        bytes_accessed_by_compiler: the compiler's own count, null if it gives none. It counts a loop's body once, a
-            prefetched array up to three times, and on TPUs a cache that attention reads once five times.
+        bytes_accessed_by_compiler: the compiler's own count, null if it gives none. It counts a
+            loop's body once, a prefetched array up to three times, and on TPUs a cache that
+            attention reads once five times.
         """
         record, unused = self.record, _unused(self.request)
-        settings = {name: value for name, value in self.request.as_dict().items() if name not in unused}
+        settings = {
+            name: value for name, value in self.request.as_dict().items() if name not in unused
+        }
         if "launch" in settings:
             settings["launch"] = record.launch
         return {
@@ -98,7 +109,11 @@ class Result:
             "compiler": f"{record.compiler}, jax {record.jax}, {record.seconds:.0f} s",
             "options": ", ".join(f"{k}={v}" for k, v in record.options.items()) or "none",
         }
-        tail = [f"{label + ':' if ' ' in label else label.ljust(9)} {text}" for label, text in labelled.items() if text]
+        tail = [
+            f"{label + ':' if ' ' in label else label.ljust(9)} {text}"
+            for label, text in labelled.items()
+            if text
+        ]
         notices = [*record.notices]
         if self.request.target.platform == "cuda" and self.request.phase is not Phase.DECODE:
             notices.append("attention is XLA's here: cuDNN's cannot be compiled without a GPU")
@@ -108,15 +123,25 @@ class Result:
     @property
     def _title(self) -> str:
         request = self.request
-        return ", ".join((
-            *(request.model, request.residual, request.phase.value, f"{request.layers} layers"),
-            *([f"fsdp {request.fsdp}"] if request.fsdp > 1 else []),
-            f"tensor {request.tensor}",
-            *([f"sequence-parallel{FORMS[request.collective_matmul]}"] if request.sequence_parallel else []),
-            *(["two halves in turn"] if request.interleave == 2 else []),
-            *([f"experts exchanged with capacity {request.capacity:g}"] if request.exchanges else []),
-            *(request.loop.value, f"on {request.target.name}"),
-        ))  # fmt: skip
+        return ", ".join(
+            (
+                *(request.model, request.residual, request.phase.value, f"{request.layers} layers"),
+                *([f"fsdp {request.fsdp}"] if request.fsdp > 1 else []),
+                f"tensor {request.tensor}",
+                *(
+                    [f"sequence-parallel{FORMS[request.collective_matmul]}"]
+                    if request.sequence_parallel
+                    else []
+                ),
+                *(["two halves in turn"] if request.interleave == 2 else []),
+                *(
+                    [f"experts exchanged with capacity {request.capacity:g}"]
+                    if request.exchanges
+                    else []
+                ),
+                *(request.loop.value, f"on {request.target.name}"),
+            )
+        )
 
     @property
     def _memory(self) -> str:
@@ -126,14 +151,25 @@ class Result:
         used = f"{record.bytes_per_device / GIB:.1f} GiB a device"
         if self.fits is not None:
             room = self.request.target.memory / GIB
-            used += f", of {room:.0f}: it fits" if self.fits else f", more than its {room:.0f}: it does NOT fit"
+            used += (
+                f", of {room:.0f}: it fits"
+                if self.fits
+                else f", more than its {room:.0f}: it does NOT fit"
+            )
         parts = f"arguments {record.argument_bytes / GIB:.2f}, temporaries {record.temporary_bytes / GIB:.2f}"
         return f"{used} ({parts})"
 
     @property
     def _traffic(self) -> str:
-        line, least = f"reads and writes {self.bytes_accessed / GIB:.2f} GiB", self.record.bytes_minimum
-        return f"{line}: {self.bytes_accessed / least:.2f} times its weights and cache" if least else line
+        line, least = (
+            f"reads and writes {self.bytes_accessed / GIB:.2f} GiB",
+            self.record.bytes_minimum,
+        )
+        return (
+            f"{line}: {self.bytes_accessed / least:.2f} times its weights and cache"
+            if least
+            else line
+        )
 
     @property
     def _experts(self) -> str:
@@ -143,7 +179,9 @@ class Result:
         line = f"a token passes {count.active / 1e9:.3g} of {count.held / 1e9:.3g} billion parameters; "
         line += f"{self.report.flops / least:.2f} times the FLOPs of those are computed"
         if self.experts is Form.EXPANDED:
-            line += ", as XLA expands grouped matmuls here: every row times every expert of its device"
+            line += (
+                ", as XLA expands grouped matmuls here: every row times every expert of its device"
+            )
         return line
 
     @property
@@ -163,7 +201,9 @@ class Result:
 def read(request: Request, record: Record) -> Result:
     program, experts = hlo.parse(record.hlo), requests.experts(request)
     form = Form.BUFFERS if request.exchanges else grouped.form(program)
-    report = judge.read(program, sublayer_flops=requests.sublayer_flops(request, form=form), experts=experts)
+    report = judge.read(
+        program, sublayer_flops=requests.sublayer_flops(request, form=form), experts=experts
+    )
     return Result(request, record, report, traffic.bytes_moved(program, experts=experts), form)
 
 
@@ -186,7 +226,9 @@ def _unused(request: Request) -> set[str]:
         Phase.PREFILL: {"context", "remat", "fsdp"},
         Phase.TRAIN: {"context", "launch", "quantize"},
     }
-    unused = of_phase[request.phase] | {n for n in ("capacity", "ladder_layers") if getattr(request, n) is None}
+    unused = of_phase[request.phase] | {
+        n for n in ("capacity", "ladder_layers") if getattr(request, n) is None
+    }
     if not request.sequence_parallel:
         unused |= {"collective_matmul", "experts"}
     return unused if request.config.moe else unused | {"experts"}

@@ -1,5 +1,6 @@
-"""The few collectives that the library uses, by name, valid inside `on_mesh` and `over_ranks`; and kernels that know no
-varying types, called there."""
+"""The few collectives that the library uses, by name, valid inside `on_mesh` and `over_ranks`; and
+kernels that know no varying types, called there.
+"""
 
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
@@ -32,10 +33,11 @@ def varying(x: Array) -> frozenset[str]:
 def pvary(x: Array, axes: Iterable[str]) -> Array:
     """`x`, equal on all ranks of `axes`, typed as a value that may differ between them.
 
-    Free in the forward pass. Its transpose all-reduces the gradient over the axes that were added, so the place of
-    this call decides where the backward pass communicates.
+    Free in the forward pass. Its transpose all-reduces the gradient over the axes that were added,
+    so the place of this call decides where the backward pass communicates.
     """
-    # Sorted, because the order becomes part of the program: a set's differs from process to process.
+    # Sorted, because the order becomes part of the program: a set's differs from process to
+    # process.
     missing = tuple(axis for axis in sorted(axes) if axis != EMULATED and axis not in varying(x))
     return lax.pcast(x, missing, to="varying") if missing else x
 
@@ -45,7 +47,8 @@ def all_reduce(x: Array, axes: Axes) -> Array:
     return lax.psum(x, axes)
 
 
-ALIASES = {"TPU v5e": "TPU v5 lite", "TPU v5p": "TPU v5", "TPU v6e": "TPU v6 lite"}  # what some versions call them
+# what some versions call them
+ALIASES = {"TPU v5e": "TPU v5 lite", "TPU v5p": "TPU v5", "TPU v6e": "TPU v6 lite"}
 
 
 def kind_of(device_kind: str) -> str:
@@ -54,27 +57,33 @@ def kind_of(device_kind: str) -> str:
 
 
 def is_v5e(device_kind: str) -> bool:
-    """v5e is the one TPU that overlaps reductions by fusing them with matmuls, in its vector memory."""
+    """v5e is the one TPU that overlaps reductions by fusing them with matmuls, in its vector
+    memory.
+    """
     return kind_of(device_kind) == "TPU v5 lite"
 
 
 HALVES = ("NVIDIA", "TPU v5", "TPU v6 lite", "TPU7x")
-"""Kinds of devices whose compilers have all-reduces in two halves: not a CPU's, which aborts, nor a v5e's.
+"""Kinds of devices whose compilers have all-reduces in two halves: not a CPU's, which aborts, nor a
+v5e's.
 
-Of a whole all-reduce the compiler makes such halves, too, but it leaves only as much compute between them as its own
-estimate of the transfer demands: of a sublayer of a decode step a third. The whole sublayer stands there by
-residual/wires/async_all_reduce.py. On NVIDIA GPUs that hides XLA's one-kernel all-reduce, which the compiler never
-hides.
+Of a whole all-reduce the compiler makes such halves, too, but it leaves only as much compute
+between them as its own estimate of the transfer demands: of a sublayer of a decode step a third.
+The whole sublayer stands there by residual/wires/async_all_reduce.py. On NVIDIA GPUs that hides
+XLA's one-kernel all-reduce, which the compiler never hides.
 """
 
 
 def resolve_launch(launch: Launch, *, mesh: Mesh) -> Launch:
-    """CHAINED or EXPLICIT for programs on `mesh`. Raises UserError for EXPLICIT where it is not supported."""
+    """CHAINED or EXPLICIT for programs on `mesh`. Raises UserError for EXPLICIT where it is not
+    supported.
+    """
     kind = mesh.devices.flat[0].device_kind
     missing = None
     if kind_of(kind) not in HALVES:
         missing = f"launch 'explicit' is for NVIDIA GPUs and for TPUs from v5p on, not for {kind}: use 'auto'"
-    # Its compiler for GPUs refuses what jax 0.11 starts: "Shardy propagation doesn't support tuples".
+    # Its compiler for GPUs refuses what jax 0.11 starts: "Shardy propagation doesn't support
+    # tuples".
     elif _psum_start() is None or (kind_of(kind) == "NVIDIA" and jax.__version_info__ < (0, 12)):
         missing = f"launch 'explicit' needs a jax with started collectives, and {jax.__version__} has none: use 'auto'"
     if launch is Launch.AUTO:
@@ -85,7 +94,9 @@ def resolve_launch(launch: Launch, *, mesh: Mesh) -> Launch:
 
 
 def start_all_reduce(x: Array, axes: Axes) -> Any:
-    """The first half of `all_reduce`; its `.done()` is the second. No gradient: for prefill and decode."""
+    """The first half of `all_reduce`; its `.done()` is the second. No gradient: for prefill and
+    decode.
+    """
     return _psum_start()(x, axes)
 
 
@@ -122,11 +133,12 @@ def all_ranks(x: Array, axes: Axes) -> Array:
 
 
 def opaque_copy(partial: Array | None, axes: Axes) -> Array | None:
-    """A copy of `partial` that the compiler cannot identify with it: the all-reduce's operand, where a sublayer reads
-    `partial` too.
+    """A copy of `partial` that the compiler cannot identify with it: the all-reduce's operand,
+    where a sublayer reads `partial` too.
 
-    Without it v5e hides no all-reduce, because it fuses one with matmuls only where nothing else reads its operand;
-    and v5p, unrolled, hides 3 of 8 instead of 7, because it issues every second one after the matmuls.
+    Without it v5e hides no all-reduce, because it fuses one with matmuls only where nothing else
+    reads its operand; and v5p, unrolled, hides 3 of 8 instead of 7, because it issues every second
+    one after the matmuls.
     """
     if partial is None or ranks(axes) == 1:
         return partial
@@ -141,8 +153,9 @@ def all_max(x: Array, axes: Axes) -> Array:
 def anywhere(*flags: Array) -> tuple[Array, ...]:
     """For each [B] bool whether any row of it is true, on any rank of the whole mesh: scalars.
 
-    For branches with collectives in them: ranks that disagreed would wait for each other. Ranks that hold
-    the same rows agree as it is; those of the axes over which rows are split are asked, in one all-reduce.
+    For branches with collectives in them: ranks that disagreed would wait for each other. Ranks
+    that hold the same rows agree as it is; those of the axes over which rows are split are asked,
+    in one all-reduce.
     """
     found = jnp.any(jnp.stack(flags), axis=-1)
     others = tuple(axis for axis in sorted(varying(found)) if ranks((axis,)) > 1)
@@ -159,7 +172,9 @@ def ranks(axes: Axes) -> int:
 
 
 def check_axes(axes: Axes) -> None:
-    """Raises UserError for a name in place of a tuple, and for axes that the enclosing shard_map does not have."""
+    """Raises UserError for a name in place of a tuple, and for axes that the enclosing shard_map
+    does not have.
+    """
     if isinstance(axes, str):
         raise UserError(f"axes must be a tuple of the mesh's axes, as in ({axes!r},), not {axes!r}")
     for axis in axes:
@@ -169,7 +184,9 @@ def check_axes(axes: Axes) -> None:
             known = sorted(jax.sharding.get_abstract_mesh().manual_axes)
             if known:
                 raise unknown("mesh axis", axis, known) from None
-            raise UserError(f"there are no ranks of {axis!r} here: call it inside jax.shard_map") from None
+            raise UserError(
+                f"there are no ranks of {axis!r} here: call it inside jax.shard_map"
+            ) from None
 
 
 def unchecked(function: Callable) -> Callable:
@@ -180,7 +197,8 @@ def unchecked(function: Callable) -> Callable:
     """
 
     def untyped(x):
-        # The type comes in with the argument, and goes with any operation, of which this one is free.
+        # The type comes in with the argument, and goes with any operation, of which this one is
+        # free.
         return lax.squeeze(lax.expand_dims(x, (0,)), (0,))
 
     def call(*args):
@@ -192,7 +210,9 @@ def unchecked(function: Callable) -> Callable:
             out_specs=PartitionSpec(),
             check_vma=False,
         )
-        return jax.tree.map(lambda x: pvary(x, axes), local(*(jax.tree.map(lambda x: pvary(x, axes), args))))
+        return jax.tree.map(
+            lambda x: pvary(x, axes), local(*(jax.tree.map(lambda x: pvary(x, axes), args)))
+        )
 
     return call
 
@@ -225,6 +245,7 @@ def differentiable(kernel: Callable, *, fixed: int = 0) -> Callable:
 
     def typed(*args):
         axes = frozenset.union(*map(varying, args))
-        return call(*(pvary(x, axes) for x in args))  # so that each gradient has its argument's type
+        # so that each gradient has its argument's type
+        return call(*(pvary(x, axes) for x in args))
 
     return typed

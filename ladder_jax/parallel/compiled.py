@@ -1,8 +1,8 @@
 """Functions that run on every rank of a mesh, and `jax.jit` with compiler options for its devices.
 
-A program runs on the mesh of its `Layout`. A caller's mesh may have other names and Explicit axes, and be set by
-`jax.set_mesh`: `on_own_mesh` changes arguments to ours, and results to the caller's. Over the same devices that moves
-nothing but what is split otherwise.
+A program runs on the mesh of its `Layout`. A caller's mesh may have other names and Explicit axes,
+and be set by `jax.set_mesh`: `on_own_mesh` changes arguments to ours, and results to the caller's.
+Over the same devices that moves nothing but what is split otherwise.
 """
 
 import contextlib
@@ -38,8 +38,8 @@ def options_for(device_kind: str, traits: Traits, *, rescue: bool = False) -> di
 def compile_options(mesh: Mesh, *, traits: Traits, rescue: bool = False) -> dict[str, Any]:
     """For `jax.jit(..., compiler_options=...)` of a program on `mesh`.
 
-    An option that the installed compiler does not know is dropped, with a notice. Raises UserError where a program's
-    collective matmuls are to be made by a compiler that makes none.
+    An option that the installed compiler does not know is dropped, with a notice. Raises UserError
+    where a program's collective matmuls are to be made by a compiler that makes none.
     """
     device = mesh.devices.flat[0]
     check_compiler_makes(traits.collective_matmul, mesh=mesh)
@@ -48,7 +48,9 @@ def compile_options(mesh: Mesh, *, traits: Traits, rescue: bool = False) -> dict
 
 
 def check_compiler_makes(form: CollectiveMatmul, *, mesh: Mesh) -> None:
-    """Raises UserError for collective matmuls by the compiler where it makes none: on other devices than TPUs."""
+    """Raises UserError for collective matmuls by the compiler where it makes none: on other devices
+    than TPUs.
+    """
     if form is CollectiveMatmul.COMPILER and (platform := mesh.devices.flat[0].platform) != "tpu":
         what = "collective_matmul 'compiler' is an option of XLA for TPUs"
         raise UserError(f"{what}, and this mesh is of {platform}: use 'ring'")
@@ -56,7 +58,9 @@ def check_compiler_makes(form: CollectiveMatmul, *, mesh: Mesh) -> None:
 
 @functools.cache
 def _known(name, value, device):
-    """Compiles the smallest program with the option: the compiler raises an error for one that it does not know."""
+    """Compiles the smallest program with the option: the compiler raises an error for one that it
+    does not know.
+    """
     here = jax.sharding.SingleDeviceSharding(device)
     probe = jax.jit(lambda x: x, compiler_options={name: value})
     try:
@@ -70,7 +74,9 @@ def _known(name, value, device):
 
 
 def on_mesh(fn: Callable, *, layout: Layout, in_dims: Dims, out_dims: Dims) -> Callable:
-    """`fn` of one rank's shards as a function of global arrays, on the layout's own mesh, wherever it is called."""
+    """`fn` of one rank's shards as a function of global arrays, on the layout's own mesh, wherever
+    it is called.
+    """
     mapped = over_mesh(fn, layout=layout, in_dims=in_dims, out_dims=out_dims)
     return on_own_mesh(mapped, layout=layout, out_dims=out_dims)
 
@@ -83,11 +89,15 @@ def over_mesh(fn: Callable, *, layout: Layout, in_dims: Dims, out_dims: Dims) ->
     """
     in_specs, out_specs = jax.tree.map(layout.spec, (in_dims, out_dims))
     checked = not layout.emulated
-    return jax.shard_map(fn, mesh=layout.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=checked)
+    return jax.shard_map(
+        fn, mesh=layout.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=checked
+    )
 
 
 def on_own_mesh(fn: Callable, *, layout: Layout, out_dims: Any) -> Callable:
-    """`fn`, a function of global arrays on the layout's own mesh, wherever it is called. out_dims: of its results."""
+    """`fn`, a function of global arrays on the layout's own mesh, wherever it is called. out_dims:
+    of its results.
+    """
     own = NamedSharding(layout.mesh.abstract_mesh, PartitionSpec())
 
     @jax.jit  # outside of a trace, too, jax knows no arrays of other meshes than the one set
@@ -106,7 +116,8 @@ def on_own_mesh(fn: Callable, *, layout: Layout, out_dims: Any) -> Callable:
 
 
 def mesh_around(args: Any, *, layout: Layout) -> AbstractMesh | None:
-    """The mesh that results belong on, if it is not the layout's own: the one that is set, or else the caller's.
+    """The mesh that results belong on, if it is not the layout's own: the one that is set, or else
+    the caller's.
 
     Raises UserError where the one that is set has another number of devices.
     """
@@ -133,7 +144,8 @@ def over_ranks(fn: Callable, *, layout: Layout, in_dims: tuple, out_dims: Dims) 
     under one named axis, over which the collectives work as on a mesh, and joins the results.
     It must stand inside `jax.grad`: only then is a gradient that of the whole function.
 
-    ladder-fresh and desync are functions of the number of ranks, and on one GPU or TPU chip nothing else computes them.
+    ladder-fresh and desync are functions of the number of ranks, and on one GPU or TPU chip nothing
+    else computes them.
     """
     if not layout.emulated:
         return fn
@@ -141,7 +153,8 @@ def over_ranks(fn: Callable, *, layout: Layout, in_dims: tuple, out_dims: Dims) 
     def emulated(*args):
         split = _map(functools.partial(_split, ranks=layout.ranks), in_dims, args)
         in_axes, out_axes = jax.tree.map(_position, (in_dims, out_dims))
-        named = dict(axis_name=EMULATED, axis_size=layout.ranks)  # the size, as no argument may be split
+        # the size, as no argument may be split
+        named = dict(axis_name=EMULATED, axis_size=layout.ranks)
         out = jax.vmap(fn, in_axes=in_axes, out_axes=out_axes, **named)(*split)
         return _map(_join, out_dims, out)
 
@@ -149,14 +162,16 @@ def over_ranks(fn: Callable, *, layout: Layout, in_dims: tuple, out_dims: Dims) 
 
 
 class Compiled:
-    """`jax.jit(fn)` with compiler options for its mesh; if the compiler fails on them, with fewer and a notice.
+    """`jax.jit(fn)` with compiler options for its mesh; if the compiler fails on them, with fewer
+    and a notice.
 
     v5e's options are fragile: its fusions of reductions and matmuls may not fit the vector memory.
     `options` are those in force, for a program of these `traits`.
 
-    Inside a trace it is `jax.jit(fn)` without options, which jax refuses there, and without donation: both belong to
-    the outermost program. Results are on the mesh of `jax.set_mesh`, if it is another than the model's; outside of a
-    trace, what a program hands to its next call stays where it is: of those that donate, or have `out_shardings`.
+    Inside a trace it is `jax.jit(fn)` without options, which jax refuses there, and without
+    donation: both belong to the outermost program. Results are on the mesh of `jax.set_mesh`, if it
+    is another than the model's; outside of a trace, what a program hands to its next call stays
+    where it is: of those that donate, or have `out_shardings`.
     """
 
     def __init__(
@@ -171,7 +186,9 @@ class Compiled:
         best = compile_options(mesh, traits=traits)
         rescue = compile_options(mesh, traits=traits, rescue=True)
         self.__wrapped__ = fn
-        self._jit = functools.partial(jax.jit, fn, donate_argnums=donate_argnums, out_shardings=out_shardings)
+        self._jit = functools.partial(
+            jax.jit, fn, donate_argnums=donate_argnums, out_shardings=out_shardings
+        )
         is_apart = bool(out_shardings) or donate_argnums != ()
         self._context = without_mesh if is_apart else contextlib.nullcontext
         self._left = [options for options in ({**best, **rescue}, {}) if options != best]
@@ -180,7 +197,9 @@ class Compiled:
         self._jitted = self._jit(compiler_options=best)
 
     def __repr__(self) -> str:
-        options = ", ".join(f"{name}={value}" for name, value in self.options.items()) or "no options"
+        options = (
+            ", ".join(f"{name}={value}" for name, value in self.options.items()) or "no options"
+        )
         return f"Compiled({self.__wrapped__.__qualname__}, {options})"
 
     def __call__(self, *args: Any) -> Any:
@@ -224,23 +243,35 @@ class Compiled:
         self._jitted = self._jit(compiler_options=self.options)
 
 
-# The compiler's two names for vector memory. It fails before the program starts, so no donated buffer is lost.
+# The compiler's two names for vector memory. It fails before the program starts, so no donated
+# buffer is lost.
 _OUT_OF_VECTOR_MEMORY = re.compile(r"vmem|alternate memory", re.IGNORECASE)
 
 
 def use_compilation_cache() -> None:
-    """Use a cache of compiled programs in this process, unless jax.config or the environment names one."""
-    if jax.config.jax_compilation_cache_dir is None and "JAX_COMPILATION_CACHE_DIR" not in os.environ:
+    """Use a cache of compiled programs in this process, unless jax.config or the environment names
+    one.
+    """
+    if (
+        jax.config.jax_compilation_cache_dir is None
+        and "JAX_COMPILATION_CACHE_DIR" not in os.environ
+    ):
         if (folder := files.cache_folder("programs")) is not None:
             jax.config.update("jax_compilation_cache_dir", str(folder))
 
 
 def _changed(array, sharding):
-    return array if jax.typeof(array).sharding.mesh == sharding.mesh else jax.sharding.reshard(array, sharding)
+    return (
+        array
+        if jax.typeof(array).sharding.mesh == sharding.mesh
+        else jax.sharding.reshard(array, sharding)
+    )
 
 
 def _given_back(array, *, dims, around, layout):
-    """By its type along Explicit axes; along Auto ones by a constraint, as the compiler may choose what they cannot."""
+    """By its type along Explicit axes; along Auto ones by a constraint, as the compiler may choose
+    what they cannot.
+    """
     split = functools.partial(layout.sharding_on, around, array.shape, dims=dims)
     array = _changed(array, split(axes=around.explicit_axes))
     if not around.auto_axes:
@@ -250,7 +281,9 @@ def _given_back(array, *, dims, around, layout):
 
 def _map(fn, dims, tree):
     """`fn(array, its dims)` of every array of `tree`, of which `dims` is a prefix."""
-    return jax.tree.map(lambda of, below: jax.tree.map(functools.partial(fn, dims=of), below), dims, tree)
+    return jax.tree.map(
+        lambda of, below: jax.tree.map(functools.partial(fn, dims=of), below), dims, tree
+    )
 
 
 def _position(dims):

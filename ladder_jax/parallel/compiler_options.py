@@ -1,7 +1,9 @@
-"""Compiler options that make collectives asynchronous: one table by kind of device, with the evidence for each option.
+"""Compiler options that make collectives asynchronous: one table by kind of device, with the
+evidence for each option.
 
-The evidence is schedules compiled with jax 0.12.0.1, libtpu 0.0.50.1 and the CUDA 13 plugin. `ladder-jax overlap`
-compiles them again, and `make audit` fails when a new compiler behaves otherwise.
+The evidence is schedules compiled with jax 0.12.0.1, libtpu 0.0.50.1 and the CUDA 13 plugin.
+`ladder-jax overlap` compiles them again, and `make audit` fails when a new compiler behaves
+otherwise.
 """
 
 import dataclasses
@@ -11,14 +13,19 @@ from ladder_jax.config import CollectiveMatmul, Launch, Loop, Phase
 
 
 class Overlap(enum.Enum):
-    """Whether a program's reductions can overlap compute: options that serve one kind harm the other."""
+    """Whether a program's reductions can overlap compute: options that serve one kind harm the
+    other.
+    """
 
     HIDES = "hides"  # ladder kinds
-    WAITS = "waits"  # standard, parallel, desync: the fastest reduction is best, asynchronous or not
+    # standard, parallel, desync: the fastest reduction is best, asynchronous or not
+    WAITS = "waits"
 
 
 class Split(enum.Enum):
-    """What is split beside the tensor-parallel dimensions, and therefore gathered and reduce-scattered."""
+    """What is split beside the tensor-parallel dimensions, and therefore gathered and
+    reduce-scattered.
+    """
 
     WEIGHTS = "weights"  # over the fsdp axis
     SEQUENCE = "sequence"  # of the stream, over the tensor ranks
@@ -28,7 +35,9 @@ class Split(enum.Enum):
 
 @dataclasses.dataclass(frozen=True)
 class Traits:
-    """What a program's compiler options depend on, beside the device. launch: CHAINED or EXPLICIT."""
+    """What a program's compiler options depend on, beside the device. launch: CHAINED or
+    EXPLICIT.
+    """
 
     overlap: Overlap
     phase: Phase
@@ -45,8 +54,9 @@ Programs = tuple[Split | CollectiveMatmul, ...]
 class Option:
     """A compiler option, the programs for which it is set, and the evidence for it (`why`).
 
-    of: set for programs that split one of these, or have matmuls of one of these forms; empty: for all. unless: not for
-        programs that do, or have. rescue: set only after the compiler has failed without it.
+    of: set for programs that split one of these, or have matmuls of one of these forms; empty: for
+        all. unless: not for programs that do, or have. rescue: set only after the compiler has
+        failed without it.
     """
 
     name: str
@@ -120,7 +130,10 @@ _COLLECTIVE_MATMUL = tuple(
         of=(CollectiveMatmul.COMPILER,),
     )
     for kind, why in (
-        ("all_gather", "a gather becomes a loop of permutes under its matmul's parts; without it, it stands before it"),
+        (
+            "all_gather",
+            "a gather becomes a loop of permutes under its matmul's parts; without it, it stands before it",
+        ),
         (
             "reduce_scatter",
             "asks the same of scatters, of which none became one: v5p rewrites them, tpu7x offloads",

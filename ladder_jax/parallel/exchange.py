@@ -1,15 +1,17 @@
-"""Rows of tokens for the experts of all ranks, and back: buffers of a fixed size, and one all-to-all each way.
+"""Rows of tokens for the experts of all ranks, and back: buffers of a fixed size, and one
+all-to-all each way.
 
-An expert's buffer has S slots for the rows of one rank's tokens. They are taken in the order of the tokens, batch row
-after batch row; a row that finds no slot is dropped. So no token depends on a later one of its sequence.
+An expert's buffer has S slots for the rows of one rank's tokens. They are taken in the order of the
+tokens, batch row after batch row; a row that finds no slot is dropped. So no token depends on a
+later one of its sequence.
 
     fill       a rank's tokens [N, D] into the buffers of all experts, [E, S, D]
     dispatch   the buffers to the ranks of their experts, [E/ranks, ranks S, D]
     combine    what the experts make of them, [ranks S, E/ranks, D], back to the ranks of the tokens
     collect    each token's rows, weighted and added in float32, [N, D]
 
-Letters: N tokens of this rank, K choices of one, E all experts, padding included, S slots. Not all slots are in use;
-the others hold zeros.
+Letters: N tokens of this rank, K choices of one, E all experts, padding included, S slots. Not all
+slots are in use; the others hold zeros.
 """
 
 import functools
@@ -23,15 +25,22 @@ from ladder_jax.parallel.collectives import Axes, pvary, varying
 
 
 def by_expert(choice_R: Array, *, experts: int) -> tuple[Array, Array, Array]:
-    """(order, place, sizes): the row in each place, sorted by expert; each row's place; how many rows an expert has."""
+    """(order, place, sizes): the row in each place, sorted by expert; each row's place; how many
+    rows an expert has.
+    """
     order = jnp.argsort(choice_R, stable=True)
-    place = jnp.zeros_like(order).at[order].set(jnp.arange(len(order), dtype=order.dtype), unique_indices=True)
+    place = (
+        jnp.zeros_like(order)
+        .at[order]
+        .set(jnp.arange(len(order), dtype=order.dtype), unique_indices=True)
+    )
     sizes = jnp.sum(choice_R[:, None] == jnp.arange(experts)[None, :], axis=0, dtype=jnp.int32)
     return order, place, sizes
 
 
 def slots(choice_NK: Array, *, experts: int, size: int) -> Array:
-    """int32 [N, K]: the slot of each row among all experts' slots, expert x S + place; E S for a dropped one.
+    """int32 [N, K]: the slot of each row among all experts' slots, expert x S + place; E S for a
+    dropped one.
 
     A row whose choice is E is of no expert, and takes no slot.
     """
@@ -58,9 +67,11 @@ def dispatch(buffers_ESD: Array, *, axes: Axes) -> Array:
 
 
 def places(slots_NK: Array, *, experts: int, size: int, count: int) -> Array:
-    """Float32 [N, K]: where `combine` brings the output of each row, on one of `count` ranks; of a dropped one E S.
+    """Float32 [N, K]: where `combine` brings the output of each row, on one of `count` ranks; of a
+    dropped one E S.
 
-    Exact as float32, because a state that is differentiated carries no integers. Raises UserError for too many rows.
+    Exact as float32, because a state that is differentiated carries no integers. Raises UserError
+    for too many rows.
     """
     if experts * size >= 2**24:
         raise UserError(
@@ -77,7 +88,9 @@ def combine(rows_RED: Array, *, axes: Axes) -> Array:
 
 
 def collect(rows_RED: Array, places_NK: Array, weights_NK: Array) -> Array:
-    """[N, D] in the rows' dtype: the sum of each token's rows times float32 `weights`; dropped ones are zero."""
+    """[N, D] in the rows' dtype: the sum of each token's rows times float32 `weights`; dropped ones
+    are zero.
+    """
     rows_SD = rows_RED.reshape(-1, rows_RED.shape[2])
     rows = _from_slots(rows_SD, places_NK.astype(jnp.int32)).reshape(*places_NK.shape, -1)
     weights = jnp.where(places_NK < len(rows_SD), weights_NK, 0)
@@ -107,7 +120,9 @@ def _into_slots_backward(total, slots_NK, gradient):
     return jnp.sum(rows, axis=1, dtype=jnp.float32).astype(gradient.dtype), None
 
 
-_into_slots.defvjp(lambda x, slots, total: (_into_slots(x, slots, total), slots), _into_slots_backward)
+_into_slots.defvjp(
+    lambda x, slots, total: (_into_slots(x, slots, total), slots), _into_slots_backward
+)
 
 
 @jax.custom_vjp
@@ -121,4 +136,6 @@ def _from_slots_backward(residuals, gradient):
     return _rows(gradient, _sources(slots_NK, total)), None
 
 
-_from_slots.defvjp(lambda rows, slots: (_from_slots(rows, slots), (slots, len(rows))), _from_slots_backward)
+_from_slots.defvjp(
+    lambda rows, slots: (_from_slots(rows, slots), (slots, len(rows))), _from_slots_backward
+)

@@ -1,8 +1,9 @@
-"""Device meshes, how a model's named dimensions are split over them, and arrays that are copied to their devices piece
-by piece: one device's shard, or one layer, at a time.
+"""Device meshes, how a model's named dimensions are split over them, and arrays that are copied to
+their devices piece by piece: one device's shard, or one layer, at a time.
 
-Programs run on a mesh of our own, whose axes are Auto. A caller's mesh may have other names and Explicit axes, and be
-set by `jax.set_mesh` (see compiled.py); on meshes of `make_mesh` alone there is nothing to change.
+Programs run on a mesh of our own, whose axes are Auto. A caller's mesh may have other names and
+Explicit axes, and be set by `jax.set_mesh` (see compiled.py); on meshes of `make_mesh` alone there
+is nothing to change.
 """
 
 import contextlib
@@ -28,23 +29,32 @@ from ladder_jax.scopes import AXES, DATA, FSDP, TENSOR
 logger = logging.getLogger("ladder_jax")
 
 SHARDED = "NFVKEW"  # the dimensions that tensor parallelism splits
-ROUTER = "DC"  # the dimensions of a router, which is gathered and stored in float32, as it chooses in it
+# the dimensions of a router, which is gathered and stored in float32, as it chooses in it
+ROUTER = "DC"
 
 
-def make_mesh(*, data: int = 1, fsdp: int = 1, tensor: int = 1, devices: Sequence[jax.Device] | None = None) -> Mesh:
+def make_mesh(
+    *, data: int = 1, fsdp: int = 1, tensor: int = 1, devices: Sequence[jax.Device] | None = None
+) -> Mesh:
     """A mesh with the axes data x fsdp x tensor over the first devices (or the given ones).
 
     Raises UserError where it is larger than the devices at hand, or cuts across their torus.
     """
     config = MeshConfig(data=data, fsdp=fsdp, tensor=tensor)
     devices = jax.devices() if devices is None else devices
-    if not isinstance(devices, Sequence | np.ndarray) or not all(isinstance(d, jax.Device) for d in devices):
-        raise UserError("devices must be jax's devices, such as jax.devices(), or schedule.devices(target)")
+    if not isinstance(devices, Sequence | np.ndarray) or not all(
+        isinstance(d, jax.Device) for d in devices
+    ):
+        raise UserError(
+            "devices must be jax's devices, such as jax.devices(), or schedule.devices(target)"
+        )
     devices = list(devices)
     if config.size > len(devices):
         hint = ""
         if devices and devices[0].platform == "cpu":
-            hint = f"; JAX_NUM_CPU_DEVICES={config.size} or --cpu-devices {config.size} simulates them"
+            hint = (
+                f"; JAX_NUM_CPU_DEVICES={config.size} or --cpu-devices {config.size} simulates them"
+            )
         raise UserError(
             f"mesh {data} x {fsdp} x {tensor} (data x fsdp x tensor) needs {config.size} devices,"
             f" but this machine has {len(devices)}{hint}"
@@ -58,17 +68,20 @@ def make_mesh(*, data: int = 1, fsdp: int = 1, tensor: int = 1, devices: Sequenc
     except NotImplementedError:  # a TPU's torus has no such axes
         logger.warning(
             "mesh %d x %d x %d cuts across the axes of the devices' torus, so collectives share links:"
-            " `ladder-jax plan` lists those that do not", *sizes
-        )  # fmt: skip
+            " `ladder-jax plan` lists those that do not",
+            *sizes,
+        )
         placed = mesh_utils.create_device_mesh(sizes, devices, allow_split_physical_axes=True)
         return Mesh(placed, AXES, axis_types=types)
 
 
 @dataclasses.dataclass(frozen=True)
 class NamedMesh:
-    """A mesh and what it calls our axes. Stands wherever a mesh of `make_mesh` does; made by `mesh_of`.
+    """A mesh and what it calls our axes. Stands wherever a mesh of `make_mesh` does; made by
+    `mesh_of`.
 
-    names: of the mesh's axes, those that are data, fsdp and tensor; None for an axis that it lacks, of one rank.
+    names: of the mesh's axes, those that are data, fsdp and tensor; None for an axis that it lacks,
+        of one rank.
     """
 
     mesh: Mesh
@@ -96,8 +109,8 @@ class NamedMesh:
     def own(self) -> Mesh:
         """The same devices in the same order, with the axes data, fsdp and tensor, all Auto.
 
-        Its axes have the mesh's order, as programs may hold arrays of both; an axis that it lacks stands where ours has
-        it, if the others do.
+        Its axes have the mesh's order, as programs may hold arrays of both; an axis that it lacks
+        stands where ours has it, if the others do.
         """
         if self.mesh.axis_names == AXES and set(self.mesh.axis_types) == {AxisType.Auto}:
             return self.mesh
@@ -112,9 +125,10 @@ class NamedMesh:
 def mesh_of(mesh: Mesh | NamedMesh, *, axes: Mapping[str, str] | None = None) -> NamedMesh:
     """A mesh of jax's for a model of ours: `mesh_of(mesh, axes={"data": "dp", "tensor": "tp"})`.
 
-    axes: what the mesh calls data, fsdp and tensor. An axis left out is the one of that name; one that the mesh lacks
-        has one rank, and axes of one device need no name. Explicit axes stay so: parameters and results have types on
-        this mesh. A mesh whose axes have our names is taken as it is, without this.
+    axes: what the mesh calls data, fsdp and tensor. An axis left out is the one of that name; one
+        that the mesh lacks has one rank, and axes of one device need no name. Explicit axes stay
+        so: parameters and results have types on this mesh. A mesh whose axes have our names is
+        taken as it is, without this.
 
     Raises UserError for names that are none, and for axes of several devices without a name.
     """
@@ -132,7 +146,9 @@ def mesh_of(mesh: Mesh | NamedMesh, *, axes: Mapping[str, str] | None = None) ->
     names = {axis: axis for axis in AXES if axis in mesh.axis_names} | dict(axes or {})
     if len(set(names.values())) < len(names):
         raise UserError(f"axes must name an axis of the mesh once, not {names}")
-    if left := [name for name in mesh.axis_names if mesh.shape[name] > 1 and name not in names.values()]:
+    if left := [
+        name for name in mesh.axis_names if mesh.shape[name] > 1 and name not in names.values()
+    ]:
         raise UserError(
             f"the mesh has the axes {mesh.axis_names}, and a model's are {AXES}:"
             f" name them by ladder_jax.mesh_of(mesh, axes={_example(left, names)})"
@@ -141,13 +157,17 @@ def mesh_of(mesh: Mesh | NamedMesh, *, axes: Mapping[str, str] | None = None) ->
 
 
 def context_mesh() -> Mesh | None:
-    """The mesh that `jax.set_mesh` set, if one did. Raises UserError in a trace, which does not know its devices."""
+    """The mesh that `jax.set_mesh` set, if one did. Raises UserError in a trace, which does not
+    know its devices.
+    """
     if jax.sharding.get_abstract_mesh().empty:
         return None
     try:
         return jax.sharding.get_mesh()
     except ValueError:
-        raise UserError("a model that is made inside jax.jit and the like needs its mesh=") from None
+        raise UserError(
+            "a model that is made inside jax.jit and the like needs its mesh="
+        ) from None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -155,8 +175,9 @@ class Layout:
     """Which mesh axes each named dimension of a model is split over.
 
     given: the caller's mesh. Parameters, batches and results lie on it.
-    mesh: the one that programs run on, all Auto: the axes data, fsdp, tensor; with fewer key/value heads than tensor
-        ranks the last one is split in two, (kv, group), over the same devices in the same order.
+    mesh: the one that programs run on, all Auto: the axes data, fsdp, tensor; with fewer key/value
+        heads than tensor ranks the last one is split in two, (kv, group), over the same devices in
+        the same order.
     batch, tensor, kv: the mesh axes of the batch, of the tensor-parallel dimensions, and of the
         key/value heads (the ranks of one `group` hold the same head).
     ranks: how many tensor-parallel ranks compute the model.
@@ -180,7 +201,9 @@ class Layout:
         return EMULATED in self.tensor
 
     def spec(self, dims: str) -> PartitionSpec:
-        """The partition over `mesh` of an array with these dimensions, such as "DNH" (letters as in `nn`)."""
+        """The partition over `mesh` of an array with these dimensions, such as "DNH" (letters as in
+        `nn`).
+        """
         axes = {"B": self.batch}
         if self.fsdp > 1:
             axes["D"] = FSDP
@@ -196,12 +219,17 @@ class Layout:
         mesh = self.given.mesh
         return NamedSharding(mesh, self._renamed(dims, self._names(mesh)))
 
-    def sharding_on(self, mesh: AbstractMesh, shape: tuple[int, ...], *, dims: str, axes: Axes) -> NamedSharding:
-        """Of an array on any mesh over the same devices: split along those of its `axes` that correspond to ours, where
-        they divide `shape`."""
+    def sharding_on(
+        self, mesh: AbstractMesh, shape: tuple[int, ...], *, dims: str, axes: Axes
+    ) -> NamedSharding:
+        """Of an array on any mesh over the same devices: split along those of its `axes` that
+        correspond to ours, where they divide `shape`.
+        """
         names = {axis: name for axis, name in self._names(mesh).items() if name in axes}
         parts = zip(self._renamed(dims, names), shape)
-        divided = [part if part and size % _ranks(mesh, part) == 0 else None for part, size in parts]
+        divided = [
+            part if part and size % _ranks(mesh, part) == 0 else None for part, size in parts
+        ]
         return NamedSharding(mesh, PartitionSpec(*divided))
 
     def own_axes(self, dims: str) -> Axes:
@@ -225,7 +253,8 @@ class Layout:
         return _ranks(self.mesh, self.batch)
 
     def _names(self, mesh):
-        """What `mesh` calls those of our axes that have several ranks: as the caller's mesh does, or as we do.
+        """What `mesh` calls those of our axes that have several ranks: as the caller's mesh does,
+        or as we do.
 
         Where ranks share heads, tensor's name is that of `group`: no axis of the caller's is `kv`.
         """
@@ -249,7 +278,9 @@ class Layout:
 
 
 def layout(config: ModelConfig, *, mesh: Mesh | NamedMesh) -> Layout:
-    """How `config`'s model lies over `mesh` (axes data, fsdp, tensor). Raises UserError where it cannot."""
+    """How `config`'s model lies over `mesh` (axes data, fsdp, tensor). Raises UserError where it
+    cannot.
+    """
     if not isinstance(config, ModelConfig):
         raise wrong_type("config", config, ModelConfig)
     given = mesh_of(mesh)
@@ -268,7 +299,9 @@ def _with_groups(mesh, *, kv):
     at = mesh.axis_names.index(TENSOR)
     sizes = *mesh.axis_sizes[:at], kv, mesh.shape[TENSOR] // kv, *mesh.axis_sizes[at + 1 :]
     names = *mesh.axis_names[:at], "kv", "group", *mesh.axis_names[at + 1 :]
-    return Mesh(np.asarray(mesh.devices).reshape(sizes), names, axis_types=(AxisType.Auto,) * len(names))
+    return Mesh(
+        np.asarray(mesh.devices).reshape(sizes), names, axis_types=(AxisType.Auto,) * len(names)
+    )
 
 
 def with_ranks(config: ModelConfig, *, tensor: int) -> ModelConfig:
@@ -283,19 +316,24 @@ with jax.core.eval_context():  # this may be imported inside a trace
 
 
 def tracing() -> bool:
-    """Whether the caller runs under `jax.jit`, `jax.grad`, `jax.vmap` or the like, even with concrete arguments."""
+    """Whether the caller runs under `jax.jit`, `jax.grad`, `jax.vmap` or the like, even with
+    concrete arguments.
+    """
     return core.get_opaque_trace_state() != _EAGER
 
 
 def without_mesh() -> contextlib.AbstractContextManager:
-    """A context in which `jax.set_mesh` has set none; the same one in a trace, where that cannot be changed."""
+    """A context in which `jax.set_mesh` has set none; the same one in a trace, where that cannot be
+    changed.
+    """
     around = jax.sharding.get_abstract_mesh()
     return contextlib.nullcontext() if around.empty or tracing() else jax.set_mesh(None)
 
 
 def apart(compiled: Callable) -> Callable:
-    """A compiled function whose results are for other programs of ours: it leaves them on the mesh of its arguments,
-    whichever `jax.set_mesh` has set."""
+    """A compiled function whose results are for other programs of ours: it leaves them on the mesh
+    of its arguments, whichever `jax.set_mesh` has set.
+    """
 
     @functools.wraps(compiled)
     def called(*args):
@@ -306,37 +344,52 @@ def apart(compiled: Callable) -> Callable:
 
 
 def place(
-    part: Callable[[tuple[slice, ...]], np.ndarray], shape: tuple[int, ...], sharding: jax.sharding.Sharding
+    part: Callable[[tuple[slice, ...]], np.ndarray],
+    shape: tuple[int, ...],
+    sharding: jax.sharding.Sharding,
 ) -> jax.Array:
-    """The array of `shape` whose shards `part(index)` returns, one after another, padded with zeros at the end.
+    """The array of `shape` whose shards `part(index)` returns, one after another, padded with zeros
+    at the end.
 
-    A device may keep using the memory of the returned array, which therefore must not change afterwards.
+    A device may keep using the memory of the returned array, which therefore must not change
+    afterwards.
     """
     shards = []
     for device, index in sharding.addressable_devices_indices_map(shape).items():
         values = part(index)
-        missing = [(0, len(range(*where.indices(n))) - have) for where, n, have in zip(index, shape, values.shape)]
+        missing = [
+            (0, len(range(*where.indices(n))) - have)
+            for where, n, have in zip(index, shape, values.shape)
+        ]
         values = np.pad(values, missing) if any(after for _, after in missing) else values
         shards.append(jax.device_put(values, device).block_until_ready())
     return jax.make_array_from_single_device_arrays(shape, sharding, shards)
 
 
 def zeros(shape: tuple[int, ...], dtype: np.dtype, sharding: jax.sharding.Sharding) -> jax.Array:
-    make = jax.jit(jnp.zeros, static_argnums=(0, 1), out_shardings=sharding)  # in place: `device=` makes a copy more
+    # in place: `device=` makes a copy more
+    make = jax.jit(jnp.zeros, static_argnums=(0, 1), out_shardings=sharding)
     return make(shape, dtype)
 
 
 @apart
 @functools.partial(jax.jit, donate_argnums=0)
 def put(stack: Any, layer: Any, index: int) -> Any:
-    """`stack` [L, ...], an array or a tree of them, with `layer` written at `index`; the given stack is consumed."""
-    return jax.tree.map(lambda s, a: jax.lax.dynamic_update_index_in_dim(s, a, index, 0), stack, layer)
+    """`stack` [L, ...], an array or a tree of them, with `layer` written at `index`; the given
+    stack is consumed.
+    """
+    return jax.tree.map(
+        lambda s, a: jax.lax.dynamic_update_index_in_dim(s, a, index, 0), stack, layer
+    )
 
 
 def _example(left, names):
     """A way to name the axes `left`: the last is tensor, the first data."""
     order = AXES if len(left) > 2 else (DATA, TENSOR)[-len(left) :]
-    return {**{axis: name for axis, name in names.items() if axis != name}, **dict(zip(order, left))}
+    return {
+        **{axis: name for axis, name in names.items() if axis != name},
+        **dict(zip(order, left)),
+    }
 
 
 def _ranks(mesh, axes):

@@ -1,23 +1,27 @@
-"""Collective matmuls: the gather before a matmul, or the scatter after it, as a ring of permutes under its own chunks.
+"""Collective matmuls: the gather before a matmul, or the scatter after it, as a ring of permutes
+under its own chunks.
 
-Rank r holds chunk r of the positions of [B, T, D], as [B, T/ranks, D]. While one chunk is multiplied, the next one
-travels:
+Rank r holds chunk r of the positions of [B, T, D], as [B, T/ranks, D]. While one chunk is
+multiplied, the next one travels:
 
     gather_product    in flight   x of the ranks r - k, r + k            beside   products of chunks r -+ (k - 1)
     scatter_product   in flight   sums for the ranks r + k, r - k        beside   partials of chunks r +- (k - 1)
 
-Both directions of the ring are used at once, so n ranks take n // 2 rounds; of an even n, the round that is furthest
-from r has one direction. Barriers keep the order, without which compilers merge the chunks' matmuls or bunch them. A
-gather's ends each round. A scatter's ties each chunk's position, a scalar, to the sums that were made before: so one
-direction's matmul runs beside the other direction's permute, and XLA can fuse it with the addition of what arrived.
+Both directions of the ring are used at once, so n ranks take n // 2 rounds; of an even n, the round
+that is furthest from r has one direction. Barriers keep the order, without which compilers merge
+the chunks' matmuls or bunch them. A gather's ends each round. A scatter's ties each chunk's
+position, a scalar, to the sums that were made before: so one direction's matmul runs beside the
+other direction's permute, and XLA can fuse it with the addition of what arrived.
 
-The transpose of either is the other, so the backward pass is rings too: of a gathered product the gradient of x is a
-scattered one, and of a scattered product a gathered one. A weight's gradient, a sum over all positions, is one matmul
-over chunks that were gathered by a ring beside the other gradient's matmuls; it is added as the product itself does
-it (in float32, see nn/quantized.py). Of x only this rank's positions are kept, and gathered again.
+The transpose of either is the other, so the backward pass is rings too: of a gathered product the
+gradient of x is a scattered one, and of a scattered product a gathered one. A weight's gradient, a
+sum over all positions, is one matmul over chunks that were gathered by a ring beside the other
+gradient's matmuls; it is added as the product itself does it (in float32, see nn/quantized.py). Of
+x only this rank's positions are kept, and gathered again.
 
-A *product* is a function (x [B, T, ...], weights) -> arrays [B, T, ...] that treats every position alike and is affine
-in x; `weights` is any pytree. Several matrices in one product share the ring that brings their input.
+A *product* is a function (x [B, T, ...], weights) -> arrays [B, T, ...] that treats every position
+alike and is affine in x; `weights` is any pytree. Several matrices in one product share the ring
+that brings their input.
 """
 
 import functools
@@ -45,7 +49,9 @@ def gather_product(product: Product, x: Array, weights: Any, axes: Axes) -> Any:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 3))
 def scatter_product(product: Product, x: Array, weights: Any, axes: Axes) -> Array:
-    """This rank's positions of the sum of every rank's `product`: x [B, T, ...] to [B, T/ranks, ...]."""
+    """This rank's positions of the sum of every rank's `product`: x [B, T, ...] to
+    [B, T/ranks, ...].
+    """
     return _scattered(lambda owner: product(_chunk(x, owner, axes), weights), axes)
 
 
@@ -75,7 +81,9 @@ scatter_product.defvjp(functools.partial(_keep, forward=scatter_product), _scatt
 
 
 def _of_input(product, x, weights):
-    """The gradient of an input like `x` from that of its product, in which its values have no part."""
+    """The gradient of an input like `x` from that of its product, in which its values have no
+    part.
+    """
     zeros = pvary(jnp.zeros(x.shape, x.dtype), varying(x))
     _, pull_back = jax.vjp(lambda x: product(x, weights), zeros)
     return lambda gradients: pull_back(gradients)[0]
@@ -95,7 +103,10 @@ def _gathered(visit, x, axes):
     for distance in range(1, count // 2 + 2):  # of the ranks whose chunks travel
         ahead = {-distance: 1, distance: -1} if distance <= (count - 1) // 2 else {-distance: 1}
         ahead = ahead if distance <= count // 2 else {}
-        moving = {origin: permute(arrived[origin + step], axes, step=step) for origin, step in ahead.items()}
+        moving = {
+            origin: permute(arrived[origin + step], axes, step=step)
+            for origin, step in ahead.items()
+        }
         for origin, chunk in arrived.items():
             whole = _write(whole, visit(chunk), here + origin, axes)
         whole, arrived = lax.optimization_barrier((whole, moving)) if moving else (whole, {})
@@ -108,7 +119,8 @@ def _scattered(partial_of, axes):
     count = ranks(axes)
     here = rank(axes)
     forth, back = (
-        [(step, far) for far in range(most, 0, -1)] for step, most in ((1, count // 2), (-1, (count - 1) // 2))
+        [(step, far) for far in range(most, 0, -1)]
+        for step, most in ((1, count // 2), (-1, (count - 1) // 2))
     )
     turns = [turn for pair in itertools.zip_longest(forth, back) for turn in pair if turn]
     arriving, sent = {}, None  # by direction; (the direction, the newest sums)
@@ -138,10 +150,16 @@ def _write(whole, chunks, owner, axes):
     def write(chunk: Array, into: Array | None) -> Array:
         rows, length, *rest = chunk.shape
         if into is None:
-            into = pvary(lax.empty((rows, length * ranks(axes), *rest), chunk.dtype), varying(chunk))
+            into = pvary(
+                lax.empty((rows, length * ranks(axes), *rest), chunk.dtype), varying(chunk)
+            )
         return lax.dynamic_update_slice_in_dim(into, chunk, owner % ranks(axes) * length, LENGTH)
 
-    return jax.tree.map(write, chunks, whole) if whole is not None else jax.tree.map(lambda a: write(a, None), chunks)
+    return (
+        jax.tree.map(write, chunks, whole)
+        if whole is not None
+        else jax.tree.map(lambda a: write(a, None), chunks)
+    )
 
 
 def _chunk(arrays, owner, axes):

@@ -12,11 +12,21 @@ from ladder_jax.plan.request import Candidate
 from ladder_jax.schedule import shards
 from ladder_jax.terminal import Table
 
-OPTIONS = "model target tokens sequence residual layers capacity interleave".split()  # parameters of `requests.make`
+# parameters of `requests.make`
+OPTIONS = "model target tokens sequence residual layers capacity interleave".split()
 SHOWN = 12  # plans in the table, each with its fastest microbatch; --json has all plans
 COLUMNS = (
-    "dxfxt", "remat", "sequence-parallel", "rows", "accumulate", "GiB", "s a step", "MFU", "waiting", "recomputed"
-)  # fmt: skip
+    "dxfxt",
+    "remat",
+    "sequence-parallel",
+    "rows",
+    "accumulate",
+    "GiB",
+    "s a step",
+    "MFU",
+    "waiting",
+    "recomputed",
+)
 GIB = 2**30
 
 
@@ -35,10 +45,10 @@ def run(args: dict) -> None:
 def lines(answer: Answer) -> list:
     """Lines and a table, for `terminal.show`."""
     request = answer.request
-    room = "" if request.target.memory is None else f", {request.target.memory / GIB:.0f} GiB a device"
-    title = (
-        f"{request.name}, {request.config.residual}, {request.config.num_layers} layers on {request.target.name}{room};"
+    room = (
+        "" if request.target.memory is None else f", {request.target.memory / GIB:.0f} GiB a device"
     )
+    title = f"{request.name}, {request.config.residual}, {request.config.num_layers} layers on {request.target.name}{room};"
     if request.config.moe is not None:
         count = shards.parameters(request.config)
         title += f" {count.active / 1e9:.3g} of {count.held / 1e9:.3g} billion parameters active;"
@@ -47,7 +57,9 @@ def lines(answer: Answer) -> list:
         cure = "nothing fits: take more devices, shorter sequences or a smaller model"
         return [cure, f"reason    {_smallest(answer)}", title, *_refused(answer)]
     best = answer.plans[0]
-    overrides = " ".join(f"{name}={value}" for name, value in best.candidate.overrides(request).items())
+    overrides = " ".join(
+        f"{name}={value}" for name, value in best.candidate.overrides(request).items()
+    )
     return [
         f"take {best.candidate}",
         f"reason    {_why(answer)}",
@@ -60,20 +72,34 @@ def lines(answer: Answer) -> list:
         " memory_analysis of the whole training step,"
         " ~ estimated from shapes; the other columns are estimates (ladder_jax/plan/speed.py): MFU; waiting: share of"
         " time in which devices wait for transfers; recomputed: FLOPs computed again, over the model's",
-        *(["note      a simulated device has no memory limit, and its speed here is nominal"] if not room else []),
+        *(
+            ["note      a simulated device has no memory limit, and its speed here is nominal"]
+            if not room
+            else []
+        ),
         "",
         f"ladder-jax train {_training(request.name)} {overrides}",
     ]
 
 
 def _training(name: str) -> str:
-    """What `train` takes for the model: a preset or a file as it is, another model as the weights to begin with."""
-    return name if name in PRESETS or name.endswith((".yaml", ".yml", ".json")) else f"RECIPE.yaml train.start={name}"
+    """What `train` takes for the model: a preset or a file as it is, another model as the weights
+    to begin with.
+    """
+    return (
+        name
+        if name in PRESETS or name.endswith((".yaml", ".yml", ".json"))
+        else f"RECIPE.yaml train.start={name}"
+    )
 
 
 def _why(answer: Answer) -> str:
     best = answer.plans[0]
-    evidence = "estimated to fit" if best.confirmed is None else f"it fits ({best.bytes / GIB:.1f} GiB, compiled)"
+    evidence = (
+        "estimated to fit"
+        if best.confirmed is None
+        else f"it fits ({best.bytes / GIB:.1f} GiB, compiled)"
+    )
     if len(answer.plans) == 1:
         return f"{evidence}, the only one that does"
     return f"{evidence}, and among the plans that fit it has the fastest estimate: {best.speed.seconds:.3g} s a step"
@@ -89,7 +115,9 @@ def _smallest(answer: Answer) -> str:
 
 
 def _shown(answer: Answer) -> list[Plan]:
-    """All compiled plans, and of plans that differ only in the microbatch and its halves the first; at most SHOWN."""
+    """All compiled plans, and of plans that differ only in the microbatch and its halves the first;
+    at most SHOWN.
+    """
     seen = set()
     shown = []
     for plan in answer.plans:
@@ -104,7 +132,9 @@ def _refused(answer: Answer) -> list[str]:
     refused_lines = []
     for plan in answer.refused:
         reason = plan.confirmed.refusal or f"{plan.bytes / GIB:.1f} GiB compiled"
-        refused_lines.append(f"too large: {plan.candidate}: {reason} (estimated {plan.memory.device / GIB:.1f})")
+        refused_lines.append(
+            f"too large: {plan.candidate}: {reason} (estimated {plan.memory.device / GIB:.1f})"
+        )
     return refused_lines
 
 

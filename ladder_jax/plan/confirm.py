@@ -12,10 +12,13 @@ from ladder_jax.schedule import targets
 
 @dataclasses.dataclass(frozen=True)
 class Confirmed:
-    """A training step's bytes on one device, by `memory_analysis()`. host: bytes of its host's memory.
+    """A training step's bytes on one device, by `memory_analysis()`. host: bytes of its host's
+    memory.
 
-    seconds: wall time of tracing and compiling. cpu_seconds: processor time of the compiling process.
-    refusal: the compiler's message if it ran out of the device's memory (then all bytes are 0), or None.
+    seconds: wall time of tracing and compiling. cpu_seconds: processor time of the compiling
+        process.
+    refusal: the compiler's message if it ran out of the device's memory (then all bytes are 0), or
+        None.
     """
 
     arguments: int
@@ -31,12 +34,16 @@ class Confirmed:
 
     @property
     def device(self) -> int:
-        """Peak bytes: arguments, temporaries, code, and outputs that do not reuse an argument's memory."""
+        """Peak bytes: arguments, temporaries, code, and outputs that do not reuse an argument's
+        memory.
+        """
         return self.arguments + self.temporaries + self.outputs + self.code
 
 
 def confirm(candidate: Candidate, *, request: Request) -> Confirmed:
-    """The compiler's memory analysis, from the cache if possible. Raises UserError if the compiler is missing."""
+    """The compiler's memory analysis, from the cache if possible. Raises UserError if the compiler
+    is missing.
+    """
     step = {
         "target": request.target.name,
         "model": to_dict(request.config),
@@ -46,7 +53,9 @@ def confirm(candidate: Candidate, *, request: Request) -> Confirmed:
     label = f"{candidate}; {request.config.num_layers} layers of {request.name} for {request.target.name}"
     sources = (*compiling.SOURCES, *compiling.TRAINING, "plan/confirm.py")
     worker = "ladder_jax.plan.confirm"
-    return compiling.recorded(Confirmed, step, worker, target=request.target, label=label, sources=sources)
+    return compiling.recorded(
+        Confirmed, step, worker, target=request.target, label=label, sources=sources
+    )
 
 
 def measure(step: dict) -> Confirmed:
@@ -62,7 +71,10 @@ def measure(step: dict) -> Confirmed:
     mesh = make_mesh(**config.mesh.axes, devices=schedule.devices(target))
     definition = nn.define(config.model, mesh=mesh, experts=config.mesh.experts)
     settings = dict(config=config.train)
-    arguments = train.abstract_state(definition, **settings), train.abstract_batch(definition, **settings)
+    arguments = (
+        train.abstract_state(definition, **settings),
+        train.abstract_batch(definition, **settings),
+    )
     started = time.perf_counter()
     cpu_started = time.process_time()
     refusal = None

@@ -1,20 +1,23 @@
 """Estimate a training step's memory on one device from shapes.
 
     state      12 bytes per parameter: float32 values and AdamW's two moments, sharded over fsdp x tensor
-    gradients  float32, sharded likewise: the accumulated sum, the microbatch's gradients, and the loops' copies of both
-    weights    matrices of two layers, gathered over fsdp, and one layer's gradients before their reduce-scatter
+    gradients  float32, sharded likewise: the accumulated sum, the microbatch's gradients, and the
+               loops' copies of both
+    weights    matrices of two layers, gathered over fsdp, and one layer's gradients before their
+               reduce-scatter
     kept       activations of all layers that the remat policy keeps for the backward pass
     working    temporaries of one layer, forward and backward, and the logits of a chunk of tokens
 
-The compiler's own figure, `memory_analysis()`, differs because of fusion, copies and fragmentation; experiments/plan
-compares the two.
+The compiler's own figure, `memory_analysis()`, differs because of fusion, copies and fragmentation;
+experiments/plan compares the two.
 
-Where ranks exchange the rows of experts, a device's buffers are kept, E S rows, full or not (`predict.work`):
+Where ranks exchange the rows of experts, a device's buffers are kept, E S rows, full or not
+(`predict.work`):
 
     none           the rows that its experts read, their products and activations, and in float32 the rows that return
     save-matmuls   the rows that its experts read, gate and up, and the rows that return
-    full, offload  none of them; but the experts' outputs, with which a layer begins if the next attention hides the
-                   rows' way back
+    full, offload  none of them; but the experts' outputs, with which a layer begins if the next
+                   attention hides the rows' way back
 """
 
 import dataclasses
@@ -59,7 +62,8 @@ def estimate(candidate: Candidate, *, request: Request) -> Memory:
     weights = layer * (size + FLOAT32) + tables * table * size
     if mesh.fsdp > 1:
         weights += layer * (size + FLOAT32)
-    if mesh.fsdp > 1 and several:  # float32 gradients of the whole tables: the current microbatch's, and their sum
+    # float32 gradients of the whole tables: the current microbatch's, and their sum
+    if mesh.fsdp > 1 and several:
         weights += 2 * tables * table * FLOAT32
     return Memory(
         state=3 * FLOAT32 * parameters,
@@ -81,9 +85,11 @@ def kept_activations(candidate: Candidate, *, request: Request) -> int:
     width = config.d_model
     layers = config.num_layers
     matmuls = layers * (shard.queries + 2 * shard.keys) * size
-    # Per norm: the stream and its normalised value in float32, and the sublayer's input. Then other activations.
+    # Per norm: the stream and its normalised value in float32, and the sublayer's input. Then other
+    # activations.
     norms = 2 * width * (2 * FLOAT32 + size)
-    if candidate.exchanges:  # of a device's own positions; and attention's input, gathered, before and after its gain
+    # of a device's own positions; and attention's input, gathered, before and after its gain
+    if candidate.exchanges:
         norms = norms // model.ranks + 2 * width * size
     others = layers * (norms + 2 * shard.queries * size)
     for count, kind in shards.kinds(config):
@@ -95,12 +101,18 @@ def kept_activations(candidate: Candidate, *, request: Request) -> int:
     tables = FLOAT32 * block.tokens * config.head_dim  # the positions' cosines and sines
     of_layers = layers_of(config)
     inputs = sum(_input(steps, candidate, config) for steps in of_layers)
-    rows = sum(_kept_rows(steps[0], candidate, model, block) for steps in of_layers) if candidate.exchanges else 0
+    rows = (
+        sum(_kept_rows(steps[0], candidate, model, block) for steps in of_layers)
+        if candidate.exchanges
+        else 0
+    )
     return int(block.size * (inputs + per_token)) + layers * (scores + tables) + rows
 
 
 def _kept_rows(first: Step, candidate: Candidate, model: Model, block: Block) -> int:
-    """Bytes of a layer's exchanged rows that are kept, without the layer's input. first: its first step."""
+    """Bytes of a layer's exchanged rows that are kept, without the layer's input. first: its first
+    step.
+    """
     rows = model.buffer_rows(block)
     size = model.element_bytes
     stream = model.config.d_model * size
@@ -118,10 +130,12 @@ def _returning(model: Model, block: Block) -> int:
 
 
 def _mlp_activations(candidate: Candidate, config: ModelConfig, *, routed: bool) -> tuple[int, int]:
-    """Elements a token: the outputs of matmuls, and the other activations. routed: with those of routed experts.
+    """Elements a token: the outputs of matmuls, and the other activations. routed: with those of
+    routed experts.
 
-    A device sorts the (token, choice) rows of all ranks' experts, so they do not become fewer with more ranks. If there
-    are more tokens than a chunk, it keeps no rows, and computes each chunk again.
+    A device sorts the (token, choice) rows of all ranks' experts, so they do not become fewer with
+    more ranks. If there are more tokens than a chunk, it keeps no rows, and computes each chunk
+    again.
     """
     moe = config.moe
     ranks = candidate.mesh.tensor
@@ -139,7 +153,9 @@ def _input(steps: tuple[Step, ...], candidate: Candidate, config: ModelConfig) -
     """Bytes per token of a layer's input and of the reduced sums that its sublayers read."""
     width = config.d_model * size_of(config.dtype)
     ranks = candidate.mesh.tensor if candidate.sequence_parallel else 1
-    kept = config.d_model * size_of(config.residual_dtype) / ranks + (len(steps) - 1) * width / ranks
+    kept = (
+        config.d_model * size_of(config.residual_dtype) / ranks + (len(steps) - 1) * width / ranks
+    )
     if any(step.fresh for step in steps):
         kept += width  # the partial sum that a fresh step reads
     if candidate.sequence_parallel and any(step.delay for step in steps):
@@ -148,7 +164,9 @@ def _input(steps: tuple[Step, ...], candidate: Candidate, config: ModelConfig) -
 
 
 def _working(candidate: Candidate, model: Model, block: Block) -> int:
-    """Bytes of a layer's temporaries, without attention scores; of experts, of one chunk of tokens."""
+    """Bytes of a layer's temporaries, without attention scores; of experts, of one chunk of
+    tokens.
+    """
     shard = model.shard
     size = model.element_bytes
     tokens = block.size
@@ -157,7 +175,9 @@ def _working(candidate: Candidate, model: Model, block: Block) -> int:
     elements = []
     for _, kind in shards.kinds(model.config):
         matmuls, others = _mlp_activations(candidate, kind, routed=True)
-        elements.append(tokens * 2 * others if kind.moe is None else min(tokens, CHUNK) * (matmuls + others))
+        elements.append(
+            tokens * 2 * others if kind.moe is None else min(tokens, CHUNK) * (matmuls + others)
+        )
     rows = _working_rows(model, block) if candidate.exchanges else 0
     return tokens * attention + max(elements) * size + rows + logits
 
@@ -169,7 +189,9 @@ def _working_rows(model: Model, block: Block) -> int:
 
 
 def _scores(candidate: Candidate, request: Request) -> int:
-    """Bytes of attention scores and their softmax. CPU only: elsewhere a kernel keeps them on the chip."""
+    """Bytes of attention scores and their softmax. CPU only: elsewhere a kernel keeps them on the
+    chip.
+    """
     if request.target.platform != "cpu":
         return 0
     heads = -(-request.config.num_heads // candidate.mesh.tensor)

@@ -14,7 +14,9 @@ MOST_REFUSED = 4  # number of plans that the compiler refuses before confirmatio
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """limit: bytes of a device's memory, None if unknown (CPU). confirmed: None if the plan was not compiled."""
+    """limit: bytes of a device's memory, None if unknown (CPU). confirmed: None if the plan was not
+    compiled.
+    """
 
     candidate: Candidate
     memory: Memory
@@ -38,7 +40,8 @@ class Plan:
 class Answer:
     """The ranked plans of a request.
 
-    plans: all that fit; the first one is recommended. refused: plans whose compiled step does not fit.
+    plans: all that fit; the first one is recommended. refused: plans whose compiled step does not
+        fit.
     considered: number of candidates. smallest: the candidate with the least estimated memory.
     """
 
@@ -59,16 +62,22 @@ def ranked(request: Request) -> list[Plan]:
     limit = request.target.memory
 
     def plan(candidate: Candidate) -> Plan:
-        estimates = (memory.estimate(candidate, request=request), speed.speed(candidate, request=request))
+        estimates = (
+            memory.estimate(candidate, request=request),
+            speed.speed(candidate, request=request),
+        )
         return Plan(candidate, *estimates, limit=limit)
 
-    return sorted(map(plan, candidates(request)), key=lambda p: (round(p.speed.seconds, 6), p.memory.device))
+    return sorted(
+        map(plan, candidates(request)), key=lambda p: (round(p.speed.seconds, 6), p.memory.device)
+    )
 
 
 def answer(request: Request, *, compiled: int) -> Answer:
     """The plans that fit. The target's compiler confirms the first `compiled` of them.
 
-    If a compiled plan is too large, the next one is compiled. Raises UserError if the compiler is missing.
+    If a compiled plan is too large, the next one is compiled. Raises UserError if the compiler is
+    missing.
     """
     every = ranked(request)
     fitting = [plan for plan in every if plan.limit is None or plan.memory.device <= plan.limit]

@@ -1,6 +1,7 @@
 """The checked arguments of `ladder-jax plan`, and the candidates that answer them.
 
-A candidate is a mesh, a form of expert parallelism, a remat policy, sequence parallelism and a microbatch.
+A candidate is a mesh, a form of expert parallelism, a remat policy, sequence parallelism and a
+microbatch.
 """
 
 import dataclasses
@@ -29,10 +30,11 @@ from ladder_jax.schedule.targets import Target
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-    """name: of the model, as the user typed it. tokens: of one optimizer step over all devices. sequence: tokens each.
+    """name: of the model, as the user typed it. tokens: of one optimizer step over all devices.
+    sequence: tokens each.
 
-    changes: settings of the model that the options change, as (dotted name, value). interleave: of the microbatch; AUTO
-    has candidates of both forms.
+    changes: settings of the model that the options change, as (dotted name, value). interleave: of
+    the microbatch; AUTO has candidates of both forms.
     """
 
     name: str
@@ -59,13 +61,18 @@ def make(
     capacity: float | None = None,
     interleave: Interleave = Interleave.AUTO,
 ) -> Request:
-    """A checked request. model: as in `schedule.models.by_name`. Raises UserError for an invalid request."""
+    """A checked request. model: as in `schedule.models.by_name`. Raises UserError for an invalid
+    request.
+    """
     parsed = targets.parse(target)
     changes = {"residual": residual, "num_layers": layers}
     changes = {name: value for name, value in changes.items() if value is not None}
     config = dataclasses.replace(models.by_name(model), **changes)
     if capacity is not None:
-        check(config.moe is not None, f"--capacity {capacity} is of experts, which {model} has not (model.moe)")
+        check(
+            config.moe is not None,
+            f"--capacity {capacity} is of experts, which {model} has not (model.moe)",
+        )
         check(0 < capacity < math.inf, f"--capacity must be positive, not {capacity}")
         config = dataclasses.replace(config, moe=dataclasses.replace(config.moe, capacity=capacity))
         changes["moe.capacity"] = capacity
@@ -74,9 +81,13 @@ def make(
         below = tokens // sequence * sequence
         above = (tokens // sequence + 1) * sequence
         near = f"{below} or {above}" if below else f"{above}"
-        raise UserError(f"--tokens {tokens} are not a multiple of --sequence {sequence}: {near} would be")
+        raise UserError(
+            f"--tokens {tokens} are not a multiple of --sequence {sequence}: {near} would be"
+        )
     if parse_residual(config.residual).depends_on_ranks and config.ranks is None:
-        raise UserError(f"{config.residual} is a function of the number of ranks: give model.ranks in a file")
+        raise UserError(
+            f"{config.residual} is a function of the number of ranks: give model.ranks in a file"
+        )
     if interleave is Interleave.HALVES:
         check_halves(2, model=config, rows=2, names=("--interleave", "rows"))
     settings = tuple((f"model.{name}", value) for name, value in changes.items())
@@ -87,7 +98,8 @@ def make(
 class Candidate:
     """One way to train a model on a target. mesh: with the form of expert parallelism.
 
-    rows: the microbatch of one data x fsdp shard, in sequences. accumulate: number of microbatches per step.
+    rows: the microbatch of one data x fsdp shard, in sequences. accumulate: number of microbatches
+        per step.
     interleave: 2 for two halves of the microbatch in turn.
     """
 
@@ -99,7 +111,10 @@ class Candidate:
     interleave: int = 1
 
     def __str__(self) -> str:
-        sizes = ", ".join(f"{name} {size}" for name, size in self.mesh.axes.items() if size > 1) or "one device"
+        sizes = (
+            ", ".join(f"{name} {size}" for name, size in self.mesh.axes.items() if size > 1)
+            or "one device"
+        )
         split = ", sequence-parallel" if self.sequence_parallel else ""
         split += ", experts exchanged" if self.exchanges else ""
         split += ", two halves in turn" if self.interleave == 2 else ""
@@ -122,9 +137,14 @@ class Candidate:
         return model, model.prefill(rows=self.rows, prompt_length=request.sequence)
 
     def settings(self, request: Request) -> dict[str, object]:
-        """Fields of TrainConfig; those of the stream and of halves where they are not the default."""
+        """Fields of TrainConfig; those of the stream and of halves where they are not the
+        default.
+        """
         fields = dict(
-            batch=request.sequences, sequence=request.sequence, accumulate=self.accumulate, remat=self.remat.value
+            batch=request.sequences,
+            sequence=request.sequence,
+            accumulate=self.accumulate,
+            remat=self.remat.value,
         )
         if self.sequence_parallel:
             fields["sequence_parallel"] = True
@@ -146,10 +166,14 @@ class Candidate:
 
 
 def candidates(request: Request) -> list[Candidate]:
-    """All candidates whose steps have the request's number of tokens. Raises UserError if there is none."""
+    """All candidates whose steps have the request's number of tokens. Raises UserError if there is
+    none.
+    """
     meshes = list(meshes_of(request))
     if not meshes:
-        raise UserError(f"no mesh of {request.target.name}'s {request.target.count} devices splits {request.name}")
+        raise UserError(
+            f"no mesh of {request.target.name}'s {request.target.count} devices splits {request.name}"
+        )
     divisible = [mesh for mesh in meshes if request.sequences % (mesh.data * mesh.fsdp) == 0]
     if not divisible:
         fewest = min(mesh.data * mesh.fsdp for mesh in meshes)
@@ -164,8 +188,12 @@ def candidates(request: Request) -> list[Candidate]:
         if _allows_sequence_parallel(request, mesh):
             streams.append((mesh, True))
             if can_exchange(request.config):
-                streams.append((dataclasses.replace(mesh, experts=ExpertParallelism.EXCHANGE), True))
-        for remat, (form, sequence_parallel), rows in itertools.product(Remat, streams, _divisors(share)):
+                streams.append(
+                    (dataclasses.replace(mesh, experts=ExpertParallelism.EXCHANGE), True)
+                )
+        for remat, (form, sequence_parallel), rows in itertools.product(
+            Remat, streams, _divisors(share)
+        ):
             one = Candidate(form, remat, sequence_parallel, rows, share // rows)
             if request.interleave is not Interleave.HALVES:
                 result.append(one)
@@ -180,27 +208,36 @@ def candidates(request: Request) -> list[Candidate]:
 
 
 def meshes_of(request: Request) -> Iterator[MeshConfig]:
-    """The meshes over all devices of the target that divide the model and consist of whole axes of the torus."""
+    """The meshes over all devices of the target that divide the model and consist of whole axes of
+    the torus.
+    """
     count = request.target.count
     for tensor in _divisors(count):
         for fsdp in _divisors(count // tensor):
             mesh = MeshConfig(data=count // tensor // fsdp, fsdp=fsdp, tensor=tensor)
-            if passes(check_fits_mesh, request.config, mesh) and uses_whole_torus_axes(request.target, mesh):
+            if passes(check_fits_mesh, request.config, mesh) and uses_whole_torus_axes(
+                request.target, mesh
+            ):
                 yield mesh
 
 
 def uses_whole_torus_axes(target: Target, mesh: MeshConfig) -> bool:
-    """Whether each mesh axis is a product of whole axes of the target's torus; otherwise the axes' rings share links.
+    """Whether each mesh axis is a product of whole axes of the target's torus; otherwise the axes'
+    rings share links.
 
-    True for GPUs, which have no torus, and for v5e, whose slices have two short axes that jax splits by default.
+    True for GPUs, which have no torus, and for v5e, whose slices have two short axes that jax
+    splits by default.
     """
     if target.platform != "tpu" or target.kind == "v5e":
         return True
     torus = [int(size) for size in target.shape.split("x")]
     torus.append(target.count // math.prod(torus))  # devices per chip
     sizes = [mesh.data, mesh.fsdp, mesh.tensor]
-    product = lambda axis, places: math.prod(size for size, place in zip(torus, places) if place == axis)
-    assignments = itertools.product(range(3), repeat=len(torus))  # of each side of the torus, a mesh axis
+    product = lambda axis, places: math.prod(
+        size for size, place in zip(torus, places) if place == axis
+    )
+    # of each side of the torus, a mesh axis
+    assignments = itertools.product(range(3), repeat=len(torus))
     return any([product(axis, places) for axis in range(3)] == sizes for places in assignments)
 
 
@@ -210,17 +247,23 @@ def _allows_sequence_parallel(request: Request, mesh: MeshConfig) -> bool:
 
 
 def _has_halves(candidate: Candidate, config: ModelConfig) -> bool:
-    """Whether halves of the rows, in turn, have something to hide. (Of an odd number, `train` halves the sequence.)"""
+    """Whether halves of the rows, in turn, have something to hide. (Of an odd number, `train`
+    halves the sequence.)
+    """
     split = candidate.sequence_parallel
     names = ("train.interleave", "rows")
-    allowed = passes(check_halves, 2, model=config, rows=candidate.rows, names=names, sequence_parallel=split)
+    allowed = passes(
+        check_halves, 2, model=config, rows=candidate.rows, names=names, sequence_parallel=split
+    )
     return candidate.mesh.tensor > 1 and candidate.rows % 2 == 0 and allowed
 
 
 def can_exchange(config: ModelConfig) -> bool:
     """Whether ranks can exchange the rows of the model's experts: they need a capacity."""
     names = "mesh.experts=exchange", "model.moe.capacity", "train.sequence_parallel=true"
-    return passes(check_exchange, config.moe, residual=config.residual, sequence_parallel=True, names=names)
+    return passes(
+        check_exchange, config.moe, residual=config.residual, sequence_parallel=True, names=names
+    )
 
 
 def _divisors(number: int) -> list[int]:

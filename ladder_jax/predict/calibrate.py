@@ -1,4 +1,6 @@
-"""The verb `calibrate`: measure and fit the constants, and write a YAML file that `predict` reads."""
+"""The verb `calibrate`: measure and fit the constants, and write a YAML file that `predict`
+reads.
+"""
 
 import dataclasses
 import datetime
@@ -17,7 +19,9 @@ SIMULATED = "Simulated devices share one processor: these constants describe it 
 
 
 def run(args: dict) -> None:
-    """Write `--out`. An invalid argument or a failed measurement raises UserError, and nothing is written."""
+    """Write `--out`. An invalid argument or a failed measurement raises UserError, and nothing is
+    written.
+    """
     out = args["out"]
     files.check_writable("out", out, endings=(".yaml", ".yml"))
     check(args["warmup"] >= 0, f"--warmup must not be negative, not {args['warmup']}")
@@ -30,12 +34,18 @@ def run(args: dict) -> None:
     check(tensor <= count, f"--tensor {tensor} is more than this machine's {count} devices")
     from ladder_jax.predict import measure
 
-    sections, reduced = measure.constants(tensor, warmup=args["warmup"], repeats=args["repeats"] or REPEATS)
+    sections, reduced = measure.constants(
+        tensor, warmup=args["warmup"], repeats=args["repeats"] or REPEATS
+    )
     text = as_yaml(sections, device)
     files.write_atomically(out, lambda path: _write_checked(path, text))
     calibrated = machine.load(out)
     if args["json"]:
-        named = {name: value for name, value in calibrated.constants().items() if name in calibrated.sources}
+        named = {
+            name: value
+            for name, value in calibrated.constants().items()
+            if name in calibrated.sources
+        }
         samples = [dataclasses.asdict(one) for one in reduced]
         print(json.dumps({"hardware": str(out), "constants": named, "all_reduces": samples}))
         return
@@ -72,16 +82,24 @@ def _print(calibrated: machine.Machine, out: str, reduced: Sequence, *, simulate
     if simulated:
         print(f"note: {SIMULATED}")
     if any(one.spread > UNSTEADY for one in reduced):
-        print("note: some all-reduces took very different times: measure again when nothing else runs")
-    print(f"  memory bandwidth  {calibrated.bandwidth / 1e9:,.1f} GB/s, matmul {calibrated.flops / 1e12:,.2f} TFLOP/s")
-    print(f"  a kernel's start  {calibrated.launch * 1e6:.2f} µs; contention {calibrated.contention:.2f}")
+        print(
+            "note: some all-reduces took very different times: measure again when nothing else runs"
+        )
+    print(
+        f"  memory bandwidth  {calibrated.bandwidth / 1e9:,.1f} GB/s, matmul {calibrated.flops / 1e12:,.2f} TFLOP/s"
+    )
+    print(
+        f"  a kernel's start  {calibrated.launch * 1e6:.2f} µs; contention {calibrated.contention:.2f}"
+    )
     link = calibrated.link
     if link is None:
         return
     times = f"{link.latency * 1e6:.1f} µs, {link.step * 1e6:.2f} µs a step"
     print(f"  all-reduce        {times}, {link.bandwidth / 1e9:,.2f} GB/s")
     if kernel := link.one_shot:
-        print(f"  in one kernel     {kernel.latency * 1e6:.1f} µs, {kernel.bandwidth / 1e9:,.2f} GB/s (one-shot)")
+        print(
+            f"  in one kernel     {kernel.latency * 1e6:.1f} µs, {kernel.bandwidth / 1e9:,.2f} GB/s (one-shot)"
+        )
     for one in reduced:
         fitted = link.all_reduce(one.bytes, ranks=one.ranks)
         print(

@@ -13,14 +13,43 @@ from ladder_jax.predict.result import SAME, WORTH, Result, Row, described, in_tu
 from ladder_jax.terminal import Table, number
 
 OPTIONS = (
-    *("model", "hardware", "tensor", "batch", "prompt_length", "new_tokens", "residual", "ladder_layers", "layers"),
+    *(
+        "model",
+        "hardware",
+        "tensor",
+        "batch",
+        "prompt_length",
+        "new_tokens",
+        "residual",
+        "ladder_layers",
+        "layers",
+    ),
     *("phase", "sequence", "launch", "interleave", "experts", "capacity"),
 )  # parameters of `requests.make`
 COLUMNS = (
-    *("residual", "tokens/s", "speed-up", "over NCCL", "prefill ms", "step ms", "exposed", "hidden"),
+    *(
+        "residual",
+        "tokens/s",
+        "speed-up",
+        "over NCCL",
+        "prefill ms",
+        "step ms",
+        "exposed",
+        "hidden",
+    ),
     *("all-reduce", "launch"),
 )
-OF_A_PHASE = ("residual", "tokens/s", "speed-up", "over NCCL", "ms", "exposed ms", "hidden", "form", "launch")
+OF_A_PHASE = (
+    "residual",
+    "tokens/s",
+    "speed-up",
+    "over NCCL",
+    "ms",
+    "exposed ms",
+    "hidden",
+    "form",
+    "launch",
+)
 WORDS = ("residual", "form", "all-reduce", "launch")  # columns of words
 
 
@@ -43,7 +72,10 @@ def run(args: dict) -> None:
 
 def lines(answer: Result) -> list:
     """Lines and a table, for `terminal.show`."""
-    return [*_verdict(answer), *(_of_one_pass(answer) if answer.request.phase else _of_generation(answer))]
+    return [
+        *_verdict(answer),
+        *(_of_one_pass(answer) if answer.request.phase else _of_generation(answer)),
+    ]
 
 
 def _of_generation(answer: Result) -> list:
@@ -53,12 +85,18 @@ def _of_generation(answer: Result) -> list:
     most = max(row.speed.memory for row in rows)
     tail = []
     if request.tensor > 1 and "no-communication" in request.residuals:
-        tail.append("note      no-communication: what the embedding and the choice of each token communicate is left")
+        tail.append(
+            "note      no-communication: what the embedding and the choice of each token communicate is left"
+        )
     if most > machine.memory:
-        tail.append(f"note      weights and cache need more than a device's {machine.memory / 2**30:.0f} GiB")
+        tail.append(
+            f"note      weights and cache need more than a device's {machine.memory / 2**30:.0f} GiB"
+        )
     tail += _assumed(machine)
     if any(row.speed.executed["launch"] == Launch.EXPLICIT.value for row in rows):
-        tail.append("note      explicit launches, the default here, have never run; --launch chained: without them")
+        tail.append(
+            "note      explicit launches, the default here, have never run; --launch chained: without them"
+        )
     return [
         f"{request.model}, tensor {request.tensor}, batch {request.batch} on {machine.name}",
         f"prompt {request.prompt_length}, {request.new_tokens} new tokens; analytic, this library's programs",
@@ -79,7 +117,9 @@ def _of_one_pass(answer: Result) -> list:
     opponents = [f"{one.described} {number(one.tokens_per_second)}" for one in answer.opponents]
     exchanged = []
     if request.experts is ExpertParallelism.EXCHANGE:
-        exchanged = [f"exchange  with capacity {request.capacity:g}: whole buffers are sent and computed, full or not"]
+        exchanged = [
+            f"exchange  with capacity {request.capacity:g}: whole buffers are sent and computed, full or not"
+        ]
     return [
         f"{title} of {machine.name}; analytic",
         Table(OF_A_PHASE, list(map(_passed, answer.rows)), left=WORDS),
@@ -96,7 +136,10 @@ def _verdict(answer: Result) -> list[str]:
     if advice.residual == BASELINE:
         return ["no: take standard", f"reason    {advice.reason.removeprefix('no: ')}"]
     said = [f"take {advice.residual}", f"reason    {advice.reason}"]
-    fastest = max((row for row in answer.rows if row.residual != "no-communication"), key=lambda row: row.speedup)
+    fastest = max(
+        (row for row in answer.rows if row.residual != "no-communication"),
+        key=lambda row: row.speedup,
+    )
     if fastest.residual != advice.residual and fastest.speedup >= WORTH:
         said.append(
             f"rule      {fastest.residual} gives {fastest.speedup:.2f}: among topologies within {1 - SAME:.0%} of the"
@@ -110,7 +153,10 @@ def _verdict(answer: Result) -> list[str]:
 def _assumed(machine: Machine) -> list[str]:
     """A note on the constants that nobody measured or verified."""
     notes = []
-    for word, what in (("assumed", "assumed"), ("not verified", "figures of threads, not verified")):
+    for word, what in (
+        ("assumed", "assumed"),
+        ("not verified", "figures of threads, not verified"),
+    ):
         if count := sum(word in source for source in machine.sources.values()):
             told = f"{count} of {machine.name}'s constants are {what}"
             notes.append(f"note      {told}: ladder-jax calibrate measures yours")
@@ -143,4 +189,9 @@ def _passed(row: Row) -> tuple[str, ...]:
 
 
 def _speeds(row: Row) -> tuple[str, ...]:
-    return row.residual, number(row.tokens_per_second), f"{row.speedup:.2f}", f"{row.speedup_over_nccl:.2f}"
+    return (
+        row.residual,
+        number(row.tokens_per_second),
+        f"{row.speedup:.2f}",
+        f"{row.speedup_over_nccl:.2f}",
+    )

@@ -20,7 +20,9 @@ def of_training(config: RunConfig, *, kind: str, say: Callable[[str], None]) -> 
     mesh = config.mesh
     if train.interleave is not Interleave.AUTO:
         return config
-    decided = lambda choice: dataclasses.replace(config, train=dataclasses.replace(train, interleave=choice))
+    decided = lambda choice: dataclasses.replace(
+        config, train=dataclasses.replace(train, interleave=choice)
+    )
     try:
         decided(Interleave.HALVES)
     except UserError as error:  # the settings allow none
@@ -38,7 +40,9 @@ def of_training(config: RunConfig, *, kind: str, say: Callable[[str], None]) -> 
 def of_reading(
     settings: DecodeConfig, *, definition: ModelDef, tokens: int, say: Callable[[str], None]
 ) -> DecodeConfig:
-    """`settings` with `decode.interleave` decided for prompts of `tokens` tokens, which are read one at a time."""
+    """`settings` with `decode.interleave` decided for prompts of `tokens` tokens, which are read
+    one at a time.
+    """
     if settings.interleave is not Interleave.AUTO:
         return settings
     layout = definition.layout
@@ -50,14 +54,20 @@ def of_reading(
     return dataclasses.replace(settings, interleave=interleave)
 
 
-def _fastest(shard: Model, block: Block, form: Form, *, phase: Phase, kind: str) -> tuple[Interleave, str]:
+def _fastest(
+    shard: Model, block: Block, form: Form, *, phase: Phase, kind: str
+) -> tuple[Interleave, str]:
     """Halves where they are predicted to be faster in this form, by what is worth it; and why."""
     if shard.ranks == 1:
         return Interleave.WHOLE, "as one tensor rank communicates nothing"
     name = machine_of(kind)
     if name is None:
         return Interleave.WHOLE, f"as nothing is predicted for {kind}"
-    found = [one for one in model.passes(shard, machine.load(name), block, phase=phase) if one.program.form is form]
+    found = [
+        one
+        for one in model.passes(shard, machine.load(name), block, phase=phase)
+        if one.program.form is form
+    ]
     whole, halves = ([one.seconds for one in found if one.interleave == parts] for parts in (1, 2))
     if not halves:
         return Interleave.WHOLE, "as this model has no halves"

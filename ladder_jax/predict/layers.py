@@ -1,7 +1,8 @@
 """The timeline of a model's layers, in each tensor-parallel form.
 
-Exchanged experts are as residual/wires/exchange.py computes them. There a barrier ties each transfer to one half of a
-sublayer, and so a layer is a sequence of slots, whose seconds are the longer of transfers and compute:
+Exchanged experts are as residual/wires/exchange.py computes them. There a barrier ties each
+transfer to one half of a sublayer, and so a layer is a sequence of slots, whose seconds are the
+longer of transfers and compute:
 
     a ladder's attention   query, key, value           beside combine, of the layer before
                            add up, norm, router, sort
@@ -12,10 +13,10 @@ sublayer, and so a layer is a sequence of slots, whose seconds are the longer of
 
 Of two halves in turn the other half's messages stand there, for any topology.
 
-A shared expert is tensor-parallel: its input is gathered with the dispatch. `farskip` computes it before the
-reduce-scatter, which takes its sum too; in a ladder it stands beside that, and its sum is scattered with the next
-combine. A standard layer waits for all transfers, but its shared expert's first products stand beside the dispatch and
-its last one beside the combine.
+A shared expert is tensor-parallel: its input is gathered with the dispatch. `farskip` computes it
+before the reduce-scatter, which takes its sum too; in a ladder it stands beside that, and its sum
+is scattered with the next combine. A standard layer waits for all transfers, but its shared
+expert's first products stand beside the dispatch and its last one beside the combine.
 """
 
 import dataclasses
@@ -44,7 +45,9 @@ WorkOf = Callable[[Sequence[Kernel]], Work]
 
 @dataclasses.dataclass(frozen=True)
 class Layers:
-    """timeline: of all layers. algorithm, all_reduce: of the sublayers' reductions, and its seconds."""
+    """timeline: of all layers. algorithm, all_reduce: of the sublayers' reductions, and its
+    seconds.
+    """
 
     timeline: Timeline
     algorithm: Algorithm | None
@@ -60,7 +63,9 @@ def layers(
     steps: Sequence[Step] | None = None,
     times: int = 1,
 ) -> Layers:
-    """The layers of `block`. steps: by default the topology's. times: how often each kernel runs (backward: 2)."""
+    """The layers of `block`. steps: by default the topology's. times: how often each kernel runs
+    (backward: 2).
+    """
     split = model.ranks if program.form in (Form.SEQUENCE_PARALLEL, Form.COLLECTIVE_MATMUL) else 1
     steps = steps_of(model.config) if steps is None else steps
     kernels = functools.cache(lambda sublayers, block: model.step(sublayers, block, split=split))
@@ -72,7 +77,10 @@ def layers(
     def of_half(half: Sequence[Kernel], whole: Sequence[Kernel]) -> Work:
         """It reads all weights, and starts as many kernels as the whole."""
         pairs = zip(half, whole, strict=True)
-        return sum((work_of([one]).slower(few_rows(one, other, machine=machine)) for one, other in pairs), Work())
+        return sum(
+            (work_of([one]).slower(few_rows(one, other, machine=machine)) for one, other in pairs),
+            Work(),
+        )
 
     @functools.cache
     def step_of_half(sublayers: tuple[int, ...], half: Block) -> Work:
@@ -94,34 +102,48 @@ def layers(
         timeline = play_slots(slots, contention=machine.contention, waits=waits)
     elif program.form is Form.COLLECTIVE_MATMUL:
         ring = RingProduct(machine, model.ranks, payload=model.payload(block), times=times)
-        timeline = _in_rings(steps, kernels=lambda step: kernels(step.sublayers, block), work_of=work_of, ring=ring)
+        timeline = _in_rings(
+            steps, kernels=lambda step: kernels(step.sublayers, block), work_of=work_of, ring=ring
+        )
     elif program.interleave == 2:
         halves = block.halves
         each = tuple(reduction(model, machine, half, program=program)[1] for half in halves)
-        slots = turns(steps, work=lambda step, half: step_of_half(step.sublayers, halves[half]), all_reduces=each)
+        slots = turns(
+            steps,
+            work=lambda step, half: step_of_half(step.sublayers, halves[half]),
+            all_reduces=each,
+        )
         timeline = play_slots(slots, **settings)
     else:
-        timeline = play(steps, work=lambda step: of_sublayers(step.sublayers), all_reduce=all_reduce, **settings)
+        timeline = play(
+            steps, work=lambda step: of_sublayers(step.sublayers), all_reduce=all_reduce, **settings
+        )
     return Layers(timeline, algorithm if timeline.all_reduces else None, all_reduce)
 
 
 def work(machine: Machine, kernels: Sequence[Kernel], *, times: int = 1) -> Work:
-    """The sum of the kernels' times: the compute of one kernel cannot hide the memory traffic of another.
+    """The sum of the kernels' times: the compute of one kernel cannot hide the memory traffic of
+    another.
 
     times: how often each runs.
     """
     busy = sum(machine.seconds(flops=kernel.flops, size=kernel.size) for kernel in kernels)
-    return Work(busy=times * busy, idle=times * machine.launch * sum(kernel.launches for kernel in kernels))
+    return Work(
+        busy=times * busy, idle=times * machine.launch * sum(kernel.launches for kernel in kernels)
+    )
 
 
 BEND = 1.5
-"""How sharply a matrix product turns from the pace of its bytes to that of its operations: see `together`. Chosen by
-the cycles that compilers estimate for two halves, over those of the whole batch: the table in docs/guides/halves.md."""
+"""How sharply a matrix product turns from the pace of its bytes to that of its operations: see
+`together`. Chosen by the cycles that compilers estimate for two halves, over those of the whole
+batch: the table in docs/guides/halves.md.
+"""
 
 
 def few_rows(kernel: Kernel, whole: Kernel, *, machine: Machine) -> float:
-    """How much longer `kernel` takes than by the longer of operations and bytes. `whole` takes what the machine's
-    constants say; a product of fewer rows reaches a smaller share of both rates."""
+    """How much longer `kernel` takes than by the longer of operations and bytes. `whole` takes what
+    the machine's constants say; a product of fewer rows reaches a smaller share of both rates.
+    """
 
     def share(one: Kernel) -> float:
         compute = machine.seconds(flops=one.flops)
@@ -136,8 +158,12 @@ def together(compute: float, memory: float) -> float:
     return (compute**BEND + memory**BEND) ** (1 / BEND)
 
 
-def reduction(model: Model, machine: Machine, block: Block, *, program: Program) -> tuple[Algorithm | None, float]:
-    """How a sublayer's output is reduced, and its seconds: an all-reduce, or a reduce-scatter and an all-gather."""
+def reduction(
+    model: Model, machine: Machine, block: Block, *, program: Program
+) -> tuple[Algorithm | None, float]:
+    """How a sublayer's output is reduced, and its seconds: an all-reduce, or a reduce-scatter and
+    an all-gather.
+    """
     if machine.link is None:
         return None, 0.0
     payload = model.payload(block)
@@ -150,14 +176,16 @@ def reduction(model: Model, machine: Machine, block: Block, *, program: Program)
 
 @dataclasses.dataclass(frozen=True)
 class RingProduct:
-    """A matrix product in n chunks of its positions: each is multiplied while the next one is on its way. The library's
-    own is parallel/ring.py; its scatter also adds what arrives, which is left out here.
+    """A matrix product in n chunks of its positions: each is multiplied while the next one is on
+    its way. The library's own is parallel/ring.py; its scatter also adds what arrives, which is
+    left out here.
 
         chunk + rounds x (a round's chunks beside its message)
         ring     n - 1 rounds of one chunk; both directions of a torus: half as many, of two
 
-    A chunk reads all of the product's weights again, and starts a kernel of its own. Gather-matmul and matmul-scatter
-    take as long. Backward, the gathering of the input again for the weights' gradient is left out, which favours this.
+    A chunk reads all of the product's weights again, and starts a kernel of its own. Gather-matmul
+    and matmul-scatter take as long. Backward, the gathering of the input again for the weights'
+    gradient is left out, which favours this.
     """
 
     machine: Machine
@@ -184,17 +212,29 @@ class RingProduct:
         share = dict(flops=kernel.flops / self.ranks, activations=kernel.activations / self.ranks)
         chunk = work(self.machine, [dataclasses.replace(kernel, **share)], times=self.times)
         of_round = chunk.share((self.ranks - 1) / self.rounds)
-        round_ = max(self.message, beside(of_round, wire=self.message, contention=self.machine.contention))
+        round_ = max(
+            self.message, beside(of_round, wire=self.message, contention=self.machine.contention)
+        )
         return chunk.seconds + self.rounds * round_
 
 
 def _in_rings(
-    steps: Sequence[Step], *, kernels: Callable[[Step], tuple[Kernel, ...]], work_of: WorkOf, ring: RingProduct
+    steps: Sequence[Step],
+    *,
+    kernels: Callable[[Step], tuple[Kernel, ...]],
+    work_of: WorkOf,
+    ring: RingProduct,
 ) -> Timeline:
-    """Every product that follows a gather or precedes a scatter in a ring; the other kernels as they are."""
+    """Every product that follows a gather or precedes a scatter in a ring; the other kernels as
+    they are.
+    """
     ringed = (*AFTER_GATHER, *BEFORE_SCATTER)
-    seconds = lambda kernel: ring.seconds(kernel) if kernel.name in ringed else work_of([kernel]).seconds
-    of_step = functools.cache(lambda kernels: (sum(map(seconds, kernels)), work_of(kernels).seconds))
+    seconds = lambda kernel: (
+        ring.seconds(kernel) if kernel.name in ringed else work_of([kernel]).seconds
+    )
+    of_step = functools.cache(
+        lambda kernels: (sum(map(seconds, kernels)), work_of(kernels).seconds)
+    )
     device = Device(contention=0.0)
     plain = 0.0
     for step in steps:
@@ -207,8 +247,9 @@ def _in_rings(
 
 @dataclasses.dataclass(frozen=True)
 class Exchanged:
-    """A layer of one block, whose ranks exchange the rows of experts: its work, in the parts beside which messages
-    stand, and the messages."""
+    """A layer of one block, whose ranks exchange the rows of experts: its work, in the parts beside
+    which messages stand, and the messages.
+    """
 
     norm: Work
     into: Work
@@ -226,7 +267,9 @@ class Exchanged:
     has_shared: bool
 
     @classmethod
-    def of(cls, model: Model, machine: Machine, block: Block, *, works: dict[str, Work]) -> "Exchanged":
+    def of(
+        cls, model: Model, machine: Machine, block: Block, *, works: dict[str, Work]
+    ) -> "Exchanged":
         """works: of `exchanged_kernels`, by name."""
         half = machine.link.half(model.payload(block), ranks=model.ranks)
         rows = machine.link.all_to_all(model.buffer_bytes(block), ranks=model.ranks)
@@ -250,10 +293,14 @@ class Exchanged:
         return (self.gather, self.dispatch) if self.has_shared else (self.dispatch,)
 
     def output_of(self, step: Step) -> tuple[Transfer, ...]:
-        """The messages that sum it up. A shared expert's sum is reduce-scattered, by farskip with attention's."""
+        """The messages that sum it up. A shared expert's sum is reduce-scattered, by farskip with
+        attention's.
+        """
         if step.sublayers == (ATTENTION,):
             return (self.scatter,)
-        return (self.combine, self.scatter) if self.has_shared and not step.early else (self.combine,)
+        return (
+            (self.combine, self.scatter) if self.has_shared and not step.early else (self.combine,)
+        )
 
 
 def exchanged_kernels(model: Model, block: Block) -> dict[str, Sequence[Kernel]]:
@@ -275,19 +322,27 @@ def exchanged_kernels(model: Model, block: Block) -> dict[str, Sequence[Kernel]]
 
 
 def _exchange_turns(steps: Sequence[Step], halves: Sequence[Exchanged]) -> Iterator[Slot]:
-    """The slots of two halves in turn: beside a sublayer of one half the other half's newest output arrives, beside the
-    sublayer's first products, and the input of its next step is sent, beside the rest."""
+    """The slots of two halves in turn: beside a sublayer of one half the other half's newest output
+    arrives, beside the sublayer's first products, and the input of its next step is sent, beside
+    the rest.
+    """
     first, second = halves
     yield Slot(first.norm)
     yield Slot(transfers=first.input_of(steps[0]))
     padded = (None, *steps, None)
     for place, step in enumerate(steps):
         for own, other, at in ((first, second, place), (second, first, place + 1)):
-            before, following = padded[at : at + 2]  # of the other half: the first half is one step ahead
+            # of the other half: the first half is one step ahead
+            before, following = padded[at : at + 2]
             attends = step.sublayers == (ATTENTION,)
-            yield Slot(own.into if attends else own.shared + own.first, other.output_of(before) if before else ())
+            yield Slot(
+                own.into if attends else own.shared + own.first,
+                other.output_of(before) if before else (),
+            )
             yield Slot(_between(other, before, following))
-            yield Slot(own.out if attends else own.last, other.input_of(following) if following else ())
+            yield Slot(
+                own.out if attends else own.last, other.input_of(following) if following else ()
+            )
     yield Slot(transfers=second.output_of(steps[-1]))
     yield Slot(second.collect)
 
@@ -350,7 +405,8 @@ def _exchange_slots(steps: Sequence[Step], part: Exchanged) -> Iterator[Slot]:
             yield Slot(part.last + beside_combine)
 
     arriving: tuple[Transfer, ...] = ()  # of the newest output, which none has launched yet
-    prepared = False  # whether the step before has made this one's input, beside its own second half
+    # whether the step before has made this one's input, beside its own second half
+    prepared = False
     for step, following in zip(steps, (*steps[1:], None)):
         attends = step.sublayers == (ATTENTION,)
         if not step.reduces:

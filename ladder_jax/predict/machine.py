@@ -1,4 +1,5 @@
-"""A machine's constants, of this package or a user's YAML file, and the time of collectives over its link.
+"""A machine's constants, of this package or a user's YAML file, and the time of collectives over
+its link.
 
 An all-reduce of S bytes over n ranks, b the bandwidth, by algorithm:
 
@@ -11,17 +12,19 @@ An all-reduce of S bytes over n ranks, b the bandwidth, by algorithm:
     in-network       latency + (1 + 1 / n) S / b: the switches add; one kernel, by NVLink's multicast
     NCCL in-network  the same by NCCL, which has a larger latency
 
-https://github.com/NVIDIA/nccl/blob/master/src/graph/tuning.cc has the first two; hardware/ has the constants.
+https://github.com/NVIDIA/nccl/blob/master/src/graph/tuning.cc has the first two; hardware/ has the
+constants.
 
-In an all-to-all each rank sends 1 / n of its S bytes to every rank. Its time is arithmetic with the ring's constants;
-it was compared with no measurement:
+In an all-to-all each rank sends 1 / n of its S bytes to every rank. Its time is arithmetic with the
+ring's constants; it was compared with no measurement:
 
     switch           latency + step + (n - 1) / n S / b: all messages at once, each over its sender's own link
     torus            latency + n / 2 steps + floor(n^2 / 4) / n S / b: a message takes the shorter way round a ring of
                      n, so the distances from a rank to all others add up to floor(n^2 / 4) hops. With S / n bytes a hop
                      n ranks load 2 n directed links, of b / 2 each
-    over m nodes     latency, a step and a message of the network, and the longer of what stays inside a node, as
-                     above, and of what leaves it, (n - n / m) / n S over the network's bandwidth
+    over m nodes     latency, a step and a message of the network, and the longer of what stays
+                     inside a node, as above, and of what leaves it, (n - n / m) / n S over the
+                     network's bandwidth
 """
 
 import dataclasses
@@ -36,7 +39,14 @@ from ladder_jax.errors import UserError, unknown
 
 TABLE = pathlib.Path(__file__).parent / "hardware"
 NAMES = (
-    *("h100-nvlink", "h100-no-nvlink", "h100-2-nodes", "h100-2-nodes-roce", "h200-nvlink", "b200-nvlink"),
+    *(
+        "h100-nvlink",
+        "h100-no-nvlink",
+        "h100-2-nodes",
+        "h100-2-nodes-roce",
+        "h200-nvlink",
+        "b200-nvlink",
+    ),
     *("b300-nvlink", "l40s-no-peer", "a800-pcie", "v5e", "v5p", "v6e", "tpu7x"),
 )  # each is a file in TABLE; docs and messages use this order
 
@@ -50,7 +60,8 @@ class Algorithm(enum.Enum):
     NCCL_IN_NETWORK = "NCCL in-network"
 
 
-FITTED = (Algorithm.RING, Algorithm.TREE)  # of the programs to which the constants were fitted; XLA's on TPUs
+# of the programs to which the constants were fitted; XLA's on TPUs
+FITTED = (Algorithm.RING, Algorithm.TREE)
 NCCL = (*FITTED, Algorithm.NCCL_IN_NETWORK)
 ANY = tuple(Algorithm)
 
@@ -65,7 +76,8 @@ class Ring(enum.Enum):
 class Kernels(enum.Enum):
     """Which programs have the link's one-kernel all-reduces: one-shot, two-shot, in-network."""
 
-    XLA = "xla"  # all, as XLA generates such kernels where every device reaches every other's memory
+    # all, as XLA generates such kernels where every device reaches every other's memory
+    XLA = "xla"
     OTHERS = "others"  # other frameworks only: no launch of ours overlaps them
 
 
@@ -78,7 +90,9 @@ class Halves(enum.Enum):
 
 @dataclasses.dataclass(frozen=True)
 class Kernel:
-    """An all-reduce of one kernel. latency: seconds. bandwidth: bytes a second that a device sends."""
+    """An all-reduce of one kernel. latency: seconds. bandwidth: bytes a second that a device
+    sends.
+    """
 
     latency: float
     bandwidth: float
@@ -89,9 +103,11 @@ class Kernel:
 
 @dataclasses.dataclass(frozen=True)
 class Network:
-    """The network between nodes of `size` devices. step: seconds per message. bandwidth: bytes a second per device.
+    """The network between nodes of `size` devices. step: seconds per message. bandwidth: bytes a
+    second per device.
 
-    one_shot: seconds of a direct exchange between peers of all nodes, for a two-shot all-reduce; None if unknown.
+    one_shot: seconds of a direct exchange between peers of all nodes, for a two-shot all-reduce;
+        None if unknown.
     """
 
     size: int
@@ -104,9 +120,10 @@ class Network:
 class Link:
     """The link between devices. All constants are what programs reach, not published peaks.
 
-    latency: fixed seconds of a collective. step: seconds per step of the ring. bandwidth: bytes a second that a device
-    sends. network: between nodes; None if the link joins all devices.
-    one_shot, two_shot, in_network, nccl_in_network: None for an algorithm that the machine does not offer.
+    latency: fixed seconds of a collective. step: seconds per step of the ring. bandwidth: bytes a
+    second that a device sends. network: between nodes; None if the link joins all devices.
+    one_shot, two_shot, in_network, nccl_in_network: None for an algorithm that the machine does not
+        offer.
     """
 
     latency: float
@@ -125,12 +142,15 @@ class Link:
         return 1 if self.network is None else math.ceil(ranks / self.network.size)
 
     def times(self, size: float, *, ranks: int) -> dict[Algorithm, float]:
-        """Seconds of an all-reduce of `size` bytes by each algorithm that the link offers; empty for one rank."""
+        """Seconds of an all-reduce of `size` bytes by each algorithm that the link offers; empty
+        for one rank.
+        """
         if ranks == 1:
             return {}
         nodes = self.nodes(ranks)
         inside = math.ceil(ranks / nodes)  # devices in the fullest node
-        both = 2 * (inside - 1) / inside * size  # bytes that a device sends in a reduce-scatter and an all-gather
+        # bytes that a device sends in a reduce-scatter and an all-gather
+        both = 2 * (inside - 1) / inside * size
         steps = 2 * (inside - 1) if self.ring is Ring.ONE_WAY else inside
         ring = self.latency + steps * self.step + both / self.bandwidth
         if nodes > 1:
@@ -141,7 +161,11 @@ class Link:
             Algorithm.IN_NETWORK: (self.in_network, (1 + 1 / ranks) * size),
             Algorithm.NCCL_IN_NETWORK: (self.nccl_in_network, (1 + 1 / ranks) * size),
         }
-        offered = {name: kernel.seconds(sent) for name, (kernel, sent) in kernels.items() if kernel is not None}
+        offered = {
+            name: kernel.seconds(sent)
+            for name, (kernel, sent) in kernels.items()
+            if kernel is not None
+        }
         return {Algorithm.RING: ring, **offered}
 
     def fastest(
@@ -150,17 +174,25 @@ class Link:
         """The fastest of these algorithms, and its seconds; (None, 0.0) for one rank."""
         offered = self.times(size, ranks=ranks)
         usable = [name for name in among if name in offered]
-        return min(((name, offered[name]) for name in usable), key=lambda pair: pair[1], default=(None, 0.0))
+        return min(
+            ((name, offered[name]) for name in usable),
+            key=lambda pair: pair[1],
+            default=(None, 0.0),
+        )
 
     def all_reduce(self, size: float, *, ranks: int, among: Iterable[Algorithm] = FITTED) -> float:
         return self.fastest(size, ranks=ranks, among=among)[1]
 
     def half(self, size: float, *, ranks: int) -> float:
-        """Seconds of a reduce-scatter or an all-gather of `size` bytes: half of a ring's or tree's steps and bytes."""
+        """Seconds of a reduce-scatter or an all-gather of `size` bytes: half of a ring's or tree's
+        steps and bytes.
+        """
         return (self.all_reduce(size, ranks=ranks) + self.latency) / 2 if ranks > 1 else 0.0
 
     def all_to_all(self, size: float, *, ranks: int) -> float:
-        """Seconds of an all-to-all in which each rank has `size` bytes, of which it keeps 1 / ranks."""
+        """Seconds of an all-to-all in which each rank has `size` bytes, of which it keeps 1 /
+        ranks.
+        """
         if ranks == 1:
             return 0.0
         inside = math.ceil(ranks / self.nodes(ranks))
@@ -173,7 +205,9 @@ class Link:
         return seconds + self.network.step + max(within, leaving)
 
     def faster(self, factor: float) -> "Link":
-        """The same link `factor` times as fast: bandwidths multiplied by it, latencies divided by it."""
+        """The same link `factor` times as fast: bandwidths multiplied by it, latencies divided by
+        it.
+        """
         return _faster(self, factor)
 
     def _between_nodes(
@@ -190,7 +224,9 @@ class Link:
 
 
 def crossings(ranks: int, *, ring: Ring) -> float:
-    """How often a rank's bytes cross a link, per rank, in an all-to-all; both directions of a torus are one link."""
+    """How often a rank's bytes cross a link, per rank, in an all-to-all; both directions of a torus
+    are one link.
+    """
     return ranks**2 // 4 / ranks if ring is Ring.TWO_WAY else (ranks - 1) / ranks
 
 
@@ -213,11 +249,12 @@ class Machine:
 
     devices: largest number of devices that `link` joins.
     memory: bytes per device.
-    flops, bandwidth: published bfloat16 operations, and bytes of memory traffic, a second and device.
+    flops, bandwidth: published bfloat16 operations, and bytes of memory traffic, a second and
+        device.
     flops_share, bandwidth_share: the shares of these rates that programs reach.
     launch: seconds that starting a kernel costs.
-    contention: relative slowdown of compute while a collective is in flight, because the collective uses the same
-        memory and cores (0.5: half as long again).
+    contention: relative slowdown of compute while a collective is in flight, because the collective
+        uses the same memory and cores (0.5: half as long again).
     link: None for a single device.
     sources: the source of each constant, by dotted name.
     """
@@ -236,7 +273,9 @@ class Machine:
 
     def seconds(self, *, flops: float = 0.0, size: float = 0.0) -> float:
         """Time of a kernel that computes `flops` and moves `size` bytes: the longer of the two."""
-        return max(flops / (self.flops * self.flops_share), size / (self.bandwidth * self.bandwidth_share))
+        return max(
+            flops / (self.flops * self.flops_share), size / (self.bandwidth * self.bandwidth_share)
+        )
 
     def all_reduce(self, size: float, *, ranks: int, among: Iterable[Algorithm] = FITTED) -> float:
         return 0.0 if self.link is None else self.link.all_reduce(size, ranks=ranks, among=among)
@@ -258,17 +297,21 @@ def _numbers(section: object, path: str) -> dict[str, float]:
 
 SECTIONS = {  # of the constants of each kind, those that are a section of their own
     Machine: {"link": Link},
-    Link: {"network": Network, **dict.fromkeys(("one_shot", "two_shot", "in_network", "nccl_in_network"), Kernel)},
+    Link: {
+        "network": Network,
+        **dict.fromkeys(("one_shot", "two_shot", "in_network", "nccl_in_network"), Kernel),
+    },
 }
 MAY_BE_ZERO = ("launch", "contention", "latency", "step", "one_shot")
 SHARES = ("flops_share", "bandwidth_share")
 
 
 def load(name: str) -> Machine:
-    """The machine of that name, or of the YAML file at that path. Raises UserError for an invalid one.
+    """The machine of that name, or of the YAML file at that path. Raises UserError for an invalid
+    one.
 
-    A file has a number for each constant, or `{value: 4.8e12, source: TEXT}`. With `based_on: NAME` it has only the
-    constants that differ from those of machine NAME.
+    A file has a number for each constant, or `{value: 4.8e12, source: TEXT}`. With `based_on: NAME`
+    it has only the constants that differ from those of machine NAME.
     """
     path = pathlib.Path(name)
     if path.suffix not in (".yaml", ".yml"):
@@ -281,7 +324,10 @@ def load(name: str) -> Machine:
         values, sources = _apart(tree)
         machine = _made(Machine, {**values, "name": path.stem, "sources": sources})
         alone = machine.devices == 1
-        check(alone or machine.link, f"has {machine.devices} devices but no link: give latency, step and bandwidth")
+        check(
+            alone or machine.link,
+            f"has {machine.devices} devices but no link: give latency, step and bandwidth",
+        )
     except UserError as error:
         raise UserError(f"{where}: {error}") from None
     return machine
@@ -297,7 +343,9 @@ def _tree(path: pathlib.Path, *, where: str) -> dict:
         raise UserError(f"{where} is not UTF-8 text") from None
     tree = parse_yaml(text, what=where)
     if not isinstance(tree, dict):
-        raise UserError(f"{where} must hold constants such as 'bandwidth: 3.35e12', not {type(tree).__name__}")
+        raise UserError(
+            f"{where} must hold constants such as 'bandwidth: 3.35e12', not {type(tree).__name__}"
+        )
     if "based_on" not in tree:
         return tree
     base = str(tree.pop("based_on"))
@@ -307,7 +355,9 @@ def _tree(path: pathlib.Path, *, where: str) -> dict:
 
 
 def _merge(base: dict, over: dict) -> dict:
-    """Merge `over` into `base`: it replaces a constant, or only its `source`; the sections are merged."""
+    """Merge `over` into `base`: it replaces a constant, or only its `source`; the sections are
+    merged.
+    """
     merged = dict(base)
     for key, value in over.items():
         both = isinstance(value, dict) and isinstance(base.get(key), dict)
@@ -339,13 +389,20 @@ def _made[T](kind: type[T], tree: dict, path: str = "") -> T:
     """The constants of a section at the dotted `path`, each there and in its range."""
     sections = SECTIONS.get(kind, {})
     below = {
-        key: _made(sections[key], value, f"{path}{key}.") if key in sections and isinstance(value, dict) else value
+        key: _made(sections[key], value, f"{path}{key}.")
+        if key in sections and isinstance(value, dict)
+        else value
         for key, value in tree.items()
     }
-    needed = [field.name for field in dataclasses.fields(kind) if field.default is field.default_factory]
+    needed = [
+        field.name for field in dataclasses.fields(kind) if field.default is field.default_factory
+    ]
     made = build(kind, dict.fromkeys(needed) | below, path)
     for name in needed:
-        check(getattr(made, name) is not None, f"lacks the constant {path}{name} (needed: {', '.join(needed)})")
+        check(
+            getattr(made, name) is not None,
+            f"lacks the constant {path}{name} (needed: {', '.join(needed)})",
+        )
     fit(made, path.rstrip("."))
     for name, value in vars(made).items():
         if not isinstance(value, int | float):

@@ -1,7 +1,8 @@
-"""Measure this machine's constants: time copies, matmuls, kernel launches and all-reduces, and fit the link's.
+"""Measure this machine's constants: time copies, matmuls, kernel launches and all-reduces, and fit
+the link's.
 
-A program chains CHAIN operations, so that the host's cost of a call is divided by CHAIN: each operation reads the
-previous result. Every program runs a few times before it is timed.
+A program chains CHAIN operations, so that the host's cost of a call is divided by CHAIN: each
+operation reads the previous result. Every program runs a few times before it is timed.
 """
 
 import dataclasses
@@ -39,7 +40,8 @@ SIZES = (4 * KIB, 32 * KIB, 256 * KIB, 2 * MIB, 16 * MIB)
 SIMULATED = (4 * KIB, 64 * KIB, MIB)  # smaller: all simulated devices share one memory's bandwidth
 KERNELS = (4 * KIB, 32 * KIB, 256 * KIB)  # up to these XLA's all-reduce on NVIDIA GPUs is one-shot
 AXIS = "tensor"
-GROWS = 1.1  # least ratio of a large all-reduce's time to a small one's; below it the bandwidth cannot be fitted
+# least ratio of a large all-reduce's time to a small one's; below it the bandwidth cannot be fitted
+GROWS = 1.1
 
 
 class Timing(NamedTuple):
@@ -64,9 +66,11 @@ class Reduced:
 
 
 def constants(tensor: int, *, warmup: int, repeats: int) -> tuple[dict, list[Reduced]]:
-    """The sections of a machine's file, with constants as {value, source}, and the timed all-reduces.
+    """The sections of a machine's file, with constants as {value, source}, and the timed
+    all-reduces.
 
-    Raises UserError for an impossible result: a rate that is not finite, times that do not grow with the bytes.
+    Raises UserError for an impossible result: a rate that is not finite, times that do not grow
+    with the bytes.
     """
     device = jax.devices()[0]
     simulated = device.platform == "cpu"
@@ -75,7 +79,9 @@ def constants(tensor: int, *, warmup: int, repeats: int) -> tuple[dict, list[Red
     time_of = functools.partial(timed, warmup=warmup, repeats=repeats)
     room = memory.room(device, devices=jax.device_count())
     done = itertools.count()  # the number of finished measurements
-    kernel_ranks = [count for count in ranks if count <= MOST_READ] if device.platform == "gpu" else []
+    kernel_ranks = (
+        [count for count in ranks if count <= MOST_READ] if device.platform == "gpu" else []
+    )
     with progress(4 + len(ranks) * len(sizes) + len(kernel_ranks) * len(KERNELS)) as update:
         advance = lambda what: update(next(done), what)
         advance("copying")
@@ -84,19 +90,30 @@ def constants(tensor: int, *, warmup: int, repeats: int) -> tuple[dict, list[Red
         matmul = roofline.matmul_peak(device, dtype="bfloat16", samples=repeats)
         advance("starting kernels")
         started = launch(time_of)
-        hides = Overlap.HIDES if device.platform == "gpu" else None  # NCCL's; XLA's own kernels are measured next
+        # NCCL's; XLA's own kernels are measured next
+        hides = Overlap.HIDES if device.platform == "gpu" else None
         reduced = all_reduces(time_of, ranks=ranks, sizes=sizes, advance=advance, overlap=hides)
-        kernels = all_reduces(time_of, ranks=kernel_ranks, sizes=KERNELS, advance=advance, overlap=Overlap.WAITS)
+        kernels = all_reduces(
+            time_of, ranks=kernel_ranks, sizes=KERNELS, advance=advance, overlap=Overlap.WAITS
+        )
         advance("computing beside an all-reduce")
         # A CPU's collectives never run beside compute, so there is nothing to measure.
         beside = None if simulated or tensor == 1 else contention(time_of, ranks=tensor)
     of = f"of {repeats} runs"
     rate = "is the measured rate, not a published peak"
     sections: dict = {
-        "devices": _entry(tensor, f"measured on {tensor} {'simulated ' if simulated else ''}devices"),
-        "memory": _entry(room or 0, "the device's memory, or this machine's free memory divided by its devices"),
-        "flops": _entry(matmul.best, f"measured: the best {of}, {matmul.array}, spread {_spread(matmul.rates)}"),
-        "bandwidth": _entry(copy.best, f"measured: a copy's best {of}, {copy.array}, spread {_spread(copy.rates)}"),
+        "devices": _entry(
+            tensor, f"measured on {tensor} {'simulated ' if simulated else ''}devices"
+        ),
+        "memory": _entry(
+            room or 0, "the device's memory, or this machine's free memory divided by its devices"
+        ),
+        "flops": _entry(
+            matmul.best, f"measured: the best {of}, {matmul.array}, spread {_spread(matmul.rates)}"
+        ),
+        "bandwidth": _entry(
+            copy.best, f"measured: a copy's best {of}, {copy.array}, spread {_spread(copy.rates)}"
+        ),
         "flops_share": _entry(1.0, f"flops {rate}"),
         "bandwidth_share": _entry(1.0, f"bandwidth {rate}"),
         "launch": _entry(started.median, f"measured: the median {of}, spread {started.spread:.0%}"),
@@ -116,7 +133,9 @@ def constants(tensor: int, *, warmup: int, repeats: int) -> tuple[dict, list[Red
 
 
 def _link(reduced: Sequence[Reduced], kernels: Sequence[Reduced], *, ring: Ring, of: str) -> dict:
-    """The link's section. kernels: all-reduces by XLA's kernel, where it has one. of: the number of runs, in words."""
+    """The link's section. kernels: all-reduces by XLA's kernel, where it has one. of: the number of
+    runs, in words.
+    """
     fitted = fit_link(reduced, ring=ring)
     sizes = [one.bytes // KIB for one in reduced]
     ranks = dict.fromkeys(one.ranks for one in reduced)
@@ -126,7 +145,9 @@ def _link(reduced: Sequence[Reduced], kernels: Sequence[Reduced], *, ring: Ring,
         f" {', '.join(map(str, ranks))} devices, medians {of}, spread up to {spread:.0%},"
         f" off by {fit_error(reduced, fitted):.0%} in the median"
     )
-    link: dict = {name: _entry(getattr(fitted, name), source) for name in ("latency", "step", "bandwidth")}
+    link: dict = {
+        name: _entry(getattr(fitted, name), source) for name in ("latency", "step", "bandwidth")
+    }
     link["ring"] = ring.value
     if kernels:
         source = f"fitted to {len(kernels)} all-reduces by XLA's kernel of 4 KiB to 256 KiB, medians {of}"
@@ -160,10 +181,11 @@ def all_reduces(
     advance: Callable[[str], None],
     overlap: Overlap | None = None,
 ) -> list[Reduced]:
-    """Time an all-reduce of each size over each number of ranks. `advance(label)` is called before each.
+    """Time an all-reduce of each size over each number of ranks. `advance(label)` is called before
+    each.
 
-    overlap: with the compiler options of a decode step that hides its all-reduces (on NVIDIA GPUs: NCCL's) or waits for
-    them (one kernel); None for none.
+    overlap: with the compiler options of a decode step that hides its all-reduces (on NVIDIA GPUs:
+    NCCL's) or waits for them (one kernel); None for none.
     """
     reduced = []
     for count in ranks:
@@ -176,7 +198,9 @@ def all_reduces(
 
 
 def launch(time_of: Timed) -> Timing:
-    """The time of a minimal kernel: a product of 8 x 8 matrices in a chain, which no compiler fuses."""
+    """The time of a minimal kernel: a product of 8 x 8 matrices in a chain, which no compiler
+    fuses.
+    """
     a = jnp.eye(8, dtype=jnp.float32)
 
     @jax.jit
@@ -191,8 +215,8 @@ def launch(time_of: Timed) -> Timing:
 def contention(time_of: Timed, *, ranks: int) -> Timing | None:
     """The contention and its spread, or None if the device does not compute during an all-reduce.
 
-    Contention c is the relative slowdown of compute. If compute alone takes W and the all-reduce alone A, with W > 2 A,
-    both together take W + A c / (1 + c) (`predict.timeline`).
+    Contention c is the relative slowdown of compute. If compute alone takes W and the all-reduce
+    alone A, with W > 2 A, both together take W + A c / (1 + c) (`predict.timeline`).
     """
     mesh = parallel.make_mesh(tensor=ranks, devices=jax.devices()[:ranks])
     beside = lambda products, reduce: time_of(_beside(mesh, products=products, reduce=reduce), of=1)
@@ -224,9 +248,12 @@ def timing(samples: Sequence[float]) -> Timing:
     return Timing(median, (high - low) / median if median else 0.0)
 
 
-def _chain_of_all_reduces(mesh: Mesh, size: int, *, overlap: Overlap | None = None) -> Callable[[], jax.Array]:
-    """A chain of all-reduces. A scale that differs by rank follows each: XLA replaces a sum of equal arrays by a
-    product."""
+def _chain_of_all_reduces(
+    mesh: Mesh, size: int, *, overlap: Overlap | None = None
+) -> Callable[[], jax.Array]:
+    """A chain of all-reduces. A scale that differs by rank follows each: XLA replaces a sum of
+    equal arrays by a product.
+    """
     count = mesh.shape[AXIS]
 
     def local(x, scale):
@@ -259,7 +286,9 @@ def _beside(mesh: Mesh, *, products: int, reduce: bool) -> Callable[[], object]:
     traits = parallel.Traits(Overlap.HIDES, Phase.PREFILL, Loop.UNROLLED)
     options = parallel.compile_options(mesh, traits=traits)
     specs = (P(AXIS), P(), P(AXIS))
-    program = jax.jit(jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=out), compiler_options=options)
+    program = jax.jit(
+        jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=out), compiler_options=options
+    )
     place = lambda x, spec: jax.device_put(x, NamedSharding(mesh, spec))
     x = place(jnp.ones((count * width, 1024), jnp.bfloat16), P(AXIS))
     a = place(jnp.eye(width, dtype=jnp.bfloat16), P())
@@ -270,12 +299,14 @@ def _beside(mesh: Mesh, *, products: int, reduce: bool) -> Callable[[], object]:
 def fit_link(measured: Sequence[Reduced], *, ring: Ring) -> Link:
     """Least squares of relative errors with non-negative constants (`Link.times` has the formula).
 
-    With a single number of ranks the steps are part of the fitted latency, and `step` is 0. Raises UserError if the
-    times do not grow with the bytes: then something else determined them.
+    With a single number of ranks the steps are part of the fitted latency, and `step` is 0. Raises
+    UserError if the times do not grow with the bytes: then something else determined them.
     """
     several = len({one.ranks for one in measured}) > 1
     steps = lambda ranks: 2 * (ranks - 1) if ring is Ring.ONE_WAY else ranks
-    rows = [(1.0, steps(m.ranks) * several, 2 * (m.ranks - 1) / m.ranks * m.bytes) for m in measured]
+    rows = [
+        (1.0, steps(m.ranks) * several, 2 * (m.ranks - 1) / m.ranks * m.bytes) for m in measured
+    ]
     latency, step, per_byte = _non_negative(rows, measured)
     widest = [one for one in measured if one.ranks == measured[-1].ranks]
     small = min(widest, key=lambda one: one.bytes)
@@ -290,10 +321,16 @@ def fit_link(measured: Sequence[Reduced], *, ring: Ring) -> Link:
 
 
 def fit_one_shot(measured: Sequence[Reduced]) -> Kernel:
-    """Least squares of relative errors of `latency + (n - 1) bytes / bandwidth`. Raises UserError as `fit_link`."""
-    latency, per_byte = _non_negative([(1.0, (one.ranks - 1) * one.bytes) for one in measured], measured)
+    """Least squares of relative errors of `latency + (n - 1) bytes / bandwidth`. Raises UserError
+    as `fit_link`.
+    """
+    latency, per_byte = _non_negative(
+        [(1.0, (one.ranks - 1) * one.bytes) for one in measured], measured
+    )
     if per_byte == 0:
-        raise UserError("one-kernel all-reduces do not take longer with more bytes: wait, or ask for more --repeats")
+        raise UserError(
+            "one-kernel all-reduces do not take longer with more bytes: wait, or ask for more --repeats"
+        )
     return Kernel(latency, 1 / per_byte)
 
 
@@ -304,8 +341,8 @@ def _non_negative(rows: Sequence[Sequence[float]], measured: Sequence[Reduced]) 
     seconds = np.array([one.seconds for one in measured])
     if not np.all(seconds > 0):
         raise UserError("an all-reduce took no time at all: this machine's clock cannot measure it")
-    # Columns are scaled to about 1, because bytes and seconds differ by orders of magnitude; rows are divided by their
-    # times, for relative errors.
+    # Columns are scaled to about 1, because bytes and seconds differ by orders of magnitude; rows
+    # are divided by their times, for relative errors.
     scale = np.array(rows).max(axis=0)
     scale[scale == 0] = 1
     solved, _ = nnls(np.array(rows) / scale / seconds[:, None], np.ones(len(rows)))
@@ -314,4 +351,6 @@ def _non_negative(rows: Sequence[Sequence[float]], measured: Sequence[Reduced]) 
 
 def fit_error(measured: Sequence[Reduced], fitted: Link) -> float:
     """The median relative error of the fitted link."""
-    return statistics.median(abs(fitted.all_reduce(m.bytes, ranks=m.ranks) / m.seconds - 1) for m in measured)
+    return statistics.median(
+        abs(fitted.all_reduce(m.bytes, ranks=m.ranks) / m.seconds - 1) for m in measured
+    )

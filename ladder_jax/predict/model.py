@@ -3,18 +3,22 @@
 A training step is a forward and a backward pass:
 
     layers forward   the timeline of a prefill, each position scored
-    layers backward  the same timeline in the opposite order, each sublayer twice the work: the gradients of its input
-                     and of its weights, a matrix product each. One all-reduce a sublayer, of the gradient of its input,
-                     as large as the forward pass's; and a sublayer whose input leaves out the newest d outputs has a
-                     gradient that does without the newest d of those, so that as much is hidden. In a hybrid, the
-                     gradient of a sublayer's output does without those of the next inputs that left it out.
-                     Of exchanged experts it is the mirror image: a message that stands beside a half of a sublayer
-                     forward returns beside that half's gradients, where barriers hold it
-    head, embedding  three times the forward pass's work; two all-reduces of the stream that nothing hides (the
-                     embedding's rows, the gradient of the head's input), and three of four bytes a token in the loss
+    layers backward  the same timeline in the opposite order, each sublayer twice the work: the
+                     gradients of its input and of its weights, a matrix product each. One
+                     all-reduce a sublayer, of the gradient of its input, as large as the forward
+                     pass's; and a sublayer whose input leaves out the newest d outputs has a
+                     gradient that does without the newest d of those, so that as much is hidden. In
+                     a hybrid, the gradient of a sublayer's output does without those of the next
+                     inputs that left it out. Of exchanged experts it is the mirror image: a message
+                     that stands beside a half of a sublayer forward returns beside that half's
+                     gradients, where barriers hold it
+    head, embedding  three times the forward pass's work; two all-reduces of the stream that nothing
+                     hides (the embedding's rows, the gradient of the head's input), and three of
+                     four bytes a token in the loss
 
-Left out, and alike for all: the optimizer, the reduction of gradients over data-parallel groups (both once a step, over
-many microbatches), and recomputation. Nothing of this has been measured on several devices.
+Left out, and alike for all: the optimizer, the reduction of gradients over data-parallel groups
+(both once a step, over many microbatches), and recomputation. Nothing of this has been measured on
+several devices.
 
 Without tensor parallelism every device computes rows of its own, with all columns:
 
@@ -23,14 +27,15 @@ Without tensor parallelism every device computes rows of its own, with all colum
                    and once more in the backward pass, beside which gradients (float32) are reduce-scattered
 
     forward   gather + (L - 1) x (a layer beside the next one's gather) + a layer
-    backward  the same with twice the work, and the gradients' scatter beside the gather; the last scatter is bare
+    backward  the same with twice the work, and the gradients' scatter beside the gather; the last
+              scatter is bare
     ends      head and embedding, their tables' transfers bare
 
-It must have rows to share, and memory. data-parallel: 16 bytes a parameter in training (values, two moments and
-gradients in float32), 2 in a prefill. fsdp: two layers' weights, gathered, with their gradients in training, beside a
-device's share of a prefill's weights. Not counted is what tensor parallelism needs as well: a device's share of the
-training state, which may be split over more devices than these, and activations, of as many tokens as under sequence
-parallelism.
+It must have rows to share, and memory. data-parallel: 16 bytes a parameter in training (values, two
+moments and gradients in float32), 2 in a prefill. fsdp: two layers' weights, gathered, with their
+gradients in training, beside a device's share of a prefill's weights. Not counted is what tensor
+parallelism needs as well: a device's share of the training state, which may be split over more
+devices than these, and activations, of as many tokens as under sequence parallelism.
 """
 
 import dataclasses
@@ -40,9 +45,27 @@ from collections.abc import Callable, Iterable, Sequence
 from ladder_jax.config import Interleave, Launch, ModelConfig, Phase
 from ladder_jax.predict.layers import layers, work
 from ladder_jax.predict.machine import Algorithm, Machine
-from ladder_jax.predict.program import ANY_PROGRAM, PLAIN, Choice, Form, Opponents, Program, programs, steps_of
+from ladder_jax.predict.program import (
+    ANY_PROGRAM,
+    PLAIN,
+    Choice,
+    Form,
+    Opponents,
+    Program,
+    programs,
+    steps_of,
+)
 from ladder_jax.predict.timeline import Slot, Timeline, Work, play_slots
-from ladder_jax.predict.work import ATTENTION, FLOAT32, MLP, OURS, TRAINING, Block, Implementation, Model
+from ladder_jax.predict.work import (
+    ATTENTION,
+    FLOAT32,
+    MLP,
+    OURS,
+    TRAINING,
+    Block,
+    Implementation,
+    Model,
+)
 from ladder_jax.residual import Step
 from ladder_jax.residual.wires.desync import Desynced, Silent
 from ladder_jax.schedule import shards
@@ -55,8 +78,10 @@ class Pass:
     """The time of one prefill, decode step or training step.
 
     seconds: total. wire: of its all-reduces. exposed: the time that all-reduces add to the total.
-    program: the fastest one that the topology may use. all_reduce: its algorithm; None without communication.
-    forward, backward: timelines of the layers, without embedding and head; None where none was played.
+    program: the fastest one that the topology may use. all_reduce: its algorithm; None without
+        communication.
+    forward, backward: timelines of the layers, without embedding and head; None where none was
+        played.
     """
 
     seconds: float
@@ -88,7 +113,9 @@ class Pass:
 
 @dataclasses.dataclass(frozen=True)
 class Speed:
-    """The time of generating `new_tokens` tokens in `rows` rows. memory: bytes of weights and cache on a device."""
+    """The time of generating `new_tokens` tokens in `rows` rows. memory: bytes of weights and cache
+    on a device.
+    """
 
     rows: int
     new_tokens: int
@@ -144,31 +171,54 @@ def speed(
     launch: Launch = Launch.AUTO,
     interleave: Interleave = Interleave.AUTO,
 ) -> Speed:
-    """The speed of `config` with its residual topology over `tensor` devices, which must divide the model.
+    """The speed of `config` with its residual topology over `tensor` devices, which must divide the
+    model.
 
-    opponents, launch, interleave: the programs among which prefill and decode step each take the fastest.
+    opponents, launch, interleave: the programs among which prefill and decode step each take the
+        fastest.
     """
     model = Model(config, tensor, implementation)
     choice = Choice(opponents, launch, interleave)
     shape = dict(rows=rows, prompt_length=prompt_length, new_tokens=new_tokens)
     blocks = {Phase.PREFILL: model.prefill(**shape), Phase.DECODE: model.decode_step(**shape)}
-    found = [fastest(passes(model, machine, block, phase=phase, choice=choice)) for phase, block in blocks.items()]
-    return Speed(rows, new_tokens, *found, memory=model.memory(rows=rows, capacity=prompt_length + new_tokens))
+    found = [
+        fastest(passes(model, machine, block, phase=phase, choice=choice))
+        for phase, block in blocks.items()
+    ]
+    return Speed(
+        rows,
+        new_tokens,
+        *found,
+        memory=model.memory(rows=rows, capacity=prompt_length + new_tokens),
+    )
 
 
 def training_step(
-    config: ModelConfig, *, machine: Machine, tensor: int, rows: int, sequence: int, program: Program = PLAIN
+    config: ModelConfig,
+    *,
+    machine: Machine,
+    tensor: int,
+    rows: int,
+    sequence: int,
+    program: Program = PLAIN,
 ) -> Pass:
-    """A microbatch of `rows` x `sequence` tokens, which one tensor-parallel group of `tensor` devices computes at once.
+    """A microbatch of `rows` x `sequence` tokens, which one tensor-parallel group of `tensor`
+    devices computes at once.
 
     `config` names the topology, any but `desync`.
     """
     model = Model(config, tensor, TRAINING)
-    return run_by(model, machine, model.prefill(rows=rows, prompt_length=sequence), program, phase=Phase.TRAIN)
+    return run_by(
+        model, machine, model.prefill(rows=rows, prompt_length=sequence), program, phase=Phase.TRAIN
+    )
 
 
-def passes(model: Model, machine: Machine, block: Block, *, phase: Phase, choice: Choice = ANY_PROGRAM) -> list[Pass]:
-    """A prefill, decode step or training step by each of the tensor-parallel programs that may run it."""
+def passes(
+    model: Model, machine: Machine, block: Block, *, phase: Phase, choice: Choice = ANY_PROGRAM
+) -> list[Pass]:
+    """A prefill, decode step or training step by each of the tensor-parallel programs that may run
+    it.
+    """
     candidates = programs(model, machine, block, phase=phase, choice=choice)
     return [run_by(model, machine, block, program, phase=phase) for program in candidates]
 
@@ -185,10 +235,14 @@ def run_by(model: Model, machine: Machine, block: Block, program: Program, *, ph
     timelines = [forward.timeline]
     if trains:
         steps = steps_of(model.config)
-        steps = steps if program.form is Form.EXCHANGE else backward(steps)  # a sum of slots has no order
-        timelines.append(layers(model, machine, block, program=program, steps=steps, times=2).timeline)
+        # a sum of slots has no order
+        steps = steps if program.form is Form.EXCHANGE else backward(steps)
+        timelines.append(
+            layers(model, machine, block, program=program, steps=steps, times=2).timeline
+        )
     ends = work(machine, model.ends(block), times=3 if trains else 1).seconds
-    # All-reduces outside the sublayers, never hidden: of the stream, and of a few bytes for each scored position.
+    # All-reduces outside the sublayers, never hidden: of the stream, and of a few bytes for each
+    # scored position.
     small = machine.all_reduce(4 * model.scored(block), ranks=model.ranks, among=program.algorithms)
     of_stream = 0 if implementation.replicated_head else 2 if trains else 1
     bare = of_stream * forward.all_reduce + implementation.small_all_reduces * small
@@ -196,10 +250,16 @@ def run_by(model: Model, machine: Machine, block: Block, program: Program, *, ph
 
 
 def pass_of(
-    timelines: Sequence[Timeline], *, ends: float, bare: float, program: Program, all_reduce: Algorithm | None = None
+    timelines: Sequence[Timeline],
+    *,
+    ends: float,
+    bare: float,
+    program: Program,
+    all_reduce: Algorithm | None = None,
 ) -> Pass:
-    """timelines: of the layers forward, and backward. ends: seconds of the compute outside of them. bare: of the
-    transfers there, which nothing hides."""
+    """timelines: of the layers forward, and backward. ends: seconds of the compute outside of them.
+    bare: of the transfers there, which nothing hides.
+    """
     total = lambda name: sum(getattr(one, name) for one in timelines)
     times = total("seconds") + ends + bare, total("wire") + bare, total("exposed") + bare
     return Pass(*times, program, all_reduce, *timelines)
@@ -208,16 +268,17 @@ def pass_of(
 def backward(steps: tuple[Step, ...]) -> tuple[Step, ...]:
     """The sublayers from last to first, with the delays of their gradients.
 
-    The gradient of an output is the sum of those of the inputs that hold it. So it does without the newest: of the next
-    inputs, those that leave it out. What a step computes early forward, it computes with the rest backward: the
-    gradients of their input are one sum.
+    The gradient of an output is the sum of those of the inputs that hold it. So it does without the
+    newest: of the next inputs, those that leave it out. What a step computes early forward, it
+    computes with the rest backward: the gradients of their input are one sum.
     """
     if isinstance(steps[0], Silent):
         return steps[::-1]
     if isinstance(steps[0], Desynced):
         raise ValueError("the backward pass of desync has no prediction")
     delays = [one.delay for one in steps]
-    after = lambda place: delays[min(place, len(steps) - 1)]  # behind the last layer as in it: nothing is pending there
+    # behind the last layer as in it: nothing is pending there
+    after = lambda place: delays[min(place, len(steps) - 1)]
     found = []
     pending = 0
     for place, step in enumerate(steps):  # from the backward pass's last step
@@ -231,7 +292,8 @@ def backward(steps: tuple[Step, ...]) -> tuple[Step, ...]:
 def passes_without_tensor(
     model: Model, machine: Machine, *, devices: int, rows: int, tokens: int, phase: Phase
 ) -> list[Pass]:
-    """The step of `rows` x `tokens` tokens by each mesh that has rows to share, and memory for the weights.
+    """The step of `rows` x `tokens` tokens by each mesh that has rows to share, and memory for the
+    weights.
 
     model: on one rank.
     """
@@ -266,10 +328,16 @@ def passes_without_tensor(
 
 
 def _beside_gathers(
-    model: Model, machine: Machine, block: Block, half: Callable[[float], float], *, gradients: bool = False
+    model: Model,
+    machine: Machine,
+    block: Block,
+    half: Callable[[float], float],
+    *,
+    gradients: bool = False,
 ) -> Timeline:
-    """Each layer beside the next one's gather. gradients: backward, from the last layer, whose gradients are scattered
-    beside that too."""
+    """Each layer beside the next one's gather. gradients: backward, from the last layer, whose
+    gradients are scattered beside that too.
+    """
     layers = _layers(model, machine, block, times=2 if gradients else 1)
     if gradients:
         layers.reverse()
@@ -278,7 +346,9 @@ def _beside_gathers(
     both = [gather + scatter for gather, scatter in zip(gathers[1:], scatters)]
     transfers = [gathers[0], *both, 0.0, scatters[-1]]
     works = [Work(), *(layer for layer, _ in layers), Work()]
-    slots = (Slot(work, [("weights", seconds)]) for work, seconds in zip(works, transfers, strict=True))
+    slots = (
+        Slot(work, [("weights", seconds)]) for work, seconds in zip(works, transfers, strict=True)
+    )
     return play_slots(slots, contention=machine.contention)
 
 
@@ -288,5 +358,7 @@ def _layers(model: Model, machine: Machine, block: Block, *, times: int) -> list
     for count, config in shards.kinds(model.config):
         kind = dataclasses.replace(model, config=config)
         kernels = (*kind.step((ATTENTION,), block), *kind.step((MLP,), block))
-        found += count * [(work(machine, kernels, times=times), kind.shard.attention + kind.shard.mlp)]
+        found += count * [
+            (work(machine, kernels, times=times), kind.shard.attention + kind.shard.mlp)
+        ]
     return found

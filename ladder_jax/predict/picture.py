@@ -9,18 +9,31 @@ EXPOSED = "#e45756"
 
 
 def plot(answer: Result, *, file: str) -> None:
-    """One bar per topology, for a decode step and for the prefill: compute, and exposed communication."""
+    """One bar per topology, for a decode step and for the prefill: compute, and exposed
+    communication.
+    """
     request = answer.request
     rows = answer.rows
-    figure, axes = pyplot.load().subplots(1, 2, figsize=(11, 1.7 + 0.38 * len(rows)), sharey=True, layout="constrained")
+    figure, axes = pyplot.load().subplots(
+        1, 2, figsize=(11, 1.7 + 0.38 * len(rows)), sharey=True, layout="constrained"
+    )
     for axis, (panel, name) in zip(axes, (("decode step", "step"), ("prefill", "prefill"))):
         passes = [getattr(row.speed, name) for row in rows]
         exposed = [one.exposed * 1e3 for one in passes]
         compute = [one.seconds * 1e3 - wait for one, wait in zip(passes, exposed)]
         heights = range(len(rows))
         axis.barh(heights, compute, color=COMPUTE, height=0.68, label="compute")
-        axis.barh(heights, exposed, left=compute, color=EXPOSED, height=0.68, label="exposed communication")
-        standard = next((one.seconds for row, one in zip(rows, passes) if row.residual == "standard"), None)
+        axis.barh(
+            heights,
+            exposed,
+            left=compute,
+            color=EXPOSED,
+            height=0.68,
+            label="exposed communication",
+        )
+        standard = next(
+            (one.seconds for row, one in zip(rows, passes) if row.residual == "standard"), None
+        )
         for height, one in enumerate(passes):
             ratio = f"   {standard / one.seconds:.2f} x" if standard else ""
             label = f" {number(one.seconds * 1e3)}{ratio}"
@@ -31,9 +44,13 @@ def plot(answer: Result, *, file: str) -> None:
         axis.set_title(panel, fontsize=10, loc="left")
         axis.spines[["top", "right"]].set_visible(False)
     axes[0].invert_yaxis()
-    title = f"{request.model}, tensor {request.tensor}, batch {request.batch} on {request.machine.name}"
+    title = (
+        f"{request.model}, tensor {request.tensor}, batch {request.batch} on {request.machine.name}"
+    )
     figure.suptitle(f"{title}: predicted (analytic)", fontsize=11, x=0.01, ha="left")
     handles_and_labels = axes[0].get_legend_handles_labels()
-    figure.legend(*handles_and_labels, fontsize=8.5, frameon=False, loc="outside upper right", ncols=2)
+    figure.legend(
+        *handles_and_labels, fontsize=8.5, frameon=False, loc="outside upper right", ncols=2
+    )
     files.write_atomically(file, lambda path: figure.savefig(path, dpi=150))
     pyplot.load().close(figure)

@@ -1,11 +1,20 @@
-"""The programs that may run a topology: how the stream lies between sublayers, and which all-reduces they can use."""
+"""The programs that may run a topology: how the stream lies between sublayers, and which
+all-reduces they can use.
+"""
 
 import dataclasses
 import enum
 import functools
 import itertools
 
-from ladder_jax.config import ExpertParallelism, Interleave, Launch, ModelConfig, Phase, parse_residual
+from ladder_jax.config import (
+    ExpertParallelism,
+    Interleave,
+    Launch,
+    ModelConfig,
+    Phase,
+    parse_residual,
+)
 from ladder_jax.predict.machine import ANY, FITTED, NCCL, Algorithm, Halves, Kernels, Machine, Ring
 from ladder_jax.predict.work import DENSE, MLP, Block, Model
 from ladder_jax.residual import Step, of_model
@@ -15,9 +24,12 @@ class Form(enum.Enum):
     """Where the residual stream, the weights and the batch lie."""
 
     ALL_REDUCE = "all-reduce"  # tensor-parallel, the whole stream on every rank
-    SEQUENCE_PARALLEL = "sequence-parallel"  # its positions split: a reduce-scatter and an all-gather a sublayer
-    COLLECTIVE_MATMUL = "ring collective matmul"  # sequence-parallel, in rings under the sublayer's own matmuls
-    EXCHANGE = "exchange"  # sequence-parallel, and ranks exchange the rows of experts: two all-to-alls a layer
+    # its positions split: a reduce-scatter and an all-gather a sublayer
+    SEQUENCE_PARALLEL = "sequence-parallel"
+    # sequence-parallel, in rings under the sublayer's own matmuls
+    COLLECTIVE_MATMUL = "ring collective matmul"
+    # sequence-parallel, and ranks exchange the rows of experts: two all-to-alls a layer
+    EXCHANGE = "exchange"
     DATA_PARALLEL = "data-parallel"  # no tensor parallelism: all weights on every device
     FSDP = "fsdp"  # no tensor parallelism: each layer's weights gathered before they are used
 
@@ -34,8 +46,8 @@ class Opponents(enum.Enum):
 class Program:
     """launch: how all-reduces are launched beside compute; None for topologies that wait for them.
 
-    window: the share of a sublayer's compute that its launch leaves beside an all-reduce. interleave: 2 for two halves
-    of the batch in turn.
+    window: the share of a sublayer's compute that its launch leaves beside an all-reduce.
+    interleave: 2 for two halves of the batch in turn.
     """
 
     form: Form = Form.ALL_REDUCE
@@ -57,8 +69,10 @@ WINDOWS = {  # least of the chained launch, of unrolled layers: experiments/over
 
 @dataclasses.dataclass(frozen=True)
 class Choice:
-    """Among which programs the fastest is taken. launch: of those that hide all-reduces. interleave: the whole batch,
-    or two halves in turn where topology and phase allow it. experts: in which form."""
+    """Among which programs the fastest is taken. launch: of those that hide all-reduces.
+    interleave: the whole batch, or two halves in turn where topology and phase allow it. experts:
+    in which form.
+    """
 
     opponents: Opponents = Opponents.STRONGEST
     launch: Launch = Launch.AUTO
@@ -74,10 +88,11 @@ def programs(
 ) -> tuple[Program, ...]:
     """The tensor-parallel programs for a topology, at least one.
 
-    A topology that waits for its all-reduces may use any. One that hides them may use those that its launch overlaps:
-    `chained` and `explicit` what NCCL and XLA's TPU compiler do, `explicit` in a decode step the one-kernel algorithms
-    too, where XLA has them: within a node. The default launch comes first. Two halves in turn are for every topology
-    that reduces each output by itself.
+    A topology that waits for its all-reduces may use any. One that hides them may use those that
+    its launch overlaps: `chained` and `explicit` what NCCL and XLA's TPU compiler do, `explicit` in
+    a decode step the one-kernel algorithms too, where XLA has them: within a node. The default
+    launch comes first. Two halves in turn are for every topology that reduces each output by
+    itself.
     """
     config = model.config
     ranks = model.ranks
@@ -99,9 +114,15 @@ def programs(
     explicit = phase is not Phase.TRAIN and link is not None and link.halves is Halves.SUPPORTED
 
     def launched(algorithms: tuple[Algorithm, ...], *, interleave: int = 1) -> list[Program]:
-        every = [Program(algorithms=algorithms, launch=Launch.EXPLICIT, interleave=interleave)] if explicit else []
+        every = (
+            [Program(algorithms=algorithms, launch=Launch.EXPLICIT, interleave=interleave)]
+            if explicit
+            else []
+        )
         window = _chained_window(machine, phase)
-        every.append(Program(algorithms=NCCL, launch=Launch.CHAINED, window=window, interleave=interleave))
+        every.append(
+            Program(algorithms=NCCL, launch=Launch.CHAINED, window=window, interleave=interleave)
+        )
         return [one for one in every if choice.launch in (Launch.AUTO, one.launch)] or every[:1]
 
     if hides:
@@ -112,7 +133,9 @@ def programs(
     if strongest and phase is not Phase.DECODE and ranks > 1:
         splits = int(block.tokens) % ranks == 0
         if splits and kind != "desync":
-            candidates.append(Program(Form.SEQUENCE_PARALLEL, launch=Launch.CHAINED if hides else None))
+            candidates.append(
+                Program(Form.SEQUENCE_PARALLEL, launch=Launch.CHAINED if hides else None)
+            )
         if splits and kind == "standard" and config.moe is None:  # no ring brings sorted rows
             candidates.append(Program(Form.COLLECTIVE_MATMUL))
         if in_turn:
@@ -123,7 +146,11 @@ def programs(
 
 
 def _among(candidates: list[Program], choice: Choice) -> tuple[Program, ...]:
-    chosen = [one for one in candidates if choice.interleave in (Interleave.AUTO, Interleave(one.interleave))]
+    chosen = [
+        one
+        for one in candidates
+        if choice.interleave in (Interleave.AUTO, Interleave(one.interleave))
+    ]
     return tuple(chosen or candidates)
 
 
@@ -132,7 +159,9 @@ def layers_of(config: ModelConfig) -> tuple[tuple[Step, ...], ...]:
     """Each layer's steps; first layers without experts have `DENSE` for `MLP`."""
     dense = 0 if config.moe is None else config.moe.dense_layers
     in_dense = lambda step: tuple(DENSE if one == MLP else one for one in step.sublayers)
-    of_dense = lambda steps: tuple(dataclasses.replace(one, sublayers=in_dense(one)) for one in steps)
+    of_dense = lambda steps: tuple(
+        dataclasses.replace(one, sublayers=in_dense(one)) for one in steps
+    )
     layers = of_model(config).layers
     return (*map(of_dense, layers[:dense]), *layers[dense:])
 
@@ -145,7 +174,13 @@ def steps_of(config: ModelConfig) -> tuple[Step, ...]:
 def _chained_window(machine: Machine, phase: Phase) -> float:
     if machine.link is None:
         return 1.0
-    kind = "NVIDIA" if machine.link.ring is Ring.ONE_WAY else "v5e" if machine.link.halves is Halves.NONE else "TPU"
+    kind = (
+        "NVIDIA"
+        if machine.link.ring is Ring.ONE_WAY
+        else "v5e"
+        if machine.link.halves is Halves.NONE
+        else "TPU"
+    )
     return WINDOWS.get((kind, phase), 1.0)
 
 

@@ -26,18 +26,20 @@ from ladder_jax.words import words
 BASELINE = "standard"
 GENERATE = "generate"
 PHASES = (GENERATE, Phase.PREFILL.value, Phase.TRAIN.value)
-OF_PHASES = {"prompt_length": PHASES[:2], "new_tokens": PHASES[:1], "sequence": PHASES[2:]}  # options, by name
+# options, by name
+OF_PHASES = {"prompt_length": PHASES[:2], "new_tokens": PHASES[:1], "sequence": PHASES[2:]}
 
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-    """model: as the user typed it; shape: its configuration. residuals: in the order of the result's rows.
+    """model: as the user typed it; shape: its configuration. residuals: in the order of the
+    result's rows.
     ladder_layers: makes hybrids of the ladder kinds among them.
 
-    phase: PREFILL or TRAIN; None for a whole generation. sequence: tokens a row in training. launch: of hidden
-    all-reduces. interleave: of prefill and training; a topology without halves has the whole batch. AUTO takes the
-    fastest. experts, capacity: as in `overlap.request.Request`, of the rows; Standard's opponents have both forms
-    wherever the model has a capacity.
+    phase: PREFILL or TRAIN; None for a whole generation. sequence: tokens a row in training.
+    launch: of hidden all-reduces. interleave: of prefill and training; a topology without halves
+    has the whole batch. AUTO takes the fastest. experts, capacity: as in `overlap.request.Request`,
+    of the rows; Standard's opponents have both forms wherever the model has a capacity.
     """
 
     model: str
@@ -59,9 +61,17 @@ class Request:
 
     @property
     def forms(self) -> tuple[ExpertParallelism, ...]:
-        """Those in which Standard can compute the model. One without a capacity drops no row, as an exchange may."""
+        """Those in which Standard can compute the model. One without a capacity drops no row, as an
+        exchange may.
+        """
         moe = self.config(BASELINE).moe
-        if moe is None or moe.capacity is None or moe.dense_layers or self.tensor == 1 or self.tokens % self.tensor:
+        if (
+            moe is None
+            or moe.capacity is None
+            or moe.dense_layers
+            or self.tensor == 1
+            or self.tokens % self.tensor
+        ):
             return (ExpertParallelism.REDUCE,)
         return tuple(ExpertParallelism)
 
@@ -95,8 +105,8 @@ def make(
 ) -> Request:
     """A checked request. Raises UserError.
 
-    The arguments are those of `ladder-jax predict`, by name: options are further fields of `Request`. None gives a
-    default: all devices, all residuals that can be predicted.
+    The arguments are those of `ladder-jax predict`, by name: options are further fields of
+    `Request`. None gives a default: all devices, all residuals that can be predicted.
     """
     shape = models.by_name(model)
     machine = machines.load(hardware)
@@ -109,7 +119,10 @@ def make(
         option = f"--{name.replace('_', '-')}"
         belongs = f"{option} belongs to --phase {' and '.join(phases)}, not {phase}"
         check(name not in given or phase in phases, belongs)
-    check(given.get("new_tokens") != 1, "--new-tokens must be at least 2, not 1: the first one is the prefill's")
+    check(
+        given.get("new_tokens") != 1,
+        "--new-tokens must be at least 2, not 1: the first one is the prefill's",
+    )
     experts = given.get("experts", ExpertParallelism.REDUCE)
     shared = shape.moe is not None and shape.moe.shared_width
     every = (*RESIDUALS, *(EXPERT_RESIDUALS if shared else ()))
@@ -122,7 +135,9 @@ def make(
         capacity=exchange_capacity(capacity, config=shape, experts=experts),
         **{"tensor": machine.devices, **given},
     )
-    check_tensor(shape, name=model, tensor=request.tensor, devices=machine.devices, where=machine.name)
+    check_tensor(
+        shape, name=model, tensor=request.tensor, devices=machine.devices, where=machine.name
+    )
     if residual is None:
         plain = dataclasses.replace(request, ladder_layers=None, interleave=Interleave.AUTO)
         possible = tuple(name for name in every if passes(_check_residual, plain, name))
@@ -143,7 +158,13 @@ def _check_residual(request: Request, name: str, *, halved: bool = False) -> Non
         check_exchange(config.moe, residual=name, sequence_parallel=True, names=names)
     if halved:
         rows = request.batch if exchanges else 2
-        check_halves(2, model=config, rows=rows, names=("--interleave", "--batch"), sequence_parallel=exchanges)
+        check_halves(
+            2,
+            model=config,
+            rows=rows,
+            names=("--interleave", "--batch"),
+            sequence_parallel=exchanges,
+        )
 
 
 def _check(request: Request, *, named: bool) -> None:
@@ -153,7 +174,10 @@ def _check(request: Request, *, named: bool) -> None:
         _check_residual(request, name, halved=halved)
     any_ladder = any(parse_residual(name).is_ladder for name in request.residuals)
     names = ", ".join(request.residuals)
-    check(any_ladder or request.ladder_layers is None, f"--ladder-layers needs a ladder kind of residual, not {names}")
+    check(
+        any_ladder or request.ladder_layers is None,
+        f"--ladder-layers needs a ladder kind of residual, not {names}",
+    )
     if request.experts is ExpertParallelism.EXCHANGE:
         decoding = "decoding always reduces the experts' sums"
         whole = f"--experts exchange is for --phase prefill and train, not {GENERATE}: {decoding}"
@@ -161,5 +185,7 @@ def _check(request: Request, *, named: bool) -> None:
         alone = "--experts exchange sends rows to other ranks: --tensor must be at least 2, not 1"
         check(request.tensor > 1, alone)
         length = "--sequence" if request.phase is Phase.TRAIN else "--prompt-length"
-        split = f"--experts exchange splits {length} {request.tokens} over --tensor {request.tensor}"
+        split = (
+            f"--experts exchange splits {length} {request.tokens} over --tensor {request.tensor}"
+        )
         check(request.tokens % request.tensor == 0, split)

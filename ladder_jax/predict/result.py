@@ -1,9 +1,10 @@
-"""The result of `ladder-jax predict`: a row per topology, the fastest Standard, and a recommendation.
+"""The result of `ladder-jax predict`: a row per topology, the fastest Standard, and a
+recommendation.
 
-Of a whole generation the opponent is the fastest Standard. Of one pass, `--phase prefill` and `--phase train`, it is
-the fastest of these: Standard with the whole stream on every rank and with sequence parallelism, as a whole batch or as
-two halves in turn; with ring collective matmul; over the same devices without tensor parallelism; and, of experts with
-a capacity, with exchanged rows.
+Of a whole generation the opponent is the fastest Standard. Of one pass, `--phase prefill` and
+`--phase train`, it is the fastest of these: Standard with the whole stream on every rank and with
+sequence parallelism, as a whole batch or as two halves in turn; with ring collective matmul; over
+the same devices without tensor parallelism; and, of experts with a capacity, with exchanged rows.
 """
 
 import dataclasses
@@ -18,24 +19,32 @@ from ladder_jax.predict.program import Choice, Form, Opponents, Program
 from ladder_jax.predict.request import BASELINE, Request
 from ladder_jax.predict.work import OURS, TRAINING, Model
 
-WORTH = 1.03  # a smaller gain over the fastest Standard is within the model's error, and no reason to change a model
-SAME = 0.95  # share of the fastest from which topologies count as equally fast: the model's error is larger
+# a smaller gain over the fastest Standard is within the model's error, and no reason to change a
+# model
+WORTH = 1.03
+# share of the fastest from which topologies count as equally fast: the model's error is larger
+SAME = 0.95
 
 PREFERENCE = (
     *("standard", "ladder", "farskip", "ladder-fresh"),
     *("parallel-shared-norm", "parallel", "ladder-K", "parallel-ladder"),
 )
-"""Order of recommendation among equally fast topologies: first those closest to trained and measured models."""
+"""Order of recommendation among equally fast topologies: first those closest to trained and
+measured models.
+"""
 
-FEWER = {"desync": "fewer all-reduces", "parallel-ladder": "half as many all-reduces, each under a whole layer,"}
+FEWER = {
+    "desync": "fewer all-reduces",
+    "parallel-ladder": "half as many all-reduces, each under a whole layer,",
+}
 
 
 @dataclasses.dataclass(frozen=True)
 class Row:
     """speed: of a generation, or of one pass. tokens: that are generated, or pass.
 
-    speedup: tokens a second over those of the baseline. speedup_over_nccl: over those of Standard with NCCL and the
-    whole stream on every rank.
+    speedup: tokens a second over those of the baseline. speedup_over_nccl: over those of Standard
+    with NCCL and the whole stream on every rank.
     """
 
     residual: str
@@ -52,8 +61,9 @@ class Row:
         return self.tokens / self.speed.seconds
 
     def as_dict(self, *, memory: float) -> dict:
-        """The JSON row: seconds of a whole generation and of its mean decode step, or of one pass over the batch.
-        exposed: added by communication. memory: bytes of a device."""
+        """The JSON row: seconds of a whole generation and of its mean decode step, or of one pass
+        over the batch. exposed: added by communication. memory: bytes of a device.
+        """
         speed = self.speed
         row = {
             "residual": self.residual,
@@ -83,7 +93,9 @@ class Row:
 
 @dataclasses.dataclass(frozen=True)
 class Advice:
-    """ladder_helps: whether the plain Ladder's speed-up is at least WORTH; None if the request leaves it out."""
+    """ladder_helps: whether the plain Ladder's speed-up is at least WORTH; None if the request
+    leaves it out.
+    """
 
     residual: str
     reason: str
@@ -114,7 +126,9 @@ class Baseline:
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """opponents: Standard in every form that is possible here, the fastest first; it is the baseline."""
+    """opponents: Standard in every form that is possible here, the fastest first; it is the
+    baseline.
+    """
 
     request: Request
     rows: tuple[Row, ...]
@@ -138,7 +152,11 @@ class Result:
         asked = {name: getattr(request, name) for name in names}
         if request.phase:
             asked = {name: getattr(request, name) for name in ("tokens", "capacity")}
-            asked |= {"phase": request.phase.value, "experts": request.experts.value, "opponents": opponents}
+            asked |= {
+                "phase": request.phase.value,
+                "experts": request.experts.value,
+                "opponents": opponents,
+            }
         return {
             "model": request.model,
             "hardware": request.machine.name,
@@ -160,22 +178,35 @@ def predict(request: Request) -> Result:
 
 
 def _of_generation(request: Request) -> Result:
-    shape = dict(rows=request.batch, prompt_length=request.prompt_length, new_tokens=request.new_tokens)
+    shape = dict(
+        rows=request.batch, prompt_length=request.prompt_length, new_tokens=request.new_tokens
+    )
     settings = dict(machine=request.machine, tensor=request.tensor, **shape)
     settings |= dict(launch=request.launch, interleave=request.interleave)
-    speed = lambda residual, opponents: model.speed(request.config(residual), opponents=opponents, **settings)
+    speed = lambda residual, opponents: model.speed(
+        request.config(residual), opponents=opponents, **settings
+    )
     speeds = {name: speed(name, Opponents.STRONGEST) for name in {*request.residuals, BASELINE}}
     standard = speeds[BASELINE]
-    if request.batch > 1 and request.tensor > 1:  # other frameworks have decode steps in two halves, this library none
+    # other frameworks have decode steps in two halves, this library none
+    if request.batch > 1 and request.tensor > 1:
         shard = Model(request.config(BASELINE), request.tensor)
         halves = Program(algorithms=ANY, interleave=2)
-        halved = model.run_by(shard, request.machine, shard.decode_step(**shape), halves, phase=Phase.DECODE)
+        halved = model.run_by(
+            shard, request.machine, shard.decode_step(**shape), halves, phase=Phase.DECODE
+        )
         standard = dataclasses.replace(standard, step=fastest([standard.step, halved]))
     prefill = standard.prefill.program.form
-    form = Form.ALL_REDUCE.value if prefill is Form.ALL_REDUCE else f"all-reduce; prefill: {prefill.value}"
+    form = (
+        Form.ALL_REDUCE.value
+        if prefill is Form.ALL_REDUCE
+        else f"all-reduce; prefill: {prefill.value}"
+    )
     opponents = [(standard, _baseline(standard, form, standard.tokens_per_second))]
     nccl = speed(BASELINE, Opponents.NCCL)
-    return _result(request, speeds, request.batch * request.new_tokens, opponents=opponents, nccl=nccl)
+    return _result(
+        request, speeds, request.batch * request.new_tokens, opponents=opponents, nccl=nccl
+    )
 
 
 def _of_one_pass(request: Request) -> Result:
@@ -192,7 +223,11 @@ def _of_one_pass(request: Request) -> Result:
     whole = Model(request.config(BASELINE), 1, implementation)
     shape = dict(devices=request.tensor, rows=request.batch, tokens=request.tokens)
     alone = model.passes_without_tensor(whole, request.machine, **shape, phase=request.phase)
-    every = sorted([*itertools.chain.from_iterable(standards), *alone], key=lambda one: one.seconds, reverse=True)
+    every = sorted(
+        [*itertools.chain.from_iterable(standards), *alone],
+        key=lambda one: one.seconds,
+        reverse=True,
+    )
     named = {(one.program.form, one.interleave): one for one in every}  # the fastest of each form
     opponents = [
         (one, _baseline(one, one.program.form.value, tokens / one.seconds))
@@ -215,7 +250,9 @@ def _result(
     opponents: Sequence[tuple[Speed | Pass, Baseline]],
     nccl: Speed | Pass,
 ) -> Result:
-    """speeds: of the residuals. opponents: Standard in each form, the fastest first. nccl: with NCCL's all-reduces."""
+    """speeds: of the residuals. opponents: Standard in each form, the fastest first. nccl: with
+    NCCL's all-reduces.
+    """
     best, baseline = opponents[0]
     over = lambda name: (best.seconds / speeds[name].seconds, nccl.seconds / speeds[name].seconds)
     rows = tuple(Row(name, speeds[name], tokens, *over(name)) for name in request.residuals)
@@ -224,14 +261,18 @@ def _result(
 
 
 def advise(rows: Sequence[Row], opponent: Speed | Pass, *, name: str, tensor: int) -> Advice:
-    """opponent: the fastest way without changing the model, `name` in words. `no-communication` is never taken."""
+    """opponent: the fastest way without changing the model, `name` in words. `no-communication` is
+    never taken.
+    """
     usable = [row for row in rows if row.residual != "no-communication"]
     ladders = [row.speedup for row in rows if row.residual == "ladder"]
     helps = ladders[0] >= WORTH if ladders else None
     best = max((row.speedup for row in usable), default=1.0)
     share = opponent.exposed / opponent.seconds
     if tensor == 1:
-        return Advice("standard", "no: one device communicates nothing, so there is nothing to hide", helps)
+        return Advice(
+            "standard", "no: one device communicates nothing, so there is nothing to hide", helps
+        )
     if best < WORTH:
         gains = f"no topology is {WORTH - 1:.0%} faster than {name}"
         return Advice("standard", f"no: {gains}; communication is {share:.1%} of its time", helps)
@@ -288,4 +329,7 @@ def described(form: str, all_reduce: str | None) -> str:
 def constants(machine: Machine) -> dict[str, dict]:
     """The machine's constants by dotted name, each with its source."""
     source = lambda name: machine.sources.get(name, "given without a source")
-    return {name: {"value": value, "source": source(name)} for name, value in machine.constants().items()}
+    return {
+        name: {"value": value, "source": source(name)}
+        for name, value in machine.constants().items()
+    }

@@ -1,13 +1,16 @@
-"""Play a topology's steps on one device and its link: when it computes, waits, and has a transfer in flight.
+"""Play a topology's steps on one device and its link: when it computes, waits, and has a transfer
+in flight.
 
-The device computes one step after another, the link carries one transfer after another. A transfer is hidden for the
-time that it overlaps with compute; compute is slower meanwhile. The forms differ in what they issue and await when:
+The device computes one step after another, the link carries one transfer after another. A transfer
+is hidden for the time that it overlaps with compute; compute is slower meanwhile. The forms differ
+in what they issue and await when:
 
     `play`           the order of `residual.Topology.layers`. A step leaves the newest outputs out of its input
                      (`Step.delay`), and so waits for the all-reduces of the others only
-    `play_slots`     compute and transfers that begin together and are awaited together: of exchanged experts, of FSDP,
-                     and of two halves of a batch (`residual.interleave`). While the newest output of one half is
-                     reduced, the other half computes its step; the next turn waits for both, so delays make no
+    `play_slots`     compute and transfers that begin together and are awaited together: of
+                     exchanged experts, of FSDP, and of two halves of a batch
+                     (`residual.interleave`). While the newest output of one half is reduced, the
+                     other half computes its step; the next turn waits for both, so delays make no
                      difference
 """
 
@@ -20,7 +23,9 @@ from ladder_jax.residual import Step
 
 @dataclasses.dataclass(frozen=True)
 class Work:
-    """Seconds of a step without communication. busy: memory or matrix units work. idle: between kernels."""
+    """Seconds of a step without communication. busy: memory or matrix units work. idle: between
+    kernels.
+    """
 
     busy: float = 0.0
     idle: float = 0.0
@@ -41,7 +46,9 @@ class Work:
 
 @dataclasses.dataclass(frozen=True)
 class Bar:
-    """start, stop: seconds since the start of the first step. wire: whether it is a transfer, not compute."""
+    """start, stop: seconds since the start of the first step. wire: whether it is a transfer, not
+    compute.
+    """
 
     name: str
     start: float
@@ -51,7 +58,9 @@ class Bar:
 
 @dataclasses.dataclass(frozen=True)
 class Timeline:
-    """seconds: until the last transfer ends. compute: of the steps without communication. wire: of the transfers."""
+    """seconds: until the last transfer ends. compute: of the steps without communication. wire: of
+    the transfers.
+    """
 
     seconds: float
     compute: float
@@ -79,7 +88,8 @@ NAMES = {  # of a step's sublayers, as `work` numbers them
 
 
 class Device:
-    """A device and its link. now: when its last compute or wait ends. free: when the link's last transfer arrives.
+    """A device and its link. now: when its last compute or wait ends. free: when the link's last
+    transfer arrives.
 
     contention: as in `Machine`.
     """
@@ -100,8 +110,12 @@ class Device:
     def wait(self, *arrivals: float) -> None:
         self.now = max([self.now, *arrivals])
 
-    def compute(self, name: str, work: Work, *, beside: Sequence[Transfer] = (), window: float = 1.0) -> list[float]:
-        """Compute, and issue transfers where the last share `window` of `work` begins. Returns when they arrive."""
+    def compute(
+        self, name: str, work: Work, *, beside: Sequence[Transfer] = (), window: float = 1.0
+    ) -> list[float]:
+        """Compute, and issue transfers where the last share `window` of `work` begins. Returns when
+        they arrive.
+        """
         start = self.now
         late = beside and window < 1
         if late:
@@ -123,22 +137,31 @@ class Device:
 
 
 def beside(work: Work, *, wire: float, contention: float) -> float:
-    """Seconds of `work` that begins together with a transfer of `wire` seconds: slower while that is in flight."""
+    """Seconds of `work` that begins together with a transfer of `wire` seconds: slower while that
+    is in flight.
+    """
     slower = 1 + contention * work.busy / work.seconds if work.seconds else 1.0
     length = work.seconds * slower
     return length if length <= wire else work.seconds + wire * (1 - 1 / slower)
 
 
 def play(
-    steps: Iterable[Step], *, work: Callable[[Step], Work], all_reduce: float, contention: float, window: float = 1.0
+    steps: Iterable[Step],
+    *,
+    work: Callable[[Step], Work],
+    all_reduce: float,
+    contention: float,
+    window: float = 1.0,
 ) -> Timeline:
     """The timeline of a topology's steps, of all layers.
 
-    work(step): the time of the step's `sublayers` without communication. all_reduce: seconds of one all-reduce.
-    contention: as in `Machine`. window: the share of a step's time, its last, that a hidden all-reduce has.
+    work(step): the time of the step's `sublayers` without communication. all_reduce: seconds of one
+    all-reduce. contention: as in `Machine`. window: the share of a step's time, its last, that a
+    hidden all-reduce has.
 
-    The loop is that of `residual.State`, with the time at which a sum is reduced in place of each array. A sum that is
-    zero, before the first layers, has no place in `sums`, so there may be fewer than `Step.pending_before`.
+    The loop is that of `residual.State`, with the time at which a sum is reduced in place of each
+    array. A sum that is zero, before the first layers, has no place in `sums`, so there may be
+    fewer than `Step.pending_before`.
     """
     device = Device(contention)
     transfer = ("all-reduce", all_reduce)
@@ -175,8 +198,12 @@ class Slot:
     transfers: Sequence[Transfer] = ()
 
 
-def play_slots(slots: Iterable[Slot], *, contention: float, window: float = 1.0, waits: bool = False) -> Timeline:
-    """window: as in `play`. waits: a compiler cannot launch transfers apart, so that each is awaited before compute."""
+def play_slots(
+    slots: Iterable[Slot], *, contention: float, window: float = 1.0, waits: bool = False
+) -> Timeline:
+    """window: as in `play`. waits: a compiler cannot launch transfers apart, so that each is
+    awaited before compute.
+    """
     device = Device(contention)
     for slot in slots:
         if waits:
@@ -189,8 +216,9 @@ def play_slots(slots: Iterable[Slot], *, contention: float, window: float = 1.0,
 def turns(
     steps: Iterable[Step], *, work: Callable[[Step, int], Work], all_reduces: tuple[float, float]
 ) -> Iterator[Slot]:
-    """The slots of two halves of a batch in turn. work(step, half): as in `play`, of half 0 or 1. all_reduces: seconds
-    of each half's."""
+    """The slots of two halves of a batch in turn. work(step, half): as in `play`, of half 0 or 1.
+    all_reduces: seconds of each half's.
+    """
     newest: Sequence[Transfer] = ()
     for step, half in itertools.product(steps, (0, 1)):
         yield Slot(work(step, half), newest)

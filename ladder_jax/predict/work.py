@@ -1,13 +1,15 @@
 """Count the operations and bytes of one device in a step, kernel by kernel, from the configuration.
 
-Letters as in `nn`: B rows, T tokens per row, D model, V vocabulary; on the device (`schedule.shards`) n query columns,
-k key columns, f features and v rows of the vocabulary. Elements have the compute dtype. A matrix product of M x K with
-K x N counts 2 M K N operations, and each element of its three matrices once.
+Letters as in `nn`: B rows, T tokens per row, D model, V vocabulary; on the device
+(`schedule.shards`) n query columns, k key columns, f features and v rows of the vocabulary.
+Elements have the compute dtype. A matrix product of M x K with K x N counts 2 M K N operations, and
+each element of its three matrices once.
 
-Of E evenly loaded experts over R ranks, c for each token, a device computes B T c / R of the B T c sorted rows, and
-reads the matrices of E / R x (1 - (1 - c / E)^(B T)) experts: those that at least one token chooses. If ranks exchange
-rows, the N = B T / R tokens of a device have S slots with each of E experts (`MoEConfig.slots`; E with padding). So a
-device sends E S rows, full or not, and computes as many: those of E / R experts, whose matrices are all read.
+Of E evenly loaded experts over R ranks, c for each token, a device computes B T c / R of the B T c
+sorted rows, and reads the matrices of E / R x (1 - (1 - c / E)^(B T)) experts: those that at least
+one token chooses. If ranks exchange rows, the N = B T / R tokens of a device have S slots with each
+of E experts (`MoEConfig.slots`; E with padding). So a device sends E S rows, full or not, and
+computes as many: those of E / R experts, whose matrices are all read.
 """
 
 import dataclasses
@@ -21,7 +23,8 @@ from ladder_jax.schedule.shards import Shard
 ATTENTION = 0
 MLP = 1
 SHARED = 2
-DENSE = 3  # the MLP of a first layer without experts, which a topology's steps do not tell from experts
+# the MLP of a first layer without experts, which a topology's steps do not tell from experts
+DENSE = 3
 FLOAT32 = 4  # bytes
 AFTER_GATHER = ("query, key, value", "gate, up")  # kernels, by name
 BEFORE_SCATTER = ("out", "down")
@@ -31,7 +34,8 @@ BEFORE_SCATTER = ("out", "down")
 class Launches:
     """Numbers of kernels.
 
-    norm: of a norm. matmul: of a matrix product. rotate: of rotary embeddings and of writes to the cache.
+    norm: of a norm. matmul: of a matrix product. rotate: of rotary embeddings and of writes to the
+        cache.
     attend: of scores, softmax and values. activate: of the MLP's activation.
     join: of the addition of a joint step's two partial sums. last: after the last layer.
     route: of a router, from its logits to the sorted rows' places.
@@ -51,17 +55,20 @@ class Launches:
 class Implementation:
     """How a program runs the model: padding, replication, repeated reads, kernels.
 
-    launches: kernels per operation. one_row: likewise for a single token, where a compiler fuses matrix products with
-        their neighbours.
+    launches: kernels per operation. one_row: likewise for a single token, where a compiler fuses
+        matrix products with their neighbours.
     replicated_head: embedding and head are whole on every rank, and need no communication.
     scores_all: logits of all positions of a prompt, not of the last one.
-    padded_cache: attention processes all positions of prompt and new tokens with a mask, not only the filled ones.
+    padded_cache: attention processes all positions of prompt and new tokens with a mask, not only
+        the filled ones.
     repeats_cache: attention reads a key/value head once for each query head that shares it.
     score_bytes: memory traffic per attention score in a prefill; 0 if scores stay on the chip.
-    fused: whether joint sublayers share one norm and one matrix product, regardless of the residual's name.
-    cache_speed: bandwidth of reading the cache over that of reading weights; above 1 if repeated reads hit an on-chip
-        cache.
-    small_all_reduces: reductions of four bytes a scored position, for the choice of the next token or the loss.
+    fused: whether joint sublayers share one norm and one matrix product, regardless of the
+        residual's name.
+    cache_speed: bandwidth of reading the cache over that of reading weights; above 1 if repeated
+        reads hit an on-chip cache.
+    small_all_reduces: reductions of four bytes a scored position, for the choice of the next token
+        or the loss.
     """
 
     launches: Launches
@@ -77,9 +84,10 @@ class Implementation:
 
 
 OURS = Implementation(launches=Launches(attend=4), one_row=Launches(attend=4), small_all_reduces=2)
-"""This library's programs. The launches were counted in the H100 schedule of a decode step without communication: 9 in
-attention, 4 in an MLP, 10 elsewhere (`ladder-jax overlap --target h100:8 --residual no-communication --phase decode`).
-Those of experts in that of qwen3-30b-a3b, whose grouped matmuls are kernels: 18, of them 12 before rows are sorted.
+"""This library's programs. The launches were counted in the H100 schedule of a decode step without
+communication: 9 in attention, 4 in an MLP, 10 elsewhere (`ladder-jax overlap --target h100:8
+--residual no-communication --phase decode`). Those of experts in that of qwen3-30b-a3b, whose
+grouped matmuls are kernels: 18, of them 12 before rows are sorted.
 """
 
 TRAINING = dataclasses.replace(OURS, scores_all=True, small_all_reduces=3)
@@ -95,12 +103,14 @@ AUTHORS = Implementation(
     fused=True,
     cache_speed=1.13,
 )
-"""The benchmark of arXiv 2501.06589, https://github.com/mayank31398/ladder-residual-inference, in compiled PyTorch.
+"""The benchmark of arXiv 2501.06589, https://github.com/mayank31398/ladder-residual-inference, in
+compiled PyTorch.
 
-Keys and values are repeated for each query head, and a mask covers the padded cache. Scores are in memory: they are
-written, read twice and written by the softmax, and read again, and their mask is read. A matrix product of several rows
-is a library call with split-K, so a second kernel adds up the parts; for one row PyTorch generates a kernel that
-includes the activation (`coordinate_descent_tuning`). cache_speed is fitted: python -m experiments.predict.
+Keys and values are repeated for each query head, and a mask covers the padded cache. Scores are in
+memory: they are written, read twice and written by the softmax, and read again, and their mask is
+read. A matrix product of several rows is a library call with split-K, so a second kernel adds up
+the parts; for one row PyTorch generates a kernel that includes the activation
+(`coordinate_descent_tuning`). cache_speed is fitted: python -m experiments.predict.
 """
 
 
@@ -123,13 +133,17 @@ class Block:
 
     @property
     def halves(self) -> tuple["Block", "Block"]:
-        """Two halves of the rows; of an odd number, in a prefill, of the sequence, whose later half attends to more.
+        """Two halves of the rows; of an odd number, in a prefill, of the sequence, whose later half
+        attends to more.
 
-        (The library gives the first part more positions, so that both have half of the operations: left out here.)
+        (The library gives the first part more positions, so that both have half of the operations:
+        left out here.)
         """
         if self.rows % 2 == 0 or self.tokens == 1:
             first = (self.rows + 1) // 2
-            return dataclasses.replace(self, rows=first), dataclasses.replace(self, rows=self.rows - first)
+            return dataclasses.replace(self, rows=first), dataclasses.replace(
+                self, rows=self.rows - first
+            )
         first = self.tokens // 2
         rest = self.tokens - first
         share = first / self.tokens
@@ -140,8 +154,10 @@ class Block:
 
 @dataclasses.dataclass(frozen=True)
 class Kernel:
-    """flops: of matrix products. weights, activations, cache: bytes moved; of the cache as many as take its time.
-    launches: number of device kernels."""
+    """flops: of matrix products. weights, activations, cache: bytes moved; of the cache as many as
+    take its time.
+    launches: number of device kernels.
+    """
 
     name: str
     flops: float = 0.0
@@ -177,14 +193,22 @@ class Model:
         return size_of(self.config.dtype)
 
     def prefill(self, *, rows: int, prompt_length: int, new_tokens: int = 0) -> Block:
-        """A prompt's block. Query t of 0 .. T - 1 attends to t + 1 positions: (T + 1) / 2 in the mean."""
+        """A prompt's block. Query t of 0 .. T - 1 attends to t + 1 positions: (T + 1) / 2 in the
+        mean.
+        """
         if self.implementation.padded_cache:
-            return Block(rows, prompt_length, prompt_length + new_tokens, prompt_length + new_tokens)
+            return Block(
+                rows, prompt_length, prompt_length + new_tokens, prompt_length + new_tokens
+            )
         return Block(rows, prompt_length, (prompt_length + 1) / 2, prompt_length)
 
     def decode_step(self, *, rows: int, prompt_length: int, new_tokens: int) -> Block:
-        """The mean block of the G - 1 steps. Step s reads P + s positions and writes one: in the mean P + G / 2."""
-        filled = prompt_length + (new_tokens if self.implementation.padded_cache else new_tokens / 2)
+        """The mean block of the G - 1 steps. Step s reads P + s positions and writes one: in the
+        mean P + G / 2.
+        """
+        filled = prompt_length + (
+            new_tokens if self.implementation.padded_cache else new_tokens / 2
+        )
         return Block(rows, 1, filled, filled)
 
     def payload(self, block: Block) -> int:
@@ -195,9 +219,11 @@ class Model:
         """Positions whose logits are computed."""
         return block.size if self.implementation.scores_all else block.rows
 
-    def step(self, sublayers: tuple[int, ...], block: Block, *, split: int = 1) -> tuple[Kernel, ...]:
-        """The kernels of a step: of one sublayer, of attention and MLP whose outputs share one all-reduce, or of routed
-        and shared experts.
+    def step(
+        self, sublayers: tuple[int, ...], block: Block, *, split: int = 1
+    ) -> tuple[Kernel, ...]:
+        """The kernels of a step: of one sublayer, of attention and MLP whose outputs share one
+        all-reduce, or of routed and shared experts.
 
         split: ranks over which sequence parallelism splits the stream, and so the norms' positions.
         """
@@ -209,11 +235,15 @@ class Model:
         kernels: list[Kernel] = []
         for index, sublayer in enumerate(sublayers):
             if index == 0 or (joint and not one_norm):
-                kernels.append(self._norm(own, launches.norm, gains=len(sublayers) if one_norm else 1))
+                kernels.append(
+                    self._norm(own, launches.norm, gains=len(sublayers) if one_norm else 1)
+                )
             if sublayer == ATTENTION:
                 kernels += self._attention(block)
             elif self.config.moe is None or sublayer == DENSE:
-                kernels += self._mlp(block, self.config.d_ff, first=0 if one_product else launches.matmul)
+                kernels += self._mlp(
+                    block, self.config.d_ff, first=0 if one_product else launches.matmul
+                )
             else:
                 kernels += self.routed(block) if sublayer == MLP else ()
                 alone = self.config.residual == "farskip"  # it computes a shared expert by itself
@@ -229,10 +259,11 @@ class Model:
         return self._mlp(block, width, first=self._launches(block).matmul) if width else []
 
     def routed(self, block: Block, *, exchanged: bool = False) -> list[Kernel]:
-        """The kernels of the routed experts. The router's matrix is float32. exchanged: ranks exchange rows.
+        """The kernels of the routed experts. The router's matrix is float32. exchanged: ranks
+        exchange rows.
 
-        Otherwise sorting, activating and adding up pass the rows of all ranks, as no array may be shorter; the products
-        only this device's.
+        Otherwise sorting, activating and adding up pass the rows of all ranks, as no array may be
+        shorter; the products only this device's.
         """
         moe = self.config.moe
         d_model = self.config.d_model
@@ -254,11 +285,23 @@ class Model:
             """Of this device's rows with their experts' matrices."""
             weights = read * inputs * outputs * size
             moved = computed * (inputs + outputs) * size
-            return Kernel(name, 2 * computed * inputs * outputs, weights, activations=moved, launches=launches.matmul)
+            return Kernel(
+                name,
+                2 * computed * inputs * outputs,
+                weights,
+                activations=moved,
+                launches=launches.matmul,
+            )
 
         activated = 3 * passed * moe.expert_width * size
         return [
-            Kernel("router", 2 * tokens * router, 4 * router, activations=stream, launches=launches.route),
+            Kernel(
+                "router",
+                2 * tokens * router,
+                4 * router,
+                activations=stream,
+                launches=launches.route,
+            ),
             Kernel("sort", activations=2 * passed * d_model * size, launches=1),
             product("gate, up", d_model, 2 * moe.expert_width),
             Kernel("activate", activations=activated, launches=launches.activate),
@@ -268,47 +311,69 @@ class Model:
 
     def buffer_rows(self, block: Block) -> int:
         """Rows of a device's buffers, where ranks exchange the rows of experts: E S."""
-        return shards.buffer_rows(self.config.moe, tokens=round(block.size / self.ranks), ranks=self.ranks)
+        return shards.buffer_rows(
+            self.config.moe, tokens=round(block.size / self.ranks), ranks=self.ranks
+        )
 
     def buffer_bytes(self, block: Block) -> int:
         """Bytes of these buffers, of which a device keeps its own experts' part."""
         return self.buffer_rows(block) * self.config.d_model * self.element_bytes
 
     def ends(self, block: Block) -> tuple[Kernel, ...]:
-        """The kernels of the embedding, and of the final norm, the logits and the choice of a token."""
+        """The kernels of the embedding, and of the final norm, the logits and the choice of a
+        token.
+        """
         size = block.size * self.config.d_model * self.element_bytes
         scored = dataclasses.replace(block, rows=self.scored(block), tokens=1)
         return (
             Kernel("embedding", weights=size, activations=size),
             self._norm(block, 0),
-            self._product("head", scored, self.config.d_model, self._vocabulary, self._launches(block).last),
+            self._product(
+                "head", scored, self.config.d_model, self._vocabulary, self._launches(block).last
+            ),
         )
 
     def memory(self, *, rows: int, capacity: int) -> float:
         """Bytes of weights and of a cache of `capacity` positions per row, without activations."""
         config = self.config
         tables = 1 if self.config.tie_embeddings else 2
-        matrices = shards.layers(config, ranks=self.ranks) + tables * self._vocabulary * config.d_model
+        matrices = (
+            shards.layers(config, ranks=self.ranks) + tables * self._vocabulary * config.d_model
+        )
         gains = 4 * config.d_model * (2 * config.num_layers + 1)
         cache = 2 * config.num_layers * rows * capacity * self.shard.keys * self.element_bytes
         return matrices * self.element_bytes + gains + cache
 
     @property
     def _vocabulary(self) -> int:
-        return self.config.vocab_size if self.implementation.replicated_head else self.shard.vocabulary
+        return (
+            self.config.vocab_size if self.implementation.replicated_head else self.shard.vocabulary
+        )
 
     def _launches(self, block: Block) -> Launches:
         return self.implementation.one_row if block.size == 1 else self.implementation.launches
 
-    def _product(self, name: str, block: Block, inputs: int, outputs: int, launches: float) -> Kernel:
+    def _product(
+        self, name: str, block: Block, inputs: int, outputs: int, launches: float
+    ) -> Kernel:
         moved = block.size * (inputs + outputs) * self.element_bytes
         matrix = inputs * outputs
-        return Kernel(name, 2 * block.size * matrix, matrix * self.element_bytes, activations=moved, launches=launches)
+        return Kernel(
+            name,
+            2 * block.size * matrix,
+            matrix * self.element_bytes,
+            activations=moved,
+            launches=launches,
+        )
 
     def _norm(self, block: Block, launches: int, *, gains: int = 1) -> Kernel:
-        """The norm also adds the newest sum to the residual: it reads two arrays and writes two. Gains are float32."""
+        """The norm also adds the newest sum to the residual: it reads two arrays and writes two.
+        Gains are float32.
+        """
         moved = 4 * block.size * self.config.d_model * self.element_bytes
-        return Kernel("norm", weights=4 * self.config.d_model * gains, activations=moved, launches=launches)
+        return Kernel(
+            "norm", weights=4 * self.config.d_model * gains, activations=moved, launches=launches
+        )
 
     def _attention(self, block: Block) -> list[Kernel]:
         shard = self.shard
@@ -317,9 +382,15 @@ class Model:
         columns = shard.queries + 2 * shard.keys
         heads = shard.queries // self.config.head_dim
         read = shard.queries if self.implementation.repeats_cache else shard.keys
-        scores = 0 if block.tokens == 1 else self.implementation.score_bytes * block.size * heads * block.cached
+        scores = (
+            0
+            if block.tokens == 1
+            else self.implementation.score_bytes * block.size * heads * block.cached
+        )
         return [
-            self._product("query, key, value", block, self.config.d_model, columns, launches.matmul),
+            self._product(
+                "query, key, value", block, self.config.d_model, columns, launches.matmul
+            ),
             Kernel("rotate", activations=2 * block.size * columns * size, launches=launches.rotate),
             Kernel(
                 "attend",

@@ -1,6 +1,8 @@
-"""A ladder_jax checkpoint as a Source, and a Source as a checkpoint, for `generate`, `serve`, `evaluate` and `train`.
+"""A ladder_jax checkpoint as a Source, and a Source as a checkpoint, for `generate`, `serve`,
+`evaluate` and `train`.
 
-What is written looks like a run's folder: `checkpoints/0/`, without an optimizer's state, and `tokenizer/`.
+What is written looks like a run's folder: `checkpoints/0/`, without an optimizer's state, and
+`tokenizer/`.
 """
 
 import functools
@@ -30,19 +32,24 @@ STEP = 0
 
 
 def read(path: pathlib.Path) -> Source:
-    """The checkpoint at `path` (a run's folder, its `checkpoints/`, or one step's), compared with its manifest.
+    """The checkpoint at `path` (a run's folder, its `checkpoints/`, or one step's), compared with
+    its manifest.
 
     Raises UserError if there is no checkpoint, and Damaged.
     """
     opened = checkpoint.open_checkpoint(path)
     if opened.has_manifest and (problems := manifest.problems(opened.path, part="params")):
-        raise checkpoint.Damaged(f"checkpoint {str(opened.path)!r} is damaged or incomplete: {problems[0]}")
+        raise checkpoint.Damaged(
+            f"checkpoint {str(opened.path)!r} is damaged or incomplete: {problems[0]}"
+        )
     model, arrays = opened.config.model, {}
     source.check_alone(model, path=str(path))
     store = functools.cache(functools.partial(_open, opened.path / "params"))
     for key, shape in source.expected_shapes(model).items():
         found = store(key.name) if key.layer is None else store(key.name)[key.layer]
-        arrays[key] = Stored(shape, found.dtype.numpy_dtype, functools.partial(_values, found, shape))
+        arrays[key] = Stored(
+            shape, found.dtype.numpy_dtype, functools.partial(_values, found, shape)
+        )
     folder = opened.path.parent.parent / tokenizers.FOLDER
     return Source(
         str(path),
@@ -61,7 +68,9 @@ def _open(folder: pathlib.Path, name: str) -> tensorstore.TensorStore:
     try:
         return tensorstore.open(spec, open=True, read=True).result()
     except ValueError as error:
-        raise UserError(f"{str(folder)!r} holds no {name}: {str(error).splitlines()[0][:200]}") from None
+        raise UserError(
+            f"{str(folder)!r} holds no {name}: {str(error).splitlines()[0][:200]}"
+        ) from None
 
 
 def _values(store: tensorstore.TensorStore, shape: tuple[int, ...]) -> np.ndarray:
@@ -73,13 +82,16 @@ def write(exported: Source, folder: pathlib.Path, *, place: pathlib.Path) -> Non
     """Write `exported` into `folder`, one array at a time, read it back and compare.
 
     place: the destination, to which `folder` will be renamed.
-    Raises UserError for a tokenizer that does not fit, RunFailed if writing fails or other values are read back.
+    Raises UserError for a tokenizer that does not fit, RunFailed if writing fails or other values
+    are read back.
     """
     folder.mkdir()
     exported.write_tokenizer(folder / tokenizers.FOLDER)
     item = folder / "checkpoints" / str(STEP)
     # Sorted, so that the layers of a stack are written one after another.
-    in_order = sorted(exported.arrays.items(), key=lambda named: (named[0].name, named[0].layer or 0))
+    in_order = sorted(
+        exported.arrays.items(), key=lambda named: (named[0].name, named[0].layer or 0)
+    )
     try:
         with Stream(item / "params", _stacked(exported)) as stream:
             with progress(len(in_order), label="written {done}/{total} arrays") as update:
@@ -95,12 +107,18 @@ def write(exported: Source, folder: pathlib.Path, *, place: pathlib.Path) -> Non
 
 
 def _stacked(exported: Source) -> dict[str, jax.ShapeDtypeStruct]:
-    """Shape and dtype of each stored array, with layers stacked. If dtypes differ between layers, the widest."""
+    """Shape and dtype of each stored array, with layers stacked. If dtypes differ between layers,
+    the widest.
+    """
     stacked: dict[str, jax.ShapeDtypeStruct] = {}
     for key, array in exported.arrays.items():
-        shape = array.shape if key.layer is None else (len(key.layers(exported.model)), *array.shape)
+        shape = (
+            array.shape if key.layer is None else (len(key.layers(exported.model)), *array.shape)
+        )
         earlier = stacked.get(key.name, array)
-        stacked[key.name] = jax.ShapeDtypeStruct(shape, jnp.promote_types(earlier.dtype, array.dtype))
+        stacked[key.name] = jax.ShapeDtypeStruct(
+            shape, jnp.promote_types(earlier.dtype, array.dtype)
+        )
     return stacked
 
 
@@ -108,12 +126,16 @@ def _compare(stream: Stream, *, place: pathlib.Path) -> None:
     with progress(stream.count, label="compared {done}/{total} pieces") as update:
         for done, name in enumerate(stream.differences(), start=1):
             if name is not None:
-                raise RunFailed(f"cannot write {str(place)!r}: {name} reads back with other values than were written")
+                raise RunFailed(
+                    f"cannot write {str(place)!r}: {name} reads back with other values than were written"
+                )
             update(done, "")
 
 
 def _config(exported: Source, *, place: pathlib.Path) -> RunConfig:
-    """A run's configuration with the model, its context and its tokenizer. The other settings are defaults."""
+    """A run's configuration with the model, its context and its tokenizer. The other settings are
+    defaults.
+    """
     has_tokenizer = tokenizer_files.MAIN in exported.files
     is_bytes = not has_tokenizer and exported.model.vocab_size == tokenizers.Bytes().vocab_size
     return RunConfig(
@@ -126,7 +148,12 @@ def _config(exported: Source, *, place: pathlib.Path) -> RunConfig:
 
 def _describe(item: pathlib.Path, *, config: RunConfig) -> None:
     """Write the items `meta` and `data`, as a run's Store does."""
-    meta = {"format": saved.FORMAT, "version": saved.VERSION, "manifest": manifest.NAME, "step": STEP}
+    meta = {
+        "format": saved.FORMAT,
+        "version": saved.VERSION,
+        "manifest": manifest.NAME,
+        "step": STEP,
+    }
     meta |= {"time": time.time(), "validation_loss": None, "config": to_dict(config)}
     for name, content in (("meta", meta), ("data", {"step": STEP})):
         (item / name).mkdir()

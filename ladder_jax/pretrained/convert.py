@@ -1,6 +1,7 @@
 """The verb `convert`: write a pretrained model in another format, or with ladder layers.
 
-Calibration texts, if there are any, serve the choice of layers, and what follows in them the refit of the chosen ones.
+Calibration texts, if there are any, serve the choice of layers, and what follows in them the refit
+of the chosen ones.
 """
 
 import dataclasses
@@ -32,20 +33,25 @@ REFIT_TOKENS = 16_384
 CHARACTERS = 32  # to read from a calibration text for each requested token
 SEQUENCE = 1024  # tokens of its longest rows
 TOKENS_A_FEATURE = 8
-"""Calibration tokens for each feature that an output projection reads, from which on its fit gains on other text. With
-1.3 and 2.7 it lost (`python -m experiments.refit`)."""
+"""Calibration tokens for each feature that an output projection reads, from which on its fit gains
+on other text. With 1.3 and 2.7 it lost (`python -m experiments.refit`).
+"""
 
 
 @dataclasses.dataclass(frozen=True)
 class Text:
-    """A calibration text: a file. weight: its share of the tokens, relative to the other texts' weights."""
+    """A calibration text: a file. weight: its share of the tokens, relative to the other texts'
+    weights.
+    """
 
     path: str
     weight: float = 1.0
 
 
 def parse_text(argument: str) -> Text:
-    """The text of an argument FILE or FILE:WEIGHT. Raises UserError for a weight that is not positive."""
+    """The text of an argument FILE or FILE:WEIGHT. Raises UserError for a weight that is not
+    positive.
+    """
     path, colon, weight = argument.rpartition(":")
     try:
         text = Text(path, float(weight)) if colon else Text(argument)
@@ -65,12 +71,13 @@ def rows_of(
     skip: int = 0,
     context: int | None = None,
 ) -> np.ndarray:
-    """Rows of tokens [n, T + 1] from the texts, after their first `skip` tokens; n x T is at most `tokens`.
+    """Rows of tokens [n, T + 1] from the texts, after their first `skip` tokens; n x T is at most
+    `tokens`.
 
-    skip, tokens: divided among the texts by their weights. context: the longest sequence that the model was trained
-    for; None if unknown. T is at most that, 1,024, and the shortest text's share. Consecutive rows share one token, so
-    that each token except the first is predicted once. Raises UserError if a text is shorter than one row, or a token
-    is not in the model's vocabulary.
+    skip, tokens: divided among the texts by their weights. context: the longest sequence that the
+    model was trained for; None if unknown. T is at most that, 1,024, and the shortest text's share.
+    Consecutive rows share one token, so that each token except the first is predicted once. Raises
+    UserError if a text is shorter than one row, or a token is not in the model's vocabulary.
     """
     whole = sum(text.weight for text in texts)
     share = lambda count, text: round(count * text.weight / whole)
@@ -78,14 +85,18 @@ def rows_of(
     rows = []
     for text in texts:
         first, wanted = share(skip, text), max(1, share(tokens, text))
-        found = np.array(tokenizer.encode(_beginning(text.path, tokens=first + wanted + 1)), np.int32)
+        found = np.array(
+            tokenizer.encode(_beginning(text.path, tokens=first + wanted + 1)), np.int32
+        )
         if len(found) < first + length + 1:
             raise UserError(
                 f"--calibration {text.path!r} has {len(found)} tokens; measuring needs at least {first + length + 1}"
                 " (--calibration-tokens N asks for fewer)"
             )
         if found.max() >= vocab_size:
-            raise UserError(f"--calibration {text.path!r} gives the token {found.max()}; the model knows {vocab_size}")
+            raise UserError(
+                f"--calibration {text.path!r} gives the token {found.max()}; the model knows {vocab_size}"
+            )
         found = found[first:]
         starts = length * np.arange(min(wanted, len(found) - 1) // length)
         rows.append(found[starts[:, None] + np.arange(length + 1)])
@@ -107,10 +118,12 @@ def _beginning(path: str, *, tokens: int) -> str:
 class Request:
     """The options of a conversion, checked before any weights are read.
 
-    model: the model to write. With `choose`, all its layers are ladder layers until the choice is made.
+    model: the model to write. With `choose`, all its layers are ladder layers until the choice is
+        made.
     choose: the number of layers to choose by measurement, or None.
     refit: None to keep the weights as they are.
-    tokens: of the calibration texts to refit on; the layers are chosen on MEASURED_TOKENS before them, or as many.
+    tokens: of the calibration texts to refit on; the layers are chosen on MEASURED_TOKENS before
+        them, or as many.
     """
 
     destination: pathlib.Path
@@ -125,14 +138,18 @@ class Request:
 
 
 def parse(args: dict, model: ModelConfig) -> Request:
-    """The request of a command line. model: the source's. Raises UserError for options that exclude each other."""
+    """The request of a command line. model: the source's. Raises UserError for options that exclude
+    each other.
+    """
     layers, choose = args["ladder_layers"], None
     if layers is not None and layers.startswith(AUTO):
         choose = _count(layers, model)
     elif args["search"]:
         raise UserError("--search is for --ladder-layers auto:N")
     if choose is not None and not args["calibration"]:
-        raise UserError(f"--ladder-layers {layers} measures the layers on a text: name one by --calibration FILE")
+        raise UserError(
+            f"--ladder-layers {layers} measures the layers on a text: name one by --calibration FILE"
+        )
     return Request(
         destination=pathlib.Path(args["destination"]).expanduser().absolute(),
         format=member(Format, "format in --to", args["to"]),
@@ -147,12 +164,20 @@ def parse(args: dict, model: ModelConfig) -> Request:
 
 
 def _refit(args: dict, *, model: ModelConfig, choose: int | None) -> Refit | None:
-    """By default the inputs are refitted where there is a text for it; with enough of it, the outputs too."""
-    what = None if args["refit"] is None else member(FittedProjections, "value for --refit:", args["refit"])
+    """By default the inputs are refitted where there is a text for it; with enough of it, the
+    outputs too.
+    """
+    what = (
+        None
+        if args["refit"] is None
+        else member(FittedProjections, "value for --refit:", args["refit"])
+    )
     if not args["calibration"]:
         for name in ("refit", "calibration_tokens", "tensor", "ridge"):
             if args[name] not in (None, FittedProjections.NONE.value):
-                raise UserError(f"--{name.replace('_', '-')} needs a text: name one by --calibration FILE")
+                raise UserError(
+                    f"--{name.replace('_', '-')} needs a text: name one by --calibration FILE"
+                )
         return None
     if args["ladder_layers"] is None:
         raise UserError("--calibration needs --ladder-layers, the layers to convert")
@@ -163,11 +188,15 @@ def _refit(args: dict, *, model: ModelConfig, choose: int | None) -> Refit | Non
     if args["ridge"] is not None:
         raise UserError("--ridge is for --refit inputs and both")
     if choose is None:
-        raise UserError("--calibration is for --refit inputs and both, and for --ladder-layers auto:N")
+        raise UserError(
+            "--calibration is for --refit inputs and both, and for --ladder-layers auto:N"
+        )
     return None
 
 
-def _projections(model: ModelConfig, *, tokens: int, given: FittedProjections | None) -> FittedProjections:
+def _projections(
+    model: ModelConfig, *, tokens: int, given: FittedProjections | None
+) -> FittedProjections:
     """What to fit on so many tokens; `given` if there is one, with a notice where that may lose."""
     has_mlp = model.moe is None or model.moe.dense_layers
     features = max(model.num_heads * model.head_dim, model.d_ff if has_mlp else 0)
@@ -191,15 +220,20 @@ def _with_layers(args: dict, model: ModelConfig, layers: str | None) -> ModelCon
 def _count(layers: str, model: ModelConfig) -> int:
     number = layers.removeprefix(AUTO)
     if not number.isdecimal() or not 1 <= int(number) <= model.num_layers:
-        raise UserError(f"--ladder-layers {layers}: the number must be from 1 to the model's {model.num_layers} layers")
+        raise UserError(
+            f"--ladder-layers {layers}: the number must be from 1 to the model's {model.num_layers} layers"
+        )
     return int(number)
 
 
 def run(args: dict) -> None:
-    """Convert, and print a summary. Raises UserError and RunFailed; then nothing has been written."""
+    """Convert, and print a summary. Raises UserError and RunFailed; then nothing has been
+    written.
+    """
     source = formats.open_source(args["source"])
     request = parse(args, source.model)
-    nn.define(request.model, mesh=parallel.make_mesh())  # raises UserError if it cannot be split over its ranks
+    # raises UserError if it cannot be split over its ranks
+    nn.define(request.model, mesh=parallel.make_mesh())
     staging.check_free(request.destination)
     copies = 1 if request.refit is None else 2  # the fitted arrays are kept until all is written
     staging.check_room(request.destination, size=copies * source.nbytes)
@@ -213,7 +247,9 @@ def run(args: dict) -> None:
             model = dataclasses.replace(request.model, ladder_layers=result.ladder_layers)
             request = dataclasses.replace(request, model=model)
         if request.refit is not None:
-            refitted = _fit(source, request, fitted, settings=request.refit, folder=folder.with_name("chosen"))
+            refitted = _fit(
+                source, request, fitted, settings=request.refit, folder=folder.with_name("chosen")
+            )
             source = refitted.source
         converted = dataclasses.replace(source, model=request.model)
         formats.write(converted, folder, format=request.format, place=request.destination)
@@ -223,20 +259,25 @@ def run(args: dict) -> None:
             _write_json(folder / REFIT, _fits(request, refitted, fitted))
         elif source.refit is not None:  # a copy's weights are as they were
             shutil.copyfile(source.refit, folder / REFIT)
-    _print_summary(source, request, result, () if refitted is None else refitted.fits, as_json=args["json"])
+    _print_summary(
+        source, request, result, () if refitted is None else refitted.fits, as_json=args["json"]
+    )
 
 
 def read_texts(source: Source, request: Request) -> tuple[np.ndarray | None, np.ndarray | None]:
-    """Rows of tokens [n, T + 1]: on which the layers are chosen, and on which they are refitted. None: they are not.
+    """Rows of tokens [n, T + 1]: on which the layers are chosen, and on which they are refitted.
+    None: they are not.
 
-    Rows are no longer than the sequences that the model was trained on; at other positions its activations are others.
-    Raises UserError for texts that cannot be read, or are too short.
+    Rows are no longer than the sequences that the model was trained on; at other positions its
+    activations are others. Raises UserError for texts that cannot be read, or are too short.
     """
     if not request.calibration:
         return None, None
     if source.tokenizer is None:
         raise UserError(f"{source.path!r} has no tokenizer, which --calibration needs")
-    about = dict(tokenizer=source.tokenizer, vocab_size=source.model.vocab_size, context=source.context)
+    about = dict(
+        tokenizer=source.tokenizer, vocab_size=source.model.vocab_size, context=source.context
+    )
     skip, measured, fitted = 0, None, None
     if request.choose is not None:
         skip = min(request.tokens, MEASURED_TOKENS)
@@ -247,9 +288,16 @@ def read_texts(source: Source, request: Request) -> tuple[np.ndarray | None, np.
 
 
 def _choose(
-    source: Source, request: Request, measured: np.ndarray, fitted: np.ndarray | None, *, folder: pathlib.Path
+    source: Source,
+    request: Request,
+    measured: np.ndarray,
+    fitted: np.ndarray | None,
+    *,
+    folder: pathlib.Path,
 ) -> Result:
-    """The layers' sensitivity; with a refit, that of each layer refitted as if it were the only converted one."""
+    """The layers' sensitivity; with a refit, that of each layer refitted as if it were the only
+    converted one.
+    """
     mesh = parallel.make_mesh(tensor=request.tensor)
     definition = nn.define(request.model, mesh=mesh)
     converted = None
@@ -260,16 +308,26 @@ def _choose(
     return sensitivity.measure(definition, source, measured, **choice)
 
 
-def _fit(source: Source, request: Request, rows: np.ndarray, *, settings: Refit, folder: pathlib.Path) -> Refitted:
-    """`source` with `request.model`'s converted layers refitted. folder: keeps what an interrupted run has done."""
+def _fit(
+    source: Source, request: Request, rows: np.ndarray, *, settings: Refit, folder: pathlib.Path
+) -> Refitted:
+    """`source` with `request.model`'s converted layers refitted. folder: keeps what an interrupted
+    run has done.
+    """
     mesh = parallel.make_mesh(tensor=request.tensor)
     how = dict(model=request.model, mesh=mesh, settings=settings, folder=folder)
     return refits.refit(source, rows=rows[:, :-1], **how)
 
 
 def _fits(request: Request, refitted: Refitted, rows: np.ndarray) -> dict:
-    """For JSON: the refit's settings, and of each fitted sublayer what its input lacked before and lacks after."""
-    about = {"ridge": request.refit.ridge, "tokens": rows[:, :-1].size, "sequence": rows.shape[1] - 1}
+    """For JSON: the refit's settings, and of each fitted sublayer what its input lacked before and
+    lacks after.
+    """
+    about = {
+        "ridge": request.refit.ridge,
+        "tokens": rows[:, :-1].size,
+        "sequence": rows.shape[1] - 1,
+    }
     about |= {"texts": [dataclasses.asdict(text) for text in request.calibration]}
     return {**about, "sublayers": [dataclasses.asdict(fit) for fit in refitted.fits]}
 
@@ -281,16 +339,32 @@ def _write_json(file: pathlib.Path, content: dict) -> None:
 def _print_summary(
     source: Source, request: Request, result: Result | None, fits: Sequence[Fit], *, as_json: bool
 ) -> None:
-    model, parameters = request.model, sum(math.prod(array.shape) for array in source.arrays.values())
+    model, parameters = (
+        request.model,
+        sum(math.prod(array.shape) for array in source.arrays.values()),
+    )
     if as_json:
-        summary = {"source": source.path, "destination": str(request.destination), "format": request.format.value}
-        summary |= {"parameters": parameters, "residual": model.residual, "ladder_layers": model.ladder_layers}
-        summary |= {"ranks": model.ranks, "sensitivity": None if result is None else result.as_dict()}
+        summary = {
+            "source": source.path,
+            "destination": str(request.destination),
+            "format": request.format.value,
+        }
+        summary |= {
+            "parameters": parameters,
+            "residual": model.residual,
+            "ladder_layers": model.ladder_layers,
+        }
+        summary |= {
+            "ranks": model.ranks,
+            "sensitivity": None if result is None else result.as_dict(),
+        }
         summary |= {"refit": [dataclasses.asdict(fit) for fit in fits]}
         print(json.dumps(summary))
         return
     layers = "" if model.ladder_layers is None else f", ladder layers {model.ladder_layers}"
-    print(f"{request.destination}: {parameters:,} parameters, {model.residual}{layers}; read back and compared")
+    print(
+        f"{request.destination}: {parameters:,} parameters, {model.residual}{layers}; read back and compared"
+    )
     if inputs := [fit for fit in fits if fit.sublayer in SUBLAYERS]:
         where = f"each sublayer's is in {REFIT}"
         print(f"refitted {len(inputs)} sublayers: the late inputs lacked {_means(inputs)}; {where}")
@@ -301,5 +375,7 @@ def _print_summary(
 
 
 def _means(fits: Sequence[Fit]) -> str:
-    before, after = (statistics.fmean(getattr(fit, name) for fit in fits) for name in ("before", "after"))
+    before, after = (
+        statistics.fmean(getattr(fit, name) for fit in fits) for name in ("before", "after")
+    )
     return f"{before:.1%} of the whole ones (mean square), and lack {after:.1%} now"

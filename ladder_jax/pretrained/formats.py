@@ -1,4 +1,6 @@
-"""Open a model by its name: a checkpoint, a Hugging Face folder, a GGUF file, or `org/name` of the Hub."""
+"""Open a model by its name: a checkpoint, a Hugging Face folder, a GGUF file, or `org/name` of the
+Hub.
+"""
 
 import dataclasses
 import difflib
@@ -49,8 +51,10 @@ _SAMPLES, _BLOCK = 256, 2**16  # blocks of a file, and bytes of a block, in a mo
 class OpenedModel:
     """A model by its name, of which only the description has been read.
 
-    name: for messages; of the Hub, with the commit. path: the folder or file. on_hub: whether it is the Hub's copy.
-    config: of a checkpoint, its run's. Of other formats, the model's, with the context as train.sequence.
+    name: for messages; of the Hub, with the commit. path: the folder or file. on_hub: whether it is
+        the Hub's copy.
+    config: of a checkpoint, its run's. Of other formats, the model's, with the context as
+        train.sequence.
     weights: what reads them.
     """
 
@@ -70,7 +74,9 @@ class OpenedModel:
         return tokenizer
 
     def __repr__(self) -> str:
-        return f"OpenedModel({self.name!r}, a {type(self.weights).__name__})\n  {self.config.model!r}"
+        return (
+            f"OpenedModel({self.name!r}, a {type(self.weights).__name__})\n  {self.config.model!r}"
+        )
 
     @property
     def has_tokenizer(self) -> bool:
@@ -81,17 +87,25 @@ class OpenedModel:
 
     @property
     def refitted(self) -> bool:
-        """Whether `convert` refitted the weights, which then belong to this model's topology alone."""
-        folder = self.weights.path.parent.parent if isinstance(self.weights, Checkpoint) else self.path
+        """Whether `convert` refitted the weights, which then belong to this model's topology
+        alone.
+        """
+        folder = (
+            self.weights.path.parent.parent if isinstance(self.weights, Checkpoint) else self.path
+        )
         return (folder / REFIT).exists()
 
     @property
     def context(self) -> int | None:
         """The longest sequence that the model was trained for, in tokens; None if unknown."""
-        return self.weights.context if isinstance(self.weights, Source) else self.config.train.sequence
+        return (
+            self.weights.context if isinstance(self.weights, Source) else self.config.train.sequence
+        )
 
     def define(self, *, tensor: int | None = None, data: int = 1) -> ModelDef:
-        """On `data` x `tensor` devices; by default on as many as the model was trained on, if there are as many."""
+        """On `data` x `tensor` devices; by default on as many as the model was trained on, if there
+        are as many.
+        """
         mesh = parallel.make_mesh(data=data, tensor=tensor or default_tensor(self.config))
         return side.define(self.config.model, mesh=mesh)
 
@@ -102,23 +116,33 @@ class OpenedModel:
         return reader(self.weights, definition)
 
     def params(self, definition: ModelDef, *, dtype: np.dtype | None = None) -> Params:
-        """All parameters, stacked as in training, read one at a time. dtype: of all; None keeps the stored dtypes."""
+        """All parameters, stacked as in training, read one at a time. dtype: of all; None keeps the
+        stored dtypes.
+        """
         if isinstance(self.weights, Checkpoint) and dtype == np.float32:
             return self.weights.params(definition)
         return assemble(definition, self.reader(definition), dtype=dtype)
 
     @property
     def identity(self) -> str:
-        """A string that differs for other weights: of files that have no manifest, from samples of their contents."""
-        return self.weights.identity if isinstance(self.weights, Checkpoint) else _sampled(self.path)
+        """A string that differs for other weights: of files that have no manifest, from samples of
+        their contents.
+        """
+        return (
+            self.weights.identity if isinstance(self.weights, Checkpoint) else _sampled(self.path)
+        )
 
     def generator(self, *, settings: DecodeConfig, tensor: int | None = None) -> Generator:
         """settings: loop and quantize; `tensor` as in `define`."""
         definition = self.define(tensor=tensor)
-        return Generator(definition, self.reader(definition), loop=settings.loop, quantize=settings.quantize)
+        return Generator(
+            definition, self.reader(definition), loop=settings.loop, quantize=settings.quantize
+        )
 
     def engine(self, *, settings: DecodeConfig, tensor: int | None = None, **about: Any) -> Engine:
-        """settings: `loop` to `interleave` of the section `decode`; `tensor` as in `define`; the rest as in Engine."""
+        """settings: `loop` to `interleave` of the section `decode`; `tensor` as in `define`; the
+        rest as in Engine.
+        """
         definition = self.define(tensor=tensor)
         return Engine(
             definition,
@@ -133,13 +157,19 @@ class OpenedModel:
 
 
 def open_model(
-    name: str | os.PathLike, *, ladder_layers: str | None = None, residual: str | None = None, ranks: int | None = None
+    name: str | os.PathLike,
+    *,
+    ladder_layers: str | None = None,
+    residual: str | None = None,
+    ranks: int | None = None,
 ) -> OpenedModel:
-    """The model called `name`: a run's folder or a checkpoint in it, a Hugging Face folder, a GGUF file, or
-    `org/name[@revision]` of the Hub (`org/name/FILE.gguf`, where it holds several), which is downloaded.
+    """The model called `name`: a run's folder or a checkpoint in it, a Hugging Face folder, a GGUF
+    file, or `org/name[@revision]` of the Hub (`org/name/FILE.gguf`, where it holds several), which
+    is downloaded.
 
-    Reads only headers. ladder_layers, residual, ranks: convert it, see `with_ladder_layers`. Raises UserError where
-    there is no such model, for other formats, damaged files, and models that cannot be represented.
+    Reads only headers. ladder_layers, residual, ranks: convert it, see `with_ladder_layers`. Raises
+    UserError where there is no such model, for other formats, damaged files, and models that cannot
+    be represented.
     """
     path, identifier = locate(name)
     shown = str(identifier or name)
@@ -153,24 +183,30 @@ def open_model(
         config = RunConfig(model=weights.model, train=weights.train_config, run=run)
     choice = dict(ladder_layers=ladder_layers, residual=residual, ranks=ranks)
     model = with_ladder_layers(config.model, **choice, name=shown)
-    return OpenedModel(shown, path, dataclasses.replace(config, model=model), weights, identifier is not None)
+    return OpenedModel(
+        shown, path, dataclasses.replace(config, model=model), weights, identifier is not None
+    )
 
 
 def open_source(name: str | os.PathLike) -> Source:
     """As `open_model`, with every format as a Source: for exports, conversions, and `load`."""
     path, _ = locate(name)
     if is_remote(path):
-        raise UserError(f"{str(name)!r}: copy it to a disk first; generate, serve and evaluate read it from there")
+        raise UserError(
+            f"{str(name)!r}: copy it to a disk first; generate, serve and evaluate read it from there"
+        )
     if _is_checkpoint(path):
         return checkpoints.read(path)
     return huggingface.read(path) if path.is_dir() else gguf.read(path)
 
 
 def save(source: Source, destination: str | os.PathLike, *, format: Format) -> None:
-    """Write `source` to the folder `destination`, new or empty, which appears when all is written and compared.
+    """Write `source` to the folder `destination`, new or empty, which appears when all is written
+    and compared.
 
-    The host holds one array at a time. Raises UserError if `destination` is not empty, and for what the format cannot
-    express; RunFailed if writing fails, as for a full disk. Unfinished files are removed.
+    The host holds one array at a time. Raises UserError if `destination` is not empty, and for what
+    the format cannot express; RunFailed if writing fails, as for a full disk. Unfinished files are
+    removed.
     """
     place = pathlib.Path(destination).expanduser().absolute()
     staging.check_room(place, size=source.nbytes)
@@ -179,12 +215,15 @@ def save(source: Source, destination: str | os.PathLike, *, format: Format) -> N
 
 
 def write_huggingface(source: Source, destination: str | os.PathLike) -> None:
-    """`save` as a Hugging Face folder: config.json, safetensors, tokenizer and generation config."""
+    """`save` as a Hugging Face folder: config.json, safetensors, tokenizer and generation
+    config.
+    """
     save(source, destination, format=Format.HUGGING_FACE)
 
 
 def write(source: Source, folder: pathlib.Path, *, format: Format, place: pathlib.Path) -> None:
-    """Write `source` into the new `folder`, which will be renamed to `place`, read it back and compare.
+    """Write `source` into the new `folder`, which will be renamed to `place`, read it back and
+    compare.
 
     Raises UserError for what the format cannot express, RunFailed if writing fails.
     """
@@ -195,8 +234,9 @@ def write(source: Source, folder: pathlib.Path, *, format: Format, place: pathli
 
 
 def model_config(name: str | os.PathLike) -> ModelConfig:
-    """The configuration of the model called `name`, as in `open_model`. Of a Hugging Face folder only config.json is
-    read, and of one on the Hub only that is downloaded."""
+    """The configuration of the model called `name`, as in `open_model`. Of a Hugging Face folder
+    only config.json is read, and of one on the Hub only that is downloaded.
+    """
     path, _ = locate(name, weights=False)
     if _is_checkpoint(path):
         return open_checkpoint(path).config.model
@@ -207,11 +247,15 @@ def model_config(name: str | os.PathLike) -> ModelConfig:
     return gguf.read(path).model
 
 
-def locate(name: str | os.PathLike, *, weights: bool = True) -> tuple[AnyPath, hub.Identifier | None]:
-    """The folder or file of the model called `name`; downloaded if it is on the Hub, and then its name with the commit.
+def locate(
+    name: str | os.PathLike, *, weights: bool = True
+) -> tuple[AnyPath, hub.Identifier | None]:
+    """The folder or file of the model called `name`; downloaded if it is on the Hub, and then its
+    name with the commit.
 
-    weights: whether they are read, too. Raises UserError where there is none. A name is one of the Hub only if nothing
-    here has its first part, such as `runs` of `runs/tine`; `hf://org/name` always is.
+    weights: whether they are read, too. Raises UserError where there is none. A name is one of the
+    Hub only if nothing here has its first part, such as `runs` of `runs/tine`; `hf://org/name`
+    always is.
     """
     if is_remote(name) and not str(name).startswith(hub.PREFIX):
         return _in_object_store(name), None
@@ -223,7 +267,9 @@ def locate(name: str | os.PathLike, *, weights: bool = True) -> tuple[AnyPath, h
     if is_local and not str(name).startswith(hub.PREFIX):
         raise UserError(_nothing_at(path))
     if identifier is None:
-        raise UserError(f"{str(name)!r} is no model of the Hugging Face Hub: write hf://org/name[@revision]")
+        raise UserError(
+            f"{str(name)!r} is no model of the Hugging Face Hub: write hf://org/name[@revision]"
+        )
     return hub.download(identifier, weights=weights)
 
 
@@ -233,20 +279,32 @@ def _in_object_store(name: str | os.PathLike) -> AnyPath:
         if not path.exists():
             raise UserError(f"there is no model at {str(name)!r}")
         if not _is_checkpoint(path):
-            raise UserError(f"{str(name)!r}: runs and checkpoints are read from there; copy other formats to a disk")
+            raise UserError(
+                f"{str(name)!r}: runs and checkpoints are read from there; copy other formats to a disk"
+            )
     return path
 
 
 def with_ladder_layers(
-    model: ModelConfig, *, ladder_layers: str | None, residual: str | None, ranks: int | None, name: str
+    model: ModelConfig,
+    *,
+    ladder_layers: str | None,
+    residual: str | None,
+    ranks: int | None,
+    name: str,
 ) -> ModelConfig:
-    """`model` with other layers' topology: N (the last N), `i,j` or all of them become `residual`, by default ladder.
+    """`model` with other layers' topology: N (the last N), `i,j` or all of them become `residual`,
+    by default ladder.
 
-    ranks: for ladder-fresh, whose function depends on their number. name: of the model, for messages. Raises UserError
-    for a model that is not standard, and for a kind that is no ladder.
+    ranks: for ladder-fresh, whose function depends on their number. name: of the model, for
+    messages. Raises UserError for a model that is not standard, and for a kind that is no ladder.
     """
     if ladder_layers is None:
-        if extra := [option for option, value in (("residual", residual), ("ranks", ranks)) if value is not None]:
+        if extra := [
+            option
+            for option, value in (("residual", residual), ("ranks", ranks))
+            if value is not None
+        ]:
             raise UserError(f"--{extra[0]} needs --ladder-layers, the layers to convert")
         return model
     kind = residual or "ladder"
@@ -255,15 +313,23 @@ def with_ladder_layers(
         allowed = [residual for residual in RESIDUALS if parse_residual(residual).is_ladder]
         raise unknown("ladder kind in --residual", kind, [*allowed, "ladder-K"])
     if parsed.depends_on_ranks and ranks is None:
-        raise UserError(f"--residual {kind} computes another function for each number of ranks: set --ranks N")
+        raise UserError(
+            f"--residual {kind} computes another function for each number of ranks: set --ranks N"
+        )
     if model.residual not in ("standard", kind):
         raise UserError(f"--ladder-layers converts a standard model; {name!r} is {model.residual}")
     return dataclasses.replace(model, residual=kind, ladder_layers=ladder_layers, ranks=ranks)
 
 
 def _is_checkpoint(path: AnyPath) -> bool:
-    """Whether it is this library's own: a run's folder has a config.json as Hugging Face's do, but its sections."""
-    if not path.is_dir() or not (path / huggingface.CONFIG).is_file() or (path / "checkpoints").is_dir():
+    """Whether it is this library's own: a run's folder has a config.json as Hugging Face's do, but
+    its sections.
+    """
+    if (
+        not path.is_dir()
+        or not (path / huggingface.CONFIG).is_file()
+        or (path / "checkpoints").is_dir()
+    ):
         return path.is_dir()
     return "run" in huggingface.read_object(path / huggingface.CONFIG)
 
@@ -280,7 +346,11 @@ def _nothing_at(path: pathlib.Path) -> str:
 def _sampled(path: pathlib.Path) -> str:
     """A digest of a model's files: of each, its size and evenly spaced blocks."""
     digest = hashlib.blake2b(digest_size=16)
-    for file in [path] if path.is_file() else [path / huggingface.CONFIG, *sorted(path.glob("*.safetensors"))]:
+    for file in (
+        [path]
+        if path.is_file()
+        else [path / huggingface.CONFIG, *sorted(path.glob("*.safetensors"))]
+    ):
         size = file.stat().st_size
         digest.update(f"{file.name} {size}\n".encode() if path.is_dir() else str(size).encode())
         with file.open("rb") as content:

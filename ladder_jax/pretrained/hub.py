@@ -1,4 +1,6 @@
-"""The Hugging Face Hub: downloads those files of a model that are read, into the Hub's cache, and uploads exports."""
+"""The Hugging Face Hub: downloads those files of a model that are read, into the Hub's cache, and
+uploads exports.
+"""
 
 import dataclasses
 import functools
@@ -15,14 +17,22 @@ from ladder_jax.pretrained.source import REFIT
 PREFIX = "hf://"
 _PART = r"[A-Za-z0-9_][\w.-]*"
 _ID = re.compile(rf"({_PART}/{_PART})(?:/([^@]+\.gguf))?(?:@(.+))?", re.ASCII)
-_FOLDER = (huggingface.CONFIG, huggingface.GENERATION, REFIT, *tokenizer_files.FILES, huggingface.INDEX)
+_FOLDER = (
+    huggingface.CONFIG,
+    huggingface.GENERATION,
+    REFIT,
+    *tokenizer_files.FILES,
+    huggingface.INDEX,
+)
 _WEIGHTS = ("model.safetensors", "*-of-*.safetensors")
 _OTHERS = ("*/*", "consolidated*")  # other programs' formats
 
 
 @dataclasses.dataclass(frozen=True)
 class Identifier:
-    """`org/name[@revision]`; with `file`, `org/name/FILE.gguf[@revision]`. `hf://` may stand before it."""
+    """`org/name[@revision]`; with `file`, `org/name/FILE.gguf[@revision]`. `hf://` may stand before
+    it.
+    """
 
     repository: str
     file: str | None = None
@@ -43,17 +53,21 @@ class Identifier:
 
 @functools.cache  # asks once a process: a branch that moves meanwhile must not mix two models
 def download(identifier: Identifier, *, weights: bool = True) -> tuple[pathlib.Path, Identifier]:
-    """The Hugging Face folder or GGUF file of that name in the Hub's cache, and the identifier with its commit.
+    """The Hugging Face folder or GGUF file of that name in the Hub's cache, and the identifier with
+    its commit.
 
-    Downloads what is read of it and is not there yet: not the formats of other programs. weights: False for the
-    configuration alone (of a GGUF file, which holds both, everything). The token is the Hub's own: HF_TOKEN, or
-    `hf auth login`'s. Without a connection, the cache is used; a UserError says so if it lacks a file.
+    Downloads what is read of it and is not there yet: not the formats of other programs. weights:
+    False for the configuration alone (of a GGUF file, which holds both, everything). The token is
+    the Hub's own: HF_TOKEN, or `hf auth login`'s. Without a connection, the cache is used; a
+    UserError says so if it lacks a file.
     """
     if identifier.file:
         folder = _snapshot(identifier, allow_patterns=[glob.escape(identifier.file)])
         if not (folder / identifier.file).is_file():
             allowed = _named(_files(identifier, folder, (".gguf",)))
-            raise UserError(f"'{identifier}': there is no such file in {identifier.repository}{allowed}")
+            raise UserError(
+                f"'{identifier}': there is no such file in {identifier.repository}{allowed}"
+            )
         return folder / identifier.file, dataclasses.replace(identifier, revision=folder.name)
     wanted = [*_FOLDER, *_WEIGHTS] if weights else [huggingface.CONFIG]
     folder = _snapshot(identifier, allow_patterns=wanted, ignore_patterns=list(_OTHERS))
@@ -74,11 +88,18 @@ def download(identifier: Identifier, *, weights: bool = True) -> tuple[pathlib.P
     raise UserError(f"'{identifier}' holds {why}")
 
 
-def push(folder: pathlib.Path, repository: str, *, private: bool | None = None, message: str | None = None) -> str:
-    """Upload an exported folder to the Hub, into a repository that is created if there is none. Returns the URL.
+def push(
+    folder: pathlib.Path,
+    repository: str,
+    *,
+    private: bool | None = None,
+    message: str | None = None,
+) -> str:
+    """Upload an exported folder to the Hub, into a repository that is created if there is none.
+    Returns the URL.
 
-    private: of a new repository; None: the account's default. Raises UserError for a folder that is no export and a
-    name that is none, RunFailed if the Hub refuses it or does not answer.
+    private: of a new repository; None: the account's default. Raises UserError for a folder that is
+    no export and a name that is none, RunFailed if the Hub refuses it or does not answer.
     """
     hub, identifier = _library(), Identifier.parse(repository)
     if identifier is None or identifier.file or identifier.revision:
@@ -89,7 +110,9 @@ def push(folder: pathlib.Path, repository: str, *, private: bool | None = None, 
         api = hub.HfApi()
         api.create_repo(identifier.repository, private=private, exist_ok=True)
         done = api.upload_folder(
-            repo_id=identifier.repository, folder_path=folder, commit_message=message or "Upload by ladder_jax"
+            repo_id=identifier.repository,
+            folder_path=folder,
+            commit_message=message or "Upload by ladder_jax",
         )
     except Exception as error:  # of the client's HTTP library, which differs between its versions
         raise RunFailed(f"{repository!r} could not be uploaded: {_line(error)}") from error
@@ -104,12 +127,18 @@ def _snapshot(identifier: Identifier, **patterns: list[str]) -> pathlib.Path:
     if not sys.stderr.isatty():
         hub.utils.disable_progress_bars()
     try:
-        found = hub.snapshot_download(identifier.repository, revision=identifier.revision, **patterns)
+        found = hub.snapshot_download(
+            identifier.repository, revision=identifier.revision, **patterns
+        )
     except hub.errors.RevisionNotFoundError:
-        raise UserError(f"'{identifier}': the Hub has no revision {identifier.revision!r} of it") from None
+        raise UserError(
+            f"'{identifier}': the Hub has no revision {identifier.revision!r} of it"
+        ) from None
     except hub.errors.GatedRepoError:
         address = f"{there}/{identifier.repository}"
-        raise UserError(f"'{identifier}' is gated: ask for access at {address}, then {log_in}") from None
+        raise UserError(
+            f"'{identifier}' is gated: ask for access at {address}, then {log_in}"
+        ) from None
     except (hub.errors.RepositoryNotFoundError, hub.errors.HFValidationError):
         raise UserError(
             f"there is no model {str(identifier)!r}: no such path here, and no such repository at {there} for you"
@@ -152,5 +181,7 @@ def _library():
         import huggingface_hub.errors
         import huggingface_hub.utils
     except ModuleNotFoundError:
-        raise UserError("models of the Hugging Face Hub need huggingface_hub: pip install 'ladder-jax[hf]'") from None
+        raise UserError(
+            "models of the Hugging Face Hub need huggingface_hub: pip install 'ladder-jax[hf]'"
+        ) from None
     return huggingface_hub

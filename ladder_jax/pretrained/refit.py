@@ -1,18 +1,21 @@
-"""Fit the projections of converted sublayers again, in closed form, to the inputs that they now have.
+"""Fit the projections of converted sublayers again, in closed form, to the inputs that they now
+have.
 
-A converted sublayer was trained to read n(x), the normalised stream, and now reads n(z), where z lacks the newest
-outputs. Those are largely predictable from z. So for each sublayer, in the order of the forward pass and behind the
-sublayers that are fitted already, one matrix M is fitted by ridge regression on a calibration text (sums over tokens):
+A converted sublayer was trained to read n(x), the normalised stream, and now reads n(z), where z
+lacks the newest outputs. Those are largely predictable from z. So for each sublayer, in the order
+of the forward pass and behind the sublayers that are fitted already, one matrix M is fitted by
+ridge regression on a calibration text (sums over tokens):
 
     M = argmin |n(z) M - n(x)|^2 + l |M - 1|^2 = (G + l 1)^-1 (C + l 1),  G = n(z)^T n(z),  C = n(z)^T n(x)
 
-n is the normalisation without its gain g, and l = ridge * trace(G) / D. M becomes part of the projections that read the
-input (query, key, value; gate, up; of experts the router, every expert's gate and up, and the shared one's gate, up and
-share): W <- M diag(g) W, and the gain becomes 1. So the model has the same parameters and the same program. Nothing is
-trained, and biases and the other parameters stay.
+n is the normalisation without its gain g, and l = ridge * trace(G) / D. M becomes part of the
+projections that read the input (query, key, value; gate, up; of experts the router, every expert's
+gate and up, and the shared one's gate, up and share): W <- M diag(g) W, and the gain becomes 1. So
+the model has the same parameters and the same program. Nothing is trained, and biases and the other
+parameters stay.
 
-Then, if that is requested, the output projection W: with h what it reads now, and y the output that the sublayer as it
-was gives of the whole input, it becomes W + X,
+Then, if that is requested, the output projection W: with h what it reads now, and y the output that
+the sublayer as it was gives of the whole input, it becomes W + X,
 
     X = argmin |h (W + X) - y|^2 + l |X|^2,  l = ridge * trace(h^T h) / M
 
@@ -45,10 +48,18 @@ __all__ = ["Fit", "FittedProjections", "Refit", "Refitted", "refit"]
 
 SUBLAYERS = ("attention", "mlp")
 """The names of a layer's two sublayers, in their order."""
-EXPERTS = {"router": 1, "experts/gate": 0, "experts/up": 0, "shared/gate": 1, "shared/up": 1, "shared/share": 0}
+EXPERTS = {
+    "router": 1,
+    "experts/gate": 0,
+    "experts/up": 0,
+    "shared/gate": 1,
+    "shared/up": 1,
+    "shared/share": 0,
+}
 READERS = {"attention": {"query": 1, "key": 1, "value": 1}, "mlp": {"gate": 1, "up": 1, **EXPERTS}}
-"""The arrays that may read a sublayer's input, and the dimension of each that tensor parallelism splits (where it
-splits none, any)."""
+"""The arrays that may read a sublayer's input, and the dimension of each that tensor parallelism
+splits (where it splits none, any).
+"""
 WRITERS = {"attention": "out", "mlp": "down"}
 """The output projections; those of experts stay."""
 
@@ -65,8 +76,8 @@ class FittedProjections(enum.Enum):
 class Refit:
     """ridge: the weight of |M - 1|^2, relative to the mean square of an input's component.
 
-    alone: each layer is fitted as if it were the only converted one, for a measurement of each; else behind the layers
-    that are fitted already.
+    alone: each layer is fitted as if it were the only converted one, for a measurement of each;
+    else behind the layers that are fitted already.
     """
 
     ridge: float = 1e-3
@@ -80,10 +91,12 @@ class Refit:
 
 @dataclasses.dataclass(frozen=True)
 class Fit:
-    """One fitted sublayer, "attention" or "mlp". The mean square of what its input lacks of the whole one's, relative
-    to the latter's: as it reads the late input, and after the fit, both on the calibration text.
+    """One fitted sublayer, "attention" or "mlp". The mean square of what its input lacks of the
+    whole one's, relative to the latter's: as it reads the late input, and after the fit, both on
+    the calibration text.
 
-    Or its output projection, "attention/out" or "mlp/down": the same of its output, behind the fitted input.
+    Or its output projection, "attention/out" or "mlp/down": the same of its output, behind the
+    fitted input.
     """
 
     layer: int
@@ -111,12 +124,14 @@ def refit(
 ) -> Refitted:
     """`source` with the projections fitted that read the inputs of `model`'s converted layers.
 
-    model: the converted one, `source.model` but for its topology. rows: the calibration text's tokens [n, T].
-    mesh: the axes data and tensor; of the weights one layer's are on the devices, of the statistics one sublayer's.
-        The streams of all tokens stay on the host, (1 + delay) n T D values.
-    folder: keeps the results of each sublayer; called again with equal arguments, `refit` reads them and goes on.
-    Raises UserError for fewer tokens than the model's width, a source that is not standard, a topology that is not a
-    ladder's, or a mesh that does not suit, and RunFailed where the activations are not finite.
+    model: the converted one, `source.model` but for its topology. rows: the calibration text's
+        tokens [n, T].
+    mesh: the axes data and tensor; of the weights one layer's are on the devices, of the statistics
+        one sublayer's. The streams of all tokens stay on the host, (1 + delay) n T D values.
+    folder: keeps the results of each sublayer; called again with equal arguments, `refit` reads
+    them and goes on. Raises UserError for fewer tokens than the model's width, a source that is not
+    standard, a topology that is not a ladder's, or a mesh that does not suit, and RunFailed where
+    the activations are not finite.
     """
     if rows.size < model.d_model:
         raise UserError(
@@ -124,12 +139,18 @@ def refit(
             f" there are {rows.size}"
         )
     if source.model.residual != "standard":
-        raise UserError(f"a refit starts from a standard model; {source.path!r} is {source.model.residual}")
+        raise UserError(
+            f"a refit starts from a standard model; {source.path!r} is {source.model.residual}"
+        )
     if model.residual != "standard" and not parse_residual(model.residual).is_ladder:
-        raise UserError(f"a refit is for ladder kinds of residual, whose inputs are late, not {model.residual!r}")
+        raise UserError(
+            f"a refit is for ladder kinds of residual, whose inputs are late, not {model.residual!r}"
+        )
     definition = nn.define(parallel.with_ranks(model, tensor=mesh.shape["tensor"]), mesh=mesh)
     if definition.layout.fsdp > 1:
-        raise UserError("refit runs on the axes data and tensor; the mesh splits parameters over fsdp")
+        raise UserError(
+            "refit runs on the axes data and tensor; the mesh splits parameters over fsdp"
+        )
     if folder is not None:
         _prepare(folder, _request(source, model, rows, mesh, settings))
     passes, fits = Pass(definition, source, rows), []
@@ -146,10 +167,20 @@ def refit(
             for index, name in enumerate(SUBLAYERS):
                 output = Key.of_layer(layer, f"{name}/{WRITERS[name]}", model=model)
                 if passes.late(layer, index) and settings.projections is not FittedProjections.NONE:
-                    fit(layer, name, lambda: fitted_inputs(passes, layer, index, ridge=settings.ridge))
+                    fit(
+                        layer,
+                        name,
+                        lambda: fitted_inputs(passes, layer, index, ridge=settings.ridge),
+                    )
                     if settings.projections is FittedProjections.BOTH and output in source.arrays:
                         suffix = output.name.partition("/")[2]
-                        fit(layer, suffix, lambda: fitted_output(passes, layer, index, output, ridge=settings.ridge))
+                        fit(
+                            layer,
+                            suffix,
+                            lambda: fitted_output(
+                                passes, layer, index, output, ridge=settings.ridge
+                            ),
+                        )
                 passes.advance(layer, index)
                 update(2 * layer + index + 1, "")
             if settings.alone and passes.converted(layer):
@@ -161,14 +192,17 @@ def refit(
 
 @dataclasses.dataclass
 class Statistics:
-    """Sums over tokens, in float64 on the host, of what a projection reads, h, and of what it is to give.
+    """Sums over tokens, in float64 on the host, of what a projection reads, h, and of what it is to
+    give.
 
-    Each batch is summed in float32 on the devices: an entry errs by at most n u sum |a| |b|, with n tokens a batch and
-    u = 2^-24 (about sqrt(n) u of it, where the roundings' signs are random), however many batches there are.
+    Each batch is summed in float32 on the devices: an entry errs by at most n u sum |a| |b|, with n
+    tokens a batch and u = 2^-24 (about sqrt(n) u of it, where the roundings' signs are random),
+    however many batches there are.
 
-    prior: 1 for an input, whose `products` [R, D, 2D] are of h = n(z) with itself and with the whole input; R is the
-    number of ranks with inputs of their own. 0 for an output, whose `products` [1, M, M + D] are of h with itself and
-    with what the output lacks. energy: of what is to be reached. missing: [R], of what lacks of it.
+    prior: 1 for an input, whose `products` [R, D, 2D] are of h = n(z) with itself and with the
+    whole input; R is the number of ranks with inputs of their own. 0 for an output, whose
+    `products` [1, M, M + D] are of h with itself and with what the output lacks. energy: of what is
+    to be reached. missing: [R], of what lacks of it.
     """
 
     prior: int
@@ -177,7 +211,9 @@ class Statistics:
     missing: np.ndarray | float = 0.0
 
     def add(self, products: np.ndarray, energy: np.ndarray, missing: np.ndarray) -> None:
-        """Adds a batch's sums. In place where the shapes agree: of a large model they have gigabytes."""
+        """Adds a batch's sums. In place where the shapes agree: of a large model they have
+        gigabytes.
+        """
         if np.shape(self.products) == products.shape:
             self.products += products
         else:
@@ -186,12 +222,17 @@ class Statistics:
         self.missing = self.missing + np.asarray(missing, np.float64)
 
     def matrices(self, parts: int, *, ridge: float) -> list[np.ndarray]:
-        """M [D, D], or X [M, D], for each of `parts` equal groups of ranks; one for all where all have the same input.
+        """M [D, D], or X [M, D], for each of `parts` equal groups of ranks; one for all where all
+        have the same input.
 
-        argmin |h M - t|^2 + l |M - P|^2 = (G + l 1)^-1 (C + l P), where h^T [h, t] = (G, C) and P is 1 or 0.
+        argmin |h M - t|^2 + l |M - P|^2 = (G + l 1)^-1 (C + l P), where h^T [h, t] = (G, C) and P
+        is 1 or 0.
         """
         groups = np.split(self.products, min(parts, len(self.products)))
-        return [solve(functools.reduce(np.add, group), prior=self.prior, ridge=ridge) for group in groups]
+        return [
+            solve(functools.reduce(np.add, group), prior=self.prior, ridge=ridge)
+            for group in groups
+        ]
 
     def share_missing(self, matrices: list[np.ndarray] | None = None) -> float:
         """The mean of |t - h P|^2 over the energy; with each rank's M, that of |t - h M|^2."""
@@ -207,7 +248,8 @@ class Statistics:
 
 
 def solve(products: np.ndarray, *, prior: int, ridge: float) -> np.ndarray:
-    """(G + l 1)^-1 (C + l P) of `products` [K, K + D] = (G, C), with P = `prior` 1 and l = `ridge` * trace(G) / K.
+    """(G + l 1)^-1 (C + l P) of `products` [K, K + D] = (G, C), with P = `prior` 1 and l = `ridge`
+    * trace(G) / K.
 
     Raises RunFailed.
     """
@@ -221,11 +263,17 @@ def solve(products: np.ndarray, *, prior: int, ridge: float) -> np.ndarray:
     try:
         return scipy.linalg.solve(gram, cross, assume_a="pos", overwrite_a=True, overwrite_b=True)
     except (np.linalg.LinAlgError, ValueError) as error:  # ValueError: not finite
-        raise RunFailed(f"no least squares: {error} (too small a ridge, {ridge:g}, or infinite activations)") from None
+        raise RunFailed(
+            f"no least squares: {error} (too small a ridge, {ridge:g}, or infinite activations)"
+        ) from None
 
 
-def folded(weight: np.ndarray, gain: np.ndarray, matrices: list[np.ndarray], *, axis: int) -> np.ndarray:
-    """M diag(`gain`) `weight` [D, ...] in the weight's dtype. With several M, each is of an equal part along `axis`."""
+def folded(
+    weight: np.ndarray, gain: np.ndarray, matrices: list[np.ndarray], *, axis: int
+) -> np.ndarray:
+    """M diag(`gain`) `weight` [D, ...] in the weight's dtype. With several M, each is of an equal
+    part along `axis`.
+    """
     gain, products = gain.astype(np.float64)[:, None], []
     parts = np.split(weight.astype(np.float64), len(matrices), axis=axis)
     for matrix, part in zip(matrices, parts, strict=True):
@@ -237,26 +285,33 @@ def folded(weight: np.ndarray, gain: np.ndarray, matrices: list[np.ndarray], *, 
 class Pass:
     """The forward pass of a model on the calibration text, sublayer by sublayer.
 
-    source: the model's arrays, which `replace` replaces. batches: (tokens [B, T], weights [B]) of equal shape; the
-    rows that fill the last one have the weight 0. streams: of each batch, on the host.
+    source: the model's arrays, which `replace` replaces. batches: (tokens [B, T], weights [B]) of
+    equal shape; the rows that fill the last one have the weight 0. streams: of each batch, on the
+    host.
     """
 
     def __init__(self, definition: nn.ModelDef, source: Source, rows: np.ndarray):
         self.definition, self.original = definition, source
         self.source = dataclasses.replace(source, model=definition.config)
         self._programs, self._delays = programs(definition), delays(definition.config)
-        self._params = {of_original: functools.lru_cache(maxsize=1)(self._layer) for of_original in (False, True)}
+        self._params = {
+            of_original: functools.lru_cache(maxsize=1)(self._layer)
+            for of_original in (False, True)
+        }
         self.batches = list(_batches(rows, multiple=definition.layout.batch_ranks))
         embedding = load_layer(source, definition, None)["embedding"]
         self.streams = [
-            jax.device_get(self._programs.begin(embedding, self._place(tokens, "BT"))) for tokens, _ in self.batches
+            jax.device_get(self._programs.begin(embedding, self._place(tokens, "BT")))
+            for tokens, _ in self.batches
         ]
 
     def converted(self, layer: int) -> bool:
         return bool(self._delays[layer].any())
 
     def late(self, layer: int, index: int) -> bool:
-        """Whether the sublayer's input lacks some output; the model's first sublayers have none to lack."""
+        """Whether the sublayer's input lacks some output; the model's first sublayers have none to
+        lack.
+        """
         return min(self._delays[layer, index], 2 * layer + index) > 0
 
     def replace(self, arrays: Mapping[Key, Stored]) -> None:
@@ -264,11 +319,17 @@ class Pass:
         self._params[False].cache_clear()
 
     def advance(self, layer: int, index: int, *, original: bool = False) -> None:
-        """All batches through one sublayer. original: as the standard model computes it, from `original`'s arrays."""
+        """All batches through one sublayer. original: as the standard model computes it, from
+        `original`'s arrays.
+        """
         delay = np.int32(0) if original else self._delays[layer, index]
-        run, params = self._programs.advance[self._stack(layer)][index], self._params[original](layer, original)
+        run, params = (
+            self._programs.advance[self._stack(layer)][index],
+            self._params[original](layer, original),
+        )
         self.streams = [
-            jax.device_get(run(params, self._place(streams, self._programs.dims), delay)) for streams in self.streams
+            jax.device_get(run(params, self._place(streams, self._programs.dims), delay))
+            for streams in self.streams
         ]
 
     def statistics(self, layer: int, index: int) -> Statistics:
@@ -276,7 +337,9 @@ class Pass:
         return self._summed(self._programs.statistics, layer, index, prior=1)
 
     def output_statistics(self, layer: int, index: int) -> Statistics:
-        """Of the sublayer's output, and the one that `original`'s arrays give of the whole input."""
+        """Of the sublayer's output, and the one that `original`'s arrays give of the whole
+        input.
+        """
         run = self._programs.output_statistics[self._stack(layer)][index]
         both = (self._params[original](layer, original) for original in (False, True))
         return self._summed(functools.partial(run, *both), layer, index, prior=0)
@@ -294,7 +357,9 @@ class Pass:
         return stack_of(self.definition.config, layer)[0]
 
     def _place(self, tree: Any, dims: Any) -> Any:
-        return jax.tree.map(lambda a, d: jax.device_put(a, self.definition.layout.sharding(d)), tree, dims)
+        return jax.tree.map(
+            lambda a, d: jax.device_put(a, self.definition.layout.sharding(d)), tree, dims
+        )
 
     def _layer(self, layer: int, original: bool) -> nn.Params:
         """A layer's arrays on the devices. original: as they were before `replace`."""
@@ -302,7 +367,9 @@ class Pass:
 
 
 def _batches(rows: np.ndarray, *, multiple: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """(tokens [B, T], weights [B]) of equal shape; the rows that fill the last batch have the weight 0."""
+    """(tokens [B, T], weights [B]) of equal shape; the rows that fill the last batch have the
+    weight 0.
+    """
     size = -(-min(ROWS, len(rows)) // multiple) * multiple
     for start in range(0, len(rows), size):
         part = rows[start : start + size]
@@ -311,7 +378,8 @@ def _batches(rows: np.ndarray, *, multiple: int) -> Iterator[tuple[np.ndarray, n
         yield np.pad(part, ((0, missing), (0, 0))).astype(np.int32), weights
 
 
-Computed = tuple[dict[Key, np.ndarray], tuple[float, float]]  # fitted arrays in the source's dtypes, the shares of Fit
+# fitted arrays in the source's dtypes, the shares of Fit
+Computed = tuple[dict[Key, np.ndarray], tuple[float, float]]
 
 
 def fitted_inputs(passes: Pass, layer: int, index: int, *, ridge: float) -> Computed:
@@ -331,7 +399,9 @@ def fitted_inputs(passes: Pass, layer: int, index: int, *, ridge: float) -> Comp
         if parts not in solved:
             solved[parts] = statistics.matrices(parts, ridge=ridge)
         if reads.startswith("experts/"):  # in float64 one at a time
-            arrays[key] = np.stack([folded(expert, gain, solved[parts], axis=1) for expert in weight])
+            arrays[key] = np.stack(
+                [folded(expert, gain, solved[parts], axis=1) for expert in weight]
+            )
         else:
             arrays[key] = folded(weight, gain, solved[parts], axis=axis)
     return arrays, (statistics.share_missing(), statistics.share_missing(solved[max(solved)]))
@@ -346,7 +416,8 @@ def fitted_output(passes: Pass, layer: int, index: int, key: Key, *, ridge: floa
     return {key: fitted}, (statistics.share_missing(), statistics.share_missing([change]))
 
 
-# What an interrupted run has fitted: a folder with one file for each fitted sublayer, and what they depend on.
+# What an interrupted run has fitted: a folder with one file for each fitted sublayer, and what they
+# depend on.
 
 
 def _request(
@@ -371,11 +442,17 @@ def _prepare(folder: pathlib.Path, request: Mapping[str, object]) -> None:
     if not file.is_file() or file.read_text(encoding="utf-8") != text:
         for leftover in folder.glob("*.npz"):
             leftover.unlink()
-        files.write_atomically(str(file), lambda path: pathlib.Path(path).write_text(text, encoding="utf-8"))
+        files.write_atomically(
+            str(file), lambda path: pathlib.Path(path).write_text(text, encoding="utf-8")
+        )
 
 
-def _kept(file: pathlib.Path | None, compute: Callable[[], Computed]) -> tuple[dict[Key, Stored], tuple[float, float]]:
-    """What `compute` returns; with a file, what that holds, which is written if it is missing or damaged."""
+def _kept(
+    file: pathlib.Path | None, compute: Callable[[], Computed]
+) -> tuple[dict[Key, Stored], tuple[float, float]]:
+    """What `compute` returns; with a file, what that holds, which is written if it is missing or
+    damaged.
+    """
     if file is None:
         arrays, shares = compute()
         return {key: Stored(a.shape, a.dtype, lambda a=a: a) for key, a in arrays.items()}, shares
@@ -384,7 +461,10 @@ def _kept(file: pathlib.Path | None, compute: Callable[[], Computed]) -> tuple[d
     except (OSError, ValueError, KeyError, zipfile.BadZipFile):
         arrays, shares = compute()
     # Bytes: NumPy's files have no bfloat16.
-    named = {f"{key.name} {key.layer} {a.dtype}": a.view(f"u{a.dtype.itemsize}") for key, a in arrays.items()}
+    named = {
+        f"{key.name} {key.layer} {a.dtype}": a.view(f"u{a.dtype.itemsize}")
+        for key, a in arrays.items()
+    }
     files.write_atomically(str(file), lambda path: _save(path, shares=shares, **named))
     return _read(file)
 
@@ -395,7 +475,9 @@ def _save(path: str, **arrays: Any) -> None:
 
 
 def _read(file: pathlib.Path) -> tuple[dict[Key, Stored], tuple[float, float]]:
-    """The arrays, which are read again when they are asked for, so that the host holds one at a time."""
+    """The arrays, which are read again when they are asked for, so that the host holds one at a
+    time.
+    """
 
     def array(name: str) -> np.ndarray:
         with np.load(file) as content:
@@ -406,5 +488,7 @@ def _read(file: pathlib.Path) -> tuple[dict[Key, Stored], tuple[float, float]]:
     found = {}
     for name in names:
         values, (of_key, layer, _) = array(name), name.split()  # compares its checksum
-        found[Key(of_key, int(layer))] = Stored(values.shape, values.dtype, functools.partial(array, name))
+        found[Key(of_key, int(layer))] = Stored(
+            values.shape, values.dtype, functools.partial(array, name)
+        )
     return found, (before, after)

@@ -1,4 +1,6 @@
-"""The sensitivity of layers: the loss on a text with layers converted to ladder layers, singly and together."""
+"""The sensitivity of layers: the loss on a text with layers converted to ladder layers, singly and
+together.
+"""
 
 import dataclasses
 import enum
@@ -19,15 +21,20 @@ from ladder_jax.terminal import Table
 
 
 class Search(enum.Enum):
-    """How to choose the layers. To choose N layers, GREEDY takes about N times as long as RANKED."""
+    """How to choose the layers. To choose N layers, GREEDY takes about N times as long as
+    RANKED.
+    """
 
     RANKED = "ranked"  # the layers that cost least when converted alone
-    GREEDY = "greedy"  # one layer after another: the one that costs least together with those already chosen
+    # one layer after another: the one that costs least together with those already chosen
+    GREEDY = "greedy"
 
 
 @dataclasses.dataclass(frozen=True)
 class Subset:
-    """layers: the converted layers, from 0, in the order of their choice. loss: with these, in nats per token."""
+    """layers: the converted layers, from 0, in the order of their choice. loss: with these, in nats
+    per token.
+    """
 
     layers: tuple[int, ...]
     loss: float
@@ -37,9 +44,11 @@ class Subset:
 class Result:
     """Losses are means over the calibration text, in nats per token, without any retraining.
 
-    residual, ranks: of the converted layers. tokens: the number of predicted tokens. sequence: their sequences' length.
-    loss: of the standard model. alone: with each layer converted alone. subsets, by the method of choice: "last", the
-    last layers, the paper's choice; "ranked", those that cost least alone; and if it was searched, "greedy".
+    residual, ranks: of the converted layers. tokens: the number of predicted tokens. sequence:
+        their sequences' length.
+    loss: of the standard model. alone: with each layer converted alone. subsets, by the method of
+    choice: "last", the last layers, the paper's choice; "ranked", those that cost least alone; and
+    if it was searched, "greedy".
     """
 
     residual: str
@@ -69,10 +78,17 @@ class Result:
         """For JSON. A cost is a loss minus the standard model's loss."""
         about = dataclasses.asdict(self)
         del about["alone"], about["subsets"]
-        about["curve"] = [{"layer": n, "loss": self.alone[n], "cost": cost} for n, cost in enumerate(self.costs)]
+        about["curve"] = [
+            {"layer": n, "loss": self.alone[n], "cost": cost} for n, cost in enumerate(self.costs)
+        ]
         for name, subset in self.subsets.items():
             order, cost = list(subset.layers), subset.loss - self.loss
-            about[name] = {"layers": sorted(order), "order": order, "loss": subset.loss, "cost": cost}
+            about[name] = {
+                "layers": sorted(order),
+                "order": order,
+                "loss": subset.loss,
+                "cost": cost,
+            }
         return {**about, "chosen": self.chosen}
 
 
@@ -84,13 +100,22 @@ def _listed(layers: Iterable[int]) -> str:
 class Probe:
     """Computes the loss of `definition`'s model with any subset of its layers converted.
 
-    converted: the arrays of layers where they are converted (refitted); by default `source`'s. rows: tokens
-    [n, T + 1] of the calibration text.
+    converted: the arrays of layers where they are converted (refitted); by default `source`'s.
+    rows: tokens [n, T + 1] of the calibration text.
     """
 
-    def __init__(self, definition: nn.ModelDef, source: Source, rows: np.ndarray, *, converted: Source | None = None):
+    def __init__(
+        self,
+        definition: nn.ModelDef,
+        source: Source,
+        rows: np.ndarray,
+        *,
+        converted: Source | None = None,
+    ):
         self._config, self._programs = definition.config, programs(definition)
-        layers = lambda of: [load_layer(of, definition, number) for number in range(self._config.num_layers)]
+        layers = lambda of: [
+            load_layer(of, definition, number) for number in range(self._config.num_layers)
+        ]
         self._outside, plain = load_layer(source, definition, None), layers(source)
         self._layers = {False: plain, True: layers(converted) if converted else plain}
         place = lambda a: jax.device_put(a, definition.layout.sharding("BT"))
@@ -102,7 +127,8 @@ class Probe:
         return self._loss(self._begin(), chosen, 0)
 
     def losses_with(self, chosen: Iterable[int]) -> Iterator[tuple[int, float]]:
-        """Each other layer, and the mean loss with it and the layers `chosen` converted, in nats per token.
+        """Each other layer, and the mean loss with it and the layers `chosen` converted, in nats
+        per token.
 
         Subsets that agree in their first layers share the result of those.
         """
@@ -113,7 +139,9 @@ class Probe:
                 yield layer, self._loss(before, {*chosen, layer}, layer)
 
     def _begin(self) -> list[Streams]:
-        return [self._programs.begin(self._outside["embedding"], tokens) for tokens, _ in self._batches]
+        return [
+            self._programs.begin(self._outside["embedding"], tokens) for tokens, _ in self._batches
+        ]
 
     def _loss(self, batches: list[Streams], chosen: Iterable[int], start: int) -> float:
         """From the streams of each batch before layer `start`."""
@@ -144,14 +172,15 @@ def measure(
 ) -> Result:
     """The sensitivity curve of a model, and the choices of `choose` of its layers, at least one.
 
-    definition: with all layers of the ladder kind. converted, rows: as in `Probe`. search: GREEDY adds the greedy
-    choice to the others.
+    definition: with all layers of the ladder kind. converted, rows: as in `Probe`. search: GREEDY
+    adds the greedy choice to the others.
     """
     probe = Probe(definition, source, rows, converted=converted)
     num_layers, rounds = definition.config.num_layers, choose if search is Search.GREEDY else 1
     total = sum(num_layers - done for done in range(rounds))
     count = itertools.count(1)
-    found, greedy = [], []  # of each round, the losses with one more layer, and that which costs least
+    # of each round, the losses with one more layer, and that which costs least
+    found, greedy = [], []
     with progress(total, label="measured {done}/{total} losses") as update:
         for _ in range(rounds):
             losses = {}
@@ -162,7 +191,10 @@ def measure(
             greedy.append(min(losses, key=losses.get))
     alone = found[0]
     last, ranked = range(num_layers - choose, num_layers), sorted(alone, key=alone.get)[:choose]
-    subsets = {name: Subset(tuple(order), probe.loss(order)) for name, order in (("last", last), ("ranked", ranked))}
+    subsets = {
+        name: Subset(tuple(order), probe.loss(order))
+        for name, order in (("last", last), ("ranked", ranked))
+    }
     if search is Search.GREEDY:
         subsets["greedy"] = Subset(tuple(greedy), found[-1][greedy[-1]])
     return Result(

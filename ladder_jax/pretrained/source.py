@@ -1,4 +1,5 @@
-"""The common representation of a pretrained model in any format: a configuration, and arrays that are read lazily.
+"""The common representation of a pretrained model in any format: a configuration, and arrays that
+are read lazily.
 
 Each format's reader returns a Source. Loading, exporting and converting need only that.
 """
@@ -28,14 +29,18 @@ from ladder_jax.nn.parameter import stack_of, stacks
 from ladder_jax.pretrained import tokenizer_files
 
 REFIT = "refit.json"
-"""The file, in a model's folder, that says what a refit did: its weights are made for their own topology alone."""
+"""The file, in a model's folder, that says what a refit did: its weights are made for their own
+topology alone.
+"""
 EMPTY: Mapping[str, Any] = types.MappingProxyType({})
 
 
 class Key(NamedTuple):
-    """One array: its name in our checkpoints, such as "layers/attention/query", and its layer in that stack, from 0.
+    """One array: its name in our checkpoints, such as "layers/attention/query", and its layer in
+    that stack, from 0.
 
-    `layer` is None for arrays outside the layers: "embedding/table", "final_norm/scale", "head/table".
+    `layer` is None for arrays outside the layers: "embedding/table", "final_norm/scale",
+    "head/table".
     """
 
     name: str
@@ -46,20 +51,26 @@ class Key(NamedTuple):
 
     @classmethod
     def of_layer(cls, layer: int, array: str, *, model: ModelConfig) -> "Key":
-        """Of the model's layer `layer`, counted over all stacks: `array` is "attention/query", say."""
+        """Of the model's layer `layer`, counted over all stacks: `array` is "attention/query",
+        say.
+        """
         stack, place = stack_of(model, layer)
         return cls(f"{stack}/{array}", place)
 
     def layers(self, model: ModelConfig) -> range:
-        """Which layers of the model the array's stack holds: of the stack's first one the number is not always 0."""
+        """Which layers of the model the array's stack holds: of the stack's first one the number is
+        not always 0.
+        """
         return stacks(model)[self.name.partition("/")[0]]
 
 
 @dataclasses.dataclass(frozen=True)
 class Stored:
-    """A stored array. `read` reads its values, with this shape and dtype, from the file at every call.
+    """A stored array. `read` reads its values, with this shape and dtype, from the file at every
+    call.
 
-    shape: in our layout, of one layer, without the vocabulary's padding: query is [D, N, H], a table [V, D].
+    shape: in our layout, of one layer, without the vocabulary's padding: query is [D, N, H], a
+        table [V, D].
     dtype: as stored (ml_dtypes has bfloat16). `read` may return a read-only view.
     """
 
@@ -78,10 +89,13 @@ class Source:
 
     path: for messages.
     model: the configuration; the residual topology is standard, unless the source names one.
-    arrays: one entry for each layer of each array, with exactly the keys of `expected_shapes(model)`; see `check`.
+    arrays: one entry for each layer of each array, with exactly the keys of
+        `expected_shapes(model)`; see `check`.
     context: the longest sequence that the model was trained for, in tokens; None if unknown.
-    files: the contents of the tokenizer's files by Hugging Face's names: tokenizer.json, chat_template.jinja, ...
-    generation: the settings of Hugging Face's generation_config.json: eos_token_id, temperature, ...
+    files: the contents of the tokenizer's files by Hugging Face's names: tokenizer.json,
+        chat_template.jinja, ...
+    generation: the settings of Hugging Face's generation_config.json: eos_token_id, temperature,
+        ...
     refit: the file that says what a refit did to the weights; None without a refit.
     """
 
@@ -95,7 +109,9 @@ class Source:
 
     @functools.cached_property
     def tokenizer(self) -> Tokenizer | None:
-        """Of `files`; without any, bytes for 256 tokens, else None. Raises UserError as `write_tokenizer` does."""
+        """Of `files`; without any, bytes for 256 tokens, else None. Raises UserError as
+        `write_tokenizer` does.
+        """
         if not self.files and self.model.vocab_size == tokenizers.Bytes().vocab_size:
             return tokenizers.Bytes()
         with contextlib.ExitStack() as scratch:
@@ -106,10 +122,11 @@ class Source:
         return tokenizer
 
     def write_tokenizer(self, folder: pathlib.Path) -> Tokenizer | None:
-        """Write the tokenizer's files, chat template and generation settings to the new `folder`, and open it.
+        """Write the tokenizer's files, chat template and generation settings to the new `folder`,
+        and open it.
 
-        None, and no folder, if `files` hold no tokenizer. Raises UserError for an unsupported tokenizer, and for one
-        with more tokens than the model.
+        None, and no folder, if `files` hold no tokenizer. Raises UserError for an unsupported
+        tokenizer, and for one with more tokens than the model.
         """
         if tokenizer_files.MAIN not in self.files:
             return None
@@ -140,7 +157,9 @@ class Source:
 
 
 def from_file(path: str | pathlib.Path, dtype: np.dtype, count: int, *, offset: int) -> np.ndarray:
-    """Values at `offset` bytes. Raises UserError if the file cannot be read, or is shorter than when it was opened."""
+    """Values at `offset` bytes. Raises UserError if the file cannot be read, or is shorter than
+    when it was opened.
+    """
     try:
         content = np.fromfile(path, dtype, count, offset=offset)
     except OSError as error:
@@ -153,7 +172,8 @@ def from_file(path: str | pathlib.Path, dtype: np.dtype, count: int, *, offset: 
 def dims(model: ModelConfig) -> dict[str, str]:
     """The dimensions of each array by name: {"layers/attention/query": "DNH", ...}.
 
-    Letters as in nn.parameter. A name that begins with one of STACKS stands for one array in each of its layers.
+    Letters as in nn.parameter. A name that begins with one of STACKS stands for one array in each
+    of its layers.
     """
     modules = model_def.declare(model, ranks=1)
     nested = {name: parameter.dims_of(module) for name, module in modules.items()}
@@ -162,7 +182,9 @@ def dims(model: ModelConfig) -> dict[str, str]:
 
 
 def expected_shapes(model: ModelConfig) -> dict[Key, tuple[int, ...]]:
-    """The shapes of all arrays of a model, as a Source has them: of one layer, without the vocabulary's padding."""
+    """The shapes of all arrays of a model, as a Source has them: of one layer, without the
+    vocabulary's padding.
+    """
     sizes = parameter.Sizes(model)
     shapes = {}
     for name, letters in dims(model).items():
@@ -184,7 +206,8 @@ def check_alone(model: ModelConfig, *, path: str) -> None:
 def check_layers(model: ModelConfig, *, tensors: int, path: str) -> None:
     """Raises UserError if `path` has fewer tensors than its configuration has layers.
 
-    Called before `expected_shapes`, which takes hours for a configuration that claims a million layers.
+    Called before `expected_shapes`, which takes hours for a configuration that claims a million
+    layers.
     """
     if tensors < model.num_layers:
         raise UserError(
@@ -194,10 +217,15 @@ def check_layers(model: ModelConfig, *, tensors: int, path: str) -> None:
 
 def check(source: Source) -> None:
     """Raises UserError for missing, extra or wrongly shaped arrays."""
-    wanted, found = expected_shapes(source.model), {key: stored.shape for key, stored in source.arrays.items()}
+    wanted, found = (
+        expected_shapes(source.model),
+        {key: stored.shape for key, stored in source.arrays.items()},
+    )
     for key in wanted | found:
         if found.get(key) != wanted.get(key):
-            raise UserError(f"{source.path!r}: {key} is {found.get(key)}, by its configuration {wanted.get(key)}")
+            raise UserError(
+                f"{source.path!r}: {key} is {found.get(key)}, by its configuration {wanted.get(key)}"
+            )
 
 
 def refit_in(folder: pathlib.Path) -> pathlib.Path | None:
@@ -206,17 +234,20 @@ def refit_in(folder: pathlib.Path) -> pathlib.Path | None:
     return file if file.is_file() else None
 
 
-# PyTorch's matrices are [out, in]; in our arrays heads are separate dimensions. These return views and copy no values.
-# `dims` are letters as in `dims`; `ours` is our shape.
+# PyTorch's matrices are [out, in]; in our arrays heads are separate dimensions. These return views
+# and copy no values. `dims` are letters as in `dims`; `ours` is our shape.
 
 
 def torch_shape(dims: str, ours: tuple[int, ...]) -> tuple[int, ...]:
-    """PyTorch's shape: [N x H, D] for our [D, N, H]. Vectors are flat. Tables are [V, D] in both."""
+    """PyTorch's shape: [N x H, D] for our [D, N, H]. Vectors are flat. Tables are [V, D] in
+    both.
+    """
     if not parameter.is_matrix(dims):
         return (math.prod(ours),)
     if dims == "VD":
         return ours
-    inputs = 1 if dims.startswith("D") else len(dims) - 1  # the dimensions that a matmul sums over come first
+    # the dimensions that a matmul sums over come first
+    inputs = 1 if dims.startswith("D") else len(dims) - 1
     return (math.prod(ours[inputs:]), math.prod(ours[:inputs]))
 
 

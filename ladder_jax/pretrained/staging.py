@@ -1,7 +1,8 @@
 """Create a folder completely or not at all.
 
-It is written in a temporary folder beside the destination, and renamed at the end. After an error, Ctrl-C or SIGTERM,
-the temporary folder is removed. After SIGKILL or a power cut, the next conversion to the same destination removes it.
+It is written in a temporary folder beside the destination, and renamed at the end. After an error,
+Ctrl-C or SIGTERM, the temporary folder is removed. After SIGKILL or a power cut, the next
+conversion to the same destination removes it.
 """
 
 import contextlib
@@ -33,10 +34,14 @@ def check_free(destination: pathlib.Path) -> None:
 
 
 def check_room(destination: pathlib.Path, *, size: int) -> None:
-    """Raises RunFailed if the disk has fewer than `size` bytes free: better now than half-way through."""
+    """Raises RunFailed if the disk has fewer than `size` bytes free: better now than half-way
+    through.
+    """
     free = shutil.disk_usage(_existing(destination.parent)).free
     if free < size:
-        raise RunFailed(f"no space for {str(destination)!r}: {size / 1e6:,.1f} MB needed, {free / 1e6:,.1f} free")
+        raise RunFailed(
+            f"no space for {str(destination)!r}: {size / 1e6:,.1f} MB needed, {free / 1e6:,.1f} free"
+        )
 
 
 def _existing(folder: pathlib.Path) -> pathlib.Path:
@@ -46,10 +51,12 @@ def _existing(folder: pathlib.Path) -> pathlib.Path:
 
 @contextlib.contextmanager
 def staged(destination: pathlib.Path, *, resumes: bool = False) -> Iterator[pathlib.Path]:
-    """Yields the path of a folder to create. It is renamed to `destination` when the block ends without an error.
+    """Yields the path of a folder to create. It is renamed to `destination` when the block ends
+    without an error.
 
-    resumes: what the block writes beside that folder is kept after an interruption, for the next block to go on from.
-    Raises UserError if `destination` exists, or another process is writing it, and RunFailed for a full disk.
+    resumes: what the block writes beside that folder is kept after an interruption, for the next
+    block to go on from. Raises UserError if `destination` exists, or another process is writing it,
+    and RunFailed for a full disk.
     """
     check_free(destination)
     scratch = destination.with_name(f".{destination.name}.converting")
@@ -68,20 +75,23 @@ def staged(destination: pathlib.Path, *, resumes: bool = False) -> Iterator[path
             if resumes and not isinstance(error, UserError) and not _is_written(destination):
                 removed = folder
             if isinstance(error, OSError):
-                raise RunFailed(f"cannot write {str(destination)!r}: {error.strerror or error}") from error
+                raise RunFailed(
+                    f"cannot write {str(destination)!r}: {error.strerror or error}"
+                ) from error
             raise
         finally:
             shutil.rmtree(removed, ignore_errors=True)
             os.close(lock)
-            with contextlib.suppress(OSError):  # on NFS, the open lock kept its folder from being removed
+            # on NFS, the open lock kept its folder from being removed
+            with contextlib.suppress(OSError):
                 removed.rmdir()
 
 
 def _lock(scratch: pathlib.Path, destination: pathlib.Path) -> int:
     """The lock of a temporary folder, which is created if it is missing. It ends with this process.
 
-    It is a regular file, open for writing: on NFS, only that locks other hosts out. The folder's name is predictable,
-    so an existing one must be this user's own folder, and not a link.
+    It is a regular file, open for writing: on NFS, only that locks other hosts out. The folder's
+    name is predictable, so an existing one must be this user's own folder, and not a link.
     """
     with contextlib.suppress(FileExistsError):
         scratch.mkdir(mode=0o700)
@@ -97,7 +107,9 @@ def _lock(scratch: pathlib.Path, destination: pathlib.Path) -> int:
 
 
 def _sync(folder: pathlib.Path) -> None:
-    """Sync files and folders to the disk, so that a power cut leaves no half of them under the final name."""
+    """Sync files and folders to the disk, so that a power cut leaves no half of them under the
+    final name.
+    """
     for path in (folder, *folder.rglob("*")):
         manifest.sync_folder(path)  # which syncs a file likewise
 
@@ -107,12 +119,15 @@ def _is_written(destination: pathlib.Path) -> bool:
 
 
 class _Received(BaseException):
-    """SIGTERM. No Exception: those are caught for their own reasons, as in jax's compilation cache."""
+    """SIGTERM. No Exception: those are caught for their own reasons, as in jax's compilation
+    cache.
+    """
 
 
 @contextlib.contextmanager
 def _stopped_by_sigterm(destination: pathlib.Path, *, resumes: bool) -> Iterator[None]:
-    """The first SIGTERM ends the block, so that unfinished files are removed; then Stopped says what there is.
+    """The first SIGTERM ends the block, so that unfinished files are removed; then Stopped says
+    what there is.
 
     In other threads than the main one, which get no signals, this does nothing.
     """
@@ -131,11 +146,14 @@ def _stopped_by_sigterm(destination: pathlib.Path, *, resumes: bool) -> Iterator
     try:
         yield
     except BaseException:
-        if not received:  # in compiled code, as in np.fromfile, what was raised becomes a SystemError
+        # in compiled code, as in np.fromfile, what was raised becomes a SystemError
+        if not received:
             raise
     finally:
         signal.signal(signal.SIGTERM, before)
     if received:
         done = "was written" if _is_written(destination) else "was not written"
-        goes_on = "; the same command goes on from here" if resumes and done == "was not written" else ""
+        goes_on = (
+            "; the same command goes on from here" if resumes and done == "was not written" else ""
+        )
         raise Stopped(f"SIGTERM: {str(destination)!r} {done}{goes_on}", signum=signal.SIGTERM)

@@ -1,8 +1,9 @@
 """A model's forward pass in programs of one sublayer each, whose delays are values at run time.
 
-So one compilation serves every subset of converted layers. In a delayed topology, a sublayer reads the residual stream
-of some sublayers ago (see residual/). So the last few streams are kept, and each sublayer's delay (0 in a standard
-layer) selects one of them. `sensitivity` and `refit` run these programs.
+So one compilation serves every subset of converted layers. In a delayed topology, a sublayer reads
+the residual stream of some sublayers ago (see residual/). So the last few streams are kept, and
+each sublayer's delay (0 in a standard layer) selects one of them. `sensitivity` and `refit` run
+these programs.
 """
 
 import dataclasses
@@ -30,10 +31,11 @@ ROWS = 4  # of a batch, at most
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Streams:
-    """The state between two sublayers. newest_first: x_i, x_{i-1}, ..., each [B, T, D]; x_0 replaces any before x_0.
+    """The state between two sublayers. newest_first: x_i, x_{i-1}, ..., each [B, T, D]; x_0
+    replaces any before x_0.
 
-    partial: the rank's own newest partial sum [B, T, D], which ladder-fresh reads; for other topologies [B, T, 1] of
-    zeros.
+    partial: the rank's own newest partial sum [B, T, D], which ladder-fresh reads; for other
+    topologies [B, T, 1] of zeros.
     """
 
     newest_first: tuple[jax.Array, ...]
@@ -42,11 +44,11 @@ class Streams:
 
 @dataclasses.dataclass(frozen=True)
 class DelayedStep:
-    """A step that reads the stream of `delay` sublayers ago. delay: a traced int32 scalar, so what is read, added and
-    left pending cannot be planned, as residual/recurrence.py does it.
+    """A step that reads the stream of `delay` sublayers ago. delay: a traced int32 scalar, so what
+    is read, added and left pending cannot be planned, as residual/recurrence.py does it.
 
-    early: sublayers of the same input whose output a later step does not leave out, if this step's input is late: a
-        farskip's shared expert (residual/topologies.py).
+    early: sublayers of the same input whose output a later step does not leave out, if this step's
+        input is late: a farskip's shared expert (residual/topologies.py).
     """
 
     sublayers: tuple[int, ...]
@@ -66,7 +68,9 @@ class DelayedStep:
 class Chosen(residual.AllReduce):
     """The wire of such steps: every sum is reduced at once."""
 
-    def advance(self, state: Streams, step: DelayedStep, sublayers: Sequence[residual.Sublayer]) -> Streams:
+    def advance(
+        self, state: Streams, step: DelayedStep, sublayers: Sequence[residual.Sublayer]
+    ) -> Streams:
         x, late = step.input(state, axes=self.axes), step.delay > 0
         partial = self.partial(step.sublayers, x, sublayers)
         summed = all_reduce(partial, self.axes)
@@ -82,7 +86,9 @@ class Chosen(residual.AllReduce):
 
 @dataclasses.dataclass(frozen=True)
 class OutputRead:
-    """A wire from `Streams` to one rank's (input of the output projection [B, T, M], output [B, T, D])."""
+    """A wire from `Streams` to one rank's (input of the output projection [B, T, M], output
+    [B, T, D]).
+    """
 
     axes: tuple[str, ...]
 
@@ -109,18 +115,20 @@ class Programs:
     """The compiled programs of a model, on a mesh whose axes are data and tensor.
 
     begin(embedding's params, tokens [B, T]) -> Streams before the first sublayer
-    advance[stack]: (params of a layer of the stack, streams, delay) -> Streams after its attention, its MLP
-    loss(params outside the layers, streams, targets [B, T]) -> the summed loss in nats, after the last layer
-    statistics(streams, rows [B], delay) -> float32 (products, energy, missing)
-    output_statistics[stack]: (layer's params, its original ones, streams, rows [B], delay) -> as `statistics`
+    advance[stack]: (params of a layer of the stack, streams, delay) -> Streams after its attention,
+    its MLP loss(params outside the layers, streams, targets [B, T]) -> the summed loss in nats,
+    after the last layer statistics(streams, rows [B], delay) -> float32 (products, energy, missing)
+    output_statistics[stack]: (layer's params, its original ones, streams, rows [B], delay) -> as
+        `statistics`
 
-    `products` [R, D, 2D] are n(z)^T [n(z), n(x)], with z the late input and x the whole one, summed over tokens, each
-    row of the batch times its entry of `rows`; their last dimension is padded to a multiple of the ranks. R is 1, or,
-    where each rank has its own input (ladder-fresh), the number of ranks. `energy` is the sum of |n(x)|^2, and
-    `missing` [ranks] that of |n(z) - n(x)|^2.
+    `products` [R, D, 2D] are n(z)^T [n(z), n(x)], with z the late input and x the whole one, summed
+    over tokens, each row of the batch times its entry of `rows`; their last dimension is padded to
+    a multiple of the ranks. R is 1, or, where each rank has its own input (ladder-fresh), the
+    number of ranks. `energy` is the sum of |n(x)|^2, and `missing` [ranks] that of |n(z) - n(x)|^2.
 
-    Of outputs, `products` [1, M, M + D] are h^T [h, goal - output], where h is the input of the output projection, and
-    the goal what the original layer's is of x; `energy` is the sum of |goal|^2, and `missing` [1] that of
+    Of outputs, `products` [1, M, M + D] are h^T [h, goal - output], where h is the input of the
+    output projection, and the goal what the original layer's is of x; `energy` is the sum of
+    |goal|^2, and `missing` [1] that of
     |goal - output|^2.
     """
 
@@ -142,7 +150,8 @@ def programs(definition: nn.ModelDef) -> Programs:
     config, axes, layout = definition.config, definition.layout.tensor, definition.layout
     topology, dtype = residual.of_model(config), jnp.dtype(config.dtype.value)
     fresh = any(topology.fresh)
-    depth = 1 + max(residual.topology(config.residual, num_layers=1).delays)  # of a converted layer, if there is any
+    # of a converted layer, if there is any
+    depth = 1 + max(residual.topology(config.residual, num_layers=1).delays)
 
     def begin(params, tokens):
         x = definition.bind("embedding", params)(tokens, axes=axes)
@@ -152,10 +161,14 @@ def programs(definition: nn.ModelDef) -> Programs:
 
     def through(stack, sublayer, wire, params, streams, delay):
         """A sublayer of a layer with `params`, over `wire`."""
-        context = LayerContext(config, streams.partial.shape[1], axes=axes, kernel=definition.kernel)
+        context = LayerContext(
+            config, streams.partial.shape[1], axes=axes, kernel=definition.kernel
+        )
         early = (SHARED,) if topology.farskip and sublayer == ROUTED and stack == LAYERS else ()
         step = DelayedStep((sublayer,), delay, fresh, early)
-        return definition.bind(stack, params)(streams, steps=(step,), wire=wire, contexts=[context])[0]
+        return definition.bind(stack, params)(
+            streams, steps=(step,), wire=wire, contexts=[context]
+        )[0]
 
     def advance(stack, sublayer, params, streams, delay):
         return through(stack, sublayer, Chosen(axes), params, streams, delay)
@@ -179,7 +192,9 @@ def programs(definition: nn.ModelDef) -> Programs:
 
     def sums(rows, read, both, *, whole, lacking):
         weights = jnp.repeat(rows, len(read) // len(rows))[:, None]
-        products = jnp.einsum("tm,te->me", weights * read, both, precision=lax.Precision.HIGHEST)[None]
+        products = jnp.einsum("tm,te->me", weights * read, both, precision=lax.Precision.HIGHEST)[
+            None
+        ]
         energy = jnp.sum(weights * jnp.square(whole))
         missing = jnp.sum(weights * jnp.square(lacking))[None]
         return tuple(all_reduce(x, layout.batch) for x in (products, energy, missing))
@@ -191,9 +206,13 @@ def programs(definition: nn.ModelDef) -> Programs:
     def output_statistics(stack, sublayer, params, original, streams, rows, delay):
         _, goal = read(stack, sublayer, original, streams, jnp.int32(0))
         hidden, reached = read(stack, sublayer, params, streams, delay)
-        goal, hidden, reached = (x.astype(jnp.float32).reshape(-1, x.shape[-1]) for x in (goal, hidden, reached))
+        goal, hidden, reached = (
+            x.astype(jnp.float32).reshape(-1, x.shape[-1]) for x in (goal, hidden, reached)
+        )
         lacking = goal - reached
-        both = jnp.concatenate([all_gather(hidden, axes, dimension=1), pvary(lacking, axes)], axis=1)
+        both = jnp.concatenate(
+            [all_gather(hidden, axes, dimension=1), pvary(lacking, axes)], axis=1
+        )
         return sums(rows, hidden, both, whole=goal, lacking=lacking)
 
     def compiled(local, in_dims, out_dims):
@@ -201,15 +220,20 @@ def programs(definition: nn.ModelDef) -> Programs:
         return jax.jit(on_mesh(over_ranks(local, layout=layout, **dims), layout=layout, **dims))
 
     def by_stack(local, in_dims, out_dims, *, layers=1):
-        """Of each stack, the programs of its two sublayers, whose first arguments are the params of layers."""
+        """Of each stack, the programs of its two sublayers, whose first arguments are the params of
+        layers.
+        """
         found = {}
         for stack in stacks(config):
             layer = jax.tree.map(lambda dims: dims.removeprefix("L"), definition.dims[stack])
             two = (functools.partial(local, stack, sublayer) for sublayer in (0, 1))
-            found[stack] = tuple(compiled(one, (*[layer] * layers, *in_dims), out_dims) for one in two)
+            found[stack] = tuple(
+                compiled(one, (*[layer] * layers, *in_dims), out_dims) for one in two
+            )
         return found
 
-    # Each rank has its own partial sum. It is declared as one array whose last dimension is split over the ranks.
+    # Each rank has its own partial sum. It is declared as one array whose last dimension is split
+    # over the ranks.
     streams = Streams(("BTD",) * depth, "BTF")
     outside = {name: dims for name, dims in definition.dims.items() if name not in stacks(config)}
     # "F" is the dimension that the ranks split; "1" and "m" no mesh axis splits.
@@ -218,6 +242,8 @@ def programs(definition: nn.ModelDef) -> Programs:
         advance=by_stack(advance, (streams, ""), streams),
         loss=compiled(loss, (outside, streams, "BT"), ""),
         statistics=compiled(statistics, (streams, "B", ""), ("Fmm" if fresh else "1mF", "", "F")),
-        output_statistics=by_stack(output_statistics, (streams, "B", ""), ("1Fm", "", "1"), layers=2),
+        output_statistics=by_stack(
+            output_statistics, (streams, "B", ""), ("1Fm", "", "1"), layers=2
+        ),
         dims=streams,
     )

@@ -1,4 +1,6 @@
-"""The model as its user meets it: a Transformer with its tokenizer, from any model's name to text and back to files."""
+"""The model as its user meets it: a Transformer with its tokenizer, from any model's name to text
+and back to files.
+"""
 
 import dataclasses
 import functools
@@ -35,9 +37,11 @@ type Conversation = Sequence[Mapping[str, str]]
 
 
 class Transformer(nn.Transformer):
-    """`nn.Transformer` with a tokenizer: `from_pretrained("SmolLM2-135M.gguf").generate("Once upon a time")`.
+    """`nn.Transformer` with a tokenizer: `from_pretrained("SmolLM2-135M.gguf").generate("Once upon
+    a time")`.
 
-    tokenizer: None if there is none; by default bytes, for a vocabulary of 256. decode: the defaults of `generate`.
+    tokenizer: None if there is none; by default bytes, for a vocabulary of 256. decode: the
+        defaults of `generate`.
     context: the longest sequence that the model was trained for, in tokens; None if unknown.
     """
 
@@ -54,7 +58,9 @@ class Transformer(nn.Transformer):
         decode: DecodeConfig | None = None,
         context: int | None = None,
     ):
-        """As `nn.Transformer`. Raises UserError for a tokenizer with more tokens than the model, too."""
+        """As `nn.Transformer`. Raises UserError for a tokenizer with more tokens than the model,
+        too.
+        """
         super().__init__(config, rngs=rngs, mesh=mesh, params=params)
         if tokenizer is None and config.vocab_size == tokenizers.Bytes().vocab_size:
             tokenizer = tokenizers.Bytes()
@@ -66,35 +72,54 @@ class Transformer(nn.Transformer):
     def __repr__(self) -> str:
         return f"{super().__repr__()}\n  tokenizer: {self.tokenizer!r}"
 
-    def generate(self, prompt: str | Conversation, *, stop: Sequence[str] = (), **settings: Any) -> str:
-        """The text that follows `prompt`; for a list of messages, the answer by the tokenizer's chat template.
+    def generate(
+        self, prompt: str | Conversation, *, stop: Sequence[str] = (), **settings: Any
+    ) -> str:
+        """The text that follows `prompt`; for a list of messages, the answer by the tokenizer's
+        chat template.
 
-        stop: ends before these strings. settings: any of `DecodeConfig`, such as max_new_tokens=50, temperature=0.8,
-        seed=1, quantize="int8"; greedy by default. The first call compiles, and lays a copy of the weights out for
-        decoding, which is kept until they change. Raises UserError for a wrong setting, and without a tokenizer.
+        stop: ends before these strings. settings: any of `DecodeConfig`, such as max_new_tokens=50,
+        temperature=0.8, seed=1, quantize="int8"; greedy by default. The first call compiles, and
+        lays a copy of the weights out for decoding, which is kept until they change. Raises
+        UserError for a wrong setting, and without a tokenizer.
         """
         return "".join(self.stream(prompt, stop=stop, **settings))
 
-    def stream(self, prompt: str | Conversation, *, stop: Sequence[str] = (), **settings: Any) -> Iterator[str]:
+    def stream(
+        self, prompt: str | Conversation, *, stop: Sequence[str] = (), **settings: Any
+    ) -> Iterator[str]:
         """`generate`'s text, as it grows."""
         if self.tokenizer is None:
-            raise UserError("this model has no tokenizer: set model.tokenizer, or decode tokens by a decode.Generator")
+            raise UserError(
+                "this model has no tokenizer: set model.tokenizer, or decode tokens by a decode.Generator"
+            )
         config = build(DecodeConfig, {**to_dict(self.decode), **settings}, "decode.")
         encode = self.tokenizer.encode if isinstance(prompt, str) else self.tokenizer.chat
-        request = Request.of(encode(prompt), config=config, stop=tuple(stop), stop_ids=self.tokenizer.stop_ids)
+        request = Request.of(
+            encode(prompt), config=config, stop=tuple(stop), stop_ids=self.tokenizer.stop_ids
+        )
         length = len(request.prompt) + request.max_new_tokens
-        generator = self._prepared.generator(self, loop=config.loop, quantize=config.quantize, capacity=length)
-        return (piece.text for piece in generator.pieces(request, decoder=self.tokenizer.to_bytes, config=config))
+        generator = self._prepared.generator(
+            self, loop=config.loop, quantize=config.quantize, capacity=length
+        )
+        return (
+            piece.text
+            for piece in generator.pieces(request, decoder=self.tokenizer.to_bytes, config=config)
+        )
 
     def save(self, path: str | os.PathLike, *, format: str | Format = Format.CHECKPOINT) -> None:
-        """Write a checkpoint to the new folder `path`, for `load` and every command, or with "huggingface" an export.
+        """Write a checkpoint to the new folder `path`, for `load` and every command, or with
+        "huggingface" an export.
 
         See `formats.save`. Raises UserError with several processes, too.
         """
         formats.save(self.source(), path, format=member(Format, "format", format))
 
-    def push_to_hub(self, repository: str, *, private: bool | None = None, message: str | None = None) -> str:
-        """Upload an export to `org/name` of the Hugging Face Hub, as the user of `hf auth login` or HF_TOKEN.
+    def push_to_hub(
+        self, repository: str, *, private: bool | None = None, message: str | None = None
+    ) -> str:
+        """Upload an export to `org/name` of the Hugging Face Hub, as the user of `hf auth login` or
+        HF_TOKEN.
 
         Returns its URL. private, errors: as in `pretrained.push_to_hub`.
         """
@@ -104,9 +129,13 @@ class Transformer(nn.Transformer):
             return hub.push(folder, repository, private=private, message=message)
 
     def source(self) -> Source:
-        """The model as `pretrained` reads models: for `pretrained.write_huggingface`, or another model's parameters."""
+        """The model as `pretrained` reads models: for `pretrained.write_huggingface`, or another
+        model's parameters.
+        """
         if jax.process_count() > 1:
-            raise UserError("a model on several processes is saved by checkpoint.Store, which writes each one's shards")
+            raise UserError(
+                "a model on several processes is saved by checkpoint.Store, which writes each one's shards"
+            )
         source.check_alone(self.config, path="the model in memory")
         params = traverse_util.flatten_dict(self.params, sep="/")
         arrays = {
@@ -129,17 +158,18 @@ def from_pretrained(
     ranks: int | None = None,
     dtype: Dtype | np.dtype | str | None = None,
 ) -> Transformer:
-    """The model called `name` with its tokenizer: a checkpoint, a Hugging Face folder, a GGUF file, or
-    `org/name[@revision]` of the Hub.
+    """The model called `name` with its tokenizer: a checkpoint, a Hugging Face folder, a GGUF file,
+    or `org/name[@revision]` of the Hub.
 
-    mesh: by default that of `jax.set_mesh`; without one, as many tensor-parallel devices as it was trained on, if there
-    are as many; else one.
-    ladder_layers: convert these in memory: N (the last N), [i, j] or "all"; residual, ranks: to which kind (default
-    ladder), and for ladder-fresh, the ranks that it is for. dtype: "bfloat16" or "float32", of the parameters and of
-    compute; None keeps the stored dtypes, and computes in the configuration's.
+    mesh: by default that of `jax.set_mesh`; without one, as many tensor-parallel devices as it was
+    trained on, if there are as many; else one.
+    ladder_layers: convert these in memory: N (the last N), [i, j] or "all"; residual, ranks: to
+    which kind (default ladder), and for ladder-fresh, the ranks that it is for. dtype: "bfloat16"
+    or "float32", of the parameters and of compute; None keeps the stored dtypes, and computes in
+    the configuration's.
 
-    Arrays are read one at a time, each onto its shards. Raises UserError where there is no such model, for other
-    formats, damaged files, and models that cannot be represented.
+    Arrays are read one at a time, each onto its shards. Raises UserError where there is no such
+    model, for other formats, damaged files, and models that cannot be represented.
     """
     dtype = None if dtype is None else member(Dtype, "dtype", dtype)
     opened = open_model(name, ladder_layers=ladder_layers, residual=residual, ranks=ranks)
@@ -150,15 +180,22 @@ def from_pretrained(
     config = parallel.with_ranks(opened.config.model, tensor=mesh.shape["tensor"])
     if dtype is not None:
         config = dataclasses.replace(config, dtype=dtype, residual_dtype=dtype)
-    params = opened.params(side.define(config, mesh=mesh), dtype=None if dtype is None else jnp.dtype(dtype.value))
+    params = opened.params(
+        side.define(config, mesh=mesh), dtype=None if dtype is None else jnp.dtype(dtype.value)
+    )
     about = dict(tokenizer=tokenizer, decode=opened.config.decode, context=opened.context)
     return Transformer(config, mesh=mesh, params=params, **about)
 
 
 def load(
-    path: str | os.PathLike, *, mesh: Mesh | NamedMesh | None = None, dtype: Dtype | np.dtype | str | None = None
+    path: str | os.PathLike,
+    *,
+    mesh: Mesh | NamedMesh | None = None,
+    dtype: Dtype | np.dtype | str | None = None,
 ) -> Transformer:
-    """What `Transformer.save` or a run wrote; as `from_pretrained`, which never asks the Hub here."""
+    """What `Transformer.save` or a run wrote; as `from_pretrained`, which never asks the Hub
+    here.
+    """
     if not pathlib.Path(path).expanduser().exists():
         raise UserError(f"there is no model at {str(path)!r}")
     return from_pretrained(path, mesh=mesh, dtype=dtype)
@@ -167,8 +204,8 @@ def load(
 class _Prepared:
     """A model's generators by loop and quantization, made again when a parameter was replaced.
 
-    An object of its own, so that Flax does not take their arrays for the model's parameters; and equal to any other, so
-    that Flax takes two models of one configuration for the same program.
+    An object of its own, so that Flax does not take their arrays for the model's parameters; and
+    equal to any other, so that Flax takes two models of one configuration for the same program.
     """
 
     def __eq__(self, other: object) -> bool:
@@ -181,20 +218,28 @@ class _Prepared:
         self._of: tuple[weakref.ref, ...] = ()
         self._generators: dict[tuple[Loop, Quantize], Generator] = {}
 
-    def generator(self, model: Transformer, *, loop: Loop, quantize: Quantize, capacity: int) -> Generator:
+    def generator(
+        self, model: Transformer, *, loop: Loop, quantize: Quantize, capacity: int
+    ) -> Generator:
         """capacity: positions that the devices' memory must have room for."""
         leaves = jax.tree.leaves(model.params)
-        if len(leaves) != len(self._of) or any(ref() is not leaf for ref, leaf in zip(self._of, leaves)):
+        if len(leaves) != len(self._of) or any(
+            ref() is not leaf for ref, leaf in zip(self._of, leaves)
+        ):
             self._of, self._generators = tuple(map(weakref.ref, leaves)), {}
         form = dict(loop=loop, quantize=quantize)
         if (loop, quantize) not in self._generators:
             held, rows = memory.held_bytes(model.params), model.definition.layout.batch_ranks
             with memory.explained("generating"):
-                memory.check_slots(model.definition, slots=rows, capacity=capacity, chunk=CHUNK, held=held, **form)
+                memory.check_slots(
+                    model.definition, slots=rows, capacity=capacity, chunk=CHUNK, held=held, **form
+                )
                 self._generators[loop, quantize] = Generator(model, **form)
         return self._generators[loop, quantize]
 
 
 def _values(array: jax.Array, key: Key, shape: tuple[int, ...]) -> np.ndarray:
-    """One layer of a stack; of an array without layers, the rows without the vocabulary's padding."""
+    """One layer of a stack; of an array without layers, the rows without the vocabulary's
+    padding.
+    """
     return np.asarray(array if key.layer is None else array[key.layer])[: shape[0]]

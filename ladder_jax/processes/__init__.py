@@ -1,4 +1,6 @@
-"""One run on several processes: jax connects them; a watchdog names the one that is lost, stuck or failed."""
+"""One run on several processes: jax connects them; a watchdog names the one that is lost, stuck or
+failed.
+"""
 
 from ladder_jax.processes.join import Member as Member
 from ladder_jax.processes.join import joined as joined

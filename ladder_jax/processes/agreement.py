@@ -1,7 +1,9 @@
-"""Agreement between the processes of a run: all act on process 0's decisions, and on every process's errors.
+"""Agreement between the processes of a run: all act on process 0's decisions, and on every
+process's errors.
 
-Messages go through the key-value store of jax's coordination service, not through devices: a collective never returns
-if one process has failed. Each wait here raises RunFailed after `patience` seconds.
+Messages go through the key-value store of jax's coordination service, not through devices: a
+collective never returns if one process has failed. Each wait here raises RunFailed after `patience`
+seconds.
 """
 
 import contextlib
@@ -18,30 +20,39 @@ from ladder_jax.errors import RunFailed, UserError
 PATIENCE = 1800.0  # seconds
 GIVE_UP = 0.9  # process 0's share of the patience; in the rest it tells the others why it gave up
 LONGEST = 1e6  # seconds: jax's time-outs are integers of milliseconds
-FAREWELL = 5.0  # seconds in which a watchdog, if there is one, ends this process and names the one that failed
+# seconds in which a watchdog, if there is one, ends this process and names the one that failed
+FAREWELL = 5.0
 
-_opened = itertools.count()  # keys are never used twice; all processes open the same agreements in the same order
+# keys are never used twice; all processes open the same agreements in the same order
+_opened = itertools.count()
 
 
 class Agreement:
     """All processes call the same methods in the same order. A process alone decides for itself.
 
-    `what`, in the methods, completes "process 1 of 2 has not answered within 60 s: ...". Values are JSON.
-    For one thread: each thread that needs agreement opens its own. place: this process and their number, where no
-    device may be used yet.
+    `what`, in the methods, completes "process 1 of 2 has not answered within 60 s: ...". Values are
+    JSON.
+    For one thread: each thread that needs agreement opens its own. place: this process and their
+    number, where no device may be used yet.
     """
 
-    def __init__(self, name: str, *, patience: float = PATIENCE, place: tuple[int, int] | None = None):
+    def __init__(
+        self, name: str, *, patience: float = PATIENCE, place: tuple[int, int] | None = None
+    ):
         self.patience, self._client = patience, _client()
         self._process, self._count = place or (jax.process_index(), jax.process_count())
         self._name, self._rounds = f"ladder_jax/{name}/{next(_opened)}", itertools.count()
 
     def decided[T](self, what: str, decide: Callable[[], T]) -> T:
-        """What `decide` returns in process 0, which alone calls it. Raises its UserError or RunFailed everywhere."""
+        """What `decide` returns in process 0, which alone calls it. Raises its UserError or
+        RunFailed everywhere.
+        """
         return self.concluded(what, None, lambda _: decide())
 
     def concluded[T](self, what: str, mine: Any, conclude: Callable[[list[Any]], T]) -> T:
-        """`conclude` of all processes' reports, in the processes' order; process 0 alone calls it, as in `decided`."""
+        """`conclude` of all processes' reports, in the processes' order; process 0 alone calls it,
+        as in `decided`.
+        """
         if self._client is None:
             return conclude([mine])
         number = next(self._rounds)
@@ -74,11 +85,18 @@ class Agreement:
         if verdict is not None:
             raise _error(verdict) from None
 
-    def _lead(self, key: str, what: str, mine: Any, conclude: Callable[[list[Any]], Any], *, before: str) -> Any:
-        """Process 0's part. before: the keys of the round before, which all have read once they are in this one."""
+    def _lead(
+        self, key: str, what: str, mine: Any, conclude: Callable[[list[Any]], Any], *, before: str
+    ) -> Any:
+        """Process 0's part. before: the keys of the round before, which all have read once they are
+        in this one.
+        """
         until = time.monotonic() + GIVE_UP * self.patience
         try:
-            reports = [self._get(f"{key}/{process}", process, what, until=until) for process in range(1, self._count)]
+            reports = [
+                self._get(f"{key}/{process}", process, what, until=until)
+                for process in range(1, self._count)
+            ]
             with _coordination(what):
                 self._client.key_value_delete(before)
             value = json.loads(json.dumps(conclude([mine, *reports])))
@@ -100,7 +118,9 @@ class Agreement:
             except jax.errors.JaxRuntimeError as error:
                 if "DEADLINE_EXCEEDED" not in str(error):
                     raise
-        raise RunFailed(f"process {process} of {self._count} has not answered within {self.patience:g} s: {what}")
+        raise RunFailed(
+            f"process {process} of {self._count} has not answered within {self.patience:g} s: {what}"
+        )
 
 
 def _client() -> Any:
@@ -113,7 +133,9 @@ def _client() -> Any:
 
 
 def first_of[T](reports: Sequence[T | None]) -> tuple[T | None, str]:
-    """The first report that is not None, and its process in words: "" where all processes reported the same."""
+    """The first report that is not None, and its process in words: "" where all processes reported
+    the same.
+    """
     for process, report in enumerate(reports):
         if report is not None:
             alike = all(other == report for other in reports)
@@ -144,4 +166,6 @@ def _coordination(what: str) -> Iterator[None]:
         yield
     except jax.errors.JaxRuntimeError as error:
         time.sleep(FAREWELL)
-        raise RunFailed(f"{what}: the processes cannot hear each other: {str(error).splitlines()[0]}") from None
+        raise RunFailed(
+            f"{what}: the processes cannot hear each other: {str(error).splitlines()[0]}"
+        ) from None

@@ -1,7 +1,8 @@
-"""How a process joins the others of its run: connected by jax, with the same settings, under a watchdog.
+"""How a process joins the others of its run: connected by jax, with the same settings, under a
+watchdog.
 
-jax finds SLURM, Open MPI, Cloud TPU and Kubernetes by itself. Its own failures are aborts with a stack trace: here they
-are one line.
+jax finds SLURM, Open MPI, Cloud TPU and Kubernetes by itself. Its own failures are aborts with a
+stack trace: here they are one line.
 """
 
 import contextlib
@@ -33,11 +34,15 @@ class Member:
 
 
 @contextlib.contextmanager
-def joined(spec: ProcessSpec | None, *, settings: dict[str, Any], patience: Patience, say: Say) -> Iterator[Member]:
-    """Connect jax with the run's other processes, before the first use of a device, and watch over all while open.
+def joined(
+    spec: ProcessSpec | None, *, settings: dict[str, Any], patience: Patience, say: Say
+) -> Iterator[Member]:
+    """Connect jax with the run's other processes, before the first use of a device, and watch over
+    all while open.
 
-    spec: None trains alone; settings: JSON values that must be equal on all processes. Raises UserError where they are
-    not, before any collective. Ends the process with status 1 and one line when others are missing, lost or stuck.
+    spec: None trains alone; settings: JSON values that must be equal on all processes. Raises
+    UserError where they are not, before any collective. Ends the process with status 1 and one line
+    when others are missing, lost or stuck.
     """
     if spec is None or not connect(spec, patience=patience, say=say):
         yield Member()
@@ -64,14 +69,20 @@ def joined(spec: ProcessSpec | None, *, settings: dict[str, Any], patience: Pati
 
 
 def _hosts(reports: list[dict[str, Any]]) -> list[str]:
-    """The hosts of all processes. Raises UserError for the first whose settings are not process 0's."""
+    """The hosts of all processes. Raises UserError for the first whose settings are not process
+    0's.
+    """
     hosts, absent = [report["host"] for report in reports], object()
     first = reports[0]["settings"]
     for process, report in enumerate(reports):
         other = report["settings"]
-        names = [name for name in other | first if other.get(name, absent) != first.get(name, absent)]
+        names = [
+            name for name in other | first if other.get(name, absent) != first.get(name, absent)
+        ]
         if names:
-            shown = [f"{name} is {other.get(name)!r}, not {first.get(name)!r}" for name in names[:SHOWN]]
+            shown = [
+                f"{name} is {other.get(name)!r}, not {first.get(name)!r}" for name in names[:SHOWN]
+            ]
             more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
             raise UserError(
                 f"process {process} of {len(hosts)} (host {hosts[process]}) differs from process 0 (host {hosts[0]}):"
@@ -83,8 +94,9 @@ def _hosts(reports: list[dict[str, Any]]) -> list[str]:
 def connect(spec: ProcessSpec, *, patience: Patience, say: Say) -> bool:
     """Connect jax; False on a machine that only looks like one of a TPU slice: it trains alone.
 
-    Raises UserError where jax cannot find out what `spec` leaves open, or where the coordinator's port is in use. Ends
-    the process with status 1 and one line when the others have not joined in time.
+    Raises UserError where jax cannot find out what `spec` leaves open, or where the coordinator's
+    port is in use. Ends the process with status 1 and one line when the others have not joined in
+    time.
     """
     import jax
 
@@ -134,26 +146,37 @@ def _bind_address(coordinator: str) -> str | None:
         socket.create_server((host if alone else "", port), family=family).close()
     except OSError as error:
         why = error.strerror or str(error)
-        raise UserError(f"process 0 cannot listen on port {port}: {why}; choose another in --coordinator") from None
+        raise UserError(
+            f"process 0 cannot listen on port {port}: {why}; choose another in --coordinator"
+        ) from None
     return coordinator if alone else None
 
 
 @contextlib.contextmanager
 def _in_time(spec: ProcessSpec, *, patience: Patience, say: Say) -> Iterator[None]:
-    """While jax waits for all processes: print that it does, and end this process with one line after `start`."""
-    number = "this process" if spec.process is None else f"process {spec.process} of {spec.processes}"
+    """While jax waits for all processes: print that it does, and end this process with one line
+    after `start`.
+    """
+    number = (
+        "this process" if spec.process is None else f"process {spec.process} of {spec.processes}"
+    )
     me = f"{number} (host {socket.gethostname()})"
     where = f" at {spec.coordinator}" if spec.coordinator else ""
 
     def give_up() -> None:
         silent = _unreachable(spec.coordinator) if spec.coordinator and spec.process else ""
-        why = f"has waited{where} for {patience.start:g} s, and not all processes have joined{silent}"
+        why = (
+            f"has waited{where} for {patience.start:g} s, and not all processes have joined{silent}"
+        )
         line = f"{me} {why}: start all with the same --coordinator and --processes, or wait longer with --start-timeout"
         os.write(2, f"ladder-jax: {line}\n".encode())
         os._exit(1)
 
     waits = f"{me} waits for the others; a process that prints no such line has not started"
-    timers = threading.Timer(ANNOUNCE_AFTER, say, [waits]), threading.Timer(min(patience.start, LONGEST), give_up)
+    timers = (
+        threading.Timer(ANNOUNCE_AFTER, say, [waits]),
+        threading.Timer(min(patience.start, LONGEST), give_up),
+    )
     for timer in timers:
         timer.daemon = True
         timer.start()
@@ -165,7 +188,9 @@ def _in_time(spec: ProcessSpec, *, patience: Patience, say: Say) -> Iterator[Non
 
 
 def _unreachable(coordinator: str) -> str:
-    """That nothing answers at HOST:PORT, where that is so. Process 0 may also have given up a moment ago."""
+    """That nothing answers at HOST:PORT, where that is so. Process 0 may also have given up a
+    moment ago.
+    """
     try:
         socket.create_connection(_address(coordinator), timeout=5).close()
     except OSError as error:
@@ -175,7 +200,9 @@ def _unreachable(coordinator: str) -> str:
 
 @contextlib.contextmanager
 def _interruptible() -> Iterator[None]:
-    """Ctrl-C ends the process by the system's own action: Python's handler waits until native code returns."""
+    """Ctrl-C ends the process by the system's own action: Python's handler waits until native code
+    returns.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -188,7 +215,9 @@ def _interruptible() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _second_interrupt() -> Iterator[None]:
-    """A second Ctrl-C ends at once, also while the main thread waits in a collective and runs no handler."""
+    """A second Ctrl-C ends at once, also while the main thread waits in a collective and runs no
+    handler.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield
         return

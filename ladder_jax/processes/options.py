@@ -32,8 +32,14 @@ SETTINGS = (
     Setting("processes", "N", "how many processes train together"),
     Setting("process", "I", "which of them this is: 0 to N - 1"),
     Setting("start_timeout", "SECONDS", "wait so long for all to start (300)"),
-    Setting("lost_timeout", "SECONDS", "a process is lost after so long without a sign of life (60)"),
-    Setting("hang_timeout", "SECONDS", "the run hangs if no process gets on for so long (1800; inf: never)"),
+    Setting(
+        "lost_timeout", "SECONDS", "a process is lost after so long without a sign of life (60)"
+    ),
+    Setting(
+        "hang_timeout",
+        "SECONDS",
+        "the run hangs if no process gets on for so long (1800; inf: never)",
+    ),
 )
 
 
@@ -41,7 +47,8 @@ SETTINGS = (
 class ProcessSpec:
     """How this process joins the others; what is None, jax's cluster detection fills in.
 
-    coordinator: HOST:PORT of process 0; cluster: the scheduler that started this process, None where all is given.
+    coordinator: HOST:PORT of process 0; cluster: the scheduler that started this process, None
+        where all is given.
     """
 
     coordinator: str | None
@@ -54,8 +61,9 @@ class ProcessSpec:
 class Patience:
     """Time-outs in seconds.
 
-    start: until all processes have joined; lost: without a sign of life of one process; hang: without progress of any
-    process, which must be longer than the longest compilation, restoring or saving.
+    start: until all processes have joined; lost: without a sign of life of one process; hang:
+    without progress of any process, which must be longer than the longest compilation, restoring or
+    saving.
     """
 
     start: float = 300.0
@@ -71,11 +79,13 @@ class Patience:
 def spec(options: Mapping[str, str | None], environ: Mapping[str, str]) -> ProcessSpec | None:
     """How this process joins others; None where it trains alone.
 
-    An option goes before its LADDER_JAX_ variable, and both before the cluster's. Raises UserError for impossible
-    values, and for missing ones that no cluster can fill in.
+    An option goes before its LADDER_JAX_ variable, and both before the cluster's. Raises UserError
+    for impossible values, and for missing ones that no cluster can fill in.
     """
     values = _values(options, environ)
-    coordinator, processes, process = (values.get(name) for name in ("coordinator", "processes", "process"))
+    coordinator, processes, process = (
+        values.get(name) for name in ("coordinator", "processes", "process")
+    )
     _check_coordinator(coordinator)
     count = processes and _whole(processes)
     index = process and _whole(process)
@@ -84,7 +94,9 @@ def spec(options: Mapping[str, str | None], environ: Mapping[str, str]) -> Proce
     if index is not None and index < 0:
         raise UserError(f"{process.source} must not be negative, but is {index}")
     if index is not None and count is not None and index >= count:
-        raise UserError(f"{process.source} {index}: {count} processes are 0 to {count - 1} ({processes.source})")
+        raise UserError(
+            f"{process.source} {index}: {count} processes are 0 to {count - 1} ({processes.source})"
+        )
     if count == 1:
         return None
     address = coordinator and coordinator.value
@@ -99,14 +111,24 @@ def spec(options: Mapping[str, str | None], environ: Mapping[str, str]) -> Proce
 
 
 def patience(options: Mapping[str, str | None], environ: Mapping[str, str]) -> Patience:
-    """Raises UserError for a time-out that is not a positive number; infinity ("inf") is for ever."""
+    """Raises UserError for a time-out that is not a positive number; infinity ("inf") is for
+    ever.
+    """
     values = _values(options, environ)
     names = ("start", "lost", "hang")
-    return Patience(**{name: _seconds(values[f"{name}_timeout"]) for name in names if f"{name}_timeout" in values})
+    return Patience(
+        **{
+            name: _seconds(values[f"{name}_timeout"])
+            for name in names
+            if f"{name}_timeout" in values
+        }
+    )
 
 
 def suspected(environ: Mapping[str, str]) -> str | None:
-    """The cluster that may have started this as one of several processes, by its variables alone."""
+    """The cluster that may have started this as one of several processes, by its variables
+    alone.
+    """
     several = lambda name: environ.get(name, "").isdigit() and int(environ[name]) > 1
     if "SLURM_PROCID" in environ and "SLURM_STEP_NODELIST" in environ and several("SLURM_NTASKS"):
         return "SLURM"
@@ -124,7 +146,11 @@ def suspected(environ: Mapping[str, str]) -> str | None:
 
 
 def incomplete(why: str, spec: ProcessSpec) -> UserError:
-    missing = [f"--{name}" for name in ("coordinator", "processes", "process") if getattr(spec, name) is None]
+    missing = [
+        f"--{name}"
+        for name in ("coordinator", "processes", "process")
+        if getattr(spec, name) is None
+    ]
     return UserError(
         f"{why}: {' and '.join(missing)} must be given too"
         " (or --processes 1, to train alone; LADDER_JAX_* variables say the same)"

@@ -1,9 +1,11 @@
-"""One watchdog in every process: it ends the process, with a line that says why, once the run cannot go on.
+"""One watchdog in every process: it ends the process, with a line that says why, once the run
+cannot go on.
 
-Every few seconds each process writes a report into the key-value store of jax's coordination service. Process 0 reads
-all reports and writes a verdict, for which the others wait. Files in the run's folder would need a file system that
-shows every host the same at once; the store needs jax's port alone. It ends with process 0: when that is killed, jax
-aborts the others at the same moment as the watchdog, and either message may come first.
+Every few seconds each process writes a report into the key-value store of jax's coordination
+service. Process 0 reads all reports and writes a verdict, for which the others wait. Files in the
+run's folder would need a file system that shows every host the same at once; the store needs jax's
+port alone. It ends with process 0: when that is killed, jax aborts the others at the same moment as
+the watchdog, and either message may come first.
 """
 
 import contextlib
@@ -28,7 +30,8 @@ GO_ON = "all processes stop; the same command on each goes on from the last chec
 REPORTS, LEFT, VERDICT = "ladder_jax/reports", "ladder_jax/left", "ladder_jax/verdict"
 TICK = 0.2  # seconds between two looks at the reports
 SETTLE = 1.0  # seconds after a verdict in which a process may still end with an error of its own
-FAREWELL = 5.0  # seconds at most in which the others read the verdict, before process 0 and the store end
+# seconds at most in which the others read the verdict, before process 0 and the store end
+FAREWELL = 5.0
 LONGEST = 1e6  # seconds: Python's waits have a limit
 
 
@@ -44,8 +47,8 @@ class End(enum.StrEnum):
 class Report:
     """What a process writes every few seconds.
 
-    number: of this report; beats: how far it is, `doing` in words; end, how: how it ended, in words that go on from its
-    name.
+    number: of this report; beats: how far it is, `doing` in words; end, how: how it ended, in words
+    that go on from its name.
     """
 
     number: int = 0
@@ -74,7 +77,9 @@ class _Seen:
 
 
 class Members:
-    """All processes of a run, as process 0 sees them. Times are of one monotonic clock, in seconds."""
+    """All processes of a run, as process 0 sees them. Times are of one monotonic clock, in
+    seconds.
+    """
 
     def __init__(self, hosts: list[str], *, patience: Patience, now: float):
         self._hosts, self._patience = hosts, patience
@@ -98,7 +103,9 @@ class Members:
         return f"process {process} of {len(self._hosts)} (host {self._hosts[process]})"
 
     def verdict(self, *, now: float) -> Verdict | None:
-        """A lost process goes before one that failed, and that before one that crashed: each may cause the next."""
+        """A lost process goes before one that failed, and that before one that crashed: each may
+        cause the next.
+        """
         live = {process: seen for process, seen in enumerate(self._seen) if not seen.report.end}
         return self._lost(live, now) or self._ended(live) or self._hanging(live, now)
 
@@ -107,16 +114,25 @@ class Members:
         silence = {process: now - seen.heard for process, seen in live.items()}
         if max(silence.values(), default=0.0) <= lost:
             return None
-        about = tuple(process for process, seconds in silence.items() if seconds > lost - beat)  # hosts behind a switch
+        # hosts behind a switch
+        about = tuple(process for process, seconds in silence.items() if seconds > lost - beat)
         names = [f"{self.name(process)} has not been heard of for {lost:g} s" for process in about]
         return Verdict("; ".join(names), about)
 
     def _ended(self, live: dict[int, _Seen]) -> Verdict | None:
-        """The first failure; else the first crash, once every other process has shown that it was alive after it."""
+        """The first failure; else the first crash, once every other process has shown that it was
+        alive after it.
+        """
         for end in (End.FAILED, End.CRASHED):
-            ended = [(seen.ended, process) for process, seen in enumerate(self._seen) if seen.report.end == end]
+            ended = [
+                (seen.ended, process)
+                for process, seen in enumerate(self._seen)
+                if seen.report.end == end
+            ]
             when, process = min(ended, default=(0.0, None))
-            if process is not None and (end is End.FAILED or all(seen.heard > when for seen in live.values())):
+            if process is not None and (
+                end is End.FAILED or all(seen.heard > when for seen in live.values())
+            ):
                 return Verdict(f"{self.name(process)} {self._seen[process].report.how}", (process,))
         return None
 
@@ -129,21 +145,31 @@ class Members:
         if ahead.beats == least:
             text = f"no process got on for {hang:g} s (all are at: {ahead.doing}); a longer wait is --hang-timeout"
             return Verdict(text, ())
-        behind = {process: seen.report for process, seen in live.items() if seen.report.beats == least}
-        who = "; ".join(f"{self.name(process)} hangs at: {report.doing}" for process, report in behind.items())
+        behind = {
+            process: seen.report for process, seen in live.items() if seen.report.beats == least
+        }
+        who = "; ".join(
+            f"{self.name(process)} hangs at: {report.doing}" for process, report in behind.items()
+        )
         waited = f"the others have waited for it at: {ahead.doing}, for {hang:g} s (--hang-timeout waits longer)"
         return Verdict(f"{who}; {waited}", tuple(behind))
 
 
 class Watchdog:
-    """client: of jax's coordination service; process: the number of this one; hosts: of all, by number.
+    """client: of jax's coordination service; process: the number of this one; hosts: of all, by
+    number.
 
-    A call of the store never returns while process 0 stands still. Whichever thread waits in one, `_follow` ends the
-    process then.
+    A call of the store never returns while process 0 stands still. Whichever thread waits in one,
+    `_follow` ends the process then.
     """
 
     def __init__(self, client: Any, *, process: int, hosts: list[str], patience: Patience):
-        self._client, self._process, self._others, self._patience = client, process, len(hosts) - 1, patience
+        self._client, self._process, self._others, self._patience = (
+            client,
+            process,
+            len(hosts) - 1,
+            patience,
+        )
         self._members = Members(hosts, patience=patience, now=time.monotonic())
         self._report, self._numbers = Report(), itertools.count(1)
         self._verdict: Verdict | None = None
@@ -153,16 +179,21 @@ class Watchdog:
         self._answered = time.monotonic()  # when process 0 last took a report
         loops = self._write, self._judge if process == 0 else self._follow
         self._threads = [
-            threading.Thread(target=self._run, args=(loop,), name="watchdog", daemon=True) for loop in loops
+            threading.Thread(target=self._run, args=(loop,), name="watchdog", daemon=True)
+            for loop in loops
         ]
 
     def beat(self, doing: str) -> None:
-        """Note progress: all processes note the same in the same order, so that one that is behind shows."""
+        """Note progress: all processes note the same in the same order, so that one that is behind
+        shows.
+        """
         self._report = dataclasses.replace(self._report, beats=self._report.beats + 1, doing=doing)
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
-        """Watch while the block runs. An error in it ends this process: jax's own end would wait for the others."""
+        """Watch while the block runs. An error in it ends this process: jax's own end would wait
+        for the others.
+        """
         for thread in self._threads:
             thread.start()
         try:
@@ -187,7 +218,9 @@ class Watchdog:
         self._finish()
 
     def _fail(self, end: End, how: str) -> None:
-        """Report the end. Process 0 then waits for its verdict, as all do after a crash: another may have caused it."""
+        """Report the end. Process 0 then waits for its verdict, as all do after a crash: another
+        may have caused it.
+        """
         sys.stdout.flush()
         self._ending.set()
         self._tell(end=end, how=how)
@@ -211,13 +244,16 @@ class Watchdog:
         """Write the report. Only the main thread changes it."""
         if changes:
             self._report = dataclasses.replace(self._report, **changes)
-        with self._telling, contextlib.suppress(jax.errors.JaxRuntimeError):  # it is gone: `_follow` hears it too
+        # it is gone: `_follow` hears it too
+        with self._telling, contextlib.suppress(jax.errors.JaxRuntimeError):
             value = json.dumps({**dataclasses.asdict(self._report), "number": next(self._numbers)})
             self._client.key_value_set(f"{REPORTS}/{self._process}", value, allow_overwrite=True)
             self._answered = time.monotonic()
 
     def _end(self, line: str, status: int) -> None:
-        """Say why, and end without jax's farewell. Python's buffers stay: a stuck thread may hold their locks."""
+        """Say why, and end without jax's farewell. Python's buffers stay: a stuck thread may hold
+        their locks.
+        """
         self._last_words.acquire()
         os.write(2, f"ladder-jax: {one_line(line)}\n".encode())
         farewell = threading.Thread(target=self._farewell, daemon=True)
@@ -226,13 +262,18 @@ class Watchdog:
         os._exit(status)
 
     def _farewell(self) -> None:
-        """Process 0 waits until the others have left: jax aborts them when the store ends before."""
+        """Process 0 waits until the others have left: jax aborts them when the store ends
+        before.
+        """
         with contextlib.suppress(jax.errors.JaxRuntimeError):
             if self._process:
                 return self._client.key_value_set(f"{LEFT}/{self._process}", "")
             gone = set(self._verdict.about if self._verdict else ()) - {0}
             while len(gone) < self._others:
-                gone |= {int(key.rpartition("/")[2]) for key, _ in self._client.key_value_dir_get(f"{LEFT}/")}
+                gone |= {
+                    int(key.rpartition("/")[2])
+                    for key, _ in self._client.key_value_dir_get(f"{LEFT}/")
+                }
                 time.sleep(TICK)
             time.sleep(SETTLE)  # those that have left are about to end
 
@@ -256,7 +297,9 @@ class Watchdog:
             time.sleep(TICK)
             now = time.monotonic()
             for key, value in self._client.key_value_dir_get(f"{REPORTS}/"):
-                self._members.update(int(key.rpartition("/")[2]), Report(**json.loads(value)), now=now)
+                self._members.update(
+                    int(key.rpartition("/")[2]), Report(**json.loads(value)), now=now
+                )
             stood, before = now - before, now
             if stood > self._patience.lost:  # the others have ended meanwhile
                 verdict = Verdict(f"{self._members.name(0)} stood still for {stood:.0f} s", (0,))
@@ -273,7 +316,9 @@ class Watchdog:
         milliseconds = max(1, int(1000 * min(1.0, self._patience.beat)))
         while not self._done.is_set():
             try:
-                verdict = Verdict(**json.loads(self._client.blocking_key_value_get(VERDICT, milliseconds)))
+                verdict = Verdict(
+                    **json.loads(self._client.blocking_key_value_get(VERDICT, milliseconds))
+                )
             except jax.errors.JaxRuntimeError as error:
                 gone = "DEADLINE_EXCEEDED" not in str(error)
                 if gone and self._report.end != End.DONE:  # jax aborts on this at the same moment

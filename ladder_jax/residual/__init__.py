@@ -6,7 +6,8 @@ x_0 the embedding, one rule holds most topologies (Ladder Residual, arXiv 2501.0
 
     x_i = x_{i-1} + AR(h_i(x_{max(0, i-1-d_i)}))
 
-where d_i is the *delay* of sublayer i. Delay 0 is the standard Transformer: h_i waits for AR(h_{i-1}).
+where d_i is the *delay* of sublayer i. Delay 0 is the standard Transformer: h_i waits for
+AR(h_{i-1}).
 Delay 1 is Ladder: h_i reads a stream that does not hold h_{i-1}'s output yet, so that output is
 all-reduced while h_i computes. As code this is software pipelining over a small `State`:
 
@@ -35,8 +36,9 @@ each direction does was chosen by compiled schedules (`ladder-jax overlap`, expe
                                         under weight
                                         gradients
 
-Prefill and decode need no backward pass, and where the compiler has all-reduces in two halves a step holds both in
-their place (`Launch.EXPLICIT`; see wires/async_all_reduce.py), so that a whole sublayer is between them:
+Prefill and decode need no backward pass, and where the compiler has all-reduces in two halves a
+step holds both in their place (`Launch.EXPLICIT`; see wires/async_all_reduce.py), so that a whole
+sublayer is between them:
 
     launch   started = start(partial)
              gain, started = optimization_barrier((gain, started))        the sublayer's norm's, which is small
@@ -53,10 +55,11 @@ A sublayer never communicates; the topology owns every collective. For layers of
     topology = residual.topology("ladder", num_layers=4)
     x = residual.run(topology, blocks, x, params=params)
 
-`blocks` makes a layer's two sublayers, (attention, MLP), of its parameters, which stand stacked [L, ...] in `params`.
-A sublayer, normalisation included, is a function from a rank's [B, T, D] input to its partial sum [B, T, D]: it
-holds no `psum`, which is refused, and adds an output bias by `on_one_rank`. `Stack` is the same as a Flax module, and
-docs/guides/your_model.md makes a Ladder of a whole model. `run` is these steps, in a loop of your own:
+`blocks` makes a layer's two sublayers, (attention, MLP), of its parameters, which stand stacked
+[L, ...] in `params`. A sublayer, normalisation included, is a function from a rank's [B, T, D]
+input to its partial sum [B, T, D]: it holds no `psum`, which is refused, and adds an output bias by
+`on_one_rank`. `Stack` is the same as a Flax module, and docs/guides/your_model.md makes a Ladder of
+a whole model. `run` is these steps, in a loop of your own:
 
     state = residual.begin(x, topology=topology, axes=("tensor",))
     for block, steps in zip(blocks, topology.layers):
@@ -64,13 +67,15 @@ docs/guides/your_model.md makes a Ladder of a whole model. `run` is these steps,
             state = step(state, (block.attention, block.mlp), axes=("tensor",))
     x = residual.flush(state, axes=("tensor",))
 
-A `lax.scan` over layers of equal steps carries `residual.fill(state, steps, axes=...)`: zeros where nothing is pending.
+A `lax.scan` over layers of equal steps carries `residual.fill(state, steps, axes=...)`: zeros where
+nothing is pending.
 
-What a compiler hides depends on its options, too: `topology.compile_options(mesh, phase="train")` are those for
-`jax.jit(..., compiler_options=...)`.
+What a compiler hides depends on its options, too: `topology.compile_options(mesh,
+phase="train")` are those for `jax.jit(..., compiler_options=...)`.
 
-In reading order: topologies.py, the values; recurrence.py, what a step does, over the plain wire; loop.py, the loop
-over layers; stack.py, for layers of your own. A *wire* is how an output crosses the ranks, one a file in wires/:
+In reading order: topologies.py, the values; recurrence.py, what a step does, over the plain wire;
+loop.py, the loop over layers; stack.py, for layers of your own. A *wire* is how an output crosses
+the ranks, one a file in wires/:
 
     AllReduce         one all-reduce a step                 recurrence.py
     AsyncAllReduce    the same, started and awaited apart   wires/async_all_reduce.py   prefill and decode

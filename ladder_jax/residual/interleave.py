@@ -1,7 +1,8 @@
-"""Two halves of a batch in turn: while the output of one half is summed over the ranks, the other half computes.
+"""Two halves of a batch in turn: while the output of one half is summed over the ranks, the other
+half computes.
 
-The function is the topology's own, for any topology: rows do not depend on each other, and a weight's gradient is a sum
-over rows. Half A is one step ahead of half B, and a turn of A is
+The function is the topology's own, for any topology: rows do not depend on each other, and a
+weight's gradient is a sum over rows. Half A is one step ahead of half B, and a turn of A is
 
     launch   summed  = reduce(B's partial)                          needs nothing that this turn computes
              entered = enter(A's stream)
@@ -10,12 +11,13 @@ over rows. Half A is one step ahead of half B, and a turn of A is
     await    partial, summed = barrier_forward((partial, summed))
              B's stream + summed
 
-then likewise with A and B exchanged. A loop carries B's output un-reduced, as a Ladder's does: so in a scan's body each
-sum stands beside compute. Backward it is the same pipeline: the gradient of A's input is summed over the ranks while
-B's earlier step is differentiated. Without the barriers a compiler merges the sums of both halves, and hides none.
+then likewise with A and B exchanged. A loop carries B's output un-reduced, as a Ladder's does: so
+in a scan's body each sum stands beside compute. Backward it is the same pipeline: the gradient of
+A's input is summed over the ranks while B's earlier step is differentiated. Without the barriers a
+compiler merges the sums of both halves, and hides none.
 
-The price: every half reads all weights, and its matmuls have half the rows. It pays where rows are many, in training
-and in prefill; in decoding a Ladder is what remains.
+The price: every half reads all weights, and its matmuls have half the rows. It pays where rows are
+many, in training and in prefill; in decoding a Ladder is what remains.
 """
 
 import dataclasses
@@ -38,8 +40,10 @@ from ladder_jax.scopes import FOLLOWING, PREVIOUS
 class Pair:
     """The states of both halves between two turns.
 
-    ready: of the half whose turn it is. All its outputs are reduced; those that are not added yet are its `sums`.
-    computed: of the other one. Its `partial` is not reduced yet, and `sums` are the outputs before it.
+    ready: of the half whose turn it is. All its outputs are reduced; those that are not added yet
+        are its `sums`.
+    computed: of the other one. Its `partial` is not reduced yet, and `sums` are the outputs before
+        it.
     """
 
     ready: State
@@ -65,8 +69,10 @@ class Turn(Step):
 class OtherHalf:
     """The half whose output crosses the ranks while this half's sublayer computes.
 
-    launched: its newest output, on its way. after: its next step, for which it becomes ready, with its own `sublayers`.
-    out, into: the name scopes of that output and of that step's input, relative to the sublayer that computes.
+    launched: its newest output, on its way. after: its next step, for which it becomes ready, with
+        its own `sublayers`.
+    out, into: the name scopes of that output and of that step's input, relative to the sublayer
+        that computes.
     """
 
     state: State
@@ -77,7 +83,9 @@ class OtherHalf:
     into: str
 
     def settled(self, residual: Array, summed: Array | None) -> State:
-        """Once `summed` has arrived: the residual holds all outputs but those that stay pending before `after`."""
+        """Once `summed` has arrived: the residual holds all outputs but those that stay pending
+        before `after`.
+        """
         sums = (*self.state.sums, summed)
         added = len(sums) - self.after.pending_before
         own = self.state.partial if self.after.fresh else None
@@ -86,7 +94,9 @@ class OtherHalf:
 
 @dataclasses.dataclass(frozen=True)
 class Interleaved:
-    """The wire `wire`, in two halves: of the rows (axis 0) or of the sequence (axis 1), the first `at` of them."""
+    """The wire `wire`, in two halves: of the rows (axis 0) or of the sequence (axis 1), the first
+    `at` of them.
+    """
 
     wire: AllReduce
     at: int
@@ -97,11 +107,17 @@ class Interleaved:
         return self.wire.axes
 
     def layers(self, layers: Sequence[Sequence[Step]]) -> tuple[tuple[Turn, ...], ...]:
-        """Raises UserError for a topology that does not reduce every output, or reduces two in one step."""
+        """Raises UserError for a topology that does not reduce every output, or reduces two in one
+        step.
+        """
         if not all(step.reduces for steps in layers for step in steps):
-            raise UserError("interleave=2 is for a residual that reduces every sublayer's output: not desync-n")
+            raise UserError(
+                "interleave=2 is for a residual that reduces every sublayer's output: not desync-n"
+            )
         if any(step.early for steps in layers for step in steps):
-            raise UserError("interleave=2 is not for farskip, whose shared expert is reduced with attention")
+            raise UserError(
+                "interleave=2 is not for farskip, whose shared expert is reduced with attention"
+            )
         steps = list(itertools.chain(*layers, layers[-1][:1]))
         turns = iter([Turn(**vars(step), after=after) for step, after in itertools.pairwise(steps)])
         return tuple(tuple(itertools.islice(turns, len(of_layer))) for of_layer in layers)
@@ -135,7 +151,9 @@ class Interleaved:
         return State(mine.residual, mine.sums, partial), arrived
 
     def fill(self, pair: Pair, steps: Sequence[Step], *, dtype: jnp.dtype) -> Pair:
-        """Zeros in place of None, and as many sums as after a turn of the scan: see `AllReduce.fill`."""
+        """Zeros in place of None, and as many sums as after a turn of the scan: see
+        `AllReduce.fill`.
+        """
         first = steps[0]
         last = steps[-1]
         wire = self.wire

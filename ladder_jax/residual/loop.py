@@ -1,8 +1,8 @@
-"""The loop over layers: unrolled, or one `lax.scan` for every run of layers with equal steps; and what its backward
-pass recomputes.
+"""The loop over layers: unrolled, or one `lax.scan` for every run of layers with equal steps; and
+what its backward pass recomputes.
 
-Through the layers go the `State`, which steps read, and `extra`: any pytree that a feature carries along (routing
-statistics, another stream), which no step sees.
+Through the layers go the `State`, which steps read, and `extra`: any pytree that a feature carries
+along (routing statistics, another stream), which no step sees.
 """
 
 import functools
@@ -20,13 +20,17 @@ from ladder_jax.residual.recurrence import REDUCED, AllReduce, State, Step
 LAYER_INPUT = "entered"
 """The checkpoint name of the state that enters a layer."""
 MATMUL = "matmul"
-"""The checkpoint name of a matmul's result: a policy for dots does not see one that has a gradient rule of its own."""
+"""The checkpoint name of a matmul's result: a policy for dots does not see one that has a gradient
+rule of its own.
+"""
 EXPERTS = "experts"
-"""The checkpoint name of a router's choice, which every policy keeps: recomputed, near-equal logits could choose
-another expert."""
+"""The checkpoint name of a router's choice, which every policy keeps: recomputed, near-equal logits
+could choose another expert.
+"""
 EXCHANGED = "exchanged"
-"""The checkpoint name of rows that came from other ranks: larger than a layer's input, so a policy that recomputes
-matmuls exchanges them again."""
+"""The checkpoint name of rows that came from other ranks: larger than a layer's input, so a policy
+that recomputes matmuls exchanges them again.
+"""
 
 MAX_PERIOD = 4  # layers in one scan body; a longer pattern (desync-9, say) costs its compile time
 
@@ -54,9 +58,12 @@ def run_layers(
     caches: likewise (unrolled always a tuple), or None.
     dtype: of a sublayer's output.
     first: the number of the first of these layers in the model, for their names in the program.
-    keeps: with Remat.NONE, a checkpoint policy for what the backward pass does not recompute; all of it by default.
+    keeps: with Remat.NONE, a checkpoint policy for what the backward pass does not recompute; all
+        of it by default.
     """
-    recomputed = functools.partial(rematerialised, body, remat=execution.remat, axes=wire.axes, keeps=keeps)
+    recomputed = functools.partial(
+        rematerialised, body, remat=execution.remat, axes=wire.axes, keeps=keeps
+    )
     if execution.loop is Loop.UNROLLED:
         runs = [(layer, 1, 1) for layer in range(len(steps))]
         params = params if isinstance(params, tuple) else _unstack(params)
@@ -67,7 +74,9 @@ def run_layers(
         if repeats == 1:
             of_layer = recomputed(steps=steps[start], loop=Loop.UNROLLED)
             with jax.named_scope(f"layer_{first + start}"):  # which the schedule's report reads
-                state, extra, cache = of_layer(state, extra, _layer(params, start), _layer(caches, start))
+                state, extra, cache = of_layer(
+                    state, extra, _layer(params, start), _layer(caches, start)
+                )
             updated.append(cache)
             continue
 
@@ -76,7 +85,9 @@ def run_layers(
             of_turn = []
             for index, kind in enumerate(kinds):
                 of_layer = recomputed(steps=kind, loop=Loop.SCAN)
-                state, extra, cache = of_layer(state, extra, *(_layer(tree, index) for tree in slices))
+                state, extra, cache = of_layer(
+                    state, extra, *(_layer(tree, index) for tree in slices)
+                )
                 of_turn.append(cache)
             return (state, extra), _stack(of_turn)
 
@@ -102,7 +113,9 @@ def run_layers(
 
 
 def runs_of(steps: tuple[tuple[Step, ...], ...]) -> list[tuple[int, int, int]]:
-    """(start, period, repeats) of runs of layers: greedily the longest, then the shortest period."""
+    """(start, period, repeats) of runs of layers: greedily the longest, then the shortest
+    period.
+    """
     runs = []
     start = 0
     while start < len(steps):
@@ -128,8 +141,8 @@ def rematerialised(
     axes: Axes,
     keeps: Callable[..., bool] | None = None,
 ) -> Callable:
-    """`body(..., steps)` as a function of (state, extra, parameters, cache) whose backward pass recomputes what `remat`
-    says.
+    """`body(..., steps)` as a function of (state, extra, parameters, cache) whose backward pass
+    recomputes what `remat` says.
 
     Every policy keeps the reduced sums, so that nothing is all-reduced twice.
     """
@@ -151,14 +164,17 @@ def rematerialised(
             offload_src="device",
             offload_dst="pinned_host",
         )
-    if EMULATED in axes:  # where jax computes a custom gradient there are no ranks, and no all-reduce to wait for
+    # where jax computes a custom gradient there are no ranks, and no all-reduce to wait for
+    if EMULATED in axes:
         return jax.checkpoint(body, policy=policy, prevent_cse=loop is Loop.UNROLLED)
     body = jax.checkpoint(body, policy=policy, prevent_cse=False)
     return body if loop is Loop.SCAN else _prevent_cse(body)
 
 
 def _with_named_input(body):
-    """`body` with a name on what enters it: a policy offloads by name, and leaves the rest on the device."""
+    """`body` with a name on what enters it: a policy offloads by name, and leaves the rest on the
+    device.
+    """
 
     def named(state, extra, params, cache):
         state, extra = jax.tree.map(lambda a: checkpoint_name(a, LAYER_INPUT), (state, extra))
@@ -168,10 +184,11 @@ def _with_named_input(body):
 
 
 def _prevent_cse(body):
-    """`body`, whose recomputation the compiler cannot merge with the forward pass: see jax's `prevent_cse`.
+    """`body`, whose recomputation the compiler cannot merge with the forward pass: see jax's
+    `prevent_cse`.
 
-    jax's barrier waits for all cotangents, including the one being all-reduced. Ours waits for `partial`'s only, so
-    that recomputation overlaps that all-reduce.
+    jax's barrier waits for all cotangents, including the one being all-reduced. Ours waits for
+    `partial`'s only, so that recomputation overlaps that all-reduce.
     """
 
     @jax.custom_vjp
@@ -192,8 +209,9 @@ def _prevent_cse(body):
 def _unstack(tree):
     """A stacked tree as a tuple of each layer's own arrays.
 
-    Backward writes each gradient into one stack, in place. The transpose of indexing would sum as many
-    arrays as there are layers, each as large as the stack."""
+    Backward writes each gradient into one stack, in place. The transpose of indexing would sum as
+    many arrays as there are layers, each as large as the stack.
+    """
     count = jax.tree.leaves(tree)[0].shape[0]
     return tuple(jax.tree.map(lambda a: a[i], tree) for i in range(count))
 

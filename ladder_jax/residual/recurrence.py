@@ -1,8 +1,10 @@
-"""The recurrence: which outputs a step launches, reads and adds; and its plain wire, one all-reduce a step.
+"""The recurrence: which outputs a step launches, reads and adds; and its plain wire, one all-reduce
+a step.
 
-A `Step` is a description. A *wire* is how an output crosses the ranks: it takes a `State` over a step (`advance`), and
-each of its methods is one thing that wires do differently. `AllReduce` is the wire of the standard Transformer and of
-its Ladders; those in wires/ replace what they do in another way.
+A `Step` is a description. A *wire* is how an output crosses the ranks: it takes a `State` over a
+step (`advance`), and each of its methods is one thing that wires do differently. `AllReduce` is the
+wire of the standard Transformer and of its Ladders; those in wires/ replace what they do in another
+way.
 """
 
 import dataclasses
@@ -25,7 +27,9 @@ Sublayers = Sequence[Sublayer]  # of a layer
 Sums = tuple[Array | None, ...]  # oldest first; None is zero
 
 REDUCED = "reduced"
-"""The checkpoint name of every reduced sum: under a remat policy that does not save it, backward all-reduces again."""
+"""The checkpoint name of every reduced sum: under a remat policy that does not save it, backward
+all-reduces again.
+"""
 
 
 @jax.tree_util.register_dataclass
@@ -34,8 +38,10 @@ class State:
     """The state between two sublayers.
 
     residual: the stream [B, T, D], equal on all tensor ranks.
-    sums: reduced outputs that are not added yet, oldest first, because the next input leaves them out.
-    partial: this rank's newest output [B, T, D], not reduced yet. None, here and in `sums`, is zero.
+    sums: reduced outputs that are not added yet, oldest first, because the next input leaves them
+        out.
+    partial: this rank's newest output [B, T, D], not reduced yet. None, here and in `sums`, is
+        zero.
     carried: what a wire has made ready for the next step, which only that wire reads.
     """
 
@@ -47,14 +53,18 @@ class State:
 
 @dataclasses.dataclass(frozen=True)
 class Step:
-    """One step of the general rule (see residual/__init__.py): what it computes, reads and leaves pending.
+    """One step of the general rule (see residual/__init__.py): what it computes, reads and leaves
+    pending.
 
-    sublayers: which of a layer's (attention, MLP) it computes; both are summed before one reduction.
+    sublayers: which of a layer's (attention, MLP) it computes; both are summed before one
+        reduction.
     pending_before: how many outputs are not yet part of the residual when the step starts.
     delay: how many of them, the newest, its input leaves out, counted in steps.
-    pending_after: how many, its own among them, stay outside the residual after it; 0 reduces at once.
+    pending_after: how many, its own among them, stay outside the residual after it; 0 reduces at
+        once.
     fresh: the input also holds this rank's own partial of the output that it leaves out.
-    early: sublayers that run before the newest output's reduction and are added to it (FarSkip's shared expert).
+    early: sublayers that run before the newest output's reduction and are added to it (FarSkip's
+        shared expert).
     """
 
     sublayers: tuple[int, ...]
@@ -82,7 +92,9 @@ class Step:
         return self.delay == self.pending_before > 0
 
     def launched(self, sums: Sums, newest: Any) -> Sums:
-        """All outputs that are pending when the step starts; `newest` is the one whose reduction it has launched."""
+        """All outputs that are pending when the step starts; `newest` is the one whose reduction it
+        has launched.
+        """
         return (*sums, newest) if self.pending_before else ()
 
     def read(self, launched: Sums) -> Sums:
@@ -90,12 +102,15 @@ class Step:
         return launched[: self.pending_before - self.delay]
 
     def settle(self, residual: Array, launched: Sums) -> tuple[Array, Sums]:
-        """The residual with the oldest of `launched`, and those that stay outside of it after this step."""
+        """The residual with the oldest of `launched`, and those that stay outside of it after this
+        step.
+        """
         added = self.pending_before + 1 - self.pending_after
         return add(residual, launched[:added]), launched[added:]
 
 
-Product = Callable[[Array, Any], Any]  # (x [B, T, ...], weights) -> arrays [B, T, ...], position by position
+# (x [B, T, ...], weights) -> arrays [B, T, ...], position by position
+Product = Callable[[Array, Any], Any]
 Project = Callable[[Product], Product]
 
 
@@ -111,9 +126,11 @@ def local(product: Product) -> Product:
 
 @dataclasses.dataclass(frozen=True)
 class Projections:
-    """How a sublayer computes its first products, of its input, and its last one, which makes its output.
+    """How a sublayer computes its first products, of its input, and its last one, which makes its
+    output.
 
-    into: also gathers the input, [B, T/ranks, D]. out: also sums over the ranks, and keeps [B, T/ranks, D].
+    into: also gathers the input, [B, T/ranks, D]. out: also sums over the ranks, and keeps
+        [B, T/ranks, D].
     """
 
     into: Project = local
@@ -128,9 +145,11 @@ class Normed:
     """A sublayer behind its norm, which a wire may take apart.
 
     function: of the normed input [B, T, D] and, where a wire has them, `projections`.
-    norm: of an input, to `dtype`, with scale=gain; its `gain` likewise, of an input that is normalised but for that.
+    norm: of an input, to `dtype`, with scale=gain; its `gain` likewise, of an input that is
+        normalised but for that.
     gain: the norm's, [D]: a small array, which can wait where the whole sublayer has to.
-    communicates: over the ranks, for a norm of its own. While it does, no wire can have a reduction in flight.
+    communicates: over the ranks, for a norm of its own. While it does, no wire can have a reduction
+        in flight.
     projects: whether `function` takes `projections`.
     """
 
@@ -157,7 +176,9 @@ class Normed:
 
 @dataclasses.dataclass(frozen=True)
 class AllReduce:
-    """The plain wire. axes: the mesh axes of the ranks, of the `jax.shard_map` that it stands in, or UserError."""
+    """The plain wire. axes: the mesh axes of the ranks, of the `jax.shard_map` that it stands in,
+    or UserError.
+    """
 
     axes: Axes
 
@@ -169,11 +190,15 @@ class AllReduce:
         return tuple(layers)
 
     def begin(self, x: Array, first: Step) -> State:
-        """The state before `first`: `x` [B, T, D], equal on all ranks, to which nothing is still to be added."""
+        """The state before `first`: `x` [B, T, D], equal on all ranks, to which nothing is still to
+        be added.
+        """
         return State(x, (None,) * (first.pending_before - 1))
 
     def advance(self, state: State, step: Step, sublayers: Sublayers) -> State:
-        """The state after `step`: launch what is pending, enter with what is known, compute, and settle."""
+        """The state after `step`: launch what is pending, enter with what is known, compute, and
+        settle.
+        """
         pending = state.partial
         entered = state.carried
         if step.early:
@@ -193,11 +218,15 @@ class AllReduce:
         with jax.named_scope(ENTER):
             return pvary(stream, self.axes)
 
-    def compute(self, step: Step, state: State, entered: Any, launched: Sums, sublayers: Sublayers) -> State:
+    def compute(
+        self, step: Step, state: State, entered: Any, launched: Sums, sublayers: Sublayers
+    ) -> State:
         """The state after the step's own sublayers."""
         ties = dict(backward=step.pending_after > 0, forward=step.delay > 0)
         beside = state.residual, launched
-        partial, residual, launched = self.output(step, entered, state.partial, sublayers, *beside, **ties)
+        partial, residual, launched = self.output(
+            step, entered, state.partial, sublayers, *beside, **ties
+        )
         return self.settled(step, residual, launched, partial)
 
     def output(
@@ -213,10 +242,11 @@ class AllReduce:
         forward: bool = True,
         scope: str = PREVIOUS,
     ) -> tuple[Array, Array, Sums]:
-        """(the step's own output, `residual`, `launched`), tied to each other in these directions so that the sublayers
-        hide what is launched.
+        """(the step's own output, `residual`, `launched`), tied to each other in these directions
+        so that the sublayers hide what is launched.
 
-        own: this rank's newest output, which a fresh ladder reads. scope: the name scope of what is launched.
+        own: this rank's newest output, which a fresh ladder reads. scope: the name scope of what is
+            launched.
         """
         if backward:
             entered, residual, launched = tie_backward(entered, residual, launched, self.axes)
@@ -234,14 +264,16 @@ class AllReduce:
     def partial(self, which: tuple[int, ...], entered: Array, sublayers: Sublayers) -> Array:
         """This rank's partial sum of those sublayers.
 
-        Raises UserError for a sublayer that returns the whole sum, which would be counted once per rank. With
-        `check_vma` jax's types tell: a partial sum varies over the ranks.
+        Raises UserError for a sublayer that returns the whole sum, which would be counted once per
+        rank. With `check_vma` jax's types tell: a partial sum varies over the ranks.
         """
         partials = []
         for index in which:
             out = sublayers[index](entered)
             if out.shape != entered.shape:
-                raise UserError(f"a sublayer must return [B, T, D] as it reads, {entered.shape}, not {out.shape}")
+                raise UserError(
+                    f"a sublayer must return [B, T, D] as it reads, {entered.shape}, not {out.shape}"
+                )
             whole = (varying(entered) & frozenset(self.axes)) - varying(out)
             if whole:
                 raise UserError(
@@ -264,7 +296,8 @@ class AllReduce:
             return checkpoint_name(all_reduce(partial, self.axes), REDUCED)
 
     def fill(self, state: State, steps: Sequence[Step], *, dtype: jnp.dtype) -> State:
-        """`state` with zeros in place of None: the carry of a scan over `steps` has one structure in all turns.
+        """`state` with zeros in place of None: the carry of a scan over `steps` has one structure
+        in all turns.
 
         dtype: of a sublayer's output.
         """
@@ -279,21 +312,27 @@ class AllReduce:
         sums = tuple(zero if one is None else one for one in sums)
         return sums, pvary(zero, self.axes) if partial is None else partial
 
-    # What two halves of a batch in turn ask of a wire beside `launch` and `enter` (see interleave.py).
+    # What two halves of a batch in turn ask of a wire beside `launch` and `enter` (see
+    # interleave.py).
 
     def beside(self, step: Step, sublayers: Sublayers) -> "AllReduce":
         """The wire for a sum that is in flight while the step's sublayers compute."""
         return self
 
-    def turn(self, step: Step, entered: Any, sublayers: Sublayers, *, own: Any, other: Any) -> tuple[Any, State]:
-        """(this half's output after `step`, the other half ready for its next step), one beside the other.
+    def turn(
+        self, step: Step, entered: Any, sublayers: Sublayers, *, own: Any, other: Any
+    ) -> tuple[Any, State]:
+        """(this half's output after `step`, the other half ready for its next step), one beside the
+        other.
 
-        own: this half's newest output, which a fresh ladder reads. other: `interleave.OtherHalf`. In the backward pass
-        the gradient of its residual holds the sum of its later input's gradient: so sums come one after another, and
-        none is merged.
+        own: this half's newest output, which a fresh ladder reads. other: `interleave.OtherHalf`.
+        In the backward pass the gradient of its residual holds the sum of its later input's
+        gradient: so sums come one after another, and none is merged.
         """
         beside = other.state.residual, (other.launched,)
-        partial, residual, (summed,) = self.output(step, entered, own, sublayers, *beside, scope=other.out)
+        partial, residual, (summed,) = self.output(
+            step, entered, own, sublayers, *beside, scope=other.out
+        )
         return partial, other.settled(residual, summed)
 
     def prepare(self, after: Step, state: State, scope: str) -> State:
@@ -314,7 +353,8 @@ def add(stream: Array, sums: Sequence[Array | None]) -> Array:
 
 
 def tie_forward(partial: Array, launched: Sums, axes: Axes) -> tuple[Array, Sums]:
-    """Barrier between a step's output and the newest all-reduce, so that the next one cannot be merged with it.
+    """Barrier between a step's output and the newest all-reduce, so that the next one cannot be
+    merged with it.
 
     Without effect on one rank, and in the first step, where no all-reduce is in flight.
     """
@@ -325,12 +365,14 @@ def tie_forward(partial: Array, launched: Sums, axes: Axes) -> tuple[Array, Sums
     return partial, (*older, newest)
 
 
-def tie_backward(entered: Array, residual: Array, launched: Sums, axes: Axes) -> tuple[Array, Array, Sums]:
+def tie_backward(
+    entered: Array, residual: Array, launched: Sums, axes: Axes
+) -> tuple[Array, Array, Sums]:
     """The same barrier for the backward pass, where the gradient of a step's input is all-reduced.
 
-    The gradient of `entered` is this rank's partial sum, reduced next; that of `residual` holds the later step's
-    all-reduce. The earlier step's backward starts from the gradient of the newest output: it must come after this
-    step's, because the next all-reduce hides under it.
+    The gradient of `entered` is this rank's partial sum, reduced next; that of `residual` holds the
+    later step's all-reduce. The earlier step's backward starts from the gradient of the newest
+    output: it must come after this step's, because the next all-reduce hides under it.
     """
     if ranks(axes) == 1:
         return entered, residual, launched
@@ -352,5 +394,9 @@ def barrier_backward(arrays):
     return arrays
 
 
-barrier_forward.defvjp(lambda arrays: (barrier_forward(arrays), None), lambda _, cotangents: (cotangents,))
-barrier_backward.defvjp(lambda arrays: (arrays, None), lambda _, cotangents: (lax.optimization_barrier(cotangents),))
+barrier_forward.defvjp(
+    lambda arrays: (barrier_forward(arrays), None), lambda _, cotangents: (cotangents,)
+)
+barrier_backward.defvjp(
+    lambda arrays: (arrays, None), lambda _, cotangents: (lax.optimization_barrier(cotangents),)
+)

@@ -1,4 +1,6 @@
-"""Layers of your own under a topology: `run` for functions and parameters, `Stack` as a Flax module."""
+"""Layers of your own under a topology: `run` for functions and parameters, `Stack` as a Flax
+module.
+"""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -16,7 +18,8 @@ from ladder_jax.residual.loop import run_layers
 from ladder_jax.residual.recurrence import Sublayer
 from ladder_jax.residual.topologies import Topology
 
-Blocks = Callable[[Any], Sequence[Sublayer]]  # one layer's parameters -> its sublayers (attention, MLP)
+# one layer's parameters -> its sublayers (attention, MLP)
+Blocks = Callable[[Any], Sequence[Sublayer]]
 
 
 def run(
@@ -32,19 +35,20 @@ def run(
 ) -> Array:
     """The residual stream [B, T, D] after all layers, equal on all ranks of `axes`.
 
-    blocks: from one layer's parameters to its two sublayers (three of "farskip"), normalisation included. A sublayer is
-        a function from [B, T, D] to this rank's partial sum [B, T, D]; it contains no `psum`, and adds an output bias
-        by `on_one_rank`.
+    blocks: from one layer's parameters to its two sublayers (three of "farskip"), normalisation
+        included. A sublayer is a function from [B, T, D] to this rank's partial sum [B, T, D]; it
+        contains no `psum`, and adds an output bias by `on_one_rank`.
     x: [B, T, D], such as the embedding, equal on all ranks of `axes`.
-    params: a pytree of stacked arrays [L, ...], a rank's shards of them. With `loop="unrolled"` it may be a list or
-        tuple of each layer's own.
+    params: a pytree of stacked arrays [L, ...], a rank's shards of them. With `loop="unrolled"` it
+        may be a list or tuple of each layer's own.
     axes: the mesh axes of the tensor-parallel ranks, inside `jax.shard_map`; () on one device.
     loop: "scan", one compiled body for all layers, or "unrolled".
     remat: what the backward pass recomputes: "none", "full", "save-matmuls" or "offload".
-    interleave: 2 takes two halves of the rows in turn (see interleave.py): the same function, whose sums over the ranks
-        stand beside the other half's sublayers.
+    interleave: 2 takes two halves of the rows in turn (see interleave.py): the same function, whose
+        sums over the ranks stand beside the other half's sublayers.
 
-    Raises UserError for params of another number of layers, and for a sublayer that reduces its own output.
+    Raises UserError for params of another number of layers, and for a sublayer that reduces its own
+    output.
     """
     if not isinstance(topology, Topology):
         raise wrong_type("topology", topology, Topology)
@@ -83,7 +87,13 @@ def run(
     dtype = jax.eval_shape(first_output, first, x).dtype
     execution = Execution(loop=loop, remat=remat)
     state, *_ = run_layers(
-        body, wire.begin(x, steps[0][0]), params=params, steps=steps, wire=wire, execution=execution, dtype=dtype
+        body,
+        wire.begin(x, steps[0][0]),
+        params=params,
+        steps=steps,
+        wire=wire,
+        execution=execution,
+        dtype=dtype,
     )
     return wire.flush(state)
 
@@ -91,11 +101,13 @@ def run(
 class Stack(nnx.Module):
     """Layers of your own as one module: `Stack(Block, topology=topology, rngs=nnx.Rngs(0))(x)`.
 
-    layer: makes one layer, an `nnx.Module`, when called as `layer(rngs=rngs)` under `nnx.vmap`; each layer has keys of
-        its own. `stack.layers` is that module with stacked parameters [L, ...].
-    sublayers: from one such module to its two sublayers, by default its attributes `attention` and `mlp`.
-    axes, loop, remat, interleave: as in `run`. Variables that a sublayer changes while it runs, such as batch
-        statistics, keep their old values.
+    layer: makes one layer, an `nnx.Module`, when called as `layer(rngs=rngs)` under `nnx.vmap`;
+        each layer has keys of its own. `stack.layers` is that module with stacked parameters
+        [L, ...].
+    sublayers: from one such module to its two sublayers, by default its attributes `attention` and
+        `mlp`.
+    axes, loop, remat, interleave: as in `run`. Variables that a sublayer changes while it runs,
+        such as batch statistics, keep their old values.
     """
 
     def __init__(
@@ -135,9 +147,16 @@ class Stack(nnx.Module):
 
 
 def on_one_rank(bias: Array, axes: Axes) -> Array:
-    """`bias` on the first rank of `axes` and zeros on the others, so that a sum over the ranks holds it once."""
+    """`bias` on the first rank of `axes` and zeros on the others, so that a sum over the ranks
+    holds it once.
+    """
     return jnp.where(rank(axes) == 0, bias, 0)
 
 
 def _listed(counts):
-    return ", ".join(sorted("an array without layers" if count is None else str(count) for count in counts)) or "none"
+    return (
+        ", ".join(
+            sorted("an array without layers" if count is None else str(count) for count in counts)
+        )
+        or "none"
+    )

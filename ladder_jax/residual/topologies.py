@@ -1,16 +1,19 @@
 """Topologies as values, by name, and the steps that follow from their delays.
 
-FarSkip-Collective (arXiv 2511.11505): a ladder whose shared expert is reduced together with attention.
+FarSkip-Collective (arXiv 2511.11505): a ladder whose shared expert is reduced together with
+attention.
 
-With a_k attention, s_k the shared expert and r_k the routed experts of layer k, and x_k the stream after it:
+With a_k attention, s_k the shared expert and r_k the routed experts of layer k, and x_k the stream
+after it:
 
     a_k = Attn(x_{k-1} - r_{k-1});   s_k, r_k = Shared(x_{k-1}), Routed(x_{k-1});   x_k = x_{k-1} + a_k + s_k + r_k
 
-Both of a layer's all-reduces overlap compute: that of a_k + s_k the routed experts, that of r_k the next attention. A
-layer has three sublayers, (attention, routed experts, shared expert). Without a shared expert it is `ladder`.
+Both of a layer's all-reduces overlap compute: that of a_k + s_k the routed experts, that of r_k the
+next attention. A layer has three sublayers, (attention, routed experts, shared expert). Without a
+shared expert it is `ladder`.
 
-A first layer without experts is one with r_k = 0, whose MLP is its shared expert: attention and MLP read x_{k-1} and
-are reduced together, as in `parallel`.
+A first layer without experts is one with r_k = 0, whose MLP is its shared expert: attention and MLP
+read x_{k-1} and are reduced together, as in `parallel`.
 """
 
 import dataclasses
@@ -35,12 +38,14 @@ ROUTED, SHARED = 1, 2  # of a farskip layer's sublayers
 
 @dataclasses.dataclass(frozen=True)
 class Topology:
-    """A residual topology, as a value. Two are equal if they compute the same function in the same way.
+    """A residual topology, as a value. Two are equal if they compute the same function in the same
+    way.
 
     delays: d_i of sublayers 1..2L (attention, MLP, attention, ...).
     joint: for each layer, whether attention and MLP are summed before one all-reduce.
     fresh: for each layer, whether its sublayers read their rank's own newest partial.
-    desync: the number of sublayers from one all-reduce to the next, where ranks drift apart in between; otherwise 0.
+    desync: the number of sublayers from one all-reduce to the next, where ranks drift apart in
+        between; otherwise 0.
     silent: nothing is reduced.
     shared_norm: attention and MLP of a layer read one norm's output.
     farskip: a layer has three sublayers, (attention, routed experts, shared expert): see above.
@@ -59,10 +64,14 @@ class Topology:
     def __post_init__(self):
         sizes = len(self.delays), len(self.joint), len(self.fresh)
         if not self.joint or sizes != (2 * len(self.joint), len(self.joint), len(self.joint)):
-            raise UserError(f"delays [2L], joint [L] and fresh [L] must be of one number of layers L, not {sizes}")
+            raise UserError(
+                f"delays [2L], joint [L] and fresh [L] must be of one number of layers L, not {sizes}"
+            )
 
     def __repr__(self) -> str:
-        shared = "\n  attention and MLP of a layer read one norm's output" if self.shared_norm else ""
+        shared = (
+            "\n  attention and MLP of a layer read one norm's output" if self.shared_norm else ""
+        )
         return _words(self.layers) + shared
 
     @property
@@ -71,16 +80,29 @@ class Topology:
 
     @property
     def overlap(self) -> Overlap:
-        """Whether some all-reduce can overlap a sublayer: the best compiler options depend on it."""
-        return Overlap.HIDES if any(step.delay for steps in self.layers for step in steps) else Overlap.WAITS
+        """Whether some all-reduce can overlap a sublayer: the best compiler options depend on
+        it.
+        """
+        return (
+            Overlap.HIDES
+            if any(step.delay for steps in self.layers for step in steps)
+            else Overlap.WAITS
+        )
 
     def compile_options(
-        self, mesh: Mesh, *, phase: Phase | str, loop: Loop | str = Loop.SCAN, sequence_parallel: bool = False
+        self,
+        mesh: Mesh,
+        *,
+        phase: Phase | str,
+        loop: Loop | str = Loop.SCAN,
+        sequence_parallel: bool = False,
     ) -> dict[str, Any]:
-        """For `jax.jit(..., compiler_options=...)`: what lets the compiler for `mesh` hide this topology's all-reduces.
+        """For `jax.jit(..., compiler_options=...)`: what lets the compiler for `mesh` hide this
+        topology's all-reduces.
 
-        phase: what the program does: "train", "prefill" (a forward pass over many tokens) or "decode" (one token a
-            row). loop: "scan" or "unrolled". A mesh with an axis "fsdp" of more than one rank splits weights over it.
+        phase: what the program does: "train", "prefill" (a forward pass over many tokens) or
+            "decode" (one token a row). loop: "scan" or "unrolled". A mesh with an axis "fsdp" of
+            more than one rank splits weights over it.
         """
         if not hasattr(mesh, "devices"):
             raise wrong_type("mesh", mesh, Mesh)
@@ -92,7 +114,9 @@ class Topology:
 
     @property
     def layers(self) -> tuple[tuple[Step, ...], ...]:
-        """For each layer, the steps that compute it: two, or one where attention and MLP are joint."""
+        """For each layer, the steps that compute it: two, or one where attention and MLP are
+        joint.
+        """
         if self.silent:
             return ((Silent((0,)), Silent((1,))),) * self.num_layers
         if self.desync:
@@ -117,13 +141,19 @@ class Topology:
         return plain
 
 
-def topology(name: str, *, num_layers: int, ladder_layers: str | int | Sequence[int] | None = None) -> Topology:
-    """The topology called `name` (`config.RESIDUALS`, EXPERT_RESIDUALS); raises UserError for an unknown one.
+def topology(
+    name: str, *, num_layers: int, ladder_layers: str | int | Sequence[int] | None = None
+) -> Topology:
+    """The topology called `name` (`config.RESIDUALS`, EXPERT_RESIDUALS); raises UserError for an
+    unknown one.
 
-    With `ladder_layers` ("N", "i,j" or "all"; N, or [i, j]) only those layers are of that kind, the rest standard.
+    With `ladder_layers` ("N", "i,j" or "all"; N, or [i, j]) only those layers are of that kind, the
+    rest standard.
     """
     if not isinstance(num_layers, numbers.Integral) or num_layers < 1:
-        raise UserError(f"num_layers must be a whole number of at least 1, not {described(num_layers)}")
+        raise UserError(
+            f"num_layers must be a whole number of at least 1, not {described(num_layers)}"
+        )
     parsed = parse_residual(name)
     of_kind = {
         "ladder": (parsed.number, parsed.number),
@@ -163,8 +193,9 @@ def of_model(config: ModelConfig) -> Topology:
 def begin(x: jax.Array, *, topology: Topology, axes: Axes) -> State:
     """The state before the first sublayer; `x` [B, T, D] is the embedding, equal on all ranks.
 
-    axes: the mesh axes of the ranks, of the `jax.shard_map` that this stands in. Raises UserError for others. Nothing
-    is pending, which None stands for: a `lax.scan` carries it only after `fill`.
+    axes: the mesh axes of the ranks, of the `jax.shard_map` that this stands in. Raises UserError
+    for others. Nothing is pending, which None stands for: a `lax.scan` carries it only after
+    `fill`.
     """
     if not isinstance(topology, Topology):
         raise wrong_type("topology", topology, Topology)
@@ -174,7 +205,8 @@ def begin(x: jax.Array, *, topology: Topology, axes: Axes) -> State:
 def fill(state: State, steps: Sequence[Step], *, axes: Axes, dtype: Any = None) -> State:
     """`state` for a `lax.scan` over layers of equal `steps`: zeros where nothing is pending yet.
 
-    A carry has one structure in all turns, so the first turn reduces zeros, which an unrolled loop does not.
+    A carry has one structure in all turns, so the first turn reduces zeros, which an unrolled loop
+    does not.
     dtype: of the sublayers' outputs, by default the stream's.
     """
     dtype = state.residual.dtype if dtype is None else dtype
@@ -188,14 +220,15 @@ def flush(state: State, *, axes: Axes) -> jax.Array:
 
 def _delayed_layers(topology):
     """Steps with their numbers of pending outputs, from delays counted in sublayers."""
-    # Plan extra layers, so that the last real layers have the same counts as the others and one scan body serves
-    # all; `flush` adds what the last layer leaves pending.
+    # Plan extra layers, so that the last real layers have the same counts as the others and one
+    # scan body serves all; `flush` adds what the last layer leaves pending.
     extra = 1 + max(topology.delays)
     kinds = list(zip(itertools.batched(topology.delays, 2), topology.joint, topology.fresh))
     kinds += kinds[-1:] * extra
     layers = [((0, 1),) if joint else ((0,), (1,)) for _, joint, _ in kinds]
 
-    firsts = [2 * layer + group[0] for layer, groups in enumerate(layers) for group in groups]  # each step's sublayer
+    # each step's sublayer
+    firsts = [2 * layer + group[0] for layer, groups in enumerate(layers) for group in groups]
     step_at = {first: index for index, first in enumerate(firsts)}
     delays = list(itertools.chain(*(delays for delays, _, _ in kinds)))
     joined = len(layers[0][0])
@@ -203,7 +236,8 @@ def _delayed_layers(topology):
     for index, first in enumerate(firsts):
         delay = delays[first]
         read = first - delay
-        # A read before the first sublayer counts layers of the first one's kind, whose outputs are zero.
+        # A read before the first sublayer counts layers of the first one's kind, whose outputs are
+        # zero.
         step = step_at.get(read) if read >= 0 else -(-read // joined)
         if step is None:
             raise ValueError(f"delay {delay} reads the middle of a layer whose sublayers are joint")
@@ -220,7 +254,8 @@ def _delayed_layers(topology):
 
 
 def _farskip_layers(layers, *, dense=0):
-    """A ladder's layers as FarSkip's; those of its layers that are standard add both kinds of experts up.
+    """A ladder's layers as FarSkip's; those of its layers that are standard add both kinds of
+    experts up.
 
     dense: how many of the first have no experts, and stay as they are.
     """
@@ -234,7 +269,9 @@ def _farskip_layers(layers, *, dense=0):
 
 
 def _with_dense(topology, *, layers):
-    """`topology`, of farskip, whose first `layers` have no experts: nothing is pending after them."""
+    """`topology`, of farskip, whose first `layers` have no experts: nothing is pending after
+    them.
+    """
     delays = list(topology.delays)
     joint = list(topology.joint)
     for layer in range(layers):

@@ -1,4 +1,6 @@
-"""Training that goes on from a checkpoint: frozen layers, a teacher, low-rank factors, conversion to ladder layers."""
+"""Training that goes on from a checkpoint: frozen layers, a teacher, low-rank factors, conversion
+to ladder layers.
+"""
 
 from ladder_jax.retrain.sources import Sources as Sources
 from ladder_jax.retrain.sources import tokenizer as tokenizer

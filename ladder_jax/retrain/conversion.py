@@ -1,14 +1,16 @@
-"""A gradual conversion: each layer's ladder fraction, 0 (standard) to 1 (ladder), by the step; and the wire between.
+"""A gradual conversion: each layer's ladder fraction, 0 (standard) to 1 (ladder), by the step; and
+the wire between.
 
-A ladder's sublayer i reads a stream without the newest d_i outputs; a standard one waits for them. In between, with the
-ladder fraction f from 0 (standard) to 1 (ladder),
+A ladder's sublayer i reads a stream without the newest d_i outputs; a standard one waits for them.
+In between, with the ladder fraction f from 0 (standard) to 1 (ladder),
 
     x_i = x_{i-1} + AR(h_i(x_{i-1-d} + (1 - f) (x_{i-1} - x_{i-1-d})))
 
-and for a fresh ladder, whose input holds the rank's own newest partial p, the last factor is (AR(p) - p). At both ends
-it is the topology's own arithmetic. While f may be below 1 a sublayer waits for every all-reduce: none is hidden, no
-barrier is needed to keep them apart, and so the wire has an `advance` of its own. A farskip's shared expert has an
-all-reduce of its own, because its input may wait for attention's.
+and for a fresh ladder, whose input holds the rank's own newest partial p, the last factor is (AR(p)
+- p). At both ends it is the topology's own arithmetic. While f may be below 1 a sublayer waits for
+every all-reduce: none is hidden, no barrier is needed to keep them apart, and so the wire has an
+`advance` of its own. A farskip's shared expert has an all-reduce of its own, because its input may
+wait for attention's.
 """
 
 import dataclasses
@@ -31,13 +33,16 @@ LADDER_FRACTION = "ladder_fraction"
 def ladder_fraction(step: jax.Array, *, topology: Topology, config: ConversionConfig) -> jax.Array:
     """Float32 [L] for step number `step`, counted from 0.
 
-    The ladder layers are divided into groups, the topmost first, each with an equal share of the steps. During its
-    share a group ramps from 0 to 1, or jumps to 1 at the beginning. Layers of a hybrid that stay standard have 1: their
-    input is the same either way. Raises UserError where no layer is a ladder layer, and for more groups than these.
+    The ladder layers are divided into groups, the topmost first, each with an equal share of the
+    steps. During its share a group ramps from 0 to 1, or jumps to 1 at the beginning. Layers of a
+    hybrid that stay standard have 1: their input is the same either way. Raises UserError where no
+    layer is a ladder layer, and for more groups than these.
     """
     ladder = [n for n, steps in enumerate(topology.layers) if any(step.delay for step in steps)]
     if not ladder:
-        raise UserError(f"conversion.steps={config.steps} has no ladder layer to turn: all are standard")
+        raise UserError(
+            f"conversion.steps={config.steps} has no ladder layer to turn: all are standard"
+        )
     config.check_groups(len(ladder))
     group = np.full(topology.num_layers, -1)
     for index, members in enumerate(np.array_split(ladder[::-1], config.groups)):
@@ -50,7 +55,9 @@ def ladder_fraction(step: jax.Array, *, topology: Topology, config: ConversionCo
 
 @dataclasses.dataclass(frozen=True)
 class Annealed(AllReduce):
-    """Steps with a delay, `ladder_fraction` (a float32 scalar) of the way from standard; others are as they were."""
+    """Steps with a delay, `ladder_fraction` (a float32 scalar) of the way from standard; others are
+    as they were.
+    """
 
     ladder_fraction: jax.Array
 

@@ -1,10 +1,11 @@
 """LoRA (arXiv 2106.09685): a frozen matrix plus the product of two thin matrices that train.
 
-The factors are declared like all parameters, attached to the matrices, and merged into them. The model calls
-`quantized.einsum` or `grouped_matmul` with a `LowRank` as with an array. On a rank both factors are split with the
-matrix, by the letters of their dimensions (R is the rank of the product): of a matrix that is split by its outputs,
-"DNH", `down` "DR" is whole and `up` "RNH" is split; of one that is split by its inputs, "FD", `down` "FR" is split and
-the product a partial sum, as the matrix's own is. Each expert has its own factors: those of "EDM" are "EDR" and "ERM".
+The factors are declared like all parameters, attached to the matrices, and merged into them. The
+model calls `quantized.einsum` or `grouped_matmul` with a `LowRank` as with an array. On a rank both
+factors are split with the matrix, by the letters of their dimensions (R is the rank of the
+product): of a matrix that is split by its outputs, "DNH", `down` "DR" is whole and `up` "RNH" is
+split; of one that is split by its inputs, "FD", `down` "FR" is split and the product a partial sum,
+as the matrix's own is. Each expert has its own factors: those of "EDM" are "EDR" and "ERM".
 """
 
 import dataclasses
@@ -25,7 +26,9 @@ from ladder_jax.nn.quantized import CONTRACTED
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class LowRank:
-    """`base + scale * down @ up`. down: [inputs, R]; up: [R, outputs]. Only these two have gradients."""
+    """`base + scale * down @ up`. down: [inputs, R]; up: [R, outputs]. Only these two have
+    gradients.
+    """
 
     base: Any
     down: Any
@@ -34,7 +37,9 @@ class LowRank:
 
     @staticmethod
     def dims(dims: str) -> tuple[str, str]:
-        """Of `down` and `up` beside a matrix with these dimensions: "LDNH" gives "LDR" and "LRNH"."""
+        """Of `down` and `up` beside a matrix with these dimensions: "LDNH" gives "LDR" and
+        "LRNH".
+        """
         return _factors(dims, quantized.CONTRACTED[dims.removeprefix("L")], rank="R")
 
     @property
@@ -63,7 +68,9 @@ class LowRank:
     def merged(self, dims: str) -> jax.Array:
         """One float32 matrix that computes the same. Of stacked layers, [L, ...]."""
         down, up = self.dims(dims)
-        product = jnp.einsum(f"{down},{up}->{dims}", self.down, self.up, precision=jax.lax.Precision.HIGHEST)
+        product = jnp.einsum(
+            f"{down},{up}->{dims}", self.down, self.up, precision=jax.lax.Precision.HIGHEST
+        )
         return self.base + self.scale * product
 
 
@@ -78,7 +85,9 @@ class FactorSizes(Sizes):
 
 
 def declare(definition: ModelDef, *, config: LoraConfig, layers: int) -> nnx.Dict:
-    """The factors of the targets in the topmost `layers` layers, stacked; `down` starts random, `up` zero."""
+    """The factors of the targets in the topmost `layers` layers, stacked; `down` starts random,
+    `up` zero.
+    """
     ranks = definition.layout.ranks
     sizes = FactorSizes(definition.config, ranks, stacked=True, layers=layers, low_rank=config.rank)
 
@@ -105,7 +114,9 @@ def declare(definition: ModelDef, *, config: LoraConfig, layers: int) -> nnx.Dic
 
 
 def attach(stack: Params, factors: Params, *, scale: float) -> Params:
-    """`stack` [L, ...] (arrays, shapes or dimensions) with a LowRank in place of each matrix that has factors."""
+    """`stack` [L, ...] (arrays, shapes or dimensions) with a LowRank in place of each matrix that
+    has factors.
+    """
     attached = dict(stack)
     for name, inner in factors.items():
         if "down" in inner and not isinstance(inner["down"], dict):
@@ -119,10 +130,14 @@ def merge(stack: Params, factors: Params, *, dims: Params, scale: float) -> Para
     """`stack` with each matrix replaced by its sum with its factors' product, added in float32."""
     attached = attach(stack, factors, scale=scale)
     is_pair = lambda leaf: isinstance(leaf, LowRank)
-    return jax.tree.map(lambda a, d: a.merged(d) if is_pair(a) else a, attached, dims, is_leaf=is_pair)
+    return jax.tree.map(
+        lambda a, d: a.merged(d) if is_pair(a) else a, attached, dims, is_leaf=is_pair
+    )
 
 
 def _factors(dims: str, inputs: str, *, rank: str) -> tuple[str, str]:
-    """The dimensions of `down` and `up` beside a matrix with these, of which `inputs` are contracted."""
+    """The dimensions of `down` and `up` beside a matrix with these, of which `inputs` are
+    contracted.
+    """
     led, _, outputs = dims.partition(inputs)
     return f"{led}{inputs}{rank}", f"{led}{rank}{outputs}"

@@ -1,5 +1,6 @@
-"""A retraining run's loss on one rank: cross-entropy, a teacher's divergence, the distance of hidden streams, and of a
-model with experts the routers' losses."""
+"""A retraining run's loss on one rank: cross-entropy, a teacher's divergence, the distance of
+hidden streams, and of a model with experts the routers' losses.
+"""
 
 import dataclasses
 from typing import Any
@@ -25,7 +26,8 @@ from ladder_jax.retrain.plan import ADAPTERS, RetrainPlan
 class _PartedModel:
     """One forward pass over a model whose lowest layers are stacked apart (see parts.py).
 
-    below: how many layers those are. ladder_fraction: float32 [L], None where no layer is being converted.
+    below: how many layers those are. ladder_fraction: float32 [L], None where no layer is being
+        converted.
     """
 
     forward: nn.ForwardPass
@@ -35,7 +37,9 @@ class _PartedModel:
     ladder_fraction: jax.Array | None = None
 
     def layers(self, state: State, extra: Any, first: int, last: int) -> tuple[State, Any]:
-        """The state and `extra` after the layers first..last-1, which must lie in one of the two stacks."""
+        """The state and `extra` after the layers first..last-1, which must lie in one of the two
+        stacks.
+        """
         if DENSE in self.params:  # then all are one block (config/retrain.py checks it)
             return self.forward.layers(state, extra, params=self.params)[:2]
         name, offset = (parts.LOWER, 0) if last <= self.below else (parts.LAYERS, self.below)
@@ -48,7 +52,9 @@ class _PartedModel:
             stack = {**stack, GIVEN: self.ladder_fraction[first:last]}
             dims = {**dims, GIVEN: "L"}
         params, dims = {parts.LAYERS: stack}, {parts.LAYERS: dims}
-        settings = dict(params=params, dims=dims, ranges={parts.LAYERS: range(first, last)}, wire_of=wire_of)
+        settings = dict(
+            params=params, dims=dims, ranges={parts.LAYERS: range(first, last)}, wire_of=wire_of
+        )
         return self.forward.layers(state, extra, **settings)[:2]
 
 
@@ -69,15 +75,19 @@ def loss_sum(
     scheduled: dict[str, jax.Array],
     config: TrainConfig,
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """(the loss, its `terms`), each summed over this rank's positions and equal on its tensor ranks.
+    """(the loss, its `terms`), each summed over this rank's positions and equal on its tensor
+    ranks.
 
-    routers: whose losses are added (nn/router_losses.py), or None. scheduled: as `TrainingTask.scheduled` has it.
+    routers: whose losses are added (nn/router_losses.py), or None. scheduled: as
+        `TrainingTask.scheduled` has it.
     """
 
     positions = nn.FullSequence() if batch.segments is None else nn.Packed(batch.segments)
 
     def forward(definition: ModelDef) -> nn.ForwardPass:
-        return nn.forward_pass(definition, batch.tokens.shape, execution=config.execution, positions=positions)
+        return nn.forward_pass(
+            definition, batch.tokens.shape, execution=config.execution, positions=positions
+        )
 
     definition, below = plan.definition, plan.frozen_layers
     params, dims = _with_factors(plan, trained, frozen)
@@ -120,7 +130,10 @@ def loss_sum(
         if first >= shared:
             state, _ = teacher.layers(state, None, first, last)
             teacher_streams[last] = teacher.forward.wire.flush(state)
-    teacher_head = teacher.forward.finish(teacher_params, state), nn.output_table(plan.teacher, teacher_params)
+    teacher_head = (
+        teacher.forward.finish(teacher_params, state),
+        nn.output_table(plan.teacher, teacher_params),
+    )
     sums = divergence_sum(
         x,
         nn.output_table(definition, params),
@@ -138,31 +151,44 @@ def loss_sum(
     if not plan.distill.hidden_weight:
         return total, named
     compared = [layer for layer in compared_layers(plan) if layer in teacher_streams]
-    distances = [_distance(student_streams[n](), teacher_streams[n], batch.weights) for n in compared]
+    distances = [
+        _distance(student_streams[n](), teacher_streams[n], batch.weights) for n in compared
+    ]
     hidden = sum(distances) / len(distances)
-    return total + plan.distill.hidden_weight * hidden, {**named, "hidden": lax.stop_gradient(hidden)}
+    return total + plan.distill.hidden_weight * hidden, {
+        **named,
+        "hidden": lax.stop_gradient(hidden),
+    }
 
 
 def compared_layers(plan: RetrainPlan) -> list[int]:
-    """After how many layers the student's stream is compared with the teacher's: every n-th, and the last."""
+    """After how many layers the student's stream is compared with the teacher's: every n-th, and
+    the last.
+    """
     every, layers = plan.distill.hidden_every, plan.definition.config.num_layers
     return sorted({*range(every, layers, every), layers}) if plan.distill.hidden_weight else []
 
 
 def _with_factors(plan: RetrainPlan, trained: Params, frozen: Params) -> tuple[Params, Params]:
-    """All the model's parts and their dimensions, LoRA's factors and a side network's blocks attached to the layers."""
+    """All the model's parts and their dimensions, LoRA's factors and a side network's blocks
+    attached to the layers.
+    """
     params = {**lax.stop_gradient(frozen.get("model", {})), **trained}
     dims = {**plan.frozen_dims.get("model", {}), **plan.trained_dims}
     if plan.lora.rank:
         for tree in (params, dims):
-            tree[parts.LAYERS] = lora.attach(tree[parts.LAYERS], tree.pop(ADAPTERS), scale=plan.lora.scale)
+            tree[parts.LAYERS] = lora.attach(
+                tree[parts.LAYERS], tree.pop(ADAPTERS), scale=plan.lora.scale
+            )
     if plan.side:
         params, dims = (parts.with_side(tree, tree[parts.SIDE]) for tree in (params, dims))
     return params, dims
 
 
 def shared_layers(plan: RetrainPlan) -> int:
-    """How many of the lowest layers compute the same in teacher and student: frozen, standard in both, and alike."""
+    """How many of the lowest layers compute the same in teacher and student: frozen, standard in
+    both, and alike.
+    """
     student, teacher = plan.definition, plan.teacher
     if not plan.shares_weights or not _alike(student.config, teacher.config):
         return 0
@@ -173,13 +199,17 @@ def shared_layers(plan: RetrainPlan) -> int:
 
 
 def _alike(student: ModelConfig, teacher: ModelConfig) -> bool:
-    """Whether layers of equal weights and equal steps compute the same. A teacher's experts drop no row."""
+    """Whether layers of equal weights and equal steps compute the same. A teacher's experts drop no
+    row.
+    """
     if student.moe is not None and student.moe.drops:
         return False
 
     def of_layers(config: ModelConfig) -> ModelConfig:
         moe = config.moe and dataclasses.replace(config.moe, capacity=None)
-        return dataclasses.replace(config, moe=moe, side=None, residual="standard", ladder_layers=None, ranks=None)
+        return dataclasses.replace(
+            config, moe=moe, side=None, residual="standard", ladder_layers=None, ranks=None
+        )
 
     return of_layers(student) == of_layers(teacher)
 
@@ -196,7 +226,11 @@ def _boundaries(plan: RetrainPlan) -> list[int]:
 
 
 def _distance(student: jax.Array, teacher: jax.Array, weights: jax.Array) -> jax.Array:
-    """The squared distance of two streams [B, T, D] over the teacher's square; weighted, summed over positions."""
+    """The squared distance of two streams [B, T, D] over the teacher's square; weighted, summed
+    over positions.
+    """
     teacher = lax.stop_gradient(teacher).astype(jnp.float32)
     square = lambda a: jnp.mean(jnp.square(a), axis=-1)
-    return jnp.sum(weights * square(student.astype(jnp.float32) - teacher) / (square(teacher) + 1e-6))
+    return jnp.sum(
+        weights * square(student.astype(jnp.float32) - teacher) / (square(teacher) + 1e-6)
+    )

@@ -1,8 +1,8 @@
 """A model's parameters with its lowest layers apart from the others, so that either can be frozen.
 
-"lower" holds the stacked layers below a number of them, "layers" those from there on; an empty stack is left out. All
-other modules keep their names. A side network is one part, "side": its ends, and its blocks, which otherwise stand in
-the layers, as "layers" in it.
+"lower" holds the stacked layers below a number of them, "layers" those from there on; an empty
+stack is left out. All other modules keep their names. A side network is one part, "side": its ends,
+and its blocks, which otherwise stand in the layers, as "layers" in it.
 """
 
 from collections.abc import Callable
@@ -25,7 +25,9 @@ def split(params: Params, *, below: int, layers: int) -> Params:
 
 def split_dims(definition: ModelDef, *, below: int) -> Params:
     """The dimensions of every array in the parts."""
-    return _parts(definition.dims, below, definition.config.num_layers, lambda dims, first, last: dims)
+    return _parts(
+        definition.dims, below, definition.config.num_layers, lambda dims, first, last: dims
+    )
 
 
 def join(parts: Params) -> Params:
@@ -57,5 +59,7 @@ def _parts(params: Params, below: int, layers: int, take: Callable[[Any, int, in
 
 def _sliced(array: Any, first: int, last: int) -> Any:
     if isinstance(array, jax.ShapeDtypeStruct):
-        return jax.ShapeDtypeStruct((last - first, *array.shape[1:]), array.dtype, sharding=array.sharding)
+        return jax.ShapeDtypeStruct(
+            (last - first, *array.shape[1:]), array.dtype, sharding=array.sharding
+        )
     return array[first:last]

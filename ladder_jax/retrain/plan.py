@@ -1,4 +1,6 @@
-"""Which of a model's parameters a retraining run trains, and which arrays it keeps frozen beside them."""
+"""Which of a model's parameters a retraining run trains, and which arrays it keeps frozen beside
+them.
+"""
 
 import dataclasses
 import functools
@@ -20,11 +22,13 @@ ADAPTERS = "adapters"
 
 @dataclasses.dataclass(frozen=True)
 class RetrainPlan:
-    """frozen_layers: the lowest ones, and with them the embedding. teacher: its definition, on the same mesh; with
-    distill.teacher=start its weights are those that training starts from, so frozen parts are stored once for both.
+    """frozen_layers: the lowest ones, and with them the embedding. teacher: its definition, on the
+    same mesh; with distill.teacher=start its weights are those that training starts from, so frozen
+    parts are stored once for both.
 
-    Frozen parameters are {"model": parts, "teacher": parts} (see parts.py): the model's that no step changes, and the
-    teacher's that are not among them, its matrices but for the routers in the compute dtype. Empty ones are left out.
+    Frozen parameters are {"model": parts, "teacher": parts} (see parts.py): the model's that no
+    step changes, and the teacher's that are not among them, its matrices but for the routers in the
+    compute dtype. Empty ones are left out.
     """
 
     definition: ModelDef
@@ -36,11 +40,18 @@ class RetrainPlan:
 
     @functools.cached_property
     def trained_dims(self) -> Params:
-        return {ADAPTERS: parameter.dims_of(self.adapters)} if self.lora.rank else self._pick(self.dims, trained=True)
+        return (
+            {ADAPTERS: parameter.dims_of(self.adapters)}
+            if self.lora.rank
+            else self._pick(self.dims, trained=True)
+        )
 
     @functools.cached_property
     def frozen_dims(self) -> Params:
-        model, teacher = self._pick(self.dims, trained=False), {name: self.dims[name] for name in self._teacher_parts}
+        model, teacher = (
+            self._pick(self.dims, trained=False),
+            {name: self.dims[name] for name in self._teacher_parts},
+        )
         return _without_empty(model=model, teacher=teacher)
 
     @functools.cached_property
@@ -52,7 +63,9 @@ class RetrainPlan:
     @property
     def frozen_abstract(self) -> Params:
         """Shape, dtype and sharding of the model's frozen parts; without a teacher's."""
-        return _without_empty(model=self._pick(self._parts(self.definition.abstract), trained=False))
+        return _without_empty(
+            model=self._pick(self._parts(self.definition.abstract), trained=False)
+        )
 
     @functools.cached_property
     def adapters(self) -> nnx.Dict:
@@ -74,7 +87,9 @@ class RetrainPlan:
         return self.definition.without_side() if self.side else self.definition
 
     def initial_side(self, *, seed: int) -> Params:
-        """The part of the side network: its last projection is zero, so that the model's function is unchanged."""
+        """The part of the side network: its last projection is zero, so that the model's function
+        is unchanged.
+        """
         modules = self.definition.modules
         ends = self._initial(modules[parts.SIDE], parts.SIDE, seed)
         blocks = self._initial(modules[parts.LAYERS].side, f"{parts.SIDE}/{parts.LAYERS}", seed)
@@ -82,13 +97,15 @@ class RetrainPlan:
 
     def _initial(self, module: nnx.Module, name: str, seed: int) -> Params:
         layout, config = self.definition.layout, self.definition.config
-        return parameter.initial_values(module, name=name, layout=layout, key=parameter.root_key(seed), config=config)
+        return parameter.initial_values(
+            module, name=name, layout=layout, key=parameter.root_key(seed), config=config
+        )
 
     def split(self, params: Params, *, teacher: Params | None = None) -> tuple[Params, Params]:
         """(trained, frozen) of all the model's `params`; LoRA's factors are not among them.
 
-        teacher: all of its parameters (default: `params`). No frozen array shares a buffer with a trained one, since
-        steps donate the latter.
+        teacher: all of its parameters (default: `params`). No frozen array shares a buffer with a
+        trained one, since steps donate the latter.
         """
 
         def copy_for_teacher(source):
@@ -124,11 +141,15 @@ class RetrainPlan:
         return () if self.lora.rank or self.side else tuple(self._pick(self.dims, trained=True))
 
     def _parts(self, params: Params) -> Params:
-        return parts.split(params, below=self.frozen_layers, layers=self.definition.config.num_layers)
+        return parts.split(
+            params, below=self.frozen_layers, layers=self.definition.config.num_layers
+        )
 
     def _pick(self, named: Params, *, trained: bool) -> Params:
         frozen = ("embedding", parts.LOWER) if self.frozen_layers else ()
-        trains = lambda name: name == parts.SIDE if self.side else not self.lora.rank and name not in frozen
+        trains = lambda name: (
+            name == parts.SIDE if self.side else not self.lora.rank and name not in frozen
+        )
         return {name: part for name, part in named.items() if trains(name) is trained}
 
 

@@ -28,24 +28,40 @@ class Sources:
     def record(self) -> dict[str, Any]:
         """Path and digest of each, for the item `data` of a run's checkpoints."""
         named = {"start": self.start, "teacher": self.teacher}
-        return {name: {"path": exact_name(model), "digest": _digest(model)} for name, model in named.items() if model}
+        return {
+            name: {"path": exact_name(model), "digest": _digest(model)}
+            for name, model in named.items()
+            if model
+        }
 
 
 def of_run(
-    config: RunConfig, *, recorded: dict[str, Any] | None = None, decided: dict[str, Any] | None = None
+    config: RunConfig,
+    *,
+    recorded: dict[str, Any] | None = None,
+    decided: dict[str, Any] | None = None,
 ) -> Sources:
     """The models that `config` names; of a run that is resumed only those that it still needs.
 
     recorded: `Sources.record()` in the run's own checkpoint; None for a new run.
     decided: another process's `Sources.record()`, which says which checkpoint of a folder is meant.
 
-    Raises UserError for a model that is missing, has another shape, or has changed since the run began.
+    Raises UserError for a model that is missing, has another shape, or has changed since the run
+    began.
     """
     teacher = config.distill.teacher
     needs_start = recorded is None or config.lora.rank or teacher == START
     recorded = (decided or {}) | (recorded or {})
-    start = _opened("train.start", config.train.start, config, recorded.get("start")) if needs_start else None
-    other = None if teacher in (None, START) else _opened("distill.teacher", teacher, config, recorded.get("teacher"))
+    start = (
+        _opened("train.start", config.train.start, config, recorded.get("start"))
+        if needs_start
+        else None
+    )
+    other = (
+        None
+        if teacher in (None, START)
+        else _opened("distill.teacher", teacher, config, recorded.get("teacher"))
+    )
     found = Sources(start, start if teacher == START else other)
     _check_refitted(config, found)
     return found
@@ -60,11 +76,15 @@ def teacher_model(config: RunConfig, sources: Sources) -> ModelConfig | None:
     if config.distill.residual is None:
         return model
     ranks = model.ranks if config.distill.residual == model.residual else None
-    return dataclasses.replace(model, residual=config.distill.residual, ladder_layers=None, ranks=ranks)
+    return dataclasses.replace(
+        model, residual=config.distill.residual, ladder_layers=None, ranks=ranks
+    )
 
 
 def tokenizer(config: RunConfig, *, folder: pathlib.Path) -> tokenizers.Tokenizer | None:
-    """With train.start: the tokenizer in the run's folder, or else that checkpoint's. None without train.start."""
+    """With train.start: the tokenizer in the run's folder, or else that checkpoint's. None without
+    train.start.
+    """
     if config.train.start is None:
         return None
     if (folder / tokenizers.FOLDER).is_dir():
@@ -75,14 +95,22 @@ def tokenizer(config: RunConfig, *, folder: pathlib.Path) -> tokenizers.Tokenize
 
 
 def check_shape(name: str, theirs: ModelConfig, ours: ModelConfig) -> None:
-    """Raises UserError, naming the first field that differs, for a checkpoint whose model has other parameters."""
+    """Raises UserError, naming the first field that differs, for a checkpoint whose model has other
+    parameters.
+    """
     before, after = _shape(theirs), _shape(ours)
     for field in before | after:
         has, wants = before.get(field), after.get(field)
         if has != wants:
-            raise UserError(f"{name}: the checkpoint has model.{field}={has}, and this run model.{field}={wants}")
+            raise UserError(
+                f"{name}: the checkpoint has model.{field}={has}, and this run model.{field}={wants}"
+            )
     if theirs.side is not None and (theirs.side != ours.side or name.startswith("distill")):
-        instead = "a teacher is a model without one" if name.startswith("distill") else f"this run has {ours.side}"
+        instead = (
+            "a teacher is a model without one"
+            if name.startswith("distill")
+            else f"this run has {ours.side}"
+        )
         raise UserError(f"{name}: the checkpoint has a side network, {theirs.side}, and {instead}")
     shared = "parallel-shared-norm"
     if (theirs.residual == shared) != (ours.residual == shared):
@@ -99,7 +127,9 @@ def _shape(model: ModelConfig) -> dict[str, Any]:
 
 
 def _check_refitted(config: RunConfig, sources: Sources) -> None:
-    """Raises UserError where weights that `convert` refitted would be used in another topology than their own."""
+    """Raises UserError where weights that `convert` refitted would be used in another topology than
+    their own.
+    """
     start, teacher = sources.start, sources.teacher
     if start and start.refitted and config.conversion.steps:
         raise UserError(
@@ -117,12 +147,16 @@ def _check_refitted(config: RunConfig, sources: Sources) -> None:
         )
 
 
-def _opened(name: str, path: str | None, config: RunConfig, recorded: dict | None) -> OpenedModel | None:
+def _opened(
+    name: str, path: str | None, config: RunConfig, recorded: dict | None
+) -> OpenedModel | None:
     if path is None:
         return None
     model = _open(name, recorded["path"] if recorded else path)
     if recorded and _digest(model) != recorded["digest"]:
-        raise UserError(f"{name}: {exact_name(model)!r} is not the checkpoint any more that this run began with")
+        raise UserError(
+            f"{name}: {exact_name(model)!r} is not the checkpoint any more that this run began with"
+        )
     check_shape(f"{name}={path!r}", model.config.model, config.model)
     return model
 
@@ -135,14 +169,18 @@ def _open(name: str, path: str) -> OpenedModel:
 
 
 def exact_name(model: OpenedModel) -> str:
-    """The name that opens the same weights again: of a run's folder the step's, of the Hub the commit's."""
+    """The name that opens the same weights again: of a run's folder the step's, of the Hub the
+    commit's.
+    """
     if isinstance(model.weights, Checkpoint):
         return str(model.weights.path)
     return model.name if model.on_hub else str(model.path.absolute())
 
 
 def _digest(model: OpenedModel) -> str:
-    """Of a manifest, which lists every file's digest; of an older checkpoint without one, of its time of writing."""
+    """Of a manifest, which lists every file's digest; of an older checkpoint without one, of its
+    time of writing.
+    """
     checkpoint = model.weights
     if not isinstance(checkpoint, Checkpoint):
         return model.identity

@@ -1,4 +1,6 @@
-"""What a retraining run trains, on which loss, and from which weights: it takes the place of `train.Pretraining`."""
+"""What a retraining run trains, on which loss, and from which weights: it takes the place of
+`train.Pretraining`.
+"""
 
 import dataclasses
 import functools
@@ -23,7 +25,8 @@ from ladder_jax.retrain.sources import Sources
 
 @dataclasses.dataclass(frozen=True)
 class Retraining(RetrainPlan):
-    """A `train.gradients.TrainingTask` that trains some of the parameters, or learns from more than the data.
+    """A `train.gradients.TrainingTask` that trains some of the parameters, or learns from more than
+    the data.
 
     sources: where the weights come from.
     """
@@ -34,7 +37,10 @@ class Retraining(RetrainPlan):
 
     @property
     def terms(self) -> dict[str, tuple[int, ...]]:
-        return {**dict.fromkeys(loss.terms(self), ()), **(self.routers.terms if self.routers else {})}
+        return {
+            **dict.fromkeys(loss.terms(self), ()),
+            **(self.routers.terms if self.routers else {}),
+        }
 
     @functools.cached_property
     def routers(self) -> Any:
@@ -76,7 +82,9 @@ class Retraining(RetrainPlan):
         config: TrainConfig,
     ) -> tuple[jax.Array, dict[str, jax.Array]]:
         routers = self.routers if self.routers and self.routers.measures(scheduled) else None
-        return loss.loss_sum(self, trained, frozen, batch, routers=routers, scheduled=scheduled, config=config)
+        return loss.loss_sum(
+            self, trained, frozen, batch, routers=routers, scheduled=scheduled, config=config
+        )
 
     # The host's side: from checkpoints to parameters, and back.
 
@@ -99,7 +107,8 @@ class Retraining(RetrainPlan):
         return (self.initial_adapters(seed=seed) if self.lora.rank else trained), frozen
 
     def restored(self, checkpoint: Checkpoint, *, extra: Params) -> tuple[Params, Params]:
-        # A checkpoint of LoRA holds the merged matrices, which are rounded; the factors belong to those of the start.
+        # A checkpoint of LoRA holds the merged matrices, which are rounded; the factors belong to
+        # those of the start.
         if self.lora.rank:
             params = self.sources.start.params(self.definition, dtype=np.float32)
         else:
@@ -112,7 +121,9 @@ class Retraining(RetrainPlan):
 
     @functools.cached_property
     def exported(self):
-        """A (trained, frozen) -> all the model's parameters, compiled: laid out over the mesh as the model is."""
+        """A (trained, frozen) -> all the model's parameters, compiled: laid out over the mesh as
+        the model is.
+        """
         if self.frozen_layers == 0 and not self.lora.rank and not self.side:
             return lambda trained, frozen: trained
         shardings = jax.tree.map(lambda a: a.sharding, self.definition.abstract)
@@ -131,27 +142,40 @@ class Retraining(RetrainPlan):
         joined = {**frozen, **trained}
         if self.lora.rank:
             factors, dims = joined.pop(ADAPTERS), self.dims[parts.LAYERS]
-            joined[parts.LAYERS] = lora.merge(joined[parts.LAYERS], factors, dims=dims, scale=self.lora.scale)
+            joined[parts.LAYERS] = lora.merge(
+                joined[parts.LAYERS], factors, dims=dims, scale=self.lora.scale
+            )
         return parts.join(joined)
 
 
 def of_run(
-    config: RunConfig, *, definition: ModelDef, recorded: dict[str, Any] | None, agreement: Agreement
+    config: RunConfig,
+    *,
+    definition: ModelDef,
+    recorded: dict[str, Any] | None,
+    agreement: Agreement,
 ) -> Retraining:
-    """The task of a run, its checkpoints opened; `recorded`: the sources in the checkpoint it resumes, None if none.
+    """The task of a run, its checkpoints opened; `recorded`: the sources in the checkpoint it
+    resumes, None if none.
 
-    All processes take what process 0 does: the newest checkpoint of a folder may be another one here. Raises UserError
-    for a missing or unfit checkpoint.
+    All processes take what process 0 does: the newest checkpoint of a folder may be another one
+    here. Raises UserError for a missing or unfit checkpoint.
     """
     decide = lambda: sources.of_run(config, recorded=recorded).record()
     decided = agreement.decided("where weights come from", decide)
     with agreement.together("where weights come from"):
         found = sources.of_run(config, recorded=recorded, decided=decided)
-    return of_sources(config, definition=definition, teacher=sources.teacher_model(config, found), sources=found)
+    return of_sources(
+        config, definition=definition, teacher=sources.teacher_model(config, found), sources=found
+    )
 
 
-def of_sources(config: RunConfig, *, definition: ModelDef, teacher: ModelConfig | None, sources: Sources) -> Retraining:
-    """The task that `config` describes. Raises UserError for a teacher that cannot teach this model."""
+def of_sources(
+    config: RunConfig, *, definition: ModelDef, teacher: ModelConfig | None, sources: Sources
+) -> Retraining:
+    """The task that `config` describes. Raises UserError for a teacher that cannot teach this
+    model.
+    """
     of_teacher = None
     if teacher is not None:
         ranks = definition.layout.ranks
@@ -172,5 +196,11 @@ def of_sources(config: RunConfig, *, definition: ModelDef, teacher: ModelConfig 
                 " distill.residual=standard is the original"
             )
     return Retraining(
-        definition, config.train.freeze, config.lora, config.distill, config.conversion, of_teacher, sources
+        definition,
+        config.train.freeze,
+        config.lora,
+        config.distill,
+        config.conversion,
+        of_teacher,
+        sources,
     )

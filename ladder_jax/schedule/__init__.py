@@ -1,4 +1,6 @@
-"""Compile for hardware that this machine lacks, and read from the schedule how much communication is hidden."""
+"""Compile for hardware that this machine lacks, and read from the schedule how much communication
+is hidden.
+"""
 
 from ladder_jax.schedule.audit import assert_hidden as assert_hidden
 from ladder_jax.schedule.audit import audit as audit

@@ -1,17 +1,18 @@
 """The collectives of a scheduled program, and the compute that the schedule places beside each.
 
-A collective is *synchronous* (the device waits) or has a *window*: the instructions issued between its start and its
-done. On TPUs a reduce-scatter may be one fusion of an all-reduce and the slice that this device keeps. XLA writes:
+A collective is *synchronous* (the device waits) or has a *window*: the instructions issued between
+its start and its done. On TPUs a reduce-scatter may be one fusion of an all-reduce and the slice
+that this device keeps. XLA writes:
 
     all-reduce                               synchronous, on every backend; likewise the other kinds
     all-reduce-start ... all-reduce-done     NVIDIA GPU; likewise the other kinds
     async-start ... async-done, fusion-start ... fusion-done
                                              NVIDIA GPU, the collective in the called computation
-    call-start, call-update ... call-done    TPU SparseCore; the start may come early, without operands, so the window
-                                             starts at the update
+    call-start, call-update ... call-done    TPU SparseCore; the start may come early, without
+                                             operands, so the window starts at the update
     fusion(AsyncCollectiveStart) ... fusion(AsyncCollectiveDone)
-                                             TPU v5e; pieces of one collective share a chain_id, and pieces fused with
-                                             compute are in the window
+                                             TPU v5e; pieces of one collective share a chain_id, and
+                                             pieces fused with compute are in the window
 """
 
 import dataclasses
@@ -41,15 +42,18 @@ MOVES = ("copy", "copy-start", "copy-done", "bitcast", "get-tuple-element")
 class Collective:
     """One collective of the program, and its position in the schedule.
 
-    operands: number of arrays that it carries; an all-reduce of several arrays is a merged one. The compiler for
-        NVIDIA GPUs concatenates arrays into one flat operand; this counts the arrays in it.
-    operand_op_names: names of the operations that computed the operands, if there are several (a compiler for TPUs
-        keeps only one name for the merged collective itself).
-    bytes: size of its operands on one device: unscattered arrays of a reduce-scatter, shards of an all-gather.
+    operands: number of arrays that it carries; an all-reduce of several arrays is a merged one. The
+        compiler for NVIDIA GPUs concatenates arrays into one flat operand; this counts the arrays
+        in it.
+    operand_op_names: names of the operations that computed the operands, if there are several (a
+        compiler for TPUs keeps only one name for the merged collective itself).
+    bytes: size of its operands on one device: unscattered arrays of a reduce-scatter, shards of an
+        all-gather.
     axes: mesh axes that it spans, such as ("tensor",); empty if the program does not name them.
     ranks: number of devices in its group; 0 if unknown.
     executions: runs per execution of the program; inside the loop over new tokens, runs per token.
-    issued, awaited: positions of its start and its done in `computation`; equal if it is synchronous.
+    issued, awaited: positions of its start and its done in `computation`; equal if it is
+        synchronous.
     operations: number of computing instructions in its window.
     flops: matmul FLOPs in its window, by sublayer.
     cycles: the compiler's estimate of the window's time; None if it gives none.
@@ -85,7 +89,17 @@ class Collective:
         return (self,)
 
     def as_dict(self) -> dict:
-        fields = ("kind", "bytes", "axes", "executions", "operations", "kernels", "cycles", "op_name", "synchronous")
+        fields = (
+            "kind",
+            "bytes",
+            "axes",
+            "executions",
+            "operations",
+            "kernels",
+            "cycles",
+            "op_name",
+            "synchronous",
+        )
         return {name: getattr(self, name) for name in fields}
 
 
@@ -93,12 +107,16 @@ def find(program: Program, *, costs: Costs) -> list[Collective]:
     """All collectives that run: computation by computation, each in issue order."""
     mesh = mesh_of(program)
     return [
-        _measure(form, computation, costs, mesh) for computation in scheduled(program) for form in forms(computation)
+        _measure(form, computation, costs, mesh)
+        for computation in scheduled(program)
+        for form in forms(computation)
     ]
 
 
 def unknown(program: Program, *, costs: Costs) -> list[str]:
-    """The names of collectives that run in a form which is not among those above, so that nothing counts them."""
+    """The names of collectives that run in a form which is not among those above, so that nothing
+    counts them.
+    """
     found = {form.collective for computation in scheduled(program) for form in forms(computation)}
     running = [c for c in program.computations.values() if costs.trips(c)]
     # A `chain_id` is on further pieces of one that is found.
@@ -113,7 +131,9 @@ def unknown(program: Program, *, costs: Costs) -> list[str]:
 
 
 def scheduled(program: Program) -> list[Computation]:
-    """The computations whose instructions the device issues in order: the entry, loop bodies, branches."""
+    """The computations whose instructions the device issues in order: the entry, loop bodies,
+    branches.
+    """
     order = []
 
     def visit(computation: Computation):
@@ -182,14 +202,25 @@ def _done_of(instructions: Sequence[Instruction], start: int, stem: str) -> int:
 def _readers(instructions: Sequence[Instruction], start: int, opcode: str) -> list[int]:
     """Positions of the instructions of an opcode that read what the one at `start` gives."""
     source = instructions[start]
-    return [index for index, one in enumerate(instructions) if one.opcode == opcode and source in one.operands]
+    return [
+        index
+        for index, one in enumerate(instructions)
+        if one.opcode == opcode and source in one.operands
+    ]
 
 
 def _chained_done(instructions: Sequence[Instruction], start: int, piece: Instruction) -> int:
     chain = _chain(piece)
-    done = [i for i, one in enumerate(instructions) if i > start and _calls_target(one, "AsyncCollectiveDone")]
+    done = [
+        i
+        for i, one in enumerate(instructions)
+        if i > start and _calls_target(one, "AsyncCollectiveDone")
+    ]
     pieces = [(index, _called_collective(instructions[index])) for index in done]
-    return _first([index for index, of in pieces if of and _chain(of[0]) == chain], started=instructions[start])
+    return _first(
+        [index for index, of in pieces if of and _chain(of[0]) == chain],
+        started=instructions[start],
+    )
 
 
 def _chain(piece: Instruction) -> str:
@@ -208,11 +239,14 @@ def _calls_target(instruction: Instruction, target: str) -> bool:
     return instruction.opcode == "fusion" and any(named in inner.attributes for inner in inside)
 
 
-def _measure(form: Form, computation: Computation, costs: Costs, mesh: dict[str, int]) -> Collective:
+def _measure(
+    form: Form, computation: Computation, costs: Costs, mesh: dict[str, int]
+) -> Collective:
     collective, holder = form.collective, form.holder
     axes, ranks = group_of(collective, mesh=mesh)
     payload = tuple(array for operand in collective.operands for array in operand.arrays)
-    if collective.opcode.startswith("collective-permute"):  # an operand may be one array of a fusion's several
+    # an operand may be one array of a fusion's several
+    if collective.opcode.startswith("collective-permute"):
         payload = collective.arrays[: len(collective.operands)]
     window = computation.instructions[form.issued + 1 : form.awaited]
     cycles = costs.cycles_of(window)
@@ -232,7 +266,9 @@ def _measure(form: Form, computation: Computation, costs: Costs, mesh: dict[str,
         operations=sum(i.opcode in ("fusion", "dot", "convolution", "custom-call") for i in window),
         flops=costs.flops_of(window),
         cycles=0 if not window and costs.total_cycles() else cycles,
-        kernels=sum(i.opcode == "custom-call" and "tpu_custom_call" in i.attributes for i in window),
+        kernels=sum(
+            i.opcode == "custom-call" and "tpu_custom_call" in i.attributes for i in window
+        ),
         operand_op_names=_operand_op_names(collective) if len(collective.operands) > 1 else (),
         scores=sum(map(attention_kernel_flops, window)),
     )
@@ -241,16 +277,24 @@ def _measure(form: Form, computation: Computation, costs: Costs, mesh: dict[str,
 def _count_operands(collective: Instruction, *, ranks: int) -> int:
     """An all-to-all of one array may be written with an operand for each rank."""
     count = max(len(collective.operands), _concatenated_arrays(collective))
-    return count // ranks if "all-to-all" in collective.opcode and ranks and count % ranks == 0 else count
+    return (
+        count // ranks
+        if "all-to-all" in collective.opcode and ranks and count % ranks == 0
+        else count
+    )
 
 
 def _operand_op_names(collective: Instruction) -> tuple[str, ...]:
-    named = lambda source: source if source.op_name or source.opcode not in MOVES else named(source.operands[0])
+    named = lambda source: (
+        source if source.op_name or source.opcode not in MOVES else named(source.operands[0])
+    )
     return tuple(named(operand).op_name for operand in collective.operands)
 
 
 def _concatenated_arrays(collective: Instruction) -> int:
-    """Number of arrays in the flat operand of `collective` that the compiler concatenated; 1 if it is one array."""
+    """Number of arrays in the flat operand of `collective` that the compiler concatenated; 1 if it
+    is one array.
+    """
     source, *others = collective.operands
     if others or len(source.arrays) != 1 or len(source.dims) != 1:
         return 1
@@ -261,7 +305,9 @@ def _concatenated_arrays(collective: Instruction) -> int:
 
 
 def _reducer_op_name(collective: Instruction) -> str:
-    """The name of the original operation of a reduction that the compiler rewrote: its addition keeps that name."""
+    """The name of the original operation of a reduction that the compiler rewrote: its addition
+    keeps that name.
+    """
     reducer = collective.computation("to_apply")
     return reducer.root.op_name if reducer else ""
 
@@ -272,14 +318,16 @@ def _kind(collective: Instruction, holder: Computation) -> str:
     return "reduce-scatter" if kind == "all-reduce" and sliced else kind
 
 
-# The mesh axes over which a collective runs. A program names them (`replica_groups=mesh['data'=1,'tensor'=4]
-# {'tensor'}`), except in a collective that the compiler generated: that one lists device numbers, `{{0,4},{1,5},...}`
-# or, shorter, `[4,2]<=[2,4]T(1,0)`.
+# The mesh axes over which a collective runs. A program names them
+# (`replica_groups=mesh['data'=1,'tensor'=4] {'tensor'}`), except in a collective that the compiler
+# generated: that one lists device numbers, `{{0,4},{1,5},...}` or, shorter, `[4,2]<=[2,4]T(1,0)`.
 _MESH = re.compile(r"replica_groups=mesh\[([^\]]*)\]\s*\{([^}]*)\}")
 
 
 def mesh_of(program: Program) -> dict[str, int]:
-    """Sizes of the mesh axes by name, read from the program's collectives; empty if none names them."""
+    """Sizes of the mesh axes by name, read from the program's collectives; empty if none names
+    them.
+    """
     found = (_MESH.search(instruction.attributes) for instruction in program.instructions)
     return next((_sizes(named[1]) for named in found if named), {})
 
@@ -306,7 +354,9 @@ def _first_group(attributes: str) -> tuple[int, ...]:
         return _cycle(dict(map(_numbers, re.findall(r"\d+,\d+", pairs[1]))))
     if listed := re.search(r"replica_groups=\{\{([\d,]+)\}", attributes):
         return _numbers(listed[1])
-    if counted := re.search(r"replica_groups=\[(\d+),(\d+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", attributes):
+    if counted := re.search(
+        r"replica_groups=\[(\d+),(\d+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", attributes
+    ):
         shape = _numbers(counted[3])
         order = _numbers(counted[4]) if counted[4] else range(len(shape))
         devices = np.arange(math.prod(shape)).reshape(shape).transpose(order).ravel()
@@ -315,7 +365,9 @@ def _first_group(attributes: str) -> tuple[int, ...]:
 
 
 def _cycle(target: dict[int, int]) -> tuple[int, ...]:
-    """The devices that a permute's messages pass through from the first one until they are back; () of a line."""
+    """The devices that a permute's messages pass through from the first one until they are back; ()
+    of a line.
+    """
     first = next(iter(target))
     group = [first]
     while (following := target.get(group[-1])) != first:
@@ -326,7 +378,9 @@ def _cycle(target: dict[int, int]) -> tuple[int, ...]:
 
 
 def _axes_of(group: tuple[int, ...], mesh: dict[str, int]) -> tuple[str, ...]:
-    """The axes along which the mesh coordinates of a group differ; () unless the group covers these axes completely."""
+    """The axes along which the mesh coordinates of a group differ; () unless the group covers these
+    axes completely.
+    """
     if not mesh or not group or max(group) >= math.prod(mesh.values()):
         return ()
     coordinates = np.unravel_index(group, tuple(mesh.values()))

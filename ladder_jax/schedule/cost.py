@@ -1,4 +1,6 @@
-"""Cost of a program's instructions: matmul FLOPs from shapes, cycles from the compiler's estimates."""
+"""Cost of a program's instructions: matmul FLOPs from shapes, cycles from the compiler's
+estimates.
+"""
 
 import collections
 import functools
@@ -15,7 +17,8 @@ from ladder_jax.scopes import TOKEN_LOOP
 
 GARBAGE_CYCLES = 2**62  # libtpu writes 2^63 - 1 where it has no estimate
 
-Flops = collections.Counter  # by sublayer: "attention", "mlp", "joint" (both), "" outside of sublayers
+# by sublayer: "attention", "mlp", "joint" (both), "" outside of sublayers
+Flops = collections.Counter
 SUBLAYER = re.compile(r"(?<![\w])(attention|mlp|joint)(?![\w])")
 
 
@@ -27,7 +30,8 @@ def sublayer_of(op_name: str) -> str:
 class Costs:
     """Costs of `program`'s instructions, including the computations that they call.
 
-    experts: the model's, of whose kernels the text does not show how much they compute (see grouped.py).
+    experts: the model's, of whose kernels the text does not show how much they compute
+        (see grouped.py).
     """
 
     def __init__(self, program: Program, *, experts: Experts | None = None):
@@ -36,9 +40,11 @@ class Costs:
         self._cycles = functools.cache(lambda computation: self.cycles_of(computation.instructions))
 
     def matmul_flops(self, instruction: Instruction) -> Flops:
-        """2 x multiply-adds of the instruction's matrix products, by the sublayer named in their scope.
+        """2 x multiply-adds of the instruction's matrix products, by the sublayer named in their
+        scope.
 
-        0 for a kernel (custom call) other than a grouped matmul: its text does not show what it computes.
+        0 for a kernel (custom call) other than a grouped matmul: its text does not show what it
+        computes.
         """
         count = _COUNTERS.get(instruction.opcode)
         if instruction.opcode == "custom-call" and "__cublas" in instruction.attributes:
@@ -48,29 +54,43 @@ class Costs:
         if one := self.grouped(instruction):
             return Flops({sublayer_of(instruction.op_name): one.flops})
         called = sum(map(self._flops, instruction.calls), Flops())
-        return Flops({sublayer: trip_count(instruction) * flops for sublayer, flops in called.items()})
+        return Flops(
+            {sublayer: trip_count(instruction) * flops for sublayer, flops in called.items()}
+        )
 
     def grouped(self, instruction: Instruction) -> Grouped | None:
         return grouped.kernel(instruction, experts=self._experts)
 
     def flops_of_scope(self, scope: str, *, within: Computation) -> int:
-        """Matmul FLOPs of one run of a computation, of the operations under a named scope; without its loops."""
+        """Matmul FLOPs of one run of a computation, of the operations under a named scope; without
+        its loops.
+        """
         total = 0
         for instruction in within.instructions:
             if instruction.opcode == "fusion":
-                total += sum(self.flops_of_scope(scope, within=called) for called in instruction.calls)
+                total += sum(
+                    self.flops_of_scope(scope, within=called) for called in instruction.calls
+                )
             elif instruction.op_name.startswith(scope):
                 total += self.matmul_flops(instruction).total()
         return total
 
     def cycles(self, instruction: Instruction) -> int | None:
-        """The compiler's estimate for one execution; of a grouped matmul, where it gives none, ours; otherwise None."""
+        """The compiler's estimate for one execution; of a grouped matmul, where it gives none,
+        ours; otherwise None.
+        """
         estimate = re.search(r'"estimated_cycles":"(\d+)"', instruction.attributes)
         if estimate:
             return int(estimate[1]) if int(estimate[1]) < GARBAGE_CYCLES else None
         if one := self.grouped(instruction):
-            hardware = self._experts.hardware if self._experts and self._compiler_estimates else None
-            return round(one.seconds(hardware) * hardware.clock) if hardware and hardware.clock else None
+            hardware = (
+                self._experts.hardware if self._experts and self._compiler_estimates else None
+            )
+            return (
+                round(one.seconds(hardware) * hardware.clock)
+                if hardware and hardware.clock
+                else None
+            )
         if instruction.opcode not in ("while", "call", "conditional"):
             return None
         called = _sum(map(self._cycles, instruction.calls))
@@ -86,13 +106,21 @@ class Costs:
     @functools.cached_property
     def _compiler_estimates(self) -> bool:
         """Whether the compiler gives any estimate: before it has made machine code it has none."""
-        return any('"estimated_cycles"' in instruction.attributes for instruction in self._program.instructions)
+        return any(
+            '"estimated_cycles"' in instruction.attributes
+            for instruction in self._program.instructions
+        )
 
     def total_cycles(self) -> int | None:
-        """Estimated cycles of one execution of the program, with every loop's iterations counted; of a program that
-        generates several tokens, cycles per token."""
+        """Estimated cycles of one execution of the program, with every loop's iterations counted;
+        of a program that generates several tokens, cycles per token.
+        """
         total = self._cycles(self._program.entry)
-        return None if total is None else per_token(self._program, total, of=lambda loop: self.cycles(loop) or 0)
+        return (
+            None
+            if total is None
+            else per_token(self._program, total, of=lambda loop: self.cycles(loop) or 0)
+        )
 
     def trips(self, computation: Computation) -> int:
         """Number of runs of `computation` in one execution of the program."""
@@ -118,23 +146,29 @@ def _sum(estimates: Iterable[int | None]) -> int | None:
 
 
 def attention_kernel_flops(instruction: Instruction) -> int:
-    """Of the matrix products in a kernel of causal attention on TPUs, over pairs of a query and a position it sees.
+    """Of the matrix products in a kernel of causal attention on TPUs, over pairs of a query and a
+    position it sees.
 
-    Queries [.., N, T, H], the array of the most heads, are the last T of S positions. A pair has 2 H FLOPs a product.
+    Queries [.., N, T, H], the array of the most heads, are the last T of S positions. A pair has 2
+    H FLOPs a product.
     """
     found = _ATTENTION_KERNEL.search(instruction.op_name)
     if instruction.opcode != "custom-call" or not found:
         return 0
     size = instruction.dims[-1]
-    arrays = [array for operand in instruction.operands for array in operand.arrays if "f" in array.kind]
-    operands = [array.dims for array in arrays if len(array.dims) > 2 and array.dims[-1] == size]  # not the mask's
+    arrays = [
+        array for operand in instruction.operands for array in operand.arrays if "f" in array.kind
+    ]
+    # not the mask's
+    operands = [array.dims for array in arrays if len(array.dims) > 2 and array.dims[-1] == size]
     *heads, queries, _ = max(operands, key=lambda dims: math.prod(dims[:-2]))
     positions = max(dims[-2] for dims in operands)
     pairs = math.prod(heads) * queries * (2 * positions - queries + 1) // 2
     return _ATTENTION_PRODUCTS[found[1]] * 2 * size * pairs
 
 
-_ATTENTION_PRODUCTS = {"fwd": 2, "dq": 3, "dkv": 4}  # backward the scores again, the probabilities' gradient and those
+# backward the scores again, the probabilities' gradient and those
+_ATTENTION_PRODUCTS = {"fwd": 2, "dq": 3, "dkv": 4}
 _ATTENTION_KERNEL = re.compile(r"splash_mha_(fwd|dq|dkv)")
 
 
@@ -144,20 +178,24 @@ _TOKENS = re.compile(rf"(?<!\w){TOKEN_LOOP}/while(?!/)")
 
 def token_loop(program: Program) -> Instruction | None:
     """The loop over new tokens, if the program has one."""
-    loops = (i for i in program.entry.instructions if i.opcode == "while" and _TOKENS.search(i.op_name))
+    loops = (
+        i for i in program.entry.instructions if i.opcode == "while" and _TOKENS.search(i.op_name)
+    )
     return next(loops, None)
 
 
 def trip_count(instruction: Instruction) -> int:
-    """How often it runs what it calls: a loop's iterations, 1 of the loop over new tokens, because a decode program is
-    reported per token, and 1 of any other instruction."""
+    """How often it runs what it calls: a loop's iterations, 1 of the loop over new tokens, because
+    a decode program is reported per token, and 1 of any other instruction.
+    """
     once = instruction.opcode != "while" or _TOKENS.search(instruction.op_name)
     return 1 if once else iterations(instruction)
 
 
 def per_token(program: Program, total: int, *, of: Callable[[Instruction], int]) -> int:
-    """Of what a whole program costs, and `of` an instruction: one turn of the loop over new tokens, and a token's share
-    of what is outside of it; all, if the program has no such loop."""
+    """Of what a whole program costs, and `of` an instruction: one turn of the loop over new tokens,
+    and a token's share of what is outside of it; all, if the program has no such loop.
+    """
     loop = token_loop(program)
     if loop is None:
         return total
@@ -165,7 +203,8 @@ def per_token(program: Program, total: int, *, of: Callable[[Instruction], int])
 
 
 def iterations(loop: Instruction) -> int:
-    """Iterations of a `while`: the compiler's `known_trip_count`, or the limit in its condition `i < limit`.
+    """Iterations of a `while`: the compiler's `known_trip_count`, or the limit in its condition
+    `i < limit`.
 
     Raises ValueError if the program has neither: a guess would make the report wrong.
     """
@@ -179,7 +218,9 @@ def iterations(loop: Instruction) -> int:
 
 
 def _increment(compared: Instruction, root: Instruction) -> int:
-    """What one turn adds to the loop's counter: more than 1 where the compiler has unrolled the loop in part."""
+    """What one turn adds to the loop's counter: more than 1 where the compiler has unrolled the
+    loop in part.
+    """
     if compared.opcode != "get-tuple-element" or root.opcode != "tuple":
         return 1
     counter = root.operands[int(compared.attribute("index"))]
@@ -188,7 +229,9 @@ def _increment(compared: Instruction, root: Instruction) -> int:
 
 
 def _dot(product: Instruction) -> int:
-    """A dot's attribute, or in the configuration of a call of cuBLAS, names the contracted dimensions."""
+    """A dot's attribute, or in the configuration of a call of cuBLAS, names the contracted
+    dimensions.
+    """
     noted = re.search(r'lhs_contracting_dim(?:ension)?s"?[=:][{\[]([^}\]]*)', product.attributes)
     left = product.operands[0].dims
     contracted = re.findall(r"\d+", noted[1] if noted else "")
@@ -196,11 +239,15 @@ def _dot(product: Instruction) -> int:
 
 
 def _convolution(conv: Instruction) -> int:
-    """TPU compilers write every matmul as a convolution, and a batch dimension as a strided window of it.
+    """TPU compilers write every matmul as a convolution, and a batch dimension as a strided window
+    of it.
 
-    So multiply-adds are counted position by position, without those on padding or on the holes of a dilated operand.
+    So multiply-adds are counted position by position, without those on padding or on the holes of a
+    dilated operand.
     """
-    left_labels, right_labels, out_labels = re.match(r"(\w+)_(\w+)->(\w+)", conv.attribute("dim_labels")).groups()
+    left_labels, right_labels, out_labels = re.match(
+        r"(\w+)_(\w+)->(\w+)", conv.attribute("dim_labels")
+    ).groups()
     left, right, out = (one.dims for one in (*conv.operands[:2], conv))
     window = dict(part.split("=") for part in conv.attribute("window").strip("{}").split())
     positions = 1
@@ -209,12 +256,21 @@ def _convolution(conv: Instruction) -> int:
         def setting(name: str, default: int) -> int:
             return int(window[name].split("x")[axis].split("_")[0]) if name in window else default
 
-        outputs, elements = np.arange(out[out_labels.index(label)]), np.arange(right[right_labels.index(label)])
-        at = outputs[:, None] * setting("stride", 1) + elements * setting("rhs_dilate", 1) - setting("pad", 0)
+        outputs, elements = (
+            np.arange(out[out_labels.index(label)]),
+            np.arange(right[right_labels.index(label)]),
+        )
+        at = (
+            outputs[:, None] * setting("stride", 1)
+            + elements * setting("rhs_dilate", 1)
+            - setting("pad", 0)
+        )
         dilate = setting("lhs_dilate", 1)
         real = (at >= 0) & (at % dilate == 0) & (at // dilate < left[left_labels.index(label)])
         positions *= int(real.sum())
-    others = out[out_labels.index("b")] * out[out_labels.index("f")] * right[right_labels.index("i")]
+    others = (
+        out[out_labels.index("b")] * out[out_labels.index("f")] * right[right_labels.index("i")]
+    )
     return 2 * others * positions
 
 

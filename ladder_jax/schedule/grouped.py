@@ -1,18 +1,20 @@
-"""Grouped matmuls of experts in a compiled program: what of their rows and matrices a device computes and reads.
+"""Grouped matmuls of experts in a compiled program: what of their rows and matrices a device
+computes and reads.
 
 A kernel is a custom call, by its name and its arrays, of which a text shows the sizes only:
 
     rows [R, I], matrices [E, I, O]  ->  [R, O]        each row times its expert's matrix
     rows [R, I], rows [R, O]         ->  [E, I, O]     a matrix's gradient: a sum over its expert's rows
 
-R counts the rows of all ranks' experts, E the matrices of this rank's. How many of them a kernel computes and reads is
-decided while it runs. Here it is what evenly loaded experts make of it, in the mean:
+R counts the rows of all ranks' experts, E the matrices of this rank's. How many of them a kernel
+computes and reads is decided while it runs. Here it is what evenly loaded experts make of it, in
+the mean:
 
     active rows      R / ranks
     read matrices    experts / ranks x (1 - (1 - k / experts)^(R / k))     those that one of R / k tokens chooses
 
-Where XLA has no kernel, it expands: it multiplies each row with all E matrices, in a matmul that is counted as any
-other.
+Where XLA has no kernel, it expands: it multiplies each row with all E matrices, in a matmul that is
+counted as any other.
 """
 
 from __future__ import annotations
@@ -44,9 +46,12 @@ class Form(enum.Enum):
 
 
 def form(program: Program) -> Form:
-    """Of a program with experts: KERNELS if there are kernels, and no matmul in the place of one."""
+    """Of a program with experts: KERNELS if there are kernels, and no matmul in the place of
+    one.
+    """
     named = [one.opcode for one in program.instructions if _is_named(one)]
-    expanded = "dot" in named or "convolution" in named or "custom-call" not in named  # a CPU's have no name
+    # a CPU's have no name
+    expanded = "dot" in named or "convolution" in named or "custom-call" not in named
     return Form.EXPANDED if expanded else Form.KERNELS
 
 
@@ -56,7 +61,9 @@ def _is_named(instruction: Instruction) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class Experts:
-    """A model's experts over `ranks` devices. hardware: of one, for the kernels' times; None: unknown."""
+    """A model's experts over `ranks` devices. hardware: of one, for the kernels' times; None:
+    unknown.
+    """
 
     moe: MoEConfig
     ranks: int
@@ -75,8 +82,8 @@ class Experts:
 class Grouped:
     """One kernel.
 
-    rows, matrices: how many it computes and reads. elements: of one expert's matrix. bytes: between main memory and the
-    cores. tile: rows that are computed at once.
+    rows, matrices: how many it computes and reads. elements: of one expert's matrix. bytes: between
+    main memory and the cores. tile: rows that are computed at once.
     """
 
     rows: float
@@ -90,13 +97,17 @@ class Grouped:
         return round(2 * self.rows * self.elements)
 
     def seconds(self, hardware: Hardware) -> float:
-        """The longer of computing, where an expert's last tile is whole too, and of reading, at published rates."""
+        """The longer of computing, where an expert's last tile is whole too, and of reading, at
+        published rates.
+        """
         computed = self.rows + self.matrices * (self.tile - 1)
         return max(2 * computed * self.elements / hardware.flops, self.bytes / hardware.bandwidth)
 
 
 def kernel(instruction: Instruction, *, experts: Experts | None) -> Grouped | None:
-    """The grouped matmul that `instruction` is, or None. Without `experts`, all its rows and matrices count."""
+    """The grouped matmul that `instruction` is, or None. Without `experts`, all its rows and
+    matrices count.
+    """
     if instruction.opcode != "custom-call" or not _is_named(instruction):
         return None
     read, written = _floats(_operands(instruction)), _floats(instruction.arrays)
@@ -117,15 +128,22 @@ def kernel(instruction: Instruction, *, experts: Experts | None) -> Grouped | No
 
 
 def _operands(instruction: Instruction) -> list[Array]:
-    """By the call's own list of shapes, where it has one: an operand may be one array of an instruction's several."""
+    """By the call's own list of shapes, where it has one: an operand may be one array of an
+    instruction's several.
+    """
     sources = instruction.operands
-    listed = re.search(r"operand_layout_constraints=\{((?:[^{}]|\{[^}]*\})*)\}", instruction.attributes)
+    listed = re.search(
+        r"operand_layout_constraints=\{((?:[^{}]|\{[^}]*\})*)\}", instruction.attributes
+    )
     if not listed:
         return [array for source in sources for array in source.arrays]
     arrays = hlo.arrays(listed[1])
     if len(arrays) != len(sources):
         raise ValueError(f"{instruction.name} has {len(sources)} operands and lists {len(arrays)}")
-    return [next((own for own in source.arrays if own == array), array) for array, source in zip(arrays, sources)]
+    return [
+        next((own for own in source.arrays if own == array), array)
+        for array, source in zip(arrays, sources)
+    ]
 
 
 def _floats(arrays: Iterable[Array]) -> list[Array]:

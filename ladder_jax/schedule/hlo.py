@@ -1,4 +1,6 @@
-"""Parse scheduled HLO text (`compiled.as_text()`) into computations, each with its instructions in issue order."""
+"""Parse scheduled HLO text (`compiled.as_text()`) into computations, each with its instructions in
+issue order.
+"""
 
 import dataclasses
 import functools
@@ -11,7 +13,9 @@ from ladder_jax.errors import UserError
 
 @dataclasses.dataclass(frozen=True)
 class Array:
-    """One of an instruction's results. kind: element type. on_chip: whether it is in on-chip memory, by its layout."""
+    """One of an instruction's results. kind: element type. on_chip: whether it is in on-chip
+    memory, by its layout.
+    """
 
     kind: str
     dims: tuple[int, ...]
@@ -33,7 +37,9 @@ class Array:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Instruction:
-    """One line: `%name = shape opcode(operands), attributes`. computations: all of the program, by name."""
+    """One line: `%name = shape opcode(operands), attributes`. computations: all of the program, by
+    name.
+    """
 
     name: str
     shape: str
@@ -45,18 +51,29 @@ class Instruction:
 
     @functools.cached_property
     def op_name(self) -> str:
-        """The name of its jax operation, with named scopes; empty for an instruction that the compiler generated."""
+        """The name of its jax operation, with named scopes; empty for an instruction that the
+        compiler generated.
+        """
         match = re.search(r'op_name="([^"]*)"', self.attributes)
         return match[1] if match else ""
 
     @functools.cached_property
     def calls(self) -> tuple["Computation", ...]:
-        """The computations that it runs, including the body of a `while` but no condition or reducer."""
-        if self.opcode.startswith(("all-reduce", "reduce", "scatter", "sort", "select-and-scatter", "map")):
+        """The computations that it runs, including the body of a `while` but no condition or
+        reducer.
+        """
+        if self.opcode.startswith(
+            ("all-reduce", "reduce", "scatter", "sort", "select-and-scatter", "map")
+        ):
             return ()
         single = re.findall(r"\b(?:calls|to_apply|body)=%?([\w.\-]+)", self.attributes)
-        several = re.findall(r"\b(?:called_computations|branch_computations)=\{([^}]*)\}", self.attributes)
-        return tuple(self.computations[name] for name in (*single, *re.findall(r"%([\w.\-]+)", " ".join(several))))
+        several = re.findall(
+            r"\b(?:called_computations|branch_computations)=\{([^}]*)\}", self.attributes
+        )
+        return tuple(
+            self.computations[name]
+            for name in (*single, *re.findall(r"%([\w.\-]+)", " ".join(several)))
+        )
 
     @functools.cached_property
     def arrays(self) -> tuple[Array, ...]:
@@ -77,7 +94,9 @@ class Instruction:
         return sum(array.in_memory for array in self.arrays)
 
     def attribute(self, name: str) -> str:
-        """The text after `name=`: a group in braces, or up to the next comma or space; "" if there is none."""
+        """The text after `name=`: a group in braces, or up to the next comma or space; "" if there
+        is none.
+        """
         match = re.search(rf"(?:^|[\s,]){name}=(\{{[^}}]*\}}|[^\s,]+)", self.attributes)
         return match[1] if match else ""
 
@@ -86,7 +105,9 @@ class Instruction:
         return self.computations.get(self.attribute(attribute).lstrip("%"))
 
     def behind(self, opcodes: Collection[str]) -> "Instruction":
-        """The instruction that made the array which those of `opcodes` only pass on: itself, or a first operand's."""
+        """The instruction that made the array which those of `opcodes` only pass on: itself, or a
+        first operand's.
+        """
         return self.operands[0].behind(opcodes) if self.opcode in opcodes else self
 
 
@@ -125,7 +146,9 @@ def parse(text: str) -> Program:
         if opened := re.match(r"(ENTRY )?%?([\w.\-]+) \(.*\{$", line):
             header, found = opened, {}
         elif re.match(r"\}(,|$)", line) and header:
-            computations[header[2]] = Computation(header[2], tuple(found.values()), entry=bool(header[1]))
+            computations[header[2]] = Computation(
+                header[2], tuple(found.values()), entry=bool(header[1])
+            )
             header = None
         elif header:
             one = _instruction(line, found, computations)
@@ -136,7 +159,9 @@ def parse(text: str) -> Program:
 
 
 def arrays(shape: str) -> tuple[Array, ...]:
-    """Of each array in a shape's text, such as `(f32[8,128], s32[])`. A layout with S(1), or more, is on the chip."""
+    """Of each array in a shape's text, such as `(f32[8,128], s32[])`. A layout with S(1), or more,
+    is on the chip.
+    """
     found = []
     for kind, sizes, layout in re.findall(r"\b([a-z]\w*)\[([\d,]*)\](\{[^}]*\})?", shape):
         dims = tuple(int(size) for size in sizes.split(",") if size)
@@ -158,14 +183,20 @@ def _logical_lines(text: str) -> Iterator[str]:
         yield pending
 
 
-def _instruction(line: str, before: Mapping[str, Instruction], computations: Mapping) -> Instruction:
+def _instruction(
+    line: str, before: Mapping[str, Instruction], computations: Mapping
+) -> Instruction:
     """before: the computation's instructions above it, by name."""
     name, rest = re.match(r"\s+(?:ROOT )?%([\w.\-]+) = (.*)", line).groups()
     shape_end = _closing(rest, 0) + 1 if rest.startswith("(") else rest.index(" ")
     shape, rest = rest[:shape_end], rest[shape_end:].lstrip()
     opened = rest.index("(")
     closed = _closing(rest, opened)
-    opcode, inside, attributes = rest[:opened], rest[opened + 1 : closed], rest[closed + 1 :].lstrip(", ")
+    opcode, inside, attributes = (
+        rest[:opened],
+        rest[opened + 1 : closed],
+        rest[closed + 1 :].lstrip(", "),
+    )
     if opcode in ("constant", "parameter"):
         return Instruction(name, shape, opcode, (), attributes, literal=inside)
     operands = tuple(before[operand] for operand in re.findall(r"%([\w.\-]+)", inside))

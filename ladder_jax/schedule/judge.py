@@ -1,8 +1,10 @@
-"""Make the report of a scheduled program: classify each collective, and measure the compute in its window.
+"""Make the report of a scheduled program: classify each collective, and measure the compute in its
+window.
 
-The classes are the sublayers' reductions over the tensor axis (with sequence parallelism, both halves of each), the
-gathers of layers' weights and the reduce-scatters of their gradients over the fsdp axis, and all others. The class
-follows from the library's named scope; of a collective that the compiler generated, from its kind and its mesh axes.
+The classes are the sublayers' reductions over the tensor axis (with sequence parallelism, both
+halves of each), the gathers of layers' weights and the reduce-scatters of their gradients over the
+fsdp axis, and all others. The class follows from the library's named scope; of a collective that
+the compiler generated, from its kind and its mesh axes.
 """
 
 import re
@@ -35,23 +37,31 @@ PURPOSES = {  # by named scope; the first scope that the name contains counts
 
 
 def read(
-    program: Program, *, sublayer_flops: Mapping[str, float] | None = None, experts: Experts | None = None
+    program: Program,
+    *,
+    sublayer_flops: Mapping[str, float] | None = None,
+    experts: Experts | None = None,
 ) -> Report:
     """The report of a scheduled program.
 
-    `Report.reductions` are those that a residual topology launched; if there are none and `sublayer_flops` is None,
-    all all-reduces and reduce-scatters.
+    `Report.reductions` are those that a residual topology launched; if there are none and
+    `sublayer_flops` is None, all all-reduces and reduce-scatters.
 
-    sublayer_flops: forward matmul FLOPs on one device of one "attention", "mlp" and "joint" (both) sublayer.
-        Without it, a window is measured against the program's matmul FLOPs over its number of reductions.
+    sublayer_flops: forward matmul FLOPs on one device of one "attention", "mlp" and "joint" (both)
+        sublayer. Without it, a window is measured against the program's matmul FLOPs over its
+        number of reductions.
     experts: the model's (see `cost.Costs`).
     """
     if not program.scheduled:
-        raise ValueError("the program has not been scheduled: pass compiled.as_text(), not lowered.as_text()")
+        raise ValueError(
+            "the program has not been scheduled: pass compiled.as_text(), not lowered.as_text()"
+        )
     costs = Costs(program, experts=experts)
     found = rings.joined(collectives.find(program, costs=costs), program=program, costs=costs)
     gathers = [c for c in found if sublayer_flops and _moves_layer_weights(c, GATHER, "all-gather")]
-    scatters = [c for c in found if sublayer_flops and _moves_layer_weights(c, SCATTER, "reduce-scatter")]
+    scatters = [
+        c for c in found if sublayer_flops and _moves_layer_weights(c, SCATTER, "reduce-scatter")
+    ]
     reduced = [c for c in found if LAUNCH in c.op_name or ENTER in c.op_name]
     if sublayer_flops is None and not reduced:
         reduced = [c for c in found if c.kind in ("all-reduce", "reduce-scatter")]
@@ -63,13 +73,21 @@ def read(
     default = flops.get("attention", mean)
 
     def judged(kind: type[Transfer], collective: Collective, *more: str) -> Transfer:
-        """Its window is in forward sublayers, or, backward, where those are known, in twice their FLOPs."""
+        """Its window is in forward sublayers, or, backward, where those are known, in twice their
+        FLOPs.
+        """
         name = collective.op_name
-        backward = "transpose(" in name or (kind is Transfer and not name)  # the compiler's own are gradients'
-        window = sum(count / flops.get(sublayer, default) for sublayer, count in collective.flops.items())
+        # the compiler's own are gradients'
+        backward = "transpose(" in name or (kind is Transfer and not name)
+        window = sum(
+            count / flops.get(sublayer, default) for sublayer, count in collective.flops.items()
+        )
         if kind is Reduction and collective.kind == "all-to-all":
-            window += collective.scores / default  # beside attention, on TPUs often up to its kernel's end
-        return kind(collective, owner(name)[0], backward, window / (2 if backward and flops else 1), *more)
+            # beside attention, on TPUs often up to its kernel's end
+            window += collective.scores / default
+        return kind(
+            collective, owner(name)[0], backward, window / (2 if backward and flops else 1), *more
+        )
 
     reductions = tuple(judged(Reduction, c, owner(c.op_name)[1]) for c in reduced)
     return Report(
@@ -85,14 +103,18 @@ def read(
 
 
 def _moves_layer_weights(collective: Collective, scope: str, kind: str) -> bool:
-    """Whether it moves a layer's weights or gradients: by its named scope or, if it has no name, by kind and axis."""
+    """Whether it moves a layer's weights or gradients: by its named scope or, if it has no name, by
+    kind and axis.
+    """
     if not collective.op_name:
         return collective.kind == kind and collective.axes == (FSDP,)
     return scope in collective.op_name and owner(collective.op_name)[0] != ""
 
 
 def owner(op_name: str) -> tuple[str, str]:
-    """(layer, sublayer) whose output or input the operation of that name reduces, scatters or gathers."""
+    """(layer, sublayer) whose output or input the operation of that name reduces, scatters or
+    gathers.
+    """
     layers = re.findall(r"layers?_(\d+)(?:_to_(\d+))?", op_name)
     first, last = layers[-1] if layers else ("", "")
     layer, sublayer = (f"{first}-{last}" if last else first), sublayer_of(op_name)
@@ -109,8 +131,12 @@ def owner(op_name: str) -> tuple[str, str]:
 
 
 def _hidden_cycles(reductions: Sequence[Reduction], program: Program, costs: Costs) -> int:
-    """Cycles of all instructions in windows of hidden reductions; an instruction in two windows counts once."""
-    messages = [part for r in reductions if r.status is Status.HIDDEN for part in r.collective.parts]
+    """Cycles of all instructions in windows of hidden reductions; an instruction in two windows
+    counts once.
+    """
+    messages = [
+        part for r in reductions if r.status is Status.HIDDEN for part in r.collective.parts
+    ]
     windows = {(c.computation, index) for c in messages for index in range(c.issued + 1, c.awaited)}
     total = 0
     for name, index in windows:
@@ -120,24 +146,34 @@ def _hidden_cycles(reductions: Sequence[Reduction], program: Program, costs: Cos
 
 
 def purpose(collective: Collective) -> str:
-    """The purpose of a collective; of one that the compiler merged, all purposes, separated by commas.
+    """The purpose of a collective; of one that the compiler merged, all purposes, separated by
+    commas.
 
     A compiler writes the names of merged collectives as `(a:b)`, or keeps the first one only.
     """
     name = collective.op_name
     phrases = [_scope_purpose(part) for part in name.split(":")]
-    phrases += [_scope_purpose(part) or _gradient_purpose(part, collective) for part in collective.operand_op_names]
+    phrases += [
+        _scope_purpose(part) or _gradient_purpose(part, collective)
+        for part in collective.operand_op_names
+    ]
     if purposes := [phrase for phrase in dict.fromkeys(phrases) if phrase]:
         return ", ".join(purposes)
     if phrase := _gradient_purpose(name, collective):
         return phrase
-    if not name and collective.axes == (FSDP,) and collective.kind in ("all-gather", "reduce-scatter"):
+    if (
+        not name
+        and collective.axes == (FSDP,)
+        and collective.kind in ("all-gather", "reduce-scatter")
+    ):
         return PURPOSES[GATHER if collective.kind == "all-gather" else SCATTER]
     return f"other: {name or collective.name}"
 
 
 def _gradient_purpose(op_name: str, collective: Collective) -> str | None:
-    """The purpose of a backward pass's all-reduce: it sums the gradient of an array that is equal on all ranks."""
+    """The purpose of a backward pass's all-reduce: it sums the gradient of an array that is equal
+    on all ranks.
+    """
     if "transpose(" not in op_name or collective.kind != "all-reduce":
         return None
     data_axes = collective.axes and set(collective.axes) <= {DATA, FSDP}

@@ -7,7 +7,8 @@ from ladder_jax.errors import UserError, unknown
 
 
 def by_name(name: str) -> ModelConfig:
-    """A preset's, a configuration file's, or that of a model in any format: see `pretrained.model_config`.
+    """A preset's, a configuration file's, or that of a model in any format: see
+    `pretrained.model_config`.
 
     Imports jax only for the last. Raises UserError for an unknown name.
     """
@@ -23,7 +24,9 @@ def by_name(name: str) -> ModelConfig:
 
 
 def check_alone(config: ModelConfig, *, verb: str) -> None:
-    """Raises UserError for a model with a side network, whose matrices the verb's formulas do not have."""
+    """Raises UserError for a model with a side network, whose matrices the verb's formulas do not
+    have.
+    """
     if config.side is not None:
         raise UserError(f"ladder-jax {verb} does not count a side network (model.side)")
 

@@ -1,5 +1,6 @@
-"""The report of a program's schedule: which collectives are hidden, exposed or merged, and how well they are hidden; as
-JSON, in words and as a table."""
+"""The report of a program's schedule: which collectives are hidden, exposed or merged, and how well
+they are hidden; as JSON, in words and as a table.
+"""
 
 import dataclasses
 import enum
@@ -15,11 +16,21 @@ from ladder_jax.terminal import Table
 SCHEMA = 1
 """Of the report's JSON: another number where a key is gone, or means something else."""
 ENOUGH = 0.1
-"""A reduction counts as hidden if its window holds at least this share of a sublayer's matmul FLOPs.
+"""A reduction counts as hidden if its window holds at least this share of a sublayer's matmul
+FLOPs.
 
-The share is small because XLA issues a collective as late as its cost model allows: a window is often one matmul.
+The share is small because XLA issues a collective as late as its cost model allows: a window is
+often one matmul.
 """
-COLUMNS = ("reduction", "layers", "bytes", "count", "status", "compute under it, in sublayers", "in cycles")
+COLUMNS = (
+    "reduction",
+    "layers",
+    "bytes",
+    "count",
+    "status",
+    "compute under it, in sublayers",
+    "in cycles",
+)
 SHOWN = 10  # rows of the table in a repr; the command prints all
 
 
@@ -34,12 +45,14 @@ class Status(enum.Enum):
 class Transfer:
     """A gather of a layer's weights over the fsdp axis, or a reduce-scatter of their gradients.
 
-    A compiler may merge transfers of several arrays of one layer; that hides them as well, in fewer messages.
+    A compiler may merge transfers of several arrays of one layer; that hides them as well, in fewer
+    messages.
 
-    layer: number of the layer, "3"; "0-79" for a loop over layers; "" if the program does not name it.
+    layer: number of the layer, "3"; "0-79" for a loop over layers; "" if the program does not name
+        it.
     backward: whether it is in the backward pass.
-    window: matmuls in its window, in sublayers: the FLOPs of each matmul over those of its sublayer (in the backward
-        pass over twice those, for gradients of inputs and of weights).
+    window: matmuls in its window, in sublayers: the FLOPs of each matmul over those of its sublayer
+        (in the backward pass over twice those, for gradients of inputs and of weights).
     """
 
     collective: Collective
@@ -56,7 +69,9 @@ class Transfer:
     def status(self) -> Status:
         if self.collective.synchronous:
             return Status.SYNCHRONOUS
-        covered = self.collective.covered if isinstance(self.collective, Ring) else self.window >= ENOUGH
+        covered = (
+            self.collective.covered if isinstance(self.collective, Ring) else self.window >= ENOUGH
+        )
         return Status.HIDDEN if covered else Status.EXPOSED
 
     @property
@@ -75,12 +90,15 @@ class Transfer:
 
 @dataclasses.dataclass(frozen=True)
 class Reduction(Transfer):
-    """A sublayer's all-reduce over the tensor axis, or half of one, or a reduction of a user's program.
+    """A sublayer's all-reduce over the tensor axis, or half of one, or a reduction of a user's
+    program.
 
-    Other fields as in `Transfer`; but merged reductions are not hidden, because the first waits for the second.
+    Other fields as in `Transfer`; but merged reductions are not hidden, because the first waits for
+    the second.
 
-    sublayer: the sublayer whose output is reduced (forward) or whose input's gradient is reduced (backward). Under
-        sequence parallelism also the sublayer whose input is gathered, or whose output's gradient is gathered.
+    sublayer: the sublayer whose output is reduced (forward) or whose input's gradient is reduced
+        (backward). Under sequence parallelism also the sublayer whose input is gathered, or whose
+        output's gradient is gathered.
     """
 
     sublayer: str
@@ -131,14 +149,18 @@ class Other(Transfer):
 class Report:
     """The collectives of a program, by class.
 
-    reductions: of the sublayers, or all reductions of a user's program; and all-to-alls, which are counted apart.
+    reductions: of the sublayers, or all reductions of a user's program; and all-to-alls, which are
+        counted apart.
     others: all collectives of no other class.
-    step_cycles: the compiler's estimate of the whole program's compute; None if it gives none (GPU, CPU).
+    step_cycles: the compiler's estimate of the whole program's compute; None if it gives none
+        (GPU, CPU).
     hidden_cycles: its estimate of the compute in windows of hidden reductions; None likewise.
-    gathers, scatters: of the layers' weights and of their gradients, if they are sharded over the fsdp axis.
-    flops: of all matmuls that one execution computes on a device, without kernels of attention; of a program that
-        generates several tokens, per token.
-    unknown: names of collectives in a form that this reader does not know. They are counted nowhere.
+    gathers, scatters: of the layers' weights and of their gradients, if they are sharded over the
+        fsdp axis.
+    flops: of all matmuls that one execution computes on a device, without kernels of attention; of
+        a program that generates several tokens, per token.
+    unknown: names of collectives in a form that this reader does not know. They are counted
+        nowhere.
     """
 
     reductions: tuple[Reduction, ...]
@@ -157,9 +179,25 @@ class Report:
         return f"<p>{self.verdict}</p>{self.table().html()}<p>{'<br>'.join(self.explained())}</p>"
 
     def as_dict(self) -> dict:
-        """Plain JSON values. bytes, cycles, FLOPs of one device; None is what a compiler leaves out."""
-        counts = ("all_reduces", "asynchronous", "hidden", "merged", "exposed", "all_to_alls", "all_to_alls_hidden")
-        measures = ("window_flops_fraction", "hidden_time_fraction", "step_cycles", "hidden_cycles", "flops")
+        """Plain JSON values. bytes, cycles, FLOPs of one device; None is what a compiler leaves
+        out.
+        """
+        counts = (
+            "all_reduces",
+            "asynchronous",
+            "hidden",
+            "merged",
+            "exposed",
+            "all_to_alls",
+            "all_to_alls_hidden",
+        )
+        measures = (
+            "window_flops_fraction",
+            "hidden_time_fraction",
+            "step_cycles",
+            "hidden_cycles",
+            "flops",
+        )
         return {
             "schema": SCHEMA,
             **{name: getattr(self, name) for name in (*counts, *measures, "verdict")},
@@ -201,13 +239,19 @@ class Report:
 
     @property
     def window_flops_fraction(self) -> dict[str, float] | None:
-        """Least and median window of the hidden reductions, in sublayers' matmul FLOPs; None if none is hidden."""
-        windows = [r.window for r in self.reductions if r.status is Status.HIDDEN for _ in range(r.count)]
+        """Least and median window of the hidden reductions, in sublayers' matmul FLOPs; None if
+        none is hidden.
+        """
+        windows = [
+            r.window for r in self.reductions if r.status is Status.HIDDEN for _ in range(r.count)
+        ]
         return {"least": min(windows), "median": statistics.median(windows)} if windows else None
 
     @property
     def hidden_time_fraction(self) -> float | None:
-        """The share of the step's estimated compute time during which a hidden reduction is in flight."""
+        """The share of the step's estimated compute time during which a hidden reduction is in
+        flight.
+        """
         return self.hidden_cycles / self.step_cycles if self.step_cycles else None
 
     @property
@@ -232,7 +276,11 @@ class Report:
     def _verdict(self) -> str:
         if not self._reduced:
             return "no all-reduces: no sublayer of this program communicates"
-        noun = "all-reduces" if {r.collective.kind for r in self._reduced} == {"all-reduce"} else "collectives"
+        noun = (
+            "all-reduces"
+            if {r.collective.kind for r in self._reduced} == {"all-reduce"}
+            else "collectives"
+        )
         line = f"{self.hidden} of {self.all_reduces} {noun} hidden"
         exposed = [r for r in self._reduced if r.status is not Status.HIDDEN]
         if not exposed:
@@ -240,7 +288,9 @@ class Report:
         if self.merged:
             return f"{line}; {self.merged} were merged by the compiler, so no compute can hide them"
         if self.hidden == 0:
-            kind = lambda r: "synchronous" if r.status is Status.SYNCHRONOUS else "awaited where it is issued"
+            kind = lambda r: (
+                "synchronous" if r.status is Status.SYNCHRONOUS else "awaited where it is issued"
+            )
             return f"{line}: each is {', '.join(sorted(set(map(kind, exposed))))}"
         if len(exposed) == 1 and exposed[0].layer == "last":
             if ENTER in exposed[0].collective.op_name:
@@ -255,13 +305,25 @@ class Report:
         """A row for reductions of one name, size and status."""
         groups: dict[tuple, list[Reduction]] = {}
         for reduction in self.reductions:
-            groups.setdefault((reduction.title, reduction.collective.bytes, reduction.status), []).append(reduction)
+            groups.setdefault(
+                (reduction.title, reduction.collective.bytes, reduction.status), []
+            ).append(reduction)
         rows = []
         for (title, size, status), members in groups.items():
             cycles = [r.collective.cycles for r in members if r.collective.cycles is not None]
             layers, count = layer_range([r.layer for r in members]), str(_count(members))
             windows = _range([r.window for r in members], "{:.2f}")
-            rows.append((title, layers, f"{size:,}", count, status.name.lower(), windows, _range(cycles, "{:,}")))
+            rows.append(
+                (
+                    title,
+                    layers,
+                    f"{size:,}",
+                    count,
+                    status.name.lower(),
+                    windows,
+                    _range(cycles, "{:,}"),
+                )
+            )
         return Table(COLUMNS, rows, left=("reduction", "layers", "status"))
 
     def explained(self) -> list[str]:
@@ -298,7 +360,11 @@ def hidden(transfers: Sequence[Transfer]) -> int:
 def hidden_bytes(transfers: Sequence[Transfer]) -> float | None:
     """The share of the transfers' bytes that is hidden; None without transfers."""
     moved = lambda group: sum(t.collective.executions * t.collective.bytes for t in group)
-    return moved(t for t in transfers if t.status is Status.HIDDEN) / moved(transfers) if transfers else None
+    return (
+        moved(t for t in transfers if t.status is Status.HIDDEN) / moved(transfers)
+        if transfers
+        else None
+    )
 
 
 def _transfers(transfers: Sequence[Transfer]) -> dict:
@@ -321,7 +387,11 @@ def layer_range(names: Sequence[str]) -> str:
     if len(numbers) != len(set(names)) or len(numbers) < 3:
         return ", ".join(dict.fromkeys(names))
     consecutive = numbers == list(range(numbers[0], numbers[-1] + 1))
-    return f"{numbers[0]}-{numbers[-1]}" if consecutive else f"{len(numbers)} layers of {numbers[0]}-{numbers[-1]}"
+    return (
+        f"{numbers[0]}-{numbers[-1]}"
+        if consecutive
+        else f"{len(numbers)} layers of {numbers[0]}-{numbers[-1]}"
+    )
 
 
 def _range(values: Sequence[float], pattern: str) -> str:

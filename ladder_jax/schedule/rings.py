@@ -1,8 +1,9 @@
 """Rings: the permutes of one collective matmul, which the report counts as one gather or scatter.
 
-A ring of n ranks moves n - 1 chunks, each beside the product of another chunk. It is hidden if at most an n-th of its
-messages has less beside it than half of an n-th of the matmul that it feeds or drains. So each message of the library's
-own rings must have that (see parallel/ring.py); those of XLA's, a loop, begin with one that has nothing beside it.
+A ring of n ranks moves n - 1 chunks, each beside the product of another chunk. It is hidden if at
+most an n-th of its messages has less beside it than half of an n-th of the matmul that it feeds or
+drains. So each message of the library's own rings must have that (see parallel/ring.py); those of
+XLA's, a loop, begin with one that has nothing beside it.
 """
 
 import collections
@@ -19,7 +20,8 @@ HALF = 0.5  # of an n-th of the matmul, beside each message
 
 @dataclasses.dataclass(frozen=True)
 class Ring(Collective):
-    """The permutes of a gather or a scatter; `flops` and `cycles` are those of all their windows together.
+    """The permutes of a gather or a scatter; `flops` and `cycles` are those of all their windows
+    together.
 
     permutes: in issue order. matmul: FLOPs of the matmul that it feeds or drains.
     """
@@ -43,11 +45,16 @@ class Ring(Collective):
 
 
 def joined(found: Sequence[Collective], *, program: Program, costs: Costs) -> list[Collective]:
-    """`found` with a `Ring`, where its first permute was, in place of the permutes of each collective matmul."""
+    """`found` with a `Ring`, where its first permute was, in place of the permutes of each
+    collective matmul.
+    """
     groups = collections.defaultdict(list)
     for one in found:
         groups[_scope(one) or id(one)].append(one)
-    return [_ring(key, group, program, costs) if isinstance(key, str) else group[0] for key, group in groups.items()]
+    return [
+        _ring(key, group, program, costs) if isinstance(key, str) else group[0]
+        for key, group in groups.items()
+    ]
 
 
 def _scope(one: Collective) -> str:
@@ -63,7 +70,9 @@ def _scope(one: Collective) -> str:
 
 def _ring(scope: str, permutes: list[Collective], program: Program, costs: Costs) -> Ring:
     messages, ranks = sum(one.executions for one in permutes), permutes[0].ranks
-    holders = [program.computations[name] for name in dict.fromkeys(one.computation for one in permutes)]
+    holders = [
+        program.computations[name] for name in dict.fromkeys(one.computation for one in permutes)
+    ]
     if scope.endswith((RING_GATHER, RING_SCATTER)):
         runs = max(1, round(messages / max(1, ranks - 1)))
         matmul = sum(costs.trips(h) * costs.flops_of_scope(scope, within=h) for h in holders)
@@ -77,7 +86,10 @@ def _ring(scope: str, permutes: list[Collective], program: Program, costs: Costs
     for holder in holders:
         here = [one for one in permutes if one.computation == holder.name]
         positions = {position for one in here for position in range(one.issued + 1, one.awaited)}
-        window, trips = [holder.instructions[position] for position in positions], costs.trips(holder)
+        window, trips = (
+            [holder.instructions[position] for position in positions],
+            costs.trips(holder),
+        )
         for sublayer, count in costs.flops_of(window).items():
             flops[sublayer] += trips * count / runs
         if (estimate := costs.cycles_of(window)) is not None:

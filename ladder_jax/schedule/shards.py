@@ -1,4 +1,6 @@
-"""Sizes of one device's shard of a model under tensor parallelism, from the configuration alone; imports no jax."""
+"""Sizes of one device's shard of a model under tensor parallelism, from the configuration alone;
+imports no jax.
+"""
 
 import dataclasses
 
@@ -7,12 +9,15 @@ from ladder_jax.config import ModelConfig, MoEConfig
 
 @dataclasses.dataclass(frozen=True)
 class Shard:
-    """One device's shard. A key/value head that several ranks share is replicated on them, and counts on each.
+    """One device's shard. A key/value head that several ranks share is replicated on them, and
+    counts on each.
 
-    queries: columns of the query projection. keys: columns of the key projection, and of the value projection.
-    features: hidden features of the MLP that the device holds. vocabulary: rows of the embedding table, including
-    padding. With experts: `features` are those of all its experts and of the shared one, `active` those that a token
-    passes, in the mean over the devices; router: matrix elements, on every device.
+    queries: columns of the query projection. keys: columns of the key projection, and of the value
+        projection.
+    features: hidden features of the MLP that the device holds. vocabulary: rows of the embedding
+    table, including padding. With experts: `features` are those of all its experts and of the
+    shared one, `active` those that a token passes, in the mean over the devices; router: matrix
+    elements, on every device.
     """
 
     queries: int
@@ -61,14 +66,18 @@ def shard(config: ModelConfig, *, ranks: int) -> Shard:
 
 
 def kinds(config: ModelConfig) -> tuple[tuple[int, ModelConfig], ...]:
-    """Of each kind of layers, how many there are, and a configuration all of whose layers have such matrices.
+    """Of each kind of layers, how many there are, and a configuration all of whose layers have such
+    matrices.
 
-    Two kinds, if the first layers have no experts (`moe.dense_layers`): those, of no topology, and the others.
+    Two kinds, if the first layers have no experts (`moe.dense_layers`): those, of no topology, and
+    the others.
     """
     dense = 0 if config.moe is None else config.moe.dense_layers
     if not dense:
         return ((config.num_layers, config),)
-    first = dataclasses.replace(config, moe=None, residual="standard", ladder_layers=None, ranks=None)
+    first = dataclasses.replace(
+        config, moe=None, residual="standard", ladder_layers=None, ranks=None
+    )
     others = dataclasses.replace(config, moe=dataclasses.replace(config.moe, dense_layers=0))
     return ((dense, first), (config.num_layers - dense, others))
 
@@ -80,7 +89,9 @@ def layers(config: ModelConfig, *, ranks: int) -> int:
 
 def active_layers(config: ModelConfig, *, ranks: int) -> float:
     """Those of them that multiply a token."""
-    return sum(count * (one.attention + one.active_mlp) for count, one in _kinds(config, ranks=ranks))
+    return sum(
+        count * (one.attention + one.active_mlp) for count, one in _kinds(config, ranks=ranks)
+    )
 
 
 def largest_layer(config: ModelConfig, *, ranks: int) -> int:
@@ -97,14 +108,17 @@ def chosen(moe: MoEConfig, *, tokens: float) -> float:
 
 
 def buffer_rows(moe: MoEConfig, *, tokens: int, ranks: int) -> int:
-    """Rows of a device's buffers, where `ranks` devices with `tokens` tokens each exchange rows: so many it sends, and
-    its experts compute, full slots or not."""
+    """Rows of a device's buffers, where `ranks` devices with `tokens` tokens each exchange rows: so
+    many it sends, and its experts compute, full slots or not.
+    """
     return moe.padded(ranks) * moe.slots(tokens)
 
 
 @dataclasses.dataclass(frozen=True)
 class Parameters:
-    """Elements of a model's matrices and tables. active: of those, all but the experts that a token does not choose."""
+    """Elements of a model's matrices and tables. active: of those, all but the experts that a token
+    does not choose.
+    """
 
     held: int
     active: int
@@ -112,13 +126,17 @@ class Parameters:
 
 def parameters(config: ModelConfig) -> Parameters:
     tables = config.vocab_size * config.d_model * (1 if config.tie_embeddings else 2)
-    return Parameters(layers(config, ranks=1) + tables, round(active_layers(config, ranks=1)) + tables)
+    return Parameters(
+        layers(config, ranks=1) + tables, round(active_layers(config, ranks=1)) + tables
+    )
 
 
 def single_rank(config: ModelConfig, *, ranks: int) -> ModelConfig:
-    """One rank's shard as a model for one device: the same matrices, cache and kernels, without communication.
+    """One rank's shard as a model for one device: the same matrices, cache and kernels, without
+    communication.
 
-    Its outputs mean nothing; its time is that of a rank without collectives. `ranks` must divide the model.
+    Its outputs mean nothing; its time is that of a rank without collectives. `ranks` must divide
+    the model.
     """
     return dataclasses.replace(
         config,

@@ -1,4 +1,6 @@
-"""Targets: hardware to compile for on a machine without it, and checks that their compilers are installed."""
+"""Targets: hardware to compile for on a machine without it, and checks that their compilers are
+installed.
+"""
 
 import dataclasses
 import math
@@ -13,7 +15,8 @@ from ladder_jax.errors import UserError, unknown, whole, wrong_type
 from ladder_jax.hardware import HARDWARE
 
 ENVIRONMENT = {
-    # To compile without the hardware: no query of a TPU's metadata server, no check for a GPU's driver.
+    # To compile without the hardware: no query of a TPU's metadata server, no check for a GPU's
+    # driver.
     "JAX_PLATFORMS": "cpu",
     "TPU_SKIP_MDS_QUERY": "1",
     "TPU_WORKER_HOSTNAMES": "localhost",
@@ -49,7 +52,8 @@ device_description_str: "{name}"
 """
 """XLA's GpuTargetConfig of one, to compile on machines without it.
 
-compute: major version of the compute capability; clock: GHz; cache: bytes. HARDWARE has memory and bandwidth.
+compute: major version of the compute capability; clock: GHz; cache: bytes. HARDWARE has memory and
+    bandwidth.
 """
 GPUS = {
     "h100": dict(name="NVIDIA H100 80GB HBM3", compute=9, cores=132, clock=1.98, cache=50 * 2**20),
@@ -60,18 +64,24 @@ KINDS = (*HARDWARE, "cpu")
 
 @dataclasses.dataclass(frozen=True)
 class Target:
-    """A slice of devices of one kind. shape: "2x2x2" chips of a TPU, or the number of GPUs or CPU devices."""
+    """A slice of devices of one kind. shape: "2x2x2" chips of a TPU, or the number of GPUs or CPU
+    devices.
+    """
 
     kind: str
     shape: str
 
     def __post_init__(self):
         if self.kind not in KINDS:
-            raise unknown("target", f"{self.kind}:{self.shape}", [target.name for target in TARGETS])
+            raise unknown(
+                "target", f"{self.kind}:{self.shape}", [target.name for target in TARGETS]
+            )
         flat = self.kind == "cpu" or self.kind in GPUS
         if not re.fullmatch(r"[1-9]\d*" if flat else r"[1-9]\d*(x[1-9]\d*){1,2}", str(self.shape)):
             example = next(target.name for target in TARGETS if target.kind == self.kind)
-            raise UserError(f"target {self.name!r} has no valid size for {self.kind}: write it as in {example}")
+            raise UserError(
+                f"target {self.name!r} has no valid size for {self.kind}: write it as in {example}"
+            )
 
     @property
     def name(self) -> str:
@@ -94,7 +104,9 @@ class Target:
 
 
 def parse(name: str) -> Target:
-    """Parse `v5p:4x4x4`, `h100:8` or `cpu:8`. The compiler checks a TPU's shape later (see `devices`)."""
+    """Parse `v5p:4x4x4`, `h100:8` or `cpu:8`. The compiler checks a TPU's shape later (see
+    `devices`).
+    """
     if not isinstance(name, str):
         raise wrong_type("target", name, str)
     kind, _, shape = name.partition(":")
@@ -108,9 +120,11 @@ TARGETS = tuple(map(parse, (
 
 
 def devices(target: Target) -> Sequence:
-    """The target's devices, for compiling only. Raises UserError if this machine cannot compile for them.
+    """The target's devices, for compiling only. Raises UserError if this machine cannot compile for
+    them.
 
-    Set `ENVIRONMENT` before you import jax: this function sets it too late if jax has initialized already.
+    Set `ENVIRONMENT` before you import jax: this function sets it too late if jax has initialized
+    already.
     """
     if not isinstance(target, Target):
         raise wrong_type("target", target, Target)
@@ -127,7 +141,9 @@ def devices(target: Target) -> Sequence:
     local = jax.devices()  # this call also registers jax's plugins
     if target.platform == "cpu":
         if len(local) < int(target.shape) or local[0].platform != "cpu":
-            raise UserError(f"{target.name} needs JAX_NUM_CPU_DEVICES={target.shape} and JAX_PLATFORMS=cpu")
+            raise UserError(
+                f"{target.name} needs JAX_NUM_CPU_DEVICES={target.shape} and JAX_PLATFORMS=cpu"
+            )
         return local[: int(target.shape)]
     try:
         if target.platform == "tpu":
@@ -137,21 +153,29 @@ def devices(target: Target) -> Sequence:
             platform="cuda",
             topology_name=target.name,
             topology=_hosts(int(target.shape)),
-            target_config=GPU.format(bandwidth=int(published.bandwidth), memory=published.memory, **GPUS[target.kind]),
+            target_config=GPU.format(
+                bandwidth=int(published.bandwidth), memory=published.memory, **GPUS[target.kind]
+            ),
         ).devices
     except jax.errors.JaxRuntimeError as error:
         reason = str(error).partition(": ")[2] or str(error)
-        raise UserError(f"the compiler cannot describe target {target.name}: {reason.splitlines()[0]}") from None
+        raise UserError(
+            f"the compiler cannot describe target {target.name}: {reason.splitlines()[0]}"
+        ) from None
 
 
 def make_mesh(target: str, *, tensor: int | None = None, data: int = 1):
-    """A mesh (data x fsdp x tensor) over a target's first devices, for compiling. tensor: default, all / data."""
+    """A mesh (data x fsdp x tensor) over a target's first devices, for compiling. tensor: default,
+    all / data.
+    """
     from ladder_jax import parallel
 
     target_devices, data = devices(parse(target)), whole("data", data, least=1)
     size = len(target_devices) // data if tensor is None else whole("tensor", tensor, least=1)
     if data * size > len(target_devices):
-        raise UserError(f"{target} has {len(target_devices)} devices, too few for data {data} x tensor {size}")
+        raise UserError(
+            f"{target} has {len(target_devices)} devices, too few for data {data} x tensor {size}"
+        )
     return parallel.make_mesh(data=data, tensor=size, devices=target_devices)
 
 
@@ -163,19 +187,25 @@ def _hosts(count: int) -> str:
 
 
 def missing(target: Target) -> str | None:
-    """Why this machine cannot compile for `target`, and the command that installs the compiler; None if it can."""
+    """Why this machine cannot compile for `target`, and the command that installs the compiler;
+    None if it can.
+    """
     reason = not_installed(target)
     return _probe_tpu(target) if reason is None and target.platform == "tpu" else reason
 
 
 def not_installed(target: Target) -> str | None:
-    """Which package of the compiler for `target` is missing, and how to install it; None if none. Imports no jax."""
+    """Which package of the compiler for `target` is missing, and how to install it; None if none.
+    Imports no jax.
+    """
     if target.platform == "cpu":
         return None
     found = python.versions("jax", "libtpu", "jax-cuda13-plugin", "jax-cuda12-plugin")
     jax = found.pop("jax")
     if target.platform == "tpu":
-        return None if "libtpu" in found else f"libtpu is not installed: pip install 'jax[tpu]=={jax}'"
+        return (
+            None if "libtpu" in found else f"libtpu is not installed: pip install 'jax[tpu]=={jax}'"
+        )
     version = found.get("jax-cuda13-plugin") or found.get("jax-cuda12-plugin")
     if version is None:
         plugins = f"jax-cuda13-plugin=={jax} jax-cuda13-pjrt=={jax}"
@@ -186,7 +216,9 @@ def not_installed(target: Target) -> str | None:
 
 
 def _probe_tpu(target: Target) -> str | None:
-    """Let libtpu describe the target, in a subprocess: a process can load it only once, and it may abort."""
+    """Let libtpu describe the target, in a subprocess: a process can load it only once, and it may
+    abort.
+    """
     done = subprocess.run(
         python.command(f"{__name__}:probe", target.name),
         env={**os.environ, **ENVIRONMENT},

@@ -1,13 +1,16 @@
-"""Simulate a scheduled program: estimate when each operation computes, and when each collective uses the link.
+"""Simulate a scheduled program: estimate when each operation computes, and when each collective
+uses the link.
 
 The device computes one operation after another, in issue order.
 
-    operation   the compiler's cycles over the device's clock; if it gives none (GPUs, kernels), the longer of
-                FLOPs / published peak and bytes / published bandwidth (of grouped matmuls: see grouped.py; of a kernel
-                of attention the FLOPs are those of `cost.attention_kernel_flops`)
-    collective  bytes / published link, times 2 (n-1)/n for an all-reduce over n devices, (n-1)/n for a
-                reduce-scatter, n-1 for an all-gather (of one shard each), 1 for a permute; it starts when it has been
-                issued and the link is free, and its `done` waits for its end
+    operation   the compiler's cycles over the device's clock; if it gives none (GPUs, kernels), the
+                longer of FLOPs / published peak and bytes / published bandwidth (of grouped
+                matmuls: see grouped.py; of a kernel of attention the FLOPs are those of
+                `cost.attention_kernel_flops`)
+    collective  bytes / published link, times 2 (n-1)/n for an all-reduce over n devices, (n-1)/n
+                for a reduce-scatter, n-1 for an all-gather (of one shard each), 1 for a permute; it
+                starts when it has been issued and the link is free, and its `done` waits for its
+                end
 
 There are no latencies: `ladder-jax overlap --plot` draws these times, and nobody should quote them.
 """
@@ -23,15 +26,30 @@ from ladder_jax.schedule.grouped import Experts
 from ladder_jax.schedule.hlo import Computation, Instruction, Program
 
 FREE = (
-    "parameter", "constant", "get-tuple-element", "tuple", "bitcast", "copy-start", "copy-done", "slice-start",
-    "slice-done", "call-start", "call-update", "call-done", "after-all", "partition-id", "iota",
-)  # fmt: skip
+    "parameter",
+    "constant",
+    "get-tuple-element",
+    "tuple",
+    "bitcast",
+    "copy-start",
+    "copy-done",
+    "slice-start",
+    "slice-done",
+    "call-start",
+    "call-update",
+    "call-done",
+    "after-all",
+    "partition-id",
+    "iota",
+)
 """Operations that take no compute time: bookkeeping, and asynchronous copies."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Bar:
-    """start, stop: seconds since the program's start. wire: whether it uses the link, not the compute units."""
+    """start, stop: seconds since the program's start. wire: whether it uses the link, not the
+    compute units.
+    """
 
     name: str
     op_name: str
@@ -40,7 +58,9 @@ class Bar:
     wire: bool
 
 
-def play(program: Program, *, hardware: Hardware, ranks: int, experts: Experts | None = None) -> list[Bar]:
+def play(
+    program: Program, *, hardware: Hardware, ranks: int, experts: Experts | None = None
+) -> list[Bar]:
     """All bars, sorted by their start.
 
     ranks: number of devices of a collective whose group is unknown.
@@ -89,7 +109,9 @@ class _Player:
                     self.run(called)
         elif instruction.opcode not in FREE:
             start, self.now = self.now, self.now + self._seconds(instruction)
-            self.bars.append(Bar(instruction.name, instruction.op_name, start, self.now, wire=False))
+            self.bars.append(
+                Bar(instruction.name, instruction.op_name, start, self.now, wire=False)
+            )
 
     def _seconds(self, instruction: Instruction) -> float:
         cycles = self.costs.cycles(instruction)

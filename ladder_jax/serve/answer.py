@@ -19,16 +19,19 @@ class Form:
 
     name: of the request, in the answers' ids.
 
-    A kind of answer has a `prefix` of these ids; the value of `object` in a `whole` answer, and in a `part` of a
-    stream; what a choice says as a whole (`_said`), when it begins (`_begun`, None for nothing), and when it goes on
-    (`_continued`) with a text, or ends without one; and log-probabilities.
+    A kind of answer has a `prefix` of these ids; the value of `object` in a `whole` answer, and in
+    a `part` of a stream; what a choice says as a whole (`_said`), when it begins (`_begun`, None
+    for nothing), and when it goes on (`_continued`) with a text, or ends without one; and
+    log-probabilities.
     """
 
     prefix: str
     whole: str
     part: str
 
-    def __init__(self, body: GenerationBody, prompts: Sequence[Sequence[int]], tokenizer: Tokenizer):
+    def __init__(
+        self, body: GenerationBody, prompts: Sequence[Sequence[int]], tokenizer: Tokenizer
+    ):
         self.body = body
         self.prompts = prompts
         self.tokenizer = tokenizer
@@ -79,7 +82,13 @@ class Form:
         new = sum(len(result.tokens) for result in results)
         return {"prompt_tokens": prompt, "completion_tokens": new, "total_tokens": prompt + new}
 
-    def _choice(self, index: int, said: dict, output: Piece | Result | None = None, reason: str | None = None) -> dict:
+    def _choice(
+        self,
+        index: int,
+        said: dict,
+        output: Piece | Result | None = None,
+        reason: str | None = None,
+    ) -> dict:
         has_logprobs = output is not None and output.logprobs is not None
         logprobs = self._logprobs(index, output) if has_logprobs else None
         return {"index": index, **said, "logprobs": logprobs, "finish_reason": reason}
@@ -117,7 +126,12 @@ class CompletionForm(Form):
         values = [max(value, MIN_LOGPROB) for value in output.logprobs]
         top = [{word: value} for word, value in zip(words, values)] if self.body.logprobs else None
         offsets = [at.next(piece) for piece in pieces]
-        return {"tokens": words, "token_logprobs": values, "top_logprobs": top, "text_offset": offsets}
+        return {
+            "tokens": words,
+            "token_logprobs": values,
+            "top_logprobs": top,
+            "text_offset": offsets,
+        }
 
 
 class ChatForm(Form):
@@ -138,14 +152,20 @@ class ChatForm(Form):
         content = []
         for token, logprob in zip(output.tokens, output.logprobs):
             data = self.tokenizer.to_bytes([token])
-            entry = {"token": _token_text(data), "logprob": max(logprob, MIN_LOGPROB), "bytes": list(data)}
+            entry = {
+                "token": _token_text(data),
+                "logprob": max(logprob, MIN_LOGPROB),
+                "bytes": list(data),
+            }
             top = [entry] if self.body.top_logprobs else []
             content.append({**entry, "top_logprobs": top})
         return {"content": content, "refusal": None}
 
 
 def _token_text(data: bytes) -> str:
-    """A token's text. If it is only a part of a character, its bytes as OpenAI writes them: `bytes:\\xc3`."""
+    """A token's text. If it is only a part of a character, its bytes as OpenAI writes them:
+    `bytes:\\xc3`.
+    """
     try:
         return data.decode()
     except UnicodeDecodeError:
@@ -162,7 +182,8 @@ class _Offsets:
     def next(self, piece: bytes) -> int:
         before = self._characters
         self._characters += len(self._utf8.decode(piece))
-        # Counted from the end: the decoder may also have output an invalid character of earlier tokens.
+        # Counted from the end: the decoder may also have output an invalid character of earlier
+        # tokens.
         return max(before, self._characters - len(_decoder().decode(piece)))
 
 

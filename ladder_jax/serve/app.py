@@ -19,7 +19,16 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 
 from ladder_jax import __version__
-from ladder_jax.decode.engine import Engine, Finish, Handle, NoNumbers, Piece, QueueFull, Request, Result
+from ladder_jax.decode.engine import (
+    Engine,
+    Finish,
+    Handle,
+    NoNumbers,
+    Piece,
+    QueueFull,
+    Request,
+    Result,
+)
 from ladder_jax.errors import UserError, unknown
 from ladder_jax.serve import limits
 from ladder_jax.serve.answer import Form
@@ -33,7 +42,8 @@ SMALL_BODY = 2**17  # bytes
 
 @dataclasses.dataclass(frozen=True)
 class Service:
-    """What answers requests. engine: runs in its own thread, with the tokenizer's bytes as its decoder.
+    """What answers requests. engine: runs in its own thread, with the tokenizer's bytes as its
+    decoder.
 
     large_bodies: held while a large body is read, so that small ones get threads and Python's lock.
     """
@@ -42,7 +52,9 @@ class Service:
     terms: Terms
     body_bytes: int = limits.BODY_BYTES
     body_seconds: float = limits.BODY_SECONDS
-    large_bodies: asyncio.Semaphore = dataclasses.field(default_factory=lambda: asyncio.Semaphore(1))
+    large_bodies: asyncio.Semaphore = dataclasses.field(
+        default_factory=lambda: asyncio.Semaphore(1)
+    )
 
     @functools.cached_property
     def metrics(self) -> Metrics:
@@ -65,7 +77,9 @@ class Service:
             events = self._stream(handles, form)
             # X-Accel-Buffering keeps nginx from buffering the stream.
             headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
-            return EventSourceResponse(events, headers=headers, background=BackgroundTask(_cancel, handles))
+            return EventSourceResponse(
+                events, headers=headers, background=BackgroundTask(_cancel, handles)
+            )
         try:
             results = await _unless_disconnected(http, self._results(handles))
         finally:
@@ -105,7 +119,11 @@ class Service:
             yield index, event
 
     async def _results(self, handles: Sequence[Handle]) -> list[Result]:
-        results = {index: event async for index, event in self._events(handles) if isinstance(event, Result)}
+        results = {
+            index: event
+            async for index, event in self._events(handles)
+            if isinstance(event, Result)
+        }
         return [results[index] for index in range(len(handles))]
 
     async def _stream(self, handles: Sequence[Handle], form: Form) -> AsyncIterator[bytes]:
@@ -127,7 +145,9 @@ class Service:
             yield _event(refusal.body())
 
 
-def read(content: bytes, kind: type[GenerationBody], terms: Terms) -> tuple[GenerationBody, list[Request], Form]:
+def read(
+    content: bytes, kind: type[GenerationBody], terms: Terms
+) -> tuple[GenerationBody, list[Request], Form]:
     if len(content) > SMALL_BODY:
         _check_pieces(content, most=8 * (terms.capacity + terms.max_queue))
     body = parse(kind, content)
@@ -135,7 +155,9 @@ def read(content: bytes, kind: type[GenerationBody], terms: Terms) -> tuple[Gene
 
 
 def _check_pieces(content: bytes, *, most: int) -> None:
-    """Limits strings, lists and objects before they are made: a million would hold Python's lock for long."""
+    """Limits strings, lists and objects before they are made: a million would hold Python's lock
+    for long.
+    """
     values = np.frombuffer(content.replace(rb"\\", b"").replace(rb"\"", b""), np.uint8)
     quotes = values == ord('"')
     within_strings = np.logical_xor.accumulate(quotes)
@@ -145,14 +167,24 @@ def _check_pieces(content: bytes, *, most: int) -> None:
         raise Refusal(400, f"the body has {count} strings, lists and objects, and may have {most}")
 
 
-def create(service: Service, *, key: str | None = None, names: Collection[str] | None = None) -> limits.Gate:
+def create(
+    service: Service, *, key: str | None = None, names: Collection[str] | None = None
+) -> limits.Gate:
     """key, names: see `limits.Gate`."""
-    # Without the documentation pages, which load scripts from other hosts; /openapi.json describes the paths.
-    api = fastapi.FastAPI(title="ladder-jax serve", version=__version__, docs_url=None, redoc_url=None)
+    # Without the documentation pages, which load scripts from other hosts; /openapi.json describes
+    # the paths.
+    api = fastapi.FastAPI(
+        title="ladder-jax serve", version=__version__, docs_url=None, redoc_url=None
+    )
     for kind in (HTTPException, UserError, ClientDisconnect, Exception):
         api.add_exception_handler(kind, lambda http, error: _refusal(http, error).response())
     gate = limits.Gate(api, key=key, names=names, metrics=service.metrics)
-    model = {"id": service.terms.name, "object": "model", "created": int(time.time()), "owned_by": "ladder_jax"}
+    model = {
+        "id": service.terms.name,
+        "object": "model",
+        "created": int(time.time()),
+        "owned_by": "ladder_jax",
+    }
 
     def answering(kind: type[GenerationBody]) -> Callable[[fastapi.Request], Awaitable[Response]]:
         async def answer(http: fastapi.Request) -> Response:
@@ -197,7 +229,9 @@ def _described(path: str, kind: type[GenerationBody]) -> dict:
 
 
 def _refusal(http: fastapi.Request, error: Exception) -> Refusal:
-    """The error response for an exception. An unexpected one is a 500, and its traceback goes to the log."""
+    """The error response for an exception. An unexpected one is a 500, and its traceback goes to
+    the log.
+    """
     match error:
         case Refusal():
             return error

@@ -1,10 +1,11 @@
 """OpenAI's batch files: a request of the API a line, and its answer a line, without a server.
 
-    {"custom_id": "1", "method": "POST", "url": "/v1/completions", "body": {"model": "tiny", "prompt": "Once"}}
-    {"id": "batch_req_...", "custom_id": "1", "response": {"status_code": 200, ..., "body": {...}}, "error": null}
+    {"custom_id": "1", "method": "POST", "url": "/v1/completions", "body": {"model": "tiny",
+    "prompt": "Once"}} {"id": "batch_req_...", "custom_id": "1", "response": {"status_code": 200,
+    ..., "body": {...}}, "error": null}
 
-Bodies are those of the server, with the same checks, and so are the answers' bodies. All lines are checked before
-anything is computed.
+Bodies are those of the server, with the same checks, and so are the answers' bodies. All lines are
+checked before anything is computed.
 """
 
 import dataclasses
@@ -31,8 +32,10 @@ BEGINNING = f'{{"id": "{ID}'.encode()
 
 @dataclasses.dataclass(frozen=True)
 class Job(jsonl.Job):
-    """One line. requests: those of its prompts, in order. digest: of all that determines the answer but the
-    date, which a chat template may ask for: an answer of yesterday is one."""
+    """One line. requests: those of its prompts, in order. digest: of all that determines the answer
+    but the
+    date, which a chat template may ask for: an answer of yesterday is one.
+    """
 
     index: str  # the line's custom_id
     _: dataclasses.KW_ONLY
@@ -41,11 +44,19 @@ class Job(jsonl.Job):
     def line(self, results: Sequence[Result | NoNumbers]) -> dict[str, Any]:
         errors = [result for result in results if isinstance(result, NoNumbers)]
         if errors:
-            answer = {"status_code": 500, "body": Refusal(500, str(errors[0]), code="no_numbers").body()}
+            answer = {
+                "status_code": 500,
+                "body": Refusal(500, str(errors[0]), code="no_numbers").body(),
+            }
         else:
             answer = {"status_code": 200, "body": self.form.answer(results)}
         response = {"request_id": f"req_{self.digest}", **answer}
-        return {"id": ID + self.digest, "custom_id": self.index, "response": response, "error": None}
+        return {
+            "id": ID + self.digest,
+            "custom_id": self.index,
+            "response": response,
+            "error": None,
+        }
 
 
 def identify(line: Mapping[str, Any]) -> tuple[str, str]:
@@ -54,12 +65,19 @@ def identify(line: Mapping[str, Any]) -> tuple[str, str]:
 
 
 def read(
-    file: str, *, name: str, tokenizer: Tokenizer, defaults: DecodeConfig, vocab_size: int, identity: str
+    file: str,
+    *,
+    name: str,
+    tokenizer: Tokenizer,
+    defaults: DecodeConfig,
+    vocab_size: int,
+    identity: str,
 ) -> list[Job]:
     """The requests in `file`. Raises UserError, with the line's number, for a mistake.
 
-    name: the model's, which all bodies must have. identity: of the model, in the digests. defaults: its seed + the
-    line's index is that of a body without one; max_new_tokens are the most of a chat that does not say.
+    name: the model's, which all bodies must have. identity: of the model, in the digests. defaults:
+    its seed + the line's index is that of a body without one; max_new_tokens are the most of a chat
+    that does not say.
     """
     terms = Terms(name, tokenizer, vocab_size, chat_tokens=defaults.max_new_tokens)
     jobs: dict[str, Job] = {}
@@ -69,7 +87,9 @@ def read(
         except (UserError, Refusal) as error:
             raise UserError(f"{file} line {number}: {error}") from None
         if job.index in jobs:
-            raise UserError(f"{file} line {number}: custom_id {job.index!r} is that of an earlier line, too")
+            raise UserError(
+                f"{file} line {number}: custom_id {job.index!r} is that of an earlier line, too"
+            )
         jobs[job.index] = job
     return list(jobs.values())
 
@@ -93,7 +113,9 @@ def _job(value: Any, terms: Terms, *, identity: str, seed: int) -> Job:
     if body.stream:
         raise UserError("stream: a batch has no streams; leave it out")
     requests, form = prepare(body, terms, seed=seed)
-    undated = prepare(body, terms, seed=seed, now=NO_DATE)[0] if isinstance(body, Chat) else requests
+    undated = (
+        prepare(body, terms, seed=seed, now=NO_DATE)[0] if isinstance(body, Chat) else requests
+    )
     decides = map(dataclasses.asdict, undated)
     form.name = jsonl.digest(json.dumps([identity, url, value["body"], *decides], sort_keys=True))
     return Job(custom_id, tuple(requests), form.name, form=form)

@@ -1,7 +1,9 @@
-"""What is refused before a request is looked at: by names, key, shutdown, and the size and time of its body.
+"""What is refused before a request is looked at: by names, key, shutdown, and the size and time of
+its body.
 
-Names protect against DNS rebinding: a web page can make its own host name resolve to 127.0.0.1. Its requests then come
-from this machine, and the browser treats them as of the same origin. But their headers contain the page's host name.
+Names protect against DNS rebinding: a web page can make its own host name resolve to 127.0.0.1. Its
+requests then come from this machine, and the browser treats them as of the same origin. But their
+headers contain the page's host name.
 """
 
 import asyncio
@@ -36,7 +38,9 @@ def check_key(key: str) -> None:
 
 
 def own_names(host: str, sock: socket.socket, *, key: str | None) -> frozenset[str] | None:
-    """The allowed names of a server that listens at `host`; None (any) if it has a key or is not local."""
+    """The allowed names of a server that listens at `host`; None (any) if it has a key or is not
+    local.
+    """
     address = ipaddress.ip_address(sock.getsockname()[0].partition("%")[0])
     if key is not None or not address.is_loopback:
         return None
@@ -47,10 +51,18 @@ def own_names(host: str, sock: socket.socket, *, key: str | None) -> frozenset[s
 class Gate:
     """The application `app` behind these checks. It counts requests, and can refuse new ones.
 
-    key: what clients must send; None if they need none. names: allowed in `Host` and `Origin`; None for any.
+    key: what clients must send; None if they need none. names: allowed in `Host` and `Origin`; None
+        for any.
     """
 
-    def __init__(self, app: ASGIApp, *, key: str | None = None, names: Collection[str] | None = None, metrics: Metrics):
+    def __init__(
+        self,
+        app: ASGIApp,
+        *,
+        key: str | None = None,
+        names: Collection[str] | None = None,
+        metrics: Metrics,
+    ):
         self._app = app
         self._key = key
         self._names = names
@@ -64,7 +76,9 @@ class Gate:
         return self.active
 
     def wait(self, seconds: float, *, unless: Callable[[], bool]) -> None:
-        """Waits until no answer is in progress, for at most `seconds`, or until `unless` is true."""
+        """Waits until no answer is in progress, for at most `seconds`, or until `unless` is
+        true.
+        """
         deadline = time.monotonic() + seconds
         while self.active and time.monotonic() < deadline and not unless():
             time.sleep(POLL)
@@ -88,7 +102,9 @@ class Gate:
             self._check_key(headers)
         if self.draining and path in BODIES:
             again = {"Retry-After": "5", "Connection": "close"}
-            raise Refusal(503, "the server is shutting down; try again", code="draining", headers=again)
+            raise Refusal(
+                503, "the server is shutting down; try again", code="draining", headers=again
+            )
 
     def _check_names(self, headers: Headers) -> None:
         for header, status in (("host", 421), ("origin", 403)):
@@ -105,11 +121,19 @@ class Gate:
         # In constant time: the duration must not reveal how many characters of a key are right.
         right = hmac.compare_digest(sent.strip().encode(), self._key.encode())
         if scheme.lower() != "bearer" or not right:
-            message = "wrong API key" if sent else "this server requires an API key: Authorization: Bearer KEY"
-            raise Refusal(401, message, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
+            message = (
+                "wrong API key"
+                if sent
+                else "this server requires an API key: Authorization: Bearer KEY"
+            )
+            raise Refusal(
+                401, message, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"}
+            )
 
 
-async def read_body(http: fastapi.Request, *, most: int = BODY_BYTES, seconds: float = BODY_SECONDS) -> bytes:
+async def read_body(
+    http: fastapi.Request, *, most: int = BODY_BYTES, seconds: float = BODY_SECONDS
+) -> bytes:
     """Raises Refusal for a body that is too large, too slow, or not JSON.
 
     Starlette's own limit answers in plain text, and waits for as long as it takes.

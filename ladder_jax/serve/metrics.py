@@ -21,7 +21,8 @@ CLIENT_CLOSED_REQUEST = 499
 class Metrics:
     """The metrics of one server, in its own registry.
 
-    paths: those that are counted by name. Others count as "other", so that clients cannot add series.
+    paths: those that are counted by name. Others count as "other", so that clients cannot add
+        series.
     """
 
     def __init__(self, engine: Engine, *, paths: tuple[str, ...]):
@@ -29,12 +30,21 @@ class Metrics:
         self._paths = paths
         self._registry = CollectorRegistry()
         common = dict(namespace="ladder_jax", registry=self._registry)
-        self._requests = Counter("requests", "Answered HTTP requests.", ["path", "status"], **common)
+        self._requests = Counter(
+            "requests", "Answered HTTP requests.", ["path", "status"], **common
+        )
         self._seconds = Histogram(
-            "request_duration_seconds", "From a request's head to its last byte.", ["path"], buckets=SECONDS, **common
+            "request_duration_seconds",
+            "From a request's head to its last byte.",
+            ["path"],
+            buckets=SECONDS,
+            **common,
         )
         self.first_token = Histogram(
-            "time_to_first_token_seconds", "From submission to the first token.", buckets=SECONDS, **common
+            "time_to_first_token_seconds",
+            "From submission to the first token.",
+            buckets=SECONDS,
+            **common,
         )
         queued = Gauge("queued", "Prompts that wait for a slot.", **common)
         queued.set_function(lambda: engine.stats().queued)
@@ -69,9 +79,15 @@ class Metrics:
     def collect(self) -> Iterator[Metric]:
         """The engine's counters, when Prometheus asks."""
         stats = self._engine.stats()
-        yield CounterMetricFamily("ladder_jax_prompt_tokens", "Tokens of prompts that got a slot.", stats.prompt_tokens)
-        yield CounterMetricFamily("ladder_jax_new_tokens", "New tokens of finished prompts.", stats.new_tokens)
-        finished = CounterMetricFamily("ladder_jax_finished", "Prompts that have ended, and why.", labels=["reason"])
+        yield CounterMetricFamily(
+            "ladder_jax_prompt_tokens", "Tokens of prompts that got a slot.", stats.prompt_tokens
+        )
+        yield CounterMetricFamily(
+            "ladder_jax_new_tokens", "New tokens of finished prompts.", stats.new_tokens
+        )
+        finished = CounterMetricFamily(
+            "ladder_jax_finished", "Prompts that have ended, and why.", labels=["reason"]
+        )
         for reason, count in stats.finished.items():
             finished.add_metric([reason], count)
         yield finished

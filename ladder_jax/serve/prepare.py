@@ -24,8 +24,10 @@ SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 class Terms:
     """What may be asked of a model; by default without limits.
 
-    name: the model's, which all bodies must have. chat_tokens: new tokens of a chat that does not say.
-    capacity: tokens of a prompt and its answer. max_queue: answers to one body. max_new_tokens: of an answer.
+    name: the model's, which all bodies must have. chat_tokens: new tokens of a chat that does not
+        say.
+    capacity: tokens of a prompt and its answer. max_queue: answers to one body. max_new_tokens: of
+        an answer.
     """
 
     name: str
@@ -44,17 +46,24 @@ class Terms:
     def check_count(self, prompts: int, *, n: int) -> None:
         """Raises Refusal for no answers, or more than the queue holds. n: answers per prompt."""
         if not 0 < n * prompts <= self.max_queue:
-            message = f"{prompts} prompts, {n} answers each, are not from 1 to {self.max_queue} in all"
+            message = (
+                f"{prompts} prompts, {n} answers each, are not from 1 to {self.max_queue} in all"
+            )
             raise Refusal(400, message, param="prompt" if n == 1 else "n")
 
     def check_text(self, characters: int, *, param: str) -> None:
         """Raises Refusal for a text that exceeds the capacity however it is tokenized."""
-        if characters > self.capacity * LONG_TOKEN and characters > self.capacity * self._longest_token:
+        if (
+            characters > self.capacity * LONG_TOKEN
+            and characters > self.capacity * self._longest_token
+        ):
             raise self._too_long(f"{characters} characters", param=param)
 
     def check_messages(self, messages: Sequence[Message]) -> None:
         """Raises Refusal for more messages, or parts of them, than there may be tokens."""
-        parts = sum(len(message.content) for message in messages if isinstance(message.content, list))
+        parts = sum(
+            len(message.content) for message in messages if isinstance(message.content, list)
+        )
         count = max(len(messages), parts)
         if count > self.capacity:
             raise self._too_long(f"{count} messages, or parts of them,", param="messages")
@@ -67,12 +76,16 @@ class Terms:
         room = self.capacity - len(prompt)
         new = asked or max(1, min(default, self.max_new_tokens, room))
         if new > room:
-            raise self._too_long(f"a prompt of {len(prompt)} tokens and {new} new ones", param="prompt")
+            raise self._too_long(
+                f"a prompt of {len(prompt)} tokens and {new} new ones", param="prompt"
+            )
         return new
 
     @functools.cached_property
     def _longest_token(self) -> int:
-        return max(len(self.tokenizer.to_bytes([token])) for token in range(self.tokenizer.vocab_size))
+        return max(
+            len(self.tokenizer.to_bytes([token])) for token in range(self.tokenizer.vocab_size)
+        )
 
     def _too_long(self, what: str, *, param: str) -> Refusal:
         message = f"{what} are more than the {self.capacity} tokens that this server has room for"
@@ -86,7 +99,8 @@ def prepare(
     seed: int | None = None,
     now: datetime.datetime | None = None,
 ) -> tuple[list[Request], Form]:
-    """`body.answers` requests for each prompt, in order, and the form of their answers. Raises Refusal or UserError.
+    """`body.answers` requests for each prompt, in order, and the form of their answers. Raises
+    Refusal or UserError.
 
     The k-th answer to a prompt has the body's seed + k. seed: where the body has none; None draws
     one. now: as in `Tokenizer.render`.
@@ -143,7 +157,9 @@ def _prompts(body: Completion, terms: Terms) -> list[Sequence[int]]:
     terms.check_count(len(prompts), n=body.answers)
     longest = max((len(prompt) for prompt in prompts if isinstance(prompt, str)), default=0)
     terms.check_text(longest, param="prompt")
-    return [terms.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt for prompt in prompts]
+    return [
+        terms.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt for prompt in prompts
+    ]
 
 
 def _conversation(body: Chat, terms: Terms, *, now: datetime.datetime | None) -> list[int]:
@@ -161,8 +177,13 @@ def _conversation(body: Chat, terms: Terms, *, now: datetime.datetime | None) ->
 
 def _plain(message: Message) -> dict[str, str]:
     """A message as chat templates expect it: its text, and a role that every template has."""
-    text = message.content if isinstance(message.content, str) else "".join(part.text for part in message.content)
-    role = "system" if message.role == "developer" else message.role  # OpenAI's newer name for the role
+    text = (
+        message.content
+        if isinstance(message.content, str)
+        else "".join(part.text for part in message.content)
+    )
+    # OpenAI's newer name for the role
+    role = "system" if message.role == "developer" else message.role
     named = {"name": message.name} if message.name else {}
     return {"role": role, "content": text, **named}
 
@@ -170,7 +191,8 @@ def _plain(message: Message) -> dict[str, str]:
 def _check_top_logprobs(top: int, *, body: GenerationBody, param: str) -> None:
     """Raises Refusal if the log-probabilities of the `top` most probable tokens are not available.
 
-    The engine computes only that of the chosen token. Without sampling and penalty, this is the most probable token.
+    The engine computes only that of the chosen token. Without sampling and penalty, this is the
+    most probable token.
     """
     greedy = body.temperature == 0 and (body.repetition_penalty or 1) == 1
     if top > int(greedy):

@@ -49,7 +49,9 @@ class Refusal(HTTPException):
     def body(self) -> dict:
         other = "server_error" if self.status_code >= 500 else "invalid_request_error"
         kind = ERRORS.get(self.status_code, other)
-        return {"error": {"message": self.detail, "type": kind, "param": self.param, "code": self.code}}
+        return {
+            "error": {"message": self.detail, "type": kind, "param": self.param, "code": self.code}
+        }
 
     def response(self) -> Response:
         return json_response(self.body(), status=self.status_code, headers=self.headers)
@@ -57,10 +59,14 @@ class Refusal(HTTPException):
 
 def dumps(value: object) -> bytes:
     """JSON in UTF-8. Half of a surrogate pair is escaped, as UTF-8 cannot encode it."""
-    return json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "backslashreplace")
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode(
+        "utf-8", "backslashreplace"
+    )
 
 
-def json_response(value: object, *, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
+def json_response(
+    value: object, *, status: int = 200, headers: Mapping[str, str] | None = None
+) -> Response:
     return Response(dumps(value), status, headers, media_type="application/json")
 
 
@@ -115,10 +121,14 @@ class Object(pydantic.BaseModel):
                 raise PydanticCustomError(UNKNOWN, "{message}", {"message": message, "name": name})
             allowed = (getattr(self, "n", None) or 1,) if name == "best_of" else NEUTRAL[name]
             # In Python, True equals 1.
-            if not any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in allowed):
+            if not any(
+                value == one and isinstance(value, bool) == isinstance(one, bool) for one in allowed
+            ):
                 instead = "".join(f", or {one!r}" for one in allowed)
                 message = f"{name} is not supported here: leave it out{instead}"
-                raise PydanticCustomError(UNSUPPORTED, "{message}", {"message": message, "name": name})
+                raise PydanticCustomError(
+                    UNSUPPORTED, "{message}", {"message": message, "name": name}
+                )
         return self
 
 
@@ -130,16 +140,31 @@ class GenerationBody(Object):
     """The parameters that completions and chat have in common."""
 
     model: str
-    n: Annotated[int, Field(ge=1, le=128)] | None = Field(None, description="answers per prompt; default 1")
+    n: Annotated[int, Field(ge=1, le=128)] | None = Field(
+        None, description="answers per prompt; default 1"
+    )
     max_tokens: Count | None = None
-    temperature: Annotated[float, Field(ge=0, le=2)] | None = Field(None, description="0 is greedy; default 1")
-    top_p: Annotated[float, Field(gt=0, le=1)] | None = Field(None, description="default 1: all tokens")
-    top_k: Annotated[int, Field(ge=0, lt=2**31)] | None = Field(None, description="default 0: all tokens")
-    min_p: Annotated[float, Field(ge=0, le=1)] | None = Field(None, description="default 0: all tokens")
-    repetition_penalty: Annotated[float, Field(ge=0.01, le=100)] | None = Field(None, description="default 1: none")
-    seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = Field(None, description="modulo 2**32; default random")
+    temperature: Annotated[float, Field(ge=0, le=2)] | None = Field(
+        None, description="0 is greedy; default 1"
+    )
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = Field(
+        None, description="default 1: all tokens"
+    )
+    top_k: Annotated[int, Field(ge=0, lt=2**31)] | None = Field(
+        None, description="default 0: all tokens"
+    )
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = Field(
+        None, description="default 0: all tokens"
+    )
+    repetition_penalty: Annotated[float, Field(ge=0.01, le=100)] | None = Field(
+        None, description="default 1: none"
+    )
+    seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = Field(
+        None, description="modulo 2**32; default random"
+    )
     stop: Stop | Annotated[list[Stop], Field(max_length=16, fail_fast=True)] | None = Field(
-        None, description=f"a string or a list of at most 16 strings, of at most {STOP_CHARACTERS} characters each"
+        None,
+        description=f"a string or a list of at most 16 strings, of at most {STOP_CHARACTERS} characters each",
     )
     stream: bool | None = None
     stream_options: StreamOptions | None = None
@@ -182,7 +207,10 @@ class Chat(GenerationBody):
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
 
 
-BODIES: dict[str, type[GenerationBody]] = {"/v1/completions": Completion, "/v1/chat/completions": Chat}
+BODIES: dict[str, type[GenerationBody]] = {
+    "/v1/completions": Completion,
+    "/v1/chat/completions": Chat,
+}
 """By path."""
 UNIONS = {
     name: field.description
@@ -224,6 +252,12 @@ def _refusal(error: pydantic.ValidationError) -> Refusal:
 
 
 def _dotted(path: tuple[Any, ...]) -> str:
-    """The path as text, such as "messages[0].role", without pydantic's names of a union's types ("list[Part]")."""
-    parts = [f"[{part}]" if isinstance(part, int) else f".{part}" for part in path if "[" not in str(part)]
+    """The path as text, such as "messages[0].role", without pydantic's names of a union's types
+    ("list[Part]").
+    """
+    parts = [
+        f"[{part}]" if isinstance(part, int) else f".{part}"
+        for part in path
+        if "[" not in str(part)
+    ]
     return "".join(parts).removeprefix(".")

@@ -1,8 +1,9 @@
 """uvicorn on a socket, in a thread; the main thread handles signals.
 
-uvicorn's `limit_concurrency` counts idle connections too, and then refuses whoever comes. Here nobody keeps a place by
-waiting: of the connections that wait for their client, the one that has waited longest makes room. Nor has uvicorn
-time-outs for a request's head and for a client that does not read, or a bound on a body's chunks.
+uvicorn's `limit_concurrency` counts idle connections too, and then refuses whoever comes. Here
+nobody keeps a place by waiting: of the connections that wait for their client, the one that has
+waited longest makes room. Nor has uvicorn time-outs for a request's head and for a client that does
+not read, or a bound on a body's chunks.
 """
 
 import asyncio
@@ -28,20 +29,29 @@ from ladder_jax.serve.schema import Refusal
 BACKLOG = 2048  # connections that wait to be accepted
 ACCEPTED = 8  # of them at a time, so that these are counted before others take the last open files
 GRACE = 5  # seconds to send finished answers before the shutdown
-KEEP_ALIVE = 75  # seconds; longer than clients' time-outs, so that none sends while we close the connection
+# seconds; longer than clients' time-outs, so that none sends while we close the connection
+KEEP_ALIVE = 75
 POLL = 0.2  # seconds
 HEAD_SECONDS = 10.0
-"""Seconds within which the head of a request must arrive, and the rest of a body that was refused."""
+"""Seconds within which the head of a request must arrive, and the rest of a body that was
+refused.
+"""
 READ_SECONDS = 30.0
 """Seconds within which a client must read something of what was sent to it."""
 UNREAD_BYTES = 2**16
-"""Held by the system for a client that does not read; what it asks for beyond that is not computed."""
+"""Held by the system for a client that does not read; what it asks for beyond that is not
+computed.
+"""
 MAX_CONNECTIONS = 1024
-"""Simultaneous connections, at most; fewer if the system limits the open files of this process to fewer."""
+"""Simultaneous connections, at most; fewer if the system limits the open files of this process to
+fewer.
+"""
 MAX_CHUNKS = 10_000
 """Chunks of a request's body, at most: each costs as much to parse as a small request's head."""
 READ_BYTES = 4096
-"""Read and parsed at a time: a few milliseconds' work, after which other connections have their turn."""
+"""Read and parsed at a time: a few milliseconds' work, after which other connections have their
+turn.
+"""
 RESERVE = 32  # open files for other uses
 
 
@@ -70,25 +80,37 @@ class Protocol(H11Protocol, asyncio.BufferedProtocol):
         super().connection_made(transport)
         self.conn = _Requests(h11.SERVER)
         self._buffer = bytearray(READ_BYTES)
-        self._since = self._read = self.loop.time()  # the newest change; when the client last read something
-        self._head: float | None = self._since  # when the head that is still to come was due to begin
+        # the newest change; when the client last read something
+        self._since = self._read = self.loop.time()
+        # when the head that is still to come was due to begin
+        self._head: float | None = self._since
         self._unread = 0
-        # `pause_writing` is called for whatever the system does not take at once, also of a connection that is closing.
+        # `pause_writing` is called for whatever the system does not take at once, also of a
+        # connection that is closing.
         transport.set_write_buffer_limits(high=0)
         if len(self.connections) > self.most:
-            waiting = [connection for connection in self.connections if connection._waits]  # this one at least
+            # this one at least
+            waiting = [connection for connection in self.connections if connection._waits]
             min(waiting, key=lambda connection: connection._since)._leave()
 
     def check_times(self) -> None:
-        """End the connection of a client that has owed the rest of a head, or to read its answer, for too long."""
+        """End the connection of a client that has owed the rest of a head, or to read its answer,
+        for too long.
+        """
         now, unread = self.loop.time(), self.transport.get_write_buffer_size()
         if not unread or unread != self._unread:
             self._read, self._unread = now, unread
         if now - self._read > READ_SECONDS:
             self._leave()
-        elif self._head is not None and now - self._head > HEAD_SECONDS and not self.transport.is_closing():
+        elif (
+            self._head is not None
+            and now - self._head > HEAD_SECONDS
+            and not self.transport.is_closing()
+        ):
             if self.conn.our_state is h11.IDLE:
-                self._write(Refusal(408, f"the request's head did not come within {HEAD_SECONDS:g} seconds"))
+                self._write(
+                    Refusal(408, f"the request's head did not come within {HEAD_SECONDS:g} seconds")
+                )
             self.transport.close()
 
     @property
@@ -98,7 +120,9 @@ class Protocol(H11Protocol, asyncio.BufferedProtocol):
 
     @property
     def _waits(self) -> bool:
-        """Whether the connection waits for its client: to ask, to send the rest of a body, or to read."""
+        """Whether the connection waits for its client: to ask, to send the rest of a body, or to
+        read.
+        """
         return self._is_idle or self.cycle.more_body or self.flow.write_paused
 
     def _leave(self) -> None:
@@ -131,7 +155,9 @@ class Protocol(H11Protocol, asyncio.BufferedProtocol):
         super().pause_writing()
 
     def send_400_response(self, msg: str) -> None:
-        """Called for a malformed request, also while its answer is being sent: then no status can be sent."""
+        """Called for a malformed request, also while its answer is being sent: then no status can
+        be sent.
+        """
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
             if self.conn.chunks > MAX_CHUNKS:
                 msg = f"the request's body may come in {MAX_CHUNKS} chunks"
@@ -145,8 +171,12 @@ class Protocol(H11Protocol, asyncio.BufferedProtocol):
         """Sends it past h11, which may be within a request that has no end."""
         body = refusal.response().body
         reason = http.HTTPStatus(refusal.status_code).phrase
-        fields = f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\nConnection: close"
-        self.transport.write(f"HTTP/1.1 {refusal.status_code} {reason}\r\n{fields}\r\n\r\n".encode() + body)
+        fields = (
+            f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\nConnection: close"
+        )
+        self.transport.write(
+            f"HTTP/1.1 {refusal.status_code} {reason}\r\n{fields}\r\n\r\n".encode() + body
+        )
 
 
 def max_connections() -> int:
@@ -162,11 +192,15 @@ def max_connections() -> int:
     if soft != unlimited and soft < wanted:
         soft = wanted if hard == unlimited else min(hard, wanted)
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-    return MAX_CONNECTIONS if soft == unlimited else max(8, min(MAX_CONNECTIONS, (soft - used) // 2))
+    return (
+        MAX_CONNECTIONS if soft == unlimited else max(8, min(MAX_CONNECTIONS, (soft - used) // 2))
+    )
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """Binds the port (0: any free one), without listening yet. Raises UserError if it cannot be bound."""
+    """Binds the port (0: any free one), without listening yet. Raises UserError if it cannot be
+    bound.
+    """
     if not 0 <= port < 2**16:
         raise UserError(f"a port is from 0 to 65535, not {port}")
     sock = None
@@ -191,7 +225,8 @@ def url(sock: socket.socket) -> str:
 
 @contextlib.contextmanager
 def listening(app: ASGIApp, sock: socket.socket) -> Iterator[threading.Thread]:
-    """Serves within the block. At its end, waits until answers in progress are sent, and closes the socket.
+    """Serves within the block. At its end, waits until answers in progress are sent, and closes the
+    socket.
 
     Yields the serving thread.
     """
@@ -203,7 +238,8 @@ def listening(app: ASGIApp, sock: socket.socket) -> Iterator[threading.Thread]:
     class Limited(Protocol):
         most = max_connections()
 
-    # In a thread, uvicorn installs no signal handlers. It logs only the server's errors, not the clients'.
+    # In a thread, uvicorn installs no signal handlers. It logs only the server's errors, not the
+    # clients'.
     logging = dict(log_config=None, log_level="error", access_log=False, server_header=False)
     timeouts = dict(timeout_keep_alive=KEEP_ALIVE, timeout_graceful_shutdown=GRACE)
     # Never uvloop, if it is there: it reads as much as it likes into a buffer of its own.
@@ -216,7 +252,9 @@ def listening(app: ASGIApp, sock: socket.socket) -> Iterator[threading.Thread]:
             connection.check_times()
 
     settings.callback_notify, settings.timeout_notify = check_times, 0  # every second
-    thread = threading.Thread(target=server.run, kwargs=dict(sockets=[sock]), name="ladder_jax http", daemon=True)
+    thread = threading.Thread(
+        target=server.run, kwargs=dict(sockets=[sock]), name="ladder_jax http", daemon=True
+    )
     thread.start()
     try:
         while not server.started and thread.is_alive():
@@ -231,7 +269,9 @@ def listening(app: ASGIApp, sock: socket.socket) -> Iterator[threading.Thread]:
 
 
 def catch_signals() -> queue.SimpleQueue[int]:
-    """A queue that receives the number of the first SIGTERM or SIGINT. A second one ends the process at once."""
+    """A queue that receives the number of the first SIGTERM or SIGINT. A second one ends the
+    process at once.
+    """
     signals = queue.SimpleQueue()  # its `put` is safe in a signal handler
     numbers = (signal.SIGTERM, signal.SIGINT)
 

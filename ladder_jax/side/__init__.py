@@ -1,4 +1,6 @@
-"""A small network beside a frozen model, which trains in its place. A client of `nn`, which knows nothing of it."""
+"""A small network beside a frozen model, which trains in its place. A client of `nn`, which knows
+nothing of it.
+"""
 
 from ladder_jax.side.model import SIDE as SIDE
 from ladder_jax.side.model import SideModel as SideModel

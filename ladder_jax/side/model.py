@@ -1,17 +1,19 @@
-"""A side network: ladder side-tuning (arXiv 2206.06522). It trains, and the model that it stands beside is frozen.
+"""A side network: ladder side-tuning (arXiv 2206.06522). It trains, and the model that it stands
+beside is frozen.
 
     h_0 = D x_0                                             the embedding, projected down
     h   = mu_l h_l-1 + (1 - mu_l) W_l x_l                   mu_l = sigmoid(alpha_l / T), T = 0.1, alpha_l = 0 at first
     h_l = h + attention(norm(h)),  then  h_l + MLP(norm(h_l))
     y   = x_L + U norm(h_L)                                 before the model's final norm and head
 
-x_l is the residual stream after layer l as it stands: of a ladder's layer without the outputs that are still pending.
-U is zero at first, so that the model's function is unchanged. Block l runs in the loop body of layer l. No gradient
-passes a tap (W_l x_l), so that nothing of the model is kept for the backward pass but the taps' streams.
+x_l is the residual stream after layer l as it stands: of a ladder's layer without the outputs that
+are still pending. U is zero at first, so that the model's function is unchanged. Block l runs in
+the loop body of layer l. No gradient passes a tap (W_l x_l), so that nothing of the model is kept
+for the backward pass but the taps' streams.
 
-Every rank holds the whole network and computes the same with it, on streams that are equal on all tensor ranks: it
-communicates nothing. The small letters of its dimensions say so: d, n, k, h, f as D, N, K, H, F of the model; b is the
-model's width, i one number.
+Every rank holds the whole network and computes the same with it, on streams that are equal on all
+tensor ranks: it communicates nothing. The small letters of its dimensions say so: d, n, k, h, f as
+D, N, K, H, F of the model; b is the model's width, i one number.
 """
 
 import dataclasses
@@ -27,7 +29,16 @@ from jax.sharding import Mesh
 
 from ladder_jax.config import SCANNED, Execution, ExpertParallelism, ModelConfig, Remat
 from ladder_jax.config.fields import check
-from ladder_jax.nn import Cache, ForwardPass, Layer, ModelDef, RMSNorm, attention, forward_pass, quantized
+from ladder_jax.nn import (
+    Cache,
+    ForwardPass,
+    Layer,
+    ModelDef,
+    RMSNorm,
+    attention,
+    forward_pass,
+    quantized,
+)
 from ladder_jax.nn import define as define_plain
 from ladder_jax.nn.attention import FULL_SEQUENCE, Positions
 from ladder_jax.nn.modules import LayerContext
@@ -37,12 +48,17 @@ from ladder_jax.residual import State
 from ladder_jax.residual.loop import rematerialised
 
 SIDE = "side"
-"""The name of the network's parameters: of its ends beside the model's modules, of its blocks beside a layer's."""
+"""The name of the network's parameters: of its ends beside the model's modules, of its blocks
+beside a layer's.
+"""
 TEMPERATURE = 0.1  # T
 
 
 def define(
-    config: ModelConfig, *, mesh: Mesh | NamedMesh, experts: ExpertParallelism | str = ExpertParallelism.REDUCE
+    config: ModelConfig,
+    *,
+    mesh: Mesh | NamedMesh,
+    experts: ExpertParallelism | str = ExpertParallelism.REDUCE,
 ) -> ModelDef:
     """As `nn.define`, of a model with or without a side network (`config.side`)."""
     if config.side is None:
@@ -104,7 +120,9 @@ class SideCache:
 
 @dataclasses.dataclass(frozen=True)
 class SideSizes(Sizes):
-    """Of the network's parameters, whose letters are small. backbone: B, the width of the model beside it."""
+    """Of the network's parameters, whose letters are small. backbone: B, the width of the model
+    beside it.
+    """
 
     backbone: int = 0
 
@@ -131,13 +149,17 @@ class SideBlock(Layer):
     def __call__(
         self, h_BTD: Array, tapped_BTM: Array, cache: Cache | None, *, context: LayerContext
     ) -> tuple[Array, Cache | None]:
-        """h_l [B, T, D] from h_l-1 and x_l [B, T, M], and the block's cache. context: of the side network."""
+        """h_l [B, T, D] from h_l-1 and x_l [B, T, M], and the block's cache. context: of the side
+        network.
+        """
         dtype = jnp.dtype(self.config.dtype.value)
         stream = h_BTD.dtype
 
         def attend(query, key, value):
             nonlocal cache
-            attended, cache = context.positions.attend(query, key, value, cache=cache, kernel=context.kernel)
+            attended, cache = context.positions.attend(
+                query, key, value, cache=cache, kernel=context.kernel
+            )
             return attended
 
         share = jax.nn.sigmoid(self.gate[...] / TEMPERATURE)[None, None]
@@ -145,7 +167,9 @@ class SideBlock(Layer):
         h = share * h_BTD.astype(jnp.float32) + (1 - share) * mapped.astype(jnp.float32)
         h = h.astype(stream)
         with jax.named_scope("side_attention"):
-            out = self.attention(self.attention_norm(h, dtype=dtype), attend=attend, table=context.table)
+            out = self.attention(
+                self.attention_norm(h, dtype=dtype), attend=attend, table=context.table
+            )
         h = h + out.astype(stream)
         with jax.named_scope("side_mlp"):
             return h + self.mlp(self.mlp_norm(h, dtype=dtype)).astype(stream), cache
@@ -182,10 +206,15 @@ class SidePass(ForwardPass):
         execution: Execution = SCANNED,
         positions: Positions = FULL_SEQUENCE,
     ):
-        frozen = dataclasses.replace(execution, remat=Remat.NONE)  # only the side network has a backward pass
+        # only the side network has a backward pass
+        frozen = dataclasses.replace(execution, remat=Remat.NONE)
         super().__init__(definition, shape, execution=frozen, positions=positions)
         self._context = LayerContext(
-            definition.network, shape[1], axes=(), kernel=definition.network_kernel, positions=positions
+            definition.network,
+            shape[1],
+            axes=(),
+            kernel=definition.network_kernel,
+            positions=positions,
         )
         self._block = rematerialised(
             self._compute, steps=(), remat=execution.remat, loop=execution.loop, axes=self.wire.axes
@@ -200,11 +229,13 @@ class SidePass(ForwardPass):
     def layer(self, state, extra, params, cache, **settings):
         """What a layer gives without it, and beside it h_l and the cache of its block."""
         of_layer, of_block = (None, None) if cache is None else (cache.layer, cache.block)
-        # An unrolled loop gives every array of a layer a gradient; here those of the layer itself are cut.
+        # An unrolled loop gives every array of a layer a gradient; here those of the layer itself
+        # are cut.
         frozen = {name: lax.stop_gradient(group) for name, group in params.items() if name != SIDE}
         frozen[SIDE] = params[SIDE]
         state, _, of_layer = super().layer(state, None, frozen, of_layer, **settings)
-        # As the stream and the newest sum of a State: then the policies and barriers of the layers' loop apply.
+        # As the stream and the newest sum of a State: then the policies and barriers of the layers'
+        # loop apply.
         mine = State(extra, (lax.stop_gradient(state.residual),))
         mine, _, of_block = self._block(mine, None, params[SIDE], of_block)
         return state, mine.residual, None if cache is None else SideCache(of_layer, of_block)

@@ -1,4 +1,6 @@
-"""A run's checkpoints: the state before the first step, the newest checkpoint and its state, and saving."""
+"""A run's checkpoints: the state before the first step, the newest checkpoint and its state, and
+saving.
+"""
 
 import contextlib
 import dataclasses
@@ -27,7 +29,8 @@ from ladder_jax.train.step import (
 )
 
 FOLDER = "checkpoints"  # in the run's folder
-VISIBLE_WITHIN = 90.0  # seconds until a shared file system shows another host's files: NFS caches folders for up to 60
+# seconds until a shared file system shows another host's files: NFS caches folders for up to 60
+VISIBLE_WITHIN = 90.0
 
 
 def begin(context: RunContext, *, task: TrainingTask) -> tuple[TrainState, Params]:
@@ -38,7 +41,9 @@ def begin(context: RunContext, *, task: TrainingTask) -> tuple[TrainState, Param
     return initial_state(task.definition, config=train, params=trained, task=task), frozen
 
 
-def restore(checkpoint: Checkpoint, *, context: RunContext, task: TrainingTask) -> tuple[TrainState, Params]:
+def restore(
+    checkpoint: Checkpoint, *, context: RunContext, task: TrainingTask
+) -> tuple[TrainState, Params]:
     """The state that `checkpoint` holds, on the task's mesh, and the frozen parameters."""
     shapes = abstract_state(task.definition, config=context.config.train, task=task)
     extra = task.extra(task.abstract)
@@ -57,14 +62,18 @@ def restore(checkpoint: Checkpoint, *, context: RunContext, task: TrainingTask) 
 
 
 def newest(context: RunContext) -> Checkpoint | None:
-    """The run's newest checkpoint, every file of it compared with its manifest; None if there is none.
+    """The run's newest checkpoint, every file of it compared with its manifest; None if there is
+    none.
 
-    With run.on_damaged=previous a damaged one is renamed to `<step>.damaged`. Raises Damaged otherwise, and where no
-    undamaged one is left. With several processes the first one searches, and all resume from the checkpoint that it
-    returns: the others may see an older state of a shared file system.
+    With run.on_damaged=previous a damaged one is renamed to `<step>.damaged`. Raises Damaged
+    otherwise, and where no undamaged one is left. With several processes the first one searches,
+    and all resume from the checkpoint that it returns: the others may see an older state of a
+    shared file system.
     """
     agreement, folder = context.agreement, context.folder / FOLDER
-    found = agreement.decided("which checkpoint is resumed", lambda: _newest(folder, context=context))
+    found = agreement.decided(
+        "which checkpoint is resumed", lambda: _newest(folder, context=context)
+    )
     if found is None:
         return None
     step, has_manifest = found
@@ -90,7 +99,8 @@ def check_data(checkpoint: Checkpoint, *, path: str, fingerprint: str) -> None:
 class CheckpointSaver:
     """Saves a run's state after a step, in the background. All waiting counts as saving.
 
-    fingerprint: of the training data; sources: the checkpoints that the run took weights from (`retrain.sources`).
+    fingerprint: of the training data; sources: the checkpoints that the run took weights from
+        (`retrain.sources`).
     """
 
     store: Store
@@ -100,12 +110,19 @@ class CheckpointSaver:
     sources: dict[str, Any]
 
     def save(
-        self, step: int, state: TrainState, frozen: Params, *, skipped: Iterable[int], validation: float | None
+        self,
+        step: int,
+        state: TrainState,
+        frozen: Params,
+        *,
+        skipped: Iterable[int],
+        validation: float | None,
     ) -> None:
         """Start to save; a later `failure()` says if that went wrong."""
         with self.context.account.time("saving"):
             config = self.context.folder / CONFIG
-            with contextlib.suppress(RunFailed), writing(config):  # the save meets the same disk, and reports it
+            # the save meets the same disk, and reports it
+            with contextlib.suppress(RunFailed), writing(config):
                 if not config.exists():  # the user has removed the run's folder
                     write_json(config, to_dict(self.context.config))
             # All of a run beside its arrays and configuration. The next batch is that of step + 1.
@@ -131,12 +148,16 @@ class CheckpointSaver:
         return self.store.failure()
 
     def newest(self) -> int:
-        """The step of the newest checkpoint, once all are written; 0 for none. All processes call it together."""
+        """The step of the newest checkpoint, once all are written; 0 for none. All processes call
+        it together.
+        """
         self.wait()
 
         def latest() -> int:
             with explained(self.store.folder, "read"):
-                return max(patiently(self.store.folder, lambda: steps(self.store.folder)), default=0)
+                return max(
+                    patiently(self.store.folder, lambda: steps(self.store.folder)), default=0
+                )
 
         return self.context.agreement.decided("the newest checkpoint", latest)
 
@@ -152,7 +173,9 @@ class CheckpointSaver:
 
 
 def _newest(folder: AnyPath, *, context: RunContext) -> tuple[int, bool] | None:
-    """The step of the newest whole checkpoint, and whether it has a manifest. Puts damaged ones aside, or raises."""
+    """The step of the newest whole checkpoint, and whether it has a manifest. Puts damaged ones
+    aside, or raises.
+    """
     with explained(folder, "read"):
         complete(folder)
         saved = patiently(folder, lambda: steps(folder))
@@ -168,7 +191,9 @@ def _newest(folder: AnyPath, *, context: RunContext) -> tuple[int, bool] | None:
             return step, checkpoint.has_manifest
         except Damaged as damaged:
             if context.config.run.on_damaged is OnDamaged.STOP:
-                raise Damaged(f"{damaged} (run.on_damaged=previous puts it aside and goes on from there)") from None
+                raise Damaged(
+                    f"{damaged} (run.on_damaged=previous puts it aside and goes on from there)"
+                ) from None
             if step == saved[0]:
                 raise Damaged(f"{damaged}, and there is no whole one before it") from None
             with writing(folder):
@@ -178,9 +203,11 @@ def _newest(folder: AnyPath, *, context: RunContext) -> tuple[int, bool] | None:
 
 
 def _put_aside(path: AnyPath) -> AnyPath:
-    """Renames a damaged checkpoint to `20.damaged`, or after other ones of the same step `20.damaged.2`.
+    """Renames a damaged checkpoint to `20.damaged`, or after other ones of the same step
+    `20.damaged.2`.
 
-    In an object store no folder can be renamed. There its manifest is, without which it does not count.
+    In an object store no folder can be renamed. There its manifest is, without which it does not
+    count.
     """
     if is_remote(path):
         return (path / manifest.NAME).rename(path / manifest.DAMAGED)
@@ -192,9 +219,13 @@ def _put_aside(path: AnyPath) -> AnyPath:
 
 
 def _await_files(folder: AnyPath, *, within: float) -> None:
-    """Waits until this process sees all files of the checkpoint. Raises UserError where it never does."""
+    """Waits until this process sees all files of the checkpoint. Raises UserError where it never
+    does.
+    """
     until = time.monotonic() + within
     while wrong := manifest.problems(folder, contents=False):
         if time.monotonic() > until:
-            raise UserError(f"checkpoint {str(folder)!r} is not what process 0 sees: {wrong[0]} after {within:g} s")
+            raise UserError(
+                f"checkpoint {str(folder)!r} is not what process 0 sees: {wrong[0]} after {within:g} s"
+            )
         time.sleep(0.1)

@@ -1,5 +1,6 @@
-"""A run's folder: which run owns it, its lock, its small files, and which settings may change when it is resumed; and
-what a run's parts share, the request to stop among it."""
+"""A run's folder: which run owns it, its lock, its small files, and which settings may change when
+it is resumed; and what a run's parts share, the request to stop among it.
+"""
 
 import contextlib
 import dataclasses
@@ -23,23 +24,41 @@ from ladder_jax.processes.agreement import Agreement
 from ladder_jax.train import lock
 from ladder_jax.train.timing import TimeAccount
 
-# The settings that may change when a run is resumed: where and how the same numbers are computed, which of them are
-# logged and saved, and what happens at bad steps.
-FREE = ("mesh.", "run.", "decode.", "train.loop", "train.remat", "train.accumulate", "train.sequence_parallel",
-        "train.interleave", "train.collective_matmul", "train.loss_chunk", "train.log_every", "train.checkpoint_every",
-        "train.keep_", "train.evaluat", "train.on_bad_step", "train.spike_", "train.max_bad_steps",
-        "train.rollback_batches", "train.peak_tflops")  # fmt: skip
+# The settings that may change when a run is resumed: where and how the same numbers are computed,
+# which of them are logged and saved, and what happens at bad steps.
+FREE = (
+    "mesh.",
+    "run.",
+    "decode.",
+    "train.loop",
+    "train.remat",
+    "train.accumulate",
+    "train.sequence_parallel",
+    "train.interleave",
+    "train.collective_matmul",
+    "train.loss_chunk",
+    "train.log_every",
+    "train.checkpoint_every",
+    "train.keep_",
+    "train.evaluat",
+    "train.on_bad_step",
+    "train.spike_",
+    "train.max_bad_steps",
+    "train.rollback_batches",
+    "train.peak_tflops",
+)
 
 CAUGHT = (signal.SIGTERM, signal.SIGINT)
 CONFIG, GOODPUT, RESULT = "config.json", "goodput.json", "result.json"
-_EARLIER = (lock.NAME, GOODPUT)  # written before config.json: a run that failed or was killed early leaves only these
+# written before config.json: a run that failed or was killed early leaves only these
+_EARLIER = (lock.NAME, GOODPUT)
 
 
 class StopRequest:
     """The signal that asks this run to stop, if one came.
 
-    signum: the one that the run acts on; received: the one that this process received, of which the others of several
-    processes may not know yet.
+    signum: the one that the run acts on; received: the one that this process received, of which the
+    others of several processes may not know yet.
     """
 
     signum: signal.Signals | None = None
@@ -47,7 +66,9 @@ class StopRequest:
 
     @property
     def interrupts(self) -> bool:
-        """Whether to break off work between two steps. With several processes never: all must stop at one step."""
+        """Whether to break off work between two steps. With several processes never: all must stop
+        at one step.
+        """
         return jax.process_count() == 1 and self.signum is not None
 
     def after(self, step: int) -> bool:
@@ -59,16 +80,19 @@ class StopRequest:
 
 @contextlib.contextmanager
 def caught() -> Iterator[StopRequest]:
-    """While it is open, the first signal only sets the request; outside of the main thread none is caught.
+    """While it is open, the first signal only sets the request; outside of the main thread none is
+    caught.
 
-    With several processes SIGTERM belongs to jax's own notifier, which informs all of them (see `StopRequest.after`),
-    and SIGINT is sent on as SIGTERM.
+    With several processes SIGTERM belongs to jax's own notifier, which informs all of them (see
+    `StopRequest.after`), and SIGINT is sent on as SIGTERM.
     """
     request, several = StopRequest(), jax.process_count() > 1
 
     def handle(signum: int, _) -> None:
         if request.received is not None:
-            os.write(2, f"ladder-jax: {signal.Signals(signum).name} again: ending at once\n".encode())
+            os.write(
+                2, f"ladder-jax: {signal.Signals(signum).name} again: ending at once\n".encode()
+            )
             os._exit(128 + signum)
         request.received = signal.Signals(signum)
         os.write(2, f"{request.received.name}: saving, then ending (once more: at once)\n".encode())
@@ -92,8 +116,8 @@ def caught() -> Iterator[StopRequest]:
 class RunContext:
     """What all parts of a run share.
 
-    config: with everything that follows from the mesh; say: shows a line to the user, in process 0 alone; beat: called
-    with what comes next, alike on all processes.
+    config: with everything that follows from the mesh; say: shows a line to the user, in process 0
+    alone; beat: called with what comes next, alike on all processes.
     """
 
     config: RunConfig
@@ -111,7 +135,9 @@ def path_of(config: RunConfig) -> AnyPath:
 
 
 def check(config: RunConfig, folder: AnyPath) -> None:
-    """Raises UserError where `folder` holds a run of another configuration, or is no run's folder."""
+    """Raises UserError where `folder` holds a run of another configuration, or is no run's
+    folder.
+    """
     with explained(folder, "read"):
         patiently(folder, lambda: _check(config, folder))
 
@@ -121,8 +147,12 @@ def _check(config: RunConfig, folder: AnyPath) -> None:
     if not file.is_file():
         if is_remote(folder):
             remote.check_bucket(folder)
-        if folder.exists() and (not folder.is_dir() or any(_foreign(file, folder) for file in folder.iterdir())):
-            raise UserError(f"run.dir={str(folder)!r} is not empty and holds no config.json: not a run's folder")
+        if folder.exists() and (
+            not folder.is_dir() or any(_foreign(file, folder) for file in folder.iterdir())
+        ):
+            raise UserError(
+                f"run.dir={str(folder)!r} is not empty and holds no config.json: not a run's folder"
+            )
         return
     try:
         before = flatten_dict(json.loads(read_text(file)), sep=".")
@@ -131,7 +161,8 @@ def _check(config: RunConfig, folder: AnyPath) -> None:
     after = flatten_dict(to_dict(config), sep=".")
     has_experts = any(key.startswith("model.moe.") for key in before)
     defaults = RunConfig(model=ModelConfig(moe=MoEConfig())) if has_experts else RunConfig()
-    before = flatten_dict(to_dict(defaults), sep=".") | before  # a setting that did not exist then had its default
+    # a setting that did not exist then had its default
+    before = flatten_dict(to_dict(defaults), sep=".") | before
     changed = [
         f"{key} was {before.get(key)!r}, now {after.get(key)!r}"
         for key in sorted(before.keys() | after.keys())
@@ -145,9 +176,11 @@ def _check(config: RunConfig, folder: AnyPath) -> None:
 
 
 def _foreign(file: AnyPath, folder: AnyPath) -> bool:
-    """Whether it is no run's file. Consoles of object stores show an empty folder as an object of the folder's name.
+    """Whether it is no run's file. Consoles of object stores show an empty folder as an object of
+    the folder's name.
 
-    Such an object is listed as `folder/`, or by newer versions of gcsfs as `folder`, and so again below itself.
+    Such an object is listed as `folder/`, or by newer versions of gcsfs as `folder`, and so again
+    below itself.
     """
     if file == folder or (is_remote(folder) and file.name == folder.name and not file.exists()):
         return False
@@ -157,7 +190,9 @@ def _foreign(file: AnyPath, folder: AnyPath) -> bool:
 def describe(config: RunConfig) -> str:
     """The resolved configuration, a line a section."""
     sections = ((name, flatten_dict(section, sep=".")) for name, section in to_dict(config).items())
-    return "\n".join(f"{name}: {' '.join(f'{k}={v}' for k, v in flat.items())}" for name, flat in sections)
+    return "\n".join(
+        f"{name}: {' '.join(f'{k}={v}' for k, v in flat.items())}" for name, flat in sections
+    )
 
 
 def notices(config: RunConfig) -> list[str]:
@@ -171,8 +206,9 @@ def notices(config: RunConfig) -> list[str]:
 
 @contextlib.contextmanager
 def owned(folder: AnyPath, *, say: Callable[[str], None] = print) -> Iterator[None]:
-    """Makes the folder and locks it. Raises UserError where another process trains in it, RunFailed where it cannot be
-    written to. After a UserError within, before the run's first file, it leaves no folder that it has made.
+    """Makes the folder and locks it. Raises UserError where another process trains in it, RunFailed
+    where it cannot be written to. After a UserError within, before the run's first file, it leaves
+    no folder that it has made.
 
     Of a run's processes only the first takes the lock.
     """

@@ -1,4 +1,5 @@
-"""Loss and gradients of a batch, inside the shard_map: each rank its rows, then one reduction of every gradient.
+"""Loss and gradients of a batch, inside the shard_map: each rank its rows, then one reduction of
+every gradient.
 
 Read from the top: `task_gradients` -> `_accumulate` -> `_loss_sum` -> `Pretraining.loss_sum`.
 """
@@ -27,23 +28,28 @@ type LossAndTerms = tuple[jax.Array, dict[str, jax.Array]]
 
 
 class Pretraining:
-    """A training task: which parameters train, on which loss, and from which weights. `retrain.Retraining` is another.
+    """A training task: which parameters train, on which loss, and from which weights.
+    `retrain.Retraining` is another.
 
-    Here all weights train, on the cross-entropy of the data's next tokens; with experts see nn/router_losses.py. In
-    general the trained parameters have gradients and an optimizer's state; the frozen ones, an argument beside them,
-    have none.
+    Here all weights train, on the cross-entropy of the data's next tokens; with experts see
+    nn/router_losses.py. In general the trained parameters have gradients and an optimizer's state;
+    the frozen ones, an argument beside them, have none.
 
-    trained_dims, frozen_dims: their dimensions; abstract: shape, dtype and sharding of the trained ones. terms: of the
-    loss, the shapes of what the metrics are made from. routers: of a model with experts, else None. held_out: the task
-    whose loss is the cross-entropy of the data alone, and which reads no more frozen parameters. origin: a line that
-    says which checkpoint's weights training starts from.
+    trained_dims, frozen_dims: their dimensions; abstract: shape, dtype and sharding of the trained
+    ones. terms: of the loss, the shapes of what the metrics are made from. routers: of a model with
+    experts, else None. held_out: the task whose loss is the cross-entropy of the data alone, and
+    which reads no more frozen parameters. origin: a line that says which checkpoint's weights
+    training starts from.
     """
 
     frozen_dims, origin = {}, None
 
     def __init__(self, definition: ModelDef):
         kind = type(definition)
-        check(kind is ModelDef, f"of a {kind.__name__} not all weights train: its task is retrain.Retraining")
+        check(
+            kind is ModelDef,
+            f"of a {kind.__name__} not all weights train: its task is retrain.Retraining",
+        )
         self.definition, self.held_out = definition, self
         self.trained_dims, self.abstract = definition.dims, definition.abstract
         self.routers = None
@@ -54,7 +60,9 @@ class Pretraining:
         self.terms = self.routers.terms if self.routers else {}
 
     def scheduled(self, step: jax.Array) -> Scheduled:
-        """Inputs of the loss that follow from the step's number, such as a conversion's ladder fraction."""
+        """Inputs of the loss that follow from the step's number, such as a conversion's ladder
+        fraction.
+        """
         return {}
 
     def metrics(self, scheduled: Scheduled) -> dict[str, jax.Array]:
@@ -62,15 +70,27 @@ class Pretraining:
         return {}
 
     def measured(self, terms: dict[str, jax.Array]) -> dict[str, jax.Array]:
-        """Metrics of the loss's terms, which are summed over the batch and divided by its predicted positions."""
+        """Metrics of the loss's terms, which are summed over the batch and divided by its predicted
+        positions.
+        """
         return self.routers.metrics(terms) if self.routers else {}
 
     def loss_sum(
-        self, trained: Params, frozen: Params, batch: Targets, *, scheduled: Scheduled, config: TrainConfig
+        self,
+        trained: Params,
+        frozen: Params,
+        batch: Targets,
+        *,
+        scheduled: Scheduled,
+        config: TrainConfig,
     ) -> LossAndTerms:
-        """On one rank: the loss of its rows, summed over positions, and its terms; equal on its tensor ranks."""
+        """On one rank: the loss of its rows, summed over positions, and its terms; equal on its
+        tensor ranks.
+        """
         positions = nn.FullSequence() if batch.segments is None else nn.Packed(batch.segments)
-        run = nn.ForwardPass(self.definition, batch.tokens.shape, execution=config.execution, positions=positions)
+        run = nn.ForwardPass(
+            self.definition, batch.tokens.shape, execution=config.execution, positions=positions
+        )
         state, _ = run.embed(trained, batch.tokens)
         chosen = self.routers.begin() if scheduled else None
         state, chosen, _ = run.layers(state, chosen, params=trained)
@@ -91,11 +111,15 @@ class Pretraining:
         return nn.initialize(self.definition, seed=seed), {}
 
     def restored(self, checkpoint: Checkpoint, *, extra: Params) -> tuple[Params, Params]:
-        """(trained, frozen) of a checkpoint. extra: the arrays that `self.extra` had stored in it."""
+        """(trained, frozen) of a checkpoint. extra: the arrays that `self.extra` had stored in
+        it.
+        """
         return checkpoint.params(self.definition), {}
 
     def extra(self, trained: Params) -> Params:
-        """What a checkpoint stores beside the optimizer's state: LoRA's factors, which `exported` merges."""
+        """What a checkpoint stores beside the optimizer's state: LoRA's factors, which `exported`
+        merges.
+        """
         return {}
 
     def exported(self, trained: Params, frozen: Params) -> Params:
@@ -110,10 +134,12 @@ TrainingTask = Pretraining
 def loss_and_gradients(
     definition: ModelDef, **settings: Any
 ) -> Callable[[Params, jax.Array | Batch], tuple[jax.Array, Params]]:
-    """A (params, tokens [B, T+1] or a Batch) -> (mean loss in nats a token, float32 gradients), to be compiled.
+    """A (params, tokens [B, T+1] or a Batch) -> (mean loss in nats a token, float32 gradients), to
+    be compiled.
 
-    All weights train. The settings are those of the section `train`: loop, remat, accumulate, sequence_parallel,
-    collective_matmul, interleave, z_loss, load_balance, router_z_loss and loss_chunk; by default a scan, in one piece.
+    All weights train. The settings are those of the section `train`: loop, remat, accumulate,
+    sequence_parallel, collective_matmul, interleave, z_loss, load_balance, router_z_loss and
+    loss_chunk; by default a scan, in one piece.
     """
     config = TrainConfig(**settings)
     compute = task_gradients(Pretraining(definition), config=config)
@@ -128,7 +154,9 @@ def loss_and_gradients(
 def task_gradients(
     task: TrainingTask, *, config: TrainConfig
 ) -> Callable[[Params, Params, Any, Scheduled], tuple[LossAndTerms, Params]]:
-    """A (trained, frozen, tokens or a Batch, scheduled) -> ((mean loss, its terms), float32 gradients)."""
+    """A (trained, frozen, tokens or a Batch, scheduled) -> ((mean loss, its terms), float32
+    gradients).
+    """
     layout, dims = task.definition.layout, task.trained_dims
 
     def local(trained, frozen, batch, scheduled):
@@ -136,31 +164,47 @@ def task_gradients(
         # float32, until the one reduction below; none is left for the layer loop to communicate.
         own = lambda dims, p: pvary(p, layout.own_axes(dims))
         trained, frozen = jax.tree.map(own, (dims, task.frozen_dims), (trained, frozen))
-        # Equal on all tensor ranks, like the residual: otherwise every sublayer's input adds one all-reduce backward.
+        # Equal on all tensor ranks, like the residual: otherwise every sublayer's input adds one
+        # all-reduce backward.
         scheduled = jax.tree.map(lambda a: pvary(a, layout.batch), scheduled)
         predicted = _num_predicted(batch, layout)
         if task.definition.config.moe is not None:
             counting, of_step = task.held_out, scheduled  # without a teacher
             read = {name: frozen[name] for name in counting.frozen_dims}
-            terms = lambda part, given: _loss_sum(counting, trained, read, part, {**of_step, **given}, config)[1]
-            scheduled = {**of_step, **task.routers.scheduled(terms, batch, predicted=predicted, config=config)}
+            terms = lambda part, given: _loss_sum(
+                counting, trained, read, part, {**of_step, **given}, config
+            )[1]
+            scheduled = {
+                **of_step,
+                **task.routers.scheduled(terms, batch, predicted=predicted, config=config),
+            }
 
         def mean(trained, part):
             sums = _loss_sum(task, trained, frozen, part, scheduled, config)
             return jax.tree.map(lambda a: a / predicted, sums)
 
         value_and_grad = jax.value_and_grad(mean, has_aux=True)
-        loss, gradients = _accumulate(value_and_grad, trained, batch, count=config.accumulate, terms=task.terms)
+        loss, gradients = _accumulate(
+            value_and_grad, trained, batch, count=config.accumulate, terms=task.terms
+        )
         gradients = _after_backward(gradients, layout, dims)
         with jax.named_scope(LOSS):
             loss = jax.tree.map(lambda a: all_reduce(a, layout.batch), loss)
-        return loss, jax.tree.map(lambda g, dims: _reduce_gradient(g, dims, layout), gradients, dims)
+        return loss, jax.tree.map(
+            lambda g, dims: _reduce_gradient(g, dims, layout), gradients, dims
+        )
 
-    return on_mesh(local, layout=layout, in_dims=(dims, task.frozen_dims, "BT", ""), out_dims=(("", ""), dims))
+    return on_mesh(
+        local, layout=layout, in_dims=(dims, task.frozen_dims, "BT", ""), out_dims=(("", ""), dims)
+    )
 
 
-def mean_loss(definition: ModelDef, *, loop: Loop = Loop.SCAN) -> Callable[[Params, jax.Array | Batch], jax.Array]:
-    """A compiled (params, tokens [B, T+1] or a Batch) -> mean loss in nats a token, for evaluation."""
+def mean_loss(
+    definition: ModelDef, *, loop: Loop = Loop.SCAN
+) -> Callable[[Params, jax.Array | Batch], jax.Array]:
+    """A compiled (params, tokens [B, T+1] or a Batch) -> mean loss in nats a token, for
+    evaluation.
+    """
     compiled = held_out_loss(Pretraining(definition), loop=loop)
     return lambda params, batch: compiled(params, {}, batch)
 
@@ -178,16 +222,27 @@ def held_out_loss(task: TrainingTask, *, loop: Loop = Loop.SCAN) -> Compiled:
         with jax.named_scope(LOSS):
             return all_reduce(loss, layout.batch) / _num_predicted(batch, layout)
 
-    meshed = on_mesh(local, layout=layout, in_dims=(task.trained_dims, task.frozen_dims, "BT"), out_dims="")
-    without_teacher = lambda trained, frozen, batch: meshed(trained, {n: frozen[n] for n in task.frozen_dims}, batch)
+    meshed = on_mesh(
+        local, layout=layout, in_dims=(task.trained_dims, task.frozen_dims, "BT"), out_dims=""
+    )
+    without_teacher = lambda trained, frozen, batch: meshed(
+        trained, {n: frozen[n] for n in task.frozen_dims}, batch
+    )
     traits = task.definition.traits(config.execution, phase=Phase.PREFILL)
     return Compiled(without_teacher, mesh=layout.mesh, traits=traits)
 
 
 def _accumulate(
-    value_and_grad: Callable, trained: Params, batch: Any, *, count: int, terms: dict[str, tuple[int, ...]]
+    value_and_grad: Callable,
+    trained: Params,
+    batch: Any,
+    *,
+    count: int,
+    terms: dict[str, tuple[int, ...]],
 ) -> tuple[LossAndTerms, Params]:
-    """The sums of loss, terms and gradients over `count` parts of the batch's rows, one after another."""
+    """The sums of loss, terms and gradients over `count` parts of the batch's rows, one after
+    another.
+    """
     if count == 1:
         return value_and_grad(trained, batch)
     parts = jax.tree.map(lambda a: a.reshape(count, a.shape[0] // count, *a.shape[1:]), batch)
@@ -198,7 +253,9 @@ def _accumulate(
     zeros = lambda axes, shape: pvary(jnp.zeros(shape, jnp.float32), axes)
     zero = functools.partial(zeros, varying(jax.tree.leaves(batch)[0]))
     loss = zero(()), {name: zero(shape) for name, shape in terms.items()}
-    return lax.scan(add_part, (loss, jax.tree.map(lambda p: zeros(varying(p), p.shape), trained)), parts)[0]
+    return lax.scan(
+        add_part, (loss, jax.tree.map(lambda p: zeros(varying(p), p.shape), trained)), parts
+    )[0]
 
 
 @jax.named_scope(LOSS)
@@ -228,14 +285,18 @@ def _loss_sum(
         return task.loss_sum(trained, frozen, rows, scheduled=scheduled, config=config)
 
     dims = dict(in_dims=(task.trained_dims, task.frozen_dims, "BT", ""), out_dims=("", ""))
-    return over_ranks(local, layout=task.definition.layout, **dims)(trained, frozen, batch, scheduled)
+    return over_ranks(local, layout=task.definition.layout, **dims)(
+        trained, frozen, batch, scheduled
+    )
 
 
 def _after_backward(gradients: Params, layout: Layout, dims: Params) -> Params:
-    """Delays those gradients that tensor ranks must sum (of norm gains and the like) until backward has ended.
+    """Delays those gradients that tensor ranks must sum (of norm gains and the like) until backward
+    has ended.
 
-    Otherwise a compiler may merge their reductions with the last sublayer's, over the same ranks. A barrier ties them
-    to the embedding's gradient, which is the last; where the embedding is frozen, to the layers'.
+    Otherwise a compiler may merge their reductions with the last sublayer's, over the same ranks. A
+    barrier ties them to the embedding's gradient, which is the last; where the embedding is frozen,
+    to the layers'.
     """
     if layout.ranks == 1:
         return gradients
@@ -248,12 +309,19 @@ def _after_backward(gradients: Params, layout: Layout, dims: Params) -> Params:
 
 
 def _reduce_gradient(gradient: jax.Array, dims: str, layout: Layout) -> jax.Array:
-    """Sum over every axis whose ranks have gradients of their own: data, for some fsdp, for some the tensor ranks."""
+    """Sum over every axis whose ranks have gradients of their own: data, for some fsdp, for some
+    the tensor ranks.
+    """
     axes = _replicated(dims, layout)
     with jax.named_scope(SHARED_GRADIENTS if set(axes) & set(layout.tensor) else DATA_GRADIENTS):
         return all_reduce(gradient, axes)
 
 
 def _replicated(dims: str, layout: Layout) -> tuple[str, ...]:
-    split = [axis for part in layout.spec(dims) if part for axis in ((part,) if isinstance(part, str) else part)]
+    split = [
+        axis
+        for part in layout.spec(dims)
+        if part
+        for axis in ((part,) if isinstance(part, str) else part)
+    ]
     return tuple(axis for axis in layout.own_axes(dims) if axis not in (*split, EMULATED))

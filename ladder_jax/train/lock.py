@@ -1,10 +1,11 @@
 """The lock of a run's folder: two runs never write into one.
 
-On a disk it is the operating system's lock of a file, which ends with the process. In an object store it is a lease, an
-object that its owner rewrites every few seconds. All changes of it are conditional on the object's generation, which
-the store compares. If the owner is killed, the object stays, and does not change any more: the next process waits for
-EXPIRES seconds and takes it over. The owner ends before that, GIVES_UP seconds after it began its last renewal that
-succeeded, which leaves time for an outage of more than a minute. No clocks are compared.
+On a disk it is the operating system's lock of a file, which ends with the process. In an object
+store it is a lease, an object that its owner rewrites every few seconds. All changes of it are
+conditional on the object's generation, which the store compares. If the owner is killed, the object
+stays, and does not change any more: the next process waits for EXPIRES seconds and takes it over.
+The owner ends before that, GIVES_UP seconds after it began its last renewal that succeeded, which
+leaves time for an outage of more than a minute. No clocks are compared.
 """
 
 import contextlib
@@ -37,16 +38,20 @@ def end(line: str) -> None:
 def held(
     folder: AnyPath, *, say: Callable[[str], None], lost: Callable[[str], None] = end
 ) -> contextlib.AbstractContextManager[None]:
-    """Holds the lock of `folder`, which is made if it is missing, in a block. Raises UserError if another process does.
+    """Holds the lock of `folder`, which is made if it is missing, in a block. Raises UserError if
+    another process does.
 
-    lost: called in a thread, with a line, where a lease can no longer be renewed, before another process may take it.
+    lost: called in a thread, with a line, where a lease can no longer be renewed, before another
+        process may take it.
     """
     return _lease(folder, say, lost) if is_remote(folder) else _file_lock(folder)
 
 
 @contextlib.contextmanager
 def _file_lock(folder: pathlib.Path) -> Iterator[None]:
-    """The file stays. It is a regular file open for writing because NFS enforces no other lock across hosts."""
+    """The file stays. It is a regular file open for writing because NFS enforces no other lock
+    across hosts.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     handle = os.open(folder / NAME, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
     try:
@@ -65,7 +70,9 @@ def _file_lock(folder: pathlib.Path) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _lease(folder: AnyPath, say: Callable[[str], None], lost: Callable[[str], None]) -> Iterator[None]:
+def _lease(
+    folder: AnyPath, say: Callable[[str], None], lost: Callable[[str], None]
+) -> Iterator[None]:
     store = tensorstore.KvStore.open(kvstore(folder)).result()
     done = threading.Event()
     owner = f"{socket.gethostname()} {os.getpid()} {uuid.uuid4().hex}"
@@ -81,15 +88,21 @@ def _lease(folder: AnyPath, say: Callable[[str], None], lost: Callable[[str], No
             if left <= 0:
                 return lost(f"the lock of {str(folder)!r} could not be renewed for {GIVES_UP:g} s")
             within = min(RENEWED, left)
-            with contextlib.suppress(ValueError, OSError):  # tensorstore's: no network; the next attempt may have one
-                after = store.write(NAME, _content(owner, count), if_equal=generation).result(within).generation
+            # tensorstore's: no network; the next attempt may have one
+            with contextlib.suppress(ValueError, OSError):
+                after = (
+                    store.write(NAME, _content(owner, count), if_equal=generation)
+                    .result(within)
+                    .generation
+                )
                 if after:
                     generation, renewed = after, began
                     continue
                 found = store.read(NAME).result(within)
                 if found.state == "missing" or _owner(found.value) != owner:
                     return lost(f"another process has taken {str(folder)!r} over")
-                generation = found.stamp.generation  # of an earlier attempt that succeeded without an answer
+                # of an earlier attempt that succeeded without an answer
+                generation = found.stamp.generation
 
     thread = threading.Thread(target=renew, name="lease", daemon=True)
     thread.start()
@@ -102,21 +115,30 @@ def _lease(folder: AnyPath, say: Callable[[str], None], lost: Callable[[str], No
             store.write(NAME, None, if_equal=generation).result(RENEWED)
 
 
-def _taken(store: tensorstore.KvStore, folder: AnyPath, owner: str, say: Callable[[str], None]) -> tuple[bytes, float]:
+def _taken(
+    store: tensorstore.KvStore, folder: AnyPath, owner: str, say: Callable[[str], None]
+) -> tuple[bytes, float]:
     """The generation of the lease, once it is this process's, and when its writing began."""
     before, until = None, 0.0
     while True:
         found = store.read(NAME).result()
-        locked = found.state != "missing" and found.value  # a local run's lock that was copied here is empty
+        # a local run's lock that was copied here is empty
+        locked = found.state != "missing" and found.value
         if locked and before is None:
             before, until = found.stamp.generation, time.monotonic() + EXPIRES
-            say(f"{str(folder)!r} is locked: waiting {EXPIRES:g} s, in case its owner has been killed")
+            say(
+                f"{str(folder)!r} is locked: waiting {EXPIRES:g} s, in case its owner has been killed"
+            )
         if locked and found.stamp.generation != before:
             host = _owner(found.value).partition(" ")[0]
             raise UserError(f"another process is training in {str(folder)!r}, on host {host}")
         if not locked or time.monotonic() >= until:
             began = time.monotonic()
-            after = store.write(NAME, _content(owner, 0), if_equal=found.stamp.generation).result().generation
+            after = (
+                store.write(NAME, _content(owner, 0), if_equal=found.stamp.generation)
+                .result()
+                .generation
+            )
             if after:
                 return after, began
         time.sleep(min(2.0, RENEWED / 2))

@@ -1,4 +1,5 @@
-"""metrics.jsonl: one object a logged step, no step twice; TensorBoard and Weights & Biases show the same rows.
+"""metrics.jsonl: one object a logged step, no step twice; TensorBoard and Weights & Biases show the
+same rows.
 
 A line that cannot be written (a full disk) is kept and written with a later one.
 """
@@ -27,7 +28,9 @@ EVERY = 60.0  # seconds between two uploads of lines
 
 
 def read(folder: pathlib.Path) -> list[Row]:
-    """The logged steps of a run's folder. Lines that are no rows are left out: a kill cuts the last one short."""
+    """The logged steps of a run's folder. Lines that are no rows are left out: a kill cuts the last
+    one short.
+    """
     file, rows = folder / NAME, []
     for line in file.read_bytes().splitlines() if file.is_file() else []:
         with contextlib.suppress(ValueError, RecursionError):
@@ -38,7 +41,8 @@ def read(folder: pathlib.Path) -> list[Row]:
 
 
 class TensorBoard:
-    """One event file, rewritten from the rows whenever a run is resumed, so that no step is in it twice.
+    """One event file, rewritten from the rows whenever a run is resumed, so that no step is in it
+    twice.
 
     A full disk costs its events, never the run; the next start writes them again.
     """
@@ -63,9 +67,13 @@ class TensorBoard:
         from tensorboardX.proto.event_pb2 import Event
         from tensorboardX.proto.summary_pb2 import Summary
 
-        numbers = {key: value for key, value in row.items() if isinstance(value, float) and key != "time"}
+        numbers = {
+            key: value for key, value in row.items() if isinstance(value, float) and key != "time"
+        }
         values = [Summary.Value(tag=key, simple_value=value) for key, value in numbers.items()]
-        event = Event(wall_time=row.get("time", 0.0), step=row["step"], summary=Summary(value=values))
+        event = Event(
+            wall_time=row.get("time", 0.0), step=row["step"], summary=Summary(value=values)
+        )
         try:
             if self._writer is not None:
                 self._writer.write_event(event)
@@ -109,10 +117,14 @@ class WandB:
                 config=to_dict(self._config),
             )
         except self._wandb.Error as error:
-            raise UserError(f"run.wandb={self._config.run.wandb}: {str(error).splitlines()[0]}") from None
+            raise UserError(
+                f"run.wandb={self._config.run.wandb}: {str(error).splitlines()[0]}"
+            ) from None
 
     def add(self, row: Row) -> None:
-        self._run.log({key: value for key, value in row.items() if value is not None}, step=row["step"])
+        self._run.log(
+            {key: value for key, value in row.items() if value is not None}, step=row["step"]
+        )
 
     def close(self) -> None:
         if self._run is not None:
@@ -132,10 +144,12 @@ def trackers(config: RunConfig, *, folder: pathlib.Path) -> list[TensorBoard | W
 
 
 class Mirror:
-    """The small files of a run whose folder is in an object store: in the folder `local`, uploaded into `folder`.
+    """The small files of a run whose folder is in an object store: in the folder `local`, uploaded
+    into `folder`.
 
-    Metrics, TensorBoard's events and profiles grow line by line, and an object can only be written as a whole. They are
-    uploaded before each checkpoint, at most EVERY seconds after a line, and at the end.
+    Metrics, TensorBoard's events and profiles grow line by line, and an object can only be written
+    as a whole. They are uploaded before each checkpoint, at most EVERY seconds after a line, and at
+    the end.
     """
 
     def __init__(self, local: pathlib.Path, folder: AnyPath, *, say: Callable[[str], None]):
@@ -144,7 +158,9 @@ class Mirror:
         self._last, self._failing = time.monotonic(), False
 
     def begin(self, *names: str, replaced: str) -> None:
-        """Copy the objects `names` here, and remove those that match `replaced`. In process 0 alone."""
+        """Copy the objects `names` here, and remove those that match `replaced`. In process 0
+        alone.
+        """
         if jax.process_index() > 0:
             return
 
@@ -159,7 +175,8 @@ class Mirror:
             patiently(self._folder, copy)
 
     def upload(self, *, force: bool = True) -> None:
-        """Upload all files that have changed. Without `force`, only EVERY seconds after the last time.
+        """Upload all files that have changed. Without `force`, only EVERY seconds after the last
+        time.
 
         A failure is reported once, and does not end the run: the next upload tries again.
         """
@@ -176,7 +193,11 @@ class Mirror:
             self._failing = True
 
     def _upload(self) -> None:
-        files = {str(path.relative_to(self.local)): path for path in self.local.rglob("*") if path.is_file()}
+        files = {
+            str(path.relative_to(self.local)): path
+            for path in self.local.rglob("*")
+            if path.is_file()
+        }
         for name, path in sorted(files.items()):
             state = path.stat().st_size, path.stat().st_mtime_ns
             if self._uploaded.get(name) != state:
@@ -189,7 +210,9 @@ class Mirror:
 
 @contextlib.contextmanager
 def mirrored(folder: AnyPath, *, say: Callable[[str], None]) -> Iterator[Mirror]:
-    """Yields the Mirror of a run's folder in an object store, and uploads what is left at the end, of every process."""
+    """Yields the Mirror of a run's folder in an object store, and uploads what is left at the end,
+    of every process.
+    """
     with tempfile.TemporaryDirectory(prefix="ladder-jax-run-") as local:
         mirror = Mirror(pathlib.Path(local), folder, say=say)
         try:
@@ -199,9 +222,11 @@ def mirrored(folder: AnyPath, *, say: Callable[[str], None]) -> Iterator[Mirror]
 
 
 class Metrics:
-    """Logs a run's steps into its folder, from `step` on: rows after it are dropped, as those steps are made again.
+    """Logs a run's steps into its folder, from `step` on: rows after it are dropped, as those steps
+    are made again.
 
-    Process 0 reads and writes. rows: those logged before. mirror: uploads the folder, if the run's is elsewhere.
+    Process 0 reads and writes. rows: those logged before. mirror: uploads the folder, if the run's
+    is elsewhere.
     """
 
     def __init__(
@@ -277,7 +302,9 @@ class Metrics:
                     os.fsync(file.fileno())
         except OSError as error:
             if len(self._unwritten) == 1:
-                self._say(f"{self._file.name} cannot be written: {error.strerror}; its lines are kept until it can")
+                self._say(
+                    f"{self._file.name} cannot be written: {error.strerror}; its lines are kept until it can"
+                )
             return
         self._size, self._unwritten = size, []
 

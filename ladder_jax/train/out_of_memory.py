@@ -1,4 +1,6 @@
-"""Too little memory on a device: one line, with the `ladder-jax plan` command that finds settings that fit."""
+"""Too little memory on a device: one line, with the `ladder-jax plan` command that finds settings
+that fit.
+"""
 
 import dataclasses
 
@@ -10,8 +12,12 @@ from ladder_jax.errors import UserError
 from ladder_jax.hardware import HARDWARE, machine_of
 
 
-def explanation(error: jax.errors.JaxRuntimeError, *, config: RunConfig, mesh: Mesh) -> UserError | None:
-    """The message for an error of jax, in compiling or running, that memory ran out; None for any other error."""
+def explanation(
+    error: jax.errors.JaxRuntimeError, *, config: RunConfig, mesh: Mesh
+) -> UserError | None:
+    """The message for an error of jax, in compiling or running, that memory ran out; None for any
+    other error.
+    """
     _, exhausted, details = str(error).partition("RESOURCE_EXHAUSTED: ")
     if not exhausted:
         return None
@@ -21,7 +27,9 @@ def explanation(error: jax.errors.JaxRuntimeError, *, config: RunConfig, mesh: M
     else:
         fits = "a larger mesh.fsdp or mesh.tensor, train.remat=full or a larger train.accumulate needs less"
     halves = (
-        "" if config.train.interleave is Interleave.WHOLE else f", train.interleave={config.train.interleave.value}"
+        ""
+        if config.train.interleave is Interleave.WHOLE
+        else f", train.interleave={config.train.interleave.value}"
     )
     return UserError(
         f"not enough memory on {kind} for mesh {_sizes(mesh)}, train.remat={config.train.remat.value},"
@@ -46,7 +54,9 @@ def target_of(mesh: Mesh) -> str:
     if devices[0].platform == "cpu":
         return f"cpu:{len(devices)}"
     if kind.startswith("TPU") and (name := machine_of(kind)):
-        ends = [max(place) + 1 - min(place) for place in zip(*(device.coords for device in devices))]
+        ends = [
+            max(place) + 1 - min(place) for place in zip(*(device.coords for device in devices))
+        ]
         flat = name in ("v5e", "v6e")
         return f"{name}:{'x'.join(map(str, ends[:2] if flat else ends))}"
     return next((f"{name}:{len(devices)}" for name in HARDWARE if name.upper() in kind), "TARGET")
@@ -54,7 +64,10 @@ def target_of(mesh: Mesh) -> str:
 
 def _model(config: ModelConfig) -> str:
     for name in PRESETS:
-        if dataclasses.replace(preset(name), residual=config.residual, ranks=config.ranks) == config:
+        if (
+            dataclasses.replace(preset(name), residual=config.residual, ranks=config.ranks)
+            == config
+        ):
             return f"--model {name} --residual {config.residual}"
     return "--model CONFIG"
 

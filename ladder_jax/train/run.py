@@ -1,4 +1,6 @@
-"""A whole run: the data, the folder, the weights or the checkpoint it resumes, its steps, and its result."""
+"""A whole run: the data, the folder, the weights or the checkpoint it resumes, its steps, and its
+result.
+"""
 
 import contextlib
 import dataclasses
@@ -32,7 +34,9 @@ from ladder_jax.train.timing import Profiler, Throughput, TimeAccount
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """How a run ended: losses in nats a token; `bigram_entropy` in nats a byte of the training text, if it is bytes."""
+    """How a run ended: losses in nats a token; `bigram_entropy` in nats a byte of the training
+    text, if it is bytes.
+    """
 
     steps: int
     validation_loss: float
@@ -41,7 +45,9 @@ class Result:
 
 
 def resolve(config: RunConfig) -> RunConfig:
-    """`config` with the fields filled in that follow from the mesh. Raises UserError for an undecided interleave."""
+    """`config` with the fields filled in that follow from the mesh. Raises UserError for an
+    undecided interleave.
+    """
     model = with_ranks(config.model, tensor=config.mesh.tensor)
     train = dataclasses.replace(config.train, interleave=config.train.interleave.parts)
     return dataclasses.replace(config, model=model, train=train)
@@ -57,9 +63,10 @@ def run(
 ) -> Result:
     """Train as `config` says, resuming from the run's last checkpoint; returns the final losses.
 
-    profile: steps to trace into `profile/`; beat: called with what comes next, alike on all processes; patience: how
-    many seconds one process waits for another. Raises UserError for a mistake, before anything is written; then
-    RunFailed where the run cannot go on, and Stopped after SIGTERM or SIGINT. Only process 0 shows and logs.
+    profile: steps to trace into `profile/`; beat: called with what comes next, alike on all
+    processes; patience: how many seconds one process waits for another. Raises UserError for a
+    mistake, before anything is written; then RunFailed where the run cannot go on, and Stopped
+    after SIGTERM or SIGINT. Only process 0 shows and logs.
     """
     account, config = TimeAccount(), resolve(config)
     where, agreement = folder.path_of(config), Agreement("run", patience=patience)
@@ -69,7 +76,9 @@ def run(
     check_compiler_makes(config.train.collective_matmul, mesh=mesh)
     if profile and profile[-1] > config.train.steps:
         raise UserError(f"--profile: step {profile[-1]} is past train.steps={config.train.steps}")
-    beginning = agreement.decided("when the run began", lambda: folder.beginning(where) or account.began)
+    beginning = agreement.decided(
+        "when the run began", lambda: folder.beginning(where) or account.began
+    )
     data = _load_data(config, where=where, agreement=agreement, began=beginning)
     definition = side.define(config.model, mesh=mesh, experts=config.mesh.experts)
     say = say if jax.process_index() == 0 else lambda line: None
@@ -90,12 +99,15 @@ def run(
         )
         with agreement.together("the lock of the run's folder"):
             stack.enter_context(folder.owned(where, say=say))
-        # Since the first look, which costs nothing, another process may have begun a run here, and ended it.
+        # Since the first look, which costs nothing, another process may have begun a run here, and
+        # ended it.
         agreement.decided("whose folder this is now", lambda: folder.check(config, where))
         with agreement.together("the profiler's port"):
             stack.enter_context(timing.profiler_server(config.run.profiler_port))
         say(folder.describe(config))
-        say(f"on {mesh.size} of {len(jax.devices())} devices ({mesh.devices.flat[0].device_kind}), into {where}")
+        say(
+            f"on {mesh.size} of {len(jax.devices())} devices ({mesh.devices.flat[0].device_kind}), into {where}"
+        )
         for note in (*data.notes, *folder.notices(config)):
             say(note)
         with agreement.together("the run's folder"), folder.writing(where):
@@ -138,14 +150,24 @@ def run(
             task=task,
             state=state,
             frozen=frozen,
-            loader=DataLoader(data.training, config=train, sharding=definition.layout.sharding("BT")),
+            loader=DataLoader(
+                data.training, config=train, sharding=definition.layout.sharding("BT")
+            ),
             held_out=held_out,
-            policy=BadStepPolicy(train, left_out=dict.fromkeys(position.get("skipped", []), RESTORED)),
+            policy=BadStepPolicy(
+                train, left_out=dict.fromkeys(position.get("skipped", []), RESTORED)
+            ),
             saver=CheckpointSaver(
-                store=store, context=context, task=task, fingerprint=data.fingerprint, sources=sources
+                store=store,
+                context=context,
+                task=task,
+                fingerprint=data.fingerprint,
+                sources=sources,
             ),
             metrics=metrics,
-            throughput=Throughput(account, tokens_a_step=train.batch * train.sequence, mfu=mfu, step=first),
+            throughput=Throughput(
+                account, tokens_a_step=train.batch * train.sequence, mfu=mfu, step=first
+            ),
             profiler=Profiler(profile, folder=small_files / "profile"),
         )
         session.run()
@@ -187,12 +209,16 @@ def _task(context: RunContext, definition: ModelDef, checkpoint: Checkpoint | No
     if not context.config.retrains:
         return Pretraining(definition)
     recorded = checkpoint.data.get("sources", {}) if checkpoint else None
-    return retrain.of_run(context.config, definition=definition, recorded=recorded, agreement=context.agreement)
+    return retrain.of_run(
+        context.config, definition=definition, recorded=recorded, agreement=context.agreement
+    )
 
 
 @contextlib.contextmanager
 def _memory_explained(config: RunConfig, mesh: Mesh) -> Iterator[None]:
-    """Turns jax's error where a device has not enough memory into a UserError, which says what would fit."""
+    """Turns jax's error where a device has not enough memory into a UserError, which says what
+    would fit.
+    """
     try:
         yield
     except jax.errors.JaxRuntimeError as error:
@@ -204,7 +230,9 @@ def _memory_explained(config: RunConfig, mesh: Mesh) -> Iterator[None]:
 def _count(definition: ModelDef) -> int:
     """Parameters, without the padding of vocabulary and experts."""
     count = 0
-    for leaf, dims in zip(jax.tree.leaves(definition.abstract), jax.tree.leaves(definition.dims), strict=True):
+    for leaf, dims in zip(
+        jax.tree.leaves(definition.abstract), jax.tree.leaves(definition.dims), strict=True
+    ):
         letters = dims.removeprefix("L")
         padded, real = leaf.shape[len(dims) - len(letters)], real_size(letters, definition.config)
         count += leaf.size if real is None else leaf.size // padded * real

@@ -1,7 +1,9 @@
-"""The training loop of one process: dispatch, read, log, evaluate, save; and the return to a checkpoint.
+"""The training loop of one process: dispatch, read, log, evaluate, save; and the return to a
+checkpoint.
 
-Step s + 1 is dispatched before the metrics of step s are read, so that the devices never wait for the host. Only where
-the state after a step is needed itself, to evaluate or to save, its metrics are read at once.
+Step s + 1 is dispatched before the metrics of step s are read, so that the devices never wait for
+the host. Only where the state after a step is needed itself, to evaluate or to save, its metrics
+are read at once.
 """
 
 import contextlib
@@ -26,14 +28,16 @@ from ladder_jax.train.metrics import Metrics
 from ladder_jax.train.step import BAD, TrainState
 from ladder_jax.train.timing import Profiler, Throughput
 
-Dispatched = tuple[int, steps.Metrics | None]  # a step and its metrics, still on the devices; None: left out
+# a step and its metrics, still on the devices; None: left out
+Dispatched = tuple[int, steps.Metrics | None]
 
 
 @dataclasses.dataclass(kw_only=True)
 class Session:
     """A run's steps. state: after the newest one; frozen: the parameters that no step changes.
 
-    held_out: the batches of the held-out loss, the same every time; validation: that of `state`, if it was measured.
+    held_out: the batches of the held-out loss, the same every time; validation: that of `state`, if
+        it was measured.
     """
 
     context: RunContext
@@ -52,7 +56,9 @@ class Session:
     _loss: jax.stages.Compiled | None = None
 
     def run(self) -> None:
-        """All remaining steps. Raises Stopped after a signal, RunFailed where training cannot go on."""
+        """All remaining steps. Raises Stopped after a signal, RunFailed where training cannot go
+        on.
+        """
         first, last = int(self.state.step), self.context.config.train.steps
         while first < last:
             try:
@@ -67,7 +73,9 @@ class Session:
         if self._step_fn is None:
             self.context.say("compiling the training step")
             with self.context.account.time("compile"):
-                step = steps.train_step(self.task.definition, config=self.context.config.train, task=self.task)
+                step = steps.train_step(
+                    self.task.definition, config=self.context.config.train, task=self.task
+                )
                 self._step_fn = step.compile(self.state, self.loader.abstract(), self.frozen)
 
     def _steps(self, first: int, last: int) -> None:
@@ -75,7 +83,9 @@ class Session:
         shown = progress(last, done=first, label="step {done}/{total}", say=context.say)
         pending: Dispatched | None = None
         with (
-            shown if jax.process_index() == 0 else contextlib.nullcontext(lambda done, text: None) as self._update,
+            shown
+            if jax.process_index() == 0
+            else contextlib.nullcontext(lambda done, text: None) as self._update,
             contextlib.closing(self.profiler),
             read_ahead(self.loader.read, first=first, last=last) as batches,
         ):
@@ -98,17 +108,24 @@ class Session:
                 pending = step, metrics
                 if self.profiler.after(step, pending=metrics):
                     context.say(f"profile of the steps {self.profiler} in {self.profiler.folder}")
-                if _due(step, train.checkpoint_every, last) or _due(step, train.evaluate_every, last):
+                if _due(step, train.checkpoint_every, last) or _due(
+                    step, train.evaluate_every, last
+                ):
                     self._settle(pending)
                     pending = None
         self.saver.finish()
 
     def _settle(self, pending: Dispatched | None) -> None:
-        """Read the metrics of a step, which waits for it; log, evaluate and save where that is due."""
+        """Read the metrics of a step, which waits for it; log, evaluate and save where that is
+        due.
+        """
         if pending is None:
             return
         (step, metrics), train = pending, self.context.config.train
-        read = {name: value.item() for name, value in jax.device_get(metrics or {"loss": np.float32(np.nan)}).items()}
+        read = {
+            name: value.item()
+            for name, value in jax.device_get(metrics or {"loss": np.float32(np.nan)}).items()
+        }
         if read.pop(BAD, False):
             self.policy.bad(step, read, saved=self.saver.newest())
         elif metrics:
@@ -141,18 +158,25 @@ class Session:
 
     def _report_failure(self, step: int) -> None:
         if failure := self.saver.failure():
-            self.context.say(f"step {step}: {failure}; training goes on, and the next checkpoint is tried as usual")
+            self.context.say(
+                f"step {step}: {failure}; training goes on, and the next checkpoint is tried as usual"
+            )
 
     def _data_failed(self, step: int, error: Exception, pending: Dispatched | None) -> None:
         why = f"the batch of step {step} cannot be read: {error}"
-        if jax.process_count() > 1:  # the others wait in that step for this process, and cannot save
+        # the others wait in that step for this process, and cannot save
+        if jax.process_count() > 1:
             process = f"process {jax.process_index()} of {jax.process_count()}"
-            raise RunFailed(f"{why} ({process}); the same command goes on from the last checkpoint") from None
+            raise RunFailed(
+                f"{why} ({process}); the same command goes on from the last checkpoint"
+            ) from None
         self._settle(pending)
         raise RunFailed(f"{why}; {self._save_now(step - 1)}") from None
 
     def _save_now(self, step: int) -> str:
-        """Save the state after `step`, the newest, and wait until it is on the disk; returns a clause that says so."""
+        """Save the state after `step`, the newest, and wait until it is on the disk; returns a
+        clause that says so.
+        """
         if not step:
             return "no step was made yet"
         if step > self.saver.newest():
@@ -163,10 +187,14 @@ class Session:
 
     def _stop(self, step: int) -> None:
         signum = self.context.stop.signum
-        raise Stopped(f"{signum.name}: {self._save_now(step)} ({self.context.folder})", signum=signum)
+        raise Stopped(
+            f"{signum.name}: {self._save_now(step)} ({self.context.folder})", signum=signum
+        )
 
     def finish(self) -> float:
-        """The held-out loss after the last step. Raises Stopped if a signal came before it was measured."""
+        """The held-out loss after the last step. Raises Stopped if a signal came before it was
+        measured.
+        """
         if self.validation is None:
             self.validation = self._evaluate()
         if self.validation is None:
@@ -186,13 +214,16 @@ class Session:
                 if self.context.stop.interrupts:
                     return None
                 losses.append(float(self._loss(*state, self._on_devices(batch))))
-                weights.append(batch.predicted.sum() if isinstance(batch, Batch) else 1)  # padding is not predicted
+                # padding is not predicted
+                weights.append(batch.predicted.sum() if isinstance(batch, Batch) else 1)
         return float(np.average(losses, weights=weights))
 
     def _on_devices(self, batch: np.ndarray | Batch) -> jax.Array | Batch:
         """Every process has the whole batch, and places the shards of its own devices."""
         sharding = self.task.definition.layout.sharding("BT")
-        return jax.tree.map(lambda a: jax.make_array_from_callback(a.shape, sharding, lambda part: a[part]), batch)
+        return jax.tree.map(
+            lambda a: jax.make_array_from_callback(a.shape, sharding, lambda part: a[part]), batch
+        )
 
     def _evaluate_again(self, step: int) -> None:
         """The evaluation after `step`, from which training goes on, if a signal interrupted it."""
@@ -208,7 +239,9 @@ class Session:
         checkpoint = checkpoints.newest(self.context)
         step = checkpoint.step if checkpoint else 0
         if checkpoint:
-            self.state, self.frozen = checkpoints.restore(checkpoint, context=self.context, task=self.task)
+            self.state, self.frozen = checkpoints.restore(
+                checkpoint, context=self.context, task=self.task
+            )
             self.context.account.go_back(checkpoint.data.get("account"), restarts=0)
         else:
             self.context.account.go_back(None, restarts=0)

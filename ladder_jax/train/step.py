@@ -1,9 +1,10 @@
 """The training step: gradients inside the shard_map, AdamW outside of it, in one compiled function.
 
-AdamW is the paper's (arXiv 2501.06589, section 4.1): clipping, decoupled weight decay, warm-up and cosine. The step is
-guarded: where the loss or a gradient is not finite, or the loss jumps, it keeps the old state, so no device waits for
-the host to decide. The decision is made from the reduced loss and gradient norm, which are equal on all ranks. Runs
-execute this function, and `ladder-jax overlap` and `plan` compile it.
+AdamW is the paper's (arXiv 2501.06589, section 4.1): clipping, decoupled weight decay, warm-up and
+cosine. The step is guarded: where the loss or a gradient is not finite, or the loss jumps, it keeps
+the old state, so no device waits for the host to decide. The decision is made from the reduced loss
+and gradient norm, which are equal on all ranks. Runs execute this function, and
+`ladder-jax overlap` and `plan` compile it.
 """
 
 import dataclasses
@@ -27,10 +28,11 @@ from ladder_jax.train.gradients import Pretraining, TrainingTask, task_gradients
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class TrainState:
-    """params: float32 master weights of what trains; optimizer: optax's state; step: int32 [], how many were made.
+    """params: float32 master weights of what trains; optimizer: optax's state; step: int32 [], how
+    many were made.
 
-    mean_loss: float32 [], the recent mean over good steps, from which a loss is judged to jump; good_steps: int32 [],
-    how many there were.
+    mean_loss: float32 [], the recent mean over good steps, from which a loss is judged to jump;
+    good_steps: int32 [], how many there were.
     """
 
     params: Params
@@ -48,12 +50,17 @@ BAD = "bad"  # the metric that says whether a step kept the old state
 Metrics = dict[str, jax.Array]
 
 
-def train_step(definition: ModelDef, *, config: TrainConfig, task: TrainingTask | None = None) -> Compiled:
-    """A compiled (state, tokens [B, T+1] or a Batch, frozen parameters) -> (state, metrics); the old state is consumed.
+def train_step(
+    definition: ModelDef, *, config: TrainConfig, task: TrainingTask | None = None
+) -> Compiled:
+    """A compiled (state, tokens [B, T+1] or a Batch, frozen parameters) -> (state, metrics); the
+    old state is consumed.
 
-    metrics: loss (nats a token), gradient_norm (before clipping), learning_rate; `bad`, bool []: only the step's number
-    went on, so that the batch of step s stays a function of the seed and s; and the task's own.
-    task: which parameters train, on which loss; by default all, on the data. Only another one has frozen parameters.
+    metrics: loss (nats a token), gradient_norm (before clipping), learning_rate; `bad`, bool []:
+    only the step's number went on, so that the batch of step s stays a function of the seed and s;
+    and the task's own.
+    task: which parameters train, on which loss; by default all, on the data. Only another one has
+        frozen parameters.
     """
     if not isinstance(definition, ModelDef):
         raise wrong_type("definition", definition, ModelDef)
@@ -63,7 +70,9 @@ def train_step(definition: ModelDef, *, config: TrainConfig, task: TrainingTask 
     gradients = task_gradients(task, config=config)
     optimizer, schedule = adamw(config, dims=task.trained_dims), learning_rate(config)
 
-    def step(old: TrainState, batch: jax.Array | Batch, frozen: Params | None = None) -> tuple[TrainState, Metrics]:
+    def step(
+        old: TrainState, batch: jax.Array | Batch, frozen: Params | None = None
+    ) -> tuple[TrainState, Metrics]:
         scheduled = task.scheduled(old.step)
         (loss, terms), grads = gradients(old.params, frozen or {}, batch, scheduled)
         updates, moments = optimizer.update(grads, old.optimizer, old.params)
@@ -71,7 +80,12 @@ def train_step(definition: ModelDef, *, config: TrainConfig, task: TrainingTask 
         params = jax.tree.map(lambda p, u: p - rate * u, old.params, updates)
         if task.routers:
             params = task.routers.balanced(params, terms, config=config)
-        metrics = {"loss": loss, **task.measured(terms), "gradient_norm": gradient_norm(grads), "learning_rate": rate}
+        metrics = {
+            "loss": loss,
+            **task.measured(terms),
+            "gradient_norm": gradient_norm(grads),
+            "learning_rate": rate,
+        }
         metrics |= task.metrics(scheduled)
         new = dataclasses.replace(old, params=params, optimizer=moments, step=old.step + 1)
         return _keep_if_good(new, old, metrics, config=config)
@@ -89,7 +103,9 @@ def _keep_if_good(
     loss = metrics["loss"]
     good = jnp.isfinite(loss) & jnp.isfinite(metrics["gradient_norm"])
     if config.spike_factor:
-        good &= (old.good_steps < config.spike_window) | (loss <= config.spike_factor * old.mean_loss)
+        good &= (old.good_steps < config.spike_window) | (
+            loss <= config.spike_factor * old.mean_loss
+        )
     kept = jax.tree.map(lambda a, b: lax.select(good, a, b), new, old)
     # The plain mean of the first steps, then an exponential one.
     weight = 1 / jnp.minimum(old.good_steps + 1, config.spike_window).astype(jnp.float32)
@@ -113,15 +129,21 @@ def adamw(config: TrainConfig, *, dims: Params) -> optax.GradientTransformation:
 
 
 def learning_rate(config: TrainConfig) -> optax.Schedule:
-    """Linear from 0 to the peak, then a cosine to a fraction of it. A run shorter than its warm-up only warms up."""
+    """Linear from 0 to the peak, then a cosine to a fraction of it. A run shorter than its warm-up
+    only warms up.
+    """
     warmup = min(config.warmup_steps, config.steps)
     cosine = optax.cosine_decay_schedule(
-        config.learning_rate, max(config.steps - warmup, 1), alpha=config.final_learning_rate_fraction
+        config.learning_rate,
+        max(config.steps - warmup, 1),
+        alpha=config.final_learning_rate_fraction,
     )
     if warmup == 0:
         return cosine
     # Step 0 already moves: (step + 1) / warmup of the peak.
-    linear = optax.linear_schedule(config.learning_rate / warmup, config.learning_rate, max(warmup - 1, 1))
+    linear = optax.linear_schedule(
+        config.learning_rate / warmup, config.learning_rate, max(warmup - 1, 1)
+    )
     return optax.join_schedules([linear, cosine], [warmup])
 
 
@@ -134,12 +156,18 @@ def gradient_norm(gradients: Params) -> jax.Array:
 def state_dims(*, config: TrainConfig, task: TrainingTask) -> TrainState:
     """The dimensions of a state's arrays; each of the optimizer's moments has its parameter's."""
     dims = task.trained_dims
-    moments = jax.tree.map(lambda _: "", jax.eval_shape(adamw(config, dims=dims).init, task.abstract))
+    moments = jax.tree.map(
+        lambda _: "", jax.eval_shape(adamw(config, dims=dims).init, task.abstract)
+    )
     return TrainState(dims, optax.tree.set(moments, mu=dims, nu=dims), "", "", "")
 
 
-def abstract_state(definition: ModelDef, *, config: TrainConfig, task: TrainingTask | None = None) -> TrainState:
-    """Shapes, dtypes and shardings; each of the optimizer's moments is sharded like its parameter."""
+def abstract_state(
+    definition: ModelDef, *, config: TrainConfig, task: TrainingTask | None = None
+) -> TrainState:
+    """Shapes, dtypes and shardings; each of the optimizer's moments is sharded like its
+    parameter.
+    """
     task = task or Pretraining(definition)
     params, replicated = task.abstract, definition.layout.sharding("")
     replicate = lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=replicated)
@@ -150,18 +178,28 @@ def abstract_state(definition: ModelDef, *, config: TrainConfig, task: TrainingT
 
 
 def abstract_batch(definition: ModelDef, *, config: TrainConfig) -> jax.ShapeDtypeStruct:
-    """Shape, dtype and sharding of a step's tokens [B, T+1]; of packed documents a step takes a Batch instead."""
+    """Shape, dtype and sharding of a step's tokens [B, T+1]; of packed documents a step takes a
+    Batch instead.
+    """
     shape = (config.batch, config.sequence + 1)
     return jax.ShapeDtypeStruct(shape, jnp.int32, sharding=definition.layout.sharding("BT"))
 
 
 def initial_state(
-    definition: ModelDef, *, config: TrainConfig, params: Params | None = None, task: TrainingTask | None = None
+    definition: ModelDef,
+    *,
+    config: TrainConfig,
+    params: Params | None = None,
+    task: TrainingTask | None = None,
 ) -> TrainState:
-    """The state before the first step, on its devices. params: what trains (default: new weights)."""
+    """The state before the first step, on its devices. params: what trains (default: new
+    weights).
+    """
     task = task or Pretraining(definition)
     params = nn.initialize(definition, seed=config.seed) if params is None else params
-    shardings = jax.tree.map(lambda a: a.sharding, abstract_state(definition, config=config, task=task))
+    shardings = jax.tree.map(
+        lambda a: a.sharding, abstract_state(definition, config=config, task=task)
+    )
     init = adamw(config, dims=task.trained_dims).init
     rest = lambda params: (init(params), jnp.int32(0), jnp.float32(0), jnp.int32(0))
     of_rest = (shardings.optimizer, shardings.step, shardings.mean_loss, shardings.good_steps)

@@ -1,8 +1,9 @@
-"""A run's time: where its wall time went (goodput), tokens a second, model FLOPs utilisation, and profiles.
+"""A run's time: where its wall time went (goodput), tokens a second, model FLOPs utilisation, and
+profiles.
 
-Goodput counts over all restarts, and only steps that stayed. Every checkpoint stores the account of its moment; a run
-that resumes from it continues that account, and all time since then, for steps that are made again, for standing still
-and for starting, is lost.
+Goodput counts over all restarts, and only steps that stayed. Every checkpoint stores the account of
+its moment; a run that resumes from it continues that account, and all time since then, for steps
+that are made again, for standing still and for starting, is lost.
 """
 
 import contextlib
@@ -32,7 +33,9 @@ PARTS = {
 
 
 class TimeAccount:
-    """Seconds by part. `with account.time("saving")` inside of `account.time("steps")` counts as saving alone."""
+    """Seconds by part. `with account.time("saving")` inside of `account.time("steps")` counts as
+    saving alone.
+    """
 
     def __init__(self):
         self.seconds = dict.fromkeys(PARTS, 0.0)
@@ -57,7 +60,9 @@ class TimeAccount:
         return {"time": time.time(), "seconds": dict(self.seconds), "restarts": self.restarts}
 
     def go_back(self, saved: dict[str, Any] | None, *, restarts: int) -> None:
-        """Continue the account of a checkpoint (None: of the run's beginning); all time since then is lost."""
+        """Continue the account of a checkpoint (None: of the run's beginning); all time since then
+        is lost.
+        """
         self._mark = time.perf_counter()
         saved = saved or {"time": self.began, "seconds": {}, "restarts": 0}
         self.seconds = {part: float(saved["seconds"].get(part, 0.0)) for part in PARTS}
@@ -75,7 +80,9 @@ class TimeAccount:
         return {part: self.seconds[part] for part in ("steps", "data")}
 
     def summary(self) -> dict[str, Any]:
-        """began (since 1970), wall_seconds, goodput (their share in steps), seconds and shares by part, restarts."""
+        """began (since 1970), wall_seconds, goodput (their share in steps), seconds and shares by
+        part, restarts.
+        """
         self._charge()
         total = sum(self.seconds.values())
         shares = {part: seconds / total for part, seconds in self.seconds.items()}
@@ -95,32 +102,47 @@ class TimeAccount:
 
 
 def goodput_text(summary: dict[str, Any]) -> str:
-    parts = (f"{words} {summary['shares'][part]:.1%}" for part, words in PARTS.items() if summary["shares"][part] > 0)
+    parts = (
+        f"{words} {summary['shares'][part]:.1%}"
+        for part, words in PARTS.items()
+        if summary["shares"][part] > 0
+    )
     wall, restarts = summary["wall_seconds"], summary["restarts"]
     times = f", {restarts} restart{'s'[: restarts != 1]}" if restarts else ""
     return f"goodput {summary['goodput']:.1%} of {wall:,.0f} s{times}: {', '.join(parts)}"
 
 
-def mfu(config: RunConfig, *, definition: ModelDef, mesh: Mesh) -> tuple[Callable[[float], float] | None, str]:
-    """Model FLOPs utilisation, from 0 to 1, of tokens a second: the FLOPs that training needs, over the devices' peak.
+def mfu(
+    config: RunConfig, *, definition: ModelDef, mesh: Mesh
+) -> tuple[Callable[[float], float] | None, str]:
+    """Model FLOPs utilisation, from 0 to 1, of tokens a second: the FLOPs that training needs, over
+    the devices' peak.
 
         MFU = tokens/s x FLOPs a token / (devices x peak FLOP/s of one)
         FLOPs a token = 3 x (2 x elements of all matrices + 2 L n H (T + 1))
 
-    Twice an element is its multiply-add, the embedding's lookup is none; attention is n heads of size H in L layers,
-    scores and values, over the (T + 1) / 2 positions that a token sees in the mean (causal, so half of PaLM's count:
-    arXiv 2204.02311, appendix B); the backward pass is twice the forward. Rematerialisation, the vocabulary's padding
-    and copies of key/value heads are not counted.
+    Twice an element is its multiply-add, the embedding's lookup is none; attention is n heads of
+    size H in L layers, scores and values, over the (T + 1) / 2 positions that a token sees in the
+    mean (causal, so half of PaLM's count: arXiv 2204.02311, appendix B); the backward pass is twice
+    the forward. Rematerialisation, the vocabulary's padding and copies of key/value heads are not
+    counted.
 
-    None where the peak is unknown. The text has the formula and the peak, or says why there is none.
+    None where the peak is unknown. The text has the formula and the peak, or says why there is
+    none.
     """
-    work, kind = flops_a_token(definition, length=config.train.sequence), mesh.devices.flat[0].device_kind
+    work, kind = (
+        flops_a_token(definition, length=config.train.sequence),
+        mesh.devices.flat[0].device_kind,
+    )
     given = config.train.peak_tflops
     peak = given * 1e12 if given else peak_of(kind)
     if config.train.freeze or config.lora.rank or config.distill.teacher:
         return None, "no MFU: its formula is of training all weights on the data alone"
     if peak is None:
-        return None, f"no MFU: the peak of {kind!r} devices is not known (train.peak_tflops=... gives it)"
+        return (
+            None,
+            f"no MFU: the peak of {kind!r} devices is not known (train.peak_tflops=... gives it)",
+        )
     source = "train.peak_tflops" if given else f"{kind}, bfloat16"
     text = (
         f"MFU = tokens/s x {work:.4g} FLOPs a token / ({mesh.size} x {peak / 1e12:g} TFLOP/s, {source}),"
@@ -137,15 +159,26 @@ def flops_a_token(definition: ModelDef, *, length: int) -> int:
 
 
 def peak_of(device_kind: str) -> float | None:
-    """FLOP/s of a device of this kind (`jax.Device.device_kind`), None for one that the table does not have."""
-    matching = [kind for kind in sorted(PEAKS, key=len, reverse=True) if device_kind.startswith(kind)]
+    """FLOP/s of a device of this kind (`jax.Device.device_kind`), None for one that the table does
+    not have.
+    """
+    matching = [
+        kind for kind in sorted(PEAKS, key=len, reverse=True) if device_kind.startswith(kind)
+    ]
     return PEAKS[matching[0]] if matching else None
 
 
 class Throughput:
     """A run's speed between logged steps; only time in steps and in waiting for data counts."""
 
-    def __init__(self, account: TimeAccount, *, tokens_a_step: int, mfu: Callable[[float], float] | None, step: int):
+    def __init__(
+        self,
+        account: TimeAccount,
+        *,
+        tokens_a_step: int,
+        mfu: Callable[[float], float] | None,
+        step: int,
+    ):
         self._account, self._tokens, self._mfu = account, tokens_a_step, mfu
         self.restart(step)
 
@@ -154,13 +187,19 @@ class Throughput:
         self._step, self._seconds = step, self._account.working()
 
     def since_last(self, step: int) -> dict[str, Any]:
-        """tokens (of the whole run), tokens_per_second, data_wait (a share of time), mfu where the peak is known."""
+        """tokens (of the whole run), tokens_per_second, data_wait (a share of time), mfu where the
+        peak is known.
+        """
         before, count = self._seconds, step - self._step
         self.restart(step)
         spent = {part: self._seconds[part] - before[part] for part in before}
         total = max(sum(spent.values()), 1e-9)
         rate = count * self._tokens / total
-        row = {"tokens": step * self._tokens, "tokens_per_second": rate, "data_wait": spent["data"] / total}
+        row = {
+            "tokens": step * self._tokens,
+            "tokens_per_second": rate,
+            "data_wait": spent["data"] / total,
+        }
         return {**row, "mfu": self._mfu(rate)} if self._mfu else row
 
 
@@ -174,7 +213,9 @@ def row_text(row: dict[str, Any]) -> str:
 
 
 def parse_profile(words: str) -> range:
-    """`10:13` is the steps 10 to 13, both included; `10` is that step alone. Raises UserError for anything else."""
+    """`10:13` is the steps 10 to 13, both included; `10` is that step alone. Raises UserError for
+    anything else.
+    """
     first, colon, last = words.partition(":")
     last = last if colon else first
     if not (first.isdecimal() and last.isdecimal()) or not 1 <= int(first) <= int(last):
@@ -183,7 +224,9 @@ def parse_profile(words: str) -> range:
 
 
 class Profiler:
-    """Traces `steps`, where this process makes them, into `folder`, for xprof, TensorBoard or Perfetto."""
+    """Traces `steps`, where this process makes them, into `folder`, for xprof, TensorBoard or
+    Perfetto.
+    """
 
     def __init__(self, steps: range | None, *, folder: pathlib.Path):
         self._steps, self.folder, self._running = steps or range(0), folder, False
@@ -192,7 +235,9 @@ class Profiler:
         return f"{self._steps[0]} to {self._steps[-1]}"
 
     def before(self, step: int, *, pending: object) -> None:
-        """Start with this step, if it is the first. Earlier ones (`pending`, which is waited for) stay outside."""
+        """Start with this step, if it is the first. Earlier ones (`pending`, which is waited for)
+        stay outside.
+        """
         if step in self._steps and not self._running:
             jax.block_until_ready(pending)
             jax.profiler.start_trace(self.folder)
@@ -214,8 +259,8 @@ class Profiler:
 
 @contextlib.contextmanager
 def profiler_server(port: int | None) -> Iterator[None]:
-    """Within the block jax's profiler listens on `port` + this process's index, for xprof, TensorBoard and
-    `jax.collect_profile`. Raises UserError where it cannot.
+    """Within the block jax's profiler listens on `port` + this process's index, for xprof,
+    TensorBoard and `jax.collect_profile`. Raises UserError where it cannot.
     """
     if port is None:
         yield
@@ -228,7 +273,9 @@ def profiler_server(port: int | None) -> Iterator[None]:
         jax.profiler.start_server(port)
     except (OSError, OverflowError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
-        raise UserError(f"run.profiler_port: the profiler cannot listen on port {port}: {reason}") from None
+        raise UserError(
+            f"run.profiler_port: the profiler cannot listen on port {port}: {reason}"
+        ) from None
     try:
         yield
     finally:

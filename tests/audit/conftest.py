@@ -1,4 +1,6 @@
-"""Programs that are compiled for absent hardware, once a module, beside the tests that read them."""
+"""Programs that are compiled for absent hardware, once a module, beside the tests that read
+them.
+"""
 
 import concurrent.futures
 
@@ -15,7 +17,9 @@ LAYERS = 4
 SERVING = (Phase.PREFILL, Phase.DECODE)
 
 
-def case(target, phase, residual="ladder", loop=Loop.UNROLLED, *, model="llama-3-70b", full, **more):
+def case(
+    target, phase, residual="ladder", loop=Loop.UNROLLED, *, model="llama-3-70b", full, **more
+):
     """A parameter `request_`. full: whether `make audit-sample` leaves it out."""
     settings = dict(target=target, phase=phase, residual=residual, loop=loop, **more)
     request = requests.make(model=model, layers=LAYERS, **settings)
@@ -35,7 +39,9 @@ def check(answer, *, all_reduces, hidden, all_to_alls=0, all_to_alls_hidden=0, w
     window: the least of a reduction that is launched in halves, in sublayers.
     """
     found = answer.report
-    assert (found.all_reduces, found.all_to_alls, found.merged) == (all_reduces, all_to_alls, 0), answer.verdict
+    assert (found.all_reduces, found.all_to_alls, found.merged) == (all_reduces, all_to_alls, 0), (
+        answer.verdict
+    )
     assert found.hidden >= hidden and found.all_to_alls_hidden >= all_to_alls_hidden, answer.verdict
     assert hidden or not found.hidden, answer.verdict
     assert all_to_alls_hidden or not found.all_to_alls_hidden, answer.verdict
@@ -45,8 +51,14 @@ def check(answer, *, all_reduces, hidden, all_to_alls=0, all_to_alls_hidden=0, w
 
 @pytest.fixture(scope="module")
 def programs(request):
-    """Compiles what the module's chosen tests have as `request_`, in their order; a function that waits for one."""
-    items = [item for item in request.session.items if item.module is request.module and hasattr(item, "callspec")]
+    """Compiles what the module's chosen tests have as `request_`, in their order; a function that
+    waits for one.
+    """
+    items = [
+        item
+        for item in request.session.items
+        if item.module is request.module and hasattr(item, "callspec")
+    ]
     params = [(item.callspec.params.get("request_"), until(item)) for item in items]
     with concurrent.futures.ThreadPoolExecutor(2) as pool:
         records = {}
@@ -65,10 +77,11 @@ def programs(request):
 
 @pytest.fixture
 def compiled(request, programs):
-    """A function of a request: what `ladder-jax overlap` answers, without costs and sizes but in tests of machine code.
+    """A function of a request: what `ladder-jax overlap` answers, without costs and sizes but in
+    tests of machine code.
 
-    The order of operations is final before machine code is made (tests/audit/test_machine_code.py), which takes nine
-    tenths of a compiler's time for TPUs.
+    The order of operations is final before machine code is made (tests/audit/test_machine_code.py),
+    which takes nine tenths of a compiler's time for TPUs.
     """
 
     def wait(one):

@@ -1,4 +1,5 @@
-"""Grouped matmuls as the compilers for GPUs and TPUs make them: kernels, which read the experts that rows chose.
+"""Grouped matmuls as the compilers for GPUs and TPUs make them: kernels, which read the experts
+that rows chose.
 
 Two layers of Qwen3-30B-A3B over 8 devices, so that each holds 16 of 128 experts.
 """
@@ -43,8 +44,16 @@ print(step.compile(*arguments).as_text())
 
 def compiled(target, phase, *, quantize="none", **environment):
     """The program's text and its parsed form."""
-    flags = {"XLA_FLAGS": "--xla_gpu_autotune_level=0"} if target.startswith(("h100", "b200")) else {}
-    environment = {**os.environ, **targets.ENVIRONMENT, **flags, "JAX_ENABLE_COMPILATION_CACHE": "false", **environment}
+    flags = (
+        {"XLA_FLAGS": "--xla_gpu_autotune_level=0"} if target.startswith(("h100", "b200")) else {}
+    )
+    environment = {
+        **os.environ,
+        **targets.ENVIRONMENT,
+        **flags,
+        "JAX_ENABLE_COMPILATION_CACHE": "false",
+        **environment,
+    }
     command = [sys.executable, "-c", PROGRAM, target, phase, quantize]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
@@ -54,26 +63,36 @@ def compiled(target, phase, *, quantize="none", **environment):
 def kernels(program):
     """The grouped matmuls of both kinds."""
     names = re.compile(r"/grouped_matmul(_over_rows)?/pallas_call|/ragged-dot-none")
-    return [one for one in program.instructions if one.opcode == "custom-call" and names.search(one.op_name)]
+    return [
+        one
+        for one in program.instructions
+        if one.opcode == "custom-call" and names.search(one.op_name)
+    ]
 
 
 def is_matrices(instruction):
     """Whether all experts that a rank holds are of its result."""
     matrices = [one.dims for one in instruction.arrays if len(one.dims) == 3]
-    return any(experts == 16 and rows * columns >= 768 * 2048 for experts, rows, columns in matrices)
+    return any(
+        experts == 16 and rows * columns >= 768 * 2048 for experts, rows, columns in matrices
+    )
 
 
 def expert_flops(program):
     """Of the dots and convolutions in the MLPs, but the routers'; a loop's body once."""
     costs = Costs(program)
     products = (one for one in program.instructions if one.opcode in ("dot", "convolution"))
-    of_experts = (one for one in products if re.search(r"\bmlp\b", one.op_name) and "DC" not in one.op_name)
+    of_experts = (
+        one for one in products if re.search(r"\bmlp\b", one.op_name) and "DC" not in one.op_name
+    )
     return sum(costs.matmul_flops(one).total() for one in of_experts)
 
 
 @pytest.mark.parametrize("target", ["h100:8", pytest.param("b200:8", marks=pytest.mark.full)])
 def test_no_gpu_multiplies_every_row_with_every_expert(target):
-    """A training step: kernels, and no product beside them. With the way back, 16 times the products of all rows."""
+    """A training step: kernels, and no product beside them. With the way back, 16 times the
+    products of all rows.
+    """
     _, program = compiled(target, "train")
     names = sorted(one.op_name.split("/")[-2] for one in kernels(program))
     assert names == ["grouped_matmul"] * 6 + ["grouped_matmul_over_rows"] * 3
@@ -88,20 +107,29 @@ DECODE = [
     ("h100:8", "int8"),
     ("v5p:2x2x2", "none"),
     ("v5p:2x2x2", "int8"),
-    *(pytest.param(*case, marks=pytest.mark.full) for case in (("b200:8", "int8"), ("v5e:2x4", "int8"))),
-    *(pytest.param(*case, marks=pytest.mark.full) for case in (("v6e:2x4", "int8"), ("tpu7x:2x2x1", "none"))),
+    *(
+        pytest.param(*case, marks=pytest.mark.full)
+        for case in (("b200:8", "int8"), ("v5e:2x4", "int8"))
+    ),
+    *(
+        pytest.param(*case, marks=pytest.mark.full)
+        for case in (("v6e:2x4", "int8"), ("tpu7x:2x2x1", "none"))
+    ),
 ]
 
 
 @pytest.mark.parametrize("target, quantize", DECODE)
 def test_a_decode_step_reads_the_experts_that_its_rows_chose(target, quantize):
-    """The matrices of all experts go into kernels, nothing else reads them, and a kernel reads those with rows: on GPUs
-    by its tiles (tests/test_grouped.py), on TPUs by a grid as long as there are tiles with rows. On v5e and v6e XLA
-    copies some matrices whole into vector memory, ahead of their kernels.
+    """The matrices of all experts go into kernels, nothing else reads them, and a kernel reads
+    those with rows: on GPUs by its tiles (tests/test_grouped.py), on TPUs by a grid as long as
+    there are tiles with rows. On v5e and v6e XLA copies some matrices whole into vector memory,
+    ahead of their kernels.
     """
     text, program = compiled(target, "decode", quantize=quantize)
     passing = {"parameter", "get-tuple-element", "tuple", "while", "bitcast"}
-    copies = [one.name for one in program.instructions if is_matrices(one) and one.opcode not in passing]
+    copies = [
+        one.name for one in program.instructions if is_matrices(one) and one.opcode not in passing
+    ]
     assert not copies or target.startswith(("v5e", "v6e"))
     found, kind = kernels(program), {"none": "bf16", "int8": "s8"}[quantize]
     for kernel in found:
@@ -109,7 +137,10 @@ def test_a_decode_step_reads_the_experts_that_its_rows_chose(target, quantize):
     assert len(found) == 6  # gate, up and down of two layers
     if target.startswith(("h100", "b200")):
         return
-    bodies = [base64.b64decode(body).decode(errors="replace") for body in re.findall(r'"body":"([^"]*)"', text)]
+    bodies = [
+        base64.b64decode(body).decode(errors="replace")
+        for body in re.findall(r'"body":"([^"]*)"', text)
+    ]
     bodies = [body for body in bodies if "@rhs_transform_indices" in body]
     assert bodies
     for body in bodies:
@@ -117,12 +148,21 @@ def test_a_decode_step_reads_the_experts_that_its_rows_chose(target, quantize):
         assert int(bounds[1]) == -(2**63)  # known when it runs: the metadata's number of tiles
         matrix = re.findall(r"window_bounds = array<i64: ([\d, ]+)>", body)[1]
         assert matrix.startswith("1, ")  # of one expert, which a table names by the tile
-        assert "memref.load %arg4" in body[body.index("@rhs_transform_indices(%arg0") :].split("return %1")[0]
+        assert (
+            "memref.load %arg4"
+            in body[body.index("@rhs_transform_indices(%arg0") :].split("return %1")[0]
+        )
 
 
 @pytest.mark.full
 def test_tpu7x_converts_all_experts_of_8_bits():
-    """What docs/guides/experts.md says of it; where this fails, a new compiler has done away with it."""
+    """What docs/guides/experts.md says of it; where this fails, a new compiler has done away with
+    it.
+    """
     _, program = compiled("tpu7x:2x2x1", "decode", quantize="int8")
-    made = [one for one in program.instructions if one.arrays and one.arrays[0] == hlo.Array("bf16", (16, 768, 2048))]
+    made = [
+        one
+        for one in program.instructions
+        if one.arrays and one.arrays[0] == hlo.Array("bf16", (16, 768, 2048))
+    ]
     assert any(one.opcode in ("convert", "fusion") for one in made)

@@ -1,7 +1,9 @@
-"""What only a whole compilation shows: costs, sizes, and failures once the order of operations is final.
+"""What only a whole compilation shows: costs, sizes, and failures once the order of operations is
+final.
 
-See `test_overlap.py`. Machine code takes nine tenths of a compiler's time for TPUs, so that the other audits do without
-it: here one program a target and phase shows that it can be made, and leaves the schedule as it was.
+See `test_overlap.py`. Machine code takes nine tenths of a compiler's time for TPUs, so that the
+other audits do without it: here one program a target and phase shows that it can be made, and
+leaves the schedule as it was.
 """
 
 import pytest
@@ -23,11 +25,16 @@ def whole(target, phase, residual="ladder", loop=Loop.UNROLLED, **settings):
 
 SPLIT = dict(sequence_parallel=True)
 RINGS = dict(**SPLIT, collective_matmul=CollectiveMatmul.RING, prompt_length=4096)
-EXCHANGED = dict(**SPLIT, model="qwen3-30b-a3b", experts=ExpertParallelism.EXCHANGE, prompt_length=32768)
+EXCHANGED = dict(
+    **SPLIT, model="qwen3-30b-a3b", experts=ExpertParallelism.EXCHANGE, prompt_length=32768
+)
 PROGRAMS = [
     *(whole(target, Phase.PREFILL) for target in TPUS),
     whole("v5p:2x2x2", Phase.DECODE),
-    *(whole(target, Phase.TRAIN, loop=Loop.SCAN, remat=Remat.NONE) for target in ("v5e:2x4", "v6e:2x4")),
+    *(
+        whole(target, Phase.TRAIN, loop=Loop.SCAN, remat=Remat.NONE)
+        for target in ("v5e:2x4", "v6e:2x4")
+    ),
     whole("v5p:2x2x2", Phase.PREFILL, "standard", **RINGS),
     whole("tpu7x:2x2x1", Phase.PREFILL, **EXCHANGED),
 ]
@@ -58,10 +65,13 @@ READ = [
 
 @pytest.mark.parametrize("request_", READ)
 def test_a_decode_step_reads_the_weights_and_the_cache_once(request_, compiled):
-    """The mean of the token loop. v5e keeps a tenth of it in vector memory from one token to the next."""
+    """The mean of the token loop. v5e keeps a tenth of it in vector memory from one token to the
+    next.
+    """
     answer = compiled(request_)
     assert 0.9 < answer.bytes_accessed / answer.record.bytes_minimum <= 1.10
-    if request_.target.kind == "v5p":  # elsewhere it counts what is prefetched up to three times, or done once a call
+    # elsewhere it counts what is prefetched up to three times, or done once a call
+    if request_.target.kind == "v5p":
         assert answer.record.bytes_accessed / answer.record.bytes_minimum < 1.15
 
 

@@ -1,7 +1,8 @@
-"""`make audit-nightly`: what the newest jax and compilers, in .venv-nightly, schedule, beside what the release's do.
+"""`make audit-nightly`: what the newest jax and compilers, in .venv-nightly, schedule, beside what
+the release's do.
 
-A count that differs need not be an error of ours: it says which documented figure will change, or that the reader does
-not know a form yet. The test shows the difference.
+A count that differs need not be an error of ours: it says which documented figure will change, or
+that the reader does not know a form yet. The test shows the difference.
 """
 
 import json
@@ -16,7 +17,15 @@ NIGHTLY = pathlib.Path(__file__).parents[2] / ".venv-nightly" / "bin" / "python"
 absent = pytest.mark.skipif(not NIGHTLY.exists(), reason="make audit-nightly installs it")
 pytestmark = [pytest.mark.audit, pytest.mark.full, absent]
 
-COUNTS = ("all_reduces", "asynchronous", "hidden", "merged", "exposed", "all_to_alls", "all_to_alls_hidden")
+COUNTS = (
+    "all_reduces",
+    "asynchronous",
+    "hidden",
+    "merged",
+    "exposed",
+    "all_to_alls",
+    "all_to_alls_hidden",
+)
 LLAMA = "--model llama-3-70b --layers 4"
 EXPERTS = "--model qwen3-30b-a3b --layers 4 --sequence-parallel --experts exchange"
 HALVES = "--phase train --residual standard --interleave 2 --batch 2 --prompt-length 2048"

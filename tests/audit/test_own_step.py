@@ -1,4 +1,6 @@
-"""What a user writes, for absent hardware: a gradient step around the model, and the guide's test of a function."""
+"""What a user writes, for absent hardware: a gradient step around the model, and the guide's test
+of a function.
+"""
 
 import json
 import os
@@ -43,9 +45,20 @@ print(json.dumps([[r.status.value, r.count, r.collective.bytes] for r in repeate
 
 def reductions(target, *, compiles):
     """Of the loops' bodies: how each came out, how often it runs and its bytes."""
-    command = [sys.executable, "-c", PROGRAM, target, str(LAYERS), "compile" if compiles else "lower"]
+    command = [
+        sys.executable,
+        "-c",
+        PROGRAM,
+        target,
+        str(LAYERS),
+        "compile" if compiles else "lower",
+    ]
     done = subprocess.run(
-        command, env={**os.environ, **targets.ENVIRONMENT}, capture_output=True, text=True, timeout=600
+        command,
+        env={**os.environ, **targets.ENVIRONMENT},
+        capture_output=True,
+        text=True,
+        timeout=600,
     )
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])
@@ -59,7 +72,9 @@ def test_it_lowers(target):
 
 
 def test_on_v5p_its_sublayers_reductions_are_hidden():
-    """Two forward and two backward in the loops' bodies; beside them the norm gains' gradients, of a few KB."""
+    """Two forward and two backward in the loops' bodies; beside them the norm gains' gradients, of
+    a few KB.
+    """
     found = reductions("v5p:2x2x2", compiles=True)
     assert [status for status, count, size in found if size > 1e6] == ["hidden"] * 4, found
 
@@ -69,5 +84,7 @@ def test_the_guides_test_passes(tmp_path):
     (tmp_path / "test_own.py").write_text(test)
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "test_own.py"]
     environment = {**os.environ, **targets.ENVIRONMENT}
-    done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=600)
+    done = subprocess.run(
+        command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=600
+    )
     assert done.returncode == 0 and "1 passed" in done.stdout, done.stdout

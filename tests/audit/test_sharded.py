@@ -1,6 +1,8 @@
-"""What the compilers make of weights that are split over the fsdp axis, and of a stream split along the sequence.
+"""What the compilers make of weights that are split over the fsdp axis, and of a stream split along
+the sequence.
 
-4 layers of Llama-3-70B over 8 devices, one row of 1024 tokens on each of the fsdp devices. See `test_overlap.py`.
+4 layers of Llama-3-70B over 8 devices, one row of 1024 tokens on each of the fsdp devices. See
+`test_overlap.py`.
 """
 
 import pytest
@@ -14,9 +16,9 @@ from tests.audit.test_overlap import case
 pytestmark = pytest.mark.audit
 
 MATRICES = 7  # of a layer
-# In a scan, the default: of 17 all-reduces how many are hidden at least, and which shares of the bytes of forward
-# gathers, of backward gathers and of gradients' reduce-scatters. A compiler moves a gather beside the layer before, as
-# far as it finds compute for its estimate of the transfer.
+# In a scan, the default: of 17 all-reduces how many are hidden at least, and which shares of the
+# bytes of forward gathers, of backward gathers and of gradients' reduce-scatters. A compiler moves
+# a gather beside the layer before, as far as it finds compute for its estimate of the transfer.
 HIDDEN = {
     "v5p": (12, 0.9, 0.6, 0.9),
     "v6e": (12, 0.9, 0.6, 0.9),
@@ -24,24 +26,35 @@ HIDDEN = {
     "h100": (12, 0.5, 0.5, 0.7),
 }
 TRAIN = [
-    case(target, Phase.TRAIN, loop=Loop.SCAN, fsdp=2) for target in ("v5p:2x2x2", "v6e:2x4", "tpu7x:2x2x1", "h100:8")
+    case(target, Phase.TRAIN, loop=Loop.SCAN, fsdp=2)
+    for target in ("v5p:2x2x2", "v6e:2x4", "tpu7x:2x2x1", "h100:8")
 ]
 # No tensor parallelism: a reduce-scatter goes over all three sides of the torus.
-ALONE = conftest.case("v5p:2x2x2", Phase.TRAIN, loop=Loop.SCAN, model="llama-3.2-1b", fsdp=8, tensor=1, full=True)
+ALONE = conftest.case(
+    "v5p:2x2x2", Phase.TRAIN, loop=Loop.SCAN, model="llama-3.2-1b", fsdp=8, tensor=1, full=True
+)
 SPLIT = [
-    case(target, Phase.PREFILL, sequence_parallel=True) for target in ("tpu7x:2x2x1", "v6e:2x4", "v5p:2x2x2", "h100:8")
+    case(target, Phase.PREFILL, sequence_parallel=True)
+    for target in ("tpu7x:2x2x1", "v6e:2x4", "v5p:2x2x2", "h100:8")
 ]
-STANDARD = [case(target, Phase.PREFILL, "standard", sequence_parallel=True) for target in ("tpu7x:2x2x1", "h100:8")]
+STANDARD = [
+    case(target, Phase.PREFILL, "standard", sequence_parallel=True)
+    for target in ("tpu7x:2x2x1", "h100:8")
+]
 
 
 @pytest.mark.parametrize("request_", TRAIN)
 def test_weights_gradients_and_sums_are_hidden(request_, compiled):
     answer = compiled(request_)
     found, (sums, *least) = answer.report, HIDDEN[request_.target.kind]
-    assert (found.all_reduces, found.merged) == (4 * LAYERS + 1, 0) and found.hidden >= sums, answer.verdict
+    assert (found.all_reduces, found.merged) == (4 * LAYERS + 1, 0) and found.hidden >= sums, (
+        answer.verdict
+    )
     for moved in (found.gathers, found.scatters):
         assert sum(one.count for one in moved if one.backward) >= LAYERS * MATRICES
-    forward, backward = ([one for one in found.gathers if one.backward is way] for way in (False, True))
+    forward, backward = (
+        [one for one in found.gathers if one.backward is way] for way in (False, True)
+    )
     shares = [round(hidden_bytes(moved), 3) for moved in (forward, backward, found.scatters)]
     assert all(mine >= floor for mine, floor in zip(shares, least, strict=True)), shares
 
@@ -57,10 +70,14 @@ def test_gradients_are_hidden_without_tensor_parallelism(request_, compiled):
 
 @pytest.mark.parametrize("request_", SPLIT)
 def test_both_halves_of_a_reduction_are_hidden(request_, compiled):
-    """But for the first input, the last output and the head's input: before the one and after these is no sublayer."""
+    """But for the first input, the last output and the head's input: before the one and after these
+    is no sublayer.
+    """
     answer = compiled(request_)
     assert (answer.report.all_reduces, answer.report.merged) == (4 * LAYERS, 0)
-    exposed = [(r.layer, r.sublayer) for r in answer.report.reductions if r.status is not Status.HIDDEN]
+    exposed = [
+        (r.layer, r.sublayer) for r in answer.report.reductions if r.status is not Status.HIDDEN
+    ]
     assert exposed == [("0", "attention"), ("last", ""), ("last", "")], answer.verdict
 
 

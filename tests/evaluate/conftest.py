@@ -1,4 +1,6 @@
-"""A small model with random weights as checkpoints of bytes and of another tokenizer's tokens, and its exact scores."""
+"""A small model with random weights as checkpoints of bytes and of another tokenizer's tokens, and
+its exact scores.
+"""
 
 import dataclasses
 import functools
@@ -26,7 +28,9 @@ class Exact:
     shape: reference.Shape
 
     def scores(self, context, scored):
-        """(the sum over `scored`, whether it is greedy), from one row [1, WINDOW], so that one program serves all."""
+        """(the sum over `scored`, whether it is greedy), from one row [1, WINDOW], so that one
+        program serves all.
+        """
         whole = [*context, *scored]
         row = np.zeros((1, WINDOW), np.int32)
         row[0, : len(whole) - 1] = whole[:-1]

@@ -18,14 +18,19 @@ CHOICES = [
     {"context": "the rat", "choices": [" sat", "東京", "ü"], "answer": 2},
     {"context": "", "choices": ["yes", "no"], "answer": "no"},
 ]
-QUESTIONS = [{"question": "2 + 2 =", "answer": "It is 4.\n#### 4"}, {"context": "the cat", "answer": "5"}]
+QUESTIONS = [
+    {"question": "2 + 2 =", "answer": "It is 4.\n#### 4"},
+    {"context": "the cat", "answer": "5"},
+]
 
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory):
     folder = tmp_path_factory.mktemp("files")
     (folder / "book.txt").write_text(TEXT, encoding="utf-8")
-    (folder / "pages.jsonl").write_text("".join(json.dumps({"page": text}) + "\n" for text in (TEXT, "the rat")))
+    (folder / "pages.jsonl").write_text(
+        "".join(json.dumps({"page": text}) + "\n" for text in (TEXT, "the rat"))
+    )
     (folder / "choices.jsonl").write_text("".join(json.dumps(line) + "\n\n" for line in CHOICES))
     (folder / "questions.jsonl").write_text("".join(json.dumps(line) + "\n" for line in QUESTIONS))
     return folder
@@ -61,14 +66,18 @@ def test_text(evaluate, run, capsys):
     out, err = capsys.readouterr()
     assert one_object(out) == pytest.approx(found, rel=1e-6)
     assert "windows" in err
-    pages = evaluate("--text", "pages.jsonl", "--field", "page", "--stride", "32", "--tensor", "1", "--data", "2")
+    pages = evaluate(
+        "--text", "pages.jsonl", "--field", "page", "--stride", "32", "--tensor", "1", "--data", "2"
+    )
     assert pages["documents"] == 2
     assert pages["stride"] == 32
     assert pages["tokens"] == found["tokens"] + 7
 
 
 def test_questions(evaluate, run, files, capsys):
-    found = evaluate("--multiple-choice", "choices.jsonl", "--shots", "1", "--shots-file", "choices.jsonl")
+    found = evaluate(
+        "--multiple-choice", "choices.jsonl", "--shots", "1", "--shots-file", "choices.jsonl"
+    )
     assert found["examples"] == 3
     assert {found["accuracy"], found["accuracy_normalised"]} <= {0, 1 / 3, 2 / 3, 1}
     assert evaluate("--multiple-choice", "choices.jsonl", "--limit", "2")["examples"] == 2
@@ -78,9 +87,21 @@ def test_questions(evaluate, run, files, capsys):
 
 def test_generation(evaluate, files, tmp_path):
     out = tmp_path / "out.jsonl"
-    ask = ["--generation", "questions.jsonl", "--max-new-tokens", "8", "--stop", "Q", "--out", str(out)]
+    ask = [
+        "--generation",
+        "questions.jsonl",
+        "--max-new-tokens",
+        "8",
+        "--stop",
+        "Q",
+        "--out",
+        str(out),
+    ]
     found = evaluate(*ask)
-    lines = {line["index"]: line for line in map(json.loads, out.read_text(encoding="utf-8").splitlines())}
+    lines = {
+        line["index"]: line
+        for line in map(json.loads, out.read_text(encoding="utf-8").splitlines())
+    }
     assert found["examples"] == 2
     assert found["unfinished"] == sum(l["finish_reason"] == "length" for l in lines.values())
     assert [lines[i]["line"] for i in (0, 1)] == [1, 2]
@@ -96,7 +117,9 @@ def test_a_killed_evaluation_goes_on(run, run_cli, evaluate, files, tmp_path, ca
     ask = ["--text", "long.txt", "--stride", "4", "--tensor", "1"]
     more = ["--batch-tokens", "64", "--out", str(out)]
     command = [sys.executable, "-m", "ladder_jax", "evaluate", str(run), *ask, *more]
-    process = subprocess.Popen(command, cwd=files, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
+    process = subprocess.Popen(
+        command, cwd=files, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL
+    )
     deadline = time.monotonic() + 240
     while not (out.exists() and out.stat().st_size > 2000):
         assert process.poll() is None
@@ -106,14 +129,18 @@ def test_a_killed_evaluation_goes_on(run, run_cli, evaluate, files, tmp_path, ca
     process.wait()
     content = out.read_bytes()
     done = content.count(b"\n")
-    out.write_bytes(content[: content.rindex(b"\n") - 5])  # as if the disk had not got the last of it
+    # as if the disk had not got the last of it
+    out.write_bytes(content[: content.rindex(b"\n") - 5])
     found = evaluate(*ask, "--out", str(out))
     assert 10 < done < found["windows"], "it was killed after its end"
     lines = [json.loads(line) for line in out.read_bytes().splitlines()]
     assert sorted(line["index"] for line in lines) == list(range(found["windows"]))
     assert found == pytest.approx(evaluate(*ask), rel=1e-5)
     # What it is asked now is another question.
-    assert cli.main(["evaluate", str(run), "--text", "long.txt", "--stride", "8", "--out", str(out)]) == 2
+    assert (
+        cli.main(["evaluate", str(run), "--text", "long.txt", "--stride", "8", "--out", str(out)])
+        == 2
+    )
     assert "answers another prompt, model or setting" in capsys.readouterr().err
 
 
@@ -121,22 +148,52 @@ BROKEN = {
     "not json": ("{'choices'", ":2: not JSON"),
     "a list": ("[1]", ":2: this must be a JSON object, not list"),
     "latin 1": (b'{"context": "\xe9"}', ":2: not UTF-8 text"),
-    "choises": ('{"context": "x", "choises": ["a", "b"]}', "must be a list of two texts or more; there is 'choises'"),
-    "one choice": ('{"context": "x", "choices": ["a"], "answer": 0}', "must be a list of two texts or more"),
-    "no text": ('{"context": "x", "choices": ["a", 1], "answer": 0}', "must be a list of two texts or more"),
+    "choises": (
+        '{"context": "x", "choises": ["a", "b"]}',
+        "must be a list of two texts or more; there is 'choises'",
+    ),
+    "one choice": (
+        '{"context": "x", "choices": ["a"], "answer": 0}',
+        "must be a list of two texts or more",
+    ),
+    "no text": (
+        '{"context": "x", "choices": ["a", 1], "answer": 0}',
+        "must be a list of two texts or more",
+    ),
     "empty": ('{"context": "x", "choices": ["a", ""], "answer": 0}', "choice 1 is empty"),
     "no prompt": ('{"choices": ["a", "b"], "answer": 0}', 'either "context" or "question"'),
-    "both": ('{"context": "x", "question": "x", "choices": ["a", "b"], "answer": 0}', 'either "context" or "question"'),
+    "both": (
+        '{"context": "x", "question": "x", "choices": ["a", "b"], "answer": 0}',
+        'either "context" or "question"',
+    ),
     "number": (
         '{"context": "x", "choices": ["a", "b"], "answer": 2}',
         "answer 2 is none of the 2 choices (allowed: 0 ",
     ),
-    "letter": ('{"context": "x", "choices": ["a", "b"], "answer": "C"}', 'answer "C" is none of the 2 choices'),
-    "true": ('{"context": "x", "choices": ["a", "b"], "answer": true}', "answer true is none of the 2 choices"),
-    "missing": ('{"context": "x", "choices": ["a", "b"], "anwser": 1}', "there is no \"answer\"; there is 'anwser'"),
-    "two readings": ('{"context": "x", "choices": ["B", "A"], "answer": "A"}', "name it by its number"),
-    "surrogate": ('{"context": "\\ud800", "choices": ["a", "b"], "answer": 0}', "half of a surrogate pair"),
-    "long": (json.dumps({"context": "x", "choices": ["a", TEXT], "answer": 0}), "longer than the window of 64"),
+    "letter": (
+        '{"context": "x", "choices": ["a", "b"], "answer": "C"}',
+        'answer "C" is none of the 2 choices',
+    ),
+    "true": (
+        '{"context": "x", "choices": ["a", "b"], "answer": true}',
+        "answer true is none of the 2 choices",
+    ),
+    "missing": (
+        '{"context": "x", "choices": ["a", "b"], "anwser": 1}',
+        "there is no \"answer\"; there is 'anwser'",
+    ),
+    "two readings": (
+        '{"context": "x", "choices": ["B", "A"], "answer": "A"}',
+        "name it by its number",
+    ),
+    "surrogate": (
+        '{"context": "\\ud800", "choices": ["a", "b"], "answer": 0}',
+        "half of a surrogate pair",
+    ),
+    "long": (
+        json.dumps({"context": "x", "choices": ["a", TEXT], "answer": 0}),
+        "longer than the window of 64",
+    ),
 }
 
 
@@ -189,10 +246,13 @@ def test_no_checkpoint(mistake, files):
     assert "holds no ladder_jax checkpoint" in mistake("evaluate", files, *text)
 
 
-@pytest.mark.parametrize("way, file", [("multiple-choice", "choices.jsonl"), ("generation", "questions.jsonl")])
+@pytest.mark.parametrize(
+    "way, file", [("multiple-choice", "choices.jsonl"), ("generation", "questions.jsonl")]
+)
 def test_without_the_harness(way, file, evaluate, files, mistake, monkeypatch):
-    """One line that names the extra, after what is wrong in a file and before anything of the checkpoint is read; a
-    text's perplexity does not need it."""
+    """One line that names the extra, after what is wrong in a file and before anything of the
+    checkpoint is read; a text's perplexity does not need it.
+    """
     monkeypatch.setitem(sys.modules, "lm_eval", None)
     (files / "bad.jsonl").write_text("no\n")
     ask = ("evaluate", "nowhere", f"--{way}")
@@ -203,14 +263,30 @@ def test_without_the_harness(way, file, evaluate, files, mistake, monkeypatch):
 
 
 def test_nothing_beside_the_result(run, run_cli, files, tmp_path):
-    """In a process of its own: the harness's bars, warnings and caches stay out of the user's way."""
+    """In a process of its own: the harness's bars, warnings and caches stay out of the user's
+    way.
+    """
     for name in ("home", "temporary"):
         (tmp_path / name).mkdir()
-    here = dict(HOME=str(tmp_path / "home"), TMPDIR=str(tmp_path / "temporary"), HF_HOME=str(tmp_path / "home" / "hf"))
+    here = dict(
+        HOME=str(tmp_path / "home"),
+        TMPDIR=str(tmp_path / "temporary"),
+        HF_HOME=str(tmp_path / "home" / "hf"),
+    )
     cache = dict(LADDER_JAX_CACHE=str(tmp_path / "cache"))
-    ask = ["--multiple-choice", "choices.jsonl", "--shots", "1", "--shots-file", "choices.jsonl", "--json"]
+    ask = [
+        "--multiple-choice",
+        "choices.jsonl",
+        "--shots",
+        "1",
+        "--shots-file",
+        "choices.jsonl",
+        "--json",
+    ]
     done = run_cli("evaluate", run, *ask, cwd=files, check_status=0, **here, **cache)
     assert one_object(done.stdout)["shots"] == 1
-    assert done.stderr.splitlines()[-1:] == ["3/3 questions"] and len(done.stderr.splitlines()) < 5, done.stderr
+    assert (
+        done.stderr.splitlines()[-1:] == ["3/3 questions"] and len(done.stderr.splitlines()) < 5
+    ), done.stderr
     assert not list((tmp_path / "home").rglob("*"))
     assert not list((tmp_path / "temporary").rglob("*"))

@@ -1,4 +1,6 @@
-"""The same model through lm-evaluation-harness and through our own evaluation: the numbers are equal."""
+"""The same model through lm-evaluation-harness and through our own evaluation: the numbers are
+equal.
+"""
 
 import json
 import pathlib
@@ -12,9 +14,15 @@ from tests import tokenizers
 from tests.evaluate.conftest import WINDOW
 from tests.pretrained import models
 
-pytest.importorskip("lm_eval", reason="lm-evaluation-harness is not installed: pip install 'ladder-jax[lm-eval]'")
+pytest.importorskip(
+    "lm_eval", reason="lm-evaluation-harness is not installed: pip install 'ladder-jax[lm-eval]'"
+)
 
-TEXTS = ["the cat sat on the mat, and the rat sat on the cat.\nnaïve café, 東京 🙂\n" * 4, "the rat", " a  cat\n"]
+TEXTS = [
+    "the cat sat on the mat, and the rat sat on the cat.\nnaïve café, 東京 🙂\n" * 4,
+    "the rat",
+    " a  cat\n",
+]
 CHOICES = [
     {"context": "the cat sat on", "choices": ["the mat", "東京", "a"], "answer": 1},
     {"context": "the rat  ", "choices": ["sat on the mat, and the cat", "🙂 ü"], "answer": 0},
@@ -22,13 +30,20 @@ CHOICES = [
     {"context": "", "choices": ["rat", "the café"], "answer": 0},
     {"context": "naïve", "choices": ["café", "cat", "and", "three"], "answer": 3},
 ]
-QUESTIONS = [{"question": f"{n} cats and {n} rats sat on the mat", "answer": f"So\n#### {2 * n}"} for n in range(4)]
+QUESTIONS = [
+    {"question": f"{n} cats and {n} rats sat on the mat", "answer": f"So\n#### {2 * n}"}
+    for n in range(4)
+]
 # As lm_eval/tasks/gsm8k/gsm8k.yaml has them.
 GSM8K = {
     "output_type": "generate_until",
     "doc_to_text": "Question: {{question}}\nAnswer:",
     "doc_to_target": "{{answer}}",
-    "generation_kwargs": {"until": ["Question:", "</s>", "<|im_end|>"], "do_sample": False, "max_gen_toks": 12},
+    "generation_kwargs": {
+        "until": ["Question:", "</s>", "<|im_end|>"],
+        "do_sample": False,
+        "max_gen_toks": 12,
+    },
     "metric_list": [
         {
             "metric": "exact_match",
@@ -42,35 +57,58 @@ GSM8K = {
     "filter_list": [
         {
             "name": "strict-match",
-            "filter": [{"function": "regex", "regex_pattern": r"#### (\-?[0-9\.\,]+)"}, {"function": "take_first"}],
+            "filter": [
+                {"function": "regex", "regex_pattern": r"#### (\-?[0-9\.\,]+)"},
+                {"function": "take_first"},
+            ],
         },
         {
             "name": "flexible-extract",
             "filter": [
-                {"function": "regex", "group_select": -1, "regex_pattern": "(-?[$0-9.,]{2,})|(-?[0-9]+)"},
+                {
+                    "function": "regex",
+                    "group_select": -1,
+                    "regex_pattern": "(-?[$0-9.,]{2,})|(-?[0-9]+)",
+                },
                 {"function": "take_first"},
             ],
         },
     ],
 }
 METRICS = {
-    "rolling": {"output_type": "loglikelihood_rolling", "doc_to_text": "", "doc_to_target": "{{text}}",
-                "metric_list": [{"metric": m} for m in ("word_perplexity", "byte_perplexity", "bits_per_byte")]},
-    "choices": {"output_type": "multiple_choice", "doc_to_text": "context", "doc_to_choice": "choices",
-                "doc_to_target": "answer", "metric_list": [{"metric": m} for m in ("acc", "acc_norm")]},
+    "rolling": {
+        "output_type": "loglikelihood_rolling",
+        "doc_to_text": "",
+        "doc_to_target": "{{text}}",
+        "metric_list": [
+            {"metric": m} for m in ("word_perplexity", "byte_perplexity", "bits_per_byte")
+        ],
+    },
+    "choices": {
+        "output_type": "multiple_choice",
+        "doc_to_text": "context",
+        "doc_to_choice": "choices",
+        "doc_to_target": "answer",
+        "metric_list": [{"metric": m} for m in ("acc", "acc_norm")],
+    },
     "questions": GSM8K,
-}  # fmt: skip
+}
 ROWS = {"rolling": [{"text": text} for text in TEXTS], "choices": CHOICES, "questions": QUESTIONS}
 
 
 def rows_of(out):
     """The results in a file, by their question's number."""
-    return {line["index"]: line for line in map(json.loads, out.read_text(encoding="utf-8").splitlines())}
+    return {
+        line["index"]: line
+        for line in map(json.loads, out.read_text(encoding="utf-8").splitlines())
+    }
 
 
 def asked(folder, name):
     """A file of ROWS."""
-    (folder / name).write_text("".join(json.dumps(row) + "\n" for row in ROWS[name]), encoding="utf-8")
+    (folder / name).write_text(
+        "".join(json.dumps(row) + "\n" for row in ROWS[name]), encoding="utf-8"
+    )
     return str(folder / name)
 
 
@@ -78,7 +116,8 @@ def asked(folder, name):
 def harness(tmp_path_factory):
     """`harness(lm, task)`: the results of a local task, by the harness's own `simple_evaluate`."""
     folder = tmp_path_factory.mktemp("tasks")
-    # Read as `datasets` is imported: nothing is fetched, and nothing is written to the user's cache.
+    # Read as `datasets` is imported: nothing is fetched, and nothing is written to the user's
+    # cache.
     monkeypatch = pytest.MonkeyPatch()
     for name, value in {"HF_HUB_OFFLINE": "1", "HF_HOME": str(folder / "cache")}.items():
         monkeypatch.setenv(name, value)
@@ -95,7 +134,12 @@ def harness(tmp_path_factory):
 
     def run(lm, name, *, shots=0):
         done = simple_evaluate(
-            lm, tasks=[f"local_{name}"], num_fewshot=shots, bootstrap_iters=100, task_manager=tasks, log_samples=True
+            lm,
+            tasks=[f"local_{name}"],
+            num_fewshot=shots,
+            bootstrap_iters=100,
+            task_manager=tasks,
+            log_samples=True,
         )
         return done["results"][f"local_{name}"], done["samples"][f"local_{name}"]
 
@@ -117,7 +161,9 @@ def adapter(ours):
 
 @pytest.fixture
 def independent(ours, exact):
-    """A model of the harness that shares nothing with ours but the tokenizer: scored one by one, in float64."""
+    """A model of the harness that shares nothing with ours but the tokenizer: scored one by one, in
+    float64.
+    """
     from lm_eval import utils
     from lm_eval.api.model import TemplateLM
 
@@ -139,7 +185,9 @@ def independent(ours, exact):
             how = dict(prefix_token=ours.prefix, max_seq_len=WINDOW, context_len=1)
             cut = lambda text: utils.get_rolling_token_windows(self.tok_encode(text), **how)
             pairs = lambda text: [("", *utils.make_disjoint_window(pair)) for pair in cut(text)]
-            return [sum(s for s, _ in self._loglikelihood_tokens(pairs(r.args[0]))) for r in requests]
+            return [
+                sum(s for s, _ in self._loglikelihood_tokens(pairs(r.args[0]))) for r in requests
+            ]
 
         def generate_until(self, requests, **_):
             raise NotImplementedError
@@ -153,7 +201,8 @@ def test_perplexity(ours, adapter, independent, harness):
     own = harness(independent, "rolling")[0]
     for name in ("word_perplexity", "byte_perplexity", "bits_per_byte"):
         assert getattr(found, name) == pytest.approx(theirs[f"{name},none"], rel=1e-6)
-        loose = 1e-3 if name == "word_perplexity" else 1e-5  # an error of the loss times 30 nats or more a word
+        # an error of the loss times 30 nats or more a word
+        loose = 1e-3 if name == "word_perplexity" else 1e-5
         assert getattr(found, name) == pytest.approx(own[f"{name},none"], rel=loose)
 
 
@@ -161,7 +210,9 @@ def test_perplexity(ours, adapter, independent, harness):
 def test_multiple_choice(ours, adapter, independent, harness, shots, tmp_path):
     out = tmp_path / "out.jsonl"
     questions = evaluate.read_choices(asked(tmp_path, "choices"))
-    found = evaluate.multiple_choice(ours, questions, shots=shots, shots_from=questions, file=str(out))
+    found = evaluate.multiple_choice(
+        ours, questions, shots=shots, shots_from=questions, file=str(out)
+    )
     lines = rows_of(out)
     assert len(lines) == found.examples == len(CHOICES)
     assert found.truncated >= 1
@@ -169,7 +220,9 @@ def test_multiple_choice(ours, adapter, independent, harness, shots, tmp_path):
         theirs, samples = harness(lm, "choices", shots=shots)
         for name, metric in (("accuracy", "acc"), ("accuracy_normalised", "acc_norm")):
             assert getattr(found, name) == pytest.approx(theirs[f"{metric},none"], rel=1e-6)
-            assert getattr(found, f"{name}_stderr") == pytest.approx(theirs[f"{metric}_stderr,none"], rel=1e-6)
+            assert getattr(found, f"{name}_stderr") == pytest.approx(
+                theirs[f"{metric}_stderr,none"], rel=1e-6
+            )
         assert len(samples) == len(CHOICES)
         for sample in samples:
             line = lines[sample["doc_id"]]
@@ -182,7 +235,9 @@ def test_multiple_choice(ours, adapter, independent, harness, shots, tmp_path):
 def test_generation(ours, adapter, harness, shots, tmp_path):
     questions = evaluate.read_questions(asked(tmp_path, "questions"))
     out = tmp_path / "out.jsonl"
-    found = evaluate.generation(ours, questions, max_new_tokens=12, shots=shots, shots_from=questions, file=str(out))
+    found = evaluate.generation(
+        ours, questions, max_new_tokens=12, shots=shots, shots_from=questions, file=str(out)
+    )
     theirs, samples = harness(adapter, "questions", shots=shots)
     for name, kept in (("accuracy", "strict-match"), ("accuracy_normalised", "flexible-extract")):
         assert getattr(found, name) == theirs[f"exact_match,{kept}"]
@@ -206,7 +261,13 @@ def test_answers_are_taken_and_judged_as_gsm8k_has_it():
 def test_what_tasks_ask_for(model, adapter):
     request = lambda **settings: adapter.request("the cat", settings, seed=3)
     found = request(until=["\n", ""], max_new_tokens=5, do_sample=True, top_p=0.5, num_beams=1)
-    assert (found.stop, found.max_new_tokens, found.temperature, found.top_p, found.seed) == (("\n",), 5, 1.0, 0.5, 3)
+    assert (found.stop, found.max_new_tokens, found.temperature, found.top_p, found.seed) == (
+        ("\n",),
+        5,
+        1.0,
+        0.5,
+        3,
+    )
     greedy = request(until="x", do_sample=False, temperature=0.7, repetition_penalty=1.2)
     assert (greedy.temperature, greedy.repetition_penalty, greedy.max_new_tokens) == (0.0, 1.2, 12)
     with pytest.raises(UserError, match="cannot honour the task's num_beams=4"):
@@ -216,7 +277,9 @@ def test_what_tasks_ask_for(model, adapter):
 
 
 def test_chat_template(model, bytes_model, pieces):
-    """A prompt of the template, whose beginning stands once, is what the conversation's own prompt is."""
+    """A prompt of the template, whose beginning stands once, is what the conversation's own prompt
+    is.
+    """
     from ladder_jax.evaluate.harness import LadderJax
 
     messages = [{"role": "user", "content": "the cat"}]
@@ -235,7 +298,9 @@ def test_by_name(run):
 
     import ladder_jax.evaluate.harness  # noqa: F401
 
-    made = get_model("ladder_jax").create_from_arg_string(f"checkpoint={run},tensor=1", {"batch_size": 1})
+    made = get_model("ladder_jax").create_from_arg_string(
+        f"checkpoint={run},tensor=1", {"batch_size": 1}
+    )
     assert made.max_length == WINDOW
     assert made.prefix_token_id == 10
     assert made.tok_encode("é") == [195, 169]
@@ -251,15 +316,25 @@ def test_a_hugging_face_model_by_pytorch(harness, tmp_path):
     ends = {"bos_token_id": 0, "eos_token_id": 1}
     models.write(folder, "llama-3.1", vocab_size=301, max_position_embeddings=WINDOW, **ends)
     (folder / "generation_config.json").write_text(json.dumps(ends))
-    names = {"bos_token": tokenizers.BEGIN, "eos_token": tokenizers.END, "tokenizer_class": "PreTrainedTokenizerFast"}
+    names = {
+        "bos_token": tokenizers.BEGIN,
+        "eos_token": tokenizers.END,
+        "tokenizer_class": "PreTrainedTokenizerFast",
+    }
     (folder / "tokenizer_config.json").write_text(json.dumps(names))
     assert cli.main(["convert", str(folder), str(tmp_path / "ours")]) == 0
     ours = evaluate.open_model(tmp_path / "ours", window=WINDOW)
-    theirs = HFLM(pretrained=str(folder), dtype="float32", device="cpu", batch_size=2, max_length=WINDOW)
+    theirs = HFLM(
+        pretrained=str(folder), dtype="float32", device="cpu", batch_size=2, max_length=WINDOW
+    )
 
     rolled = evaluate.text_perplexity(ours, TEXTS)
     result = harness(theirs, "rolling")[0]
-    for name, close in (("word_perplexity", 1e-3), ("byte_perplexity", 1e-5), ("bits_per_byte", 1e-5)):
+    for name, close in (
+        ("word_perplexity", 1e-3),
+        ("byte_perplexity", 1e-5),
+        ("bits_per_byte", 1e-5),
+    ):
         assert getattr(rolled, name) == pytest.approx(result[f"{name},none"], rel=close)
 
     chosen = evaluate.read_choices(asked(tmp_path, "choices"))
@@ -267,7 +342,10 @@ def test_a_hugging_face_model_by_pytorch(harness, tmp_path):
     found = evaluate.multiple_choice(ours, chosen, shots=1, shots_from=chosen, file=str(out))
     lines = rows_of(out)
     result, samples = harness(theirs, "choices", shots=1)
-    assert (found.accuracy, found.accuracy_normalised) == (result["acc,none"], result["acc_norm,none"])
+    assert (found.accuracy, found.accuracy_normalised) == (
+        result["acc,none"],
+        result["acc_norm,none"],
+    )
     for sample in samples:
         scores = [float(score) for ((score, _),) in sample["resps"]]
         assert lines[sample["doc_id"]]["loglikelihoods"] == pytest.approx(scores, rel=1e-5)

@@ -1,4 +1,6 @@
-"""Every number of an evaluation against one that is computed from the reference's logits, in float64."""
+"""Every number of an evaluation against one that is computed from the reference's logits, in
+float64.
+"""
 
 import dataclasses
 import importlib.util
@@ -26,7 +28,10 @@ needs_harness = pytest.mark.skipif(
     reason="lm-evaluation-harness is not installed: pip install 'ladder-jax[lm-eval]'",
 )
 TOLERANCE = 1e-4  # nats a token; float32, logits of about 10
-TEXT = "the cat sat on the mat, and the rat sat on the cat.\nnaïve café, 東京 🙂 and   three spaces\n" * 3
+TEXT = (
+    "the cat sat on the mat, and the rat sat on the cat.\nnaïve café, 東京 🙂 and   three spaces\n"
+    * 3
+)
 
 
 def spans(count=11, *, seed=0, longest=WINDOW):
@@ -42,12 +47,15 @@ def spans(count=11, *, seed=0, longest=WINDOW):
     "name, how",
     [
         ("ladder", dict(data=2, tensor=4)),
-        pytest.param("ladder-fresh", dict(ranks=4), marks=pytest.mark.full),  # test_checkpoint has such logits, too
+        # test_checkpoint has such logits, too
+        pytest.param("ladder-fresh", dict(ranks=4), marks=pytest.mark.full),
     ],
     ids=["data 2, tensor 4", "4 ranks on one device"],
 )
 def test_scores(name, how, monkeypatch):
-    """In batches of several lengths and in chunks of positions; each span's score is the same alone."""
+    """In batches of several lengths and in chunks of positions; each span's score is the same
+    alone.
+    """
     monkeypatch.setattr(scorers, "CHUNK", 50)
     scorers.compiled_scores.cache_clear()
     definition = cases.define(name, num_layers=2, vocab_size=303, **how)
@@ -121,7 +129,9 @@ def test_sliding_windows(model, pieces, exact):
             last = (
                 min(WINDOW + strides * stride, len(tokens) - 1) if strides else WINDOW
             )  # of the window that scores it
-            loglikelihood, _ = exact.scores(tokens[max(0, last - WINDOW) : place], tokens[place : place + 1])
+            loglikelihood, _ = exact.scores(
+                tokens[max(0, last - WINDOW) : place], tokens[place : place + 1]
+            )
             total -= loglikelihood
             count += 1
     found = evaluate.text_perplexity(model, [TEXT, "a rat ", ""], stride=stride)
@@ -200,7 +210,9 @@ def test_cut(before, scored, model):
 
 
 def test_a_continuation_longer_than_the_window(model):
-    with pytest.raises(UserError, match="a continuation of 6 tokens is longer than the window of 5"):
+    with pytest.raises(
+        UserError, match="a continuation of 6 tokens is longer than the window of 5"
+    ):
         dataclasses.replace(model, window=5).cut(Span([1], [2] * 6))
 
 
@@ -215,16 +227,22 @@ def test_shots(bytes_model, monkeypatch):
     shots = [Choice(i, f"q{i}", ("no", "yes"), i % 2) for i in range(3)]
     evaluate.multiple_choice(bytes_model, [shots[0]], shots=2, shots_from=shots)
     assert set(asked) == {"q1 yes\n\nq2 no\n\nq0"}
-    with pytest.raises(UserError, match="line 0: --shots 3: --shots-file holds only 2 other questions"):
+    with pytest.raises(
+        UserError, match="line 0: --shots 3: --shots-file holds only 2 other questions"
+    ):
         evaluate.multiple_choice(bytes_model, [shots[0]], shots=3, shots_from=shots)
-    with pytest.raises(UserError, match="line 9: a continuation of .* tokens is longer than the window of 64"):
+    with pytest.raises(
+        UserError, match="line 9: a continuation of .* tokens is longer than the window of 64"
+    ):
         evaluate.multiple_choice(bytes_model, [Choice(9, "x", ("y", TEXT), 0)])
 
 
 @needs_harness
 def test_what_is_taken_from_an_answer_and_right(bytes_model, monkeypatch, tmp_path):
     """But for commas, dollar signs, capitals and a last point."""
-    answers = [  # text, right answer, what is taken strictly and of any last number, whether the strict one is right
+    # text, right answer, what is taken strictly and of any last number, whether the strict one is
+    # right
+    answers = [
         ("so #### 1,234. The end", "1,233 + 1\n#### 1234", "1,234.", "1,234.", True),
         ("#### 18 and #### -8", "#### $18", "18", "-8", True),
         ("it is $18.50", "#### 18.50", "[invalid]", "$18.50", False),
@@ -232,13 +250,20 @@ def test_what_is_taken_from_an_answer_and_right(bytes_model, monkeypatch, tmp_pa
         ("", "#### 18", "[invalid]", "[invalid]", False),
     ]
     results = [Result((), text, None, Finish.STOP, 1) for text, *_ in answers]
-    monkeypatch.setattr(Model, "answers", lambda model, asked, slots: ((index, results[index]) for index in asked))
+    monkeypatch.setattr(
+        Model, "answers", lambda model, asked, slots: ((index, results[index]) for index in asked)
+    )
     questions = [Question(line, "q", gold) for line, (_, gold, *_) in enumerate(answers)]
     out = tmp_path / "out.jsonl"
     found = evaluate.generation(bytes_model, questions, max_new_tokens=8, file=str(out))
     rows = list(map(json.loads, out.read_text().splitlines()))
-    assert [[row["strict"], row["flexible"], row["right"]] for row in rows] == [taken for _, _, *taken in answers]
-    assert (found.accuracy, found.accuracy_normalised) == (2 / 5, np.mean([row["right_flexible"] for row in rows]))
+    assert [[row["strict"], row["flexible"], row["right"]] for row in rows] == [
+        taken for _, _, *taken in answers
+    ]
+    assert (found.accuracy, found.accuracy_normalised) == (
+        2 / 5,
+        np.mean([row["right_flexible"] for row in rows]),
+    )
 
 
 def last_number(text):
@@ -249,19 +274,34 @@ def last_number(text):
 
 @needs_harness
 def test_generation(model, pieces):
-    """What is judged is the engine's greedy text; a prompt is cut on its left, and special tokens end a text."""
-    questions = [Question(1, "the cat sat on", "#### 5"), Question(2, TEXT, "5"), Question(3, "", "5")]
+    """What is judged is the engine's greedy text; a prompt is cut on its left, and special tokens
+    end a text.
+    """
+    questions = [
+        Question(1, "the cat sat on", "#### 5"),
+        Question(2, TEXT, "5"),
+        Question(3, "", "5"),
+    ]
     alone = []
     engine = model.engine(capacity=WINDOW, slots=3)
     for question in questions:
         prompt = pieces.encode(question.prompt)[-(WINDOW - 12) :]
         request = Request(prompt, max_new_tokens=12, stop_ids=pieces.stop_ids, stop=["the"])
         alone.append(engine.submit(request).result().text)
-    golds = [dataclasses.replace(q, answer=f"#### {last_number(text)}") for q, text in zip(questions, alone)]
+    golds = [
+        dataclasses.replace(q, answer=f"#### {last_number(text)}")
+        for q, text in zip(questions, alone)
+    ]
     found = evaluate.generation(model, golds, max_new_tokens=12, stop=["the"], slots=3)
     assert (found.examples, found.accuracy_normalised, found.truncated) == (3, 1.0, 1)
-    assert model.stop_ids([END, "the", BEGIN]) == [*pieces.stop_ids, pieces.stop_ids[0], pieces.begin_id]
-    with pytest.raises(UserError, match="max_new_tokens=64 must be at least 1, and leave room for a prompt"):
+    assert model.stop_ids([END, "the", BEGIN]) == [
+        *pieces.stop_ids,
+        pieces.stop_ids[0],
+        pieces.begin_id,
+    ]
+    with pytest.raises(
+        UserError, match="max_new_tokens=64 must be at least 1, and leave room for a prompt"
+    ):
         evaluate.generation(model, golds, max_new_tokens=WINDOW)
 
 
@@ -275,7 +315,9 @@ def test_memory_that_does_not_suffice(model):
 
     def limited(params, tokens, targets):
         if tokens.size > fits:
-            raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 9 bytes.")
+            raise jax.errors.JaxRuntimeError(
+                "RESOURCE_EXHAUSTED: Out of memory allocating 9 bytes."
+            )
         return whole(params, tokens, targets)
 
     scorer._program = limited

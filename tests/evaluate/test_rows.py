@@ -23,7 +23,10 @@ def test_a_full_disk_keeps_whole_lines(tmp_path, largest_file):
     for room in (len(whole) - 1, len(whole) // 2, 3):
         out.unlink()
         largest_file(room)
-        with pytest.raises(RunFailed, match="out.jsonl: File too large. What it holds is whole, and the same command"):
+        with pytest.raises(
+            RunFailed,
+            match="out.jsonl: File too large. What it holds is whole, and the same command",
+        ):
             carry_out(rows, work, file=str(out))
         largest_file(None)
         kept = out.read_bytes().splitlines(keepends=True)

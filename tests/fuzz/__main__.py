@@ -1,8 +1,10 @@
-"""`python -m tests.fuzz READER FIRST LAST`: feeds the inputs FIRST to LAST - 1 to a reader ("all" for every one).
+"""`python -m tests.fuzz READER FIRST LAST`: feeds the inputs FIRST to LAST - 1 to a reader ("all"
+for every one).
 
-Each input is a function of the reader's name and its number. Within SECONDS of this process's time and BYTES of memory
-a reader accepts it, or raises UserError with one line. Otherwise the error is printed, with the input's number; an
-input that ends the process, or never returns, is the number printed last, and its folder is left in place.
+Each input is a function of the reader's name and its number. Within SECONDS of this process's time
+and BYTES of memory a reader accepts it, or raises UserError with one line. Otherwise the error is
+printed, with the input's number; an input that ends the process, or never returns, is the number
+printed last, and its folder is left in place.
 """
 
 import pathlib
@@ -38,7 +40,8 @@ def main(names: list[str], first: int, last: int) -> int:
 def _feed(name: str, reader: Reader, folder: pathlib.Path, inputs: range) -> int:
     reader.make(folder)
     whole = {file: file.read_bytes() for file in folder.rglob("*") if file.is_file()}
-    for changed in reader.damage:  # imports what is imported late, which is no input's time or memory
+    # imports what is imported late, which is no input's time or memory
+    for changed in reader.damage:
         _outcome(reader, folder, changed)
     errors = 0
     for number in inputs:
@@ -83,12 +86,16 @@ def _place() -> str:
 
 
 class _limits:
-    """Within the block, time and memory are limited, from what the process uses at its beginning."""
+    """Within the block, time and memory are limited, from what the process uses at its
+    beginning.
+    """
 
     def __enter__(self):
         pages = int(pathlib.Path("/proc/self/statm").read_text().split()[0])
         self._before = resource.getrlimit(resource.RLIMIT_AS)
-        resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + BYTES, self._before[1]))
+        resource.setrlimit(
+            resource.RLIMIT_AS, (pages * resource.getpagesize() + BYTES, self._before[1])
+        )
         signal.setitimer(signal.ITIMER_PROF, SECONDS)
 
     def __exit__(self, *_):

@@ -1,19 +1,74 @@
-"""Damaged and hostile variants of valid files, each a function of a random number generator alone."""
+"""Damaged and hostile variants of valid files, each a function of a random number generator
+alone.
+"""
 
 import gzip
 import json
 import random
 from collections.abc import Callable
 
-NUMBERS = [0, 1, -1, 7, 255, 256, 65535, 2**31 - 1, 2**31, 2**32, 2**53, 2**62, 2**63, 2**64, -(2**63), 10**30]
+NUMBERS = [
+    0,
+    1,
+    -1,
+    7,
+    255,
+    256,
+    65535,
+    2**31 - 1,
+    2**31,
+    2**32,
+    2**53,
+    2**62,
+    2**63,
+    2**64,
+    -(2**63),
+    10**30,
+]
 FLOATS = [0.0, -0.0, 0.5, 1e-320, 1e308, -1e308, float("nan"), float("inf"), float("-inf")]
-TEXTS = ["", " ", "a", "\x00", "\x1b[2J", "\ud800", "é東🙂", "../../x", "/dev/zero", "a" * 5000, "{% for", "{{ 1/0 }}"]
+TEXTS = [
+    "",
+    " ",
+    "a",
+    "\x00",
+    "\x1b[2J",
+    "\ud800",
+    "é東🙂",
+    "../../x",
+    "/dev/zero",
+    "a" * 5000,
+    "{% for",
+    "{{ 1/0 }}",
+]
 WORDS = b'null true false NaN -Infinity 1e999 "" "\\ud800" {} [] [[[ {{{ }} ]] \xff \x00 \xed\xa0\x80 0x10 1_0'.split()
 YAML_WORDS = [
-    b"&a [*a, *a]", b"*b", b"!!python/object/apply:os.system [id]", b"2020-99-99", b"1" * 5000, b"!!binary x", b"? [1]",
-    b"? {a: b}\n: c", b"<<: 1", b"!!set {1}", b"!!timestamp x", b"0b2", b"1:99:99", b"---", b"...", b"%YAML 9.9", b"|",
-    b"!!int x", b"!!float x", b"!!omap [1]", b"- -" * 5, b"{" * 3000, b"[" * 3000, b"- " * 3000, b".nan", b"~",
-]  # fmt: skip
+    b"&a [*a, *a]",
+    b"*b",
+    b"!!python/object/apply:os.system [id]",
+    b"2020-99-99",
+    b"1" * 5000,
+    b"!!binary x",
+    b"? [1]",
+    b"? {a: b}\n: c",
+    b"<<: 1",
+    b"!!set {1}",
+    b"!!timestamp x",
+    b"0b2",
+    b"1:99:99",
+    b"---",
+    b"...",
+    b"%YAML 9.9",
+    b"|",
+    b"!!int x",
+    b"!!float x",
+    b"!!omap [1]",
+    b"- -" * 5,
+    b"{" * 3000,
+    b"[" * 3000,
+    b"- " * 3000,
+    b".nan",
+    b"~",
+]
 Mutation = Callable[[random.Random, bytes], bytes]
 
 
@@ -42,7 +97,9 @@ def octets(rng: random.Random, content: bytes) -> bytes:
                 width = rng.choice([1, 2, 4, 8])
                 data[at : at + width] = (rng.choice(NUMBERS) % 256**width).to_bytes(width, "little")
             case 8:
-                data[at:at] = rng.choice([b"[", b"{", b'{"a":', b" ", b"\n", b"\x00"]) * rng.choice([10, 2000, 100_000])
+                data[at:at] = rng.choice([b"[", b"{", b'{"a":', b" ", b"\n", b"\x00"]) * rng.choice(
+                    [10, 2000, 100_000]
+                )
     return bytes(data)
 
 
@@ -61,7 +118,13 @@ def value(rng: random.Random, depth: int = 0):
 
 def _nodes(tree, parent=None, key=None):
     yield parent, key
-    below = tree.items() if isinstance(tree, dict) else enumerate(tree) if isinstance(tree, list) else ()
+    below = (
+        tree.items()
+        if isinstance(tree, dict)
+        else enumerate(tree)
+        if isinstance(tree, list)
+        else ()
+    )
     for name, child in below:
         yield from _nodes(child, tree, name)
 
@@ -79,7 +142,9 @@ def tree(rng: random.Random, content):
         if change == 0:
             del parent[key]
         elif change == 1 and isinstance(before, int | float):
-            parent[key] = rng.choice([-before, before + 1, before - 1, before * 2, str(before), [before]])
+            parent[key] = rng.choice(
+                [-before, before + 1, before - 1, before * 2, str(before), [before]]
+            )
         elif change == 2 and isinstance(parent, dict):
             parent[rng.choice([*parent, *TEXTS])] = before
         elif change == 3 and isinstance(parent, list):
@@ -135,8 +200,12 @@ def yaml_text(rng: random.Random, content: bytes) -> bytes:
             case 3:
                 lines.insert(at, b" " * rng.randrange(9) + lines[rng.randrange(len(lines))])
             case 4:
-                doubled = [b"a%d: &a%d [%s]" % (i, i, b",".join([b"*a%d" % (i - 1)] * 9)) for i in range(1, 12)]
-                lines = [b"a0: &a0 [1]", *doubled, *lines]  # 9^11 ones, where somebody writes them out
+                doubled = [
+                    b"a%d: &a%d [%s]" % (i, i, b",".join([b"*a%d" % (i - 1)] * 9))
+                    for i in range(1, 12)
+                ]
+                # 9^11 ones, where somebody writes them out
+                lines = [b"a0: &a0 [1]", *doubled, *lines]
                 lines[rng.randrange(len(lines))] += b" *a11"
             case 5:
                 return octets(rng, b"\n".join(lines))
@@ -158,4 +227,7 @@ def gguf(rng: random.Random, content: bytes) -> bytes:
     if rng.random() < 0.1:
         return octets(rng, content)
     header = content[:12_000]
-    return octets(rng, header[: rng.randrange(24, len(header))] if rng.random() < 0.02 else header) + content[12_000:]
+    return (
+        octets(rng, header[: rng.randrange(24, len(header))] if rng.random() < 0.02 else header)
+        + content[12_000:]
+    )

@@ -1,4 +1,6 @@
-"""The readers of files: for each, a valid folder, how its files are damaged, and what a command does with them."""
+"""The readers of files: for each, a valid folder, how its files are damaged, and what a command
+does with them.
+"""
 
 import dataclasses
 import json
@@ -24,12 +26,18 @@ from tests import tokenizers as tiny
 from tests.fuzz import mutate
 from tests.fuzz.mutate import Mutation
 
-FEW = RunConfig(model=ModelConfig(vocab_size=256, d_model=16, num_heads=2, num_kv_heads=2, num_layers=1, d_ff=16))
+FEW = RunConfig(
+    model=ModelConfig(
+        vocab_size=256, d_model=16, num_heads=2, num_kv_heads=2, num_layers=1, d_ff=16
+    )
+)
 
 
 @dataclasses.dataclass(frozen=True)
 class Reader:
-    """make: writes the valid folder. damage: how each file is changed. read: raises UserError or nothing."""
+    """make: writes the valid folder. damage: how each file is changed. read: raises UserError or
+    nothing.
+    """
 
     make: Callable[[pathlib.Path], object]
     damage: Mapping[str, Mutation]
@@ -39,7 +47,9 @@ class Reader:
 def _folder_of_weights(folder):
     from tests.pretrained import models
 
-    models.write(folder, "llama-3.1", hidden_size=8, intermediate_size=8, vocab_size=16, num_hidden_layers=2)
+    models.write(
+        folder, "llama-3.1", hidden_size=8, intermediate_size=8, vocab_size=16, num_hidden_layers=2
+    )
 
 
 def _gguf(folder):
@@ -71,7 +81,9 @@ def _tokenizer_folder(folder):
     for file in (folder / "x").iterdir():
         file.rename(folder / file.name)
     (folder / "x").rmdir()
-    (folder / "special_tokens_map.json").write_text(json.dumps({"eos_token": {"content": tiny.END}}))
+    (folder / "special_tokens_map.json").write_text(
+        json.dumps({"eos_token": {"content": tiny.END}})
+    )
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [1, 2]}))
 
 
@@ -79,15 +91,29 @@ def _tokenizer(folder, changed):
     tokenizer = tokenizers.load(folder)
     tokens = tokenizer.encode("the cat é 東京 <tool>")
     tokenizer.encode_bare("")
-    tokenizer.decode(tokens), tokenizer.to_bytes(range(tokenizer.vocab_size if tokenizer.vocab_size < 10**4 else 10))
-    tokenizer.offsets("the cat", special=True), tokenizers.check_vocabulary(tokenizer, vocab_size=2**31)
+    (
+        tokenizer.decode(tokens),
+        tokenizer.to_bytes(range(tokenizer.vocab_size if tokenizer.vocab_size < 10**4 else 10)),
+    )
+    (
+        tokenizer.offsets("the cat", special=True),
+        tokenizers.check_vocabulary(tokenizer, vocab_size=2**31),
+    )
     if tokenizer.has_chat:
-        tokenizer.chat([{"role": "user", "content": "the cat"}, {"role": "assistant", "content": "sat"}])
+        tokenizer.chat(
+            [{"role": "user", "content": "the cat"}, {"role": "assistant", "content": "sat"}]
+        )
 
 
 def _checkpoint(folder):
     step = folder / "20"
-    meta = {"format": saved.FORMAT, "version": 1, "manifest": manifest.NAME, "step": 20, "time": 1.5}
+    meta = {
+        "format": saved.FORMAT,
+        "version": 1,
+        "manifest": manifest.NAME,
+        "step": 20,
+        "time": 1.5,
+    }
     meta |= {"validation_loss": 2.5, "config": config.to_dict(FEW)}
     for name, value in {"meta": meta, "data": {"step": 20, "skipped": [3], "account": {}}}.items():
         (step / name).mkdir(parents=True)
@@ -126,10 +152,16 @@ def _store_read(folder, changed):
 
 LINES = {
     "texts.jsonl": [{"text": "one"}, {"text": "two é"}],
-    "chats.jsonl": [{"prompt": "a", "completion": "b"}, {"messages": [{"role": "user", "content": "c"}]}],
+    "chats.jsonl": [
+        {"prompt": "a", "completion": "b"},
+        {"messages": [{"role": "user", "content": "c"}]},
+    ],
     "choices.jsonl": [{"question": "2 + 2", "choices": ["3", "4"], "answer": 1}],
     "questions.jsonl": [{"context": "2 + 2", "answer": "#### 4"}],
-    "prompts.jsonl": [{"prompt": "a", "id": 1, "temperature": 0.5, "stop": ["b"], "stop_ids": [3]}, {"prompt": "c"}],
+    "prompts.jsonl": [
+        {"prompt": "a", "id": 1, "temperature": 0.5, "stop": ["b"], "stop_ids": [3]},
+        {"prompt": "c"},
+    ],
     "answers.jsonl": [{"index": 0, "id": 1, "text": "b", "request": "0123"}],
     "metrics.jsonl": [{"step": 1, "loss": 2.5, "time": 1.5}, {"step": 2, "loss": None}],
     "zipped.jsonl.gz": [{"text": "one"}, {"text": "two"}],
@@ -143,7 +175,13 @@ def _lines(folder):
 
 def _lines_read(folder, changed):
     file = str(folder / changed)
-    prompts = dict(defaults=DecodeConfig(), stop=(), encode=tokenizers.load("bytes").encode, vocab_size=256, model="m")
+    prompts = dict(
+        defaults=DecodeConfig(),
+        stop=(),
+        encode=tokenizers.load("bytes").encode,
+        vocab_size=256,
+        model="m",
+    )
     match changed.partition(".")[0]:
         case "texts" | "zipped":
             for part in sources.plan([file], most=30):
@@ -203,17 +241,26 @@ def _configs_read(folder, changed):
 
 
 READERS = {
-    "safetensors": Reader(_folder_of_weights, {"model.safetensors": mutate.safetensors}, lambda f, _: _model(f)),
+    "safetensors": Reader(
+        _folder_of_weights, {"model.safetensors": mutate.safetensors}, lambda f, _: _model(f)
+    ),
     "gguf": Reader(_gguf, {"model.gguf": mutate.gguf}, _gguf_model),
     "config": Reader(
         _configs,
-        dict.fromkeys(["config.json", "generation_config.json", "run/config.json"], mutate.json_text),
+        dict.fromkeys(
+            ["config.json", "generation_config.json", "run/config.json"], mutate.json_text
+        ),
         _configs_read,
     ),
     "tokenizer": Reader(
         _tokenizer_folder,
         dict.fromkeys(
-            ["tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "generation_config.json"],
+            [
+                "tokenizer.json",
+                "tokenizer_config.json",
+                "special_tokens_map.json",
+                "generation_config.json",
+            ],
             mutate.json_text,
         )
         | {"chat_template.jinja": mutate.octets},
@@ -221,12 +268,18 @@ READERS = {
     ),
     "checkpoint": Reader(
         _checkpoint,
-        dict.fromkeys(["20/manifest.json", "20/meta/metadata", "20/data/metadata"], mutate.json_text),
+        dict.fromkeys(
+            ["20/manifest.json", "20/meta/metadata", "20/data/metadata"], mutate.json_text
+        ),
         lambda folder, changed: _checkpoint_read(folder, changed.removeprefix("20/")),
     ),
     "store": Reader(
         _store,
-        {"manifest.json": mutate.json_text, "00000.tokens": mutate.octets, "00000.offsets": mutate.octets},
+        {
+            "manifest.json": mutate.json_text,
+            "00000.tokens": mutate.octets,
+            "00000.offsets": mutate.octets,
+        },
         _store_read,
     ),
     "lines": Reader(

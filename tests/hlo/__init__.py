@@ -1,4 +1,6 @@
-"""Small programs as real compilers scheduled them: three layers of two sublayers, pairs of matmuls (see record.py)."""
+"""Small programs as real compilers scheduled them: three layers of two sublayers, pairs of matmuls
+(see record.py).
+"""
 
 import pathlib
 
@@ -7,7 +9,8 @@ from ladder_jax.schedule import hlo
 FOLDER = pathlib.Path(__file__).parent
 T, D, F, RANKS, SUBLAYERS = 512, 2048, 16384, 8, 6
 SUBLAYER = 2 * 2 * T * D * F / RANKS  # FLOPs: two matmuls, 2 a multiply-add
-UNROLLED = ["h100-unrolled", "h100-halves", "tpu7x-unrolled", "v5p-unrolled", "v5e-unrolled"]  # Ladders
+# Ladders
+UNROLLED = ["h100-unrolled", "h100-halves", "tpu7x-unrolled", "v5p-unrolled", "v5e-unrolled"]
 
 
 def text(name):

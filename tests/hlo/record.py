@@ -1,9 +1,11 @@
-"""Keeps a program beside the others here: as a compiler scheduled it, without what the parser does not read.
+"""Keeps a program beside the others here: as a compiler scheduled it, without what the parser does
+not read.
 
-    python -m tests.hlo.record NAME < TEXT     (`schedule.audit` reads the same text: `compiled.as_text()`)
+    python -m tests.hlo.record NAME < TEXT     (`schedule.audit` reads the same text:
+    `compiled.as_text()`)
 
-Attributes are long, and change with every compiler. The programs that are here were made by `python -m
-tests.hlo.generate` at commit 22e2e364.
+Attributes are long, and change with every compiler. The programs that are here were made by
+`python -m tests.hlo.generate` at commit 22e2e364.
 """
 
 import pathlib
@@ -12,8 +14,13 @@ import sys
 
 
 def trim(text):
-    """Drop what the parser does not read: tables of source lines, most of backend_config, kernels' bodies."""
-    text = text[: text.index("\n")].partition(", entry_computation_layout")[0] + text[text.index("\n") :]
+    """Drop what the parser does not read: tables of source lines, most of backend_config, kernels'
+    bodies.
+    """
+    text = (
+        text[: text.index("\n")].partition(", entry_computation_layout")[0]
+        + text[text.index("\n") :]
+    )
     text = re.sub(r"\n(FileNames|FunctionNames|FileLocations|StackFrames)\n(.+\n)*", "\n", text)
     return "\n".join(map(_trim_line, text.splitlines())) + "\n"
 

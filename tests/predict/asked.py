@@ -49,4 +49,6 @@ def by_residual(answer):
 
 def predict(**asked):
     """The answer of the library: by default to a question about a large model on one node."""
-    return result.predict(request.make(**dict(model="llama-3-70b", hardware="h100-nvlink", tensor=8) | asked))
+    return result.predict(
+        request.make(**dict(model="llama-3-70b", hardware="h100-nvlink", tensor=8) | asked)
+    )

@@ -12,7 +12,12 @@ from tests.predict.asked import answered, predict, run
     [
         (dict(), "ladder", True, "fits under"),
         (dict(hardware="h100-no-nvlink"), "parallel-ladder", True, "outlasts its shorter sublayer"),
-        (dict(hardware="h100-no-nvlink"), "parallel-ladder", True, "where the plain Ladder gives 1."),
+        (
+            dict(hardware="h100-no-nvlink"),
+            "parallel-ladder",
+            True,
+            "where the plain Ladder gives 1.",
+        ),
         (dict(tensor=1, model="llama-3-8b"), "standard", False, "one device"),
         (dict(hardware="h100-no-nvlink", residual="standard,desync-2"), "desync-2", None, ""),
     ],
@@ -29,14 +34,21 @@ def test_every_topology_has_its_preference():
 
 def test_json(capsys):
     found = answered(capsys, "--model", "llama-3-70b", "--hardware", "v5p", "--tensor", 8)
-    assert (found["model"], found["hardware"], found["tensor"], found["batch"]) == ("llama-3-70b", "v5p", 8, 1)
+    assert (found["model"], found["hardware"], found["tensor"], found["batch"]) == (
+        "llama-3-70b",
+        "v5p",
+        8,
+        1,
+    )
     assert (found["prompt_length"], found["new_tokens"]) == (1024, 512)
     rows = {row["residual"]: row for row in found["rows"]}
     assert tuple(rows) == RESIDUALS
     for row in rows.values():
         total = row["prefill_seconds"] + row["decode_seconds"]
         assert row["tokens_per_second"] == pytest.approx(512 / total)
-        assert row["speedup"] == pytest.approx(row["tokens_per_second"] / rows["standard"]["tokens_per_second"])
+        assert row["speedup"] == pytest.approx(
+            row["tokens_per_second"] / rows["standard"]["tokens_per_second"]
+        )
         assert 0 <= row["exposed_seconds"] < total
         assert row["fits"]
         assert row["decode_seconds"] == pytest.approx(511 * row["step_seconds"])
@@ -46,11 +58,25 @@ def test_json(capsys):
 
 def test_text_and_plot(capsys, tmp_path):
     picture = tmp_path / "a.png"
-    words = ("--model", "llama-3.1-405b", "--hardware", "h100-nvlink", "--tensor", 8, "--batch", 4, "--plot", picture)
+    words = (
+        "--model",
+        "llama-3.1-405b",
+        "--hardware",
+        "h100-nvlink",
+        "--tensor",
+        8,
+        "--batch",
+        4,
+        "--plot",
+        picture,
+    )
     status, out, err = run(capsys, *words, "--residual", "standard,ladder-7,no-communication")
     assert (status, err) == (0, "")
     assert picture.read_bytes().startswith(b"\x89PNG")
-    assert "no-communication: what the embedding and the choice of each token communicate is left" in out
+    assert (
+        "no-communication: what the embedding and the choice of each token communicate is left"
+        in out
+    )
     said = out.splitlines()
     assert said[0] == "take ladder-7"
     assert said[1].startswith("reason    communication is ")
@@ -64,7 +90,9 @@ def test_the_rule(capsys):
     words = ("--hardware", "h100-no-nvlink", "--tensor", 8, "--model", "llama-3-70b", "--batch", 16)
     _, out, _ = run(capsys, *words, "--residual", "ladder,ladder-2,ladder-3")
     chosen, _, rule, *_ = out.splitlines()
-    rows = {line.split()[0]: line.split()[2] for line in out.splitlines() if line.startswith("ladder")}
+    rows = {
+        line.split()[0]: line.split()[2] for line in out.splitlines() if line.startswith("ladder")
+    }
     fastest = max((name for name in rows if name != "ladder,"), key=lambda name: float(rows[name]))
     assert chosen != f"take {fastest}"
     assert float(rows[chosen.split()[1]]) >= 0.95 * float(rows[fastest])
@@ -86,22 +114,37 @@ MISTAKES = {
             "--hardware v5e --tensor 5",
             "--tensor 5: model.num_heads=64 is not divisible by mesh.tensor=5; did you mean 4?",
         ),
-        ("--hardware h100-nvlink --tensor 16", "--tensor 16 is more than the 8 devices of h100-nvlink (allowed for"),
+        (
+            "--hardware h100-nvlink --tensor 16",
+            "--tensor 16 is more than the 8 devices of h100-nvlink (allowed for",
+        ),
         ("--model llama-3-7b --hardware v5e", "did you mean 'llama-3-70b'"),
         ("--hardware v5e --batch 0", "--batch must be positive, not 0"),
         ("--hardware v5e --new-tokens 1", "--new-tokens must be at least 2"),
         ("--hardware v5e --residual laddr", "unknown residual 'laddr'; did you mean 'ladder'?"),
         ("--hardware v5e --residual ladder,ladder", "names ladder twice"),
         ("--hardware v5e --ladder-layers 99", "is not a number of layers"),
-        ("--hardware v5e --residual standard --ladder-layers 2", "--ladder-layers needs a ladder kind"),
+        (
+            "--hardware v5e --residual standard --ladder-layers 2",
+            "--ladder-layers needs a ladder kind",
+        ),
         ("--hardware v5e --plot a.txt", "--plot a.txt: the file must end in"),
     ],
     "--model llama-3-70b --hardware h100-nvlink": [
         ("--interleave 3", "unknown --interleave '3' (allowed: 1, 2, auto)"),
-        ("--interleave 2 --phase prefill --residual desync-2", "--interleave 2 is for a residual that reduces every"),
-        ("--interleave 2 --residual no-communication", "--interleave 2 is for a residual that reduces every"),
+        (
+            "--interleave 2 --phase prefill --residual desync-2",
+            "--interleave 2 is for a residual that reduces every",
+        ),
+        (
+            "--interleave 2 --residual no-communication",
+            "--interleave 2 is for a residual that reduces every",
+        ),
         ("--phase trian", "unknown phase 'trian'; did you mean 'train'?"),
-        ("--phase train --prompt-length 9", "--prompt-length belongs to --phase generate and prefill, not train"),
+        (
+            "--phase train --prompt-length 9",
+            "--prompt-length belongs to --phase generate and prefill, not train",
+        ),
         ("--phase prefill --new-tokens 9", "--new-tokens belongs to --phase generate, not prefill"),
         ("--sequence 9", "--sequence belongs to --phase train, not generate"),
         ("--phase train --sequence 0", "--sequence must be positive, not 0"),
@@ -110,14 +153,35 @@ MISTAKES = {
         ("--launch explicitly", "unknown --launch 'explicitly'; did you mean 'explicit'?"),
     ],
     "--model qwen1.5-moe-a2.7b --hardware h100-nvlink --tensor 4": [
-        ("--experts exchang --phase train", "unknown --experts 'exchang'; did you mean 'exchange'?"),
-        ("--experts exchange", "--experts exchange is for --phase prefill and train, not generate: decoding always"),
-        ("--experts exchange --model tiny --phase train", "--experts exchange needs experts (model.moe)"),
-        ("--experts exchange --model dense.yaml --phase train", "experts in all layers, not model.moe.dense_layers=1"),
-        ("--experts exchange --phase train --residual ladder,parallel", "not with the residual 'parallel' (allowed:"),
+        (
+            "--experts exchang --phase train",
+            "unknown --experts 'exchang'; did you mean 'exchange'?",
+        ),
+        (
+            "--experts exchange",
+            "--experts exchange is for --phase prefill and train, not generate: decoding always",
+        ),
+        (
+            "--experts exchange --model tiny --phase train",
+            "--experts exchange needs experts (model.moe)",
+        ),
+        (
+            "--experts exchange --model dense.yaml --phase train",
+            "experts in all layers, not model.moe.dense_layers=1",
+        ),
+        (
+            "--experts exchange --phase train --residual ladder,parallel",
+            "not with the residual 'parallel' (allowed:",
+        ),
         ("--experts exchange --phase train --tensor 1", "--tensor must be at least 2, not 1"),
-        ("--experts exchange --phase prefill --prompt-length 1022", "splits --prompt-length 1022 over --tensor 4"),
-        ("--experts exchange --phase train --sequence 1022", "splits --sequence 1022 over --tensor 4"),
+        (
+            "--experts exchange --phase prefill --prompt-length 1022",
+            "splits --prompt-length 1022 over --tensor 4",
+        ),
+        (
+            "--experts exchange --phase train --sequence 1022",
+            "splits --sequence 1022 over --tensor 4",
+        ),
         ("--experts exchange --phase train --capacity 0", "--capacity must be positive, not 0.0"),
         ("--experts exchange --phase train --capacity nan", "--capacity must be positive, not nan"),
         (
@@ -130,8 +194,11 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize(
-    ("words", "said"), [(f"{base} {words}", said) for base, every in MISTAKES.items() for words, said in every]
+    ("words", "said"),
+    [(f"{base} {words}", said) for base, every in MISTAKES.items() for words, said in every],
 )
 def test_mistakes_are_one_line(words, said, mistake, tmp_path):
-    (tmp_path / "dense.yaml").write_text("model: {preset: qwen1.5-moe-a2.7b, d_ff: 64, moe: {dense_layers: 1}}")
+    (tmp_path / "dense.yaml").write_text(
+        "model: {preset: qwen1.5-moe-a2.7b, d_ff: 64, moe: {dense_layers: 1}}"
+    )
     assert said in mistake("predict", *words.split())

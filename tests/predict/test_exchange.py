@@ -1,4 +1,6 @@
-"""Experts whose rows are exchanged, in the speed model: transfers and timelines by hand, opponents, refusals."""
+"""Experts whose rows are exchanged, in the speed model: transfers and timelines by hand, opponents,
+refusals.
+"""
 
 import collections
 import dataclasses
@@ -43,7 +45,9 @@ BANDWIDTH = 1e9  # of the link, bytes a second
 def config(name, *, shared=0, which=None):
     moe = dict(experts=E, top_k=K, expert_width=M, shared_width=shared, capacity=CAPACITY)
     shape = dict(num_layers=LAYERS, d_model=D, num_heads=HEADS, num_kv_heads=KEYS, head_dim=HEAD)
-    return preset("tiny-moe", residual=name, ladder_layers=which, vocab_size=VOCABULARY, moe=moe, **shape)
+    return preset(
+        "tiny-moe", residual=name, ladder_layers=which, vocab_size=VOCABULARY, moe=moe, **shape
+    )
 
 
 def device(*, flops):
@@ -78,7 +82,9 @@ FLOPS = dict(
 
 def expected(name, *, shared, scale):
     """Seconds of LAYERS layers; `scale`: of a FLOP."""
-    into, out, route, first, last, shared_first, shared_last = (scale * flops for flops in FLOPS.values())
+    into, out, route, first, last, shared_first, shared_last = (
+        scale * flops for flops in FLOPS.values()
+    )
     if not shared:
         shared_first = shared_last = 0.0
     beside = shared_first + shared_last
@@ -114,7 +120,8 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("flops", [1e12, 2e11, 3e10, 1e10])  # first transfers are longer, then compute
+# first transfers are longer, then compute
+@pytest.mark.parametrize("flops", [1e12, 2e11, 3e10, 1e10])
 @pytest.mark.parametrize(("name", "shared"), CASES)
 def test_a_timeline_by_hand(name, shared, flops):
     for times in (1, 2):  # backward: twice the work, the same messages
@@ -127,7 +134,9 @@ def test_a_timeline_by_hand(name, shared, flops):
 
 def expected_in_turn(*, shared, scale):
     """Seconds of LAYERS layers of two rows, one beside the other's messages."""
-    into, out, route, first, last, shared_first, shared_last = (scale * flops for flops in FLOPS.values())
+    into, out, route, first, last, shared_first, shared_last = (
+        scale * flops for flops in FLOPS.values()
+    )
     message = SENT  # a dispatch, or a combine
     if shared:
         message += HALF
@@ -144,9 +153,13 @@ def expected_in_turn(*, shared, scale):
 )
 def test_two_halves_in_turn_by_hand(name, shared, flops):
     for times in (1, 2):
-        found = timeline(config(name, shared=shared), device(flops=flops), times=times, interleave=2)
+        found = timeline(
+            config(name, shared=shared), device(flops=flops), times=times, interleave=2
+        )
         assert found.seconds == pytest.approx(expected_in_turn(shared=shared, scale=times / flops))
-        assert found.compute == pytest.approx(2 * expected("no-communication", shared=shared, scale=times / flops))
+        assert found.compute == pytest.approx(
+            2 * expected("no-communication", shared=shared, scale=times / flops)
+        )
 
 
 def test_where_nothing_is_launched_apart_everything_waits():
@@ -157,7 +170,9 @@ def test_where_nothing_is_launched_apart_everything_waits():
 
 
 def count(name, shared, which, interleave):
-    """(all-to-alls, reduce-scatters, all-gathers) of the program's layers, without those that nobody reads."""
+    """(all-to-alls, reduce-scatters, all-gathers) of the program's layers, without those that
+    nobody reads.
+    """
     one = config(name, shared=shared, which=which)
     topology = residual.of_model(one)
 
@@ -172,11 +187,15 @@ def count(name, shared, which, interleave):
     sublayers = attention, types.SimpleNamespace(route=route, compute=compute, shared=shared)
 
     def forward(x):
-        over = interleaved(Exchange(("tensor",), lambda x: x, moe=one.moe), interleave, rows=interleave)
+        over = interleaved(
+            Exchange(("tensor",), lambda x: x, moe=one.moe), interleave, rows=interleave
+        )
         steps = list(itertools.chain.from_iterable(over.layers(topology.layers)))
         state = over.begin(x, steps[0])
         for step in steps:
-            state = over.advance(state, step, sublayers if interleave == 1 else (sublayers, sublayers))
+            state = over.advance(
+                state, step, sublayers if interleave == 1 else (sublayers, sublayers)
+            )
         return over.flush(state) if state.partial is not None else state.residual
 
     spec = P(None, "tensor")
@@ -205,9 +224,15 @@ IN_TURN = [
 @pytest.mark.parametrize(("name", "shared", "which", "interleave"), WHOLE + HYBRIDS + IN_TURN)
 def test_as_many_transfers_as_the_program_has(name, shared, which, interleave, monkeypatch):
     """A barrier would keep alive what no later step reads; compilers see through it."""
-    for module, barrier in ((wire, "barrier_forward"), (sequence, "barrier_forward"), (sequence, "barrier_backward")):
+    for module, barrier in (
+        (wire, "barrier_forward"),
+        (sequence, "barrier_forward"),
+        (sequence, "barrier_backward"),
+    ):
         monkeypatch.setattr(module, barrier, lambda arrays: arrays)
-    found = timeline(config(name, shared=shared, which=which), device(flops=1e12), interleave=interleave)
+    found = timeline(
+        config(name, shared=shared, which=which), device(flops=1e12), interleave=interleave
+    )
     drawn = collections.Counter(bar.name for bar in found.bars if bar.wire)
     counted = [drawn["dispatch"] + drawn["combine"], drawn["reduce-scatter"], drawn["gather"]]
     assert counted == count(name, shared, which, interleave)
@@ -216,7 +241,9 @@ def test_as_many_transfers_as_the_program_has(name, shared, which, interleave, m
 
 @pytest.mark.parametrize("ranks", range(2, 10))
 def test_bytes_round_a_torus(ranks):
-    """Message by message: each goes the shorter way round, half of it either way where both are as short."""
+    """Message by message: each goes the shorter way round, half of it either way where both are as
+    short.
+    """
     loads = {(at, way): 0.0 for at in range(ranks) for way in (1, -1)}
     for source, distance in itertools.product(range(ranks), range(1, ranks)):
         ways = [way for way, hops in ((1, distance), (-1, ranks - distance)) if hops <= ranks / 2]
@@ -228,7 +255,9 @@ def test_bytes_round_a_torus(ranks):
     heaviest = 2 * max(loads.values())  # either way has half of the link's bandwidth
     assert machine.crossings(ranks, ring=Ring.TWO_WAY) == pytest.approx(heaviest)
     torus = Link(latency=3.0, step=0.5, bandwidth=8.0, ring=Ring.TWO_WAY)
-    assert torus.all_to_all(16.0, ranks=ranks) == pytest.approx(3 + ranks // 2 * 0.5 + heaviest * 16 / 8)
+    assert torus.all_to_all(16.0, ranks=ranks) == pytest.approx(
+        3 + ranks // 2 * 0.5 + heaviest * 16 / 8
+    )
 
 
 def test_an_all_to_all_through_switches():
@@ -251,7 +280,9 @@ def test_a_training_step_goes_back_the_same_way():
         shard = Model(config(name, shared=SHARED), RANKS, TRAINING)
         (found,) = model.passes(shard, on, shard.prefill(rows=1, prompt_length=TOKENS), **settings)
         assert found.program.form is Form.EXCHANGE
-        return found.seconds - sum(expected(name, shared=SHARED, scale=times / 3e10) for times in (1, 2))
+        return found.seconds - sum(
+            expected(name, shared=SHARED, scale=times / 3e10) for times in (1, 2)
+        )
 
     assert alike("standard") == pytest.approx(alike("ladder")) == pytest.approx(alike("farskip"))
 
@@ -271,7 +302,8 @@ def test_the_opponent_is_the_strongest_standard_of_both_forms(phase, capsys):
     assert (reduced["experts"], reduced["capacity"]) == ("reduce", None)
     assert (exchanged["experts"], exchanged["capacity"]) == ("exchange", 1.25)
     named = {form_of(one): one["tokens_per_second"] for one in exchanged["opponents"]}
-    of_sums = {("all-reduce", 1), ("all-reduce", 2), ("sequence-parallel", 1)}  # a split stream of odd rows: no halves
+    # a split stream of odd rows: no halves
+    of_sums = {("all-reduce", 1), ("all-reduce", 2), ("sequence-parallel", 1)}
     assert named.keys() == of_sums | {("exchange", 1)}
     assert set(map(form_of, reduced["opponents"])) == of_sums  # an exchange may drop rows
     assert exchanged["baseline"] == exchanged["opponents"][0]
@@ -279,9 +311,12 @@ def test_the_opponent_is_the_strongest_standard_of_both_forms(phase, capsys):
     assert {row["form"] for row in rows.values()} == {"exchange"}
     assert list(rows) == ["standard", "ladder", "ladder-2", "no-communication", "farskip"]
     assert rows["standard"]["tokens_per_second"] == pytest.approx(named["exchange", 1])
-    speeds = [rows[name]["speedup"] for name in ("standard", "ladder", "farskip", "no-communication")]
+    speeds = [
+        rows[name]["speedup"] for name in ("standard", "ladder", "farskip", "no-communication")
+    ]
     assert speeds == sorted(speeds)
-    assert 0 < rows["standard"]["hidden_fraction"] < rows["farskip"]["hidden_fraction"] < 1  # beside the shared expert
+    # beside the shared expert
+    assert 0 < rows["standard"]["hidden_fraction"] < rows["farskip"]["hidden_fraction"] < 1
     _, out, _ = run(capsys, *words, "exchange")
     assert "exchange  with capacity 1.25" in out
 
@@ -298,8 +333,11 @@ def test_halves_of_exchanged_experts_are_an_opponent(phase, capsys):
     assert (slow["interleave"], fast["interleave"]) == (1, 2)
     assert slow["hidden_fraction"] < fast["hidden_fraction"]
     for name, row in best.items():
-        assert row["tokens_per_second"] == max(rows[name]["tokens_per_second"] for rows in (whole, halved))
-    assert halved["no-communication"]["interleave"] == halved["farskip"]["interleave"] == 1  # without halves
+        assert row["tokens_per_second"] == max(
+            rows[name]["tokens_per_second"] for rows in (whole, halved)
+        )
+    # without halves
+    assert halved["no-communication"]["interleave"] == halved["farskip"]["interleave"] == 1
 
 
 def test_a_model_with_a_capacity_has_both_forms_as_opponents(tmp_path):
@@ -324,7 +362,9 @@ def test_the_guide_has_what_is_predicted(hardware):
     page = (pathlib.Path(__file__).parents[2] / "docs" / "guides" / "experts.md").read_text()
 
     def predicted(**more):
-        return predict(model="qwen3-30b-a3b", hardware=hardware, tensor=8, phase="prefill", **more).rows
+        return predict(
+            model="qwen3-30b-a3b", hardware=hardware, tensor=8, phase="prefill", **more
+        ).rows
 
     pace = lambda row: f"{row.tokens_per_second:,.0f}"
     cells = []
@@ -333,14 +373,20 @@ def test_the_guide_has_what_is_predicted(hardware):
         (reduced,) = predicted(**long, experts=ExpertParallelism.REDUCE)
         (exchanged,) = predicted(**long, experts=ExpertParallelism.EXCHANGE)
         cells.append(pace(reduced))
-        exposed, seconds = (1e3 * value for value in (exchanged.speed.exposed, exchanged.speed.seconds))
+        exposed, seconds = (
+            1e3 * value for value in (exchanged.speed.exposed, exchanged.speed.seconds)
+        )
         cells.append(f"{pace(exchanged)} ({exposed:.0f} of {seconds:.0f} ms)")
     assert f"| `{hardware}` | {' | '.join(cells)} |" in page
-    (halved,) = predicted(residual="standard", prompt_length=32768, experts=ExpertParallelism.REDUCE)
+    (halved,) = predicted(
+        residual="standard", prompt_length=32768, experts=ExpertParallelism.REDUCE
+    )
     assert halved.speed.program.interleave == 2
     assert pace(halved) in page
 
-    two = dict(batch=2, prompt_length=16384, residual="standard,ladder", experts=ExpertParallelism.EXCHANGE)
+    two = dict(
+        batch=2, prompt_length=16384, residual="standard,ladder", experts=ExpertParallelism.EXCHANGE
+    )
     (whole, _), (standard, ladder) = predicted(**two, interleave=Interleave.WHOLE), predicted(**two)
     assert standard.speed.program.interleave == 2
     cells = [*map(pace, (whole, standard, ladder)), f"{ladder.speedup:.2f}"]

@@ -25,14 +25,18 @@ GUIDE = pathlib.Path(__file__).parents[2] / "docs" / "guides" / "halves.md"
 def in_turn(name, *, length, all_reduce, num_layers=2, contention=0.0, window=1.0):
     """Every half of a sublayer takes `length` busy seconds, its all-reduce `all_reduce`."""
     steps = itertools.chain.from_iterable(residual.topology(name, num_layers=num_layers).layers)
-    slots = turns(steps, work=lambda step, half: Work(length, 0.0), all_reduces=(all_reduce, all_reduce))
+    slots = turns(
+        steps, work=lambda step, half: Work(length, 0.0), all_reduces=(all_reduce, all_reduce)
+    )
     return play_slots(slots, contention=contention, window=window)
 
 
 @pytest.mark.parametrize("name", ["standard", "ladder", "ladder-2"])
 @pytest.mark.parametrize(("length", "all_reduce"), [(1.0, 0.25), (1.0, 1.0), (1.0, 3.0)])
 def test_each_all_reduce_stands_beside_the_other_halfs_sublayer(name, length, all_reduce):
-    """Of 8 turns the first hides nothing, each other one the all-reduce before it; the last all-reduce is bare."""
+    """Of 8 turns the first hides nothing, each other one the all-reduce before it; the last
+    all-reduce is bare.
+    """
     found = in_turn(name, length=length, all_reduce=all_reduce)
     assert found.seconds == pytest.approx(length + 7 * max(length, all_reduce) + all_reduce)
     assert (found.all_reduces, found.compute) == (8, 8 * length)
@@ -43,7 +47,8 @@ def test_a_window_and_contention_take_from_what_is_hidden():
     late = in_turn("standard", length=1.0, all_reduce=0.75, window=0.5)
     assert late.seconds == pytest.approx(1 + 7 * (0.5 + 0.75) + 0.75)
     slowed = in_turn("standard", length=1.0, all_reduce=0.5, contention=0.25)
-    assert slowed.seconds == pytest.approx(1 + 7 * 1.1 + 0.5)  # 0.5 s in flight do the work of 0.4 s
+    # 0.5 s in flight do the work of 0.4 s
+    assert slowed.seconds == pytest.approx(1 + 7 * 1.1 + 0.5)
 
 
 @pytest.mark.parametrize("rows", [1, 2, 3, 8])
@@ -70,7 +75,9 @@ def compute(*, on, rows, tokens, interleave):
 
 
 def test_the_price_at_few_rows_is_near_what_compilers_estimate():
-    """The guide's table: estimated cycles of two halves over those of the whole batch, compiled and predicted."""
+    """The guide's table: estimated cycles of two halves over those of the whole batch, compiled and
+    predicted.
+    """
     rows = re.findall(r"^\| (\d[\d,]*) \| (.+) \|$", GUIDE.read_text(), re.M)
     assert len(rows) == 5
     for tokens, cells in rows:
@@ -92,13 +99,18 @@ def test_halves_cost_nothing_where_rows_are_many_and_everything_where_weights_ar
 @pytest.mark.parametrize("batch", [1, 2, 8])
 @pytest.mark.parametrize("hardware", ["v5p", "h100-nvlink", "h100-no-nvlink"])
 @pytest.mark.parametrize("phase", ["prefill", "train"])
-def test_what_a_compilers_halves_reach_is_named_and_none_is_faster_than_no_communication(phase, hardware, batch):
-    answer = predict(hardware=hardware, batch=batch, phase=phase, residual="standard,ladder,no-communication")
+def test_what_a_compilers_halves_reach_is_named_and_none_is_faster_than_no_communication(
+    phase, hardware, batch
+):
+    answer = predict(
+        hardware=hardware, batch=batch, phase=phase, residual="standard,ladder,no-communication"
+    )
     standard, ladder, silent = (row.speed.seconds for row in answer.rows)
     assert silent < min(standard, ladder)
     forms = {(one.form, one.interleave) for one in answer.opponents}
     assert {("all-reduce", 1), ("all-reduce", 2), ("sequence-parallel", 1)} < forms
-    assert (("sequence-parallel", 2) in forms) == (batch % 2 == 0)  # a split stream has halves of rows alone
+    # a split stream has halves of rows alone
+    assert (("sequence-parallel", 2) in forms) == (batch % 2 == 0)
     assert ("ring collective matmul", 2) not in forms
     speeds = [one.tokens_per_second for one in answer.opponents]
     assert speeds == sorted(speeds, reverse=True)
@@ -118,18 +130,30 @@ def opponent(hardware, *, batch, tensor=8):
     ],
 )
 def test_halves_of_a_decode_step_are_an_opponent_at_large_batches(hardware, whole, halved):
-    """As the page of alternatives says. Users report a crossover between 64 and 128 rows over PCIe."""
+    """As the page of alternatives says. Users report a crossover between 64 and 128 rows over
+    PCIe.
+    """
     assert {opponent(hardware, batch=batch) for batch in whole} == {1}
     assert all(opponent(hardware, batch=batch) == 2 for batch in halved)
     assert opponent(hardware, batch=256, tensor=1) == 1
 
 
 def test_a_row_has_no_halves_in_decoding(capsys):
-    words = ("--model", "llama-3-70b", "--hardware", "a800-pcie", "--batch", 64, "--residual", "standard,ladder")
+    words = (
+        "--model",
+        "llama-3-70b",
+        "--hardware",
+        "a800-pcie",
+        "--batch",
+        64,
+        "--residual",
+        "standard,ladder",
+    )
     answer = answered(capsys, *words)
     assert answer["baseline"]["interleave"]["step"] == 2
     assert {row["interleave"]["step"] for row in answer["rows"]} == {1}
-    assert answer["rows"][0]["speedup"] < 1  # of this library's Standard, which decodes whole batches
+    # of this library's Standard, which decodes whole batches
+    assert answer["rows"][0]["speedup"] < 1
     _, out, _ = run(capsys, *words)
     assert "prefill and step in two halves)" in out
     assert "(0 µs)" not in out
@@ -157,8 +181,18 @@ def test_the_guides_table_of_what_to_take_is_what_is_predicted(capsys):
     rows = re.findall(line, GUIDE.read_text(), re.M)
     assert len(rows) == 6
     for *shown, words in rows:
-        asked = ("--model", "llama-3-70b", "--tensor", 8, *words.split(), "--residual", "standard,ladder")
-        whole, halves = (by_residual(answered(capsys, *asked, "--interleave", parts)) for parts in "12")
+        asked = (
+            "--model",
+            "llama-3-70b",
+            "--tensor",
+            8,
+            *words.split(),
+            "--residual",
+            "standard,ladder",
+        )
+        whole, halves = (
+            by_residual(answered(capsys, *asked, "--interleave", parts)) for parts in "12"
+        )
         pace = lambda row: f"{row['tokens_per_second']:,.0f}"
         assert [pace(whole["standard"]), pace(halves["standard"]), pace(whole["ladder"])] == shown
         assert pace(halves["ladder"]) == shown[1]
@@ -185,7 +219,12 @@ def decided(kind, *, residual="standard", tensor=8, **settings):
         ("TPU v5p", dict(batch=1, sequence=16), 1, ""),  # too few tokens to read the weights twice
         ("cpu", {}, 1, "1, as nothing is predicted for cpu"),
         ("TPU v5p", dict(tensor=1), 1, "1, as one tensor rank communicates nothing"),
-        ("TPU v5p", dict(residual="no-communication"), 1, "1, as train.interleave 2 is for a residual that reduces"),
+        (
+            "TPU v5p",
+            dict(residual="no-communication"),
+            1,
+            "1, as train.interleave 2 is for a residual that reduces",
+        ),
     ],
 )
 def test_auto_takes_halves_of_training(kind, settings, parts, said):
@@ -195,7 +234,15 @@ def test_auto_takes_halves_of_training(kind, settings, parts, said):
 
 
 @pytest.mark.parametrize(
-    "kind", ["TPU v5 lite", "TPU v6 lite", "TPU7x", "NVIDIA H100 80GB HBM3", "NVIDIA H100 PCIe", "NVIDIA B200"]
+    "kind",
+    [
+        "TPU v5 lite",
+        "TPU v6 lite",
+        "TPU7x",
+        "NVIDIA H100 80GB HBM3",
+        "NVIDIA H100 PCIe",
+        "NVIDIA B200",
+    ],
 )
 def test_auto_takes_halves_where_they_are_predicted_to_be_faster(kind):
     parts, line = decided(kind, batch=4)
@@ -206,7 +253,9 @@ def test_auto_takes_halves_where_they_are_predicted_to_be_faster(kind):
 def test_auto_takes_halves_of_long_prompts():
     definition = cases.define("standard", tensor=4)
     layout = dataclasses.replace(definition.layout, mesh=Devices("TPU v5p"))
-    large = dataclasses.replace(definition, config=preset("llama-3-70b", residual="standard"), layout=layout)
+    large = dataclasses.replace(
+        definition, config=preset("llama-3-70b", residual="standard"), layout=layout
+    )
     auto, chosen = (config.DecodeConfig(interleave=value) for value in ("auto", 2))
     said = []
     of = lambda tokens, model=large, asked=auto: halves.of_reading(
@@ -232,7 +281,9 @@ class Devices:
 
 @pytest.mark.parametrize("settings", [config.TrainConfig, config.DecodeConfig])
 def test_only_commands_decide(settings):
-    with pytest.raises(UserError, match="interleave=auto is decided by the commands train, generate and serve"):
+    with pytest.raises(
+        UserError, match="interleave=auto is decided by the commands train, generate and serve"
+    ):
         settings(interleave="auto").interleave.parts  # noqa: B018
 
 

@@ -1,4 +1,6 @@
-"""Layers that are not all alike, in the speed model: hybrids' backward passes, and first layers without experts."""
+"""Layers that are not all alike, in the speed model: hybrids' backward passes, and first layers
+without experts.
+"""
 
 import dataclasses
 import math
@@ -22,7 +24,9 @@ DENSE = 2  # first layers without experts, of 5
 def config(name, *, dense=DENSE, which=None, count=5, **changes):
     moe = dict(experts=6, top_k=2, expert_width=48, shared_width=SHARED, dense_layers=dense)
     shape = dict(num_layers=count, d_model=64, num_heads=8, num_kv_heads=4, head_dim=16, d_ff=256)
-    return preset("tiny-moe", residual=name, ladder_layers=which, vocab_size=512, moe=moe, **shape | changes)
+    return preset(
+        "tiny-moe", residual=name, ladder_layers=which, vocab_size=512, moe=moe, **shape | changes
+    )
 
 
 @pytest.mark.parametrize(
@@ -43,7 +47,9 @@ def config(name, *, dense=DENSE, which=None, count=5, **changes):
     ],
 )
 def test_a_gradient_waits_for_the_inputs_that_hold_its_output(name, which):
-    """By the definition: step i's output is in the input of step j if j - delay > i; the link carries one message."""
+    """By the definition: step i's output is in the input of step j if j - delay > i; the link
+    carries one message.
+    """
     steps = program.steps_of(preset("llama-3-8b", num_layers=6, residual=name, ladder_layers=which))
     rng = random.Random(0)
     last = len(steps) - 1
@@ -63,7 +69,9 @@ def test_a_gradient_waits_for_the_inputs_that_hold_its_output(name, which):
             stops.append(now)
         backward = model.backward(steps)
         order = iter(reversed(lengths))
-        found = timeline.play(backward, work=lambda _: Work(next(order), 0.0), all_reduce=wire, contention=0.0)
+        found = timeline.play(
+            backward, work=lambda _: Work(next(order), 0.0), all_reduce=wire, contention=0.0
+        )
         assert [bar.stop for bar in found.bars if not bar.wire] == pytest.approx(stops)
         assert found.seconds == pytest.approx(max(now, free) + wire)
 
@@ -81,24 +89,34 @@ def test_a_hybrids_training_step_lies_between(capsys):
 def compute(one, *, ranks=4, machine=V5P):
     """Seconds of the layers' kernels of a prompt on one of `ranks` devices."""
     shard = Model(one, ranks)
-    return layers.layers(shard, machine, shard.prefill(rows=1, prompt_length=256), program=PLAIN).timeline.compute
+    return layers.layers(
+        shard, machine, shard.prefill(rows=1, prompt_length=256), program=PLAIN
+    ).timeline.compute
 
 
-@pytest.mark.parametrize(("name", "first"), [("standard", "standard"), ("ladder", "ladder"), ("farskip", "parallel")])
+@pytest.mark.parametrize(
+    ("name", "first"), [("standard", "standard"), ("ladder", "ladder"), ("farskip", "parallel")]
+)
 def test_first_layers_compute_an_mlp_and_the_others_experts(name, first):
     alone = dataclasses.replace(config(name), moe=None, num_layers=DENSE, residual=first)
     others = config(name, dense=0, count=5 - DENSE)
     assert compute(config(name)) == pytest.approx(compute(alone) + compute(others))
-    assert compute(config(name)) < 0.9 * compute(config(name, dense=0))  # an MLP has no rows to sort
+    # an MLP has no rows to sort
+    assert compute(config(name)) < 0.9 * compute(config(name, dense=0))
 
 
 def test_farskips_training_step_has_first_layers_too():
     shape = dict(machine=V5P, tensor=4, rows=1, sequence=256)
-    steps = {name: model.training_step(config(name), **shape) for name in ("standard", "ladder", "farskip")}
+    steps = {
+        name: model.training_step(config(name), **shape)
+        for name in ("standard", "ladder", "farskip")
+    }
     assert steps["farskip"].seconds < steps["standard"].seconds
-    assert steps["farskip"].backward.all_reduces == 2 * 5 - DENSE  # a first layer's two sublayers are reduced together
+    # a first layer's two sublayers are reduced together
+    assert steps["farskip"].backward.all_reduces == 2 * 5 - DENSE
     exposed = {name: step.forward.exposed + step.backward.exposed for name, step in steps.items()}
-    assert exposed["ladder"] < exposed["farskip"] < exposed["standard"]  # nothing hides under the first layers
+    # nothing hides under the first layers
+    assert exposed["ladder"] < exposed["farskip"] < exposed["standard"]
 
 
 ATTENTION = 64 * (2 * 128 + 2 * 64)
@@ -116,10 +134,14 @@ def test_memory_holds_each_layers_own_matrices():
 
 @pytest.mark.parametrize("phase, elements", [(Phase.TRAIN, 8), (Phase.PREFILL, 2)])
 def test_fsdp_gathers_each_layers_own_matrices(phase, elements):
-    """Where transfers outlast all compute: a gather and, of gradients, a gather and a scatter a layer, none twice."""
+    """Where transfers outlast all compute: a gather and, of gradients, a gather and a scatter a
+    layer, none twice.
+    """
     shard = Model(config("standard", dtype="bfloat16", tie_embeddings=False), 1, TRAINING)
     link = Link(latency=0.0, step=0.0, bandwidth=1e6)
-    slow = dataclasses.replace(H100, flops=math.inf, bandwidth=math.inf, launch=0.0, contention=0.0, link=link)
+    slow = dataclasses.replace(
+        H100, flops=math.inf, bandwidth=math.inf, launch=0.0, contention=0.0, link=link
+    )
     found = model.passes_without_tensor(shard, slow, phase=phase, devices=4, rows=4, tokens=64)
     (fsdp,) = (each for each in found if each.program.form is Form.FSDP)
     assert fsdp.seconds == pytest.approx(3 / 4 * elements * (MATRICES + TABLES) / 1e6)

@@ -1,4 +1,6 @@
-"""Hardware: published figures and a user's own file; units, sums, and compiled schedules played on it."""
+"""Hardware: published figures and a user's own file; units, sums, and compiled schedules played on
+it.
+"""
 
 import dataclasses
 import re
@@ -16,7 +18,9 @@ from tests.predict.asked import H100
 
 
 def test_seconds_of_kernels():
-    one = dataclasses.replace(H100, flops=1e12, flops_share=0.5, bandwidth=1e9, bandwidth_share=0.25)
+    one = dataclasses.replace(
+        H100, flops=1e12, flops_share=0.5, bandwidth=1e9, bandwidth_share=0.25
+    )
     assert one.seconds(flops=1e12, size=0) == 2
     assert one.seconds(flops=1e12, size=1e9) == 4  # the longer of both
 
@@ -80,7 +84,9 @@ def test_every_constant_has_a_source(name):
         assert len(found["source"]) > 5 and found["source"] != "given without a source", constant
     sources = "fitted:|assumed|http|NVIDIA|NDR|one |two |80 GB|141 GB|GPUs|the largest"
     threads = "a thread's figures?, not verified: "  # each names its thread
-    assert all(re.match(f"{sources}|{threads}", source) for source in loaded.sources.values()), loaded.sources
+    assert all(re.match(f"{sources}|{threads}", source) for source in loaded.sources.values()), (
+        loaded.sources
+    )
 
 
 YAML = """
@@ -109,21 +115,45 @@ NVLINK = "based_on: h100-nvlink\n"
         ("1e15", "fast", 'flops must be of type float, not "fast"'),
         ("1e15", ".nan", "flops must be a number, not nan"),
         ("1e15", "true", "flops must be of type float, not true"),
-        ("flops_share: 0.5", "flops_share: 50", "is a share of the published rate, at most 1, not 50"),
+        (
+            "flops_share: 0.5",
+            "flops_share: 50",
+            "is a share of the published rate, at most 1, not 50",
+        ),
         ("devices: 4", "devices: 4.5", "devices must be of type int, not 4.5"),
         ("launch: 0", "lunch: 0", "unknown setting 'lunch'; did you mean 'launch'?"),
         ("source: a", "sauce: a", "unknown key in bandwidth: 'sauce'; did you mean 'source'?"),
-        ("step: 0", "step: 0, ring: three-way", "unknown value for link.ring: 'three-way'; did you mean"),
+        (
+            "step: 0",
+            "step: 0, ring: three-way",
+            "unknown value for link.ring: 'three-way'; did you mean",
+        ),
         ("link: {", "link: {network: {size: 8}, ", "lacks the constant link.network.step"),
-        ("link: {latency: 1e-5, step: 0, bandwidth: 100e9}", "link: null", "has 4 devices but no link"),
+        (
+            "link: {latency: 1e-5, step: 0, bandwidth: 100e9}",
+            "link: null",
+            "has 4 devices but no link",
+        ),
         ("link: {latency: 1e-5, step: 0, bandwidth: 100e9}", "link: 5", "link must be a section"),
         (YAML, "[1, 2", "is not YAML"),
         (YAML, "a machine", "must hold constants such as"),
         (YAML, "based_on: h100-nvlnk", "did you mean 'h100-nvlink'?"),
-        (YAML, f"{NVLINK}link: {{one_shot: {{bandwidth: null}}}}", "lacks the constant link.one_shot.bandwidth"),
-        (YAML, f"{NVLINK}link: {{one_shot: {{speed: 1}}}}", "unknown setting 'link.one_shot.speed'"),
+        (
+            YAML,
+            f"{NVLINK}link: {{one_shot: {{bandwidth: null}}}}",
+            "lacks the constant link.one_shot.bandwidth",
+        ),
+        (
+            YAML,
+            f"{NVLINK}link: {{one_shot: {{speed: 1}}}}",
+            "unknown setting 'link.one_shot.speed'",
+        ),
         (YAML, f"{NVLINK}link: {{kernels: theirs}}", "unknown value for link.kernels: 'theirs'"),
-        (YAML, f"{NVLINK}link: {{two_shot: {{latency: -1e-6}}}}", "link.two_shot.latency must not be negative"),
+        (
+            YAML,
+            f"{NVLINK}link: {{two_shot: {{latency: -1e-6}}}}",
+            "link.two_shot.latency must not be negative",
+        ),
     ],
 )
 def test_a_wrong_file_is_one_line(old, new, said, mistake, tmp_path):
@@ -144,7 +174,12 @@ def mine(tmp_path):
 
 def test_a_file_of_ones_own(mine):
     found = mine(YAML)
-    assert (found.name, found.devices, found.flops, found.link.bandwidth) == ("mine", 4, 1e15, 100e9)
+    assert (found.name, found.devices, found.flops, found.link.bandwidth) == (
+        "mine",
+        4,
+        1e15,
+        100e9,
+    )
     assert found.sources == {"bandwidth": "a data sheet"}
     assert found.link.network is None
 
@@ -168,6 +203,8 @@ def test_kernels_of_a_file_based_on_another(mine):
 
 
 def test_a_device_without_a_link(mine):
-    alone = mine(YAML.replace("devices: 4", "devices: 1").replace(YAML.splitlines()[-1], "link: null"))
+    alone = mine(
+        YAML.replace("devices: 4", "devices: 1").replace(YAML.splitlines()[-1], "link: null")
+    )
     assert alone.link is None
     assert alone.all_reduce(1e9, ranks=1) == 0

@@ -1,4 +1,6 @@
-"""The opponents: all-reduce algorithms, the programs that may use them, sequence parallelism, other meshes."""
+"""The opponents: all-reduce algorithms, the programs that may use them, sequence parallelism, other
+meshes.
+"""
 
 import dataclasses
 import json
@@ -44,7 +46,12 @@ def test_each_algorithm_has_its_formula():
     fastest = lambda size, among: EIGHT.fastest(size, ranks=8, among=among)[0]
     assert fastest(100, machine.ANY) is Algorithm.ONE_SHOT
     assert fastest(4e6, machine.ANY) is Algorithm.NCCL_IN_NETWORK
-    assert fastest(1e3, machine.NCCL) is fastest(1e3, machine.FITTED) is fastest(4e6, machine.FITTED) is Algorithm.RING
+    assert (
+        fastest(1e3, machine.NCCL)
+        is fastest(1e3, machine.FITTED)
+        is fastest(4e6, machine.FITTED)
+        is Algorithm.RING
+    )
     # A reduce-scatter and an all-gather move as much as an all-reduce, with one latency more.
     assert 2 * EIGHT.half(4e6, ranks=8) == pytest.approx(EIGHT.all_reduce(4e6, ranks=8) + 10e-6)
 
@@ -55,7 +62,9 @@ def test_several_nodes_have_a_tree_and_at_most_a_two_shot():
     assert nodes.times(4e6, ranks=4).keys() == EIGHT.times(4e6, ranks=4).keys()
     direct = dataclasses.replace(nodes, network=dataclasses.replace(nodes.network, one_shot=7e-6))
     times = direct.times(4e6, ranks=8)
-    assert direct.faster(4).times(4e6, ranks=8) == {name: pytest.approx(times[name] / 4) for name in times}
+    assert direct.faster(4).times(4e6, ranks=8) == {
+        name: pytest.approx(times[name] / 4) for name in times
+    }
     inside = EIGHT.two_shot.seconds(2 * 3 / 4 * 4e6)
     assert times[Algorithm.TWO_SHOT] == pytest.approx(inside + 7e-6 + 1e6 / 1e8)
 
@@ -64,7 +73,13 @@ def test_a_ladder_uses_what_its_launch_overlaps():
     def of(name, *, machine=H100, ranks=8, phase=Phase.DECODE, tokens=1, **choice):
         model = Model(preset("llama-3-8b", residual=name), ranks)
         block = model.prefill(rows=1, prompt_length=tokens)
-        return programs(model, machine, block, phase=phase, choice=Choice(**{"interleave": Interleave.WHOLE, **choice}))
+        return programs(
+            model,
+            machine,
+            block,
+            phase=phase,
+            choice=Choice(**{"interleave": Interleave.WHOLE, **choice}),
+        )
 
     assert of("standard") == (Program(algorithms=machine.ANY),)
     explicit = Program(launch=Launch.EXPLICIT, algorithms=machine.ANY)
@@ -72,7 +87,8 @@ def test_a_ladder_uses_what_its_launch_overlaps():
     assert of("ladder") == (explicit, chained)  # the default first
     assert of("ladder", launch=Launch.EXPLICIT) == (explicit,)
     assert of("ladder", launch=Launch.CHAINED) == (chained,)
-    # No kernel that is XLA's: without peers' memory, between nodes, on TPUs, and where only others have one.
+    # No kernel that is XLA's: without peers' memory, between nodes, on TPUs, and where only others
+    # have one.
     others = dataclasses.replace(H100, link=dataclasses.replace(H100.link, kernels=Kernels.OTHERS))
     nccl = dataclasses.replace(explicit, algorithms=machine.NCCL)
     for where in (OFF, V5P, others, machine.load("a800-pcie")):
@@ -89,7 +105,9 @@ def test_a_ladder_uses_what_its_launch_overlaps():
 
 
 WINDOWS = json.loads((EXPERIMENTS / "overlap" / "results.json").read_text())["rows"]
-WINDOWS = [row for row in WINDOWS if row["phase"] in ("prefill", "decode") and row["loop"] == "unrolled"]
+WINDOWS = [
+    row for row in WINDOWS if row["phase"] in ("prefill", "decode") and row["loop"] == "unrolled"
+]
 GPUS = {"h100": "h100-nvlink", "b200": "b200-nvlink"}
 
 
@@ -117,7 +135,9 @@ def test_windows_are_those_of_compiled_programs(row):
 def test_forms_of_many_tokens():
     def found(name, tokens, *, rows=1, **ranks):
         shard = Model(preset("llama-3-8b", residual=name, **ranks), 8)
-        return programs(shard, H100, shard.prefill(rows=rows, prompt_length=tokens), phase=Phase.PREFILL)
+        return programs(
+            shard, H100, shard.prefill(rows=rows, prompt_length=tokens), phase=Phase.PREFILL
+        )
 
     def forms(name, tokens, *, rows=1, interleave=1):
         return {one.form for one in found(name, tokens, rows=rows) if one.interleave == interleave}
@@ -128,7 +148,8 @@ def test_forms_of_many_tokens():
     assert forms("standard", 1024) == {whole, split, ring}
     assert forms("standard", 1023) == {whole}
     assert forms("ladder", 1024) == forms("parallel", 1024) == {whole, split}
-    for name in ("standard", "ladder", "parallel"):  # but a ring's gathers and scatters are hidden already
+    # but a ring's gathers and scatters are hidden already
+    for name in ("standard", "ladder", "parallel"):
         assert forms(name, 1024, rows=2, interleave=2) == {whole, split}
         assert forms(name, 1024, interleave=2) == forms(name, 1023, rows=2, interleave=2) == {whole}
     assert not forms("no-communication", 1024, interleave=2)
@@ -137,13 +158,19 @@ def test_forms_of_many_tokens():
 
 
 def test_70b_on_nvlink_must_beat_one_shot_all_reduces(capsys):
-    """README's table has the ratios (tests/test_docs.py); the answer says over whom, and by which launch."""
-    words = "--model llama-3-70b --hardware h100-nvlink --tensor 8 --residual standard,ladder".split()
+    """README's table has the ratios (tests/test_docs.py); the answer says over whom, and by which
+    launch.
+    """
+    words = (
+        "--model llama-3-70b --hardware h100-nvlink --tensor 8 --residual standard,ladder".split()
+    )
     answer = answered(capsys, *words)
     assert 83 < answer["baseline"]["tokens_per_second"] < 95
     ladder = by_residual(answer)["ladder"]
     assert (ladder["launch"], ladder["all_reduce"]) == ("explicit", "one-shot")
-    assert ladder["speedup"] == pytest.approx(ladder["tokens_per_second"] / answer["baseline"]["tokens_per_second"])
+    assert ladder["speedup"] == pytest.approx(
+        ladder["tokens_per_second"] / answer["baseline"]["tokens_per_second"]
+    )
     _, out, _ = run(capsys, *words)
     assert "speed-up: over Standard (one-shot all-reduce)" in out
     assert "figures of threads, not verified" in out
@@ -157,19 +184,28 @@ def test_70b_on_nvlink_must_beat_one_shot_all_reduces(capsys):
 def test_the_default_launch_is_never_slower(tensor, batch):
     shape = dict(machine=H100, tensor=tensor, rows=batch, opponents=Opponents.STRONGEST)
     for size in ("llama-3-8b", "llama-3-70b"):
-        of = lambda launch: seconds(model.speed(preset(size, residual="ladder"), **shape, launch=launch))  # noqa: B023
+        of = lambda launch: seconds(
+            model.speed(preset(size, residual="ladder"), **shape, launch=launch)
+        )  # noqa: B023
         assert of(Launch.EXPLICIT) <= of(Launch.CHAINED)
 
 
 @pytest.mark.parametrize("residual", ["standard", "ladder", "parallel"])
 @pytest.mark.parametrize("name", machine.NAMES)
 def test_nobody_loses_by_a_choice(name, residual):
-    """The strongest program is at least as fast as NCCL's, and that at least as fast as the fitted one, which counts
-    whole windows: a v5e's are smaller."""
+    """The strongest program is at least as fast as NCCL's, and that at least as fast as the fitted
+    one, which counts whole windows: a v5e's are smaller.
+    """
     on = machine.load(name)
-    config = preset("llama-3-8b", residual=residual, num_layers=4, num_kv_heads=16 if on.devices == 16 else 8)
-    speed = lambda opponents: model.speed(config, machine=on, tensor=on.devices, rows=4, opponents=opponents)
-    strongest, nccl, fitted = (seconds(speed(one)) for one in (Opponents.STRONGEST, Opponents.NCCL, Opponents.FITTED))
+    config = preset(
+        "llama-3-8b", residual=residual, num_layers=4, num_kv_heads=16 if on.devices == 16 else 8
+    )
+    speed = lambda opponents: model.speed(
+        config, machine=on, tensor=on.devices, rows=4, opponents=opponents
+    )
+    strongest, nccl, fitted = (
+        seconds(speed(one)) for one in (Opponents.STRONGEST, Opponents.NCCL, Opponents.FITTED)
+    )
     assert strongest <= nccl
     assert nccl <= fitted or (name, residual) == ("v5e", "ladder")
 
@@ -185,7 +221,8 @@ def test_a_ring_hides_what_its_matmuls_are_long_enough_for():
     ring = timeline(Form.COLLECTIVE_MATMUL)
     assert 0 < ring.exposed < 0.5 * plain.exposed
     assert ring.compute == pytest.approx(plain.compute)
-    # The same bytes; a ring has no latency of its own. 8 ranks both ways: 4 rounds a gather and a scatter.
+    # The same bytes; a ring has no latency of its own. 8 ranks both ways: 4 rounds a gather and a
+    # scatter.
     latency = 8 * 2 * V5P.link.latency
     assert ring.wire == pytest.approx(plain.wire - latency)
     free = timeline(Form.COLLECTIVE_MATMUL, on=dataclasses.replace(V5P, link=NOTHING, launch=0.0))
@@ -194,8 +231,12 @@ def test_a_ring_hides_what_its_matmuls_are_long_enough_for():
 
 
 def test_a_ring_step_by_hand():
-    """One way, 4 ranks: the first chunk bare, then three beside a message each, which outlasts them or does not."""
-    on = dataclasses.replace(H100, link=Link(latency=1.0, step=0.5, bandwidth=8.0), contention=0.0, launch=0.0)
+    """One way, 4 ranks: the first chunk bare, then three beside a message each, which outlasts them
+    or does not.
+    """
+    on = dataclasses.replace(
+        H100, link=Link(latency=1.0, step=0.5, bandwidth=8.0), contention=0.0, launch=0.0
+    )
     kernel = work.Kernel("out", flops=4 * on.flops * on.flops_share)  # a second a chunk
     for payload, expected in ((64.0, 1 + 3 * 2.5), (8.0, 1 + 3 * 1.0)):
         ring = layers.RingProduct(on, 4, payload=payload, times=1)
@@ -207,13 +248,27 @@ def test_a_prefill_and_its_opponents(capsys):
     found = answered(capsys, *words, "--interleave", 1)
     assert (found["phase"], found["tokens"]) == ("prefill", 4096)
     assert found["baseline"] == found["opponents"][0]
-    assert {one["form"] for one in found["opponents"]} == {"all-reduce", "sequence-parallel", "ring collective matmul"}
+    assert {one["form"] for one in found["opponents"]} == {
+        "all-reduce",
+        "sequence-parallel",
+        "ring collective matmul",
+    }
     rows = by_residual(found)
-    assert all(row["tokens_per_second"] == pytest.approx(4096 / row["seconds"]) for row in rows.values())
+    assert all(
+        row["tokens_per_second"] == pytest.approx(4096 / row["seconds"]) for row in rows.values()
+    )
     ladder = rows["ladder"]
-    plain = next(one for one in found["opponents"] if (one["form"], one["interleave"]) == ("all-reduce", 1))
-    assert ladder["speedup_over_nccl"] == pytest.approx(ladder["tokens_per_second"] / plain["tokens_per_second"])
-    assert (ladder["form"], ladder["interleave"], ladder["launch"]) == ("sequence-parallel", 1, "chained")
+    plain = next(
+        one for one in found["opponents"] if (one["form"], one["interleave"]) == ("all-reduce", 1)
+    )
+    assert ladder["speedup_over_nccl"] == pytest.approx(
+        ladder["tokens_per_second"] / plain["tokens_per_second"]
+    )
+    assert (ladder["form"], ladder["interleave"], ladder["launch"]) == (
+        "sequence-parallel",
+        1,
+        "chained",
+    )
     assert rows["parallel"]["launch"] is None
     assert rows["no-communication"]["all_reduce"] is None
     assert rows["no-communication"]["seconds"] < ladder["seconds"] < rows["standard"]["seconds"]
@@ -233,7 +288,8 @@ def test_a_training_step_and_meshes_without_tensor_parallelism():
     assert many.advice.ladder_helps is False
     assert many.advice.reason.startswith("no: ")
     assert "Standard (fsdp)" in many.advice.reason
-    # llama-3-70b's 16 bytes a parameter are more than a device has; a small model needs no collective at all.
+    # llama-3-70b's 16 bytes a parameter are more than a device has; a small model needs no
+    # collective at all.
     assert "data-parallel" not in forms(many)
     small = predict(**asked, model="smollm2-135m", tensor=3, batch=3)
     assert small.baseline.form == "data-parallel"
@@ -256,7 +312,10 @@ def test_no_is_said_plainly(capsys):
 
 @pytest.mark.parametrize("speedup, said", [(1.029, "standard"), (1.03, "ladder")])
 def test_what_a_ladder_must_gain(speedup, said):
-    rows = [types.SimpleNamespace(residual=name, speedup=gain) for name, gain in (("standard", 1), ("ladder", speedup))]
+    rows = [
+        types.SimpleNamespace(residual=name, speedup=gain)
+        for name, gain in (("standard", 1), ("ladder", speedup))
+    ]
     opponent = Pass(seconds=1.0, wire=0.1, exposed=0.1)
     found = result.advise(rows, opponent, name="Standard (ring all-reduce)", tensor=8)
     assert (found.residual, found.ladder_helps) == (said, said == "ladder")

@@ -47,7 +47,10 @@ def test_the_package_has_the_fitted_constants(kept):
     off = machines["off"]
     nodes = machines["two nodes"]
     shipped = {
-        **{name: getattr(nvlink, name) for name in ("flops_share", "bandwidth_share", "launch", "contention")},
+        **{
+            name: getattr(nvlink, name)
+            for name in ("flops_share", "bandwidth_share", "launch", "contention")
+        },
         "cache_speed": AUTHORS.cache_speed,
         "latency": nvlink.link.latency,
         "nvlink bandwidth": nvlink.link.bandwidth,
@@ -92,7 +95,9 @@ def test_errors_are_computed_rightly():
 
 def _close(first, second):
     if isinstance(first, dict):
-        return first.keys() == second.keys() and all(_close(first[key], second[key]) for key in first)
+        return first.keys() == second.keys() and all(
+            _close(first[key], second[key]) for key in first
+        )
     if isinstance(first, list):
         return len(first) == len(second) and all(map(_close, first, second))
     return first == pytest.approx(second, rel=1e-9) if isinstance(first, float) else first == second

@@ -21,7 +21,9 @@ def test_a_link_without_time_is_no_communication(name):
     found = speed(name, on=fast)
     assert found.exposed == found.wire == 0
     if name not in JOINT:
-        assert seconds(found) == pytest.approx(seconds(speed("no-communication", on=fast)), rel=1e-12)
+        assert seconds(found) == pytest.approx(
+            seconds(speed("no-communication", on=fast)), rel=1e-12
+        )
 
 
 @pytest.mark.parametrize("name", MANY)
@@ -52,11 +54,19 @@ def uniform(name, *, lengths=(1.0, 1.0), all_reduce, layers=8, contention=0.0):
 
 
 def test_what_a_delay_hides():
-    """Of uneven sublayers a delay of 1 shows half of each MLP's all-reduce, and the last one wholly."""
-    uneven = {delay: uniform(f"ladder-{delay}", lengths=(0.5, 1.5), all_reduce=1.0) for delay in (1, 2)}
+    """Of uneven sublayers a delay of 1 shows half of each MLP's all-reduce, and the last one
+    wholly.
+    """
+    uneven = {
+        delay: uniform(f"ladder-{delay}", lengths=(0.5, 1.5), all_reduce=1.0) for delay in (1, 2)
+    }
     assert uneven[1].exposed == 7 * 0.5 + 1
     assert uneven[2].exposed == 1
-    assert uniform("parallel-ladder", all_reduce=2.0).exposed == 2 < uniform("ladder", all_reduce=2.0).exposed
+    assert (
+        uniform("parallel-ladder", all_reduce=2.0).exposed
+        == 2
+        < uniform("ladder", all_reduce=2.0).exposed
+    )
 
 
 def test_compute_slows_while_an_all_reduce_is_in_flight():
@@ -70,17 +80,26 @@ def test_compute_slows_while_an_all_reduce_is_in_flight():
         all_reduce=0.5,
         contention=0.5,
     )
-    assert half.seconds == pytest.approx(1 + 1 + 0.5 * (1 - 1 / 1.25) + 0.5)  # only the busy half slows
+    # only the busy half slows
+    assert half.seconds == pytest.approx(1 + 1 + 0.5 * (1 - 1 / 1.25) + 0.5)
 
 
 @pytest.mark.parametrize(
     ("name", "which"),
-    [("standard", None), ("ladder", None), ("ladder-2", None), ("ladder-5", None), ("ladder", "2"), ("ladder", "0,3")]
+    [
+        ("standard", None),
+        ("ladder", None),
+        ("ladder-2", None),
+        ("ladder-5", None),
+        ("ladder", "2"),
+        ("ladder", "0,3"),
+    ]
     + [("ladder-3", "1,2,4"), ("ladder-fresh", "3")],
 )
 def test_events_follow_the_recurrence(name, which):
-    """Sublayer i reads x_{i-1-d_i}: it starts when the one before has ended and that sum is whole. With a window, the
-    all-reduce that it hides is issued when so much of it is left."""
+    """Sublayer i reads x_{i-1-d_i}: it starts when the one before has ended and that sum is whole.
+    With a window, the all-reduce that it hides is issued when so much of it is left.
+    """
     topology = residual.topology(name, num_layers=6, ladder_layers=which)
     rng = random.Random(0)
     for window in [1.0] * 20 + [0.6] * 10 + [0.1] * 10:
@@ -101,14 +120,21 @@ def test_events_follow_the_recurrence(name, which):
         reduce(ended[-1])
         order = iter(lengths)
         steps = itertools.chain.from_iterable(topology.layers)
-        found = play(steps, work=lambda step: Work(next(order), 0.0), all_reduce=wire, contention=0.0, window=window)
+        found = play(
+            steps,
+            work=lambda step: Work(next(order), 0.0),
+            all_reduce=wire,
+            contention=0.0,
+            window=window,
+        )
         assert found.seconds == pytest.approx(whole[-1])
         assert [bar.stop for bar in found.bars if not bar.wire] == pytest.approx(ended)
 
 
 @pytest.mark.parametrize(
     ("name", "which"),
-    [(name, None) for name in MANY] + [("ladder", "2"), ("parallel-ladder", "0,2"), ("ladder-2", "1")],
+    [(name, None) for name in MANY]
+    + [("ladder", "2"), ("parallel-ladder", "0,2"), ("ladder-2", "1")],
 )
 def test_as_many_all_reduces_as_the_program_has(name, which):
     topology = residual.topology(name, num_layers=4, ladder_layers=which)
@@ -122,7 +148,9 @@ def test_as_many_all_reduces_as_the_program_has(name, which):
 
     out = P("tensor") if name == "no-communication" else P()
     mesh = parallel.make_mesh(tensor=8)
-    traced = jax.make_jaxpr(jax.shard_map(program, mesh=mesh, in_specs=P(), out_specs=out))(jnp.ones((8, 2, 4)))
+    traced = jax.make_jaxpr(jax.shard_map(program, mesh=mesh, in_specs=P(), out_specs=out))(
+        jnp.ones((8, 2, 4))
+    )
     found = play(
         itertools.chain.from_iterable(topology.layers),
         work=lambda step: Work(1.0, 0.0),

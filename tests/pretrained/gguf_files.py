@@ -1,6 +1,8 @@
-"""The tiny Hugging Face models as GGUF files, written as llama.cpp's own converter does, by the `gguf` package.
+"""The tiny Hugging Face models as GGUF files, written as llama.cpp's own converter does, by the
+`gguf` package.
 
-The names and the order of rotary pairs are written out here once more, and share nothing with the package.
+The names and the order of rotary pairs are written out here once more, and share nothing with the
+package.
 """
 
 import json
@@ -64,9 +66,11 @@ def write(
     seed: int = 0,
     **changes,
 ) -> pathlib.Path:
-    """The model called `name`; its matrices of type `kind`, where their rows can be, the rest float32.
+    """The model called `name`; its matrices of type `kind`, where their rows can be, the rest
+    float32.
 
-    settings: below the architecture's name, or whole names, set or replaced, or left out if None; tensors: likewise.
+    settings: below the architecture's name, or whole names, set or replaced, or left out if None;
+        tensors: likewise.
     """
     told = models.config(name, **changes)
     family = {"mistral": "llama"}.get(told["model_type"], told["model_type"])
@@ -89,9 +93,13 @@ def write(
         "vocab_size": told["vocab_size"],
     }
     writer = gguf.GGUFWriter(str(file), architecture or family)
-    full = {f"{architecture or family}.{setting}": value for setting, value in below.items()} | _vocabulary(tokenizer)
+    full = {
+        f"{architecture or family}.{setting}": value for setting, value in below.items()
+    } | _vocabulary(tokenizer)
     for setting, value in (settings or {}).items():
-        full[setting if setting in full or setting.startswith("tokenizer") else f"{family}.{setting}"] = value
+        full[
+            setting if setting in full or setting.startswith("tokenizer") else f"{family}.{setting}"
+        ] = value
     for setting, value in full.items():
         if value is not None:
             _set(writer, setting, value)
@@ -107,7 +115,9 @@ def write(
             continue
         one = kind if values.ndim == 2 and values.shape[-1] % 32 == 0 else Kind.F32
         packed = values if one is Kind.F32 else gguf.quants.quantize(values, one)
-        writer.add_tensor(stored, packed, raw_dtype=None if packed.dtype in (np.float16, np.int32) else one)
+        writer.add_tensor(
+            stored, packed, raw_dtype=None if packed.dtype in (np.float16, np.int32) else one
+        )
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -116,7 +126,9 @@ def write(
 
 
 def _vocabulary(tokenizer: tokenizers.Tokenizer | None) -> dict:
-    """As converters store a byte-level tokenizer; without one, a vocabulary of bytes and three special tokens."""
+    """As converters store a byte-level tokenizer; without one, a vocabulary of bytes and three
+    special tokens.
+    """
     made = json.loads((tokenizer or small()).to_str())
     vocabulary = {piece: index for piece, index in made["model"]["vocab"].items()}
     kinds = dict.fromkeys(vocabulary, 1)
@@ -140,8 +152,12 @@ def _vocabulary(tokenizer: tokenizers.Tokenizer | None) -> dict:
 
 def small() -> tokenizers.Tokenizer:
     """Of 100 tokens, which know only letters: for models of 129."""
-    model = {tiny.BEGIN: 0, tiny.END: 1} | {chr(code): index for index, code in enumerate(range(0x21, 0x7F), start=2)}
-    made = tokenizers.Tokenizer(tokenizers.models.BPE({**model, "Ġ": 96, "th": 97, "Ċ": 98}, [("t", "h")]))
+    model = {tiny.BEGIN: 0, tiny.END: 1} | {
+        chr(code): index for index, code in enumerate(range(0x21, 0x7F), start=2)
+    }
+    made = tokenizers.Tokenizer(
+        tokenizers.models.BPE({**model, "Ġ": 96, "th": 97, "Ċ": 98}, [("t", "h")])
+    )
     made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     made.decoder = tokenizers.decoders.ByteLevel()
     made.add_special_tokens([tiny.BEGIN, tiny.END])
@@ -149,5 +165,10 @@ def small() -> tokenizers.Tokenizer:
 
 
 def _set(writer: gguf.GGUFWriter, name: str, value: object) -> None:
-    of = {bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}
+    of = {
+        bool: writer.add_bool,
+        int: writer.add_uint32,
+        float: writer.add_float32,
+        str: writer.add_string,
+    }
     of.get(type(value), writer.add_array)(name, value)

@@ -16,7 +16,10 @@ TOPOLOGIES = {
     "ladder-3": ("llama-all-biases", dict(residual="ladder-3")),
     "parallel": ("llama-2", dict(residual="parallel")),
     "parallel-shared-norm": ("llama-2", dict(residual="parallel-shared-norm")),
-    "hybrid-parallel-ladder": ("llama-attention-bias", dict(residual="parallel-ladder", ladder_layers="1,3")),
+    "hybrid-parallel-ladder": (
+        "llama-attention-bias",
+        dict(residual="parallel-ladder", ladder_layers="1,3"),
+    ),
     "experts-ladder": ("qwen3_moe", dict(residual="ladder")),
     "experts-farskip": ("qwen2_moe", dict(residual="farskip")),
     "experts-hybrid-farskip": ("qwen2_moe", dict(residual="farskip", ladder_layers="1,2")),
@@ -24,7 +27,10 @@ TOPOLOGIES = {
     "experts-parallel": ("mixtral", dict(residual="parallel")),
     "experts-dense-ladder": ("qwen3_moe with a dense layer", dict(residual="ladder")),
     "experts-dense-farskip": ("qwen2_moe with a dense layer", dict(residual="farskip")),
-    "experts-dense-hybrid": ("qwen2_moe with a dense layer", dict(residual="farskip", ladder_layers="3")),
+    "experts-dense-hybrid": (
+        "qwen2_moe with a dense layer",
+        dict(residual="farskip", ladder_layers="3"),
+    ),
     "experts-ungated": ("qwen2_moe", dict(residual="farskip", moe=dict(shared_gate=False))),
 }
 LAYERS = 4
@@ -34,7 +40,9 @@ def make(folder: pathlib.Path, name: str, **more) -> source.Source:
     """Four layers: enough for delays to reach over several."""
     family, changes = TOPOLOGIES[name]
     types = {"layer_types": ["full_attention"] * LAYERS} if family == "qwen3" else {}
-    standard = pretrained.open(models.write(folder, family, num_hidden_layers=LAYERS, **types, **more))
+    standard = pretrained.open(
+        models.write(folder, family, num_hidden_layers=LAYERS, **types, **more)
+    )
     moe = standard.model.moe and dataclasses.replace(standard.model.moe, **changes.get("moe", {}))
     model = dataclasses.replace(standard.model, **{**changes, "moe": moe})
     wanted = source.expected_shapes(model)

@@ -35,7 +35,9 @@ def as_source(params, model) -> Source:
 def check(result, wanted, amplified, *, source, model):
     """The fitted arrays are the wanted ones, gains became ones, and nothing else is touched."""
     key = lambda layer, array: Key.of_layer(layer, array, model=model)
-    sublayer = lambda array: array if array in ("attention/out", "mlp/down") else array.partition("/")[0]
+    sublayer = lambda array: (
+        array if array in ("attention/out", "mlp/down") else array.partition("/")[0]
+    )
     fits = {(fit.layer, fit.sublayer) for fit in result.fits}
     assert fits == {(layer, sublayer(array)) for layer, array in wanted}
     assert len(fits) == len(result.fits)
@@ -46,7 +48,9 @@ def check(result, wanted, amplified, *, source, model):
         assert cases.error(actual, values) <= amplified * cases.bound(model), (layer, array)
     gains = {key(layer, f"{name}_norm/scale") for layer, name in fits if name in SUBLAYERS}
     assert all((result.source.arrays[gain].read() == 1).all() for gain in gains)
-    changed = {key for key, stored in source.arrays.items() if result.source.arrays[key] is not stored}
+    changed = {
+        key for key, stored in source.arrays.items() if result.source.arrays[key] is not stored
+    }
     assert changed == gains | {key(*array) for array in wanted}
 
 
@@ -102,18 +106,25 @@ def expected(params, shape: reference.Shape, *, both: bool = False):
 
         about = alone if layer >= dense else alone_dense
         parts = functools.partial(reference_output, layer=place, attends=index == 0, shape=about)
-        output = lambda params, x: parts(params, x).reshape(-1, *x.shape).sum(0)  # farskip's experts are two parts
+        # farskip's experts are two parts
+        output = lambda params, x: parts(params, x).reshape(-1, *x.shape).sum(0)
         newest = output(fitted[stack], inputs)
         writes = WRITERS[sublayer]
         if delay and both and writes in own:
             lacking = (output(original[stack], whole) - newest).sum(0)
-            read = hidden(fitted[stack], place, sublayer, lambda these: output(these, inputs).sum(0))
+            read = hidden(
+                fitted[stack], place, sublayer, lambda these: output(these, inputs).sum(0)
+            )
             change, factor = stacked_least_squares(read, lacking.reshape(len(read), -1), prior=0)
             own[writes][place] += change.reshape(own[writes][place].shape)
             keep(layer, f"{sublayer}/{writes}", own[writes][place].copy(), factor)
             newest = output(fitted[stack], inputs)
         if index == 1:
-            early = parts(fitted[stack], inputs)[1].sum(0) if farskip and chosen and layer >= dense else 0.0
+            early = (
+                parts(fitted[stack], inputs)[1].sum(0)
+                if farskip and chosen and layer >= dense
+                else 0.0
+            )
         xs.append(xs[-1] + newest.sum(0))
     return found, max(factors)
 
@@ -124,13 +135,17 @@ def normalised(x, eps) -> np.ndarray:
 
 
 def fit_by_ranks(weight, gain, eps, inputs, whole):
-    """A projection [D, ...] of each rank's own input; where several ranks share a part of it, they share its fit."""
+    """A projection [D, ...] of each rank's own input; where several ranks share a part of it, they
+    share its fit.
+    """
     parts = min((len(inputs), *weight.shape[1:2]))
     split = np.split(weight, parts, axis=1) if parts > 1 else [weight]
     columns, factors = [], []
     for part, group in zip(split, np.split(inputs, parts)):
         late = np.concatenate([normalised(x, eps) for x in group])
-        matrix, factor = stacked_least_squares(late, np.concatenate([normalised(whole, eps)] * len(group)))
+        matrix, factor = stacked_least_squares(
+            late, np.concatenate([normalised(whole, eps)] * len(group))
+        )
         columns.append(np.tensordot(matrix * gain[None], part, 1))
         factors.append(factor)
     return columns[0] if parts == 1 else np.concatenate(columns, axis=1), max(factors)
@@ -156,7 +171,9 @@ def reference_output(layers, inputs, *, layer, attends, shape) -> np.ndarray:
 
 
 def hidden(layers, layer, sublayer, output) -> np.ndarray:
-    """What the output projection reads, [n, M]: the output where that copies D columns, and again for the next D."""
+    """What the output projection reads, [n, M]: the output where that copies D columns, and again
+    for the next D.
+    """
     copied = jax.tree.map(np.copy, layers)
     array = copied[sublayer][WRITERS[sublayer]][layer]
     if (bias := f"{WRITERS[sublayer]}_bias") in copied[sublayer]:
@@ -171,9 +188,11 @@ def hidden(layers, layer, sublayer, output) -> np.ndarray:
 
 
 def stacked_least_squares(late, whole, *, prior=1):
-    """argmin |late M - whole|^2 + l |M - prior|^2, and the factor by which a small relative error of both enters M.
+    """argmin |late M - whole|^2 + l |M - prior|^2, and the factor by which a small relative error
+    of both enters M.
 
-    The factor is k + k^2 |r| / (|A| |M|), of the least-squares solution's perturbation (Golub & Van Loan, 5.3.7).
+    The factor is k + k^2 |r| / (|A| |M|), of the least-squares solution's perturbation (Golub & Van
+    Loan, 5.3.7).
     """
     width = late.shape[1]
     penalty = np.sqrt(RIDGE * np.sum(late * late) / width)

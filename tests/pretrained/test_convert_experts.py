@@ -1,4 +1,6 @@
-"""Models with experts converted by measurement: sensitivities and the refit, against the dense loop in float64."""
+"""Models with experts converted by measurement: sensitivities and the refit, against the dense loop
+in float64.
+"""
 
 import dataclasses
 
@@ -32,13 +34,18 @@ ROWS = [
 
 @pytest.mark.parametrize("name, kind, dense, mesh, projections", ROWS)
 def test_the_refit_is_the_least_squares_solution(name, kind, dense, mesh, projections):
-    """Router, every expert and the shared one, in the experts' and in the layers' order; nothing else is touched.
+    """Router, every expert and the shared one, in the experts' and in the layers' order; nothing
+    else is touched.
 
     Of output projections attention's, and those of first layers without experts.
     """
     model = experts.model(name, kind, dense_layers=dense)
-    source = as_source(parameters(kind, dense), dataclasses.replace(model, residual="standard", ladder_layers=None))
-    settings = dict(mesh=parallel.make_mesh(**mesh), settings=Refit(ridge=RIDGE, projections=projections))
+    source = as_source(
+        parameters(kind, dense), dataclasses.replace(model, residual="standard", ladder_layers=None)
+    )
+    settings = dict(
+        mesh=parallel.make_mesh(**mesh), settings=Refit(ridge=RIDGE, projections=projections)
+    )
     result = refit(source, model=model, rows=TOKENS, **settings)
     wanted = expected(parameters(kind, dense), experts.shape(name, model), both=projections is BOTH)
     assert len(wanted[0]) > 3
@@ -63,4 +70,6 @@ def test_losses_of_any_subset_are_the_references(name, kind, dense, tensor):
     shape = experts.shape(name, definition.config)
     for chosen in ((), (0, 1), (2,), (0, 2)):
         told = dataclasses.replace(shape, ladder=chosen)
-        assert probe.loss(chosen) == pytest.approx(reference.loss_eagerly(plain, rows, told), rel=2e-5), chosen
+        assert probe.loss(chosen) == pytest.approx(
+            reference.loss_eagerly(plain, rows, told), rel=2e-5
+        ), chosen

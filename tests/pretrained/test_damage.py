@@ -1,4 +1,6 @@
-"""Files that are not whole, or not what their description says: one line that names what is wrong."""
+"""Files that are not whole, or not what their description says: one line that names what is
+wrong.
+"""
 
 import json
 import os
@@ -33,7 +35,9 @@ def test_truncated(kept, whole):
     assert "not a whole safetensors file" in message
 
 
-@pytest.mark.parametrize("header", [b"\xff" * 8, (2**62).to_bytes(8, "little"), (4).to_bytes(8, "little") + b"nope"])
+@pytest.mark.parametrize(
+    "header", [b"\xff" * 8, (2**62).to_bytes(8, "little"), (4).to_bytes(8, "little") + b"nope"]
+)
 def test_nonsense_in_headers(header, whole):
     file = sorted(whole.glob("*.safetensors"))[0]
     file.write_bytes(header + file.read_bytes()[len(header) :])
@@ -90,7 +94,9 @@ def test_more_layers_than_tensors(tmp_path):
         pretrained.open(file)
 
 
-@pytest.mark.parametrize("name", ["config.json", "generation_config.json", "model.safetensors.index.json"])
+@pytest.mark.parametrize(
+    "name", ["config.json", "generation_config.json", "model.safetensors.index.json"]
+)
 def test_nested_json(name, tmp_path):
     folder = models.write(tmp_path / "model", "llama-2")
     (folder / name).write_text("[" * 100_000)
@@ -144,6 +150,8 @@ def test_a_file_that_is_cut_short_while_it_is_read(tmp_path):
     whole = {key: stored.read() for key, stored in source.arrays.items()}
     os.truncate(tmp_path / "model" / "model.safetensors", 4000)
     for key, stored in source.arrays.items():
-        with pytest.raises(UserError, match="model.safetensors' was cut short: it was complete when it was opened"):
+        with pytest.raises(
+            UserError, match="model.safetensors' was cut short: it was complete when it was opened"
+        ):
             stored.read()
         assert np.isfinite(whole[key]).all()

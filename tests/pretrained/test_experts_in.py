@@ -1,4 +1,6 @@
-"""Hugging Face models with experts: logits and losses as transformers computes them, every spelling, every refusal."""
+"""Hugging Face models with experts: logits and losses as transformers computes them, every
+spelling, every refusal.
+"""
 
 import dataclasses
 import json
@@ -33,29 +35,38 @@ def computed(source, *, tensor: int):
         chosen = of_group(chosen, axes=layout.tensor, own=False)
         return logits, jax.tree.map(lambda a: parallel.all_reduce(a, layout.batch), chosen)
 
-    on_mesh = parallel.on_mesh(local, layout=layout, in_dims=(definition.dims, "BT"), out_dims=("BTV", ""))
+    on_mesh = parallel.on_mesh(
+        local, layout=layout, in_dims=(definition.dims, "BT"), out_dims=("BTV", "")
+    )
     logits, chosen = jax.jit(on_mesh)(pretrained.load(source, mesh=mesh), models.tokens())
     return np.asarray(logits)[..., :129], jax.tree.map(np.asarray, chosen)
 
 
 # Another family has a dense layer before the experts of "qwen3_moe".
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.full if name == "qwen3_moe" else ()) for name in EXPERTS]
+    "name",
+    [pytest.param(name, marks=pytest.mark.full if name == "qwen3_moe" else ()) for name in EXPERTS],
 )
 def test_logits_and_losses_are_those_of_transformers(name, tmp_path):
-    """Theirs counts a token once for each expert that it chose, and is of all layers together; ours is a mean."""
+    """Theirs counts a token once for each expert that it chose, and is of all layers together; ours
+    is a mean.
+    """
     source = pretrained.open(write(tmp_path / "model", name))
     moe = source.model.moe
     assert moe.experts == 6
     assert moe.top_k == 2
-    assert moe.softmax is (RouterSoftmax.ALL if name in ("qwen2_moe", "olmoe") else RouterSoftmax.CHOSEN)
+    assert moe.softmax is (
+        RouterSoftmax.ALL if name in ("qwen2_moe", "olmoe") else RouterSoftmax.CHOSEN
+    )
     logits, chosen = computed(source, tensor=4)
     assert models.error(logits[:, 2::3], recorded()[name]) <= 1e-4
     tokens = models.tokens().size
     losses = recorded()[f"{name} losses"]
     together = 6 * (chosen.counts.mean(0) * chosen.probabilities.mean(0)).sum() / tokens**2
     assert models.error(together, losses[0]) <= 1e-4
-    ours = RouterLosses(nn.define(source.model, mesh=parallel.make_mesh())).metrics(vars(chosen))["load_balance"]
+    ours = RouterLosses(nn.define(source.model, mesh=parallel.make_mesh())).metrics(vars(chosen))[
+        "load_balance"
+    ]
     assert models.error(np.asarray(ours), losses[1:].mean() / 2) <= 1e-4
 
     tensors = safetensors.numpy.load_file(tmp_path / "model" / "model.safetensors")
@@ -83,17 +94,45 @@ def test_spellings_of_the_configuration(tmp_path):
     "name, changes, field",
     [
         ("qwen3_moe", dict(mlp_only_layers=[0]), "holds no model.layers.0.mlp.down_proj.weight"),
-        ("qwen3_moe", dict(mlp_only_layers=[1]), r"mlp_only_layers=\[1\] cannot be represented: the layers without"),
+        (
+            "qwen3_moe",
+            dict(mlp_only_layers=[1]),
+            r"mlp_only_layers=\[1\] cannot be represented: the layers without",
+        ),
         ("qwen2_moe", dict(mlp_only_layers=[0, 1]), "must be the first ones, and not all 2"),
-        ("qwen2_moe", dict(decoder_sparse_step=2, num_hidden_layers=4), "decoder_sparse_step=2 cannot be represented"),
+        (
+            "qwen2_moe",
+            dict(decoder_sparse_step=2, num_hidden_layers=4),
+            "decoder_sparse_step=2 cannot be represented",
+        ),
         ("qwen2_moe", dict(decoder_sparse_step=0), "must be the first ones"),
-        ("qwen3_moe", dict(num_experts=4), "experts.4.down_proj.weight and 11 more, not in the model"),
-        ("qwen3_moe", dict(num_experts=7), "holds no model.layers.0.mlp.experts.6.down_proj.weight"),
-        ("qwen3_moe", dict(moe_intermediate_size=17), r"down_proj.weight is \(32, 16\), but \(32, 17\)"),
+        (
+            "qwen3_moe",
+            dict(num_experts=4),
+            "experts.4.down_proj.weight and 11 more, not in the model",
+        ),
+        (
+            "qwen3_moe",
+            dict(num_experts=7),
+            "holds no model.layers.0.mlp.experts.6.down_proj.weight",
+        ),
+        (
+            "qwen3_moe",
+            dict(moe_intermediate_size=17),
+            r"down_proj.weight is \(32, 16\), but \(32, 17\)",
+        ),
         ("qwen3_moe", dict(num_experts_per_tok=9), "top_k=9 chooses more"),
-        ("olmoe", dict(clip_qkv=8.0), "clip_qkv=8.0 cannot be represented: queries, keys and values are not clipped"),
+        (
+            "olmoe",
+            dict(clip_qkv=8.0),
+            "clip_qkv=8.0 cannot be represented: queries, keys and values are not clipped",
+        ),
         ("qwen3_moe", dict(model_type="olmoe"), r"k_norm.weight is \(16,\), but \(32,\)"),
-        ("qwen3_moe", dict(model_type="qwen3"), "num_experts=6 cannot be represented: a qwen3 has no experts"),
+        (
+            "qwen3_moe",
+            dict(model_type="qwen3"),
+            "num_experts=6 cannot be represented: a qwen3 has no experts",
+        ),
         ("mixtral", dict(sliding_window=4096), "sliding_window"),
     ],
 )
@@ -117,20 +156,36 @@ def test_round_trip(name, tmp_path):
     assert written.keys() == tensors.keys()
     assert all(np.array_equal(written[key], tensors[key]) for key in tensors)
     told = json.loads((tmp_path / "out" / "config.json").read_text())
-    ignored = {"rope_scaling", "intermediate_size", "eos_token_id", "max_window_layers", "sliding_window", "use_cache"}
-    kept = config(name).keys() - ignored - {"router_jitter_noise", "initializer_range", "transformers_version"}
+    ignored = {
+        "rope_scaling",
+        "intermediate_size",
+        "eos_token_id",
+        "max_window_layers",
+        "sliding_window",
+        "use_cache",
+    }
+    kept = (
+        config(name).keys()
+        - ignored
+        - {"router_jitter_noise", "initializer_range", "transformers_version"}
+    )
     assert {key: told.get(key) for key in kept} == {key: config(name)[key] for key in kept}
     assert pretrained.open(tmp_path / "out").model == source.model
 
 
 def test_conversion_and_back_onto_ranks_that_do_not_divide(tmp_path, capsys):
     """Into a checkpoint, its last layer farskip; six experts on four ranks, padded, and on one."""
-    tensors = {name: values.astype(ml_dtypes.bfloat16) for name, values in weights(config("qwen2_moe")).items()}
+    tensors = {
+        name: values.astype(ml_dtypes.bfloat16)
+        for name, values in weights(config("qwen2_moe")).items()
+    }
     folder = write(tmp_path / "model", "qwen2_moe", tensors=tensors)
     saved = convert(folder, tmp_path / "out", ladder_layers="1", residual="farskip")
     assert (saved.config.model.residual, saved.config.model.ladder_layers) == ("farskip", "1")
     capsys.readouterr()
-    one, four = (restored(saved, tensor=ranks)[1]["layers"]["mlp"]["experts"]["down"] for ranks in (1, 4))
+    one, four = (
+        restored(saved, tensor=ranks)[1]["layers"]["mlp"]["experts"]["down"] for ranks in (1, 4)
+    )
     assert one.shape == (2, 6, 16, 32)
     assert four.shape == (2, 8, 16, 32)
     stored = tensors["model.layers.1.mlp.experts.5.down_proj.weight"].T
@@ -140,7 +195,9 @@ def test_conversion_and_back_onto_ranks_that_do_not_divide(tmp_path, capsys):
     again = pretrained.open(tmp_path / "out")
     assert again.model == saved.config.model
     pretrained.write_huggingface(again, tmp_path / "exported")
-    as_stored = dataclasses.replace(again.model, ladder_layers="1,", dtype="bfloat16", residual_dtype="bfloat16")
+    as_stored = dataclasses.replace(
+        again.model, ladder_layers="1,", dtype="bfloat16", residual_dtype="bfloat16"
+    )
     assert pretrained.open(tmp_path / "exported").model == as_stored
     written = safetensors.numpy.load_file(tmp_path / "exported" / "model.safetensors")
     assert written.keys() == tensors.keys()

@@ -1,4 +1,6 @@
-"""GGUF in: the values, the configuration and the tokenizer that were written, or one line that says why not."""
+"""GGUF in: the values, the configuration and the tokenizer that were written, or one line that says
+why not.
+"""
 
 import dataclasses
 import json
@@ -31,7 +33,9 @@ def refused(path) -> str:
 
 @pytest.mark.parametrize("name", models.CONFIGS)
 def test_every_family_holds_what_its_hugging_face_form_holds(name, tmp_path):
-    """Heads in the other order for llama, biases, query/key norms, tied tables: bit for bit, layer for layer."""
+    """Heads in the other order for llama, biases, query/key norms, tied tables: bit for bit, layer
+    for layer.
+    """
     told = models.config(name)
     changes = {}
     if (told.get("rope_scaling") or {}).get("rope_type") == "llama3":
@@ -52,17 +56,24 @@ def dequantised(values: np.ndarray, kind: Kind) -> np.ndarray:
         return values.astype(np.float16).astype(np.float32)
     if kind is Kind.BF16:
         return values.astype(ml_dtypes.bfloat16).astype(np.float32)
-    packed = gguf.quants.quantize(values, kind).reshape(-1, {Kind.Q8_0: 34, Kind.Q4_0: 18, Kind.Q4_1: 20}[kind])
+    packed = gguf.quants.quantize(values, kind).reshape(
+        -1, {Kind.Q8_0: 34, Kind.Q4_0: 18, Kind.Q4_1: 20}[kind]
+    )
     half = lambda at: packed[:, at : at + 2].copy().view(np.float16).astype(np.float32)
     if kind is Kind.Q8_0:  # a scale, 32 signed bytes
         return (half(0) * packed[:, 2:].view(np.int8)).reshape(values.shape)
-    start = 2 if kind is Kind.Q4_0 else 4  # a scale, (a least value,) 16 bytes of which the low halves come first
-    nibbles = np.concatenate([packed[:, start:] & 15, packed[:, start:] >> 4], axis=1).astype(np.float32)
+    # a scale, (a least value,) 16 bytes of which the low halves come first
+    start = 2 if kind is Kind.Q4_0 else 4
+    nibbles = np.concatenate([packed[:, start:] & 15, packed[:, start:] >> 4], axis=1).astype(
+        np.float32
+    )
     found = half(0) * (nibbles - 8) if kind is Kind.Q4_0 else half(0) * nibbles + half(2)
     return found.reshape(values.shape)
 
 
-@pytest.mark.parametrize("kind", [Kind.F16, Kind.BF16, Kind.Q8_0, Kind.Q4_0, Kind.Q4_1], ids=lambda kind: kind.name)
+@pytest.mark.parametrize(
+    "kind", [Kind.F16, Kind.BF16, Kind.Q8_0, Kind.Q4_0, Kind.Q4_1], ids=lambda kind: kind.name
+)
 def test_types(kind, tmp_path, monkeypatch):
     """Halves stay what they are, all else becomes float32; in blocks of rows as whole."""
     monkeypatch.setattr("ladder_jax.pretrained.gguf.file.BLOCK", 256)
@@ -100,7 +111,10 @@ def test_llama_3_scaling_is_known_by_its_factors(tmp_path):
         ({"rope.scaling.type": "yarn"}, "llama.rope.scaling.type='yarn'"),
         ({"rope.dimension_count": 4}, "llama.rope.dimension_count=4"),
         ({"logit_scale": 2.0}, "llama.logit_scale=2.0"),
-        ({"attention.head_count_kv": [4, 2]}, "llama.attention.head_count_kv must be of type int, not [4, 2]"),
+        (
+            {"attention.head_count_kv": [4, 2]},
+            "llama.attention.head_count_kv must be of type int, not [4, 2]",
+        ),
         ({"attention.head_count": 6}, "model.num_kv_heads=4 does not divide model.num_heads=6"),
         ({"block_count": None}, "does not say llama.block_count"),
         ({"block_count": 3}, "lacks blk.2."),
@@ -123,11 +137,23 @@ def test_what_cannot_be_represented_is_named(settings, named, tmp_path):
     "tensors, named",
     [
         ({"blk.1.ffn_up.weight": None}, "lacks blk.1.ffn_up.weight"),
-        ({"blk.1.attn_q.weight": np.zeros((16, 32), np.float32)}, "blk.1.attn_q.weight is (16, 32), not (32, 32)"),
-        ({"blk.0.ffn_gate_exps.weight": np.zeros((2, 48, 32), np.float32)}, "holds blk.0.ffn_gate_exps.weight"),
+        (
+            {"blk.1.attn_q.weight": np.zeros((16, 32), np.float32)},
+            "blk.1.attn_q.weight is (16, 32), not (32, 32)",
+        ),
+        (
+            {"blk.0.ffn_gate_exps.weight": np.zeros((2, 48, 32), np.float32)},
+            "holds blk.0.ffn_gate_exps.weight",
+        ),
         ({"token_embd.weight": None}, "has no table token_embd.weight"),
-        ({"token_embd.weight": np.zeros((64, 32), np.float32)}, "its tokenizer has 99 tokens, its model 64"),
-        ({"output_norm.weight": np.zeros(32, np.int32)}, "output_norm.weight is of type I32, which is not supported"),
+        (
+            {"token_embd.weight": np.zeros((64, 32), np.float32)},
+            "its tokenizer has 99 tokens, its model 64",
+        ),
+        (
+            {"output_norm.weight": np.zeros(32, np.int32)},
+            "output_norm.weight is of type I32, which is not supported",
+        ),
     ],
 )
 def test_tensors_that_do_not_fit_are_named(tensors, named, tmp_path):
@@ -142,13 +168,18 @@ def test_another_architecture(tmp_path):
 
 
 def test_damage(tmp_path):
-    """Cut off anywhere, or with any byte of the head changed: it opens as what it was, or is refused in a line."""
+    """Cut off anywhere, or with any byte of the head changed: it opens as what it was, or is
+    refused in a line.
+    """
     whole = gguf_files.write(tmp_path / "whole.gguf", "llama-2").read_bytes()
     file = tmp_path / "file.gguf"
     rng = np.random.default_rng(0)
     for length in (0, 3, 4, 12, 30, 200, 2000, len(whole) // 2, len(whole) - 33):
         file.write_bytes(whole[:length])
-        assert "is damaged or incomplete" in (said := refused(file)) or "is no pretrained model" in said
+        assert (
+            "is damaged or incomplete" in (said := refused(file))
+            or "is no pretrained model" in said
+        )
     for at in rng.integers(4, 3000, 60):
         content = bytearray(whole)
         content[at] ^= 1 << rng.integers(8)
@@ -165,7 +196,9 @@ def test_damage(tmp_path):
 
 
 def test_a_byte_level_tokenizer_is_what_it_was(tmp_path):
-    """The same tokens, the same bytes, the same chat prompts as from the folder that it was converted from."""
+    """The same tokens, the same bytes, the same chat prompts as from the folder that it was
+    converted from.
+    """
     made = tiny.byte_level()
     file = gguf_files.write(tmp_path / "file.gguf", "llama-2", tokenizer=made, vocab_size=320)
     ours = pretrained.open(file).tokenizer
@@ -183,9 +216,13 @@ def test_a_sentencepiece_tokenizer_is_what_it_was(tmp_path):
     made = tiny.byte_fallback()
     model = json.loads(made.to_str())["model"]
     pieces = sorted(model["vocab"], key=model["vocab"].get)
-    rank = {"".join(pair): -float(index) for index, pair in reversed(list(enumerate(model["merges"], start=1)))}
+    rank = {
+        "".join(pair): -float(index)
+        for index, pair in reversed(list(enumerate(model["merges"], start=1)))
+    }
     kinds = [
-        6 if piece.startswith("<0x") else {"<unk>": 2, tiny.BEGIN: 3, tiny.END: 3}.get(piece, 1) for piece in pieces
+        6 if piece.startswith("<0x") else {"<unk>": 2, tiny.BEGIN: 3, tiny.END: 3}.get(piece, 1)
+        for piece in pieces
     ]
     settings = {
         "tokenizer.ggml.model": "llama",
@@ -202,7 +239,10 @@ def test_a_sentencepiece_tokenizer_is_what_it_was(tmp_path):
     file = gguf_files.write(tmp_path / "file.gguf", "llama-2", settings=settings, vocab_size=400)
     ours = pretrained.open(file).tokenizer
     for text in (*tiny.SENTENCES, TEXT):
-        assert ours.encode(text) == [pieces.index(tiny.BEGIN), *made.encode(text, add_special_tokens=False).ids]
+        assert ours.encode(text) == [
+            pieces.index(tiny.BEGIN),
+            *made.encode(text, add_special_tokens=False).ids,
+        ]
         assert ours.decode(ours.encode(text)) == text
 
 

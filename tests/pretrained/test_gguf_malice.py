@@ -31,7 +31,9 @@ BOMBS = {
     "lists": head_of(LIST + struct.pack("<IQ", 9, 2**40)),
     "as many as it has bytes": head_of(LIST + struct.pack("<IQ", 0, 2**25) + bytes(2**25)),
     "lists in lists": head_of(LIST + struct.pack("<IQ", 9, 1) * 100_000),
-    "empty lists": head_of(*[LIST + struct.pack("<IQ", 9, 2**20) + struct.pack("<IQ", 9, 0) * 2**20] * 2),
+    "empty lists": head_of(
+        *[LIST + struct.pack("<IQ", 9, 2**20) + struct.pack("<IQ", 9, 0) * 2**20] * 2
+    ),
     "settings": b"GGUF" + struct.pack("<IQQ", 3, 0, 2**60),
     "tensors": head_of(tensors=2**60),
     "a name": head_of(struct.pack("<Q", 2**63) + b"a"),

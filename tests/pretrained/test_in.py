@@ -1,4 +1,6 @@
-"""Hugging Face models in: the same logits as transformers, every spelling read, every refusal named."""
+"""Hugging Face models in: the same logits as transformers, every spelling read, every refusal
+named.
+"""
 
 import functools
 import json
@@ -24,7 +26,11 @@ def recorded():
 def logits(source, *, tensor=1, fsdp=1, **options):
     mesh = parallel.make_mesh(tensor=tensor, fsdp=fsdp)
     definition = nn.define(source.model, mesh=mesh)
-    return np.asarray(nn.compiled_logits(definition)(pretrained.load(source, mesh=mesh, **options), models.tokens()))
+    return np.asarray(
+        nn.compiled_logits(definition)(
+            pretrained.load(source, mesh=mesh, **options), models.tokens()
+        )
+    )
 
 
 @pytest.mark.parametrize("name", models.FAMILIES)
@@ -49,9 +55,13 @@ def test_loads_onto_every_mesh_with_the_values_that_are_stored(mesh, halved):
     params = pretrained.load(source, mesh=mesh)
     query = np.asarray(params["layers"]["attention"]["query"][1])
     assert query.dtype == ml_dtypes.bfloat16
-    assert np.array_equal(query, stored["model.layers.1.self_attn.q_proj.weight"].T.reshape(32, 4, 8))
+    assert np.array_equal(
+        query, stored["model.layers.1.self_attn.q_proj.weight"].T.reshape(32, 4, 8)
+    )
     table = params["embedding"]["table"]
-    assert table.sharding == nn.define(source.model, mesh=mesh).abstract["embedding"]["table"].sharding
+    assert (
+        table.sharding == nn.define(source.model, mesh=mesh).abstract["embedding"]["table"].sharding
+    )
     assert table.shape[0] == nn.padded_vocabulary(129, ranks=mesh.shape["tensor"])
     assert np.array_equal(table[:129], stored["model.embed_tokens.weight"])
     assert not np.asarray(table)[129:].any()
@@ -65,17 +75,25 @@ def test_loads_in_another_dtype(halved):
 
 
 def test_inference_reads_it_one_array_at_a_time(halved):
-    """With the values that all of it in memory would give; norms' gains, which multiply in float32, in that."""
+    """With the values that all of it in memory would give; norms' gains, which multiply in float32,
+    in that.
+    """
     source, _ = halved
     mesh = parallel.make_mesh(tensor=4)
     definition = nn.define(source.model, mesh=mesh)
     whole = pretrained.load(source, mesh=mesh, dtype=np.dtype(np.float32))
     form = dict(loop=Loop.UNROLLED, quantize=Quantize.INT8)
     read = weights.prepare(definition, pretrained.reader(source, definition), **form)
-    for a, b in zip(jax.tree.leaves(read), jax.tree.leaves(weights.prepare(definition, whole, **form)), strict=True):
+    for a, b in zip(
+        jax.tree.leaves(read),
+        jax.tree.leaves(weights.prepare(definition, whole, **form)),
+        strict=True,
+    ):
         assert a.dtype == b.dtype
         assert np.array_equal(a, b)
-    up, table = pretrained.reader(source, definition)([("layers/mlp/up", 1), ("embedding/table", None)])
+    up, table = pretrained.reader(source, definition)(
+        [("layers/mlp/up", 1), ("embedding/table", None)]
+    )
     assert up.dtype == ml_dtypes.bfloat16
     assert table.shape[0] == nn.padded_vocabulary(129, ranks=4)
 
@@ -86,20 +104,44 @@ def read(tmp_path, name="llama-3.1", **changes):
 
 
 def test_both_spellings_of_rope_say_the_same(tmp_path):
-    scaling = RopeScaling(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_context=16)
+    scaling = RopeScaling(
+        factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_context=16
+    )
     old = {"rope_theta": 5e5, "rope_scaling": models.LLAMA3}
-    older = {"rope_theta": 5e5, "rope_scaling": {"type": "llama3", **models.LLAMA3, "rope_type": None}}
-    new = {"rope_theta": ..., "rope_scaling": ..., "rope_parameters": {**models.LLAMA3, "rope_theta": 5e5}}
+    older = {
+        "rope_theta": 5e5,
+        "rope_scaling": {"type": "llama3", **models.LLAMA3, "rope_type": None},
+    }
+    new = {
+        "rope_theta": ...,
+        "rope_scaling": ...,
+        "rope_parameters": {**models.LLAMA3, "rope_theta": 5e5},
+    }
     between = {"rope_theta": 5e5, "rope_scaling": ..., "rope_parameters": models.LLAMA3}
-    both = {"rope_theta": 5e5, "rope_scaling": models.LLAMA3, "rope_parameters": {"rope_type": "default"}}
+    both = {
+        "rope_theta": 5e5,
+        "rope_scaling": models.LLAMA3,
+        "rope_parameters": {"rope_type": "default"},
+    }
     for number, spelling in enumerate([old, older, new, between, both]):
         model = read(tmp_path / str(number), **spelling)
         assert (model.rope_theta, model.rope_scaling) == (500_000.0, scaling), spelling
 
 
 def test_absent_fields_mean_what_transformers_takes_them_for(tmp_path):
-    model = read(tmp_path / "llama", "llama-2", num_key_value_heads=..., rope_theta=..., tie_word_embeddings=...)
-    assert (model.num_kv_heads, model.head_dim, model.rope_theta, model.tie_embeddings) == (4, 8, 10_000.0, False)
+    model = read(
+        tmp_path / "llama",
+        "llama-2",
+        num_key_value_heads=...,
+        rope_theta=...,
+        tie_word_embeddings=...,
+    )
+    assert (model.num_kv_heads, model.head_dim, model.rope_theta, model.tie_embeddings) == (
+        4,
+        8,
+        10_000.0,
+        False,
+    )
     folder = models.write(tmp_path / "qwen3", "qwen3", head_dim=128)
     (folder / "config.json").write_text(json.dumps(models.config("qwen3", head_dim=...)))
     assert pretrained.open(folder).model.head_dim == 128
@@ -126,7 +168,10 @@ REFUSED = {
     "rope_type='yarn'": ("llama-3.1", {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}),
     "rope_type='linear'": ("llama-3.1", {"rope_scaling": {"type": "linear", "factor": 4.0}}),
     "low_freq_factor": ("llama-3.1", {"rope_scaling": {"rope_type": "llama3", "factor": 4.0}}),
-    "rope_parameters differs": ("qwen3", {"rope_parameters": {"full_attention": {"rope_type": "default"}}}),
+    "rope_parameters differs": (
+        "qwen3",
+        {"rope_parameters": {"full_attention": {"rope_type": "default"}}},
+    ),
     "rope_scaling must be an object": ("llama-3.1", {"rope_scaling": 8.0}),
     "partial_rotary_factor": ("llama-3.1", {"partial_rotary_factor": 0.5}),
     "mlp_bias": ("llama-2", {"mlp_bias": True}),

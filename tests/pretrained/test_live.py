@@ -25,7 +25,9 @@ def opened(folder):
     import torch
     import transformers
 
-    model = transformers.AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True, dtype=torch.float32)
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        folder, trust_remote_code=True, dtype=torch.float32
+    )
     return model.eval()
 
 
@@ -39,7 +41,9 @@ def test_imported_models_compute_the_same(name, tmp_path):
 
 
 @pytest.mark.parametrize("name", models.CONFIGS)
-def test_exported_standard_models_are_plain_and_compute_exactly_the_same(name, tmp_path, monkeypatch):
+def test_exported_standard_models_are_plain_and_compute_exactly_the_same(
+    name, tmp_path, monkeypatch
+):
     folder = models.write(tmp_path / "model", name)
     monkeypatch.setattr("ladder_jax.pretrained.huggingface.folder.SHARD_BYTES", 30_000)
     pretrained.write_huggingface(pretrained.open(folder), tmp_path / "out")
@@ -49,7 +53,9 @@ def test_exported_standard_models_are_plain_and_compute_exactly_the_same(name, t
     assert np.array_equal(record.logits(tmp_path / "out"), record.logits(folder))
 
 
-@pytest.mark.parametrize("form", [lambda tensors: tensors, models.fused], ids=["an expert", "fused"])
+@pytest.mark.parametrize(
+    "form", [lambda tensors: tensors, models.fused], ids=["an expert", "fused"]
+)
 @pytest.mark.parametrize("name", models.EXPERTS)
 def test_experts_in_and_out(name, form, tmp_path):
     """Logits and losses; what is written is a class of transformers, which computes the same."""
@@ -64,7 +70,8 @@ def test_experts_in_and_out(name, form, tmp_path):
     pretrained.write_huggingface(source, tmp_path / "out")
     model = opened(tmp_path / "out")
     assert type(model).__module__.startswith("transformers.models.")
-    assert models.error(record.logits(tmp_path / "out"), live) <= 1e-6  # PyTorch's own sums depend on alignment
+    # PyTorch's own sums depend on alignment
+    assert models.error(record.logits(tmp_path / "out"), live) <= 1e-6
     model.save_pretrained(tmp_path / "saved")  # by transformers' own choice of names
     again = pretrained.open(tmp_path / "saved")
     assert again.model == source.model
@@ -114,7 +121,9 @@ def test_prefill_decode_and_left_padding(exported):
 
 
 def test_generate(exported):
-    """With and without a cache, in a padded batch, and by beams: the greedy tokens that the logits say."""
+    """With and without a cache, in a padded batch, and by beams: the greedy tokens that the logits
+    say.
+    """
     import torch
 
     name, made, _, model = exported
@@ -122,7 +131,9 @@ def test_generate(exported):
     settings = dict(max_new_tokens=12, do_sample=False, eos_token_id=None, pad_token_id=0)
     found = model.generate(prompt, **settings)[0, 10:]
     assert torch.equal(model.generate(prompt, use_cache=False, **settings)[0, 10:], found)
-    rows = torch.cat([torch.cat([torch.zeros(1, 4), prompt], 1), torch.as_tensor(models.tokens()[1:, :14])]).long()
+    rows = torch.cat(
+        [torch.cat([torch.zeros(1, 4), prompt], 1), torch.as_tensor(models.tokens()[1:, :14])]
+    ).long()
     mask = (torch.arange(14)[None] >= torch.tensor([[4], [0]])).long()
     assert torch.equal(model.generate(rows, attention_mask=mask, **settings)[0, 14:], found)
     assert model.generate(prompt, num_beams=3, **settings).shape == (1, 22)
@@ -158,7 +169,8 @@ def test_fine_tuned_and_back(exported, tmp_path):
         == nn.define(made.model, mesh=parallel.make_mesh()).topology
     )
     ours = {
-        name: np.frombuffer(raw, dtype).reshape(shape) for name, (dtype, shape, raw) in bits(tmp_path / "tuned").items()
+        name: np.frombuffer(raw, dtype).reshape(shape)
+        for name, (dtype, shape, raw) in bits(tmp_path / "tuned").items()
     }
     theirs = model.state_dict()
     assert all(np.array_equal(values, theirs[name].numpy()) for name, values in ours.items())
@@ -174,26 +186,38 @@ def test_bfloat16_tokenizer_and_consent(tmp_path):
     tokenizers.folder(tmp_path / "tokenizer")
     described = tmp_path / "tokenizer" / "tokenizer_config.json"
     told = json.loads(described.read_text())
-    plain = {name: value["content"] if isinstance(value, dict) else value for name, value in told.items()}
-    described.write_text(json.dumps(plain))  # this transformers reads tokens as objects in its own form only
+    plain = {
+        name: value["content"] if isinstance(value, dict) else value for name, value in told.items()
+    }
+    # this transformers reads tokens as objects in its own form only
+    described.write_text(json.dumps(plain))
     files = {file.name: file.read_bytes() for file in (tmp_path / "tokenizer").iterdir()}
     made = dataclasses.replace(made, files=files)
-    halved = lambda a: Stored(a.shape, np.dtype(ml_dtypes.bfloat16), lambda: a.read().astype(ml_dtypes.bfloat16))
-    made = dataclasses.replace(made, arrays={key: halved(stored) for key, stored in made.arrays.items()})
+    halved = lambda a: Stored(
+        a.shape, np.dtype(ml_dtypes.bfloat16), lambda: a.read().astype(ml_dtypes.bfloat16)
+    )
+    made = dataclasses.replace(
+        made, arrays={key: halved(stored) for key, stored in made.arrays.items()}
+    )
     pretrained.write_huggingface(made, tmp_path / "out")
     assert safetensors.numpy.load_file(tmp_path / "out" / "model.safetensors")
-    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", trust_remote_code=True)
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / "out", trust_remote_code=True
+    )
     assert model.dtype == torch.bfloat16
     assert model.generation_config.eos_token_id == [2, 5]
     with torch.no_grad():
         rounded = model(torch.as_tensor(models.tokens(), dtype=torch.long)).logits.float().numpy()
     assert models.error(rounded, record.logits(tmp_path / "out")) < 0.1
     here = transformers.AutoTokenizer.from_pretrained(tmp_path / "tokenizer")
-    there = transformers.AutoTokenizer.from_pretrained(tmp_path / "out", trust_remote_code=False)  # runs no program
+    # runs no program
+    there = transformers.AutoTokenizer.from_pretrained(tmp_path / "out", trust_remote_code=False)
     text = "the cat sat on the mat"
     assert there(text)["input_ids"] == here(text)["input_ids"]
     messages = [{"role": "user", "content": text}]
-    assert there.apply_chat_template(messages, tokenize=False) == here.apply_chat_template(messages, tokenize=False)
+    assert there.apply_chat_template(messages, tokenize=False) == here.apply_chat_template(
+        messages, tokenize=False
+    )
     with pytest.raises(ValueError, match="trust_remote_code"):
         transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", trust_remote_code=False)
     told = json.loads((tmp_path / "out" / "config.json").read_text())

@@ -1,4 +1,6 @@
-"""A model by its name, in any format, to text: by one command and by three lines of Python, as by way of `convert`."""
+"""A model by its name, in any format, to text: by one command and by three lines of Python, as by
+way of `convert`.
+"""
 
 import contextlib
 import json
@@ -26,7 +28,8 @@ from tests.pretrained import conftest, gguf_files, models
 
 TEXT = "the"
 NEW = dict(max_new_tokens=16, temperature=1.5, seed=1)
-# Not in `make test`: every family's logits are compared in test_in.py, and below is text of a folder.
+# Not in `make test`: every family's logits are compared in test_in.py, and below is text of a
+# folder.
 FULL = [pytest.param(name, marks=pytest.mark.full) for name in models.FAMILIES]
 WORDS = ["--prompt", TEXT, "--max-new-tokens", "16", "--temperature", "1.5", "--seed", "1"]
 
@@ -60,7 +63,9 @@ def same(ours, theirs):
 
 @pytest.mark.parametrize("name", ["small.gguf", *FULL])
 def test_text_without_converting_first(name, files, tmp_path, capsys):
-    """One command and three lines of Python give what the converted checkpoint gives, and below it the tokens."""
+    """One command and three lines of Python give what the converted checkpoint gives, and below it
+    the tokens.
+    """
     text = printed(capsys, "generate", files / name, *WORDS)
     assert text.startswith(TEXT)
     assert len(text) > len(TEXT) + 1
@@ -82,28 +87,51 @@ def test_ladder_layers_in_memory(files, tmp_path, capsys, mistake):
     assert f"{str(converted)!r} is ladder" in said
     said = mistake("generate", files / "llama-2", *WORDS, "--ladder-layers", "auto:1")
     assert "is measured, so only a conversion can choose it" in said
-    model = lj.from_pretrained(files / "llama-2", ladder_layers=[0, 1], residual="ladder-2", dtype="bfloat16")
+    model = lj.from_pretrained(
+        files / "llama-2", ladder_layers=[0, 1], residual="ladder-2", dtype="bfloat16"
+    )
     assert (model.config.residual, model.topology.num_layers) == ("ladder-2", 2)
     assert {leaf.dtype for leaf in jax.tree.leaves(model.params)} == {np.dtype("bfloat16")}
 
 
-@pytest.mark.parametrize("name, dtype", [("llama-2", "bfloat16"), ("small.gguf", jnp.float32)], ids=str)
+@pytest.mark.parametrize(
+    "name, dtype", [("llama-2", "bfloat16"), ("small.gguf", jnp.float32)], ids=str
+)
 def test_a_dtype_is_of_parameters_and_compute(name, dtype, files, tmp_path):
     """As in transformers; of a model that computes in the other one, and of its checkpoint."""
     stored = lj.from_pretrained(files / name)
     stored.save(tmp_path / "saved")
-    for model in (lj.from_pretrained(files / name, dtype=dtype), lj.load(tmp_path / "saved", dtype=dtype)):
+    for model in (
+        lj.from_pretrained(files / name, dtype=dtype),
+        lj.load(tmp_path / "saved", dtype=dtype),
+    ):
         assert {leaf.dtype for leaf in jax.tree.leaves(model.params)} == {np.dtype(dtype)}
-        assert model.config.dtype is model.config.residual_dtype is Dtype(dtype) is not stored.config.dtype
+        assert (
+            model.config.dtype
+            is model.config.residual_dtype
+            is Dtype(dtype)
+            is not stored.config.dtype
+        )
         assert model.generate(TEXT, **NEW)
     assert lj.load(tmp_path / "saved").config == stored.config
-    with pytest.raises(UserError, match=r"unknown dtype 'float16'; did you mean .* \(allowed: bfloat16, float32\)"):
+    with pytest.raises(
+        UserError, match=r"unknown dtype 'float16'; did you mean .* \(allowed: bfloat16, float32\)"
+    ):
         lj.from_pretrained(files / name, dtype="float16")
 
 
 def test_evaluate(files, tmp_path, capsys):
     (tmp_path / "text.txt").write_text("the cat sat on the mat " * 8)
-    found = printed(capsys, "evaluate", files / "llama-2", "--text", tmp_path / "text.txt", "--window", "16", "--json")
+    found = printed(
+        capsys,
+        "evaluate",
+        files / "llama-2",
+        "--text",
+        tmp_path / "text.txt",
+        "--window",
+        "16",
+        "--json",
+    )
     assert json.loads(found)["tokens"] > 50
 
 
@@ -111,16 +139,33 @@ def test_evaluate(files, tmp_path, capsys):
 def shapes(files, tmp_path):
     """Models without weights, and a file of one with them: two layers each."""
     (tmp_path / "shape").mkdir()
-    (tmp_path / "shape" / "config.json").write_text(json.dumps(models.config("qwen2", vocab_size=100)))
+    (tmp_path / "shape" / "config.json").write_text(
+        json.dumps(models.config("qwen2", vocab_size=100))
+    )
     (tmp_path / "mine.yaml").write_text("model: {num_layers: 2, vocab_size: 300}\n")
     return tmp_path / "shape", tmp_path / "mine.yaml", files / "small.gguf"
 
 
 def test_other_commands_read_the_shape_alone(shapes, files, capsys, mistake):
     for name in shapes:
-        words = ["--model", name, "--hardware", "h100-nvlink", "--tensor", "2", "--residual", "standard,ladder"]
+        words = [
+            "--model",
+            name,
+            "--hardware",
+            "h100-nvlink",
+            "--tensor",
+            "2",
+            "--residual",
+            "standard,ladder",
+        ]
         assert json.loads(printed(capsys, "predict", *words, "--json"))["model"] == str(name)
-        fresh = dict(model=str(name), residual="ladder-fresh", tensor=2, target="v5p:2x2x2", phase=Phase.DECODE)
+        fresh = dict(
+            model=str(name),
+            residual="ladder-fresh",
+            tensor=2,
+            target="v5p:2x2x2",
+            phase=Phase.DECODE,
+        )
         request = overlaps.make(**fresh)
         again = overlaps.Request.from_dict(json.loads(json.dumps(request.as_dict())))
         assert again == request
@@ -134,11 +179,15 @@ def test_other_commands_read_the_shape_alone(shapes, files, capsys, mistake):
 
 
 def test_training_starts_from_any_model(files, tmp_path, capsys):
-    """With its shape, weights and tokenizer; a run that goes on refuses other weights in their place."""
+    """With its shape, weights and tokenizer; a run that goes on refuses other weights in their
+    place.
+    """
     folder = tmp_path / "model"
     recipe = tmp_path / "recipe.yaml"
     shutil.copytree(files / "llama-2", folder)
-    recipe.write_text("train: {steps: 1, batch: 2, sequence: 16, warmup_steps: 0, evaluation_batches: 1}\n")
+    recipe.write_text(
+        "train: {steps: 1, batch: 2, sequence: 16, warmup_steps: 0, evaluation_batches: 1}\n"
+    )
     (tmp_path / "text.txt").write_text("the cat sat on the mat " * 200)
     words = [f"train.start={folder}", "model.residual=ladder", f"data.path={tmp_path / 'text.txt'}"]
     words += [f"run.dir={tmp_path / 'run'}", "run.tensorboard=false", "lora.rank=2"]
@@ -153,7 +202,9 @@ def test_training_starts_from_any_model(files, tmp_path, capsys):
     start = sources.of_run(saved.config, recorded=recorded).start
     layers = start.params(start.define(), dtype=np.float32)["layers"]
     assert (np.asarray(layers["mlp"]["up"])[1] == source.arrays["layers/mlp/up", 1].read()).all()
-    models.write(folder, "llama-2", vocab_size=100, more={"model.norm.weight": np.ones(32, np.float32)})
+    models.write(
+        folder, "llama-2", vocab_size=100, more={"model.norm.weight": np.ones(32, np.float32)}
+    )
     with pytest.raises(UserError, match="is not the checkpoint any more that this run began with"):
         sources.of_run(saved.config, recorded=recorded)
 
@@ -161,12 +212,19 @@ def test_training_starts_from_any_model(files, tmp_path, capsys):
 @pytest.mark.parametrize(
     "words, message",
     [
-        ("generate smol.gguf --prompt x", "did you mean 'small.gguf'? (allowed: a run's folder, a Hug"),
-        ("generate qwen2/nowhere --prompt x", "there is no model at 'qwen2/nowhere'"),  # what is here is not the Hub's
+        (
+            "generate smol.gguf --prompt x",
+            "did you mean 'small.gguf'? (allowed: a run's folder, a Hug",
+        ),
+        # what is here is not the Hub's
+        ("generate qwen2/nowhere --prompt x", "there is no model at 'qwen2/nowhere'"),
         ("generate tiny --prompt x", "'tiny' is a preset, a shape without weights"),
         ("generate hf://one --prompt x", "write hf://org/name[@revision]"),
         ("evaluate mistrel --text qwen2/config.json", "did you mean 'mistral'?"),
-        ("predict --hardware v5e --model llama-3-7b", "unknown preset 'llama-3-7b'; did you mean 'llama-3-70b'?"),
+        (
+            "predict --hardware v5e --model llama-3-7b",
+            "unknown preset 'llama-3-7b'; did you mean 'llama-3-70b'?",
+        ),
     ],
 )
 def test_names_of_nothing(words, message, files, mistake, monkeypatch):
@@ -201,7 +259,9 @@ def test_identifiers(name, parts):
 
 @pytest.fixture
 def served(tmp_path, monkeypatch):
-    """Serves a folder as `someone/small` of the Hub, to this process; gives its address and what was asked."""
+    """Serves a folder as `someone/small` of the Hub, to this process; gives its address and what
+    was asked.
+    """
     from huggingface_hub import constants
 
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
@@ -209,7 +269,10 @@ def served(tmp_path, monkeypatch):
     @contextlib.contextmanager
     def serve(folder):
         hubs.download.cache_clear()
-        with hub.served(folder, name="someone/small", kind="models") as (url, asked), monkeypatch.context() as here:
+        with (
+            hub.served(folder, name="someone/small", kind="models") as (url, asked),
+            monkeypatch.context() as here,
+        ):
             here.setattr(constants, "ENDPOINT", url)
             template = url + "/{repo_id}/resolve/{revision}/{filename}"
             here.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
@@ -226,11 +289,17 @@ def refused(name):
 
 
 def downloaded(asked):
-    return [one.split("/", maxsplit=5)[5] for one in asked if one.startswith("GET /someone/small/resolve/")]
+    return [
+        one.split("/", maxsplit=5)[5]
+        for one in asked
+        if one.startswith("GET /someone/small/resolve/")
+    ]
 
 
 def test_a_model_of_the_hub(files, served, tmp_path, capsys, monkeypatch):
-    """Only what is read is downloaded, once; and without a connection, the cache is used, or named."""
+    """Only what is read is downloaded, once; and without a connection, the cache is used, or
+    named.
+    """
     from huggingface_hub import constants
 
     folder = tmp_path / "model"
@@ -239,7 +308,17 @@ def test_a_model_of_the_hub(files, served, tmp_path, capsys, monkeypatch):
     (folder / "onnx").mkdir()
     (folder / "onnx" / "model.safetensors").write_bytes(b"x")
     text = printed(capsys, "generate", files / "llama-2", *WORDS)
-    shape = ["predict", "--model", "someone/small", "--hardware", "v5e", "--tensor", "1", "--residual", "ladder"]
+    shape = [
+        "predict",
+        "--model",
+        "someone/small",
+        "--hardware",
+        "v5e",
+        "--tensor",
+        "1",
+        "--residual",
+        "ladder",
+    ]
     with served(folder) as (url, asked):
         printed(capsys, *shape)
         assert downloaded(asked) == ["config.json"]
@@ -250,8 +329,13 @@ def test_a_model_of_the_hub(files, served, tmp_path, capsys, monkeypatch):
         assert opened.name == f"someone/small@{hub.COMMIT}"
         assert opened.config.run.name == "someone/small"
         assert sorted(downloaded(asked)) == read
-        assert refused("someone/small@gone") == "'someone/small@gone': the Hub has no revision 'gone' of it"
-        assert refused("someone/else").startswith("there is no model 'someone/else': no such path here, and no such")
+        assert (
+            refused("someone/small@gone")
+            == "'someone/small@gone': the Hub has no revision 'gone' of it"
+        )
+        assert refused("someone/else").startswith(
+            "there is no model 'someone/else': no such path here, and no such"
+        )
         assert "there is no such file in someone/small" in refused("hf://someone/small/x.gguf")
     monkeypatch.setattr(constants, "ENDPOINT", url := "http://127.0.0.1:9")  # where nobody listens
     for offline in (False, True):
@@ -260,7 +344,9 @@ def test_a_model_of_the_hub(files, served, tmp_path, capsys, monkeypatch):
         assert pretrained.open_model("someone/small").name == f"someone/small@{hub.COMMIT}"
         absent = refused("someone/else")
         assert absent.startswith(f"no connection to {url} (")
-        assert absent.endswith(f"the cache at {tmp_path / 'cache'} does not hold all of 'someone/else' that is needed")
+        assert absent.endswith(
+            f"the cache at {tmp_path / 'cache'} does not hold all of 'someone/else' that is needed"
+        )
     next((tmp_path / "cache").rglob("model.safetensors")).unlink()
     hubs.download.cache_clear()
     assert refused("someone/small").endswith("does not hold all of 'someone/small' that is needed")
@@ -303,7 +389,9 @@ def test_push_to_the_hub(files, served, tmp_path, monkeypatch):
 @pytest.fixture(scope="module")
 def model():
     return lj.Transformer(
-        lj.preset("tiny", num_layers=2, d_model=32, d_ff=48), rngs=nnx.Rngs(3), mesh=lj.make_mesh(tensor=2)
+        lj.preset("tiny", num_layers=2, d_model=32, d_ff=48),
+        rngs=nnx.Rngs(3),
+        mesh=lj.make_mesh(tensor=2),
     )
 
 
@@ -314,7 +402,11 @@ def test_saved_and_loaded(model, tmp_path, capsys):
     again = lj.load(str(saved), mesh=lj.make_mesh(tensor=4))
     assert again.mesh.shape["tensor"] == 4
     assert again.config == model.config
-    same(model.params, jax.tree.map(lambda ours, theirs: theirs[: len(ours)], model.params, again.params))  # unpadded
+    # unpadded
+    same(
+        model.params,
+        jax.tree.map(lambda ours, theirs: theirs[: len(ours)], model.params, again.params),
+    )
     assert not checkpoint.verify(saved / "checkpoints" / "0")
     text = printed(capsys, "generate", saved, "--tensor", "2", *WORDS)
     assert text == TEXT + model.generate(TEXT, **NEW) + "\n"
@@ -327,7 +419,9 @@ def test_saved_and_loaded(model, tmp_path, capsys):
 
 
 def test_generate_follows_the_weights(model):
-    """The copy for decoding is made once, and again when a parameter was replaced; Generator and Engine are equal."""
+    """The copy for decoding is made once, and again when a parameter was replaced; Generator and
+    Engine are equal.
+    """
     before = model.generate(TEXT, **NEW)
     prepared = dict(model._prepared._generators)
     assert model.generate(TEXT, **NEW) == before == "".join(model.stream(TEXT, **NEW))
@@ -336,7 +430,9 @@ def test_generate_follows_the_weights(model):
     form = lj.DecodeConfig(**NEW)
     tokens = decode.Generator(model).tokens([list(TEXT.encode())], config=form)[0].tolist()
     engine = decode.Engine(model, slots=1, capacity=64, decoder=model.tokenizer.to_bytes)
-    assert engine.submit(decode.Request(list(TEXT.encode()), **NEW)).result().tokens == tuple(tokens)
+    assert engine.submit(decode.Request(list(TEXT.encode()), **NEW)).result().tokens == tuple(
+        tokens
+    )
     assert model.tokenizer.decode(tokens) == before
     kept = model.head.table[...]
     model.head.table[...] = 40 * kept[::-1]
@@ -357,14 +453,18 @@ def test_two_models_of_one_file_are_one_program(files):
 
 
 def test_what_a_model_refuses(model):
-    with pytest.raises(UserError, match="unknown setting 'decode.max_tokens'; did you mean 'decode.max_new_tokens'"):
+    with pytest.raises(
+        UserError, match="unknown setting 'decode.max_tokens'; did you mean 'decode.max_new_tokens'"
+    ):
         model.generate("x", max_tokens=3)
     with pytest.raises(UserError, match="no chat template"):
         model.generate([{"role": "user", "content": "x"}])
     other = lj.Transformer(lj.preset("tiny", num_layers=1, vocab_size=300), rngs=nnx.Rngs(0))
     with pytest.raises(UserError, match="has no tokenizer"):
         other.generate("x")
-    with pytest.raises(UserError, match="decoding needs a Transformer, or a ModelDef and its params"):
+    with pytest.raises(
+        UserError, match="decoding needs a Transformer, or a ModelDef and its params"
+    ):
         decode.Generator(model.definition)
 
 

@@ -1,4 +1,6 @@
-"""Hugging Face models out: bit for bit what came in, the same logits for our topologies, whole or not at all."""
+"""Hugging Face models out: bit for bit what came in, the same logits for our topologies, whole or
+not at all.
+"""
 
 import dataclasses
 import errno
@@ -72,13 +74,20 @@ def test_topologies_are_named_and_come_back(name, tmp_path):
     # Layers are written as a list, whatever they were chosen by.
     same = lambda model: nn.define(model, mesh=parallel.make_mesh()).topology
     assert same(again.model) == same(made.model)
-    assert dataclasses.replace(again.model, ladder_layers=None) == dataclasses.replace(made.model, ladder_layers=None)
+    assert dataclasses.replace(again.model, ladder_layers=None) == dataclasses.replace(
+        made.model, ladder_layers=None
+    )
     assert (tmp_path / "out" / "modeling_ladder.py").is_file()
     models.same_arrays(again, made)
 
 
 @pytest.mark.parametrize(
-    "name", ["hybrid-parallel-ladder", "experts-dense-hybrid", pytest.param("hybrid-delay-2", marks=pytest.mark.full)]
+    "name",
+    [
+        "hybrid-parallel-ladder",
+        "experts-dense-hybrid",
+        pytest.param("hybrid-delay-2", marks=pytest.mark.full),
+    ],
 )
 def test_the_pytorch_program_computes_what_we_do(name, tmp_path):
     """Recorded; `make test-hf` has it live, and every topology."""
@@ -87,7 +96,9 @@ def test_the_pytorch_program_computes_what_we_do(name, tmp_path):
 
 
 def test_a_checkpoint_is_exported_without_its_padding(tmp_path):
-    model = ModelConfig(num_layers=2, d_model=32, d_ff=48, num_heads=4, vocab_size=130, residual="ladder")
+    model = ModelConfig(
+        num_layers=2, d_model=32, d_ff=48, num_heads=4, vocab_size=130, residual="ladder"
+    )
     config = RunConfig(model=model, train=TrainConfig(sequence=64))
     definition = nn.define(model, mesh=parallel.make_mesh(tensor=4))
     params = nn.initialize(definition, seed=3)
@@ -153,5 +164,6 @@ def test_a_failed_or_killed_export_leaves_no_model(tmp_path):
     done = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, env=environment)
     assert done.returncode == -signal.SIGKILL
     assert not (tmp_path / "out").exists()
-    pretrained.write_huggingface(source, tmp_path / "out")  # and takes away what the killed one left
+    # and takes away what the killed one left
+    pretrained.write_huggingface(source, tmp_path / "out")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "model", "out"]

@@ -1,4 +1,6 @@
-"""The refit of converted layers: least squares of the dense reference's activations, and what goes wrong around it."""
+"""The refit of converted layers: least squares of the dense reference's activations, and what goes
+wrong around it.
+"""
 
 import dataclasses
 import functools
@@ -74,7 +76,9 @@ def test_the_fit_is_the_least_squares_solution(name, ranks, data, tensor, projec
 
 
 def test_a_model_without_late_inputs_is_left_alone():
-    """The control: nothing to predict, nothing fitted; and M is the identity where it is fitted all the same."""
+    """The control: nothing to predict, nothing fitted; and M is the identity where it is fitted all
+    the same.
+    """
     for model in (small_model(), small_model("ladder", ladder_layers="0")):
         result = refit(standard(), model=model, rows=TOKENS, mesh=parallel.make_mesh())
         assert result.fits == ()
@@ -82,7 +86,8 @@ def test_a_model_without_late_inputs_is_left_alone():
     run = Pass(nn.define(small_model(), mesh=parallel.make_mesh()), standard(), TOKENS)
     assert not run.output_statistics(0, 0).matrices(1, ridge=1e-3)[0].any()
     (matrix,) = run.statistics(0, 0).matrices(1, ridge=1e-3)
-    assert np.abs(matrix - np.eye(32)).max() <= 32 * 2.0**-24 / 1e-3  # of sums in float32 that are not quite symmetric
+    # of sums in float32 that are not quite symmetric
+    assert np.abs(matrix - np.eye(32)).max() <= 32 * 2.0**-24 / 1e-3
 
 
 def test_each_layer_alone_is_fitted_behind_the_original():
@@ -91,14 +96,18 @@ def test_each_layer_alone_is_fitted_behind_the_original():
     alone = refit(standard(), model=small_model("ladder"), settings=Refit(alone=True), **settings)
     assert [(f.layer, f.sublayer) for f in alone.fits][:2] == [(0, "mlp"), (1, "attention")]
     for layer in (1, 3):
-        single = refit(standard(), model=small_model("ladder", ladder_layers=f"{layer},"), **settings)
+        single = refit(
+            standard(), model=small_model("ladder", ladder_layers=f"{layer},"), **settings
+        )
         for key, stored in single.source.arrays.items():
             if key.layer == layer:
                 assert (stored.read() == alone.source.arrays[key].read()).all()
 
 
 def test_sums_over_many_batches_stay_within_the_bound():
-    """Activations far from zero, where a sum in float32 over all batches would lose the last digits."""
+    """Activations far from zero, where a sum in float32 over all batches would lose the last
+    digits.
+    """
     definition = nn.define(small_model("ladder"), mesh=parallel.make_mesh(tensor=2))
     chance = np.random.default_rng(0)
     total = Statistics(prior=1)
@@ -107,11 +116,15 @@ def test_sums_over_many_batches_stay_within_the_bound():
     run = programs(definition).statistics
     for late, whole in zip(*streams):
         batch = Streams((whole, late), np.zeros_like(whole))
-        products, energy, missing = run(batch, np.float32([1, 0]), jnp.int32(1))  # the second row is padding
+        # the second row is padding
+        products, energy, missing = run(batch, np.float32([1, 0]), jnp.int32(1))
         total.add(np.asarray(products), energy, np.asarray(missing)[:1])
-    late, whole = (normalised(x[:, 0].astype(np.float64), definition.config.norm_eps) for x in streams)
+    late, whole = (
+        normalised(x[:, 0].astype(np.float64), definition.config.norm_eps) for x in streams
+    )
     both = np.concatenate([late, whole], axis=1)
-    roundings = 16 + 32 + 8  # of the sum over a batch, the mean square, and the division by its root
+    # of the sum over a batch, the mean square, and the division by its root
+    roundings = 16 + 32 + 8
     bound = roundings * cases.UNIT_ROUNDOFF * (abs(late).T @ abs(both))
     assert (abs(total.products[0] - late.T @ both) <= bound).all()
     energy = np.sum(whole**2)
@@ -138,7 +151,9 @@ def texts(tmp_path_factory):
 
 
 def test_the_verb_refits_and_writes_a_plain_checkpoint(small, texts, tmp_path, capsys):
-    """The same definition, and so the same program, as without a refit; to Hugging Face and back, bit for bit."""
+    """The same definition, and so the same program, as without a refit; to Hugging Face and back,
+    bit for bit.
+    """
     words = ["--ladder-layers", "2", "--calibration-tokens", "120"]
     words += ["--calibration", f"{texts / 'a.txt'}:3", "--calibration", str(texts / "b.txt")]
     assert main(["convert", str(small), str(tmp_path / "out"), *words]) == 0
@@ -150,8 +165,23 @@ def test_the_verb_refits_and_writes_a_plain_checkpoint(small, texts, tmp_path, c
     fitted = [(one["layer"], one["sublayer"]) for one in told["sublayers"]]
     assert fitted == [(2, "attention"), (2, "mlp"), (3, "attention"), (3, "mlp")]
 
-    assert main(["convert", str(small), str(tmp_path / "plain"), "--ladder-layers", "2", "--refit", "none"]) == 0
-    assert main(["convert", str(tmp_path / "out"), str(tmp_path / "hf"), "--to", "huggingface"]) == 0
+    assert (
+        main(
+            [
+                "convert",
+                str(small),
+                str(tmp_path / "plain"),
+                "--ladder-layers",
+                "2",
+                "--refit",
+                "none",
+            ]
+        )
+        == 0
+    )
+    assert (
+        main(["convert", str(tmp_path / "out"), str(tmp_path / "hf"), "--to", "huggingface"]) == 0
+    )
     assert (tmp_path / "hf" / REFIT).read_bytes() == (tmp_path / "out" / REFIT).read_bytes()
     original = pretrained.open(small)
     before, after, plain = (pretrained.open(tmp_path / name) for name in ("out", "hf", "plain"))
@@ -174,7 +204,9 @@ def parsed(model, **options):
 
 
 def test_rows_are_no_longer_than_the_models_training_sequence(tmp_path, texts):
-    """Whether a checkpoint's configuration names it, or another format's; 1,024 where neither does."""
+    """Whether a checkpoint's configuration names it, or another format's; 1,024 where neither
+    does.
+    """
     file = gguf_files.write(tmp_path / "short.gguf", "llama-2", max_position_embeddings=24)
     assert main(["convert", str(file), str(tmp_path / "short")]) == 0
     named = pretrained.open(file)
@@ -188,7 +220,9 @@ def test_rows_are_no_longer_than_the_models_training_sequence(tmp_path, texts):
 
 
 def test_layers_are_chosen_by_their_refitted_cost(small, texts, tmp_path, capsys):
-    """Measured on the text's beginning with each layer refitted alone, and then refitted together on what follows."""
+    """Measured on the text's beginning with each layer refitted alone, and then refitted together
+    on what follows.
+    """
     text = texts / "a.txt"
     words = ["--ladder-layers", "auto:2", "--calibration", str(text), "--calibration-tokens", "64"]
     assert main(["convert", str(small), str(tmp_path / "out"), *words, "--search", "ranked"]) == 0
@@ -239,7 +273,9 @@ sys.exit(cli.main(sys.argv[2:]))
         ("both", 8 * 48 - 1, BOTH, True),
     ],
 )
-def test_the_outputs_are_fitted_where_there_are_tokens_for_it(given, tokens, projections, noticed, caplog):
+def test_the_outputs_are_fitted_where_there_are_tokens_for_it(
+    given, tokens, projections, noticed, caplog
+):
     """By default; of a model whose MLP has 48 features, which are more than those of its heads."""
     choice = dict(ladder_layers="2", calibration=["a.txt"], calibration_tokens=tokens)
     assert parsed(small_model(), refit=given, **choice).refit == Refit(projections=projections)
@@ -268,7 +304,10 @@ def summed(monkeypatch):
 
 LAST = [("statistics", 2, 1), ("statistics", 3, 0), ("statistics", 3, 1)]
 BEHIND_DAMAGED = [("output_statistics", 1, 0), ("output_statistics", 1, 1)] + [
-    (name, layer, index) for layer in (2, 3) for index in (0, 1) for name in ("statistics", "output_statistics")
+    (name, layer, index)
+    for layer in (2, 3)
+    for index in (0, 1)
+    for name in ("statistics", "output_statistics")
 ]
 
 
@@ -279,9 +318,19 @@ BEHIND_DAMAGED = [("output_statistics", 1, 0), ("output_statistics", 1, 1)] + [
         pytest.param(signal.SIGTERM, 128 + signal.SIGTERM, BOTH, BEHIND_DAMAGED, marks=FULL),
     ],
 )
-def test_killed_and_resumed_bit_for_bit(signum, status, projections, resumed, small, texts, tmp_path, summed, capsys):
+def test_killed_and_resumed_bit_for_bit(
+    signum, status, projections, resumed, small, texts, tmp_path, summed, capsys
+):
     """What was fitted is read, not fitted again; the result is that of an undisturbed run."""
-    command = ["convert", str(small), str(tmp_path / "out"), "--ladder-layers", "3", "--refit", projections.value]
+    command = [
+        "convert",
+        str(small),
+        str(tmp_path / "out"),
+        "--ladder-layers",
+        "3",
+        "--refit",
+        projections.value,
+    ]
     command += ["--calibration", str(texts / "a.txt"), "--calibration-tokens", "128"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     run = [sys.executable, "-c", KILLED, str(int(signum)), *command]
@@ -297,7 +346,9 @@ def test_killed_and_resumed_bit_for_bit(signum, status, projections, resumed, sm
     assert summed == resumed
     printed = capsys.readouterr().out
     assert "refitted 6 sublayers: the late inputs" in printed
-    assert ("behind these inputs, the sublayers' outputs lacked" in printed) == (projections is BOTH)
+    assert ("behind these inputs, the sublayers' outputs lacked" in printed) == (
+        projections is BOTH
+    )
     command[2] = str(tmp_path / "undisturbed")
     assert main(command) == 0
     models.same_arrays(pretrained.open(tmp_path / "out"), pretrained.open(tmp_path / "undisturbed"))
@@ -319,12 +370,21 @@ def test_models_that_cannot_be_refitted():
     ladder = dataclasses.replace(standard(), model=small_model("ladder"))
     with pytest.raises(UserError, match="starts from a standard model; .* is ladder"):
         refit(ladder, mesh=parallel.make_mesh(), **settings)
-    with pytest.raises(UserError, match="is for ladder kinds of residual, whose inputs are late, not 'desync-2'"):
-        refit(standard(), mesh=parallel.make_mesh(), rows=TOKENS, model=small_model("desync-2", ranks=2))
+    with pytest.raises(
+        UserError, match="is for ladder kinds of residual, whose inputs are late, not 'desync-2'"
+    ):
+        refit(
+            standard(),
+            mesh=parallel.make_mesh(),
+            rows=TOKENS,
+            model=small_model("desync-2", ranks=2),
+        )
     with pytest.raises(UserError, match="splits parameters over fsdp"):
         refit(standard(), mesh=parallel.make_mesh(fsdp=2), **settings)
     infinite = np.full((8, 4, 32), np.inf, np.float32)
-    arrays = {Key("layers/attention/out", 0): Stored(infinite.shape, infinite.dtype, lambda: infinite)}
+    arrays = {
+        Key("layers/attention/out", 0): Stored(infinite.shape, infinite.dtype, lambda: infinite)
+    }
     broken = dataclasses.replace(standard(), arrays={**standard().arrays, **arrays})
     with pytest.raises(RunFailed, match="no least squares: .*infs or NaNs"):
         refit(broken, mesh=parallel.make_mesh(), **settings)

@@ -1,4 +1,6 @@
-"""Layers by what they cost: losses of the dense reference, the choices that follow from them, and the verb."""
+"""Layers by what they cost: losses of the dense reference, the choices that follow from them, and
+the verb.
+"""
 
 import dataclasses
 import itertools
@@ -34,12 +36,22 @@ def probe(source, residual, *, ranks=None, tensor=1):
 
 def expected(params, chosen, *, kind, number=1, ranks=1):
     shape = reference.Shape(
-        layers=4, heads=4, kv_heads=4, vocab=129, kind=kind, number=number, ladder=tuple(chosen), ranks=ranks
+        layers=4,
+        heads=4,
+        kv_heads=4,
+        vocab=129,
+        kind=kind,
+        number=number,
+        ladder=tuple(chosen),
+        ranks=ranks,
     )
     rows = 129 + -129 % (128 * ranks)  # what the reference splits over its ranks
     pad = lambda table: np.pad(np.asarray(table)[:129], ((0, rows - 129), (0, 0)))
     plain = jax.tree.map(np.asarray, params)
-    plain |= {name: {"table": pad(plain[name]["table"]).astype(np.float64)} for name in ("embedding", "head")}
+    plain |= {
+        name: {"table": pad(plain[name]["table"]).astype(np.float64)}
+        for name in ("embedding", "head")
+    }
     return reference.loss_eagerly(plain, ROWS, shape)
 
 
@@ -63,9 +75,13 @@ def test_losses_of_any_subset_are_the_references(residual, kind, number, ranks, 
 
 
 def test_prefixes_are_shared_and_the_choices_are_the_best(source):
-    """Every loss equals the one of its subset from the beginning; ranked and greedy are what these losses say."""
+    """Every loss equals the one of its subset from the beginning; ranked and greedy are what these
+    losses say.
+    """
     definition, _, probed = probe(source, "ladder")
-    subsets = itertools.chain.from_iterable(itertools.combinations(range(4), size) for size in (0, 1, 2))
+    subsets = itertools.chain.from_iterable(
+        itertools.combinations(range(4), size) for size in (0, 1, 2)
+    )
     losses = {chosen: probed.loss(chosen) for chosen in subsets}
     near = lambda *chosen: pytest.approx(losses[tuple(sorted(chosen))], rel=1e-6)
     assert dict(probed.losses_with((1,))) == {n: near(1, n) for n in (0, 2, 3)}
@@ -83,7 +99,9 @@ def test_the_better_choice_is_taken():
     def result(last, ranked, **greedy):
         subsets = {"last": Subset((1, 2), last), "ranked": Subset((2, 1), ranked)}
         subsets |= {name: Subset((2, 0), loss) for name, loss in greedy.items()}
-        return Result("ladder", None, tokens=9, sequence=9, loss=1.0, alone=(2.0, 1.5, 1.1), subsets=subsets)
+        return Result(
+            "ladder", None, tokens=9, sequence=9, loss=1.0, alone=(2.0, 1.5, 1.1), subsets=subsets
+        )
 
     assert result(1.5, 1.4, greedy=1.3).ladder_layers == "0,2,"
     assert result(1.5, 1.4, greedy=1.4).chosen == "ranked"
@@ -111,6 +129,11 @@ def test_the_verb_measures_prints_plots_and_converts(source, tmp_path, capsys, m
     saved = checkpoint.open_checkpoint(out)
     chosen = stored[stored["chosen"]]
     model = saved.config.model
-    assert (model.residual, model.ladder_layers) == ("ladder", "".join(f"{layer}," for layer in chosen["layers"]))
-    rows = rows_of([Text(str(text))], tokenizer=saved.tokenizer(), tokens=64, vocab_size=model.vocab_size)
+    assert (model.residual, model.ladder_layers) == (
+        "ladder",
+        "".join(f"{layer}," for layer in chosen["layers"]),
+    )
+    rows = rows_of(
+        [Text(str(text))], tokenizer=saved.tokenizer(), tokens=64, vocab_size=model.vocab_size
+    )
     assert loss(pretrained.open(out), rows) == pytest.approx(chosen["loss"], rel=1e-5)

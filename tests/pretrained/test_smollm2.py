@@ -1,4 +1,6 @@
-"""A real model, SmolLM2-135M-Instruct, from its GGUF file: its numbers, its text, and its hybrids'."""
+"""A real model, SmolLM2-135M-Instruct, from its GGUF file: its numbers, its text, and its
+hybrids'.
+"""
 
 import dataclasses
 import functools
@@ -56,9 +58,22 @@ def forget():
 
 def test_what_it_is():
     model = source().model
-    shape = dict(num_layers=30, d_model=576, num_heads=9, num_kv_heads=3, head_dim=64, d_ff=1536, vocab_size=49152)
+    shape = dict(
+        num_layers=30,
+        d_model=576,
+        num_heads=9,
+        num_kv_heads=3,
+        head_dim=64,
+        d_ff=1536,
+        vocab_size=49152,
+    )
     assert shape.items() <= dataclasses.asdict(model).items()
-    assert (model.rope_theta, model.norm_eps, model.tie_embeddings, source().context) == (1e5, 1e-5, True, 8192)
+    assert (model.rope_theta, model.norm_eps, model.tie_embeddings, source().context) == (
+        1e5,
+        1e-5,
+        True,
+        8192,
+    )
     assert pretrained.open(smollm2.file()).model.dtype is Dtype.BFLOAT16
 
 
@@ -78,9 +93,13 @@ def test_its_tokenizer():
 
 
 def test_logits_and_greedy_text_are_those_of_transformers():
-    """One forward pass: each of transformers' 64 tokens is the most probable one after those before it."""
+    """One forward pass: each of transformers' 64 tokens is the most probable one after those before
+    it.
+    """
     prompts = [recorded()[f"prompt_{n}"] for n in range(len(record.PROMPTS))]
-    texts = [np.concatenate([prompt, recorded()[f"greedy_{n}"]]) for n, prompt in enumerate(prompts)]
+    texts = [
+        np.concatenate([prompt, recorded()[f"greedy_{n}"]]) for n, prompt in enumerate(prompts)
+    ]
     known = record.rows(tokenizer(), count=1, length=32)[0, :-1]
     length = max(map(len, texts))
     batch = np.stack([np.pad(text, (0, length - len(text))) for text in (*texts, known)])
@@ -96,16 +115,20 @@ def loss(name: str, tokens: np.ndarray) -> float:
 
 
 @pytest.mark.parametrize(
-    "name, number, first", [("last-10-delay-2", 2, 20), pytest.param("last-15", 1, 15, marks=pytest.mark.full)]
+    "name, number, first",
+    [("last-10-delay-2", 2, 20), pytest.param("last-15", 1, 15, marks=pytest.mark.full)],
 )
 def test_hybrids_equal_the_dense_reference(name, number, first):
     """The reference is tests/reference.py, in float64, on 48 tokens."""
     tokens = record.rows(tokenizer(), count=1, length=48)
     values = jax.tree.map(np.asarray, params())
-    values["embedding"] = {"table": values["embedding"]["table"].astype(np.float64)}  # all that follows is, too
+    # all that follows is, too
+    values["embedding"] = {"table": values["embedding"]["table"].astype(np.float64)}
     of = dict(layers=30, heads=9, kv_heads=3, vocab=49152, theta=1e5)
     shape = reference.Shape(kind="ladder", number=number, ladder=tuple(range(first, 30)), **of)
-    assert loss(name, tokens) == pytest.approx(reference.loss_eagerly(values, tokens, shape), abs=1e-3)
+    assert loss(name, tokens) == pytest.approx(
+        reference.loss_eagerly(values, tokens, shape), abs=1e-3
+    )
 
 
 @pytest.mark.hf
@@ -116,7 +139,10 @@ class TestLive:
     def test_logits(self):
         tokens = record.rows(tokenizer(), count=2, length=128)[:, :-1]
         live = record.logits(tokens)
-        assert models.error(np.asarray(nn.compiled_logits(hybrid("standard"))(params(), tokens)), live) <= 1e-4
+        assert (
+            models.error(np.asarray(nn.compiled_logits(hybrid("standard"))(params(), tokens)), live)
+            <= 1e-4
+        )
 
     def test_greedy_text_is_the_same_token_for_token(self):
         from ladder_jax.config import DecodeConfig
@@ -139,9 +165,20 @@ class TestLive:
 
 @pytest.mark.full
 def test_the_first_token_comes_soon():
-    """One command, without a compilation cache; on 2 cores the wall's seconds are at most the processors'."""
-    plain = {name: value for name, value in os.environ.items() if not name.startswith(("JAX_", "XLA_"))}
-    words = ["generate", str(smollm2.file()), "--prompt", "Once upon a time", "--max-new-tokens", "1"]
+    """One command, without a compilation cache; on 2 cores the wall's seconds are at most the
+    processors'.
+    """
+    plain = {
+        name: value for name, value in os.environ.items() if not name.startswith(("JAX_", "XLA_"))
+    }
+    words = [
+        "generate",
+        str(smollm2.file()),
+        "--prompt",
+        "Once upon a time",
+        "--max-new-tokens",
+        "1",
+    ]
     with tempfile.TemporaryDirectory() as cache:
         environment = {**plain, "JAX_PLATFORMS": "cpu", "LADDER_JAX_CACHE": cache}
         before = resource.getrusage(resource.RUSAGE_CHILDREN)

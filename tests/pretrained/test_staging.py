@@ -33,7 +33,9 @@ def test_a_staging_folder_that_was_there_before(kind, small, tmp_path, mistake, 
 @pytest.mark.parametrize("resumes", [False, True])
 @pytest.mark.parametrize("name", ["fsync", "rename"])
 def test_sigterm_before_or_after_the_rename(name, resumes, tmp_path, monkeypatch):
-    """There is nothing, or the whole, and the message says which; work that can go on may leave its own folder."""
+    """There is nothing, or the whole, and the message says which; work that can go on may leave its
+    own folder.
+    """
     real = getattr(os, name)
 
     def write():
@@ -65,7 +67,9 @@ def test_sigterm_before_or_after_the_rename(name, resumes, tmp_path, monkeypatch
 
 
 def test_sigterm_within_compiled_code(tmp_path):
-    """There another error takes the place of what SIGTERM raises, as SystemError in `np.fromfile`."""
+    """There another error takes the place of what SIGTERM raises, as SystemError in
+    `np.fromfile`.
+    """
     with pytest.raises(Stopped, match="out' was not written"), staging.staged(tmp_path / "out"):
         try:
             signal.raise_signal(signal.SIGTERM)

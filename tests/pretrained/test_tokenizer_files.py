@@ -1,4 +1,6 @@
-"""What of a tokenizer's folder travels into an export that needs trust_remote_code: no program, no foreign file."""
+"""What of a tokenizer's folder travels into an export that needs trust_remote_code: no program, no
+foreign file.
+"""
 
 import dataclasses
 import json
@@ -30,11 +32,20 @@ def plant(folder):
 
 def check(out):
     told = json.loads((out / "tokenizer_config.json").read_text())
-    assert told == {"tokenizer_class": "PreTrainedTokenizerFast", "chat_template": FOREIGN["chat_template"]}
+    assert told == {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "chat_template": FOREIGN["chat_template"],
+    }
     mapped = json.loads((out / "config.json").read_text())["auto_map"]
-    assert mapped == {name: f"modeling_ladder.Ladder{name[4:].replace('ModelFor', 'For')}" for name in mapped}
+    assert mapped == {
+        name: f"modeling_ladder.Ladder{name[4:].replace('ModelFor', 'For')}" for name in mapped
+    }
     ours = {"config.json", "generation_config.json", "model.safetensors", "modeling_ladder.py"}
-    assert set(os.listdir(out)) - {"chat_template.jinja"} == {*ours, "tokenizer.json", "tokenizer_config.json"}
+    assert set(os.listdir(out)) - {"chat_template.jinja"} == {
+        *ours,
+        "tokenizer.json",
+        "tokenizer_config.json",
+    }
     assert "executed" not in (out / "modeling_ladder.py").read_text()
 
 
@@ -49,7 +60,9 @@ def test_programs_stay_behind(tmp_path):
     check(tmp_path / "out")
 
 
-@pytest.mark.parametrize("name", ["LlamaTokenizer", "Qwen2TokenizerFast", "PreTrainedTokenizerFast"])
+@pytest.mark.parametrize(
+    "name", ["LlamaTokenizer", "Qwen2TokenizerFast", "PreTrainedTokenizerFast"]
+)
 def test_known_classes_stay(name, tmp_path):
     """As do the bytes of a file in which nothing is foreign."""
     folder = models.write(tmp_path / "in", "llama-2")
@@ -60,7 +73,9 @@ def test_known_classes_stay(name, tmp_path):
     assert json.loads(pretrained.open(folder).files["tokenizer_config.json"]) == {}
     for wrong in ("[]", "{", "[" * 100_000):
         (folder / "tokenizer_config.json").write_text(wrong)
-        with pytest.raises(UserError, match="tokenizer_config.json' (is not JSON|must hold a JSON object)"):
+        with pytest.raises(
+            UserError, match="tokenizer_config.json' (is not JSON|must hold a JSON object)"
+        ):
             pretrained.open(folder)
 
 
@@ -82,7 +97,9 @@ def test_of_a_checkpoint_too(run, tmp_path):
     (run / "tokenizer" / "notes.txt").symlink_to("/etc/passwd")
     pretrained.write_huggingface(pretrained.open(run), tmp_path / "out")
     check(tmp_path / "out")
-    assert json.loads((tmp_path / "out" / "generation_config.json").read_text()) == {"eos_token_id": 2}
+    assert json.loads((tmp_path / "out" / "generation_config.json").read_text()) == {
+        "eos_token_id": 2
+    }
 
 
 @pytest.mark.parametrize("name", ["chat_template.jinja", "generation_config.json"])

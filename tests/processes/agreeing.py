@@ -1,10 +1,11 @@
-"""One process of several, which `test_agreement` starts: it trains, and something is wrong in one of them.
+"""One process of several, which `test_agreement` starts: it trains, and something is wrong in one
+of them.
 
     python -m tests.processes.agreeing COORDINATOR COUNT PROCESS
 
-Each line of its input is a run to make, {"overrides": [...], "wrong": {name: arguments}, "patience": seconds}. Of each
-a line is printed: the steps that it went on from, its losses by step, the digest of the parameters that it ended with,
-its error, and the seconds that it took.
+Each line of its input is a run to make, {"overrides": [...], "wrong": {name: arguments},
+"patience": seconds}. Of each a line is printed: the steps that it went on from, its losses by step,
+the digest of the parameters that it ended with, its error, and the seconds that it took.
 """
 
 import contextlib
@@ -28,12 +29,16 @@ from ladder_jax.train import bad_steps, checkpoints, metrics, session
 
 @contextlib.contextmanager
 def hidden(path, *, of, until=lambda: False):
-    """From process `of`, until that holds: neither listed nor there. As NFS does for a while with what is new."""
+    """From process `of`, until that holds: neither listed nor there. As NFS does for a while with
+    what is new.
+    """
     if jax.process_index() != of:
         yield
         return
     folder, name = os.path.split(path)
-    below = lambda place: isinstance(place, str | os.PathLike) and f"{os.fspath(place)}/".startswith(f"{path}/")
+    below = lambda place: (
+        isinstance(place, str | os.PathLike) and f"{os.fspath(place)}/".startswith(f"{path}/")
+    )
     stat, listdir, opened = os.stat, os.listdir, io.open
 
     def seen(whole):
@@ -76,7 +81,12 @@ def full(*, of, saves):
     async def save(self, directory, *args, **kwargs):
         commits = await whole(self, directory, *args, **kwargs) or []
         seen.append(directory)
-        return [*commits, Refused()] if jax.process_index() == of and len(seen) <= 2 * saves else commits  # two items
+        # two items
+        return (
+            [*commits, Refused()]
+            if jax.process_index() == of and len(seen) <= 2 * saves
+            else commits
+        )
 
     with mock.patch.object(ocp.PyTreeCheckpointHandler, "async_save", save):
         yield
@@ -132,7 +142,9 @@ def made(overrides, wrong, patience):
         try:
             train.run(config.load("tiny", overrides=overrides), say=told["said"].append, **more)
         except (UserError, RunFailed) as error:
-            told["error"] = f"{'UserError' if isinstance(error, UserError) else 'RunFailed'}: {error}"
+            told["error"] = (
+                f"{'UserError' if isinstance(error, UserError) else 'RunFailed'}: {error}"
+            )
     return {**told, "seconds": time.monotonic() - before}
 
 

@@ -10,8 +10,8 @@ import time
 
 import pytest
 
-# What `ladder-jax train` does, with other work: argv is the coordinator, their number, this one's, the settings and the
-# time-outs.
+# What `ladder-jax train` does, with other work: argv is the coordinator, their number, this one's,
+# the settings and the time-outs.
 MEMBER = """
 import json, os, signal, sys, time
 from ladder_jax import processes
@@ -56,7 +56,9 @@ def started(port):
         for index in range(processes) if only is None else only:
             count = counts[index] if counts else processes
             times = {"start": 60, "lost": 30, "hang": 60, **(patience or {})}
-            arguments = [json.dumps(one) for one in (count, index, settings[index % len(settings)], times)]
+            arguments = [
+                json.dumps(one) for one in (count, index, settings[index % len(settings)], times)
+            ]
             command = [sys.executable, "-c", code, f"localhost:{port}", *arguments]
             pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
             running.append(subprocess.Popen(command, **pipes, env=environment))
@@ -76,4 +78,6 @@ def joined(running):
 def ends(running, *, within=240.0):
     """What each printed on standard error, once all have ended."""
     until = time.monotonic() + within
-    return [process.communicate(timeout=max(0.1, until - time.monotonic()))[1] for process in running]
+    return [
+        process.communicate(timeout=max(0.1, until - time.monotonic()))[1] for process in running
+    ]

@@ -1,4 +1,6 @@
-"""What is wrong in one process is told to all: they go on from the same step, or fail with the same line, in time."""
+"""What is wrong in one process is told to all: they go on from the same step, or fail with the same
+line, in time.
+"""
 
 import itertools
 import json
@@ -19,11 +21,24 @@ from tests.processes.conftest import free_port
 
 ROOT = pathlib.Path(__file__).parents[2]
 STEPS, EVERY = 6, 2
-TINY = ["model.num_layers=2", "model.d_model=32", "model.d_ff=32", "model.dtype=float32",
-        "model.residual_dtype=float32", f"train.steps={STEPS}",
-        "train.batch=4", "train.sequence=32", "train.log_every=1", f"train.checkpoint_every={EVERY}",
-        "train.keep_checkpoints=9", "train.warmup_steps=5", "train.evaluation_batches=1", "run.tensorboard=false",
-        "train.on_bad_step=rollback", "train.rollback_batches=1"]  # fmt: skip
+TINY = [
+    "model.num_layers=2",
+    "model.d_model=32",
+    "model.d_ff=32",
+    "model.dtype=float32",
+    "model.residual_dtype=float32",
+    f"train.steps={STEPS}",
+    "train.batch=4",
+    "train.sequence=32",
+    "train.log_every=1",
+    f"train.checkpoint_every={EVERY}",
+    "train.keep_checkpoints=9",
+    "train.warmup_steps=5",
+    "train.evaluation_batches=1",
+    "run.tensorboard=false",
+    "train.on_bad_step=rollback",
+    "train.rollback_batches=1",
+]
 PATIENCE = 20.0
 
 
@@ -34,9 +49,14 @@ def overrides(book):
 
 @pytest.fixture(scope="module")
 def whole(overrides, tmp_path_factory):
-    """A run of one process with four devices to its end, with the checkpoints of steps 2, 4 and 6."""
+    """A run of one process with four devices to its end, with the checkpoints of steps 2, 4 and
+    6.
+    """
     run = tmp_path_factory.mktemp("whole") / "run"
-    train.run(config.load("tiny", overrides=[*overrides, "mesh.data=4", f"run.dir={run}"]), say=lambda line: None)
+    train.run(
+        config.load("tiny", overrides=[*overrides, "mesh.data=4", f"run.dir={run}"]),
+        say=lambda line: None,
+    )
     return run
 
 
@@ -60,10 +80,20 @@ def groups():
 
     def group(count):
         if count not in started:
-            command = [sys.executable, "-m", "tests.processes.agreeing", f"localhost:{free_port()}", str(count)]
+            command = [
+                sys.executable,
+                "-m",
+                "tests.processes.agreeing",
+                f"localhost:{free_port()}",
+                str(count),
+            ]
             environment = {**os.environ, "JAX_NUM_CPU_DEVICES": "1"}
-            pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment, cwd=ROOT)
-            started[count] = [subprocess.Popen([*command, str(process)], **pipes) for process in range(count)]
+            pipes = dict(
+                stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment, cwd=ROOT
+            )
+            started[count] = [
+                subprocess.Popen([*command, str(process)], **pipes) for process in range(count)
+            ]
         return started[count]
 
     yield group
@@ -74,7 +104,9 @@ def groups():
 
 @pytest.fixture
 def told(overrides, groups):
-    """Makes runs, one after the other, in so many processes; what each process tells of each run, by run."""
+    """Makes runs, one after the other, in so many processes; what each process tells of each run,
+    by run.
+    """
 
     def answers(process):
         """Lines of JSON, among what native code prints."""
@@ -88,10 +120,15 @@ def told(overrides, groups):
             for folder, wrong, more in runs:
                 settings = [*overrides, f"mesh.data={processes}", f"run.dir={folder}", *more]
                 for process in group:
-                    print(json.dumps({"overrides": settings, "wrong": wrong, "patience": PATIENCE}), file=process.stdin)
+                    print(
+                        json.dumps({"overrides": settings, "wrong": wrong, "patience": PATIENCE}),
+                        file=process.stdin,
+                    )
                     process.stdin.flush()
             found = [[next(answers(process), None) for process in group] for _ in runs]
-            assert all(all(one) for one in found), f"a process has ended, or made no run in {timeout} s"
+            assert all(all(one) for one in found), (
+                f"a process has ended, or made no run in {timeout} s"
+            )
             return found
         finally:
             late.cancel()
@@ -100,10 +137,11 @@ def told(overrides, groups):
 
 
 def alike(found, *, step, losses, whole):
-    """All went on from `step`, made the same steps with the losses of the whole run, and ended with the same values.
+    """All went on from `step`, made the same steps with the losses of the whole run, and ended with
+    the same values.
 
-    Sums of float32 in another order: 32 rows of 4 each, so a relative error of 128 units of roundoff at most, 2^-24
-    each, which a few steps multiply; 1e-5 is a little more.
+    Sums of float32 in another order: 32 rows of 4 each, so a relative error of 128 units of
+    roundoff at most, 2^-24 each, which a few steps multiply; 1e-5 is a little more.
     """
     expected = {row["step"]: row["loss"] for row in metrics.read(whole)}
     for one in found:
@@ -120,7 +158,8 @@ def alike(found, *, step, losses, whole):
 def test_two_processes_resume_alike(told, stood, whole):
     """A flipped bit, and a listing that process 1 sees late: both times from the same step.
 
-    With run.on_damaged=previous a checkpoint is put aside beside one of the same step that was before.
+    With run.on_damaged=previous a checkpoint is put aside beside one of the same step that was
+    before.
     """
     flipped, late = stood("flipped"), stood("late")
     cases.flip(flipped / "checkpoints" / "4")
@@ -134,11 +173,15 @@ def test_two_processes_resume_alike(told, stood, whole):
     alike(two, step=4, losses=[5, 6], whole=whole)
     for run, aside in ((flipped, {"4.damaged", "4.damaged.2"}), (late, set())):
         assert {path.name for path in (run / "checkpoints").iterdir()} == {"2", "4", "6"} | aside
-        assert all(verify(run / "checkpoints" / str(step)) == [] for step in steps(run / "checkpoints"))
+        assert all(
+            verify(run / "checkpoints" / str(step)) == [] for step in steps(run / "checkpoints")
+        )
 
 
 def test_two_processes_fail_alike(told, stood):
-    """A flipped bit where that ends the run, a file that process 1 never sees, and one that lost its data."""
+    """A flipped bit where that ends the run, a file that process 1 never sees, and one that lost
+    its data.
+    """
     flipped, unseen, other = (stood(name) for name in ("flipped", "unseen", "other"))
     cases.flip(flipped / "checkpoints" / "4")
     lost = str(unseen / "checkpoints" / "4" / "params" / "manifest.ocdbt")
@@ -149,8 +192,12 @@ def test_two_processes_fail_alike(told, stood):
         (unseen, {"hidden": {"path": lost, "of": 1}}, []),
         (other, {"hidden": {"path": book, "of": 1}}, []),
     )
-    for found, line in zip(runs, ("other contents than were written", "manifest.ocdbt is missing", "book.txt")):
-        assert found[0]["error"] == found[1]["error"] and found[0]["error"].startswith("UserError: "), found
+    for found, line in zip(
+        runs, ("other contents than were written", "manifest.ocdbt is missing", "book.txt")
+    ):
+        assert found[0]["error"] == found[1]["error"] and found[0]["error"].startswith(
+            "UserError: "
+        ), found
         assert line in found[0]["error"]
         assert "\n" not in found[0]["error"]
         assert all(one["from"] == [] and one["seconds"] < PATIENCE for one in found)
@@ -159,7 +206,8 @@ def test_two_processes_fail_alike(told, stood):
 
 
 def test_a_disk_is_full_in_one_of_two(told, stood, tmp_path, whole):
-    """The save fails in both, and the next ones succeed; where all fail, both end with the same line.
+    """The save fails in both, and the next ones succeed; where all fail, both end with the same
+    line.
 
     After a return to the last checkpoint, which process 1 sees late, both go on from that one.
     """
@@ -173,12 +221,13 @@ def test_a_disk_is_full_in_one_of_two(told, stood, tmp_path, whole):
     assert [found["error"] for found in one] == [None, None]
     assert [found["from"] for found in one] == [[4], [4]]
     assert one[0]["digest"] == one[1]["digest"]
-    assert any(f"the checkpoint of step 2 {reason} (there is none before it)" in line for line in one[0]["said"])
+    assert any(
+        f"the checkpoint of step 2 {reason} (there is none before it)" in line
+        for line in one[0]["said"]
+    )
     assert steps(once / "checkpoints") == [4, 6]
     assert verify(once / "checkpoints" / "6") == []
-    line = (
-        f"RunFailed: the checkpoint of step 6 {reason} (there is none before it); the same command goes on from there"
-    )
+    line = f"RunFailed: the checkpoint of step 6 {reason} (there is none before it); the same command goes on from there"
     assert [found["error"] for found in two] == [line, line]
     assert list((always / "checkpoints").iterdir()) == []
     assert all(found["seconds"] < 3 * PATIENCE for found in (*one, *two))
@@ -196,7 +245,8 @@ def test_four_processes(told, stood, whole):
     (found,) = told((run, wrong, ["run.on_damaged=previous"]), processes=4)
     alike(found, step=2, losses=[3, 4, 5, 6], whole=whole)
     assert any(
-        "No space left on device (process 3 of 4) (the newest is that of step 2)" in one for one in found[0]["said"]
+        "No space left on device (process 3 of 4) (the newest is that of step 2)" in one
+        for one in found[0]["said"]
     )
     assert steps(run / "checkpoints") == [2, 6]
     assert verify(run / "checkpoints" / "6") == []

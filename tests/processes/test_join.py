@@ -1,4 +1,6 @@
-"""Who does not come, and who comes with other settings: refused with one line, before any collective."""
+"""Who does not come, and who comes with other settings: refused with one line, before any
+collective.
+"""
 
 import os
 import signal
@@ -16,16 +18,16 @@ HOST = os.uname().nodename
 
 def test_coordinator_never_comes(started, port):
     (said,) = ends(started(only=[1], patience={"start": 2}))
-    line = (
-        f"ladder-jax: process 1 of 2 (host {HOST}) has waited at localhost:{port} for 2 s, and not all processes have"
-    )
+    line = f"ladder-jax: process 1 of 2 (host {HOST}) has waited at localhost:{port} for 2 s, and not all processes have"
     silent = "joined (nothing answers there: Connection refused)"
     assert said.startswith(f"{line} {silent}: start all with the same --coordinator")
     assert said.count("\n") == 1
 
 
 # Two that wait have to meet first, which a busy machine takes seconds for.
-@pytest.mark.parametrize("came, count, seconds", [((0,), 2, 2), pytest.param((0, 2), 3, 8, marks=pytest.mark.full)])
+@pytest.mark.parametrize(
+    "came, count, seconds", [((0,), 2, 2), pytest.param((0, 2), 3, 8, marks=pytest.mark.full)]
+)
 def test_another_never_comes(started, port, came, count, seconds):
     """Those that came end with a line each."""
     running = started(processes=count, only=came, patience={"start": seconds})
@@ -51,7 +53,9 @@ def test_ctrl_c_while_waiting(started, port):
 def test_port_is_taken(started, port):
     with socket.create_server(("localhost", port)):
         (said,) = ends(running := started(only=[0]))
-    assert said.startswith(f"ladder-jax: process 0 cannot listen on port {port}: Address already in use")
+    assert said.startswith(
+        f"ladder-jax: process 0 cannot listen on port {port}: Address already in use"
+    )
     assert said.count("\n") == 1 and running[0].returncode == 2
 
 

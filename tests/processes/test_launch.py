@@ -1,5 +1,6 @@
-"""The launch recipes, as far as one machine can try them: manifests against the types of the APIs, scripts with
-stand-ins for the commands of the clouds."""
+"""The launch recipes, as far as one machine can try them: manifests against the types of the APIs,
+scripts with stand-ins for the commands of the clouds.
+"""
 
 import os
 import pathlib
@@ -30,7 +31,9 @@ def template(name):
 
 
 def validated(value):
-    """What the API's own types keep of a JobSet: they raise for a wrong type, and drop what they do not know."""
+    """What the API's own types keep of a JobSet: they raise for a wrong type, and drop what they do
+    not know.
+    """
     from kubeflow_trainer_api import models
 
     return models.JobsetV1alpha2JobSet.from_dict(value).to_dict()
@@ -44,8 +47,16 @@ def test_manifest_is_a_jobset(name):
     assert jobset["kind"] == "JobSet"
     # The types know no enumerations; these are the CRD's.
     for rule in jobset["spec"]["failurePolicy"]["rules"]:
-        assert rule["action"] in ("FailJobSet", "RestartJobSet", "RestartJobSetAndIgnoreMaxRestarts")
-        assert set(rule["onJobFailureReasons"]) <= {"BackoffLimitExceeded", "DeadlineExceeded", "PodFailurePolicy"}
+        assert rule["action"] in (
+            "FailJobSet",
+            "RestartJobSet",
+            "RestartJobSetAndIgnoreMaxRestarts",
+        )
+        assert set(rule["onJobFailureReasons"]) <= {
+            "BackoffLimitExceeded",
+            "DeadlineExceeded",
+            "PodFailurePolicy",
+        }
 
 
 @pytest.mark.parametrize("name", MANIFESTS)
@@ -56,9 +67,13 @@ def test_manifest_agrees_with_itself(name):
     (container,) = job["template"]["spec"]["containers"]
     variables = {one["name"]: one for one in container["env"]}
     assert job["completionMode"] == "Indexed"  # or pods have no number
-    assert job["parallelism"] == job["completions"] == int(variables["LADDER_JAX_PROCESSES"]["value"])
+    assert (
+        job["parallelism"] == job["completions"] == int(variables["LADDER_JAX_PROCESSES"]["value"])
+    )
     assert spec["coordinator"]["replicatedJob"] == workers["name"]
-    assert str(container["ports"][0]["containerPort"]) in variables["LADDER_JAX_COORDINATOR"]["value"]
+    assert (
+        str(container["ports"][0]["containerPort"]) in variables["LADDER_JAX_COORDINATOR"]["value"]
+    )
     mounts = {mount["name"] for mount in container["volumeMounts"]}
     assert mounts == {volume["name"] for volume in job["template"]["spec"]["volumes"]}
     # The mesh has as many devices as the pods.
@@ -81,7 +96,9 @@ def stand_in(folder, name, body):
     """A command on the PATH, which notes its arguments."""
     folder.mkdir(exist_ok=True)
     file = folder / name
-    file.write_text(f'#!/bin/bash\nprintf "%q " "$@" >> {folder}/{name}.log; echo >> {folder}/{name}.log\n{body}\n')
+    file.write_text(
+        f'#!/bin/bash\nprintf "%q " "$@" >> {folder}/{name}.log; echo >> {folder}/{name}.log\n{body}\n'
+    )
     file.chmod(0o755)
 
 
@@ -92,12 +109,20 @@ def calls(folder, name):
 
 def script(folder, *words, check=True, **variables):
     environment = {**os.environ, **variables, "PATH": f"{folder}:{os.environ['PATH']}"}
-    done = subprocess.run(["bash", *map(str, words)], capture_output=True, text=True, env=environment, timeout=60)
+    done = subprocess.run(
+        ["bash", *map(str, words)], capture_output=True, text=True, env=environment, timeout=60
+    )
     assert not check or done.returncode == 0, (done.stdout, done.stderr)
     return done
 
 
-SLICE = dict(NAME="ladder", ZONE="us-east5-a", TYPE="v5p-128", SHARE="10.0.0.2:/runs", SOURCE="ladder-jax[tpu]")
+SLICE = dict(
+    NAME="ladder",
+    ZONE="us-east5-a",
+    TYPE="v5p-128",
+    SHARE="10.0.0.2:/runs",
+    SOURCE="ladder-jax[tpu]",
+)
 
 
 @pytest.mark.parametrize("there", [False, True])
@@ -105,7 +130,9 @@ def test_gcloud(tmp_path, there):
     """It creates the slice only if there is none, and quotes what goes through two shells."""
     bin = tmp_path / "bin"
     stand_in(bin, "gcloud", f'case " $* " in *" describe "*) exit {0 if there else 1};; esac')
-    script(bin, LAUNCH / "tpu_pod" / "gcloud.sh", "my run.yaml", "run.dir=/runs/a b", **SLICE, SPOT="1")
+    script(
+        bin, LAUNCH / "tpu_pod" / "gcloud.sh", "my run.yaml", "run.dir=/runs/a b", **SLICE, SPOT="1"
+    )
     verbs = [call[3] for call in calls(bin, "gcloud")]
     assert verbs == ["describe", *([] if there else ["create"]), "ssh", "ssh"]
     last = calls(bin, "gcloud")[-1]
@@ -120,7 +147,13 @@ def test_gcloud(tmp_path, there):
 def test_xpk(tmp_path):
     stand_in(tmp_path / "bin", "xpk", "")
     script(
-        tmp_path / "bin", LAUNCH / "tpu_pod" / "xpk.sh", "tiny", "run.dir=/runs/a", **SLICE, CLUSTER="pods", IMAGE="i:1"
+        tmp_path / "bin",
+        LAUNCH / "tpu_pod" / "xpk.sh",
+        "tiny",
+        "run.dir=/runs/a",
+        **SLICE,
+        CLUSTER="pods",
+        IMAGE="i:1",
     )
     (call,) = calls(tmp_path / "bin", "xpk")
     assert call[:2] == ["workload", "create"]
@@ -144,20 +177,32 @@ def test_slurm_requeues(tmp_path, status, restarts, requeued):
     assert done.returncode == (0 if requeued else status)
     (call,) = calls(bin, "srun")
     assert call[-4:] == ["ladder-jax", "train", "tiny", "a=b c"]
-    # A process that is stuck for good is SLURM's to kill, once the others have had the time to name it.
+    # A process that is stuck for good is SLURM's to kill, once the others have had the time to name
+    # it.
     (wait,) = [int(word.partition("=")[2]) for word in call if word.startswith("--wait=")]
     assert wait > Patience().lost + 2 * Patience().beat
 
 
 def test_slurm_outlives_the_signal(tmp_path):
-    """SIGTERM to the whole job: the processes save and end with 143, and only then is the job requeued."""
+    """SIGTERM to the whole job: the processes save and end with 143, and only then is the job
+    requeued.
+    """
     bin = tmp_path / "bin"
-    stand_in(bin, "srun", 'trap "sleep 0.5; touch saved; exit 143" TERM\ntouch started\nwhile :; do sleep 0.05; done')
+    stand_in(
+        bin,
+        "srun",
+        'trap "sleep 0.5; touch saved; exit 143" TERM\ntouch started\nwhile :; do sleep 0.05; done',
+    )
     stand_in(bin, "scontrol", "[ -e saved ] || exit 9")
     environment = {**os.environ, "SLURM_JOB_ID": "4711", "PATH": f"{bin}:{os.environ['PATH']}"}
     command = ["bash", str(LAUNCH / "slurm" / "train.sbatch"), "tiny"]
     with subprocess.Popen(
-        command, env=environment, cwd=tmp_path, start_new_session=True, stderr=subprocess.PIPE, text=True
+        command,
+        env=environment,
+        cwd=tmp_path,
+        start_new_session=True,
+        stderr=subprocess.PIPE,
+        text=True,
     ) as job:
         while not (tmp_path / "started").exists():
             time.sleep(0.02)
@@ -190,9 +235,17 @@ def test_dockerfile_installs(tmp_path, accelerator, extras, installed):
     """Its shell command, with a stand-in for pip."""
     stand_in(tmp_path / "bin", "pip", "")
     (command, _) = [rest for name, rest in instructions() if name == "RUN"]
-    told = {"ACCELERATOR": accelerator, "EXTRAS": extras, "PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}"}
+    told = {
+        "ACCELERATOR": accelerator,
+        "EXTRAS": extras,
+        "PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}",
+    }
     done = subprocess.run(
-        ["sh", "-c", command], cwd=tmp_path, env={**os.environ, **told}, capture_output=True, text=True
+        ["sh", "-c", command],
+        cwd=tmp_path,
+        env={**os.environ, **told},
+        capture_output=True,
+        text=True,
     )
     if installed is None:
         assert done.returncode == 2
@@ -219,7 +272,9 @@ def test_dockerfile_copies_a_project(tmp_path):
         copy(source, tmp_path / name)
     code = "from setuptools.build_meta import prepare_metadata_for_build_wheel as make; make('out')"
     (tmp_path / "out").mkdir()
-    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr
     (metadata,) = (tmp_path / "out").glob("*.dist-info/METADATA")
     assert "Name: ladder-jax" in metadata.read_text()

@@ -1,4 +1,6 @@
-"""`train.run` in a program that has called `jax.distributed.initialize` itself, without a parent that watches."""
+"""`train.run` in a program that has called `jax.distributed.initialize` itself, without a parent
+that watches.
+"""
 
 import os
 import signal
@@ -36,7 +38,10 @@ def test_ctrl_c_in_one_process_makes_both_save(book, tmp_path, port):
     """jax tells all processes of a SIGTERM, so Ctrl-C becomes one."""
     run = tmp_path / "run"
     overrides = [*TINY, f"data.path={book}", f"run.dir={run}"]
-    commands = [[sys.executable, "-c", PROCESS, f"localhost:{port}", str(index), *overrides] for index in range(2)]
+    commands = [
+        [sys.executable, "-c", PROCESS, f"localhost:{port}", str(index), *overrides]
+        for index in range(2)
+    ]
     environment = {**os.environ, "JAX_NUM_CPU_DEVICES": "1"}
     pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
     first, second = (subprocess.Popen(command, **pipes) for command in commands)

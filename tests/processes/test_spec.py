@@ -37,7 +37,8 @@ def test_given():
         ({}, {}),
         ({"processes": "1"}, SLURM),
         ({}, {**SLURM, "SLURM_NTASKS": "1"}),
-        ({}, {"SLURM_JOB_ID": "4711", "SLURM_NTASKS": "8", "SLURM_PROCID": "0"}),  # the batch shell: no step
+        # the batch shell: no step
+        ({}, {"SLURM_JOB_ID": "4711", "SLURM_NTASKS": "8", "SLURM_PROCID": "0"}),
         ({}, {"OMPI_COMM_WORLD_SIZE": "1"}),
         ({}, {"TPU_WORKER_HOSTNAMES": "localhost"}),
         ({}, {"KUBERNETES_SERVICE_HOST": "10.0.0.1"}),  # some pod
@@ -54,7 +55,10 @@ def test_alone(options, environ):
         ({"OMPI_COMM_WORLD_SIZE": "2"}, "Open MPI"),
         ({"TPU_WORKER_HOSTNAMES": "host-3,host-4"}, "a TPU slice"),
         ({"MEGASCALE_NUM_SLICES": "2", "TPU_WORKER_HOSTNAMES": "host-3"}, "a TPU slice"),
-        ({"KUBERNETES_SERVICE_HOST": "10.0.0.1", "JOB_COMPLETION_INDEX": "1"}, "an indexed Kubernetes Job"),
+        (
+            {"KUBERNETES_SERVICE_HOST": "10.0.0.1", "JOB_COMPLETION_INDEX": "1"},
+            "an indexed Kubernetes Job",
+        ),
     ],
 )
 def test_cluster_fills_in(environ, cluster):
@@ -88,7 +92,9 @@ def test_impossible_variable_is_named():
 
 def test_patience():
     assert patience({}, {}) == Patience()
-    given = patience({"lost_timeout": "5"}, {"LADDER_JAX_HANG_TIMEOUT": "inf", "LADDER_JAX_LOST_TIMEOUT": "7"})
+    given = patience(
+        {"lost_timeout": "5"}, {"LADDER_JAX_HANG_TIMEOUT": "inf", "LADDER_JAX_LOST_TIMEOUT": "7"}
+    )
     assert given == Patience(lost=5.0, hang=float("inf"))
     for wrong in ("0", "-1", "nan", "soon"):
         with pytest.raises(UserError, match="--lost-timeout must be a positive number of seconds"):
@@ -103,7 +109,9 @@ def joined(spec):
 def test_jax_fills_in_and_has_the_longer_time_outs(monkeypatch):
     """What is given goes before what jax finds; its own time-outs abort, so ours come first."""
     calls = []
-    monkeypatch.setattr(jax.distributed, "initialize", lambda *args, **kwargs: calls.append((args, kwargs)))
+    monkeypatch.setattr(
+        jax.distributed, "initialize", lambda *args, **kwargs: calls.append((args, kwargs))
+    )
     monkeypatch.setattr(jax.config, "update", lambda *args: None)
     for given in (ProcessSpec("login:1", None, None, "SLURM"), ProcessSpec("gpu-0:8476", 4, 2)):
         join.connect(given, patience=Patience(start=60, lost=30), say=print)
@@ -132,21 +140,38 @@ def test_one_host_with_chips(monkeypatch):
     fails(ValueError("coordinator_address should be defined."))
     assert joined(ProcessSpec(None, None, None, options.CHIPS)).process == 0
     fails(RuntimeError("no metadata server"))
-    with pytest.raises(UserError, match="a TPU was recognised, but no metadata server: --coordinator and --processes"):
+    with pytest.raises(
+        UserError,
+        match="a TPU was recognised, but no metadata server: --coordinator and --processes",
+    ):
         joined(ProcessSpec(None, None, None, options.CHIPS))
 
 
 @pytest.mark.parametrize(
     "environ, message",
     [
-        ({"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_LOCAL_RANK": "0"}, "Open MPI"),
-        ({"KUBERNETES_SERVICE_HOST": "10.0.0.1", "JOB_COMPLETION_INDEX": "1"}, "an indexed Kubernetes Job"),
+        (
+            {
+                "OMPI_COMM_WORLD_SIZE": "2",
+                "OMPI_COMM_WORLD_RANK": "0",
+                "OMPI_COMM_WORLD_LOCAL_RANK": "0",
+            },
+            "Open MPI",
+        ),
+        (
+            {"KUBERNETES_SERVICE_HOST": "10.0.0.1", "JOB_COMPLETION_INDEX": "1"},
+            "an indexed Kubernetes Job",
+        ),
     ],
 )
 def test_recognised_but_not_understood(environ, message):
     """Open MPI 5 without mpi4py, a Job without the API's client: what helps is said last."""
     command = [sys.executable, "-m", "ladder_jax", "train", "tiny"]
-    done = subprocess.run(command, env={**os.environ, **environ}, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        command, env={**os.environ, **environ}, capture_output=True, text=True, timeout=120
+    )
     last = done.stderr.splitlines()[-1]
-    assert done.returncode == 2 and last.startswith(f"ladder-jax: {message} was recognised, but "), done.stderr
+    assert done.returncode == 2 and last.startswith(
+        f"ladder-jax: {message} was recognised, but "
+    ), done.stderr
     assert "--coordinator and --processes and --process must be given too" in last

@@ -1,4 +1,6 @@
-"""One run on several processes, started as clusters do it, killed, preempted and resumed: the losses of one process."""
+"""One run on several processes, started as clusters do it, killed, preempted and resumed: the
+losses of one process.
+"""
 
 import contextlib
 import os
@@ -18,10 +20,22 @@ from ladder_jax.checkpoint import steps, verify
 from ladder_jax.train import metrics
 
 STEPS = 60
-TINY = ["model.num_layers=2", "model.d_model=32", "model.d_ff=32", "model.dtype=float32",
-        "model.residual_dtype=float32", f"train.steps={STEPS}",
-        "train.batch=4", "train.sequence=32", "train.log_every=1", "train.checkpoint_every=10", "train.warmup_steps=5",
-        "train.evaluate_every=30", "train.evaluation_batches=1", "run.tensorboard=false"]  # fmt: skip
+TINY = [
+    "model.num_layers=2",
+    "model.d_model=32",
+    "model.d_ff=32",
+    "model.dtype=float32",
+    "model.residual_dtype=float32",
+    f"train.steps={STEPS}",
+    "train.batch=4",
+    "train.sequence=32",
+    "train.log_every=1",
+    "train.checkpoint_every=10",
+    "train.warmup_steps=5",
+    "train.evaluate_every=30",
+    "train.evaluation_batches=1",
+    "run.tensorboard=false",
+]
 HOST = socket.gethostname()
 MANIFEST = pathlib.Path(__file__).parents[2] / "experiments" / "launch" / "jobset" / "gpu.yaml"
 
@@ -29,7 +43,13 @@ MANIFEST = pathlib.Path(__file__).parents[2] / "experiments" / "launch" / "jobse
 def slurm(process, processes, port):
     """As `srun` does; of the job's number jax makes the port."""
     job = port - (65535 - 2**12 + 1)
-    names = {"JOB_ID": job, "STEP_NODELIST": "localhost", "NTASKS": processes, "PROCID": process, "LOCALID": process}
+    names = {
+        "JOB_ID": job,
+        "STEP_NODELIST": "localhost",
+        "NTASKS": processes,
+        "PROCID": process,
+        "LOCALID": process,
+    }
     return {f"SLURM_{name}": str(value) for name, value in names.items()}
 
 
@@ -42,8 +62,12 @@ def open_mpi(process, processes, port):
 
 
 def jobset(process, processes, port):
-    """As a kubelet does with the manifest's `env`, on a pod of a JobSet whose coordinator is here."""
-    spec = yaml.safe_load(MANIFEST.read_text())["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]
+    """As a kubelet does with the manifest's `env`, on a pod of a JobSet whose coordinator is
+    here.
+    """
+    spec = yaml.safe_load(MANIFEST.read_text())["spec"]["replicatedJobs"][0]["template"]["spec"][
+        "template"
+    ]["spec"]
     annotations = {
         "jobset.sigs.k8s.io/coordinator": "localhost",
         "batch.kubernetes.io/job-completion-index": str(process),
@@ -54,7 +78,9 @@ def jobset(process, processes, port):
             found[one["name"]] = re.sub(r"\$\((\w+)\)", lambda name: found[name[1]], one["value"])
         else:
             path = one["valueFrom"]["fieldRef"]["fieldPath"]
-            found[one["name"]] = annotations[re.fullmatch(r"metadata\.annotations\['(.+)'\]", path)[1]]
+            found[one["name"]] = annotations[
+                re.fullmatch(r"metadata\.annotations\['(.+)'\]", path)[1]
+            ]
     # Two processes and a free port, where the manifest has four nodes of their own.
     found["LADDER_JAX_PROCESSES"] = str(processes)
     found["LADDER_JAX_COORDINATOR"] = found["LADDER_JAX_COORDINATOR"].replace(":8476", f":{port}")
@@ -62,7 +88,11 @@ def jobset(process, processes, port):
 
 
 def variables(process, processes, port):
-    told = {"COORDINATOR": f"localhost:{port}", "PROCESSES": str(processes), "PROCESS": str(process)}
+    told = {
+        "COORDINATOR": f"localhost:{port}",
+        "PROCESSES": str(processes),
+        "PROCESS": str(process),
+    }
     return {f"LADDER_JAX_{name}": value for name, value in told.items()}
 
 
@@ -81,7 +111,16 @@ def start():
 
     def start(overrides, *, cluster, processes=2, lost=60):
         port = high_port()
-        command = [sys.executable, "-m", "ladder_jax", "train", "tiny", "--cpu-devices", "1", *overrides]
+        command = [
+            sys.executable,
+            "-m",
+            "ladder_jax",
+            "train",
+            "tiny",
+            "--cpu-devices",
+            "1",
+            *overrides,
+        ]
         command += [f"mesh.data={processes}", "--lost-timeout", str(lost)]
         for process in range(processes):
             environment = {**os.environ, **cluster(process, processes, port)}
@@ -104,7 +143,10 @@ def overrides(book):
 def alone(overrides, tmp_path_factory):
     """The rows of one process with two devices."""
     run = tmp_path_factory.mktemp("alone") / "run"
-    train.run(config.load("tiny", overrides=[*overrides, "mesh.data=2", f"run.dir={run}"]), say=lambda line: None)
+    train.run(
+        config.load("tiny", overrides=[*overrides, "mesh.data=2", f"run.dir={run}"]),
+        say=lambda line: None,
+    )
     return metrics.read(run)
 
 
@@ -112,7 +154,9 @@ def until(run, rows, *, processes):
     """Waits until `rows` steps are logged."""
     deadline = time.monotonic() + 240
     while len(metrics.read(run)) < rows:
-        assert time.monotonic() < deadline and all(process.poll() is None for process in processes), ended(processes)
+        assert time.monotonic() < deadline and all(
+            process.poll() is None for process in processes
+        ), ended(processes)
         time.sleep(0.01)
 
 
@@ -123,7 +167,9 @@ def ended(processes):
 def same(rows, expected, *, rel):
     """Exactly, where `rel` is 0."""
     for key in ("loss", "validation_loss"):
-        found, wanted = ([(row["step"], row[key]) for row in some if key in row] for some in (rows, expected))
+        found, wanted = (
+            [(row["step"], row[key]) for row in some if key in row] for some in (rows, expected)
+        )
         assert [step for step, _ in found] == [step for step, _ in wanted[: len(found)]]
         for (_, a), (_, b) in zip(found, wanted):
             assert a == b if rel == 0 else a == pytest.approx(b, rel=rel)
@@ -131,13 +177,15 @@ def same(rows, expected, *, rel):
 
 @pytest.mark.parametrize("cluster", [slurm, pytest.param(open_mpi, marks=pytest.mark.full)])
 def test_two_are_killed_and_resumed(start, overrides, tmp_path, cluster):
-    """The second is killed; then, as a JobSet, they make the steps since the last checkpoint again, and alike.
+    """The second is killed; then, as a JobSet, they make the steps since the last checkpoint again,
+    and alike.
 
     The first fails in a collective at once, and waits to hear why.
     """
     run = tmp_path / "run"
     killed = start([*overrides, f"run.dir={run}"], cluster=cluster, lost=10)
-    until(run, 25, processes=killed)  # the save after step 20 waits for that after step 10, so one is complete
+    # the save after step 20 waits for that after step 10, so one is complete
+    until(run, 25, processes=killed)
     killed[1].kill()
     said = ended(killed)
     assert [process.returncode for process in killed] == [1, -signal.SIGKILL], said
@@ -179,7 +227,8 @@ def test_two_train_as_one(start, overrides, alone, tmp_path):
 @pytest.mark.full
 def test_one_of_four_is_preempted_and_all_save(start, overrides, alone, tmp_path):
     run = tmp_path / "run"
-    # A save at every step: else a quick machine has trained all steps before the signal reaches all processes.
+    # A save at every step: else a quick machine has trained all steps before the signal reaches all
+    # processes.
     saving = "train.checkpoint_every=1"
     four = start([*overrides, f"run.dir={run}", saving], cluster=variables, processes=4)
     until(run, 5, processes=four)

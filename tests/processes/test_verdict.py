@@ -20,7 +20,9 @@ class Story:
 
 
 def test_a_lost_one_goes_before_those_it_brought_down():
-    """The first crashes in a collective; the third, which was killed, is found to be silent later."""
+    """The first crashes in a collective; the third, which was killed, is found to be silent
+    later.
+    """
     story = Story(lost=60.0)
     story.heard(2, now=8.0)
     story.heard(0, now=10.0, end=End.CRASHED, how="crashed: connection reset")

@@ -1,4 +1,6 @@
-"""Processes that agree over jax's coordination service: values, errors, and one that does not answer."""
+"""Processes that agree over jax's coordination service: values, errors, and one that does not
+answer.
+"""
 
 import json
 import os
@@ -71,14 +73,33 @@ def test_all_hear_the_same(port):
         for process in running:
             process.kill()
     assert [process.returncode for process in running] == [0] * processes, ends
-    told = [json.loads(next(line for line in out.splitlines() if line.startswith("[["))) for out, _ in ends]
-    for process, (decision, total, wrong, through, one, everyone, fault, *lost, seconds) in enumerate(told):
-        assert decision == [0, "is the first"] and total == sum(range(processes)) and through == "through"
+    told = [
+        json.loads(next(line for line in out.splitlines() if line.startswith("[[")))
+        for out, _ in ends
+    ]
+    for process, (
+        decision,
+        total,
+        wrong,
+        through,
+        one,
+        everyone,
+        fault,
+        *lost,
+        seconds,
+    ) in enumerate(told):
+        assert (
+            decision == [0, "is the first"]
+            and total == sum(range(processes))
+            and through == "through"
+        )
         assert wrong == "UserError: it is wrong" and everyone == "RunFailed: of all"
         assert one == f"UserError: of one (process 1 of {processes})"
         if process == 1:  # its own is a crash with a trace, as ever
             assert fault == "KeyError: 'a fault'" and lost == []
         else:
             assert fault == f"RunFailed: KeyError: 'a fault' (process 1 of {processes})"
-            line = f"RunFailed: process 1 of {processes} has not answered within {PATIENCE:g} s: a try"
+            line = (
+                f"RunFailed: process 1 of {processes} has not answered within {PATIENCE:g} s: a try"
+            )
             assert lost == [line] and seconds < PATIENCE + 1

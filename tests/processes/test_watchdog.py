@@ -1,4 +1,6 @@
-"""Real processes, stopped, killed and failing: all end with a status that is not 0, and a line that names the cause."""
+"""Real processes, stopped, killed and failing: all end with a status that is not 0, and a line that
+names the cause.
+"""
 
 import os
 import signal
@@ -13,16 +15,22 @@ HOST = os.uname().nodename
 SLEEP = 'member.beat("step 1")\ntime.sleep(600)'
 
 
-@pytest.mark.parametrize("victim", [0, pytest.param(1, marks=pytest.mark.full)])  # 1 is silent in test_training, too
+# 1 is silent in test_training, too
+@pytest.mark.parametrize("victim", [0, pytest.param(1, marks=pytest.mark.full)])
 def test_stuck_process_is_named(started, victim):
-    """A stopped process is like a host without power: it is silent. Once it goes on, it ends too."""
+    """A stopped process is like a host without power: it is silent. Once it goes on, it ends
+    too.
+    """
     count = 2 + victim
     running = started(SLEEP, processes=count, patience={"lost": 5})
     joined(running)
     running[victim].send_signal(signal.SIGSTOP)
     rest = [process for process in running if process is not running[victim]]
     for said in ends(rest):
-        assert said == f"ladder-jax: process {victim} of {count} (host {HOST}) has not been heard of for 5 s: {GO_ON}\n"
+        assert (
+            said
+            == f"ladder-jax: process {victim} of {count} (host {HOST}) has not been heard of for 5 s: {GO_ON}\n"
+        )
     assert [process.returncode for process in rest] == [1] * len(rest)
     running[victim].send_signal(signal.SIGCONT)
     ends([running[victim]])
@@ -48,7 +56,10 @@ def test_process_that_does_not_get_on_is_named(started):
     """
     running = started(body, patience={"hang": 6})
     for said in ends(running):
-        assert f"process 1 of 2 (host {HOST}) hangs at: step 2; the others have waited for it at: step 3" in said
+        assert (
+            f"process 1 of 2 (host {HOST}) hangs at: step 2; the others have waited for it at: step 3"
+            in said
+        )
         assert "for 6 s (--hang-timeout waits longer)" in said
         assert said.count("\n") == 1
     assert [process.returncode for process in running] == [1, 1]
@@ -73,11 +84,16 @@ def test_one_fails_and_its_partner_crashes(started):
 
 
 def test_bug_shows_its_traceback_once(started):
-    running = started("if me == 1:\n    raise KeyError('a bug')\ntime.sleep(600)", patience={"lost": 10})
+    running = started(
+        "if me == 1:\n    raise KeyError('a bug')\ntime.sleep(600)", patience={"lost": 10}
+    )
     first, second = ends(running)
     assert second.count("Traceback") == 1
     for said in (first, second):
-        assert said.splitlines()[-1] == f"ladder-jax: process 1 of 2 (host {HOST}) crashed: KeyError: 'a bug': {GO_ON}"
+        assert (
+            said.splitlines()[-1]
+            == f"ladder-jax: process 1 of 2 (host {HOST}) crashed: KeyError: 'a bug': {GO_ON}"
+        )
     assert first.count("\n") == 1 and [process.returncode for process in running] == [1, 1]
 
 

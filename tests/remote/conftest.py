@@ -1,4 +1,6 @@
-"""A bucket of each store: stand-ins for Google Cloud Storage and S3 on this machine (tests/gcs.py, tests/s3.py)."""
+"""A bucket of each store: stand-ins for Google Cloud Storage and S3 on this machine (tests/gcs.py,
+tests/s3.py).
+"""
 
 import contextlib
 import dataclasses
@@ -9,8 +11,11 @@ import pytest
 from tests import gcs, gcs_files, s3, s3_files
 
 STORES = {"gs": (gcs, gcs_files), "s3": (s3, s3_files)}
-# What both do alike needs one of them in `make test`: the first, but this one for a run, and for whose lock it is.
-IN_S3 = pytest.mark.parametrize("away", ["s3", pytest.param("gs", marks=pytest.mark.full)], indirect=True)
+# What both do alike needs one of them in `make test`: the first, but this one for a run, and for
+# whose lock it is.
+IN_S3 = pytest.mark.parametrize(
+    "away", ["s3", pytest.param("gs", marks=pytest.mark.full)], indirect=True
+)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,4 +1,6 @@
-"""The lease of a run's folder in an object store: one owner, whoever is killed, asleep or without an answer."""
+"""The lease of a run's folder in an object store: one owner, whoever is killed, asleep or without
+an answer.
+"""
 
 import os
 import socket
@@ -34,7 +36,8 @@ def test_a_lock_that_nobody_renews_is_taken_over(away, quick):
             time.sleep(0.01)
     assert lost == [f"another process has taken {name!r} over"]
     assert b"another" in bucket.objects["leases/two/.lock"][1]
-    # Each change is one request with a condition, which the store checks; but for one before the lock is removed.
+    # Each change is one request with a condition, which the store checks; but for one before the
+    # lock is removed.
     assert sum(request.startswith("HEAD") for request in bucket.requests[asked:]) <= 1
 
 
@@ -58,7 +61,9 @@ class Outage:
         self.done = True
 
     def read(self, name):
-        return SimpleNamespace(result=lambda: SimpleNamespace(state="missing", stamp=SimpleNamespace(generation=b"")))
+        return SimpleNamespace(
+            result=lambda: SimpleNamespace(state="missing", stamp=SimpleNamespace(generation=b""))
+        )
 
     def write(self, name, content, *, if_equal):
         def result(within=0.0):
@@ -72,14 +77,18 @@ class Outage:
 
 
 def renewed(outage, monkeypatch, tmp_path):
-    """What the owner of a lease tells in ten minutes of an outage's clock, and when: [(line, time)]."""
+    """What the owner of a lease tells in ten minutes of an outage's clock, and when:
+    [(line, time)].
+    """
     lost = []
     opened = SimpleNamespace(open=lambda spec: SimpleNamespace(result=lambda: outage))
     monkeypatch.setattr(lock, "is_remote", lambda folder: True)
     monkeypatch.setattr(lock, "kvstore", lambda folder: None)
     monkeypatch.setattr(lock, "tensorstore", SimpleNamespace(KvStore=opened))
     monkeypatch.setattr(lock, "time", outage)
-    monkeypatch.setattr(lock, "threading", SimpleNamespace(Event=lambda: outage, Thread=threading.Thread))
+    monkeypatch.setattr(
+        lock, "threading", SimpleNamespace(Event=lambda: outage, Thread=threading.Thread)
+    )
     with lock.held(tmp_path, say=pytest.fail, lost=lambda line: lost.append((line, outage.now))):
         began = time.monotonic()
         while not lost and outage.now < 600 and time.monotonic() - began < 30:
@@ -90,7 +99,9 @@ def renewed(outage, monkeypatch, tmp_path):
 @pytest.mark.parametrize("begins", [0.5, 4, 9.9, 10, 14, 20])
 @pytest.mark.parametrize("seconds", [1, 10, 60, 75])
 def test_an_outage_of_a_minute_ends_no_run(tmp_path, monkeypatch, begins, seconds):
-    """Wherever it begins, between two renewals or within one; one that is not answered is the least of it."""
+    """Wherever it begins, between two renewals or within one; one that is not answered is the least
+    of it.
+    """
     outage = Outage(begins, begins + seconds)
     assert renewed(outage, monkeypatch, tmp_path) == []
     assert outage.now >= 600
@@ -133,7 +144,9 @@ def test_of_several_that_take_over_one_does(away, quick):
     while len(refused) < 3 and any(thread.is_alive() for thread in threads):
         time.sleep(0.01)
     assert len(winners) == 1
-    assert refused == [f"another process is training in {where!r}, on host {socket.gethostname()}"] * 3
+    assert (
+        refused == [f"another process is training in {where!r}, on host {socket.gethostname()}"] * 3
+    )
     done.set()
     for thread in threads:
         thread.join()

@@ -1,4 +1,6 @@
-"""Runs and token stores in object stores: stand-ins for Google Cloud Storage and S3 on this machine (gcs.py, s3.py)."""
+"""Runs and token stores in object stores: stand-ins for Google Cloud Storage and S3 on this machine
+(gcs.py, s3.py).
+"""
 
 import json
 import signal
@@ -69,7 +71,8 @@ def run(away):
     process.wait()
     assert "runs/one/.lock" in objects
     assert "runs/one/result.json" not in objects
-    away.bucket.put("runs/one/checkpoints/8/params/manifest.ocdbt", b"half", match=None)  # of a save that was killed
+    # of a save that was killed
+    away.bucket.put("runs/one/checkpoints/8/params/manifest.ocdbt", b"half", match=None)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(lock, "EXPIRES", 1.0)
         assert train(where) == 0
@@ -78,7 +81,9 @@ def run(away):
 
 @IN_S3
 def test_a_killed_run_is_resumed_and_the_same(away, run, local):
-    """Its numbers are those of the local run, which was not killed; what was being written is nowhere."""
+    """Its numbers are those of the local run, which was not killed; what was being written is
+    nowhere.
+    """
     stored = away.bucket.objects
     read = lambda name: json.loads(stored[f"runs/one/{name}"][1])
     assert read("result.json") == json.loads((local / "result.json").read_text())
@@ -102,15 +107,21 @@ def same_pieces(here, there):
     here, there = open_checkpoint(here), open_checkpoint(there)
     definition = nn.define(there.config.model, mesh=make_mesh(tensor=2))
     keys = [("layers/attention/query", 1), ("layers/mlp/down", 0), ("embedding/table", None)]
-    for ours, theirs in zip(Pieces(here, definition)(keys), Pieces(there, definition)(keys), strict=True):
+    for ours, theirs in zip(
+        Pieces(here, definition)(keys), Pieces(there, definition)(keys), strict=True
+    ):
         assert np.array_equal(ours, theirs)
 
 
 @IN_S3
 def test_a_store_that_is_away_while_a_run_is_resumed(away, run, local, monkeypatch, capsys):
-    """An outage is neither an empty folder nor damage: the run waits, and goes on from its newest checkpoint."""
+    """An outage is neither an empty folder nor damage: the run waits, and goes on from its newest
+    checkpoint.
+    """
     away.copy("runs/one/", "runs/waiting/")
-    for name in [name for name in away.bucket.objects if name.startswith("runs/waiting/checkpoints/12/")]:
+    for name in [
+        name for name in away.bucket.objects if name.startswith("runs/waiting/checkpoints/12/")
+    ]:
         del away.bucket.objects[name]
 
     def interrupted(module, name):
@@ -131,7 +142,10 @@ def test_a_store_that_is_away_while_a_run_is_resumed(away, run, local, monkeypat
     interrupted(checkpoints, "open_checkpoint")
     assert train(away.url("runs/waiting")) == 0
     assert f"resuming {away.url('runs/waiting')} from step 9" in capsys.readouterr().err
-    rows = [json.loads(line) for line in away.bucket.objects["runs/waiting/metrics.jsonl"][1].splitlines()]
+    rows = [
+        json.loads(line)
+        for line in away.bucket.objects["runs/waiting/metrics.jsonl"][1].splitlines()
+    ]
     assert numbers(rows) == numbers(metrics.read(local))
 
 
@@ -142,7 +156,9 @@ def test_what_reads_a_run_reads_it_there(run, local, capsys):
     assert opened.config.model == known.config.model
     assert opened.tokenizer() == known.tokenizer()
     assert load("tiny", overrides=["model=null", f"train.start={run}"]).model == known.config.model
-    with pytest.raises(UserError, match="copy it to a disk first; generate, serve and evaluate read it from there"):
+    with pytest.raises(
+        UserError, match="copy it to a disk first; generate, serve and evaluate read it from there"
+    ):
         open_source(run)
     assert cli.main(["checkpoints", run, "--verify", "--json"]) == 0
     rows = json.loads(capsys.readouterr().out)["checkpoints"]
@@ -178,9 +194,11 @@ def downloaded(away, prefix, folder):
 
 @IN_S3
 def test_copies(away, run, local, tmp_path):
-    """Of the bucket's run on a disk, and of the disk's in the bucket: each is compared with what was written.
+    """Of the bucket's run on a disk, and of the disk's in the bucket: each is compared with what
+    was written.
 
-    On a disk the bucket's checkpoint is one of Orbax's; in the bucket one that Orbax has written is read.
+    On a disk the bucket's checkpoint is one of Orbax's; in the bucket one that Orbax has written is
+    read.
     """
     downloaded(away, "runs/one/", tmp_path / "copy")
     for file in local.rglob("*"):
@@ -195,16 +213,23 @@ def test_copies(away, run, local, tmp_path):
     same_pieces(local, there)
     assert train(there) == 0
 
-    handler, as_numpy = ocp.PyTreeCheckpointHandler(), lambda _: ocp.RestoreArgs(restore_type=np.ndarray)
+    handler, as_numpy = (
+        ocp.PyTreeCheckpointHandler(),
+        lambda _: ocp.RestoreArgs(restore_type=np.ndarray),
+    )
     for item in ("params", "optimizer"):
         folders = [folder / "checkpoints" / "12" / item for folder in (local, tmp_path / "copy")]
         kinds = [jax.tree.map(as_numpy, handler.metadata(folder).tree) for folder in folders]
-        read = lambda folder, kind: handler.restore(folder, args=ocp.args.PyTreeRestore(restore_args=kind))
+        read = lambda folder, kind: handler.restore(
+            folder, args=ocp.args.PyTreeRestore(restore_args=kind)
+        )
         ours, theirs = map(named, map(read, folders, kinds))
         assert ours.keys() == theirs.keys()
         assert len(ours) > 5
         for name in ours:
-            assert ours[name].dtype == theirs[name].dtype and np.array_equal(ours[name], theirs[name]), name
+            assert ours[name].dtype == theirs[name].dtype and np.array_equal(
+                ours[name], theirs[name]
+            ), name
 
 
 @pytest.mark.full
@@ -213,7 +238,16 @@ def test_two_processes(away):
     where = away.url("runs/three")
     with socket.create_server(("localhost", 0)) as free:
         coordinator = f"localhost:{free.getsockname()[1]}"
-    command = [*away.command, "train", "tiny", "--cpu-devices", "1", *TINY, "mesh.tensor=1", "mesh.fsdp=2"]
+    command = [
+        *away.command,
+        "train",
+        "tiny",
+        "--cpu-devices",
+        "1",
+        *TINY,
+        "mesh.tensor=1",
+        "mesh.fsdp=2",
+    ]
     command += [f"run.dir={where}", "--processes", "2", "--coordinator", coordinator]
     both = [subprocess.Popen([*command, "--process", str(process)]) for process in range(2)]
     assert [process.wait(timeout=600) for process in both] == [0, 0]
@@ -230,7 +264,9 @@ def sharded(value, *dims, tensor=2):
 
 
 def test_arrays(stores, monkeypatch):
-    """Any dtype, shape and sharding; read with another sharding; chunks of a shard, and not too large."""
+    """Any dtype, shape and sharding; read with another sharding; chunks of a shard, and not too
+    large.
+    """
     folder = absolute(stores["s3"].url("arrays"))
     monkeypatch.setattr(arrays, "LARGEST", 100)
     values = {
@@ -245,17 +281,26 @@ def test_arrays(stores, monkeypatch):
     arrays.finish(folder, {name: value.shape for name, value in values.items()})
     about = lambda some: {name: (one.shape, one.dtype) for name, one in some.items()}
     assert about(arrays.stored(folder)) == about(values)
-    spec = {"driver": "zarr", "kvstore": {"driver": "ocdbt", "base": kvstore(folder), "path": "layers.mlp.up/"}}
-    assert tensorstore.open(spec, open=True).result().chunk_layout.read_chunk.shape == (1, 8, 3)  # 96 bytes
+    spec = {
+        "driver": "zarr",
+        "kvstore": {"driver": "ocdbt", "base": kvstore(folder), "path": "layers.mlp.up/"},
+    }
+    # 96 bytes
+    assert tensorstore.open(spec, open=True).result().chunk_layout.read_chunk.shape == (1, 8, 3)
     there = {"layers/mlp/up": (None, "tensor"), "embedding/table": (None, "tensor"), "count": ()}
-    zeros = {name: sharded(np.zeros(value.shape, np.float32), *there[name], tensor=4) for name, value in values.items()}
+    zeros = {
+        name: sharded(np.zeros(value.shape, np.float32), *there[name], tensor=4)
+        for name, value in values.items()
+    }
     for name, restored in zip(zeros, arrays.read(folder, zeros), strict=True):
         assert restored.sharding == zeros[name].sharding
         assert np.array_equal(restored, values[name].astype(np.float32)), name
 
 
 def test_a_store_that_is_away_while_a_save_finishes(away, monkeypatch):
-    """A short outage costs nothing; a long one is reported, whatever error the library raises; then it is as before."""
+    """A short outage costs nothing; a long one is reported, whatever error the library raises; then
+    it is as before.
+    """
     bucket, where = away.bucket, away.url("away")
     whole, outage = manifest.write, SimpleNamespace(seconds=0.0)
 
@@ -268,7 +313,9 @@ def test_a_store_that_is_away_while_a_save_finishes(away, monkeypatch):
 
     monkeypatch.setattr(manifest, "write", write)
     tree = dict(params={"a": jnp.zeros(3)}, optimizer={"b": jnp.zeros(3)})
-    saving = checkpoint.Store(f"{where}/checkpoints", config=RunConfig(train=TrainConfig(keep_checkpoints=9)))
+    saving = checkpoint.Store(
+        f"{where}/checkpoints", config=RunConfig(train=TrainConfig(keep_checkpoints=9))
+    )
     failures = []
     for step, outage.seconds, retried in ((1, 1.5, 60.0), (2, 3.0, 0.0), (3, 0.0, 60.0)):
         monkeypatch.setattr(remote, "RETRIED", retried)
@@ -289,7 +336,9 @@ def test_a_store_that_is_away_while_a_save_finishes(away, monkeypatch):
 
 
 def test_a_store_that_is_away_while_arrays_are_written(away, monkeypatch, tmp_path):
-    """From before the first one on: all that is written then is written again. And a copy on a disk is compared."""
+    """From before the first one on: all that is written then is written again. And a copy on a disk
+    is compared.
+    """
 
     def interrupted(*arguments):
         away.bucket.away = True
@@ -310,7 +359,9 @@ def test_a_store_that_is_away_while_arrays_are_written(away, monkeypatch, tmp_pa
 
 
 def test_a_store_that_is_away_when_a_checkpoint_is_due(bucket, local, monkeypatch, capsys):
-    """Training goes on, to the same end. After the last step the run says that it is not saved, and goes on later."""
+    """Training goes on, to the same end. After the last step the run says that it is not saved, and
+    goes on later.
+    """
     saves, where = checkpoints.CheckpointSaver.save, "gs://bucket/runs/away"
     monkeypatch.setattr(remote, "RETRIED", 0.0)
 
@@ -331,7 +382,9 @@ def test_a_store_that_is_away_when_a_checkpoint_is_due(bucket, local, monkeypatc
     assert steps(absolute(where) / "checkpoints") == [6, 9]
     away = set()
     assert train(where) == 0
-    assert json.loads(bucket.objects["runs/away/result.json"][1]) == json.loads((local / "result.json").read_text())
+    assert json.loads(bucket.objects["runs/away/result.json"][1]) == json.loads(
+        (local / "result.json").read_text()
+    )
 
 
 def test_a_token_store(stores, bucket, tmp_path, monkeypatch):
@@ -341,14 +394,19 @@ def test_a_token_store(stores, bucket, tmp_path, monkeypatch):
     made = make([tmp_path / "book.jsonl"], tmp_path / "store")
     for file in (tmp_path / "store").iterdir():
         bucket.put(f"stores/book/{file.name}", file.read_bytes(), match=None)
-    copied = lambda: sorted(file.name for file in (tmp_path / "cache" / "stores").glob("*/*.tokens"))
+    copied = lambda: sorted(
+        file.name for file in (tmp_path / "cache" / "stores").glob("*/*.tokens")
+    )
     store, here = Store("gs://bucket/stores/book"), Store(tmp_path / "store")
     assert store.manifest == here.manifest == made
     assert (store.starts == here.starts).all()
     assert copied() == []
     assert (store.read(0, 5) == here.read(0, 5)).all()
     assert copied() == ["00000.tokens"]
-    texts = [store.read(*at).tobytes().decode() for at in zip(store.starts.tolist(), np.diff(store.starts).tolist())]
+    texts = [
+        store.read(*at).tobytes().decode()
+        for at in zip(store.starts.tolist(), np.diff(store.starts).tolist())
+    ]
     assert texts == TEXTS
     assert len(copied()) == len(made.shards) > 1
     store.verify()
@@ -362,12 +420,15 @@ def test_a_token_store(stores, bucket, tmp_path, monkeypatch):
     assert not list(tmp_path.glob("another/stores/*/00001.tokens"))
     bucket.delete("stores/book/00001.tokens", match=None)
     with pytest.raises(
-        UserError, match="cannot read the token store's 'gs://bucket/stores/book/00001.tokens': No such"
+        UserError,
+        match="cannot read the token store's 'gs://bucket/stores/book/00001.tokens': No such",
     ):
         Store("gs://bucket/stores/book")
 
 
-@pytest.mark.parametrize("read, what", [(open_checkpoint, "checkpoint"), (open_model, "model"), (Store, "token store")])
+@pytest.mark.parametrize(
+    "read, what", [(open_checkpoint, "checkpoint"), (open_model, "model"), (Store, "token store")]
+)
 def test_where_nothing_is(away, read, what):
     with pytest.raises(UserError, match=f"there is no {what} at '{away.url('none')}'"):
         read(away.url("none"))
@@ -377,8 +438,14 @@ def test_where_nothing_is(away, read, what):
     "more, line",
     [
         (["run.dir=http://b/x"], "unknown scheme in 'http://b/x': 'http' (allowed: gs, s3)"),
-        (["run.dir=s3://another/x"], "'s3://another/x': there is no bucket 'another', or these credentials may not"),
-        (["data.path=gs://bucket/none"], "there is no token store; text is read from local files only"),
+        (
+            ["run.dir=s3://another/x"],
+            "'s3://another/x': there is no bucket 'another', or these credentials may not",
+        ),
+        (
+            ["data.path=gs://bucket/none"],
+            "there is no token store; text is read from local files only",
+        ),
     ],
     ids=str,
 )
@@ -395,7 +462,9 @@ def test_another_bucket_of_google(stores, capsys):
 
 def test_a_model_of_another_format(bucket):
     bucket.put("gemma/config.json", b'{"model_type": "llama"}', match=None)
-    with pytest.raises(UserError, match="'gs://bucket/gemma': runs and checkpoints are read from there; copy other"):
+    with pytest.raises(
+        UserError, match="'gs://bucket/gemma': runs and checkpoints are read from there; copy other"
+    ):
         open_model("gs://bucket/gemma")
 
 
@@ -417,7 +486,9 @@ def test_a_library_that_is_missing(stores, monkeypatch, capsys):
     ],
 )
 def test_a_store_that_refuses(bucket, monkeypatch, error, asks_again):
-    """Errors of the libraries' own are one line; of a refusal at once, as waiting does not mend it."""
+    """Errors of the libraries' own are one line; of a refusal at once, as waiting does not mend
+    it.
+    """
     asked = []
 
     def refuse(*_, **__):
@@ -436,9 +507,13 @@ def test_a_store_that_refuses(bucket, monkeypatch, error, asks_again):
 def test_folders_of_something_else(away):
     """An empty folder, as the stores' consoles make it, is free for a run."""
     bucket = away.bucket
-    check = lambda folder: runs.check(config := load("tiny", overrides=[f"run.dir={folder}"]), runs.path_of(config))
+    check = lambda folder: runs.check(
+        config := load("tiny", overrides=[f"run.dir={folder}"]), runs.path_of(config)
+    )
     bucket.put("empty/", b"", match=None)
     check(away.url("empty"))
     bucket.put("full/full", b"", match=None)
-    with pytest.raises(UserError, match=f"run.dir='{away.url('full')}' is not empty and holds no config.json"):
+    with pytest.raises(
+        UserError, match=f"run.dir='{away.url('full')}' is not empty and holds no config.json"
+    ):
         check(away.url("full"))

@@ -31,7 +31,9 @@ def folder(tmp_path_factory):
     """A run's folder with one checkpoint: two layers, bytes."""
     folder = tmp_path_factory.mktemp("serve")
     definition = cases.define("ladder", tensor=2, num_layers=2, vocab_size=256)
-    config = RunConfig(model=definition.config, mesh=MeshConfig(tensor=2), run=FolderConfig(name=MODEL))
+    config = RunConfig(
+        model=definition.config, mesh=MeshConfig(tensor=2), run=FolderConfig(name=MODEL)
+    )
     store = checkpoint.Store(folder / "checkpoints", config=config)
     params = cases.placed(definition)
     store.save(1, params=params, optimizer={"count": np.zeros(())})
@@ -45,7 +47,9 @@ def make_engine(folder):
 
     def make(**more):
         settings = {**dict(tensor=1, slots=4, capacity=CAPACITY, max_queue=8), **more}
-        return open_model(folder).engine(settings=DecodeConfig(), **settings, decoder=Bytes().to_bytes)
+        return open_model(folder).engine(
+            settings=DecodeConfig(), **settings, decoder=Bytes().to_bytes
+        )
 
     return make
 
@@ -71,7 +75,9 @@ def serving():
 
     @contextlib.contextmanager
     def within(engine, *, tokenizer=None, key=None, max_new_tokens=CAPACITY - 1, **limits):
-        sizes = dict(capacity=engine.capacity, max_queue=engine.max_queue, max_new_tokens=max_new_tokens)
+        sizes = dict(
+            capacity=engine.capacity, max_queue=engine.max_queue, max_new_tokens=max_new_tokens
+        )
         terms = Terms(MODEL, tokenizer or Bytes(), 256, chat_tokens=max_new_tokens, **sizes)
         gate = app.create(app.Service(engine, terms, **limits), key=key)
         with server.listening(gate, sock := server.bind("127.0.0.1", 0)), engine:
@@ -86,7 +92,16 @@ class Process:
     def __init__(self, *args, log, python=("-m", "ladder_jax"), **environment):
         self._log = open(log, "w+b")
         self.popen = subprocess.Popen(
-            [sys.executable, *python, "serve", *map(str, args), "--port", "0", "--capacity", str(CAPACITY)],
+            [
+                sys.executable,
+                *python,
+                "serve",
+                *map(str, args),
+                "--port",
+                "0",
+                "--capacity",
+                str(CAPACITY),
+            ],
             stderr=self._log,
             env={**os.environ, **environment},
             cwd=ROOT,
@@ -119,7 +134,9 @@ def start(folder, tmp_path_factory):
     started = []
 
     def make(*args, **more):
-        started.append(Process(folder, *args, log=tmp_path_factory.mktemp("log") / "stderr", **more))
+        started.append(
+            Process(folder, *args, log=tmp_path_factory.mktemp("log") / "stderr", **more)
+        )
         return started[-1]
 
     yield make
@@ -129,7 +146,9 @@ def start(folder, tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def templated(start):
-    """A server that can chat, too. Whatever it is asked, it must end well, and have nothing to tell."""
+    """A server that can chat, too. Whatever it is asked, it must end well, and have nothing to
+    tell.
+    """
     process = start(python=("-m", "tests.serve.templated"))
     yield process
     assert process.end() == 0 and process.log().count("\n") == 2, process.log()

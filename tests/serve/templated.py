@@ -19,7 +19,9 @@ class Templated(Bytes):
     def chat(self, messages, *, now=None):
         if messages[-1]["role"] == "assistant":
             raise UserError("the chat template refuses these messages: the last is not the user's")
-        return self.encode("".join(f"{one['role'][0]}:{one['content']}|" for one in messages) + "a:")
+        return self.encode(
+            "".join(f"{one['role'][0]}:{one['content']}|" for one in messages) + "a:"
+        )
 
 
 if __name__ == "__main__":

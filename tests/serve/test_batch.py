@@ -1,4 +1,6 @@
-"""OpenAI's batch files: answers as OpenAI's own types read them, those of the server's requests; killed, resumed."""
+"""OpenAI's batch files: answers as OpenAI's own types read them, those of the server's requests;
+killed, resumed.
+"""
 
 import datetime
 import json
@@ -29,10 +31,18 @@ COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 LINES = [
     request("one", COMPLETIONS, prompt="the cat", max_tokens=9, temperature=0),
     request("é\ud800", COMPLETIONS, prompt=["a", "b"], n=2, max_tokens=5, seed=7, echo=True),
-    request("chat", CHAT, messages=[{"role": "user", "content": "hello"}], max_completion_tokens=6, temperature=0.5),
+    request(
+        "chat",
+        CHAT,
+        messages=[{"role": "user", "content": "hello"}],
+        max_completion_tokens=6,
+        temperature=0.5,
+    ),
     request("tokens", COMPLETIONS, prompt=[1, 2, 3], temperature=0, logprobs=0, stop=["e"]),
 ]
-READ = dict(name=MODEL, tokenizer=Templated(), defaults=DecodeConfig(seed=3), vocab_size=256, identity="m")
+READ = dict(
+    name=MODEL, tokenizer=Templated(), defaults=DecodeConfig(seed=3), vocab_size=256, identity="m"
+)
 
 
 def write(file, lines):
@@ -44,7 +54,9 @@ def test_answers(make_engine, alone, tmp_path):
     """OpenAI's types read the bodies; the texts are those of the server's requests."""
     jobs, out = batch.read(write(tmp_path / "in.jsonl", LINES), **READ), tmp_path / "out.jsonl"
     list(jsonl.answer(make_engine(), jobs, file=str(out)))
-    answers = {answer["custom_id"]: answer for answer in map(json.loads, out.read_bytes().splitlines())}
+    answers = {
+        answer["custom_id"]: answer for answer in map(json.loads, out.read_bytes().splitlines())
+    }
     assert answers.keys() == {line["custom_id"] for line in LINES}
     one = answers["one"]
     assert one.keys() == {"id", "custom_id", "response", "error"}
@@ -60,8 +72,14 @@ def test_answers(make_engine, alone, tmp_path):
     assert (one.choices[0].text, one.choices[0].finish_reason) == (expected.text, expected.finish)
     assert (one.usage.prompt_tokens, one.usage.completion_tokens) == (7, len(expected.tokens))
     several = read("é\ud800", openai.types.Completion)
-    sampled = [alone(p, max_new_tokens=5, temperature=1.0, seed=s, stop_ids=(10,)) for p in "ab" for s in (7, 8)]
-    assert [choice.text for choice in several.choices] == [p + r.text for p, r in zip("aabb", sampled)]
+    sampled = [
+        alone(p, max_new_tokens=5, temperature=1.0, seed=s, stop_ids=(10,))
+        for p in "ab"
+        for s in (7, 8)
+    ]
+    assert [choice.text for choice in several.choices] == [
+        p + r.text for p, r in zip("aabb", sampled)
+    ]
     chat = read("chat", openai.types.chat.ChatCompletion)
     expected = alone("u:hello|a:", max_new_tokens=6, temperature=0.5, seed=3 + 2, stop_ids=(10,))
     assert chat.choices[0].message.content == expected.text
@@ -73,10 +91,13 @@ def test_it_goes_on_after_a_kill(make_engine, tmp_path):
     """Cut within a line. (test_prompts.py cuts at random.)"""
     file, out, engine = write(tmp_path / "in.jsonl", LINES), tmp_path / "out.jsonl", make_engine()
     jobs = batch.read(file, **READ)
-    unanswered = lambda jobs: jsonl.unanswered(str(out), jobs, identify=batch.identify, beginning=batch.BEGINNING)
+    unanswered = lambda jobs: jsonl.unanswered(
+        str(out), jobs, identify=batch.identify, beginning=batch.BEGINNING
+    )
     run = lambda: list(jsonl.answer(engine, unanswered(jobs), file=str(out)))
     texts = lambda: {
-        one["custom_id"]: one["response"]["body"]["choices"] for one in map(json.loads, out.read_bytes().splitlines())
+        one["custom_id"]: one["response"]["body"]["choices"]
+        for one in map(json.loads, out.read_bytes().splitlines())
     }
     run()
     content, expected = out.read_bytes(), texts()
@@ -85,7 +106,9 @@ def test_it_goes_on_after_a_kill(make_engine, tmp_path):
     run()
     assert texts() == expected
     for changes in (dict(identity="another"), dict(defaults=DecodeConfig(seed=4))):
-        with pytest.raises(UserError, match="out.jsonl line [1-4] answers another prompt, model or setting"):
+        with pytest.raises(
+            UserError, match="out.jsonl line [1-4] answers another prompt, model or setting"
+        ):
             unanswered(batch.read(file, **{**READ, **changes}))
     out.write_text('{"id": "batch_req_1"}\n')
     with pytest.raises(UserError, match="line 1 is not an answer that this command wrote"):
@@ -105,16 +128,31 @@ def test_one_without_numbers(tmp_path):
 
 MISTAKES = [
     (LINES[0] | {"method": "GET"}, "method must be 'POST', not 'GET'"),
-    (LINES[0] | {"url": "/v1/chat"}, "unknown url '/v1/chat' (allowed: /v1/completions, /v1/chat/completions)"),
+    (
+        LINES[0] | {"url": "/v1/chat"},
+        "unknown url '/v1/chat' (allowed: /v1/completions, /v1/chat/completions)",
+    ),
     (LINES[0] | {"custom_id": 3}, "custom_id must be text"),
     (LINES[0] | {"bodi": 3}, "unknown key 'bodi'; did you mean 'body'?"),
     (LINES[0] | {"body": 3}, "each line must be an object such as "),
     (LINES[3] | {"custom_id": "one"}, "custom_id 'one' is that of an earlier line"),
-    (request("x", COMPLETIONS, prompt="a", topp=0), "unknown parameter 'topp'; did you mean 'top_p'?"),
-    (request("x", COMPLETIONS, prompt="a", stream=True), "stream: a batch has no streams; leave it out"),
-    (request("x", CHAT, messages=[{"role": "assistant", "content": "a"}]), "the chat template refuses these messages"),
-    (request("x", COMPLETIONS, prompt="a", model="gpt"), "there is no model 'gpt' here; this is 'book'"),
-]  # fmt: skip
+    (
+        request("x", COMPLETIONS, prompt="a", topp=0),
+        "unknown parameter 'topp'; did you mean 'top_p'?",
+    ),
+    (
+        request("x", COMPLETIONS, prompt="a", stream=True),
+        "stream: a batch has no streams; leave it out",
+    ),
+    (
+        request("x", CHAT, messages=[{"role": "assistant", "content": "a"}]),
+        "the chat template refuses these messages",
+    ),
+    (
+        request("x", COMPLETIONS, prompt="a", model="gpt"),
+        "there is no model 'gpt' here; this is 'book'",
+    ),
+]
 
 
 @pytest.mark.parametrize("line, message", MISTAKES)
@@ -131,7 +169,10 @@ def test_the_command(folder, tmp_path, monkeypatch, capsys):
     file, out = write(tmp_path / "in.jsonl", LINES), tmp_path / "out.jsonl"
     command = ["generate", str(folder), "--prompts", file, "--out", str(out), "--tensor", "1"]
     assert cli.main([*command, "--temperature", "1"]) == 2
-    assert "--temperature: in OpenAI's batch format each line's body has its own settings" in capsys.readouterr().err
+    assert (
+        "--temperature: in OpenAI's batch format each line's body has its own settings"
+        in capsys.readouterr().err
+    )
     assert cli.main(command) == 0
     content = out.read_bytes()
     assert content.count(b"\n") == 4
@@ -141,7 +182,9 @@ def test_the_command(folder, tmp_path, monkeypatch, capsys):
 
 
 def test_a_dated_template_on_another_day(tmp_path, monkeypatch):
-    """An answer of yesterday counts, and what is left is told today's date. Another template is another question."""
+    """An answer of yesterday counts, and what is left is told today's date. Another template is
+    another question.
+    """
     lines = [request("chat", CHAT, messages=[{"role": "user", "content": "hello"}])]
     file, day = write(tmp_path / "in.jsonl", lines), datetime.timedelta(days=1)
 
@@ -151,7 +194,10 @@ def test_a_dated_template_on_another_day(tmp_path, monkeypatch):
         about = READ | dict(tokenizer=tokenizers.load(tmp_path / name), vocab_size=301)
         return batch.read(file, **about)[0]
 
-    dated, other = "{{ strftime_now('%d') }}" + made.TEMPLATE, "{{ strftime_now('%d') }}!" + made.TEMPLATE
+    dated, other = (
+        "{{ strftime_now('%d') }}" + made.TEMPLATE,
+        "{{ strftime_now('%d') }}!" + made.TEMPLATE,
+    )
     today = job("t", dated)
     assert job("other", other).digest != today.digest
     tomorrow = types.SimpleNamespace(now=lambda: datetime.datetime.now() + day)

@@ -25,7 +25,9 @@ def client(url):
 @pytest.fixture(scope="module")
 def answer(client):
     """What is answered to MESSAGES, or to others."""
-    return lambda **more: client.chat.completions.create(**{"model": MODEL, "messages": MESSAGES, **more})
+    return lambda **more: client.chat.completions.create(
+        **{"model": MODEL, "messages": MESSAGES, **more}
+    )
 
 
 @pytest.mark.parametrize("limit", ["max_tokens", "max_completion_tokens"])
@@ -40,7 +42,9 @@ def test_an_answer(answer, alone, limit):
 
 
 def test_a_text_ends_where_the_model_ends_it(answer, alone):
-    """At the tokenizer's stop token, which is none of the text; without a limit it may go on to the server's."""
+    """At the tokenizer's stop token, which is none of the text; without a limit it may go on to the
+    server's.
+    """
     reasons = set()
     for seed in range(12):
         (choice,) = answer(seed=seed, temperature=2).choices
@@ -57,19 +61,30 @@ def test_messages_in_other_words(answer):
     plain = answer(**asked)
     parts = [{"type": "text", "text": "Be "}, {"type": "text", "text": "brief."}]
     other = [{"role": "developer", "content": parts}, {**MESSAGES[1], "name": "Ann"}]
-    neutral = dict(tools=[], tool_choice="none", response_format={"type": "text"}, n=1, store=False, logit_bias={})
+    neutral = dict(
+        tools=[],
+        tool_choice="none",
+        response_format={"type": "text"},
+        n=1,
+        store=False,
+        logit_bias={},
+    )
     same = answer(messages=other, **asked, **neutral)
     assert same.choices[0].message.content == plain.choices[0].message.content
 
 
 def test_a_stream(answer, alone):
-    *parts, last = answer(seed=3, max_tokens=40, n=2, stream=True, stream_options={"include_usage": True})
+    *parts, last = answer(
+        seed=3, max_tokens=40, n=2, stream=True, stream_options={"include_usage": True}
+    )
     assert [part.choices[0].delta.role for part in parts[:2]] == ["assistant"] * 2
     for index in range(2):
         mine = [part.choices[0] for part in parts if part.choices[0].index == index]
         expected = alone(PROMPT, max_new_tokens=40, temperature=1.0, seed=3 + index, stop_ids=(10,))
         assert "".join(choice.delta.content or "" for choice in mine) == expected.text
-        assert [choice.finish_reason for choice in mine if choice.finish_reason] == [expected.finish]
+        assert [choice.finish_reason for choice in mine if choice.finish_reason] == [
+            expected.finish
+        ]
     assert last.choices == []
     assert last.usage.prompt_tokens == len(PROMPT)
 
@@ -83,20 +98,32 @@ def test_log_probabilities(answer, alone):
     assert [token.logprob for token in content] == pytest.approx(expected.logprobs, abs=1e-4)
     assert all(token.top_logprobs[0].token == token.token for token in content)
     parts = [part.choices[0].logprobs for part in answer(**asked, stream=True)]
-    assert [token.logprob for part in parts if part for token in part.content] == [token.logprob for token in content]
+    assert [token.logprob for part in parts if part for token in part.content] == [
+        token.logprob for token in content
+    ]
 
 
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {}}}
 REFUSED = {
     "tools": (dict(tools=[TOOL]), r"tools is not supported here: leave it out, or \[\]"),
-    "template": (dict(messages=[{"role": "assistant", "content": "a"}]), "the chat template refuses these messages"),
-    "role": (dict(messages=[{"role": "tool", "content": "a"}]), r"messages\[0\].role: Input should be 'system'"),
+    "template": (
+        dict(messages=[{"role": "assistant", "content": "a"}]),
+        "the chat template refuses these messages",
+    ),
+    "role": (
+        dict(messages=[{"role": "tool", "content": "a"}]),
+        r"messages\[0\].role: Input should be 'system'",
+    ),
     "content": (
         dict(messages=[{"role": "user", "content": None}]),
         r"messages\[0\].content must be a string or a list",
     ),
     "image": (
-        dict(messages=[{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]),
+        dict(
+            messages=[
+                {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}
+            ]
+        ),
         r"messages\[0\].content must be a string or a list of",
     ),
     "top": (dict(logprobs=True, top_logprobs=2), "top_logprobs must be 0"),
@@ -113,4 +140,6 @@ def test_what_cannot_be_answered(answer, change, message):
 
 def test_the_paths_are_described(url):
     paths = ask(url, "/openapi.json")[2]["paths"]
-    assert {"/v1/completions", "/v1/chat/completions", "/v1/models", "/health", "/metrics"} <= set(paths)
+    assert {"/v1/completions", "/v1/chat/completions", "/v1/models", "/health", "/metrics"} <= set(
+        paths
+    )

@@ -42,7 +42,11 @@ def test_a_completion(complete, alone):
     assert choice.text == expected.text
     assert choice.finish_reason == "length"
     assert choice.logprobs is None
-    assert (answer.usage.prompt_tokens, answer.usage.completion_tokens, answer.usage.total_tokens) == (9, 40, 49)
+    assert (
+        answer.usage.prompt_tokens,
+        answer.usage.completion_tokens,
+        answer.usage.total_tokens,
+    ) == (9, 40, 49)
 
 
 def test_defaults_are_openai_s(client, alone):
@@ -52,8 +56,12 @@ def test_defaults_are_openai_s(client, alone):
     assert first.choices[0].text != second.choices[0].text
     greedy = client.completions.create(model=MODEL, prompt="a", temperature=0)
     assert greedy.choices[0].text == alone("a", max_new_tokens=16).text
-    nulls = dict(max_tokens=None, stop=None, n=None, logit_bias=None, suffix=None, top_p=None, logprobs=None)
-    neutral = dict(presence_penalty=0, frequency_penalty=0.0, best_of=1, user="me", echo=False, stream=False)
+    nulls = dict(
+        max_tokens=None, stop=None, n=None, logit_bias=None, suffix=None, top_p=None, logprobs=None
+    )
+    neutral = dict(
+        presence_penalty=0, frequency_penalty=0.0, best_of=1, user="me", echo=False, stream=False
+    )
     same = client.completions.create(model=MODEL, prompt="a", temperature=0, **nulls, **neutral)
     assert same.choices[0].text == greedy.choices[0].text
 
@@ -62,7 +70,9 @@ def test_defaults_are_openai_s(client, alone):
 def test_several_prompts_and_answers(complete, alone, prompt):
     """The k-th answer to a prompt has the seed + k."""
     answer = complete(prompt=prompt, n=3)
-    expected = [alone(one, **{**ALONE, "seed": 7 + k}).text for one in ("a", "bé") for k in range(3)]
+    expected = [
+        alone(one, **{**ALONE, "seed": 7 + k}).text for one in ("a", "bé") for k in range(3)
+    ]
     assert answer.choices == complete(prompt=prompt, n=3, best_of=3).choices
     assert [choice.index for choice in answer.choices] == list(range(6))
     assert [choice.text for choice in answer.choices] == expected
@@ -88,7 +98,9 @@ def test_stop_strings_and_echo(complete, alone):
 
 def test_a_stream(complete, alone):
     """Two prompts at a time; several pieces each, which together are the texts."""
-    *parts, last = complete(prompt=["Once upon", "x"], stream=True, stream_options={"include_usage": True})
+    *parts, last = complete(
+        prompt=["Once upon", "x"], stream=True, stream_options={"include_usage": True}
+    )
     texts, reasons = {0: [], 1: []}, {}
     for part in parts:
         (choice,) = part.choices
@@ -98,7 +110,9 @@ def test_a_stream(complete, alone):
         texts[choice.index].append(choice.text)
         if choice.finish_reason:
             reasons[choice.index] = choice.finish_reason
-    assert ["".join(texts[k]) for k in range(2)] == [alone(one, **ALONE).text for one in ("Once upon", "x")]
+    assert ["".join(texts[k]) for k in range(2)] == [
+        alone(one, **ALONE).text for one in ("Once upon", "x")
+    ]
     assert reasons == {0: "length", 1: "length"}
     assert min(len(texts[k]) for k in range(2)) >= 3
     assert last.choices == []
@@ -125,7 +139,9 @@ def test_log_probabilities(complete, alone):
 def test_models(client):
     assert [model.id for model in client.models.list()] == [MODEL]
     assert client.models.retrieve(MODEL).owned_by == "ladder_jax"
-    with pytest.raises(openai.NotFoundError, match="there is no model 'gpt-9' here; this is 'book'"):
+    with pytest.raises(
+        openai.NotFoundError, match="there is no model 'gpt-9' here; this is 'book'"
+    ):
         client.models.retrieve("gpt-9")
 
 
@@ -162,7 +178,9 @@ def test_what_cannot_be_answered(complete, change, message):
 
 
 def test_without_a_chat_template(client):
-    with pytest.raises(openai.BadRequestError, match="book has no chat template; ask it at /v1/completions"):
+    with pytest.raises(
+        openai.BadRequestError, match="book has no chat template; ask it at /v1/completions"
+    ):
         client.chat.completions.create(model=MODEL, messages=[{"role": "user", "content": "Hello"}])
 
 
@@ -187,12 +205,18 @@ def random_requests(count):
     for index in range(count):
         length = int(rng.integers(1, CAPACITY - 1))
         new = int(rng.integers(1, min(48, CAPACITY - length) + 1))
-        drawn = dict(temperature=float(rng.uniform(0.3, 1.5)), seed=index) if index % 2 else dict(temperature=0.0)
+        drawn = (
+            dict(temperature=float(rng.uniform(0.3, 1.5)), seed=index)
+            if index % 2
+            else dict(temperature=0.0)
+        )
         yield rng.integers(0, 256, length).tolist(), new, drawn, index % 3 == 0
 
 
 def at_once(url, asked, *, leave=()):
-    """The texts of all requests, sent at once; None for those that leave a stream after its first part."""
+    """The texts of all requests, sent at once; None for those that leave a stream after its first
+    part.
+    """
 
     async def one(client, index, prompt, new, drawn, stream):
         more = dict(model=MODEL, prompt=prompt, max_tokens=new, **drawn)
@@ -209,7 +233,9 @@ def at_once(url, asked, *, leave=()):
 
     async def everyone():
         async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="any", max_retries=0) as client:
-            return await asyncio.gather(*(one(client, index, *request) for index, request in enumerate(asked)))
+            return await asyncio.gather(
+                *(one(client, index, *request) for index, request in enumerate(asked))
+            )
 
     return asyncio.run(everyone())
 
@@ -221,5 +247,13 @@ def test_many_at_once(running, alone):
     assert at_once(running.url, asked) == expected
     texts = at_once(running.url, asked, leave=leave)
     assert texts == [None if index in leave else text for index, text in enumerate(expected)]
-    until(lambda: metric(running.url, "ladder_jax_running") == metric(running.url, "ladder_jax_queued") == 0)
-    assert 'ladder_jax_finished_total{reason="cancelled"} 0.0' not in ask(running.url, "/metrics")[2]
+    until(
+        lambda: (
+            metric(running.url, "ladder_jax_running")
+            == metric(running.url, "ladder_jax_queued")
+            == 0
+        )
+    )
+    assert (
+        'ladder_jax_finished_total{reason="cancelled"} 0.0' not in ask(running.url, "/metrics")[2]
+    )

@@ -26,13 +26,19 @@ def half_open(url, number, *, sent=HALF):
     with contextlib.ExitStack() as stack:
         sockets = []
         for _ in range(number):
-            sockets.append(stack.enter_context(socket.create_connection((parts.hostname, parts.port), timeout=20)))
+            sockets.append(
+                stack.enter_context(
+                    socket.create_connection((parts.hostname, parts.port), timeout=20)
+                )
+            )
             sockets[-1].sendall(sent)
         yield sockets
 
 
 def others_are_answered(url, *, within):
-    """In 0.1 s; in ten or thirty seconds where nobody takes the place of who keeps one for nothing."""
+    """In 0.1 s; in ten or thirty seconds where nobody takes the place of who keeps one for
+    nothing.
+    """
     begun = time.monotonic()
     assert ask(url, "/health", timeout=30)[0] == 200
     assert time.monotonic() - begun < within
@@ -67,7 +73,8 @@ def closed_of_half_open(url):
 
 
 def test_half_open(start, running):
-    """More of them than the process may open files, and than it may at first; and all at once, after it stood still.
+    """More of them than the process may open files, and than it may at first; and all at once,
+    after it stood still.
 
     Nobody is told of each that found no open file.
     """
@@ -104,7 +111,9 @@ CHUNKED = POST + b"Transfer-Encoding: chunked\r\n\r\n"
 WHOLE = POST + b"Content-Length: %d\r\n\r\n" % len(BODY) + BODY
 
 
-@pytest.mark.parametrize("sent", [b"", HALF, POST + b"Content-Length: 9\r\n\r\n"], ids=["nothing", "half", "refused"])
+@pytest.mark.parametrize(
+    "sent", [b"", HALF, POST + b"Content-Length: 9\r\n\r\n"], ids=["nothing", "half", "refused"]
+)
 def test_what_does_not_come(engine, serving, monkeypatch, sent):
     """However slowly it comes. The last of these goes on with its body after it was refused."""
     monkeypatch.setattr(server, "HEAD_SECONDS", 0.5)
@@ -120,7 +129,8 @@ def test_what_does_not_come(engine, serving, monkeypatch, sent):
                 found = b""
             if not found:
                 break
-            with contextlib.suppress(ConnectionError):  # it has been closed meanwhile, as the next `recv` says
+            # it has been closed meanwhile, as the next `recv` says
+            with contextlib.suppress(ConnectionError):
                 sock.sendall(b"a" if sent else b"")
         assert 0.3 < time.monotonic() - begun < 50
         status = answer.split()[1]
@@ -131,7 +141,9 @@ def test_what_does_not_come(engine, serving, monkeypatch, sent):
 
 
 def test_malformed_requests(running):
-    """No HTTP; or refused before the body is looked at, which then is no HTTP: nothing of it in the server's log."""
+    """No HTTP; or refused before the body is looked at, which then is no HTTP: nothing of it in the
+    server's log.
+    """
     for noise in (b"\x00\xffnoise\r\n\r\n", b"x" * 100_000, POST + b"Content-Length: -1\r\n\r\n"):
         with half_open(running.url, 1, sent=noise) as (sock,):
             assert sock.recv(4096).startswith(b"HTTP/1.1 400")
@@ -154,7 +166,9 @@ def test_a_body_of_very_many_chunks(engine, serving):
     """Each costs what a request's head costs. A few thousand are served."""
     body = BODY + b" " * (8000 - len(BODY))
     with serving(engine) as (_, url):
-        with half_open(url, 1, sent=CHUNKED + in_chunks_of_one_byte(body) + b"0\r\n\r\n") as (sock,):
+        with half_open(url, 1, sent=CHUNKED + in_chunks_of_one_byte(body) + b"0\r\n\r\n") as (
+            sock,
+        ):
             assert sock.recv(4096).startswith(b"HTTP/1.1 200")
         with half_open(url, 1, sent=CHUNKED + in_chunks_of_one_byte(b" " * 10_001)) as (sock,):
             answer = b"".join(iter(lambda: sock.recv(4096), b""))
@@ -166,12 +180,17 @@ def test_a_body_of_very_many_chunks(engine, serving):
 def test_a_wrong_key_costs_the_others_nothing(engine, serving, monkeypatch):
     """Its body is read in small pieces, and not to its end; meanwhile others are answered."""
     read, data_received = [], H11Protocol.data_received
-    monkeypatch.setattr(H11Protocol, "data_received", lambda self, data: [read.append(data), data_received(self, data)])
+    monkeypatch.setattr(
+        H11Protocol,
+        "data_received",
+        lambda self, data: [read.append(data), data_received(self, data)],
+    )
     flood = in_chunks_of_one_byte(b"a" * 100_000)
     with serving(engine, key="sesame") as (_, url), half_open(url, 1, sent=CHUNKED) as (sock,):
 
         def send():
-            with contextlib.suppress(ConnectionError):  # closed while bytes of ours are on their way
+            # closed while bytes of ours are on their way
+            with contextlib.suppress(ConnectionError):
                 for _ in range(20):
                     sock.sendall(flood)
 
@@ -187,7 +206,9 @@ def test_a_wrong_key_costs_the_others_nothing(engine, serving, monkeypatch):
 
 @pytest.fixture
 def few(monkeypatch):
-    """Servers hold four connections, and the system few bytes for each. Gives how many were made, and who is there."""
+    """Servers hold four connections, and the system few bytes for each. Gives how many were made,
+    and who is there.
+    """
     made, lost, bind = [], [], server.bind
 
     def noting(name, those):
@@ -233,7 +254,9 @@ CLOSING = b"Connection: close\r\n"
 
 @pytest.mark.parametrize("end", [b"", CLOSING], ids=["open", "closing"])
 def test_clients_that_never_read(engine, serving, few, end):
-    """They keep no place: neither in the middle of an answer, nor while their connection is being closed."""
+    """They keep no place: neither in the middle of an answer, nor while their connection is being
+    closed.
+    """
     with serving(engine) as (_, url), contextlib.ExitStack() as stack:
         for number in range(1, 11):
             deaf(url, stack, LARGE % end * 5)
@@ -260,7 +283,9 @@ def test_clients_that_read_slowly(engine, serving, few, monkeypatch):
             content += part
             time.sleep(0.1)
         assert time.monotonic() - begun > 1.5 * server.READ_SECONDS
-        assert content.startswith(b"HTTP/1.1 200") and "paths" in json.loads(content.partition(b"\r\n\r\n")[2])
+        assert content.startswith(b"HTTP/1.1 200") and "paths" in json.loads(
+            content.partition(b"\r\n\r\n")[2]
+        )
 
 
 def test_bodies_that_never_come(engine, serving, few):
@@ -278,7 +303,9 @@ def test_what_has_come_stays(engine, serving, monkeypatch):
     """A slow answer, and a pause between two requests, have their own times."""
     monkeypatch.setattr(server, "HEAD_SECONDS", 0.2)
     decode = engine._device.decode
-    monkeypatch.setattr(engine._device, "decode", lambda choice: (time.sleep(1.5), decode(choice))[1])
+    monkeypatch.setattr(
+        engine._device, "decode", lambda choice: (time.sleep(1.5), decode(choice))[1]
+    )
     with serving(engine) as (_, url), half_open(url, 1, sent=b"") as (sock,):
         for pause in (1.5, 0):  # times are looked at every second
             sock.sendall(WHOLE)
@@ -289,10 +316,14 @@ def test_what_has_come_stays(engine, serving, monkeypatch):
 
 
 def test_a_limit(engine, serving, monkeypatch):
-    """Who is being answered keeps the connection; of those who wait, the one that has waited longest goes."""
+    """Who is being answered keeps the connection; of those who wait, the one that has waited
+    longest goes.
+    """
     monkeypatch.setattr(server, "max_connections", lambda: 4)
     decode, tested = engine._device.decode, threading.Event()
-    monkeypatch.setattr(engine._device, "decode", lambda choice: (tested.wait(60), decode(choice))[1])
+    monkeypatch.setattr(
+        engine._device, "decode", lambda choice: (tested.wait(60), decode(choice))[1]
+    )
     with serving(engine) as (gate, url), half_open(url, 3, sent=WHOLE) as busy:
         until(lambda: gate.active == 3)
         with half_open(url, 6) as waiting:

@@ -11,29 +11,58 @@ from tests.serve.conftest import MODEL, ask
 
 VALID = {
     "/v1/completions": dict(
-        model=MODEL, prompt="a", n=1, max_tokens=3, temperature=0.5, top_p=0.9, top_k=3, min_p=0.1, seed=1, stop="b",
-        repetition_penalty=1.2, stream=True, stream_options={"include_usage": True}, echo=True, user="me",
-        best_of=1, logit_bias={}, suffix="",
+        model=MODEL,
+        prompt="a",
+        n=1,
+        max_tokens=3,
+        temperature=0.5,
+        top_p=0.9,
+        top_k=3,
+        min_p=0.1,
+        seed=1,
+        stop="b",
+        repetition_penalty=1.2,
+        stream=True,
+        stream_options={"include_usage": True},
+        echo=True,
+        user="me",
+        best_of=1,
+        logit_bias={},
+        suffix="",
     ),
     "/v1/chat/completions": dict(
-        model=MODEL, messages=[{"role": "user", "content": [{"type": "text", "text": "a"}]}], n=1, max_tokens=3,
-        tools=[], max_completion_tokens=3, logprobs=True, top_logprobs=0, stream=False,
+        model=MODEL,
+        messages=[{"role": "user", "content": [{"type": "text", "text": "a"}]}],
+        n=1,
+        max_tokens=3,
+        tools=[],
+        max_completion_tokens=3,
+        logprobs=True,
+        top_logprobs=0,
+        stream=False,
         response_format={"type": "text"},
     ),
-}  # fmt: skip
+}
 SCALARS = st.one_of(
     st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=20),
     st.sampled_from([0, -1, 2**31, 2**63, 2**64, 10**30, 1e-320, "", "\x00", "\ud800", "none"]),
 )  # fmt: skip
 VALUES = st.recursive(
     SCALARS,
-    lambda below: st.lists(below, max_size=4) | st.dictionaries(st.text(max_size=6), below, max_size=4),
+    lambda below: (
+        st.lists(below, max_size=4) | st.dictionaries(st.text(max_size=6), below, max_size=4)
+    ),
     max_leaves=8,
 )
-KEYS = st.sampled_from([*VALID["/v1/completions"], *VALID["/v1/chat/completions"], "type", "role", "content", "text"])
+KEYS = st.sampled_from(
+    [*VALID["/v1/completions"], *VALID["/v1/chat/completions"], "type", "role", "content", "text"]
+)
 PATHS = st.sampled_from(list(VALID))
 QUIET = hypothesis.settings(
-    deadline=None, database=None, derandomize=True, suppress_health_check=list(hypothesis.HealthCheck)
+    deadline=None,
+    database=None,
+    derandomize=True,
+    suppress_health_check=list(hypothesis.HealthCheck),
 )
 
 
@@ -45,7 +74,9 @@ def objects(draw):
     for _ in range(draw(st.integers(1, 2))):
         at = body
         while isinstance(at, dict | list) and at:
-            key = draw(st.sampled_from(sorted(at)) if isinstance(at, dict) else st.integers(0, len(at) - 1))
+            key = draw(
+                st.sampled_from(sorted(at)) if isinstance(at, dict) else st.integers(0, len(at) - 1)
+            )
             if isinstance(at[key], dict | list) and at[key] and draw(st.booleans()):
                 at = at[key]
                 continue
@@ -70,7 +101,9 @@ def texts(draw):
         body = body[: draw(st.integers(0, len(body) - 1))]
     elif kind == "splice":
         start = draw(st.integers(0, len(body)))
-        body = body[:start] + draw(st.binary(max_size=6)) + body[draw(st.integers(start, len(body))) :]
+        body = (
+            body[:start] + draw(st.binary(max_size=6)) + body[draw(st.integers(start, len(body))) :]
+        )
     elif kind == "noise":
         body = draw(st.binary(max_size=200))
     else:
@@ -81,11 +114,24 @@ def texts(draw):
 @st.composite
 def others(draw):
     """Any path, method, type and bytes."""
-    known = st.sampled_from([*VALID, "/", "/health", "/metrics", "/v1/models", "/v1/models/x", "/openapi.json"])
-    made_up = st.text(st.characters(codec="ascii", categories=["L", "N", "P"]), max_size=20).map("/{}".format)
-    types = ["application/json", "text/plain", "multipart/form-data", ";;", "application/json; charset=\xff"]
+    known = st.sampled_from(
+        [*VALID, "/", "/health", "/metrics", "/v1/models", "/v1/models/x", "/openapi.json"]
+    )
+    made_up = st.text(st.characters(codec="ascii", categories=["L", "N", "P"]), max_size=20).map(
+        "/{}".format
+    )
+    types = [
+        "application/json",
+        "text/plain",
+        "multipart/form-data",
+        ";;",
+        "application/json; charset=\xff",
+    ]
     methods = ["GET", "POST", "PUT", "DELETE", "PATCH", "HEAD", "OPTIONS", "BREW"]
-    more = dict(method=draw(st.sampled_from(methods)), headers={"Content-Type": draw(st.sampled_from(types))})
+    more = dict(
+        method=draw(st.sampled_from(methods)),
+        headers={"Content-Type": draw(st.sampled_from(types))},
+    )
     return draw(known | made_up), draw(st.none() | st.binary(max_size=20)), more
 
 
@@ -125,6 +171,8 @@ def test_malformed_requests(templated, strategy, examples, malformed):
     assert seen[4] >= malformed, seen
     assert templated.log().count("\n") == 2, templated.log()
     # Greedy: a sampled text may end by itself.
-    status, _, answer = ask(templated.url, body=dict(model=MODEL, prompt="a", max_tokens=3, temperature=0))
+    status, _, answer = ask(
+        templated.url, body=dict(model=MODEL, prompt="a", max_tokens=3, temperature=0)
+    )
     assert status == 200
     assert answer["usage"]["completion_tokens"] == 3

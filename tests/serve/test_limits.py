@@ -28,7 +28,9 @@ def engine(make_engine):
 
 @pytest.fixture
 def rounds(engine, monkeypatch):
-    """A round waits for `rounds.release()`, or for the engine's end: so a test meets a request while it runs."""
+    """A round waits for `rounds.release()`, or for the engine's end: so a test meets a request
+    while it runs.
+    """
     rounds, decode = threading.Semaphore(0), engine._device.decode
 
     def later(choice):
@@ -72,7 +74,12 @@ def test_a_client_that_leaves_frees_its_slot(engine, rounds, serving, stream):
                 answer = bytearray()
                 until(lambda: answer.extend(first.recv(4096)) or b"data: " in answer)
         # The one with the slot is marked, and counted when a round begins: before this, or later.
-        until(lambda: engine.stats().finished["cancelled"] + len(engine._scheduler._cancelled) == before + 2)
+        until(
+            lambda: (
+                engine.stats().finished["cancelled"] + len(engine._scheduler._cancelled)
+                == before + 2
+            )
+        )
         rounds.release(ROUNDS)
         until(lambda: not engine.busy and engine.stats().finished["cancelled"] == before + 2)
         assert ask(url, body={**LONG, "max_tokens": 2})[0] == 200
@@ -135,7 +142,9 @@ def test_a_key(engine, serving):
         assert ask(url, "/health")[0] == 200
         assert ask(url, "/v1/models", headers={"authorization": f"bearer {key}"})[0] == 200
         with openai.OpenAI(base_url=f"{url}/v1", api_key=key, max_retries=0) as client:
-            assert client.completions.create(**{**LONG, "max_tokens": 1}).usage.completion_tokens == 1
+            assert (
+                client.completions.create(**{**LONG, "max_tokens": 1}).usage.completion_tokens == 1
+            )
         with openai.OpenAI(base_url=f"{url}/v1", api_key="other", max_retries=0) as client:
             with pytest.raises(openai.AuthenticationError, match="wrong API key"):
                 client.models.list()
@@ -167,19 +176,43 @@ def test_bodies_that_are_too_slow(engine, serving):
 WRONG = {
     b"": (400, "the body is not JSON: EOF while parsing a value at line 1 column 0"),
     b"[]": (400, "the body must be a JSON object"),
-    b'{"model": "book", "prompt": "a"': (400, "the body is not JSON: EOF while parsing an object at line 1 column 31"),
-    b'{"model": "book", "prompt": "\xff"}': (400, "the body is not JSON: invalid unicode code point"),
+    b'{"model": "book", "prompt": "a"': (
+        400,
+        "the body is not JSON: EOF while parsing an object at line 1 column 31",
+    ),
+    b'{"model": "book", "prompt": "\xff"}': (
+        400,
+        "the body is not JSON: invalid unicode code point",
+    ),
     b"[" * 100_000: (400, "the body is not JSON: recursion limit exceeded"),
     b"[" * 200_000: (400, "the body has 200000 strings, lists and objects, and may have 1040"),
     b'{"n": ' + b"9" * 5000 + b"}": (400, "the body is not JSON: number out of range"),
-    b'{"model": "book", "prompt": "\\ud800"}': (400, "the body is not JSON: unexpected end of hex escape"),
-    b'{"model": "book", "prompt": "a", "temperature": NaN}': (400, "temperature: Input should be a finite number"),
-    b'{"model": "book", "prompt": "a", "max_tokens": true}': (400, "max_tokens: Input should be a valid integer"),
+    b'{"model": "book", "prompt": "\\ud800"}': (
+        400,
+        "the body is not JSON: unexpected end of hex escape",
+    ),
+    b'{"model": "book", "prompt": "a", "temperature": NaN}': (
+        400,
+        "temperature: Input should be a finite number",
+    ),
+    b'{"model": "book", "prompt": "a", "max_tokens": true}': (
+        400,
+        "max_tokens: Input should be a valid integer",
+    ),
     b'{"model": "book"}': (400, "prompt: Field required"),
     b'{"model": "%b", "prompt": "a"}' % (b"m" * 10**6): (404, "there is no model 'mmmm"),
-    b'{"model": "book", "prompt": "a", "%b": 1}' % (b"top_" * 10**6): (400, "unknown parameter 'top_top_"),
-    b'{"model": "book", "prompt": [%b"a"]}' % (b"1," * 10**6): (400, "prompt must be a string, a list of"),
-    b'{"model": "book", "prompt": [%b1]}' % (b"1," * 10**6): (400, "a prompt of 1000001 tokens and 1 new ones"),
+    b'{"model": "book", "prompt": "a", "%b": 1}' % (b"top_" * 10**6): (
+        400,
+        "unknown parameter 'top_top_",
+    ),
+    b'{"model": "book", "prompt": [%b"a"]}' % (b"1," * 10**6): (
+        400,
+        "prompt must be a string, a list of",
+    ),
+    b'{"model": "book", "prompt": [%b1]}' % (b"1," * 10**6): (
+        400,
+        "a prompt of 1000001 tokens and 1 new ones",
+    ),
 }
 
 
@@ -209,7 +242,12 @@ def test_wrong_paths_methods_and_types(url):
         assert status == 415
         assert answer["error"]["message"].endswith("its Content-Type application/json")
     assert (
-        ask(url, body={**LONG, "max_tokens": 1}, headers={"Content-Type": "application/JSON; charset=utf-8"})[0] == 200
+        ask(
+            url,
+            body={**LONG, "max_tokens": 1},
+            headers={"Content-Type": "application/JSON; charset=utf-8"},
+        )[0]
+        == 200
     )
 
 

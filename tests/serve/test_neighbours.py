@@ -1,4 +1,6 @@
-"""Clients that ask for far too much at once, and web pages from elsewhere: what their neighbours notice of them."""
+"""Clients that ask for far too much at once, and web pages from elsewhere: what their neighbours
+notice of them.
+"""
 
 import concurrent.futures
 import statistics
@@ -17,15 +19,28 @@ PIECES = "strings, lists and objects, and may have"
 FULL = {
     "prompts": (b'{"model": "book", "prompt": [%b""]}', b'"",', PIECES),
     "lists": (b'{"model": "book", "prompt": [%b[]]}', b"[],", PIECES),
-    "text": (b'{"model": "book", "prompt": "%ba"}', b"word ", "characters are more than the 128 tokens"),
-    "quoted": (b'{"model": "book", "prompt": "%ba"}', b'\\"\\\\,[', "characters are more than the 128 tokens"),
-    "tokens": (b'{"model": "book", "prompt": [%b1]}', b"1,", "new ones are more than the 128"),
-    "messages": (b'{"model": "book", "messages": [%b{}]}', b'{"role": "user", "content": ""},', PIECES),
-    "talk": (
-        b'{"model": "book", "messages": [{"role": "user", "content": "%ba"}]}', b"word ",
+    "text": (
+        b'{"model": "book", "prompt": "%ba"}',
+        b"word ",
         "characters are more than the 128 tokens",
     ),
-}  # fmt: skip
+    "quoted": (
+        b'{"model": "book", "prompt": "%ba"}',
+        b'\\"\\\\,[',
+        "characters are more than the 128 tokens",
+    ),
+    "tokens": (b'{"model": "book", "prompt": [%b1]}', b"1,", "new ones are more than the 128"),
+    "messages": (
+        b'{"model": "book", "messages": [%b{}]}',
+        b'{"role": "user", "content": ""},',
+        PIECES,
+    ),
+    "talk": (
+        b'{"model": "book", "messages": [{"role": "user", "content": "%ba"}]}',
+        b"word ",
+        "characters are more than the 128 tokens",
+    ),
+}
 
 
 def full(kind):
@@ -38,7 +53,9 @@ def full(kind):
 MORE = ["lists", "quoted", "talk"]  # near to prompts, text and messages
 
 
-@pytest.mark.parametrize("kind", [pytest.param(k, marks=[pytest.mark.full] if k in MORE else []) for k in FULL])
+@pytest.mark.parametrize(
+    "kind", [pytest.param(k, marks=[pytest.mark.full] if k in MORE else []) for k in FULL]
+)
 def test_large_bodies(templated, kind):
     """Six at a time, and another client has its small answer all the same."""
     path, body, message = full(kind)
@@ -75,38 +92,72 @@ class Counting:
 
 
 def test_counted_before_they_are_cut(make_engine, serving):
-    """Prompts that are too many, and a text that is too long for any tokenizer, never come to it."""
+    """Prompts that are too many, and a text that is too long for any tokenizer, never come to
+    it.
+    """
     tokenizer = Counting(Bytes())
     with serving(make_engine(slots=1), tokenizer=tokenizer) as (_, url):
         for prompt, more, message in (
             (["a"] * 9, {}, "9 prompts, 1 answers each, are not from 1 to 8 in all"),
             ([""] * 20_000, {}, "20000 prompts, 1 answers each, are not from 1 to 8 in all"),
             (["a"] * 4, {"n": 3}, "4 prompts, 3 answers each, are not from 1 to 8 in all"),
-            ("a" * (64 * CAPACITY + 1), {}, "8193 characters are more than the 128 tokens that this server has room"),
+            (
+                "a" * (64 * CAPACITY + 1),
+                {},
+                "8193 characters are more than the 128 tokens that this server has room",
+            ),
         ):
             status, _, answer = ask(url, body={**SMALL, "prompt": prompt, **more})
             assert status == 400 and answer["error"]["message"].startswith(message), answer
         assert tokenizer.asked == 0
         one = {"role": "user", "content": [{"type": "text", "text": ""}] * 129}
         for messages in ([one], [{"role": "user", "content": ""}] * 129):
-            status, _, answer = ask(url, "/v1/chat/completions", {"model": MODEL, "messages": messages})
-            assert status == 400 and answer["error"]["message"].startswith("129 messages, or parts of them, are more")
+            status, _, answer = ask(
+                url, "/v1/chat/completions", {"model": MODEL, "messages": messages}
+            )
+            assert status == 400 and answer["error"]["message"].startswith(
+                "129 messages, or parts of them, are more"
+            )
         status, _, answer = ask(url, body={**SMALL, "prompt": "a" * (64 * CAPACITY)})
-        assert status == 400 and answer["error"]["message"].startswith(f"a prompt of {64 * CAPACITY} tokens and 1 new")
+        assert status == 400 and answer["error"]["message"].startswith(
+            f"a prompt of {64 * CAPACITY} tokens and 1 new"
+        )
         assert tokenizer.asked == 1
 
 
-FOREIGN_HOSTS = ["evil.example", "evil.example:8000", "localhost.evil.example", "127.0.0.1.evil.example", "127.0.0.2",
-                 "localhost:port", "[::2]", "user@localhost", "", "10.0.0.1"]  # fmt: skip
+FOREIGN_HOSTS = [
+    "evil.example",
+    "evil.example:8000",
+    "localhost.evil.example",
+    "127.0.0.1.evil.example",
+    "127.0.0.2",
+    "localhost:port",
+    "[::2]",
+    "user@localhost",
+    "",
+    "10.0.0.1",
+]
 OWN_HOSTS = ["localhost", "LocalHost:1", "localhost.", "127.0.0.1:80", "[::1]", "[::1]:8000"]
-FOREIGN_ORIGINS = ["http://evil.example", "https://evil.example:8000", "null", "file://", "http://localhost.evil.example",
-                   "chrome-extension://localhost", "localhost"]  # fmt: skip
+FOREIGN_ORIGINS = [
+    "http://evil.example",
+    "https://evil.example:8000",
+    "null",
+    "file://",
+    "http://localhost.evil.example",
+    "chrome-extension://localhost",
+    "localhost",
+]
 OWN_ORIGINS = ["http://localhost:3000", "https://127.0.0.1", "http://[::1]:5"]
 
 
 def test_pages_from_elsewhere(templated):
     """Their names lead here, their requests say so; the real command, on every path."""
-    for path, body in (("/v1/completions", SMALL), ("/v1/models", None), ("/health", None), ("/metrics", None)):
+    for path, body in (
+        ("/v1/completions", SMALL),
+        ("/v1/models", None),
+        ("/health", None),
+        ("/metrics", None),
+    ):
         status, _, answer = ask(templated.url, path, body, headers={"Host": "evil.example"})
         assert status == 421 and answer["error"]["message"] == (
             "Host 'evil.example' is none of this server's names (allowed: 127.0.0.1, [::1], localhost, or an --api-key)"
@@ -123,7 +174,9 @@ def test_pages_from_elsewhere(templated):
 
 
 def test_names():
-    """The name that the server was told is its own, too; with a key, or for other machines, all are."""
+    """The name that the server was told is its own, too; with a key, or for other machines, all
+    are.
+    """
     for host, key, found in (
         ("127.0.0.1", None, {*limits.LOCAL}),
         ("127.0.0.5", None, {*limits.LOCAL, "127.0.0.5"}),

@@ -1,4 +1,6 @@
-"""A request whose logits are no numbers is an error of its own: the server goes on, with the requests beside it."""
+"""A request whose logits are no numbers is an error of its own: the server goes on, with the
+requests beside it.
+"""
 
 import json
 
@@ -29,7 +31,10 @@ def test_it_is_a_500_with_a_reason(url):
     assert status == 500
     assert body["error"]["code"] == "no_numbers"
     assert body["error"]["type"] == "server_error"
-    assert "the model's logits are no numbers (NaN or infinite) after 0 new tokens" in body["error"]["message"]
+    assert (
+        "the model's logits are no numbers (NaN or infinite) after 0 new tokens"
+        in body["error"]["message"]
+    )
     after = ask(url, body=asked("b"))
     assert before[0] == after[0] == 200
     assert before[2]["choices"] == after[2]["choices"]

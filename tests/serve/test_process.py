@@ -36,7 +36,13 @@ class Client(threading.Thread):
 
     def __init__(self, url, **more):
         super().__init__()
-        self.begun, self.parts, self.error, self._url, self._more = threading.Event(), [], None, url, more
+        self.begun, self.parts, self.error, self._url, self._more = (
+            threading.Event(),
+            [],
+            None,
+            url,
+            more,
+        )
         self.start()
         assert self.begun.wait(30)
 
@@ -51,13 +57,18 @@ class Client(threading.Thread):
 
 
 def test_sigterm_drains(start):
-    """What runs is finished; what comes is refused; the status is 0. And the options do what they say."""
+    """What runs is finished; what comes is refused; the status is 0. And the options do what they
+    say.
+    """
     options = "--model-name novel --max-new-tokens 120 --slots 2 --quantize int8 --tensor 1 --host 0.0.0.0 --chunk 4"
     options = options.split()
     process = start(*options, python=SLOW, LADDER_JAX_API_KEY="sesame")
     compiling, ready = process.log().splitlines()
     assert compiling == "ladder-jax: compiling the programs for 2 slots of 128 tokens"
-    assert ready.startswith("ladder-jax: serving 'novel' at http://0.0.0.0:") and "(2 slots of 128 tokens)" in ready
+    assert (
+        ready.startswith("ladder-jax: serving 'novel' at http://0.0.0.0:")
+        and "(2 slots of 128 tokens)" in ready
+    )
     assert ask(process.url, body=LONG)[0] == 401
     client = Client(process.url, model="novel", max_tokens=120)
     process.popen.send_signal(signal.SIGTERM)
@@ -77,8 +88,11 @@ def test_sigterm_drains(start):
 
 
 def test_draining_has_an_end(start):
-    """Whole answers become 503, streams end with an error. And a server that anybody may use says so."""
-    options = "--drain-seconds 0.1 --host 0.0.0.0 --chunk 1".split()  # so that LONG takes 127 rounds
+    """Whole answers become 503, streams end with an error. And a server that anybody may use says
+    so.
+    """
+    # so that LONG takes 127 rounds
+    options = "--drain-seconds 0.1 --host 0.0.0.0 --chunk 1".split()
     process, answers = start(*options, python=SLOW), []
     assert "anybody who reaches http://0.0.0.0:" in process.log().splitlines()[0]
     client = Client(process.url)
@@ -109,11 +123,16 @@ def test_an_error_in_the_engine_ends_the_process(start):
     process = start(python=FAILING)
     client = Client(process.url, max_tokens=120)
     status, _, answer = ask(process.url, body=LONG)
-    assert status == 500 and answer["error"]["message"] == "the engine has failed, and the server ends"
+    assert (
+        status == 500 and answer["error"]["message"] == "the engine has failed, and the server ends"
+    )
     assert process.popen.wait(60) == 1
     client.join()
     assert "the engine has failed" in str(client.error)
-    assert "MemoryError: no more of it" in process.log() and "RuntimeError: the engine failed" in process.log()
+    assert (
+        "MemoryError: no more of it" in process.log()
+        and "RuntimeError: the engine failed" in process.log()
+    )
 
 
 MISTAKES = {
@@ -143,4 +162,7 @@ def test_mistakes(folder, capsys, args):
 
 def test_without_the_extra(folder, capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "uvicorn", None)
-    assert mistake(capsys, folder) == "ladder-jax: serve needs uvicorn: pip install 'ladder-jax[serve]'\n"
+    assert (
+        mistake(capsys, folder)
+        == "ladder-jax: serve needs uvicorn: pip install 'ladder-jax[serve]'\n"
+    )

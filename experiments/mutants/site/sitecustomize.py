@@ -1,7 +1,8 @@
-"""Notes which lines of the package this process executes: found on the PYTHONPATH by it and all that it starts.
+"""Notes which lines of the package this process executes: found on the PYTHONPATH by it and all
+that it starts.
 
-LADDER_MUTANTS_LINES: the folder for a file of "name:line" lines, written at the end. A process that is killed, or may
-write no files, leaves none.
+LADDER_MUTANTS_LINES: the folder for a file of "name:line" lines, written at the end. A process that
+is killed, or may write no files, leaves none.
 """
 
 import atexit

@@ -1,8 +1,9 @@
 """Make a token store from text, in parallel. After a kill the next call resumes.
 
-A shard holds one part of the sources. Workers write shards in any order, so the store is the same for any number of
-workers, and also for several commands, on one machine or on many: each makes a share of the shards, and the last
-command, for all of them, makes what is missing and writes the manifest.
+A shard holds one part of the sources. Workers write shards in any order, so the store is the same
+for any number of workers, and also for several commands, on one machine or on many: each makes a
+share of the shards, and the last command, for all of them, makes what is missing and writes the
+manifest.
 """
 
 import array
@@ -55,8 +56,8 @@ def build(
     source: the argument of `tokenizers.load` that gives `tokenizer`, for the workers.
     share: make these shards alone, and return a manifest of them, which is not written.
 
-    Raises UserError where `out` holds other files, or a store of other sources or settings; and where another process
-    writes to it.
+    Raises UserError where `out` holds other files, or a store of other sources or settings; and
+    where another process writes to it.
     """
     _check_folder(out)
     settings = Manifest(tokenizer.name, tokenizer.vocab_size, field)
@@ -85,8 +86,9 @@ def build(
 
 
 def _check_folder(out: pathlib.Path) -> None:
-    """Raises UserError unless `out` is new, empty but for what a kill leaves at first, or a store. All other files in a
-    store may be the user's."""
+    """Raises UserError unless `out` is new, empty but for what a kill leaves at first, or a store.
+    All other files in a store may be the user's.
+    """
     ours = lambda name: name == LOCK or name.startswith(PARTIAL)
     # Listed first: another command may be writing the manifest just now.
     begun = not os.path.lexists(out) or out.is_dir() and all(map(ours, os.listdir(out)))
@@ -131,22 +133,32 @@ def _tidy(out: pathlib.Path, finished: Manifest) -> None:
 
 
 def _shards(
-    numbered: Sequence[tuple[int, Part]], out: pathlib.Path, settings: Manifest, source: str, workers: int
+    numbered: Sequence[tuple[int, Part]],
+    out: pathlib.Path,
+    settings: Manifest,
+    source: str,
+    workers: int,
 ) -> tuple[Shard, ...]:
-    """The shards of these parts, in order. Those that an earlier call wrote are not written again."""
+    """The shards of these parts, in order. Those that an earlier call wrote are not written
+    again.
+    """
     shards = {index: _written(index, part, out, settings) for index, part in numbered}
     left = [(index, part) for index, part in numbered if shards[index] is None]
     context = multiprocessing.get_context("spawn")  # a fork would copy locked threads
     shown = progress(len(shards), done=len(shards) - len(left), label="{done}/{total} shards")
     with python.safe_path(), shown as update:
-        pool = concurrent.futures.ProcessPoolExecutor(workers, mp_context=context, initializer=_begin_worker)
+        pool = concurrent.futures.ProcessPoolExecutor(
+            workers, mp_context=context, initializer=_begin_worker
+        )
         try:
             futures = [pool.submit(_write, *one, out, settings, source) for one in left]
             for made in concurrent.futures.as_completed(futures):
                 shards[int(made.result().name)] = made.result()
                 update(sum(shard is not None for shard in shards.values()), "")
         except BrokenProcessPool:
-            message = "a worker was killed, perhaps for its memory: run the same command again to go on"
+            message = (
+                "a worker was killed, perhaps for its memory: run the same command again to go on"
+            )
             raise UserError(message) from None
         finally:
             pool.shutdown(cancel_futures=True)
@@ -154,13 +166,17 @@ def _shards(
 
 
 def _written(index: int, part: Part, out: pathlib.Path, settings: Manifest) -> Shard | None:
-    """The shard that an earlier call wrote; None where its files are missing or cut short, or the part has changed."""
+    """The shard that an earlier call wrote; None where its files are missing or cut short, or the
+    part has changed.
+    """
     file = out / f"{index:05d}.json"
     if not file.is_file():
         return None
     found = manifests.read(file)
     (shard,) = found.shards
-    if found != dataclasses.replace(settings, shards=(dataclasses.replace(shard, source=part.digest),)):
+    if found != dataclasses.replace(
+        settings, shards=(dataclasses.replace(shard, source=part.digest),)
+    ):
         return None
     for name, size in found.sizes(shard).items():
         if not (out / name).is_file() or (out / name).stat().st_size != size:
@@ -197,7 +213,9 @@ def _write(index: int, part: Part, out: pathlib.Path, settings: Manifest, source
 
 
 def encode(text: str, tokenizer: tokenizers.Tokenizer) -> np.ndarray:
-    """A document's tokens: its text's, and the token that ends a document, where the tokenizer has one."""
+    """A document's tokens: its text's, and the token that ends a document, where the tokenizer has
+    one.
+    """
     if tokenizer.name == tokenizers.BYTES:
         return np.frombuffer(text.encode("utf-8"), np.uint8)
     tokens = tokenizer.encode(text) if text else []
@@ -210,7 +228,9 @@ _tokenizer = functools.cache(tokenizers.load)
 
 
 def _begin_worker() -> None:
-    """Ctrl-C is the parent's to answer. A worker whose parent was killed would wait for work for ever."""
+    """Ctrl-C is the parent's to answer. A worker whose parent was killed would wait for work for
+    ever.
+    """
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are the parallelism
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     parent = multiprocessing.parent_process()

@@ -19,7 +19,9 @@ BYTES_A_TOKEN = 4
 
 
 def run(args: dict) -> None:
-    """Make the store, or go on with it, and say what it holds. Raises UserError for what cannot be done."""
+    """Make the store, or go on with it, and say what it holds. Raises UserError for what cannot be
+    done.
+    """
     out = pathlib.Path(args["out"]).expanduser()
     share = _share(args["part"]) if args["part"] is not None else None
     workers = os.cpu_count() if args["workers"] is None else args["workers"]
@@ -35,7 +37,9 @@ def run(args: dict) -> None:
     _check_apart(args["source"], out)
     tokenizer = tokenizers.load(args["tokenizer"])
     most = shard_tokens * (1 if tokenizer.name == tokenizers.BYTES else BYTES_A_TOKEN)
-    plan = sources.plan(args["source"], subset=args["subset"], split=args["split"] or "train", most=most)
+    plan = sources.plan(
+        args["source"], subset=args["subset"], split=args["split"] or "train", most=most
+    )
     given = dict(tokenizer=tokenizer, source=args["tokenizer"], field=args["field"])
     made = build(plan, out=out, **given, workers=workers, share=share)
     if args["verify"]:
@@ -65,6 +69,8 @@ def _check_apart(given: Sequence[str], out: pathlib.Path) -> None:
     for source in given:
         real, into = pathlib.Path(source).expanduser().resolve(), out.resolve()
         if real.is_dir() and into.is_relative_to(real):
-            raise UserError(f"--out {out} lies in the source {source!r}: it would become a source itself")
+            raise UserError(
+                f"--out {out} lies in the source {source!r}: it would become a source itself"
+            )
         if real.exists() and real.is_relative_to(into):
             raise UserError(f"the source {source!r} lies in --out {out}: name a new folder")

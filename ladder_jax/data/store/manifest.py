@@ -1,7 +1,9 @@
-"""The manifest of a token store, `manifest.json`, which names no shards before the store is finished.
+"""The manifest of a token store, `manifest.json`, which names no shards before the store is
+finished.
 
-Shard `00000` is two files: `00000.tokens`, little-endian integers one after another; and `00000.offsets`, where each
-document begins, uint64 [documents + 1]. Until the store is finished `00000.json`, written last, is its manifest.
+Shard `00000` is two files: `00000.tokens`, little-endian integers one after another; and
+`00000.offsets`, where each document begins, uint64 [documents + 1]. Until the store is finished
+`00000.json`, written last, is its manifest.
 """
 
 import dataclasses
@@ -22,10 +24,11 @@ MANIFEST = "manifest.json"
 
 @dataclasses.dataclass(frozen=True)
 class Shard:
-    """sha256: of its tokens and offsets. source: the digest of the part of the sources that it holds; empty in stores
-    of version 1.
+    """sha256: of its tokens and offsets. source: the digest of the part of the sources that it
+    holds; empty in stores of version 1.
 
-    skipped: files of a folder that are no text. empty: documents without any token, which are left out.
+    skipped: files of a folder that are no text. empty: documents without any token, which are left
+        out.
     """
 
     name: str
@@ -96,7 +99,9 @@ def read(file: AnyPath) -> Manifest:
 
 def _known[T](kind: type[T], tree: dict) -> T:
     """Of the fields that `kind` has: version 1 has more."""
-    return kind(**{field.name: tree[field.name] for field in dataclasses.fields(kind) if field.name in tree})
+    return kind(
+        **{field.name: tree[field.name] for field in dataclasses.fields(kind) if field.name in tree}
+    )
 
 
 def _is_sound(found: Manifest) -> bool:
@@ -105,7 +110,10 @@ def _is_sound(found: Manifest) -> bool:
     return (
         all(isinstance(count, int) and count >= 0 for count in counts)
         and found.tokens < 2**62
-        and all(isinstance(one.sha256, str) and re.fullmatch("[0-9]{5,}", one.name) for one in found.shards)
+        and all(
+            isinstance(one.sha256, str) and re.fullmatch("[0-9]{5,}", one.name)
+            for one in found.shards
+        )
     )
 
 

@@ -17,8 +17,12 @@ from ladder_jax.errors import RunFailed, UserError, wrong_type
 from ladder_jax.files import AnyPath, absolute, explained, is_remote
 
 CACHE = "stores"
-"""The folder in the cache; in it each store in an object store has one, named by its address and manifest."""
-OPEN_FILES = 16  # of each store: opening a file costs more than reading a document, but a process may open few (1,024)
+"""The folder in the cache; in it each store in an object store has one, named by its address and
+manifest.
+"""
+# of each store: opening a file costs more than reading a document, but a process may open few
+# (1,024)
+OPEN_FILES = 16
 
 
 def is_store(folder: AnyPath) -> bool:
@@ -28,19 +32,24 @@ def is_store(folder: AnyPath) -> bool:
 class Store:
     """A finished store, opened: `store.read(start, count)`. Any thread may read.
 
-    Files are read, not mapped into memory: where one is cut short or its disk fails, a map ends the process
-    without a word. Of a store in an object store, a shard is first copied into the cache, and compared with its digest.
+    Files are read, not mapped into memory: where one is cut short or its disk fails, a map ends the
+    process without a word. Of a store in an object store, a shard is first copied into the cache,
+    and compared with its digest.
 
     starts: int64 [documents + 1], the documents' first tokens, and the end.
     """
 
     def __init__(self, folder: str | os.PathLike):
-        """Raises UserError for what is missing, of another size than the manifest says, or no store."""
+        """Raises UserError for what is missing, of another size than the manifest says, or no
+        store.
+        """
         if not isinstance(folder, str | os.PathLike):
             raise wrong_type("folder", folder, str, os.PathLike)
         self.folder = absolute(folder) if is_remote(folder) else pathlib.Path(folder).expanduser()
         if not is_store(self.folder):
-            raise UserError(f"there is no token store at {str(folder)!r} (`ladder-jax tokenize` makes one)")
+            raise UserError(
+                f"there is no token store at {str(folder)!r} (`ladder-jax tokenize` makes one)"
+            )
         self.manifest = manifests.read(self.folder / MANIFEST)
         if not self.manifest.shards:
             again = "run its `ladder-jax tokenize` again, without --part"
@@ -58,7 +67,8 @@ class Store:
         return f"Store({str(self.folder)!r}: {held} of {self.manifest.tokenizer})"
 
     def __reduce__(self):
-        return Store, (self.folder,)  # another process, such as a worker of grain's, opens its own files
+        # another process, such as a worker of grain's, opens its own files
+        return Store, (self.folder,)
 
     def tokenizer(self) -> tokenizers.Tokenizer:
         """The store's own copy."""
@@ -66,7 +76,9 @@ class Store:
         return tokenizers.load(None if self.manifest.tokenizer == tokenizers.BYTES else folder)
 
     def read(self, start: int, count: int) -> np.ndarray:
-        """The tokens [count] from `start` on, all in one shard. Raises UserError where they cannot be read."""
+        """The tokens [count] from `start` on, all in one shard. Raises UserError where they cannot
+        be read.
+        """
         index = int(np.searchsorted(self._first, start, side="right")) - 1
         shard = self.manifest.shards[index]
         first = start - int(self._first[index])
@@ -79,12 +91,16 @@ class Store:
         """Read everything. Raises UserError for the first shard that is not what was written."""
         for shard in self.manifest.shards:
             if _digest(self._path(shard, "tokens"), self._path(shard, "offsets")) != shard.sha256:
-                raise UserError(f"shard {shard.name} of the token store {str(self.folder)!r} is damaged")
+                raise UserError(
+                    f"shard {shard.name} of the token store {str(self.folder)!r} is damaged"
+                )
 
     def _check_sizes(self) -> None:
         if is_remote(self.folder):
             with _explained(self.folder / MANIFEST):
-                sizes = {name: int(about["size"]) for name, about in remote.listed(self.folder).items()}
+                sizes = {
+                    name: int(about["size"]) for name, about in remote.listed(self.folder).items()
+                }
         else:
             sizes = {path.name: path.stat().st_size for path in self.folder.iterdir()}
         for shard in self.manifest.shards:
@@ -101,14 +117,18 @@ class Store:
             raise self._damaged(shard, "offsets", "its documents do not follow one another")
         return found
 
-    def _array(self, shard: Shard, kind: str, dtype: str, count: int, *, first: int = 0) -> np.ndarray:
+    def _array(
+        self, shard: Shard, kind: str, dtype: str, count: int, *, first: int = 0
+    ) -> np.ndarray:
         path = self._path(shard, kind)
         size = np.dtype(dtype).itemsize
         with _explained(path):
             file = self._opened(path)
             content = os.pread(file.descriptor, count * size, first * size)
         if len(content) != count * size:
-            raise self._damaged(shard, kind, "it was complete when it was opened, and has been cut short")
+            raise self._damaged(
+                shard, kind, "it was complete when it was opened, and has been cut short"
+            )
         return np.frombuffer(content, dtype)
 
     def _path(self, shard: Shard, kind: str) -> str:
@@ -139,7 +159,9 @@ class Store:
 
 
 class _File:
-    """A file open for reading, closed with the object: another thread may still read what the cache has dropped."""
+    """A file open for reading, closed with the object: another thread may still read what the cache
+    has dropped.
+    """
 
     def __init__(self, path: str):
         self.descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)

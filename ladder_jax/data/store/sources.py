@@ -1,5 +1,6 @@
-"""The sources of documents, cut into parts that workers read apart from each other. What is wrong in one is named by
-its file and line."""
+"""The sources of documents, cut into parts that workers read apart from each other. What is wrong
+in one is named by its file and line.
+"""
 
 import dataclasses
 import enum
@@ -18,7 +19,9 @@ from ladder_jax.errors import UserError
 from ladder_jax.files import below, is_remote
 
 PARTS, LEAST = 1024, 2**24
-"""Sources are cut into about so many parts, unless a part would be of fewer bytes. A killed worker loses a part."""
+"""Sources are cut into about so many parts, unless a part would be of fewer bytes. A killed worker
+loses a part.
+"""
 
 
 class Kind(enum.StrEnum):
@@ -33,8 +36,10 @@ ALLOWED = f"a text file, a folder, {', '.join(ENDINGS)} or {tables.HUB}OWNER/NAM
 
 @dataclasses.dataclass(frozen=True)
 class File:
-    """path: of a file, or the address of a data set on the Hub with its commit. size: in bytes; 0 on the Hub.
-    modified: in nanoseconds. named: by the user itself; of a folder's files, binary ones are skipped.
+    """path: of a file, or the address of a data set on the Hub with its commit. size: in bytes; 0
+    on the Hub.
+    modified: in nanoseconds. named: by the user itself; of a folder's files, binary ones are
+        skipped.
     """
 
     path: str
@@ -52,8 +57,9 @@ class File:
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """Several text files; the lines of one file that begin at bytes begin..end-1; or the shards begin..end-1 of one
-    table (see `tables`)."""
+    """Several text files; the lines of one file that begin at bytes begin..end-1; or the shards
+    begin..end-1 of one table (see `tables`).
+    """
 
     files: tuple[File, ...]
     begin: int = 0
@@ -72,11 +78,14 @@ class Part:
         return hashlib.sha256(content.encode()).hexdigest()[:20]
 
 
-def plan(sources: Sequence[str], *, subset: str | None = None, split: str = "train", most: int = 2**40) -> list[Part]:
+def plan(
+    sources: Sequence[str], *, subset: str | None = None, split: str = "train", most: int = 2**40
+) -> list[Part]:
     """The parts of all sources, in the order given; a folder's files are sorted by path.
 
     subset, split: of the data sets on the Hub among the sources. most: bytes in a part, about.
-    Raises UserError for a source that does not exist or is named twice, and for tables without `datasets`.
+    Raises UserError for a source that does not exist or is named twice, and for tables without
+    `datasets`.
     """
     files = [file for source in sources for file in _files(source, subset, split)]
     seen = set()
@@ -88,7 +97,11 @@ def plan(sources: Sequence[str], *, subset: str | None = None, split: str = "tra
     parts = []
     for kind, alike in itertools.groupby(files, key=lambda file: file.kind):
         found = list(alike)
-        parts += _texts(found, size) if kind is Kind.TEXT else [part for file in found for part in _cut(file, size)]
+        parts += (
+            _texts(found, size)
+            if kind is Kind.TEXT
+            else [part for file in found for part in _cut(file, size)]
+        )
     return parts
 
 
@@ -99,7 +112,10 @@ def _files(source: str, subset: str | None, split: str) -> list[File]:
     if not root.exists():
         raise UserError(f"{source!r} does not exist ({ALLOWED})")
     states = [(path, path.stat()) for path in below(root)]
-    return [File(str(path), state.st_size, state.st_mtime_ns, named=path == root) for path, state in states]
+    return [
+        File(str(path), state.st_size, state.st_mtime_ns, named=path == root)
+        for path, state in states
+    ]
 
 
 def _texts(files: Sequence[File], size: int) -> Iterator[Part]:
@@ -123,7 +139,8 @@ def _cut(file: File, size: int) -> list[Part]:
 def read(part: Part, *, field: str) -> Iterator[str | None]:
     """Each document's text, in order; None for a folder's file that is no text.
 
-    Raises UserError for a line that is not a JSON object with text in `field`, and for what cannot be read.
+    Raises UserError for a line that is not a JSON object with text in `field`, and for what cannot
+    be read.
     """
     if part.kind is Kind.TEXT:
         return map(_text, part.files)
@@ -151,7 +168,11 @@ def _lines(file: str, begin: int, end: int, field: str) -> Iterator[str]:
         except UnicodeEncodeError:
             wrong = f"half of a surrogate pair, which is no character, in {field!r}"
         except (TypeError, KeyError, AttributeError):
-            has = f"an object with {', '.join(map(repr, value))}" if isinstance(value, dict) else type(value).__name__
+            has = (
+                f"an object with {', '.join(map(repr, value))}"
+                if isinstance(value, dict)
+                else type(value).__name__
+            )
             wrong = f"no text in {field!r} (--field names it): this is {has}"
         else:
             yield value[field]

@@ -1,7 +1,9 @@
-"""Documents that are rows of a table: Parquet, CSV, Arrow and WebDataset files, and data sets of the Hub.
+"""Documents that are rows of a table: Parquet, CSV, Arrow and WebDataset files, and data sets of
+the Hub.
 
-The library `datasets` reads them, streaming: nothing is converted or copied to the disk first. A table is one shard or
-more, which can be read apart: a Parquet file's row groups, a Hub data set's files; other files are one shard.
+The library `datasets` reads them, streaming: nothing is converted or copied to the disk first. A
+table is one shard or more, which can be read apart: a Parquet file's row groups, a Hub data set's
+files; other files are one shard.
 """
 
 import contextlib
@@ -27,11 +29,15 @@ BUILDERS = {
 
 
 def address(source: str, *, subset: str | None, split: str) -> str:
-    """Resolve hf://datasets/OWNER/NAME or hf://datasets/OWNER/NAME@REVISION to the present commit, so that all workers
-    read the same files. Raises UserError where the Hub has no such data set, or does not answer."""
+    """Resolve hf://datasets/OWNER/NAME or hf://datasets/OWNER/NAME@REVISION to the present commit,
+    so that all workers read the same files. Raises UserError where the Hub has no such data set, or
+    does not answer.
+    """
     given = re.fullmatch(r"([^/@?]+/[^/@?]+)(?:@([^?]+))?", source.removeprefix(HUB))
     if not given:
-        raise UserError(f"{source!r}: a data set of the Hub is {HUB}OWNER/NAME or {HUB}OWNER/NAME@REVISION")
+        raise UserError(
+            f"{source!r}: a data set of the Hub is {HUB}OWNER/NAME or {HUB}OWNER/NAME@REVISION"
+        )
     with _explained(source):
         import huggingface_hub
 
@@ -47,9 +53,11 @@ def shards(table: str) -> int:
 
 
 def read(table: str, begin: int, end: int, *, field: str, modified: int) -> Iterator[str]:
-    """The texts of the shards begin..end-1, in order. Raises UserError for rows without text in `field`.
+    """The texts of the shards begin..end-1, in order. Raises UserError for rows without text in
+    `field`.
 
-    modified: the file's time; a table that this process has opened before is opened again when it has changed.
+    modified: the file's time; a table that this process has opened before is opened again when it
+        has changed.
     """
     number = 0
     with _explained(table):
@@ -59,14 +67,20 @@ def read(table: str, begin: int, end: int, *, field: str, modified: int) -> Iter
                 for text in batch[field].to_pylist():
                     number += 1
                     if text is None:
-                        before = sum(1 for other in range(begin) for _ in whole.shard(whole.num_shards, other))
+                        before = sum(
+                            1
+                            for other in range(begin)
+                            for _ in whole.shard(whole.num_shards, other)
+                        )
                         raise UserError(f"{table}: row {before + number} has no text in {field!r}")
                     yield text
 
 
 @functools.lru_cache(maxsize=8)
 def _column(table: str, field: str, modified: int):
-    """The column `field` alone. Raises UserError where there is no such column, or it does not hold text."""
+    """The column `field` alone. Raises UserError where there is no such column, or it does not hold
+    text.
+    """
     text, whole = _library().Value("string"), _open(table)
     # A CSV file has no schema: pandas would guess one, and read "001" as a number.
     features = whole.features or dict.fromkeys(_header(table, whole), text)
@@ -97,7 +111,8 @@ def _builder(file: str) -> dict:
 def _open(table: str, *, features=None, columns: list[str] | None = None):
     """An IterableDataset over the table's shards.
 
-    features: the schema, for a format that has none. columns: the columns to read, in formats that can skip others.
+    features: the schema, for a format that has none. columns: the columns to read, in formats that
+        can skip others.
     """
     on_hub = table.startswith(HUB)
     split = "train"
@@ -128,13 +143,16 @@ def _library():
     except ImportError:
         needed = f"reading {', '.join(BUILDERS)} and {HUB} needs datasets"
         raise UserError(f"{needed}: pip install 'ladder-jax[data]'") from None
-    datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # errors are reported once, by `_explained`
+    # errors are reported once, by `_explained`
+    datasets.logging.set_verbosity(datasets.logging.CRITICAL)
     return datasets
 
 
 @contextlib.contextmanager
 def _explained(table: str) -> Iterator[None]:
-    """Turn any error of `datasets` and of the many libraries below it into a UserError of one line."""
+    """Turn any error of `datasets` and of the many libraries below it into a UserError of one
+    line.
+    """
     try:
         yield
     except UserError:

@@ -1,4 +1,6 @@
-"""Continuous batching: many requests share one batch; each gets a free slot of it and leaves when it has finished."""
+"""Continuous batching: many requests share one batch; each gets a free slot of it and leaves when
+it has finished.
+"""
 
 from ladder_jax.decode.engine.engine import Engine as Engine
 from ladder_jax.decode.engine.handle import Handle as Handle

@@ -19,12 +19,14 @@ from ladder_jax.nn import ModelDef, Params, Transformer
 
 
 class Engine:
-    """Serves many requests from one batch of `slots` rows: `Engine(model).submit(Request([1, 2])).result()`.
+    """Serves many requests from one batch of `slots` rows:
+    `Engine(model).submit(Request([1, 2])).result()`.
 
-    Each round gives free slots to the requests that wait longest, reads one chunk of each new prompt, and makes `chunk`
-    tokens in all slots: no request waits for another's long prompt. What a request gets does not depend on the
-    others. Rounds are driven by hand (`step`), by a thread that waits for a handle, or by the engine's own thread
-    (`start`, or `with engine:`); then any thread may submit.
+    Each round gives free slots to the requests that wait longest, reads one chunk of each new
+    prompt, and makes `chunk` tokens in all slots: no request waits for another's long prompt. What
+    a request gets does not depend on the others. Rounds are driven by hand (`step`), by a thread
+    that waits for a handle, or by the engine's own thread (`start`, or `with engine:`); then any
+    thread may submit.
     """
 
     def __init__(
@@ -43,11 +45,14 @@ class Engine:
         prefill_chunk: int = DecodeConfig.prefill_chunk,
         interleave: int = 1,
     ):
-        """A ModelDef needs `params`: float32 and stacked as they are stored, in memory or read one by one.
+        """A ModelDef needs `params`: float32 and stacked as they are stored, in memory or read one
+        by one.
 
-        capacity: the most tokens of a request, prompt and new ones together; every slot has room for them.
+        capacity: the most tokens of a request, prompt and new ones together; every slot has room
+            for them.
         max_queue: how many requests may wait for a slot.
-        chunk: tokens that a round makes in each slot. prefill_chunk: the most tokens of a prompt that it reads.
+        chunk: tokens that a round makes in each slot. prefill_chunk: the most tokens of a prompt
+            that it reads.
         interleave: 2 reads a prompt in two halves in turn.
         decoder: the bytes of tokens; without it there is no text, and no stop strings.
 
@@ -66,17 +71,24 @@ class Engine:
         launch = member(Launch, "launch", launch)
         check_interleave(interleave)
         if decoder is not None and not callable(decoder):
-            raise UserError(f"decoder must be a function from tokens to bytes, not {described(decoder)}")
+            raise UserError(
+                f"decoder must be a function from tokens to bytes, not {described(decoder)}"
+            )
         form, held = dict(loop=loop, quantize=quantize), memory.held_bytes(params)
-        memory.check_slots(definition, slots=slots, capacity=capacity, chunk=chunk, held=held, **form)
+        memory.check_slots(
+            definition, slots=slots, capacity=capacity, chunk=chunk, held=held, **form
+        )
         self.capacity, self.slots, self.max_queue = capacity, slots, max_queue
         self._vocab_size, self._decoder = definition.config.vocab_size, decoder
         with memory.explained(f"for {slots} slots of {capacity:,} tokens and the weights"):
             prepared = weights.prepare(definition, params, **form)
-            self._device = Slots(definition, prepared, **sizes, **form, interleave=interleave, launch=launch)
+            self._device = Slots(
+                definition, prepared, **sizes, **form, interleave=interleave, launch=launch
+            )
 
         self._scheduler = Scheduler(slots=slots, max_queue=max_queue)
-        self._reading: dict[int, tuple[Handle, Generator]] = {}  # by slot: prompts that are not read to their end
+        # by slot: prompts that are not read to their end
+        self._reading: dict[int, tuple[Handle, Generator]] = {}
         self._running = threading.Lock()  # held through a round: one at a time
         self._thread: threading.Thread | None = None
         self._stopping = False
@@ -87,7 +99,9 @@ class Engine:
         return f"Engine({self.slots} slots of {self.capacity:,} tokens: {use})"
 
     def submit(self, request: Request) -> Handle:
-        """Puts a request in the queue. Raises QueueFull, or another UserError for a request that cannot be served."""
+        """Puts a request in the queue. Raises QueueFull, or another UserError for a request that
+        cannot be served.
+        """
         return self.submit_all([request])[0]
 
     def submit_all(self, requests: Sequence[Request]) -> list[Handle]:
@@ -112,7 +126,9 @@ class Engine:
 
     @property
     def error(self) -> BaseException | None:
-        """The error that ended the engine, after which it accepts no request; None while it works."""
+        """The error that ended the engine, after which it accepts no request; None while it
+        works.
+        """
         return self._scheduler.error
 
     @property
@@ -121,7 +137,9 @@ class Engine:
         return self._scheduler.busy
 
     def step(self) -> bool:
-        """One round: fills free slots and makes a chunk of tokens in all. Returns whether requests are left."""
+        """One round: fills free slots and makes a chunk of tokens in all. Returns whether requests
+        are left.
+        """
         with self._running:
             self._scheduler.check()
             try:
@@ -143,12 +161,16 @@ class Engine:
             if self.threaded:
                 raise UserError("the engine's thread runs already")
             self._stopping = False
-            self._thread = threading.Thread(target=self._serve, name="ladder_jax engine", daemon=True)
+            self._thread = threading.Thread(
+                target=self._serve, name="ladder_jax engine", daemon=True
+            )
             self._thread.start()
         return self
 
     def stop(self) -> None:
-        """Ends the thread after its current round. Requests that have not finished are cancelled."""
+        """Ends the thread after its current round. Requests that have not finished are
+        cancelled.
+        """
         with self._scheduler.changed:
             self._stopping = True
             self._scheduler.changed.notify_all()
@@ -156,7 +178,8 @@ class Engine:
         if thread:
             thread.join()
         with self._running, self._scheduler.changed:
-            self._thread = None  # under the lock: a handle waits for the thread only while there is one
+            # under the lock: a handle waits for the thread only while there is one
+            self._thread = None
             self._scheduler.end_all()
             self._reading.clear()
 
@@ -171,13 +194,17 @@ class Engine:
         return self._thread is not None
 
     def warm_up(self) -> None:
-        """Compiles every program that a request can need. Raises UserError while any request waits or runs."""
+        """Compiles every program that a request can need. Raises UserError while any request waits
+        or runs.
+        """
         with self._running:
             if self.busy:
                 raise UserError("warm_up is for an engine with nothing to do")
             with memory.explained(f"for {self.slots} slots of {self.capacity:,} tokens"):
                 for bucket in self._device.buckets:
-                    run_to_end(self._device.insert(0, Request([0] * min(bucket, self.capacity - 1))))
+                    run_to_end(
+                        self._device.insert(0, Request([0] * min(bucket, self.capacity - 1)))
+                    )
                     for choice in Choice:
                         new, _ = self._device.decode(choice)
                         self._device.advance(new, active=np.zeros(self.slots, bool))
@@ -198,7 +225,8 @@ class Engine:
                 return
 
     def _round(self):
-        """Fills free slots, reads a chunk of each unfinished prompt, and makes a chunk of tokens in all slots.
+        """Fills free slots, reads a chunk of each unfinished prompt, and makes a chunk of tokens in
+        all slots.
 
         All of it is sent to the devices before the host waits for the first token.
         """
@@ -214,14 +242,17 @@ class Engine:
         scores = None if logprobs is None else np.asarray(logprobs)
         for slot, handle in self._decoding():
             self._take(slot, handle, tokens[slot], None if scores is None else scores[slot])
-        for slot in np.flatnonzero((tokens == NO_NUMBER).any(axis=1)):  # of a failed request, or after the end of one
+        # of a failed request, or after the end of one
+        for slot in np.flatnonzero((tokens == NO_NUMBER).any(axis=1)):
             self._device.clear(slot)
         active = np.zeros(len(tokens), bool)
         active[[slot for slot, _ in self._decoding()]] = True
         self._device.advance(new, active=active)
 
     def _read(self):
-        """Reads the next chunk of prompts. Of those it completes: slot, handle, first token and its log-probability."""
+        """Reads the next chunk of prompts. Of those it completes: slot, handle, first token and its
+        log-probability.
+        """
         running, complete = dict(self._scheduler.running()), []
         for slot, (handle, chunks) in list(self._reading.items()):
             if running.get(slot) is not handle:  # cancelled meanwhile
@@ -235,7 +266,11 @@ class Engine:
         return complete
 
     def _decoding(self):
-        return [(slot, handle) for slot, handle in self._scheduler.running() if slot not in self._reading]
+        return [
+            (slot, handle)
+            for slot, handle in self._scheduler.running()
+            if slot not in self._reading
+        ]
 
     def _choice(self):
         greedy = all(handle.request.is_greedy for _, handle in self._decoding())

@@ -1,11 +1,21 @@
-"""A submitted request: streamed, awaited or cancelled by the user, moved on by the engine. Imports no jax."""
+"""A submitted request: streamed, awaited or cancelled by the user, moved on by the engine. Imports
+no jax.
+"""
 
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from ladder_jax.decode.request import Decoder, Finish, NoNumbers, Piece, Request, Result, TokenSequence
+from ladder_jax.decode.request import (
+    Decoder,
+    Finish,
+    NoNumbers,
+    Piece,
+    Request,
+    Result,
+    TokenSequence,
+)
 
 type Listener = Callable[[Piece | Result | BaseException], object]
 
@@ -13,8 +23,8 @@ type Listener = Callable[[Piece | Result | BaseException], object]
 class Handle:
     """Iterating it yields the request's pieces as they come; `result()` waits for the whole.
 
-    Where the engine runs no thread, waiting drives it. An error in the engine is raised in every thread that waits.
-    engine: an `Engine`, of which it needs `threaded`, `step` and `cancel`.
+    Where the engine runs no thread, waiting drives it. An error in the engine is raised in every
+    thread that waits. engine: an `Engine`, of which it needs `threaded`, `step` and `cancel`.
     """
 
     def __init__(self, request: Request, *, engine: Any, decoder: Decoder | None):
@@ -22,7 +32,8 @@ class Handle:
         self._engine = engine
         self._sequence = TokenSequence(request, decoder=decoder)
         self._changed = threading.Condition()
-        self._events: list[Piece | Result | BaseException] = []  # pieces, and at last the result or the error
+        # pieces, and at last the result or the error
+        self._events: list[Piece | Result | BaseException] = []
         self._listeners: list[Listener] = []
 
     def __repr__(self) -> str:
@@ -46,7 +57,9 @@ class Handle:
             taken += 1
 
     def result(self, timeout: float | None = None) -> Result:
-        """Waits, at most `timeout` seconds. Raises TimeoutError after them, NoNumbers, or the engine's error."""
+        """Waits, at most `timeout` seconds. Raises TimeoutError after them, NoNumbers, or the
+        engine's error.
+        """
         self._wait(lambda: self.done, timeout)
         outcome = self._events[-1]
         if isinstance(outcome, BaseException):
@@ -54,10 +67,11 @@ class Handle:
         return outcome
 
     def subscribe(self, listener: Listener) -> None:
-        """Calls `listener` with each piece from the first on, and at last with the result or the error.
+        """Calls `listener` with each piece from the first on, and at last with the result or the
+        error.
 
-        It is called in the thread that moves the request on, which waits for it: it must only pass on its argument, for
-        example to an event loop, and neither block nor raise.
+        It is called in the thread that moves the request on, which waits for it: it must only pass
+        on its argument, for example to an event loop, and neither block nor raise.
         """
         with self._changed:
             for event in self._events:
@@ -65,11 +79,16 @@ class Handle:
             self._listeners.append(listener)
 
     def cancel(self) -> None:
-        """Ends the request as "cancelled" with its tokens so far: at once if it is queued, else at the next round."""
+        """Ends the request as "cancelled" with its tokens so far: at once if it is queued, else at
+        the next round.
+        """
         self._engine.cancel(self)
 
-    def take(self, tokens: Sequence[int], logprobs: Sequence[float] | None) -> Result | NoNumbers | None:
-        """For the engine: the next tokens. Returns the outcome that it should `post`, None for none.
+    def take(
+        self, tokens: Sequence[int], logprobs: Sequence[float] | None
+    ) -> Result | NoNumbers | None:
+        """For the engine: the next tokens. Returns the outcome that it should `post`, None for
+        none.
 
         Tokens after its end are dropped.
         """
@@ -86,7 +105,9 @@ class Handle:
         return result
 
     def post(self, event: Piece | Result | BaseException) -> None:
-        """For the engine: what the request's user hears next; a result or an error ends the request."""
+        """For the engine: what the request's user hears next; a result or an error ends the
+        request.
+        """
         with self._changed:
             self._events.append(event)
             self._changed.notify_all()

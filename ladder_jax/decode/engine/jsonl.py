@@ -1,4 +1,6 @@
-"""A file of prompts to a file of texts, one JSON object a line. A second run continues one that was killed."""
+"""A file of prompts to a file of texts, one JSON object a line. A second run continues one that was
+killed.
+"""
 
 import collections
 import contextlib
@@ -61,7 +63,8 @@ def read(
 ) -> list[Job]:
     """The prompts in `file`. Raises UserError, with the line's number, for a mistake.
 
-    defaults, stop, stop_ids: for settings that a line does not have. A line without a seed has the default + its index.
+    defaults, stop, stop_ids: for settings that a line does not have. A line without a seed has the
+        default + its index.
     model: identifies the model, in the digests.
     """
     jobs = []
@@ -86,7 +89,9 @@ def digest(text: str) -> str:
 
 
 def is_batch(file: str) -> bool:
-    """Whether the first line of a file of prompts is a request in OpenAI's batch format (see serve/batch.py)."""
+    """Whether the first line of a file of prompts is a request in OpenAI's batch format (see
+    serve/batch.py).
+    """
     _, first = next(json_lines.read(file), (0, None))
     return isinstance(first, dict) and "custom_id" in first and "prompt" not in first
 
@@ -109,18 +114,24 @@ def _tokens(prompt, encode):
     try:
         return encode(prompt)
     except UnicodeEncodeError:
-        raise UserError("the prompt holds half of a surrogate pair, which is no character") from None
+        raise UserError(
+            "the prompt holds half of a surrogate pair, which is no character"
+        ) from None
 
 
 @contextlib.contextmanager
 def alone(file: str) -> Iterator[None]:
-    """Locks `file` for this process: two runs would answer every prompt twice. Raises UserError if another holds it."""
+    """Locks `file` for this process: two runs would answer every prompt twice. Raises UserError if
+    another holds it.
+    """
     new = not pathlib.Path(file).exists()
     with open(file, "ab") as held:
         try:
             fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise UserError(f"{file}: another run is writing to it; wait for that, or name another file") from None
+            raise UserError(
+                f"{file}: another run is writing to it; wait for that, or name another file"
+            ) from None
         except OSError:
             pass  # the file system has no locks
         try:
@@ -144,8 +155,8 @@ def unanswered[T](
 ) -> list[T]:
     """The jobs without an answer in `file`. Removes a half-written last line from the file.
 
-    jobs: each has an `index` and a `digest`. identify, beginning: of the answers' format. Raises UserError where the
-    file holds anything else, or answers to other prompts or settings.
+    jobs: each has an `index` and a `digest`. identify, beginning: of the answers' format. Raises
+    UserError where the file holds anything else, or answers to other prompts or settings.
     """
     path = pathlib.Path(file)
     content = path.read_bytes() if path.exists() else b""
@@ -157,7 +168,9 @@ def unanswered[T](
             job = identify(json.loads(line))
             is_known = job in known
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-            raise UserError(f"{file} line {number} is not an answer that this command wrote") from None
+            raise UserError(
+                f"{file} line {number} is not an answer that this command wrote"
+            ) from None
         if not is_known:
             raise UserError(
                 f"{file} line {number} answers another prompt, model or setting; name another file, or remove this one"
@@ -173,7 +186,8 @@ def unanswered[T](
 def answer(engine: Engine, jobs: Iterable[Job], *, file: str) -> Iterator[Job]:
     """Appends a line to `file` as each job finishes, and yields the job.
 
-    The line of a job that failed holds the error. Raises RunFailed at the end if any job failed, and for a full disk.
+    The line of a job that failed holds the error. Raises RunFailed at the end if any job failed,
+    and for a full disk.
     """
     waiting = collections.deque((job, []) for job in jobs)
     running: list[tuple[Job, list[Handle]]] = []
@@ -207,7 +221,9 @@ def _result(handle):
 
 
 def encoded(line: Mapping[str, Any]) -> bytes:
-    """JSON. An id may hold half of a surrogate pair, which UTF-8 cannot encode: JSON's escape stands for it."""
+    """JSON. An id may hold half of a surrogate pair, which UTF-8 cannot encode: JSON's escape
+    stands for it.
+    """
     return json.dumps(line, ensure_ascii=False).encode("utf-8", "backslashreplace") + b"\n"
 
 

@@ -1,4 +1,6 @@
-"""Which requests wait, and which slot each running request has. Any thread may use it. Imports no jax."""
+"""Which requests wait, and which slot each running request has. Any thread may use it. Imports no
+jax.
+"""
 
 import collections
 import dataclasses
@@ -30,11 +32,14 @@ class Stats:
 
 
 class Scheduler:
-    """A bounded queue for `slots` slots, first come, first served. After an error it accepts no request."""
+    """A bounded queue for `slots` slots, first come, first served. After an error it accepts no
+    request.
+    """
 
     def __init__(self, *, slots: int, max_queue: int):
         self.slots, self.max_queue = slots, max_queue
-        self.changed = threading.Condition(threading.RLock())  # guards all attributes below; notified of new work
+        # guards all attributes below; notified of new work
+        self.changed = threading.Condition(threading.RLock())
         self._queue: collections.deque[Handle] = collections.deque()
         self._running: dict[int, Handle] = {}  # by slot
         self._cancelled: set[Handle] = set()  # those with a slot; the next `admit` ends them
@@ -66,7 +71,9 @@ class Scheduler:
             return bool(self._queue or self._running)
 
     def admit(self) -> list[tuple[int, Handle]]:
-        """Frees the slots of cancelled requests and fills free slots from the queue. Returns the newly admitted."""
+        """Frees the slots of cancelled requests and fills free slots from the queue. Returns the
+        newly admitted.
+        """
         with self.changed:
             for slot, handle in self.running():
                 if handle in self._cancelled:
@@ -98,7 +105,9 @@ class Scheduler:
                 self._cancelled.add(handle)
 
     def end_all(self, error: BaseException | None = None) -> None:
-        """Ends all requests, waiting and running, with the error; without one they are cancelled."""
+        """Ends all requests, waiting and running, with the error; without one they are
+        cancelled.
+        """
         with self.changed:
             self.error = self.error or error
             handles = [*self._running.values(), *self._queue]

@@ -1,7 +1,8 @@
 """The slots on the devices: one row each of caches, tokens and settings, all of fixed shapes.
 
-A prompt is read as a batch of one row, padded to one of a few lengths, and the row is then written into its slot in
-place. Decoding computes all slots at once, unused ones too, whose tokens are ignored.
+A prompt is read as a batch of one row, padded to one of a few lengths, and the row is then written
+into its slot in place. Decoding computes all slots at once, unused ones too, whose tokens are
+ignored.
 """
 
 import dataclasses
@@ -22,7 +23,8 @@ from ladder_jax.nn import ModelDef, Params
 
 
 class State(NamedTuple):
-    """B rows: all slots, or one row, of a prompt just read. In the order of `decode_many`'s arguments.
+    """B rows: all slots, or one row, of a prompt just read. In the order of `decode_many`'s
+    arguments.
 
     caches: a Cache for each layer, [B, S, K, H], or stacked for a scan.
     seen: [B, V] bool, the tokens before `tokens`.
@@ -43,7 +45,8 @@ class Slots:
 
     params: `weights.prepare`d.
     capacity: the most tokens of a request, prompt and new ones together.
-    chunk: tokens that a call of `decode` makes. prefill_chunk: the most tokens of a prompt that are read at once.
+    chunk: tokens that a call of `decode` makes. prefill_chunk: the most tokens of a prompt that are
+        read at once.
     """
 
     def __init__(
@@ -70,18 +73,23 @@ class Slots:
         self._state = _empty(definition, slots=slots, positions=self._positions, loop=loop)()
 
     def insert(self, slot: int, request: Request) -> Generator[None, None, tuple[Array, Array]]:
-        """Reads the prompt into `slot`, a chunk of it with each `next`; the slot is unchanged until the last.
+        """Reads the prompt into `slot`, a chunk of it with each `next`; the slot is unchanged until
+        the last.
 
-        Returns the first new token and its log-probability, [1] each, which the devices may still be computing.
+        Returns the first new token and its log-probability, [1] each, which the devices may still
+        be computing.
         """
         length = len(request.prompt)
         bucket = steps.padded_length(length, positions=self._positions)
         padded = np.zeros((1, bucket), np.int32)
         padded[0, :length] = request.prompt
         lengths, settings = np.array([length], np.int32), Settings.like(request, rows=1)
-        # The row's caches are only as long as the bucket: later positions of the slot are written before they are read.
+        # The row's caches are only as long as the bucket: later positions of the slot are written
+        # before they are read.
         form = dict(capacity=bucket, **self._read, **self._form)
-        logits, caches = yield from steps.prefill_chunks(self._definition, self._params, padded, lengths, **form)
+        logits, caches = yield from steps.prefill_chunks(
+            self._definition, self._params, padded, lengths, **form
+        )
         seen = steps.seen_in(self._definition)(padded, lengths)
         token, logprob = steps.sample_first(self._definition)(logits, settings, lengths, seen)
         row = State(caches, seen, token, lengths, settings)
@@ -90,7 +98,8 @@ class Slots:
         return token, logprob
 
     def decode(self, choice: Choice) -> tuple[Array, Array | None]:
-        """The next tokens and log-probabilities of all slots, [slots, chunk] each. `advance` must follow.
+        """The next tokens and log-probabilities of all slots, [slots, chunk] each. `advance` must
+        follow.
 
         With GREEDY there are no log-probabilities, and no slot in use may be sampled.
         """
@@ -99,13 +108,18 @@ class Slots:
         return new, logprobs
 
     def clear(self, slot: int) -> None:
-        """Zeroes the caches of a slot that holds NaN: attention weights masked positions with 0, and 0 x NaN is NaN for
-        the slot's next request."""
-        caches = _clear(self._definition, loop=self._form["loop"])(self._state.caches, np.int32(slot))
+        """Zeroes the caches of a slot that holds NaN: attention weights masked positions with 0,
+        and 0 x NaN is NaN for the slot's next request.
+        """
+        caches = _clear(self._definition, loop=self._form["loop"])(
+            self._state.caches, np.int32(slot)
+        )
         self._state = self._state._replace(caches=caches)
 
     def advance(self, new: Array, *, active: np.ndarray) -> None:
-        """Moves the slots in use, `active` [slots] bool, past `new`, which `decode` gave; the others to position 0."""
+        """Moves the slots in use, `active` [slots] bool, past `new`, which `decode` gave; the
+        others to position 0.
+        """
         state = self._state
         tokens, lengths, temperature = _advance(self._definition)(
             new, state.lengths, state.settings.temperature, active
@@ -135,18 +149,24 @@ def _empty(definition, *, slots, positions, loop):
         zeros = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), shapes)
         return State(*zeros, Settings.of(jnp.broadcast_to(jax.random.key(0), (slots,))))
 
-    return jax.jit(make, out_shardings=jax.tree.map(definition.layout.sharding, _dims(definition, loop=loop)))
+    return jax.jit(
+        make, out_shardings=jax.tree.map(definition.layout.sharding, _dims(definition, loop=loop))
+    )
 
 
 @functools.cache
 def _insert(definition, *, loop):
-    """A compiled (state, one row's state, slot) -> state with that row in the slot. The first is donated."""
+    """A compiled (state, one row's state, slot) -> state with that row in the slot. The first is
+    donated.
+    """
     dims = _dims(definition, loop=loop)
 
     def local(state, row, slot):
         def put(letters, old, new):
             axis = letters.index("B")
-            return jax.tree.map(lambda o, n: lax.dynamic_update_slice_in_dim(o, n, slot, axis), old, new)
+            return jax.tree.map(
+                lambda o, n: lax.dynamic_update_slice_in_dim(o, n, slot, axis), old, new
+            )
 
         return jax.tree.map(put, dims, state, row)
 
@@ -171,10 +191,13 @@ def _clear(definition, *, loop):
 
 @functools.cache
 def _advance(definition):
-    """A compiled (new tokens [B, count], lengths, temperature, active: [B] each) -> (tokens, lengths, temperature)."""
+    """A compiled (new tokens [B, count], lengths, temperature, active: [B] each) -> (tokens,
+    lengths, temperature).
+    """
 
     def local(new, lengths, temperature, active):
-        # An idle slot goes back to position 0, to stay within the cache, and becomes greedy, to draw no noise.
+        # An idle slot goes back to position 0, to stay within the cache, and becomes greedy, to
+        # draw no noise.
         lengths = jnp.where(active, lengths + new.shape[1], 0)
         return new[:, -1], lengths, jnp.where(active, temperature, 0)
 

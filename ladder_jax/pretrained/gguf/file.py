@@ -1,8 +1,9 @@
-"""A GGUF file (https://github.com/ggml-org/ggml/blob/master/docs/gguf.md): its settings, and tensors read lazily.
+"""A GGUF file (https://github.com/ggml-org/ggml/blob/master/docs/gguf.md): its settings, and
+tensors read lazily.
 
-The header is not read by the package `gguf`, which believes the lengths in it: a file of 113 bytes that declares 2^40
-items would fill the memory. Tensors are read into buffers, in blocks of rows. The file is not mapped: its pages would
-stay in memory.
+The header is not read by the package `gguf`, which believes the lengths in it: a file of 113 bytes
+that declares 2^40 items would fill the memory. Tensors are read into buffers, in blocks of rows.
+The file is not mapped: its pages would stay in memory.
 """
 
 import dataclasses
@@ -19,20 +20,42 @@ import numpy as np
 from ladder_jax.errors import UserError
 from ladder_jax.pretrained.source import from_file
 
-PLAIN = {"F32": np.dtype("float32"), "F16": np.dtype("float16"), "BF16": np.dtype(ml_dtypes.bfloat16)}
-"""The types that are kept. All others are quantised, and become float32, which holds their values exactly."""
+PLAIN = {
+    "F32": np.dtype("float32"),
+    "F16": np.dtype("float16"),
+    "BF16": np.dtype(ml_dtypes.bfloat16),
+}
+"""The types that are kept. All others are quantised, and become float32, which holds their values
+exactly.
+"""
 BLOCK = 1 << 24  # bytes of quantised rows that are read at a time: with 4 bits, 128 MiB in float32
 MAX_ITEMS = 1 << 22
-"""Items of all lists together, at most: the largest vocabularies have 2^18 tokens, and about as many merges."""
+"""Items of all lists together, at most: the largest vocabularies have 2^18 tokens, and about as
+many merges.
+"""
 
 # The types of settings by their numbers: numbers as `struct` calls them, texts, lists.
-_NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
+_NUMBERS = {
+    0: "B",
+    1: "b",
+    2: "H",
+    3: "h",
+    4: "I",
+    5: "i",
+    6: "f",
+    7: "?",
+    10: "Q",
+    11: "q",
+    12: "d",
+}
 _TEXT, _LIST = 8, 9
 
 
 @dataclasses.dataclass(frozen=True)
 class Tensor:
-    """shape: [out, in], as Hugging Face's matrices. kind: the type, such as "Q4_1". offset, size: in bytes."""
+    """shape: [out, in], as Hugging Face's matrices. kind: the type, such as "Q4_1". offset, size:
+    in bytes.
+    """
 
     path: str
     kind: str
@@ -45,10 +68,14 @@ class Tensor:
         return PLAIN.get(self.kind, np.dtype("float32"))
 
     def read(self) -> np.ndarray:
-        """The values, with this shape and dtype. Raises UserError if the file cannot be read or was cut short."""
+        """The values, with this shape and dtype. Raises UserError if the file cannot be read or was
+        cut short.
+        """
         if self.kind not in PLAIN:
             return self._dequantised()
-        return from_file(self.path, self.dtype, math.prod(self.shape), offset=self.offset).reshape(self.shape)
+        return from_file(self.path, self.dtype, math.prod(self.shape), offset=self.offset).reshape(
+            self.shape
+        )
 
     def _dequantised(self) -> np.ndarray:
         package = _package()
@@ -58,8 +85,12 @@ class Tensor:
         step = max(1, BLOCK // width)
         for start in range(0, rows, step):
             count = min(step, rows - start)
-            packed = from_file(self.path, np.uint8, count * width, offset=self.offset + start * width)
-            out[start : start + count] = package.quants.dequantize(packed.reshape(count, width), kind)
+            packed = from_file(
+                self.path, np.uint8, count * width, offset=self.offset + start * width
+            )
+            out[start : start + count] = package.quants.dequantize(
+                packed.reshape(count, width), kind
+            )
         return out.reshape(self.shape)
 
 
@@ -74,20 +105,28 @@ class File:
     def get[T](self, name: str, kind: type[T], default: T | None = None) -> T | None:
         """A setting. Raises UserError if it is of another type, as the format allows."""
         value = self.fields.get(name, default)
-        if value is not None and (not isinstance(value, kind) or kind is int and isinstance(value, bool)):
-            raise UserError(f"{self.path!r}: {name} must be of type {kind.__name__}, not {value!r}"[:300])
+        if value is not None and (
+            not isinstance(value, kind) or kind is int and isinstance(value, bool)
+        ):
+            raise UserError(
+                f"{self.path!r}: {name} must be of type {kind.__name__}, not {value!r}"[:300]
+            )
         return value
 
     def items[T](self, name: str, *kinds: type[T]) -> list[T]:
         """A setting that is a list; empty if it is missing."""
         found = self.get(name, list, [])
         if not all(isinstance(item, kinds) for item in found):
-            raise UserError(f"{self.path!r}: {name} is not a list of {' or '.join(kind.__name__ for kind in kinds)}")
+            raise UserError(
+                f"{self.path!r}: {name} is not a list of {' or '.join(kind.__name__ for kind in kinds)}"
+            )
         return found
 
 
 def open_file(path: pathlib.Path) -> File:
-    """Reads the header only. Raises UserError if it is not a GGUF file, is cut off, or has unsupported types."""
+    """Reads the header only. Raises UserError if it is not a GGUF file, is cut off, or has
+    unsupported types.
+    """
     try:
         with path.open("rb") as file:
             if file.read(4) != b"GGUF":
@@ -101,14 +140,20 @@ def open_file(path: pathlib.Path) -> File:
             if version not in (2, 3):
                 raise ValueError(f"version {version} is not known")
             tensors, settings = header.number("Q"), header.number("Q")
-            fields = _by_name((header.text(), header.value(header.number("I"))) for _ in range(settings))
+            fields = _by_name(
+                (header.text(), header.value(header.number("I"))) for _ in range(settings)
+            )
             found = _by_name(header.tensor() for _ in range(tensors))
             start, alignment = file.tell(), fields.get("general.alignment", 32)
             if not isinstance(alignment, int) or alignment < 1:
                 raise ValueError(f"its tensors are aligned to {alignment} bytes")
             start += -start % alignment
-            named = {name: _tensor(str(path), name, *about, start=start) for name, about in found.items()}
-            if late := [name for name, tensor in named.items() if tensor.offset + tensor.size > header.size]:
+            named = {
+                name: _tensor(str(path), name, *about, start=start) for name, about in found.items()
+            }
+            if late := [
+                name for name, tensor in named.items() if tensor.offset + tensor.size > header.size
+            ]:
                 raise ValueError(f"it ends before the end of {late[0]}")
     except OSError as error:
         raise UserError(f"cannot read {str(path)!r}: {error.strerror or error}") from None
@@ -118,7 +163,9 @@ def open_file(path: pathlib.Path) -> File:
 
 
 class _Header:
-    """Reads a header from its file. Raises ValueError where something ends beyond the file, of `size` bytes."""
+    """Reads a header from its file. Raises ValueError where something ends beyond the file, of
+    `size` bytes.
+    """
 
     def __init__(self, file: BinaryIO, *, size: int):
         self._file, self.size, self._items = file, size, 0
@@ -170,12 +217,16 @@ def _by_name(pairs: Any) -> dict[str, Any]:
     return found
 
 
-def _tensor(path: str, name: str, shape: tuple[int, ...], number: int, offset: int, *, start: int) -> Tensor:
+def _tensor(
+    path: str, name: str, shape: tuple[int, ...], number: int, offset: int, *, start: int
+) -> Tensor:
     package = _package()
     kind = package.GGMLQuantizationType(number)
     if kind.name not in PLAIN and kind.name not in _quantised():
         allowed = ", ".join((*PLAIN, *_quantised()))
-        raise UserError(f"{path!r}: {name} is of type {kind.name}, which is not supported (allowed: {allowed})")
+        raise UserError(
+            f"{path!r}: {name} is of type {kind.name}, which is not supported (allowed: {allowed})"
+        )
     if not shape or min(shape) < 1:
         raise UserError(f"{path!r}: {name} has no values, its shape is {shape}")
     values, size = package.GGML_QUANT_SIZES[kind]  # of a block: how many values, in how many bytes

@@ -1,8 +1,9 @@
 """Read a GGUF file as a Source. A setting that a dense Llama cannot express is refused by name.
 
-GGUF's matrices are [out, in], as Hugging Face's; ours are [in, out], with heads as separate dimensions. In "llama"
-files, queries and keys have the order of interleaved rotary embedding, which rotates dimensions 2i and 2i + 1 together.
-Ours, and Hugging Face's, rotates dimensions i and i + H/2 together.
+GGUF's matrices are [out, in], as Hugging Face's; ours are [in, out], with heads as separate
+dimensions. In "llama" files, queries and keys have the order of interleaved rotary embedding, which
+rotates dimensions 2i and 2i + 1 together. Ours, and Hugging Face's, rotates dimensions i and i +
+H/2 together.
 """
 
 import functools
@@ -53,7 +54,12 @@ ROTATED = ("attention/query", "attention/key", "attention/query_bias", "attentio
 INTERLEAVED = ("llama",)
 
 # Settings of the architecture that have no effect here.
-WITHOUT_EFFECT = {"vocab_size", "context_length", "rope.scaling.original_context_length", "tensor_data_layout"}
+WITHOUT_EFFECT = {
+    "vocab_size",
+    "context_length",
+    "rope.scaling.original_context_length",
+    "tensor_data_layout",
+}
 WITHOUT_EFFECT |= {"rope.scaling.finetuned", "attention.value_length"}
 # Settings of the architecture that may only have these values, which have no effect.
 NEUTRAL = {
@@ -71,14 +77,16 @@ NEUTRAL = {
 def read(path: pathlib.Path) -> Source:
     """The model at `path`, without reading weights yet.
 
-    Raises UserError if the file is damaged or cut off, the architecture or a setting is not supported, or the tokenizer
-    does not fit the model.
+    Raises UserError if the file is damaged or cut off, the architecture or a setting is not
+    supported, or the tokenizer does not fit the model.
     """
     from ladder_jax.pretrained.gguf import tokenizer  # whose library is slow to import
 
     file = open_file(path)
     if file.get("split.count", int, 1) > 1:
-        raise UserError(f"{str(path)!r} is one of several parts: join them first (llama-gguf-split --merge)")
+        raise UserError(
+            f"{str(path)!r} is one of several parts: join them first (llama-gguf-split --merge)"
+        )
     try:
         model = model_of(file)
     except UserError as error:  # ModelConfig's errors do not name the file
@@ -104,7 +112,9 @@ class Settings:
         self._supported = {*WITHOUT_EFFECT, *NEUTRAL}
 
     def get(self, name: str, kind: type, default: Any = None) -> Any:
-        """The setting as an int or float. Raises UserError if it has another type, or is missing without a default."""
+        """The setting as an int or float. Raises UserError if it has another type, or is missing
+        without a default.
+        """
         self._supported.add(name)
         full = f"{self.architecture}.{name}"
         value = self._file.get(full, kind, default)
@@ -114,15 +124,23 @@ class Settings:
         return float(str(np.float32(value))) if kind is float else value
 
     def check_rest(self) -> None:
-        """Raises UserError for a setting that was not read, and might change what the model computes."""
+        """Raises UserError for a setting that was not read, and might change what the model
+        computes.
+        """
         for full, value in self._file.fields.items():
             name = full.removeprefix(f"{self.architecture}.")
-            if name != full and (name not in self._supported or value not in NEUTRAL.get(name, (value,))):
-                raise UserError(f"{self._file.path!r} sets {full}={value!r}, which is not supported"[:300])
+            if name != full and (
+                name not in self._supported or value not in NEUTRAL.get(name, (value,))
+            ):
+                raise UserError(
+                    f"{self._file.path!r} sets {full}={value!r}, which is not supported"[:300]
+                )
 
 
 def model_of(file: File) -> ModelConfig:
-    """The configuration. Raises UserError for another architecture, and for missing, wrong or unsupported settings."""
+    """The configuration. Raises UserError for another architecture, and for missing, wrong or
+    unsupported settings.
+    """
     settings, tensors = Settings(file), file.tensors
     if "token_embd.weight" not in tensors or len(tensors["token_embd.weight"].shape) != 2:
         raise UserError(f"{file.path!r} has no table token_embd.weight")
@@ -132,7 +150,9 @@ def model_of(file: File) -> ModelConfig:
     for name in ("attention.value_length", "rope.dimension_count"):
         if (size := settings.get(name, int, default=head_dim)) != head_dim:
             full = f"{settings.architecture}.{name}"
-            raise UserError(f"{file.path!r} sets {full}={size}, which is not supported with heads of {head_dim}")
+            raise UserError(
+                f"{file.path!r} sets {full}={size}, which is not supported with heads of {head_dim}"
+            )
     theta = settings.get("rope.freq_base", float, default=10_000.0)
     model = ModelConfig(
         num_layers=num_layers,
@@ -157,7 +177,11 @@ def model_of(file: File) -> ModelConfig:
 
 
 def _biases(file: File) -> Biases:
-    names = {name.split(".")[2] for name in file.tensors if name.startswith("blk.") and name.endswith(".bias")}
+    names = {
+        name.split(".")[2]
+        for name in file.tensors
+        if name.startswith("blk.") and name.endswith(".bias")
+    }
     if not names:
         return Biases.NONE
     if names <= {"attn_q", "attn_k", "attn_v"}:
@@ -172,7 +196,8 @@ def _dtype(file: File) -> Dtype:
 
 
 def _rope_scaling(file: File, *, theta: float, head_dim: int) -> RopeScaling | None:
-    """The scaling that has the stored factors. Its other numbers are not stored: all published models use our defaults.
+    """The scaling that has the stored factors. Its other numbers are not stored: all published
+    models use our defaults.
 
     None if there are no factors. Raises UserError for another kind of scaling.
     """
@@ -195,7 +220,9 @@ def _rope_scaling(file: File, *, theta: float, head_dim: int) -> RopeScaling | N
 
 
 def _arrays(file: File, model: ModelConfig) -> dict[Key, Stored]:
-    """All arrays of the model. Raises UserError if a tensor is missing, extra, or of another shape."""
+    """All arrays of the model. Raises UserError if a tensor is missing, extra, or of another
+    shape.
+    """
     source.check_layers(model, tensors=len(file.tensors), path=file.path)
     letters, used = source.dims(model), {FACTORS}
     interleaved = file.fields["general.architecture"] in INTERLEAVED
@@ -209,8 +236,14 @@ def _arrays(file: File, model: ModelConfig) -> dict[Key, Stored]:
         flat = source.torch_shape(axes, shape)
         if tensor.shape != flat:
             raise UserError(f"{file.path!r}: {name} is {tensor.shape}, not {flat}")
-        heads = shape[axes.index("H") - 1] if interleaved and key.name.removeprefix("layers/") in ROTATED else None
-        stored[key] = Stored(shape, tensor.dtype, functools.partial(_read, tensor, axes, shape, heads))
+        heads = (
+            shape[axes.index("H") - 1]
+            if interleaved and key.name.removeprefix("layers/") in ROTATED
+            else None
+        )
+        stored[key] = Stored(
+            shape, tensor.dtype, functools.partial(_read, tensor, axes, shape, heads)
+        )
     for name in file.tensors.keys() - used:
         raise UserError(f"{file.path!r} holds {name}, which a dense Llama does not have")
     return stored
@@ -231,14 +264,24 @@ def _read(tensor: Tensor, letters: str, shape: tuple[int, ...], heads: int | Non
 
 
 def _rotate_half_order(values: np.ndarray, *, heads: int) -> np.ndarray:
-    """Reorder rows [heads x H, ...] from interleaved pairs (2i, 2i + 1) to pairs of halves (i, i + H/2)."""
+    """Reorder rows [heads x H, ...] from interleaved pairs (2i, 2i + 1) to pairs of halves
+    (i, i + H/2).
+    """
     rows, rest = values.shape[0], values.shape[1:]
     return values.reshape(heads, rows // heads // 2, 2, *rest).swapaxes(1, 2).reshape(rows, *rest)
 
 
 def _generation(file: File) -> dict[str, Any]:
-    """The special tokens, the only generation settings in a GGUF file. An end-of-turn token also ends a text."""
+    """The special tokens, the only generation settings in a GGUF file. An end-of-turn token also
+    ends a text.
+    """
     token = lambda name: file.get(f"tokenizer.ggml.{name}_token_id", int)
-    ends = list(dict.fromkeys(token(name) for name in ("eos", "eot", "eom") if token(name) is not None))
-    tokens = {"bos_token_id": token("bos"), "eos_token_id": ends or None, "pad_token_id": token("padding")}
+    ends = list(
+        dict.fromkeys(token(name) for name in ("eos", "eot", "eom") if token(name) is not None)
+    )
+    tokens = {
+        "bos_token_id": token("bos"),
+        "eos_token_id": ends or None,
+        "pad_token_id": token("padding"),
+    }
     return {name: number for name, number in tokens.items() if number is not None}

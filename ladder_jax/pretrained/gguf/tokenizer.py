@@ -1,14 +1,24 @@
 """Convert the tokenizer in a GGUF file to Hugging Face's files.
 
-Both kinds are byte-pair encodings. "gpt2" has a list of merges, in GPT-2's alphabet of bytes, and a rule that splits
-text into words (RULES). "llama" is sentencepiece's: it merges the pair whose result has the highest score.
+Both kinds are byte-pair encodings. "gpt2" has a list of merges, in GPT-2's alphabet of bytes, and a
+rule that splits text into words (RULES). "llama" is sentencepiece's: it merges the pair whose
+result has the highest score.
 """
 
 import dataclasses
 import json
 from typing import Any
 
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
+from tokenizers import (
+    AddedToken,
+    Regex,
+    Tokenizer,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    processors,
+)
 
 from ladder_jax.errors import UserError, unknown
 from ladder_jax.pretrained.gguf.file import File
@@ -17,7 +27,8 @@ NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
 ADDED = (UNKNOWN, CONTROL, USER_DEFINED)  # found in a text before it is split
 MODELS = ("gpt2", "llama")
 SPACE = "\u2581"  # how sentencepiece writes a space
-MAX_CHARACTERS = 512  # of a merged token: time grows with their square; sentencepiece's have at most 16
+# of a merged token: time grows with their square; sentencepiece's have at most 16
+MAX_CHARACTERS = 512
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,7 +83,9 @@ RULES = {
 
 
 def rule_of(name: str | None, *, path: str) -> Rule:
-    """The rule of that name. None means "default", as in old files. Raises UserError for an unknown name."""
+    """The rule of that name. None means "default", as in old files. Raises UserError for an unknown
+    name.
+    """
     name = "default" if name is None else name
     if name not in RULES:
         raise unknown(f"tokenizer.ggml.pre in {path!r}:", name, RULES)
@@ -80,9 +93,11 @@ def rule_of(name: str | None, *, path: str) -> Rule:
 
 
 def files(file: File, *, vocab_size: int) -> dict[str, bytes]:
-    """The contents of tokenizer.json, tokenizer_config.json and, if there is a template, chat_template.jinja, by name.
+    """The contents of tokenizer.json, tokenizer_config.json and, if there is a template,
+    chat_template.jinja, by name.
 
-    Raises UserError if there is no tokenizer, one of another kind, or one with more tokens than `vocab_size`.
+    Raises UserError if there is no tokenizer, one of another kind, or one with more tokens than
+    `vocab_size`.
     """
     model, pre = (file.get(f"tokenizer.ggml.{name}", str) for name in ("model", "pre"))
     if model not in MODELS:
@@ -90,20 +105,31 @@ def files(file: File, *, vocab_size: int) -> dict[str, bytes]:
     pieces = file.items("tokenizer.ggml.tokens", str)
     kinds = file.items("tokenizer.ggml.token_type", int) or [NORMAL] * len(pieces)
     if not pieces or len(set(pieces)) != len(pieces) or len(kinds) != len(pieces):
-        raise UserError(f"{file.path!r}: its tokenizer has no tokens, repeated tokens, or tokens without a type")
+        raise UserError(
+            f"{file.path!r}: its tokenizer has no tokens, repeated tokens, or tokens without a type"
+        )
     if len(pieces) > vocab_size:
-        raise UserError(f"{file.path!r}: its tokenizer has {len(pieces)} tokens, its model {vocab_size}")
+        raise UserError(
+            f"{file.path!r}: its tokenizer has {len(pieces)} tokens, its model {vocab_size}"
+        )
     special = _special(file, pieces)
     rule = rule_of(pre, path=file.path) if model == "gpt2" else None
     begins = file.get("tokenizer.ggml.add_bos_token", bool, rule.begins if rule else True)
     ends = file.get("tokenizer.ggml.add_eos_token", bool, False)
     around = [*(["bos_token"] if begins else []), "text", *(["eos_token"] if ends else [])]
     if missing := [name for name in around if name != "text" and name not in special]:
-        raise UserError(f"{file.path!r}: its tokenizer adds a {missing[0]} to each text, but does not define it")
+        raise UserError(
+            f"{file.path!r}: its tokenizer adds a {missing[0]} to each text, but does not define it"
+        )
     try:
         made = _gpt2(file, pieces, rule) if rule else _llama(file, pieces, kinds, special)
         added = [(piece, kind) for piece, kind in zip(pieces, kinds) if kind in ADDED]
-        made.add_tokens([AddedToken(piece, normalized=False, special=kind != USER_DEFINED) for piece, kind in added])
+        made.add_tokens(
+            [
+                AddedToken(piece, normalized=False, special=kind != USER_DEFINED)
+                for piece, kind in added
+            ]
+        )
         if begins or ends:
             made.post_processor = _around(around, special)
     except UserError:
@@ -132,7 +158,9 @@ def _special(file: File, pieces: list[str]) -> dict[str, tuple[str, int]]:
         if index is None:
             continue
         if not 0 <= index < len(pieces):
-            raise UserError(f"{file.path!r}: tokenizer.ggml.{theirs}_token_id={index} is none of {len(pieces)} tokens")
+            raise UserError(
+                f"{file.path!r}: tokenizer.ggml.{theirs}_token_id={index} is none of {len(pieces)} tokens"
+            )
         special[f"{ours}_token"] = (pieces[index], index)
     return special
 
@@ -153,11 +181,19 @@ def _llama(file: File, pieces: list[str], kinds: list[int], special: dict) -> To
     scores = file.items("tokenizer.ggml.scores", int, float)
     if len(scores) != len(pieces):
         raise UserError(f"{file.path!r}: its tokenizer does not have one score for each token")
-    mergeable = {piece: score for piece, score, kind in zip(pieces, scores, kinds) if kind in (NORMAL, UNUSED)}
+    mergeable = {
+        piece: score
+        for piece, score, kind in zip(pieces, scores, kinds)
+        if kind in (NORMAL, UNUSED)
+    }
     if (longest := max(map(len, mergeable), default=0)) > MAX_CHARACTERS:
-        raise UserError(f"{file.path!r}: its tokenizer has a token of {longest} characters (at most {MAX_CHARACTERS})")
+        raise UserError(
+            f"{file.path!r}: its tokenizer has a token of {longest} characters (at most {MAX_CHARACTERS})"
+        )
     unk, has_bytes = special.get("unk_token", (None, 0))[0], BYTE in kinds
-    made = _byte_pairs(pieces, merges(mergeable), unk_token=unk, fuse_unk=has_bytes, byte_fallback=has_bytes)
+    made = _byte_pairs(
+        pieces, merges(mergeable), unk_token=unk, fuse_unk=has_bytes, byte_fallback=has_bytes
+    )
     normal = [normalizers.Replace(" ", SPACE)]
     parts = [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
     if file.get("tokenizer.ggml.add_space_prefix", bool, True):
@@ -168,23 +204,31 @@ def _llama(file: File, pieces: list[str], kinds: list[int], special: dict) -> To
 
 
 def merges(scores: dict[str, float]) -> list[tuple[str, str]]:
-    """All pairs of tokens whose concatenation is a token, by descending score of the result, as in sentencepiece."""
+    """All pairs of tokens whose concatenation is a token, by descending score of the result, as in
+    sentencepiece.
+    """
     pairs = (
         (-score, piece[:cut], piece[cut:])
         for piece, score in scores.items()
         for cut in range(1, len(piece))
         if piece[:cut] in scores and piece[cut:] in scores
     )
-    return [(left, right) for _, left, right in sorted(pairs, key=lambda pair: (pair[0], len(pair[1])))]
+    return [
+        (left, right) for _, left, right in sorted(pairs, key=lambda pair: (pair[0], len(pair[1])))
+    ]
 
 
 def _byte_pairs(pieces: list[str], pairs: list[tuple[str, str]], **settings: Any) -> Tokenizer:
-    return Tokenizer(models.BPE({piece: index for index, piece in enumerate(pieces)}, pairs, **settings))
+    return Tokenizer(
+        models.BPE({piece: index for index, piece in enumerate(pieces)}, pairs, **settings)
+    )
 
 
 def _around(names: list[str], special: dict[str, tuple[str, int]]) -> processors.TemplateProcessing:
     """Adds tokens around each text. names: of special tokens, and "text" where the text is."""
-    part = lambda text, kind: [f"{text if name == 'text' else special[name][0]}:{kind}" for name in names]
+    part = lambda text, kind: [
+        f"{text if name == 'text' else special[name][0]}:{kind}" for name in names
+    ]
     tokens = [special[name] for name in names if name != "text"]
     return processors.TemplateProcessing(
         single=part("$A", 0), pair=[*part("$A", 0), *part("$B", 1)], special_tokens=tokens

@@ -1,4 +1,5 @@
-"""`config.json` as a ModelConfig, and back: for a class of transformers if there is one, else for modeling_ladder.py.
+"""`config.json` as a ModelConfig, and back: for a class of transformers if there is one, else for
+modeling_ladder.py.
 
 An error names the field that cannot be represented.
 """
@@ -45,10 +46,13 @@ _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "num_experts
 class Family:
     """A family of models that we can represent.
 
-    architecture: transformers' class. fields: those that are written beside the ones of every family.
-    defaults: of fields that the family's files have not. Others must be there, as transformers writes them.
-    qk_norm: over which elements queries and keys are normalised. qkv_bias: whether the QKV projections have a bias,
-    unless the file's qkv_bias says otherwise. experts: whether the MLPs are mixtures of experts.
+    architecture: transformers' class. fields: those that are written beside the ones of every
+        family.
+    defaults: of fields that the family's files have not. Others must be there, as transformers
+        writes them.
+    qk_norm: over which elements queries and keys are normalised. qkv_bias: whether the QKV
+    projections have a bias, unless the file's qkv_bias says otherwise. experts: whether the MLPs
+    are mixtures of experts.
     """
 
     architecture: str
@@ -78,7 +82,13 @@ FAMILIES = {
     ),
     "mixtral": Family(
         "MixtralForCausalLM",
-        ("sliding_window", "num_local_experts", "num_experts_per_tok", "output_router_logits", "head_dim"),
+        (
+            "sliding_window",
+            "num_local_experts",
+            "num_experts_per_tok",
+            "output_router_logits",
+            "head_dim",
+        ),
         {"rope_theta": 1_000_000.0, "norm_topk_prob": True},
         experts=True,
     ),
@@ -99,7 +109,9 @@ FAMILIES = {
         QKNorm.HEAD,
         experts=True,
     ),
-    "olmoe": Family("OlmoeForCausalLM", ("attention_bias", *_ROUTED), qk_norm=QKNorm.ALL, experts=True),
+    "olmoe": Family(
+        "OlmoeForCausalLM", ("attention_bias", *_ROUTED), qk_norm=QKNorm.ALL, experts=True
+    ),
     LADDER: Family(
         "LadderForCausalLM",
         (
@@ -130,11 +142,14 @@ class _Fields:
         return value
 
     def refuse(self, name: str, reason: str) -> UserError:
-        return UserError(f"{self.where}: {name}={self.config.get(name)!r} cannot be represented: {reason}")
+        return UserError(
+            f"{self.where}: {name}={self.config.get(name)!r} cannot be represented: {reason}"
+        )
 
 
 def read(config: Mapping[str, Any], *, where: str) -> ModelConfig:
-    """The ModelConfig of a `config.json` of transformers 4 or 5. Raises UserError for a field it cannot represent.
+    """The ModelConfig of a `config.json` of transformers 4 or 5. Raises UserError for a field it
+    cannot represent.
 
     For float16 the compute dtype is bfloat16; stored values are unchanged.
     """
@@ -169,12 +184,15 @@ def read(config: Mapping[str, Any], *, where: str) -> ModelConfig:
 
 
 def context(config: Mapping[str, Any], *, where: str) -> int | None:
-    """The longest sequence that the model was trained for, in tokens; None if the file has no such field."""
+    """The longest sequence that the model was trained for, in tokens; None if the file has no such
+    field.
+    """
     return _Fields(config, where)("max_position_embeddings", int, None)
 
 
 def _check_expressible(get: _Fields, family: Family) -> None:
-    """Raises UserError for the first field that changes the model's function in a way that we cannot represent.
+    """Raises UserError for the first field that changes the model's function in a way that we
+    cannot represent.
 
     Unknown fields are allowed: transformers' classes of these families ignore them too.
     """
@@ -184,8 +202,14 @@ def _check_expressible(get: _Fields, family: Family) -> None:
     full = isinstance(kinds, list) and all(kind == "full_attention" for kind in kinds)
     compressed = "quantized weights have to be dequantized first"
     refused = [
-        *((field, told.get(field), f"a {told['model_type']} has no experts") for field in no_experts),
-        *((field, told.get(field), compressed) for field in ("quantization_config", "compression_config")),
+        *(
+            (field, told.get(field), f"a {told['model_type']} has no experts")
+            for field in no_experts
+        ),
+        *(
+            (field, told.get(field), compressed)
+            for field in ("quantization_config", "compression_config")
+        ),
         (
             "hidden_act",
             told.get("hidden_act", "silu") not in ("silu", "swish"),
@@ -197,13 +221,21 @@ def _check_expressible(get: _Fields, family: Family) -> None:
             told.get("sliding_window") is not None and windows is not False,
             "attention sees all positions (allowed: null)",
         ),
-        ("layer_types", not full, "attention sees all positions in every layer (allowed: 'full_attention')"),
+        (
+            "layer_types",
+            not full,
+            "attention sees all positions in every layer (allowed: 'full_attention')",
+        ),
         (
             "auto_map",
             told.get("auto_map") and not is_ladder,
             "the model has its own program, which may compute anything",
         ),
-        ("clip_qkv", told.get("clip_qkv") is not None, "queries, keys and values are not clipped (allowed: null)"),
+        (
+            "clip_qkv",
+            told.get("clip_qkv") is not None,
+            "queries, keys and values are not clipped (allowed: null)",
+        ),
         ("is_encoder_decoder", told.get("is_encoder_decoder"), "only decoders are supported"),
     ]
     for field, is_refused, reason in refused:
@@ -214,10 +246,14 @@ def _check_expressible(get: _Fields, family: Family) -> None:
 def _read_standard(get: _Fields, family: Family) -> dict[str, Any]:
     attention, mlp = get("attention_bias", bool, False), get("mlp_bias", bool, False)
     if mlp and not attention:
-        raise UserError(f"{get.where}: mlp_bias=true cannot be represented without attention_bias=true")
+        raise UserError(
+            f"{get.where}: mlp_bias=true cannot be represented without attention_bias=true"
+        )
     biases = Biases.ALL if mlp else Biases.ATTENTION if attention else Biases.NONE
     qkv_bias = family.qkv_bias and (not family.experts or get("qkv_bias", bool, True))
-    return dict(residual="standard", qk_norm=family.qk_norm, biases=Biases.QKV if qkv_bias else biases)
+    return dict(
+        residual="standard", qk_norm=family.qk_norm, biases=Biases.QKV if qkv_bias else biases
+    )
 
 
 def _read_ladder(get: _Fields) -> dict[str, Any]:
@@ -225,7 +261,9 @@ def _read_ladder(get: _Fields) -> dict[str, Any]:
     return dict(
         residual=get("residual", str),
         ladder_layers=None if layers is None else ",".join(map(str, layers)) + ",",
-        qk_norm=QKNorm.ALL if get.config.get("qk_norm") == QKNorm.ALL.value else get("qk_norm", bool),
+        qk_norm=QKNorm.ALL
+        if get.config.get("qk_norm") == QKNorm.ALL.value
+        else get("qk_norm", bool),
         biases=member(Biases, "biases", get("biases", str)),
     )
 
@@ -247,14 +285,20 @@ def _read_dense_layers(get: _Fields) -> int:
     """How many of the first layers have no experts, of Qwen's two fields."""
     count, listed = get("num_hidden_layers", int), get("mlp_only_layers", list, [])
     if get("decoder_sparse_step", int, 1) != 1:
-        raise get.refuse("decoder_sparse_step", "the layers without experts must be the first ones (allowed: 1)")
+        raise get.refuse(
+            "decoder_sparse_step", "the layers without experts must be the first ones (allowed: 1)"
+        )
     if listed and (listed != list(range(len(listed))) or len(listed) == count):
-        raise get.refuse("mlp_only_layers", f"the layers without experts must be the first ones, and not all {count}")
+        raise get.refuse(
+            "mlp_only_layers",
+            f"the layers without experts must be the first ones, and not all {count}",
+        )
     return len(listed)
 
 
 def _read_rope(told: _Fields) -> tuple[float, RopeScaling | None]:
-    """RoPE's base and scaling: `rope_theta` and `rope_scaling` of transformers 4, or `rope_parameters` of 5.
+    """RoPE's base and scaling: `rope_theta` and `rope_scaling` of transformers 4, or
+    `rope_parameters` of 5.
 
     If both are present, `rope_scaling` counts, as in transformers.
     """
@@ -264,18 +308,29 @@ def _read_rope(told: _Fields) -> tuple[float, RopeScaling | None]:
     if not isinstance(parameters, Mapping):
         raise UserError(f"{where}: {field} must be an object, not {parameters!r}")
     get = _Fields({"rope_theta": config.get("rope_theta"), **parameters}, f"{where}: {field}")
-    for name, section in (("partial_rotary_factor", config), (f"{field}.partial_rotary_factor", parameters)):
+    for name, section in (
+        ("partial_rotary_factor", config),
+        (f"{field}.partial_rotary_factor", parameters),
+    ):
         if section.get("partial_rotary_factor") not in (None, 1, 1.0):
-            raise UserError(f"{where}: {name} cannot be represented: every dimension of a head is rotated")
+            raise UserError(
+                f"{where}: {name} cannot be represented: every dimension of a head is rotated"
+            )
     kind = get("rope_type", str, get("type", str, "default"))
     theta = float(get("rope_theta", _NUMBER, 10_000.0))
     if nested := [name for name, value in parameters.items() if isinstance(value, Mapping)]:
-        raise UserError(f"{where}: {field} differs between layers ({', '.join(nested)}), which cannot be represented")
+        raise UserError(
+            f"{where}: {field} differs between layers ({', '.join(nested)}), which cannot be represented"
+        )
     if kind == "default":
         return theta, None
     if kind != "llama3":
-        raise UserError(f"{where}: {field}: rope_type={kind!r} cannot be represented (allowed: default, llama3)")
-    return theta, RopeScaling(**{ours: get(theirs, _NUMBER) for ours, theirs in ROPE_FIELDS.items()})
+        raise UserError(
+            f"{where}: {field}: rope_type={kind!r} cannot be represented (allowed: default, llama3)"
+        )
+    return theta, RopeScaling(
+        **{ours: get(theirs, _NUMBER) for ours, theirs in ROPE_FIELDS.items()}
+    )
 
 
 def _read_dtype(get: _Fields) -> Dtype:
@@ -287,12 +342,16 @@ def _read_dtype(get: _Fields) -> Dtype:
     return allowed[name]
 
 
-def describe(model: ModelConfig, *, dtype: np.dtype, context: int, generation: dict[str, Any]) -> dict[str, Any]:
-    """The contents of `config.json`. dtype: of the stored values. context: the longest sequence, in tokens.
+def describe(
+    model: ModelConfig, *, dtype: np.dtype, context: int, generation: dict[str, Any]
+) -> dict[str, Any]:
+    """The contents of `config.json`. dtype: of the stored values. context: the longest sequence, in
+    tokens.
 
-    A standard model becomes a Llama, or with their biases or query and key norms a Qwen2 or Qwen3; with experts a
-    Mixtral, Qwen2-MoE, Qwen3-MoE or OLMoE. For another model, the file names its topology, and modeling_ladder.py
-    computes it. Raises UserError if the model's function depends on the number of ranks.
+    A standard model becomes a Llama, or with their biases or query and key norms a Qwen2 or Qwen3;
+    with experts a Mixtral, Qwen2-MoE, Qwen3-MoE or OLMoE. For another model, the file names its
+    topology, and modeling_ladder.py computes it. Raises UserError if the model's function depends
+    on the number of ranks.
     """
     name = parse_residual(model.residual)
     if name.depends_on_ranks or name.kind == "no-communication":
@@ -320,7 +379,10 @@ def describe(model: ModelConfig, *, dtype: np.dtype, context: int, generation: d
         **{name: generation.get(name) for name in TOKENS},
     }
     # For transformers 4, and programs that read its field names.
-    older = {"rope_theta": model.rope_theta, "rope_scaling": _rope(model) if model.rope_scaling else None}
+    older = {
+        "rope_theta": model.rope_theta,
+        "rope_scaling": _rope(model) if model.rope_scaling else None,
+    }
     for model_type, family in FAMILIES.items():
         own = {field: told[field] for field in family.fields if field in told}
         config = {"architectures": [family.architecture], "model_type": model_type, **own, **common}
@@ -345,7 +407,11 @@ def _told(model: ModelConfig) -> dict[str, Any]:
     """The fields that families write, or leave out where they can have one value only."""
     standard = residual.topology("standard", num_layers=model.num_layers)
     is_standard = residual.of_model(model) == standard
-    listed = None if model.ladder_layers is None else list(layer_indices(model.ladder_layers, model.num_layers))
+    listed = (
+        None
+        if model.ladder_layers is None
+        else list(layer_indices(model.ladder_layers, model.num_layers))
+    )
     program, moe = MODELING.removesuffix(".py"), model.moe
     told = {
         "auto_map": {
@@ -386,4 +452,7 @@ def _rope(model: ModelConfig) -> dict[str, Any]:
     scaling = model.rope_scaling
     if scaling is None:
         return {"rope_type": "default"}
-    return {"rope_type": "llama3", **{theirs: getattr(scaling, ours) for ours, theirs in ROPE_FIELDS.items()}}
+    return {
+        "rope_type": "llama3",
+        **{theirs: getattr(scaling, ours) for ours, theirs in ROPE_FIELDS.items()},
+    }

@@ -1,4 +1,6 @@
-"""A Hugging Face folder (config.json, safetensors, a tokenizer) as a Source, and a Source as such a folder."""
+"""A Hugging Face folder (config.json, safetensors, a tokenizer) as a Source, and a Source as such a
+folder.
+"""
 
 import functools
 import json
@@ -25,9 +27,11 @@ DEFAULT_CONTEXT = 2048  # tokens, if the source has no context
 
 
 def read(folder: pathlib.Path) -> Source:
-    """The model in `folder`. Reads and compares its configuration and its files' headers, but no values.
+    """The model in `folder`. Reads and compares its configuration and its files' headers, but no
+    values.
 
-    Raises UserError for a model that we cannot represent, and for files that are missing, damaged, or of another model.
+    Raises UserError for a model that we cannot represent, and for files that are missing, damaged,
+    or of another model.
     """
     told = read_object(folder / CONFIG)
     model = config.read(told, where=str(folder / CONFIG))
@@ -86,10 +90,11 @@ def _no_weights(folder: pathlib.Path) -> str:
 
 
 def write(exported: Source, folder: pathlib.Path) -> None:
-    """Write config.json, safetensors, tokenizer and generation config to the new `folder`, and compare what reads back.
+    """Write config.json, safetensors, tokenizer and generation config to the new `folder`, and
+    compare what reads back.
 
-    Values keep their dtypes; the host holds one array at a time. Raises UserError if the format cannot express the
-    model, RunFailed if other values are read back.
+    Values keep their dtypes; the host holds one array at a time. Raises UserError if the format
+    cannot express the model, RunFailed if other values are read back.
     """
     source.check(exported)
     dtypes = {stored.dtype for stored in exported.arrays.values()}
@@ -115,12 +120,16 @@ def _files(exported: Source, described: dict[str, Any]) -> dict[str, bytes]:
     if described["model_type"] == config.LADDER:
         files[config.MODELING] = pathlib.Path(__file__).with_name(config.MODELING).read_bytes()
         if tokenizer_files.MAIN in files:
-            files[tokenizer_files.CONFIG] = _with_class(exported.path, files.get(tokenizer_files.CONFIG, b"{}"))
+            files[tokenizer_files.CONFIG] = _with_class(
+                exported.path, files.get(tokenizer_files.CONFIG, b"{}")
+            )
     return files
 
 
 def _with_class(where: str, content: bytes) -> bytes:
-    """tokenizer_config.json with a `tokenizer_class`: AutoTokenizer has no default class for our model_type."""
+    """tokenizer_config.json with a `tokenizer_class`: AutoTokenizer has no default class for our
+    model_type.
+    """
     told = json_object(content, where=pathlib.Path(where, tokenizer_files.CONFIG))
     return _to_json({"tokenizer_class": tokenizer_files.FAST, **told})
 
@@ -130,7 +139,9 @@ def _write_tensors(folder: pathlib.Path, pending: Mapping[str, Stored]) -> None:
     weight_map = {}
     with progress(len(pending), label="written {done}/{total} tensors") as update:
         for index, shard in enumerate(shards, start=1):
-            file = WEIGHTS if len(shards) == 1 else f"model-{index:05}-of-{len(shards):05}.safetensors"
+            file = (
+                WEIGHTS if len(shards) == 1 else f"model-{index:05}-of-{len(shards):05}.safetensors"
+            )
             for name in tensors.write(folder / file, shard):
                 weight_map[name] = file
                 update(len(weight_map), "")
@@ -144,7 +155,9 @@ def _compare(folder: pathlib.Path, pending: Mapping[str, Stored]) -> None:
     written = stored(folder)
     for name, tensor in pending.items():
         if not tensors.same(written[name].read(), tensor.read()):
-            raise RunFailed(f"{str(written[name].file)!r}: {name} reads back with other values than were written")
+            raise RunFailed(
+                f"{str(written[name].file)!r}: {name} reads back with other values than were written"
+            )
 
 
 def _to_json(value: dict[str, Any]) -> bytes:

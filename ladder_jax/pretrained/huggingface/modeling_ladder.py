@@ -1,14 +1,15 @@
-"""A Llama-family decoder, dense or with experts, with the residual topology of its configuration (arXiv 2501.06589).
+"""A Llama-family decoder, dense or with experts, with the residual topology of its configuration
+(arXiv 2501.06589).
 
-ladder_jax copies this file into exported models. It needs only torch and transformers 5, and is run by
-`AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)`. Sublayers h_1, h_2, ... alternate
-attention and MLP; with x_0 the embedding and d_i the delay of sublayer i,
+ladder_jax copies this file into exported models. It needs only torch and transformers 5, and is run
+by `AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)`. Sublayers h_1, h_2, ...
+alternate attention and MLP; with x_0 the embedding and d_i the delay of sublayer i,
 
     x_i = x_{i-1} + h_i(x_{max(0, i-1-d_i)})
 
-Delay 0 is the standard Transformer, 1 is ladder, k is ladder-k. With experts h_i may also be split (farskip, arXiv
-2511.11505). On one device this is not faster. It is for evaluation, fine-tuning and generation in PyTorch, with the
-same results as ladder_jax.
+Delay 0 is the standard Transformer, 1 is ladder, k is ladder-k. With experts h_i may also be split
+(farskip, arXiv 2511.11505). On one device this is not faster. It is for evaluation, fine-tuning and
+generation in PyTorch, with the same results as ladder_jax.
 """
 
 import math
@@ -20,25 +21,46 @@ from transformers import DynamicCache, GenerationMixin, PreTrainedConfig, PreTra
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 
 CACHE = "cache" if "cache" in CausalLMOutputWithPast.__dataclass_fields__ else "past_key_values"
-"""The cache's name in the installed transformers, as an argument of `forward` and in its outputs."""
+"""The cache's name in the installed transformers, as an argument of `forward` and in its
+outputs.
+"""
 
 DEFAULTS = dict(
-    vocab_size=256, hidden_size=128, intermediate_size=352, num_hidden_layers=4, num_attention_heads=8,
-    num_key_value_heads=4, head_dim=16, hidden_act="silu", max_position_embeddings=2048, rms_norm_eps=1e-5,
-    rope_parameters={"rope_type": "default", "rope_theta": 10_000.0}, initializer_range=0.02, use_cache=True,
-    residual="ladder", ladder_layers=None, biases="none", qk_norm=False,
-    num_experts=0, num_experts_per_tok=2, moe_intermediate_size=128, norm_topk_prob=True,
-    shared_expert_intermediate_size=0, shared_expert_gate=False, mlp_only_layers=(),
-)  # fmt: skip
+    vocab_size=256,
+    hidden_size=128,
+    intermediate_size=352,
+    num_hidden_layers=4,
+    num_attention_heads=8,
+    num_key_value_heads=4,
+    head_dim=16,
+    hidden_act="silu",
+    max_position_embeddings=2048,
+    rms_norm_eps=1e-5,
+    rope_parameters={"rope_type": "default", "rope_theta": 10_000.0},
+    initializer_range=0.02,
+    use_cache=True,
+    residual="ladder",
+    ladder_layers=None,
+    biases="none",
+    qk_norm=False,
+    num_experts=0,
+    num_experts_per_tok=2,
+    moe_intermediate_size=128,
+    norm_topk_prob=True,
+    shared_expert_intermediate_size=0,
+    shared_expert_gate=False,
+    mlp_only_layers=(),
+)
 
 
 class LadderConfig(PreTrainedConfig):
     """The fields in DEFAULTS: Llama's, with experts Qwen2-MoE's, and four more.
 
-    residual: standard, ladder, ladder-K (delay K), parallel, parallel-shared-norm, parallel-ladder or farskip.
+    residual: standard, ladder, ladder-K (delay K), parallel, parallel-shared-norm, parallel-ladder
+        or farskip.
     ladder_layers: the layers of that kind, counted from 0; the others are standard. None for all.
-    biases: none, qkv, attention or all. qk_norm: whether queries and keys are normalised, each head (true) or
-    "all-heads" together.
+    biases: none, qkv, attention or all. qk_norm: whether queries and keys are normalised, each head
+    (true) or "all-heads" together.
     """
 
     model_type = "ladder_jax"
@@ -53,7 +75,9 @@ class LadderConfig(PreTrainedConfig):
 
 
 def delays(config):
-    """For each layer: the delays of attention and MLP, and whether their outputs are added together."""
+    """For each layer: the delays of attention and MLP, and whether their outputs are added
+    together.
+    """
     name, _, number = config.residual.partition("-")
     if name == "farskip" and not number:
         kind = (1, 1, False)
@@ -66,7 +90,8 @@ def delays(config):
             allowed = f"ladder, ladder-K, farskip, {', '.join(kinds)}"
             raise ValueError(f"unknown residual {config.residual!r} (allowed: {allowed})")
         kind = kinds[config.residual]
-    layers, dense = range(config.num_hidden_layers), len(config.mlp_only_layers)  # the first ones have no experts
+    # the first ones have no experts
+    layers, dense = range(config.num_hidden_layers), len(config.mlp_only_layers)
     chosen = layers if config.ladder_layers is None else config.ladder_layers
     kinds = [kind if layer in chosen else (0, 0, False) for layer in layers]
     if is_farskip(config) and dense:  # no routed output is pending after them
@@ -81,8 +106,13 @@ def is_farskip(config):
 
 
 def frequencies(config):
-    """Radians per position, [H/2], in float64. Llama 3 lowers the low frequencies (arXiv 2407.21783)."""
-    rope, half = config.rope_parameters, torch.arange(0, config.head_dim, 2, dtype=torch.float64, device="cpu")
+    """Radians per position, [H/2], in float64. Llama 3 lowers the low frequencies (arXiv
+    2407.21783).
+    """
+    rope, half = (
+        config.rope_parameters,
+        torch.arange(0, config.head_dim, 2, dtype=torch.float64, device="cpu"),
+    )
     plain = rope["rope_theta"] ** (-half / config.head_dim)
     if rope["rope_type"] == "default":
         return plain
@@ -95,7 +125,9 @@ def frequencies(config):
 
 
 def rotate(x, cos, sin):
-    """Rotate x [B, heads, T, H] by its positions' angles [B, 1, T, H/2]: dimension i pairs with i + H/2."""
+    """Rotate x [B, heads, T, H] by its positions' angles [B, 1, T, H/2]: dimension i pairs with i +
+    H/2.
+    """
     left, right = x.float().chunk(2, dim=-1)
     return torch.cat([left * cos - right * sin, right * cos + left * sin], dim=-1).to(x.dtype)
 
@@ -104,15 +136,22 @@ class LadderAttention(nn.Module):
     def __init__(self, config, layer):
         super().__init__()
         self.layer, self.head_dim = layer, config.head_dim
-        inner, outer = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
+        inner, outer = (
+            config.num_attention_heads * config.head_dim,
+            config.num_key_value_heads * config.head_dim,
+        )
         bias = config.biases != "none"
         self.q_proj = nn.Linear(config.hidden_size, inner, bias=bias)
         self.k_proj = nn.Linear(config.hidden_size, outer, bias=bias)
         self.v_proj = nn.Linear(config.hidden_size, outer, bias=bias)
-        self.o_proj = nn.Linear(inner, config.hidden_size, bias=config.biases in ("attention", "all"))
+        self.o_proj = nn.Linear(
+            inner, config.hidden_size, bias=config.biases in ("attention", "all")
+        )
         self.norms_all_heads = config.qk_norm == "all-heads"
         sizes = (inner, outer) if self.norms_all_heads else (config.head_dim, config.head_dim)
-        norm = lambda size: nn.RMSNorm(size, config.rms_norm_eps) if config.qk_norm else nn.Identity()
+        norm = lambda size: (
+            nn.RMSNorm(size, config.rms_norm_eps) if config.qk_norm else nn.Identity()
+        )
         self.q_norm, self.k_norm = map(norm, sizes)
 
     def forward(self, x, cos, sin, mask, cache):
@@ -123,7 +162,9 @@ class LadderAttention(nn.Module):
         value = heads(self.v_proj(x)).transpose(1, 2)
         if cache is not None:
             key, value = cache.update(key, value, self.layer)
-        out = functional.scaled_dot_product_attention(query, key, value, attn_mask=mask, enable_gqa=True)
+        out = functional.scaled_dot_product_attention(
+            query, key, value, attn_mask=mask, enable_gqa=True
+        )
         return self.o_proj(out.transpose(1, 2).flatten(2))
 
 
@@ -140,24 +181,34 @@ class LadderMLP(nn.Module):
 
 
 class LadderExperts(nn.Module):
-    """A router in float32 chooses some of the experts for each token; a shared expert is every token's."""
+    """A router in float32 chooses some of the experts for each token; a shared expert is every
+    token's.
+    """
 
     def __init__(self, config):
         super().__init__()
         self.top_k, self.renormalised = config.num_experts_per_tok, config.norm_topk_prob
         self.gate = nn.Linear(config.hidden_size, config.num_experts, bias=False)
-        experts = (LadderMLP(config, config.moe_intermediate_size) for _ in range(config.num_experts))
+        experts = (
+            LadderMLP(config, config.moe_intermediate_size) for _ in range(config.num_experts)
+        )
         self.experts, shared = nn.ModuleList(experts), config.shared_expert_intermediate_size
         self.shared_expert = LadderMLP(config, shared) if shared else None
-        self.shared_expert_gate = nn.Linear(config.hidden_size, 1, bias=False) if config.shared_expert_gate else None
+        self.shared_expert_gate = (
+            nn.Linear(config.hidden_size, 1, bias=False) if config.shared_expert_gate else None
+        )
 
     def forward(self, x):
         return self.routed(x) + self.shared(x)
 
     def routed(self, x):
         logits = functional.linear(x.float(), self.gate.weight.float())
-        chosen, experts = (found[..., : self.top_k] for found in logits.sort(dim=-1, descending=True, stable=True))
-        weights = (chosen - (chosen if self.renormalised else logits).logsumexp(-1, keepdim=True)).exp()
+        chosen, experts = (
+            found[..., : self.top_k] for found in logits.sort(dim=-1, descending=True, stable=True)
+        )
+        weights = (
+            chosen - (chosen if self.renormalised else logits).logsumexp(-1, keepdim=True)
+        ).exp()
         out = torch.zeros_like(x, dtype=torch.float32)
         for index, expert in enumerate(self.experts):
             *token, choice = (experts == index).nonzero(as_tuple=True)
@@ -169,7 +220,9 @@ class LadderExperts(nn.Module):
         if self.shared_expert is None:
             return 0
         out = self.shared_expert(x)
-        return out if self.shared_expert_gate is None else out * self.shared_expert_gate(x).sigmoid()
+        return (
+            out if self.shared_expert_gate is None else out * self.shared_expert_gate(x).sigmoid()
+        )
 
 
 class LadderLayer(nn.Module):
@@ -178,7 +231,9 @@ class LadderLayer(nn.Module):
         self.attention_delay, self.mlp_delay, self.joint = delays(config)[layer]
         has_experts = config.num_experts > 0 and layer not in config.mlp_only_layers
         self.self_attn = LadderAttention(config, layer)
-        self.mlp = LadderExperts(config) if has_experts else LadderMLP(config, config.intermediate_size)
+        self.mlp = (
+            LadderExperts(config) if has_experts else LadderMLP(config, config.intermediate_size)
+        )
         self.farskip = is_farskip(config) and has_experts and self.mlp_delay > 0
         self.input_layernorm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.shared_norm = config.residual == "parallel-shared-norm"
@@ -186,20 +241,29 @@ class LadderLayer(nn.Module):
             self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
 
     def forward(self, streams, cos, sin, mask, cache):
-        """`streams`: the residual stream after each sublayer so far, oldest first. Returns this layer's two streams."""
+        """`streams`: the residual stream after each sublayer so far, oldest first. Returns this
+        layer's two streams.
+        """
         read = lambda delay: streams[max(0, len(streams) - 1 - delay)]
         mlp_norm = self.input_layernorm if self.shared_norm else self.post_attention_layernorm
-        attended = self.self_attn(self.input_layernorm(read(self.attention_delay)), cos, sin, mask, cache)
+        attended = self.self_attn(
+            self.input_layernorm(read(self.attention_delay)), cos, sin, mask, cache
+        )
         if self.joint:
-            # The MLP's delay counts from the MLP, one sublayer after attention, so one is subtracted here.
+            # The MLP's delay counts from the MLP, one sublayer after attention, so one is
+            # subtracted here.
             both = streams[-1] + (attended + self.mlp(mlp_norm(read(self.mlp_delay - 1))))
             return [both, both]
-        if self.farskip:  # the shared expert's output is added with attention's, before the routed ones'
+        # the shared expert's output is added with attention's, before the routed ones'
+        if self.farskip:
             normed = mlp_norm(streams[-1])
             early = streams[-1] + (attended + self.mlp.shared(normed))
             return [early, early + self.mlp.routed(normed)]
         streams = [*streams, streams[-1] + attended]
-        return [streams[-1], streams[-1] + self.mlp(mlp_norm(streams[max(0, len(streams) - 1 - self.mlp_delay)]))]
+        return [
+            streams[-1],
+            streams[-1] + self.mlp(mlp_norm(streams[max(0, len(streams) - 1 - self.mlp_delay)])),
+        ]
 
 
 class LadderPreTrainedModel(PreTrainedModel):
@@ -214,7 +278,9 @@ class LadderModel(LadderPreTrainedModel):
     def __init__(self, config):
         super().__init__(config)
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
-        self.layers = nn.ModuleList(LadderLayer(config, layer) for layer in range(config.num_hidden_layers))
+        self.layers = nn.ModuleList(
+            LadderLayer(config, layer) for layer in range(config.num_hidden_layers)
+        )
         self.norm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.depth = 2 + max(max(attention, mlp) for attention, mlp, _ in delays(config))
         self.post_init()
@@ -239,8 +305,14 @@ class LadderModel(LadderPreTrainedModel):
         past, length = 0 if cache is None else cache.get_seq_length(), x.shape[1]
         place = past + torch.arange(length, device=x.device)
         positions = place[None] if position_ids is None else position_ids
-        angles = positions[:, None, :, None].float() * frequencies(self.config).to(x.device, torch.float32)
-        cos, sin, mask = angles.cos(), angles.sin(), self._mask(attention_mask, place, past + length)
+        angles = positions[:, None, :, None].float() * frequencies(self.config).to(
+            x.device, torch.float32
+        )
+        cos, sin, mask = (
+            angles.cos(),
+            angles.sin(),
+            self._mask(attention_mask, place, past + length),
+        )
         streams = [x]
         for layer in self.layers:
             streams = [*streams, *layer(streams, cos, sin, mask, cache)][-self.depth :]
@@ -249,13 +321,17 @@ class LadderModel(LadderPreTrainedModel):
         )
 
     def _mask(self, attention_mask, place, length):
-        """[1 or B, 1, T, S]: True if a query sees a key. Padding sees itself: an empty softmax would be NaN."""
+        """[1 or B, 1, T, S]: True if a query sees a key. Padding sees itself: an empty softmax
+        would be NaN.
+        """
         keys = torch.arange(length, device=place.device)
         seen = (keys <= place[:, None])[None, None]
         if attention_mask is None:
             return seen
         if attention_mask.ndim != 2 or attention_mask.shape[1] != length:
-            raise ValueError(f"attention_mask must be [B, {length}], not {tuple(attention_mask.shape)}")
+            raise ValueError(
+                f"attention_mask must be [B, {length}], not {tuple(attention_mask.shape)}"
+            )
         return seen & attention_mask[:, None, None, :].bool() | (keys == place[:, None])
 
 
@@ -281,7 +357,9 @@ class LadderForCausalLM(LadderPreTrainedModel, GenerationMixin):
         cache=None,
         **kwargs,
     ):
-        """Logits [B, T, V]; only of the last `logits_to_keep` positions if that is not 0. `labels` add a loss."""
+        """Logits [B, T, V]; only of the last `logits_to_keep` positions if that is not 0. `labels`
+        add a loss.
+        """
         if kwargs.get("output_hidden_states") or kwargs.get("output_attentions"):
             raise ValueError("this model does not return hidden states or attention weights")
         outputs = self.model(
@@ -295,5 +373,9 @@ class LadderForCausalLM(LadderPreTrainedModel, GenerationMixin):
         )
         last = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         logits = self.lm_head(outputs.last_hidden_state[:, last])
-        loss = None if labels is None else self.loss_function(logits, labels, vocab_size=self.config.vocab_size)
+        loss = (
+            None
+            if labels is None
+            else self.loss_function(logits, labels, vocab_size=self.config.vocab_size)
+        )
         return CausalLMOutputWithPast(loss=loss, logits=logits, **{CACHE: outputs.get(CACHE)})

@@ -1,7 +1,9 @@
-"""Safetensors files (https://huggingface.co/docs/safetensors), read and written one array at a time.
+"""Safetensors files (https://huggingface.co/docs/safetensors), read and written one array at a
+time.
 
-The `safetensors` library only checks a file's header. It would write whole shards at once, and map a file to read it: a
-mapped file that is truncated, or whose disk fails, ends the process with SIGBUS.
+The `safetensors` library only checks a file's header. It would write whole shards at once, and map
+a file to read it: a mapped file that is truncated, or whose disk fails, ends the process with
+SIGBUS.
 """
 
 import dataclasses
@@ -25,7 +27,9 @@ DTYPES = {
 
 @dataclasses.dataclass(frozen=True)
 class Tensor:
-    """A tensor in a file. `read` returns its values; raises UserError if the file cannot be read or was cut short."""
+    """A tensor in a file. `read` returns its values; raises UserError if the file cannot be read or
+    was cut short.
+    """
 
     file: pathlib.Path
     shape: tuple[int, ...]
@@ -33,14 +37,19 @@ class Tensor:
     offset: int
 
     def read(self) -> np.ndarray:
-        return from_file(self.file, self.dtype, math.prod(self.shape), offset=self.offset).reshape(self.shape)
+        return from_file(self.file, self.dtype, math.prod(self.shape), offset=self.offset).reshape(
+            self.shape
+        )
 
 
 def tensors(file: pathlib.Path) -> dict[str, Tensor]:
-    """The tensors in a file by name. Raises UserError if the file is missing or damaged, or a dtype is unsupported."""
+    """The tensors in a file by name. Raises UserError if the file is missing or damaged, or a dtype
+    is unsupported.
+    """
     library = _library()
     try:
-        with library.safe_open(file, framework="numpy"):  # compares the header with the file's length
+        # compares the header with the file's length
+        with library.safe_open(file, framework="numpy"):
             pass
         with open(file, "rb") as content:
             length = int.from_bytes(content.read(8), "little")
@@ -69,7 +78,11 @@ def write(file: pathlib.Path, pending: Mapping[str, Stored]) -> Iterator[str]:
     header, offset = {"__metadata__": {"format": "pt"}}, 0
     for name, tensor in pending.items():
         extent = [offset, offset := offset + tensor.nbytes]
-        header[name] = {"dtype": names[tensor.dtype], "shape": list(tensor.shape), "data_offsets": extent}
+        header[name] = {
+            "dtype": names[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": extent,
+        }
     encoded = json.dumps(header, separators=(",", ":")).encode()
     encoded += b" " * (-len(encoded) % 8)  # values begin at a multiple of 8
     with open(file, "wb") as content:
@@ -80,7 +93,9 @@ def write(file: pathlib.Path, pending: Mapping[str, Stored]) -> Iterator[str]:
 
 
 def shards(pending: Mapping[str, Stored], *, limit: int) -> Iterator[dict[str, Stored]]:
-    """Split the tensors, in order, into shards of at most `limit` bytes, but at least one tensor."""
+    """Split the tensors, in order, into shards of at most `limit` bytes, but at least one
+    tensor.
+    """
     shard, size = {}, 0
     for name, tensor in pending.items():
         if shard and size + tensor.nbytes > limit:
@@ -104,5 +119,7 @@ def _library():
     try:
         import safetensors
     except ImportError:
-        raise UserError("Hugging Face models need the safetensors package: pip install 'ladder-jax[hf]'") from None
+        raise UserError(
+            "Hugging Face models need the safetensors package: pip install 'ladder-jax[hf]'"
+        ) from None
     return safetensors

@@ -57,8 +57,12 @@ MIXTRAL = {"mlp.": "block_sparse_moe.", "gate_proj": "w1", "up_proj": "w3", "dow
 """What Mixtral calls experts and their router."""
 
 
-def _forms(model: ModelConfig, *, mixtral: bool) -> Iterator[tuple[Key, tuple[int, ...], str, list[str]]]:
-    """Each array's key and shape, the dimensions of a tensor of it, and its tensors' names: of experts one each."""
+def _forms(
+    model: ModelConfig, *, mixtral: bool
+) -> Iterator[tuple[Key, tuple[int, ...], str, list[str]]]:
+    """Each array's key and shape, the dimensions of a tensor of it, and its tensors' names: of
+    experts one each.
+    """
     dims = source.dims(model)
     for key, ours in source.expected_shapes(model).items():
         each = dims[key.name].removeprefix("E")
@@ -80,8 +84,12 @@ def _torch_shape(key: Key, dims: str, ours: tuple[int, ...]) -> tuple[int, ...]:
     return (1, *shape) if key.name.endswith("/share") else shape
 
 
-def arrays(folder: pathlib.Path, model: ModelConfig, found: Mapping[str, Tensor]) -> dict[Key, Stored]:
-    """All arrays of the model. Raises UserError if a tensor is missing, extra, or of another shape."""
+def arrays(
+    folder: pathlib.Path, model: ModelConfig, found: Mapping[str, Tensor]
+) -> dict[Key, Stored]:
+    """All arrays of the model. Raises UserError if a tensor is missing, extra, or of another
+    shape.
+    """
     source.check_layers(model, tensors=len(found), path=str(folder))
     found = _unfused(found)
     mixtral = any(".block_sparse_moe." in name for name in found)
@@ -92,24 +100,31 @@ def arrays(folder: pathlib.Path, model: ModelConfig, found: Mapping[str, Tensor]
         if name not in found:
             raise UserError(f"{str(folder)!r} holds no {name}")
         if found[name].shape != shape:
-            raise UserError(f"{str(found[name].file)!r}: {name} is {found[name].shape}, but {shape} by its config.json")
+            raise UserError(
+                f"{str(found[name].file)!r}: {name} is {found[name].shape}, but {shape} by its config.json"
+            )
         return found[name]
 
     for key, ours, dims, names in _forms(model, mixtral=mixtral):
         parts = [take(name, _torch_shape(key, dims, ours)) for name in names]
         dtype = functools.reduce(jnp.promote_types, {part.dtype for part in parts})
-        arrays[key] = Stored(ours, np.dtype(dtype), functools.partial(_read, parts, dims, ours, dtype))
+        arrays[key] = Stored(
+            ours, np.dtype(dtype), functools.partial(_read, parts, dims, ours, dtype)
+        )
     _check_rest(folder, model, found, used)
     return arrays
 
 
 def _read(parts: list[Tensor], dims: str, ours: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-    matrices = [source.from_torch(part.read(), dims=dims, ours=ours[-len(dims) :]) for part in parts]
+    matrices = [
+        source.from_torch(part.read(), dims=dims, ours=ours[-len(dims) :]) for part in parts
+    ]
     return matrices[0] if len(dims) == len(ours) else np.stack(matrices).astype(dtype, copy=False)
 
 
 def _unfused(found: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """With each expert's matrices apart, where one tensor holds all of them, as transformers 5 has them in memory:
+    """With each expert's matrices apart, where one tensor holds all of them, as transformers 5 has
+    them in memory:
 
     gates and ups [E, 2 M, D], and downs [E, D, M]. Each matrix is a part of the file.
     """
@@ -125,13 +140,22 @@ def _unfused(found: Mapping[str, Tensor]) -> dict[str, Tensor]:
         size = math.prod(shape) * tensor.dtype.itemsize
         for number, (expert, part) in enumerate(itertools.product(range(experts), parts)):
             offset = tensor.offset + number * size
-            apart[f"{stem}.{expert}.{part}.weight"] = dataclasses.replace(tensor, shape=shape, offset=offset)
+            apart[f"{stem}.{expert}.{part}.weight"] = dataclasses.replace(
+                tensor, shape=shape, offset=offset
+            )
     return apart
 
 
-def _check_rest(folder: pathlib.Path, model: ModelConfig, found: Mapping[str, Tensor], used: set[str]) -> None:
-    """Raises UserError for tensors that are not the model's. Some files contain the table of tied embeddings twice."""
-    extra = sorted(name for name in found.keys() - used if not name.endswith(".rotary_emb.inv_freq"))  # of old files
+def _check_rest(
+    folder: pathlib.Path, model: ModelConfig, found: Mapping[str, Tensor], used: set[str]
+) -> None:
+    """Raises UserError for tensors that are not the model's. Some files contain the table of tied
+    embeddings twice.
+    """
+    # of old files
+    extra = sorted(
+        name for name in found.keys() - used if not name.endswith(".rotary_emb.inv_freq")
+    )
     head, table = (OUTSIDE_LAYERS[name] for name in ("head/table", "embedding/table"))
     if model.tie_embeddings and head in extra:
         extra.remove(head)
@@ -141,12 +165,15 @@ def _check_rest(folder: pathlib.Path, model: ModelConfig, found: Mapping[str, Te
             )
     if extra:
         more = f" and {len(extra) - 1} more" if extra[1:] else ""
-        raise UserError(f"{str(folder)!r} holds {extra[0]}{more}, not in the model of its config.json")
+        raise UserError(
+            f"{str(folder)!r} holds {extra[0]}{more}, not in the model of its config.json"
+        )
 
 
 def pending(exported: Source, *, mixtral: bool) -> dict[str, Stored]:
     """The tensors to write, by their names."""
-    newest = functools.lru_cache(maxsize=1)(lambda key: exported.arrays[key].read())  # its experts come in turn
+    # its experts come in turn
+    newest = functools.lru_cache(maxsize=1)(lambda key: exported.arrays[key].read())
 
     def values(key: Key, dims: str, theirs: tuple[int, ...], expert: int) -> np.ndarray:
         array = newest(key)

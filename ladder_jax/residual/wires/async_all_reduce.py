@@ -1,7 +1,8 @@
-"""All-reduces that are started and awaited apart, for prefill and decode: a whole sublayer stands between.
+"""All-reduces that are started and awaited apart, for prefill and decode: a whole sublayer stands
+between.
 
-A compiler makes such pairs of its own, too, but leaves only as much compute between them as its estimate of the
-transfer demands. Started collectives have no gradient, so training has `AllReduce`.
+A compiler makes such pairs of its own, too, but leaves only as much compute between them as its
+estimate of the transfer demands. Started collectives have no gradient, so training has `AllReduce`.
 """
 
 import dataclasses
@@ -16,7 +17,9 @@ from ladder_jax.scopes import LAUNCH, PREVIOUS
 
 @dataclasses.dataclass(frozen=True)
 class AsyncAllReduce(AllReduce):
-    """A step whose input leaves the newest output out starts its all-reduce, computes, and awaits it."""
+    """A step whose input leaves the newest output out starts its all-reduce, computes, and awaits
+    it.
+    """
 
     def advance(self, state, step, sublayers):
         wire = self.beside(step, sublayers)
@@ -25,8 +28,12 @@ class AsyncAllReduce(AllReduce):
         return super().advance(state, step, sublayers)
 
     def beside(self, step, sublayers):
-        """Compilers fail where a sublayer communicates while a started all-reduce is awaited after it."""
-        communicates = any(getattr(sublayers[index], "communicates", False) for index in step.sublayers)
+        """Compilers fail where a sublayer communicates while a started all-reduce is awaited after
+        it.
+        """
+        communicates = any(
+            getattr(sublayers[index], "communicates", False) for index in step.sublayers
+        )
         return AllReduce(self.axes) if communicates else self
 
     def launch(self, step, pending, residual, scope=PREVIOUS):
@@ -60,10 +67,11 @@ def _awaited(partial, started, scope):
 
 
 def _after(started, step, entered, sublayers):
-    """(the input, the sublayers, what was started), of which the sublayers are computed after the start.
+    """(the input, the sublayers, what was started), of which the sublayers are computed after the
+    start.
 
-    They wait by their gains, which are small; plain functions by their input, which then cannot be fused with what
-    precedes it.
+    They wait by their gains, which are small; plain functions by their input, which then cannot be
+    fused with what precedes it.
     """
     if not all(isinstance(sublayers[index], Normed) for index in step.sublayers):
         entered, started = lax.optimization_barrier((entered, started))

@@ -1,8 +1,10 @@
-"""Wires on which ranks drift apart: Desync (arXiv 2501.06589, section 6), and no communication at all.
+"""Wires on which ranks drift apart: Desync (arXiv 2501.06589, section 6), and no communication at
+all.
 
-Every rank has a stream of its own, to which it adds its own outputs. A desync's all-reduce averages the streams and
-sums the newest partials at once. The mean of the ranks' streams is the last synced stream plus the mean of what each
-has added since, its *drift*: so only drift / ranks + partial crosses the wire.
+Every rank has a stream of its own, to which it adds its own outputs. A desync's all-reduce averages
+the streams and sums the newest partials at once. The mean of the ranks' streams is the last synced
+stream plus the mean of what each has added since, its *drift*: so only drift / ranks + partial
+crosses the wire.
 """
 
 import dataclasses
@@ -13,7 +15,9 @@ from ladder_jax.residual.recurrence import AllReduce, State, Step, add
 
 @dataclasses.dataclass(frozen=True)
 class Desynced(Step):
-    """A step on the rank's own stream. phase: sublayers since the last all-reduce. sync: it all-reduces."""
+    """A step on the rank's own stream. phase: sublayers since the last all-reduce. sync: it
+    all-reduces.
+    """
 
     phase: int = 0
     sync: bool = True
@@ -40,7 +44,9 @@ class Silent(Step):
 
 @dataclasses.dataclass(frozen=True)
 class Desync(AllReduce):
-    """Between two all-reduces `State.carried` is the rank's own stream, `State.sums` the drift without `partial`."""
+    """Between two all-reduces `State.carried` is the rank's own stream, `State.sums` the drift
+    without `partial`.
+    """
 
     def launch(self, step, pending, residual):
         return None

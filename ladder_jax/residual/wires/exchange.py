@@ -1,9 +1,11 @@
-"""Experts whose rows are exchanged: the topologies' steps on a split stream, with two all-to-alls a layer.
+"""Experts whose rows are exchanged: the topologies' steps on a split stream, with two all-to-alls a
+layer.
 
-Attention is as in sequence.py: its input is gathered over the tensor ranks, its output reduce-scattered. The routed
-experts of a layer read a rank's own positions and send each row to the rank of its expert and back (parallel/
-exchange.py), so what they return is whole. In a Ladder both all-to-alls stand beside attention, and both of attention's
-collectives beside the experts, each beside one half:
+Attention is as in sequence.py: its input is gathered over the tensor ranks, its output
+reduce-scattered. The routed experts of a layer read a rank's own positions and send each row to the
+rank of its expert and back (parallel/ exchange.py), so what they return is whole. In a Ladder both
+all-to-alls stand beside attention, and both of attention's collectives beside the experts, each
+beside one half:
 
     attention of layer k   combine          the rows of layer k-1's experts      beside its first products
                            stream           + their weighted sums
@@ -11,15 +13,17 @@ collectives beside the experts, each beside one half:
     experts of layer k     reduce_scatter   attention's output                   beside their first products
                            all_gather       the next attention's input           beside their last product
 
-The backward pass takes the steps in reverse, each message by its transpose: dispatch beside attention's last product
-and scores, combine beside its first products; all_gather beside the experts' last product, reduce_scatter beside their
-first.
+The backward pass takes the steps in reverse, each message by its transpose: dispatch beside
+attention's last product and scores, combine beside its first products; all_gather beside the
+experts' last product, reduce_scatter beside their first.
 
-Barriers tie what arrives in each half to the half's products, in both directions. Without them a compiler for TPUs
-awaits each all-to-all where it has issued it, and one for GPUs leaves the reduce-scatters nothing.
+Barriers tie what arrives in each half to the half's products, in both directions. Without them a
+compiler for TPUs awaits each all-to-all where it has issued it, and one for GPUs leaves the
+reduce-scatters nothing.
 
-A shared expert stays tensor-parallel: its input is gathered, and its partial sum reduce-scattered with attention's
-("farskip"), or on its own. In a standard layer it is all that the all-to-alls can stand beside, each beside one half.
+A shared expert stays tensor-parallel: its input is gathered, and its partial sum reduce-scattered
+with attention's ("farskip"), or on its own. In a standard layer it is all that the all-to-alls can
+stand beside, each beside one half.
 """
 
 import dataclasses
@@ -54,10 +58,11 @@ ATTENTION, EXPERTS = 0, 1  # of a layer's sublayers
 class Routed:
     """Rows between two steps: a state's `carried` before its experts, its `partial` after them.
 
-    rows: [E/ranks, ranks S, D], of this rank's experts; after them [ranks S, E/ranks, D], their outputs.
+    rows: [E/ranks, ranks S, D], of this rank's experts; after them [ranks S, E/ranks, D], their
+        outputs.
     places, weights: float32 [N, K], of the outputs of this rank's tokens, once they are combined.
-    shared: of the shared expert, if there is one, the input [B, T, D], later the partial sum; or what of it is this
-        rank's, summed.
+    shared: of the shared expert, if there is one, the input [B, T, D], later the partial sum; or
+        what of it is this rank's, summed.
     """
 
     rows: Array
@@ -68,14 +73,18 @@ class Routed:
 
 @dataclasses.dataclass(frozen=True)
 class ExchangeStep(SplitStep):
-    """shared_before: of attention, whether the experts before it leave the shared expert's partial sum, too."""
+    """shared_before: of attention, whether the experts before it leave the shared expert's partial
+    sum, too.
+    """
 
     shared_before: bool = False
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Exchange(SequenceParallel):
-    """For topologies that `check_exchange` allows, of attention and experts, an `nn.experts.NormedExperts`."""
+    """For topologies that `check_exchange` allows, of attention and experts, an
+    `nn.experts.NormedExperts`.
+    """
 
     moe: MoEConfig
 
@@ -112,7 +121,9 @@ class Exchange(SequenceParallel):
         following = (EXPERTS,) if step.sublayers == (ATTENTION,) else (ATTENTION,)
 
         def settle(newest):
-            sums = launched if newest is None else (*launched[:-1], self._arrived(newest, like=stream))
+            sums = (
+                launched if newest is None else (*launched[:-1], self._arrived(newest, like=stream))
+            )
             return State(*step.settle(stream, sums)) if step.pending_after else State(stream, sums)
 
         def make(state):
@@ -175,7 +186,9 @@ class Exchange(SequenceParallel):
         if partial is None:
             tokens = rows * length
             choices = zero((tokens, self.moe.top_k), jnp.float32)
-            of_experts = zero((count * self.moe.slots(tokens), self.moe.padded(count) // count, width), dtype)
+            of_experts = zero(
+                (count * self.moe.slots(tokens), self.moe.padded(count) // count, width), dtype
+            )
             shared = zero((rows, length * count, width), dtype) if self.moe.shared_width else None
             partial = Routed(of_experts, choices, choices, shared)
         return sums, partial
@@ -188,7 +201,9 @@ class Exchange(SequenceParallel):
         return collect(newest, like=like)
 
     def _made(self, which, stream, sublayers, *, fresh=False):
-        """Of experts its tokens' rows in buffers [E, S, D], and for the shared expert [B, T/ranks, D]."""
+        """Of experts its tokens' rows in buffers [E, S, D], and for the shared expert
+        [B, T/ranks, D].
+        """
         x = super()._made(which, stream, sublayers, fresh=fresh)
         if which == (ATTENTION,):
             return x
@@ -203,7 +218,8 @@ class Exchange(SequenceParallel):
     def _sent(self, made, scope, *, beside_shared=False):
         """Or the rows of all tokens for this rank's experts.
 
-        beside_shared: the shared expert's input comes first, since nothing but that expert hides the rows.
+        beside_shared: the shared expert's input comes first, since nothing but that expert hides
+            the rows.
         """
         if not isinstance(made, Routed):
             return super()._sent(made, scope)
@@ -217,10 +233,14 @@ class Exchange(SequenceParallel):
         return dataclasses.replace(made, rows=checkpoint_name(rows, EXCHANGED), shared=shared)
 
 
-def combine(partial: Routed | None, axes: Axes, scope: str = PREVIOUS, *, shared_last: bool = False) -> Routed | None:
-    """Computed rows on the ranks of their tokens, and this rank's positions of the shared expert's sum.
+def combine(
+    partial: Routed | None, axes: Axes, scope: str = PREVIOUS, *, shared_last: bool = False
+) -> Routed | None:
+    """Computed rows on the ranks of their tokens, and this rank's positions of the shared expert's
+    sum.
 
-    shared_last: it is reduce-scattered after the rows have arrived, beside which its last product can be.
+    shared_last: it is reduce-scattered after the rows have arrived, beside which its last product
+        can be.
     """
     if partial is None:
         return None
@@ -233,7 +253,9 @@ def combine(partial: Routed | None, axes: Axes, scope: str = PREVIOUS, *, shared
 
 
 def collect(arrived: Routed | Array | None, *, like: Array) -> Array | None:
-    """[B, T/ranks, D], the shape of `like`: what has arrived, of experts its rows' weighted sums."""
+    """[B, T/ranks, D], the shape of `like`: what has arrived, of experts its rows' weighted
+    sums.
+    """
     if not isinstance(arrived, Routed):
         return arrived
     out = exchange.collect(arrived.rows, arrived.places, arrived.weights).reshape(like.shape)

@@ -1,7 +1,8 @@
-"""Sequence parallelism: the wire of a stream that is split along the sequence over the tensor ranks.
+"""Sequence parallelism: the wire of a stream that is split along the sequence over the tensor
+ranks.
 
-An all-reduce is a reduce-scatter and an all-gather (arXiv 2205.05198), and between the two stand the addition to the
-stream and the next sublayer's normalisation, on a rank's own positions:
+An all-reduce is a reduce-scatter and an all-gather (arXiv 2205.05198), and between the two stand
+the addition to the stream and the next sublayer's normalisation, on a rank's own positions:
 
     launch   summed  = reduce_scatter(partial)                      of the sublayer before
              stream  = residual + summed
@@ -9,12 +10,14 @@ stream and the next sublayer's normalisation, on a rank's own positions:
     compute  fresh   = sublayer(entered of the step before)         the overlap
     await    fresh, entered, stream = optimization_barrier((fresh, entered, stream))
 
-so that in a Ladder both halves stand beside one sublayer. Normalisation is here without its gain, which the sublayer
-multiplies its gathered input with: so a step needs none of the next layer's parameters.
+so that in a Ladder both halves stand beside one sublayer. Normalisation is here without its gain,
+which the sublayer multiplies its gathered input with: so a step needs none of the next layer's
+parameters.
 
-A gather that no sublayer can hide (all of Standard's, a Ladder's first) and a scatter that is awaited at once (all of
-Standard's, a Ladder's last) may be part of the matmuls that they feed or drain: a *collective matmul*. The sublayer
-still communicates nothing. It reads this rank's positions, and multiplies by the `Projections` that the step gives it.
+A gather that no sublayer can hide (all of Standard's, a Ladder's first) and a scatter that is
+awaited at once (all of Standard's, a Ladder's last) may be part of the matmuls that they feed or
+drain: a *collective matmul*. The sublayer still communicates nothing. It reads this rank's
+positions, and multiplies by the `Projections` that the step gives it.
 """
 
 import dataclasses
@@ -29,7 +32,15 @@ from jax.ad_checkpoint import checkpoint_name
 
 from ladder_jax.config import CollectiveMatmul
 from ladder_jax.errors import UserError
-from ladder_jax.parallel.collectives import Axes, all_gather, named, pvary, ranks, reduce_scatter, varying
+from ladder_jax.parallel.collectives import (
+    Axes,
+    all_gather,
+    named,
+    pvary,
+    ranks,
+    reduce_scatter,
+    varying,
+)
 from ladder_jax.residual.recurrence import (
     LOCAL,
     REDUCED,
@@ -56,8 +67,9 @@ Normalise = Callable[[Array], Array]
 class SplitStep(Step):
     """A step that knows what the step after it reads.
 
-    prepares: whether it gathers that step's input, which leaves out all that is pending. before_fresh: whether that is
-        a fresh ladder's, which adds its partial before it is normalised.
+    prepares: whether it gathers that step's input, which leaves out all that is pending.
+        before_fresh: whether that is a fresh ladder's, which adds its partial before it is
+        normalised.
     """
 
     prepares: bool = False
@@ -65,20 +77,25 @@ class SplitStep(Step):
 
 
 class Beside:
-    """The two messages beside one sublayer: an output that arrives, and the input that it makes ready.
+    """The two messages beside one sublayer: an output that arrives, and the input that it makes
+    ready.
 
-    newest: the output on its way, or None. settle: from that, arrived, to a state. make: from the state to what is
-    sent. send: from that to the input.
+    newest: the output on its way, or None. settle: from that, arrived, to a state. make: from the
+    state to what is sent. send: from that to the input.
     """
 
-    def __init__(self, newest: Any, *, settle: Callable[..., State], make: Callable, send: Callable):
+    def __init__(
+        self, newest: Any, *, settle: Callable[..., State], make: Callable, send: Callable
+    ):
         self.newest = newest
         self.settle = settle
         self.make = make
         self.send = send
 
     def between(self, products: Any) -> Any:
-        """The sublayer's first products: the first message is awaited after them, and the second one sent."""
+        """The sublayer's first products: the first message is awaited after them, and the second
+        one sent.
+        """
         newest = self.newest
         if newest is not None:
             products, newest = barrier_forward((products, newest))
@@ -98,7 +115,8 @@ class Beside:
 
 @dataclasses.dataclass(frozen=True)
 class SequenceParallel(AllReduce):
-    """`State.residual` and `sums` are this rank's positions, [B, T/ranks, D]; `carried` is the next step's input.
+    """`State.residual` and `sums` are this rank's positions, [B, T/ranks, D]; `carried` is the next
+    step's input.
 
     normalise: applied to a sublayer's input before it is gathered; returns the compute dtype.
     """
@@ -109,7 +127,8 @@ class SequenceParallel(AllReduce):
     def layers(self, layers):
         """Raises UserError for topologies that do not reduce every output.
 
-        With collective matmuls the last step awaits its own output, which has no later sublayer to hide under.
+        With collective matmuls the last step awaits its own output, which has no later sublayer to
+        hide under.
         """
         check_reduces(layers)
         layers = [list(steps) for steps in layers]
@@ -130,7 +149,9 @@ class SequenceParallel(AllReduce):
         return scatter(partial, self.axes, scope)
 
     def enter(self, step, stream, sublayers):
-        """The step's input, gathered, or left to its projection; of a fresh ladder not normalised yet."""
+        """The step's input, gathered, or left to its projection; of a fresh ladder not normalised
+        yet.
+        """
         if self._gathers_in_matmul(step):
             return self.normalise(stream)
         return self._sent(self._made(step.sublayers, stream, sublayers, fresh=step.fresh), "")
@@ -175,12 +196,22 @@ class SequenceParallel(AllReduce):
         return sums, zero if partial is None else partial
 
     def turn(self, step, entered, sublayers, *, own, other):
-        """The scatter beside a sublayer's first products, the gather beside the rest; of two sublayers beside both."""
-        if len(step.sublayers) > 1 or ranks(self.axes) == 1 or not sublayers[step.sublayers[0]].projects:
+        """The scatter beside a sublayer's first products, the gather beside the rest; of two
+        sublayers beside both.
+        """
+        if (
+            len(step.sublayers) > 1
+            or ranks(self.axes) == 1
+            or not sublayers[step.sublayers[0]].projects
+        ):
             beside = other.state.residual, (other.launched,)
-            partial, residual, (newest,) = self.output(step, entered, own, sublayers, *beside, forward=False)
+            partial, residual, (newest,) = self.output(
+                step, entered, own, sublayers, *beside, forward=False
+            )
             arrived = self.prepare(other.after, other.settled(residual, newest), other.into)
-            return barrier_forward((partial, arrived)) if ranks(self.axes) > 1 else (partial, arrived)
+            return (
+                barrier_forward((partial, arrived)) if ranks(self.axes) > 1 else (partial, arrived)
+            )
         if step.fresh:
             entered = self.with_own(entered, own)
         return self.turn_beside(step, entered, sublayers, other)
@@ -189,7 +220,9 @@ class SequenceParallel(AllReduce):
         after = other.after
 
         def settle(newest):
-            return other.settled(other.state.residual, self._arrived(newest, like=other.state.residual))
+            return other.settled(
+                other.state.residual, self._arrived(newest, like=other.state.residual)
+            )
 
         def make(state):
             stream = add(state.residual, after.read(state.sums))
@@ -211,8 +244,9 @@ class SequenceParallel(AllReduce):
         return newest
 
     def _made(self, which, stream, sublayers, *, fresh=False):
-        """This rank's positions of the input of `which` sublayer; of a fresh ladder not normalised yet, as its partial
-        is still missing."""
+        """This rank's positions of the input of `which` sublayer; of a fresh ladder not normalised
+        yet, as its partial is still missing.
+        """
         return stream if fresh else self.normalise(stream)
 
     def _sent(self, made, scope):
@@ -229,10 +263,16 @@ class SequenceParallel(AllReduce):
         return of_normalised(sublayers[which])(entered, projections=Projections(project(between)))
 
     def _gathers_in_matmul(self, step):
-        return self.collective_matmul is not CollectiveMatmul.NONE and not step.fresh and not step.early
+        return (
+            self.collective_matmul is not CollectiveMatmul.NONE
+            and not step.fresh
+            and not step.early
+        )
 
     def _projections(self, step, *, gathers):
-        """With collective matmuls: of an input that is gathered here, and of an output that is awaited here."""
+        """With collective matmuls: of an input that is gathered here, and of an output that is
+        awaited here.
+        """
         if self.collective_matmul is CollectiveMatmul.NONE:
             return LOCAL
         into = _gathered_product
