@@ -1,9 +1,10 @@
 """Errors that the command line prints as one line: a user's mistake, or a failure of the run."""
 
+import contextlib
 import difflib
 import enum
 import operator
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 LONGEST = 2000  # characters of a message
 
@@ -56,6 +57,17 @@ def unknown(what: str, name: object, allowed: Iterable[str]) -> UserError:
     near = difflib.get_close_matches(str(name), names, n=1)
     hint = f"; did you mean {near[0]!r}?" if near else ""
     return UserError(f"unknown {what} {str(name)!r}{hint} (allowed: {', '.join(names)})")
+
+
+@contextlib.contextmanager
+def needed(what: str, *, extra: str) -> Iterator[None]:
+    """Around an import: UserError if a package is missing, `what` (such as "GGUF files need gguf")
+    and the command that installs it.
+    """
+    try:
+        yield
+    except ImportError:
+        raise UserError(f"{what}: pip install 'ladder-jax[{extra}]'") from None
 
 
 def wrong_type(what: str, value: object, *kinds: type) -> UserError:

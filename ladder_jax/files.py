@@ -16,6 +16,7 @@ from ladder_jax.errors import RunFailed, UserError
 
 if TYPE_CHECKING:
     from etils import epath
+    from matplotlib.figure import Figure
 
 PICTURES = (".png", ".svg", ".pdf")
 PARTIAL = ".partial-"
@@ -200,6 +201,12 @@ def write(file: AnyPath, blocks: Iterable[bytes], *, sync: bool = False) -> None
                 os.fsync(out.fileno())
 
     write_atomically(str(file), write_blocks)
+
+
+def write_picture(file: str, figure: "Figure") -> None:
+    """Writes a figure, and closes it."""
+    write_atomically(file, lambda path: figure.savefig(path, dpi=150))
+    pyplot.load().close(figure)
 
 
 def _set_permissions(partial: str, path: pathlib.Path) -> None:

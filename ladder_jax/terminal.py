@@ -101,7 +101,7 @@ def answer(result: Any, *, as_json: bool, out: str | None = None) -> None:
     if out is not None:
         from ladder_jax import files
 
-        files.write_atomically(out, lambda path: pathlib.Path(path).write_text(text + "\n"))
+        files.write(pathlib.Path(out), [f"{text}\n".encode()])
 
 
 def number(value: float) -> str:

@@ -34,7 +34,10 @@ FULL = {
     "convert SmolLM2-135M runs/smollm2-auto": "tests/pretrained/test_sensitivity.py",
 }
 """Marked so, with what covers the like in `make test`."""
-SMALL = "model.num_layers=2 model.d_model=32 model.d_ff=32 train.steps=2 train.batch=4 train.sequence=32 data.path=book.txt"
+SMALL = (
+    "model.num_layers=2 model.d_model=32 model.d_ff=32 "
+    "train.steps=2 train.batch=4 train.sequence=32 data.path=book.txt"
+)
 # Of the rows that the guide trains.
 FEW = "model.num_layers=2 train.steps=2 train.evaluation_batches=1 data.path=book.txt"
 ADDED = {

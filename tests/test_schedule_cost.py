@@ -118,7 +118,8 @@ def test_convolutions_count_only_real_positions():
     """A batched matmul [8, 128, 64] x [8, 64, 32], as a TPU compiler writes it: batch as a strided
     window.
     """
-    line = "%c = f32[8,128,32]{2,1,0} convolution(%a, %b), window={size=8 stride=7 lhs_dilate=8}, dim_labels=0bf_0io->0bf"
+    line = "%c = f32[8,128,32]{2,1,0} convolution(%a, %b), window={size=8 stride=7 lhs_dilate=8}"
+    line += ", dim_labels=0bf_0io->0bf"
     body = f"""HloModule c, is_scheduled=true
 
 ENTRY %main (a: f32[8,128,64], b: f32[8,64,32]) -> f32[8,128,32] {{

@@ -69,7 +69,7 @@ def main(arguments: list[str]) -> int:
 
 def plot(runs: dict[str, list[dict]], *, file: pathlib.Path, entropy: float) -> None:
     """Each run's training loss over its steps."""
-    from ladder_jax import pyplot
+    from ladder_jax import files, pyplot
 
     plt = pyplot.load()
     figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
@@ -82,8 +82,7 @@ def plot(runs: dict[str, list[dict]], *, file: pathlib.Path, entropy: float) -> 
     axes.set(xlabel="step", ylabel="training loss (nats a byte)")
     axes.legend()
     axes.grid(alpha=0.3)
-    figure.savefig(file, dpi=150)
-    plt.close(figure)
+    files.write_picture(str(file), figure)
 
 
 if __name__ == "__main__":

@@ -49,5 +49,4 @@ def plot(answer: Result, *, file: str) -> None:
         f"{answer.title}: prompt {request.prompt_length}, {request.new_tokens} new tokens",
         fontsize=10,
     )
-    files.write_atomically(file, lambda path: figure.savefig(path, dpi=150))
-    plt.close(figure)
+    files.write_picture(file, figure)

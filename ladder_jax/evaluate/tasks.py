@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from ladder_jax.decode import Finish
-from ladder_jax.errors import UserError
+from ladder_jax.errors import UserError, needed
 from ladder_jax.evaluate.model import MAX_NEW_TOKENS, SLOTS, STOP, Model
 from ladder_jax.evaluate.questions import Choice, Question
 from ladder_jax.evaluate.rows import Progress, carry_out, digest
@@ -180,12 +180,8 @@ def library():
     """The module that imports lm-evaluation-harness. Raises UserError where that is not
     installed.
     """
-    try:
+    with needed("multiple choice and generation need lm-eval", extra="lm-eval"):
         import lm_eval  # noqa: F401
-    except ImportError:
-        raise UserError(
-            "multiple choice and generation need lm-eval: pip install 'ladder-jax[lm-eval]'"
-        ) from None
     from ladder_jax.evaluate import harness
 
     return harness

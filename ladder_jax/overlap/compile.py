@@ -93,8 +93,8 @@ def read[R](path: str | os.PathLike, kind: type[R]) -> R | None:
 
 
 def write(path: str, record: object) -> None:
-    content = gzip.compress(json.dumps(dataclasses.asdict(record)).encode(), compresslevel=5)
-    files.write_atomically(path, lambda partial: pathlib.Path(partial).write_bytes(content))
+    text = json.dumps(dataclasses.asdict(record))
+    files.write(pathlib.Path(path), [gzip.compress(text.encode(), compresslevel=5)])
 
 
 def compiled(request: Request, *, until: Until = Until.CODE) -> Record:

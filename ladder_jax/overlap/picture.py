@@ -113,8 +113,7 @@ def plot(request: Request, *, file: str) -> None:
         ha="left",
     )
     figure.tight_layout(rect=(0, 0.04, 1, 1))
-    files.write_atomically(file, lambda path: figure.savefig(path, dpi=150))
-    plt.close(figure)
+    files.write_picture(file, figure)
 
 
 def trace(request: Request, *, file: str) -> None:
@@ -148,7 +147,7 @@ def trace(request: Request, *, file: str) -> None:
                 }
             )
     text = json.dumps({"traceEvents": events, "displayTimeUnit": "ns"})
-    files.write_atomically(file, lambda path: pathlib.Path(path).write_text(text))
+    files.write(pathlib.Path(file), [text.encode()])
 
 
 def _two_layers(bars: Sequence[Bar]) -> list[Bar]:

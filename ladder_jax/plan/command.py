@@ -48,7 +48,8 @@ def lines(answer: Answer) -> list:
     room = (
         "" if request.target.memory is None else f", {request.target.memory / GIB:.0f} GiB a device"
     )
-    title = f"{request.name}, {request.config.residual}, {request.config.num_layers} layers on {request.target.name}{room};"
+    model = f"{request.name}, {request.config.residual}, {request.config.num_layers} layers"
+    title = f"{model} on {request.target.name}{room};"
     if request.config.moe is not None:
         count = shards.parameters(request.config)
         title += f" {count.active / 1e9:.3g} of {count.held / 1e9:.3g} billion parameters active;"

@@ -9,7 +9,7 @@ import pathlib
 import re
 import sys
 
-from ladder_jax.errors import RunFailed, UserError
+from ladder_jax.errors import RunFailed, UserError, needed
 from ladder_jax.pretrained import tokenizer_files
 from ladder_jax.pretrained.huggingface import folder as huggingface
 from ladder_jax.pretrained.source import REFIT
@@ -175,13 +175,9 @@ def _line(error: BaseException) -> str:
 
 
 def _library():
-    try:
+    with needed("models of the Hugging Face Hub need huggingface_hub", extra="hf"):
         import huggingface_hub
         import huggingface_hub.constants
         import huggingface_hub.errors
         import huggingface_hub.utils
-    except ModuleNotFoundError:
-        raise UserError(
-            "models of the Hugging Face Hub need huggingface_hub: pip install 'ladder-jax[hf]'"
-        ) from None
     return huggingface_hub

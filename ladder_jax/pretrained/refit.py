@@ -442,9 +442,7 @@ def _prepare(folder: pathlib.Path, request: Mapping[str, object]) -> None:
     if not file.is_file() or file.read_text(encoding="utf-8") != text:
         for leftover in folder.glob("*.npz"):
             leftover.unlink()
-        files.write_atomically(
-            str(file), lambda path: pathlib.Path(path).write_text(text, encoding="utf-8")
-        )
+        files.write(file, [text.encode()])
 
 
 def _kept(

@@ -19,7 +19,7 @@ import jax
 
 from ladder_jax import files
 from ladder_jax.config import RunConfig, to_dict
-from ladder_jax.errors import RunFailed, UserError
+from ladder_jax.errors import RunFailed, UserError, needed
 from ladder_jax.files import AnyPath, explained, patiently
 
 Row = dict[str, Any]
@@ -95,12 +95,8 @@ class WandB:
     """
 
     def __init__(self, config: RunConfig, *, folder: pathlib.Path):
-        try:
+        with needed(f"run.wandb={config.run.wandb} needs Weights & Biases", extra="wandb"):
             import wandb
-        except ImportError:
-            raise UserError(
-                f"run.wandb={config.run.wandb} needs Weights & Biases: pip install 'ladder-jax[wandb]'"
-            ) from None
         self._wandb, self._config, self._folder = wandb, config, folder
         self._run: Any = None
 

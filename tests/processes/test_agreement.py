@@ -227,7 +227,8 @@ def test_a_disk_is_full_in_one_of_two(told, stood, tmp_path, whole):
     )
     assert steps(once / "checkpoints") == [4, 6]
     assert verify(once / "checkpoints" / "6") == []
-    line = f"RunFailed: the checkpoint of step 6 {reason} (there is none before it); the same command goes on from there"
+    line = f"RunFailed: the checkpoint of step 6 {reason} (there is none before it)"
+    line += "; the same command goes on from there"
     assert [found["error"] for found in two] == [line, line]
     assert list((always / "checkpoints").iterdir()) == []
     assert all(found["seconds"] < 3 * PATIENCE for found in (*one, *two))

@@ -18,7 +18,8 @@ HOST = os.uname().nodename
 
 def test_coordinator_never_comes(started, port):
     (said,) = ends(started(only=[1], patience={"start": 2}))
-    line = f"ladder-jax: process 1 of 2 (host {HOST}) has waited at localhost:{port} for 2 s, and not all processes have"
+    line = f"ladder-jax: process 1 of 2 (host {HOST}) has waited at localhost:{port} for 2 s"
+    line += ", and not all processes have"
     silent = "joined (nothing answers there: Connection refused)"
     assert said.startswith(f"{line} {silent}: start all with the same --coordinator")
     assert said.count("\n") == 1

@@ -14,7 +14,7 @@ import tempfile
 import urllib.parse
 from collections.abc import Iterable, Iterator
 
-from ladder_jax.errors import UserError
+from ladder_jax.errors import UserError, needed
 
 HUB = "hf://datasets/"
 BATCH = 1024  # rows
@@ -138,11 +138,8 @@ def _open(table: str, *, features=None, columns: list[str] | None = None):
 
 
 def _library():
-    try:
+    with needed(f"reading {', '.join(BUILDERS)} and {HUB} needs datasets", extra="data"):
         import datasets
-    except ImportError:
-        needed = f"reading {', '.join(BUILDERS)} and {HUB} needs datasets"
-        raise UserError(f"{needed}: pip install 'ladder-jax[data]'") from None
     # errors are reported once, by `_explained`
     datasets.logging.set_verbosity(datasets.logging.CRITICAL)
     return datasets

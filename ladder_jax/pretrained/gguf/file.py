@@ -17,7 +17,7 @@ from typing import Any, BinaryIO
 import ml_dtypes
 import numpy as np
 
-from ladder_jax.errors import UserError
+from ladder_jax.errors import UserError, needed
 from ladder_jax.pretrained.source import from_file
 
 PLAIN = {
@@ -244,8 +244,6 @@ def _quantised() -> tuple[str, ...]:
 
 
 def _package():
-    try:
+    with needed("GGUF files need the package gguf", extra="hf"):
         import gguf
-    except ImportError:
-        raise UserError("GGUF files need the package gguf: pip install 'ladder-jax[hf]'") from None
     return gguf

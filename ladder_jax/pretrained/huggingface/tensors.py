@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping
 import ml_dtypes
 import numpy as np
 
-from ladder_jax.errors import UserError
+from ladder_jax.errors import UserError, needed
 from ladder_jax.pretrained.source import Stored, from_file
 
 DTYPES = {
@@ -116,10 +116,6 @@ def _bytes(array: np.ndarray) -> memoryview:
 
 
 def _library():
-    try:
+    with needed("Hugging Face models need the safetensors package", extra="hf"):
         import safetensors
-    except ImportError:
-        raise UserError(
-            "Hugging Face models need the safetensors package: pip install 'ladder-jax[hf]'"
-        ) from None
     return safetensors
