@@ -310,5 +310,5 @@ def test_generate_decides_about_halves(refused, trained, capsys):
     assert cli.main([*words, "2"]) == 0
     halves = capsys.readouterr()
     assert halves.out == decided.out
-    assert not halves.err
+    assert "interleave" not in halves.err  # but, on a busy machine, progress
     assert "unknown --interleave '3' (allowed: 1, 2, auto)" in refused(*words, "3")
