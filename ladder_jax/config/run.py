@@ -114,7 +114,7 @@ class DataConfig(Section):
 
 class OnBadStep(enum.Enum):
     """What happens at a bad step: its loss or gradient is not finite, or its loss jumps (see
-    train/bad_steps.py).
+    train/session.py).
     """
 
     STOP = "stop"

@@ -23,12 +23,11 @@ from ladder_jax.nn.parameter import real_size
 from ladder_jax.parallel import check_compiler_makes, make_mesh, with_ranks
 from ladder_jax.processes.agreement import PATIENCE, Agreement
 from ladder_jax.train import checkpoints, folder, out_of_memory, timing
-from ladder_jax.train.bad_steps import RESTORED, BadStepPolicy
 from ladder_jax.train.checkpoints import CheckpointSaver
 from ladder_jax.train.folder import RunContext
 from ladder_jax.train.gradients import Pretraining, TrainingTask
 from ladder_jax.train.metrics import NAME, WANDB_ID, Metrics, mirrored, trackers
-from ladder_jax.train.session import Session
+from ladder_jax.train.session import RESTORED, BadStepPolicy, Session
 from ladder_jax.train.timing import Profiler, Throughput, TimeAccount
 
 
