@@ -45,8 +45,6 @@ from ladder_jax.train.timing import Profiler, Throughput
 
 # a step and its metrics, still on the devices; None: left out
 Dispatched = tuple[int, steps.Metrics | None]
-
-
 # the reason of a batch left out before: a checkpoint holds its step alone
 RESTORED = "known from the checkpoint"
 
