@@ -10,7 +10,7 @@ import pytest
 
 from ladder_jax import config, train
 from ladder_jax.config import OnBadStep, TrainConfig
-from ladder_jax.data import batches
+from ladder_jax.data import dataset
 from ladder_jax.errors import RunFailed
 from ladder_jax.train import metrics, session
 from tests import cases
@@ -141,10 +141,10 @@ def noisy_at(steps, path):
     )
     settings = config.load("tiny", overrides=TINY)
     count = len(content) - int(len(content) * settings.data.validation_fraction)
-    windows = batches.Windows(np.arange(count), settings.train.sequence)
+    windows = dataset.Windows(np.arange(count), settings.train.sequence)
     which = [windows[i][0] for i in range(len(windows))]
-    order = batches.Batches(
-        batches.shuffled(windows, seed=settings.train.seed), settings.train.batch
+    order = dataset.Batches(
+        dataset.shuffled(windows, seed=settings.train.seed), settings.train.batch
     )
     place = np.concatenate([order[step - 1][:, 0] for step in steps])
     assert set(place) <= set(which)

@@ -13,7 +13,7 @@ import numpy as np
 from ladder_jax import nn
 from ladder_jax.checkpoint import Checkpoint
 from ladder_jax.config import START, ModelConfig, RunConfig, TrainConfig
-from ladder_jax.data.batch import Targets
+from ladder_jax.data.packing import Targets
 from ladder_jax.errors import UserError
 from ladder_jax.nn import ModelDef, Params
 from ladder_jax.pretrained import OpenedModel

@@ -12,10 +12,9 @@ from jax.sharding import Mesh
 from ladder_jax import parallel, retrain, side
 from ladder_jax.checkpoint import Checkpoint, Store
 from ladder_jax.config import PRESETS, Interleave, ModelConfig, RunConfig, preset, to_dict
-from ladder_jax.data import batches, dataset
+from ladder_jax.data import dataset
 from ladder_jax.data import tokenizer as tokenizers
-from ladder_jax.data.batches import DataLoader
-from ladder_jax.data.dataset import Dataset
+from ladder_jax.data.dataset import DataLoader, Dataset
 from ladder_jax.errors import UserError
 from ladder_jax.files import AnyPath, is_remote, patiently
 from ladder_jax.hardware import HARDWARE, machine_of
@@ -143,7 +142,7 @@ def run(
             store = Store(where / checkpoints.FOLDER, config=config, patience=patience)
             stack.enter_context(contextlib.closing(store))
         train = config.train
-        held_out = batches.evaluated(data.held_out, data.held_out_rows, config=train)
+        held_out = dataset.evaluated(data.held_out, data.held_out_rows, config=train)
         sources = position.get("sources") or task.sources_record()
         session = Session(
             context=context,

@@ -29,8 +29,8 @@ import jax
 import numpy as np
 
 from ladder_jax.config import OnBadStep, TrainConfig
-from ladder_jax.data.batch import Batch
-from ladder_jax.data.batches import DataLoader, read_ahead
+from ladder_jax.data.dataset import DataLoader, read_ahead
+from ladder_jax.data.packing import Batch
 from ladder_jax.errors import RunFailed, Stopped, UserError
 from ladder_jax.nn import Params
 from ladder_jax.progress import progress
