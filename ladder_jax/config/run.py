@@ -88,7 +88,7 @@ class Format(enum.Enum):
 class DataConfig(Section):
     """`path`: a text file, a folder of them, or `stdlib` for the source of Python's own library; or
     what `ladder-jax tokenize` made, which may be in gs:// or s3://, or a .yaml file with a mixture
-    of those (see data/mixture.py).
+    of those (see data/dataset.py).
 
     `max_bytes`, `tokenizer` (`bytes`, or a folder with a Hugging Face tokenizer.json): of text
     alone, since a token store is tokenized.

@@ -10,6 +10,7 @@ import datetime
 import functools
 import hashlib
 import json
+import math
 import pathlib
 import sys
 import sysconfig
@@ -22,7 +23,8 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from ladder_jax.config import DataConfig, Format, TrainConfig
-from ladder_jax.data import examples, mixture
+from ladder_jax.config.load import read_section
+from ladder_jax.data import examples
 from ladder_jax.data import tokenizer as tokenizers
 from ladder_jax.data.packing import Batch, PackedRows
 from ladder_jax.data.store import Store, is_store
@@ -31,6 +33,7 @@ from ladder_jax.errors import UserError
 from ladder_jax.files import AnyPath, absolute, below, explained, is_remote, patiently
 
 STDLIB = "stdlib"  # a data.path
+MIXTURES = (".yaml", ".yml")  # endings of files that list token stores, mixed by weight
 READ_AHEAD = 2  # batches
 
 
@@ -97,7 +100,7 @@ def load(
         absolute(config.path) if is_remote(config.path) else pathlib.Path(config.path).expanduser()
     )
     with explained(path, "read"):
-        listed = path.suffix in mixture.ENDINGS and path.is_file()
+        listed = path.suffix in MIXTURES and path.is_file()
         stored = patiently(path, lambda: path.is_dir() and is_store(path))
     if config.format is Format.EXAMPLES:
         if listed:
@@ -108,7 +111,7 @@ def load(
         now = None if began is None else datetime.datetime.fromtimestamp(began, datetime.UTC)
         dataset = _examples(config, train, tokenizer, now)
     elif listed:
-        dataset = _mixed(mixture.read_mixture(path), config, train, tokenizer)
+        dataset = _mixed(read_mixture(path), config, train, tokenizer)
     elif stored:
         dataset = _stored(path, config, train, tokenizer, seed=train.seed)
     elif is_remote(path):
@@ -194,6 +197,28 @@ def _stored(
         fingerprint=store.manifest.fingerprint,
         notes=(f"data: {documents:,} documents of {store.folder}, {total:,} tokens",),
     )
+
+
+def read_mixture(file: pathlib.Path) -> list[tuple[AnyPath, float]]:
+    """The stores in a mixture file, and their weights, above 0. Raises UserError if it is not one.
+
+    mixture:
+      web: 7      # a store's folder, relative to this file, or gs://bucket/folder
+      code: 3     # 3 of 10 rows, regardless of the stores' sizes, to within 1 %
+    """
+    weights = read_section(file, "mixture", what="the mixture")
+    if not isinstance(weights, dict) or not weights:
+        raise UserError(
+            f"{str(file)!r} must hold one section 'mixture:' with token stores and weights, such as 'web: 7'"
+        )
+    for name, weight in weights.items():
+        is_number = isinstance(weight, int | float) and not isinstance(weight, bool)
+        if not is_number or not 0 < weight < math.inf:
+            raise UserError(
+                f"{str(file)!r}: the weight of {str(name)!r} must be a number above 0, not {weight!r}"
+            )
+    folder = lambda name: absolute(name) if is_remote(name) else file.parent / name
+    return [(folder(str(name)), float(weight)) for name, weight in weights.items()]
 
 
 def _mixed(
