@@ -5,8 +5,6 @@ against each other.
 import dataclasses
 import enum
 
-from ladder_jax.config.execution import CollectiveMatmul, Execution, Interleave, Launch, Loop, Remat
-from ladder_jax.config.experts import ExpertParallelism, check_exchange
 from ladder_jax.config.fields import (
     Count,
     CountOrZero,
@@ -18,11 +16,18 @@ from ladder_jax.config.fields import (
     check,
 )
 from ladder_jax.config.model import (
+    CollectiveMatmul,
+    Execution,
+    Interleave,
+    Launch,
+    Loop,
     ModelConfig,
+    Remat,
     check_collective_matmul,
     check_halves,
     parse_residual,
 )
+from ladder_jax.config.model_parts import ExpertParallelism, check_exchange
 from ladder_jax.config.retrain import ConversionConfig, DistillConfig, LoraConfig, check_retraining
 
 
