@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 import jax
 from jax.sharding import Mesh
 
-from ladder_jax import parallel, retrain, side
+from ladder_jax import nn, parallel, retrain
 from ladder_jax.checkpoint import Checkpoint, Store
 from ladder_jax.config import PRESETS, Interleave, ModelConfig, RunConfig, preset, to_dict
 from ladder_jax.data import dataset
@@ -79,7 +79,6 @@ def run(
         "when the run began", lambda: folder.beginning(where) or account.began
     )
     data = _load_data(config, where=where, agreement=agreement, began=beginning)
-    definition = side.define(config.model, mesh=mesh, experts=config.mesh.experts)
     say = say if jax.process_index() == 0 else lambda line: None
 
     with contextlib.ExitStack() as stack:
@@ -119,7 +118,8 @@ def run(
         if checkpoint:
             checkpoints.check_data(checkpoint, path=config.data.path, fingerprint=data.fingerprint)
         position = checkpoint.data if checkpoint else {}
-        task = _task(context, definition, checkpoint)
+        task = _task(context, mesh, checkpoint)
+        definition = task.definition
         mfu, formula = timing.mfu(config, definition=definition, mesh=mesh)
         say(formula)
         if checkpoint:
@@ -204,13 +204,12 @@ def _check_alike(data: list[list[str]]) -> None:
             )
 
 
-def _task(context: RunContext, definition: ModelDef, checkpoint: Checkpoint | None) -> TrainingTask:
-    if not context.config.retrains:
-        return Pretraining(definition)
+def _task(context: RunContext, mesh: Mesh, checkpoint: Checkpoint | None) -> TrainingTask:
+    config = context.config
+    if not config.retrains:
+        return Pretraining(nn.define(config.model, mesh=mesh, experts=config.mesh.experts))
     recorded = checkpoint.data.get("sources", {}) if checkpoint else None
-    return retrain.of_run(
-        context.config, definition=definition, recorded=recorded, agreement=context.agreement
-    )
+    return retrain.of_run(config, mesh=mesh, recorded=recorded, agreement=context.agreement)
 
 
 @contextlib.contextmanager
