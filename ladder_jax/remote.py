@@ -3,7 +3,7 @@ fsspec, tensorstore.
 
 An object is written completely or not at all, and later reads and lists see it at once. There are
 no folders, locks or renames of folders: what needs those has another form there
-(checkpoint/store.py, train/lock.py).
+(checkpoint/store.py, train/folder.py).
 """
 
 import contextlib

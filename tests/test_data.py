@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from ladder_jax.config import DataConfig, RunConfig, TrainConfig
-from ladder_jax.data import batches, dataset
+from ladder_jax.data import dataset
 from ladder_jax.errors import UserError
 from ladder_jax.train import folder
 
@@ -47,7 +47,7 @@ def test_bigram_entropy():
 
 def test_batches_are_a_function_of_seed_and_step():
     content = np.arange(1001).astype(np.uint8)
-    of = lambda seed: batches.Batches(batches.shuffled(batches.Windows(content, 10), seed=seed), 5)
+    of = lambda seed: dataset.Batches(dataset.shuffled(dataset.Windows(content, 10), seed=seed), 5)
     found = of(3)
     assert (found[0].shape, found[0].dtype) == ((5, 11), np.int32)
     np.testing.assert_array_equal(found[7], of(3)[7])
@@ -62,10 +62,10 @@ def test_batches_are_a_function_of_seed_and_step():
 
 def test_epochs_of_neighbouring_seeds_are_independent():
     """Else a study over several epochs would repeat, with the next seed, all orders but one."""
-    rows = batches.Windows(np.arange(1001, dtype=np.int32), 10)
+    rows = dataset.Windows(np.arange(1001, dtype=np.int32), 10)
     orders = {}
     for seed in (3, 4, 5, 2**32 - 1, 0):
-        endless = batches.shuffled(rows, seed=seed)
+        endless = dataset.shuffled(rows, seed=seed)
         assert len(endless) == sys.maxsize
         for epoch in range(4):
             order = tuple(int(endless[epoch * 100 + index][0]) // 10 for index in range(100))
@@ -96,7 +96,7 @@ def test_held_out_text_is_the_end(load):
     """And is evaluated once, where it is short."""
     data = load(0.25)
     assert data.text.tobytes() == CONTENT[:144]
-    (batch,) = batches.evaluated(data.held_out, data.held_out_rows, config=RECIPE)
+    (batch,) = dataset.evaluated(data.held_out, data.held_out_rows, config=RECIPE)
     assert batch[0].tolist() == list(CONTENT[144:155])
 
 

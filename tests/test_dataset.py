@@ -16,7 +16,7 @@ from ladder_jax import config, train
 from ladder_jax.checkpoint import open_checkpoint
 from ladder_jax.config import DataConfig, TrainConfig
 from ladder_jax.data import chat_template, dataset, tokenizer
-from ladder_jax.data.batches import Batches, DataLoader
+from ladder_jax.data.dataset import Batches, DataLoader
 from ladder_jax.data.store import Store, sources
 from ladder_jax.data.store.build import build
 from ladder_jax.errors import RunFailed, UserError

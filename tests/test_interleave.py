@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 from ladder_jax import config, decode, nn, parallel, residual, train
 from ladder_jax.config import ExpertParallelism, Launch, Loop, Remat
-from ladder_jax.data.batch import Batch
+from ladder_jax.data.packing import Batch
 from ladder_jax.decode import steps, weights
 from ladder_jax.errors import UserError
 from ladder_jax.scopes import ENTER, LAUNCH

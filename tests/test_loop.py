@@ -18,7 +18,7 @@ import pytest
 from ladder_jax import config, nn, parallel, train
 from ladder_jax import progress as progresses
 from ladder_jax.config import TrainConfig
-from ladder_jax.data import batches
+from ladder_jax.data import dataset
 from ladder_jax.errors import UserError
 from ladder_jax.nn import attention_flops
 from ladder_jax.train import folder, metrics, timing
@@ -340,7 +340,7 @@ def test_read_ahead_raises_where_the_batch_is_asked_for():
                 raise OSError(5, "Input/output error")
             return np.full(2, int(index))
 
-    with batches.read_ahead(Source().__getitem__, first=4, last=9) as read:
+    with dataset.read_ahead(Source().__getitem__, first=4, last=9) as read:
         assert [next(read)[0] for _ in range(2)] == [4, 5]
         with pytest.raises(OSError, match="Input/output"):
             next(read)

@@ -12,7 +12,7 @@ from flax import traverse_util
 
 from ladder_jax import config
 from ladder_jax.config import START, ConversionConfig, DistillConfig, LoraConfig, Pace, TrainConfig
-from ladder_jax.data.batch import Batch
+from ladder_jax.data.packing import Batch
 from ladder_jax.errors import UserError
 from ladder_jax.retrain import ADAPTERS, Retraining, Sources, conversion, of_sources
 from ladder_jax.retrain.lora import LowRank

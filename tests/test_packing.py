@@ -9,8 +9,7 @@ import pytest
 
 from ladder_jax import nn, train
 from ladder_jax.config import Loop, Remat
-from ladder_jax.data.batch import Batch
-from ladder_jax.data.packing import pack
+from ladder_jax.data.packing import Batch, pack
 from ladder_jax.nn import attention, tpu_attention
 from ladder_jax.parallel.collectives import differentiable
 from tests import cases, reference

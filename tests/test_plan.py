@@ -16,8 +16,7 @@ from ladder_jax.plan import command, confirm, memory, plans, request, speed
 from ladder_jax.plan.confirm import Confirmed
 from ladder_jax.plan.request import Candidate
 from ladder_jax.schedule import shards
-from ladder_jax.train import out_of_memory
-from ladder_jax.train.run import _memory_explained
+from ladder_jax.train.run import _memory_explained, out_of_memory
 from tests import cases
 
 ROOT = pathlib.Path(__file__).parent.parent
@@ -403,7 +402,7 @@ def test_running_out_of_memory_names_the_planner():
     error = jax.errors.JaxRuntimeError(
         "RESOURCE_EXHAUSTED: Out of memory allocating 9 bytes.\nmore"
     )
-    said = str(out_of_memory.explanation(error, config=config, mesh=mesh))
+    said = str(out_of_memory(error, config=config, mesh=mesh))
     assert "\n" not in said
     assert "Out of memory allocating 9 bytes)" in said
     asked = (
@@ -411,7 +410,7 @@ def test_running_out_of_memory_names_the_planner():
     )
     assert asked in said
     other = jax.errors.JaxRuntimeError("INTERNAL: a bug")
-    assert out_of_memory.explanation(other, config=config, mesh=mesh) is None
+    assert out_of_memory(other, config=config, mesh=mesh) is None
     with (
         pytest.raises(UserError, match="not enough memory on cpu"),
         _memory_explained(config, mesh),

@@ -10,9 +10,9 @@ import pytest
 
 from ladder_jax import config, train
 from ladder_jax.config import OnBadStep, TrainConfig
-from ladder_jax.data import batches
+from ladder_jax.data import dataset
 from ladder_jax.errors import RunFailed
-from ladder_jax.train import bad_steps, metrics
+from ladder_jax.train import metrics, session
 from tests import cases
 
 RECIPE = TrainConfig(
@@ -65,7 +65,7 @@ def test_the_compiled_step_keeps_the_old_state():
 
 def test_the_limits():
     bad = {"loss": float("nan"), "gradient_norm": 1.0}
-    policy = bad_steps.BadStepPolicy(
+    policy = session.BadStepPolicy(
         dataclasses.replace(RECIPE, on_bad_step=OnBadStep.SKIP, max_bad_steps=2), {3: "before"}
     )
     policy.bad(5, bad, saved=0)
@@ -80,7 +80,7 @@ def test_the_limits():
         policy.bad(10, bad, saved=4)
     assert sorted(policy.left_out) == [3, 5, 6, 8, 9]
 
-    back = bad_steps.BadStepPolicy(
+    back = session.BadStepPolicy(
         dataclasses.replace(
             RECIPE, on_bad_step=OnBadStep.ROLLBACK, max_bad_steps=2, rollback_batches=3
         )
@@ -88,7 +88,7 @@ def test_the_limits():
     jump = {"loss": 9.0, "gradient_norm": 1.0}
     for step, left_out in ((20, range(18, 21)), (21, range(19, 22))):
         with pytest.raises(
-            bad_steps.RollBack, match="the loss jumped to 9.000, over 1.5 times"
+            session.RollBack, match="the loss jumped to 9.000, over 1.5 times"
         ) as raised:
             back.bad(step, jump, saved=10)
         assert back.returned(raised.value, to=10) == left_out
@@ -96,16 +96,14 @@ def test_the_limits():
     with pytest.raises(RunFailed, match="stopped after 2 returns"):
         back.bad(22, jump, saved=10)
     back.saved()
-    with pytest.raises(bad_steps.RollBack) as raised:
+    with pytest.raises(session.RollBack) as raised:
         back.bad(12, jump, saved=11)
     assert back.returned(raised.value, to=11) == range(12, 13)
     with pytest.raises(
         RunFailed,
         match="the gradient norm is inf: stopped; there is no checkpoint yet.*=skip or rollb",
     ):
-        bad_steps.BadStepPolicy(RECIPE).bad(
-            1, {"loss": 1.0, "gradient_norm": float("inf")}, saved=0
-        )
+        session.BadStepPolicy(RECIPE).bad(1, {"loss": 1.0, "gradient_norm": float("inf")}, saved=0)
 
 
 SPIKE, STEPS = 20, 32
@@ -143,10 +141,10 @@ def noisy_at(steps, path):
     )
     settings = config.load("tiny", overrides=TINY)
     count = len(content) - int(len(content) * settings.data.validation_fraction)
-    windows = batches.Windows(np.arange(count), settings.train.sequence)
+    windows = dataset.Windows(np.arange(count), settings.train.sequence)
     which = [windows[i][0] for i in range(len(windows))]
-    order = batches.Batches(
-        batches.shuffled(windows, seed=settings.train.seed), settings.train.batch
+    order = dataset.Batches(
+        dataset.shuffled(windows, seed=settings.train.seed), settings.train.batch
     )
     place = np.concatenate([order[step - 1][:, 0] for step in steps])
     assert set(place) <= set(which)

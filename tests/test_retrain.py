@@ -18,9 +18,8 @@ from ladder_jax import checkpoint, config, nn, parallel, train
 from ladder_jax.checkpoint import manifest
 from ladder_jax.config import DecodeConfig
 from ladder_jax.errors import UserError
-from ladder_jax.pretrained.formats import open_model, open_source
+from ladder_jax.pretrained.formats import define, open_model, open_source
 from ladder_jax.pretrained.transformer import load
-from ladder_jax.side import define
 from ladder_jax.train import metrics
 from tests import tokenizers
 

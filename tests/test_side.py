@@ -23,7 +23,7 @@ from ladder_jax.config import (
     SideConfig,
     TrainConfig,
 )
-from ladder_jax.data.batch import Batch, Targets
+from ladder_jax.data.packing import Batch, Targets
 from ladder_jax.decode import Engine, Generator, Request
 from ladder_jax.errors import UserError
 from ladder_jax.retrain import Retraining

@@ -14,7 +14,7 @@ import numpy as np
 from ladder_jax import nn, train
 from ladder_jax.checkpoint import Store
 from ladder_jax.config import START, ModelConfig, RunConfig
-from ladder_jax.data.batch import Batch
+from ladder_jax.data.packing import Batch
 from ladder_jax.nn import ModelDef
 from ladder_jax.parallel import check_compiler_makes, make_mesh
 from ladder_jax.pretrained import open_model

@@ -24,7 +24,7 @@ from jax.sharding import Mesh
 from experiments import study
 from ladder_jax import config, decode, nn, parallel, train
 from ladder_jax.config import Dtype, Loop, ModelConfig, Quantize
-from ladder_jax.data.batch import Batch
+from ladder_jax.data.packing import Batch
 from ladder_jax.decode import weights
 from tests import one_step
 

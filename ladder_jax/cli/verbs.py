@@ -188,7 +188,7 @@ VERBS = {
     "tokenize": Verb(
         "Turn text into a token store for training, or go on with one.",
         "ladder-jax tokenize books/ web.jsonl.gz --out stores/books --tokenizer SmolLM2-135M",
-        "ladder_jax.data.store.command:run",
+        "ladder_jax.data.store.build:run",
         {
             "source SOURCE": dict(
                 nargs="+",

@@ -1,5 +1,5 @@
 """The section `model`: a decoder, the names of its residual topologies, and the presets, shapes by
-name.
+name; and how the programs of a model are executed.
 """
 
 import dataclasses
@@ -10,10 +10,8 @@ import pathlib
 import re
 from collections.abc import Sequence
 
-from ladder_jax.config.execution import CollectiveMatmul, Dtype, QKNorm, check_interleave
-from ladder_jax.config.experts import MoEConfig
 from ladder_jax.config.fields import Count, Positive, Section, build, check, shown
-from ladder_jax.config.side import SideConfig
+from ladder_jax.config.model_parts import MoEConfig, SideConfig
 from ladder_jax.errors import UserError, unknown, wrong_type
 
 RESIDUALS = (
@@ -81,72 +79,6 @@ def parse_residual(name: str) -> ResidualName:
     raise unknown("residual", name, (*RESIDUALS, *EXPERT_RESIDUALS, "ladder-K", "desync-N"))
 
 
-def check_halves(
-    interleave: int,
-    *,
-    model: "ModelConfig",
-    rows: int,
-    names: tuple[str, str],
-    sequence_parallel: bool = False,
-    collective_matmul: CollectiveMatmul = CollectiveMatmul.NONE,
-) -> None:
-    """Raises UserError where two halves of `rows` rows in turn, or of an odd number's sequences,
-    are no program.
-
-    names: the user's words for the two settings, such as ("train.interleave", "train.batch").
-    """
-    setting, of_rows = names
-    check_interleave(interleave, name=setting)
-    if interleave == 1:
-        return
-    whole_rows = rows % 2 == 0 or not sequence_parallel
-    check(
-        whole_rows,
-        f"{setting} 2 halves the rows of a split stream, and {of_rows} gives {rows}: an odd number",
-    )
-    reduces = parse_residual(model.residual).reduces_every_output
-    check(
-        reduces,
-        f"{setting} 2 is for a residual that reduces every sublayer's output, not {model.residual}",
-    )
-    shared = model.residual == "farskip" and model.moe.shared_width
-    check(
-        not shared,
-        f"{setting} 2 is not for farskip with a shared expert, which is reduced with attention",
-    )
-    form, none = collective_matmul.value, collective_matmul is CollectiveMatmul.NONE
-    check(
-        none,
-        f"{setting} 2 hides gathers and scatters, of which collective_matmul {form} leaves none",
-    )
-
-
-def check_collective_matmul(
-    form: CollectiveMatmul, *, model: "ModelConfig", sequence_parallel: bool, names: tuple[str, str]
-) -> None:
-    """Raises UserError where no gather or scatter belongs to one sublayer's matmuls.
-
-    names: the user's words for the two settings, such as ("train.collective_matmul",
-        "train.sequence_parallel=true").
-    """
-    if form is CollectiveMatmul.NONE:
-        return
-    setting, needed = names
-    check(
-        sequence_parallel,
-        f"{setting} {form.value} needs {needed}: without it no gather stands before a matmul",
-    )
-    shared = parse_residual(model.residual).kind.startswith("parallel")
-    check(
-        not shared,
-        f"{setting} {form.value}: attention and MLP of {model.residual} share one gather",
-    )
-    check(
-        model.moe is None,
-        f"{setting} {form.value}: experts (model.moe) sort their rows, which no ring brings",
-    )
-
-
 def _as_text(which: object) -> object:
     """2, (0, 2) and [0, 2] as text for `layer_indices`, "2" and "0,2,"; any other value
     unchanged.
@@ -183,6 +115,35 @@ def layer_indices(which: str | int | Sequence[int], num_layers: int) -> tuple[in
     if len(set(numbers)) != len(numbers) or any(not 0 <= n < num_layers for n in numbers):
         raise UserError(f"ladder_layers={which!r} names a layer twice or out of range {allowed}")
     return tuple(sorted(numbers))
+
+
+class Dtype(enum.Enum):
+    """`Dtype("float32")`; also made from NumPy's and jax's types, such as `jnp.float32` or an
+    array's dtype.
+    """
+
+    BFLOAT16 = "bfloat16"
+    FLOAT32 = "float32"
+
+    @classmethod
+    def _missing_(cls, value: object) -> "Dtype | None":
+        name = getattr(getattr(value, "dtype", value), "name", None) or getattr(
+            value, "__name__", value
+        )
+        name = {"bf16": "bfloat16", "fp32": "float32"}.get(str(name), name)
+        return next((one for one in cls if one.value == name), None)
+
+
+class QKNorm(enum.Enum):
+    """Over which elements the RMS norms of queries and keys run."""
+
+    NONE = False  # there are none
+    HEAD = True  # those of a head (Qwen3)
+    # those of all heads, which are split over the ranks: one more, small collective a layer (OLMoE)
+    ALL = "all-heads"
+
+    def __bool__(self) -> bool:
+        return self is not QKNorm.NONE
 
 
 class Biases(enum.Enum):
@@ -339,3 +300,174 @@ def preset(name: str, **changes) -> ModelConfig:
     `preset("tiny", residual="standard")`.
     """
     return build(ModelConfig, changed(preset_fields(name), changes), "model.")
+
+
+# How the programs of a model are executed.
+
+
+class Loop(enum.Enum):
+    """How the layers are iterated: one compiled body, or one copy of the body a layer."""
+
+    SCAN = "scan"
+    UNROLLED = "unrolled"
+
+
+class Remat(enum.Enum):
+    """What the backward pass keeps. The reduced sums are kept under every policy (see
+    residual/loop.py).
+    """
+
+    NONE = "none"  # keep every activation
+    FULL = "full"  # recompute the layer from its input
+    SAVE_MATMULS = "save-matmuls"  # keep matmul results, recompute the rest
+    # as full, with each layer's input and the reduced sums in the host's memory
+    OFFLOAD = "offload"
+
+
+class CollectiveMatmul(enum.Enum):
+    """How sequence parallelism's gathers and scatters that no other sublayer hides stand beside
+    their own matmuls.
+    """
+
+    NONE = "none"  # before and after them
+    COMPILER = "compiler"  # as XLA for TPUs turns them into loops of permutes, by its own options
+    RING = "ring"  # rings of permutes under the matmul's chunks (see parallel/ring.py)
+
+
+class Phase(enum.Enum):
+    """What a program is for."""
+
+    PREFILL = "prefill"  # blocks of tokens, forward only
+    DECODE = "decode"  # one token a row: reductions of a few KiB to a few MiB
+    TRAIN = "train"
+
+
+class Launch(enum.Enum):
+    """How a reduction is launched beside compute and awaited after it."""
+
+    AUTO = "auto"  # explicit where it is supported, otherwise chained
+    # whole, chained by barriers: the compiler chooses when; differentiable, everywhere
+    CHAINED = "chained"
+    # in two halves, around a whole sublayer: residual/wires/async_all_reduce.py
+    EXPLICIT = "explicit"
+
+
+class Interleave(enum.Enum):
+    """In how many parts, in turn, a batch is computed."""
+
+    WHOLE = 1
+    HALVES = 2  # one half's sums under the other's compute: residual/interleave.py
+    # halves where they are predicted to be faster: the commands decide (predict/halves.py)
+    AUTO = "auto"
+
+    @classmethod
+    def _missing_(cls, value: object) -> "Interleave | None":
+        return next((one for one in cls if str(one.value) == value), None)
+
+    @property
+    def parts(self) -> int:
+        """1 or 2. Raises UserError for AUTO, which only the commands know how to decide."""
+        if self is Interleave.AUTO:
+            raise UserError(
+                "interleave=auto is decided by the commands train, generate and serve: give 1 or 2 here"
+            )
+        return self.value
+
+
+@dataclasses.dataclass(frozen=True)
+class Execution:
+    """How a forward pass is executed, and the backward pass of it: whatever this says, the function
+    is the same.
+
+    sequence_parallel: between sublayers a rank keeps T/ranks positions of the stream
+        (residual/wires/sequence.py).
+    interleave: 2 takes two halves of the rows, or of one row's positions, in turn
+        (residual/interleave.py).
+    """
+
+    loop: Loop = Loop.SCAN
+    remat: Remat = Remat.NONE
+    launch: Launch = Launch.CHAINED
+    sequence_parallel: bool = False
+    collective_matmul: CollectiveMatmul = CollectiveMatmul.NONE
+    interleave: int = 1
+
+    def __post_init__(self):
+        check_interleave(self.interleave)
+
+
+def check_interleave(interleave: int, *, name: str = "interleave") -> None:
+    """Raises UserError for another number than 1 and 2."""
+    if interleave not in (1, 2):
+        raise UserError(
+            f"{name} must be 1 (the whole batch) or 2 (two halves of it in turn), not {interleave!r}"
+        )
+
+
+SCANNED, UNROLLED = Execution(), Execution(loop=Loop.UNROLLED)
+
+
+def check_halves(
+    interleave: int,
+    *,
+    model: ModelConfig,
+    rows: int,
+    names: tuple[str, str],
+    sequence_parallel: bool = False,
+    collective_matmul: CollectiveMatmul = CollectiveMatmul.NONE,
+) -> None:
+    """Raises UserError where two halves of `rows` rows in turn, or of an odd number's sequences,
+    are no program.
+
+    names: the user's words for the two settings, such as ("train.interleave", "train.batch").
+    """
+    setting, of_rows = names
+    check_interleave(interleave, name=setting)
+    if interleave == 1:
+        return
+    whole_rows = rows % 2 == 0 or not sequence_parallel
+    check(
+        whole_rows,
+        f"{setting} 2 halves the rows of a split stream, and {of_rows} gives {rows}: an odd number",
+    )
+    reduces = parse_residual(model.residual).reduces_every_output
+    check(
+        reduces,
+        f"{setting} 2 is for a residual that reduces every sublayer's output, not {model.residual}",
+    )
+    shared = model.residual == "farskip" and model.moe.shared_width
+    check(
+        not shared,
+        f"{setting} 2 is not for farskip with a shared expert, which is reduced with attention",
+    )
+    form, none = collective_matmul.value, collective_matmul is CollectiveMatmul.NONE
+    check(
+        none,
+        f"{setting} 2 hides gathers and scatters, of which collective_matmul {form} leaves none",
+    )
+
+
+def check_collective_matmul(
+    form: CollectiveMatmul, *, model: ModelConfig, sequence_parallel: bool, names: tuple[str, str]
+) -> None:
+    """Raises UserError where no gather or scatter belongs to one sublayer's matmuls.
+
+    names: the user's words for the two settings, such as ("train.collective_matmul",
+        "train.sequence_parallel=true").
+    """
+    if form is CollectiveMatmul.NONE:
+        return
+    setting, needed = names
+    check(
+        sequence_parallel,
+        f"{setting} {form.value} needs {needed}: without it no gather stands before a matmul",
+    )
+    shared = parse_residual(model.residual).kind.startswith("parallel")
+    check(
+        not shared,
+        f"{setting} {form.value}: attention and MLP of {model.residual} share one gather",
+    )
+    check(
+        model.moe is None,
+        f"{setting} {form.value}: experts (model.moe) sort their rows, which no ring brings",
+    )

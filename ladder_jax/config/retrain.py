@@ -15,7 +15,7 @@ from ladder_jax.config.fields import (
     Share,
     check,
 )
-from ladder_jax.config.model import layer_indices, parse_residual
+from ladder_jax.config.model import Interleave, layer_indices, parse_residual
 from ladder_jax.errors import unknown
 
 START = "start"
@@ -130,7 +130,7 @@ def check_retraining(config: Any) -> None:
         f"distill.teacher={START}": config.distill.teacher == START,
     }
     if model.side is not None:
-        model.side.check_run(config)
+        _check_side(config)
     too_many = f"train.freeze={train.freeze} is more than model.num_layers={model.num_layers}"
     check(train.freeze <= model.num_layers, too_many)
     check(
@@ -164,3 +164,31 @@ def check_retraining(config: Any) -> None:
     for name in ("train.freeze", "lora.rank", "conversion.steps", "distill.hidden_weight"):
         alike = f"{name}={settings[name]} is for layers that are all alike: not with model.moe.dense_layers={dense}"
         check(not (settings[name] and dense), alike)
+
+
+def _check_side(config: Any) -> None:
+    """Raises UserError for settings that a run (a RunConfig) with `model.side` cannot have."""
+    train = config.train
+    check(
+        train.start is not None,
+        "model.side needs train.start, the checkpoint whose weights stay frozen",
+    )
+    also = {"train.freeze": train.freeze, "lora.rank": config.lora.rank}
+    also["conversion.steps"] = config.conversion.steps
+    for name, value in also.items():
+        check(
+            not value,
+            f"{name}={value} and model.side exclude each other: beside it nothing else trains",
+        )
+    whole = "the side network reads whole streams"
+    check(
+        not train.sequence_parallel,
+        f"train.sequence_parallel splits the stream, but {whole} (model.side)",
+    )
+    whole_batch = train.interleave is not Interleave.HALVES
+    check(whole_batch, f"train.interleave=2 takes halves in turn, but {whole} (model.side)")
+    hidden = config.distill.hidden_weight
+    check(
+        not hidden,
+        f"distill.hidden_weight={hidden} compares the model's own streams, which model.side freezes",
+    )

@@ -5,8 +5,6 @@ against each other.
 import dataclasses
 import enum
 
-from ladder_jax.config.execution import CollectiveMatmul, Execution, Interleave, Launch, Loop, Remat
-from ladder_jax.config.experts import ExpertParallelism, check_exchange
 from ladder_jax.config.fields import (
     Count,
     CountOrZero,
@@ -18,11 +16,18 @@ from ladder_jax.config.fields import (
     check,
 )
 from ladder_jax.config.model import (
+    CollectiveMatmul,
+    Execution,
+    Interleave,
+    Launch,
+    Loop,
     ModelConfig,
+    Remat,
     check_collective_matmul,
     check_halves,
     parse_residual,
 )
+from ladder_jax.config.model_parts import ExpertParallelism, check_exchange
 from ladder_jax.config.retrain import ConversionConfig, DistillConfig, LoraConfig, check_retraining
 
 
@@ -88,7 +93,7 @@ class Format(enum.Enum):
 class DataConfig(Section):
     """`path`: a text file, a folder of them, or `stdlib` for the source of Python's own library; or
     what `ladder-jax tokenize` made, which may be in gs:// or s3://, or a .yaml file with a mixture
-    of those (see data/mixture.py).
+    of those (see data/dataset.py).
 
     `max_bytes`, `tokenizer` (`bytes`, or a folder with a Hugging Face tokenizer.json): of text
     alone, since a token store is tokenized.
@@ -114,7 +119,7 @@ class DataConfig(Section):
 
 class OnBadStep(enum.Enum):
     """What happens at a bad step: its loss or gradient is not finite, or its loss jumps (see
-    train/bad_steps.py).
+    train/session.py).
     """
 
     STOP = "stop"

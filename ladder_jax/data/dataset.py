@@ -1,27 +1,57 @@
-"""Training rows from `data.path`: text, examples, a token store, or a mixture of stores."""
+"""Training rows from `data.path`: text, examples, a token store, or a mixture of stores; and their
+batches, on grain, with their way onto the devices.
 
+A batch is a function of the seed and the step alone, so an iteration has no state to save.
+"""
+
+import contextlib
 import dataclasses
 import datetime
+import functools
 import hashlib
 import json
+import math
 import pathlib
+import sys
 import sysconfig
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import grain
+import jax
 import numpy as np
+from jax.sharding import NamedSharding
 
 from ladder_jax.config import DataConfig, Format, TrainConfig
-from ladder_jax.data import batches, examples, mixture
+from ladder_jax.config.load import read_section
+from ladder_jax.data import examples
 from ladder_jax.data import tokenizer as tokenizers
-from ladder_jax.data.batches import PackedRows, Windows
+from ladder_jax.data.packing import Batch, PackedRows
 from ladder_jax.data.store import Store, is_store
 from ladder_jax.data.tokenizer import BYTES, Tokenizer
 from ladder_jax.errors import UserError
 from ladder_jax.files import AnyPath, absolute, below, explained, is_remote, patiently
 
 STDLIB = "stdlib"  # a data.path
+MIXTURES = (".yaml", ".yml")  # endings of files that list token stores, mixed by weight
+READ_AHEAD = 2  # batches
+
+
+@dataclasses.dataclass(frozen=True)
+class Windows:
+    """A grain data source: window i is tokens [i * T, i * T + T], T + 1 of them (the last is only a
+    target).
+    """
+
+    tokens: np.ndarray
+    length: int
+
+    def __len__(self) -> int:
+        return (len(self.tokens) - 1) // self.length
+
+    def __getitem__(self, index) -> np.ndarray:
+        start = int(index) * self.length
+        return self.tokens[start : start + self.length + 1].astype(np.int32)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,7 +100,7 @@ def load(
         absolute(config.path) if is_remote(config.path) else pathlib.Path(config.path).expanduser()
     )
     with explained(path, "read"):
-        listed = path.suffix in mixture.ENDINGS and path.is_file()
+        listed = path.suffix in MIXTURES and path.is_file()
         stored = patiently(path, lambda: path.is_dir() and is_store(path))
     if config.format is Format.EXAMPLES:
         if listed:
@@ -81,7 +111,7 @@ def load(
         now = None if began is None else datetime.datetime.fromtimestamp(began, datetime.UTC)
         dataset = _examples(config, train, tokenizer, now)
     elif listed:
-        dataset = _mixed(mixture.read_mixture(path), config, train, tokenizer)
+        dataset = _mixed(read_mixture(path), config, train, tokenizer)
     elif stored:
         dataset = _stored(path, config, train, tokenizer, seed=train.seed)
     elif is_remote(path):
@@ -169,6 +199,28 @@ def _stored(
     )
 
 
+def read_mixture(file: pathlib.Path) -> list[tuple[AnyPath, float]]:
+    """The stores in a mixture file, and their weights, above 0. Raises UserError if it is not one.
+
+    mixture:
+      web: 7      # a store's folder, relative to this file, or gs://bucket/folder
+      code: 3     # 3 of 10 rows, regardless of the stores' sizes, to within 1 %
+    """
+    weights = read_section(file, "mixture", what="the mixture")
+    if not isinstance(weights, dict) or not weights:
+        raise UserError(
+            f"{str(file)!r} must hold one section 'mixture:' with token stores and weights, such as 'web: 7'"
+        )
+    for name, weight in weights.items():
+        is_number = isinstance(weight, int | float) and not isinstance(weight, bool)
+        if not is_number or not 0 < weight < math.inf:
+            raise UserError(
+                f"{str(file)!r}: the weight of {str(name)!r} must be a number above 0, not {weight!r}"
+            )
+    folder = lambda name: absolute(name) if is_remote(name) else file.parent / name
+    return [(folder(str(name)), float(weight)) for name, weight in weights.items()]
+
+
 def _mixed(
     weighted: Sequence[tuple[AnyPath, float]],
     config: DataConfig,
@@ -214,7 +266,7 @@ def _dataset(
     rows: Windows | PackedRows, held_out: Windows | PackedRows, *, seed: int, **about: Any
 ) -> Dataset:
     return Dataset(
-        batches.shuffled(rows, seed=seed),
+        shuffled(rows, seed=seed),
         grain.MapDataset.source(held_out).repeat(),
         len(rows),
         len(held_out),
@@ -295,3 +347,120 @@ def bigram_entropy(text: np.ndarray) -> float:
     with np.errstate(divide="ignore", invalid="ignore"):
         conditional = np.where(pairs > 0, np.log(pairs / first), 0.0)
     return float(-(joint * conditional).sum())
+
+
+@dataclasses.dataclass(frozen=True)
+class Batches:
+    """`batches[step]`: the rows of that step, stacked, [B, ...].
+
+    rows: without end. share: which rows of each batch are wanted here; None for all. Others are
+        never read.
+    """
+
+    rows: grain.MapDataset
+    batch: int
+    share: Sequence[int] | None = None
+
+    def __getitem__(self, step: int) -> np.ndarray | Batch:
+        share = range(self.batch) if self.share is None else self.share
+        found = [self.rows[step * self.batch + index] for index in share]
+        return jax.tree.map(lambda *leaves: np.stack(leaves), *found)
+
+
+class Epochs:
+    """A grain data source without end: every row once an epoch, every epoch in an order of its
+    own.
+    """
+
+    def __init__(self, rows: Windows | PackedRows, *, seed: int):
+        self._rows, self._seed = rows, seed
+
+    def __len__(self) -> int:
+        return sys.maxsize
+
+    def __getitem__(self, index) -> np.ndarray | Batch:
+        epoch, place = divmod(int(index), len(self._rows))
+        return self._rows[_order(len(self._rows), self._seed, epoch)[place]]
+
+
+@functools.lru_cache(maxsize=1024)
+def _order(count: int, seed: int, epoch: int) -> grain.MapDataset:
+    """The indices of one epoch's rows. Hashed: grain's own repetition adds the epoch, so that epoch
+    1 of a seed is epoch 0 of the next.
+    """
+    if epoch:
+        seed = int(np.random.SeedSequence((seed, epoch)).generate_state(1)[0])
+    return grain.MapDataset.range(count).shuffle(seed)
+
+
+def shuffled(rows: Windows | PackedRows, *, seed: int) -> grain.MapDataset:
+    """Every row once an epoch, every epoch in another order, without end."""
+    return grain.MapDataset.source(Epochs(rows, seed=seed))
+
+
+def evaluated(
+    rows: grain.MapDataset, count: int, *, config: TrainConfig
+) -> list[np.ndarray | Batch]:
+    """The batches of held-out `rows`, of which there are `count` before they repeat, that are
+    evaluated.
+    """
+    found = Batches(rows, config.batch)
+    wanted = min(config.evaluation_batches, count // config.batch)
+    return [found[index] for index in range(max(1, wanted))]
+
+
+class DataLoader:
+    """`loader[step]`: a global array [B, T + 1] (or a Batch of them), of which this process reads
+    its rows alone.
+
+    rows: without end. Reading and placing are separate methods, so that a thread can read while the
+    devices compute. The first step is 0.
+    """
+
+    def __init__(self, rows: grain.MapDataset, *, config: TrainConfig, sharding: NamedSharding):
+        self._shape, self._sharding = (config.batch, config.sequence + 1), sharding
+        indices = sharding.addressable_devices_indices_map(self._shape).values()
+        self._share = sorted({row for part, _ in indices for row in range(config.batch)[part]})
+        self._batches = Batches(rows, config.batch, self._share)
+
+    def abstract(self) -> Any:
+        """Shapes and shardings of a batch, to compile for."""
+        shape = lambda a: jax.ShapeDtypeStruct(self._shape, a.dtype, sharding=self._sharding)
+        return jax.tree.map(shape, self._batches[0])
+
+    def __getitem__(self, step: int) -> Any:
+        """Raises UserError where the data cannot be read."""
+        return self.place(self.read(step))
+
+    def read(self, step: int) -> Any:
+        """This process's rows, on the host. Raises UserError where the data cannot be read."""
+        return self._batches[int(step)]
+
+    def place(self, rows: Any) -> Any:
+        """The global arrays of which `read` gave this process's rows."""
+        return jax.tree.map(self._place, rows)
+
+    def _place(self, local: np.ndarray) -> jax.Array:
+        if self._sharding.is_fully_addressable:
+            return jax.device_put(local, self._sharding)
+
+        def shard(index):
+            rows, columns = index
+            wanted = range(self._shape[0])[rows]
+            begin = self._share.index(wanted[0])
+            return local[begin : begin + len(wanted), columns]
+
+        return jax.make_array_from_callback(self._shape, self._sharding, shard)
+
+
+@contextlib.contextmanager
+def read_ahead(read: Callable[[int], Any], *, first: int, last: int) -> Iterator[Iterator[Any]]:
+    """Gives an iterator of `read(first)` to `read(last - 1)`, called in a thread; it raises the
+    thread's errors.
+    """
+    options = grain.ReadOptions(num_threads=1, prefetch_buffer_size=READ_AHEAD)
+    batches = iter(grain.MapDataset.range(first, last).map(read).to_iter_dataset(options))
+    try:
+        yield batches
+    finally:
+        batches.close()

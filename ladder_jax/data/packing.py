@@ -1,4 +1,5 @@
-"""Pack documents into rows of a fixed length with little padding: best fit, longest first.
+"""Rows packed with several documents: the input of a training step, and how documents are packed
+into rows of a fixed length with little padding: best fit, longest first.
 
 A document is cut only if it is longer than a row ("Fewer Truncations Improve Language Modeling",
 arXiv 2404.10830). The packing depends only on the documents' lengths.
@@ -6,8 +7,88 @@ arXiv 2404.10830). The packing depends only on the documents' lengths.
 
 import bisect
 import dataclasses
+from collections.abc import Callable
 
+import jax
 import numpy as np
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Batch:
+    """A pytree of integers [B, T + 1]; a single row's are [T + 1].
+
+    segments: the number of each token's document within its row, from 1; 0 is padding. A token is
+    predicted from the earlier tokens of its document, so the first token of a document is not
+    predicted.
+    loss_mask: 0 for tokens that are input only, such as a prompt's; None to predict all.
+    """
+
+    tokens: jax.Array
+    segments: jax.Array
+    loss_mask: jax.Array | None = None
+
+    @property
+    def predicted(self) -> jax.Array:
+        """[B, T]: whether position t has a target, token t + 1."""
+        before, after = self.segments[:, :-1], self.segments[:, 1:]
+        same_document = (before == after) & (after != 0)
+        return (
+            same_document
+            if self.loss_mask is None
+            else same_document & (self.loss_mask[:, 1:] != 0)
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class Targets:
+    """One rank's rows: integer tokens [B, T], the next tokens as targets [B, T], and their float32
+    weights [B, T].
+
+    segments: as in `Batch`, [B, T]; None if each row is one text.
+    """
+
+    tokens: jax.Array
+    targets: jax.Array
+    weights: jax.Array
+    segments: jax.Array | None
+
+
+class PackedRows:
+    """A grain data source: documents packed into rows of T + 1 tokens, one row's Batch each.
+
+    read: gives the tokens [count] from `start` on. starts: int64 [documents + 1], the documents'
+    first tokens, and the end. length: T. loss_mask: of all tokens, if there is one.
+    """
+
+    def __init__(
+        self,
+        read: Callable[[int, int], np.ndarray],
+        starts: np.ndarray,
+        *,
+        length: int,
+        loss_mask: np.ndarray | None,
+    ):
+        self._read, self._size, self._loss_mask = read, length + 1, loss_mask
+        self._rows = pack(starts[:-1], np.diff(starts), row=self._size)
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, index) -> Batch:
+        """Raises UserError where the tokens cannot be read."""
+        rows, at = self._rows, 0
+        tokens, segments, loss_mask = np.zeros((3, self._size), np.int32)
+        first, end = rows.first[int(index) : int(index) + 2]
+        for segment, piece in enumerate(range(first, end), start=1):
+            start = int(rows.start[piece])
+            length = int(rows.length[piece])
+            here = slice(at, at := at + length)
+            tokens[here] = self._read(start, length)
+            segments[here] = segment
+            if self._loss_mask is not None:
+                loss_mask[here] = self._loss_mask[start : start + length]
+        return Batch(tokens, segments, None if self._loss_mask is None else loss_mask)
 
 
 @dataclasses.dataclass(frozen=True)

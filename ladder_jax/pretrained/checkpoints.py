@@ -17,8 +17,7 @@ import tensorstore
 
 from ladder_jax import checkpoint
 from ladder_jax.checkpoint import manifest, saved
-from ladder_jax.checkpoint.arrays import database, described_array
-from ladder_jax.checkpoint.stream import Stream
+from ladder_jax.checkpoint.arrays import Stream, database, described_array
 from ladder_jax.config import DataConfig, FolderConfig, RunConfig, to_dict
 from ladder_jax.data import tokenizer as tokenizers
 from ladder_jax.errors import RunFailed, UserError

@@ -11,13 +11,15 @@ import pathlib
 from typing import Any
 
 import numpy as np
+from jax.sharding import Mesh
 
-from ladder_jax import parallel, side
+from ladder_jax import nn, parallel, side
 from ladder_jax.checkpoint import Checkpoint, Pieces, open_checkpoint
 from ladder_jax.config import (
     PRESETS,
     RESIDUALS,
     DecodeConfig,
+    ExpertParallelism,
     FolderConfig,
     ModelConfig,
     RunConfig,
@@ -29,6 +31,7 @@ from ladder_jax.decode import Engine, Generator, default_tensor
 from ladder_jax.errors import UserError, unknown
 from ladder_jax.files import AnyPath, absolute, explained, is_remote
 from ladder_jax.nn import ModelDef, Params
+from ladder_jax.parallel import NamedMesh
 from ladder_jax.pretrained import checkpoints, gguf, hub, staging
 from ladder_jax.pretrained.huggingface import config as huggingface_config
 from ladder_jax.pretrained.huggingface import folder as huggingface
@@ -107,7 +110,7 @@ class OpenedModel:
         are as many.
         """
         mesh = parallel.make_mesh(data=data, tensor=tensor or default_tensor(self.config))
-        return side.define(self.config.model, mesh=mesh)
+        return define(self.config.model, mesh=mesh)
 
     def reader(self, definition: ModelDef) -> Reader:
         """What reads the arrays onto their devices one at a time, in the stored dtypes."""
@@ -154,6 +157,17 @@ class OpenedModel:
             quantize=settings.quantize,
             **about,
         )
+
+
+def define(
+    config: ModelConfig,
+    *,
+    mesh: Mesh | NamedMesh,
+    experts: ExpertParallelism | str = ExpertParallelism.REDUCE,
+) -> ModelDef:
+    """As `nn.define`, of a model with or without a side network (`config.side`)."""
+    package = nn if config.side is None else side
+    return package.define(config, mesh=mesh, experts=experts)
 
 
 def open_model(

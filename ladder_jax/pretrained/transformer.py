@@ -17,7 +17,7 @@ import numpy as np
 from flax import nnx, traverse_util
 from jax.sharding import Mesh
 
-from ladder_jax import nn, parallel, side
+from ladder_jax import nn, parallel
 from ladder_jax.config import DecodeConfig, Dtype, Loop, ModelConfig, Quantize, to_dict
 from ladder_jax.config.fields import build
 from ladder_jax.data import tokenizer as tokenizers
@@ -45,7 +45,7 @@ class Transformer(nn.Transformer):
     context: the longest sequence that the model was trained for, in tokens; None if unknown.
     """
 
-    define = staticmethod(side.define)
+    define = staticmethod(formats.define)
 
     def __init__(
         self,
@@ -181,7 +181,7 @@ def from_pretrained(
     if dtype is not None:
         config = dataclasses.replace(config, dtype=dtype, residual_dtype=dtype)
     params = opened.params(
-        side.define(config, mesh=mesh), dtype=None if dtype is None else jnp.dtype(dtype.value)
+        formats.define(config, mesh=mesh), dtype=None if dtype is None else jnp.dtype(dtype.value)
     )
     about = dict(tokenizer=tokenizer, decode=opened.config.decode, context=opened.context)
     return Transformer(config, mesh=mesh, params=params, **about)

@@ -11,7 +11,7 @@ from jax import lax
 
 from ladder_jax import nn
 from ladder_jax.config import ModelConfig, TrainConfig
-from ladder_jax.data.batch import Targets
+from ladder_jax.data.packing import Targets
 from ladder_jax.nn import ModelDef, Params
 from ladder_jax.nn.loss import divergence_sum
 from ladder_jax.nn.parameter import DENSE

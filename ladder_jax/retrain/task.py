@@ -9,14 +9,16 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 
 from ladder_jax import nn
 from ladder_jax.checkpoint import Checkpoint
 from ladder_jax.config import START, ModelConfig, RunConfig, TrainConfig
-from ladder_jax.data.batch import Targets
+from ladder_jax.data.packing import Targets
 from ladder_jax.errors import UserError
 from ladder_jax.nn import ModelDef, Params
 from ladder_jax.pretrained import OpenedModel
+from ladder_jax.pretrained.formats import define
 from ladder_jax.processes.agreement import Agreement
 from ladder_jax.retrain import conversion, lora, loss, parts, sources
 from ladder_jax.retrain.plan import ADAPTERS, RetrainPlan
@@ -151,7 +153,7 @@ class Retraining(RetrainPlan):
 def of_run(
     config: RunConfig,
     *,
-    definition: ModelDef,
+    mesh: Mesh,
     recorded: dict[str, Any] | None,
     agreement: Agreement,
 ) -> Retraining:
@@ -165,6 +167,7 @@ def of_run(
     decided = agreement.decided("where weights come from", decide)
     with agreement.together("where weights come from"):
         found = sources.of_run(config, recorded=recorded, decided=decided)
+    definition = define(config.model, mesh=mesh, experts=config.mesh.experts)
     return of_sources(
         config, definition=definition, teacher=sources.teacher_model(config, found), sources=found
     )

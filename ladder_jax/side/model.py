@@ -59,10 +59,8 @@ def define(
     *,
     mesh: Mesh | NamedMesh,
     experts: ExpertParallelism | str = ExpertParallelism.REDUCE,
-) -> ModelDef:
-    """As `nn.define`, of a model with or without a side network (`config.side`)."""
-    if config.side is None:
-        return define_plain(config, mesh=mesh, experts=experts)
+) -> "SideModel":
+    """As `nn.define`, of a model with a side network (`config.side`)."""
     plain = define_plain(dataclasses.replace(config, side=None), mesh=mesh, experts=experts)
     return SideModel(config, plain.layout, plain.experts)
 

@@ -1,27 +1,40 @@
 """A run's folder: which run owns it, its lock, its small files, and which settings may change when
 it is resumed; and what a run's parts share, the request to stop among it.
+
+The lock keeps two runs out of one folder. On a disk it is the operating system's lock of a file,
+which ends with the process. In an object store it is a lease, an object that its owner rewrites
+every few seconds. All changes of it are conditional on the object's generation, which the store
+compares. If the owner is killed, the object stays, and does not change any more: the next process
+waits for EXPIRES seconds and takes it over. The owner ends before that, GIVES_UP seconds after it
+began its last renewal that succeeded, which leaves time for an outage of more than a minute. No
+clocks are compared.
 """
 
 import contextlib
 import dataclasses
+import errno
+import fcntl
 import json
 import os
 import pathlib
 import signal
+import socket
 import threading
+import time
+import uuid
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
+import tensorstore
 from flax.traverse_util import flatten_dict
 from jax.experimental import multihost_utils
 
 from ladder_jax import files, remote
 from ladder_jax.config import ModelConfig, MoEConfig, RunConfig, to_dict
-from ladder_jax.errors import UserError
-from ladder_jax.files import AnyPath, absolute, explained, is_remote, patiently, read_text
+from ladder_jax.errors import RunFailed, UserError, one_line
+from ladder_jax.files import AnyPath, absolute, explained, is_remote, kvstore, patiently, read_text
 from ladder_jax.processes.agreement import Agreement
-from ladder_jax.train import lock
 from ladder_jax.train.timing import TimeAccount
 
 # The settings that may change when a run is resumed: where and how the same numbers are computed,
@@ -49,9 +62,12 @@ FREE = (
 )
 
 CAUGHT = (signal.SIGTERM, signal.SIGINT)
-CONFIG, GOODPUT, RESULT = "config.json", "goodput.json", "result.json"
+CONFIG, GOODPUT, RESULT, LOCK = "config.json", "goodput.json", "result.json", ".lock"
 # written before config.json: a run that failed or was killed early leaves only these
-_EARLIER = (lock.NAME, GOODPUT)
+_EARLIER = (LOCK, GOODPUT)
+
+# seconds, of the lock in an object store
+RENEWED, GIVES_UP, EXPIRES = 10.0, 100.0, 120.0
 
 
 class StopRequest:
@@ -218,7 +234,7 @@ def owned(folder: AnyPath, *, say: Callable[[str], None] = print) -> Iterator[No
     made = not is_remote(folder) and not folder.exists()
     with contextlib.ExitStack() as stack:
         with writing(folder):
-            stack.enter_context(lock.held(folder, say=say))
+            stack.enter_context(locked(folder, say=say))
         try:
             yield
         except UserError:
@@ -233,6 +249,132 @@ def _remove(folder: pathlib.Path) -> None:
         for name in reversed(_EARLIER):  # the lock last
             (folder / name).unlink(missing_ok=True)
         folder.rmdir()
+
+
+def give_way(line: str) -> None:
+    """Ends the process at once: another one may write into the folder from now on."""
+    os.write(2, f"ladder-jax: {one_line(line)}\n".encode())
+    os._exit(RunFailed.status)
+
+
+def locked(
+    folder: AnyPath, *, say: Callable[[str], None], lost: Callable[[str], None] = give_way
+) -> contextlib.AbstractContextManager[None]:
+    """Holds the lock of `folder`, which is made if it is missing, in a block. Raises UserError if
+    another process does.
+
+    lost: called in a thread, with a line, where a lease can no longer be renewed, before another
+        process may take it.
+    """
+    return _lease(folder, say, lost) if is_remote(folder) else _file_lock(folder)
+
+
+@contextlib.contextmanager
+def _file_lock(folder: pathlib.Path) -> Iterator[None]:
+    """The file stays. It is a regular file open for writing because NFS enforces no other lock
+    across hosts.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    handle = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+    try:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UserError(f"another process is training in {str(folder)!r}") from None
+        except OSError as error:  # on a file system without locks nobody is kept out
+            if error.errno not in (errno.ENOLCK, errno.ENOTSUP, errno.EINVAL):
+                raise
+        if not os.fstat(handle).st_nlink:  # removed by the process that had it, just now
+            raise UserError(f"another process was about to train in {str(folder)!r}; try again")
+        yield
+    finally:
+        os.close(handle)
+
+
+@contextlib.contextmanager
+def _lease(
+    folder: AnyPath, say: Callable[[str], None], lost: Callable[[str], None]
+) -> Iterator[None]:
+    store = tensorstore.KvStore.open(kvstore(folder)).result()
+    done = threading.Event()
+    owner = f"{socket.gethostname()} {os.getpid()} {uuid.uuid4().hex}"
+    generation, renewed = _taken(store, folder, owner, say)
+
+    def renew() -> None:
+        nonlocal generation, renewed
+        count = 0
+        while not done.wait(max(0.0, min(RENEWED, renewed + GIVES_UP - time.monotonic()))):
+            count += 1
+            began = time.monotonic()
+            left = renewed + GIVES_UP - began
+            if left <= 0:
+                return lost(f"the lock of {str(folder)!r} could not be renewed for {GIVES_UP:g} s")
+            within = min(RENEWED, left)
+            # tensorstore's: no network; the next attempt may have one
+            with contextlib.suppress(ValueError, OSError):
+                after = (
+                    store.write(LOCK, _lease_of(owner, count), if_equal=generation)
+                    .result(within)
+                    .generation
+                )
+                if after:
+                    generation, renewed = after, began
+                    continue
+                found = store.read(LOCK).result(within)
+                if found.state == "missing" or _owner_of(found.value) != owner:
+                    return lost(f"another process has taken {str(folder)!r} over")
+                # of an earlier attempt that succeeded without an answer
+                generation = found.stamp.generation
+
+    thread = threading.Thread(target=renew, name="lease", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
+        with contextlib.suppress(ValueError, OSError):  # else it expires
+            store.write(LOCK, None, if_equal=generation).result(RENEWED)
+
+
+def _taken(
+    store: tensorstore.KvStore, folder: AnyPath, owner: str, say: Callable[[str], None]
+) -> tuple[bytes, float]:
+    """The generation of the lease, once it is this process's, and when its writing began."""
+    before, until = None, 0.0
+    while True:
+        found = store.read(LOCK).result()
+        # a local run's lock that was copied here is empty
+        locked = found.state != "missing" and found.value
+        if locked and before is None:
+            before, until = found.stamp.generation, time.monotonic() + EXPIRES
+            say(
+                f"{str(folder)!r} is locked: waiting {EXPIRES:g} s, in case its owner has been killed"
+            )
+        if locked and found.stamp.generation != before:
+            host = _owner_of(found.value).partition(" ")[0]
+            raise UserError(f"another process is training in {str(folder)!r}, on host {host}")
+        if not locked or time.monotonic() >= until:
+            began = time.monotonic()
+            after = (
+                store.write(LOCK, _lease_of(owner, 0), if_equal=found.stamp.generation)
+                .result()
+                .generation
+            )
+            if after:
+                return after, began
+        time.sleep(min(2.0, RENEWED / 2))
+
+
+def _lease_of(owner: str, count: int) -> bytes:
+    return json.dumps({"owner": owner, "renewed": count}).encode()
+
+
+def _owner_of(content: bytes) -> str:
+    """Empty for content of something else."""
+    with contextlib.suppress(ValueError, TypeError, KeyError):
+        return str(json.loads(content)["owner"])
+    return ""
 
 
 def writing(folder: AnyPath) -> contextlib.AbstractContextManager[None]:

@@ -17,7 +17,7 @@ from ladder_jax import nn
 from ladder_jax.checkpoint import Checkpoint
 from ladder_jax.config import Loop, Phase, TrainConfig
 from ladder_jax.config.fields import check
-from ladder_jax.data.batch import Batch, Targets
+from ladder_jax.data.packing import Batch, Targets
 from ladder_jax.nn import ModelDef, Params
 from ladder_jax.parallel import Compiled, Layout, all_reduce, on_mesh, over_ranks, pvary, varying
 from ladder_jax.parallel.collectives import EMULATED

@@ -9,26 +9,25 @@ from collections.abc import Callable, Iterator
 import jax
 from jax.sharding import Mesh
 
-from ladder_jax import parallel, retrain, side
+from ladder_jax import nn, parallel, retrain
 from ladder_jax.checkpoint import Checkpoint, Store
-from ladder_jax.config import RunConfig, to_dict
-from ladder_jax.data import batches, dataset
+from ladder_jax.config import PRESETS, Interleave, ModelConfig, RunConfig, preset, to_dict
+from ladder_jax.data import dataset
 from ladder_jax.data import tokenizer as tokenizers
-from ladder_jax.data.batches import DataLoader
-from ladder_jax.data.dataset import Dataset
+from ladder_jax.data.dataset import DataLoader, Dataset
 from ladder_jax.errors import UserError
 from ladder_jax.files import AnyPath, is_remote, patiently
+from ladder_jax.hardware import HARDWARE, machine_of
 from ladder_jax.nn import ModelDef
 from ladder_jax.nn.parameter import real_size
 from ladder_jax.parallel import check_compiler_makes, make_mesh, with_ranks
 from ladder_jax.processes.agreement import PATIENCE, Agreement
-from ladder_jax.train import checkpoints, folder, out_of_memory, timing
-from ladder_jax.train.bad_steps import RESTORED, BadStepPolicy
+from ladder_jax.train import checkpoints, folder, timing
 from ladder_jax.train.checkpoints import CheckpointSaver
 from ladder_jax.train.folder import RunContext
 from ladder_jax.train.gradients import Pretraining, TrainingTask
 from ladder_jax.train.metrics import NAME, WANDB_ID, Metrics, mirrored, trackers
-from ladder_jax.train.session import Session
+from ladder_jax.train.session import RESTORED, BadStepPolicy, Session
 from ladder_jax.train.timing import Profiler, Throughput, TimeAccount
 
 
@@ -80,7 +79,6 @@ def run(
         "when the run began", lambda: folder.beginning(where) or account.began
     )
     data = _load_data(config, where=where, agreement=agreement, began=beginning)
-    definition = side.define(config.model, mesh=mesh, experts=config.mesh.experts)
     say = say if jax.process_index() == 0 else lambda line: None
 
     with contextlib.ExitStack() as stack:
@@ -120,7 +118,8 @@ def run(
         if checkpoint:
             checkpoints.check_data(checkpoint, path=config.data.path, fingerprint=data.fingerprint)
         position = checkpoint.data if checkpoint else {}
-        task = _task(context, definition, checkpoint)
+        task = _task(context, mesh, checkpoint)
+        definition = task.definition
         mfu, formula = timing.mfu(config, definition=definition, mesh=mesh)
         say(formula)
         if checkpoint:
@@ -143,7 +142,7 @@ def run(
             store = Store(where / checkpoints.FOLDER, config=config, patience=patience)
             stack.enter_context(contextlib.closing(store))
         train = config.train
-        held_out = batches.evaluated(data.held_out, data.held_out_rows, config=train)
+        held_out = dataset.evaluated(data.held_out, data.held_out_rows, config=train)
         sources = position.get("sources") or task.sources_record()
         session = Session(
             context=context,
@@ -205,13 +204,12 @@ def _check_alike(data: list[list[str]]) -> None:
             )
 
 
-def _task(context: RunContext, definition: ModelDef, checkpoint: Checkpoint | None) -> TrainingTask:
-    if not context.config.retrains:
-        return Pretraining(definition)
+def _task(context: RunContext, mesh: Mesh, checkpoint: Checkpoint | None) -> TrainingTask:
+    config = context.config
+    if not config.retrains:
+        return Pretraining(nn.define(config.model, mesh=mesh, experts=config.mesh.experts))
     recorded = checkpoint.data.get("sources", {}) if checkpoint else None
-    return retrain.of_run(
-        context.config, definition=definition, recorded=recorded, agreement=context.agreement
-    )
+    return retrain.of_run(config, mesh=mesh, recorded=recorded, agreement=context.agreement)
 
 
 @contextlib.contextmanager
@@ -222,9 +220,73 @@ def _memory_explained(config: RunConfig, mesh: Mesh) -> Iterator[None]:
     try:
         yield
     except jax.errors.JaxRuntimeError as error:
-        if (explanation := out_of_memory.explanation(error, config=config, mesh=mesh)) is None:
+        if (explained := out_of_memory(error, config=config, mesh=mesh)) is None:
             raise
-        raise explanation from None
+        raise explained from None
+
+
+def out_of_memory(
+    error: jax.errors.JaxRuntimeError, *, config: RunConfig, mesh: Mesh
+) -> UserError | None:
+    """The message for an error of jax, in compiling or running, that memory ran out, with the
+    `ladder-jax plan` command that finds settings that fit; None for any other error.
+    """
+    _, exhausted, details = str(error).partition("RESOURCE_EXHAUSTED: ")
+    if not exhausted:
+        return None
+    kind = mesh.devices.flat[0].device_kind
+    if config.model.moe is None and config.model.side is None:
+        fits = f"settings that fit: {_plan_command(config, mesh=mesh)}"
+    else:
+        fits = "a larger mesh.fsdp or mesh.tensor, train.remat=full or a larger train.accumulate needs less"
+    halves = (
+        ""
+        if config.train.interleave is Interleave.WHOLE
+        else f", train.interleave={config.train.interleave.value}"
+    )
+    return UserError(
+        f"not enough memory on {kind} for mesh {_sizes(mesh)}, train.remat={config.train.remat.value},"
+        f" train.accumulate={config.train.accumulate}{halves} ({details.strip().splitlines()[0].rstrip('.')[:200]});"
+        f" {fits}"
+    )
+
+
+def _plan_command(config: RunConfig, *, mesh: Mesh) -> str:
+    """The planner's command line for this run."""
+    train = config.train
+    return (
+        f"ladder-jax plan {_plan_model(config.model)} --target {_plan_target(mesh)}"
+        f" --tokens {train.batch * train.sequence} --sequence {train.sequence}"
+    )
+
+
+def _plan_target(mesh: Mesh) -> str:
+    """The planner's name of the mesh's devices; TARGET where it has none for their kind."""
+    devices = list(mesh.devices.flat)
+    kind = devices[0].device_kind
+    if devices[0].platform == "cpu":
+        return f"cpu:{len(devices)}"
+    if kind.startswith("TPU") and (name := machine_of(kind)):
+        ends = [
+            max(place) + 1 - min(place) for place in zip(*(device.coords for device in devices))
+        ]
+        flat = name in ("v5e", "v6e")
+        return f"{name}:{'x'.join(map(str, ends[:2] if flat else ends))}"
+    return next((f"{name}:{len(devices)}" for name in HARDWARE if name.upper() in kind), "TARGET")
+
+
+def _plan_model(config: ModelConfig) -> str:
+    for name in PRESETS:
+        if (
+            dataclasses.replace(preset(name), residual=config.residual, ranks=config.ranks)
+            == config
+        ):
+            return f"--model {name} --residual {config.residual}"
+    return "--model CONFIG"
+
+
+def _sizes(mesh: Mesh) -> str:
+    return " x ".join(str(mesh.shape[axis]) for axis in ("data", "fsdp", "tensor"))
 
 
 def _count(definition: ModelDef) -> int:

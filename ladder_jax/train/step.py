@@ -16,7 +16,7 @@ from jax import lax
 
 from ladder_jax import nn
 from ladder_jax.config import Phase, TrainConfig
-from ladder_jax.data.batch import Batch
+from ladder_jax.data.packing import Batch
 from ladder_jax.errors import wrong_type
 from ladder_jax.nn import ModelDef, Params
 from ladder_jax.nn.parameter import is_matrix

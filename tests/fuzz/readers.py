@@ -12,7 +12,7 @@ import numpy as np
 from ladder_jax import config, pretrained
 from ladder_jax.checkpoint import manifest, saved
 from ladder_jax.config import DecodeConfig, ModelConfig, RunConfig
-from ladder_jax.data import examples, json_lines, mixture
+from ladder_jax.data import dataset, examples, json_lines
 from ladder_jax.data import tokenizer as tokenizers
 from ladder_jax.data.store import Store, sources
 from ladder_jax.data.store import manifest as manifests
@@ -223,7 +223,7 @@ def _yamls_read(folder, changed):
         text = (folder / changed).read_bytes().decode(errors="surrogateescape").replace("\x00", "")
         config.load("tiny", overrides=[text.replace(": ", "=", 1)])
     elif changed == "mixture.yaml":
-        mixture.read_mixture(folder / changed)
+        dataset.read_mixture(folder / changed)
     else:
         machine.load(str(folder / changed))
 

@@ -18,7 +18,7 @@ import pytest
 from gguf import GGMLQuantizationType as Kind
 
 from ladder_jax import checkpoint, nn, parallel, pretrained
-from ladder_jax.checkpoint.stream import Stream
+from ladder_jax.checkpoint.arrays import Stream
 from ladder_jax.cli import main
 from ladder_jax.errors import RunFailed, UserError
 from ladder_jax.pretrained import convert as conversion
@@ -228,7 +228,7 @@ def test_sources_that_break_midway_leave_nothing(small, tmp_path):
 SLOW = """
 import sys, time
 from ladder_jax import cli
-from ladder_jax.checkpoint.stream import Stream
+from ladder_jax.checkpoint.arrays import Stream
 put = Stream.put
 Stream.put = lambda *a, **b: (time.sleep(0.2), put(*a, **b))
 sys.exit(cli.main(["convert", sys.argv[1], "out"]))

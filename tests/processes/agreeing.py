@@ -24,7 +24,7 @@ import orbax.checkpoint as ocp
 
 from ladder_jax import config, train
 from ladder_jax.errors import RunFailed, UserError
-from ladder_jax.train import bad_steps, checkpoints, metrics, session
+from ladder_jax.train import checkpoints, metrics, session
 
 
 @contextlib.contextmanager
@@ -95,17 +95,17 @@ def full(*, of, saves):
 @contextlib.contextmanager
 def bad(*, step, path, of):
     """The batch of `step`, once, in all processes; `path` is then late in process `of`."""
-    whole, calls = bad_steps.BadStepPolicy.good, []
+    whole, calls = session.BadStepPolicy.good, []
     with contextlib.ExitStack() as stack:
 
         def good(self):
             calls.append(None)
             if len(calls) == step:
                 stack.enter_context(late(path, of=of, seconds=3))
-                raise bad_steps.RollBack("it is bad", step=step)
+                raise session.RollBack("it is bad", step=step)
             whole(self)
 
-        with mock.patch.object(bad_steps.BadStepPolicy, "good", good):
+        with mock.patch.object(session.BadStepPolicy, "good", good):
             yield
 
 

@@ -12,15 +12,15 @@ import pytest
 
 from ladder_jax.errors import RunFailed, UserError
 from ladder_jax.files import absolute
-from ladder_jax.train import lock
+from ladder_jax.train import folder
 from tests.remote.conftest import IN_S3
 
 
 @pytest.fixture
 def quick(monkeypatch):
-    monkeypatch.setattr(lock, "RENEWED", 0.1)
-    monkeypatch.setattr(lock, "GIVES_UP", 2.0)
-    monkeypatch.setattr(lock, "EXPIRES", 3.0)
+    monkeypatch.setattr(folder, "RENEWED", 0.1)
+    monkeypatch.setattr(folder, "GIVES_UP", 2.0)
+    monkeypatch.setattr(folder, "EXPIRES", 3.0)
 
 
 def test_a_lock_that_nobody_renews_is_taken_over(away, quick):
@@ -28,8 +28,8 @@ def test_a_lock_that_nobody_renews_is_taken_over(away, quick):
     name, bucket, said, lost = away.url("leases/two"), away.bucket, [], []
     bucket.put("leases/two/.lock", b'{"owner": "gone 1 2", "renewed": 3}', match=None)
     began, asked = time.monotonic(), len(bucket.requests)
-    with lock.held(absolute(name), say=said.append, lost=lost.append):
-        assert time.monotonic() - began > lock.EXPIRES
+    with folder.locked(absolute(name), say=said.append, lost=lost.append):
+        assert time.monotonic() - began > folder.EXPIRES
         assert "waiting 3 s, in case its owner has been killed" in said[0]
         bucket.put("leases/two/.lock", b'{"owner": "another 1 2", "renewed": 0}', match=None)
         while not lost and time.monotonic() - began < 120:
@@ -82,14 +82,16 @@ def renewed(outage, monkeypatch, tmp_path):
     """
     lost = []
     opened = SimpleNamespace(open=lambda spec: SimpleNamespace(result=lambda: outage))
-    monkeypatch.setattr(lock, "is_remote", lambda folder: True)
-    monkeypatch.setattr(lock, "kvstore", lambda folder: None)
-    monkeypatch.setattr(lock, "tensorstore", SimpleNamespace(KvStore=opened))
-    monkeypatch.setattr(lock, "time", outage)
+    monkeypatch.setattr(folder, "is_remote", lambda where: True)
+    monkeypatch.setattr(folder, "kvstore", lambda where: None)
+    monkeypatch.setattr(folder, "tensorstore", SimpleNamespace(KvStore=opened))
+    monkeypatch.setattr(folder, "time", outage)
     monkeypatch.setattr(
-        lock, "threading", SimpleNamespace(Event=lambda: outage, Thread=threading.Thread)
+        folder, "threading", SimpleNamespace(Event=lambda: outage, Thread=threading.Thread)
     )
-    with lock.held(tmp_path, say=pytest.fail, lost=lambda line: lost.append((line, outage.now))):
+    with folder.locked(
+        tmp_path, say=pytest.fail, lost=lambda line: lost.append((line, outage.now))
+    ):
         began = time.monotonic()
         while not lost and outage.now < 600 and time.monotonic() - began < 30:
             time.sleep(0.001)
@@ -113,13 +115,13 @@ def test_an_owner_that_cannot_renew_gives_up_in_time(tmp_path, monkeypatch, begi
     outage = Outage(begins, 10_000)
     (line, when), *_ = renewed(outage, monkeypatch, tmp_path)
     assert line == f"the lock of {str(tmp_path)!r} could not be renewed for 100 s"
-    assert when - outage.renewed == lock.GIVES_UP < lock.EXPIRES - lock.RENEWED
+    assert when - outage.renewed == folder.GIVES_UP < folder.EXPIRES - folder.RENEWED
 
 
 def test_who_has_lost_the_folder_ends(monkeypatch, capfd):
     ended = []
     monkeypatch.setattr(os, "_exit", ended.append)
-    lock.end("another process has taken it over")
+    folder.give_way("another process has taken it over")
     assert ended == [RunFailed.status]
     assert capfd.readouterr().err == "ladder-jax: another process has taken it over\n"
 
@@ -132,7 +134,7 @@ def test_of_several_that_take_over_one_does(away, quick):
 
     def start():
         try:
-            with lock.held(absolute(where), say=lambda line: None, lost=pytest.fail):
+            with folder.locked(absolute(where), say=lambda line: None, lost=pytest.fail):
                 winners.append(1)
                 done.wait(120)
         except UserError as error:

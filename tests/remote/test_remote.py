@@ -29,7 +29,7 @@ from ladder_jax.errors import RunFailed, UserError
 from ladder_jax.files import absolute, kvstore
 from ladder_jax.parallel import make_mesh
 from ladder_jax.pretrained.formats import open_model, open_source
-from ladder_jax.train import checkpoints, lock, metrics
+from ladder_jax.train import checkpoints, metrics
 from ladder_jax.train import folder as runs
 from tests import cases
 from tests.remote.conftest import IN_S3
@@ -74,7 +74,7 @@ def run(away):
     # of a save that was killed
     away.bucket.put("runs/one/checkpoints/8/params/manifest.ocdbt", b"half", match=None)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(lock, "EXPIRES", 1.0)
+        patch.setattr(runs, "EXPIRES", 1.0)
         assert train(where) == 0
     return where
 
