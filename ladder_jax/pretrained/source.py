@@ -26,7 +26,6 @@ from ladder_jax.data.tokenizer import Tokenizer
 from ladder_jax.errors import UserError
 from ladder_jax.nn import model_def, parameter
 from ladder_jax.nn.parameter import stack_of, stacks
-from ladder_jax.pretrained import tokenizer_files
 
 REFIT = "refit.json"
 """The file, in a model's folder, that says what a refit did: its weights are made for their own
@@ -128,7 +127,7 @@ class Source:
         None, and no folder, if `files` hold no tokenizer. Raises UserError for an unsupported
         tokenizer, and for one with more tokens than the model.
         """
-        if tokenizer_files.MAIN not in self.files:
+        if tokenizers.MAIN not in self.files:
             return None
         folder.mkdir()
         for name, content in self.files.items():
