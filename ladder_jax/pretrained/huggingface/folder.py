@@ -13,8 +13,8 @@ import jax.numpy as jnp
 from ladder_jax.data.tokenizer import MAIN, json_object
 from ladder_jax.errors import RunFailed, UserError
 from ladder_jax.pretrained import source
-from ladder_jax.pretrained.huggingface import config, tensors, weights
-from ladder_jax.pretrained.huggingface.tensors import Tensor
+from ladder_jax.pretrained.huggingface import config, weights
+from ladder_jax.pretrained.huggingface.weights import Tensor
 from ladder_jax.pretrained.source import Source, Stored
 from ladder_jax.progress import progress
 
@@ -142,7 +142,7 @@ def stored(folder: pathlib.Path) -> dict[str, Tensor]:
     if not (folder / INDEX).is_file():
         if not (folder / WEIGHTS).is_file():
             raise UserError(_no_weights(folder))
-        return tensors.tensors(folder / WEIGHTS)
+        return weights.tensors_in(folder / WEIGHTS)
     listed = read_object(folder / INDEX).get("weight_map")
     if not isinstance(listed, dict) or not all(isinstance(name, str) for name in listed.values()):
         raise UserError(f"{str(folder / INDEX)!r} has no weight_map")
@@ -150,7 +150,7 @@ def stored(folder: pathlib.Path) -> dict[str, Tensor]:
     for name in sorted(set(listed.values())):
         if pathlib.PurePath(name).name != name:
             raise UserError(f"{str(folder / INDEX)!r} names a file outside its folder: {name!r}")
-        all_tensors |= tensors.tensors(folder / name)
+        all_tensors |= weights.tensors_in(folder / name)
     return all_tensors
 
 
@@ -207,14 +207,14 @@ def _with_class(where: str, content: bytes) -> bytes:
 
 
 def _write_tensors(folder: pathlib.Path, pending: Mapping[str, Stored]) -> None:
-    shards = list(tensors.shards(pending, limit=SHARD_BYTES))
+    shards = list(weights.shards(pending, limit=SHARD_BYTES))
     weight_map = {}
     with progress(len(pending), label="written {done}/{total} tensors") as update:
         for index, shard in enumerate(shards, start=1):
             file = (
                 WEIGHTS if len(shards) == 1 else f"model-{index:05}-of-{len(shards):05}.safetensors"
             )
-            for name in tensors.write(folder / file, shard):
+            for name in weights.write_tensors(folder / file, shard):
                 weight_map[name] = file
                 update(len(weight_map), "")
     if len(shards) > 1:
@@ -226,7 +226,7 @@ def _compare(folder: pathlib.Path, pending: Mapping[str, Stored]) -> None:
     """Raises RunFailed if a tensor reads back with other values than were written."""
     written = stored(folder)
     for name, tensor in pending.items():
-        if not tensors.same(written[name].read(), tensor.read()):
+        if not weights.same(written[name].read(), tensor.read()):
             raise RunFailed(
                 f"{str(written[name].file)!r}: {name} reads back with other values than were written"
             )
