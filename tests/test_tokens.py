@@ -26,7 +26,7 @@ from ladder_jax.data import examples, tokenizer
 from ladder_jax.data.store import Store, reader, sources
 from ladder_jax.data.store import build as building
 from ladder_jax.errors import UserError
-from ladder_jax.evaluate import questions as examples_of_tasks
+from ladder_jax.evaluate import read_choices
 from tests import tokenizers
 
 TEXTS = [f"{'the cat sat on the mat ' * (index % 7)}number {index} é\n" for index in range(120)]
@@ -447,7 +447,7 @@ def test_a_token_that_no_tokenizer_has(tmp_path):
     [
         lambda path: sources.read(*sources.plan([path]), field="text"),
         examples.read,
-        examples_of_tasks.read_choices,
+        read_choices,
     ],
 )
 def test_nested_lines(read, tmp_path):

@@ -18,7 +18,8 @@ def run(options: dict) -> None:
     """
     check_http("serve")
     from ladder_jax import parallel
-    from ladder_jax.serve import app, limits, server
+    from ladder_jax.serve import app, server
+    from ladder_jax.serve.gate import check_key, own_names
     from ladder_jax.serve.prepare import Terms
 
     args = argparse.Namespace(**options)
@@ -26,7 +27,7 @@ def run(options: dict) -> None:
     parallel.use_compilation_cache()
     key = os.environ.get(KEY) if args.api_key is None else args.api_key
     if key is not None:
-        limits.check_key(key)
+        check_key(key)
     asked = open_asked(args, settings=FORM, say=_say)
     with server.bind(args.host, args.port) as sock:
         engine = asked.engine(
@@ -43,7 +44,7 @@ def run(options: dict) -> None:
         terms = Terms(
             name, asked.tokenizer, asked.saved.config.model.vocab_size, chat_tokens=most, **sizes
         )
-        names = limits.own_names(args.host, sock, key=key)
+        names = own_names(args.host, sock, key=key)
         gate = app.create(app.Service(engine, terms), key=key, names=names)
         failed = lambda: engine.error is not None
         with server.listening(gate, sock) as thread, engine:

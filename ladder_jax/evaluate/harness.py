@@ -29,7 +29,6 @@ from ladder_jax.decode import Request
 from ladder_jax.errors import UserError
 from ladder_jax.evaluate.model import MAX_NEW_TOKENS, Model, open_model
 from ladder_jax.evaluate.perplexity import windows
-from ladder_jax.evaluate.questions import Choice, Question
 from ladder_jax.evaluate.scorer import BATCH_TOKENS, Span
 from ladder_jax.progress import progress
 
@@ -211,22 +210,23 @@ def gsm8k() -> dict:
 class LocalTask(ConfigurableTask):
     """A task whose questions are in memory: nothing is fetched, and nothing is written to a cache.
 
-    config: CHOICES or of `gsm8k`, and more. pool: questions for the `shots` before each.
+    config: CHOICES or of `gsm8k`, and more. documents: the questions, by the names in it. pool:
+        those for the `shots` before each.
     """
 
     def __init__(
         self,
         config: dict,
-        examples: Sequence[Choice | Question],
+        documents: Sequence[dict],
         *,
         shots: int,
-        pool: Sequence[Choice | Question],
+        pool: Sequence[dict],
     ):
-        self._documents = list(map(_document, examples))
+        self._documents = list(documents)
         # A question is left out of its own shots where both are of one split.
         few = {
             "split": "test",
-            "process_docs": lambda _: list(map(_document, pool)),
+            "process_docs": lambda _: list(pool),
             "sampler": "first_n",
         }
         more = {"fewshot_config": few} if shots else {}
@@ -263,12 +263,6 @@ class LocalTask(ConfigurableTask):
             filtered = [instance.filtered_resps[taken.name] for instance in instances]
             found[taken.name] = filtered, self.process_results(document, filtered)
         return found
-
-
-def _document(one: Choice | Question) -> dict:
-    if isinstance(one, Question):
-        return {"prompt": one.prompt, "answer": one.answer}
-    return {"prompt": one.prompt, "choices": list(one.choices), "answer": one.gold}
 
 
 if __name__ == "__main__":

@@ -11,11 +11,11 @@ from ladder_jax.pretrained.formats import open_model as open_model
 from ladder_jax.pretrained.formats import open_source as open
 from ladder_jax.pretrained.formats import write_huggingface as write_huggingface
 from ladder_jax.pretrained.hub import push as push_to_hub
-from ladder_jax.pretrained.load import load as load
-from ladder_jax.pretrained.load import reader as reader
 from ladder_jax.pretrained.source import Key as Key
 from ladder_jax.pretrained.source import Source as Source
 from ladder_jax.pretrained.source import Stored as Stored
+from ladder_jax.pretrained.source import load as load
+from ladder_jax.pretrained.source import reader as reader
 from ladder_jax.pretrained.transformer import Transformer as Transformer
 from ladder_jax.pretrained.transformer import from_pretrained as from_pretrained
 

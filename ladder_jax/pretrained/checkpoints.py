@@ -22,8 +22,8 @@ from ladder_jax.config import DataConfig, FolderConfig, RunConfig, to_dict
 from ladder_jax.data import tokenizer as tokenizers
 from ladder_jax.errors import RunFailed, UserError
 from ladder_jax.files import reason
-from ladder_jax.pretrained import source, tokenizer_files
-from ladder_jax.pretrained.huggingface.folder import generation_in
+from ladder_jax.pretrained import source
+from ladder_jax.pretrained.huggingface import folder as huggingface
 from ladder_jax.pretrained.source import Source, Stored
 from ladder_jax.progress import progress
 
@@ -55,8 +55,8 @@ def read(path: pathlib.Path) -> Source:
         model,
         arrays,
         opened.config.train.sequence,
-        tokenizer_files.read(folder),
-        generation_in(folder),
+        huggingface.tokenizer_files(folder),
+        huggingface.generation_in(folder),
         source.refit_in(folder.parent),
     )
 
@@ -135,7 +135,7 @@ def _config(exported: Source, *, place: pathlib.Path) -> RunConfig:
     """A run's configuration with the model, its context and its tokenizer. The other settings are
     defaults.
     """
-    has_tokenizer = tokenizer_files.MAIN in exported.files
+    has_tokenizer = tokenizers.MAIN in exported.files
     is_bytes = not has_tokenizer and exported.model.vocab_size == tokenizers.Bytes().vocab_size
     return RunConfig(
         model=exported.model,

@@ -35,8 +35,7 @@ from ladder_jax.parallel import NamedMesh
 from ladder_jax.pretrained import checkpoints, gguf, hub, staging
 from ladder_jax.pretrained.huggingface import config as huggingface_config
 from ladder_jax.pretrained.huggingface import folder as huggingface
-from ladder_jax.pretrained.load import Reader, assemble, reader
-from ladder_jax.pretrained.source import REFIT, Source
+from ladder_jax.pretrained.source import REFIT, Reader, Source, assemble, reader
 
 
 class Format(enum.Enum):

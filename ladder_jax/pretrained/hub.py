@@ -10,7 +10,6 @@ import re
 import sys
 
 from ladder_jax.errors import RunFailed, UserError, needed
-from ladder_jax.pretrained import tokenizer_files
 from ladder_jax.pretrained.huggingface import folder as huggingface
 from ladder_jax.pretrained.source import REFIT
 
@@ -21,7 +20,7 @@ _FOLDER = (
     huggingface.CONFIG,
     huggingface.GENERATION,
     REFIT,
-    *tokenizer_files.FILES,
+    *huggingface.TOKENIZER_FILES,
     huggingface.INDEX,
 )
 _WEIGHTS = ("model.safetensors", "*-of-*.safetensors")

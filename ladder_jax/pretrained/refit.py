@@ -39,8 +39,7 @@ from ladder_jax import files, nn, parallel
 from ladder_jax.config import ModelConfig, parse_residual, to_dict
 from ladder_jax.errors import RunFailed, UserError
 from ladder_jax.nn.parameter import stack_of
-from ladder_jax.pretrained.load import load_layer
-from ladder_jax.pretrained.source import Key, Source, Stored
+from ladder_jax.pretrained.source import Key, Source, Stored, load_layer
 from ladder_jax.pretrained.sublayers import ROWS, delays, programs
 from ladder_jax.progress import progress
 

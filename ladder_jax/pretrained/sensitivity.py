@@ -13,8 +13,7 @@ import numpy as np
 
 from ladder_jax import nn, terminal
 from ladder_jax.nn.parameter import stack_of
-from ladder_jax.pretrained.load import load_layer
-from ladder_jax.pretrained.source import Source
+from ladder_jax.pretrained.source import Source, load_layer
 from ladder_jax.pretrained.sublayers import ROWS, Streams, delays, programs
 from ladder_jax.progress import progress
 from ladder_jax.terminal import Table

@@ -1,5 +1,5 @@
 """The common representation of a pretrained model in any format: a configuration, and arrays that
-are read lazily.
+are read lazily, one at a time, into memory or onto a mesh.
 
 Each format's reader returns a Source. Loading, exporting and converting need only that.
 """
@@ -13,12 +13,15 @@ import pathlib
 import tempfile
 import types
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import traverse_util
 
+from ladder_jax import nn, parallel
 from ladder_jax.config import ModelConfig, TrainConfig
 from ladder_jax.config.fields import shown
 from ladder_jax.data import tokenizer as tokenizers
@@ -26,7 +29,7 @@ from ladder_jax.data.tokenizer import Tokenizer
 from ladder_jax.errors import UserError
 from ladder_jax.nn import model_def, parameter
 from ladder_jax.nn.parameter import stack_of, stacks
-from ladder_jax.pretrained import tokenizer_files
+from ladder_jax.parallel import mesh as meshes
 
 REFIT = "refit.json"
 """The file, in a model's folder, that says what a refit did: its weights are made for their own
@@ -128,7 +131,7 @@ class Source:
         None, and no folder, if `files` hold no tokenizer. Raises UserError for an unsupported
         tokenizer, and for one with more tokens than the model.
         """
-        if tokenizer_files.MAIN not in self.files:
+        if tokenizers.MAIN not in self.files:
             return None
         folder.mkdir()
         for name, content in self.files.items():
@@ -154,6 +157,12 @@ class Source:
         return sum(array.nbytes for array in self.arrays.values())
 
     __repr__ = shown
+
+
+type Reader = Callable[[Sequence[Key]], Iterator[jax.Array]]
+"""Yields each key's array in turn, on its devices, of one layer: `reader`, or
+`checkpoint.Pieces`.
+"""
 
 
 def from_file(path: str | pathlib.Path, dtype: np.dtype, count: int, *, offset: int) -> np.ndarray:
@@ -232,6 +241,101 @@ def refit_in(folder: pathlib.Path) -> pathlib.Path | None:
     """The file REFIT in a model's folder, if there is one."""
     file = folder / REFIT
     return file if file.is_file() else None
+
+
+# Onto a mesh. The host holds at most one array at a time.
+
+
+def load(
+    source: Source, *, mesh: jax.sharding.Mesh | parallel.NamedMesh, dtype: np.dtype | None = None
+) -> nn.Params:
+    """The parameters on `mesh` (axes data, fsdp, tensor), with the shardings of
+    `nn.define(source.model, mesh=mesh)`.
+
+    dtype: of all arrays; None keeps the stored dtypes (a stack gets one that holds the values of
+    all its layers). Raises UserError if the model cannot be split over the mesh.
+    """
+    mesh = parallel.mesh_of(mesh)
+    definition = nn.define(
+        parallel.with_ranks(source.model, tensor=mesh.shape["tensor"]), mesh=mesh
+    )
+    return assemble(definition, reader(source, definition), dtype=dtype)
+
+
+def assemble(definition: nn.ModelDef, read: Reader, *, dtype: np.dtype | None = None) -> nn.Params:
+    """The parameters of `definition`, read one by one; `dtype` as in `load`."""
+    abstract = traverse_util.flatten_dict(definition.abstract, sep="/")
+    counts = {stack: len(of) for stack, of in stacks(definition.config).items()}
+    layers_of = lambda name: range(counts.get(name.partition("/")[0], 0)) or (None,)
+    keys = [Key(name, layer) for name in abstract for layer in layers_of(name)]
+    arrays, found = read(keys), {}
+    for name, layer in keys:
+        array = next(arrays)
+        array = array if dtype is None else array.astype(dtype)
+        if layer is None:
+            found[name] = array
+        else:
+            like = abstract[name]
+            stack = (
+                meshes.zeros(like.shape, array.dtype, like.sharding)
+                if layer == 0
+                else found.pop(name)
+            )
+            found[name] = jax.block_until_ready(meshes.put(stack, array, layer))
+        del array  # before the next one is read
+    return traverse_util.unflatten_dict(found, sep="/")
+
+
+def load_layer(source: Source, definition: nn.ModelDef, number: int | None) -> nn.Params:
+    """The parameters of one layer, counted over all stacks; None: what stands outside of the
+    layers.
+    """
+    prefix, place = "", None
+    if number is not None:
+        stack, place = stack_of(definition.config, number)
+        prefix = f"{stack}/"
+    keys = [key for key in source.arrays if key.layer == place and key.name.startswith(prefix)]
+    arrays = zip(keys, reader(source, definition)(keys), strict=True)
+    return traverse_util.unflatten_dict(
+        {key.name.removeprefix(prefix): array for key, array in arrays}, sep="/"
+    )
+
+
+def reader(source: Source, definition: nn.ModelDef) -> Reader:
+    """Reads arrays onto their devices one at a time, for `Engine(definition,
+    pretrained.reader(source, definition))`.
+
+    The engine casts or quantizes each array before the next is read.
+    """
+    letters_of = traverse_util.flatten_dict(definition.dims, sep="/")
+    abstract = traverse_util.flatten_dict(definition.abstract, sep="/")
+    dtypes = {}
+    for key, array in source.arrays.items():
+        dtypes[key.name] = jnp.promote_types(dtypes.get(key.name, array.dtype), array.dtype)
+
+    def place(key: Key) -> jax.Array:
+        """Padded with zeros to the shape in `definition`. The host holds the array and its
+        shards.
+        """
+        key = Key(*key)
+        letters = letters_of[key.name].removeprefix("L")
+        shape = abstract[key.name].shape[-len(letters) :]
+        dtype, values = np.dtype(dtypes[key.name]), source.arrays[key].read()
+        return meshes.place(
+            lambda index: _copy(values[index], dtype), shape, definition.layout.sharding(letters)
+        )
+
+    return lambda keys: map(place, keys)
+
+
+def _copy(values: np.ndarray, dtype: np.dtype) -> np.ndarray:
+    """A contiguous copy. A CPU device may use its buffer itself; a view would keep the whole array
+    in memory.
+    """
+    if values.dtype != dtype:
+        return np.array(values, dtype, order="C")
+    # Copied as integers: NumPy copies bfloat16 value by value, 15 times slower.
+    return np.array(values.view(f"u{dtype.itemsize}"), order="C").view(dtype)
 
 
 # PyTorch's matrices are [out, in]; in our arrays heads are separate dimensions. These return views

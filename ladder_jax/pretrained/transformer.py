@@ -27,7 +27,7 @@ from ladder_jax.decode.steps import CHUNK
 from ladder_jax.errors import UserError, member
 from ladder_jax.nn import Params
 from ladder_jax.parallel import NamedMesh
-from ladder_jax.pretrained import formats, hub, source, tokenizer_files
+from ladder_jax.pretrained import formats, hub, source
 from ladder_jax.pretrained.formats import Format, open_model
 from ladder_jax.pretrained.huggingface import folder as huggingface
 from ladder_jax.pretrained.source import Key, Source, Stored
@@ -144,7 +144,7 @@ class Transformer(nn.Transformer):
             for array in [params[key.name]]
         }
         folder = getattr(self.tokenizer, "folder", None)  # bytes have none
-        files = {} if folder is None else tokenizer_files.read(folder)
+        files = {} if folder is None else huggingface.tokenizer_files(folder)
         generation = {} if folder is None else huggingface.generation_in(folder)
         return Source("the model in memory", self.config, arrays, self.context, files, generation)
 

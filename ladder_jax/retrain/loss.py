@@ -14,17 +14,19 @@ from ladder_jax.config import ModelConfig, TrainConfig
 from ladder_jax.data.packing import Targets
 from ladder_jax.nn import ModelDef, Params
 from ladder_jax.nn.loss import divergence_sum
-from ladder_jax.nn.parameter import DENSE
+from ladder_jax.nn.parameter import DENSE, LAYERS
 from ladder_jax.nn.transformer import GIVEN
 from ladder_jax.residual import State, Step
-from ladder_jax.retrain import lora, parts
+from ladder_jax.retrain import lora
 from ladder_jax.retrain.conversion import LADDER_FRACTION, Annealed
-from ladder_jax.retrain.plan import ADAPTERS, RetrainPlan
+from ladder_jax.retrain.plan import ADAPTERS, LOWER, RetrainPlan, part_dims, with_side
+from ladder_jax.side import SIDE
 
 
 @dataclasses.dataclass(frozen=True)
 class _PartedModel:
-    """One forward pass over a model whose lowest layers are stacked apart (see parts.py).
+    """One forward pass over a model whose lowest layers are stacked apart (see
+    `plan.split_parts`).
 
     below: how many layers those are. ladder_fraction: float32 [L], None where no layer is being
         converted.
@@ -42,7 +44,7 @@ class _PartedModel:
         """
         if DENSE in self.params:  # then all are one block (config/retrain.py checks it)
             return self.forward.layers(state, extra, params=self.params)[:2]
-        name, offset = (parts.LOWER, 0) if last <= self.below else (parts.LAYERS, self.below)
+        name, offset = (LOWER, 0) if last <= self.below else (LAYERS, self.below)
         stack, dims = self.params[name], self.dims[name]
         if (first - offset, last - offset) != (0, jax.tree.leaves(stack)[0].shape[0]):
             stack = jax.tree.map(lambda a: a[first - offset : last - offset], stack)
@@ -51,9 +53,9 @@ class _PartedModel:
             wire_of = lambda wire, fraction: Annealed(wire.axes, fraction)
             stack = {**stack, GIVEN: self.ladder_fraction[first:last]}
             dims = {**dims, GIVEN: "L"}
-        params, dims = {parts.LAYERS: stack}, {parts.LAYERS: dims}
+        params, dims = {LAYERS: stack}, {LAYERS: dims}
         settings = dict(
-            params=params, dims=dims, ranges={parts.LAYERS: range(first, last)}, wire_of=wire_of
+            params=params, dims=dims, ranges={LAYERS: range(first, last)}, wire_of=wire_of
         )
         return self.forward.layers(state, extra, **settings)[:2]
 
@@ -119,7 +121,7 @@ def loss_sum(
 
     shared_params = frozen.get("model", {}) if plan.shares_weights else {}
     teacher_params = lax.stop_gradient({**shared_params, **frozen.get("teacher", {})})
-    teacher_dims = parts.split_dims(plan.teacher, below=below)
+    teacher_dims = part_dims(plan.teacher, below=below)
     teacher = _PartedModel(forward(plan.teacher), teacher_params, teacher_dims, below)
     # The teacher starts from the student's stream after the layers that compute the same in both.
     if shared:
@@ -177,11 +179,9 @@ def _with_factors(plan: RetrainPlan, trained: Params, frozen: Params) -> tuple[P
     dims = {**plan.frozen_dims.get("model", {}), **plan.trained_dims}
     if plan.lora.rank:
         for tree in (params, dims):
-            tree[parts.LAYERS] = lora.attach(
-                tree[parts.LAYERS], tree.pop(ADAPTERS), scale=plan.lora.scale
-            )
+            tree[LAYERS] = lora.attach(tree[LAYERS], tree.pop(ADAPTERS), scale=plan.lora.scale)
     if plan.side:
-        params, dims = (parts.with_side(tree, tree[parts.SIDE]) for tree in (params, dims))
+        params, dims = (with_side(tree, tree[SIDE]) for tree in (params, dims))
     return params, dims
 
 

@@ -1,9 +1,9 @@
-"""Which of a model's parameters a retraining run trains, and which arrays it keeps frozen beside
-them.
-"""
+"""Which parts of a model a retraining run trains, and which arrays it keeps frozen beside them."""
 
 import dataclasses
 import functools
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,13 +11,15 @@ from flax import nnx
 
 from ladder_jax.config import START, ConversionConfig, DistillConfig, LoraConfig
 from ladder_jax.nn import ModelDef, Params, parameter
+from ladder_jax.nn.parameter import LAYERS
 from ladder_jax.parallel.mesh import ROUTER
 from ladder_jax.retrain import lora as factors
-from ladder_jax.retrain import parts
-from ladder_jax.side import SideModel
+from ladder_jax.side import SIDE, SideModel
 
 ADAPTERS = "adapters"
 """The part of the trained parameters that holds LoRA's factors."""
+LOWER = "lower"
+"""The part that holds the lowest layers, see `split_parts`."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,9 +28,9 @@ class RetrainPlan:
     same mesh; with distill.teacher=start its weights are those that training starts from, so frozen
     parts are stored once for both.
 
-    Frozen parameters are {"model": parts, "teacher": parts} (see parts.py): the model's that no
-    step changes, and the teacher's that are not among them, its matrices but for the routers in the
-    compute dtype. Empty ones are left out.
+    Frozen parameters are {"model": parts, "teacher": parts} (see `split_parts`): the model's that
+    no step changes, and the teacher's that are not among them, its matrices but for the routers in
+    the compute dtype. Empty ones are left out.
     """
 
     definition: ModelDef
@@ -91,9 +93,9 @@ class RetrainPlan:
         is unchanged.
         """
         modules = self.definition.modules
-        ends = self._initial(modules[parts.SIDE], parts.SIDE, seed)
-        blocks = self._initial(modules[parts.LAYERS].side, f"{parts.SIDE}/{parts.LAYERS}", seed)
-        return {parts.SIDE: {**ends, parts.LAYERS: blocks}}
+        ends = self._initial(modules[SIDE], SIDE, seed)
+        blocks = self._initial(modules[LAYERS].side, f"{SIDE}/{LAYERS}", seed)
+        return {SIDE: {**ends, LAYERS: blocks}}
 
     def _initial(self, module: nnx.Module, name: str, seed: int) -> Params:
         layout, config = self.definition.layout, self.definition.config
@@ -129,7 +131,7 @@ class RetrainPlan:
     @functools.cached_property
     def dims(self) -> Params:
         """The dimensions of all the model's parts."""
-        return parts.split_dims(self.definition, below=self.frozen_layers)
+        return part_dims(self.definition, below=self.frozen_layers)
 
     @functools.cached_property
     def _teacher_parts(self) -> tuple[str, ...]:
@@ -137,21 +139,76 @@ class RetrainPlan:
         if self.teacher is None:
             return ()
         if not self.shares_weights:
-            return tuple(parts.split_dims(self.teacher, below=self.frozen_layers))
+            return tuple(part_dims(self.teacher, below=self.frozen_layers))
         return () if self.lora.rank or self.side else tuple(self._pick(self.dims, trained=True))
 
     def _parts(self, params: Params) -> Params:
-        return parts.split(
+        return split_parts(
             params, below=self.frozen_layers, layers=self.definition.config.num_layers
         )
 
     def _pick(self, named: Params, *, trained: bool) -> Params:
-        frozen = ("embedding", parts.LOWER) if self.frozen_layers else ()
+        frozen = ("embedding", LOWER) if self.frozen_layers else ()
         trains = lambda name: (
-            name == parts.SIDE if self.side else not self.lora.rank and name not in frozen
+            name == SIDE if self.side else not self.lora.rank and name not in frozen
         )
         return {name: part for name, part in named.items() if trains(name) is trained}
 
 
 def _without_empty(**trees: Params) -> Params:
     return {name: tree for name, tree in trees.items() if tree}
+
+
+# The parts of a model: its parameters with the lowest layers apart from the others, so that either
+# can be frozen. "lower" holds the stacked layers below a number of them, "layers" those from there
+# on; an empty stack is left out. All other modules keep their names. A side network is one part,
+# "side": its ends, and its blocks, which otherwise stand in the layers, as "layers" in it.
+
+
+def split_parts(params: Params, *, below: int, layers: int) -> Params:
+    """The parts of `params` (arrays, or their shapes), of a model with that many layers."""
+    return _divided(params, below, layers, _sliced)
+
+
+def part_dims(definition: ModelDef, *, below: int) -> Params:
+    """The dimensions of every array in the parts."""
+    return _divided(
+        definition.dims, below, definition.config.num_layers, lambda dims, first, last: dims
+    )
+
+
+def join_parts(parts: Params) -> Params:
+    """The inverse of `split_parts`."""
+    stacks = [parts[name] for name in (LOWER, LAYERS) if name in parts]
+    joined = stacks[0] if len(stacks) == 1 else jax.tree.map(lambda *a: jnp.concatenate(a), *stacks)
+    joined = {**{name: part for name, part in parts.items() if name != LOWER}, LAYERS: joined}
+    return with_side(joined, joined[SIDE]) if SIDE in joined else joined
+
+
+def with_side(params: Params, side: Params) -> Params:
+    """`params` (or their dimensions), in whose layers there are no blocks, with the part `side`."""
+    ends = {name: value for name, value in side.items() if name != LAYERS}
+    return {**params, LAYERS: {**params[LAYERS], SIDE: side[LAYERS]}, SIDE: ends}
+
+
+def _divided(
+    params: Params, below: int, layers: int, take: Callable[[Any, int, int], Any]
+) -> Params:
+    parts = {name: part for name, part in params.items() if name != LAYERS}
+    stack = {name: group for name, group in params[LAYERS].items() if name != SIDE}
+    if SIDE in parts:
+        parts[SIDE] = {**parts[SIDE], LAYERS: params[LAYERS][SIDE]}
+    if below == 0:
+        return {**parts, LAYERS: stack}
+    for name, first, last in ((LOWER, 0, below), (LAYERS, below, layers)):
+        if first < last:
+            parts[name] = jax.tree.map(lambda a: take(a, first, last), stack)
+    return parts
+
+
+def _sliced(array: Any, first: int, last: int) -> Any:
+    if isinstance(array, jax.ShapeDtypeStruct):
+        return jax.ShapeDtypeStruct(
+            (last - first, *array.shape[1:]), array.dtype, sharding=array.sharding
+        )
+    return array[first:last]

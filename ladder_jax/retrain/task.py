@@ -17,11 +17,12 @@ from ladder_jax.config import START, ModelConfig, RunConfig, TrainConfig
 from ladder_jax.data.packing import Targets
 from ladder_jax.errors import UserError
 from ladder_jax.nn import ModelDef, Params
+from ladder_jax.nn.parameter import LAYERS
 from ladder_jax.pretrained import OpenedModel
 from ladder_jax.pretrained.formats import define
 from ladder_jax.processes.agreement import Agreement
-from ladder_jax.retrain import conversion, lora, loss, parts, sources
-from ladder_jax.retrain.plan import ADAPTERS, RetrainPlan
+from ladder_jax.retrain import conversion, lora, loss, sources
+from ladder_jax.retrain.plan import ADAPTERS, RetrainPlan, join_parts
 from ladder_jax.retrain.sources import Sources
 
 
@@ -143,11 +144,9 @@ class Retraining(RetrainPlan):
     def _join(self, trained: Params, frozen: Params) -> Params:
         joined = {**frozen, **trained}
         if self.lora.rank:
-            factors, dims = joined.pop(ADAPTERS), self.dims[parts.LAYERS]
-            joined[parts.LAYERS] = lora.merge(
-                joined[parts.LAYERS], factors, dims=dims, scale=self.lora.scale
-            )
-        return parts.join(joined)
+            factors, dims = joined.pop(ADAPTERS), self.dims[LAYERS]
+            joined[LAYERS] = lora.merge(joined[LAYERS], factors, dims=dims, scale=self.lora.scale)
+        return join_parts(joined)
 
 
 def of_run(

@@ -30,9 +30,16 @@ from ladder_jax.decode.engine import (
     Result,
 )
 from ladder_jax.errors import UserError, unknown
-from ladder_jax.serve import limits
 from ladder_jax.serve.answer import Form
-from ladder_jax.serve.metrics import CLIENT_CLOSED_REQUEST, Metrics
+from ladder_jax.serve.gate import (
+    BODY_BYTES,
+    BODY_SECONDS,
+    CLIENT_CLOSED_REQUEST,
+    CONTENT_TYPE,
+    Gate,
+    Metrics,
+    read_body,
+)
 from ladder_jax.serve.prepare import Terms, prepare
 from ladder_jax.serve.schema import BODIES, GenerationBody, Refusal, dumps, json_response, parse
 
@@ -50,8 +57,8 @@ class Service:
 
     engine: Engine
     terms: Terms
-    body_bytes: int = limits.BODY_BYTES
-    body_seconds: float = limits.BODY_SECONDS
+    body_bytes: int = BODY_BYTES
+    body_seconds: float = BODY_SECONDS
     large_bodies: asyncio.Semaphore = dataclasses.field(
         default_factory=lambda: asyncio.Semaphore(1)
     )
@@ -62,7 +69,7 @@ class Service:
 
     async def answer(self, http: fastapi.Request, kind: type[GenerationBody]) -> Response:
         """A whole answer, or its stream. Raises Refusal or UserError."""
-        content = await limits.read_body(http, most=self.body_bytes, seconds=self.body_seconds)
+        content = await read_body(http, most=self.body_bytes, seconds=self.body_seconds)
         # In a thread: to read and tokenize a long body would block the event loop.
         alone = self.large_bodies if len(content) > SMALL_BODY else contextlib.nullcontext()
         async with alone:
@@ -169,8 +176,8 @@ def _check_pieces(content: bytes, *, most: int) -> None:
 
 def create(
     service: Service, *, key: str | None = None, names: Collection[str] | None = None
-) -> limits.Gate:
-    """key, names: see `limits.Gate`."""
+) -> Gate:
+    """key, names: see `Gate`."""
     # Without the documentation pages, which load scripts from other hosts; /openapi.json describes
     # the paths.
     api = fastapi.FastAPI(
@@ -178,7 +185,7 @@ def create(
     )
     for kind in (HTTPException, UserError, ClientDisconnect, Exception):
         api.add_exception_handler(kind, lambda http, error: _refusal(http, error).response())
-    gate = limits.Gate(api, key=key, names=names, metrics=service.metrics)
+    gate = Gate(api, key=key, names=names, metrics=service.metrics)
     model = {
         "id": service.terms.name,
         "object": "model",
@@ -224,7 +231,7 @@ def create(
 def _described(path: str, kind: type[GenerationBody]) -> dict:
     """The body of a path in /openapi.json; we read it ourselves."""
     place = f"#/paths/{path.replace('/', '~1')}/post/requestBody/content/application~1json/schema/$defs/{{model}}"
-    content = {limits.CONTENT_TYPE: {"schema": kind.model_json_schema(ref_template=place)}}
+    content = {CONTENT_TYPE: {"schema": kind.model_json_schema(ref_template=place)}}
     return {"requestBody": {"required": True, "content": content}}
 
 

@@ -117,5 +117,5 @@ def _job(value: Any, terms: Terms, *, identity: str, seed: int) -> Job:
         prepare(body, terms, seed=seed, now=NO_DATE)[0] if isinstance(body, Chat) else requests
     )
     decides = map(dataclasses.asdict, undated)
-    form.name = jsonl.digest(json.dumps([identity, url, value["body"], *decides], sort_keys=True))
+    form.name = jsonl.digest(identity, url, value["body"], *decides)
     return Job(custom_id, tuple(requests), form.name, form=form)

@@ -18,7 +18,7 @@ from ladder_jax.data.store import Store, sources
 from ladder_jax.data.store import manifest as manifests
 from ladder_jax.data.store.manifest import Manifest
 from ladder_jax.decode.engine import jsonl
-from ladder_jax.evaluate.questions import read_choices, read_questions
+from ladder_jax.evaluate.tasks import read_choices, read_questions
 from ladder_jax.predict import machine
 from ladder_jax.train import folder as runs
 from ladder_jax.train import metrics

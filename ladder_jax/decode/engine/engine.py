@@ -7,8 +7,7 @@ import numpy as np
 
 from ladder_jax.config import DecodeConfig, Launch, Loop, Quantize, check_interleave
 from ladder_jax.decode import memory, weights
-from ladder_jax.decode.engine.handle import Handle
-from ladder_jax.decode.engine.scheduler import Scheduler, Stats
+from ladder_jax.decode.engine.scheduler import Handle, Scheduler, Stats
 from ladder_jax.decode.engine.slots import Slots
 from ladder_jax.decode.generate import parts_of
 from ladder_jax.decode.request import Decoder, Request

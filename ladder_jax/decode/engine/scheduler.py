@@ -1,15 +1,133 @@
-"""Which requests wait, and which slot each running request has. Any thread may use it. Imports no
-jax.
+"""Submitted requests: each by its handle, which its user streams, awaits or cancels; and which of
+them wait, and which slot each running one has. Any thread may use both. Imports no jax.
 """
 
 import collections
 import dataclasses
 import threading
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
-from ladder_jax.decode.engine.handle import Handle
-from ladder_jax.decode.request import Finish, Result
+from ladder_jax.decode.request import (
+    Decoder,
+    Finish,
+    NoNumbers,
+    Piece,
+    Request,
+    Result,
+    TokenSequence,
+)
 from ladder_jax.errors import UserError
+
+type Listener = Callable[[Piece | Result | BaseException], object]
+
+
+class Handle:
+    """Iterating it yields the request's pieces as they come; `result()` waits for the whole.
+
+    Where the engine runs no thread, waiting drives it. An error in the engine is raised in every
+    thread that waits. engine: an `Engine`, of which it needs `threaded`, `step` and `cancel`.
+    """
+
+    def __init__(self, request: Request, *, engine: Any, decoder: Decoder | None):
+        self.request = request
+        self._engine = engine
+        self._sequence = TokenSequence(request, decoder=decoder)
+        self._changed = threading.Condition()
+        # pieces, and at last the result or the error
+        self._events: list[Piece | Result | BaseException] = []
+        self._listeners: list[Listener] = []
+
+    def __repr__(self) -> str:
+        return f"Handle({self._events[-1] if self.done else 'not finished'!r}, of {self.request!r})"
+
+    @property
+    def done(self) -> bool:
+        return bool(self._events) and isinstance(self._events[-1], Result | BaseException)
+
+    def __iter__(self) -> Iterator[Piece]:
+        """All pieces from the first on, at every iteration."""
+        taken = 0
+        while True:
+            self._wait(lambda: len(self._events) > taken)
+            event = self._events[taken]
+            if isinstance(event, Result):
+                return
+            if isinstance(event, BaseException):
+                raise event
+            yield event
+            taken += 1
+
+    def result(self, timeout: float | None = None) -> Result:
+        """Waits, at most `timeout` seconds. Raises TimeoutError after them, NoNumbers, or the
+        engine's error.
+        """
+        self._wait(lambda: self.done, timeout)
+        outcome = self._events[-1]
+        if isinstance(outcome, BaseException):
+            raise outcome
+        return outcome
+
+    def subscribe(self, listener: Listener) -> None:
+        """Calls `listener` with each piece from the first on, and at last with the result or the
+        error.
+
+        It is called in the thread that moves the request on, which waits for it: it must only pass
+        on its argument, for example to an event loop, and neither block nor raise.
+        """
+        with self._changed:
+            for event in self._events:
+                listener(event)
+            self._listeners.append(listener)
+
+    def cancel(self) -> None:
+        """Ends the request as "cancelled" with its tokens so far: at once if it is queued, else at
+        the next round.
+        """
+        self._engine.cancel(self)
+
+    def take(
+        self, tokens: Sequence[int], logprobs: Sequence[float] | None
+    ) -> Result | NoNumbers | None:
+        """For the engine: the next tokens. Returns the outcome that it should `post`, None for
+        none.
+
+        Tokens after its end are dropped.
+        """
+        piece, outcome = self._sequence.take(tokens, logprobs)
+        if piece:
+            self.post(piece)
+        return outcome
+
+    def cancelled(self) -> Result:
+        """For the engine: the outcome of the tokens so far."""
+        piece, result = self._sequence.end(Finish.CANCELLED)
+        if piece:
+            self.post(piece)
+        return result
+
+    def post(self, event: Piece | Result | BaseException) -> None:
+        """For the engine: what the request's user hears next; a result or an error ends the
+        request.
+        """
+        with self._changed:
+            self._events.append(event)
+            self._changed.notify_all()
+            for listener in self._listeners:
+                listener(event)
+
+    def _wait(self, ready, timeout=None):
+        deadline = None if timeout is None else time.monotonic() + timeout
+        while not ready():
+            left = None if deadline is None else deadline - time.monotonic()
+            if left is not None and left <= 0:
+                raise TimeoutError(f"the request did not finish in {timeout} seconds")
+            if self._engine.threaded:
+                with self._changed:
+                    self._changed.wait_for(ready, left)
+            else:
+                self._engine.step()
 
 
 class QueueFull(UserError):

@@ -10,11 +10,11 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from ladder_jax.data.tokenizer import json_object
+from ladder_jax.data.tokenizer import MAIN, json_object
 from ladder_jax.errors import RunFailed, UserError
-from ladder_jax.pretrained import source, tokenizer_files
-from ladder_jax.pretrained.huggingface import config, tensors, weights
-from ladder_jax.pretrained.huggingface.tensors import Tensor
+from ladder_jax.pretrained import source
+from ladder_jax.pretrained.huggingface import config, weights
+from ladder_jax.pretrained.huggingface.weights import Tensor
 from ladder_jax.pretrained.source import Source, Stored
 from ladder_jax.progress import progress
 
@@ -24,6 +24,40 @@ PICKLES = (".bin", ".pt", ".pth")
 SHARD_BYTES = 5 * 10**9
 """About transformers' own limit. A larger model is written as several files and an index."""
 DEFAULT_CONTEXT = 2048  # tokens, if the source has no context
+TOKENIZER_CONFIG = "tokenizer_config.json"
+TOKENIZER_FILES = (
+    MAIN,
+    TOKENIZER_CONFIG,
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.jinja",
+    "tokenizer.model",  # SentencePiece's own, which tokenizer.json repeats
+    "vocab.json",
+    "merges.txt",
+)
+"""What a Source carries into an export: no program and no foreign file.
+
+Exported Ladder models are opened with trust_remote_code=True. That would also run a program that
+the original tokenizer names (`auto_map`). And copying a link would publish the file that it points
+to.
+"""
+_FAST = "PreTrainedTokenizerFast"
+"""Transformers' class that needs only tokenizer.json, for any model family."""
+_FAMILIES = (
+    "CodeLlama",
+    "Cohere",
+    "GPT2",
+    "GPTNeoX",
+    "Gemma",
+    "Llama",
+    "Qwen2",
+    "Qwen3",
+    "PreTrained",
+)
+_CLASSES = {f"{family}Tokenizer{fast}" for family in _FAMILIES for fast in ("", "Fast")} | {
+    "TokenizersBackend"
+}
+"""Transformers' own tokenizer classes."""
 
 
 def read(folder: pathlib.Path) -> Source:
@@ -41,7 +75,7 @@ def read(folder: pathlib.Path) -> Source:
         model=model,
         arrays=weights.arrays(folder, model, stored(folder)),
         context=config.context(told, where=str(folder / CONFIG)),
-        files=tokenizer_files.read(folder),
+        files=tokenizer_files(folder),
         generation={**tokens, **generation_in(folder)},
         refit=source.refit_in(folder),
     )
@@ -49,7 +83,47 @@ def read(folder: pathlib.Path) -> Source:
 
 def generation_in(folder: pathlib.Path) -> dict[str, Any]:
     """The settings in generation_config.json, if it is there."""
-    return read_object(folder / GENERATION) if tokenizer_files.has_file(folder, GENERATION) else {}
+    return read_object(folder / GENERATION) if _has_file(folder, GENERATION) else {}
+
+
+def tokenizer_files(folder: pathlib.Path) -> dict[str, bytes]:
+    """The contents of those `TOKENIZER_FILES` that are in `folder`, by name. Raises UserError for
+    links that lead out of it.
+    """
+    files = {
+        name: (folder / name).read_bytes() for name in TOKENIZER_FILES if _has_file(folder, name)
+    }
+    if TOKENIZER_CONFIG in files:
+        where, content = folder / TOKENIZER_CONFIG, files[TOKENIZER_CONFIG]
+        files[TOKENIZER_CONFIG] = _without_programs(content, where=where, fast=MAIN in files)
+    return files
+
+
+def _has_file(folder: pathlib.Path, name: str) -> bool:
+    """Whether `folder` contains the file `name`. Raises UserError for a link that leads out of the
+    folder.
+
+    In the Hugging Face hub's cache, all files are links from `snapshots/REVISION` into `blobs`.
+    """
+    file, real = folder / name, folder.resolve()
+    allowed = [real, *([real.parents[1] / "blobs"] if real.parent.name == "snapshots" else [])]
+    if file.is_symlink() and not any(file.resolve().is_relative_to(root) for root in allowed):
+        raise UserError(
+            f"{str(file)!r} leads out of its folder, and an export copies no such file: put a copy there"
+        )
+    return file.is_file()
+
+
+def _without_programs(content: bytes, *, where: pathlib.Path, fast: bool) -> bytes:
+    """tokenizer_config.json without `auto_map` and unknown classes. fast: whether there is a
+    tokenizer.json.
+    """
+    told = json_object(content, where=where)
+    kept: dict[str, Any] = {name: value for name, value in told.items() if name != "auto_map"}
+    if "tokenizer_class" in kept and str(kept["tokenizer_class"]) not in _CLASSES:
+        kept.pop("tokenizer_class")
+        kept |= {"tokenizer_class": _FAST} if fast else {}
+    return content if kept == told else _to_json(kept)
 
 
 def read_object(file: pathlib.Path) -> dict[str, Any]:
@@ -68,7 +142,7 @@ def stored(folder: pathlib.Path) -> dict[str, Tensor]:
     if not (folder / INDEX).is_file():
         if not (folder / WEIGHTS).is_file():
             raise UserError(_no_weights(folder))
-        return tensors.tensors(folder / WEIGHTS)
+        return weights.tensors_in(folder / WEIGHTS)
     listed = read_object(folder / INDEX).get("weight_map")
     if not isinstance(listed, dict) or not all(isinstance(name, str) for name in listed.values()):
         raise UserError(f"{str(folder / INDEX)!r} has no weight_map")
@@ -76,7 +150,7 @@ def stored(folder: pathlib.Path) -> dict[str, Tensor]:
     for name in sorted(set(listed.values())):
         if pathlib.PurePath(name).name != name:
             raise UserError(f"{str(folder / INDEX)!r} names a file outside its folder: {name!r}")
-        all_tensors |= tensors.tensors(folder / name)
+        all_tensors |= weights.tensors_in(folder / name)
     return all_tensors
 
 
@@ -119,10 +193,8 @@ def _files(exported: Source, described: dict[str, Any]) -> dict[str, bytes]:
         files[GENERATION] = _to_json(dict(exported.generation))
     if described["model_type"] == config.LADDER:
         files[config.MODELING] = pathlib.Path(__file__).with_name(config.MODELING).read_bytes()
-        if tokenizer_files.MAIN in files:
-            files[tokenizer_files.CONFIG] = _with_class(
-                exported.path, files.get(tokenizer_files.CONFIG, b"{}")
-            )
+        if MAIN in files:
+            files[TOKENIZER_CONFIG] = _with_class(exported.path, files.get(TOKENIZER_CONFIG, b"{}"))
     return files
 
 
@@ -130,19 +202,19 @@ def _with_class(where: str, content: bytes) -> bytes:
     """tokenizer_config.json with a `tokenizer_class`: AutoTokenizer has no default class for our
     model_type.
     """
-    told = json_object(content, where=pathlib.Path(where, tokenizer_files.CONFIG))
-    return _to_json({"tokenizer_class": tokenizer_files.FAST, **told})
+    told = json_object(content, where=pathlib.Path(where, TOKENIZER_CONFIG))
+    return _to_json({"tokenizer_class": _FAST, **told})
 
 
 def _write_tensors(folder: pathlib.Path, pending: Mapping[str, Stored]) -> None:
-    shards = list(tensors.shards(pending, limit=SHARD_BYTES))
+    shards = list(weights.shards(pending, limit=SHARD_BYTES))
     weight_map = {}
     with progress(len(pending), label="written {done}/{total} tensors") as update:
         for index, shard in enumerate(shards, start=1):
             file = (
                 WEIGHTS if len(shards) == 1 else f"model-{index:05}-of-{len(shards):05}.safetensors"
             )
-            for name in tensors.write(folder / file, shard):
+            for name in weights.write_tensors(folder / file, shard):
                 weight_map[name] = file
                 update(len(weight_map), "")
     if len(shards) > 1:
@@ -154,7 +226,7 @@ def _compare(folder: pathlib.Path, pending: Mapping[str, Stored]) -> None:
     """Raises RunFailed if a tensor reads back with other values than were written."""
     written = stored(folder)
     for name, tensor in pending.items():
-        if not tensors.same(written[name].read(), tensor.read()):
+        if not weights.same(written[name].read(), tensor.read()):
             raise RunFailed(
                 f"{str(written[name].file)!r}: {name} reads back with other values than were written"
             )

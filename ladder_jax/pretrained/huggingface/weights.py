@@ -1,31 +1,42 @@
-"""Which tensors of a Hugging Face folder hold which of our arrays, in both directions.
+"""The weights of a Hugging Face folder: safetensors files
+(https://huggingface.co/docs/safetensors), read and written one array at a time, and which of their
+tensors hold which of our arrays.
 
-Both use rotary embedding in rotate-half form, so queries and keys need no permutation.
+The `safetensors` library only checks a file's header. It would write whole shards at once, and map
+a file to read it: a mapped file that is truncated, or whose disk fails, ends the process with
+SIGBUS.
+
+Both sides use rotary embedding in rotate-half form, so queries and keys need no permutation.
 """
 
 import dataclasses
 import functools
 import itertools
+import json
 import math
 import pathlib
 from collections.abc import Iterator, Mapping
 
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 
 from ladder_jax.config import ModelConfig
-from ladder_jax.errors import UserError
+from ladder_jax.errors import UserError, needed
 from ladder_jax.pretrained import source
-from ladder_jax.pretrained.huggingface import tensors
-from ladder_jax.pretrained.huggingface.tensors import Tensor
-from ladder_jax.pretrained.source import Key, Source, Stored
+from ladder_jax.pretrained.source import Key, Source, Stored, from_file
 
-OUTSIDE_LAYERS = {
+_DTYPES = {
+    "F32": np.dtype(np.float32),
+    "F16": np.dtype(np.float16),
+    "BF16": np.dtype(ml_dtypes.bfloat16),
+}
+_OUTSIDE_LAYERS = {
     "embedding/table": "model.embed_tokens.weight",
     "final_norm/scale": "model.norm.weight",
     "head/table": "lm_head.weight",
 }
-IN_LAYER = {
+_IN_LAYER = {
     "attention_norm/scale": "input_layernorm.weight",
     "attention/query": "self_attn.q_proj.weight",
     "attention/key": "self_attn.k_proj.weight",
@@ -53,8 +64,104 @@ IN_LAYER = {
     "mlp/shared/down": "mlp.shared_expert.down_proj.weight",
     "mlp/shared/share": "mlp.shared_expert_gate.weight",
 }
-MIXTRAL = {"mlp.": "block_sparse_moe.", "gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
+_MIXTRAL = {"mlp.": "block_sparse_moe.", "gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
 """What Mixtral calls experts and their router."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Tensor:
+    """A tensor in a file. `read` returns its values; raises UserError if the file cannot be read or
+    was cut short.
+    """
+
+    file: pathlib.Path
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    offset: int
+
+    def read(self) -> np.ndarray:
+        return from_file(self.file, self.dtype, math.prod(self.shape), offset=self.offset).reshape(
+            self.shape
+        )
+
+
+def tensors_in(file: pathlib.Path) -> dict[str, Tensor]:
+    """The tensors in a file by name. Raises UserError if the file is missing or damaged, or a dtype
+    is unsupported.
+    """
+    library = _library()
+    try:
+        # compares the header with the file's length
+        with library.safe_open(file, framework="numpy"):
+            pass
+        with open(file, "rb") as content:
+            length = int.from_bytes(content.read(8), "little")
+            header = json.loads(content.read(length))
+    except FileNotFoundError:
+        raise UserError(f"there is no file {str(file)!r}") from None
+    except (library.SafetensorError, OSError, ValueError, RecursionError) as error:
+        reason = " ".join(str(error).split())[:200]
+        raise UserError(f"{str(file)!r} is not a whole safetensors file: {reason}") from None
+    header.pop("__metadata__", None)
+    by_name = {}
+    for name, entry in header.items():
+        if entry["dtype"] not in _DTYPES:
+            raise UserError(
+                f"{str(file)!r}: {name} is stored as {entry['dtype']} (allowed: {', '.join(_DTYPES)};"
+                " quantized weights have to be dequantized first)"
+            )
+        offset = 8 + length + entry["data_offsets"][0]
+        by_name[name] = Tensor(file, tuple(entry["shape"]), _DTYPES[entry["dtype"]], offset)
+    return by_name
+
+
+def write_tensors(file: pathlib.Path, pending: Mapping[str, Stored]) -> Iterator[str]:
+    """Write the tensors in order. Yields each name after its values are written."""
+    names = {dtype: name for name, dtype in _DTYPES.items()}
+    header, offset = {"__metadata__": {"format": "pt"}}, 0
+    for name, tensor in pending.items():
+        extent = [offset, offset := offset + tensor.nbytes]
+        header[name] = {
+            "dtype": names[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": extent,
+        }
+    encoded = json.dumps(header, separators=(",", ":")).encode()
+    encoded += b" " * (-len(encoded) % 8)  # values begin at a multiple of 8
+    with open(file, "wb") as content:
+        content.write(len(encoded).to_bytes(8, "little") + encoded)
+        for name, tensor in pending.items():
+            content.write(_bytes(tensor.read()))
+            yield name
+
+
+def shards(pending: Mapping[str, Stored], *, limit: int) -> Iterator[dict[str, Stored]]:
+    """Split the tensors, in order, into shards of at most `limit` bytes, but at least one
+    tensor.
+    """
+    shard, size = {}, 0
+    for name, tensor in pending.items():
+        if shard and size + tensor.nbytes > limit:
+            yield shard
+            shard, size = {}, 0
+        shard[name] = tensor
+        size += tensor.nbytes
+    yield shard
+
+
+def same(a: np.ndarray, b: np.ndarray) -> bool:
+    """Whether shape, dtype and every bit are equal."""
+    return (a.shape, a.dtype) == (b.shape, b.dtype) and _bytes(a) == _bytes(b)
+
+
+def _bytes(array: np.ndarray) -> memoryview:
+    return np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
+
+
+def _library():
+    with needed("Hugging Face models need the safetensors package", extra="hf"):
+        import safetensors
+    return safetensors
 
 
 def _forms(
@@ -67,11 +174,11 @@ def _forms(
     for key, ours in source.expected_shapes(model).items():
         each = dims[key.name].removeprefix("E")
         if key.layer is None:
-            yield key, ours, each, [OUTSIDE_LAYERS[key.name]]
+            yield key, ours, each, [_OUTSIDE_LAYERS[key.name]]
             continue
-        theirs = IN_LAYER[key.name.partition("/")[2]]
+        theirs = _IN_LAYER[key.name.partition("/")[2]]
         if mixtral and ("experts" in theirs or "mlp.gate." in theirs):
-            for old, new in MIXTRAL.items():
+            for old, new in _MIXTRAL.items():
                 theirs = theirs.replace(old, new)
         theirs = f"model.layers.{key.layers(model)[key.layer]}.{theirs}"
         count = ours[0] if dims[key.name].startswith("E") else 1
@@ -156,10 +263,10 @@ def _check_rest(
     extra = sorted(
         name for name in found.keys() - used if not name.endswith(".rotary_emb.inv_freq")
     )
-    head, table = (OUTSIDE_LAYERS[name] for name in ("head/table", "embedding/table"))
+    head, table = (_OUTSIDE_LAYERS[name] for name in ("head/table", "embedding/table"))
     if model.tie_embeddings and head in extra:
         extra.remove(head)
-        if not tensors.same(found[head].read(), found[table].read()):
+        if not same(found[head].read(), found[table].read()):
             raise UserError(
                 f"{str(found[head].file)!r}: {head} differs from the embedding, though tie_word_embeddings is true"
             )

@@ -1,5 +1,5 @@
-"""What is refused before a request is looked at: by names, key, shutdown, and the size and time of
-its body.
+"""What every request passes before the application: it is counted and timed, for Prometheus, and may
+be refused, by names, key, shutdown, and the size and time of its body.
 
 Names protect against DNS rebinding: a web page can make its own host name resolve to 127.0.0.1. Its
 requests then come from this machine, and the browser treats them as of the same origin. But their
@@ -7,28 +7,113 @@ headers contain the page's host name.
 """
 
 import asyncio
+import contextlib
 import hmac
 import ipaddress
 import re
 import socket
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 
 import fastapi
+import prometheus_client
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client.core import CounterMetricFamily, Metric
 from starlette.datastructures import Headers
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.responses import Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from ladder_jax.decode.engine import Engine
 from ladder_jax.errors import UserError
-from ladder_jax.serve.metrics import Metrics
 from ladder_jax.serve.schema import BODIES, Refusal
 
 BODY_BYTES = 4 * 2**20
 BODY_SECONDS = 30.0
 CONTENT_TYPE = "application/json"
 LOCAL = ("localhost", "127.0.0.1", "[::1]")
-NAME = re.compile(r"(https?://)?(\[[0-9a-f:.]+\]|[^:/?#@\[\]]+?)\.?(:\d+)?")
+_NAME = re.compile(r"(https?://)?(\[[0-9a-f:.]+\]|[^:/?#@\[\]]+?)\.?(:\d+)?")
 """Of an origin, or of a host: http://NAME:PORT, NAME:PORT."""
-POLL = 0.05  # seconds
+_POLL = 0.05  # seconds
+_BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
+"""Upper bounds of histograms' buckets."""
+CLIENT_CLOSED_REQUEST = 499
+"""nginx's status for a client that disconnected."""
+
+
+class Metrics:
+    """The metrics of one server, in its own registry: requests by status, durations, and the
+    engine's counters.
+
+    paths: those that are counted by name. Others count as "other", so that clients cannot add
+        series.
+    """
+
+    def __init__(self, engine: Engine, *, paths: tuple[str, ...]):
+        self._engine = engine
+        self._paths = paths
+        self._registry = CollectorRegistry()
+        common = dict(namespace="ladder_jax", registry=self._registry)
+        self._requests = Counter(
+            "requests", "Answered HTTP requests.", ["path", "status"], **common
+        )
+        self._seconds = Histogram(
+            "request_duration_seconds",
+            "From a request's head to its last byte.",
+            ["path"],
+            buckets=_BUCKETS,
+            **common,
+        )
+        self.first_token = Histogram(
+            "time_to_first_token_seconds",
+            "From submission to the first token.",
+            buckets=_BUCKETS,
+            **common,
+        )
+        queued = Gauge("queued", "Prompts that wait for a slot.", **common)
+        queued.set_function(lambda: engine.stats().queued)
+        running = Gauge("running", "Slots in use.", **common)
+        running.set_function(lambda: engine.stats().running)
+        Gauge("slots", "Slots.", **common).set(engine.slots)
+        self._registry.register(self)
+        prometheus_client.ProcessCollector(registry=self._registry)
+
+    @contextlib.contextmanager
+    def request(self, path: str, send: Send) -> Iterator[Send]:
+        """Counts and times a request. Gives `send` that notes the answer's status."""
+        path = path if path in self._paths else "other"
+        status = CLIENT_CLOSED_REQUEST
+        begun = time.perf_counter()
+
+        async def noting(message: Message) -> None:
+            nonlocal status
+            status = message.get("status", status)
+            await send(message)
+
+        try:
+            yield noting
+        finally:
+            self._requests.labels(path, status).inc()
+            self._seconds.labels(path).observe(time.perf_counter() - begun)
+
+    def response(self) -> Response:
+        text = prometheus_client.generate_latest(self._registry)
+        return Response(text, media_type=prometheus_client.CONTENT_TYPE_LATEST)
+
+    def collect(self) -> Iterator[Metric]:
+        """The engine's counters, when Prometheus asks."""
+        stats = self._engine.stats()
+        yield CounterMetricFamily(
+            "ladder_jax_prompt_tokens", "Tokens of prompts that got a slot.", stats.prompt_tokens
+        )
+        yield CounterMetricFamily(
+            "ladder_jax_new_tokens", "New tokens of finished prompts.", stats.new_tokens
+        )
+        finished = CounterMetricFamily(
+            "ladder_jax_finished", "Prompts that have ended, and why.", labels=["reason"]
+        )
+        for reason, count in stats.finished.items():
+            finished.add_metric([reason], count)
+        yield finished
 
 
 def check_key(key: str) -> None:
@@ -81,7 +166,7 @@ class Gate:
         """
         deadline = time.monotonic() + seconds
         while self.active and time.monotonic() < deadline and not unless():
-            time.sleep(POLL)
+            time.sleep(_POLL)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         with self._metrics.request(scope["path"], send) as counted_send:
@@ -109,7 +194,7 @@ class Gate:
     def _check_names(self, headers: Headers) -> None:
         for header, status in (("host", 421), ("origin", 403)):
             for value in headers.getlist(header):
-                found = NAME.fullmatch(value.lower())
+                found = _NAME.fullmatch(value.lower())
                 is_origin = bool(found and found[1])
                 if not found or found[2] not in self._names or is_origin != (header == "origin"):
                     names = ", ".join(sorted(self._names))
