@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from ladder_jax import cli, decode, nn, parallel
-from ladder_jax.bench import measure, result, work
+from ladder_jax.bench import measure, result
 from ladder_jax.bench import request as requests
 from ladder_jax.config import Loop, preset
 from ladder_jax.decode import weights
@@ -136,7 +136,7 @@ def test_one_ranks_share(told):
     whole = shard("tiny", tensor=8, num_layers=1, residual="ladder")
     for row in found["rows"]:
         assert row["bytes_per_step"] == bytes_by_hand(8, batch=1, layers=1)
-        assert row["prefill_flops"] == work.prefill_flops(whole, rows=1, prompt_length=8)
+        assert row["prefill_flops"] == measure.prefill_flops(whole, rows=1, prompt_length=8)
 
 
 # The presets' shapes by hand: tiny is D 128, 8 heads of 16, 4 key/value heads, F 352, V 256,
@@ -163,7 +163,7 @@ def shard(name, *, tensor=1, **changes):
 @pytest.mark.parametrize("tensor", [1, 4, 8])
 def test_decode_bytes(tensor):
     one = shard("tiny", tensor=tensor, num_layers=2, residual="standard")
-    assert work.decode_bytes(one, rows=3, prompt_length=8, new_tokens=5) == bytes_by_hand(
+    assert measure.decode_bytes(one, rows=3, prompt_length=8, new_tokens=5) == bytes_by_hand(
         tensor, batch=3
     )
 
@@ -174,7 +174,7 @@ def test_decode_bytes_of_a_tied_table():
     layer = 576 * (2 * 576 + 2 * 192 + 3 * 1536)
     cache = 2 * 5 * 192 * (10 + 4 / 2)
     expected = 2 * (layer + 49152 * 576 + 5 * 576 + cache) + 4 * 3 * 576
-    assert work.decode_bytes(tied, rows=5, prompt_length=10, new_tokens=4) == expected
+    assert measure.decode_bytes(tied, rows=5, prompt_length=10, new_tokens=4) == expected
 
 
 @pytest.mark.parametrize("name, rows, prompt", [("ladder-1b", 2, 256), ("smollm2-135m", 2, 128)])
@@ -193,14 +193,14 @@ def test_prefill_flops_are_the_compilers(name, rows, prompt):
     # Attention on a CPU computes the masked half of the scores too.
     heads = one.config.num_heads * one.config.head_dim
     masked = rows * heads * 4 * prompt * (prompt - 1) / 2
-    assert work.prefill_flops(ours, rows=rows, prompt_length=prompt) == pytest.approx(
+    assert measure.prefill_flops(ours, rows=rows, prompt_length=prompt) == pytest.approx(
         counted - masked, rel=0.02
     )
 
 
 def test_prefill_flops_are_split():
-    whole = work.prefill_flops(shard("tiny"), rows=2, prompt_length=16)
-    quarter = work.prefill_flops(shard("tiny", tensor=4), rows=2, prompt_length=16)
+    whole = measure.prefill_flops(shard("tiny"), rows=2, prompt_length=16)
+    quarter = measure.prefill_flops(shard("tiny", tensor=4), rows=2, prompt_length=16)
     padding = 2 * 2 * 128 * (128 - 256 // 4)  # of the head, whose shares are multiples of 128 rows
     assert quarter == whole / 4 + padding
 
