@@ -388,7 +388,7 @@ VERBS = {
     "bench": Verb(
         "Time prefill and decode of residual topologies in turns, and hold them to the device's own limits.",
         "ladder-jax bench --model llama-3.2-1b --residual standard,ladder --batch 1,16 --plot speed.png",
-        "ladder_jax.bench.command:run",
+        "ladder_jax.bench.result:run",
         {
             "--model MODEL": needed("a preset, or any model; weights are random"),
             "--residual NAME[,NAME]": needed("standard, ladder, ladder-fresh, ..."),
