@@ -314,7 +314,7 @@ VERBS = {
     "overlap": Verb(
         "Compile for a target that need not be here, and say how much of the communication is hidden.",
         "ladder-jax overlap --model llama-3-70b --target v5p:2x2x2 --phase decode --residual ladder --layers 4",
-        "ladder_jax.overlap.command:run",
+        "ladder_jax.overlap.result:run",
         {
             **MODEL,
             "--target TARGET": needed("v5e:2x4, v5p:2x2x2, v6e:2x4, tpu7x:2x2x1, h100:8, b200:8"),

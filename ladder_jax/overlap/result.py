@@ -1,4 +1,4 @@
-"""The result of `ladder-jax overlap`: read from the compiler's record, as JSON, and for a
+"""The verb `overlap`, and its result: read from the compiler's record, as JSON, and for a
 terminal.
 """
 
@@ -6,7 +6,10 @@ import dataclasses
 from collections import Counter
 from collections.abc import Sequence
 
+from ladder_jax import files, terminal
 from ladder_jax.config import CollectiveMatmul, Phase
+from ladder_jax.overlap import compile as compiling
+from ladder_jax.overlap import picture
 from ladder_jax.overlap import request as requests
 from ladder_jax.overlap.compile import Record
 from ladder_jax.overlap.request import Request
@@ -16,12 +19,28 @@ from ladder_jax.schedule.report import Report, Status, Transfer, hidden, hidden_
 from ladder_jax.schedule.shards import Parameters
 from ladder_jax.terminal import Table
 
+OPTIONS = [field.name for field in dataclasses.fields(requests.Request) if field.name != "shape"]
 FORMS = {
     CollectiveMatmul.NONE: "",
     CollectiveMatmul.COMPILER: ", the compiler's collective matmul",
     CollectiveMatmul.RING: ", ring collective matmul",
 }
 GIB = 2**30
+
+
+def run(args: dict) -> None:
+    """Print the report. An invalid argument raises UserError before anything is compiled or
+    written.
+    """
+    files.check_picture("plot", args["plot"])
+    files.check_writable("trace", args["trace"], endings=(".json",))
+    request = requests.make(**{name: args[name] for name in OPTIONS})
+    answer = read(request, compiling.compiled(request))
+    if args["plot"]:
+        picture.plot(request, file=args["plot"])
+    if args["trace"]:
+        picture.trace(request, file=args["trace"])
+    terminal.answer(answer, as_json=args["json"])
 
 
 @dataclasses.dataclass(frozen=True)
