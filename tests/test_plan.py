@@ -12,7 +12,7 @@ import pytest
 from ladder_jax import cli, nn, parallel
 from ladder_jax.config import ExpertParallelism, Interleave, MeshConfig, Remat, load, preset
 from ladder_jax.errors import UserError
-from ladder_jax.plan import command, confirm, memory, plans, request, speed
+from ladder_jax.plan import confirm, memory, plans, request, speed
 from ladder_jax.plan.confirm import Confirmed
 from ladder_jax.plan.request import Candidate
 from ladder_jax.schedule import shards
@@ -318,7 +318,7 @@ def test_what_the_compiler_refuses_gives_way_to_the_next(monkeypatch):
     found = plans.answer(request.make(**LARGE), compiled=1)
     assert [plan.candidate for plan in found.refused] == asked[:2]
     assert found.plans[0].candidate == asked[2]
-    lines = [line for line in command.lines(found) if isinstance(line, str)]
+    lines = [line for line in plans.lines(found) if isinstance(line, str)]
     assert "it fits (90.0 GiB, compiled)" in lines[1]
     assert sum("too large" in line for line in lines) == 2
 
@@ -326,7 +326,7 @@ def test_what_the_compiler_refuses_gives_way_to_the_next(monkeypatch):
 def test_nothing_fits():
     wanted = request.make(model="llama-3.1-405b", target="v5e:2x2", tokens=4096, sequence=2048)
     found = plans.answer(wanted, compiled=1)
-    cure, reason, *_ = command.lines(found)
+    cure, reason, *_ = plans.lines(found)
     assert found.plans == ()
     assert cure.startswith("nothing fits: take more devices")
     assert " candidates the small" in reason

@@ -359,7 +359,7 @@ VERBS = {
         "Say which meshes, remat policies and microbatches of a training step fit a target's memory, the fastest"
         " first.",
         "ladder-jax plan --model llama-3-70b --target v5p:4x4x4 --tokens 4194304 --sequence 8192",
-        "ladder_jax.plan.command:run",
+        "ladder_jax.plan.plans:run",
         {
             "--model MODEL": needed("a preset, such as llama-3-70b, a config file, or any model"),
             "--target TARGET": needed(
