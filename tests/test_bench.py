@@ -16,8 +16,8 @@ from ladder_jax.bench import measure, result
 from ladder_jax.bench import request as requests
 from ladder_jax.config import Loop, preset
 from ladder_jax.decode import weights
+from ladder_jax.predict import measure as limits
 from ladder_jax.predict.work import Model
-from ladder_jax.schedule import roofline
 
 ASKED = "--model tiny --residual standard,ladder --prompt-length 8 --new-tokens 5 --warmup 1 --repeats 2".split()
 
@@ -85,7 +85,7 @@ def test_the_rows_can_be_recomputed(answer):
 
 def test_what_is_copied_fits_into_the_devices_memory():
     """A CPU's array is of 128 MiB, or an eighth of what is free."""
-    copied = lambda room: roofline.copy_bandwidth(jax.devices()[0], room=room, samples=1).array
+    copied = lambda room: limits.copy_bandwidth(jax.devices()[0], room=room, samples=1).array
     assert copied(8 << 20) == "1 MiB of uint32"
     assert copied(None) == copied(16 << 30) == "128 MiB of uint32"
 
@@ -94,7 +94,7 @@ def test_what_is_copied_fits_into_the_devices_memory():
 def told(capsys, monkeypatch):
     """What the command prints, in this process and with given ceilings."""
     for name in ("copy_bandwidth", "matmul_peak"):
-        monkeypatch.setattr(roofline, name, lambda *_, **__: CEILING)
+        monkeypatch.setattr(measure, name, lambda *_, **__: CEILING)
     monkeypatch.setenv("COLUMNS", "80")
 
     def run(words):
@@ -245,14 +245,12 @@ def test_repeated_products_neither_grow_nor_vanish(monkeypatch):
     machines.
     """
     made = []
-    monkeypatch.setattr(
-        roofline, "_rates", lambda step, x, **_: made.append(step(step(x))) or (1.0,)
-    )
-    roofline.matmul_peak(jax.devices()[0], dtype="float32")
+    monkeypatch.setattr(limits, "_rates", lambda step, x, **_: made.append(step(step(x))) or (1.0,))
+    limits.matmul_peak(jax.devices()[0], dtype="float32")
     assert float(made[0].std()) == pytest.approx(len(made[0]) ** -0.5, rel=0.05)
 
 
-CEILING = roofline.Ceiling((90e9, 100e9), "an array")
+CEILING = limits.Ceiling((90e9, 100e9), "an array")
 
 
 def fabricated(*samples, residuals=("standard", "ladder"), interleaves=(1,)):
@@ -339,7 +337,7 @@ MISTAKES = {
 
 @pytest.mark.parametrize("words", MISTAKES)
 def test_mistakes_are_one_line_and_measure_nothing(words, mistake, monkeypatch):
-    monkeypatch.setattr(roofline, "copy_bandwidth", None)
+    monkeypatch.setattr(measure, "copy_bandwidth", None)
     assert MISTAKES[words] in mistake(
         "bench", *ASKED, "--out", "speed.json", "--plot", "speed.png", *words.split()
     )
@@ -352,7 +350,7 @@ def test_running_out_of_memory_is_one_line(mistake, monkeypatch):
         )
 
     for name in ("copy_bandwidth", "matmul_peak"):
-        monkeypatch.setattr(roofline, name, lambda *_, **__: CEILING)
+        monkeypatch.setattr(measure, name, lambda *_, **__: CEILING)
     monkeypatch.setattr(measure, "random_weights", exhausted)
     said = mistake("bench", *ASKED, "--out", "speed.json")
     assert said.startswith(

@@ -21,10 +21,9 @@ from ladder_jax.config import Loop
 from ladder_jax.decode import memory, sampling, weights
 from ladder_jax.decode import steps as decoding
 from ladder_jax.nn import ModelDef, Params
+from ladder_jax.predict.measure import Ceiling, copy_bandwidth, matmul_peak
 from ladder_jax.predict.program import steps_of
 from ladder_jax.predict.work import Block, Kernel, Model
-from ladder_jax.schedule import roofline
-from ladder_jax.schedule.roofline import Ceiling
 
 INSTEAD = "ask for a smaller --batch or --prompt-length, fewer --layers, or more --tensor devices"
 
@@ -73,8 +72,8 @@ def measure(request: Request, *, mesh: Mesh, advance: Advance) -> Measurement:
     timed = samples(request, mesh=mesh, advance=advance)
     device = mesh.devices.flat[0]
     advance("the device's own limits")
-    copy = roofline.copy_bandwidth(device, room=memory.room(device, devices=mesh.size))
-    matmul = roofline.matmul_peak(device, dtype=request.shape.dtype.value)
+    copy = copy_bandwidth(device, room=memory.room(device, devices=mesh.size))
+    matmul = matmul_peak(device, dtype=request.shape.dtype.value)
     return Measurement(copy, matmul, timed)
 
 

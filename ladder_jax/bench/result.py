@@ -16,7 +16,7 @@ from ladder_jax.terminal import Table, number
 
 if TYPE_CHECKING:
     from ladder_jax.bench.measure import Measurement, Samples
-    from ladder_jax.schedule.roofline import Ceiling
+    from ladder_jax.predict.measure import Ceiling
 
 PACKAGES = ("ladder-jax", "jax", "jaxlib", "flax")
 # a CPU's is jaxlib
