@@ -22,7 +22,7 @@ from ladder_jax.plan.request import Candidate
 from ladder_jax.predict import machine, work
 from ladder_jax.predict import model as speeds
 from ladder_jax.predict import request as predict_requests
-from ladder_jax.schedule import grouped, hlo, shards, traffic
+from ladder_jax.schedule import cost, grouped, hlo, shards
 from ladder_jax.schedule.cost import Costs
 from ladder_jax.schedule.grouped import Experts, Form
 
@@ -76,7 +76,7 @@ def counted(line, experts):
 def test_a_kernel_computes_its_own_rows_and_reads_the_chosen_experts(line, moved):
     program, one = counted(line, Experts(QWEN.moe, 8))
     assert one.flops == 2 * ROWS / 8 * D * M and one.bytes == pytest.approx(moved)
-    assert traffic.bytes_moved(program, experts=Experts(QWEN.moe, 8)) == round(moved)
+    assert cost.bytes_moved(program, experts=Experts(QWEN.moe, 8)) == round(moved)
     flops = Costs(program, experts=Experts(QWEN.moe, 8)).matmul_flops(
         program.entry.instructions[-1]
     )

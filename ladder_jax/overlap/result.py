@@ -13,7 +13,7 @@ from ladder_jax.overlap import picture
 from ladder_jax.overlap import request as requests
 from ladder_jax.overlap.compile import Record
 from ladder_jax.overlap.request import Request
-from ladder_jax.schedule import grouped, hlo, judge, shards, traffic
+from ladder_jax.schedule import cost, grouped, hlo, judge, shards
 from ladder_jax.schedule.grouped import Form
 from ladder_jax.schedule.report import Report, Status, Transfer, hidden, hidden_bytes
 from ladder_jax.schedule.shards import Parameters
@@ -70,7 +70,7 @@ class Result:
         all_reduces, asynchronous, hidden, merged, exposed: of the sublayers' reductions, and of the
             gathers and scatters of a split stream; all_to_alls, all_to_alls_hidden: of the experts'
             rows.
-        bytes_accessed: counted by `schedule.traffic`.
+        bytes_accessed: counted by `schedule.cost.bytes_moved`.
         bytes_accessed_by_compiler: the compiler's own count, null if it gives none. It counts a
             loop's body once, a prefetched array up to three times, and on TPUs a cache that
             attention reads once five times.
@@ -223,7 +223,7 @@ def read(request: Request, record: Record) -> Result:
     report = judge.read(
         program, sublayer_flops=requests.sublayer_flops(request, form=form), experts=experts
     )
-    return Result(request, record, report, traffic.bytes_moved(program, experts=experts), form)
+    return Result(request, record, report, cost.bytes_moved(program, experts=experts), form)
 
 
 def _transfers(transfers: Sequence[Transfer]) -> str:
