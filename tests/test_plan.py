@@ -15,7 +15,7 @@ from ladder_jax.errors import UserError
 from ladder_jax.plan import confirm, memory, plans, request, speed
 from ladder_jax.plan.confirm import Confirmed
 from ladder_jax.plan.request import Candidate
-from ladder_jax.schedule import shards
+from ladder_jax.schedule import models
 from ladder_jax.train import out_of_memory
 from ladder_jax.train.run import _memory_explained
 from tests import cases
@@ -183,7 +183,7 @@ def test_what_exchanged_experts_compute_by_hand():
     capacity 1.25.
     """
     d, tokens = 2048, 2 * 4096
-    layer = shards.shard(preset(MOE["model"]), ranks=4)
+    layer = models.shard(preset(MOE["model"]), ranks=4)
     wanted = request.make(**MOE, capacity=1.25, residual="ladder")
     attention = 2 * tokens * layer.attention + 2 * 2 * 4 * 128 * 4096 * 4097
     experts = 2 * 3 * ROWS * d * 1408 + 2 * tokens / 4 * d * 60 + 2 * 3 * tokens * d * 5632 / 4

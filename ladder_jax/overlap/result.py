@@ -13,10 +13,10 @@ from ladder_jax.overlap import picture
 from ladder_jax.overlap import request as requests
 from ladder_jax.overlap.compile import Record
 from ladder_jax.overlap.request import Request
-from ladder_jax.schedule import cost, grouped, hlo, judge, shards
+from ladder_jax.schedule import cost, grouped, hlo, judge, models
 from ladder_jax.schedule.grouped import Form
+from ladder_jax.schedule.models import Parameters
 from ladder_jax.schedule.report import Report, Status, Transfer, hidden, hidden_bytes
-from ladder_jax.schedule.shards import Parameters
 from ladder_jax.terminal import Table
 
 OPTIONS = [field.name for field in dataclasses.fields(requests.Request) if field.name != "shape"]
@@ -102,7 +102,7 @@ class Result:
 
     @property
     def parameters(self) -> Parameters:
-        return shards.parameters(self.request.config)
+        return models.parameters(self.request.config)
 
     @property
     def fits(self) -> bool | None:

@@ -14,7 +14,7 @@ from ladder_jax.plan.confirm import Confirmed, confirm
 from ladder_jax.plan.memory import Memory
 from ladder_jax.plan.request import Candidate, Request, candidates
 from ladder_jax.plan.speed import Speed
-from ladder_jax.schedule import shards
+from ladder_jax.schedule import models
 from ladder_jax.terminal import Table
 
 # parameters of `requests.make`
@@ -136,7 +136,7 @@ def as_dict(answer: Answer) -> dict:
         "model": request.name,
         "target": request.target.name,
         "residual": request.config.residual,
-        "parameters": (count := shards.parameters(request.config)).held,
+        "parameters": (count := models.parameters(request.config)).held,
         "parameters_active": count.active,
         "tokens": request.tokens,
         "sequence": request.sequence,
@@ -176,7 +176,7 @@ def lines(answer: Answer) -> list:
     model = f"{request.name}, {request.config.residual}, {request.config.num_layers} layers"
     title = f"{model} on {request.target.name}{room};"
     if request.config.moe is not None:
-        count = shards.parameters(request.config)
+        count = models.parameters(request.config)
         title += f" {count.active / 1e9:.3g} of {count.held / 1e9:.3g} billion parameters active;"
     title += f" {request.tokens:,} tokens a step, in sequences of {request.sequence:,}"
     if not answer.plans:
