@@ -9,20 +9,10 @@ from ladder_jax.schedule import models
 from ladder_jax.splits import check_divides, check_tensor
 from ladder_jax.words import positive, words
 
+# parameters of `make`
 OPTIONS = (
-    *(
-        "model",
-        "residual",
-        "batch",
-        "interleave",
-        "prompt_length",
-        "new_tokens",
-        "tensor",
-        "warmup",
-        "repeats",
-    ),
-    *("layers", "share"),
-)  # parameters of `make`
+    "model residual batch interleave prompt_length new_tokens tensor warmup repeats layers share"
+).split()
 
 
 @dataclasses.dataclass(frozen=True)

@@ -12,32 +12,22 @@ from ladder_jax.predict.request import BASELINE
 from ladder_jax.predict.result import SAME, WORTH, Result, Row, described, in_turn
 from ladder_jax.terminal import Table, number
 
+# parameters of `requests.make`
 OPTIONS = (
-    *(
-        "model",
-        "hardware",
-        "tensor",
-        "batch",
-        "prompt_length",
-        "new_tokens",
-        "residual",
-        "ladder_layers",
-        "layers",
-    ),
-    *("phase", "sequence", "launch", "interleave", "experts", "capacity"),
-)  # parameters of `requests.make`
+    "model hardware tensor batch prompt_length new_tokens residual ladder_layers layers phase"
+    " sequence launch interleave experts capacity"
+).split()
 COLUMNS = (
-    *(
-        "residual",
-        "tokens/s",
-        "speed-up",
-        "over NCCL",
-        "prefill ms",
-        "step ms",
-        "exposed",
-        "hidden",
-    ),
-    *("all-reduce", "launch"),
+    "residual",
+    "tokens/s",
+    "speed-up",
+    "over NCCL",
+    "prefill ms",
+    "step ms",
+    "exposed",
+    "hidden",
+    "all-reduce",
+    "launch",
 )
 OF_A_PHASE = (
     "residual",
