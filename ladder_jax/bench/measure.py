@@ -1,6 +1,6 @@
-"""Time the residuals in turns within one process, so that drift affects all of them alike; and count
-the minimum traffic and compute of one device, the numerators of the shares of copy bandwidth and
-matmul rate.
+"""Time the residuals in turns within one process, so that drift affects all of them alike; and
+count the minimum traffic and compute of one device, the numerators of the shares of copy bandwidth
+and matmul rate.
 """
 
 import dataclasses
