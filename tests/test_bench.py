@@ -12,12 +12,12 @@ import numpy as np
 import pytest
 
 from ladder_jax import cli, decode, nn, parallel
-from ladder_jax.bench import measure, result, work
+from ladder_jax.bench import measure, result
 from ladder_jax.bench import request as requests
 from ladder_jax.config import Loop, preset
 from ladder_jax.decode import weights
+from ladder_jax.predict import measure as limits
 from ladder_jax.predict.work import Model
-from ladder_jax.schedule import roofline
 
 ASKED = "--model tiny --residual standard,ladder --prompt-length 8 --new-tokens 5 --warmup 1 --repeats 2".split()
 
@@ -85,7 +85,7 @@ def test_the_rows_can_be_recomputed(answer):
 
 def test_what_is_copied_fits_into_the_devices_memory():
     """A CPU's array is of 128 MiB, or an eighth of what is free."""
-    copied = lambda room: roofline.copy_bandwidth(jax.devices()[0], room=room, samples=1).array
+    copied = lambda room: limits.copy_bandwidth(jax.devices()[0], room=room, samples=1).array
     assert copied(8 << 20) == "1 MiB of uint32"
     assert copied(None) == copied(16 << 30) == "128 MiB of uint32"
 
@@ -94,7 +94,7 @@ def test_what_is_copied_fits_into_the_devices_memory():
 def told(capsys, monkeypatch):
     """What the command prints, in this process and with given ceilings."""
     for name in ("copy_bandwidth", "matmul_peak"):
-        monkeypatch.setattr(roofline, name, lambda *_, **__: CEILING)
+        monkeypatch.setattr(measure, name, lambda *_, **__: CEILING)
     monkeypatch.setenv("COLUMNS", "80")
 
     def run(words):
@@ -136,7 +136,7 @@ def test_one_ranks_share(told):
     whole = shard("tiny", tensor=8, num_layers=1, residual="ladder")
     for row in found["rows"]:
         assert row["bytes_per_step"] == bytes_by_hand(8, batch=1, layers=1)
-        assert row["prefill_flops"] == work.prefill_flops(whole, rows=1, prompt_length=8)
+        assert row["prefill_flops"] == measure.prefill_flops(whole, rows=1, prompt_length=8)
 
 
 # The presets' shapes by hand: tiny is D 128, 8 heads of 16, 4 key/value heads, F 352, V 256,
@@ -163,7 +163,7 @@ def shard(name, *, tensor=1, **changes):
 @pytest.mark.parametrize("tensor", [1, 4, 8])
 def test_decode_bytes(tensor):
     one = shard("tiny", tensor=tensor, num_layers=2, residual="standard")
-    assert work.decode_bytes(one, rows=3, prompt_length=8, new_tokens=5) == bytes_by_hand(
+    assert measure.decode_bytes(one, rows=3, prompt_length=8, new_tokens=5) == bytes_by_hand(
         tensor, batch=3
     )
 
@@ -174,7 +174,7 @@ def test_decode_bytes_of_a_tied_table():
     layer = 576 * (2 * 576 + 2 * 192 + 3 * 1536)
     cache = 2 * 5 * 192 * (10 + 4 / 2)
     expected = 2 * (layer + 49152 * 576 + 5 * 576 + cache) + 4 * 3 * 576
-    assert work.decode_bytes(tied, rows=5, prompt_length=10, new_tokens=4) == expected
+    assert measure.decode_bytes(tied, rows=5, prompt_length=10, new_tokens=4) == expected
 
 
 @pytest.mark.parametrize("name, rows, prompt", [("ladder-1b", 2, 256), ("smollm2-135m", 2, 128)])
@@ -193,14 +193,14 @@ def test_prefill_flops_are_the_compilers(name, rows, prompt):
     # Attention on a CPU computes the masked half of the scores too.
     heads = one.config.num_heads * one.config.head_dim
     masked = rows * heads * 4 * prompt * (prompt - 1) / 2
-    assert work.prefill_flops(ours, rows=rows, prompt_length=prompt) == pytest.approx(
+    assert measure.prefill_flops(ours, rows=rows, prompt_length=prompt) == pytest.approx(
         counted - masked, rel=0.02
     )
 
 
 def test_prefill_flops_are_split():
-    whole = work.prefill_flops(shard("tiny"), rows=2, prompt_length=16)
-    quarter = work.prefill_flops(shard("tiny", tensor=4), rows=2, prompt_length=16)
+    whole = measure.prefill_flops(shard("tiny"), rows=2, prompt_length=16)
+    quarter = measure.prefill_flops(shard("tiny", tensor=4), rows=2, prompt_length=16)
     padding = 2 * 2 * 128 * (128 - 256 // 4)  # of the head, whose shares are multiples of 128 rows
     assert quarter == whole / 4 + padding
 
@@ -245,14 +245,12 @@ def test_repeated_products_neither_grow_nor_vanish(monkeypatch):
     machines.
     """
     made = []
-    monkeypatch.setattr(
-        roofline, "_rates", lambda step, x, **_: made.append(step(step(x))) or (1.0,)
-    )
-    roofline.matmul_peak(jax.devices()[0], dtype="float32")
+    monkeypatch.setattr(limits, "_rates", lambda step, x, **_: made.append(step(step(x))) or (1.0,))
+    limits.matmul_peak(jax.devices()[0], dtype="float32")
     assert float(made[0].std()) == pytest.approx(len(made[0]) ** -0.5, rel=0.05)
 
 
-CEILING = roofline.Ceiling((90e9, 100e9), "an array")
+CEILING = limits.Ceiling((90e9, 100e9), "an array")
 
 
 def fabricated(*samples, residuals=("standard", "ladder"), interleaves=(1,)):
@@ -339,7 +337,7 @@ MISTAKES = {
 
 @pytest.mark.parametrize("words", MISTAKES)
 def test_mistakes_are_one_line_and_measure_nothing(words, mistake, monkeypatch):
-    monkeypatch.setattr(roofline, "copy_bandwidth", None)
+    monkeypatch.setattr(measure, "copy_bandwidth", None)
     assert MISTAKES[words] in mistake(
         "bench", *ASKED, "--out", "speed.json", "--plot", "speed.png", *words.split()
     )
@@ -352,7 +350,7 @@ def test_running_out_of_memory_is_one_line(mistake, monkeypatch):
         )
 
     for name in ("copy_bandwidth", "matmul_peak"):
-        monkeypatch.setattr(roofline, name, lambda *_, **__: CEILING)
+        monkeypatch.setattr(measure, name, lambda *_, **__: CEILING)
     monkeypatch.setattr(measure, "random_weights", exhausted)
     said = mistake("bench", *ASKED, "--out", "speed.json")
     assert said.startswith(

@@ -16,7 +16,6 @@ from ladder_jax.parallel import Overlap
 from ladder_jax.predict import calibrate, machine, measure
 from ladder_jax.predict.machine import Kernel, Link, Ring
 from ladder_jax.predict.measure import Reduced, Timing
-from ladder_jax.schedule import roofline
 
 
 @pytest.fixture(scope="module")
@@ -101,9 +100,9 @@ def ceilings(monkeypatch):
     """Sets what a copy and a matmul are measured to reach."""
 
     def reach(*samples):
-        found = roofline.Ceiling(samples, "an array")
-        monkeypatch.setattr(roofline, "copy_bandwidth", lambda *_, **__: found)
-        monkeypatch.setattr(roofline, "matmul_peak", lambda *_, **__: found)
+        found = measure.Ceiling(samples, "an array")
+        monkeypatch.setattr(measure, "copy_bandwidth", lambda *_, **__: found)
+        monkeypatch.setattr(measure, "matmul_peak", lambda *_, **__: found)
 
     return reach
 

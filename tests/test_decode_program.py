@@ -9,13 +9,14 @@ import json
 import pytest
 
 from ladder_jax import cli, decode, nn, parallel
+from ladder_jax.bench import measure
 from ladder_jax.config import Loop, Phase, Quantize
 from ladder_jax.decode import Choice, steps
 from ladder_jax.decode.engine import Engine, Request
 from ladder_jax.overlap import programs
 from ladder_jax.overlap import request as requests
 from ladder_jax.parallel import Compiled
-from ladder_jax.schedule import cost, hlo, roofline
+from ladder_jax.schedule import cost, hlo
 from ladder_jax.schedule.collectives import KINDS
 from tests import cases, starts
 
@@ -160,7 +161,7 @@ def test_bench_times_the_audited_programs(lowered, monkeypatch):
     call.
     """
     for name in ("copy_bandwidth", "matmul_peak"):
-        monkeypatch.setattr(roofline, name, lambda *_, **__: roofline.Ceiling((1.0,), "an array"))
+        monkeypatch.setattr(measure, name, lambda *_, **__: measure.Ceiling((1.0,), "an array"))
     words = f"bench --model tiny --layers {LAYERS} --residual ladder --batch {SLOTS} --prompt-length {PROMPT}"
     assert (
         cli.main([*words.split(), *"--new-tokens 17 --tensor 8 --warmup 1 --repeats 1".split()])

@@ -22,7 +22,7 @@ from ladder_jax.plan.request import Candidate
 from ladder_jax.predict import machine, work
 from ladder_jax.predict import model as speeds
 from ladder_jax.predict import request as predict_requests
-from ladder_jax.schedule import grouped, hlo, shards, traffic
+from ladder_jax.schedule import cost, grouped, hlo, models
 from ladder_jax.schedule.cost import Costs
 from ladder_jax.schedule.grouped import Experts, Form
 
@@ -76,7 +76,7 @@ def counted(line, experts):
 def test_a_kernel_computes_its_own_rows_and_reads_the_chosen_experts(line, moved):
     program, one = counted(line, Experts(QWEN.moe, 8))
     assert one.flops == 2 * ROWS / 8 * D * M and one.bytes == pytest.approx(moved)
-    assert traffic.bytes_moved(program, experts=Experts(QWEN.moe, 8)) == round(moved)
+    assert cost.bytes_moved(program, experts=Experts(QWEN.moe, 8)) == round(moved)
     flops = Costs(program, experts=Experts(QWEN.moe, 8)).matmul_flops(
         program.entry.instructions[-1]
     )
@@ -130,19 +130,17 @@ def test_how_many_experts_are_chosen(experts, top_k, tokens):
     each = list(itertools.combinations(range(experts), top_k))
     counts = [len(set(itertools.chain(*one))) for one in itertools.product(each, repeat=tokens)]
     expected = fractions.Fraction(sum(counts), len(counts) * experts)
-    assert shards.chosen(MoEConfig(experts=experts, top_k=top_k), tokens=tokens) == pytest.approx(
-        float(expected)
-    )
+    assert MoEConfig(experts=experts, top_k=top_k).chosen(tokens) == pytest.approx(float(expected))
 
 
 def test_parameters_held_and_active():
-    found = shards.parameters(QWEN)
+    found = models.parameters(QWEN)
     assert (round(found.held / 1e9, 1), round(found.active / 1e9, 2)) == (30.5, 3.35)
     for name, dense in (("tiny-moe", 0), ("qwen1.5-moe-a2.7b", 0), ("tiny-moe", 2)):
         one = preset(name, num_layers=3, vocab_size=256)
         one = dataclasses.replace(one, moe=dataclasses.replace(one.moe, dense_layers=dense))
         definition = nn.define(one, mesh=parallel.make_mesh())
-        config, count = definition.config, shards.parameters(definition.config)
+        config, count = definition.config, models.parameters(definition.config)
         leaves = zip(
             jax.tree.leaves(definition.abstract), jax.tree.leaves(definition.dims), strict=True
         )
@@ -151,7 +149,7 @@ def test_parameters_held_and_active():
             count.active
             == nn.model_def.matrix_elements(definition) + config.vocab_size * config.d_model
         )
-    dense = shards.parameters(preset("tiny"))
+    dense = models.parameters(preset("tiny"))
     assert dense.held == dense.active
 
 
@@ -201,7 +199,7 @@ def test_predicted_kernels():
     assert kernels["down"].weights == pytest.approx(CHOSEN * M * D * 2)
     assert kernels["sort"].activations == 2 * 16 * K * D * 2
     assert list(kernels) == ["norm", "router", "sort", "gate, up", "activate", "down", "add up"]
-    layer = shards.shard(QWEN, ranks=8)
+    layer = models.shard(QWEN, ranks=8)
     cache = 48 * 2 * 16 * 2048 * 128 * 2
     tables = 2 * layer.vocabulary * D * 2
     held = 48 * (layer.attention + D * E + 16 * 3 * D * M) * 2
@@ -273,7 +271,7 @@ def test_plan_holds_all_and_computes_the_active():
         model="qwen3-30b-a3b", target="v5p:4x4x4", tokens=64 * 4096, sequence=4096
     )
     one = Candidate(MeshConfig(fsdp=16, tensor=4), Remat.NONE, False, 1, 4)
-    shard = shards.shard(QWEN, ranks=4)
+    shard = models.shard(QWEN, ranks=4)
     held = 48 * (shard.attention + D * E + 32 * 3 * D * M) + 2 * shard.vocabulary * D
     assert memory.estimate(one, request=request).state == 12 * (held // 16)
     forward, recomputed = plan_speed.flops(one, request=request)

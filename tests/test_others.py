@@ -10,7 +10,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from ladder_jax import parallel, residual, schedule
-from ladder_jax.schedule import hlo, judge, traffic
+from ladder_jax.schedule import cost, hlo, judge
 from ladder_jax.scopes import TOKEN_LOOP
 from tests.test_schedule import MATMUL, WINDOW
 
@@ -127,7 +127,7 @@ def test_a_token_loop_counts_one_token():
     assert schedule.audit(text).all_reduces == 5
     program, unnamed = hlo.parse(text), hlo.parse(text.replace(TOKEN_LOOP, "loop"))
     assert schedule.audit(text.replace(TOKEN_LOOP, "loop")).all_reduces == 35
-    assert traffic.bytes_moved(unnamed) > 5 * traffic.bytes_moved(program)
+    assert cost.bytes_moved(unnamed) > 5 * cost.bytes_moved(program)
 
 
 NAMED = """

@@ -12,10 +12,10 @@ import pytest
 from ladder_jax import cli, nn, parallel
 from ladder_jax.config import ExpertParallelism, Interleave, MeshConfig, Remat, load, preset
 from ladder_jax.errors import UserError
-from ladder_jax.plan import command, confirm, memory, plans, request, speed
+from ladder_jax.plan import confirm, memory, plans, request, speed
 from ladder_jax.plan.confirm import Confirmed
 from ladder_jax.plan.request import Candidate
-from ladder_jax.schedule import shards
+from ladder_jax.schedule import models
 from ladder_jax.train.run import _memory_explained, out_of_memory
 from tests import cases
 
@@ -182,7 +182,7 @@ def test_what_exchanged_experts_compute_by_hand():
     capacity 1.25.
     """
     d, tokens = 2048, 2 * 4096
-    layer = shards.shard(preset(MOE["model"]), ranks=4)
+    layer = models.shard(preset(MOE["model"]), ranks=4)
     wanted = request.make(**MOE, capacity=1.25, residual="ladder")
     attention = 2 * tokens * layer.attention + 2 * 2 * 4 * 128 * 4096 * 4097
     experts = 2 * 3 * ROWS * d * 1408 + 2 * tokens / 4 * d * 60 + 2 * 3 * tokens * d * 5632 / 4
@@ -317,7 +317,7 @@ def test_what_the_compiler_refuses_gives_way_to_the_next(monkeypatch):
     found = plans.answer(request.make(**LARGE), compiled=1)
     assert [plan.candidate for plan in found.refused] == asked[:2]
     assert found.plans[0].candidate == asked[2]
-    lines = [line for line in command.lines(found) if isinstance(line, str)]
+    lines = [line for line in plans.lines(found) if isinstance(line, str)]
     assert "it fits (90.0 GiB, compiled)" in lines[1]
     assert sum("too large" in line for line in lines) == 2
 
@@ -325,7 +325,7 @@ def test_what_the_compiler_refuses_gives_way_to_the_next(monkeypatch):
 def test_nothing_fits():
     wanted = request.make(model="llama-3.1-405b", target="v5e:2x2", tokens=4096, sequence=2048)
     found = plans.answer(wanted, compiled=1)
-    cure, reason, *_ = command.lines(found)
+    cure, reason, *_ = plans.lines(found)
     assert found.plans == ()
     assert cure.startswith("nothing fits: take more devices")
     assert " candidates the small" in reason

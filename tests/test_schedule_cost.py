@@ -9,7 +9,7 @@ import pytest
 
 from ladder_jax import schedule
 from ladder_jax.hardware import HARDWARE
-from ladder_jax.schedule import cost, hlo, timeline, traffic
+from ladder_jax.schedule import cost, hlo, timeline
 from tests.hlo import RANKS, SUBLAYER, SUBLAYERS, UNROLLED, D, F, T, parsed, text
 
 
@@ -101,11 +101,11 @@ LINES
 )
 def test_bytes_moved(lines, moved):
     body = "\n".join("  " + line for line in lines.split("|"))
-    assert traffic.bytes_moved(hlo.parse(MOVES.replace("LINES", body))) == moved
+    assert cost.bytes_moved(hlo.parse(MOVES.replace("LINES", body))) == moved
 
 
 def test_a_loop_moves_its_bytes_every_turn():
-    once, looped = (traffic.bytes_moved(parsed(name)) for name in ("tpu7x-unrolled", "tpu7x-scan"))
+    once, looped = (cost.bytes_moved(parsed(name)) for name in ("tpu7x-unrolled", "tpu7x-scan"))
     weights = SUBLAYERS * 2 * D * F // RANKS * 2
     # Both copy each layer out of the stack: read, written, read again, and a little for
     # activations.

@@ -1,7 +1,11 @@
-"""Time the residuals in turns within one process, so that drift affects all of them alike."""
+"""Time the residuals in turns within one process, so that drift affects all of them alike; and
+count the minimum traffic and compute of one device, the numerators of the shares of copy bandwidth
+and matmul rate.
+"""
 
 import dataclasses
 import functools
+import itertools
 import time
 import zlib
 from collections.abc import Callable, Iterable, Sequence
@@ -12,15 +16,14 @@ import numpy as np
 from jax.sharding import Mesh
 
 from ladder_jax import decode, nn
-from ladder_jax.bench import work
 from ladder_jax.bench.request import Request, Variant
 from ladder_jax.config import Loop
 from ladder_jax.decode import memory, sampling, weights
 from ladder_jax.decode import steps as decoding
 from ladder_jax.nn import ModelDef, Params
-from ladder_jax.predict.work import Model
-from ladder_jax.schedule import roofline
-from ladder_jax.schedule.roofline import Ceiling
+from ladder_jax.predict.measure import Ceiling, copy_bandwidth, matmul_peak
+from ladder_jax.predict.program import steps_of
+from ladder_jax.predict.work import Block, Kernel, Model
 
 INSTEAD = "ask for a smaller --batch or --prompt-length, fewer --layers, or more --tensor devices"
 
@@ -34,7 +37,8 @@ class Samples:
     the same round.
 
     prefill: from the prompt to the first token. decode: of the following new_tokens - 1 steps.
-    step_bytes, prefill_flops: minimum traffic and compute of one device (see `work`).
+    step_bytes, prefill_flops: minimum traffic and compute of one device (`decode_bytes`,
+    `prefill_flops`).
     """
 
     residual: str
@@ -68,8 +72,8 @@ def measure(request: Request, *, mesh: Mesh, advance: Advance) -> Measurement:
     timed = samples(request, mesh=mesh, advance=advance)
     device = mesh.devices.flat[0]
     advance("the device's own limits")
-    copy = roofline.copy_bandwidth(device, room=memory.room(device, devices=mesh.size))
-    matmul = roofline.matmul_peak(device, dtype=request.shape.dtype.value)
+    copy = copy_bandwidth(device, room=memory.room(device, devices=mesh.size))
+    matmul = matmul_peak(device, dtype=request.shape.dtype.value)
     return Measurement(copy, matmul, timed)
 
 
@@ -117,9 +121,40 @@ def _samples(
 ) -> Samples:
     model = Model(request.config(variant.residual), request.tensor)
     shape = dict(rows=batch, prompt_length=request.prompt_length)
-    step_bytes = work.decode_bytes(model, new_tokens=request.new_tokens, **shape)
-    flops = work.prefill_flops(model, **shape)
+    step_bytes = decode_bytes(model, new_tokens=request.new_tokens, **shape)
+    flops = prefill_flops(model, **shape)
     return Samples(variant.residual, batch, *zip(*timings), step_bytes, flops, variant.interleave)
+
+
+def decode_bytes(model: Model, *, rows: int, prompt_length: int, new_tokens: int) -> float:
+    """Bytes that a device must read and write in a decode step, as a mean over a generation's
+    steps: the weights, of experts those that the rows choose if all are evenly loaded; the tokens'
+    rows of the embedding table; and the filled part of the cache. Activations and logits do not
+    count.
+    """
+    block = model.decode_step(rows=rows, prompt_length=prompt_length, new_tokens=new_tokens)
+    return sum(kernel.weights + kernel.cache for kernel in _kernels(model, block))
+
+
+def prefill_flops(model: Model, *, rows: int, prompt_length: int) -> int:
+    """Floating-point operations of a device's matmuls in a prefill, two per multiply-add. Logits
+    are of each row's last position. The masked half of attention does not count, even if a kernel
+    computes it.
+    """
+    block = model.prefill(rows=rows, prompt_length=prompt_length)
+    return round(sum(kernel.flops for kernel in _kernels(model, block)))
+
+
+def _kernels(model: Model, block: Block) -> list[Kernel]:
+    """Those of the speed model: a key/value head that several devices share counts on each of them,
+    and the vocabulary's padding counts too. Biases and norms of queries and keys do not.
+    """
+    steps = steps_of(model.config)
+    sublayers = [*(step.early for step in steps if step.early), *(step.sublayers for step in steps)]
+    return [
+        *itertools.chain.from_iterable(model.step(one, block) for one in sublayers),
+        *model.ends(block),
+    ]
 
 
 def _generation(

@@ -5,24 +5,14 @@ import itertools
 
 from ladder_jax.config import ModelConfig, check_halves, parse_residual
 from ladder_jax.config.fields import check
-from ladder_jax.schedule import models, shards
+from ladder_jax.schedule import models
 from ladder_jax.splits import check_divides, check_tensor
 from ladder_jax.words import positive, words
 
+# parameters of `make`
 OPTIONS = (
-    *(
-        "model",
-        "residual",
-        "batch",
-        "interleave",
-        "prompt_length",
-        "new_tokens",
-        "tensor",
-        "warmup",
-        "repeats",
-    ),
-    *("layers", "share"),
-)  # parameters of `make`
+    "model residual batch interleave prompt_length new_tokens tensor warmup repeats layers share"
+).split()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,7 +67,7 @@ class Request:
         ranks = self.tensor if parse_residual(residual).depends_on_ranks else None
         changes = dict(num_layers=self.depth, residual=residual, ladder_layers=None, ranks=ranks)
         config = dataclasses.replace(self.shape, **changes)
-        return shards.single_rank(config, ranks=self.share) if self.share else config
+        return models.single_rank(config, ranks=self.share) if self.share else config
 
     @property
     def depth(self) -> int:

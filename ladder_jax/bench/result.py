@@ -1,14 +1,26 @@
-"""The result of `ladder-jax bench`: as JSON, and for a terminal."""
+"""The verb `bench`, and its result: as JSON, for a terminal, and as a picture."""
+
+from __future__ import annotations
 
 import dataclasses
+import itertools
+import platform
 import statistics
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
-from ladder_jax.bench.measure import Measurement, Samples
+from ladder_jax import files, pyplot, python, terminal
+from ladder_jax.bench import request as requests
 from ladder_jax.bench.request import Request, Variant
-from ladder_jax.schedule.roofline import Ceiling
 from ladder_jax.terminal import Table, number
 
+if TYPE_CHECKING:
+    from ladder_jax.bench.measure import Measurement, Samples
+    from ladder_jax.predict.measure import Ceiling
+
+PACKAGES = ("ladder-jax", "jax", "jaxlib", "flax")
+# a CPU's is jaxlib
+COMPILERS = {"tpu": ("libtpu",), "gpu": ("jax-cuda13-plugin", "jax-cuda12-plugin")}
 SETTINGS = ("tensor", "share", "prompt_length", "new_tokens", "warmup", "repeats")
 COLUMNS = (
     "batch",
@@ -22,7 +34,49 @@ COLUMNS = (
     "TFLOP/s",
     "of matmul",
 )
+PANELS = (
+    ("tokens_per_second", "tokens/s", 1),
+    ("bandwidth_share", "% of the copy's bandwidth", 100),
+)
 OVERHEAD = "a ratio here is a topology's overhead, not its speed-up"
+
+
+def run(args: dict) -> None:
+    """Print the result. An invalid argument raises UserError before anything is measured or
+    written.
+    """
+    files.check_writable("out", args["out"])
+    files.check_picture("plot", args["plot"])
+    request = requests.make(**{name: args[name] for name in requests.OPTIONS})
+
+    import jax  # after the arguments are checked, because it takes seconds
+
+    from ladder_jax.bench import measure
+    from ladder_jax.parallel import make_mesh
+    from ladder_jax.progress import progress
+
+    request = requests.on_devices(request, count=jax.device_count())
+    mesh = make_mesh(tensor=request.tensor)
+    with progress(measure.steps(request)) as update:
+        done = itertools.count()
+        measurement = measure.measure(
+            request, mesh=mesh, advance=lambda label: update(next(done), label)
+        )
+    device = mesh.devices.flat[0]
+    answer = Result(
+        request=request,
+        measurement=measurement,
+        device=f"{platform.machine()} CPU" if device.platform == "cpu" else device.device_kind,
+        devices=jax.device_count(),
+        versions={
+            "python": platform.python_version(),
+            **python.versions(*PACKAGES, *COMPILERS.get(device.platform, ())),
+        },
+        platform=device.platform,
+    )
+    terminal.answer(answer, as_json=args["json"], out=args["out"])
+    if args["plot"]:
+        _plot(answer, file=args["plot"])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -140,7 +194,7 @@ class Result:
             *self.verdict,
             *(f"note: {notice}" for notice in self.notices),
             f"{self.title}; {shape}",
-            table(self.rows),
+            _table(self.rows),
             f"copy      {_ceiling(self.measurement.copy, 1e9, 'GB/s')}",
             f"matmul    {_ceiling(self.measurement.matmul, 1e12, 'TFLOP/s')}",
             "versions  "
@@ -198,7 +252,7 @@ def _ratio(phase: str, baseline: Sequence[float], seconds: Sequence[float]) -> d
     return {name: statistics.median(each), **_range(name, each)}
 
 
-def table(rows: list[dict]) -> Table:
+def _table(rows: list[dict]) -> Table:
     cells = [
         (
             str(row["batch"]),
@@ -220,3 +274,44 @@ def table(rows: list[dict]) -> Table:
 def _ceiling(ceiling: Ceiling, scale: float, unit: str) -> str:
     low = number(min(ceiling.rates) / scale)
     return f"{number(ceiling.best / scale)} {unit}, the best of {len(ceiling.rates)} (the worst {low}): {ceiling.array}"
+
+
+def _plot(answer: Result, *, file: str) -> None:
+    """Tokens per second above and the share of the copy's bandwidth below, with one column per
+    batch. Bars are medians, error bars the range over the repeats. The file's ending sets the
+    format.
+    """
+    plt = pyplot.load()
+    names, batches = [one.name for one in answer.request.variants], answer.request.batches
+    size = (1.6 + len(batches) * max(1.8, 0.8 * len(names)), 6)
+    # Batches differ in tokens/s by far more than residuals do, so each has its own axis; all shares
+    # use one axis.
+    figure, axes = plt.subplots(
+        2, len(batches), figsize=size, sharex=True, squeeze=False, layout="constrained"
+    )
+    for column, batch in enumerate(batches):
+        rows = [row for row in answer.rows if row["batch"] == batch]
+        for axis, (key, label, scale) in zip(axes[:, column], PANELS):
+            heights = [row[key] * scale for row in rows]
+            below = [height - row[f"{key}_min"] * scale for height, row in zip(heights, rows)]
+            above = [row[f"{key}_max"] * scale - height for height, row in zip(heights, rows)]
+            colours = [f"C{index}" for index in range(len(names))]
+            # rounding may make them negative
+            clip = lambda lengths: [max(0.0, length) for length in lengths]
+            bars = axis.bar(
+                names, heights, yerr=(clip(below), clip(above)), color=colours, capsize=4, width=0.7
+            )
+            axis.bar_label(bars, [number(height) for height in heights], fontsize=8, padding=2)
+            axis.margins(y=0.15)
+            axis.spines[["top", "right"]].set_visible(False)
+            axis.set_ylabel(label if column == 0 else "")
+        axes[0, column].set_title(f"batch {batch}", fontsize=10)
+        axes[1, column].sharey(axes[1, 0])
+        if len(names) > 2:
+            axes[1, column].set_xticks(range(len(names)), names, rotation=30, ha="right")
+    request = answer.request
+    figure.suptitle(
+        f"{answer.title}: prompt {request.prompt_length}, {request.new_tokens} new tokens",
+        fontsize=10,
+    )
+    files.write_picture(file, figure)

@@ -314,7 +314,7 @@ VERBS = {
     "overlap": Verb(
         "Compile for a target that need not be here, and say how much of the communication is hidden.",
         "ladder-jax overlap --model llama-3-70b --target v5p:2x2x2 --phase decode --residual ladder --layers 4",
-        "ladder_jax.overlap.command:run",
+        "ladder_jax.overlap.result:run",
         {
             **MODEL,
             "--target TARGET": needed("v5e:2x4, v5p:2x2x2, v6e:2x4, tpu7x:2x2x1, h100:8, b200:8"),
@@ -359,7 +359,7 @@ VERBS = {
         "Say which meshes, remat policies and microbatches of a training step fit a target's memory, the fastest"
         " first.",
         "ladder-jax plan --model llama-3-70b --target v5p:4x4x4 --tokens 4194304 --sequence 8192",
-        "ladder_jax.plan.command:run",
+        "ladder_jax.plan.plans:run",
         {
             "--model MODEL": needed("a preset, such as llama-3-70b, a config file, or any model"),
             "--target TARGET": needed(
@@ -388,7 +388,7 @@ VERBS = {
     "bench": Verb(
         "Time prefill and decode of residual topologies in turns, and hold them to the device's own limits.",
         "ladder-jax bench --model llama-3.2-1b --residual standard,ladder --batch 1,16 --plot speed.png",
-        "ladder_jax.bench.command:run",
+        "ladder_jax.bench.result:run",
         {
             "--model MODEL": needed("a preset, or any model; weights are random"),
             "--residual NAME[,NAME]": needed("standard, ladder, ladder-fresh, ..."),

@@ -25,7 +25,7 @@ from ladder_jax.config import (
 )
 from ladder_jax.config.fields import check, fit
 from ladder_jax.hardware import HARDWARE
-from ladder_jax.schedule import models, shards, targets
+from ladder_jax.schedule import models, targets
 from ladder_jax.schedule.grouped import Experts, Form
 from ladder_jax.schedule.targets import Target
 
@@ -218,7 +218,7 @@ def sublayer_flops(request: Request, *, form: Form = Form.KERNELS) -> dict[str, 
     form: of the experts' matmuls. Expanded, every (token, choice) row passes all of the device's
         experts.
     """
-    shard, moe = shards.shard(request.config, ranks=request.tensor), request.config.moe
+    shard, moe = models.shard(request.config, ranks=request.tensor), request.config.moe
     per_token = shard.active_mlp
     if moe is not None and form is Form.EXPANDED:
         held, own = -(-moe.experts // request.tensor), moe.top_k / request.tensor
@@ -233,7 +233,7 @@ def active_flops(request: Request) -> float:
     times the matrices that it passes, forward, and in training twice more backward; the head, of a
     prompt its last position only.
     """
-    shard = shards.shard(request.config, ranks=request.tensor)
+    shard = models.shard(request.config, ranks=request.tensor)
     scored = request.tokens if request.trains else request.batch
-    layers = request.tokens * shards.active_layers(request.config, ranks=request.tensor)
+    layers = request.tokens * models.active_layers(request.config, ranks=request.tensor)
     return (3 if request.trains else 1) * 2 * (layers + scored * shard.vocabulary * shard.d_model)

@@ -1,4 +1,4 @@
-"""The result of `ladder-jax overlap`: read from the compiler's record, as JSON, and for a
+"""The verb `overlap`, and its result: read from the compiler's record, as JSON, and for a
 terminal.
 """
 
@@ -6,22 +6,41 @@ import dataclasses
 from collections import Counter
 from collections.abc import Sequence
 
+from ladder_jax import files, terminal
 from ladder_jax.config import CollectiveMatmul, Phase
+from ladder_jax.overlap import compile as compiling
+from ladder_jax.overlap import picture
 from ladder_jax.overlap import request as requests
 from ladder_jax.overlap.compile import Record
 from ladder_jax.overlap.request import Request
-from ladder_jax.schedule import grouped, hlo, judge, shards, traffic
+from ladder_jax.schedule import cost, grouped, hlo, judge, models
 from ladder_jax.schedule.grouped import Form
+from ladder_jax.schedule.models import Parameters
 from ladder_jax.schedule.report import Report, Status, Transfer, hidden, hidden_bytes
-from ladder_jax.schedule.shards import Parameters
 from ladder_jax.terminal import Table
 
+OPTIONS = [field.name for field in dataclasses.fields(requests.Request) if field.name != "shape"]
 FORMS = {
     CollectiveMatmul.NONE: "",
     CollectiveMatmul.COMPILER: ", the compiler's collective matmul",
     CollectiveMatmul.RING: ", ring collective matmul",
 }
 GIB = 2**30
+
+
+def run(args: dict) -> None:
+    """Print the report. An invalid argument raises UserError before anything is compiled or
+    written.
+    """
+    files.check_picture("plot", args["plot"])
+    files.check_writable("trace", args["trace"], endings=(".json",))
+    request = requests.make(**{name: args[name] for name in OPTIONS})
+    answer = read(request, compiling.compiled(request))
+    if args["plot"]:
+        picture.plot(request, file=args["plot"])
+    if args["trace"]:
+        picture.trace(request, file=args["trace"])
+    terminal.answer(answer, as_json=args["json"])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,7 +70,7 @@ class Result:
         all_reduces, asynchronous, hidden, merged, exposed: of the sublayers' reductions, and of the
             gathers and scatters of a split stream; all_to_alls, all_to_alls_hidden: of the experts'
             rows.
-        bytes_accessed: counted by `schedule.traffic`.
+        bytes_accessed: counted by `schedule.cost.bytes_moved`.
         bytes_accessed_by_compiler: the compiler's own count, null if it gives none. It counts a
             loop's body once, a prefetched array up to three times, and on TPUs a cache that
             attention reads once five times.
@@ -83,7 +102,7 @@ class Result:
 
     @property
     def parameters(self) -> Parameters:
-        return shards.parameters(self.request.config)
+        return models.parameters(self.request.config)
 
     @property
     def fits(self) -> bool | None:
@@ -204,7 +223,7 @@ def read(request: Request, record: Record) -> Result:
     report = judge.read(
         program, sublayer_flops=requests.sublayer_flops(request, form=form), experts=experts
     )
-    return Result(request, record, report, traffic.bytes_moved(program, experts=experts), form)
+    return Result(request, record, report, cost.bytes_moved(program, experts=experts), form)
 
 
 def _transfers(transfers: Sequence[Transfer]) -> str:

@@ -28,7 +28,7 @@ from ladder_jax.plan.request import Candidate, Request
 from ladder_jax.predict.program import layers_of
 from ladder_jax.predict.work import FLOAT32, Block, Model, size_of
 from ladder_jax.residual import Step
-from ladder_jax.schedule import shards
+from ladder_jax.schedule import models
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,11 +53,11 @@ def estimate(candidate: Candidate, *, request: Request) -> Memory:
     model, block = candidate.microbatch(request)
     table = model.shard.vocabulary * config.d_model
     tables = 1 if config.tie_embeddings else 2
-    parameters = (shards.layers(config, ranks=mesh.tensor) + tables * table) // mesh.fsdp
+    parameters = (models.layers(config, ranks=mesh.tensor) + tables * table) // mesh.fsdp
     kept = kept_activations(candidate, request=request)
     several = candidate.accumulate > 1
     offloaded = candidate.remat is Remat.OFFLOAD
-    layer = shards.largest_layer(config, ranks=mesh.tensor)
+    layer = models.largest_layer(config, ranks=mesh.tensor)
     size = model.element_bytes
     weights = layer * (size + FLOAT32) + tables * table * size
     if mesh.fsdp > 1:
@@ -92,7 +92,7 @@ def kept_activations(candidate: Candidate, *, request: Request) -> int:
     if candidate.exchanges:
         norms = norms // model.ranks + 2 * width * size
     others = layers * (norms + 2 * shard.queries * size)
-    for count, kind in shards.kinds(config):
+    for count, kind in models.kinds(config):
         products, rest = _mlp_activations(candidate, kind, routed=block.size <= CHUNK)
         matmuls += count * products * size
         others += count * rest * size
@@ -173,7 +173,7 @@ def _working(candidate: Candidate, model: Model, block: Block) -> int:
     attention = 6 * model.config.d_model * FLOAT32 + (4 * shard.queries + 4 * shard.keys) * size
     logits = 3 * FLOAT32 * min(tokens, 2048) * shard.vocabulary
     elements = []
-    for _, kind in shards.kinds(model.config):
+    for _, kind in models.kinds(model.config):
         matmuls, others = _mlp_activations(candidate, kind, routed=True)
         elements.append(
             tokens * 2 * others if kind.moe is None else min(tokens, CHUNK) * (matmuls + others)

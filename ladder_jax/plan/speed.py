@@ -30,7 +30,7 @@ from ladder_jax.predict.layers import together
 from ladder_jax.predict.machine import Link, Machine, Network
 from ladder_jax.predict.program import steps_of
 from ladder_jax.predict.work import ATTENTION, FLOAT32, MLP, Kernel, Model
-from ladder_jax.schedule import shards
+from ladder_jax.schedule import models
 from ladder_jax.schedule.targets import Target
 
 # GPUs per node, and bytes a second of each GPU between nodes: NVIDIA DGX H100 and B200 data sheets.
@@ -86,7 +86,7 @@ def speed(candidate: Candidate, *, request: Request) -> Speed:
     compute = machine.seconds(flops=3 * forward + recomputed)
     if candidate.interleave == 2:
         model, _ = candidate.microbatch(request)
-        weights = shards.layers(request.config, ranks=mesh.tensor) * model.element_bytes
+        weights = models.layers(request.config, ranks=mesh.tensor) * model.element_bytes
         reading = machine.seconds(size=(3 + recomputed / forward) * weights)
         compute *= 2 * together(compute / 2, reading) / together(compute, reading)
     slowed = machine.contention * min(transfers, compute)
@@ -111,7 +111,7 @@ def _transfers(candidate: Candidate, *, request: Request) -> tuple[float, float]
     mesh = candidate.mesh
     model, block = candidate.microbatch(request)
     # Two gathers in the compute dtype (forward, backward) and one reduce-scatter in float32.
-    gathered = shards.layers(request.config, ranks=mesh.tensor) * (
+    gathered = models.layers(request.config, ranks=mesh.tensor) * (
         2 * model.element_bytes + FLOAT32
     )
     weights = _half(gathered, mesh.fsdp, machine=machine, within=mesh.fsdp * mesh.tensor)
@@ -201,7 +201,7 @@ def flops(candidate: Candidate, *, request: Request) -> tuple[float, float]:
     model, block = candidate.microbatch(request)
     forward = _total(model.ends(block))
     recomputed = 0.0
-    for count, config in shards.kinds(request.config):
+    for count, config in models.kinds(request.config):
         layer = dataclasses.replace(model, config=config)
         routed = layer.routed(block, exchanged=candidate.exchanges) if config.moe else []
         others = [*layer.step((ATTENTION,), block)]

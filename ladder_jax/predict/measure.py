@@ -29,7 +29,6 @@ from ladder_jax.parallel import Overlap, is_v5e
 from ladder_jax.predict import machine
 from ladder_jax.predict.machine import Halves, Kernel, Link, Ring
 from ladder_jax.progress import progress
-from ladder_jax.schedule import roofline
 
 ASSUMED = "h100-nvlink"  # the machine whose contention is taken if none can be measured
 MOST_READ = 8  # ranks: XLA's all-reduce kernels read the memory of so many
@@ -65,6 +64,33 @@ class Reduced:
     spread: float
 
 
+@dataclasses.dataclass(frozen=True)
+class Ceiling:
+    """A measured limit: the best of its samples.
+
+    rates: one per sample, in bytes or FLOPs a second. array: description of the operand.
+    """
+
+    rates: tuple[float, ...]
+    array: str
+
+    @property
+    def best(self) -> float:
+        return max(self.rates)
+
+    def as_dict(self, unit: str) -> dict:
+        spread = {
+            "min": min(self.rates),
+            "median": statistics.median(self.rates),
+            "max": max(self.rates),
+        }
+        return {
+            unit: self.best,
+            **{f"{unit}_{k}": v for k, v in spread.items()},
+            "array": self.array,
+        }
+
+
 def constants(tensor: int, *, warmup: int, repeats: int) -> tuple[dict, list[Reduced]]:
     """The sections of a machine's file, with constants as {value, source}, and the timed
     all-reduces.
@@ -85,9 +111,9 @@ def constants(tensor: int, *, warmup: int, repeats: int) -> tuple[dict, list[Red
     with progress(4 + len(ranks) * len(sizes) + len(kernel_ranks) * len(KERNELS)) as update:
         advance = lambda what: update(next(done), what)
         advance("copying")
-        copy = roofline.copy_bandwidth(device, room=room, samples=repeats)
+        copy = copy_bandwidth(device, room=room, samples=repeats)
         advance("multiplying")
-        matmul = roofline.matmul_peak(device, dtype="bfloat16", samples=repeats)
+        matmul = matmul_peak(device, dtype="bfloat16", samples=repeats)
         advance("starting kernels")
         started = launch(time_of)
         # NCCL's; XLA's own kernels are measured next
@@ -173,6 +199,42 @@ def _spread(rates: tuple[float, ...]) -> str:
     return f"{(max(rates) - min(rates)) / max(rates):.0%}" if max(rates) else "unknown"
 
 
+def copy_bandwidth(device: jax.Device, *, room: int | None, samples: int = 10) -> Ceiling:
+    """Bytes read and written a second by y = ~x; x is uint32 and too large for any cache.
+
+    An H200 does so at a plain copy's rate, and with bfloat16 at 0.78 of it. x is donated because on
+    a CPU writing to fresh pages costs ten times the copy.
+
+    room: free bytes of the device; None if unknown.
+    """
+    cpu = device.platform == "cpu"
+    size = (128 if cpu else 1024) * MIB
+    size = size if room is None else min(size, room // 8)
+    x = jax.device_put(jnp.ones(size // 4, jnp.uint32), device)
+    rates = _rates(
+        jax.jit(lambda x: ~x, donate_argnums=0),
+        x,
+        work=2 * size,
+        calls=2 if cpu else 10,
+        samples=samples,
+    )
+    return Ceiling(rates, f"{size / MIB:.0f} MiB of uint32")
+
+
+def matmul_peak(device: jax.Device, *, dtype: str, samples: int = 10) -> Ceiling:
+    """Floating-point operations a second of x = a x with square matrices of `dtype`."""
+    cpu = device.platform == "cpu"
+    size = 1024 if cpu else 8192
+    # With this standard deviation repeated products neither grow nor vanish.
+    a = jax.random.normal(jax.random.key(0), (size, size), dtype) * size**-0.5
+    a, x = jax.device_put((a, a + 0), device)
+    step = jax.jit(lambda x, a: a @ x, donate_argnums=0)
+    rates = _rates(
+        lambda x: step(x, a), x, work=2 * size**3, calls=2 if cpu else 10, samples=samples
+    )
+    return Ceiling(rates, f"{size} x {size} of {dtype}")
+
+
 def all_reduces(
     time_of: Timed,
     *,
@@ -246,6 +308,22 @@ def timed(run: Callable[[], object], *, of: int, warmup: int, repeats: int) -> T
 def timing(samples: Sequence[float]) -> Timing:
     low, median, high = np.percentile(samples, (25, 50, 75)).tolist()
     return Timing(median, (high - low) / median if median else 0.0)
+
+
+def _rates(
+    step: Callable, x: jax.Array, *, work: float, calls: int, samples: int
+) -> tuple[float, ...]:
+    """`work` a second, by sample. A sample queues all its calls, so that the device never waits for
+    the host.
+    """
+    x, rates = jax.block_until_ready(step(x)), []
+    for _ in range(samples):
+        start = time.perf_counter()
+        for _ in range(calls):
+            x = step(x)
+        jax.block_until_ready(x)
+        rates.append(calls * work / (time.perf_counter() - start))
+    return tuple(rates)
 
 
 def _chain_of_all_reduces(

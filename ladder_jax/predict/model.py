@@ -68,7 +68,7 @@ from ladder_jax.predict.work import (
 )
 from ladder_jax.residual import Step
 from ladder_jax.residual.wires.desync import Desynced, Silent
-from ladder_jax.schedule import shards
+from ladder_jax.schedule import models
 
 STATE = 16  # bytes a parameter in training
 
@@ -304,8 +304,8 @@ def passes_without_tensor(
     trains = phase is Phase.TRAIN
     block = model.prefill(rows=rows // devices, prompt_length=tokens)
     tables = (1 if config.tie_embeddings else 2) * model.shard.vocabulary * config.d_model
-    parameters = shards.layers(config, ranks=1) + tables
-    largest = 2 * shards.largest_layer(config, ranks=1)
+    parameters = models.layers(config, ranks=1) + tables
+    largest = 2 * models.largest_layer(config, ranks=1)
     half = lambda size: machine.link.half(size, ranks=devices)
     timelines = [_beside_gathers(model, machine, block, half)]
     bare = half(tables * size)
@@ -355,7 +355,7 @@ def _beside_gathers(
 def _layers(model: Model, machine: Machine, block: Block, *, times: int) -> list[tuple[Work, int]]:
     """Each layer's work, and its matrices' elements."""
     found = []
-    for count, config in shards.kinds(model.config):
+    for count, config in models.kinds(model.config):
         kind = dataclasses.replace(model, config=config)
         kernels = (*kind.step((ATTENTION,), block), *kind.step((MLP,), block))
         found += count * [

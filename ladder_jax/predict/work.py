@@ -1,7 +1,7 @@
 """Count the operations and bytes of one device in a step, kernel by kernel, from the configuration.
 
 Letters as in `nn`: B rows, T tokens per row, D model, V vocabulary; on the device
-(`schedule.shards`) n query columns, k key columns, f features and v rows of the vocabulary.
+(`schedule.models`) n query columns, k key columns, f features and v rows of the vocabulary.
 Elements have the compute dtype. A matrix product of M x K with K x N counts 2 M K N operations, and
 each element of its three matrices once.
 
@@ -16,8 +16,8 @@ import dataclasses
 import functools
 
 from ladder_jax.config import Dtype, ModelConfig
-from ladder_jax.schedule import shards
-from ladder_jax.schedule.shards import Shard
+from ladder_jax.schedule import models
+from ladder_jax.schedule.models import Shard
 
 # Sublayers, as a topology's steps name them; of farskip, MLP is the routed experts alone.
 ATTENTION = 0
@@ -186,7 +186,7 @@ class Model:
 
     @functools.cached_property
     def shard(self) -> Shard:
-        return shards.shard(self.config, ranks=self.ranks)
+        return models.shard(self.config, ranks=self.ranks)
 
     @property
     def element_bytes(self) -> int:
@@ -279,7 +279,7 @@ class Model:
         else:
             passed = rows
             computed = rows / self.ranks
-            read = moe.experts / self.ranks * shards.chosen(moe, tokens=tokens)
+            read = moe.experts / self.ranks * moe.chosen(tokens)
 
         def product(name: str, inputs: int, outputs: int) -> Kernel:
             """Of this device's rows with their experts' matrices."""
@@ -311,7 +311,7 @@ class Model:
 
     def buffer_rows(self, block: Block) -> int:
         """Rows of a device's buffers, where ranks exchange the rows of experts: E S."""
-        return shards.buffer_rows(
+        return models.buffer_rows(
             self.config.moe, tokens=round(block.size / self.ranks), ranks=self.ranks
         )
 
@@ -338,7 +338,7 @@ class Model:
         config = self.config
         tables = 1 if self.config.tie_embeddings else 2
         matrices = (
-            shards.layers(config, ranks=self.ranks) + tables * self._vocabulary * config.d_model
+            models.layers(config, ranks=self.ranks) + tables * self._vocabulary * config.d_model
         )
         gains = 4 * config.d_model * (2 * config.num_layers + 1)
         cache = 2 * config.num_layers * rows * capacity * self.shard.keys * self.element_bytes

@@ -2,8 +2,8 @@
 is hidden.
 """
 
-from ladder_jax.schedule.audit import assert_hidden as assert_hidden
-from ladder_jax.schedule.audit import audit as audit
+from ladder_jax.schedule.judge import assert_hidden as assert_hidden
+from ladder_jax.schedule.judge import audit as audit
 from ladder_jax.schedule.report import Report as Report
 from ladder_jax.schedule.targets import TARGETS as TARGETS
 from ladder_jax.schedule.targets import Target as Target

@@ -1,8 +1,11 @@
-"""The model that `--model` names: its configuration, without weights."""
+"""A model as the verbs ask for it, without weights: its configuration, by a name, and the sizes of
+one device's shard under tensor parallelism. Only a name that needs `pretrained` imports jax.
+"""
 
+import dataclasses
 import pathlib
 
-from ladder_jax.config import PRESETS, ModelConfig, load, preset
+from ladder_jax.config import PRESETS, ModelConfig, MoEConfig, load, preset
 from ladder_jax.errors import UserError, unknown
 
 
@@ -35,3 +38,139 @@ def _of_model(name: str) -> ModelConfig:
     from ladder_jax.pretrained import model_config
 
     return model_config(name)
+
+
+@dataclasses.dataclass(frozen=True)
+class Shard:
+    """One device's shard. A key/value head that several ranks share is replicated on them, and
+    counts on each.
+
+    queries: columns of the query projection. keys: columns of the key projection, and of the value
+        projection.
+    features: hidden features of the MLP that the device holds. vocabulary: rows of the embedding
+    table, including padding. With experts: `features` are those of all its experts and of the
+    shared one, `active` those that a token passes, in the mean over the devices; router: matrix
+    elements, on every device.
+    """
+
+    queries: int
+    keys: int
+    features: int
+    vocabulary: int
+    d_model: int
+    active: float
+    router: int = 0
+
+    @property
+    def attention(self) -> int:
+        """Matrix elements of an attention sublayer: query, key, value and output projections."""
+        return self.d_model * (2 * self.queries + 2 * self.keys)
+
+    @property
+    def mlp(self) -> int:
+        """Matrix elements of an MLP sublayer: gate, up and down, and a router's."""
+        return 3 * self.d_model * self.features + self.router
+
+    @property
+    def active_mlp(self) -> float:
+        """Those of them that multiply a token."""
+        return 3 * self.d_model * self.active + self.router
+
+
+def shard(config: ModelConfig, *, ranks: int) -> Shard:
+    """`ranks` must divide the model (see `config.check_fits_mesh`)."""
+    moe = config.moe
+    if moe is None:
+        mlp = dict(features=config.d_ff // ranks, active=config.d_ff // ranks)
+    else:
+        shared = moe.shared_width // ranks
+        mlp = dict(
+            features=-(-moe.experts // ranks) * moe.expert_width + shared,
+            active=moe.top_k * moe.expert_width / ranks + shared,
+            router=config.d_model * moe.experts,
+        )
+    return Shard(
+        queries=config.num_heads // ranks * config.head_dim,
+        keys=max(1, config.num_kv_heads // ranks) * config.head_dim,
+        vocabulary=-(-config.vocab_size // (128 * ranks)) * 128,
+        d_model=config.d_model,
+        **mlp,
+    )
+
+
+def kinds(config: ModelConfig) -> tuple[tuple[int, ModelConfig], ...]:
+    """Of each kind of layers, how many there are, and a configuration all of whose layers have such
+    matrices.
+
+    Two kinds, if the first layers have no experts (`moe.dense_layers`): those, of no topology, and
+    the others.
+    """
+    dense = 0 if config.moe is None else config.moe.dense_layers
+    if not dense:
+        return ((config.num_layers, config),)
+    first = dataclasses.replace(
+        config, moe=None, residual="standard", ladder_layers=None, ranks=None
+    )
+    others = dataclasses.replace(config, moe=dataclasses.replace(config.moe, dense_layers=0))
+    return ((dense, first), (config.num_layers - dense, others))
+
+
+def layers(config: ModelConfig, *, ranks: int) -> int:
+    """Matrix elements of all layers on a device."""
+    return sum(count * (one.attention + one.mlp) for count, one in _kinds(config, ranks=ranks))
+
+
+def active_layers(config: ModelConfig, *, ranks: int) -> float:
+    """Those of them that multiply a token."""
+    return sum(
+        count * (one.attention + one.active_mlp) for count, one in _kinds(config, ranks=ranks)
+    )
+
+
+def largest_layer(config: ModelConfig, *, ranks: int) -> int:
+    """Matrix elements of that layer on a device."""
+    return max(one.attention + one.mlp for _, one in _kinds(config, ranks=ranks))
+
+
+def _kinds(config: ModelConfig, *, ranks: int) -> list[tuple[int, Shard]]:
+    return [(count, shard(kind, ranks=ranks)) for count, kind in kinds(config)]
+
+
+def buffer_rows(moe: MoEConfig, *, tokens: int, ranks: int) -> int:
+    """Rows of a device's buffers, where `ranks` devices with `tokens` tokens each exchange rows: so
+    many it sends, and its experts compute, full slots or not.
+    """
+    return moe.padded(ranks) * moe.slots(tokens)
+
+
+@dataclasses.dataclass(frozen=True)
+class Parameters:
+    """Elements of a model's matrices and tables. active: of those, all but the experts that a token
+    does not choose.
+    """
+
+    held: int
+    active: int
+
+
+def parameters(config: ModelConfig) -> Parameters:
+    tables = config.vocab_size * config.d_model * (1 if config.tie_embeddings else 2)
+    return Parameters(
+        layers(config, ranks=1) + tables, round(active_layers(config, ranks=1)) + tables
+    )
+
+
+def single_rank(config: ModelConfig, *, ranks: int) -> ModelConfig:
+    """One rank's shard as a model for one device: the same matrices, cache and kernels, without
+    communication.
+
+    Its outputs mean nothing; its time is that of a rank without collectives. `ranks` must divide
+    the model.
+    """
+    return dataclasses.replace(
+        config,
+        num_heads=config.num_heads // ranks,
+        num_kv_heads=max(1, config.num_kv_heads // ranks),
+        d_ff=config.d_ff // ranks,
+        vocab_size=shard(config, ranks=ranks).vocabulary,
+    )
