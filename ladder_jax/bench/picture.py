@@ -2,7 +2,7 @@
 batch.
 """
 
-from ladder_jax import files, pyplot
+from ladder_jax import files
 from ladder_jax.bench.result import Result
 from ladder_jax.terminal import number
 
@@ -16,7 +16,7 @@ def plot(answer: Result, *, file: str) -> None:
     """Bars are medians, error bars the range over the repeats. The file's ending sets the
     format.
     """
-    plt = pyplot.load()
+    plt = files.pyplot()
     names, batches = [one.name for one in answer.request.variants], answer.request.batches
     size = (1.6 + len(batches) * max(1.8, 0.8 * len(names)), 6)
     # Batches differ in tokens/s by far more than residuals do, so each has its own axis; all shares

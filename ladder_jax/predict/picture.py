@@ -1,6 +1,6 @@
 """Plot each topology's compute and exposed communication."""
 
-from ladder_jax import files, pyplot
+from ladder_jax import files
 from ladder_jax.predict.result import Result
 from ladder_jax.terminal import number
 
@@ -14,7 +14,7 @@ def plot(answer: Result, *, file: str) -> None:
     """
     request = answer.request
     rows = answer.rows
-    figure, axes = pyplot.load().subplots(
+    figure, axes = files.pyplot().subplots(
         1, 2, figsize=(11, 1.7 + 0.38 * len(rows)), sharey=True, layout="constrained"
     )
     for axis, (panel, name) in zip(axes, (("decode step", "step"), ("prefill", "prefill"))):
