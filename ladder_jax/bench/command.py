@@ -23,11 +23,10 @@ def run(args: dict) -> None:
 
     from ladder_jax.bench import measure, picture, result
     from ladder_jax.parallel import make_mesh
-    from ladder_jax.progress import progress
 
     request = requests.on_devices(request, count=jax.device_count())
     mesh = make_mesh(tensor=request.tensor)
-    with progress(measure.steps(request)) as update:
+    with terminal.progress(measure.steps(request)) as update:
         done = itertools.count()
         measurement = measure.measure(
             request, mesh=mesh, advance=lambda label: update(next(done), label)

@@ -26,7 +26,7 @@ from ladder_jax.files import reason
 from ladder_jax.pretrained import source, tokenizer_files
 from ladder_jax.pretrained.huggingface.folder import generation_in
 from ladder_jax.pretrained.source import Source, Stored
-from ladder_jax.progress import progress
+from ladder_jax.terminal import progress
 
 STEP = 0
 

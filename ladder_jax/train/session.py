@@ -17,7 +17,7 @@ from ladder_jax.data.batch import Batch
 from ladder_jax.data.batches import DataLoader, read_ahead
 from ladder_jax.errors import RunFailed, Stopped, UserError
 from ladder_jax.nn import Params
-from ladder_jax.progress import progress
+from ladder_jax.terminal import progress
 from ladder_jax.train import bad_steps, checkpoints, timing
 from ladder_jax.train import step as steps
 from ladder_jax.train.bad_steps import BadStepPolicy, RollBack
