@@ -5,8 +5,8 @@ import itertools
 
 from ladder_jax.config import ModelConfig, check_halves, parse_residual
 from ladder_jax.config.fields import check
+from ladder_jax.config.run import check_divides, check_tensor
 from ladder_jax.schedule import models, shards
-from ladder_jax.splits import check_divides, check_tensor
 from ladder_jax.words import positive, words
 
 OPTIONS = (
