@@ -11,7 +11,7 @@ from flax import nnx
 
 from ladder_jax.config import START, ConversionConfig, DistillConfig, LoraConfig
 from ladder_jax.nn import ModelDef, Params, parameter
-from ladder_jax.parallel.mesh import ROUTER
+from ladder_jax.parallel.collectives import ROUTER
 from ladder_jax.retrain import lora as factors
 from ladder_jax.retrain import parts
 from ladder_jax.side import SideModel
