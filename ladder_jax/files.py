@@ -1,17 +1,19 @@
-"""Paths, local or in an object store, and a command's output files, written completely or not at
-all.
+"""Paths, local or in an object store, and a command's output files, pictures among them, written
+completely or not at all.
 """
 
 import contextlib
+import importlib.util
 import os
 import pathlib
 import re
 import stat
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from ladder_jax import pyplot, remote
+from ladder_jax import remote
 from ladder_jax.errors import RunFailed, UserError
 
 if TYPE_CHECKING:
@@ -132,7 +134,7 @@ def check_picture(option: str, file: str | None) -> None:
     """As `check_writable`, for a picture: also raises UserError if matplotlib is not installed."""
     check_writable(option, file, endings=PICTURES)
     if file is not None:
-        pyplot.check_installed(f"--{option} {file}")
+        _check_matplotlib(f"--{option} {file}")
 
 
 def cache_folder(name: str) -> pathlib.Path | None:
@@ -206,7 +208,28 @@ def write(file: AnyPath, blocks: Iterable[bytes], *, sync: bool = False) -> None
 def write_picture(file: str, figure: "Figure") -> None:
     """Writes a figure, and closes it."""
     write_atomically(file, lambda path: figure.savefig(path, dpi=150))
-    pyplot.load().close(figure)
+    pyplot().close(figure)
+
+
+def pyplot() -> ModuleType:
+    """`matplotlib.pyplot`, set up to write files (no display). Raises UserError if it is not
+    installed.
+    """
+    _check_matplotlib("matplotlib.pyplot")
+    import matplotlib
+
+    matplotlib.use("agg")
+    from matplotlib import pyplot
+
+    return pyplot
+
+
+def _check_matplotlib(what: str) -> None:
+    """Raises UserError if it is not installed: an optional package, as only pictures need it. what:
+    the option that needs it, such as `--plot FILE`.
+    """
+    if importlib.util.find_spec("matplotlib") is None:
+        raise UserError(f"{what}: a picture needs matplotlib: pip install 'ladder-jax[plot]'")
 
 
 def _set_permissions(partial: str, path: pathlib.Path) -> None:

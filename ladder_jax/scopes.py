@@ -19,7 +19,7 @@ LAUNCH, ENTER, PREVIOUS, FOLLOWING = (
 # parallel/ring.py): what its permutes carry is gathered, or scattered.
 RING_GATHER, RING_SCATTER = "ring_gather", "ring_scatter"
 
-# And the two of parameters that are split over the fsdp axis (see parallel/fsdp.py).
+# And the two of parameters that are split over the fsdp axis (see `unshard`).
 GATHER, SCATTER = "gather_weights", "scatter_gradients"
 
 # The other places, by what they communicate for: schedule/judge.py has the words. TOKEN_LOOP is

@@ -1,5 +1,8 @@
-"""Lines and tables on standard output, no wider than the terminal."""
+"""Lines and tables on standard output, no wider than the terminal; on standard error notices and
+the progress of a long command, a bar on a terminal, else a line every few seconds.
+"""
 
+import contextlib
 import dataclasses
 import html
 import itertools
@@ -9,7 +12,8 @@ import re
 import shutil
 import sys
 import textwrap
-from collections.abc import Iterable, Iterator, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from ladder_jax.errors import printable
@@ -17,7 +21,10 @@ from ladder_jax.errors import printable
 CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # all but tabs and newlines
 WIDTH = 120  # of tables where there is no terminal and COLUMNS is not set
 GAP = 2  # spaces between columns, if there is room
+LINE_EVERY = 10.0  # seconds between lines of progress, if standard error is no terminal
 WORDS = re.compile(r"\s+|(?<=[^\W\d]{2}-)(?=[^\W\d]{2})")  # where `textwrap` breaks lines
+
+Update = Callable[[int, str], None]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,3 +124,63 @@ def say(line: str) -> None:
 def generated(text: str) -> str:
     """A model's text for a terminal: with control characters escaped, which a model may write."""
     return CONTROL.sub(lambda found: repr(found[0])[1:-1], text)
+
+
+@contextlib.contextmanager
+def progress(
+    total: int,
+    *,
+    done: int = 0,
+    label: str = "{done}/{total}",
+    say: Callable[[str], None] | None = None,
+) -> Iterator[Update]:
+    """Yields `update(done, text)`, which shows that `done` of `total` steps are finished, and
+    `text` beside that.
+
+    label: the format of the two numbers, such as "step {done}/{total}".
+    say: prints a line where there is no bar (default: on standard error).
+    """
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+    console = Console(stderr=True, highlight=False)
+    label_of = lambda done: label.format(done=done, total=total)
+    if not console.is_terminal:
+        yield _progress_lines(
+            total,
+            done,
+            label_of,
+            say or (lambda line: console.print(line, markup=False, soft_wrap=True)),
+        )
+        return
+    count, message = (
+        TextColumn(f"{{task.{field}}}", markup=False)
+        for field in ("description", "fields[message]")
+    )
+    columns = (count, BarColumn(bar_width=16), message, TimeRemainingColumn(compact=True))
+    with Progress(*columns, console=console, transient=True) as bar:
+        task = bar.add_task(label_of(done), total=total, completed=done, message="")
+        yield lambda done, text: bar.update(
+            task, description=label_of(done), completed=done, message=text
+        )
+
+
+def _progress_lines(
+    total: int, start: int, label_of: Callable[[int], str], say: Callable[[str], None]
+) -> Update:
+    start_time = last_line = time.monotonic()
+
+    def update(done: int, text: str) -> None:
+        nonlocal last_line
+        now = time.monotonic()
+        if done < total and now - last_line <= LINE_EVERY:
+            return
+        last_line = now
+        left = (
+            f"{(now - start_time) / (done - start) * (total - done):,.0f} s left"
+            if start < done < total
+            else ""
+        )
+        say("  ".join(part for part in (label_of(done), text, left) if part))
+
+    return update

@@ -10,7 +10,7 @@ import pytest
 
 from ladder_jax import nn
 from ladder_jax.config import Execution, Loop, LoraConfig, Remat, TrainConfig
-from ladder_jax.parallel import all_reduce, fsdp, on_mesh, pvary
+from ladder_jax.parallel import all_reduce, collectives, on_mesh, pvary
 from ladder_jax.retrain import Retraining
 from ladder_jax.train.gradients import loss_and_gradients, task_gradients
 from tests import cases, covering
@@ -26,7 +26,7 @@ def test_no_whole_matrix_is_kept_for_the_backward_pass(loop, remat, monkeypatch)
     matrix.
     """
     definition = cases.define("ladder", num_layers=2, fsdp=4, tensor=2)
-    whole, unsharded = set(), fsdp._unsharded
+    whole, unsharded = set(), collectives._unsharded
 
     def watch(array, dims, dtype):
         gathered = unsharded(array, dims, dtype)
@@ -34,7 +34,7 @@ def test_no_whole_matrix_is_kept_for_the_backward_pass(loop, remat, monkeypatch)
             whole.add(gathered.shape)
         return gathered
 
-    monkeypatch.setattr(fsdp, "_unsharded", watch)
+    monkeypatch.setattr(collectives, "_unsharded", watch)
     kept = []
 
     def local(params, tokens):

@@ -15,8 +15,7 @@ import jax
 import numpy as np
 import pytest
 
-from ladder_jax import config, nn, parallel, train
-from ladder_jax import progress as progresses
+from ladder_jax import config, nn, parallel, terminal, train
 from ladder_jax.config import TrainConfig
 from ladder_jax.data import dataset
 from ladder_jax.errors import UserError
@@ -289,8 +288,8 @@ def test_mfu_is_shown_with_its_formula(finished):
 def test_lines_of_progress(monkeypatch):
     """Where there is no terminal: a line after 10 seconds, and the last."""
     clock, said = types.SimpleNamespace(now=0.0), []
-    monkeypatch.setattr(progresses, "time", types.SimpleNamespace(monotonic=lambda: clock.now))
-    with progresses.progress(8, done=2, label="step {done}/{total}", say=said.append) as update:
+    monkeypatch.setattr(terminal, "time", types.SimpleNamespace(monotonic=lambda: clock.now))
+    with terminal.progress(8, done=2, label="step {done}/{total}", say=said.append) as update:
         for step in range(3, 9):
             clock.now += 6
             update(step, f"loss {step}")

@@ -11,7 +11,7 @@ import types
 
 import pytest
 
-from ladder_jax.parallel import platform
+from ladder_jax.parallel import compiled
 
 ROOT = pathlib.Path(__file__).parent.parent
 PLUGIN = """
@@ -21,7 +21,7 @@ def initialize():  # as the plugin for CUDA: it looks for a driver unless a plat
         raise RuntimeError("cuDNN not found")
 """
 quiet = pytest.mark.skipif(
-    platform.has_accelerator(), reason="this machine has an accelerator: jax starts it"
+    compiled.has_accelerator(), reason="this machine has an accelerator: jax starts it"
 )
 
 
@@ -101,17 +101,17 @@ def test_what_is_there_is_jaxs_to_choose(monkeypatch, tmp_path):
     def choose(*, named=None, files=(), plugins=("xla_cuda13",)):
         update = lambda name, value: chosen.append((name, value))
         monkeypatch.setattr(
-            platform,
+            compiled,
             "jax",
             types.SimpleNamespace(config=types.SimpleNamespace(jax_platforms=named, update=update)),
         )
-        monkeypatch.setattr(platform, "FILES", files)
+        monkeypatch.setattr(compiled, "DRIVERS", files)
         monkeypatch.setattr(
-            platform,
+            compiled,
             "entry_points",
             lambda group: [types.SimpleNamespace(name=name) for name in plugins],
         )
-        platform.prefer_cpu()
+        compiled.prefer_cpu()
 
     (tmp_path / "nvidia0").touch()
     choose(files=[str(tmp_path / "nvidia*")])

@@ -69,9 +69,9 @@ def main(arguments: list[str]) -> int:
 
 def plot(runs: dict[str, list[dict]], *, file: pathlib.Path, entropy: float) -> None:
     """Each run's training loss over its steps."""
-    from ladder_jax import files, pyplot
+    from ladder_jax import files
 
-    plt = pyplot.load()
+    plt = files.pyplot()
     figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
     for name, rows in runs.items():
         steps, losses = zip(

@@ -26,8 +26,8 @@ from jax.sharding import PartitionSpec
 
 from experiments import study
 from ladder_jax import config, parallel
+from ladder_jax.config.fields import words
 from ladder_jax.nn import grouped, grouped_gpu
-from ladder_jax.words import words
 
 COUNT = 20  # products in one program, so that its launch is no part of a time
 LIMIT = 2.0**-7  # relative, of sums in float32 that are rounded to bfloat16

@@ -4,10 +4,10 @@ import dataclasses
 import itertools
 
 from ladder_jax.config import ModelConfig, check_halves, parse_residual
-from ladder_jax.config.fields import check
+from ladder_jax.config.fields import check, words
+from ladder_jax.config.run import check_divides, check_tensor
+from ladder_jax.errors import UserError
 from ladder_jax.schedule import models
-from ladder_jax.splits import check_divides, check_tensor
-from ladder_jax.words import positive, words
 
 # parameters of `make`
 OPTIONS = (
@@ -102,7 +102,7 @@ def make(
         ("interleave", "interleaves", interleave),
     ):
         if text is not None:
-            settings[field] = tuple(positive(option, word) for word in words(option, text))
+            settings[field] = tuple(_positive(option, word) for word in words(option, text))
     residuals = words("residual", residual)
     for name in residuals:
         parse_residual(name)
@@ -135,3 +135,14 @@ def on_devices(request: Request, *, count: int) -> Request:
         request.shape, name=request.model, tensor=tensor, devices=count, where="this machine"
     )
     return dataclasses.replace(request, tensor=tensor)
+
+
+def _positive(option: str, word: str) -> int:
+    """`word` as an integer above 0. Raises UserError otherwise."""
+    try:
+        number = int(word)
+    except ValueError:
+        raise UserError(f"--{option} must be numbers as in 1,4,16, not {word!r}") from None
+    if number < 1:
+        raise UserError(f"--{option} must be positive, not {number}")
+    return number

@@ -9,7 +9,7 @@ import statistics
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from ladder_jax import files, pyplot, python, terminal
+from ladder_jax import files, python, terminal
 from ladder_jax.bench import request as requests
 from ladder_jax.bench.request import Request, Variant
 from ladder_jax.terminal import Table, number
@@ -53,11 +53,10 @@ def run(args: dict) -> None:
 
     from ladder_jax.bench import measure
     from ladder_jax.parallel import make_mesh
-    from ladder_jax.progress import progress
 
     request = requests.on_devices(request, count=jax.device_count())
     mesh = make_mesh(tensor=request.tensor)
-    with progress(measure.steps(request)) as update:
+    with terminal.progress(measure.steps(request)) as update:
         done = itertools.count()
         measurement = measure.measure(
             request, mesh=mesh, advance=lambda label: update(next(done), label)
@@ -281,7 +280,7 @@ def _plot(answer: Result, *, file: str) -> None:
     batch. Bars are medians, error bars the range over the repeats. The file's ending sets the
     format.
     """
-    plt = pyplot.load()
+    plt = files.pyplot()
     names, batches = [one.name for one in answer.request.variants], answer.request.batches
     size = (1.6 + len(batches) * max(1.8, 0.8 * len(names)), 6)
     # Batches differ in tokens/s by far more than residuals do, so each has its own axis; all shares

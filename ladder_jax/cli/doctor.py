@@ -57,7 +57,7 @@ def run(args: dict) -> None:
 def examine() -> Report:
     import jax
 
-    from ladder_jax.parallel.platform import prefer_cpu
+    from ladder_jax.parallel import prefer_cpu
     from ladder_jax.schedule import targets
 
     prefer_cpu()  # before jax looks for devices

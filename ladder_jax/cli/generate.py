@@ -202,14 +202,13 @@ def _several(asked: Asked) -> None:
 
 def _file(asked: Asked) -> None:
     from ladder_jax.decode.engine import jsonl
-    from ladder_jax.progress import progress
 
     out = asked.args.out
     jobs, form = _jobs(asked)
     with jsonl.alone(out):
         left = jsonl.unanswered(out, jobs, **form)
         done = len(jobs) - len(left)
-        with progress(len(jobs), done=done, label="{done}/{total} prompts") as update:
+        with terminal.progress(len(jobs), done=done, label="{done}/{total} prompts") as update:
             if left:
                 engine = asked.engine_for([request for job in left for request in job.requests])
                 for number, _ in enumerate(jsonl.answer(engine, left, file=out), start=done + 1):

@@ -22,6 +22,7 @@ from ladder_jax.nn import ModelDef, Params, quantized
 from ladder_jax.nn.parameter import stacks
 from ladder_jax.nn.quantized import Int8
 from ladder_jax.parallel import apart, mesh, on_own_mesh
+from ladder_jax.parallel.collectives import ROUTER
 
 if TYPE_CHECKING:
     from ladder_jax.checkpoint import Key
@@ -113,7 +114,7 @@ def _stored(quantize, dtype, array, dims):
 
 def _dtype(dtype, dims):
     """Norm gains and routers stay float32: they multiply in it."""
-    return dtype if len(dims.removeprefix("L")) > 1 and dims != mesh.ROUTER else jnp.float32
+    return dtype if len(dims.removeprefix("L")) > 1 and dims != ROUTER else jnp.float32
 
 
 class _Parameter(NamedTuple):

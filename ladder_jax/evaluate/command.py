@@ -21,7 +21,7 @@ from ladder_jax.evaluate import (
 )
 from ladder_jax.evaluate.model import MAX_NEW_TOKENS, SLOTS, STOP
 from ladder_jax.evaluate.scorer import BATCH_TOKENS
-from ladder_jax.progress import progress
+from ladder_jax.terminal import progress
 
 WAYS = ("text", "multiple_choice", "generation")
 ONLY = {

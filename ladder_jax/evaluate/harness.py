@@ -30,7 +30,7 @@ from ladder_jax.errors import UserError
 from ladder_jax.evaluate.model import MAX_NEW_TOKENS, Model, open_model
 from ladder_jax.evaluate.perplexity import windows
 from ladder_jax.evaluate.scorer import BATCH_TOKENS, Span
-from ladder_jax.progress import progress
+from ladder_jax.terminal import progress
 
 SAMPLED = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 WITHOUT_EFFECT = {"num_beams": 1, "use_cache": True}

@@ -36,7 +36,6 @@ from ladder_jax.parallel import (
     NamedMesh,
     all_reduce,
     context_mesh,
-    fsdp,
     make_mesh,
     mesh_of,
     on_own_mesh,
@@ -45,6 +44,7 @@ from ladder_jax.parallel import (
     pvary,
     with_ranks,
 )
+from ladder_jax.parallel.collectives import all_but_gathered, dims_in_turn, unshard
 from ladder_jax.residual import AllReduce, State, Step, Topology
 from ladder_jax.residual.interleave import Interleaved
 from ladder_jax.residual.loop import run_layers
@@ -141,9 +141,9 @@ class ForwardPass:
             own = caches if len(ranges) == 1 else _part(caches, of)
             keeps = gathers = None
             if self.definition.layout.fsdp > 1:
-                vectors, gathers = fsdp.in_turn(dims[name])
-                stack = fsdp.unshard(stack, vectors, dtype=dtype)
-                keeps = fsdp.all_but_gathered
+                vectors, gathers = dims_in_turn(dims[name])
+                stack = unshard(stack, vectors, dtype=dtype)
+                keeps = all_but_gathered
             state, extra, own = run_layers(
                 functools.partial(self.layer, name=name, wire_of=wire_of, gathers=gathers),
                 state,
@@ -178,7 +178,7 @@ class ForwardPass:
             none are.
         """
         if gathers is not None:
-            params = fsdp.unshard(params, gathers, dtype=self.definition.dtype)
+            params = unshard(params, gathers, dtype=self.definition.dtype)
         wire, of_layer = self.wire, []  # the statistics of this layer's router
         if wire_of is not None:
             wire = wire_of(wire, params[GIVEN])
@@ -265,7 +265,7 @@ def bind_whole(definition: ModelDef, params: Params, name: str) -> Module:
     """The module called `name`, its parameters gathered along the fsdp axis where there is one."""
     own = params[name]
     if definition.layout.fsdp > 1:
-        own = fsdp.unshard(own, definition.dims[name], dtype=definition.dtype)
+        own = unshard(own, definition.dims[name], dtype=definition.dtype)
     return definition.bind(name, own)
 
 

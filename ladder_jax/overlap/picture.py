@@ -9,7 +9,7 @@ import pathlib
 import re
 from collections.abc import Sequence
 
-from ladder_jax import files, pyplot
+from ladder_jax import files
 from ladder_jax.config import Loop
 from ladder_jax.errors import UserError
 from ladder_jax.hardware import HARDWARE
@@ -63,7 +63,7 @@ def drawn(request: Request) -> dict[str, Request]:
 
 def plot(request: Request, *, file: str) -> None:
     """Draw the forward pass of layers 1 and 2 (of 0 to 3). The file's ending sets the format."""
-    plt = pyplot.load()
+    plt = files.pyplot()
     from matplotlib.patches import Patch
 
     panels = {name: _two_layers(bars) for name, bars in timelines(request).items()}

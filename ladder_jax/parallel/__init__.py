@@ -16,10 +16,12 @@ from ladder_jax.parallel.collectives import varying as varying
 from ladder_jax.parallel.compiled import Compiled as Compiled
 from ladder_jax.parallel.compiled import check_compiler_makes as check_compiler_makes
 from ladder_jax.parallel.compiled import compile_options as compile_options
+from ladder_jax.parallel.compiled import has_accelerator as has_accelerator
 from ladder_jax.parallel.compiled import on_mesh as on_mesh
 from ladder_jax.parallel.compiled import on_own_mesh as on_own_mesh
 from ladder_jax.parallel.compiled import over_mesh as over_mesh
 from ladder_jax.parallel.compiled import over_ranks as over_ranks
+from ladder_jax.parallel.compiled import prefer_cpu as prefer_cpu
 from ladder_jax.parallel.compiled import use_compilation_cache as use_compilation_cache
 from ladder_jax.parallel.compiler_options import Overlap as Overlap
 from ladder_jax.parallel.compiler_options import Split as Split
@@ -32,7 +34,5 @@ from ladder_jax.parallel.mesh import layout as layout
 from ladder_jax.parallel.mesh import make_mesh as make_mesh
 from ladder_jax.parallel.mesh import mesh_of as mesh_of
 from ladder_jax.parallel.mesh import with_ranks as with_ranks
-from ladder_jax.parallel.platform import has_accelerator as has_accelerator
-from ladder_jax.parallel.platform import prefer_cpu
 
 prefer_cpu()  # before anything of ours asks jax for its devices

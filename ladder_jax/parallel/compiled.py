@@ -1,4 +1,5 @@
-"""Functions that run on every rank of a mesh, and `jax.jit` with compiler options for its devices.
+"""Functions that run on every rank of a mesh, and `jax.jit` with compiler options for its devices;
+and what jax is set to where the user has set nothing: its platform, its cache of programs.
 
 A program runs on the mesh of its `Layout`. A caller's mesh may have other names and Explicit axes,
 and be set by `jax.set_mesh`: `on_own_mesh` changes arguments to ours, and results to the caller's.
@@ -7,10 +8,12 @@ Over the same devices that moves nothing but what is split otherwise.
 
 import contextlib
 import functools
+import glob
 import logging
 import os
 import re
 from collections.abc import Callable, Sequence
+from importlib.metadata import entry_points
 from typing import Any
 
 import jax
@@ -27,6 +30,17 @@ from ladder_jax.parallel.mesh import SHARDED, Layout, tracing, without_mesh
 logger = logging.getLogger("ladder_jax")
 
 Dims = Any  # a pytree prefix of strings such as "BTV"
+
+DRIVERS = (
+    "/dev/nvidia*",
+    "/dev/nvhost*",
+    "/dev/nvgpu*",
+    "/dev/dxg",
+    "/dev/kfd",
+    "/dev/accel*",
+    "/dev/vfio/[0-9]*",
+)
+"""The files of NVIDIA's, AMD's and TPUs' drivers; `dxg` is that of a GPU in Windows' Linux."""
 
 
 def options_for(device_kind: str, traits: Traits, *, rescue: bool = False) -> dict[str, Any]:
@@ -258,6 +272,29 @@ def use_compilation_cache() -> None:
     ):
         if (folder := files.cache_folder("programs")) is not None:
             jax.config.update("jax_compilation_cache_dir", str(folder))
+
+
+def prefer_cpu() -> None:
+    """Set jax's platform to the CPU where there is nothing else, as jax itself would after its
+    plugins for TPUs and GPUs have complained at length.
+
+    Nothing changes where the user named a platform, where the machine has an accelerator, or where
+    a plugin for any other hardware is installed.
+    """
+    if not jax.config.jax_platforms and not has_accelerator():
+        jax.config.update("jax_platforms", "cpu")
+
+
+def has_accelerator() -> bool:
+    """Whether this machine may have an accelerator, by its drivers' files and the plugins of jax.
+    Starts neither.
+    """
+    others = [
+        plugin
+        for plugin in entry_points(group="jax_plugins")
+        if not plugin.name.startswith("xla_cuda")
+    ]
+    return bool(others) or any(glob.glob(pattern) for pattern in DRIVERS)
 
 
 def _changed(array, sharding):

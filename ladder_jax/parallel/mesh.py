@@ -29,8 +29,6 @@ from ladder_jax.scopes import AXES, DATA, FSDP, TENSOR
 logger = logging.getLogger("ladder_jax")
 
 SHARDED = "NFVKEW"  # the dimensions that tensor parallelism splits
-# the dimensions of a router, which is gathered and stored in float32, as it chooses in it
-ROUTER = "DC"
 
 
 def make_mesh(

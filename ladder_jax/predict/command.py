@@ -2,7 +2,7 @@
 
 import json
 
-from ladder_jax import files, pyplot, terminal
+from ladder_jax import files, terminal
 from ladder_jax.config import ExpertParallelism, Launch, Phase
 from ladder_jax.errors import UserError
 from ladder_jax.predict import request as requests
@@ -195,7 +195,7 @@ def _plot(answer: Result, *, file: str) -> None:
     """
     request = answer.request
     rows = answer.rows
-    figure, axes = pyplot.load().subplots(
+    figure, axes = files.pyplot().subplots(
         1, 2, figsize=(11, 1.7 + 0.38 * len(rows)), sharey=True, layout="constrained"
     )
     for axis, (panel, name) in zip(axes, (("decode step", "step"), ("prefill", "prefill"))):

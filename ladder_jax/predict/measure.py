@@ -28,7 +28,7 @@ from ladder_jax.errors import UserError
 from ladder_jax.parallel import Overlap, is_v5e
 from ladder_jax.predict import machine
 from ladder_jax.predict.machine import Halves, Kernel, Link, Ring
-from ladder_jax.progress import progress
+from ladder_jax.terminal import progress
 
 ASSUMED = "h100-nvlink"  # the machine whose contention is taken if none can be measured
 MOST_READ = 8  # ranks: XLA's all-reduce kernels read the memory of so many

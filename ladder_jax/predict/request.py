@@ -14,14 +14,13 @@ from ladder_jax.config import (
     check_halves,
     parse_residual,
 )
-from ladder_jax.config.fields import check, passes
+from ladder_jax.config.fields import check, passes, words
+from ladder_jax.config.run import check_tensor
 from ladder_jax.errors import unknown
 from ladder_jax.overlap.request import exchange_capacity
 from ladder_jax.predict import machine as machines
 from ladder_jax.predict.machine import Machine
 from ladder_jax.schedule import models
-from ladder_jax.splits import check_tensor
-from ladder_jax.words import words
 
 BASELINE = "standard"
 GENERATE = "generate"

@@ -25,7 +25,7 @@ from ladder_jax.files import reason
 from ladder_jax.pretrained import source
 from ladder_jax.pretrained.huggingface import folder as huggingface
 from ladder_jax.pretrained.source import Source, Stored
-from ladder_jax.progress import progress
+from ladder_jax.terminal import progress
 
 STEP = 0
 

@@ -41,7 +41,7 @@ from ladder_jax.errors import RunFailed, UserError
 from ladder_jax.nn.parameter import stack_of
 from ladder_jax.pretrained.source import Key, Source, Stored, load_layer
 from ladder_jax.pretrained.sublayers import ROWS, delays, programs
-from ladder_jax.progress import progress
+from ladder_jax.terminal import progress
 
 __all__ = ["Fit", "FittedProjections", "Refit", "Refitted", "refit"]
 

@@ -15,7 +15,6 @@ from ladder_jax import nn, terminal
 from ladder_jax.nn.parameter import stack_of
 from ladder_jax.pretrained.source import Source, load_layer
 from ladder_jax.pretrained.sublayers import ROWS, Streams, delays, programs
-from ladder_jax.progress import progress
 from ladder_jax.terminal import Table
 
 
@@ -180,7 +179,7 @@ def measure(
     count = itertools.count(1)
     # of each round, the losses with one more layer, and that which costs least
     found, greedy = [], []
-    with progress(total, label="measured {done}/{total} losses") as update:
+    with terminal.progress(total, label="measured {done}/{total} losses") as update:
         for _ in range(rounds):
             losses = {}
             for layer, loss in probe.losses_with(greedy):

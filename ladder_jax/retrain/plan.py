@@ -12,7 +12,7 @@ from flax import nnx
 from ladder_jax.config import START, ConversionConfig, DistillConfig, LoraConfig
 from ladder_jax.nn import ModelDef, Params, parameter
 from ladder_jax.nn.parameter import LAYERS
-from ladder_jax.parallel.mesh import ROUTER
+from ladder_jax.parallel.collectives import ROUTER
 from ladder_jax.retrain import lora as factors
 from ladder_jax.side import SIDE, SideModel
 

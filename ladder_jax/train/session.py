@@ -33,7 +33,7 @@ from ladder_jax.data.dataset import DataLoader, read_ahead
 from ladder_jax.data.packing import Batch
 from ladder_jax.errors import RunFailed, Stopped, UserError
 from ladder_jax.nn import Params
-from ladder_jax.progress import progress
+from ladder_jax.terminal import progress
 from ladder_jax.train import checkpoints, timing
 from ladder_jax.train import step as steps
 from ladder_jax.train.checkpoints import CheckpointSaver

@@ -37,7 +37,7 @@ from ladder_jax.data.store.sources import Part
 from ladder_jax.data.store.tables import HUB
 from ladder_jax.errors import UserError
 from ladder_jax.files import PARTIAL
-from ladder_jax.progress import progress
+from ladder_jax.terminal import progress
 
 LOCK = ".lock"
 OURS = re.compile(rf"[0-9]{{5,}}\.(tokens|offsets|digests|json)|{re.escape(PARTIAL)}.*")

@@ -16,7 +16,7 @@ from ladder_jax.pretrained import source
 from ladder_jax.pretrained.huggingface import config, weights
 from ladder_jax.pretrained.huggingface.weights import Tensor
 from ladder_jax.pretrained.source import Source, Stored
-from ladder_jax.progress import progress
+from ladder_jax.terminal import progress
 
 CONFIG, GENERATION = "config.json", "generation_config.json"
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
