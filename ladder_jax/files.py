@@ -146,9 +146,8 @@ def cache_folder(name: str) -> pathlib.Path | None:
     configured = os.environ.get("LADDER_JAX_CACHE")
     try:
         user_cache = pathlib.Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache")
-        folder = (
-            pathlib.Path(configured) if configured else user_cache.expanduser() / "ladder_jax"
-        ) / name
+        ours = pathlib.Path(configured) if configured else user_cache.expanduser() / "ladder_jax"
+        folder = ours / name
         folder.mkdir(parents=True, exist_ok=True)
     except (OSError, RuntimeError):  # RuntimeError: the user has no home folder
         return None

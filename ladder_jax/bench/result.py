@@ -231,9 +231,8 @@ def _row(one: Samples, request: Request, measurement: Measurement) -> dict:
         "prefill_flops": one.prefill_flops,
     }
     each = list(map(figures, one.prefill, one.decode))
-    for name, value in figures(
-        statistics.median(one.prefill), statistics.median(one.decode)
-    ).items():
+    median = figures(statistics.median(one.prefill), statistics.median(one.decode))
+    for name, value in median.items():
         row[name] = value
         row |= _range(name, [figure[name] for figure in each])
     return row | {

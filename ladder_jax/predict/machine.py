@@ -38,17 +38,11 @@ from ladder_jax.config.load import parse_yaml
 from ladder_jax.errors import UserError, unknown
 
 TABLE = pathlib.Path(__file__).parent / "hardware"
-NAMES = (
-    *(
-        "h100-nvlink",
-        "h100-no-nvlink",
-        "h100-2-nodes",
-        "h100-2-nodes-roce",
-        "h200-nvlink",
-        "b200-nvlink",
-    ),
-    *("b300-nvlink", "l40s-no-peer", "a800-pcie", "v5e", "v5p", "v6e", "tpu7x"),
-)  # each is a file in TABLE; docs and messages use this order
+# each is a file in TABLE; docs and messages use this order
+NAMES = tuple(
+    "h100-nvlink h100-no-nvlink h100-2-nodes h100-2-nodes-roce h200-nvlink b200-nvlink b300-nvlink"
+    " l40s-no-peer a800-pcie v5e v5p v6e tpu7x".split()
+)
 
 
 class Algorithm(enum.Enum):

@@ -166,9 +166,9 @@ def programs(definition: nn.ModelDef) -> Programs:
         )
         early = (SHARED,) if topology.farskip and sublayer == ROUTED and stack == LAYERS else ()
         step = DelayedStep((sublayer,), delay, fresh, early)
-        return definition.bind(stack, params)(
-            streams, steps=(step,), wire=wire, contexts=[context]
-        )[0]
+        layer = definition.bind(stack, params)
+        streams, *_ = layer(streams, steps=(step,), wire=wire, contexts=[context])
+        return streams
 
     def advance(stack, sublayer, params, streams, delay):
         return through(stack, sublayer, Chosen(axes), params, streams, delay)

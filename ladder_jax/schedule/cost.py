@@ -16,13 +16,8 @@ from ladder_jax.schedule.hlo import Computation, Instruction, Program
 from ladder_jax.scopes import TOKEN_LOOP
 
 GARBAGE_CYCLES = 2**62  # libtpu writes 2^63 - 1 where it has no estimate
-VIEWS = (
-    "bitcast",
-    "convert",
-    "reshape",
-    "copy",
-    "transpose",
-)  # their result is an array that is there already
+# their result is an array that is there already
+VIEWS = ("bitcast", "convert", "reshape", "copy", "transpose")
 
 # by sublayer: "attention", "mlp", "joint" (both), "" outside of sublayers
 Flops = collections.Counter
@@ -252,9 +247,8 @@ def _convolution(conv: Instruction) -> int:
     So multiply-adds are counted position by position, without those on padding or on the holes of a
     dilated operand.
     """
-    left_labels, right_labels, out_labels = re.match(
-        r"(\w+)_(\w+)->(\w+)", conv.attribute("dim_labels")
-    ).groups()
+    labels = re.match(r"(\w+)_(\w+)->(\w+)", conv.attribute("dim_labels"))
+    left_labels, right_labels, out_labels = labels.groups()
     left, right, out = (one.dims for one in (*conv.operands[:2], conv))
     window = dict(part.split("=") for part in conv.attribute("window").strip("{}").split())
     positions = 1

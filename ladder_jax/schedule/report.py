@@ -305,9 +305,8 @@ class Report:
         """A row for reductions of one name, size and status."""
         groups: dict[tuple, list[Reduction]] = {}
         for reduction in self.reductions:
-            groups.setdefault(
-                (reduction.title, reduction.collective.bytes, reduction.status), []
-            ).append(reduction)
+            alike = reduction.title, reduction.collective.bytes, reduction.status
+            groups.setdefault(alike, []).append(reduction)
         rows = []
         for (title, size, status), members in groups.items():
             cycles = [r.collective.cycles for r in members if r.collective.cycles is not None]

@@ -149,14 +149,14 @@ def devices(target: Target) -> Sequence:
         if target.platform == "tpu":
             return topologies.get_topology_desc(platform="tpu", topology_name=target.name).devices
         published = HARDWARE[target.kind]
-        return topologies.get_topology_desc(
+        speeds = dict(bandwidth=int(published.bandwidth), memory=published.memory)
+        found = topologies.get_topology_desc(
             platform="cuda",
             topology_name=target.name,
             topology=_hosts(int(target.shape)),
-            target_config=GPU.format(
-                bandwidth=int(published.bandwidth), memory=published.memory, **GPUS[target.kind]
-            ),
-        ).devices
+            target_config=GPU.format(**speeds, **GPUS[target.kind]),
+        )
+        return found.devices
     except jax.errors.JaxRuntimeError as error:
         reason = str(error).partition(": ")[2] or str(error)
         raise UserError(

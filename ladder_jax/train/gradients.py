@@ -253,9 +253,9 @@ def _accumulate(
     zeros = lambda axes, shape: pvary(jnp.zeros(shape, jnp.float32), axes)
     zero = functools.partial(zeros, varying(jax.tree.leaves(batch)[0]))
     loss = zero(()), {name: zero(shape) for name, shape in terms.items()}
-    return lax.scan(
-        add_part, (loss, jax.tree.map(lambda p: zeros(varying(p), p.shape), trained)), parts
-    )[0]
+    gradients = jax.tree.map(lambda p: zeros(varying(p), p.shape), trained)
+    sums, _ = lax.scan(add_part, (loss, gradients), parts)
+    return sums
 
 
 @jax.named_scope(LOSS)

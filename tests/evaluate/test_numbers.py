@@ -126,9 +126,8 @@ def test_sliding_windows(model, pieces, exact):
         tokens = [pieces.begin_id, *pieces.encode(text)]
         for place in range(1, len(tokens)):
             strides = math.ceil(max(0, place - WINDOW) / stride)
-            last = (
-                min(WINDOW + strides * stride, len(tokens) - 1) if strides else WINDOW
-            )  # of the window that scores it
+            # of the window that scores it
+            last = min(WINDOW + strides * stride, len(tokens) - 1) if strides else WINDOW
             loglikelihood, _ = exact.scores(
                 tokens[max(0, last - WINDOW) : place], tokens[place : place + 1]
             )
