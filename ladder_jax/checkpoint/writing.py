@@ -56,7 +56,8 @@ class Writing:
         and TimeoutError.
 
         The first error is raised after the others have ended: one that went on would make its
-        removed folder again. within: seconds.
+        removed folder again.
+        within: seconds.
         """
         errors = []
         for commit in self._started.result():

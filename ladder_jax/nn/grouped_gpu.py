@@ -37,8 +37,9 @@ def product(
     """[R, O]: each row times its group's matrix; undefined in the rows behind the last group.
 
     Sums are float32, multiplied by the columns' `scale` (of int8 matrices) and rounded to the rows'
-    dtype once. transposed: the rows are [R, O], the result [R, I]. interpret: run without a GPU,
-    slowly, to test the values.
+    dtype once.
+    transposed: the rows are [R, O], the result [R, I]. interpret: run without a GPU, slowly, to
+        test the values.
     """
     count, _, _ = weight_EIO.shape
     height = min(128, max(16, pl.next_power_of_2(pl.cdiv(len(rows_RI), count))))

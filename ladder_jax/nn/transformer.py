@@ -129,8 +129,8 @@ class ForwardPass:
 
         A stack is [L, ...], or (unrolled only) a tuple with each layer's own arrays. ranges: which
         of the model's layers each stack holds, by default all; dims: of stacks that hold other
-        arrays than the definition has. wire_of: makes each layer's wire of its arrays GIVEN, which
-        have no gradient.
+        arrays than the definition has.
+        wire_of: makes each layer's wire of its arrays GIVEN, which have no gradient.
         """
         ranges = stacks(self.definition.config) if ranges is None else ranges
         dims = self.definition.dims if dims is None else dims

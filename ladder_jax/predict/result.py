@@ -62,7 +62,8 @@ class Row:
 
     def as_dict(self, *, memory: float) -> dict:
         """The JSON row: seconds of a whole generation and of its mean decode step, or of one pass
-        over the batch. exposed: added by communication. memory: bytes of a device.
+        over the batch.
+        exposed: added by communication. memory: bytes of a device.
         """
         speed = self.speed
         row = {

@@ -27,7 +27,8 @@ class Handle:
     """Iterating it yields the request's pieces as they come; `result()` waits for the whole.
 
     Where the engine runs no thread, waiting drives it. An error in the engine is raised in every
-    thread that waits. engine: an `Engine`, of which it needs `threaded`, `step` and `cancel`.
+    thread that waits.
+    engine: an `Engine`, of which it needs `threaded`, `step` and `cancel`.
     """
 
     def __init__(self, request: Request, *, engine: Any, decoder: Decoder | None):
