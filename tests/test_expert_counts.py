@@ -28,6 +28,7 @@ from ladder_jax.schedule.grouped import Experts, Form
 
 QWEN = preset("qwen3-30b-a3b")
 D, M, E, K = 2048, 768, 128, 8
+ROUTED = ("router", "sort", "experts' gate, up", "activate", "experts' down", "add up")
 
 # Instructions as the compilers write them, without the kernels' code.
 FORWARD = """%ragged-dot-none.1 = bf16[128,768]{1,0:T(8,128)(2,1)S(1)} custom-call(%sizes, %rows, %matrices),\
@@ -195,10 +196,10 @@ def test_predicted_kernels():
     block = ours.decode_step(rows=16, prompt_length=1024, new_tokens=512)
     kernels = {one.name: one for one in ours.step((work.MLP,), block)}
     assert kernels["router"].weights == 4 * D * E and kernels["router"].flops == 2 * 16 * D * E
-    assert kernels["gate, up"].flops == 2 * (16 * K / 8) * D * 2 * M
-    assert kernels["down"].weights == pytest.approx(CHOSEN * M * D * 2)
+    assert kernels["experts' gate, up"].flops == 2 * (16 * K / 8) * D * 2 * M
+    assert kernels["experts' down"].weights == pytest.approx(CHOSEN * M * D * 2)
     assert kernels["sort"].activations == 2 * 16 * K * D * 2
-    assert list(kernels) == ["norm", "router", "sort", "gate, up", "activate", "down", "add up"]
+    assert list(kernels) == ["norm", *ROUTED]
     layer = models.shard(QWEN, ranks=8)
     cache = 48 * 2 * 16 * 2048 * 128 * 2
     tables = 2 * layer.vocabulary * D * 2
@@ -215,16 +216,13 @@ def test_predicted_shared_expert():
             sublayers, work.Block(1, 64, 32, 64)
         )
     ]
-    dense, routed = (
-        ["gate, up", "activate", "down"],
-        ["router", "sort", "gate, up", "activate", "down", "add up"],
-    )
-    assert names("ladder", (1,)) == ["norm", *routed, *dense]
-    assert names("farskip", (1,)) == ["norm", *routed] and names("farskip", (2,)) == [
+    dense = ["gate, up", "activate", "down"]
+    assert names("ladder", (1,)) == ["norm", *ROUTED, *dense]
+    assert names("farskip", (1,)) == ["norm", *ROUTED] and names("farskip", (2,)) == [
         "norm",
         *dense,
     ]
-    assert names("farskip", (1, 2)) == ["norm", *routed, *dense]
+    assert names("farskip", (1, 2)) == ["norm", *ROUTED, *dense]
 
 
 def test_predicted_farskip_hides_as_a_ladder():

@@ -51,20 +51,18 @@ def estimate(candidate: Candidate, *, request: Request) -> Memory:
     config = request.config
     mesh = candidate.mesh
     model, block = candidate.microbatch(request)
-    table = model.shard.vocabulary * config.d_model
-    tables = 1 if config.tie_embeddings else 2
-    parameters = (models.layers(config, ranks=mesh.tensor) + tables * table) // mesh.fsdp
+    parameters = (models.layers(config, ranks=mesh.tensor) + model.tables) // mesh.fsdp
     kept = kept_activations(candidate, request=request)
     several = candidate.accumulate > 1
     offloaded = candidate.remat is Remat.OFFLOAD
     layer = models.largest_layer(config, ranks=mesh.tensor)
     size = model.element_bytes
-    weights = layer * (size + FLOAT32) + tables * table * size
+    weights = layer * (size + FLOAT32) + model.tables * size
     if mesh.fsdp > 1:
         weights += layer * (size + FLOAT32)
     # float32 gradients of the whole tables: the current microbatch's, and their sum
     if mesh.fsdp > 1 and several:
-        weights += 2 * tables * table * FLOAT32
+        weights += 2 * model.tables * FLOAT32
     return Memory(
         state=3 * FLOAT32 * parameters,
         gradients=(4 if several else 2) * FLOAT32 * parameters,

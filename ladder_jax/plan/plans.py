@@ -4,6 +4,7 @@ the plans.
 
 import dataclasses
 import json
+from collections.abc import Mapping
 
 from ladder_jax import terminal
 from ladder_jax.config import PRESETS
@@ -78,35 +79,31 @@ class Answer:
 
     plans: all that fit; the first one is recommended. refused: plans whose compiled step does not
         fit.
-    considered: number of candidates. smallest: the candidate with the least estimated memory.
+    sizes: the estimated memory of every candidate.
     """
 
     request: Request
     plans: tuple[Plan, ...]
     refused: tuple[Plan, ...]
-    considered: int
-    smallest: Plan
+    sizes: Mapping[Candidate, Memory]
 
     def __repr__(self) -> str:
         best = f", the fastest {self.plans[0].candidate!r}" if self.plans else ""
-        fitting = f"{len(self.plans)} of {self.considered} candidates fit"
+        fitting = f"{len(self.plans)} of {len(self.sizes)} candidates fit"
         return f"Answer({self.request.name} on {self.request.target.name}: {fitting}{best})"
 
 
-def ranked(request: Request) -> list[Plan]:
-    """All candidates, the fastest first; among equally fast ones, first those with less memory."""
+def ranked(sizes: Mapping[Candidate, Memory], *, request: Request) -> list[Plan]:
+    """The candidates that fit, the fastest first; among equally fast ones, first those with less
+    memory.
+    """
     limit = request.target.memory
-
-    def plan(candidate: Candidate) -> Plan:
-        estimates = (
-            memory.estimate(candidate, request=request),
-            speed.speed(candidate, request=request),
-        )
-        return Plan(candidate, *estimates, limit=limit)
-
-    return sorted(
-        map(plan, candidates(request)), key=lambda p: (round(p.speed.seconds, 6), p.memory.device)
-    )
+    plans = [
+        Plan(one, size, speed.speed(one, size, request=request), limit)
+        for one, size in sizes.items()
+        if limit is None or size.device <= limit
+    ]
+    return sorted(plans, key=lambda plan: (round(plan.speed.seconds, 6), plan.memory.device))
 
 
 def answer(request: Request, *, compiled: int) -> Answer:
@@ -115,8 +112,8 @@ def answer(request: Request, *, compiled: int) -> Answer:
     If a compiled plan is too large, the next one is compiled. Raises UserError if the compiler is
     missing.
     """
-    every = ranked(request)
-    fitting = [plan for plan in every if plan.limit is None or plan.memory.device <= plan.limit]
+    sizes = {one: memory.estimate(one, request=request) for one in candidates(request)}
+    fitting = ranked(sizes, request=request)
     confirmed = []
     refused = []
     while fitting and len(confirmed) < compiled:
@@ -125,8 +122,7 @@ def answer(request: Request, *, compiled: int) -> Answer:
         (confirmed if plan.fits else refused).append(plan)
         if len(refused) > MOST_REFUSED:
             break
-    smallest = min(every, key=lambda plan: plan.memory.device)
-    return Answer(request, (*confirmed, *fitting), tuple(refused), len(every), smallest)
+    return Answer(request, (*confirmed, *fitting), tuple(refused), sizes)
 
 
 def as_dict(answer: Answer) -> dict:
@@ -141,7 +137,7 @@ def as_dict(answer: Answer) -> dict:
         "tokens": request.tokens,
         "sequence": request.sequence,
         "device_memory": request.target.memory,
-        "considered": answer.considered,
+        "considered": len(answer.sizes),
         "plans": [_plan(plan, request) for plan in answer.plans],
         "refused": [_plan(plan, request) for plan in answer.refused],
     }
@@ -191,13 +187,13 @@ def lines(answer: Answer) -> list:
         f"reason    {_why(answer)}",
         title,
         _table(answer),
-        f"{len(answer.plans)} of {answer.considered} candidates fit: the fastest microbatch of up to {SHOWN} is shown",
+        f"{len(answer.plans)} of {len(answer.sizes)} candidates fit: the fastest microbatch of up to {SHOWN} is shown",
         *_refused(answer),
         "dxfxt: mesh.data x fsdp x tensor; rows: sequences in a microbatch of one batch shard, in turn: as two"
         " halves (train.interleave=2); accumulate: microbatches per step; GiB of a device: = from the compiler's"
         " memory_analysis of the whole training step,"
         " ~ estimated from shapes; the other columns are estimates (ladder_jax/plan/speed.py): MFU; waiting: share of"
-        " time in which devices wait for transfers; recomputed: FLOPs computed again, over the model's",
+        " time that transfers add; recomputed: FLOPs computed again, over the model's",
         *(
             ["note      a simulated device has no memory limit, and its speed here is nominal"]
             if not room
@@ -232,11 +228,10 @@ def _why(answer: Answer) -> str:
 
 
 def _smallest(answer: Answer) -> str:
-    smallest = answer.smallest
-    request = answer.request
+    smallest, size = min(answer.sizes.items(), key=lambda pair: pair[1].device)
     return (
-        f"of {answer.considered} candidates the smallest, {smallest.candidate}, is estimated at"
-        f" {smallest.memory.device / GIB:.1f} GiB of a device's {request.target.memory / GIB:.0f}"
+        f"of {len(answer.sizes)} candidates the smallest, {smallest}, is estimated at"
+        f" {size.device / GIB:.1f} GiB of a device's {answer.request.target.memory / GIB:.0f}"
     )
 
 

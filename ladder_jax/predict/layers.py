@@ -21,6 +21,7 @@ expert's first products stand beside the dispatch and its last one beside the co
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 
 from ladder_jax.predict.machine import Algorithm, Halves, Machine, Ring
@@ -37,8 +38,20 @@ from ladder_jax.predict.timeline import (
     play_slots,
     turns,
 )
-from ladder_jax.predict.work import AFTER_GATHER, ATTENTION, BEFORE_SCATTER, Block, Kernel, Model
+from ladder_jax.predict.work import (
+    AFTER_GATHER,
+    ATTENTION,
+    BEFORE_SCATTER,
+    MLP,
+    NOTHING,
+    SHARED,
+    Again,
+    Block,
+    Kernel,
+    Model,
+)
 from ladder_jax.residual import Step
+from ladder_jax.schedule import models
 
 WorkOf = Callable[[Sequence[Kernel]], Work]
 
@@ -62,16 +75,20 @@ def layers(
     program: Program,
     steps: Sequence[Step] | None = None,
     times: int = 1,
+    again: Again = NOTHING,
 ) -> Layers:
-    """The layers of `block`. steps: by default the topology's. times: how often each kernel runs
-    (backward: 2).
+    """The layers of `block`.
+
+    steps: by default the topology's. times: how often each kernel runs (backward: 2), without what
+        runs `again`.
     """
     split = model.ranks if program.form in (Form.SEQUENCE_PARALLEL, Form.COLLECTIVE_MATMUL) else 1
     steps = steps_of(model.config) if steps is None else steps
     kernels = functools.cache(lambda sublayers, block: model.step(sublayers, block, split=split))
-    work_of = functools.partial(work, machine, times=times)
+    work_of = functools.partial(work, machine, times=times, again=again)
     of_sublayers = functools.cache(lambda sublayers: work_of(kernels(sublayers, block)))
-    algorithm, all_reduce = reduction(model, machine, block, program=program)
+    reduced = functools.partial(reduction, model, machine, program=program, again=again)
+    algorithm, all_reduce = reduced(block)
     settings = dict(contention=machine.contention, window=program.window)
 
     def of_half(half: Sequence[Kernel], whole: Sequence[Kernel]) -> Work:
@@ -91,7 +108,7 @@ def layers(
         own = exchanged_kernels(model, part)
         whole = exchanged_kernels(model, block)
         works = {name: of_half(own[name], whole[name]) for name in own}
-        return Exchanged.of(model, machine, part, works=works)
+        return Exchanged.of(model, machine, part, works=works, again=again)
 
     if program.form is Form.EXCHANGE:
         waits = machine.link.halves is Halves.NONE  # on a v5e (but for gathers, which is left out)
@@ -107,7 +124,7 @@ def layers(
         )
     elif program.interleave == 2:
         halves = block.halves
-        each = tuple(reduction(model, machine, half, program=program)[1] for half in halves)
+        each = tuple(reduced(half)[1] for half in halves)
         slots = turns(
             steps,
             work=lambda step, half: step_of_half(step.sublayers, halves[half]),
@@ -121,16 +138,20 @@ def layers(
     return Layers(timeline, algorithm if timeline.all_reduces else None, all_reduce)
 
 
-def work(machine: Machine, kernels: Sequence[Kernel], *, times: int = 1) -> Work:
+def work(
+    machine: Machine, kernels: Sequence[Kernel], *, times: int = 1, again: Again = NOTHING
+) -> Work:
     """The sum of the kernels' times: the compute of one kernel cannot hide the memory traffic of
     another.
 
-    times: how often each runs.
+    times: how often each runs, and those of `again` once more.
     """
     busy = sum(machine.seconds(flops=kernel.flops, size=kernel.size) for kernel in kernels)
-    return Work(
+    found = Work(
         busy=times * busy, idle=times * machine.launch * sum(kernel.launches for kernel in kernels)
     )
+    repeated = [kernel for kernel in kernels if kernel.name in again.kernels]
+    return found + work(machine, repeated) if repeated else found
 
 
 BEND = 1.5
@@ -159,10 +180,10 @@ def together(compute: float, memory: float) -> float:
 
 
 def reduction(
-    model: Model, machine: Machine, block: Block, *, program: Program
+    model: Model, machine: Machine, block: Block, *, program: Program, again: Again
 ) -> tuple[Algorithm | None, float]:
     """How a sublayer's output is reduced, and its seconds: an all-reduce, or a reduce-scatter and
-    an all-gather.
+    an all-gather, with those of `again`.
     """
     if machine.link is None:
         return None, 0.0
@@ -170,7 +191,7 @@ def reduction(
     ranks = model.ranks
     algorithm, seconds = machine.link.fastest(payload, ranks=ranks, among=program.algorithms)
     if program.form is not Form.ALL_REDUCE:
-        seconds = 2 * machine.link.half(payload, ranks=ranks)
+        seconds = (2 + again.gathers) * machine.link.half(payload, ranks=ranks)
     return algorithm, seconds
 
 
@@ -268,14 +289,21 @@ class Exchanged:
 
     @classmethod
     def of(
-        cls, model: Model, machine: Machine, block: Block, *, works: dict[str, Work]
+        cls,
+        model: Model,
+        machine: Machine,
+        block: Block,
+        *,
+        works: dict[str, Work],
+        again: Again,
     ) -> "Exchanged":
         """works: of `exchanged_kernels`, by name."""
         half = machine.link.half(model.payload(block), ranks=model.ranks)
-        rows = machine.link.all_to_all(model.buffer_bytes(block), ranks=model.ranks)
+        one = machine.link.all_to_all(model.buffer_bytes(block), ranks=model.ranks)
+        rows = (1 + again.rows) * one
         return cls(
             **works,
-            gather=("gather", half),
+            gather=("gather", (1 + again.gathers) * half),
             scatter=("reduce-scatter", half),
             dispatch=("dispatch", rows),
             combine=("combine", rows),
@@ -319,6 +347,26 @@ def exchanged_kernels(model: Model, block: Block) -> dict[str, Sequence[Kernel]]
         shared_first=shared[:1],
         shared_last=shared[1:],
     )
+
+
+def kernels_of_layers(
+    model: Model, block: Block, *, exchanged: bool = False
+) -> list[tuple[int, Model, Sequence[Kernel]]]:
+    """Of each kind of layers their number, a model of such layers, and the kernels of one.
+
+    exchanged: ranks exchange the rows of experts.
+    """
+    found = []
+    for count, config in models.kinds(model.config):
+        kind = dataclasses.replace(model, config=config)
+        mlp = (MLP, SHARED) if config.residual == "farskip" else (MLP,)
+        parts = (
+            exchanged_kernels(kind, block).values()
+            if exchanged
+            else (kind.step((ATTENTION,), block), kind.step(mlp, block))
+        )
+        found.append((count, kind, list(itertools.chain(*parts))))
+    return found
 
 
 def _exchange_turns(steps: Sequence[Step], halves: Sequence[Exchanged]) -> Iterator[Slot]:

@@ -263,7 +263,7 @@ class Machine:
     launch: float
     contention: float
     link: Link | None = None
-    sources: dict = dataclasses.field(default_factory=dict, repr=False)
+    sources: dict = dataclasses.field(default_factory=dict, repr=False, hash=False)
 
     def seconds(self, *, flops: float = 0.0, size: float = 0.0) -> float:
         """Time of a kernel that computes `flops` and moves `size` bytes: the longer of the two."""

@@ -17,8 +17,8 @@ A training step is a forward and a backward pass:
                      four bytes a token in the loss
 
 Left out, and alike for all: the optimizer, the reduction of gradients over data-parallel groups
-(both once a step, over many microbatches), and recomputation. Nothing of this has been measured on
-several devices.
+(both once a step, over many microbatches), and recomputation. `ladder-jax plan` adds them. Nothing
+of this has been measured on several devices.
 
 Without tensor parallelism every device computes rows of its own, with all columns:
 
@@ -39,11 +39,12 @@ devices than these, and activations, of as many tokens as under sequence paralle
 """
 
 import dataclasses
+import functools
 import itertools
 from collections.abc import Callable, Iterable, Sequence
 
 from ladder_jax.config import Interleave, Launch, ModelConfig, Phase
-from ladder_jax.predict.layers import layers, work
+from ladder_jax.predict.layers import kernels_of_layers, layers, work
 from ladder_jax.predict.machine import Algorithm, Machine
 from ladder_jax.predict.program import (
     ANY_PROGRAM,
@@ -57,11 +58,11 @@ from ladder_jax.predict.program import (
 )
 from ladder_jax.predict.timeline import Slot, Timeline, Work, play_slots
 from ladder_jax.predict.work import (
-    ATTENTION,
     FLOAT32,
-    MLP,
+    NOTHING,
     OURS,
     TRAINING,
+    Again,
     Block,
     Implementation,
     Model,
@@ -205,7 +206,7 @@ def training_step(
     """A microbatch of `rows` x `sequence` tokens, which one tensor-parallel group of `tensor`
     devices computes at once.
 
-    `config` names the topology, any but `desync`.
+    `config` names the topology.
     """
     model = Model(config, tensor, TRAINING)
     return run_by(
@@ -227,8 +228,19 @@ def fastest(candidates: Iterable[Pass]) -> Pass:
     return min(candidates, key=lambda one: one.seconds)
 
 
-def run_by(model: Model, machine: Machine, block: Block, program: Program, *, phase: Phase) -> Pass:
-    """A prefill, decode step or training step by `program`."""
+def run_by(
+    model: Model,
+    machine: Machine,
+    block: Block,
+    program: Program,
+    *,
+    phase: Phase,
+    again: Again = NOTHING,
+) -> Pass:
+    """A prefill, decode step or training step by `program`.
+
+    again: in training, what the backward pass recomputes.
+    """
     trains = phase is Phase.TRAIN
     implementation = model.implementation
     forward = layers(model, machine, block, program=program)
@@ -238,7 +250,9 @@ def run_by(model: Model, machine: Machine, block: Block, program: Program, *, ph
         # a sum of slots has no order
         steps = steps if program.form is Form.EXCHANGE else backward(steps)
         timelines.append(
-            layers(model, machine, block, program=program, steps=steps, times=2).timeline
+            layers(
+                model, machine, block, program=program, steps=steps, times=2, again=again
+            ).timeline
         )
     ends = work(machine, model.ends(block), times=3 if trains else 1).seconds
     # All-reduces outside the sublayers, never hidden: of the stream, and of a few bytes for each
@@ -265,17 +279,17 @@ def pass_of(
     return Pass(*times, program, all_reduce, *timelines)
 
 
+@functools.lru_cache(maxsize=64)  # as `layers_of`
 def backward(steps: tuple[Step, ...]) -> tuple[Step, ...]:
     """The sublayers from last to first, with the delays of their gradients.
 
     The gradient of an output is the sum of those of the inputs that hold it. So it does without the
     newest: of the next inputs, those that leave it out. What a step computes early forward, it
-    computes with the rest backward: the gradients of their input are one sum.
+    computes with the rest backward: the gradients of their input are one sum. Where ranks drift
+    apart (desync; only `plan` asks for it) there is an all-reduce for each one forward.
     """
-    if isinstance(steps[0], Silent):
+    if isinstance(steps[0], Silent | Desynced):
         return steps[::-1]
-    if isinstance(steps[0], Desynced):
-        raise ValueError("the backward pass of desync has no prediction")
     delays = [one.delay for one in steps]
     # behind the last layer as in it: nothing is pending there
     after = lambda place: delays[min(place, len(steps) - 1)]
@@ -303,15 +317,11 @@ def passes_without_tensor(
     size = model.element_bytes
     trains = phase is Phase.TRAIN
     block = model.prefill(rows=rows // devices, prompt_length=tokens)
-    tables = (1 if config.tie_embeddings else 2) * model.shard.vocabulary * config.d_model
-    parameters = models.layers(config, ranks=1) + tables
+    parameters = models.layers(config, ranks=1) + model.tables
     largest = 2 * models.largest_layer(config, ranks=1)
     half = lambda size: machine.link.half(size, ranks=devices)
-    timelines = [_beside_gathers(model, machine, block, half)]
-    bare = half(tables * size)
+    timelines, bare = split_weights(model, machine, block, half, trains=trains)
     if trains:
-        timelines.append(_beside_gathers(model, machine, block, half, gradients=True))
-        bare = 2 * bare + half(tables * FLOAT32)
         alone = parameters * STATE
         split = largest * (size + FLOAT32)
     else:
@@ -327,6 +337,29 @@ def passes_without_tensor(
     return possible
 
 
+def split_weights(
+    model: Model,
+    machine: Machine,
+    block: Block,
+    half: Callable[[float], float],
+    *,
+    trains: bool,
+    again: Again = NOTHING,
+) -> tuple[list[Timeline], float]:
+    """Where weights are split: timelines of the layers forward, and backward, each beside the next
+    one's gather; and seconds of the tables' transfers, which nothing hides.
+
+    half: seconds of a gather or a scatter of so many bytes. The layers' sums over tensor ranks are
+    left out.
+    """
+    beside = functools.partial(_beside_gathers, model, machine, block, half)
+    bare = half(model.tables * model.element_bytes)
+    if not trains:
+        return [beside()], bare
+    timelines = [beside(), beside(gradients=True, again=again)]
+    return timelines, 2 * bare + half(model.tables * FLOAT32)
+
+
 def _beside_gathers(
     model: Model,
     machine: Machine,
@@ -334,11 +367,16 @@ def _beside_gathers(
     half: Callable[[float], float],
     *,
     gradients: bool = False,
+    again: Again = NOTHING,
 ) -> Timeline:
     """Each layer beside the next one's gather. gradients: backward, from the last layer, whose
     gradients are scattered beside that too.
     """
-    layers = _layers(model, machine, block, times=2 if gradients else 1)
+    times = 2 if gradients else 1
+    layers = []
+    for count, kind, kernels in kernels_of_layers(model, block):
+        matrices = kind.shard.attention + kind.shard.mlp
+        layers += count * [(work(machine, kernels, times=times, again=again), matrices)]
     if gradients:
         layers.reverse()
     gathers = [half(matrices * model.element_bytes) for _, matrices in layers]
@@ -350,15 +388,3 @@ def _beside_gathers(
         Slot(work, [("weights", seconds)]) for work, seconds in zip(works, transfers, strict=True)
     )
     return play_slots(slots, contention=machine.contention)
-
-
-def _layers(model: Model, machine: Machine, block: Block, *, times: int) -> list[tuple[Work, int]]:
-    """Each layer's work, and its matrices' elements."""
-    found = []
-    for count, config in models.kinds(model.config):
-        kind = dataclasses.replace(model, config=config)
-        kernels = (*kind.step((ATTENTION,), block), *kind.step((MLP,), block))
-        found += count * [
-            (work(machine, kernels, times=times), kind.shard.attention + kind.shard.mlp)
-        ]
-    return found

@@ -172,6 +172,22 @@ class Kernel:
         return self.weights + self.activations + self.cache
 
 
+@dataclasses.dataclass(frozen=True)
+class Again:
+    """What a backward pass does once more of the forward pass (rematerialisation).
+
+    kernels: by name. gathers: of inputs, as a share of those of the pass; rows: likewise of the
+        messages with experts' rows.
+    """
+
+    kernels: frozenset[str] = frozenset()
+    gathers: float = 0.0
+    rows: float = 0.0
+
+
+NOTHING = Again()
+
+
 def size_of(dtype: Dtype) -> int:
     return {Dtype.BFLOAT16: 2, Dtype.FLOAT32: FLOAT32}[dtype]
 
@@ -303,9 +319,9 @@ class Model:
                 launches=launches.route,
             ),
             Kernel("sort", activations=2 * passed * d_model * size, launches=1),
-            product("gate, up", d_model, 2 * moe.expert_width),
+            product("experts' gate, up", d_model, 2 * moe.expert_width),
             Kernel("activate", activations=activated, launches=launches.activate),
-            product("down", moe.expert_width, d_model),
+            product("experts' down", moe.expert_width, d_model),
             Kernel("add up", activations=3 * rows * d_model * size + stream, launches=1),
         ]
 
@@ -336,13 +352,16 @@ class Model:
     def memory(self, *, rows: int, capacity: int) -> float:
         """Bytes of weights and of a cache of `capacity` positions per row, without activations."""
         config = self.config
-        tables = 1 if self.config.tie_embeddings else 2
-        matrices = (
-            models.layers(config, ranks=self.ranks) + tables * self._vocabulary * config.d_model
-        )
+        matrices = models.layers(config, ranks=self.ranks) + self.tables
         gains = 4 * config.d_model * (2 * config.num_layers + 1)
         cache = 2 * config.num_layers * rows * capacity * self.shard.keys * self.element_bytes
         return matrices * self.element_bytes + gains + cache
+
+    @property
+    def tables(self) -> int:
+        """Elements of the embedding and of the head, if they are two, on a device."""
+        count = 1 if self.config.tie_embeddings else 2
+        return count * self._vocabulary * self.config.d_model
 
     @property
     def _vocabulary(self) -> int:
