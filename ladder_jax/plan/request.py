@@ -118,8 +118,8 @@ class Candidate:
         split = ", sequence-parallel" if self.sequence_parallel else ""
         split += ", experts exchanged" if self.exchanges else ""
         split += ", two halves in turn" if self.interleave == 2 else ""
-        rows = "1 sequence" if self.rows == 1 else f"{self.rows} sequences"
-        return f"{sizes}{split}, remat {self.remat.value}, {rows} at a time"
+        rows = "1 row" if self.rows == 1 else f"{self.rows} rows"
+        return f"{sizes}{split}, remat {self.remat.value}, {rows} at once"
 
     @property
     def shards(self) -> int:
