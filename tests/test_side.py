@@ -353,6 +353,8 @@ def test_a_plain_definition_does_not_leave_the_network_out():
     ):
         nn.define(config, mesh=mesh)
     assert side.define(config, mesh=mesh).without_side() == cases.define("ladder", tensor=2)
+    with pytest.raises(UserError, match="a model without model.side is defined by ladder_jax.nn"):
+        side.define(dataclasses.replace(config, side=None), mesh=mesh)
 
 
 def test_experts_have_no_side_network():

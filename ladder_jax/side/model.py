@@ -60,7 +60,10 @@ def define(
     mesh: Mesh | NamedMesh,
     experts: ExpertParallelism | str = ExpertParallelism.REDUCE,
 ) -> "SideModel":
-    """As `nn.define`, of a model with a side network (`config.side`)."""
+    """As `nn.define`, of a model with a side network (`config.side`). Raises UserError for one
+    without.
+    """
+    check(config.side is not None, "a model without model.side is defined by ladder_jax.nn")
     plain = define_plain(dataclasses.replace(config, side=None), mesh=mesh, experts=experts)
     return SideModel(config, plain.layout, plain.experts)
 
