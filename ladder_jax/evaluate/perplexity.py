@@ -7,9 +7,10 @@ from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
-from ladder_jax.decode.engine.jsonl import Progress, carry_out, digest
+from ladder_jax.decode.engine.jsonl import digest
 from ladder_jax.errors import UserError
 from ladder_jax.evaluate.model import WINDOW, Model
+from ladder_jax.evaluate.rows import Progress, carry_out
 from ladder_jax.evaluate.scorer import Scorer, Span
 from ladder_jax.nn import Transformer
 

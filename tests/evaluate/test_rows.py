@@ -4,8 +4,9 @@ import json
 
 import pytest
 
-from ladder_jax.decode.engine.jsonl import carry_out, digest
+from ladder_jax.decode.engine.jsonl import digest
 from ladder_jax.errors import RunFailed
+from ladder_jax.evaluate.rows import carry_out
 
 
 def test_a_full_disk_keeps_whole_lines(tmp_path, largest_file):

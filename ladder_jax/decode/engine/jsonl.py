@@ -1,5 +1,5 @@
-"""Files of results, one JSON object a line, with which a second run goes on where one was killed:
-texts of a file of prompts, and rows of any other work, such as an evaluation's.
+"""A file of prompts to a file of texts, one JSON object a line. A second run continues one that was
+killed.
 """
 
 import collections
@@ -22,11 +22,7 @@ from ladder_jax.decode.request import SAMPLING, NoNumbers, Request, Result, chec
 from ladder_jax.errors import RunFailed, UserError, unknown
 
 SETTINGS = (*SAMPLING, "stop", "stop_ids")
-BEGINNING = b'{"index": '  # every line that `answer` and `carry_out` write begins with it
-
-Progress = Callable[[int, int], contextlib.AbstractContextManager[Callable[[int, str], None]]]
-"""`with progress(total, done) as update: update(done, "")`."""
-Work = Callable[[list[int]], Iterator[tuple[int, dict]]]
+BEGINNING = b'{"index": '  # every line that `answer` writes begins with it, and an evaluation's
 
 
 @dataclasses.dataclass(frozen=True)
@@ -225,56 +221,6 @@ def _result(handle):
         return handle.result()
     except NoNumbers as error:
         return error
-
-
-@dataclasses.dataclass(frozen=True)
-class _Row:
-    index: int
-    digest: str
-
-
-def carry_out(
-    digests: Sequence[str], work: Work, *, file: str | None = None, progress: Progress | None = None
-) -> list[dict]:
-    """Every row's result, in order. `work` is given those that are left, and yields (row, result)
-    as it has them.
-
-    lm-evaluation-harness has a cache for that (`use_cache`). It does not know which model gave an
-    answer, and keeps no question beside its scores; this file does, and is the result that a user
-    reads.
-
-    file: holds the results that are there already; each new one is appended as it comes.
-    Raises UserError for a file of something else, or of other rows, models or settings, and
-    RunFailed for a full disk.
-    """
-    rows = [_Row(index, digest) for index, digest in enumerate(digests)]
-    results = _earlier(file, rows) if file else {}
-    left = [row.index for row in rows if row.index not in results]
-    shown = (
-        progress(len(rows), len(results))
-        if progress
-        else contextlib.nullcontext(lambda done, text: None)
-    )
-    opened = open(file, "ab", buffering=0) if file else contextlib.nullcontext()
-    with shown as update, opened as out:
-        for index, result in work(left) if left else ():
-            if out:
-                line = {"index": index, **result, "request": digests[index]}
-                append(out, encoded(line), file=file)
-            results[index] = result
-            update(len(results), "")
-    return [results[row.index] for row in rows]
-
-
-def _earlier(file: str, rows: Sequence[_Row]) -> dict[int, dict]:
-    if len(unanswered(file, rows)) == len(rows):
-        return {}
-    found = {}
-    for line in pathlib.Path(file).read_bytes().splitlines():
-        result = json.loads(line)
-        del result["request"]
-        found[result.pop("index")] = result
-    return found
 
 
 def encoded(line: Mapping[str, Any]) -> bytes:
