@@ -19,7 +19,7 @@ def run(options: dict) -> None:
     check_http("serve")
     from ladder_jax import parallel
     from ladder_jax.serve import app, server
-    from ladder_jax.serve.gate import check_key, own_names
+    from ladder_jax.serve.middleware import check_key, own_names
     from ladder_jax.serve.prepare import Terms
 
     args = argparse.Namespace(**options)

@@ -30,11 +30,11 @@ from ladder_jax.config.model import layer_indices as layer_indices
 from ladder_jax.config.model import parse_residual as parse_residual
 from ladder_jax.config.model import preset as preset
 from ladder_jax.config.model import recipe as recipe
-from ladder_jax.config.model_parts import ExpertParallelism as ExpertParallelism
-from ladder_jax.config.model_parts import MoEConfig as MoEConfig
-from ladder_jax.config.model_parts import RouterSoftmax as RouterSoftmax
-from ladder_jax.config.model_parts import SideConfig as SideConfig
-from ladder_jax.config.model_parts import check_exchange as check_exchange
+from ladder_jax.config.model_sections import ExpertParallelism as ExpertParallelism
+from ladder_jax.config.model_sections import MoEConfig as MoEConfig
+from ladder_jax.config.model_sections import RouterSoftmax as RouterSoftmax
+from ladder_jax.config.model_sections import SideConfig as SideConfig
+from ladder_jax.config.model_sections import check_exchange as check_exchange
 from ladder_jax.config.retrain import START as START
 from ladder_jax.config.retrain import ConversionConfig as ConversionConfig
 from ladder_jax.config.retrain import DistillConfig as DistillConfig

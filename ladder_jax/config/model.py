@@ -11,7 +11,7 @@ import re
 from collections.abc import Sequence
 
 from ladder_jax.config.fields import Count, Positive, Section, build, check, shown
-from ladder_jax.config.model_parts import MoEConfig, SideConfig
+from ladder_jax.config.model_sections import MoEConfig, SideConfig
 from ladder_jax.errors import UserError, unknown, wrong_type
 
 RESIDUALS = (

@@ -28,7 +28,7 @@ from ladder_jax.config.model import (
     check_halves,
     parse_residual,
 )
-from ladder_jax.config.model_parts import ExpertParallelism, check_exchange
+from ladder_jax.config.model_sections import ExpertParallelism, check_exchange
 from ladder_jax.config.retrain import ConversionConfig, DistillConfig, LoraConfig, check_retraining
 from ladder_jax.errors import UserError
 

@@ -2,9 +2,9 @@
 what a whole step adds.
 
     microbatch = the pass of `predict.model.run_by`, with the recomputation of the remat policy
-                 + what the gathers and scatters of weights split over fsdp add to its compute, each
-                   layer beside the next one's (`predict.model.split_weights`)
-                 + what copies to the host and back, which begin with it, add to all that
+                 + the exposed gathers and scatters of weights split over fsdp
+                   (`predict.model.split_weights`)
+                 + the exposed copies to the host and back, which run beside all of it
     step       = accumulate x microbatch + the gradients' all-reduce over data + the optimizer's reads
 
 The tensor axis lies inside a node where it can. An axis of fsdp or data whose groups span nodes has
@@ -26,7 +26,7 @@ from ladder_jax.predict.machine import NCCL, Link, Machine, Network
 from ladder_jax.predict.model import run_by, split_weights
 from ladder_jax.predict.program import Form, Program
 from ladder_jax.predict.timeline import Slot, Work, play_slots
-from ladder_jax.predict.work import Again, Block, Kernel, Model
+from ladder_jax.predict.work import Block, Kernel, Model, Recompute
 from ladder_jax.schedule.targets import Target
 
 # GPUs per node, and bytes a second of each GPU between nodes: NVIDIA DGX H100 and B200 data sheets.
@@ -100,7 +100,7 @@ def microbatch(candidate: Candidate, memory: Memory, *, request: Request) -> tup
     """Seconds of a microbatch, and those of them that transfers add."""
     machine = machine_of(request.target)
     model, block = candidate.microbatch(request)
-    of_pass = model, machine, block, again(candidate, block)
+    of_pass = model, machine, block, recomputed_by(candidate, block)
     seconds, exposed = _of_pass(*of_pass, _program(candidate))
     weights = _of_weights(*of_pass, candidate.mesh.fsdp)
     copies = ("copies", 2 * memory.host / HOST[request.target.platform])
@@ -110,21 +110,23 @@ def microbatch(candidate: Candidate, memory: Memory, *, request: Request) -> tup
 
 @functools.lru_cache(maxsize=1024)  # the same for many meshes
 def _of_pass(
-    model: Model, machine: Machine, block: Block, repeated: Again, program: Program
+    model: Model, machine: Machine, block: Block, repeated: Recompute, program: Program
 ) -> tuple[float, float]:
     """Seconds of predict's pass, and those of them that transfers add."""
-    found = run_by(model, machine, block, program, phase=Phase.TRAIN, again=repeated)
+    found = run_by(model, machine, block, program, phase=Phase.TRAIN, recompute=repeated)
     return found.seconds, found.exposed
 
 
 @functools.lru_cache(maxsize=1024)
-def _of_weights(model: Model, machine: Machine, block: Block, repeated: Again, ranks: int) -> float:
+def _of_weights(
+    model: Model, machine: Machine, block: Block, repeated: Recompute, ranks: int
+) -> float:
     """Seconds that gathers and scatters of weights split over `ranks` add."""
     if ranks == 1:
         return 0.0
     link = _link(machine, within=ranks * model.ranks)
     half = functools.cache(functools.partial(link.half, ranks=ranks))
-    timelines, bare = split_weights(model, machine, block, half, trains=True, again=repeated)
+    timelines, bare = split_weights(model, machine, block, half, trains=True, recompute=repeated)
     return bare + sum(one.exposed for one in timelines)
 
 
@@ -146,7 +148,7 @@ def _link(machine: Machine, *, within: int) -> Link:
     return dataclasses.replace(link, bandwidth=link.network.bandwidth, network=None)
 
 
-def again(candidate: Candidate, block: Block) -> Again:
+def recomputed_by(candidate: Candidate, block: Block) -> Recompute:
     """What the backward pass of a microbatch, `block`, recomputes.
 
     Of a split stream every second input, a layer's last, is gathered once more. Of routed experts
@@ -158,7 +160,7 @@ def again(candidate: Candidate, block: Block) -> Again:
     kernels = SUBLAYERS if whole else CHEAP if remat is Remat.SAVE_MATMULS else frozenset()
     sent = candidate.exchanges and whole
     chunked = block.size > CHUNK and not candidate.exchanges and not whole
-    return Again(
+    return Recompute(
         kernels | ROUTED if sent or chunked else kernels,
         gathers=0.5 if candidate.sequence_parallel and remat is not Remat.NONE else 0.0,
         rows=1.0 if sent else 0.0,
@@ -170,7 +172,7 @@ def flops(candidate: Candidate, *, request: Request) -> tuple[float, float]:
     backward pass.
     """
     model, block = candidate.microbatch(request)
-    repeated = again(candidate, block).kernels
+    repeated = recomputed_by(candidate, block).kernels
     forward = _total(model.ends(block))
     recomputed = 0.0
     for count, _, kernels in kernels_of_layers(model, block, exchanged=candidate.exchanges):

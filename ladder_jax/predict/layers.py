@@ -43,12 +43,12 @@ from ladder_jax.predict.work import (
     ATTENTION,
     BEFORE_SCATTER,
     MLP,
-    NOTHING,
+    NO_RECOMPUTE,
     SHARED,
-    Again,
     Block,
     Kernel,
     Model,
+    Recompute,
 )
 from ladder_jax.residual import Step
 from ladder_jax.schedule import models
@@ -75,19 +75,19 @@ def layers(
     program: Program,
     steps: Sequence[Step] | None = None,
     times: int = 1,
-    again: Again = NOTHING,
+    recompute: Recompute = NO_RECOMPUTE,
 ) -> Layers:
     """The layers of `block`.
 
     steps: by default the topology's. times: how often each kernel runs (backward: 2), without what
-        runs `again`.
+        `recompute` repeats.
     """
     split = model.ranks if program.form in (Form.SEQUENCE_PARALLEL, Form.COLLECTIVE_MATMUL) else 1
     steps = steps_of(model.config) if steps is None else steps
     kernels = functools.cache(lambda sublayers, block: model.step(sublayers, block, split=split))
-    work_of = functools.partial(work, machine, times=times, again=again)
+    work_of = functools.partial(work, machine, times=times, recompute=recompute)
     of_sublayers = functools.cache(lambda sublayers: work_of(kernels(sublayers, block)))
-    reduced = functools.partial(reduction, model, machine, program=program, again=again)
+    reduced = functools.partial(reduction, model, machine, program=program, recompute=recompute)
     algorithm, all_reduce = reduced(block)
     settings = dict(contention=machine.contention, window=program.window)
 
@@ -108,7 +108,7 @@ def layers(
         own = exchanged_kernels(model, part)
         whole = exchanged_kernels(model, block)
         works = {name: of_half(own[name], whole[name]) for name in own}
-        return Exchanged.of(model, machine, part, works=works, again=again)
+        return Exchanged.of(model, machine, part, works=works, recompute=recompute)
 
     if program.form is Form.EXCHANGE:
         waits = machine.link.halves is Halves.NONE  # on a v5e (but for gathers, which is left out)
@@ -139,18 +139,22 @@ def layers(
 
 
 def work(
-    machine: Machine, kernels: Sequence[Kernel], *, times: int = 1, again: Again = NOTHING
+    machine: Machine,
+    kernels: Sequence[Kernel],
+    *,
+    times: int = 1,
+    recompute: Recompute = NO_RECOMPUTE,
 ) -> Work:
     """The sum of the kernels' times: the compute of one kernel cannot hide the memory traffic of
     another.
 
-    times: how often each runs, and those of `again` once more.
+    times: how often each runs, and those of `recompute` once more.
     """
     busy = sum(machine.seconds(flops=kernel.flops, size=kernel.size) for kernel in kernels)
     found = Work(
         busy=times * busy, idle=times * machine.launch * sum(kernel.launches for kernel in kernels)
     )
-    repeated = [kernel for kernel in kernels if kernel.name in again.kernels]
+    repeated = [kernel for kernel in kernels if kernel.name in recompute.kernels]
     return found + work(machine, repeated) if repeated else found
 
 
@@ -180,10 +184,10 @@ def together(compute: float, memory: float) -> float:
 
 
 def reduction(
-    model: Model, machine: Machine, block: Block, *, program: Program, again: Again
+    model: Model, machine: Machine, block: Block, *, program: Program, recompute: Recompute
 ) -> tuple[Algorithm | None, float]:
     """How a sublayer's output is reduced, and its seconds: an all-reduce, or a reduce-scatter and
-    an all-gather, with those of `again`.
+    an all-gather, with those of `recompute`.
     """
     if machine.link is None:
         return None, 0.0
@@ -191,7 +195,7 @@ def reduction(
     ranks = model.ranks
     algorithm, seconds = machine.link.fastest(payload, ranks=ranks, among=program.algorithms)
     if program.form is not Form.ALL_REDUCE:
-        seconds = (2 + again.gathers) * machine.link.half(payload, ranks=ranks)
+        seconds = (2 + recompute.gathers) * machine.link.half(payload, ranks=ranks)
     return algorithm, seconds
 
 
@@ -295,15 +299,15 @@ class Exchanged:
         block: Block,
         *,
         works: dict[str, Work],
-        again: Again,
+        recompute: Recompute,
     ) -> "Exchanged":
         """works: of `exchanged_kernels`, by name."""
         half = machine.link.half(model.payload(block), ranks=model.ranks)
         one = machine.link.all_to_all(model.buffer_bytes(block), ranks=model.ranks)
-        rows = (1 + again.rows) * one
+        rows = (1 + recompute.rows) * one
         return cls(
             **works,
-            gather=("gather", (1 + again.gathers) * half),
+            gather=("gather", (1 + recompute.gathers) * half),
             scatter=("reduce-scatter", half),
             dispatch=("dispatch", rows),
             combine=("combine", rows),

@@ -59,13 +59,13 @@ from ladder_jax.predict.program import (
 from ladder_jax.predict.timeline import Slot, Timeline, Work, play_slots
 from ladder_jax.predict.work import (
     FLOAT32,
-    NOTHING,
+    NO_RECOMPUTE,
     OURS,
     TRAINING,
-    Again,
     Block,
     Implementation,
     Model,
+    Recompute,
 )
 from ladder_jax.residual import Step
 from ladder_jax.residual.wires.desync import Desynced, Silent
@@ -235,11 +235,11 @@ def run_by(
     program: Program,
     *,
     phase: Phase,
-    again: Again = NOTHING,
+    recompute: Recompute = NO_RECOMPUTE,
 ) -> Pass:
     """A prefill, decode step or training step by `program`.
 
-    again: in training, what the backward pass recomputes.
+    recompute: in training, what the backward pass recomputes.
     """
     trains = phase is Phase.TRAIN
     implementation = model.implementation
@@ -251,7 +251,7 @@ def run_by(
         steps = steps if program.form is Form.EXCHANGE else backward(steps)
         timelines.append(
             layers(
-                model, machine, block, program=program, steps=steps, times=2, again=again
+                model, machine, block, program=program, steps=steps, times=2, recompute=recompute
             ).timeline
         )
     ends = work(machine, model.ends(block), times=3 if trains else 1).seconds
@@ -344,7 +344,7 @@ def split_weights(
     half: Callable[[float], float],
     *,
     trains: bool,
-    again: Again = NOTHING,
+    recompute: Recompute = NO_RECOMPUTE,
 ) -> tuple[list[Timeline], float]:
     """Where weights are split: timelines of the layers forward, and backward, each beside the next
     one's gather; and seconds of the tables' transfers, which nothing hides.
@@ -356,7 +356,7 @@ def split_weights(
     bare = half(model.tables * model.element_bytes)
     if not trains:
         return [beside()], bare
-    timelines = [beside(), beside(gradients=True, again=again)]
+    timelines = [beside(), beside(gradients=True, recompute=recompute)]
     return timelines, 2 * bare + half(model.tables * FLOAT32)
 
 
@@ -367,7 +367,7 @@ def _beside_gathers(
     half: Callable[[float], float],
     *,
     gradients: bool = False,
-    again: Again = NOTHING,
+    recompute: Recompute = NO_RECOMPUTE,
 ) -> Timeline:
     """Each layer beside the next one's gather. gradients: backward, from the last layer, whose
     gradients are scattered beside that too.
@@ -376,7 +376,7 @@ def _beside_gathers(
     layers = []
     for count, kind, kernels in kernels_of_layers(model, block):
         matrices = kind.shard.attention + kind.shard.mlp
-        layers += count * [(work(machine, kernels, times=times, again=again), matrices)]
+        layers += count * [(work(machine, kernels, times=times, recompute=recompute), matrices)]
     if gradients:
         layers.reverse()
     gathers = [half(matrices * model.element_bytes) for _, matrices in layers]

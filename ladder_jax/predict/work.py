@@ -173,7 +173,7 @@ class Kernel:
 
 
 @dataclasses.dataclass(frozen=True)
-class Again:
+class Recompute:
     """What a backward pass does once more of the forward pass (rematerialisation).
 
     kernels: by name. gathers: of inputs, as a share of those of the pass; rows: likewise of the
@@ -185,7 +185,7 @@ class Again:
     rows: float = 0.0
 
 
-NOTHING = Again()
+NO_RECOMPUTE = Recompute()
 
 
 def size_of(dtype: Dtype) -> int:

@@ -31,7 +31,7 @@ from ladder_jax.decode.engine import (
 )
 from ladder_jax.errors import UserError, unknown
 from ladder_jax.serve.answer import Form
-from ladder_jax.serve.gate import (
+from ladder_jax.serve.middleware import (
     BODY_BYTES,
     BODY_SECONDS,
     CLIENT_CLOSED_REQUEST,

@@ -251,14 +251,14 @@ def _remove(folder: pathlib.Path) -> None:
         folder.rmdir()
 
 
-def give_way(line: str) -> None:
+def end_process(line: str) -> None:
     """Ends the process at once: another one may write into the folder from now on."""
     os.write(2, f"ladder-jax: {one_line(line)}\n".encode())
     os._exit(RunFailed.status)
 
 
 def locked(
-    folder: AnyPath, *, say: Callable[[str], None], lost: Callable[[str], None] = give_way
+    folder: AnyPath, *, say: Callable[[str], None], lost: Callable[[str], None] = end_process
 ) -> contextlib.AbstractContextManager[None]:
     """Holds the lock of `folder`, which is made if it is missing, in a block. Raises UserError if
     another process does.

@@ -121,7 +121,7 @@ def test_an_owner_that_cannot_renew_gives_up_in_time(tmp_path, monkeypatch, begi
 def test_who_has_lost_the_folder_ends(monkeypatch, capfd):
     ended = []
     monkeypatch.setattr(os, "_exit", ended.append)
-    folder.give_way("another process has taken it over")
+    folder.end_process("another process has taken it over")
     assert ended == [RunFailed.status]
     assert capfd.readouterr().err == "ladder-jax: another process has taken it over\n"
 

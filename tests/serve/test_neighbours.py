@@ -10,7 +10,7 @@ import pytest
 
 from ladder_jax.data.tokenizer import Bytes
 from ladder_jax.errors import UserError
-from ladder_jax.serve import gate, server
+from ladder_jax.serve import middleware, server
 from tests.serve.conftest import CAPACITY, MODEL, ask
 
 SMALL = dict(model=MODEL, prompt="a", max_tokens=1, temperature=0)
@@ -178,16 +178,16 @@ def test_names():
     are.
     """
     for host, key, found in (
-        ("127.0.0.1", None, {*gate.LOCAL}),
-        ("127.0.0.5", None, {*gate.LOCAL, "127.0.0.5"}),
-        ("LOCALHOST", None, {*gate.LOCAL}),
+        ("127.0.0.1", None, {*middleware.LOCAL}),
+        ("127.0.0.5", None, {*middleware.LOCAL, "127.0.0.5"}),
+        ("LOCALHOST", None, {*middleware.LOCAL}),
         ("127.0.0.1", "sesame", None),
         ("0.0.0.0", None, None),
     ):
         with server.bind(host, 0) as sock:
-            assert gate.own_names(host, sock, key=key) == found, host
+            assert middleware.own_names(host, sock, key=key) == found, host
     try:
         with server.bind("::1", 0) as sock:
-            assert gate.own_names("::1", sock, key=None) == {*gate.LOCAL}
+            assert middleware.own_names("::1", sock, key=None) == {*middleware.LOCAL}
     except UserError:
         pytest.skip("no IPv6 here")
