@@ -154,7 +154,7 @@ MISTAKES = {
         "tiny",
         "train.collective_matmul=compiler",
         "train.sequence_parallel=true",
-    ): "mesh is of cpu: use 'ring'",
+    ): "unknown value for train.collective_matmul: 'compiler' (allowed: none, ring)",
     ("checkpoints", "nowhere"): "there is no checkpoint below",
     ("train",): "required: CONFIG",
     ("generate", "nowhere", "--prompt", "x"): "there is no model at",

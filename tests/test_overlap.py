@@ -179,7 +179,6 @@ MISTAKES = {
     "--sequence-parallel --phase train --prompt-length 12": "splits --prompt-length 12 over --tensor 8",
     "--collective-matmul ring": "--collective-matmul ring needs --sequence-parallel: without it no gather",
     "--collective-matmul rings": "unknown --collective-matmul 'rings'; did you mean 'ring'?",
-    "--phase prefill --sequence-parallel --collective-matmul compiler": "for TPUs, not for cpu:8: use ring",
     "--phase prefill --residual parallel --sequence-parallel --collective-matmul ring": "share one gather",
     "--layers 0": "--layers must be positive, not 0",
     "--batch -1": "--batch must be positive, not -1",

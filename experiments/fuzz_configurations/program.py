@@ -16,7 +16,7 @@ from ladder_jax.checkpoint import Store
 from ladder_jax.config import START, ModelConfig, RunConfig
 from ladder_jax.data.packing import Batch
 from ladder_jax.nn import ModelDef
-from ladder_jax.parallel import check_compiler_makes, make_mesh
+from ladder_jax.parallel import make_mesh
 from ladder_jax.pretrained import open_model
 from ladder_jax.processes.agreement import Agreement
 from ladder_jax.retrain import ADAPTERS
@@ -41,7 +41,6 @@ class Program:
     @functools.cached_property
     def definition(self) -> ModelDef:
         mesh = make_mesh(**self.config.mesh.axes)
-        check_compiler_makes(self.config.train.collective_matmul, mesh=mesh)
         return nn.define(self.config.model, mesh=mesh, experts=self.config.mesh.experts)
 
     @functools.cached_property

@@ -341,7 +341,7 @@ VERBS = {
             ),
             "--sequence-parallel": "for train and prefill: split the stream along the sequence",
             "--collective-matmul FORM": one_of(
-                CollectiveMatmul, "with --sequence-parallel: none (the default), compiler or ring"
+                CollectiveMatmul, "with --sequence-parallel: none (the default) or ring"
             ),
             "--interleave N": number(
                 "for train and prefill: 2 takes two halves of the rows in turn"

@@ -330,7 +330,6 @@ class CollectiveMatmul(enum.Enum):
     """
 
     NONE = "none"  # before and after them
-    COMPILER = "compiler"  # as XLA for TPUs turns them into loops of permutes, by its own options
     RING = "ring"  # rings of permutes under the matmul's chunks (see parallel/ring.py)
 
 

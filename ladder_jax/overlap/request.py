@@ -159,11 +159,6 @@ def _check(request: Request) -> None:
         names = "--experts exchange", "--capacity", "--sequence-parallel"
         settings = dict(residual=request.residual, sequence_parallel=request.sequence_parallel)
         check_exchange(request.config.moe, **settings, names=names)
-    on_tpus = form is not CollectiveMatmul.COMPILER or target.platform == "tpu"
-    check(
-        on_tpus,
-        f"--collective-matmul compiler is an option of XLA for TPUs, not for {target.name}: use ring",
-    )
     if request.trains:
         explicit = "--launch explicit is for prefill and decode, not for train: it has no gradient"
         check(request.launch is not Launch.EXPLICIT, explicit)

@@ -22,7 +22,6 @@ from ladder_jax.terminal import Table
 OPTIONS = [field.name for field in dataclasses.fields(requests.Request) if field.name != "shape"]
 FORMS = {
     CollectiveMatmul.NONE: "",
-    CollectiveMatmul.COMPILER: ", the compiler's collective matmul",
     CollectiveMatmul.RING: ", ring collective matmul",
 }
 GIB = 2**30

@@ -14,7 +14,6 @@ from ladder_jax.parallel.collectives import resolve_launch as resolve_launch
 from ladder_jax.parallel.collectives import start_all_reduce as start_all_reduce
 from ladder_jax.parallel.collectives import varying as varying
 from ladder_jax.parallel.compiled import Compiled as Compiled
-from ladder_jax.parallel.compiled import check_compiler_makes as check_compiler_makes
 from ladder_jax.parallel.compiled import compile_options as compile_options
 from ladder_jax.parallel.compiled import has_accelerator as has_accelerator
 from ladder_jax.parallel.compiled import on_mesh as on_mesh

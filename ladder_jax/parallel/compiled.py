@@ -21,7 +21,6 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from ladder_jax import files
-from ladder_jax.config import CollectiveMatmul
 from ladder_jax.errors import UserError
 from ladder_jax.parallel.collectives import EMULATED, kind_of
 from ladder_jax.parallel.compiler_options import TABLE, Traits
@@ -52,22 +51,11 @@ def options_for(device_kind: str, traits: Traits, *, rescue: bool = False) -> di
 def compile_options(mesh: Mesh, *, traits: Traits, rescue: bool = False) -> dict[str, Any]:
     """For `jax.jit(..., compiler_options=...)` of a program on `mesh`.
 
-    An option that the installed compiler does not know is dropped, with a notice. Raises UserError
-    where a program's collective matmuls are to be made by a compiler that makes none.
+    An option that the installed compiler does not know is dropped, with a notice.
     """
     device = mesh.devices.flat[0]
-    check_compiler_makes(traits.collective_matmul, mesh=mesh)
     wanted = options_for(device.device_kind, traits, rescue=rescue)
     return {name: value for name, value in wanted.items() if _known(name, value, device)}
-
-
-def check_compiler_makes(form: CollectiveMatmul, *, mesh: Mesh) -> None:
-    """Raises UserError for collective matmuls by the compiler where it makes none: on other devices
-    than TPUs.
-    """
-    if form is CollectiveMatmul.COMPILER and (platform := mesh.devices.flat[0].platform) != "tpu":
-        what = "collective_matmul 'compiler' is an option of XLA for TPUs"
-        raise UserError(f"{what}, and this mesh is of {platform}: use 'ring'")
 
 
 @functools.cache

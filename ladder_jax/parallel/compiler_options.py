@@ -121,26 +121,6 @@ _OFFLOAD_HALVES = tuple(
     )
     for kind in ("all_gather", "reduce_scatter")
 )
-_COLLECTIVE_MATMUL = tuple(
-    Option(
-        f"xla_tpu_{kind}_collective_matmul_mode",
-        "post_spmd",
-        why,
-        overlap=tuple(Overlap),
-        of=(CollectiveMatmul.COMPILER,),
-    )
-    for kind, why in (
-        (
-            "all_gather",
-            "a gather becomes a loop of permutes under its matmul's parts; without it, it stands before it",
-        ),
-        (
-            "reduce_scatter",
-            "asks the same of scatters, of which none became one: v5p rewrites them, tpu7x offloads",
-        ),
-    )
-)
-_HALVES = (*_OFFLOAD_HALVES, *_COLLECTIVE_MATMUL)
 _SEVERAL = Option(
     "xla_tpu_enable_concurrent_sparse_core_offloading",
     True,
@@ -190,13 +170,12 @@ _ALL_TO_ALL = Option(
 )
 
 _OFFLOADED = (
-    *(*_HALVES, _GATHER, _ALL_TO_ALL, _OFFLOAD, _SEVERAL, _SEVERAL_SIDES),
+    *(*_OFFLOAD_HALVES, _GATHER, _ALL_TO_ALL, _OFFLOAD, _SEVERAL, _SEVERAL_SIDES),
     *(_OFFLOAD_SMALL, _EARLIER, _EARLIER_BESIDE_EXPERTS),
 )
 
 TABLE: dict[str, tuple[Option, ...]] = {
     "TPU v5 lite": (
-        *_COLLECTIVE_MATMUL,
         Option(
             "xla_tpu_enable_async_collective_fusion_fuse_all_reduce",
             True,
@@ -234,7 +213,6 @@ TABLE: dict[str, tuple[Option, ...]] = {
     "TPU v6 lite": _OFFLOADED,
     # Collectives run on the SparseCore by default.
     "TPU7x": (
-        *_COLLECTIVE_MATMUL,
         _GATHER,
         _EARLIER_BESIDE_EXPERTS,
         _ALL_TO_ALL,

@@ -160,18 +160,12 @@ class Normed:
     communicates: bool = False
     projects: bool = True
 
-    def __call__(self, x: Array) -> Array:
-        return self.function(self.normed(x))
-
     def normed(self, x: Array) -> Array:
         return self.norm(x, dtype=self.dtype, scale=self.gain)
 
     def gained(self, x: Array) -> Array:
         """`x`, normalised before, times the gain."""
         return self.norm.gain(x, dtype=self.dtype, scale=self.gain)
-
-    def of_normalised(self, x: Array, **projections: Any) -> Array:
-        return self.function(self.gained(x), **projections)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -199,6 +193,16 @@ class AllReduce:
         """The state after `step`: launch what is pending, enter with what is known, compute, and
         settle.
         """
+        entered, launched = self.entered(state, step, sublayers)
+        ties = dict(backward=step.pending_after > 0, forward=step.delay > 0)
+        beside = state.residual, launched
+        partial, residual, launched = self.output(
+            step, entered, state.partial, sublayers, *beside, **ties
+        )
+        return self.settled(step, residual, launched, partial)
+
+    def entered(self, state: State, step: Step, sublayers: Sublayers) -> tuple[Any, Sums]:
+        """(the step's input, all outputs that are pending, of which the newest is launched)."""
         pending = state.partial
         entered = state.carried
         if step.early:
@@ -207,7 +211,7 @@ class AllReduce:
         launched = step.launched(state.sums, self.launch(step, pending, state.residual))
         if entered is None:
             entered = self.enter(step, add(state.residual, step.read(launched)), sublayers)
-        return self.compute(step, state, entered, launched, sublayers)
+        return entered, launched
 
     def launch(self, step: Step, pending: Any, residual: Array, scope: str = PREVIOUS) -> Any:
         """The sum over the ranks of the newest output, of the step before."""
@@ -217,17 +221,6 @@ class AllReduce:
         """`stream` as the step's input. Its transpose is the all-reduce of the input's gradient."""
         with jax.named_scope(ENTER):
             return pvary(stream, self.axes)
-
-    def compute(
-        self, step: Step, state: State, entered: Any, launched: Sums, sublayers: Sublayers
-    ) -> State:
-        """The state after the step's own sublayers."""
-        ties = dict(backward=step.pending_after > 0, forward=step.delay > 0)
-        beside = state.residual, launched
-        partial, residual, launched = self.output(
-            step, entered, state.partial, sublayers, *beside, **ties
-        )
-        return self.settled(step, residual, launched, partial)
 
     def output(
         self,
@@ -269,7 +262,11 @@ class AllReduce:
         """
         partials = []
         for index in which:
-            out = sublayers[index](entered)
+            sublayer = sublayers[index]
+            if isinstance(sublayer, Normed):
+                out = sublayer.function(self.normed(sublayer, entered))
+            else:
+                out = sublayer(entered)
             if out.shape != entered.shape:
                 raise UserError(
                     f"a sublayer must return [B, T, D] as it reads, {entered.shape}, not {out.shape}"
@@ -282,6 +279,10 @@ class AllReduce:
                 )
             partials.append(out)
         return sum(partials[1:], partials[0])
+
+    def normed(self, sublayer: Normed, entered: Array) -> Array:
+        """What the sublayer's function reads of a step's input."""
+        return sublayer.normed(entered)
 
     def settled(self, step: Step, residual: Array, launched: Sums, partial: Array) -> State:
         if step.pending_after == 0:

@@ -20,7 +20,7 @@ from ladder_jax.files import AnyPath, is_remote, patiently
 from ladder_jax.hardware import HARDWARE, machine_of
 from ladder_jax.nn import ModelDef
 from ladder_jax.nn.parameter import real_size
-from ladder_jax.parallel import check_compiler_makes, make_mesh, with_ranks
+from ladder_jax.parallel import make_mesh, with_ranks
 from ladder_jax.processes.agreement import PATIENCE, Agreement
 from ladder_jax.train import checkpoints, folder, timing
 from ladder_jax.train.checkpoints import CheckpointSaver
@@ -72,7 +72,6 @@ def run(
     agreement.decided("whose folder this is", lambda: folder.check(config, where))
     parallel.use_compilation_cache()
     mesh = make_mesh(**config.mesh.axes)
-    check_compiler_makes(config.train.collective_matmul, mesh=mesh)
     if profile and profile[-1] > config.train.steps:
         raise UserError(f"--profile: step {profile[-1]} is past train.steps={config.train.steps}")
     beginning = agreement.decided(

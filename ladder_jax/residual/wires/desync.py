@@ -48,10 +48,10 @@ class Desync(AllReduce):
     without `partial`.
     """
 
-    def launch(self, step, pending, residual):
-        return None
-
-    def compute(self, step, state, entered, launched, sublayers):
+    def advance(self, state, step, sublayers):
+        entered = state.carried
+        if entered is None:
+            entered = self.enter(step, state.residual, sublayers)
         partial, drift = self.partial(step.sublayers, entered, sublayers), state.partial
         if state.sums and state.sums[0] is not None:
             drift = state.sums[0] + drift
@@ -76,11 +76,6 @@ class NoCommunication(AllReduce):
     def begin(self, x, first):
         return State(pvary(x, self.axes))
 
-    def launch(self, step, pending, residual):
-        return None
-
-    def enter(self, step, stream, sublayers):
-        return stream
-
-    def compute(self, step, state, entered, launched, sublayers):
-        return State(add(state.residual, (self.partial(step.sublayers, entered, sublayers),)))
+    def advance(self, state, step, sublayers):
+        partial = self.partial(step.sublayers, state.residual, sublayers)
+        return State(add(state.residual, (partial,)))

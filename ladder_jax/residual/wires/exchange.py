@@ -115,7 +115,8 @@ class Exchange(SequenceParallel):
         """Of the one sublayer that runs early, the shared expert."""
         return sublayers[EXPERTS].shared(entered.shared)
 
-    def compute(self, step, state, entered, launched, sublayers):
+    def advance(self, state, step, sublayers):
+        entered, launched = self.entered(state, step, sublayers)
         stream = state.residual
         newest = launched[-1] if launched and is_hidden(step) else None
         following = (EXPERTS,) if step.sublayers == (ATTENTION,) else (ATTENTION,)

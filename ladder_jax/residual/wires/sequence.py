@@ -45,11 +45,9 @@ from ladder_jax.residual.recurrence import (
     LOCAL,
     REDUCED,
     AllReduce,
-    Normed,
     Projections,
     State,
     Step,
-    Sublayer,
     add,
     barrier_backward,
     barrier_forward,
@@ -159,18 +157,18 @@ class SequenceParallel(AllReduce):
     def with_own(self, entered, partial):
         return self.normalise(add(entered, (partial,)))
 
-    def partial(self, which, entered, sublayers):
-        return super().partial(which, entered, list(map(of_normalised, sublayers)))
+    def normed(self, sublayer, entered):
+        return sublayer.gained(entered)
 
-    def compute(self, step, state, entered, launched, sublayers):
+    def advance(self, state, step, sublayers):
+        entered, launched = self.entered(state, step, sublayers)
         if step.fresh:
             entered = self.with_own(entered, state.partial)
         projections = self._projections(step, gathers=state.carried is None)
         if projections == LOCAL:
             partial = self.partial(step.sublayers, entered, sublayers)
         else:
-            (which,) = step.sublayers
-            partial = of_normalised(sublayers[which])(entered, projections=projections)
+            partial = self._projected(step, entered, sublayers, projections)
         if step.pending_after == 0:
             summed = self.reduce(partial) if projections.out is local else partial
             return State(add(state.residual, (*launched, summed)))
@@ -259,8 +257,12 @@ class SequenceParallel(AllReduce):
         def between(product, x, weights):
             return beside.between(product(x, weights))
 
+        return self._projected(step, entered, sublayers, Projections(project(between)))
+
+    def _projected(self, step, entered, sublayers, projections):
         (which,) = step.sublayers
-        return of_normalised(sublayers[which])(entered, projections=Projections(project(between)))
+        sublayer = sublayers[which]
+        return sublayer.function(sublayer.gained(entered), projections=projections)
 
     def _gathers_in_matmul(self, step):
         return (
@@ -275,15 +277,10 @@ class SequenceParallel(AllReduce):
         """
         if self.collective_matmul is CollectiveMatmul.NONE:
             return LOCAL
-        into = _gathered_product
-        out = _scattered_product
-        if self.collective_matmul is CollectiveMatmul.RING:
-            into = _ring_in
-            out = _ring_out
         gathers = gathers and self._gathers_in_matmul(step)
         return Projections(
-            project(into, self.axes) if gathers else local,
-            project(out, self.axes) if step.pending_after == 0 else local,
+            project(_ring_in, self.axes) if gathers else local,
+            project(_ring_out, self.axes) if step.pending_after == 0 else local,
         )
 
 
@@ -323,19 +320,6 @@ def gather(stream: Array, axes: Axes, scope: str = FOLLOWING) -> Array:
 def scatter_sequence(x: Array, axes: Axes) -> Array:
     """This rank's positions of the sum of every rank's [B, T, D]: where a split stream begins."""
     return reduce_scatter(x, axes, dimension=LENGTH)
-
-
-def of_normalised(sublayer: Sublayer) -> Callable[..., Array]:
-    """A plain function is one of the normalised input already."""
-    return sublayer.of_normalised if isinstance(sublayer, Normed) else sublayer
-
-
-def _gathered_product(axes, product, x, weights):
-    return product(gather(x, axes, ""), weights)
-
-
-def _scattered_product(axes, product, x, weights):
-    return scatter(product(x, weights), axes)
 
 
 def _ring_in(axes, product, x, weights):
