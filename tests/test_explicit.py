@@ -305,38 +305,6 @@ def test_layers_of_your_own(name, loop, axes):
     assert errors[0] < LIMIT and max(errors) < 2 * LIMIT
 
 
-def test_a_stack_of_your_own():
-    class Sublayer(nnx.Module):
-        def __init__(self, *, rngs):
-            self.up, self.down = (
-                nnx.Linear(*sizes, use_bias=False, rngs=rngs) for sizes in ((8, 16), (16, 8))
-            )
-
-        def __call__(self, x):
-            return self.down(jnp.tanh(self.up(x)))
-
-    class Layer(nnx.Module):
-        def __init__(self, *, rngs):
-            self.attention, self.mlp = Sublayer(rngs=rngs), Sublayer(rngs=rngs)
-
-    topology = residual.topology("ladder", num_layers=3)
-    one = residual.Stack(Layer, topology=topology, rngs=nnx.Rngs(0), axes=())
-    with setting(jax.make_mesh((2, 4), ("data", "tensor"))):
-        graph, params = nnx.split(residual.Stack(Layer, topology=topology, rngs=nnx.Rngs(0)))
-        spec = lambda path, _: (
-            P(None, None, "tensor") if "up" in jax.tree_util.keystr(path) else P(None, "tensor")
-        )
-        specs = jax.tree_util.tree_map_with_path(spec, params)
-        local = lambda params, x: nnx.merge(graph, params)(x)
-        mapped = jax.shard_map(local, in_specs=(specs, P("data")), out_specs=P("data"))
-        found = jax.jit(
-            lambda params, x: mapped(jax.reshard(params, specs), jax.reshard(x, P("data")))
-        )(params, X)
-        # split by types alone
-        whole = nnx.jit(lambda stack, x: stack(x))(one, jax.device_put(X, P("data")))
-    assert cases.error(found, one(X)) < LIMIT and cases.error(whole, one(X)) < LIMIT
-
-
 def wrong(names, sizes=(2, 4), **axes):
     return lambda: lj.mesh_of(jax.make_mesh(sizes, names), axes=axes or None)
 

@@ -68,32 +68,6 @@ def test_doctor(run_cli, environment):
     )
 
 
-@quiet
-@pytest.mark.full  # each verb starts jax as doctor does
-def test_training_and_generation(run_cli, environment, tmp_path):
-    shape = "num_layers=1 d_model=16 num_heads=2 num_kv_heads=2 d_ff=16".split()
-    settings = [f"model.{one}" for one in shape] + [
-        "train.steps=1",
-        "train.batch=2",
-        "train.sequence=8",
-    ]
-    done = run_cli("train", "tiny", *settings, f"run.dir={tmp_path}", **environment, check_status=0)
-    assert (
-        "cuDNN" not in done.stderr and "Traceback" not in done.stderr and "TPU" not in done.stderr
-    ), done.stderr
-    done = run_cli(
-        "generate",
-        tmp_path,
-        "--prompt",
-        "a",
-        "--max-new-tokens",
-        "2",
-        **environment,
-        check_status=0,
-    )
-    assert done.stderr == ""
-
-
 def test_what_is_there_is_jaxs_to_choose(monkeypatch, tmp_path):
     """A named platform, a driver's file and a plugin for other hardware: each leaves jax alone."""
     chosen = []

@@ -54,10 +54,6 @@ def define(name="ladder", *, reduction=4, **more):
     return SideModel(dataclasses.replace(plain.config, side=SideConfig(reduction)), plain.layout)
 
 
-def placed(definition):
-    return cases.placed(definition)
-
-
 def of_network(definition):
     model = definition.config.side.network(definition.config)
     return reference.Shape(0, model.num_heads, model.num_kv_heads, 0, "standard")
@@ -133,7 +129,7 @@ def test_the_first_step_starts_from_the_model_itself(more):
     """To the bit. In bfloat16 XLA leaves out roundings, other ones in another program: not here."""
     plan = Retraining(define("hybrid-list", **more))
     base = Retraining(plan.without_side)
-    params = placed(base.definition)
+    params = cases.placed(base.definition)
     exact = dict(compiler_options={"xla_allow_excess_precision": False})
     loss = lambda task, *args: jax.jit(held_out_loss(task).__wrapped__, **exact)(*args, TOKENS)
     frozen, before = plan.split(params)[1], loss(base, params, {})
@@ -231,7 +227,7 @@ def test_decoding_runs_the_side_network(name, tensor, loop):
     come in chunks.
     """
     definition = define(name, tensor=tensor)
-    params = placed(definition)
+    params = cases.placed(definition)
     prompts, generator = PROMPTS[:2], Generator(definition, params, loop=loop)
     settings = DecodeConfig(max_new_tokens=3, temperature=0.0, prefill_chunk=32)
     found = generator.tokens(prompts, config=settings)
@@ -252,7 +248,7 @@ def test_slots_hold_the_side_networks_caches(quantize):
     it gets alone.
     """
     definition = define(tensor=2)
-    params = placed(definition)
+    params = cases.placed(definition)
     generator = Generator(definition, params, quantize=quantize)
     with Engine(definition, params, slots=2, capacity=64, chunk=5, quantize=quantize) as engine:
         handles = [engine.submit(Request(prompt, max_new_tokens=6)) for prompt in PROMPTS]
@@ -276,7 +272,7 @@ def test_a_teacher_beside_a_side_network():
     teacher = dataclasses.replace(plan.without_side, config=standard)
     plan = dataclasses.replace(plan, distill=DistillConfig(START), teacher=teacher)
     base = dataclasses.replace(plan, definition=plan.without_side)
-    params = placed(base.definition)
+    params = cases.placed(base.definition)
     frozen = plan.split(params)[1]
     assert set(frozen) == {"model"}  # nothing is stored twice
     gradients = lambda task, *values: jax.jit(task_gradients(task, config=TrainConfig()))(
@@ -332,6 +328,8 @@ def test_the_sizes_of_the_network():
     (["model.side.reduction=8", "train.start=x", "train.sequence_parallel=true"], "the side network reads whole"),
     (["model.side.reduction=8", "train.start=x", "train.interleave=2"], "the side network reads whole"),
     (["model.side.reduction=8", "train.start=x", "distill.teacher=x", "distill.hidden_weight=1"], "hidden_weight=1.0"),
+    (["model.side.reduction=8", "train.start=x", "model.moe.experts=4", "model.moe.top_k=2",
+      "model.moe.expert_width=8"], "model.side is for dense models only"),
 ], ids=str)  # fmt: skip
 def test_settings_that_cannot_be(given, said):
     with pytest.raises(UserError, match=said) as error:
@@ -355,8 +353,3 @@ def test_a_plain_definition_does_not_leave_the_network_out():
     assert side.define(config, mesh=mesh).without_side() == cases.define("ladder", tensor=2)
     with pytest.raises(UserError, match="a model without model.side is defined by ladder_jax.nn"):
         side.define(dataclasses.replace(config, side=None), mesh=mesh)
-
-
-def test_experts_have_no_side_network():
-    with pytest.raises(UserError, match="model.side is for dense models only"):
-        config.preset("tiny-moe", side=SideConfig())

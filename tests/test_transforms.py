@@ -77,11 +77,9 @@ def of_params(graph):
 
 
 VALUES = {
-    "jit": lambda model: jax.jit(model)(TOKENS),
     "jit of closed-over tokens": lambda model: jax.jit(lambda: model(TOKENS))(),
     "nnx.jit": lambda model: nnx.jit(lambda model, tokens: model(tokens))(model, TOKENS),
     "vmap": lambda model: jax.vmap(model)(jnp.stack([TOKENS, TOKENS]))[1],
-    "checkpoint": lambda model: jax.checkpoint(model)(TOKENS),
     "scan": lambda model: jax.lax.scan(
         lambda _, tokens: (None, model(tokens)), None, jnp.stack([TOKENS] * 2)
     )[1][1],
@@ -130,18 +128,15 @@ def scanned(of_params):
 
 
 GRADIENTS = {
-    "value_and_grad": with_params(jax.value_and_grad),
     "value_and_grad of checkpoint": with_params(
         lambda f: jax.jit(jax.value_and_grad(jax.checkpoint(f)))
     ),
     "value_and_grad in scan": with_params(scanned),
-    "grad": with_params(lambda f: lambda params: (f(params), jax.grad(f)(params))),
     "vjp": with_params(
         lambda f: (
             lambda params: (lambda out, pull: (out, pull(jnp.float32(1))[0]))(*jax.vjp(f, params))
         )
     ),
-    "nnx.value_and_grad": lambda model: pure(*nnx.value_and_grad(of_model)(model)),
     "nnx.jit of nnx.value_and_grad": lambda model: pure(
         *nnx.jit(nnx.value_and_grad(of_model))(model)
     ),

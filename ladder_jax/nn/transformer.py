@@ -6,7 +6,6 @@ The parts: embedding, layers (all, or one range after another), final norm, scor
 
 import functools
 import math
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -52,10 +51,6 @@ from ladder_jax.residual.wires import sequence
 from ladder_jax.scopes import HEAD
 
 TILE = 128  # of positions, for which matmuls and attention kernels are best
-GIVEN = "given"
-"""The name, beside the modules of a layer, of arrays that are no parameters (see
-`ForwardPass.layers`).
-"""
 
 
 class ForwardPass:
@@ -122,7 +117,6 @@ class ForwardPass:
         caches: Any = None,
         ranges: dict[str, range] | None = None,
         dims: Params | None = None,
-        wire_of: Callable[[AllReduce, Any], AllReduce] | None = None,
     ) -> tuple[State, Any, Any]:
         """The state and `extra` after all layers, one stack of `params` after the other, and their
         caches.
@@ -130,7 +124,6 @@ class ForwardPass:
         A stack is [L, ...], or (unrolled only) a tuple with each layer's own arrays. ranges: which
         of the model's layers each stack holds, by default all; dims: of stacks that hold other
         arrays than the definition has.
-        wire_of: makes each layer's wire of its arrays GIVEN, which have no gradient.
         """
         ranges = stacks(self.definition.config) if ranges is None else ranges
         dims = self.definition.dims if dims is None else dims
@@ -145,7 +138,7 @@ class ForwardPass:
                 stack = unshard(stack, vectors, dtype=dtype)
                 keeps = all_but_gathered
             state, extra, own = run_layers(
-                functools.partial(self.layer, name=name, wire_of=wire_of, gathers=gathers),
+                functools.partial(self.layer, name=name, gathers=gathers),
                 state,
                 extra,
                 params=stack,
@@ -169,7 +162,6 @@ class ForwardPass:
         *,
         steps: tuple[Step, ...],
         name: str,
-        wire_of: Callable[[AllReduce, Any], AllReduce] | None,
         gathers: Any,
     ) -> tuple[State, Any, Any]:
         """The state, `extra` and the cache after one layer of the stack `name`.
@@ -179,10 +171,8 @@ class ForwardPass:
         """
         if gathers is not None:
             params = unshard(params, gathers, dtype=self.definition.dtype)
-        wire, of_layer = self.wire, []  # the statistics of this layer's router
-        if wire_of is not None:
-            wire = wire_of(wire, params[GIVEN])
-            params = {part: module for part, module in params.items() if part != GIVEN}
+        wire, params = self.wire_of(params)
+        of_layer = []  # the statistics of this layer's router
         module = self.definition.bind(name, params)
         on_routing = None if extra is None else of_layer.append
         settings = dict(steps=steps, wire=wire, contexts=self.contexts, on_routing=on_routing)
@@ -191,6 +181,10 @@ class ForwardPass:
             summed = functools.reduce(functools.partial(jax.tree.map, jnp.add), of_layer)
             extra = extra.with_layer(summed)
         return state, extra, cache
+
+    def wire_of(self, params: Params) -> tuple[AllReduce, Params]:
+        """The wire of a layer with these arrays, and those of its modules."""
+        return self.wire, params
 
     def finish(self, params: Params, state: State, extra: Any = None) -> Array:
         """The final, normed stream [B, T, D] after the last layer, to which all that is pending was

@@ -3,6 +3,7 @@ hidden streams, and of a model with experts the routers' losses.
 """
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -15,12 +16,21 @@ from ladder_jax.data.packing import Targets
 from ladder_jax.nn import ModelDef, Params
 from ladder_jax.nn.loss import divergence_sum
 from ladder_jax.nn.parameter import DENSE, LAYERS
-from ladder_jax.nn.transformer import GIVEN
 from ladder_jax.residual import State, Step
 from ladder_jax.retrain import lora
 from ladder_jax.retrain.conversion import LADDER_FRACTION, Annealed
 from ladder_jax.retrain.plan import ADAPTERS, LOWER, RetrainPlan, part_dims, with_side
 from ladder_jax.side import SIDE
+
+
+class _Converting(nn.ForwardPass):
+    """Of a model of which each layer has its ladder fraction, which has no gradient, among its
+    arrays.
+    """
+
+    def wire_of(self, params):
+        modules = {name: module for name, module in params.items() if name != LADDER_FRACTION}
+        return Annealed(self.wire.axes, params[LADDER_FRACTION]), modules
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,15 +58,11 @@ class _PartedModel:
         stack, dims = self.params[name], self.dims[name]
         if (first - offset, last - offset) != (0, jax.tree.leaves(stack)[0].shape[0]):
             stack = jax.tree.map(lambda a: a[first - offset : last - offset], stack)
-        wire_of = None
         if self.ladder_fraction is not None:
-            wire_of = lambda wire, fraction: Annealed(wire.axes, fraction)
-            stack = {**stack, GIVEN: self.ladder_fraction[first:last]}
-            dims = {**dims, GIVEN: "L"}
+            stack = {**stack, LADDER_FRACTION: self.ladder_fraction[first:last]}
+            dims = {**dims, LADDER_FRACTION: "L"}
         params, dims = {LAYERS: stack}, {LAYERS: dims}
-        settings = dict(
-            params=params, dims=dims, ranges={LAYERS: range(first, last)}, wire_of=wire_of
-        )
+        settings = dict(params=params, dims=dims, ranges={LAYERS: range(first, last)})
         return self.forward.layers(state, extra, **settings)[:2]
 
 
@@ -86,14 +92,14 @@ def loss_sum(
 
     positions = nn.FullSequence() if batch.segments is None else nn.Packed(batch.segments)
 
-    def forward(definition: ModelDef) -> nn.ForwardPass:
-        return nn.forward_pass(
-            definition, batch.tokens.shape, execution=config.execution, positions=positions
-        )
+    def forward(definition: ModelDef, of: Callable = nn.forward_pass) -> nn.ForwardPass:
+        return of(definition, batch.tokens.shape, execution=config.execution, positions=positions)
 
     definition, below = plan.definition, plan.frozen_layers
     params, dims = _with_factors(plan, trained, frozen)
-    student = _PartedModel(forward(definition), params, dims, below, scheduled.get(LADDER_FRACTION))
+    fraction = scheduled.get(LADDER_FRACTION)
+    run = forward(definition, nn.forward_pass if fraction is None else _Converting)
+    student = _PartedModel(run, params, dims, below, fraction)
     boundaries = _boundaries(plan)
 
     student_streams, teacher_streams, shared = {}, {}, shared_layers(plan)
