@@ -5,13 +5,12 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 import ladder_jax
-from ladder_jax import nn, parallel, residual, train
+from ladder_jax import nn, parallel, residual
 from ladder_jax.config import Biases
 from ladder_jax.errors import UserError
 from ladder_jax.nn.modules import LayerContext
@@ -149,56 +148,14 @@ def test_a_layer_alone_is_the_model_of_one_layer(name):
     assert cases.error(jax.jit(on_ranks)(state, X), expected) < LIMIT
 
 
-def test_rngs_decide_the_values_and_the_mesh_does_not():
-    config = cases.model("ladder")
-    make = lambda seed, **mesh: (
-        nn.Transformer(config, rngs=nnx.Rngs(seed), mesh=parallel.make_mesh(**mesh)).params
-    )
-    one, other, split = make(0), make(1), make(0, tensor=4, fsdp=2)
-    assert all(
-        map(np.array_equal, jax.tree.leaves(one["layers"]), jax.tree.leaves(split["layers"]))
-    )
+def test_rngs_decide_the_values():
+    """That the mesh does not: tests/test_numerics.py."""
+    config, rngs = cases.model("ladder", num_layers=1), nnx.Rngs(0)
+    one, other = (nn.Transformer(config, rngs=nnx.Rngs(seed)).params for seed in (0, 1))
     assert not np.array_equal(one["layers"]["mlp"]["down"], other["layers"]["mlp"]["down"])
-    rngs = nnx.Rngs(0)
     first, second = (nn.MLP(config, rngs=rngs).down[...] for _ in range(2))
     assert not np.array_equal(first, second)  # a stream gives each module its own
     with pytest.raises(
         UserError, match=r"takes either rngs=nnx.Rngs\(seed\), for new weights, or params="
     ):
         nn.Transformer(config)
-
-
-def test_flax_s_own_training_loop():
-    """`nnx.Optimizer`, `nnx.jit`, `nnx.value_and_grad`, as in Flax's tutorials, on a mesh."""
-    config = cases.model("ladder", num_layers=1)
-    model = ladder_jax.Transformer(
-        config, rngs=nnx.Rngs(0), mesh=ladder_jax.make_mesh(data=2, tensor=2)
-    )
-    optimizer = nnx.Optimizer(model, optax.adamw(1e-2), wrt=nnx.Param)
-    tokens = cases.tokens((4, 9))
-
-    def loss_of(model, tokens):
-        logits = model(tokens[:, :-1])
-        return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean()
-
-    @nnx.jit
-    def train_step(model, optimizer, tokens):
-        loss, gradients = nnx.value_and_grad(loss_of)(model, tokens)
-        optimizer.update(model, gradients)
-        return loss, gradients
-
-    expected = jax.jit(jax.grad(train.mean_loss(model.definition)))(model.params, tokens)
-    shardings = jax.tree.map(lambda a: a.sharding, model.params)
-    losses, gradients = [], []
-    for _ in range(4):
-        loss, gradient = train_step(model, optimizer, tokens)
-        losses.append(float(loss)), gradients.append(nnx.to_pure_dict(gradient))
-    assert losses == sorted(losses, reverse=True) and losses[0] > losses[-1]
-    for a, b in zip(jax.tree.leaves(gradients[0]), jax.tree.leaves(expected), strict=True):
-        assert cases.error(a, b) < 2 * cases.bound(config, passes=2)
-    same = jax.tree.map(
-        lambda a, s: a.sharding.is_equivalent_to(s, a.ndim), model.params, shardings
-    )
-    assert all(jax.tree.leaves(same))
-    again = nnx.merge(*nnx.split(model))
-    assert np.array_equal(again(tokens), model(tokens))

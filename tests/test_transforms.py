@@ -14,7 +14,7 @@ from flax import nnx
 
 from ladder_jax import nn, parallel
 from ladder_jax.config import Loop, Phase
-from ladder_jax.parallel import Compiled, Overlap, Traits, compiled
+from ladder_jax.parallel import Compiled, Overlap, Traits, mesh
 from ladder_jax.parallel.compiler_options import TABLE, Option
 from tests import cases
 
@@ -161,7 +161,7 @@ def test_whether_something_is_traced():
     """
 
     def imported():
-        spec = importlib.util.spec_from_file_location("again", compiled.__file__)
+        spec = importlib.util.spec_from_file_location("again", mesh.__file__)
         module = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
         return module
@@ -169,7 +169,7 @@ def test_whether_something_is_traced():
     inside = []
     jax.jit(lambda: inside.append(imported()))()
     with concurrent.futures.ThreadPoolExecutor(1) as other:
-        for module in (compiled, *inside):
+        for module in (mesh, *inside):
             asked = lambda x, module=module: 0 * x + module.tracing()
             assert not module.tracing() and not other.submit(module.tracing).result()
             assert all(

@@ -16,8 +16,6 @@ from ladder_jax import parallel, residual
 from ladder_jax.config import RESIDUALS, Loop, Phase
 from ladder_jax.errors import UserError
 from ladder_jax.parallel import Overlap, Split, Traits, compiled
-from ladder_jax.residual.wires import sequence
-from ladder_jax.retrain import conversion
 from tests import cases, covering
 from tests.test_residual import UNROLLED, example
 
@@ -157,21 +155,23 @@ def test_run_on_one_device_and_over_a_list():
     assert cases.error(on_ranks(of_list), expected) < LIMIT
 
 
-def test_run_of_bfloat16_sublayers_on_a_float32_stream():
-    def half(weights):
-        block = Block(weights.astype(jnp.bfloat16))
-        return [lambda x, f=f: f(x.astype(jnp.bfloat16)) for f in (block.attention, block.mlp)]
+def half(weights):
+    """The sublayers of a layer in bfloat16, on a float32 stream."""
+    block = Block(weights.astype(jnp.bfloat16))
+    return [lambda x, f=f: f(x.astype(jnp.bfloat16)) for f in (block.attention, block.mlp)]
 
+
+HALF_LIMIT = LIMIT / cases.UNIT_ROUNDOFF * 2.0**-8  # bfloat16's
+
+
+def test_run_of_bfloat16_sublayers_on_a_float32_stream():
     topology = residual.topology("ladder", num_layers=len(STACKED))
-    outs = [on_ranks(lambda x, w, loop=loop: residual.run(topology, half, x, params=w, loop=loop))
-            for loop in ("scan", "unrolled")]  # fmt: skip
-    assert (
-        outs[0].dtype == np.float32 and cases.error(*outs) < LIMIT / cases.UNIT_ROUNDOFF * 2.0**-8
-    )
-    assert (
-        cases.error(outs[0], float64(lambda x, w: exactly("ladder", x, w)))
-        < LIMIT / cases.UNIT_ROUNDOFF * 2.0**-8
-    )
+    outs = [
+        on_ranks(lambda x, w, loop=loop: residual.run(topology, half, x, params=w, loop=loop))
+        for loop in ("scan", "unrolled")
+    ]
+    assert outs[0].dtype == np.float32 and cases.error(*outs) < HALF_LIMIT
+    assert cases.error(outs[0], exact_gradients("ladder")[0]) < HALF_LIMIT
 
 
 def test_what_run_refuses():
@@ -261,10 +261,8 @@ def test_a_scan_of_bfloat16_sublayers_and_its_gradient():
         steps, state = topology.layers[0], residual.begin(x, topology=topology, axes=AXES)
 
         def turn(state, weights):
-            block = Block(weights.astype(jnp.bfloat16))
-            pair = [lambda x, f=f: f(x.astype(jnp.bfloat16)) for f in (block.attention, block.mlp)]
             for step in steps:
-                state = step(state, pair, axes=AXES)
+                state = step(state, half(weights), axes=AXES)
             return state, None
 
         if loop is Loop.SCAN:
@@ -280,7 +278,7 @@ def test_a_scan_of_bfloat16_sublayers_and_its_gradient():
         on_ranks(jax.grad(lambda x, w, form=form: loss(x, w, form)))
         for form in (Loop.SCAN, Loop.UNROLLED)
     )
-    assert cases.error(scan, loop) < LIMIT / cases.UNIT_ROUNDOFF * 2.0**-8  # bfloat16's
+    assert cases.error(scan, loop) < HALF_LIMIT
 
 
 REDUCED = {
@@ -312,23 +310,6 @@ def test_a_sublayer_that_reduces_is_refused(sublayer, name, tensor):
         UserError, match="same on all ranks of tensor.*return this rank's partial sum, without psum"
     ):
         on_ranks(local, tensor=tensor)
-
-
-def test_split_and_turning_steps_refuse_it_too():
-    whole = lambda x: jax.lax.psum(x, "tensor")
-    ladder = residual.topology("ladder", num_layers=1)
-    share = lambda x: sequence.scatter_sequence(parallel.pvary(x, AXES), AXES)
-    split = lambda: sequence.SequenceParallel(AXES, lambda x: x)
-    turning = lambda: conversion.Annealed(AXES, jnp.float32(0.5))
-    for made, start in ((split, share), (turning, lambda x: x)):
-
-        def local(x, _, made=made, start=start):
-            wire = made()
-            (step, *_), *_ = wire.layers(ladder.layers)
-            return wire.advance(wire.begin(start(x), step), step, (whole, whole)).residual
-
-        with pytest.raises(UserError, match="same on all ranks of tensor"):
-            on_ranks(local)
 
 
 def test_where_types_are_not_checked_nothing_is_refused():

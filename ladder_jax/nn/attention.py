@@ -6,7 +6,7 @@ import dataclasses
 import enum
 import functools
 import math
-from typing import ClassVar, NamedTuple, Protocol
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -196,14 +196,14 @@ class Cache:
     value: Array
 
 
-class Positions(Protocol):
+class Positions:
     """A block's positions, and attention at them.
 
     ends: int32 [B], where each row's tokens end and padding begins; None: nowhere, or where it does
         not matter.
     """
 
-    ends: Array | None
+    ends: Array | None = None
 
     def halves(self, rows: int) -> tuple["Positions", "Positions"]:
         """Those of the first `rows` rows and of the others, whose cache is one."""
@@ -228,7 +228,7 @@ class Positions(Protocol):
 
 
 @dataclasses.dataclass(frozen=True)
-class FullSequence:
+class FullSequence(Positions):
     """Positions 0..T-1. Nothing precedes them, so a cache is written and not read; without one
     nothing is written.
 
@@ -265,7 +265,7 @@ FULL_SEQUENCE = FullSequence()
 
 
 @dataclasses.dataclass(frozen=True)
-class Packed:
+class Packed(Positions):
     """Rows of several documents, for training: each attends only to itself, and starts at position
     0. No cache.
 
@@ -279,7 +279,6 @@ class Packed:
     segments: Array
     leaves: bool = False
     begins: Array = dataclasses.field(init=False)
-    ends: ClassVar[None] = None
 
     def __post_init__(self):
         index = jnp.arange(self.segments.shape[1])
@@ -304,7 +303,7 @@ class Packed:
 
 
 @dataclasses.dataclass(frozen=True)
-class ChunkedPrefill:
+class ChunkedPrefill(Positions):
     """Positions start..start+T-1 of every row; the cache holds those before, and must have room for
     these.
 
@@ -313,7 +312,6 @@ class ChunkedPrefill:
 
     start: Array
     row: int = 0
-    ends: ClassVar[None] = None
 
     def indices(self, length):
         return self.start + jnp.arange(length)[None, :]
@@ -341,7 +339,7 @@ class Left(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class LaterPart:
+class LaterPart(Positions):
     """The positions from `start` on of rows whose first part has left its keys and values, or
     written them to a cache.
 
@@ -353,7 +351,6 @@ class LaterPart:
     start: int
     begins: Array | None = None
     row: int = 0
-    ends: ClassVar[None] = None
 
     def indices(self, length):
         index = self.start + jnp.arange(length)[None, :]
@@ -377,13 +374,12 @@ class LaterPart:
 
 
 @dataclasses.dataclass(frozen=True)
-class DecodeStep:
+class DecodeStep(Positions):
     """One token a row (T is 1), at row b's position `lengths[b]`: [B] int32, how many positions the
     cache holds.
     """
 
     lengths: Array
-    ends: ClassVar[None] = None
 
     def indices(self, length):
         return self.lengths[:, None]

@@ -21,6 +21,8 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx, traverse_util
 from jax import Array
+from jax.nn.initializers import ones as ones
+from jax.nn.initializers import zeros as zeros
 from jax.sharding import PartitionSpec
 
 from ladder_jax.config import ModelConfig
@@ -78,14 +80,6 @@ def residual_writer(config: ModelConfig) -> Normal:
     the paper.
     """
     return Normal(0.02 / math.sqrt(2 * config.num_layers))
-
-
-def ones(key: Array, shape: tuple[int, ...]) -> Array:
-    return jnp.ones(shape, jnp.float32)
-
-
-def zeros(key: Array, shape: tuple[int, ...]) -> Array:
-    return jnp.zeros(shape, jnp.float32)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -61,11 +61,13 @@ def run(
         params = tuple(params)
         counts = {len(params)}
     else:
-        counts = {a.shape[0] if getattr(a, "ndim", 0) else None for a in jax.tree.leaves(params)}
+        without = "an array without layers"
+        arrays = jax.tree.leaves(params)
+        counts = {a.shape[0] if getattr(a, "ndim", 0) else without for a in arrays}
     if counts != {topology.num_layers}:
         raise UserError(
             f"params must hold {topology.num_layers} layers, as the topology does: arrays [{topology.num_layers}, ...],"
-            f" or with loop='unrolled' a list of each layer's own; they hold {_listed(counts)}"
+            f" or with loop='unrolled' a list of each layer's own; they hold {', '.join(sorted(map(str, counts))) or 'none'}"
         )
 
     def body(state, extra, layer, cache, steps):
@@ -151,12 +153,3 @@ def on_one_rank(bias: Array, axes: Axes) -> Array:
     holds it once.
     """
     return jnp.where(rank(axes) == 0, bias, 0)
-
-
-def _listed(counts):
-    return (
-        ", ".join(
-            sorted("an array without layers" if count is None else str(count) for count in counts)
-        )
-        or "none"
-    )
