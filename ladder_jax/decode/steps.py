@@ -84,10 +84,13 @@ def prefill(
         x, caches = nn.hidden(definition, params, tokens, **settings)
         return _last_logits(definition, params, x, lengths), caches
 
-    traits = definition.traits(execution, phase=Phase.PREFILL)
-    out_dims = "BV", cache_dims(definition, loop=loop)
     return _compile(
-        definition, local, quantize, traits=traits, in_dims=("BT", "B"), out_dims=out_dims
+        definition,
+        local,
+        quantize,
+        execution=execution,
+        in_dims=("BT", "B"),
+        out_dims=("BV", cache_dims(definition, loop=loop)),
     )
 
 
@@ -118,10 +121,14 @@ def extend(
         return _last_logits(definition, params, x, inside), caches
 
     dims = cache_dims(definition, loop=loop)
-    traits = definition.traits(execution, phase=Phase.PREFILL)
-    in_dims, out_dims = (dims, "BT", "", "B"), ("BV", dims)
     return _compile(
-        definition, local, quantize, traits=traits, in_dims=in_dims, out_dims=out_dims, donate=(1,)
+        definition,
+        local,
+        quantize,
+        execution=execution,
+        in_dims=(dims, "BT", "", "B"),
+        out_dims=("BV", dims),
+        donate=(1,),
     )
 
 
@@ -270,16 +277,14 @@ def decode_many(
         return *jax.tree.map(jnp.transpose, new), caches, seen
 
     one, dims = step(definition, execution=execution), cache_dims(definition, loop=loop)
-    in_dims = (dims, "BV", "B", "B", sampling.DIMS)
-    out_dims = ("BT", None if choice is Choice.GREEDY else "BT", dims, "BV")
-    traits = definition.traits(execution, phase=Phase.DECODE)
     return _compile(
         definition,
         local,
         quantize,
-        traits=traits,
-        in_dims=in_dims,
-        out_dims=out_dims,
+        execution=execution,
+        phase=Phase.DECODE,
+        in_dims=(dims, "BV", "B", "B", sampling.DIMS),
+        out_dims=("BT", None if choice is Choice.GREEDY else "BT", dims, "BV"),
         donate=(1, 2),
     )
 
@@ -431,12 +436,25 @@ def placed(
     return apart(jax.jit(whole, donate_argnums=donate, out_shardings=out_shardings))
 
 
-def _compile(definition, local, quantize, *, traits, in_dims, out_dims, donate=()):
-    params = weights.dims(definition, loop=traits.loop, quantize=quantize)
+def _compile(
+    definition,
+    local,
+    quantize,
+    *,
+    execution,
+    in_dims,
+    out_dims,
+    phase=Phase.PREFILL,
+    donate=(),
+):
+    params = weights.dims(definition, loop=execution.loop, quantize=quantize)
     whole, out_shardings = _whole(definition, local, in_dims=(params, *in_dims), out_dims=out_dims)
-    mesh = definition.layout.mesh
     return Compiled(
-        whole, mesh=mesh, traits=traits, donate_argnums=donate, out_shardings=out_shardings
+        whole,
+        mesh=definition.layout.mesh,
+        traits=definition.traits(execution, phase=phase),
+        donate_argnums=donate,
+        out_shardings=out_shardings,
     )
 
 

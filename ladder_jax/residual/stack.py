@@ -64,10 +64,11 @@ def run(
         without = "an array without layers"
         arrays = jax.tree.leaves(params)
         counts = {a.shape[0] if getattr(a, "ndim", 0) else without for a in arrays}
+    held = ", ".join(sorted(map(str, counts))) or "none"
     if counts != {topology.num_layers}:
         raise UserError(
             f"params must hold {topology.num_layers} layers, as the topology does: arrays [{topology.num_layers}, ...],"
-            f" or with loop='unrolled' a list of each layer's own; they hold {', '.join(sorted(map(str, counts))) or 'none'}"
+            f" or with loop='unrolled' a list of each layer's own; they hold {held}"
         )
 
     def body(state, extra, layer, cache, steps):
