@@ -75,13 +75,24 @@ def prefill(
     launch = (
         Launch.CHAINED if sequence_parallel else _launch(definition, launch, interleave=interleave)
     )
-    split = dict(sequence_parallel=sequence_parallel, collective_matmul=collective_matmul)
-    execution = Execution(loop=loop, launch=launch, interleave=interleave, **split)
+    execution = Execution(
+        loop=loop,
+        launch=launch,
+        sequence_parallel=sequence_parallel,
+        collective_matmul=collective_matmul,
+        interleave=interleave,
+    )
 
     def local(params, tokens, lengths):
         caches = empty_cache(definition, rows=tokens.shape[0], capacity=capacity, loop=loop)
-        settings = dict(execution=execution, caches=caches, positions=nn.FullSequence(lengths))
-        x, caches = nn.hidden(definition, params, tokens, **settings)
+        x, caches = nn.hidden(
+            definition,
+            params,
+            tokens,
+            execution=execution,
+            caches=caches,
+            positions=nn.FullSequence(lengths),
+        )
         return _last_logits(definition, params, x, lengths), caches
 
     return _compile(
@@ -115,8 +126,14 @@ def extend(
     execution = Execution(loop=loop, launch=launch, interleave=interleave)
 
     def local(params, caches, tokens, start, lengths):
-        settings = dict(execution=execution, caches=caches, positions=nn.ChunkedPrefill(start))
-        x, caches = nn.hidden(definition, params, tokens, **settings)
+        x, caches = nn.hidden(
+            definition,
+            params,
+            tokens,
+            execution=execution,
+            caches=caches,
+            positions=nn.ChunkedPrefill(start),
+        )
         inside = jnp.clip(lengths - start, 1, tokens.shape[1])
         return _last_logits(definition, params, x, inside), caches
 
@@ -389,8 +406,14 @@ def step(definition: ModelDef, *, execution: Execution = UNROLLED) -> Callable:
     """
 
     def one(params, caches, tokens, lengths):
-        settings = dict(execution=execution, caches=caches, positions=nn.DecodeStep(lengths))
-        x, caches = nn.hidden(definition, params, tokens[:, None], **settings)
+        x, caches = nn.hidden(
+            definition,
+            params,
+            tokens[:, None],
+            execution=execution,
+            caches=caches,
+            positions=nn.DecodeStep(lengths),
+        )
         return nn.logits(definition, params, x)[:, 0], caches
 
     return one

@@ -284,12 +284,18 @@ class MoE(Module):
 
         context: a `LayerContext`.
         """
-        settings = dict(axes=context.axes, on_routing=on_routing)
-        ends = context.positions.ends
+        axes = context.axes
         behind = norm, context.dtype, norm.scale[...]
         is_farskip = residual.of_model(self.config).farskip
-        function = functools.partial(self.routed if is_farskip else self, **settings)
-        experts = NormedExperts(function, *behind, moe=self, ends_B=ends, **settings)
+        routed = self.routed if is_farskip else self
+        experts = NormedExperts(
+            functools.partial(routed, axes=axes, on_routing=on_routing),
+            *behind,
+            moe=self,
+            axes=axes,
+            on_routing=on_routing,
+            ends_B=context.positions.ends,
+        )
         return [experts, Normed(self.shared, *behind)] if is_farskip else [experts]
 
     def logits(self, x_ND: Array) -> Array:

@@ -215,10 +215,11 @@ def initialize(definition: ModelDef, *, seed: int = 0, key: jax.Array | None = N
     form.
     """
     key = parameter.root_key(seed) if key is None else key
-    settings = dict(layout=definition.layout, key=key, config=definition.config)
-    modules = definition.modules.items()
     return {
-        name: parameter.initial_values(module, name=name, **settings) for name, module in modules
+        name: parameter.initial_values(
+            module, name=name, layout=definition.layout, key=key, config=definition.config
+        )
+        for name, module in definition.modules.items()
     }
 
 

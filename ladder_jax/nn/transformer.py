@@ -175,8 +175,14 @@ class ForwardPass:
         of_layer = []  # the statistics of this layer's router
         module = self.definition.bind(name, params)
         on_routing = None if extra is None else of_layer.append
-        settings = dict(steps=steps, wire=wire, contexts=self.contexts, on_routing=on_routing)
-        state, cache = module(state, cache=cache, **settings)
+        state, cache = module(
+            state,
+            cache=cache,
+            steps=steps,
+            wire=wire,
+            contexts=self.contexts,
+            on_routing=on_routing,
+        )
         if of_layer:
             summed = functools.reduce(functools.partial(jax.tree.map, jnp.add), of_layer)
             extra = extra.with_layer(summed)

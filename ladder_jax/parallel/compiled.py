@@ -154,10 +154,14 @@ def over_ranks(fn: Callable, *, layout: Layout, in_dims: tuple, out_dims: Dims) 
     def emulated(*args):
         split = _map(functools.partial(_split, ranks=layout.ranks), in_dims, args)
         in_axes, out_axes = jax.tree.map(_position, (in_dims, out_dims))
-        # the size, as no argument may be split
-        named = dict(axis_name=EMULATED, axis_size=layout.ranks)
-        out = jax.vmap(fn, in_axes=in_axes, out_axes=out_axes, **named)(*split)
-        return _map(_join, out_dims, out)
+        every = jax.vmap(
+            fn,
+            in_axes=in_axes,
+            out_axes=out_axes,
+            axis_name=EMULATED,
+            axis_size=layout.ranks,  # as no argument may be split
+        )
+        return _map(_join, out_dims, every(*split))
 
     return emulated
 

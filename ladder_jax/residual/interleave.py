@@ -131,22 +131,30 @@ class Interleaved:
     def advance(self, pair: Pair, step: Turn, sublayers: Sequence[Sequence[Sublayer]]) -> Pair:
         """Both halves after `step`. sublayers: of each half."""
         of_first, of_second = sublayers
-        one_behind = dict(after=step, sublayers=of_second, out=PREVIOUS, into="")
-        first, second = self._turn(step, pair, of_first, one_behind)
-        ahead = dict(after=step.after, sublayers=of_first, out="", into=FOLLOWING)
-        second, first = self._turn(step, Pair(second, first), of_second, ahead)
+        first, second = self._turn(
+            step, pair, of_first, after=step, others=of_second, out=PREVIOUS, into=""
+        )
+        second, first = self._turn(
+            step,
+            Pair(second, first),
+            of_second,
+            after=step.after,
+            others=of_first,
+            out="",
+            into=FOLLOWING,
+        )
         return Pair(first, second)
 
-    def _turn(self, step, pair, sublayers, of_other):
+    def _turn(self, step, pair, sublayers, *, after, others, out, into):
         """(the ready half, whose `step` is computed; the other one, ready for its next step)."""
         mine = pair.ready
         state = pair.computed
         wire = self.wire.beside(step, sublayers)
-        launched = wire.launch(step, state.partial, state.residual, of_other["out"])
+        launched = wire.launch(step, state.partial, state.residual, out)
         entered = mine.carried
         if entered is None:
             entered = wire.enter(step, add(mine.residual, step.read(mine.sums)), sublayers)
-        other = OtherHalf(state, launched, **of_other)
+        other = OtherHalf(state, launched, after, others, out, into)
         partial, arrived = wire.turn(step, entered, sublayers, own=mine.partial, other=other)
         return State(mine.residual, mine.sums, partial), arrived
 

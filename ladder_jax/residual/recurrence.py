@@ -194,10 +194,15 @@ class AllReduce:
         settle.
         """
         entered, launched = self.entered(state, step, sublayers)
-        ties = dict(backward=step.pending_after > 0, forward=step.delay > 0)
-        beside = state.residual, launched
         partial, residual, launched = self.output(
-            step, entered, state.partial, sublayers, *beside, **ties
+            step,
+            entered,
+            state.partial,
+            sublayers,
+            state.residual,
+            launched,
+            backward=step.pending_after > 0,
+            forward=step.delay > 0,
         )
         return self.settled(step, residual, launched, partial)
 
@@ -330,9 +335,14 @@ class AllReduce:
         In the backward pass the gradient of its residual holds the sum of its later input's
         gradient: so sums come one after another, and none is merged.
         """
-        beside = other.state.residual, (other.launched,)
         partial, residual, (summed,) = self.output(
-            step, entered, own, sublayers, *beside, scope=other.out
+            step,
+            entered,
+            own,
+            sublayers,
+            other.state.residual,
+            (other.launched,),
+            scope=other.out,
         )
         return partial, other.settled(residual, summed)
 

@@ -46,8 +46,16 @@ class AsyncAllReduce(AllReduce):
     def output(self, step, entered, own, sublayers, residual, launched, *, scope=PREVIOUS, **ties):
         *older, started = launched
         if started is None:
-            none = dict(backward=False, forward=False)
-            return super().output(step, entered, own, sublayers, residual, launched, **none)
+            return super().output(
+                step,
+                entered,
+                own,
+                sublayers,
+                residual,
+                launched,
+                backward=False,
+                forward=False,
+            )
         if step.fresh:
             entered = self.with_own(entered, own)
         entered, sublayers, started = _after(started, step, entered, sublayers)

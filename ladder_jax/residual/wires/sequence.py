@@ -202,9 +202,14 @@ class SequenceParallel(AllReduce):
             or ranks(self.axes) == 1
             or not sublayers[step.sublayers[0]].projects
         ):
-            beside = other.state.residual, (other.launched,)
             partial, residual, (newest,) = self.output(
-                step, entered, own, sublayers, *beside, forward=False
+                step,
+                entered,
+                own,
+                sublayers,
+                other.state.residual,
+                (other.launched,),
+                forward=False,
             )
             arrived = self.prepare(other.after, other.settled(residual, newest), other.into)
             return (
