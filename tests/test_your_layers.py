@@ -114,21 +114,11 @@ def of_run(name, **settings):
     return lambda x, stacked: residual.run(topology, pair, x, params=stacked, **settings)
 
 
+REMATS = "none", "full", "save-matmuls"
+
+
 @pytest.mark.parametrize(
-    "name, loop, remat",
-    [
-        ("standard", "scan", "none"),
-        pytest.param("standard", "unrolled", "full", marks=pytest.mark.full),
-        ("ladder", "scan", "full"),
-        ("ladder", "unrolled", "none"),
-        pytest.param("ladder", "scan", "save-matmuls", marks=pytest.mark.full),
-        pytest.param("ladder-2", "scan", "none", marks=pytest.mark.full),
-        ("ladder-2", "unrolled", "save-matmuls"),
-        pytest.param("parallel", "unrolled", "none", marks=pytest.mark.full),
-        ("parallel", "scan", "full"),
-        pytest.param("parallel-ladder", "scan", "none", marks=pytest.mark.full),
-        ("parallel-ladder", "unrolled", "full"),
-    ],
+    "name, loop, remat", covering.rows(DELAYS, ("scan", "unrolled"), REMATS, pairs=[], even=[1, 2])
 )
 def test_run_is_the_rule(name, loop, remat):
     """And its gradients of the stream and of the weights, against float64."""
@@ -174,31 +164,39 @@ def test_run_of_bfloat16_sublayers_on_a_float32_stream():
     assert cases.error(outs[0], exact_gradients("ladder")[0]) < HALF_LIMIT
 
 
-def test_what_run_refuses():
-    run = lambda **settings: lambda x, stacked: of_run("ladder", **settings)(x, stacked)
-    with pytest.raises(UserError, match="unknown loop 'scann'; did you mean 'scan'"):
-        on_ranks(run(loop="scann"))
-    with pytest.raises(UserError, match="unknown remat 'ful'; did you mean 'full'"):
-        on_ranks(run(remat="ful"))
-    many = r"params must hold 3 layers, as the topology does: arrays \[3, ...\], or .*; they hold"
-    with pytest.raises(UserError, match=f"{many} 2"):
-        on_ranks(lambda x, w: of_run("ladder")(x, w[:2]))
-    with pytest.raises(UserError, match=f"{many} 2"):
-        on_ranks(lambda x, w: of_run("ladder", loop="unrolled")(x, [w[0], w[1]]))
-    with pytest.raises(UserError, match=f"{many} 3, an array without layers"):
-        on_ranks(lambda x, w: of_run("ladder")(x, {"w": w, "scale": jnp.float32(1)}))
-    with pytest.raises(
-        UserError,
-        match=r"a sublayer must return \[B, T, D\] as it reads, \(2, 4, 8\), not \(2, 4, 16\)",
-    ):
-        topology = residual.topology("ladder", num_layers=3)
-        double = lambda weights: (
-            lambda x: jnp.concatenate([Block(weights).attention(x)] * 2, -1),
-            Block(weights).mlp,
+def double(weights):
+    """A layer whose attention returns twice as many channels as it reads."""
+    first, second = pair(weights)
+    return lambda x: jnp.concatenate([first(x)] * 2, -1), second
+
+
+THREE = residual.topology("ladder", num_layers=3)
+MANY = r"params must hold 3 layers, as the topology does: arrays \[3, ...\], or .*; they hold"
+REFUSED = [
+    (dict(loop="scann"), "unknown loop 'scann'; did you mean 'scan'"),
+    (dict(remat="ful"), "unknown remat 'ful'; did you mean 'full'"),
+    (dict(params=STACKED[:2]), f"{MANY} 2"),
+    (dict(params=list(STACKED[:2]), loop="unrolled"), f"{MANY} 2"),
+    (dict(params=(STACKED, jnp.float32(1))), f"{MANY} 3, an array without layers"),
+    (dict(blocks=double), r"must return \[B, T, D\] as it reads, \(2, 4, 8\), not \(2, 4, 16\)"),
+    (dict(axes="tensor"), r"a tuple of the mesh's axes, as in \('tensor',\), not 'tensor'"),
+    (dict(axes=("tensr",)), "unknown mesh axis 'tensr'; did you mean 'tensor'"),
+]
+
+
+@pytest.mark.parametrize("settings, said", REFUSED, ids=[said[:30] for _, said in REFUSED])
+def test_what_run_refuses(settings, said):
+    with pytest.raises(UserError, match=said):
+        on_ranks(
+            lambda x, w: residual.run(THREE, **{**dict(blocks=pair, x=x, params=w), **settings})
         )
-        on_ranks(lambda x, w: residual.run(topology, double, x, params=w))
-    with pytest.raises(UserError, match="no ranks of 'tensor' here"):
+
+
+def test_without_ranks():
+    with pytest.raises(UserError, match="no ranks of 'tensor' here: call it inside jax.shard_map"):
         of_run("ladder")(jnp.asarray(X), STACKED)
+    one = residual.begin(jnp.asarray(X), topology=THREE, axes=())  # one rank, without a mesh
+    assert one.residual.shape == X.shape
 
 
 class Sublayer(nnx.Module):
@@ -341,24 +339,3 @@ def test_a_bias_on_one_rank_counts_once():
         < LIMIT
     )
     assert (residual.on_one_rank(X, ()) == X).all()
-
-
-def test_axes_that_are_none():
-    topology = residual.topology("ladder", num_layers=1)
-    begin = lambda axes: lambda x, _: residual.begin(x, topology=topology, axes=axes).residual
-    step = lambda axes: (
-        lambda x, _: topology.layers[0][0](residual.State(x), (jnp.sin,), axes=axes).residual
-    )
-    for call in (begin, step):
-        with pytest.raises(
-            UserError,
-            match=r"axes must be a tuple of the mesh's axes, as in \('tensor',\), not 'tensor'",
-        ):
-            on_ranks(call("tensor"))
-        with pytest.raises(UserError, match="unknown mesh axis 'tensr'; did you mean 'tensor'"):
-            on_ranks(call(("tensr",)))
-        with pytest.raises(
-            UserError, match="no ranks of 'tensor' here: call it inside jax.shard_map"
-        ):
-            call(AXES)(jnp.asarray(X), None)
-    assert begin(())(jnp.asarray(X), None).shape == X.shape  # one rank, without a mesh
