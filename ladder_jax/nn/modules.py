@@ -38,9 +38,8 @@ Reduce = Callable[[Array, Axes], Array]
 Attend = Callable[[Array, Array, Array], Array]  # query, key, value -> what is attended to
 
 
-def causal(query: Array, key: Array, value: Array) -> Array:
-    """Attention of a whole sequence to itself, in plain jax."""
-    return attention.causal(query, key, value, kernel=Kernel.XLA)
+causal = functools.partial(attention.causal, kernel=Kernel.XLA)
+"""Attention of a whole sequence to itself, in plain jax."""
 
 
 class RMSNorm(Module):
