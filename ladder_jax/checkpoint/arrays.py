@@ -1,10 +1,9 @@
-"""A checkpoint's arrays, read by tensorstore from any folder, and written by it: into object stores,
-and array by array or layer by layer where a model is too large for the host's memory (`Stream`).
+"""A checkpoint's arrays, read and written by tensorstore in any folder; array by array or layer by
+layer where a model is too large for the host's memory (`Stream`).
 
 The storage format is Orbax's: zarr arrays in an OCDBT database, a chunk of an array a part of one
-layer, and a description of them, METADATA, which is written last. In a store each process writes
-its shards into a database of its own, and the first process merges these databases, without copying
-values.
+layer, and a description of them, METADATA, which is written last. Each process writes its shards
+into a database of its own, and the first process merges these databases, without copying values.
 """
 
 import collections
@@ -176,16 +175,25 @@ def begin(folder: AnyPath, arrays: Mapping[str, jax.Array]) -> list[tensorstore.
     them.
     """
     written, context = _written(_part(folder, jax.process_index())), tensorstore.Context()
-    opening = {}
-    for name, array in arrays.items():
-        opening[name] = create(written, name, array, chunk=_chunk(name, array), context=context)
-    writes = []
-    for name, array in arrays.items():
-        store = opening[name].result()
-        for shard in array.addressable_shards:
-            if shard.replica_id == 0:
-                writes.append(store[shard.index].write(np.array(shard.data)).commit)
-    return writes
+    arrays = {name: jnp.asarray(array) for name, array in arrays.items()}
+    opening = {
+        name: create(written, name, array, chunk=_chunk(name, array), context=context)
+        for name, array in arrays.items()
+    }
+    ours = [
+        (name, shard.index, shard.data)
+        for name, array in arrays.items()
+        for shard in array.addressable_shards
+        if shard.replica_id == 0
+    ]
+    for *_, data in ours:
+        data.copy_to_host_async()
+    # all copies before the first write, which would take the processor from them
+    copies = [(name, index, np.array(data)) for name, index, data in ours]
+    write = lambda name, index, values: (
+        opening[name].result()[index].write(values, can_reference_source_data_indefinitely=True)
+    )
+    return [write(*copy).commit for copy in copies]
 
 
 def finish(folder: AnyPath, shapes: Mapping[str, tuple[int, ...]]) -> None:
