@@ -72,7 +72,7 @@ def run(away):
     assert "runs/one/.lock" in objects
     assert "runs/one/result.json" not in objects
     # of a save that was killed
-    away.bucket.put("runs/one/checkpoints/8/params/manifest.ocdbt", b"half", match=None)
+    away.bucket.put("runs/one/checkpoints/8/params/manifest.ocdbt", b"half")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(runs, "EXPIRES", 1.0)
         assert train(where) == 0
@@ -203,7 +203,7 @@ def test_copies(away, run, local, tmp_path):
     downloaded(away, "runs/one/", tmp_path / "copy")
     for file in local.rglob("*"):
         if file.is_file():
-            away.bucket.put(f"runs/copied/{file.relative_to(local)}", file.read_bytes(), match=None)
+            away.bucket.put(f"runs/copied/{file.relative_to(local)}", file.read_bytes())
     there = away.url("runs/copied")
     assert open_checkpoint(tmp_path / "copy").check().verified
     assert open_checkpoint(there).check().verified
@@ -393,7 +393,7 @@ def test_a_token_store(stores, bucket, tmp_path, monkeypatch):
     (tmp_path / "book.jsonl").write_text(lines(TEXTS))
     made = make([tmp_path / "book.jsonl"], tmp_path / "store")
     for file in (tmp_path / "store").iterdir():
-        bucket.put(f"stores/book/{file.name}", file.read_bytes(), match=None)
+        bucket.put(f"stores/book/{file.name}", file.read_bytes())
     copied = lambda: sorted(
         file.name for file in (tmp_path / "cache" / "stores").glob("*/*.tokens")
     )
@@ -418,7 +418,7 @@ def test_a_token_store(stores, bucket, tmp_path, monkeypatch):
     with pytest.raises(UserError, match="00001.tokens' is damaged: it is not what was written"):
         Store("gs://bucket/stores/book").read(made.shards[0].tokens, 5)
     assert not list(tmp_path.glob("another/stores/*/00001.tokens"))
-    bucket.delete("stores/book/00001.tokens", match=None)
+    bucket.delete("stores/book/00001.tokens")
     with pytest.raises(
         UserError,
         match="cannot read the token store's 'gs://bucket/stores/book/00001.tokens': No such",
@@ -461,7 +461,7 @@ def test_another_bucket_of_google(stores, capsys):
 
 
 def test_a_model_of_another_format(bucket):
-    bucket.put("gemma/config.json", b'{"model_type": "llama"}', match=None)
+    bucket.put("gemma/config.json", b'{"model_type": "llama"}')
     with pytest.raises(
         UserError, match="'gs://bucket/gemma': runs and checkpoints are read from there; copy other"
     ):
@@ -510,9 +510,9 @@ def test_folders_of_something_else(away):
     check = lambda folder: runs.check(
         config := load("tiny", overrides=[f"run.dir={folder}"]), runs.path_of(config)
     )
-    bucket.put("empty/", b"", match=None)
+    bucket.put("empty/", b"")
     check(away.url("empty"))
-    bucket.put("full/full", b"", match=None)
+    bucket.put("full/full", b"")
     with pytest.raises(
         UserError, match=f"run.dir='{away.url('full')}' is not empty and holds no config.json"
     ):
