@@ -80,22 +80,14 @@ def test_identity(saved, tmp_path):
     assert old.identity == str((folder / "1").resolve())
 
 
-@pytest.mark.parametrize("mesh", [dict(tensor=8), dict(data=4, tensor=2)], ids=str)
-def test_restored_on_another_mesh(saved, mesh):
+def test_restored_on_another_mesh(saved):
+    """The vocabulary's padding grows with the ranks, by zeros."""
     folder, _, params = saved
-    definition = cases.define("ladder", **mesh)
-    restored = open_checkpoint(folder).params(definition)
-    for (path, a), b in zip(
-        jax.tree_util.tree_leaves_with_path(params), jax.tree.leaves(restored), strict=True
-    ):
-        rows = 251 if path[-1].key == "table" else len(a)
-        np.testing.assert_array_equal(a[:rows], np.asarray(b)[:rows])
-        assert not np.asarray(b)[rows:].any()
-        assert (
-            b.sharding == definition.abstract[path[0].key][path[1].key].sharding
-            if len(path) == 2
-            else True
-        )
+    restored = named(open_checkpoint(folder).params(cases.define("ladder", tensor=8)))
+    for name, value in named(params).items():
+        rows, found = 251 if name.endswith("table") else len(value), np.asarray(restored[name])
+        np.testing.assert_array_equal(found[:rows], value[:rows])
+        assert not found[rows:].any()
 
 
 def test_a_function_of_four_ranks_stays_one(tmp_path):
