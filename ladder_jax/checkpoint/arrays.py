@@ -181,19 +181,20 @@ def begin(folder: AnyPath, arrays: Mapping[str, jax.Array]) -> list[tensorstore.
         for name, array in arrays.items()
     }
     ours = [
-        (name, shard.index, shard.data)
+        (name, shard)
         for name, array in arrays.items()
         for shard in array.addressable_shards
         if shard.replica_id == 0
     ]
-    for *_, data in ours:
-        data.copy_to_host_async()
+    for _, shard in ours:
+        shard.data.copy_to_host_async()
     # all copies before the first write, which would take the processor from them
-    copies = [(name, index, np.array(data)) for name, index, data in ours]
-    write = lambda name, index, values: (
-        opening[name].result()[index].write(values, can_reference_source_data_indefinitely=True)
-    )
-    return [write(*copy).commit for copy in copies]
+    copies = [np.array(shard.data) for _, shard in ours]
+    own = dict(can_reference_source_data_indefinitely=True)
+    return [
+        opening[name].result()[shard.index].write(values, **own).commit
+        for (name, shard), values in zip(ours, copies)
+    ]
 
 
 def finish(folder: AnyPath, shapes: Mapping[str, tuple[int, ...]]) -> None:
