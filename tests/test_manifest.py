@@ -25,7 +25,7 @@ def test_a_manifest_names_the_checkpoints_files_only(tmp_path):
     for name in ("../other", str(tmp_path / "other"), "sub/../../other"):
         files = told["files"] | {name: {"size": 1, "digest": digest(b"o")}}
         (folder / "manifest.json").write_text(json.dumps(manifest._signed(files)))
-        assert manifest.problems(folder) == [f"{name} is missing"]
+        assert manifest.problems(folder) == ["manifest.json is damaged"]
     os.mkfifo(folder / "pipe")
     files = told["files"] | {"pipe": {"size": 0, "digest": digest(b"")}}
     (folder / "manifest.json").write_text(json.dumps(manifest._signed(files)))

@@ -175,26 +175,21 @@ def begin(folder: AnyPath, arrays: Mapping[str, jax.Array]) -> list[tensorstore.
     them.
     """
     written, context = _written(_part(folder, jax.process_index())), tensorstore.Context()
-    arrays = {name: jnp.asarray(array) for name, array in arrays.items()}
-    opening = {
-        name: create(written, name, array, chunk=_chunk(name, array), context=context)
-        for name, array in arrays.items()
-    }
-    ours = [
-        (name, shard)
-        for name, array in arrays.items()
-        for shard in array.addressable_shards
-        if shard.replica_id == 0
-    ]
-    for _, shard in ours:
-        shard.data.copy_to_host_async()
+    opening, ours = {}, []
+    for name, array in arrays.items():
+        array = jnp.asarray(array)
+        opening[name] = create(written, name, array, chunk=_chunk(name, array), context=context)
+        for shard in array.addressable_shards:
+            if shard.replica_id == 0:
+                shard.data.copy_to_host_async()
+                ours.append((name, shard))
     # all copies before the first write, which would take the processor from them
     copies = [np.array(shard.data) for _, shard in ours]
-    own = dict(can_reference_source_data_indefinitely=True)
-    return [
-        opening[name].result()[shard.index].write(values, **own).commit
-        for (name, shard), values in zip(ours, copies)
-    ]
+    writes = []
+    for (name, shard), values in zip(ours, copies):
+        target = opening[name].result()[shard.index]
+        writes.append(target.write(values, can_reference_source_data_indefinitely=True).commit)
+    return writes
 
 
 def finish(folder: AnyPath, shapes: Mapping[str, tuple[int, ...]]) -> None:

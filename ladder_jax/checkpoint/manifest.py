@@ -102,6 +102,8 @@ def _read(folder: AnyPath) -> dict[str, File]:
     if stored != _signed(stored["files"]):
         raise ValueError("the manifest is not what was written")
     for name, file in stored["files"].items():
+        if pathlib.PurePath(name).is_absolute() or ".." in name.split("/"):
+            raise ValueError(f"{name} is not in the checkpoint")
         if file.keys() != {"size", "digest"} or not isinstance(file["digest"], str):
             raise ValueError(f"the entry of {name} is not what was written")
     return stored["files"]

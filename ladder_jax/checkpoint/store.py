@@ -11,7 +11,6 @@ An object store has no renames. There a step is written into `<step>` itself, an
 manifest is written; what has none is removed before the next save.
 """
 
-import concurrent.futures
 import contextlib
 import dataclasses
 import errno
@@ -19,6 +18,7 @@ import math
 import os
 import pathlib
 import shutil
+import threading
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -28,14 +28,15 @@ import jax
 from ladder_jax import remote
 from ladder_jax.checkpoint import manifest
 from ladder_jax.checkpoint.saved import FORMAT, VERSION, open_checkpoint, steps, unfinished_steps
-from ladder_jax.checkpoint.writing import Writing
+from ladder_jax.checkpoint.writing import WRITING, Quiet, Writing
 from ladder_jax.config import RunConfig, to_dict
 from ladder_jax.errors import UserError, unknown, wrong_type
 from ladder_jax.files import AnyPath, absolute, is_remote, patiently, reason
 from ladder_jax.nn import Params
 from ladder_jax.processes.agreement import PATIENCE, Agreement, first_of
 
-WRITING = "writing."  # prefix of an unfinished checkpoint's folder
+ABANDONED = 10.0  # seconds within which the abandoned writes of a failed save end
+
 # prefix of a folder being removed: after a kill, its rest does not look like a checkpoint
 _DELETING = "deleting."
 
@@ -68,10 +69,11 @@ class Store:
         self.folder, self._config, self._patience = absolute(folder), config, patience
         train = config.train
         self._keep = Keep(last=train.keep_checkpoints, every=train.keep_every, best=train.keep_best)
-        self._pool = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
-        self._saving: concurrent.futures.Future[None] | None = None
+        self._thread: threading.Thread | None = None
         self._failure: str | None = None
         self._failures = 0
+        self._disagreement: Exception | None = None
+        self._quiet: Quiet | None = None
         self._start, self._end = (Agreement(name, patience=patience) for name in ("save", "saved"))
         if jax.process_index() == 0:
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -90,6 +92,7 @@ class Store:
         previous save.
         """
         self.wait()
+        self._quiet = self._quiet or Quiet()
         meta = {
             "format": FORMAT,
             "version": VERSION,
@@ -106,7 +109,10 @@ class Store:
             self._fail(failure)
             return
         writing = Writing(self._unfinished(step), items)
-        self._saving = self._pool.submit(self._finish, step, writing, texts)
+        self._thread = threading.Thread(
+            target=self._finish, args=(step, writing, texts), name=f"checkpoint {step}"
+        )
+        self._thread.start()
 
     def failure(self) -> str | None:
         """Why the last save since the previous call failed, in a line; None if none did. Does not
@@ -119,12 +125,19 @@ class Store:
         """Wait until the last save has succeeded or failed. Raises RunFailed if other processes do
         not answer.
         """
-        if self._saving is not None:
-            self._saving.result()
+        self._join()
+        if self._disagreement is not None:
+            raise self._disagreement
 
     def close(self) -> None:
-        """Wait as `wait` does, without its error."""
-        self._pool.shutdown()
+        self._join()
+        if self._quiet is not None:
+            self._quiet.close(after=ABANDONED if self._failures else 0)
+
+    def _join(self) -> None:
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
 
     def _prepare(self, step: int, items: dict[str, Params]) -> None:
         """Create empty folders to write into. The run's own folder may have been removed
@@ -153,7 +166,12 @@ class Store:
             publish = lambda: patiently(self.folder, lambda: self._publish(step, writing, texts))
             return self._failed_line(step, first + whose if first else _error_of(publish))
 
-        failure = self._end.concluded(f"the checkpoint of step {step}", error, conclude)
+        try:
+            failure = self._end.concluded(f"the checkpoint of step {step}", error, conclude)
+        # `wait` raises it: a thread that just ends would look like a save
+        except Exception as disagreement:
+            self._disagreement = disagreement
+            return
         if failure:
             self._fail(failure)
 
@@ -298,7 +316,7 @@ def _error_of(work: Callable[[], None]) -> str | None:
     """Calls `work`. Returns its error in one line, None if it succeeded."""
     try:
         work()
-    # tensorstore and fsspec have no common error for a failed write
+    # Orbax, tensorstore and fsspec have no common error for a failed write
     except Exception as error:
         return reason(error)
     return None
