@@ -3,7 +3,6 @@ completely or not at all.
 """
 
 import contextlib
-import importlib.util
 import os
 import pathlib
 import re
@@ -14,7 +13,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from ladder_jax import remote
-from ladder_jax.errors import RunFailed, UserError
+from ladder_jax.errors import RunFailed, UserError, needed
 
 if TYPE_CHECKING:
     from etils import epath
@@ -134,7 +133,7 @@ def check_picture(option: str, file: str | None) -> None:
     """As `check_writable`, for a picture: also raises UserError if matplotlib is not installed."""
     check_writable(option, file, endings=PICTURES)
     if file is not None:
-        _check_matplotlib(f"--{option} {file}")
+        pyplot(f"--{option} {file}")
 
 
 def cache_folder(name: str) -> pathlib.Path | None:
@@ -210,25 +209,17 @@ def write_picture(file: str, figure: "Figure") -> None:
     pyplot().close(figure)
 
 
-def pyplot() -> ModuleType:
+def pyplot(what: str = "matplotlib.pyplot") -> ModuleType:
     """`matplotlib.pyplot`, set up to write files (no display). Raises UserError if it is not
-    installed.
+    installed, an optional package, as only pictures need it. what: needs it, such as `--plot FILE`.
     """
-    _check_matplotlib("matplotlib.pyplot")
-    import matplotlib
+    with needed(f"{what}: a picture needs matplotlib", extra="plot"):
+        import matplotlib
 
     matplotlib.use("agg")
     from matplotlib import pyplot
 
     return pyplot
-
-
-def _check_matplotlib(what: str) -> None:
-    """Raises UserError if it is not installed: an optional package, as only pictures need it. what:
-    the option that needs it, such as `--plot FILE`.
-    """
-    if importlib.util.find_spec("matplotlib") is None:
-        raise UserError(f"{what}: a picture needs matplotlib: pip install 'ladder-jax[plot]'")
 
 
 def _set_permissions(partial: str, path: pathlib.Path) -> None:

@@ -19,9 +19,6 @@ import pytest
 from tests.conftest import FIRST
 
 ROOT = pathlib.Path(__file__).parent.parent
-SHARE = 0.25
-"""Of the time, how much one file may take: a large one leaves some to others."""
-
 LATE = re.compile(r"(ladder_jax|experiments|tests)(\.\w+)+(:\w+)?")
 
 
@@ -52,8 +49,6 @@ class Changed:
     def __init__(self, config):
         self.begun = time.monotonic()
         self.within = config.getoption("within")
-        self.spent = collections.Counter()  # seconds in tests of a file
-        self.ran = set()
         self.edited = edited(config.getoption("since"))
         self.distances = distances(self.edited)
 
@@ -74,25 +69,8 @@ class Changed:
 
     @pytest.hookimpl(tryfirst=True)  # before fixtures are made
     def pytest_runtest_setup(self, item):
-        if (
-            time.monotonic() - self.begun > self.within
-            or self.spent[item.path] > SHARE * self.within
-        ):
+        if time.monotonic() - self.begun > self.within:
             pytest.skip("no time is left")
-
-    def pytest_runtest_logreport(self, report):
-        file = ROOT / report.nodeid.partition("::")[0]
-        self.spent[file] += report.duration
-        if report.when == "call":
-            self.ran.add(file)
-
-    def pytest_terminal_summary(self, terminalreporter):
-        left = sorted(
-            path.relative_to(ROOT).as_posix() for path in self.distances.keys() - self.ran
-        )
-        if left:
-            terminalreporter.section(f"{len(left)} files that the edit can reach were not begun")
-            terminalreporter.write_line(" ".join(left))
 
 
 def edited(since):

@@ -10,7 +10,7 @@ import pathlib
 import re
 import urllib.parse
 
-from tests.gcs import Bucket, listening, ranged
+from tests.s3 import Bucket, listening, ranged
 
 COMMIT = "c0ffee" + "0" * 34
 

@@ -1,26 +1,105 @@
-"""A stand-in for S3: its REST API over HTTP, as far as tensorstore and tests/s3_files.py use it, in
-memory.
+"""A stand-in for S3: its REST API over HTTP, as far as tensorstore and tests/bucket_files.py use it.
 
-Writes of objects are atomic, have ETags and conditions (If-Match, If-None-Match), and lists see
-them at once, as S3's are documented. Signatures are not checked, and there are no permissions. It
-may be away for a while.
+Objects are in memory. Writes of them are atomic, have ETags and conditions (If-Match,
+If-None-Match), and lists see them at once, as S3's are documented. Signatures are not checked, and
+there are no permissions, and no time that a request takes. It may be away for a while.
 """
 
 import contextlib
 import hashlib
+import http.server
+import json
+import re
+import threading
 import urllib.parse
 from xml.sax.saxutils import escape
 
-from tests.gcs import Bucket, listening, ranged
+
+class Bucket:
+    """Objects by name: (generation, content)."""
+
+    def __init__(self):
+        self.objects: dict[str, tuple[int, bytes]] = {}
+        self.lock = threading.Lock()
+        self.generation = 0
+        self.requests: list[str] = []
+        self.away = False  # then every request is answered with 503
+
+    def get(self, name: str) -> tuple[int, bytes | None]:
+        with self.lock:
+            return self.objects.get(name, (0, None))
+
+    def put(self, name: str, content: bytes, *, match: int | None = None) -> int | None:
+        """The object's generation; None where the one before is not `match` (0: there is none)."""
+        with self.lock:
+            if match not in (None, self.objects.get(name, (0,))[0]):
+                return None
+            self.generation += 1
+            self.objects[name] = self.generation, bytes(content)
+            return self.generation
+
+    def delete(self, name: str, *, match: int | None = None) -> bool:
+        with self.lock:
+            if match not in (None, self.objects.get(name, (0,))[0]):
+                return False
+            self.objects.pop(name, None)
+            return True
+
+    def sorted(self, prefix: str = "") -> list[tuple[str, tuple[int, bytes]]]:
+        with self.lock:
+            return [item for item in sorted(self.objects.items()) if item[0].startswith(prefix)]
+
+
+@contextlib.contextmanager
+def listening(bucket: Bucket, answer):
+    """Yields the address of an HTTP server that `answer(method, path, query, headers, body)`
+    answers for.
+    """
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def log_message(self, *_):
+            pass
+
+        def handle_one_request(self):
+            with contextlib.suppress(ConnectionError):
+                super().handle_one_request()
+
+        def _handle(self):
+            body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+            bucket.requests.append(f"{self.command} {self.path}")
+            split = urllib.parse.urlsplit(self.path)
+            query = dict(urllib.parse.parse_qsl(split.query, keep_blank_values=True))
+            asked = self.command, split.path, query, self.headers, body
+            status, content, headers = (503, b"", {}) if bucket.away else answer(*asked)
+            content = json.dumps(content).encode() if isinstance(content, dict) else content
+            self.send_response(status)
+            kind = headers.pop("Content-Type", "application/json")
+            length = headers.pop("Content-Length", str(len(content)))
+            for name, value in {"Content-Type": kind, "Content-Length": length, **headers}.items():
+                self.send_header(name, value)
+            self.end_headers()
+            if self.command != "HEAD":
+                self.wfile.write(content)
+
+        do_GET = do_POST = do_PUT = do_DELETE = do_HEAD = do_PATCH = _handle
+
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    address = f"http://127.0.0.1:{server.server_port}"
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        yield address
+    finally:
+        server.shutdown()
+        server.server_close()
 
 
 @contextlib.contextmanager
 def served():
-    """Yields the Bucket called "bucket" and the environment in which tensorstore and the library
-    find it.
-    """
+    """Yields the Bucket called "bucket" and the environment in which the libraries find it."""
     bucket = Bucket()
-    with listening(bucket, lambda *request: _answer(bucket, *request)) as address:
+    with listening(bucket, lambda *request: answer(bucket, *request)) as address:
         yield (
             bucket,
             {
@@ -33,11 +112,7 @@ def served():
         )
 
 
-def etag(content: bytes) -> str:
-    return f'"{hashlib.md5(content).hexdigest()}"'
-
-
-def _answer(bucket: Bucket, method: str, path: str, query: dict, headers, body: bytes):
+def answer(bucket: Bucket, method: str, path: str, query: dict, headers, body: bytes):
     """(status, content, headers)."""
     name, _, key = urllib.parse.unquote(path.lstrip("/")).partition("/")
     if name != "bucket":
@@ -48,20 +123,22 @@ def _answer(bucket: Bucket, method: str, path: str, query: dict, headers, body: 
             if method == "HEAD"
             else _xml(_list(bucket, query))
         )
-    with bucket.lock:
-        content = bucket.objects.get(key, (0, None))[1]
+    generation, content = bucket.get(key)
     now = None if content is None else etag(content)
+    failed = _error(412, "PreconditionFailed", "At least one of the conditions does not hold")
     wanted, unwanted = headers.get("If-Match"), headers.get("If-None-Match")
     if wanted is not None and now is None:  # documented so, even for PUT
         return _error(404, "NoSuchKey", "The specified key does not exist.")
     if wanted is not None and wanted != now:
-        return _error(412, "PreconditionFailed", "At least one of the conditions does not hold")
+        return failed
     if unwanted is not None and now is not None and unwanted in ("*", now):
-        return _error(412, "PreconditionFailed", "it exists") if method == "PUT" else (304, b"", {})
+        return failed if method == "PUT" else (304, b"", {})
     if method == "PUT":
-        return _put(bucket, key, body, now, conditional=wanted is not None or unwanted is not None)
+        match = None if wanted is unwanted is None else generation
+        written = bucket.put(key, body, match=match)
+        return failed if written is None else (200, b"", {"ETag": etag(body)})
     if method == "DELETE":
-        bucket.delete(key, match=None)
+        bucket.delete(key)
         return 204, b"", {}
     if content is None:
         return _error(404, "NoSuchKey", "The specified key does not exist.")
@@ -76,30 +153,38 @@ def _answer(bucket: Bucket, method: str, path: str, query: dict, headers, body: 
     return ranged(content, headers.get("Range"), about, beyond=beyond)
 
 
-def _put(bucket: Bucket, key: str, body: bytes, now: str | None, *, conditional: bool):
-    """Only if the object still has the ETag `now`, where the request is conditional."""
-    with bucket.lock:
-        changed = bucket.objects.get(key)
-        if conditional and (None if changed is None else etag(changed[1])) != now:
-            return _error(412, "PreconditionFailed", "At least one of the conditions does not hold")
-        bucket.generation += 1
-        bucket.objects[key] = bucket.generation, bytes(body)
-    return 200, b"", {"ETag": etag(body)}
+def ranged(content: bytes, asked: str | None, about: dict, *, beyond: tuple):
+    """The answer with the bytes that a Range header asks for; `beyond` if there are none."""
+    found = re.fullmatch(r"bytes=(\d*)-(\d*)", asked or "")
+    if not found:
+        return 200, content, about
+    size = len(content)
+    begin = int(found[1]) if found[1] else max(0, size - int(found[2]))
+    end = min(size, int(found[2]) + 1) if found[1] and found[2] else size
+    if begin >= size:
+        return beyond
+    return 206, content[begin:end], {**about, "Content-Range": f"bytes {begin}-{end - 1}/{size}"}
+
+
+def etag(content: bytes) -> str:
+    return f'"{hashlib.md5(content).hexdigest()}"'
 
 
 def _list(bucket: Bucket, query: dict) -> str:
-    """All at once: no page has an end here."""
-    found, prefixes = bucket.names(query)
-    said = [
-        f"<Contents><Key>{escape(key)}</Key><LastModified>2026-01-01T00:00:00.000Z</LastModified>"
-        f"<ETag>{escape(etag(content))}</ETag><Size>{len(content)}</Size></Contents>"
-        for key, (_, content) in found.items()
-    ]
-    said += [
-        f"<CommonPrefixes><Prefix>{escape(prefix)}</Prefix></CommonPrefixes>" for prefix in prefixes
-    ]
+    """All at once: no page has an end here. What follows a delimiter is grouped."""
+    prefix, delimiter, said = query.get("prefix", ""), query.get("delimiter"), {}
+    for key, (_, content) in bucket.sorted(prefix):
+        group, found, _ = key[len(prefix) :].partition(delimiter) if delimiter else ("", "", "")
+        if found:
+            group = f"<Prefix>{escape(prefix + group + found)}</Prefix>"
+            said[group] = f"<CommonPrefixes>{group}</CommonPrefixes>"
+        else:
+            said[key] = (
+                f"<Contents><Key>{escape(key)}</Key><LastModified>2026-01-01T00:00:00.000Z</LastModified>"
+                f"<ETag>{escape(etag(content))}</ETag><Size>{len(content)}</Size></Contents>"
+            )
     about = f"<Name>bucket</Name><IsTruncated>false</IsTruncated><KeyCount>{len(said)}</KeyCount>"
-    return f"<ListBucketResult>{about}{''.join(said)}</ListBucketResult>"
+    return f"<ListBucketResult>{about}{''.join(said.values())}</ListBucketResult>"
 
 
 def _xml(text: str):

@@ -12,10 +12,12 @@ from experiments.fuzz_configurations.draw import CHECKS, draw, override
 from ladder_jax.errors import UserError
 from ladder_jax.residual import recurrence
 
-SEED = 616
+SEED = 0
 
 
-@pytest.mark.parametrize("indices", [(2, 3), pytest.param((0, 1, 4, 5), marks=pytest.mark.full)])
+@pytest.mark.parametrize(
+    "indices", [(41, 70), pytest.param((39, 95, 99, 107), marks=pytest.mark.full)]
+)
 def test_every_case_computes_what_the_reference_does(indices):
     """By all kinds of comparisons but of held-out losses."""
     met = list(walk.outcomes(draw(SEED, index) for index in indices))
@@ -23,12 +25,12 @@ def test_every_case_computes_what_the_reference_does(indices):
         assert outcome.what != "failed", command.failure(case, outcome)
     checks = command.compared(met)
     assert checks["gradients"] >= len(indices) / 2 and checks.keys() & set(CHECKS)
-    assert indices != (2, 3) or checks.keys() >= {"inference", "another mesh", "resumed"}, checks
+    assert indices != (41, 70) or checks.keys() >= {"inference", "another mesh", "resumed"}, checks
 
 
 def found():
     """What is said of a plain Ladder in float32 that makes no other comparison."""
-    case = draw(0, 85)
+    case = draw(SEED, 68)
     assert case.settings["model.residual"] == "ladder" and not case.checks and not case.drops
     return case, compare.outcome(case)
 
@@ -83,8 +85,8 @@ def test_a_process_that_dies_is_reported(monkeypatch, tmp_path, capsys):
 
 def test_draws():
     """Deterministic, and of each setting every value."""
-    cases = [draw(1, index) for index in range(400)]
-    assert cases[:9] == [draw(1, index) for index in range(9)] and cases[0] != draw(2, 0)
+    cases = [draw(1, index) for index in range(100)]
+    assert cases[:3] == [draw(1, index) for index in range(3)] and cases[0] != draw(2, 0)
     drawn = collections.defaultdict(set)
     for case in cases:
         for name, value in case.settings.items():

@@ -3,7 +3,6 @@ value and is really there, and the arithmetic.
 """
 
 import json
-import re
 import sys
 
 import jax
@@ -11,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from experiments import study
 from experiments.one_gpu import __main__ as command
 from experiments.one_gpu import wire
 from experiments.one_gpu.wire import host_wire
@@ -117,46 +117,10 @@ def test_a_run_goes_on_where_it_stood(monkeypatch, tmp_path, capsys):
 
 
 def test_the_page_says_what_was_measured():
-    """Its tables, from the rows."""
     page = (command.HERE / "README.md").read_text()
     prose = " ".join(page.split())
-    found = json.loads((command.HERE / "results.json").read_text())
-    for row in found["dense"]["rows"]:
-        prefill, step = row["prefill_seconds"] * 1e3, row["step_seconds"] * 1e3
-        shown = f"{prefill:,.{1 if prefill < 100 else 0}f} | {row['matmul_share']:.0%}".replace(
-            "%", " %"
-        )
-        name = row["residual"].capitalize()
-        assert (
-            f"| {row['batch']} | {name} | {shown} | {step:.2f} | {row['bytes_per_second'] / 1e9:,.0f} |"
-            in page
-        )
-    microseconds = {
-        (
-            row["tokens"],
-            row["product"].replace("-", " "),
-            row["form"],
-        ): f"{row['seconds'] * 1e6:,.0f}"
-        for row in found["experts"]["rows"]
-    }
-    for tokens, product, *shown in re.findall(
-        r"^\| ([\d,]+) \| (f.*|o.*?) \| (.*?) \| (.*?) \| (.*?) \|$", page, re.M
-    ):
-        key = int(tokens.replace(",", "")), product
-        assert shown == [microseconds[*key, form] for form in ("kernel", "xla", "batched")]
-    exposed = {
-        (str(row["batch"]), phase, row["residual"]): row[f"{phase}_exposed_seconds"] * 1e6
-        for row in found["wire"]["rows"]
-        for phase in ("prefill", "decode")
-        if row.get("wire", "payload") == "payload"
-    }
-    wired = re.findall(
-        r"^\| (\d+) \| (prefill|decode) \| .*? \| (.*?) \| (.*?) \| (.*?) \|$", page, re.M
-    )
-    assert len(wired) == 4
-    for batch, phase, *shown in wired:
-        values = [exposed[batch, phase, name] for name in ("standard", "ladder", "parallel")]
-        assert shown == [f"{value:,.{1 if value < 100 else 0}f}" for value in values]
+    found = study.load(command.HERE / "results.json")
+    assert study.fill(page, command.tables(found)) == page
     errors = [row["error"] / row["error_of_cpu"] for row in found["values"]["rows"]]
     assert f"err by {min(errors):.2f} to {max(errors):.2f} times" in page
     for batch in (4, 16):
@@ -166,13 +130,6 @@ def test_the_page_says_what_was_measured():
         ratios = sorted(half / one for one, half in zip(whole, halves))
         middle, least, most = ratios[len(ratios) // 2], ratios[0], ratios[-1]
         assert f"{middle:.2f} ({least:.2f} to {most:.2f})" in prose
-    [other] = found["torch"]["rows"]
-    prefill, step = (
-        1e3 * other["prefill_seconds"],
-        other["decode_seconds"] / (other["new_tokens"] - 1),
-    )
-    read = found["dense"]["rows"][0]["bytes_per_step"] / step / 1e9
-    assert f"| 1 | transformers | {prefill:.1f} | | {1e3 * step:.2f} | {read:,.0f} |" in page
     [copied] = (c for c in found["ceilings"]["copies"] if (c["gib"], c["form"]) == (1, "~x uint32"))
     assert f"reach {copied['best'] / 1e9:,.0f} " in prose
 

@@ -1,16 +1,20 @@
 """Draws one legitimate configuration: settings as on the command line, a batch's form, and what is
 compared.
 
-Case (SEED, INDEX) is a function of these two numbers. What a draw depends on is drawn before it, so
-that few cases are refused; a rule that is not known here is met all the same.
+Case (SEED, INDEX) is a function of these two numbers. Setting by setting, a value is drawn that the
+rules of `ladder-jax train` accept beside those before it. What only the reference cannot follow is
+left out here.
 """
 
 import dataclasses
+import itertools
 import json
 import math
+import random
 from typing import Any
 
-import numpy as np
+from ladder_jax import config
+from ladder_jax.errors import UserError
 
 DEVICES = 8
 DENSE = (
@@ -20,6 +24,87 @@ DENSE = (
 EXPERTS = "standard ladder ladder-2 farskip farskip farskip parallel parallel-shared-norm parallel-ladder".split()
 CHECKS = {"inference": 0.3, "another mesh": 0.25, "resumed": 0.12, "evaluated": 0.15}
 """And of how many cases each is."""
+
+# Small, and divided by every mesh. The first moment is half a gradient, exactly, and nothing is clipped.
+BASE = {
+    "model.num_heads": 24,
+    "model.num_kv_heads": 24,
+    "model.head_dim": 4,
+    "model.d_ff": 48,
+    "model.dtype": "float32",
+    "model.residual_dtype": "float32",
+    "train.batch": 24,
+    "train.sequence": 24,
+    "train.beta1": 0.5,
+    "train.clip_norm": 1e30,
+    "train.steps": 2,
+    "train.warmup_steps": 0,
+}
+OF_EXPERTS = {"model.moe.top_k": 1, "model.moe.shared_width": 0, "model.moe.shared_gate": False}
+
+# What is drawn, in this order; what stands twice is drawn more often.
+MODEL = {
+    "model.num_layers": [2, 2, 2, 3, 3, 4, 5],
+    "model.d_model": [16, 16, 24, 32],
+    "model.vocab_size": [37, 48, 61],
+    "model.biases": ["none", "none", "qkv", "attention", "all"],
+    "model.qk_norm": [False, False, True, "all-heads"],
+    "model.tie_embeddings": [False, False, True],
+    "model.rope_theta": [10_000.0, 100.0],
+    "model.rope_scaling": [None, None, None, None, "{factor: 8.0, original_context: 16}"],
+    "model.ladder_layers": [None] * 8 + [0, 1, 2, 3, "[0]", "[1]", "[0, 2]", "[1, 3]"],
+}
+MOE = {
+    "model.moe.experts": [1, 2, 3, 3, 4, 4, 5, 6],
+    "model.moe.top_k": [1, 2, 3, 4],
+    "model.moe.expert_width": [8, 16],
+    "model.moe.softmax": ["chosen", "all"],
+    "model.moe.router_bias": [False, False, True],
+    "model.moe.shared_width": [0, 24, 48],
+    "model.moe.dense_layers": [0, 0, 0, 1],
+    "train.load_balance": [0.0, 0.3],
+    "train.router_z_loss": [0.0, 0.02],
+}
+MESH = {
+    "mesh.tensor": [1, 1, 1, 2, 2, 2, 4, 4, 8, 3],
+    "model.ranks": [None, 1, 2, 3, 4],
+    "mesh.data": [1, 2, 4, 8],
+    "mesh.fsdp": [1, 2, 4, 8],
+}
+SHAPE = {
+    "model.head_dim": [4, 6, 8],  # a norm over two elements magnifies what is rounded
+    "model.d_ff": [20, 24, 32, 48],
+    "train.batch": [4, 6, 8],
+    "train.z_loss": [0.0, 0.0, 0.01],
+    "train.loss_chunk": [3, 5, 2048],
+}
+HEADS = [
+    {"model.num_heads": heads, "model.num_kv_heads": kv}
+    for heads in (1, 2, 3, 4, 6, 8)
+    for kv in range(1, heads + 1)
+]
+PROGRAM = {
+    "train.loop": ["scan", "scan", "unrolled"],
+    "train.remat": ["none", "none", "full", "save-matmuls", "offload"],
+}
+# with another order of a batch's rows
+PARTS = {
+    "train.sequence_parallel": [False, False, True],
+    "train.collective_matmul": ["none", "ring"],
+    "train.accumulate": [1, 1, 2, 3, 4],
+    "train.interleave": [1, 1, 2],
+}
+WHOLE = {name: values[0] for name, values in PARTS.items()}
+RETRAINING = {"train.freeze": [0, 0, 0, 1, 2, 3, 4]}
+CONVERSION = [{}] * 4 + [
+    {"conversion.steps": 4, "conversion.groups": groups, "conversion.pace": pace}
+    for groups in (1, 2)
+    for pace in ("ramp", "jump")
+]
+LORA = [{}] * 5 + [
+    {"lora.rank": rank, "lora.alpha": 4.0, "lora.targets": targets}
+    for rank, targets in ((2, "all"), (3, "all"), (2, "query,value"), (3, "gate,down"), (2, "out"))
+]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,339 +155,153 @@ def override(setting: tuple[str, Any]) -> str:
     return f"{name}={json.dumps(value) if word else value}"
 
 
-class Dice:
-    def __init__(self, seed: int, index: int):
-        self.rng = np.random.default_rng((seed, index))
+class Draft:
+    """Settings in the making, of which the rules accept all."""
 
-    def one(self, options):
-        return options[int(self.rng.integers(len(options)))]
+    def __init__(self, rng: random.Random, preset: str, settings: dict[str, Any]):
+        self.rng, self.preset, self.settings = rng, preset, settings
 
-    def chance(self, probability: float) -> bool:
-        return bool(self.rng.random() < probability)
+    def take(self, *options: dict[str, Any]) -> None:
+        """One of these, unless the rules refuse all."""
+        for option in self.rng.sample(options, len(options)):
+            changed = self.settings | option
+            sizes = [changed.get(f"mesh.{axis}", 1) for axis in ("data", "fsdp", "tensor")]
+            if math.prod(sizes) <= DEVICES and legitimate(self.preset, changed):
+                self.settings = changed
+                return
+
+    def take_each(self, table: dict[str, list]) -> None:
+        for name, values in table.items():
+            self.take(*({name: value} for value in values))
+
+
+def legitimate(preset: str, settings: dict[str, Any]) -> bool:
+    try:
+        config.load(preset, overrides=[*map(override, settings.items())])
+    except UserError:
+        return False
+    return True
 
 
 def draw(seed: int, index: int) -> Case:
-    dice = Dice(seed, index)
-    of_experts = dice.chance(0.3)
-    settings = model(dice, of_experts)
-    moe = experts(dice, settings) if of_experts else {}
-    settings |= moe
-    settings |= mesh(dice, settings)
-    settings |= shape(dice, settings)
-    settings |= training(dice, settings)
-    retrained, teacher = retraining(dice, settings)
-    settings |= retrained
-    capacity = settings.get("model.moe.capacity")
-    drops = (
-        capacity is not None
-        and capacity < settings["model.moe.experts"] / settings["model.moe.top_k"]
-    )
-    checks = tuple(check for check, share in CHECKS.items() if dice.chance(share))
-    case = Case(
+    rng = random.Random(f"{seed} {index}")
+    of_experts = rng.random() < 0.3
+    preset, base = ("tiny-moe", BASE | OF_EXPERTS) if of_experts else ("tiny", BASE)
+    residual = rng.choice(EXPERTS if of_experts else DENSE)
+    draft = Draft(rng, preset, base | {"model.residual": residual})
+    draft.take_each(MODEL | MOE if of_experts else MODEL)
+    if rng.random() < 0.12:
+        draft.take({"model.dtype": "bfloat16", "model.residual_dtype": "bfloat16"})
+    draft.take_each(MESH)
+    draft.take(*HEADS)
+    draft.take_each(SHAPE)
+    drops = of_experts and capacity(draft)
+    draft.take_each(PROGRAM if drops else PARTS | PROGRAM)
+    draft.take(*({"train.sequence": length} for length in range(6, 11)))
+    teacher = retraining(draft) if rng.random() < 0.3 else {}
+    settings = draft.settings
+    return Case(
         seed,
         index,
-        preset="tiny-moe" if of_experts else "tiny",
+        preset=preset,
         settings=settings,
-        other=another(dice, settings, teacher, drops),
+        other=another(draft, teacher, drops),
         teacher=teacher,
-        batch=dice.one(["plain", "plain", "packed", "masked"]),
-        checks=checks,
+        batch=rng.choice(["plain", "plain", "packed", "masked"]),
+        checks=tuple(check for check, share in CHECKS.items() if rng.random() < share),
         drops=drops,
-        step=int(dice.rng.integers(0, 5)) if "conversion.steps" in settings else 0,
-        inference=inference(dice, settings),
+        step=rng.randrange(5) if "conversion.steps" in settings else 0,
+        inference=inference(rng, settings, halves=splits(residual) and not drops),
     )
-    # drawn last: a seed's cases are otherwise those from before there were halves
-    return in_halves(dice, case)
 
 
-def model(dice: Dice, of_experts: bool) -> dict[str, Any]:
-    residual, layers = dice.one(EXPERTS if of_experts else DENSE), dice.one([2, 2, 2, 3, 3, 4, 5])
-    low = dice.chance(0.12)
-    drawn = {
-        "model.residual": residual,
-        "model.num_layers": layers,
-        "model.d_model": dice.one([16, 16, 24, 32]),
-        "model.vocab_size": dice.one([37, 48, 61]),
-        "model.biases": dice.one(["none", "none", "qkv", "attention"] + ["all"] * (not of_experts)),
-        "model.qk_norm": dice.one([False, False, True, "all-heads"]),
-        "model.tie_embeddings": dice.chance(0.3),
-        "model.rope_theta": dice.one([10_000.0, 100.0]),
-        "model.dtype": "bfloat16" if low else "float32",
-        "model.residual_dtype": "bfloat16" if low else "float32",
-    }
-    if dice.chance(0.2):
-        drawn["model.rope_scaling"] = "{factor: 8.0, original_context: 16}"
-    if residual.startswith(("ladder", "parallel-ladder", "farskip")) and dice.chance(0.5):
-        drawn["model.ladder_layers"] = some_layers(dice, layers)
-    return drawn
-
-
-def some_layers(dice: Dice, layers: int) -> int | str:
-    """The last ones, or a list."""
-    if dice.chance(0.4):
-        return int(dice.rng.integers(0, layers + 1))
-    chosen = [layer for layer in range(layers) if dice.chance(0.5)]
-    return str(chosen or [int(dice.rng.integers(layers))])
-
-
-def experts(dice: Dice, settings: dict[str, Any]) -> dict[str, Any]:
-    count = dice.one([1, 2, 3, 3, 4, 4, 5, 6])
-    top_k = int(dice.rng.integers(1, min(count, 4) + 1))
-    drawn = {"model.moe.experts": count, "model.moe.top_k": top_k}
-    drawn["model.moe.expert_width"] = dice.one([8, 16])
-    drawn["model.moe.softmax"] = dice.one(["chosen", "all"])
-    drawn["model.moe.router_bias"] = dice.chance(0.3)
-    drawn["model.moe.shared_width"] = dice.one([0, 24, 48])
-    drawn["model.moe.shared_gate"] = bool(drawn["model.moe.shared_width"]) and dice.chance(0.5)
-    drawn["model.moe.dense_layers"] = 1 if dice.chance(0.25) else 0
-    exchangeable = settings["model.residual"].split("-")[0] in ("standard", "ladder", "farskip")
-    if exchangeable and not drawn["model.moe.dense_layers"] and dice.chance(0.5):
-        drawn["mesh.experts"] = "exchange"
-    if "mesh.experts" in drawn or dice.chance(0.3):
-        drawn["model.moe.capacity"] = 0.8 if dice.chance(0.25) else count / top_k
-    return drawn
-
-
-def mesh(dice: Dice, settings: dict[str, Any]) -> dict[str, Any]:
-    """Devices an axis, and on one tensor rank perhaps emulated ranks."""
-    tensor, ranks = dice.one([1, 1, 1, 2, 2, 2, 4, 4, 8, 3]), {}
-    if settings["model.residual"].startswith(("ladder-fresh", "desync")):
-        if tensor == 1:
-            ranks = {"model.ranks": dice.one([1, 2, 3, 4])}
-        elif dice.chance(0.5):
-            ranks = {"model.ranks": tensor}
-    emulated = ranks.get("model.ranks", tensor) != tensor
-    return {
-        "mesh.tensor": tensor,
-        **rows(dice, tensor, settings["model.d_model"], emulated),
-        **ranks,
-    }
-
-
-def rows(dice: Dice, tensor: int, d_model: int, emulated: bool) -> dict[str, int]:
-    """data and fsdp, which emulated ranks exclude."""
-    sizes = [n for n in (1, 2, 4, 8) if d_model % n == 0 and not (emulated and n > 1)]
-    pairs = [(d, f) for d in (1, 2, 4, 8) for f in sizes if d * f * tensor <= DEVICES]
-    data, fsdp = dice.one(pairs)
-    return {"mesh.data": data, "mesh.fsdp": fsdp}
-
-
-def shape(dice: Dice, settings: dict[str, Any]) -> dict[str, Any]:
-    """What the ranks must divide."""
-    ranks = max(settings["mesh.tensor"], settings.get("model.ranks", 1))
-    heads = dice.one([n for n in (1, 2, 3, 4, 6, 8) if n % ranks == 0])
-    fits = lambda kv: heads % kv == 0 and (kv % ranks == 0 or ranks % kv == 0)
-    drawn = {
-        "model.num_heads": heads,
-        "model.num_kv_heads": dice.one([kv for kv in range(1, heads + 1) if fits(kv)]),
-    }
-    drawn["model.head_dim"] = dice.one([4, 6, 8] if heads < 8 else [2, 4])
-    # a norm over two elements that are both small magnifies what is rounded
-    if settings["model.qk_norm"] is True:
-        drawn["model.head_dim"] = max(drawn["model.head_dim"], 4)
-    drawn["model.d_ff"] = dice.one([24, 48] if ranks in (3, 8) else [20, 24, 32])
-    return drawn
-
-
-def training(dice: Dice, settings: dict[str, Any]) -> dict[str, Any]:
-    exchange = settings.get("mesh.experts") == "exchange"
-    split = exchange or (dice.chance(0.4) and reduces(settings["model.residual"]))
-    every = settings["mesh.tensor"] if split else 1
-    drawn = {"train.sequence": dice.one([t for t in range(6, 11) if t % every == 0])}
-    drawn |= form(dice, settings, split)
-    drawn |= parts(dice, settings)
-    drawn["train.loss_chunk"] = dice.one([3, 5, 2048])
-    if dice.chance(0.3):
-        drawn["train.z_loss"] = 0.01
-    if "model.moe.experts" in settings:
-        drawn["train.load_balance"] = dice.one([0.0, 0.3])
-        drawn["train.router_z_loss"] = dice.one([0.0, 0.02])
-    # The first moment is then half a gradient, exactly, and nothing is clipped.
-    drawn |= {
-        "train.beta1": 0.5,
-        "train.clip_norm": 1e30,
-        "train.steps": 2,
-        "train.warmup_steps": 0,
-    }
-    return drawn
+def capacity(draft: Draft) -> bool:
+    """Draws the experts' capacity, and whether they are exchanged; whether one may run out of it."""
+    chosen = draft.settings["model.moe.experts"] / draft.settings["model.moe.top_k"]
+    if draft.settings["model.moe.shared_width"]:
+        draft.take({}, {"model.moe.shared_gate": True})
+    draft.take({}, {}, {}, *({"model.moe.capacity": most} for most in (chosen, chosen, 0.8)))
+    draft.take({}, {"mesh.experts": "exchange", "train.sequence_parallel": True})
+    return draft.settings.get("model.moe.capacity", chosen) < chosen
 
 
 def reduces(residual: str) -> bool:
-    """Whether each sublayer's output is reduced, which sequence parallelism needs."""
+    """Whether each sublayer's output is reduced."""
     return not residual.startswith(("desync", "no-communication"))
 
 
-def form(dice: Dice, settings: dict[str, Any], split: bool) -> dict[str, Any]:
-    """How the program is built."""
-    drawn = {"train.loop": dice.one(["scan", "scan", "unrolled"])}
-    drawn["train.remat"] = dice.one(["none", "none", "full", "save-matmuls", "offload"])
-    drawn["train.sequence_parallel"] = split
-    rings = (
-        split
-        and not settings["model.residual"].startswith("parallel")
-        and "model.moe.experts" not in settings
-    )
-    drawn["train.collective_matmul"] = "ring" if rings and dice.chance(0.5) else "none"
-    return drawn
+def splits(residual: str) -> bool:
+    """Whether its batch is taken in halves, and its stream split."""
+    return reduces(residual) and residual != "farskip"
 
 
-def parts(dice: Dice, settings: dict[str, Any], batch: int | None = None) -> dict[str, int]:
-    """The batch, unless it is given, and in how many parts a device computes its rows."""
-    shards = settings["mesh.data"] * settings["mesh.fsdp"]
-    batch = batch or dice.one([n for n in (4, 6, 8) if n % shards == 0])
-    each = batch // shards
-    return {
-        "train.batch": batch,
-        "train.accumulate": dice.one([n for n in (1, 1, 2, 3, 4) if each % n == 0]),
-    }
-
-
-def retraining(dice: Dice, settings: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Frozen layers, low-rank factors and a teacher, and the teacher's own settings."""
-    layers, dense = settings["model.num_layers"], settings.get("model.moe.dense_layers", 0)
-    if not dice.chance(0.3):
-        return {}, {}
-    drawn, teacher = {"train.start": "START"}, {}
-    drawn |= conversion(dice, settings)
-    if not dense and dice.chance(0.5):
-        drawn["train.freeze"] = int(dice.rng.integers(1, layers + 1))
-    if not dense and drawn.get("train.freeze") != layers and dice.chance(0.45):
-        drawn["lora.rank"] = dice.one([2, 3])
-        drawn["lora.alpha"] = 4.0
-        drawn["lora.targets"] = dice.one(["all", "all", "query,value", "gate,down", "out"])
-    if dice.chance(0.45):
-        drawn["distill.teacher"] = dice.one(["start", "TEACHER"])
-        drawn["distill.temperature"] = dice.one([1.0, 2.0])
-        drawn["distill.alpha"] = dice.one([1.0, 0.7])
-        drawn["train.z_loss"] = 0.0
-        teachers = EXPERTS if "model.moe.experts" in settings else DENSE
-        shared = "parallel-shared-norm"
-        alike = [n for n in teachers if (n == shared) == (settings["model.residual"] == shared)]
-        alike = [n for n in alike if reduces(n) or not settings["train.sequence_parallel"]]
-        if drawn["distill.teacher"] == "start" or dice.chance(0.3):
-            drawn["distill.residual"] = dice.one(
-                [n for n in alike if n != settings["model.residual"]] or alike
-            )
-        else:
-            teacher = {
-                "model.residual": dice.one(alike),
-                "model.ladder_layers": None,
-                "model.ranks": None,
-            }
-        whole = (
-            not dense
-            and not settings["train.sequence_parallel"]
-            and "conversion.steps" not in drawn
-        )
-        if (
-            whole
-            and not settings["model.residual"].startswith(("desync", "no-"))
-            and dice.chance(0.3)
-        ):
-            drawn["distill.hidden_weight"] = 0.5
-            drawn["distill.hidden_every"] = dice.one([1, 2])
-    return drawn, teacher
-
-
-def conversion(dice: Dice, settings: dict[str, Any]) -> dict[str, Any]:
-    """Layers on their way from standard."""
-    count, which = settings["model.num_layers"], settings.get("model.ladder_layers", "all")
-    ladder = {"all": count}.get(which) or (
-        which if isinstance(which, int) else which.count(",") + 1
-    )
-    fits = settings["model.residual"].startswith(("ladder", "farskip")) and not settings.get(
-        "model.moe.dense_layers"
-    )
-    if not fits or not ladder or settings["train.sequence_parallel"] or not dice.chance(0.5):
+def retraining(draft: Draft) -> dict[str, Any]:
+    """Frozen layers, low-rank factors and a teacher; returns the teacher's own settings."""
+    rng, student = draft.rng, draft.settings["model.residual"]
+    draft.take({"train.start": "START"})
+    draft.take(*CONVERSION)
+    draft.take_each(RETRAINING)
+    draft.take(*LORA)
+    if rng.random() < 0.55:
         return {}
-    groups = int(dice.rng.integers(1, min(ladder, 2) + 1))
-    return {
-        "conversion.steps": 4,
-        "conversion.groups": groups,
-        "conversion.pace": dice.one(["ramp", "jump"]),
+    split = (
+        draft.settings.get("train.sequence_parallel") or draft.settings.get("train.interleave") == 2
+    )
+    shared, names = "parallel-shared-norm", EXPERTS if draft.preset == "tiny-moe" else DENSE
+    alike = [n for n in names if (n == shared) == (student == shared) and (splits(n) or not split)]
+    taught, teacher = {"distill.teacher": rng.choice(["start", "TEACHER"]), "train.z_loss": 0.0}, {}
+    taught |= {
+        "distill.temperature": rng.choice([1.0, 2.0]),
+        "distill.alpha": rng.choice([1.0, 0.7]),
     }
+    if taught["distill.teacher"] == "start" or rng.random() < 0.3:
+        others = [n for n in alike if n != student]
+        taught["distill.residual"] = rng.choice(others or alike)
+    else:
+        teacher = dict.fromkeys(("model.ladder_layers", "model.ranks"))
+        teacher["model.residual"] = rng.choice(alike)
+    draft.take(taught)
+    # the reference's streams are of layers that have turned
+    turned = "conversion.steps" not in draft.settings
+    if turned and reduces(student) and rng.random() < 0.3:
+        draft.take({"distill.hidden_weight": 0.5, "distill.hidden_every": rng.choice([1, 2])})
+    return teacher
 
 
-def another(
-    dice: Dice, settings: dict[str, Any], teacher: dict[str, Any], drops: bool
-) -> dict[str, Any]:
+def another(draft: Draft, teacher: dict[str, Any], drops: bool) -> dict[str, Any]:
     """Another mesh and form of the same function of the same batch; where rows drop, another form
     only.
     """
-    residual = settings["model.residual"]
-    split = dice.chance(0.4) and reduces(residual)
-    if drops:
-        changed = form(dice, settings, settings["train.sequence_parallel"])
-        return settings | changed
-    heads, kv, sequence = (
-        settings[n] for n in ("model.num_heads", "model.num_kv_heads", "train.sequence")
-    )
-    widths = math.gcd(settings["model.d_ff"], settings.get("model.moe.shared_width", 0))
-    of_ranks = residual.startswith(("ladder-fresh", "desync"))
-    ranks = settings.get("model.ranks", settings["mesh.tensor"])
-    fits = lambda t: heads % t == 0 and (kv % t == 0 or t % kv == 0) and widths % t == 0
-    tensors = [t for t in (1, 2, 3, 4, 8) if fits(t)]
-    if of_ranks:
-        tensors = [t for t in {1, ranks} if t <= DEVICES]
-    if residual == "no-communication":
-        tensors = [settings["mesh.tensor"]]
-    exchange = settings.get("mesh.experts") == "exchange"
-    if exchange:
-        tensors, split = [t for t in tensors if sequence % t == 0], True
-    tensor = dice.one(tensors)
-    changed = {"mesh.tensor": tensor}
-    while True:
-        changed |= rows(dice, tensor, settings["model.d_model"], of_ranks and ranks != tensor)
-        if settings["train.batch"] % (changed["mesh.data"] * changed["mesh.fsdp"]) == 0:
-            break
-    if of_ranks:
-        changed["model.ranks"] = ranks
-    split = split and sequence % tensor == 0
-    taught = settings.get("distill.residual", "ladder"), teacher.get("model.residual", "ladder")
-    whole = (
-        "distill.hidden_weight" in settings
-        or "conversion.steps" in settings
-        or not all(map(reduces, taught))
-    )
-    changed |= form(dice, settings, split and not whole)
-    changed |= parts(dice, {**settings, **changed}, settings["train.batch"])
-    return settings | changed
-
-
-def in_halves(dice: Dice, case: Case) -> Case:
-    """Either program perhaps in two halves in turn; prompts likewise."""
-    drawn = case.settings
-    names = (
-        drawn["model.residual"],
-        case.teacher.get("model.residual"),
-        drawn.get("distill.residual"),
-    )
-    fits = all(reduces(name) and not name.startswith("farskip") for name in names if name)
-    fits = fits and not case.drops
-    programs = []
-    for settings in (drawn, case.other):
-        shards = settings["mesh.data"] * settings["mesh.fsdp"] * settings["train.accumulate"]
-        odd = settings["train.batch"] // shards % 2 == 1
-        waits = settings["train.collective_matmul"] != "none" or "conversion.steps" in settings
-        takes = (
-            fits
-            and not waits
-            and not (odd and settings["train.sequence_parallel"])
-            and dice.chance(0.35)
+    settings, other = draft.settings, Draft(draft.rng, draft.preset, dict(draft.settings))
+    residual, tensor = settings["model.residual"], settings["mesh.tensor"]
+    if not drops:
+        other.settings |= WHOLE
+        if "mesh.experts" in settings:
+            other.settings["train.sequence_parallel"] = True
+        if residual.startswith(("ladder-fresh", "desync")):
+            other.settings["model.ranks"] = settings["model.ranks"] or tensor
+        sizes = itertools.product(
+            [tensor] if residual == "no-communication" else (1, 2, 3, 4, 8),
+            (1, 2, 4, 8),
+            (1, 2, 4, 8),
         )
-        programs.append({**settings, "train.interleave": 2} if takes else settings)
-    prompts = case.inference | (
-        {"interleave": 2} if fits and dice.chance(0.35) else {"interleave": 1}
-    )
-    return dataclasses.replace(case, settings=programs[0], other=programs[1], inference=prompts)
+        axes = "mesh.tensor", "mesh.data", "mesh.fsdp"
+        other.take(*(dict(zip(axes, size)) for size in sizes))
+        names = teacher.get("model.residual"), settings.get("distill.residual")
+        if all(splits(name) for name in names if name):
+            other.take_each(PARTS)
+    other.take_each(PROGRAM)
+    return other.settings
 
 
-def inference(dice: Dice, settings: dict[str, Any]) -> dict[str, Any]:
+def inference(rng: random.Random, settings: dict[str, Any], *, halves: bool) -> dict[str, Any]:
     """How prompts of at most 8 tokens are read."""
     tensor = settings["mesh.tensor"]
-    way = dice.one(
-        ["whole", "chunks"] + ["split"] * (8 % tensor == 0 and reduces(settings["model.residual"]))
-    )
-    data = dice.one([d for d in (1, 2) if d * tensor <= DEVICES])
-    quantize = "int8" if dice.chance(0.25) else "none"
-    return {"data": data, "loop": dice.one(["scan", "unrolled"]), "way": way, "quantize": quantize}
+    split = 8 % tensor == 0 and reduces(settings["model.residual"])
+    return {
+        "data": rng.choice([d for d in (1, 2) if d * tensor <= DEVICES]),
+        "loop": rng.choice(["scan", "unrolled"]),
+        "way": rng.choice(["whole", "chunks"] + ["split"] * split),
+        "quantize": "int8" if rng.random() < 0.25 else "none",
+        "interleave": 2 if halves and rng.random() < 0.35 else 1,
+    }

@@ -4,7 +4,6 @@ document.
 
 import contextlib
 import dataclasses
-import functools
 
 import jax
 import jax.numpy as jnp
@@ -103,15 +102,14 @@ class Question:
     def loss(self, student, taught, part: Documents, rounds):
         """Of a part of the batch, with these parameters, and the teacher's."""
         train, distill, seen = self.config.train, self.config.distill, []
-        forward, shape = reference.logits, dataclasses.replace(self.shape, rounds=rounds)
+        shape = dataclasses.replace(self.shape, rounds=rounds)
         if taught:
             teacher = dataclasses.replace(self.teacher.shape, rounds=rounds)
             theirs = log_softmax(
                 reference.logits(taught, part.tokens, teacher) / distill.temperature
             )
-        if self.config.conversion.steps:
-            forward = functools.partial(reference.turning, fraction=self.ladder_fraction())
-        scores = forward(student, part.tokens, shape, seen)
+        fraction = self.ladder_fraction() if self.config.conversion.steps else None
+        scores = reference.logits(student, part.tokens, shape, seen, fraction)
         total = jax.nn.logsumexp(scores, axis=-1)
         picked = jnp.take_along_axis(scores, part.targets[..., None], -1)[..., 0]
         each = total - picked + train.z_loss * total**2

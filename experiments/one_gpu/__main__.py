@@ -4,9 +4,10 @@ emulated wire.
     python -m experiments.one_gpu [--parts dense experts ...]
 
 Each part is a process of its own, so that the card's memory is free for it. What stands in the
-results is not measured again. The paper's prompts of 1,024 tokens; fewer new tokens and repeats
-than its 512 and 10, so that all takes a card a quarter of an hour. --small takes tiny models, which
-a CPU runs in minutes; a part's own command has other settings.
+results is not measured again; the README's tables are made of all parts. The paper's prompts of
+1,024 tokens; fewer new tokens and repeats than its 512 and 10, so that all takes a card a quarter
+of an hour. --small takes tiny models, which a CPU runs in minutes; a part's own command has other
+settings.
 """
 
 import os
@@ -76,6 +77,8 @@ def main() -> int:
             failed.append(part)
     if failed:
         print(f"not measured, for the reasons above: {', '.join(failed)}", file=sys.stderr)
+    elif args.out.parent == HERE:
+        study.show(tables(results), folder=HERE)
     return int(bool(failed))
 
 
@@ -88,6 +91,56 @@ def measured(command: list[str], *, flags: str) -> dict | None:
         out = pathlib.Path(folder) / "out.json"
         done = subprocess.run([*command, "--out", str(out)], env=environment)
         return study.load(out) if done.returncode == 0 else None
+
+
+def tables(results: dict) -> dict[str, str]:
+    """Of the README: milliseconds and GB/s of `dense`, microseconds of `experts` and `wire`."""
+    dense = []
+    for row in results["dense"]["rows"]:
+        share = f"{row['matmul_share'] * 100:.0f} %"
+        dense.append(_speeds(row, row["residual"].capitalize(), share, row["step_seconds"]))
+    for row in results["torch"]["rows"]:
+        step = row["decode_seconds"] / (row["new_tokens"] - 1)
+        read = results["dense"]["rows"][0]["bytes_per_step"] / step
+        dense.append(_speeds(row | {"bytes_per_second": read}, "transformers", "", step))
+    products = {}
+    for row in results["experts"]["rows"]:
+        if row["product"] == "forward" or row["tokens"] == 2048:
+            name = f"{row['tokens']:,}", row["product"].replace("-", " ")
+            products.setdefault(name, []).append(f"{row['seconds'] * 1e6:,.0f}")
+    wire = []
+    for phase, batch in (("prefill", 16), ("prefill", 1), ("decode", 1), ("decode", 16)):
+        rows = [
+            row
+            for row in results["wire"]["rows"]
+            if row["batch"] == batch and row.get("wire", "payload") == "payload"
+        ]
+        steps = rows[0]["all_reduces"] * (63 if phase == "decode" else 1)
+        each = [row[f"{phase}_exposed_seconds"] * 1e6 for row in rows]
+        computes = f"{rows[0][f'{phase}_seconds'] / steps * 1e6:,.0f}"
+        wire.append([batch, phase, computes, *map(_shown, each)])
+    names = "Standard exposes | Ladder exposes | Parallel exposes"
+    return {
+        "dense": study.table(
+            "batch | model | prefill ms | of the matmul peak | step ms | GB/s",
+            sorted(dense, key=lambda row: row[0]),
+        ),
+        "experts": study.table(
+            "tokens | product | kernel | XLA | batched",
+            ([*name, *shown] for name, shown in products.items()),
+        ),
+        "wire": study.table(f"batch | phase | a sublayer computes | {names}", wire),
+    }
+
+
+def _speeds(row: dict, name: str, share: str, step: float) -> list:
+    prefill = _shown(row["prefill_seconds"] * 1e3)
+    read = f"{row['bytes_per_second'] / 1e9:,.0f}"
+    return [row["batch"], name, prefill, share, f"{step * 1e3:.2f}", read]
+
+
+def _shown(value: float) -> str:
+    return f"{value:,.{1 if value < 100 else 0}f}"
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ printed, with the input's number; an input that ends the process, or never retur
 printed last, and its folder is left in place.
 """
 
+import contextlib
 import pathlib
 import random
 import resource
@@ -85,22 +86,20 @@ def _place() -> str:
     return f"{ours[-1].filename.rpartition('ladder_jax/')[2]}:{ours[-1].lineno}"
 
 
-class _limits:
+@contextlib.contextmanager
+def _limits():
     """Within the block, time and memory are limited, from what the process uses at its
     beginning.
     """
-
-    def __enter__(self):
-        pages = int(pathlib.Path("/proc/self/statm").read_text().split()[0])
-        self._before = resource.getrlimit(resource.RLIMIT_AS)
-        resource.setrlimit(
-            resource.RLIMIT_AS, (pages * resource.getpagesize() + BYTES, self._before[1])
-        )
-        signal.setitimer(signal.ITIMER_PROF, SECONDS)
-
-    def __exit__(self, *_):
+    pages = int(pathlib.Path("/proc/self/statm").read_text().split()[0])
+    before, most = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + BYTES, most))
+    signal.setitimer(signal.ITIMER_PROF, SECONDS)
+    try:
+        yield
+    finally:
         signal.setitimer(signal.ITIMER_PROF, 0)
-        resource.setrlimit(resource.RLIMIT_AS, self._before)
+        resource.setrlimit(resource.RLIMIT_AS, (before, most))
 
 
 def _late(*_):

@@ -2,6 +2,7 @@
 alone.
 """
 
+import copy
 import gzip
 import json
 import random
@@ -69,37 +70,28 @@ YAML_WORDS = [
     b".nan",
     b"~",
 ]
+OPENERS = [b"[", b"{", b'{"a":', b" ", b"\n", b"\x00"]
 Mutation = Callable[[random.Random, bytes], bytes]
 
 
 def octets(rng: random.Random, content: bytes) -> bytes:
-    """Up to four changes of bytes."""
+    """Up to four pieces, inserted or in place of others."""
     data = bytearray(content)
     for _ in range(rng.randint(1, 4)):
-        at, size = rng.randrange(len(data) + 1), 1 << rng.randrange(8)
-        match rng.randrange(9):
-            case 0 if at < len(data):
-                data[at] ^= 1 << rng.randrange(8)
-            case 1:
-                data[at : at + size] = rng.randbytes(size)
-            case 2:
-                del data[at:]
-            case 3:
-                del data[at : at + size]
-            case 4:
-                data[at:at] = data[at : at + size] * rng.choice([1, 2, 100])
-            case 5:
-                other = rng.randrange(len(data) + 1)
-                data[at:at] = data[other : other + size]
-            case 6:
-                data[at:at] = rng.choice(WORDS)
-            case 7:
-                width = rng.choice([1, 2, 4, 8])
-                data[at : at + width] = (rng.choice(NUMBERS) % 256**width).to_bytes(width, "little")
-            case 8:
-                data[at:at] = rng.choice([b"[", b"{", b'{"a":', b" ", b"\n", b"\x00"]) * rng.choice(
-                    [10, 2000, 100_000]
-                )
+        at, other = (rng.randrange(len(data) + 1) for _ in range(2))
+        size = 1 << rng.randrange(8)
+        number = (rng.choice(NUMBERS) % 2**64).to_bytes(8, "little")
+        pieces = [
+            b"",
+            bytes(bit ^ 1 << rng.randrange(8) for bit in data[at : at + 1]),
+            rng.randbytes(size),
+            bytes(data[other : other + size]) * rng.choice([1, 2, 100]),
+            rng.choice(WORDS),
+            number[: rng.choice([1, 2, 4, 8])],
+            rng.choice(OPENERS) * rng.choice([10, 2000, 100_000]),
+        ]
+        piece = rng.choice(pieces)
+        data[at : rng.choice([at, at + len(piece), at + size, len(data)])] = piece
     return bytes(data)
 
 
@@ -133,31 +125,23 @@ def tree(rng: random.Random, content):
     """Up to three changes of a parsed JSON value."""
     content = json.loads(json.dumps(content))
     for _ in range(rng.randint(1, 3)):
-        parent, key = rng.choice(list(_nodes(content)))
+        nodes = list(_nodes(content))
+        parent, key = rng.choice(nodes)
         if parent is None:
             content = value(rng) if rng.random() < 0.1 else content
             continue
-        before = parent[key]
-        change = rng.randrange(6)
-        if change == 0:
+        before, (above, name) = parent[key], rng.choice(nodes)
+        changed = [value(rng), before if above is None else above[name], [before], str(before)]
+        if isinstance(before, int | float):
+            changed += [-before, before + 1, before - 1, before * 2]
+        new = copy.deepcopy(rng.choice(changed))  # it may hold `parent`
+        if isinstance(parent, list):
+            parent[key : key + rng.randrange(2)] = [new] * rng.choice([0, 1, 1, 3, 300])
+        elif rng.random() < 0.2:
             del parent[key]
-        elif change == 1 and isinstance(before, int | float):
-            parent[key] = rng.choice(
-                [-before, before + 1, before - 1, before * 2, str(before), [before]]
-            )
-        elif change == 2 and isinstance(parent, dict):
-            parent[rng.choice([*parent, *TEXTS])] = before
-        elif change == 3 and isinstance(parent, list):
-            parent[key:key] = [before] * rng.choice([1, 3, 300])
-        elif change == 4:
-            parent[key] = rng.choice([rng.choice(list(_siblings(parent))), value(rng)])
         else:
-            parent[key] = value(rng)
+            parent[rng.choice([key, rng.choice([*parent, *TEXTS])])] = new
     return content
-
-
-def _siblings(parent):
-    return list(parent.values() if isinstance(parent, dict) else parent)
 
 
 def json_text(rng: random.Random, content: bytes) -> bytes:
@@ -185,31 +169,30 @@ def zipped(rng: random.Random, content: bytes) -> bytes:
     return octets(rng, gzip.compress(content, 1))
 
 
+# 9^11 ones, where somebody writes them out
+BOMB = [
+    b"a0: &a0 [1]",
+    *(b"a%d: &a%d [%s]" % (i, i, b",".join([b"*a%d" % (i - 1)] * 9)) for i in range(1, 12)),
+]
+
+
 def yaml_text(rng: random.Random, content: bytes) -> bytes:
     lines = content.split(b"\n")
     for _ in range(rng.randint(1, 3)):
-        at = rng.randrange(len(lines))
+        at, word = rng.randrange(len(lines)), rng.choice(YAML_WORDS)
         name, colon, _ = lines[at].partition(b":")
-        match rng.randrange(6):
-            case 0:
-                lines[at] = name + colon + b" " + rng.choice(YAML_WORDS)
-            case 1:
-                lines[at] = name + colon + b" " + json.dumps(value(rng)).encode()
-            case 2:
-                lines.insert(at, rng.choice(YAML_WORDS) + b": " + rng.choice(YAML_WORDS))
-            case 3:
-                lines.insert(at, b" " * rng.randrange(9) + lines[rng.randrange(len(lines))])
-            case 4:
-                doubled = [
-                    b"a%d: &a%d [%s]" % (i, i, b",".join([b"*a%d" % (i - 1)] * 9))
-                    for i in range(1, 12)
-                ]
-                # 9^11 ones, where somebody writes them out
-                lines = [b"a0: &a0 [1]", *doubled, *lines]
-                lines[rng.randrange(len(lines))] += b" *a11"
-            case 5:
-                return octets(rng, b"\n".join(lines))
-    return b"\n".join(lines)
+        changed = [
+            name + colon + b" " + word,
+            name + colon + b" " + json.dumps(value(rng)).encode(),
+            word + b": " + rng.choice(YAML_WORDS),
+            b" " * rng.randrange(9) + rng.choice(lines),
+            lines[at] + b" *a11",
+        ]
+        lines[at : at + rng.randrange(2)] = [rng.choice(changed)]
+    if rng.random() < 0.3:
+        lines = [*BOMB, *lines]
+    text = b"\n".join(lines)
+    return octets(rng, text) if rng.random() < 0.2 else text
 
 
 def safetensors(rng: random.Random, content: bytes) -> bytes:
@@ -226,8 +209,4 @@ def gguf(rng: random.Random, content: bytes) -> bytes:
     """Mostly the header, where all lengths, types and names are."""
     if rng.random() < 0.1:
         return octets(rng, content)
-    header = content[:12_000]
-    return (
-        octets(rng, header[: rng.randrange(24, len(header))] if rng.random() < 0.02 else header)
-        + content[12_000:]
-    )
+    return octets(rng, content[:12_000]) + content[12_000:]

@@ -64,12 +64,11 @@ def _model(path):
     source = pretrained.open(path)
     for stored in source.arrays.values():
         assert stored.read().shape == stored.shape
+    return source
 
 
 def _gguf_model(folder, changed):
-    source = pretrained.open(folder / changed)
-    for stored in source.arrays.values():
-        assert stored.read().shape == stored.shape
+    source = _model(folder / changed)
     (folder / "own").mkdir(exist_ok=True)
     for name, content in source.files.items():
         (folder / "own" / name).write_bytes(content)

@@ -2,7 +2,6 @@
 line, in time.
 """
 
-import itertools
 import json
 import os
 import pathlib
@@ -74,58 +73,41 @@ def stood(whole, tmp_path):
 
 
 @pytest.fixture(scope="module")
-def groups():
-    """Processes that have joined, by their number: they are started once, for several tests."""
-    started = {}
-
-    def group(count):
-        if count not in started:
-            command = [
-                sys.executable,
-                "-m",
-                "tests.processes.agreeing",
-                f"localhost:{free_port()}",
-                str(count),
-            ]
-            environment = {**os.environ, "JAX_NUM_CPU_DEVICES": "1"}
-            pipes = dict(
-                stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment, cwd=ROOT
-            )
-            started[count] = [
-                subprocess.Popen([*command, str(process)], **pipes) for process in range(count)
-            ]
-        return started[count]
-
-    yield group
-    for process in itertools.chain.from_iterable(started.values()):
+def both():
+    """Two processes that have joined: they are started once, for several tests."""
+    command = [sys.executable, "-m", "tests.processes.agreeing", f"localhost:{free_port()}", "2"]
+    environment = {**os.environ, "JAX_NUM_CPU_DEVICES": "1"}
+    pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    started = [
+        subprocess.Popen([*command, str(process)], **pipes, env=environment, cwd=ROOT)
+        for process in range(2)
+    ]
+    yield started
+    for process in started:
         process.kill()
         process.communicate()
 
 
 @pytest.fixture
-def told(overrides, groups):
-    """Makes runs, one after the other, in so many processes; what each process tells of each run,
-    by run.
+def told(overrides, both):
+    """Makes runs, one after the other, in two processes; what each process tells of each run, by
+    run.
     """
 
     def answers(process):
         """Lines of JSON, among what native code prints."""
         return (json.loads(line) for line in process.stdout if line.startswith("{"))
 
-    def run(*runs, processes=2, timeout=240):
-        group = groups(processes)
-        late = threading.Timer(timeout, lambda: [process.kill() for process in group])
+    def run(*runs, timeout=240):
+        late = threading.Timer(timeout, lambda: [process.kill() for process in both])
         late.start()
         try:
             for folder, wrong, more in runs:
-                settings = [*overrides, f"mesh.data={processes}", f"run.dir={folder}", *more]
-                for process in group:
-                    print(
-                        json.dumps({"overrides": settings, "wrong": wrong, "patience": PATIENCE}),
-                        file=process.stdin,
-                    )
-                    process.stdin.flush()
-            found = [[next(answers(process), None) for process in group] for _ in runs]
+                settings = [*overrides, "mesh.data=2", f"run.dir={folder}", *more]
+                asked = {"overrides": settings, "wrong": wrong, "patience": PATIENCE}
+                for process in both:
+                    print(json.dumps(asked), file=process.stdin, flush=True)
+            found = [[next(answers(process), None) for process in both] for _ in runs]
             assert all(all(one) for one in found), (
                 f"a process has ended, or made no run in {timeout} s"
             )
@@ -232,22 +214,3 @@ def test_a_disk_is_full_in_one_of_two(told, stood, tmp_path, whole):
     assert [found["error"] for found in two] == [line, line]
     assert list((always / "checkpoints").iterdir()) == []
     assert all(found["seconds"] < 3 * PATIENCE for found in (*one, *two))
-
-
-@pytest.mark.full
-def test_four_processes(told, stood, whole):
-    """At once: a flipped bit, a folder that process 2 sees late, and a full disk in process 3."""
-    run = stood("run")
-    cases.flip(run / "checkpoints" / "4")
-    wrong = {
-        "late": {"path": str(run / "checkpoints" / "2"), "of": 2, "seconds": 4},
-        "full": {"of": 3, "saves": 1},
-    }
-    (found,) = told((run, wrong, ["run.on_damaged=previous"]), processes=4)
-    alike(found, step=2, losses=[3, 4, 5, 6], whole=whole)
-    assert any(
-        "No space left on device (process 3 of 4) (the newest is that of step 2)" in one
-        for one in found[0]["said"]
-    )
-    assert steps(run / "checkpoints") == [2, 6]
-    assert verify(run / "checkpoints" / "6") == []

@@ -92,26 +92,30 @@ def test_manifest_trains_a_model_that_there_is(name):
     assert config.load(preset, overrides=overrides).mesh.size > 8
 
 
-def stand_in(folder, name, body):
-    """A command on the PATH, which notes its arguments."""
-    folder.mkdir(exist_ok=True)
-    file = folder / name
-    file.write_text(
-        f'#!/bin/bash\nprintf "%q " "$@" >> {folder}/{name}.log; echo >> {folder}/{name}.log\n{body}\n'
-    )
-    file.chmod(0o755)
+@pytest.fixture
+def stand_in(tmp_path, monkeypatch):
+    """`stand_in(name, body)` puts a command on the PATH, which notes its arguments: `.calls(name)`."""
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
+
+    def stand_in(name, body=""):
+        log = f'printf "%q " "$@" >> {folder}/{name}.log; echo >> {folder}/{name}.log'
+        (folder / name).write_text(f"#!/bin/bash\n{log}\n{body}\n")
+        (folder / name).chmod(0o755)
+        (folder / f"{name}.log").touch()
+
+    def calls(name):
+        text = (folder / f"{name}.log").read_text().replace("$'", "'")
+        return [shlex.split(line) for line in text.splitlines()]
+
+    stand_in.calls = calls
+    return stand_in
 
 
-def calls(folder, name):
-    text = (folder / f"{name}.log").read_text() if (folder / f"{name}.log").exists() else ""
-    return [shlex.split(line) for line in text.replace("$'", "'").splitlines()]
-
-
-def script(folder, *words, check=True, **variables):
-    environment = {**os.environ, **variables, "PATH": f"{folder}:{os.environ['PATH']}"}
-    done = subprocess.run(
-        ["bash", *map(str, words)], capture_output=True, text=True, env=environment, timeout=60
-    )
+def script(*words, check=True, cwd=None, **variables):
+    environment, pipes = {**os.environ, **variables}, dict(capture_output=True, text=True)
+    done = subprocess.run(words, **pipes, cwd=cwd, env=environment, timeout=60)
     assert not check or done.returncode == 0, (done.stdout, done.stderr)
     return done
 
@@ -126,36 +130,28 @@ SLICE = dict(
 
 
 @pytest.mark.parametrize("there", [False, True])
-def test_gcloud(tmp_path, there):
+def test_gcloud(stand_in, there):
     """It creates the slice only if there is none, and quotes what goes through two shells."""
-    bin = tmp_path / "bin"
-    stand_in(bin, "gcloud", f'case " $* " in *" describe "*) exit {0 if there else 1};; esac')
-    script(
-        bin, LAUNCH / "tpu_pod" / "gcloud.sh", "my run.yaml", "run.dir=/runs/a b", **SLICE, SPOT="1"
-    )
-    verbs = [call[3] for call in calls(bin, "gcloud")]
+    stand_in("gcloud", f'case " $* " in *" describe "*) exit {0 if there else 1};; esac')
+    words = "my run.yaml", "run.dir=/runs/a b"
+    script("bash", LAUNCH / "tpu_pod" / "gcloud.sh", *words, **SLICE, SPOT="1")
+    calls = stand_in.calls("gcloud")
+    verbs = [call[3] for call in calls]
     assert verbs == ["describe", *([] if there else ["create"]), "ssh", "ssh"]
-    last = calls(bin, "gcloud")[-1]
+    last = calls[-1]
     assert "--worker=all" in last
     assert "--zone=us-east5-a" in last
     command = last[-1].removeprefix("--command=")
     assert shlex.split(command)[1:] == ["train", "my run.yaml", "run.dir=/runs/a b"]
     if not there:
-        assert "--spot" in calls(bin, "gcloud")[1]
+        assert "--spot" in calls[1]
 
 
-def test_xpk(tmp_path):
-    stand_in(tmp_path / "bin", "xpk", "")
-    script(
-        tmp_path / "bin",
-        LAUNCH / "tpu_pod" / "xpk.sh",
-        "tiny",
-        "run.dir=/runs/a",
-        **SLICE,
-        CLUSTER="pods",
-        IMAGE="i:1",
-    )
-    (call,) = calls(tmp_path / "bin", "xpk")
+def test_xpk(stand_in):
+    stand_in("xpk")
+    place = dict(SLICE, CLUSTER="pods", IMAGE="i:1")
+    script("bash", LAUNCH / "tpu_pod" / "xpk.sh", "tiny", "run.dir=/runs/a", **place)
+    (call,) = stand_in.calls("xpk")
     assert call[:2] == ["workload", "create"]
     options = dict(zip(call[2::2], call[3::2]))
     assert options["--command"] == "ladder-jax train tiny run.dir=/runs/a"
@@ -167,15 +163,14 @@ def test_xpk(tmp_path):
     "status, restarts, requeued",
     [(0, 0, False), (1, 0, True), (143, 3, True), (137, 19, True), (1, 20, False), (2, 0, False)],
 )
-def test_slurm_requeues(tmp_path, status, restarts, requeued):
-    bin = tmp_path / "bin"
-    stand_in(bin, "srun", f"exit {status}")
-    stand_in(bin, "scontrol", "")
+def test_slurm_requeues(stand_in, status, restarts, requeued):
+    stand_in("srun", f"exit {status}")
+    stand_in("scontrol")
     told = {"SLURM_JOB_ID": "4711", "SLURM_RESTART_COUNT": str(restarts)}
-    done = script(bin, LAUNCH / "slurm" / "train.sbatch", "tiny", "a=b c", check=False, **told)
-    assert calls(bin, "scontrol") == ([["requeue", "4711"]] if requeued else [])
+    done = script("bash", LAUNCH / "slurm" / "train.sbatch", "tiny", "a=b c", check=False, **told)
+    assert stand_in.calls("scontrol") == ([["requeue", "4711"]] if requeued else [])
     assert done.returncode == (0 if requeued else status)
-    (call,) = calls(bin, "srun")
+    (call,) = stand_in.calls("srun")
     assert call[-4:] == ["ladder-jax", "train", "tiny", "a=b c"]
     # A process that is stuck for good is SLURM's to kill, once the others have had the time to name
     # it.
@@ -183,18 +178,16 @@ def test_slurm_requeues(tmp_path, status, restarts, requeued):
     assert wait > Patience().lost + 2 * Patience().beat
 
 
-def test_slurm_outlives_the_signal(tmp_path):
+def test_slurm_outlives_the_signal(stand_in, tmp_path):
     """SIGTERM to the whole job: the processes save and end with 143, and only then is the job
     requeued.
     """
-    bin = tmp_path / "bin"
     stand_in(
-        bin,
         "srun",
         'trap "sleep 0.5; touch saved; exit 143" TERM\ntouch started\nwhile :; do sleep 0.05; done',
     )
-    stand_in(bin, "scontrol", "[ -e saved ] || exit 9")
-    environment = {**os.environ, "SLURM_JOB_ID": "4711", "PATH": f"{bin}:{os.environ['PATH']}"}
+    stand_in("scontrol", "[ -e saved ] || exit 9")
+    environment = {**os.environ, "SLURM_JOB_ID": "4711"}
     command = ["bash", str(LAUNCH / "slurm" / "train.sbatch"), "tiny"]
     with subprocess.Popen(
         command,
@@ -210,7 +203,7 @@ def test_slurm_outlives_the_signal(tmp_path):
         said = job.communicate(timeout=120)[1]
     assert job.returncode == 0
     assert "status 143: requeued (restart 1 of 20)" in said
-    assert calls(bin, "scontrol") == [["requeue", "4711"]]
+    assert stand_in.calls("scontrol") == [["requeue", "4711"]]
 
 
 DOCKERFILE = LAUNCH / "Dockerfile"
@@ -231,28 +224,18 @@ def instructions():
         ("gpu", "data", None),
     ],
 )
-def test_dockerfile_installs(tmp_path, accelerator, extras, installed):
+def test_dockerfile_installs(stand_in, tmp_path, accelerator, extras, installed):
     """Its shell command, with a stand-in for pip."""
-    stand_in(tmp_path / "bin", "pip", "")
+    stand_in("pip")
     (command, _) = [rest for name, rest in instructions() if name == "RUN"]
-    told = {
-        "ACCELERATOR": accelerator,
-        "EXTRAS": extras,
-        "PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}",
-    }
-    done = subprocess.run(
-        ["sh", "-c", command],
-        cwd=tmp_path,
-        env={**os.environ, **told},
-        capture_output=True,
-        text=True,
-    )
+    told = {"ACCELERATOR": accelerator, "EXTRAS": extras}
+    done = script("sh", "-c", command, check=False, cwd=tmp_path, **told)
     if installed is None:
         assert done.returncode == 2
         assert "ACCELERATOR=gpu must be cpu, cuda or tpu" in done.stderr
         return
     assert done.returncode == 0, done.stderr
-    (call,) = calls(tmp_path / "bin", "pip")
+    (call,) = stand_in.calls("pip")
     assert call[:2] == ["install", "--no-cache-dir"]
     assert call[2] == installed
     project = tomllib.loads((LAUNCH.parents[1] / "pyproject.toml").read_text())["project"]
@@ -272,10 +255,7 @@ def test_dockerfile_copies_a_project(tmp_path):
         copy(source, tmp_path / name)
     code = "from setuptools.build_meta import prepare_metadata_for_build_wheel as make; make('out')"
     (tmp_path / "out").mkdir()
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
+    script(sys.executable, "-c", code, cwd=tmp_path)
     (metadata,) = (tmp_path / "out").glob("*.dist-info/METADATA")
     assert "Name: ladder-jax" in metadata.read_text()
     assert "Requires-Dist: jax>=" in metadata.read_text()

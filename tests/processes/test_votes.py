@@ -3,23 +3,13 @@ answer.
 """
 
 import json
-import os
-import subprocess
-import sys
 
 PATIENCE = 6.0
 
-PROCESS = """
-import json, os, sys, time
-import jax
-
-jax.config.update("jax_cpu_collectives_implementation", "gloo")
-jax.distributed.initialize(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))
-me, patience = jax.process_index(), float(sys.argv[4])
-from ladder_jax.errors import RunFailed, UserError
+VOTES = """
 from ladder_jax.processes.agreement import Agreement
 
-agreement = Agreement("test", patience=patience)
+agreement = Agreement("test", patience=PATIENCE)
 
 def outcome(work):
     try:
@@ -47,31 +37,18 @@ told = [
 ]
 before = time.monotonic()
 if me == 1:
-    time.sleep(patience)
+    time.sleep(PATIENCE)
 else:
     told.append(outcome(lambda: fails(None, of=())))
 told.append(time.monotonic() - before)
-print(json.dumps(told), flush=True)
-if me == 0:  # the others' coordinator
-    time.sleep(2)
-os._exit(0)
+print(json.dumps(told))
 """
 
 
-def test_all_hear_the_same(port):
+def test_all_hear_the_same(started):
     processes = 3
-    command = [sys.executable, "-c", PROCESS, f"localhost:{port}", str(processes)]
-    pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    environment = {**os.environ, "JAX_NUM_CPU_DEVICES": "1"}
-    running = [
-        subprocess.Popen([*command, str(process), str(PATIENCE)], **pipes, env=environment)
-        for process in range(processes)
-    ]
-    try:
-        ends = [process.communicate(timeout=120) for process in running]
-    finally:
-        for process in running:
-            process.kill()
+    running = started(VOTES.replace("PATIENCE", str(PATIENCE)), processes=processes)
+    ends = [process.communicate(timeout=120) for process in running]
     assert [process.returncode for process in running] == [0] * processes, ends
     told = [
         json.loads(next(line for line in out.splitlines() if line.startswith("[[")))

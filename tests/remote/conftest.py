@@ -8,9 +8,9 @@ import sys
 
 import pytest
 
-from tests import gcs, gcs_files, s3, s3_files
+from tests import bucket_files, gcs, s3
 
-STORES = {"gs": (gcs, gcs_files), "s3": (s3, s3_files)}
+STORES = {"gs": gcs, "s3": s3}
 # What both do alike needs one of them in `make test`: the first, but this one for a run, and for
 # whose lock it is.
 IN_S3 = pytest.mark.parametrize(
@@ -23,7 +23,7 @@ class Away:
     """A bucket, and what the libraries call it."""
 
     scheme: str
-    bucket: gcs.Bucket
+    bucket: s3.Bucket
 
     def url(self, name):
         return f"{self.scheme}://bucket/{name}"
@@ -31,17 +31,17 @@ class Away:
     @property
     def command(self):
         """`ladder-jax` in a process that knows the stand-in."""
-        return [sys.executable, "-W", "ignore", "-m", STORES[self.scheme][1].__name__]
+        return [sys.executable, "-W", "ignore", "-m", "tests.bucket_files"]
 
     def copy(self, source, target):
         for name, (_, content) in list(self.bucket.objects.items()):
             if name.startswith(source):
-                self.bucket.put(target + name.removeprefix(source), content, match=None)
+                self.bucket.put(target + name.removeprefix(source), content)
 
     def flip(self, beginning):
         """One bit in the first object whose name begins so."""
         name = next(name for name in self.bucket.objects if name.startswith(beginning))
-        self.bucket.put(name, flipped(self.bucket.objects[name][1]), match=None)
+        self.bucket.put(name, flipped(self.bucket.objects[name][1]))
 
 
 def flipped(content):
@@ -53,12 +53,12 @@ def stores():
     """One bucket of each for all tests: the libraries read where they are only once."""
     with contextlib.ExitStack() as stack:
         patch = stack.enter_context(pytest.MonkeyPatch.context())
+        bucket_files.register()
         found = {}
-        for scheme, (stand_in, files) in STORES.items():
+        for scheme, stand_in in STORES.items():
             bucket, environment = stack.enter_context(stand_in.served())
             for name, value in environment.items():
                 patch.setenv(name, value)
-            files.register()
             found[scheme] = Away(scheme, bucket)
         yield found
 

@@ -26,12 +26,12 @@ def quick(monkeypatch):
 def test_a_lock_that_nobody_renews_is_taken_over(away, quick):
     """And if its owner was only asleep, it notices that it has lost the folder."""
     name, bucket, said, lost = away.url("leases/two"), away.bucket, [], []
-    bucket.put("leases/two/.lock", b'{"owner": "gone 1 2", "renewed": 3}', match=None)
+    bucket.put("leases/two/.lock", b'{"owner": "gone 1 2", "renewed": 3}')
     began, asked = time.monotonic(), len(bucket.requests)
     with folder.locked(absolute(name), say=said.append, lost=lost.append):
         assert time.monotonic() - began > folder.EXPIRES
         assert "waiting 3 s, in case its owner has been killed" in said[0]
-        bucket.put("leases/two/.lock", b'{"owner": "another 1 2", "renewed": 0}', match=None)
+        bucket.put("leases/two/.lock", b'{"owner": "another 1 2", "renewed": 0}')
         while not lost and time.monotonic() - began < 120:
             time.sleep(0.01)
     assert lost == [f"another process has taken {name!r} over"]
@@ -134,7 +134,7 @@ def test_of_several_that_take_over_one_does(away, monkeypatch):
     monkeypatch.setattr(folder, "EXPIRES", 8.0)
     bucket, where = away.bucket, away.url("leases/three")
     winners, refused, done = [], [], threading.Event()
-    bucket.put("leases/three/.lock", b"something else", match=None)
+    bucket.put("leases/three/.lock", b"something else")
 
     def start():
         try:

@@ -13,7 +13,6 @@ from types import SimpleNamespace
 import jax
 import jax.numpy as jnp
 import numpy as np
-import orbax.checkpoint as ocp
 import pytest
 import tensorstore
 from etils.epath import backend
@@ -21,7 +20,6 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from ladder_jax import checkpoint, cli, nn, remote
 from ladder_jax.checkpoint import Pieces, arrays, manifest, open_checkpoint, steps, verify
-from ladder_jax.checkpoint.arrays import named
 from ladder_jax.checkpoint.writing import Writing
 from ladder_jax.config import RunConfig, TrainConfig, load
 from ladder_jax.data.store import Store
@@ -72,7 +70,7 @@ def run(away):
     assert "runs/one/.lock" in objects
     assert "runs/one/result.json" not in objects
     # of a save that was killed
-    away.bucket.put("runs/one/checkpoints/8/params/manifest.ocdbt", b"half", match=None)
+    away.bucket.put("runs/one/checkpoints/8/params/manifest.ocdbt", b"half")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(runs, "EXPIRES", 1.0)
         assert train(where) == 0
@@ -196,14 +194,11 @@ def downloaded(away, prefix, folder):
 def test_copies(away, run, local, tmp_path):
     """Of the bucket's run on a disk, and of the disk's in the bucket: each is compared with what
     was written.
-
-    On a disk the bucket's checkpoint is one of Orbax's; in the bucket one that Orbax has written is
-    read.
     """
     downloaded(away, "runs/one/", tmp_path / "copy")
     for file in local.rglob("*"):
         if file.is_file():
-            away.bucket.put(f"runs/copied/{file.relative_to(local)}", file.read_bytes(), match=None)
+            away.bucket.put(f"runs/copied/{file.relative_to(local)}", file.read_bytes())
     there = away.url("runs/copied")
     assert open_checkpoint(tmp_path / "copy").check().verified
     assert open_checkpoint(there).check().verified
@@ -212,24 +207,6 @@ def test_copies(away, run, local, tmp_path):
     assert "other contents than were written" in verify(absolute(there) / "checkpoints" / "9")[0]
     same_pieces(local, there)
     assert train(there) == 0
-
-    handler, as_numpy = (
-        ocp.PyTreeCheckpointHandler(),
-        lambda _: ocp.RestoreArgs(restore_type=np.ndarray),
-    )
-    for item in ("params", "optimizer"):
-        folders = [folder / "checkpoints" / "12" / item for folder in (local, tmp_path / "copy")]
-        kinds = [jax.tree.map(as_numpy, handler.metadata(folder).tree) for folder in folders]
-        read = lambda folder, kind: handler.restore(
-            folder, args=ocp.args.PyTreeRestore(restore_args=kind)
-        )
-        ours, theirs = map(named, map(read, folders, kinds))
-        assert ours.keys() == theirs.keys()
-        assert len(ours) > 5
-        for name in ours:
-            assert ours[name].dtype == theirs[name].dtype and np.array_equal(
-                ours[name], theirs[name]
-            ), name
 
 
 @pytest.mark.full
@@ -393,7 +370,7 @@ def test_a_token_store(stores, bucket, tmp_path, monkeypatch):
     (tmp_path / "book.jsonl").write_text(lines(TEXTS))
     made = make([tmp_path / "book.jsonl"], tmp_path / "store")
     for file in (tmp_path / "store").iterdir():
-        bucket.put(f"stores/book/{file.name}", file.read_bytes(), match=None)
+        bucket.put(f"stores/book/{file.name}", file.read_bytes())
     copied = lambda: sorted(
         file.name for file in (tmp_path / "cache" / "stores").glob("*/*.tokens")
     )
@@ -418,7 +395,7 @@ def test_a_token_store(stores, bucket, tmp_path, monkeypatch):
     with pytest.raises(UserError, match="00001.tokens' is damaged: it is not what was written"):
         Store("gs://bucket/stores/book").read(made.shards[0].tokens, 5)
     assert not list(tmp_path.glob("another/stores/*/00001.tokens"))
-    bucket.delete("stores/book/00001.tokens", match=None)
+    bucket.delete("stores/book/00001.tokens")
     with pytest.raises(
         UserError,
         match="cannot read the token store's 'gs://bucket/stores/book/00001.tokens': No such",
@@ -454,14 +431,8 @@ def test_mistakes(stores, tmp_path, capsys, more, line):
     assert line in capsys.readouterr().err
 
 
-def test_another_bucket_of_google(stores, capsys):
-    """Whose answer depends on the library."""
-    assert train("gs://another-bucket/x") in (1, 2)
-    assert "gs://another-bucket/x" in capsys.readouterr().err
-
-
 def test_a_model_of_another_format(bucket):
-    bucket.put("gemma/config.json", b'{"model_type": "llama"}', match=None)
+    bucket.put("gemma/config.json", b'{"model_type": "llama"}')
     with pytest.raises(
         UserError, match="'gs://bucket/gemma': runs and checkpoints are read from there; copy other"
     ):
@@ -510,9 +481,9 @@ def test_folders_of_something_else(away):
     check = lambda folder: runs.check(
         config := load("tiny", overrides=[f"run.dir={folder}"]), runs.path_of(config)
     )
-    bucket.put("empty/", b"", match=None)
+    bucket.put("empty/", b"")
     check(away.url("empty"))
-    bucket.put("full/full", b"", match=None)
+    bucket.put("full/full", b"")
     with pytest.raises(
         UserError, match=f"run.dir='{away.url('full')}' is not empty and holds no config.json"
     ):
