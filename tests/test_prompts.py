@@ -83,7 +83,7 @@ def test_answers_to_something_else_are_refused(tmp_path):
     source.write_text('{"prompt": "a"}\n')
     jobs = jsonl.read(str(source), **READ)
     result = decode.Result((1,), "b", None, Finish.LENGTH, 1)
-    out.write_bytes(jsonl.encoded(jobs[0].line([result])))
+    out.write_text(json.dumps(jobs[0].line([result])) + "\n")
     assert jsonl.unanswered(str(out), jobs) == []
     for change in (
         dict(model="n"),

@@ -11,7 +11,7 @@ checked before anything is computed.
 import dataclasses
 import datetime
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from ladder_jax.config import DecodeConfig
@@ -25,9 +25,6 @@ from ladder_jax.serve.schema import BODIES, Chat, Refusal, parse
 
 KEYS = ("custom_id", "method", "url", "body")
 NO_DATE = datetime.datetime(1970, 1, 1)
-ID = "batch_req_"
-BEGINNING = f'{{"id": "{ID}'.encode()
-"""How every line that `Job` makes begins."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,7 +34,6 @@ class Job(jsonl.Job):
     date, which a chat template may ask for: an answer of yesterday is one.
     """
 
-    index: str  # the line's custom_id
     _: dataclasses.KW_ONLY
     form: Form
 
@@ -52,16 +48,11 @@ class Job(jsonl.Job):
             answer = {"status_code": 200, "body": self.form.answer(results)}
         response = {"request_id": f"req_{self.digest}", **answer}
         return {
-            "id": ID + self.digest,
+            "id": jsonl.BATCH_ID + self.digest,
             "custom_id": self.index,
             "response": response,
             "error": None,
         }
-
-
-def identify(line: Mapping[str, Any]) -> tuple[str, str]:
-    """As `jsonl.identify`."""
-    return line["custom_id"], line["id"].removeprefix(ID)
 
 
 def read(

@@ -91,9 +91,7 @@ def test_it_goes_on_after_a_kill(make_engine, tmp_path):
     """Cut within a line. (test_prompts.py cuts at random.)"""
     file, out, engine = write(tmp_path / "in.jsonl", LINES), tmp_path / "out.jsonl", make_engine()
     jobs = batch.read(file, **READ)
-    unanswered = lambda jobs: jsonl.unanswered(
-        str(out), jobs, identify=batch.identify, beginning=batch.BEGINNING
-    )
+    unanswered = lambda jobs: jsonl.unanswered(str(out), jobs)
     run = lambda: list(jsonl.answer(engine, unanswered(jobs), file=str(out)))
     texts = lambda: {
         one["custom_id"]: one["response"]["body"]["choices"]
@@ -123,7 +121,8 @@ def test_one_without_numbers(tmp_path):
     answer = job.line([NoNumbers(3)])
     assert answer["response"]["status_code"] == 500
     assert answer["response"]["body"]["error"]["code"] == "no_numbers"
-    assert batch.identify(answer) == (job.index, job.digest)
+    (tmp_path / "out.jsonl").write_text(json.dumps(answer) + "\n")
+    assert jsonl.unanswered(str(tmp_path / "out.jsonl"), [job]) == []
 
 
 MISTAKES = [
