@@ -59,14 +59,10 @@ class Terms:
         ):
             raise self._too_long(f"{characters} characters", param=param)
 
-    def check_messages(self, messages: Sequence[Message]) -> None:
-        """Raises Refusal for more messages, or parts of them, than there may be tokens."""
-        parts = sum(
-            len(message.content) for message in messages if isinstance(message.content, list)
-        )
-        count = max(len(messages), parts)
+    def check_messages(self, count: int) -> None:
+        """Raises Refusal for more messages than there may be tokens."""
         if count > self.capacity:
-            raise self._too_long(f"{count} messages, or parts of them,", param="messages")
+            raise self._too_long(f"{count} messages", param="messages")
 
     def new_tokens(self, prompt: Sequence[int], *, asked: int | None, default: int) -> int:
         """None asked: as many as there is room for, up to `default`."""
@@ -163,7 +159,7 @@ def _prompts(body: Completion, terms: Terms) -> list[Sequence[int]]:
 
 
 def _conversation(body: Chat, terms: Terms, *, now: datetime.datetime | None) -> list[int]:
-    terms.check_messages(body.messages)
+    terms.check_messages(len(body.messages))
     if not terms.tokenizer.has_chat:
         message = f"{body.model} has no chat template; ask it at /v1/completions"
         raise Refusal(400, message, param="messages", code="no_chat_template")

@@ -185,7 +185,6 @@ WRONG = {
         "the body is not JSON: invalid unicode code point",
     ),
     b"[" * 100_000: (400, "the body is not JSON: recursion limit exceeded"),
-    b"[" * 200_000: (400, "the body has 200000 strings, lists and objects, and may have 1040"),
     b'{"n": ' + b"9" * 5000 + b"}": (400, "the body is not JSON: number out of range"),
     b'{"model": "book", "prompt": "\\ud800"}': (
         400,
