@@ -64,8 +64,8 @@ class Scorer:
 
     params: those of a ModelDef, float32 as stored or in the compute dtype; a Transformer has its
         own.
-    batch_tokens: the most tokens of a batch, padding included. Where a device's memory does not
-    suffice it is halved, for good, and what has not been scored is tried again.
+    batch_tokens: the most tokens of a batch, padding included. The longest spans come first, so
+    that a device's memory suffices for all if it does for the first batch.
     """
 
     def __init__(
@@ -87,39 +87,20 @@ class Scorer:
     def scores(self, spans: Sequence[Span]) -> Iterator[tuple[int, Score]]:
         """(index, score) of every span, the longest first.
 
-        Raises UserError for a token outside the vocabulary, RunFailed where one row is too much for
-        the memory or a score is no number.
+        Raises UserError for a token outside the vocabulary, RunFailed where a score is no number.
         """
         for span in spans:
             self._check(span)
-        left = dict(enumerate(spans))
-        while left:
-            try:
-                for index, score in self._pass(left):
-                    del left[index]
-                    yield index, score
-            except jax.errors.JaxRuntimeError as error:
-                if "RESOURCE_EXHAUSTED" not in str(error):
-                    raise
-                longest = _padded(max(span.length for span in left.values()))
-                if self.batch_tokens <= longest * self.definition.layout.batch_ranks:
-                    raise RunFailed(
-                        f"out of memory with one row of {longest} tokens a device"
-                    ) from error
-                self.batch_tokens //= 2
-
-    def _pass(self, spans: dict[int, Span]) -> Iterator[tuple[int, Score]]:
-        """One batch is computed while the one before it is read."""
         pending = None
         for batch in [*self._batches(spans), None]:
             sent = batch and self._send(*batch, spans)
-            if pending:
+            if pending:  # is read while the next is computed
                 yield from _read(*pending, spans)
             pending = sent
 
-    def _batches(self, spans: dict[int, Span]) -> Iterator[tuple[list[int], int, int]]:
+    def _batches(self, spans: Sequence[Span]) -> Iterator[tuple[list[int], int, int]]:
         """(indices, rows, length) of each batch; those of one length all have as many rows."""
-        order = sorted(spans, key=lambda index: -spans[index].length)
+        order = sorted(range(len(spans)), key=lambda index: -spans[index].length)
         ranks = self.definition.layout.batch_ranks
         for length, indices in itertools.groupby(
             order, key=lambda index: _padded(spans[index].length)
@@ -130,7 +111,7 @@ class Scorer:
             for first in range(0, len(indices), rows):
                 yield indices[first : first + rows], rows, length
 
-    def _send(self, indices: list[int], rows: int, length: int, spans: dict[int, Span]):
+    def _send(self, indices: list[int], rows: int, length: int, spans: Sequence[Span]):
         tokens, targets = np.zeros((2, rows, length), np.int32)
         for row, index in enumerate(indices):
             whole = [*spans[index].context, *spans[index].scored]
@@ -149,7 +130,7 @@ class Scorer:
                 )
 
 
-def _read(indices: list[int], computed: tuple[jax.Array, jax.Array], spans: dict[int, Span]):
+def _read(indices: list[int], computed: tuple[jax.Array, jax.Array], spans: Sequence[Span]):
     logprobs, greedy = map(np.asarray, computed)
     for row, index in enumerate(indices):
         end = spans[index].length

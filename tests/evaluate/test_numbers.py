@@ -304,30 +304,6 @@ def test_generation(model, pieces):
         evaluate.generation(model, golds, max_new_tokens=WINDOW)
 
 
-def test_memory_that_does_not_suffice(model):
-    """Batches are halved until they fit, all is scored all the same; one row too much is said."""
-    asked = list(spans(9, longest=32))
-    expected = {index: score.loglikelihood for index, score in model.scorer.scores(asked)}
-    scorer = Scorer(model.definition, model.params, batch_tokens=1024)
-    fits = 64
-    whole = scorer._program
-
-    def limited(params, tokens, targets):
-        if tokens.size > fits:
-            raise jax.errors.JaxRuntimeError(
-                "RESOURCE_EXHAUSTED: Out of memory allocating 9 bytes."
-            )
-        return whole(params, tokens, targets)
-
-    scorer._program = limited
-    found = {index: score.loglikelihood for index, score in scorer.scores(asked)}
-    assert found == pytest.approx(expected, abs=TOLERANCE)
-    assert scorer.batch_tokens == fits
-    fits = 31
-    with pytest.raises(RunFailed, match="out of memory with one row of 32 tokens a device"):
-        list(scorer.scores(asked))
-
-
 def test_weights_that_are_no_numbers(model):
     params = jax.tree.map(lambda a: a * np.float32(np.nan), model.params)
     with pytest.raises(RunFailed, match="log-probabilities are no numbers"):
