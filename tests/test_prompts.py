@@ -108,18 +108,18 @@ def test_answers_to_something_else_are_refused(tmp_path):
 @pytest.mark.parametrize(
     "line, message",
     [
-        ("{", "prompts.jsonl:2: not JSON"),
-        ("[]", "line 2: each line must be an object such as"),
-        ('{"prompt": ""}', "line 2: the prompt is empty"),
+        ("{", ":2: not JSON"),
+        ("[]", ":2: each line must be an object such as"),
+        ('{"prompt": ""}', ":2: the prompt is empty"),
         (
             '{"prompt": "a", "temprature": 1}',
-            "line 2: unknown setting 'temprature'; did you mean 'temperature'",
+            ":2: unknown setting 'temprature'; did you mean 'temperature'",
         ),
-        ('{"prompt": "a", "top_p": 2}', "line 2: decode.top_p must be above 0 and at most 1"),
-        ('{"prompt": "a", "top_k": "x"}', "line 2: top_k must be a whole number, not 'x'"),
-        ('{"prompt": "a", "stop": 1}', "line 2: stop must be a list, not 1"),
-        ('{"prompt": "a", "id": []}', "line 2: id must be a string or a whole number"),
-        ('{"prompt": "\\ud800"}', "line 2: the prompt holds half of a surrogate pair"),
+        ('{"prompt": "a", "top_p": 2}', ":2: decode.top_p must be above 0 and at most 1"),
+        ('{"prompt": "a", "top_k": "x"}', ":2: top_k must be a whole number, not 'x'"),
+        ('{"prompt": "a", "stop": 1}', ":2: stop must be a list, not 1"),
+        ('{"prompt": "a", "id": []}', ":2: id must be a string or a whole number"),
+        ('{"prompt": "\\ud800"}', ":2: the prompt holds half of a surrogate pair"),
     ],
 )
 def test_mistakes_in_a_file_of_prompts(tmp_path, line, message):

@@ -71,18 +71,16 @@ def read(
     that does not say.
     """
     terms = Terms(name, tokenizer, vocab_size, chat_tokens=defaults.max_new_tokens)
-    jobs: dict[str, Job] = {}
-    for number, value in json_lines.read(file):
-        try:
-            job = _job(value, terms, identity=identity, seed=defaults.seed + len(jobs))
-        except (UserError, Refusal) as error:
-            raise UserError(f"{file} line {number}: {error}") from None
-        if job.index in jobs:
-            raise UserError(
-                f"{file} line {number}: custom_id {job.index!r} is that of an earlier line, too"
-            )
-        jobs[job.index] = job
-    return list(jobs.values())
+    earlier = set()
+
+    def job(value: Any, _: int, index: int) -> Job:
+        found = _job(value, terms, identity=identity, seed=defaults.seed + index)
+        if found.index in earlier:
+            raise UserError(f"custom_id {found.index!r} is that of an earlier line, too")
+        earlier.add(found.index)
+        return found
+
+    return json_lines.parsed(file, job, what="prompts")
 
 
 def _job(value: Any, terms: Terms, *, identity: str, seed: int) -> Job:

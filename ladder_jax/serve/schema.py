@@ -14,7 +14,7 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
 from ladder_jax.decode.request import STOP_CHARACTERS
-from ladder_jax.errors import unknown
+from ladder_jax.errors import UserError, unknown
 
 MAX_CHARACTERS = 1000
 """Of a message or a parameter's name: both may quote the client's text."""
@@ -23,7 +23,7 @@ UNKNOWN = "unknown_parameter"
 UNSUPPORTED = "unsupported_parameter"
 
 
-class Refusal(HTTPException):
+class Refusal(HTTPException, UserError):
     """An error in OpenAI's form: {"error": {message, type, param, code}}.
 
     param: the wrong parameter. code: a fixed identifier of the error.

@@ -158,7 +158,7 @@ MISTAKES = [
 def test_mistakes(tmp_path, line, message):
     with pytest.raises(UserError) as caught:
         batch.read(write(tmp_path / "in.jsonl", [LINES[0], line]), **READ)
-    assert str(caught.value).startswith(f"{tmp_path}/in.jsonl line 2: ")
+    assert str(caught.value).startswith(f"{tmp_path}/in.jsonl:2: ")
     assert message in str(caught.value)
 
 

@@ -69,21 +69,16 @@ def read(
         default + its index.
     model: identifies the model, in the digests.
     """
-    jobs = []
-    for number, fields in json_lines.read(file):
-        try:
-            given = _given(fields)
-            prompt = _tokens(fields["prompt"], encode)
-            settings = {"stop": stop, "stop_ids": stop_ids, **given}
-            request = Request.of(prompt, config=defaults, index=len(jobs), **settings)
-            check_prompts([request.prompt], vocab_size=vocab_size)
-        except UserError as error:
-            raise UserError(f"{file} line {number}: {error}") from None
+
+    def job(fields: Any, _: int, index: int) -> Job:
+        settings = {"stop": stop, "stop_ids": stop_ids, **_given(fields)}
+        prompt = _tokens(fields["prompt"], encode)
+        request = Request.of(prompt, config=defaults, index=index, **settings)
+        check_prompts([request.prompt], vocab_size=vocab_size)
         decides = digest(model, dataclasses.asdict(request))
-        jobs.append(Job(len(jobs), (request,), decides, fields.get("id")))
-    if not jobs:
-        raise UserError(f"{file!r} holds no prompts")
-    return jobs
+        return Job(index, (request,), decides, fields.get("id"))
+
+    return json_lines.parsed(file, job, what="prompts")
 
 
 def digest(*decides: Any) -> str:
