@@ -157,10 +157,9 @@ def parts_of(
         return model.definition, model.params if params is None else params
     if not isinstance(model, ModelDef) or params is None:
         raise UserError(
-            f"decoding needs a Transformer, or a ModelDef and its params, not {described(model)}"
+            f"inference needs a Transformer, or a ModelDef and its params, not {described(model)}"
         )
-    if not callable(params):
-        check_model(model, params)
+    check_model(model, params)
     return model, params
 
 

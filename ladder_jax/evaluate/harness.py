@@ -29,7 +29,7 @@ from ladder_jax.decode import Request
 from ladder_jax.errors import UserError
 from ladder_jax.evaluate.model import MAX_NEW_TOKENS, Model, open_model
 from ladder_jax.evaluate.perplexity import windows
-from ladder_jax.evaluate.scorer import BATCH_TOKENS, Span
+from ladder_jax.evaluate.scorer import Span
 from ladder_jax.terminal import progress
 
 SAMPLED = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
@@ -38,8 +38,8 @@ WITHOUT_EFFECT = {"num_beams": 1, "use_cache": True}
 
 @register_model("ladder_jax")
 class LadderJax(TemplateLM):
-    """checkpoint: a path, or a Model. The other arguments are `open_model`'s, under the harness's
-    names.
+    """checkpoint: a path, or a Model. max_length, prefix_token_id: the harness's names for
+    `open_model`'s window and prefix; the other arguments have `open_model`'s names.
 
     batch_size, max_batch_size, device: given by the harness; batches are made by `batch_tokens`, on
         the mesh's devices.
@@ -49,26 +49,17 @@ class LadderJax(TemplateLM):
         self,
         checkpoint: str | Model,
         *,
-        tensor: int | None = None,
-        data: int = 1,
         max_length: int | None = None,
         max_gen_toks: int = MAX_NEW_TOKENS,
         prefix_token_id: int | None = None,
-        batch_tokens: int = BATCH_TOKENS,
         batch_size: int | str | None = None,
         max_batch_size: int | None = None,
         device: str | None = None,
+        **how: Any,
     ):
         super().__init__()
         if not isinstance(checkpoint, Model):
-            how = dict(
-                tensor=tensor,
-                data=data,
-                window=max_length,
-                prefix=prefix_token_id,
-                batch_tokens=batch_tokens,
-            )
-            checkpoint = open_model(checkpoint, **how)
+            checkpoint = open_model(checkpoint, window=max_length, prefix=prefix_token_id, **how)
         self.model = checkpoint
         self.max_gen_toks = max_gen_toks
 

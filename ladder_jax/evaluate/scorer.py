@@ -14,9 +14,9 @@ from jax import lax
 from ladder_jax import nn
 from ladder_jax.config import SCANNED, Execution, Phase
 from ladder_jax.decode import sampling
+from ladder_jax.decode.generate import parts_of
 from ladder_jax.errors import RunFailed, UserError, whole
 from ladder_jax.nn import ModelDef, Params, Transformer
-from ladder_jax.nn.model_def import check_model
 from ladder_jax.parallel import Compiled, on_mesh, over_ranks
 
 # rows are padded to this or to a power of two above it, so that few programs are compiled
@@ -75,11 +75,7 @@ class Scorer:
         *,
         batch_tokens: int = BATCH_TOKENS,
     ):
-        self.definition = model.definition if isinstance(model, Transformer) else model
-        self.params = model.params if isinstance(model, Transformer) and params is None else params
-        if self.params is None:
-            raise UserError("an evaluation needs a Transformer, or a ModelDef and its params")
-        check_model(self.definition, self.params)
+        self.definition, self.params = parts_of(model, params)
         self.batch_tokens = whole("batch_tokens", batch_tokens, least=1)
         self._sharding = self.definition.layout.sharding("BT")
         self._program = compiled_scores(self.definition)

@@ -109,8 +109,7 @@ def multiple_choice(
     lm-evaluation-harness.
     """
     harness = library()
-    pool = _documents(_pool(examples, shots, shots_from))
-    task = harness.LocalTask(harness.CHOICES, _documents(examples), shots=shots, pool=pool)
+    task = _task(harness.CHOICES, examples, shots, shots_from)
     pairs = harness.Pairs(model)
     spans: list[list[Span]] = []
     truncated = 0
@@ -176,8 +175,7 @@ def generation(
     harness = library()
     settings = {"until": list(stop), "do_sample": False, "max_gen_toks": max_new_tokens}
     config = {**harness.gsm8k(), "generation_kwargs": settings}
-    pool = _documents(_pool(examples, shots, shots_from))
-    task = harness.LocalTask(config, _documents(examples), shots=shots, pool=pool)
+    task = _task(config, examples, shots, shots_from)
     lm = harness.LadderJax(model)
     prompts = [asked.args[0] for (asked,) in task.asked()]
     requests = [lm.request(prompt, settings, seed=index) for index, prompt in enumerate(prompts)]
@@ -213,6 +211,11 @@ def library():
     from ladder_jax.evaluate import harness
 
     return harness
+
+
+def _task(config: dict, examples: Sequence, shots: int, shots_from: Sequence):
+    pool = _documents(_pool(examples, shots, shots_from))
+    return library().LocalTask(config, _documents(examples), shots=shots, pool=pool)
 
 
 def _pool(examples: Sequence, shots: int, source: Sequence) -> list:

@@ -73,12 +73,9 @@ class Service:
         async with alone:
             body = await asyncio.to_thread(parse, kind, content)
             requests, form = await asyncio.to_thread(prepare, body, self.terms)
-        try:
-            handles = self.engine.submit_all(requests)
-        except Exception:
-            if self.engine.error:
-                raise _failed() from None
-            raise
+        if self.engine.error:
+            raise _failed()
+        handles = self.engine.submit_all(requests)
         if body.stream:
             events = self._stream(handles, form)
             # X-Accel-Buffering keeps nginx from buffering the stream.
