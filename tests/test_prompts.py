@@ -12,7 +12,7 @@ from ladder_jax.config import DecodeConfig
 from ladder_jax.data.tokenizer import Bytes
 from ladder_jax.decode import Engine, Finish
 from ladder_jax.decode.engine import jsonl
-from ladder_jax.errors import RunFailed, UserError
+from ladder_jax.errors import UserError
 from tests import cases
 
 PROMPTS = [
@@ -135,28 +135,6 @@ def test_a_byte_order_mark(tmp_path):
     source.write_bytes(b"\xef\xbb\xbf" + '{"prompt": "é"}\r\n'.encode())
     (job,) = jsonl.read(str(source), **READ)
     assert bytes(job.requests[0].prompt) == "é".encode()
-
-
-def test_a_full_disk_keeps_whole_lines(tmp_path, largest_file):
-    source, out = tmp_path / "prompts.jsonl", tmp_path / "out.jsonl"
-    source.write_text("\n".join(map(json.dumps, PROMPTS * 2)))
-    jobs, ours = jsonl.read(str(source), **READ), engine()
-    list(jsonl.answer(ours, jobs, file=str(out)))
-    content, expected = out.read_bytes(), lines_of(out)
-    for room in (len(content) - 1, len(content) - 10, 3):
-        out.unlink()
-        largest_file(room)
-        with pytest.raises(
-            RunFailed,
-            match="out.jsonl: File too large. What it holds is whole, and the same command",
-        ):
-            list(jsonl.answer(ours, jobs, file=str(out)))
-        largest_file(None)
-        kept = out.read_bytes()
-        assert kept == b"" or kept.endswith(b"\n")
-        ours.run()  # those that were still at work
-        list(jsonl.answer(ours, jsonl.unanswered(str(out), jobs), file=str(out)))
-        assert lines_of(out) == expected
 
 
 def test_one_run_at_a_time(tmp_path):

@@ -108,9 +108,6 @@ def test_it_goes_on_after_a_kill(make_engine, tmp_path):
             UserError, match="out.jsonl line [1-4] answers another prompt, model or setting"
         ):
             unanswered(batch.read(file, **{**READ, **changes}))
-    out.write_text('{"id": "batch_req_1"}\n')
-    with pytest.raises(UserError, match="line 1 is not an answer that this command wrote"):
-        unanswered(jobs)
 
 
 def test_one_without_numbers(tmp_path):
