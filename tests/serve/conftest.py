@@ -5,6 +5,7 @@ import http.client
 import json
 import os
 import pathlib
+import socket
 import subprocess
 import sys
 import urllib.parse
@@ -152,6 +153,19 @@ def templated(start):
     process = start(python=("-m", "tests.serve.templated"))
     yield process
     assert process.end() == 0 and process.log().count("\n") == 2, process.log()
+
+
+@contextlib.contextmanager
+def connected(url, sent, *, received=None):
+    """A socket on which bytes were sent. received: bytes that the system holds for it."""
+    parts = urllib.parse.urlsplit(url)
+    with socket.socket() as sock:
+        sock.settimeout(20)
+        if received:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, received)
+        sock.connect((parts.hostname, parts.port))
+        sock.sendall(sent)
+        yield sock
 
 
 def ask(url, path="/v1/completions", body=None, *, method=None, headers=None, timeout=60):
