@@ -95,16 +95,10 @@ class LadderJax(TemplateLM):
         return self.model.tokenizer.render(chat_history, prompt=True)
 
     def loglikelihood_rolling(self, requests, disable_tqdm: bool = False) -> list[float]:
-        spans = []
-        owners = []
-        for owner, request in enumerate(requests):
-            tokens = self.tok_encode(*request.args)
-            for span in windows(tokens, prefix=self.prefix_token_id, window=self.max_length):
-                spans.append(span)
-                owners.append(owner)
-        totals = [0.0] * len(requests)
-        for owner, (loglikelihood, _) in zip(owners, self._scores(spans, quiet=disable_tqdm)):
-            totals[owner] += loglikelihood
+        how = dict(prefix=self.prefix_token_id, window=self.max_length)
+        cut = [list(windows(self.tok_encode(*request.args), **how)) for request in requests]
+        scores = iter(self._scores(list(itertools.chain(*cut)), quiet=disable_tqdm))
+        totals = [sum(next(scores)[0] for _ in spans) for spans in cut]
         for request, total in zip(requests, totals):
             self.cache_hook.add_partial("loglikelihood_rolling", request.args, total)
         return totals

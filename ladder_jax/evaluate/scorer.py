@@ -15,6 +15,7 @@ from ladder_jax import nn
 from ladder_jax.config import SCANNED, Execution, Phase
 from ladder_jax.decode import sampling
 from ladder_jax.decode.generate import parts_of
+from ladder_jax.decode.request import check_prompts
 from ladder_jax.errors import RunFailed, UserError, whole
 from ladder_jax.nn import ModelDef, Params, Transformer
 from ladder_jax.parallel import Compiled, on_mesh, over_ranks
@@ -85,8 +86,9 @@ class Scorer:
 
         Raises UserError for a token outside the vocabulary, RunFailed where a score is no number.
         """
+        vocab_size = self.definition.config.vocab_size
         for span in spans:
-            self._check(span)
+            check_prompts([(*span.context, *span.scored)], vocab_size=vocab_size)
         pending = None
         for batch in [*self._batches(spans), None]:
             sent = batch and self._send(*batch, spans)
@@ -116,14 +118,6 @@ class Scorer:
         return indices, self._program(
             self.params, *jax.device_put((tokens, targets), self._sharding)
         )
-
-    def _check(self, span: Span) -> None:
-        vocab_size = self.definition.config.vocab_size
-        for token in (*span.context, *span.scored):
-            if not 0 <= token < vocab_size:
-                raise UserError(
-                    f"the token {token} is outside the model's vocabulary of {vocab_size}"
-                )
 
 
 def _read(indices: list[int], computed: tuple[jax.Array, jax.Array], spans: Sequence[Span]):

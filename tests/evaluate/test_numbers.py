@@ -173,7 +173,7 @@ def test_nothing_to_score(tokens, model):
 
 
 def test_a_token_of_another_vocabulary(model):
-    with pytest.raises(UserError, match="the token 303 is outside the model's vocabulary of 303"):
+    with pytest.raises(UserError, match="the token 303, outside the model's vocabulary of 303"):
         evaluate.perplexity(model, [1, 303])
 
 

@@ -124,7 +124,6 @@ def alone(file: str) -> Iterator[None]:
     """Locks `file` for this process: two runs would answer every prompt twice. Raises UserError if
     another holds it.
     """
-    new = not pathlib.Path(file).exists()
     with open(file, "ab") as held:
         try:
             fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -134,11 +133,7 @@ def alone(file: str) -> Iterator[None]:
             ) from None
         except OSError:
             pass  # the file system has no locks
-        try:
-            yield
-        finally:
-            if new and os.fstat(held.fileno()).st_size == 0:
-                os.unlink(file)
+        yield
 
 
 def unanswered(file: str, jobs: Sequence[Job]) -> list[Job]:
