@@ -42,10 +42,10 @@ class Generator:
         by one.
         """
         self.definition, params = parts_of(model, params)
-        if not (isinstance(loop, Loop) and isinstance(quantize, Quantize)):
-            loop, quantize = member(Loop, "loop", loop), member(Quantize, "quantize", quantize)
-        self.loop, self.quantize = loop, quantize
-        self.params = weights.prepare(self.definition, params, loop=loop, quantize=quantize)
+        self.loop = member(Loop, "loop", loop)
+        self.quantize = member(Quantize, "quantize", quantize)
+        form = dict(loop=self.loop, quantize=self.quantize)
+        self.params = weights.prepare(self.definition, params, **form)
 
     def pieces(
         self, request: Request, *, decoder: Decoder | None = None, config: DecodeConfig = DEFAULT

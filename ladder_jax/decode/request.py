@@ -3,6 +3,7 @@
 import codecs
 import dataclasses
 import enum
+import functools
 import math
 import numbers
 import operator
@@ -82,12 +83,13 @@ class Request:
     __repr__ = shown
 
     def __post_init__(self):
+        put = functools.partial(object.__setattr__, self)
         if self.seed is None:
-            object.__setattr__(self, "seed", secrets.randbits(32))
+            put("seed", secrets.randbits(32))
         # Every setting is checked here: an error in the engine's loop would end all requests.
         for name in SAMPLING:
             kind = _whole if name in ("max_new_tokens", "top_k", "seed") else _real
-            object.__setattr__(self, name, kind(name, getattr(self, name)))
+            put(name, kind(name, getattr(self, name)))
         DecodeConfig(**{name: getattr(self, name) for name in SAMPLING})
         for name, most in MOST.items():
             if getattr(self, name) > most:
@@ -104,8 +106,8 @@ class Request:
             raise UserError(f"a stop string may have {STOP_CHARACTERS} characters, not {longest}")
         for name in ("prompt", "stop_ids"):
             tokens = tuple(_whole(f"a token of {name}", token) for token in getattr(self, name))
-            object.__setattr__(self, name, tokens)
-        object.__setattr__(self, "stop", stop)
+            put(name, tokens)
+        put("stop", stop)
 
     @classmethod
     def of(

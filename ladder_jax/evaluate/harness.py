@@ -98,10 +98,7 @@ class LadderJax(TemplateLM):
         how = dict(prefix=self.prefix_token_id, window=self.max_length)
         cut = [list(windows(self.tok_encode(*request.args), **how)) for request in requests]
         scores = iter(self._scores(list(itertools.chain(*cut)), quiet=disable_tqdm))
-        totals = [sum(next(scores)[0] for _ in spans) for spans in cut]
-        for request, total in zip(requests, totals):
-            self.cache_hook.add_partial("loglikelihood_rolling", request.args, total)
-        return totals
+        return [sum(next(scores)[0] for _ in spans) for spans in cut]
 
     def generate_until(self, requests, disable_tqdm: bool = False) -> list[str]:
         asked = {
@@ -111,7 +108,6 @@ class LadderJax(TemplateLM):
         with self._progress(len(asked), quiet=disable_tqdm) as update:
             for done, (index, result) in enumerate(self.model.answers(asked)):
                 texts[index] = result.text
-                self.cache_hook.add_partial("generate_until", requests[index].args, result.text)
                 update(done + 1, "")
         return texts
 
@@ -119,11 +115,7 @@ class LadderJax(TemplateLM):
         self, requests, disable_tqdm: bool = False, **_
     ) -> list[tuple[float, bool]]:
         spans = [self.model.cut(Span(context, scored)) for _, context, scored in requests]
-        scores = self._scores(spans, quiet=disable_tqdm)
-        for (texts, *_), score in zip(requests, scores):
-            if texts is not None:
-                self.cache_hook.add_partial("loglikelihood", texts, score)
-        return scores
+        return self._scores(spans, quiet=disable_tqdm)
 
     def _scores(self, spans: list[Span], *, quiet: bool) -> list[tuple[float, bool]]:
         found = {}
