@@ -14,9 +14,8 @@ from ladder_jax.decode import Engine, Finish, QueueFull, Request
 from ladder_jax.decode.engine.slots import buckets
 from ladder_jax.decode.request import StopText
 from ladder_jax.errors import UserError
-from tests import cases, compilations
-
-CAPACITY, CHUNK = 64, 5
+from tests import cases, compilations, engines
+from tests.engines import CAPACITY, CHUNK, parts
 
 
 def to_bytes(tokens):
@@ -26,15 +25,7 @@ def to_bytes(tokens):
     return b"".join(bytes([97 + t % 7, *"éèêàçùâ".encode()[2 * (t % 7) :][:2]]) for t in tokens)
 
 
-@functools.cache
-def parts(name="ladder", **mesh):
-    definition = cases.define(name, num_layers=2, **mesh)
-    return definition, cases.placed(definition)
-
-
-def engine(name="ladder", *, loop=Loop.UNROLLED, mesh=(("tensor", 1),), decoder=to_bytes, **more):
-    sizes = {**dict(slots=3, capacity=CAPACITY, chunk=CHUNK), **more}
-    return Engine(*parts(name, **dict(mesh)), **sizes, decoder=decoder, loop=loop)
+engine = functools.partial(engines.engine, decoder=to_bytes)
 
 
 @functools.cache
@@ -139,7 +130,7 @@ def test_random_traffic():
 
 def test_eight_ranks_give_the_same_tokens():
     """Scanned; test_generate has engines of one, unrolled, and of two."""
-    ours = engine(loop=Loop.SCAN, mesh=(("tensor", 8),))
+    ours = engine(loop=Loop.SCAN, tensor=8)
     handles = [ours.submit(request) for request in requests(4, seed=2)]
     ours.run()
     for handle in handles:

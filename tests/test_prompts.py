@@ -9,10 +9,10 @@ import pytest
 from ladder_jax import decode
 from ladder_jax.config import DecodeConfig
 from ladder_jax.data.tokenizer import Bytes
-from ladder_jax.decode import Engine, Finish
+from ladder_jax.decode import Finish
 from ladder_jax.decode.engine import jsonl
 from ladder_jax.errors import UserError
-from tests import cases
+from tests.engines import engine
 
 PROMPTS = [
     {"prompt": "a cat"},
@@ -34,12 +34,6 @@ READ = dict(
     vocab_size=251,
     model="m",
 )
-
-
-def engine():
-    definition = cases.define("ladder", num_layers=2)
-    params = cases.placed(definition)
-    return Engine(definition, params, slots=3, capacity=64, chunk=5, decoder=Bytes().to_bytes)
 
 
 def lines_of(file):
