@@ -10,17 +10,15 @@ import subprocess
 import sys
 import urllib.parse
 
-import numpy as np
 import pytest
 
-from ladder_jax import checkpoint
-from ladder_jax.config import DecodeConfig, FolderConfig, MeshConfig, RunConfig
+from ladder_jax.config import DecodeConfig, FolderConfig
 from ladder_jax.data.tokenizer import Bytes
 from ladder_jax.decode.engine import Request
 from ladder_jax.pretrained import open_model
 from ladder_jax.serve import app, server
 from ladder_jax.serve.prepare import Terms
-from tests import cases
+from tests import cases, starts
 
 ROOT = pathlib.Path(__file__).parent.parent.parent
 CAPACITY = 128
@@ -32,13 +30,7 @@ def folder(tmp_path_factory):
     """A run's folder with one checkpoint: two layers, bytes."""
     folder = tmp_path_factory.mktemp("serve")
     definition = cases.define("ladder", tensor=2, num_layers=2, vocab_size=256)
-    config = RunConfig(
-        model=definition.config, mesh=MeshConfig(tensor=2), run=FolderConfig(name=MODEL)
-    )
-    store = checkpoint.Store(folder / "checkpoints", config=config)
-    params = cases.placed(definition)
-    store.save(1, params=params, optimizer={"count": np.zeros(())})
-    store.close()
+    starts.save(folder / "checkpoints", definition, run=FolderConfig(name=MODEL))
     return folder
 
 
