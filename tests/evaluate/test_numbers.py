@@ -73,17 +73,11 @@ def test_scores(name, how, monkeypatch):
 
 def test_greedy(model, exact):
     """A span made of most probable tokens is greedy; with its last token changed it is not."""
-    tokens = [5]
-    for _ in range(4):
-        row = np.zeros((1, WINDOW), np.int32)
-        row[0, : len(tokens)] = tokens
-        tokens.append(int(exact.logits(row)[0, len(tokens) - 1].argmax()))
-    other = [*tokens[:-1], (tokens[-1] + 1) % 303]
-    for whole, greedy in ((tokens, True), (other, False)):
-        span = Span(whole[:1], whole[1:])
-        ((_, found),) = model.scorer.scores([span])
+    first = model.engine(capacity=WINDOW).submit(Request([5], max_new_tokens=4)).result().tokens
+    for scored, greedy in ((first, True), ((*first[:-1], (first[-1] + 1) % 303), False)):
+        ((_, found),) = model.scorer.scores([Span([5], scored)])
         assert found.greedy == greedy
-        assert exact.scores(span.context, span.scored)[1] == greedy
+        assert exact.scores([5], scored)[1] == greedy
 
 
 def test_windows_as_the_harness_documents_them():

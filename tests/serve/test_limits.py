@@ -137,10 +137,6 @@ def test_a_key(engine, serving):
             assert key not in json.dumps(answer)
         assert ask(url, "/health")[0] == 200
         assert ask(url, "/v1/models", headers={"authorization": f"bearer {key}"})[0] == 200
-        with openai.OpenAI(base_url=f"{url}/v1", api_key=key, max_retries=0) as client:
-            assert (
-                client.completions.create(**{**LONG, "max_tokens": 1}).usage.completion_tokens == 1
-            )
         with openai.OpenAI(base_url=f"{url}/v1", api_key="other", max_retries=0) as client:
             with pytest.raises(openai.AuthenticationError, match="wrong API key"):
                 client.models.list()
