@@ -102,7 +102,6 @@ ACCEPTED = ("metadata", "prompt_cache_key", "prompt_cache_retention", "safety_id
 Tokens = Annotated[list[int], Field(fail_fast=True)]
 Texts = Annotated[list[str], Field(fail_fast=True)]
 Stop = Annotated[str, Field(max_length=STOP_CHARACTERS)]
-Count = Annotated[int, Field(ge=1)]
 
 
 class Object(pydantic.BaseModel):
@@ -140,27 +139,15 @@ class GenerationBody(Object):
     """The parameters that completions and chat have in common."""
 
     model: str
-    n: Annotated[int, Field(ge=1, le=128)] | None = Field(
-        None, description="answers per prompt; default 1"
-    )
-    max_tokens: Count | None = None
-    temperature: Annotated[float, Field(ge=0, le=2)] | None = Field(
-        None, description="0 is greedy; default 1"
-    )
-    top_p: Annotated[float, Field(gt=0, le=1)] | None = Field(
-        None, description="default 1: all tokens"
-    )
-    top_k: Annotated[int, Field(ge=0, lt=2**31)] | None = Field(
-        None, description="default 0: all tokens"
-    )
-    min_p: Annotated[float, Field(ge=0, le=1)] | None = Field(
-        None, description="default 0: all tokens"
-    )
-    repetition_penalty: Annotated[float, Field(ge=0.01, le=100)] | None = Field(
-        None, description="default 1: none"
-    )
-    seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = Field(
-        None, description="modulo 2**32; default random"
+    n: int | None = Field(None, ge=1, le=128, description="answers per prompt; default 1")
+    max_tokens: int | None = Field(None, ge=1)
+    temperature: float | None = Field(None, ge=0, le=2, description="0 is greedy; default 1")
+    top_p: float | None = Field(None, gt=0, le=1, description="default 1: all tokens")
+    top_k: int | None = Field(None, ge=0, lt=2**31, description="default 0: all tokens")
+    min_p: float | None = Field(None, ge=0, le=1, description="default 0: all tokens")
+    repetition_penalty: float | None = Field(None, ge=0.01, le=100, description="default 1: none")
+    seed: int | None = Field(
+        None, ge=-(2**63), lt=2**63, description="modulo 2**32; default random"
     )
     stop: Stop | Annotated[list[Stop], Field(max_length=16, fail_fast=True)] | None = Field(
         None,
@@ -182,7 +169,7 @@ class Completion(GenerationBody):
         description="a string, a list of strings, a list of tokens, or a list of lists of tokens"
     )
     echo: bool | None = None
-    logprobs: Annotated[int, Field(ge=0, le=5)] | None = None
+    logprobs: int | None = Field(None, ge=0, le=5)
 
 
 class Part(Object):
@@ -202,9 +189,9 @@ class Chat(GenerationBody):
     """The body of a request to /v1/chat/completions."""
 
     messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)]
-    max_completion_tokens: Count | None = None
+    max_completion_tokens: int | None = Field(None, ge=1)
     logprobs: bool | None = None
-    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    top_logprobs: int | None = Field(None, ge=0, le=20)
 
 
 BODIES: dict[str, type[GenerationBody]] = {

@@ -126,6 +126,10 @@ MISTAKES = [
         "stream: a batch has no streams; leave it out",
     ),
     (
+        request("x", COMPLETIONS, prompt="a", model="gpt"),
+        "there is no model 'gpt' here; this is 'book'",
+    ),
+    (
         request("x", CHAT, messages=[{"role": "assistant", "content": "a"}]),
         "the chat template refuses these messages",
     ),
