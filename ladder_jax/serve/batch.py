@@ -12,19 +12,29 @@ import dataclasses
 import datetime
 import json
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
+
+from pydantic import Field
 
 from ladder_jax.config import DecodeConfig
 from ladder_jax.data import json_lines
 from ladder_jax.data.tokenizer import Tokenizer
 from ladder_jax.decode.engine import NoNumbers, Result, jsonl
-from ladder_jax.errors import UserError, unknown
+from ladder_jax.errors import UserError
 from ladder_jax.serve.answer import Form
 from ladder_jax.serve.prepare import Terms, prepare
-from ladder_jax.serve.schema import BODIES, Chat, Refusal, parse
+from ladder_jax.serve.schema import BODIES, Chat, Object, Refusal, parse
 
-KEYS = ("custom_id", "method", "url", "body")
 NO_DATE = datetime.datetime(1970, 1, 1)
+
+
+class Line(Object):
+    """A request."""
+
+    custom_id: str = Field(min_length=1)
+    method: Literal["POST"]
+    url: Literal[*BODIES]
+    body: dict[str, Any]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,21 +94,11 @@ def read(
 
 
 def _job(value: Any, terms: Terms, *, identity: str, seed: int) -> Job:
-    if not isinstance(value, dict) or not isinstance(value.get("body"), dict):
+    if not isinstance(value, dict):
         example = '{"custom_id": "1", "method": "POST", "url": ..., "body": {}}'
         raise UserError(f"each line must be an object such as {example}")
-    for key in value:
-        if key not in KEYS:
-            raise unknown("key", key, KEYS)
-    custom_id = value.get("custom_id")
-    url = value.get("url")
-    if not isinstance(custom_id, str) or not custom_id:
-        raise UserError("custom_id must be text")
-    if value.get("method") != "POST":
-        raise UserError(f"method must be 'POST', not {value.get('method')!r}")
-    if not isinstance(url, str) or url not in BODIES:
-        raise unknown("url", url, BODIES)
-    body = parse(BODIES[url], json.dumps(value["body"]).encode())
+    line = parse(Line, json.dumps(value).encode())
+    body = parse(BODIES[line.url], json.dumps(line.body).encode())
     if body.stream:
         raise UserError("stream: a batch has no streams; leave it out")
     requests, form = prepare(body, terms, seed=seed)
@@ -106,5 +106,5 @@ def _job(value: Any, terms: Terms, *, identity: str, seed: int) -> Job:
         prepare(body, terms, seed=seed, now=NO_DATE)[0] if isinstance(body, Chat) else requests
     )
     decides = map(dataclasses.asdict, undated)
-    form.name = jsonl.digest(identity, url, value["body"], *decides)
-    return Job(custom_id, tuple(requests), form.name, form=form)
+    form.name = jsonl.digest(identity, line.url, line.body, *decides)
+    return Job(line.custom_id, tuple(requests), form.name, form=form)

@@ -208,8 +208,8 @@ UNIONS = {
 """Descriptions of parameters of several types: pydantic reports an error for each of these."""
 
 
-def parse[Body: GenerationBody](kind: type[Body], content: bytes) -> Body:
-    """A body from JSON. Raises Refusal, which names the first wrong parameter."""
+def parse[Kind: Object](kind: type[Kind], content: bytes) -> Kind:
+    """An object from JSON. Raises Refusal, which names the first wrong parameter."""
     try:
         return kind.model_validate_json(content)
     except pydantic.ValidationError as error:
