@@ -13,7 +13,7 @@ import contextlib
 import io
 import itertools
 import pathlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import datasets
@@ -104,12 +104,8 @@ class LadderJax(TemplateLM):
         asked = {
             index: self.request(*request.args, seed=index) for index, request in enumerate(requests)
         }
-        texts: list[str] = [""] * len(asked)
-        with self._progress(len(asked), quiet=disable_tqdm) as update:
-            for done, (index, result) in enumerate(self.model.answers(asked)):
-                texts[index] = result.text
-                update(done + 1, "")
-        return texts
+        found = self._all(self.model.answers(asked), len(asked), quiet=disable_tqdm)
+        return [result.text for result in found]
 
     def _loglikelihood_tokens(
         self, requests, disable_tqdm: bool = False, **_
@@ -118,17 +114,17 @@ class LadderJax(TemplateLM):
         return self._scores(spans, quiet=disable_tqdm)
 
     def _scores(self, spans: list[Span], *, quiet: bool) -> list[tuple[float, bool]]:
-        found = {}
-        with self._progress(len(spans), quiet=quiet) as update:
-            for index, score in self.model.scorer.scores(spans):
-                found[index] = score.loglikelihood, score.greedy
-                update(len(found), "")
-        return [found[index] for index in range(len(spans))]
+        found = self._all(self.model.scorer.scores(spans), len(spans), quiet=quiet)
+        return [(score.loglikelihood, score.greedy) for score in found]
 
-    def _progress(self, total: int, *, quiet: bool):
-        return progress(
-            total, label="{done}/{total} requests", say=(lambda line: None) if quiet else None
-        )
+    def _all[T](self, results: Iterator[tuple[int, T]], total: int, *, quiet: bool) -> list[T]:
+        """In the order of their indices. Shows how many have come."""
+        found, say = {}, (lambda line: None) if quiet else None
+        with progress(total, label="{done}/{total} requests", say=say) as update:
+            for index, result in results:
+                found[index] = result
+                update(len(found), "")
+        return [found[index] for index in range(total)]
 
     def request(self, context: str, settings: dict[str, Any], *, seed: int) -> Request:
         """As the harness's model `hf` reads its settings. Raises UserError for what would be
