@@ -50,13 +50,18 @@ def write(file, lines):
     return str(file)
 
 
-def test_answers(make_engine, alone, tmp_path):
+@pytest.fixture(scope="module")
+def content(make_engine, tmp_path_factory):
+    """The file of answers to LINES."""
+    folder = tmp_path_factory.mktemp("batch")
+    jobs = batch.read(write(folder / "in.jsonl", LINES), **READ)
+    list(jsonl.answer(make_engine(), jobs, file=str(folder / "out.jsonl")))
+    return (folder / "out.jsonl").read_bytes()
+
+
+def test_answers(content, alone):
     """OpenAI's types read the bodies; the texts are those of the server's requests."""
-    jobs, out = batch.read(write(tmp_path / "in.jsonl", LINES), **READ), tmp_path / "out.jsonl"
-    list(jsonl.answer(make_engine(), jobs, file=str(out)))
-    answers = {
-        answer["custom_id"]: answer for answer in map(json.loads, out.read_bytes().splitlines())
-    }
+    answers = {answer["custom_id"]: answer for answer in map(json.loads, content.splitlines())}
     assert answers.keys() == {line["custom_id"] for line in LINES}
     one = answers["one"]
     assert one.keys() == {"id", "custom_id", "response", "error"}
@@ -76,27 +81,21 @@ def test_answers(make_engine, alone, tmp_path):
     assert chat.choices[0].message.content == expected.text
 
 
-def test_it_goes_on_after_a_kill(make_engine, tmp_path):
-    """Cut within a line. (test_prompts.py cuts at random.)"""
-    file, out, engine = write(tmp_path / "in.jsonl", LINES), tmp_path / "out.jsonl", make_engine()
-    jobs = batch.read(file, **READ)
-    unanswered = lambda jobs: jsonl.unanswered(str(out), jobs)
-    run = lambda: list(jsonl.answer(engine, unanswered(jobs), file=str(out)))
-    texts = lambda: {
-        one["custom_id"]: one["response"]["body"]["choices"]
-        for one in map(json.loads, out.read_bytes().splitlines())
-    }
-    run()
-    content, expected = out.read_bytes(), texts()
-    out.write_bytes(content[: len(content) // 2])
-    assert 0 < len(unanswered(jobs)) < len(jobs)
-    run()
-    assert texts() == expected
+def test_answers_that_are_there(content, tmp_path):
+    """Whole lines count, of the same requests. (test_prompts.py goes on after a kill.)"""
+    file, out = write(tmp_path / "in.jsonl", LINES), tmp_path / "out.jsonl"
+    unanswered = lambda **changes: jsonl.unanswered(
+        str(out), batch.read(file, **{**READ, **changes})
+    )
+    for cut in (5, len(content) // 2, len(content)):
+        out.write_bytes(content[:cut])
+        assert len(unanswered()) == len(LINES) - content[:cut].count(b"\n")
+        assert content.startswith(out.read_bytes())
     for changes in (dict(identity="another"), dict(defaults=DecodeConfig(seed=4))):
         with pytest.raises(
             UserError, match="out.jsonl line [1-4] answers another prompt, model or setting"
         ):
-            unanswered(batch.read(file, **{**READ, **changes}))
+            unanswered(**changes)
 
 
 def test_one_without_numbers(tmp_path):
