@@ -17,7 +17,7 @@ MAX_TOKENS = 16
 """OpenAI's default for completions."""
 LONG_TOKEN = 64
 """Bytes: an upper bound for special tokens, whose text the tokenizer does not give."""
-SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+SAMPLING = {"temperature", "top_p", "top_k", "min_p", "repetition_penalty"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -123,8 +123,7 @@ def prepare(
         seed = body.seed
     elif seed is None:
         seed = secrets.randbits(32)
-    given = {name: getattr(body, name) for name in SAMPLING if getattr(body, name) is not None}
-    settings = {"temperature": 1.0, **given}
+    settings = {"temperature": 1.0, **body.model_dump(include=SAMPLING, exclude_none=True)}
     requests = [
         Request(
             prompt,
