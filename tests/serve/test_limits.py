@@ -246,9 +246,5 @@ def test_a_port_that_is_taken():
     with socket.create_server(("127.0.0.1", 0)) as taken:
         with pytest.raises(UserError, match="cannot listen at 127.0.0.1, port [0-9]+: "):
             server.bind("127.0.0.1", taken.getsockname()[1])
-    for host, port in (("no such host", 0), ("192.0.2.1", 0)):
-        with pytest.raises(UserError, match=f"cannot listen at {host}, port 0: "):
-            server.bind(host, port)
-    for port in (-1, 70_000):
-        with pytest.raises(UserError, match=f"a port is from 0 to 65535, not {port}"):
-            server.bind("127.0.0.1", port)
+    with pytest.raises(UserError, match="cannot listen at 192.0.2.1, port 0: "):
+        server.bind("192.0.2.1", 0)
