@@ -112,7 +112,7 @@ def test_answers_to_something_else_are_refused(tmp_path):
         ('{"prompt": "a", "top_k": "x"}', ":2: top_k must be a whole number, not 'x'"),
         ('{"prompt": "a", "stop": 1}', ":2: stop must be a list, not 1"),
         ('{"prompt": "a", "id": []}', ":2: id must be a string or a whole number"),
-        ('{"prompt": "\\ud800"}', ":2: the prompt holds half of a surrogate pair"),
+        ('{"prompt": "\\ud800"}', ":2: half of a surrogate pair, which is no character"),
     ],
 )
 def test_mistakes_in_a_file_of_prompts(tmp_path, line, message):

@@ -50,8 +50,8 @@ def read(
 def parsed[T](file: str, parse: Callable[[Any, int, int], T], *, what: str) -> list[T]:
     """`parse(value, number, index)` of each line that is not empty; `index` counts these from 0.
 
-    Raises UserError, with the line's number, for what `read` or `parse` refuses, and where there is
-    no line: the file holds no `what`.
+    Raises UserError, with the line's number, for what `read` or `parse` refuses, for a text that
+    `parse` cannot encode, and where there is no line: the file holds no `what`.
     """
     found = []
     for number, value in read(file):
@@ -59,6 +59,9 @@ def parsed[T](file: str, parse: Callable[[Any, int, int], T], *, what: str) -> l
             found.append(parse(value, number, len(found)))
         except UserError as error:
             raise UserError(f"{file}:{number}: {error}") from None
+        except UnicodeEncodeError:
+            half = "half of a surrogate pair, which is no character"
+            raise UserError(f"{file}:{number}: {half}") from None
     if not found:
         raise UserError(f"{file!r} holds no {what}")
     return found

@@ -72,7 +72,7 @@ def read(
 
     def job(fields: Any, _: int, index: int) -> Job:
         settings = {"stop": stop, "stop_ids": stop_ids, **_given(fields)}
-        prompt = _tokens(fields["prompt"], encode)
+        prompt = encode(fields["prompt"])
         request = Request.of(prompt, config=defaults, index=index, **settings)
         check_prompts([request.prompt], vocab_size=vocab_size)
         decides = digest(model, dataclasses.asdict(request))
@@ -108,15 +108,6 @@ def _given(fields):
     if not isinstance(name, str | int | None) or isinstance(name, bool):
         raise UserError(f"id must be a string or a whole number, not {json.dumps(name)}")
     return {key: fields[key] for key in SETTINGS if fields.get(key) is not None}
-
-
-def _tokens(prompt, encode):
-    try:
-        return encode(prompt)
-    except UnicodeEncodeError:
-        raise UserError(
-            "the prompt holds half of a surrogate pair, which is no character"
-        ) from None
 
 
 @contextlib.contextmanager
