@@ -133,7 +133,8 @@ class Engine:
     @property
     def busy(self) -> bool:
         """Whether any request waits or runs."""
-        return self._scheduler.busy
+        stats = self.stats()
+        return stats.queued + stats.running > 0
 
     def step(self) -> bool:
         """One round: fills free slots and makes a chunk of tokens in all. Returns whether requests

@@ -172,12 +172,6 @@ class Scheduler:
         if self.error:
             raise RuntimeError(f"the engine ended with an error: {self.error!r}") from self.error
 
-    @property
-    def busy(self) -> bool:
-        """Whether any request waits or runs."""
-        with self.changed:
-            return bool(self._queue or self._running)
-
     def admit(self) -> list[tuple[int, Handle]]:
         """Frees the slots of cancelled requests and fills free slots from the queue. Returns the
         newly admitted.
