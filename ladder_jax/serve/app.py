@@ -68,8 +68,11 @@ class Service:
     async def answer(self, http: fastapi.Request, kind: type[GenerationBody]) -> Response:
         """A whole answer, or its stream. Raises Refusal or UserError."""
         content = await read_body(http, most=self.body_bytes, seconds=self.body_seconds)
+        alone = contextlib.nullcontext()
+        if len(content) > SMALL_BODY:
+            self.terms.check_marks(content)
+            alone = self.large_bodies
         # In a thread: to read and tokenize a long body would block the event loop.
-        alone = self.large_bodies if len(content) > SMALL_BODY else contextlib.nullcontext()
         async with alone:
             body = await asyncio.to_thread(parse, kind, content)
             requests, form = await asyncio.to_thread(prepare, body, self.terms)

@@ -43,6 +43,16 @@ class Terms:
             message = f"there is no model {name!r} here; this is {self.name!r}"
             raise Refusal(404, message, param="model", code="model_not_found")
 
+    def check_marks(self, content: bytes) -> None:
+        """Raises Refusal for a body of so many strings, lists and objects that to make them would
+        hold Python's lock for long.
+        """
+        count = sum(map(content.count, b'"[{'))
+        most = 16 * (self.capacity + self.max_queue)
+        if count > most:
+            message = f"the body has {count} quotes, brackets and braces, and may have {most}"
+            raise Refusal(400, message)
+
     def check_count(self, prompts: int, *, n: int) -> None:
         """Raises Refusal for no answers, or more than the queue holds. n: answers per prompt."""
         if not 0 < n * prompts <= self.max_queue:

@@ -177,6 +177,7 @@ WRONG = {
         "the body is not JSON: invalid unicode code point",
     ),
     b"[" * 100_000: (400, "the body is not JSON: recursion limit exceeded"),
+    b"[" * 200_000: (400, "the body has 200000 quotes, brackets and braces, and may have 2080"),
     b'{"n": ' + b"9" * 5000 + b"}": (400, "the body is not JSON: number out of range"),
     b'{"model": "book", "prompt": "\\ud800"}': (
         400,
