@@ -147,8 +147,8 @@ def answered(file: str, digests: Mapping[Hashable, str]) -> dict[Hashable, dict[
     for number, line in enumerate(whole.split(b"\n") if newline else (), start=1):
         try:
             answer = json.loads(line)
-            index, digest = _job_of(answer)
-            is_known = index in digests and digests[index] == digest
+            index, its_digest = _job_of(answer)
+            is_known = index in digests and digests[index] == its_digest
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
             raise UserError(
                 f"{file} line {number} is not an answer that this command wrote"
