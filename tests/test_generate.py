@@ -70,7 +70,7 @@ def check_equal(ours, engines):
     return result
 
 
-# Four ranks, unrolled: in test_decode.py; eight, in test_engine.py.
+# Four ranks, unrolled: in test_decode.py.
 @pytest.mark.parametrize(
     "form, settings",
     [("1", dict(seed=0)), ("1", FILTERED), ("2, scan, int8", dict(temperature=1.2, seed=5))],
