@@ -11,12 +11,12 @@ BFLOAT16 = dict(dtype=Dtype.BFLOAT16, residual_dtype=Dtype.BFLOAT16)
 WIDE = dict(num_layers=6, d_model=128, d_ff=512, vocab_size=512, **BFLOAT16)
 
 
-def save(folder, definition):
-    """A checkpoint of random values; returns these."""
+def save(folder, definition, **more):
+    """A checkpoint of random values; returns these. more: of its RunConfig."""
     params = cases.parameters(definition)
     mesh = MeshConfig(tensor=definition.layout.mesh.size)
     written = checkpoint.Store(
-        folder, config=RunConfig(definition.config, mesh, TrainConfig(sequence=64))
+        folder, config=RunConfig(definition.config, mesh, TrainConfig(sequence=64), **more)
     )
     written.save(1, params=cases.place(params, definition), optimizer={"count": np.zeros(())})
     written.close()

@@ -248,7 +248,7 @@ WRONG = {
     ),
     "Generator": (
         lambda: decode.Generator("tiny", {}),
-        "decoding needs a Transformer, or a ModelDef and its params, not 'tiny'",
+        "inference needs a Transformer, or a ModelDef and its params, not 'tiny'",
     ),
     "Generator(params)": (
         lambda: decode.Generator(DEFINITION, 5),

@@ -12,7 +12,7 @@ import pytest
 
 from ladder_jax import decode, nn, parallel
 from ladder_jax.config import DecodeConfig, Launch, Loop
-from ladder_jax.decode import sampling, steps, weights
+from ladder_jax.decode import steps, weights
 from ladder_jax.errors import UserError
 from tests import cases, communication, covering, one_step
 
@@ -89,17 +89,6 @@ def test_greedy_generation_is_the_argmax_of_the_full_pass():
         sequence = np.array([prompt + list(row)], np.int32)
         logits = np.asarray(nn.compiled_logits(definition)(params, sequence))[0]
         np.testing.assert_array_equal(logits[len(prompt) - 1 : -1].argmax(-1), row)
-
-
-def test_argmax_takes_the_first_of_equals():
-    definition = cases.define("standard", tensor=8)
-    scores = np.zeros((3, 1024), np.float32)
-    scores[0, [3, 700]] = 1
-    scores[1, [900, 901]] = 1
-    layout = definition.layout
-    argmax = functools.partial(sampling.argmax, axes=layout.tensor)
-    pick = parallel.on_mesh(argmax, layout=layout, in_dims=("BV",), out_dims="B")
-    np.testing.assert_array_equal(jax.jit(pick)(scores), [3, 900, 0])
 
 
 @pytest.mark.parametrize(

@@ -11,13 +11,12 @@ import pytest
 
 from ladder_jax import cli, decode
 from ladder_jax.config import Loop, Quantize
-from ladder_jax.data.tokenizer import Bytes
 from ladder_jax.decode import Engine, Finish, Generator, NoNumbers, Request
 from ladder_jax.decode.engine import scheduler
 from tests import cases, starts
+from tests.engines import DECODER, parts
 
 CAPACITY = 48  # with the last chunk, caches of 64 positions: as long as the generator's
-DECODER = Bytes().to_bytes
 FORMS = {
     "1": (dict(tensor=1), dict(loop=Loop.UNROLLED)),
     "2, scan, int8": (dict(tensor=2), dict(loop=Loop.SCAN, quantize=Quantize.INT8)),
@@ -31,11 +30,7 @@ FILTERED = dict(
 def both(form="1", poison=None):
     """A Generator and an Engine with the same parameters, as functions that start a request."""
     mesh, how = FORMS[form]
-    definition = cases.define("ladder", num_layers=2, **mesh)
-    params = cases.parameters(definition)
-    if poison is not None:
-        params["embedding"]["table"][poison] = np.nan
-    params = cases.place(params, definition)
+    definition, params = parts(poison=poison, **mesh)
     generator = Generator(definition, params, **how)
     engine = Engine(definition, params, slots=2, capacity=CAPACITY, decoder=DECODER, **how)
     return lambda request: generator.pieces(request, decoder=DECODER), engine.submit
@@ -75,7 +70,7 @@ def check_equal(ours, engines):
     return result
 
 
-# Four ranks, unrolled: in test_decode.py; eight, in test_engine.py.
+# Four ranks, unrolled: in test_decode.py.
 @pytest.mark.parametrize(
     "form, settings",
     [("1", dict(seed=0)), ("1", FILTERED), ("2, scan, int8", dict(temperature=1.2, seed=5))],
@@ -94,8 +89,7 @@ def test_a_generator_gives_what_an_engine_gives(form, settings):
 def test_data_ranks_compute_the_same():
     """Of copies of one row; an engine has one replica only."""
     request = Request([1, 2, 3], max_new_tokens=20, temperature=1.0, seed=3)
-    definition = cases.define("ladder", num_layers=2, data=2, tensor=2)
-    generator = Generator(definition, cases.placed(definition))
+    generator = Generator(*parts(data=2, tensor=2))
     check_equal(generator.pieces(request, decoder=DECODER), both()[0](request))
 
 

@@ -3,36 +3,21 @@
 import functools
 import json
 
-import jax
-import numpy as np
 import pytest
 
 from ladder_jax import decode
 from ladder_jax.config import DecodeConfig, Loop
 from ladder_jax.data.tokenizer import Bytes
-from ladder_jax.decode import Choice, Engine, Finish, NoNumbers, Request
+from ladder_jax.decode import Choice, Finish, NoNumbers, Request
 from ladder_jax.decode.engine import jsonl
 from ladder_jax.errors import RunFailed
-from tests import cases
+from tests import engines
 
 READ = dict(stop=(), encode=Bytes().encode, vocab_size=251, model="m")
 POISON = 13  # a token whose embedding is no number
 
 
-def parts(*, poison=None, **mesh):
-    """A definition, and parameters of which one token's embedding is no number."""
-    definition = cases.define("ladder", num_layers=2, **mesh)
-    params = cases.parameters(definition)
-    if poison is not None:
-        params["embedding"]["table"][poison] = np.nan
-    return definition, cases.place(params, definition)
-
-
-def engine(*, poison=None, **more):
-    sizes = {**dict(slots=2, capacity=64, chunk=5, loop=Loop.SCAN), **more}
-    return Engine(*parts(poison=poison), decoder=Bytes().to_bytes, **sizes)
-
-
+engine = functools.partial(engines.engine, slots=2, loop=Loop.SCAN)
 GOOD = Request([1, 2, 3], max_new_tokens=18, seed=0)
 BAD = Request([4, POISON, 5], max_new_tokens=18, seed=0)
 
@@ -96,7 +81,7 @@ def test_a_request_may_end_with_what_has_no_numbers():
 
 
 def test_a_generator_says_which_prompt():
-    ours = decode.Generator(*parts(poison=POISON, data=2), loop=Loop.SCAN)
+    ours = decode.Generator(*engines.parts(poison=POISON, data=2), loop=Loop.SCAN)
     config = DecodeConfig(max_new_tokens=4, temperature=1.0)
     with pytest.raises(
         RunFailed, match="prompt 2 of 3: the model's logits are no numbers .NaN or infinite."
@@ -164,14 +149,3 @@ def test_prompts_of_one_command_do_not_share_their_noise(tmp_path):
     defaults = DecodeConfig(max_new_tokens=12, temperature=1.5, seed=2**32 - 1)
     jobs = jsonl.read(str(source), defaults=defaults, **READ)
     assert [job.requests[0].seed for job in jobs] == [2**32 - 1, 0, 3, 3]
-
-
-def test_a_failed_requests_slot_holds_no_nan():
-    """The slot's caches hold no NaN, neither keys nor values."""
-    ours = engine(poison=POISON)
-    with pytest.raises(NoNumbers):
-        ours.submit(BAD).result()
-    assert all(
-        np.isfinite(np.asarray(leaf, np.float32)).all()
-        for leaf in jax.tree.leaves(ours._device._state.caches)
-    )

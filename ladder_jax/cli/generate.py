@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from ladder_jax.config import DecodeConfig
     from ladder_jax.data.tokenizer import Tokenizer
     from ladder_jax.decode import Engine, Request
+    from ladder_jax.decode.engine.jsonl import Job
     from ladder_jax.decode.request import Piece
     from ladder_jax.pretrained import OpenedModel
 
@@ -118,13 +119,11 @@ class Asked:
             settings=settings, tensor=self.args.tensor, capacity=capacity, **sizes, decoder=decoder
         )
 
-    def engine_for(self, requests: list[Request]) -> Engine:
+    def engine_for(self, requests: list[Request], *, max_queue: int) -> Engine:
         """Just large enough for them."""
         capacity = max(len(request.prompt) + request.max_new_tokens for request in requests)
         slots = min(self.args.slots or SLOTS, len(requests))
-        return self.engine(
-            slots=slots, capacity=capacity, max_queue=max(len(self.args.prompt or ()), SLOTS)
-        )
+        return self.engine(slots=slots, capacity=capacity, max_queue=max_queue)
 
 
 def open_asked(
@@ -187,7 +186,7 @@ def _several(asked: Asked) -> None:
     from ladder_jax.decode import NoNumbers
 
     requests = asked.requests()
-    engine = asked.engine_for(requests)
+    engine = asked.engine_for(requests, max_queue=len(requests))
     handles, failed = [engine.submit(request) for request in requests], []
     for index, (prompt, handle) in enumerate(zip(asked.args.prompt, handles)):
         if index:
@@ -204,21 +203,21 @@ def _file(asked: Asked) -> None:
     from ladder_jax.decode.engine import jsonl
 
     out = asked.args.out
-    jobs, form = _jobs(asked)
+    jobs = _jobs(asked)
     with jsonl.alone(out):
-        left = jsonl.unanswered(out, jobs, **form)
+        left = jsonl.unanswered(out, jobs)
         done = len(jobs) - len(left)
         with terminal.progress(len(jobs), done=done, label="{done}/{total} prompts") as update:
             if left:
-                engine = asked.engine_for([request for job in left for request in job.requests])
+                requests = [request for job in left for request in job.requests]
+                most = max(len(job.requests) for job in left)
+                engine = asked.engine_for(requests, max_queue=max(most, SLOTS))
                 for number, _ in enumerate(jsonl.answer(engine, left, file=out), start=done + 1):
                     update(number, "")
 
 
-def _jobs(asked: Asked) -> tuple[list, dict]:
-    """The jobs in the file of prompts, and `jsonl.unanswered`'s arguments for their answers'
-    format.
-    """
+def _jobs(asked: Asked) -> list[Job]:
+    """The jobs in the file of prompts."""
     from ladder_jax.config import to_dict
     from ladder_jax.decode.engine import jsonl
 
@@ -228,9 +227,7 @@ def _jobs(asked: Asked) -> tuple[list, dict]:
     )
     about = dict(defaults=settings, vocab_size=saved.config.model.vocab_size)
     if not jsonl.is_batch(args.prompts):
-        return jsonl.read(
-            args.prompts, **asked.ends, model=model, encode=tokenizer.encode, **about
-        ), {}
+        return jsonl.read(args.prompts, **asked.ends, model=model, encode=tokenizer.encode, **about)
     check_http("OpenAI's batch format")
     from ladder_jax.serve import batch
 
@@ -239,10 +236,9 @@ def _jobs(asked: Asked) -> tuple[list, dict]:
         raise UserError(
             f"--{option}: in OpenAI's batch format each line's body has its own settings"
         )
-    jobs = batch.read(
+    return batch.read(
         args.prompts, name=saved.config.run.name, tokenizer=tokenizer, identity=model, **about
     )
-    return jobs, dict(identify=batch.identify, beginning=batch.BEGINNING)
 
 
 def _chat(asked: Asked) -> None:

@@ -266,9 +266,7 @@ VERBS = {
             "--slots N": count(
                 "of --generation: answers that are written at the same time (default 8)"
             ),
-            "--batch-tokens N": count(
-                "tokens a batch, padding included (default 4096; halved where memory does not suffice)"
-            ),
+            "--batch-tokens N": count("tokens a batch, padding included (default 4096)"),
             "--prefix-token ID": number(
                 "the token before a text's first (default: the tokenizer's BOS, or EOS; a newline byte)"
             ),

@@ -5,7 +5,7 @@ import json
 import pathlib
 import sys
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from ladder_jax.errors import UserError
@@ -45,6 +45,26 @@ def read(
         ) from None
     except OSError as error:
         raise UserError(f"cannot read {str(file)!r}: {error.strerror or error}") from None
+
+
+def parsed[T](file: str, parse: Callable[[Any, int, int], T], *, what: str) -> list[T]:
+    """`parse(value, number, index)` of each line that is not empty; `index` counts these from 0.
+
+    Raises UserError, with the line's number, for what `read` or `parse` refuses, for a text that
+    `parse` cannot encode, and where there is no line: the file holds no `what`.
+    """
+    found = []
+    for number, value in read(file):
+        try:
+            found.append(parse(value, number, len(found)))
+        except UserError as error:
+            raise UserError(f"{file}:{number}: {error}") from None
+        except UnicodeEncodeError:
+            half = "half of a surrogate pair, which is no character"
+            raise UserError(f"{file}:{number}: {half}") from None
+    if not found:
+        raise UserError(f"{file!r} holds no {what}")
+    return found
 
 
 def place(file: str | pathlib.Path, number: int, begin: int) -> str:

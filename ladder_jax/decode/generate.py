@@ -42,10 +42,10 @@ class Generator:
         by one.
         """
         self.definition, params = parts_of(model, params)
-        if not (isinstance(loop, Loop) and isinstance(quantize, Quantize)):
-            loop, quantize = member(Loop, "loop", loop), member(Quantize, "quantize", quantize)
-        self.loop, self.quantize = loop, quantize
-        self.params = weights.prepare(self.definition, params, loop=loop, quantize=quantize)
+        self.loop = member(Loop, "loop", loop)
+        self.quantize = member(Quantize, "quantize", quantize)
+        form = dict(loop=self.loop, quantize=self.quantize)
+        self.params = weights.prepare(self.definition, params, **form)
 
     def pieces(
         self, request: Request, *, decoder: Decoder | None = None, config: DecodeConfig = DEFAULT
@@ -73,9 +73,8 @@ class Generator:
                 yield piece
             if isinstance(outcome, NoNumbers):
                 raise outcome
-            if outcome:
+            if outcome:  # at max_new_tokens at the latest
                 return outcome
-        raise AssertionError("a request ends at max_new_tokens")
 
     def tokens(self, prompts: Sequence[Sequence[int]], *, config: DecodeConfig) -> np.ndarray:
         """New tokens [prompts, max_new_tokens]; the same seed gives the same tokens.
@@ -157,10 +156,9 @@ def parts_of(
         return model.definition, model.params if params is None else params
     if not isinstance(model, ModelDef) or params is None:
         raise UserError(
-            f"decoding needs a Transformer, or a ModelDef and its params, not {described(model)}"
+            f"inference needs a Transformer, or a ModelDef and its params, not {described(model)}"
         )
-    if not callable(params):
-        check_model(model, params)
+    check_model(model, params)
     return model, params
 
 

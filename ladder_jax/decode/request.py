@@ -3,6 +3,7 @@
 import codecs
 import dataclasses
 import enum
+import functools
 import math
 import numbers
 import operator
@@ -82,12 +83,13 @@ class Request:
     __repr__ = shown
 
     def __post_init__(self):
+        put = functools.partial(object.__setattr__, self)
         if self.seed is None:
-            object.__setattr__(self, "seed", secrets.randbits(32))
+            put("seed", secrets.randbits(32))
         # Every setting is checked here: an error in the engine's loop would end all requests.
         for name in SAMPLING:
             kind = _whole if name in ("max_new_tokens", "top_k", "seed") else _real
-            object.__setattr__(self, name, kind(name, getattr(self, name)))
+            put(name, kind(name, getattr(self, name)))
         DecodeConfig(**{name: getattr(self, name) for name in SAMPLING})
         for name, most in MOST.items():
             if getattr(self, name) > most:
@@ -104,8 +106,8 @@ class Request:
             raise UserError(f"a stop string may have {STOP_CHARACTERS} characters, not {longest}")
         for name in ("prompt", "stop_ids"):
             tokens = tuple(_whole(f"a token of {name}", token) for token in getattr(self, name))
-            object.__setattr__(self, name, tokens)
-        object.__setattr__(self, "stop", stop)
+            put(name, tokens)
+        put("stop", stop)
 
     @classmethod
     def of(
@@ -202,40 +204,43 @@ class TokenSequence:
         self._tokens: list[int] = []
         self._logprobs: list[float] = []
         self._shown: list[str] = []
-        self._given = (0, 0)  # tokens, and parts of the text, that a piece has held
 
     def take(
-        self, tokens: Sequence[int], logprobs: Sequence[float] | None
+        self,
+        tokens: Sequence[int] = (),
+        logprobs: Sequence[float] | None = None,
+        *,
+        finish: Finish | None = None,
     ) -> tuple[Piece | None, Result | NoNumbers | None]:
         """Adds the next tokens up to the end of the request. Returns what is new of it, if
         anything, and its outcome.
 
-        logprobs: needed if the request asks for them. The outcome is None where the request goes
-        on, NoNumbers where the device had no logits to choose by.
+        logprobs: needed if the request asks for them. finish: ends it as it is, without new tokens.
+        The outcome is None where the request goes on, NoNumbers where the device had no logits to
+        choose by.
         """
+        begin, outcome = (len(self._tokens), len(self._shown)), None
         for index, token in enumerate(tokens):
             if token < 0:
-                return self._piece(), NoNumbers(len(self._tokens))
+                outcome = NoNumbers(len(self._tokens))
+                break
             self._tokens.append(int(token))
             if self.request.logprobs:
                 self._logprobs.append(float(logprobs[index]))
-            if reason := self._read(int(token)):
-                return self.end(reason)
-        return self._piece(), None
+            if finish := self._read(int(token)):
+                break
+        if finish:
+            outcome = self._ended(finish)
+        new = self._since(*begin)
+        return new if new.tokens or new.text else None, outcome
 
-    def end(self, reason: Finish) -> tuple[Piece | None, Result]:
-        """As `take`, with the text that was held back."""
+    def _ended(self, finish):
+        """With the text that was held back."""
         if self._decoder:
             self._shown.append(self._text.flush())
         whole = self._since(0, 0)
-        return self._piece(), Result(
-            whole.tokens, whole.text, whole.logprobs, reason, len(self.request.prompt)
-        )
-
-    def _piece(self):
-        new = self._since(*self._given)
-        self._given = (len(self._tokens), len(self._shown))
-        return new if new.tokens or new.text else None
+        prompt = len(self.request.prompt)
+        return Result(whole.tokens, whole.text, whole.logprobs, finish, prompt)
 
     def _since(self, tokens, parts):
         text = "".join(self._shown[parts:]) if self._decoder else None

@@ -4,6 +4,7 @@ questions.
 
 import dataclasses
 import json
+from collections.abc import Sequence
 
 from ladder_jax import files, parallel
 from ladder_jax.data.store import sources
@@ -19,10 +20,10 @@ from ladder_jax.evaluate import (
     tasks,
     text_perplexity,
 )
-from ladder_jax.evaluate.model import MAX_NEW_TOKENS, SLOTS, STOP
-from ladder_jax.evaluate.scorer import BATCH_TOKENS
 from ladder_jax.terminal import progress
 
+OPENED = ("ladder_layers", "residual", "ranks", "tensor", "data", "window", "batch_tokens")
+ANSWERS = ("max_new_tokens", "stop", "slots")
 WAYS = ("text", "multiple_choice", "generation")
 ONLY = {
     "stride": ("text",),
@@ -46,25 +47,10 @@ def run(args: dict) -> None:
     way = _check(args)
     parallel.use_compilation_cache()
     asked = _texts(args) if way == "text" else _questions(args, way)
-    model = open_model(
-        args["checkpoint"],
-        ladder_layers=args["ladder_layers"],
-        residual=args["residual"],
-        ranks=args["ranks"],
-        tensor=args["tensor"],
-        data=args["data"] or 1,
-        window=args["window"],
-        prefix=args["prefix_token"],
-        batch_tokens=args["batch_tokens"] or BATCH_TOKENS,
-    )
-    lower = (
-        "fewer --slots, a shorter --window"
-        if way == "generation"
-        else "fewer --batch-tokens, a shorter --window"
-    )
-    with memory.explained(
-        f"evaluating {args[way]!r}", instead=f"{lower} or more tensor ranks (--tensor) need less"
-    ):
+    model = open_model(args["checkpoint"], prefix=args["prefix_token"], **_given(args, OPENED))
+    fewer = "--slots" if way == "generation" else "--batch-tokens"
+    instead = f"fewer {fewer}, a shorter --window or more tensor ranks (--tensor) need less"
+    with memory.explained(f"evaluating {args[way]!r}", instead=instead):
         found = _measured(model, way, args, **asked, file=args["out"])
     result = {"checkpoint": args["checkpoint"], "file": args[way], **dataclasses.asdict(found)}
     print(json.dumps(result) if args["json"] else _words(way, result))
@@ -83,6 +69,10 @@ def _check(args: dict) -> str:
         raise UserError("--shots N and --shots-file FILE go together")
     files.check_writable("out", args["out"])
     return given[0]
+
+
+def _given(args: dict, names: Sequence[str]) -> dict:
+    return {name: args[name] for name in names if args[name] is not None}
 
 
 def _option(name: str) -> str:
@@ -113,14 +103,7 @@ def _measured(model: Model, way: str, args: dict, **asked):
         return text_perplexity(model, **asked, stride=args["stride"], progress=shown)
     if way == "multiple_choice":
         return multiple_choice(model, **asked, progress=shown)
-    how = dict(stop=tuple(args["stop"] or STOP), slots=args["slots"] or SLOTS)
-    return generation(
-        model,
-        **asked,
-        max_new_tokens=args["max_new_tokens"] or MAX_NEW_TOKENS,
-        **how,
-        progress=shown,
-    )
+    return generation(model, **asked, **_given(args, ANSWERS), progress=shown)
 
 
 def _words(way: str, result: dict) -> str:

@@ -13,7 +13,7 @@ import contextlib
 import io
 import itertools
 import pathlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import datasets
@@ -29,7 +29,7 @@ from ladder_jax.decode import Request
 from ladder_jax.errors import UserError
 from ladder_jax.evaluate.model import MAX_NEW_TOKENS, Model, open_model
 from ladder_jax.evaluate.perplexity import windows
-from ladder_jax.evaluate.scorer import BATCH_TOKENS, Span
+from ladder_jax.evaluate.scorer import Span
 from ladder_jax.terminal import progress
 
 SAMPLED = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
@@ -38,8 +38,8 @@ WITHOUT_EFFECT = {"num_beams": 1, "use_cache": True}
 
 @register_model("ladder_jax")
 class LadderJax(TemplateLM):
-    """checkpoint: a path, or a Model. The other arguments are `open_model`'s, under the harness's
-    names.
+    """checkpoint: a path, or a Model. max_length, prefix_token_id: the harness's names for
+    `open_model`'s window and prefix; the other arguments have `open_model`'s names.
 
     batch_size, max_batch_size, device: given by the harness; batches are made by `batch_tokens`, on
         the mesh's devices.
@@ -49,26 +49,17 @@ class LadderJax(TemplateLM):
         self,
         checkpoint: str | Model,
         *,
-        tensor: int | None = None,
-        data: int = 1,
         max_length: int | None = None,
         max_gen_toks: int = MAX_NEW_TOKENS,
         prefix_token_id: int | None = None,
-        batch_tokens: int = BATCH_TOKENS,
         batch_size: int | str | None = None,
         max_batch_size: int | None = None,
         device: str | None = None,
+        **how: Any,
     ):
         super().__init__()
         if not isinstance(checkpoint, Model):
-            how = dict(
-                tensor=tensor,
-                data=data,
-                window=max_length,
-                prefix=prefix_token_id,
-                batch_tokens=batch_tokens,
-            )
-            checkpoint = open_model(checkpoint, **how)
+            checkpoint = open_model(checkpoint, window=max_length, prefix=prefix_token_id, **how)
         self.model = checkpoint
         self.max_gen_toks = max_gen_toks
 
@@ -104,54 +95,36 @@ class LadderJax(TemplateLM):
         return self.model.tokenizer.render(chat_history, prompt=True)
 
     def loglikelihood_rolling(self, requests, disable_tqdm: bool = False) -> list[float]:
-        spans = []
-        owners = []
-        for owner, request in enumerate(requests):
-            tokens = self.tok_encode(*request.args)
-            for span in windows(tokens, prefix=self.prefix_token_id, window=self.max_length):
-                spans.append(span)
-                owners.append(owner)
-        totals = [0.0] * len(requests)
-        for owner, (loglikelihood, _) in zip(owners, self._scores(spans, quiet=disable_tqdm)):
-            totals[owner] += loglikelihood
-        for request, total in zip(requests, totals):
-            self.cache_hook.add_partial("loglikelihood_rolling", request.args, total)
-        return totals
+        how = dict(prefix=self.prefix_token_id, window=self.max_length)
+        cut = [list(windows(self.tok_encode(*request.args), **how)) for request in requests]
+        scores = iter(self._scores(list(itertools.chain(*cut)), quiet=disable_tqdm))
+        return [sum(next(scores)[0] for _ in spans) for spans in cut]
 
     def generate_until(self, requests, disable_tqdm: bool = False) -> list[str]:
         asked = {
             index: self.request(*request.args, seed=index) for index, request in enumerate(requests)
         }
-        texts: list[str] = [""] * len(asked)
-        with self._progress(len(asked), quiet=disable_tqdm) as update:
-            for done, (index, result) in enumerate(self.model.answers(asked)):
-                texts[index] = result.text
-                self.cache_hook.add_partial("generate_until", requests[index].args, result.text)
-                update(done + 1, "")
-        return texts
+        found = self._all(self.model.answers(asked), len(asked), quiet=disable_tqdm)
+        return [result.text for result in found]
 
     def _loglikelihood_tokens(
         self, requests, disable_tqdm: bool = False, **_
     ) -> list[tuple[float, bool]]:
         spans = [self.model.cut(Span(context, scored)) for _, context, scored in requests]
-        scores = self._scores(spans, quiet=disable_tqdm)
-        for (texts, *_), score in zip(requests, scores):
-            if texts is not None:
-                self.cache_hook.add_partial("loglikelihood", texts, score)
-        return scores
+        return self._scores(spans, quiet=disable_tqdm)
 
     def _scores(self, spans: list[Span], *, quiet: bool) -> list[tuple[float, bool]]:
-        found = {}
-        with self._progress(len(spans), quiet=quiet) as update:
-            for index, score in self.model.scorer.scores(spans):
-                found[index] = score.loglikelihood, score.greedy
-                update(len(found), "")
-        return [found[index] for index in range(len(spans))]
+        found = self._all(self.model.scorer.scores(spans), len(spans), quiet=quiet)
+        return [(score.loglikelihood, score.greedy) for score in found]
 
-    def _progress(self, total: int, *, quiet: bool):
-        return progress(
-            total, label="{done}/{total} requests", say=(lambda line: None) if quiet else None
-        )
+    def _all[T](self, results: Iterator[tuple[int, T]], total: int, *, quiet: bool) -> list[T]:
+        """In the order of their indices. Shows how many have come."""
+        found, say = {}, (lambda line: None) if quiet else None
+        with progress(total, label="{done}/{total} requests", say=say) as update:
+            for index, result in results:
+                found[index] = result
+                update(len(found), "")
+        return [found[index] for index in range(total)]
 
     def request(self, context: str, settings: dict[str, Any], *, seed: int) -> Request:
         """As the harness's model `hf` reads its settings. Raises UserError for what would be

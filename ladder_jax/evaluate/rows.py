@@ -7,9 +7,6 @@ reads.
 """
 
 import contextlib
-import dataclasses
-import json
-import pathlib
 from collections.abc import Callable, Iterator, Sequence
 
 from ladder_jax.decode.engine import jsonl
@@ -17,12 +14,6 @@ from ladder_jax.decode.engine import jsonl
 Progress = Callable[[int, int], contextlib.AbstractContextManager[Callable[[int, str], None]]]
 """`with progress(total, done) as update: update(done, "")`."""
 Work = Callable[[list[int]], Iterator[tuple[int, dict]]]
-
-
-@dataclasses.dataclass(frozen=True)
-class Row:
-    index: int
-    digest: str
 
 
 def carry_out(
@@ -35,11 +26,15 @@ def carry_out(
     Raises UserError for a file of something else, or of other rows, models or settings, and
     RunFailed for a full disk.
     """
-    rows = [Row(index, digest) for index, digest in enumerate(digests)]
-    results = _earlier(file, rows) if file else {}
-    left = [row.index for row in rows if row.index not in results]
+    held = jsonl.answered(file, dict(enumerate(digests))) if file else {}
+    results = {
+        index: {key: value for key, value in line.items() if key not in ("index", "request")}
+        for index, line in held.items()
+    }
+    every = range(len(digests))
+    left = [index for index in every if index not in results]
     shown = (
-        progress(len(rows), len(results))
+        progress(len(digests), len(results))
         if progress
         else contextlib.nullcontext(lambda done, text: None)
     )
@@ -48,18 +43,7 @@ def carry_out(
         for index, result in work(left) if left else ():
             if out:
                 line = {"index": index, **result, "request": digests[index]}
-                jsonl.append(out, jsonl.encoded(line), file=file)
+                jsonl.append(out, line, file=file)
             results[index] = result
             update(len(results), "")
-    return [results[row.index] for row in rows]
-
-
-def _earlier(file: str, rows: Sequence[Row]) -> dict[int, dict]:
-    if len(jsonl.unanswered(file, rows)) == len(rows):
-        return {}
-    found = {}
-    for line in pathlib.Path(file).read_bytes().splitlines():
-        result = json.loads(line)
-        del result["request"]
-        found[result.pop("index")] = result
-    return found
+    return [results[index] for index in every]

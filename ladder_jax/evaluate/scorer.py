@@ -14,9 +14,10 @@ from jax import lax
 from ladder_jax import nn
 from ladder_jax.config import SCANNED, Execution, Phase
 from ladder_jax.decode import sampling
+from ladder_jax.decode.generate import parts_of
+from ladder_jax.decode.request import check_prompts
 from ladder_jax.errors import RunFailed, UserError, whole
 from ladder_jax.nn import ModelDef, Params, Transformer
-from ladder_jax.nn.model_def import check_model
 from ladder_jax.parallel import Compiled, on_mesh, over_ranks
 
 # rows are padded to this or to a power of two above it, so that few programs are compiled
@@ -64,8 +65,8 @@ class Scorer:
 
     params: those of a ModelDef, float32 as stored or in the compute dtype; a Transformer has its
         own.
-    batch_tokens: the most tokens of a batch, padding included. Where a device's memory does not
-    suffice it is halved, for good, and what has not been scored is tried again.
+    batch_tokens: the most tokens of a batch, padding included. The longest spans come first, so
+    that a device's memory suffices for all if it does for the first batch.
     """
 
     def __init__(
@@ -75,11 +76,7 @@ class Scorer:
         *,
         batch_tokens: int = BATCH_TOKENS,
     ):
-        self.definition = model.definition if isinstance(model, Transformer) else model
-        self.params = model.params if isinstance(model, Transformer) and params is None else params
-        if self.params is None:
-            raise UserError("an evaluation needs a Transformer, or a ModelDef and its params")
-        check_model(self.definition, self.params)
+        self.definition, self.params = parts_of(model, params)
         self.batch_tokens = whole("batch_tokens", batch_tokens, least=1)
         self._sharding = self.definition.layout.sharding("BT")
         self._program = compiled_scores(self.definition)
@@ -87,39 +84,21 @@ class Scorer:
     def scores(self, spans: Sequence[Span]) -> Iterator[tuple[int, Score]]:
         """(index, score) of every span, the longest first.
 
-        Raises UserError for a token outside the vocabulary, RunFailed where one row is too much for
-        the memory or a score is no number.
+        Raises UserError for a token outside the vocabulary, RunFailed where a score is no number.
         """
+        vocab_size = self.definition.config.vocab_size
         for span in spans:
-            self._check(span)
-        left = dict(enumerate(spans))
-        while left:
-            try:
-                for index, score in self._pass(left):
-                    del left[index]
-                    yield index, score
-            except jax.errors.JaxRuntimeError as error:
-                if "RESOURCE_EXHAUSTED" not in str(error):
-                    raise
-                longest = _padded(max(span.length for span in left.values()))
-                if self.batch_tokens <= longest * self.definition.layout.batch_ranks:
-                    raise RunFailed(
-                        f"out of memory with one row of {longest} tokens a device"
-                    ) from error
-                self.batch_tokens //= 2
-
-    def _pass(self, spans: dict[int, Span]) -> Iterator[tuple[int, Score]]:
-        """One batch is computed while the one before it is read."""
+            check_prompts([(*span.context, *span.scored)], vocab_size=vocab_size)
         pending = None
         for batch in [*self._batches(spans), None]:
             sent = batch and self._send(*batch, spans)
-            if pending:
+            if pending:  # is read while the next is computed
                 yield from _read(*pending, spans)
             pending = sent
 
-    def _batches(self, spans: dict[int, Span]) -> Iterator[tuple[list[int], int, int]]:
+    def _batches(self, spans: Sequence[Span]) -> Iterator[tuple[list[int], int, int]]:
         """(indices, rows, length) of each batch; those of one length all have as many rows."""
-        order = sorted(spans, key=lambda index: -spans[index].length)
+        order = sorted(range(len(spans)), key=lambda index: -spans[index].length)
         ranks = self.definition.layout.batch_ranks
         for length, indices in itertools.groupby(
             order, key=lambda index: _padded(spans[index].length)
@@ -130,7 +109,7 @@ class Scorer:
             for first in range(0, len(indices), rows):
                 yield indices[first : first + rows], rows, length
 
-    def _send(self, indices: list[int], rows: int, length: int, spans: dict[int, Span]):
+    def _send(self, indices: list[int], rows: int, length: int, spans: Sequence[Span]):
         tokens, targets = np.zeros((2, rows, length), np.int32)
         for row, index in enumerate(indices):
             whole = [*spans[index].context, *spans[index].scored]
@@ -140,16 +119,8 @@ class Scorer:
             self.params, *jax.device_put((tokens, targets), self._sharding)
         )
 
-    def _check(self, span: Span) -> None:
-        vocab_size = self.definition.config.vocab_size
-        for token in (*span.context, *span.scored):
-            if not 0 <= token < vocab_size:
-                raise UserError(
-                    f"the token {token} is outside the model's vocabulary of {vocab_size}"
-                )
 
-
-def _read(indices: list[int], computed: tuple[jax.Array, jax.Array], spans: dict[int, Span]):
+def _read(indices: list[int], computed: tuple[jax.Array, jax.Array], spans: Sequence[Span]):
     logprobs, greedy = map(np.asarray, computed)
     for row, index in enumerate(indices):
         end = spans[index].length

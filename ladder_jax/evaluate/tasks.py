@@ -8,7 +8,7 @@ import difflib
 import json
 import math
 import string
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -109,8 +109,7 @@ def multiple_choice(
     lm-evaluation-harness.
     """
     harness = library()
-    pool = _documents(_pool(examples, shots, shots_from))
-    task = harness.LocalTask(harness.CHOICES, _documents(examples), shots=shots, pool=pool)
+    task = _task(harness.CHOICES, examples, shots, shots_from)
     pairs = harness.Pairs(model)
     spans: list[list[Span]] = []
     truncated = 0
@@ -176,8 +175,7 @@ def generation(
     harness = library()
     settings = {"until": list(stop), "do_sample": False, "max_gen_toks": max_new_tokens}
     config = {**harness.gsm8k(), "generation_kwargs": settings}
-    pool = _documents(_pool(examples, shots, shots_from))
-    task = harness.LocalTask(config, _documents(examples), shots=shots, pool=pool)
+    task = _task(config, examples, shots, shots_from)
     lm = harness.LadderJax(model)
     prompts = [asked.args[0] for (asked,) in task.asked()]
     requests = [lm.request(prompt, settings, seed=index) for index, prompt in enumerate(prompts)]
@@ -213,6 +211,11 @@ def library():
     from ladder_jax.evaluate import harness
 
     return harness
+
+
+def _task(config: dict, examples: Sequence, shots: int, shots_from: Sequence):
+    pool = _documents(_pool(examples, shots, shots_from))
+    return library().LocalTask(config, _documents(examples), shots=shots, pool=pool)
 
 
 def _pool(examples: Sequence, shots: int, source: Sequence) -> list:
@@ -289,34 +292,24 @@ def read_choices(file: str) -> list[Choice]:
     """Lines such as {"question": "2 + 2 =", "choices": ["3", "4"], "answer": 1}; the answer may be
     a letter, or be one of the choices. Other keys are ignored. Raises UserError.
     """
-    return _read(file, _choice)
+    return json_lines.parsed(file, _choice, what="questions")
 
 
 def read_questions(file: str) -> list[Question]:
     """Lines such as {"question": "2 + 2 =", "answer": "#### 4"}. Other keys are ignored. Raises
     UserError.
     """
-    return _read(file, lambda line, found: Question(line, _prompt(found), _text(found, "answer")))
+    return json_lines.parsed(file, _question, what="questions")
 
 
-def _read(file: str, parse: Callable[[int, dict], Any]) -> list:
-    found = []
-    for number, line in json_lines.read(file):
-        if not isinstance(line, dict):
-            raise UserError(
-                f"{file}:{number}: this must be a JSON object, not {type(line).__name__}"
-            )
-        try:
-            found.append(parse(number, line))
-        except UserError as error:
-            raise UserError(f"{file}:{number}: {error}") from None
-    if not found:
-        raise UserError(f"{file!r} holds no questions")
-    return found
+def _question(found: Any, line: int, _: int) -> Question:
+    return Question(line, _prompt(found), _text(found, "answer"))
 
 
-def _prompt(found: dict) -> str:
+def _prompt(found: Any) -> str:
     """`context` as it is; `question` as ARC and GSM8K ask theirs in lm-evaluation-harness."""
+    if not isinstance(found, dict):
+        raise UserError(f"this must be a JSON object, not {type(found).__name__}")
     if ("context" in found) == ("question" in found):
         raise UserError(
             f'there must be either "context" or "question"{_near(found, "question", "context")}'
@@ -326,8 +319,8 @@ def _prompt(found: dict) -> str:
     return f"Question: {_text(found, 'question')}\nAnswer:"
 
 
-def _choice(line: int, found: dict) -> Choice:
-    choices = found.get("choices")
+def _choice(found: Any, line: int, _: int) -> Choice:
+    prompt, choices = _prompt(found), found.get("choices")
     if (
         not isinstance(choices, list)
         or len(choices) < 2
@@ -337,8 +330,8 @@ def _choice(line: int, found: dict) -> Choice:
     for number, choice in enumerate(choices):
         if not choice:
             raise UserError(f"choice {number} is empty, and has no length to normalise by")
-        _check_characters(choice, "choices")
-    return Choice(line, _prompt(found), tuple(choices), _gold(found, choices))
+        choice.encode()  # half of a surrogate pair is refused here
+    return Choice(line, prompt, tuple(choices), _gold(found, choices))
 
 
 def _gold(found: dict, choices: list[str]) -> int:
@@ -368,15 +361,8 @@ def _gold(found: dict, choices: list[str]) -> int:
 def _text(found: dict, key: str) -> str:
     if not isinstance(found.get(key), str):
         raise UserError(f'"{key}" must be a text{_near(found, key)}')
-    _check_characters(found[key], key)
+    found[key].encode()  # half of a surrogate pair is refused here
     return found[key]
-
-
-def _check_characters(text: str, key: str) -> None:
-    try:
-        text.encode("utf-8")
-    except UnicodeEncodeError:
-        raise UserError(f'half of a surrogate pair, which is no character, in "{key}"') from None
 
 
 def _near(found: dict, *keys: str) -> str:

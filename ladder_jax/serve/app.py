@@ -11,7 +11,6 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
 
 import fastapi
-import numpy as np
 from fastapi.sse import EventSourceResponse
 from starlette.background import BackgroundTask
 from starlette.exceptions import HTTPException
@@ -26,7 +25,6 @@ from ladder_jax.decode.engine import (
     NoNumbers,
     Piece,
     QueueFull,
-    Request,
     Result,
 )
 from ladder_jax.errors import UserError, unknown
@@ -70,16 +68,17 @@ class Service:
     async def answer(self, http: fastapi.Request, kind: type[GenerationBody]) -> Response:
         """A whole answer, or its stream. Raises Refusal or UserError."""
         content = await read_body(http, most=self.body_bytes, seconds=self.body_seconds)
+        alone = contextlib.nullcontext()
+        if len(content) > SMALL_BODY:
+            self.terms.check_marks(content)
+            alone = self.large_bodies
         # In a thread: to read and tokenize a long body would block the event loop.
-        alone = self.large_bodies if len(content) > SMALL_BODY else contextlib.nullcontext()
         async with alone:
-            body, requests, form = await asyncio.to_thread(read, content, kind, self.terms)
-        try:
-            handles = self.engine.submit_all(requests)
-        except Exception:
-            if self.engine.error:
-                raise _failed() from None
-            raise
+            body = await asyncio.to_thread(parse, kind, content)
+            requests, form = await asyncio.to_thread(prepare, body, self.terms)
+        if self.engine.error:
+            raise _failed()
+        handles = self.engine.submit_all(requests)
         if body.stream:
             events = self._stream(handles, form)
             # X-Accel-Buffering keeps nginx from buffering the stream.
@@ -150,28 +149,6 @@ class Service:
             yield b"data: [DONE]\n\n"
         except Refusal as refusal:  # the status was sent already
             yield _event(refusal.body())
-
-
-def read(
-    content: bytes, kind: type[GenerationBody], terms: Terms
-) -> tuple[GenerationBody, list[Request], Form]:
-    if len(content) > SMALL_BODY:
-        _check_pieces(content, most=8 * (terms.capacity + terms.max_queue))
-    body = parse(kind, content)
-    return body, *prepare(body, terms)
-
-
-def _check_pieces(content: bytes, *, most: int) -> None:
-    """Limits strings, lists and objects before they are made: a million would hold Python's lock
-    for long.
-    """
-    values = np.frombuffer(content.replace(rb"\\", b"").replace(rb"\"", b""), np.uint8)
-    quotes = values == ord('"')
-    within_strings = np.logical_xor.accumulate(quotes)
-    brackets = np.isin(values, list(b"[{")) & ~within_strings
-    count = np.count_nonzero(brackets) + np.count_nonzero(quotes) // 2
-    if count > most:
-        raise Refusal(400, f"the body has {count} strings, lists and objects, and may have {most}")
 
 
 def create(

@@ -11,23 +11,30 @@ checked before anything is computed.
 import dataclasses
 import datetime
 import json
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, Literal
+
+from pydantic import Field
 
 from ladder_jax.config import DecodeConfig
 from ladder_jax.data import json_lines
 from ladder_jax.data.tokenizer import Tokenizer
 from ladder_jax.decode.engine import NoNumbers, Result, jsonl
-from ladder_jax.errors import UserError, unknown
+from ladder_jax.errors import UserError
 from ladder_jax.serve.answer import Form
 from ladder_jax.serve.prepare import Terms, prepare
-from ladder_jax.serve.schema import BODIES, Chat, Refusal, parse
+from ladder_jax.serve.schema import BODIES, Chat, Object, Refusal, parse
 
-KEYS = ("custom_id", "method", "url", "body")
 NO_DATE = datetime.datetime(1970, 1, 1)
-ID = "batch_req_"
-BEGINNING = f'{{"id": "{ID}'.encode()
-"""How every line that `Job` makes begins."""
+
+
+class Line(Object):
+    """A request."""
+
+    custom_id: str = Field(min_length=1)
+    method: Literal["POST"]
+    url: Literal[*BODIES]
+    body: dict[str, Any]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,7 +44,6 @@ class Job(jsonl.Job):
     date, which a chat template may ask for: an answer of yesterday is one.
     """
 
-    index: str  # the line's custom_id
     _: dataclasses.KW_ONLY
     form: Form
 
@@ -52,16 +58,11 @@ class Job(jsonl.Job):
             answer = {"status_code": 200, "body": self.form.answer(results)}
         response = {"request_id": f"req_{self.digest}", **answer}
         return {
-            "id": ID + self.digest,
+            "id": jsonl.BATCH_ID + self.digest,
             "custom_id": self.index,
             "response": response,
             "error": None,
         }
-
-
-def identify(line: Mapping[str, Any]) -> tuple[str, str]:
-    """As `jsonl.identify`."""
-    return line["custom_id"], line["id"].removeprefix(ID)
 
 
 def read(
@@ -80,36 +81,24 @@ def read(
     that does not say.
     """
     terms = Terms(name, tokenizer, vocab_size, chat_tokens=defaults.max_new_tokens)
-    jobs: dict[str, Job] = {}
-    for number, value in json_lines.read(file):
-        try:
-            job = _job(value, terms, identity=identity, seed=defaults.seed + len(jobs))
-        except (UserError, Refusal) as error:
-            raise UserError(f"{file} line {number}: {error}") from None
-        if job.index in jobs:
-            raise UserError(
-                f"{file} line {number}: custom_id {job.index!r} is that of an earlier line, too"
-            )
-        jobs[job.index] = job
-    return list(jobs.values())
+    earlier = set()
+
+    def job(value: Any, _: int, index: int) -> Job:
+        found = _job(value, terms, identity=identity, seed=defaults.seed + index)
+        if found.index in earlier:
+            raise UserError(f"custom_id {found.index!r} is that of an earlier line, too")
+        earlier.add(found.index)
+        return found
+
+    return json_lines.parsed(file, job, what="prompts")
 
 
 def _job(value: Any, terms: Terms, *, identity: str, seed: int) -> Job:
-    if not isinstance(value, dict) or not isinstance(value.get("body"), dict):
+    if not isinstance(value, dict):
         example = '{"custom_id": "1", "method": "POST", "url": ..., "body": {}}'
         raise UserError(f"each line must be an object such as {example}")
-    for key in value:
-        if key not in KEYS:
-            raise unknown("key", key, KEYS)
-    custom_id = value.get("custom_id")
-    url = value.get("url")
-    if not isinstance(custom_id, str) or not custom_id:
-        raise UserError("custom_id must be text")
-    if value.get("method") != "POST":
-        raise UserError(f"method must be 'POST', not {value.get('method')!r}")
-    if not isinstance(url, str) or url not in BODIES:
-        raise unknown("url", url, BODIES)
-    body = parse(BODIES[url], json.dumps(value["body"]).encode())
+    line = parse(Line, json.dumps(value).encode())
+    body = parse(BODIES[line.url], json.dumps(line.body).encode())
     if body.stream:
         raise UserError("stream: a batch has no streams; leave it out")
     requests, form = prepare(body, terms, seed=seed)
@@ -117,5 +106,5 @@ def _job(value: Any, terms: Terms, *, identity: str, seed: int) -> Job:
         prepare(body, terms, seed=seed, now=NO_DATE)[0] if isinstance(body, Chat) else requests
     )
     decides = map(dataclasses.asdict, undated)
-    form.name = jsonl.digest(identity, url, value["body"], *decides)
-    return Job(custom_id, tuple(requests), form.name, form=form)
+    form.name = jsonl.digest(identity, line.url, line.body, *decides)
+    return Job(line.custom_id, tuple(requests), form.name, form=form)

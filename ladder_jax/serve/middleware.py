@@ -8,6 +8,7 @@ headers contain the page's host name.
 
 import asyncio
 import contextlib
+import functools
 import hmac
 import ipaddress
 import re
@@ -17,8 +18,8 @@ from collections.abc import Callable, Collection, Iterator
 
 import fastapi
 import prometheus_client
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
-from prometheus_client.core import CounterMetricFamily, Metric
+from prometheus_client import CollectorRegistry, Counter, Histogram
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from starlette.datastructures import Headers
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -56,24 +57,11 @@ class Metrics:
         self._requests = Counter(
             "requests", "Answered HTTP requests.", ["path", "status"], **common
         )
-        self._seconds = Histogram(
-            "request_duration_seconds",
-            "From a request's head to its last byte.",
-            ["path"],
-            buckets=_BUCKETS,
-            **common,
-        )
-        self.first_token = Histogram(
-            "time_to_first_token_seconds",
-            "From submission to the first token.",
-            buckets=_BUCKETS,
-            **common,
-        )
-        queued = Gauge("queued", "Prompts that wait for a slot.", **common)
-        queued.set_function(lambda: engine.stats().queued)
-        running = Gauge("running", "Slots in use.", **common)
-        running.set_function(lambda: engine.stats().running)
-        Gauge("slots", "Slots.", **common).set(engine.slots)
+        histogram = functools.partial(Histogram, buckets=_BUCKETS, **common)
+        about = "From a request's head to its last byte."
+        self._seconds = histogram("request_duration_seconds", about, ["path"])
+        about = "From submission to the first token."
+        self.first_token = histogram("time_to_first_token_seconds", about)
         self._registry.register(self)
         prometheus_client.ProcessCollector(registry=self._registry)
 
@@ -100,14 +88,26 @@ class Metrics:
         return Response(text, media_type=prometheus_client.CONTENT_TYPE_LATEST)
 
     def collect(self) -> Iterator[Metric]:
-        """The engine's counters, when Prometheus asks."""
+        """The engine's numbers, when Prometheus asks."""
         stats = self._engine.stats()
-        yield CounterMetricFamily(
-            "ladder_jax_prompt_tokens", "Tokens of prompts that got a slot.", stats.prompt_tokens
-        )
-        yield CounterMetricFamily(
-            "ladder_jax_new_tokens", "New tokens of finished prompts.", stats.new_tokens
-        )
+        for kind, name, about, value in (
+            (GaugeMetricFamily, "queued", "Prompts that wait for a slot.", stats.queued),
+            (GaugeMetricFamily, "running", "Slots in use.", stats.running),
+            (GaugeMetricFamily, "slots", "Slots.", self._engine.slots),
+            (
+                CounterMetricFamily,
+                "prompt_tokens",
+                "Tokens of prompts that got a slot.",
+                stats.prompt_tokens,
+            ),
+            (
+                CounterMetricFamily,
+                "new_tokens",
+                "New tokens of finished prompts.",
+                stats.new_tokens,
+            ),
+        ):
+            yield kind(f"ladder_jax_{name}", about, value)
         finished = CounterMetricFamily(
             "ladder_jax_finished", "Prompts that have ended, and why.", labels=["reason"]
         )

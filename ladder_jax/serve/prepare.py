@@ -17,7 +17,7 @@ MAX_TOKENS = 16
 """OpenAI's default for completions."""
 LONG_TOKEN = 64
 """Bytes: an upper bound for special tokens, whose text the tokenizer does not give."""
-SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+SAMPLING = {"temperature", "top_p", "top_k", "min_p", "repetition_penalty"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,6 +43,16 @@ class Terms:
             message = f"there is no model {name!r} here; this is {self.name!r}"
             raise Refusal(404, message, param="model", code="model_not_found")
 
+    def check_marks(self, content: bytes) -> None:
+        """Raises Refusal for a body of so many strings, lists and objects that to make them would
+        hold Python's lock for long.
+        """
+        count = sum(map(content.count, b'"[{'))
+        most = 16 * (self.capacity + self.max_queue)
+        if count > most:
+            message = f"the body has {count} quotes, brackets and braces, and may have {most}"
+            raise Refusal(400, message)
+
     def check_count(self, prompts: int, *, n: int) -> None:
         """Raises Refusal for no answers, or more than the queue holds. n: answers per prompt."""
         if not 0 < n * prompts <= self.max_queue:
@@ -59,14 +69,10 @@ class Terms:
         ):
             raise self._too_long(f"{characters} characters", param=param)
 
-    def check_messages(self, messages: Sequence[Message]) -> None:
-        """Raises Refusal for more messages, or parts of them, than there may be tokens."""
-        parts = sum(
-            len(message.content) for message in messages if isinstance(message.content, list)
-        )
-        count = max(len(messages), parts)
+    def check_messages(self, count: int) -> None:
+        """Raises Refusal for more messages than there may be tokens."""
         if count > self.capacity:
-            raise self._too_long(f"{count} messages, or parts of them,", param="messages")
+            raise self._too_long(f"{count} messages", param="messages")
 
     def new_tokens(self, prompt: Sequence[int], *, asked: int | None, default: int) -> int:
         """None asked: as many as there is room for, up to `default`."""
@@ -127,8 +133,7 @@ def prepare(
         seed = body.seed
     elif seed is None:
         seed = secrets.randbits(32)
-    given = {name: getattr(body, name) for name in SAMPLING if getattr(body, name) is not None}
-    settings = {"temperature": 1.0, **given}
+    settings = {"temperature": 1.0, **body.model_dump(include=SAMPLING, exclude_none=True)}
     requests = [
         Request(
             prompt,
@@ -163,7 +168,7 @@ def _prompts(body: Completion, terms: Terms) -> list[Sequence[int]]:
 
 
 def _conversation(body: Chat, terms: Terms, *, now: datetime.datetime | None) -> list[int]:
-    terms.check_messages(body.messages)
+    terms.check_messages(len(body.messages))
     if not terms.tokenizer.has_chat:
         message = f"{body.model} has no chat template; ask it at /v1/completions"
         raise Refusal(400, message, param="messages", code="no_chat_template")

@@ -14,7 +14,7 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
 from ladder_jax.decode.request import STOP_CHARACTERS
-from ladder_jax.errors import unknown
+from ladder_jax.errors import UserError, unknown
 
 MAX_CHARACTERS = 1000
 """Of a message or a parameter's name: both may quote the client's text."""
@@ -23,7 +23,7 @@ UNKNOWN = "unknown_parameter"
 UNSUPPORTED = "unsupported_parameter"
 
 
-class Refusal(HTTPException):
+class Refusal(HTTPException, UserError):
     """An error in OpenAI's form: {"error": {message, type, param, code}}.
 
     param: the wrong parameter. code: a fixed identifier of the error.
@@ -102,7 +102,6 @@ ACCEPTED = ("metadata", "prompt_cache_key", "prompt_cache_retention", "safety_id
 Tokens = Annotated[list[int], Field(fail_fast=True)]
 Texts = Annotated[list[str], Field(fail_fast=True)]
 Stop = Annotated[str, Field(max_length=STOP_CHARACTERS)]
-Count = Annotated[int, Field(ge=1)]
 
 
 class Object(pydantic.BaseModel):
@@ -140,27 +139,15 @@ class GenerationBody(Object):
     """The parameters that completions and chat have in common."""
 
     model: str
-    n: Annotated[int, Field(ge=1, le=128)] | None = Field(
-        None, description="answers per prompt; default 1"
-    )
-    max_tokens: Count | None = None
-    temperature: Annotated[float, Field(ge=0, le=2)] | None = Field(
-        None, description="0 is greedy; default 1"
-    )
-    top_p: Annotated[float, Field(gt=0, le=1)] | None = Field(
-        None, description="default 1: all tokens"
-    )
-    top_k: Annotated[int, Field(ge=0, lt=2**31)] | None = Field(
-        None, description="default 0: all tokens"
-    )
-    min_p: Annotated[float, Field(ge=0, le=1)] | None = Field(
-        None, description="default 0: all tokens"
-    )
-    repetition_penalty: Annotated[float, Field(ge=0.01, le=100)] | None = Field(
-        None, description="default 1: none"
-    )
-    seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = Field(
-        None, description="modulo 2**32; default random"
+    n: int | None = Field(None, ge=1, le=128, description="answers per prompt; default 1")
+    max_tokens: int | None = Field(None, ge=1)
+    temperature: float | None = Field(None, ge=0, le=2, description="0 is greedy; default 1")
+    top_p: float | None = Field(None, gt=0, le=1, description="default 1: all tokens")
+    top_k: int | None = Field(None, ge=0, lt=2**31, description="default 0: all tokens")
+    min_p: float | None = Field(None, ge=0, le=1, description="default 0: all tokens")
+    repetition_penalty: float | None = Field(None, ge=0.01, le=100, description="default 1: none")
+    seed: int | None = Field(
+        None, ge=-(2**63), lt=2**63, description="modulo 2**32; default random"
     )
     stop: Stop | Annotated[list[Stop], Field(max_length=16, fail_fast=True)] | None = Field(
         None,
@@ -182,7 +169,7 @@ class Completion(GenerationBody):
         description="a string, a list of strings, a list of tokens, or a list of lists of tokens"
     )
     echo: bool | None = None
-    logprobs: Annotated[int, Field(ge=0, le=5)] | None = None
+    logprobs: int | None = Field(None, ge=0, le=5)
 
 
 class Part(Object):
@@ -201,10 +188,10 @@ class Message(Object):
 class Chat(GenerationBody):
     """The body of a request to /v1/chat/completions."""
 
-    messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)]
-    max_completion_tokens: Count | None = None
+    messages: list[Message] = Field(min_length=1, fail_fast=True)
+    max_completion_tokens: int | None = Field(None, ge=1)
     logprobs: bool | None = None
-    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    top_logprobs: int | None = Field(None, ge=0, le=20)
 
 
 BODIES: dict[str, type[GenerationBody]] = {
@@ -221,8 +208,8 @@ UNIONS = {
 """Descriptions of parameters of several types: pydantic reports an error for each of these."""
 
 
-def parse[Body: GenerationBody](kind: type[Body], content: bytes) -> Body:
-    """A body from JSON. Raises Refusal, which names the first wrong parameter."""
+def parse[Kind: Object](kind: type[Kind], content: bytes) -> Kind:
+    """An object from JSON. Raises Refusal, which names the first wrong parameter."""
     try:
         return kind.model_validate_json(content)
     except pydantic.ValidationError as error:

@@ -185,16 +185,13 @@ def max_connections() -> int:
     Raises the process's limit of open files as far as the system allows.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    used = RESERVE + (len(os.listdir("/dev/fd")) if os.path.isdir("/dev/fd") else RESERVE)
+    used = RESERVE + len(os.listdir("/dev/fd"))
     # Twice as many: a burst of connections is accepted before they are counted.
     wanted = used + 2 * MAX_CONNECTIONS
-    unlimited = resource.RLIM_INFINITY
-    if soft != unlimited and soft < wanted:
-        soft = wanted if hard == unlimited else min(hard, wanted)
+    if soft < wanted:
+        soft = min(hard, wanted)
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-    return (
-        MAX_CONNECTIONS if soft == unlimited else max(8, min(MAX_CONNECTIONS, (soft - used) // 2))
-    )
+    return max(8, min(MAX_CONNECTIONS, (soft - used) // 2))
 
 
 def bind(host: str, port: int) -> socket.socket:

@@ -10,14 +10,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from ladder_jax import checkpoint
-from ladder_jax.config import MeshConfig, RunConfig, TrainConfig
 from ladder_jax.data.tokenizer import Bytes
 from ladder_jax.data.tokenizer import load as load_tokenizer
 from ladder_jax.evaluate import Model
-from tests import cases, reference, tokenizers
+from tests import cases, reference, starts, tokenizers
 
-WINDOW = 64
+WINDOW = 64  # as `starts.save` has it
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,11 +65,7 @@ def exact():
 def run(tmp_path_factory):
     """A run's folder with one checkpoint, of bytes."""
     folder = tmp_path_factory.mktemp("evaluate") / "run"
-    definition = small(tensor=2)
-    config = RunConfig(definition.config, MeshConfig(tensor=2), TrainConfig(sequence=WINDOW))
-    store = checkpoint.Store(folder / "checkpoints", config=config)
-    store.save(1, params=cases.placed(definition), optimizer={"count": np.zeros(())})
-    store.close()
+    starts.save(folder / "checkpoints", small(tensor=2))
     return folder
 
 

@@ -14,7 +14,7 @@ from tests import tokenizers
 from tests.evaluate.conftest import WINDOW
 from tests.pretrained import models
 
-pytest.importorskip(
+lm_eval = pytest.importorskip(
     "lm_eval", reason="lm-evaluation-harness is not installed: pip install 'ladder-jax[lm-eval]'"
 )
 
@@ -34,46 +34,14 @@ QUESTIONS = [
     {"question": f"{n} cats and {n} rats sat on the mat", "answer": f"So\n#### {2 * n}"}
     for n in range(4)
 ]
-# As lm_eval/tasks/gsm8k/gsm8k.yaml has them.
+THEIRS = yaml.safe_load(
+    (pathlib.Path(lm_eval.__file__).parent / "tasks/gsm8k/gsm8k.yaml").read_text(encoding="utf-8")
+)
 GSM8K = {
-    "output_type": "generate_until",
+    **{name: THEIRS[name] for name in ("output_type", "metric_list", "filter_list")},
     "doc_to_text": "Question: {{question}}\nAnswer:",
     "doc_to_target": "{{answer}}",
-    "generation_kwargs": {
-        "until": ["Question:", "</s>", "<|im_end|>"],
-        "do_sample": False,
-        "max_gen_toks": 12,
-    },
-    "metric_list": [
-        {
-            "metric": "exact_match",
-            "aggregation": "mean",
-            "higher_is_better": True,
-            "ignore_case": True,
-            "ignore_punctuation": False,
-            "regexes_to_ignore": [",", r"\$", "(?s).*#### ", r"\.$"],
-        }
-    ],
-    "filter_list": [
-        {
-            "name": "strict-match",
-            "filter": [
-                {"function": "regex", "regex_pattern": r"#### (\-?[0-9\.\,]+)"},
-                {"function": "take_first"},
-            ],
-        },
-        {
-            "name": "flexible-extract",
-            "filter": [
-                {
-                    "function": "regex",
-                    "group_select": -1,
-                    "regex_pattern": "(-?[$0-9.,]{2,})|(-?[0-9]+)",
-                },
-                {"function": "take_first"},
-            ],
-        },
-    ],
+    "generation_kwargs": {**THEIRS["generation_kwargs"], "max_gen_toks": 12},
 }
 METRICS = {
     "rolling": {
@@ -195,67 +163,68 @@ def independent(ours, exact):
     return Exact()
 
 
-def test_perplexity(ours, adapter, independent, harness):
-    found = evaluate.text_perplexity(ours, TEXTS)
-    theirs = harness(adapter, "rolling")[0]
-    own = harness(independent, "rolling")[0]
+def check_perplexity(ours, lm, harness, *, close):
+    found, theirs = evaluate.text_perplexity(ours, TEXTS), harness(lm, "rolling")[0]
     for name in ("word_perplexity", "byte_perplexity", "bits_per_byte"):
-        assert getattr(found, name) == pytest.approx(theirs[f"{name},none"], rel=1e-6)
         # an error of the loss times 30 nats or more a word
-        loose = 1e-3 if name == "word_perplexity" else 1e-5
-        assert getattr(found, name) == pytest.approx(own[f"{name},none"], rel=loose)
+        loose = 100 * close if name == "word_perplexity" else close
+        assert getattr(found, name) == pytest.approx(theirs[f"{name},none"], rel=loose)
 
 
-@pytest.mark.parametrize("shots", [0, 2])
-def test_multiple_choice(ours, adapter, independent, harness, shots, tmp_path):
-    out = tmp_path / "out.jsonl"
-    questions = evaluate.read_choices(asked(tmp_path, "choices"))
+def check_choices(ours, lm, harness, folder, *, shots, close):
+    out, questions = folder / "out.jsonl", evaluate.read_choices(asked(folder, "choices"))
     found = evaluate.multiple_choice(
         ours, questions, shots=shots, shots_from=questions, file=str(out)
     )
     lines = rows_of(out)
-    assert len(lines) == found.examples == len(CHOICES)
+    theirs, samples = harness(lm, "choices", shots=shots)
+    assert len(samples) == len(lines) == found.examples == len(CHOICES)
     assert found.truncated >= 1
-    for lm, close in ((adapter, 1e-6), (independent, 1e-5)):
-        theirs, samples = harness(lm, "choices", shots=shots)
-        for name, metric in (("accuracy", "acc"), ("accuracy_normalised", "acc_norm")):
-            assert getattr(found, name) == pytest.approx(theirs[f"{metric},none"], rel=1e-6)
-            assert getattr(found, f"{name}_stderr") == pytest.approx(
-                theirs[f"{metric}_stderr,none"], rel=1e-6
-            )
-        assert len(samples) == len(CHOICES)
-        for sample in samples:
-            line = lines[sample["doc_id"]]
-            scores, greedy = zip(*(response for (response,) in sample["resps"]))
-            assert line["loglikelihoods"] == pytest.approx(list(map(float, scores)), rel=close)
-            assert line["greedy"] == list(map(bool, greedy))
+    for name, metric in (("accuracy", "acc"), ("accuracy_normalised", "acc_norm")):
+        for end in ("", "_stderr"):
+            expected = theirs[f"{metric}{end},none"]
+            assert getattr(found, f"{name}{end}") == pytest.approx(expected, rel=1e-6)
+    for sample in samples:
+        line = lines[sample["doc_id"]]
+        scores, greedy = zip(*(response for (response,) in sample["resps"]))
+        assert line["loglikelihoods"] == pytest.approx(list(map(float, scores)), rel=close)
+        assert line["greedy"] == list(map(bool, greedy))
 
 
-@pytest.mark.parametrize("shots", [0, 1])
-def test_generation(ours, adapter, harness, shots, tmp_path):
-    questions = evaluate.read_questions(asked(tmp_path, "questions"))
-    out = tmp_path / "out.jsonl"
-    found = evaluate.generation(
-        ours, questions, max_new_tokens=12, shots=shots, shots_from=questions, file=str(out)
-    )
-    theirs, samples = harness(adapter, "questions", shots=shots)
+def check_answers(ours, lm, harness, folder, *, shots):
+    out, questions = folder / "texts.jsonl", evaluate.read_questions(asked(folder, "questions"))
+    how = dict(max_new_tokens=12, shots=shots, shots_from=questions, file=str(out))
+    found = evaluate.generation(ours, questions, **how)
+    theirs, samples = harness(lm, "questions", shots=shots)
     for name, kept in (("accuracy", "strict-match"), ("accuracy_normalised", "flexible-extract")):
         assert getattr(found, name) == theirs[f"exact_match,{kept}"]
         assert getattr(found, f"{name}_stderr") == theirs[f"exact_match_stderr,{kept}"]
     lines = rows_of(out)
     for sample in samples:
         assert lines[sample["doc_id"]]["text"] == sample["resps"][0][0]
+    assert any(line["text"].strip() for line in lines.values())
 
 
-def test_answers_are_taken_and_judged_as_gsm8k_has_it():
-    """As these tests know it, too: the published scores are by this definition."""
-    from ladder_jax.evaluate import harness
+def test_perplexity(ours, adapter, independent, harness):
+    check_perplexity(ours, adapter, harness, close=1e-6)
+    check_perplexity(ours, independent, harness, close=1e-5)
+
+
+@pytest.mark.parametrize("shots", [0, 2])
+def test_multiple_choice(ours, adapter, independent, harness, shots, tmp_path):
+    check_choices(ours, adapter, harness, tmp_path, shots=shots, close=1e-6)
+    check_choices(ours, independent, harness, tmp_path, shots=shots, close=1e-5)
+
+
+@pytest.mark.parametrize("shots", [0, 1])
+def test_generation(ours, adapter, harness, shots, tmp_path):
+    check_answers(ours, adapter, harness, tmp_path, shots=shots)
+
+
+def test_answers_end_as_gsm8k_has_it():
     from ladder_jax.evaluate.model import STOP
 
-    found = harness.gsm8k()
-    for name in ("output_type", "metric_list", "filter_list"):
-        assert found[name] == GSM8K[name]
-    assert list(STOP) == GSM8K["generation_kwargs"]["until"]
+    assert list(STOP) == THEIRS["generation_kwargs"]["until"]
 
 
 def test_what_tasks_ask_for(model, adapter):
@@ -327,34 +296,6 @@ def test_a_hugging_face_model_by_pytorch(harness, tmp_path):
     theirs = HFLM(
         pretrained=str(folder), dtype="float32", device="cpu", batch_size=2, max_length=WINDOW
     )
-
-    rolled = evaluate.text_perplexity(ours, TEXTS)
-    result = harness(theirs, "rolling")[0]
-    for name, close in (
-        ("word_perplexity", 1e-3),
-        ("byte_perplexity", 1e-5),
-        ("bits_per_byte", 1e-5),
-    ):
-        assert getattr(rolled, name) == pytest.approx(result[f"{name},none"], rel=close)
-
-    chosen = evaluate.read_choices(asked(tmp_path, "choices"))
-    out = tmp_path / "out.jsonl"
-    found = evaluate.multiple_choice(ours, chosen, shots=1, shots_from=chosen, file=str(out))
-    lines = rows_of(out)
-    result, samples = harness(theirs, "choices", shots=1)
-    assert (found.accuracy, found.accuracy_normalised) == (
-        result["acc,none"],
-        result["acc_norm,none"],
-    )
-    for sample in samples:
-        scores = [float(score) for ((score, _),) in sample["resps"]]
-        assert lines[sample["doc_id"]]["loglikelihoods"] == pytest.approx(scores, rel=1e-5)
-
-    questions = evaluate.read_questions(asked(tmp_path, "questions"))
-    out = tmp_path / "texts.jsonl"
-    evaluate.generation(ours, questions, max_new_tokens=12, file=str(out))
-    lines = rows_of(out)
-    samples = harness(theirs, "questions")[1]
-    for sample in samples:
-        assert lines[sample["doc_id"]]["text"] == sample["resps"][0][0]
-    assert any(line["text"].strip() for line in lines.values())
+    check_perplexity(ours, theirs, harness, close=1e-5)
+    check_choices(ours, theirs, harness, tmp_path, shots=1, close=1e-5)
+    check_answers(ours, theirs, harness, tmp_path, shots=0)

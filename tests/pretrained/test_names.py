@@ -463,7 +463,7 @@ def test_what_a_model_refuses(model):
     with pytest.raises(UserError, match="has no tokenizer"):
         other.generate("x")
     with pytest.raises(
-        UserError, match="decoding needs a Transformer, or a ModelDef and its params"
+        UserError, match="inference needs a Transformer, or a ModelDef and its params"
     ):
         decode.Generator(model.definition)
 

@@ -5,21 +5,20 @@ import http.client
 import json
 import os
 import pathlib
+import socket
 import subprocess
 import sys
 import urllib.parse
 
-import numpy as np
 import pytest
 
-from ladder_jax import checkpoint
-from ladder_jax.config import DecodeConfig, FolderConfig, MeshConfig, RunConfig
+from ladder_jax.config import DecodeConfig, FolderConfig
 from ladder_jax.data.tokenizer import Bytes
 from ladder_jax.decode.engine import Request
 from ladder_jax.pretrained import open_model
 from ladder_jax.serve import app, server
 from ladder_jax.serve.prepare import Terms
-from tests import cases
+from tests import cases, starts
 
 ROOT = pathlib.Path(__file__).parent.parent.parent
 CAPACITY = 128
@@ -31,13 +30,7 @@ def folder(tmp_path_factory):
     """A run's folder with one checkpoint: two layers, bytes."""
     folder = tmp_path_factory.mktemp("serve")
     definition = cases.define("ladder", tensor=2, num_layers=2, vocab_size=256)
-    config = RunConfig(
-        model=definition.config, mesh=MeshConfig(tensor=2), run=FolderConfig(name=MODEL)
-    )
-    store = checkpoint.Store(folder / "checkpoints", config=config)
-    params = cases.placed(definition)
-    store.save(1, params=params, optimizer={"count": np.zeros(())})
-    store.close()
+    starts.save(folder / "checkpoints", definition, run=FolderConfig(name=MODEL))
     return folder
 
 
@@ -152,6 +145,19 @@ def templated(start):
     process = start(python=("-m", "tests.serve.templated"))
     yield process
     assert process.end() == 0 and process.log().count("\n") == 2, process.log()
+
+
+@contextlib.contextmanager
+def connected(url, sent, *, received=None):
+    """A socket on which bytes were sent. received: bytes that the system holds for it."""
+    parts = urllib.parse.urlsplit(url)
+    with socket.socket() as sock:
+        sock.settimeout(20)
+        if received:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, received)
+        sock.connect((parts.hostname, parts.port))
+        sock.sendall(sent)
+        yield sock
 
 
 def ask(url, path="/v1/completions", body=None, *, method=None, headers=None, timeout=60):

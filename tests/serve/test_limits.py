@@ -5,14 +5,13 @@ import json
 import socket
 import threading
 import time
-import urllib.parse
 
 import openai
 import pytest
 
 from ladder_jax.errors import UserError
 from ladder_jax.serve import server
-from tests.serve.conftest import CAPACITY, MODEL, ask, metric
+from tests.serve.conftest import CAPACITY, MODEL, ask, connected, metric
 
 LONG = dict(model=MODEL, prompt="a", max_tokens=CAPACITY - 1, temperature=0)
 ROUNDS = 8  # of LONG
@@ -49,14 +48,11 @@ def until(condition, seconds=120):
         time.sleep(0.01)
 
 
-@contextlib.contextmanager
-def raw(url, body=b"", *, path="/v1/completions", head=None):
+def raw(url, body=b"", *, head=None):
     """A socket on which a request was sent."""
-    parts = urllib.parse.urlsplit(url)
-    head = head or f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n"
-    with socket.create_connection((parts.hostname, parts.port), timeout=20) as sock:
-        sock.sendall(f"POST {path} HTTP/1.1\r\nHost: x\r\n{head}\r\n".encode() + body)
-        yield sock
+    head = head or f"Content-Length: {len(body)}"
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n{head}"
+    return connected(url, f"{head}\r\n\r\n".encode() + body)
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -141,10 +137,6 @@ def test_a_key(engine, serving):
             assert key not in json.dumps(answer)
         assert ask(url, "/health")[0] == 200
         assert ask(url, "/v1/models", headers={"authorization": f"bearer {key}"})[0] == 200
-        with openai.OpenAI(base_url=f"{url}/v1", api_key=key, max_retries=0) as client:
-            assert (
-                client.completions.create(**{**LONG, "max_tokens": 1}).usage.completion_tokens == 1
-            )
         with openai.OpenAI(base_url=f"{url}/v1", api_key="other", max_retries=0) as client:
             with pytest.raises(openai.AuthenticationError, match="wrong API key"):
                 client.models.list()
@@ -157,17 +149,17 @@ def test_bodies_that_are_too_large(engine, serving):
             assert status == 413
             assert answer["error"]["message"] == "the request's body may have 1000 bytes"
         assert ask(url, body=b" " * 1000)[0] == 400
-        chunked = "Content-Type: application/json\r\nTransfer-Encoding: chunked\r\n"
-        with raw(url, b"400\r\n" + b" " * 1024 + b"\r\n0\r\n\r\n", head=chunked) as sock:
+        chunks = b"400\r\n" + b" " * 1024 + b"\r\n0\r\n\r\n"
+        with raw(url, chunks, head="Transfer-Encoding: chunked") as sock:
             assert b" 413 " in sock.recv(4096).splitlines()[0]
         assert not engine.busy
 
 
 def test_bodies_that_are_too_slow(engine, serving):
     with serving(engine, body_seconds=0.3) as (_, url):
-        with raw(url, b"{", head="Content-Type: application/json\r\nContent-Length: 9\r\n") as sock:
+        with raw(url, b"{", head="Content-Length: 9") as sock:
             assert b" 408 " in sock.recv(4096).splitlines()[0]
-        with raw(url, b"{", head="Content-Type: application/json\r\nContent-Length: 9\r\n"):
+        with raw(url, b"{", head="Content-Length: 9"):
             pass  # leaves in the middle of it
         assert ask(url, "/health")[0] == 200
         assert not engine.busy
@@ -185,7 +177,7 @@ WRONG = {
         "the body is not JSON: invalid unicode code point",
     ),
     b"[" * 100_000: (400, "the body is not JSON: recursion limit exceeded"),
-    b"[" * 200_000: (400, "the body has 200000 strings, lists and objects, and may have 1040"),
+    b"[" * 200_000: (400, "the body has 200000 quotes, brackets and braces, and may have 2080"),
     b'{"n": ' + b"9" * 5000 + b"}": (400, "the body is not JSON: number out of range"),
     b'{"model": "book", "prompt": "\\ud800"}': (
         400,
@@ -255,9 +247,5 @@ def test_a_port_that_is_taken():
     with socket.create_server(("127.0.0.1", 0)) as taken:
         with pytest.raises(UserError, match="cannot listen at 127.0.0.1, port [0-9]+: "):
             server.bind("127.0.0.1", taken.getsockname()[1])
-    for host, port in (("no such host", 0), ("192.0.2.1", 0)):
-        with pytest.raises(UserError, match=f"cannot listen at {host}, port 0: "):
-            server.bind(host, port)
-    for port in (-1, 70_000):
-        with pytest.raises(UserError, match=f"a port is from 0 to 65535, not {port}"):
-            server.bind("127.0.0.1", port)
+    with pytest.raises(UserError, match="cannot listen at 192.0.2.1, port 0: "):
+        server.bind("192.0.2.1", 0)

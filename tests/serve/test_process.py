@@ -7,7 +7,6 @@ import threading
 import openai
 import pytest
 
-from ladder_jax import cli
 from tests.serve.conftest import CAPACITY, MODEL, ask, metric
 from tests.serve.test_limits import until
 
@@ -148,21 +147,14 @@ MISTAKES = {
 }
 
 
-def mistake(capsys, *args):
-    assert cli.main(["serve", *map(str, args)]) == 2
-    out, err = capsys.readouterr()
-    assert out == "" and err.startswith("ladder-jax: ") and err.count("\n") == 1
-    return err
-
-
 @pytest.mark.parametrize("args", MISTAKES, ids=" ".join)
-def test_mistakes(folder, capsys, args):
-    assert MISTAKES[args] in mistake(capsys, folder, "--port", "0", *args)
+def test_mistakes(folder, mistake, args):
+    assert MISTAKES[args] in mistake("serve", folder, "--port", "0", *args)
 
 
-def test_without_the_extra(folder, capsys, monkeypatch):
+def test_without_the_extra(folder, mistake, monkeypatch):
     monkeypatch.setitem(sys.modules, "uvicorn", None)
     assert (
-        mistake(capsys, folder)
+        mistake("serve", folder)
         == "ladder-jax: serve needs uvicorn: pip install 'ladder-jax[serve]'\n"
     )

@@ -133,7 +133,8 @@ class Engine:
     @property
     def busy(self) -> bool:
         """Whether any request waits or runs."""
-        return self._scheduler.busy
+        stats = self.stats()
+        return stats.queued + stats.running > 0
 
     def step(self) -> bool:
         """One round: fills free slots and makes a chunk of tokens in all. Returns whether requests
@@ -234,7 +235,8 @@ class Engine:
         first = self._read()
         if not self._decoding():
             return
-        new, logprobs = self._device.decode(self._choice())
+        greedy = all(handle.request.is_greedy for _, handle in self._decoding())
+        new, logprobs = self._device.decode(Choice.GREEDY if greedy else Choice.SAMPLED)
         for slot, handle, token, logprob in first:  # these need not wait for the chunk
             self._take(slot, handle, np.asarray(token), np.asarray(logprob))
         tokens = np.asarray(new)
@@ -270,10 +272,6 @@ class Engine:
             for slot, handle in self._scheduler.running()
             if slot not in self._reading
         ]
-
-    def _choice(self):
-        greedy = all(handle.request.is_greedy for _, handle in self._decoding())
-        return Choice.GREEDY if greedy else Choice.SAMPLED
 
     def _take(self, slot, handle, tokens, logprobs):
         if outcome := handle.take(tokens, logprobs):

@@ -22,19 +22,21 @@ from ladder_jax.decode.request import SAMPLING, NoNumbers, Request, Result, chec
 from ladder_jax.errors import RunFailed, UserError, unknown
 
 SETTINGS = (*SAMPLING, "stop", "stop_ids")
-BEGINNING = b'{"index": '  # every line that `answer` writes begins with it, and an evaluation's
+BATCH_ID = "batch_req_"
+BEGINNINGS = b'{"index": ', f'{{"id": "{BATCH_ID}'.encode()
+"""How every line of an answer begins: of a prompt or an evaluation, and in OpenAI's batch format."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Job:
     """One line of the file of prompts.
 
-    index: of the prompt, from 0.
+    index: of the prompt, from 0; in OpenAI's batch format the line's custom_id.
     digest: of everything that determines the text; an answer holds its job's index and digest.
     id: the user's name for it, if any.
     """
 
-    index: int
+    index: int | str
     requests: tuple[Request, ...]
     digest: str
     id: str | int | None = None
@@ -67,21 +69,16 @@ def read(
         default + its index.
     model: identifies the model, in the digests.
     """
-    jobs = []
-    for number, fields in json_lines.read(file):
-        try:
-            given = _given(fields)
-            prompt = _tokens(fields["prompt"], encode)
-            settings = {"stop": stop, "stop_ids": stop_ids, **given}
-            request = Request.of(prompt, config=defaults, index=len(jobs), **settings)
-            check_prompts([request.prompt], vocab_size=vocab_size)
-        except UserError as error:
-            raise UserError(f"{file} line {number}: {error}") from None
+
+    def job(fields: Any, _: int, index: int) -> Job:
+        settings = {"stop": stop, "stop_ids": stop_ids, **_given(fields)}
+        prompt = encode(fields["prompt"])
+        request = Request.of(prompt, config=defaults, index=index, **settings)
+        check_prompts([request.prompt], vocab_size=vocab_size)
         decides = digest(model, dataclasses.asdict(request))
-        jobs.append(Job(len(jobs), (request,), decides, fields.get("id")))
-    if not jobs:
-        raise UserError(f"{file!r} holds no prompts")
-    return jobs
+        return Job(index, (request,), decides, fields.get("id"))
+
+    return json_lines.parsed(file, job, what="prompts")
 
 
 def digest(*decides: Any) -> str:
@@ -113,21 +110,11 @@ def _given(fields):
     return {key: fields[key] for key in SETTINGS if fields.get(key) is not None}
 
 
-def _tokens(prompt, encode):
-    try:
-        return encode(prompt)
-    except UnicodeEncodeError:
-        raise UserError(
-            "the prompt holds half of a surrogate pair, which is no character"
-        ) from None
-
-
 @contextlib.contextmanager
 def alone(file: str) -> Iterator[None]:
     """Locks `file` for this process: two runs would answer every prompt twice. Raises UserError if
     another holds it.
     """
-    new = not pathlib.Path(file).exists()
     with open(file, "ab") as held:
         try:
             fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -137,39 +124,31 @@ def alone(file: str) -> Iterator[None]:
             ) from None
         except OSError:
             pass  # the file system has no locks
-        try:
-            yield
-        finally:
-            if new and os.fstat(held.fileno()).st_size == 0:
-                os.unlink(file)
+        yield
 
 
-def identify(line: Mapping[str, Any]) -> tuple[Hashable, str]:
-    """The index and the digest of the job that a line answers. Raises KeyError for no such line."""
-    return line["index"], line["request"]
+def unanswered(file: str, jobs: Sequence[Job]) -> list[Job]:
+    """The jobs without an answer in `file`. See `answered`."""
+    held = answered(file, {job.index: job.digest for job in jobs})
+    return [job for job in jobs if job.index not in held]
 
 
-def unanswered[T](
-    file: str,
-    jobs: Sequence[T],
-    *,
-    identify: Callable[[Mapping[str, Any]], tuple[Hashable, str]] = identify,
-    beginning: bytes = BEGINNING,
-) -> list[T]:
-    """The jobs without an answer in `file`. Removes a half-written last line from the file.
+def answered(file: str, digests: Mapping[Hashable, str]) -> dict[Hashable, dict[str, Any]]:
+    """The lines of `file`, each by the index of the job that it answers. Removes a half-written
+    last line from the file.
 
-    jobs: each has an `index` and a `digest`. identify, beginning: of the answers' format. Raises
-    UserError where the file holds anything else, or answers to other prompts or settings.
+    digests: of all jobs, by index. Raises UserError where the file holds anything else, or answers
+    to other prompts or settings.
     """
     path = pathlib.Path(file)
     content = path.read_bytes() if path.exists() else b""
     whole, newline, half = content.rpartition(b"\n")
-    left = {(job.index, job.digest): job for job in jobs}
-    known = set(left)
+    found = {}
     for number, line in enumerate(whole.split(b"\n") if newline else (), start=1):
         try:
-            job = identify(json.loads(line))
-            is_known = job in known
+            answer = json.loads(line)
+            index, its_digest = _job_of(answer)
+            is_known = index in digests and digests[index] == its_digest
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
             raise UserError(
                 f"{file} line {number} is not an answer that this command wrote"
@@ -178,12 +157,19 @@ def unanswered[T](
             raise UserError(
                 f"{file} line {number} answers another prompt, model or setting; name another file, or remove this one"
             )
-        left.pop(job, None)
+        found[index] = answer
     if half:
-        if not (half.startswith(beginning) or beginning.startswith(half)):
+        if not any(half.startswith(one) or one.startswith(half) for one in BEGINNINGS):
             raise UserError(f"{file} holds something else than answers that this command wrote")
         os.truncate(path, len(content) - len(half))
-    return list(left.values())
+    return found
+
+
+def _job_of(answer):
+    """The index and the digest of the job that a line answers, in either format."""
+    if "custom_id" in answer:
+        return answer["custom_id"], answer["id"].removeprefix(BATCH_ID)
+    return answer["index"], answer["request"]
 
 
 def answer(engine: Engine, jobs: Iterable[Job], *, file: str) -> Iterator[Job]:
@@ -191,17 +177,18 @@ def answer(engine: Engine, jobs: Iterable[Job], *, file: str) -> Iterator[Job]:
 
     The line of a job that failed holds the error. Raises RunFailed at the end if any job failed,
     and for a full disk.
+    engine: its queue has room for all requests of a job.
     """
-    waiting = collections.deque((job, []) for job in jobs)
+    waiting = collections.deque(jobs)
     running: list[tuple[Job, list[Handle]]] = []
     failed = 0
     with open(file, "ab", buffering=0) as out:
         while waiting or running:
-            while waiting and engine.stats().queued < engine.max_queue:
-                job, handles = waiting[0]
-                handles.append(engine.submit(job.requests[len(handles)]))
-                if len(handles) == len(job.requests):
-                    running.append(waiting.popleft())
+            room = engine.max_queue - engine.stats().queued
+            while waiting and len(waiting[0].requests) <= room:
+                job = waiting.popleft()
+                running.append((job, engine.submit_all(job.requests)))
+                room -= len(job.requests)
             engine.step()
             for one in list(running):
                 job, handles = one
@@ -210,7 +197,7 @@ def answer(engine: Engine, jobs: Iterable[Job], *, file: str) -> Iterator[Job]:
                 running.remove(one)
                 results = list(map(_result, handles))
                 failed += any(isinstance(result, NoNumbers) for result in results)
-                append(out, encoded(job.line(results)), file=file)
+                append(out, job.line(results), file=file)
                 yield job
     if failed:
         raise RunFailed(f"{file}: {failed} prompts have no answer; their lines say why")
@@ -223,16 +210,13 @@ def _result(handle):
         return error
 
 
-def encoded(line: Mapping[str, Any]) -> bytes:
-    """JSON. An id or a text may hold half of a surrogate pair, which UTF-8 cannot encode: JSON's
-    escape stands for it.
-    """
-    return json.dumps(line, ensure_ascii=False).encode("utf-8", "backslashreplace") + b"\n"
-
-
-def append(out: io.FileIO, data: bytes, *, file: str) -> None:
+def append(out: io.FileIO, line: Mapping[str, Any], *, file: str) -> None:
     """Appends all of a line or, where the disk is full, nothing: then it raises RunFailed."""
-    whole, left = os.fstat(out.fileno()).st_size, memoryview(data)
+    # An id or a text may hold half of a surrogate pair, which UTF-8 cannot encode: JSON's escape
+    # stands for it.
+    text = json.dumps(line, ensure_ascii=False) + "\n"
+    left = memoryview(text.encode("utf-8", "backslashreplace"))
+    whole = os.fstat(out.fileno()).st_size
     try:
         while left:  # a nearly full disk takes a part, without an error
             left = left[out.write(left) :]

@@ -88,25 +88,14 @@ class Handle:
         """
         self._engine.cancel(self)
 
-    def take(
-        self, tokens: Sequence[int], logprobs: Sequence[float] | None
-    ) -> Result | NoNumbers | None:
-        """For the engine: the next tokens. Returns the outcome that it should `post`, None for
-        none.
-
-        Tokens after its end are dropped.
+    def take(self, *new: Any, finish: Finish | None = None) -> Result | NoNumbers | None:
+        """For the engine: as `TokenSequence.take`. Returns the outcome that it should `post`, None
+        for none.
         """
-        piece, outcome = self._sequence.take(tokens, logprobs)
+        piece, outcome = self._sequence.take(*new, finish=finish)
         if piece:
             self.post(piece)
         return outcome
-
-    def cancelled(self) -> Result:
-        """For the engine: the outcome of the tokens so far."""
-        piece, result = self._sequence.end(Finish.CANCELLED)
-        if piece:
-            self.post(piece)
-        return result
 
     def post(self, event: Piece | Result | BaseException) -> None:
         """For the engine: what the request's user hears next; a result or an error ends the
@@ -183,12 +172,6 @@ class Scheduler:
         if self.error:
             raise RuntimeError(f"the engine ended with an error: {self.error!r}") from self.error
 
-    @property
-    def busy(self) -> bool:
-        """Whether any request waits or runs."""
-        with self.changed:
-            return bool(self._queue or self._running)
-
     def admit(self) -> list[tuple[int, Handle]]:
         """Frees the slots of cancelled requests and fills free slots from the queue. Returns the
         newly admitted.
@@ -196,7 +179,7 @@ class Scheduler:
         with self.changed:
             for slot, handle in self.running():
                 if handle in self._cancelled:
-                    self.release(slot, handle.cancelled())
+                    self.release(slot, handle.take(finish=Finish.CANCELLED))
             free = [slot for slot in range(self.slots) if slot not in self._running]
             admitted = [(slot, self._queue.popleft()) for slot in free[: len(self._queue)]]
             self._running.update(admitted)
@@ -219,7 +202,7 @@ class Scheduler:
         with self.changed:
             if handle in self._queue:
                 self._queue.remove(handle)
-                self._end(handle, handle.cancelled())
+                self._end(handle, handle.take(finish=Finish.CANCELLED))
             elif handle in self._running.values():
                 self._cancelled.add(handle)
 
@@ -233,7 +216,7 @@ class Scheduler:
             for held in (self._running, self._queue, self._cancelled):
                 held.clear()
             for handle in handles:
-                self._end(handle, error or handle.cancelled())
+                self._end(handle, error or handle.take(finish=Finish.CANCELLED))
 
     def stats(self) -> Stats:
         with self.changed:

@@ -1,0 +1,27 @@
+"""Engines of a small model."""
+
+import functools
+
+import numpy as np
+
+from ladder_jax.data.tokenizer import Bytes
+from ladder_jax.decode import Engine
+from tests import cases
+
+CAPACITY, CHUNK = 64, 5
+DECODER = Bytes().to_bytes
+
+
+@functools.cache
+def parts(name="ladder", *, poison=None, **mesh):
+    """A definition of two layers, and parameters of which one token's embedding is no number."""
+    definition = cases.define(name, num_layers=2, **mesh)
+    params = cases.parameters(definition)
+    if poison is not None:
+        params["embedding"]["table"][poison] = np.nan
+    return definition, cases.place(params, definition)
+
+
+def engine(*, poison=None, tensor=1, decoder=DECODER, **more):
+    sizes = {**dict(slots=3, capacity=CAPACITY, chunk=CHUNK), **more}
+    return Engine(*parts(poison=poison, tensor=tensor), decoder=decoder, **sizes)
