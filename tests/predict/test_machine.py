@@ -108,7 +108,7 @@ NVLINK = "based_on: h100-nvlink\n"
     [
         ("memory: 80e9", "", "lacks the constant memory (needed: name, devices, memory, flops,"),
         ("latency: 1e-5, ", "", "lacks the constant link.latency"),
-        ("3e12", "-3e12", "mine.yaml': bandwidth must be positive, not -3e+12"),
+        ("3e12", "-3e12", "mine.yaml': bandwidth must be positive, not -3000000000000.0"),
         ("80e9", "0", "memory must be positive, not 0"),
         ("80e9", ".inf", "memory must be positive, not inf"),
         ("latency: 1e-5", "latency: -1e-5", "link.latency must not be negative, not -1e-05"),
@@ -118,7 +118,7 @@ NVLINK = "based_on: h100-nvlink\n"
         (
             "flops_share: 0.5",
             "flops_share: 50",
-            "is a share of the published rate, at most 1, not 50",
+            "be a share of the published rate, above 0 and at most 1, not 50.0",
         ),
         ("devices: 4", "devices: 4.5", "devices must be of type int, not 4.5"),
         ("launch: 0", "lunch: 0", "unknown setting 'lunch'; did you mean 'launch'?"),
