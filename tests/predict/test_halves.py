@@ -26,7 +26,7 @@ def in_turn(name, *, length, all_reduce, num_layers=2, contention=0.0, window=1.
     """Every half of a sublayer takes `length` busy seconds, its all-reduce `all_reduce`."""
     steps = itertools.chain.from_iterable(residual.topology(name, num_layers=num_layers).layers)
     slots = turns(
-        steps, work=lambda step, half: Work(length, 0.0), all_reduces=(all_reduce, all_reduce)
+        steps, work=lambda sublayers, half: Work(length, 0.0), all_reduces=(all_reduce, all_reduce)
     )
     return play_slots(slots, contention=contention, window=window)
 
@@ -71,7 +71,7 @@ def compute(*, on, rows, tokens, interleave):
     shard = Model(preset("llama-3-70b", residual="standard", num_layers=4), 8)
     block = shard.prefill(rows=rows, prompt_length=tokens)
     program = Program(interleave=interleave)
-    return layers.layers(shard, on, block, program=program).timeline.compute
+    return layers.layers(shard, on, block, program=program).compute
 
 
 def test_the_price_at_few_rows_is_near_what_compilers_estimate():

@@ -89,9 +89,8 @@ def test_a_hybrids_training_step_lies_between(capsys):
 def compute(one, *, ranks=4, machine=V5P):
     """Seconds of the layers' kernels of a prompt on one of `ranks` devices."""
     shard = Model(one, ranks)
-    return layers.layers(
-        shard, machine, shard.prefill(rows=1, prompt_length=256), program=PLAIN
-    ).timeline.compute
+    block = shard.prefill(rows=1, prompt_length=256)
+    return layers.layers(shard, machine, block, program=PLAIN).compute
 
 
 @pytest.mark.parametrize(

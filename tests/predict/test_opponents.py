@@ -210,7 +210,7 @@ def test_nobody_loses_by_a_choice(name, residual):
 def timeline(form, *, on=V5P, rows=4, tokens=2048):
     shard = Model(preset("llama-3-8b", residual="standard", num_layers=4), 8)
     block = shard.prefill(rows=rows, prompt_length=tokens)
-    return layers.layers(shard, on, block, program=Program(form)).timeline
+    return layers.layers(shard, on, block, program=Program(form))
 
 
 def test_a_ring_hides_what_its_matmuls_are_long_enough_for():
@@ -236,8 +236,9 @@ def test_a_ring_step_by_hand():
     )
     kernel = work.Kernel("out", flops=4 * on.flops * on.flops_share)  # a second a chunk
     for payload, expected in ((64.0, 1 + 3 * 2.5), (8.0, 1 + 3 * 1.0)):
-        ring = layers.RingProduct(on, 4, payload=payload, times=1)
-        assert ring.seconds(kernel) == pytest.approx(expected)
+        rounds, message = layers.ring_message(on.link, ranks=4, payload=payload)
+        ring = dict(ranks=4, rounds=rounds, message=message, times=1)
+        assert layers.ring_product(on, kernel, **ring) == pytest.approx(expected)
 
 
 def test_a_prefill_and_its_opponents(capsys):

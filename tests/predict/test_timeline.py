@@ -49,7 +49,7 @@ def test_on_one_device(implementation):
 def uniform(name, *, lengths=(1.0, 1.0), all_reduce, layers=8, contention=0.0):
     """Sublayers of given lengths, all of them busy."""
     plan = itertools.chain.from_iterable(residual.topology(name, num_layers=layers).layers)
-    length = lambda step: Work(busy=sum(lengths[i] for i in step.sublayers), idle=0.0)
+    length = lambda sublayers: Work(busy=sum(lengths[i] for i in sublayers), idle=0.0)
     return play(plan, work=length, all_reduce=all_reduce, contention=contention)
 
 
