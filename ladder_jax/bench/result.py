@@ -78,7 +78,7 @@ def run(args: dict) -> None:
         _plot(answer, file=args["plot"])
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class Result:
     """device: its kind. devices: their number on this machine. versions: of Python, packages and
     compilers, by name.
@@ -90,9 +90,6 @@ class Result:
     devices: int
     versions: dict[str, str]
     platform: str
-
-    def __repr__(self) -> str:
-        return "\n  ".join([f"Result({self.title})", *self.verdict])
 
     @property
     def title(self) -> str:
@@ -279,37 +276,32 @@ def _plot(answer: Result, *, file: str) -> None:
     batch. Bars are medians, error bars the range over the repeats. The file's ending sets the
     format.
     """
-    plt = files.pyplot()
-    names, batches = [one.name for one in answer.request.variants], answer.request.batches
-    size = (1.6 + len(batches) * max(1.8, 0.8 * len(names)), 6)
-    # Batches differ in tokens/s by far more than residuals do, so each has its own axis; all shares
-    # use one axis.
-    figure, axes = plt.subplots(
-        2, len(batches), figsize=size, sharex=True, squeeze=False, layout="constrained"
+    request = answer.request
+    names = [one.name for one in request.variants]
+    columns = len(request.batches)
+    size = (1.6 + columns * max(1.8, 0.8 * len(names)), 6)
+    figure, axes = files.pyplot().subplots(
+        2, columns, figsize=size, sharex=True, squeeze=False, layout="constrained"
     )
-    for column, batch in enumerate(batches):
+    for column, batch in zip(axes.T, request.batches):
         rows = [row for row in answer.rows if row["batch"] == batch]
-        for axis, (key, label, scale) in zip(axes[:, column], PANELS):
+        for axis, (key, _, scale) in zip(column, PANELS):
             heights = [row[key] * scale for row in rows]
-            below = [height - row[f"{key}_min"] * scale for height, row in zip(heights, rows)]
-            above = [row[f"{key}_max"] * scale - height for height, row in zip(heights, rows)]
+            errors = [
+                [abs(row[f"{key}_{end}"] - row[key]) * scale for row in rows]
+                for end in ("min", "max")
+            ]
             colours = [f"C{index}" for index in range(len(names))]
-            # rounding may make them negative
-            clip = lambda lengths: [max(0.0, length) for length in lengths]
-            bars = axis.bar(
-                names, heights, yerr=(clip(below), clip(above)), color=colours, capsize=4, width=0.7
-            )
-            axis.bar_label(bars, [number(height) for height in heights], fontsize=8, padding=2)
+            bars = axis.bar(names, heights, yerr=errors, color=colours, capsize=4, width=0.7)
+            axis.bar_label(bars, map(number, heights), fontsize=8, padding=2)
             axis.margins(y=0.15)
             axis.spines[["top", "right"]].set_visible(False)
-            axis.set_ylabel(label if column == 0 else "")
-        axes[0, column].set_title(f"batch {batch}", fontsize=10)
-        axes[1, column].sharey(axes[1, 0])
-        if len(names) > 2:
-            axes[1, column].set_xticks(range(len(names)), names, rotation=30, ha="right")
-    request = answer.request
-    figure.suptitle(
-        f"{answer.title}: prompt {request.prompt_length}, {request.new_tokens} new tokens",
-        fontsize=10,
-    )
+        column[0].set_title(f"batch {batch}", fontsize=10)
+        # batches differ in tokens/s by far more than residuals do: only their shares have one axis
+        column[1].sharey(axes[1, 0])
+        column[1].tick_params("x", rotation=30 if len(names) > 2 else 0)
+    for axis, (_, label, _) in zip(axes[:, 0], PANELS):
+        axis.set_ylabel(label)
+    shape = f"prompt {request.prompt_length}, {request.new_tokens} new tokens"
+    figure.suptitle(f"{answer.title}: {shape}", fontsize=10)
     files.write_picture(file, figure)

@@ -73,7 +73,7 @@ class Plan:
         return self.limit is None or self.bytes <= self.limit
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class Answer:
     """The ranked plans of a request.
 
@@ -86,11 +86,6 @@ class Answer:
     plans: tuple[Plan, ...]
     refused: tuple[Plan, ...]
     sizes: Mapping[Candidate, Memory]
-
-    def __repr__(self) -> str:
-        best = f", the fastest {self.plans[0].candidate!r}" if self.plans else ""
-        fitting = f"{len(self.plans)} of {len(self.sizes)} candidates fit"
-        return f"Answer({self.request.name} on {self.request.target.name}: {fitting}{best})"
 
 
 def ranked(sizes: Mapping[Candidate, Memory], *, request: Request) -> list[Plan]:

@@ -53,9 +53,6 @@ class Row:
     speedup: float
     speedup_over_nccl: float
 
-    def __repr__(self) -> str:
-        return f"Row({self.residual}: {self.tokens_per_second:,.4g} tokens/s, {self.speedup:.2f} x Standard)"
-
     @property
     def tokens_per_second(self) -> float:
         return self.tokens / self.speed.seconds
@@ -125,7 +122,7 @@ class Baseline:
         return f"Standard ({self.described})"
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class Result:
     """opponents: Standard in every form that is possible here, the fastest first; it is the
     baseline.
@@ -135,11 +132,6 @@ class Result:
     rows: tuple[Row, ...]
     opponents: tuple[Baseline, ...]
     advice: Advice
-
-    def __repr__(self) -> str:
-        request = self.request
-        title = f"{request.model}, tensor {request.tensor}, batch {request.batch} on {request.machine.name}"
-        return "\n  ".join([f"Result({title}): take {self.advice.residual}", *map(repr, self.rows)])
 
     @property
     def baseline(self) -> Baseline:
