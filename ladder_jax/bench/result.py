@@ -15,7 +15,7 @@ from ladder_jax.bench.request import Request, Variant
 from ladder_jax.terminal import Table, number
 
 if TYPE_CHECKING:
-    from ladder_jax.bench.measure import Measurement, Samples
+    from ladder_jax.bench.measure import Samples
     from ladder_jax.predict.measure import Ceiling
 
 PACKAGES = ("ladder-jax", "jax", "jaxlib", "flax")
@@ -58,13 +58,15 @@ def run(args: dict) -> None:
     mesh = make_mesh(tensor=request.tensor)
     with terminal.progress(measure.steps(request)) as update:
         done = itertools.count()
-        measurement = measure.measure(
+        copy, matmul, samples = measure.measure(
             request, mesh=mesh, advance=lambda label: update(next(done), label)
         )
     device = mesh.devices.flat[0]
     answer = Result(
         request=request,
-        measurement=measurement,
+        copy=copy,
+        matmul=matmul,
+        samples=samples,
         device=f"{platform.machine()} CPU" if device.platform == "cpu" else device.device_kind,
         devices=jax.device_count(),
         versions={
@@ -80,12 +82,14 @@ def run(args: dict) -> None:
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Result:
-    """device: its kind. devices: their number on this machine. versions: of Python, packages and
-    compilers, by name.
+    """copy, matmul: the device's limits. device: its kind. devices: their number on this machine.
+    versions: of Python, packages and compilers, by name.
     """
 
     request: Request
-    measurement: Measurement
+    copy: Ceiling
+    matmul: Ceiling
+    samples: Sequence[Samples]
     device: str
     devices: int
     versions: dict[str, str]
@@ -112,7 +116,7 @@ class Result:
 
     @property
     def rows(self) -> list[dict]:
-        return [_row(one, self.request, self.measurement) for one in self.measurement.samples]
+        return [_row(self, one) for one in self.samples]
 
     @property
     def ratios(self) -> list[dict]:
@@ -120,33 +124,29 @@ class Result:
         baseline's seconds over the variant's.
         """
         baseline = self.request.baseline
-        of_baseline = {
-            one.batch: one for one in self.measurement.samples if one.variant == baseline
-        }
+        of_baseline = {one.batch: one for one in self.samples if one.variant == baseline}
         return [
             {
                 "residual": one.residual,
                 "interleave": one.interleave,
                 "against": baseline.residual,
                 "batch": one.batch,
-                **_ratio("prefill", of_baseline[one.batch].prefill, one.prefill),
-                **_ratio("decode", of_baseline[one.batch].decode, one.decode),
-                **_ratio("total", of_baseline[one.batch].total, one.total),
+                **_ratio("prefill", of_baseline[one.batch], one),
+                **_ratio("decode", of_baseline[one.batch], one),
+                **_ratio("total", of_baseline[one.batch], one),
             }
-            for one in self.measurement.samples
+            for one in self.samples
             if one.variant != baseline
         ]
 
     @property
     def verdict(self) -> list[str]:
         """One line per variant: its decoding, or of two halves in turn its prefill."""
-        ratios, lines = self.ratios, []
+        lines = []
         for variant in self.request.variants:
-            verb, phase = (
-                ("prefills", "prefill") if variant.interleave == 2 else ("decodes", "decode")
-            )
+            phase = "prefill" if variant.interleave == 2 else "decode"
             parts = []
-            for ratio in ratios:
+            for ratio in self.ratios:
                 if Variant(ratio["residual"], ratio["interleave"]) == variant:
                     median, *ends = (
                         f"{ratio[f'{phase}_ratio{end}']:.2f}" for end in ("", "_min", "_max")
@@ -154,7 +154,8 @@ class Result:
                     parts.append(
                         f"{median}x {ratio['against']} [{', '.join(ends)}] at batch {ratio['batch']}"
                     )
-            lines += [f"{variant.name} {verb} {', '.join(parts)}"] if parts else []
+            if parts:
+                lines.append(f"{variant.name} {phase}s {', '.join(parts)}")
         if lines:
             return lines
         parts = [
@@ -166,7 +167,7 @@ class Result:
         """The JSON object. Seconds, bytes and FLOPs are of one device. `_row` defines medians and
         ranges.
         """
-        request, measurement = self.request, self.measurement
+        request = self.request
         return {
             "model": request.model,
             "device": self.device,
@@ -176,8 +177,8 @@ class Result:
             **{name: getattr(request, name) for name in SETTINGS},
             "verdict": self.verdict,
             "notices": self.notices,
-            "copy": measurement.copy.as_dict("bytes_per_second"),
-            "matmul": measurement.matmul.as_dict("flops_per_second"),
+            "copy": self.copy.as_dict("bytes_per_second"),
+            "matmul": self.matmul.as_dict("flops_per_second"),
             "rows": self.rows,
             "ratios": self.ratios,
         }
@@ -191,16 +192,16 @@ class Result:
             *(f"note: {notice}" for notice in self.notices),
             f"{self.title}; {shape}",
             _table(self.rows),
-            f"copy      {_ceiling(self.measurement.copy, 1e9, 'GB/s')}",
-            f"matmul    {_ceiling(self.measurement.matmul, 1e12, 'TFLOP/s')}",
+            f"copy      {_ceiling(self.copy, 1e9, 'GB/s')}",
+            f"matmul    {_ceiling(self.matmul, 1e12, 'TFLOP/s')}",
             "versions  "
             + ", ".join(f"{name} {version}" for name, version in self.versions.items()),
         ]
 
 
-def _row(one: Samples, request: Request, measurement: Measurement) -> dict:
+def _row(answer: Result, one: Samples) -> dict:
     """The JSON row: figures of the median seconds, and their _min and _max over the repeats."""
-    tokens = request.new_tokens
+    tokens = answer.request.new_tokens
 
     def figures(prefill: float, decode: float) -> dict[str, float]:
         step = decode / (tokens - 1)
@@ -213,16 +214,16 @@ def _row(one: Samples, request: Request, measurement: Measurement) -> dict:
             "tokens_per_second": one.batch * tokens / (prefill + decode),
             "tokens_per_second_per_user": tokens / (prefill + decode),
             "bytes_per_second": bytes_per_second,
-            "bandwidth_share": bytes_per_second / measurement.copy.best,
+            "bandwidth_share": bytes_per_second / answer.copy.best,
             "prefill_flops_per_second": flops_per_second,
-            "matmul_share": flops_per_second / measurement.matmul.best,
+            "matmul_share": flops_per_second / answer.matmul.best,
         }
 
     row = {
         "residual": one.residual,
         "interleave": one.interleave,
         "batch": one.batch,
-        "prompt_length": request.prompt_length,
+        "prompt_length": answer.request.prompt_length,
         "new_tokens": tokens,
         "bytes_per_step": one.step_bytes,
         "prefill_flops": one.prefill_flops,
@@ -242,9 +243,9 @@ def _range(name: str, values: Sequence[float]) -> dict[str, float]:
     return {f"{name}_min": min(values), f"{name}_max": max(values)}
 
 
-def _ratio(phase: str, baseline: Sequence[float], seconds: Sequence[float]) -> dict[str, float]:
-    name, each = f"{phase}_ratio", [b / s for b, s in zip(baseline, seconds)]
-    return {name: statistics.median(each), **_range(name, each)}
+def _ratio(phase: str, baseline: Samples, one: Samples) -> dict[str, float]:
+    each = [b / s for b, s in zip(getattr(baseline, phase), getattr(one, phase))]
+    return {f"{phase}_ratio": statistics.median(each), **_range(f"{phase}_ratio", each)}
 
 
 def _table(rows: list[dict]) -> Table:
