@@ -154,7 +154,7 @@ def work(
 
 BEND = 1.5
 """How sharply a matrix product turns from the pace of its bytes to that of its operations: see
-`together`. Chosen by the cycles that compilers estimate for two halves, over those of the whole
+`few_rows`. Chosen by the cycles that compilers estimate for two halves, over those of the whole
 batch: the table in docs/guides/halves.md.
 """
 
@@ -167,14 +167,10 @@ def few_rows(kernel: Kernel, whole: Kernel, *, machine: Machine) -> float:
     def share(one: Kernel) -> float:
         compute = machine.seconds(flops=one.flops)
         memory = machine.seconds(size=one.size)
-        return together(compute, memory) / max(compute, memory) if one.flops else 1.0
+        together = (compute**BEND + memory**BEND) ** (1 / BEND)
+        return together / max(compute, memory) if one.flops else 1.0
 
     return share(kernel) / share(whole)
-
-
-def together(compute: float, memory: float) -> float:
-    """Seconds of a matrix product, of those that its operations and its bytes take alone."""
-    return (compute**BEND + memory**BEND) ** (1 / BEND)
 
 
 def reduction(

@@ -248,12 +248,12 @@ class Machine:
             flops / (self.flops * self.flops_share), size / (self.bandwidth * self.bandwidth_share)
         )
 
-    def all_reduce(self, size: float, *, ranks: int, among: Iterable[Algorithm] = FITTED) -> float:
-        return 0.0 if self.link is None else self.link.all_reduce(size, ranks=ranks, among=among)
-
-    def constants(self) -> dict[str, float]:
-        """Of the device and its link, by dotted name."""
-        return _numbers(self, "")
+    def constants(self) -> dict[str, dict]:
+        """The value and the source of each, by dotted name."""
+        return {
+            name: {"value": value, "source": self.sources.get(name, "given without a source")}
+            for name, value in _numbers(self, "").items()
+        }
 
 
 def _numbers(section: object, path: str) -> dict[str, float]:

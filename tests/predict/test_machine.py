@@ -12,7 +12,7 @@ from ladder_jax.bench.measure import weight_bytes
 from ladder_jax.config import preset
 from ladder_jax.decode import memory
 from ladder_jax.hardware import HARDWARE
-from ladder_jax.predict import machine, result, work
+from ladder_jax.predict import machine, work
 from ladder_jax.predict.machine import Link, Network, Ring
 from tests.predict.asked import H100
 
@@ -80,7 +80,7 @@ def test_a_kind_without_a_machine():
 @pytest.mark.parametrize("name", machine.NAMES)
 def test_every_constant_has_a_source(name):
     loaded = machine.load(name)
-    for constant, found in result.constants(loaded).items():
+    for constant, found in loaded.constants().items():
         assert len(found["source"]) > 5 and found["source"] != "given without a source", constant
     sources = "fitted:|assumed|http|NVIDIA|NDR|one |two |80 GB|141 GB|GPUs|the largest"
     threads = "a thread's figures?, not verified: "  # each names its thread
@@ -207,4 +207,3 @@ def test_a_device_without_a_link(mine):
         YAML.replace("devices: 4", "devices: 1").replace(YAML.splitlines()[-1], "link: null")
     )
     assert alone.link is None
-    assert alone.all_reduce(1e9, ranks=1) == 0
