@@ -22,7 +22,7 @@ from ladder_jax.config import Loop
 from ladder_jax.decode import steps
 from ladder_jax.predict import machine
 from ladder_jax.predict import model as speeds
-from ladder_jax.predict.program import ANY_PROGRAM
+from ladder_jax.predict.program import Opponents
 from tests import covering
 
 
@@ -184,7 +184,9 @@ def test_the_speed_model_beside_the_card():
     page = " ".join((command.HERE.parent / "predict" / "README.md").read_text().split())
     rows = json.loads((command.HERE / "results.json").read_text())["wire"]["rows"]
     model = config.preset("llama-3-70b", num_layers=8, residual="no-communication")
-    on = dict(machine=machine.load("h200-nvlink"), tensor=8, new_tokens=64, choice=ANY_PROGRAM)
+    on = dict(
+        machine=machine.load("h200-nvlink"), tensor=8, new_tokens=64, opponents=Opponents.STRONGEST
+    )
     ratios = {"prefill": [], "decode": []}
     for batch in (1, 16):
         predicted = speeds.speed(model, rows=batch, **on)

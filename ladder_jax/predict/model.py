@@ -43,7 +43,7 @@ import functools
 import itertools
 from collections.abc import Callable, Iterable, Sequence
 
-from ladder_jax.config import ModelConfig, Phase
+from ladder_jax.config import Interleave, Launch, ModelConfig, Phase
 from ladder_jax.predict.layers import kernels_of_layers, layers, reduction, work
 from ladder_jax.predict.machine import Algorithm, Machine
 from ladder_jax.predict.program import (
@@ -71,7 +71,6 @@ from ladder_jax.residual import Step
 from ladder_jax.residual.wires.desync import Desynced, Silent
 from ladder_jax.schedule import models
 
-FITTED_PROGRAM = Choice(Opponents.FITTED)
 STATE = 16  # bytes a parameter in training
 
 
@@ -169,14 +168,18 @@ def speed(
     prompt_length: int = 1024,
     new_tokens: int = 512,
     implementation: Implementation = OURS,
-    choice: Choice = FITTED_PROGRAM,
+    opponents: Opponents = Opponents.FITTED,
+    launch: Launch = Launch.AUTO,
+    interleave: Interleave = Interleave.AUTO,
 ) -> Speed:
     """The speed of `config` with its residual topology over `tensor` devices, which must divide the
     model.
 
-    choice: the programs among which prefill and decode step each take the fastest.
+    opponents, launch, interleave: the programs among which prefill and decode step each take the
+        fastest.
     """
     model = Model(config, tensor, implementation)
+    choice = Choice(opponents, launch, interleave)
     shape = dict(rows=rows, prompt_length=prompt_length, new_tokens=new_tokens)
     blocks = {Phase.PREFILL: model.prefill(**shape), Phase.DECODE: model.decode_step(**shape)}
     found = [

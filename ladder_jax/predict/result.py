@@ -173,13 +173,12 @@ def _of_generation(request: Request) -> Result:
     shape = dict(
         rows=request.batch, prompt_length=request.prompt_length, new_tokens=request.new_tokens
     )
-    choice = Choice(launch=request.launch, interleave=request.interleave)
-
-    def speed(residual: str, choice: Choice) -> Speed:
-        on = dict(machine=request.machine, tensor=request.tensor)
-        return model.speed(request.config(residual), choice=choice, **on, **shape)
-
-    speeds = {name: speed(name, choice) for name in {*request.residuals, BASELINE}}
+    settings = dict(machine=request.machine, tensor=request.tensor, **shape)
+    settings |= dict(launch=request.launch, interleave=request.interleave)
+    speed = lambda residual, opponents: model.speed(
+        request.config(residual), opponents=opponents, **settings
+    )
+    speeds = {name: speed(name, Opponents.STRONGEST) for name in {*request.residuals, BASELINE}}
     standard = speeds[BASELINE]
     # other frameworks have decode steps in two halves, this library none
     if request.batch > 1 and request.tensor > 1:
@@ -190,7 +189,7 @@ def _of_generation(request: Request) -> Result:
         standard = dataclasses.replace(standard, step=fastest([standard.step, halved]))
     form = standard.prefill.program.form
     named = form.value if form is Form.ALL_REDUCE else f"all-reduce; prefill: {form.value}"
-    nccl = speed(BASELINE, dataclasses.replace(choice, opponents=Opponents.NCCL))
+    nccl = speed(BASELINE, Opponents.NCCL)
     return _result(request, speeds, [(standard, named)], nccl=nccl)
 
 
