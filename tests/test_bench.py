@@ -26,18 +26,7 @@ ASKED = "--model tiny --residual standard,ladder --prompt-length 8 --new-tokens 
 def answer(run_cli, tmp_path_factory):
     """The JSON of one run on 8 simulated devices, and the folder that it wrote to."""
     folder = tmp_path_factory.mktemp("bench")
-    words = [
-        *ASKED,
-        "--layers",
-        1,
-        "--batch",
-        "1,2",
-        "--json",
-        "--out",
-        "speed.json",
-        "--plot",
-        "speed.png",
-    ]
+    words = [*ASKED, *"--layers 1 --batch 1,2 --json --out speed.json --plot speed.png".split()]
     done = run_cli("bench", *words, cwd=folder, check_status=0)
     assert len(done.stdout.splitlines()) == 1
     return json.loads(done.stdout), folder
@@ -78,7 +67,6 @@ def test_the_rows_can_be_recomputed(answer):
         )
         for name, value in expected.items():
             assert row[name] == pytest.approx(value, rel=1e-9)
-            assert row[f"{name}_min"] * (1 - 1e-9) <= row[name] <= row[f"{name}_max"] * (1 + 1e-9)
     ratios = [(ratio["residual"], ratio["against"], ratio["batch"]) for ratio in found["ratios"]]
     assert ratios == [("ladder", "standard", 1), ("ladder", "standard", 2)]
 
@@ -168,15 +156,6 @@ def test_decode_bytes(tensor):
     )
 
 
-def test_decode_bytes_of_a_tied_table():
-    """It is the head: read whole, and B rows again for the lookup."""
-    tied = shard("smollm2-135m", num_layers=1, residual="standard")
-    layer = 576 * (2 * 576 + 2 * 192 + 3 * 1536)
-    cache = 2 * 5 * 192 * (10 + 4 / 2)
-    expected = 2 * (layer + 49152 * 576 + 5 * 576 + cache) + 4 * 3 * 576
-    assert measure.decode_bytes(tied, rows=5, prompt_length=10, new_tokens=4) == expected
-
-
 @pytest.mark.parametrize("name, rows, prompt", [("ladder-1b", 2, 256), ("smollm2-135m", 2, 128)])
 def test_prefill_flops_are_the_compilers(name, rows, prompt):
     ours = shard(name, num_layers=1, residual="standard")
@@ -198,13 +177,6 @@ def test_prefill_flops_are_the_compilers(name, rows, prompt):
     )
 
 
-def test_prefill_flops_are_split():
-    whole = measure.prefill_flops(shard("tiny"), rows=2, prompt_length=16)
-    quarter = measure.prefill_flops(shard("tiny", tensor=4), rows=2, prompt_length=16)
-    padding = 2 * 2 * 128 * (128 - 256 // 4)  # of the head, whose shares are multiples of 128 rows
-    assert quarter == whole / 4 + padding
-
-
 def test_weights_are_made_once_in_the_compute_dtype():
     """Eight devices and four key/value heads: some devices hold the same head."""
     mesh = parallel.make_mesh(tensor=8)
@@ -222,11 +194,6 @@ def test_weights_are_made_once_in_the_compute_dtype():
     key, value = (standard[f"['layers'][0]['attention']['{name}']"] for name in ("key", "value"))
     assert abs(float(jnp.std(key.astype(jnp.float32))) - 0.02) < 1e-3
     assert not np.array_equal(key, value)
-    asked = named(weights.abstract(definitions[0], loop=Loop.UNROLLED))
-    described = lambda arrays: {
-        name: (one.shape, one.dtype, one.sharding) for name, one in arrays.items()
-    }
-    assert described(standard) == described(asked)
     held = sum(array.addressable_shards[0].data.nbytes for array in standard.values())
     assert measure.weight_bytes(definitions) == held
 
@@ -271,8 +238,8 @@ def fabricated(*samples, residuals=("standard", "ladder"), interleaves=(1,)):
     samples = tuple(
         measure.Samples(*one, **counted, interleave=variant.interleave) for one, variant in both
     )
-    measured = measure.Measurement(CEILING, CEILING, samples)
-    return result.Result(asked, measured, device="a device", devices=2, versions={}, platform="tpu")
+    of = dict(device="a device", devices=2, versions={}, platform="tpu")
+    return result.Result(asked, CEILING, CEILING, samples, **of)
 
 
 def test_ratios_are_of_rounds():

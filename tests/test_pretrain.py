@@ -112,7 +112,7 @@ def test_the_predicted_step_is_that_of_its_formula():
     """Standard waits for each all-reduce, so its time is a sum that can be written down."""
     hardware, standard = machine.load("h100-nvlink"), training()
     tokens = 4 * 2048
-    wire = 80 * hardware.all_reduce(tokens * 1536 * 2, ranks=8)
+    wire = 80 * hardware.link.all_reduce(tokens * 1536 * 2, ranks=8)
     assert (standard.forward.wire, standard.backward.wire) == pytest.approx((wire, wire))
     assert standard.exposed == pytest.approx(standard.wire)
     assert standard.backward.compute == pytest.approx(2 * standard.forward.compute)

@@ -58,23 +58,18 @@ class Samples:
         return [p + d for p, d in zip(self.prefill, self.decode)]
 
 
-@dataclasses.dataclass(frozen=True)
-class Measurement:
-    """The device's limits (copy, matmul), and the samples of all residuals and batches."""
-
-    copy: Ceiling
-    matmul: Ceiling
-    samples: tuple[Samples, ...]
-
-
-def measure(request: Request, *, mesh: Mesh, advance: Advance) -> Measurement:
-    """Measure everything. Raises UserError if the memory is too small."""
+def measure(
+    request: Request, *, mesh: Mesh, advance: Advance
+) -> tuple[Ceiling, Ceiling, tuple[Samples, ...]]:
+    """The device's limits (copy, matmul), and the samples of all residuals and batches. Raises
+    UserError if the memory is too small.
+    """
     timed = samples(request, mesh=mesh, advance=advance)
     device = mesh.devices.flat[0]
     advance("the device's own limits")
     copy = copy_bandwidth(device, room=memory.room(device, devices=mesh.size))
     matmul = matmul_peak(device, dtype=request.shape.dtype.value)
-    return Measurement(copy, matmul, timed)
+    return copy, matmul, timed
 
 
 def samples(
@@ -239,17 +234,13 @@ def random_weights(definitions: Sequence[ModelDef]) -> list[Params]:
     Definitions share arrays of the same name, shape and sharding, because residuals differ in their
     connections, not in their weights.
     """
-    arrays = {}
 
-    def value(path, leaf):
-        name = jax.tree_util.keystr(path)
-        if (name, leaf) not in arrays:
-            initialize = _initializer(leaf.shape, leaf.dtype, leaf.sharding, gain="scale" in name)
-            arrays[name, leaf] = initialize(
-                jax.random.fold_in(jax.random.key(0), zlib.crc32(name.encode()))
-            )
-        return arrays[name, leaf]
+    @functools.cache
+    def made(name, leaf):
+        key = jax.random.fold_in(jax.random.key(0), zlib.crc32(name.encode()))
+        return _initializer(leaf.shape, leaf.dtype, leaf.sharding, gain="scale" in name)(key)
 
+    value = lambda path, leaf: made(jax.tree_util.keystr(path), leaf)
     abstract = [weights.abstract(definition, loop=Loop.UNROLLED) for definition in definitions]
     return [jax.tree_util.tree_map_with_path(value, tree) for tree in abstract]
 

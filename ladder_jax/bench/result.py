@@ -15,7 +15,7 @@ from ladder_jax.bench.request import Request, Variant
 from ladder_jax.terminal import Table, number
 
 if TYPE_CHECKING:
-    from ladder_jax.bench.measure import Measurement, Samples
+    from ladder_jax.bench.measure import Samples
     from ladder_jax.predict.measure import Ceiling
 
 PACKAGES = ("ladder-jax", "jax", "jaxlib", "flax")
@@ -58,13 +58,15 @@ def run(args: dict) -> None:
     mesh = make_mesh(tensor=request.tensor)
     with terminal.progress(measure.steps(request)) as update:
         done = itertools.count()
-        measurement = measure.measure(
+        copy, matmul, samples = measure.measure(
             request, mesh=mesh, advance=lambda label: update(next(done), label)
         )
     device = mesh.devices.flat[0]
     answer = Result(
         request=request,
-        measurement=measurement,
+        copy=copy,
+        matmul=matmul,
+        samples=samples,
         device=f"{platform.machine()} CPU" if device.platform == "cpu" else device.device_kind,
         devices=jax.device_count(),
         versions={
@@ -78,21 +80,20 @@ def run(args: dict) -> None:
         _plot(answer, file=args["plot"])
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class Result:
-    """device: its kind. devices: their number on this machine. versions: of Python, packages and
-    compilers, by name.
+    """copy, matmul: the device's limits. device: its kind. devices: their number on this machine.
+    versions: of Python, packages and compilers, by name.
     """
 
     request: Request
-    measurement: Measurement
+    copy: Ceiling
+    matmul: Ceiling
+    samples: Sequence[Samples]
     device: str
     devices: int
     versions: dict[str, str]
     platform: str
-
-    def __repr__(self) -> str:
-        return "\n  ".join([f"Result({self.title})", *self.verdict])
 
     @property
     def title(self) -> str:
@@ -115,7 +116,7 @@ class Result:
 
     @property
     def rows(self) -> list[dict]:
-        return [_row(one, self.request, self.measurement) for one in self.measurement.samples]
+        return [_row(self, one) for one in self.samples]
 
     @property
     def ratios(self) -> list[dict]:
@@ -123,33 +124,29 @@ class Result:
         baseline's seconds over the variant's.
         """
         baseline = self.request.baseline
-        of_baseline = {
-            one.batch: one for one in self.measurement.samples if one.variant == baseline
-        }
+        of_baseline = {one.batch: one for one in self.samples if one.variant == baseline}
         return [
             {
                 "residual": one.residual,
                 "interleave": one.interleave,
                 "against": baseline.residual,
                 "batch": one.batch,
-                **_ratio("prefill", of_baseline[one.batch].prefill, one.prefill),
-                **_ratio("decode", of_baseline[one.batch].decode, one.decode),
-                **_ratio("total", of_baseline[one.batch].total, one.total),
+                **_ratio("prefill", of_baseline[one.batch], one),
+                **_ratio("decode", of_baseline[one.batch], one),
+                **_ratio("total", of_baseline[one.batch], one),
             }
-            for one in self.measurement.samples
+            for one in self.samples
             if one.variant != baseline
         ]
 
     @property
     def verdict(self) -> list[str]:
         """One line per variant: its decoding, or of two halves in turn its prefill."""
-        ratios, lines = self.ratios, []
+        lines = []
         for variant in self.request.variants:
-            verb, phase = (
-                ("prefills", "prefill") if variant.interleave == 2 else ("decodes", "decode")
-            )
+            phase = "prefill" if variant.interleave == 2 else "decode"
             parts = []
-            for ratio in ratios:
+            for ratio in self.ratios:
                 if Variant(ratio["residual"], ratio["interleave"]) == variant:
                     median, *ends = (
                         f"{ratio[f'{phase}_ratio{end}']:.2f}" for end in ("", "_min", "_max")
@@ -157,7 +154,8 @@ class Result:
                     parts.append(
                         f"{median}x {ratio['against']} [{', '.join(ends)}] at batch {ratio['batch']}"
                     )
-            lines += [f"{variant.name} {verb} {', '.join(parts)}"] if parts else []
+            if parts:
+                lines.append(f"{variant.name} {phase}s {', '.join(parts)}")
         if lines:
             return lines
         parts = [
@@ -169,7 +167,7 @@ class Result:
         """The JSON object. Seconds, bytes and FLOPs are of one device. `_row` defines medians and
         ranges.
         """
-        request, measurement = self.request, self.measurement
+        request = self.request
         return {
             "model": request.model,
             "device": self.device,
@@ -179,8 +177,8 @@ class Result:
             **{name: getattr(request, name) for name in SETTINGS},
             "verdict": self.verdict,
             "notices": self.notices,
-            "copy": measurement.copy.as_dict("bytes_per_second"),
-            "matmul": measurement.matmul.as_dict("flops_per_second"),
+            "copy": self.copy.as_dict("bytes_per_second"),
+            "matmul": self.matmul.as_dict("flops_per_second"),
             "rows": self.rows,
             "ratios": self.ratios,
         }
@@ -194,16 +192,16 @@ class Result:
             *(f"note: {notice}" for notice in self.notices),
             f"{self.title}; {shape}",
             _table(self.rows),
-            f"copy      {_ceiling(self.measurement.copy, 1e9, 'GB/s')}",
-            f"matmul    {_ceiling(self.measurement.matmul, 1e12, 'TFLOP/s')}",
+            f"copy      {_ceiling(self.copy, 1e9, 'GB/s')}",
+            f"matmul    {_ceiling(self.matmul, 1e12, 'TFLOP/s')}",
             "versions  "
             + ", ".join(f"{name} {version}" for name, version in self.versions.items()),
         ]
 
 
-def _row(one: Samples, request: Request, measurement: Measurement) -> dict:
+def _row(answer: Result, one: Samples) -> dict:
     """The JSON row: figures of the median seconds, and their _min and _max over the repeats."""
-    tokens = request.new_tokens
+    tokens = answer.request.new_tokens
 
     def figures(prefill: float, decode: float) -> dict[str, float]:
         step = decode / (tokens - 1)
@@ -216,16 +214,16 @@ def _row(one: Samples, request: Request, measurement: Measurement) -> dict:
             "tokens_per_second": one.batch * tokens / (prefill + decode),
             "tokens_per_second_per_user": tokens / (prefill + decode),
             "bytes_per_second": bytes_per_second,
-            "bandwidth_share": bytes_per_second / measurement.copy.best,
+            "bandwidth_share": bytes_per_second / answer.copy.best,
             "prefill_flops_per_second": flops_per_second,
-            "matmul_share": flops_per_second / measurement.matmul.best,
+            "matmul_share": flops_per_second / answer.matmul.best,
         }
 
     row = {
         "residual": one.residual,
         "interleave": one.interleave,
         "batch": one.batch,
-        "prompt_length": request.prompt_length,
+        "prompt_length": answer.request.prompt_length,
         "new_tokens": tokens,
         "bytes_per_step": one.step_bytes,
         "prefill_flops": one.prefill_flops,
@@ -245,9 +243,9 @@ def _range(name: str, values: Sequence[float]) -> dict[str, float]:
     return {f"{name}_min": min(values), f"{name}_max": max(values)}
 
 
-def _ratio(phase: str, baseline: Sequence[float], seconds: Sequence[float]) -> dict[str, float]:
-    name, each = f"{phase}_ratio", [b / s for b, s in zip(baseline, seconds)]
-    return {name: statistics.median(each), **_range(name, each)}
+def _ratio(phase: str, baseline: Samples, one: Samples) -> dict[str, float]:
+    each = [b / s for b, s in zip(getattr(baseline, phase), getattr(one, phase))]
+    return {f"{phase}_ratio": statistics.median(each), **_range(f"{phase}_ratio", each)}
 
 
 def _table(rows: list[dict]) -> Table:
@@ -279,37 +277,32 @@ def _plot(answer: Result, *, file: str) -> None:
     batch. Bars are medians, error bars the range over the repeats. The file's ending sets the
     format.
     """
-    plt = files.pyplot()
-    names, batches = [one.name for one in answer.request.variants], answer.request.batches
-    size = (1.6 + len(batches) * max(1.8, 0.8 * len(names)), 6)
-    # Batches differ in tokens/s by far more than residuals do, so each has its own axis; all shares
-    # use one axis.
-    figure, axes = plt.subplots(
-        2, len(batches), figsize=size, sharex=True, squeeze=False, layout="constrained"
+    request = answer.request
+    names = [one.name for one in request.variants]
+    columns = len(request.batches)
+    size = (1.6 + columns * max(1.8, 0.8 * len(names)), 6)
+    figure, axes = files.pyplot().subplots(
+        2, columns, figsize=size, sharex=True, squeeze=False, layout="constrained"
     )
-    for column, batch in enumerate(batches):
+    for column, batch in zip(axes.T, request.batches):
         rows = [row for row in answer.rows if row["batch"] == batch]
-        for axis, (key, label, scale) in zip(axes[:, column], PANELS):
+        for axis, (key, _, scale) in zip(column, PANELS):
             heights = [row[key] * scale for row in rows]
-            below = [height - row[f"{key}_min"] * scale for height, row in zip(heights, rows)]
-            above = [row[f"{key}_max"] * scale - height for height, row in zip(heights, rows)]
+            errors = [
+                [abs(row[f"{key}_{end}"] - row[key]) * scale for row in rows]
+                for end in ("min", "max")
+            ]
             colours = [f"C{index}" for index in range(len(names))]
-            # rounding may make them negative
-            clip = lambda lengths: [max(0.0, length) for length in lengths]
-            bars = axis.bar(
-                names, heights, yerr=(clip(below), clip(above)), color=colours, capsize=4, width=0.7
-            )
-            axis.bar_label(bars, [number(height) for height in heights], fontsize=8, padding=2)
+            bars = axis.bar(names, heights, yerr=errors, color=colours, capsize=4, width=0.7)
+            axis.bar_label(bars, map(number, heights), fontsize=8, padding=2)
             axis.margins(y=0.15)
             axis.spines[["top", "right"]].set_visible(False)
-            axis.set_ylabel(label if column == 0 else "")
-        axes[0, column].set_title(f"batch {batch}", fontsize=10)
-        axes[1, column].sharey(axes[1, 0])
-        if len(names) > 2:
-            axes[1, column].set_xticks(range(len(names)), names, rotation=30, ha="right")
-    request = answer.request
-    figure.suptitle(
-        f"{answer.title}: prompt {request.prompt_length}, {request.new_tokens} new tokens",
-        fontsize=10,
-    )
+        column[0].set_title(f"batch {batch}", fontsize=10)
+        # batches differ in tokens/s by far more than residuals do: only their shares have one axis
+        column[1].sharey(axes[1, 0])
+        column[1].tick_params("x", rotation=30 if len(names) > 2 else 0)
+    for axis, (_, label, _) in zip(axes[:, 0], PANELS):
+        axis.set_ylabel(label)
+    shape = f"prompt {request.prompt_length}, {request.new_tokens} new tokens"
+    figure.suptitle(f"{answer.title}: {shape}", fontsize=10)
     files.write_picture(file, figure)

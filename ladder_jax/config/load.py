@@ -41,7 +41,7 @@ def load(
         raise wrong_type("a configuration", source, str, os.PathLike)
     path = pathlib.Path(source)
     if path.suffix in (".yaml", ".yml", ".json"):
-        tree = _read(path, what="configuration")
+        tree = read_yaml(path, what="configuration")
         tree = {} if tree is None else tree
         if not isinstance(tree, dict):
             kind = type(tree).__name__
@@ -149,7 +149,7 @@ def _stored_model(path: str, model_of: ModelOf | None) -> dict[str, typing.Any]:
         raise UserError(f"train.start: {error}") from None
 
 
-def _read(path: typing.Any, *, what: str) -> typing.Any:
+def read_yaml(path: typing.Any, *, what: str) -> typing.Any:
     """The value of a YAML file; every JSON file is YAML too."""
     try:
         text = path.read_text(encoding="utf-8")
@@ -195,5 +195,5 @@ def read_section(file: typing.Any, name: str, *, what: str) -> typing.Any:
 
     Raises UserError for a file that cannot be read, or is no YAML.
     """
-    tree = _read(file, what=what)
+    tree = read_yaml(file, what=what)
     return tree.get(name) if isinstance(tree, dict) and len(tree) == 1 else None

@@ -3,7 +3,6 @@ the plans.
 """
 
 import dataclasses
-import json
 from collections.abc import Mapping
 
 from ladder_jax import terminal
@@ -42,11 +41,7 @@ def run(args: dict) -> None:
     if args["confirm"] < 0:
         raise UserError(f"--confirm must not be negative, not {args['confirm']}")
     request = requests.make(**{name: args[name] for name in OPTIONS})
-    found = answer(request, compiled=args["confirm"])
-    if args["json"]:
-        print(json.dumps(as_dict(found)))
-        return
-    terminal.show(lines(found))
+    terminal.answer(answer(request, compiled=args["confirm"]), as_json=args["json"])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,7 +68,7 @@ class Plan:
         return self.limit is None or self.bytes <= self.limit
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class Answer:
     """The ranked plans of a request.
 
@@ -87,10 +82,66 @@ class Answer:
     refused: tuple[Plan, ...]
     sizes: Mapping[Candidate, Memory]
 
-    def __repr__(self) -> str:
-        best = f", the fastest {self.plans[0].candidate!r}" if self.plans else ""
-        fitting = f"{len(self.plans)} of {len(self.sizes)} candidates fit"
-        return f"Answer({self.request.name} on {self.request.target.name}: {fitting}{best})"
+    def as_dict(self) -> dict:
+        """The JSON object. Bytes are of one device, seconds of one optimizer step."""
+        request = self.request
+        return {
+            "model": request.name,
+            "target": request.target.name,
+            "residual": request.config.residual,
+            "parameters": (count := models.parameters(request.config)).held,
+            "parameters_active": count.active,
+            "tokens": request.tokens,
+            "sequence": request.sequence,
+            "device_memory": request.target.memory,
+            "considered": len(self.sizes),
+            "plans": [_plan(plan, request) for plan in self.plans],
+            "refused": [_plan(plan, request) for plan in self.refused],
+        }
+
+    def lines(self) -> list:
+        """Lines and a table, for `terminal.show`."""
+        request = self.request
+        room = (
+            ""
+            if request.target.memory is None
+            else f", {request.target.memory / GIB:.0f} GiB a device"
+        )
+        model = f"{request.name}, {request.config.residual}, {request.config.num_layers} layers"
+        title = f"{model} on {request.target.name}{room};"
+        if request.config.moe is not None:
+            count = models.parameters(request.config)
+            title += (
+                f" {count.active / 1e9:.3g} of {count.held / 1e9:.3g} billion parameters active;"
+            )
+        title += f" {request.tokens:,} tokens a step, in sequences of {request.sequence:,}"
+        if not self.plans:
+            cure = "nothing fits: take more devices, shorter sequences or a smaller model"
+            return [cure, f"reason    {_smallest(self)}", title, *_refused(self)]
+        best = self.plans[0]
+        overrides = " ".join(
+            f"{name}={value}" for name, value in best.candidate.overrides(request).items()
+        )
+        return [
+            f"take {best.candidate}",
+            f"reason    {_why(self)}",
+            title,
+            _table(self),
+            f"{len(self.plans)} of {len(self.sizes)} candidates fit: the fastest microbatch of up to {SHOWN} is shown",
+            *_refused(self),
+            "dxfxt: mesh.data x fsdp x tensor; rows: sequences in a microbatch of one batch shard, in turn: as two"
+            " halves (train.interleave=2); accumulate: microbatches per step; GiB of a device: = from the compiler's"
+            " memory_analysis of the whole training step, ~ estimated from shapes; the other columns are"
+            " estimates (ladder_jax/plan/speed.py): MFU; waiting: share of time that transfers add; recomputed: FLOPs"
+            " computed again, over the model's",
+            *(
+                ["note      a simulated device has no memory limit, and its speed here is nominal"]
+                if not room
+                else []
+            ),
+            "",
+            f"ladder-jax train {_training(request.name)} {overrides}",
+        ]
 
 
 def ranked(sizes: Mapping[Candidate, Memory], *, request: Request) -> list[Plan]:
@@ -125,24 +176,6 @@ def answer(request: Request, *, compiled: int) -> Answer:
     return Answer(request, (*confirmed, *fitting), tuple(refused), sizes)
 
 
-def as_dict(answer: Answer) -> dict:
-    """The JSON object. Bytes are of one device, seconds of one optimizer step."""
-    request = answer.request
-    return {
-        "model": request.name,
-        "target": request.target.name,
-        "residual": request.config.residual,
-        "parameters": (count := models.parameters(request.config)).held,
-        "parameters_active": count.active,
-        "tokens": request.tokens,
-        "sequence": request.sequence,
-        "device_memory": request.target.memory,
-        "considered": len(answer.sizes),
-        "plans": [_plan(plan, request) for plan in answer.plans],
-        "refused": [_plan(plan, request) for plan in answer.refused],
-    }
-
-
 def _plan(plan: Plan, request: Request) -> dict:
     candidate = plan.candidate
     return {
@@ -161,47 +194,6 @@ def _plan(plan: Plan, request: Request) -> dict:
         "compiled": None if plan.confirmed is None else dataclasses.asdict(plan.confirmed),
         **dataclasses.asdict(plan.speed),
     }
-
-
-def lines(answer: Answer) -> list:
-    """Lines and a table, for `terminal.show`."""
-    request = answer.request
-    room = (
-        "" if request.target.memory is None else f", {request.target.memory / GIB:.0f} GiB a device"
-    )
-    model = f"{request.name}, {request.config.residual}, {request.config.num_layers} layers"
-    title = f"{model} on {request.target.name}{room};"
-    if request.config.moe is not None:
-        count = models.parameters(request.config)
-        title += f" {count.active / 1e9:.3g} of {count.held / 1e9:.3g} billion parameters active;"
-    title += f" {request.tokens:,} tokens a step, in sequences of {request.sequence:,}"
-    if not answer.plans:
-        cure = "nothing fits: take more devices, shorter sequences or a smaller model"
-        return [cure, f"reason    {_smallest(answer)}", title, *_refused(answer)]
-    best = answer.plans[0]
-    overrides = " ".join(
-        f"{name}={value}" for name, value in best.candidate.overrides(request).items()
-    )
-    return [
-        f"take {best.candidate}",
-        f"reason    {_why(answer)}",
-        title,
-        _table(answer),
-        f"{len(answer.plans)} of {len(answer.sizes)} candidates fit: the fastest microbatch of up to {SHOWN} is shown",
-        *_refused(answer),
-        "dxfxt: mesh.data x fsdp x tensor; rows: sequences in a microbatch of one batch shard, in turn: as two"
-        " halves (train.interleave=2); accumulate: microbatches per step; GiB of a device: = from the compiler's"
-        " memory_analysis of the whole training step,"
-        " ~ estimated from shapes; the other columns are estimates (ladder_jax/plan/speed.py): MFU; waiting: share of"
-        " time that transfers add; recomputed: FLOPs computed again, over the model's",
-        *(
-            ["note      a simulated device has no memory limit, and its speed here is nominal"]
-            if not room
-            else []
-        ),
-        "",
-        f"ladder-jax train {_training(request.name)} {overrides}",
-    ]
 
 
 def _training(name: str) -> str:

@@ -181,24 +181,25 @@ def candidates(request: Request) -> list[Candidate]:
             f"--tokens {request.tokens} are {request.sequences} sequences of {request.sequence}, which no mesh of"
             f" {request.target.name} divides evenly: it takes a multiple of {fewest} sequences"
         )
+    reduces = not parse_residual(request.config.residual).kind.startswith(("desync", "no-"))
+    exchanges = can_exchange(request.config)
+    auto = request.interleave is Interleave.AUTO
+    interleaves = (1, 2) if auto else (request.interleave.parts,)
     result = []
     for mesh in divisible:
         share = request.sequences // (mesh.data * mesh.fsdp)
         streams = [(mesh, False)]
-        if _allows_sequence_parallel(request, mesh):
+        if reduces and mesh.tensor > 1 and request.sequence % mesh.tensor == 0:
             streams.append((mesh, True))
-            if can_exchange(request.config):
-                streams.append(
-                    (dataclasses.replace(mesh, experts=ExpertParallelism.EXCHANGE), True)
-                )
-        for remat, (form, sequence_parallel), rows in itertools.product(
-            Remat, streams, _divisors(share)
+            if exchanges:
+                exchange = dataclasses.replace(mesh, experts=ExpertParallelism.EXCHANGE)
+                streams.append((exchange, True))
+        for remat, (form, split), rows, interleave in itertools.product(
+            Remat, streams, _divisors(share), interleaves
         ):
-            one = Candidate(form, remat, sequence_parallel, rows, share // rows)
-            if request.interleave is not Interleave.HALVES:
+            one = Candidate(form, remat, split, rows, share // rows, interleave)
+            if interleave == 1 or _has_halves(one, request.config):
                 result.append(one)
-            if request.interleave is not Interleave.WHOLE and _has_halves(one, request.config):
-                result.append(dataclasses.replace(one, interleave=2))
     if not result:
         raise UserError(
             f"--interleave 2 needs several tensor ranks and an even number of sequences in a microbatch: no mesh of"
@@ -239,11 +240,6 @@ def uses_whole_torus_axes(target: Target, mesh: MeshConfig) -> bool:
     # of each side of the torus, a mesh axis
     assignments = itertools.product(range(3), repeat=len(torus))
     return any([product(axis, places) for axis in range(3)] == sizes for places in assignments)
-
-
-def _allows_sequence_parallel(request: Request, mesh: MeshConfig) -> bool:
-    always_reduces = not parse_residual(request.config.residual).kind.startswith(("desync", "no-"))
-    return mesh.tensor > 1 and request.sequence % mesh.tensor == 0 and always_reduces
 
 
 def _has_halves(candidate: Candidate, config: ModelConfig) -> bool:

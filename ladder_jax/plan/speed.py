@@ -34,15 +34,6 @@ NODES = Network(size=8, step=0.0, bandwidth=50e9)
 # Bytes a second between a device and its host, one way: https://jax-ml.github.io/scaling-book
 # (tpus); PCIe 5.0 x16.
 HOST = {"tpu": 16e9, "cuda": 64e9, "cpu": 16e9}
-NOMINAL = dict(
-    memory=0.0,
-    flops=1e12,
-    bandwidth=1e11,
-    flops_share=1.0,
-    bandwidth_share=1.0,
-    launch=0.0,
-    contention=0.0,
-)
 
 # Kernels that the backward pass repeats. Reduced sums are kept, so none that ends a sublayer is.
 CHEAP = frozenset({"norm", "rotate", "attend", "activate"})  # keeping products
@@ -69,8 +60,7 @@ class Speed:
 def machine_of(target: Target) -> Machine:
     """The target's devices; of simulated ones, nominal constants."""
     if target.platform == "cpu":
-        slow = Link(latency=0.0, step=0.0, bandwidth=1e10)
-        return Machine("cpu", devices=target.count, link=slow, **NOMINAL)
+        return machines.load(str(machines.TABLE / "nominal.yaml"))
     machine = machines.load(HARDWARE[target.kind].machine)
     network = NODES if target.platform == "cuda" else None
     return dataclasses.replace(machine, link=dataclasses.replace(machine.link, network=network))
@@ -103,7 +93,7 @@ def microbatch(candidate: Candidate, memory: Memory, *, request: Request) -> tup
     of_pass = model, machine, block, recomputed_by(candidate, block)
     seconds, exposed = _of_pass(*of_pass, _program(candidate))
     weights = _of_weights(*of_pass, candidate.mesh.fsdp)
-    copies = ("copies", 2 * memory.host / HOST[request.target.platform])
+    copies = 2 * memory.host / HOST[request.target.platform]
     whole = play_slots([Slot(Work(seconds + weights), [copies])], contention=machine.contention)
     return whole.seconds, exposed + weights + whole.exposed
 

@@ -38,14 +38,11 @@ def run(args: dict) -> None:
         tensor, warmup=args["warmup"], repeats=args["repeats"] or REPEATS
     )
     text = as_yaml(sections, device)
-    files.write_atomically(out, lambda path: _write_checked(path, text))
+    files.write(pathlib.Path(out), [text.encode()])
     calibrated = machine.load(out)
     if args["json"]:
-        named = {
-            name: value
-            for name, value in calibrated.constants().items()
-            if name in calibrated.sources
-        }
+        found = calibrated.constants()
+        named = {name: found[name]["value"] for name in found if name in calibrated.sources}
         samples = [dataclasses.asdict(one) for one in reduced]
         print(json.dumps({"hardware": str(out), "constants": named, "all_reduces": samples}))
         return
@@ -53,27 +50,16 @@ def run(args: dict) -> None:
 
 
 def as_yaml(sections: dict, device) -> str:
-    """The file's text, with four significant digits."""
+    """The file's text."""
     import jax
     import yaml
-
-    def rounded(tree: object) -> object:
-        if isinstance(tree, dict):
-            return {name: rounded(value) for name, value in tree.items()}
-        return float(f"{tree:.4g}") if isinstance(tree, float) else tree
 
     kind = f"{platform.machine()} CPU" if device.platform == "cpu" else device.device_kind
     today = datetime.date.today().isoformat()
     head = f"# {kind}, measured by ladder-jax calibrate on {today} with jax {jax.__version__}.\n"
     if device.platform == "cpu":
         head += f"# {SIMULATED}\n"
-    return head + yaml.safe_dump(rounded(sections), sort_keys=False, width=200)
-
-
-def _write_checked(path: str, text: str) -> None:
-    """Write the file, and raise UserError if `predict` could not read it."""
-    pathlib.Path(path).write_text(text)
-    machine.load(path)
+    return head + yaml.safe_dump(sections, sort_keys=False, width=200)
 
 
 def _print(calibrated: machine.Machine, out: str, reduced: Sequence, *, simulated: bool) -> None:

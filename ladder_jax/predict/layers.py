@@ -22,22 +22,11 @@ expert's first products stand beside the dispatch and its last one beside the co
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
-from ladder_jax.predict.machine import Algorithm, Halves, Machine, Ring
+from ladder_jax.predict.machine import Algorithm, Halves, Link, Machine, Ring
 from ladder_jax.predict.program import Form, Program, steps_of
-from ladder_jax.predict.timeline import (
-    NAMES,
-    Device,
-    Slot,
-    Timeline,
-    Transfer,
-    Work,
-    beside,
-    play,
-    play_slots,
-    turns,
-)
+from ladder_jax.predict.timeline import Slot, Timeline, Work, beside, play, play_slots, turns
 from ladder_jax.predict.work import (
     AFTER_GATHER,
     ATTENTION,
@@ -53,19 +42,6 @@ from ladder_jax.predict.work import (
 from ladder_jax.residual import Step
 from ladder_jax.schedule import models
 
-WorkOf = Callable[[Sequence[Kernel]], Work]
-
-
-@dataclasses.dataclass(frozen=True)
-class Layers:
-    """timeline: of all layers. algorithm, all_reduce: of the sublayers' reductions, and its
-    seconds.
-    """
-
-    timeline: Timeline
-    algorithm: Algorithm | None
-    all_reduce: float
-
 
 def layers(
     model: Model,
@@ -76,8 +52,8 @@ def layers(
     steps: Sequence[Step] | None = None,
     times: int = 1,
     recompute: Recompute = NO_RECOMPUTE,
-) -> Layers:
-    """The layers of `block`.
+) -> Timeline:
+    """The timeline of all layers of `block`.
 
     steps: by default the topology's. times: how often each kernel runs (backward: 2), without what
         `recompute` repeats.
@@ -86,10 +62,10 @@ def layers(
     steps = steps_of(model.config) if steps is None else steps
     kernels = functools.cache(lambda sublayers, block: model.step(sublayers, block, split=split))
     work_of = functools.partial(work, machine, times=times, recompute=recompute)
-    of_sublayers = functools.cache(lambda sublayers: work_of(kernels(sublayers, block)))
-    reduced = functools.partial(reduction, model, machine, program=program, recompute=recompute)
-    algorithm, all_reduce = reduced(block)
     settings = dict(contention=machine.contention, window=program.window)
+
+    def all_reduce(part: Block) -> float:
+        return reduction(model, machine, part, program=program, recompute=recompute)[1]
 
     def of_half(half: Sequence[Kernel], whole: Sequence[Kernel]) -> Work:
         """It reads all weights, and starts as many kernels as the whole."""
@@ -99,16 +75,19 @@ def layers(
             Work(),
         )
 
-    @functools.cache
-    def step_of_half(sublayers: tuple[int, ...], half: Block) -> Work:
-        return of_half(kernels(sublayers, half), kernels(sublayers, block))
-
     def exchanged(part: Block) -> Exchanged:
         """Of `block`, or of one of its halves."""
         own = exchanged_kernels(model, part)
         whole = exchanged_kernels(model, block)
-        works = {name: of_half(own[name], whole[name]) for name in own}
-        return Exchanged.of(model, machine, part, works=works, recompute=recompute)
+        half = machine.link.half(model.payload(part), ranks=model.ranks)
+        rows = machine.link.all_to_all(model.buffer_bytes(part), ranks=model.ranks)
+        return Exchanged(
+            **{name: of_half(own[name], whole[name]) for name in own},
+            gather=(1 + recompute.gathers) * half,
+            scatter=half,
+            rows=(1 + recompute.rows) * rows,
+            has_shared=bool(model.config.moe.shared_width),
+        )
 
     if program.form is Form.EXCHANGE:
         waits = machine.link.halves is Halves.NONE  # on a v5e (but for gathers, which is left out)
@@ -116,26 +95,41 @@ def layers(
             slots = _exchange_turns(steps, [exchanged(half) for half in block.halves])
         else:
             slots = _exchange_slots(steps, exchanged(block))
-        timeline = play_slots(slots, contention=machine.contention, waits=waits)
-    elif program.form is Form.COLLECTIVE_MATMUL:
-        ring = RingProduct(machine, model.ranks, payload=model.payload(block), times=times)
-        timeline = _in_rings(
-            steps, kernels=lambda step: kernels(step.sublayers, block), work_of=work_of, ring=ring
-        )
-    elif program.interleave == 2:
+        return play_slots(slots, contention=machine.contention, waits=waits)
+    if program.form is Form.COLLECTIVE_MATMUL:
+        ranks = model.ranks
+        rounds, message = ring_message(machine.link, ranks=ranks, payload=model.payload(block))
+        ring = dict(ranks=ranks, rounds=rounds, message=message, times=times)
+
+        @functools.cache
+        def in_rings(sublayers: tuple[int, ...]) -> tuple[float, float]:
+            """Seconds with every product after a gather or before a scatter in a ring, and with
+            none.
+            """
+            return sum(
+                ring_product(machine, one, **ring)
+                if one.name in (*AFTER_GATHER, *BEFORE_SCATTER)
+                else work_of([one]).seconds
+                for one in kernels(sublayers, block)
+            ), work_of(kernels(sublayers, block)).seconds
+
+        total = plain = 0.0
+        for step in steps:
+            seconds, alone = in_rings(step.sublayers)
+            total += seconds
+            plain += alone
+        return Timeline(total, plain, 2 * rounds * message * len(steps), len(steps), bars=())
+    if program.interleave == 2:
         halves = block.halves
-        each = tuple(reduced(half)[1] for half in halves)
-        slots = turns(
-            steps,
-            work=lambda step, half: step_of_half(step.sublayers, halves[half]),
-            all_reduces=each,
-        )
-        timeline = play_slots(slots, **settings)
-    else:
-        timeline = play(
-            steps, work=lambda step: of_sublayers(step.sublayers), all_reduce=all_reduce, **settings
-        )
-    return Layers(timeline, algorithm if timeline.all_reduces else None, all_reduce)
+
+        @functools.cache
+        def work_of_half(sublayers: tuple[int, ...], half: int) -> Work:
+            return of_half(kernels(sublayers, halves[half]), kernels(sublayers, block))
+
+        slots = turns(steps, work=work_of_half, all_reduces=tuple(map(all_reduce, halves)))
+        return play_slots(slots, **settings)
+    of_sublayers = functools.cache(lambda sublayers: work_of(kernels(sublayers, block)))
+    return play(steps, work=of_sublayers, all_reduce=all_reduce(block), **settings)
 
 
 def work(
@@ -160,7 +154,7 @@ def work(
 
 BEND = 1.5
 """How sharply a matrix product turns from the pace of its bytes to that of its operations: see
-`together`. Chosen by the cycles that compilers estimate for two halves, over those of the whole
+`few_rows`. Chosen by the cycles that compilers estimate for two halves, over those of the whole
 batch: the table in docs/guides/halves.md.
 """
 
@@ -173,18 +167,19 @@ def few_rows(kernel: Kernel, whole: Kernel, *, machine: Machine) -> float:
     def share(one: Kernel) -> float:
         compute = machine.seconds(flops=one.flops)
         memory = machine.seconds(size=one.size)
-        return together(compute, memory) / max(compute, memory) if one.flops else 1.0
+        together = (compute**BEND + memory**BEND) ** (1 / BEND)
+        return together / max(compute, memory) if one.flops else 1.0
 
     return share(kernel) / share(whole)
 
 
-def together(compute: float, memory: float) -> float:
-    """Seconds of a matrix product, of those that its operations and its bytes take alone."""
-    return (compute**BEND + memory**BEND) ** (1 / BEND)
-
-
 def reduction(
-    model: Model, machine: Machine, block: Block, *, program: Program, recompute: Recompute
+    model: Model,
+    machine: Machine,
+    block: Block,
+    *,
+    program: Program,
+    recompute: Recompute = NO_RECOMPUTE,
 ) -> tuple[Algorithm | None, float]:
     """How a sublayer's output is reduced, and its seconds: an all-reduce, or a reduce-scatter and
     an all-gather, with those of `recompute`.
@@ -199,11 +194,25 @@ def reduction(
     return algorithm, seconds
 
 
-@dataclasses.dataclass(frozen=True)
-class RingProduct:
-    """A matrix product in n chunks of its positions: each is multiplied while the next one is on
-    its way. The library's own is parallel/ring.py; its scatter also adds what arrives, which is
-    left out here.
+def ring_message(link: Link, *, ranks: int, payload: float) -> tuple[int, float]:
+    """The rounds of a ring, and the seconds of a round's message; from node to node at the
+    network's pace.
+    """
+    rounds = ranks - 1 if link.ring is Ring.ONE_WAY else ranks // 2
+    step = link.step
+    bandwidth = link.bandwidth
+    if link.nodes(ranks) > 1:
+        step = max(step, link.network.step)
+        bandwidth = min(bandwidth, link.network.bandwidth)
+    return rounds, step + (ranks - 1) / rounds * payload / ranks / bandwidth
+
+
+def ring_product(
+    machine: Machine, kernel: Kernel, *, ranks: int, rounds: int, message: float, times: int
+) -> float:
+    """Seconds of a matrix product in n chunks of its positions: each is multiplied while the next
+    one is on its way. The library's own is parallel/ring.py; its scatter also adds what arrives,
+    which is left out here.
 
         chunk + rounds x (a round's chunks beside its message)
         ring     n - 1 rounds of one chunk; both directions of a torus: half as many, of two
@@ -212,68 +221,17 @@ class RingProduct:
     and matmul-scatter take as long. Backward, the gathering of the input again for the weights'
     gradient is left out, which favours this.
     """
-
-    machine: Machine
-    ranks: int
-    payload: float
-    times: int
-
-    @property
-    def rounds(self) -> int:
-        return self.ranks - 1 if self.machine.link.ring is Ring.ONE_WAY else self.ranks // 2
-
-    @property
-    def message(self) -> float:
-        """Seconds of a round's message; from node to node at the network's pace."""
-        link = self.machine.link
-        step = link.step
-        bandwidth = link.bandwidth
-        if link.nodes(self.ranks) > 1:
-            step = max(step, link.network.step)
-            bandwidth = min(bandwidth, link.network.bandwidth)
-        return step + (self.ranks - 1) / self.rounds * self.payload / self.ranks / bandwidth
-
-    def seconds(self, kernel: Kernel) -> float:
-        share = dict(flops=kernel.flops / self.ranks, activations=kernel.activations / self.ranks)
-        chunk = work(self.machine, [dataclasses.replace(kernel, **share)], times=self.times)
-        of_round = chunk.share((self.ranks - 1) / self.rounds)
-        round_ = max(
-            self.message, beside(of_round, wire=self.message, contention=self.machine.contention)
-        )
-        return chunk.seconds + self.rounds * round_
-
-
-def _in_rings(
-    steps: Sequence[Step],
-    *,
-    kernels: Callable[[Step], tuple[Kernel, ...]],
-    work_of: WorkOf,
-    ring: RingProduct,
-) -> Timeline:
-    """Every product that follows a gather or precedes a scatter in a ring; the other kernels as
-    they are.
-    """
-    ringed = (*AFTER_GATHER, *BEFORE_SCATTER)
-    seconds = lambda kernel: (
-        ring.seconds(kernel) if kernel.name in ringed else work_of([kernel]).seconds
-    )
-    of_step = functools.cache(
-        lambda kernels: (sum(map(seconds, kernels)), work_of(kernels).seconds)
-    )
-    device = Device(contention=0.0)
-    plain = 0.0
-    for step in steps:
-        in_ring, alone = of_step(kernels(step))
-        device.compute(NAMES[step.sublayers], Work(in_ring, 0.0))
-        plain += alone
-    wire = 2 * ring.rounds * ring.message * len(steps)
-    return dataclasses.replace(device.timeline(), compute=plain, wire=wire, all_reduces=len(steps))
+    share = dict(flops=kernel.flops / ranks, activations=kernel.activations / ranks)
+    chunk = work(machine, [dataclasses.replace(kernel, **share)], times=times)
+    of_round = chunk.share((ranks - 1) / rounds)
+    slowed = beside(of_round, wire=message, contention=machine.contention)
+    return chunk.seconds + rounds * max(message, slowed)
 
 
 @dataclasses.dataclass(frozen=True)
 class Exchanged:
     """A layer of one block, whose ranks exchange the rows of experts: its work, in the parts beside
-    which messages stand, and the messages.
+    which messages stand, and seconds of the messages. rows: of a dispatch or a combine.
     """
 
     norm: Work
@@ -285,54 +243,28 @@ class Exchanged:
     collect: Work
     shared_first: Work
     shared_last: Work
-    gather: Transfer
-    scatter: Transfer
-    dispatch: Transfer
-    combine: Transfer
+    gather: float
+    scatter: float
+    rows: float
     has_shared: bool
-
-    @classmethod
-    def of(
-        cls,
-        model: Model,
-        machine: Machine,
-        block: Block,
-        *,
-        works: dict[str, Work],
-        recompute: Recompute,
-    ) -> "Exchanged":
-        """works: of `exchanged_kernels`, by name."""
-        half = machine.link.half(model.payload(block), ranks=model.ranks)
-        one = machine.link.all_to_all(model.buffer_bytes(block), ranks=model.ranks)
-        rows = (1 + recompute.rows) * one
-        return cls(
-            **works,
-            gather=("gather", (1 + recompute.gathers) * half),
-            scatter=("reduce-scatter", half),
-            dispatch=("dispatch", rows),
-            combine=("combine", rows),
-            has_shared=bool(model.config.moe.shared_width),
-        )
 
     @property
     def shared(self) -> Work:
         return self.shared_first + self.shared_last
 
-    def input_of(self, step: Step) -> tuple[Transfer, ...]:
+    def input_of(self, step: Step) -> tuple[float, ...]:
         """The messages that bring it. A shared expert's input is gathered."""
         if step.sublayers == (ATTENTION,):
             return (self.gather,)
-        return (self.gather, self.dispatch) if self.has_shared else (self.dispatch,)
+        return (self.gather, self.rows) if self.has_shared else (self.rows,)
 
-    def output_of(self, step: Step) -> tuple[Transfer, ...]:
+    def output_of(self, step: Step) -> tuple[float, ...]:
         """The messages that sum it up. A shared expert's sum is reduce-scattered, by farskip with
         attention's.
         """
         if step.sublayers == (ATTENTION,):
             return (self.scatter,)
-        return (
-            (self.combine, self.scatter) if self.has_shared and not step.early else (self.combine,)
-        )
+        return (self.rows, self.scatter) if self.has_shared and not step.early else (self.rows,)
 
 
 def exchanged_kernels(model: Model, block: Block) -> dict[str, Sequence[Kernel]]:
@@ -411,64 +343,44 @@ def _between(part: Exchanged, before: Step | None, following: Step | None) -> Wo
 def _exchange_slots(steps: Sequence[Step], part: Exchanged) -> Iterator[Slot]:
     """The slots of a topology's steps, in their order, if ranks exchange the rows of experts."""
     none = Work()
-
-    def attend(step: Step) -> Iterator[Slot]:
-        waits = bool(arriving) and step.delay == 0
-        if waits:
-            yield Slot(transfers=arriving)
-            yield Slot(part.collect)
-        if not prepared:
-            yield Slot(part.norm)
-            yield Slot(transfers=(part.gather,))
-        yield Slot(part.into, () if waits else arriving)
-        collected = part.collect if arriving and not waits else none
-        if prepares:
-            yield Slot(collected + part.norm + part.route)
-            yield Slot(part.out, part.input_of(following))
-        else:
-            yield Slot(collected + part.out)
-        if step.pending_after == 0:
-            yield Slot(transfers=(part.scatter,))
-
-    def compute(step: Step) -> Iterator[Slot]:
-        waits = not prepared and step.delay < step.pending_before
-        if step.early:
-            yield Slot(part.shared)
-        if waits:
-            yield Slot(transfers=arriving)
-        if not prepared:
-            yield Slot(part.norm + part.route)
-            if part.has_shared:
-                yield Slot(transfers=(part.gather,))
-            yield Slot(none if step.delay else part.shared_first, (part.dispatch,))
-        beside_scatter = part.shared if step.delay and not step.early else none
-        yield Slot(beside_scatter + part.first, () if waits else arriving)
-        beside_combine = none if step.delay else part.shared_last
-        if step.pending_after == 0:
-            yield Slot(part.last)
-            yield Slot(beside_combine, (part.combine,))
-            if part.has_shared and not step.early:
-                yield Slot(transfers=(part.scatter,))
-            yield Slot(part.collect)
-        elif prepares:
-            yield Slot(part.norm)
-            yield Slot(part.last + beside_combine, (part.gather,))
-        else:
-            yield Slot(part.last + beside_combine)
-
-    arriving: tuple[Transfer, ...] = ()  # of the newest output, which none has launched yet
-    # whether the step before has made this one's input, beside its own second half
-    prepared = False
-    for step, following in zip(steps, (*steps[1:], None)):
+    arriving: tuple[float, ...] = ()  # of the newest output, which none has launched yet
+    for before, step, following in zip((None, *steps), steps, (*steps[1:], None)):
         attends = step.sublayers == (ATTENTION,)
         if not step.reduces:
             of_experts = part.route + part.shared + part.first + part.last + part.collect
             yield Slot(part.norm + (part.into + part.out if attends else of_experts))
             continue
-        prepares = following is not None and following.reads_added
-        yield from attend(step) if attends else compute(step)
-        arriving = () if step.pending_after == 0 else part.output_of(step)
-        prepared = prepares
+        hides = step.delay > 0
+        first, last = (part.into, part.out) if attends else (part.first, part.last)
+        collect = part.collect if attends and arriving else none  # what arrives are experts' rows
+        shared = none if attends or step.early else part.shared
+        if step.early:
+            yield Slot(part.shared)
+        if arriving and not hides:
+            yield Slot(transfers=arriving)
+            yield Slot(collect)
+            arriving, collect = (), none
+        # otherwise the step before has made this one's input, beside its own second half
+        if before is None or not step.reads_added:
+            yield Slot(part.norm if attends else part.norm + part.route)
+            if attends or part.has_shared:
+                yield Slot(transfers=(part.gather,))
+            if not attends:
+                yield Slot(part.shared_first, (part.rows,))
+        yield Slot(shared + first if hides else first, arriving)
+        arriving = part.output_of(step)
+        beside_last = none if attends or hides else part.shared_last
+        if following is not None and following.reads_added:
+            yield Slot(collect + part.norm + part.route if attends else part.norm)
+            yield Slot(last + beside_last, part.input_of(following))
+        elif step.pending_after:
+            yield Slot(collect + last + beside_last)
+        else:
+            yield Slot(collect + last)
+            yield Slot(beside_last, arriving[:1])
+            yield Slot(transfers=arriving[1:])
+            yield Slot(none if attends else part.collect)
+            arriving = ()
     if arriving:
         yield Slot(transfers=arriving)
         yield Slot(part.collect)

@@ -32,9 +32,10 @@ import enum
 import math
 import pathlib
 from collections.abc import Iterable
+from typing import Annotated
 
-from ladder_jax.config.fields import build, check, fit
-from ladder_jax.config.load import parse_yaml
+from ladder_jax.config.fields import Count, build, check, fit
+from ladder_jax.config.load import read_yaml
 from ladder_jax.errors import UserError, unknown
 
 TABLE = pathlib.Path(__file__).parent / "hardware"
@@ -58,6 +59,12 @@ class Algorithm(enum.Enum):
 FITTED = (Algorithm.RING, Algorithm.TREE)
 NCCL = (*FITTED, Algorithm.NCCL_IN_NETWORK)
 ANY = tuple(Algorithm)
+
+type Positive = Annotated[float, (lambda value: 0 < value < math.inf, "be positive")]
+type NotNegative = Annotated[float, (lambda value: 0 <= value < math.inf, "not be negative")]
+type Reached = Annotated[
+    float, (lambda value: 0 < value <= 1, "be a share of the published rate, above 0 and at most 1")
+]
 
 
 class Ring(enum.Enum):
@@ -88,8 +95,8 @@ class Kernel:
     sends.
     """
 
-    latency: float
-    bandwidth: float
+    latency: NotNegative
+    bandwidth: Positive
 
     def seconds(self, sent: float) -> float:
         return self.latency + sent / self.bandwidth
@@ -104,10 +111,10 @@ class Network:
         None if unknown.
     """
 
-    size: int
-    step: float
-    bandwidth: float
-    one_shot: float | None = None
+    size: Count
+    step: NotNegative
+    bandwidth: Positive
+    one_shot: NotNegative | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -120,9 +127,9 @@ class Link:
         offer.
     """
 
-    latency: float
-    step: float
-    bandwidth: float
+    latency: NotNegative
+    step: NotNegative
+    bandwidth: Positive
     ring: Ring = Ring.ONE_WAY
     network: Network | None = None
     one_shot: Kernel | None = None
@@ -148,18 +155,23 @@ class Link:
         steps = 2 * (inside - 1) if self.ring is Ring.ONE_WAY else inside
         ring = self.latency + steps * self.step + both / self.bandwidth
         if nodes > 1:
-            return self._between_nodes(size, nodes=nodes, inside=inside, ring=ring, both=both)
+            network = self.network
+            share = 2 * (nodes - 1) / nodes * size / inside
+            messages = 2 * math.ceil(math.log2(nodes))
+            tree = ring + messages * network.step + share / network.bandwidth
+            if self.two_shot is None or network.one_shot is None:
+                return {Algorithm.TREE: tree}
+            exchange = network.one_shot + (nodes - 1) * size / inside / network.bandwidth
+            both_shots = self.two_shot.seconds(both) + exchange
+            return {Algorithm.TREE: tree, Algorithm.TWO_SHOT: both_shots}
+        added = (1 + 1 / ranks) * size
         kernels = {
             Algorithm.ONE_SHOT: (self.one_shot, (ranks - 1) * size),
             Algorithm.TWO_SHOT: (self.two_shot, both),
-            Algorithm.IN_NETWORK: (self.in_network, (1 + 1 / ranks) * size),
-            Algorithm.NCCL_IN_NETWORK: (self.nccl_in_network, (1 + 1 / ranks) * size),
+            Algorithm.IN_NETWORK: (self.in_network, added),
+            Algorithm.NCCL_IN_NETWORK: (self.nccl_in_network, added),
         }
-        offered = {
-            name: kernel.seconds(sent)
-            for name, (kernel, sent) in kernels.items()
-            if kernel is not None
-        }
+        offered = {name: kernel.seconds(sent) for name, (kernel, sent) in kernels.items() if kernel}
         return {Algorithm.RING: ring, **offered}
 
     def fastest(
@@ -167,12 +179,8 @@ class Link:
     ) -> tuple[Algorithm | None, float]:
         """The fastest of these algorithms, and its seconds; (None, 0.0) for one rank."""
         offered = self.times(size, ranks=ranks)
-        usable = [name for name in among if name in offered]
-        return min(
-            ((name, offered[name]) for name in usable),
-            key=lambda pair: pair[1],
-            default=(None, 0.0),
-        )
+        name = min((one for one in among if one in offered), key=offered.get, default=None)
+        return name, offered.get(name, 0.0)
 
     def all_reduce(self, size: float, *, ranks: int, among: Iterable[Algorithm] = FITTED) -> float:
         return self.fastest(size, ranks=ranks, among=among)[1]
@@ -204,18 +212,6 @@ class Link:
         """
         return _faster(self, factor)
 
-    def _between_nodes(
-        self, size: float, *, nodes: int, inside: int, ring: float, both: float
-    ) -> dict[Algorithm, float]:
-        network = self.network
-        share = 2 * (nodes - 1) / nodes * size / inside
-        messages = 2 * math.ceil(math.log2(nodes))
-        offered = {Algorithm.TREE: ring + messages * network.step + share / network.bandwidth}
-        if self.two_shot is not None and network.one_shot is not None:
-            exchange = network.one_shot + (nodes - 1) * size / inside / network.bandwidth
-            offered[Algorithm.TWO_SHOT] = self.two_shot.seconds(both) + exchange
-        return offered
-
 
 def crossings(ranks: int, *, ring: Ring) -> float:
     """How often a rank's bytes cross a link, per rank, in an all-to-all; both directions of a torus
@@ -226,14 +222,13 @@ def crossings(ranks: int, *, ring: Ring) -> float:
 
 def _faster(section, factor: float):
     changes = {}
-    for field in dataclasses.fields(section):
-        value = getattr(section, field.name)
+    for name, value in vars(section).items():
         if isinstance(value, (Network, Kernel)):
-            changes[field.name] = _faster(value, factor)
-        elif field.name == "bandwidth":
-            changes[field.name] = value * factor
-        elif field.name in ("latency", "step", "one_shot") and value is not None:
-            changes[field.name] = value / factor
+            changes[name] = _faster(value, factor)
+        elif name == "bandwidth":
+            changes[name] = value * factor
+        elif isinstance(value, float):
+            changes[name] = value / factor
     return dataclasses.replace(section, **changes)
 
 
@@ -254,14 +249,14 @@ class Machine:
     """
 
     name: str
-    devices: int
-    memory: float
-    flops: float
-    bandwidth: float
-    flops_share: float
-    bandwidth_share: float
-    launch: float
-    contention: float
+    devices: Count
+    memory: Positive
+    flops: Positive
+    bandwidth: Positive
+    flops_share: Reached
+    bandwidth_share: Reached
+    launch: NotNegative
+    contention: NotNegative
     link: Link | None = None
     sources: dict = dataclasses.field(default_factory=dict, repr=False, hash=False)
 
@@ -271,12 +266,12 @@ class Machine:
             flops / (self.flops * self.flops_share), size / (self.bandwidth * self.bandwidth_share)
         )
 
-    def all_reduce(self, size: float, *, ranks: int, among: Iterable[Algorithm] = FITTED) -> float:
-        return 0.0 if self.link is None else self.link.all_reduce(size, ranks=ranks, among=among)
-
-    def constants(self) -> dict[str, float]:
-        """Of the device and its link, by dotted name."""
-        return _numbers(self, "")
+    def constants(self) -> dict[str, dict]:
+        """The value and the source of each, by dotted name."""
+        return {
+            name: {"value": value, "source": self.sources.get(name, "given without a source")}
+            for name, value in _numbers(self, "").items()
+        }
 
 
 def _numbers(section: object, path: str) -> dict[str, float]:
@@ -296,8 +291,6 @@ SECTIONS = {  # of the constants of each kind, those that are a section of their
         **dict.fromkeys(("one_shot", "two_shot", "in_network", "nccl_in_network"), Kernel),
     },
 }
-MAY_BE_ZERO = ("launch", "contention", "latency", "step", "one_shot")
-SHARES = ("flops_share", "bandwidth_share")
 
 
 def load(name: str) -> Machine:
@@ -329,13 +322,7 @@ def load(name: str) -> Machine:
 
 def _tree(path: pathlib.Path, *, where: str) -> dict:
     """The file's sections, merged into those of the machine in `based_on`."""
-    try:
-        text = path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise UserError(f"cannot read {where}: {error.strerror}") from None
-    except UnicodeDecodeError:
-        raise UserError(f"{where} is not UTF-8 text") from None
-    tree = parse_yaml(text, what=where)
+    tree = read_yaml(path, what="hardware")
     if not isinstance(tree, dict):
         raise UserError(
             f"{where} must hold constants such as 'bandwidth: 3.35e12', not {type(tree).__name__}"
@@ -398,12 +385,4 @@ def _made[T](kind: type[T], tree: dict, path: str = "") -> T:
             f"lacks the constant {path}{name} (needed: {', '.join(needed)})",
         )
     fit(made, path.rstrip("."))
-    for name, value in vars(made).items():
-        if not isinstance(value, int | float):
-            continue
-        allowed = "not be negative" if name in MAY_BE_ZERO else "be positive"
-        positive = 0 < value < math.inf or (value == 0 and name in MAY_BE_ZERO)
-        check(positive, f"{path}{name} must {allowed}, not {value:g}")
-        share = "is a share of the published rate, at most 1"
-        check(value <= 1 or name not in SHARES, f"{path}{name} {share}, not {value:g}")
     return made

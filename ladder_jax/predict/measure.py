@@ -128,9 +128,10 @@ def constants(tensor: int, *, warmup: int, repeats: int) -> tuple[dict, list[Red
     of = f"of {repeats} runs"
     rate = "is the measured rate, not a published peak"
     sections: dict = {
-        "devices": _entry(
-            tensor, f"measured on {tensor} {'simulated ' if simulated else ''}devices"
-        ),
+        "devices": {
+            "value": tensor,
+            "source": f"measured on {tensor} {'simulated ' if simulated else ''}devices",
+        },
         "memory": _entry(
             room or 0, "the device's memory, or this machine's free memory divided by its devices"
         ),
@@ -183,7 +184,8 @@ def _link(reduced: Sequence[Reduced], kernels: Sequence[Reduced], *, ring: Ring,
 
 
 def _entry(value: float, source: str) -> dict:
-    return {"value": value, "source": source}
+    """With four significant digits."""
+    return {"value": float(f"{value:.4g}"), "source": source}
 
 
 def _contention(beside: Timing | None, tensor: int, of: str) -> dict:

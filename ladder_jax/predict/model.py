@@ -44,7 +44,7 @@ import itertools
 from collections.abc import Callable, Iterable, Sequence
 
 from ladder_jax.config import Interleave, Launch, ModelConfig, Phase
-from ladder_jax.predict.layers import kernels_of_layers, layers, work
+from ladder_jax.predict.layers import kernels_of_layers, layers, reduction, work
 from ladder_jax.predict.machine import Algorithm, Machine
 from ladder_jax.predict.program import (
     ANY_PROGRAM,
@@ -243,8 +243,8 @@ def run_by(
     """
     trains = phase is Phase.TRAIN
     implementation = model.implementation
-    forward = layers(model, machine, block, program=program)
-    timelines = [forward.timeline]
+    algorithm, all_reduce = reduction(model, machine, block, program=program)
+    timelines = [layers(model, machine, block, program=program)]
     if trains:
         steps = steps_of(model.config)
         # a sum of slots has no order
@@ -252,15 +252,19 @@ def run_by(
         timelines.append(
             layers(
                 model, machine, block, program=program, steps=steps, times=2, recompute=recompute
-            ).timeline
+            )
         )
     ends = work(machine, model.ends(block), times=3 if trains else 1).seconds
     # All-reduces outside the sublayers, never hidden: of the stream, and of a few bytes for each
     # scored position.
-    small = machine.all_reduce(4 * model.scored(block), ranks=model.ranks, among=program.algorithms)
-    of_stream = 0 if implementation.replicated_head else 2 if trains else 1
-    bare = of_stream * forward.all_reduce + implementation.small_all_reduces * small
-    return pass_of(timelines, ends=ends, bare=bare, program=program, all_reduce=forward.algorithm)
+    bare = 0.0
+    if machine.link is not None:
+        of_stream = 0 if implementation.replicated_head else 2 if trains else 1
+        scores = 4 * model.scored(block)
+        small = machine.link.all_reduce(scores, ranks=model.ranks, among=program.algorithms)
+        bare = of_stream * all_reduce + implementation.small_all_reduces * small
+    algorithm = algorithm if timelines[0].all_reduces else None
+    return pass_of(timelines, ends=ends, bare=bare, program=program, all_reduce=algorithm)
 
 
 def pass_of(
@@ -321,12 +325,8 @@ def passes_without_tensor(
     largest = 2 * models.largest_layer(config, ranks=1)
     half = lambda size: machine.link.half(size, ranks=devices)
     timelines, bare = split_weights(model, machine, block, half, trains=trains)
-    if trains:
-        alone = parameters * STATE
-        split = largest * (size + FLOAT32)
-    else:
-        alone = parameters * size
-        split = largest * size + parameters * size / devices
+    alone = parameters * (STATE if trains else size)
+    split = largest * size + (largest * FLOAT32 if trains else parameters * size / devices)
     ends = work(machine, model.ends(block), times=3 if trains else 1).seconds
     possible = []
     if alone <= machine.memory:
@@ -373,18 +373,19 @@ def _beside_gathers(
     gradients are scattered beside that too.
     """
     times = 2 if gradients else 1
-    layers = []
+    works = []
+    matrices = []
     for count, kind, kernels in kernels_of_layers(model, block):
-        matrices = kind.shard.attention + kind.shard.mlp
-        layers += count * [(work(machine, kernels, times=times, recompute=recompute), matrices)]
+        works += count * [work(machine, kernels, times=times, recompute=recompute)]
+        matrices += count * [kind.shard.attention + kind.shard.mlp]
     if gradients:
-        layers.reverse()
-    gathers = [half(matrices * model.element_bytes) for _, matrices in layers]
-    scatters = [half(matrices * FLOAT32) if gradients else 0.0 for _, matrices in layers]
-    both = [gather + scatter for gather, scatter in zip(gathers[1:], scatters)]
-    transfers = [gathers[0], *both, 0.0, scatters[-1]]
-    works = [Work(), *(layer for layer, _ in layers), Work()]
-    slots = (
-        Slot(work, [("weights", seconds)]) for work, seconds in zip(works, transfers, strict=True)
+        works.reverse()
+        matrices.reverse()
+    gathers = [half(one * model.element_bytes) for one in matrices]
+    scatters = [half(one * FLOAT32) if gradients else 0.0 for one in matrices]
+    *transfers, last = (
+        gather + scatter for gather, scatter in zip([*gathers, 0.0], [0.0, *scatters])
     )
+    slots = [Slot(one, [seconds]) for one, seconds in zip([Work(), *works], transfers)]
+    slots += [Slot(works[-1]), Slot(transfers=[last])]
     return play_slots(slots, contention=machine.contention)

@@ -15,7 +15,17 @@ from ladder_jax.config import (
     Phase,
     parse_residual,
 )
-from ladder_jax.predict.machine import ANY, FITTED, NCCL, Algorithm, Halves, Kernels, Machine, Ring
+from ladder_jax.predict.machine import (
+    ANY,
+    FITTED,
+    NCCL,
+    Algorithm,
+    Halves,
+    Kernels,
+    Link,
+    Machine,
+    Ring,
+)
 from ladder_jax.predict.work import DENSE, MLP, Block, Model
 from ladder_jax.residual import Step, of_model
 
@@ -98,54 +108,51 @@ def programs(
     ranks = model.ranks
     link = machine.link
     steps = steps_of(config)
-    kind = parse_residual(config.residual).kind
     hides = any(step.delay for step in steps)
     in_turn = block.size > 1 and all(step.reduces and not step.early for step in steps)
-    in_split_turn = in_turn and block.rows % 2 == 0  # a split stream has halves of rows alone
-    if choice.experts is ExpertParallelism.EXCHANGE:
-        candidates = [Program(Form.EXCHANGE, launch=Launch.CHAINED if hides else None)]
-        if in_split_turn:
-            candidates.append(Program(Form.EXCHANGE, launch=Launch.CHAINED, interleave=2))
-        return _among(candidates, choice)
-    if choice.opponents is Opponents.FITTED:
-        return (PLAIN,)
-    strongest = choice.opponents is Opponents.STRONGEST
-    allowed = ANY if strongest else NCCL
-    explicit = phase is not Phase.TRAIN and link is not None and link.halves is Halves.SUPPORTED
+
+    def split(form: Form) -> list[Program]:
+        """A split stream has halves of rows alone."""
+        candidates = [Program(form, launch=Launch.CHAINED if hides else None)]
+        if in_turn and block.rows % 2 == 0:
+            candidates.append(Program(form, launch=Launch.CHAINED, interleave=2))
+        return candidates
 
     def launched(algorithms: tuple[Algorithm, ...], *, interleave: int = 1) -> list[Program]:
-        every = (
-            [Program(algorithms=algorithms, launch=Launch.EXPLICIT, interleave=interleave)]
-            if explicit
-            else []
-        )
-        window = _chained_window(machine, phase)
-        every.append(
-            Program(algorithms=NCCL, launch=Launch.CHAINED, window=window, interleave=interleave)
-        )
+        every = [
+            Program(
+                algorithms=NCCL,
+                launch=Launch.CHAINED,
+                window=_chained_window(link, phase),
+                interleave=interleave,
+            )
+        ]
+        if phase is not Phase.TRAIN and link.halves is Halves.SUPPORTED:
+            explicit = dict(algorithms=algorithms, launch=Launch.EXPLICIT)
+            every.insert(0, Program(**explicit, interleave=interleave))
         return [one for one in every if choice.launch in (Launch.AUTO, one.launch)] or every[:1]
 
-    if hides:
-        kernels = strongest and phase is Phase.DECODE and _has_kernels(machine, ranks=ranks)
-        candidates = launched(allowed if kernels else NCCL)
+    if choice.experts is ExpertParallelism.EXCHANGE:
+        candidates = split(Form.EXCHANGE)
+    elif choice.opponents is Opponents.FITTED or link is None:
+        return (PLAIN,)
     else:
-        candidates = [Program(algorithms=allowed)]
-    if strongest and phase is not Phase.DECODE and ranks > 1:
-        splits = int(block.tokens) % ranks == 0
-        if splits and kind != "desync":
-            candidates.append(
-                Program(Form.SEQUENCE_PARALLEL, launch=Launch.CHAINED if hides else None)
-            )
-        if splits and kind == "standard" and config.moe is None:  # no ring brings sorted rows
-            candidates.append(Program(Form.COLLECTIVE_MATMUL))
-        if in_turn:
-            candidates += launched(NCCL, interleave=2)
-        if in_split_turn and splits:
-            candidates.append(Program(Form.SEQUENCE_PARALLEL, launch=Launch.CHAINED, interleave=2))
-    return _among(candidates, choice)
-
-
-def _among(candidates: list[Program], choice: Choice) -> tuple[Program, ...]:
+        strongest = choice.opponents is Opponents.STRONGEST
+        reached = link.kernels is Kernels.XLA and link.nodes(ranks) == 1
+        if hides:
+            kernels = strongest and phase is Phase.DECODE and reached
+            candidates = launched(ANY if kernels else NCCL)
+        else:
+            candidates = [Program(algorithms=ANY if strongest else NCCL)]
+        if strongest and phase is not Phase.DECODE and ranks > 1:
+            kind = parse_residual(config.residual).kind
+            splits = int(block.tokens) % ranks == 0
+            if splits and kind != "desync":
+                candidates += split(Form.SEQUENCE_PARALLEL)
+            if splits and kind == "standard" and config.moe is None:  # no ring brings sorted rows
+                candidates.append(Program(Form.COLLECTIVE_MATMUL))
+            if in_turn:
+                candidates += launched(NCCL, interleave=2)
     chosen = [
         one
         for one in candidates
@@ -157,13 +164,15 @@ def _among(candidates: list[Program], choice: Choice) -> tuple[Program, ...]:
 @functools.lru_cache(maxsize=64)  # a sweep predicts the same configuration many times
 def layers_of(config: ModelConfig) -> tuple[tuple[Step, ...], ...]:
     """Each layer's steps; first layers without experts have `DENSE` for `MLP`."""
-    dense = 0 if config.moe is None else config.moe.dense_layers
-    in_dense = lambda step: tuple(DENSE if one == MLP else one for one in step.sublayers)
-    of_dense = lambda steps: tuple(
-        dataclasses.replace(one, sublayers=in_dense(one)) for one in steps
-    )
-    layers = of_model(config).layers
-    return (*map(of_dense, layers[:dense]), *layers[dense:])
+    layers = list(of_model(config).layers)
+    for index in range(0 if config.moe is None else config.moe.dense_layers):
+        layers[index] = tuple(
+            dataclasses.replace(
+                step, sublayers=tuple(DENSE if one == MLP else one for one in step.sublayers)
+            )
+            for step in layers[index]
+        )
+    return tuple(layers)
 
 
 def steps_of(config: ModelConfig) -> tuple[Step, ...]:
@@ -171,21 +180,6 @@ def steps_of(config: ModelConfig) -> tuple[Step, ...]:
     return tuple(itertools.chain.from_iterable(layers_of(config)))
 
 
-def _chained_window(machine: Machine, phase: Phase) -> float:
-    if machine.link is None:
-        return 1.0
-    kind = (
-        "NVIDIA"
-        if machine.link.ring is Ring.ONE_WAY
-        else "v5e"
-        if machine.link.halves is Halves.NONE
-        else "TPU"
-    )
+def _chained_window(link: Link, phase: Phase) -> float:
+    kind = "NVIDIA" if link.ring is Ring.ONE_WAY else "v5e" if link.halves is Halves.NONE else "TPU"
     return WINDOWS.get((kind, phase), 1.0)
-
-
-def _has_kernels(machine: Machine, *, ranks: int) -> bool:
-    link = machine.link
-    if link is None or link.kernels is not Kernels.XLA or link.nodes(ranks) > 1:
-        return False
-    return any(kernel is not None for kernel in (link.one_shot, link.two_shot, link.in_network))

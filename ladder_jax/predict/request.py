@@ -142,12 +142,14 @@ def make(
         possible = tuple(name for name in every if passes(_check_residual, plain, name))
         # Where none is possible, each is refused for its reason.
         request = dataclasses.replace(request, residuals=possible or every)
-    _check(request, named=residual is not None)
+    for name in request.residuals:
+        _check_residual(request, name, named=residual is not None)
+    _check(request)
     return request
 
 
-def _check_residual(request: Request, name: str, *, halved: bool = False) -> None:
-    """halved: whether it must have two halves in turn."""
+def _check_residual(request: Request, name: str, *, named: bool = False) -> None:
+    """named: whether the user named it; then it has two halves in turn where they are asked for."""
     config = request.config(name)
     predicted = request.phase is not Phase.TRAIN or parse_residual(name).kind != "desync"
     check(predicted, f"--phase train has no prediction of {name}'s backward pass")
@@ -155,22 +157,13 @@ def _check_residual(request: Request, name: str, *, halved: bool = False) -> Non
     if exchanges:
         names = ("--experts exchange", "--capacity", "")
         check_exchange(config.moe, residual=name, sequence_parallel=True, names=names)
-    if halved:
+    if named and request.interleave is Interleave.HALVES:
+        names = ("--interleave", "--batch")
         rows = request.batch if exchanges else 2
-        check_halves(
-            2,
-            model=config,
-            rows=rows,
-            names=("--interleave", "--batch"),
-            sequence_parallel=exchanges,
-        )
+        check_halves(2, model=config, rows=rows, names=names, sequence_parallel=exchanges)
 
 
-def _check(request: Request, *, named: bool) -> None:
-    """named: whether the user named the residuals."""
-    halved = named and request.interleave is Interleave.HALVES
-    for name in request.residuals:
-        _check_residual(request, name, halved=halved)
+def _check(request: Request) -> None:
     any_ladder = any(parse_residual(name).is_ladder for name in request.residuals)
     names = ", ".join(request.residuals)
     check(
@@ -178,13 +171,17 @@ def _check(request: Request, *, named: bool) -> None:
         f"--ladder-layers needs a ladder kind of residual, not {names}",
     )
     if request.experts is ExpertParallelism.EXCHANGE:
-        decoding = "decoding always reduces the experts' sums"
-        whole = f"--experts exchange is for --phase prefill and train, not {GENERATE}: {decoding}"
-        check(request.phase is not None, whole)
-        alone = "--experts exchange sends rows to other ranks: --tensor must be at least 2, not 1"
-        check(request.tensor > 1, alone)
         length = "--sequence" if request.phase is Phase.TRAIN else "--prompt-length"
-        split = (
-            f"--experts exchange splits {length} {request.tokens} over --tensor {request.tensor}"
-        )
-        check(request.tokens % request.tensor == 0, split)
+        for holds, message in (
+            (
+                request.phase is not None,
+                f"is for --phase prefill and train, not {GENERATE}: decoding always reduces the"
+                " experts' sums",
+            ),
+            (request.tensor > 1, "sends rows to other ranks: --tensor must be at least 2, not 1"),
+            (
+                request.tokens % request.tensor == 0,
+                f"splits {length} {request.tokens} over --tensor {request.tensor}",
+            ),
+        ):
+            check(holds, f"--experts exchange {message}")

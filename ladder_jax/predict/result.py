@@ -8,12 +8,11 @@ the same devices without tensor parallelism; and, of experts with a capacity, wi
 """
 
 import dataclasses
-import itertools
 from collections.abc import Mapping, Sequence
 
 from ladder_jax.config import Phase, parse_residual
 from ladder_jax.predict import model
-from ladder_jax.predict.machine import ANY, Machine
+from ladder_jax.predict.machine import ANY
 from ladder_jax.predict.model import Pass, Speed, fastest
 from ladder_jax.predict.program import Choice, Form, Opponents, Program
 from ladder_jax.predict.request import BASELINE, Request
@@ -52,9 +51,6 @@ class Row:
     tokens: int
     speedup: float
     speedup_over_nccl: float
-
-    def __repr__(self) -> str:
-        return f"Row({self.residual}: {self.tokens_per_second:,.4g} tokens/s, {self.speedup:.2f} x Standard)"
 
     @property
     def tokens_per_second(self) -> float:
@@ -125,7 +121,7 @@ class Baseline:
         return f"Standard ({self.described})"
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class Result:
     """opponents: Standard in every form that is possible here, the fastest first; it is the
     baseline.
@@ -135,11 +131,6 @@ class Result:
     rows: tuple[Row, ...]
     opponents: tuple[Baseline, ...]
     advice: Advice
-
-    def __repr__(self) -> str:
-        request = self.request
-        title = f"{request.model}, tensor {request.tensor}, batch {request.batch} on {request.machine.name}"
-        return "\n  ".join([f"Result({title}): take {self.advice.residual}", *map(repr, self.rows)])
 
     @property
     def baseline(self) -> Baseline:
@@ -170,7 +161,7 @@ class Result:
             "baseline": opponents[0],
             "recommendation": dataclasses.asdict(self.advice),
             "device_memory": request.machine.memory,
-            "constants": constants(request.machine),
+            "constants": request.machine.constants(),
         }
 
 
@@ -193,72 +184,61 @@ def _of_generation(request: Request) -> Result:
     if request.batch > 1 and request.tensor > 1:
         shard = Model(request.config(BASELINE), request.tensor)
         halves = Program(algorithms=ANY, interleave=2)
-        halved = model.run_by(
-            shard, request.machine, shard.decode_step(**shape), halves, phase=Phase.DECODE
-        )
+        block = shard.decode_step(**shape)
+        halved = model.run_by(shard, request.machine, block, halves, phase=Phase.DECODE)
         standard = dataclasses.replace(standard, step=fastest([standard.step, halved]))
-    prefill = standard.prefill.program.form
-    form = (
-        Form.ALL_REDUCE.value
-        if prefill is Form.ALL_REDUCE
-        else f"all-reduce; prefill: {prefill.value}"
-    )
-    opponents = [(standard, _baseline(standard, form, standard.tokens_per_second))]
+    form = standard.prefill.program.form
+    named = form.value if form is Form.ALL_REDUCE else f"all-reduce; prefill: {form.value}"
     nccl = speed(BASELINE, Opponents.NCCL)
-    return _result(
-        request, speeds, request.batch * request.new_tokens, opponents=opponents, nccl=nccl
-    )
+    return _result(request, speeds, [(standard, named)], nccl=nccl)
 
 
 def _of_one_pass(request: Request) -> Result:
     implementation = TRAINING if request.phase is Phase.TRAIN else OURS
-    tokens = request.batch * request.tokens
+    machine = request.machine
 
     def passes(residual: str, choice: Choice) -> list[Pass]:
         shard = Model(request.config(residual), request.tensor, implementation)
         block = shard.prefill(rows=request.batch, prompt_length=request.tokens)
-        return model.passes(shard, request.machine, block, phase=request.phase, choice=choice)
+        return model.passes(shard, machine, block, phase=request.phase, choice=choice)
 
     (nccl,) = passes(BASELINE, Choice(Opponents.NCCL))
-    standards = [passes(BASELINE, Choice(experts=form)) for form in request.forms]
     whole = Model(request.config(BASELINE), 1, implementation)
     shape = dict(devices=request.tensor, rows=request.batch, tokens=request.tokens)
-    alone = model.passes_without_tensor(whole, request.machine, **shape, phase=request.phase)
-    every = sorted(
-        [*itertools.chain.from_iterable(standards), *alone],
-        key=lambda one: one.seconds,
-        reverse=True,
-    )
-    named = {(one.program.form, one.interleave): one for one in every}  # the fastest of each form
-    opponents = [
-        (one, _baseline(one, one.program.form.value, tokens / one.seconds))
-        for one in sorted(named.values(), key=lambda one: one.seconds)
-    ]
+    every = []
+    for form in request.forms:
+        every += passes(BASELINE, Choice(experts=form))
+    every += model.passes_without_tensor(whole, machine, **shape, phase=request.phase)
+    every.sort(key=lambda one: one.seconds)
+    named = {}
+    for one in every:
+        named.setdefault((one.program.form, one.interleave), one)  # the fastest of each form
+    opponents = [(one, one.program.form.value) for one in named.values()]
     choice = Choice(launch=request.launch, interleave=request.interleave, experts=request.experts)
     speeds = {name: fastest(passes(name, choice)) for name in request.residuals}
-    return _result(request, speeds, tokens, opponents=opponents, nccl=nccl)
-
-
-def _baseline(found: Speed | Pass, form: str, tokens_per_second: float) -> Baseline:
-    return Baseline(form, found.executed["all_reduce"], tokens_per_second, found.interleave)
+    return _result(request, speeds, opponents, nccl=nccl)
 
 
 def _result(
     request: Request,
     speeds: Mapping[str, Speed | Pass],
-    tokens: int,
+    opponents: Sequence[tuple[Speed | Pass, str]],
     *,
-    opponents: Sequence[tuple[Speed | Pass, Baseline]],
     nccl: Speed | Pass,
 ) -> Result:
-    """speeds: of the residuals. opponents: Standard in each form, the fastest first. nccl: with
-    NCCL's all-reduces.
+    """speeds: of the residuals. opponents: Standard, and its form in words, the fastest first.
+    nccl: with NCCL's all-reduces.
     """
-    best, baseline = opponents[0]
+    tokens = request.batch * (request.tokens if request.phase else request.new_tokens)
+    standards = [
+        Baseline(form, one.executed["all_reduce"], tokens / one.seconds, one.interleave)
+        for one, form in opponents
+    ]
+    best, _ = opponents[0]
     over = lambda name: (best.seconds / speeds[name].seconds, nccl.seconds / speeds[name].seconds)
     rows = tuple(Row(name, speeds[name], tokens, *over(name)) for name in request.residuals)
-    advice = advise(rows, best, name=baseline.name, tensor=request.tensor)
-    return Result(request, rows, tuple(one for _, one in opponents), advice)
+    advice = advise(rows, best, name=standards[0].name, tensor=request.tensor)
+    return Result(request, rows, tuple(standards), advice)
 
 
 def advise(rows: Sequence[Row], opponent: Speed | Pass, *, name: str, tensor: int) -> Advice:
@@ -325,12 +305,3 @@ def described(form: str, all_reduce: str | None) -> str:
     if all_reduce is None or not form.startswith(Form.ALL_REDUCE.value):
         return form
     return f"{all_reduce} {form}"
-
-
-def constants(machine: Machine) -> dict[str, dict]:
-    """The machine's constants by dotted name, each with its source."""
-    source = lambda name: machine.sources.get(name, "given without a source")
-    return {
-        name: {"value": value, "source": source(name)}
-        for name, value in machine.constants().items()
-    }

@@ -50,7 +50,6 @@ class Bar:
     compute.
     """
 
-    name: str
     start: float
     stop: float
     wire: bool
@@ -74,19 +73,6 @@ class Timeline:
         return self.seconds - self.compute
 
 
-Transfer = tuple[str, float]  # its name and seconds
-
-NAMES = {  # of a step's sublayers, as `work` numbers them
-    (0,): "attention",
-    (1,): "mlp",
-    (0, 1): "joint",
-    (1, 2): "mlp",
-    (2,): "shared expert",
-    (3,): "mlp",
-    (0, 3): "joint",
-}
-
-
 class Device:
     """A device and its link. now: when its last compute or wait ends. free: when the link's last
     transfer arrives.
@@ -99,36 +85,33 @@ class Device:
         self.bars = []
         self.now = self.free = self.computed = 0.0
 
-    def send(self, transfer: Transfer) -> float:
-        """Issue it now. Returns when it arrives."""
-        name, seconds = transfer
+    def send(self, seconds: float) -> float:
+        """Issue a transfer of so many seconds now. Returns when it arrives."""
         start = max(self.now, self.free)
         self.free = start + seconds
-        self.bars.append(Bar(name, start, self.free, wire=True))
+        self.bars.append(Bar(start, self.free, wire=True))
         return self.free
 
     def wait(self, *arrivals: float) -> None:
         self.now = max([self.now, *arrivals])
 
     def compute(
-        self, name: str, work: Work, *, beside: Sequence[Transfer] = (), window: float = 1.0
+        self, work: Work, *, transfers: Sequence[float] = (), window: float = 1.0
     ) -> list[float]:
         """Compute, and issue transfers where the last share `window` of `work` begins. Returns when
         they arrive.
         """
         start = self.now
-        late = beside and window < 1
-        if late:
-            self._work(work.share(1 - window))
-        arrivals = [self.send(one) for one in beside]
-        self._work(work.share(window) if late else work)
+        arrivals = []
+        window = window if transfers else 1.0
+        for share, issued in ((1 - window, ()), (window, transfers)):
+            arrivals += map(self.send, issued)
+            wire = max(0.0, self.free - self.now)
+            self.now += beside(work.share(share), wire=wire, contention=self.contention)
         self.computed += work.seconds
         if work.seconds:
-            self.bars.append(Bar(name, start, self.now, wire=False))
+            self.bars.append(Bar(start, self.now, wire=False))
         return arrivals
-
-    def _work(self, work: Work) -> None:
-        self.now += beside(work, wire=max(0.0, self.free - self.now), contention=self.contention)
 
     def timeline(self) -> Timeline:
         wires = [bar.stop - bar.start for bar in self.bars if bar.wire]
@@ -148,14 +131,14 @@ def beside(work: Work, *, wire: float, contention: float) -> float:
 def play(
     steps: Iterable[Step],
     *,
-    work: Callable[[Step], Work],
+    work: Callable[[tuple[int, ...]], Work],
     all_reduce: float,
     contention: float,
     window: float = 1.0,
 ) -> Timeline:
     """The timeline of a topology's steps, of all layers.
 
-    work(step): the time of the step's `sublayers` without communication. all_reduce: seconds of one
+    work(sublayers): the time of a step's without communication. all_reduce: seconds of one
     all-reduce. contention: as in `Machine`. window: the share of a step's time, its last, that a
     hidden all-reduce has.
 
@@ -164,38 +147,39 @@ def play(
     fewer than `Step.pending_before`.
     """
     device = Device(contention)
-    transfer = ("all-reduce", all_reduce)
     sums = []  # when they are whole, oldest first
     pending = False  # whether the newest output is not launched yet
     for step in steps:
         if step.early:
-            device.compute(NAMES[step.early], work(dataclasses.replace(step, sublayers=step.early)))
+            device.compute(work(step.early))
             pending = True
         if pending and not step.delay:
-            sums.append(device.send(transfer))
+            sums.append(device.send(all_reduce))
             pending = False
-        newest = [transfer] if pending else []
+        newest = [all_reduce] if pending else []
         device.wait(*sums[: max(0, len(sums) + len(newest) - step.delay)])
-        sums += device.compute(NAMES[step.sublayers], work(step), beside=newest, window=window)
+        sums += device.compute(work(step.sublayers), transfers=newest, window=window)
         if not step.reduces:
             continue
         pending = step.pending_after > 0
         if not pending:
-            sums.append(device.send(transfer))
+            sums.append(device.send(all_reduce))
         added = max(0, len(sums) + pending - step.pending_after)
         device.wait(*sums[:added])
         sums = sums[added:]
     if pending:
-        device.send(transfer)
+        device.send(all_reduce)
     return device.timeline()
 
 
 @dataclasses.dataclass(frozen=True)
 class Slot:
-    """Compute, and transfers one after another, that begin together and are awaited together."""
+    """Compute, and transfers one after another, each of so many seconds, that begin together and
+    are awaited together.
+    """
 
     work: Work = Work()
-    transfers: Sequence[Transfer] = ()
+    transfers: Sequence[float] = ()
 
 
 def play_slots(
@@ -208,19 +192,22 @@ def play_slots(
     for slot in slots:
         if waits:
             device.wait(*map(device.send, slot.transfers))
-        device.compute("slot", slot.work, beside=() if waits else slot.transfers, window=window)
+        device.compute(slot.work, transfers=() if waits else slot.transfers, window=window)
         device.wait(device.free)
     return device.timeline()
 
 
 def turns(
-    steps: Iterable[Step], *, work: Callable[[Step, int], Work], all_reduces: tuple[float, float]
+    steps: Iterable[Step],
+    *,
+    work: Callable[[tuple[int, ...], int], Work],
+    all_reduces: tuple[float, float],
 ) -> Iterator[Slot]:
-    """The slots of two halves of a batch in turn. work(step, half): as in `play`, of half 0 or 1.
+    """The slots of two halves of a batch in turn. work(sublayers, half): as in `play`, of half 0 or 1.
     all_reduces: seconds of each half's.
     """
-    newest: Sequence[Transfer] = ()
+    newest: Sequence[float] = ()
     for step, half in itertools.product(steps, (0, 1)):
-        yield Slot(work(step, half), newest)
-        newest = [("all-reduce", all_reduces[half])]
+        yield Slot(work(step.sublayers, half), newest)
+        newest = [all_reduces[half]]
     yield Slot(transfers=newest)

@@ -1,13 +1,16 @@
 """What the tests of the speed model ask it, and of which machines."""
 
-import dataclasses
 import json
 import math
+import random
+
+import pytest
 
 from ladder_jax import cli
 from ladder_jax.config import RESIDUALS, parse_residual, preset
 from ladder_jax.predict import machine, model, request, result
 from ladder_jax.predict.machine import Link
+from ladder_jax.predict.timeline import Work, play
 
 H100 = machine.load("h100-nvlink")
 OFF = machine.load("h100-no-nvlink")
@@ -20,14 +23,6 @@ def speed(name, *, on=H100, tensor=8, rows=4, shape="llama-3-8b", layers=6, **mo
     ranks = {"ranks": tensor} if parse_residual(name).depends_on_ranks else {}
     config = preset(shape, residual=name, num_layers=layers, **ranks)
     return model.speed(config, machine=on, tensor=tensor, rows=rows, **more)
-
-
-def seconds(found):
-    return found.prefill_seconds + found.decode_seconds
-
-
-def with_link(**changes):
-    return dataclasses.replace(H100, link=dataclasses.replace(H100.link, **changes))
 
 
 def run(capsys, *words):
@@ -52,3 +47,33 @@ def predict(**asked):
     return result.predict(
         request.make(**dict(model="llama-3-70b", hardware="h100-nvlink", tensor=8) | asked)
     )
+
+
+def check_events(steps, *, needs, windows=(1.0,) * 20):
+    """A timeline of drawn lengths against its definition. The link carries one sum after another,
+    each from the end of its step on, or from where the last share `window` of the next step begins
+    if that does without it. needs(k): the last step whose sum must be whole when step k starts;
+    negative if none.
+    """
+    rng = random.Random(0)
+    for window in windows:
+        lengths = [rng.uniform(0.2, 2) for _ in steps]
+        wire = rng.choice((0.1, 0.7, 1.3, 3))
+        ended = []
+        whole = []
+        reduce = lambda ready: whole.append(max([ready, *whole[-1:]]) + wire)  # noqa: B023
+        for k, length in enumerate(lengths):
+            needed = needs(k)
+            before = ended[-1] if k else 0.0
+            if k and needed == k - 1:
+                reduce(before)
+            start = max(before, whole[needed] if needed >= 0 else 0.0)
+            if k and needed < k - 1:
+                reduce(before if window == 1 else start + (1 - window) * length)
+            ended.append(start + length)
+        reduce(ended[-1])
+        order = iter(lengths)
+        work = lambda sublayers: Work(next(order))  # noqa: B023
+        found = play(steps, work=work, all_reduce=wire, contention=0.0, window=window)
+        assert found.seconds == pytest.approx(whole[-1])
+        assert [bar.stop for bar in found.bars if not bar.wire] == pytest.approx(ended)

@@ -26,7 +26,7 @@ def in_turn(name, *, length, all_reduce, num_layers=2, contention=0.0, window=1.
     """Every half of a sublayer takes `length` busy seconds, its all-reduce `all_reduce`."""
     steps = itertools.chain.from_iterable(residual.topology(name, num_layers=num_layers).layers)
     slots = turns(
-        steps, work=lambda step, half: Work(length, 0.0), all_reduces=(all_reduce, all_reduce)
+        steps, work=lambda sublayers, half: Work(length, 0.0), all_reduces=(all_reduce, all_reduce)
     )
     return play_slots(slots, contention=contention, window=window)
 
@@ -71,7 +71,7 @@ def compute(*, on, rows, tokens, interleave):
     shard = Model(preset("llama-3-70b", residual="standard", num_layers=4), 8)
     block = shard.prefill(rows=rows, prompt_length=tokens)
     program = Program(interleave=interleave)
-    return layers.layers(shard, on, block, program=program).timeline.compute
+    return layers.layers(shard, on, block, program=program).compute
 
 
 def test_the_price_at_few_rows_is_near_what_compilers_estimate():
@@ -94,26 +94,6 @@ def test_halves_cost_nothing_where_rows_are_many_and_everything_where_weights_ar
     assert compute(**many, interleave=2) == pytest.approx(compute(**many, interleave=1))
     one = dict(on=dataclasses.replace(H100, flops=1e60, launch=0.0), rows=2, tokens=1)
     assert compute(**one, interleave=2) == pytest.approx(2 * compute(**one, interleave=1), rel=0.02)
-
-
-@pytest.mark.parametrize("batch", [1, 2, 8])
-@pytest.mark.parametrize("hardware", ["v5p", "h100-nvlink", "h100-no-nvlink"])
-@pytest.mark.parametrize("phase", ["prefill", "train"])
-def test_what_a_compilers_halves_reach_is_named_and_none_is_faster_than_no_communication(
-    phase, hardware, batch
-):
-    answer = predict(
-        hardware=hardware, batch=batch, phase=phase, residual="standard,ladder,no-communication"
-    )
-    standard, ladder, silent = (row.speed.seconds for row in answer.rows)
-    assert silent < min(standard, ladder)
-    forms = {(one.form, one.interleave) for one in answer.opponents}
-    assert {("all-reduce", 1), ("all-reduce", 2), ("sequence-parallel", 1)} < forms
-    # a split stream has halves of rows alone
-    assert (("sequence-parallel", 2) in forms) == (batch % 2 == 0)
-    assert ("ring collective matmul", 2) not in forms
-    speeds = [one.tokens_per_second for one in answer.opponents]
-    assert speeds == sorted(speeds, reverse=True)
 
 
 def opponent(hardware, *, batch, tensor=8):
@@ -139,16 +119,7 @@ def test_halves_of_a_decode_step_are_an_opponent_at_large_batches(hardware, whol
 
 
 def test_a_row_has_no_halves_in_decoding(capsys):
-    words = (
-        "--model",
-        "llama-3-70b",
-        "--hardware",
-        "a800-pcie",
-        "--batch",
-        64,
-        "--residual",
-        "standard,ladder",
-    )
+    words = "--model llama-3-70b --hardware a800-pcie --batch 64 --residual standard,ladder".split()
     answer = answered(capsys, *words)
     assert answer["baseline"]["interleave"]["step"] == 2
     assert {row["interleave"]["step"] for row in answer["rows"]} == {1}
@@ -181,15 +152,7 @@ def test_the_guides_table_of_what_to_take_is_what_is_predicted(capsys):
     rows = re.findall(line, GUIDE.read_text(), re.M)
     assert len(rows) == 6
     for *shown, words in rows:
-        asked = (
-            "--model",
-            "llama-3-70b",
-            "--tensor",
-            8,
-            *words.split(),
-            "--residual",
-            "standard,ladder",
-        )
+        asked = f"--model llama-3-70b --tensor 8 {words} --residual standard,ladder".split()
         whole, halves = (
             by_residual(answered(capsys, *asked, "--interleave", parts)) for parts in "12"
         )
@@ -214,6 +177,8 @@ def decided(kind, *, residual="standard", tensor=8, **settings):
     "kind, settings, parts, said",
     [
         ("TPU v5p", {}, 2, "2, predicted to be 1.25 x as fast in halves on v5p"),
+        ("NVIDIA B200", dict(batch=2), 1, "1, predicted to be 1.02 x"),  # less than 3 %
+        ("NVIDIA H100 80GB HBM3", dict(batch=2), 2, "2, predicted to be 1.05 x"),
         ("TPU v5p", dict(residual="ladder"), 1, ""),  # nothing is left to hide
         ("TPU v5p", dict(sequence_parallel=True), 2, ""),
         ("TPU v5p", dict(batch=1, sequence=16), 1, ""),  # too few tokens to read the weights twice
@@ -231,23 +196,6 @@ def test_auto_takes_halves_of_training(kind, settings, parts, said):
     found, line = decided(kind, **{"batch": 4, **settings})
     assert found == parts
     assert line.startswith(said)
-
-
-@pytest.mark.parametrize(
-    "kind",
-    [
-        "TPU v5 lite",
-        "TPU v6 lite",
-        "TPU7x",
-        "NVIDIA H100 80GB HBM3",
-        "NVIDIA H100 PCIe",
-        "NVIDIA B200",
-    ],
-)
-def test_auto_takes_halves_where_they_are_predicted_to_be_faster(kind):
-    parts, line = decided(kind, batch=4)
-    gain = float(line.split(" x ")[0].rpartition(" ")[2])
-    assert (parts == 2) == (gain >= 1.03), line
 
 
 def test_auto_takes_halves_of_long_prompts():

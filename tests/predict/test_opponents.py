@@ -5,6 +5,7 @@ meshes.
 import dataclasses
 import json
 import pathlib
+import re
 import types
 
 import pytest
@@ -15,7 +16,7 @@ from ladder_jax.predict.machine import Algorithm, Kernel, Kernels, Link, Network
 from ladder_jax.predict.model import Pass
 from ladder_jax.predict.program import Choice, Form, Opponents, Program, programs
 from ladder_jax.predict.work import Model
-from tests.predict.asked import H100, NOTHING, OFF, answered, by_residual, predict, run, seconds
+from tests.predict.asked import H100, NOTHING, answered, by_residual, predict, run
 
 EIGHT = Link(
     latency=10e-6,
@@ -28,9 +29,6 @@ EIGHT = Link(
 )
 V5P = machine.load("v5p")
 EXPERIMENTS = pathlib.Path(__file__).parents[2] / "experiments"
-
-
-LARGE = preset("llama-3-70b", residual="standard")
 
 
 def test_each_algorithm_has_its_formula():
@@ -87,11 +85,10 @@ def test_a_ladder_uses_what_its_launch_overlaps():
     assert of("ladder") == (explicit, chained)  # the default first
     assert of("ladder", launch=Launch.EXPLICIT) == (explicit,)
     assert of("ladder", launch=Launch.CHAINED) == (chained,)
-    # No kernel that is XLA's: without peers' memory, between nodes, on TPUs, and where only others
-    # have one.
+    # No kernel that is XLA's: between nodes, and where only others have one.
     others = dataclasses.replace(H100, link=dataclasses.replace(H100.link, kernels=Kernels.OTHERS))
     nccl = dataclasses.replace(explicit, algorithms=machine.NCCL)
-    for where in (OFF, V5P, others, machine.load("a800-pcie")):
+    for where in (others, machine.load("a800-pcie")):
         assert of("ladder", machine=where)[0] == nccl, where.name
     assert of("ladder", machine=machine.load("h100-2-nodes"), ranks=16) == (nccl, chained)
     # A v5e has no halves, and training no gradient of them.
@@ -164,30 +161,14 @@ def test_70b_on_nvlink_must_beat_one_shot_all_reduces(capsys):
     words = (
         "--model llama-3-70b --hardware h100-nvlink --tensor 8 --residual standard,ladder".split()
     )
-    answer = answered(capsys, *words)
-    assert 83 < answer["baseline"]["tokens_per_second"] < 95
-    ladder = by_residual(answer)["ladder"]
+    ladder = by_residual(answered(capsys, *words))["ladder"]
     assert (ladder["launch"], ladder["all_reduce"]) == ("explicit", "one-shot")
-    assert ladder["speedup"] == pytest.approx(
-        ladder["tokens_per_second"] / answer["baseline"]["tokens_per_second"]
-    )
     _, out, _ = run(capsys, *words)
     assert "speed-up: over Standard (one-shot all-reduce)" in out
     assert "figures of threads, not verified" in out
     assert "have never run" in out
     chained = by_residual(answered(capsys, *words, "--launch", "chained"))["ladder"]
     assert (chained["launch"], chained["all_reduce"]) == ("chained", "ring")
-
-
-@pytest.mark.parametrize("batch", [1, 16, 64])
-@pytest.mark.parametrize("tensor", [2, 4, 8])
-def test_the_default_launch_is_never_slower(tensor, batch):
-    shape = dict(machine=H100, tensor=tensor, rows=batch, opponents=Opponents.STRONGEST)
-    for size in ("llama-3-8b", "llama-3-70b"):
-        of = lambda launch: seconds(
-            model.speed(preset(size, residual="ladder"), **shape, launch=launch)
-        )  # noqa: B023
-        assert of(Launch.EXPLICIT) <= of(Launch.CHAINED)
 
 
 @pytest.mark.parametrize("residual", ["standard", "ladder", "parallel"])
@@ -204,7 +185,7 @@ def test_nobody_loses_by_a_choice(name, residual):
         config, machine=on, tensor=on.devices, rows=4, opponents=opponents
     )
     strongest, nccl, fitted = (
-        seconds(speed(one)) for one in (Opponents.STRONGEST, Opponents.NCCL, Opponents.FITTED)
+        speed(one).seconds for one in (Opponents.STRONGEST, Opponents.NCCL, Opponents.FITTED)
     )
     assert strongest <= nccl
     assert nccl <= fitted or (name, residual) == ("v5e", "ladder")
@@ -213,7 +194,7 @@ def test_nobody_loses_by_a_choice(name, residual):
 def timeline(form, *, on=V5P, rows=4, tokens=2048):
     shard = Model(preset("llama-3-8b", residual="standard", num_layers=4), 8)
     block = shard.prefill(rows=rows, prompt_length=tokens)
-    return layers.layers(shard, on, block, program=Program(form)).timeline
+    return layers.layers(shard, on, block, program=Program(form))
 
 
 def test_a_ring_hides_what_its_matmuls_are_long_enough_for():
@@ -239,36 +220,28 @@ def test_a_ring_step_by_hand():
     )
     kernel = work.Kernel("out", flops=4 * on.flops * on.flops_share)  # a second a chunk
     for payload, expected in ((64.0, 1 + 3 * 2.5), (8.0, 1 + 3 * 1.0)):
-        ring = layers.RingProduct(on, 4, payload=payload, times=1)
-        assert ring.seconds(kernel) == pytest.approx(expected)
+        rounds, message = layers.ring_message(on.link, ranks=4, payload=payload)
+        ring = dict(ranks=4, rounds=rounds, message=message, times=1)
+        assert layers.ring_product(on, kernel, **ring) == pytest.approx(expected)
 
 
 def test_a_prefill_and_its_opponents(capsys):
     words = "--model llama-3-70b --hardware v5p --tensor 8 --phase prefill --batch 1 --prompt-length 4096".split()
     found = answered(capsys, *words, "--interleave", 1)
     assert (found["phase"], found["tokens"]) == ("prefill", 4096)
-    assert found["baseline"] == found["opponents"][0]
-    assert {one["form"] for one in found["opponents"]} == {
-        "all-reduce",
-        "sequence-parallel",
-        "ring collective matmul",
-    }
+    opponents = {one["form"]: one for one in found["opponents"] if one["interleave"] == 1}
+    assert opponents.keys() == {"all-reduce", "sequence-parallel", "ring collective matmul"}
     rows = by_residual(found)
-    assert all(
-        row["tokens_per_second"] == pytest.approx(4096 / row["seconds"]) for row in rows.values()
-    )
     ladder = rows["ladder"]
-    plain = next(
-        one for one in found["opponents"] if (one["form"], one["interleave"]) == ("all-reduce", 1)
-    )
-    assert ladder["speedup_over_nccl"] == pytest.approx(
-        ladder["tokens_per_second"] / plain["tokens_per_second"]
-    )
-    assert (ladder["form"], ladder["interleave"], ladder["launch"]) == (
-        "sequence-parallel",
-        1,
-        "chained",
-    )
+    assert ladder["tokens_per_second"] == pytest.approx(4096 / ladder["seconds"])
+    for key, opponent in (
+        ("speedup", found["baseline"]),
+        ("speedup_over_nccl", opponents["all-reduce"]),
+    ):
+        assert ladder[key] == pytest.approx(
+            ladder["tokens_per_second"] / opponent["tokens_per_second"]
+        )
+    assert (ladder["form"], ladder["launch"]) == ("sequence-parallel", "chained")
     assert rows["parallel"]["launch"] is None
     assert rows["no-communication"]["all_reduce"] is None
     assert rows["no-communication"]["seconds"] < ladder["seconds"] < rows["standard"]["seconds"]
@@ -282,22 +255,15 @@ def test_a_training_step_and_meshes_without_tensor_parallelism():
     few, many = (predict(**asked, batch=batch) for batch in (4, 32))
     forms = lambda answer: [one.form for one in answer.opponents]
     assert "fsdp" not in forms(few)  # fewer sequences than devices: tensor parallelism is forced
-    assert forms(many)[0] == many.baseline.form == "fsdp"
-    assert many.baseline.all_reduce is None
-    assert many.advice.residual == "standard"
-    assert many.advice.ladder_helps is False
-    assert many.advice.reason.startswith("no: ")
-    assert "Standard (fsdp)" in many.advice.reason
+    assert (many.baseline.form, many.baseline.all_reduce) == ("fsdp", None)
+    assert (many.advice.residual, many.advice.ladder_helps) == ("standard", False)
+    assert re.match(r"no: .* Standard \(fsdp\)", many.advice.reason)
     # llama-3-70b's 16 bytes a parameter are more than a device has; a small model needs no
     # collective at all.
     assert "data-parallel" not in forms(many)
     small = predict(**asked, model="smollm2-135m", tensor=3, batch=3)
     assert small.baseline.form == "data-parallel"
     assert small.rows[1].speedup < 1
-    # The plain form is the study's.
-    standard = next(one for one in few.opponents if (one.form, one.interleave) == ("all-reduce", 1))
-    seconds = model.training_step(LARGE, machine=V5P, tensor=8, rows=4, sequence=2048).seconds
-    assert standard.tokens_per_second == pytest.approx(4 * 2048 / seconds)
 
 
 def test_no_is_said_plainly(capsys):
