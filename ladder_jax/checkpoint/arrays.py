@@ -1,9 +1,10 @@
-"""A checkpoint's arrays, read and written by tensorstore in any folder; array by array or layer by
-layer where a model is too large for the host's memory (`Stream`).
+"""A checkpoint's arrays, read by tensorstore from any folder, and written by it: into object stores,
+and array by array or layer by layer where a model is too large for the host's memory (`Stream`).
 
 The storage format is Orbax's: zarr arrays in an OCDBT database, a chunk of an array a part of one
-layer, and a description of them, METADATA, which is written last. Each process writes its shards
-into a database of its own, and the first process merges these databases, without copying values.
+layer, and a description of them, METADATA, which is written last. In a store each process writes
+its shards into a database of its own, and the first process merges these databases, without copying
+values.
 """
 
 import collections
@@ -175,20 +176,15 @@ def begin(folder: AnyPath, arrays: Mapping[str, jax.Array]) -> list[tensorstore.
     them.
     """
     written, context = _written(_part(folder, jax.process_index())), tensorstore.Context()
-    opening, ours = {}, []
+    opening = {}
     for name, array in arrays.items():
-        array = jnp.asarray(array)
         opening[name] = create(written, name, array, chunk=_chunk(name, array), context=context)
+    writes = []
+    for name, array in arrays.items():
+        store = opening[name].result()
         for shard in array.addressable_shards:
             if shard.replica_id == 0:
-                shard.data.copy_to_host_async()
-                ours.append((name, shard))
-    # all copies before the first write, which would take the processor from them
-    copies = [np.array(shard.data) for _, shard in ours]
-    writes = []
-    for (name, shard), values in zip(ours, copies):
-        target = opening[name].result()[shard.index]
-        writes.append(target.write(values, can_reference_source_data_indefinitely=True).commit)
+                writes.append(store[shard.index].write(np.array(shard.data)).commit)
     return writes
 
 
