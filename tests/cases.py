@@ -8,8 +8,9 @@ import functools
 import jax
 import numpy as np
 
-from ladder_jax import nn, parallel
-from ladder_jax.config import Dtype, ModelConfig
+from ladder_jax import decode, nn, parallel, train
+from ladder_jax.config import Dtype, Loop, ModelConfig, Quantize
+from ladder_jax.decode import weights
 from tests import reference
 
 # name of the test: (model.residual, model.ladder_layers, the reference's kind, number and layers)
@@ -99,29 +100,22 @@ def parameters(definition: nn.ModelDef, *, seed: int = 0):
 
     def value(path, leaf, dims):
         kind = dims.removeprefix("L")
-        # around 1 the shared expert's gate is open, and has hardly a gradient
-        if path[-1].key == "share":
-            return (0.2 * rng.standard_normal(leaf.shape)).astype(np.float32)
-        if kind in ("D", "H") or path[-1].key == "scale":
-            return (1 + 0.2 * rng.standard_normal(leaf.shape)).astype(np.float32)
-        fan_in = {"DNH": 0, "DKH": 0, "NHD": (0, 1), "DF": 0, "FD": 0, "VD": 1,
-                  "DC": 0, "EDM": 1, "EMD": 1, "DW": 0, "WD": 0}.get(kind)  # fmt: skip
+        fan_in = (reference.SUMMED | {"DC": (0,)}).get(kind)
         sizes = leaf.shape[len(dims) - len(kind) :]
-        scale = (
-            0.3
-            if fan_in is None
-            else 1.3 / np.sqrt(np.prod([sizes[i] for i in np.atleast_1d(fan_in)]))
-        )
-        if kind == "VD":  # drawn without the padding, which depends on the mesh
-            real = definition.config.vocab_size
-            rows = scale * rng.standard_normal((real, leaf.shape[1]))
-            return np.pad(rows, ((0, leaf.shape[0] - real), (0, 0))).astype(np.float32)
-        if kind.startswith("E"):  # likewise
-            layers, padded, *rest = leaf.shape
-            real = definition.config.moe.experts
-            values = scale * rng.standard_normal((layers, real, *rest))
-            return np.pad(values, ((0, 0), (0, padded - real), (0, 0), (0, 0))).astype(np.float32)
-        return (scale * rng.standard_normal(leaf.shape)).astype(np.float32)
+        mean, scale = 0, 0.3
+        if path[-1].key == "share":  # around 1 the gate is open, and has hardly a gradient
+            scale = 0.2
+        elif kind in ("D", "H") or path[-1].key == "scale":
+            mean, scale = 1, 0.2
+        elif fan_in:
+            scale = 1.3 / np.sqrt(np.prod([sizes[i] for i in fan_in]))
+        real = list(leaf.shape)  # drawn without the padding, which depends on the mesh
+        if kind == "VD":
+            real[0] = definition.config.vocab_size
+        elif kind.startswith("E"):
+            real[1] = definition.config.moe.experts
+        drawn = (mean + scale * rng.standard_normal(real)).astype(np.float32)
+        return np.pad(drawn, [(0, n - m) for n, m in zip(leaf.shape, real)])
 
     return jax.tree.map_with_path(value, definition.abstract, definition.dims)
 
@@ -149,16 +143,16 @@ def placed(definition: nn.ModelDef):
     return place(parameters(definition), definition)
 
 
-def dense_logits(name: str, ranks: int, *, num_layers: int = 4) -> np.ndarray:
-    """What the reference computes of `parameters` and `tokens` of the small model on that many
-    ranks.
+def dense_logits(name: str, ranks: int, **changes) -> np.ndarray:
+    """What the reference computes of `parameters` and `tokens` of the small model, with these
+    `changes`, on that many ranks.
     """
-    return _dense(name, ranks if _depends_on_ranks(name) else 1, reference.logits, num_layers)
+    return _dense(reference.logits, name, ranks if _depends_on_ranks(name) else 1, **changes)
 
 
-def dense_gradients(name: str, ranks: int, *, num_layers: int = 4):
+def dense_gradients(name: str, ranks: int, *, function=reference.loss, **changes):
     """(loss, gradients), likewise."""
-    return _dense(name, ranks if _depends_on_ranks(name) else 1, reference.loss, num_layers)
+    return _dense(function, name, ranks if _depends_on_ranks(name) else 1, **changes)
 
 
 def _depends_on_ranks(name: str) -> bool:
@@ -166,12 +160,11 @@ def _depends_on_ranks(name: str) -> bool:
 
 
 @functools.cache
-def _dense(name: str, ranks: int, function, num_layers: int):
-    definition = define(name, tensor=ranks, num_layers=num_layers)
-    of = shape(name, definition.config, ranks=ranks)
-    return reference.evaluate(
-        function, parameters(definition), tokens(), of, gradient=function is reference.loss
-    )
+def _dense(function, name: str, ranks: int, shape_BT: tuple[int, int] = (4, 10), **changes):
+    definition = define(name, tensor=ranks, **changes)
+    of, batch = shape(name, definition.config, ranks=ranks), tokens(shape_BT)
+    gradient = function is not reference.logits
+    return reference.evaluate(function, parameters(definition), batch, of, gradient=gradient)
 
 
 UNIT_ROUNDOFF = 2.0**-24  # of float32
@@ -197,13 +190,11 @@ def error(actual, expected) -> float:
 
 
 def error_but_for_padding(actual, expected) -> float:
-    """`error` of two arrays, which may be tables that are padded for different meshes; padding must
-    be zero.
-    """
-    actual, expected = np.asarray(actual), np.asarray(expected)
-    rows = min(len(actual), len(expected))
-    assert not actual[rows:].any() and not expected[rows:].any()
-    return error(actual[:rows], expected[:rows])
+    """`error` of two arrays, which may be padded for different meshes; padding must be zero."""
+    arrays = np.asarray(actual), np.asarray(expected)
+    both = tuple(slice(min(sizes)) for sizes in zip(*(a.shape for a in arrays), strict=True))
+    assert all(np.count_nonzero(a) == np.count_nonzero(a[both]) for a in arrays)
+    return error(*(a[both] for a in arrays))
 
 
 def assert_close(found, expected, *, definition: nn.ModelDef) -> None:
@@ -212,6 +203,41 @@ def assert_close(found, expected, *, definition: nn.ModelDef) -> None:
     assert error(found[0], expected[0]) < limit
     errors = jax.tree.map(error_but_for_padding, found[1], expected[1])
     assert max(jax.tree.leaves(errors)) < limit, errors
+
+
+def check_gradients(
+    definition: nn.ModelDef, expected, *, shape_BT: tuple[int, int] = (4, 10), **settings
+) -> str:
+    """Of `parameters` and `tokens`, loss and gradients are the expected ones, float32 and placed as
+    the parameters. The program's text.
+    """
+    arguments = placed(definition), tokens(shape_BT)
+    compute = train.loss_and_gradients(definition, **settings)
+    program = jax.jit(compute).lower(*arguments).compile()
+    loss, gradients = program(*arguments)
+    assert_close((loss, gradients), expected, definition=definition)
+    for array, like in zip(jax.tree.leaves(gradients), jax.tree.leaves(definition.abstract)):
+        assert array.dtype == np.float32
+        assert array.sharding.is_equivalent_to(like.sharding, array.ndim)
+    return program.as_text()
+
+
+def prefilled(
+    definition: nn.ModelDef,
+    tokens,
+    lengths,
+    *,
+    loop: Loop = Loop.SCAN,
+    quantize: Quantize = Quantize.NONE,
+    **form,
+) -> list[np.ndarray]:
+    """[logits [B, vocabulary], *the caches' arrays] of `parameters`, by a prefill of this form."""
+    settings = dict(loop=loop, quantize=quantize)
+    stored = weights.prepare(definition, placed(definition), **settings)
+    program = decode.prefill(definition, capacity=32, **settings, **form)
+    logits, caches = program(stored, tokens, np.asarray(lengths, np.int32))
+    real = np.asarray(logits)[:, : definition.config.vocab_size]
+    return [real, *map(np.asarray, jax.tree.leaves(caches))]
 
 
 def flip(path) -> None:

@@ -11,46 +11,40 @@ from ladder_jax import parallel
 from ladder_jax.config import Loop
 from ladder_jax.parallel import collectives
 from ladder_jax.scopes import ENTER, LAUNCH
+from tests import cases
 
 NUM_LAYERS = 4
-# All-reduces a layer and direction, where all layers do the same.
-A_LAYER = {
-    "standard": 2,
-    "ladder": 2,
-    "ladder-2": 2,
-    "ladder-3": 2,
-    "ladder-fresh": 2,
-    "parallel": 1,
-    "parallel-shared-norm": 1,
-    "parallel-ladder": 1,
-    "desync-2": 1,
-    "no-communication": 0,
-}
-# In all layers; two of hybrid-parallel-ladder's reduce once, and desync-3 reduces after sublayers
-# 3, 6 and the last.
+# All-reduces in all layers. Desync-3 reduces after sublayers 3, 6 and the last.
 IN_ALL = {
-    **{name: count * NUM_LAYERS for name, count in A_LAYER.items()},
+    **{name: 2 * NUM_LAYERS for name in cases.TOPOLOGIES},
     **{
-        f"hybrid-{name}": 2 * NUM_LAYERS
-        for name in ("last-2", "list", "delay-2", "delay-3-first", "fresh")
+        name: NUM_LAYERS
+        for name in ("parallel", "parallel-shared-norm", "parallel-ladder", "desync-2")
     },
     "hybrid-parallel-ladder": 2 * NUM_LAYERS - 2,
     "desync-3": 3,
+    "no-communication": 0,
 }
 
 TENSOR = "{'tensor'}", "{'kv','group'}"  # the second where ranks share key/value heads
+
+
+def lines(text: str):
+    """(computation, line) of every all-reduce."""
+    computation = None
+    for line in text.splitlines():
+        if header := re.match(r"(?:ENTRY )?%?([\w.\-]+) .*\{$", line):
+            computation = "entry" if line.startswith("ENTRY") else header[1]
+        if re.search(r" all-reduce(-start)?\(", line):
+            yield computation, line
 
 
 def all_reduces(text: str) -> list[tuple[str, str, int, bool]]:
     """(direction, computation, operands, over the tensor axis alone) of every sublayer's
     all-reduce.
     """
-    found, computation = [], None
-    for line in text.splitlines():
-        if header := re.match(r"(?:ENTRY )?%?([\w.\-]+) .*\{$", line):
-            computation = "entry" if line.startswith("ENTRY") else header[1]
-        if not re.search(r" all-reduce(-start)?\(", line):
-            continue
+    found = []
+    for computation, line in lines(text):
         names = re.search(r'op_name="([^"]*)"', line)
         direction = next((n for n in (LAUNCH, ENTER) if names and n in names[1]), None)
         if direction:
@@ -67,19 +61,17 @@ def check(text: str, *, name: str, loop: Loop, directions: tuple[str, ...] = (LA
     assert {direction for direction, *_ in found} <= set(directions)
     assert all(operands == 1 for _, _, operands, _ in found), "merged"
     assert all(tensor for *_, tensor in found), "over another axis"
+    # what differs from layer to layer has several loops
+    alike = loop is Loop.SCAN and not name.startswith("hybrid") and name != "desync-3"
     for direction in directions:
         places = [computation for d, computation, *_ in found if d == direction]
         inside = [computation for computation in places if computation != "entry"]
         if loop is Loop.UNROLLED:
             assert len(places) == IN_ALL[name] and not inside
-        elif name in A_LAYER:
-            assert len(inside) == A_LAYER[name] and len(set(inside)) <= 1
+        elif alike:
+            assert len(inside) == IN_ALL[name] / NUM_LAYERS and len(set(inside)) <= 1
     # The last sublayer's may stand after the loop.
-    assert (
-        loop is Loop.UNROLLED
-        or name not in A_LAYER
-        or len([c for _, c, *_ in found if c == "entry"]) <= 1
-    )
+    assert not alike or len([c for _, c, *_ in found if c == "entry"]) <= 1
 
 
 @jax.tree_util.register_dataclass

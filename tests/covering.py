@@ -42,7 +42,8 @@ def rows(*factors: Iterable, pairs: Pairs | None = None, even: Sequence[int] = (
 
 def marked(product: Iterable[tuple], *, chosen: Sequence[tuple]) -> list:
     """These rows for `pytest.mark.parametrize`, `chosen` first, the others marked `full`."""
-    others = [row for row in dict.fromkeys(product) if row not in chosen]
+    each = {str(row): row for row in product}.values()
+    others = [row for row in each if row not in chosen]
     return [
         *(pytest.param(*row) for row in chosen),
         *(pytest.param(*row, marks=pytest.mark.full) for row in others),

@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ladder_jax import nn, parallel, train
-from ladder_jax.config import ModelConfig
+from ladder_jax import nn, parallel
+from ladder_jax.config import ExpertParallelism, ModelConfig
 from tests import cases, reference
 
 # name of the test: (model.residual, model.ladder_layers, the reference's kind, number and layers)
@@ -42,7 +42,10 @@ KINDS = {
 # OLMoE's norms; of so few keys, several ranks hold the same
 ALL_HEADS = dict(qk_norm="all-heads", num_kv_heads=2)
 # with ALL_HEADS
-FIRST_DENSE = {"dense": dict(experts=6, top_k=2, expert_width=16, shared_width=16, dense_layers=1)}
+FIRST_DENSE = {
+    "dense": dict(experts=6, top_k=2, expert_width=16, shared_width=16, dense_layers=1),
+    "dense-2": dict(experts=6, top_k=2, expert_width=24, dense_layers=2),
+}
 
 
 def model(
@@ -57,10 +60,32 @@ def model(
 
 
 def define(
-    name: str, kind: str = "shared", *, data: int = 1, fsdp: int = 1, tensor: int = 1, **changes
+    name: str,
+    kind: str = "shared",
+    *,
+    data: int = 1,
+    fsdp: int = 1,
+    tensor: int = 1,
+    experts: ExpertParallelism = ExpertParallelism.REDUCE,
+    **changes,
 ) -> nn.ModelDef:
     mesh = parallel.make_mesh(data=data, fsdp=fsdp, tensor=tensor)
-    return nn.define(model(name, kind, **changes), mesh=mesh)
+    return nn.define(model(name, kind, **changes), mesh=mesh, experts=experts)
+
+
+def exchanging(
+    name: str,
+    kind: str = "shared",
+    *,
+    tensor: int = 4,
+    capacity: float | None = None,
+    experts: ExpertParallelism = ExpertParallelism.EXCHANGE,
+    **changes,
+) -> nn.ModelDef:
+    """Whose tensor ranks exchange rows: all of them, unless a capacity is given."""
+    moe = KINDS[kind]
+    moe = {**moe, "capacity": capacity or moe["experts"] / moe["top_k"]}
+    return define(name, kind, tensor=tensor, moe=moe, experts=experts, **changes)
 
 
 def shape(name: str, config: ModelConfig) -> reference.Shape:
@@ -109,44 +134,27 @@ def penalties(layers, seen, shape, *, real=1.0, load_balance=LOAD_BALANCE, z_los
 
 
 @functools.cache
-def dense_gradients(name: str, kind: str, dense_layers: int = 0):
+def dense_gradients(name: str, kind: str, **changes):
     """(loss, gradients) of `cases.parameters` and `tokens` by the reference."""
-    definition = define(name, kind, dense_layers=dense_layers)
-    of = shape(name, definition.config)
-    return reference.evaluate(loss, cases.parameters(definition), tokens(), of, gradient=True)
+    return _dense(loss, name, kind, gradient=True, **changes)
 
 
 @functools.cache
-def dense_logits(name: str, kind: str) -> np.ndarray:
-    definition = define(name, kind)
-    of = shape(name, definition.config)
-    return reference.evaluate(reference.logits, cases.parameters(definition), tokens(), of)
+def dense_logits(name: str, kind: str, **changes) -> np.ndarray:
+    return _dense(reference.logits, name, kind, **changes)
 
 
-def error_but_for_padding(actual, expected) -> float:
-    """`cases.error` of two arrays of which the first may be padded; padding must be zero."""
-    actual = np.asarray(actual)
-    real = actual[tuple(slice(n) for n in expected.shape)]
-    assert np.count_nonzero(actual) == np.count_nonzero(real)
-    return cases.error(real, expected)
+def _dense(function, name: str, kind: str, *, gradient: bool = False, **changes):
+    definition = define(name, kind, **changes)
+    of, params = shape(name, definition.config), cases.parameters(definition)
+    return reference.evaluate(function, params, tokens(), of, gradient=gradient)
 
 
 def check_gradients(definition: nn.ModelDef, expected, **settings) -> str:
-    """The loss of `tokens`, the routers' losses in it, and its gradients are the reference's. The
-    program's text.
-    """
-    params = cases.placed(definition)
-    compute = train.loss_and_gradients(
-        definition, load_balance=LOAD_BALANCE, router_z_loss=Z_LOSS, **settings
-    )
-    program = jax.jit(compute).lower(params, tokens()).compile()
-    loss, gradients = program(params, tokens())
-    limit = cases.bound(definition.config, passes=2)
-    assert cases.error(loss, expected[0]) < limit
-    found = errors(gradients, expected[1])
-    assert max(jax.tree.leaves(found)) < limit, found
-    return program.as_text()
+    """`cases.check_gradients`, with the routers' losses."""
+    losses = dict(load_balance=LOAD_BALANCE, router_z_loss=Z_LOSS)
+    return cases.check_gradients(definition, expected, shape_BT=(4, 17), **losses, **settings)
 
 
 def errors(actual, expected) -> dict:
-    return jax.tree.map(error_but_for_padding, actual, expected)
+    return jax.tree.map(cases.error_but_for_padding, actual, expected)

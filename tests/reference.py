@@ -42,22 +42,20 @@ class Shape:
     lora: float | None = None  # the factors' scale; they are p["adapters"][name]
     # how many a token passes, and over which logits the softmax is
     experts: tuple[int, str] | None = None
+    # how many rows an expert takes, and of how many parts of the positions so many each; None: all
+    slots: tuple[int, int] | None = None
     rounds: Callable = exactly
 
 
-def rms(x, scale, eps):
-    return x / jnp.sqrt((x * x).mean(-1, keepdims=True) + eps) * scale
+def rms(x, scale, eps, over=-1):
+    return x / jnp.sqrt((x * x).mean(over, keepdims=True) + eps) * scale
 
 
 def rms_of_heads(x, scale, eps):
     """x [R, B, T, heads, H], with one rms for all ranks' heads; those that several ranks hold count
     alike.
     """
-    return (
-        x
-        / jnp.sqrt((x * x).mean((0, 3, 4), keepdims=True) + eps)
-        * scale.reshape(len(x), 1, 1, *x.shape[3:])
-    )
+    return rms(x, scale.reshape(len(x), 1, 1, *x.shape[3:]), eps, over=(0, 3, 4))
 
 
 def matmul(p, name, x, of_x, out, split, shape):
@@ -177,38 +175,33 @@ def routed(p, x, shape):
     chosen = (best[..., None] == np.arange(scores.shape[-1])).any(-2)
     powers = jnp.exp(scores - scores.max(-1, keepdims=True))
     total = (powers if over == "all" else jnp.where(chosen, powers, 0)).sum(-1, keepdims=True)
+    taken = chosen if shape.slots is None else first_rows(chosen, *shape.slots)
     out, factors = 0, p.get("adapters", {}).get("experts", {})
     for e in range(scores.shape[-1]):
-        of_expert = lambda tree: jax.tree.map(lambda a: a[e], tree)
-        matrices, beside = of_expert(p["experts"]), of_expert(factors)
-        y = swiglu(matrices, beside, x, shape)
-        out = out + y * jnp.where(chosen, powers / total, 0)[..., e, None]
+        expert = jax.tree.map(lambda a: a[e], {**p["experts"], "adapters": factors})
+        out = out + mlp(expert, x, shape) * jnp.where(taken, powers / total, 0)[..., e, None]
     return r(out)
 
 
-def swiglu(p, factors, x, shape):
-    """down(silu(gate(x)) up(x)), each matrix [inputs, outputs] with its low-rank factors, if there
-    are any.
-    """
-    r = shape.rounds
-
-    def project(name, x):
-        at = lambda: r(x, forward=False)  # each use of x has a gradient of its own
-        y = r(jnp.einsum("rbti,io->rbto", at(), r(p[name])))
-        if name not in factors:
-            return y
-        inner = r(jnp.einsum("rbti,ik->rbtk", at(), r(factors[name]["down"])))
-        return r(y + shape.lora * r(jnp.einsum("rbtk,ko->rbto", inner, r(factors[name]["up"]))))
-
-    g, u = project("gate", x), project("up", x)
-    return project("down", r(r(g * r(1 / (1 + jnp.exp(-g)))) * u))
+def first_rows(chosen, slots, parts):
+    """Of [1, B, T, C], in each part of the positions, the first that an expert has slots for."""
+    _, rows, length, experts = chosen.shape
+    each = chosen.reshape(rows, parts, -1, experts).swapaxes(0, 1)
+    before = each.reshape(parts, -1, experts).cumsum(1).reshape(each.shape)
+    return (each & (before <= slots)).swapaxes(0, 1).reshape(1, rows, length, experts)
 
 
 def shared(p, x, shape):
     """The shared expert's output, [R, B, T, D]."""
-    factors, p, r = p.get("adapters", {}).get("shared", {}), p["shared"], shape.rounds
-    out = swiglu(p, factors, x, shape)
+    r, p = shape.rounds, {**p["shared"], "adapters": p.get("adapters", {}).get("shared", {})}
+    out = mlp(p, x, shape)
     return r(out / (1 + jnp.exp(-(x * p["share"]).sum(-1, keepdims=True)))) if "share" in p else out
+
+
+def mixture(p, x, shape):
+    """Routed and shared experts, if there is one: [R, B, T, D]."""
+    out = routed(p, x, shape)
+    return shape.rounds(out + shared(p, x, shape)) if "shared" in p else out
 
 
 def on_first(partials, bias, shape):
@@ -230,8 +223,7 @@ def sublayer(layers, l, inputs, *, attends, shape):
         return mlp(p["mlp"], normed, shape)
     if shape.kind == "farskip":  # the two parts, one after the other
         return jnp.stack([routed(p["mlp"], normed, shape), shared(p["mlp"], normed, shape)])
-    out = routed(p["mlp"], normed, shape)
-    return r(out + shared(p["mlp"], normed, shape)) if "shared" in p["mlp"] else out
+    return mixture(p["mlp"], normed, shape)
 
 
 # All layers of all topologies call these two programs (attends or not), which compile once.
@@ -265,17 +257,11 @@ def streams(params, tokens, shape, seen=None, fraction=None):
     last = 2 * shape.layers
     same = lambda x: jnp.stack([x] * shape.ranks)
 
-    if shape.kind == "none":
-        local = same(x0)
-        for i in range(1, last + 1):
-            local = local + partials(i, local)
-        return local
-
-    if shape.kind == "desync":
+    if shape.kind in ("none", "desync"):
         local = same(x0)
         for i in range(1, last + 1):
             p = partials(i, local)
-            if i % shape.number == 0 or i == last:
+            if shape.kind == "desync" and (i % shape.number == 0 or i == last):
                 local = same(local.mean(0) + p.sum(0))
             else:
                 local = local + p
@@ -285,16 +271,17 @@ def streams(params, tokens, shape, seen=None, fraction=None):
         return same(farskip(partials, x0, shape, dense, fraction))
 
     xs, newest = [x0], None  # xs[i] is x_i; newest: the ranks' partials of h_{i-1}
+    n = shape.number
+    # by how many outputs attention's and the MLP's inputs are late
+    late_by = {
+        "ladder": (n, n),
+        "fresh": (1, 1),
+        "parallel": (0, 1),  # both read what attention reads
+        "parallel-ladder": (2, 3),
+    }.get(shape.kind, (0, 0))
     for l in range(shape.layers):
         chosen = shape.ladder is None or l in shape.ladder
-        first = 2 * l + 1
-        if chosen and shape.kind in ("parallel", "parallel-ladder"):
-            y = xs[max(0, first - 1 - (0 if shape.kind == "parallel" else 2))]
-            a, m = partials(first, same(y)), partials(first + 1, same(y))
-            xs += [None, xs[first - 1] + a.sum(0) + m.sum(0)]
-            continue
-        for i in (first, first + 1):
-            delay = 0 if not chosen else {"ladder": shape.number, "fresh": 1}.get(shape.kind, 0)
+        for i, delay in zip((2 * l + 1, 2 * l + 2), late_by if chosen else (0, 0)):
             late, own = xs[max(0, i - 1 - delay)], newest
             if fraction is not None:
                 late = (1 - fraction[l]) * xs[i - 1] + fraction[l] * late
@@ -348,31 +335,32 @@ def logits(params, tokens, shape, seen=None, fraction=None):
     return parts.reshape(*parts.shape[:2], -1)[..., : shape.vocab]
 
 
+# over which dimensions of a stored matrix its matmul sums
+SUMMED = {
+    **{"DNH": (0,), "DKH": (0,), "NHD": (0, 1), "DF": (0,), "FD": (0,), "VD": (1,)},
+    **{"EDM": (1,), "EMD": (1,), "DW": (0,), "WD": (0,)},
+}
+
+
+def eight_bits(array, dims):
+    """(whole numbers, scales with the summed dimensions as 1) of a matrix."""
+    stacked = dims.startswith("L")
+    axes = tuple(axis + stacked for axis in SUMMED[dims.removeprefix("L")])
+    scale = np.abs(array).max(axes, keepdims=True) * np.float32(1 / 127)
+    scale[scale == 0] = 1
+    return np.rint(array / scale), scale
+
+
 def in_eight_bits(params, dims):
     """The parameters with every matrix replaced by what its 8 bits, and one scale an output
     channel, stand for.
     """
-    over = {
-        "DNH": 0,
-        "DKH": 0,
-        "NHD": (0, 1),
-        "DF": 0,
-        "FD": 0,
-        "EDM": 1,
-        "EMD": 1,
-        "DW": 0,
-        "WD": 0,
-        "VD": 1,
-    }
 
     def value(array, dims):
-        kind = dims.removeprefix("L")
-        if kind not in over:
+        if dims.removeprefix("L") not in SUMMED:
             return array
-        axes = tuple(axis + len(dims) - len(kind) for axis in np.atleast_1d(over[kind]))
-        scale = np.abs(array).max(axes, keepdims=True) * np.float32(1 / 127)
-        scale[scale == 0] = 1
-        return np.rint(array / scale) * np.float64(scale)
+        values, scale = eight_bits(array, dims)
+        return values * np.float64(scale)
 
     return jax.tree.map(value, params, dims)
 

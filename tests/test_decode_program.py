@@ -50,16 +50,17 @@ def lowered(monkeypatch):
     return found
 
 
+def asked(phase, **settings):
+    form = dict(target="cpu:8", model="tiny", residual="ladder", layers=LAYERS)
+    return requests.make(**form, phase=phase, prompt_length=PROMPT, **settings)
+
+
 def audited(phase, **settings):
-    shape = dict(
-        target="cpu:8",
-        model="tiny",
-        residual="ladder",
-        layers=LAYERS,
-        phase=phase,
-        prompt_length=PROMPT,
-    )
-    return programs.program(requests.make(**shape, **settings))
+    return programs.program(asked(phase, **settings))
+
+
+def definition_of(phase):
+    return nn.define(asked(phase).config, mesh=parallel.make_mesh(tensor=8))
 
 
 @pytest.mark.parametrize(
@@ -74,14 +75,9 @@ def test_the_engine_runs_the_audited_programs(loop, quantize, lowered):
     """Prefill, and each call of the token loop: the first, those after it, and those after a
     request has come.
     """
-    form = dict(loop=loop, quantize=quantize)
-    config = requests.make(
-        target="cpu:8", model="tiny", residual="ladder", layers=LAYERS, phase=Phase.DECODE
-    ).config
-    definition = nn.define(config, mesh=parallel.make_mesh(tensor=8))
-    engine = Engine(
-        definition, nn.initialize(definition, seed=0), slots=SLOTS, capacity=CAPACITY, **form
-    )
+    form, definition = dict(loop=loop, quantize=quantize), definition_of(Phase.DECODE)
+    params = nn.initialize(definition, seed=0)
+    engine = Engine(definition, params, slots=SLOTS, capacity=CAPACITY, **form)
     first = engine.submit(Request([7] * PROMPT, max_new_tokens=16))
     engine.step()
     engine.submit(Request([8] * PROMPT, max_new_tokens=2))
@@ -103,22 +99,14 @@ def worked(monkeypatch):
     process gets them.
     """
 
-    def digest_of(**settings):
+    def digest_of(phase, **settings):
         def compile(self, *arguments):
             raise Lowered(digest(self, arguments))
 
-        shape = dict(
-            target="cpu:8",
-            model="tiny",
-            residual="ladder",
-            layers=LAYERS,
-            batch=1,
-            prompt_length=PROMPT,
-        )
-        asked = json.loads(json.dumps(requests.make(**shape, **settings).as_dict()))
+        request = json.loads(json.dumps(asked(phase, batch=1, **settings).as_dict()))
         with monkeypatch.context() as patch, pytest.raises(Lowered) as found:
             patch.setattr(Compiled, "compile", compile)
-            programs.record(asked)
+            programs.record(request)
         return str(found.value)
 
     return digest_of
@@ -135,25 +123,14 @@ def test_generate_runs_the_audited_programs(more, quantize, lowered, worked, tmp
     """The verb's own words, from a checkpoint to text: its prefill, and each call of its token
     loop.
     """
-    config = requests.make(
-        target="cpu:8", model="tiny", residual="ladder", layers=LAYERS, phase=Phase.DECODE
-    ).config
-    starts.save(tmp_path / "checkpoints", nn.define(config, mesh=parallel.make_mesh(tensor=8)))
-    words = [
-        "generate",
-        str(tmp_path),
-        "--prompt",
-        "a" * (PROMPT - 3),
-        "--max-new-tokens",
-        "35",
-        *more,
-    ]
-    assert cli.main(words) == 0
+    starts.save(tmp_path / "checkpoints", definition_of(Phase.DECODE))
+    words = ["generate", tmp_path, "--prompt", "a" * (PROMPT - 3), "--max-new-tokens", 35, *more]
+    assert cli.main([*map(str, words)]) == 0
     assert [len(found) for found in lowered.values()] == [1, 3]
     # 29 tokens, 35 new ones, and room for a chunk
-    asked = dict(context=96, quantize=Quantize(quantize))
-    assert lowered[Phase.PREFILL] == [worked(phase=Phase.PREFILL, **asked)]
-    assert set(lowered[Phase.DECODE]) == {worked(phase=Phase.DECODE, **asked)}
+    form = dict(context=96, quantize=Quantize(quantize))
+    assert lowered[Phase.PREFILL] == [worked(Phase.PREFILL, **form)]
+    assert set(lowered[Phase.DECODE]) == {worked(Phase.DECODE, **form)}
 
 
 def test_bench_times_the_audited_programs(lowered, monkeypatch):
@@ -162,24 +139,17 @@ def test_bench_times_the_audited_programs(lowered, monkeypatch):
     """
     for name in ("copy_bandwidth", "matmul_peak"):
         monkeypatch.setattr(measure, name, lambda *_, **__: measure.Ceiling((1.0,), "an array"))
-    words = f"bench --model tiny --layers {LAYERS} --residual ladder --batch {SLOTS} --prompt-length {PROMPT}"
-    assert (
-        cli.main([*words.split(), *"--new-tokens 17 --tensor 8 --warmup 1 --repeats 1".split()])
-        == 0
+    words = (
+        f"bench --model tiny --layers {LAYERS} --residual ladder --tensor 8 --batch {SLOTS}"
+        f" --prompt-length {PROMPT} --new-tokens 17 --warmup 1 --repeats 1"
     )
-    assert set(lowered[Phase.DECODE]) == {
-        digest(*audited(Phase.DECODE, batch=SLOTS, context=PROMPT + 17))
-    }
-    function, arguments = audited(Phase.PREFILL, batch=SLOTS)
-    definition = nn.define(
-        requests.make(
-            target="cpu:8", model="tiny", residual="ladder", layers=LAYERS, phase=Phase.PREFILL
-        ).config,
-        mesh=parallel.make_mesh(tensor=8),
-    )
-    assert set(lowered[Phase.PREFILL]) == {
-        digest(decode.prefill(definition, capacity=PROMPT + 17), arguments)
-    }
+    assert cli.main(words.split()) == 0
+    positions = PROMPT + 17
+    decoding = digest(*audited(Phase.DECODE, batch=SLOTS, context=positions))
+    assert set(lowered[Phase.DECODE]) == {decoding}
+    _, arguments = audited(Phase.PREFILL, batch=SLOTS)
+    prefill = decode.prefill(definition_of(Phase.PREFILL), capacity=positions)
+    assert set(lowered[Phase.PREFILL]) == {digest(prefill, arguments)}
 
 
 def collectives(computation, *, branches):

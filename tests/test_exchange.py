@@ -4,57 +4,41 @@ float64, capacity with dropped rows against a loop over tokens, and what is refu
 
 import dataclasses
 import math
-import types
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
-from jax.sharding import PartitionSpec
 
-from ladder_jax import config, decode, nn, parallel, residual, train
+from ladder_jax import config, residual, train
 from ladder_jax.config import ExpertParallelism, Loop, Phase, Quantize, Remat
-from ladder_jax.decode import weights
 from ladder_jax.errors import UserError
 from ladder_jax.hardware import HARDWARE
-from ladder_jax.nn import router_losses
-from ladder_jax.nn.experts import MoE, NormedExperts
-from ladder_jax.nn.parameter import Sizes
 from ladder_jax.overlap import request as requests
 from ladder_jax.parallel import exchange
 from ladder_jax.residual.wires.exchange import Exchange
 from ladder_jax.schedule import cost, hlo, judge, timeline
 from ladder_jax.schedule.report import Status
 from ladder_jax.train import metrics
-from tests import cases, covering, experts, test_expert_training
+from tests import cases, covering, experts, reference, test_expert_training
 from tests.hlo import SUBLAYER, parsed
 
-# data x fsdp x tensor
 MESHES = {
-    "tensor-2": (1, 1, 2),
-    "tensor-4": (1, 1, 4),
-    "data-2-tensor-4": (2, 1, 4),
-    "tensor-8": (1, 1, 8),
-    "fsdp-2-tensor-4": (1, 2, 4),
-    "all-2": (2, 2, 2),
+    "tensor-2": dict(tensor=2),
+    "tensor-4": dict(tensor=4),
+    "data-2-tensor-4": dict(data=2, tensor=4),
+    "tensor-8": dict(tensor=8),
+    "fsdp-2-tensor-4": dict(fsdp=2, tensor=4),
+    "all-2": dict(data=2, fsdp=2, tensor=2),
 }
 TOPOLOGIES = [name for name in experts.TOPOLOGIES if not name.startswith("parallel")]
-QUICK = [("farskip", "ungated", "fsdp-2-tensor-4", Loop.SCAN, Remat.FULL)]
+QUICK = [
+    ("farskip", "ungated", "fsdp-2-tensor-4", Loop.SCAN, Remat.FULL),
+    # A standard layer's attention is followed by experts that read what is pending: nothing is
+    # prepared for them.
+    ("hybrid-ladder-2", "shared", "tensor-4", Loop.SCAN, Remat.NONE),
+]
 ROWS = covering.array(TOPOLOGIES, experts.KINDS, MESHES, Loop, Remat)
 SETTINGS = covering.marked(ROWS, chosen=QUICK)
-
-
-def define(
-    name: str, kind: str, *, capacity: float | None = None, axes=(1, 1, 4), **changes
-) -> nn.ModelDef:
-    """With a capacity that holds every row, unless given."""
-    moe = experts.KINDS[kind]
-    moe = {**moe, "capacity": moe["experts"] / moe["top_k"] if capacity is None else capacity}
-    mesh = parallel.make_mesh(**dict(zip(("data", "fsdp", "tensor"), axes)))
-    return nn.define(
-        experts.model(name, kind, moe=moe, **changes), mesh=mesh, experts=ExpertParallelism.EXCHANGE
-    )
 
 
 @pytest.mark.parametrize("name, kind, mesh, loop, remat", SETTINGS)
@@ -62,163 +46,69 @@ def test_gradients(name, kind, mesh, loop, remat):
     """Without drops, the loss and every gradient are those of the dense loop, the routers' losses
     among them.
     """
-    definition = define(name, kind, axes=MESHES[mesh])
+    definition = experts.exchanging(name, kind, **MESHES[mesh])
     settings = dict(loop=loop, remat=remat, sequence_parallel=True)
-    assert "all-to-all" in experts.check_gradients(
-        definition, experts.dense_gradients(name, kind), **settings
-    )
+    expected = experts.dense_gradients(name, kind)
+    assert "all-to-all" in experts.check_gradients(definition, expected, **settings)
 
 
-def loop(params, x_ND, moe, groups):
-    """The sublayer over lists of tokens, each of which an expert takes so many rows of: (output
-    [N, D], rows dropped).
-
-    Differentiable: which rows are dropped is decided in NumPy, by counting.
-    """
-    size = min(len(groups[0]), math.ceil(moe.capacity * len(groups[0]) * moe.top_k / moe.experts))
-    scores = np.asarray(x_ND, np.float64) @ np.asarray(params["router"], np.float64)
-    mask, dropped = np.zeros((len(x_ND), moe.experts), np.float32), 0
-    for group in groups:
-        taken = np.zeros(moe.experts, int)
-        for n in group:
-            for e in sorted(range(moe.experts), key=lambda e: (-scores[n, e], e))[: moe.top_k]:
-                mask[n, e], dropped = (1, dropped) if taken[e] < size else (2, dropped + 1)
-                taken[e] += 1
-
-    def compute(params, x_ND):
-        powers = jnp.exp(x_ND @ params["router"])
-        total = powers.sum(1) if moe.softmax.value == "all" else (powers * (mask > 0)).sum(1)
-        out = 0
-        for e in range(moe.experts):
-            gate, up, down = (params["experts"][name][e] for name in ("gate", "up", "down"))
-            of_expert = (jax.nn.silu(x_ND @ gate) * (x_ND @ up)) @ down
-            out += of_expert * (powers[:, e] / total * (mask[:, e] == 1))[:, None]
-        return out
-
-    return compute, dropped
+FORMS = [
+    ExpertParallelism.EXCHANGE,
+    pytest.param(ExpertParallelism.REDUCE, marks=pytest.mark.full),
+]
 
 
-@pytest.mark.parametrize(
-    "form",
-    [ExpertParallelism.EXCHANGE, pytest.param(ExpertParallelism.REDUCE, marks=pytest.mark.full)],
-)
+@pytest.mark.parametrize("form", FORMS)
 def test_capacity(form):
     """An expert takes the first rows: of each rank's tokens where they are exchanged, otherwise of
     all.
     """
-    definition = define("ladder", "routed", capacity=0.7, num_layers=1)
-    moe, axes, mesh = definition.config.moe, ("tensor",), definition.layout.mesh
-    params = jax.tree.map(
-        lambda a: jnp.asarray(a[0]), cases.parameters(definition)["layers"]["mlp"]
-    )
-    x = jnp.asarray(np.random.default_rng(0).standard_normal((3, 16, 32)), jnp.float32)
-    specs = jax.tree.map(
-        lambda d: definition.layout.spec(d.removeprefix("L")), definition.dims["layers"]["mlp"]
-    )
-    graph, size = nnx.split(MoE(Sizes(definition.config, ranks=4)))[0], moe.slots(3 * 4)
-
-    def reduced(params, x):
-        seen = []
-        out = nnx.merge(graph, params).routed(
-            parallel.pvary(x, axes), axes=axes, on_routing=seen.append
-        )
-        return parallel.all_reduce(out, axes), router_losses.of_group(
-            seen[0], axes=axes, own=False
-        ).dropped
-
-    def exchanged(params, x):
-        seen, x = [], parallel.pvary(x, axes)
-        x = jax.lax.dynamic_slice_in_dim(x, 4 * parallel.rank(axes), 4, axis=1)
-        experts = dict(moe=nnx.merge(graph, params), axes=axes, on_routing=seen.append, ends_B=None)
-        no_norm = types.SimpleNamespace(gain=lambda x, dtype, scale: x)
-        routed = NormedExperts(None, no_norm, None, None, **experts)
-        tokens, slots, weights = routed.route(x)
-        rows = exchange.dispatch(
-            exchange.fill(tokens, slots, experts=moe.padded(4), size=size), axes=axes
-        )
-        places = exchange.places(slots, experts=moe.padded(4), size=size, count=4)
-        out = exchange.collect(
-            exchange.combine(routed.compute(rows), axes=axes), places, weights
-        ).reshape(x.shape)
-        return out, router_losses.of_group(seen[0], axes=axes, own=True).dropped
-
-    whole = PartitionSpec()
-    settings = dict(mesh=mesh, in_specs=(specs, whole))
-    if form is ExpertParallelism.EXCHANGE:
-        order = [[b * 16 + t for b in range(3) for t in range(4 * r, 4 * r + 4)] for r in range(4)]
-        call = jax.shard_map(exchanged, out_specs=(PartitionSpec(None, axes), whole), **settings)
-    else:
-        order = [list(range(48))]
-        call = jax.shard_map(reduced, out_specs=(whole, whole), **settings)
-
-    def of(params, x):
-        out, dropped = call(params, x)
-        return jnp.sum(jnp.sin(out)), (out, dropped)
-
-    found, (out, dropped) = jax.jit(jax.grad(of, (0, 1), has_aux=True))(params, x)
-    real = {**params, "experts": jax.tree.map(lambda a: a[: moe.experts], params["experts"])}
-    compute, expected = loop(real, x.reshape(-1, 32), moe, order)
-    assert dropped == expected and 10 < expected < 60
-    limit = cases.bound(definition.config, passes=2)
-    assert cases.error(out.reshape(-1, 32), compute(real, x.reshape(-1, 32))) < limit
-    wanted = jax.grad(lambda params, x: jnp.sum(jnp.sin(compute(params, x))), (0, 1))(
-        real, x.reshape(-1, 32)
-    )
-    errors = experts.errors(found[0], wanted[0])
-    assert (
-        max(jax.tree.leaves(errors)) < limit
-        and cases.error(found[1].reshape(-1, 32), wanted[1]) < limit
-    )
+    definition = experts.exchanging("ladder", "routed", capacity=0.7, experts=form)
+    ranks = 4 if form is ExpertParallelism.EXCHANGE else 1
+    slots = math.ceil(0.7 * (64 // ranks) * 2 / 6)  # 64 tokens, two experts each, of six
+    shape = experts.shape("ladder", definition.config)
+    shape = dataclasses.replace(shape, slots=(slots, ranks))
+    params = cases.parameters(definition)
+    expected = reference.evaluate(experts.loss, params, experts.tokens(), shape, gradient=True)
+    drops_none = experts.dense_gradients("ladder", "routed")
+    assert abs(expected[0] - drops_none[0]) > 1e-3
+    experts.check_gradients(definition, expected, sequence_parallel=True)
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("name", ["standard", "ladder", "farskip"])
-@pytest.mark.parametrize("quantize", [Quantize.NONE, Quantize.INT8])
+@pytest.mark.parametrize("quantize", Quantize)
 def test_prefill(name, quantize):
-    """By the program of serving: the logits of the dense loop, and the caches of the other form
-    where there is text.
-    """
-    exchanging, reducing = define(name, "ungated"), experts.define(name, "ungated", tensor=4)
-    tokens, lengths = experts.tokens()[:, :16], np.array([16, 9, 16, 1], np.int32)
-    outcomes = []
-    for definition, split in ((exchanging, True), (reducing, False)):
-        settings = dict(loop=Loop.UNROLLED, quantize=quantize)
-        params = weights.prepare(definition, cases.placed(definition), **settings)
-        program = decode.prefill(definition, capacity=16, sequence_parallel=split, **settings)
-        outcomes.append(program(params, tokens, lengths))
-    (logits, caches), (others, of_others) = outcomes
-    limit = cases.bound(exchanging.config)
-    if quantize is Quantize.NONE:
-        expected = experts.dense_logits(name, "ungated")[np.arange(4), lengths - 1]
-        assert cases.error(logits[:, :251], expected) < limit
-    assert cases.error(logits[:, :251], others[:, :251]) < limit
-    text = np.arange(16) < lengths[:, None]
-    real = lambda cache: np.asarray(cache)[text]
-    assert (
-        max(
-            cases.error(real(a), real(b))
-            for a, b in zip(*map(jax.tree.leaves, (caches, of_others)))
-        )
-        < limit
-    )
+    """By the program of serving: the logits of the dense loop."""
+    definition, lengths = experts.exchanging(name, "ungated"), np.array([16, 9, 16, 1])
+    params, shape = cases.parameters(definition), experts.shape(name, definition.config)
+    if quantize is Quantize.INT8:
+        params = reference.in_eight_bits(params, definition.dims)
+    expected = reference.evaluate(reference.logits, params, experts.tokens(), shape)
+    form = dict(loop=Loop.UNROLLED, quantize=quantize, sequence_parallel=True)
+    found, *_ = cases.prefilled(definition, experts.tokens()[:, :16], lengths, **form)
+    limit = cases.bound(definition.config)
+    assert cases.error(found, expected[np.arange(4), lengths - 1]) < limit
 
 
-def test_a_run_reports_what_it_drops(tmp_path):
-    (tmp_path / "book.txt").write_text("".join(f"line {i} of a little book\n" for i in range(2000)))
+@pytest.mark.parametrize("form", FORMS)
+def test_a_run_reports_what_it_drops(form, book, tmp_path):
+    """Of a capacity of a quarter, where every token chooses every expert, three quarters."""
     settings = [
         *test_expert_training.TINY,
-        f"data.path={tmp_path / 'book.txt'}",
+        f"data.path={book}",
         f"run.dir={tmp_path / 'run'}",
         "mesh.tensor=4",
-        "mesh.experts=exchange",
+        f"mesh.experts={form.value}",
         "train.sequence_parallel=true",
-        "model.moe.capacity=1.0",
+        "model.moe.top_k=6",
+        "model.moe.capacity=0.25",
         "train.steps=2",
         "model.residual=ladder",
     ]
     train.run(config.load("tiny-moe", overrides=settings), say=lambda line: None)
     rows = metrics.read(tmp_path / "run")
-    assert len(rows) == 2 and all(0 < row["dropped_share"] < 0.5 for row in rows)
+    assert [row["dropped_share"] for row in rows] == pytest.approx([0.75, 0.75])
 
 
 @pytest.mark.parametrize(
@@ -249,7 +139,7 @@ def test_refusals(overrides, reason):
 
 def test_a_definition_is_refused_alike():
     with pytest.raises(UserError, match="experts='exchange' needs model.moe.capacity"):
-        nn.define(experts.model(), mesh=parallel.make_mesh(tensor=4), experts="exchange")
+        experts.define("ladder", tensor=4, experts="exchange")
 
 
 def test_too_many_rows_for_exact_places_are_refused():

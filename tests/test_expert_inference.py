@@ -16,7 +16,7 @@ from tests import cases, covering, experts, one_step, reference, starts
 LENGTHS = np.array([1, 4, 6, 3], np.int32)
 CASES = covering.rows(
     ("standard", "ladder", "farskip", "hybrid-farskip"),
-    ("shared", "routed", "dense"),
+    ("shared", "routed", "dense", "dense-2"),
     (1, 4, 8),
     Loop,
     pairs=[],
@@ -27,55 +27,25 @@ CASES[0] = pytest.param(*CASES[0].values, marks=pytest.mark.full)
 
 
 @pytest.mark.parametrize("name, kind, tensor, loop", CASES)
-def test_prefill_chunks_and_decode_equal_the_full_pass(name, kind, tensor, loop):
-    """With prompts of different lengths in one batch and rubbish beyond their ends."""
+def test_prefill_chunks_and_decode_equal_the_full_pass(name, kind, tensor, loop, tmp_path):
+    """With prompts of different lengths in one batch and rubbish beyond their ends; of a
+    checkpoint's weights, which are the same whether they are read layer by layer or whole.
+    """
     definition = experts.define(name, kind, tensor=tensor)
-    params = cases.placed(definition)
-    stored = weights.prepare(definition, params, loop=loop)
+    starts.save(tmp_path, definition)
+    saved = checkpoint.open_checkpoint(tmp_path)
+    stored = weights.prepare(definition, checkpoint.Pieces(saved, definition), loop=loop)
+    whole = weights.prepare(definition, saved.params(definition), loop=loop)
+    jax.tree.map(np.testing.assert_array_equal, stored, whole)
+    shapes = weights.abstract(definition, loop=loop)
+    assert all(jax.tree.leaves(jax.tree.map(lambda a, b: a.shape == b.shape, stored, shapes)))
     check(definition, stored, loop=loop, full=experts.dense_logits(name, kind))
 
 
-DENSE_FIRST = covering.marked(
-    covering.array(
-        ("standard", "ladder", "farskip", "hybrid-farskip"),
-        (1, 2),
-        (1, 4, 8),
-        Loop,
-        pairs=[(0, 1), (2, 3)],
-        even=[0, 1],
-    ),
-    chosen=[],
-)
-
-
-@pytest.mark.parametrize("name, dense, tensor, loop", DENSE_FIRST)
-def test_dense_layers_first_from_a_checkpoint(name, dense, tensor, loop, tmp_path):
-    """What is read from it layer by layer is what is made of all of it. Query and key norms run
-    over all heads, too.
-    """
-    definition = experts.define(name, tensor=tensor, dense_layers=dense, **experts.ALL_HEADS)
-    stored = of_a_checkpoint(tmp_path, definition, loop=loop)
-    of = experts.shape(name, definition.config)
-    full = reference.evaluate(reference.logits, cases.parameters(definition), experts.tokens(), of)
-    check(definition, stored, loop=loop, full=full)
-
-
-def test_a_checkpoint_has_two_stacks(tmp_path):
-    definition = experts.define("farskip", "dense", tensor=2)
-    layers = of_a_checkpoint(tmp_path, definition, loop=Loop.UNROLLED)
+def test_a_checkpoint_has_two_stacks():
+    layers = weights.abstract(experts.define("farskip", "dense", tensor=2), loop=Loop.UNROLLED)
     assert [len(layers["dense"]), len(layers["layers"])] == [1, 2]
     assert "gate" in layers["dense"][0]["mlp"] and "router" in layers["layers"][1]["mlp"]
-
-
-def of_a_checkpoint(folder, definition, *, loop):
-    starts.save(folder, definition)
-    saved = checkpoint.open_checkpoint(folder)
-    stored = weights.prepare(definition, checkpoint.Pieces(saved, definition), loop=loop)
-    same = weights.prepare(definition, saved.params(definition), loop=loop)
-    jax.tree.map(np.testing.assert_array_equal, stored, same)
-    shapes = weights.abstract(definition, loop=loop)
-    assert all(jax.tree.leaves(jax.tree.map(lambda a, b: a.shape == b.shape, stored, shapes)))
-    return stored
 
 
 def check(definition, stored, *, loop, full):
@@ -101,15 +71,11 @@ def check(definition, stored, *, loop, full):
 def test_a_long_prompt_in_chunks_of_tokens(monkeypatch):
     """Where a program's tokens are more than the sublayer computes at once."""
     monkeypatch.setattr(package, "CHUNK", 6)
-    definition = experts.define("farskip", tensor=4, rope_theta=10_001.0)  # a program of its own
-    params = cases.placed(definition)
-    stored, tokens = weights.prepare(definition, params, loop=Loop.SCAN), experts.tokens()[:, :16]
-    logits, _ = decode.prefill(definition, capacity=32, loop=Loop.SCAN)(
-        stored, tokens, np.full(4, 16, np.int32)
-    )
-    of = experts.shape("farskip", definition.config)
-    expected = reference.evaluate(reference.logits, cases.parameters(definition), tokens, of)[:, -1]
-    assert cases.error(np.asarray(logits)[:, :251], expected) < 2 * cases.bound(definition.config)
+    own = dict(rope_theta=10_001.0)  # a program of its own
+    definition = experts.define("farskip", tensor=4, **own)
+    expected = experts.dense_logits("farskip", "shared", **own)[:, 15]
+    found, *_ = cases.prefilled(definition, experts.tokens()[:, :16], [16] * 4)
+    assert cases.error(found, expected) < 2 * cases.bound(definition.config)
 
 
 @pytest.mark.parametrize("loop", Loop)
@@ -118,26 +84,16 @@ def test_eight_bits(loop):
     values.
     """
     definition = experts.define("farskip", tensor=4)
-    params = cases.parameters(definition)
-    stored = weights.prepare(
-        definition, cases.place(params, definition), loop=loop, quantize=Quantize.INT8
-    )
-    layer = stored["layers"] if loop is Loop.SCAN else stored["layers"][0]
-    kinds = jax.tree.map(
-        lambda a: type(a) is Int8, layer["mlp"], is_leaf=lambda a: isinstance(a, Int8)
-    )
-    assert kinds["experts"] == dict(gate=True, up=True, down=True) and not kinds["router"]
-    prefill = decode.prefill(definition, capacity=32, loop=loop, quantize=Quantize.INT8)
-    logits, _ = prefill(stored, experts.tokens()[:, :16], np.full(4, 16, np.int32))
-    expected = reference.evaluate(
-        reference.logits,
-        reference.in_eight_bits(params, definition.dims),
-        experts.tokens()[:, :16],
-        experts.shape("farskip", definition.config),
-    )
-    assert cases.error(np.asarray(logits)[:, :251], expected[:, -1]) < 2 * cases.bound(
-        definition.config
-    )
+    settings = dict(loop=loop, quantize=Quantize.INT8)
+    stored = weights.abstract(definition, **settings)["layers"]
+    mlp = (stored if loop is Loop.SCAN else stored[0])["mlp"]
+    assert all(isinstance(mlp["experts"][name], Int8) for name in ("gate", "up", "down"))
+    assert not isinstance(mlp["router"], Int8)
+    params = reference.in_eight_bits(cases.parameters(definition), definition.dims)
+    shape = experts.shape("farskip", definition.config)
+    expected = reference.evaluate(reference.logits, params, experts.tokens(), shape)[:, 15]
+    found, *_ = cases.prefilled(definition, experts.tokens()[:, :16], [16] * 4, **settings)
+    assert cases.error(found, expected) < 2 * cases.bound(definition.config)
 
 
 def test_the_engine_answers_each_request_as_if_it_were_alone():

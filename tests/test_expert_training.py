@@ -48,15 +48,6 @@ EVERYTHING = [
 NAMES = {"expert_load", "dead_experts", "load_balance", "router_z", "router_entropy"}
 
 
-@pytest.fixture(scope="module")
-def book(tmp_path_factory):
-    path = tmp_path_factory.mktemp("data") / "book.txt"
-    path.write_text(
-        "".join(f"line {i} of a little book about {i % 7} things\n" for i in range(2000))
-    )
-    return path
-
-
 def run(book, folder, *more):
     settings = config.load(
         "tiny-moe", overrides=[*TINY, f"data.path={book}", f"run.dir={folder}", *more]

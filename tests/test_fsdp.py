@@ -1,7 +1,7 @@
-"""Weights gathered for one layer at a time: what is kept for the backward pass, and runs of layers
-of several kinds.
+"""Weights gathered for one layer at a time: what is kept for the backward pass, and beside low-rank
+factors.
 
-Its numbers on every mesh are held to one device's in test_meshes.py, its schedules in
+Its numbers on every mesh are held to the reference's in test_meshes.py, its schedules in
 tests/audit/test_sharded.py.
 """
 
@@ -12,7 +12,7 @@ from ladder_jax import nn
 from ladder_jax.config import Execution, Loop, LoraConfig, Remat, TrainConfig
 from ladder_jax.parallel import all_reduce, collectives, on_mesh, pvary
 from ladder_jax.retrain import Retraining
-from ladder_jax.train.gradients import loss_and_gradients, task_gradients
+from ladder_jax.train.gradients import task_gradients
 from tests import cases, covering
 from tests.test_meshes import LENGTH, ROWS
 
@@ -70,18 +70,3 @@ def test_beside_low_rank_factors_no_matrix_has_a_gradient(loop):
     gradients = task_gradients(plan, config=TrainConfig(loop=loop))
     program = jax.jit(gradients).lower(plan.abstract, frozen, batch, {}).compile().as_text()
     assert program.count(" reduce-scatter(") == 7 * (2 if loop is Loop.UNROLLED else 1)
-
-
-def loss_and_gradients_of(*, mesh, loop):
-    """A hybrid: in a scan, a layer, a run of two, a layer."""
-    definition = cases.define("ladder", num_layers=4, ladder_layers="1,2", **mesh)
-    params = cases.placed(definition)
-    batch = jax.device_put(cases.tokens((ROWS, LENGTH + 1)), definition.layout.sharding("BT"))
-    return definition, jax.jit(loss_and_gradients(definition, loop=loop))(params, batch)
-
-
-@pytest.mark.parametrize("loop", LOOPS)
-def test_several_runs_of_layers(loop):
-    _, expected = loss_and_gradients_of(mesh={}, loop=Loop.SCAN)
-    definition, found = loss_and_gradients_of(mesh=dict(fsdp=4, tensor=2), loop=loop)
-    cases.assert_close(found, expected, definition=definition)

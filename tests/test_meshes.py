@@ -1,18 +1,14 @@
-"""Loss and gradients on every mesh, under every setting: those of one device, to float32 rounding.
-
-One device itself is held to an independent reference in test_numerics.py.
+"""Loss and gradients on every mesh, under every setting: those of the reference, to float32's
+rounding.
 """
 
-import functools
 import itertools
 
 import jax
-import numpy as np
 import pytest
 
 from ladder_jax.config import CollectiveMatmul, Loop, Remat
-from ladder_jax.train.gradients import loss_and_gradients
-from tests import cases, covering
+from tests import cases, covering, reference
 
 TOPOLOGIES = ("standard", "ladder", "ladder-fresh", "parallel-ladder")
 ROWS, LENGTH = 16, 8
@@ -40,41 +36,42 @@ CASES = covering.marked(
         ("ladder-fresh", "1x2x4", "sequence parallel"),
     ],
 )
-PAIRS = [
-    dict(sequence_parallel=True, loop=Loop.UNROLLED, remat=Remat.FULL),
-    dict(sequence_parallel=True, remat=Remat.SAVE_MATMULS, accumulate=2, loss_chunk=12),
-    dict(loop=Loop.UNROLLED, remat=Remat.FULL, accumulate=2),
-    dict(loop=Loop.UNROLLED, remat=Remat.SAVE_MATMULS, loss_chunk=12),
-    dict(remat=Remat.FULL, accumulate=2, loss_chunk=12),
-]
+RINGS = dict(sequence_parallel=True, collective_matmul=CollectiveMatmul.RING)
+TOGETHER = covering.marked(
+    [
+        ("standard", dict(**RINGS, loop=Loop.UNROLLED, remat=Remat.SAVE_MATMULS, accumulate=2)),
+        ("hybrid-last-2", dict(loop=Loop.UNROLLED)),
+    ],
+    chosen=[
+        ("ladder", dict(sequence_parallel=True, loop=Loop.UNROLLED, remat=Remat.FULL)),
+        (
+            "ladder",
+            dict(sequence_parallel=True, remat=Remat.SAVE_MATMULS, accumulate=2, loss_chunk=12),
+        ),
+        ("ladder", dict(loop=Loop.UNROLLED, remat=Remat.FULL, accumulate=2)),
+        ("ladder", dict(loop=Loop.UNROLLED, remat=Remat.SAVE_MATMULS, loss_chunk=12)),
+        ("ladder", dict(remat=Remat.FULL, accumulate=2, loss_chunk=12)),
+        # weights that are gathered a layer ahead, and a batch in parts
+        ("standard", dict(**RINGS, remat=Remat.SAVE_MATMULS, accumulate=2)),
+        # in a scan a layer, another, and a run of two
+        ("hybrid-last-2", dict()),
+    ],
+)
 
 
-def run(name, *, mesh, **settings):
-    ranks = {} if "tensor" in mesh and mesh["tensor"] > 1 else dict(ranks=mesh.pop("ranks", None))
-    definition = cases.define(name, num_layers=2, **mesh, **ranks)
-    params = cases.placed(definition)
-    batch = jax.device_put(cases.tokens((ROWS, LENGTH + 1)), definition.layout.sharding("BT"))
-    loss, gradients = jax.jit(loss_and_gradients(definition, **settings))(params, batch)
-    for array, shape in zip(
-        jax.tree.leaves(gradients), jax.tree.leaves(definition.abstract), strict=True
-    ):
-        assert array.dtype == np.float32 and array.sharding.is_equivalent_to(
-            shape.sharding, array.ndim
-        )
-    return definition, (float(loss), jax.tree.map(np.asarray, gradients))
-
-
-@functools.cache
-def one_device(name, *, ranks, z_loss):
-    """Plainly: a scan, nothing recomputed, all rows at once."""
-    return run(name, mesh=dict(ranks=ranks), z_loss=z_loss)[1]
+def with_z_loss(params, tokens, shape):
+    sums = jax.nn.logsumexp(reference.logits(params, tokens[:, :-1], shape), axis=-1)
+    return reference.loss(params, tokens, shape) + 1e-2 * (sums**2).mean()
 
 
 def check(name, *, mesh, **settings):
-    ranks = mesh["tensor"] if name in cases.DEPEND_ON_RANKS else None
-    expected = one_device(name, ranks=ranks, z_loss=settings.get("z_loss", 0.0))
-    definition, found = run(name, mesh=dict(mesh), **settings)
-    cases.assert_close(found, expected, definition=definition)
+    changes = dict(num_layers=4 if name.startswith("hybrid") else 2)
+    shape, function = (ROWS, LENGTH + 1), with_z_loss if "z_loss" in settings else reference.loss
+    expected = cases.dense_gradients(
+        name, mesh["tensor"], function=function, shape_BT=shape, **changes
+    )
+    definition = cases.define(name, **mesh, **changes)
+    cases.check_gradients(definition, expected, shape_BT=shape, **settings)
 
 
 @pytest.mark.parametrize("name, mesh, departure", CASES)
@@ -82,14 +79,6 @@ def test_every_mesh_and_departure(name, mesh, departure):
     check(name, mesh=MESHES[mesh], **DEPARTURES[departure])
 
 
-@pytest.mark.parametrize("settings", PAIRS, ids=str)
-def test_departures_together(settings):
-    check("ladder", mesh=dict(data=2, fsdp=2, tensor=2), **settings)
-
-
-@pytest.mark.parametrize("loop", [Loop.SCAN, pytest.param(Loop.UNROLLED, marks=pytest.mark.full)])
-def test_rings_beside_the_other_axes(loop):
-    """Weights that are gathered a layer ahead, and a batch in parts."""
-    rings = dict(sequence_parallel=True, collective_matmul=CollectiveMatmul.RING)
-    mesh = dict(data=2, fsdp=2, tensor=2)
-    check("standard", mesh=mesh, **rings, loop=loop, remat=Remat.SAVE_MATMULS, accumulate=2)
+@pytest.mark.parametrize("name, settings", TOGETHER)
+def test_departures_together(name, settings):
+    check(name, mesh=dict(data=2, fsdp=2, tensor=2), **settings)

@@ -209,7 +209,7 @@ def check_factors(plan, factors, grads, slopes) -> int:
         wanted = plan.lora.scale * np.einsum(
             f"{dims[path]},{of_name[other]}->{of_name[name]}", slope, beside
         )
-        assert experts.error_but_for_padding(grads[*path, name], wanted) < limit, (path, name)
+        assert cases.error_but_for_padding(grads[*path, name], wanted) < limit, (path, name)
     return len(factors) // 2
 
 

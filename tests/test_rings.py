@@ -9,14 +9,13 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from ladder_jax import decode, nn, train
+from ladder_jax import decode, nn
 from ladder_jax.config import Biases, CollectiveMatmul, Execution, Loop, Quantize, Remat
-from ladder_jax.decode import weights
 from ladder_jax.errors import UserError
 from ladder_jax.nn import quantized
 from ladder_jax.parallel import ring
 from ladder_jax.retrain.lora import LowRank
-from tests import cases, covering, reference
+from tests import cases, covering
 
 AXES = ("tensor",)
 ROWS, CHUNK, D, F = 2, 3, 8, 6
@@ -162,48 +161,28 @@ CHOSEN = [
 ]
 
 
-def define(name: str, *, tensor: int) -> nn.ModelDef:
-    layers = 4 if name.startswith("hybrid") else 2
-    return cases.define(name, tensor=tensor, num_layers=layers, biases=Biases.ALL)
-
-
-@functools.cache
-def dense(name: str, ranks: int):
-    definition = define(name, tensor=ranks)
-    shape = cases.shape(name, definition.config, ranks=ranks)
-    return reference.evaluate(
-        reference.loss, cases.parameters(definition), TOKENS, shape, gradient=True
-    )
-
-
 @pytest.mark.parametrize("name, tensor, loop, remat", covering.marked(SETTINGS, chosen=CHOSEN))
 def test_gradients_are_the_references(name, tensor, loop, remat):
-    definition = define(name, tensor=tensor)
+    changes = dict(num_layers=4 if name.startswith("hybrid") else 2, biases=Biases.ALL)
     settings = dict(sequence_parallel=True, collective_matmul=CollectiveMatmul.RING)
-    step = jax.jit(train.loss_and_gradients(definition, loop=loop, remat=remat, **settings))
-    expected = dense(name, tensor if name in cases.DEPEND_ON_RANKS else 1)
-    cases.assert_close(step(cases.placed(definition), TOKENS), expected, definition=definition)
+    expected = cases.dense_gradients(name, tensor, shape_BT=(4, 9), **changes)
+    definition = cases.define(name, tensor=tensor, **changes)
+    cases.check_gradients(definition, expected, shape_BT=(4, 9), loop=loop, remat=remat, **settings)
 
 
 @pytest.mark.parametrize(
     "quantize", [Quantize.INT8, pytest.param(Quantize.NONE, marks=pytest.mark.full)]
 )
 def test_a_prefill_in_rings_is_the_plain_one(quantize):
-    """Of int8 with the scales, too."""
+    """Of int8 with the scales, too; and so is one whose stream is split without them."""
     definition = cases.define("standard", tensor=4, num_layers=2)
-    params = weights.prepare(
-        definition, cases.placed(definition), loop=Loop.UNROLLED, quantize=quantize
+    settings, split = dict(loop=Loop.UNROLLED, quantize=quantize), dict(sequence_parallel=True)
+    plain, *others = (
+        cases.prefilled(definition, TOKENS[:, :8], [8] * 4, **form, **settings)
+        for form in ({}, split, dict(collective_matmul=CollectiveMatmul.RING, **split))
     )
-    found = []
-    for form in (CollectiveMatmul.NONE, CollectiveMatmul.RING):
-        split = dict(sequence_parallel=True, collective_matmul=form)
-        program = decode.prefill(definition, capacity=8, quantize=quantize, **split)
-        found.append(program(params, TOKENS[:, :8], np.full(4, 8, np.int32)))
-    for a, b in zip(*map(jax.tree.leaves, found), strict=True):
-        # but for the vocabulary's padding
-        finite = lambda array: np.where(np.isneginf(array), 0, array)
-        assert np.array_equal(np.isneginf(a), np.isneginf(b))
-        assert cases.error(finite(b), finite(a)) < cases.bound(definition.config)
+    for found in others:
+        assert max(map(cases.error, found, plain)) < cases.bound(definition.config)
 
 
 def test_forms_that_cannot_be():
