@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from ladder_jax import decode, nn
+from ladder_jax import nn
 from ladder_jax.config import Biases, CollectiveMatmul, Execution, Loop, Quantize, Remat
 from ladder_jax.errors import UserError
 from ladder_jax.nn import quantized
