@@ -152,6 +152,10 @@ class Source:
         return TrainConfig() if self.context is None else TrainConfig(sequence=self.context)
 
     @property
+    def parameters(self) -> int:
+        return sum(math.prod(array.shape) for array in self.arrays.values())
+
+    @property
     def nbytes(self) -> int:
         """Of all arrays, as stored."""
         return sum(array.nbytes for array in self.arrays.values())

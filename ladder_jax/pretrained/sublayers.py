@@ -19,13 +19,13 @@ from jax import lax
 from ladder_jax import nn, residual
 from ladder_jax.config import ModelConfig
 from ladder_jax.nn.modules import LayerContext, normalise
-from ladder_jax.nn.parameter import LAYERS, stacks
+from ladder_jax.nn.parameter import LAYERS, pad_end, stacks
 from ladder_jax.parallel import all_gather, all_reduce, on_mesh, over_ranks, pvary, rank
 from ladder_jax.parallel.collectives import ranks
 from ladder_jax.residual.recurrence import Projections, project
 from ladder_jax.residual.topologies import ROUTED, SHARED
 
-ROWS = 4  # of a batch, at most
+ROWS = 4  # of a batch
 
 
 @jax.tree_util.register_dataclass
@@ -116,20 +116,20 @@ class Programs:
 
     begin(embedding's params, tokens [B, T]) -> Streams before the first sublayer
     advance[stack]: (params of a layer of the stack, streams, delay) -> Streams after its attention,
-    its MLP loss(params outside the layers, streams, targets [B, T]) -> the summed loss in nats,
-    after the last layer statistics(streams, rows [B], delay) -> float32 (products, energy, missing)
-    output_statistics[stack]: (layer's params, its original ones, streams, rows [B], delay) -> as
-        `statistics`
+        its MLP
+    loss(params outside the layers, streams, targets [B, T]) -> the summed loss in nats, after the
+        last layer
+    statistics(streams, delay) -> float32 (products, energy, missing), sums over tokens
+    output_statistics[stack]: (layer's params, its original ones, streams, delay) -> likewise
 
-    `products` [R, D, 2D] are n(z)^T [n(z), n(x)], with z the late input and x the whole one, summed
-    over tokens, each row of the batch times its entry of `rows`; their last dimension is padded to
-    a multiple of the ranks. R is 1, or, where each rank has its own input (ladder-fresh), the
-    number of ranks. `energy` is the sum of |n(x)|^2, and `missing` [ranks] that of |n(z) - n(x)|^2.
+    Of inputs, with z the late input, x the whole one and n the norm without its gain, `products`
+    [R, D, 2D] are n(z)^T [n(z), n(x) - n(z)], `energy` is the sum of |n(x)|^2, and `missing`
+    [ranks] that of |n(x) - n(z)|^2. R is 1, and D is padded to a multiple of the ranks; or, where
+    each rank has its own input (ladder-fresh), R is the number of ranks.
 
     Of outputs, `products` [1, M, M + D] are h^T [h, goal - output], where h is the input of the
-    output projection, and the goal what the original layer's is of x; `energy` is the sum of
-    |goal|^2, and `missing` [1] that of
-    |goal - output|^2.
+    output projection, and the goal what the original layer's output is of x; `energy` is the sum
+    of |goal|^2, and `missing` [ranks] that of |goal - output|^2.
     """
 
     begin: Callable
@@ -138,6 +138,12 @@ class Programs:
     statistics: Callable
     output_statistics: Mapping[str, Two]
     dims: Any  # of Streams
+
+
+def batches(rows: np.ndarray, *, multiple: int = 1) -> list[np.ndarray]:
+    """The rows in batches of ROWS, rounded up to a multiple, and one of the rest."""
+    size = -(-ROWS // multiple) * multiple
+    return [rows[start : start + size] for start in range(0, len(rows), size)]
 
 
 def delays(config: ModelConfig) -> np.ndarray:
@@ -178,42 +184,37 @@ def programs(definition: nn.ModelDef) -> Programs:
         x = definition.bind("final_norm", params["final_norm"])(x, dtype=dtype)
         return all_reduce(nn.loss_sum(definition, params, x, targets), layout.batch)
 
-    def statistics(streams, rows, delay):
-        target = streams.newest_first[0]
+    def statistics(streams, delay):
         late = DelayedStep((), delay, fresh).input(streams, axes=axes)
         flat = lambda x: normalise(x, eps=config.norm_eps).reshape(-1, config.d_model)
-        late, whole = flat(late), pvary(flat(target), axes)
-        both = jnp.concatenate([late, whole], axis=1)
-        if not fresh:  # each rank computes a share of the columns
-            share = -(-both.shape[1] // ranks(axes))
-            both = jnp.pad(both, ((0, 0), (0, share * ranks(axes) - both.shape[1])))
-            both = lax.dynamic_slice_in_dim(both, rank(axes) * share, share, axis=1)
-        return sums(rows, late, both, whole=flat(target), lacking=late - whole)
+        late, whole = flat(late), flat(streams.newest_first[0])
+        read = late
+        if not fresh:  # each rank computes a share of the products
+            share = -(-config.d_model // ranks(axes))
+            read = pad_end(late, axis=1, by=share * ranks(axes) - config.d_model)
+            read = lax.dynamic_slice_in_dim(read, rank(axes) * share, share, axis=1)
+        return sums(read, late, whole, lacking=pvary(whole, axes) - late)
 
-    def sums(rows, read, both, *, whole, lacking):
-        weights = jnp.repeat(rows, len(read) // len(rows))[:, None]
-        products = jnp.einsum("tm,te->me", weights * read, both, precision=lax.Precision.HIGHEST)[
-            None
-        ]
-        energy = jnp.sum(weights * jnp.square(whole))
-        missing = jnp.sum(weights * jnp.square(lacking))[None]
+    def sums(read, features, whole, *, lacking):
+        """read: this rank's `features`."""
+        beside = jnp.concatenate([features, lacking], axis=1)
+        products = jnp.einsum("tm,te->me", read, beside, precision=lax.Precision.HIGHEST)[None]
+        energy = jnp.sum(jnp.square(whole))
+        missing = jnp.sum(jnp.square(lacking))[None]
         return tuple(all_reduce(x, layout.batch) for x in (products, energy, missing))
 
     def read(stack, sublayer, params, streams, delay):
         hidden, partial = through(stack, sublayer, OutputRead(axes), params, streams, delay)
         return hidden, all_reduce(partial.astype(jnp.float32), axes)
 
-    def output_statistics(stack, sublayer, params, original, streams, rows, delay):
+    def output_statistics(stack, sublayer, params, original, streams, delay):
         _, goal = read(stack, sublayer, original, streams, jnp.int32(0))
         hidden, reached = read(stack, sublayer, params, streams, delay)
         goal, hidden, reached = (
             x.astype(jnp.float32).reshape(-1, x.shape[-1]) for x in (goal, hidden, reached)
         )
-        lacking = goal - reached
-        both = jnp.concatenate(
-            [all_gather(hidden, axes, dimension=1), pvary(lacking, axes)], axis=1
-        )
-        return sums(rows, hidden, both, whole=goal, lacking=lacking)
+        features = all_gather(hidden, axes, dimension=1)
+        return sums(hidden, features, goal, lacking=pvary(goal - reached, axes))
 
     def compiled(local, in_dims, out_dims):
         dims = dict(in_dims=in_dims, out_dims=out_dims)
@@ -241,9 +242,7 @@ def programs(definition: nn.ModelDef) -> Programs:
         begin=compiled(begin, (definition.dims["embedding"], "BT"), streams),
         advance=by_stack(advance, (streams, ""), streams),
         loss=compiled(loss, (outside, streams, "BT"), ""),
-        statistics=compiled(statistics, (streams, "B", ""), ("Fmm" if fresh else "1mF", "", "F")),
-        output_statistics=by_stack(
-            output_statistics, (streams, "B", ""), ("1Fm", "", "1"), layers=2
-        ),
+        statistics=compiled(statistics, (streams, ""), ("Fmm" if fresh else "1Fm", "", "F")),
+        output_statistics=by_stack(output_statistics, (streams, ""), ("1Fm", "", "F"), layers=2),
         dims=streams,
     )
