@@ -45,13 +45,8 @@ def name_of(theirs: str) -> str:
 
 def interleaved(rows: np.ndarray, *, heads: int) -> np.ndarray:
     """Row i of the first half of a head to 2i, of the second half to 2i + 1."""
-    out = np.empty_like(rows)
-    size = rows.shape[0] // heads
-    for head in range(heads):
-        for i in range(size // 2):
-            out[head * size + 2 * i] = rows[head * size + i]
-            out[head * size + 2 * i + 1] = rows[head * size + i + size // 2]
-    return out
+    halves = rows.reshape(heads, 2, -1, *rows.shape[1:])
+    return np.stack([halves[:, 0], halves[:, 1]], axis=2).reshape(rows.shape)
 
 
 def write(
