@@ -97,7 +97,7 @@ def write(
         ] = value
     for setting, value in full.items():
         if value is not None:
-            _set(writer, setting, value)
+            writer.add_key_value(setting, value, gguf.GGUFValueType.get_type(value))
     arrays = {}
     for theirs, values in models.weights(told, seed=seed).items():
         if family == "llama" and ".q_proj." in theirs:
@@ -157,13 +157,3 @@ def small() -> tokenizers.Tokenizer:
     made.decoder = tokenizers.decoders.ByteLevel()
     made.add_special_tokens([tiny.BEGIN, tiny.END])
     return made
-
-
-def _set(writer: gguf.GGUFWriter, name: str, value: object) -> None:
-    of = {
-        bool: writer.add_bool,
-        int: writer.add_uint32,
-        float: writer.add_float32,
-        str: writer.add_string,
-    }
-    of.get(type(value), writer.add_array)(name, value)

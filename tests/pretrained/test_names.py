@@ -6,7 +6,10 @@ import contextlib
 import json
 import shutil
 import sys
+import types
+from unittest import mock
 
+import huggingface_hub
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -342,12 +345,19 @@ def test_pickles_are_no_weights(served, tmp_path):
         assert "only weights as pickles" in refused("someone/small")
 
 
-def test_push_to_the_hub(files, served, tmp_path, monkeypatch):
-    (tmp_path / "copy").mkdir()
-    monkeypatch.setenv("HF_TOKEN", "hf_of_a_test")
+def test_push_to_the_hub(files, tmp_path, monkeypatch):
+    def uploaded(*, repo_id, folder_path, commit_message):
+        shutil.copytree(folder_path, tmp_path / "copy")
+        return types.SimpleNamespace(commit_url=f"https://hub/{repo_id}/commit/1")
+
+    api = mock.create_autospec(huggingface_hub.HfApi)
+    api.return_value.upload_folder.side_effect = uploaded
+    monkeypatch.setattr(huggingface_hub, "HfApi", api)
     model = lj.from_pretrained(files / "qwen3")
-    with served(tmp_path / "copy") as (url, _):
-        assert model.push_to_hub("someone/small") == f"{url}/someone/small"
+    assert model.push_to_hub("someone/small", private=True) == "https://hub/someone/small"
+    api.return_value.create_repo.assert_called_once_with(
+        "someone/small", private=True, exist_ok=True
+    )
     ours = lj.from_pretrained(tmp_path / "copy")
     assert ours.config == model.config
     assert ours.tokenizer.name == model.tokenizer.name
