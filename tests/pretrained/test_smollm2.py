@@ -69,7 +69,7 @@ def test_logits_and_greedy_text_are_those_of_transformers():
     texts = [
         np.concatenate([prompt, recorded()[f"greedy_{n}"]]) for n, prompt in enumerate(prompts)
     ]
-    known = record.rows(tokenizer(), count=1, length=32)[0, :-1]
+    (known,) = record.known(tokenizer())
     length = max(map(len, texts))
     batch = np.stack([np.pad(text, (0, length - len(text))) for text in (*texts, known)])
     definition = nn.define(source().model, mesh=parallel.make_mesh())
@@ -84,8 +84,7 @@ def test_logits_and_greedy_text_are_those_of_transformers():
 @pytest.mark.filterwarnings("ignore")
 def test_the_record_is_what_transformers_computes():
     """As it is installed, with PyTorch."""
-    known = record.rows(tokenizer(), count=1, length=32)[:, :-1]
-    live = record.logits(known)[0, 3::4, record.COLUMNS]
+    live = record.logits(record.known(tokenizer()))[0, 3::4, record.COLUMNS]
     assert models.error(live, recorded()["logits"]) <= 1e-4
     for n in range(len(record.PROMPTS)):
         greedy = record.greedy(recorded()[f"prompt_{n}"].tolist())

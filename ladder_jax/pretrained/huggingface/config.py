@@ -175,13 +175,6 @@ def read(config: Mapping[str, Any], *, where: str) -> ModelConfig:
     )
 
 
-def context(config: Mapping[str, Any], *, where: str) -> int | None:
-    """The longest sequence that the model was trained for, in tokens; None if the file has no such
-    field.
-    """
-    return Fields(config, where)("max_position_embeddings", int, None)
-
-
 def _check_expressible(get: Fields, family: Family) -> None:
     """Raises UserError for the first field that changes the model's function in a way that we
     cannot represent.

@@ -15,6 +15,7 @@ from ladder_jax.config import ModelConfig
 from ladder_jax.data.tokenizer import MAIN, json_object
 from ladder_jax.errors import RunFailed, UserError, needed
 from ladder_jax.pretrained import source, tensors
+from ladder_jax.pretrained.fields import Fields
 from ladder_jax.pretrained.huggingface import config, weights
 from ladder_jax.pretrained.source import Key, Source, Stored
 from ladder_jax.terminal import progress
@@ -53,14 +54,14 @@ def read(folder: pathlib.Path) -> Source:
     Raises UserError for a model that we cannot represent, and for files that are missing, damaged,
     or of another model.
     """
-    told = read_object(folder / CONFIG)
-    model = config.read(told, where=str(folder / CONFIG))
+    told, where = read_object(folder / CONFIG), str(folder / CONFIG)
+    model = config.read(told, where=where)
     tokens = {name: told[name] for name in config.TOKENS if told.get(name) is not None}
     return Source(
         path=str(folder),
         model=model,
         arrays=_arrays(folder, model),
-        context=config.context(told, where=str(folder / CONFIG)),
+        context=Fields(told, where)("max_position_embeddings", int, None),
         files=tokenizer_files(folder),
         generation={**tokens, **generation_in(folder)},
         refit=source.refit_in(folder),
