@@ -41,37 +41,29 @@ class Streams:
     newest_first: tuple[jax.Array, ...]
     partial: jax.Array
 
-
-@dataclasses.dataclass(frozen=True)
-class DelayedStep:
-    """A step that reads the stream of `delay` sublayers ago. delay: a traced int32 scalar, so what
-    is read, added and left pending cannot be planned, as residual/recurrence.py does it.
-
-    early: sublayers of the same input whose output a later step does not leave out, if this step's
-        input is late: a farskip's shared expert (residual/topologies.py).
-    """
-
-    sublayers: tuple[int, ...]
-    delay: jax.Array
-    fresh: bool
-    early: tuple[int, ...] = ()
-
-    def input(self, state: Streams, *, axes: tuple[str, ...]) -> jax.Array:
-        x = pvary(lax.select_n(self.delay, *state.newest_first), axes)
-        if not self.fresh:
+    def input(self, step: residual.Step, *, axes: tuple[str, ...]) -> jax.Array:
+        """The stream of `step.delay` sublayers ago. That is a traced int32 scalar, so what is read,
+        added and left pending cannot be planned, as residual/recurrence.py does it.
+        """
+        x = pvary(lax.select_n(step.delay, *self.newest_first), axes)
+        if not step.fresh:
             return x
-        own = jnp.where(self.delay > 0, state.partial, 0)
+        own = jnp.where(step.delay > 0, self.partial, 0)
         return residual.add(x, (own,))
 
 
 @dataclasses.dataclass(frozen=True)
 class Chosen(residual.AllReduce):
-    """The wire of such steps: every sum is reduced at once."""
+    """The wire of steps with such delays: every sum is reduced at once.
+
+    A step's early sublayers are those of the same input whose output a later step does not leave
+    out, if its own input is late: a farskip's shared expert (residual/topologies.py).
+    """
 
     def advance(
-        self, state: Streams, step: DelayedStep, sublayers: Sequence[residual.Sublayer]
+        self, state: Streams, step: residual.Step, sublayers: Sequence[residual.Sublayer]
     ) -> Streams:
-        x, late = step.input(state, axes=self.axes), step.delay > 0
+        x, late = state.input(step, axes=self.axes), step.delay > 0
         partial = self.partial(step.sublayers, x, sublayers)
         summed = all_reduce(partial, self.axes)
         before = state.newest_first[0]
@@ -93,7 +85,7 @@ class OutputRead:
     axes: tuple[str, ...]
 
     def advance(
-        self, state: Streams, step: DelayedStep, sublayers: Sequence[residual.Normed]
+        self, state: Streams, step: residual.Step, sublayers: Sequence[residual.Normed]
     ) -> tuple[jax.Array, jax.Array]:
         read, (which,) = [], step.sublayers
 
@@ -102,7 +94,7 @@ class OutputRead:
             return product(hidden, weights)
 
         one = sublayers[which]
-        x = one.normed(step.input(state, axes=self.axes))
+        x = one.normed(state.input(step, axes=self.axes))
         output = one.function(x, projections=Projections(out=project(out)))
         return read[0].reshape(*x.shape[:2], -1), output
 
@@ -171,7 +163,7 @@ def programs(definition: nn.ModelDef) -> Programs:
             config, streams.partial.shape[1], axes=axes, kernel=definition.kernel
         )
         early = (SHARED,) if topology.farskip and sublayer == ROUTED and stack == LAYERS else ()
-        step = DelayedStep((sublayer,), delay, fresh, early)
+        step = residual.Step((sublayer,), delay=delay, fresh=fresh, early=early)
         layer = definition.bind(stack, params)
         streams, *_ = layer(streams, steps=(step,), wire=wire, contexts=[context])
         return streams
@@ -185,7 +177,7 @@ def programs(definition: nn.ModelDef) -> Programs:
         return all_reduce(nn.loss_sum(definition, params, x, targets), layout.batch)
 
     def statistics(streams, delay):
-        late = DelayedStep((), delay, fresh).input(streams, axes=axes)
+        late = streams.input(residual.Step((), delay=delay, fresh=fresh), axes=axes)
         flat = lambda x: normalise(x, eps=config.norm_eps).reshape(-1, config.d_model)
         late, whole = flat(late), flat(streams.newest_first[0])
         read = late
