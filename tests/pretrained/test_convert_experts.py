@@ -2,14 +2,12 @@
 in float64.
 """
 
-import dataclasses
-
 import pytest
 
-from ladder_jax.pretrained.sensitivity import Probe
-from tests import cases, experts, reference
-from tests.pretrained.least_squares import as_source, check
+from tests import cases, experts
+from tests.pretrained.least_squares import check
 from tests.pretrained.test_refit import BOTH, INPUTS
+from tests.pretrained.test_sensitivity import check_losses
 
 
 def parameters(kind, dense=0):
@@ -54,12 +52,5 @@ SUBSETS = [
 @pytest.mark.parametrize("name, kind, dense, tensor", SUBSETS)
 def test_losses_of_any_subset_are_the_references(name, kind, dense, tensor):
     definition = experts.define(name, kind, tensor=tensor, dense_layers=dense)
-    rows = cases.tokens((2, 17), seed=3)
-    plain = parameters(kind, dense)
-    probe = Probe(definition, as_source(plain, definition.config), rows)
     shape = experts.shape(name, definition.config)
-    for chosen in ((), (0, 1), (2,), (0, 2)):
-        told = dataclasses.replace(shape, ladder=chosen)
-        assert probe.loss(chosen) == pytest.approx(
-            reference.loss_eagerly(plain, rows, told), rel=2e-5
-        ), chosen
+    check_losses(definition, parameters(kind, dense), shape, (), (0, 1), (2,), (0, 2))

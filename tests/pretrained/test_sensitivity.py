@@ -19,11 +19,12 @@ ROWS = cases.tokens((3, 25), seed=3)
 TEXT = "the thin cat sat there then, with that other thing; " * 12
 
 
-def of_cases(name, **changes):
-    """(definition, its parameters, a Source of them)"""
-    definition = cases.define(name, **changes)
-    params = cases.parameters(definition)
-    return definition, params, as_source(params, definition.config)
+def check_losses(definition, params, shape, *subsets):
+    """A probe's, with any subset of layers converted, are the reference's."""
+    probe = Probe(definition, as_source(params, definition.config), ROWS)
+    for chosen in subsets:
+        expected = reference.loss_eagerly(params, ROWS, dataclasses.replace(shape, ladder=chosen))
+        assert probe.loss(chosen) == pytest.approx(expected, rel=2e-5), chosen
 
 
 @pytest.mark.parametrize(
@@ -38,13 +39,10 @@ def of_cases(name, **changes):
 )
 def test_losses_of_any_subset_are_the_references(name, ranks, tensor):
     """One compilation for all: the layers are values at run time. The last case has real ranks."""
-    definition, params, source = of_cases(name, ranks=ranks, tensor=tensor)
-    probe = Probe(definition, source, ROWS)
+    definition = cases.define(name, ranks=ranks, tensor=tensor)
     shape = cases.shape(name, definition.config, ranks=ranks)
-    for chosen in ((), (0, 2), (1, 2, 3), (0, 1, 2, 3)):
-        told = dataclasses.replace(shape, ladder=chosen)
-        expected = reference.loss_eagerly(params, ROWS, told)
-        assert probe.loss(chosen) == pytest.approx(expected, rel=2e-5)
+    subsets = (), (0, 2), (1, 2, 3), (0, 1, 2, 3)
+    check_losses(definition, cases.parameters(definition), shape, *subsets)
     assert [program._cache_size() for program in programs(definition).advance["layers"]] == [1, 1]
 
 
@@ -52,7 +50,8 @@ def test_prefixes_are_shared_and_the_choices_are_the_best():
     """Every loss equals the one of its subset from the beginning; ranked and greedy are what these
     losses say.
     """
-    definition, _, source = of_cases("ladder")
+    definition = cases.define("ladder")
+    source = as_source(cases.parameters(definition), definition.config)
     probe = Probe(definition, source, ROWS)
     subsets = itertools.chain.from_iterable(
         itertools.combinations(range(4), size) for size in (0, 1, 2)
