@@ -13,6 +13,7 @@ import statistics
 from collections.abc import Sequence
 
 import numpy as np
+from numpy.lib.stride_tricks import sliding_window_view
 
 from ladder_jax import nn, parallel
 from ladder_jax.config import ModelConfig
@@ -96,9 +97,8 @@ def rows_of(
             raise UserError(
                 f"--calibration {text.path!r} gives the token {found.max()}; the model knows {vocab_size}"
             )
-        found = found[first:]
-        starts = length * np.arange(min(wanted, len(found) - 1) // length)
-        rows.append(found[starts[:, None] + np.arange(length + 1)])
+        windows = sliding_window_view(found[first : first + wanted + 1], length + 1)
+        rows.append(windows[::length])
     return np.concatenate(rows)
 
 

@@ -131,14 +131,12 @@ def test_round_trip(name, tmp_path):
     assert pretrained.open(tmp_path / "out").model == source.model
 
 
-def test_conversion_and_back_onto_ranks_that_do_not_divide(tmp_path):
-    """Into a checkpoint, its last layer farskip; six experts on four ranks, padded, and on one."""
-    tensors = {
-        name: values.astype(ml_dtypes.bfloat16)
-        for name, values in weights(config("qwen2_moe")).items()
-    }
-    folder = write(tmp_path / "model", "qwen2_moe", tensors=tensors)
+def test_a_checkpoint_onto_ranks_that_do_not_divide(tmp_path):
+    """Its last layer farskip; six experts on four ranks, padded, and on one."""
+    folder = write(tmp_path / "model", "qwen2_moe", values=ml_dtypes.bfloat16)
+    source = pretrained.open(folder)
     saved = convert(folder, tmp_path / "out", ladder_layers="1", residual="farskip")
+    models.same_arrays(pretrained.open(tmp_path / "out"), source)
     one, four = (
         np.asarray(restored(saved, tensor=ranks)["layers"]["mlp"]["experts"]["down"])
         for ranks in (1, 4)
@@ -146,9 +144,5 @@ def test_conversion_and_back_onto_ranks_that_do_not_divide(tmp_path):
     assert four.shape == (2, 8, 16, 32)
     assert np.array_equal(four[:, :6], one)
     assert not four[:, 6:].any()
-    assert np.array_equal(one[1, 5], tensors["model.layers.1.mlp.experts.5.down_proj.weight"].T)
-    pretrained.write_huggingface(pretrained.open(tmp_path / "out"), tmp_path / "exported")
-    assert pretrained.open(tmp_path / "exported").model.residual == "farskip"
-    written = safetensors.numpy.load_file(tmp_path / "exported" / "model.safetensors")
-    assert written.keys() == tensors.keys()
-    assert all(np.array_equal(written[key], tensors[key]) for key in tensors)
+    down = source.arrays["layers/mlp/experts/down", 1].read()
+    assert np.array_equal(one[1], down.astype(np.float32))
