@@ -277,10 +277,10 @@ class Pass:
         self.definition, self.original = definition, source
         self.source = dataclasses.replace(source, model=definition.config)
         self._programs, self._delays = programs(definition), delays(definition.config)
-        self._params = {
-            of_original: functools.lru_cache(maxsize=1)(self._layer)
-            for of_original in (False, True)
-        }
+        # a layer's arrays on the devices, fitted and as they were
+        newest = functools.lru_cache(maxsize=1)
+        self._fitted = newest(lambda layer: load_layer(self.source, definition, layer))
+        self._unfitted = newest(lambda layer: load_layer(source, definition, layer))
         embedding = load_layer(source, definition, None)["embedding"]
         self.streams = [
             jax.device_get(self._programs.begin(embedding, self._place(tokens, "BT")))
@@ -304,7 +304,7 @@ class Pass:
 
     def replace(self, arrays: Mapping[Key, Stored]) -> None:
         self.source = dataclasses.replace(self.source, arrays={**self.source.arrays, **arrays})
-        self._params[False].cache_clear()
+        self._fitted.cache_clear()
 
     def advance(self, layer: int, index: int, *, original: bool = False) -> None:
         """All batches through one sublayer. original: as the standard model computes it, from
@@ -312,7 +312,7 @@ class Pass:
         """
         delay = np.int32(0) if original else self._delays[layer, index]
         run = self._programs.advance[self._stack(layer)][index]
-        params = self._params[original](layer, original)
+        params = self._unfitted(layer) if original else self._fitted(layer)
         self.streams = [jax.device_get(run(params, one, delay)) for one in self._placed()]
 
     def statistics(self, layer: int, index: int) -> Statistics:
@@ -324,7 +324,7 @@ class Pass:
         input.
         """
         run = self._programs.output_statistics[self._stack(layer)][index]
-        both = (self._params[original](layer, original) for original in (False, True))
+        both = self._fitted(layer), self._unfitted(layer)
         return self._summed(functools.partial(run, *both), layer, index)
 
     def _summed(self, run: Callable, layer: int, index: int) -> Statistics:
@@ -342,10 +342,6 @@ class Pass:
         return jax.tree.map(
             lambda a, d: jax.device_put(a, self.definition.layout.sharding(d)), tree, dims
         )
-
-    def _layer(self, layer: int, original: bool) -> nn.Params:
-        """A layer's arrays on the devices. original: as they were before `replace`."""
-        return load_layer(self.original if original else self.source, self.definition, layer)
 
 
 def fitted_inputs(passes: Pass, layer: int, index: int, *, ridge: float) -> Computed:
