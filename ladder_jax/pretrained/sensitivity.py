@@ -141,10 +141,10 @@ class Probe:
             self._programs.begin(self._outside["embedding"], tokens) for tokens, _ in self._batches
         ]
 
-    def _loss(self, batches: list[Streams], chosen: Iterable[int], start: int) -> float:
+    def _loss(self, before: list[Streams], chosen: Iterable[int], start: int) -> float:
         """From the streams of each batch before layer `start`."""
         total = 0.0
-        for streams, (_, targets) in zip(batches, self._batches, strict=True):
+        for streams, (_, targets) in zip(before, self._batches, strict=True):
             streams = self._advance(streams, chosen, start, self._config.num_layers)
             total += float(self._programs.loss(self._outside, streams, targets))
         return total / self._predicted
