@@ -347,6 +347,8 @@ def test_models_that_cannot_be_refitted():
             rows=TOKENS,
             model=small_model("desync-2", ranks=2),
         )
+    with pytest.raises(UserError, match="6 rows of calibration text cannot be split over 4 data"):
+        refit(standard(), mesh=parallel.make_mesh(data=4), **settings)
     with pytest.raises(UserError, match="splits parameters over fsdp"):
         refit(standard(), mesh=parallel.make_mesh(fsdp=2), **settings)
     infinite = np.full((8, 4, 32), np.inf, np.float32)
