@@ -233,6 +233,7 @@ def run(args: dict) -> None:
     request = parse(args, source.model)
     # raises UserError if it cannot be split over its ranks
     nn.define(request.model, mesh=parallel.make_mesh())
+    staging.check_free(request.destination)
     copies = 1 if request.refit is None else 2  # the fitted arrays are kept until all is written
     staging.check_room(request.destination, size=copies * source.nbytes)
     measured, fitted = read_texts(source, request)
