@@ -2,7 +2,6 @@
 huggingface_hub ask.
 """
 
-import base64
 import contextlib
 import hashlib
 import json
@@ -17,9 +16,8 @@ COMMIT = "c0ffee" + "0" * 34
 
 @contextlib.contextmanager
 def served(folder: pathlib.Path, *, name: str = "someone/pages", kind: str = "datasets"):
-    """Gives the address and the list of what was asked. `main` is COMMIT. kind: datasets or models.
-
-    What is uploaded arrives in `folder`.
+    """Gives the address and the list of what was asked. `main` is COMMIT. kind: datasets or
+    models.
     """
     asked = []
     files = f"/datasets/{name}" if kind == "datasets" else f"/{name}"
@@ -27,7 +25,7 @@ def served(folder: pathlib.Path, *, name: str = "someone/pages", kind: str = "da
     def answer(method, path, query, headers, body):
         path = urllib.parse.unquote(path)
         asked.append(f"{method} {path}")
-        found = posted(path, headers, body) if method == "POST" else got(path, query, headers)
+        found = posted(headers, body) if method == "POST" else got(path, query, headers)
         status, content, about = (
             found if isinstance(found, tuple) else (200, json.dumps(found).encode(), {})
         )
@@ -57,24 +55,7 @@ def served(folder: pathlib.Path, *, name: str = "someone/pages", kind: str = "da
             return ranged(content, headers.get("Range"), about, beyond=(416, b"", {}))
         return missing("EntryNotFound" if name in path else "RepoNotFound")
 
-    def posted(path, headers, body):
-        if path == "/api/repos/create":
-            return {"url": f"{address}/{name}"}
-        if path.endswith("/preupload/main"):
-            given = json.loads(body)["files"]
-            return {
-                "files": [
-                    {"path": one["path"], "uploadMode": "regular", "shouldIgnore": False}
-                    for one in given
-                ]
-            }
-        if path.endswith("/commit/main"):
-            for line in map(json.loads, body.splitlines()):
-                if line["key"] == "file":
-                    (folder / line["value"]["path"]).write_bytes(
-                        base64.b64decode(line["value"]["content"])
-                    )
-            return {"commitUrl": f"{address}/{name}/commit/{COMMIT}", "commitOid": COMMIT}
+    def posted(headers, body):
         is_json = headers.get("Content-Type", "").startswith("application/json")
         named = (
             json.loads(body)["paths"]

@@ -11,11 +11,12 @@ import pytest
 from experiments import study
 from experiments.refit import __main__ as command
 from experiments.refit.__main__ import DOMAINS, HERE, MIXTURE, USUAL, Measurement
-from ladder_jax import nn, parallel, pretrained
+from ladder_jax import parallel, pretrained
 from ladder_jax.errors import UserError
 from ladder_jax.pretrained.refit import FittedProjections, Refit, refit
 from tests import covering
 from tests.pretrained import gguf_files
+from tests.pretrained.test_refit import loss
 
 SEQUENCE = 32
 
@@ -73,26 +74,12 @@ def test_rows_are_the_librarys_refit(measurement, way, projections):
     result = measurement.of(asked)
     assert result["fits"] == [dataclasses.asdict(fit) for fit in expected.fits]
     original = measurement.of(row("0", scored=DOMAINS))["losses"]
-    for domain, loss in result["losses"].items():
+    converted = dataclasses.replace(expected.source, model=model)
+    for domain, found in result["losses"].items():
         tokens = measurement.held_out[domain][None]
-        assert loss == pytest.approx(loss_of(expected.source, model, tokens), rel=1e-5)
-        assert (
-            loss
-            != original[domain]
-            == pytest.approx(
-                loss_of(measurement.source, measurement.source.model, tokens), rel=1e-5
-            )
-        )
-
-
-def loss_of(source, model, tokens) -> float:
-    definition = nn.define(model, mesh=parallel.make_mesh())
-    params = pretrained.load(dataclasses.replace(source, model=model), mesh=definition.layout.mesh)
-    scores = np.asarray(nn.compiled_logits(definition)(params, tokens[:, :-1]), np.float64)[0]
-    scores -= scores.max(-1, keepdims=True)
-    return float(
-        np.mean(np.log(np.exp(scores).sum(-1)) - scores[np.arange(len(scores)), tokens[0, 1:]])
-    )
+        assert found == pytest.approx(loss(converted, tokens), rel=1e-5)
+        assert found != original[domain]
+        assert original[domain] == pytest.approx(loss(measurement.source, tokens), rel=1e-5)
 
 
 def test_rows_are_drawn_by_their_seed(measurement):

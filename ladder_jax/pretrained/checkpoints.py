@@ -11,7 +11,6 @@ import pathlib
 import time
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import tensorstore
 
@@ -106,18 +105,12 @@ def write(exported: Source, folder: pathlib.Path, *, place: pathlib.Path) -> Non
 
 
 def _stacked(exported: Source) -> dict[str, jax.ShapeDtypeStruct]:
-    """Shape and dtype of each stored array, with layers stacked. If dtypes differ between layers,
-    the widest.
-    """
-    stacked: dict[str, jax.ShapeDtypeStruct] = {}
+    """Shape and dtype of each stored array, with layers stacked."""
+    stacked = {}
     for key, array in exported.arrays.items():
-        shape = (
-            array.shape if key.layer is None else (len(key.layers(exported.model)), *array.shape)
-        )
-        earlier = stacked.get(key.name, array)
-        stacked[key.name] = jax.ShapeDtypeStruct(
-            shape, jnp.promote_types(earlier.dtype, array.dtype)
-        )
+        layers = () if key.layer is None else (len(key.layers(exported.model)),)
+        shape = (*layers, *array.shape)
+        stacked[key.name] = jax.ShapeDtypeStruct(shape, exported.dtypes[key.name])
     return stacked
 
 

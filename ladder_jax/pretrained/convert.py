@@ -7,13 +7,13 @@ of the chosen ones.
 import dataclasses
 import json
 import logging
-import math
 import pathlib
 import shutil
 import statistics
 from collections.abc import Sequence
 
 import numpy as np
+from numpy.lib.stride_tricks import sliding_window_view
 
 from ladder_jax import nn, parallel
 from ladder_jax.config import ModelConfig
@@ -97,9 +97,8 @@ def rows_of(
             raise UserError(
                 f"--calibration {text.path!r} gives the token {found.max()}; the model knows {vocab_size}"
             )
-        found = found[first:]
-        starts = length * np.arange(min(wanted, len(found) - 1) // length)
-        rows.append(found[starts[:, None] + np.arange(length + 1)])
+        windows = sliding_window_view(found[first : first + wanted + 1], length + 1)
+        rows.append(windows[::length])
     return np.concatenate(rows)
 
 
@@ -240,16 +239,15 @@ def run(args: dict) -> None:
     measured, fitted = read_texts(source, request)
     result = refitted = None
     with staging.staged(request.destination, resumes=request.refit is not None) as folder:
+        kept = folder.with_name("refitted")  # what an interrupted run has done
         if request.choose is not None:
-            result = _choose(source, request, measured, fitted, folder=folder.with_name("alone"))
+            result = _choose(source, request, measured, fitted, kept=kept)
             if not args["json"]:
                 sensitivity.show(result)
             model = dataclasses.replace(request.model, ladder_layers=result.ladder_layers)
             request = dataclasses.replace(request, model=model)
         if request.refit is not None:
-            refitted = _fit(
-                source, request, fitted, settings=request.refit, folder=folder.with_name("chosen")
-            )
+            refitted = _fit(source, request, fitted, settings=request.refit, kept=kept)
             source = refitted.source
         converted = dataclasses.replace(source, model=request.model)
         formats.write(converted, folder, format=request.format, place=request.destination)
@@ -259,9 +257,8 @@ def run(args: dict) -> None:
             _write_json(folder / REFIT, _fits(request, refitted, fitted))
         elif source.refit is not None:  # a copy's weights are as they were
             shutil.copyfile(source.refit, folder / REFIT)
-    _print_summary(
-        source, request, result, () if refitted is None else refitted.fits, as_json=args["json"]
-    )
+    show = _print_json if args["json"] else _print_summary
+    show(source, request, result, () if refitted is None else refitted.fits)
 
 
 def read_texts(source: Source, request: Request) -> tuple[np.ndarray | None, np.ndarray | None]:
@@ -293,7 +290,7 @@ def _choose(
     measured: np.ndarray,
     fitted: np.ndarray | None,
     *,
-    folder: pathlib.Path,
+    kept: pathlib.Path,
 ) -> Result:
     """The layers' sensitivity; with a refit, that of each layer refitted as if it were the only
     converted one.
@@ -303,19 +300,17 @@ def _choose(
     converted = None
     if request.refit is not None:
         alone = dataclasses.replace(request.refit, alone=True)
-        converted = _fit(source, request, fitted, settings=alone, folder=folder).source
+        converted = _fit(source, request, fitted, settings=alone, kept=kept).source
     choice = dict(choose=request.choose, search=request.search, converted=converted)
     return sensitivity.measure(definition, source, measured, **choice)
 
 
 def _fit(
-    source: Source, request: Request, rows: np.ndarray, *, settings: Refit, folder: pathlib.Path
+    source: Source, request: Request, rows: np.ndarray, *, settings: Refit, kept: pathlib.Path
 ) -> Refitted:
-    """`source` with `request.model`'s converted layers refitted. folder: keeps what an interrupted
-    run has done.
-    """
+    """`source` with `request.model`'s converted layers refitted."""
     mesh = parallel.make_mesh(tensor=request.tensor)
-    how = dict(model=request.model, mesh=mesh, settings=settings, folder=folder)
+    how = dict(model=request.model, mesh=mesh, settings=settings, folder=kept)
     return refits.refit(source, rows=rows[:, :-1], **how)
 
 
@@ -323,47 +318,44 @@ def _fits(request: Request, refitted: Refitted, rows: np.ndarray) -> dict:
     """For JSON: the refit's settings, and of each fitted sublayer what its input lacked before and
     lacks after.
     """
-    about = {
+    return {
         "ridge": request.refit.ridge,
         "tokens": rows[:, :-1].size,
         "sequence": rows.shape[1] - 1,
+        "texts": [dataclasses.asdict(text) for text in request.calibration],
+        "sublayers": [dataclasses.asdict(fit) for fit in refitted.fits],
     }
-    about |= {"texts": [dataclasses.asdict(text) for text in request.calibration]}
-    return {**about, "sublayers": [dataclasses.asdict(fit) for fit in refitted.fits]}
 
 
 def _write_json(file: pathlib.Path, content: dict) -> None:
     file.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
 
 
-def _print_summary(
-    source: Source, request: Request, result: Result | None, fits: Sequence[Fit], *, as_json: bool
+def _print_json(
+    source: Source, request: Request, result: Result | None, fits: Sequence[Fit]
 ) -> None:
-    model, parameters = (
-        request.model,
-        sum(math.prod(array.shape) for array in source.arrays.values()),
-    )
-    if as_json:
-        summary = {
-            "source": source.path,
-            "destination": str(request.destination),
-            "format": request.format.value,
-        }
-        summary |= {
-            "parameters": parameters,
-            "residual": model.residual,
-            "ladder_layers": model.ladder_layers,
-        }
-        summary |= {
-            "ranks": model.ranks,
-            "sensitivity": None if result is None else result.as_dict(),
-        }
-        summary |= {"refit": [dataclasses.asdict(fit) for fit in fits]}
-        print(json.dumps(summary))
-        return
+    model = request.model
+    summary = {
+        "source": source.path,
+        "destination": str(request.destination),
+        "format": request.format.value,
+        "parameters": source.parameters,
+        "residual": model.residual,
+        "ladder_layers": model.ladder_layers,
+        "ranks": model.ranks,
+        "sensitivity": None if result is None else result.as_dict(),
+        "refit": [dataclasses.asdict(fit) for fit in fits],
+    }
+    print(json.dumps(summary))
+
+
+def _print_summary(
+    source: Source, request: Request, result: Result | None, fits: Sequence[Fit]
+) -> None:
+    model = request.model
     layers = "" if model.ladder_layers is None else f", ladder layers {model.ladder_layers}"
     print(
-        f"{request.destination}: {parameters:,} parameters, {model.residual}{layers}; read back and compared"
+        f"{request.destination}: {source.parameters:,} parameters, {model.residual}{layers}; read back and compared"
     )
     if inputs := [fit for fit in fits if fit.sublayer in SUBLAYERS]:
         where = f"each sublayer's is in {REFIT}"
@@ -375,7 +367,6 @@ def _print_summary(
 
 
 def _means(fits: Sequence[Fit]) -> str:
-    before, after = (
-        statistics.fmean(getattr(fit, name) for fit in fits) for name in ("before", "after")
-    )
+    before = statistics.fmean(fit.before for fit in fits)
+    after = statistics.fmean(fit.after for fit in fits)
     return f"{before:.1%} of the whole ones (mean square), and lack {after:.1%} now"

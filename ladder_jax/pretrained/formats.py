@@ -84,7 +84,7 @@ class OpenedModel:
     def has_tokenizer(self) -> bool:
         if isinstance(self.weights, Source):
             return self.weights.tokenizer is not None
-        folder = self.weights.path.parent.parent / tokenizers.FOLDER
+        folder = self._folder / tokenizers.FOLDER
         return folder.exists() or self.config.data.tokenizer == tokenizers.BYTES
 
     @property
@@ -92,10 +92,13 @@ class OpenedModel:
         """Whether `convert` refitted the weights, which then belong to this model's topology
         alone.
         """
-        folder = (
-            self.weights.path.parent.parent if isinstance(self.weights, Checkpoint) else self.path
-        )
-        return (folder / REFIT).exists()
+        return (self._folder / REFIT).exists()
+
+    @property
+    def _folder(self) -> AnyPath:
+        """Of a run; else the model's own."""
+        run = isinstance(self.weights, Checkpoint)
+        return self.weights.path.parent.parent if run else self.path
 
     @property
     def context(self) -> int | None:

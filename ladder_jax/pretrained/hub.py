@@ -10,6 +10,7 @@ import re
 import sys
 
 from ladder_jax.errors import RunFailed, UserError, needed
+from ladder_jax.files import reason
 from ladder_jax.pretrained.huggingface import folder as huggingface
 from ladder_jax.pretrained.source import REFIT
 
@@ -63,7 +64,7 @@ def download(identifier: Identifier, *, weights: bool = True) -> tuple[pathlib.P
     if identifier.file:
         folder = _snapshot(identifier, allow_patterns=[glob.escape(identifier.file)])
         if not (folder / identifier.file).is_file():
-            allowed = _named(_files(identifier, folder, (".gguf",)))
+            allowed = _listed(_files(identifier, folder, (".gguf",)))
             raise UserError(
                 f"'{identifier}': there is no such file in {identifier.repository}{allowed}"
             )
@@ -71,19 +72,20 @@ def download(identifier: Identifier, *, weights: bool = True) -> tuple[pathlib.P
     wanted = [*_FOLDER, *_WEIGHTS] if weights else [huggingface.CONFIG]
     folder = _snapshot(identifier, allow_patterns=wanted, ignore_patterns=list(_OTHERS))
     has_config = (folder / huggingface.CONFIG).is_file()
-    has_weights = not weights or any(folder.glob("*.safetensors"))
-    if has_config and has_weights:
+    if has_config and (not weights or any(folder.glob("*.safetensors"))):
         return folder, dataclasses.replace(identifier, revision=folder.name)
     ggufs = _files(identifier, folder, (".gguf",))
     if len(ggufs) == 1 and not has_config:
         return download(dataclasses.replace(identifier, file=ggufs[0]), weights=weights)
-    why = f"no {'safetensors' if has_config else huggingface.CONFIG} and no GGUF file: no model that we can read"
     if ggufs:
         example = dataclasses.replace(identifier, file=ggufs[0])
         what = "no safetensors" if has_config else "several models"
-        why = f"{what}: name one of its GGUF files, as in '{example}'{_named(ggufs)}"
+        why = f"{what}: name one of its GGUF files, as in '{example}'{_listed(ggufs)}"
     elif _files(identifier, folder, huggingface.PICKLES):
         why = "only weights as pickles, which can run any program when they are opened"
+    else:
+        missing = "safetensors" if has_config else huggingface.CONFIG
+        why = f"no {missing} and no GGUF file: no model that we can read"
     raise UserError(f"'{identifier}' holds {why}")
 
 
@@ -114,7 +116,7 @@ def push(
             commit_message=message or "Upload by ladder_jax",
         )
     except Exception as error:  # of the client's HTTP library, which differs between its versions
-        raise RunFailed(f"{repository!r} could not be uploaded: {_line(error)}") from error
+        raise RunFailed(f"{repository!r} could not be uploaded: {reason(error)}") from error
     return str(done.commit_url).partition("/commit/")[0]
 
 
@@ -145,11 +147,11 @@ def _snapshot(identifier: Identifier, **patterns: list[str]) -> pathlib.Path:
         ) from None
     except hub.errors.LocalEntryNotFoundError as error:
         raise UserError(
-            f"no connection to {there} ({_line(error.__cause__ or error)}), and the cache at"
+            f"no connection to {there} ({reason(error)}), and the cache at"
             f" {hub.constants.HF_HUB_CACHE} does not hold all of '{identifier}' that is needed"
         ) from None
     except Exception as error:  # of the client's HTTP library
-        raise RunFailed(f"'{identifier}' could not be downloaded: {_line(error)}") from error
+        raise RunFailed(f"'{identifier}' could not be downloaded: {reason(error)}") from error
     return pathlib.Path(found)
 
 
@@ -162,15 +164,8 @@ def _files(identifier: Identifier, folder: pathlib.Path, endings: tuple[str, ...
     return sorted(name for name in names if name.endswith(endings))
 
 
-def _named(files: list[str]) -> str:
-    more = f" and {len(files) - 8} more" if files[8:] else ""
-    return f" (allowed: {', '.join(files[:8])}{more})" if files else ""
-
-
-def _line(error: BaseException) -> str:
-    if isinstance(error, OSError) and error.strerror:
-        return error.strerror
-    return (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
+def _listed(files: list[str]) -> str:
+    return f" (allowed: {', '.join(files)})" if files else ""
 
 
 def _library():

@@ -6,7 +6,8 @@ lacks the newest outputs. Those are largely predictable from z. So for each subl
 of the forward pass and behind the sublayers that are fitted already, one matrix M is fitted by
 ridge regression on a calibration text (sums over tokens):
 
-    M = argmin |n(z) M - n(x)|^2 + l |M - 1|^2 = (G + l 1)^-1 (C + l 1),  G = n(z)^T n(z),  C = n(z)^T n(x)
+    M = argmin |n(z) M - n(x)|^2 + l |M - 1|^2 = 1 + (G + l 1)^-1 C,
+    G = n(z)^T n(z),  C = n(z)^T (n(x) - n(z))
 
 n is the normalisation without its gain g, and l = ridge * trace(G) / D. M becomes part of the
 projections that read the input (query, key, value; gate, up; of experts the router, every expert's
@@ -17,8 +18,9 @@ parameters stay.
 Then, if that is requested, the output projection W: with h what it reads now, and y the output that
 the sublayer as it was gives of the whole input, it becomes W + X,
 
-    X = argmin |h (W + X) - y|^2 + l |X|^2,  l = ridge * trace(h^T h) / M
+    X = argmin |h (W + X) - y|^2 + l |X|^2 = (G + l 1)^-1 C,  G = h^T h,  C = h^T (y - h W)
 
+with l = ridge * trace(G) / M. Both are one problem: what h has to add to give what is lacking.
 sublayers.py has the forward pass and its sums over tokens.
 """
 
@@ -29,7 +31,7 @@ import hashlib
 import json
 import pathlib
 import zipfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -40,7 +42,7 @@ from ladder_jax.config import ModelConfig, parse_residual, to_dict
 from ladder_jax.errors import RunFailed, UserError
 from ladder_jax.nn.parameter import stack_of
 from ladder_jax.pretrained.source import Key, Source, Stored, load_layer
-from ladder_jax.pretrained.sublayers import ROWS, delays, programs
+from ladder_jax.pretrained.sublayers import Streams, batches, delays, programs
 from ladder_jax.terminal import progress
 
 __all__ = ["Fit", "FittedProjections", "Refit", "Refitted", "refit"]
@@ -104,6 +106,10 @@ class Fit:
     after: float
 
 
+# fitted arrays in the source's dtypes, and the shares before and after of Fit
+Computed = tuple[dict[Key, Stored], tuple[float, float]]
+
+
 @dataclasses.dataclass(frozen=True)
 class Refitted:
     """source: the model with the fitted arrays. fits: in the order of the forward pass."""
@@ -150,36 +156,30 @@ def refit(
         raise UserError(
             "refit runs on the axes data and tensor; the mesh splits parameters over fsdp"
         )
-    if folder is not None:
-        _prepare(folder, _request(source, model, rows, mesh, settings))
+    if len(rows) % definition.layout.batch_ranks:
+        raise UserError(
+            f"{len(rows)} rows of calibration text cannot be split over"
+            f" {definition.layout.batch_ranks} data ranks"
+        )
+    request = _request(source, model, rows, mesh, settings) if folder else ""
     passes, fits = Pass(definition, source, rows), []
 
-    def fit(layer: int, name: str, compute: Callable[[], "Computed"]) -> None:
-        file = None if folder is None else folder / f"{layer:04d}-{name.replace('/', '-')}.npz"
-        found, shares = _kept(file, compute)
-        passes.replace(found)
+    def fit(layer: int, index: int, name: str, computed: Callable[..., Computed]) -> None:
+        file = folder and folder / f"{request}-{layer:04d}-{name.replace('/', '-')}.npz"
+        compute = functools.partial(computed, passes, layer, index, ridge=settings.ridge)
+        arrays, shares = _kept(file, compute)
+        passes.replace(arrays)
         fits.append(Fit(layer, name, *shares))
 
     with progress(2 * model.num_layers, label="refitted {done}/{total} sublayers") as update:
         for layer in range(model.num_layers):
             entering = passes.streams
             for index, name in enumerate(SUBLAYERS):
-                output = Key.of_layer(layer, f"{name}/{WRITERS[name]}", model=model)
+                output = f"{name}/{WRITERS[name]}"
                 if passes.late(layer, index) and settings.projections is not FittedProjections.NONE:
-                    fit(
-                        layer,
-                        name,
-                        lambda: fitted_inputs(passes, layer, index, ridge=settings.ridge),
-                    )
-                    if settings.projections is FittedProjections.BOTH and output in source.arrays:
-                        suffix = output.name.partition("/")[2]
-                        fit(
-                            layer,
-                            suffix,
-                            lambda: fitted_output(
-                                passes, layer, index, output, ridge=settings.ridge
-                            ),
-                        )
+                    fit(layer, index, name, fitted_inputs)
+                    if settings.projections is FittedProjections.BOTH and passes.has(layer, output):
+                        fit(layer, index, output, fitted_output)
                 passes.advance(layer, index)
                 update(2 * layer + index + 1, "")
             if settings.alone and passes.converted(layer):
@@ -189,76 +189,62 @@ def refit(
     return Refitted(passes.source, tuple(fits))
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(frozen=True)
 class Statistics:
-    """Sums over tokens, in float64 on the host, of what a projection reads, h, and of what it is to
-    give.
+    """Sums over tokens, in float64 on the host, of what a projection reads, h, and of what its
+    output lacks, t.
 
     Each batch is summed in float32 on the devices: an entry errs by at most n u sum |a| |b|, with n
     tokens a batch and u = 2^-24 (about sqrt(n) u of it, where the roundings' signs are random),
     however many batches there are.
 
-    prior: 1 for an input, whose `products` [R, D, 2D] are of h = n(z) with itself and with the
-    whole input; R is the number of ranks with inputs of their own. 0 for an output, whose
-    `products` [1, M, M + D] are of h with itself and with what the output lacks. energy: of what is
-    to be reached. missing: [R], of what lacks of it.
+    products: h^T [h, t], [R, M, M + D], with R the number of ranks with inputs of their own, or 1.
+    energy: of what is to be reached. missing: [ranks], of t.
     """
 
-    prior: int
-    products: np.ndarray | float = 0.0
-    energy: float = 0.0
-    missing: np.ndarray | float = 0.0
+    products: np.ndarray
+    energy: float
+    missing: np.ndarray
 
-    def add(self, products: np.ndarray, energy: np.ndarray, missing: np.ndarray) -> None:
-        """Adds a batch's sums. In place where the shapes agree: of a large model they have
-        gigabytes.
-        """
-        if np.shape(self.products) == products.shape:
-            self.products += products
-        else:
-            self.products = self.products + np.asarray(products, np.float64)
-        self.energy += float(energy)
-        self.missing = self.missing + np.asarray(missing, np.float64)
+    @classmethod
+    def of(cls, batches: Iterable[Sequence[jax.Array]], *, width: int) -> "Statistics":
+        """The sums of the batches' sums (products, energy, missing). width: D."""
+        total = None
+        for sums in map(jax.device_get, batches):
+            if total is None:
+                total = [np.array(one, np.float64) for one in sums]
+            else:  # in place: of a large model they have gigabytes
+                total = [np.add(whole, one, out=whole) for whole, one in zip(total, sums)]
+        products, energy, missing = total
+        return cls(products[:, : products.shape[2] - width], float(energy), missing)
 
-    def matrices(self, parts: int, *, ridge: float) -> list[np.ndarray]:
-        """M [D, D], or X [M, D], for each of `parts` equal groups of ranks; one for all where all
-        have the same input.
-
-        argmin |h M - t|^2 + l |M - P|^2 = (G + l 1)^-1 (C + l P), where h^T [h, t] = (G, C) and P
-        is 1 or 0.
+    def changes(self, parts: int, *, ridge: float) -> list[np.ndarray]:
+        """X = argmin |h X - t|^2 + l |X|^2, [M, D], for each of `parts` equal groups of ranks; one
+        for all where all have the same input.
         """
         groups = np.split(self.products, min(parts, len(self.products)))
-        return [
-            solve(functools.reduce(np.add, group), prior=self.prior, ridge=ridge)
-            for group in groups
-        ]
+        return [solve(functools.reduce(np.add, group), ridge=ridge) for group in groups]
 
-    def share_missing(self, matrices: list[np.ndarray] | None = None) -> float:
-        """The mean of |t - h P|^2 over the energy; with each rank's M, that of |t - h M|^2."""
-        missing = np.mean(self.missing)
-        if matrices is None:
-            return float(missing / self.energy)
-        changes = []
-        for products, matrix in zip(self.products, matrices, strict=True):
+    def shares_missing(self, changes: list[np.ndarray]) -> tuple[float, float]:
+        """The mean of |t|^2 over the energy, and with each rank's X that of |t - h X|^2."""
+        gained = []
+        for products, change in zip(self.products, changes, strict=True):
             gram, cross = np.split(products, [len(products)], axis=1)
-            changes.append(np.sum(matrix * (gram @ matrix - 2 * cross)))
-        change = np.mean(changes)
-        return float(1 + change / self.energy if self.prior else (missing + change) / self.energy)
+            gained.append(np.sum(change * (2 * cross - gram @ change)))
+        missing = np.mean(self.missing)
+        return float(missing / self.energy), float((missing - np.mean(gained)) / self.energy)
 
 
-def solve(products: np.ndarray, *, prior: int, ridge: float) -> np.ndarray:
-    """(G + l 1)^-1 (C + l P) of `products` [K, K + D] = (G, C), with P = `prior` 1 and l = `ridge`
-    * trace(G) / K.
+def solve(products: np.ndarray, *, ridge: float) -> np.ndarray:
+    """(G + l 1)^-1 C of `products` [M, M + D] = (G, C), with l = `ridge` * trace(G) / M.
 
     Raises RunFailed.
     """
     import scipy.linalg  # slow to import
 
-    gram, cross = np.split(products, [len(products)], axis=1)
-    penalty = ridge * np.trace(gram) / len(gram)
-    pulled = cross + penalty * prior * np.eye(*cross.shape)
-    gram, cross = np.array(gram, order="F"), np.array(pulled, order="F")  # which LAPACK overwrites
-    gram[np.diag_indices_from(gram)] += penalty
+    parts = np.split(products, [len(products)], axis=1)
+    gram, cross = (np.array(part, order="F") for part in parts)  # which LAPACK overwrites
+    gram[np.diag_indices_from(gram)] += ridge * np.trace(gram) / len(gram)
     try:
         return scipy.linalg.solve(gram, cross, assume_a="pos", overwrite_a=True, overwrite_b=True)
     except (np.linalg.LinAlgError, ValueError) as error:  # ValueError: not finite
@@ -268,41 +254,44 @@ def solve(products: np.ndarray, *, prior: int, ridge: float) -> np.ndarray:
 
 
 def folded(
-    weight: np.ndarray, gain: np.ndarray, matrices: list[np.ndarray], *, axis: int
+    weight: np.ndarray, gain: np.ndarray, changes: list[np.ndarray], *, axis: int
 ) -> np.ndarray:
-    """M diag(`gain`) `weight` [D, ...] in the weight's dtype. With several M, each is of an equal
-    part along `axis`.
+    """(1 + X) diag(`gain`) `weight` [D, ...] in the weight's dtype, with X from `changes`. With
+    several X, each is of an equal part along `axis`.
     """
     gain, products = gain.astype(np.float64)[:, None], []
-    parts = np.split(weight.astype(np.float64), len(matrices), axis=axis)
-    for matrix, part in zip(matrices, parts, strict=True):
-        product = matrix @ (gain * part.reshape(len(part), -1))
-        products.append(product.reshape(part.shape))
+    parts = np.split(weight.astype(np.float64), len(changes), axis=axis)
+    for change, part in zip(changes, parts, strict=True):
+        gained = gain * part.reshape(len(part), -1)
+        products.append((gained + change @ gained).reshape(part.shape))
     return np.concatenate(products, axis=axis).astype(weight.dtype)
 
 
 class Pass:
     """The forward pass of a model on the calibration text, sublayer by sublayer.
 
-    source: the model's arrays, which `replace` replaces. batches: (tokens [B, T], weights [B]) of
-    equal shape; the rows that fill the last one have the weight 0. streams: of each batch, on the
-    host.
+    source: the model's arrays, which `replace` replaces. streams: of each batch, on the host.
     """
 
     def __init__(self, definition: nn.ModelDef, source: Source, rows: np.ndarray):
         self.definition, self.original = definition, source
         self.source = dataclasses.replace(source, model=definition.config)
         self._programs, self._delays = programs(definition), delays(definition.config)
-        self._params = {
-            of_original: functools.lru_cache(maxsize=1)(self._layer)
-            for of_original in (False, True)
-        }
-        self.batches = list(_batches(rows, multiple=definition.layout.batch_ranks))
+        # a layer's arrays on the devices, fitted and as they were
+        newest = functools.lru_cache(maxsize=1)
+        self._fitted = newest(lambda layer: load_layer(self.source, definition, layer))
+        self._unfitted = newest(lambda layer: load_layer(source, definition, layer))
         embedding = load_layer(source, definition, None)["embedding"]
         self.streams = [
             jax.device_get(self._programs.begin(embedding, self._place(tokens, "BT")))
-            for tokens, _ in self.batches
+            for tokens in batches(rows, multiple=definition.layout.batch_ranks)
         ]
+
+    def key(self, layer: int, array: str) -> Key:
+        return Key.of_layer(layer, array, model=self.original.model)
+
+    def has(self, layer: int, array: str) -> bool:
+        return self.key(layer, array) in self.original.arrays
 
     def converted(self, layer: int) -> bool:
         return bool(self._delays[layer].any())
@@ -315,177 +304,132 @@ class Pass:
 
     def replace(self, arrays: Mapping[Key, Stored]) -> None:
         self.source = dataclasses.replace(self.source, arrays={**self.source.arrays, **arrays})
-        self._params[False].cache_clear()
+        self._fitted.cache_clear()
 
     def advance(self, layer: int, index: int, *, original: bool = False) -> None:
         """All batches through one sublayer. original: as the standard model computes it, from
         `original`'s arrays.
         """
         delay = np.int32(0) if original else self._delays[layer, index]
-        run, params = (
-            self._programs.advance[self._stack(layer)][index],
-            self._params[original](layer, original),
-        )
-        self.streams = [
-            jax.device_get(run(params, self._place(streams, self._programs.dims), delay))
-            for streams in self.streams
-        ]
+        run = self._programs.advance[self._stack(layer)][index]
+        params = self._unfitted(layer) if original else self._fitted(layer)
+        self.streams = [jax.device_get(run(params, one, delay)) for one in self._placed()]
 
     def statistics(self, layer: int, index: int) -> Statistics:
         """Of the sublayer's late input, and its whole one."""
-        return self._summed(self._programs.statistics, layer, index, prior=1)
+        return self._summed(self._programs.statistics, layer, index)
 
     def output_statistics(self, layer: int, index: int) -> Statistics:
         """Of the sublayer's output, and the one that `original`'s arrays give of the whole
         input.
         """
         run = self._programs.output_statistics[self._stack(layer)][index]
-        both = (self._params[original](layer, original) for original in (False, True))
-        return self._summed(functools.partial(run, *both), layer, index, prior=0)
+        both = self._fitted(layer), self._unfitted(layer)
+        return self._summed(functools.partial(run, *both), layer, index)
 
-    def _summed(self, run: Callable, layer: int, index: int, *, prior: int) -> Statistics:
-        total, width = Statistics(prior), self.definition.config.d_model
-        for streams, (_, weights) in zip(self.streams, self.batches, strict=True):
-            arguments = self._place((streams, weights), (self._programs.dims, "B"))
-            products, energy, missing = jax.device_get(run(*arguments, self._delays[layer, index]))
-            # Without padding, and of equal ranks one.
-            total.add(products[..., : products.shape[1] + width], energy, missing[: len(products)])
-        return total
+    def _summed(self, run: Callable, layer: int, index: int) -> Statistics:
+        sums = (run(streams, self._delays[layer, index]) for streams in self._placed())
+        return Statistics.of(sums, width=self.definition.config.d_model)
 
     def _stack(self, layer: int) -> str:
         return stack_of(self.definition.config, layer)[0]
+
+    def _placed(self) -> Iterator[Streams]:
+        """The batches' streams on the devices, one batch at a time."""
+        return (self._place(streams, self._programs.dims) for streams in self.streams)
 
     def _place(self, tree: Any, dims: Any) -> Any:
         return jax.tree.map(
             lambda a, d: jax.device_put(a, self.definition.layout.sharding(d)), tree, dims
         )
 
-    def _layer(self, layer: int, original: bool) -> nn.Params:
-        """A layer's arrays on the devices. original: as they were before `replace`."""
-        return load_layer(self.original if original else self.source, self.definition, layer)
-
-
-def _batches(rows: np.ndarray, *, multiple: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """(tokens [B, T], weights [B]) of equal shape; the rows that fill the last batch have the
-    weight 0.
-    """
-    size = -(-min(ROWS, len(rows)) // multiple) * multiple
-    for start in range(0, len(rows), size):
-        part = rows[start : start + size]
-        missing = size - len(part)
-        weights = np.repeat(np.float32([1, 0]), [len(part), missing])
-        yield np.pad(part, ((0, missing), (0, 0))).astype(np.int32), weights
-
-
-# fitted arrays in the source's dtypes, the shares of Fit
-Computed = tuple[dict[Key, np.ndarray], tuple[float, float]]
-
 
 def fitted_inputs(passes: Pass, layer: int, index: int, *, ridge: float) -> Computed:
     """A sublayer's fitted projections, and its gain of ones."""
-    statistics, solved, unfitted = passes.statistics(layer, index), {}, passes.original.arrays
-    of = lambda array: Key.of_layer(layer, array, model=passes.original.model)
-    name = SUBLAYERS[index]
-    gain = unfitted[of(f"{name}_norm/scale")].read()
-    arrays = {of(f"{name}_norm/scale"): np.ones_like(gain)}
+    statistics, name, solved = passes.statistics(layer, index), SUBLAYERS[index], {}
+    norm = passes.key(layer, f"{name}_norm/scale")
+    gain = passes.original.arrays[norm].read()
+    arrays = {norm: np.ones_like(gain)}
     for reads, axis in READERS[name].items():
-        key = of(f"{name}/{reads}")
-        if key not in unfitted:
+        if not passes.has(layer, f"{name}/{reads}"):
             continue
-        weight = unfitted[key].read()
+        key = passes.key(layer, f"{name}/{reads}")
+        weight = passes.original.arrays[key].read()
         # Where several ranks share a key/value head, they share its fit.
         parts = min(len(statistics.products), weight.shape[axis])
         if parts not in solved:
-            solved[parts] = statistics.matrices(parts, ridge=ridge)
+            solved[parts] = statistics.changes(parts, ridge=ridge)
         if reads.startswith("experts/"):  # in float64 one at a time
             arrays[key] = np.stack(
                 [folded(expert, gain, solved[parts], axis=1) for expert in weight]
             )
         else:
             arrays[key] = folded(weight, gain, solved[parts], axis=axis)
-    return arrays, (statistics.share_missing(), statistics.share_missing(solved[max(solved)]))
+    return in_memory(arrays), statistics.shares_missing(solved[max(solved)])
 
 
-def fitted_output(passes: Pass, layer: int, index: int, key: Key, *, ridge: float) -> Computed:
+def fitted_output(passes: Pass, layer: int, index: int, *, ridge: float) -> Computed:
     """The sublayer's output projection, behind its fitted inputs."""
-    statistics = passes.output_statistics(layer, index)
+    statistics, name = passes.output_statistics(layer, index), SUBLAYERS[index]
+    key = passes.key(layer, f"{name}/{WRITERS[name]}")
     weight = passes.original.arrays[key].read()
-    (change,) = statistics.matrices(1, ridge=ridge)
+    (change,) = statistics.changes(1, ridge=ridge)
     fitted = (weight.astype(np.float64) + change.reshape(weight.shape)).astype(weight.dtype)
-    return {key: fitted}, (statistics.share_missing(), statistics.share_missing([change]))
+    return in_memory({key: fitted}), statistics.shares_missing([change])
 
 
-# What an interrupted run has fitted: a folder with one file for each fitted sublayer, and what they
-# depend on.
+def in_memory(arrays: Mapping[Key, np.ndarray]) -> dict[Key, Stored]:
+    return {key: Stored(a.shape, a.dtype, lambda a=a: a) for key, a in arrays.items()}
 
 
 def _request(
     source: Source, model: ModelConfig, rows: np.ndarray, mesh: jax.sharding.Mesh, settings: Refit
-) -> dict[str, object]:
-    """What the fitted arrays depend on."""
+) -> str:
+    """A digest of what the fitted arrays depend on."""
     path = pathlib.Path(source.path).resolve()
     stats = {str(file): file.stat() for file in sorted([path, *path.rglob("*")])}
-    return {
-        "source": [[name, found.st_size, found.st_mtime_ns] for name, found in stats.items()],
-        "model": to_dict(model),
-        "rows": [*rows.shape, hashlib.sha256(np.ascontiguousarray(rows).tobytes()).hexdigest()],
-        "mesh": dict(mesh.shape),
-        "settings": dataclasses.asdict(settings) | {"projections": settings.projections.value},
-    }
+    about = [
+        [[name, found.st_size, found.st_mtime_ns] for name, found in stats.items()],
+        [to_dict(model), dict(mesh.shape), rows.tolist()],
+        [settings.ridge, settings.projections.value, settings.alone],
+    ]
+    return hashlib.sha256(json.dumps(about).encode()).hexdigest()[:16]
 
 
-def _prepare(folder: pathlib.Path, request: Mapping[str, object]) -> None:
-    """Removes results in `folder` that belong to another request."""
-    folder.mkdir(exist_ok=True)
-    text, file = json.dumps(request, sort_keys=True), folder / "request.json"
-    if not file.is_file() or file.read_text(encoding="utf-8") != text:
-        for leftover in folder.glob("*.npz"):
-            leftover.unlink()
-        files.write(file, [text.encode()])
+# What an interrupted run has fitted: one file for each fitted sublayer, named by the request that it
+# belongs to.
 
 
-def _kept(
-    file: pathlib.Path | None, compute: Callable[[], Computed]
-) -> tuple[dict[Key, Stored], tuple[float, float]]:
+def _kept(file: pathlib.Path | None, compute: Callable[[], Computed]) -> Computed:
     """What `compute` returns; with a file, what that holds, which is written if it is missing or
     damaged.
     """
     if file is None:
-        arrays, shares = compute()
-        return {key: Stored(a.shape, a.dtype, lambda a=a: a) for key, a in arrays.items()}, shares
+        return compute()
     try:
         return _read(file)
     except (OSError, ValueError, KeyError, zipfile.BadZipFile):
         arrays, shares = compute()
-    # Bytes: NumPy's files have no bfloat16.
-    named = {
-        f"{key.name} {key.layer} {a.dtype}": a.view(f"u{a.dtype.itemsize}")
-        for key, a in arrays.items()
-    }
-    files.write_atomically(str(file), lambda path: _save(path, shares=shares, **named))
+    named = {f"{key.name} {key.layer} {a.dtype}": a.read() for key, a in arrays.items()}
+    file.parent.mkdir(exist_ok=True)
+    files.write_atomically(str(file), lambda path: np.savez(path, shares=shares, **named))
     return _read(file)
 
 
-def _save(path: str, **arrays: Any) -> None:
-    with open(path, "wb") as file:  # to a name, np.savez adds an ending
-        np.savez(file, **arrays)
-
-
-def _read(file: pathlib.Path) -> tuple[dict[Key, Stored], tuple[float, float]]:
+def _read(file: pathlib.Path) -> Computed:
     """The arrays, which are read again when they are asked for, so that the host holds one at a
     time.
     """
 
     def array(name: str) -> np.ndarray:
         with np.load(file) as content:
-            return content[name].view(name.split()[2])
+            return content[name].view(name.split()[2])  # of bfloat16, NumPy keeps the bytes alone
 
     with np.load(file) as content:
         names, (before, after) = set(content.files) - {"shares"}, content["shares"].tolist()
     found = {}
     for name in names:
         values, (of_key, layer, _) = array(name), name.split()  # compares its checksum
-        found[Key(of_key, int(layer))] = Stored(
-            values.shape, values.dtype, functools.partial(array, name)
-        )
+        read = functools.partial(array, name)
+        found[Key(of_key, int(layer))] = Stored(values.shape, values.dtype, read)
     return found, (before, after)

@@ -14,7 +14,7 @@ import numpy as np
 from ladder_jax import nn, terminal
 from ladder_jax.nn.parameter import stack_of
 from ladder_jax.pretrained.source import Source, load_layer
-from ladder_jax.pretrained.sublayers import ROWS, Streams, delays, programs
+from ladder_jax.pretrained.sublayers import Streams, batches, delays, programs
 from ladder_jax.terminal import Table
 
 
@@ -117,7 +117,7 @@ class Probe:
         self._outside, plain = load_layer(source, definition, None), layers(source)
         self._layers = {False: plain, True: layers(converted) if converted else plain}
         place = lambda a: jax.device_put(a, definition.layout.sharding("BT"))
-        self._batches = [(place(part[:, :-1]), place(part[:, 1:])) for part in _batches(rows)]
+        self._batches = [(place(part[:, :-1]), place(part[:, 1:])) for part in batches(rows)]
         self._predicted = rows[:, 1:].size
 
     def loss(self, chosen: Iterable[int]) -> float:
@@ -141,10 +141,10 @@ class Probe:
             self._programs.begin(self._outside["embedding"], tokens) for tokens, _ in self._batches
         ]
 
-    def _loss(self, batches: list[Streams], chosen: Iterable[int], start: int) -> float:
+    def _loss(self, before: list[Streams], chosen: Iterable[int], start: int) -> float:
         """From the streams of each batch before layer `start`."""
         total = 0.0
-        for streams, (_, targets) in zip(batches, self._batches, strict=True):
+        for streams, (_, targets) in zip(before, self._batches, strict=True):
             streams = self._advance(streams, chosen, start, self._config.num_layers)
             total += float(self._programs.loss(self._outside, streams, targets))
         return total / self._predicted
@@ -204,12 +204,6 @@ def measure(
         alone=tuple(alone.values()),
         subsets=subsets,
     )
-
-
-def _batches(rows: np.ndarray) -> list[np.ndarray]:
-    """The rows, in batches of equal size."""
-    size = next(size for size in range(min(ROWS, len(rows)), 0, -1) if len(rows) % size == 0)
-    return np.split(rows, len(rows) // size)
 
 
 BAR = 40  # characters of the longest bar

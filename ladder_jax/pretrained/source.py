@@ -146,10 +146,22 @@ class Source:
         tokenizers.check_vocabulary(tokenizer, vocab_size=self.model.vocab_size, path=self.path)
         return tokenizer
 
+    @functools.cached_property
+    def dtypes(self) -> dict[str, np.dtype]:
+        """Of each array by name, one that holds the values of all its layers."""
+        found: dict[str, np.dtype] = {}
+        for key, array in self.arrays.items():
+            found[key.name] = jnp.promote_types(found.get(key.name, array.dtype), array.dtype)
+        return found
+
     @property
     def train_config(self) -> TrainConfig:
         """The section of a run's configuration that has the context."""
         return TrainConfig() if self.context is None else TrainConfig(sequence=self.context)
+
+    @property
+    def parameters(self) -> int:
+        return sum(math.prod(array.shape) for array in self.arrays.values())
 
     @property
     def nbytes(self) -> int:
@@ -165,17 +177,20 @@ type Reader = Callable[[Sequence[Key]], Iterator[jax.Array]]
 """
 
 
-def from_file(path: str | pathlib.Path, dtype: np.dtype, count: int, *, offset: int) -> np.ndarray:
+def from_file(
+    path: str | pathlib.Path, dtype: np.dtype, shape: tuple[int, ...], *, offset: int
+) -> np.ndarray:
     """Values at `offset` bytes. Raises UserError if the file cannot be read, or is shorter than
     when it was opened.
     """
+    count = math.prod(shape)
     try:
         content = np.fromfile(path, dtype, count, offset=offset)
     except OSError as error:
         raise UserError(f"cannot read {str(path)!r}: {error.strerror or error}") from None
     if len(content) != count:
         raise UserError(f"{str(path)!r} was cut short: it was complete when it was opened")
-    return content
+    return content.reshape(shape)
 
 
 def dims(model: ModelConfig) -> dict[str, str]:
@@ -209,18 +224,6 @@ def check_alone(model: ModelConfig, *, path: str) -> None:
         raise UserError(
             f"{path!r} has a side network (model.side), which no other format has: generate, serve, evaluate and"
             " train read the checkpoint itself"
-        )
-
-
-def check_layers(model: ModelConfig, *, tensors: int, path: str) -> None:
-    """Raises UserError if `path` has fewer tensors than its configuration has layers.
-
-    Called before `expected_shapes`, which takes hours for a configuration that claims a million
-    layers.
-    """
-    if tensors < model.num_layers:
-        raise UserError(
-            f"{path!r} holds {tensors} tensors, fewer than the {model.num_layers} layers of its configuration"
         )
 
 
@@ -309,9 +312,6 @@ def reader(source: Source, definition: nn.ModelDef) -> Reader:
     """
     letters_of = traverse_util.flatten_dict(definition.dims, sep="/")
     abstract = traverse_util.flatten_dict(definition.abstract, sep="/")
-    dtypes = {}
-    for key, array in source.arrays.items():
-        dtypes[key.name] = jnp.promote_types(dtypes.get(key.name, array.dtype), array.dtype)
 
     def place(key: Key) -> jax.Array:
         """Padded with zeros to the shape in `definition`. The host holds the array and its
@@ -320,7 +320,7 @@ def reader(source: Source, definition: nn.ModelDef) -> Reader:
         key = Key(*key)
         letters = letters_of[key.name].removeprefix("L")
         shape = abstract[key.name].shape[-len(letters) :]
-        dtype, values = np.dtype(dtypes[key.name]), source.arrays[key].read()
+        dtype, values = source.dtypes[key.name], source.arrays[key].read()
         return meshes.place(
             lambda index: _copy(values[index], dtype), shape, definition.layout.sharding(letters)
         )
@@ -336,28 +336,3 @@ def _copy(values: np.ndarray, dtype: np.dtype) -> np.ndarray:
         return np.array(values, dtype, order="C")
     # Copied as integers: NumPy copies bfloat16 value by value, 15 times slower.
     return np.array(values.view(f"u{dtype.itemsize}"), order="C").view(dtype)
-
-
-# PyTorch's matrices are [out, in]; in our arrays heads are separate dimensions. These return views
-# and copy no values. `dims` are letters as in `dims`; `ours` is our shape.
-
-
-def torch_shape(dims: str, ours: tuple[int, ...]) -> tuple[int, ...]:
-    """PyTorch's shape: [N x H, D] for our [D, N, H]. Vectors are flat. Tables are [V, D] in
-    both.
-    """
-    if not parameter.is_matrix(dims):
-        return (math.prod(ours),)
-    if dims == "VD":
-        return ours
-    # the dimensions that a matmul sums over come first
-    inputs = 1 if dims.startswith("D") else len(dims) - 1
-    return (math.prod(ours[inputs:]), math.prod(ours[:inputs]))
-
-
-def from_torch(array: np.ndarray, *, dims: str, ours: tuple[int, ...]) -> np.ndarray:
-    return array if dims == "VD" else array.T.reshape(ours)
-
-
-def to_torch(array: np.ndarray, *, dims: str, theirs: tuple[int, ...]) -> np.ndarray:
-    return array if dims == "VD" else array.reshape(theirs[::-1]).T

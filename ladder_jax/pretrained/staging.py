@@ -16,6 +16,7 @@ from collections.abc import Iterator
 
 from ladder_jax.checkpoint import manifest
 from ladder_jax.errors import RunFailed, Stopped, UserError
+from ladder_jax.files import explained
 
 LOCK = ".lock"
 
@@ -67,17 +68,15 @@ def staged(destination: pathlib.Path, *, resumes: bool = False) -> Iterator[path
         removed = scratch
         try:
             shutil.rmtree(folder, ignore_errors=True)  # what a killed process left
-            yield folder
-            _sync(folder)
-            os.rename(folder, destination)  # over an empty folder, too
-            manifest.sync_folder(destination.parent)
+            with explained(destination, "write"):
+                yield folder
+                for path in (folder, *folder.rglob("*")):  # a power cut leaves no half of them
+                    manifest.sync_folder(path)  # which syncs a file likewise
+                os.rename(folder, destination)  # over an empty folder, too
+                manifest.sync_folder(destination.parent)
         except BaseException as error:
             if resumes and not isinstance(error, UserError) and not _is_written(destination):
                 removed = folder
-            if isinstance(error, OSError):
-                raise RunFailed(
-                    f"cannot write {str(destination)!r}: {error.strerror or error}"
-                ) from error
             raise
         finally:
             shutil.rmtree(removed, ignore_errors=True)
@@ -104,14 +103,6 @@ def _lock(scratch: pathlib.Path, destination: pathlib.Path) -> int:
         os.close(lock)
         raise UserError(f"another process is writing {str(destination)!r}") from None
     return lock
-
-
-def _sync(folder: pathlib.Path) -> None:
-    """Sync files and folders to the disk, so that a power cut leaves no half of them under the
-    final name.
-    """
-    for path in (folder, *folder.rglob("*")):
-        manifest.sync_folder(path)  # which syncs a file likewise
 
 
 def _is_written(destination: pathlib.Path) -> bool:

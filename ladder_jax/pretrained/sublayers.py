@@ -19,13 +19,13 @@ from jax import lax
 from ladder_jax import nn, residual
 from ladder_jax.config import ModelConfig
 from ladder_jax.nn.modules import LayerContext, normalise
-from ladder_jax.nn.parameter import LAYERS, stacks
+from ladder_jax.nn.parameter import LAYERS, pad_end, stacks
 from ladder_jax.parallel import all_gather, all_reduce, on_mesh, over_ranks, pvary, rank
 from ladder_jax.parallel.collectives import ranks
 from ladder_jax.residual.recurrence import Projections, project
 from ladder_jax.residual.topologies import ROUTED, SHARED
 
-ROWS = 4  # of a batch, at most
+ROWS = 4  # of a batch
 
 
 @jax.tree_util.register_dataclass
@@ -41,37 +41,29 @@ class Streams:
     newest_first: tuple[jax.Array, ...]
     partial: jax.Array
 
-
-@dataclasses.dataclass(frozen=True)
-class DelayedStep:
-    """A step that reads the stream of `delay` sublayers ago. delay: a traced int32 scalar, so what
-    is read, added and left pending cannot be planned, as residual/recurrence.py does it.
-
-    early: sublayers of the same input whose output a later step does not leave out, if this step's
-        input is late: a farskip's shared expert (residual/topologies.py).
-    """
-
-    sublayers: tuple[int, ...]
-    delay: jax.Array
-    fresh: bool
-    early: tuple[int, ...] = ()
-
-    def input(self, state: Streams, *, axes: tuple[str, ...]) -> jax.Array:
-        x = pvary(lax.select_n(self.delay, *state.newest_first), axes)
-        if not self.fresh:
+    def input(self, step: residual.Step, *, axes: tuple[str, ...]) -> jax.Array:
+        """The stream of `step.delay` sublayers ago. That is a traced int32 scalar, so what is read,
+        added and left pending cannot be planned, as residual/recurrence.py does it.
+        """
+        x = pvary(lax.select_n(step.delay, *self.newest_first), axes)
+        if not step.fresh:
             return x
-        own = jnp.where(self.delay > 0, state.partial, 0)
+        own = jnp.where(step.delay > 0, self.partial, 0)
         return residual.add(x, (own,))
 
 
 @dataclasses.dataclass(frozen=True)
 class Chosen(residual.AllReduce):
-    """The wire of such steps: every sum is reduced at once."""
+    """The wire of steps with such delays: every sum is reduced at once.
+
+    A step's early sublayers are those of the same input whose output a later step does not leave
+    out, if its own input is late: a farskip's shared expert (residual/topologies.py).
+    """
 
     def advance(
-        self, state: Streams, step: DelayedStep, sublayers: Sequence[residual.Sublayer]
+        self, state: Streams, step: residual.Step, sublayers: Sequence[residual.Sublayer]
     ) -> Streams:
-        x, late = step.input(state, axes=self.axes), step.delay > 0
+        x, late = state.input(step, axes=self.axes), step.delay > 0
         partial = self.partial(step.sublayers, x, sublayers)
         summed = all_reduce(partial, self.axes)
         before = state.newest_first[0]
@@ -93,7 +85,7 @@ class OutputRead:
     axes: tuple[str, ...]
 
     def advance(
-        self, state: Streams, step: DelayedStep, sublayers: Sequence[residual.Normed]
+        self, state: Streams, step: residual.Step, sublayers: Sequence[residual.Normed]
     ) -> tuple[jax.Array, jax.Array]:
         read, (which,) = [], step.sublayers
 
@@ -102,7 +94,7 @@ class OutputRead:
             return product(hidden, weights)
 
         one = sublayers[which]
-        x = one.normed(step.input(state, axes=self.axes))
+        x = one.normed(state.input(step, axes=self.axes))
         output = one.function(x, projections=Projections(out=project(out)))
         return read[0].reshape(*x.shape[:2], -1), output
 
@@ -116,20 +108,20 @@ class Programs:
 
     begin(embedding's params, tokens [B, T]) -> Streams before the first sublayer
     advance[stack]: (params of a layer of the stack, streams, delay) -> Streams after its attention,
-    its MLP loss(params outside the layers, streams, targets [B, T]) -> the summed loss in nats,
-    after the last layer statistics(streams, rows [B], delay) -> float32 (products, energy, missing)
-    output_statistics[stack]: (layer's params, its original ones, streams, rows [B], delay) -> as
-        `statistics`
+        its MLP
+    loss(params outside the layers, streams, targets [B, T]) -> the summed loss in nats, after the
+        last layer
+    statistics(streams, delay) -> float32 (products, energy, missing), sums over tokens
+    output_statistics[stack]: (layer's params, its original ones, streams, delay) -> likewise
 
-    `products` [R, D, 2D] are n(z)^T [n(z), n(x)], with z the late input and x the whole one, summed
-    over tokens, each row of the batch times its entry of `rows`; their last dimension is padded to
-    a multiple of the ranks. R is 1, or, where each rank has its own input (ladder-fresh), the
-    number of ranks. `energy` is the sum of |n(x)|^2, and `missing` [ranks] that of |n(z) - n(x)|^2.
+    Of inputs, with z the late input, x the whole one and n the norm without its gain, `products`
+    [R, D, 2D] are n(z)^T [n(z), n(x) - n(z)], `energy` is the sum of |n(x)|^2, and `missing`
+    [ranks] that of |n(x) - n(z)|^2. R is 1, and D is padded to a multiple of the ranks; or, where
+    each rank has its own input (ladder-fresh), R is the number of ranks.
 
     Of outputs, `products` [1, M, M + D] are h^T [h, goal - output], where h is the input of the
-    output projection, and the goal what the original layer's is of x; `energy` is the sum of
-    |goal|^2, and `missing` [1] that of
-    |goal - output|^2.
+    output projection, and the goal what the original layer's output is of x; `energy` is the sum
+    of |goal|^2, and `missing` [ranks] that of |goal - output|^2.
     """
 
     begin: Callable
@@ -138,6 +130,12 @@ class Programs:
     statistics: Callable
     output_statistics: Mapping[str, Two]
     dims: Any  # of Streams
+
+
+def batches(rows: np.ndarray, *, multiple: int = 1) -> list[np.ndarray]:
+    """The rows in batches of ROWS, rounded up to a multiple, and one of the rest."""
+    size = -(-ROWS // multiple) * multiple
+    return [rows[start : start + size] for start in range(0, len(rows), size)]
 
 
 def delays(config: ModelConfig) -> np.ndarray:
@@ -165,7 +163,7 @@ def programs(definition: nn.ModelDef) -> Programs:
             config, streams.partial.shape[1], axes=axes, kernel=definition.kernel
         )
         early = (SHARED,) if topology.farskip and sublayer == ROUTED and stack == LAYERS else ()
-        step = DelayedStep((sublayer,), delay, fresh, early)
+        step = residual.Step((sublayer,), delay=delay, fresh=fresh, early=early)
         layer = definition.bind(stack, params)
         streams, *_ = layer(streams, steps=(step,), wire=wire, contexts=[context])
         return streams
@@ -178,42 +176,37 @@ def programs(definition: nn.ModelDef) -> Programs:
         x = definition.bind("final_norm", params["final_norm"])(x, dtype=dtype)
         return all_reduce(nn.loss_sum(definition, params, x, targets), layout.batch)
 
-    def statistics(streams, rows, delay):
-        target = streams.newest_first[0]
-        late = DelayedStep((), delay, fresh).input(streams, axes=axes)
+    def statistics(streams, delay):
+        late = streams.input(residual.Step((), delay=delay, fresh=fresh), axes=axes)
         flat = lambda x: normalise(x, eps=config.norm_eps).reshape(-1, config.d_model)
-        late, whole = flat(late), pvary(flat(target), axes)
-        both = jnp.concatenate([late, whole], axis=1)
-        if not fresh:  # each rank computes a share of the columns
-            share = -(-both.shape[1] // ranks(axes))
-            both = jnp.pad(both, ((0, 0), (0, share * ranks(axes) - both.shape[1])))
-            both = lax.dynamic_slice_in_dim(both, rank(axes) * share, share, axis=1)
-        return sums(rows, late, both, whole=flat(target), lacking=late - whole)
+        late, whole = flat(late), flat(streams.newest_first[0])
+        read = late
+        if not fresh:  # each rank computes a share of the products
+            share = -(-config.d_model // ranks(axes))
+            read = pad_end(late, axis=1, by=share * ranks(axes) - config.d_model)
+            read = lax.dynamic_slice_in_dim(read, rank(axes) * share, share, axis=1)
+        return sums(read, late, whole, lacking=pvary(whole, axes) - late)
 
-    def sums(rows, read, both, *, whole, lacking):
-        weights = jnp.repeat(rows, len(read) // len(rows))[:, None]
-        products = jnp.einsum("tm,te->me", weights * read, both, precision=lax.Precision.HIGHEST)[
-            None
-        ]
-        energy = jnp.sum(weights * jnp.square(whole))
-        missing = jnp.sum(weights * jnp.square(lacking))[None]
+    def sums(read, features, whole, *, lacking):
+        """read: this rank's `features`."""
+        beside = jnp.concatenate([features, lacking], axis=1)
+        products = jnp.einsum("tm,te->me", read, beside, precision=lax.Precision.HIGHEST)[None]
+        energy = jnp.sum(jnp.square(whole))
+        missing = jnp.sum(jnp.square(lacking))[None]
         return tuple(all_reduce(x, layout.batch) for x in (products, energy, missing))
 
     def read(stack, sublayer, params, streams, delay):
         hidden, partial = through(stack, sublayer, OutputRead(axes), params, streams, delay)
         return hidden, all_reduce(partial.astype(jnp.float32), axes)
 
-    def output_statistics(stack, sublayer, params, original, streams, rows, delay):
+    def output_statistics(stack, sublayer, params, original, streams, delay):
         _, goal = read(stack, sublayer, original, streams, jnp.int32(0))
         hidden, reached = read(stack, sublayer, params, streams, delay)
         goal, hidden, reached = (
             x.astype(jnp.float32).reshape(-1, x.shape[-1]) for x in (goal, hidden, reached)
         )
-        lacking = goal - reached
-        both = jnp.concatenate(
-            [all_gather(hidden, axes, dimension=1), pvary(lacking, axes)], axis=1
-        )
-        return sums(rows, hidden, both, whole=goal, lacking=lacking)
+        features = all_gather(hidden, axes, dimension=1)
+        return sums(hidden, features, goal, lacking=pvary(goal - reached, axes))
 
     def compiled(local, in_dims, out_dims):
         dims = dict(in_dims=in_dims, out_dims=out_dims)
@@ -241,9 +234,7 @@ def programs(definition: nn.ModelDef) -> Programs:
         begin=compiled(begin, (definition.dims["embedding"], "BT"), streams),
         advance=by_stack(advance, (streams, ""), streams),
         loss=compiled(loss, (outside, streams, "BT"), ""),
-        statistics=compiled(statistics, (streams, "B", ""), ("Fmm" if fresh else "1mF", "", "F")),
-        output_statistics=by_stack(
-            output_statistics, (streams, "B", ""), ("1Fm", "", "1"), layers=2
-        ),
+        statistics=compiled(statistics, (streams, ""), ("Fmm" if fresh else "1Fm", "", "F")),
+        output_statistics=by_stack(output_statistics, (streams, ""), ("1Fm", "", "F"), layers=2),
         dims=streams,
     )

@@ -45,13 +45,8 @@ def name_of(theirs: str) -> str:
 
 def interleaved(rows: np.ndarray, *, heads: int) -> np.ndarray:
     """Row i of the first half of a head to 2i, of the second half to 2i + 1."""
-    out = np.empty_like(rows)
-    size = rows.shape[0] // heads
-    for head in range(heads):
-        for i in range(size // 2):
-            out[head * size + 2 * i] = rows[head * size + i]
-            out[head * size + 2 * i + 1] = rows[head * size + i + size // 2]
-    return out
+    halves = rows.reshape(heads, 2, -1, *rows.shape[1:])
+    return np.stack([halves[:, 0], halves[:, 1]], axis=2).reshape(rows.shape)
 
 
 def write(
@@ -102,7 +97,7 @@ def write(
         ] = value
     for setting, value in full.items():
         if value is not None:
-            _set(writer, setting, value)
+            writer.add_key_value(setting, value, gguf.GGUFValueType.get_type(value))
     arrays = {}
     for theirs, values in models.weights(told, seed=seed).items():
         if family == "llama" and ".q_proj." in theirs:
@@ -162,13 +157,3 @@ def small() -> tokenizers.Tokenizer:
     made.decoder = tokenizers.decoders.ByteLevel()
     made.add_special_tokens([tiny.BEGIN, tiny.END])
     return made
-
-
-def _set(writer: gguf.GGUFWriter, name: str, value: object) -> None:
-    of = {
-        bool: writer.add_bool,
-        int: writer.add_uint32,
-        float: writer.add_float32,
-        str: writer.add_string,
-    }
-    of.get(type(value), writer.add_array)(name, value)

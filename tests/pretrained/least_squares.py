@@ -8,12 +8,14 @@ import jax.numpy as jnp
 import numpy as np
 from flax import traverse_util
 
+from ladder_jax import parallel
 from ladder_jax.nn.parameter import STACKS
+from ladder_jax.pretrained.refit import FittedProjections, Refit, refit
 from ladder_jax.pretrained.source import Key, Source, Stored
 from tests import cases, reference
 
 RIDGE = 1e-2
-TOKENS = cases.tokens((5, 30), seed=4)
+TOKENS = cases.tokens((6, 30), seed=4)
 SUBLAYERS = ("attention", "mlp")
 EXPERTS = ("router", "experts/gate", "experts/up", "shared/gate", "shared/up", "shared/share")
 READERS = {"attention": ("query", "key", "value"), "mlp": ("gate", "up", *EXPERTS)}
@@ -32,8 +34,16 @@ def as_source(params, model) -> Source:
     return Source("in memory", model, {key: stored(array) for key, array in arrays.items()})
 
 
-def check(result, wanted, amplified, *, source, model):
-    """The fitted arrays are the wanted ones, gains became ones, and nothing else is touched."""
+def check(params, model, shape: reference.Shape, *, projections: FittedProjections, **mesh):
+    """The fitted arrays of `params` are the wanted ones, gains became ones, and nothing else is
+    touched.
+    """
+    standard = dataclasses.replace(model, residual="standard", ladder_layers=None, ranks=None)
+    source = as_source(params, standard)
+    settings = Refit(ridge=RIDGE, projections=projections)
+    mesh = parallel.make_mesh(**mesh)
+    result = refit(source, model=model, rows=TOKENS, mesh=mesh, settings=settings)
+    wanted, amplified = expected(params, shape, both=projections is FittedProjections.BOTH)
     key = lambda layer, array: Key.of_layer(layer, array, model=model)
     sublayer = lambda array: (
         array if array in ("attention/out", "mlp/down") else array.partition("/")[0]
@@ -112,9 +122,7 @@ def expected(params, shape: reference.Shape, *, both: bool = False):
         writes = WRITERS[sublayer]
         if delay and both and writes in own:
             lacking = (output(original[stack], whole) - newest).sum(0)
-            read = hidden(
-                fitted[stack], place, sublayer, lambda these: output(these, inputs).sum(0)
-            )
+            read = hidden(fitted[stack], sublayer, lambda these: parts(these, inputs).sum(0))
             change, factor = stacked_least_squares(read, lacking.reshape(len(read), -1), prior=0)
             own[writes][place] += change.reshape(own[writes][place].shape)
             keep(layer, f"{sublayer}/{writes}", own[writes][place].copy(), factor)
@@ -170,21 +178,14 @@ def reference_output(layers, inputs, *, layer, attends, shape) -> np.ndarray:
         return np.asarray(reference.sublayer(layers, layer, inputs, attends=attends, shape=shape))
 
 
-def hidden(layers, layer, sublayer, output) -> np.ndarray:
-    """What the output projection reads, [n, M]: the output where that copies D columns, and again
-    for the next D.
-    """
-    copied = jax.tree.map(np.copy, layers)
-    array = copied[sublayer][WRITERS[sublayer]][layer]
-    if (bias := f"{WRITERS[sublayer]}_bias") in copied[sublayer]:
-        copied[sublayer][bias][layer] = 0
-    count = array.size // array.shape[-1]
-    width = array.shape[-1]
-    columns = []
-    for start in range(0, count, width):
-        array[...] = np.eye(count, width, k=-start).reshape(array.shape)
-        columns.append(output(copied).reshape(-1, width)[:, : count - start])
-    return np.concatenate(columns, axis=1)
+def hidden(layers, sublayer, output) -> np.ndarray:
+    """What the output projection reads, [n, M]: its output where it copies that, without bias."""
+    writes = WRITERS[sublayer]
+    own = {name: array for name, array in layers[sublayer].items() if name != f"{writes}_bias"}
+    shape = own[writes].shape[:-1]
+    count = int(np.prod(shape[1:]))
+    own[writes] = np.broadcast_to(np.eye(count).reshape(*shape[1:], count), (*shape, count))
+    return output({**layers, sublayer: own}).reshape(-1, count)
 
 
 def stacked_least_squares(late, whole, *, prior=1):

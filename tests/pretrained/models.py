@@ -152,22 +152,14 @@ EXPERTS = [
 ]
 """Those whose logits are recorded."""
 
-_CLASSES = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3"}
+_SORTED = ("llama", "mistral", "qwen2", "qwen3")
+"""Families whose tensors are drawn in the order of their names."""
 
 
 def config(name: str, **changes) -> dict:
     """The contents of a `config.json`; a change to `...` leaves the field out."""
-    if name in WITH_EXPERTS:
-        told = {"model_type": name.partition(" ")[0], **_SHAPE, **WITH_EXPERTS[name], **changes}
-    else:
-        family = CONFIGS[name]["model_type"]
-        told = {
-            "architectures": [f"{_CLASSES[family]}ForCausalLM"],
-            **_SHAPE,
-            **CONFIGS[name],
-            **changes,
-        }
-    return {field: value for field, value in told.items() if value is not ...}
+    told = {"model_type": name.partition(" ")[0], **_SHAPE, **(CONFIGS | WITH_EXPERTS)[name]}
+    return {field: value for field, value in (told | changes).items() if value is not ...}
 
 
 def shapes(told: dict) -> dict[str, tuple[int, ...]]:
@@ -235,7 +227,7 @@ def weights(told: dict, *, seed: int = 0, dtype=np.float32) -> dict[str, np.ndar
     """Random values large enough that every sublayer moves the logits."""
     rng = np.random.default_rng(seed)
     named = shapes(told).items()
-    if told["model_type"] in _CLASSES:
+    if told["model_type"] in _SORTED:
         named = sorted(named)
     return {name: drawn(rng, name, shape).astype(dtype) for name, shape in named}
 

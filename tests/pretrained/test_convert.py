@@ -12,7 +12,6 @@ import sys
 import time
 import types
 
-import jax
 import numpy as np
 import pytest
 from gguf import GGMLQuantizationType as Kind
@@ -22,9 +21,8 @@ from ladder_jax.checkpoint.arrays import Stream
 from ladder_jax.cli import main
 from ladder_jax.errors import RunFailed, UserError
 from ladder_jax.pretrained import convert as conversion
-from ladder_jax.pretrained import formats, staging
+from ladder_jax.pretrained import staging
 from ladder_jax.pretrained.convert import Text
-from tests import reference
 from tests import tokenizers as tiny
 from tests.pretrained import gguf_files, models
 
@@ -42,9 +40,8 @@ def convert(source, destination, **arguments):
     return checkpoint.open_checkpoint(destination)
 
 
-def restored(saved, *, tensor=1):
-    definition = nn.define(saved.config.model, mesh=parallel.make_mesh(tensor=tensor))
-    return definition, saved.params(definition)
+def restored(saved, *, tensor):
+    return saved.params(nn.define(saved.config.model, mesh=parallel.make_mesh(tensor=tensor)))
 
 
 def test_values_and_files_arrive(tmp_path, capsys):
@@ -64,54 +61,25 @@ def test_values_and_files_arrive(tmp_path, capsys):
         38_048,
     )
     assert not checkpoint.verify(saved.path)
-    assert saved.config.model == source.model
     again = pretrained.open(tmp_path / "out")
-    assert (again.context, again.generation) == (source.context, source.generation)
+    about = lambda source: (source.model, source.context, source.generation)
+    assert about(again) == about(source)
     same(again, source)
-    keys = np.stack([source.arrays["layers/attention/key", layer].read() for layer in range(2)])
-    for tensor in (1, 4):
-        _, params = restored(saved, tensor=tensor)
-        assert (np.asarray(params["layers"]["attention"]["key"]) == keys.astype(np.float32)).all()
+    keys = restored(saved, tensor=4)["layers"]["attention"]["key"]
+    for layer in range(2):
+        stored = source.arrays["layers/attention/key", layer].read()
+        assert np.array_equal(keys[layer], stored.astype(np.float32))
     assert saved.tokenizer().encode("the cat") == made.encode("the cat").ids
     with pytest.raises(UserError, match="was converted, not trained"):
         saved.optimizer({})
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.gguf", "out"]
 
 
-@pytest.mark.parametrize(
-    "arguments, kind, number, ladder",
-    [
-        (dict(ladder_layers="0"), "standard", 1, ()),
-        pytest.param(dict(ladder_layers="2"), "ladder", 1, (2, 3), marks=pytest.mark.full),
-        (dict(ladder_layers="0,2", residual="ladder-2"), "ladder", 2, (0, 2)),
-    ],
-)
-def test_hybrids_equal_the_dense_reference(arguments, kind, number, ladder, small, tmp_path):
-    """Zero layers change nothing: then transformers' own loss is the reference, too."""
-    definition, params = restored(convert(small, tmp_path / "out", **arguments))
-    ours = np.asarray(nn.compiled_logits(definition)(params, models.tokens()))
-    shape = reference.Shape(
-        layers=4, heads=4, kv_heads=4, vocab=129, kind=kind, number=number, ladder=ladder
-    )
-    expected = reference.evaluate(
-        reference.logits, jax.tree.map(np.asarray, params), models.tokens(), shape
-    )
-    assert models.error(ours, expected) <= 1e-5
-
-
 def test_to_hugging_face_and_back(small, tmp_path):
-    conversion.run(
-        {
-            **ARGUMENTS,
-            "source": str(small),
-            "destination": str(tmp_path / "hf"),
-            "to": "huggingface",
-        }
-    )
-    saved = convert(
-        tmp_path / "hf", tmp_path / "out", ladder_layers="1,2", residual="ladder-fresh", ranks=2
-    )
-    assert (saved.config.model.residual, saved.config.model.ranks) == ("ladder-fresh", 2)
+    assert main(["convert", str(small), str(tmp_path / "hf"), "--to", "huggingface"]) == 0
+    how = dict(ladder_layers="1,2", residual="ladder-fresh", ranks=2)
+    model = convert(tmp_path / "hf", tmp_path / "out", **how).config.model
+    assert {name: getattr(model, name) for name in how} == how
     same(pretrained.open(tmp_path / "out"), pretrained.open(small))
 
 
@@ -211,18 +179,6 @@ def test_a_disk_that_refuses_or_forgets(small, tmp_path, monkeypatch):
     with pytest.raises(RunFailed, match="no space for '.*out': 0.2 MB needed, 0.0 free"):
         convert(small, tmp_path / "out")
     assert not any(tmp_path.iterdir())
-
-
-def test_sources_that_break_midway_leave_nothing(small, tmp_path):
-    """Its file is cut off once it has been opened: as on a network's disk that goes away."""
-    file = tmp_path / "file.gguf"
-    file.write_bytes(small.read_bytes())
-    source = pretrained.open(file)
-    file.write_bytes(small.read_bytes()[:-1000])
-    place = tmp_path / "out"
-    with pytest.raises(UserError, match="was cut short"), staging.staged(place) as folder:
-        formats.write(source, folder, format=formats.Format.CHECKPOINT, place=place)
-    assert [path.name for path in tmp_path.iterdir()] == ["file.gguf"]
 
 
 SLOW = """

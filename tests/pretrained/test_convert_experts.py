@@ -2,16 +2,12 @@
 in float64.
 """
 
-import dataclasses
-
 import pytest
 
-from ladder_jax import parallel
-from ladder_jax.pretrained.refit import Refit, refit
-from ladder_jax.pretrained.sensitivity import Probe
-from tests import cases, experts, reference
-from tests.pretrained.least_squares import RIDGE, TOKENS, as_source, check, expected
+from tests import cases, experts
+from tests.pretrained.least_squares import check
 from tests.pretrained.test_refit import BOTH, INPUTS
+from tests.pretrained.test_sensitivity import check_losses
 
 
 def parameters(kind, dense=0):
@@ -40,16 +36,8 @@ def test_the_refit_is_the_least_squares_solution(name, kind, dense, mesh, projec
     Of output projections attention's, and those of first layers without experts.
     """
     model = experts.model(name, kind, dense_layers=dense)
-    source = as_source(
-        parameters(kind, dense), dataclasses.replace(model, residual="standard", ladder_layers=None)
-    )
-    settings = dict(
-        mesh=parallel.make_mesh(**mesh), settings=Refit(ridge=RIDGE, projections=projections)
-    )
-    result = refit(source, model=model, rows=TOKENS, **settings)
-    wanted = expected(parameters(kind, dense), experts.shape(name, model), both=projections is BOTH)
-    assert len(wanted[0]) > 3
-    check(result, *wanted, source=source, model=model)
+    shape = experts.shape(name, model)
+    check(parameters(kind, dense), model, shape, projections=projections, **mesh)
 
 
 SUBSETS = [
@@ -64,12 +52,5 @@ SUBSETS = [
 @pytest.mark.parametrize("name, kind, dense, tensor", SUBSETS)
 def test_losses_of_any_subset_are_the_references(name, kind, dense, tensor):
     definition = experts.define(name, kind, tensor=tensor, dense_layers=dense)
-    rows = cases.tokens((2, 17), seed=3)
-    plain = parameters(kind, dense)
-    probe = Probe(definition, as_source(plain, definition.config), rows)
     shape = experts.shape(name, definition.config)
-    for chosen in ((), (0, 1), (2,), (0, 2)):
-        told = dataclasses.replace(shape, ladder=chosen)
-        assert probe.loss(chosen) == pytest.approx(
-            reference.loss_eagerly(plain, rows, told), rel=2e-5
-        ), chosen
+    check_losses(definition, parameters(kind, dense), shape, (), (0, 1), (2,), (0, 2))

@@ -26,13 +26,14 @@ def whole(tmp_path, monkeypatch):
     return tmp_path / "whole"
 
 
-@pytest.mark.parametrize("kept", [0, 7, 8, 100, 0.5, -1])
-def test_truncated(kept, whole):
+@pytest.mark.parametrize("kept", [0, 7, 8, 100, -1])
+def test_truncated_or_removed(kept, whole):
     file = sorted(whole.glob("*.safetensors"))[1]
-    content = file.read_bytes()
-    file.write_bytes(content[: int(len(content) * kept) if isinstance(kept, float) else kept])
+    file.write_bytes(file.read_bytes()[:kept])
     assert file.name in (message := refused(whole))
     assert "not a whole safetensors file" in message
+    os.remove(file)
+    assert file.name in refused(whole)
 
 
 @pytest.mark.parametrize(
@@ -41,12 +42,6 @@ def test_truncated(kept, whole):
 def test_nonsense_in_headers(header, whole):
     file = sorted(whole.glob("*.safetensors"))[0]
     file.write_bytes(header + file.read_bytes()[len(header) :])
-    assert file.name in refused(whole)
-
-
-def test_missing_shard(whole):
-    file = sorted(whole.glob("*.safetensors"))[1]
-    os.remove(file)
     assert file.name in refused(whole)
 
 
@@ -137,21 +132,14 @@ def test_what_is_no_model(tmp_path):
         assert "config.json" in refused(folder)
 
 
-def test_a_file_that_is_no_longer_there_when_it_is_read(tmp_path):
-    source = pretrained.open(models.write(tmp_path / "model", "llama-2"))
-    os.remove(tmp_path / "model" / "model.safetensors")
-    with pytest.raises(UserError, match="model.safetensors"):
-        next(iter(source.arrays.values())).read()
-
-
-def test_a_file_that_is_cut_short_while_it_is_read(tmp_path):
+def test_a_file_that_is_cut_short_or_removed_while_it_is_read(tmp_path):
     """An error, where a memory map would end the process (SIGBUS)."""
     source = pretrained.open(models.write(tmp_path / "model", "llama-2"))
-    whole = {key: stored.read() for key, stored in source.arrays.items()}
-    os.truncate(tmp_path / "model" / "model.safetensors", 4000)
-    for key, stored in source.arrays.items():
-        with pytest.raises(
-            UserError, match="model.safetensors' was cut short: it was complete when it was opened"
-        ):
+    file = tmp_path / "model" / "model.safetensors"
+    os.truncate(file, 4000)
+    for stored in source.arrays.values():
+        with pytest.raises(UserError, match=f"{file.name}' was cut short: it was complete when"):
             stored.read()
-        assert np.isfinite(whole[key]).all()
+    os.remove(file)
+    with pytest.raises(UserError, match=f"cannot read .*{file.name}': No such file"):
+        stored.read()

@@ -24,28 +24,26 @@ def head_of(*settings, version=3, tensors=0):
     return b"GGUF" + struct.pack("<IQQ", version, tensors, len(settings)) + b"".join(settings)
 
 
-LIST = string(b"tokenizer.ggml.scores") + struct.pack("<I", 9)
+def many(kind, count=2**40):
+    """A setting that is a list of so many items of a kind."""
+    return string(b"tokenizer.ggml.scores") + struct.pack("<IIQ", 9, kind, count)
+
+
 BOMBS = {
-    "numbers": head_of(LIST + struct.pack("<IQ", 6, 2**40)),
-    "strings": head_of(LIST + struct.pack("<IQ", 8, 2**40)),
-    "lists": head_of(LIST + struct.pack("<IQ", 9, 2**40)),
-    "as many as it has bytes": head_of(LIST + struct.pack("<IQ", 0, 2**25) + bytes(2**25)),
-    "lists in lists": head_of(LIST + struct.pack("<IQ", 9, 1) * 100_000),
-    "empty lists": head_of(
-        *[LIST + struct.pack("<IQ", 9, 2**20) + struct.pack("<IQ", 9, 0) * 2**20] * 2
-    ),
+    "numbers": head_of(many(6)),
+    "strings": head_of(many(8)),
+    "lists": head_of(many(9)),
+    "as many as it has bytes": head_of(many(0, 2**25) + bytes(2**25)),
+    "lists in lists": head_of(many(9, 1) + struct.pack("<IQ", 9, 1) * 100_000),
+    "empty lists": head_of(*[many(9, 2**20) + struct.pack("<IQ", 9, 0) * 2**20] * 2),
     "settings": b"GGUF" + struct.pack("<IQQ", 3, 0, 2**60),
     "tensors": head_of(tensors=2**60),
     "a name": head_of(struct.pack("<Q", 2**63) + b"a"),
     "a text": head_of(string(b"a") + struct.pack("<IQ", 8, 2**63)),
     "a type": head_of(string(b"a") + struct.pack("<I", 77)),
-    "version 2": head_of(LIST + struct.pack("<IQ", 6, 2**40), version=2),
-    "big-endian": b"GGUF"
-    + struct.pack(">IQQ", 3, 0, 1)
-    + struct.pack(">Q", 1)
-    + b"a"
-    + struct.pack(">IIQ", 9, 6, 2**40),
-    "a version": head_of(LIST + struct.pack("<IQ", 6, 2**40), version=1),
+    "version 2": head_of(many(6), version=2),
+    "big-endian": b"GGUF" + struct.pack(">IQQ", 3, 0, 1),
+    "a version": head_of(many(6), version=1),
 }
 
 

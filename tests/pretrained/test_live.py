@@ -5,16 +5,12 @@ import json
 
 import numpy as np
 import pytest
-import safetensors.numpy
 
-from ladder_jax import nn, parallel, pretrained
-from ladder_jax.config import DecodeConfig
-from ladder_jax.decode.generate import Generator
+from ladder_jax import pretrained
 from ladder_jax.pretrained.source import Stored
 from tests import tokenizers
 from tests.pretrained import ladders, models, record
 from tests.pretrained.test_in import logits, recorded
-from tests.pretrained.test_out import bits
 
 # Their own warnings, of deprecations between them, are not ours to fail for.
 pytestmark = [pytest.mark.hf, pytest.mark.filterwarnings("ignore")]
@@ -36,8 +32,7 @@ def test_imported_models_compute_the_same(name, tmp_path):
     folder = models.write(tmp_path / "model", name)
     live = record.logits(folder)
     assert models.error(live[:, 2::3], recorded()[name]) <= 1e-5, "run tests/pretrained/record.py"
-    for tensor in (1, 4):
-        assert models.error(logits(pretrained.open(folder), tensor=tensor), live) <= BOUND
+    assert models.error(logits(pretrained.open(folder)), live) <= BOUND
 
 
 @pytest.mark.parametrize("name", models.CONFIGS)
@@ -58,15 +53,12 @@ def test_exported_standard_models_are_plain_and_compute_exactly_the_same(
 )
 @pytest.mark.parametrize("name", models.EXPERTS)
 def test_experts_in_and_out(name, form, tmp_path):
-    """Logits and losses; what is written is a class of transformers, which computes the same."""
+    """What is written is a class of transformers, which computes the same."""
     told = models.config(name)
     folder = models.write(tmp_path / "model", name, tensors=form(models.weights(told)))
-    live, losses = record.experts(folder)
+    live = record.logits(folder)
     assert models.error(live[:, 2::3], recorded()[name]) <= 1e-5, "run tests/pretrained/record.py"
-    assert models.error(losses, recorded()[f"{name} losses"]) <= 1e-5
     source = pretrained.open(folder)
-    for tensor in (1, 4):
-        assert models.error(logits(source, tensor=tensor), live) <= BOUND
     pretrained.write_huggingface(source, tmp_path / "out")
     model = opened(tmp_path / "out")
     assert type(model).__module__.startswith("transformers.models.")
@@ -121,12 +113,10 @@ def test_prefill_decode_and_left_padding(exported):
 
 
 def test_generate(exported):
-    """With and without a cache, in a padded batch, and by beams: the greedy tokens that the logits
-    say.
-    """
+    """With and without a cache, in a padded batch, and by beams."""
     import torch
 
-    name, made, _, model = exported
+    *_, model = exported
     prompt = torch.as_tensor(models.tokens()[:1, :10], dtype=torch.long)
     settings = dict(max_new_tokens=12, do_sample=False, eos_token_id=None, pad_token_id=0)
     found = model.generate(prompt, **settings)[0, 10:]
@@ -137,15 +127,6 @@ def test_generate(exported):
     mask = (torch.arange(14)[None] >= torch.tensor([[4], [0]])).long()
     assert torch.equal(model.generate(rows, attention_mask=mask, **settings)[0, 14:], found)
     assert model.generate(prompt, num_beams=3, **settings).shape == (1, 22)
-    if name in (
-        "ladder",
-        "hybrid-delay-2",
-        "experts-farskip",
-    ):  # the others' decoding is as their prefill, which was compared
-        mesh = parallel.make_mesh()
-        generator = Generator(nn.define(made.model, mesh=mesh), pretrained.load(made, mesh=mesh))
-        ours = generator.tokens([prompt[0].tolist()], config=DecodeConfig(max_new_tokens=12))
-        assert ours[0].tolist() == found.tolist()
 
 
 def test_fine_tuned_and_back(exported, tmp_path):
@@ -164,17 +145,8 @@ def test_fine_tuned_and_back(exported, tmp_path):
         assert model(tokens, labels=tokens).loss < loss
     model.save_pretrained(tmp_path / "tuned")
     again = pretrained.open(tmp_path / "tuned")
-    assert (
-        nn.define(again.model, mesh=parallel.make_mesh()).topology
-        == nn.define(made.model, mesh=parallel.make_mesh()).topology
-    )
-    ours = {
-        name: np.frombuffer(raw, dtype).reshape(shape)
-        for name, (dtype, shape, raw) in bits(tmp_path / "tuned").items()
-    }
-    theirs = model.state_dict()
-    assert all(np.array_equal(values, theirs[name].numpy()) for name, values in ours.items())
-    assert len(again.arrays) == len(made.arrays)
+    assert again.arrays.keys() == made.arrays.keys()
+    assert models.error(run(model.eval(), models.tokens()).logits, logits(again)) <= BOUND
 
 
 def test_bfloat16_tokenizer_and_consent(tmp_path):
@@ -183,24 +155,14 @@ def test_bfloat16_tokenizer_and_consent(tmp_path):
     import transformers
 
     made = ladders.make(tmp_path / "made", "ladder", vocab_size=320)
-    tokenizers.folder(tmp_path / "tokenizer")
-    described = tmp_path / "tokenizer" / "tokenizer_config.json"
-    told = json.loads(described.read_text())
-    plain = {
-        name: value["content"] if isinstance(value, dict) else value for name, value in told.items()
-    }
-    # this transformers reads tokens as objects in its own form only
-    described.write_text(json.dumps(plain))
-    files = {file.name: file.read_bytes() for file in (tmp_path / "tokenizer").iterdir()}
-    made = dataclasses.replace(made, files=files)
+    tokenizer = tokenizers.byte_level()
+    files = {"tokenizer.json": tokenizer.to_str().encode()}
     halved = lambda a: Stored(
         a.shape, np.dtype(ml_dtypes.bfloat16), lambda: a.read().astype(ml_dtypes.bfloat16)
     )
-    made = dataclasses.replace(
-        made, arrays={key: halved(stored) for key, stored in made.arrays.items()}
-    )
+    arrays = {key: halved(stored) for key, stored in made.arrays.items()}
+    made = dataclasses.replace(made, files=files, arrays=arrays)
     pretrained.write_huggingface(made, tmp_path / "out")
-    assert safetensors.numpy.load_file(tmp_path / "out" / "model.safetensors")
     model = transformers.AutoModelForCausalLM.from_pretrained(
         tmp_path / "out", trust_remote_code=True
     )
@@ -209,15 +171,10 @@ def test_bfloat16_tokenizer_and_consent(tmp_path):
     with torch.no_grad():
         rounded = model(torch.as_tensor(models.tokens(), dtype=torch.long)).logits.float().numpy()
     assert models.error(rounded, record.logits(tmp_path / "out")) < 0.1
-    here = transformers.AutoTokenizer.from_pretrained(tmp_path / "tokenizer")
     # runs no program
     there = transformers.AutoTokenizer.from_pretrained(tmp_path / "out", trust_remote_code=False)
     text = "the cat sat on the mat"
-    assert there(text)["input_ids"] == here(text)["input_ids"]
-    messages = [{"role": "user", "content": text}]
-    assert there.apply_chat_template(messages, tokenize=False) == here.apply_chat_template(
-        messages, tokenize=False
-    )
+    assert there(text)["input_ids"] == tokenizer.encode(text).ids
     with pytest.raises(ValueError, match="trust_remote_code"):
         transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", trust_remote_code=False)
     told = json.loads((tmp_path / "out" / "config.json").read_text())

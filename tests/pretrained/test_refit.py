@@ -26,7 +26,7 @@ from ladder_jax.pretrained.source import REFIT, Key, Source, Stored
 from ladder_jax.pretrained.sublayers import Streams, programs
 from tests import cases
 from tests.pretrained import gguf_files, models
-from tests.pretrained.least_squares import RIDGE, TOKENS, as_source, check, expected, normalised
+from tests.pretrained.least_squares import TOKENS, as_source, check, normalised
 
 ROOT = pathlib.Path(__file__).parent.parent.parent
 
@@ -67,27 +67,21 @@ CASES = [
 def test_the_fit_is_the_least_squares_solution(name, ranks, data, tensor, projections):
     """With four ranks, two share each key/value head of a fresh ladder, and so its fit."""
     model = small_model(name, ranks=ranks if name in cases.DEPEND_ON_RANKS else None)
-    settings = Refit(ridge=RIDGE, projections=projections)
-    mesh = parallel.make_mesh(data=data, tensor=tensor)
-    result = refit(standard(), model=model, rows=TOKENS, mesh=mesh, settings=settings)
-    wanted = expected(values(), cases.shape(name, model, ranks=ranks), both=projections is BOTH)
-    check(result, *wanted, source=standard(), model=model)
-    assert result.source.path == "in memory"
+    shape = cases.shape(name, model, ranks=ranks)
+    check(values(), model, shape, projections=projections, data=data, tensor=tensor)
 
 
 def test_a_model_without_late_inputs_is_left_alone():
-    """The control: nothing to predict, nothing fitted; and M is the identity where it is fitted all
-    the same.
+    """The control: nothing to predict, nothing fitted; and no change where it is fitted all the
+    same.
     """
     for model in (small_model(), small_model("ladder", ladder_layers="0")):
         result = refit(standard(), model=model, rows=TOKENS, mesh=parallel.make_mesh())
         assert result.fits == ()
         assert result.source.arrays == standard().arrays
     run = Pass(nn.define(small_model(), mesh=parallel.make_mesh()), standard(), TOKENS)
-    assert not run.output_statistics(0, 0).matrices(1, ridge=1e-3)[0].any()
-    (matrix,) = run.statistics(0, 0).matrices(1, ridge=1e-3)
-    # of sums in float32 that are not quite symmetric
-    assert np.abs(matrix - np.eye(32)).max() <= 32 * 2.0**-24 / 1e-3
+    for statistics in run.statistics(0, 0), run.output_statistics(0, 0):
+        assert not statistics.changes(1, ridge=1e-3)[0].any()
 
 
 def test_each_layer_alone_is_fitted_behind_the_original():
@@ -110,33 +104,28 @@ def test_sums_over_many_batches_stay_within_the_bound():
     """
     definition = nn.define(small_model("ladder"), mesh=parallel.make_mesh(tensor=2))
     chance = np.random.default_rng(0)
-    total = Statistics(prior=1)
-    count = 200
-    streams = (5 + chance.standard_normal((2, count, 2, 16, 32))).astype(np.float32)
+    late, whole = (5 + chance.standard_normal((2, 200, 1, 16, 32))).astype(np.float32)
     run = programs(definition).statistics
-    for late, whole in zip(*streams):
-        batch = Streams((whole, late), np.zeros_like(whole))
-        # the second row is padding
-        products, energy, missing = run(batch, np.float32([1, 0]), jnp.int32(1))
-        total.add(np.asarray(products), energy, np.asarray(missing)[:1])
+    of_batch = lambda newest, read: run(Streams((newest, read), np.zeros_like(newest)), np.int32(1))
+    total = Statistics.of(map(of_batch, whole, late), width=32)
     late, whole = (
-        normalised(x[:, 0].astype(np.float64), definition.config.norm_eps) for x in streams
+        normalised(x.astype(np.float64), definition.config.norm_eps) for x in (late, whole)
     )
-    both = np.concatenate([late, whole], axis=1)
+    both = np.concatenate([late, whole - late], axis=1)
     # of the sum over a batch, the mean square, and the division by its root
     roundings = 16 + 32 + 8
-    bound = roundings * cases.UNIT_ROUNDOFF * (abs(late).T @ abs(both))
+    sizes = np.concatenate([abs(late), abs(whole) + abs(late)], axis=1)
+    bound = roundings * cases.UNIT_ROUNDOFF * (abs(late).T @ sizes)
     assert (abs(total.products[0] - late.T @ both) <= bound).all()
-    energy = np.sum(whole**2)
-    assert total.energy == pytest.approx(energy, rel=1e-6)
-    assert total.share_missing() == pytest.approx(np.sum((late - whole) ** 2) / energy, rel=1e-4)
+    assert total.energy == pytest.approx(np.sum(whole**2), rel=1e-6)
+    assert total.missing == pytest.approx(np.sum((late - whole) ** 2), rel=1e-4)
 
 
 def test_bfloat16_is_rounded_once():
     weight = np.random.default_rng(0).standard_normal((4, 6)).astype(jnp.bfloat16)
     gain = np.float32([1, 2, 3, 4])
     matrix = np.eye(4) + 0.25
-    result = folded(weight, gain, [matrix], axis=1)
+    result = folded(weight, gain, [matrix - np.eye(4)], axis=1)
     exact = matrix @ np.diag(gain.astype(float)) @ weight.astype(np.float64)
     assert result.dtype == jnp.bfloat16
     assert (result == exact.astype(jnp.bfloat16)).all()
@@ -150,13 +139,19 @@ def texts(tmp_path_factory):
     return folder
 
 
+def converted(*words) -> Source:
+    """What `convert SOURCE DESTINATION ...` writes."""
+    assert main(["convert", *map(str, words)]) == 0
+    return pretrained.open(words[1])
+
+
 def test_the_verb_refits_and_writes_a_plain_checkpoint(small, texts, tmp_path, capsys):
     """The same definition, and so the same program, as without a refit; to Hugging Face and back,
     bit for bit.
     """
-    words = ["--ladder-layers", "2", "--calibration-tokens", "120"]
-    words += ["--calibration", f"{texts / 'a.txt'}:3", "--calibration", str(texts / "b.txt")]
-    assert main(["convert", str(small), str(tmp_path / "out"), *words]) == 0
+    words = ["--ladder-layers", 2, "--calibration-tokens", 120]
+    words += ["--calibration", f"{texts / 'a.txt'}:3", "--calibration", texts / "b.txt"]
+    before = converted(small, tmp_path / "out", *words)
     printed = capsys.readouterr()
     assert "refitted 4 sublayers: the late inputs lacked" in printed.out
     assert "refitted 8/8 sublayers" in printed.err
@@ -165,34 +160,15 @@ def test_the_verb_refits_and_writes_a_plain_checkpoint(small, texts, tmp_path, c
     fitted = [(one["layer"], one["sublayer"]) for one in told["sublayers"]]
     assert fitted == [(2, "attention"), (2, "mlp"), (3, "attention"), (3, "mlp")]
 
-    assert (
-        main(
-            [
-                "convert",
-                str(small),
-                str(tmp_path / "plain"),
-                "--ladder-layers",
-                "2",
-                "--refit",
-                "none",
-            ]
-        )
-        == 0
-    )
-    assert (
-        main(["convert", str(tmp_path / "out"), str(tmp_path / "hf"), "--to", "huggingface"]) == 0
-    )
-    assert (tmp_path / "hf" / REFIT).read_bytes() == (tmp_path / "out" / REFIT).read_bytes()
-    original = pretrained.open(small)
-    before, after, plain = (pretrained.open(tmp_path / name) for name in ("out", "hf", "plain"))
+    plain = converted(small, tmp_path / "plain", "--ladder-layers", 2, "--refit", "none")
+    after = converted(tmp_path / "out", tmp_path / "hf", "--to", "huggingface")
+    assert after.refit.read_bytes() == before.refit.read_bytes()
     assert before.model == plain.model
-    assert after.refit
     assert not plain.refit
     models.same_arrays(after, before)
     for key, stored in before.arrays.items():
         fitted = key.layer in (2, 3) and not key.name.endswith(("out", "down"))
-        assert (stored.read() == original.arrays[key].read()).all() == (not fitted)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["hf", "out", "plain"]
+        assert (stored.read() == plain.arrays[key].read()).all() == (not fitted)
 
 
 def parsed(model, **options):
@@ -224,11 +200,11 @@ def test_layers_are_chosen_by_their_refitted_cost(small, texts, tmp_path, capsys
     on what follows.
     """
     text = texts / "a.txt"
-    words = ["--ladder-layers", "auto:2", "--calibration", str(text), "--calibration-tokens", "64"]
-    assert main(["convert", str(small), str(tmp_path / "out"), *words, "--search", "ranked"]) == 0
+    words = ["--ladder-layers", "auto:2", "--calibration", text, "--calibration-tokens", 64]
+    saved = converted(small, tmp_path / "out", *words, "--search", "ranked")
     assert "(taken)" in capsys.readouterr().out
     told = json.loads((tmp_path / "out" / "sensitivity.json").read_text())
-    source, saved = pretrained.open(small), pretrained.open(tmp_path / "out")
+    source = pretrained.open(small)
     settings = dict(tokenizer=saved.tokenizer, tokens=64, vocab_size=129)
     measured = rows_of([Text(str(text))], **settings)
     following = rows_of([Text(str(text))], skip=64, **settings)
@@ -238,8 +214,7 @@ def test_layers_are_chosen_by_their_refitted_cost(small, texts, tmp_path, capsys
         return refit(source, model=model, rows=following[:, :-1], mesh=parallel.make_mesh()).source
 
     assert told["curve"][3]["loss"] == pytest.approx(loss(refitted("3,"), measured), rel=1e-5)
-    together = refitted(saved.model.ladder_layers)
-    models.same_arrays(saved, together)
+    models.same_arrays(saved, refitted(saved.model.ladder_layers))
 
 
 def loss(source: Source, rows: np.ndarray) -> float:
@@ -322,36 +297,29 @@ def test_killed_and_resumed_bit_for_bit(
     signum, status, projections, resumed, small, texts, tmp_path, summed, capsys
 ):
     """What was fitted is read, not fitted again; the result is that of an undisturbed run."""
-    command = [
-        "convert",
-        str(small),
-        str(tmp_path / "out"),
-        "--ladder-layers",
-        "3",
-        "--refit",
-        projections.value,
-    ]
-    command += ["--calibration", str(texts / "a.txt"), "--calibration-tokens", "128"]
+    words = ["--ladder-layers", "3", "--refit", projections.value]
+    words += ["--calibration", str(texts / "a.txt"), "--calibration-tokens", "128"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    run = [sys.executable, "-c", KILLED, str(int(signum)), *command]
-    done = subprocess.run(run, capture_output=True, text=True, env=environment, timeout=300)
+    run = [sys.executable, "-c", KILLED, str(int(signum)), "convert", small, tmp_path / "out"]
+    done = subprocess.run(
+        [*run, *words], capture_output=True, text=True, env=environment, timeout=300
+    )
     assert done.returncode == status, done.stderr
     assert signum == signal.SIGKILL or "the same command goes on from here" in done.stderr
-    left = tmp_path / ".out.converting" / "chosen"
+    left = tmp_path / ".out.converting" / "refitted"
     assert len(list(left.glob("*.npz"))) == 3
     assert not (tmp_path / "out").exists()
     if resumed is BEHIND_DAMAGED:  # a damaged file is fitted again
-        (left / "0001-attention-out.npz").write_bytes(b"nonsense")
-    assert main(command) == 0
+        (damaged,) = left.glob("*-0001-attention-out.npz")
+        damaged.write_bytes(b"nonsense")
+    found = converted(small, tmp_path / "out", *words)
     assert summed == resumed
     printed = capsys.readouterr().out
     assert "refitted 6 sublayers: the late inputs" in printed
     assert ("behind these inputs, the sublayers' outputs lacked" in printed) == (
         projections is BOTH
     )
-    command[2] = str(tmp_path / "undisturbed")
-    assert main(command) == 0
-    models.same_arrays(pretrained.open(tmp_path / "out"), pretrained.open(tmp_path / "undisturbed"))
+    models.same_arrays(found, converted(small, tmp_path / "undisturbed", *words))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "undisturbed"]
 
 
@@ -379,6 +347,8 @@ def test_models_that_cannot_be_refitted():
             rows=TOKENS,
             model=small_model("desync-2", ranks=2),
         )
+    with pytest.raises(UserError, match="6 rows of calibration text cannot be split over 4 data"):
+        refit(standard(), mesh=parallel.make_mesh(data=4), **settings)
     with pytest.raises(UserError, match="splits parameters over fsdp"):
         refit(standard(), mesh=parallel.make_mesh(fsdp=2), **settings)
     infinite = np.full((8, 4, 32), np.inf, np.float32)

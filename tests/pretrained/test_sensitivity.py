@@ -6,85 +6,59 @@ import dataclasses
 import itertools
 import json
 
-import jax
-import numpy as np
 import pytest
 
-from ladder_jax import checkpoint, nn, parallel, pretrained
+from ladder_jax import pretrained
 from ladder_jax.cli import main
-from ladder_jax.pretrained.convert import Text, rows_of
 from ladder_jax.pretrained.sensitivity import Probe, Result, Subset, measure
 from ladder_jax.pretrained.sublayers import programs
-from tests import reference
-from tests.pretrained.test_refit import loss
+from tests import cases, reference
+from tests.pretrained.least_squares import as_source
 
-ROWS = np.random.default_rng(3).integers(3, 129, (3, 25)).astype(np.int32)
+ROWS = cases.tokens((3, 25), seed=3)
 TEXT = "the thin cat sat there then, with that other thing; " * 12
 
 
-@pytest.fixture(scope="module")
-def source(small):
-    return pretrained.open(small)
-
-
-def probe(source, residual, *, ranks=None, tensor=1):
-    model = dataclasses.replace(source.model, residual=residual, ranks=ranks)
-    mesh = parallel.make_mesh(tensor=tensor)
-    definition = nn.define(model, mesh=mesh)
-    return definition, pretrained.load(source, mesh=mesh), Probe(definition, source, ROWS)
-
-
-def expected(params, chosen, *, kind, number=1, ranks=1):
-    shape = reference.Shape(
-        layers=4,
-        heads=4,
-        kv_heads=4,
-        vocab=129,
-        kind=kind,
-        number=number,
-        ladder=tuple(chosen),
-        ranks=ranks,
-    )
-    rows = 129 + -129 % (128 * ranks)  # what the reference splits over its ranks
-    pad = lambda table: np.pad(np.asarray(table)[:129], ((0, rows - 129), (0, 0)))
-    plain = jax.tree.map(np.asarray, params)
-    plain |= {
-        name: {"table": pad(plain[name]["table"]).astype(np.float64)}
-        for name in ("embedding", "head")
-    }
-    return reference.loss_eagerly(plain, ROWS, shape)
+def check_losses(definition, params, shape, *subsets):
+    """A probe's, with any subset of layers converted, are the reference's."""
+    probe = Probe(definition, as_source(params, definition.config), ROWS)
+    for chosen in subsets:
+        expected = reference.loss_eagerly(params, ROWS, dataclasses.replace(shape, ladder=chosen))
+        assert probe.loss(chosen) == pytest.approx(expected, rel=2e-5), chosen
 
 
 @pytest.mark.parametrize(
-    "residual, kind, number, ranks, tensor",
+    "name, ranks, tensor",
     [
-        ("ladder", "ladder", 1, None, 1),
-        ("ladder-3", "ladder", 3, None, 1),
-        ("parallel-ladder", "parallel-ladder", 1, None, 1),
-        pytest.param("ladder-fresh", "fresh", 1, 2, 1, marks=pytest.mark.full),
-        ("ladder-fresh", "fresh", 1, 2, 2),
+        ("ladder", 1, 1),
+        ("ladder-3", 1, 1),
+        ("parallel-ladder", 1, 1),
+        pytest.param("ladder-fresh", 2, 1, marks=pytest.mark.full),
+        ("ladder-fresh", 2, 2),
     ],
 )
-def test_losses_of_any_subset_are_the_references(residual, kind, number, ranks, tensor, source):
+def test_losses_of_any_subset_are_the_references(name, ranks, tensor):
     """One compilation for all: the layers are values at run time. The last case has real ranks."""
-    definition, params, probed = probe(source, residual, ranks=ranks, tensor=tensor)
-    told = dict(kind=kind, number=number, ranks=ranks or 1)
-    for chosen in ((), (0, 2), (1, 2, 3), (0, 1, 2, 3)):
-        assert probed.loss(chosen) == pytest.approx(expected(params, chosen, **told), rel=2e-5)
+    definition = cases.define(name, ranks=ranks, tensor=tensor)
+    shape = cases.shape(name, definition.config, ranks=ranks)
+    subsets = (), (0, 2), (1, 2, 3), (0, 1, 2, 3)
+    check_losses(definition, cases.parameters(definition), shape, *subsets)
     assert [program._cache_size() for program in programs(definition).advance["layers"]] == [1, 1]
 
 
-def test_prefixes_are_shared_and_the_choices_are_the_best(source):
+def test_prefixes_are_shared_and_the_choices_are_the_best():
     """Every loss equals the one of its subset from the beginning; ranked and greedy are what these
     losses say.
     """
-    definition, _, probed = probe(source, "ladder")
+    definition = cases.define("ladder")
+    source = as_source(cases.parameters(definition), definition.config)
+    probe = Probe(definition, source, ROWS)
     subsets = itertools.chain.from_iterable(
         itertools.combinations(range(4), size) for size in (0, 1, 2)
     )
-    losses = {chosen: probed.loss(chosen) for chosen in subsets}
+    losses = {chosen: probe.loss(chosen) for chosen in subsets}
     near = lambda *chosen: pytest.approx(losses[tuple(sorted(chosen))], rel=1e-6)
-    assert dict(probed.losses_with((1,))) == {n: near(1, n) for n in (0, 2, 3)}
+    assert dict(probe.losses_with((1,))) == {n: near(1, n) for n in (0, 2, 3)}
     result = measure(definition, source, ROWS, choose=2)
     assert (result.loss, result.tokens) == (near(), 3 * 24)
     assert list(result.alone) == [near(n) for n in range(4)]
@@ -109,13 +83,13 @@ def test_the_better_choice_is_taken():
     assert result(1.2, 1.4, greedy=1.3).chosen == "last"  # the layers interact
 
 
-def test_the_verb_measures_prints_plots_and_converts(source, tmp_path, capsys, monkeypatch):
+def test_the_verb_measures_prints_and_converts(small, tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     text = tmp_path / "text.txt"
     text.write_text(TEXT)
     out = tmp_path / "out"
     words = ["--ladder-layers", "auto:2", "--calibration-tokens", "64", "--refit", "none"]
-    assert main(["convert", source.path, str(out), "--calibration", str(text), *words]) == 0
+    assert main(["convert", str(small), str(out), "--calibration", str(text), *words]) == 0
     printed, stored = capsys.readouterr(), json.loads((out / "sensitivity.json").read_text())
     first, second, *_ = lines = printed.out.splitlines()
     assert first.startswith("the standard model's loss is ")
@@ -125,15 +99,6 @@ def test_the_verb_measures_prints_plots_and_converts(source, tmp_path, capsys, m
     assert "(taken)" in printed.out
     assert [row["layer"] for row in stored["curve"]] == [0, 1, 2, 3]
     assert {path.name for path in out.iterdir()} == {"checkpoints", "sensitivity.json", "tokenizer"}
-    # The stored model has the chosen layers, and the loss that was measured.
-    saved = checkpoint.open_checkpoint(out)
-    chosen = stored[stored["chosen"]]
-    model = saved.config.model
-    assert (model.residual, model.ladder_layers) == (
-        "ladder",
-        "".join(f"{layer}," for layer in chosen["layers"]),
-    )
-    rows = rows_of(
-        [Text(str(text))], tokenizer=saved.tokenizer(), tokens=64, vocab_size=model.vocab_size
-    )
-    assert loss(pretrained.open(out), rows) == pytest.approx(chosen["loss"], rel=1e-5)
+    chosen = stored[stored["chosen"]]["layers"]
+    model = pretrained.open(out).model
+    assert (model.residual, model.ladder_layers) == ("ladder", "".join(f"{n}," for n in chosen))

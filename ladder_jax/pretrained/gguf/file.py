@@ -18,7 +18,8 @@ import ml_dtypes
 import numpy as np
 
 from ladder_jax.errors import UserError, needed
-from ladder_jax.pretrained.source import from_file
+from ladder_jax.pretrained.fields import Fields
+from ladder_jax.pretrained.source import Stored, from_file
 
 PLAIN = {
     "F32": np.dtype("float32"),
@@ -52,66 +53,19 @@ _TEXT, _LIST = 8, 9
 
 
 @dataclasses.dataclass(frozen=True)
-class Tensor:
-    """shape: [out, in], as Hugging Face's matrices. kind: the type, such as "Q4_1". offset, size:
-    in bytes.
+class File:
+    """fields: the settings by name, each a plain value or a list. tensors: by name, [out, in] as
+    Hugging Face's matrices. kinds: the tensors' types, such as "Q4_1".
     """
 
     path: str
-    kind: str
-    shape: tuple[int, ...]
-    offset: int
-    size: int
-
-    @property
-    def dtype(self) -> np.dtype:
-        return PLAIN.get(self.kind, np.dtype("float32"))
-
-    def read(self) -> np.ndarray:
-        """The values, with this shape and dtype. Raises UserError if the file cannot be read or was
-        cut short.
-        """
-        if self.kind not in PLAIN:
-            return self._dequantised()
-        return from_file(self.path, self.dtype, math.prod(self.shape), offset=self.offset).reshape(
-            self.shape
-        )
-
-    def _dequantised(self) -> np.ndarray:
-        package = _package()
-        kind = package.GGMLQuantizationType[self.kind]
-        rows = math.prod(self.shape[:-1])
-        out, width = np.empty((rows, self.shape[-1]), np.float32), self.size // rows
-        step = max(1, BLOCK // width)
-        for start in range(0, rows, step):
-            count = min(step, rows - start)
-            packed = from_file(
-                self.path, np.uint8, count * width, offset=self.offset + start * width
-            )
-            out[start : start + count] = package.quants.dequantize(
-                packed.reshape(count, width), kind
-            )
-        return out.reshape(self.shape)
-
-
-@dataclasses.dataclass(frozen=True)
-class File:
-    """fields: the settings by name, each a plain value or a list. tensors: by name."""
-
-    path: str
     fields: Mapping[str, Any]
-    tensors: Mapping[str, Tensor]
+    tensors: Mapping[str, Stored]
+    kinds: frozenset[str] = frozenset()
 
-    def get[T](self, name: str, kind: type[T], default: T | None = None) -> T | None:
+    def get(self, name: str, kind: type, default: Any = None) -> Any:
         """A setting. Raises UserError if it is of another type, as the format allows."""
-        value = self.fields.get(name, default)
-        if value is not None and (
-            not isinstance(value, kind) or kind is int and isinstance(value, bool)
-        ):
-            raise UserError(
-                f"{self.path!r}: {name} must be of type {kind.__name__}, not {value!r}"[:300]
-            )
-        return value
+        return Fields(self.fields, repr(self.path))(name, kind, default)
 
     def items[T](self, name: str, *kinds: type[T]) -> list[T]:
         """A setting that is a list; empty if it is missing."""
@@ -148,18 +102,16 @@ def open_file(path: pathlib.Path) -> File:
             if not isinstance(alignment, int) or alignment < 1:
                 raise ValueError(f"its tensors are aligned to {alignment} bytes")
             start += -start % alignment
-            named = {
-                name: _tensor(str(path), name, *about, start=start) for name, about in found.items()
+            stored = {
+                name: _stored(str(path), name, *about, start=start, end=header.size)
+                for name, about in found.items()
             }
-            if late := [
-                name for name, tensor in named.items() if tensor.offset + tensor.size > header.size
-            ]:
-                raise ValueError(f"it ends before the end of {late[0]}")
     except OSError as error:
         raise UserError(f"cannot read {str(path)!r}: {error.strerror or error}") from None
     except ValueError as error:
         raise UserError(f"{str(path)!r} is damaged or incomplete: {error}"[:300]) from None
-    return File(str(path), fields, named)
+    kinds = frozenset(_package().GGMLQuantizationType(kind).name for _, kind, _ in found.values())
+    return File(str(path), fields, stored, kinds)
 
 
 class _Header:
@@ -217,9 +169,9 @@ def _by_name(pairs: Any) -> dict[str, Any]:
     return found
 
 
-def _tensor(
-    path: str, name: str, shape: tuple[int, ...], number: int, offset: int, *, start: int
-) -> Tensor:
+def _stored(
+    path: str, name: str, shape: tuple[int, ...], number: int, offset: int, *, start: int, end: int
+) -> Stored:
     package = _package()
     kind = package.GGMLQuantizationType(number)
     if kind.name not in PLAIN and kind.name not in _quantised():
@@ -232,7 +184,27 @@ def _tensor(
     values, size = package.GGML_QUANT_SIZES[kind]  # of a block: how many values, in how many bytes
     if shape[-1] % values:
         raise ValueError(f"the rows of {name}, of {shape[-1]} values, are no blocks of {kind.name}")
-    return Tensor(path, kind.name, shape, start + offset, math.prod(shape) // values * size)
+    offset += start
+    if offset + math.prod(shape) // values * size > end:
+        raise ValueError(f"it ends before the end of {name}")
+    if dtype := PLAIN.get(kind.name):
+        return Stored(shape, dtype, functools.partial(from_file, path, dtype, shape, offset=offset))
+    row = shape[-1] // values * size
+    read = functools.partial(_dequantised, path, kind, shape, row=row, offset=offset)
+    return Stored(shape, np.dtype(np.float32), read)
+
+
+def _dequantised(
+    path: str, kind: Any, shape: tuple[int, ...], *, row: int, offset: int
+) -> np.ndarray:
+    """Values of quantised rows, each of `row` bytes."""
+    count = math.prod(shape[:-1])
+    out, step = np.empty((count, shape[-1]), np.float32), max(1, BLOCK // row)
+    for start in range(0, count, step):
+        rows = min(step, count - start)
+        packed = from_file(path, np.uint8, (rows, row), offset=offset + start * row)
+        out[start : start + rows] = _package().quants.dequantize(packed, kind)
+    return out.reshape(shape)
 
 
 @functools.cache

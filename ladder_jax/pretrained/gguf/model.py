@@ -6,6 +6,7 @@ rotates dimensions 2i and 2i + 1 together. Ours, and Hugging Face's, rotates dim
 H/2 together.
 """
 
+import dataclasses
 import functools
 import pathlib
 from typing import Any
@@ -15,9 +16,10 @@ import numpy as np
 from ladder_jax.config import Biases, Dtype, ModelConfig, RopeScaling
 from ladder_jax.errors import UserError, unknown
 from ladder_jax.nn import attention
-from ladder_jax.pretrained import source
-from ladder_jax.pretrained.gguf.file import File, Tensor, open_file
+from ladder_jax.pretrained import tensors
+from ladder_jax.pretrained.gguf.file import File, open_file
 from ladder_jax.pretrained.source import Key, Source, Stored
+from ladder_jax.pretrained.tensors import Names
 
 ARCHITECTURES = ("llama", "qwen2", "qwen3")
 """Mistral, SmolLM2 and Llama 1 to 3.2 are "llama"."""
@@ -25,12 +27,12 @@ ARCHITECTURES = ("llama", "qwen2", "qwen3")
 FACTORS = "rope_freqs.weight"
 """The tensor of divisors of the rotary frequencies, as in Llama 3.1's scaling."""
 
-OUTSIDE_LAYERS = {
+_OUTSIDE_LAYERS = {
     "embedding/table": "token_embd.weight",
     "final_norm/scale": "output_norm.weight",
     "head/table": "output.weight",
 }
-IN_LAYER = {
+_IN_LAYER = {
     "attention_norm/scale": "attn_norm.weight",
     "attention/query": "attn_q.weight",
     "attention/key": "attn_k.weight",
@@ -50,27 +52,37 @@ IN_LAYER = {
     "mlp/up_bias": "ffn_up.bias",
     "mlp/down_bias": "ffn_down.bias",
 }
-ROTATED = ("attention/query", "attention/key", "attention/query_bias", "attention/key_bias")
-INTERLEAVED = ("llama",)
+NAMES = Names("blk.", _OUTSIDE_LAYERS, _IN_LAYER)
+INTERLEAVED = "llama"
 
-# Settings of the architecture that have no effect here.
-WITHOUT_EFFECT = {
+# Settings of the architecture that are read, or have no effect here.
+SUPPORTED = {
+    "block_count",
+    "embedding_length",
+    "feed_forward_length",
+    "attention.head_count",
+    "attention.head_count_kv",
+    "attention.key_length",
+    "attention.value_length",
+    "attention.layer_norm_rms_epsilon",
+    "rope.dimension_count",
+    "rope.freq_base",
+    "rope.scaling.original_context_length",
+    "rope.scaling.finetuned",
     "vocab_size",
     "context_length",
-    "rope.scaling.original_context_length",
     "tensor_data_layout",
 }
-WITHOUT_EFFECT |= {"rope.scaling.finetuned", "attention.value_length"}
 # Settings of the architecture that may only have these values, which have no effect.
 NEUTRAL = {
-    "expert_count": (0,),
-    "expert_used_count": (0,),
-    "attention.sliding_window": (0,),
-    "attention.causal": (True,),
-    "rope.scaling.type": ("none",),
-    "rope.scaling.factor": (1.0,),
-    "rope.scale_linear": (1.0,),
-    "use_parallel_residual": (False,),
+    "expert_count": 0,
+    "expert_used_count": 0,
+    "attention.sliding_window": 0,
+    "attention.causal": True,
+    "rope.scaling.type": "none",
+    "rope.scaling.factor": 1.0,
+    "rope.scale_linear": 1.0,
+    "use_parallel_residual": False,
 }
 
 
@@ -101,98 +113,67 @@ def read(path: pathlib.Path) -> Source:
     )
 
 
-class Settings:
-    """The settings of the architecture, such as "llama.block_count". Remembers which were read."""
-
-    def __init__(self, file: File):
-        self._file = file
-        self.architecture = file.get("general.architecture", str)
-        if self.architecture not in ARCHITECTURES:
-            raise unknown(f"architecture in {file.path!r}:", self.architecture, ARCHITECTURES)
-        self._supported = {*WITHOUT_EFFECT, *NEUTRAL}
-
-    def get(self, name: str, kind: type, default: Any = None) -> Any:
-        """The setting as an int or float. Raises UserError if it has another type, or is missing
-        without a default.
-        """
-        self._supported.add(name)
-        full = f"{self.architecture}.{name}"
-        value = self._file.get(full, kind, default)
-        if value is None:
-            raise UserError(f"{self._file.path!r} does not say {full}")
-        # Stored as float32: 9.999999747378752e-06 stands for 1e-05.
-        return float(str(np.float32(value))) if kind is float else value
-
-    def check_rest(self) -> None:
-        """Raises UserError for a setting that was not read, and might change what the model
-        computes.
-        """
-        for full, value in self._file.fields.items():
-            name = full.removeprefix(f"{self.architecture}.")
-            if name != full and (
-                name not in self._supported or value not in NEUTRAL.get(name, (value,))
-            ):
-                raise UserError(
-                    f"{self._file.path!r} sets {full}={value!r}, which is not supported"[:300]
-                )
+def _check_settings(file: File, architecture: str) -> None:
+    """Raises UserError for a setting that is not read, and might change what the model computes."""
+    for full, value in file.fields.items():
+        prefix, _, name = full.partition(f"{architecture}.")
+        if prefix or name in SUPPORTED or (name in NEUTRAL and value == NEUTRAL[name]):
+            continue
+        raise UserError(f"{file.path!r} sets {full}={value!r}, which is not supported"[:300])
 
 
 def model_of(file: File) -> ModelConfig:
     """The configuration. Raises UserError for another architecture, and for missing, wrong or
     unsupported settings.
     """
-    settings, tensors = Settings(file), file.tensors
-    if "token_embd.weight" not in tensors or len(tensors["token_embd.weight"].shape) != 2:
+    architecture, found = file.get("general.architecture", str), file.tensors
+    if architecture not in ARCHITECTURES:
+        raise unknown(f"architecture in {file.path!r}:", architecture, ARCHITECTURES)
+    _check_settings(file, architecture)
+    if "token_embd.weight" not in found or len(found["token_embd.weight"].shape) != 2:
         raise UserError(f"{file.path!r} has no table token_embd.weight")
-    num_layers, heads = settings.get("block_count", int), settings.get("attention.head_count", int)
-    d_model = settings.get("embedding_length", int)
-    head_dim = settings.get("attention.key_length", int, default=d_model // max(heads, 1))
+    get = lambda name, kind, default=...: file.get(f"{architecture}.{name}", kind, default)
+    num_layers, heads = get("block_count", int), get("attention.head_count", int)
+    d_model = get("embedding_length", int)
+    head_dim = get("attention.key_length", int, d_model // max(heads, 1))
     for name in ("attention.value_length", "rope.dimension_count"):
-        if (size := settings.get(name, int, default=head_dim)) != head_dim:
-            full = f"{settings.architecture}.{name}"
+        if (size := get(name, int, head_dim)) != head_dim:
+            full = f"{architecture}.{name}"
             raise UserError(
                 f"{file.path!r} sets {full}={size}, which is not supported with heads of {head_dim}"
             )
-    theta = settings.get("rope.freq_base", float, default=10_000.0)
-    model = ModelConfig(
+    theta = _shortest(get("rope.freq_base", float, 10_000.0))
+    dtype = Dtype.FLOAT32 if file.kinds == {"F32"} else Dtype.BFLOAT16
+    return ModelConfig(
         num_layers=num_layers,
         d_model=d_model,
         num_heads=heads,
-        num_kv_heads=settings.get("attention.head_count_kv", int, default=heads),
+        num_kv_heads=get("attention.head_count_kv", int, heads),
         head_dim=head_dim,
-        d_ff=settings.get("feed_forward_length", int),
-        vocab_size=tensors["token_embd.weight"].shape[0],
+        d_ff=get("feed_forward_length", int),
+        vocab_size=found["token_embd.weight"].shape[0],
         rope_theta=theta,
         rope_scaling=_rope_scaling(file, theta=theta, head_dim=head_dim),
-        norm_eps=settings.get("attention.layer_norm_rms_epsilon", float),
-        tie_embeddings="output.weight" not in tensors,
+        norm_eps=_shortest(get("attention.layer_norm_rms_epsilon", float)),
+        tie_embeddings="output.weight" not in found,
         biases=_biases(file),
-        qk_norm="blk.0.attn_q_norm.weight" in tensors,
+        qk_norm="blk.0.attn_q_norm.weight" in found,
         residual="standard",
-        dtype=_dtype(file),
-        residual_dtype=_dtype(file),
+        dtype=dtype,
+        residual_dtype=dtype,
     )
-    settings.check_rest()
-    return model
+
+
+def _shortest(value: float) -> float:
+    """Stored as float32: 9.999999747378752e-06 stands for 1e-05."""
+    return float(str(np.float32(value)))
 
 
 def _biases(file: File) -> Biases:
-    names = {
-        name.split(".")[2]
-        for name in file.tensors
-        if name.startswith("blk.") and name.endswith(".bias")
-    }
-    if not names:
-        return Biases.NONE
-    if names <= {"attn_q", "attn_k", "attn_v"}:
-        return Biases.QKV
-    return Biases.ATTENTION if all(name.startswith("attn_") for name in names) else Biases.ALL
-
-
-def _dtype(file: File) -> Dtype:
-    """The compute dtype: float32 if all tensors are stored in float32, else bfloat16."""
-    all_float32 = all(tensor.kind == "F32" for tensor in file.tensors.values())
-    return Dtype.FLOAT32 if all_float32 else Dtype.BFLOAT16
+    """By those of the first layer, which the others must have, too."""
+    parts = {"ffn_up": Biases.ALL, "attn_output": Biases.ATTENTION, "attn_q": Biases.QKV}
+    there = (biases for part, biases in parts.items() if f"blk.0.{part}.bias" in file.tensors)
+    return next(there, Biases.NONE)
 
 
 def _rope_scaling(file: File, *, theta: float, head_dim: int) -> RopeScaling | None:
@@ -220,55 +201,23 @@ def _rope_scaling(file: File, *, theta: float, head_dim: int) -> RopeScaling | N
 
 
 def _arrays(file: File, model: ModelConfig) -> dict[Key, Stored]:
-    """All arrays of the model. Raises UserError if a tensor is missing, extra, or of another
-    shape.
-    """
-    source.check_layers(model, tensors=len(file.tensors), path=file.path)
-    letters, used = source.dims(model), {FACTORS}
-    interleaved = file.fields["general.architecture"] in INTERLEAVED
-    stored = {}
-    for key, shape in source.expected_shapes(model).items():
-        name = stored_name(key)
-        used.add(name)
-        if name not in file.tensors:
-            raise UserError(f"{file.path!r} lacks {name}")
-        tensor, axes = file.tensors[name], letters[key.name]
-        flat = source.torch_shape(axes, shape)
-        if tensor.shape != flat:
-            raise UserError(f"{file.path!r}: {name} is {tensor.shape}, not {flat}")
-        heads = (
-            shape[axes.index("H") - 1]
-            if interleaved and key.name.removeprefix("layers/") in ROTATED
-            else None
-        )
-        stored[key] = Stored(
-            shape, tensor.dtype, functools.partial(_read, tensor, axes, shape, heads)
-        )
-    for name in file.tensors.keys() - used:
-        raise UserError(f"{file.path!r} holds {name}, which a dense Llama does not have")
-    return stored
+    """All arrays of the model. Raises UserError as `tensors.arrays` does."""
+    found = {name: one for name, one in file.tensors.items() if name != FACTORS}
+    if file.fields["general.architecture"] == INTERLEAVED:
+        for part, heads in ((".attn_q.", model.num_heads), (".attn_k.", model.num_kv_heads)):
+            for name in [name for name in found if part in name]:
+                read = functools.partial(_rotate_half_order, found[name], heads=heads)
+                found[name] = dataclasses.replace(found[name], read=read)
+    return tensors.arrays(file.path, model, found, NAMES)
 
 
-def stored_name(key: Key) -> str:
-    """The tensor's name: "blk.3.attn_q.weight"."""
-    if key.layer is None:
-        return OUTSIDE_LAYERS[key.name]
-    return f"blk.{key.layer}.{IN_LAYER[key.name.removeprefix('layers/')]}"
-
-
-def _read(tensor: Tensor, letters: str, shape: tuple[int, ...], heads: int | None) -> np.ndarray:
-    values = tensor.read()
-    if heads is not None:
-        values = _rotate_half_order(values, heads=heads)
-    return source.from_torch(values, dims=letters, ours=shape)
-
-
-def _rotate_half_order(values: np.ndarray, *, heads: int) -> np.ndarray:
-    """Reorder rows [heads x H, ...] from interleaved pairs (2i, 2i + 1) to pairs of halves
+def _rotate_half_order(stored: Stored, *, heads: int) -> np.ndarray:
+    """Values whose rows [heads x H, ...] go from interleaved pairs (2i, 2i + 1) to pairs of halves
     (i, i + H/2).
     """
-    rows, rest = values.shape[0], values.shape[1:]
-    return values.reshape(heads, rows // heads // 2, 2, *rest).swapaxes(1, 2).reshape(rows, *rest)
+    rows, *rest = stored.shape
+    pairs = stored.read().reshape(heads, rows // heads // 2, 2, *rest)
+    return pairs.swapaxes(1, 2).reshape(stored.shape)
 
 
 def _generation(file: File) -> dict[str, Any]:

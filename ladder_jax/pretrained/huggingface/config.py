@@ -24,6 +24,7 @@ from ladder_jax.config import (
     parse_residual,
 )
 from ladder_jax.errors import UserError, member, unknown
+from ladder_jax.pretrained.fields import Fields
 
 LADDER = "ladder_jax"
 """Our own `model_type`."""
@@ -38,8 +39,17 @@ ROPE_FIELDS = {
     "original_context": "original_max_position_embeddings",
 }
 """RopeScaling's field names, and Hugging Face's."""
-_NUMBER = (int, float)
+_NUMBER = int | float
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "num_experts_per_tok")
+_COMPRESSED = "quantized weights have to be dequantized first"
+_REFUSED = {
+    "quantization_config": _COMPRESSED,
+    "compression_config": _COMPRESSED,
+    "use_sliding_window": "attention sees all positions (allowed: false)",
+    "clip_qkv": "queries, keys and values are not clipped (allowed: null)",
+    "is_encoder_decoder": "only decoders are supported",
+}
+"""Fields that, where they are set, change the model's function in a way that we cannot represent."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -123,28 +133,10 @@ FAMILIES = {
 """By `model_type`. A model is written as the first one that it can be read back from."""
 
 
-@dataclasses.dataclass(frozen=True)
-class _Fields:
-    """Reads the fields of a JSON object, and checks their types. where: the file, for messages."""
-
-    config: Mapping[str, Any]
-    where: str
-
-    def __call__(self, name: str, kind: type | tuple[type, ...], default: Any = ...) -> Any:
-        value = self.config.get(name)
-        if value is None:
-            if default is ...:
-                raise UserError(f"{self.where} has no {name}")
-            return default
-        if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
-            expected = {int: "an integer", bool: "true or false", str: "text"}.get(kind, "a number")
-            raise UserError(f"{self.where}: {name} must be {expected}, not {value!r}")
-        return value
-
-    def refuse(self, name: str, reason: str) -> UserError:
-        return UserError(
-            f"{self.where}: {name}={self.config.get(name)!r} cannot be represented: {reason}"
-        )
+def _refused(get: Fields, name: str, reason: str) -> UserError:
+    return UserError(
+        f"{get.where}: {name}={get.values.get(name)!r} cannot be represented: {reason}"
+    )
 
 
 def read(config: Mapping[str, Any], *, where: str) -> ModelConfig:
@@ -153,16 +145,16 @@ def read(config: Mapping[str, Any], *, where: str) -> ModelConfig:
 
     For float16 the compute dtype is bfloat16; stored values are unchanged.
     """
-    name = _Fields(config, where)("model_type", str)
+    name = Fields(config, where)("model_type", str)
     if name not in FAMILIES:
         raise unknown("model_type", name, FAMILIES)
     family = FAMILIES[name]
-    get = _Fields({**family.defaults, **config}, where)
+    get = Fields({**family.defaults, **config}, where)
     _check_expressible(get, family)
     theta, scaling = _read_rope(get)
     dtype = _read_dtype(get)
     heads = get("num_attention_heads", int)
-    moe = _read_experts(get) if family.experts or get.config.get("num_experts") else None
+    moe = _read_experts(get) if family.experts or get.values.get("num_experts") else None
     has_mlp = moe is None or moe.dense_layers
     return ModelConfig(
         num_layers=get("num_hidden_layers", int),
@@ -183,67 +175,34 @@ def read(config: Mapping[str, Any], *, where: str) -> ModelConfig:
     )
 
 
-def context(config: Mapping[str, Any], *, where: str) -> int | None:
-    """The longest sequence that the model was trained for, in tokens; None if the file has no such
-    field.
-    """
-    return _Fields(config, where)("max_position_embeddings", int, None)
-
-
-def _check_expressible(get: _Fields, family: Family) -> None:
+def _check_expressible(get: Fields, family: Family) -> None:
     """Raises UserError for the first field that changes the model's function in a way that we
     cannot represent.
 
     Unknown fields are allowed: transformers' classes of these families ignore them too.
     """
-    told, is_ladder = get.config, family is FAMILIES[LADDER]
-    no_experts = () if family.experts or is_ladder else _EXPERTS
-    windows, kinds = told.get("use_sliding_window"), told.get("layer_types") or []
-    full = isinstance(kinds, list) and all(kind == "full_attention" for kind in kinds)
-    compressed = "quantized weights have to be dequantized first"
-    refused = [
-        *(
-            (field, told.get(field), f"a {told['model_type']} has no experts")
-            for field in no_experts
-        ),
-        *(
-            (field, told.get(field), compressed)
-            for field in ("quantization_config", "compression_config")
-        ),
-        (
-            "hidden_act",
-            told.get("hidden_act", "silu") not in ("silu", "swish"),
-            "the MLP is a SwiGLU (allowed: 'silu')",
-        ),
-        ("use_sliding_window", windows, "attention sees all positions (allowed: false)"),
-        (
-            "sliding_window",
-            told.get("sliding_window") is not None and windows is not False,
-            "attention sees all positions (allowed: null)",
-        ),
-        (
+    told, refused = get.values, dict(_REFUSED)
+    if family is not FAMILIES[LADDER]:
+        refused["auto_map"] = "the model has its own program, which may compute anything"
+        if not family.experts:
+            refused |= dict.fromkeys(_EXPERTS, f"a {told['model_type']} has no experts")
+    if told.get("use_sliding_window") is not False:
+        refused["sliding_window"] = "attention sees all positions (allowed: null)"
+    for field, reason in refused.items():
+        if told.get(field):
+            raise _refused(get, field, reason)
+    if told.get("hidden_act", "silu") not in ("silu", "swish"):
+        raise _refused(get, "hidden_act", "the MLP is a SwiGLU (allowed: 'silu')")
+    kinds = told.get("layer_types") or []
+    if not isinstance(kinds, list) or any(kind != "full_attention" for kind in kinds):
+        raise _refused(
+            get,
             "layer_types",
-            not full,
             "attention sees all positions in every layer (allowed: 'full_attention')",
-        ),
-        (
-            "auto_map",
-            told.get("auto_map") and not is_ladder,
-            "the model has its own program, which may compute anything",
-        ),
-        (
-            "clip_qkv",
-            told.get("clip_qkv") is not None,
-            "queries, keys and values are not clipped (allowed: null)",
-        ),
-        ("is_encoder_decoder", told.get("is_encoder_decoder"), "only decoders are supported"),
-    ]
-    for field, is_refused, reason in refused:
-        if is_refused:
-            raise get.refuse(field, reason)
+        )
 
 
-def _read_standard(get: _Fields, family: Family) -> dict[str, Any]:
+def _read_standard(get: Fields, family: Family) -> dict[str, Any]:
     attention, mlp = get("attention_bias", bool, False), get("mlp_bias", bool, False)
     if mlp and not attention:
         raise UserError(
@@ -256,19 +215,19 @@ def _read_standard(get: _Fields, family: Family) -> dict[str, Any]:
     )
 
 
-def _read_ladder(get: _Fields) -> dict[str, Any]:
+def _read_ladder(get: Fields) -> dict[str, Any]:
     layers = get("ladder_layers", list, None)
     return dict(
         residual=get("residual", str),
         ladder_layers=None if layers is None else ",".join(map(str, layers)) + ",",
         qk_norm=QKNorm.ALL
-        if get.config.get("qk_norm") == QKNorm.ALL.value
+        if get.values.get("qk_norm") == QKNorm.ALL.value
         else get("qk_norm", bool),
         biases=member(Biases, "biases", get("biases", str)),
     )
 
 
-def _read_experts(get: _Fields) -> MoEConfig:
+def _read_experts(get: Fields) -> MoEConfig:
     """Of transformers 4 and 5, which call the number of experts by two names."""
     return MoEConfig(
         experts=get("num_local_experts", int, None) or get("num_experts", int),
@@ -281,41 +240,39 @@ def _read_experts(get: _Fields) -> MoEConfig:
     )
 
 
-def _read_dense_layers(get: _Fields) -> int:
+def _read_dense_layers(get: Fields) -> int:
     """How many of the first layers have no experts, of Qwen's two fields."""
     count, listed = get("num_hidden_layers", int), get("mlp_only_layers", list, [])
     if get("decoder_sparse_step", int, 1) != 1:
-        raise get.refuse(
-            "decoder_sparse_step", "the layers without experts must be the first ones (allowed: 1)"
+        raise _refused(
+            get,
+            "decoder_sparse_step",
+            "the layers without experts must be the first ones (allowed: 1)",
         )
     if listed and (listed != list(range(len(listed))) or len(listed) == count):
-        raise get.refuse(
+        raise _refused(
+            get,
             "mlp_only_layers",
             f"the layers without experts must be the first ones, and not all {count}",
         )
     return len(listed)
 
 
-def _read_rope(told: _Fields) -> tuple[float, RopeScaling | None]:
+def _read_rope(told: Fields) -> tuple[float, RopeScaling | None]:
     """RoPE's base and scaling: `rope_theta` and `rope_scaling` of transformers 4, or
     `rope_parameters` of 5.
 
     If both are present, `rope_scaling` counts, as in transformers.
     """
-    config, where = told.config, told.where
+    config, where = told.values, told.where
     field = "rope_scaling" if config.get("rope_scaling") else "rope_parameters"
     parameters = config.get(field) or {}
     if not isinstance(parameters, Mapping):
         raise UserError(f"{where}: {field} must be an object, not {parameters!r}")
-    get = _Fields({"rope_theta": config.get("rope_theta"), **parameters}, f"{where}: {field}")
-    for name, section in (
-        ("partial_rotary_factor", config),
-        (f"{field}.partial_rotary_factor", parameters),
-    ):
-        if section.get("partial_rotary_factor") not in (None, 1, 1.0):
-            raise UserError(
-                f"{where}: {name} cannot be represented: every dimension of a head is rotated"
-            )
+    inherited = {name: config.get(name) for name in ("rope_theta", "partial_rotary_factor")}
+    get = Fields({**inherited, **parameters}, f"{where}: {field}")
+    if get("partial_rotary_factor", _NUMBER, 1) != 1:
+        raise _refused(get, "partial_rotary_factor", "every dimension of a head is rotated")
     kind = get("rope_type", str, get("type", str, "default"))
     theta = float(get("rope_theta", _NUMBER, 10_000.0))
     if nested := [name for name, value in parameters.items() if isinstance(value, Mapping)]:
@@ -333,8 +290,8 @@ def _read_rope(told: _Fields) -> tuple[float, RopeScaling | None]:
     )
 
 
-def _read_dtype(get: _Fields) -> Dtype:
-    field = "dtype" if get.config.get("dtype") else "torch_dtype"
+def _read_dtype(get: Fields) -> Dtype:
+    field = "dtype" if get.values.get("dtype") else "torch_dtype"
     name = get(field, str, "float32")
     allowed = {"float32": Dtype.FLOAT32, "bfloat16": Dtype.BFLOAT16, "float16": Dtype.BFLOAT16}
     if name not in allowed:

@@ -3,6 +3,7 @@ folder.
 """
 
 import functools
+import itertools
 import json
 import pathlib
 from collections.abc import Mapping
@@ -10,12 +11,13 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from ladder_jax.config import ModelConfig
 from ladder_jax.data.tokenizer import MAIN, json_object
-from ladder_jax.errors import RunFailed, UserError
-from ladder_jax.pretrained import source
+from ladder_jax.errors import RunFailed, UserError, needed
+from ladder_jax.pretrained import source, tensors
+from ladder_jax.pretrained.fields import Fields
 from ladder_jax.pretrained.huggingface import config, weights
-from ladder_jax.pretrained.huggingface.weights import Tensor
-from ladder_jax.pretrained.source import Source, Stored
+from ladder_jax.pretrained.source import Key, Source, Stored
 from ladder_jax.terminal import progress
 
 CONFIG, GENERATION = "config.json", "generation_config.json"
@@ -41,23 +43,8 @@ Exported Ladder models are opened with trust_remote_code=True. That would also r
 the original tokenizer names (`auto_map`). And copying a link would publish the file that it points
 to.
 """
-_FAST = "PreTrainedTokenizerFast"
+_CLASS, _FAST = "tokenizer_class", "PreTrainedTokenizerFast"
 """Transformers' class that needs only tokenizer.json, for any model family."""
-_FAMILIES = (
-    "CodeLlama",
-    "Cohere",
-    "GPT2",
-    "GPTNeoX",
-    "Gemma",
-    "Llama",
-    "Qwen2",
-    "Qwen3",
-    "PreTrained",
-)
-_CLASSES = {f"{family}Tokenizer{fast}" for family in _FAMILIES for fast in ("", "Fast")} | {
-    "TokenizersBackend"
-}
-"""Transformers' own tokenizer classes."""
 
 
 def read(folder: pathlib.Path) -> Source:
@@ -67,18 +54,37 @@ def read(folder: pathlib.Path) -> Source:
     Raises UserError for a model that we cannot represent, and for files that are missing, damaged,
     or of another model.
     """
-    told = read_object(folder / CONFIG)
-    model = config.read(told, where=str(folder / CONFIG))
+    told, where = read_object(folder / CONFIG), str(folder / CONFIG)
+    model = config.read(told, where=where)
     tokens = {name: told[name] for name in config.TOKENS if told.get(name) is not None}
     return Source(
         path=str(folder),
         model=model,
-        arrays=weights.arrays(folder, model, stored(folder)),
-        context=config.context(told, where=str(folder / CONFIG)),
+        arrays=_arrays(folder, model),
+        context=Fields(told, where)("max_position_embeddings", int, None),
         files=tokenizer_files(folder),
         generation={**tokens, **generation_in(folder)},
         refit=source.refit_in(folder),
     )
+
+
+def _arrays(folder: pathlib.Path, model: ModelConfig) -> dict[Key, Stored]:
+    """Old files contain rotary frequencies, some the table of tied embeddings twice. Raises
+    UserError as `tensors.arrays` does.
+    """
+    found = {
+        name: one
+        for name, one in stored(folder).items()
+        if not name.endswith("rotary_emb.inv_freq")
+    }
+    head = found.pop(weights.HEAD, None) if model.tie_embeddings else None
+    if head and weights.TABLE in found and not weights.same(head, found[weights.TABLE]):
+        raise UserError(
+            f"{str(folder)!r}: {weights.HEAD} differs from the embedding, though tie_word_embeddings is true"
+        )
+    mixtral = any(".block_sparse_moe." in name for name in found)
+    names = weights.MIXTRAL if mixtral else weights.NAMES
+    return tensors.arrays(str(folder), model, found, names)
 
 
 def generation_in(folder: pathlib.Path) -> dict[str, Any]:
@@ -115,15 +121,14 @@ def _has_file(folder: pathlib.Path, name: str) -> bool:
 
 
 def _without_programs(content: bytes, *, where: pathlib.Path, fast: bool) -> bytes:
-    """tokenizer_config.json without `auto_map` and unknown classes. fast: whether there is a
-    tokenizer.json.
+    """tokenizer_config.json without `auto_map` and the class that it has a program for. fast:
+    whether there is a tokenizer.json.
     """
     told = json_object(content, where=where)
-    kept: dict[str, Any] = {name: value for name, value in told.items() if name != "auto_map"}
-    if "tokenizer_class" in kept and str(kept["tokenizer_class"]) not in _CLASSES:
-        kept.pop("tokenizer_class")
-        kept |= {"tokenizer_class": _FAST} if fast else {}
-    return content if kept == told else _to_json(kept)
+    if "auto_map" not in told:
+        return content
+    kept = {name: value for name, value in told.items() if name not in ("auto_map", _CLASS)}
+    return _to_json({**kept, **({_CLASS: _FAST} if fast else {})})
 
 
 def read_object(file: pathlib.Path) -> dict[str, Any]:
@@ -137,7 +142,7 @@ def read_object(file: pathlib.Path) -> dict[str, Any]:
     return json_object(content, where=file)
 
 
-def stored(folder: pathlib.Path) -> dict[str, Tensor]:
+def stored(folder: pathlib.Path) -> dict[str, Stored]:
     """All tensors by Hugging Face's names, from the files in the index, or from the single file."""
     if not (folder / INDEX).is_file():
         if not (folder / WEIGHTS).is_file():
@@ -171,14 +176,14 @@ def write(exported: Source, folder: pathlib.Path) -> None:
     cannot express the model, RunFailed if other values are read back.
     """
     source.check(exported)
-    dtypes = {stored.dtype for stored in exported.arrays.values()}
     described = config.describe(
         exported.model,
-        dtype=functools.reduce(jnp.promote_types, dtypes),
+        dtype=functools.reduce(jnp.promote_types, exported.dtypes.values()),
         context=exported.context or DEFAULT_CONTEXT,
         generation=dict(exported.generation),
     )
-    pending = weights.pending(exported, mixtral=described["model_type"] == "mixtral")
+    names = weights.MIXTRAL if described["model_type"] == "mixtral" else weights.NAMES
+    pending = tensors.written(exported, names)
     folder.mkdir()
     for name, content in _files(exported, described).items():
         (folder / name).write_bytes(content)
@@ -203,32 +208,35 @@ def _with_class(where: str, content: bytes) -> bytes:
     model_type.
     """
     told = json_object(content, where=pathlib.Path(where, TOKENIZER_CONFIG))
-    return _to_json({"tokenizer_class": _FAST, **told})
+    return _to_json({_CLASS: _FAST, **told})
 
 
 def _write_tensors(folder: pathlib.Path, pending: Mapping[str, Stored]) -> None:
-    shards = list(weights.shards(pending, limit=SHARD_BYTES))
-    weight_map = {}
+    with needed("an export needs huggingface_hub", extra="hf"):
+        from huggingface_hub import split_state_dict_into_shards_factory as split
+    shards = split(
+        pending,
+        get_storage_size=lambda tensor: tensor.nbytes,
+        filename_pattern="model{suffix}.safetensors",
+        max_shard_size=SHARD_BYTES,
+    )
     with progress(len(pending), label="written {done}/{total} tensors") as update:
-        for index, shard in enumerate(shards, start=1):
-            file = (
-                WEIGHTS if len(shards) == 1 else f"model-{index:05}-of-{len(shards):05}.safetensors"
-            )
-            for name in weights.write_tensors(folder / file, shard):
-                weight_map[name] = file
-                update(len(weight_map), "")
-    if len(shards) > 1:
-        total = {"total_size": sum(tensor.nbytes for tensor in pending.values())}
-        (folder / INDEX).write_bytes(_to_json({"metadata": total, "weight_map": weight_map}))
+        done = itertools.count(1)
+        for file, names in shards.filename_to_tensors.items():
+            for _ in weights.write_tensors(folder / file, {name: pending[name] for name in names}):
+                update(next(done), "")
+    if shards.is_sharded:
+        index = {"metadata": shards.metadata, "weight_map": shards.tensor_to_filename}
+        (folder / INDEX).write_bytes(_to_json(index))
 
 
 def _compare(folder: pathlib.Path, pending: Mapping[str, Stored]) -> None:
     """Raises RunFailed if a tensor reads back with other values than were written."""
     written = stored(folder)
     for name, tensor in pending.items():
-        if not weights.same(written[name].read(), tensor.read()):
+        if not weights.same(written[name], tensor):
             raise RunFailed(
-                f"{str(written[name].file)!r}: {name} reads back with other values than were written"
+                f"{str(folder)!r}: {name} reads back with other values than were written"
             )
 
 

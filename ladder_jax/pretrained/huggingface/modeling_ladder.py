@@ -78,18 +78,21 @@ def delays(config):
     """For each layer: the delays of attention and MLP, and whether their outputs are added
     together.
     """
+    kinds = {
+        "standard": (0, 0, False),
+        "ladder": (1, 1, False),
+        "farskip": (1, 1, False),
+        "parallel": (0, 1, True),
+        "parallel-shared-norm": (0, 1, True),
+        "parallel-ladder": (2, 3, True),
+    }
     name, _, number = config.residual.partition("-")
-    if name == "farskip" and not number:
-        kind = (1, 1, False)
-    elif name == "ladder" and (number.isdigit() or not number):
-        kind = (int(number or 1), int(number or 1), False)
-    else:
-        kinds = {"standard": (0, 0, False), "parallel-ladder": (2, 3, True)}
-        kinds |= dict.fromkeys(("parallel", "parallel-shared-norm"), (0, 1, True))
-        if config.residual not in kinds:
-            allowed = f"ladder, ladder-K, farskip, {', '.join(kinds)}"
-            raise ValueError(f"unknown residual {config.residual!r} (allowed: {allowed})")
-        kind = kinds[config.residual]
+    if name == "ladder" and number.isdigit():
+        kinds[config.residual] = (int(number), int(number), False)
+    if config.residual not in kinds:
+        allowed = f"ladder-K, {', '.join(kinds)}"
+        raise ValueError(f"unknown residual {config.residual!r} (allowed: {allowed})")
+    kind = kinds[config.residual]
     # the first ones have no experts
     layers, dense = range(config.num_hidden_layers), len(config.mlp_only_layers)
     chosen = layers if config.ladder_layers is None else config.ladder_layers

@@ -1,6 +1,6 @@
 """The weights of a Hugging Face folder: safetensors files
-(https://huggingface.co/docs/safetensors), read and written one array at a time, and which of their
-tensors hold which of our arrays.
+(https://huggingface.co/docs/safetensors), read and written one array at a time, and the names of
+their tensors.
 
 The `safetensors` library only checks a file's header. It would write whole shards at once, and map
 a file to read it: a mapped file that is truncated, or whose disk fails, ends the process with
@@ -13,28 +13,26 @@ import dataclasses
 import functools
 import itertools
 import json
-import math
 import pathlib
 from collections.abc import Iterator, Mapping
 
-import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
-from ladder_jax.config import ModelConfig
 from ladder_jax.errors import UserError, needed
-from ladder_jax.pretrained import source
-from ladder_jax.pretrained.source import Key, Source, Stored, from_file
+from ladder_jax.pretrained.source import Stored, from_file
+from ladder_jax.pretrained.tensors import Names
 
 _DTYPES = {
     "F32": np.dtype(np.float32),
     "F16": np.dtype(np.float16),
     "BF16": np.dtype(ml_dtypes.bfloat16),
 }
+HEAD, TABLE = "lm_head.weight", "model.embed_tokens.weight"
 _OUTSIDE_LAYERS = {
-    "embedding/table": "model.embed_tokens.weight",
+    "embedding/table": TABLE,
     "final_norm/scale": "model.norm.weight",
-    "head/table": "lm_head.weight",
+    "head/table": HEAD,
 }
 _IN_LAYER = {
     "attention_norm/scale": "input_layernorm.weight",
@@ -64,28 +62,20 @@ _IN_LAYER = {
     "mlp/shared/down": "mlp.shared_expert.down_proj.weight",
     "mlp/shared/share": "mlp.shared_expert_gate.weight",
 }
-_MIXTRAL = {"mlp.": "block_sparse_moe.", "gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
-"""What Mixtral calls experts and their router."""
+NAMES = Names("model.layers.", _OUTSIDE_LAYERS, _IN_LAYER)
+MIXTRAL = dataclasses.replace(
+    NAMES,
+    in_layer=_IN_LAYER
+    | {
+        "mlp/router": "block_sparse_moe.gate.weight",
+        "mlp/experts/gate": "block_sparse_moe.experts.{expert}.w1.weight",
+        "mlp/experts/up": "block_sparse_moe.experts.{expert}.w3.weight",
+        "mlp/experts/down": "block_sparse_moe.experts.{expert}.w2.weight",
+    },
+)
 
 
-@dataclasses.dataclass(frozen=True)
-class Tensor:
-    """A tensor in a file. `read` returns its values; raises UserError if the file cannot be read or
-    was cut short.
-    """
-
-    file: pathlib.Path
-    shape: tuple[int, ...]
-    dtype: np.dtype
-    offset: int
-
-    def read(self) -> np.ndarray:
-        return from_file(self.file, self.dtype, math.prod(self.shape), offset=self.offset).reshape(
-            self.shape
-        )
-
-
-def tensors_in(file: pathlib.Path) -> dict[str, Tensor]:
+def tensors_in(file: pathlib.Path) -> dict[str, Stored]:
     """The tensors in a file by name. Raises UserError if the file is missing or damaged, or a dtype
     is unsupported.
     """
@@ -103,16 +93,35 @@ def tensors_in(file: pathlib.Path) -> dict[str, Tensor]:
         reason = " ".join(str(error).split())[:200]
         raise UserError(f"{str(file)!r} is not a whole safetensors file: {reason}") from None
     header.pop("__metadata__", None)
-    by_name = {}
+    found = {}
     for name, entry in header.items():
         if entry["dtype"] not in _DTYPES:
             raise UserError(
                 f"{str(file)!r}: {name} is stored as {entry['dtype']} (allowed: {', '.join(_DTYPES)};"
                 " quantized weights have to be dequantized first)"
             )
-        offset = 8 + length + entry["data_offsets"][0]
-        by_name[name] = Tensor(file, tuple(entry["shape"]), _DTYPES[entry["dtype"]], offset)
-    return by_name
+        dtype, offset = _DTYPES[entry["dtype"]], 8 + length + entry["data_offsets"][0]
+        for part, shape in _unfused(name, tuple(entry["shape"])):
+            read = functools.partial(from_file, file, dtype, shape, offset=offset)
+            found[part] = Stored(shape, dtype, read)
+            offset += found[part].nbytes
+    return found
+
+
+def _unfused(name: str, shape: tuple[int, ...]) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """The names and shapes of what a tensor holds, in its order: of one of all experts, as
+    transformers 5 has them in memory, each matrix, else itself.
+
+    Gates and ups are [E, 2 M, D], and downs [E, D, M].
+    """
+    stem, _, last = name.rpartition(".")
+    parts = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}.get(last)
+    if parts is None or len(shape) != 3:
+        yield name, shape
+        return
+    experts, rows, columns = shape
+    for expert, part in itertools.product(range(experts), parts):
+        yield f"{stem}.{expert}.{part}.weight", (rows // len(parts), columns)
 
 
 def write_tensors(file: pathlib.Path, pending: Mapping[str, Stored]) -> Iterator[str]:
@@ -135,23 +144,9 @@ def write_tensors(file: pathlib.Path, pending: Mapping[str, Stored]) -> Iterator
             yield name
 
 
-def shards(pending: Mapping[str, Stored], *, limit: int) -> Iterator[dict[str, Stored]]:
-    """Split the tensors, in order, into shards of at most `limit` bytes, but at least one
-    tensor.
-    """
-    shard, size = {}, 0
-    for name, tensor in pending.items():
-        if shard and size + tensor.nbytes > limit:
-            yield shard
-            shard, size = {}, 0
-        shard[name] = tensor
-        size += tensor.nbytes
-    yield shard
-
-
-def same(a: np.ndarray, b: np.ndarray) -> bool:
+def same(a: Stored, b: Stored) -> bool:
     """Whether shape, dtype and every bit are equal."""
-    return (a.shape, a.dtype) == (b.shape, b.dtype) and _bytes(a) == _bytes(b)
+    return (a.shape, a.dtype) == (b.shape, b.dtype) and _bytes(a.read()) == _bytes(b.read())
 
 
 def _bytes(array: np.ndarray) -> memoryview:
@@ -162,135 +157,3 @@ def _library():
     with needed("Hugging Face models need the safetensors package", extra="hf"):
         import safetensors
     return safetensors
-
-
-def _forms(
-    model: ModelConfig, *, mixtral: bool
-) -> Iterator[tuple[Key, tuple[int, ...], str, list[str]]]:
-    """Each array's key and shape, the dimensions of a tensor of it, and its tensors' names: of
-    experts one each.
-    """
-    dims = source.dims(model)
-    for key, ours in source.expected_shapes(model).items():
-        each = dims[key.name].removeprefix("E")
-        if key.layer is None:
-            yield key, ours, each, [_OUTSIDE_LAYERS[key.name]]
-            continue
-        theirs = _IN_LAYER[key.name.partition("/")[2]]
-        if mixtral and ("experts" in theirs or "mlp.gate." in theirs):
-            for old, new in _MIXTRAL.items():
-                theirs = theirs.replace(old, new)
-        theirs = f"model.layers.{key.layers(model)[key.layer]}.{theirs}"
-        count = ours[0] if dims[key.name].startswith("E") else 1
-        yield key, ours, each, [theirs.format(expert=expert) for expert in range(count)]
-
-
-def _torch_shape(key: Key, dims: str, ours: tuple[int, ...]) -> tuple[int, ...]:
-    """Of one tensor, [out, in]."""
-    shape = source.torch_shape(dims, ours[-len(dims) :])
-    return (1, *shape) if key.name.endswith("/share") else shape
-
-
-def arrays(
-    folder: pathlib.Path, model: ModelConfig, found: Mapping[str, Tensor]
-) -> dict[Key, Stored]:
-    """All arrays of the model. Raises UserError if a tensor is missing, extra, or of another
-    shape.
-    """
-    source.check_layers(model, tensors=len(found), path=str(folder))
-    found = _unfused(found)
-    mixtral = any(".block_sparse_moe." in name for name in found)
-    arrays, used = {}, set()
-
-    def take(name: str, shape: tuple[int, ...]) -> Tensor:
-        used.add(name)
-        if name not in found:
-            raise UserError(f"{str(folder)!r} holds no {name}")
-        if found[name].shape != shape:
-            raise UserError(
-                f"{str(found[name].file)!r}: {name} is {found[name].shape}, but {shape} by its config.json"
-            )
-        return found[name]
-
-    for key, ours, dims, names in _forms(model, mixtral=mixtral):
-        parts = [take(name, _torch_shape(key, dims, ours)) for name in names]
-        dtype = functools.reduce(jnp.promote_types, {part.dtype for part in parts})
-        arrays[key] = Stored(
-            ours, np.dtype(dtype), functools.partial(_read, parts, dims, ours, dtype)
-        )
-    _check_rest(folder, model, found, used)
-    return arrays
-
-
-def _read(parts: list[Tensor], dims: str, ours: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-    matrices = [
-        source.from_torch(part.read(), dims=dims, ours=ours[-len(dims) :]) for part in parts
-    ]
-    return matrices[0] if len(dims) == len(ours) else np.stack(matrices).astype(dtype, copy=False)
-
-
-def _unfused(found: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """With each expert's matrices apart, where one tensor holds all of them, as transformers 5 has
-    them in memory:
-
-    gates and ups [E, 2 M, D], and downs [E, D, M]. Each matrix is a part of the file.
-    """
-    apart = {}
-    for name, tensor in found.items():
-        stem, _, last = name.rpartition(".")
-        parts = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}.get(last)
-        if parts is None or len(tensor.shape) != 3:
-            apart[name] = tensor
-            continue
-        experts, rows, columns = tensor.shape
-        shape = (rows // len(parts), columns)
-        size = math.prod(shape) * tensor.dtype.itemsize
-        for number, (expert, part) in enumerate(itertools.product(range(experts), parts)):
-            offset = tensor.offset + number * size
-            apart[f"{stem}.{expert}.{part}.weight"] = dataclasses.replace(
-                tensor, shape=shape, offset=offset
-            )
-    return apart
-
-
-def _check_rest(
-    folder: pathlib.Path, model: ModelConfig, found: Mapping[str, Tensor], used: set[str]
-) -> None:
-    """Raises UserError for tensors that are not the model's. Some files contain the table of tied
-    embeddings twice.
-    """
-    # of old files
-    extra = sorted(
-        name for name in found.keys() - used if not name.endswith(".rotary_emb.inv_freq")
-    )
-    head, table = (_OUTSIDE_LAYERS[name] for name in ("head/table", "embedding/table"))
-    if model.tie_embeddings and head in extra:
-        extra.remove(head)
-        if not same(found[head].read(), found[table].read()):
-            raise UserError(
-                f"{str(found[head].file)!r}: {head} differs from the embedding, though tie_word_embeddings is true"
-            )
-    if extra:
-        more = f" and {len(extra) - 1} more" if extra[1:] else ""
-        raise UserError(
-            f"{str(folder)!r} holds {extra[0]}{more}, not in the model of its config.json"
-        )
-
-
-def pending(exported: Source, *, mixtral: bool) -> dict[str, Stored]:
-    """The tensors to write, by their names."""
-    # its experts come in turn
-    newest = functools.lru_cache(maxsize=1)(lambda key: exported.arrays[key].read())
-
-    def values(key: Key, dims: str, theirs: tuple[int, ...], expert: int) -> np.ndarray:
-        array = newest(key)
-        one = array[expert] if array.ndim > len(dims) else array
-        return source.to_torch(one, dims=dims, theirs=theirs)
-
-    found = {}
-    for key, ours, dims, names in _forms(exported.model, mixtral=mixtral):
-        theirs = _torch_shape(key, dims, ours)
-        for expert, name in enumerate(names):
-            read = functools.partial(values, key, dims, theirs, expert)
-            found[name] = Stored(theirs, exported.arrays[key].dtype, read)
-    return found
