@@ -8,8 +8,8 @@ import statistics
 from collections import Counter
 from collections.abc import Sequence
 
+from ladder_jax.schedule import rings
 from ladder_jax.schedule.collectives import Collective
-from ladder_jax.schedule.rings import Ring
 from ladder_jax.scopes import ENTER
 from ladder_jax.terminal import Table
 
@@ -69,9 +69,8 @@ class Transfer:
     def status(self) -> Status:
         if self.collective.synchronous:
             return Status.SYNCHRONOUS
-        covered = (
-            self.collective.covered if isinstance(self.collective, Ring) else self.window >= ENOUGH
-        )
+        is_ring = bool(self.collective.permutes)
+        covered = rings.covered(self.collective) if is_ring else self.window >= ENOUGH
         return Status.HIDDEN if covered else Status.EXPOSED
 
     @property
