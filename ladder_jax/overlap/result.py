@@ -51,13 +51,6 @@ class Result:
     bytes_accessed: int
     experts: Form = Form.KERNELS
 
-    def __repr__(self) -> str:
-        request = self.request
-        title = (
-            f"{request.model}, {request.residual}, {request.phase.value} on {request.target.name}"
-        )
-        return f"Result({title}: {self.verdict})"
-
     def as_dict(self) -> dict:
         """The JSON object. Counts are those of `schedule.report`; bytes are those of one device.
 
