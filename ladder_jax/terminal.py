@@ -122,8 +122,10 @@ def say(line: str) -> None:
 
 
 def generated(text: str) -> str:
-    """A model's text for a terminal: with control characters escaped, which a model may write."""
-    return CONTROL.sub(lambda found: repr(found[0])[1:-1], text)
+    """A model's text for standard output: on a terminal with control characters escaped, which a
+    model may write.
+    """
+    return CONTROL.sub(lambda found: repr(found[0])[1:-1], text) if sys.stdout.isatty() else text
 
 
 @contextlib.contextmanager

@@ -11,7 +11,7 @@ import jax
 import pytest
 
 from ladder_jax import cli, terminal
-from ladder_jax.cli import chat, generate, train
+from ladder_jax.cli import generate
 from ladder_jax.errors import one_line
 from ladder_jax.schedule import targets
 
@@ -285,21 +285,13 @@ def test_a_message_is_one_line():
 def test_control_characters_of_a_model_reach_no_terminal(monkeypatch, capsys):
     """Other readers of standard output get the model's text as it is."""
     text = "a\tb\n\x1b]0;owned\x07\r\x9b2J\x7f \N{MAN}\u200d\N{WOMAN}"
-    show = lambda text: (print(generate._shown(text), end=""), chat._show(text))
-    show(text)
-    assert capsys.readouterr().out == 2 * text
+    assert terminal.generated(text) == text
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
-    show(text)
-    assert (
-        capsys.readouterr().out
-        == 2 * "a\tb\n\\x1b]0;owned\\x07\\r\\x9b2J\\x7f \N{MAN}\u200d\N{WOMAN}"
-    )
+    shown = "a\tb\n\\x1b]0;owned\\x07\\r\\x9b2J\\x7f \N{MAN}\u200d\N{WOMAN}"
+    assert terminal.generated(text) == shown
     terminal.show(["\x1b[2J"])
-    for say in (terminal.say, train._say):
-        say("two\nlines \x1b[2J")
-    shown = capsys.readouterr()
-    assert shown.out == "\\x1b[2J\n"
-    assert shown.err == 2 * "two\nlines \\x1b[2J\n"
+    terminal.say("two\nlines \x1b[2J")
+    assert capsys.readouterr() == ("\\x1b[2J\n", "two\nlines \\x1b[2J\n")
 
 
 def test_generate_decides_about_halves(refused, trained, capsys):

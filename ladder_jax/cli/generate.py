@@ -10,7 +10,6 @@ import functools
 import importlib.util
 import itertools
 import json
-import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
@@ -161,7 +160,7 @@ def _one(asked: Asked) -> None:
     )
     texts = itertools.chain(args.prompt, texts)
     for text in texts if args.stream else ["".join(texts)]:
-        print(_shown(text), end="", flush=True)
+        print(terminal.generated(text), end="", flush=True)
     print()
 
 
@@ -174,10 +173,6 @@ def _told(pieces: Iterable[Piece], *, total: int) -> Iterator[Piece]:
             last = time.monotonic()
             terminal.say(f"{done:,} of {total:,} tokens")
         yield piece
-
-
-def _shown(text: str) -> str:
-    return terminal.generated(text) if sys.stdout.isatty() else text
 
 
 def _several(asked: Asked) -> None:
@@ -193,7 +188,7 @@ def _several(asked: Asked) -> None:
         if index:
             print()
         try:
-            print(_shown(prompt + handle.result().text), flush=True)
+            print(terminal.generated(prompt + handle.result().text), flush=True)
         except NoNumbers as error:
             failed.append(f"prompt {index + 1} of {len(handles)}: {error}")
     if failed:

@@ -2,11 +2,10 @@
 
 import argparse
 import os
-import sys
 from collections.abc import Callable
 
+from ladder_jax import terminal
 from ladder_jax.config import Interleave, ModelConfig, RunConfig, load, to_dict
-from ladder_jax.errors import printable
 
 
 def run(options: dict) -> None:
@@ -19,7 +18,7 @@ def run(options: dict) -> None:
     if spec is None:
         return _train(settings, args, patience=patience.hang)
     with processes.joined(
-        spec, settings=_equal(settings, args), patience=patience, say=_say
+        spec, settings=_equal(settings, args), patience=patience, say=terminal.say
     ) as member:
         _train(settings, args, patience=patience.hang, beat=member.beat, shown=member.process == 0)
 
@@ -42,9 +41,9 @@ def _train(
 
         from ladder_jax.predict import halves
 
-        say = _say if shown else lambda line: None
+        say = terminal.say if shown else lambda line: None
         settings = halves.of_training(settings, kind=jax.devices()[0].device_kind, say=say)
-    result = train(settings, say=_say, profile=steps, beat=beat, patience=patience)
+    result = train(settings, say=terminal.say, profile=steps, beat=beat, patience=patience)
     entropy = result.bigram_entropy
     unit = "token" if entropy is None else f"byte (the text's bigram entropy: {entropy:.4f})"
     if shown:
@@ -52,11 +51,6 @@ def _train(
             f"trained a model of {result.parameters:,} parameters for {result.steps} steps:"
             f" held-out loss {result.validation_loss:.4f} nats a {unit}"
         )
-
-
-def _say(line: str) -> None:
-    clean = line.replace("\n", "").isprintable()
-    print(line if clean else printable(line), file=sys.stderr, flush=True)
 
 
 def _model_of(name: str) -> ModelConfig:
