@@ -4,7 +4,6 @@ the progress of a long command, a bar on a terminal, else a line every few secon
 
 import contextlib
 import dataclasses
-import html
 import itertools
 import json
 import pathlib
@@ -66,11 +65,6 @@ class Table:
                 for part, width, column in zip(parts, widths, self.columns)
             ]
             yield gap.join(aligned).rstrip()
-
-    def html(self) -> str:
-        row = lambda cells, tag: "".join(f"<{tag}>{html.escape(cell)}</{tag}>" for cell in cells)
-        lines = [row(self.columns, "th"), *(row(cells, "td") for cells in self.rows)]
-        return f"<table>{''.join(f'<tr>{line}</tr>' for line in lines)}</table>"
 
 
 def show(parts: Iterable[str | Table]) -> None:

@@ -83,9 +83,12 @@ def test_a_long_text_shows_its_progress(monkeypatch, capsys):
     pieces = [Piece((1, 2), "ab", None)] * 3
     assert list(generate._told(iter(pieces), total=6)) == pieces
     assert capsys.readouterr().err == ""
-    monkeypatch.setattr(generate, "LINE_EVERY", -1.0)
+    monkeypatch.setattr(terminal, "LINE_EVERY", -1.0)
     assert list(generate._told(iter(pieces), total=6)) == pieces
-    assert capsys.readouterr().err.splitlines() == ["2 of 6 tokens", "4 of 6 tokens"]
+    assert capsys.readouterr().err.splitlines() == [
+        "2 of 6 tokens  0 s left",
+        "4 of 6 tokens  0 s left",
+    ]
 
 
 def test_generate_several_prompts(told, trained):

@@ -10,7 +10,6 @@ import functools
 import importlib.util
 import itertools
 import json
-import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
@@ -27,7 +26,6 @@ if TYPE_CHECKING:
     from ladder_jax.pretrained import OpenedModel
 
 SLOTS = 8
-LINE_EVERY = 10.0  # seconds between lines about a long text
 CONTEXT = 2048  # positions of a conversation
 # in each body of a batch
 BATCHED = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "stop")
@@ -165,14 +163,14 @@ def _one(asked: Asked) -> None:
 
 
 def _told(pieces: Iterable[Piece], *, total: int) -> Iterator[Piece]:
-    """The pieces. Every few seconds a line on standard error says how far they are."""
-    done, last = 0, time.monotonic()
-    for piece in pieces:
-        done += len(piece.tokens)
-        if done < total and time.monotonic() - last > LINE_EVERY:
-            last = time.monotonic()
-            terminal.say(f"{done:,} of {total:,} tokens")
-        yield piece
+    """The pieces. A bar, or every few seconds a line, on standard error says how far they are."""
+    done = 0
+    with terminal.progress(total, label="{done:,} of {total:,} tokens") as update:
+        for piece in pieces:
+            done += len(piece.tokens)
+            if done < total:
+                update(done, "")
+            yield piece
 
 
 def _several(asked: Asked) -> None:

@@ -5,14 +5,15 @@ import os
 from collections.abc import Callable
 
 from ladder_jax import terminal
-from ladder_jax.config import Interleave, ModelConfig, RunConfig, load, to_dict
+from ladder_jax.config import Interleave, RunConfig, load, to_dict
+from ladder_jax.schedule import models
 
 
 def run(options: dict) -> None:
     from ladder_jax import processes
 
     args = argparse.Namespace(**options)
-    settings = load(args.config, overrides=args.overrides, model_of=_model_of)
+    settings = load(args.config, overrides=args.overrides, model_of=models.of_model)
     patience = processes.patience(options, os.environ)
     spec = processes.spec(options, os.environ)
     if spec is None:
@@ -51,12 +52,6 @@ def _train(
             f"trained a model of {result.parameters:,} parameters for {result.steps} steps:"
             f" held-out loss {result.validation_loss:.4f} nats a {unit}"
         )
-
-
-def _model_of(name: str) -> ModelConfig:
-    from ladder_jax.pretrained import model_config
-
-    return model_config(name)
 
 
 def _equal(settings: RunConfig, args: argparse.Namespace) -> dict:

@@ -27,10 +27,6 @@ from ladder_jax.schedule.targets import Target
 def program(request: Request) -> tuple[Compiled, tuple[Any, ...]]:
     """The program, and the shapes of its arguments with shardings on the target's devices."""
     target_devices = schedule.devices(request.target)
-    if len(target_devices) < request.fsdp * request.tensor:
-        raise UserError(
-            f"{request.target.name} has {len(target_devices)} devices, fewer than --fsdp x --tensor"
-        )
     mesh = make_mesh(fsdp=request.fsdp, tensor=request.tensor, devices=target_devices)
     definition = nn.define(request.config, mesh=mesh, experts=request.experts)
 

@@ -174,9 +174,6 @@ class Report:
     def __repr__(self) -> str:
         return "\n".join(self.lines(width=80))
 
-    def _repr_html_(self) -> str:
-        return f"<p>{self.verdict}</p>{self.table().html()}<p>{'<br>'.join(self.explained())}</p>"
-
     def as_dict(self) -> dict:
         """Plain JSON values. bytes, cycles, FLOPs of one device; None is what a compiler leaves
         out.
