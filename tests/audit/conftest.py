@@ -1,8 +1,4 @@
-"""Programs that are compiled for absent hardware, once a module, beside the tests that read
-them.
-"""
-
-import concurrent.futures
+"""Programs that are compiled for absent hardware, and what is expected of them."""
 
 import pytest
 
@@ -55,54 +51,21 @@ def check(answer, all_reduces, hidden, all_to_alls=0, all_to_alls_hidden=0, *, w
         assert found.window_flops_fraction["least"] >= window, found.window_flops_fraction
 
 
-@pytest.fixture(scope="module")
-def programs(request):
-    """Compiles what the module's chosen tests have as `request_`, in their order; a function that
-    waits for one.
-    """
-    items = [
-        item
-        for item in request.session.items
-        if item.module is request.module and hasattr(item, "callspec")
-    ]
-    params = [(item.callspec.params.get("request_"), until(item)) for item in items]
-    with concurrent.futures.ThreadPoolExecutor(2) as pool:
-        records = {}
-
-        def begin(one, far):
-            if (one, far) not in records:
-                records[one, far] = pool.submit(compiling.compiled, one, until=far)
-            return records[one, far]
-
-        for one, far in params:
-            if one is not None and not absent(one):
-                begin(one, far)
-        yield lambda one, far: result.read(one, begin(one, far).result())
-        pool.shutdown(cancel_futures=True)
-
-
 @pytest.fixture
-def compiled(request, programs):
+def compiled(request):
     """A function of a request: what `ladder-jax overlap` answers, without costs and sizes but in
     tests of machine code.
 
     The order of operations is final before machine code is made (tests/audit/test_machine_code.py),
     which takes nine tenths of a compiler's time for TPUs.
     """
+    whole = request.node.get_closest_marker("machine_code")
+    until = Until.CODE if whole else Until.SCHEDULE
 
-    def wait(one):
-        if reason := absent(one):
+    def answer(one):
+        # TPU targets are always compiled for; GPU targets where the plugin is installed
+        if one.target.platform == "cuda" and (reason := targets.not_installed(one.target)):
             pytest.skip(reason)  # what `ladder-jax doctor` says of this machine
-        return programs(one, until(request.node))
+        return result.read(one, compiling.compiled(one, until=until))
 
-    return wait
-
-
-def until(item):
-    """How far a test's programs are compiled."""
-    return Until.CODE if item.get_closest_marker("machine_code") else Until.SCHEDULE
-
-
-def absent(request):
-    """TPU targets are always compiled for; GPU targets where the plugin is installed."""
-    return request.target.platform == "cuda" and targets.not_installed(request.target)
+    return answer
