@@ -10,6 +10,13 @@ from collections.abc import Collection, Iterator, Mapping
 
 from ladder_jax.errors import UserError
 
+LINES = re.compile(
+    r"\n(?= +(?:ROOT )?%[\w.\-]+ = |\}(?:,|$)|(?:ENTRY )?%?[\w.\-]+ \(.*\{$)", re.MULTILINE
+)
+"""Between instructions, and the ends of computations: a string of backend_config may have line breaks
+of its own.
+"""
+
 
 @dataclasses.dataclass(frozen=True)
 class Array:
@@ -142,16 +149,16 @@ def parse(text: str) -> Program:
     if not text.startswith("HloModule"):
         raise UserError(f"not the text of an HLO module: it begins with {text[:40]!r}")
     computations, header, found = {}, None, {}
-    for line in _logical_lines(text):
+    for line in LINES.split(text):
         if opened := re.match(r"(ENTRY )?%?([\w.\-]+) \(.*\{$", line):
             header, found = opened, {}
-        elif re.match(r"\}(,|$)", line) and header:
+        elif line.startswith("}") and header:
             computations[header[2]] = Computation(
                 header[2], tuple(found.values()), entry=bool(header[1])
             )
             header = None
         elif header:
-            one = _instruction(line, found, computations)
+            one = _instruction(line.replace("\n", ""), found, computations)
             found[one.name] = one
     if not any(computation.entry for computation in computations.values()):
         raise ValueError("the HLO module has no ENTRY computation")
@@ -167,20 +174,6 @@ def arrays(shape: str) -> tuple[Array, ...]:
         dims = tuple(int(size) for size in sizes.split(",") if size)
         found.append(Array(kind, dims, on_chip=bool(re.search(r"S\([1-9]\d*\)", layout))))
     return tuple(found)
-
-
-def _logical_lines(text: str) -> Iterator[str]:
-    """One line per instruction: a line break inside a string of backend_config is removed."""
-    pending = None
-    for line in text.splitlines():
-        if re.match(r"\s+(ROOT )?%[\w.\-]+ = |\}(,|$)|(ENTRY )?%?[\w.\-]+ \(.*\{$", line):
-            if pending is not None:
-                yield pending
-            pending = line
-        elif pending is not None and not pending.startswith("}") and line:
-            pending += line
-    if pending is not None:
-        yield pending
 
 
 def _instruction(
