@@ -10,6 +10,10 @@ from collections.abc import Collection, Iterator, Mapping
 
 from ladder_jax.errors import UserError
 
+INSTRUCTION = re.compile(
+    r"\s+(?:ROOT )?%([\w.\-]+) = (.*?) ([a-z][\w\-]*)\((.*?)\)(?:, ([\w\-]+=.*))?$"
+)
+"""Name, shape, opcode, operands (or literal), attributes."""
 LINES = re.compile(
     r"\n(?= +(?:ROOT )?%[\w.\-]+ = |\}(?:,|$)|(?:ENTRY )?%?[\w.\-]+ \(.*\{$)", re.MULTILINE
 )
@@ -180,27 +184,8 @@ def _instruction(
     line: str, before: Mapping[str, Instruction], computations: Mapping
 ) -> Instruction:
     """before: the computation's instructions above it, by name."""
-    name, rest = re.match(r"\s+(?:ROOT )?%([\w.\-]+) = (.*)", line).groups()
-    shape_end = _closing(rest, 0) + 1 if rest.startswith("(") else rest.index(" ")
-    shape, rest = rest[:shape_end], rest[shape_end:].lstrip()
-    opened = rest.index("(")
-    closed = _closing(rest, opened)
-    opcode, inside, attributes = (
-        rest[:opened],
-        rest[opened + 1 : closed],
-        rest[closed + 1 :].lstrip(", "),
-    )
+    name, shape, opcode, inside, attributes = INSTRUCTION.match(line).groups(default="")
     if opcode in ("constant", "parameter"):
         return Instruction(name, shape, opcode, (), attributes, literal=inside)
     operands = tuple(before[operand] for operand in re.findall(r"%([\w.\-]+)", inside))
     return Instruction(name, shape, opcode, operands, attributes, computations=computations)
-
-
-def _closing(text: str, opened: int) -> int:
-    """Position of the parenthesis that closes the one at `opened`."""
-    depth = 0
-    for parenthesis in re.finditer(r"[()]", text[opened:]):
-        depth += 1 if parenthesis[0] == "(" else -1
-        if depth == 0:
-            return opened + parenthesis.start()
-    raise ValueError(f"unbalanced parentheses in HLO: {text[:120]!r}")
