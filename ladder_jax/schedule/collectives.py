@@ -228,17 +228,15 @@ def _readers(instructions: Sequence[Instruction], start: int, opcode: str) -> li
 
 
 def _chained_done(instructions: Sequence[Instruction], start: int, piece: Instruction) -> int:
-    chain = _chain(piece)
     done = [
-        i
-        for i, one in enumerate(instructions)
-        if i > start and _calls_target(one, "AsyncCollectiveDone")
+        index
+        for index, one in enumerate(instructions)
+        if index > start
+        and _calls_target(one, "AsyncCollectiveDone")
+        and (last := _called_collective(one))
+        and _chain(last[0]) == _chain(piece)
     ]
-    pieces = [(index, _called_collective(instructions[index])) for index in done]
-    return _first(
-        [index for index, of in pieces if of and _chain(of[0]) == chain],
-        started=instructions[start],
-    )
+    return _first(done, started=instructions[start])
 
 
 def _chain(piece: Instruction) -> str:

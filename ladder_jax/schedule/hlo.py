@@ -77,14 +77,11 @@ class Instruction:
             ("all-reduce", "reduce", "scatter", "sort", "select-and-scatter", "map")
         ):
             return ()
-        single = re.findall(r"\b(?:calls|to_apply|body)=%?([\w.\-]+)", self.attributes)
-        several = re.findall(
-            r"\b(?:called_computations|branch_computations)=\{([^}]*)\}", self.attributes
+        named = re.findall(
+            r"\b(?:calls|to_apply|body|called_computations|branch_computations)=(\{[^}]*\}|%?[\w.\-]+)",
+            self.attributes,
         )
-        return tuple(
-            self.computations[name]
-            for name in (*single, *re.findall(r"%([\w.\-]+)", " ".join(several)))
-        )
+        return tuple(self.computations[name] for name in re.findall(r"[\w.\-]+", " ".join(named)))
 
     @functools.cached_property
     def arrays(self) -> tuple[Array, ...]:

@@ -381,12 +381,9 @@ def layer_range(names: Sequence[str]) -> str:
     numbers = sorted({int(name) for name in names if name.isdigit()})
     if len(numbers) != len(set(names)) or len(numbers) < 3:
         return ", ".join(dict.fromkeys(names))
-    consecutive = numbers == list(range(numbers[0], numbers[-1] + 1))
-    return (
-        f"{numbers[0]}-{numbers[-1]}"
-        if consecutive
-        else f"{len(numbers)} layers of {numbers[0]}-{numbers[-1]}"
-    )
+    first, last = numbers[0], numbers[-1]
+    some = "" if len(numbers) == last - first + 1 else f"{len(numbers)} layers of "
+    return f"{some}{first}-{last}"
 
 
 def _range(values: Sequence[float], pattern: str) -> str:
