@@ -204,11 +204,13 @@ def test_doctor(told, monkeypatch):
     )
 
 
-def test_control_characters_reach_no_terminal(mistake, tmp_path):
+def test_control_characters_reach_no_terminal(capsys, monkeypatch, tmp_path):
     """Of names that others have given."""
     name = "a \x1b]0;owned\x07\x1b[2J\u202e\x9b é 東京"
     (tmp_path / f"{name}.jsonl").write_text("no")
-    line = mistake("tokenize", f"{name}.jsonl", "--out", "out").removesuffix("\n")
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["tokenize", f"{name}.jsonl", "--out", "out"]) == 2
+    line = capsys.readouterr().err.removesuffix("\n")
     assert line.isprintable() and all(word in line for word in ("é 東京", "x1b", "u202e"))
 
 
