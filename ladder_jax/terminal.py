@@ -112,14 +112,13 @@ def number(value: float) -> str:
 
 def say(line: str) -> None:
     """Print it on standard error."""
-    print(printable(line), file=sys.stderr, flush=True)
+    clean = line.replace("\n", "").isprintable()
+    print(line if clean else printable(line), file=sys.stderr, flush=True)
 
 
 def generated(text: str) -> str:
-    """A model's text for standard output: on a terminal with control characters escaped, which a
-    model may write.
-    """
-    return CONTROL.sub(lambda found: repr(found[0])[1:-1], text) if sys.stdout.isatty() else text
+    """A model's text for a terminal: with control characters escaped, which a model may write."""
+    return CONTROL.sub(lambda found: repr(found[0])[1:-1], text)
 
 
 @contextlib.contextmanager

@@ -10,6 +10,8 @@ import functools
 import importlib.util
 import itertools
 import json
+import sys
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
@@ -26,6 +28,7 @@ if TYPE_CHECKING:
     from ladder_jax.pretrained import OpenedModel
 
 SLOTS = 8
+LINE_EVERY = 10.0  # seconds between lines about a long text
 CONTEXT = 2048  # positions of a conversation
 # in each body of a batch
 BATCHED = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "stop")
@@ -158,19 +161,23 @@ def _one(asked: Asked) -> None:
     )
     texts = itertools.chain(args.prompt, texts)
     for text in texts if args.stream else ["".join(texts)]:
-        print(terminal.generated(text), end="", flush=True)
+        print(_shown(text), end="", flush=True)
     print()
 
 
 def _told(pieces: Iterable[Piece], *, total: int) -> Iterator[Piece]:
-    """The pieces. A bar, or every few seconds a line, on standard error says how far they are."""
-    done = 0
-    with terminal.progress(total, label="{done:,} of {total:,} tokens") as update:
-        for piece in pieces:
-            done += len(piece.tokens)
-            if done < total:
-                update(done, "")
-            yield piece
+    """The pieces. Every few seconds a line on standard error says how far they are."""
+    done, last = 0, time.monotonic()
+    for piece in pieces:
+        done += len(piece.tokens)
+        if done < total and time.monotonic() - last > LINE_EVERY:
+            last = time.monotonic()
+            terminal.say(f"{done:,} of {total:,} tokens")
+        yield piece
+
+
+def _shown(text: str) -> str:
+    return terminal.generated(text) if sys.stdout.isatty() else text
 
 
 def _several(asked: Asked) -> None:
@@ -186,7 +193,7 @@ def _several(asked: Asked) -> None:
         if index:
             print()
         try:
-            print(terminal.generated(prompt + handle.result().text), flush=True)
+            print(_shown(prompt + handle.result().text), flush=True)
         except NoNumbers as error:
             failed.append(f"prompt {index + 1} of {len(handles)}: {error}")
     if failed:
