@@ -44,10 +44,10 @@ mutants: .venv/.suite  ## a hundred random mutants of the core: does the suite n
 	@.venv/bin/python -m experiments.mutants $(ARGS)
 
 audit: .venv/.compilers  ## what the compilers for TPUs and GPUs make of the programs (no accelerator needed)
-	@LADDER_JAX_CACHE='$(CURDIR)/.cache' .venv/bin/python -m pytest -q -m audit $(ARGS)
+	@LADDER_JAX_CACHE='$(CURDIR)/.cache' .venv/bin/python -m pytest -q -n 2 -m audit $(ARGS)
 
 audit-sample: .venv/.compilers  ## one program a target and phase of those, and controls
-	@LADDER_JAX_CACHE='$(CURDIR)/.cache' .venv/bin/python -m pytest -q -m 'audit and not full' $(ARGS)
+	@LADDER_JAX_CACHE='$(CURDIR)/.cache' .venv/bin/python -m pytest -q -n 2 -m 'audit and not full' $(ARGS)
 
 audit-nightly: .venv/.compilers .venv-nightly/.compilers  ## what a nightly jax schedules, beside the release: prints what differs
 	@.venv/bin/python -m pytest -q -m audit tests/audit/test_nightly.py $(ARGS)

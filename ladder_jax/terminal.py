@@ -4,7 +4,6 @@ the progress of a long command, a bar on a terminal, else a line every few secon
 
 import contextlib
 import dataclasses
-import html
 import itertools
 import json
 import pathlib
@@ -67,11 +66,6 @@ class Table:
             ]
             yield gap.join(aligned).rstrip()
 
-    def html(self) -> str:
-        row = lambda cells, tag: "".join(f"<{tag}>{html.escape(cell)}</{tag}>" for cell in cells)
-        lines = [row(self.columns, "th"), *(row(cells, "td") for cells in self.rows)]
-        return f"<table>{''.join(f'<tr>{line}</tr>' for line in lines)}</table>"
-
 
 def show(parts: Iterable[str | Table]) -> None:
     """Print lines and tables. On a terminal long lines are wrapped at words, but commands are left
@@ -118,7 +112,8 @@ def number(value: float) -> str:
 
 def say(line: str) -> None:
     """Print it on standard error."""
-    print(printable(line), file=sys.stderr, flush=True)
+    clean = line.replace("\n", "").isprintable()
+    print(line if clean else printable(line), file=sys.stderr, flush=True)
 
 
 def generated(text: str) -> str:

@@ -22,17 +22,10 @@ from ladder_jax.nn import define
 from ladder_jax.parallel import make_mesh
 from tests import tokenizers
 
-MODEL = [
-    "model.num_layers=2",
-    "model.d_model=32",
-    "model.d_ff=32",
-    "model.dtype=float32",
-    "model.vocab_size=301",
-    "train.steps=2",
-    "train.batch=4",
-    "train.sequence=16",
-    "train.warmup_steps=1",
-]
+MODEL = (
+    "model.num_layers=2 model.d_model=32 model.d_ff=32 model.dtype=float32 model.vocab_size=301 train.steps=2"
+    " train.batch=4 train.sequence=16 train.warmup_steps=1"
+).split()
 
 
 @pytest.fixture(scope="module")
@@ -58,11 +51,6 @@ def test_a_run_keeps_its_tokenizer(run):
     assert sorted(p.name for p in (run / "tokenizer").iterdir()) == [
         "chat_template.jinja", "tokenizer.json", "tokenizer_config.json",
     ]  # fmt: skip
-
-
-def test_generate(run, capsys):
-    assert cli.main(["generate", str(run), "--prompt", "the cat ü", "--max-new-tokens", "6"]) == 0
-    assert capsys.readouterr().out.startswith("the cat ü")
 
 
 @pytest.fixture(scope="module")
@@ -124,14 +112,6 @@ def test_one_answer_to_standard_input(run, given, capsys):
     assert capsys.readouterr().out.endswith("\n")
 
 
-def refused(capsys, *words):
-    """The one line of a mistake."""
-    assert cli.main(["generate", *map(str, words)]) == 2
-    out, line = capsys.readouterr()
-    assert out == "" and line.count("\n") == 1
-    return line
-
-
 @pytest.mark.parametrize(
     "content, message",
     [
@@ -145,10 +125,10 @@ def test_standard_input_that_is_no_message(given, content, message):
         chat.piped()
 
 
-def test_without_a_template(run, tmp_path, capsys):
+def test_without_a_template(run, tmp_path, mistake):
     shutil.copytree(run, tmp_path / "run")
     (tmp_path / "run" / "tokenizer" / "chat_template.jinja").unlink()
-    assert "has no chat template" in refused(capsys, tmp_path / "run", "--chat")
+    assert "has no chat template" in mistake("generate", "run", "--chat")
 
 
 class Terminal:
@@ -197,17 +177,8 @@ class Terminal:
 
 
 def test_a_conversation_in_a_terminal(run):
-    command = [
-        sys.executable,
-        "-m",
-        "ladder_jax",
-        "generate",
-        str(run),
-        "--chat",
-        "--max-new-tokens",
-        "6000",
-    ]
-    with Terminal([*command, "--context", "6100"]) as terminal:
+    command = [sys.executable, "-m", "ladder_jax", "generate", str(run), "--chat"]
+    with Terminal([*command, "--max-new-tokens", "6000", "--context", "6100"]) as terminal:
         terminal.wait("Ctrl-C stops an answer\r\n(.*)> ")
         for _ in range(3):
             terminal.type("the cat\r")

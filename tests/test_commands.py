@@ -9,6 +9,7 @@ import shlex
 import pytest
 
 from ladder_jax import cli
+from ladder_jax.cli.main import _parser
 from tests import tokenizers
 from tests.pretrained import gguf_files, models
 from tests.test_docs import PAGES, commands
@@ -109,6 +110,11 @@ def test_no_reason_has_outlived_its_command():
         any(f"{words} ".startswith(start) for words in COMMANDS)
         for start in (*NOT_RUN, *FULL, *ADDED)
     )
+
+
+@pytest.mark.parametrize("words", [one for one in COMMANDS if beginning(one, NOT_RUN)])
+def test_a_command_that_is_not_run_is_understood(words):
+    _parser().parse_args(shlex.split(words))
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,6 @@
 """README and site: what is shown there runs, exists, and is what the results say."""
 
 import doctest
-import importlib
 import json
 import os
 import pathlib
@@ -175,17 +174,6 @@ def commands(path: pathlib.Path) -> list[str]:
     text = path.read_text().replace("\\\n", " ")
     found = re.findall(r"^    (?:[A-Z_]+=\S+ )*ladder-jax (.*)$", text, re.M)
     return [re.split(r" #| && | \| ", one)[0] for one in found if "..." not in one]
-
-
-def test_commands_are_understood():
-    arguments = importlib.import_module("ladder_jax.cli.main")._parser()
-    told = [(name(path), words) for path in PAGES for words in commands(path)]
-    assert len(told) >= 25
-    for where, words in told:
-        try:
-            arguments.parse_args(shlex.split(words))
-        except (SystemExit, ladder_jax.errors.UserError) as error:
-            pytest.fail(f"{where}: ladder-jax {words}: {error}")
 
 
 def test_the_tables_of_the_plans_study_are_its_rows():

@@ -115,18 +115,7 @@ def run(tmp_path_factory):
     return folder
 
 
-ASKED = [
-    "--temperature",
-    "1.3",
-    "--top-k",
-    "30",
-    "--seed",
-    "4",
-    "--stop",
-    "e",
-    "--repetition-penalty",
-    "1.2",
-]
+ASKED = "--temperature 1.3 --top-k 30 --seed 4 --stop e --repetition-penalty 1.2".split()
 
 
 def test_one_prompt_uses_no_engine(run, tmp_path, capsys, monkeypatch):

@@ -56,20 +56,13 @@ def told(kept, monkeypatch, capsys):
 def test_json(told):
     found = told(ASKED, as_json=True)
     assert set(KEYS) <= set(found)
-    counts = {
-        name: found[name] for name in ("all_reduces", "asynchronous", "hidden", "merged", "exposed")
-    }
-    assert counts == dict(all_reduces=4, asynchronous=0, hidden=0, merged=0, exposed=4)
-    for one, owner in zip(
-        found["reductions"], (("0", "attention"), ("0", "mlp"), ("1", "attention"))
-    ):
-        assert (one["layer"], one["sublayer"], one["direction"], one["status"]) == (
-            *owner,
-            "forward",
-            "synchronous",
-        )
+    counts = dict(all_reduces=4, asynchronous=0, hidden=0, merged=0, exposed=4)
+    assert counts.items() <= found.items()
+    owners = [(one["layer"], one["sublayer"]) for one in found["reductions"][:3]]
+    assert owners == [("0", "attention"), ("0", "mlp"), ("1", "attention")]
     # a CPU adds bfloat16 in float32
-    assert {one["bytes"] for one in found["reductions"]} == {2 * 128 * 4}
+    alike = dict(direction="forward", status="synchronous", bytes=2 * 128 * 4)
+    assert all(alike.items() <= one.items() for one in found["reductions"])
     others = [
         (one["kind"], one["for"], one["count"], one["bytes"]) for one in found["other_collectives"]
     ]
@@ -141,22 +134,6 @@ def test_weights_and_a_stream_that_are_split(told):
         "0 of 28 arrays of layers' weights gathered, hidden (0% of their bytes); 7 of layer 0, forward, syn"
         in text
     )
-
-
-@pytest.mark.full  # rings are compared and counted in tests/test_rings.py
-def test_rings(told):
-    """Standard's 8 gathers and scatters are rings, of 7 permutes; the head's input is gathered as
-    ever.
-    """
-    words = (
-        f"{SHAPE} --phase prefill --residual standard --sequence-parallel --collective-matmul ring"
-    )
-    found = told(words, as_json=True)
-    assert (found["collective_matmul"], found["all_reduces"], found["hidden"]) == ("ring", 9, 0)
-    kinds = [(one["kind"], one["status"], one["bytes"]) for one in found["reductions"]]
-    chunk = 2 * 128 * 4  # two positions; a CPU moves bfloat16 in float32
-    assert kinds.count(("collective-permute", "synchronous", 7 * chunk)) == 8
-    assert "tensor 8, sequence-parallel, ring collective matmul, unrolled, on cpu:8" in told(words)
 
 
 MISTAKES = {
@@ -263,7 +240,7 @@ def test_a_program_is_compiled_once(monkeypatch, tmp_path):
     assert len(ran) == 1
     compiling.compiled(ask(batch=4))
     assert len(ran) == 2
-    ran[0].write_bytes(ran[0].read_bytes()[:-9])
+    ran[0].write_bytes(b"")  # damaged in any other way: below
     assert compiling.compiled(ask()) == record
     assert len(ran) == 3
 
@@ -425,13 +402,12 @@ STANDARD = ["standard", "standard in two halves"]
     ],
 )
 def test_what_is_drawn(residual, phase, more, names):
-    """Halves stand between Standard and the request's program, where there are halves."""
-    assert list(picture.drawn(large("tpu7x:2x2x1", phase, residual=residual, **more))) == names
-
-
-def test_four_layers_are_drawn():
-    for one in picture.drawn(large("tpu7x:2x2x1", "prefill", layers=80, batch=2)).values():
-        assert (one.layers, one.loop, one.batch) == (4, Loop.UNROLLED, 2)
+    """Four layers each. Halves stand between Standard and the request's program, where there are
+    halves.
+    """
+    drawn = picture.drawn(large("tpu7x:2x2x1", phase, residual=residual, **more))
+    assert list(drawn) == names
+    assert {(one.layers, one.loop) for one in drawn.values()} == {(4, Loop.UNROLLED)}
 
 
 def test_two_layers_are_two():

@@ -167,8 +167,8 @@ def test_a_configuration_is_shown_as_one_types_it(name):
     assert eval(repr(run), vars(config)) == run and len(repr(run)) < 1000
 
 
-def test_a_report_prints_the_commands_table(tmp_path):
-    """With its verdict first; a notebook has all rows."""
+def test_a_report_prints_the_commands_table():
+    """With its verdict first."""
     full = schedule.audit(text("tpu7x-unrolled"))
     lines = str(full).splitlines()
     assert lines[:2] == [
@@ -177,12 +177,7 @@ def test_a_report_prints_the_commands_table(tmp_path):
     ]
     assert [line.split()[-1] for line in lines if "1.00" in line or "0.00" in line][-1] != ""
     assert max(map(len, lines)) <= 80
-    html = full._repr_html_()
-    assert (
-        html.count("<tr>") == 3 and "started early, but too little compute stands under it" in html
-    )
-    many = report(tmp_path)
-    assert "more rows" in str(many) and many._repr_html_().count("<tr>") == 1 + 120
+    assert "exposed: started early, but too little compute stands under it" in lines
     assert str(schedule.audit(jax.jit(lambda x: x + 1), jnp.ones(3))) == (
         "no all-reduces: no sublayer of this program communicates"
     )

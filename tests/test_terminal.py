@@ -42,14 +42,6 @@ def test_heads_are_wrapped_before_cells():
     ]
 
 
-def test_html():
-    table = Table(("a", "b"), [("<script>", "1")])
-    assert (
-        table.html()
-        == "<table><tr><th>a</th><th>b</th></tr><tr><td>&lt;script&gt;</td><td>1</td></tr></table>"
-    )
-
-
 def test_lines_are_wrapped_on_a_terminal_alone(monkeypatch, capsys):
     command = "ladder-jax train tiny " + "train.steps=1 " * 9
     long = "note      " + "word " * 30

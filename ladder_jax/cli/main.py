@@ -8,7 +8,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-from ladder_jax.cli.verbs import VERBS
+from ladder_jax.cli.verbs import VERBS, count
 from ladder_jax.errors import RunFailed, UserError, one_line, unknown
 
 # errors of the disk, not of the program
@@ -60,12 +60,8 @@ def _give_up_output() -> None:
 
 
 def prepare_devices(cpu_devices: int | None) -> None:
-    """Simulate `cpu_devices` devices, if that is not None; before jax starts. Raises UserError
-    below one.
-    """
+    """Simulate `cpu_devices` devices, if that is not None; before jax starts."""
     if cpu_devices is not None:
-        if cpu_devices < 1:
-            raise UserError(f"--cpu-devices must be positive, not {cpu_devices}")
         os.environ["JAX_PLATFORMS"] = "cpu"
         os.environ["JAX_NUM_CPU_DEVICES"] = str(cpu_devices)
     flags = os.environ.get("XLA_FLAGS", "")
@@ -119,9 +115,7 @@ def _parser(verb: str | None = None) -> Parser:
             epilog=f"example:\n  {one.example}",
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
-        sub.add_argument(
-            "--cpu-devices", type=int, metavar="N", help="simulate N devices on the CPU"
-        )
+        sub.add_argument("--cpu-devices", metavar="N", **count("simulate N devices on the CPU"))
         if verb not in VERBS or verb == name:
             one.declare(sub)
     return parser

@@ -2,24 +2,24 @@
 
 import argparse
 import os
-import sys
 from collections.abc import Callable
 
-from ladder_jax.config import Interleave, ModelConfig, RunConfig, load, to_dict
-from ladder_jax.errors import printable
+from ladder_jax import terminal
+from ladder_jax.config import Interleave, RunConfig, load, to_dict
+from ladder_jax.schedule import models
 
 
 def run(options: dict) -> None:
     from ladder_jax import processes
 
     args = argparse.Namespace(**options)
-    settings = load(args.config, overrides=args.overrides, model_of=_model_of)
+    settings = load(args.config, overrides=args.overrides, model_of=models.of_model)
     patience = processes.patience(options, os.environ)
     spec = processes.spec(options, os.environ)
     if spec is None:
         return _train(settings, args, patience=patience.hang)
     with processes.joined(
-        spec, settings=_equal(settings, args), patience=patience, say=_say
+        spec, settings=_equal(settings, args), patience=patience, say=terminal.say
     ) as member:
         _train(settings, args, patience=patience.hang, beat=member.beat, shown=member.process == 0)
 
@@ -42,9 +42,9 @@ def _train(
 
         from ladder_jax.predict import halves
 
-        say = _say if shown else lambda line: None
+        say = terminal.say if shown else lambda line: None
         settings = halves.of_training(settings, kind=jax.devices()[0].device_kind, say=say)
-    result = train(settings, say=_say, profile=steps, beat=beat, patience=patience)
+    result = train(settings, say=terminal.say, profile=steps, beat=beat, patience=patience)
     entropy = result.bigram_entropy
     unit = "token" if entropy is None else f"byte (the text's bigram entropy: {entropy:.4f})"
     if shown:
@@ -52,17 +52,6 @@ def _train(
             f"trained a model of {result.parameters:,} parameters for {result.steps} steps:"
             f" held-out loss {result.validation_loss:.4f} nats a {unit}"
         )
-
-
-def _say(line: str) -> None:
-    clean = line.replace("\n", "").isprintable()
-    print(line if clean else printable(line), file=sys.stderr, flush=True)
-
-
-def _model_of(name: str) -> ModelConfig:
-    from ladder_jax.pretrained import model_config
-
-    return model_config(name)
 
 
 def _equal(settings: RunConfig, args: argparse.Namespace) -> dict:

@@ -97,23 +97,27 @@ def layer_indices(which: str | int | Sequence[int], num_layers: int) -> tuple[in
     which = _as_text(which)
     if not isinstance(which, str):
         raise wrong_type("ladder_layers", which, str)
-    allowed = f"(allowed: N for the last N of {num_layers} layers, a list i,j of 0 to {num_layers - 1}, or all)"
+
+    def refused(why: str) -> UserError:
+        return UserError(
+            f"ladder_layers={which!r} {why} (allowed: N for the last N of {num_layers} layers, a list i,j of 0 to"
+            f" {num_layers - 1}, or all)"
+        )
+
     if which == "all":
         return tuple(range(num_layers))
     if which.startswith("auto:"):
-        raise UserError(
-            f"ladder_layers={which!r} is measured, so only a conversion can choose it {allowed}"
-        )
+        raise refused("is measured, so only a conversion can choose it")
     try:
         numbers = [int(part) for part in which.split(",") if part.strip()]
     except ValueError:
-        raise UserError(f"ladder_layers={which!r} is not a choice of layers {allowed}") from None
+        raise refused("is not a choice of layers") from None
     if "," not in which:
         if not numbers or not 0 <= numbers[0] <= num_layers:
-            raise UserError(f"ladder_layers={which!r} is not a number of layers {allowed}")
+            raise refused("is not a number of layers")
         return tuple(range(num_layers - numbers[0], num_layers))
     if len(set(numbers)) != len(numbers) or any(not 0 <= n < num_layers for n in numbers):
-        raise UserError(f"ladder_layers={which!r} names a layer twice or out of range {allowed}")
+        raise refused("names a layer twice or out of range")
     return tuple(sorted(numbers))
 
 
@@ -231,15 +235,19 @@ class ModelConfig(Section):
                 f"model.ladder_layers needs a ladder kind of residual, not {self.residual!r}",
             )
             layer_indices(self.ladder_layers, self.num_layers)
-        of_ranks = f"model.ranks belongs to ladder-fresh and desync-n, not to {self.residual!r}"
-        check(self.ranks is None or name.depends_on_ranks, of_ranks)
+        check(
+            self.ranks is None or name.depends_on_ranks,
+            f"model.ranks belongs to ladder-fresh and desync-n, not to {self.residual!r}",
+        )
         self._check_experts(name)
         if self.side is not None:
             self.side.check(self)
 
     def _check_experts(self, name: ResidualName) -> None:
-        needs = f"model.residual={self.residual!r} needs experts (model.moe); of a dense model it is 'ladder'"
-        check(self.moe is not None or self.residual not in EXPERT_RESIDUALS, needs)
+        check(
+            self.moe is not None or self.residual not in EXPERT_RESIDUALS,
+            f"model.residual={self.residual!r} needs experts (model.moe); of a dense model it is 'ladder'",
+        )
         if self.moe is None:
             return
         check(
@@ -424,25 +432,22 @@ def check_halves(
     check_interleave(interleave, name=setting)
     if interleave == 1:
         return
-    whole_rows = rows % 2 == 0 or not sequence_parallel
     check(
-        whole_rows,
+        rows % 2 == 0 or not sequence_parallel,
         f"{setting} 2 halves the rows of a split stream, and {of_rows} gives {rows}: an odd number",
     )
-    reduces = parse_residual(model.residual).reduces_every_output
     check(
-        reduces,
+        parse_residual(model.residual).reduces_every_output,
         f"{setting} 2 is for a residual that reduces every sublayer's output, not {model.residual}",
     )
-    shared = model.residual == "farskip" and model.moe.shared_width
     check(
-        not shared,
+        model.residual != "farskip" or not model.moe.shared_width,
         f"{setting} 2 is not for farskip with a shared expert, which is reduced with attention",
     )
-    form, none = collective_matmul.value, collective_matmul is CollectiveMatmul.NONE
     check(
-        none,
-        f"{setting} 2 hides gathers and scatters, of which collective_matmul {form} leaves none",
+        collective_matmul is CollectiveMatmul.NONE,
+        f"{setting} 2 hides gathers and scatters, of which collective_matmul {collective_matmul.value}"
+        " leaves none",
     )
 
 
@@ -461,9 +466,8 @@ def check_collective_matmul(
         sequence_parallel,
         f"{setting} {form.value} needs {needed}: without it no gather stands before a matmul",
     )
-    shared = parse_residual(model.residual).kind.startswith("parallel")
     check(
-        not shared,
+        not model.residual.startswith("parallel"),
         f"{setting} {form.value}: attention and MLP of {model.residual} share one gather",
     )
     check(

@@ -131,8 +131,10 @@ def check_retraining(config: Any) -> None:
     }
     if model.side is not None:
         _check_side(config)
-    too_many = f"train.freeze={train.freeze} is more than model.num_layers={model.num_layers}"
-    check(train.freeze <= model.num_layers, too_many)
+    check(
+        train.freeze <= model.num_layers,
+        f"train.freeze={train.freeze} is more than model.num_layers={model.num_layers}",
+    )
     check(
         not (config.lora.rank and train.freeze == model.num_layers),
         f"train.freeze={train.freeze} leaves no layer for lora.rank={config.lora.rank} to train",
@@ -154,16 +156,22 @@ def check_retraining(config: Any) -> None:
         )
         which = model.ladder_layers
         turning = len(layer_indices(which or "all", model.num_layers))
-        none = f"conversion.steps={conversion.steps} has no ladder layer to turn: model.ladder_layers={which!r}"
-        check(turning > 0, none)
+        check(
+            turning > 0,
+            f"conversion.steps={conversion.steps} has no ladder layer to turn: model.ladder_layers={which!r}",
+        )
         conversion.check_groups(turning)
     for name in ("conversion.steps", "distill.hidden_weight"):
-        split = settings[name] and train.sequence_parallel
-        check(not split, f"{name} reads whole streams: not with train.sequence_parallel")
+        check(
+            not (settings[name] and train.sequence_parallel),
+            f"{name} reads whole streams: not with train.sequence_parallel",
+        )
     dense = model.moe.dense_layers if model.moe else 0
     for name in ("train.freeze", "lora.rank", "conversion.steps", "distill.hidden_weight"):
-        alike = f"{name}={settings[name]} is for layers that are all alike: not with model.moe.dense_layers={dense}"
-        check(not (settings[name] and dense), alike)
+        check(
+            not (settings[name] and dense),
+            f"{name}={settings[name]} is for layers that are all alike: not with model.moe.dense_layers={dense}",
+        )
 
 
 def _check_side(config: Any) -> None:
@@ -173,22 +181,25 @@ def _check_side(config: Any) -> None:
         train.start is not None,
         "model.side needs train.start, the checkpoint whose weights stay frozen",
     )
-    also = {"train.freeze": train.freeze, "lora.rank": config.lora.rank}
-    also["conversion.steps"] = config.conversion.steps
-    for name, value in also.items():
+    for name, value in (
+        ("train.freeze", train.freeze),
+        ("lora.rank", config.lora.rank),
+        ("conversion.steps", config.conversion.steps),
+    ):
         check(
             not value,
             f"{name}={value} and model.side exclude each other: beside it nothing else trains",
         )
-    whole = "the side network reads whole streams"
     check(
         not train.sequence_parallel,
-        f"train.sequence_parallel splits the stream, but {whole} (model.side)",
+        "train.sequence_parallel splits the stream, but the side network reads whole streams (model.side)",
     )
-    whole_batch = train.interleave is not Interleave.HALVES
-    check(whole_batch, f"train.interleave=2 takes halves in turn, but {whole} (model.side)")
-    hidden = config.distill.hidden_weight
     check(
-        not hidden,
-        f"distill.hidden_weight={hidden} compares the model's own streams, which model.side freezes",
+        train.interleave is not Interleave.HALVES,
+        "train.interleave=2 takes halves in turn, but the side network reads whole streams (model.side)",
+    )
+    check(
+        not config.distill.hidden_weight,
+        f"distill.hidden_weight={config.distill.hidden_weight} compares the model's own streams, which model.side"
+        " freezes",
     )

@@ -2,7 +2,6 @@
 cache.
 """
 
-import ast
 import contextlib
 import dataclasses
 import enum
@@ -15,7 +14,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 import zlib
 from collections.abc import Callable, Iterable, Iterator
@@ -136,7 +134,7 @@ def recorded[R](
         for path in (
             sorted((root / part).rglob("*.py")) if (root / part).is_dir() else [root / part]
         ):
-            digest.update(_code(path).encode())
+            digest.update(path.read_bytes())
     key = digest.hexdigest()[:32]
     with files.cache("schedules") as folder:
         early = until is Until.SCHEDULE and target.platform == "tpu"
@@ -178,7 +176,9 @@ def run_worker(
             module_re = f"--xla_dump_hlo_as_text=true --xla_dump_hlo_module_re=.*{MODULES}.*"
             environment["XLA_FLAGS"] += f" --xla_dump_to={dump} {module_re}"
         with errors.open("wb") as stderr, _progress(label):
-            status, answer = _run(command, stdout=subprocess.PIPE, stderr=stderr, env=environment)
+            # ended with this process, if that is interrupted
+            done = subprocess.run(command, stdout=subprocess.PIPE, stderr=stderr, env=environment)
+        status, answer = done.returncode, done.stdout
         if status == 2 and answer.strip():
             raise UserError(json.loads(answer.splitlines()[-1])["error"])
         if status < 0:
@@ -208,37 +208,6 @@ def work(record: Callable[..., object]) -> NoReturn:
     os._exit(status)  # no normal exit: a compiler's threads may hang at the interpreter's end
 
 
-def _run(command: list[str], **arguments) -> tuple[int, bytes]:
-    """Run a process; return its exit status and standard output. Ctrl-C kills it at any time.
-
-    The signal handler itself raises nothing: an exception would be lost inside a callback of the
-    garbage collector, and during Popen's start it would leave the process running.
-    """
-    interrupted, started = False, []
-
-    def stop(*_) -> None:
-        nonlocal interrupted
-        interrupted = True
-        for process in started:
-            process.kill()
-
-    # only this thread can set handlers
-    in_main_thread = threading.current_thread() is threading.main_thread()
-    previous = signal.signal(signal.SIGINT, stop) if in_main_thread else None
-    try:
-        with subprocess.Popen(command, **arguments) as process:
-            started.append(process)
-            if interrupted:
-                process.kill()
-            answer, _ = process.communicate()
-    finally:
-        if in_main_thread:
-            signal.signal(signal.SIGINT, previous)
-    if interrupted:
-        raise KeyboardInterrupt
-    return process.returncode, answer
-
-
 def _environment(target: Target) -> dict[str, str]:
     flags = os.environ.get("XLA_FLAGS", "")
     if target.platform == "cuda":
@@ -251,29 +220,13 @@ def _environment(target: Target) -> dict[str, str]:
     return {**os.environ, **targets.ENVIRONMENT, **changes}
 
 
-def _code(path: pathlib.Path) -> str:
-    """A module's source without comments and docstrings, which change no compiled program."""
-    tree = ast.parse(path.read_text())
-    for node in ast.walk(tree):
-        if (
-            isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef))
-            and ast.get_docstring(node) is not None
-        ):
-            node.body = node.body[1:]
-    return ast.dump(tree)
-
-
 @contextlib.contextmanager
 def _progress(label: str) -> Iterator[None]:
     from rich.console import Console
 
     console = Console(stderr=True)
     started = time.monotonic()
-    with (
-        console.status(f"compiling {label} (a minute or more)")
-        if console.is_terminal
-        else contextlib.nullcontext()
-    ):
+    with console.status(f"compiling {label} (a minute or more)"):
         yield
     console.print(
         f"compiling {label}: {time.monotonic() - started:.0f} s", style="dim", highlight=False

@@ -24,6 +24,13 @@ from ladder_jax.schedule.timeline import Bar
 DRAWN = 4
 COLOURS = {"attention": "#4c78a8", "mlp": "#72b7b2", "joint": "#4c78a8", "": "#bab0ac"}
 WIRE, WAIT = "#e45756", "#f7d4d4"
+LEGEND = {
+    "attention": COLOURS["attention"],
+    "MLP": COLOURS["mlp"],
+    "other": COLOURS[""],
+    "all-reduce": WIRE,
+    "waiting for the wire": WAIT,
+}
 
 
 def timelines(request: Request) -> dict[str, list[Bar]]:
@@ -75,18 +82,15 @@ def plot(request: Request, *, file: str) -> None:
     for axis, (name, bars) in zip(axes[:, 0], panels.items()):
         end = max(bar.stop for bar in bars)
         axis.barh(1, end * scale, color=WAIT, height=0.62)
-        for bar in bars:
-            colour = WIRE if bar.wire else COLOURS[sublayer_of(bar.op_name)]
-            width = (bar.stop - bar.start) * scale
-            axis.barh(
-                0 if bar.wire else 1,
-                width,
-                left=bar.start * scale,
-                color=colour,
-                height=0.62,
-                ec="w",
-                lw=0.3,
-            )
+        axis.barh(
+            [0 if bar.wire else 1 for bar in bars],
+            [(bar.stop - bar.start) * scale for bar in bars],
+            left=[bar.start * scale for bar in bars],
+            color=[WIRE if bar.wire else COLOURS[sublayer_of(bar.op_name)] for bar in bars],
+            height=0.62,
+            ec="w",
+            lw=0.3,
+        )
         busy = sum(bar.stop - bar.start for bar in bars if not bar.wire)
         axis.set_title(
             f"{name}: two layers in {end * scale:.0f} {unit}, waiting {max(0.0, end - busy) / end:.0%}",
@@ -96,12 +100,7 @@ def plot(request: Request, *, file: str) -> None:
         axis.set_yticks([0, 1], ["communication", "compute"])
         axis.spines[["top", "right"]].set_visible(False)
     axes[-1, 0].set_xlabel(unit)
-    names = {"attention": "attention", "mlp": "MLP", "": "other"}
-    legend = [Patch(color=COLOURS[key], label=label) for key, label in names.items()]
-    legend += [
-        Patch(color=WIRE, label="all-reduce"),
-        Patch(color=WAIT, label="waiting for the wire"),
-    ]
+    legend = [Patch(color=colour, label=label) for label, colour in LEGEND.items()]
     figure.legend(handles=legend, loc="lower right", ncols=5, fontsize=8, frameon=False)
     title = (
         f"{request.model}, {request.phase.value}, tensor {request.tensor} on {request.target.name}"
@@ -122,29 +121,23 @@ def trace(request: Request, *, file: str) -> None:
     """
     events = []
     for process, (name, bars) in enumerate(timelines(request).items()):
-        events.append({"ph": "M", "pid": process, "name": "process_name", "args": {"name": name}})
+        of_process = dict(ph="M", pid=process)
+        events.append({**of_process, "name": "process_name", "args": {"name": name}})
         for thread, row in enumerate(("compute", "communication")):
-            events.append(
-                {
-                    "ph": "M",
-                    "pid": process,
-                    "tid": thread,
-                    "name": "thread_name",
-                    "args": {"name": row},
-                }
-            )
+            of_thread = dict(tid=thread, name="thread_name", args={"name": row})
+            events.append({**of_process, **of_thread})
         for bar in bars:
-            event = {"ph": "X", "pid": process, "tid": int(bar.wire), "ts": bar.start * 1e6}
-            kind = "all-reduce" if bar.wire else sublayer_of(bar.op_name) or "other"
-            length = (bar.stop - bar.start) * 1e6
             events.append(
-                {
-                    **event,
-                    "dur": length,
-                    "name": bar.name,
-                    "cat": kind,
-                    "args": {"op_name": bar.op_name},
-                }
+                dict(
+                    ph="X",
+                    pid=process,
+                    tid=int(bar.wire),
+                    ts=bar.start * 1e6,
+                    dur=(bar.stop - bar.start) * 1e6,
+                    name=bar.name,
+                    cat="all-reduce" if bar.wire else sublayer_of(bar.op_name) or "other",
+                    args={"op_name": bar.op_name},
+                )
             )
     text = json.dumps({"traceEvents": events, "displayTimeUnit": "ns"})
     files.write(pathlib.Path(file), [text.encode()])
@@ -159,12 +152,9 @@ def _two_layers(bars: Sequence[Bar]) -> list[Bar]:
     matmuls = [
         bar for bar in bars if "dot_general" in bar.op_name and "transpose(" not in bar.op_name
     ]
-    starts = lambda layer: [
-        bar.start for bar in matmuls if re.search(rf"layer_{layer}\b", bar.op_name)
-    ]
-    start = min(starts(1))
-    last = max(bar.stop for bar in matmuls if re.search(r"layer_2\b", bar.op_name))
-    stop = min(starts(3), default=last)
+    of = lambda layer: [bar for bar in matmuls if re.search(rf"layer_{layer}\b", bar.op_name)]
+    start, last = min(bar.start for bar in of(1)), max(bar.stop for bar in of(2))
+    stop = min((bar.start for bar in of(3)), default=last)
     overlapping = [bar for bar in bars if bar.stop > start and bar.start < stop]
     clip = lambda time: min(max(time, start), stop) - start
     return [

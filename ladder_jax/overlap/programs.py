@@ -3,10 +3,10 @@ as jax reads its environment at import and the compiler may be killed: `python -
 ladder_jax.overlap.programs REQUEST RESULT [DUMP]`.
 """
 
+import concurrent.futures
 import logging
 import logging.handlers
 import pathlib
-import threading
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -27,10 +27,6 @@ from ladder_jax.schedule.targets import Target
 def program(request: Request) -> tuple[Compiled, tuple[Any, ...]]:
     """The program, and the shapes of its arguments with shardings on the target's devices."""
     target_devices = schedule.devices(request.target)
-    if len(target_devices) < request.fsdp * request.tensor:
-        raise UserError(
-            f"{request.target.name} has {len(target_devices)} devices, fewer than --fsdp x --tensor"
-        )
     mesh = make_mesh(fsdp=request.fsdp, tensor=request.tensor, devices=target_devices)
     definition = nn.define(request.config, mesh=mesh, experts=request.experts)
 
@@ -151,26 +147,16 @@ def scheduled(function: Compiled, *, arguments: Sequence, folder: pathlib.Path) 
     generates machine code. Raises the compiler's error if it fails before the dump. Later errors,
     such as too little vector memory, go unseen.
     """
-    outcome: list[str | BaseException] = []
-
-    def compile_whole() -> None:
-        try:
-            outcome.append(function.compile(*arguments).as_text())
-        except BaseException as error:
-            outcome.append(error)
-
-    thread = threading.Thread(target=compile_whole, daemon=True)
-    thread.start()
-    while thread.is_alive():
+    compile_whole = lambda: function.compile(*arguments).as_text()
+    compiled = concurrent.futures.ThreadPoolExecutor(1).submit(compile_whole)
+    while not compiled.done():
         for path in folder.glob("*.after_optimizations.txt"):
             text = path.read_text(errors="replace")
             # the entry comes last, so the file is complete
             if "\nENTRY " in text and text.rstrip().endswith("\n}"):
                 return text
-        thread.join(0.1)
-    if isinstance(outcome[0], BaseException):
-        raise outcome[0]
-    return outcome[0]
+        time.sleep(0.1)
+    return compiled.result()
 
 
 if __name__ == "__main__":

@@ -144,36 +144,51 @@ def _check(request: Request) -> None:
         tensor * fsdp <= target.count,
         f"{product} is more than the {target.count} devices of {target.name}",
     )
-    serves = f"--fsdp is for train (serving keeps every layer's weights), not for {phase.value}"
-    check(fsdp == 1 or request.trains, serves)
+    check(
+        fsdp == 1 or request.trains,
+        f"--fsdp is for train (serving keeps every layer's weights), not for {phase.value}",
+    )
     if request.sequence_parallel:
-        one = "--sequence-parallel is for train and prefill: a decode step has one position a row"
-        check(phase is not Phase.DECODE, one)
-        split = f"--sequence-parallel splits --prompt-length {request.prompt_length} over --tensor {tensor}"
-        check(request.prompt_length % tensor == 0, split)
-    form, names = request.collective_matmul, ("--collective-matmul", "--sequence-parallel")
-    settings = dict(model=request.config, sequence_parallel=request.sequence_parallel)
-    check_collective_matmul(form, **settings, names=names)
+        check(
+            phase is not Phase.DECODE,
+            "--sequence-parallel is for train and prefill: a decode step has one position a row",
+        )
+        check(
+            request.prompt_length % tensor == 0,
+            f"--sequence-parallel splits --prompt-length {request.prompt_length} over --tensor {tensor}",
+        )
+    check_collective_matmul(
+        request.collective_matmul,
+        model=request.config,
+        sequence_parallel=request.sequence_parallel,
+        names=("--collective-matmul", "--sequence-parallel"),
+    )
     check_in_turn(request)
     if request.exchanges:
-        names = "--experts exchange", "--capacity", "--sequence-parallel"
-        settings = dict(residual=request.residual, sequence_parallel=request.sequence_parallel)
-        check_exchange(request.config.moe, **settings, names=names)
+        check_exchange(
+            request.config.moe,
+            residual=request.residual,
+            sequence_parallel=request.sequence_parallel,
+            names=("--experts exchange", "--capacity", "--sequence-parallel"),
+        )
     if request.trains:
-        explicit = "--launch explicit is for prefill and decode, not for train: it has no gradient"
-        check(request.launch is not Launch.EXPLICIT, explicit)
-        quantize = request.quantize
         check(
-            quantize is Quantize.NONE,
-            f"--quantize {quantize.value} is for prefill and decode, not for train",
+            request.launch is not Launch.EXPLICIT,
+            "--launch explicit is for prefill and decode, not for train: it has no gradient",
+        )
+        check(
+            request.quantize is Quantize.NONE,
+            f"--quantize {request.quantize.value} is for prefill and decode, not for train",
         )
     check_fits_mesh(request.config, MeshConfig(fsdp=fsdp, tensor=tensor))
 
 
 def check_in_turn(request: Request) -> None:
     """Raises UserError where two halves in turn are no program of this request."""
-    decodes = "--interleave 2 is for train and prefill: a decode step has too few rows to halve"
-    check(request.interleave != 2 or request.phase is not Phase.DECODE, decodes)
+    check(
+        request.interleave != 2 or request.phase is not Phase.DECODE,
+        "--interleave 2 is for train and prefill: a decode step has too few rows to halve",
+    )
     check_halves(
         request.interleave,
         model=request.config,

@@ -50,13 +50,6 @@ class Result:
     bytes_accessed: int
     experts: Form = Form.KERNELS
 
-    def __repr__(self) -> str:
-        request = self.request
-        title = (
-            f"{request.model}, {request.residual}, {request.phase.value} on {request.target.name}"
-        )
-        return f"Result({title}: {self.verdict})"
-
     def as_dict(self) -> dict:
         """The JSON object. Counts are those of `schedule.report`; bytes are those of one device.
 
@@ -74,12 +67,10 @@ class Result:
             loop's body once, a prefetched array up to three times, and on TPUs a cache that
             attention reads once five times.
         """
-        record, unused = self.record, _unused(self.request)
-        settings = {
-            name: value for name, value in self.request.as_dict().items() if name not in unused
-        }
-        if "launch" in settings:
-            settings["launch"] = record.launch
+        record = self.record
+        settings = {**self.request.as_dict(), "launch": record.launch}
+        for name in _unused(self.request):
+            settings.pop(name)
         return {
             **settings,
             **self.report.as_dict(),
@@ -140,26 +131,17 @@ class Result:
 
     @property
     def _title(self) -> str:
-        request = self.request
-        return ", ".join(
-            (
-                *(request.model, request.residual, request.phase.value, f"{request.layers} layers"),
-                *([f"fsdp {request.fsdp}"] if request.fsdp > 1 else []),
-                f"tensor {request.tensor}",
-                *(
-                    [f"sequence-parallel{FORMS[request.collective_matmul]}"]
-                    if request.sequence_parallel
-                    else []
-                ),
-                *(["two halves in turn"] if request.interleave == 2 else []),
-                *(
-                    [f"experts exchanged with capacity {request.capacity:g}"]
-                    if request.exchanges
-                    else []
-                ),
-                *(request.loop.value, f"on {request.target.name}"),
-            )
+        one = self.request
+        words = (
+            f"{one.model}, {one.residual}, {one.phase.value}, {one.layers} layers",
+            one.fsdp > 1 and f"fsdp {one.fsdp}",
+            f"tensor {one.tensor}",
+            one.sequence_parallel and f"sequence-parallel{FORMS[one.collective_matmul]}",
+            one.interleave == 2 and "two halves in turn",
+            one.exchanges and f"experts exchanged with capacity {one.capacity:g}",
+            f"{one.loop.value}, on {one.target.name}",
         )
+        return ", ".join(filter(None, words))
 
     @property
     def _memory(self) -> str:
@@ -168,26 +150,18 @@ class Result:
             return ""
         used = f"{record.bytes_per_device / GIB:.1f} GiB a device"
         if self.fits is not None:
-            room = self.request.target.memory / GIB
+            room = f"{self.request.target.memory / GIB:.0f}"
             used += (
-                f", of {room:.0f}: it fits"
-                if self.fits
-                else f", more than its {room:.0f}: it does NOT fit"
+                f", of {room}: it fits" if self.fits else f", more than its {room}: it does NOT fit"
             )
-        parts = f"arguments {record.argument_bytes / GIB:.2f}, temporaries {record.temporary_bytes / GIB:.2f}"
-        return f"{used} ({parts})"
+        sizes = record.argument_bytes / GIB, record.temporary_bytes / GIB
+        return f"{used} (arguments {sizes[0]:.2f}, temporaries {sizes[1]:.2f})"
 
     @property
     def _traffic(self) -> str:
-        line, least = (
-            f"reads and writes {self.bytes_accessed / GIB:.2f} GiB",
-            self.record.bytes_minimum,
-        )
-        return (
-            f"{line}: {self.bytes_accessed / least:.2f} times its weights and cache"
-            if least
-            else line
-        )
+        moved, least = self.bytes_accessed, self.record.bytes_minimum
+        times = f": {moved / least:.2f} times its weights and cache" if least else ""
+        return f"reads and writes {moved / GIB:.2f} GiB{times}"
 
     @property
     def _experts(self) -> str:
@@ -244,9 +218,8 @@ def _unused(request: Request) -> set[str]:
         Phase.PREFILL: {"context", "remat", "fsdp"},
         Phase.TRAIN: {"context", "launch", "quantize"},
     }
-    unused = of_phase[request.phase] | {
-        n for n in ("capacity", "ladder_layers") if getattr(request, n) is None
-    }
+    unset = {name for name in ("capacity", "ladder_layers") if getattr(request, name) is None}
+    unused = of_phase[request.phase] | unset
     if not request.sequence_parallel:
         unused |= {"collective_matmul", "experts"}
     return unused if request.config.moe else unused | {"experts"}

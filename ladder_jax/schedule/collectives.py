@@ -18,7 +18,7 @@ that this device keeps. XLA writes:
 import dataclasses
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 
@@ -59,6 +59,8 @@ class Collective:
     cycles: the compiler's estimate of the window's time; None if it gives none.
     kernels: number of opaque (Pallas) kernels in its window.
     scores: FLOPs of kernels of attention among them.
+    permutes: of a ring (see rings.py), in issue order; `flops` and `cycles` are then those of all
+        their windows together. matmul: FLOPs of the matmul that a ring feeds or drains.
     """
 
     name: str
@@ -78,15 +80,17 @@ class Collective:
     kernels: int
     operand_op_names: tuple[str, ...] = ()
     scores: int = 0
-
-    @property
-    def synchronous(self) -> bool:
-        return self.issued == self.awaited
+    permutes: tuple["Collective", ...] = ()
+    matmul: float = 0.0
 
     @property
     def parts(self) -> tuple["Collective", ...]:
         """The messages whose windows are its own: itself, or a ring's permutes."""
-        return (self,)
+        return self.permutes or (self,)
+
+    @property
+    def synchronous(self) -> bool:
+        return all(one.issued == one.awaited for one in self.parts)
 
     def as_dict(self) -> dict:
         fields = (
@@ -111,6 +115,20 @@ def find(program: Program, *, costs: Costs) -> list[Collective]:
         for computation in scheduled(program)
         for form in forms(computation)
     ]
+
+
+def beside(
+    found: Iterable[Collective], *, program: Program, costs: Costs
+) -> Iterator[tuple[int, Instruction]]:
+    """The instructions in the windows of these collectives, and how often each runs; an instruction
+    in two windows counts once.
+    """
+    messages = [part for one in found for part in one.parts]
+    for name, index in dict.fromkeys(
+        (one.computation, index) for one in messages for index in range(one.issued + 1, one.awaited)
+    ):
+        computation = program.computations[name]
+        yield costs.trips(computation), computation.instructions[index]
 
 
 def unknown(program: Program, *, costs: Costs) -> list[str]:
@@ -210,17 +228,15 @@ def _readers(instructions: Sequence[Instruction], start: int, opcode: str) -> li
 
 
 def _chained_done(instructions: Sequence[Instruction], start: int, piece: Instruction) -> int:
-    chain = _chain(piece)
     done = [
-        i
-        for i, one in enumerate(instructions)
-        if i > start and _calls_target(one, "AsyncCollectiveDone")
+        index
+        for index, one in enumerate(instructions)
+        if index > start
+        and _calls_target(one, "AsyncCollectiveDone")
+        and (last := _called_collective(one))
+        and _chain(last[0]) == _chain(piece)
     ]
-    pieces = [(index, _called_collective(instructions[index])) for index in done]
-    return _first(
-        [index for index, of in pieces if of and _chain(of[0]) == chain],
-        started=instructions[start],
-    )
+    return _first(done, started=instructions[start])
 
 
 def _chain(piece: Instruction) -> str:

@@ -137,12 +137,9 @@ def _operands(instruction: Instruction) -> list[Array]:
     )
     if not listed:
         return [array for source in sources for array in source.arrays]
-    arrays = hlo.arrays(listed[1])
-    if len(arrays) != len(sources):
-        raise ValueError(f"{instruction.name} has {len(sources)} operands and lists {len(arrays)}")
     return [
         next((own for own in source.arrays if own == array), array)
-        for array, source in zip(arrays, sources)
+        for array, source in zip(hlo.arrays(listed[1]), sources, strict=True)
     ]
 
 

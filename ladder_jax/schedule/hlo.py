@@ -10,6 +10,17 @@ from collections.abc import Collection, Iterator, Mapping
 
 from ladder_jax.errors import UserError
 
+INSTRUCTION = re.compile(
+    r"\s+(?:ROOT )?%([\w.\-]+) = (.*?) ([a-z][\w\-]*)\((.*?)\)(?:, ([\w\-]+=.*))?$"
+)
+"""Name, shape, opcode, operands (or literal), attributes."""
+LINES = re.compile(
+    r"\n(?= +(?:ROOT )?%[\w.\-]+ = |\}(?:,|$)|(?:ENTRY )?%?[\w.\-]+ \(.*\{$)", re.MULTILINE
+)
+"""Between instructions, and the ends of computations: a string of backend_config may have line breaks
+of its own.
+"""
+
 
 @dataclasses.dataclass(frozen=True)
 class Array:
@@ -66,14 +77,11 @@ class Instruction:
             ("all-reduce", "reduce", "scatter", "sort", "select-and-scatter", "map")
         ):
             return ()
-        single = re.findall(r"\b(?:calls|to_apply|body)=%?([\w.\-]+)", self.attributes)
-        several = re.findall(
-            r"\b(?:called_computations|branch_computations)=\{([^}]*)\}", self.attributes
+        named = re.findall(
+            r"\b(?:calls|to_apply|body|called_computations|branch_computations)=(\{[^}]*\}|%?[\w.\-]+)",
+            self.attributes,
         )
-        return tuple(
-            self.computations[name]
-            for name in (*single, *re.findall(r"%([\w.\-]+)", " ".join(several)))
-        )
+        return tuple(self.computations[name] for name in re.findall(r"[\w.\-]+", " ".join(named)))
 
     @functools.cached_property
     def arrays(self) -> tuple[Array, ...]:
@@ -142,16 +150,16 @@ def parse(text: str) -> Program:
     if not text.startswith("HloModule"):
         raise UserError(f"not the text of an HLO module: it begins with {text[:40]!r}")
     computations, header, found = {}, None, {}
-    for line in _logical_lines(text):
+    for line in LINES.split(text):
         if opened := re.match(r"(ENTRY )?%?([\w.\-]+) \(.*\{$", line):
             header, found = opened, {}
-        elif re.match(r"\}(,|$)", line) and header:
+        elif line.startswith("}") and header:
             computations[header[2]] = Computation(
                 header[2], tuple(found.values()), entry=bool(header[1])
             )
             header = None
         elif header:
-            one = _instruction(line, found, computations)
+            one = _instruction(line.replace("\n", ""), found, computations)
             found[one.name] = one
     if not any(computation.entry for computation in computations.values()):
         raise ValueError("the HLO module has no ENTRY computation")
@@ -169,45 +177,12 @@ def arrays(shape: str) -> tuple[Array, ...]:
     return tuple(found)
 
 
-def _logical_lines(text: str) -> Iterator[str]:
-    """One line per instruction: a line break inside a string of backend_config is removed."""
-    pending = None
-    for line in text.splitlines():
-        if re.match(r"\s+(ROOT )?%[\w.\-]+ = |\}(,|$)|(ENTRY )?%?[\w.\-]+ \(.*\{$", line):
-            if pending is not None:
-                yield pending
-            pending = line
-        elif pending is not None and not pending.startswith("}") and line:
-            pending += line
-    if pending is not None:
-        yield pending
-
-
 def _instruction(
     line: str, before: Mapping[str, Instruction], computations: Mapping
 ) -> Instruction:
     """before: the computation's instructions above it, by name."""
-    name, rest = re.match(r"\s+(?:ROOT )?%([\w.\-]+) = (.*)", line).groups()
-    shape_end = _closing(rest, 0) + 1 if rest.startswith("(") else rest.index(" ")
-    shape, rest = rest[:shape_end], rest[shape_end:].lstrip()
-    opened = rest.index("(")
-    closed = _closing(rest, opened)
-    opcode, inside, attributes = (
-        rest[:opened],
-        rest[opened + 1 : closed],
-        rest[closed + 1 :].lstrip(", "),
-    )
+    name, shape, opcode, inside, attributes = INSTRUCTION.match(line).groups(default="")
     if opcode in ("constant", "parameter"):
         return Instruction(name, shape, opcode, (), attributes, literal=inside)
     operands = tuple(before[operand] for operand in re.findall(r"%([\w.\-]+)", inside))
     return Instruction(name, shape, opcode, operands, attributes, computations=computations)
-
-
-def _closing(text: str, opened: int) -> int:
-    """Position of the parenthesis that closes the one at `opened`."""
-    depth = 0
-    for parenthesis in re.finditer(r"[()]", text[opened:]):
-        depth += 1 if parenthesis[0] == "(" else -1
-        if depth == 0:
-            return opened + parenthesis.start()
-    raise ValueError(f"unbalanced parentheses in HLO: {text[:120]!r}")

@@ -10,7 +10,7 @@ the compiler generated, from its kind and its mesh axes.
 
 import contextlib
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from ladder_jax import scopes
@@ -180,12 +180,16 @@ def read(
         )
 
     reductions = tuple(judged(Reduction, c, owner(c.op_name)[1]) for c in reduced)
+    hidden = [r.collective for r in reductions if r.status is Status.HIDDEN]
+    beside = collectives.beside(hidden, program=program, costs=costs)
     return Report(
         reductions=reductions,
         others=tuple(judged(Other, c, purpose(c)) for c in others),
         step_cycles=costs.total_cycles(),
         flops=total,
-        hidden_cycles=_hidden_cycles(reductions, program, costs) if costs.total_cycles() else None,
+        hidden_cycles=sum(trips * (costs.cycles(one) or 0) for trips, one in beside)
+        if costs.total_cycles()
+        else None,
         gathers=tuple(judged(Transfer, c) for c in gathers),
         scatters=tuple(judged(Transfer, c) for c in scatters),
         unknown=tuple(collectives.unknown(program, costs=costs)),
@@ -218,21 +222,6 @@ def owner(op_name: str) -> tuple[str, str]:
         return layer, other
     beside = "joint" if sublayer == "joint" else own
     return (layer if last else str(int(first) + step) if first else ""), beside
-
-
-def _hidden_cycles(reductions: Sequence[Reduction], program: Program, costs: Costs) -> int:
-    """Cycles of all instructions in windows of hidden reductions; an instruction in two windows
-    counts once.
-    """
-    messages = [
-        part for r in reductions if r.status is Status.HIDDEN for part in r.collective.parts
-    ]
-    windows = {(c.computation, index) for c in messages for index in range(c.issued + 1, c.awaited)}
-    total = 0
-    for name, index in windows:
-        computation = program.computations[name]
-        total += costs.trips(computation) * (costs.cycles(computation.instructions[index]) or 0)
-    return total
 
 
 def purpose(collective: Collective) -> str:

@@ -19,11 +19,11 @@ def by_name(name: str) -> ModelConfig:
         return preset(name)
     path = pathlib.Path(name).expanduser()
     if path.suffix in (".yaml", ".yml", ".json"):
-        return load(name, model_of=_of_model).model
+        return load(name, model_of=of_model).model
     if "/" not in name and not path.exists():
         also = "a configuration file, a run's or a Hugging Face folder, a GGUF file, or org/name of the Hub"
         raise UserError(f"{unknown('preset', name, PRESETS)}, nor is there {also} of that name")
-    return _of_model(name)
+    return of_model(name)
 
 
 def check_alone(config: ModelConfig, *, verb: str) -> None:
@@ -34,7 +34,8 @@ def check_alone(config: ModelConfig, *, verb: str) -> None:
         raise UserError(f"ladder-jax {verb} does not count a side network (model.side)")
 
 
-def _of_model(name: str) -> ModelConfig:
+def of_model(name: str) -> ModelConfig:
+    """That of a model in any format, by `pretrained`, which imports jax."""
     from ladder_jax.pretrained import model_config
 
     return model_config(name)

@@ -8,8 +8,8 @@ import statistics
 from collections import Counter
 from collections.abc import Sequence
 
+from ladder_jax.schedule import rings
 from ladder_jax.schedule.collectives import Collective
-from ladder_jax.schedule.rings import Ring
 from ladder_jax.scopes import ENTER
 from ladder_jax.terminal import Table
 
@@ -69,9 +69,8 @@ class Transfer:
     def status(self) -> Status:
         if self.collective.synchronous:
             return Status.SYNCHRONOUS
-        covered = (
-            self.collective.covered if isinstance(self.collective, Ring) else self.window >= ENOUGH
-        )
+        is_ring = bool(self.collective.permutes)
+        covered = rings.covered(self.collective) if is_ring else self.window >= ENOUGH
         return Status.HIDDEN if covered else Status.EXPOSED
 
     @property
@@ -174,9 +173,6 @@ class Report:
 
     def __repr__(self) -> str:
         return "\n".join(self.lines(width=80))
-
-    def _repr_html_(self) -> str:
-        return f"<p>{self.verdict}</p>{self.table().html()}<p>{'<br>'.join(self.explained())}</p>"
 
     def as_dict(self) -> dict:
         """Plain JSON values. bytes, cycles, FLOPs of one device; None is what a compiler leaves
@@ -385,12 +381,9 @@ def layer_range(names: Sequence[str]) -> str:
     numbers = sorted({int(name) for name in names if name.isdigit()})
     if len(numbers) != len(set(names)) or len(numbers) < 3:
         return ", ".join(dict.fromkeys(names))
-    consecutive = numbers == list(range(numbers[0], numbers[-1] + 1))
-    return (
-        f"{numbers[0]}-{numbers[-1]}"
-        if consecutive
-        else f"{len(numbers)} layers of {numbers[0]}-{numbers[-1]}"
-    )
+    first, last = numbers[0], numbers[-1]
+    some = "" if len(numbers) == last - first + 1 else f"{len(numbers)} layers of "
+    return f"{some}{first}-{last}"
 
 
 def _range(values: Sequence[float], pattern: str) -> str:

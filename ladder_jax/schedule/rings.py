@@ -10,6 +10,7 @@ import collections
 import dataclasses
 from collections.abc import Sequence
 
+from ladder_jax.schedule import collectives
 from ladder_jax.schedule.collectives import Collective
 from ladder_jax.schedule.cost import Costs, Flops
 from ladder_jax.schedule.hlo import Program
@@ -18,35 +19,16 @@ from ladder_jax.scopes import ENTER, LAUNCH, RING_GATHER, RING_SCATTER
 HALF = 0.5  # of an n-th of the matmul, beside each message
 
 
-@dataclasses.dataclass(frozen=True)
-class Ring(Collective):
-    """The permutes of a gather or a scatter; `flops` and `cycles` are those of all their windows
-    together.
-
-    permutes: in issue order. matmul: FLOPs of the matmul that it feeds or drains.
-    """
-
-    permutes: tuple[Collective, ...] = ()
-    matmul: float = 0.0
-
-    @property
-    def parts(self) -> tuple[Collective, ...]:
-        return self.permutes
-
-    @property
-    def synchronous(self) -> bool:
-        return all(one.synchronous for one in self.permutes)
-
-    @property
-    def covered(self) -> bool:
-        enough = HALF * self.matmul / self.ranks
-        bare = sum(one.executions for one in self.permutes if not 0 < enough <= one.flops.total())
-        return bare * self.ranks <= sum(one.executions for one in self.permutes)
+def covered(ring: Collective) -> bool:
+    """Whether enough of a ring's messages have compute beside them."""
+    enough = HALF * ring.matmul / ring.ranks
+    bare = sum(one.executions for one in ring.permutes if not 0 < enough <= one.flops.total())
+    return bare * ring.ranks <= sum(one.executions for one in ring.permutes)
 
 
 def joined(found: Sequence[Collective], *, program: Program, costs: Costs) -> list[Collective]:
-    """`found` with a `Ring`, where its first permute was, in place of the permutes of each
-    collective matmul.
+    """`found` with a ring, where its first permute was, in place of the permutes of each collective
+    matmul.
     """
     groups = collections.defaultdict(list)
     for one in found:
@@ -68,7 +50,7 @@ def _scope(one: Collective) -> str:
     return one.op_name[: one.op_name.rindex(own) + len(own)] if own in one.op_name else one.op_name
 
 
-def _ring(scope: str, permutes: list[Collective], program: Program, costs: Costs) -> Ring:
+def _ring(scope: str, permutes: list[Collective], program: Program, costs: Costs) -> Collective:
     messages, ranks = sum(one.executions for one in permutes), permutes[0].ranks
     holders = [
         program.computations[name] for name in dict.fromkeys(one.computation for one in permutes)
@@ -82,27 +64,21 @@ def _ring(scope: str, permutes: list[Collective], program: Program, costs: Costs
         loops = [h for h in holders if h in around]
         runs = max(1, sum(costs.trips(around[h]) for h in loops))
         matmul = sum(costs.trips(h) * costs.flops_of(h.instructions).total() for h in loops)
-    flops, cycles = Flops(), None
-    for holder in holders:
-        here = [one for one in permutes if one.computation == holder.name]
-        positions = {position for one in here for position in range(one.issued + 1, one.awaited)}
-        window, trips = (
-            [holder.instructions[position] for position in positions],
-            costs.trips(holder),
-        )
-        for sublayer, count in costs.flops_of(window).items():
+    flops, estimates = Flops(), []
+    for trips, instruction in collectives.beside(permutes, program=program, costs=costs):
+        for sublayer, count in costs.matmul_flops(instruction).items():
             flops[sublayer] += trips * count / runs
-        if (estimate := costs.cycles_of(window)) is not None:
-            cycles = (cycles or 0) + trips * estimate // runs
-    changes = dict(
+        if (estimate := costs.cycles(instruction)) is not None:
+            estimates.append(trips * estimate)
+    return dataclasses.replace(
+        permutes[0],
         operands=1,
         bytes=sum(one.executions * one.bytes for one in permutes) // runs,
         executions=runs,
         operations=sum(one.operations for one in permutes),
         kernels=sum(one.kernels for one in permutes),
         flops=flops,
-        cycles=cycles,
+        cycles=sum(estimates) // runs if estimates else None,
         permutes=tuple(permutes),
         matmul=matmul / runs,
     )
-    return Ring(**{**vars(permutes[0]), **changes})

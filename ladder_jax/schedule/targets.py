@@ -135,7 +135,8 @@ def devices(target: Target) -> Sequence:
 
     from ladder_jax import parallel
 
-    os.environ.update({name: os.environ.get(name, value) for name, value in ENVIRONMENT.items()})
+    for name, value in ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
     if not parallel.has_accelerator():  # else libtpu says that it cannot tell which one is here
         os.environ.setdefault("TPU_ACCELERATOR_TYPE", "v5p-8")
     local = jax.devices()  # this call also registers jax's plugins

@@ -8,39 +8,29 @@ leaves the schedule as it was.
 
 import pytest
 
-from ladder_jax.config import CollectiveMatmul, ExpertParallelism, Loop, Phase, Remat
 from ladder_jax.overlap import compile as compiling
 from ladder_jax.overlap import result
 from ladder_jax.overlap.compile import Until
-from tests.audit import conftest
-from tests.audit.conftest import LAYERS, check
-from tests.audit.test_overlap import ALL, TPUS, case
+from tests.audit.conftest import LAYERS, check, table
 
 pytestmark = [pytest.mark.audit, pytest.mark.machine_code]
 
 
-def whole(target, phase, residual="ladder", loop=Loop.UNROLLED, **settings):
-    return conftest.case(target, phase, residual, loop, full=True, **settings)
+PROGRAMS = """
+    --phase prefill --residual ladder | TPUS
+    --phase decode --residual ladder | v5p:2x2x2
+    --phase train --residual ladder --remat none | v5e:2x4 v6e:2x4
+    --phase prefill --residual standard --sequence-parallel --collective-matmul ring --prompt-length 4096 | v5p:2x2x2
+    --phase prefill --residual ladder --sequence-parallel --experts exchange --prompt-length 32768 \
+        --model qwen3-30b-a3b | tpu7x:2x2x1
+"""
+READ = """
+    --phase decode --residual standard | v5e:2x4 v5p:2x2x2 v6e:2x4 tpu7x:2x2x1 h100:8 b200:8*
+    --phase decode --residual ladder | v5e:2x4 v5p:2x2x2* v6e:2x4 tpu7x:2x2x1 h100:8* b200:8*
+"""
 
 
-SPLIT = dict(sequence_parallel=True)
-RINGS = dict(**SPLIT, collective_matmul=CollectiveMatmul.RING, prompt_length=4096)
-EXCHANGED = dict(
-    **SPLIT, model="qwen3-30b-a3b", experts=ExpertParallelism.EXCHANGE, prompt_length=32768
-)
-PROGRAMS = [
-    *(whole(target, Phase.PREFILL) for target in TPUS),
-    whole("v5p:2x2x2", Phase.DECODE),
-    *(
-        whole(target, Phase.TRAIN, loop=Loop.SCAN, remat=Remat.NONE)
-        for target in ("v5e:2x4", "v6e:2x4")
-    ),
-    whole("v5p:2x2x2", Phase.PREFILL, "standard", **RINGS),
-    whole("tpu7x:2x2x1", Phase.PREFILL, **EXCHANGED),
-]
-
-
-@pytest.mark.parametrize("request_", PROGRAMS)
+@pytest.mark.parametrize("request_", table(PROGRAMS))
 def test_the_schedule_is_final_before_code_is_made(request_, compiled, monkeypatch, tmp_path):
     """Of training v5e's step runs out of vector memory most easily."""
     code = compiled(request_)
@@ -56,14 +46,7 @@ def test_the_schedule_is_final_before_code_is_made(request_, compiled, monkeypat
         assert getattr(early, name) == getattr(code.report, name), name
 
 
-READ = [
-    (whole if target in TPUS and target != "v5p:2x2x2" else case)(target, Phase.DECODE, name)
-    for target in ALL
-    for name in ("standard", "ladder")
-]
-
-
-@pytest.mark.parametrize("request_", READ)
+@pytest.mark.parametrize("request_", table(READ))
 def test_a_decode_step_reads_the_weights_and_the_cache_once(request_, compiled):
     """The mean of the token loop. v5e keeps a tenth of it in vector memory from one token to the
     next.
@@ -75,7 +58,7 @@ def test_a_decode_step_reads_the_weights_and_the_cache_once(request_, compiled):
         assert answer.record.bytes_accessed / answer.record.bytes_minimum < 1.15
 
 
-@pytest.mark.parametrize("request_", [case("v5e:2x2", Phase.PREFILL)])
+@pytest.mark.parametrize("request_", table("--phase prefill --residual ladder | v5e:2x2"))
 def test_options_that_fail_to_compile_are_replaced(request_, compiled):
     answer = compiled(request_)
     check(answer, hidden=2 * LAYERS - 1, all_reduces=2 * LAYERS)

@@ -7,11 +7,8 @@ the sequence.
 
 import pytest
 
-from ladder_jax.config import Loop, Phase
 from ladder_jax.schedule.report import Status, hidden_bytes
-from tests.audit import conftest
-from tests.audit.conftest import LAYERS, check
-from tests.audit.test_overlap import case
+from tests.audit.conftest import LAYERS, check, table
 
 pytestmark = pytest.mark.audit
 
@@ -25,25 +22,18 @@ HIDDEN = {
     "tpu7x": (16, 0.9, 0.7, 0.7),
     "h100": (12, 0.5, 0.5, 0.7),
 }
-TRAIN = [
-    case(target, Phase.TRAIN, loop=Loop.SCAN, fsdp=2)
-    for target in ("v5p:2x2x2", "v6e:2x4", "tpu7x:2x2x1", "h100:8")
-]
+TRAIN = "--phase train --residual ladder --fsdp 2 | v5p:2x2x2 v6e:2x4 tpu7x:2x2x1 h100:8"
 # No tensor parallelism: a reduce-scatter goes over all three sides of the torus.
-ALONE = conftest.case(
-    "v5p:2x2x2", Phase.TRAIN, loop=Loop.SCAN, model="llama-3.2-1b", fsdp=8, tensor=1, full=True
+ALONE = "--phase train --residual ladder --fsdp 8 --tensor 1 | v5p:2x2x2"
+SPLIT = (
+    "--phase prefill --residual ladder --sequence-parallel | v5p:2x2x2 v6e:2x4 tpu7x:2x2x1 h100:8"
 )
-SPLIT = [
-    case(target, Phase.PREFILL, sequence_parallel=True)
-    for target in ("tpu7x:2x2x1", "v6e:2x4", "v5p:2x2x2", "h100:8")
-]
-STANDARD = [
-    case(target, Phase.PREFILL, "standard", sequence_parallel=True)
-    for target in ("tpu7x:2x2x1", "h100:8")
-]
+STANDARD = """
+    --phase prefill --residual standard --sequence-parallel | tpu7x:2x2x1 h100:8 | 17 0
+"""
 
 
-@pytest.mark.parametrize("request_", TRAIN)
+@pytest.mark.parametrize("request_", table(TRAIN))
 def test_weights_gradients_and_sums_are_hidden(request_, compiled):
     answer = compiled(request_)
     found, (sums, *least) = answer.report, HIDDEN[request_.target.kind]
@@ -59,7 +49,7 @@ def test_weights_gradients_and_sums_are_hidden(request_, compiled):
     assert all(mine >= floor for mine, floor in zip(shares, least, strict=True)), shares
 
 
-@pytest.mark.parametrize("request_", [ALONE])
+@pytest.mark.parametrize("request_", table(ALONE, model="llama-3.2-1b"))
 def test_gradients_are_hidden_without_tensor_parallelism(request_, compiled):
     """Most of their bytes: the last array's has what is left of a layer, which is too little."""
     body = [t for t in compiled(request_).report.scatters if t.collective.executions > 1]
@@ -68,7 +58,7 @@ def test_gradients_are_hidden_without_tensor_parallelism(request_, compiled):
     assert hidden_bytes(body) > 0.5  # each runs as often
 
 
-@pytest.mark.parametrize("request_", SPLIT)
+@pytest.mark.parametrize("request_", table(SPLIT))
 def test_both_halves_of_a_reduction_are_hidden(request_, compiled):
     """But for the first input, the last output and the head's input: before the one and after these
     is no sublayer.
@@ -81,7 +71,7 @@ def test_both_halves_of_a_reduction_are_hidden(request_, compiled):
     assert exposed == [("0", "attention"), ("last", ""), ("last", "")], answer.verdict
 
 
-@pytest.mark.parametrize("request_", STANDARD)
-def test_standard_hides_nothing(request_, compiled):
+@pytest.mark.parametrize("request_, counts", table(STANDARD))
+def test_standard_hides_nothing(request_, counts, compiled):
     """The control."""
-    check(compiled(request_), all_reduces=4 * LAYERS + 1, hidden=0)
+    check(compiled(request_), *counts)
