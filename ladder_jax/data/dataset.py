@@ -420,8 +420,8 @@ class DataLoader:
     def __init__(self, rows: grain.MapDataset, *, config: TrainConfig, sharding: NamedSharding):
         self._shape, self._sharding = (config.batch, config.sequence + 1), sharding
         indices = sharding.addressable_devices_indices_map(self._shape).values()
-        self._share = sorted({row for part, _ in indices for row in range(config.batch)[part]})
-        self._batches = Batches(rows, config.batch, self._share)
+        share = sorted({row for part, _ in indices for row in range(config.batch)[part]})
+        self._batches = Batches(rows, config.batch, share)
 
     def abstract(self) -> Any:
         """Shapes and shardings of a batch, to compile for."""
@@ -438,19 +438,7 @@ class DataLoader:
 
     def place(self, rows: Any) -> Any:
         """The global arrays of which `read` gave this process's rows."""
-        return jax.tree.map(self._place, rows)
-
-    def _place(self, local: np.ndarray) -> jax.Array:
-        if self._sharding.is_fully_addressable:
-            return jax.device_put(local, self._sharding)
-
-        def shard(index):
-            rows, columns = index
-            wanted = range(self._shape[0])[rows]
-            begin = self._share.index(wanted[0])
-            return local[begin : begin + len(wanted), columns]
-
-        return jax.make_array_from_callback(self._shape, self._sharding, shard)
+        return jax.make_array_from_process_local_data(self._sharding, rows, self._shape)
 
 
 @contextlib.contextmanager
