@@ -27,7 +27,7 @@ from ladder_jax.config.load import read_section
 from ladder_jax.data import examples
 from ladder_jax.data import tokenizer as tokenizers
 from ladder_jax.data.packing import Batch, PackedRows
-from ladder_jax.data.store import Store, is_store
+from ladder_jax.data.store import Store, is_store, sources
 from ladder_jax.data.tokenizer import BYTES, Tokenizer
 from ladder_jax.errors import UserError
 from ladder_jax.files import AnyPath, absolute, below, explained, is_remote, patiently
@@ -302,9 +302,9 @@ def read_text(config: DataConfig) -> tuple[np.ndarray, str]:
     for file in files:
         if size >= config.max_bytes:
             break
-        part = _read_file(file, skip_binary=file != root)
-        parts.append(part)
-        size += len(part or b"")
+        part = sources.read_text(file, named=file == root)
+        parts.append(None if part is None else part.encode())
+        size += len(parts[-1] or b"")
     whole = b"\n".join(part for part in parts if part)
     text = whole[: config.max_bytes]
     if not text.strip():
@@ -318,22 +318,6 @@ def read_text(config: DataConfig) -> tuple[np.ndarray, str]:
     if len(text) < len(whole) or len(parts) < len(files):
         note += "; the rest is left out by data.max_bytes"
     return np.frombuffer(text, np.uint8), note
-
-
-def _read_file(file: pathlib.Path, *, skip_binary: bool) -> bytes | None:
-    """A file's bytes. skip_binary: for a file that is not UTF-8 text, return None rather than raise
-    UserError.
-    """
-    try:
-        content = file.read_bytes()
-        content.decode("utf-8")
-    except OSError as error:
-        raise UserError(f"cannot read {str(file)!r}: {error.strerror}") from None
-    except UnicodeDecodeError:
-        if skip_binary:
-            return None
-        raise UserError(f"data.path={str(file)!r} is not UTF-8 text") from None
-    return content
 
 
 def bigram_entropy(text: np.ndarray) -> float:

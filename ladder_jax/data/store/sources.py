@@ -143,21 +143,22 @@ def read(part: Part, *, field: str) -> Iterator[str | None]:
     be read.
     """
     if part.kind is Kind.TEXT:
-        return map(_text, part.files)
+        return (read_text(file.path, named=file.named) for file in part.files)
     (file,) = part.files
     if part.kind is Kind.LINES:
         return _lines(file.path, part.begin, part.end, field)
     return tables.read(file.path, part.begin, part.end, field=field, modified=file.modified)
 
 
-def _text(file: File) -> str | None:
+def read_text(file: str | pathlib.Path, *, named: bool) -> str | None:
+    """A file's text; None for one that is no text, unless the user has named it."""
     try:
-        return pathlib.Path(file.path).read_bytes().decode("utf-8")
+        return pathlib.Path(file).read_bytes().decode("utf-8")
     except OSError as error:
-        raise UserError(f"cannot read {file.path!r}: {error.strerror}") from None
+        raise UserError(f"cannot read {str(file)!r}: {error.strerror}") from None
     except UnicodeDecodeError as error:
-        if file.named:
-            raise UserError(f"{file.path}: not UTF-8 text, at byte {error.start}") from None
+        if named:
+            raise UserError(f"{file}: not UTF-8 text, at byte {error.start}") from None
         return None
 
 
