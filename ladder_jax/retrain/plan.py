@@ -62,13 +62,6 @@ class RetrainPlan:
             return {ADAPTERS: parameter.abstract(self.adapters, layout=self.definition.layout)}
         return self._pick(self._parts(self.definition.abstract), trained=True)
 
-    @property
-    def frozen_abstract(self) -> Params:
-        """Shape, dtype and sharding of the model's frozen parts; without a teacher's."""
-        return _without_empty(
-            model=self._pick(self._parts(self.definition.abstract), trained=False)
-        )
-
     @functools.cached_property
     def adapters(self) -> nnx.Dict:
         """LoRA's factors, declared."""
