@@ -148,17 +148,6 @@ def test_distillation_is_the_dense_one(mesh, dense):
     assert set(fixed["model"]) == {"embedding", "lower"} and set(fixed["teacher"]) == set(trained)
 
 
-def test_a_teacher_that_is_the_student_teaches_nothing():
-    definition = original(define())
-    plan = Retraining(
-        definition, distill=DistillConfig(START, hidden_weight=1.0), teacher=definition
-    )
-    ((loss, terms), grads), _ = compute(plan, cases.parameters(definition))
-    limit = cases.bound(definition.config, passes=2)
-    assert abs(float(loss)) < limit and float(terms["cross_entropy"]) > 1
-    assert max(float(jnp.abs(g).max()) for g in jax.tree.leaves(grads)) < limit
-
-
 @pytest.fixture(scope="module")
 def low_rank():
     """A plan with factors that do something, their gradients, and the model that they are merged

@@ -11,7 +11,6 @@ import json
 import math
 import multiprocessing
 import os
-import pickle
 import re
 import shutil
 import signal
@@ -331,7 +330,6 @@ def test_a_damaged_gzip(tmp_path):
             lambda f: os.truncate(f / "00001.tokens", 5),
             r"00001.tokens' has 5 bytes, not \d+: it is damaged",
         ),
-        (lambda f: os.truncate(f / "00000.offsets", 8), "00000.offsets' has 8 bytes"),
         (lambda f: flip(f / "00002.tokens"), "shard 00002 of .* is damaged"),
         (
             lambda f: (f / "manifest.json").write_text("{"),
@@ -356,9 +354,7 @@ def test_a_damaged_gzip(tmp_path):
             lambda f: offset(f, 1, 2**62),
             "00001.offsets' is damaged: its documents do not follow one another",
         ),
-        (lambda f: offset(f, 0, 1), "00001.offsets' is damaged"),
-        (lambda f: offset(f, -1, 1), "00001.offsets' is damaged"),
-        (lambda f: offset(f, 2, 1), "00001.offsets' is damaged"),
+        *((lambda f, i=i: offset(f, i, 1), "00001.offsets' is damaged") for i in (0, -1, 2)),
     ],
 )
 def test_damaged_stores(book, tmp_path, damage, message):
@@ -382,9 +378,6 @@ def test_few_files_are_kept_open(book, monkeypatch):
     ]
     held = lambda: sum(path.startswith(f"{book[1]}/") for path in opened())
     assert held() == 2
-    assert (
-        pickle.loads(pickle.dumps(store)).read(starts[3], counts[3]).tobytes().decode() == TEXTS[3]
-    )
     del pool, store
     assert held() == 0
 
