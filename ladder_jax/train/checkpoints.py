@@ -33,19 +33,18 @@ FOLDER = "checkpoints"  # in the run's folder
 VISIBLE_WITHIN = 90.0
 
 
-def begin(context: RunContext, *, task: TrainingTask) -> tuple[TrainState, Params]:
-    """The state before the first step, and the frozen parameters."""
-    train = context.config.train
-    with context.agreement.together("reading the checkpoint that training starts from"):
-        trained, frozen = task.initial(seed=train.seed)
-    return initial_state(task.definition, config=train, params=trained, task=task), frozen
-
-
 def restore(
-    checkpoint: Checkpoint, *, context: RunContext, task: TrainingTask
+    checkpoint: Checkpoint | None, *, context: RunContext, task: TrainingTask
 ) -> tuple[TrainState, Params]:
-    """The state that `checkpoint` holds, on the task's mesh, and the frozen parameters."""
-    shapes = abstract_state(task.definition, config=context.config.train, task=task)
+    """The state that `checkpoint` holds, on the task's mesh, and the frozen parameters; None: those
+    before the first step.
+    """
+    train = context.config.train
+    if checkpoint is None:
+        with context.agreement.together("reading the checkpoint that training starts from"):
+            trained, frozen = task.initial(seed=train.seed)
+        return initial_state(task.definition, config=train, params=trained, task=task), frozen
+    shapes = abstract_state(task.definition, config=train, task=task)
     extra = task.extra(task.abstract)
     with context.agreement.together("reading the checkpoint"):
         stored = checkpoint.optimizer(optimizer_to_dict(shapes.optimizer) | extra)

@@ -301,15 +301,11 @@ class Session:
     def _roll_back(self, bad: RollBack) -> int:
         self.saver.wait()
         checkpoint = checkpoints.newest(self.context)
-        step = checkpoint.step if checkpoint else 0
-        if checkpoint:
-            self.state, self.frozen = checkpoints.restore(
-                checkpoint, context=self.context, task=self.task
-            )
-            self.context.account.go_back(checkpoint.data.get("account"), restarts=0)
-        else:
-            self.context.account.go_back(None, restarts=0)
-            self.state, self.frozen = checkpoints.begin(self.context, task=self.task)
+        step, position = (checkpoint.step, checkpoint.data) if checkpoint else (0, {})
+        self.state, self.frozen = checkpoints.restore(
+            checkpoint, context=self.context, task=self.task
+        )
+        self.context.account.go_back(position.get("account"), restarts=0)
         left_out = self.policy.returned(bad, to=step)
         self.metrics.rewind(step)
         self.context.say(
