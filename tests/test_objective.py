@@ -14,7 +14,7 @@ from ladder_jax import config
 from ladder_jax.config import START, ConversionConfig, DistillConfig, LoraConfig, Pace, TrainConfig
 from ladder_jax.data.packing import Batch
 from ladder_jax.errors import UserError
-from ladder_jax.retrain import ADAPTERS, Retraining, Sources, conversion, of_sources
+from ladder_jax.retrain import ADAPTERS, Retraining, conversion
 from ladder_jax.retrain.lora import LowRank
 from ladder_jax.train import step as steps
 from ladder_jax.train.gradients import task_gradients
@@ -328,12 +328,3 @@ def test_a_fresh_ladder_emulated_on_one_device_is_taught():
 def test_settings_that_cannot_be(given, said):
     with pytest.raises(UserError, match=said):
         config.load("tiny", overrides=given)
-
-
-def test_a_teacher_that_would_be_the_student_is_refused():
-    definition = original(define())
-    settings = config.load(
-        "tiny", overrides=["distill.teacher=start", "train.start=x", "model.residual=standard"]
-    )
-    with pytest.raises(UserError, match="distill.residual=standard"):
-        of_sources(settings, definition=definition, teacher=definition.config, sources=Sources())

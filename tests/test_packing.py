@@ -135,22 +135,6 @@ def test_emulated_ranks_pack_as_real_ones(unpacked):
     assert cases.error(*losses) < cases.bound(definition.config)
 
 
-def test_no_token_attends_to_another_document():
-    """Documents of one token predict nothing, so that what they are must not matter at all."""
-    own = documents([6, 5], vocab=100)
-    others = [np.array([token], np.int32) for token in range(200, 210)]
-    packed = batch(
-        [[own[0], *others[:4]], [*others[4:], own[1]], others[:1], others[1:2]], length=16
-    )
-    definition = cases.define("ladder", num_layers=2)  # the program of one device above
-    params = cases.placed(definition)
-    _, gradients = jax.jit(train.loss_and_gradients(definition))(params, packed)
-    rows = np.abs(np.asarray(gradients["embedding"]["table"])).sum(axis=1)
-    assert not rows[200:].any()
-    read = {int(token) for one in own for token in one[:-1]}
-    assert {index for index in range(251) if rows[index]} == read
-
-
 def masked(query, key, value, segments):
     """Causal attention within segments, in float64 NumPy, one query at a time."""
     query, key, value = (np.asarray(x, np.float64) for x in (query, key, value))

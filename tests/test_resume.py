@@ -403,11 +403,6 @@ def test_one_process_a_folder(book, resumable):
         pass
 
 
-def test_a_folder_with_a_lock_is_not_foreign(tmp_path):
-    with folder.owned(tmp_path, say=print):
-        folder.check(config.load("tiny"), tmp_path)
-
-
 def test_a_refused_run_leaves_no_folder(tmp_path):
     """That it has made itself: what was there before stays, and so does what a run has begun."""
     new, old, begun = (tmp_path / name for name in ("new", "old", "begun"))
