@@ -525,7 +525,7 @@ def test_the_command(run_cli, tmp_path):
         ("book.jsonl ./book.jsonl --out x", "is named twice"),
         ("book.jsonl --out .", "the source 'book.jsonl' lies in --out .: name a new folder"),
         (". --out x", "--out x lies in the source '.'"),
-        ("book.jsonl --out x --workers 0", "--workers must be at least 1, not 0"),
+        ("book.jsonl --out x --workers 0", "--workers must be positive, not 0"),
         ("book.jsonl --out x --tokenizer nowhere", "there is no tokenizer at 'nowhere'"),
         ("book.jsonl --out x --part 3/2", "--part 3/2 must be I/N with I from 1 to N, such as 2/8"),
         ("book.jsonl --out x --part 1/2 --verify", "give it without --part"),
