@@ -131,20 +131,6 @@ def test_a_loss_between_two_measurements():
             study.loss_at(run, step)
 
 
-def test_losses_are_compared_with_those_of_the_same_seed():
-    run = lambda residual, seed, loss: dict(residual=residual, seed=seed, held_out=[[10, loss]])
-    standard = [run("standard", seed, 2.0 + seed) for seed in range(3)]
-    ladder = [run("ladder", seed, 1.5 + seed) for seed in (1, 2, 7)]
-    results = {"of_standard": 10, "runs": standard + ladder}
-    gaps = study.less_standard(results, "ladder", at=10)
-    assert gaps == [-0.5, -0.5]
-    assert studies.difference(gaps) == "-0.500 (-0.500 to -0.500)"
-    assert studies.spread([2.0, 3.0, 4.0]) == "3.000 ± 1.000"
-    assert studies.spread([2.0]) == "2.000"
-    assert studies.difference([0.0, 0.0]) == "0"
-    assert studies.difference([]) == "-"
-
-
 def test_rows_are_kept_one_by_one(tmp_path):
     """A second call measures those that are not there, and only those."""
     file, measured = tmp_path / "results.json", []

@@ -119,12 +119,18 @@ def test_tables_without_datasets(tmp_path, monkeypatch):
             sources.plan([str(tmp_path / name)])
 
 
-def test_another_tokenizer(tmp_path):
-    """Its own copy goes along; each document ends with the token that ends documents."""
+@pytest.fixture
+def words(tmp_path):
+    """Makes the store `out` of another tokenizer's tokens; gives the tokenizer."""
     folder = tokenizers.folder(tmp_path / "t")
     (tmp_path / "book.jsonl").write_text(lines(TEXTS[:9]))
-    made = make([tmp_path / "book.jsonl"], tmp_path / "out", tokens=folder)
-    given = tokenizer.load(folder)
+    make([tmp_path / "book.jsonl"], tmp_path / "out", tokens=folder)
+    return tokenizer.load(folder)
+
+
+def test_another_tokenizer(words, tmp_path):
+    """Its own copy goes along; each document ends with the token that ends documents."""
+    made, given = Store(tmp_path / "out").manifest, words
     (tmp_path / "t").rename(tmp_path / "away")
     assert Store(tmp_path / "out").tokenizer().name == given.name == made.tokenizer
     assert made.dtype == "<u2"
@@ -419,18 +425,16 @@ def flip(path):
     path.write_bytes(content)
 
 
-def test_a_token_that_no_tokenizer_has(tmp_path):
+def test_a_token_that_no_tokenizer_has(words, tmp_path):
     """Where the bytes have changed to what cannot be looked up."""
-    folder = tokenizers.folder(tmp_path / "t")
-    (tmp_path / "book.jsonl").write_text(lines(TEXTS[:9]))
-    made = make([tmp_path / "book.jsonl"], tmp_path / "out", tokens=folder)
-    content = np.fromfile(tmp_path / "out" / "00000.tokens", "<u2")
-    content[7] = made.vocab_size
-    content.tofile(tmp_path / "out" / "00000.tokens")
+    file = tmp_path / "out" / "00000.tokens"
+    content = np.fromfile(file, "<u2")
+    content[7] = words.vocab_size
+    content.tofile(file)
     store = Store(tmp_path / "out")
     assert len(store.read(0, 7)) == 7
     with pytest.raises(
-        UserError, match=rf"00000.tokens' is damaged: it holds the token {made.vocab_size}"
+        UserError, match=rf"00000.tokens' is damaged: it holds the token {words.vocab_size}"
     ):
         store.read(0, 8)
 
