@@ -1,7 +1,6 @@
 """Token stores as rows to train on: epochs, shares, mixtures, and runs that stop and go on."""
 
 import collections
-import datetime
 import itertools
 import json
 import shutil
@@ -15,7 +14,7 @@ import pytest
 from ladder_jax import config, train
 from ladder_jax.checkpoint import open_checkpoint
 from ladder_jax.config import DataConfig, TrainConfig
-from ladder_jax.data import chat_template, dataset, tokenizer
+from ladder_jax.data import dataset, tokenizer
 from ladder_jax.data.dataset import DataLoader, stacked
 from ladder_jax.data.store import Store, sources
 from ladder_jax.data.store.build import build
@@ -252,8 +251,7 @@ def test_a_dated_template_on_another_day(tmp_path, monkeypatch):
     folder = tokenizers.folder(
         tmp_path / "t", template="{{ strftime_now('%d') }}" + tokenizers.TEMPLATE
     )
-    data = tmp_path / "chats.jsonl"
-    directory = tmp_path / "run"
+    data, directory = tmp_path / "chats.jsonl", tmp_path / "run"
     turns = [
         {"role": "user", "content": "the cat"},
         {"role": "assistant", "content": "sat on the mat"},
@@ -269,14 +267,8 @@ def test_a_dated_template_on_another_day(tmp_path, monkeypatch):
     result = run(here)
     whole = losses(directory)
     shutil.rmtree(directory / "checkpoints" / "10")
-    day = datetime.timedelta(days=1)
-    tomorrow = types.SimpleNamespace(now=lambda: datetime.datetime.now() + day)
-    monkeypatch.setattr(chat_template, "datetime", types.SimpleNamespace(datetime=tomorrow))
-    later = types.SimpleNamespace(
-        time=lambda: time.time() + day.total_seconds(), perf_counter=time.perf_counter
-    )
+    tomorrow = lambda: time.time() + 24 * 3600
+    later = types.SimpleNamespace(time=tomorrow, perf_counter=time.perf_counter)
     monkeypatch.setattr(timing, "time", later)
-    said = []
-    assert run(here, say=said.append) == result
-    assert any(line.endswith("from step 8") for line in said)
+    assert run(here) == result
     assert losses(directory) == whole
