@@ -117,7 +117,7 @@ class CheckpointSaver:
         skipped: Iterable[int],
         validation: float | None,
     ) -> None:
-        """Start to save; a later `failure()` says if that went wrong."""
+        """Start to save; a later `store.failure()` says if that went wrong."""
         with self.context.account.time("saving"):
             config = self.context.folder / CONFIG
             # the save meets the same disk, and reports it
@@ -141,10 +141,6 @@ class CheckpointSaver:
                 data=position,
                 validation_loss=validation,
             )
-
-    def failure(self) -> str | None:
-        """The failure of a save since the last call, without waiting."""
-        return self.store.failure()
 
     def newest(self) -> int:
         """The step of the newest checkpoint, once all are written; 0 for none. All processes call

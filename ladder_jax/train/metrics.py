@@ -67,10 +67,11 @@ class TensorBoard:
         from tensorboardX.proto.event_pb2 import Event
         from tensorboardX.proto.summary_pb2 import Summary
 
-        numbers = {
-            key: value for key, value in row.items() if isinstance(value, float) and key != "time"
-        }
-        values = [Summary.Value(tag=key, simple_value=value) for key, value in numbers.items()]
+        values = [
+            Summary.Value(tag=key, simple_value=value)
+            for key, value in row.items()
+            if isinstance(value, float) and key != "time"
+        ]
         event = Event(
             wall_time=row.get("time", 0.0), step=row["step"], summary=Summary(value=values)
         )

@@ -239,7 +239,7 @@ class Session:
         self.policy.saved()
 
     def _report_failure(self, step: int) -> None:
-        if failure := self.saver.failure():
+        if failure := self.saver.store.failure():
             self.context.say(
                 f"step {step}: {failure}; training goes on, and the next checkpoint is tried as usual"
             )
@@ -262,7 +262,7 @@ class Session:
         if not step:
             return "no step was made yet"
         if step > self.saver.newest():
-            self.saver.failure()  # an earlier failure: this save tries once more
+            self.saver.store.failure()  # an earlier failure: this save tries once more
             self._save(step)
         self.saver.finish()
         return f"step {step} is saved, and the same command goes on from there"
