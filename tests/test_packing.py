@@ -37,8 +37,8 @@ def packed(request):
 
 
 def test_rows_hold_every_token_once(packed):
-    starts, lengths, row, rows = packed
-    pieces = list(zip(rows.start.tolist(), rows.length.tolist()))
+    starts, lengths, row, (start, length, _) = packed
+    pieces = list(zip(start.tolist(), length.tolist()))
     for start, length in zip(starts.tolist(), lengths.tolist()):
         mine = sorted(piece for piece in pieces if start <= piece[0] < start + length)
         if length <= row:
@@ -51,18 +51,17 @@ def test_rows_hold_every_token_once(packed):
 
 
 def test_rows_are_filled_best_and_always_alike(packed):
-    starts, lengths, row, rows = packed
-    filled = [int(rows.length[a:b].sum()) for a, b in zip(rows.first, rows.first[1:])]
+    starts, lengths, row, (start, length, first) = packed
+    filled = [int(length[a:b].sum()) for a, b in zip(first, first[1:])]
     assert all(0 < tokens <= row for tokens in filled)
-    assert rows.first[-1] == len(rows.start) == len(rows.length)
-    assert sorted(row - tokens for tokens in filled) == best_fit(rows.length.tolist(), row)
-    again = pack(starts, lengths, row=row)
-    for name in ("start", "length", "first"):
-        assert np.array_equal(getattr(rows, name), getattr(again, name))
+    assert first[-1] == len(start) == len(length)
+    assert sorted(row - tokens for tokens in filled) == best_fit(length.tolist(), row)
+    for one, again in zip((start, length, first), pack(starts, lengths, row=row)):
+        assert np.array_equal(one, again)
 
 
 def test_nothing_to_pack():
-    assert len(pack(np.array([], np.int64), np.array([], np.int64), row=8)) == 0
+    assert pack(np.array([], np.int64), np.array([], np.int64), row=8)[2].tolist() == [0]
 
 
 def documents(lengths, *, seed=0, vocab=251):
