@@ -272,14 +272,7 @@ def test_layers_between_standard_and_ladder(turning):
 ])  # fmt: skip
 def test_groups_turn_from_the_top(groups, pace, fractions):
     """Of four layers the last two are ladder layers."""
-    turns = config.load(
-        "tiny",
-        overrides=["model.ladder_layers=2", "conversion.steps=8", f"conversion.groups={groups}"],
-    )
-    turns, topology = (
-        dataclasses.replace(turns.conversion, pace=pace),
-        cases.define("hybrid-last-2").topology,
-    )
+    turns, topology = ConversionConfig(8, groups, pace), cases.define("hybrid-last-2").topology
     for step, last in fractions.items():
         found = conversion.ladder_fraction(jnp.int32(step), topology=topology, config=turns)
         assert found.tolist() == [1, 1, *last]

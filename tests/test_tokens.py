@@ -26,7 +26,7 @@ from ladder_jax.data.store import Store, reader, sources
 from ladder_jax.data.store import build as building
 from ladder_jax.errors import UserError
 from ladder_jax.evaluate import read_choices
-from tests import tokenizers
+from tests import cases, tokenizers
 
 TEXTS = [f"{'the cat sat on the mat ' * (index % 7)}number {index} é\n" for index in range(120)]
 
@@ -336,7 +336,7 @@ def test_a_damaged_gzip(tmp_path):
             lambda f: os.truncate(f / "00001.tokens", 5),
             r"00001.tokens' has 5 bytes, not \d+: it is damaged",
         ),
-        (lambda f: flip(f / "00002.tokens"), "shard 00002 of .* is damaged"),
+        (lambda f: cases.flip(f / "00002.tokens"), "shard 00002 of .* is damaged"),
         (
             lambda f: (f / "manifest.json").write_text("{"),
             "manifest.json' is damaged, or not a token store's",
@@ -417,12 +417,6 @@ def offset(folder, index, value):
     found = np.fromfile(folder / "00001.offsets", "<u8")
     found[index] = value
     found.tofile(folder / "00001.offsets")
-
-
-def flip(path):
-    content = bytearray(path.read_bytes())
-    content[7] ^= 1
-    path.write_bytes(content)
 
 
 def test_a_token_that_no_tokenizer_has(words, tmp_path):
