@@ -360,7 +360,7 @@ def evaluated(
 
 
 class DataLoader:
-    """`loader[step]`: a global array [B, T + 1] (or a Batch of them), of which this process reads
+    """A step's batch: a global array [B, T + 1] (or a Batch of them), of which this process reads
     its rows alone.
 
     rows: without end. Reading and placing are separate methods, so that a thread can read while the
@@ -377,10 +377,6 @@ class DataLoader:
         """Shapes and shardings of a batch, to compile for."""
         shape = lambda a: jax.ShapeDtypeStruct(self._shape, a.dtype, sharding=self._sharding)
         return jax.tree.map(shape, self.read(0))
-
-    def __getitem__(self, step: int) -> Any:
-        """Raises UserError where the data cannot be read."""
-        return self.place(self.read(step))
 
     def read(self, step: int) -> Any:
         """This process's rows, on the host. Raises UserError where the data cannot be read."""

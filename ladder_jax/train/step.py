@@ -84,7 +84,7 @@ def train_step(
         metrics = {
             "loss": loss,
             **task.measured(terms, scheduled),
-            "gradient_norm": gradient_norm(grads),
+            "gradient_norm": jax.named_scope(GRADIENT_NORM)(optax.tree.norm)(grads),
             "learning_rate": rate,
         }
         new = dataclasses.replace(old, params=params, optimizer=moments, step=old.step + 1)
@@ -145,12 +145,6 @@ def learning_rate(config: TrainConfig) -> optax.Schedule:
         config.learning_rate / warmup, config.learning_rate, max(warmup - 1, 1)
     )
     return optax.join_schedules([linear, cosine], [warmup])
-
-
-@jax.named_scope(GRADIENT_NORM)
-def gradient_norm(gradients: Params) -> jax.Array:
-    """The root of the sum of all squares, [] float32; of global arrays, so that of all shards."""
-    return optax.tree.norm(gradients)
 
 
 def state_dims(*, config: TrainConfig, task: TrainingTask) -> TrainState:
