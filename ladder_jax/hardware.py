@@ -75,14 +75,7 @@ MACHINES = {  # names of predict/hardware, likewise
 
 def machine_of(device_kind: str) -> str | None:
     """The machine of predict/hardware for devices of this kind, None for one that has none."""
-    return _of_kind(MACHINES, device_kind)
-
-
-def peak_of(device_kind: str) -> float | None:
-    """FLOP/s of a device of this kind, None for one that the table does not have."""
-    return _of_kind(PEAKS, device_kind)
-
-
-def _of_kind[T](table: dict[str, T], device_kind: str) -> T | None:
-    matching = [kind for kind in table if device_kind.startswith(kind)]
-    return table[max(matching, key=len)] if matching else None
+    matching = [
+        kind for kind in sorted(MACHINES, key=len, reverse=True) if device_kind.startswith(kind)
+    ]
+    return MACHINES[matching[0]] if matching else None

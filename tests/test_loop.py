@@ -15,7 +15,7 @@ import jax
 import numpy as np
 import pytest
 
-from ladder_jax import config, hardware, nn, parallel, terminal, train
+from ladder_jax import config, nn, parallel, terminal, train
 from ladder_jax.config import TrainConfig
 from ladder_jax.data import dataset
 from ladder_jax.errors import UserError
@@ -262,9 +262,9 @@ def test_flops_agree_with_the_compiler():
 
 
 def test_peaks():
-    assert hardware.peak_of("NVIDIA H100 80GB HBM3") > hardware.peak_of("NVIDIA H100 PCIe") > 0
-    assert hardware.peak_of("TPU v5p") == hardware.peak_of("TPU v5") == 459e12
-    assert hardware.peak_of("NVIDIA GeForce GTX 285") is None
+    assert timing.peak_of("NVIDIA H100 80GB HBM3") > timing.peak_of("NVIDIA H100 PCIe") > 0
+    assert timing.peak_of("TPU v5p") == timing.peak_of("TPU v5") == 459e12
+    assert timing.peak_of("NVIDIA GeForce GTX 285") is None
 
 
 def test_mfu_is_shown_with_its_formula(finished):

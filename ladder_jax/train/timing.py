@@ -18,7 +18,7 @@ from jax.sharding import Mesh
 
 from ladder_jax.config import RunConfig
 from ladder_jax.errors import UserError
-from ladder_jax.hardware import peak_of
+from ladder_jax.hardware import PEAKS
 from ladder_jax.nn import ModelDef, attention_flops, matrix_elements
 
 PARTS = {
@@ -155,6 +155,16 @@ def flops_a_token(definition: ModelDef, *, length: int) -> int:
     config = definition.config
     attention = attention_flops(config, rows=1, length=length, heads=config.num_heads)
     return 3 * (2 * matrix_elements(definition) + attention // length)
+
+
+def peak_of(device_kind: str) -> float | None:
+    """FLOP/s of a device of this kind (`jax.Device.device_kind`), None for one that the table does
+    not have.
+    """
+    matching = [
+        kind for kind in sorted(PEAKS, key=len, reverse=True) if device_kind.startswith(kind)
+    ]
+    return PEAKS[matching[0]] if matching else None
 
 
 class Throughput:
