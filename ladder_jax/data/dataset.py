@@ -27,10 +27,10 @@ from ladder_jax.config.load import read_section
 from ladder_jax.data import examples
 from ladder_jax.data import tokenizer as tokenizers
 from ladder_jax.data.packing import Batch, PackedRows
-from ladder_jax.data.store import Store, is_store, sources
+from ladder_jax.data.store import Store, is_store
 from ladder_jax.data.tokenizer import BYTES, Tokenizer
 from ladder_jax.errors import UserError
-from ladder_jax.files import AnyPath, absolute, below, explained, is_remote, patiently
+from ladder_jax.files import AnyPath, absolute, below, explained, is_remote, patiently, text_of
 
 STDLIB = "stdlib"  # a data.path
 MIXTURES = (".yaml", ".yml")  # endings of files that list token stores, mixed by weight
@@ -290,7 +290,7 @@ def read_text(config: DataConfig) -> tuple[np.ndarray, str]:
     for file in files:
         if size >= config.max_bytes:
             break
-        part = sources.read_text(file, named=file == root)
+        part = text_of(file, named=file == root)
         parts.append(None if part is None else part.encode())
         size += len(parts[-1] or b"")
     whole = b"\n".join(part for part in parts if part)
