@@ -106,6 +106,18 @@ def read_text(file: AnyPath) -> str:
     return content.decode()
 
 
+def text_of(file: str | pathlib.Path, *, named: bool) -> str | None:
+    """A local file's text; None for one that is no text, unless the user has named it: UserError."""
+    try:
+        return pathlib.Path(file).read_bytes().decode("utf-8")
+    except OSError as error:
+        raise UserError(f"cannot read {str(file)!r}: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        if named:
+            raise UserError(f"{file}: not UTF-8 text, at byte {error.start}") from None
+        return None
+
+
 def check_writable(option: str, file: str | None, *, endings: tuple[str, ...] = ()) -> None:
     """Raises UserError if `--option FILE` cannot be written, or does not end in one of
     `endings`.

@@ -141,6 +141,19 @@ def attention(p, x, shape):
     return on_first(matmul(p, "out", out, "rbtnh", "rbtd", split, shape), p.get("out_bias"), shape)
 
 
+def attend(query, key, value, seen):
+    """Attention in NumPy: query [B, T, N, H], key and value [B, S, K, H]; seen [..., T, S]: which
+    keys each query attends to.
+    """
+    query, key, value = (np.asarray(x, np.float64) for x in (query, key, value))
+    group = query.shape[2] // key.shape[2]
+    key, value = (np.repeat(x, group, axis=2) for x in (key, value))
+    scores = np.einsum("btnh,bsnh->bnts", query, key) / np.sqrt(query.shape[-1])
+    scores = np.where(seen, scores, -np.inf)
+    shares = np.exp(scores - scores.max(-1, keepdims=True))
+    return np.einsum("bnts,bsnh->btnh", shares / shares.sum(-1, keepdims=True), value)
+
+
 def mlp(p, x, shape):
     ranks, r = shape.ranks, shape.rounds
 

@@ -13,22 +13,9 @@ from ladder_jax import decode, parallel
 from ladder_jax.config import Loop
 from ladder_jax.decode import steps, weights
 from ladder_jax.nn import attention, tpu_attention
-from tests import cases, compilations, covering
+from tests import cases, compilations, covering, reference
 
 CAPACITY = 1100  # positions, no multiple of the kernels' blocks
-
-
-def exact(query, key, value, *, start):
-    """In float64 NumPy: query [B, T, N, H] at positions from `start` on, key and value
-    [B, S, K, H].
-    """
-    query, key, value = (np.asarray(x, np.float64) for x in (query, key, value))
-    length, group = query.shape[1], query.shape[2] // key.shape[2]
-    key, value = (np.repeat(x[:, : start + length], group, axis=2) for x in (key, value))
-    scores = np.einsum("btnh,bsnh->bnts", query, key) / np.sqrt(query.shape[-1])
-    scores = np.where(np.tri(length, start + length, start, dtype=bool), scores, -np.inf)
-    shares = np.exp(scores - scores.max(-1, keepdims=True))
-    return np.einsum("bnts,bsnh->btnh", shares / shares.sum(-1, keepdims=True), value)
 
 
 KERNELS = {
@@ -65,7 +52,8 @@ def test_a_block_attends_to_the_cache_before_it(start, length, kernel):
     value[:, start + length :] = 1e4
     ours = on_mesh(kernel)(query, key, value, np.int32(start))
     limit = 16 * np.sqrt(CAPACITY) * cases.UNIT_ROUNDOFF  # a softmax and two sums of as many terms
-    assert cases.error(ours, exact(query, key, value, start=start)) < limit
+    seen = np.tri(length, CAPACITY, start, dtype=bool)
+    assert cases.error(ours, reference.attend(query, key, value, seen)) < limit
 
 
 def test_the_splash_kernel_of_a_traced_start_lowers_for_tpus():

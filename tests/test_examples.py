@@ -169,11 +169,6 @@ def test_a_folder_without_examples_and_a_damaged_archive(tmp_path):
         load(str(tmp_path))
 
 
-def test_bytes_have_no_chat(tmp_path):
-    with pytest.raises(UserError, match="a.jsonl:1: a model of bytes has no chat template"):
-        load(lines(tmp_path / "a.jsonl", {"messages": CHAT}))
-
-
 def test_a_template_that_forgets_turns(tmp_path):
     """Of one that shows the last turn alone the earlier ones cannot be found in the whole."""
     folder = made.folder(tmp_path / "t", template="{{ messages[-1].content if messages else '' }}")

@@ -76,7 +76,7 @@ def test_distillation_of_turning_layers(name, kind, mesh, fraction, parts):
     assert cases.error(loss, expected) < limit
     errors = experts.errors(grads, trained_part(wanted))
     assert max(jax.tree.leaves(errors)) < limit, errors
-    measured = plan.measured(terms)
+    measured = plan.measured(terms, settings["scheduled"])
     assert {
         "cross_entropy",
         "divergence",

@@ -315,7 +315,6 @@ def test_no_handler_stays_and_none_is_set_in_a_thread():
     with folder.caught() as stop:
         assert signal.getsignal(signal.SIGTERM) is not before
         assert not stop.after(3)
-        assert not stop.interrupts
     assert signal.getsignal(signal.SIGTERM) is before
     found = []
 

@@ -14,7 +14,7 @@ from ladder_jax import config
 from ladder_jax.config import START, ConversionConfig, DistillConfig, LoraConfig, Pace, TrainConfig
 from ladder_jax.data.packing import Batch
 from ladder_jax.errors import UserError
-from ladder_jax.retrain import ADAPTERS, Retraining, Sources, conversion, of_sources
+from ladder_jax.retrain import ADAPTERS, Retraining, conversion
 from ladder_jax.retrain.lora import LowRank
 from ladder_jax.train import step as steps
 from ladder_jax.train.gradients import task_gradients
@@ -148,17 +148,6 @@ def test_distillation_is_the_dense_one(mesh, dense):
     assert set(fixed["model"]) == {"embedding", "lower"} and set(fixed["teacher"]) == set(trained)
 
 
-def test_a_teacher_that_is_the_student_teaches_nothing():
-    definition = original(define())
-    plan = Retraining(
-        definition, distill=DistillConfig(START, hidden_weight=1.0), teacher=definition
-    )
-    ((loss, terms), grads), _ = compute(plan, cases.parameters(definition))
-    limit = cases.bound(definition.config, passes=2)
-    assert abs(float(loss)) < limit and float(terms["cross_entropy"]) > 1
-    assert max(float(jnp.abs(g).max()) for g in jax.tree.leaves(grads)) < limit
-
-
 @pytest.fixture(scope="module")
 def low_rank():
     """A plan with factors that do something, their gradients, and the model that they are merged
@@ -283,14 +272,7 @@ def test_layers_between_standard_and_ladder(turning):
 ])  # fmt: skip
 def test_groups_turn_from_the_top(groups, pace, fractions):
     """Of four layers the last two are ladder layers."""
-    turns = config.load(
-        "tiny",
-        overrides=["model.ladder_layers=2", "conversion.steps=8", f"conversion.groups={groups}"],
-    )
-    turns, topology = (
-        dataclasses.replace(turns.conversion, pace=pace),
-        cases.define("hybrid-last-2").topology,
-    )
+    turns, topology = ConversionConfig(8, groups, pace), cases.define("hybrid-last-2").topology
     for step, last in fractions.items():
         found = conversion.ladder_fraction(jnp.int32(step), topology=topology, config=turns)
         assert found.tolist() == [1, 1, *last]
@@ -339,12 +321,3 @@ def test_a_fresh_ladder_emulated_on_one_device_is_taught():
 def test_settings_that_cannot_be(given, said):
     with pytest.raises(UserError, match=said):
         config.load("tiny", overrides=given)
-
-
-def test_a_teacher_that_would_be_the_student_is_refused():
-    definition = original(define())
-    settings = config.load(
-        "tiny", overrides=["distill.teacher=start", "train.start=x", "model.residual=standard"]
-    )
-    with pytest.raises(UserError, match="distill.residual=standard"):
-        of_sources(settings, definition=definition, teacher=definition.config, sources=Sources())

@@ -141,13 +141,9 @@ def noisy_at(steps, path):
     )
     settings = config.load("tiny", overrides=TINY)
     count = len(content) - int(len(content) * settings.data.validation_fraction)
-    windows = dataset.Windows(np.arange(count), settings.train.sequence)
-    which = [windows[i][0] for i in range(len(windows))]
-    order = dataset.Batches(
-        dataset.shuffled(windows, seed=settings.train.seed), settings.train.batch
-    )
-    place = np.concatenate([order[step - 1][:, 0] for step in steps])
-    assert set(place) <= set(which)
+    windows = dataset.windows(np.arange(count, dtype=np.int32), settings.train.sequence)
+    rows, batch = dataset.shuffled(windows, seed=settings.train.seed), settings.train.batch
+    place = [rows[(step - 1) * batch + index][0] for step in steps for index in range(batch)]
     noisy = content.copy()
     for start in place:
         noisy[start : start + 33] = np.random.default_rng(start).integers(65, 91, 33)

@@ -1,14 +1,10 @@
-"""The paper's recipes as they resolve, and the small study: killed, resumed, and told from its
+"""The paper's recipes as they resolve, and the small study: continued, and told from its
 results alone.
 """
 
 import dataclasses
 import json
 import math
-import os
-import signal
-import subprocess
-import sys
 
 import numpy as np
 import pytest
@@ -23,7 +19,6 @@ from ladder_jax.predict import machine
 from ladder_jax.predict import model as predicted
 
 HERE = study.HERE
-ROOT = HERE.parent.parent
 
 # Layers, d, heads, key/value heads, ffn, vocabulary and rope theta: arXiv 2501.06589 and its
 # released configurations.
@@ -136,20 +131,6 @@ def test_a_loss_between_two_measurements():
             study.loss_at(run, step)
 
 
-def test_losses_are_compared_with_those_of_the_same_seed():
-    run = lambda residual, seed, loss: dict(residual=residual, seed=seed, held_out=[[10, loss]])
-    standard = [run("standard", seed, 2.0 + seed) for seed in range(3)]
-    ladder = [run("ladder", seed, 1.5 + seed) for seed in (1, 2, 7)]
-    results = {"of_standard": 10, "runs": standard + ladder}
-    gaps = study.less_standard(results, "ladder", at=10)
-    assert gaps == [-0.5, -0.5]
-    assert studies.difference(gaps) == "-0.500 (-0.500 to -0.500)"
-    assert studies.spread([2.0, 3.0, 4.0]) == "3.000 ± 1.000"
-    assert studies.spread([2.0]) == "2.000"
-    assert studies.difference([0.0, 0.0]) == "0"
-    assert studies.difference([]) == "-"
-
-
 def test_rows_are_kept_one_by_one(tmp_path):
     """A second call measures those that are not there, and only those."""
     file, measured = tmp_path / "results.json", []
@@ -190,38 +171,23 @@ SMALL = [
 ]
 
 
-@pytest.fixture(scope="module")
-def killed(tmp_path_factory):
-    """A study's folder and words: killed once the first run was done and the second one had
-    begun.
+def test_a_study_goes_on(tmp_path, capsys):
+    """And its tables come from the results alone; changed settings are refused, as are missing
+    results.
     """
-    folder = tmp_path_factory.mktemp("study")
+    folder = tmp_path / "study"
+    folder.mkdir()
     text = folder / "book.txt"
     text.write_text(
         "".join(f"line {i} of a little book about {i % 7} things\n" for i in range(300))
     )
-    words = [f"data.path={text}", *SMALL, "--topologies", "ladder-fresh", "--seeds", "1"]
+    words = [f"data.path={text}", *SMALL, "--seeds", "1"]
     words += ["--runs", str(folder / "runs"), "--out", str(folder)]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     (folder / "README.md").write_text("<!-- table: equal -->\n\n<!-- end -->")
-    command = [sys.executable, "-m", "experiments.pretrain", *words]
-    with subprocess.Popen(
-        command, env=environment, cwd=folder, stdout=subprocess.PIPE, text=True
-    ) as process:
-        for line in process.stdout:
-            if line.startswith("[2/2]"):
-                break
-        process.send_signal(signal.SIGKILL)
-    return folder, words
-
-
-def test_a_killed_study_goes_on(killed, tmp_path, capsys):
-    """And its tables come from the results alone; changed settings are refused, as are missing
-    results.
-    """
-    folder, words = killed
-    (first,) = folder.glob("runs/standard/seed-0/result.json")
+    assert study.main([*words, "--topologies", "standard"]) == 0
+    (first,) = folder.glob("runs/*/seed-0/result.json")
     before = first.stat().st_mtime_ns
+    words += ["--topologies", "ladder-fresh"]
     assert study.main(words) == 0
     assert first.stat().st_mtime_ns == before  # and was not made again
     results = json.loads((folder / "results.json").read_text())

@@ -5,10 +5,6 @@ refused.
 import functools
 import json
 import shutil
-import signal
-import subprocess
-import sys
-import time
 
 import jax
 import numpy as np
@@ -235,34 +231,6 @@ def test_resumed_runs_go_on_exactly(which, trained, place, tmp_path):
         strict=True,
     ):
         assert (a == b).all()
-
-
-@pytest.mark.parametrize(
-    "which", ["everything", *(pytest.param(one, marks=FULL) for one in ("side", "lora"))]
-)
-def test_killed_and_started_again(which, trained, place, tmp_path):
-    directory, _ = trained(which)
-    command = [
-        sys.executable,
-        "-m",
-        "ladder_jax",
-        "train",
-        str(place / "recipe.yaml"),
-        "--cpu-devices",
-        "8",
-    ]
-    command += given(place, tmp_path / "run", *SETTINGS[which])
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    deadline = time.monotonic() + 300
-    while process.poll() is None and time.monotonic() < deadline:
-        if len(metrics.read(tmp_path / "run")) >= 2:
-            process.kill()
-            break
-        time.sleep(0.001)
-    output, _ = process.communicate()
-    assert process.returncode == -signal.SIGKILL, output
-    run(place, tmp_path / "run", *SETTINGS[which])
-    assert losses(tmp_path / "run") == losses(directory)
 
 
 def test_a_start_that_has_changed_is_refused(trained, place, tmp_path):

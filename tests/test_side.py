@@ -203,7 +203,9 @@ def test_the_side_network_communicates_nothing(loop):
 
     assert forward(plan.definition) == forward(plan.without_side) > 0
     of_task = lambda task: jax.make_jaxpr(task_gradients(task, config=TrainConfig(loop=loop)))
-    mine = collectives(of_task(plan)(plan.abstract, plan.frozen_abstract, TOKENS, {}))
+    mine = collectives(
+        of_task(plan)(plan.abstract, {"model": plan.without_side.abstract}, TOKENS, {})
+    )
     base = Retraining(plan.without_side)
     whole = collectives(of_task(base)(base.abstract, {}, TOKENS, {}))
     layers = 2 * (plan.definition.config.num_layers if loop is Loop.UNROLLED else 1)

@@ -11,7 +11,6 @@ import json
 import math
 import multiprocessing
 import os
-import pickle
 import re
 import shutil
 import signal
@@ -27,7 +26,7 @@ from ladder_jax.data.store import Store, reader, sources
 from ladder_jax.data.store import build as building
 from ladder_jax.errors import UserError
 from ladder_jax.evaluate import read_choices
-from tests import tokenizers
+from tests import cases, tokenizers
 
 TEXTS = [f"{'the cat sat on the mat ' * (index % 7)}number {index} é\n" for index in range(120)]
 
@@ -120,12 +119,18 @@ def test_tables_without_datasets(tmp_path, monkeypatch):
             sources.plan([str(tmp_path / name)])
 
 
-def test_another_tokenizer(tmp_path):
-    """Its own copy goes along; each document ends with the token that ends documents."""
+@pytest.fixture
+def words(tmp_path):
+    """Makes the store `out` of another tokenizer's tokens; gives the tokenizer."""
     folder = tokenizers.folder(tmp_path / "t")
     (tmp_path / "book.jsonl").write_text(lines(TEXTS[:9]))
-    made = make([tmp_path / "book.jsonl"], tmp_path / "out", tokens=folder)
-    given = tokenizer.load(folder)
+    make([tmp_path / "book.jsonl"], tmp_path / "out", tokens=folder)
+    return tokenizer.load(folder)
+
+
+def test_another_tokenizer(words, tmp_path):
+    """Its own copy goes along; each document ends with the token that ends documents."""
+    made, given = Store(tmp_path / "out").manifest, words
     (tmp_path / "t").rename(tmp_path / "away")
     assert Store(tmp_path / "out").tokenizer().name == given.name == made.tokenizer
     assert made.dtype == "<u2"
@@ -331,8 +336,7 @@ def test_a_damaged_gzip(tmp_path):
             lambda f: os.truncate(f / "00001.tokens", 5),
             r"00001.tokens' has 5 bytes, not \d+: it is damaged",
         ),
-        (lambda f: os.truncate(f / "00000.offsets", 8), "00000.offsets' has 8 bytes"),
-        (lambda f: flip(f / "00002.tokens"), "shard 00002 of .* is damaged"),
+        (lambda f: cases.flip(f / "00002.tokens"), "shard 00002 of .* is damaged"),
         (
             lambda f: (f / "manifest.json").write_text("{"),
             "manifest.json' is damaged, or not a token store's",
@@ -356,9 +360,7 @@ def test_a_damaged_gzip(tmp_path):
             lambda f: offset(f, 1, 2**62),
             "00001.offsets' is damaged: its documents do not follow one another",
         ),
-        (lambda f: offset(f, 0, 1), "00001.offsets' is damaged"),
-        (lambda f: offset(f, -1, 1), "00001.offsets' is damaged"),
-        (lambda f: offset(f, 2, 1), "00001.offsets' is damaged"),
+        *((lambda f, i=i: offset(f, i, 1), "00001.offsets' is damaged") for i in (0, -1, 2)),
     ],
 )
 def test_damaged_stores(book, tmp_path, damage, message):
@@ -382,9 +384,6 @@ def test_few_files_are_kept_open(book, monkeypatch):
     ]
     held = lambda: sum(path.startswith(f"{book[1]}/") for path in opened())
     assert held() == 2
-    assert (
-        pickle.loads(pickle.dumps(store)).read(starts[3], counts[3]).tobytes().decode() == TEXTS[3]
-    )
     del pool, store
     assert held() == 0
 
@@ -420,24 +419,16 @@ def offset(folder, index, value):
     found.tofile(folder / "00001.offsets")
 
 
-def flip(path):
-    content = bytearray(path.read_bytes())
-    content[7] ^= 1
-    path.write_bytes(content)
-
-
-def test_a_token_that_no_tokenizer_has(tmp_path):
+def test_a_token_that_no_tokenizer_has(words, tmp_path):
     """Where the bytes have changed to what cannot be looked up."""
-    folder = tokenizers.folder(tmp_path / "t")
-    (tmp_path / "book.jsonl").write_text(lines(TEXTS[:9]))
-    made = make([tmp_path / "book.jsonl"], tmp_path / "out", tokens=folder)
-    content = np.fromfile(tmp_path / "out" / "00000.tokens", "<u2")
-    content[7] = made.vocab_size
-    content.tofile(tmp_path / "out" / "00000.tokens")
+    file = tmp_path / "out" / "00000.tokens"
+    content = np.fromfile(file, "<u2")
+    content[7] = words.vocab_size
+    content.tofile(file)
     store = Store(tmp_path / "out")
     assert len(store.read(0, 7)) == 7
     with pytest.raises(
-        UserError, match=rf"00000.tokens' is damaged: it holds the token {made.vocab_size}"
+        UserError, match=rf"00000.tokens' is damaged: it holds the token {words.vocab_size}"
     ):
         store.read(0, 8)
 
@@ -532,7 +523,7 @@ def test_the_command(run_cli, tmp_path):
         ("book.jsonl ./book.jsonl --out x", "is named twice"),
         ("book.jsonl --out .", "the source 'book.jsonl' lies in --out .: name a new folder"),
         (". --out x", "--out x lies in the source '.'"),
-        ("book.jsonl --out x --workers 0", "--workers must be at least 1, not 0"),
+        ("book.jsonl --out x --workers 0", "--workers must be positive, not 0"),
         ("book.jsonl --out x --tokenizer nowhere", "there is no tokenizer at 'nowhere'"),
         ("book.jsonl --out x --part 3/2", "--part 3/2 must be I/N with I from 1 to N, such as 2/8"),
         ("book.jsonl --out x --part 1/2 --verify", "give it without --part"),

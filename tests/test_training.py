@@ -206,7 +206,7 @@ def test_a_folder_of_something_else_is_left_alone(book, tmp_path):
         (lambda p: None, "does not exist"),
         (lambda p: p.write_text(""), "holds no text"),
         (lambda p: p.write_text(" \n"), "holds no text"),
-        (lambda p: p.write_bytes(b"\xff\xfe\x00binary"), "is not UTF-8 text"),
+        (lambda p: p.write_bytes(b"\xff\xfe\x00binary"), "not UTF-8 text, at byte 0"),
         (lambda p: p.write_text("too short"), "fewer than train.sequence"),
         (lambda p: p.mkdir(), "holds no text"),
     ],

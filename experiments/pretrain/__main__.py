@@ -9,7 +9,6 @@ results.json alone.
 """
 
 import argparse
-import dataclasses
 import functools
 import itertools
 import json
@@ -65,20 +64,13 @@ def main(argv: list[str]) -> int:
 # The runs.
 
 
-@dataclasses.dataclass(frozen=True)
-class Run:
-    residual: str
-    seed: int
-    config: RunConfig
-
-
 def runs(
     *,
     folder: pathlib.Path,
     overrides: list[str],
     seeds: int,
     topologies: Sequence[str] = TOPOLOGIES,
-) -> list[Run]:
+) -> list[RunConfig]:
     """In the order in which they are made: what is killed half-way has compared all topologies on
     fewer seeds.
 
@@ -101,7 +93,7 @@ def runs(
             changed.append(f"run.dir={folder / residual / f'seed-{seed}'}")
             if residual == "ladder-fresh":
                 changed.append(f"model.ranks={RANKS}")
-            found.append(Run(residual, seed, config.load(recipe, overrides=[*overrides, *changed])))
+            found.append(config.load(recipe, overrides=[*overrides, *changed]))
     return found
 
 
@@ -136,12 +128,12 @@ def measure(args: argparse.Namespace) -> None:
         folder=args.runs, overrides=args.overrides, seeds=args.seeds, topologies=topologies
     )
     for number, run in enumerate(asked, start=1):
-        print(f"[{number}/{len(asked)}] {run.residual}, seed {run.seed}", flush=True)
-        place = folder.path_of(run.config)
-        folder.check(train.resolve(run.config), place)
+        print(f"[{number}/{len(asked)}] {run.model.residual}, seed {run.train.seed}", flush=True)
+        place = folder.path_of(run)
+        folder.check(train.resolve(run), place)
         if not (place / folder.RESULT).is_file():
-            train.run(run.config)
-    standard = asked[0].config
+            train.run(run)
+    standard = asked[0]
     entropy = json.loads((folder.path_of(standard) / folder.RESULT).read_text())["bigram_entropy"]
     about = {
         **study.environment(),
@@ -161,15 +153,15 @@ def measure(args: argparse.Namespace) -> None:
     study.keep(results, file=args.out / "results.json")
 
 
-def row(run: Run) -> dict:
+def row(run: RunConfig) -> dict:
     from ladder_jax.train import folder, metrics
 
-    place = folder.path_of(run.config)
+    place = folder.path_of(run)
     rows, read = metrics.read(place), lambda name: json.loads((place / name).read_text())
     return {
-        "residual": run.residual,
-        "seed": run.seed,
-        "steps": run.config.train.steps,
+        "residual": run.model.residual,
+        "seed": run.train.seed,
+        "steps": run.train.steps,
         "parameters": read(folder.RESULT)["parameters"],
         "wall_seconds": read(folder.GOODPUT)["wall_seconds"],
         "held_out": [

@@ -205,8 +205,10 @@ VERBS = {
             "--subset NAME": "of a data set of the Hub (default: its only one)",
             "--split NAME": "of a data set of the Hub (default: train)",
             "--part I/N": "make the I-th of N parts; the command without --part then joins all of them",
-            "--workers N": number("processes (default: one a core)"),
-            "--shard-tokens N": number("tokens a file, about (default 268,435,456)"),
+            "--workers N": count("processes (default: one a core)"),
+            "--shard-tokens N": count(
+                "tokens a file, about (default 268,435,456)", default=268_435_456
+            ),
             "--verify": "read the finished store, and compare its checksums",
         },
     ),

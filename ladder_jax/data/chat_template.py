@@ -1,6 +1,7 @@
 """Chat templates as Hugging Face's tokenizers bring them: Jinja, run in a sandbox."""
 
 import datetime
+import functools
 import json
 from collections.abc import Mapping, Sequence
 
@@ -72,16 +73,10 @@ def _environment():
     environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=extensions
     )
-    environment.filters["tojson"] = _to_json
+    # Jinja's own escapes HTML, which a prompt is not
+    environment.filters["tojson"] = functools.partial(json.dumps, ensure_ascii=False)
     environment.globals["raise_exception"] = _refuse
     return environment
-
-
-def _to_json(value, ensure_ascii=False, indent=None, separators=None, sort_keys=False) -> str:
-    """Jinja's own escapes HTML, which a prompt is not."""
-    return json.dumps(
-        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
-    )
 
 
 def _refuse(message: str):

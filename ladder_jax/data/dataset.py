@@ -14,7 +14,7 @@ import math
 import pathlib
 import sys
 import sysconfig
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import grain
@@ -30,28 +30,20 @@ from ladder_jax.data.packing import Batch, PackedRows
 from ladder_jax.data.store import Store, is_store
 from ladder_jax.data.tokenizer import BYTES, Tokenizer
 from ladder_jax.errors import UserError
-from ladder_jax.files import AnyPath, absolute, below, explained, is_remote, patiently
+from ladder_jax.files import AnyPath, absolute, below, explained, is_remote, patiently, text_of
 
 STDLIB = "stdlib"  # a data.path
 MIXTURES = (".yaml", ".yml")  # endings of files that list token stores, mixed by weight
 READ_AHEAD = 2  # batches
 
 
-@dataclasses.dataclass(frozen=True)
-class Windows:
-    """A grain data source: window i is tokens [i * T, i * T + T], T + 1 of them (the last is only a
-    target).
-    """
+Rows = np.ndarray | PackedRows
+"""A grain data source, of T + 1 tokens each."""
 
-    tokens: np.ndarray
-    length: int
 
-    def __len__(self) -> int:
-        return (len(self.tokens) - 1) // self.length
-
-    def __getitem__(self, index) -> np.ndarray:
-        start = int(index) * self.length
-        return self.tokens[start : start + self.length + 1].astype(np.int32)
+def windows(tokens: np.ndarray, length: int) -> np.ndarray:
+    """A view [rows, T + 1]: window i is tokens [i * T, i * T + T] (the last is only a target)."""
+    return np.lib.stride_tricks.sliding_window_view(tokens, length + 1)[::length]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -141,20 +133,18 @@ def _text(config: DataConfig, train: TrainConfig, tokenizer: Tokenizer) -> Datas
             tokenizer.encode(tokens.tobytes().decode("utf-8", errors="ignore")), np.int32
         )
     cut = len(tokens) - int(len(tokens) * config.validation_fraction)
-    rows = Windows(tokens[:cut], train.sequence)
-    held_out = Windows(tokens[cut:], train.sequence)
-    for part, windows in (("training", rows), ("held-out", held_out)):
-        if not len(windows):
+    parts = {"training": tokens[:cut], "held-out": tokens[cut:]}
+    for name, part in parts.items():
+        if len(part) <= train.sequence:
             least = f"fewer than train.sequence + 1 = {train.sequence + 1}"
-            raise UserError(f"the {part} text has {len(windows.tokens)} tokens, {least}")
+            raise UserError(f"the {name} text has {len(part)} tokens, {least}")
     return _dataset(
-        rows,
-        held_out,
+        *(windows(part, train.sequence) for part in parts.values()),
         seed=train.seed,
         tokenizer=tokenizer,
         fingerprint=_digest([tokenizer.name, hashlib.sha256(tokens).hexdigest()]),
         notes=(note,),
-        text=rows.tokens if tokenizer.name == BYTES else None,
+        text=parts["training"] if tokenizer.name == BYTES else None,
     )
 
 
@@ -262,9 +252,7 @@ def _packed(
     return [PackedRows(read, part, length=train.sequence, loss_mask=loss_mask) for part in parts]
 
 
-def _dataset(
-    rows: Windows | PackedRows, held_out: Windows | PackedRows, *, seed: int, **about: Any
-) -> Dataset:
+def _dataset(rows: Rows, held_out: Rows, *, seed: int, **about: Any) -> Dataset:
     return Dataset(
         shuffled(rows, seed=seed),
         grain.MapDataset.source(held_out).repeat(),
@@ -302,9 +290,9 @@ def read_text(config: DataConfig) -> tuple[np.ndarray, str]:
     for file in files:
         if size >= config.max_bytes:
             break
-        part = _read_file(file, skip_binary=file != root)
-        parts.append(part)
-        size += len(part or b"")
+        part = text_of(file, named=file == root)
+        parts.append(None if part is None else part.encode())
+        size += len(parts[-1] or b"")
     whole = b"\n".join(part for part in parts if part)
     text = whole[: config.max_bytes]
     if not text.strip():
@@ -320,22 +308,6 @@ def read_text(config: DataConfig) -> tuple[np.ndarray, str]:
     return np.frombuffer(text, np.uint8), note
 
 
-def _read_file(file: pathlib.Path, *, skip_binary: bool) -> bytes | None:
-    """A file's bytes. skip_binary: for a file that is not UTF-8 text, return None rather than raise
-    UserError.
-    """
-    try:
-        content = file.read_bytes()
-        content.decode("utf-8")
-    except OSError as error:
-        raise UserError(f"cannot read {str(file)!r}: {error.strerror}") from None
-    except UnicodeDecodeError:
-        if skip_binary:
-            return None
-        raise UserError(f"data.path={str(file)!r} is not UTF-8 text") from None
-    return content
-
-
 def bigram_entropy(text: np.ndarray) -> float:
     """The entropy of a byte given the previous byte, in nats per byte: the best loss of a bigram
     model.
@@ -349,38 +321,10 @@ def bigram_entropy(text: np.ndarray) -> float:
     return float(-(joint * conditional).sum())
 
 
-@dataclasses.dataclass(frozen=True)
-class Batches:
-    """`batches[step]`: the rows of that step, stacked, [B, ...].
-
-    rows: without end. share: which rows of each batch are wanted here; None for all. Others are
-        never read.
-    """
-
-    rows: grain.MapDataset
-    batch: int
-    share: Sequence[int] | None = None
-
-    def __getitem__(self, step: int) -> np.ndarray | Batch:
-        share = range(self.batch) if self.share is None else self.share
-        found = [self.rows[step * self.batch + index] for index in share]
-        return jax.tree.map(lambda *leaves: np.stack(leaves), *found)
-
-
-class Epochs:
-    """A grain data source without end: every row once an epoch, every epoch in an order of its
-    own.
-    """
-
-    def __init__(self, rows: Windows | PackedRows, *, seed: int):
-        self._rows, self._seed = rows, seed
-
-    def __len__(self) -> int:
-        return sys.maxsize
-
-    def __getitem__(self, index) -> np.ndarray | Batch:
-        epoch, place = divmod(int(index), len(self._rows))
-        return self._rows[_order(len(self._rows), self._seed, epoch)[place]]
+def stacked(rows: grain.MapDataset, indices: Iterable[int]) -> np.ndarray | Batch:
+    """These rows, [B, ...], int32. Others are never read."""
+    stack = lambda *leaves: np.stack(leaves, dtype=np.int32)
+    return jax.tree.map(stack, *(rows[index] for index in indices))
 
 
 @functools.lru_cache(maxsize=1024)
@@ -393,9 +337,14 @@ def _order(count: int, seed: int, epoch: int) -> grain.MapDataset:
     return grain.MapDataset.range(count).shuffle(seed)
 
 
-def shuffled(rows: Windows | PackedRows, *, seed: int) -> grain.MapDataset:
+def shuffled(rows: Rows, *, seed: int) -> grain.MapDataset:
     """Every row once an epoch, every epoch in another order, without end."""
-    return grain.MapDataset.source(Epochs(rows, seed=seed))
+
+    def row(index: int) -> np.ndarray | Batch:
+        epoch, place = divmod(int(index), len(rows))
+        return rows[_order(len(rows), seed, epoch)[place]]
+
+    return grain.MapDataset.range(sys.maxsize).map(row)
 
 
 def evaluated(
@@ -404,13 +353,14 @@ def evaluated(
     """The batches of held-out `rows`, of which there are `count` before they repeat, that are
     evaluated.
     """
-    found = Batches(rows, config.batch)
-    wanted = min(config.evaluation_batches, count // config.batch)
-    return [found[index] for index in range(max(1, wanted))]
+    batch, wanted = config.batch, min(config.evaluation_batches, count // config.batch)
+    return [
+        stacked(rows, range(step * batch, step * batch + batch)) for step in range(max(1, wanted))
+    ]
 
 
 class DataLoader:
-    """`loader[step]`: a global array [B, T + 1] (or a Batch of them), of which this process reads
+    """A step's batch: a global array [B, T + 1] (or a Batch of them), of which this process reads
     its rows alone.
 
     rows: without end. Reading and placing are separate methods, so that a thread can read while the
@@ -421,36 +371,21 @@ class DataLoader:
         self._shape, self._sharding = (config.batch, config.sequence + 1), sharding
         indices = sharding.addressable_devices_indices_map(self._shape).values()
         self._share = sorted({row for part, _ in indices for row in range(config.batch)[part]})
-        self._batches = Batches(rows, config.batch, self._share)
+        self._rows = rows
 
     def abstract(self) -> Any:
         """Shapes and shardings of a batch, to compile for."""
         shape = lambda a: jax.ShapeDtypeStruct(self._shape, a.dtype, sharding=self._sharding)
-        return jax.tree.map(shape, self._batches[0])
-
-    def __getitem__(self, step: int) -> Any:
-        """Raises UserError where the data cannot be read."""
-        return self.place(self.read(step))
+        return jax.tree.map(shape, self.read(0))
 
     def read(self, step: int) -> Any:
         """This process's rows, on the host. Raises UserError where the data cannot be read."""
-        return self._batches[int(step)]
+        first = int(step) * self._shape[0]
+        return stacked(self._rows, (first + row for row in self._share))
 
     def place(self, rows: Any) -> Any:
         """The global arrays of which `read` gave this process's rows."""
-        return jax.tree.map(self._place, rows)
-
-    def _place(self, local: np.ndarray) -> jax.Array:
-        if self._sharding.is_fully_addressable:
-            return jax.device_put(local, self._sharding)
-
-        def shard(index):
-            rows, columns = index
-            wanted = range(self._shape[0])[rows]
-            begin = self._share.index(wanted[0])
-            return local[begin : begin + len(wanted), columns]
-
-        return jax.make_array_from_callback(self._shape, self._sharding, shard)
+        return jax.make_array_from_process_local_data(self._sharding, rows, self._shape)
 
 
 @contextlib.contextmanager

@@ -70,19 +70,19 @@ class PackedRows:
         loss_mask: np.ndarray | None,
     ):
         self._read, self._size, self._loss_mask = read, length + 1, loss_mask
-        self._rows = pack(starts[:-1], np.diff(starts), row=self._size)
+        self._start, self._length, self._first = pack(starts[:-1], np.diff(starts), row=self._size)
 
     def __len__(self) -> int:
-        return len(self._rows)
+        return len(self._first) - 1
 
     def __getitem__(self, index) -> Batch:
         """Raises UserError where the tokens cannot be read."""
-        rows, at = self._rows, 0
+        at = 0
         tokens, segments, loss_mask = np.zeros((3, self._size), np.int32)
-        first, end = rows.first[int(index) : int(index) + 2]
+        first, end = self._first[int(index) : int(index) + 2]
         for segment, piece in enumerate(range(first, end), start=1):
-            start = int(rows.start[piece])
-            length = int(rows.length[piece])
+            start = int(self._start[piece])
+            length = int(self._length[piece])
             here = slice(at, at := at + length)
             tokens[here] = self._read(start, length)
             segments[here] = segment
@@ -91,26 +91,15 @@ class PackedRows:
         return Batch(tokens, segments, None if self._loss_mask is None else loss_mask)
 
 
-@dataclasses.dataclass(frozen=True)
-class Rows:
-    """Row r holds the pieces `first[r]` to `first[r + 1] - 1`. A piece is a range of tokens of one
-    document.
+def pack(
+    starts: np.ndarray, lengths: np.ndarray, *, row: int
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """(start, length, first) of rows of at most `row` tokens that hold every token of the
+    documents: row r holds the pieces `first[r]` to `first[r + 1] - 1`. A piece is a range of tokens
+    of one document.
 
-    start: int64 [pieces], the index of a piece's first token among the tokens of all documents.
-    length: int32 [pieces], in tokens.
-    first: int64 [rows + 1].
-    """
-
-    start: np.ndarray
-    length: np.ndarray
-    first: np.ndarray
-
-    def __len__(self) -> int:
-        return len(self.first) - 1
-
-
-def pack(starts: np.ndarray, lengths: np.ndarray, *, row: int) -> Rows:
-    """Rows of at most `row` tokens that hold every token of the documents. starts, lengths:
+    start: int64 [pieces], the index of a piece's first token among the tokens of all documents;
+    length: int32 [pieces], in tokens; first: int64 [rows + 1]. starts, lengths:
     [documents], in tokens.
 
     When a document is cut, the next piece begins with the last token of the piece before. So the
@@ -126,7 +115,7 @@ def pack(starts: np.ndarray, lengths: np.ndarray, *, row: int) -> Rows:
     pieces = order[by_row]
     rows = int(row_of.max(initial=-1)) + 1
     first = np.searchsorted(row_of[by_row], np.arange(rows + 1))
-    return Rows(start[pieces], length[pieces].astype(np.int32), first)
+    return start[pieces], length[pieces].astype(np.int32), first
 
 
 def _cut(starts: np.ndarray, lengths: np.ndarray, row: int) -> tuple[np.ndarray, np.ndarray]:

@@ -79,7 +79,7 @@ class LadderJax(TemplateLM):
         if add_special_tokens is None:
             return self.model.encode(string)
         tokenizer = self.model.tokenizer
-        return tokenizer.encode(string) if add_special_tokens else tokenizer.encode_bare(string)
+        return tokenizer.encode(string, special=add_special_tokens)
 
     @property
     def tokenizer_name(self) -> str:

@@ -102,7 +102,11 @@ class Model:
         """The tokenizer's stop tokens, and the special tokens among `stop`, which never appear in a
         decoded text.
         """
-        single = [tokens for text in stop if len(tokens := self.tokenizer.encode_bare(text)) == 1]
+        single = [
+            tokens
+            for text in stop
+            if len(tokens := self.tokenizer.encode(text, special=False)) == 1
+        ]
         special = [token for (token,) in single if not self.tokenizer.to_bytes([token])]
         return [*self.tokenizer.stop_ids, *special]
 

@@ -36,7 +36,7 @@ class _Converting(nn.ForwardPass):
 @dataclasses.dataclass(frozen=True)
 class _PartedModel:
     """One forward pass over a model whose lowest layers are stacked apart (see
-    `plan.split_parts`).
+    plan.py).
 
     below: how many layers those are. ladder_fraction: float32 [L], None where no layer is being
         converted.

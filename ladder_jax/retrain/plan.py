@@ -19,7 +19,7 @@ from ladder_jax.side import SIDE, SideModel
 ADAPTERS = "adapters"
 """The part of the trained parameters that holds LoRA's factors."""
 LOWER = "lower"
-"""The part that holds the lowest layers, see `split_parts`."""
+"""The part that holds the lowest layers, see below."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,7 +28,7 @@ class RetrainPlan:
     same mesh; with distill.teacher=start its weights are those that training starts from, so frozen
     parts are stored once for both.
 
-    Frozen parameters are {"model": parts, "teacher": parts} (see `split_parts`): the model's that
+    Frozen parameters are {"model": parts, "teacher": parts} (see below): the model's that
     no step changes, and the teacher's that are not among them, its matrices but for the routers in
     the compute dtype. Empty ones are left out.
     """
@@ -61,13 +61,6 @@ class RetrainPlan:
         if self.lora.rank:
             return {ADAPTERS: parameter.abstract(self.adapters, layout=self.definition.layout)}
         return self._pick(self._parts(self.definition.abstract), trained=True)
-
-    @property
-    def frozen_abstract(self) -> Params:
-        """Shape, dtype and sharding of the model's frozen parts; without a teacher's."""
-        return _without_empty(
-            model=self._pick(self._parts(self.definition.abstract), trained=False)
-        )
 
     @functools.cached_property
     def adapters(self) -> nnx.Dict:
@@ -143,9 +136,8 @@ class RetrainPlan:
         return () if self.lora.rank or self.side else tuple(self._pick(self.dims, trained=True))
 
     def _parts(self, params: Params) -> Params:
-        return split_parts(
-            params, below=self.frozen_layers, layers=self.definition.config.num_layers
-        )
+        """The parts of all the model's `params` (arrays, or their shapes)."""
+        return _divided(params, self.frozen_layers, self.definition.config.num_layers, _sliced)
 
     def _pick(self, named: Params, *, trained: bool) -> Params:
         frozen = ("embedding", LOWER) if self.frozen_layers else ()
@@ -165,11 +157,6 @@ def _without_empty(**trees: Params) -> Params:
 # "side": its ends, and its blocks, which otherwise stand in the layers, as "layers" in it.
 
 
-def split_parts(params: Params, *, below: int, layers: int) -> Params:
-    """The parts of `params` (arrays, or their shapes), of a model with that many layers."""
-    return _divided(params, below, layers, _sliced)
-
-
 def part_dims(definition: ModelDef, *, below: int) -> Params:
     """The dimensions of every array in the parts."""
     return _divided(
@@ -178,7 +165,7 @@ def part_dims(definition: ModelDef, *, below: int) -> Params:
 
 
 def join_parts(parts: Params) -> Params:
-    """The inverse of `split_parts`."""
+    """The inverse of `RetrainPlan._parts`."""
     stacks = [parts[name] for name in (LOWER, LAYERS) if name in parts]
     joined = stacks[0] if len(stacks) == 1 else jax.tree.map(lambda *a: jnp.concatenate(a), *stacks)
     joined = {**{name: part for name, part in parts.items() if name != LOWER}, LAYERS: joined}

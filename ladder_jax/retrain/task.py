@@ -66,14 +66,15 @@ class Retraining(RetrainPlan):
         fraction = conversion.ladder_fraction(step, topology=topology, config=self.conversion)
         return {conversion.LADDER_FRACTION: fraction}
 
-    def metrics(self, scheduled: dict[str, jax.Array]) -> dict[str, jax.Array]:
-        return {"turned": jnp.mean(scheduled[conversion.LADDER_FRACTION])} if scheduled else {}
-
-    def measured(self, terms: dict[str, jax.Array]) -> dict[str, jax.Array]:
-        if self.routers is None:
-            return terms
-        of_routers = {name: terms[name] for name in self.routers.terms}
-        return {name: terms[name] for name in loss.terms(self)} | self.routers.metrics(of_routers)
+    def measured(
+        self, terms: dict[str, jax.Array], scheduled: dict[str, jax.Array]
+    ) -> dict[str, jax.Array]:
+        measured = {name: terms[name] for name in loss.terms(self)}
+        if self.routers:
+            measured |= self.routers.metrics({name: terms[name] for name in self.routers.terms})
+        if self.conversion.steps:
+            measured["turned"] = jnp.mean(scheduled[conversion.LADDER_FRACTION])
+        return measured
 
     def loss_sum(
         self,

@@ -33,19 +33,18 @@ FOLDER = "checkpoints"  # in the run's folder
 VISIBLE_WITHIN = 90.0
 
 
-def begin(context: RunContext, *, task: TrainingTask) -> tuple[TrainState, Params]:
-    """The state before the first step, and the frozen parameters."""
-    train = context.config.train
-    with context.agreement.together("reading the checkpoint that training starts from"):
-        trained, frozen = task.initial(seed=train.seed)
-    return initial_state(task.definition, config=train, params=trained, task=task), frozen
-
-
 def restore(
-    checkpoint: Checkpoint, *, context: RunContext, task: TrainingTask
+    checkpoint: Checkpoint | None, *, context: RunContext, task: TrainingTask
 ) -> tuple[TrainState, Params]:
-    """The state that `checkpoint` holds, on the task's mesh, and the frozen parameters."""
-    shapes = abstract_state(task.definition, config=context.config.train, task=task)
+    """The state that `checkpoint` holds, on the task's mesh, and the frozen parameters; None: those
+    before the first step.
+    """
+    train = context.config.train
+    if checkpoint is None:
+        with context.agreement.together("reading the checkpoint that training starts from"):
+            trained, frozen = task.initial(seed=train.seed)
+        return initial_state(task.definition, config=train, params=trained, task=task), frozen
+    shapes = abstract_state(task.definition, config=train, task=task)
     extra = task.extra(task.abstract)
     with context.agreement.together("reading the checkpoint"):
         stored = checkpoint.optimizer(optimizer_to_dict(shapes.optimizer) | extra)
@@ -118,7 +117,7 @@ class CheckpointSaver:
         skipped: Iterable[int],
         validation: float | None,
     ) -> None:
-        """Start to save; a later `failure()` says if that went wrong."""
+        """Start to save; a later `store.failure()` says if that went wrong."""
         with self.context.account.time("saving"):
             config = self.context.folder / CONFIG
             # the save meets the same disk, and reports it
@@ -142,10 +141,6 @@ class CheckpointSaver:
                 data=position,
                 validation_loss=validation,
             )
-
-    def failure(self) -> str | None:
-        """The failure of a save since the last call, without waiting."""
-        return self.store.failure()
 
     def newest(self) -> int:
         """The step of the newest checkpoint, once all are written; 0 for none. All processes call

@@ -80,13 +80,6 @@ class StopRequest:
     signum: signal.Signals | None = None
     received: signal.Signals | None = None
 
-    @property
-    def interrupts(self) -> bool:
-        """Whether to break off work between two steps. With several processes never: all must stop
-        at one step.
-        """
-        return jax.process_count() == 1 and self.signum is not None
-
     def after(self, step: int) -> bool:
         """Whether to stop after `step`: the same answer on all processes."""
         if jax.process_count() > 1 and multihost_utils.reached_preemption_sync_point(step):

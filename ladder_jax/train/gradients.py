@@ -65,13 +65,9 @@ class Pretraining:
         """
         return {}
 
-    def metrics(self, scheduled: Scheduled) -> dict[str, jax.Array]:
-        """Metrics of these inputs."""
-        return {}
-
-    def measured(self, terms: dict[str, jax.Array]) -> dict[str, jax.Array]:
-        """Metrics of the loss's terms, which are summed over the batch and divided by its predicted
-        positions.
+    def measured(self, terms: dict[str, jax.Array], scheduled: Scheduled) -> dict[str, jax.Array]:
+        """Metrics of these inputs, and of the loss's terms, which are summed over the batch and
+        divided by its predicted positions.
         """
         return self.routers.metrics(terms) if self.routers else {}
 

@@ -67,10 +67,11 @@ class TensorBoard:
         from tensorboardX.proto.event_pb2 import Event
         from tensorboardX.proto.summary_pb2 import Summary
 
-        numbers = {
-            key: value for key, value in row.items() if isinstance(value, float) and key != "time"
-        }
-        values = [Summary.Value(tag=key, simple_value=value) for key, value in numbers.items()]
+        values = [
+            Summary.Value(tag=key, simple_value=value)
+            for key, value in row.items()
+            if isinstance(value, float) and key != "time"
+        ]
         event = Event(
             wall_time=row.get("time", 0.0), step=row["step"], summary=Summary(value=values)
         )
@@ -221,8 +222,7 @@ class Metrics:
     """Logs a run's steps into its folder, from `step` on: rows after it are dropped, as those steps
     are made again.
 
-    Process 0 reads and writes. rows: those logged before. mirror: uploads the folder, if the run's
-    is elsewhere.
+    Process 0 reads and writes. mirror: uploads the folder, if the run's is elsewhere.
     """
 
     def __init__(
@@ -238,25 +238,18 @@ class Metrics:
         self._mirror = mirror
         self._unwritten: list[str] = []
         self._size = 0
-        self.rows: list[Row] = []
         self.rewind(step)
 
-    def rewind(self, step: int, *, then: Row | None = None) -> None:
-        """Drop the rows after `step`, and add `then`; `rows` is the result."""
+    def rewind(self, step: int) -> None:
+        """Drop the rows after `step`."""
         self._unwritten.clear()
         if jax.process_index() > 0:
             return
-        self.rows = [row for row in read(self._file.parent) if row["step"] <= step]
-        self.rows += [] if then is None else [then]
-        files.write(self._file, [f"{json.dumps(row)}\n".encode() for row in self.rows])
+        rows = [row for row in read(self._file.parent) if row["step"] <= step]
+        files.write(self._file, [f"{json.dumps(row)}\n".encode() for row in rows])
         self._size = self._file.stat().st_size
         for tracker in self._trackers:
-            tracker.begin(self.rows)
-
-    def without_loss(self, step: int) -> Row | None:
-        """The row of `step`, the last one, if no held-out loss stands in it."""
-        last = self.rows[-1] if self.rows else {}
-        return last if last.get("step") == step and "validation_loss" not in last else None
+            tracker.begin(rows)
 
     def add(self, row: Row) -> Row:
         """Numbers that JSON does not have (nan, infinity) become null."""

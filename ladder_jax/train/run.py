@@ -121,14 +121,12 @@ def run(
         definition = task.definition
         mfu, formula = timing.mfu(config, definition=definition, mesh=mesh)
         say(formula)
+        state, frozen = checkpoints.restore(checkpoint, context=context, task=task)
         if checkpoint:
-            state, frozen = checkpoints.restore(checkpoint, context=context, task=task)
             say(f"resuming {where} from step {checkpoint.step}")
             account.go_back(position.get("account"), restarts=1)
-        else:
-            state, frozen = checkpoints.begin(context, task=task)
-            if task.origin:
-                say(task.origin)
+        elif task.origin:
+            say(task.origin)
         first = int(state.step)
         beat(f"step {first}")
 

@@ -145,7 +145,7 @@ class Session:
         while first < last:
             try:
                 self._compile()
-                self._evaluate_again(first)
+                self.throughput.restart(first)
                 with self.context.account.time("steps"):
                     return self._steps(first, last)
             except RollBack as bad:
@@ -239,7 +239,7 @@ class Session:
         self.policy.saved()
 
     def _report_failure(self, step: int) -> None:
-        if failure := self.saver.failure():
+        if failure := self.saver.store.failure():
             self.context.say(
                 f"step {step}: {failure}; training goes on, and the next checkpoint is tried as usual"
             )
@@ -262,7 +262,7 @@ class Session:
         if not step:
             return "no step was made yet"
         if step > self.saver.newest():
-            self.saver.failure()  # an earlier failure: this save tries once more
+            self.saver.store.failure()  # an earlier failure: this save tries once more
             self._save(step)
         self.saver.finish()
         return f"step {step} is saved, and the same command goes on from there"
@@ -274,17 +274,11 @@ class Session:
         )
 
     def finish(self) -> float:
-        """The held-out loss after the last step. Raises Stopped if a signal came before it was
-        measured.
-        """
-        if self.validation is None:
-            self.validation = self._evaluate()
-        if self.validation is None:
-            self._stop(self.context.config.train.steps)
-        return self.validation
+        """The held-out loss after the last step."""
+        return self._evaluate() if self.validation is None else self.validation
 
-    def _evaluate(self) -> float | None:
-        """The held-out loss, the mean in nats a token; None if a signal interrupted it."""
+    def _evaluate(self) -> float:
+        """The held-out loss, the mean in nats a token."""
         account, state = self.context.account, (self.state.params, self.frozen)
         if self._loss is None:
             with account.time("compile"):
@@ -293,8 +287,6 @@ class Session:
         losses, weights = [], []
         with account.time("evaluation"):
             for batch in self.held_out:
-                if self.context.stop.interrupts:
-                    return None
                 losses.append(float(self._loss(*state, self._on_devices(batch))))
                 # padding is not predicted
                 weights.append(batch.predicted.sum() if isinstance(batch, Batch) else 1)
@@ -303,31 +295,17 @@ class Session:
     def _on_devices(self, batch: np.ndarray | Batch) -> jax.Array | Batch:
         """Every process has the whole batch, and places the shards of its own devices."""
         sharding = self.task.definition.layout.sharding("BT")
-        return jax.tree.map(
-            lambda a: jax.make_array_from_callback(a.shape, sharding, lambda part: a[part]), batch
-        )
-
-    def _evaluate_again(self, step: int) -> None:
-        """The evaluation after `step`, from which training goes on, if a signal interrupted it."""
-        if step and _due(step, self.context.config.train.evaluate_every, 0):
-            missing = lambda: self.metrics.without_loss(step)
-            row = self.context.agreement.decided("the evaluation to make up for", missing)
-            if row and (loss := self._evaluate()) is not None:
-                self.metrics.rewind(step - 1, then={**row, "validation_loss": loss})
-        self.throughput.restart(step)
+        shape = jax.tree.leaves(batch)[0].shape
+        return jax.make_array_from_process_local_data(sharding, batch, shape)
 
     def _roll_back(self, bad: RollBack) -> int:
         self.saver.wait()
         checkpoint = checkpoints.newest(self.context)
-        step = checkpoint.step if checkpoint else 0
-        if checkpoint:
-            self.state, self.frozen = checkpoints.restore(
-                checkpoint, context=self.context, task=self.task
-            )
-            self.context.account.go_back(checkpoint.data.get("account"), restarts=0)
-        else:
-            self.context.account.go_back(None, restarts=0)
-            self.state, self.frozen = checkpoints.begin(self.context, task=self.task)
+        step, position = (checkpoint.step, checkpoint.data) if checkpoint else (0, {})
+        self.state, self.frozen = checkpoints.restore(
+            checkpoint, context=self.context, task=self.task
+        )
+        self.context.account.go_back(position.get("account"), restarts=0)
         left_out = self.policy.returned(bad, to=step)
         self.metrics.rewind(step)
         self.context.say(

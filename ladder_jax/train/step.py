@@ -8,6 +8,7 @@ and gradient norm, which are equal on all ranks. Runs execute this function, and
 """
 
 import dataclasses
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -82,11 +83,10 @@ def train_step(
             params = task.routers.balanced(params, terms, config=config)
         metrics = {
             "loss": loss,
-            **task.measured(terms),
-            "gradient_norm": gradient_norm(grads),
+            **task.measured(terms, scheduled),
+            "gradient_norm": jax.named_scope(GRADIENT_NORM)(optax.tree.norm)(grads),
             "learning_rate": rate,
         }
-        metrics |= task.metrics(scheduled)
         new = dataclasses.replace(old, params=params, optimizer=moments, step=old.step + 1)
         return _keep_if_good(new, old, metrics, config=config)
 
@@ -147,19 +147,20 @@ def learning_rate(config: TrainConfig) -> optax.Schedule:
     return optax.join_schedules([linear, cosine], [warmup])
 
 
-@jax.named_scope(GRADIENT_NORM)
-def gradient_norm(gradients: Params) -> jax.Array:
-    """The root of the sum of all squares, [] float32; of global arrays, so that of all shards."""
-    return optax.tree.norm(gradients)
-
-
 def state_dims(*, config: TrainConfig, task: TrainingTask) -> TrainState:
     """The dimensions of a state's arrays; each of the optimizer's moments has its parameter's."""
     dims = task.trained_dims
-    moments = jax.tree.map(
-        lambda _: "", jax.eval_shape(adamw(config, dims=dims).init, task.abstract)
-    )
+    state = jax.eval_shape(_first(config, task), task.abstract)
+    moments = jax.tree.map(lambda _: "", state.optimizer)
     return TrainState(dims, optax.tree.set(moments, mu=dims, nu=dims), "", "", "")
+
+
+def _first(config: TrainConfig, task: TrainingTask) -> Callable[[Params], TrainState]:
+    """A function from what trains to the state before the first step."""
+    init = adamw(config, dims=task.trained_dims).init
+    return lambda params: TrainState(
+        params, init(params), jnp.int32(0), jnp.float32(0), jnp.int32(0)
+    )
 
 
 def abstract_state(
@@ -169,12 +170,11 @@ def abstract_state(
     parameter.
     """
     task = task or Pretraining(definition)
-    params, replicated = task.abstract, definition.layout.sharding("")
-    replicate = lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=replicated)
-    scalar = lambda dtype: jax.ShapeDtypeStruct((), dtype, sharding=replicated)
-    moments = jax.eval_shape(adamw(config, dims=task.trained_dims).init, params)
-    moments = optax.tree.set(jax.tree.map(replicate, moments), mu=params, nu=params)
-    return TrainState(params, moments, scalar(jnp.int32), scalar(jnp.float32), scalar(jnp.int32))
+    place = lambda a, dims: jax.ShapeDtypeStruct(
+        a.shape, a.dtype, sharding=definition.layout.sharding(dims)
+    )
+    shapes = jax.eval_shape(_first(config, task), task.abstract)
+    return jax.tree.map(place, shapes, state_dims(config=config, task=task))
 
 
 def abstract_batch(definition: ModelDef, *, config: TrainConfig) -> jax.ShapeDtypeStruct:
@@ -197,13 +197,11 @@ def initial_state(
     """
     task = task or Pretraining(definition)
     params = nn.initialize(definition, seed=config.seed) if params is None else params
-    shardings = jax.tree.map(
-        lambda a: a.sharding, abstract_state(definition, config=config, task=task)
-    )
-    init = adamw(config, dims=task.trained_dims).init
-    rest = lambda params: (init(params), jnp.int32(0), jnp.float32(0), jnp.int32(0))
-    of_rest = (shardings.optimizer, shardings.step, shardings.mean_loss, shardings.good_steps)
-    return TrainState(params, *apart(jax.jit(rest, out_shardings=of_rest))(params))
+    without = lambda state: dataclasses.replace(state, params=None)  # which are not copied
+    first, shapes = _first(config, task), abstract_state(definition, config=config, task=task)
+    shardings = jax.tree.map(lambda a: a.sharding, without(shapes))
+    rest = apart(jax.jit(lambda params: without(first(params)), out_shardings=shardings))
+    return dataclasses.replace(rest(params), params=params)
 
 
 OPTIMIZER = ("count", "mu", "nu")  # the names of the optimizer's arrays in a checkpoint

@@ -56,8 +56,7 @@ class TimeAccount:
 
     def as_dict(self) -> dict[str, Any]:
         """For a checkpoint; `go_back` takes it."""
-        self._charge()
-        return {"time": time.time(), "seconds": dict(self.seconds), "restarts": self.restarts}
+        return {"time": time.time(), "seconds": self.now(), "restarts": self.restarts}
 
     def go_back(self, saved: dict[str, Any] | None, *, restarts: int) -> None:
         """Continue the account of a checkpoint (None: of the run's beginning); all time since then
@@ -74,23 +73,23 @@ class TimeAccount:
         self.began = began
         self.go_back(None, restarts=1)
 
-    def working(self) -> dict[str, float]:
-        """Seconds so far in steps and in waiting for data, over which a speed is measured."""
+    def now(self) -> dict[str, float]:
+        """Seconds so far, by part."""
         self._charge()
-        return {part: self.seconds[part] for part in ("steps", "data")}
+        return dict(self.seconds)
 
     def summary(self) -> dict[str, Any]:
         """began (since 1970), wall_seconds, goodput (their share in steps), seconds and shares by
         part, restarts.
         """
-        self._charge()
-        total = sum(self.seconds.values())
-        shares = {part: seconds / total for part, seconds in self.seconds.items()}
+        seconds = self.now()
+        total = sum(seconds.values())
+        shares = {part: of_part / total for part, of_part in seconds.items()}
         return {
             "began": self.began,
             "wall_seconds": total,
             "goodput": shares["steps"],
-            "seconds": self.seconds,
+            "seconds": seconds,
             "shares": shares,
             "restarts": self.restarts,
         }
@@ -184,7 +183,7 @@ class Throughput:
 
     def restart(self, step: int) -> None:
         """Measure from the end of `step`."""
-        self._step, self._seconds = step, self._account.working()
+        self._step, self._seconds = step, self._account.now()
 
     def since_last(self, step: int) -> dict[str, Any]:
         """tokens (of the whole run), tokens_per_second, data_wait (a share of time), mfu where the
@@ -192,7 +191,7 @@ class Throughput:
         """
         before, count = self._seconds, step - self._step
         self.restart(step)
-        spent = {part: self._seconds[part] - before[part] for part in before}
+        spent = {part: self._seconds[part] - before[part] for part in ("steps", "data")}
         total = max(sum(spent.values()), 1e-9)
         rate = count * self._tokens / total
         row = {

@@ -140,7 +140,7 @@ def independent(ours, exact):
 
         def tok_encode(self, string, add_special_tokens=None, **_):
             bare = add_special_tokens is False
-            return ours.tokenizer.encode_bare(string) if bare else ours.tokenizer.encode(string)
+            return ours.tokenizer.encode(string, special=not bare)
 
         def _loglikelihood_tokens(self, requests, **_):
             def score(context, scored):

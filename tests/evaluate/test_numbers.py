@@ -178,7 +178,7 @@ def test_too_large_for_a_float():
 
 
 def test_the_beginning_stands_once(model, pieces):
-    assert model.encode(BEGIN + "x") == [pieces.begin_id, *pieces.encode_bare("x")]
+    assert model.encode(BEGIN + "x") == [pieces.begin_id, *pieces.encode("x", special=False)]
 
 
 def test_prefix(pieces, bytes_model):

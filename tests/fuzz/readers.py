@@ -89,7 +89,7 @@ def _tokenizer_folder(folder):
 def _tokenizer(folder, changed):
     tokenizer = tokenizers.load(folder)
     tokens = tokenizer.encode("the cat é 東京 <tool>")
-    tokenizer.encode_bare("")
+    tokenizer.encode("", special=False)
     (
         tokenizer.decode(tokens),
         tokenizer.to_bytes(range(tokenizer.vocab_size if tokenizer.vocab_size < 10**4 else 10)),

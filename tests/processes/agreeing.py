@@ -117,7 +117,7 @@ def made(overrides, wrong, patience):
     restored, add, finish = checkpoints.restore, metrics.Metrics.add, session.Session.finish
 
     def restore(checkpoint, **known):
-        told["from"].append(checkpoint.step)
+        told["from"] += [checkpoint.step] if checkpoint else []
         return restored(checkpoint, **known)
 
     def note(self, row):

@@ -42,7 +42,6 @@ from ladder_jax.terminal import progress
 LOCK = ".lock"
 OURS = re.compile(rf"[0-9]{{5,}}\.(tokens|offsets|digests|json)|{re.escape(PARTIAL)}.*")
 """Files of shards, in this version and before; and what a kill leaves of any file."""
-SHARD_TOKENS = 2**28
 BYTES_A_TOKEN = 4  # of most texts and tokenizers, about
 
 
@@ -52,11 +51,7 @@ def run(args: dict) -> None:
     """
     out = pathlib.Path(args["out"]).expanduser()
     share = _share(args["part"]) if args["part"] is not None else None
-    workers = os.cpu_count() if args["workers"] is None else args["workers"]
-    shard_tokens = SHARD_TOKENS if args["shard_tokens"] is None else args["shard_tokens"]
-    for name, value in (("workers", workers), ("shard-tokens", shard_tokens)):
-        if value < 1:
-            raise UserError(f"--{name} must be at least 1, not {value}")
+    workers = args["workers"] or os.cpu_count()
     if args["verify"] and share:
         raise UserError("--verify reads a finished store: give it without --part")
     for name in ("subset", "split"):
@@ -64,7 +59,7 @@ def run(args: dict) -> None:
             raise UserError(f"--{name} is for data sets of the Hub, {HUB}OWNER/NAME")
     _check_apart(args["source"], out)
     tokenizer = tokenizers.load(args["tokenizer"])
-    most = shard_tokens * (1 if tokenizer.name == tokenizers.BYTES else BYTES_A_TOKEN)
+    most = args["shard_tokens"] * (1 if tokenizer.name == tokenizers.BYTES else BYTES_A_TOKEN)
     plan = sources.plan(
         args["source"], subset=args["subset"], split=args["split"] or "train", most=most
     )

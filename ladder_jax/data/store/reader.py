@@ -66,10 +66,6 @@ class Store:
         held = f"{self.manifest.documents:,} documents, {self.manifest.tokens:,} tokens"
         return f"Store({str(self.folder)!r}: {held} of {self.manifest.tokenizer})"
 
-    def __reduce__(self):
-        # another process, such as a worker of grain's, opens its own files
-        return Store, (self.folder,)
-
     def tokenizer(self) -> tokenizers.Tokenizer:
         """The store's own copy."""
         folder = self.folder / tokenizers.FOLDER

@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from ladder_jax.data import json_lines
 from ladder_jax.data.store import tables
 from ladder_jax.errors import UserError
-from ladder_jax.files import below, is_remote
+from ladder_jax.files import below, is_remote, text_of
 
 PARTS, LEAST = 1024, 2**24
 """Sources are cut into about so many parts, unless a part would be of fewer bytes. A killed worker
@@ -143,22 +143,11 @@ def read(part: Part, *, field: str) -> Iterator[str | None]:
     be read.
     """
     if part.kind is Kind.TEXT:
-        return map(_text, part.files)
+        return (text_of(file.path, named=file.named) for file in part.files)
     (file,) = part.files
     if part.kind is Kind.LINES:
         return _lines(file.path, part.begin, part.end, field)
     return tables.read(file.path, part.begin, part.end, field=field, modified=file.modified)
-
-
-def _text(file: File) -> str | None:
-    try:
-        return pathlib.Path(file.path).read_bytes().decode("utf-8")
-    except OSError as error:
-        raise UserError(f"cannot read {file.path!r}: {error.strerror}") from None
-    except UnicodeDecodeError as error:
-        if file.named:
-            raise UserError(f"{file.path}: not UTF-8 text, at byte {error.start}") from None
-        return None
 
 
 def _lines(file: str, begin: int, end: int, field: str) -> Iterator[str]:
