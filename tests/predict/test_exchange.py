@@ -181,7 +181,8 @@ def count(name, shared, which, interleave):
         return tokens, slots, slots.astype(jnp.float32)
 
     compute = lambda rows, tied=lambda x: x: tied(rows).transpose(1, 0, 2)
-    attention = lambda x, projections: projections.into(lambda x, _: 2 * x)(x, None)
+    doubled = lambda x, projections: projections.into(lambda x, _: 2 * x)(x, None)
+    attention = types.SimpleNamespace(function=doubled, gained=lambda x: x)
     shared = lambda x, tied=lambda x: x: tied(x + 1)
     sublayers = attention, types.SimpleNamespace(route=route, compute=compute, shared=shared)
 
