@@ -10,6 +10,7 @@ import pytest
 
 from ladder_jax import pretrained
 from ladder_jax.errors import UserError
+from ladder_jax.pretrained.huggingface import weights
 from tests.pretrained import gguf_files, models
 from tests.pretrained.conftest import refused
 
@@ -43,6 +44,15 @@ def test_nonsense_in_headers(header, whole):
     file = sorted(whole.glob("*.safetensors"))[0]
     file.write_bytes(header + file.read_bytes()[len(header) :])
     assert file.name in refused(whole)
+
+
+def test_an_empty_tensor_claims_many_experts(tmp_path):
+    name = "model.layers.0.mlp.experts.down_proj"
+    entry = {"dtype": "F32", "shape": [2**40, 0, 4], "data_offsets": [0, 0]}
+    header = json.dumps({name: entry}).encode()
+    file = tmp_path / "model.safetensors"
+    file.write_bytes(len(header).to_bytes(8, "little") + header)
+    assert list(weights.tensors_in(file)) == [name]
 
 
 def test_index_and_shards_disagree(whole):

@@ -116,7 +116,7 @@ def _unfused(name: str, shape: tuple[int, ...]) -> Iterator[tuple[str, tuple[int
     """
     stem, _, last = name.rpartition(".")
     parts = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}.get(last)
-    if parts is None or len(shape) != 3:
+    if parts is None or len(shape) != 3 or 0 in shape:  # an empty one may claim any number
         yield name, shape
         return
     experts, rows, columns = shape
