@@ -6,24 +6,21 @@ import dataclasses
 import itertools
 import math
 import pathlib
-import types
 
 import jax
 import jax.numpy as jnp
 import pytest
 from jax.interpreters import partial_eval
-from jax.sharding import PartitionSpec as P
 
-from ladder_jax import parallel, residual
-from ladder_jax.config import ExpertParallelism, Interleave, Phase, preset
+from ladder_jax import decode, nn, parallel
+from ladder_jax.config import ExpertParallelism, Interleave, Loop, Phase, preset
+from ladder_jax.decode import weights
 from ladder_jax.predict import layers, machine, model, request
 from ladder_jax.predict.machine import Link, Network, Ring
 from ladder_jax.predict.program import Choice, Form, Program
 from ladder_jax.predict.work import TRAINING, Model
-from ladder_jax.residual.interleave import interleaved
 from ladder_jax.residual.wires import exchange as wire
 from ladder_jax.residual.wires import sequence
-from ladder_jax.residual.wires.exchange import Exchange
 from tests.predict.asked import H100, answered, by_residual, predict, run
 
 RANKS = 4
@@ -168,43 +165,21 @@ def test_where_nothing_is_launched_apart_everything_waits():
         assert found.seconds == pytest.approx(found.compute + found.wire)
 
 
-def count(name, shared, which, interleave):
-    """All-to-alls, reduce-scatters and all-gathers of the program's layers, without those that
-    nobody reads.
+def count(one, interleave):
+    """All-to-alls, reduce-scatters and all-gathers of a prefill's layers, without those that nobody
+    reads; the embedding has a scatter, and the head a gather.
     """
-    one = config(name, shared=shared, which=which)
-    topology = residual.of_model(one)
-
-    def route(x):
-        tokens = x.reshape(-1, D)
-        slots = parallel.pvary(jnp.zeros((len(tokens), K), jnp.int32), ("tensor",))
-        return tokens, slots, slots.astype(jnp.float32)
-
-    compute = lambda rows, tied=lambda x: x: tied(rows).transpose(1, 0, 2)
-    doubled = lambda x, projections: projections.into(lambda x, _: 2 * x)(x, None)
-    attention = types.SimpleNamespace(function=doubled, gained=lambda x: x)
-    shared = lambda x, tied=lambda x: x: tied(x + 1)
-    sublayers = attention, types.SimpleNamespace(route=route, compute=compute, shared=shared)
-
-    def forward(x):
-        over = interleaved(
-            Exchange(("tensor",), lambda x: x, moe=one.moe), interleave, rows=interleave
-        )
-        steps = list(itertools.chain.from_iterable(over.layers(topology.layers)))
-        state = over.begin(x, steps[0])
-        for step in steps:
-            state = over.advance(
-                state, step, sublayers if interleave == 1 else (sublayers, sublayers)
-            )
-        return over.flush(state) if state.partial is not None else state.residual
-
-    spec = P(None, "tensor")
-    mesh = parallel.make_mesh(tensor=RANKS)
-    mapped = jax.shard_map(forward, mesh=mesh, in_specs=spec, out_specs=spec)
-    traced = jax.make_jaxpr(mapped)(jnp.ones((interleave, TOKENS, D)))
-    text = str(partial_eval.dce_jaxpr(traced.jaxpr, [True])[0])
-    kinds = ("all_to_all", "reduce_scatter", "all_gather")
-    return sum(text.count(f"{kind}[") for kind in kinds)
+    definition = nn.define(one, mesh=parallel.make_mesh(tensor=RANKS), experts="exchange")
+    form = dict(loop=Loop.UNROLLED, sequence_parallel=True, interleave=interleave)
+    program = decode.prefill.__wrapped__(definition, capacity=TOKENS, **form)
+    params = weights.abstract(definition, loop=Loop.UNROLLED)
+    tokens = jnp.zeros((interleave, TOKENS), jnp.int32)
+    traced = jax.make_jaxpr(program)(params, tokens, tokens[:, 0])
+    read = [True] * len(traced.jaxpr.outvars)
+    text = str(partial_eval.dce_jaxpr(traced.jaxpr, read)[0])
+    return (
+        sum(text.count(f"{kind}[") for kind in ("all_to_all", "reduce_scatter", "all_gather")) - 2
+    )
 
 
 WHOLE = [(*case, None, 1) for case in CASES if case[0] != "no-communication"]
@@ -231,10 +206,9 @@ def test_as_many_transfers_as_the_program_has(name, shared, which, interleave, m
         (sequence, "barrier_backward"),
     ):
         monkeypatch.setattr(module, barrier, lambda arrays: arrays)
-    found = timeline(
-        config(name, shared=shared, which=which), device(flops=1e12), interleave=interleave
-    )
-    assert found.all_reduces == count(name, shared, which, interleave)
+    one = config(name, shared=shared, which=which)
+    found = timeline(one, device(flops=1e12), interleave=interleave)
+    assert found.all_reduces == count(one, interleave)
 
 
 @pytest.mark.parametrize("ranks", range(2, 10))
