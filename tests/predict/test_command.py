@@ -18,7 +18,7 @@ from tests.predict.asked import answered, predict, run
             True,
             "where the plain Ladder gives 1.",
         ),
-        (dict(tensor=1, model="llama-3-8b"), "standard", False, "one device"),
+        (dict(tensor=1, model="llama-3-8b"), "standard", False, "no: one device"),
         (dict(hardware="h100-no-nvlink", residual="standard,desync-2"), "desync-2", None, ""),
     ],
 )

@@ -285,21 +285,6 @@ def test_the_opponent_is_the_strongest_standard_of_both_forms(phase, capsys):
     assert "exchange  with capacity 1.25" in out
 
 
-@pytest.mark.parametrize("phase", PHASES)
-def test_halves_of_exchanged_experts_are_an_opponent(phase, capsys):
-    words = f"{WORDS} {phase} --batch 2 --experts exchange --interleave".split()
-    found = {interleave: answered(capsys, *words, interleave) for interleave in ("1", "2", "auto")}
-    whole, halved, best = map(by_residual, found.values())
-    opponents = {form_of(one): one for one in found["auto"]["opponents"]}
-    assert found["auto"]["baseline"] == opponents["exchange", 2]
-    assert (whole["standard"]["interleave"], halved["standard"]["interleave"]) == (1, 2)
-    pace = lambda rows, name: rows[name]["tokens_per_second"]
-    for name in best:
-        assert pace(best, name) == max(pace(whole, name), pace(halved, name))
-    # without halves
-    assert halved["no-communication"]["interleave"] == halved["farskip"]["interleave"] == 1
-
-
 def test_a_model_with_a_capacity_has_both_forms_as_opponents(tmp_path):
     file = tmp_path / "a.yaml"
     file.write_text("model:\n  preset: qwen1.5-moe-a2.7b\n  moe: {capacity: 2.0}\n")
