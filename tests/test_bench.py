@@ -156,15 +156,9 @@ def test_decode_bytes(tensor):
 def test_prefill_flops_are_the_compilers(name, rows, prompt):
     ours = shard(name, num_layers=1, residual="standard")
     one = nn.define(ours.config, mesh=parallel.make_mesh())
-    shape = lambda dims, *sizes: jax.ShapeDtypeStruct(
-        sizes, jnp.int32, sharding=one.layout.sharding(dims)
-    )
-    arguments = (
-        weights.abstract(one, loop=Loop.UNROLLED),
-        shape("BT", rows, prompt),
-        shape("B", rows),
-    )
-    counted = decode.prefill(one, capacity=prompt).lower(*arguments).cost_analysis()["flops"]
+    params, tokens = weights.abstract(one, loop=Loop.UNROLLED), jnp.zeros((rows, prompt), jnp.int32)
+    lowered = decode.prefill(one, capacity=prompt).lower(params, tokens, tokens[:, 0])
+    counted = lowered.cost_analysis()["flops"]
     # Attention on a CPU computes the masked half of the scores too.
     heads = one.config.num_heads * one.config.head_dim
     masked = rows * heads * 4 * prompt * (prompt - 1) / 2

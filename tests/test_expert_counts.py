@@ -248,5 +248,3 @@ def test_plan_holds_all_and_computes_the_active():
     # Of more tokens than a chunk no rows are kept; the experts are computed again.
     large = dataclasses.replace(one, rows=4, accumulate=1)
     assert plan_speed.flops(large, request=request)[1] == 48 * 2 * 16384 * K / 4 * 3 * D * M
-    kept = [memory.kept_activations(each, request=request) for each in (one, large)]
-    assert kept[1] < 4 * kept[0]

@@ -11,7 +11,7 @@ import pytest
 
 from experiments.plan import __main__ as plan_study
 from ladder_jax import cli, nn, parallel
-from ladder_jax.config import ExpertParallelism, Interleave, MeshConfig, Remat, load, preset
+from ladder_jax.config import ExpertParallelism, Interleave, MeshConfig, Remat, load
 from ladder_jax.errors import UserError
 from ladder_jax.plan import confirm, memory, plans, request, speed
 from ladder_jax.plan.confirm import Confirmed
@@ -164,25 +164,17 @@ def test_plans_that_exchange_no_experts(tmp_path):
     assert not exchanging(model=str(dense))
 
 
-def test_what_exchanged_experts_compute_by_hand():
-    """Over 4 ranks: 60 experts, of which 4 are chosen, 1,408 wide, and a shared one of 5,632;
-    capacity 1.25.
-    """
-    d, tokens = 2048, 2 * 4096
-    layer = models.shard(preset(MOE["model"]), ranks=4)
+def test_what_exchanged_experts_compute_again_by_hand():
+    """All but the head, and the sums that are reduced: of attention and the shared expert."""
+    tokens, d = 2 * 4096, 2048
     wanted = request.make(**MOE, capacity=1.25, residual="ladder")
-    attention = 2 * tokens * layer.attention + 2 * 2 * 4 * 128 * 4096 * 4097
-    experts = 2 * 3 * ROWS * d * 1408 + 2 * tokens / 4 * d * 60 + 2 * 3 * tokens * d * 5632 / 4
-    head = 2 * tokens * layer.vocabulary * d
-    assert speed.flops(EXCHANGED, request=wanted) == (
-        pytest.approx(4 * (attention + experts) + head),
-        0,
-    )
-    full = dataclasses.replace(EXCHANGED, remat=Remat.FULL)  # all but the sums that are reduced
+    forward, recomputed = speed.flops(EXCHANGED, request=wanted)
+    head = 2 * tokens * models.shard(wanted.config, ranks=4).vocabulary * d
     reduced = 2 * tokens * d * 512 + 2 * tokens * d * 5632 / 4
-    assert speed.flops(full, request=wanted)[1] == pytest.approx(
-        4 * (attention + experts - reduced)
-    )
+    full = dataclasses.replace(EXCHANGED, remat=Remat.FULL)
+    again = pytest.approx(forward - head - 4 * reduced)
+    assert recomputed == 0
+    assert speed.flops(full, request=wanted) == (forward, again)
 
 
 LINK = Link(latency=0.0, step=0.0, bandwidth=1e9)
@@ -312,24 +304,20 @@ def test_an_exchange_is_a_setting(capsys):
 
 def test_an_exchange_is_confirmed_as_such(tmp_path, monkeypatch):
     """What `confirm` writes for the compiling process, that process makes a definition of."""
-    steps = []
     defined = []
     monkeypatch.setenv("LADDER_JAX_CACHE", str(tmp_path))
     monkeypatch.setattr(
-        confirm.compiling, "run_worker", lambda module, step, *_, **__: steps.append(step)
+        confirm.compiling, "run_worker", lambda module, step, *_, **__: confirm.measure(step)
     )
     monkeypatch.setattr(
         nn, "define", lambda config, **more: defined.append((config, more["experts"])) or 1 / 0
     )
-    wanted = request.make(
-        model="tiny-moe", target="cpu:2", tokens=256, sequence=64, layers=1, capacity=2.0
-    )
+    asked = dict(model="tiny-moe", target="cpu:2", tokens=256, sequence=64)
+    wanted = request.make(**asked, layers=1, capacity=2.0)
     for form in ExpertParallelism:
-        confirm.confirm(
-            Candidate(MeshConfig(tensor=2, experts=form), Remat.NONE, True, 4, 1), request=wanted
-        )
+        one = Candidate(MeshConfig(tensor=2, experts=form), Remat.NONE, True, 4, 1)
         with pytest.raises(ZeroDivisionError):
-            confirm.measure(steps[-1])
+            confirm.confirm(one, request=wanted)
     assert defined == [(wanted.config, form) for form in ExpertParallelism]
 
 

@@ -117,11 +117,12 @@ def test_a_process_reads_its_own_part(wide, monkeypatch):
 
 @pytest.fixture
 def peak():
-    """Calls a function, and gives what it returned and the most bytes that were on devices at any
-    call below.
+    """Checks that at any call below a function no more bytes are on devices than what it keeps,
+    and `beside`.
     """
 
-    def call(fn):
+    def check(fn, beside):
+        fn()  # compiles, and makes what jax keeps
         gc.collect()  # an earlier engine, in a cycle, would be freed while this one is made
         seen = {}
         most, before = 0, on_devices(seen)
@@ -136,9 +137,12 @@ def peak():
             found = fn()
         finally:
             sys.setprofile(None)
-        return found, most - before, on_devices(seen) - before
+        kept = on_devices(seen) - before
+        assert kept > 4 * LARGEST  # else the bound would say little
+        assert most - before <= kept + beside
+        del found  # alive until here
 
-    yield call
+    yield check
     sys.setprofile(None)
 
 
@@ -171,24 +175,15 @@ def test_no_more_than_one_array_beside_the_weights(wide, peak, quantize, tensor)
     """
     opened, settings = open_model(wide), DecodeConfig(quantize=quantize)
     sizes = dict(slots=1, capacity=16, max_queue=1)
-    start = lambda: opened.engine(settings=settings, tensor=tensor, **sizes, decoder=None)
-    start()  # compiles, and makes what jax keeps
-    _, most, kept = peak(start)
-    assert kept > 4 * LARGEST  # else the bound would say little
-    assert most <= kept + LARGEST
+    peak(lambda: opened.engine(settings=settings, tensor=tensor, **sizes, decoder=None), LARGEST)
 
 
 @pytest.mark.full
 def test_no_more_than_one_array_beside_an_evaluations_weights(wide, peak):
     model = evaluate.open_model(wide)
-    for need in (
-        lambda: evaluate.open_model(wide).params,
-        lambda: model.engine(capacity=16, slots=1),
-    ):
-        need()  # compiles
-        _, most, kept = peak(need)
-        assert kept > 4 * LARGEST
-        assert most <= kept + 1.5 * LARGEST  # a layer in float32, and in bfloat16 for its stack
+    largest = 1.5 * LARGEST  # a layer in float32, and in bfloat16 for its stack
+    peak(lambda: evaluate.open_model(wide).params, largest)
+    peak(lambda: model.engine(capacity=16, slots=1), largest)
 
 
 def test_few_programs_whatever_the_depth():
