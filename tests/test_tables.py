@@ -55,17 +55,13 @@ def test_arrow(tmp_path):
     assert texts(file) == TEXTS
 
 
-def archive(path, *, count=5):
-    with tarfile.open(path, "w") as file:
-        for index in range(count):
-            for ending, content in ((".txt", TEXTS[index].encode()), (".json", b'{"n": 1}')):
+def test_webdataset(tmp_path):
+    with tarfile.open(tmp_path / "a.tar", "w") as file:
+        for index, text in enumerate(TEXTS):
+            for ending, content in ((".txt", text.encode()), (".json", b'{"n": 1}')):
                 entry = tarfile.TarInfo(f"{index:03d}{ending}")
                 entry.size = len(content)
                 file.addfile(entry, io.BytesIO(content))
-
-
-def test_webdataset(tmp_path):
-    archive(tmp_path / "a.tar")
     assert texts(tmp_path / "a.tar", field="txt") == TEXTS
     with pytest.raises(UserError, match="no column 'text' .*: there is 'txt', 'json'"):
         texts(tmp_path / "a.tar")
