@@ -225,7 +225,7 @@ def test_the_table_is_what_was_measured_and_is_predicted():
         r"^\| Llama-3-70B, H100s, (.*?), (\d) x (\d+) \| (\S+) \| (\S+) \|", README, re.M
     )
     assert len(rows) == 4
-    kept = json.loads((ROOT / "experiments" / "predict" / "results.json").read_text())["published"]
+    kept = study.load(ROOT / "experiments" / "predict" / "results.json")["published"]
     speeds = {(row["link"], row["tensor"], row["batch"], row["residual"]): row for row in kept}
     for link, tensor, batch, *shown in rows:
         place = {"NVLink": "nvlink", "no NVLink": "off"}[link], int(tensor), int(batch)
@@ -233,9 +233,7 @@ def test_the_table_is_what_was_measured_and_is_predicted():
         assert shown == [
             f"{ladder[what] / standard[what]:.2f}" for what in ("measured", "predicted")
         ]
-    of_card = json.loads((ROOT / "experiments" / "one_gpu" / "results.json").read_text())["dense"][
-        "rows"
-    ]
+    of_card = study.load(ROOT / "experiments" / "one_gpu" / "results.json")["dense"]["rows"]
     standard, ladder = (row["tokens_per_second"] for row in of_card if row["batch"] == 1)
     # The median of the paired repeats, as `bench` says it; the ratio of the medians is 0.01 from it
     # at most.

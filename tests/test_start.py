@@ -96,23 +96,18 @@ def test_a_process_reads_its_own_part(wide, monkeypatch):
         checkpoint.open_checkpoint(wide).config.model,
         mesh=cases.define("ladder", tensor=4).layout.mesh,
     )
-    sharding = definition.layout.sharding("DF")
-
-    class Own:
-        def addressable_devices_indices_map(self, shape):
-            return dict(list(sharding.devices_indices_map(shape).items())[2:])
-
+    whole = definition.layout.sharding("DF").devices_indices_map((128, 512))
+    own = dict(list(whole.items())[2:])
+    sharding = SimpleNamespace(addressable_devices_indices_map=lambda shape: own)
+    like = SimpleNamespace(shape=(128, 512), dtype=np.dtype(np.float32), sharding=sharding)
     store = arrays._open(wide / "checkpoints" / "1" / "params", "layers/mlp/up").result()[2]
-    like = SimpleNamespace(shape=(128, 512), dtype=np.dtype(np.float32), sharding=Own())
-    reads, whole, shares = arrays.begin_read(store, like), store.read().result(), []
-    own = Own().addressable_devices_indices_map(like.shape).values()
-    assert set(reads) == set(own)
-    assert {read.result().shape for read in reads.values()} == {(128, 128)}
-    monkeypatch.setattr(arrays.meshes, "place", lambda share, *_: shares.extend(map(share, own)))
+    reads, shares = arrays.begin_read(store, like), []
+    assert set(reads) == set(own.values())
+    place = lambda share, *_: shares.extend(map(share, own.values()))
+    monkeypatch.setattr(arrays.meshes, "place", place)
     arrays._placed(reads, like)
-    assert [
-        np.array_equal(share, whole[:, at : at + 128]) for share, at in zip(shares, (256, 384))
-    ] == [True, True]
+    for share, at in zip(shares, (256, 384), strict=True):
+        np.testing.assert_array_equal(share, store[:, at : at + 128].read().result())
 
 
 @pytest.fixture
