@@ -13,10 +13,7 @@ from experiments import study as studies
 from experiments.pretrain import __main__ as study
 from ladder_jax import config, nn, parallel
 from ladder_jax.checkpoint.arrays import named
-from ladder_jax.config import preset
 from ladder_jax.errors import UserError
-from ladder_jax.predict import machine
-from ladder_jax.predict import model as predicted
 
 HERE = study.HERE
 
@@ -84,30 +81,6 @@ def test_initial_values_are_the_papers():
         values = np.asarray(found[name])
         # The deviation of n normal values is off by a share of about 1 / sqrt(2 n).
         assert abs(values.std() / deviation - 1) < 5 / math.sqrt(2 * values.size), name
-
-
-def training(hardware):
-    shape = preset("ladder-1b", residual="standard")
-    return predicted.training_step(shape, machine=hardware, tensor=8, rows=4, sequence=2048)
-
-
-def test_the_predicted_step_is_that_of_its_formula():
-    """Standard waits for each all-reduce, so its time is a sum that can be written down."""
-    hardware = machine.load("h100-nvlink")
-    standard = training(hardware)
-    tokens = 4 * 2048
-    wire = 80 * hardware.link.all_reduce(tokens * 1536 * 2, ranks=8)
-    assert (standard.forward.wire, standard.backward.wire) == pytest.approx((wire, wire))
-    assert standard.exposed == pytest.approx(standard.wire)
-    assert standard.backward.compute == pytest.approx(2 * standard.forward.compute)
-    # Of a device whose memory takes no time only the products are left, 2 operations an element and
-    # token.
-    elements = 40 * (4 * 1536**2 + 3 * 1536 * 4096) / 8
-    attention = 40 * 4 * (1536 / 8) * (2048 + 1) / 2
-    least = tokens * (2 * elements + attention) / (hardware.flops * hardware.flops_share)
-    ideal = training(dataclasses.replace(hardware, bandwidth=math.inf, launch=0.0))
-    assert (ideal.forward.compute, ideal.backward.compute) == pytest.approx((least, 2 * least))
-    assert standard.forward.compute > least
 
 
 def test_a_loss_between_two_measurements():
