@@ -19,9 +19,8 @@ from ladder_jax.plan import memory
 from ladder_jax.plan import request as plan_requests
 from ladder_jax.plan import speed as plan_speed
 from ladder_jax.plan.request import Candidate
-from ladder_jax.predict import machine, work
-from ladder_jax.predict import model as speeds
 from ladder_jax.predict import request as predict_requests
+from ladder_jax.predict import work
 from ladder_jax.schedule import cost, grouped, hlo, models
 from ladder_jax.schedule.cost import Costs
 from ladder_jax.schedule.grouped import Experts, Form
@@ -209,22 +208,6 @@ def test_predicted_shared_expert():
         *dense,
     ]
     assert names("farskip", (1, 2)) == ["norm", *ROUTED, *dense]
-
-
-def test_predicted_farskip_hides_as_a_ladder():
-    """The shared expert is computed, then the all-reduce of its sum with attention's runs beside
-    the routed ones.
-    """
-    settings = dict(machine=machine.load("v5p"), tensor=8, rows=8)
-    found = {
-        name: speeds.speed(preset("qwen1.5-moe-a2.7b", residual=name, num_layers=2), **settings)
-        for name in ("standard", "ladder", "farskip")
-    }
-    for phase in ("prefill", "step"):
-        standard, ladder, farskip = (getattr(one, phase) for one in found.values())
-        assert max(ladder.exposed, farskip.exposed) < standard.exposed
-        assert ladder.forward.all_reduces == farskip.forward.all_reduces == 4
-        assert farskip.forward.compute >= ladder.forward.compute  # a norm more
 
 
 def test_predict_offers_what_experts_allow():
