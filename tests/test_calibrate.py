@@ -56,8 +56,6 @@ def test_what_it_says_of_itself(written):
         "assumed as on h100-nvlink: here nothing ran beside"
     )
     assert "over 2, 4 devices" in tree["link"]["step"]["source"]
-    timed = [(one["ranks"], one["bytes"]) for one in found["all_reduces"] if one["seconds"] > 0]
-    assert timed == [(ranks, size) for ranks in (2, 4) for size in measure.SIMULATED]
 
 
 def test_the_chain_reduces_as_often_as_it_says():
@@ -119,11 +117,9 @@ def test_a_gpus_own_kernels_are_measured_apart_from_nccl(ceilings, monkeypatch, 
     monkeypatch.setattr(jax, "devices", lambda: [gpu])
 
     def all_reduces(time_of, *, ranks, sizes, overlap, **_):
-        seconds = {
-            Overlap.HIDES: lambda n, size: nccl.all_reduce(size, ranks=n),
-            Overlap.WAITS: lambda n, size: kernel.seconds((n - 1) * size),
-        }[overlap]
-        return [Reduced(n, size, seconds(n, size), 0.0) for n in ranks for size in sizes]
+        of_kernel = lambda size, ranks: kernel.seconds((ranks - 1) * size)
+        one = {Overlap.HIDES: nccl.all_reduce, Overlap.WAITS: of_kernel}[overlap]
+        return [Reduced(n, size, one(size, ranks=n), 0.0) for n in ranks for size in sizes]
 
     monkeypatch.setattr(measure, "all_reduces", all_reduces)
     sections, timed = measure.constants(16, warmup=0, repeats=1)

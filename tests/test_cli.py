@@ -185,20 +185,8 @@ def test_doctor(told, monkeypatch):
     report = json.loads(told("doctor", "--json"))
     assert report["jax"] == jax.__version__
     assert report["devices"] == ["cpu"] * 8
-    assert set(report["targets"]) == {
-        "v5e:2x4",
-        "v5p:2x2x2",
-        "v6e:2x4",
-        "tpu7x:2x2x1",
-        "h100:8",
-        "b200:8",
-        "cpu:8",
-    }
+    assert set(report["targets"]) == {target.name for target in targets.TARGETS}
     assert report["targets"]["cpu:8"] == "ok"
-    assert all(
-        reason == "ok" or "pip install" in reason or "cannot" in reason
-        for reason in report["targets"].values()
-    )
 
 
 def test_control_characters_reach_no_terminal(capsys, monkeypatch, tmp_path):

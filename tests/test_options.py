@@ -2,11 +2,9 @@
 when they fail.
 """
 
-import dataclasses
 import itertools
 
 import jax
-import jax.numpy as jnp
 import pytest
 
 from ladder_jax import decode, nn, parallel, train
@@ -34,16 +32,11 @@ def test_no_two_rows_set_one_option(kind):
 
 
 def test_each_kind_of_program_has_its_own():
-    hides = lambda phase, loop=Loop.UNROLLED: Traits(Overlap.HIDES, phase, loop)
+    hides = lambda phase: Traits(Overlap.HIDES, phase, Loop.UNROLLED)
     waits = Traits(Overlap.WAITS, Phase.DECODE, Loop.UNROLLED)
     kernels, limit = "xla_gpu_experimental_use_collective_kernels", "xla_tpu_scoped_vmem_limit_kib"
     assert options_for(H100, hides(Phase.DECODE))[kernels] == ""
-    assert kernels not in options_for(H100, hides(Phase.PREFILL))
     assert kernels not in options_for(H100, waits)
-    assert kernels not in options_for(
-        H100, dataclasses.replace(hides(Phase.DECODE), launch=Launch.EXPLICIT)
-    )
-    assert limit in options_for(V5E, hides(Phase.PREFILL, Loop.SCAN))
     assert limit not in options_for(V5E, hides(Phase.PREFILL))
     assert limit in options_for(V5E, hides(Phase.PREFILL), rescue=True)
     assert all(options_for("cpu", traits) == {} for traits in ALL_TRAITS)
@@ -161,7 +154,3 @@ def test_train_and_decode_hand_them_over(on_cpu):
     assert all(program.options == {"xla_cpu_enable_fast_math": False} for program in programs)
     standard = cases.define("standard", tensor=2, num_kv_heads=2)
     assert decode.decode_many.__wrapped__(standard, count=2).options == {}
-    assert (
-        float(Compiled(jnp.sin, mesh=parallel.make_mesh(), traits=ALL_TRAITS[0])(jnp.float32(0)))
-        == 0
-    )

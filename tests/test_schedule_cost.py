@@ -3,7 +3,6 @@ timeline.
 """
 
 import collections
-import itertools
 
 import pytest
 
@@ -151,9 +150,6 @@ def test_a_timeline_waits_only_for_what_is_exposed():
         compute = [b for b in bars if not b.wire]
         wire = [b for b in bars if b.wire]
         assert len(wire) == SUBLAYERS
-        assert all(
-            earlier.stop <= later.start + 1e-12 for earlier, later in itertools.pairwise(compute)
-        )
         waits[name] = max(b.stop for b in bars) - sum(b.stop - b.start for b in compute)
         one = wire[0].stop - wire[0].start
         assert one == pytest.approx(2 * 7 / 8 * T * D * 2 / HARDWARE["tpu7x"].link)

@@ -96,32 +96,28 @@ def test_a_process_reads_its_own_part(wide, monkeypatch):
         checkpoint.open_checkpoint(wide).config.model,
         mesh=cases.define("ladder", tensor=4).layout.mesh,
     )
-    sharding = definition.layout.sharding("DF")
-
-    class Own:
-        def addressable_devices_indices_map(self, shape):
-            return dict(list(sharding.devices_indices_map(shape).items())[2:])
-
+    whole = definition.layout.sharding("DF").devices_indices_map((128, 512))
+    own = dict(list(whole.items())[2:])
+    sharding = SimpleNamespace(addressable_devices_indices_map=lambda shape: own)
+    like = SimpleNamespace(shape=(128, 512), dtype=np.dtype(np.float32), sharding=sharding)
     store = arrays._open(wide / "checkpoints" / "1" / "params", "layers/mlp/up").result()[2]
-    like = SimpleNamespace(shape=(128, 512), dtype=np.dtype(np.float32), sharding=Own())
-    reads, whole, shares = arrays.begin_read(store, like), store.read().result(), []
-    own = Own().addressable_devices_indices_map(like.shape).values()
-    assert set(reads) == set(own)
-    assert {read.result().shape for read in reads.values()} == {(128, 128)}
-    monkeypatch.setattr(arrays.meshes, "place", lambda share, *_: shares.extend(map(share, own)))
+    reads, shares = arrays.begin_read(store, like), []
+    assert set(reads) == set(own.values())
+    place = lambda share, *_: shares.extend(map(share, own.values()))
+    monkeypatch.setattr(arrays.meshes, "place", place)
     arrays._placed(reads, like)
-    assert [
-        np.array_equal(share, whole[:, at : at + 128]) for share, at in zip(shares, (256, 384))
-    ] == [True, True]
+    for share, at in zip(shares, (256, 384), strict=True):
+        np.testing.assert_array_equal(share, store[:, at : at + 128].read().result())
 
 
 @pytest.fixture
 def peak():
-    """Calls a function, and gives what it returned and the most bytes that were on devices at any
-    call below.
+    """Checks that at any call below a function no more bytes are on devices than what it keeps,
+    and `beside`.
     """
 
-    def call(fn):
+    def check(fn, beside):
+        fn()  # compiles, and makes what jax keeps
         gc.collect()  # an earlier engine, in a cycle, would be freed while this one is made
         seen = {}
         most, before = 0, on_devices(seen)
@@ -136,9 +132,12 @@ def peak():
             found = fn()
         finally:
             sys.setprofile(None)
-        return found, most - before, on_devices(seen) - before
+        kept = on_devices(seen) - before
+        assert kept > 4 * LARGEST  # else the bound would say little
+        assert most - before <= kept + beside
+        del found  # alive until here
 
-    yield call
+    yield check
     sys.setprofile(None)
 
 
@@ -171,24 +170,15 @@ def test_no_more_than_one_array_beside_the_weights(wide, peak, quantize, tensor)
     """
     opened, settings = open_model(wide), DecodeConfig(quantize=quantize)
     sizes = dict(slots=1, capacity=16, max_queue=1)
-    start = lambda: opened.engine(settings=settings, tensor=tensor, **sizes, decoder=None)
-    start()  # compiles, and makes what jax keeps
-    _, most, kept = peak(start)
-    assert kept > 4 * LARGEST  # else the bound would say little
-    assert most <= kept + LARGEST
+    peak(lambda: opened.engine(settings=settings, tensor=tensor, **sizes, decoder=None), LARGEST)
 
 
 @pytest.mark.full
 def test_no_more_than_one_array_beside_an_evaluations_weights(wide, peak):
     model = evaluate.open_model(wide)
-    for need in (
-        lambda: evaluate.open_model(wide).params,
-        lambda: model.engine(capacity=16, slots=1),
-    ):
-        need()  # compiles
-        _, most, kept = peak(need)
-        assert kept > 4 * LARGEST
-        assert most <= kept + 1.5 * LARGEST  # a layer in float32, and in bfloat16 for its stack
+    largest = 1.5 * LARGEST  # a layer in float32, and in bfloat16 for its stack
+    peak(lambda: evaluate.open_model(wide).params, largest)
+    peak(lambda: model.engine(capacity=16, slots=1), largest)
 
 
 def test_few_programs_whatever_the_depth():

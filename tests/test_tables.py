@@ -55,17 +55,13 @@ def test_arrow(tmp_path):
     assert texts(file) == TEXTS
 
 
-def archive(path, *, count=5):
-    with tarfile.open(path, "w") as file:
-        for index in range(count):
-            for ending, content in ((".txt", TEXTS[index].encode()), (".json", b'{"n": 1}')):
+def test_webdataset(tmp_path):
+    with tarfile.open(tmp_path / "a.tar", "w") as file:
+        for index, text in enumerate(TEXTS):
+            for ending, content in ((".txt", text.encode()), (".json", b'{"n": 1}')):
                 entry = tarfile.TarInfo(f"{index:03d}{ending}")
                 entry.size = len(content)
                 file.addfile(entry, io.BytesIO(content))
-
-
-def test_webdataset(tmp_path):
-    archive(tmp_path / "a.tar")
     assert texts(tmp_path / "a.tar", field="txt") == TEXTS
     with pytest.raises(UserError, match="no column 'text' .*: there is 'txt', 'json'"):
         texts(tmp_path / "a.tar")
@@ -149,21 +145,17 @@ print(json.dumps([read(source, **how) for source, how in json.loads(sys.argv[1])
 """
 
 
-def folders_of_its_name(tmp_path):
-    """Below what will be the current folder: not what is meant."""
-    local = tmp_path / "someone" / "pages"
-    local.mkdir(parents=True)
-    for name in ("train.csv", "pages.py"):
-        (local / name).write_text("text\nnot the Hub's\n")
-
-
 def test_the_hub(pages, tmp_path):
     """Streamed in order; in the user's folders only the Hub client's notes of small files are
     left.
     """
     home, where = tmp_path / "home", "hf://datasets/someone/pages"
     home.mkdir()
-    folders_of_its_name(tmp_path)
+    # of its name, below what will be the current folder: not what is meant
+    local = tmp_path / "someone" / "pages"
+    local.mkdir(parents=True)
+    for name in ("train.csv", "pages.py"):
+        (local / name).write_text("text\nnot the Hub's\n")
     with (
         hub.served(pages) as (url, asked),
         hub.served(tmp_path / "csv", name="someone/csv") as (other, _),
@@ -176,13 +168,12 @@ def test_the_hub(pages, tmp_path):
         )
 
         def read(*ask, url=url):
-            command, environment = (
-                [sys.executable, "-c", READ, json.dumps(ask)],
-                {**os.environ, **there},
-            )
-            pipes = dict(capture_output=True, text=True)
             done = subprocess.run(
-                command, cwd=tmp_path, env={**environment, "HF_ENDPOINT": url}, **pipes
+                [sys.executable, "-c", READ, json.dumps(ask)],
+                cwd=tmp_path,
+                env={**os.environ, **there, "HF_ENDPOINT": url},
+                capture_output=True,
+                text=True,
             )
             assert done.returncode == 0, done.stderr
             return json.loads(done.stdout)
@@ -212,23 +203,6 @@ def test_the_hub(pages, tmp_path):
     assert nothing.startswith(f"{where}: cannot be read: ")
 
 
-@pytest.mark.full  # beside the same folders, test_the_hub reads it
-def test_the_command_reads_the_hub(run_cli, pages, tmp_path):
-    folders_of_its_name(tmp_path)
-    with hub.served(pages) as (url, _):
-        there = dict(
-            HF_ENDPOINT=url,
-            HF_HUB_OFFLINE="0",
-            HF_HOME=str(tmp_path / "hf"),
-            HF_HUB_DISABLE_TELEMETRY="1",
-        )
-        ask = ["tokenize", "hf://datasets/someone/pages", "--out", "out", "--workers", "1"]
-        run_cli(*ask, cwd=tmp_path, check_status=0, **there)
-        assert texts_in(tmp_path / "out") == [
-            f"train {index} {row}" for index in range(3) for row in range(4)
-        ]
-
-
 def test_nothing_is_left_behind(run_cli, tmp_path):
     """No cache and no lock, at home or in the system's temporary folder."""
     for name in ("home", "temporary"):
@@ -246,9 +220,3 @@ def test_nothing_is_left_behind(run_cli, tmp_path):
     assert not list((tmp_path / "home").rglob("*")) and not list(
         (tmp_path / "temporary").rglob("*")
     )
-    assert sorted(os.listdir(tmp_path / "out")) == [
-        ".lock",
-        "00000.offsets",
-        "00000.tokens",
-        "manifest.json",
-    ]

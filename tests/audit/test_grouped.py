@@ -5,6 +5,7 @@ Two layers of Qwen3-30B-A3B over 8 devices, so that each holds 16 of 128 experts
 """
 
 import base64
+import itertools
 import os
 import re
 import subprocess
@@ -102,19 +103,10 @@ def test_no_gpu_multiplies_every_row_with_every_expert(target):
     assert not kernels(program) and expert_flops(program) == 9 * held * 2 * rows * 2048 * 768
 
 
+FULL = [("b200:8", "int8"), ("v5e:2x4", "int8"), ("v6e:2x4", "int8"), ("tpu7x:2x2x1", "none")]
 DECODE = [
-    ("h100:8", "none"),
-    ("h100:8", "int8"),
-    ("v5p:2x2x2", "none"),
-    ("v5p:2x2x2", "int8"),
-    *(
-        pytest.param(*case, marks=pytest.mark.full)
-        for case in (("b200:8", "int8"), ("v5e:2x4", "int8"))
-    ),
-    *(
-        pytest.param(*case, marks=pytest.mark.full)
-        for case in (("v6e:2x4", "int8"), ("tpu7x:2x2x1", "none"))
-    ),
+    *itertools.product(("h100:8", "v5p:2x2x2"), ("none", "int8")),
+    *(pytest.param(*case, marks=pytest.mark.full) for case in FULL),
 ]
 
 

@@ -25,6 +25,8 @@ COUNTS = """
     --phase decode --residual ladder | ALL* | 8 7
     --phase prefill --residual standard | v5e:2x4 v5p:2x2x2* v6e:2x4 tpu7x:2x2x1 h100:8* b200:8 | 8 0
     --phase decode --residual standard | v5e:2x4 v5p:2x2x2 v6e:2x4 tpu7x:2x2x1* h100:8 b200:8* | 8 0
+    --phase prefill --residual standard --sequence-parallel | tpu7x:2x2x1 h100:8 | 17 0
+    --phase prefill --residual standard --sequence-parallel --prompt-length 4096 | v5p:2x2x2 v6e:2x4 | 17 0
     --phase decode --residual ladder-fresh | ALL | 8 7
     --phase decode --residual ladder-2 | ALL | 8 6
     --phase decode --residual parallel-ladder | ALL | 4 3

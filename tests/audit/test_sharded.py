@@ -8,7 +8,7 @@ the sequence.
 import pytest
 
 from ladder_jax.schedule.report import Status, hidden_bytes
-from tests.audit.conftest import LAYERS, check, table
+from tests.audit.conftest import LAYERS, table
 
 pytestmark = pytest.mark.audit
 
@@ -28,9 +28,6 @@ ALONE = "--phase train --residual ladder --fsdp 8 --tensor 1 | v5p:2x2x2"
 SPLIT = (
     "--phase prefill --residual ladder --sequence-parallel | v5p:2x2x2 v6e:2x4 tpu7x:2x2x1 h100:8"
 )
-STANDARD = """
-    --phase prefill --residual standard --sequence-parallel | tpu7x:2x2x1 h100:8 | 17 0
-"""
 
 
 @pytest.mark.parametrize("request_", table(TRAIN))
@@ -69,9 +66,3 @@ def test_both_halves_of_a_reduction_are_hidden(request_, compiled):
         (r.layer, r.sublayer) for r in answer.report.reductions if r.status is not Status.HIDDEN
     ]
     assert exposed == [("0", "attention"), ("last", ""), ("last", "")], answer.verdict
-
-
-@pytest.mark.parametrize("request_, counts", table(STANDARD))
-def test_standard_hides_nothing(request_, counts, compiled):
-    """The control."""
-    check(compiled(request_), *counts)

@@ -97,13 +97,6 @@ MATRICES = 5 * ATTENTION + DENSE * 3 * 64 * 256 + (5 - DENSE) * EXPERTS
 TABLES = 2 * 512 * 64
 
 
-def test_memory_holds_each_layers_own_matrices():
-    one = config("standard", dtype="bfloat16", tie_embeddings=False)
-    gains = 64 * (2 * 5 + 1)
-    cache = 2 * 5 * 3 * 100 * 64
-    assert Model(one, 1).memory(rows=3, capacity=100) == 2 * (MATRICES + TABLES + cache) + 4 * gains
-
-
 @pytest.mark.parametrize("phase, elements", [(Phase.TRAIN, 8), (Phase.PREFILL, 2)])
 def test_fsdp_gathers_each_layers_own_matrices(phase, elements):
     """Where transfers outlast all compute: a gather and, of gradients, a gather and a scatter a

@@ -4,13 +4,13 @@ import dataclasses
 import itertools
 
 import jax
-import jax.numpy as jnp
 import pytest
-from jax.sharding import PartitionSpec as P
 
-from ladder_jax import parallel, residual
+from ladder_jax import nn, residual
+from ladder_jax.config import Loop
 from ladder_jax.predict.timeline import Work, play
 from ladder_jax.predict.work import AUTHORS, OURS
+from tests import cases
 from tests.predict.asked import H100, JOINT, MANY, NOTHING, check_events, speed
 
 
@@ -43,9 +43,10 @@ def test_on_one_device(implementation):
         assert (one.seconds == standard) == (name not in JOINT)
 
 
-def uniform(name, *, all_reduce, layers=8, contention=0.0):
+def uniform(name, *, all_reduce, layers=8, contention=0.0, which=None):
     """Sublayers of one busy second each."""
-    plan = itertools.chain.from_iterable(residual.topology(name, num_layers=layers).layers)
+    topology = residual.topology(name, num_layers=layers, ladder_layers=which)
+    plan = itertools.chain.from_iterable(topology.layers)
     length = lambda sublayers: Work(busy=len(sublayers))
     return play(plan, work=length, all_reduce=all_reduce, contention=contention)
 
@@ -93,24 +94,9 @@ def test_events_follow_the_recurrence(name, which):
     + [("ladder", "2"), ("parallel-ladder", "0,2"), ("ladder-2", "1")],
 )
 def test_as_many_all_reduces_as_the_program_has(name, which):
-    topology = residual.topology(name, num_layers=4, ladder_layers=which)
-
-    def program(x):
-        state = residual.begin(x, topology=topology, axes=("tensor",))
-        for steps in topology.layers:
-            for step in steps:
-                state = step(state, (jnp.sin, jnp.cos), axes=("tensor",))
-        return residual.flush(state, axes=("tensor",))
-
-    out = P("tensor") if name == "no-communication" else P()
-    mesh = parallel.make_mesh(tensor=8)
-    traced = jax.make_jaxpr(jax.shard_map(program, mesh=mesh, in_specs=P(), out_specs=out))(
-        jnp.ones((8, 2, 4))
-    )
-    found = play(
-        itertools.chain.from_iterable(topology.layers),
-        work=lambda step: Work(1.0, 0.0),
-        all_reduce=0.5,
-        contention=0.0,
-    )
-    assert found.all_reduces == str(traced).count("psum")
+    """The embedding has one more."""
+    definition = cases.define(name, num_layers=4, ladder_layers=which, tensor=8)
+    program = nn.compiled_logits(definition, loop=Loop.UNROLLED)
+    traced = jax.make_jaxpr(program)(definition.abstract, cases.tokens())
+    found = uniform(name, all_reduce=0.5, layers=4, which=which)
+    assert found.all_reduces == str(traced).count("psum_invariant[") - 1
