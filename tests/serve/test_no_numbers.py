@@ -5,32 +5,26 @@ requests beside it.
 import json
 
 import jax.numpy as jnp
-import pytest
 
 from tests.serve.conftest import MODEL, ask, metric
 
 POISON = 13  # a carriage return, whose embedding is no number
 
 
-@pytest.fixture(scope="module")
-def url(make_engine, serving):
+def test_it_is_a_500_with_a_reason_and_in_a_stream_the_last_event(make_engine, serving):
     engine = make_engine(slots=2)
     embedding = engine._device._params["embedding"]
     embedding["table"] = embedding["table"].at[POISON].set(jnp.nan)
-    with serving(engine) as (_, url):
-        yield url
-
-
-def test_it_is_a_500_with_a_reason_and_in_a_stream_the_last_event(url):
     asked = dict(model=MODEL, max_tokens=4, seed=1)
-    status, _, body = ask(url, body={**asked, "prompt": "\r"})
-    error = body["error"]
-    assert (status, error["code"], error["type"]) == (500, "no_numbers", "server_error")
-    reason = "the model's logits are no numbers (NaN or infinite) after 0 new tokens"
-    assert reason in error["message"]
-    status, _, text = ask(url, body={**asked, "prompt": "\r", "temperature": 0, "stream": True})
-    assert status == 200
-    (*_, last) = (line for line in text.splitlines() if line)
-    assert json.loads(last.removeprefix("data: "))["error"]["code"] == "no_numbers"
-    assert ask(url, body={**asked, "prompt": "b"})[0] == 200
-    assert metric(url, 'ladder_jax_finished_total{reason="failed"}') == 2
+    with serving(engine) as (_, url):
+        status, _, body = ask(url, body={**asked, "prompt": "\r"})
+        error = body["error"]
+        assert (status, error["code"], error["type"]) == (500, "no_numbers", "server_error")
+        reason = "the model's logits are no numbers (NaN or infinite) after 0 new tokens"
+        assert reason in error["message"]
+        status, _, text = ask(url, body={**asked, "prompt": "\r", "temperature": 0, "stream": True})
+        assert status == 200
+        (*_, last) = (line for line in text.splitlines() if line)
+        assert json.loads(last.removeprefix("data: "))["error"]["code"] == "no_numbers"
+        assert ask(url, body={**asked, "prompt": "b"})[0] == 200
+        assert metric(url, 'ladder_jax_finished_total{reason="failed"}') == 2
