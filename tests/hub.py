@@ -20,67 +20,47 @@ def served(folder: pathlib.Path, *, name: str = "someone/pages", kind: str = "da
     models.
     """
     asked = []
-    files = f"/datasets/{name}" if kind == "datasets" else f"/{name}"
+    api, files = f"/api/{kind}/{name}", f"/datasets/{name}" if kind == "datasets" else f"/{name}"
 
     def answer(method, path, query, headers, body):
         path = urllib.parse.unquote(path)
         asked.append(f"{method} {path}")
-        found = posted(headers, body) if method == "POST" else got(path, query, headers)
-        status, content, about = (
-            found if isinstance(found, tuple) else (200, json.dumps(found).encode(), {})
-        )
+        status, content, about = found(path, query, headers, body.decode())
         return status, content, {"X-Repo-Commit": COMMIT, **about}
 
-    def got(path, query, headers):
-        if re.fullmatch(rf"/api/{kind}/{name}(/revision/(main|{COMMIT}))?", path):
-            listed = [
-                {"rfilename": one["path"]}
-                for one in entries(folder.rglob("*"))
-                if one["type"] == "file"
-            ]
-            return {"id": name, "sha": COMMIT, "siblings": listed}
-        if path.startswith(f"/api/{kind}/{name}/revision/"):
-            return missing("RevisionNotFound")
-        found = re.fullmatch(rf"/api/{kind}/{name}/tree/(main|{COMMIT})/?(.*)", path)
-        if found and (below := folder / found[2]).is_dir():
-            return entries(
-                below.rglob("*")
-                if query.get("recursive", "").lower() == "true"
-                else below.iterdir()
-            )
-        found = re.fullmatch(rf"{files}/resolve/(main|{COMMIT})/(.+)", path)
-        if found and (file := folder / found[2]).is_file():
-            content = file.read_bytes()
+    def found(path, query, headers, body):
+        parts = re.fullmatch(
+            rf"({api}|{files})(?:/(revision|tree|paths-info|resolve)/(?:main|{COMMIT})/?(.*))?",
+            path,
+        )
+        if not parts:
+            code = "RevisionNotFound" if path.startswith(f"{api}/revision/") else "RepoNotFound"
+            return 404, b"{}", {"X-Error-Code": code}
+        _, what, below = parts.groups()
+        place = folder / (below or "")
+        if what == "tree" and place.is_dir():
+            recursive = query.get("recursive", "").lower() == "true"
+            return told(map(entry, sorted(place.rglob("*") if recursive else place.iterdir())))
+        if what == "resolve" and place.is_file():
+            content = place.read_bytes()
             about = {"ETag": f'"{hashlib.sha1(content).hexdigest()}"', "Accept-Ranges": "bytes"}
             return ranged(content, headers.get("Range"), about, beyond=(416, b"", {}))
-        return missing("EntryNotFound" if name in path else "RepoNotFound")
+        if what == "paths-info":
+            named = (folder / one for one in urllib.parse.parse_qs(body).get("paths", []))
+            return told(entry(one) for one in named if one.exists())
+        if what in ("tree", "resolve"):
+            return 404, b"{}", {"X-Error-Code": "EntryNotFound"}
+        names = [entry(one)["path"] for one in sorted(folder.rglob("*")) if one.is_file()]
+        siblings = [{"rfilename": one} for one in names]
+        return 200, json.dumps({"id": name, "sha": COMMIT, "siblings": siblings}).encode(), {}
 
-    def posted(headers, body):
-        is_json = headers.get("Content-Type", "").startswith("application/json")
-        named = (
-            json.loads(body)["paths"]
-            if is_json
-            else urllib.parse.parse_qs(body.decode()).get("paths", [])
-        )
-        return entries(folder / one for one in named if (folder / one).exists())
-
-    def missing(code):
-        return 404, {"error": "not here"}, {"X-Error-Code": code}
-
-    def entries(paths):
-        return [entry(path) for path in sorted(paths)]
+    def told(entries):
+        return 200, json.dumps(list(entries)).encode(), {}
 
     def entry(path):
-        about = {"path": str(path.relative_to(folder))}
-        if path.is_dir():
-            return {"type": "directory", "oid": "0" * 40, **about}
-        content = path.read_bytes()
-        return {
-            "type": "file",
-            "size": len(content),
-            "oid": hashlib.sha1(content).hexdigest(),
-            **about,
-        }
+        kind = "directory" if path.is_dir() else "file"
+        about = {"oid": "0" * 40, "size": path.stat().st_size}
+        return {"type": kind, "path": str(path.relative_to(folder)), **about}
 
     with listening(Bucket(), answer) as address:
         yield address, asked

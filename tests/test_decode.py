@@ -32,24 +32,27 @@ CASES = covering.marked(
 
 @pytest.mark.parametrize("name, mesh, loop", CASES)
 def test_prefill_and_decode_equal_the_full_pass(name, mesh, loop):
-    """Token by token, with prompts of different lengths in one batch and rubbish beyond their
-    ends.
-    """
     if mesh == (1, 1) and loop is Loop.SCAN and name not in cases.DEPEND_ON_RANKS:
         mesh = (4, 2)  # one device with a scan is kept for the emulated ranks
     emulated = mesh == (1, 1) and name in cases.DEPEND_ON_RANKS
     definition = cases.define(name, data=mesh[0], tensor=mesh[1], ranks=4 if emulated else None)
-    params = cases.placed(definition)
-    tokens, rows = cases.tokens(), np.arange(4)
+    prefill = decode.prefill(definition, capacity=12, loop=loop)
+    step = one_step.decode(definition, loop=loop)
     full = cases.dense_logits(name, 4 if emulated else mesh[1])
-    prompts = np.where(np.arange(8)[None] < LENGTHS[:, None], tokens[:, :8], 99)
+    check(definition, prefill, step, full=full, loop=loop)
 
-    stored = weights.prepare(definition, params, loop=loop)
-    logits, caches = decode.prefill(definition, capacity=12, loop=loop)(stored, prompts, LENGTHS)
-    limit, lengths = 2 * cases.bound(definition.config), LENGTHS.copy()
+
+def check(definition, prefill, step, *, full, loop):
+    """Token by token, with prompts of different lengths in one batch and rubbish beyond their
+    ends.
+    """
+    stored = weights.prepare(definition, cases.placed(definition), loop=loop)
+    tokens, rows, lengths = cases.tokens(), np.arange(4), LENGTHS.copy()
+    prompts = np.where(np.arange(8)[None] < LENGTHS[:, None], tokens[:, :8], 99)
+    limit = 2 * cases.bound(definition.config)
+    logits, caches = prefill(stored, prompts, lengths)
     assert cases.error(np.asarray(logits)[:, :251], full[rows, lengths - 1]) < limit
     for _ in range(NEW):
-        step = one_step.decode(definition, loop=loop)
         logits, caches = step(stored, caches, tokens[rows, lengths], lengths)
         assert cases.error(np.asarray(logits)[:, :251], full[rows, lengths]) < limit
         lengths += 1
@@ -81,12 +84,12 @@ def test_the_same_seed_gives_the_same_tokens_on_every_mesh(data, temperature):
 
 def test_greedy_generation_is_the_argmax_of_the_full_pass():
     """Every token of every row, from the logits of a pass over all that came before it."""
-    ours = generator(tensor=4)
-    new = ours.tokens(PROMPTS, config=DecodeConfig(max_new_tokens=18))
     definition = cases.define("ladder", num_layers=2, tensor=4)
     params = cases.placed(definition)
+    ours = decode.Generator(definition, params)
+    new = ours.tokens(PROMPTS, config=DecodeConfig(max_new_tokens=18))
     for prompt, row in zip(PROMPTS, new, strict=True):
-        sequence = np.array([prompt + list(row)], np.int32)
+        sequence = np.array([[*prompt, *row]], np.int32)
         logits = np.asarray(nn.compiled_logits(definition)(params, sequence))[0]
         np.testing.assert_array_equal(logits[len(prompt) - 1 : -1].argmax(-1), row)
 
@@ -96,8 +99,7 @@ def test_greedy_generation_is_the_argmax_of_the_full_pass():
     [
         ([], "no prompt"),
         ([[]], "prompt is empty"),
-        ([[1, 251]], "token 251, outside"),
-        ([[-1]], "outside"),
+        ([[1, 251], [-1]], "token 251, outside"),
     ],
 )
 def test_impossible_prompts(prompts, message):
@@ -119,47 +121,45 @@ def test_all_reduces_in_halves_compute_the_same(name, loop, monkeypatch):
     """
     started = communication.start_on_a_cpu(monkeypatch)
     definition = cases.define(name, tensor=8)
-    params = cases.placed(definition)
-    stored = weights.prepare(definition, params, loop=loop)
-    tokens, rows, full = cases.tokens(), np.arange(4), cases.dense_logits(name, 8)
-    limit = 2 * cases.bound(definition.config)
     prefill = decode.prefill.__wrapped__(definition, capacity=12, loop=loop)
     assert prefill.traits.launch is Launch.EXPLICIT  # by default, where it is supported
-    logits, caches = prefill(stored, tokens[:, :8], LENGTHS)
-    assert cases.error(np.asarray(logits)[:, :251], full[rows, LENGTHS - 1]) < limit
-    if loop is Loop.UNROLLED:
-        assert len(started) == HALVED[name]
-    assert started
-    started.clear()
+    of_prefill = []
+
+    def counted(*inputs):
+        outputs = prefill(*inputs)
+        of_prefill.extend(started)
+        return outputs
+
     step = one_step.decode.__wrapped__(definition, loop=loop)
-    logits, _ = step(stored, caches, tokens[rows, LENGTHS], LENGTHS)
-    assert cases.error(np.asarray(logits)[:, :251], full[rows, LENGTHS]) < limit
-    assert started
+    check(definition, counted, step, full=cases.dense_logits(name, 8), loop=loop)
+    assert 0 < len(of_prefill) < len(started)
+    if loop is Loop.UNROLLED:
+        assert len(of_prefill) == HALVED[name]
 
 
-def test_chained_and_waiting_programs_start_nothing(monkeypatch):
+def test_chained_and_waiting_programs_and_sequence_parallelism_start_nothing(monkeypatch):
     started = communication.start_on_a_cpu(monkeypatch)
-    for name, launch in (("ladder", Launch.CHAINED), ("standard", Launch.EXPLICIT)):
-        program = decode.prefill.__wrapped__(
-            cases.define(name, tensor=8), capacity=12, launch=launch
-        )
+    split = dict(capacity=12, sequence_parallel=True)
+    for name, how in (
+        ("ladder", dict(capacity=12, launch=Launch.CHAINED)),
+        ("standard", dict(capacity=12, launch=Launch.EXPLICIT)),
+        ("ladder", split),
+    ):
+        program = decode.prefill.__wrapped__(cases.define(name, tensor=8), **how)
         assert program.traits.launch is Launch.CHAINED and not started
+    said = "launch 'explicit' halves all-reduces, and sequence parallelism has none"
+    with pytest.raises(UserError, match=said):
+        decode.prefill(cases.define("ladder", tensor=8), **split, launch=Launch.EXPLICIT)
 
 
 @pytest.mark.parametrize("kind", ["cpu", "TPU v5 lite", "TPU v4", "AMD Instinct MI300X"])
 def test_halves_where_they_are_not_supported(kind, monkeypatch):
     definition = cases.define("ladder", tensor=2)
     monkeypatch.setattr(type(jax.devices()[0]), "device_kind", kind)
-    for program in (
-        decode.decode_many,
-        functools.partial(decode.prefill, capacity=12),
-        steps.extend,
-    ):
-        with pytest.raises(UserError) as refused:
+    said = f"launch 'explicit' is for NVIDIA GPUs and for TPUs from v5p on, not for {kind}: use"
+    for program in decode.decode_many, functools.partial(decode.prefill, capacity=12), steps.extend:
+        with pytest.raises(UserError, match=said):
             program(definition, launch=Launch.EXPLICIT)
-        assert str(refused.value) == (
-            f"launch 'explicit' is for NVIDIA GPUs and for TPUs from v5p on, not for {kind}: use 'auto'"
-        )
     assert parallel.resolve_launch(Launch.AUTO, mesh=definition.layout.mesh) is Launch.CHAINED
 
 
@@ -180,19 +180,6 @@ def test_halves_where_they_are(kind, monkeypatch):
         UserError, match="needs a jax with started collectives, and .* has none: use 'auto'"
     ):
         parallel.resolve_launch(Launch.EXPLICIT, mesh=mesh)
-
-
-def test_sequence_parallelism_has_no_all_reduces_to_halve(monkeypatch):
-    communication.start_on_a_cpu(monkeypatch)
-    definition = cases.define("ladder", tensor=2)
-    split = functools.partial(
-        decode.prefill.__wrapped__, definition, capacity=12, sequence_parallel=True
-    )
-    assert split().traits.launch is Launch.CHAINED
-    with pytest.raises(
-        UserError, match="launch 'explicit' halves all-reduces, and sequence parallelism has none"
-    ):
-        split(launch=Launch.EXPLICIT)
 
 
 @pytest.mark.parametrize("ranks", [None, 4])

@@ -16,6 +16,7 @@ from ladder_jax.errors import UserError
 from ladder_jax.pretrained.refit import FittedProjections, Refit, refit
 from tests import covering
 from tests.pretrained import gguf_files
+from tests.pretrained.test_convert import LETTERS
 from tests.pretrained.test_refit import loss
 
 SEQUENCE = 32
@@ -38,9 +39,8 @@ def refitted(layers="15", *, scored=DOMAINS[:1], **changes):
 @pytest.fixture(scope="module")
 def measurement(tmp_path_factory):
     """Of four tiny layers; the last two in place of the model's 15."""
-    file = gguf_files.write(
-        tmp_path_factory.mktemp("small") / "small.gguf", "llama-2", num_hidden_layers=4
-    )
+    folder = tmp_path_factory.mktemp("small")
+    file = gguf_files.write(folder / "small.gguf", "llama-2", num_hidden_layers=4)
     draw = np.random.default_rng(0).integers
     held_out = {domain: draw(3, 129, 41).astype(np.int32) for domain in DOMAINS}
     rest = {domain: draw(3, 129, (9, SEQUENCE)).astype(np.int32) for domain in DOMAINS}
@@ -91,16 +91,12 @@ def test_rows_are_drawn_by_their_seed(measurement):
 
 def test_texts_are_cut_in_two(tmp_path, monkeypatch):
     monkeypatch.setattr(command, "HELD_OUT", 50)
-    tokenizer = type(
-        "Tokenizer", (), {"encode": lambda self, text: [ord(letter) for letter in text]}
-    )()
     (tmp_path / "c.jsonl").write_text(json.dumps({"question": "q" * 150, "answer": "4" * 150}))
-    held_out, rest = command.cut(
-        "gsm8k", command.read("gsm8k", str(tmp_path / "c.jsonl")), tokenizer=tokenizer
-    )
+    text = command.read("gsm8k", str(tmp_path / "c.jsonl"))
+    held_out, rest = command.cut("gsm8k", text, tokenizer=LETTERS)
     assert set(held_out) == {ord("q")} and set(rest.ravel()) == {ord("q"), ord("\n"), ord("4")}
     with pytest.raises(UserError, match="--wikitext: 80 tokens are too few"):
-        command.cut("wikitext", "a" * 80, tokenizer=tokenizer)
+        command.cut("wikitext", "a" * 80, tokenizer=LETTERS)
     with pytest.raises(UserError, match="cannot read --gsm8k '.*none': No such file"):
         command.read("gsm8k", str(tmp_path / "none"))
 

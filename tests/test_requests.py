@@ -1,5 +1,6 @@
 """Requests whose logits are no numbers, and the noise of requests: with a seed and without."""
 
+import dataclasses
 import functools
 import json
 
@@ -35,18 +36,8 @@ def test_a_request_without_numbers_fails_alone(loop):
     drawn = Request([7, 8], max_new_tokens=30, temperature=1.0, seed=3)
     beside = ours.submit(drawn)
     ours.step()
-    for bad in (
-        BAD,
-        Request(
-            BAD.prompt,
-            max_new_tokens=18,
-            temperature=0.8,
-            top_k=5,
-            top_p=0.9,
-            logprobs=True,
-            seed=1,
-        ),
-    ):
+    settings = dict(temperature=0.8, top_k=5, top_p=0.9, logprobs=True)
+    for bad in BAD, dataclasses.replace(BAD, **settings):
         failing, after = ours.submit(bad), ours.submit(GOOD)
         with pytest.raises(
             NoNumbers,
@@ -93,12 +84,9 @@ def test_a_generator_says_which_prompt():
 def test_a_file_of_prompts_has_a_line_for_it(tmp_path):
     source, out = tmp_path / "prompts.jsonl", tmp_path / "out.jsonl"
     source.write_text("\n".join(json.dumps({"prompt": text}) for text in ("b", chr(POISON), "b")))
-    jobs, ours = (
-        jsonl.read(str(source), defaults=DecodeConfig(max_new_tokens=3), **READ),
-        engine(poison=POISON),
-    )
+    jobs = jsonl.read(str(source), defaults=DecodeConfig(max_new_tokens=3), **READ)
     with pytest.raises(RunFailed, match="out.jsonl: 1 prompts have no answer; their lines say why"):
-        list(jsonl.answer(ours, jobs, file=str(out)))
+        list(jsonl.answer(engine(poison=POISON), jobs, file=str(out)))
     answers = sorted(map(json.loads, out.read_text().splitlines()), key=lambda line: line["index"])
     assert [answer["finish_reason"] for answer in answers] == ["length", "error", "length"]
     assert answers[1]["text"] is None
@@ -139,13 +127,7 @@ def test_requests_without_a_seed_have_noise_of_their_own():
 
 def test_prompts_of_one_command_do_not_share_their_noise(tmp_path):
     source = tmp_path / "prompts.jsonl"
-    lines = [
-        {"prompt": "a"},
-        {"prompt": "a"},
-        {"prompt": "a", "seed": 3},
-        {"prompt": "a", "seed": 3},
-    ]
-    source.write_text("\n".join(map(json.dumps, lines)))
+    source.write_text('{"prompt": "a"}\n' * 2 + '{"prompt": "a", "seed": 3}\n' * 2)
     defaults = DecodeConfig(max_new_tokens=12, temperature=1.5, seed=2**32 - 1)
     jobs = jsonl.read(str(source), defaults=defaults, **READ)
     assert [job.requests[0].seed for job in jobs] == [2**32 - 1, 0, 3, 3]

@@ -1,8 +1,6 @@
 """`ladder-jax evaluate` as a user meets it: files with mistakes, kills, one JSON object."""
 
 import json
-import os
-import signal
 import subprocess
 import sys
 import time
@@ -28,11 +26,9 @@ QUESTIONS = [
 def files(tmp_path_factory):
     folder = tmp_path_factory.mktemp("files")
     (folder / "book.txt").write_text(TEXT, encoding="utf-8")
-    (folder / "pages.jsonl").write_text(
-        "".join(json.dumps({"page": text}) + "\n" for text in (TEXT, "the rat"))
-    )
-    (folder / "choices.jsonl").write_text("".join(json.dumps(line) + "\n\n" for line in CHOICES))
-    (folder / "questions.jsonl").write_text("".join(json.dumps(line) + "\n" for line in QUESTIONS))
+    pages = [{"page": text} for text in (TEXT, "the rat")]
+    for name, lines in dict(pages=pages, choices=CHOICES, questions=QUESTIONS).items():
+        (folder / f"{name}.jsonl").write_text("\n\n".join(map(json.dumps, lines)))
     return folder
 
 
@@ -66,9 +62,8 @@ def test_text(evaluate, run, capsys):
     out, err = capsys.readouterr()
     assert one_object(out) == pytest.approx(found, rel=1e-6)
     assert "windows" in err
-    pages = evaluate(
-        "--text", "pages.jsonl", "--field", "page", "--stride", "32", "--tensor", "1", "--data", "2"
-    )
+    how = "--field page --stride 32 --tensor 1 --data 2".split()
+    pages = evaluate("--text", "pages.jsonl", *how)
     assert pages["documents"] == 2
     assert pages["stride"] == 32
     assert pages["tokens"] == found["tokens"] + 7
@@ -87,45 +82,29 @@ def test_questions(evaluate, run, files, capsys):
 
 def test_generation(evaluate, files, tmp_path):
     out = tmp_path / "out.jsonl"
-    ask = [
-        "--generation",
-        "questions.jsonl",
-        "--max-new-tokens",
-        "8",
-        "--stop",
-        "Q",
-        "--out",
-        str(out),
-    ]
-    found = evaluate(*ask)
-    lines = {
-        line["index"]: line
-        for line in map(json.loads, out.read_text(encoding="utf-8").splitlines())
-    }
+    ask = "--generation questions.jsonl --max-new-tokens 8 --stop Q --out".split()
+    found = evaluate(*ask, str(out))
+    lines = list(map(json.loads, out.read_text(encoding="utf-8").splitlines()))
     assert found["examples"] == 2
-    assert found["unfinished"] == sum(l["finish_reason"] == "length" for l in lines.values())
-    assert [lines[i]["line"] for i in (0, 1)] == [1, 2]
-    assert all("Q" not in line["text"] for line in lines.values())
+    assert found["unfinished"] == sum(line["finish_reason"] == "length" for line in lines)
+    assert {line["index"]: line["line"] for line in lines} == {0: 1, 1: 3}
+    assert not any("Q" in line["text"] for line in lines)
     before = out.read_bytes()
-    assert evaluate(*ask) == found
+    assert evaluate(*ask, str(out)) == found
     assert out.read_bytes() == before
 
 
-def test_a_killed_evaluation_goes_on(run, run_cli, evaluate, files, tmp_path, capsys):
-    (files / "long.txt").write_text(TEXT * 12, encoding="utf-8")
-    out = tmp_path / "out.jsonl"
-    ask = ["--text", "long.txt", "--stride", "4", "--tensor", "1"]
+def test_a_killed_evaluation_goes_on(run, evaluate, tmp_path, mistake):
+    text, out = tmp_path / "long.txt", tmp_path / "out.jsonl"
+    text.write_text(TEXT * 12, encoding="utf-8")
+    ask = f"--text {text} --stride 4 --tensor 1".split()
     more = ["--batch-tokens", "64", "--out", str(out)]
     command = [sys.executable, "-m", "ladder_jax", "evaluate", str(run), *ask, *more]
-    process = subprocess.Popen(
-        command, cwd=files, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL
-    )
-    deadline = time.monotonic() + 240
+    process = subprocess.Popen(command, stderr=subprocess.DEVNULL)
     while not (out.exists() and out.stat().st_size > 2000):
         assert process.poll() is None
-        assert time.monotonic() < deadline
         time.sleep(0.01)
-    os.kill(process.pid, signal.SIGKILL)
+    process.kill()
     process.wait()
     content = out.read_bytes()
     done = content.count(b"\n")
@@ -137,11 +116,8 @@ def test_a_killed_evaluation_goes_on(run, run_cli, evaluate, files, tmp_path, ca
     assert sorted(line["index"] for line in lines) == list(range(found["windows"]))
     assert found == pytest.approx(evaluate(*ask), rel=1e-5)
     # What it is asked now is another question.
-    assert (
-        cli.main(["evaluate", str(run), "--text", "long.txt", "--stride", "8", "--out", str(out)])
-        == 2
-    )
-    assert "answers another prompt, model or setting" in capsys.readouterr().err
+    other = f"--text {text} --stride 8 --out".split()
+    assert "answers another prompt, model or setting" in mistake("evaluate", run, *other, out)
 
 
 BROKEN = {
@@ -151,10 +127,6 @@ BROKEN = {
     "choises": (
         '{"context": "x", "choises": ["a", "b"]}',
         "must be a list of two texts or more; there is 'choises'",
-    ),
-    "one choice": (
-        '{"context": "x", "choices": ["a"], "answer": 0}',
-        "must be a list of two texts or more",
     ),
     "no text": (
         '{"context": "x", "choices": ["a", 1], "answer": 0}',
@@ -240,12 +212,6 @@ def test_mistakes(words, run, files, monkeypatch, mistake):
     assert MISTAKES[words] in mistake("evaluate", run, *words.split())
 
 
-def test_no_checkpoint(mistake, files):
-    text = ("--text", files / "book.txt")
-    assert "there is no model at" in mistake("evaluate", files / "gone", *text)
-    assert "holds no ladder_jax checkpoint" in mistake("evaluate", files, *text)
-
-
 @pytest.mark.parametrize(
     "way, file", [("multiple-choice", "choices.jsonl"), ("generation", "questions.jsonl")]
 )
@@ -266,27 +232,13 @@ def test_nothing_beside_the_result(run, run_cli, files, tmp_path):
     """In a process of its own: the harness's bars, warnings and caches stay out of the user's
     way.
     """
-    for name in ("home", "temporary"):
-        (tmp_path / name).mkdir()
-    here = dict(
-        HOME=str(tmp_path / "home"),
-        TMPDIR=str(tmp_path / "temporary"),
-        HF_HOME=str(tmp_path / "home" / "hf"),
-    )
-    cache = dict(LADDER_JAX_CACHE=str(tmp_path / "cache"))
-    ask = [
-        "--multiple-choice",
-        "choices.jsonl",
-        "--shots",
-        "1",
-        "--shots-file",
-        "choices.jsonl",
-        "--json",
-    ]
-    done = run_cli("evaluate", run, *ask, cwd=files, check_status=0, **here, **cache)
+    home = tmp_path / "home"
+    home.mkdir()
+    here = dict(HOME=str(home), TMPDIR=str(home), HF_HOME=str(home / "hf"))
+    here["LADDER_JAX_CACHE"] = str(tmp_path / "cache")
+    ask = "--multiple-choice choices.jsonl --shots 1 --shots-file choices.jsonl --json".split()
+    done = run_cli("evaluate", run, *ask, cwd=files, check_status=0, **here)
     assert one_object(done.stdout)["shots"] == 1
-    assert (
-        done.stderr.splitlines()[-1:] == ["3/3 questions"] and len(done.stderr.splitlines()) < 5
-    ), done.stderr
-    assert not list((tmp_path / "home").rglob("*"))
-    assert not list((tmp_path / "temporary").rglob("*"))
+    said = done.stderr.splitlines()
+    assert said[-1:] == ["3/3 questions"] and len(said) < 5, said
+    assert not list(home.rglob("*"))

@@ -2,6 +2,7 @@
 equal.
 """
 
+import dataclasses
 import json
 import pathlib
 
@@ -66,17 +67,13 @@ ROWS = {"rolling": [{"text": text} for text in TEXTS], "choices": CHOICES, "ques
 
 def rows_of(out):
     """The results in a file, by their question's number."""
-    return {
-        line["index"]: line
-        for line in map(json.loads, out.read_text(encoding="utf-8").splitlines())
-    }
+    lines = map(json.loads, out.read_text(encoding="utf-8").splitlines())
+    return {line["index"]: line for line in lines}
 
 
 def asked(folder, name):
     """A file of ROWS."""
-    (folder / name).write_text(
-        "".join(json.dumps(row) + "\n" for row in ROWS[name]), encoding="utf-8"
-    )
+    (folder / name).write_text("\n".join(map(json.dumps, ROWS[name])))
     return str(folder / name)
 
 
@@ -230,13 +227,8 @@ def test_answers_end_as_gsm8k_has_it():
 def test_what_tasks_ask_for(model, adapter):
     request = lambda **settings: adapter.request("the cat", settings, seed=3)
     found = request(until=["\n", ""], max_new_tokens=5, do_sample=True, top_p=0.5, num_beams=1)
-    assert (found.stop, found.max_new_tokens, found.temperature, found.top_p, found.seed) == (
-        ("\n",),
-        5,
-        1.0,
-        0.5,
-        3,
-    )
+    asked = dict(stop=("\n",), max_new_tokens=5, temperature=1.0, top_p=0.5, seed=3)
+    assert found == dataclasses.replace(found, **asked)
     greedy = request(until="x", do_sample=False, temperature=0.7, repetition_penalty=1.2)
     assert (greedy.temperature, greedy.repetition_penalty, greedy.max_new_tokens) == (0.0, 1.2, 12)
     with pytest.raises(UserError, match="cannot honour the task's num_beams=4"):

@@ -14,7 +14,7 @@ import pytest
 from ladder_jax import evaluate, nn
 from ladder_jax.decode import Finish, Request, Result
 from ladder_jax.errors import RunFailed, UserError
-from ladder_jax.evaluate import Choice, Model, Question, Scorer, Span
+from ladder_jax.evaluate import Model, Question, Scorer, Span
 from ladder_jax.evaluate import scorer as scorers
 from ladder_jax.evaluate.model import prefix_of
 from ladder_jax.evaluate.perplexity import windows
@@ -80,12 +80,6 @@ def test_greedy(model, exact):
         assert found.greedy == exact.scores([5], scored)[1] == greedy
 
 
-def test_windows_as_the_harness_documents_them():
-    """The example in lm_eval/api/model.py; the last window's context reaches back."""
-    found = [(span.context, span.scored) for span in windows(range(10), prefix=99, window=4)]
-    assert found == [([99], [0, 1, 2, 3]), ([3], [4, 5, 6, 7]), ([5, 6, 7], [8, 9])]
-
-
 @pytest.mark.parametrize("window, stride", [(1, 1), (7, 1), (7, 3), (7, 7), (40, 7), (41, 41)])
 def test_each_token_is_scored_once(window, stride):
     tokens = list(range(40))
@@ -102,7 +96,6 @@ def test_each_token_is_scored_once(window, stride):
     "how, message",
     [
         (dict(window=0), "window must be at least 1, not 0"),
-        (dict(window=8, stride=9), "stride must be between 1 and the window, 8, not 9"),
         (dict(window=8, stride=0), "stride must be between 1 and the window, 8, not 0"),
     ],
 )
@@ -190,43 +183,11 @@ def test_prefix(pieces, bytes_model):
         prefix_of(dataclasses.replace(bytes_model.tokenizer, name="tokenizer-1"))
 
 
-@pytest.mark.parametrize("before", range(1, 8))
-@pytest.mark.parametrize("scored", range(1, 6))
-def test_cut(before, scored, model):
-    """As (context + continuation)[-(window + 1):][:-1]."""
-    context = list(range(before))
-    continuation = list(range(before, before + scored))
-    cut = dataclasses.replace(model, window=5).cut(Span(context, continuation))
-    assert [*cut.context, *cut.scored][:-1] == [*context, *continuation][-6:][:-1]
-    assert cut.scored == continuation
-
-
 def test_a_continuation_longer_than_the_window(model):
     with pytest.raises(
         UserError, match="a continuation of 6 tokens is longer than the window of 5"
     ):
         dataclasses.replace(model, window=5).cut(Span([1], [2] * 6))
-
-
-@needs_harness
-def test_shots(bytes_model, monkeypatch):
-    """The first N, each with its answer; a question is not its own shot."""
-    from ladder_jax.evaluate.harness import Pairs
-
-    asked, real = [], Pairs._encode_pair
-    record = lambda self, context, *rest: asked.append(context) or real(self, context, *rest)
-    monkeypatch.setattr(Pairs, "_encode_pair", record)
-    shots = [Choice(i, f"q{i}", ("no", "yes"), i % 2) for i in range(3)]
-    evaluate.multiple_choice(bytes_model, [shots[0]], shots=2, shots_from=shots)
-    assert set(asked) == {"q1 yes\n\nq2 no\n\nq0"}
-    with pytest.raises(
-        UserError, match="line 0: --shots 3: --shots-file holds only 2 other questions"
-    ):
-        evaluate.multiple_choice(bytes_model, [shots[0]], shots=3, shots_from=shots)
-    with pytest.raises(
-        UserError, match="line 9: a continuation of .* tokens is longer than the window of 64"
-    ):
-        evaluate.multiple_choice(bytes_model, [Choice(9, "x", ("y", TEXT), 0)])
 
 
 @needs_harness

@@ -64,8 +64,8 @@ def write(
     """The model called `name`; its matrices of type `kind`, where their rows can be, the rest
     float32.
 
-    settings: below the architecture's name, or whole names, set or replaced, or left out if None;
-        tensors: likewise.
+    settings: below the architecture's name, or the tokenizer's, set or replaced, or left out if
+        None; tensors: likewise.
     """
     told = models.config(name, **changes)
     family = {"mistral": "llama"}.get(told["model_type"], told["model_type"])
@@ -87,32 +87,23 @@ def write(
         "attention.layer_norm_rms_epsilon": told["rms_norm_eps"],
         "vocab_size": told["vocab_size"],
     }
-    writer = gguf.GGUFWriter(str(file), architecture or family)
-    full = {
-        f"{architecture or family}.{setting}": value for setting, value in below.items()
-    } | _vocabulary(tokenizer)
-    for setting, value in (settings or {}).items():
-        full[
-            setting if setting in full or setting.startswith("tokenizer") else f"{family}.{setting}"
-        ] = value
-    for setting, value in full.items():
+    writer = gguf.GGUFWriter(str(file), architecture := architecture or family)
+    for setting, value in {**below, **_vocabulary(tokenizer), **(settings or {})}.items():
+        whole = setting if setting.startswith("tokenizer") else f"{architecture}.{setting}"
         if value is not None:
-            writer.add_key_value(setting, value, gguf.GGUFValueType.get_type(value))
+            writer.add_key_value(whole, value, gguf.GGUFValueType.get_type(value))
+    interleaved_heads = {"q_proj": heads, "k_proj": kv} if family == "llama" else {}
     arrays = {}
     for theirs, values in models.weights(told, seed=seed).items():
-        if family == "llama" and ".q_proj." in theirs:
-            values = interleaved(values, heads=heads)
-        if family == "llama" and ".k_proj." in theirs:
-            values = interleaved(values, heads=kv)
+        if of := interleaved_heads.get(theirs.split(".")[-2]):
+            values = interleaved(values, heads=of)
         arrays[name_of(theirs)] = values
     for stored, values in {**arrays, **(tensors or {})}.items():
         if values is None:
             continue
-        one = kind if values.ndim == 2 and values.shape[-1] % 32 == 0 else Kind.F32
-        packed = values if one is Kind.F32 else gguf.quants.quantize(values, one)
-        writer.add_tensor(
-            stored, packed, raw_dtype=None if packed.dtype in (np.float16, np.int32) else one
-        )
+        if kind is not Kind.F32 and values.ndim == 2 and values.shape[-1] % 32 == 0:
+            values = gguf.quants.quantize(values, kind)
+        writer.add_tensor(stored, values, raw_dtype=kind if values.dtype == np.uint8 else None)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -125,13 +116,13 @@ def _vocabulary(tokenizer: tokenizers.Tokenizer | None) -> dict:
     special tokens.
     """
     made = json.loads((tokenizer or small()).to_str())
-    vocabulary = {piece: index for piece, index in made["model"]["vocab"].items()}
+    vocabulary = dict(made["model"]["vocab"])
     kinds = dict.fromkeys(vocabulary, 1)
     for added in made["added_tokens"]:
         vocabulary[added["content"]] = added["id"]
         kinds[added["content"]] = 3 if added["special"] else 4
     pieces = sorted(vocabulary, key=vocabulary.get)
-    found = {
+    return {
         "tokenizer.ggml.model": "gpt2",
         "tokenizer.ggml.pre": "gpt-2",
         "tokenizer.ggml.tokens": pieces,
@@ -142,7 +133,6 @@ def _vocabulary(tokenizer: tokenizers.Tokenizer | None) -> dict:
         "tokenizer.ggml.add_bos_token": tokenizer is not None,
         "tokenizer.chat_template": tiny.TEMPLATE,
     }
-    return found
 
 
 def small() -> tokenizers.Tokenizer:

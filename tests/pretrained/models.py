@@ -299,19 +299,6 @@ def tokens() -> np.ndarray:
     return np.random.default_rng(7).integers(3, 129, (2, 24)).astype(np.int32)
 
 
-def error(actual, expected) -> float:
-    """The largest deviation, relative to the largest value."""
-    return float(np.abs(np.asarray(actual) - expected).max() / np.abs(expected).max())
-
-
-def loss(logits, rows) -> float:
-    """Mean nats of the tokens that `logits` [B, T, V] predict of `rows` [B, T + 1], in float64."""
-    scores = np.asarray(logits, np.float64)
-    scores = scores - scores.max(-1, keepdims=True)
-    picked = np.take_along_axis(scores, rows[:, 1:, None], -1)[..., 0]
-    return float((np.log(np.exp(scores).sum(-1)) - picked).mean())
-
-
 def same_arrays(ours, theirs):
     """Of two Sources: the values of each array, to the last bit."""
     assert ours.arrays.keys() == theirs.arrays.keys()

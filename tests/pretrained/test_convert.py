@@ -5,11 +5,6 @@ or not at all.
 import fcntl
 import json
 import os
-import pathlib
-import signal
-import subprocess
-import sys
-import time
 import types
 
 import numpy as np
@@ -76,6 +71,7 @@ def test_values_and_files_arrive(tmp_path, capsys):
 
 
 def test_to_hugging_face_and_back(small, tmp_path):
+    (tmp_path / "hf").mkdir()  # an empty folder may be there
     assert main(["convert", str(small), str(tmp_path / "hf"), "--to", "huggingface"]) == 0
     how = dict(ladder_layers="1,2", residual="ladder-fresh", ranks=2)
     model = convert(tmp_path / "hf", tmp_path / "out", **how).config.model
@@ -181,33 +177,6 @@ def test_a_disk_that_refuses_or_forgets(small, tmp_path, monkeypatch):
     assert not any(tmp_path.iterdir())
 
 
-SLOW = """
-import sys, time
-from ladder_jax import cli
-from ladder_jax.checkpoint.arrays import Stream
-put = Stream.put
-Stream.put = lambda *a, **b: (time.sleep(0.2), put(*a, **b))
-sys.exit(cli.main(["convert", sys.argv[1], "out"]))
-"""
-
-
-def test_sigterm_removes_what_there_is(small, tmp_path):
-    environment = {**os.environ, "PYTHONPATH": str(pathlib.Path(__file__).parent.parent.parent)}
-    command = [sys.executable, "-c", SLOW, str(small)]
-    process = subprocess.Popen(
-        command, cwd=tmp_path, stderr=subprocess.PIPE, text=True, env=environment
-    )
-    while not list(tmp_path.glob(".out.converting/out/checkpoints")):
-        assert process.poll() is None, process.stderr.read()
-        time.sleep(0.01)
-    process.send_signal(signal.SIGTERM)
-    _, said = process.communicate(timeout=60)
-    assert process.returncode == 128 + signal.SIGTERM
-    assert "Traceback" not in said
-    assert f"ladder-jax: SIGTERM: '{tmp_path / 'out'}' was not written" in said
-    assert not any(tmp_path.iterdir())
-
-
 def test_a_tokenizer_that_does_not_match(small, tmp_path):
     """More tokens than the model has: of a Hugging Face folder, where nothing but the number
     tells.
@@ -225,10 +194,8 @@ def test_a_tokenizer_that_does_not_match(small, tmp_path):
 
 
 @pytest.mark.parametrize("content, tokens, skip, shape", [
-    ("a" * 129, 64, 0, (1, 65)),
     ("a" * 129, 128, 0, (1, 129)),
     ("ab" * 3000, 5000, 0, (4, 1025)),
-    ("ab" * 3000, 2048, 0, (2, 1025)),
     ("ab" * 3000, 2048, 3000, (2, 1025)),
 ])  # fmt: skip
 def test_rows_of_a_text(content, tokens, skip, shape, tmp_path):

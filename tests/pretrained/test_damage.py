@@ -30,19 +30,14 @@ def whole(tmp_path, monkeypatch):
 @pytest.mark.parametrize("kept", [0, 7, 8, 100, -1])
 def test_truncated_or_removed(kept, whole):
     file = sorted(whole.glob("*.safetensors"))[1]
-    file.write_bytes(file.read_bytes()[:kept])
-    assert file.name in (message := refused(whole))
-    assert "not a whole safetensors file" in message
+    content = file.read_bytes()
+    wrong = [content[:kept]]
+    for header in (b"\xff" * 8, (2**62).to_bytes(8, "little"), (4).to_bytes(8, "little") + b"nope"):
+        wrong.append(header + content[len(header) :])
+    for damaged in wrong:
+        file.write_bytes(damaged)
+        assert f"{file.name}' is not a whole safetensors file" in refused(whole)
     os.remove(file)
-    assert file.name in refused(whole)
-
-
-@pytest.mark.parametrize(
-    "header", [b"\xff" * 8, (2**62).to_bytes(8, "little"), (4).to_bytes(8, "little") + b"nope"]
-)
-def test_nonsense_in_headers(header, whole):
-    file = sorted(whole.glob("*.safetensors"))[0]
-    file.write_bytes(header + file.read_bytes()[len(header) :])
     assert file.name in refused(whole)
 
 

@@ -35,23 +35,16 @@ def test_every_family_holds_what_its_hugging_face_form_holds(name, tmp_path):
     """Heads in the other order for llama, biases, query/key norms, tied tables: bit for bit, layer
     for layer.
     """
-    told = models.config(name)
-    changes = {}
-    if (told.get("rope_scaling") or {}).get("rope_type") == "llama3":
-        changes = {"rope_scaling": None}
-    elif told.get("rope_parameters", {}).get("rope_type") == "llama3":
-        changes = {"rope_parameters": {"rope_type": "default", "rope_theta": 500_000.0}}
+    changes = {
+        "llama-3.1": {"rope_scaling": None},
+        "llama-3.2": {"rope_parameters": {"rope_type": "default", "rope_theta": 500_000.0}},
+    }.get(name, {})
     theirs = pretrained.open(models.write(tmp_path / "hf", name, **changes))
     ours = pretrained.open(gguf_files.write(tmp_path / "file.gguf", name, **changes))
     assert ours.model == theirs.model
     assert ours.context == 256
     assert ours.generation == {"bos_token_id": 0, "eos_token_id": [1]}
     models.same_arrays(ours, theirs)
-
-
-def dequantised(values: np.ndarray, kind: Kind) -> np.ndarray:
-    """What a file of that type holds of `values` [rows, n]."""
-    return gguf.quants.dequantize(gguf.quants.quantize(values, kind), kind)
 
 
 @pytest.mark.parametrize(
@@ -66,10 +59,8 @@ def test_types(kind, tmp_path, monkeypatch):
     up = source.arrays[Key("layers/mlp/up", 1)]
     assert up.read().dtype == up.dtype == stored
     assert source.model.dtype is Dtype.BFLOAT16
-    assert (up.read().T == dequantised(values["model.layers.1.mlp.up_proj.weight"], kind)).all()
-    query = source.arrays[Key("layers/attention/query", 0)].read()
-    theirs = dequantised(values["model.layers.0.self_attn.q_proj.weight"], kind)
-    assert (query == theirs.reshape(4, 8, 32).transpose(2, 0, 1)).all()
+    packed = gguf.quants.quantize(values["model.layers.1.mlp.up_proj.weight"], kind)
+    assert (up.read().T == gguf.quants.dequantize(packed, kind)).all()
     assert source.arrays[Key("final_norm/scale")].dtype == np.float32
 
 
@@ -225,7 +216,6 @@ def test_a_sentencepiece_tokenizer_is_what_it_was(tmp_path):
         ("smollm", ["it", "'", "S", " ", "1", "2", "3", "4", "5", " Ab", "!!", "\n\n", " a"]),
         ("llama-bpe", ["it", "'S", " ", "123", "45", " Ab", "!!\n\n", " a"]),
         ("qwen2", ["it", "'S", " ", "1", "2", "3", "4", "5", " Ab", "!!\n\n", " a"]),
-        ("tekken", ["it", "'S", " ", "1", "2", "3", "4", "5", " Ab", "!!\n\n", " a"]),
         ("default", ["it", "'", "S", " ", "123", "45", " Ab", "!!", "\n\n", " a"]),
     ],
 )

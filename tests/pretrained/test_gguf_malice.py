@@ -83,7 +83,7 @@ def test_settings_of_another_type(tmp_path):
         ("tokenizer.ggml.token_type", ["a"]),
         ("tokenizer.ggml.merges", "a"),
         ("tokenizer.chat_template", 5),
-        ("llama.context_length", "long"),
+        ("context_length", "long"),
     ):
         file = gguf_files.write(tmp_path / "a.gguf", "llama-2", settings={name: value})
         assert f"{name} must be" in (said := refused(file)) or f"{name} is not a list of" in said

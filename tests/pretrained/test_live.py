@@ -7,8 +7,7 @@ import numpy as np
 import pytest
 
 from ladder_jax import pretrained
-from ladder_jax.pretrained.source import Stored
-from tests import tokenizers
+from tests import cases, tokenizers
 from tests.pretrained import ladders, models, record
 from tests.pretrained.test_in import logits, recorded
 
@@ -31,8 +30,8 @@ def opened(folder):
 def test_imported_models_compute_the_same(name, tmp_path):
     folder = models.write(tmp_path / "model", name)
     live = record.logits(folder)
-    assert models.error(live[:, 2::3], recorded()[name]) <= 1e-5, "run tests/pretrained/record.py"
-    assert models.error(logits(pretrained.open(folder)), live) <= BOUND
+    assert cases.error(live[:, 2::3], recorded()[name]) <= 1e-5, "run tests/pretrained/record.py"
+    assert cases.error(logits(pretrained.open(folder)), live) <= BOUND
 
 
 @pytest.mark.parametrize("name", models.CONFIGS)
@@ -57,13 +56,13 @@ def test_experts_in_and_out(name, form, tmp_path):
     told = models.config(name)
     folder = models.write(tmp_path / "model", name, tensors=form(models.weights(told)))
     live = record.logits(folder)
-    assert models.error(live[:, 2::3], recorded()[name]) <= 1e-5, "run tests/pretrained/record.py"
+    assert cases.error(live[:, 2::3], recorded()[name]) <= 1e-5, "run tests/pretrained/record.py"
     source = pretrained.open(folder)
     pretrained.write_huggingface(source, tmp_path / "out")
     model = opened(tmp_path / "out")
     assert type(model).__module__.startswith("transformers.models.")
     # PyTorch's own sums depend on alignment
-    assert models.error(record.logits(tmp_path / "out"), live) <= 1e-6
+    assert cases.error(record.logits(tmp_path / "out"), live) <= 1e-6
     model.save_pretrained(tmp_path / "saved")  # by transformers' own choice of names
     again = pretrained.open(tmp_path / "saved")
     assert again.model == source.model
@@ -92,14 +91,14 @@ def test_prefill_decode_and_left_padding(exported):
     name, made, _, model = exported
     ours = logits(made)
     tokens = models.tokens()
-    assert models.error(ours[:, 2::3], recorded()[name]) <= BOUND
-    assert models.error(run(model, tokens).logits, ours) <= BOUND
+    assert cases.error(ours[:, 2::3], recorded()[name]) <= BOUND
+    assert cases.error(run(model, tokens).logits, ours) <= BOUND
 
     step, seen = run(model, tokens[:, :9]), []
     for at in range(9, tokens.shape[1]):
         seen.append(step.logits[:, -1])
         step = run(model, tokens[:, at : at + 1], past_key_values=step.past_key_values)
-    assert models.error(torch.stack(seen, 1), ours[:, 8:-1]) <= BOUND
+    assert cases.error(torch.stack(seen, 1), ours[:, 8:-1]) <= BOUND
 
     # Two rows of different lengths: the second ends where the first does, and begins with padding.
     long, short = tokens[0], tokens[1, :15]
@@ -108,8 +107,8 @@ def test_prefill_decode_and_left_padding(exported):
     mask[1, :9] = 0
     padded = run(model, batch, attention_mask=torch.as_tensor(mask)).logits
     assert torch.isfinite(padded).all()
-    assert models.error(padded[0], ours[0]) <= BOUND
-    assert models.error(padded[1, 9:], ours[1, :15]) <= BOUND
+    assert cases.error(padded[0], ours[0]) <= BOUND
+    assert cases.error(padded[1, 9:], ours[1, :15]) <= BOUND
 
 
 def test_generate(exported):
@@ -146,7 +145,7 @@ def test_fine_tuned_and_back(exported, tmp_path):
     model.save_pretrained(tmp_path / "tuned")
     again = pretrained.open(tmp_path / "tuned")
     assert again.arrays.keys() == made.arrays.keys()
-    assert models.error(run(model.eval(), models.tokens()).logits, logits(again)) <= BOUND
+    assert cases.error(run(model.eval(), models.tokens()).logits, logits(again)) <= BOUND
 
 
 def test_bfloat16_tokenizer_and_consent(tmp_path):
@@ -154,14 +153,10 @@ def test_bfloat16_tokenizer_and_consent(tmp_path):
     import torch
     import transformers
 
-    made = ladders.make(tmp_path / "made", "ladder", vocab_size=320)
+    halved = dict(vocab_size=320, values=ml_dtypes.bfloat16)
+    made = ladders.make(tmp_path / "made", "ladder", **halved)
     tokenizer = tokenizers.byte_level()
-    files = {"tokenizer.json": tokenizer.to_str().encode()}
-    halved = lambda a: Stored(
-        a.shape, np.dtype(ml_dtypes.bfloat16), lambda: a.read().astype(ml_dtypes.bfloat16)
-    )
-    arrays = {key: halved(stored) for key, stored in made.arrays.items()}
-    made = dataclasses.replace(made, files=files, arrays=arrays)
+    made = dataclasses.replace(made, files={"tokenizer.json": tokenizer.to_str().encode()})
     pretrained.write_huggingface(made, tmp_path / "out")
     model = transformers.AutoModelForCausalLM.from_pretrained(
         tmp_path / "out", trust_remote_code=True
@@ -170,7 +165,7 @@ def test_bfloat16_tokenizer_and_consent(tmp_path):
     assert model.generation_config.eos_token_id == [2, 5]
     with torch.no_grad():
         rounded = model(torch.as_tensor(models.tokens(), dtype=torch.long)).logits.float().numpy()
-    assert models.error(rounded, record.logits(tmp_path / "out")) < 0.1
+    assert cases.error(rounded, record.logits(tmp_path / "out")) < 0.1
     # runs no program
     there = transformers.AutoTokenizer.from_pretrained(tmp_path / "out", trust_remote_code=False)
     text = "the cat sat on the mat"

@@ -17,7 +17,7 @@ import pytest
 from flax import nnx
 
 import ladder_jax as lj
-from ladder_jax import checkpoint, decode, pretrained
+from ladder_jax import checkpoint, pretrained
 from ladder_jax.bench import request as benches
 from ladder_jax.cli import main
 from ladder_jax.config import Dtype, Phase
@@ -59,9 +59,8 @@ def printed(capsys, *words):
 
 def same(ours, theirs):
     """Parameters, to the last bit."""
-    for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
-        assert a.dtype == b.dtype
-        assert (np.asarray(a) == np.asarray(b)).all()
+    equal = lambda a, b: a.dtype == b.dtype and np.array_equal(a, b)
+    assert jax.tree.all(jax.tree.map(equal, ours, theirs))
 
 
 @pytest.mark.parametrize("name", ["small.gguf", *FULL])
@@ -136,17 +135,8 @@ def shapes(files, tmp_path):
 
 def test_other_commands_read_the_shape_alone(shapes, files, capsys, mistake):
     for name in shapes:
-        words = [
-            "--model",
-            name,
-            "--hardware",
-            "h100-nvlink",
-            "--tensor",
-            2,
-            "--residual",
-            "ladder",
-        ]
-        assert json.loads(printed(capsys, "predict", *words, "--json"))["model"] == str(name)
+        words = "--hardware h100-nvlink --tensor 2 --residual ladder --json".split()
+        assert json.loads(printed(capsys, "predict", "--model", name, *words))["model"] == str(name)
         where = dict(model=str(name), target="v5p:2x2x2")
         request = overlaps.make(**where, residual="ladder-fresh", tensor=2, phase=Phase.DECODE)
         again = overlaps.Request.from_dict(json.loads(json.dumps(request.as_dict())))
@@ -160,11 +150,8 @@ def test_other_commands_read_the_shape_alone(shapes, files, capsys, mistake):
 
 
 def test_training_starts_from_any_model(files, tmp_path):
-    """With its shape, weights and tokenizer; a run that goes on refuses other weights in their
-    place.
-    """
-    folder, text = tmp_path / "model", tmp_path / "text.txt"
-    shutil.copytree(files / "llama-2", folder)
+    """With its shape, weights and tokenizer. (Others in their place: in test_retrain.py.)"""
+    folder, text = files / "llama-2", tmp_path / "text.txt"
     text.write_text("the cat sat on the mat " * 200)
     (tmp_path / "recipe.yaml").write_text("train: {steps: 1, evaluation_batches: 1}\n")
     words = [f"train.start={folder}", "model.residual=ladder", f"data.path={text}", "lora.rank=2"]
@@ -174,14 +161,9 @@ def test_training_starts_from_any_model(files, tmp_path):
     saved, source = checkpoint.open_checkpoint(tmp_path / "run"), pretrained.open(folder)
     assert (saved.config.model.residual, saved.config.model.d_model) == ("ladder", 32)
     assert saved.tokenizer().name == source.tokenizer.name
-    recorded = saved.data["sources"]
-    start = sources.of_run(saved.config, recorded=recorded).start
+    start = sources.of_run(saved.config, recorded=saved.data["sources"]).start
     layers = start.params(start.define(), dtype=np.float32)["layers"]
     assert (np.asarray(layers["mlp"]["up"])[1] == source.arrays["layers/mlp/up", 1].read()).all()
-    other = {"model.norm.weight": np.ones(32, np.float32)}
-    models.write(folder, "llama-2", vocab_size=100, more=other)
-    with pytest.raises(UserError, match="is not the checkpoint any more that this run began with"):
-        sources.of_run(saved.config, recorded=recorded)
 
 
 @pytest.mark.parametrize(
@@ -243,18 +225,14 @@ def served(tmp_path, monkeypatch):
 
     @contextlib.contextmanager
     def serve(folder):
-        hubs.download.cache_clear()
-        with (
-            hub.served(folder, name="someone/small", kind="models") as (url, asked),
-            monkeypatch.context() as here,
-        ):
-            here.setattr(constants, "ENDPOINT", url)
+        with hub.served(folder, name="someone/small", kind="models") as (url, asked):
+            monkeypatch.setattr(constants, "ENDPOINT", url)
             template = url + "/{repo_id}/resolve/{revision}/{filename}"
-            here.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
-            here.setattr(constants, "HF_HUB_DISABLE_XET", True)
+            monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+            monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
             yield url, asked
-        hubs.download.cache_clear()
 
+    hubs.download.cache_clear()
     yield serve
     hubs.download.cache_clear()
 
@@ -264,11 +242,7 @@ def refused(name):
 
 
 def downloaded(asked):
-    return [
-        one.split("/", maxsplit=5)[5]
-        for one in asked
-        if one.startswith("GET /someone/small/resolve/")
-    ]
+    return [one.split("/", maxsplit=5)[5] for one in asked if "/resolve/" in one and "GET" in one]
 
 
 def test_a_model_of_the_hub(files, served, tmp_path, capsys, monkeypatch):
@@ -283,17 +257,7 @@ def test_a_model_of_the_hub(files, served, tmp_path, capsys, monkeypatch):
     (folder / "onnx").mkdir()
     (folder / "onnx" / "model.safetensors").write_bytes(b"x")
     text = printed(capsys, "generate", files / "llama-2", *WORDS)
-    shape = [
-        "predict",
-        "--model",
-        "someone/small",
-        "--hardware",
-        "v5e",
-        "--tensor",
-        "1",
-        "--residual",
-        "ladder",
-    ]
+    shape = "predict --model someone/small --hardware v5e --tensor 1 --residual ladder".split()
     with served(folder) as (url, asked):
         printed(capsys, *shape)
         assert downloaded(asked) == ["config.json"]
@@ -430,15 +394,9 @@ def test_what_a_model_refuses(model):
         UserError, match="unknown setting 'decode.max_tokens'; did you mean 'decode.max_new_tokens'"
     ):
         model.generate("x", max_tokens=3)
-    with pytest.raises(UserError, match="no chat template"):
-        model.generate([{"role": "user", "content": "x"}])
     other = lj.Transformer(lj.preset("tiny", num_layers=1, vocab_size=300), rngs=nnx.Rngs(0))
     with pytest.raises(UserError, match="has no tokenizer"):
         other.generate("x")
-    with pytest.raises(
-        UserError, match="inference needs a Transformer, or a ModelDef and its params"
-    ):
-        decode.Generator(model.definition)
 
 
 def test_without_the_hubs_library(mistake, monkeypatch):

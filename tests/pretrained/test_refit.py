@@ -13,6 +13,7 @@ import sys
 
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 from ladder_jax import nn, parallel, pretrained
@@ -27,6 +28,7 @@ from ladder_jax.pretrained.sublayers import Streams, programs
 from tests import cases
 from tests.pretrained import gguf_files, models
 from tests.pretrained.least_squares import TOKENS, as_source, check, normalised
+from tests.pretrained.test_convert import ARGUMENTS
 
 ROOT = pathlib.Path(__file__).parent.parent.parent
 
@@ -82,20 +84,6 @@ def test_a_model_without_late_inputs_is_left_alone():
     run = Pass(nn.define(small_model(), mesh=parallel.make_mesh()), standard(), TOKENS)
     for statistics in run.statistics(0, 0), run.output_statistics(0, 0):
         assert not statistics.changes(1, ridge=1e-3)[0].any()
-
-
-def test_each_layer_alone_is_fitted_behind_the_original():
-    """As if it were the only converted one: the same as of a hybrid with that layer."""
-    settings = dict(rows=TOKENS, mesh=parallel.make_mesh())
-    alone = refit(standard(), model=small_model("ladder"), settings=Refit(alone=True), **settings)
-    assert [(f.layer, f.sublayer) for f in alone.fits][:2] == [(0, "mlp"), (1, "attention")]
-    for layer in (1, 3):
-        single = refit(
-            standard(), model=small_model("ladder", ladder_layers=f"{layer},"), **settings
-        )
-        for key, stored in single.source.arrays.items():
-            if key.layer == layer:
-                assert (stored.read() == alone.source.arrays[key].read()).all()
 
 
 def test_sums_over_many_batches_stay_within_the_bound():
@@ -173,10 +161,7 @@ def test_the_verb_refits_and_writes_a_plain_checkpoint(small, texts, tmp_path, c
 
 def parsed(model, **options):
     """The request of `convert` with these options only."""
-    names = ("ladder_layers", "residual", "ranks", "dtype", "calibration", "calibration_tokens")
-    others = ("refit", "ridge", "search", "tensor")
-    required = dict(source="", destination="out", to="checkpoint")
-    return convert.parse(dict.fromkeys(names + others) | required | options, model)
+    return convert.parse(ARGUMENTS | dict(source="", destination="out") | options, model)
 
 
 def test_rows_are_no_longer_than_the_models_training_sequence(tmp_path, texts):
@@ -213,14 +198,17 @@ def test_layers_are_chosen_by_their_refitted_cost(small, texts, tmp_path, capsys
         model = dataclasses.replace(source.model, residual="ladder", ladder_layers=layers)
         return refit(source, model=model, rows=following[:, :-1], mesh=parallel.make_mesh()).source
 
-    assert told["curve"][3]["loss"] == pytest.approx(loss(refitted("3,"), measured), rel=1e-5)
+    for layer in (1, 3):  # refitted alone, as in a hybrid with that layer
+        alone = loss(refitted(f"{layer},"), measured)
+        assert told["curve"][layer]["loss"] == pytest.approx(alone, rel=1e-5)
     models.same_arrays(saved, refitted(saved.model.ladder_layers))
 
 
 def loss(source: Source, rows: np.ndarray) -> float:
     definition = nn.define(source.model, mesh=parallel.make_mesh())
     params = pretrained.load(source, mesh=definition.layout.mesh)
-    return models.loss(nn.compiled_logits(definition)(params, rows[:, :-1]), rows)
+    logits = nn.compiled_logits(definition)(params, rows[:, :-1])
+    return float(optax.softmax_cross_entropy_with_integer_labels(logits, rows[:, 1:]).mean())
 
 
 KILLED = """
@@ -262,35 +250,23 @@ def test_the_outputs_are_fitted_where_there_are_tokens_for_it(
 
 @pytest.fixture
 def summed(monkeypatch):
-    """The statistics that are computed from here on, (name, layer, index)."""
+    """The statistics that are computed from here on, (run, layer, index)."""
     found = []
 
-    def record(name, method):
-        def recorded(self, *where):
-            found.append((name, *where))
-            return method(self, *where)
+    def recorded(method):
+        return lambda *where: found.append(where) or method(*where)
 
-        monkeypatch.setattr(Pass, name, recorded)
-
-    record("statistics", Pass.statistics)
-    record("output_statistics", Pass.output_statistics)
+    for name in ("statistics", "output_statistics"):
+        monkeypatch.setattr(Pass, name, recorded(getattr(Pass, name)))
     return found
-
-
-LAST = [("statistics", 2, 1), ("statistics", 3, 0), ("statistics", 3, 1)]
-BEHIND_DAMAGED = [("output_statistics", 1, 0), ("output_statistics", 1, 1)] + [
-    (name, layer, index)
-    for layer in (2, 3)
-    for index in (0, 1)
-    for name in ("statistics", "output_statistics")
-]
 
 
 @pytest.mark.parametrize(
     "signum, status, projections, resumed",
     [
-        (signal.SIGKILL, -signal.SIGKILL, INPUTS, LAST),
-        pytest.param(signal.SIGTERM, 128 + signal.SIGTERM, BOTH, BEHIND_DAMAGED, marks=FULL),
+        (signal.SIGKILL, -signal.SIGKILL, INPUTS, 3),
+        # the outputs behind the damaged one, and the inputs and outputs of two whole layers
+        pytest.param(signal.SIGTERM, 128 + signal.SIGTERM, BOTH, 2 + 8, marks=FULL),
     ],
 )
 def test_killed_and_resumed_bit_for_bit(
@@ -309,11 +285,11 @@ def test_killed_and_resumed_bit_for_bit(
     left = tmp_path / ".out.converting" / "refitted"
     assert len(list(left.glob("*.npz"))) == 3
     assert not (tmp_path / "out").exists()
-    if resumed is BEHIND_DAMAGED:  # a damaged file is fitted again
+    if projections is BOTH:  # a damaged file is fitted again
         (damaged,) = left.glob("*-0001-attention-out.npz")
         damaged.write_bytes(b"nonsense")
     found = converted(small, tmp_path / "out", *words)
-    assert summed == resumed
+    assert len(summed) == resumed
     printed = capsys.readouterr().out
     assert "refitted 6 sublayers: the late inputs" in printed
     assert ("behind these inputs, the sublayers' outputs lacked" in printed) == (
@@ -321,6 +297,24 @@ def test_killed_and_resumed_bit_for_bit(
     )
     models.same_arrays(found, converted(small, tmp_path / "undisturbed", *words))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "undisturbed"]
+
+
+def test_models_that_cannot_be_refitted():
+    infinite = np.full((8, 4, 32), np.inf, np.float32)
+    stored = Stored(infinite.shape, infinite.dtype, lambda: infinite)
+    arrays = {**standard().arrays, Key("layers/attention/out", 0): stored}
+    broken = dataclasses.replace(standard(), arrays=arrays)
+    desync, ladder = small_model("desync-2", ranks=2), small_model("ladder")
+    already = dataclasses.replace(standard(), model=ladder)
+    for source, model, mesh, message in (
+        (already, ladder, {}, "starts from a standard model; .* is ladder"),
+        (standard(), desync, {}, "ladder kinds of residual, whose inputs are late, not 'desync-2'"),
+        (standard(), ladder, dict(data=4), "6 rows of calibration text cannot be split over 4 dat"),
+        (standard(), ladder, dict(fsdp=2), "splits parameters over fsdp"),
+        (broken, ladder, {}, "no least squares: .*infs or NaNs"),
+    ):
+        with pytest.raises((UserError, RunFailed), match=message):
+            refit(source, model=model, rows=TOKENS, mesh=parallel.make_mesh(**mesh))
 
 
 def test_other_requests_resume_nothing(tmp_path):
@@ -331,30 +325,3 @@ def test_other_requests_resume_nothing(tmp_path):
         request = {"rows": TOKENS, **always, **change}
         kept = refit(source, folder=tmp_path / "kept", **request)
         models.same_arrays(kept.source, refit(source, **request).source)
-
-
-def test_models_that_cannot_be_refitted():
-    settings = dict(rows=TOKENS, model=small_model("ladder"))
-    ladder = dataclasses.replace(standard(), model=small_model("ladder"))
-    with pytest.raises(UserError, match="starts from a standard model; .* is ladder"):
-        refit(ladder, mesh=parallel.make_mesh(), **settings)
-    with pytest.raises(
-        UserError, match="is for ladder kinds of residual, whose inputs are late, not 'desync-2'"
-    ):
-        refit(
-            standard(),
-            mesh=parallel.make_mesh(),
-            rows=TOKENS,
-            model=small_model("desync-2", ranks=2),
-        )
-    with pytest.raises(UserError, match="6 rows of calibration text cannot be split over 4 data"):
-        refit(standard(), mesh=parallel.make_mesh(data=4), **settings)
-    with pytest.raises(UserError, match="splits parameters over fsdp"):
-        refit(standard(), mesh=parallel.make_mesh(fsdp=2), **settings)
-    infinite = np.full((8, 4, 32), np.inf, np.float32)
-    arrays = {
-        Key("layers/attention/out", 0): Stored(infinite.shape, infinite.dtype, lambda: infinite)
-    }
-    broken = dataclasses.replace(standard(), arrays={**standard().arrays, **arrays})
-    with pytest.raises(RunFailed, match="no least squares: .*infs or NaNs"):
-        refit(broken, mesh=parallel.make_mesh(), **settings)

@@ -13,7 +13,8 @@ import pytest
 
 from ladder_jax import nn, parallel, pretrained
 from ladder_jax.config import Dtype
-from tests.pretrained import models, smollm2
+from tests import cases
+from tests.pretrained import smollm2
 from tests.pretrained import smollm2_record as record
 
 
@@ -74,7 +75,7 @@ def test_logits_and_greedy_text_are_those_of_transformers():
     batch = np.stack([np.pad(text, (0, length - len(text))) for text in (*texts, known)])
     definition = nn.define(source().model, mesh=parallel.make_mesh())
     scores = np.asarray(nn.compiled_logits(definition)(params(), batch))
-    assert models.error(scores[-1, 3:32:4, record.COLUMNS], recorded()["logits"]) <= 1e-4
+    assert cases.error(scores[-1, 3:32:4, record.COLUMNS], recorded()["logits"]) <= 1e-4
     for prompt, text, row in zip(prompts, texts, scores):
         best = row.argmax(-1)
         assert best[len(prompt) - 1 : len(text) - 1].tolist() == text[len(prompt) :].tolist()
@@ -85,7 +86,7 @@ def test_logits_and_greedy_text_are_those_of_transformers():
 def test_the_record_is_what_transformers_computes():
     """As it is installed, with PyTorch."""
     live = record.logits(record.known(tokenizer()))[0, 3::4, record.COLUMNS]
-    assert models.error(live, recorded()["logits"]) <= 1e-4
+    assert cases.error(live, recorded()["logits"]) <= 1e-4
     for n in range(len(record.PROMPTS)):
         greedy = record.greedy(recorded()[f"prompt_{n}"].tolist())
         assert greedy == recorded()[f"greedy_{n}"].tolist()

@@ -81,23 +81,6 @@ def test_answers(content, alone):
     assert chat.choices[0].message.content == expected.text
 
 
-def test_answers_that_are_there(content, tmp_path):
-    """Whole lines count, of the same requests. (test_prompts.py goes on after a kill.)"""
-    file, out = write(tmp_path / "in.jsonl", LINES), tmp_path / "out.jsonl"
-    unanswered = lambda **changes: jsonl.unanswered(
-        str(out), batch.read(file, **{**READ, **changes})
-    )
-    for cut in (5, len(content) // 2, len(content)):
-        out.write_bytes(content[:cut])
-        assert len(unanswered()) == len(LINES) - content[:cut].count(b"\n")
-        assert content.startswith(out.read_bytes())
-    for changes in (dict(identity="another"), dict(defaults=DecodeConfig(seed=4))):
-        with pytest.raises(
-            UserError, match="out.jsonl line [1-4] answers another prompt, model or setting"
-        ):
-            unanswered(**changes)
-
-
 def test_one_without_numbers(tmp_path):
     """Its line has the server's status and body, and the others are answered."""
     from ladder_jax.decode.request import NoNumbers
@@ -108,6 +91,15 @@ def test_one_without_numbers(tmp_path):
     assert answer["response"]["body"]["error"]["code"] == "no_numbers"
     (tmp_path / "out.jsonl").write_text(json.dumps(answer) + "\n")
     assert jsonl.unanswered(str(tmp_path / "out.jsonl"), [job]) == []
+
+
+@pytest.mark.parametrize("change", [dict(identity="another"), dict(defaults=DecodeConfig(seed=4))])
+def test_answers_to_something_else(change, content, tmp_path):
+    """(test_prompts.py goes on after a kill.)"""
+    (tmp_path / "out.jsonl").write_bytes(content)
+    jobs = batch.read(write(tmp_path / "in.jsonl", LINES), **READ | change)
+    with pytest.raises(UserError, match="out.jsonl line [1-4] answers another prompt, model or"):
+        jsonl.unanswered(str(tmp_path / "out.jsonl"), jobs)
 
 
 MISTAKES = [
@@ -166,19 +158,16 @@ def test_a_dated_template_on_another_day(tmp_path, monkeypatch):
     lines = [request("chat", CHAT, messages=[{"role": "user", "content": "hello"}])]
     file, day = write(tmp_path / "in.jsonl", lines), datetime.timedelta(days=1)
 
-    def job(name, template):
-        if not (tmp_path / name).exists():
-            made.folder(tmp_path / name, template=template)
+    def job(name):
         about = READ | dict(tokenizer=tokenizers.load(tmp_path / name), vocab_size=301)
         return batch.read(file, **about)[0]
 
-    dated, other = (
-        "{{ strftime_now('%d') }}" + made.TEMPLATE,
-        "{{ strftime_now('%d') }}!" + made.TEMPLATE,
-    )
-    today = job("t", dated)
-    assert job("other", other).digest != today.digest
+    for name, mark in (("dated", ""), ("other", "!")):
+        template = "{{ strftime_now('%d') }}" + mark + made.TEMPLATE
+        made.folder(tmp_path / name, template=template)
+    today = job("dated")
+    assert job("other").digest != today.digest
     tomorrow = types.SimpleNamespace(now=lambda: datetime.datetime.now() + day)
     monkeypatch.setattr(chat_template, "datetime", types.SimpleNamespace(datetime=tomorrow))
-    assert job("t", dated).digest == today.digest
-    assert job("t", dated).requests[0].prompt != today.requests[0].prompt
+    assert job("dated").digest == today.digest
+    assert job("dated").requests[0].prompt != today.requests[0].prompt

@@ -1,6 +1,7 @@
 """The official client against a server in a process: every answer is that of the request alone."""
 
-import asyncio
+import itertools
+from concurrent import futures
 
 import numpy as np
 import openai
@@ -33,22 +34,6 @@ def complete(client):
     return lambda **more: client.completions.create(**{**ASKED, **more})
 
 
-def test_a_completion(complete, alone):
-    answer, expected = complete(), alone("Once upon", **ALONE)
-    assert answer.object == "text_completion"
-    assert answer.model == MODEL
-    assert answer.id.startswith("cmpl-")
-    (choice,) = answer.choices
-    assert choice.text == expected.text
-    assert choice.finish_reason == "length"
-    assert choice.logprobs is None
-    assert (
-        answer.usage.prompt_tokens,
-        answer.usage.completion_tokens,
-        answer.usage.total_tokens,
-    ) == (9, 40, 49)
-
-
 def test_defaults_are_openai_s(client, alone):
     """16 tokens, drawn with temperature 1 and another seed each time."""
     first, second = (client.completions.create(model=MODEL, prompt="a") for _ in range(2))
@@ -74,9 +59,14 @@ def test_several_prompts_and_answers(complete, alone, prompt):
         alone(one, **{**ALONE, "seed": 7 + k}).text for one in ("a", "bé") for k in range(3)
     ]
     assert answer.choices == complete(prompt=prompt, n=3, best_of=3).choices
+    assert (answer.object, answer.model, answer.id[:5]) == ("text_completion", MODEL, "cmpl-")
     assert [choice.index for choice in answer.choices] == list(range(6))
     assert [choice.text for choice in answer.choices] == expected
-    assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (4, 240)
+    assert {(choice.finish_reason, choice.logprobs) for choice in answer.choices} == {
+        ("length", None)
+    }
+    usage = answer.usage
+    assert (usage.prompt_tokens, usage.completion_tokens, usage.total_tokens) == (4, 240, 244)
     assert complete(prompt=[97]).choices[0].text == expected[0]
 
 
@@ -101,20 +91,13 @@ def test_a_stream(complete, alone):
     *parts, last = complete(
         prompt=["Once upon", "x"], stream=True, stream_options={"include_usage": True}
     )
-    texts, reasons = {0: [], 1: []}, {}
-    for part in parts:
-        (choice,) = part.choices
-        assert choice.index not in reasons
-        assert part.usage is None
-        assert part.id == last.id
-        texts[choice.index].append(choice.text)
-        if choice.finish_reason:
-            reasons[choice.index] = choice.finish_reason
-    assert ["".join(texts[k]) for k in range(2)] == [
-        alone(one, **ALONE).text for one in ("Once upon", "x")
-    ]
-    assert reasons == {0: "length", 1: "length"}
-    assert min(len(texts[k]) for k in range(2)) >= 3
+    assert {(part.id, part.usage) for part in parts} == {(last.id, None)}
+    for index, prompt in enumerate(("Once upon", "x")):
+        mine = [part.choices[0] for part in parts if part.choices[0].index == index]
+        assert len(mine) >= 3
+        assert "".join(choice.text for choice in mine) == alone(prompt, **ALONE).text
+        reasons = [choice.finish_reason for choice in mine]
+        assert reasons == [None] * (len(mine) - 1) + ["length"]
     assert last.choices == []
     assert (last.usage.prompt_tokens, last.usage.completion_tokens) == (10, 80)
 
@@ -199,6 +182,29 @@ def test_health_and_metrics(running, complete):
     assert 'path="other",status="404"' in ask(running.url, "/metrics")[2]
 
 
+def test_many_at_once(running, client, alone):
+    """None is lost, none is wrong; of those who leave after the first part the others notice
+    nothing.
+    """
+    asked, leave = list(random_requests(30)), range(1, 30, 4)
+
+    def streamed(index):
+        prompt, new, drawn = asked[index]
+        body = dict(model=MODEL, prompt=prompt, max_tokens=new, **drawn)
+        with client.completions.create(**body, stream=True) as parts:
+            kept = itertools.islice(parts, 1 if index in leave else None)
+            return "".join(part.choices[0].text for part in kept)
+
+    with futures.ThreadPoolExecutor(30) as threads:
+        texts = list(threads.map(streamed, range(30)))
+    for index, (text, (prompt, new, drawn)) in enumerate(zip(texts, asked)):
+        expected = alone(prompt, max_new_tokens=new, **drawn).text
+        assert text == expected or (index in leave and expected.startswith(text))
+    busy = ("ladder_jax_running", "ladder_jax_queued")
+    until(lambda: not any(metric(running.url, name) for name in busy))
+    assert metric(running.url, 'ladder_jax_finished_total{reason="cancelled"}') > 0
+
+
 def random_requests(count):
     """Greedy and drawn; prompts and answers of all lengths that fit."""
     rng = np.random.default_rng(0)
@@ -207,40 +213,3 @@ def random_requests(count):
         new = int(rng.integers(1, min(48, CAPACITY - length) + 1))
         drawn = dict(temperature=float(rng.uniform(0.3, 1.5)) * (index % 2), seed=index)
         yield rng.integers(0, 256, length).tolist(), new, drawn
-
-
-def at_once(url, asked, *, leave=()):
-    """The texts of all requests, streamed at once; None for those that leave after the first
-    part.
-    """
-
-    async def one(client, index, prompt, new, drawn):
-        more = dict(model=MODEL, prompt=prompt, max_tokens=new, **drawn)
-        parts, answer = [], await client.completions.create(**more, stream=True)
-        async for part in answer:
-            if index in leave:
-                return await answer.close()
-            parts.append(part.choices[0].text)
-        return "".join(parts)
-
-    async def everyone():
-        async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="any", max_retries=0) as client:
-            return await asyncio.gather(
-                *(one(client, index, *request) for index, request in enumerate(asked))
-            )
-
-    return asyncio.run(everyone())
-
-
-def test_many_at_once(running, alone):
-    """None is lost, none is wrong; of those who leave the others notice nothing."""
-    asked, leave = list(random_requests(30)), range(1, 30, 4)
-    expected = [alone(prompt, max_new_tokens=new, **drawn).text for prompt, new, drawn in asked]
-    texts = at_once(running.url, asked, leave=leave)
-    assert texts == [None if index in leave else text for index, text in enumerate(expected)]
-    idle = lambda: (
-        not any(metric(running.url, f"ladder_jax_{name}") for name in ("running", "queued"))
-    )
-    until(idle)
-    cancelled = metric(running.url, 'ladder_jax_finished_total{reason="cancelled"}')
-    assert cancelled > 0

@@ -94,12 +94,9 @@ def test_a_full_queue(engine, rounds, serving):
         status, headers, answer = ask(url, body={**LONG, "prompt": ["a", "b"]})
         assert status == 429
         assert int(headers["Retry-After"]) > 0
-        assert answer["error"] == {
-            "message": "no room for 2 more in the queue of 2 requests: 1 wait",
-            "type": "rate_limit_error",
-            "param": None,
-            "code": "queue_full",
-        }
+        error = answer["error"]
+        assert error["message"] == "no room for 2 more in the queue of 2 requests: 1 wait"
+        assert (error["type"], error["code"]) == ("rate_limit_error", "queue_full")
         assert metric(url, "ladder_jax_queued") == engine.stats().queued == 1
         sockets.enter_context(raw(url, body))
         until(lambda: engine.stats().queued == 2)

@@ -1,8 +1,10 @@
 """The command as a user meets it: signals, exit statuses, one line for a mistake."""
 
+import contextlib
+import itertools
 import signal
 import sys
-import threading
+from concurrent import futures
 
 import openai
 import pytest
@@ -30,29 +32,12 @@ sys.exit(main())
 SLOW, FAILING = (("-c", SCRIPT.format(failing=failing)) for failing in (False, True))
 
 
-class Client(threading.Thread):
-    """Streams LONG; `begun` is set by the first piece, `error` or `parts` tell how it went."""
-
-    def __init__(self, url, **more):
-        super().__init__()
-        self.begun, self.parts, self.error, self._url, self._more = (
-            threading.Event(),
-            [],
-            None,
-            url,
-            more,
-        )
-        self.start()
-        assert self.begun.wait(30)
-
-    def run(self):
-        with openai.OpenAI(base_url=f"{self._url}/v1", api_key="sesame", max_retries=0) as client:
-            try:
-                for part in client.completions.create(**{**LONG, **self._more}, stream=True):
-                    self.parts.append(part)
-                    self.begun.set()
-            except Exception as error:  # the client's own, or that of the connection
-                self.error = error
+@contextlib.contextmanager
+def streamed(url, **more):
+    """The parts of LONG's answer, of which the first has come."""
+    with openai.OpenAI(base_url=f"{url}/v1", api_key="sesame", max_retries=0) as client:
+        parts = client.completions.create(**{**LONG, **more}, stream=True)
+        yield itertools.chain([next(parts)], parts)
 
 
 def test_sigterm_drains(start):
@@ -69,18 +54,18 @@ def test_sigterm_drains(start):
         and "(2 slots of 128 tokens)" in ready
     )
     assert ask(process.url, body=LONG)[0] == 401
-    client = Client(process.url, model="novel", max_tokens=120)
-    process.popen.send_signal(signal.SIGTERM)
-    key = {"Authorization": "Bearer sesame"}
-    while (found := ask(process.url, "/health"))[0] == 200:
-        pass
-    assert found[2] == {"status": "draining"}
-    status, headers, answer = ask(process.url, body={**LONG, "model": "novel"}, headers=key)
-    assert status == 503 and answer["error"]["code"] == "draining" and headers["Retry-After"]
-    assert process.popen.wait(60) == 0
-    client.join()
-    assert client.error is None and client.parts[-1].choices[0].finish_reason == "length"
-    assert len(client.parts) > 2 * 120 / 16  # --chunk 4: not in pieces of 16
+    with streamed(process.url, model="novel", max_tokens=120) as stream:
+        process.popen.send_signal(signal.SIGTERM)
+        key = {"Authorization": "Bearer sesame"}
+        while (found := ask(process.url, "/health"))[0] == 200:
+            pass
+        assert found[2] == {"status": "draining"}
+        status, headers, answer = ask(process.url, body={**LONG, "model": "novel"}, headers=key)
+        assert status == 503 and answer["error"]["code"] == "draining" and headers["Retry-After"]
+        assert process.popen.wait(60) == 0
+        parts = list(stream)
+    assert parts[-1].choices[0].finish_reason == "length"
+    assert len(parts) > 2 * 120 / 16  # --chunk 4: not in pieces of 16
     assert process.log().splitlines()[2:] == [
         "ladder-jax: in progress: 1, for 30 seconds at most; a second signal ends the server at once"
     ]
@@ -92,42 +77,42 @@ def test_draining_has_an_end(start):
     """
     # so that LONG takes 127 rounds
     options = "--drain-seconds 0.1 --host 0.0.0.0 --chunk 1".split()
-    process, answers = start(*options, python=SLOW), []
+    process = start(*options, python=SLOW)
     assert "anybody who reaches http://0.0.0.0:" in process.log().splitlines()[0]
-    client = Client(process.url)
-    whole = threading.Thread(target=lambda: answers.append(ask(process.url, body=LONG)[0]))
-    whole.start()
-    until(lambda: metric(process.url, "ladder_jax_running") == 2)
-    assert process.end() == 0
-    for waiting in (client, whole):
-        waiting.join()
-    assert "the server ended before the answer did" in str(client.error) and answers == [503]
+    with streamed(process.url) as stream, futures.ThreadPoolExecutor() as threads:
+        whole = threads.submit(ask, process.url, body=LONG)
+        until(lambda: metric(process.url, "ladder_jax_running") == 2)
+        assert process.end() == 0
+        assert whole.result()[0] == 503
+        with pytest.raises(openai.APIError, match="the server ended before the answer did"):
+            list(stream)
     assert process.log().count("\n") == 4
 
 
 def test_a_second_signal_ends_it_at_once(start):
     process = start("--chunk", "1", python=SLOW)
-    client = Client(process.url)
-    process.popen.send_signal(signal.SIGINT)
-    while ask(process.url, "/health")[0] == 200:
-        pass
-    process.popen.send_signal(signal.SIGTERM)
-    assert process.popen.wait(60) == -signal.SIGTERM
-    client.join()
-    assert client.error is not None
+    with streamed(process.url) as stream:
+        process.popen.send_signal(signal.SIGINT)
+        while ask(process.url, "/health")[0] == 200:
+            pass
+        process.popen.send_signal(signal.SIGTERM)
+        assert process.popen.wait(60) == -signal.SIGTERM
+        with pytest.raises(
+            Exception, match="peer|Connection error"
+        ):  # of the client or of its HTTP library
+            list(stream)
 
 
 def test_an_error_in_the_engine_ends_the_process(start):
     """Those who wait are told, and the status is not 0."""
     process = start(python=FAILING)
-    client = Client(process.url, max_tokens=120)
-    status, _, answer = ask(process.url, body=LONG)
-    assert (
-        status == 500 and answer["error"]["message"] == "the engine has failed, and the server ends"
-    )
-    assert process.popen.wait(60) == 1
-    client.join()
-    assert "the engine has failed" in str(client.error)
+    with streamed(process.url, max_tokens=120) as stream:
+        status, _, answer = ask(process.url, body=LONG)
+        assert status == 500
+        assert answer["error"]["message"] == "the engine has failed, and the server ends"
+        assert process.popen.wait(60) == 1
+        with pytest.raises(openai.APIError, match="the engine has failed"):
+            list(stream)
     assert (
         "MemoryError: no more of it" in process.log()
         and "RuntimeError: the engine failed" in process.log()
