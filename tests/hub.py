@@ -52,7 +52,7 @@ def served(folder: pathlib.Path, *, name: str = "someone/pages", kind: str = "da
         if found and (file := folder / found[2]).is_file():
             content = file.read_bytes()
             about = {"ETag": f'"{hashlib.sha1(content).hexdigest()}"', "Accept-Ranges": "bytes"}
-            return ranged(content, headers.get("Range"), about, beyond=(416, b"", {}))
+            return ranged(content, headers.get("Range"), about)
         return missing("EntryNotFound" if name in path else "RepoNotFound")
 
     def posted(headers, body):
