@@ -121,13 +121,6 @@ def test_no_cache(why, tmp_path, monkeypatch):
     assert not folder.exists()
 
 
-def test_a_cache(tmp_path, monkeypatch):
-    monkeypatch.setenv("LADDER_JAX_CACHE", str(tmp_path / "some" / "where"))
-    with files.cache("x") as folder:
-        (folder / "kept").touch()
-    assert folder == tmp_path / "some" / "where" / "x" and (folder / "kept").exists()
-
-
 def test_overlap_without_a_cache(tmp_path, monkeypatch, capsys):
     (tmp_path / "file").touch()
     monkeypatch.setenv("LADDER_JAX_CACHE", str(tmp_path / "file"))
