@@ -120,8 +120,6 @@ class _Upload(io.BytesIO):
         self._files, self._path = files, path
 
     def close(self):
-        if self.closed:
-            return
         content = self.getvalue()
         super().close()
         self._files.pipe_file(self._path, content)

@@ -44,7 +44,7 @@ def served(folder: pathlib.Path, *, name: str = "someone/pages", kind: str = "da
         if what == "resolve" and place.is_file():
             content = place.read_bytes()
             about = {"ETag": f'"{hashlib.sha1(content).hexdigest()}"', "Accept-Ranges": "bytes"}
-            return ranged(content, headers.get("Range"), about, beyond=(416, b"", {}))
+            return ranged(content, headers.get("Range"), about)
         if what == "paths-info":
             named = (folder / one for one in urllib.parse.parse_qs(body).get("paths", []))
             return told(entry(one) for one in named if one.exists())

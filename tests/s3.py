@@ -38,12 +38,14 @@ class Bucket:
             self.objects[name] = self.generation, bytes(content)
             return self.generation
 
-    def delete(self, name: str, *, match: int | None = None) -> bool:
+    def delete(self, name: str) -> None:
         with self.lock:
-            if match not in (None, self.objects.get(name, (0,))[0]):
-                return False
             self.objects.pop(name, None)
-            return True
+
+    def leave(self, seconds: float) -> None:
+        """Is away for so long."""
+        self.away = True
+        threading.Timer(seconds, setattr, (self, "away", False)).start()
 
     def sorted(self, prefix: str = "") -> list[tuple[str, tuple[int, bytes]]]:
         with self.lock:
@@ -75,9 +77,8 @@ def listening(bucket: Bucket, answer):
             status, content, headers = (503, b"", {}) if bucket.away else answer(*asked)
             content = json.dumps(content).encode() if isinstance(content, dict) else content
             self.send_response(status)
-            kind = headers.pop("Content-Type", "application/json")
-            length = headers.pop("Content-Length", str(len(content)))
-            for name, value in {"Content-Type": kind, "Content-Length": length, **headers}.items():
+            usual = {"Content-Type": "application/json", "Content-Length": str(len(content))}
+            for name, value in (usual | headers).items():
                 self.send_header(name, value)
             self.end_headers()
             if self.command != "HEAD":
@@ -95,21 +96,15 @@ def listening(bucket: Bucket, answer):
         server.server_close()
 
 
-@contextlib.contextmanager
-def served():
-    """Yields the Bucket called "bucket" and the environment in which the libraries find it."""
-    bucket = Bucket()
-    with listening(bucket, lambda *request: answer(bucket, *request)) as address:
-        yield (
-            bucket,
-            {
-                "AWS_ENDPOINT_URL": address,
-                "AWS_REGION": "us-east-1",
-                "AWS_ACCESS_KEY_ID": "anybody",
-                "AWS_SECRET_ACCESS_KEY": "none",
-                "AWS_EC2_METADATA_DISABLED": "true",
-            },
-        )
+def environment(address: str) -> dict:
+    """In which the libraries find the Bucket called "bucket"."""
+    return {
+        "AWS_ENDPOINT_URL": address,
+        "AWS_REGION": "us-east-1",
+        "AWS_ACCESS_KEY_ID": "anybody",
+        "AWS_SECRET_ACCESS_KEY": "none",
+        "AWS_EC2_METADATA_DISABLED": "true",
+    }
 
 
 def answer(bucket: Bucket, method: str, path: str, query: dict, headers, body: bytes):
@@ -127,8 +122,6 @@ def answer(bucket: Bucket, method: str, path: str, query: dict, headers, body: b
     now = None if content is None else etag(content)
     failed = _error(412, "PreconditionFailed", "At least one of the conditions does not hold")
     wanted, unwanted = headers.get("If-Match"), headers.get("If-None-Match")
-    if wanted is not None and now is None:  # documented so, even for PUT
-        return _error(404, "NoSuchKey", "The specified key does not exist.")
     if wanted is not None and wanted != now:
         return failed
     if unwanted is not None and now is not None and unwanted in ("*", now):
@@ -149,12 +142,11 @@ def answer(bucket: Bucket, method: str, path: str, query: dict, headers, body: b
     }
     if method == "HEAD":
         return 200, b"", {**about, "Content-Length": str(len(content))}
-    beyond = _error(416, "InvalidRange", "The requested range is not satisfiable")
-    return ranged(content, headers.get("Range"), about, beyond=beyond)
+    return ranged(content, headers.get("Range"), about)
 
 
-def ranged(content: bytes, asked: str | None, about: dict, *, beyond: tuple):
-    """The answer with the bytes that a Range header asks for; `beyond` if there are none."""
+def ranged(content: bytes, asked: str | None, about: dict):
+    """The answer with the bytes that a Range header asks for."""
     found = re.fullmatch(r"bytes=(\d*)-(\d*)", asked or "")
     if not found:
         return 200, content, about
@@ -162,7 +154,7 @@ def ranged(content: bytes, asked: str | None, about: dict, *, beyond: tuple):
     begin = int(found[1]) if found[1] else max(0, size - int(found[2]))
     end = min(size, int(found[2]) + 1) if found[1] and found[2] else size
     if begin >= size:
-        return beyond
+        return 416, b"", {}
     return 206, content[begin:end], {**about, "Content-Range": f"bytes {begin}-{end - 1}/{size}"}
 
 

@@ -12,7 +12,7 @@ import time
 
 import pytest
 
-from ladder_jax import cli, config, train
+from ladder_jax import cli, config
 from ladder_jax.checkpoint import open_checkpoint
 from ladder_jax.cli import chat
 from ladder_jax.cli.chat import Conversation
@@ -20,12 +20,9 @@ from ladder_jax.decode import Engine, Finish
 from ladder_jax.errors import UserError
 from ladder_jax.nn import define
 from ladder_jax.parallel import make_mesh
-from tests import tokenizers
+from tests import runs, tokenizers
 
-MODEL = (
-    "model.num_layers=2 model.d_model=32 model.d_ff=32 model.dtype=float32 model.vocab_size=301 train.steps=2"
-    " train.batch=4 train.sequence=16 train.warmup_steps=1"
-).split()
+SETTINGS = "model.vocab_size=301 train.steps=2 train.sequence=16 train.warmup_steps=1".split()
 
 
 @pytest.fixture(scope="module")
@@ -34,12 +31,8 @@ def run(tmp_path_factory):
     folder = tmp_path_factory.mktemp("chat")
     given = tokenizers.folder(folder / "given")
     (folder / "book.txt").write_text("".join(tokenizers.SENTENCES) * 100)
-    paths = [
-        f"data.path={folder / 'book.txt'}",
-        f"data.tokenizer={given}",
-        f"run.dir={folder / 'run'}",
-    ]
-    result = train.run(config.load("tiny", overrides=[*MODEL, *paths]), say=lambda line: None)
+    book = folder / "book.txt"
+    result = runs.run(book, folder / "run", *SETTINGS, f"data.tokenizer={given}")
     assert result.bigram_entropy is None and result.validation_loss > 0
     os.rename(given, folder / "away")
     return folder / "run"

@@ -8,6 +8,7 @@ import logging
 import math
 import os
 import pathlib
+import pkgutil
 import shutil
 import threading
 import warnings
@@ -250,7 +251,7 @@ def truncate(file):
 
 @pytest.mark.parametrize(
     "damage",
-    [truncate, cases.flip, lambda file: file.unlink()],
+    [truncate, cases.flip, pathlib.Path.unlink],
     ids=["truncated", "flipped", "removed"],
 )
 def test_every_damaged_file_is_found(three, tmp_path, damage):
@@ -278,24 +279,18 @@ def test_an_item_is_compared_before_it_is_read(saved, tmp_path):
     copy = tmp_path / "checkpoints"
     shutil.copytree(saved[0], copy)
     definition = cases.define("ladder")
-    for item, whole in (("optimizer", True), ("params", False)):
-        cases.flip(copy / "1" / item)
-        checkpoint = open_checkpoint(copy)
-        if whole:
-            checkpoint.params(definition)
-        else:
-            with pytest.raises(Damaged, match="params/.* has other contents than were written"):
-                checkpoint.params(definition)
+    cases.flip(copy / "1" / "optimizer")
+    open_checkpoint(copy).params(definition)
+    cases.flip(copy / "1" / "params")
+    with pytest.raises(Damaged, match="params/.* has other contents than were written"):
+        open_checkpoint(copy).params(definition)
 
 
-@pytest.mark.parametrize("written", ["no manifest", "half a manifest"])
-def test_what_is_being_written_does_not_count(copy, written):
+@pytest.mark.parametrize("damage", [truncate, pathlib.Path.unlink])
+def test_what_is_being_written_does_not_count(copy, damage):
+    """It has no manifest yet, or half of one."""
     (copy / "30").rename(copy / "writing.30")
-    listing = copy / "writing.30" / "manifest.json"
-    if written == "half a manifest":
-        listing.write_text(listing.read_text()[:200])
-    else:
-        listing.unlink()
+    damage(copy / "writing.30" / "manifest.json")
     (copy / "10").rename(copy / "deleting.10")
     assert open_checkpoint(copy).step == 20
     opened(copy).close()
@@ -319,19 +314,20 @@ def test_a_failed_write_is_told_when_the_others_have_ended(tmp_path):
 
 
 def test_what_is_kept():
-    losses = {
-        step: loss for step, loss in zip(range(10, 80, 10), (3.0, 1.0, None, 1.0, 4.0, 2.0, None))
-    }
-    removed = lambda **keep: store.steps_to_remove(losses, keep=store.Keep(**keep))
-    assert removed() == [10, 20, 30, 40, 50, 60]
-    assert removed(last=2, every=30) == [10, 20, 40, 50]
-    assert removed(best=1) == [10, 20, 30, 50, 60]  # of two equals the later
-    assert removed(best=3) == [10, 30, 50]
-    assert removed(last=99) == []
-    losses = {10: math.nan, 20: 2.0, 30: 1.0, 40: 3.0, 50: math.nan}
-    assert removed(best=1) == [10, 20, 40]
-    losses = {10: math.nan, 20: math.nan}
-    assert removed(best=1) == [10]
+    nan = math.nan
+
+    def removed(*losses, **keep):
+        """Of steps 1, 2, ... with these losses."""
+        return store.steps_to_remove(dict(enumerate(losses, 1)), keep=store.Keep(**keep))
+
+    losses = 3.0, 1.0, None, 1.0, 4.0, 2.0, None
+    assert removed(*losses) == [1, 2, 3, 4, 5, 6]
+    assert removed(*losses, last=2, every=3) == [1, 2, 4, 5]
+    assert removed(*losses, best=1) == [1, 2, 3, 5, 6]  # of two equals the later
+    assert removed(*losses, best=3) == [1, 3, 5]
+    assert removed(*losses, last=99) == []
+    assert removed(nan, 2.0, 1.0, 3.0, nan, best=1) == [1, 2, 4]
+    assert removed(nan, nan, best=1) == [1]
     assert store.parse_keep("every=1000, best=2") == store.Keep(last=1, every=1000, best=2)
     for words, message in (
         ("lats=3", "did you mean 'last'"),
@@ -343,30 +339,29 @@ def test_what_is_kept():
 
 
 @pytest.mark.parametrize(
-    "moment", ["before the manifest", "before the old one is moved", "before the new one is named"]
+    "killed, name, kept",
+    [
+        ("ladder_jax.checkpoint.manifest.write", "writing.30", (64, 8)),
+        ("ladder_jax.checkpoint.store._set_aside", "30", (64, 8)),
+        ("pathlib.PosixPath.rename", "writing.30", (3,)),
+    ],
+    ids=["before the manifest", "before the old one is moved", "before the new one is named"],
 )
-def test_killed_while_a_step_is_saved_again(copy, monkeypatch, moment):
+def test_killed_while_a_step_is_saved_again(copy, monkeypatch, killed, name, kept):
     """At each moment a whole checkpoint of that step is left: the old one, or the new one."""
 
     class Killed(BaseException):
         pass
 
-    def kill(*_):
-        raise Killed
+    whole = pkgutil.resolve_name(killed)
+
+    def kill(path, *to):
+        if path.name == name:
+            raise Killed
+        return whole(path, *to)
 
     saving = opened(copy)
-    where = {
-        "before the manifest": (manifest, "write"),
-        "before the old one is moved": (store, "_set_aside"),
-        "before the new one is named": (type(copy), "rename"),
-    }[moment]
-    whole = getattr(*where)
-    if moment == "before the new one is named":
-        monkeypatch.setattr(
-            *where, lambda path, to: kill() if path.name == "writing.30" else whole(path, to)
-        )
-    else:
-        monkeypatch.setattr(*where, kill)
+    monkeypatch.setattr(killed, kill)
     monkeypatch.setattr(threading, "excepthook", lambda _: None)
     saving.save(30, **SMALL)
     saving.close()
@@ -374,8 +369,7 @@ def test_killed_while_a_step_is_saved_again(copy, monkeypatch, moment):
     opened(copy).close()
     assert sorted(path.name for path in copy.iterdir()) == ["10", "20", "30"]
     assert verify(copy / "30") == []
-    new = moment == "before the new one is named"
-    assert tuple(stored(copy / "30" / "params")["a"].shape) == ((3,) if new else (64, 8))
+    assert tuple(stored(copy / "30" / "params")["a"].shape) == kept
 
 
 def test_an_older_one_goes_only_after_the_new_one_is_whole(copy, monkeypatch):
@@ -442,28 +436,24 @@ def test_names_and_metas_that_no_run_wrote(copy, three):
 def test_the_verb(three, tmp_path, capsys):
     run = tmp_path / "run"
     shutil.copytree(three, run / "checkpoints")
-    listing = lambda *more: (
-        cli.main(["checkpoints", str(run), "--json", *more]),
-        json.loads(capsys.readouterr().out),
-    )
-    status, answer = listing()
-    assert status == 0
-    assert ([(c["step"], c["state"]) for c in answer["checkpoints"]] == [
-        (10, "unchecked"), (20, "unchecked"), (30, "unchecked"),
-    ])  # fmt: skip
+
+    def listed(*more):
+        """The exit status, the answer, and the state of each step in it."""
+        status = cli.main(["checkpoints", str(run), "--json", *more])
+        answer = json.loads(capsys.readouterr().out)
+        return status, answer, {one["step"]: one["state"] for one in answer["checkpoints"]}
+
+    status, answer, states = listed()
+    assert (status, states) == (0, dict.fromkeys((10, 20, 30), "unchecked"))
     assert answer["checkpoints"][1]["validation_loss"] == 1.0
     assert answer["checkpoints"][0]["bytes"] > 2048
     assert cli.main(["checkpoints", str(run), "--verify"]) == 0
     assert capsys.readouterr().out.count("whole") == 3
     cases.flip(run / "checkpoints" / "30" / "data" / "metadata")
-    status, answer = listing("--prune", "last=1,best=1")
     # What is damaged counts for nothing, and is left for its owner to see.
-    assert status == 1
+    status, answer, states = listed("--prune", "last=1,best=1")
+    assert (status, states) == (1, {20: "whole", 30: "damaged"})
     assert answer["removed"] == [10]
-    assert [(c["step"], c["state"]) for c in answer["checkpoints"]] == [
-        (20, "whole"),
-        (30, "damaged"),
-    ]
     assert cli.main(["checkpoints", str(run), "--verify"]) == 1
     said = capsys.readouterr()
     assert "step 30: data/metadata has other contents than were written" in said.out

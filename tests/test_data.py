@@ -45,17 +45,6 @@ def test_bigram_entropy():
     assert dataset.bigram_entropy(chain) == pytest.approx(coin, abs=5e-3)
 
 
-def test_batches_are_a_function_of_seed_and_step():
-    content = np.arange(1001).astype(np.uint8)
-    rows = lambda seed: dataset.shuffled(dataset.windows(content, 10), seed=seed)
-    found = rows(3)
-    batch = lambda rows, step: dataset.stacked(rows, range(5 * step, 5 * step + 5))
-    assert (batch(found, 0).shape, batch(found, 0).dtype) == ((5, 11), np.int32)
-    for step in (9, 0, 31):  # any step, in any order
-        np.testing.assert_array_equal(batch(found, step), batch(rows(3), step))
-    assert not np.array_equal(batch(rows(4), 0), batch(found, 0))
-
-
 def test_epochs_of_neighbouring_seeds_are_independent():
     """Else a study over several epochs would repeat, with the next seed, all orders but one."""
     rows = dataset.windows(np.arange(1001, dtype=np.int32), 10)

@@ -11,16 +11,17 @@ import jax
 import numpy as np
 import pytest
 
-from ladder_jax import config, train
 from ladder_jax.checkpoint import open_checkpoint
 from ladder_jax.config import DataConfig, TrainConfig
 from ladder_jax.data import dataset, tokenizer
 from ladder_jax.data.dataset import DataLoader, stacked
-from ladder_jax.data.store import Store, sources
-from ladder_jax.data.store.build import build
+from ladder_jax.data.store import Store
 from ladder_jax.errors import RunFailed, UserError
-from ladder_jax.train import metrics, timing
-from tests import tokenizers
+from ladder_jax.parallel import make_mesh
+from ladder_jax.train import timing
+from tests import runs, tokenizers
+from tests.runs import losses
+from tests.test_tokens import lines, make
 
 RECIPE = TrainConfig(batch=4, sequence=16, seed=3)
 
@@ -28,11 +29,8 @@ RECIPE = TrainConfig(batch=4, sequence=16, seed=3)
 def store(folder, documents, *, tokens="bytes"):
     """Of documents given as strings."""
     folder.mkdir()
-    file = folder / "lines.jsonl"
-    file.write_text("".join(json.dumps({"text": one}) + "\n" for one in documents))
-    more = dict(source=str(tokens), field="text", workers=1)
-    plan = sources.plan([str(file)], most=300)
-    build(plan, out=folder / "store", tokenizer=tokenizer.load(tokens), **more)
+    (folder / "lines.jsonl").write_text(lines(documents))
+    make([folder / "lines.jsonl"], folder / "store", most=300, workers=1, tokens=tokens)
     return folder / "store"
 
 
@@ -78,20 +76,21 @@ def test_two_epochs_hold_every_document_twice(book):
     epochs = [
         [data.training[index] for index in range(start, start + length)] for start in (0, length)
     ]
+    texts = lambda rows: [piece for row in rows for piece in pieces(row)]
     for epoch in epochs:
-        found = [piece for row in epoch for piece in pieces(row)]
+        found = texts(epoch)
         assert predicted(found) == predicted(documents[:cut])
         assert {one for one in documents[:cut] if len(one) <= 17} <= set(found)
     first, second = ([row.tokens.tobytes() for row in epoch] for epoch in epochs)
     assert first != second
     assert sorted(first) == sorted(second)
-    rest = [piece for index in range(data.held_out_rows) for piece in pieces(data.held_out[index])]
-    assert predicted(rest) == predicted(documents[cut:])
+    rest = [data.held_out[index] for index in range(data.held_out_rows)]
+    assert predicted(texts(rest)) == predicted(documents[cut:])
 
 
 def test_a_process_reads_its_devices_rows(book, monkeypatch):
     """And nobody reads what is another's: here of two processes with four devices each."""
-    mesh = jax.make_mesh((4, 2), ("data", "tensor"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    mesh = make_mesh(data=4, tensor=2)
     indices = list(jax.NamedSharding(mesh, jax.P("data")).devices_indices_map((4, 17)).items())
     read, plain = [], Store.read
     monkeypatch.setattr(Store, "read", lambda self, *args: read.append(args) or plain(self, *args))
@@ -110,13 +109,13 @@ def test_a_process_reads_its_devices_rows(book, monkeypatch):
 @pytest.fixture(scope="module")
 def mixture(book, tmp_path_factory):
     folder = tmp_path_factory.mktemp("mix")
-    other = store(folder / "b", numbered(60, letter="b"))
+    store(folder / "b", numbered(60, letter="b"))
     (folder / "mix.yaml").write_text(f"mixture:\n  {book[0]}: 3\n  b/store: 1\n")
-    return folder / "mix.yaml", other
+    return folder / "mix.yaml"
 
 
 def test_a_mixture_is_by_weight_and_each_store_whole(book, mixture):
-    data = load(mixture[0])
+    data = load(mixture)
     alone = load(book[0])
     rows = [data.training[index] for index in range(400)]
     letters = ["".join({chr(token) for token in row.tokens} & set("ab")) for row in rows]
@@ -165,37 +164,22 @@ def test_stores_that_cannot_be_used(book, tmp_path):
     with pytest.raises(
         UserError, match=r"model.vocab_size=256 is too small for tokenizer-\w+ \(at least 301\)"
     ):
-        run(settings(words, tmp_path / "run"))
+        run(words, tmp_path / "run")
     unfinished = json.loads((words / "manifest.json").read_text()) | {"shards": []}
     (words / "manifest.json").write_text(json.dumps(unfinished))
     with pytest.raises(UserError, match="is not finished: run its `ladder-jax tokenize` again"):
         load(words)
 
 
-TINY = """
-    model.num_layers=2 model.d_model=32 model.d_ff=32 model.dtype=float32 train.steps=10 train.batch=4
-    train.sequence=16 train.log_every=1 train.checkpoint_every=4 train.warmup_steps=2 mesh.data=2 mesh.tensor=2
-""".split()
-
-
-def run(settings, *, say=lambda line: None):
-    return train.run(settings, say=say)
-
-
-def settings(data, directory, *more):
-    return config.load(
-        "tiny", overrides=[*TINY, f"data.path={data}", f"run.dir={directory}", *more]
-    )
-
-
-def losses(directory):
-    return [(row["step"], row["loss"]) for row in metrics.read(directory)]
+def run(data, directory, *more):
+    sizes = "train.steps=10 train.sequence=16 train.checkpoint_every=4 mesh.data=2 mesh.tensor=2"
+    return runs.run(data, directory, *sizes.split(), *more)
 
 
 @pytest.fixture(scope="module")
 def uninterrupted(book, tmp_path_factory):
     directory = tmp_path_factory.mktemp("whole") / "run"
-    result = run(settings(book[0], directory))
+    result = run(book[0], directory)
     assert result.bigram_entropy is None
     assert losses(directory)[-1][1] < losses(directory)[0][1]
     return directory, result
@@ -208,7 +192,6 @@ def test_a_data_file_that_cannot_be_read_in_the_middle_of_a_run(
     been.
     """
     directory = tmp_path / "run"
-    here = settings(book[0], directory)
 
     def read(self, step, *, plain=DataLoader.read):
         if step == 6:
@@ -219,11 +202,11 @@ def test_a_data_file_that_cannot_be_read_in_the_middle_of_a_run(
         patched.setattr(DataLoader, "read", read)
         said = "the batch of step 7 cannot be read: 00000.tokens is damaged; step 6 is saved"
         with pytest.raises(RunFailed, match=said) as caught:
-            run(here)
+            run(book[0], directory)
     assert "\n" not in str(caught.value)
     assert open_checkpoint(directory).step == 6
-    assert [step for step, _ in losses(directory)] == [1, 2, 3, 4, 5, 6]
-    assert run(here) == uninterrupted[1]
+    assert [step for step, *_ in losses(directory)] == [1, 2, 3, 4, 5, 6]
+    assert run(book[0], directory) == uninterrupted[1]
     assert losses(directory) == losses(uninterrupted[0])
 
 
@@ -235,13 +218,13 @@ def test_other_data_is_refused_when_a_run_is_resumed(book, uninterrupted, tmp_pa
     stored = json.loads((directory / "config.json").read_text())
     stored["data"]["path"] = str(data)
     (directory / "config.json").write_text(json.dumps(stored))
-    assert run(settings(data, directory)) == uninterrupted[1]
+    assert run(data, directory) == uninterrupted[1]
     shutil.rmtree(tmp_path / "s")
     store(tmp_path / "s", [*book[1][:-1], "x"])
     with pytest.raises(
         UserError, match=r"has changed since step 10 \(its fingerprint was \w+, now \w+\)"
     ):
-        run(settings(data, directory))
+        run(data, directory)
 
 
 def test_a_dated_template_on_another_day(tmp_path, monkeypatch):
@@ -257,18 +240,13 @@ def test_a_dated_template_on_another_day(tmp_path, monkeypatch):
         {"role": "assistant", "content": "sat on the mat"},
     ]
     data.write_text(f"{json.dumps({'messages': turns})}\n" * 8)
-    more = [
-        "data.format=examples",
-        f"data.tokenizer={folder}",
-        "model.vocab_size=301",
-        "train.sequence=32",
-    ]
-    here = settings(data, directory, *more)
-    result = run(here)
+    more = "data.format=examples", "model.vocab_size=301", "train.sequence=32"
+    again = lambda: run(data, directory, f"data.tokenizer={folder}", *more)
+    result = again()
     whole = losses(directory)
     shutil.rmtree(directory / "checkpoints" / "10")
     tomorrow = lambda: time.time() + 24 * 3600
     later = types.SimpleNamespace(time=tomorrow, perf_counter=time.perf_counter)
     monkeypatch.setattr(timing, "time", later)
-    assert run(here) == result
+    assert again() == result
     assert losses(directory) == whole

@@ -7,10 +7,6 @@ import os
 from ladder_jax.checkpoint import manifest
 
 
-def digest(content):
-    return hashlib.blake2b(content, digest_size=16).hexdigest()
-
-
 def test_a_manifest_names_the_checkpoints_files_only(tmp_path):
     """Not those of other folders, whatever their digests are, nor what would never end to be
     read.
@@ -22,13 +18,17 @@ def test_a_manifest_names_the_checkpoints_files_only(tmp_path):
     manifest.write(folder)
     told = json.loads((folder / "manifest.json").read_text())
     assert manifest.problems(folder) == []
-    for name in ("../other", str(tmp_path / "other"), "sub/../../other"):
-        files = told["files"] | {name: {"size": 1, "digest": digest(b"o")}}
+
+    def problems(name, content):
+        """Of a manifest that names this file, too."""
+        digest = hashlib.blake2b(content, digest_size=16).hexdigest()
+        files = told["files"] | {name: {"size": len(content), "digest": digest}}
         (folder / "manifest.json").write_text(json.dumps(manifest._signed(files)))
-        assert manifest.problems(folder) == ["manifest.json is damaged"]
+        return manifest.problems(folder)
+
+    for name in ("../other", str(tmp_path / "other"), "sub/../../other"):
+        assert problems(name, b"o") == ["manifest.json is damaged"]
     os.mkfifo(folder / "pipe")
-    files = told["files"] | {"pipe": {"size": 0, "digest": digest(b"")}}
-    (folder / "manifest.json").write_text(json.dumps(manifest._signed(files)))
-    assert manifest.problems(folder) == ["pipe is missing"]
+    assert problems("pipe", b"") == ["pipe is missing"]
     (folder / "manifest.json").write_text("[" * 100_000)
     assert manifest.problems(folder) == ["manifest.json is damaged"]

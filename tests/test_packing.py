@@ -7,11 +7,10 @@ import jax
 import numpy as np
 import pytest
 
-from ladder_jax import nn, train
+from ladder_jax import nn, parallel, train
 from ladder_jax.config import Loop, Remat
 from ladder_jax.data.packing import Batch, pack
 from ladder_jax.nn import attention, tpu_attention
-from ladder_jax.parallel.collectives import differentiable
 from tests import cases, reference
 
 
@@ -71,14 +70,14 @@ def documents(lengths, *, seed=0, vocab=251):
 
 def batch(rows, *, length):
     """Rows of documents, padded: a Batch of NumPy arrays."""
-    tokens, segments = np.zeros((2, len(rows), length), np.int32)
-    for index, row in enumerate(rows):
-        joined = np.concatenate(row)
-        tokens[index, : len(joined)] = joined
-        segments[index, : len(joined)] = np.repeat(
-            np.arange(1, len(row) + 1), [len(one) for one in row]
-        )
-    return Batch(tokens, segments)
+
+    def padded(parts):
+        joined = np.concatenate(parts)
+        return np.pad(joined, (0, length - len(joined)))
+
+    tokens = [padded(row) for row in rows]
+    numbers = [[np.full(len(one), n, np.int32) for n, one in enumerate(row, 1)] for row in rows]
+    return Batch(np.stack(tokens), np.stack([padded(row) for row in numbers]))
 
 
 @pytest.fixture(scope="module")
@@ -134,15 +133,6 @@ def test_emulated_ranks_pack_as_real_ones(unpacked):
     assert cases.error(*losses) < cases.bound(definition.config)
 
 
-def like_cudnn(query, key, value, *, segments):
-    """As `attention.causal` calls cuDNN, which needs a GPU: with a mask, and a gradient of its
-    own.
-    """
-    same = (segments[:, :, None] == segments[:, None, :])[:, None]
-    attend = lambda q, k, v, mask: jax.nn.dot_product_attention(q, k, v, mask=mask, is_causal=True)
-    return differentiable(attend, fixed=1)(query, key, value, same)
-
-
 def on_a_tpu(query, key, value, *, segments):
     """As on a TPU, but for the kernel's interpreter."""
     with mock.patch.object(
@@ -151,9 +141,6 @@ def on_a_tpu(query, key, value, *, segments):
         return attention.causal(
             query, key, value, kernel=attention.Kernel.SPLASH, segments=segments
         )
-
-
-XLA = functools.partial(attention.causal, kernel=attention.Kernel.XLA)
 
 
 def on_a_mesh(attend, query, key, value, segments):
@@ -165,44 +152,37 @@ def on_a_mesh(attend, query, key, value, segments):
         weigh = lambda *args: (call(*args) * weights).sum()
         return call(query, key, value), jax.grad(weigh, argnums=(0, 1, 2))(query, key, value)
 
-    mesh = jax.sharding.Mesh(np.array(jax.devices()).reshape(2, 4), ("data", "tensor"))
     heads = jax.P("data", None, "tensor", None)
-    rows = jax.P("data", None)
-    local = jax.shard_map(both, mesh=mesh, in_specs=(heads, heads, heads, rows), out_specs=heads)
+    specs = dict(in_specs=(heads, heads, heads, jax.P("data", None)), out_specs=heads)
+    local = jax.shard_map(both, mesh=parallel.make_mesh(data=2, tensor=4), **specs)
     return jax.jit(local)(query, key, value, segments)
 
 
-@pytest.mark.parametrize(
-    "attend", [on_a_tpu, XLA, like_cudnn], ids=["splash", "xla", "as cudnn is called"]
-)
-def test_attention_within_segments(attend):
+def test_attention_within_segments():
+    """Of the kernel for TPUs and of XLA's. (cuDNN's is called as in test_kernels.)"""
     rng = np.random.default_rng(0)
     args = rng.standard_normal((3, 2, 70, 4, 16)).astype(np.float32)
     # 0, padding, comes last
     segments = np.sort(rng.integers(0, 4, (2, 70)), axis=1)[:, ::-1].astype(np.int32)
-    out, gradients = on_a_mesh(attend, *args, segments)
-    limit = 16 * np.sqrt(70) * cases.UNIT_ROUNDOFF  # as in test_kernels
     same = segments[:, None, :, None] == segments[:, None, None, :]
-    seen = np.tri(70, dtype=bool) & same
-    assert cases.error(out, reference.attend(*args, seen)) < limit
-    if attend is not XLA:
-        _, dense = on_a_mesh(XLA, *args, segments)
-        for ours, theirs in zip(gradients, dense, strict=True):
-            assert cases.error(ours, theirs) < 2 * limit
+    expected = reference.attend(*args, np.tri(70, dtype=bool) & same)
+    limit = 16 * np.sqrt(70) * cases.UNIT_ROUNDOFF  # as in test_kernels
+    xla = functools.partial(attention.causal, kernel=attention.Kernel.XLA)
+    (out, gradients), (dense, wanted) = (
+        on_a_mesh(attend, *args, segments) for attend in (on_a_tpu, xla)
+    )
+    assert cases.error(out, expected) < limit
+    assert cases.error(dense, expected) < limit
+    for ours, theirs in zip(gradients, wanted, strict=True):
+        assert cases.error(ours, theirs) < 2 * limit
 
 
 def test_a_number_may_come_again():
     """Of documents apart from each other: equal numbers do not make them one."""
-    rng = np.random.default_rng(0)
-    query, key, value = rng.standard_normal((3, 2, 9, 2, 8)).astype(np.float32)
-    row, same = [1, 1, 2, 2, 2, 1, 1, 0, 1], [1, 1, 2, 2, 2, 3, 3, 0, 4]
-    again, apart = np.array([row, row[::-1]]), np.array([same, same[::-1]])
+    query, key, value = np.random.default_rng(0).standard_normal((3, 1, 9, 2, 8), np.float32)
     outs = []
-    for segments in (again, apart):
-        positions = nn.Packed(segments)
-        assert positions.indices(9).tolist() == [
-            [0, 1, 0, 1, 2, 0, 1, 0, 0],
-            [0, 0, 0, 1, 0, 1, 2, 0, 1],
-        ]
+    for row in ([1, 1, 2, 2, 2, 1, 1, 0, 1], [1, 1, 2, 2, 2, 3, 3, 0, 4]):
+        positions = nn.Packed(np.array([row]))
+        assert positions.indices(9).tolist() == [[0, 1, 0, 1, 2, 0, 1, 0, 0]]
         outs.append(positions.attend(query, key, value, cache=None, kernel=attention.Kernel.XLA)[0])
     assert (outs[0] == outs[1]).all()

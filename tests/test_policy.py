@@ -1,6 +1,7 @@
 """Bad steps: what the compiled step keeps, and what stop, skip and rollback make of it."""
 
 import dataclasses
+import functools
 import json
 import shutil
 
@@ -13,7 +14,7 @@ from ladder_jax.config import OnBadStep, TrainConfig
 from ladder_jax.data import dataset
 from ladder_jax.errors import RunFailed
 from ladder_jax.train import metrics, session
-from tests import cases
+from tests import cases, runs
 
 RECIPE = TrainConfig(
     steps=10, batch=4, sequence=8, warmup_steps=2, spike_factor=1.5, spike_window=2
@@ -26,137 +27,103 @@ def test_the_compiled_step_keeps_the_old_state():
     """
     definition = cases.define("ladder", num_layers=2, tensor=2)
     params = cases.placed(definition)
-    fresh = lambda: train.initial_state(
-        definition, config=RECIPE, params=jax.tree.map(lambda a: a.copy(), params)
+    # of copies, as a step reuses what it is given
+    fresh = lambda values: train.initial_state(
+        definition, config=RECIPE, params=jax.tree.map(lambda a: a.copy(), values)
     )
     tokens = cases.tokens((4, 9))
     step = train.train_step(definition, config=RECIPE)
 
-    good, found = step(fresh(), tokens)
+    good, found = step(fresh(params), tokens)
     loss = float(found["loss"])
     assert not found["bad"]
     assert (float(good.mean_loss), int(good.good_steps)) == (pytest.approx(loss), 1)
 
     poisoned = jax.tree.map(lambda a: a.copy(), params)
-    poisoned["layers"]["mlp"]["up"] = poisoned["layers"]["mlp"]["up"] * np.float32(np.nan)
-    for state, mean, count, bad in (
-        (train.initial_state(definition, config=RECIPE, params=poisoned), 0.0, 0, True),
-        (fresh(), loss / 1.6, 2, True),
-        (fresh(), loss / 1.4, 2, False),
-        (fresh(), loss / 1.6, 1, False),  # a mean of too few steps
+    poisoned["layers"]["mlp"]["up"] *= np.nan
+    for values, mean, count, bad in (
+        (poisoned, 0.0, 0, True),
+        (params, loss / 1.6, 2, True),
+        (params, loss / 1.4, 2, False),
+        (params, loss / 1.6, 1, False),  # a mean of too few steps
     ):
-        before = jax.tree.map(np.asarray, state)
-        place = lambda value, like=state.step: jax.device_put(value, like.sharding)
-        state = dataclasses.replace(
-            state, mean_loss=place(np.float32(mean)), good_steps=place(np.int32(count))
-        )
-        after, found = step(state, tokens)
+        place = lambda value: jax.device_put(value, good.step.sharding)
+        known = dict(mean_loss=place(np.float32(mean)), good_steps=place(np.int32(count)))
+        after, found = step(dataclasses.replace(fresh(values), **known), tokens)
         assert bool(found["bad"]) == bad
         assert int(after.step) == 1
         assert int(after.good_steps) == count + (not bad)
-        same = [np.array_equal(a, b, equal_nan=True) for a, b in
-                zip(jax.tree.leaves(before.params), jax.tree.leaves(after.params))]  # fmt: skip
-        assert all(same) if bad else not any(same)
+        # the window's share, 1/2, and not 1/3 for the third
+        wanted = mean if bad else mean + (loss - mean) / 2
+        assert float(after.mean_loss) == pytest.approx(wanted, rel=1e-6)
+        same = jax.tree.map(functools.partial(np.array_equal, equal_nan=True), values, after.params)
+        assert set(jax.tree.leaves(same)) == {bad}
         assert bad == (int(after.optimizer[1].count) == 0)
-        if not bad:
-            assert float(after.mean_loss) == pytest.approx(mean + (loss - mean) / 2, rel=1e-6)
-            # The window's share, 1/2, and not 1/3 for the third.
 
 
 def test_the_limits():
-    bad = {"loss": float("nan"), "gradient_norm": 1.0}
-    policy = session.BadStepPolicy(
-        dataclasses.replace(RECIPE, on_bad_step=OnBadStep.SKIP, max_bad_steps=2), {3: "before"}
+    limits = lambda **more: session.BadStepPolicy(
+        dataclasses.replace(RECIPE, max_bad_steps=2, **more), {3: "before"}
     )
+    bad = {"loss": float("nan"), "gradient_norm": 1.0}
+    policy = limits(on_bad_step=OnBadStep.SKIP)
     policy.bad(5, bad, saved=0)
     policy.bad(6, bad, saved=0)
     policy.good()
     policy.bad(8, bad, saved=4)
     policy.bad(9, bad, saved=4)
-    with pytest.raises(
-        RunFailed,
-        match="step 10: the loss is nan: stopped after 3 bad steps in a row; the newest .* 4",
-    ):
+    said = "step 10: the loss is nan: stopped after 3 bad steps in a row; the newest .* 4"
+    with pytest.raises(RunFailed, match=said):
         policy.bad(10, bad, saved=4)
     assert sorted(policy.left_out) == [3, 5, 6, 8, 9]
 
-    back = session.BadStepPolicy(
-        dataclasses.replace(
-            RECIPE, on_bad_step=OnBadStep.ROLLBACK, max_bad_steps=2, rollback_batches=3
-        )
-    )
+    back = limits(on_bad_step=OnBadStep.ROLLBACK, rollback_batches=3)
     jump = {"loss": 9.0, "gradient_norm": 1.0}
-    for step, left_out in ((20, range(18, 21)), (21, range(19, 22))):
-        with pytest.raises(
-            session.RollBack, match="the loss jumped to 9.000, over 1.5 times"
-        ) as raised:
-            back.bad(step, jump, saved=10)
-        assert back.returned(raised.value, to=10) == left_out
-    assert sorted(back.left_out) == [18, 19, 20, 21]
+
+    def returned(step, *, saved):
+        with pytest.raises(session.RollBack, match="the loss jumped to 9.000, over 1.5") as raised:
+            back.bad(step, jump, saved=saved)
+        return back.returned(raised.value, to=saved)
+
+    assert returned(20, saved=10) == range(18, 21)
+    assert returned(21, saved=10) == range(19, 22)
+    assert sorted(back.left_out) == [3, 18, 19, 20, 21]
     with pytest.raises(RunFailed, match="stopped after 2 returns"):
         back.bad(22, jump, saved=10)
     back.saved()
-    with pytest.raises(session.RollBack) as raised:
-        back.bad(12, jump, saved=11)
-    assert back.returned(raised.value, to=11) == range(12, 13)
-    with pytest.raises(
-        RunFailed,
-        match="the gradient norm is inf: stopped; there is no checkpoint yet.*=skip or rollb",
-    ):
-        session.BadStepPolicy(RECIPE).bad(1, {"loss": 1.0, "gradient_norm": float("inf")}, saved=0)
+    assert returned(12, saved=11) == range(12, 13)
+    said = "the gradient norm is inf: stopped; there is no checkpoint yet.*=skip or rollb"
+    with pytest.raises(RunFailed, match=said):
+        limits().bad(1, {"loss": 1.0, "gradient_norm": float("inf")}, saved=0)
 
 
 SPIKE, STEPS = 20, 32
-TINY = [
-    "model.num_layers=2",
-    "model.d_model=32",
-    "model.d_ff=32",
-    "model.dtype=float32",
-    f"train.steps={STEPS}",
-    "train.batch=4",
-    "train.sequence=32",
-    "train.log_every=1",
-    "train.checkpoint_every=8",
-    "train.warmup_steps=5",
-    "train.evaluate_every=0",
-    "train.evaluation_batches=1",
-    "train.keep_checkpoints=9",
-    "mesh.tensor=2",
-    "train.spike_factor=1.25",
-    "train.spike_window=8",
-    "train.rollback_batches=3",
-    "run.tensorboard=false",
-]
+SETTINGS = f"""
+    train.steps={STEPS} train.checkpoint_every=8 train.evaluate_every=0 train.evaluation_batches=1
+    train.keep_checkpoints=9 mesh.tensor=2 train.spike_factor=1.25 train.spike_window=8
+    train.rollback_batches=3 run.tensorboard=false
+""".split()
 
 
 @pytest.fixture(scope="module")
 def book(tmp_path_factory):
-    return noisy_at([SPIKE], tmp_path_factory.mktemp("data") / "book.txt")
-
-
-def noisy_at(steps, path):
-    """A text of which the windows that these steps train on are noise: their loss jumps."""
-    content = np.frombuffer(
-        "".join(f"line {i} of a book on {i % 7} things\n" for i in range(2000)).encode(), np.uint8
-    )
-    settings = config.load("tiny", overrides=TINY)
+    """A text of which the windows that a step trains on are noise: its loss jumps."""
+    content = "".join(f"line {i} of a book on {i % 7} things\n" for i in range(2000)).encode()
+    noisy, settings = bytearray(content), config.load("tiny", overrides=runs.TINY)
     count = len(content) - int(len(content) * settings.data.validation_fraction)
     windows = dataset.windows(np.arange(count, dtype=np.int32), settings.train.sequence)
     rows, batch = dataset.shuffled(windows, seed=settings.train.seed), settings.train.batch
-    place = [rows[(step - 1) * batch + index][0] for step in steps for index in range(batch)]
-    noisy = content.copy()
-    for start in place:
-        noisy[start : start + 33] = np.random.default_rng(start).integers(65, 91, 33)
-    path.write_bytes(noisy.tobytes())
+    for index in range((SPIKE - 1) * batch, SPIKE * batch):
+        start = rows[index][0]
+        noisy[start : start + 33] = np.random.default_rng(start).integers(65, 91, 33).tolist()
+    path = tmp_path_factory.mktemp("data") / "book.txt"
+    path.write_bytes(noisy)
     return path
 
 
 def run(book, directory, *more):
     said = []
-    train.run(
-        config.load("tiny", overrides=[*TINY, f"data.path={book}", f"run.dir={directory}", *more]),
-        say=said.append,
-    )
+    runs.run(book, directory, *SETTINGS, *more, say=said.append)
     return said
 
 
@@ -202,24 +169,17 @@ def test_skip(skipped, stopped):
     assert position(skipped, 24)["count"] == 23
 
 
-def test_a_stopped_run_goes_on_with_another_policy(book, stopped, skipped, tmp_path):
-    directory = tmp_path / "run"
-    shutil.copytree(stopped, directory)
-    run(book, directory, "train.on_bad_step=skip")
-    assert losses(directory) == losses(skipped)
-    assert position(directory, 32)["skipped"] == [SPIKE]
-
-
-def test_a_run_resumed_after_the_jump_goes_on_alike(book, skipped, tmp_path):
-    """The mean that a jump is measured against is part of the checkpoint, as is what was left
-    out.
+@pytest.mark.parametrize("before", ["stopped", "skipped"])
+def test_a_resumed_run_goes_on_alike(before, book, skipped, tmp_path, request):
+    """Also one that was stopped by another policy. The mean that a jump is measured against is part
+    of the checkpoint, as is what was left out.
     """
     directory = tmp_path / "run"
-    shutil.copytree(skipped, directory)
-    shutil.rmtree(directory / "checkpoints" / "32")
+    shutil.copytree(request.getfixturevalue(before), directory)
+    shutil.rmtree(directory / "checkpoints" / str(STEPS), ignore_errors=True)
     run(book, directory, "train.on_bad_step=skip")
     assert losses(directory) == losses(skipped)
-    assert position(directory, 32)["skipped"] == [SPIKE]
+    assert position(directory, STEPS)["skipped"] == [SPIKE]
 
 
 def test_rollback(book, stopped, skipped, tmp_path):
@@ -244,17 +204,6 @@ def test_rollback(book, stopped, skipped, tmp_path):
             shutil.rmtree(path)
     run(book, directory, "train.on_bad_step=rollback")
     assert losses(directory) == rows
-
-
-def test_a_good_step_between_two_bad_ones_ends_the_row(tmp_path):
-    """Of bad steps one at a time is allowed here, as often as they come."""
-    book = noisy_at([SPIKE, SPIKE + 3, SPIKE + 6], tmp_path / "book.txt")
-    run(book, tmp_path / "run", "train.on_bad_step=skip", "train.max_bad_steps=1")
-    assert [step for step, _, event in losses(tmp_path / "run") if event] == [
-        SPIKE,
-        SPIKE + 3,
-        SPIKE + 6,
-    ]
 
 
 def test_no_number_at_all(book, tmp_path):

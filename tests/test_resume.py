@@ -15,29 +15,18 @@ import time
 
 import pytest
 
-from ladder_jax import cli, config, train
+from ladder_jax import cli
 from ladder_jax.checkpoint import Damaged, steps, store
 from ladder_jax.errors import RunFailed, UserError
 from ladder_jax.train import folder, metrics, session
-from tests import cases
+from tests import cases, runs
+from tests.runs import losses
 
 STEPS, SAVE, EVALUATE = 45, 15, 5
-TINY = [
-    "model.num_layers=2",
-    "model.d_model=32",
-    "model.d_ff=32",
-    "model.dtype=float32",
-    "model.residual_dtype=float32",
-    "mesh.tensor=2",
-    f"train.steps={STEPS}",
-    "train.batch=4",
-    "train.sequence=32",
-    "train.warmup_steps=5",
-    "train.log_every=1",
-    f"train.checkpoint_every={SAVE}",
-    f"train.evaluate_every={EVALUATE}",
-    "train.evaluation_batches=40",
-]
+SETTINGS = f"""
+    mesh.tensor=2 train.steps={STEPS} train.checkpoint_every={SAVE} train.evaluate_every={EVALUATE}
+    train.evaluation_batches=40
+""".split()
 # How often a run is to die, and in what. Steps go on while one is saved, so a kill in a save is one
 # in a step as well.
 KILLS = [
@@ -47,13 +36,19 @@ KILLS = [
 
 
 def command(book, directory, *more):
-    arguments = [*TINY, f"data.path={book}", f"run.dir={directory}", *more]
-    return [sys.executable, "-m", "ladder_jax", "train", "tiny", *arguments]
+    return ["train", "tiny", *runs.words(book, directory, *SETTINGS, *more)]
 
 
 def start(book, directory, *more):
     return subprocess.Popen(
-        [*command(book, directory, *more), "--cpu-devices", "2"],
+        [
+            sys.executable,
+            "-m",
+            "ladder_jax",
+            *command(book, directory, *more),
+            "--cpu-devices",
+            "2",
+        ],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -61,17 +56,10 @@ def start(book, directory, *more):
 
 
 def run(book, directory, *more, said=None):
-    """In this process, which needs no seconds to start; what it says, also in `said`."""
+    """What it says, also in `said`."""
     said = [] if said is None else said
-    overrides = [*TINY, f"data.path={book}", f"run.dir={directory}", *more]
-    train.run(config.load("tiny", overrides=overrides), say=said.append)
+    runs.run(book, directory, *SETTINGS, *more, say=said.append)
     return said
-
-
-def losses(directory):
-    return [
-        (row["step"], row["loss"], row.get("validation_loss")) for row in metrics.read(directory)
-    ]
 
 
 def last_step(directory):
@@ -132,20 +120,20 @@ def test_killed_again_and_again(book, resumable, uninterrupted, kills):
     died = {"step": 0, "save": 0, "evaluation": 0}
     while any(died[kind] < often for kind, often in kills.items()):
         kind = min(kills, key=died.get)  # the one with the fewest
-        resumed = max(
-            [0, *(int(p.name) for p in directory.glob("checkpoints/*") if p.name.isdigit())]
-        )
+        resumed = max([0, *steps(directory / "checkpoints")])
         left, target = being_written(directory), resumed + moments.randint(1, SAVE - 2)
         process = start(book, directory)
 
+        def moment():
+            """What the run is at."""
+            if being_written(directory) - left:
+                return "save"
+            return "step" if (last_step(directory) + 1) % EVALUATE else "evaluation"
+
         def there():
-            """The moment that this life is to end in."""
-            if kind == "save":
-                return being_written(directory) - left
-            step = last_step(directory)
-            return target <= step < resumed + SAVE and (
-                kind == "step" or (step + 1) % EVALUATE == 0
-            )
+            """Whether it is the moment that this life is to end in."""
+            in_time = target <= last_step(directory) < resumed + SAVE
+            return moment() == kind and (in_time or kind == "save")
 
         # What was logged after the checkpoint is there until the new process has dropped it.
         wait(process, lambda: last_step(directory) <= resumed)
@@ -154,14 +142,7 @@ def test_killed_again_and_again(book, resumable, uninterrupted, kills):
             process.kill()
         process.communicate()
         if process.returncode == -signal.SIGKILL:
-            evaluating = (last_step(directory) + 1) % EVALUATE == 0
-            died[
-                "save"
-                if being_written(directory) - left
-                else "evaluation"
-                if evaluating
-                else "step"
-            ] += 1
+            died[moment()] += 1
         else:  # it came to its end first
             shutil.rmtree(directory)
     run(book, directory)
@@ -202,7 +183,7 @@ def test_preempted_in_a_save_and_in_an_evaluation(
         return whole(self, batch)
 
     monkeypatch.setattr(session.Session, "_on_devices", interrupted)
-    ended(cli.main(command(book, directory)[3:]), signal.SIGINT, capsys.readouterr().err)
+    ended(cli.main(command(book, directory)), signal.SIGINT, capsys.readouterr().err)
     assert last_step(directory) == 35
     run(book, directory)
     assert losses(directory) == losses(uninterrupted)

@@ -11,33 +11,15 @@ def test_train_resume_generate(run_cli, tmp_path):
     (tmp_path / "book.txt").write_text(
         "in the beginning was the word, and the word was short.\n" * 300
     )
-    arguments = [
-        "train",
-        "tiny",
-        "model.num_layers=2",
-        "train.batch=4",
-        "train.sequence=32",
-        "train.steps=4",
-        "train.warmup_steps=2",
-        "train.checkpoint_every=2",
-        "data.path=book.txt",
-        "run.dir=out",
-        "mesh.data=2",
-        "mesh.tensor=4",
-    ]
+    arguments = """
+        train tiny model.num_layers=2 train.batch=4 train.sequence=32 train.steps=4 train.warmup_steps=2
+        train.checkpoint_every=2 data.path=book.txt run.dir=out mesh.data=2 mesh.tensor=4
+    """.split()
     first = run_cli(*arguments, cwd=tmp_path, check_status=0)
     assert "held-out loss" in first.stdout
     assert "resuming" in run_cli(*arguments, cwd=tmp_path, check_status=0).stderr
-    text = run_cli(
-        "generate",
-        "out",
-        "--prompt",
-        "in the",
-        "--max-new-tokens",
-        "8",
-        cwd=tmp_path,
-        check_status=0,
-    )
+    asked = "generate", "out", "--prompt", "in the", "--max-new-tokens", "8"
+    text = run_cli(*asked, cwd=tmp_path, check_status=0)
     assert text.stdout.startswith("in the") and len(text.stdout) > 8
 
 

@@ -21,11 +21,10 @@ import time
 import numpy as np
 import pytest
 
-from ladder_jax.data import examples, tokenizer
+from ladder_jax.data import tokenizer
 from ladder_jax.data.store import Store, reader, sources
 from ladder_jax.data.store import build as building
 from ladder_jax.errors import UserError
-from ladder_jax.evaluate import read_choices
 from tests import cases, tokenizers
 
 TEXTS = [f"{'the cat sat on the mat ' * (index % 7)}number {index} é\n" for index in range(120)]
@@ -240,19 +239,14 @@ def test_what_was_done_is_not_done_again(tmp_path):
     before = everything(out)
     words = tokenizers.folder(tmp_path / "t")
     assert make([one, two], out).documents == 2 * len(TEXTS)
-    with pytest.raises(
-        UserError,
-        match="finished store of other sources or another --shard-tokens, or they have chan",
+    for other, message in (
+        (dict(given=[one]), "finished store of other sources or another --shard-tokens, or they"),
+        (dict(most=400), "finished store of other sources or another --shard-tokens, or they"),
+        (dict(field="n"), "was begun with field 'text', not 'n'"),
+        (dict(tokens=words), "was begun with tokenizer 'bytes', not 'tokenizer-"),
     ):
-        make([one], out)
-    with pytest.raises(
-        UserError, match="holds a finished store of other sources or another --shard-tokens"
-    ):
-        make([one, two], out, most=400)
-    with pytest.raises(UserError, match="was begun with field 'text', not 'n'"):
-        make([one, two], out, field="n")
-    with pytest.raises(UserError, match="was begun with tokenizer 'bytes', not 'tokenizer-"):
-        make([one, two], out, tokens=words)
+        with pytest.raises(UserError, match=message):
+            make(**dict(given=[one, two], out=out) | other)
     assert everything(out) == before
 
 
@@ -313,6 +307,7 @@ def test_parts_are_the_store_of_one_command(book, tmp_path):
         (b'{"text": "\\ud800"}\n', "x.jsonl:1: half of a surrogate pair"),
         (b'{"text": ""}\n', "the sources hold no text"),
         (b"", "the sources hold no text"),
+        (b"[" * 100_000, "x.jsonl:1: not JSON: maximum recursion depth"),
     ],
 )
 def test_lines_that_are_wrong(tmp_path, content, message):
@@ -433,20 +428,6 @@ def test_a_token_that_no_tokenizer_has(words, tmp_path):
         store.read(0, 8)
 
 
-@pytest.mark.parametrize(
-    "read",
-    [
-        lambda path: sources.read(*sources.plan([path]), field="text"),
-        examples.read,
-        read_choices,
-    ],
-)
-def test_nested_lines(read, tmp_path):
-    (tmp_path / "x.jsonl").write_text("[" * 100_000)
-    with pytest.raises(UserError, match="x.jsonl:1: not JSON: maximum recursion depth"):
-        list(read(str(tmp_path / "x.jsonl")))
-
-
 def test_a_file_that_is_cut_while_it_is_read(book, tmp_path):
     """An error, where a memory map would end the process."""
     shutil.copytree(book[1], tmp_path / "store")
@@ -461,17 +442,11 @@ def test_a_file_that_is_cut_while_it_is_read(book, tmp_path):
 
 
 def everything(folder):
-    """Every path below `folder`: what it leads to, what it holds and when that was written."""
-    found = {}
-    for path in folder.rglob("*"):
-        name, written = path.relative_to(folder), path.lstat().st_mtime_ns
-        if path.is_symlink():
-            found[name] = (os.readlink(path), written)
-        elif path.is_file():
-            found[name] = (path.read_bytes(), written)
-        else:  # a folder
-            found[name] = None
-    return found
+    """Every path below `folder`: of a file, what it holds and when that was written."""
+    return {
+        path: path.is_file() and (path.read_bytes(), path.stat().st_mtime_ns)
+        for path in folder.rglob("*")
+    }
 
 
 @pytest.mark.parametrize(

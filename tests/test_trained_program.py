@@ -46,15 +46,8 @@ def lowered(monkeypatch):
 
 def audited(**settings):
     """A request of `overlap`, as its compiling process gets it."""
-    shape = dict(
-        target="cpu:8",
-        model="tiny",
-        residual="ladder",
-        layers=2,
-        phase=Phase.TRAIN,
-        prompt_length=LENGTH,
-    )
-    return json.loads(json.dumps(requests.make(**shape, **settings).as_dict()))
+    shape = dict(target="cpu:8", model="tiny", residual="ladder", layers=2, prompt_length=LENGTH)
+    return json.loads(json.dumps(requests.make(phase=Phase.TRAIN, **shape, **settings).as_dict()))
 
 
 @pytest.fixture
@@ -82,19 +75,11 @@ def test_the_audited_step_is_the_one_that_runs(asked, overrides, lowered, traine
 
 
 def test_the_planned_step_is_the_one_that_runs(lowered, trained):
-    overrides = [
-        "mesh.data=2",
-        "mesh.tensor=4",
-        f"train.batch={ROWS}",
-        "train.remat=full",
-        "train.accumulate=2",
-    ]
+    overrides = f"mesh.data=2 mesh.tensor=4 train.batch={ROWS} train.remat=full train.accumulate=2"
+    overrides = overrides.split()
     asked = config.to_dict(config.load("tiny", overrides=[*ALWAYS, *overrides]))
-    step = json.loads(
-        json.dumps(
-            {"target": "cpu:8", **{name: asked[name] for name in ("model", "mesh", "train")}}
-        )
-    )
+    parts = {name: asked[name] for name in ("model", "mesh", "train")}
+    step = json.loads(json.dumps({"target": "cpu:8", **parts}))
     assert lowered(planner.measure, step) == lowered(trained, *overrides)
 
 

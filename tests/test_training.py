@@ -7,15 +7,15 @@ import socket
 
 import jax
 import numpy as np
-import optax
 import pytest
 
 from ladder_jax import config, train
+from ladder_jax.checkpoint.arrays import named
 from ladder_jax.config import Loop, TrainConfig
 from ladder_jax.errors import UserError
 from ladder_jax.train import metrics
 from ladder_jax.train import step as steps
-from tests import cases, reference
+from tests import cases, reference, runs
 from tests.covering import marked
 
 RECIPE = TrainConfig(
@@ -63,22 +63,14 @@ def test_a_step_is_adamw_with_the_norm_of_all_shards(mesh, loop):
     limit = cases.bound(definition.config, passes=2)
     assert cases.error(metrics["loss"], expected_loss) < limit
     assert cases.error(metrics["gradient_norm"], norm) < limit
-    assert float(metrics["learning_rate"]) == pytest.approx(
-        RECIPE.learning_rate / RECIPE.warmup_steps
-    )
+    rate = RECIPE.learning_rate / RECIPE.warmup_steps
+    assert float(metrics["learning_rate"]) == pytest.approx(rate)
     # Adam's first step is about the gradient's sign: where a gradient is near 0 rounding decides
-    # it,
-    # so compare all but the few entries whose sign could differ.
-    for (path, new), old, wanted in zip(
-        jax.tree_util.tree_leaves_with_path(state.params),
-        jax.tree.leaves(params),
-        jax.tree.leaves(expected),
-        strict=True,
-    ):
-        off = np.abs(
-            np.asarray(new) - wanted
-        ) > 1e-3 * RECIPE.learning_rate / RECIPE.warmup_steps + 1e-6 * np.abs(old)
-        assert off.mean() < 1e-2, (path, off.mean())
+    # it, so compare all but the few entries whose sign could differ.
+    old, wanted = named(params), named(expected)
+    for name, new in named(state.params).items():
+        off = np.abs(np.asarray(new) - wanted[name]) > 1e-3 * rate + 1e-6 * np.abs(old[name])
+        assert off.mean() < 1e-2, (name, off.mean())
     assert int(state.step) == 1
 
 
@@ -95,49 +87,27 @@ def test_the_papers_schedule():
 
 
 def test_what_is_not_a_matrix_is_not_decayed():
+    """A zero gradient moves what is decayed, and nothing else."""
     definition = cases.define("ladder", biases=config.Biases.ALL, qk_norm=True)
     adamw = steps.adamw(RECIPE, dims=definition.dims)
     params = jax.tree.map(lambda a: np.ones(a.shape, np.float32), definition.abstract)
     zero = jax.tree.map(np.zeros_like, params)
     updates, _ = jax.jit(adamw.update)(zero, adamw.init(params), params)
-    decayed = {
-        "/".join(k.key for k in p): bool(np.any(u))
-        for p, u in jax.tree_util.tree_leaves_with_path(updates)
-    }
-    assert {n.rsplit("/", 1)[-1] for n, d in decayed.items() if d} == {
-        "table", "query", "key", "value", "out", "gate", "up", "down",
-    }  # fmt: skip
-    assert optax.tree.norm(zero) == 0
+    decayed = {name.rpartition("/")[2] for name, update in named(updates).items() if update.any()}
+    assert decayed == set("table query key value out gate up down".split())
 
 
-TINY = [
-    "model.num_layers=2",
-    "model.d_model=32",
-    "model.d_ff=32",
-    "model.dtype=float32",
-    "model.residual_dtype=float32",
-    "train.steps=30",
-    "train.batch=4",
-    "train.sequence=32",
-    "train.log_every=1",
-    "train.checkpoint_every=10",
-    "train.warmup_steps=5",
-    "mesh.data=2",
-    "mesh.tensor=4",
-]
+SETTINGS = "train.steps=30 train.checkpoint_every=10 mesh.data=2 mesh.tensor=4".split()
 
 
-def settings(book, directory, *more):
-    return config.load(
-        "tiny", overrides=[*TINY, f"data.path={book}", f"run.dir={directory}", *more]
-    )
+def run(book, directory, *more, **say):
+    return runs.run(book, directory, *SETTINGS, *more, **say)
 
 
 @pytest.fixture(scope="module")
 def uninterrupted(book, tmp_path_factory):
     directory = tmp_path_factory.mktemp("whole") / "run"
-    result = train.run(settings(book, directory), say=lambda line: None)
-    return directory, result
+    return directory, run(book, directory)
 
 
 def test_a_run_leaves_what_it_promises(uninterrupted):
@@ -153,13 +123,6 @@ def test_a_run_leaves_what_it_promises(uninterrupted):
     assert result.steps == 30 and 0 < result.validation_loss < 6
 
 
-def test_a_finished_run_is_only_evaluated(uninterrupted, book):
-    directory, result = uninterrupted
-    before = (directory / "metrics.jsonl").read_text()
-    again = train.run(settings(book, directory), say=lambda line: None)
-    assert again == result and (directory / "metrics.jsonl").read_text() == before
-
-
 def test_the_profilers_port(uninterrupted, book):
     """It is open while the run lasts, and a taken one is a mistake."""
     directory, _ = uninterrupted
@@ -169,17 +132,15 @@ def test_the_profilers_port(uninterrupted, book):
             UserError,
             match=f"run.profiler_port: the profiler cannot listen on port {port}: Address al",
         ):
-            train.run(settings(book, directory, f"run.profiler_port={port}"), say=lambda line: None)
+            run(book, directory, f"run.profiler_port={port}")
     connections = []
 
     def connect(line):
         with socket.create_connection(("127.0.0.1", port), timeout=5):
             connections.append(line)
 
-    train.run(
-        settings(book, directory, f"run.profiler_port={port}"),
-        say=lambda line: "mesh" in line and connect(line),
-    )
+    say = lambda line: "mesh" in line and connect(line)
+    run(book, directory, f"run.profiler_port={port}", say=say)
     assert connections
     with pytest.raises(ConnectionRefusedError):
         connect("after the run")
@@ -189,14 +150,14 @@ def test_a_changed_configuration_is_refused(uninterrupted, book):
     directory, _ = uninterrupted
     before = sorted(p.stat().st_mtime_ns for p in directory.rglob("*"))
     with pytest.raises(UserError, match="train.learning_rate was 0.004, now 0.1"):
-        train.run(settings(book, directory, "train.learning_rate=0.1"))
+        run(book, directory, "train.learning_rate=0.1")
     assert sorted(p.stat().st_mtime_ns for p in directory.rglob("*")) == before
 
 
 def test_a_folder_of_something_else_is_left_alone(book, tmp_path):
     (tmp_path / "thesis.tex").write_text("x")
     with pytest.raises(UserError, match="is not empty and holds no config.json"):
-        train.run(settings(book, tmp_path))
+        run(book, tmp_path)
     assert [p.name for p in tmp_path.iterdir()] == ["thesis.tex"]
 
 
@@ -215,5 +176,5 @@ def test_a_folder_of_something_else_is_left_alone(book, tmp_path):
 def test_text_that_cannot_be_trained_on(tmp_path, make, message):
     make(tmp_path / "text")
     with pytest.raises(UserError, match=message):
-        train.run(settings(tmp_path / "text", tmp_path / "run"))
+        run(tmp_path / "text", tmp_path / "run")
     assert not (tmp_path / "run").exists()

@@ -76,7 +76,7 @@ def folder(
     path: pathlib.Path, *, made: tokenizers.Tokenizer | None = None, template: str | None = TEMPLATE
 ) -> str:
     """A folder as Hugging Face's libraries write it."""
-    path.mkdir()
+    path.mkdir(exist_ok=True)
     (made or byte_level()).save(str(path / "tokenizer.json"))
     config = {"bos_token": {"content": BEGIN, "special": True}, "eos_token": END}
     (path / "tokenizer_config.json").write_text(json.dumps(config))

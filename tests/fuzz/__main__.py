@@ -24,7 +24,7 @@ SHOWN = 20  # errors, after which a reader's inputs are left
 
 
 class Late(BaseException):
-    """An input took more than SECONDS."""
+    """An input took more than SECONDS. (One that took more than BYTES is a MemoryError.)"""
 
 
 def main(names: list[str], first: int, last: int) -> int:
@@ -71,19 +71,12 @@ def _outcome(reader: Reader, folder: pathlib.Path, changed: str) -> str | None:
     except UserError as error:
         text = one_line(str(error))
         return None if text.isprintable() else f"not one line but {text[:300]!r}"
-    except Late:
-        return f"more than {SECONDS} s, in {_place()}"
-    except MemoryError:
-        return f"more than {BYTES:,} bytes, in {_place()}"
     except BaseException as error:
-        return f"{type(error).__name__}: {str(error)[:200]}, in {_place()}"
+        frames = traceback.extract_tb(error.__traceback__)
+        ours = [frame for frame in frames if "ladder_jax/" in frame.filename] or frames
+        place = f"{ours[-1].filename.rpartition('ladder_jax/')[2]}:{ours[-1].lineno}"
+        return f"{type(error).__name__}: {str(error)[:200]}, in {place}"
     return None
-
-
-def _place() -> str:
-    frames = traceback.extract_tb(sys.exc_info()[2])
-    ours = [frame for frame in frames if "ladder_jax/" in frame.filename] or frames
-    return f"{ours[-1].filename.rpartition('ladder_jax/')[2]}:{ours[-1].lineno}"
 
 
 @contextlib.contextmanager
@@ -103,7 +96,7 @@ def _limits():
 
 
 def _late(*_):
-    raise Late
+    raise Late(f"more than {SECONDS} s")
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ does with them.
 import dataclasses
 import json
 import pathlib
+import zipfile
 from collections.abc import Callable, Mapping
 
 import numpy as np
@@ -31,6 +32,7 @@ FEW = RunConfig(
         vocab_size=256, d_model=16, num_heads=2, num_kv_heads=2, num_layers=1, d_ff=16
     )
 )
+STEP = "checkpoints/7"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,10 +78,7 @@ def _gguf_model(folder, changed):
 
 
 def _tokenizer_folder(folder):
-    tiny.folder(folder / "x")
-    for file in (folder / "x").iterdir():
-        file.rename(folder / file.name)
-    (folder / "x").rmdir()
+    tiny.folder(folder)
     (folder / "special_tokens_map.json").write_text(
         json.dumps({"eos_token": {"content": tiny.END}})
     )
@@ -105,26 +104,15 @@ def _tokenizer(folder, changed):
 
 
 def _checkpoint(folder):
-    step = folder / "20"
-    meta = {
-        "format": saved.FORMAT,
-        "version": 1,
-        "manifest": manifest.NAME,
-        "step": 20,
-        "time": 1.5,
-    }
-    meta |= {"validation_loss": 2.5, "config": config.to_dict(FEW)}
-    for name, value in {"meta": meta, "data": {"step": 20, "skipped": [3], "account": {}}}.items():
-        (step / name).mkdir(parents=True)
-        (step / name / "metadata").write_text(json.dumps(value))
-    (step / "params").mkdir()
-    (step / "params" / "x").write_bytes(bytes(100))
-    manifest.write(step)
+    """As a run wrote it once."""
+    with zipfile.ZipFile(pathlib.Path(__file__).parents[1] / "checkpoint_1.zip") as recorded:
+        files = [name for name in recorded.namelist() if name.startswith(STEP)]
+        recorded.extractall(folder, files)
 
 
 def _checkpoint_read(folder, changed):
-    step = folder / "20"
-    if changed.endswith("metadata") and (step / changed).stat().st_size % 2:
+    step = folder / STEP
+    if changed.endswith("metadata") and (folder / changed).stat().st_size % 2:
         manifest.write(step)  # as whoever can write there would
     saved.verify(step)
     opened = saved.open_checkpoint(folder)
@@ -268,9 +256,10 @@ READERS = {
     "checkpoint": Reader(
         _checkpoint,
         dict.fromkeys(
-            ["20/manifest.json", "20/meta/metadata", "20/data/metadata"], mutate.json_text
+            [f"{STEP}/{name}" for name in ("manifest.json", "meta/metadata", "data/metadata")],
+            mutate.json_text,
         ),
-        lambda folder, changed: _checkpoint_read(folder, changed.removeprefix("20/")),
+        _checkpoint_read,
     ),
     "store": Reader(
         _store,

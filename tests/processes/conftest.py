@@ -1,5 +1,6 @@
 """Processes of one run, as a cluster starts them, on one machine."""
 
+import contextlib
 import json
 import os
 import socket
@@ -45,29 +46,47 @@ def free_port():
         return free.getsockname()[1]
 
 
-@pytest.fixture
-def started(port):
-    """Starts processes that run `body` once they have joined; kills what is left of them."""
+@contextlib.contextmanager
+def spawning(**pipes):
+    """Yields a function that starts a process, with more variables in its environment; kills what
+    is left of them.
+    """
     running = []
 
-    def start(body="", *, processes=2, only=None, settings=({},), patience=None, counts=None):
-        code = MEMBER.format(body=textwrap.indent(textwrap.dedent(body) or "pass", " " * 8))
-        environment = {**os.environ, "PYTHONUNBUFFERED": "1", "JAX_PLATFORMS": "cpu"}
-        for index in range(processes) if only is None else only:
-            count = counts[index] if counts else processes
-            times = {"start": 60, "lost": 30, "hang": 60, **(patience or {})}
-            arguments = [
-                json.dumps(one) for one in (count, index, settings[index % len(settings)], times)
-            ]
-            command = [sys.executable, "-c", code, f"localhost:{port}", *arguments]
-            pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-            running.append(subprocess.Popen(command, **pipes, env=environment))
-        return running
+    def spawn(command, **variables):
+        environment = {**os.environ, **variables}
+        out = dict(stdout=subprocess.PIPE, text=True)
+        running.append(subprocess.Popen(command, **out, **pipes, env=environment))
+        return running[-1]
 
-    yield start
+    yield spawn
     for process in running:
         process.kill()
         process.communicate()
+
+
+@pytest.fixture
+def spawn():
+    with spawning(stderr=subprocess.PIPE) as spawn:
+        yield spawn
+
+
+@pytest.fixture
+def started(port, spawn):
+    """Starts processes that run `body` once they have joined."""
+
+    def start(body="", *, processes=2, only=None, settings=({},), patience=None, counts=None):
+        code = MEMBER.format(body=textwrap.indent(textwrap.dedent(body) or "pass", " " * 8))
+        times = {"start": 60, "lost": 30, "hang": 60, **(patience or {})}
+        running = []
+        for index in range(processes) if only is None else only:
+            count = counts[index] if counts else processes
+            given = map(json.dumps, (count, index, settings[index % len(settings)], times))
+            command = [sys.executable, "-c", code, f"localhost:{port}", *given]
+            running.append(spawn(command, PYTHONUNBUFFERED="1", JAX_PLATFORMS="cpu"))
+        return running
+
+    return start
 
 
 def joined(running):
@@ -75,9 +94,11 @@ def joined(running):
     assert [process.stdout.readline() for process in running] == ["joined\n"] * len(running)
 
 
-def ends(running, *, within=240.0):
-    """What each printed on standard error, once all have ended."""
+def ends(running, *, status=None, within=240.0):
+    """What each printed on standard error, once all have ended, each with this exit status."""
     until = time.monotonic() + within
-    return [
+    said = [
         process.communicate(timeout=max(0.1, until - time.monotonic()))[1] for process in running
     ]
+    assert status is None or {process.returncode for process in running} == {status}, said
+    return said

@@ -3,7 +3,6 @@ line, in time.
 """
 
 import json
-import os
 import pathlib
 import shutil
 import subprocess
@@ -12,50 +11,27 @@ import threading
 
 import pytest
 
-from ladder_jax import config, train
 from ladder_jax.checkpoint import steps, verify
 from ladder_jax.train import metrics
-from tests import cases
-from tests.processes.conftest import free_port
+from tests import cases, runs
+from tests.processes.conftest import free_port, spawning
 
 ROOT = pathlib.Path(__file__).parents[2]
 STEPS, EVERY = 6, 2
-TINY = [
-    "model.num_layers=2",
-    "model.d_model=32",
-    "model.d_ff=32",
-    "model.dtype=float32",
-    "model.residual_dtype=float32",
-    f"train.steps={STEPS}",
-    "train.batch=4",
-    "train.sequence=32",
-    "train.log_every=1",
-    f"train.checkpoint_every={EVERY}",
-    "train.keep_checkpoints=9",
-    "train.warmup_steps=5",
-    "train.evaluation_batches=1",
-    "run.tensorboard=false",
-    "train.on_bad_step=rollback",
-    "train.rollback_batches=1",
-]
+SETTINGS = f"""
+    train.steps={STEPS} train.checkpoint_every={EVERY} train.keep_checkpoints=9 train.evaluation_batches=1
+    run.tensorboard=false train.on_bad_step=rollback train.rollback_batches=1
+""".split()
 PATIENCE = 20.0
 
 
 @pytest.fixture(scope="module")
-def overrides(book):
-    return [*TINY, f"data.path={book}"]
-
-
-@pytest.fixture(scope="module")
-def whole(overrides, tmp_path_factory):
+def whole(book, tmp_path_factory):
     """A run of one process with four devices to its end, with the checkpoints of steps 2, 4 and
     6.
     """
     run = tmp_path_factory.mktemp("whole") / "run"
-    train.run(
-        config.load("tiny", overrides=[*overrides, "mesh.data=4", f"run.dir={run}"]),
-        say=lambda line: None,
-    )
+    runs.run(book, run, *SETTINGS, "mesh.data=4")
     return run
 
 
@@ -76,20 +52,12 @@ def stood(whole, tmp_path):
 def both():
     """Two processes that have joined: they are started once, for several tests."""
     command = [sys.executable, "-m", "tests.processes.agreeing", f"localhost:{free_port()}", "2"]
-    environment = {**os.environ, "JAX_NUM_CPU_DEVICES": "1"}
-    pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    started = [
-        subprocess.Popen([*command, str(process)], **pipes, env=environment, cwd=ROOT)
-        for process in range(2)
-    ]
-    yield started
-    for process in started:
-        process.kill()
-        process.communicate()
+    with spawning(stdin=subprocess.PIPE) as spawn:
+        yield [spawn([*command, str(process)], JAX_NUM_CPU_DEVICES="1") for process in range(2)]
 
 
 @pytest.fixture
-def told(overrides, both):
+def told(book, both):
     """Makes runs, one after the other, in two processes; what each process tells of each run, by
     run.
     """
@@ -98,16 +66,16 @@ def told(overrides, both):
         """Lines of JSON, among what native code prints."""
         return (json.loads(line) for line in process.stdout if line.startswith("{"))
 
-    def run(*runs, timeout=240):
+    def run(*asked, timeout=240):
         late = threading.Timer(timeout, lambda: [process.kill() for process in both])
         late.start()
         try:
-            for folder, wrong, more in runs:
-                settings = [*overrides, "mesh.data=2", f"run.dir={folder}", *more]
-                asked = {"overrides": settings, "wrong": wrong, "patience": PATIENCE}
+            for folder, wrong, more in asked:
+                overrides = runs.words(book, folder, *SETTINGS, "mesh.data=2", *more)
+                line = json.dumps(dict(overrides=overrides, wrong=wrong, patience=PATIENCE))
                 for process in both:
-                    print(json.dumps(asked), file=process.stdin, flush=True)
-            found = [[next(answers(process), None) for process in both] for _ in runs]
+                    print(line, file=process.stdin, flush=True)
+            found = [[next(answers(process), None) for process in both] for _ in asked]
             assert all(all(one) for one in found), (
                 f"a process has ended, or made no run in {timeout} s"
             )
@@ -169,22 +137,20 @@ def test_two_processes_fail_alike(told, stood):
     lost = str(unseen / "checkpoints" / "4" / "params" / "manifest.ocdbt")
     config_file = other / "config.json"
     book = json.loads(config_file.read_text())["data"]["path"]
-    runs = told(
+    found = told(
         (flipped, {}, []),
         (unseen, {"hidden": {"path": lost, "of": 1}}, []),
         (other, {"hidden": {"path": book, "of": 1}}, []),
     )
-    for found, line in zip(
-        runs, ("other contents than were written", "manifest.ocdbt is missing", "book.txt")
+    for both, line in zip(
+        found, ("other contents than were written", "manifest.ocdbt is missing", "book.txt")
     ):
-        assert found[0]["error"] == found[1]["error"] and found[0]["error"].startswith(
-            "UserError: "
-        ), found
-        assert line in found[0]["error"]
-        assert "\n" not in found[0]["error"]
-        assert all(one["from"] == [] and one["seconds"] < PATIENCE for one in found)
-    assert "(process 1 of 2)" in runs[1][0]["error"]
-    assert "(process 1 of 2)" in runs[2][0]["error"]
+        error, other = (one["error"] for one in both)
+        assert error == other and error.startswith("UserError: "), both
+        assert line in error
+        assert "\n" not in error
+        assert ("(process 1 of 2)" in error) == (both is not found[0])
+        assert all(one["from"] == [] and one["seconds"] < PATIENCE for one in both)
 
 
 def test_a_disk_is_full_in_one_of_two(told, stood, tmp_path, whole):

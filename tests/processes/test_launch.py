@@ -15,7 +15,7 @@ import tomllib
 import pytest
 import yaml
 
-from ladder_jax import cli, config
+from ladder_jax import config
 from ladder_jax.processes import Patience
 
 LAUNCH = pathlib.Path(__file__).parents[2] / "experiments" / "launch"
@@ -24,10 +24,6 @@ MANIFESTS = ("gpu.yaml", "tpu.yaml")
 
 def manifest(name):
     return yaml.safe_load((LAUNCH / "jobset" / name).read_text())
-
-
-def template(name):
-    return manifest(name)["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]
 
 
 def validated(value):
@@ -78,18 +74,9 @@ def test_manifest_agrees_with_itself(name):
     assert mounts == {volume["name"] for volume in job["template"]["spec"]["volumes"]}
     # The mesh has as many devices as the pods.
     (devices,) = container["resources"]["limits"].values()
-    sizes = [int(word.partition("=")[2]) for word in container["args"] if word.startswith("mesh.")]
-    assert sizes[0] * sizes[1] == devices * job["parallelism"]
-
-
-@pytest.mark.parametrize("name", MANIFESTS)
-def test_manifest_trains_a_model_that_there_is(name):
-    """Its settings are ladder-jax's."""
-    (container,) = template(name)["containers"]
     assert container["command"] == ["ladder-jax", "train"]
-    assert "train" in cli.main.__globals__["VERBS"]
     preset, *overrides = container["args"]
-    assert config.load(preset, overrides=overrides).mesh.size > 8
+    assert config.load(preset, overrides=overrides).mesh.size == devices * job["parallelism"]
 
 
 @pytest.fixture

@@ -2,17 +2,13 @@
 that watches.
 """
 
-import os
 import signal
-import subprocess
 import sys
-import time
 
 from ladder_jax.checkpoint import steps, verify
 from ladder_jax.train import metrics
+from tests import runs
 from tests.processes import test_training
-
-TINY = [*test_training.TINY, "mesh.data=2"]  # whose program is compiled for both
 
 PROCESS = """
 import sys, time
@@ -34,22 +30,17 @@ except RunFailed as error:
 """
 
 
-def test_ctrl_c_in_one_process_makes_both_save(book, tmp_path, port):
+def test_ctrl_c_in_one_process_makes_both_save(book, tmp_path, port, spawn):
     """jax tells all processes of a SIGTERM, so Ctrl-C becomes one."""
     run = tmp_path / "run"
-    overrides = [*TINY, f"data.path={book}", f"run.dir={run}"]
-    commands = [
-        [sys.executable, "-c", PROCESS, f"localhost:{port}", str(index), *overrides]
-        for index in range(2)
-    ]
-    environment = {**os.environ, "JAX_NUM_CPU_DEVICES": "1"}
-    pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
-    first, second = (subprocess.Popen(command, **pipes) for command in commands)
-    deadline = time.monotonic() + 240
-    while len(metrics.read(run)) < 3 and time.monotonic() < deadline and second.poll() is None:
-        time.sleep(0.02)
+    # whose program is compiled for the tests of test_training, too
+    words = runs.words(book, run, *test_training.SETTINGS, "mesh.data=2")
+    command = [sys.executable, "-c", PROCESS, f"localhost:{port}"]
+    both = [spawn([*command, str(one), *words], JAX_NUM_CPU_DEVICES="1") for one in range(2)]
+    test_training.until(run, 3, processes=both)
+    first, second = both
     second.send_signal(signal.SIGINT)
-    said = [process.communicate(timeout=240) for process in (first, second)]
+    said = test_training.ended(both)
     assert [first.returncode, second.returncode] == [143, 130], said
     stopped = metrics.read(run)[-1]["step"]
     assert 3 <= stopped < test_training.STEPS and steps(run / "checkpoints")[-1] == stopped

@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from unittest import mock
 
 import jax
 import pytest
@@ -108,14 +109,12 @@ def joined(spec):
 
 def test_jax_fills_in_and_has_the_longer_time_outs(monkeypatch):
     """What is given goes before what jax finds; its own time-outs abort, so ours come first."""
-    calls = []
-    monkeypatch.setattr(
-        jax.distributed, "initialize", lambda *args, **kwargs: calls.append((args, kwargs))
-    )
+    initialize = mock.Mock()
+    monkeypatch.setattr(jax.distributed, "initialize", initialize)
     monkeypatch.setattr(jax.config, "update", lambda *args: None)
     for given in (ProcessSpec("login:1", None, None, "SLURM"), ProcessSpec("gpu-0:8476", 4, 2)):
         join.connect(given, patience=Patience(start=60, lost=30), say=print)
-    (found, detected), (said, fixed) = calls
+    (found, detected), (said, fixed) = initialize.call_args_list
     assert found == ("login:1", None, None) and detected["cluster_detection_method"] is None
     assert said == ("gpu-0:8476", 4, 2) and fixed["cluster_detection_method"] == "deactivate"
     assert fixed["initialization_timeout"] == 120 and fixed["heartbeat_timeout_seconds"] == 120
@@ -130,16 +129,13 @@ def test_a_coordinator_on_this_machine_listens_to_it_alone(port):
 def test_one_host_with_chips(monkeypatch):
     """A machine that only looks like one of a TPU slice trains alone."""
 
-    def fails(error):
-        def initialize(*args, **kwargs):
-            raise error
-
-        monkeypatch.setattr(jax.distributed, "initialize", initialize)
-
+    errors = (
+        ValueError("coordinator_address should be defined."),
+        RuntimeError("no metadata server"),
+    )
+    monkeypatch.setattr(jax.distributed, "initialize", mock.Mock(side_effect=errors))
     monkeypatch.setattr(jax.config, "update", lambda *args: None)
-    fails(ValueError("coordinator_address should be defined."))
     assert joined(ProcessSpec(None, None, None, options.CHIPS)).process == 0
-    fails(RuntimeError("no metadata server"))
     with pytest.raises(
         UserError,
         match="a TPU was recognised, but no metadata server: --coordinator and --processes",

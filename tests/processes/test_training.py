@@ -8,34 +8,21 @@ import pathlib
 import re
 import signal
 import socket
-import subprocess
 import sys
 import time
 
 import pytest
 import yaml
 
-from ladder_jax import config, train
 from ladder_jax.checkpoint import steps, verify
 from ladder_jax.train import metrics
+from tests import runs
 
 STEPS = 60
-TINY = [
-    "model.num_layers=2",
-    "model.d_model=32",
-    "model.d_ff=32",
-    "model.dtype=float32",
-    "model.residual_dtype=float32",
-    f"train.steps={STEPS}",
-    "train.batch=4",
-    "train.sequence=32",
-    "train.log_every=1",
-    "train.checkpoint_every=10",
-    "train.warmup_steps=5",
-    "train.evaluate_every=30",
-    "train.evaluation_batches=1",
-    "run.tensorboard=false",
-]
+SETTINGS = f"""
+    train.steps={STEPS} train.checkpoint_every=10 train.evaluate_every=30 train.evaluation_batches=1
+    run.tensorboard=false
+""".split()
 HOST = socket.gethostname()
 MANIFEST = pathlib.Path(__file__).parents[2] / "experiments" / "launch" / "jobset" / "gpu.yaml"
 
@@ -87,15 +74,6 @@ def jobset(process, processes, port):
     return {**found, "KUBERNETES_SERVICE_HOST": "10.0.0.1", "JOB_COMPLETION_INDEX": str(process)}
 
 
-def variables(process, processes, port):
-    told = {
-        "COORDINATOR": f"localhost:{port}",
-        "PROCESSES": str(processes),
-        "PROCESS": str(process),
-    }
-    return {f"LADDER_JAX_{name}": value for name, value in told.items()}
-
-
 def high_port():
     """In the range that jax makes of jobs' numbers."""
     for port in range(61440 + os.getpid() % 2000, 65535):
@@ -106,47 +84,24 @@ def high_port():
 
 
 @pytest.fixture
-def start():
-    running = []
+def start(book, tmp_path, spawn):
+    """Starts the processes of a run in `tmp_path`/run."""
 
-    def start(overrides, *, cluster, processes=2, lost=60):
-        port = high_port()
-        command = [
-            sys.executable,
-            "-m",
-            "ladder_jax",
-            "train",
-            "tiny",
-            "--cpu-devices",
-            "1",
-            *overrides,
-        ]
-        command += [f"mesh.data={processes}", "--lost-timeout", str(lost)]
-        for process in range(processes):
-            environment = {**os.environ, **cluster(process, processes, port)}
-            pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-            running.append(subprocess.Popen(command, **pipes, env=environment))
-        return running[-processes:]
+    def start(*more, cluster, processes=2, lost=60):
+        port, mesh = high_port(), f"mesh.data={processes}"
+        words = runs.words(book, tmp_path / "run", *SETTINGS, mesh, *more)
+        options = ["--cpu-devices", "1", "--lost-timeout", str(lost)]
+        command = [sys.executable, "-m", "ladder_jax", "train", "tiny", *words, *options]
+        return [spawn(command, **cluster(one, processes, port)) for one in range(processes)]
 
-    yield start
-    for process in running:
-        process.kill()
-        process.communicate()
+    return start
 
 
 @pytest.fixture(scope="module")
-def overrides(book):
-    return [*TINY, f"data.path={book}"]
-
-
-@pytest.fixture(scope="module")
-def alone(overrides, tmp_path_factory):
+def alone(book, tmp_path_factory):
     """The rows of one process with two devices."""
     run = tmp_path_factory.mktemp("alone") / "run"
-    train.run(
-        config.load("tiny", overrides=[*overrides, "mesh.data=2", f"run.dir={run}"]),
-        say=lambda line: None,
-    )
+    runs.run(book, run, *SETTINGS, "mesh.data=2")
     return metrics.read(run)
 
 
@@ -176,14 +131,14 @@ def same(rows, expected, *, rel):
 
 
 @pytest.mark.parametrize("cluster", [slurm, pytest.param(open_mpi, marks=pytest.mark.full)])
-def test_two_are_killed_and_resumed(start, overrides, alone, tmp_path, cluster):
+def test_two_are_killed_and_resumed(start, alone, tmp_path, cluster):
     """The second is killed; then, as a JobSet, they make the steps since the last checkpoint again,
     and alike.
 
     The first fails in a collective at once, and waits to hear why.
     """
     run = tmp_path / "run"
-    killed = start([*overrides, f"run.dir={run}"], cluster=cluster, lost=10)
+    killed = start(cluster=cluster, lost=10)
     # the save after step 20 waits for that after step 10, so one is complete
     until(run, 25, processes=killed)
     killed[1].kill()
@@ -194,7 +149,7 @@ def test_two_are_killed_and_resumed(start, overrides, alone, tmp_path, cluster):
     assert "Traceback" not in said[0][1]
 
     saved, before = steps(run / "checkpoints")[-1], metrics.read(run)
-    resumed = start([*overrides, f"run.dir={run}"], cluster=jobset)
+    resumed = start(cluster=jobset)
     said = ended(resumed)
     assert [process.returncode for process in resumed] == [0, 0], said
     assert f"resuming {run} from step {saved}" in said[0][1]
@@ -207,12 +162,11 @@ def test_two_are_killed_and_resumed(start, overrides, alone, tmp_path, cluster):
 
 
 @pytest.mark.full
-def test_one_of_four_is_preempted_and_all_save(start, overrides, alone, tmp_path):
+def test_one_of_four_is_preempted_and_all_save(start, alone, tmp_path):
     run = tmp_path / "run"
     # A save at every step: else a quick machine has trained all steps before the signal reaches all
     # processes.
-    saving = "train.checkpoint_every=1"
-    four = start([*overrides, f"run.dir={run}", saving], cluster=variables, processes=4)
+    four = start("train.checkpoint_every=1", cluster=slurm, processes=4)
     until(run, 5, processes=four)
     four[2].send_signal(signal.SIGTERM)
     said = ended(four)

@@ -4,6 +4,7 @@ tests/s3.py).
 
 import contextlib
 import dataclasses
+import functools
 import sys
 
 import pytest
@@ -34,18 +35,13 @@ class Away:
         return [sys.executable, "-W", "ignore", "-m", "tests.bucket_files"]
 
     def copy(self, source, target):
-        for name, (_, content) in list(self.bucket.objects.items()):
-            if name.startswith(source):
-                self.bucket.put(target + name.removeprefix(source), content)
+        for name, (_, content) in self.bucket.sorted(source):
+            self.bucket.put(target + name.removeprefix(source), content)
 
     def flip(self, beginning):
         """One bit in the first object whose name begins so."""
-        name = next(name for name in self.bucket.objects if name.startswith(beginning))
-        self.bucket.put(name, flipped(self.bucket.objects[name][1]))
-
-
-def flipped(content):
-    return content[:7] + bytes([content[7] ^ 1]) + content[8:]
+        name, (_, content) = self.bucket.sorted(beginning)[0]
+        self.bucket.put(name, content[:7] + bytes([content[7] ^ 1]) + content[8:])
 
 
 @pytest.fixture(scope="module")
@@ -56,8 +52,10 @@ def stores():
         bucket_files.register()
         found = {}
         for scheme, stand_in in STORES.items():
-            bucket, environment = stack.enter_context(stand_in.served())
-            for name, value in environment.items():
+            bucket = s3.Bucket()
+            answer = functools.partial(stand_in.answer, bucket)
+            address = stack.enter_context(s3.listening(bucket, answer))
+            for name, value in stand_in.environment(address).items():
                 patch.setenv(name, value)
             found[scheme] = Away(scheme, bucket)
         yield found

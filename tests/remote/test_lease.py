@@ -2,6 +2,7 @@
 an answer.
 """
 
+import concurrent.futures
 import os
 import socket
 import threading
@@ -17,14 +18,19 @@ from tests.remote.conftest import IN_S3
 
 
 @pytest.fixture
-def quick(monkeypatch):
-    monkeypatch.setattr(folder, "RENEWED", 0.1)
-    monkeypatch.setattr(folder, "GIVES_UP", 2.0)
-    monkeypatch.setattr(folder, "EXPIRES", 3.0)
+def timeouts(monkeypatch):
+    """Sets when a lease is renewed, given up and taken over, in seconds."""
+
+    def set_to(**seconds):
+        for name, value in seconds.items():
+            monkeypatch.setattr(folder, name, value)
+
+    return set_to
 
 
-def test_a_lock_that_nobody_renews_is_taken_over(away, quick):
+def test_a_lock_that_nobody_renews_is_taken_over(away, timeouts):
     """And if its owner was only asleep, it notices that it has lost the folder."""
+    timeouts(RENEWED=0.1, GIVES_UP=2.0, EXPIRES=3.0)
     name, bucket, said, lost = away.url("leases/two"), away.bucket, [], []
     bucket.put("leases/two/.lock", b'{"owner": "gone 1 2", "renewed": 3}')
     began, asked = time.monotonic(), len(bucket.requests)
@@ -127,11 +133,9 @@ def test_who_has_lost_the_folder_ends(monkeypatch, capfd):
 
 
 @IN_S3
-def test_of_several_that_take_over_one_does(away, monkeypatch):
-    # on a busy machine four threads do not renew within the two seconds of `quick`
-    monkeypatch.setattr(folder, "RENEWED", 0.5)
-    monkeypatch.setattr(folder, "GIVES_UP", 7.0)
-    monkeypatch.setattr(folder, "EXPIRES", 8.0)
+def test_of_several_that_take_over_one_does(away, timeouts):
+    # on a busy machine four threads do not renew within two seconds
+    timeouts(RENEWED=0.5, GIVES_UP=7.0, EXPIRES=8.0)
     bucket, where = away.bucket, away.url("leases/three")
     winners, refused, done = [], [], threading.Event()
     bucket.put("leases/three/.lock", b"something else")
@@ -144,15 +148,10 @@ def test_of_several_that_take_over_one_does(away, monkeypatch):
         except UserError as error:
             refused.append(str(error))
 
-    threads = [threading.Thread(target=start) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    while len(refused) < 3 and any(thread.is_alive() for thread in threads):
-        time.sleep(0.01)
-    assert len(winners) == 1
-    assert (
-        refused == [f"another process is training in {where!r}, on host {socket.gethostname()}"] * 3
-    )
-    done.set()
-    for thread in threads:
-        thread.join()
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        threads = [pool.submit(start) for _ in range(4)]
+        while len(refused) < 3 and not all(thread.done() for thread in threads):
+            time.sleep(0.01)
+        done.set()
+    line = f"another process is training in {where!r}, on host {socket.gethostname()}"
+    assert (winners, refused) == ([1], [line] * 3)

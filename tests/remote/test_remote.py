@@ -3,12 +3,11 @@
 """
 
 import json
+import pkgutil
 import signal
 import socket
 import subprocess
-import threading
 import time
-from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -19,9 +18,8 @@ from etils.epath import backend
 from jax.sharding import NamedSharding, PartitionSpec
 
 from ladder_jax import checkpoint, cli, nn, remote
-from ladder_jax.checkpoint import Pieces, arrays, manifest, open_checkpoint, steps, verify
-from ladder_jax.checkpoint.writing import Writing
-from ladder_jax.config import RunConfig, TrainConfig, load
+from ladder_jax.checkpoint import Pieces, arrays, open_checkpoint, steps, verify
+from ladder_jax.config import RunConfig, load
 from ladder_jax.data.store import Store
 from ladder_jax.errors import RunFailed, UserError
 from ladder_jax.files import absolute, kvstore
@@ -31,7 +29,7 @@ from ladder_jax.train import checkpoints, metrics
 from ladder_jax.train import folder as runs
 from tests import cases
 from tests.remote.conftest import IN_S3
-from tests.test_tokens import TEXTS, lines, make
+from tests.test_tokens import TEXTS, lines, make, texts_in
 
 TINY = """model.num_layers=2 model.d_model=32 model.d_ff=32 model.num_heads=4 model.num_kv_heads=4 model.dtype=float32
     train.batch=4 train.sequence=16 train.warmup_steps=2 train.log_every=2 train.steps=12 train.evaluate_every=6
@@ -43,8 +41,13 @@ def train(folder, *more):
     return cli.main(["train", "tiny", *TINY, f"run.dir={folder}", *more])
 
 
-def numbers(rows):
+def numbers(folder):
+    rows = metrics.read(absolute(folder))
     return {row["step"]: {name: row.get(name) for name in NAMES} for row in rows}
+
+
+def result(folder):
+    return json.loads((absolute(folder) / "result.json").read_text())
 
 
 @pytest.fixture(scope="module")
@@ -82,15 +85,12 @@ def test_a_killed_run_is_resumed_and_the_same(away, run, local):
     """Its numbers are those of the local run, which was not killed; what was being written is
     nowhere.
     """
-    stored = away.bucket.objects
-    read = lambda name: json.loads(stored[f"runs/one/{name}"][1])
-    assert read("result.json") == json.loads((local / "result.json").read_text())
-    assert read("goodput.json")["restarts"] == 1
-    rows = [json.loads(line) for line in stored["runs/one/metrics.jsonl"][1].splitlines()]
-    assert numbers(rows) == numbers(metrics.read(local))
-    assert [row["step"] for row in rows] == list(range(2, 13, 2))
+    assert result(run) == result(local)
+    assert json.loads((absolute(run) / "goodput.json").read_text())["restarts"] == 1
+    assert numbers(run) == numbers(local)
+    assert list(numbers(run)) == list(range(2, 13, 2))
     assert steps(absolute(run) / "checkpoints") == steps(local / "checkpoints") == [9, 12]
-    objects = [name.removeprefix("runs/one/") for name in stored if name.startswith("runs/one/")]
+    objects = [name.removeprefix("runs/one/") for name, _ in away.bucket.sorted("runs/one/")]
     assert {name.partition("/")[0] for name in objects} == {
         "config.json", "goodput.json", "metrics.jsonl", "result.json", "checkpoints", "tensorboard"
     }  # fmt: skip
@@ -111,40 +111,38 @@ def same_pieces(here, there):
         assert np.array_equal(ours, theirs)
 
 
+def interrupt(away, monkeypatch, function):
+    """At the first call of that function the store is away for a second and a half."""
+    whole, calls = pkgutil.resolve_name(function), []
+
+    def call(*arguments):
+        if not calls:
+            away.bucket.leave(1.5)
+        calls.append(arguments)
+        return whole(*arguments)
+
+    monkeypatch.setattr(function, call)
+
+
 @IN_S3
 def test_a_store_that_is_away_while_a_run_is_resumed(away, run, local, monkeypatch, capsys):
     """An outage is neither an empty folder nor damage: the run waits, and goes on from its newest
     checkpoint.
     """
     away.copy("runs/one/", "runs/waiting/")
-    for name in [
-        name for name in away.bucket.objects if name.startswith("runs/waiting/checkpoints/12/")
-    ]:
-        del away.bucket.objects[name]
+    for name, _ in away.bucket.sorted("runs/waiting/checkpoints/12/"):
+        away.bucket.delete(name)
 
-    def interrupted(module, name):
-        """At its first call there, the store is away for a second and a half."""
-        first, function = [True], getattr(module, name)
-
-        def call(*arguments):
-            if first and first.pop():
-                away.bucket.away = True
-                threading.Timer(1.5, setattr, (away.bucket, "away", False)).start()
-            return function(*arguments)
-
-        monkeypatch.setattr(module, name, call)
-
-    interrupted(runs, "_check")
-    interrupted(runs, "beginning")
-    interrupted(checkpoints, "steps")
-    interrupted(checkpoints, "open_checkpoint")
+    for function in (
+        "folder._check",
+        "folder.beginning",
+        "checkpoints.steps",
+        "checkpoints.open_checkpoint",
+    ):
+        interrupt(away, monkeypatch, f"ladder_jax.train.{function}")
     assert train(away.url("runs/waiting")) == 0
     assert f"resuming {away.url('runs/waiting')} from step 9" in capsys.readouterr().err
-    rows = [
-        json.loads(line)
-        for line in away.bucket.objects["runs/waiting/metrics.jsonl"][1].splitlines()
-    ]
-    assert numbers(rows) == numbers(metrics.read(local))
+    assert numbers(away.url("runs/waiting")) == numbers(local)
 
 
 @IN_S3
@@ -177,17 +175,15 @@ def test_what_has_changed_is_never_resumed_from(away, run, local, capsys):
     assert "before it is step 9" in line
     assert train(there, "run.on_damaged=previous") == 0
     assert f"resuming {there} from step 9" in capsys.readouterr().err
-    stored = away.bucket.objects["runs/two/result.json"][1]
-    assert json.loads(stored) == json.loads((local / "result.json").read_text())
+    assert result(there) == result(local)
 
 
 def downloaded(away, prefix, folder):
     """All objects whose names begin so, as files below `folder`."""
-    for name, (_, content) in away.bucket.objects.items():
-        if name.startswith(prefix):
-            file = folder / name.removeprefix(prefix)
-            file.parent.mkdir(parents=True, exist_ok=True)
-            file.write_bytes(content)
+    for name, (_, content) in away.bucket.sorted(prefix):
+        file = folder / name.removeprefix(prefix)
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_bytes(content)
 
 
 @IN_S3
@@ -215,24 +211,15 @@ def test_two_processes(away):
     where = away.url("runs/three")
     with socket.create_server(("localhost", 0)) as free:
         coordinator = f"localhost:{free.getsockname()[1]}"
-    command = [
-        *away.command,
-        "train",
-        "tiny",
-        "--cpu-devices",
-        "1",
-        *TINY,
-        "mesh.tensor=1",
-        "mesh.fsdp=2",
-    ]
-    command += [f"run.dir={where}", "--processes", "2", "--coordinator", coordinator]
-    both = [subprocess.Popen([*command, "--process", str(process)]) for process in range(2)]
+    mesh = ["mesh.tensor=1", "mesh.fsdp=2"]
+    command = [*away.command, "train", "tiny", *TINY, *mesh, f"run.dir={where}"]
+    command += f"--cpu-devices 1 --processes 2 --coordinator {coordinator} --process".split()
+    both = [subprocess.Popen([*command, str(process)]) for process in range(2)]
     assert [process.wait(timeout=600) for process in both] == [0, 0]
     for process in range(2):
-        shards = f"runs/three/checkpoints/12/params/ocdbt.process_{process}/d/"
-        assert any(name.startswith(shards) for name in away.bucket.objects)
+        assert away.bucket.sorted(f"runs/three/checkpoints/12/params/ocdbt.process_{process}/d/")
     assert verify(absolute(where) / "checkpoints" / "12") == []
-    assert train(where, "mesh.tensor=1", "mesh.fsdp=2") == 0
+    assert train(where, *mesh) == 0
 
 
 def sharded(value, *dims, tensor=2):
@@ -246,89 +233,47 @@ def test_arrays(stores, monkeypatch):
     """
     folder = absolute(stores["s3"].url("arrays"))
     monkeypatch.setattr(arrays, "LARGEST", 100)
-    values = {
-        "layers/mlp/up": np.arange(3 * 8 * 6, dtype=np.float32).reshape(3, 8, 6),
-        "embedding/table": np.arange(10 * 4).reshape(10, 4).astype(jnp.bfloat16),
-        "count": np.int32(7),
+    # a value, its partition, and that with which it is read
+    up = np.arange(144.0, dtype=np.float32).reshape(3, 8, 6)
+    embedding = np.arange(40).reshape(10, 4).astype(jnp.bfloat16)
+    table = {
+        "layers/mlp/up": (up, (None, None, "tensor"), (None, "tensor")),
+        "embedding/table": (embedding, ("tensor",), (None, "tensor")),
+        "count": (np.int32(7), (), ()),
     }
-    specs = {"layers/mlp/up": (None, None, "tensor"), "embedding/table": ("tensor",), "count": ()}
-    tree = {name: sharded(value, *specs[name]) for name, value in values.items()}
+    tree = {name: sharded(value, *dims) for name, (value, dims, _) in table.items()}
     for write in arrays.begin(folder, tree):
         write.result()
-    arrays.finish(folder, {name: value.shape for name, value in values.items()})
-    about = lambda some: {name: (one.shape, one.dtype) for name, one in some.items()}
-    assert about(arrays.stored(folder)) == about(values)
-    spec = {
-        "driver": "zarr",
-        "kvstore": {"driver": "ocdbt", "base": kvstore(folder), "path": "layers.mlp.up/"},
-    }
-    # 96 bytes
-    assert tensorstore.open(spec, open=True).result().chunk_layout.read_chunk.shape == (1, 8, 3)
-    there = {"layers/mlp/up": (None, "tensor"), "embedding/table": (None, "tensor"), "count": ()}
+    arrays.finish(folder, {name: value.shape for name, value in tree.items()})
+    for name, one in arrays.stored(folder).items():
+        assert (one.shape, one.dtype) == (tree[name].shape, tree[name].dtype)
+    store = {"driver": "ocdbt", "base": kvstore(folder), "path": "layers.mlp.up/"}
+    opened = tensorstore.open({"driver": "zarr", "kvstore": store}, open=True).result()
+    assert opened.chunk_layout.read_chunk.shape == (1, 8, 3)  # 96 bytes
     zeros = {
-        name: sharded(np.zeros(value.shape, np.float32), *there[name], tensor=4)
-        for name, value in values.items()
+        name: sharded(np.zeros(value.shape, np.float32), *dims, tensor=4)
+        for name, (value, _, dims) in table.items()
     }
-    for name, restored in zip(zeros, arrays.read(folder, zeros), strict=True):
+    for name, restored in zip(table, arrays.read(folder, zeros), strict=True):
         assert restored.sharding == zeros[name].sharding
-        assert np.array_equal(restored, values[name].astype(np.float32)), name
+        assert np.array_equal(restored, table[name][0].astype(np.float32)), name
 
 
-def test_a_store_that_is_away_while_a_save_finishes(away, monkeypatch):
-    """A short outage costs nothing; a long one is reported, whatever error the library raises; then
-    it is as before.
+@pytest.mark.parametrize(
+    "begins", ["checkpoint.store.Writing", "checkpoint.manifest.write"], ids=["arrays", "manifest"]
+)
+def test_a_store_that_is_away_while_a_checkpoint_is_written(away, monkeypatch, tmp_path, begins):
+    """A short outage costs nothing: what is written then is written again. And a copy on a disk is
+    compared.
     """
-    bucket, where = away.bucket, away.url("away")
-    whole, outage = manifest.write, SimpleNamespace(seconds=0.0)
-
-    def write(folder):
-        if outage.seconds:
-            bucket.away = True
-            threading.Timer(outage.seconds, setattr, (bucket, "away", False)).start()
-            outage.seconds = 0.0
-        whole(folder)
-
-    monkeypatch.setattr(manifest, "write", write)
-    tree = dict(params={"a": jnp.zeros(3)}, optimizer={"b": jnp.zeros(3)})
-    saving = checkpoint.Store(
-        f"{where}/checkpoints", config=RunConfig(train=TrainConfig(keep_checkpoints=9))
-    )
-    failures = []
-    for step, outage.seconds, retried in ((1, 1.5, 60.0), (2, 3.0, 0.0), (3, 0.0, 60.0)):
-        monkeypatch.setattr(remote, "RETRIED", retried)
-        saving.save(step, **tree)
-        saving.wait()
-        failures.append(saving.failure())
-        while bucket.away:
-            time.sleep(0.01)
-    saving.close()
-    assert failures[0] is None
-    assert failures[2] is None
-    assert failures[1].startswith("the checkpoint of step 2 could not be written: ")
-    assert "503" in failures[1]
-    assert "the others cannot be listed now" in failures[1]
-    folder = absolute(where) / "checkpoints"
-    assert steps(folder) == [1, 3]
-    assert verify(folder / "1") == verify(folder / "3") == []
-
-
-def test_a_store_that_is_away_while_arrays_are_written(away, monkeypatch, tmp_path):
-    """From before the first one on: all that is written then is written again. And a copy on a disk
-    is compared.
-    """
-
-    def interrupted(*arguments):
-        away.bucket.away = True
-        threading.Timer(1.5, setattr, (away.bucket, "away", False)).start()
-        return Writing(*arguments)
-
-    monkeypatch.setattr("ladder_jax.checkpoint.store.Writing", interrupted)
-    saving = checkpoint.Store(f"{away.url('written')}/checkpoints", config=RunConfig())
+    interrupt(away, monkeypatch, f"ladder_jax.{begins}")
+    where = begins.rpartition(".")[2]
+    saving = checkpoint.Store(f"{away.url(where)}/checkpoints", config=RunConfig())
     saving.save(1, params={"a": jnp.zeros(3)}, optimizer={"b": jnp.zeros(3)})
     saving.close()
     assert saving.failure() is None
-    assert verify(absolute(away.url("written")) / "checkpoints" / "1") == []
-    downloaded(away, "written/checkpoints/1/", tmp_path)
+    assert verify(absolute(away.url(where)) / "checkpoints" / "1") == []
+    downloaded(away, f"{where}/checkpoints/1/", tmp_path)
     assert verify(tmp_path) == []
     if away.scheme == "gs":  # whose checksums are of the content, and go with a copy
         cases.flip(next((tmp_path / "params" / "ocdbt.process_0" / "d").iterdir()))
@@ -352,6 +297,8 @@ def test_a_store_that_is_away_when_a_checkpoint_is_due(bucket, local, monkeypatc
     assert train(where) == 1
     said = capsys.readouterr().err
     assert "step 3: the checkpoint of step 3 could not be written: " in said
+    assert "503" in said
+    assert "the others cannot be listed now" in said
     assert "training goes on" in said
     *_, last = said.splitlines()
     assert last.startswith("ladder-jax: the checkpoint of step 12 could not be written: ")
@@ -359,9 +306,7 @@ def test_a_store_that_is_away_when_a_checkpoint_is_due(bucket, local, monkeypatc
     assert steps(absolute(where) / "checkpoints") == [6, 9]
     away = set()
     assert train(where) == 0
-    assert json.loads(bucket.objects["runs/away/result.json"][1]) == json.loads(
-        (local / "result.json").read_text()
-    )
+    assert result(where) == result(local)
 
 
 def test_a_token_store(stores, bucket, tmp_path, monkeypatch):
@@ -371,36 +316,27 @@ def test_a_token_store(stores, bucket, tmp_path, monkeypatch):
     made = make([tmp_path / "book.jsonl"], tmp_path / "store")
     for file in (tmp_path / "store").iterdir():
         bucket.put(f"stores/book/{file.name}", file.read_bytes())
-    copied = lambda: sorted(
-        file.name for file in (tmp_path / "cache" / "stores").glob("*/*.tokens")
-    )
-    store, here = Store("gs://bucket/stores/book"), Store(tmp_path / "store")
+    copied = lambda: [file.name for file in tmp_path.glob("cache/stores/*/*.tokens")]
+    where = "gs://bucket/stores/book"
+    store, here = Store(where), Store(tmp_path / "store")
     assert store.manifest == here.manifest == made
     assert (store.starts == here.starts).all()
     assert copied() == []
     assert (store.read(0, 5) == here.read(0, 5)).all()
     assert copied() == ["00000.tokens"]
-    texts = [
-        store.read(*at).tobytes().decode()
-        for at in zip(store.starts.tolist(), np.diff(store.starts).tolist())
-    ]
-    assert texts == TEXTS
+    assert texts_in(where) == TEXTS
     assert len(copied()) == len(made.shards) > 1
-    store.verify()
     asked = len(bucket.requests)
-    Store("gs://bucket/stores/book").read(0, 5)
+    Store(where).read(0, 5)
     assert not any("tokens" in request for request in bucket.requests[asked:])
     stores["gs"].flip("stores/book/00001.tokens")
     monkeypatch.setenv("LADDER_JAX_CACHE", str(tmp_path / "another"))
     with pytest.raises(UserError, match="00001.tokens' is damaged: it is not what was written"):
-        Store("gs://bucket/stores/book").read(made.shards[0].tokens, 5)
+        Store(where).read(made.shards[0].tokens, 5)
     assert not list(tmp_path.glob("another/stores/*/00001.tokens"))
     bucket.delete("stores/book/00001.tokens")
-    with pytest.raises(
-        UserError,
-        match="cannot read the token store's 'gs://bucket/stores/book/00001.tokens': No such",
-    ):
-        Store("gs://bucket/stores/book")
+    with pytest.raises(UserError, match=f"token store's '{where}/00001.tokens': No such"):
+        Store(where)
 
 
 @pytest.mark.parametrize(

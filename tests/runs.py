@@ -1,0 +1,25 @@
+"""Small runs on a text: their settings, and what they log."""
+
+from ladder_jax import config, train
+from ladder_jax.train import metrics
+
+TINY = """
+    model.num_layers=2 model.d_model=32 model.d_ff=32 model.dtype=float32 model.residual_dtype=float32
+    train.batch=4 train.sequence=32 train.warmup_steps=5 train.log_every=1
+""".split()
+
+
+def words(data, directory, *more):
+    """The settings, as on the command line after the preset."""
+    return [*TINY, f"data.path={data}", f"run.dir={directory}", *more]
+
+
+def run(data, directory, *more, say=lambda line: None):
+    """The result of a run in this process, which needs no seconds to start."""
+    return train.run(config.load("tiny", overrides=words(data, directory, *more)), say=say)
+
+
+def losses(directory):
+    return [
+        (row["step"], row["loss"], row.get("validation_loss")) for row in metrics.read(directory)
+    ]
