@@ -222,6 +222,24 @@ def check_gradients(
     return program.as_text()
 
 
+def check_case(
+    name: str,
+    form: dict,
+    *,
+    shape_BT: tuple[int, int] = (4, 10),
+    function=reference.loss,
+    **settings,
+) -> str:
+    """`check_gradients` of a topology against the reference's. form: a mesh, or the ranks that one
+    device emulates; and changes of the model.
+    """
+    definition = define(name, **form)
+    changes = {key: form[key] for key in form.keys() - {"data", "fsdp", "tensor", "ranks"}}
+    of = dict(function=function, shape_BT=shape_BT, **changes)
+    expected = dense_gradients(name, definition.layout.ranks, **of)
+    return check_gradients(definition, expected, shape_BT=shape_BT, **settings)
+
+
 def prefilled(
     definition: nn.ModelDef,
     tokens,

@@ -4,8 +4,9 @@ import functools
 
 import numpy as np
 
+from ladder_jax.config import DecodeConfig, Loop, Quantize
 from ladder_jax.data.tokenizer import Bytes
-from ladder_jax.decode import Engine
+from ladder_jax.decode import Engine, Generator, Request
 from tests import cases
 
 CAPACITY, CHUNK = 64, 5
@@ -25,3 +26,15 @@ def parts(name="ladder", *, poison=None, **mesh):
 def engine(*, poison=None, tensor=1, decoder=DECODER, **more):
     sizes = {**dict(slots=3, capacity=CAPACITY, chunk=CHUNK), **more}
     return Engine(*parts(poison=poison, tensor=tensor), decoder=decoder, **sizes)
+
+
+def check_as_alone(
+    definition, params, prompts, *, new, loop=Loop.UNROLLED, quantize=Quantize.NONE, **sizes
+):
+    """Prompts that share an engine get the `new` tokens each that a Generator gives each alone."""
+    form = dict(loop=loop, quantize=quantize)
+    alone, settings = Generator(definition, params, **form), DecodeConfig(max_new_tokens=new)
+    expected = [alone.tokens([prompt], config=settings)[0].tolist() for prompt in prompts]
+    with Engine(definition, params, **form, **sizes) as served:
+        handles = served.submit_all([Request(prompt, max_new_tokens=new) for prompt in prompts])
+        assert [list(handle.result().tokens) for handle in handles] == expected

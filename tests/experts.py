@@ -10,18 +10,15 @@ import jax.numpy as jnp
 import numpy as np
 
 from ladder_jax import nn, parallel
-from ladder_jax.config import ExpertParallelism, ModelConfig
+from ladder_jax.config import ExpertParallelism, ModelConfig, Quantize
 from tests import cases, reference
 
 # name of the test: (model.residual, model.ladder_layers, the reference's kind, number and layers)
 TOPOLOGIES = {
-    "standard": ("standard", None, "standard", 1, None),
-    "ladder": ("ladder", None, "ladder", 1, None),
+    **{name: cases.TOPOLOGIES[name] for name in ("standard", "ladder")},
     "farskip": ("farskip", None, "farskip", 1, None),
-    "ladder-2": ("ladder-2", None, "ladder", 2, None),
-    "parallel": ("parallel", None, "parallel", 1, None),
-    "parallel-shared-norm": ("parallel-shared-norm", None, "parallel", 1, None),
-    "parallel-ladder": ("parallel-ladder", None, "parallel-ladder", 1, None),
+    **{name: case for name, case in cases.TOPOLOGIES.items() if name.startswith("parallel")},
+    "ladder-2": cases.TOPOLOGIES["ladder-2"],
     "hybrid-ladder": ("ladder", "1,", "ladder", 1, (1,)),
     "hybrid-ladder-2": ("ladder-2", "1", "ladder", 2, (2,)),
     "hybrid-farskip": ("farskip", "1", "farskip", 1, (2,)),
@@ -156,5 +153,15 @@ def check_gradients(definition: nn.ModelDef, expected, **settings) -> str:
     return cases.check_gradients(definition, expected, shape_BT=(4, 17), **losses, **settings)
 
 
-def errors(actual, expected) -> dict:
-    return jax.tree.map(cases.error_but_for_padding, actual, expected)
+def check_prefill(name: str, definition: nn.ModelDef, lengths, *, quantize=Quantize.NONE, **form):
+    """The logits of prompts of these lengths are the reference's: of 8 bits, of the matrices that
+    these stand for.
+    """
+    params, lengths = cases.parameters(definition), np.array(lengths)
+    if quantize is Quantize.INT8:
+        params = reference.in_eight_bits(params, definition.dims)
+    of = shape(name, definition.config)
+    expected = reference.evaluate(reference.logits, params, tokens(), of)
+    found, *_ = cases.prefilled(definition, tokens()[:, :16], lengths, quantize=quantize, **form)
+    limit = cases.bound(definition.config)
+    assert cases.error(found, expected[np.arange(4), lengths - 1]) < limit

@@ -355,11 +355,13 @@ SUMMED = {
 }
 
 
+def summed_axes(dims):
+    return tuple(axis + dims.startswith("L") for axis in SUMMED[dims.removeprefix("L")])
+
+
 def eight_bits(array, dims):
     """(whole numbers, scales with the summed dimensions as 1) of a matrix."""
-    stacked = dims.startswith("L")
-    axes = tuple(axis + stacked for axis in SUMMED[dims.removeprefix("L")])
-    scale = np.abs(array).max(axes, keepdims=True) * np.float32(1 / 127)
+    scale = np.abs(array).max(summed_axes(dims), keepdims=True) * np.float32(1 / 127)
     scale[scale == 0] = 1
     return np.rint(array / scale), scale
 
@@ -378,9 +380,9 @@ def in_eight_bits(params, dims):
     return jax.tree.map(value, params, dims)
 
 
-def loss(params, tokens, shape, seen=None):
+def loss(params, tokens, shape, seen=None, fraction=None):
     """Mean nats a token of tokens[:, 1:] given tokens[:, :-1]."""
-    scores = logits(params, tokens[:, :-1], shape, seen)
+    scores = logits(params, tokens[:, :-1], shape, seen, fraction)
     scores = scores - scores.max(-1, keepdims=True)
     picked = jnp.take_along_axis(scores, tokens[:, 1:, None], -1)[..., 0]
     return (jnp.log(jnp.exp(scores).sum(-1)) - picked).mean()

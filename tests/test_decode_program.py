@@ -31,22 +31,18 @@ def digest(function, arguments):
 @pytest.fixture
 def lowered(monkeypatch):
     """The digests of all that is called or compiled, by their traits' phase, in order."""
-    found, call, compile = collections.defaultdict(list), Compiled.__call__, Compiled.compile
+    found = collections.defaultdict(list)
 
-    def note(self, arguments):
-        phase = Phase.DECODE if len(arguments) == 6 else Phase.PREFILL
-        found[phase].append(digest(self, arguments))
+    def noting(method):
+        def noted(self, *arguments):
+            phase = Phase.DECODE if len(arguments) == 6 else Phase.PREFILL
+            found[phase].append(digest(self, arguments))  # before it consumes them
+            return method(self, *arguments)
 
-    def noted_call(self, *arguments):
-        note(self, arguments)  # before it consumes them
-        return call(self, *arguments)
+        return noted
 
-    def noted_compile(self, *arguments):
-        note(self, arguments)
-        return compile(self, *arguments)
-
-    monkeypatch.setattr(Compiled, "__call__", noted_call)
-    monkeypatch.setattr(Compiled, "compile", noted_compile)
+    for name in "__call__", "compile":
+        monkeypatch.setattr(Compiled, name, noting(getattr(Compiled, name)))
     return found
 
 
@@ -202,10 +198,13 @@ def test_what_a_sampled_token_costs(mesh, agree):
     and by what.
     """
     program, turn = token_loop(Choice.SAMPLED, **mesh)
-    count = lambda *branches: collectives(turn, branches=branches)
-    assert count(min, min, min, min) == 2 * LAYERS + 2  # greedy rows, with log-probabilities
-    assert count(max, min, min, min) == 2 * LAYERS + 2  # a temperature alone
-    assert count(max, max, min, min) == 2 * LAYERS + 3 + agree  # top-k, top-p, min-p: one gather
-    assert count(max, max, max, max) == 2 * LAYERS + 3 + agree + 8 + 10 + 1
+    greedy = 2 * LAYERS + 2
+    for branches, more in (
+        ((min, min, min, min), 0),  # greedy rows, with log-probabilities
+        ((max, min, min, min), 0),  # a temperature alone
+        ((max, max, min, min), 1 + agree),  # top-k, top-p, min-p: one gather
+        ((max, max, max, max), 1 + agree + 8 + 10 + 1),
+    ):
+        assert collectives(turn, branches=branches) == greedy + more
     whole = collectives(program.entry, branches=(min,) * 4)
-    assert whole - count(min, min, min, min) == agree, "once a call: whether anyone draws"
+    assert whole - greedy == agree, "once a call: whether anyone draws"

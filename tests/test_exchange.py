@@ -6,7 +6,6 @@ import dataclasses
 import math
 
 import jax.numpy as jnp
-import numpy as np
 import pytest
 
 from ladder_jax import config, residual, train
@@ -80,15 +79,8 @@ def test_capacity(form):
 @pytest.mark.parametrize("quantize", Quantize)
 def test_prefill(name, quantize):
     """By the program of serving: the logits of the dense loop."""
-    definition, lengths = experts.exchanging(name, "ungated"), np.array([16, 9, 16, 1])
-    params, shape = cases.parameters(definition), experts.shape(name, definition.config)
-    if quantize is Quantize.INT8:
-        params = reference.in_eight_bits(params, definition.dims)
-    expected = reference.evaluate(reference.logits, params, experts.tokens(), shape)
     form = dict(loop=Loop.UNROLLED, quantize=quantize, sequence_parallel=True)
-    found, *_ = cases.prefilled(definition, experts.tokens()[:, :16], lengths, **form)
-    limit = cases.bound(definition.config)
-    assert cases.error(found, expected[np.arange(4), lengths - 1]) < limit
+    experts.check_prefill(name, experts.exchanging(name, "ungated"), [16, 9, 16, 1], **form)
 
 
 @pytest.mark.parametrize("form", FORMS)

@@ -7,20 +7,18 @@ import functools
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 
 from ladder_jax import config, nn, parallel
-from ladder_jax.config import START, ConversionConfig, DistillConfig, LoraConfig, TrainConfig
+from ladder_jax.config import START, ConversionConfig, DistillConfig
 from ladder_jax.errors import UserError
-from ladder_jax.retrain import ADAPTERS, Retraining, sources
-from ladder_jax.train.gradients import task_gradients
-from tests import cases, experts, reference, rounding, test_gradients_bfloat16
+from ladder_jax.retrain import Retraining, sources
+from tests import cases, experts, reference
 from tests.test_objective import (
-    ALPHA,
-    TAU,
-    check_factors,
-    compute,
+    DISTILL,
+    LORA,
+    check,
+    check_low_rank,
     distillation,
     moved,
     original,
@@ -32,7 +30,7 @@ FRACTION = (0.25, 0.5, 0.75)
 
 
 FULL = pytest.mark.full
-LADDER = {("hybrid-farskip", 2): (1,), ("hybrid-farskip", 3): (2,), ("hybrid-ladder", 3): (1,)}
+LOSSES = dict(load_balance=experts.LOAD_BALANCE, router_z_loss=experts.Z_LOSS)
 ROWS = [
     ("hybrid-farskip", "shared", dict(data=2, tensor=2), FRACTION[:2], 2),
     pytest.param("hybrid-farskip", "shared", dict(data=2, tensor=4), FRACTION, 2, marks=FULL),
@@ -46,36 +44,24 @@ ROWS = [
 
 @pytest.mark.parametrize("name, kind, mesh, fraction, parts", ROWS)
 def test_distillation_of_turning_layers(name, kind, mesh, fraction, parts):
-    """With a frozen embedding and lower layer: loss and gradients, the routers' losses of the whole
-    batch included.
-    """
-    layers = dict(num_layers=len(fraction))
-    definition = experts.define(name, kind, **mesh, **layers)
-    distill = DistillConfig(START, alpha=ALPHA, temperature=TAU)
-    turns = ConversionConfig(steps=4)
+    """With a frozen embedding and lower layer; the routers' losses are those of the whole batch."""
+    definition = experts.define(name, kind, **mesh, num_layers=len(fraction))
     plan = Retraining(
-        definition, FROZEN, distill=distill, conversion=turns, teacher=original(definition)
+        definition,
+        FROZEN,
+        distill=DISTILL,
+        conversion=ConversionConfig(steps=4),
+        teacher=original(definition),
     )
-    settings = dict(
-        load_balance=experts.LOAD_BALANCE, router_z_loss=experts.Z_LOSS, accumulate=parts
-    )
-    settings |= dict(scheduled={"ladder_fraction": jnp.float32(fraction)})
-    trained = trained_part(cases.parameters(definition, seed=5))
+    of = experts.shape(name, definition.config)
+    if name == "hybrid-farskip":  # of two layers or three
+        of = dataclasses.replace(of, ladder=(len(fraction) - 1,))
     params = cases.parameters(definition)
-    ((loss, terms), grads), _ = compute(plan, params, experts.tokens(), trained=trained, **settings)
-
-    one = experts.define(name, kind, **layers)
-    params = cases.parameters(one)
-    student = moved(params, cases.parameters(one, seed=5))
-    wide = jax.tree.map(lambda a: np.asarray(a, np.float64), params)
-    ladder = None if one.config.ladder_layers is None else LADDER[name, len(fraction)]
-    shape = dataclasses.replace(experts.shape(name, one.config), ladder=ladder)
-    taught = distillation(wide, forward=functools.partial(reference.logits, fraction=fraction))
-    expected, wanted = reference.evaluate(taught, student, experts.tokens(), shape, gradient=True)
-    limit = cases.bound(definition.config, passes=2)
-    assert cases.error(loss, expected) < limit
-    errors = experts.errors(grads, trained_part(wanted))
-    assert max(jax.tree.leaves(errors)) < limit, errors
+    taught = distillation(params, forward=functools.partial(reference.logits, fraction=fraction))
+    student = moved(params, cases.parameters(definition, seed=5))
+    settings = dict(accumulate=parts, scheduled={"ladder_fraction": jnp.float32(fraction)})
+    tokens, settings = experts.tokens(), LOSSES | settings
+    terms, _ = check(plan, taught, of, student, tokens, part=trained_part, **settings)
     measured = plan.measured(terms, settings["scheduled"])
     assert {
         "cross_entropy",
@@ -93,24 +79,13 @@ def test_distillation_of_turning_layers(name, kind, mesh, fraction, parts):
 def test_a_model_with_dense_layers_is_trained_further(taught):
     """All its weights, on the data or by a standard teacher."""
     definition = experts.define("farskip", "shared", tensor=2, dense_layers=1, num_layers=2)
-    params, weights = cases.parameters(definition), cases.parameters(definition, seed=5)
-    teaching = dict(
-        distill=DistillConfig(START, alpha=ALPHA, temperature=TAU), teacher=original(definition)
-    )
-    plan = Retraining(definition, **(teaching if taught else {}))
-    losses = dict(load_balance=experts.LOAD_BALANCE, router_z_loss=experts.Z_LOSS)
-    ((loss, _), grads), _ = compute(plan, params, experts.tokens(), trained=weights, **losses)
-    one = experts.define("farskip", "shared", dense_layers=1, num_layers=2)
-    shape, wide = (
-        experts.shape("farskip", one.config),
-        jax.tree.map(np.float64, cases.parameters(one)),
-    )
-    of, student = distillation(wide) if taught else experts.loss, cases.parameters(one, seed=5)
-    expected, wanted = reference.evaluate(of, student, experts.tokens(), shape, gradient=True)
-    limit = cases.bound(definition.config, passes=2)
-    assert cases.error(loss, expected) < limit
-    errors = experts.errors(grads, wanted)
-    assert max(jax.tree.leaves(errors)) < limit, errors
+    plan, loss = Retraining(definition), experts.loss
+    if taught:
+        plan = dataclasses.replace(plan, distill=DISTILL, teacher=original(definition))
+        loss = distillation(cases.parameters(definition))
+    of = experts.shape("farskip", definition.config)
+    student = cases.parameters(definition, seed=5)
+    check(plan, loss, of, student, experts.tokens(), **LOSSES)
 
 
 def test_a_teachers_routers_stay_float32():
@@ -151,57 +126,10 @@ def test_low_rank_factors(name, kind, mesh, form):
     definition = nn.define(
         experts.model(name, kind, moe=moe, num_layers=2), mesh=parallel.make_mesh(**mesh), **form
     )
-    plan = Retraining(definition, FROZEN, LoraConfig(rank=2, alpha=4.0))
-    rng = np.random.default_rng(3)
-    padded = jax.tree.map(lambda a: 0.3 * rng.standard_normal(a.shape, np.float32), plan.abstract)
-    routed = padded["adapters"]["mlp"]["experts"]
-    padded["adapters"]["mlp"]["experts"] = jax.tree.map(
-        lambda a: a * (np.arange(a.shape[1]) < 6)[:, None, None], routed
-    )
+    plan, of = Retraining(definition, FROZEN, LORA), experts.shape(name, definition.config)
     settings = dict(load_balance=0.0, router_z_loss=0.0, sequence_parallel=bool(form))
-    params = cases.parameters(definition)
-    ((loss, _), grads), frozen = compute(plan, params, experts.tokens(), trained=padded, **settings)
-    factors = jax.device_put(padded, jax.tree.map(lambda a: a.sharding, plan.abstract))
-    merged = jax.tree.map(np.asarray, plan.exported(factors, frozen))
-    merged["layers"]["mlp"]["experts"] = jax.tree.map(
-        lambda a: a[:, :6], merged["layers"]["mlp"]["experts"]
-    )
-    shape = experts.shape(name, definition.config)
-    expected, slopes = reference.evaluate(
-        reference.loss, merged, experts.tokens(), shape, gradient=True
-    )
-    assert cases.error(loss, expected) < cases.bound(definition.config, passes=2)
-    groups = 1 + ("shared" in merged["layers"]["mlp"])
-    assert check_factors(plan, padded, grads, slopes) == 4 + 3 * groups
-
-
-@pytest.mark.full
-def test_bfloat16_gradients_of_low_rank_factors():
-    """As tests/test_experts.py of all parameters."""
-    bfloat16 = dict(
-        dtype="bfloat16", residual_dtype="bfloat16", num_layers=2, num_heads=4, num_kv_heads=2
-    )
-    moe = dict(experts=4, top_k=2, expert_width=16, shared_width=16, shared_gate=True)
-    plan = Retraining(
-        experts.define("farskip", moe=moe, **bfloat16), lora=LoraConfig(rank=6, alpha=16.0)
-    )
-    definition, batch = plan.definition, cases.tokens((32, 65))
-    params, rng = cases.parameters(definition), np.random.default_rng(5)
-    draw = lambda a: (rng.standard_normal(a.shape) * 0.3 / np.sqrt(a.shape[-2])).astype(np.float32)
-    factors = jax.tree.map(draw, plan.abstract[ADAPTERS])
-    beside = {name: {**params["layers"][name], "adapters": factors[name]} for name in factors}
-    shape = dataclasses.replace(experts.shape("farskip", definition.config), lora=plan.lora.scale)
-    whole = {**params, "layers": {**params["layers"], **beside}}
-    exact, samples = rounding.gradients(whole, batch, shape, parts=1)
-    of_factors = lambda tree: {
-        ADAPTERS: {name: tree["layers"][name]["adapters"] for name in factors}
-    }
-    compute = jax.jit(task_gradients(plan, config=TrainConfig(load_balance=0.0, router_z_loss=0.0)))
-    _, found = compute({ADAPTERS: factors}, {"model": cases.place(params, definition)}, batch, {})
-    found, samples = jax.tree.map(np.asarray, found), [of_factors(sample) for sample in samples]
-    measured = test_gradients_bfloat16.ratios(found, of_factors(exact), samples)
-    beyond = {name: value for name, value in measured.items() if not value < rounding.STUDENT}
-    assert not beyond and len(measured) == 2 * 2 * 10, beyond  # layers, factors and matrices
+    groups = 1 + (kind != "routed")  # routed experts, and a shared one
+    check_low_rank(plan, experts.tokens(), of, count=4 + 3 * groups, **settings)
 
 
 @pytest.mark.parametrize("before, after", [(None, 1.25), (1.25, None), (1.25, 3.0)])

@@ -34,6 +34,7 @@ MODELS = {
     "lora": ("ladder", dict(tie_embeddings=True), LORA),
     "standard": ("standard", dict(biases=Biases.ALL, qk_norm=True), LoraConfig()),
     "experts": ("farskip", dict(moe=MOE), LoraConfig()),
+    "experts, lora": ("farskip", dict(moe=MOE), LORA),
 }
 RINGS = dict(sequence_parallel=True, collective_matmul=CollectiveMatmul.RING)
 # model, mesh, further settings; in how many parts a batch is computed, for itself each, and on how
@@ -48,10 +49,13 @@ CASES = {
     "rings": ("standard", dict(data=2, tensor=4), RINGS, 2, 4),
     "fsdp x tensor, tied": ("tied", dict(fsdp=2, tensor=4), {}, 2, 4),
 }
-EXPERTS = ("experts", {}, dict(load_balance=0.0, router_z_loss=0.0), 1, 1)
+EXPERTS = {
+    name: (name, {}, dict(load_balance=0.0, router_z_loss=0.0), 1, 1)
+    for name in ("experts", "experts, lora")
+}
 # The same rows and ranks: one reference serves the two.
 SIZED = covering.marked(
-    [("experts", FEWER), *itertools.product(CASES, [ROWS])],
+    [*itertools.product(EXPERTS, [FEWER]), *itertools.product(CASES, [ROWS])],
     chosen=[("sequence parallel", FEWER), ("fsdp x tensor", FEWER)],
 )
 
@@ -74,7 +78,7 @@ def values(plan: Retraining):
     if not plan.lora.rank:
         return params, {}
     rng = np.random.default_rng(5)
-    draw = lambda a: (rng.standard_normal(a.shape) * 0.3 / np.sqrt(a.shape[1])).astype(np.float32)
+    draw = lambda a: (rng.standard_normal(a.shape) * 0.3 / np.sqrt(a.shape[-2])).astype(np.float32)
     return {ADAPTERS: jax.tree.map(draw, plan.abstract[ADAPTERS])}, {"model": params}
 
 
@@ -103,10 +107,9 @@ def expected(model: str, parts: int, ranks: int, rows: int):
     trained, fixed = values(plan)
     if not plan.lora.rank:
         return rounding.gradients(trained, batch(rows), shape, parts=parts)
-    groups = trained[ADAPTERS]
-    model = fixed["model"]
-    beside = {name: {**model["layers"][name], "adapters": groups[name]} for name in groups}
-    params = {**model, "layers": {**model["layers"], **beside}}
+    groups, params = trained[ADAPTERS], fixed["model"]
+    beside = {name: {**params["layers"][name], "adapters": groups[name]} for name in groups}
+    params = {**params, "layers": {**params["layers"], **beside}}
     of_factors = lambda tree: {
         ADAPTERS: {name: tree["layers"][name]["adapters"] for name in groups}
     }
@@ -144,7 +147,7 @@ def ratio(error, *samples) -> float:
 
 @pytest.mark.parametrize("case, rows", SIZED)
 def test_gradients_are_within_what_rounding_may_do(case, rows):
-    model, mesh, settings, parts, ranks = (CASES | {"experts": EXPERTS})[case]
+    model, mesh, settings, parts, ranks = (CASES | EXPERTS)[case]
     exact, samples = expected(model, parts, ranks, rows)
     measured = ratios(found(plan_of(model, mesh), settings, rows), exact, samples)
     # Whether one of a row's few tokens passes another expert is no sum of roundings.
@@ -156,14 +159,12 @@ def test_gradients_are_within_what_rounding_may_do(case, rows):
 
 def test_the_bound_is_a_few_roundings():
     """Of each matrix and of the common token's row: else it would say nothing."""
-    exact, samples = expected("all", 2, 4, FEWER)
-    row = lambda tree: tree["embedding"]["table"][COMMON]
-    matrices = lambda tree: [
-        a for part in ("attention", "mlp") for a in jax.tree.leaves(tree["layers"][part])
+    looked_at = lambda tree: [
+        tree["embedding"]["table"][COMMON],
+        *jax.tree.leaves([tree["layers"][part] for part in ("attention", "mlp")]),
     ]
-    for e, *several in zip(
-        [row(exact), *matrices(exact)], *([row(s), *matrices(s)] for s in samples)
-    ):
+    exact, samples = expected("all", 2, 4, FEWER)
+    for e, *several in zip(*map(looked_at, (exact, *samples))):
         spread = np.sqrt(np.mean([np.linalg.norm(s - e) ** 2 for s in several])) / np.linalg.norm(e)
         assert 2.0**-10 < spread < 4 * 2.0**-8
 

@@ -16,7 +16,7 @@ from ladder_jax.data.packing import Batch
 from ladder_jax.decode import steps
 from ladder_jax.errors import UserError
 from ladder_jax.scopes import ENTER, LAUNCH
-from tests import cases, communication, covering, experts
+from tests import cases, communication, covering, engines, experts
 from tests import test_your_layers as your_layers
 
 REDUCING = [name for name, case in cases.TOPOLOGIES.items() if case[2] not in ("desync", "none")]
@@ -35,19 +35,14 @@ GRADIENTS = covering.marked(
 )
 
 
-def check(definition, name, shape, **settings) -> str:
-    """Loss and gradients in two halves are the float64 reference's. The program's text."""
-    expected = cases.dense_gradients(name, 4, shape_BT=shape)
-    return cases.check_gradients(definition, expected, shape_BT=shape, interleave=2, **settings)
-
-
 @pytest.mark.parametrize("name, form, loop, remat", GRADIENTS)
 def test_gradients(name, form, loop, remat):
     """Against the float64 reference; and every half's every sum is an all-reduce of its own, in
     both directions.
     """
     shape, split = FORMS[form]
-    text = check(cases.define(name, tensor=4), name, shape, loop=loop, remat=remat, **split)
+    settings = dict(loop=loop, remat=remat, interleave=2, **split)
+    text = cases.check_case(name, dict(tensor=4), shape_BT=shape, **settings)
     if split or loop is Loop.SCAN:
         return
     found = communication.all_reduces(text)
@@ -62,7 +57,7 @@ def test_gradients(name, form, loop, remat):
     pytest.param(dict(fsdp=2, tensor=2), dict(remat=Remat.FULL), marks=pytest.mark.full),
 ])  # fmt: skip
 def test_beside_the_other_axes(mesh, settings):
-    check(cases.define("hybrid-list", **mesh), "hybrid-list", (16, 9), **settings)
+    cases.check_case("hybrid-list", mesh, shape_BT=(16, 9), interleave=2, **settings)
 
 
 @pytest.mark.parametrize("rows", [3, pytest.param(4, marks=pytest.mark.full)])
@@ -138,18 +133,13 @@ def test_text_of_prompts_that_are_read_in_halves(rows):
     definition = cases.define("standard", tensor=2, num_layers=2)
     params = cases.placed(definition)
     prompts = [list(row) for row in cases.tokens((rows, 40))]
-    texts = []
+    generator, texts = decode.Generator(definition, params), []
     for interleave, chunk in (1, 2048), (2, 2048), (2, 16):
         settings = config.DecodeConfig(max_new_tokens=5, prefill_chunk=chunk, interleave=interleave)
-        texts.append(decode.Generator(definition, params).tokens(prompts, config=settings))
-    for text in texts[1:]:
-        np.testing.assert_array_equal(text, texts[0])
-    engine = decode.Engine(definition, params, slots=2, capacity=48, interleave=2, prefill_chunk=16)
-    handles = engine.submit_all(
-        [decode.Request(tuple(prompt), max_new_tokens=5) for prompt in prompts]
-    )
-    engine.run()
-    np.testing.assert_array_equal([handle.result().tokens for handle in handles], texts[0])
+        texts.append(generator.tokens(prompts, config=settings).tolist())
+    assert texts[1:] == texts[:1] * 2
+    sizes = dict(slots=2, capacity=48, interleave=2, prefill_chunk=16)
+    engines.check_as_alone(definition, params, prompts, new=5, **sizes)
 
 
 @pytest.mark.parametrize("loop", Loop)

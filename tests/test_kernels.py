@@ -30,12 +30,12 @@ def inputs(length=100, head_dim=16, heads=8, kv_heads=4, batch=2):
     return [rng.standard_normal(s).astype(np.float32) for s in shapes]
 
 
-def on_mesh(function):
+def on_mesh(function, *more):
+    """Of queries, keys and values, and what else is split as `more`."""
     mesh = parallel.make_mesh(data=2, tensor=4)
     spec = P("data", None, "tensor", None)
-    return jax.jit(
-        jax.shard_map(function, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=True)
-    )
+    specs = spec, spec, spec, *more
+    return jax.jit(jax.shard_map(function, mesh=mesh, in_specs=specs, out_specs=spec))
 
 
 def gradients(attend):
@@ -65,14 +65,11 @@ def test_causal_attention(attend):
 
 
 def check_rows(out, query, key, value, lengths):
-    """Each row's one query, which stands behind the first `length` positions of its keys and
-    values.
-    """
+    """Each row's one query attends to the first `length` positions of its keys and values."""
+    seen = np.arange(key.shape[1]) < lengths[:, None, None, None]
     limit = 16 * np.sqrt(key.shape[1]) * cases.UNIT_ROUNDOFF
-    for row, length in enumerate(lengths):
-        padded = np.pad(query[row : row + 1], ((0, 0), (length - 1, 0), (0, 0), (0, 0)))
-        whole = exact(padded, key[row : row + 1, :length], value[row : row + 1, :length])
-        assert cases.error(out[row, 0], whole[0, -1]) < limit
+    for ours, exact in zip(out, reference.attend(query, key, value, seen), strict=True):
+        assert cases.error(ours, exact) < limit
 
 
 def test_decode_attends_to_each_rows_length_only():
@@ -80,12 +77,8 @@ def test_decode_attends_to_each_rows_length_only():
     query, lengths = query[:, :1], np.array([7, 100], np.int32)
     attend = functools.partial(attention.decode, kernel=attention.Kernel.XLA)
     for call in (attend, unchecked(attend)):
-        mesh = parallel.make_mesh(data=2, tensor=4)
-        spec = P("data", None, "tensor", None)
-        local = jax.shard_map(
-            call, mesh=mesh, in_specs=(spec, spec, spec, P("data")), out_specs=spec
-        )
-        check_rows(jax.jit(local)(query, key, value, lengths), query, key, value, lengths)
+        rows = on_mesh(call, P("data"))(query, key, value, lengths)
+        check_rows(rows, query, key, value, lengths)
 
 
 @pytest.mark.parametrize("heads, kv_heads", covering.marked([(2, 1), (8, 1)], chosen=[(8, 2)]))
@@ -94,24 +87,16 @@ def test_the_paged_kernel_attends_to_each_rows_length_only(heads, kv_heads):
     one.
     """
     lengths = np.array([1, 127, 128, 640], np.int32)
-    query, key, value = inputs(
-        length=640, head_dim=128, heads=heads, kv_heads=kv_heads, batch=len(lengths)
-    )
-    key, value = (x.astype(jnp.bfloat16) for x in (key, value))
-    cached = [np.array(x.swapaxes(1, 2)) for x in (key, value)]
-    for row, length in enumerate(lengths):
-        for x in cached:
-            x[row, :, length:] = 1e4
+    query, key, value = inputs(640, head_dim=128, heads=heads, kv_heads=kv_heads, batch=4)
+    query, key, value = query[:, -1:], *(x.astype(jnp.bfloat16) for x in (key, value))
+    unseen = np.arange(640)[:, None] >= lengths[:, None, None, None]
+    cached = [np.where(unseen, 1e4, x.swapaxes(1, 2)).astype(x.dtype) for x in (key, value)]
+    decode = functools.partial(tpu_attention.decode, page=attention.PAGE)
     mesh = parallel.make_mesh()
-    local = jax.shard_map(
-        functools.partial(tpu_attention.decode, page=attention.PAGE),
-        mesh=mesh,
-        in_specs=P(),
-        out_specs=P(),
-    )
+    local = jax.shard_map(decode, mesh=mesh, in_specs=P(), out_specs=P())
     with pltpu.force_tpu_interpret_mode():
-        out = jax.jit(local)(query[:, -1:], *cached, lengths)
-    check_rows(np.asarray(out), query[:, -1:], key, value, lengths)
+        out = jax.jit(local)(query, *cached, lengths)
+    check_rows(out, query, key, value, lengths)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -2,13 +2,13 @@
 goodput, progress.
 """
 
+import concurrent.futures
 import json
 import os
 import shutil
 import signal
 import struct
 import sys
-import threading
 import types
 
 import jax
@@ -65,20 +65,19 @@ def test_a_step_is_dispatched_before_the_last_ones_metrics_are_read(book, tmp_pa
     """But for the steps after which the state itself is needed: 4, 6, 8 and 9."""
     seen = []
 
-    class Compiled:
-        def __init__(self, step):
-            self._step = step
-
-        def __call__(self, state, tokens, fixed):
-            number = sum(what == "dispatch" for what, _ in seen) + 1
-            seen.append(("dispatch", number))
-            state, found = self._step(state, tokens, fixed)
-            return state, {**found, "loss": Watched(found["loss"], number, seen)}
-
     def watched(*args, real=steps.train_step, **settings):
-        return types.SimpleNamespace(
-            compile=lambda *shapes: Compiled(real(*args, **settings).compile(*shapes))
-        )
+        def compile(*shapes):
+            step = real(*args, **settings).compile(*shapes)
+
+            def dispatch(state, tokens, fixed):
+                number = sum(what == "dispatch" for what, _ in seen) + 1
+                seen.append(("dispatch", number))
+                state, found = step(state, tokens, fixed)
+                return state, {**found, "loss": Watched(found["loss"], number, seen)}
+
+            return dispatch
+
+        return types.SimpleNamespace(compile=compile)
 
     monkeypatch.setattr(steps, "train_step", watched)
     run(book, tmp_path / "run")
@@ -163,11 +162,9 @@ def test_weights_and_biases(book, tmp_path, monkeypatch):
     said = run(book, tmp_path / "run", "run.wandb=ladders", "run.tensorboard=false")
     assert "no MFU: the peak of 'cpu' devices is not known (train.peak_tflops=... gives it)" in said
     (project, identity, resume), *logged = calls
-    rows = [
-        (row["step"], row["loss"]) for row in metrics.read(tmp_path / "run") if "mfu" not in row
-    ]
     assert (project, resume) == ("ladders", "allow")
-    assert logged == [*rows, "finish"]
+    rows = metrics.read(tmp_path / "run")
+    assert logged == [*((row["step"], row["loss"]) for row in rows), "finish"]
     assert not (tmp_path / "run" / "tensorboard").exists()
     calls.clear()
     run(book, tmp_path / "run", "run.wandb=ladders", "run.tensorboard=false")
@@ -183,15 +180,9 @@ def test_weights_and_biases(book, tmp_path, monkeypatch):
 def test_goodput_of_a_run(finished):
     directory, said = finished
     summary = json.loads((directory / "goodput.json").read_text())
-    assert sum(summary["seconds"].values()) == pytest.approx(summary["wall_seconds"])
-    assert sum(summary["shares"].values()) == pytest.approx(1)
-    assert summary["restarts"] == 0
-    assert all(
-        summary["seconds"][part] > 0
-        for part in ("steps", "data", "evaluation", "saving", "compile", "start")
-    )
-    assert summary["goodput"] == summary["shares"]["steps"]
-    assert summary["seconds"]["lost"] == 0
+    seconds = summary["seconds"]
+    assert sum(seconds.values()) == pytest.approx(summary["wall_seconds"])
+    assert [part for part, taken in seconds.items() if not taken] == ["lost"]
     assert said[-1].startswith(f"goodput {summary['goodput']:.1%} of ")
 
 
@@ -316,29 +307,22 @@ def test_no_handler_stays_and_none_is_set_in_a_thread():
         assert signal.getsignal(signal.SIGTERM) is not before
         assert not stop.after(3)
     assert signal.getsignal(signal.SIGTERM) is before
-    found = []
 
-    def thread():
+    def in_a_thread():
         with folder.caught() as stop:
-            found.append((signal.getsignal(signal.SIGTERM), stop.after(1)))
+            return signal.getsignal(signal.SIGTERM), stop.after(1)
 
-    worker = threading.Thread(target=thread)
-    worker.start()
-    worker.join()
-    assert found == [(before, False)]
+    with concurrent.futures.ThreadPoolExecutor(1) as other:
+        assert other.submit(in_a_thread).result() == (before, False)
 
 
 def test_read_ahead_raises_where_the_batch_is_asked_for():
-    class Source:
-        def __len__(self):
-            return 9
+    def batch(index):
+        if index == 6:
+            raise OSError(5, "Input/output error")
+        return np.full(2, index)
 
-        def __getitem__(self, index):
-            if int(index) == 6:
-                raise OSError(5, "Input/output error")
-            return np.full(2, int(index))
-
-    with dataset.read_ahead(Source().__getitem__, first=4, last=9) as read:
+    with dataset.read_ahead(batch, first=4, last=9) as read:
         assert [next(read)[0] for _ in range(2)] == [4, 5]
         with pytest.raises(OSError, match="Input/output"):
             next(read)

@@ -64,21 +64,18 @@ def with_z_loss(params, tokens, shape):
     return reference.loss(params, tokens, shape) + 1e-2 * (sums**2).mean()
 
 
-def check(name, *, mesh, **settings):
-    changes = dict(num_layers=4 if name.startswith("hybrid") else 2)
-    shape, function = (ROWS, LENGTH + 1), with_z_loss if "z_loss" in settings else reference.loss
-    expected = cases.dense_gradients(
-        name, mesh["tensor"], function=function, shape_BT=shape, **changes
-    )
-    definition = cases.define(name, **mesh, **changes)
-    cases.check_gradients(definition, expected, shape_BT=shape, **settings)
+def check(name, mesh, settings):
+    form = dict(num_layers=4 if name.startswith("hybrid") else 2, **mesh)
+    function = with_z_loss if "z_loss" in settings else reference.loss
+    shape = dict(shape_BT=(ROWS, LENGTH + 1), function=function)
+    cases.check_case(name, form, **shape, **settings)
 
 
 @pytest.mark.parametrize("name, mesh, departure", CASES)
 def test_every_mesh_and_departure(name, mesh, departure):
-    check(name, mesh=MESHES[mesh], **DEPARTURES[departure])
+    check(name, MESHES[mesh], DEPARTURES[departure])
 
 
 @pytest.mark.parametrize("name, settings", TOGETHER)
 def test_departures_together(name, settings):
-    check(name, mesh=dict(data=2, fsdp=2, tensor=2), **settings)
+    check(name, dict(data=2, fsdp=2, tensor=2), settings)

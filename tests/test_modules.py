@@ -52,20 +52,16 @@ def made(module, **settings):
 
 def float64(of):
     """`of` a module's parameters, by the reference, on one rank."""
-
-    def compute(module):
-        params = nnx.to_pure_dict(nnx.state(module))
-        with jax.enable_x64(True), jax.numpy_rank_promotion("allow"):
-            exact = jax.tree.map(lambda a: jnp.asarray(np.asarray(a), jnp.float64), params)
-            return np.asarray(of(exact, jnp.asarray(X, jnp.float64)[None])[0])
-
-    return compute
+    alone = lambda params, x, shape: of(params, x[None], shape)[0]
+    return lambda module: reference.evaluate(
+        alone, nnx.to_pure_dict(nnx.state(module)), X.astype(np.float64), SHAPE
+    )
 
 
 REFERENCE = {
-    "attention": (nn.Attention, float64(lambda p, x: reference.attention(p, x, SHAPE))),
-    "mlp": (nn.MLP, float64(lambda p, x: reference.mlp(p, x, SHAPE))),
-    "norm": (nn.RMSNorm, float64(lambda p, x: reference.rms(x, p["scale"], CONFIG.norm_eps))),
+    "attention": (nn.Attention, float64(reference.attention)),
+    "mlp": (nn.MLP, float64(reference.mlp)),
+    "norm": (nn.RMSNorm, float64(lambda p, x, shape: reference.rms(x, p["scale"], shape.eps))),
 }
 
 
@@ -119,18 +115,13 @@ def test_a_layer_alone_is_the_model_of_one_layer(name):
     layer = nn.Layer(config, rngs=nnx.Rngs(0))
     params = jax.tree.map(lambda a: np.asarray(a) * 4, nnx.to_pure_dict(nnx.state(layer)))
     nnx.update(layer, params)
-    with jax.enable_x64(True), jax.numpy_rank_promotion("allow"):
-        exact = jax.tree.map(lambda a: jnp.asarray(a, jnp.float64), params)
-        read = reference.rms(
-            jnp.asarray(X, jnp.float64), exact["attention_norm"]["scale"], config.norm_eps
-        )
-        shape = cases.shape(name, config, ranks=1)
-        attended = np.asarray(reference.attention(exact["attention"], read[None], shape)[0])
-        before_mlp = X + attended if name == "standard" else X  # both others read the layer's input
-        normed = reference.rms(
-            jnp.asarray(before_mlp, jnp.float64), exact["mlp_norm"]["scale"], config.norm_eps
-        )
-        expected = X + attended + np.asarray(reference.mlp(exact["mlp"], normed[None], shape)[0])
+    # a model's of one layer, whose tokens stand for the rows of X
+    model = {
+        "embedding": {"table": X.reshape(-1, config.d_model)},
+        "layers": jax.tree.map(lambda a: a[None], params),
+    }
+    tokens, shape = np.arange(12).reshape(2, 6), cases.shape(name, config, ranks=1)
+    expected = reference.evaluate(reference.streams, model, tokens, shape)[0]
 
     def run(layer, x, axes=()):
         topology = residual.of_model(config)

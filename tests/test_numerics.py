@@ -37,9 +37,14 @@ GRADIENTS = covering.marked(
 )
 
 
+def of_parameters(definition, function):
+    """A function to trace, and what it takes."""
+    return function, (cases.placed(definition), cases.tokens())
+
+
 def make_logits(name, tensor, loop):
     definition = cases.define(name, tensor=tensor)
-    return nn.compiled_logits(definition, loop=loop), (cases.placed(definition), cases.tokens())
+    return of_parameters(definition, nn.compiled_logits(definition, loop=loop))
 
 
 found_logits = together(make_logits, FORWARD)
@@ -56,10 +61,7 @@ def test_forward(name, tensor, loop):
 
 def make_gradients(name, mesh, loop, remat):
     definition = cases.define(name, data=mesh[0], tensor=mesh[1])
-    return train.loss_and_gradients(definition, loop=loop, remat=remat), (
-        cases.placed(definition),
-        cases.tokens(),
-    )
+    return of_parameters(definition, train.loss_and_gradients(definition, loop=loop, remat=remat))
 
 
 found_gradients = together(make_gradients, GRADIENTS)
@@ -91,10 +93,7 @@ def make_emulated(name):
         nn.compiled_logits(definition, loop=Loop.UNROLLED),
         train.loss_and_gradients(definition, loop=Loop.SCAN),
     )
-    return lambda *arguments: [part(*arguments) for part in parts], (
-        cases.placed(definition),
-        cases.tokens(),
-    )
+    return of_parameters(definition, lambda *arguments: [part(*arguments) for part in parts])
 
 
 found_emulated = together(make_emulated, EMULATED)
@@ -164,10 +163,7 @@ MEMBERS = covering.marked(
 
 def make_member(name, member, tensor):
     definition = cases.define(name, tensor=tensor, num_layers=2, **FAMILY[member])
-    return train.loss_and_gradients(definition, loop=Loop.SCAN), (
-        cases.placed(definition),
-        cases.tokens(),
-    )
+    return of_parameters(definition, train.loss_and_gradients(definition, loop=Loop.SCAN))
 
 
 found_member = together(make_member, MEMBERS)
@@ -192,9 +188,7 @@ def test_initial_values_are_the_same_everywhere():
     assert not np.array_equal(values[0]["embedding"]["table"], values[0]["head"]["table"])
     again = nn.initialize(cases.define("ladder"), seed=8)
     assert not np.array_equal(again["layers"]["mlp"]["up"], values[0]["layers"]["mlp"]["up"])
-    layers = np.asarray(values[0]["layers"]["mlp"]["up"])
-    assert not np.array_equal(layers[0], layers[1])
-    assert abs(layers.std() / 0.02 - 1) < 0.05
-    assert (
-        abs(np.asarray(values[0]["layers"]["mlp"]["down"]).std() / (0.02 / np.sqrt(8)) - 1) < 0.05
-    )
+    mlp = jax.tree.map(np.asarray, values[0]["layers"]["mlp"])
+    assert not np.array_equal(mlp["up"][0], mlp["up"][1])
+    for name, deviation in dict(up=0.02, down=0.02 / np.sqrt(8)).items():
+        assert abs(mlp[name].std() / deviation - 1) < 0.05

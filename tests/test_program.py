@@ -11,8 +11,9 @@ import sys
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.sharding import PartitionSpec as P
 
-from ladder_jax import decode, train
+from ladder_jax import decode, parallel, train
 from ladder_jax.config import Loop, Remat
 from ladder_jax.decode import steps, weights
 from ladder_jax.scopes import LAUNCH
@@ -40,23 +41,16 @@ def test_the_count_sees_a_merged_pair():
     """The control: the same Ladder without its chain is merged by the compiler, and the parser says
     so.
     """
-    from jax.sharding import PartitionSpec as P
-
-    from ladder_jax import parallel
+    axes = ("tensor",)
 
     def naive(x, w):
-        # stands for a sublayer; both read the same stream
-        one = x + parallel.pvary(x, ("tensor",)) @ w
-        two = x + parallel.pvary(x, ("tensor",)) @ jnp.sin(w)
+        x = parallel.pvary(x, axes)  # a stream that two sublayers read
         with jax.named_scope(LAUNCH):
-            return parallel.all_reduce(one, ("tensor",)) + parallel.all_reduce(
-                jnp.cos(two), ("tensor",)
-            )
+            return parallel.all_reduce(x @ w, axes) + parallel.all_reduce(x @ jnp.sin(w), axes)
 
     mesh = parallel.make_mesh(tensor=8)
-    local = jax.shard_map(naive, mesh=mesh, in_specs=(P(), P("tensor", None)), out_specs=P())
-    shapes = jax.ShapeDtypeStruct((16, 8), jnp.float32), jax.ShapeDtypeStruct((64, 8), jnp.float32)
-    text = jax.jit(local).lower(*shapes).compile().as_text()
+    local = jax.shard_map(naive, mesh=mesh, in_specs=(P(), P(None, "tensor")), out_specs=P())
+    text = jax.jit(local).lower(jnp.ones((16, 8)), jnp.ones((8, 64))).compile().as_text()
     assert [operands for _, _, operands, _ in communication.all_reduces(text)] == [2]
 
 

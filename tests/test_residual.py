@@ -61,11 +61,7 @@ def test_a_standard_layer_after_a_ladder_layer_waits_for_everything():
 @pytest.mark.parametrize(
     "name, layers, runs",
     [
-        ("ladder", None, [(0, 1, 4)]),
-        ("standard", None, [(0, 1, 4)]),
-        ("ladder-3", None, [(0, 1, 4)]),
-        ("parallel-ladder", None, [(0, 1, 4)]),
-        ("desync-2", None, [(0, 1, 4)]),
+        *((name, None, [(0, 1, 4)]) for name in ("ladder", "standard", "ladder-3", "desync-2")),
         ("ladder", "2", [(0, 1, 1), (1, 1, 1), (2, 1, 2)]),
         ("desync-4", None, [(0, 2, 2)]),
     ],

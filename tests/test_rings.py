@@ -14,7 +14,6 @@ from ladder_jax.config import Biases, CollectiveMatmul, Execution, Loop, Quantiz
 from ladder_jax.errors import UserError
 from ladder_jax.nn import quantized
 from ladder_jax.parallel import ring
-from ladder_jax.retrain.lora import LowRank
 from tests import cases, covering
 
 AXES = ("tensor",)
@@ -121,36 +120,6 @@ def test_a_ring_sends_each_chunk_once(ranks):
     )
 
 
-def test_low_rank_factors_go_around_too():
-    """The product of LoRA's factors, and the gradients of both, against the same on whole
-    arrays.
-    """
-    ranks, rank = 4, 3
-    x, base = draw(ROWS, ranks * CHUNK, D), draw(D, ranks * F, seed=1)
-    down, up = draw(D, rank, seed=2), draw(rank, ranks * F, seed=3)
-    product = functools.partial(quantized.products, ("BTD,DF->BTF",))
-    columns = P(None, "tensor")
-
-    def loss(multiply, x, base, down, up):
-        (out,) = multiply(x, (LowRank(base, down, up, scale=0.5),))
-        return jnp.sum(jnp.sin(out))
-
-    def local(x, base, down, up):
-        down = jax.lax.pcast(down, AXES, to="varying")
-        multiply = lambda x, w: ring.gather_product(product, x, w, AXES)
-        of_x, of_down, of_up = jax.grad(functools.partial(loss, multiply), (0, 2, 3))(
-            x, base, down, up
-        )
-        return of_x, jax.lax.psum(of_down, AXES), of_up
-
-    found = jax.jit(over(ranks, local, SPLIT, columns, P(), columns, (SPLIT, P(), columns)))(
-        x, base, down, up
-    )
-    expected = jax.grad(functools.partial(loss, product), (0, 2, 3))(x, base, down, up)
-    for a, b in zip(found, expected):
-        close(a, b, terms=4 * ROWS * ranks * CHUNK)
-
-
 NAMES = "standard", "ladder", "ladder-2", "ladder-fresh", "hybrid-delay-2"
 TOKENS = cases.tokens((4, 9))  # 8 positions, over 1 to 8 ranks
 SETTINGS = itertools.product(NAMES, (1, 2, 4, 8), Loop, Remat)
@@ -163,11 +132,10 @@ CHOSEN = [
 
 @pytest.mark.parametrize("name, tensor, loop, remat", covering.marked(SETTINGS, chosen=CHOSEN))
 def test_gradients_are_the_references(name, tensor, loop, remat):
-    changes = dict(num_layers=4 if name.startswith("hybrid") else 2, biases=Biases.ALL)
+    layers = 4 if name.startswith("hybrid") else 2
+    form = dict(tensor=tensor, num_layers=layers, biases=Biases.ALL)
     settings = dict(sequence_parallel=True, collective_matmul=CollectiveMatmul.RING)
-    expected = cases.dense_gradients(name, tensor, shape_BT=(4, 9), **changes)
-    definition = cases.define(name, tensor=tensor, **changes)
-    cases.check_gradients(definition, expected, shape_BT=(4, 9), loop=loop, remat=remat, **settings)
+    cases.check_case(name, form, shape_BT=(4, 9), loop=loop, remat=remat, **settings)
 
 
 @pytest.mark.parametrize(

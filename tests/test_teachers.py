@@ -22,13 +22,10 @@ from tests.test_objective import TOKENS, TWO, compute, define, shape
 FROZEN = 1
 
 
-def with_model(definition, **changes):
-    return dataclasses.replace(definition, config=dataclasses.replace(definition.config, **changes))
-
-
 def as_standard(definition, **changes):
-    return with_model(
-        definition, **{"residual": "standard", "ladder_layers": None, "ranks": None, **changes}
+    of_teacher = dict(residual="standard", ladder_layers=None, ranks=None) | changes
+    return dataclasses.replace(
+        definition, config=dataclasses.replace(definition.config, **of_teacher)
     )
 
 
@@ -43,7 +40,7 @@ def test_frozen_layers_of_a_teacher_that_communicates_less():
     frozen.
     """
     definition = define(tensor=2)
-    teacher = with_model(definition, residual="desync-2", ladder_layers=None, ranks=2)
+    teacher = as_standard(definition, residual="desync-2", ranks=2)
     params = cases.parameters(definition)
     plan = Retraining(definition, FROZEN, distill=DistillConfig(START), teacher=teacher)
     ((_, terms), _), _ = compute(plan, params)

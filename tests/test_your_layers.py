@@ -40,12 +40,16 @@ class Block:
         return jax.nn.relu(x @ self._weights[1, ..., 0]) @ self._weights[1, ..., 1].T
 
 
-def on_ranks(local, *, tensor=2, out=EQUAL, check_vma=True):
-    """`local` of the stream and each rank's slice of STACKED, compiled."""
+def compiled_on_ranks(local, *, tensor=2, out=EQUAL, check_vma=True):
+    """`local` of the stream and each rank's slice of STACKED."""
     mesh, specs = parallel.make_mesh(tensor=tensor), (P(), P(None, None, None, "tensor", None))
     return jax.jit(
         jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=out, check_vma=check_vma)
-    )(X, STACKED)
+    )
+
+
+def on_ranks(local, **settings):
+    return compiled_on_ranks(local, **settings)(X, STACKED)
 
 
 def unrolled(x, blocks, *, name="ladder"):
@@ -62,15 +66,17 @@ DELAYS = {
 }
 
 
-def exactly(name, x, stacked):
+pair = lambda weights: (Block(weights).attention, Block(weights).mlp)
+
+
+def exactly(name, x, layers, *, of=pair):
     """The one rule in float64: x_i = x_{i-1} + h_i(x_{max(0, i-1-d_i)}), with x a list of all
-    streams so far.
+    streams so far. of: a layer to its sublayers.
     """
     streams = [x]
-    for weights in stacked:
-        for which, sublayer in enumerate((Block.attention, Block.mlp)):
-            read = max(0, len(streams) - 1 - DELAYS[name][which])
-            streams.append(streams[-1] + sublayer(Block(weights), streams[read]))
+    for layer in layers:
+        for delay, sublayer in zip(DELAYS[name], of(layer)):
+            streams.append(streams[-1] + sublayer(streams[max(0, len(streams) - 1 - delay)]))
     return streams[-1]
 
 
@@ -98,15 +104,8 @@ def exact_gradients(name):
 
 def test_a_scan_is_named_by_its_layers():
     """By which a schedule's report finds them."""
-    mesh, topology = parallel.make_mesh(tensor=2), residual.topology("ladder", num_layers=3)
-    local = lambda x, w: residual.run(topology, pair, x, params=w)
-    mapped = jax.shard_map(
-        local, mesh=mesh, in_specs=(P(), P(None, None, None, "tensor", None)), out_specs=EQUAL
-    )
-    assert "layers_0_to_2/" in jax.jit(mapped).lower(X, STACKED).as_text(debug_info=True)
-
-
-pair = lambda weights: (Block(weights).attention, Block(weights).mlp)
+    run = compiled_on_ranks(of_run("ladder"))
+    assert "layers_0_to_2/" in run.lower(X, STACKED).as_text(debug_info=True)
 
 
 def of_run(name, **settings):
@@ -215,22 +214,14 @@ class Pair(nnx.Module):
 
 def test_a_stack_is_the_rule_over_its_modules():
     """On one device, and its parameters differ from layer to layer."""
-    topology = residual.topology("ladder", num_layers=3)
-    settings = dict(
-        topology=topology,
-        rngs=nnx.Rngs(0),
-        sublayers=lambda layer: (layer.first, layer.second),
-        axes=(),
-    )
+    sublayers = lambda layer: (layer.first, layer.second)
+    settings = dict(topology=THREE, rngs=nnx.Rngs(0), sublayers=sublayers, axes=())
     stack = residual.Stack(Pair, **settings)
     graph, params = nnx.split(stack.layers)
     layers = [nnx.merge(graph, jax.tree.map(lambda a: a[n], params)) for n in range(3)]
     assert not np.array_equal(layers[0].first.up.kernel[...], layers[1].first.up.kernel[...])
-    streams = [X]
-    for layer in layers:
-        for sublayer in (layer.first, layer.second):
-            streams.append(streams[-1] + sublayer(streams[max(0, len(streams) - 2)]))
-    assert cases.error(nnx.jit(lambda stack, x: stack(x))(stack, X), streams[-1]) < LIMIT
+    expected = exactly("ladder", X, layers, of=sublayers)
+    assert cases.error(nnx.jit(lambda stack, x: stack(x))(stack, X), expected) < LIMIT
 
 
 def test_compile_options_are_those_of_the_tables_traits(monkeypatch):
@@ -253,30 +244,24 @@ def test_compile_options_are_those_of_the_tables_traits(monkeypatch):
 
 def test_a_scan_of_bfloat16_sublayers_and_its_gradient():
     """The stream is float32, and what is pending is not."""
-    topology = residual.topology("ladder", num_layers=3)
 
-    def loss(x, stacked, loop):
-        steps, state = topology.layers[0], residual.begin(x, topology=topology, axes=AXES)
+    def own(x, stacked):
+        steps, state = THREE.layers[0], residual.begin(x, topology=THREE, axes=AXES)
 
         def turn(state, weights):
             for step in steps:
                 state = step(state, half(weights), axes=AXES)
             return state, None
 
-        if loop is Loop.SCAN:
-            state, _ = jax.lax.scan(
-                turn, residual.fill(state, steps, axes=AXES, dtype=jnp.bfloat16), stacked
-            )
-        else:
-            for weights in stacked:
-                state, _ = turn(state, weights)
-        return jnp.mean(residual.flush(state, axes=AXES) ** 2)
+        state = residual.fill(state, steps, axes=AXES, dtype=jnp.bfloat16)
+        return residual.flush(jax.lax.scan(turn, state, stacked)[0], axes=AXES)
 
-    scan, loop = (
-        on_ranks(jax.grad(lambda x, w, form=form: loss(x, w, form)))
-        for form in (Loop.SCAN, Loop.UNROLLED)
+    of_library = lambda x, w: residual.run(THREE, half, x, params=w, loop="unrolled")
+    found, expected = (
+        on_ranks(jax.grad(lambda x, w, run=run: jnp.mean(run(x, w) ** 2)))
+        for run in (own, of_library)
     )
-    assert cases.error(scan, loop) < HALF_LIMIT
+    assert cases.error(found, expected) < HALF_LIMIT
 
 
 REDUCED = {
@@ -333,9 +318,6 @@ def test_a_bias_on_one_rank_counts_once():
 
     once = lambda bias: residual.on_one_rank(bias, AXES)
     one, four = (on_ranks(lambda x, w: local(x, w, once), tensor=tensor) for tensor in (1, 4))
-    assert cases.error(four, one) < LIMIT
-    assert (
-        cases.error(on_ranks(lambda x, w: local(x, w, lambda bias: bias), tensor=4), one + 3)
-        < LIMIT
-    )
+    wrong = on_ranks(lambda x, w: local(x, w, lambda bias: bias), tensor=4)
+    assert cases.error(four, one) < LIMIT and cases.error(wrong, one + 3) < LIMIT
     assert (residual.on_one_rank(X, ()) == X).all()
