@@ -338,6 +338,8 @@ def test_only_compute_hides(between, status):
 def test_what_is_not_a_schedule_is_refused():
     with pytest.raises(UserError, match="not the text of an HLO module"):
         schedule.audit("module @jit_f {}")
+    with pytest.raises(UserError, match="not an instruction of HLO: '%x = a form"):
+        schedule.audit(WINDOW.replace("BETWEEN", "  %x = a form of tomorrow"))
     with pytest.raises(ValueError, match="has not been scheduled"):
         schedule.audit(WINDOW.replace(", is_scheduled=true", "").replace("BETWEEN", ""))
     with pytest.raises(ValueError, match="never awaits"):

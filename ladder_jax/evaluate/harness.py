@@ -104,8 +104,14 @@ class LadderJax(TemplateLM):
         asked = {
             index: self.request(*request.args, seed=index) for index, request in enumerate(requests)
         }
-        found = self._all(self.model.answers(asked), len(asked), quiet=disable_tqdm)
-        return [result.text for result in found]
+
+        def texts() -> Iterator[tuple[int, str]]:
+            """Each is in the harness's cache (`use_cache`) at once: a killed run goes on."""
+            for index, result in self.model.answers(asked):
+                self.cache_hook.add_partial("generate_until", requests[index].args, result.text)
+                yield index, result.text
+
+        return self._all(texts(), len(asked), quiet=disable_tqdm)
 
     def _loglikelihood_tokens(
         self, requests, disable_tqdm: bool = False, **_

@@ -38,7 +38,7 @@ def run(args: dict) -> None:
         tensor, warmup=args["warmup"], repeats=args["repeats"] or REPEATS
     )
     text = as_yaml(sections, device)
-    files.write(pathlib.Path(out), [text.encode()])
+    files.write_atomically(out, lambda path: _write_checked(path, text))
     calibrated = machine.load(out)
     if args["json"]:
         found = calibrated.constants()
@@ -60,6 +60,12 @@ def as_yaml(sections: dict, device) -> str:
     if device.platform == "cpu":
         head += f"# {SIMULATED}\n"
     return head + yaml.safe_dump(sections, sort_keys=False, width=200)
+
+
+def _write_checked(path: str, text: str) -> None:
+    """Raises UserError for what `predict` could not read: the file that is there stays."""
+    pathlib.Path(path).write_text(text)
+    machine.load(path)
 
 
 def _print(calibrated: machine.Machine, out: str, reduced: Sequence, *, simulated: bool) -> None:

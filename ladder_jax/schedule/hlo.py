@@ -146,7 +146,7 @@ class Program:
 
 
 def parse(text: str) -> Program:
-    """Raises UserError if `text` is not an HLO module."""
+    """Raises UserError if `text` is not an HLO module, or has a line that is no instruction."""
     if not text.startswith("HloModule"):
         raise UserError(f"not the text of an HLO module: it begins with {text[:40]!r}")
     computations, header, found = {}, None, {}
@@ -181,7 +181,10 @@ def _instruction(
     line: str, before: Mapping[str, Instruction], computations: Mapping
 ) -> Instruction:
     """before: the computation's instructions above it, by name."""
-    name, shape, opcode, inside, attributes = INSTRUCTION.match(line).groups(default="")
+    parts = INSTRUCTION.match(line)
+    if parts is None:
+        raise UserError(f"not an instruction of HLO: {line.strip()[:120]!r}")
+    name, shape, opcode, inside, attributes = parts.groups(default="")
     if opcode in ("constant", "parameter"):
         return Instruction(name, shape, opcode, (), attributes, literal=inside)
     operands = tuple(before[operand] for operand in re.findall(r"%([\w.\-]+)", inside))

@@ -76,9 +76,12 @@ class Service:
         async with alone:
             body = await asyncio.to_thread(parse, kind, content)
             requests, form = await asyncio.to_thread(prepare, body, self.terms)
-        if self.engine.error:
-            raise _failed()
-        handles = self.engine.submit_all(requests)
+        try:
+            handles = self.engine.submit_all(requests)
+        except RuntimeError:
+            if self.engine.error:  # its loop may end at any time
+                raise _failed() from None
+            raise
         if body.stream:
             events = self._stream(handles, form)
             # X-Accel-Buffering keeps nginx from buffering the stream.

@@ -218,6 +218,33 @@ def test_generation(ours, adapter, harness, shots, tmp_path):
     check_answers(ours, adapter, harness, tmp_path, shots=shots)
 
 
+def test_an_interrupted_generation_goes_on_from_the_cache(adapter, monkeypatch, tmp_path):
+    from lm_eval.api import instance, model
+
+    settings = {"until": ["\n"], "do_sample": False}
+    ask = lambda text: instance.Instance("generate_until", {}, (text, settings), 0)
+    requests = [ask(text) for text in ("the cat", "a dog", "the end")]
+    expected = adapter.generate_until(requests, disable_tqdm=True)
+    answers, asked = evaluate.Model.answers, []
+
+    def interrupted(self, wanted):
+        yield next(answers(self, wanted))
+        raise KeyboardInterrupt
+
+    def counted(self, wanted):
+        asked.append(len(wanted))
+        return answers(self, wanted)
+
+    cached = model.CachingLM(adapter, str(tmp_path / "cache.db"))
+    monkeypatch.setattr(evaluate.Model, "answers", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        cached.generate_until(requests)
+    monkeypatch.setattr(evaluate.Model, "answers", counted)
+    assert cached.generate_until(requests) == expected
+    assert asked == [2]
+    cached.dbdict.close()
+
+
 def test_answers_end_as_gsm8k_has_it():
     from ladder_jax.evaluate.model import STOP
 
