@@ -228,6 +228,28 @@ def test_a_model_with_its_text(tmp_path):
     assert alone.mesh.size == 1 and alone.generate("a", max_new_tokens=4) == text
 
 
+def test_a_model_of_make_mesh_among_explicit_code():
+    """Its parameters stay on its own mesh; results lie on the one that is set, whatever its axes
+    are called.
+    """
+    model = model_on(lj.make_mesh(data=2, tensor=4))
+    expected = cases.dense_logits("ladder", 1, num_layers=LAYERS)
+    prompt = tuple(TOKENS[0, :5].tolist())
+    for names, spec in (
+        (("data", "tensor"), P("data", None, None)),
+        (("x", "y"), P(None, None, None)),
+    ):
+        with setting(jax.make_mesh((2, 4), names)):
+            logits = model(TOKENS)
+            assert logits.sharding.spec == spec
+            assert cases.error(jnp.sin(logits), np.sin(expected)) < 10 * VALUES
+            assert cases.error(jax.jit(lambda tokens: model(tokens) + 0)(TOKENS), expected) < VALUES
+            (found,) = decode.Generator(model).tokens(
+                [prompt], config=DecodeConfig(max_new_tokens=20)
+            )
+            assert (found == greedy(prompt)).all()
+
+
 def test_a_model_of_make_mesh_where_that_mesh_is_set():
     """Whose ranks share a key/value head: it has no axes for them."""
     shared = model_on(lj.make_mesh(tensor=8))
@@ -280,7 +302,7 @@ def wrong(names, sizes=(2, 4), **axes):
     (lambda: lj.mesh_of(8), "mesh must be of type Mesh, not 8"),
     (lambda: lj.mesh_of(lj.make_mesh(), axes=("tp",)), "axes must be of type dict, not a tuple"),
     (lambda: nnx.eval_shape(lambda: nn.Transformer(CONFIG, rngs=nnx.Rngs(0))), "inside jax.jit and the like needs its"),
-    (lambda: model_on(lj.make_mesh())(TOKENS), "set by jax.set_mesh, {'x': 8}, is not this model's, {'data'"),
+    (lambda: model_on(lj.make_mesh())(TOKENS), "set by jax.set_mesh has 8 devices, and this model's 1: make the model"),
     (lambda: nn.Transformer(CONFIG, rngs=nnx.Rngs(0)), "has the axes .'x',., and a model's are"),
 ], ids=lambda value: value[:40] if isinstance(value, str) else "call")  # fmt: skip
 def test_what_is_refused(make, said):

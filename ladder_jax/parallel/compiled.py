@@ -18,7 +18,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from ladder_jax import files
 from ladder_jax.errors import UserError
@@ -105,37 +105,38 @@ def on_own_mesh(fn: Callable, *, layout: Layout, out_dims: Any) -> Callable:
     @jax.jit  # outside of a trace, too, jax knows no arrays of other meshes than the one set
     @functools.wraps(fn)
     def changed(*args):
+        around = mesh_around(args, layout=layout)
         with jax.sharding.use_abstract_mesh(own.mesh):
             out = fn(*jax.tree.map(lambda a: _changed(a, own), args))
-        return _map(functools.partial(_given_back, layout=layout), out_dims, out)
+        return _map(functools.partial(_given_back, around=around, layout=layout), out_dims, out)
 
     @functools.wraps(fn)
     def called(*args):
-        return changed(*args) if crosses(args, layout=layout) else fn(*args)
+        return fn(*args) if mesh_around(args, layout=layout) is None else changed(*args)
 
     return called
 
 
-def crosses(args: Any, *, layout: Layout) -> bool:
-    """Whether arguments come from, and results belong on, the caller's mesh, not the layout's own.
+def mesh_around(args: Any, *, layout: Layout) -> AbstractMesh | None:
+    """The mesh that results belong on, if it is not the layout's own: the one that is set, or else
+    the caller's.
 
-    Raises UserError where `jax.set_mesh` has set neither of the two.
+    Raises UserError where the one that is set has another number of devices.
     """
     own = layout.mesh.abstract_mesh
-    given = layout.given.mesh.abstract_mesh
     around = jax.sharding.get_abstract_mesh()
+    of_args = (jax.typeof(leaf).sharding.mesh for leaf in jax.tree.leaves(args))
+    explicit = next((mesh for mesh in of_args if mesh.explicit_axes), None)
     if around.empty:
-        around = own if layout.given.is_own else given
-    if around.manual_axes:
-        return False
-    if around not in (own, given):
+        around = explicit or (own if layout.given.is_own else layout.given.mesh.abstract_mesh)
+    if around.manual_axes or (around == own and explicit is None):
+        return None
+    if around.size != own.size:
         raise UserError(
-            f"the mesh set by jax.set_mesh, {dict(around.shape)}, is not this model's,"
-            f" {dict(given.shape)}: make the model with mesh=jax.sharding.get_mesh(),"
-            " or call it outside"
+            f"the mesh set by jax.set_mesh has {around.size} devices, and this model's {own.size}:"
+            " make the model with mesh=jax.sharding.get_mesh(), or call it outside"
         )
-    leaves = map(jax.typeof, jax.tree.leaves(args))
-    return around != own or any(leaf.sharding.mesh.explicit_axes for leaf in leaves)
+    return around
 
 
 def over_ranks(fn: Callable, *, layout: Layout, in_dims: tuple, out_dims: Dims) -> Callable:
@@ -174,8 +175,9 @@ class Compiled:
     `options` are those in force, for a program of these `traits`.
 
     Inside a trace it is `jax.jit(fn)` without options, which jax refuses there, and without
-    donation: both belong to the outermost program. Outside of a trace, what a program hands to its
-    next call stays where it is: of those that donate, or have `out_shardings`.
+    donation: both belong to the outermost program. Results are on the mesh of `jax.set_mesh`, if it
+    is another than the model's; outside of a trace, what a program hands to its next call stays
+    where it is: of those that donate, or have `out_shardings`.
     """
 
     def __init__(
@@ -295,16 +297,15 @@ def _changed(array, sharding):
     )
 
 
-def _given_back(array, *, dims, layout):
+def _given_back(array, *, dims, around, layout):
     """By its type along Explicit axes; along Auto ones by a constraint, as the compiler may choose
     what they cannot.
     """
-    mesh = layout.given.mesh.abstract_mesh
-    split = functools.partial(layout.sharding_along, shape=array.shape, dims=dims)
-    array = _changed(array, split(mesh.explicit_axes))
-    if not mesh.auto_axes:
+    split = functools.partial(layout.sharding_on, around, array.shape, dims=dims)
+    array = _changed(array, split(axes=around.explicit_axes))
+    if not around.auto_axes:
         return array
-    return jax.lax.with_sharding_constraint(array, split(mesh.auto_axes))
+    return jax.lax.with_sharding_constraint(array, split(axes=around.auto_axes))
 
 
 def _map(fn, dims, tree):

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental import mesh_utils
 from jax.extend import core
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from ladder_jax.config import MeshConfig, ModelConfig, check_fits_mesh, parse_residual
 from ladder_jax.errors import UserError, unknown, wrong_type
@@ -214,12 +214,16 @@ class Layout:
         """Of an array with these dimensions on the caller's mesh."""
         if self.given.is_own:
             return NamedSharding(self.mesh, self.spec(dims))
-        return NamedSharding(self.given.mesh, self._renamed(dims, self._names))
+        mesh = self.given.mesh
+        return NamedSharding(mesh, self._renamed(dims, self._names(mesh)))
 
-    def sharding_along(self, axes: Axes, shape: tuple[int, ...], *, dims: str) -> NamedSharding:
-        """Likewise, split along `axes` of that mesh alone, where they divide `shape`."""
-        mesh = self.given.mesh.abstract_mesh
-        names = {axis: name for axis, name in self._names.items() if name in axes}
+    def sharding_on(
+        self, mesh: AbstractMesh, shape: tuple[int, ...], *, dims: str, axes: Axes
+    ) -> NamedSharding:
+        """Of an array on any mesh over the same devices: split along those of its `axes` that
+        correspond to ours, where they divide `shape`.
+        """
+        names = {axis: name for axis, name in self._names(mesh).items() if name in axes}
         parts = zip(self._renamed(dims, names), shape)
         divided = [
             part if part and size % _ranks(mesh, part) == 0 else None for part, size in parts
@@ -246,14 +250,20 @@ class Layout:
     def batch_ranks(self) -> int:
         return _ranks(self.mesh, self.batch)
 
-    @property
-    def _names(self):
-        """What the caller's mesh calls those of our axes that have several ranks.
+    def _names(self, mesh):
+        """What `mesh` calls those of our axes that have several ranks: as the caller's mesh does,
+        or as we do.
 
         Where ranks share heads, tensor's name is that of `group`: no axis of the caller's is `kv`.
         """
-        ours = zip((*self.batch, self.tensor[-1]), self.given.names, self.given.shape.values())
-        return {own: name for own, name, size in ours if size > 1}
+        sizes = self.given.shape
+        ours = (*self.batch, self.tensor[-1])
+        names = {}
+        for axis, own, given in zip(AXES, ours, self.given.names):
+            for name in (axis, given):
+                if 1 < sizes[axis] == mesh.shape.get(name):
+                    names[own] = name
+        return names
 
     def _renamed(self, dims, names):
         """The partition over axes called `names`, by ours."""
