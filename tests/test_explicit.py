@@ -22,7 +22,16 @@ from ladder_jax.errors import UserError
 from ladder_jax.train import step
 from ladder_jax.train.gradients import loss_and_gradients
 from tests import cases, covering
-from tests.test_your_layers import LIMIT, STACKED, X, exact_gradients, pair, with_gradients
+from tests.test_your_layers import (
+    LIMIT,
+    STACKED,
+    THREE,
+    Pair,
+    X,
+    exact_gradients,
+    pair,
+    with_gradients,
+)
 
 LAYERS = 2
 CONFIG, TOKENS = cases.model("ladder", num_layers=LAYERS), cases.tokens()
@@ -285,6 +294,26 @@ def test_layers_of_your_own(name, loop, axes):
         assert same_types(found, (x, x, stacked))
     errors = list(map(cases.error, found, exact_gradients(name)))
     assert errors[0] < LIMIT and max(errors) < 2 * LIMIT
+
+
+def test_a_stack_of_your_own():
+    """In a shard_map that splits its matrices, and split by types alone."""
+    settings = dict(topology=THREE, sublayers=lambda layer: (layer.first, layer.second))
+    one = residual.Stack(Pair, rngs=nnx.Rngs(0), axes=(), **settings)
+
+    def spec(path, array):
+        is_up = "up" in jax.tree_util.keystr(path)
+        return P(*[None] * (array.ndim - 1), "tensor") if is_up else P(None, "tensor")
+
+    with setting(jax.make_mesh((2, 4), ("data", "tensor"))):
+        graph, params = nnx.split(residual.Stack(Pair, rngs=nnx.Rngs(0), **settings))
+        specs = jax.tree_util.tree_map_with_path(spec, params)
+        local = lambda params, x: nnx.merge(graph, params)(x)
+        mapped = jax.shard_map(local, in_specs=(specs, P("data")), out_specs=P("data"))
+        split = lambda params, x: mapped(jax.reshard(params, specs), jax.reshard(x, P("data")))
+        assert cases.error(jax.jit(split)(params, X), one(X)) < LIMIT
+        whole = nnx.jit(lambda stack, x: stack(x))(one, jax.device_put(X, P("data")))
+    assert cases.error(whole, one(X)) < LIMIT
 
 
 def wrong(names, sizes=(2, 4), **axes):
