@@ -355,7 +355,12 @@ class Model:
         matrices = models.layers(config, ranks=self.ranks) + self.tables
         gains = 4 * config.d_model * (2 * config.num_layers + 1)
         cache = 2 * config.num_layers * rows * capacity * self.shard.keys * self.element_bytes
-        return matrices * self.element_bytes + gains + cache
+        moe = config.moe
+        routers = (
+            moe.experts * config.d_model * (config.num_layers - moe.dense_layers) if moe else 0
+        )
+        wider = (FLOAT32 - self.element_bytes) * routers  # whose matrices are float32
+        return matrices * self.element_bytes + wider + gains + cache
 
     @property
     def tables(self) -> int:
