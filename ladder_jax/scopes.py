@@ -8,26 +8,29 @@ DATA, FSDP, TENSOR = AXES = ("data", "fsdp", "tensor")
 # inputs, backward. PREVIOUS stands inside LAUNCH where the output reduced is not the step's own but
 # that of the sublayer before it; FOLLOWING inside ENTER where the input is that of the sublayer
 # after it (or, after the last, the head's).
-LAUNCH, ENTER, PREVIOUS, FOLLOWING = (
-    "launch_sublayer_output",
-    "enter_sublayer_input",
-    "previous",
-    "following",
-)
+LAUNCH = "launch_sublayer_output"
+ENTER = "enter_sublayer_input"
+PREVIOUS = "previous"
+FOLLOWING = "following"
 
 # Where a ring of permutes stands in place of one of these, beside the chunks of its matmul (see
 # parallel/ring.py): what its permutes carry is gathered, or scattered.
-RING_GATHER, RING_SCATTER = "ring_gather", "ring_scatter"
+RING_GATHER = "ring_gather"
+RING_SCATTER = "ring_scatter"
 
 # And the two of parameters that are split over the fsdp axis (see `unshard`).
-GATHER, SCATTER = "gather_weights", "scatter_gradients"
+GATHER = "gather_weights"
+SCATTER = "scatter_gradients"
 
 # The other places, by what they communicate for: schedule/judge.py has the words. TOKEN_LOOP is
 # around the loop over new tokens, so that a program of several is counted a token.
-EMBEDDING, HEAD, LOSS, DIVERGENCE = "embedding_lookup", "head_input", "cross_entropy", "divergence"
-SHARED_GRADIENTS, DATA_GRADIENTS, GRADIENT_NORM = (
-    "shared_gradients",
-    "data_parallel_gradients",
-    "gradient_norm",
-)
-CHOICE, TOKEN_LOOP, QK_NORM = "choose_token", "token_loop", "query_key_norm"
+EMBEDDING = "embedding_lookup"
+HEAD = "head_input"
+LOSS = "cross_entropy"
+DIVERGENCE = "divergence"
+SHARED_GRADIENTS = "shared_gradients"
+DATA_GRADIENTS = "data_parallel_gradients"
+GRADIENT_NORM = "gradient_norm"
+CHOICE = "choose_token"
+TOKEN_LOOP = "token_loop"
+QK_NORM = "query_key_norm"

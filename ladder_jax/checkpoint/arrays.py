@@ -175,7 +175,8 @@ def begin(folder: AnyPath, arrays: Mapping[str, jax.Array]) -> list[tensorstore.
     """Copies this process's shards of the arrays, by name, to the host, and starts to write
     them.
     """
-    written, context = _written(_part(folder, jax.process_index())), tensorstore.Context()
+    written = _written(_part(folder, jax.process_index()))
+    context = tensorstore.Context()
     opening = {}
     for name, array in arrays.items():
         opening[name] = create(written, name, array, chunk=_chunk(name, array), context=context)
@@ -190,7 +191,8 @@ def begin(folder: AnyPath, arrays: Mapping[str, jax.Array]) -> list[tensorstore.
 
 def finish(folder: AnyPath, shapes: Mapping[str, tuple[int, ...]]) -> None:
     """Makes one database of all processes'. Called on one process, after all have written."""
-    context, transaction = tensorstore.Context(), tensorstore.Transaction(atomic=True)
+    context = tensorstore.Context()
+    transaction = tensorstore.Transaction(atomic=True)
     merged = tensorstore.KvStore.open(_written(folder), context=context).result()
     parts = [_written(_part(folder, process)) for process in range(jax.process_count())]
     for part in [tensorstore.KvStore.open(part, context=context) for part in parts]:
@@ -249,7 +251,8 @@ class Stream:
         self._on_disk(lambda: None)  # starts the thread now, so that __exit__ always waits for it
         try:
             folder.mkdir(parents=True)
-            self.folder, self.arrays = folder, dict(arrays)
+            self.folder = folder
+            self.arrays = dict(arrays)
             self._digests: dict[Key, bytes] = {}
             self._open_all()
         except BaseException:

@@ -65,14 +65,19 @@ def run(args: dict) -> None:
 
 
 def _row(folder: AnyPath, *, thorough: bool) -> Row:
-    problems, written, loss, state = [], None, None, "unchecked"
+    problems = []
+    written = None
+    loss = None
+    state = "unchecked"
     try:
         checkpoint = saved.open_checkpoint(folder)
-        written, loss = checkpoint.time, checkpoint.validation_loss
+        written = checkpoint.time
+        loss = checkpoint.validation_loss
         if not checkpoint.has_manifest:
             state = "no manifest"
         elif thorough:
-            problems, state = saved.verify(folder), "whole"
+            problems = saved.verify(folder)
+            state = "whole"
     except saved.Damaged:
         problems = saved.verify(folder)
     except UserError as error:

@@ -131,7 +131,8 @@ def _difference(
         return "is missing"
     if int(info["size"]) != file["size"]:
         return f"has {info['size']} bytes, not {file['size']}"
-    stated, digest = _checksums(info), file["digest"]
+    stated = _checksums(info)
+    digest = file["digest"]
     kind, _, value = digest.rpartition(":")
     if stated and (kind or not digest):
         same = digest in stated

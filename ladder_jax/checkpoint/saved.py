@@ -138,15 +138,15 @@ class Pieces:
     definition: ModelDef
 
     def __call__(self, keys: Sequence[Key]) -> Iterator[jax.Array]:
-        definition, like = self.definition, {}
+        definition = self.definition
+        like = {}
         there = self.checkpoint.compare("params", definition.abstract)
-        dims, abstract = named(definition.dims), named(definition.abstract)
+        dims = named(definition.dims)
+        abstract = named(definition.abstract)
         for name in {name for name, _ in keys}:
             letters = dims[name].removeprefix("L")
-            shape, sharding = (
-                abstract[name].shape[-len(letters) :],
-                definition.layout.sharding(letters),
-            )
+            shape = abstract[name].shape[-len(letters) :]
+            sharding = definition.layout.sharding(letters)
             like[name] = jax.ShapeDtypeStruct(shape, there[name].dtype, sharding=sharding)
         try:
             yield from arrays.read(self.checkpoint.path / "params", like, keys)
@@ -160,7 +160,8 @@ def check_shapes(stored: Any, like: Any, *, folder: AnyPath) -> None:
     """Raises UserError if an array is missing, extra or of another shape but for padding
     (vocabulary, experts).
     """
-    actual, expected = named(stored), named(like)
+    actual = named(stored)
+    expected = named(like)
     for name in sorted(actual.keys() | expected.keys()):
         a, b = (tuple(tree[name].shape) if name in tree else None for tree in (actual, expected))
         if a is None or b is None or _unpadded(name, a) != _unpadded(name, b):

@@ -66,7 +66,9 @@ class Store:
             raise wrong_type("config", config, RunConfig)
         if not isinstance(folder, str | os.PathLike):
             raise wrong_type("folder", folder, str, os.PathLike)
-        self.folder, self._config, self._patience = absolute(folder), config, patience
+        self.folder = absolute(folder)
+        self._config = config
+        self._patience = patience
         train = config.train
         self._keep = Keep(last=train.keep_checkpoints, every=train.keep_every, best=train.keep_best)
         self._thread: threading.Thread | None = None
@@ -118,7 +120,8 @@ class Store:
         """Why the last save since the previous call failed, in a line; None if none did. Does not
         wait.
         """
-        failure, self._failure = self._failure, None
+        failure = self._failure
+        self._failure = None
         return failure
 
     def wait(self) -> None:
@@ -176,7 +179,8 @@ class Store:
             self._fail(failure)
 
     def _publish(self, step: int, writing: Writing, texts: dict[str, Any]) -> None:
-        folder, place = self._unfinished(step), self.folder / str(step)
+        folder = self._unfinished(step)
+        place = self.folder / str(step)
         writing.finish(texts)
         if folder != place:
             # the run went back to an earlier step; after a kill, `complete` goes on from here
@@ -326,10 +330,8 @@ def _check_room(folder: pathlib.Path, items: dict[str, Params]) -> None:
     """Raises OSError if the disk has less free space than the arrays need: better now than half-way
     through.
     """
-    needed, free = (
-        sum(leaf.nbytes for leaf in jax.tree.leaves(items)),
-        shutil.disk_usage(folder).free,
-    )
+    needed = sum(leaf.nbytes for leaf in jax.tree.leaves(items))
+    free = shutil.disk_usage(folder).free
     if free < needed:
         raise OSError(
             errno.ENOSPC,

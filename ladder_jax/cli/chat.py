@@ -54,7 +54,8 @@ class Conversation:
 
     def _fit(self, messages: list[dict[str, str]]) -> tuple[list[int], list[dict[str, str]]]:
         """The prompt, and the messages that it holds."""
-        new, before = self.settings.max_new_tokens, len(messages)
+        new = self.settings.max_new_tokens
+        before = len(messages)
         while len(prompt := self.tokenizer.chat(messages)) + new > self.engine.capacity:
             if len(messages) < 3:
                 raise UserError(

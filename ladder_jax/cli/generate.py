@@ -114,7 +114,8 @@ class Asked:
         return halves.of_reading(self.settings, definition=definition, tokens=tokens, say=self.say)
 
     def engine(self, *, capacity: int, **sizes: int) -> Engine:
-        settings, decoder = self.decided(tokens=capacity), self.tokenizer.to_bytes
+        settings = self.decided(tokens=capacity)
+        decoder = self.tokenizer.to_bytes
         return self.saved.engine(
             settings=settings, tensor=self.args.tensor, capacity=capacity, **sizes, decoder=decoder
         )
@@ -144,13 +145,13 @@ def open_asked(
 def _one(asked: Asked) -> None:
     from ladder_jax.decode import Generator, memory, steps
 
-    args, saved, (request,) = asked.args, asked.saved, asked.requests()
+    args = asked.args
+    saved = asked.saved
+    (request,) = asked.requests()
     definition = saved.define(tensor=args.tensor)
     settings = asked.decided(tokens=len(request.prompt))
-    form, capacity = (
-        dict(loop=settings.loop, quantize=settings.quantize),
-        len(request.prompt) + request.max_new_tokens,
-    )
+    form = dict(loop=settings.loop, quantize=settings.quantize)
+    capacity = len(request.prompt) + request.max_new_tokens
     memory.check_slots(definition, slots=1, capacity=capacity, chunk=steps.CHUNK, **form)
     generator = Generator(definition, saved.reader(definition), **form)
     pieces = generator.pieces(request, decoder=asked.tokenizer.to_bytes, config=settings)
@@ -166,7 +167,8 @@ def _one(asked: Asked) -> None:
 
 def _told(pieces: Iterable[Piece], *, total: int) -> Iterator[Piece]:
     """The pieces. Every few seconds a line on standard error says how far they are."""
-    done, last = 0, time.monotonic()
+    done = 0
+    last = time.monotonic()
     for piece in pieces:
         done += len(piece.tokens)
         if done < total and time.monotonic() - last > LINE_EVERY:
@@ -187,7 +189,8 @@ def _several(asked: Asked) -> None:
 
     requests = asked.requests()
     engine = asked.engine_for(requests, max_queue=len(requests))
-    handles, failed = [engine.submit(request) for request in requests], []
+    handles = [engine.submit(request) for request in requests]
+    failed = []
     for index, (prompt, handle) in enumerate(zip(asked.args.prompt, handles)):
         if index:
             print()
@@ -221,7 +224,10 @@ def _jobs(asked: Asked) -> list[Job]:
     from ladder_jax.config import to_dict
     from ladder_jax.decode.engine import jsonl
 
-    args, saved, tokenizer, settings = asked.args, asked.saved, asked.tokenizer, asked.settings
+    args = asked.args
+    saved = asked.saved
+    tokenizer = asked.tokenizer
+    settings = asked.settings
     model = json.dumps(
         [saved.identity, to_dict(saved.config.model), settings.quantize.value, tokenizer.name]
     )

@@ -92,7 +92,8 @@ def shown(config: object, *, always: typing.Collection[str] = ()) -> str:
     """
     fields = []
     for field in dataclasses.fields(config):
-        value, default = getattr(config, field.name), field.default
+        value = getattr(config, field.name)
+        default = field.default
         differs = type(value) is not type(default) or value != default
         if field.repr and (field.name in always or differs):
             fields.append(f"{field.name}={_shortened(value)}")
@@ -143,7 +144,8 @@ def _coerce(value: object, hint: typing.Any, path: str) -> typing.Any:
     if type(None) in parts:  # X | None
         return None if value is None else _coerce(value, parts[0], path)
     if typing.get_origin(hint) is typing.Annotated:
-        number, (holds, meaning) = _coerce(value, parts[0], path), parts[1]
+        number = _coerce(value, parts[0], path)
+        holds, meaning = parts[1]
         check(holds(number), f"{path} must {meaning}, not {number}")
         return number
     if dataclasses.is_dataclass(hint):

@@ -100,7 +100,8 @@ def _with_model_of_start(
     A `model.preset` goes first. With another `residual` the checkpoint's topology does not count,
     with another shape its head_dim. Raises UserError where there is no checkpoint.
     """
-    train, model = tree.get("train"), tree.get("model") or {}
+    train = tree.get("train")
+    model = tree.get("model") or {}
     path = train.get("start") if isinstance(train, dict) else None
     if not isinstance(path, str) or not isinstance(model, dict) or "preset" in model:
         return tree

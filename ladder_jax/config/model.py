@@ -411,7 +411,8 @@ def check_interleave(interleave: int, *, name: str = "interleave") -> None:
         )
 
 
-SCANNED, UNROLLED = Execution(), Execution(loop=Loop.UNROLLED)
+SCANNED = Execution()
+UNROLLED = Execution(loop=Loop.UNROLLED)
 
 
 def check_halves(

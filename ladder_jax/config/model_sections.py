@@ -130,7 +130,8 @@ class SideConfig(Section):
 
     def network(self, model: Any) -> Any:
         """The configuration of the side network's blocks, as many as the model has layers."""
-        fewer, r = math.gcd(self.reduction, model.num_kv_heads), self.reduction
+        fewer = math.gcd(self.reduction, model.num_kv_heads)
+        r = self.reduction
         return dataclasses.replace(
             model,
             d_model=model.d_model // r,

@@ -121,7 +121,9 @@ def check_retraining(config: Any) -> None:
     """Raises UserError for settings of a run (a RunConfig) that exclude each other, or need another
     one.
     """
-    train, model, conversion = config.train, config.model, config.conversion
+    train = config.train
+    model = config.model
+    conversion = config.conversion
     settings = {
         "train.freeze": train.freeze,
         "lora.rank": config.lora.rank,

@@ -333,13 +333,12 @@ class RunConfig(Section):
         check_fits_mesh(self.model, self.mesh)
         if self.retrains or self.model.side is not None:
             check_retraining(self)
-        train, model, tensor, rows = (
-            self.train,
-            self.model,
-            self.mesh.tensor,
-            self.mesh.data * self.mesh.fsdp,
-        )
-        of_device, split = train.batch // rows, train.sequence_parallel
+        train = self.train
+        model = self.model
+        tensor = self.mesh.tensor
+        rows = self.mesh.data * self.mesh.fsdp
+        of_device = train.batch // rows
+        split = train.sequence_parallel
         check(
             train.batch % rows == 0,
             f"train.batch={train.batch} is not divisible by the mesh's data x fsdp = {rows}",

@@ -83,7 +83,8 @@ def load(
     time is told, in UTC; None: the present. Raises UserError if the data is missing, unreadable or
     too short, or has more different tokens than `vocab_size`.
     """
-    required, tokenizer = tokenizer, tokenizer or tokenizers.load(None)
+    required = tokenizer
+    tokenizer = tokenizer or tokenizers.load(None)
     if config.tokenizer != BYTES:
         tokenizer = tokenizers.load(config.tokenizer)
         # before all is tokenized
@@ -286,7 +287,8 @@ def read_text(config: DataConfig) -> tuple[np.ndarray, str]:
                 f"data.path={config.path!r} does not exist (a text file, a folder, or {STDLIB!r})"
             )
         files = below(root)
-    parts, size = [], 0
+    parts = []
+    size = 0
     for file in files:
         if size >= config.max_bytes:
             break
@@ -353,7 +355,8 @@ def evaluated(
     """The batches of held-out `rows`, of which there are `count` before they repeat, that are
     evaluated.
     """
-    batch, wanted = config.batch, min(config.evaluation_batches, count // config.batch)
+    batch = config.batch
+    wanted = min(config.evaluation_batches, count // config.batch)
     return [
         stacked(rows, range(step * batch, step * batch + batch)) for step in range(max(1, wanted))
     ]
@@ -368,7 +371,8 @@ class DataLoader:
     """
 
     def __init__(self, rows: grain.MapDataset, *, config: TrainConfig, sharding: NamedSharding):
-        self._shape, self._sharding = (config.batch, config.sequence + 1), sharding
+        self._shape = (config.batch, config.sequence + 1)
+        self._sharding = sharding
         indices = sharding.addressable_devices_indices_map(self._shape).values()
         self._share = sorted({row for part, _ in indices for row in range(config.batch)[part]})
         self._rows = rows

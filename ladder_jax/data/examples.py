@@ -82,7 +82,10 @@ def load(
     fewer than two.
     """
     now = now or datetime.datetime.now()
-    tokens, masks, cut, left_out = [], [], 0, 0
+    tokens = []
+    masks = []
+    cut = 0
+    left_out = 0
     for where, example in read(path):
         row, mask = render(example, tokenizer=tokenizer, where=where, now=now)
         if mask[1 : length + 1].any():

@@ -31,7 +31,8 @@ class Batch:
     @property
     def predicted(self) -> jax.Array:
         """[B, T]: whether position t has a target, token t + 1."""
-        before, after = self.segments[:, :-1], self.segments[:, 1:]
+        before = self.segments[:, :-1]
+        after = self.segments[:, 1:]
         same_document = (before == after) & (after != 0)
         return (
             same_document
@@ -69,7 +70,9 @@ class PackedRows:
         length: int,
         loss_mask: np.ndarray | None,
     ):
-        self._read, self._size, self._loss_mask = read, length + 1, loss_mask
+        self._read = read
+        self._size = length + 1
+        self._loss_mask = loss_mask
         self._start, self._length, self._first = pack(starts[:-1], np.diff(starts), row=self._size)
 
     def __len__(self) -> int:
@@ -148,8 +151,10 @@ def _best_fit(lengths: np.ndarray, row: int) -> np.ndarray:
         while done < end:
             at = bisect.bisect_left(rooms, length)
             if at == len(rooms):
-                room, count = row, -((done - end) // (row // length))
-                candidates, rows = np.arange(rows, rows + count), rows + count
+                room = row
+                count = -((done - end) // (row // length))
+                candidates = np.arange(rows, rows + count)
+                rows = rows + count
             else:
                 room = rooms.pop(at)
                 candidates = np.concatenate(with_room.pop(room))

@@ -387,7 +387,8 @@ def _steps(decoder: dict | None) -> tuple[list[Step], bool]:
     begins with a space that the tokenizer has put there. Raises UserError for a decoder whose
     tokens have no bytes of their own.
     """
-    steps, drops_first_space = [], False
+    steps = []
+    drops_first_space = False
     for part in _flat(decoder):
         match part:
             case {"type": "ByteLevel"}:

@@ -63,7 +63,8 @@ class Generator:
         rows = self.definition.layout.batch_ranks  # of which the first counts
         settings = Settings.like(request, rows=rows)
         choice = Choice.GREEDY if request.is_greedy else Choice.SAMPLED
-        prompts, new = [request.prompt] * rows, request.max_new_tokens
+        prompts = [request.prompt] * rows
+        new = request.max_new_tokens
         first = lambda x: None if x is None else np.asarray(x).reshape(rows, -1)[0]
         for tokens, logprobs in self._chunks(
             prompts, settings, new=new, choice=choice, config=config
@@ -107,10 +108,8 @@ class Generator:
         The first token does not wait until the decode program is compiled. Each later chunk is sent
         to the devices before the one before it is yielded: they need not wait for the host.
         """
-        definition, form = (
-            self.definition,
-            dict(loop=self.loop, launch=config.launch, quantize=self.quantize),
-        )
+        definition = self.definition
+        form = dict(loop=self.loop, launch=config.launch, quantize=self.quantize)
         lengths = np.array([len(prompt) for prompt in prompts], np.int32)
         longest = int(lengths.max())
         positions = steps.positions_for(longest + new, chunk=CHUNK)
@@ -129,7 +128,8 @@ class Generator:
         seen = steps.seen_in(definition)(padded, lengths)
         token, logprob = steps.sample_first(definition, choice=choice)(logits, settings, ends, seen)
         yield token, logprob
-        decode, chunk = steps.decode_many(definition, choice=choice, **form), None
+        decode = steps.decode_many(definition, choice=choice, **form)
+        chunk = None
         for _ in range(1, new, CHUNK):
             if chunk:
                 token, ends = _advance(definition)(chunk[0], ends)

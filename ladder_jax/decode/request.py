@@ -219,7 +219,8 @@ class TokenSequence:
         The outcome is None where the request goes on, NoNumbers where the device had no logits to
         choose by.
         """
-        begin, outcome = (len(self._tokens), len(self._shown)), None
+        begin = (len(self._tokens), len(self._shown))
+        outcome = None
         for index, token in enumerate(tokens):
             if token < 0:
                 outcome = NoNumbers(len(self._tokens))
@@ -279,7 +280,8 @@ class StopText:
     def flush(self) -> str:
         """The text that was held back, as no more bytes will come."""
         shown = self._release(self._utf8.decode(b"", final=True))
-        rest, self._held = self._held, ""
+        rest = self._held
+        self._held = ""
         return shown + rest
 
     def _release(self, new):

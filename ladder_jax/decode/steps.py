@@ -175,7 +175,8 @@ def prefill_chunks(
     activations and attention scores grow with the prompt. Raises ValueError where the caches have
     no room for the tokens.
     """
-    form, sharding = dict(loop=loop, launch=launch, quantize=quantize), definition.layout.sharding
+    form = dict(loop=loop, launch=launch, quantize=quantize)
+    sharding = definition.layout.sharding
     ends = jax.device_put(lengths, sharding("B"))
     if tokens.shape[1] <= chunk:
         whole = prefill(definition, capacity=capacity, interleave=interleave, **form)
@@ -283,7 +284,8 @@ def decode_many(
             # The barrier keeps the choice from being fused into the step: both choices then compute
             # the same logits, and a neighbour's settings cannot decide a near tie.
             logits = jax.lax.optimization_barrier(logits)
-            lengths, seen = lengths + 1, sampling.mark(seen, tokens, axes=axes)
+            lengths = lengths + 1
+            seen = sampling.mark(seen, tokens, axes=axes)
             tokens, logprobs = choose(logits, lengths, seen)
             return (caches, seen, tokens, lengths), (tokens, logprobs)
 
@@ -293,7 +295,8 @@ def decode_many(
             )
         return *jax.tree.map(jnp.transpose, new), caches, seen
 
-    one, dims = step(definition, execution=execution), cache_dims(definition, loop=loop)
+    one = step(definition, execution=execution)
+    dims = cache_dims(definition, loop=loop)
     return _compile(
         definition,
         local,
@@ -349,7 +352,8 @@ def empty_cache(definition: ModelDef, *, rows: int, capacity: int, loop: Loop) -
     """On one rank: zeros for `rows` rows of at least `capacity` positions, one cache a layer, or
     stacked for a scan.
     """
-    sizes, ranks = dict(rows=rows, capacity=capacity), definition.layout.ranks
+    sizes = dict(rows=rows, capacity=capacity)
+    ranks = definition.layout.ranks
 
     def zeros(config: ModelConfig, kernel: Kernel, dims: str) -> jax.Array:
         shape = _shape(config, kernel, dims, heads=max(1, config.num_kv_heads // ranks), **sizes)
@@ -375,7 +379,8 @@ def cache_dims(definition: ModelDef, *, loop: Loop) -> Caches:
 
 def abstract_cache(definition: ModelDef, *, rows: int, capacity: int, loop: Loop) -> Caches:
     """Shapes, dtypes and shardings of the caches of all ranks, `rows` rows in total."""
-    sizes, layout = dict(rows=rows, capacity=capacity), definition.layout
+    sizes = dict(rows=rows, capacity=capacity)
+    layout = definition.layout
 
     def place(config: ModelConfig, kernel: Kernel, dims: str) -> jax.ShapeDtypeStruct:
         shape = _shape(config, kernel, dims, heads=max(config.num_kv_heads, layout.ranks), **sizes)

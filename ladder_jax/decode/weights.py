@@ -178,7 +178,8 @@ def _arranged(definition, parameters, make, *, loop):
 def _next(pieces, definition, quantize, dims):
     """The next piece as it is to be stored. The piece that was read is freed on return."""
     piece = next(pieces)
-    dtype, layout = definition.config.dtype.value, definition.layout
+    dtype = definition.config.dtype.value
+    layout = definition.layout
     array, layer = piece if isinstance(piece, tuple) else (piece, None)
     if layer is None and _is_stored(quantize, dtype, array, dims, layout):
         return array
@@ -187,7 +188,8 @@ def _next(pieces, definition, quantize, dims):
 
 def _stack(next_array, parameter, definition, quantize):
     """The layers' arrays, each put into their stack before the next is read."""
-    stack, sharding = None, definition.layout.sharding
+    stack = None
+    sharding = definition.layout.sharding
     zeros = lambda a, d: mesh.zeros((parameter.layers, *a.shape), a.dtype, sharding(f"L{d}"))
     for layer in range(parameter.layers):
         value = next_array(parameter.dims)

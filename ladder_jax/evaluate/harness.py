@@ -125,7 +125,8 @@ class LadderJax(TemplateLM):
 
     def _all[T](self, results: Iterator[tuple[int, T]], total: int, *, quiet: bool) -> list[T]:
         """In the order of their indices. Shows how many have come."""
-        found, say = {}, (lambda line: None) if quiet else None
+        found = {}
+        say = (lambda line: None) if quiet else None
         with progress(total, label="{done}/{total} requests", say=say) as update:
             for index, result in results:
                 found[index] = result

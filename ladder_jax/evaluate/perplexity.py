@@ -79,9 +79,11 @@ def perplexity(
 
     Raises UserError where there is nothing to score.
     """
-    own, scorer = WINDOW, model
+    own = WINDOW
+    scorer = model
     if isinstance(model, Model):
-        own, scorer = model.window, model.scorer
+        own = model.window
+        scorer = model.scorer
     elif isinstance(model, Transformer):
         scorer = Scorer(model)
     one = len(tokens) and np.ndim(tokens[0]) == 0

@@ -320,7 +320,8 @@ def _prompt(found: Any) -> str:
 
 
 def _choice(found: Any, line: int, _: int) -> Choice:
-    prompt, choices = _prompt(found), found.get("choices")
+    prompt = _prompt(found)
+    choices = found.get("choices")
     if (
         not isinstance(choices, list)
         or len(choices) < 2

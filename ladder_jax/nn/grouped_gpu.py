@@ -133,7 +133,8 @@ def _product(rows, weight, tiles, scale, *, height, transposed, interpret):
 
 def _over_rows(rows, gradient, first, ends, *, interpret):
     # of the result, and how many rows each step adds
-    height, depth = WIDE["columns"], WIDE["depth"]
+    height = WIDE["columns"]
+    depth = WIDE["depth"]
     inner = rows.shape[1]
     outer = gradient.shape[1]
 

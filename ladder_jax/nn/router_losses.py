@@ -22,7 +22,8 @@ from ladder_jax.parallel import all_reduce, pvary, rank, varying
 from ladder_jax.parallel.collectives import Axes
 from ladder_jax.scopes import LOSS
 
-PREDICTED, COUNTS = "predicted", "expert_counts"
+PREDICTED = "predicted"
+COUNTS = "expert_counts"
 """What a step's loss is given of the whole batch: its predicted positions, [], and the experts'
 load, [L, C].
 """
@@ -78,7 +79,8 @@ class RouterLosses:
         batch's load.
         """
         # low-rank factors train without them
-        moe, layers = self.definition.config.moe, params.get("layers")
+        moe = self.definition.config.moe
+        layers = params.get("layers")
         if not (moe.router_bias and config.router_bias_rate and layers):
             return params
         bias = layers["mlp"]["router_bias"]

@@ -166,7 +166,8 @@ def run_worker(
     worker refuses the request or is killed.
     """
     with tempfile.TemporaryDirectory() as scratch:
-        source, errors = pathlib.Path(scratch, "request.json"), pathlib.Path(scratch, "stderr")
+        source = pathlib.Path(scratch, "request.json")
+        errors = pathlib.Path(scratch, "stderr")
         source.write_text(json.dumps(request))
         command = python.command(module, str(source), str(path))
         environment = _environment(target)
@@ -178,7 +179,8 @@ def run_worker(
         with errors.open("wb") as stderr, _progress(label):
             # ended with this process, if that is interrupted
             done = subprocess.run(command, stdout=subprocess.PIPE, stderr=stderr, env=environment)
-        status, answer = done.returncode, done.stdout
+        status = done.returncode
+        answer = done.stdout
         if status == 2 and answer.strip():
             raise UserError(json.loads(answer.splitlines()[-1])["error"])
         if status < 0:

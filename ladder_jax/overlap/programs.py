@@ -35,7 +35,8 @@ def program(request: Request) -> tuple[Compiled, tuple[Any, ...]]:
             shape, jnp.int32, sharding=definition.layout.sharding("BT"[: len(shape)])
         )
 
-    rows, loop = request.batch * request.fsdp, request.loop
+    rows = request.batch * request.fsdp
+    loop = request.loop
     names = ("sequence_parallel", "collective_matmul", "interleave")
     split = {name: getattr(request, name) for name in names}
     if request.trains:
@@ -82,7 +83,8 @@ def bytes_minimum(request: Request, arguments: tuple[Any, ...]) -> int | None:
     params, caches, *_ = arguments
     if "head" in params:
         params = {name: value for name, value in params.items() if name != "embedding"}
-    moe, total = request.config.moe, 0.0
+    moe = request.config.moe
+    total = 0.0
     for path, array in jax.tree.leaves_with_path((params, caches)):
         size = memory.shard_bytes(array)
         routed = any(getattr(key, "key", None) == "experts" for key in path)
@@ -104,9 +106,11 @@ def record(asked: dict, dump: str | None = None) -> Record:
         function, arguments = program(request)
         if dump is None:
             compiled = function.compile(*arguments)
-            hlo, analysis = compiled.as_text(), _analysis(compiled)
+            hlo = compiled.as_text()
+            analysis = _analysis(compiled)
         else:
-            hlo, analysis = scheduled(function, arguments=arguments, folder=pathlib.Path(dump)), {}
+            hlo = scheduled(function, arguments=arguments, folder=pathlib.Path(dump))
+            analysis = {}
     except jax.errors.JaxRuntimeError as error:
         reason = str(error).splitlines()[0][:400]
         raise UserError(f"the compiler for {request.target.name} fails: {reason}") from None

@@ -114,9 +114,11 @@ def make(*, target: str, model: str, phase: Phase, **options: Any) -> Request:
     """A checked request. options: its other fields; None is the default. Raises UserError for an
     invalid one.
     """
-    parsed, config = targets.parse(target), models.by_name(model)
+    parsed = targets.parse(target)
+    config = models.by_name(model)
     given = {name: value for name, value in options.items() if value is not None}
-    decodes, prompt = phase is Phase.DECODE, given.get("prompt_length", 1024)
+    decodes = phase is Phase.DECODE
+    prompt = given.get("prompt_length", 1024)
     experts = given.get("experts", ExpertParallelism.REDUCE)
     defaults = dict(
         loop=Loop.SCAN if phase is Phase.TRAIN else Loop.UNROLLED,
@@ -138,7 +140,10 @@ def make(*, target: str, model: str, phase: Phase, **options: Any) -> Request:
 
 
 def _check(request: Request) -> None:
-    tensor, fsdp, target, phase = request.tensor, request.fsdp, request.target, request.phase
+    tensor = request.tensor
+    fsdp = request.fsdp
+    target = request.target
+    phase = request.phase
     product = f"--tensor {tensor}" + (f" x --fsdp {fsdp}" if fsdp > 1 else "")
     check(
         tensor * fsdp <= target.count,
@@ -228,13 +233,16 @@ def sublayer_flops(request: Request, *, form: Form = Form.KERNELS) -> dict[str, 
     form: of the experts' matmuls. Expanded, every (token, choice) row passes all of the device's
         experts.
     """
-    shard, moe = models.shard(request.config, ranks=request.tensor), request.config.moe
+    shard = models.shard(request.config, ranks=request.tensor)
+    moe = request.config.moe
     per_token = shard.active_mlp
     if moe is not None and form is Form.EXPANDED:
-        held, own = -(-moe.experts // request.tensor), moe.top_k / request.tensor
+        held = -(-moe.experts // request.tensor)
+        own = moe.top_k / request.tensor
         per_token += 3 * shard.d_model * moe.expert_width * (moe.top_k * held - own)
     tokens = request.tokens / request.interleave
-    attention, mlp = 2 * tokens * shard.attention, 2 * tokens * per_token
+    attention = 2 * tokens * shard.attention
+    mlp = 2 * tokens * per_token
     return {"attention": attention, "mlp": mlp, "joint": attention + mlp}
 
 

@@ -96,7 +96,8 @@ class Result:
 
     @property
     def fits(self) -> bool | None:
-        memory, used = self.request.target.memory, self.record.bytes_per_device
+        memory = self.request.target.memory
+        used = self.record.bytes_per_device
         return None if memory is None or used is None else used <= memory
 
     @property
@@ -105,7 +106,8 @@ class Result:
 
     def lines(self) -> list[str | Table]:
         """For `terminal.show`: the verdict, a table, memory and traffic."""
-        report, record = self.report, self.record
+        report = self.report
+        record = self.record
         labelled = {
             "memory": self._memory,
             "traffic": self._traffic,
@@ -159,7 +161,8 @@ class Result:
 
     @property
     def _traffic(self) -> str:
-        moved, least = self.bytes_accessed, self.record.bytes_minimum
+        moved = self.bytes_accessed
+        least = self.record.bytes_minimum
         times = f": {moved / least:.2f} times its weights and cache" if least else ""
         return f"reads and writes {moved / GIB:.2f} GiB{times}"
 
@@ -167,7 +170,8 @@ class Result:
     def _experts(self) -> str:
         if self.request.config.moe is None:
             return ""
-        count, least = self.parameters, requests.active_flops(self.request)
+        count = self.parameters
+        least = requests.active_flops(self.request)
         line = f"a token passes {count.active / 1e9:.3g} of {count.held / 1e9:.3g} billion parameters; "
         line += f"{self.report.flops / least:.2f} times the FLOPs of those are computed"
         if self.experts is Form.EXPANDED:
@@ -191,7 +195,8 @@ class Result:
 
 
 def read(request: Request, record: Record) -> Result:
-    program, experts = hlo.parse(record.hlo), requests.experts(request)
+    program = hlo.parse(record.hlo)
+    experts = requests.experts(request)
     form = Form.BUFFERS if request.exchanges else grouped.form(program)
     report = judge.read(
         program, sublayer_flops=requests.sublayer_flops(request, form=form), experts=experts

@@ -359,7 +359,8 @@ def _exchange_slots(steps: Sequence[Step], part: Exchanged) -> Iterator[Slot]:
         if arriving and not hides:
             yield Slot(transfers=arriving)
             yield Slot(collect)
-            arriving, collect = (), none
+            arriving = ()
+            collect = none
         # otherwise the step before has made this one's input, beside its own second half
         if before is None or not step.reads_added:
             yield Slot(part.norm if attends else part.norm + part.route)

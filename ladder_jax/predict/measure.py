@@ -318,7 +318,8 @@ def _rates(
     """`work` a second, by sample. A sample queues all its calls, so that the device never waits for
     the host.
     """
-    x, rates = jax.block_until_ready(step(x)), []
+    x = jax.block_until_ready(step(x))
+    rates = []
     for _ in range(samples):
         start = time.perf_counter()
         for _ in range(calls):

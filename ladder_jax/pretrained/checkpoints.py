@@ -40,7 +40,8 @@ def read(path: pathlib.Path) -> Source:
         raise checkpoint.Damaged(
             f"checkpoint {str(opened.path)!r} is damaged or incomplete: {problems[0]}"
         )
-    model, arrays = opened.config.model, {}
+    model = opened.config.model
+    arrays = {}
     source.check_alone(model, path=str(path))
     store = functools.cache(functools.partial(_open, opened.path / "params"))
     for key, shape in source.expected_shapes(model).items():

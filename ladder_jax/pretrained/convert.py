@@ -26,7 +26,8 @@ from ladder_jax.pretrained.refit import SUBLAYERS, Fit, FittedProjections, Refit
 from ladder_jax.pretrained.sensitivity import Result, Search
 from ladder_jax.pretrained.source import REFIT, Source
 
-AUTO, ALL = "auto:", "all"
+AUTO = "auto:"
+ALL = "all"
 MEASURED = "sensitivity.json"
 MEASURED_TOKENS = 2048
 REFIT_TOKENS = 16_384
@@ -140,7 +141,8 @@ def parse(args: dict, model: ModelConfig) -> Request:
     """The request of a command line. model: the source's. Raises UserError for options that exclude
     each other.
     """
-    layers, choose = args["ladder_layers"], None
+    layers = args["ladder_layers"]
+    choose = None
     if layers is not None and layers.startswith(AUTO):
         choose = _count(layers, model)
     elif args["search"]:
@@ -275,7 +277,9 @@ def read_texts(source: Source, request: Request) -> tuple[np.ndarray | None, np.
     about = dict(
         tokenizer=source.tokenizer, vocab_size=source.model.vocab_size, context=source.context
     )
-    skip, measured, fitted = 0, None, None
+    skip = 0
+    measured = None
+    fitted = None
     if request.choose is not None:
         skip = min(request.tokens, MEASURED_TOKENS)
         measured = rows_of(request.calibration, tokens=skip, **about)

@@ -102,7 +102,8 @@ def push(
     private: of a new repository; None: the account's default. Raises UserError for a folder that is
     no export and a name that is none, RunFailed if the Hub refuses it or does not answer.
     """
-    hub, identifier = _library(), Identifier.parse(repository)
+    hub = _library()
+    identifier = Identifier.parse(repository)
     if identifier is None or identifier.file or identifier.revision:
         raise UserError(f"{repository!r} is no repository's name: write org/name")
     if not (folder / huggingface.CONFIG).is_file():
@@ -123,7 +124,8 @@ def push(
 def _snapshot(identifier: Identifier, **patterns: list[str]) -> pathlib.Path:
     """The folder of one commit in the Hub's cache, with the files of these patterns."""
     hub = _library()
-    there, log_in = hub.constants.ENDPOINT, "`hf auth login`, or HF_TOKEN"
+    there = hub.constants.ENDPOINT
+    log_in = "`hf auth login`, or HF_TOKEN"
     hub.utils.logging.set_verbosity_error()  # it warns where it finds none of the files
     if not sys.stderr.isatty():
         hub.utils.disable_progress_bars()

@@ -162,7 +162,8 @@ def refit(
             f" {definition.layout.batch_ranks} data ranks"
         )
     request = _request(source, model, rows, mesh, settings) if folder else ""
-    passes, fits = Pass(definition, source, rows), []
+    passes = Pass(definition, source, rows)
+    fits = []
 
     def fit(layer: int, index: int, name: str, computed: Callable[..., Computed]) -> None:
         file = folder and folder / f"{request}-{layer:04d}-{name.replace('/', '-')}.npz"
@@ -259,7 +260,8 @@ def folded(
     """(1 + X) diag(`gain`) `weight` [D, ...] in the weight's dtype, with X from `changes`. With
     several X, each is of an equal part along `axis`.
     """
-    gain, products = gain.astype(np.float64)[:, None], []
+    gain = gain.astype(np.float64)[:, None]
+    products = []
     parts = np.split(weight.astype(np.float64), len(changes), axis=axis)
     for change, part in zip(changes, parts, strict=True):
         gained = gain * part.reshape(len(part), -1)
@@ -274,9 +276,11 @@ class Pass:
     """
 
     def __init__(self, definition: nn.ModelDef, source: Source, rows: np.ndarray):
-        self.definition, self.original = definition, source
+        self.definition = definition
+        self.original = source
         self.source = dataclasses.replace(source, model=definition.config)
-        self._programs, self._delays = programs(definition), delays(definition.config)
+        self._programs = programs(definition)
+        self._delays = delays(definition.config)
         # a layer's arrays on the devices, fitted and as they were
         newest = functools.lru_cache(maxsize=1)
         self._fitted = newest(lambda layer: load_layer(self.source, definition, layer))
@@ -346,7 +350,9 @@ class Pass:
 
 def fitted_inputs(passes: Pass, layer: int, index: int, *, ridge: float) -> Computed:
     """A sublayer's fitted projections, and its gain of ones."""
-    statistics, name, solved = passes.statistics(layer, index), SUBLAYERS[index], {}
+    statistics = passes.statistics(layer, index)
+    name = SUBLAYERS[index]
+    solved = {}
     norm = passes.key(layer, f"{name}_norm/scale")
     gain = passes.original.arrays[norm].read()
     arrays = {norm: np.ones_like(gain)}
@@ -370,7 +376,8 @@ def fitted_inputs(passes: Pass, layer: int, index: int, *, ridge: float) -> Comp
 
 def fitted_output(passes: Pass, layer: int, index: int, *, ridge: float) -> Computed:
     """The sublayer's output projection, behind its fitted inputs."""
-    statistics, name = passes.output_statistics(layer, index), SUBLAYERS[index]
+    statistics = passes.output_statistics(layer, index)
+    name = SUBLAYERS[index]
     key = passes.key(layer, f"{name}/{WRITERS[name]}")
     weight = passes.original.arrays[key].read()
     (change,) = statistics.changes(1, ridge=ridge)
@@ -426,7 +433,8 @@ def _read(file: pathlib.Path) -> Computed:
             return content[name].view(name.split()[2])  # of bfloat16, NumPy keeps the bytes alone
 
     with np.load(file) as content:
-        names, (before, after) = set(content.files) - {"shares"}, content["shares"].tolist()
+        names = set(content.files) - {"shares"}
+        before, after = content["shares"].tolist()
     found = {}
     for name in names:
         values, (of_key, layer, _) = array(name), name.split()  # compares its checksum

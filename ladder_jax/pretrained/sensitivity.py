@@ -80,7 +80,8 @@ class Result:
             {"layer": n, "loss": self.alone[n], "cost": cost} for n, cost in enumerate(self.costs)
         ]
         for name, subset in self.subsets.items():
-            order, cost = list(subset.layers), subset.loss - self.loss
+            order = list(subset.layers)
+            cost = subset.loss - self.loss
             about[name] = {
                 "layers": sorted(order),
                 "order": order,
@@ -110,7 +111,8 @@ class Probe:
         *,
         converted: Source | None = None,
     ):
-        self._config, self._programs = definition.config, programs(definition)
+        self._config = definition.config
+        self._programs = programs(definition)
         layers = lambda of: [
             load_layer(of, definition, number) for number in range(self._config.num_layers)
         ]
@@ -130,10 +132,12 @@ class Probe:
 
         Subsets that agree in their first layers share the result of those.
         """
-        before, at = self._begin(), 0
+        before = self._begin()
+        at = 0
         for layer in range(self._config.num_layers):
             if layer not in chosen:
-                before, at = [self._advance(one, chosen, at, layer) for one in before], layer
+                before = [self._advance(one, chosen, at, layer) for one in before]
+                at = layer
                 yield layer, self._loss(before, {*chosen, layer}, layer)
 
     def _begin(self) -> list[Streams]:
@@ -174,11 +178,13 @@ def measure(
     adds the greedy choice to the others.
     """
     probe = Probe(definition, source, rows, converted=converted)
-    num_layers, rounds = definition.config.num_layers, choose if search is Search.GREEDY else 1
+    num_layers = definition.config.num_layers
+    rounds = choose if search is Search.GREEDY else 1
     total = sum(num_layers - done for done in range(rounds))
     count = itertools.count(1)
     # of each round, the losses with one more layer, and that which costs least
-    found, greedy = [], []
+    found = []
+    greedy = []
     with terminal.progress(total, label="measured {done}/{total} losses") as update:
         for _ in range(rounds):
             losses = {}
@@ -188,7 +194,8 @@ def measure(
             found.append(losses)
             greedy.append(min(losses, key=losses.get))
     alone = found[0]
-    last, ranked = range(num_layers - choose, num_layers), sorted(alone, key=alone.get)[:choose]
+    last = range(num_layers - choose, num_layers)
+    ranked = sorted(alone, key=alone.get)[:choose]
     subsets = {
         name: Subset(tuple(order), probe.loss(order))
         for name, order in (("last", last), ("ranked", ranked))

@@ -229,10 +229,8 @@ def check_alone(model: ModelConfig, *, path: str) -> None:
 
 def check(source: Source) -> None:
     """Raises UserError for missing, extra or wrongly shaped arrays."""
-    wanted, found = (
-        expected_shapes(source.model),
-        {key: stored.shape for key, stored in source.arrays.items()},
-    )
+    wanted = expected_shapes(source.model)
+    found = {key: stored.shape for key, stored in source.arrays.items()}
     for key in wanted | found:
         if found.get(key) != wanted.get(key):
             raise UserError(
@@ -271,7 +269,8 @@ def assemble(definition: nn.ModelDef, read: Reader, *, dtype: np.dtype | None = 
     counts = {stack: len(of) for stack, of in stacks(definition.config).items()}
     layers_of = lambda name: range(counts.get(name.partition("/")[0], 0)) or (None,)
     keys = [Key(name, layer) for name in abstract for layer in layers_of(name)]
-    arrays, found = read(keys), {}
+    arrays = read(keys)
+    found = {}
     for name, layer in keys:
         array = next(arrays)
         array = array if dtype is None else array.astype(dtype)
@@ -293,7 +292,8 @@ def load_layer(source: Source, definition: nn.ModelDef, number: int | None) -> n
     """The parameters of one layer, counted over all stacks; None: what stands outside of the
     layers.
     """
-    prefix, place = "", None
+    prefix = ""
+    place = None
     if number is not None:
         stack, place = stack_of(definition.config, number)
         prefix = f"{stack}/"
@@ -320,7 +320,8 @@ def reader(source: Source, definition: nn.ModelDef) -> Reader:
         key = Key(*key)
         letters = letters_of[key.name].removeprefix("L")
         shape = abstract[key.name].shape[-len(letters) :]
-        dtype, values = source.dtypes[key.name], source.arrays[key].read()
+        dtype = source.dtypes[key.name]
+        values = source.arrays[key].read()
         return meshes.place(
             lambda index: _copy(values[index], dtype), shape, definition.layout.sharding(letters)
         )

@@ -63,7 +63,8 @@ class Chosen(residual.AllReduce):
     def advance(
         self, state: Streams, step: residual.Step, sublayers: Sequence[residual.Sublayer]
     ) -> Streams:
-        x, late = state.input(step, axes=self.axes), step.delay > 0
+        x = state.input(step, axes=self.axes)
+        late = step.delay > 0
         partial = self.partial(step.sublayers, x, sublayers)
         summed = all_reduce(partial, self.axes)
         before = state.newest_first[0]
@@ -87,7 +88,8 @@ class OutputRead:
     def advance(
         self, state: Streams, step: residual.Step, sublayers: Sequence[residual.Normed]
     ) -> tuple[jax.Array, jax.Array]:
-        read, (which,) = [], step.sublayers
+        read = []
+        (which,) = step.sublayers
 
         def out(product, hidden, weights):
             read.append(hidden)
@@ -145,8 +147,11 @@ def delays(config: ModelConfig) -> np.ndarray:
 
 @functools.cache
 def programs(definition: nn.ModelDef) -> Programs:
-    config, axes, layout = definition.config, definition.layout.tensor, definition.layout
-    topology, dtype = residual.of_model(config), jnp.dtype(config.dtype.value)
+    config = definition.config
+    axes = definition.layout.tensor
+    layout = definition.layout
+    topology = residual.of_model(config)
+    dtype = jnp.dtype(config.dtype.value)
     fresh = any(topology.fresh)
     # of a converted layer, if there is any
     depth = 1 + max(residual.topology(config.residual, num_layers=1).delays)

@@ -100,7 +100,8 @@ def arrays(
         raise UserError(
             f"{path!r} holds {len(found)} tensors, fewer than the {model.num_layers} layers of its configuration"
         )
-    arrays, rest = {}, dict(found)
+    arrays = {}
+    rest = dict(found)
     for form in _forms(model, names):
         tensors = []
         for name in form.names:

@@ -66,7 +66,9 @@ class Transformer(nn.Transformer):
             tokenizer = tokenizers.Bytes()
         if tokenizer is not None:
             tokenizers.check_vocabulary(tokenizer, vocab_size=config.vocab_size)
-        self.tokenizer, self.decode, self.context = tokenizer, decode or DecodeConfig(), context
+        self.tokenizer = tokenizer
+        self.decode = decode or DecodeConfig()
+        self.context = context
         self._prepared = _Prepared()
 
     def __repr__(self) -> str:
@@ -226,10 +228,12 @@ class _Prepared:
         if len(leaves) != len(self._of) or any(
             ref() is not leaf for ref, leaf in zip(self._of, leaves)
         ):
-            self._of, self._generators = tuple(map(weakref.ref, leaves)), {}
+            self._of = tuple(map(weakref.ref, leaves))
+            self._generators = {}
         form = dict(loop=loop, quantize=quantize)
         if (loop, quantize) not in self._generators:
-            held, rows = memory.held_bytes(model.params), model.definition.layout.batch_ranks
+            held = memory.held_bytes(model.params)
+            rows = model.definition.layout.batch_ranks
             with memory.explained("generating"):
                 memory.check_slots(
                     model.definition, slots=rows, capacity=capacity, chunk=CHUNK, held=held, **form

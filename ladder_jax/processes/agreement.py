@@ -39,9 +39,11 @@ class Agreement:
     def __init__(
         self, name: str, *, patience: float = PATIENCE, place: tuple[int, int] | None = None
     ):
-        self.patience, self._client = patience, _client()
+        self.patience = patience
+        self._client = _client()
         self._process, self._count = place or (jax.process_index(), jax.process_count())
-        self._name, self._rounds = f"ladder_jax/{name}/{next(_opened)}", itertools.count()
+        self._name = f"ladder_jax/{name}/{next(_opened)}"
+        self._rounds = itertools.count()
 
     def decided[T](self, what: str, decide: Callable[[], T]) -> T:
         """What `decide` returns in process 0, which alone calls it. Raises its UserError or

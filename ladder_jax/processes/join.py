@@ -54,7 +54,8 @@ def joined(
     from ladder_jax.processes.watchdog import Watchdog
 
     state = distributed.global_state
-    process, processes = state.process_id, state.num_processes
+    process = state.process_id
+    processes = state.num_processes
     if processes == 1:
         yield Member()
         return
@@ -72,7 +73,8 @@ def _hosts(reports: list[dict[str, Any]]) -> list[str]:
     """The hosts of all processes. Raises UserError for the first whose settings are not process
     0's.
     """
-    hosts, absent = [report["host"] for report in reports], object()
+    hosts = [report["host"] for report in reports]
+    absent = object()
     first = reports[0]["settings"]
     for process, report in enumerate(reports):
         other = report["settings"]

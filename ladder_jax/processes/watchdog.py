@@ -27,7 +27,9 @@ from ladder_jax.errors import RunFailed, Stopped, UserError, one_line
 from ladder_jax.processes.options import Patience
 
 GO_ON = "all processes stop; the same command on each goes on from the last checkpoint"
-REPORTS, LEFT, VERDICT = "ladder_jax/reports", "ladder_jax/left", "ladder_jax/verdict"
+REPORTS = "ladder_jax/reports"
+LEFT = "ladder_jax/left"
+VERDICT = "ladder_jax/verdict"
 TICK = 0.2  # seconds between two looks at the reports
 SETTLE = 1.0  # seconds after a verdict in which a process may still end with an error of its own
 # seconds at most in which the others read the verdict, before process 0 and the store end
@@ -82,12 +84,14 @@ class Members:
     """
 
     def __init__(self, hosts: list[str], *, patience: Patience, now: float):
-        self._hosts, self._patience = hosts, patience
+        self._hosts = hosts
+        self._patience = patience
         self._seen = [_Seen(Report(), heard=now, moved=now) for _ in hosts]
 
     def update(self, process: int, report: Report, *, now: float) -> None:
         seen = self._seen[process]
-        before, seen.report = seen.report, report
+        before = seen.report
+        seen.report = report
         if report.number != before.number:
             seen.heard = now
         if report.beats != before.beats:
@@ -110,7 +114,8 @@ class Members:
         return self._lost(live, now) or self._ended(live) or self._hanging(live, now)
 
     def _lost(self, live: dict[int, _Seen], now: float) -> Verdict | None:
-        lost, beat = self._patience.lost, self._patience.beat
+        lost = self._patience.lost
+        beat = self._patience.beat
         silence = {process: now - seen.heard for process, seen in live.items()}
         if max(silence.values(), default=0.0) <= lost:
             return None
@@ -164,14 +169,13 @@ class Watchdog:
     """
 
     def __init__(self, client: Any, *, process: int, hosts: list[str], patience: Patience):
-        self._client, self._process, self._others, self._patience = (
-            client,
-            process,
-            len(hosts) - 1,
-            patience,
-        )
+        self._client = client
+        self._process = process
+        self._others = len(hosts) - 1
+        self._patience = patience
         self._members = Members(hosts, patience=patience, now=time.monotonic())
-        self._report, self._numbers = Report(), itertools.count(1)
+        self._report = Report()
+        self._numbers = itertools.count(1)
         self._verdict: Verdict | None = None
         self._judged, self._ending, self._done = (threading.Event() for _ in range(3))
         self._telling = threading.Lock()
@@ -300,7 +304,8 @@ class Watchdog:
                 self._members.update(
                     int(key.rpartition("/")[2]), Report(**json.loads(value)), now=now
                 )
-            stood, before = now - before, now
+            stood = now - before
+            before = now
             if stood > self._patience.lost:  # the others have ended meanwhile
                 verdict = Verdict(f"{self._members.name(0)} stood still for {stood:.0f} s", (0,))
             else:
@@ -312,7 +317,8 @@ class Watchdog:
 
     def _follow(self) -> None:
         """In every other process: wait for the verdict, or for the loss of process 0."""
-        leader, lost = self._members.name(0), self._patience.lost
+        leader = self._members.name(0)
+        lost = self._patience.lost
         milliseconds = max(1, int(1000 * min(1.0, self._patience.beat)))
         while not self._done.is_set():
             try:

@@ -55,13 +55,15 @@ class _PartedModel:
         if DENSE in self.params:  # then all are one block (config/retrain.py checks it)
             return self.forward.layers(state, extra, params=self.params)[:2]
         name, offset = (LOWER, 0) if last <= self.below else (LAYERS, self.below)
-        stack, dims = self.params[name], self.dims[name]
+        stack = self.params[name]
+        dims = self.dims[name]
         if (first - offset, last - offset) != (0, jax.tree.leaves(stack)[0].shape[0]):
             stack = jax.tree.map(lambda a: a[first - offset : last - offset], stack)
         if self.ladder_fraction is not None:
             stack = {**stack, LADDER_FRACTION: self.ladder_fraction[first:last]}
             dims = {**dims, LADDER_FRACTION: "L"}
-        params, dims = {LAYERS: stack}, {LAYERS: dims}
+        params = {LAYERS: stack}
+        dims = {LAYERS: dims}
         settings = dict(params=params, dims=dims, ranges={LAYERS: range(first, last)})
         return self.forward.layers(state, extra, **settings)[:2]
 
@@ -95,21 +97,25 @@ def loss_sum(
     def forward(definition: ModelDef, of: Callable = nn.forward_pass) -> nn.ForwardPass:
         return of(definition, batch.tokens.shape, execution=config.execution, positions=positions)
 
-    definition, below = plan.definition, plan.frozen_layers
+    definition = plan.definition
+    below = plan.frozen_layers
     params, dims = _with_factors(plan, trained, frozen)
     fraction = scheduled.get(LADDER_FRACTION)
     run = forward(definition, nn.forward_pass if fraction is None else _Converting)
     student = _PartedModel(run, params, dims, below, fraction)
     boundaries = _boundaries(plan)
 
-    student_streams, teacher_streams, shared = {}, {}, shared_layers(plan)
+    student_streams = {}
+    teacher_streams = {}
+    shared = shared_layers(plan)
     state, extra = student.forward.embed(params, batch.tokens)
     extra = routers.begin() if routers else extra
     for first, last in zip(boundaries, boundaries[1:]):
         state, extra = student.layers(state, extra, first, last)
         student_streams[last] = lambda state=state: student.forward.wire.flush(state)
     x = student.forward.finish(params, state, extra)
-    penalties, named = [], {}
+    penalties = []
+    named = {}
     if routers:
         penalty, named = routers.penalty(extra, batch, scheduled=scheduled, config=config)
         penalties = [penalty]
@@ -173,7 +179,8 @@ def compared_layers(plan: RetrainPlan) -> list[int]:
     """After how many layers the student's stream is compared with the teacher's: every n-th, and
     the last.
     """
-    every, layers = plan.distill.hidden_every, plan.definition.config.num_layers
+    every = plan.distill.hidden_every
+    layers = plan.definition.config.num_layers
     return sorted({*range(every, layers, every), layers}) if plan.distill.hidden_weight else []
 
 
@@ -195,7 +202,8 @@ def shared_layers(plan: RetrainPlan) -> int:
     """How many of the lowest layers compute the same in teacher and student: frozen, standard in
     both, and alike.
     """
-    student, teacher = plan.definition, plan.teacher
+    student = plan.definition
+    teacher = plan.teacher
     if not plan.shares_weights or not _alike(student.config, teacher.config):
         return 0
     if not all(map(_standard, teacher.topology.layers)):

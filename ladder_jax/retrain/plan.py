@@ -50,10 +50,8 @@ class RetrainPlan:
 
     @functools.cached_property
     def frozen_dims(self) -> Params:
-        model, teacher = (
-            self._pick(self.dims, trained=False),
-            {name: self.dims[name] for name in self._teacher_parts},
-        )
+        model = self._pick(self.dims, trained=False)
+        teacher = {name: self.dims[name] for name in self._teacher_parts}
         return _without_empty(model=model, teacher=teacher)
 
     @functools.cached_property
@@ -91,7 +89,8 @@ class RetrainPlan:
         return {SIDE: {**ends, LAYERS: blocks}}
 
     def _initial(self, module: nnx.Module, name: str, seed: int) -> Params:
-        layout, config = self.definition.layout, self.definition.config
+        layout = self.definition.layout
+        config = self.definition.config
         return parameter.initial_values(
             module, name=name, layout=layout, key=parameter.root_key(seed), config=config
         )

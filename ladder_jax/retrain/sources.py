@@ -98,9 +98,11 @@ def check_shape(name: str, theirs: ModelConfig, ours: ModelConfig) -> None:
     """Raises UserError, naming the first field that differs, for a checkpoint whose model has other
     parameters.
     """
-    before, after = _shape(theirs), _shape(ours)
+    before = _shape(theirs)
+    after = _shape(ours)
     for field in before | after:
-        has, wants = before.get(field), after.get(field)
+        has = before.get(field)
+        wants = after.get(field)
         if has != wants:
             raise UserError(
                 f"{name}: the checkpoint has model.{field}={has}, and this run model.{field}={wants}"
@@ -130,7 +132,8 @@ def _check_refitted(config: RunConfig, sources: Sources) -> None:
     """Raises UserError where weights that `convert` refitted would be used in another topology than
     their own.
     """
-    start, teacher = sources.start, sources.teacher
+    start = sources.start
+    teacher = sources.teacher
     if start and start.refitted and config.conversion.steps:
         raise UserError(
             f"conversion.steps={config.conversion.steps}: the weights of {start.name!r} were refitted, and it begins"
@@ -139,7 +142,8 @@ def _check_refitted(config: RunConfig, sources: Sources) -> None:
         )
     if teacher is None or not teacher.refitted:
         return
-    own, wanted = teacher.config.model, teacher_model(config, sources)
+    own = teacher.config.model
+    wanted = teacher_model(config, sources)
     if residual.of_model(own) != residual.of_model(wanted):
         raise UserError(
             f"distill.teacher: the weights of {teacher.name!r} were refitted for {own.residual}, so they cannot teach"

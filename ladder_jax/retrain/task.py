@@ -101,7 +101,8 @@ class Retraining(RetrainPlan):
         return self.sources.record()
 
     def initial(self, *, seed: int) -> tuple[Params, Params]:
-        start, definition = self.sources.start, self.definition
+        start = self.sources.start
+        definition = self.definition
         params = None if start is None else self._stored(start)
         teacher = self._teacher_params()
         params = nn.initialize(definition, seed=seed) if params is None else params
@@ -145,7 +146,8 @@ class Retraining(RetrainPlan):
     def _join(self, trained: Params, frozen: Params) -> Params:
         joined = {**frozen, **trained}
         if self.lora.rank:
-            factors, dims = joined.pop(ADAPTERS), self.dims[LAYERS]
+            factors = joined.pop(ADAPTERS)
+            dims = self.dims[LAYERS]
             joined[LAYERS] = lora.merge(joined[LAYERS], factors, dims=dims, scale=self.lora.scale)
         return join_parts(joined)
 

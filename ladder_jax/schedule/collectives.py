@@ -258,7 +258,8 @@ def _calls_target(instruction: Instruction, target: str) -> bool:
 def _measure(
     form: Form, computation: Computation, costs: Costs, mesh: dict[str, int]
 ) -> Collective:
-    collective, holder = form.collective, form.holder
+    collective = form.collective
+    holder = form.holder
     axes, ranks = group_of(collective, mesh=mesh)
     payload = tuple(array for operand in collective.operands for array in operand.arrays)
     # an operand may be one array of a fusion's several
@@ -329,7 +330,8 @@ def _reducer_op_name(collective: Instruction) -> str:
 
 
 def _kind(collective: Instruction, holder: Computation) -> str:
-    kind, root = collective.opcode.removesuffix("-start"), holder.root
+    kind = collective.opcode.removesuffix("-start")
+    root = holder.root
     sliced = not holder.entry and root.opcode == "dynamic-slice" and root.operands[0] is collective
     return "reduce-scatter" if kind == "all-reduce" and sliced else kind
 
@@ -351,7 +353,8 @@ def mesh_of(program: Program) -> dict[str, int]:
 def group_of(collective: Instruction, *, mesh: dict[str, int]) -> tuple[tuple[str, ...], int]:
     """The axes, () if unknown, and the number of devices in a group, 0 if unknown."""
     if named := _MESH.search(collective.attributes):
-        axes, sizes = tuple(re.findall(r"'([^']+)'", named[2])), _sizes(named[1])
+        axes = tuple(re.findall(r"'([^']+)'", named[2]))
+        sizes = _sizes(named[1])
         return axes, math.prod(sizes[axis] for axis in axes)
     first = _first_group(collective.attributes)
     return _axes_of(first, mesh), len(first)

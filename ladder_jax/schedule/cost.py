@@ -37,7 +37,8 @@ class Costs:
     """
 
     def __init__(self, program: Program, *, experts: Experts | None = None):
-        self._program, self._experts = program, experts
+        self._program = program
+        self._experts = experts
         self._flops = functools.cache(lambda computation: self.flops_of(computation.instructions))
         self._cycles = functools.cache(lambda computation: self.cycles_of(computation.instructions))
 
@@ -257,10 +258,8 @@ def _convolution(conv: Instruction) -> int:
         def setting(name: str, default: int) -> int:
             return int(window[name].split("x")[axis].split("_")[0]) if name in window else default
 
-        outputs, elements = (
-            np.arange(out[out_labels.index(label)]),
-            np.arange(right[right_labels.index(label)]),
-        )
+        outputs = np.arange(out[out_labels.index(label)])
+        elements = np.arange(right[right_labels.index(label)])
         at = (
             outputs[:, None] * setting("stride", 1)
             + elements * setting("rhs_dilate", 1)
@@ -315,7 +314,8 @@ def _moved_in(computation: Computation, experts: Experts | None) -> int:
 
 
 def _moved(instruction: Instruction, experts: Experts | None) -> int:
-    opcode, operands = instruction.opcode, instruction.operands
+    opcode = instruction.opcode
+    operands = instruction.operands
     if opcode in _FREE or opcode.endswith("-done"):
         return 0
     if opcode in _RUNS:

@@ -110,12 +110,14 @@ def kernel(instruction: Instruction, *, experts: Experts | None) -> Grouped | No
     """
     if instruction.opcode != "custom-call" or not _is_named(instruction):
         return None
-    read, written = _floats(_operands(instruction)), _floats(instruction.arrays)
+    read = _floats(_operands(instruction))
+    written = _floats(instruction.arrays)
     rows = [one for one in read + written if len(one.dims) == 2]
     matrices = [one for one in read + written if len(one.dims) == 3]
     if not rows or not matrices:
         return None  # it finds the groups' tiles
-    count, held = rows[0].dims[0], matrices[0].dims[0]
+    count = rows[0].dims[0]
+    held = matrices[0].dims[0]
     active = count if experts is None else experts.rows(count)
     chosen = held if experts is None else experts.matrices(count)
     share = lambda one: active / count if len(one.dims) == 2 else chosen / held

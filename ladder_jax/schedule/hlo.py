@@ -149,10 +149,13 @@ def parse(text: str) -> Program:
     """Raises UserError if `text` is not an HLO module, or has a line that is no instruction."""
     if not text.startswith("HloModule"):
         raise UserError(f"not the text of an HLO module: it begins with {text[:40]!r}")
-    computations, header, found = {}, None, {}
+    computations = {}
+    header = None
+    found = {}
     for line in LINES.split(text):
         if opened := re.match(r"(ENTRY )?%?([\w.\-]+) \(.*\{$", line):
-            header, found = opened, {}
+            header = opened
+            found = {}
         elif line.startswith("}") and header:
             computations[header[2]] = Computation(
                 header[2], tuple(found.values()), entry=bool(header[1])

@@ -211,7 +211,8 @@ def owner(op_name: str) -> tuple[str, str]:
     """
     layers = re.findall(r"layers?_(\d+)(?:_to_(\d+))?", op_name)
     first, last = layers[-1] if layers else ("", "")
-    layer, sublayer = (f"{first}-{last}" if last else first), sublayer_of(op_name)
+    layer = f"{first}-{last}" if last else first
+    sublayer = sublayer_of(op_name)
     following = f"{ENTER}/{FOLLOWING}" in op_name
     if not following and f"{LAUNCH}/{PREVIOUS}" not in op_name:
         return layer, sublayer

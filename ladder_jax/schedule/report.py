@@ -306,7 +306,8 @@ class Report:
         rows = []
         for (title, size, status), members in groups.items():
             cycles = [r.collective.cycles for r in members if r.collective.cycles is not None]
-            layers, count = layer_range([r.layer for r in members]), str(_count(members))
+            layers = layer_range([r.layer for r in members])
+            count = str(_count(members))
             windows = _range([r.window for r in members], "{:.2f}")
             rows.append(
                 (
@@ -328,7 +329,8 @@ class Report:
 
     def lines(self, *, width: int) -> list[str]:
         """The verdict, the table's first rows, and the collectives of other purposes."""
-        table, lines = self.table(), self.verdict.split("; ")
+        table = self.table()
+        lines = self.verdict.split("; ")
         if table.rows:
             lines += dataclasses.replace(table, rows=table.rows[:SHOWN]).lines(width)
         if (more := len(table.rows) - SHOWN) > 0:
@@ -381,7 +383,8 @@ def layer_range(names: Sequence[str]) -> str:
     numbers = sorted({int(name) for name in names if name.isdigit()})
     if len(numbers) != len(set(names)) or len(numbers) < 3:
         return ", ".join(dict.fromkeys(names))
-    first, last = numbers[0], numbers[-1]
+    first = numbers[0]
+    last = numbers[-1]
     some = "" if len(numbers) == last - first + 1 else f"{len(numbers)} layers of "
     return f"{some}{first}-{last}"
 
@@ -389,5 +392,6 @@ def layer_range(names: Sequence[str]) -> str:
 def _range(values: Sequence[float], pattern: str) -> str:
     if not values:
         return "-"
-    low, high = pattern.format(min(values)), pattern.format(max(values))
+    low = pattern.format(min(values))
+    high = pattern.format(max(values))
     return low if low == high else f"{low} - {high}"

@@ -51,7 +51,8 @@ def _scope(one: Collective) -> str:
 
 
 def _ring(scope: str, permutes: list[Collective], program: Program, costs: Costs) -> Collective:
-    messages, ranks = sum(one.executions for one in permutes), permutes[0].ranks
+    messages = sum(one.executions for one in permutes)
+    ranks = permutes[0].ranks
     holders = [
         program.computations[name] for name in dict.fromkeys(one.computation for one in permutes)
     ]
@@ -64,7 +65,8 @@ def _ring(scope: str, permutes: list[Collective], program: Program, costs: Costs
         loops = [h for h in holders if h in around]
         runs = max(1, sum(costs.trips(around[h]) for h in loops))
         matmul = sum(costs.trips(h) * costs.flops_of(h.instructions).total() for h in loops)
-    flops, estimates = Flops(), []
+    flops = Flops()
+    estimates = []
     for trips, instruction in collectives.beside(permutes, program=program, costs=costs):
         for sublayer, count in costs.matmul_flops(instruction).items():
             flops[sublayer] += trips * count / runs

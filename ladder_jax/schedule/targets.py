@@ -171,7 +171,8 @@ def make_mesh(target: str, *, tensor: int | None = None, data: int = 1):
     """
     from ladder_jax import parallel
 
-    target_devices, data = devices(parse(target)), whole("data", data, least=1)
+    target_devices = devices(parse(target))
+    data = whole("data", data, least=1)
     size = len(target_devices) // data if tensor is None else whole("tensor", tensor, least=1)
     if data * size > len(target_devices):
         raise UserError(

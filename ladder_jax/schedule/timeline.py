@@ -66,7 +66,8 @@ def play(
     ranks: number of devices of a collective whose group is unknown.
     experts: the model's (see `cost.Costs`).
     """
-    costs, found = Costs(program, experts=experts), collections.defaultdict(list)
+    costs = Costs(program, experts=experts)
+    found = collections.defaultdict(list)
     for collective in find(program, costs=costs):
         found[collective.computation].append(collective)
     player = _Player(costs, hardware, ranks, found)
@@ -108,7 +109,8 @@ class _Player:
                 for called in instruction.calls:
                     self.run(called)
         elif instruction.opcode not in FREE:
-            start, self.now = self.now, self.now + self._seconds(instruction)
+            start = self.now
+            self.now += self._seconds(instruction)
             self.bars.append(
                 Bar(instruction.name, instruction.op_name, start, self.now, wire=False)
             )

@@ -97,9 +97,11 @@ class Protocol(H11Protocol, asyncio.BufferedProtocol):
         """End the connection of a client that has owed the rest of a head, or to read its answer,
         for too long.
         """
-        now, unread = self.loop.time(), self.transport.get_write_buffer_size()
+        now = self.loop.time()
+        unread = self.transport.get_write_buffer_size()
         if not unread or unread != self._unread:
-            self._read, self._unread = now, unread
+            self._read = now
+            self._unread = unread
         if now - self._read > READ_SECONDS:
             self._leave()
         elif (

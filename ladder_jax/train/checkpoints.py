@@ -69,7 +69,8 @@ def newest(context: RunContext) -> Checkpoint | None:
     and all resume from the checkpoint that it returns: the others may see an older state of a
     shared file system.
     """
-    agreement, folder = context.agreement, context.folder / FOLDER
+    agreement = context.agreement
+    folder = context.folder / FOLDER
     found = agreement.decided(
         "which checkpoint is resumed", lambda: _newest(folder, context=context)
     )
@@ -206,7 +207,8 @@ def _put_aside(path: AnyPath) -> AnyPath:
     """
     if is_remote(path):
         return (path / manifest.NAME).rename(path / manifest.DAMAGED)
-    aside, count = path.with_name(f"{path.name}.damaged"), 1
+    aside = path.with_name(f"{path.name}.damaged")
+    count = 1
     while os.path.lexists(aside):
         count += 1
         aside = path.with_name(f"{path.name}.damaged.{count}")

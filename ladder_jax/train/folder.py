@@ -62,12 +62,17 @@ FREE = (
 )
 
 CAUGHT = (signal.SIGTERM, signal.SIGINT)
-CONFIG, GOODPUT, RESULT, LOCK = "config.json", "goodput.json", "result.json", ".lock"
+CONFIG = "config.json"
+GOODPUT = "goodput.json"
+RESULT = "result.json"
+LOCK = ".lock"
 # written before config.json: a run that failed or was killed early leaves only these
 _EARLIER = (LOCK, GOODPUT)
 
 # seconds, of the lock in an object store
-RENEWED, GIVES_UP, EXPIRES = 10.0, 100.0, 120.0
+RENEWED = 10.0
+GIVES_UP = 100.0
+EXPIRES = 120.0
 
 
 class StopRequest:
@@ -95,7 +100,8 @@ def caught() -> Iterator[StopRequest]:
     With several processes SIGTERM belongs to jax's own notifier, which informs all of them (see
     `StopRequest.after`), and SIGINT is sent on as SIGTERM.
     """
-    request, several = StopRequest(), jax.process_count() > 1
+    request = StopRequest()
+    several = jax.process_count() > 1
 
     def handle(signum: int, _) -> None:
         if request.received is not None:
@@ -311,7 +317,8 @@ def _lease(
                     .generation
                 )
                 if after:
-                    generation, renewed = after, began
+                    generation = after
+                    renewed = began
                     continue
                 found = store.read(LOCK).result(within)
                 if found.state == "missing" or _owner_of(found.value) != owner:
@@ -334,13 +341,15 @@ def _taken(
     store: tensorstore.KvStore, folder: AnyPath, owner: str, say: Callable[[str], None]
 ) -> tuple[bytes, float]:
     """The generation of the lease, once it is this process's, and when its writing began."""
-    before, until = None, 0.0
+    before = None
+    until = 0.0
     while True:
         found = store.read(LOCK).result()
         # a local run's lock that was copied here is empty
         locked = found.state != "missing" and found.value
         if locked and before is None:
-            before, until = found.stamp.generation, time.monotonic() + EXPIRES
+            before = found.stamp.generation
+            until = time.monotonic() + EXPIRES
             say(
                 f"{str(folder)!r} is locked: waiting {EXPIRES:g} s, in case its owner has been killed"
             )

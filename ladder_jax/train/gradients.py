@@ -42,7 +42,8 @@ class Pretraining:
     training starts from.
     """
 
-    frozen_dims, origin = {}, None
+    frozen_dims = {}
+    origin = None
 
     def __init__(self, definition: ModelDef):
         kind = type(definition)
@@ -50,8 +51,10 @@ class Pretraining:
             kind is ModelDef,
             f"of a {kind.__name__} not all weights train: its task is retrain.Retraining",
         )
-        self.definition, self.held_out = definition, self
-        self.trained_dims, self.abstract = definition.dims, definition.abstract
+        self.definition = definition
+        self.held_out = self
+        self.trained_dims = definition.dims
+        self.abstract = definition.abstract
         self.routers = None
         if definition.config.moe is not None:
             from ladder_jax.nn.router_losses import RouterLosses
@@ -153,7 +156,8 @@ def task_gradients(
     """A (trained, frozen, tokens or a Batch, scheduled) -> ((mean loss, its terms), float32
     gradients).
     """
-    layout, dims = task.definition.layout, task.trained_dims
+    layout = task.definition.layout
+    dims = task.trained_dims
 
     def local(trained, frozen, batch, scheduled):
         # From here on every rank owns its copy of what is replicated: gradients stay local, in
@@ -210,7 +214,8 @@ def held_out_loss(task: TrainingTask, *, loop: Loop = Loop.SCAN) -> Compiled:
 
     No teacher and no z-loss count, and of a gradual conversion all layers have their final form.
     """
-    task, config = task.held_out, TrainConfig(loop=loop)
+    task = task.held_out
+    config = TrainConfig(loop=loop)
     layout = task.definition.layout
 
     def local(trained, frozen, batch):

@@ -23,7 +23,8 @@ from ladder_jax.errors import RunFailed, UserError, needed
 from ladder_jax.files import AnyPath, explained, patiently
 
 Row = dict[str, Any]
-NAME, WANDB_ID = "metrics.jsonl", "wandb-id"
+NAME = "metrics.jsonl"
+WANDB_ID = "wandb-id"
 EVERY = 60.0  # seconds between two uploads of lines
 
 
@@ -31,7 +32,8 @@ def read(folder: pathlib.Path) -> list[Row]:
     """The logged steps of a run's folder. Lines that are no rows are left out: a kill cuts the last
     one short.
     """
-    file, rows = folder / NAME, []
+    file = folder / NAME
+    rows = []
     for line in file.read_bytes().splitlines() if file.is_file() else []:
         with contextlib.suppress(ValueError, RecursionError):
             row = json.loads(line)
@@ -83,7 +85,8 @@ class TensorBoard:
             self.close()
 
     def close(self) -> None:
-        writer, self._writer = self._writer, None
+        writer = self._writer
+        self._writer = None
         with contextlib.suppress(OSError):
             if writer is not None:
                 writer.close()
@@ -98,7 +101,9 @@ class WandB:
     def __init__(self, config: RunConfig, *, folder: pathlib.Path):
         with needed(f"run.wandb={config.run.wandb} needs Weights & Biases", extra="wandb"):
             import wandb
-        self._wandb, self._config, self._folder = wandb, config, folder
+        self._wandb = wandb
+        self._config = config
+        self._folder = folder
         self._run: Any = None
 
     def begin(self, rows: list[Row]) -> None:
@@ -150,9 +155,12 @@ class Mirror:
     """
 
     def __init__(self, local: pathlib.Path, folder: AnyPath, *, say: Callable[[str], None]):
-        self.local, self._folder, self._say = local, folder, say
+        self.local = local
+        self._folder = folder
+        self._say = say
         self._uploaded: dict[str, tuple[int, int]] = {}  # the size and time of each file
-        self._last, self._failing = time.monotonic(), False
+        self._last = time.monotonic()
+        self._failing = False
 
     def begin(self, *names: str, replaced: str) -> None:
         """Copy the objects `names` here, and remove those that match `replaced`. In process 0
@@ -234,7 +242,9 @@ class Metrics:
         mirror: Mirror | None = None,
         say: Callable[[str], None],
     ):
-        self._file, self._trackers, self._say = folder / NAME, trackers, say
+        self._file = folder / NAME
+        self._trackers = trackers
+        self._say = say
         self._mirror = mirror
         self._unwritten: list[str] = []
         self._size = 0
@@ -295,7 +305,8 @@ class Metrics:
                     f"{self._file.name} cannot be written: {error.strerror}; its lines are kept until it can"
                 )
             return
-        self._size, self._unwritten = size, []
+        self._size = size
+        self._unwritten = []
 
 
 def _number(value: Any) -> Any:

@@ -67,8 +67,10 @@ def run(
     mistake, before anything is written; then RunFailed where the run cannot go on, and Stopped
     after SIGTERM or SIGINT. Only process 0 shows and logs.
     """
-    account, config = TimeAccount(), resolve(config)
-    where, agreement = folder.path_of(config), Agreement("run", patience=patience)
+    account = TimeAccount()
+    config = resolve(config)
+    where = folder.path_of(config)
+    agreement = Agreement("run", patience=patience)
     agreement.decided("whose folder this is", lambda: folder.check(config, where))
     parallel.use_compilation_cache()
     mesh = make_mesh(**config.mesh.axes)
@@ -293,6 +295,7 @@ def _count(definition: ModelDef) -> int:
         jax.tree.leaves(definition.abstract), jax.tree.leaves(definition.dims), strict=True
     ):
         letters = dims.removeprefix("L")
-        padded, real = leaf.shape[len(dims) - len(letters)], real_size(letters, definition.config)
+        padded = leaf.shape[len(dims) - len(letters)]
+        real = real_size(letters, definition.config)
         count += leaf.size if real is None else leaf.size // padded * real
     return count

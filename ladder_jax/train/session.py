@@ -76,7 +76,8 @@ class BadStepPolicy:
 
         metrics: the bad step's, on the host; saved: the step of the last checkpoint, 0 for none.
         """
-        config, reason = self.config, _reason(metrics, config=self.config)
+        config = self.config
+        reason = _reason(metrics, config=self.config)
         newest = (
             f"the newest checkpoint is that of step {saved}"
             if saved
@@ -141,7 +142,8 @@ class Session:
         """All remaining steps. Raises Stopped after a signal, RunFailed where training cannot go
         on.
         """
-        first, last = int(self.state.step), self.context.config.train.steps
+        first = int(self.state.step)
+        last = self.context.config.train.steps
         while first < last:
             try:
                 self._compile()
@@ -161,7 +163,8 @@ class Session:
                 self._step_fn = step.compile(self.state, self.loader.abstract(), self.frozen)
 
     def _steps(self, first: int, last: int) -> None:
-        context, train = self.context, self.context.config.train
+        context = self.context
+        train = self.context.config.train
         shown = progress(last, done=first, label="step {done}/{total}", say=context.say)
         pending: Dispatched | None = None
         with (
@@ -183,7 +186,8 @@ class Session:
                     self._data_failed(step, error, pending)
                 self.profiler.before(step, pending=self.state)
                 if step in self.policy.left_out:
-                    self.state, metrics = _pass_over(self.state), None
+                    self.state = _pass_over(self.state)
+                    metrics = None
                 else:
                     self.state, metrics = self._step_fn(self.state, batch, self.frozen)
                 self._settle(pending)
@@ -203,7 +207,8 @@ class Session:
         """
         if pending is None:
             return
-        (step, metrics), train = pending, self.context.config.train
+        step, metrics = pending
+        train = self.context.config.train
         read = {
             name: value.item()
             for name, value in jax.device_get(metrics or {"loss": np.float32(np.nan)}).items()
@@ -234,7 +239,8 @@ class Session:
     def _save(self, step: int) -> None:
         with self.context.account.time("saving"):
             self.metrics.sync()
-        skipped, validation = self.policy.left_out, self.validation
+        skipped = self.policy.left_out
+        validation = self.validation
         self.saver.save(step, self.state, self.frozen, skipped=skipped, validation=validation)
         self.policy.saved()
 
@@ -279,12 +285,14 @@ class Session:
 
     def _evaluate(self) -> float:
         """The held-out loss, the mean in nats a token."""
-        account, state = self.context.account, (self.state.params, self.frozen)
+        account = self.context.account
+        state = (self.state.params, self.frozen)
         if self._loss is None:
             with account.time("compile"):
                 loss = held_out_loss(self.task, loop=self.context.config.train.loop)
                 self._loss = loss.compile(*state, self._on_devices(self.held_out[0]))
-        losses, weights = [], []
+        losses = []
+        weights = []
         with account.time("evaluation"):
             for batch in self.held_out:
                 losses.append(float(self._loss(*state, self._on_devices(batch))))

@@ -69,7 +69,8 @@ def train_step(
         raise wrong_type("config", config, TrainConfig)
     task = task or Pretraining(definition)
     gradients = task_gradients(task, config=config)
-    optimizer, schedule = adamw(config, dims=task.trained_dims), learning_rate(config)
+    optimizer = adamw(config, dims=task.trained_dims)
+    schedule = learning_rate(config)
 
     def step(
         old: TrainState, batch: jax.Array | Batch, frozen: Params | None = None
@@ -198,7 +199,8 @@ def initial_state(
     task = task or Pretraining(definition)
     params = nn.initialize(definition, seed=config.seed) if params is None else params
     without = lambda state: dataclasses.replace(state, params=None)  # which are not copied
-    first, shapes = _first(config, task), abstract_state(definition, config=config, task=task)
+    first = _first(config, task)
+    shapes = abstract_state(definition, config=config, task=task)
     shardings = jax.tree.map(lambda a: a.sharding, without(shapes))
     rest = apart(jax.jit(lambda params: without(first(params)), out_shardings=shardings))
     return dataclasses.replace(rest(params), params=params)

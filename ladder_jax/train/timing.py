@@ -106,7 +106,8 @@ def goodput_text(summary: dict[str, Any]) -> str:
         for part, words in PARTS.items()
         if summary["shares"][part] > 0
     )
-    wall, restarts = summary["wall_seconds"], summary["restarts"]
+    wall = summary["wall_seconds"]
+    restarts = summary["restarts"]
     times = f", {restarts} restart{'s'[: restarts != 1]}" if restarts else ""
     return f"goodput {summary['goodput']:.1%} of {wall:,.0f} s{times}: {', '.join(parts)}"
 
@@ -129,10 +130,8 @@ def mfu(
     None where the peak is unknown. The text has the formula and the peak, or says why there is
     none.
     """
-    work, kind = (
-        flops_a_token(definition, length=config.train.sequence),
-        mesh.devices.flat[0].device_kind,
-    )
+    work = flops_a_token(definition, length=config.train.sequence)
+    kind = mesh.devices.flat[0].device_kind
     given = config.train.peak_tflops
     peak = given * 1e12 if given else peak_of(kind)
     if config.train.freeze or config.lora.rank or config.distill.teacher:
@@ -178,7 +177,9 @@ class Throughput:
         mfu: Callable[[float], float] | None,
         step: int,
     ):
-        self._account, self._tokens, self._mfu = account, tokens_a_step, mfu
+        self._account = account
+        self._tokens = tokens_a_step
+        self._mfu = mfu
         self.restart(step)
 
     def restart(self, step: int) -> None:
@@ -189,7 +190,8 @@ class Throughput:
         """tokens (of the whole run), tokens_per_second, data_wait (a share of time), mfu where the
         peak is known.
         """
-        before, count = self._seconds, step - self._step
+        before = self._seconds
+        count = step - self._step
         self.restart(step)
         spent = {part: self._seconds[part] - before[part] for part in ("steps", "data")}
         total = max(sum(spent.values()), 1e-9)
@@ -228,7 +230,9 @@ class Profiler:
     """
 
     def __init__(self, steps: range | None, *, folder: pathlib.Path):
-        self._steps, self.folder, self._running = steps or range(0), folder, False
+        self._steps = steps or range(0)
+        self.folder = folder
+        self._running = False
 
     def __str__(self) -> str:
         return f"{self._steps[0]} to {self._steps[-1]}"

@@ -90,7 +90,8 @@ def _summary(made: Manifest, name: str) -> str:
 
 def _check_apart(given: Sequence[str], out: pathlib.Path) -> None:
     for source in given:
-        real, into = pathlib.Path(source).expanduser().resolve(), out.resolve()
+        real = pathlib.Path(source).expanduser().resolve()
+        into = out.resolve()
         if real.is_dir() and into.is_relative_to(real):
             raise UserError(
                 f"--out {out} lies in the source {source!r}: it would become a source itself"
@@ -158,7 +159,8 @@ def _check_folder(out: pathlib.Path) -> None:
 
 def _check_settings(out: pathlib.Path, earlier: Manifest, settings: Manifest) -> None:
     for name in ("tokenizer", "field"):
-        before, now = getattr(earlier, name), getattr(settings, name)
+        before = getattr(earlier, name)
+        now = getattr(settings, name)
         if before != now:
             raise UserError(
                 f"{str(out)!r} was begun with {name} {before!r}, not {now!r}: change it back, or name another --out"

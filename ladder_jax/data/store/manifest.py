@@ -18,7 +18,8 @@ from ladder_jax import files
 from ladder_jax.errors import UserError
 from ladder_jax.files import AnyPath
 
-FORMAT, VERSIONS = "ladder_jax tokens", (1, 2)
+FORMAT = "ladder_jax tokens"
+VERSIONS = (1, 2)
 MANIFEST = "manifest.json"
 
 

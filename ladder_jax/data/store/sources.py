@@ -18,7 +18,8 @@ from ladder_jax.data.store import tables
 from ladder_jax.errors import UserError
 from ladder_jax.files import below, is_remote, text_of
 
-PARTS, LEAST = 1024, 2**24
+PARTS = 1024
+LEAST = 2**24
 """Sources are cut into about so many parts, unless a part would be of fewer bytes. A killed worker
 loses a part.
 """
@@ -126,7 +127,8 @@ def _texts(files: Sequence[File], size: int) -> Iterator[Part]:
 
 def _cut(file: File, size: int) -> list[Part]:
     """A table's part has as many shards as hold about `size` bytes; on the Hub, one shard."""
-    total, step = file.size, size
+    total = file.size
+    step = size
     if file.kind is Kind.ROWS:
         total = tables.shards(file.path)
         step = max(1, size * total // file.size) if file.size else 1

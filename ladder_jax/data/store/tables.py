@@ -81,7 +81,8 @@ def _column(table: str, field: str, modified: int):
     """The column `field` alone. Raises UserError where there is no such column, or it does not hold
     text.
     """
-    text, whole = _library().Value("string"), _open(table)
+    text = _library().Value("string")
+    whole = _open(table)
     # A CSV file has no schema: pandas would guess one, and read "001" as a number.
     features = whole.features or dict.fromkeys(_header(table, whole), text)
     if field not in features:

@@ -66,19 +66,24 @@ class Engine:
         sizes = dict(slots=slots, capacity=capacity, chunk=chunk, prefill_chunk=prefill_chunk)
         for name, value in {**sizes, "max_queue": max_queue}.items():
             whole(name, value, least=2 if name == "capacity" else 1)
-        loop, quantize = member(Loop, "loop", loop), member(Quantize, "quantize", quantize)
+        loop = member(Loop, "loop", loop)
+        quantize = member(Quantize, "quantize", quantize)
         launch = member(Launch, "launch", launch)
         check_interleave(interleave)
         if decoder is not None and not callable(decoder):
             raise UserError(
                 f"decoder must be a function from tokens to bytes, not {described(decoder)}"
             )
-        form, held = dict(loop=loop, quantize=quantize), memory.held_bytes(params)
+        form = dict(loop=loop, quantize=quantize)
+        held = memory.held_bytes(params)
         memory.check_slots(
             definition, slots=slots, capacity=capacity, chunk=chunk, held=held, **form
         )
-        self.capacity, self.slots, self.max_queue = capacity, slots, max_queue
-        self._vocab_size, self._decoder = definition.config.vocab_size, decoder
+        self.capacity = capacity
+        self.slots = slots
+        self.max_queue = max_queue
+        self._vocab_size = definition.config.vocab_size
+        self._decoder = decoder
         with memory.explained(f"for {slots} slots of {capacity:,} tokens and the weights"):
             prepared = weights.prepare(definition, params, **form)
             self._device = Slots(
@@ -111,7 +116,8 @@ class Engine:
 
     def _handle(self, request):
         request.check(vocab_size=self._vocab_size, decoder=self._decoder)
-        length, new = len(request.prompt), request.max_new_tokens
+        length = len(request.prompt)
+        new = request.max_new_tokens
         if length + new > self.capacity:
             raise UserError(
                 f"a prompt of {length} tokens and {new} new ones need {length + new} positions;"
@@ -254,7 +260,8 @@ class Engine:
         """Reads the next chunk of prompts. Of those it completes: slot, handle, first token and its
         log-probability.
         """
-        running, complete = dict(self._scheduler.running()), []
+        running = dict(self._scheduler.running())
+        complete = []
         for slot, (handle, chunks) in list(self._reading.items()):
             if running.get(slot) is not handle:  # cancelled meanwhile
                 del self._reading[slot]

@@ -145,7 +145,8 @@ class Scheduler:
     """
 
     def __init__(self, *, slots: int, max_queue: int):
-        self.slots, self.max_queue = slots, max_queue
+        self.slots = slots
+        self.max_queue = max_queue
         # guards all attributes below; notified of new work
         self.changed = threading.Condition(threading.RLock())
         self._queue: collections.deque[Handle] = collections.deque()

@@ -63,7 +63,8 @@ class Slots:
         launch: Launch,
         quantize: Quantize,
     ):
-        self._definition, self._params = definition, params
+        self._definition = definition
+        self._params = params
         self._read = dict(chunk=prefill_chunk, interleave=interleave)
         self._form = dict(loop=loop, launch=launch, quantize=quantize)
         self._positions = steps.positions_for(capacity, chunk=chunk)
@@ -83,7 +84,8 @@ class Slots:
         bucket = steps.padded_length(length, positions=self._positions)
         padded = np.zeros((1, bucket), np.int32)
         padded[0, :length] = request.prompt
-        lengths, settings = np.array([length], np.int32), Settings.like(request, rows=1)
+        lengths = np.array([length], np.int32)
+        settings = Settings.like(request, rows=1)
         # The row's caches are only as long as the bucket: later positions of the slot are written
         # before they are read.
         form = dict(capacity=bucket, **self._read, **self._form)

@@ -49,7 +49,8 @@ _NUMBERS = {
     11: "q",
     12: "d",
 }
-_TEXT, _LIST = 8, 9
+_TEXT = 8
+_LIST = 9
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,12 +94,14 @@ def open_file(path: pathlib.Path) -> File:
                 raise UserError(f"{str(path)!r} is big-endian, which is not supported")
             if version not in (2, 3):
                 raise ValueError(f"version {version} is not known")
-            tensors, settings = header.number("Q"), header.number("Q")
+            tensors = header.number("Q")
+            settings = header.number("Q")
             fields = _by_name(
                 (header.text(), header.value(header.number("I"))) for _ in range(settings)
             )
             found = _by_name(header.tensor() for _ in range(tensors))
-            start, alignment = file.tell(), fields.get("general.alignment", 32)
+            start = file.tell()
+            alignment = fields.get("general.alignment", 32)
             if not isinstance(alignment, int) or alignment < 1:
                 raise ValueError(f"its tensors are aligned to {alignment} bytes")
             start += -start % alignment
@@ -120,7 +123,9 @@ class _Header:
     """
 
     def __init__(self, file: BinaryIO, *, size: int):
-        self._file, self.size, self._items = file, size, 0
+        self._file = file
+        self.size = size
+        self._items = 0
 
     def number(self, form: str) -> int | float | bool:
         return struct.unpack(f"<{form}", self._take(struct.calcsize(form)))[0]
@@ -133,7 +138,8 @@ class _Header:
             return self.text()
         if kind != _LIST:
             return self.number(_form(kind))
-        kind, count = self.number("I"), self.number("Q")
+        kind = self.number("I")
+        count = self.number("Q")
         self._items += count
         if self._items > MAX_ITEMS or kind == _LIST:
             raise ValueError(f"a setting is a list of {count} items, or of lists")
@@ -199,7 +205,8 @@ def _dequantised(
 ) -> np.ndarray:
     """Values of quantised rows, each of `row` bytes."""
     count = math.prod(shape[:-1])
-    out, step = np.empty((count, shape[-1]), np.float32), max(1, BLOCK // row)
+    out = np.empty((count, shape[-1]), np.float32)
+    step = max(1, BLOCK // row)
     for start in range(0, count, step):
         rows = min(step, count - start)
         packed = from_file(path, np.uint8, (rows, row), offset=offset + start * row)

@@ -126,7 +126,8 @@ def model_of(file: File) -> ModelConfig:
     """The configuration. Raises UserError for another architecture, and for missing, wrong or
     unsupported settings.
     """
-    architecture, found = file.get("general.architecture", str), file.tensors
+    architecture = file.get("general.architecture", str)
+    found = file.tensors
     if architecture not in ARCHITECTURES:
         raise unknown(f"architecture in {file.path!r}:", architecture, ARCHITECTURES)
     _check_settings(file, architecture)

@@ -23,7 +23,12 @@ from tokenizers import (
 from ladder_jax.errors import UserError, unknown
 from ladder_jax.pretrained.gguf.file import File
 
-NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
+NORMAL = 1
+UNKNOWN = 2
+CONTROL = 3
+USER_DEFINED = 4
+UNUSED = 5
+BYTE = 6
 ADDED = (UNKNOWN, CONTROL, USER_DEFINED)  # found in a text before it is split
 MODELS = ("gpt2", "llama")
 SPACE = "\u2581"  # how sentencepiece writes a space
@@ -46,7 +51,8 @@ class Rule:
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 _ENDINGS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+"
 _SIGNS_AND_SPACE = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_UPPER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]"
+_LOWER = r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
 _BEFORE = r"[^\r\n\p{L}\p{N}]?"
 
 DEFAULT = Rule((r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", r"[0-9][0-9][0-9]"))
@@ -190,7 +196,8 @@ def _llama(file: File, pieces: list[str], kinds: list[int], special: dict) -> To
         raise UserError(
             f"{file.path!r}: its tokenizer has a token of {longest} characters (at most {MAX_CHARACTERS})"
         )
-    unk, has_bytes = special.get("unk_token", (None, 0))[0], BYTE in kinds
+    unk = special.get("unk_token", (None, 0))[0]
+    has_bytes = BYTE in kinds
     made = _byte_pairs(
         pieces, merges(mergeable), unk_token=unk, fuse_unk=has_bytes, byte_fallback=has_bytes
     )
@@ -199,7 +206,8 @@ def _llama(file: File, pieces: list[str], kinds: list[int], special: dict) -> To
     if file.get("tokenizer.ggml.add_space_prefix", bool, True):
         normal.insert(0, normalizers.Prepend(SPACE))
         parts.append(decoders.Strip(" ", 1, 0))
-    made.normalizer, made.decoder = normalizers.Sequence(normal), decoders.Sequence(parts)
+    made.normalizer = normalizers.Sequence(normal)
+    made.decoder = decoders.Sequence(parts)
     return made
 
 

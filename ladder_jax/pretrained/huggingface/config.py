@@ -181,7 +181,8 @@ def _check_expressible(get: Fields, family: Family) -> None:
 
     Unknown fields are allowed: transformers' classes of these families ignore them too.
     """
-    told, refused = get.values, dict(_REFUSED)
+    told = get.values
+    refused = dict(_REFUSED)
     if family is not FAMILIES[LADDER]:
         refused["auto_map"] = "the model has its own program, which may compute anything"
         if not family.experts:
@@ -203,7 +204,8 @@ def _check_expressible(get: Fields, family: Family) -> None:
 
 
 def _read_standard(get: Fields, family: Family) -> dict[str, Any]:
-    attention, mlp = get("attention_bias", bool, False), get("mlp_bias", bool, False)
+    attention = get("attention_bias", bool, False)
+    mlp = get("mlp_bias", bool, False)
     if mlp and not attention:
         raise UserError(
             f"{get.where}: mlp_bias=true cannot be represented without attention_bias=true"
@@ -242,7 +244,8 @@ def _read_experts(get: Fields) -> MoEConfig:
 
 def _read_dense_layers(get: Fields) -> int:
     """How many of the first layers have no experts, of Qwen's two fields."""
-    count, listed = get("num_hidden_layers", int), get("mlp_only_layers", list, [])
+    count = get("num_hidden_layers", int)
+    listed = get("mlp_only_layers", list, [])
     if get("decoder_sparse_step", int, 1) != 1:
         raise _refused(
             get,
@@ -264,7 +267,8 @@ def _read_rope(told: Fields) -> tuple[float, RopeScaling | None]:
 
     If both are present, `rope_scaling` counts, as in transformers.
     """
-    config, where = told.values, told.where
+    config = told.values
+    where = told.where
     field = "rope_scaling" if config.get("rope_scaling") else "rope_parameters"
     parameters = config.get(field) or {}
     if not isinstance(parameters, Mapping):
@@ -369,7 +373,8 @@ def _told(model: ModelConfig) -> dict[str, Any]:
         if model.ladder_layers is None
         else list(layer_indices(model.ladder_layers, model.num_layers))
     )
-    program, moe = MODELING.removesuffix(".py"), model.moe
+    program = MODELING.removesuffix(".py")
+    moe = model.moe
     told = {
         "auto_map": {
             "AutoConfig": f"{program}.LadderConfig",

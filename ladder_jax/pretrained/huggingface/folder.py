@@ -20,8 +20,10 @@ from ladder_jax.pretrained.huggingface import config, weights
 from ladder_jax.pretrained.source import Key, Source, Stored
 from ladder_jax.terminal import progress
 
-CONFIG, GENERATION = "config.json", "generation_config.json"
-WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+CONFIG = "config.json"
+GENERATION = "generation_config.json"
+WEIGHTS = "model.safetensors"
+INDEX = "model.safetensors.index.json"
 PICKLES = (".bin", ".pt", ".pth")
 SHARD_BYTES = 5 * 10**9
 """About transformers' own limit. A larger model is written as several files and an index."""
@@ -43,7 +45,8 @@ Exported Ladder models are opened with trust_remote_code=True. That would also r
 the original tokenizer names (`auto_map`). And copying a link would publish the file that it points
 to.
 """
-_CLASS, _FAST = "tokenizer_class", "PreTrainedTokenizerFast"
+_CLASS = "tokenizer_class"
+_FAST = "PreTrainedTokenizerFast"
 """Transformers' class that needs only tokenizer.json, for any model family."""
 
 
@@ -54,7 +57,8 @@ def read(folder: pathlib.Path) -> Source:
     Raises UserError for a model that we cannot represent, and for files that are missing, damaged,
     or of another model.
     """
-    told, where = read_object(folder / CONFIG), str(folder / CONFIG)
+    told = read_object(folder / CONFIG)
+    where = str(folder / CONFIG)
     model = config.read(told, where=where)
     tokens = {name: told[name] for name in config.TOKENS if told.get(name) is not None}
     return Source(
@@ -100,7 +104,8 @@ def tokenizer_files(folder: pathlib.Path) -> dict[str, bytes]:
         name: (folder / name).read_bytes() for name in TOKENIZER_FILES if _has_file(folder, name)
     }
     if TOKENIZER_CONFIG in files:
-        where, content = folder / TOKENIZER_CONFIG, files[TOKENIZER_CONFIG]
+        where = folder / TOKENIZER_CONFIG
+        content = files[TOKENIZER_CONFIG]
         files[TOKENIZER_CONFIG] = _without_programs(content, where=where, fast=MAIN in files)
     return files
 
@@ -111,7 +116,8 @@ def _has_file(folder: pathlib.Path, name: str) -> bool:
 
     In the Hugging Face hub's cache, all files are links from `snapshots/REVISION` into `blobs`.
     """
-    file, real = folder / name, folder.resolve()
+    file = folder / name
+    real = folder.resolve()
     allowed = [real, *([real.parents[1] / "blobs"] if real.parent.name == "snapshots" else [])]
     if file.is_symlink() and not any(file.resolve().is_relative_to(root) for root in allowed):
         raise UserError(

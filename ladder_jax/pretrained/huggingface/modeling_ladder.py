@@ -94,7 +94,8 @@ def delays(config):
         raise ValueError(f"unknown residual {config.residual!r} (allowed: {allowed})")
     kind = kinds[config.residual]
     # the first ones have no experts
-    layers, dense = range(config.num_hidden_layers), len(config.mlp_only_layers)
+    layers = range(config.num_hidden_layers)
+    dense = len(config.mlp_only_layers)
     chosen = layers if config.ladder_layers is None else config.ladder_layers
     kinds = [kind if layer in chosen else (0, 0, False) for layer in layers]
     if is_farskip(config) and dense:  # no routed output is pending after them
@@ -112,17 +113,16 @@ def frequencies(config):
     """Radians per position, [H/2], in float64. Llama 3 lowers the low frequencies (arXiv
     2407.21783).
     """
-    rope, half = (
-        config.rope_parameters,
-        torch.arange(0, config.head_dim, 2, dtype=torch.float64, device="cpu"),
-    )
+    rope = config.rope_parameters
+    half = torch.arange(0, config.head_dim, 2, dtype=torch.float64, device="cpu")
     plain = rope["rope_theta"] ** (-half / config.head_dim)
     if rope["rope_type"] == "default":
         return plain
     if rope["rope_type"] != "llama3":
         raise ValueError(f"unknown rope_type {rope['rope_type']!r} (allowed: default, llama3)")
     turns = rope["original_max_position_embeddings"] * plain / (2 * math.pi)
-    low, high = rope["low_freq_factor"], rope["high_freq_factor"]
+    low = rope["low_freq_factor"]
+    high = rope["high_freq_factor"]
     kept = ((turns - low) / (high - low)).clamp(0, 1)
     return kept * plain + (1 - kept) * plain / rope["factor"]
 
@@ -138,11 +138,10 @@ def rotate(x, cos, sin):
 class LadderAttention(nn.Module):
     def __init__(self, config, layer):
         super().__init__()
-        self.layer, self.head_dim = layer, config.head_dim
-        inner, outer = (
-            config.num_attention_heads * config.head_dim,
-            config.num_key_value_heads * config.head_dim,
-        )
+        self.layer = layer
+        self.head_dim = config.head_dim
+        inner = config.num_attention_heads * config.head_dim
+        outer = config.num_key_value_heads * config.head_dim
         bias = config.biases != "none"
         self.q_proj = nn.Linear(config.hidden_size, inner, bias=bias)
         self.k_proj = nn.Linear(config.hidden_size, outer, bias=bias)
@@ -190,12 +189,14 @@ class LadderExperts(nn.Module):
 
     def __init__(self, config):
         super().__init__()
-        self.top_k, self.renormalised = config.num_experts_per_tok, config.norm_topk_prob
+        self.top_k = config.num_experts_per_tok
+        self.renormalised = config.norm_topk_prob
         self.gate = nn.Linear(config.hidden_size, config.num_experts, bias=False)
         experts = (
             LadderMLP(config, config.moe_intermediate_size) for _ in range(config.num_experts)
         )
-        self.experts, shared = nn.ModuleList(experts), config.shared_expert_intermediate_size
+        self.experts = nn.ModuleList(experts)
+        shared = config.shared_expert_intermediate_size
         self.shared_expert = LadderMLP(config, shared) if shared else None
         self.shared_expert_gate = (
             nn.Linear(config.hidden_size, 1, bias=False) if config.shared_expert_gate else None
@@ -305,17 +306,16 @@ class LadderModel(LadderPreTrainedModel):
         cache = past_key_values if cache is None else cache
         if use_cache and cache is None:
             cache = DynamicCache(config=self.config)
-        past, length = 0 if cache is None else cache.get_seq_length(), x.shape[1]
+        past = 0 if cache is None else cache.get_seq_length()
+        length = x.shape[1]
         place = past + torch.arange(length, device=x.device)
         positions = place[None] if position_ids is None else position_ids
         angles = positions[:, None, :, None].float() * frequencies(self.config).to(
             x.device, torch.float32
         )
-        cos, sin, mask = (
-            angles.cos(),
-            angles.sin(),
-            self._mask(attention_mask, place, past + length),
-        )
+        cos = angles.cos()
+        sin = angles.sin()
+        mask = self._mask(attention_mask, place, past + length)
         streams = [x]
         for layer in self.layers:
             streams = [*streams, *layer(streams, cos, sin, mask, cache)][-self.depth :]

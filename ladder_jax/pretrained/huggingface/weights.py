@@ -28,7 +28,8 @@ _DTYPES = {
     "F16": np.dtype(np.float16),
     "BF16": np.dtype(ml_dtypes.bfloat16),
 }
-HEAD, TABLE = "lm_head.weight", "model.embed_tokens.weight"
+HEAD = "lm_head.weight"
+TABLE = "model.embed_tokens.weight"
 _OUTSIDE_LAYERS = {
     "embedding/table": TABLE,
     "final_norm/scale": "model.norm.weight",
@@ -100,7 +101,8 @@ def tensors_in(file: pathlib.Path) -> dict[str, Stored]:
                 f"{str(file)!r}: {name} is stored as {entry['dtype']} (allowed: {', '.join(_DTYPES)};"
                 " quantized weights have to be dequantized first)"
             )
-        dtype, offset = _DTYPES[entry["dtype"]], 8 + length + entry["data_offsets"][0]
+        dtype = _DTYPES[entry["dtype"]]
+        offset = 8 + length + entry["data_offsets"][0]
         for part, shape in _unfused(name, tuple(entry["shape"])):
             read = functools.partial(from_file, file, dtype, shape, offset=offset)
             found[part] = Stored(shape, dtype, read)
@@ -127,7 +129,8 @@ def _unfused(name: str, shape: tuple[int, ...]) -> Iterator[tuple[str, tuple[int
 def write_tensors(file: pathlib.Path, pending: Mapping[str, Stored]) -> Iterator[str]:
     """Write the tensors in order. Yields each name after its values are written."""
     names = {dtype: name for name, dtype in _DTYPES.items()}
-    header, offset = {"__metadata__": {"format": "pt"}}, 0
+    header = {"__metadata__": {"format": "pt"}}
+    offset = 0
     for name, tensor in pending.items():
         extent = [offset, offset := offset + tensor.nbytes]
         header[name] = {

@@ -52,7 +52,8 @@ class Desync(AllReduce):
         entered = state.carried
         if entered is None:
             entered = self.enter(step, state.residual, sublayers)
-        partial, drift = self.partial(step.sublayers, entered, sublayers), state.partial
+        partial = self.partial(step.sublayers, entered, sublayers)
+        drift = state.partial
         if state.sums and state.sums[0] is not None:
             drift = state.sums[0] + drift
         if step.sync:
