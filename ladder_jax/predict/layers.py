@@ -63,9 +63,18 @@ def layers(
     kernels = functools.cache(lambda sublayers, block: model.step(sublayers, block, split=split))
     work_of = functools.partial(work, machine, times=times, recompute=recompute)
     settings = dict(contention=machine.contention, window=program.window)
+    waits = machine.link is not None and machine.link.halves is Halves.NONE
 
     def all_reduce(part: Block) -> float:
         return reduction(model, machine, part, program=program, recompute=recompute)[1]
+
+    def awaited(part: Block) -> float:
+        """Of an all-reduce: a split stream's reduce-scatter, where programs cannot start it
+        apart.
+        """
+        if program.form is Form.SEQUENCE_PARALLEL and waits:
+            return machine.link.half(model.payload(part), ranks=model.ranks)
+        return 0.0
 
     def of_half(half: Sequence[Kernel], whole: Sequence[Kernel]) -> Work:
         """It reads all weights, and starts as many kernels as the whole."""
@@ -90,7 +99,6 @@ def layers(
         )
 
     if program.form is Form.EXCHANGE:
-        waits = machine.link.halves is Halves.NONE  # on a v5e (but for gathers, which is left out)
         if program.interleave == 2:
             slots = _exchange_turns(steps, [exchanged(half) for half in block.halves])
         else:
@@ -126,10 +134,16 @@ def layers(
         def work_of_half(sublayers: tuple[int, ...], half: int) -> Work:
             return of_half(kernels(sublayers, halves[half]), kernels(sublayers, block))
 
-        slots = turns(steps, work=work_of_half, all_reduces=tuple(map(all_reduce, halves)))
+        slots = turns(
+            steps,
+            work=work_of_half,
+            all_reduces=tuple(map(all_reduce, halves)),
+            awaited=tuple(map(awaited, halves)),
+        )
         return play_slots(slots, **settings)
     of_sublayers = functools.cache(lambda sublayers: work_of(kernels(sublayers, block)))
-    return play(steps, work=of_sublayers, all_reduce=all_reduce(block), **settings)
+    sums = dict(all_reduce=all_reduce(block), awaited=awaited(block))
+    return play(steps, work=of_sublayers, **sums, **settings)
 
 
 def work(

@@ -83,10 +83,12 @@ class Kernels(enum.Enum):
 
 
 class Halves(enum.Enum):
-    """Whether programs can start and await an all-reduce apart: the launch `explicit`."""
+    """Whether programs can start and await an all-reduce apart: the launch `explicit`; or a
+    reduce-scatter at all.
+    """
 
     SUPPORTED = "supported"
-    NONE = "none"  # v5e
+    NONE = "none"  # v5e: all-gathers alone (`ladder-jax overlap --sequence-parallel`)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -45,7 +45,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from ladder_jax.config import Interleave, Launch, ModelConfig, Phase
 from ladder_jax.predict.layers import kernels_of_layers, layers, reduction, work
-from ladder_jax.predict.machine import Algorithm, Machine
+from ladder_jax.predict.machine import Algorithm, Halves, Machine
 from ladder_jax.predict.program import (
     ANY_PROGRAM,
     PLAIN,
@@ -383,9 +383,11 @@ def _beside_gathers(
         matrices.reverse()
     gathers = [half(one * model.element_bytes) for one in matrices]
     scatters = [half(one * FLOAT32) if gradients else 0.0 for one in matrices]
-    *transfers, last = (
-        gather + scatter for gather, scatter in zip([*gathers, 0.0], [0.0, *scatters])
-    )
-    slots = [Slot(one, [seconds]) for one, seconds in zip([Work(), *works], transfers)]
-    slots += [Slot(works[-1]), Slot(transfers=[last])]
+    slots = []
+    for one, gather, scatter in zip([Work(), *works], gathers, [0.0, *scatters]):
+        if machine.link.halves is Halves.NONE:
+            slots += [Slot(one, [gather]), Slot(transfers=[scatter])]
+        else:
+            slots.append(Slot(one, [gather + scatter]))
+    slots += [Slot(works[-1]), Slot(transfers=[scatters[-1]])]
     return play_slots(slots, contention=machine.contention)

@@ -135,12 +135,14 @@ def play(
     all_reduce: float,
     contention: float,
     window: float = 1.0,
+    awaited: float = 0.0,
 ) -> Timeline:
     """The timeline of a topology's steps, of all layers.
 
     work(sublayers): the time of a step's without communication. all_reduce: seconds of one
     all-reduce. contention: as in `Machine`. window: the share of a step's time, its last, that a
-    hidden all-reduce has.
+    hidden all-reduce has. awaited: seconds of an all-reduce that are awaited before the step that
+    could hide them.
 
     The loop is that of `residual.State`, with the time at which a sum is reduced in place of each
     array. A sum that is zero, before the first layers, has no place in `sums`, so there may be
@@ -156,7 +158,9 @@ def play(
         if pending and not step.delay:
             sums.append(device.send(all_reduce))
             pending = False
-        newest = [all_reduce] if pending else []
+        if pending and awaited:
+            device.wait(device.send(awaited))
+        newest = [all_reduce - awaited] if pending else []
         device.wait(*sums[: max(0, len(sums) + len(newest) - step.delay)])
         sums += device.compute(work(step.sublayers), transfers=newest, window=window)
         if not step.reduces:
@@ -202,12 +206,15 @@ def turns(
     *,
     work: Callable[[tuple[int, ...], int], Work],
     all_reduces: tuple[float, float],
+    awaited: tuple[float, float] = (0.0, 0.0),
 ) -> Iterator[Slot]:
     """The slots of two halves of a batch in turn. work(sublayers, half): as in `play`, of half 0 or 1.
-    all_reduces: seconds of each half's.
+    all_reduces, awaited: seconds of each half's, as in `play`.
     """
     newest: Sequence[float] = ()
     for step, half in itertools.product(steps, (0, 1)):
         yield Slot(work(step.sublayers, half), newest)
-        newest = [all_reduces[half]]
+        if awaited[half]:
+            yield Slot(transfers=[awaited[half]])
+        newest = [all_reduces[half] - awaited[half]]
     yield Slot(transfers=newest)

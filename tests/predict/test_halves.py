@@ -43,6 +43,17 @@ def test_each_all_reduce_stands_beside_the_other_halfs_sublayer(name, length, al
     assert found.wire == pytest.approx(8 * all_reduce)
 
 
+def test_what_is_awaited_stands_between_the_turns():
+    steps = itertools.chain.from_iterable(residual.topology("standard", num_layers=2).layers)
+    all_reduces, awaited = (0.5, 0.75), (0.125, 0.25)
+    slots = turns(
+        steps, work=lambda sublayers, half: Work(1.0), all_reduces=all_reduces, awaited=awaited
+    )
+    found = play_slots(slots, contention=0.0)
+    assert found.seconds == pytest.approx(8 + 4 * sum(awaited) + 0.5)
+    assert found.wire == pytest.approx(4 * sum(all_reduces))
+
+
 def test_a_window_and_contention_take_from_what_is_hidden():
     late = in_turn("standard", length=1.0, all_reduce=0.75, window=0.5)
     assert late.seconds == pytest.approx(1 + 7 * (0.5 + 0.75) + 0.75)

@@ -7,11 +7,11 @@ import math
 
 import pytest
 
-from ladder_jax.config import Phase, preset
+from ladder_jax.config import Launch, Phase, preset
 from ladder_jax.predict import layers, machine, model, program
-from ladder_jax.predict.machine import Link
-from ladder_jax.predict.program import PLAIN, Form
-from ladder_jax.predict.work import TRAINING, Model
+from ladder_jax.predict.machine import Halves, Link
+from ladder_jax.predict.program import PLAIN, Form, Program
+from ladder_jax.predict.work import FLOAT32, TRAINING, Model
 from tests.predict.asked import H100, check_events
 
 V5P = machine.load("v5p")
@@ -110,3 +110,33 @@ def test_fsdp_gathers_each_layers_own_matrices(phase, elements):
     found = model.passes_without_tensor(shard, slow, phase=phase, devices=4, rows=4, tokens=64)
     (fsdp,) = (each for each in found if each.program.form is Form.FSDP)
     assert fsdp.seconds == pytest.approx(3 / 4 * elements * (MATRICES + TABLES) / 1e6)
+
+
+def test_what_a_v5e_starts_at_once():
+    """It hides gathers; each reduce-scatter, of a split stream or of gradients, is awaited."""
+    quick = dataclasses.replace(machine.load("v5e"), bandwidth=math.inf, launch=0.0, contention=0.0)
+    started = dataclasses.replace(quick.link, halves=Halves.SUPPORTED)
+    apart = dataclasses.replace(quick, link=started)
+    shard = Model(preset("llama-3-8b", residual="ladder"), 8, TRAINING)
+    block = shard.prefill(rows=4, prompt_length=8192)
+    for interleave, part in ((1, block), (2, block.halves[0])):
+        split = Program(Form.SEQUENCE_PARALLEL, launch=Launch.CHAINED, interleave=interleave)
+        waiting, beside = (
+            layers.layers(shard, on, block, program=split, times=2) for on in (quick, apart)
+        )
+        scatter = quick.link.half(shard.payload(part), ranks=8)
+        count = interleave * 2 * 32 - 1  # nothing hides the last one anywhere
+        assert waiting.exposed - beside.exposed == pytest.approx(count * scatter)
+    whole = Program(launch=Launch.CHAINED)
+    same = [layers.layers(shard, on, block, program=whole, times=2) for on in (quick, apart)]
+    assert same[0].seconds == same[1].seconds
+
+    alone = Model(preset("llama-3-8b"), 1, TRAINING)
+    long = alone.prefill(rows=8, prompt_length=8192)
+    seconds = lambda size: quick.link.half(size, ranks=4)
+    waiting, beside = (
+        model.split_weights(alone, on, long, seconds, trains=True)[0] for on in (quick, apart)
+    )
+    assert waiting[0].seconds == beside[0].seconds
+    size = FLOAT32 * (alone.shard.attention + alone.shard.mlp)
+    assert waiting[1].exposed - beside[1].exposed == pytest.approx(31 * seconds(size))

@@ -43,12 +43,20 @@ def test_on_one_device(implementation):
         assert (one.seconds == standard) == (name not in JOINT)
 
 
-def uniform(name, *, all_reduce, layers=8, contention=0.0, which=None):
+def uniform(name, *, layers=8, which=None, contention=0.0, **times):
     """Sublayers of one busy second each."""
     topology = residual.topology(name, num_layers=layers, ladder_layers=which)
     plan = itertools.chain.from_iterable(topology.layers)
     length = lambda sublayers: Work(busy=len(sublayers))
-    return play(plan, work=length, all_reduce=all_reduce, contention=contention)
+    return play(plan, work=length, contention=contention, **times)
+
+
+@pytest.mark.parametrize("name, hiding", [("standard", 0), ("ladder", 15), ("ladder-2", 15)])
+def test_what_is_awaited_no_compute_hides(name, hiding):
+    """Of each of 16 all-reduces 0.2 s; the rest as before, the last one bare."""
+    found = uniform(name, all_reduce=0.5, awaited=0.2)
+    assert found.seconds == pytest.approx(16 + 0.2 * hiding + 0.5 * (16 - hiding))
+    assert found.wire == pytest.approx(16 * 0.5)
 
 
 def test_compute_slows_while_an_all_reduce_is_in_flight():
