@@ -37,13 +37,18 @@ class ChatTemplate:
                 raise UserError(
                     f'a message must be such as {{"role": "user", "content": "Hello"}}, not {message!r}'
                 )
+
+        def strftime_now(form: str) -> str:
+            moment = now or datetime.datetime.now()
+            return moment.strftime(form)
+
         given = {
             "messages": list(messages),
             "tools": None,
             "documents": None,
             "add_generation_prompt": prompt,
+            "strftime_now": strftime_now,
         }
-        given["strftime_now"] = lambda form: (now or datetime.datetime.now()).strftime(form)
         try:
             return self._template.render(**self._special, **given)
         except Exception as error:  # the template is a program of somebody else's
@@ -84,4 +89,5 @@ def _refuse(message: str):
 
 
 def _line(error: Exception) -> str:
-    return " ".join(str(error).split()) or type(error).__name__
+    text = " ".join(str(error).split())
+    return text or type(error).__name__

@@ -43,7 +43,8 @@ Rows = np.ndarray | PackedRows
 
 def windows(tokens: np.ndarray, length: int) -> np.ndarray:
     """A view [rows, T + 1]: window i is tokens [i * T, i * T + T] (the last is only a target)."""
-    return np.lib.stride_tricks.sliding_window_view(tokens, length + 1)[::length]
+    every = np.lib.stride_tricks.sliding_window_view(tokens, length + 1)
+    return every[::length]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,31 +90,33 @@ def load(
         tokenizer = tokenizers.load(config.tokenizer)
         # before all is tokenized
         _check(f"data.tokenizer={config.tokenizer!r}", tokenizer, required, vocab_size)
-    path = (
-        absolute(config.path) if is_remote(config.path) else pathlib.Path(config.path).expanduser()
-    )
+    if is_remote(config.path):
+        path = absolute(config.path)
+    else:
+        path = pathlib.Path(config.path).expanduser()
+    named = f"data.path={config.path!r}"
     with explained(path, "read"):
         listed = path.suffix in MIXTURES and path.is_file()
         stored = patiently(path, lambda: path.is_dir() and is_store(path))
     if config.format is Format.EXAMPLES:
         if listed:
             raise UserError(
-                f"data.path={config.path!r} must be JSON lines, or a folder of them; to train on several in order,"
+                f"{named} must be JSON lines, or a folder of them; to train on several in order,"
                 " start each run from the one before (train.start=RUN)"
             )
-        now = None if began is None else datetime.datetime.fromtimestamp(began, datetime.UTC)
+        now = None
+        if began is not None:
+            now = datetime.datetime.fromtimestamp(began, datetime.UTC)
         dataset = _examples(config, train, tokenizer, now)
     elif listed:
         dataset = _mixed(read_mixture(path), config, train, tokenizer)
     elif stored:
         dataset = _stored(path, config, train, tokenizer, seed=train.seed)
     elif is_remote(path):
-        raise UserError(
-            f"data.path={config.path!r}: there is no token store; text is read from local files only"
-        )
+        raise UserError(f"{named}: there is no token store; text is read from local files only")
     else:
         dataset = _text(config, train, tokenizer)
-    _check(f"the tokens of data.path={config.path!r}", dataset.tokenizer, required, vocab_size)
+    _check(f"the tokens of {named}", dataset.tokenizer, required, vocab_size)
     return dataset
 
 
@@ -128,24 +131,28 @@ def _check(what: str, tokenizer: Tokenizer, required: Tokenizer | None, vocab_si
 def _text(config: DataConfig, train: TrainConfig, tokenizer: Tokenizer) -> Dataset:
     """Windows of one long text, cut regardless of its contents. The end is held out."""
     tokens, note = read_text(config)
-    if tokenizer.name != BYTES:
+    length = train.sequence
+    is_bytes = tokenizer.name == BYTES
+    if not is_bytes:
         # `data.max_bytes` may have cut the last character.
-        tokens = np.array(
-            tokenizer.encode(tokens.tobytes().decode("utf-8", errors="ignore")), np.int32
-        )
-    cut = len(tokens) - int(len(tokens) * config.validation_fraction)
-    parts = {"training": tokens[:cut], "held-out": tokens[cut:]}
-    for name, part in parts.items():
-        if len(part) <= train.sequence:
-            least = f"fewer than train.sequence + 1 = {train.sequence + 1}"
+        text = tokens.tobytes().decode("utf-8", errors="ignore")
+        tokens = np.array(tokenizer.encode(text), np.int32)
+    cut = _before_held_out(len(tokens), config)
+    training = tokens[:cut]
+    held_out = tokens[cut:]
+    for name, part in (("training", training), ("held-out", held_out)):
+        if len(part) <= length:
+            least = f"fewer than train.sequence + 1 = {length + 1}"
             raise UserError(f"the {name} text has {len(part)} tokens, {least}")
+    digest = hashlib.sha256(tokens).hexdigest()
     return _dataset(
-        *(windows(part, train.sequence) for part in parts.values()),
+        windows(training, length),
+        windows(held_out, length),
         seed=train.seed,
         tokenizer=tokenizer,
-        fingerprint=_digest([tokenizer.name, hashlib.sha256(tokens).hexdigest()]),
+        fingerprint=_digest([tokenizer.name, digest]),
         notes=(note,),
-        text=parts["training"] if tokenizer.name == BYTES else None,
+        text=training if is_bytes else None,
     )
 
 
@@ -154,9 +161,11 @@ def _examples(
 ) -> Dataset:
     """Packed examples. The last ones are held out."""
     loaded = examples.load(config.path, tokenizer=tokenizer, length=train.sequence, now=now)
-    cut = len(loaded) - int(len(loaded) * config.validation_fraction)
+    cut = _before_held_out(len(loaded), config)
+    rows, held_out = _packed(loaded.read, loaded.starts, cut, train, loaded.loss_mask)
     return _dataset(
-        *_packed(loaded.read, loaded.starts, cut, train, loaded.loss_mask),
+        rows,
+        held_out,
         seed=train.seed,
         tokenizer=tokenizer,
         fingerprint=_digest([tokenizer.name, loaded.fingerprint]),
@@ -169,23 +178,25 @@ def _stored(
 ) -> Dataset:
     """Packed documents. The last ones are held out."""
     store = Store(path)
+    manifest = store.manifest
     tokenizer = store.tokenizer()
-    documents = store.manifest.documents
-    total = store.manifest.tokens
+    documents = manifest.documents
+    total = manifest.tokens
+    what = f"the token store {str(store.folder)!r}"
     if config.tokenizer != BYTES and given.name != tokenizer.name:
         raise UserError(
-            f"the token store {str(store.folder)!r} is of {tokenizer.name}, not of data.tokenizer={config.tokenizer!r}"
+            f"{what} is of {tokenizer.name}, not of data.tokenizer={config.tokenizer!r}"
         )
     if documents < 2:
-        raise UserError(
-            f"the token store {str(store.folder)!r} has one document; it needs two, as one is held out"
-        )
-    cut = np.searchsorted(store.starts, total - int(total * config.validation_fraction))
+        raise UserError(f"{what} has one document; it needs two, as one is held out")
+    cut = np.searchsorted(store.starts, _before_held_out(total, config))
+    rows, held_out = _packed(store.read, store.starts, cut, train)
     return _dataset(
-        *_packed(store.read, store.starts, cut, train),
+        rows,
+        held_out,
         seed=seed,
         tokenizer=tokenizer,
-        fingerprint=store.manifest.fingerprint,
+        fingerprint=manifest.fingerprint,
         notes=(f"data: {documents:,} documents of {store.folder}, {total:,} tokens",),
     )
 
@@ -203,13 +214,20 @@ def read_mixture(file: pathlib.Path) -> list[tuple[AnyPath, float]]:
             f"{str(file)!r} must hold one section 'mixture:' with token stores and weights, such as 'web: 7'"
         )
     for name, weight in weights.items():
-        is_number = isinstance(weight, int | float) and not isinstance(weight, bool)
+        is_number = type(weight) in (int, float)
         if not is_number or not 0 < weight < math.inf:
             raise UserError(
                 f"{str(file)!r}: the weight of {str(name)!r} must be a number above 0, not {weight!r}"
             )
-    folder = lambda name: absolute(name) if is_remote(name) else file.parent / name
-    return [(folder(str(name)), float(weight)) for name, weight in weights.items()]
+    stores = []
+    for name, weight in weights.items():
+        store = str(name)
+        if is_remote(store):
+            folder = absolute(store)
+        else:
+            folder = file.parent / store
+        stores.append((folder, float(weight)))
+    return stores
 
 
 def _mixed(
@@ -220,12 +238,12 @@ def _mixed(
 ) -> Dataset:
     """Rows of several stores, interleaved by weight. Each store has its own epochs."""
     paths, weights = zip(*weighted)
-    # A different seed for each: stores of the same size would otherwise be shuffled in the same
-    # order.
-    seed = lambda index: (train.seed + index * 0x9E3779B9) % 2**32
-    parts = [
-        _stored(path, config, train, given, seed=seed(index)) for index, path in enumerate(paths)
-    ]
+    parts = []
+    for index, path in enumerate(paths):
+        # A different seed for each: stores of the same size would otherwise be shuffled in the
+        # same order.
+        seed = (train.seed + index * 0x9E3779B9) % 2**32
+        parts.append(_stored(path, config, train, given, seed=seed))
     first = parts[0].tokenizer.name
     for path, part in zip(paths, parts):
         if part.tokenizer.name != first:
@@ -233,24 +251,34 @@ def _mixed(
             raise UserError(
                 f"a mixture has one tokenizer: {str(paths[0])!r} is of {first}, {differs}"
             )
+    mix = grain.MapDataset.mix
+    training = [part.training for part in parts]
+    held_out = [part.held_out for part in parts]
+    identity = [[part.fingerprint, weight] for part, weight in zip(parts, weights)]
     return dataclasses.replace(
         parts[0],
-        training=grain.MapDataset.mix([part.training for part in parts], weights),
-        held_out=grain.MapDataset.mix([part.held_out for part in parts], weights),
+        training=mix(training, weights),
+        held_out=mix(held_out, weights),
         training_rows=sum(part.training_rows for part in parts),
         held_out_rows=sum(part.held_out_rows for part in parts),
-        fingerprint=_digest([[part.fingerprint, weight] for part, weight in zip(parts, weights)]),
+        fingerprint=_digest(identity),
         notes=sum((part.notes for part in parts), ()),
     )
+
+
+def _before_held_out(count: int, config: DataConfig) -> int:
+    return count - int(count * config.validation_fraction)
 
 
 def _packed(
     read, starts: np.ndarray, cut: int, train: TrainConfig, loss_mask=None
 ) -> list[PackedRows]:
     """Rows of the documents before `cut`, and of the others; one document at least of each."""
-    cut = int(np.clip(cut, 1, len(starts) - 2))
+    documents = len(starts) - 1
+    cut = int(np.clip(cut, 1, documents - 1))
+    length = train.sequence
     parts = starts[: cut + 1], starts[cut:]
-    return [PackedRows(read, part, length=train.sequence, loss_mask=loss_mask) for part in parts]
+    return [PackedRows(read, part, length=length, loss_mask=loss_mask) for part in parts]
 
 
 def _dataset(rows: Rows, held_out: Rows, *, seed: int, **about: Any) -> Dataset:
@@ -264,7 +292,8 @@ def _dataset(rows: Rows, held_out: Rows, *, seed: int, **about: Any) -> Dataset:
 
 
 def _digest(content: list) -> str:
-    return hashlib.sha256(json.dumps(content).encode()).hexdigest()[:16]
+    written = json.dumps(content).encode()
+    return hashlib.sha256(written).hexdigest()[:16]
 
 
 def read_text(config: DataConfig) -> tuple[np.ndarray, str]:
@@ -273,7 +302,8 @@ def read_text(config: DataConfig) -> tuple[np.ndarray, str]:
     For a folder: of all files that are UTF-8 text, in the order of their paths. Raises UserError if
     there are none.
     """
-    if config.path == STDLIB:
+    path = config.path
+    if path == STDLIB:
         root = pathlib.Path(sysconfig.get_paths()["stdlib"])
         files = [
             p
@@ -281,31 +311,38 @@ def read_text(config: DataConfig) -> tuple[np.ndarray, str]:
             if "site-packages" not in p.parts and "test" not in p.parts
         ]
     else:
-        root = pathlib.Path(config.path).expanduser()
+        root = pathlib.Path(path).expanduser()
         if not root.exists():
             raise UserError(
-                f"data.path={config.path!r} does not exist (a text file, a folder, or {STDLIB!r})"
+                f"data.path={path!r} does not exist (a text file, a folder, or {STDLIB!r})"
             )
         files = below(root)
     parts = []
     size = 0
+    skipped = 0
     for file in files:
         if size >= config.max_bytes:
             break
         part = text_of(file, named=file == root)
-        parts.append(None if part is None else part.encode())
-        size += len(parts[-1] or b"")
+        if part is None:
+            skipped += 1
+            continue
+        content = part.encode()
+        parts.append(content)
+        size += len(content)
     whole = b"\n".join(part for part in parts if part)
     text = whole[: config.max_bytes]
     if not text.strip():
-        raise UserError(f"data.path={config.path!r} holds no text")
-    skipped = parts.count(None)
-    count = len(parts) - skipped
-    counted = "1 file" if count == 1 else f"{count:,} files"
-    note = f"data: {counted} of {config.path}, {len(text):,} bytes of text"
+        raise UserError(f"data.path={path!r} holds no text")
+    count = len(parts)
+    counted = f"{count:,} files"
+    if count == 1:
+        counted = "1 file"
+    note = f"data: {counted} of {path}, {len(text):,} bytes of text"
     if skipped:
         note += f"; left out, as they are not UTF-8 text: {skipped:,}"
-    if len(text) < len(whole) or len(parts) < len(files):
+    unread = len(files) - count - skipped
+    if unread or len(text) < len(whole):
         note += "; the rest is left out by data.max_bytes"
     return np.frombuffer(text, np.uint8), note
 
@@ -314,19 +351,24 @@ def bigram_entropy(text: np.ndarray) -> float:
     """The entropy of a byte given the previous byte, in nats per byte: the best loss of a bigram
     model.
     """
-    codes = text[:-1].astype(np.int64) * 256 + text[1:]
-    pairs = np.bincount(codes, minlength=65536).reshape(256, 256)
+    before = text[:-1].astype(np.int64)
+    codes = before * 256 + text[1:]
+    counts = np.bincount(codes, minlength=65536)
+    pairs = counts.reshape(256, 256)
     first = pairs.sum(axis=1, keepdims=True)
     joint = pairs / pairs.sum()
     with np.errstate(divide="ignore", invalid="ignore"):
-        conditional = np.where(pairs > 0, np.log(pairs / first), 0.0)
-    return float(-(joint * conditional).sum())
+        logarithms = np.log(pairs / first)
+    conditional = np.where(pairs > 0, logarithms, 0.0)
+    entropy = -(joint * conditional).sum()
+    return float(entropy)
 
 
 def stacked(rows: grain.MapDataset, indices: Iterable[int]) -> np.ndarray | Batch:
     """These rows, [B, ...], int32. Others are never read."""
+    chosen = [rows[index] for index in indices]
     stack = lambda *leaves: np.stack(leaves, dtype=np.int32)
-    return jax.tree.map(stack, *(rows[index] for index in indices))
+    return jax.tree.map(stack, *chosen)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -335,16 +377,19 @@ def _order(count: int, seed: int, epoch: int) -> grain.MapDataset:
     1 of a seed is epoch 0 of the next.
     """
     if epoch:
-        seed = int(np.random.SeedSequence((seed, epoch)).generate_state(1)[0])
+        hashed = np.random.SeedSequence((seed, epoch)).generate_state(1)
+        seed = int(hashed[0])
     return grain.MapDataset.range(count).shuffle(seed)
 
 
 def shuffled(rows: Rows, *, seed: int) -> grain.MapDataset:
     """Every row once an epoch, every epoch in another order, without end."""
+    count = len(rows)
 
     def row(index: int) -> np.ndarray | Batch:
-        epoch, place = divmod(int(index), len(rows))
-        return rows[_order(len(rows), seed, epoch)[place]]
+        epoch, place = divmod(int(index), count)
+        order = _order(count, seed, epoch)
+        return rows[order[place]]
 
     return grain.MapDataset.range(sys.maxsize).map(row)
 
@@ -356,10 +401,13 @@ def evaluated(
     evaluated.
     """
     batch = config.batch
-    wanted = min(config.evaluation_batches, count // config.batch)
-    return [
-        stacked(rows, range(step * batch, step * batch + batch)) for step in range(max(1, wanted))
-    ]
+    wanted = min(config.evaluation_batches, count // batch)
+    end = batch * max(1, wanted)
+    batches = []
+    for first in range(0, end, batch):
+        indices = range(first, first + batch)
+        batches.append(stacked(rows, indices))
+    return batches
 
 
 class DataLoader:
@@ -374,18 +422,26 @@ class DataLoader:
         self._shape = (config.batch, config.sequence + 1)
         self._sharding = sharding
         indices = sharding.addressable_devices_indices_map(self._shape).values()
-        self._share = sorted({row for part, _ in indices for row in range(config.batch)[part]})
+        whole = range(config.batch)
+        share = set()
+        for part, _ in indices:
+            share.update(whole[part])
+        self._share = sorted(share)
         self._rows = rows
 
     def abstract(self) -> Any:
         """Shapes and shardings of a batch, to compile for."""
-        shape = lambda a: jax.ShapeDtypeStruct(self._shape, a.dtype, sharding=self._sharding)
+
+        def shape(leaf):
+            return jax.ShapeDtypeStruct(self._shape, leaf.dtype, sharding=self._sharding)
+
         return jax.tree.map(shape, self.read(0))
 
     def read(self, step: int) -> Any:
         """This process's rows, on the host. Raises UserError where the data cannot be read."""
         first = int(step) * self._shape[0]
-        return stacked(self._rows, (first + row for row in self._share))
+        indices = (first + row for row in self._share)
+        return stacked(self._rows, indices)
 
     def place(self, rows: Any) -> Any:
         """The global arrays of which `read` gave this process's rows."""
@@ -398,7 +454,9 @@ def read_ahead(read: Callable[[int], Any], *, first: int, last: int) -> Iterator
     thread's errors.
     """
     options = grain.ReadOptions(num_threads=1, prefetch_buffer_size=READ_AHEAD)
-    batches = iter(grain.MapDataset.range(first, last).map(read).to_iter_dataset(options))
+    steps = grain.MapDataset.range(first, last)
+    results = steps.map(read)
+    batches = iter(results.to_iter_dataset(options))
     try:
         yield batches
     finally:

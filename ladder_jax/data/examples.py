@@ -57,18 +57,18 @@ class Examples:
     def fingerprint(self) -> str:
         digest = hashlib.sha256(b"examples")
         for array in (self.tokens, self.loss_mask, self.starts):
-            digest.update(np.ascontiguousarray(array).tobytes())
+            digest.update(array.tobytes())
         return digest.hexdigest()[:16]
 
     def summary(self) -> str:
-        predicted = f"of which {self.loss_mask.mean():.0%} are predicted"
-        parts = [f"{len(self):,} examples of {len(self.tokens):,} tokens, {predicted}"]
-        parts += [f"{self.cut:,} were cut at a row's end"] if self.cut else []
-        parts += (
-            [f"{self.left_out:,} left out, with no token to predict in a row"]
-            if self.left_out
-            else []
-        )
+        counted = f"{len(self):,} examples of {len(self.tokens):,} tokens"
+        share = self.loss_mask.mean()
+        predicted = f"of which {share:.0%} are predicted"
+        parts = [f"{counted}, {predicted}"]
+        if self.cut:
+            parts.append(f"{self.cut:,} were cut at a row's end")
+        if self.left_out:
+            parts.append(f"{self.left_out:,} left out, with no token to predict in a row")
         return "; ".join(parts)
 
 
@@ -82,24 +82,33 @@ def load(
     fewer than two.
     """
     now = now or datetime.datetime.now()
+    size = length + 1
     tokens = []
     masks = []
     cut = 0
     left_out = 0
     for where, example in read(path):
         row, mask = render(example, tokenizer=tokenizer, where=where, now=now)
-        if mask[1 : length + 1].any():
-            tokens.append(row[: length + 1])
-            masks.append(mask[: length + 1])
-            cut += len(row) > length + 1
-        else:
+        mask = mask[:size]
+        if not mask[1:].any():
             left_out += 1
+            continue
+        tokens.append(row[:size])
+        masks.append(mask)
+        if len(row) > size:
+            cut += 1
     if len(tokens) < 2:
         raise UserError(
             f"data.path={path!r} has {len(tokens)} examples with tokens to predict; it needs two, as one is held out"
         )
-    starts = np.cumsum([0, *map(len, tokens)])
-    return Examples(np.concatenate(tokens), np.concatenate(masks), starts, cut, left_out)
+    lengths = [len(row) for row in tokens]
+    return Examples(
+        np.concatenate(tokens),
+        np.concatenate(masks),
+        starts=np.cumsum([0, *lengths]),
+        cut=cut,
+        left_out=left_out,
+    )
 
 
 def read(path: str) -> Iterator[tuple[str, dict]]:
@@ -114,16 +123,19 @@ def read(path: str) -> Iterator[tuple[str, dict]]:
         raise UserError(
             f"data.path={path!r} does not exist (a JSON lines file, or a folder of them)"
         )
-    files = [file for file in below(root) if file == root or file.name.endswith(json_lines.ENDINGS)]
+    files = below(root)
+    if root.is_dir():
+        files = [file for file in files if file.name.endswith(json_lines.ENDINGS)]
     if not files:
         raise UserError(
             f"data.path={path!r} holds no file that ends in {', '.join(json_lines.ENDINGS)}"
         )
     for file in files:
         for number, value in json_lines.read(file):
+            where = f"{file}:{number}"
             if not isinstance(value, dict):
-                raise UserError(f"{file}:{number}: not a JSON object but {type(value).__name__}")
-            yield f"{file}:{number}", value
+                raise UserError(f"{where}: not a JSON object but {type(value).__name__}")
+            yield where, value
 
 
 def render(
@@ -138,18 +150,24 @@ def render(
         if "messages" in example:
             text, spans = _chat(example["messages"], tokenizer, now)
             return _tokens(text, spans, tokenizer, special=False)
-        keys = next((keys for keys in KEYS if all(key in example for key in keys)), None)
-        if keys is None:
+        given = [keys for keys in KEYS if example.keys() >= set(keys)]
+        if not given:
             has = ", ".join(map(repr, example)) or "nothing"
             raise UserError(
                 f"needs 'messages', 'prompt' and 'completion', or 'text': this has {has}"
             )
-        for key in keys:
-            if not isinstance(example[key], str):
-                raise UserError(f"{key!r} must be text, not {type(example[key]).__name__}")
-        text = "".join(example[key] for key in keys)
-        begin = len(text) - len(example[keys[-1]])
-        return _ended(*_tokens(text, [(begin, len(text))], tokenizer, special=True), tokenizer)
+        parts = []
+        for key in given[0]:
+            part = example[key]
+            if not isinstance(part, str):
+                raise UserError(f"{key!r} must be text, not {type(part).__name__}")
+            parts.append(part)
+        text = "".join(parts)
+        end = len(text)
+        begin = end - len(parts[-1])
+        spans = [(begin, end)]
+        tokens, loss_mask = _tokens(text, spans, tokenizer, special=True)
+        return _ended(tokens, loss_mask, tokenizer)
     except UserError as error:
         raise UserError(f"{where}: {error}") from None
 
@@ -158,10 +176,12 @@ def _ended(tokens: np.ndarray, loss_mask: np.ndarray, tokenizer: Tokenizer) -> M
     """With the end-of-text token, to be learnt. Some tokenizers put one around a text by
     themselves.
     """
-    if not tokenizer.stop_ids:
+    stop_ids = tokenizer.stop_ids
+    if not stop_ids:
         return tokens, loss_mask
-    if not len(tokens) or tokens[-1] not in tokenizer.stop_ids:
-        tokens = np.append(tokens, np.int32(tokenizer.stop_ids[0]))
+    is_ended = len(tokens) and tokens[-1] in stop_ids
+    if not is_ended:
+        tokens = np.append(tokens, np.int32(stop_ids[0]))
         loss_mask = np.append(loss_mask, True)
     loss_mask[-1] = True
     return tokens, loss_mask
@@ -178,13 +198,16 @@ def _chat(
     for index, message in enumerate(messages):
         if message["role"] != ASSISTANT:
             continue
-        before = tokenizer.render(messages[:index], prompt=True, now=now)
-        after = tokenizer.render(messages[: index + 1], prompt=False, now=now)
-        if not (after.startswith(before) and text.startswith(after.rstrip())):
+        earlier = messages[:index]
+        before = tokenizer.render(earlier, prompt=True, now=now)
+        after = tokenizer.render([*earlier, message], prompt=False, now=now)
+        until = after.rstrip()
+        follows = after.startswith(before) and text.startswith(until)
+        if not follows:
             raise UserError(
                 "the chat template changes earlier turns when more follow: write one assistant turn per example"
             )
-        spans.append((len(before), len(after.rstrip())))
+        spans.append((len(before), len(until)))
     if not spans:
         raise UserError("no message has the role 'assistant', so there is nothing to learn")
     return text, spans
@@ -192,8 +215,10 @@ def _chat(
 
 def _tokens(text: str, spans: Spans, tokenizer: Tokenizer, *, special: bool) -> Masked:
     tokens, offsets = tokenizer.offsets(text, special=special)
-    begins, ends = np.array(offsets, np.int64).reshape(-1, 2).T
+    offsets = np.array(offsets, np.int64)
+    begins, ends = offsets.reshape(-1, 2).T
     loss_mask = np.zeros(len(tokens), bool)
     for begin, end in spans:
-        loss_mask |= (begins < end) & (ends > begin)
+        overlaps = (begins < end) & (ends > begin)
+        loss_mask |= overlaps
     return np.array(tokens, np.int32), loss_mask

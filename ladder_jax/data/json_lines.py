@@ -23,12 +23,17 @@ def read(
     them; `begin` is 0 for a compressed file. Raises UserError for a line that is not JSON, and for
     a file that cannot be read or is damaged.
     """
-    open_file = gzip.open if str(file).lower().endswith(".gz") else open
+    open_file = open
+    if str(file).lower().endswith(".gz"):
+        open_file = gzip.open
     number = 0
     try:
         with open_file(file, "rb") as source:
-            # What is left of a line that began before belongs to the lines before.
-            position = begin and source.seek(begin - 1) + len(source.readline())
+            position = 0
+            if begin:
+                # What is left of a line that began before belongs to the lines before.
+                position = source.seek(begin - 1)
+                position += len(source.readline())
             for number, line in enumerate(source, start=1):
                 if position >= end:
                     return
@@ -72,7 +77,10 @@ def place(file: str | pathlib.Path, number: int, begin: int) -> str:
     for messages.
     """
     if begin:
+        number += 1
+        before = begin - 1
         with open(file, "rb") as source:
-            sizes = (min(BLOCK, begin - 1 - start) for start in range(0, begin - 1, BLOCK))
-            number += 1 + sum(source.read(size).count(b"\n") for size in sizes)
+            for start in range(0, before, BLOCK):
+                block = source.read(min(BLOCK, before - start))
+                number += block.count(b"\n")
     return f"{file}:{number}"

@@ -34,11 +34,10 @@ class Batch:
         before = self.segments[:, :-1]
         after = self.segments[:, 1:]
         same_document = (before == after) & (after != 0)
-        return (
-            same_document
-            if self.loss_mask is None
-            else same_document & (self.loss_mask[:, 1:] != 0)
-        )
+        if self.loss_mask is None:
+            return same_document
+        wanted = self.loss_mask[:, 1:] != 0
+        return same_document & wanted
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,25 +72,32 @@ class PackedRows:
         self._read = read
         self._size = length + 1
         self._loss_mask = loss_mask
-        self._start, self._length, self._first = pack(starts[:-1], np.diff(starts), row=self._size)
+        lengths = np.diff(starts)
+        packed = pack(starts[:-1], lengths, row=self._size)
+        self._start, self._length, self._first = packed
 
     def __len__(self) -> int:
         return len(self._first) - 1
 
     def __getitem__(self, index) -> Batch:
         """Raises UserError where the tokens cannot be read."""
+        row = int(index)
+        mask = self._loss_mask
         at = 0
         tokens, segments, loss_mask = np.zeros((3, self._size), np.int32)
-        first, end = self._first[int(index) : int(index) + 2]
+        first, end = self._first[row : row + 2]
         for segment, piece in enumerate(range(first, end), start=1):
             start = int(self._start[piece])
             length = int(self._length[piece])
-            here = slice(at, at := at + length)
+            here = slice(at, at + length)
+            at += length
             tokens[here] = self._read(start, length)
             segments[here] = segment
-            if self._loss_mask is not None:
-                loss_mask[here] = self._loss_mask[start : start + length]
-        return Batch(tokens, segments, None if self._loss_mask is None else loss_mask)
+            if mask is not None:
+                loss_mask[here] = mask[start : start + length]
+        if mask is None:
+            return Batch(tokens, segments)
+        return Batch(tokens, segments, loss_mask)
 
 
 def pack(
@@ -111,14 +117,18 @@ def pack(
     Time and memory grow with the number of pieces (20 bytes each in the result), hardly with the
     length of rows.
     """
-    start, length = _cut(np.asarray(starts, np.int64), np.asarray(lengths, np.int64), row)
+    starts = np.asarray(starts, np.int64)
+    lengths = np.asarray(lengths, np.int64)
+    start, length = _cut(starts, lengths, row)
     order = np.argsort(-length, kind="stable")
     row_of = _best_fit(length[order], row)
     by_row = np.argsort(row_of, kind="stable")
     pieces = order[by_row]
-    rows = int(row_of.max(initial=-1)) + 1
-    first = np.searchsorted(row_of[by_row], np.arange(rows + 1))
-    return start[pieces], length[pieces].astype(np.int32), first
+    counts = np.bincount(row_of)
+    first = np.cumsum(np.append(0, counts))
+    start = start[pieces]
+    length = length[pieces].astype(np.int32)
+    return start, length, first
 
 
 def _cut(starts: np.ndarray, lengths: np.ndarray, row: int) -> tuple[np.ndarray, np.ndarray]:
@@ -126,10 +136,17 @@ def _cut(starts: np.ndarray, lengths: np.ndarray, row: int) -> tuple[np.ndarray,
     pieces.
     """
     step = row - 1
-    pieces = np.where(lengths > row, -((1 - lengths) // step), np.minimum(lengths, 1))
-    index = np.arange(pieces.sum()) - np.repeat(np.cumsum(pieces) - pieces, pieces)
+    least = np.minimum(lengths, 1)
+    needed = -((1 - lengths) // step)
+    pieces = np.maximum(least, needed)
+    before = np.cumsum(pieces) - pieces
+    index = np.arange(pieces.sum())
+    index -= np.repeat(before, pieces)
     offset = index * step
-    return np.repeat(starts, pieces) + offset, np.minimum(np.repeat(lengths, pieces) - offset, row)
+    start = np.repeat(starts, pieces) + offset
+    left = np.repeat(lengths, pieces) - offset
+    length = np.minimum(left, row)
+    return start, length
 
 
 def _best_fit(lengths: np.ndarray, row: int) -> np.ndarray:
@@ -144,37 +161,40 @@ def _best_fit(lengths: np.ndarray, row: int) -> np.ndarray:
     ascending = -lengths
     rooms: list[int] = []  # the different amounts of room left in rows, in tokens, ascending
     with_room: dict[int, list[np.ndarray]] = {}  # the rows by their room
-    rows = done = 0
+    rows = 0
+    done = 0
+
+    def add(room_left: int, added: np.ndarray) -> None:
+        if room_left and len(added):
+            if room_left not in with_room:
+                bisect.insort(rooms, room_left)
+            with_room.setdefault(room_left, []).append(added)
+
     while done < len(lengths):
         length = int(lengths[done])
         end = int(np.searchsorted(ascending, -length, side="right"))
         while done < end:
+            left = end - done
             at = bisect.bisect_left(rooms, length)
-            if at == len(rooms):
-                room = row
-                count = -((done - end) // (row // length))
-                candidates = np.arange(rows, rows + count)
-                rows = rows + count
-            else:
+            is_new = at == len(rooms)
+            room = row
+            if not is_new:
                 room = rooms.pop(at)
-                candidates = np.concatenate(with_room.pop(room))
             per_row = room // length  # each row is filled before the next
-            used = min(len(candidates), -((done - end) // per_row))
-            placed = min(per_row * used, end - done)
-            row_of[done : done + placed] = np.repeat(candidates[:used], per_row)[:placed]
+            needed = -(-left // per_row)
+            if is_new:
+                candidates = np.arange(rows, rows + needed)
+                rows += needed
+            else:
+                candidates = np.concatenate(with_room.pop(room))
+            used = min(len(candidates), needed)
+            placed = min(per_row * used, left)
+            filled = np.repeat(candidates[:used], per_row)
+            stop = done + placed
+            row_of[done:stop] = filled[:placed]
+            done = stop
             full, rest = divmod(placed, per_row)
-            _add_rows(rooms, with_room, room - per_row * length, candidates[:full])
-            if rest:
-                _add_rows(rooms, with_room, room - rest * length, candidates[full : full + 1])
-            _add_rows(rooms, with_room, room, candidates[used:])
-            done += placed
+            add(room - per_row * length, candidates[:full])
+            add(room - rest * length, candidates[full:used])
+            add(room, candidates[used:])
     return row_of
-
-
-def _add_rows(
-    rooms: list[int], with_room: dict[int, list[np.ndarray]], room: int, rows: np.ndarray
-) -> None:
-    if room and len(rows):
-        if room not in with_room:
-            bisect.insort(rooms, room)
-        with_room.setdefault(room, []).append(rows)

@@ -95,7 +95,8 @@ class Tokenizer(Protocol):
         Raises UserError where there is no template, or where it refuses the messages.
         """
         # The template writes the special tokens itself, the first one too.
-        return self.encode(self.render(messages, prompt=True, now=now), special=False)
+        text = self.render(messages, prompt=True, now=now)
+        return self.encode(text, special=False)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -119,14 +120,19 @@ class Bytes(Tokenizer):
         return bytes(int(token) for token in tokens if token < 256)
 
     def offsets(self, text: str, *, special: bool) -> Offsets:
+        tokens = []
+        places = []
         try:
-            content = [self.encode(character) for character in text]
+            for index, character in enumerate(text):
+                found = self.encode(character)
+                place = (index, index + 1)
+                tokens += found
+                places += [place] * len(found)
         except UnicodeEncodeError:
             raise UserError(
                 "the text holds half of a surrogate pair, which is no character"
             ) from None
-        places = [(index, index + 1) for index, part in enumerate(content) for _ in part]
-        return [byte for part in content for byte in part], places
+        return tokens, places
 
     def render(
         self, messages: Messages, *, prompt: bool, now: datetime.datetime | None = None
@@ -142,7 +148,10 @@ def load(path: str | os.PathLike | None) -> Tokenizer:
     """
     if path is None or path == BYTES:
         return Bytes()
-    folder = absolute(path) if is_remote(path) else pathlib.Path(path).expanduser()
+    if is_remote(path):
+        folder = absolute(path)
+    else:
+        folder = pathlib.Path(path).expanduser()
     if not folder.is_dir():
         raise UserError(
             f"there is no tokenizer at {str(path)!r} (allowed: {BYTES!r}, or a folder with {MAIN})"
@@ -166,7 +175,8 @@ def save(tokenizer: Tokenizer, folder: AnyPath) -> None:
         return
     folder.mkdir(parents=True, exist_ok=True)
     for name in reversed(FILES):
-        if (content := _read(tokenizer.folder, name)) is not None:
+        content = _read(tokenizer.folder, name)
+        if content is not None:
             files.write(folder / name, [content])
 
 
@@ -177,7 +187,9 @@ def check_vocabulary(tokenizer: Tokenizer, *, vocab_size: int, path: str | None 
     path: of the files that both are from; None where a configuration says vocab_size.
     """
     if vocab_size < tokenizer.vocab_size:
-        where = "" if path is None else f"{path!r}: "
+        where = ""
+        if path is not None:
+            where = f"{path!r}: "
         raise UserError(
             f"{where}model.vocab_size={vocab_size} is too small for {tokenizer.name} (at least {tokenizer.vocab_size})"
         )
@@ -198,37 +210,47 @@ class HuggingFace(Tokenizer):
                 f"{str(folder)!r} holds no {MAIN}: a tokenizer is a folder with one"
                 " (transformers' AutoTokenizer.from_pretrained(...).save_pretrained(...) writes it)"
             )
-        with _explained(f"{str(folder / MAIN)!r} is not a tokenizer"):
-            self._tokenizer = tokenizers.Tokenizer.from_str(content)
-            self._tokenizer.no_truncation()
-            self._tokenizer.no_padding()
+        file = str(folder / MAIN)
+        with _explained(f"{file!r} is not a tokenizer"):
+            tokenizer = tokenizers.Tokenizer.from_str(content)
+            tokenizer.no_truncation()
+            tokenizer.no_padding()
+            model = tokenizer.model
             # BPE's, for training: it draws the merges at random
-            if hasattr(self._tokenizer.model, "dropout"):
-                self._tokenizer.model.dropout = None
+            if hasattr(model, "dropout"):
+                model.dropout = None
             described = json.loads(content)
-            vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
+            vocabulary = tokenizer.get_vocab(with_added_tokens=True)
         if not vocabulary:
             raise UserError(
-                f"{str(folder / MAIN)!r} has an empty vocabulary: a tokenizer needs one token at least"
+                f"{file!r} has an empty vocabulary: a tokenizer needs one token at least"
             )
-        self.name = f"tokenizer-{hashlib.sha256(content.encode()).hexdigest()[:16]}"
+        self._tokenizer = tokenizer
+        digest = hashlib.sha256(content.encode()).hexdigest()
+        self.name = f"tokenizer-{digest[:16]}"
         self._steps, self._drops_first_space = _steps(described.get("decoder"))
         self._config = _object(folder, "tokenizer_config.json")
-        self._special = _special_tokens(_object(folder, "special_tokens_map.json") | self._config)
+        mapped = _object(folder, "special_tokens_map.json")
+        self._special = _special_tokens(mapped | self._config)
         self.vocab_size = 1 + max(vocabulary.values())
         self._check_around()
         self.stop_ids = self._stop_ids()
         self.begin_id = self._token_id("bos_token")
         source = _template(folder, self._config)
-        self._chat = None if source is None else ChatTemplate(source, special=self._special)
-        self.has_chat = self._chat is not None
-        self._contents = (self.name, source, self.stop_ids, tuple(sorted(self._special.items())))
+        self._chat = None
+        if source is not None:
+            self._chat = ChatTemplate(source, special=self._special)
+        self.has_chat = source is not None
+        special = tuple(sorted(self._special.items()))
+        self._contents = (self.name, source, self.stop_ids, special)
 
     def __eq__(self, other: object) -> bool:
         """Whether both do the same: models that hold copies of one tokenizer are one program to
         Flax.
         """
-        return isinstance(other, HuggingFace) and self._contents == other._contents
+        if not isinstance(other, HuggingFace):
+            return False
+        return self._contents == other._contents
 
     def __hash__(self) -> int:
         return hash(self._contents)
@@ -239,7 +261,8 @@ class HuggingFace(Tokenizer):
     def encode(self, text: str, *, special: bool = True) -> list[int]:
         with self._encoding(text):
             # Fast: without the offsets of tokens in the text, a third of the time.
-            return self._tokenizer.encode_batch_fast([text], add_special_tokens=special)[0].ids
+            (found,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=special)
+        return found.ids
 
     def to_bytes(self, tokens: Iterable[int]) -> bytes:
         table = self._bytes
@@ -273,30 +296,36 @@ class HuggingFace(Tokenizer):
         added = self._tokenizer.get_added_tokens_decoder()
         vocabulary = self._tokenizer.get_vocab(with_added_tokens=False)
         written = {index: piece for piece, index in vocabulary.items()}
-        written |= {index: token.content for index, token in added.items()}
-        special = {index for index, token in added.items() if token.special}
-        plain = {index: piece for index, piece in written.items() if index not in special}
-        return {index: _piece_bytes(piece, self._steps) for index, piece in plain.items()}
+        for index, token in added.items():
+            if token.special:
+                written.pop(index, None)
+            else:
+                written[index] = token.content
+        return {index: _piece_bytes(piece, self._steps) for index, piece in written.items()}
 
     def _check_around(self) -> None:
         """`tokenizers` compares nothing that a post-processor inserts with the vocabulary."""
-        if outside := [token for token in self.encode("") if token >= self.vocab_size]:
-            raise UserError(
-                f"{str(self.folder / MAIN)!r} puts token {outside[0]} around every text, which is not in its"
-                f" vocabulary (allowed: 0 to {self.vocab_size - 1})"
-            )
+        for token in self.encode(""):
+            if token >= self.vocab_size:
+                raise UserError(
+                    f"{str(self.folder / MAIN)!r} puts token {token} around every text, which is not in its"
+                    f" vocabulary (allowed: 0 to {self.vocab_size - 1})"
+                )
 
     def _token_id(self, name: str) -> int | None:
         token = self._special.get(name)
-        return None if token is None else self._tokenizer.token_to_id(token)
+        if token is None:
+            return None
+        return self._tokenizer.token_to_id(token)
 
     def _stop_ids(self) -> tuple[int, ...]:
-        several = _object(self.folder, "generation_config.json").get("eos_token_id")
-        found = [
-            self._token_id("eos_token"),
-            *(several if isinstance(several, list) else [several]),
-        ]
-        return tuple(dict.fromkeys(token for token in found if isinstance(token, int)))
+        settings = _object(self.folder, "generation_config.json")
+        several = settings.get("eos_token_id")
+        if not isinstance(several, list):
+            several = [several]
+        found = [self._token_id("eos_token"), *several]
+        known = [token for token in found if isinstance(token, int)]
+        return tuple(dict.fromkeys(known))
 
 
 @contextlib.contextmanager
@@ -308,7 +337,8 @@ def _explained(what: str) -> Iterator[None]:
         yield
     except BaseException as error:
         # The class cannot be imported, as it has no module
-        if isinstance(error, Exception) or type(error).__name__ == "PanicException":
+        is_panic = type(error).__name__ == "PanicException"
+        if is_panic or isinstance(error, Exception):
             raise UserError(f"{what}: {error}") from None
         raise
 
@@ -333,15 +363,19 @@ def _read(folder: AnyPath, name: str) -> bytes | None:
 
 def _read_text(folder: AnyPath, name: str) -> str | None:
     content = _read(folder, name)
+    if content is None:
+        return None
     try:
-        return None if content is None else content.decode("utf-8")
+        return content.decode("utf-8")
     except UnicodeDecodeError:
         raise UserError(f"{str(folder / name)!r} is not UTF-8 text") from None
 
 
 def _object(folder: AnyPath, name: str) -> dict:
     content = _read(folder, name)
-    return {} if content is None else json_object(content, where=folder / name)
+    if content is None:
+        return {}
+    return json_object(content, where=folder / name)
 
 
 def json_object(content: bytes, *, where: AnyPath) -> dict[str, Any]:
@@ -361,7 +395,9 @@ def _special_tokens(config: dict) -> dict[str, str]:
     """`bos_token` and the like; a token is written as text, or as an object with its `content`."""
     found = {}
     for key, value in config.items():
-        text = value.get("content") if isinstance(value, dict) else value
+        text = value
+        if isinstance(value, dict):
+            text = value.get("content")
         if key.endswith("_token") and isinstance(text, str):
             _check_encodes(f"the tokenizer's {key}", text)
             found[key] = text
@@ -372,14 +408,16 @@ def _template(folder: pathlib.Path, config: dict) -> str | None:
     """A file of its own comes before the configuration; of several templates there, the one called
     default.
     """
-    if (source := _read_text(folder, "chat_template.jinja")) is not None:
+    source = _read_text(folder, "chat_template.jinja")
+    if source is not None:
         return source
     found = config.get("chat_template")
     if isinstance(found, list):
-        found = {
-            one.get("name"): one.get("template") for one in found if isinstance(one, dict)
-        }.get("default")
-    return found if isinstance(found, str) else None
+        named = {one.get("name"): one.get("template") for one in found if isinstance(one, dict)}
+        found = named.get("default")
+    if isinstance(found, str):
+        return found
+    return None
 
 
 def _steps(decoder: dict | None) -> tuple[list[Step], bool]:
@@ -414,21 +452,29 @@ def _steps(decoder: dict | None) -> tuple[list[Step], bool]:
 
 def _piece_bytes(piece: str, steps: Sequence[Step]) -> bytes:
     for step in steps:
-        piece = step(piece) if isinstance(piece, str) else piece
-    return piece.encode() if isinstance(piece, str) else piece
+        piece = step(piece)
+        if isinstance(piece, bytes):
+            return piece
+    return piece.encode()
 
 
 def _flat(decoder: dict | None) -> list[dict]:
     if decoder is None:
         return [{"type": None}]
     if decoder.get("type") == "Sequence":
-        return [part for below in decoder["decoders"] for part in _flat(below)]
+        parts = []
+        for below in decoder["decoders"]:
+            parts += _flat(below)
+        return parts
     return [decoder]
 
 
 def _byte_fallback(piece: str) -> str | bytes:
     found = BYTE.fullmatch(piece)
-    return bytes([int(found[1], 16)]) if found else piece
+    if found is None:
+        return piece
+    byte = int(found[1], 16)
+    return bytes([byte])
 
 
 def _byte_level(piece: str) -> str | bytes:
@@ -447,9 +493,10 @@ def _characters() -> dict[str, int]:
     """
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = [byte for byte in range(256) if byte not in printable]
-    return {chr(byte): byte for byte in printable} | {
-        chr(256 + index): byte for index, byte in enumerate(others)
-    }
+    characters = {chr(byte): byte for byte in printable}
+    for index, byte in enumerate(others):
+        characters[chr(256 + index)] = byte
+    return characters
 
 
 BYTE_OF = _characters()

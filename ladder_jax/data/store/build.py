@@ -50,48 +50,73 @@ def run(args: dict) -> None:
     done.
     """
     out = pathlib.Path(args["out"]).expanduser()
-    share = _share(args["part"]) if args["part"] is not None else None
-    workers = args["workers"] or os.cpu_count()
-    if args["verify"] and share:
+    name = str(out)
+    part = args["part"]
+    share = None
+    if part is not None:
+        share = _share(part)
+        name += f", part {part}"
+    verify = args["verify"]
+    if verify and share:
         raise UserError("--verify reads a finished store: give it without --part")
-    for name in ("subset", "split"):
-        if args[name] is not None and not any(source.startswith(HUB) for source in args["source"]):
-            raise UserError(f"--{name} is for data sets of the Hub, {HUB}OWNER/NAME")
-    _check_apart(args["source"], out)
+    given = args["source"]
+    subset = args["subset"]
+    split = args["split"]
+    from_hub = any(source.startswith(HUB) for source in given)
+    for option, value in (("subset", subset), ("split", split)):
+        if value is not None and not from_hub:
+            raise UserError(f"--{option} is for data sets of the Hub, {HUB}OWNER/NAME")
+    _check_apart(given, out)
     tokenizer = tokenizers.load(args["tokenizer"])
-    most = args["shard_tokens"] * (1 if tokenizer.name == tokenizers.BYTES else BYTES_A_TOKEN)
-    plan = sources.plan(
-        args["source"], subset=args["subset"], split=args["split"] or "train", most=most
+    most = args["shard_tokens"]
+    if tokenizer.name != tokenizers.BYTES:
+        most *= BYTES_A_TOKEN
+    plan = sources.plan(given, subset=subset, split=split or "train", most=most)
+    made = build(
+        plan,
+        out=out,
+        tokenizer=tokenizer,
+        source=args["tokenizer"],
+        field=args["field"],
+        workers=args["workers"] or os.cpu_count(),
+        share=share,
     )
-    given = dict(tokenizer=tokenizer, source=args["tokenizer"], field=args["field"])
-    made = build(plan, out=out, **given, workers=workers, share=share)
-    if args["verify"]:
+    if verify:
         Store(out).verify()
-    print(_summary(made, f"{out}, part {args['part']}" if share else str(out)))
+    print(_summary(made, name))
 
 
 def _share(part: str) -> slice:
     """The shards of the part I/N: every N-th from the I-th on."""
-    numbers = re.fullmatch(r"([0-9]{1,6})/([0-9]{1,6})", part)
-    if not numbers or not 1 <= int(numbers[1]) <= int(numbers[2]):
+    given = re.fullmatch(r"([0-9]{1,6})/([0-9]{1,6})", part)
+    number = 0
+    parts = 0
+    if given is not None:
+        number, parts = map(int, given.groups())
+    if not 1 <= number <= parts:
         raise UserError(f"--part {part} must be I/N with I from 1 to N, such as 2/8")
-    return slice(int(numbers[1]) - 1, None, int(numbers[2]))
+    return slice(number - 1, None, parts)
 
 
 def _summary(made: Manifest, name: str) -> str:
-    counts = {
-        "empty documents": sum(shard.empty for shard in made.shards),
-        "files that are not text": sum(shard.skipped for shard in made.shards),
-    }
-    left_out = " and ".join(f"{count:,} {what}" for what, count in counts.items() if count)
-    more = f"; left out {left_out}" if left_out else ""
-    return f"{name}: {made.documents:,} documents, {made.tokens:,} tokens of {made.tokenizer}{more}"
+    empty = sum(shard.empty for shard in made.shards)
+    skipped = sum(shard.skipped for shard in made.shards)
+    left_out = []
+    if empty:
+        left_out.append(f"{empty:,} empty documents")
+    if skipped:
+        left_out.append(f"{skipped:,} files that are not text")
+    counts = f"{made.documents:,} documents, {made.tokens:,} tokens"
+    summary = f"{name}: {counts} of {made.tokenizer}"
+    if left_out:
+        summary += f"; left out {' and '.join(left_out)}"
+    return summary
 
 
 def _check_apart(given: Sequence[str], out: pathlib.Path) -> None:
+    into = out.resolve()
     for source in given:
         real = pathlib.Path(source).expanduser().resolve()
-        into = out.resolve()
         if real.is_dir() and into.is_relative_to(real):
             raise UserError(
                 f"--out {out} lies in the source {source!r}: it would become a source itself"
@@ -127,7 +152,8 @@ def build(
         made = manifests.read(out / MANIFEST)
         _check_settings(out, made, settings)
         if not made.shards:
-            shards = _shards(list(enumerate(plan))[mine], out, settings, source, workers)
+            numbered = list(enumerate(plan))[mine]
+            shards = _shards(numbered, out, settings, source, workers)
             made = dataclasses.replace(settings, shards=shards)
             if share:
                 return made
@@ -135,11 +161,14 @@ def build(
                 raise UserError("the sources hold no text")
             tokenizers.save(tokenizer, out / tokenizers.FOLDER)
             manifests.write(made, out / MANIFEST)
-        elif [shard.source for shard in made.shards] != [part.digest for part in plan]:
-            raise UserError(
-                f"{str(out)!r} holds a finished store of other sources or another --shard-tokens, or they have changed:"
-                " name another --out"
-            )
+        else:
+            held = [shard.source for shard in made.shards]
+            planned = [part.digest for part in plan]
+            if held != planned:
+                raise UserError(
+                    f"{str(out)!r} holds a finished store of other sources or another --shard-tokens,"
+                    " or they have changed: name another --out"
+                )
         _tidy(out, made)
         return dataclasses.replace(made, shards=made.shards[mine])
 
@@ -148,9 +177,11 @@ def _check_folder(out: pathlib.Path) -> None:
     """Raises UserError unless `out` is new, empty but for what a kill leaves at first, or a store.
     All other files in a store may be the user's.
     """
-    ours = lambda name: name == LOCK or name.startswith(PARTIAL)
-    # Listed first: another command may be writing the manifest just now.
-    begun = not os.path.lexists(out) or out.is_dir() and all(map(ours, os.listdir(out)))
+    begun = not os.path.lexists(out)
+    if out.is_dir():
+        # Listed first: another command may be writing the manifest just now.
+        names = os.listdir(out)
+        begun = all(name == LOCK or name.startswith(PARTIAL) for name in names)
     if (out / MANIFEST).is_file():
         manifests.read(out / MANIFEST)
     elif not begun:
@@ -173,10 +204,13 @@ def _locked(out: pathlib.Path, *, shared: bool) -> Iterator[None]:
 
     Raises UserError where another process holds it, or the folder cannot be written to.
     """
+    lock = fcntl.LOCK_EX
+    if shared:
+        lock = fcntl.LOCK_SH
     try:
         out.mkdir(parents=True, exist_ok=True)
         with open(out / LOCK, "a+") as file:
-            fcntl.flock(file, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
+            fcntl.flock(file, lock | fcntl.LOCK_NB)
             yield
     except BlockingIOError:
         raise UserError(f"another `ladder-jax tokenize` is at work in {str(out)!r}") from None
@@ -186,9 +220,12 @@ def _locked(out: pathlib.Path, *, shared: bool) -> Iterator[None]:
 
 def _tidy(out: pathlib.Path, finished: Manifest) -> None:
     """Remove shards of what the sources were before, and the shards' own manifests."""
-    kept = {name for shard in finished.shards for name in finished.sizes(shard)}
+    kept = set()
+    for shard in finished.shards:
+        kept.update(finished.sizes(shard))
     for path in list(out.iterdir()):
-        if OURS.fullmatch(path.name) and path.name not in kept:
+        name = path.name
+        if OURS.fullmatch(name) and name not in kept:
             path.unlink()
 
 
@@ -202,10 +239,16 @@ def _shards(
     """The shards of these parts, in order. Those that an earlier call wrote are not written
     again.
     """
-    shards = {index: _written(index, part, out, settings) for index, part in numbered}
-    left = [(index, part) for index, part in numbered if shards[index] is None]
+    shards = {}
+    left = []
+    for index, part in numbered:
+        shard = _written(index, part, out, settings)
+        shards[index] = shard
+        if shard is None:
+            left.append((index, part))
     context = multiprocessing.get_context("spawn")  # a fork would copy locked threads
-    shown = progress(len(shards), done=len(shards) - len(left), label="{done}/{total} shards")
+    done = len(shards) - len(left)
+    shown = progress(len(shards), done=done, label="{done}/{total} shards")
     with python.safe_path(), shown as update:
         pool = concurrent.futures.ProcessPoolExecutor(
             workers, mp_context=context, initializer=_begin_worker
@@ -213,8 +256,10 @@ def _shards(
         try:
             futures = [pool.submit(_write, *one, out, settings, source) for one in left]
             for made in concurrent.futures.as_completed(futures):
-                shards[int(made.result().name)] = made.result()
-                update(sum(shard is not None for shard in shards.values()), "")
+                shard = made.result()
+                shards[int(shard.name)] = shard
+                done += 1
+                update(done, "")
         except BrokenProcessPool:
             message = (
                 "a worker was killed, perhaps for its memory: run the same command again to go on"
@@ -234,12 +279,12 @@ def _written(index: int, part: Part, out: pathlib.Path, settings: Manifest) -> S
         return None
     found = manifests.read(file)
     (shard,) = found.shards
-    if found != dataclasses.replace(
-        settings, shards=(dataclasses.replace(shard, source=part.digest),)
-    ):
+    expected = dataclasses.replace(shard, source=part.digest)
+    if found != dataclasses.replace(settings, shards=(expected,)):
         return None
     for name, size in found.sizes(shard).items():
-        if not (out / name).is_file() or (out / name).stat().st_size != size:
+        path = out / name
+        if not path.is_file() or path.stat().st_size != size:
             return None
     return shard
 
@@ -254,11 +299,15 @@ def _write(index: int, part: Part, out: pathlib.Path, settings: Manifest, source
 
     def documents() -> Iterator[bytes]:
         for text in sources.read(part, field=settings.field):
-            tokens = () if text is None else encode(text, tokenizer)
-            if not len(tokens):
-                left_out["skipped" if text is None else "empty"] += 1
+            if text is None:
+                left_out["skipped"] += 1
                 continue
-            offsets.append(offsets[-1] + len(tokens))
+            tokens = encode(text, tokenizer)
+            count = len(tokens)
+            if not count:
+                left_out["empty"] += 1
+                continue
+            offsets.append(offsets[-1] + count)
             content = tokens.astype(settings.dtype).tobytes()
             digest.update(content)
             yield content
@@ -267,8 +316,16 @@ def _write(index: int, part: Part, out: pathlib.Path, settings: Manifest, source
     content = np.array(offsets, "<u8").tobytes()
     digest.update(content)
     files.write(out / f"{name}.offsets", [content], sync=True)
-    shard = Shard(name, offsets[-1], len(offsets) - 1, digest.hexdigest(), part.digest, **left_out)
-    manifests.write(dataclasses.replace(settings, shards=(shard,)), out / f"{name}.json")
+    shard = Shard(
+        name,
+        tokens=offsets[-1],
+        documents=len(offsets) - 1,
+        sha256=digest.hexdigest(),
+        source=part.digest,
+        **left_out,
+    )
+    made = dataclasses.replace(settings, shards=(shard,))
+    manifests.write(made, out / f"{name}.json")
     return shard
 
 
@@ -278,9 +335,13 @@ def encode(text: str, tokenizer: tokenizers.Tokenizer) -> np.ndarray:
     """
     if tokenizer.name == tokenizers.BYTES:
         return np.frombuffer(text.encode("utf-8"), np.uint8)
-    tokens = tokenizer.encode(text) if text else []
-    if tokens and tokenizer.stop_ids and tokens[-1] != tokenizer.stop_ids[0]:
-        tokens = [*tokens, tokenizer.stop_ids[0]]
+    tokens = []
+    if text:
+        tokens = tokenizer.encode(text)
+    if tokens and tokenizer.stop_ids:
+        end = tokenizer.stop_ids[0]
+        if tokens[-1] != end:
+            tokens = [*tokens, end]
     return np.array(tokens, np.uint32)
 
 

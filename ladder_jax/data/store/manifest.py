@@ -53,7 +53,11 @@ class Manifest:
     @property
     def dtype(self) -> str:
         """The smallest that holds every token."""
-        return "<u1" if self.vocab_size <= 2**8 else "<u2" if self.vocab_size <= 2**16 else "<u4"
+        if self.vocab_size <= 2**8:
+            return "<u1"
+        if self.vocab_size <= 2**16:
+            return "<u2"
+        return "<u4"
 
     @property
     def tokens(self) -> int:
@@ -66,8 +70,10 @@ class Manifest:
     @property
     def fingerprint(self) -> str:
         """Of the documents' tokens and their order, wherever they came from and lie."""
-        content = json.dumps([self.tokenizer, self.dtype, [shard.sha256 for shard in self.shards]])
-        return hashlib.sha256(content.encode()).hexdigest()[:16]
+        digests = [shard.sha256 for shard in self.shards]
+        content = json.dumps([self.tokenizer, self.dtype, digests])
+        digest = hashlib.sha256(content.encode()).hexdigest()
+        return digest[:16]
 
     def sizes(self, shard: Shard) -> dict[str, int]:
         """The shard's files, and their bytes."""
@@ -100,24 +106,31 @@ def read(file: AnyPath) -> Manifest:
 
 def _known[T](kind: type[T], tree: dict) -> T:
     """Of the fields that `kind` has: version 1 has more."""
-    return kind(
-        **{field.name: tree[field.name] for field in dataclasses.fields(kind) if field.name in tree}
-    )
+    known = {}
+    for field in dataclasses.fields(kind):
+        name = field.name
+        if name in tree:
+            known[name] = tree[name]
+    return kind(**known)
 
 
 def _is_sound(found: Manifest) -> bool:
     """Numbers are numbers, and a shard's name is no path to elsewhere."""
-    counts = [found.vocab_size, *(n for one in found.shards for n in (one.tokens, one.documents))]
-    return (
-        all(isinstance(count, int) and count >= 0 for count in counts)
-        and found.tokens < 2**62
-        and all(
-            isinstance(one.sha256, str) and re.fullmatch("[0-9]{5,}", one.name)
-            for one in found.shards
-        )
-    )
+    counts = [found.vocab_size]
+    for shard in found.shards:
+        counts += [shard.tokens, shard.documents]
+        if not isinstance(shard.sha256, str):
+            return False
+        if not re.fullmatch("[0-9]{5,}", shard.name):
+            return False
+    for count in counts:
+        if not isinstance(count, int) or count < 0:
+            return False
+    return found.tokens < 2**62
 
 
 def write(manifest: Manifest, file: pathlib.Path) -> None:
-    tree = {"format": FORMAT, "version": VERSIONS[-1], **dataclasses.asdict(manifest)}
-    files.write(file, [json.dumps(tree, indent=1).encode()], sync=True)
+    fields = dataclasses.asdict(manifest)
+    tree = {"format": FORMAT, "version": VERSIONS[-1], **fields}
+    content = json.dumps(tree, indent=1).encode()
+    files.write(file, [content], sync=True)

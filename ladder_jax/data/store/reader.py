@@ -45,71 +45,94 @@ class Store:
         """
         if not isinstance(folder, str | os.PathLike):
             raise wrong_type("folder", folder, str, os.PathLike)
-        self.folder = absolute(folder) if is_remote(folder) else pathlib.Path(folder).expanduser()
+        if is_remote(folder):
+            self.folder = absolute(folder)
+        else:
+            self.folder = pathlib.Path(folder).expanduser()
         if not is_store(self.folder):
             raise UserError(
                 f"there is no token store at {str(folder)!r} (`ladder-jax tokenize` makes one)"
             )
         self.manifest = manifests.read(self.folder / MANIFEST)
-        if not self.manifest.shards:
+        shards = self.manifest.shards
+        if not shards:
             again = "run its `ladder-jax tokenize` again, without --part"
             raise UserError(f"the token store {str(folder)!r} is not finished: {again}")
-        self._local = self._cache() if is_remote(self.folder) else self.folder
+        self._local = self.folder
+        if is_remote(folder):
+            self._local = self._cache()
         self._check_sizes()
-        shards = self.manifest.shards
         self._opened = functools.lru_cache(maxsize=OPEN_FILES)(_File)
-        self._first = np.cumsum([0, *(shard.tokens for shard in shards)], dtype=np.int64)
-        begins = [self._offsets(shard)[:-1] + first for shard, first in zip(shards, self._first)]
-        self.starts = np.concatenate([*begins, self._first[-1:]])
+        lengths = [shard.tokens for shard in shards]
+        self._first = np.cumsum([0, *lengths], dtype=np.int64)
+        starts = []
+        for shard, first in zip(shards, self._first):
+            offsets = self._offsets(shard)
+            starts.append(first + offsets[:-1])
+        starts.append(self._first[-1:])
+        self.starts = np.concatenate(starts)
 
     def __repr__(self) -> str:
-        held = f"{self.manifest.documents:,} documents, {self.manifest.tokens:,} tokens"
-        return f"Store({str(self.folder)!r}: {held} of {self.manifest.tokenizer})"
+        manifest = self.manifest
+        held = f"{manifest.documents:,} documents, {manifest.tokens:,} tokens"
+        return f"Store({str(self.folder)!r}: {held} of {manifest.tokenizer})"
 
     def tokenizer(self) -> tokenizers.Tokenizer:
         """The store's own copy."""
-        folder = self.folder / tokenizers.FOLDER
-        return tokenizers.load(None if self.manifest.tokenizer == tokenizers.BYTES else folder)
+        if self.manifest.tokenizer == tokenizers.BYTES:
+            return tokenizers.load(None)
+        return tokenizers.load(self.folder / tokenizers.FOLDER)
 
     def read(self, start: int, count: int) -> np.ndarray:
         """The tokens [count] from `start` on, all in one shard. Raises UserError where they cannot
         be read.
         """
-        index = int(np.searchsorted(self._first, start, side="right")) - 1
-        shard = self.manifest.shards[index]
+        manifest = self.manifest
+        after = np.searchsorted(self._first, start, side="right")
+        index = int(after) - 1
+        shard = manifest.shards[index]
         first = start - int(self._first[index])
-        found = self._array(shard, "tokens", self.manifest.dtype, count, first=first)
-        if found.size and found.max() >= self.manifest.vocab_size:
-            raise self._damaged(shard, "tokens", f"it holds the token {found.max()}")
+        found = self._array(shard, "tokens", manifest.dtype, count, first=first)
+        largest = found.max(initial=0)
+        if largest >= manifest.vocab_size:
+            raise self._damaged(shard, "tokens", f"it holds the token {largest}")
         return found
 
     def verify(self) -> None:
         """Read everything. Raises UserError for the first shard that is not what was written."""
         for shard in self.manifest.shards:
-            if _digest(self._path(shard, "tokens"), self._path(shard, "offsets")) != shard.sha256:
+            tokens = self._path(shard, "tokens")
+            offsets = self._path(shard, "offsets")
+            if _digest(tokens, offsets) != shard.sha256:
                 raise UserError(
                     f"shard {shard.name} of the token store {str(self.folder)!r} is damaged"
                 )
 
     def _check_sizes(self) -> None:
+        sizes = {}
         if is_remote(self.folder):
             with _explained(self.folder / MANIFEST):
-                sizes = {
-                    name: int(about["size"]) for name, about in remote.listed(self.folder).items()
-                }
+                for name, about in remote.listed(self.folder).items():
+                    sizes[name] = int(about["size"])
         else:
-            sizes = {path.name: path.stat().st_size for path in self.folder.iterdir()}
+            for path in self.folder.iterdir():
+                sizes[path.name] = path.stat().st_size
         for shard in self.manifest.shards:
             for name, size in self.manifest.sizes(shard).items():
                 where = f"the token store's {str(self.folder / name)!r}"
-                if name not in sizes:
+                found = sizes.get(name)
+                if found is None:
                     raise UserError(f"cannot read {where}: {os.strerror(2)}")
-                if sizes[name] != size:
-                    raise UserError(f"{where} has {sizes[name]} bytes, not {size}: it is damaged")
+                if found != size:
+                    raise UserError(f"{where} has {found} bytes, not {size}: it is damaged")
 
     def _offsets(self, shard: Shard) -> np.ndarray:
-        found = self._array(shard, "offsets", "<u8", shard.documents + 1).astype(np.int64)
-        if found[0] or found[-1] != shard.tokens or not (found[1:] > found[:-1]).all():
+        stored = self._array(shard, "offsets", "<u8", shard.documents + 1)
+        found = stored.astype(np.int64)
+        begins = found[:-1]
+        ends = found[1:]
+        is_whole = found[0] == 0 and found[-1] == shard.tokens
+        if not is_whole or (ends <= begins).any():
             raise self._damaged(shard, "offsets", "its documents do not follow one another")
         return found
 
@@ -118,10 +141,11 @@ class Store:
     ) -> np.ndarray:
         path = self._path(shard, kind)
         size = np.dtype(dtype).itemsize
+        wanted = count * size
         with _explained(path):
             file = self._opened(path)
-            content = os.pread(file.descriptor, count * size, first * size)
-        if len(content) != count * size:
+            content = os.pread(file.descriptor, wanted, first * size)
+        if len(content) != wanted:
             raise self._damaged(
                 shard, kind, "it was complete when it was opened, and has been cut short"
             )
@@ -133,12 +157,18 @@ class Store:
         local = f"{self._local}/{name}"
 
         def fetch(partial: str) -> None:
-            with _explained(self.folder / name):
-                remote.files_of(self.folder).get_file(os.fspath(self.folder / name), partial)
-            if kind == "tokens" and _digest(partial, self._path(shard, "offsets")) != shard.sha256:
+            source = self.folder / name
+            with _explained(source):
+                store = remote.files_of(self.folder)
+                store.get_file(os.fspath(source), partial)
+            if kind == "offsets":
+                return
+            offsets = self._path(shard, "offsets")
+            if _digest(partial, offsets) != shard.sha256:
                 raise self._damaged(shard, kind, "it is not what was written")
 
-        if self._local is not self.folder and not os.path.isfile(local):
+        is_copied = self._local is not self.folder
+        if is_copied and not os.path.isfile(local):
             with _explained(local):
                 files.write_atomically(local, fetch)
         return local
@@ -148,10 +178,12 @@ class Store:
         return UserError(f"the token store's {str(path)!r} is damaged: {reason}")
 
     def _cache(self) -> pathlib.Path:
+        address = os.fspath(self.folder).encode()
         content = (self.folder / MANIFEST).read_bytes()
-        name = hashlib.sha256(os.fspath(self.folder).encode() + b"\0" + content).hexdigest()[:20]
+        digest = hashlib.sha256(address + b"\0" + content).hexdigest()
         self._held = contextlib.ExitStack()  # a folder without a cache is removed with this object
-        return self._held.enter_context(files.cache(f"{CACHE}/{name}"))
+        cache = files.cache(f"{CACHE}/{digest[:20]}")
+        return self._held.enter_context(cache)
 
 
 class _File:
@@ -160,7 +192,7 @@ class _File:
     """
 
     def __init__(self, path: str):
-        self.descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        self.descriptor = os.open(path, os.O_RDONLY)
 
     def __del__(self):
         if hasattr(self, "descriptor"):

@@ -11,7 +11,7 @@ import json
 import os
 import pathlib
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from ladder_jax.data import json_lines
 from ladder_jax.data.store import tables
@@ -31,7 +31,8 @@ class Kind(enum.StrEnum):
     ROWS = "rows"  # of a table, each a document
 
 
-ENDINGS = dict.fromkeys(json_lines.ENDINGS, Kind.LINES) | dict.fromkeys(tables.BUILDERS, Kind.ROWS)
+ENDINGS = dict.fromkeys(json_lines.ENDINGS, Kind.LINES)
+ENDINGS |= dict.fromkeys(tables.BUILDERS, Kind.ROWS)
 ALLOWED = f"a text file, a folder, {', '.join(ENDINGS)} or {tables.HUB}OWNER/NAME"
 
 
@@ -52,8 +53,11 @@ class File:
     def kind(self) -> Kind:
         if self.path.startswith(tables.HUB):
             return Kind.ROWS
-        kinds = (kind for ending, kind in ENDINGS.items() if self.path.lower().endswith(ending))
-        return next(kinds, Kind.TEXT)
+        name = self.path.lower()
+        for ending, kind in ENDINGS.items():
+            if name.endswith(ending):
+                return kind
+        return Kind.TEXT
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,10 +77,15 @@ class Part:
     @functools.cached_property
     def digest(self) -> str:
         """Changes with the part's files, their sizes and times, and its bounds."""
-        path = lambda file: file.path if is_remote(file.path) else os.path.abspath(file.path)
-        files = [(path(file), file.size, file.modified) for file in self.files]
+        files = []
+        for file in self.files:
+            path = file.path
+            if not is_remote(path):
+                path = os.path.abspath(path)
+            files.append((path, file.size, file.modified))
         content = json.dumps([files, self.begin, self.end])
-        return hashlib.sha256(content.encode()).hexdigest()[:20]
+        digest = hashlib.sha256(content.encode()).hexdigest()
+        return digest[:20]
 
 
 def plan(
@@ -88,41 +97,50 @@ def plan(
     Raises UserError for a source that does not exist or is named twice, and for tables without
     `datasets`.
     """
-    files = [file for source in sources for file in _files(source, subset, split)]
+    files = []
+    for source in sources:
+        files += _files(source, subset, split)
     seen = set()
     for file in files:
-        if (real := os.path.realpath(file.path)) in seen:
+        real = os.path.realpath(file.path)
+        if real in seen:
             raise UserError(f"{file.path!r} is named twice")
         seen.add(real)
-    size = min(most, max(LEAST, sum(file.size for file in files) // PARTS))
+    total = sum(file.size for file in files)
+    wanted = max(LEAST, total // PARTS)
+    size = min(most, wanted)
     parts = []
     for kind, alike in itertools.groupby(files, key=lambda file: file.kind):
-        found = list(alike)
-        parts += (
-            _texts(found, size)
-            if kind is Kind.TEXT
-            else [part for file in found for part in _cut(file, size)]
-        )
+        if kind is Kind.TEXT:
+            parts += _texts(alike, size)
+        else:
+            for file in alike:
+                parts += _cut(file, size)
     return parts
 
 
 def _files(source: str, subset: str | None, split: str) -> list[File]:
     if source.startswith(tables.HUB):
-        return [File(tables.address(source, subset=subset, split=split), 0, 0, named=True)]
+        address = tables.address(source, subset=subset, split=split)
+        return [File(address, size=0, modified=0, named=True)]
     root = pathlib.Path(source).expanduser()
     if not root.exists():
         raise UserError(f"{source!r} does not exist ({ALLOWED})")
-    states = [(path, path.stat()) for path in below(root)]
-    return [
-        File(str(path), state.st_size, state.st_mtime_ns, named=path == root)
-        for path, state in states
-    ]
+    files = []
+    for path in below(root):
+        state = path.stat()
+        named = path == root
+        files.append(File(str(path), state.st_size, state.st_mtime_ns, named))
+    return files
 
 
-def _texts(files: Sequence[File], size: int) -> Iterator[Part]:
-    begins = itertools.accumulate((file.size for file in files), initial=0)
-    for _, together in itertools.groupby(zip(files, begins), key=lambda placed: placed[1] // size):
-        yield Part(tuple(file for file, _ in together))
+def _texts(files: Iterable[File], size: int) -> list[Part]:
+    together = {}
+    begin = 0
+    for file in files:
+        together.setdefault(begin // size, []).append(file)
+        begin += file.size
+    return [Part(tuple(group)) for group in together.values()]
 
 
 def _cut(file: File, size: int) -> list[Part]:
@@ -131,11 +149,16 @@ def _cut(file: File, size: int) -> list[Part]:
     step = size
     if file.kind is Kind.ROWS:
         total = tables.shards(file.path)
-        step = max(1, size * total // file.size) if file.size else 1
+        step = 1
+        if file.size:
+            step = max(1, size * total // file.size)
     elif file.path.lower().endswith(".gz"):  # which cannot be read from the middle
         return [Part((file,), 0, sys.maxsize)]
     bounds = [*range(0, total, step), total]
-    return [Part((file,), begin, end) for begin, end in itertools.pairwise(bounds)]
+    parts = []
+    for begin, end in itertools.pairwise(bounds):
+        parts.append(Part((file,), begin, end))
+    return parts
 
 
 def read(part: Part, *, field: str) -> Iterator[str | None]:
@@ -144,28 +167,31 @@ def read(part: Part, *, field: str) -> Iterator[str | None]:
     Raises UserError for a line that is not a JSON object with text in `field`, and for what cannot
     be read.
     """
-    if part.kind is Kind.TEXT:
+    kind = part.kind
+    if kind is Kind.TEXT:
         return (text_of(file.path, named=file.named) for file in part.files)
     (file,) = part.files
-    if part.kind is Kind.LINES:
-        return _lines(file.path, part.begin, part.end, field)
-    return tables.read(file.path, part.begin, part.end, field=field, modified=file.modified)
+    path = file.path
+    begin = part.begin
+    end = part.end
+    if kind is Kind.LINES:
+        return _lines(path, begin, end, field)
+    return tables.read(path, begin, end, field=field, modified=file.modified)
 
 
 def _lines(file: str, begin: int, end: int, field: str) -> Iterator[str]:
     for number, value in json_lines.read(file, begin, end):
         try:
-            value[field].encode("utf-8")
+            text = value[field]
+            text.encode("utf-8")
         except UnicodeEncodeError:
             wrong = f"half of a surrogate pair, which is no character, in {field!r}"
         except (TypeError, KeyError, AttributeError):
-            has = (
-                f"an object with {', '.join(map(repr, value))}"
-                if isinstance(value, dict)
-                else type(value).__name__
-            )
+            has = type(value).__name__
+            if isinstance(value, dict):
+                has = f"an object with {', '.join(map(repr, value))}"
             wrong = f"no text in {field!r} (--field names it): this is {has}"
         else:
-            yield value[field]
+            yield text
             continue
         raise UserError(f"{json_lines.place(file, number, begin)}: {wrong}")

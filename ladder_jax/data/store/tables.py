@@ -38,12 +38,15 @@ def address(source: str, *, subset: str | None, split: str) -> str:
         raise UserError(
             f"{source!r}: a data set of the Hub is {HUB}OWNER/NAME or {HUB}OWNER/NAME@REVISION"
         )
+    name, revision = given.groups()
     with _explained(source):
         import huggingface_hub
 
-        commit = huggingface_hub.HfApi().dataset_info(given[1], revision=given[2]).sha
-    query = {"split": split} | ({"subset": subset} if subset else {})
-    return f"{HUB}{given[1]}@{commit}?{urllib.parse.urlencode(query)}"
+        found = huggingface_hub.HfApi().dataset_info(name, revision=revision)
+    query = {"split": split}
+    if subset:
+        query["subset"] = subset
+    return f"{HUB}{name}@{found.sha}?{urllib.parse.urlencode(query)}"
 
 
 def shards(table: str) -> int:
@@ -62,17 +65,17 @@ def read(table: str, begin: int, end: int, *, field: str, modified: int) -> Iter
     number = 0
     with _explained(table):
         whole = _column(table, field, modified)
+        count = whole.num_shards
         for shard in range(begin, end):
-            for batch in whole.shard(whole.num_shards, shard).with_format("arrow").iter(BATCH):
+            rows = whole.shard(count, shard).with_format("arrow")
+            for batch in rows.iter(BATCH):
                 for text in batch[field].to_pylist():
                     number += 1
                     if text is None:
-                        before = sum(
-                            1
-                            for other in range(begin)
-                            for _ in whole.shard(whole.num_shards, other)
-                        )
-                        raise UserError(f"{table}: row {before + number} has no text in {field!r}")
+                        for before in range(begin):
+                            for _ in whole.shard(count, before):
+                                number += 1
+                        raise UserError(f"{table}: row {number} has no text in {field!r}")
                     yield text
 
 
@@ -81,18 +84,23 @@ def _column(table: str, field: str, modified: int):
     """The column `field` alone. Raises UserError where there is no such column, or it does not hold
     text.
     """
-    text = _library().Value("string")
+    library = _library()
+    text = library.Value("string")
     whole = _open(table)
     # A CSV file has no schema: pandas would guess one, and read "001" as a number.
-    features = whole.features or dict.fromkeys(_header(table, whole), text)
+    features = whole.features
+    if not features:
+        features = dict.fromkeys(_header(table, whole), text)
     if field not in features:
         names = ", ".join(map(repr, features))
         raise UserError(f"{table}: no column {field!r} (--field names it): there is {names}")
-    kind = getattr(features[field], "dtype", features[field])
+    feature = features[field]
+    kind = getattr(feature, "dtype", feature)
     if kind not in ("string", "large_string"):
         raise UserError(f"{table}: the column {field!r} holds {kind}, not text")
     if whole.features is None:
-        return _open(table, features=_library().Features({field: text}))
+        features = library.Features({field: text})
+        return _open(table, features=features)
     return _open(table, columns=[field]).select_columns([field])
 
 
@@ -106,7 +114,9 @@ def _header(table: str, whole) -> Iterable[str]:
 
 
 def _builder(file: str) -> dict:
-    return next(found for ending, found in BUILDERS.items() if file.lower().endswith(ending))
+    name = file.lower()
+    ending = next(ending for ending in BUILDERS if name.endswith(ending))
+    return BUILDERS[ending]
 
 
 def _open(table: str, *, features=None, columns: list[str] | None = None):
@@ -116,7 +126,6 @@ def _open(table: str, *, features=None, columns: list[str] | None = None):
         can skip others.
     """
     on_hub = table.startswith(HUB)
-    split = "train"
     if on_hub:
         parts = urllib.parse.urlsplit(table.removeprefix(HUB))
         query = dict(urllib.parse.parse_qsl(parts.query))
@@ -125,17 +134,21 @@ def _open(table: str, *, features=None, columns: list[str] | None = None):
         where = dict(path=HUB + name, name=query.get("subset"), revision=commit)
         split = query["split"]
     else:
+        split = "train"
         # A path with brackets would be a pattern, which matches nothing.
         where = dict(data_files=glob.escape(table), **_builder(table))
     with tempfile.TemporaryDirectory() as cache:  # else a lock file stays in the user's cache
         builder = _library().load_dataset_builder(cache_dir=cache, features=features, **where)
         # pandas would read the texts "null" and "NA" as missing.
-        for name, value in dict(columns=columns, batch_size=BATCH, keep_default_na=False).items():
+        options = dict(columns=columns, batch_size=BATCH, keep_default_na=False)
+        for name, value in options.items():
             if hasattr(builder.config, name):
                 setattr(builder.config, name, value)
         rows = builder.as_streaming_dataset(split=split)
-    # On the Hub, reading the row groups of all Parquet files would take a request a file.
-    return rows if on_hub else rows.reshard()
+    if on_hub:
+        # Reading the row groups of all Parquet files would take a request a file.
+        return rows
+    return rows.reshard()
 
 
 def _library():
@@ -156,5 +169,6 @@ def _explained(table: str) -> Iterator[None]:
     except UserError:
         raise
     except Exception as error:
-        reason = " ".join(str(error).split()) or type(error).__name__
+        text = " ".join(str(error).split())
+        reason = text or type(error).__name__
         raise UserError(f"{table}: cannot be read: {reason}") from None
