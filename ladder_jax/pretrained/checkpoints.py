@@ -36,20 +36,24 @@ def read(path: pathlib.Path) -> Source:
     Raises UserError if there is no checkpoint, and Damaged.
     """
     opened = checkpoint.open_checkpoint(path)
-    if opened.has_manifest and (problems := manifest.problems(opened.path, part="params")):
-        raise checkpoint.Damaged(
-            f"checkpoint {str(opened.path)!r} is damaged or incomplete: {problems[0]}"
-        )
+    step = opened.path
+    if opened.has_manifest:
+        problems = manifest.problems(step, part="params")
+        if problems:
+            raise checkpoint.Damaged(
+                f"checkpoint {str(step)!r} is damaged or incomplete: {problems[0]}"
+            )
     model = opened.config.model
     arrays = {}
     source.check_alone(model, path=str(path))
-    store = functools.cache(functools.partial(_open, opened.path / "params"))
+    store = functools.cache(functools.partial(_open, step / "params"))
     for key, shape in source.expected_shapes(model).items():
-        found = store(key.name) if key.layer is None else store(key.name)[key.layer]
-        arrays[key] = Stored(
-            shape, found.dtype.numpy_dtype, functools.partial(_values, found, shape)
-        )
-    folder = opened.path.parent.parent / tokenizers.FOLDER
+        found = store(key.name)
+        if key.layer is not None:
+            found = found[key.layer]
+        read = functools.partial(_values, found, shape)
+        arrays[key] = Stored(shape, found.dtype.numpy_dtype, read)
+    folder = step.parent.parent / tokenizers.FOLDER
     return Source(
         str(path),
         model,
@@ -109,8 +113,10 @@ def _stacked(exported: Source) -> dict[str, jax.ShapeDtypeStruct]:
     """Shape and dtype of each stored array, with layers stacked."""
     stacked = {}
     for key, array in exported.arrays.items():
-        layers = () if key.layer is None else (len(key.layers(exported.model)),)
-        shape = (*layers, *array.shape)
+        shape = array.shape
+        if key.layer is not None:
+            layers = key.layers(exported.model)
+            shape = (len(layers), *shape)
         stacked[key.name] = jax.ShapeDtypeStruct(shape, exported.dtypes[key.name])
     return stacked
 
@@ -131,10 +137,13 @@ def _config(exported: Source, *, place: pathlib.Path) -> RunConfig:
     """
     has_tokenizer = tokenizers.MAIN in exported.files
     is_bytes = not has_tokenizer and exported.model.vocab_size == tokenizers.Bytes().vocab_size
+    tokenizer = str(place / tokenizers.FOLDER)
+    if is_bytes:
+        tokenizer = tokenizers.BYTES
     return RunConfig(
         model=exported.model,
         train=exported.train_config,
-        data=DataConfig(tokenizer=tokenizers.BYTES if is_bytes else str(place / tokenizers.FOLDER)),
+        data=DataConfig(tokenizer=tokenizer),
         run=FolderConfig(name=place.name, dir=str(place)),
     )
 

@@ -54,8 +54,10 @@ def parse_text(argument: str) -> Text:
     positive.
     """
     path, colon, weight = argument.rpartition(":")
+    if not colon:
+        return Text(argument)
     try:
-        text = Text(path, float(weight)) if colon else Text(argument)
+        text = Text(path, float(weight))
     except ValueError:  # a file's name may have a colon
         return Text(argument)
     if not 0 < text.weight < float("inf"):
@@ -81,24 +83,25 @@ def rows_of(
     UserError if a text is shorter than one row, or a token is not in the model's vocabulary.
     """
     whole = sum(text.weight for text in texts)
-    share = lambda count, text: round(count * text.weight / whole)
-    length = min(SEQUENCE, context or SEQUENCE, *(max(1, share(tokens, text)) for text in texts))
+    shares = [max(1, round(tokens * text.weight / whole)) for text in texts]
+    length = min(SEQUENCE, context or SEQUENCE, *shares)
     rows = []
-    for text in texts:
-        first, wanted = share(skip, text), max(1, share(tokens, text))
-        found = np.array(
-            tokenizer.encode(_beginning(text.path, tokens=first + wanted + 1)), np.int32
-        )
-        if len(found) < first + length + 1:
+    for text, share in zip(texts, shares):
+        first = round(skip * text.weight / whole)
+        end = first + share + 1
+        beginning = _beginning(text.path, tokens=end)
+        found = np.array(tokenizer.encode(beginning), np.int32)
+        least = first + length + 1
+        if len(found) < least:
             raise UserError(
-                f"--calibration {text.path!r} has {len(found)} tokens; measuring needs at least {first + length + 1}"
+                f"--calibration {text.path!r} has {len(found)} tokens; measuring needs at least {least}"
                 " (--calibration-tokens N asks for fewer)"
             )
         if found.max() >= vocab_size:
             raise UserError(
                 f"--calibration {text.path!r} gives the token {found.max()}; the model knows {vocab_size}"
             )
-        windows = sliding_window_view(found[first : first + wanted + 1], length + 1)
+        windows = sliding_window_view(found[first:end], length + 1)
         rows.append(windows[::length])
     return np.concatenate(rows)
 
@@ -182,11 +185,14 @@ def _refit(args: dict, *, model: ModelConfig, choose: int | None) -> Refit | Non
         return None
     if args["ladder_layers"] is None:
         raise UserError("--calibration needs --ladder-layers, the layers to convert")
+    ridge = args["ridge"]
     if what is not FittedProjections.NONE:
         tokens = args["calibration_tokens"] or REFIT_TOKENS
-        ridge = {} if args["ridge"] is None else {"ridge": args["ridge"]}
-        return Refit(projections=_projections(model, tokens=tokens, given=what), **ridge)
-    if args["ridge"] is not None:
+        projections = _projections(model, tokens=tokens, given=what)
+        if ridge is None:
+            return Refit(projections=projections)
+        return Refit(ridge, projections)
+    if ridge is not None:
         raise UserError("--ridge is for --refit inputs and both")
     if choose is None:
         raise UserError(
@@ -200,22 +206,31 @@ def _projections(
 ) -> FittedProjections:
     """What to fit on so many tokens; `given` if there is one, with a notice where that may lose."""
     has_mlp = model.moe is None or model.moe.dense_layers
-    features = max(model.num_heads * model.head_dim, model.d_ff if has_mlp else 0)
+    features = model.num_heads * model.head_dim
+    if has_mlp:
+        features = max(features, model.d_ff)
     enough = TOKENS_A_FEATURE * features
     if given is FittedProjections.BOTH and tokens < enough:
         logging.getLogger(__name__).warning(
             f"notice: --refit both fits {features} features on {tokens} tokens; with fewer than {TOKENS_A_FEATURE} for"
             f" each it may give back less than --refit inputs: --calibration-tokens {enough}"
         )
-    return given or (FittedProjections.BOTH if tokens >= enough else FittedProjections.INPUTS)
+    if given:
+        return given
+    if tokens >= enough:
+        return FittedProjections.BOTH
+    return FittedProjections.INPUTS
 
 
 def _with_layers(args: dict, model: ModelConfig, layers: str | None) -> ModelConfig:
-    if dtype := args["dtype"]:
+    dtype = args["dtype"]
+    if dtype:
         model = dataclasses.replace(model, dtype=dtype, residual_dtype=dtype)
     choice = dict(ladder_layers=layers, residual=args["residual"], ranks=args["ranks"])
     model = formats.with_ladder_layers(model, **choice, name=args["source"])
-    return dataclasses.replace(model, ladder_layers=None) if layers == ALL else model
+    if layers == ALL:
+        return dataclasses.replace(model, ladder_layers=None)
+    return model
 
 
 def _count(layers: str, model: ModelConfig) -> int:
@@ -235,12 +250,15 @@ def run(args: dict) -> None:
     request = parse(args, source.model)
     # raises UserError if it cannot be split over its ranks
     nn.define(request.model, mesh=parallel.make_mesh())
-    staging.check_free(request.destination)
-    copies = 1 if request.refit is None else 2  # the fitted arrays are kept until all is written
-    staging.check_room(request.destination, size=copies * source.nbytes)
+    destination = request.destination
+    settings = request.refit
+    staging.check_free(destination)
+    copies = 1 if settings is None else 2  # the fitted arrays are kept until all is written
+    staging.check_room(destination, size=copies * source.nbytes)
     measured, fitted = read_texts(source, request)
     result = refitted = None
-    with staging.staged(request.destination, resumes=request.refit is not None) as folder:
+    fits = ()
+    with staging.staged(destination, resumes=settings is not None) as folder:
         kept = folder.with_name("refitted")  # what an interrupted run has done
         if request.choose is not None:
             result = _choose(source, request, measured, fitted, kept=kept)
@@ -248,11 +266,12 @@ def run(args: dict) -> None:
                 sensitivity.show(result)
             model = dataclasses.replace(request.model, ladder_layers=result.ladder_layers)
             request = dataclasses.replace(request, model=model)
-        if request.refit is not None:
-            refitted = _fit(source, request, fitted, settings=request.refit, kept=kept)
+        if settings is not None:
+            refitted = _fit(source, request, fitted, settings=settings, kept=kept)
             source = refitted.source
+            fits = refitted.fits
         converted = dataclasses.replace(source, model=request.model)
-        formats.write(converted, folder, format=request.format, place=request.destination)
+        formats.write(converted, folder, format=request.format, place=destination)
         if result is not None:
             _write_json(folder / MEASURED, result.as_dict())
         if refitted is not None:
@@ -260,7 +279,7 @@ def run(args: dict) -> None:
         elif source.refit is not None:  # a copy's weights are as they were
             shutil.copyfile(source.refit, folder / REFIT)
     show = _print_json if args["json"] else _print_summary
-    show(source, request, result, () if refitted is None else refitted.fits)
+    show(source, request, result, fits)
 
 
 def read_texts(source: Source, request: Request) -> tuple[np.ndarray | None, np.ndarray | None]:
@@ -357,14 +376,18 @@ def _print_summary(
     source: Source, request: Request, result: Result | None, fits: Sequence[Fit]
 ) -> None:
     model = request.model
-    layers = "" if model.ladder_layers is None else f", ladder layers {model.ladder_layers}"
+    layers = ""
+    if model.ladder_layers is not None:
+        layers = f", ladder layers {model.ladder_layers}"
     print(
         f"{request.destination}: {source.parameters:,} parameters, {model.residual}{layers}; read back and compared"
     )
-    if inputs := [fit for fit in fits if fit.sublayer in SUBLAYERS]:
+    inputs = [fit for fit in fits if fit.sublayer in SUBLAYERS]
+    outputs = [fit for fit in fits if fit not in inputs]
+    if inputs:
         where = f"each sublayer's is in {REFIT}"
         print(f"refitted {len(inputs)} sublayers: the late inputs lacked {_means(inputs)}; {where}")
-        if outputs := [fit for fit in fits if fit not in inputs]:
+        if outputs:
             print(f"behind these inputs, the sublayers' outputs lacked {_means(outputs)}")
     if result is not None:
         print(f"the measurement is in {request.destination}, in {MEASURED}")

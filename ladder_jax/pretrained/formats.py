@@ -46,7 +46,8 @@ class Format(enum.Enum):
 
 
 FORMS = "a run's folder, a Hugging Face folder, a GGUF file, or org/name of the Hugging Face Hub"
-_SAMPLES, _BLOCK = 256, 2**16  # blocks of a file, and bytes of a block, in a model's identity
+_SAMPLES = 256  # blocks of a file in a model's identity
+_BLOCK = 2**16  # bytes of each
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,15 +98,16 @@ class OpenedModel:
     @property
     def _folder(self) -> AnyPath:
         """Of a run; else the model's own."""
-        run = isinstance(self.weights, Checkpoint)
-        return self.weights.path.parent.parent if run else self.path
+        if isinstance(self.weights, Checkpoint):
+            return self.weights.path.parent.parent
+        return self.path
 
     @property
     def context(self) -> int | None:
         """The longest sequence that the model was trained for, in tokens; None if unknown."""
-        return (
-            self.weights.context if isinstance(self.weights, Source) else self.config.train.sequence
-        )
+        if isinstance(self.weights, Source):
+            return self.weights.context
+        return self.config.train.sequence
 
     def define(self, *, tensor: int | None = None, data: int = 1) -> ModelDef:
         """On `data` x `tensor` devices; by default on as many as the model was trained on, if there
@@ -133,9 +135,9 @@ class OpenedModel:
         """A string that differs for other weights: of files that have no manifest, from samples of
         their contents.
         """
-        return (
-            self.weights.identity if isinstance(self.weights, Checkpoint) else _sampled(self.path)
-        )
+        if isinstance(self.weights, Checkpoint):
+            return self.weights.identity
+        return _sampled(self.path)
 
     def generator(self, *, settings: DecodeConfig, tensor: int | None = None) -> Generator:
         """settings: loop and quantize; `tensor` as in `define`."""
@@ -194,8 +196,13 @@ def open_model(
         config = weights.config
     else:
         weights = open_source(path)
-        called = path.stem if path.is_file() else path.absolute().name
-        run = FolderConfig(name=identifier.repository if identifier else called)
+        if identifier:
+            called = identifier.repository
+        elif path.is_file():
+            called = path.stem
+        else:
+            called = path.absolute().name
+        run = FolderConfig(name=called)
         config = RunConfig(model=weights.model, train=weights.train_config, run=run)
     choice = dict(ladder_layers=ladder_layers, residual=residual, ranks=ranks)
     model = with_ladder_layers(config.model, **choice, name=shown)
@@ -213,7 +220,9 @@ def open_source(name: str | os.PathLike) -> Source:
         )
     if _is_checkpoint(path):
         return checkpoints.read(path)
-    return huggingface.read(path) if path.is_dir() else gguf.read(path)
+    if path.is_dir():
+        return huggingface.read(path)
+    return gguf.read(path)
 
 
 def save(source: Source, destination: str | os.PathLike, *, format: Format) -> None:
@@ -273,18 +282,20 @@ def locate(
     Hub only if nothing here has its first part, such as `runs` of `runs/tine`; `hf://org/name`
     always is.
     """
-    if is_remote(name) and not str(name).startswith(hub.PREFIX):
+    given = str(name)
+    on_hub = given.startswith(hub.PREFIX)
+    if is_remote(name) and not on_hub:
         return _in_object_store(name), None
     path = pathlib.Path(name).expanduser()
     if path.exists():
         return path, None
-    identifier = hub.Identifier.parse(str(name))
+    identifier = hub.Identifier.parse(given)
     is_local = identifier is None or pathlib.Path(path.parts[0]).exists()
-    if is_local and not str(name).startswith(hub.PREFIX):
+    if is_local and not on_hub:
         raise UserError(_nothing_at(path))
     if identifier is None:
         raise UserError(
-            f"{str(name)!r} is no model of the Hugging Face Hub: write hf://org/name[@revision]"
+            f"{given!r} is no model of the Hugging Face Hub: write hf://org/name[@revision]"
         )
     return hub.download(identifier, weights=weights)
 
@@ -351,26 +362,35 @@ def _is_checkpoint(path: AnyPath) -> bool:
 
 
 def _nothing_at(path: pathlib.Path) -> str:
-    if str(path) in PRESETS:
-        return f"{str(path)!r} is a preset, a shape without weights; a model is {FORMS}"
-    beside = [file.name for file in path.parent.iterdir()] if path.parent.is_dir() else []
+    name = str(path)
+    if name in PRESETS:
+        return f"{name!r} is a preset, a shape without weights; a model is {FORMS}"
+    folder = path.parent
+    beside = []
+    if folder.is_dir():
+        beside = [file.name for file in folder.iterdir()]
     near = difflib.get_close_matches(path.name, beside, n=1)
-    hint = f"; did you mean {str(path.parent / near[0])!r}?" if near else ""
-    return f"there is no model at {str(path)!r}{hint} (allowed: {FORMS})"
+    hint = ""
+    if near:
+        hint = f"; did you mean {str(folder / near[0])!r}?"
+    return f"there is no model at {name!r}{hint} (allowed: {FORMS})"
 
 
 def _sampled(path: pathlib.Path) -> str:
     """A digest of a model's files: of each, its size and evenly spaced blocks."""
     digest = hashlib.blake2b(digest_size=16)
-    for file in (
-        [path]
-        if path.is_file()
-        else [path / huggingface.CONFIG, *sorted(path.glob("*.safetensors"))]
-    ):
+    files = [path]
+    if not path.is_file():
+        files = [path / huggingface.CONFIG, *sorted(path.glob("*.safetensors"))]
+    for file in files:
         size = file.stat().st_size
-        digest.update(f"{file.name} {size}\n".encode() if path.is_dir() else str(size).encode())
+        about = str(size)
+        if path.is_dir():
+            about = f"{file.name} {size}\n"
+        digest.update(about.encode())
+        last = max(0, size - _BLOCK)
         with file.open("rb") as content:
             for index in range(_SAMPLES):
-                content.seek(index * max(0, size - _BLOCK) // max(1, _SAMPLES - 1))
+                content.seek(index * last // max(1, _SAMPLES - 1))
                 digest.update(content.read(_BLOCK))
     return digest.hexdigest()

@@ -42,13 +42,20 @@ class Identifier:
     def parse(cls, name: str) -> "Identifier | None":
         """None for what is no identifier, such as `model.gguf` or `a/b/c`."""
         match = _ID.fullmatch(name.removeprefix(PREFIX))
-        if match is None or (match[2] is None and match[1].endswith((".gguf", ".safetensors"))):
+        if match is None:
             return None
-        return cls(*match.groups())
+        found = cls(*match.groups())
+        if found.file is None and found.repository.endswith((".gguf", ".safetensors")):
+            return None
+        return found
 
     def __str__(self) -> str:
-        file = f"/{self.file}" if self.file else ""
-        return f"{self.repository}{file}" + (f"@{self.revision}" if self.revision else "")
+        text = self.repository
+        if self.file:
+            text += f"/{self.file}"
+        if self.revision:
+            text += f"@{self.revision}"
+        return text
 
 
 @functools.cache  # asks once a process: a branch that moves meanwhile must not mix two models
@@ -63,24 +70,25 @@ def download(identifier: Identifier, *, weights: bool = True) -> tuple[pathlib.P
     """
     if identifier.file:
         folder = _snapshot(identifier, allow_patterns=[glob.escape(identifier.file)])
-        if not (folder / identifier.file).is_file():
+        file = folder / identifier.file
+        if not file.is_file():
             allowed = _listed(_files(identifier, folder, (".gguf",)))
             raise UserError(
                 f"'{identifier}': there is no such file in {identifier.repository}{allowed}"
             )
-        return folder / identifier.file, dataclasses.replace(identifier, revision=folder.name)
+        return file, dataclasses.replace(identifier, revision=folder.name)
     wanted = [*_FOLDER, *_WEIGHTS] if weights else [huggingface.CONFIG]
     folder = _snapshot(identifier, allow_patterns=wanted, ignore_patterns=list(_OTHERS))
     has_config = (folder / huggingface.CONFIG).is_file()
     if has_config and (not weights or any(folder.glob("*.safetensors"))):
         return folder, dataclasses.replace(identifier, revision=folder.name)
     ggufs = _files(identifier, folder, (".gguf",))
-    if len(ggufs) == 1 and not has_config:
-        return download(dataclasses.replace(identifier, file=ggufs[0]), weights=weights)
     if ggufs:
-        example = dataclasses.replace(identifier, file=ggufs[0])
+        first = dataclasses.replace(identifier, file=ggufs[0])
+        if len(ggufs) == 1 and not has_config:
+            return download(first, weights=weights)
         what = "no safetensors" if has_config else "several models"
-        why = f"{what}: name one of its GGUF files, as in '{example}'{_listed(ggufs)}"
+        why = f"{what}: name one of its GGUF files, as in '{first}'{_listed(ggufs)}"
     elif _files(identifier, folder, huggingface.PICKLES):
         why = "only weights as pickles, which can run any program when they are opened"
     else:
@@ -124,6 +132,7 @@ def push(
 def _snapshot(identifier: Identifier, **patterns: list[str]) -> pathlib.Path:
     """The folder of one commit in the Hub's cache, with the files of these patterns."""
     hub = _library()
+    errors = hub.errors
     there = hub.constants.ENDPOINT
     log_in = "`hf auth login`, or HF_TOKEN"
     hub.utils.logging.set_verbosity_error()  # it warns where it finds none of the files
@@ -133,21 +142,21 @@ def _snapshot(identifier: Identifier, **patterns: list[str]) -> pathlib.Path:
         found = hub.snapshot_download(
             identifier.repository, revision=identifier.revision, **patterns
         )
-    except hub.errors.RevisionNotFoundError:
+    except errors.RevisionNotFoundError:
         raise UserError(
             f"'{identifier}': the Hub has no revision {identifier.revision!r} of it"
         ) from None
-    except hub.errors.GatedRepoError:
+    except errors.GatedRepoError:
         address = f"{there}/{identifier.repository}"
         raise UserError(
             f"'{identifier}' is gated: ask for access at {address}, then {log_in}"
         ) from None
-    except (hub.errors.RepositoryNotFoundError, hub.errors.HFValidationError):
+    except (errors.RepositoryNotFoundError, errors.HFValidationError):
         raise UserError(
             f"there is no model {str(identifier)!r}: no such path here, and no such repository at {there} for you"
             f" (for private ones: {log_in})"
         ) from None
-    except hub.errors.LocalEntryNotFoundError as error:
+    except errors.LocalEntryNotFoundError as error:
         raise UserError(
             f"no connection to {there} ({reason(error)}), and the cache at"
             f" {hub.constants.HF_HUB_CACHE} does not hold all of '{identifier}' that is needed"
@@ -167,7 +176,9 @@ def _files(identifier: Identifier, folder: pathlib.Path, endings: tuple[str, ...
 
 
 def _listed(files: list[str]) -> str:
-    return f" (allowed: {', '.join(files)})" if files else ""
+    if not files:
+        return ""
+    return f" (allowed: {', '.join(files)})"
 
 
 def _library():

@@ -152,21 +152,29 @@ def refit(
             f"a refit is for ladder kinds of residual, whose inputs are late, not {model.residual!r}"
         )
     definition = nn.define(parallel.with_ranks(model, tensor=mesh.shape["tensor"]), mesh=mesh)
-    if definition.layout.fsdp > 1:
+    layout = definition.layout
+    if layout.fsdp > 1:
         raise UserError(
             "refit runs on the axes data and tensor; the mesh splits parameters over fsdp"
         )
-    if len(rows) % definition.layout.batch_ranks:
+    if len(rows) % layout.batch_ranks:
         raise UserError(
             f"{len(rows)} rows of calibration text cannot be split over"
-            f" {definition.layout.batch_ranks} data ranks"
+            f" {layout.batch_ranks} data ranks"
         )
-    request = _request(source, model, rows, mesh, settings) if folder else ""
+    request = ""
+    if folder:
+        request = _request(source, model, rows, mesh, settings)
     passes = Pass(definition, source, rows)
+    fits_inputs = settings.projections is not FittedProjections.NONE
+    fits_outputs = settings.projections is FittedProjections.BOTH
     fits = []
 
     def fit(layer: int, index: int, name: str, computed: Callable[..., Computed]) -> None:
-        file = folder and folder / f"{request}-{layer:04d}-{name.replace('/', '-')}.npz"
+        file = None
+        if folder:
+            fitted = name.replace("/", "-")
+            file = folder / f"{request}-{layer:04d}-{fitted}.npz"
         compute = functools.partial(computed, passes, layer, index, ridge=settings.ridge)
         arrays, shares = _kept(file, compute)
         passes.replace(arrays)
@@ -177,9 +185,9 @@ def refit(
             entering = passes.streams
             for index, name in enumerate(SUBLAYERS):
                 output = f"{name}/{WRITERS[name]}"
-                if passes.late(layer, index) and settings.projections is not FittedProjections.NONE:
+                if fits_inputs and passes.late(layer, index):
                     fit(layer, index, name, fitted_inputs)
-                    if settings.projections is FittedProjections.BOTH and passes.has(layer, output):
+                    if fits_outputs and passes.has(layer, output):
                         fit(layer, index, output, fitted_output)
                 passes.advance(layer, index)
                 update(2 * layer + index + 1, "")
@@ -215,7 +223,8 @@ class Statistics:
             if total is None:
                 total = [np.array(one, np.float64) for one in sums]
             else:  # in place: of a large model they have gigabytes
-                total = [np.add(whole, one, out=whole) for whole, one in zip(total, sums)]
+                for whole, one in zip(total, sums):
+                    np.add(whole, one, out=whole)
         products, energy, missing = total
         return cls(products[:, : products.shape[2] - width], float(energy), missing)
 
@@ -231,9 +240,11 @@ class Statistics:
         gained = []
         for products, change in zip(self.products, changes, strict=True):
             gram, cross = np.split(products, [len(products)], axis=1)
-            gained.append(np.sum(change * (2 * cross - gram @ change)))
+            gain = change * (2 * cross - gram @ change)
+            gained.append(np.sum(gain))
         missing = np.mean(self.missing)
-        return float(missing / self.energy), float((missing - np.mean(gained)) / self.energy)
+        left = missing - np.mean(gained)
+        return float(missing / self.energy), float(left / self.energy)
 
 
 def solve(products: np.ndarray, *, ridge: float) -> np.ndarray:
@@ -245,7 +256,8 @@ def solve(products: np.ndarray, *, ridge: float) -> np.ndarray:
 
     parts = np.split(products, [len(products)], axis=1)
     gram, cross = (np.array(part, order="F") for part in parts)  # which LAPACK overwrites
-    gram[np.diag_indices_from(gram)] += ridge * np.trace(gram) / len(gram)
+    level = ridge * np.trace(gram) / len(gram)
+    gram[np.diag_indices_from(gram)] += level
     try:
         return scipy.linalg.solve(gram, cross, assume_a="pos", overwrite_a=True, overwrite_b=True)
     except (np.linalg.LinAlgError, ValueError) as error:  # ValueError: not finite
@@ -265,7 +277,8 @@ def folded(
     parts = np.split(weight.astype(np.float64), len(changes), axis=axis)
     for change, part in zip(changes, parts, strict=True):
         gained = gain * part.reshape(len(part), -1)
-        products.append((gained + change @ gained).reshape(part.shape))
+        product = gained + change @ gained
+        products.append(product.reshape(part.shape))
     return np.concatenate(products, axis=axis).astype(weight.dtype)
 
 
@@ -314,9 +327,13 @@ class Pass:
         """All batches through one sublayer. original: as the standard model computes it, from
         `original`'s arrays.
         """
-        delay = np.int32(0) if original else self._delays[layer, index]
         run = self._programs.advance[self._stack(layer)][index]
-        params = self._unfitted(layer) if original else self._fitted(layer)
+        if original:
+            delay = np.int32(0)
+            params = self._unfitted(layer)
+        else:
+            delay = self._delays[layer, index]
+            params = self._fitted(layer)
         self.streams = [jax.device_get(run(params, one, delay)) for one in self._placed()]
 
     def statistics(self, layer: int, index: int) -> Statistics:
@@ -328,8 +345,8 @@ class Pass:
         input.
         """
         run = self._programs.output_statistics[self._stack(layer)][index]
-        both = self._fitted(layer), self._unfitted(layer)
-        return self._summed(functools.partial(run, *both), layer, index)
+        run = functools.partial(run, self._fitted(layer), self._unfitted(layer))
+        return self._summed(run, layer, index)
 
     def _summed(self, run: Callable, layer: int, index: int) -> Statistics:
         sums = (run(streams, self._delays[layer, index]) for streams in self._placed())
@@ -353,14 +370,15 @@ def fitted_inputs(passes: Pass, layer: int, index: int, *, ridge: float) -> Comp
     statistics = passes.statistics(layer, index)
     name = SUBLAYERS[index]
     solved = {}
+    original = passes.original.arrays
     norm = passes.key(layer, f"{name}_norm/scale")
-    gain = passes.original.arrays[norm].read()
+    gain = original[norm].read()
     arrays = {norm: np.ones_like(gain)}
     for reads, axis in READERS[name].items():
-        if not passes.has(layer, f"{name}/{reads}"):
-            continue
         key = passes.key(layer, f"{name}/{reads}")
-        weight = passes.original.arrays[key].read()
+        if key not in original:
+            continue
+        weight = original[key].read()
         # Where several ranks share a key/value head, they share its fit.
         parts = min(len(statistics.products), weight.shape[axis])
         if parts not in solved:
@@ -381,12 +399,17 @@ def fitted_output(passes: Pass, layer: int, index: int, *, ridge: float) -> Comp
     key = passes.key(layer, f"{name}/{WRITERS[name]}")
     weight = passes.original.arrays[key].read()
     (change,) = statistics.changes(1, ridge=ridge)
-    fitted = (weight.astype(np.float64) + change.reshape(weight.shape)).astype(weight.dtype)
-    return in_memory({key: fitted}), statistics.shares_missing([change])
+    fitted = weight.astype(np.float64) + change.reshape(weight.shape)
+    arrays = {key: fitted.astype(weight.dtype)}
+    return in_memory(arrays), statistics.shares_missing([change])
 
 
 def in_memory(arrays: Mapping[Key, np.ndarray]) -> dict[Key, Stored]:
-    return {key: Stored(a.shape, a.dtype, lambda a=a: a) for key, a in arrays.items()}
+    stored = {}
+    for key, array in arrays.items():
+        read = lambda array=array: array
+        stored[key] = Stored(array.shape, array.dtype, read)
+    return stored
 
 
 def _request(
@@ -394,9 +417,12 @@ def _request(
 ) -> str:
     """A digest of what the fitted arrays depend on."""
     path = pathlib.Path(source.path).resolve()
-    stats = {str(file): file.stat() for file in sorted([path, *path.rglob("*")])}
+    found = []
+    for file in sorted([path, *path.rglob("*")]):
+        stat = file.stat()
+        found.append([str(file), stat.st_size, stat.st_mtime_ns])
     about = [
-        [[name, found.st_size, found.st_mtime_ns] for name, found in stats.items()],
+        found,
         [to_dict(model), dict(mesh.shape), rows.tolist()],
         [settings.ridge, settings.projections.value, settings.alone],
     ]
@@ -417,7 +443,10 @@ def _kept(file: pathlib.Path | None, compute: Callable[[], Computed]) -> Compute
         return _read(file)
     except (OSError, ValueError, KeyError, zipfile.BadZipFile):
         arrays, shares = compute()
-    named = {f"{key.name} {key.layer} {a.dtype}": a.read() for key, a in arrays.items()}
+    named = {}
+    for key, array in arrays.items():
+        name = f"{key.name} {key.layer} {array.dtype}"
+        named[name] = array.read()
     file.parent.mkdir(exist_ok=True)
     files.write_atomically(str(file), lambda path: np.savez(path, shares=shares, **named))
     return _read(file)
@@ -437,7 +466,8 @@ def _read(file: pathlib.Path) -> Computed:
         before, after = content["shares"].tolist()
     found = {}
     for name in names:
-        values, (of_key, layer, _) = array(name), name.split()  # compares its checksum
+        values = array(name)  # compares its checksum
+        of_key, layer, _ = name.split()
         read = functools.partial(array, name)
         found[Key(of_key, int(layer))] = Stored(values.shape, values.dtype, read)
     return found, (before, after)

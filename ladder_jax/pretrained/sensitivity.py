@@ -60,7 +60,8 @@ class Result:
     @property
     def chosen(self) -> str:
         """The method whose subset has the lowest loss; if equal, the simplest method."""
-        return min(self.subsets, key=lambda name: self.subsets[name].loss)
+        losses = {name: subset.loss for name, subset in self.subsets.items()}
+        return min(losses, key=losses.get)
 
     @property
     def ladder_layers(self) -> str:
@@ -113,13 +114,17 @@ class Probe:
     ):
         self._config = definition.config
         self._programs = programs(definition)
-        layers = lambda of: [
-            load_layer(of, definition, number) for number in range(self._config.num_layers)
-        ]
-        self._outside, plain = load_layer(source, definition, None), layers(source)
-        self._layers = {False: plain, True: layers(converted) if converted else plain}
-        place = lambda a: jax.device_put(a, definition.layout.sharding("BT"))
-        self._batches = [(place(part[:, :-1]), place(part[:, 1:])) for part in batches(rows)]
+        self._outside = load_layer(source, definition, None)
+        plain = _all_layers(source, definition)
+        self._layers = {False: plain, True: plain}
+        if converted:
+            self._layers[True] = _all_layers(converted, definition)
+        sharding = definition.layout.sharding("BT")
+        self._batches = []
+        for part in batches(rows):
+            tokens = jax.device_put(part[:, :-1], sharding)
+            targets = jax.device_put(part[:, 1:], sharding)
+            self._batches.append((tokens, targets))
         self._predicted = rows[:, 1:].size
 
     def loss(self, chosen: Iterable[int]) -> float:
@@ -163,6 +168,11 @@ class Probe:
         return streams
 
 
+def _all_layers(source: Source, definition: nn.ModelDef) -> list[nn.Params]:
+    numbers = range(definition.config.num_layers)
+    return [load_layer(source, definition, number) for number in numbers]
+
+
 def measure(
     definition: nn.ModelDef,
     source: Source,
@@ -197,8 +207,8 @@ def measure(
     last = range(num_layers - choose, num_layers)
     ranked = sorted(alone, key=alone.get)[:choose]
     subsets = {
-        name: Subset(tuple(order), probe.loss(order))
-        for name, order in (("last", last), ("ranked", ranked))
+        "last": Subset(tuple(last), probe.loss(last)),
+        "ranked": Subset(tuple(ranked), probe.loss(ranked)),
     }
     if search is Search.GREEDY:
         subsets["greedy"] = Subset(tuple(greedy), found[-1][greedy[-1]])
@@ -221,13 +231,20 @@ def show(result: Result) -> None:
     """Print the curve, and the cost of each choice of layers, as tables on standard output."""
     head = f"the standard model's loss is {result.loss:.4f} nats a token"
     measured = f"of {result.tokens:,} tokens in sequences of {result.sequence:,}; one {result.residual} layer costs"
-    longest = max(*result.costs, 1e-9)
-    bar = lambda cost: "#" * round(BAR * max(cost, 0) / longest)
-    lines = [(str(n), f"{cost:+.4f}", bar(cost)) for n, cost in enumerate(result.costs)]
+    costs = result.costs
+    longest = max(*costs, 1e-9)
+    lines = []
+    for layer, cost in enumerate(costs):
+        bar = "#" * round(BAR * max(cost, 0) / longest)
+        lines.append((str(layer), f"{cost:+.4f}", bar))
+    curve = Table(("layer", "nats", ""), lines, ("",))
     rows = []
     for name, subset in result.subsets.items():
-        mark = " (taken)" if name == result.chosen else ""
+        choice = NAMES[name]
+        if name == result.chosen:
+            choice += " (taken)"
         layers = ", ".join(map(str, sorted(subset.layers)))
-        rows.append((NAMES[name] + mark, layers, f"{subset.loss - result.loss:+.4f}"))
+        cost = subset.loss - result.loss
+        rows.append((choice, layers, f"{cost:+.4f}"))
     choices = Table(("chosen", "layers", "nats"), rows, ("chosen", "layers"))
-    terminal.show([head, measured, Table(("layer", "nats", ""), lines, ("",)), choices])
+    terminal.show([head, measured, curve, choices])

@@ -50,7 +50,9 @@ class Key(NamedTuple):
     layer: int | None = None
 
     def __str__(self) -> str:
-        return self.name if self.layer is None else f"{self.name} of layer {self.layer}"
+        if self.layer is None:
+            return self.name
+        return f"{self.name} of layer {self.layer}"
 
     @classmethod
     def of_layer(cls, layer: int, array: str, *, model: ModelConfig) -> "Key":
@@ -149,15 +151,18 @@ class Source:
     @functools.cached_property
     def dtypes(self) -> dict[str, np.dtype]:
         """Of each array by name, one that holds the values of all its layers."""
-        found: dict[str, np.dtype] = {}
+        found = {}
         for key, array in self.arrays.items():
-            found[key.name] = jnp.promote_types(found.get(key.name, array.dtype), array.dtype)
+            before = found.get(key.name, array.dtype)
+            found[key.name] = jnp.promote_types(before, array.dtype)
         return found
 
     @property
     def train_config(self) -> TrainConfig:
         """The section of a run's configuration that has the context."""
-        return TrainConfig() if self.context is None else TrainConfig(sequence=self.context)
+        if self.context is None:
+            return TrainConfig()
+        return TrainConfig(sequence=self.context)
 
     @property
     def parameters(self) -> int:
@@ -213,9 +218,17 @@ def expected_shapes(model: ModelConfig) -> dict[Key, tuple[int, ...]]:
     shapes = {}
     for name, letters in dims(model).items():
         shape = tuple(model.vocab_size if letter == "V" else sizes[letter] for letter in letters)
-        of = stacks(model).get(name.partition("/")[0])
-        shapes |= {Key(name, layer): shape for layer in ((None,) if of is None else range(len(of)))}
+        for layer in _places(name, model):
+            shapes[Key(name, layer)] = shape
     return shapes
+
+
+def _places(name: str, model: ModelConfig) -> Sequence[int | None]:
+    """The array's layers, from 0 in their stack; None alone for an array outside of the layers."""
+    stack = stacks(model).get(name.partition("/")[0])
+    if stack is None:
+        return (None,)
+    return range(len(stack))
 
 
 def check_alone(model: ModelConfig, *, path: str) -> None:
@@ -232,16 +245,18 @@ def check(source: Source) -> None:
     wanted = expected_shapes(source.model)
     found = {key: stored.shape for key, stored in source.arrays.items()}
     for key in wanted | found:
-        if found.get(key) != wanted.get(key):
-            raise UserError(
-                f"{source.path!r}: {key} is {found.get(key)}, by its configuration {wanted.get(key)}"
-            )
+        shape = found.get(key)
+        expected = wanted.get(key)
+        if shape != expected:
+            raise UserError(f"{source.path!r}: {key} is {shape}, by its configuration {expected}")
 
 
 def refit_in(folder: pathlib.Path) -> pathlib.Path | None:
     """The file REFIT in a model's folder, if there is one."""
     file = folder / REFIT
-    return file if file.is_file() else None
+    if file.is_file():
+        return file
+    return None
 
 
 # Onto a mesh. The host holds at most one array at a time.
@@ -266,23 +281,21 @@ def load(
 def assemble(definition: nn.ModelDef, read: Reader, *, dtype: np.dtype | None = None) -> nn.Params:
     """The parameters of `definition`, read one by one; `dtype` as in `load`."""
     abstract = traverse_util.flatten_dict(definition.abstract, sep="/")
-    counts = {stack: len(of) for stack, of in stacks(definition.config).items()}
-    layers_of = lambda name: range(counts.get(name.partition("/")[0], 0)) or (None,)
-    keys = [Key(name, layer) for name in abstract for layer in layers_of(name)]
+    keys = [Key(name, layer) for name in abstract for layer in _places(name, definition.config)]
     arrays = read(keys)
     found = {}
     for name, layer in keys:
         array = next(arrays)
-        array = array if dtype is None else array.astype(dtype)
+        if dtype is not None:
+            array = array.astype(dtype)
         if layer is None:
             found[name] = array
         else:
-            like = abstract[name]
-            stack = (
-                meshes.zeros(like.shape, array.dtype, like.sharding)
-                if layer == 0
-                else found.pop(name)
-            )
+            if layer == 0:
+                like = abstract[name]
+                stack = meshes.zeros(like.shape, array.dtype, like.sharding)
+            else:
+                stack = found.pop(name)
             found[name] = jax.block_until_ready(meshes.put(stack, array, layer))
         del array  # before the next one is read
     return traverse_util.unflatten_dict(found, sep="/")

@@ -67,14 +67,18 @@ class Chosen(residual.AllReduce):
         late = step.delay > 0
         partial = self.partial(step.sublayers, x, sublayers)
         summed = all_reduce(partial, self.axes)
-        before = state.newest_first[0]
+        streams = state.newest_first
+        before = streams[0]
         if step.early:
-            early = all_reduce(self.partial(step.early, x, sublayers), self.axes)
+            early = self.partial(step.early, x, sublayers)
+            early = all_reduce(early, self.axes)
             before = residual.add(before, (jnp.where(late, early, 0),))
             summed = summed + jnp.where(late, 0, early)
         newest = residual.add(before, (summed,))
-        kept = (newest, before, *state.newest_first[1:])[: len(state.newest_first)]
-        return Streams(kept, partial if step.fresh else state.partial)
+        kept = (newest, before, *streams[1:])
+        if not step.fresh:
+            partial = state.partial
+        return Streams(kept[: len(streams)], partial)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,7 +101,8 @@ class OutputRead:
 
         one = sublayers[which]
         x = one.normed(state.input(step, axes=self.axes))
-        output = one.function(x, projections=Projections(out=project(out)))
+        projections = Projections(out=project(out))
+        output = one.function(x, projections=projections)
         return read[0].reshape(*x.shape[:2], -1), output
 
 
@@ -148,26 +153,33 @@ def delays(config: ModelConfig) -> np.ndarray:
 @functools.cache
 def programs(definition: nn.ModelDef) -> Programs:
     config = definition.config
-    axes = definition.layout.tensor
     layout = definition.layout
+    axes = layout.tensor
+    width = config.d_model
     topology = residual.of_model(config)
     dtype = jnp.dtype(config.dtype.value)
     fresh = any(topology.fresh)
     # of a converted layer, if there is any
-    depth = 1 + max(residual.topology(config.residual, num_layers=1).delays)
+    converted = residual.topology(config.residual, num_layers=1)
+    depth = 1 + max(converted.delays)
 
     def begin(params, tokens):
-        x = definition.bind("embedding", params)(tokens, axes=axes)
+        embed = definition.bind("embedding", params)
+        x = embed(tokens, axes=axes)
         x = x.astype(config.residual_dtype.value)
-        zeros = jnp.zeros((*x.shape[:2], config.d_model if fresh else 1), dtype)
-        return Streams((x,) * depth, pvary(zeros, (*layout.batch, *axes)))
+        last = width if fresh else 1
+        partial = jnp.zeros((*x.shape[:2], last), dtype)
+        partial = pvary(partial, (*layout.batch, *axes))
+        return Streams((x,) * depth, partial)
 
     def through(stack, sublayer, wire, params, streams, delay):
         """A sublayer of a layer with `params`, over `wire`."""
         context = LayerContext(
             config, streams.partial.shape[1], axes=axes, kernel=definition.kernel
         )
-        early = (SHARED,) if topology.farskip and sublayer == ROUTED and stack == LAYERS else ()
+        early = ()
+        if topology.farskip and sublayer == ROUTED and stack == LAYERS:
+            early = (SHARED,)
         step = residual.Step((sublayer,), delay=delay, fresh=fresh, early=early)
         layer = definition.bind(stack, params)
         streams, *_ = layer(streams, steps=(step,), wire=wire, contexts=[context])
@@ -181,15 +193,20 @@ def programs(definition: nn.ModelDef) -> Programs:
         x = definition.bind("final_norm", params["final_norm"])(x, dtype=dtype)
         return all_reduce(nn.loss_sum(definition, params, x, targets), layout.batch)
 
+    def normed(x):
+        return normalise(x, eps=config.norm_eps).reshape(-1, width)
+
     def statistics(streams, delay):
-        late = streams.input(residual.Step((), delay=delay, fresh=fresh), axes=axes)
-        flat = lambda x: normalise(x, eps=config.norm_eps).reshape(-1, config.d_model)
-        late, whole = flat(late), flat(streams.newest_first[0])
+        step = residual.Step((), delay=delay, fresh=fresh)
+        late = normed(streams.input(step, axes=axes))
+        whole = normed(streams.newest_first[0])
         read = late
         if not fresh:  # each rank computes a share of the products
-            share = -(-config.d_model // ranks(axes))
-            read = pad_end(late, axis=1, by=share * ranks(axes) - config.d_model)
-            read = lax.dynamic_slice_in_dim(read, rank(axes) * share, share, axis=1)
+            count = ranks(axes)
+            share = -(-width // count)
+            read = pad_end(late, axis=1, by=share * count - width)
+            start = rank(axes) * share
+            read = lax.dynamic_slice_in_dim(read, start, share, axis=1)
         return sums(read, late, whole, lacking=pvary(whole, axes) - late)
 
     def sums(read, features, whole, *, lacking):
@@ -214,8 +231,9 @@ def programs(definition: nn.ModelDef) -> Programs:
         return sums(hidden, features, goal, lacking=pvary(goal - reached, axes))
 
     def compiled(local, in_dims, out_dims):
-        dims = dict(in_dims=in_dims, out_dims=out_dims)
-        return jax.jit(on_mesh(over_ranks(local, layout=layout, **dims), layout=layout, **dims))
+        about = dict(in_dims=in_dims, out_dims=out_dims, layout=layout)
+        mapped = over_ranks(local, **about)
+        return jax.jit(on_mesh(mapped, **about))
 
     def by_stack(local, in_dims, out_dims, *, layers=1):
         """Of each stack, the programs of its two sublayers, whose first arguments are the params of
@@ -233,13 +251,16 @@ def programs(definition: nn.ModelDef) -> Programs:
     # Each rank has its own partial sum. It is declared as one array whose last dimension is split
     # over the ranks.
     streams = Streams(("BTD",) * depth, "BTF")
-    outside = {name: dims for name, dims in definition.dims.items() if name not in stacks(config)}
+    outside = dict(definition.dims)
+    for stack in stacks(config):
+        del outside[stack]
     # "F" is the dimension that the ranks split; "1" and "m" no mesh axis splits.
+    products = "Fmm" if fresh else "1Fm"
     return Programs(
         begin=compiled(begin, (definition.dims["embedding"], "BT"), streams),
         advance=by_stack(advance, (streams, ""), streams),
         loss=compiled(loss, (outside, streams, "BT"), ""),
-        statistics=compiled(statistics, (streams, ""), ("Fmm" if fresh else "1Fm", "", "F")),
+        statistics=compiled(statistics, (streams, ""), (products, "", "F")),
         output_statistics=by_stack(output_statistics, (streams, ""), ("1Fm", "", "F"), layers=2),
         dims=streams,
     )

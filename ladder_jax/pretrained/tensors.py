@@ -57,25 +57,31 @@ class _Form:
         parts = [one.read() for one in tensors]
         if self.dims != "VD":
             parts = [one.T.reshape(ours) for one in parts]
-        stacked = len(ours) < len(self.ours)
-        return np.stack(parts).astype(dtype, copy=False) if stacked else parts[0]
+        if len(ours) == len(self.ours):
+            return parts[0]
+        return np.stack(parts).astype(dtype, copy=False)
 
     def written(self, array: np.ndarray, expert: int) -> np.ndarray:
         """The tensor of `array`, or of its expert."""
-        one = array[expert] if array.ndim > len(self.dims) else array
-        return one if self.dims == "VD" else one.reshape(self.theirs[::-1]).T
+        if array.ndim > len(self.dims):
+            array = array[expert]
+        if self.dims == "VD":
+            return array
+        return array.reshape(self.theirs[::-1]).T
 
 
 def _forms(model: ModelConfig, names: Names) -> Iterator[_Form]:
     letters = source.dims(model)
     for key, ours in source.expected_shapes(model).items():
-        dims = letters[key.name].removeprefix("E")
+        stacked = letters[key.name]
+        dims = stacked.removeprefix("E")
         theirs = _torch_shape(dims, ours[-len(dims) :])
         if key.name.endswith("/share"):
             theirs = (1, *theirs)
-        count = ours[0] if letters[key.name].startswith("E") else 1
+        count = ours[0] if stacked.startswith("E") else 1
         name = names.of(key, model=model)
-        yield _Form(key, ours, dims, theirs, [name.format(expert=n) for n in range(count)])
+        numbered = [name.format(expert=n) for n in range(count)]
+        yield _Form(key, ours, dims, theirs, numbered)
 
 
 def _torch_shape(dims: str, ours: tuple[int, ...]) -> tuple[int, ...]:
@@ -107,12 +113,14 @@ def arrays(
         for name in form.names:
             if name not in rest:
                 raise UserError(f"{path!r} holds no {name}")
-            tensors.append(one := rest.pop(name))
+            one = rest.pop(name)
+            tensors.append(one)
             if one.shape != form.theirs:
                 raise UserError(
                     f"{path!r}: {name} is {one.shape}, but {form.theirs} by its configuration"
                 )
-        dtype = np.dtype(functools.reduce(jnp.promote_types, {one.dtype for one in tensors}))
+        dtypes = {one.dtype for one in tensors}
+        dtype = np.dtype(functools.reduce(jnp.promote_types, dtypes))
         read = functools.partial(form.read, tensors, dtype)
         arrays[form.key] = Stored(form.ours, dtype, read)
     if rest:
@@ -124,11 +132,18 @@ def arrays(
 
 def written(exported: Source, names: Names) -> dict[str, Stored]:
     """The tensors to write, by their names."""
-    # its experts come in turn
-    newest = functools.lru_cache(maxsize=1)(lambda key: exported.arrays[key].read())
+
+    @functools.lru_cache(maxsize=1)  # its experts come in turn
+    def newest(key: Key) -> np.ndarray:
+        return exported.arrays[key].read()
+
+    def tensor(form: _Form, expert: int) -> np.ndarray:
+        return form.written(newest(form.key), expert)
+
     found = {}
     for form in _forms(exported.model, names):
+        dtype = exported.arrays[form.key].dtype
         for expert, name in enumerate(form.names):
-            read = lambda form=form, expert=expert: form.written(newest(form.key), expert)
-            found[name] = Stored(form.theirs, exported.arrays[form.key].dtype, read)
+            read = functools.partial(tensor, form, expert)
+            found[name] = Stored(form.theirs, dtype, read)
     return found

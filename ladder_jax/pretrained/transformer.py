@@ -91,22 +91,23 @@ class Transformer(nn.Transformer):
         self, prompt: str | Conversation, *, stop: Sequence[str] = (), **settings: Any
     ) -> Iterator[str]:
         """`generate`'s text, as it grows."""
-        if self.tokenizer is None:
+        tokenizer = self.tokenizer
+        if tokenizer is None:
             raise UserError(
                 "this model has no tokenizer: set model.tokenizer, or decode tokens by a decode.Generator"
             )
-        config = build(DecodeConfig, {**to_dict(self.decode), **settings}, "decode.")
-        encode = self.tokenizer.encode if isinstance(prompt, str) else self.tokenizer.chat
-        request = Request.of(
-            encode(prompt), config=config, stop=tuple(stop), stop_ids=self.tokenizer.stop_ids
-        )
+        settings = {**to_dict(self.decode), **settings}
+        config = build(DecodeConfig, settings, "decode.")
+        encode = tokenizer.encode if isinstance(prompt, str) else tokenizer.chat
+        tokens = encode(prompt)
+        request = Request.of(tokens, config=config, stop=tuple(stop), stop_ids=tokenizer.stop_ids)
         length = len(request.prompt) + request.max_new_tokens
         generator = self._prepared.generator(
             self, loop=config.loop, quantize=config.quantize, capacity=length
         )
         return (
             piece.text
-            for piece in generator.pieces(request, decoder=self.tokenizer.to_bytes, config=config)
+            for piece in generator.pieces(request, decoder=tokenizer.to_bytes, config=config)
         )
 
     def save(self, path: str | os.PathLike, *, format: str | Format = Format.CHECKPOINT) -> None:
@@ -140,14 +141,17 @@ class Transformer(nn.Transformer):
             )
         source.check_alone(self.config, path="the model in memory")
         params = traverse_util.flatten_dict(self.params, sep="/")
-        arrays = {
-            key: Stored(shape, np.dtype(array.dtype), functools.partial(_values, array, key, shape))
-            for key, shape in source.expected_shapes(self.config).items()
-            for array in [params[key.name]]
-        }
+        arrays = {}
+        for key, shape in source.expected_shapes(self.config).items():
+            array = params[key.name]
+            read = functools.partial(_values, array, key, shape)
+            arrays[key] = Stored(shape, np.dtype(array.dtype), read)
         folder = getattr(self.tokenizer, "folder", None)  # bytes have none
-        files = {} if folder is None else huggingface.tokenizer_files(folder)
-        generation = {} if folder is None else huggingface.generation_in(folder)
+        files = {}
+        generation = {}
+        if folder is not None:
+            files = huggingface.tokenizer_files(folder)
+            generation = huggingface.generation_in(folder)
         return Source("the model in memory", self.config, arrays, self.context, files, generation)
 
 
@@ -173,18 +177,20 @@ def from_pretrained(
     Arrays are read one at a time, each onto its shards. Raises UserError where there is no such
     model, for other formats, damaged files, and models that cannot be represented.
     """
-    dtype = None if dtype is None else member(Dtype, "dtype", dtype)
+    if dtype is not None:
+        dtype = member(Dtype, "dtype", dtype)
     opened = open_model(name, ladder_layers=ladder_layers, residual=residual, ranks=ranks)
     tokenizer = opened.tokenizer() if opened.has_tokenizer else None
     if mesh is None:
         mesh = parallel.context_mesh() or parallel.make_mesh(tensor=default_tensor(opened.config))
     mesh = parallel.mesh_of(mesh)
     config = parallel.with_ranks(opened.config.model, tensor=mesh.shape["tensor"])
+    stored = None
     if dtype is not None:
         config = dataclasses.replace(config, dtype=dtype, residual_dtype=dtype)
-    params = opened.params(
-        formats.define(config, mesh=mesh), dtype=None if dtype is None else jnp.dtype(dtype.value)
-    )
+        stored = jnp.dtype(dtype.value)
+    definition = formats.define(config, mesh=mesh)
+    params = opened.params(definition, dtype=stored)
     about = dict(tokenizer=tokenizer, decode=opened.config.decode, context=opened.context)
     return Transformer(config, mesh=mesh, params=params, **about)
 
@@ -246,4 +252,6 @@ def _values(array: jax.Array, key: Key, shape: tuple[int, ...]) -> np.ndarray:
     """One layer of a stack; of an array without layers, the rows without the vocabulary's
     padding.
     """
-    return np.asarray(array if key.layer is None else array[key.layer])[: shape[0]]
+    if key.layer is not None:
+        array = array[key.layer]
+    return np.asarray(array)[: shape[0]]

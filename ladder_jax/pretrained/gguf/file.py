@@ -82,16 +82,17 @@ def open_file(path: pathlib.Path) -> File:
     """Reads the header only. Raises UserError if it is not a GGUF file, is cut off, or has
     unsupported types.
     """
+    where = str(path)
     try:
         with path.open("rb") as file:
             if file.read(4) != b"GGUF":
                 raise UserError(
-                    f"{str(path)!r} is no pretrained model (allowed: a Hugging Face folder, a GGUF file, a checkpoint)"
+                    f"{where!r} is no pretrained model (allowed: a Hugging Face folder, a GGUF file, a checkpoint)"
                 )
             header = _Header(file, size=path.stat().st_size)
             version = header.number("I")
             if version & 0xFFFF == 0:
-                raise UserError(f"{str(path)!r} is big-endian, which is not supported")
+                raise UserError(f"{where!r} is big-endian, which is not supported")
             if version not in (2, 3):
                 raise ValueError(f"version {version} is not known")
             tensors = header.number("Q")
@@ -106,15 +107,15 @@ def open_file(path: pathlib.Path) -> File:
                 raise ValueError(f"its tensors are aligned to {alignment} bytes")
             start += -start % alignment
             stored = {
-                name: _stored(str(path), name, *about, start=start, end=header.size)
+                name: _stored(where, name, *about, start=start, end=header.size)
                 for name, about in found.items()
             }
     except OSError as error:
-        raise UserError(f"cannot read {str(path)!r}: {error.strerror or error}") from None
+        raise UserError(f"cannot read {where!r}: {error.strerror or error}") from None
     except ValueError as error:
-        raise UserError(f"{str(path)!r} is damaged or incomplete: {error}"[:300]) from None
+        raise UserError(f"{where!r} is damaged or incomplete: {error}"[:300]) from None
     kinds = frozenset(_package().GGMLQuantizationType(kind).name for _, kind, _ in found.values())
-    return File(str(path), fields, stored, kinds)
+    return File(where, fields, stored, kinds)
 
 
 class _Header:
@@ -146,13 +147,17 @@ class _Header:
         if kind == _TEXT:
             return [self.text() for _ in range(count)]
         form = f"<{count}{_form(kind)}"
-        return list(struct.unpack(form, self._take(struct.calcsize(form))))
+        content = self._take(struct.calcsize(form))
+        return list(struct.unpack(form, content))
 
     def tensor(self) -> tuple[str, tuple[tuple[int, ...], int, int]]:
         """Name, and (shape, type, offset)."""
         name = self.text()
-        shape = tuple(self.number("Q") for _ in range(self.number("I")))
-        return name, (shape[::-1], self.number("I"), self.number("Q"))
+        count = self.number("I")
+        shape = tuple(self.number("Q") for _ in range(count))
+        kind = self.number("I")
+        offset = self.number("Q")
+        return name, (shape[::-1], kind, offset)
 
     def _take(self, size: int) -> bytes:
         if size > self.size - self._file.tell():
@@ -180,22 +185,28 @@ def _stored(
 ) -> Stored:
     package = _package()
     kind = package.GGMLQuantizationType(number)
-    if kind.name not in PLAIN and kind.name not in _quantised():
-        allowed = ", ".join((*PLAIN, *_quantised()))
+    called = kind.name
+    allowed = (*PLAIN, *_quantised())
+    if called not in allowed:
+        names = ", ".join(allowed)
         raise UserError(
-            f"{path!r}: {name} is of type {kind.name}, which is not supported (allowed: {allowed})"
+            f"{path!r}: {name} is of type {called}, which is not supported (allowed: {names})"
         )
     if not shape or min(shape) < 1:
         raise UserError(f"{path!r}: {name} has no values, its shape is {shape}")
     values, size = package.GGML_QUANT_SIZES[kind]  # of a block: how many values, in how many bytes
-    if shape[-1] % values:
-        raise ValueError(f"the rows of {name}, of {shape[-1]} values, are no blocks of {kind.name}")
+    columns = shape[-1]
+    if columns % values:
+        raise ValueError(f"the rows of {name}, of {columns} values, are no blocks of {called}")
     offset += start
-    if offset + math.prod(shape) // values * size > end:
+    length = math.prod(shape) // values * size
+    if offset + length > end:
         raise ValueError(f"it ends before the end of {name}")
-    if dtype := PLAIN.get(kind.name):
-        return Stored(shape, dtype, functools.partial(from_file, path, dtype, shape, offset=offset))
-    row = shape[-1] // values * size
+    if called in PLAIN:
+        dtype = PLAIN[called]
+        read = functools.partial(from_file, path, dtype, shape, offset=offset)
+        return Stored(shape, dtype, read)
+    row = columns // values * size
     read = functools.partial(_dequantised, path, kind, shape, row=row, offset=offset)
     return Stored(shape, np.dtype(np.float32), read)
 

@@ -95,16 +95,19 @@ def read(path: pathlib.Path) -> Source:
     from ladder_jax.pretrained.gguf import tokenizer  # whose library is slow to import
 
     file = open_file(path)
+    where = str(path)
     if file.get("split.count", int, 1) > 1:
         raise UserError(
-            f"{str(path)!r} is one of several parts: join them first (llama-gguf-split --merge)"
+            f"{where!r} is one of several parts: join them first (llama-gguf-split --merge)"
         )
     try:
         model = model_of(file)
     except UserError as error:  # ModelConfig's errors do not name the file
-        raise (error if str(path) in str(error) else UserError(f"{str(path)!r}: {error}")) from None
+        if where in str(error):
+            raise error from None
+        raise UserError(f"{where!r}: {error}") from None
     return Source(
-        path=str(path),
+        path=where,
         model=model,
         arrays=_arrays(file, model),
         context=file.get(f"{file.fields['general.architecture']}.context_length", int),
@@ -134,7 +137,8 @@ def model_of(file: File) -> ModelConfig:
     if "token_embd.weight" not in found or len(found["token_embd.weight"].shape) != 2:
         raise UserError(f"{file.path!r} has no table token_embd.weight")
     get = lambda name, kind, default=...: file.get(f"{architecture}.{name}", kind, default)
-    num_layers, heads = get("block_count", int), get("attention.head_count", int)
+    num_layers = get("block_count", int)
+    heads = get("attention.head_count", int)
     d_model = get("embedding_length", int)
     head_dim = get("attention.key_length", int, d_model // max(heads, 1))
     for name in ("attention.value_length", "rope.dimension_count"):
@@ -173,8 +177,10 @@ def _shortest(value: float) -> float:
 def _biases(file: File) -> Biases:
     """By those of the first layer, which the others must have, too."""
     parts = {"ffn_up": Biases.ALL, "attn_output": Biases.ATTENTION, "attn_q": Biases.QKV}
-    there = (biases for part, biases in parts.items() if f"blk.0.{part}.bias" in file.tensors)
-    return next(there, Biases.NONE)
+    for part, biases in parts.items():
+        if f"blk.0.{part}.bias" in file.tensors:
+            return biases
+    return Biases.NONE
 
 
 def _rope_scaling(file: File, *, theta: float, head_dim: int) -> RopeScaling | None:

@@ -92,7 +92,8 @@ def rule_of(name: str | None, *, path: str) -> Rule:
     """The rule of that name. None means "default", as in old files. Raises UserError for an unknown
     name.
     """
-    name = "default" if name is None else name
+    if name is None:
+        name = "default"
     if name not in RULES:
         raise unknown(f"tokenizer.ggml.pre in {path!r}:", name, RULES)
     return RULES[name]
@@ -105,30 +106,43 @@ def files(file: File, *, vocab_size: int) -> dict[str, bytes]:
     Raises UserError if there is no tokenizer, one of another kind, or one with more tokens than
     `vocab_size`.
     """
-    model, pre = (file.get(f"tokenizer.ggml.{name}", str) for name in ("model", "pre"))
+    path = file.path
+    model = file.get("tokenizer.ggml.model", str)
+    pre = file.get("tokenizer.ggml.pre", str)
     if model not in MODELS:
-        raise unknown(f"tokenizer in {file.path!r}:", model, MODELS)
+        raise unknown(f"tokenizer in {path!r}:", model, MODELS)
     pieces = file.items("tokenizer.ggml.tokens", str)
-    kinds = file.items("tokenizer.ggml.token_type", int) or [NORMAL] * len(pieces)
-    if not pieces or len(set(pieces)) != len(pieces) or len(kinds) != len(pieces):
+    count = len(pieces)
+    kinds = file.items("tokenizer.ggml.token_type", int) or [NORMAL] * count
+    if not pieces or len(set(pieces)) != count or len(kinds) != count:
         raise UserError(
-            f"{file.path!r}: its tokenizer has no tokens, repeated tokens, or tokens without a type"
+            f"{path!r}: its tokenizer has no tokens, repeated tokens, or tokens without a type"
         )
-    if len(pieces) > vocab_size:
-        raise UserError(
-            f"{file.path!r}: its tokenizer has {len(pieces)} tokens, its model {vocab_size}"
-        )
+    if count > vocab_size:
+        raise UserError(f"{path!r}: its tokenizer has {count} tokens, its model {vocab_size}")
     special = _special(file, pieces)
-    rule = rule_of(pre, path=file.path) if model == "gpt2" else None
-    begins = file.get("tokenizer.ggml.add_bos_token", bool, rule.begins if rule else True)
+    rule = None
+    begins = True
+    if model == "gpt2":
+        rule = rule_of(pre, path=path)
+        begins = rule.begins
+    begins = file.get("tokenizer.ggml.add_bos_token", bool, begins)
     ends = file.get("tokenizer.ggml.add_eos_token", bool, False)
-    around = [*(["bos_token"] if begins else []), "text", *(["eos_token"] if ends else [])]
-    if missing := [name for name in around if name != "text" and name not in special]:
+    around = ["text"]
+    if begins:
+        around.insert(0, "bos_token")
+    if ends:
+        around.append("eos_token")
+    missing = [name for name in around if name not in ("text", *special)]
+    if missing:
         raise UserError(
-            f"{file.path!r}: its tokenizer adds a {missing[0]} to each text, but does not define it"
+            f"{path!r}: its tokenizer adds a {missing[0]} to each text, but does not define it"
         )
     try:
-        made = _gpt2(file, pieces, rule) if rule else _llama(file, pieces, kinds, special)
+        if rule:
+            made = _gpt2(file, pieces, rule)
+        else:
+            made = _llama(file, pieces, kinds, special)
         added = [(piece, kind) for piece, kind in zip(pieces, kinds) if kind in ADDED]
         made.add_tokens(
             [
@@ -142,7 +156,7 @@ def files(file: File, *, vocab_size: int) -> dict[str, bytes]:
         raise
     except Exception as error:  # `tokenizers` raises plain Exceptions
         reason = " ".join(str(error).split())[:200]
-        raise UserError(f"{file.path!r}: its tokenizer is not a valid one: {reason}") from None
+        raise UserError(f"{path!r}: its tokenizer is not a valid one: {reason}") from None
     config = {name: piece for name, (piece, _) in special.items()}
     config |= {
         "add_bos_token": begins,
@@ -151,7 +165,8 @@ def files(file: File, *, vocab_size: int) -> dict[str, bytes]:
     }
     described = json.dumps(config, indent=2, ensure_ascii=False) + "\n"
     texts = {"tokenizer.json": made.to_str(), "tokenizer_config.json": described}
-    if template := file.get("tokenizer.chat_template", str):
+    template = file.get("tokenizer.chat_template", str)
+    if template:
         texts["chat_template.jinja"] = template
     return {name: content.encode() for name, content in texts.items()}
 
@@ -192,7 +207,8 @@ def _llama(file: File, pieces: list[str], kinds: list[int], special: dict) -> To
         for piece, score, kind in zip(pieces, scores, kinds)
         if kind in (NORMAL, UNUSED)
     }
-    if (longest := max(map(len, mergeable), default=0)) > MAX_CHARACTERS:
+    longest = max(map(len, mergeable), default=0)
+    if longest > MAX_CHARACTERS:
         raise UserError(
             f"{file.path!r}: its tokenizer has a token of {longest} characters (at most {MAX_CHARACTERS})"
         )
@@ -215,21 +231,20 @@ def merges(scores: dict[str, float]) -> list[tuple[str, str]]:
     """All pairs of tokens whose concatenation is a token, by descending score of the result, as in
     sentencepiece.
     """
-    pairs = (
-        (-score, piece[:cut], piece[cut:])
-        for piece, score in scores.items()
-        for cut in range(1, len(piece))
-        if piece[:cut] in scores and piece[cut:] in scores
-    )
-    return [
-        (left, right) for _, left, right in sorted(pairs, key=lambda pair: (pair[0], len(pair[1])))
-    ]
+    found = []
+    for piece, score in scores.items():
+        for cut in range(1, len(piece)):
+            left = piece[:cut]
+            right = piece[cut:]
+            if left in scores and right in scores:
+                found.append((-score, cut, left, right))
+    found.sort(key=lambda pair: pair[:2])
+    return [(left, right) for _, _, left, right in found]
 
 
 def _byte_pairs(pieces: list[str], pairs: list[tuple[str, str]], **settings: Any) -> Tokenizer:
-    return Tokenizer(
-        models.BPE({piece: index for index, piece in enumerate(pieces)}, pairs, **settings)
-    )
+    indices = {piece: index for index, piece in enumerate(pieces)}
+    return Tokenizer(models.BPE(indices, pairs, **settings))
 
 
 def _around(names: list[str], special: dict[str, tuple[str, int]]) -> processors.TemplateProcessing:

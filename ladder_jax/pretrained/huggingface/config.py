@@ -210,11 +210,15 @@ def _read_standard(get: Fields, family: Family) -> dict[str, Any]:
         raise UserError(
             f"{get.where}: mlp_bias=true cannot be represented without attention_bias=true"
         )
-    biases = Biases.ALL if mlp else Biases.ATTENTION if attention else Biases.NONE
-    qkv_bias = family.qkv_bias and (not family.experts or get("qkv_bias", bool, True))
-    return dict(
-        residual="standard", qk_norm=family.qk_norm, biases=Biases.QKV if qkv_bias else biases
-    )
+    if family.qkv_bias and (not family.experts or get("qkv_bias", bool, True)):
+        biases = Biases.QKV
+    elif mlp:
+        biases = Biases.ALL
+    elif attention:
+        biases = Biases.ATTENTION
+    else:
+        biases = Biases.NONE
+    return dict(residual="standard", qk_norm=family.qk_norm, biases=biases)
 
 
 def _read_ladder(get: Fields) -> dict[str, Any]:
@@ -252,13 +256,14 @@ def _read_dense_layers(get: Fields) -> int:
             "decoder_sparse_step",
             "the layers without experts must be the first ones (allowed: 1)",
         )
-    if listed and (listed != list(range(len(listed))) or len(listed) == count):
+    dense = len(listed)
+    if listed and (listed != list(range(dense)) or dense == count):
         raise _refused(
             get,
             "mlp_only_layers",
             f"the layers without experts must be the first ones, and not all {count}",
         )
-    return len(listed)
+    return dense
 
 
 def _read_rope(told: Fields) -> tuple[float, RopeScaling | None]:
@@ -375,6 +380,7 @@ def _told(model: ModelConfig) -> dict[str, Any]:
     )
     program = MODELING.removesuffix(".py")
     moe = model.moe
+    biases = model.biases
     told = {
         "auto_map": {
             "AutoConfig": f"{program}.LadderConfig",
@@ -382,11 +388,11 @@ def _told(model: ModelConfig) -> dict[str, Any]:
         },
         "residual": "standard" if is_standard else model.residual,
         "ladder_layers": None if is_standard else listed,
-        "biases": model.biases.value,
+        "biases": biases.value,
         "qk_norm": model.qk_norm.value,
-        "attention_bias": model.biases in (Biases.ATTENTION, Biases.ALL),
-        "mlp_bias": model.biases is Biases.ALL,
-        "qkv_bias": model.biases is Biases.QKV,
+        "attention_bias": biases in (Biases.ATTENTION, Biases.ALL),
+        "mlp_bias": biases is Biases.ALL,
+        "qkv_bias": biases is Biases.QKV,
         "head_dim": model.head_dim,
         "sliding_window": None,
         "use_sliding_window": False,

@@ -57,8 +57,9 @@ def read(folder: pathlib.Path) -> Source:
     Raises UserError for a model that we cannot represent, and for files that are missing, damaged,
     or of another model.
     """
-    told = read_object(folder / CONFIG)
-    where = str(folder / CONFIG)
+    file = folder / CONFIG
+    told = read_object(file)
+    where = str(file)
     model = config.read(told, where=where)
     tokens = {name: told[name] for name in config.TOKENS if told.get(name) is not None}
     return Source(
@@ -81,11 +82,13 @@ def _arrays(folder: pathlib.Path, model: ModelConfig) -> dict[Key, Stored]:
         for name, one in stored(folder).items()
         if not name.endswith("rotary_emb.inv_freq")
     }
-    head = found.pop(weights.HEAD, None) if model.tie_embeddings else None
-    if head and weights.TABLE in found and not weights.same(head, found[weights.TABLE]):
-        raise UserError(
-            f"{str(folder)!r}: {weights.HEAD} differs from the embedding, though tie_word_embeddings is true"
-        )
+    if model.tie_embeddings and weights.HEAD in found:
+        head = found.pop(weights.HEAD)
+        table = found.get(weights.TABLE)
+        if table and not weights.same(head, table):
+            raise UserError(
+                f"{str(folder)!r}: {weights.HEAD} differs from the embedding, though tie_word_embeddings is true"
+            )
     mixtral = any(".block_sparse_moe." in name for name in found)
     names = weights.MIXTRAL if mixtral else weights.NAMES
     return tensors.arrays(str(folder), model, found, names)
@@ -93,7 +96,9 @@ def _arrays(folder: pathlib.Path, model: ModelConfig) -> dict[Key, Stored]:
 
 def generation_in(folder: pathlib.Path) -> dict[str, Any]:
     """The settings in generation_config.json, if it is there."""
-    return read_object(folder / GENERATION) if _has_file(folder, GENERATION) else {}
+    if _has_file(folder, GENERATION):
+        return read_object(folder / GENERATION)
+    return {}
 
 
 def tokenizer_files(folder: pathlib.Path) -> dict[str, bytes]:
@@ -118,11 +123,15 @@ def _has_file(folder: pathlib.Path, name: str) -> bool:
     """
     file = folder / name
     real = folder.resolve()
-    allowed = [real, *([real.parents[1] / "blobs"] if real.parent.name == "snapshots" else [])]
-    if file.is_symlink() and not any(file.resolve().is_relative_to(root) for root in allowed):
-        raise UserError(
-            f"{str(file)!r} leads out of its folder, and an export copies no such file: put a copy there"
-        )
+    allowed = [real]
+    if real.parent.name == "snapshots":
+        allowed.append(real.parents[1] / "blobs")
+    if file.is_symlink():
+        target = file.resolve()
+        if not any(target.is_relative_to(root) for root in allowed):
+            raise UserError(
+                f"{str(file)!r} leads out of its folder, and an export copies no such file: put a copy there"
+            )
     return file.is_file()
 
 
@@ -133,8 +142,11 @@ def _without_programs(content: bytes, *, where: pathlib.Path, fast: bool) -> byt
     told = json_object(content, where=where)
     if "auto_map" not in told:
         return content
-    kept = {name: value for name, value in told.items() if name not in ("auto_map", _CLASS)}
-    return _to_json({**kept, **({_CLASS: _FAST} if fast else {})})
+    del told["auto_map"]
+    told.pop(_CLASS, None)
+    if fast:
+        told[_CLASS] = _FAST
+    return _to_json(told)
 
 
 def read_object(file: pathlib.Path) -> dict[str, Any]:
@@ -150,17 +162,19 @@ def read_object(file: pathlib.Path) -> dict[str, Any]:
 
 def stored(folder: pathlib.Path) -> dict[str, Stored]:
     """All tensors by Hugging Face's names, from the files in the index, or from the single file."""
-    if not (folder / INDEX).is_file():
-        if not (folder / WEIGHTS).is_file():
+    index = folder / INDEX
+    if not index.is_file():
+        single = folder / WEIGHTS
+        if not single.is_file():
             raise UserError(_no_weights(folder))
-        return weights.tensors_in(folder / WEIGHTS)
-    listed = read_object(folder / INDEX).get("weight_map")
+        return weights.tensors_in(single)
+    listed = read_object(index).get("weight_map")
     if not isinstance(listed, dict) or not all(isinstance(name, str) for name in listed.values()):
-        raise UserError(f"{str(folder / INDEX)!r} has no weight_map")
+        raise UserError(f"{str(index)!r} has no weight_map")
     all_tensors = {}
     for name in sorted(set(listed.values())):
         if pathlib.PurePath(name).name != name:
-            raise UserError(f"{str(folder / INDEX)!r} names a file outside its folder: {name!r}")
+            raise UserError(f"{str(index)!r} names a file outside its folder: {name!r}")
         all_tensors |= weights.tensors_in(folder / name)
     return all_tensors
 
@@ -203,9 +217,11 @@ def _files(exported: Source, described: dict[str, Any]) -> dict[str, bytes]:
     if exported.generation:
         files[GENERATION] = _to_json(dict(exported.generation))
     if described["model_type"] == config.LADDER:
-        files[config.MODELING] = pathlib.Path(__file__).with_name(config.MODELING).read_bytes()
+        program = pathlib.Path(__file__).with_name(config.MODELING)
+        files[config.MODELING] = program.read_bytes()
         if MAIN in files:
-            files[TOKENIZER_CONFIG] = _with_class(exported.path, files.get(TOKENIZER_CONFIG, b"{}"))
+            content = files.get(TOKENIZER_CONFIG, b"{}")
+            files[TOKENIZER_CONFIG] = _with_class(exported.path, content)
     return files
 
 
@@ -229,7 +245,8 @@ def _write_tensors(folder: pathlib.Path, pending: Mapping[str, Stored]) -> None:
     with progress(len(pending), label="written {done}/{total} tensors") as update:
         done = itertools.count(1)
         for file, names in shards.filename_to_tensors.items():
-            for _ in weights.write_tensors(folder / file, {name: pending[name] for name in names}):
+            held = {name: pending[name] for name in names}
+            for _ in weights.write_tensors(folder / file, held):
                 update(next(done), "")
     if shards.is_sharded:
         index = {"metadata": shards.metadata, "weight_map": shards.tensor_to_filename}

@@ -69,7 +69,9 @@ class LadderConfig(PreTrainedConfig):
     def __init__(self, tie_word_embeddings=False, **fields):
         for name, default in DEFAULTS.items():
             value = fields.pop(name, None)
-            setattr(self, name, default if value is None else value)
+            if value is None:
+                value = default
+            setattr(self, name, value)
         self.rope_parameters = dict(self.rope_parameters)  # which transformers adds to
         super().__init__(tie_word_embeddings=tie_word_embeddings, **fields)
 
@@ -86,20 +88,23 @@ def delays(config):
         "parallel-shared-norm": (0, 1, True),
         "parallel-ladder": (2, 3, True),
     }
-    name, _, number = config.residual.partition("-")
+    residual = config.residual
+    name, _, number = residual.partition("-")
     if name == "ladder" and number.isdigit():
-        kinds[config.residual] = (int(number), int(number), False)
-    if config.residual not in kinds:
+        kinds[residual] = (int(number), int(number), False)
+    if residual not in kinds:
         allowed = f"ladder-K, {', '.join(kinds)}"
-        raise ValueError(f"unknown residual {config.residual!r} (allowed: {allowed})")
-    kind = kinds[config.residual]
+        raise ValueError(f"unknown residual {residual!r} (allowed: {allowed})")
+    kind = kinds[residual]
     # the first ones have no experts
     layers = range(config.num_hidden_layers)
     dense = len(config.mlp_only_layers)
     chosen = layers if config.ladder_layers is None else config.ladder_layers
     kinds = [kind if layer in chosen else (0, 0, False) for layer in layers]
     if is_farskip(config) and dense:  # no routed output is pending after them
-        kinds[:dense] = [(0, 1, True) if mlp else (0, 0, False) for _, mlp, _ in kinds[:dense]]
+        for layer in range(dense):
+            if layer in chosen:
+                kinds[layer] = (0, 1, True)
         kinds[dense] = (0, *kinds[dense][1:])
     return kinds
 
@@ -114,12 +119,13 @@ def frequencies(config):
     2407.21783).
     """
     rope = config.rope_parameters
+    kind = rope["rope_type"]
     half = torch.arange(0, config.head_dim, 2, dtype=torch.float64, device="cpu")
     plain = rope["rope_theta"] ** (-half / config.head_dim)
-    if rope["rope_type"] == "default":
+    if kind == "default":
         return plain
-    if rope["rope_type"] != "llama3":
-        raise ValueError(f"unknown rope_type {rope['rope_type']!r} (allowed: default, llama3)")
+    if kind != "llama3":
+        raise ValueError(f"unknown rope_type {kind!r} (allowed: default, llama3)")
     turns = rope["original_max_position_embeddings"] * plain / (2 * math.pi)
     low = rope["low_freq_factor"]
     high = rope["high_freq_factor"]
@@ -132,36 +138,57 @@ def rotate(x, cos, sin):
     H/2.
     """
     left, right = x.float().chunk(2, dim=-1)
-    return torch.cat([left * cos - right * sin, right * cos + left * sin], dim=-1).to(x.dtype)
+    first = left * cos - right * sin
+    second = right * cos + left * sin
+    return torch.cat([first, second], dim=-1).to(x.dtype)
+
+
+def delayed(streams, delay):
+    """The residual stream `delay` sublayers ago."""
+    return streams[max(0, len(streams) - 1 - delay)]
 
 
 class LadderAttention(nn.Module):
     def __init__(self, config, layer):
         super().__init__()
         self.layer = layer
-        self.head_dim = config.head_dim
-        inner = config.num_attention_heads * config.head_dim
-        outer = config.num_key_value_heads * config.head_dim
+        head_dim = config.head_dim
+        self.head_dim = head_dim
+        width = config.hidden_size
+        eps = config.rms_norm_eps
+        inner = config.num_attention_heads * head_dim
+        outer = config.num_key_value_heads * head_dim
         bias = config.biases != "none"
-        self.q_proj = nn.Linear(config.hidden_size, inner, bias=bias)
-        self.k_proj = nn.Linear(config.hidden_size, outer, bias=bias)
-        self.v_proj = nn.Linear(config.hidden_size, outer, bias=bias)
-        self.o_proj = nn.Linear(
-            inner, config.hidden_size, bias=config.biases in ("attention", "all")
-        )
+        out_bias = config.biases in ("attention", "all")
+        self.q_proj = nn.Linear(width, inner, bias=bias)
+        self.k_proj = nn.Linear(width, outer, bias=bias)
+        self.v_proj = nn.Linear(width, outer, bias=bias)
+        self.o_proj = nn.Linear(inner, width, bias=out_bias)
         self.norms_all_heads = config.qk_norm == "all-heads"
-        sizes = (inner, outer) if self.norms_all_heads else (config.head_dim, config.head_dim)
-        norm = lambda size: (
-            nn.RMSNorm(size, config.rms_norm_eps) if config.qk_norm else nn.Identity()
-        )
-        self.q_norm, self.k_norm = map(norm, sizes)
+        if not config.qk_norm:
+            self.q_norm = nn.Identity()
+            self.k_norm = nn.Identity()
+        elif self.norms_all_heads:
+            self.q_norm = nn.RMSNorm(inner, eps)
+            self.k_norm = nn.RMSNorm(outer, eps)
+        else:
+            self.q_norm = nn.RMSNorm(head_dim, eps)
+            self.k_norm = nn.RMSNorm(head_dim, eps)
+
+    def heads(self, projected):
+        return projected.unflatten(-1, (-1, self.head_dim))
+
+    def normed_heads(self, norm, projected):
+        if self.norms_all_heads:
+            return self.heads(norm(projected))
+        return norm(self.heads(projected))
 
     def forward(self, x, cos, sin, mask, cache):
-        heads = lambda projected: projected.unflatten(-1, (-1, self.head_dim))
-        normed = lambda norm, out: heads(norm(out)) if self.norms_all_heads else norm(heads(out))
-        query = rotate(normed(self.q_norm, self.q_proj(x)).transpose(1, 2), cos, sin)
-        key = rotate(normed(self.k_norm, self.k_proj(x)).transpose(1, 2), cos, sin)
-        value = heads(self.v_proj(x)).transpose(1, 2)
+        query = self.normed_heads(self.q_norm, self.q_proj(x))
+        query = rotate(query.transpose(1, 2), cos, sin)
+        key = self.normed_heads(self.k_norm, self.k_proj(x))
+        key = rotate(key.transpose(1, 2), cos, sin)
+        value = self.heads(self.v_proj(x)).transpose(1, 2)
         if cache is not None:
             key, value = cache.update(key, value, self.layer)
         out = functional.scaled_dot_product_attention(
@@ -207,26 +234,27 @@ class LadderExperts(nn.Module):
 
     def routed(self, x):
         logits = functional.linear(x.float(), self.gate.weight.float())
-        chosen, experts = (
-            found[..., : self.top_k] for found in logits.sort(dim=-1, descending=True, stable=True)
-        )
-        weights = (
-            chosen - (chosen if self.renormalised else logits).logsumexp(-1, keepdim=True)
-        ).exp()
+        ranked, order = logits.sort(dim=-1, descending=True, stable=True)
+        chosen = ranked[..., : self.top_k]
+        experts = order[..., : self.top_k]
+        total = (chosen if self.renormalised else logits).logsumexp(-1, keepdim=True)
+        weights = (chosen - total).exp()
         out = torch.zeros_like(x, dtype=torch.float32)
         for index, expert in enumerate(self.experts):
             *token, choice = (experts == index).nonzero(as_tuple=True)
-            of_tokens = expert(x[tuple(token)]).float() * weights[(*token, choice)][:, None]
-            out = out.index_put(tuple(token), of_tokens, accumulate=True)
+            token = tuple(token)
+            weight = weights[(*token, choice)][:, None]
+            of_tokens = expert(x[token]).float() * weight
+            out = out.index_put(token, of_tokens, accumulate=True)
         return out.to(x.dtype)
 
     def shared(self, x):
         if self.shared_expert is None:
             return 0
         out = self.shared_expert(x)
-        return (
-            out if self.shared_expert_gate is None else out * self.shared_expert_gate(x).sigmoid()
-        )
+        if self.shared_expert_gate is None:
+            return out
+        return out * self.shared_expert_gate(x).sigmoid()
 
 
 class LadderLayer(nn.Module):
@@ -235,9 +263,10 @@ class LadderLayer(nn.Module):
         self.attention_delay, self.mlp_delay, self.joint = delays(config)[layer]
         has_experts = config.num_experts > 0 and layer not in config.mlp_only_layers
         self.self_attn = LadderAttention(config, layer)
-        self.mlp = (
-            LadderExperts(config) if has_experts else LadderMLP(config, config.intermediate_size)
-        )
+        if has_experts:
+            self.mlp = LadderExperts(config)
+        else:
+            self.mlp = LadderMLP(config, config.intermediate_size)
         self.farskip = is_farskip(config) and has_experts and self.mlp_delay > 0
         self.input_layernorm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.shared_norm = config.residual == "parallel-shared-norm"
@@ -248,26 +277,24 @@ class LadderLayer(nn.Module):
         """`streams`: the residual stream after each sublayer so far, oldest first. Returns this
         layer's two streams.
         """
-        read = lambda delay: streams[max(0, len(streams) - 1 - delay)]
+        newest = streams[-1]
         mlp_norm = self.input_layernorm if self.shared_norm else self.post_attention_layernorm
-        attended = self.self_attn(
-            self.input_layernorm(read(self.attention_delay)), cos, sin, mask, cache
-        )
+        normed = self.input_layernorm(delayed(streams, self.attention_delay))
+        attended = self.self_attn(normed, cos, sin, mask, cache)
         if self.joint:
             # The MLP's delay counts from the MLP, one sublayer after attention, so one is
             # subtracted here.
-            both = streams[-1] + (attended + self.mlp(mlp_norm(read(self.mlp_delay - 1))))
+            normed = mlp_norm(delayed(streams, self.mlp_delay - 1))
+            both = newest + (attended + self.mlp(normed))
             return [both, both]
         # the shared expert's output is added with attention's, before the routed ones'
         if self.farskip:
-            normed = mlp_norm(streams[-1])
-            early = streams[-1] + (attended + self.mlp.shared(normed))
+            normed = mlp_norm(newest)
+            early = newest + (attended + self.mlp.shared(normed))
             return [early, early + self.mlp.routed(normed)]
-        streams = [*streams, streams[-1] + attended]
-        return [
-            streams[-1],
-            streams[-1] + self.mlp(mlp_norm(streams[max(0, len(streams) - 1 - self.mlp_delay)])),
-        ]
+        middle = newest + attended
+        normed = mlp_norm(delayed([*streams, middle], self.mlp_delay))
+        return [middle, middle + self.mlp(normed)]
 
 
 class LadderPreTrainedModel(PreTrainedModel):
@@ -302,15 +329,18 @@ class LadderModel(LadderPreTrainedModel):
     ):
         """attention_mask [B, S]: 0 for padding, of the cached tokens and these tokens."""
         x = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
-        use_cache = self.config.use_cache if use_cache is None else use_cache
-        cache = past_key_values if cache is None else cache
+        if use_cache is None:
+            use_cache = self.config.use_cache
+        if cache is None:
+            cache = past_key_values
         if use_cache and cache is None:
             cache = DynamicCache(config=self.config)
         past = 0 if cache is None else cache.get_seq_length()
         length = x.shape[1]
         place = past + torch.arange(length, device=x.device)
-        positions = place[None] if position_ids is None else position_ids
-        angles = positions[:, None, :, None].float() * frequencies(self.config).to(
+        if position_ids is None:
+            position_ids = place[None]
+        angles = position_ids[:, None, :, None].float() * frequencies(self.config).to(
             x.device, torch.float32
         )
         cos = angles.cos()
@@ -318,7 +348,8 @@ class LadderModel(LadderPreTrainedModel):
         mask = self._mask(attention_mask, place, past + length)
         streams = [x]
         for layer in self.layers:
-            streams = [*streams, *layer(streams, cos, sin, mask, cache)][-self.depth :]
+            streams = [*streams, *layer(streams, cos, sin, mask, cache)]
+            streams = streams[-self.depth :]
         return BaseModelOutputWithPast(
             last_hidden_state=self.norm(streams[-1]), **{CACHE: cache if use_cache else None}
         )
@@ -328,14 +359,17 @@ class LadderModel(LadderPreTrainedModel):
         would be NaN.
         """
         keys = torch.arange(length, device=place.device)
-        seen = (keys <= place[:, None])[None, None]
+        queries = place[:, None]
+        seen = (keys <= queries)[None, None]
         if attention_mask is None:
             return seen
         if attention_mask.ndim != 2 or attention_mask.shape[1] != length:
             raise ValueError(
                 f"attention_mask must be [B, {length}], not {tuple(attention_mask.shape)}"
             )
-        return seen & attention_mask[:, None, None, :].bool() | (keys == place[:, None])
+        unpadded = attention_mask[:, None, None, :].bool()
+        itself = keys == queries
+        return seen & unpadded | itself
 
 
 class LadderForCausalLM(LadderPreTrainedModel, GenerationMixin):

@@ -96,12 +96,13 @@ def tensors_in(file: pathlib.Path) -> dict[str, Stored]:
     header.pop("__metadata__", None)
     found = {}
     for name, entry in header.items():
-        if entry["dtype"] not in _DTYPES:
+        kind = entry["dtype"]
+        if kind not in _DTYPES:
             raise UserError(
-                f"{str(file)!r}: {name} is stored as {entry['dtype']} (allowed: {', '.join(_DTYPES)};"
+                f"{str(file)!r}: {name} is stored as {kind} (allowed: {', '.join(_DTYPES)};"
                 " quantized weights have to be dequantized first)"
             )
-        dtype = _DTYPES[entry["dtype"]]
+        dtype = _DTYPES[kind]
         offset = 8 + length + entry["data_offsets"][0]
         for part, shape in _unfused(name, tuple(entry["shape"])):
             read = functools.partial(from_file, file, dtype, shape, offset=offset)
@@ -132,12 +133,13 @@ def write_tensors(file: pathlib.Path, pending: Mapping[str, Stored]) -> Iterator
     header = {"__metadata__": {"format": "pt"}}
     offset = 0
     for name, tensor in pending.items():
-        extent = [offset, offset := offset + tensor.nbytes]
+        end = offset + tensor.nbytes
         header[name] = {
             "dtype": names[tensor.dtype],
             "shape": list(tensor.shape),
-            "data_offsets": extent,
+            "data_offsets": [offset, end],
         }
+        offset = end
     encoded = json.dumps(header, separators=(",", ":")).encode()
     encoded += b" " * (-len(encoded) % 8)  # values begin at a multiple of 8
     with open(file, "wb") as content:
@@ -149,7 +151,9 @@ def write_tensors(file: pathlib.Path, pending: Mapping[str, Stored]) -> Iterator
 
 def same(a: Stored, b: Stored) -> bool:
     """Whether shape, dtype and every bit are equal."""
-    return (a.shape, a.dtype) == (b.shape, b.dtype) and _bytes(a.read()) == _bytes(b.read())
+    if (a.shape, a.dtype) != (b.shape, b.dtype):
+        return False
+    return _bytes(a.read()) == _bytes(b.read())
 
 
 def _bytes(array: np.ndarray) -> memoryview:
