@@ -17,7 +17,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import tensorstore
 
@@ -38,33 +37,47 @@ _CONFIG = {
     "manifest_kind": "single",
 }
 
+type Abstract = Mapping[str, jax.ShapeDtypeStruct]  # of arrays, by name
 type Index = tuple[slice, ...]
+type Reads = dict[Index, tensorstore.Future]  # of an array's shards, by their places
+type Shapes = Mapping[str, tuple[int, ...]]  # of arrays, by name
+type Spec = dict[str, Any]  # of tensorstore
 # an array's name, such as "layers/mlp/up", and the layer's index if layers are stacked
 Key = tuple[str, int | None]
 
 
 def named(tree: Any) -> dict[str, Any]:
     """A nested dict's arrays by name."""
-    leaves = jax.tree_util.tree_leaves_with_path(tree, is_leaf=lambda x: hasattr(x, "shape"))
-    return {"/".join(str(getattr(key, "key", key)) for key in path): leaf for path, leaf in leaves}
+    is_array = lambda leaf: hasattr(leaf, "shape")
+    arrays = {}
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_array):
+        name = jax.tree_util.keystr(path, simple=True, separator="/")
+        arrays[name] = leaf
+    return arrays
 
 
-def stored(folder: AnyPath) -> dict[str, jax.ShapeDtypeStruct]:
+def shapes_of(tree: Any) -> Shapes:
+    """The shapes of a nested dict's arrays."""
+    return {name: tuple(array.shape) for name, array in named(tree).items()}
+
+
+def stored(folder: AnyPath) -> Abstract:
     """The shape and dtype of each stored array, by name."""
     store = tensorstore.KvStore.open(database(folder)).result()
-    keys = [key.decode() for key in store.list().result()]
-    reads = {key: store.read(key) for key in keys if key.endswith("/.zarray")}
+    reads = {}
+    for key in store.list().result():
+        path = key.decode()
+        if path.endswith("/.zarray"):
+            reads[path] = store.read(path)
     found = {}
-    for key, read in reads.items():
+    for path, read in reads.items():
+        name = path.removesuffix("/.zarray").replace(".", "/")
         about = json.loads(read.result().value)
-        name = key.removesuffix("/.zarray").replace(".", "/")
-        found[name] = jax.ShapeDtypeStruct(tuple(about["shape"]), jnp.dtype(about["dtype"]))
+        found[name] = jax.ShapeDtypeStruct(about["shape"], about["dtype"])
     return found
 
 
-def read(
-    folder: AnyPath, like: Mapping[str, jax.ShapeDtypeStruct], keys: Sequence[Key] | None = None
-) -> Iterator[jax.Array]:
+def read(folder: AnyPath, like: Abstract, keys: Sequence[Key] | None = None) -> Iterator[jax.Array]:
     """The array of each key (by default of all of `like`), with the shape, dtype and sharding that
     `like` has for it.
 
@@ -72,9 +85,12 @@ def read(
     reads its own shards, once, those of the next keys in advance: the host holds up to AHEAD bytes,
     or one array if that is larger.
     """
-    keys = [(name, None) for name in like] if keys is None else keys
-    names = dict.fromkeys(name for name, _ in keys)
-    opening = {name: _open(folder, name) for name in names}
+    if keys is None:
+        keys = [(name, None) for name in like]
+    opening = {}
+    for name, _ in keys:
+        if name not in opening:
+            opening[name] = _open(folder, name)
     stores = {name: opened.result() for name, opened in opening.items()}
 
     waiting = collections.deque(keys)
@@ -83,12 +99,16 @@ def read(
     for name, _ in keys:
         while waiting:
             following, layer = waiting[0]
-            if ahead and held + _size(like[following]) > AHEAD:
+            about = like[following]
+            size = _size(about)
+            if ahead and held + size > AHEAD:
                 break
             waiting.popleft()
-            store = stores[following] if layer is None else stores[following][layer]
-            ahead.append(begin_read(store, like[following]))
-            held += _size(like[following])
+            store = stores[following]
+            if layer is not None:
+                store = store[layer]
+            ahead.append(begin_read(store, about))
+            held += size
         # no local variable: it would keep the array alive
         yield _placed(ahead.popleft(), like[name])
         held -= _size(like[name])
@@ -100,12 +120,11 @@ def _size(array: jax.ShapeDtypeStruct) -> int:
 
 def _open(folder: AnyPath, name: str) -> tensorstore.Future:
     """Open an array without reading its values."""
-    return tensorstore.open(described_array(database(folder), name), open=True, read=True)
+    spec = described_array(database(folder), name)
+    return tensorstore.open(spec, open=True, read=True)
 
 
-def begin_read(
-    store: tensorstore.TensorStore, like: jax.ShapeDtypeStruct
-) -> dict[Index, tensorstore.Future]:
+def begin_read(store: tensorstore.TensorStore, like: jax.ShapeDtypeStruct) -> Reads:
     """Starts to read this process's shards, by their places; a stored vocabulary may have less
     padding than `like`.
     """
@@ -114,29 +133,33 @@ def begin_read(
     for index in set(places):
         there = []
         for axis, length, size in zip(index, like.shape, store.shape):
-            start, stop, _ = axis.indices(length)
-            there.append(slice(min(start, size), min(stop, size)))
+            start, stop, _ = axis.indices(min(length, size))
+            there.append(slice(start, stop))
         reads[index] = store[tuple(there)].read()
     return reads
 
 
-def _placed(reads: dict[Index, tensorstore.Future], like: jax.ShapeDtypeStruct) -> jax.Array:
-    shard = lambda index: reads[index].result().astype(like.dtype, copy=False)
+def _placed(reads: Reads, like: jax.ShapeDtypeStruct) -> jax.Array:
+    def shard(index):
+        values = reads[index].result()
+        return values.astype(like.dtype, copy=False)
+
     return meshes.place(shard, like.shape, like.sharding)
 
 
-def database(folder: AnyPath) -> dict[str, Any]:
+def database(folder: AnyPath) -> Spec:
     """Tensorstore's specification of an item's database."""
     return {"driver": "ocdbt", "base": kvstore(folder)}
 
 
-def described_array(within: dict[str, Any], name: str) -> dict[str, Any]:
+def described_array(within: Spec, name: str) -> Spec:
     """Tensorstore's specification of an array in a database."""
-    return {"driver": "zarr", "kvstore": {**within, "path": f"{name.replace('/', '.')}/"}}
+    folder = name.replace("/", ".")
+    return {"driver": "zarr", "kvstore": {**within, "path": f"{folder}/"}}
 
 
 def create(
-    within: dict[str, Any],
+    within: Spec,
     name: str,
     array: jax.ShapeDtypeStruct,
     *,
@@ -144,17 +167,17 @@ def create(
     context: tensorstore.Context,
 ) -> tensorstore.Future:
     """Opens an array in a database, or makes it, in chunks of this shape."""
-    metadata = {"chunks": list(chunk), "compressor": {"id": "zstd", "level": 1}}
-    spec = {
-        **described_array(within, name),
-        "metadata": metadata,
-        "store_data_equal_to_fill_value": True,
-    }
-    about = dict(shape=array.shape, dtype=tensorstore.dtype(array.dtype), context=context)
-    return tensorstore.open(spec, open=True, create=True, **about)
+    spec = described_array(within, name)
+    compressor = {"id": "zstd", "level": 1}
+    spec["metadata"] = {"chunks": list(chunk), "compressor": compressor}
+    spec["store_data_equal_to_fill_value"] = True
+    dtype = tensorstore.dtype(array.dtype)
+    return tensorstore.open(
+        spec, open=True, create=True, shape=array.shape, dtype=dtype, context=context
+    )
 
 
-def described(shapes: Mapping[str, tuple[int, ...]]) -> str:
+def described(shapes: Shapes) -> str:
     """Orbax's description of arrays, by name: the content of METADATA."""
     tree = {}
     for name, shape in shapes.items():
@@ -167,45 +190,52 @@ def described(shapes: Mapping[str, tuple[int, ...]]) -> str:
         "use_ocdbt": True,
         "use_zarr3": False,
         "custom_metadata": None,
+        "store_array_data_equal_to_fill_value": True,
     }
-    return json.dumps(metadata | {"store_array_data_equal_to_fill_value": True})
+    return json.dumps(metadata)
 
 
 def begin(folder: AnyPath, arrays: Mapping[str, jax.Array]) -> list[tensorstore.Future]:
     """Copies this process's shards of the arrays, by name, to the host, and starts to write
     them.
     """
-    written = _written(_part(folder, jax.process_index()))
+    part = _part(folder, jax.process_index())
     context = tensorstore.Context()
     opening = {}
     for name, array in arrays.items():
-        opening[name] = create(written, name, array, chunk=_chunk(name, array), context=context)
+        chunk = _chunk(name, array)
+        opening[name] = create(part, name, array, chunk=chunk, context=context)
     writes = []
     for name, array in arrays.items():
         store = opening[name].result()
         for shard in array.addressable_shards:
             if shard.replica_id == 0:
-                writes.append(store[shard.index].write(np.array(shard.data)).commit)
+                place = store[shard.index]
+                writes.append(place.write(np.array(shard.data)).commit)
     return writes
 
 
-def finish(folder: AnyPath, shapes: Mapping[str, tuple[int, ...]]) -> None:
+def finish(folder: AnyPath, shapes: Shapes) -> None:
     """Makes one database of all processes'. Called on one process, after all have written."""
     context = tensorstore.Context()
     transaction = tensorstore.Transaction(atomic=True)
     merged = tensorstore.KvStore.open(_written(folder), context=context).result()
-    parts = [_written(_part(folder, process)) for process in range(jax.process_count())]
-    for part in [tensorstore.KvStore.open(part, context=context) for part in parts]:
-        part.result().experimental_copy_range_to(merged.with_transaction(transaction)).result()
+    opening = []
+    for process in range(jax.process_count()):
+        part = _part(folder, process)
+        opening.append(tensorstore.KvStore.open(part, context=context))
+    for opened in opening:
+        part = opened.result()
+        part.experimental_copy_range_to(merged.with_transaction(transaction)).result()
     transaction.commit_sync()
     (folder / METADATA).write_text(described(shapes))
 
 
-def _part(folder: AnyPath, process: int) -> AnyPath:
-    return folder / f"ocdbt.process_{process}"
+def _part(folder: AnyPath, process: int) -> Spec:
+    return _written(folder / f"ocdbt.process_{process}")
 
 
-def _written(folder: AnyPath) -> dict[str, Any]:
+def _written(folder: AnyPath) -> Spec:
     return {
         **database(folder),
         "config": _CONFIG,
@@ -225,10 +255,11 @@ def _chunk(name: str, array: jax.Array) -> list[int]:
         chunk[0] = 1
     for axis, length in enumerate(chunk):
         slice_bytes = array.dtype.itemsize * math.prod(chunk[axis + 1 :])
-        fitting = [
-            n for n in range(1, length + 1) if length % n == 0 and n * slice_bytes <= LARGEST
-        ]
-        chunk[axis] = max(fitting, default=1)
+        largest = 1
+        for n in range(2, length + 1):
+            if length % n == 0 and n * slice_bytes <= LARGEST:
+                largest = n
+        chunk[axis] = largest
     return chunk
 
 
@@ -244,7 +275,7 @@ class Stream:
     the folder again after its removal.
     """
 
-    def __init__(self, folder: pathlib.Path, arrays: Mapping[str, jax.ShapeDtypeStruct]):
+    def __init__(self, folder: pathlib.Path, arrays: Abstract):
         self._disk = concurrent.futures.ThreadPoolExecutor(
             1, thread_name_prefix="ladder_jax stream"
         )
@@ -268,8 +299,9 @@ class Stream:
     def put(self, name: str, values: np.ndarray, *, layer: int | None = None) -> None:
         """Write an array, or one layer of it. Returns when it is on the disk."""
         target = self._part(name, layer)
-        if tuple(target.shape) != values.shape:
-            raise ValueError(f"{name} is {values.shape}, not {tuple(target.shape)}")
+        shape = tuple(target.shape)
+        if values.shape != shape:
+            raise ValueError(f"{name} is {values.shape}, not {shape}")
         values = np.ascontiguousarray(values, self.arrays[name].dtype)
         self._on_disk(lambda: target.write(values).result())
         self._digests[name, layer] = _digest(values)
@@ -291,11 +323,19 @@ class Stream:
         self._open_all()
         for (name, layer), digest in self._digests.items():
             part = self._part(name, layer)
-            same = _digest(self._on_disk(lambda: part.read().result())) == digest
-            yield None if same else name if layer is None else f"{name} of layer {layer}"
+            read = lambda: part.read().result()
+            if _digest(self._on_disk(read)) == digest:
+                yield None
+            elif layer is None:
+                yield name
+            else:
+                yield f"{name} of layer {layer}"
 
     def _part(self, name: str, layer: int | None) -> tensorstore.TensorStore:
-        return self._stores[name] if layer is None else self._stores[name][layer]
+        array = self._stores[name]
+        if layer is None:
+            return array
+        return array[layer]
 
     def _on_disk[T](self, work: Callable[[], T]) -> T:
         return self._disk.submit(work).result()
@@ -309,10 +349,14 @@ class Stream:
         }
 
     def _create(self, name: str, array: jax.ShapeDtypeStruct) -> tensorstore.TensorStore:
-        stacked = name.partition("/")[0] in STACKS
-        rows, *others = array.shape[1:] if stacked else array.shape
-        step = max(1, CHUNK // (array.dtype.itemsize * int(np.prod(others))))
-        chunk = [*([1] if stacked else []), min(step, rows), *others]
+        chunk = list(array.shape)
+        axis = 0  # the one that is cut
+        if name.partition("/")[0] in STACKS:
+            chunk[0] = 1
+            axis = 1
+        slice_bytes = array.dtype.itemsize * math.prod(chunk[axis + 1 :])
+        rows = max(1, CHUNK // slice_bytes)
+        chunk[axis] = min(rows, chunk[axis])
         within = database(self.folder.absolute())
         return create(within, name, array, chunk=chunk, context=self._context).result()
 

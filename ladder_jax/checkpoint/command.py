@@ -37,7 +37,9 @@ def run(args: dict) -> None:
     thorough = args["verify"] or keep is not None
     with explained(path, "read"):
         folder = saved.folder_of(path)
-        rows = [_row(folder / str(step), thorough=thorough) for step in saved.steps(folder)]
+        rows = []
+        for step in saved.steps(folder):
+            rows.append(_row(folder / str(step), thorough=thorough))
         if not rows:
             raise UserError(f"there is no checkpoint below {str(path)!r}")
         # a running job may have removed some meanwhile
@@ -82,10 +84,11 @@ def _row(folder: AnyPath, *, thorough: bool) -> Row:
         problems = saved.verify(folder)
     except UserError as error:
         problems = [str(error)]
+    sizes = [int(info["size"]) for info in manifest.found(folder).values()]
     return Row(
         step=int(folder.name),
         path=str(folder),
-        bytes=sum(int(info["size"]) for info in manifest.found(folder).values()),
+        bytes=sum(sizes),
         time=written,
         validation_loss=loss,
         state="damaged" if problems else state,
@@ -107,17 +110,22 @@ def _prune(rows: list[Row], *, folder: AnyPath, keep: Keep) -> list[int]:
 def _show(rows: list[Row], removed: list[int]) -> None:
     cells = []
     for row in rows:
-        when = (
-            ""
-            if row.time is None
-            else f"{datetime.datetime.fromtimestamp(row.time):%Y-%m-%d %H:%M:%S}"
-        )
-        loss = "" if row.validation_loss is None else f"{row.validation_loss:.4f}"
-        cells.append((str(row.step), when, f"{row.bytes / 1e6:,.1f}", loss, row.state))
+        when = ""
+        if row.time is not None:
+            when = f"{datetime.datetime.fromtimestamp(row.time):%Y-%m-%d %H:%M:%S}"
+        loss = ""
+        if row.validation_loss is not None:
+            loss = f"{row.validation_loss:.4f}"
+        size = f"{row.bytes / 1e6:,.1f}"
+        cells.append((str(row.step), when, size, loss, row.state))
     table = terminal.Table(
         ("step", "written", "MB", "held-out loss", "state"), cells, left=("written", "state")
     )
-    problems = [f"step {row.step}: {problem}" for row in rows for problem in row.problems]
-    terminal.show(
-        [table, *problems, *([f"removed: {', '.join(map(str, removed))}"] if removed else [])]
-    )
+    shown = [table]
+    for row in rows:
+        for problem in row.problems:
+            shown.append(f"step {row.step}: {problem}")
+    if removed:
+        steps = ", ".join(map(str, removed))
+        shown.append(f"removed: {steps}")
+    terminal.show(shown)

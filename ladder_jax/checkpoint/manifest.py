@@ -27,6 +27,8 @@ DIGEST = "blake2b-128"
 THREADS = 16
 
 type File = dict[str, Any]  # {"size": bytes, "digest": text}
+type Files = dict[str, File]
+type Info = dict[str, Any]  # the `size` of a file, and what an object store says of it
 
 # What reading a changed manifest raises.
 _DAMAGED = (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError)
@@ -37,19 +39,23 @@ def write(folder: AnyPath) -> None:
     to the disk.
     """
     if is_remote(folder):
-        digest_of = lambda info: next(iter(_checksums(info)), "")
-        entries = {
-            name: {"size": int(info["size"]), "digest": digest_of(info)}
-            for name, info in found(folder).items()
-        }
+        entries = {}
+        for name, info in found(folder).items():
+            best = next(iter(_checksums(info)), "")
+            entries[name] = {"size": int(info["size"]), "digest": best}
     else:
         (folder / NAME).unlink(missing_ok=True)
         names = sorted(found(folder))
+        entry = lambda name: _synced(folder / name)
         with concurrent.futures.ThreadPoolExecutor(THREADS) as pool:
-            entries = dict(zip(names, pool.map(lambda name: _synced(folder / name), names)))
-    files.write(folder / NAME, [json.dumps(_signed(entries), indent=0).encode()], sync=True)
-    if not is_remote(folder):
-        for path in (folder, *(path for path in folder.rglob("*") if path.is_dir())):
+            entries = dict(zip(names, pool.map(entry, names)))
+    text = json.dumps(_signed(entries), indent=0)
+    files.write(folder / NAME, [text.encode()], sync=True)
+    if is_remote(folder):
+        return
+    sync_folder(folder)
+    for path in folder.rglob("*"):
+        if path.is_dir():
             sync_folder(path)
 
 
@@ -60,27 +66,27 @@ def problems(folder: AnyPath, *, part: str = "", contents: bool = True) -> list[
     contents: compare digests, not only sizes; this reads all files.
     """
     try:
-        listed = _read(folder)
+        listed = _below(_read(folder), part)
     except FileNotFoundError:
         return [f"{NAME} is missing"]
     except _DAMAGED:
         return [f"{NAME} is damaged"]
     there = found(folder)
-    compared = [name for name in listed if name.startswith(f"{part}/" if part else "")]
 
-    difference = lambda name: _difference(folder / name, there.get(name), listed[name], contents)
+    def difference(name: str) -> str | None:
+        return _difference(folder / name, there.get(name), listed[name], contents)
+
+    lines = []
     with concurrent.futures.ThreadPoolExecutor(THREADS) as pool:
-        differences = pool.map(difference, compared)
-        return [
-            f"{name} {difference}" for name, difference in zip(compared, differences) if difference
-        ]
+        for name, wrong in zip(listed, pool.map(difference, listed)):
+            if wrong:
+                lines.append(f"{name} {wrong}")
+    return lines
 
 
 def digest(folder: AnyPath, *, part: str) -> str:
     """A digest of the manifest's entries for the subfolder `part`."""
-    return _digest_of(
-        {name: file for name, file in _read(folder).items() if name.startswith(f"{part}/")}
-    )
+    return _digest_of(_below(_read(folder), part))
 
 
 def sync_folder(folder: pathlib.Path) -> None:
@@ -92,40 +98,49 @@ def sync_folder(folder: pathlib.Path) -> None:
         os.close(handle)
 
 
-def _signed(entries: dict[str, File]) -> dict[str, Any]:
+def _signed(entries: Files) -> dict[str, Any]:
     """The manifest's JSON: the entries, and a digest of them."""
     return {"digest": DIGEST, "files": entries, "own": _digest_of(entries)}
 
 
-def _read(folder: AnyPath) -> dict[str, File]:
+def _read(folder: AnyPath) -> Files:
     stored = json.loads(read_text(folder / NAME))
-    if stored != _signed(stored["files"]):
+    entries = stored["files"]
+    if stored != _signed(entries):
         raise ValueError("the manifest is not what was written")
-    for name, file in stored["files"].items():
+    for name, file in entries.items():
         if pathlib.PurePath(name).is_absolute() or ".." in name.split("/"):
             raise ValueError(f"{name} is not in the checkpoint")
         if file.keys() != {"size", "digest"} or not isinstance(file["digest"], str):
             raise ValueError(f"the entry of {name} is not what was written")
-    return stored["files"]
+    return entries
 
 
-def found(folder: AnyPath) -> dict[str, dict[str, Any]]:
+def _below(entries: Files, part: str) -> Files:
+    """The entries for the subfolder `part`; all of them if it is empty."""
+    if not part:
+        return entries
+    return {name: file for name, file in entries.items() if name.startswith(f"{part}/")}
+
+
+def found(folder: AnyPath) -> dict[str, Info]:
     """The files below a folder, but for the manifest, with their `size` and what an object store
     says of them.
     """
     if is_remote(folder):
-        return {name: info for name, info in remote.listed(folder).items() if name != NAME}
+        there = remote.listed(folder)
+        there.pop(NAME, None)
+        return there
     there = {}
     for path in folder.rglob("*"):
         with contextlib.suppress(FileNotFoundError):  # another process may remove it
             if path.is_file() and path != folder / NAME:
-                there[str(path.relative_to(folder))] = {"size": path.stat().st_size}
+                name = str(path.relative_to(folder))
+                there[name] = {"size": path.stat().st_size}
     return there
 
 
-def _difference(
-    path: AnyPath, info: dict[str, Any] | None, file: File, contents: bool
-) -> str | None:
+def _difference(path: AnyPath, info: Info | None, file: File, contents: bool) -> str | None:
     """What is wrong with a file, by the store's own checksum, or with `contents` by reading it."""
     if info is None:
         return "is missing"
@@ -139,38 +154,51 @@ def _difference(
     # no other checksum can be computed from the content
     elif contents and value and kind in ("", "md5Hash"):
         try:
-            with path.open("rb") as opened:
-                content = hashlib.file_digest(opened, "md5" if kind else _hash).digest()
+            same = _content_digest(path, kind) == value
         except OSError as error:
             if is_remote(path):
                 raise
             return f"cannot be read: {error.strerror or error}"
-        same = value == (base64.b64encode(content).decode() if kind else content.hex())
     else:
-        same = True
-    return None if same else "has other contents than were written"
+        return None
+    if same:
+        return None
+    return "has other contents than were written"
 
 
-def _checksums(info: dict[str, Any]) -> list[str]:
+def _content_digest(path: AnyPath, kind: str) -> str:
+    """Of a file that is read for it: MD5 as gs:// states it, or without a `kind` our own digest."""
+    with path.open("rb") as file:
+        if not kind:
+            return hashlib.file_digest(file, _hash).hexdigest()
+        md5 = hashlib.file_digest(file, "md5").digest()
+    return base64.b64encode(md5).decode()
+
+
+def _checksums(info: Info) -> list[str]:
     """The store's own checksums of an object, such as "md5Hash:...", the best first. info: as in
     `remote.listed`.
     """
-    return [
-        f"{name}:{info[name]}" for name in ("md5Hash", "crc32c", "ETag", "etag") if info.get(name)
-    ]
+    stated = []
+    for name in ("md5Hash", "crc32c", "ETag", "etag"):
+        if value := info.get(name):
+            stated.append(f"{name}:{value}")
+    return stated
 
 
 def _synced(path: pathlib.Path) -> File:
     with path.open("rb") as file:
-        os.fsync(file.fileno())
+        handle = file.fileno()
+        os.fsync(handle)
         return {
-            "size": os.fstat(file.fileno()).st_size,
+            "size": os.fstat(handle).st_size,
             "digest": hashlib.file_digest(file, _hash).hexdigest(),
         }
 
 
-def _digest_of(entries: dict[str, File]) -> str:
-    return hashlib.blake2b(json.dumps(entries, sort_keys=True).encode(), digest_size=16).hexdigest()
+def _digest_of(entries: Files) -> str:
+    text = json.dumps(entries, sort_keys=True)
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
 def _hash():

@@ -15,7 +15,7 @@ from typing import Any
 import jax
 
 from ladder_jax.checkpoint import arrays, manifest
-from ladder_jax.checkpoint.arrays import Key, named, stored
+from ladder_jax.checkpoint.arrays import Abstract, Key, named, shapes_of, stored
 from ladder_jax.config import RunConfig, from_dict
 from ladder_jax.config.fields import shown
 from ladder_jax.data import tokenizer as tokenizers
@@ -59,8 +59,9 @@ class Checkpoint:
         than the model.
         """
         folder = self.path.parent.parent / tokenizers.FOLDER
-        stored = folder.exists() or self.config.data.tokenizer != tokenizers.BYTES
-        tokenizer = tokenizers.load(folder if stored else None)
+        if not folder.exists() and self.config.data.tokenizer == tokenizers.BYTES:
+            folder = None
+        tokenizer = tokenizers.load(folder)
         tokenizers.check_vocabulary(tokenizer, vocab_size=self.config.model.vocab_size)
         return tokenizer
 
@@ -85,11 +86,9 @@ class Checkpoint:
         """A string that identifies the parameters: their digest in the manifest; without a
         manifest, the path.
         """
-        return (
-            manifest.digest(self.path, part="params")
-            if self.has_manifest
-            else str(self.path.resolve())
-        )
+        if self.has_manifest:
+            return manifest.digest(self.path, part="params")
+        return str(self.path.resolve())
 
     def check(self) -> "Checkpoint":
         """Compares every file with the manifest, and returns this checkpoint as verified. Raises
@@ -102,13 +101,12 @@ class Checkpoint:
     def _restore(self, item: str, like: Params) -> Params:
         self.compare(item, like)
         try:
-            return jax.tree.unflatten(
-                jax.tree.structure(like), arrays.read(self.path / item, named(like))
-            )
+            restored = arrays.read(self.path / item, named(like))
+            return jax.tree.unflatten(jax.tree.structure(like), restored)
         except Exception as error:  # tensorstore has no error of its own for damaged files
             raise damaged(self.path, error) from error
 
-    def compare(self, item: str, like: Params) -> dict[str, jax.ShapeDtypeStruct]:
+    def compare(self, item: str, like: Params) -> Abstract:
         """The stored arrays of `item`, which have the names and shapes of `like`'s.
 
         Raises Damaged if a file was changed, UserError if they have others.
@@ -138,35 +136,38 @@ class Pieces:
     definition: ModelDef
 
     def __call__(self, keys: Sequence[Key]) -> Iterator[jax.Array]:
+        checkpoint = self.checkpoint
         definition = self.definition
-        like = {}
-        there = self.checkpoint.compare("params", definition.abstract)
+        there = checkpoint.compare("params", definition.abstract)
         dims = named(definition.dims)
         abstract = named(definition.abstract)
+        like = {}
         for name in {name for name, _ in keys}:
             letters = dims[name].removeprefix("L")
             shape = abstract[name].shape[-len(letters) :]
+            dtype = there[name].dtype
             sharding = definition.layout.sharding(letters)
-            like[name] = jax.ShapeDtypeStruct(shape, there[name].dtype, sharding=sharding)
+            like[name] = jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
         try:
-            yield from arrays.read(self.checkpoint.path / "params", like, keys)
+            yield from arrays.read(checkpoint.path / "params", like, keys)
         except (ValueError, OSError) as error:  # tensorstore's
             if "RESOURCE_EXHAUSTED" in str(error):
                 raise MemoryError(str(error)) from error
-            raise damaged(self.checkpoint.path, error) from error
+            raise damaged(checkpoint.path, error) from error
 
 
 def check_shapes(stored: Any, like: Any, *, folder: AnyPath) -> None:
     """Raises UserError if an array is missing, extra or of another shape but for padding
     (vocabulary, experts).
     """
-    actual = named(stored)
-    expected = named(like)
+    actual = shapes_of(stored)
+    expected = shapes_of(like)
     for name in sorted(actual.keys() | expected.keys()):
-        a, b = (tuple(tree[name].shape) if name in tree else None for tree in (actual, expected))
-        if a is None or b is None or _unpadded(name, a) != _unpadded(name, b):
+        shape = actual.get(name)
+        wanted = expected.get(name)
+        if None in (shape, wanted) or _unpadded(name, shape) != _unpadded(name, wanted):
             raise UserError(
-                f"checkpoint {str(folder)!r} does not fit its configuration: {name} is {a}, not {b}"
+                f"checkpoint {str(folder)!r} does not fit its configuration: {name} is {shape}, not {wanted}"
             )
 
 
@@ -184,21 +185,33 @@ def steps(folder: AnyPath) -> list[int]:
     finishes one.
     """
     if is_remote(folder):
-        return _named_steps(folder, lambda path: (path / manifest.NAME).exists())
-    return _named_steps(folder, lambda path: path.is_dir())
+        finished = lambda path: (path / manifest.NAME).exists()
+    else:
+        finished = lambda path: path.is_dir()
+    return _named_steps(folder, finished)
 
 
 def unfinished_steps(folder: AnyPath) -> list[int]:
     """In an object store: the steps whose checkpoints have no manifest, and were not put aside as
     damaged.
     """
-    marked = lambda path: (path / manifest.NAME).exists() or (path / manifest.DAMAGED).exists()
-    return _named_steps(folder, lambda path: not marked(path))
+
+    def unmarked(path: AnyPath) -> bool:
+        if (path / manifest.NAME).exists():
+            return False
+        return not (path / manifest.DAMAGED).exists()
+
+    return _named_steps(folder, unmarked)
 
 
 def _named_steps(folder: AnyPath, wanted: Callable[[AnyPath], bool]) -> list[int]:
-    paths = folder.iterdir() if folder.is_dir() else ()
-    return sorted(int(path.name) for path in paths if _is_step(path.name) and wanted(path))
+    if not folder.is_dir():
+        return []
+    found = []
+    for path in folder.iterdir():
+        if _is_step(path.name) and wanted(path):
+            found.append(int(path.name))
+    return sorted(found)
 
 
 def _is_step(name: str) -> bool:
@@ -212,7 +225,10 @@ def folder_of(path: AnyPath) -> AnyPath:
     """The folder that holds the steps' folders: `path/checkpoints` if `path` is a run's folder,
     else `path`.
     """
-    return path / "checkpoints" if (path / "checkpoints").is_dir() else path
+    inside = path / "checkpoints"
+    if inside.is_dir():
+        return inside
+    return path
 
 
 def open_checkpoint(path: str | os.PathLike) -> Checkpoint:
@@ -239,15 +255,20 @@ def _open(path: AnyPath) -> Checkpoint:
         folder = folder / str(finished[-1])
     meta = _meta(folder, path)
     has_manifest = "manifest" in meta
-    if has_manifest and (problems := manifest.problems(folder, contents=False)):
-        raise damaged(folder, problems[0])
-    data = _json(folder, "data") if has_manifest else {}
-    about = dict(
+    data = {}
+    if has_manifest:
+        if problems := manifest.problems(folder, contents=False):
+            raise damaged(folder, problems[0])
+        data = _json(folder, "data")
+    return Checkpoint(
+        folder,
+        meta["step"],
+        from_dict(meta["config"]),
+        data,
         time=meta.get("time"),
         validation_loss=meta.get("validation_loss"),
         has_manifest=has_manifest,
     )
-    return Checkpoint(folder, meta["step"], from_dict(meta["config"]), data, **about)
 
 
 def verify(folder: AnyPath) -> list[str]:
@@ -258,7 +279,9 @@ def verify(folder: AnyPath) -> list[str]:
         checkpoint = open_checkpoint(folder)
     except Damaged:
         return manifest.problems(folder) or ["meta/metadata is missing or damaged"]
-    return manifest.problems(folder) if checkpoint.has_manifest else []
+    if not checkpoint.has_manifest:
+        return []
+    return manifest.problems(folder)
 
 
 def _meta(folder: AnyPath, path: AnyPath) -> dict:
@@ -292,7 +315,8 @@ def _json(folder: AnyPath, item: str) -> Any:
 
 def _check_files(folder: AnyPath, *, part: str) -> None:
     # Comparing contents reads every file once more: one process does it, the others compare sizes.
-    if problems := manifest.problems(folder, part=part, contents=jax.process_index() == 0):
+    contents = jax.process_index() == 0
+    if problems := manifest.problems(folder, part=part, contents=contents):
         raise damaged(folder, problems[0])
 
 
@@ -301,12 +325,22 @@ def damaged(folder: AnyPath, problem: str | BaseException) -> Damaged:
     error.
     """
     told = problem if isinstance(problem, str) else reason(problem)
-    offer = ""
-    for step in steps(folder.parent)[::-1] if _is_step(folder.name) else ():
+    text = f"checkpoint {str(folder)!r} is damaged or incomplete: {told}"
+    before = _whole_before(folder)
+    if before is not None:
+        text += f"; the newest whole one before it is step {before}"
+    return Damaged(text)
+
+
+def _whole_before(folder: AnyPath) -> int | None:
+    """The newest step before that of `folder` whose checkpoint has no problem, or no manifest."""
+    if not _is_step(folder.name):
+        return None
+    for step in reversed(steps(folder.parent)):
+        if step >= int(folder.name):
+            continue
         before = folder.parent / str(step)
-        if step < int(folder.name) and not (
-            (before / manifest.NAME).is_file() and manifest.problems(before)
-        ):
-            offer = f"; the newest whole one before it is step {step}"
-            break
-    return Damaged(f"checkpoint {str(folder)!r} is damaged or incomplete: {told}{offer}")
+        has_manifest = (before / manifest.NAME).is_file()
+        if not has_manifest or not manifest.problems(before):
+            return step
+    return None

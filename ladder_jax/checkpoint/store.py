@@ -28,7 +28,7 @@ import jax
 from ladder_jax import remote
 from ladder_jax.checkpoint import manifest
 from ladder_jax.checkpoint.saved import FORMAT, VERSION, open_checkpoint, steps, unfinished_steps
-from ladder_jax.checkpoint.writing import WRITING, Quiet, Writing
+from ladder_jax.checkpoint.writing import WRITING, Items, Quiet, Texts, Writing
 from ladder_jax.config import RunConfig, to_dict
 from ladder_jax.errors import UserError, unknown, wrong_type
 from ladder_jax.files import AnyPath, absolute, is_remote, patiently, reason
@@ -76,7 +76,8 @@ class Store:
         self._failures = 0
         self._disagreement: Exception | None = None
         self._quiet: Quiet | None = None
-        self._start, self._end = (Agreement(name, patience=patience) for name in ("save", "saved"))
+        self._start = Agreement("save", patience=patience)
+        self._end = Agreement("saved", patience=patience)
         if jax.process_index() == 0:
             self.folder.mkdir(parents=True, exist_ok=True)
             self._clear()
@@ -101,12 +102,16 @@ class Store:
             "manifest": manifest.NAME,
             "step": step,
             "time": time.time(),
+            "validation_loss": validation_loss,
+            "config": to_dict(self._config),
         }
-        meta |= {"validation_loss": validation_loss, "config": to_dict(self._config)}
         texts = {"data": {"step": step, **(data or {})}, "meta": meta}
         items = {"params": params, "optimizer": optimizer}
 
-        prepare = lambda: self._failed_line(step, _error_of(lambda: self._prepare(step, items)))
+        def prepare() -> str | None:
+            error = _error_of(lambda: self._prepare(step, items))
+            return self._failed_line(step, error)
+
         if failure := self._start.decided(f"room for the checkpoint of step {step}", prepare):
             self._fail(failure)
             return
@@ -142,7 +147,7 @@ class Store:
             self._thread.join()
             self._thread = None
 
-    def _prepare(self, step: int, items: dict[str, Params]) -> None:
+    def _prepare(self, step: int, items: Items) -> None:
         """Create empty folders to write into. The run's own folder may have been removed
         meanwhile.
         """
@@ -159,15 +164,19 @@ class Store:
         if not is_remote(self.folder):
             _check_room(self.folder, items)
 
-    def _finish(self, step: int, writing: Writing, texts: dict[str, Any]) -> None:
+    def _finish(self, step: int, writing: Writing, texts: Texts) -> None:
         # A shorter time-out than the other processes', so that a disk that hangs is reported to
         # them in time.
         error = _error_of(lambda: writing.wait(within=0.8 * self._patience))
 
         def conclude(errors: list[str | None]) -> str | None:
             first, whose = first_of(errors)
-            publish = lambda: patiently(self.folder, lambda: self._publish(step, writing, texts))
-            return self._failed_line(step, first + whose if first else _error_of(publish))
+            if first:
+                why = first + whose
+            else:
+                publish = lambda: self._publish(step, writing, texts)
+                why = _error_of(lambda: patiently(self.folder, publish))
+            return self._failed_line(step, why)
 
         try:
             failure = self._end.concluded(f"the checkpoint of step {step}", error, conclude)
@@ -178,9 +187,9 @@ class Store:
         if failure:
             self._fail(failure)
 
-    def _publish(self, step: int, writing: Writing, texts: dict[str, Any]) -> None:
+    def _publish(self, step: int, writing: Writing, texts: Texts) -> None:
         folder = self._unfinished(step)
-        place = self.folder / str(step)
+        place = self._place(step)
         writing.finish(texts)
         if folder != place:
             # the run went back to an earlier step; after a kill, `complete` goes on from here
@@ -193,9 +202,11 @@ class Store:
             self._prune()
 
     def _prune(self) -> None:
-        losses = {step: loss_of(self.folder / str(step)) for step in steps(self.folder)}
+        losses = {}
+        for step in steps(self.folder):
+            losses[step] = loss_of(self._place(step))
         for step in steps_to_remove(losses, keep=self._keep):
-            remove(self.folder / str(step))
+            remove(self._place(step))
 
     def _failed_line(self, step: int, why: str | None) -> str | None:
         """What all processes are told of a failure; earlier checkpoints are unchanged, and
@@ -208,11 +219,10 @@ class Store:
             self._clear()
         try:
             newest = max(steps(self.folder), default=None)
-            kept = (
-                "there is none before it"
-                if newest is None
-                else f"the newest is that of step {newest}"
-            )
+            if newest is None:
+                kept = "there is none before it"
+            else:
+                kept = f"the newest is that of step {newest}"
         except Exception as error:
             kept = f"the others cannot be listed now: {reason(error)}"
         return f"the checkpoint of step {step} could not be written: {why} ({kept})"
@@ -225,19 +235,26 @@ class Store:
         """Remove folders that a kill or a failure left half written or half removed."""
         if is_remote(self.folder):
             for step in unfinished_steps(self.folder):
-                remove(self.folder / str(step))
+                remove(self._place(step))
             return
         complete(self.folder)
-        for leftover in (*self.folder.glob(f"{WRITING}*"), *self.folder.glob(f"{_DELETING}*")):
-            shutil.rmtree(leftover, ignore_errors=True)
+        for prefix in (WRITING, _DELETING):
+            for leftover in list(self.folder.glob(f"{prefix}*")):
+                shutil.rmtree(leftover, ignore_errors=True)
+
+    def _place(self, step: int) -> AnyPath:
+        return self.folder / str(step)
 
     def _unfinished(self, step: int) -> AnyPath:
         """The folder to write into. A new name after each failure: its abandoned writes may still
         be running.
         """
         if is_remote(self.folder):
-            return self.folder / str(step)
-        return self.folder / f"{WRITING}{step}{f'.{self._failures}' if self._failures else ''}"
+            return self._place(step)
+        name = f"{WRITING}{step}"
+        if self._failures:
+            name += f".{self._failures}"
+        return self.folder / name
 
 
 def complete(folder: AnyPath) -> None:
@@ -249,7 +266,8 @@ def complete(folder: AnyPath) -> None:
     if is_remote(folder):
         return
     for path in folder.glob(f"{WRITING}*"):
-        place = folder / path.name.removeprefix(WRITING).partition(".")[0]
+        step, _, _ = path.name.removeprefix(WRITING).partition(".")
+        place = folder / step
         if not place.exists() and not manifest.problems(path, contents=False):
             path.rename(place)
 
@@ -278,14 +296,16 @@ def parse_keep(words: str) -> Keep:
     """Parse `last=3,every=1000,best=1`; each rule may be left out. Raises UserError for anything
     else.
     """
+    names = [field.name for field in dataclasses.fields(Keep)]
     values = {}
     for word in words.split(","):
         name, _, value = word.strip().partition("=")
-        if name not in (names := [field.name for field in dataclasses.fields(Keep)]):
+        if name not in names:
             raise unknown("rule of --prune", name, names)
-        if not value.isdecimal() or (name == "last" and int(value) < 1):
+        least = 1 if name == "last" else 0
+        if not value.isdecimal() or int(value) < least:
             raise UserError(
-                f"--prune {name}={value}: {name} must be a whole number, at least {int(name == 'last')}"
+                f"--prune {name}={value}: {name} must be a whole number, at least {least}"
             )
         values[name] = int(value)
     return Keep(**values)
@@ -301,10 +321,11 @@ def steps_to_remove(losses: Mapping[int, float | None], *, keep: Keep) -> list[i
         step: loss for step, loss in losses.items() if loss is not None and not math.isnan(loss)
     }
     by_loss = sorted(measured, key=lambda step: (measured[step], -step))
-    kept = {*steps[-keep.last :], *by_loss[: keep.best]}
-    return [
-        step for step in steps if step not in kept and not (keep.every and step % keep.every == 0)
-    ]
+    kept = set(steps[-keep.last :])
+    kept.update(by_loss[: keep.best])
+    if keep.every:
+        kept.update(step for step in steps if step % keep.every == 0)
+    return [step for step in steps if step not in kept]
 
 
 def _set_aside(folder: pathlib.Path) -> pathlib.Path:
@@ -326,7 +347,7 @@ def _error_of(work: Callable[[], None]) -> str | None:
     return None
 
 
-def _check_room(folder: pathlib.Path, items: dict[str, Params]) -> None:
+def _check_room(folder: pathlib.Path, items: Items) -> None:
     """Raises OSError if the disk has less free space than the arrays need: better now than half-way
     through.
     """

@@ -26,6 +26,9 @@ from ladder_jax.files import AnyPath, absolute, is_remote
 from ladder_jax.nn import Params
 from ladder_jax.nn.parameter import STACKS
 
+type Items = Mapping[str, Params]  # pytrees of arrays, by the names of a checkpoint's items
+type Texts = Mapping[str, Any]  # JSON values, by the names of its other items
+
 # the prefix of an unfinished checkpoint's folder; messages of abandoned writes contain it
 WRITING = "writing."
 
@@ -40,12 +43,9 @@ class Writing:
     After construction the arrays have been copied, and may change. Errors are raised by `wait`.
     """
 
-    def __init__(self, folder: AnyPath, items: Mapping[str, Params]):
+    def __init__(self, folder: AnyPath, items: Items):
         self._folder = epath.Path(folder)
-        self._shapes = {
-            item: {name: leaf.shape for name, leaf in named(tree).items()}
-            for item, tree in items.items()
-        }
+        self._shapes = {item: arrays.shapes_of(tree) for item, tree in items.items()}
         self._handler = ocp.PyTreeCheckpointHandler()
         # In a thread: the caller's own may have an event loop already, as in notebooks.
         with concurrent.futures.ThreadPoolExecutor(1) as pool:
@@ -71,7 +71,7 @@ class Writing:
         if errors:
             raise errors[0]
 
-    def finish(self, texts: Mapping[str, Any]) -> None:
+    def finish(self, texts: Texts) -> None:
         """Add the JSON items `texts` and the manifest. Called on process 0, after `wait` succeeded
         on all processes.
 
@@ -79,34 +79,32 @@ class Writing:
         merges them.
         """
         for item, shapes in self._shapes.items():
-            if is_remote(self._folder):
-                arrays.finish(self._folder / item, shapes)
+            folder = self._folder / item
+            if is_remote(folder):
+                arrays.finish(folder, shapes)
             else:
-                self._handler.finalize(self._folder / item)
-            if missing := shapes.keys() - arrays.stored(self._folder / item).keys():
+                self._handler.finalize(folder)
+            if missing := shapes.keys() - arrays.stored(folder).keys():
                 raise ValueError(f"{min(missing)} is missing")
         for item, value in texts.items():
-            (self._folder / item).mkdir(exist_ok=True)
-            (self._folder / item / "metadata").write_text(json.dumps(value))
+            folder = self._folder / item
+            folder.mkdir(exist_ok=True)
+            (folder / "metadata").write_text(json.dumps(value))
         manifest.write(absolute(self._folder))
 
-    def _start(self, items: Mapping[str, Params]) -> list[ocp.future.Future]:
+    def _start(self, items: Items) -> list[ocp.future.Future]:
         if is_remote(self._folder):
-            return [
-                write
-                for item, tree in items.items()
-                for write in arrays.begin(self._folder / item, named(tree))
-            ]
+            writes = []
+            for item, tree in items.items():
+                writes += arrays.begin(self._folder / item, named(tree))
+            return writes
 
         async def start() -> list[ocp.future.Future]:
             commits = []
             for item, tree in items.items():
-                commits += (
-                    await self._handler.async_save(
-                        self._folder / item, args=ocp.args.PyTreeSave(tree, save_args=_chunks(tree))
-                    )
-                    or []
-                )
+                args = ocp.args.PyTreeSave(tree, save_args=_chunks(tree))
+                started = await self._handler.async_save(self._folder / item, args=args)
+                commits += started or []
             return commits
 
         loop = asyncio.new_event_loop()
@@ -122,7 +120,9 @@ def _chunks(tree: Params) -> Params:
     """
 
     def save_args(path, array):
-        return ocp.SaveArgs(shard_axes=(0,) if getattr(path[0], "key", None) in STACKS else ())
+        if getattr(path[0], "key", None) in STACKS:
+            return ocp.SaveArgs(shard_axes=(0,))
+        return ocp.SaveArgs()
 
     return jax.tree_util.tree_map_with_path(save_args, tree)
 
@@ -168,6 +168,8 @@ class Quiet:
 def _not_orbax(record: logging.LogRecord) -> bool:
     if record.name == "asyncio":
         # the path may stand in its text alone
-        error = record.exc_info[1] if record.exc_info else None
+        error = None
+        if record.exc_info:
+            error = record.exc_info[1]
         return f"/{WRITING}" not in f"{record.getMessage()} {error}"
     return "orbax" not in record.pathname

@@ -23,6 +23,8 @@ LONGEST = 1e6  # seconds: jax's time-outs are integers of milliseconds
 # seconds in which a watchdog, if there is one, ends this process and names the one that failed
 FAREWELL = 5.0
 
+type Fault = dict[str, str]  # an error's kind, and its text
+
 # keys are never used twice; all processes open the same agreements in the same order
 _opened = itertools.count()
 
@@ -41,7 +43,9 @@ class Agreement:
     ):
         self.patience = patience
         self._client = _client()
-        self._process, self._count = place or (jax.process_index(), jax.process_count())
+        if place is None:
+            place = (jax.process_index(), jax.process_count())
+        self._process, self._count = place
         self._name = f"ladder_jax/{name}/{next(_opened)}"
         self._rounds = itertools.count()
 
@@ -60,9 +64,11 @@ class Agreement:
         number = next(self._rounds)
         key = f"{self._name}/{number}"
         if self._process == 0:
-            return self._lead(key, what, mine, conclude, before=f"{self._name}/{number - 1}/")
+            before = f"{self._name}/{number - 1}/"
+            return self._lead(key, what, mine, conclude, before=before)
         self._put(f"{key}/{self._process}", mine, what)
-        said = self._get(f"{key}/said", 0, what, until=time.monotonic() + self.patience)
+        until = time.monotonic() + self.patience
+        said = self._get(f"{key}/said", 0, what, until=until)
         if "error" in said:
             raise _error(said["error"])
         return said["value"]
@@ -95,13 +101,12 @@ class Agreement:
         """
         until = time.monotonic() + GIVE_UP * self.patience
         try:
-            reports = [
-                self._get(f"{key}/{process}", process, what, until=until)
-                for process in range(1, self._count)
-            ]
+            reports = [mine]
+            for process in range(1, self._count):
+                reports.append(self._get(f"{key}/{process}", process, what, until=until))
             with _coordination(what):
                 self._client.key_value_delete(before)
-            value = json.loads(json.dumps(conclude([mine, *reports])))
+            value = json.loads(json.dumps(conclude(reports)))
         except Exception as error:
             self._put(f"{key}/said", {"error": _described(error)}, what)
             raise
@@ -114,9 +119,11 @@ class Agreement:
 
     def _get(self, key: str, process: int, what: str, *, until: float) -> Any:
         left = min(max(until - time.monotonic(), 0.001), LONGEST)
+        milliseconds = int(1000 * left)
         with _coordination(what):
             try:
-                return json.loads(self._client.blocking_key_value_get(key, int(1000 * left) or 1))
+                value = self._client.blocking_key_value_get(key, milliseconds)
+                return json.loads(value)
             except jax.errors.JaxRuntimeError as error:
                 if "DEADLINE_EXCEEDED" not in str(error):
                     raise
@@ -141,24 +148,34 @@ def first_of[T](reports: Sequence[T | None]) -> tuple[T | None, str]:
     for process, report in enumerate(reports):
         if report is not None:
             alike = all(other == report for other in reports)
-            return report, "" if alike else f" (process {process} of {len(reports)})"
+            if alike:
+                return report, ""
+            return report, f" (process {process} of {len(reports)})"
     return None, ""
 
 
-def _verdict(reports: list[dict[str, str] | None]) -> dict[str, str] | None:
+def _verdict(reports: list[Fault | None]) -> Fault | None:
     report, whose = first_of(reports)
-    return report and {**report, "text": report["text"] + whose}
+    if report is None:
+        return None
+    return {**report, "text": report["text"] + whose}
 
 
-def _described(error: Exception) -> dict[str, str]:
-    if isinstance(error, UserError | RunFailed):
-        return {"kind": "user" if isinstance(error, UserError) else "failed", "text": str(error)}
-    line = (str(error).strip().splitlines() or [""])[0]
-    return {"kind": "failed", "text": f"{type(error).__name__}: {line}"}
+def _described(error: Exception) -> Fault:
+    text = str(error)
+    if isinstance(error, UserError):
+        return {"kind": "user", "text": text}
+    if not isinstance(error, RunFailed):
+        line = (text.strip().splitlines() or [""])[0]
+        text = f"{type(error).__name__}: {line}"
+    return {"kind": "failed", "text": text}
 
 
-def _error(described: dict[str, str]) -> UserError | RunFailed:
-    return (UserError if described["kind"] == "user" else RunFailed)(described["text"])
+def _error(described: Fault) -> UserError | RunFailed:
+    text = described["text"]
+    if described["kind"] == "user":
+        return UserError(text)
+    return RunFailed(text)
 
 
 @contextlib.contextmanager
@@ -168,6 +185,5 @@ def _coordination(what: str) -> Iterator[None]:
         yield
     except jax.errors.JaxRuntimeError as error:
         time.sleep(FAREWELL)
-        raise RunFailed(
-            f"{what}: the processes cannot hear each other: {str(error).splitlines()[0]}"
-        ) from None
+        why = str(error).splitlines()[0]
+        raise RunFailed(f"{what}: the processes cannot hear each other: {why}") from None

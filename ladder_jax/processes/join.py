@@ -59,7 +59,8 @@ def joined(
     if processes == 1:
         yield Member()
         return
-    given = {**traverse_util.flatten_dict(settings, sep="."), "--processes": processes}
+    given = traverse_util.flatten_dict(settings, sep=".")
+    given["--processes"] = processes
     mine = {"host": socket.gethostname(), "settings": given}
     agreement = Agreement("settings", patience=patience.start, place=(process, processes))
     hosts = agreement.concluded("its settings", mine, _hosts)
@@ -85,7 +86,9 @@ def _hosts(reports: list[dict[str, Any]]) -> list[str]:
             shown = [
                 f"{name} is {other.get(name)!r}, not {first.get(name)!r}" for name in names[:SHOWN]
             ]
-            more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
+            more = ""
+            if len(names) > SHOWN:
+                more = f" and {len(names) - SHOWN} more"
             raise UserError(
                 f"process {process} of {len(hosts)} (host {hosts[process]}) differs from process 0 (host {hosts[0]}):"
                 f" {'; '.join(shown)}{more}"
@@ -159,14 +162,18 @@ def _in_time(spec: ProcessSpec, *, patience: Patience, say: Say) -> Iterator[Non
     """While jax waits for all processes: print that it does, and end this process with one line
     after `start`.
     """
-    number = (
-        "this process" if spec.process is None else f"process {spec.process} of {spec.processes}"
-    )
+    number = "this process"
+    if spec.process is not None:
+        number = f"process {spec.process} of {spec.processes}"
     me = f"{number} (host {socket.gethostname()})"
-    where = f" at {spec.coordinator}" if spec.coordinator else ""
+    where = ""
+    if spec.coordinator:
+        where = f" at {spec.coordinator}"
 
     def give_up() -> None:
-        silent = _unreachable(spec.coordinator) if spec.coordinator and spec.process else ""
+        silent = ""
+        if spec.coordinator and spec.process:
+            silent = _unreachable(spec.coordinator)
         why = (
             f"has waited{where} for {patience.start:g} s, and not all processes have joined{silent}"
         )

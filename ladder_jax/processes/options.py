@@ -9,6 +9,9 @@ from ladder_jax.errors import UserError
 
 CHIPS = "a TPU"  # only its metadata server knows of how many hosts
 
+type Options = Mapping[str, str | None]
+type Environ = Mapping[str, str]
+
 
 @dataclasses.dataclass(frozen=True)
 class Setting:
@@ -76,16 +79,16 @@ class Patience:
         return min(5.0, self.lost / 5, self.hang / 5)
 
 
-def spec(options: Mapping[str, str | None], environ: Mapping[str, str]) -> ProcessSpec | None:
+def spec(options: Options, environ: Environ) -> ProcessSpec | None:
     """How this process joins others; None where it trains alone.
 
     An option goes before its LADDER_JAX_ variable, and both before the cluster's. Raises UserError
     for impossible values, and for missing ones that no cluster can fill in.
     """
     values = _values(options, environ)
-    coordinator, processes, process = (
-        values.get(name) for name in ("coordinator", "processes", "process")
-    )
+    coordinator = values.get("coordinator")
+    processes = values.get("processes")
+    process = values.get("process")
     _check_coordinator(coordinator)
     count = processes and _whole(processes)
     index = process and _whole(process)
@@ -100,36 +103,38 @@ def spec(options: Mapping[str, str | None], environ: Mapping[str, str]) -> Proce
     if count == 1:
         return None
     address = coordinator and coordinator.value
+    known = ProcessSpec(address, count, index)
     if None not in (address, count, index):
-        return ProcessSpec(address, count, index)
+        return known
     cluster = suspected(environ)
     if cluster is None:
         if coordinator is processes is process is None:
             return None
-        raise incomplete("no cluster is recognised here", ProcessSpec(address, count, index))
-    return ProcessSpec(address, count, index, cluster)
+        raise incomplete("no cluster is recognised here", known)
+    return dataclasses.replace(known, cluster=cluster)
 
 
-def patience(options: Mapping[str, str | None], environ: Mapping[str, str]) -> Patience:
+def patience(options: Options, environ: Environ) -> Patience:
     """Raises UserError for a time-out that is not a positive number; infinity ("inf") is for
     ever.
     """
     values = _values(options, environ)
-    names = ("start", "lost", "hang")
-    return Patience(
-        **{
-            name: _seconds(values[f"{name}_timeout"])
-            for name in names
-            if f"{name}_timeout" in values
-        }
-    )
+    given = {}
+    for name in ("start", "lost", "hang"):
+        if value := values.get(f"{name}_timeout"):
+            given[name] = _seconds(value)
+    return Patience(**given)
 
 
-def suspected(environ: Mapping[str, str]) -> str | None:
+def suspected(environ: Environ) -> str | None:
     """The cluster that may have started this as one of several processes, by its variables
     alone.
     """
-    several = lambda name: environ.get(name, "").isdigit() and int(environ[name]) > 1
+
+    def several(name: str) -> bool:
+        count = environ.get(name, "")
+        return count.isdigit() and int(count) > 1
+
     if "SLURM_PROCID" in environ and "SLURM_STEP_NODELIST" in environ and several("SLURM_NTASKS"):
         return "SLURM"
     if several("OMPI_COMM_WORLD_SIZE"):
@@ -165,7 +170,7 @@ class _Value:
     source: str
 
 
-def _values(options: Mapping[str, str | None], environ: Mapping[str, str]) -> dict[str, _Value]:
+def _values(options: Options, environ: Environ) -> dict[str, _Value]:
     values = {}
     for setting in SETTINGS:
         if (value := options.get(setting.name)) is not None:

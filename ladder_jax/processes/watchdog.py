@@ -78,6 +78,9 @@ class _Seen:
     ended: float = 0.0
 
 
+type Live = dict[int, _Seen]  # the processes that have not ended
+
+
 class Members:
     """All processes of a run, as process 0 sees them. Times are of one monotonic clock, in
     seconds.
@@ -110,21 +113,27 @@ class Members:
         """A lost process goes before one that failed, and that before one that crashed: each may
         cause the next.
         """
-        live = {process: seen for process, seen in enumerate(self._seen) if not seen.report.end}
+        live = {}
+        for process, seen in enumerate(self._seen):
+            if not seen.report.end:
+                live[process] = seen
         return self._lost(live, now) or self._ended(live) or self._hanging(live, now)
 
-    def _lost(self, live: dict[int, _Seen], now: float) -> Verdict | None:
+    def _lost(self, live: Live, now: float) -> Verdict | None:
         lost = self._patience.lost
         beat = self._patience.beat
         silence = {process: now - seen.heard for process, seen in live.items()}
         if max(silence.values(), default=0.0) <= lost:
             return None
-        # hosts behind a switch
-        about = tuple(process for process, seconds in silence.items() if seconds > lost - beat)
-        names = [f"{self.name(process)} has not been heard of for {lost:g} s" for process in about]
-        return Verdict("; ".join(names), about)
+        about = []
+        told = []
+        for process, seconds in silence.items():
+            if seconds > lost - beat:  # hosts behind a switch
+                about.append(process)
+                told.append(f"{self.name(process)} has not been heard of for {lost:g} s")
+        return Verdict("; ".join(told), tuple(about))
 
-    def _ended(self, live: dict[int, _Seen]) -> Verdict | None:
+    def _ended(self, live: Live) -> Verdict | None:
         """The first failure; else the first crash, once every other process has shown that it was
         alive after it.
         """
@@ -134,30 +143,35 @@ class Members:
                 for process, seen in enumerate(self._seen)
                 if seen.report.end == end
             ]
-            when, process = min(ended, default=(0.0, None))
-            if process is not None and (
-                end is End.FAILED or all(seen.heard > when for seen in live.values())
-            ):
-                return Verdict(f"{self.name(process)} {self._seen[process].report.how}", (process,))
+            if not ended:
+                continue
+            when, process = min(ended)
+            alive = all(seen.heard > when for seen in live.values())
+            if end is End.FAILED or alive:
+                how = self._seen[process].report.how
+                return Verdict(f"{self.name(process)} {how}", (process,))
         return None
 
-    def _hanging(self, live: dict[int, _Seen], now: float) -> Verdict | None:
+    def _hanging(self, live: Live, now: float) -> Verdict | None:
         hang = self._patience.hang
-        if now - max((seen.moved for seen in live.values()), default=now) <= hang:
+        moved = max((seen.moved for seen in live.values()), default=now)
+        if now - moved <= hang:
             return None
-        ahead = max((seen.report for seen in live.values()), key=lambda report: report.beats)
-        least = min(seen.report.beats for seen in live.values())
+        reports = {process: seen.report for process, seen in live.items()}
+        ahead = max(reports.values(), key=lambda report: report.beats)
+        least = min(report.beats for report in reports.values())
         if ahead.beats == least:
             text = f"no process got on for {hang:g} s (all are at: {ahead.doing}); a longer wait is --hang-timeout"
             return Verdict(text, ())
-        behind = {
-            process: seen.report for process, seen in live.items() if seen.report.beats == least
-        }
-        who = "; ".join(
-            f"{self.name(process)} hangs at: {report.doing}" for process, report in behind.items()
-        )
+        behind = []
+        told = []
+        for process, report in reports.items():
+            if report.beats == least:
+                behind.append(process)
+                told.append(f"{self.name(process)} hangs at: {report.doing}")
         waited = f"the others have waited for it at: {ahead.doing}, for {hang:g} s (--hang-timeout waits longer)"
-        return Verdict(f"{who}; {waited}", tuple(behind))
+        told.append(waited)
+        return Verdict("; ".join(told), tuple(behind))
 
 
 class Watchdog:
@@ -171,27 +185,30 @@ class Watchdog:
     def __init__(self, client: Any, *, process: int, hosts: list[str], patience: Patience):
         self._client = client
         self._process = process
-        self._others = len(hosts) - 1
+        self._count = len(hosts)
         self._patience = patience
         self._members = Members(hosts, patience=patience, now=time.monotonic())
         self._report = Report()
         self._numbers = itertools.count(1)
         self._verdict: Verdict | None = None
-        self._judged, self._ending, self._done = (threading.Event() for _ in range(3))
+        self._judged = threading.Event()
+        self._ending = threading.Event()
+        self._done = threading.Event()
         self._telling = threading.Lock()
         self._last_words = threading.Lock()  # of the thread that ends the process
         self._answered = time.monotonic()  # when process 0 last took a report
-        loops = self._write, self._judge if process == 0 else self._follow
-        self._threads = [
-            threading.Thread(target=self._run, args=(loop,), name="watchdog", daemon=True)
-            for loop in loops
-        ]
+        watch = self._judge if process == 0 else self._follow
+        self._threads = []
+        for loop in (self._write, watch):
+            thread = threading.Thread(target=self._run, args=(loop,), name="watchdog", daemon=True)
+            self._threads.append(thread)
 
     def beat(self, doing: str) -> None:
         """Note progress: all processes note the same in the same order, so that one that is behind
         shows.
         """
-        self._report = dataclasses.replace(self._report, beats=self._report.beats + 1, doing=doing)
+        beats = self._report.beats + 1
+        self._report = dataclasses.replace(self._report, beats=beats, doing=doing)
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
@@ -207,18 +224,22 @@ class Watchdog:
             raise
         except (UserError, RunFailed) as error:
             self._fail(End.FAILED, f"ended: {error}")
-            self._end(str(error), 2 if isinstance(error, UserError) else error.status)
+            status = 2 if isinstance(error, UserError) else error.status
+            self._end(str(error), status)
         except KeyboardInterrupt:
             self._fail(End.FAILED, "was interrupted")
             self._end("interrupted", 130)
         except Exception as error:
-            last = "".join(traceback.format_exception_only(error)).strip().splitlines()[-1][:300]
+            told = "".join(traceback.format_exception_only(error))
+            last = told.strip().splitlines()[-1][:300]
             self._fail(End.CRASHED, f"crashed: {last}")
-            text = self._verdict and self._verdict.text
-            if self._verdict is None or self._process in self._verdict.about:
+            verdict = self._verdict
+            if verdict is None or self._process in verdict.about:
                 traceback.print_exc()
                 text = f"{self._members.name(self._process)} crashed: {last}"
-            self._end(f"{text}: {GO_ON}", 1)
+            else:
+                text = verdict.text
+            self._stop(text)
         self._finish()
 
     def _fail(self, end: End, how: str) -> None:
@@ -229,7 +250,8 @@ class Watchdog:
         self._ending.set()
         self._tell(end=end, how=how)
         if self._process == 0 or end is End.CRASHED:
-            self._judged.wait(min(self._patience.lost + 3 * self._patience.beat, LONGEST))
+            seconds = self._patience.lost + 3 * self._patience.beat
+            self._judged.wait(min(seconds, LONGEST))
 
     def _finish(self) -> None:
         """Process 0 waits until the others have finished too."""
@@ -240,7 +262,7 @@ class Watchdog:
             self._ending.set()
             self._judged.wait()
             if self._verdict is not None:
-                self._end(f"{self._verdict.text}: {GO_ON}", 1)
+                self._stop(self._verdict.text)
         for thread in self._threads:
             thread.join(FAREWELL)
 
@@ -250,9 +272,14 @@ class Watchdog:
             self._report = dataclasses.replace(self._report, **changes)
         # it is gone: `_follow` hears it too
         with self._telling, contextlib.suppress(jax.errors.JaxRuntimeError):
-            value = json.dumps({**dataclasses.asdict(self._report), "number": next(self._numbers)})
-            self._client.key_value_set(f"{REPORTS}/{self._process}", value, allow_overwrite=True)
+            report = dataclasses.asdict(self._report)
+            report["number"] = next(self._numbers)
+            key = f"{REPORTS}/{self._process}"
+            self._client.key_value_set(key, json.dumps(report), allow_overwrite=True)
             self._answered = time.monotonic()
+
+    def _stop(self, text: str) -> None:
+        self._end(f"{text}: {GO_ON}", 1)
 
     def _end(self, line: str, status: int) -> None:
         """Say why, and end without jax's farewell. Python's buffers stay: a stuck thread may hold
@@ -272,12 +299,12 @@ class Watchdog:
         with contextlib.suppress(jax.errors.JaxRuntimeError):
             if self._process:
                 return self._client.key_value_set(f"{LEFT}/{self._process}", "")
-            gone = set(self._verdict.about if self._verdict else ()) - {0}
-            while len(gone) < self._others:
-                gone |= {
-                    int(key.rpartition("/")[2])
-                    for key, _ in self._client.key_value_dir_get(f"{LEFT}/")
-                }
+            gone = {0}
+            if self._verdict is not None:
+                gone.update(self._verdict.about)
+            while len(gone) < self._count:
+                for key, _ in self._client.key_value_dir_get(f"{LEFT}/"):
+                    gone.add(_process_of(key))
                 time.sleep(TICK)
             time.sleep(SETTLE)  # those that have left are about to end
 
@@ -296,22 +323,23 @@ class Watchdog:
 
     def _judge(self) -> None:
         """In process 0: read the reports until all are done, or one verdict is given."""
+        members = self._members
         before = time.monotonic()
-        while not self._members.all_done:
+        while not members.all_done:
             time.sleep(TICK)
             now = time.monotonic()
             for key, value in self._client.key_value_dir_get(f"{REPORTS}/"):
-                self._members.update(
-                    int(key.rpartition("/")[2]), Report(**json.loads(value)), now=now
-                )
+                report = Report(**json.loads(value))
+                members.update(_process_of(key), report, now=now)
             stood = now - before
             before = now
             if stood > self._patience.lost:  # the others have ended meanwhile
-                verdict = Verdict(f"{self._members.name(0)} stood still for {stood:.0f} s", (0,))
+                verdict = Verdict(f"{members.name(0)} stood still for {stood:.0f} s", (0,))
             else:
-                verdict = self._members.verdict(now=now)
+                verdict = members.verdict(now=now)
             if verdict is not None:
-                self._client.key_value_set(VERDICT, json.dumps(dataclasses.asdict(verdict)))
+                value = json.dumps(dataclasses.asdict(verdict))
+                self._client.key_value_set(VERDICT, value)
                 return self._over(verdict)
         self._judged.set()
 
@@ -322,17 +350,18 @@ class Watchdog:
         milliseconds = max(1, int(1000 * min(1.0, self._patience.beat)))
         while not self._done.is_set():
             try:
-                verdict = Verdict(
-                    **json.loads(self._client.blocking_key_value_get(VERDICT, milliseconds))
-                )
+                value = self._client.blocking_key_value_get(VERDICT, milliseconds)
+                verdict = Verdict(**json.loads(value))
             except jax.errors.JaxRuntimeError as error:
                 gone = "DEADLINE_EXCEEDED" not in str(error)
                 if gone and self._report.end != End.DONE:  # jax aborts on this at the same moment
-                    self._end(f"{leader} is gone: {GO_ON}", 1)
+                    self._stop(f"{leader} is gone")
                 if gone or time.monotonic() - self._answered <= lost:
                     continue
                 verdict = Verdict(f"{leader} has not been heard of for {lost:g} s", (0,))
-            return None if self._done.is_set() else self._over(verdict)
+            if not self._done.is_set():
+                self._over(verdict)
+            return
 
     def _over(self, verdict: Verdict) -> None:
         """End this process, unless its main thread is about to, with an error of its own."""
@@ -340,4 +369,8 @@ class Watchdog:
         self._judged.set()
         if self._ending.wait(SETTLE):
             time.sleep(FAREWELL)
-        self._end(f"{verdict.text}: {GO_ON}", 1)
+        self._stop(verdict.text)
+
+
+def _process_of(key: str) -> int:
+    return int(key.rpartition("/")[2])
