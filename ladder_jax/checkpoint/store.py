@@ -265,7 +265,7 @@ def complete(folder: AnyPath) -> None:
     """
     if is_remote(folder):
         return
-    for path in folder.glob(f"{WRITING}*"):
+    for path in list(folder.glob(f"{WRITING}*")):  # before any is renamed
         step, _, _ = path.name.removeprefix(WRITING).partition(".")
         place = folder / step
         if not place.exists() and not manifest.problems(path, contents=False):

@@ -53,7 +53,10 @@ def run(args: dict) -> None:
     with memory.explained(f"evaluating {args[way]!r}", instead=instead):
         found = _measured(model, way, args, **asked, file=args["out"])
     result = {"checkpoint": args["checkpoint"], "file": args[way], **dataclasses.asdict(found)}
-    print(json.dumps(result) if args["json"] else _words(way, result))
+    if args["json"]:
+        print(json.dumps(result))
+    else:
+        print(_words(way, result))
 
 
 def _check(args: dict) -> str:
@@ -64,7 +67,8 @@ def _check(args: dict) -> str:
         )
     for name, ways in ONLY.items():
         if args[name] is not None and given[0] not in ways:
-            raise UserError(f"{_option(name)} is for {' and '.join(map(_option, ways))}")
+            allowed = " and ".join(map(_option, ways))
+            raise UserError(f"{_option(name)} is for {allowed}")
     if bool(args["shots"]) != bool(args["shots_file"]):
         raise UserError("--shots N and --shots-file FILE go together")
     files.check_writable("out", args["out"])
@@ -82,7 +86,9 @@ def _option(name: str) -> str:
 def _texts(args: dict) -> dict:
     field = args["field"] or "text"
     parts = sources.plan([args["text"]])
-    texts = [text for part in parts for text in sources.read(part, field=field) if text]
+    texts = []
+    for part in parts:
+        texts += [text for text in sources.read(part, field=field) if text]
     if not texts:
         raise UserError(f"{args['text']!r} holds no text")
     return dict(texts=texts)
@@ -91,7 +97,9 @@ def _texts(args: dict) -> dict:
 def _questions(args: dict, way: str) -> dict:
     read = read_choices if way == "multiple_choice" else read_questions
     examples = read(args[way])[: args["limit"]]
-    shots_from = read(args["shots_file"]) if args["shots_file"] else ()
+    shots_from = ()
+    if args["shots_file"]:
+        shots_from = read(args["shots_file"])
     tasks.library()
     return dict(examples=examples, shots=args["shots"] or 0, shots_from=shots_from)
 
@@ -124,13 +132,19 @@ def _words(way: str, result: dict) -> str:
             ("accuracy", _sure(result, "accuracy")),
             (last, _sure(result, "accuracy_normalised")),
         ]
-    return "\n".join([*(f"{name:<16}{value}" for name, value in lines), rest])
+    table = [f"{name:<16}{value}" for name, value in lines]
+    return "\n".join([*table, rest])
 
 
 def _sure(result: dict, name: str) -> str:
+    value = _number(result[name])
     error = result[f"{name}_stderr"]
-    return _number(result[name]) + ("" if error is None else f" +- {_number(error)}")
+    if error is None:
+        return value
+    return f"{value} +- {_number(error)}"
 
 
 def _number(value: float | None) -> str:
-    return "too large" if value is None else f"{value:.4f}"
+    if value is None:
+        return "too large"
+    return f"{value:.4f}"

@@ -96,8 +96,12 @@ class LadderJax(TemplateLM):
 
     def loglikelihood_rolling(self, requests, disable_tqdm: bool = False) -> list[float]:
         how = dict(prefix=self.prefix_token_id, window=self.max_length)
-        cut = [list(windows(self.tok_encode(*request.args), **how)) for request in requests]
-        scores = iter(self._scores(list(itertools.chain(*cut)), quiet=disable_tqdm))
+        cut = []
+        for request in requests:
+            tokens = self.tok_encode(*request.args)
+            cut.append(list(windows(tokens, **how)))
+        every = list(itertools.chain(*cut))
+        scores = iter(self._scores(every, quiet=disable_tqdm))
         return [sum(next(scores)[0] for _ in spans) for spans in cut]
 
     def generate_until(self, requests, disable_tqdm: bool = False) -> list[str]:
@@ -157,7 +161,8 @@ class LadderJax(TemplateLM):
             raise UserError(
                 f"{new} new tokens leave no room for a prompt in max_length={self.max_length}"
             )
-        tokens = self.tok_encode(context)[-(self.max_length - new) :] or [self.prefix_token_id]
+        room = self.max_length - new
+        tokens = self.tok_encode(context)[-room:] or [self.prefix_token_id]
         ends = self.model.stop_ids(stop)
         return Request(tokens, max_new_tokens=new, stop=stop, stop_ids=ends, seed=seed, **sampled)
 
@@ -181,7 +186,7 @@ CHOICES = {
 
 def gsm8k() -> dict:
     """A task that takes and judges answers as the harness's gsm8k does."""
-    file = pathlib.Path(lm_eval.__file__).parent / "tasks" / "gsm8k" / "gsm8k.yaml"
+    file = pathlib.Path(lm_eval.__file__).parent / "tasks/gsm8k/gsm8k.yaml"
     theirs = yaml.safe_load(file.read_text(encoding="utf-8"))
     judging = {name: theirs[name] for name in ("output_type", "metric_list", "filter_list")}
     return {**judging, "doc_to_text": "prompt", "doc_to_target": "answer"}

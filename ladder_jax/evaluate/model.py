@@ -96,18 +96,20 @@ class Model:
         stands once.
         """
         tokens = self.tokenizer.encode(text)
-        return tokens[1:] if tokens[:2] == [self.tokenizer.begin_id] * 2 else tokens
+        begin = self.tokenizer.begin_id
+        if tokens[:2] == [begin, begin]:
+            return tokens[1:]
+        return tokens
 
     def stop_ids(self, stop: Sequence[str]) -> list[int]:
         """The tokenizer's stop tokens, and the special tokens among `stop`, which never appear in a
         decoded text.
         """
-        single = [
-            tokens
-            for text in stop
-            if len(tokens := self.tokenizer.encode(text, special=False)) == 1
-        ]
-        special = [token for (token,) in single if not self.tokenizer.to_bytes([token])]
+        special = []
+        for text in stop:
+            tokens = self.tokenizer.encode(text, special=False)
+            if len(tokens) == 1 and not self.tokenizer.to_bytes(tokens):
+                special += tokens
         return [*self.tokenizer.stop_ids, *special]
 
     def cut(self, span: Span) -> Span:
@@ -119,7 +121,8 @@ class Model:
             raise UserError(
                 f"a continuation of {len(span.scored)} tokens is longer than the window of {self.window}"
             )
-        return Span(span.context[max(0, span.length - self.window) :], span.scored)
+        excess = max(0, span.length - self.window)
+        return Span(span.context[excess:], span.scored)
 
 
 def prefix_of(tokenizer: Tokenizer) -> int:
@@ -164,13 +167,16 @@ def open_model(
         name, ladder_layers=ladder_layers, residual=residual, ranks=ranks
     )
     tokenizer = opened.tokenizer()
-    prefix = prefix_of(tokenizer) if prefix is None else prefix
+    if prefix is None:
+        prefix = prefix_of(tokenizer)
     definition = opened.define(tensor=tensor, data=data)
+    if window is None:
+        window = opened.config.train.sequence
     return Model(
         definition,
         lambda: opened.reader(definition),
         tokenizer,
-        opened.config.train.sequence if window is None else window,
+        window,
         prefix,
         _digest(opened, tokenizer),
         batch_tokens,

@@ -86,13 +86,16 @@ def perplexity(
         scorer = model.scorer
     elif isinstance(model, Transformer):
         scorer = Scorer(model)
-    one = len(tokens) and np.ndim(tokens[0]) == 0
-    documents = [np.asarray(document).tolist() for document in ([tokens] if one else tokens)]
+    if window is None:
+        window = own
+    if len(tokens) and np.ndim(tokens[0]) == 0:
+        tokens = [tokens]
+    documents = [np.asarray(document).tolist() for document in tokens]
     return _measured(
         lambda: scorer,
         documents,
         prefix=prefix,
-        window=own if window is None else window,
+        window=window,
         stride=stride,
     )
 
@@ -133,6 +136,8 @@ def _measured(
     """scorer: asked for when there is something left to score. about: the model, in the rows'
     digests.
     """
+    if stride is None:
+        stride = window
     how = dict(prefix=prefix, window=window, stride=stride)
     cut = [
         (number, span)
@@ -143,27 +148,33 @@ def _measured(
         raise UserError("the text holds no token to score")
 
     def work(left: list[int]) -> Iterator[tuple[int, dict]]:
-        for place, score in scorer().scores([cut[index][1] for index in left]):
-            document, _ = cut[left[place]]
+        spans = [cut[index][1] for index in left]
+        for place, score in scorer().scores(spans):
+            index = left[place]
+            document, _ = cut[index]
             counts = {"document": document, "tokens": len(score.logprobs)}
-            yield left[place], {**counts, "loglikelihood": score.loglikelihood}
+            yield index, {**counts, "loglikelihood": score.loglikelihood}
 
     digests = [digest(about, number, span.context, span.scored) for number, span in cut]
     results = carry_out(digests, work, file=file, progress=progress)
     tokens = np.array([result["tokens"] for result in results], np.float64)
     losses = -np.array([result["loglikelihood"] for result in results], np.float64)
-    loss = float(losses.sum() / tokens.sum())
+    total = tokens.sum()
+    loss = float(losses.sum() / total)
     n = len(results)
-    spread = np.square(losses - loss * tokens).sum()
+    loss_stderr = None
+    if n > 1:
+        spread = np.square(losses - loss * tokens).sum()
+        loss_stderr = float(math.sqrt(n / (n - 1) * spread) / total)
     return Perplexity(
-        tokens=int(tokens.sum()),
+        tokens=int(total),
         loss=loss,
         perplexity=_exp(loss),
-        loss_stderr=float(math.sqrt(n / (n - 1) * spread) / tokens.sum()) if n > 1 else None,
+        loss_stderr=loss_stderr,
         documents=len(documents),
         windows=n,
         window=window,
-        stride=window if stride is None else stride,
+        stride=stride,
     )
 
 
@@ -190,17 +201,20 @@ def windows(
     prefix: the token before the first; None: the document's own first token, which then is not
         scored.
     """
-    stride = window if stride is None else stride
+    if stride is None:
+        stride = window
     if window < 1:
         raise UserError(f"window must be at least 1, not {window}")
     if not 1 <= stride <= window:
         raise UserError(f"stride must be between 1 and the window, {window}, not {stride}")
-    tokens = [int(token) for token in tokens]
-    whole = tokens if prefix is None else [prefix, *tokens]
+    whole = [int(token) for token in tokens]
+    if prefix is not None:
+        whole = [prefix, *whole]
     begin = 1
     size = window
     while begin < len(whole):
         end = min(begin + size, len(whole))
-        yield Span(whole[max(0, end - 1 - window) : begin], whole[begin:end])
+        left = max(0, end - 1 - window)
+        yield Span(whole[left:begin], whole[begin:end])
         begin = end
         size = stride

@@ -26,7 +26,9 @@ def carry_out(
     Raises UserError for a file of something else, or of other rows, models or settings, and
     RunFailed for a full disk.
     """
-    held = jsonl.answered(file, dict(enumerate(digests))) if file else {}
+    held = {}
+    if file:
+        held = jsonl.answered(file, dict(enumerate(digests)))
     results = {
         index: {key: value for key, value in line.items() if key not in ("index", "request")}
         for index, line in held.items()
@@ -38,9 +40,12 @@ def carry_out(
         if progress
         else contextlib.nullcontext(lambda done, text: None)
     )
-    opened = open(file, "ab", buffering=0) if file else contextlib.nullcontext()
+    opened = contextlib.nullcontext()
+    if file:
+        opened = open(file, "ab", buffering=0)
     with shown as update, opened as out:
-        for index, result in work(left) if left else ():
+        found = work(left) if left else ()
+        for index, result in found:
             if out:
                 line = {"index": index, **result, "request": digests[index]}
                 jsonl.append(out, line, file=file)

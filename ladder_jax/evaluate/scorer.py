@@ -100,21 +100,24 @@ class Scorer:
         """(indices, rows, length) of each batch; those of one length all have as many rows."""
         order = sorted(range(len(spans)), key=lambda index: -spans[index].length)
         ranks = self.definition.layout.batch_ranks
-        for length, indices in itertools.groupby(
+        for length, group in itertools.groupby(
             order, key=lambda index: _padded(spans[index].length)
         ):
-            indices = list(indices)
-            most = min(max(1, self.batch_tokens // length), 2 ** (len(indices) - 1).bit_length())
+            indices = list(group)
+            count = len(indices)
+            room = max(1, self.batch_tokens // length)
+            most = min(room, _power_of_two(count))
             rows = max(ranks, most // ranks * ranks)
-            for first in range(0, len(indices), rows):
+            for first in range(0, count, rows):
                 yield indices[first : first + rows], rows, length
 
     def _send(self, indices: list[int], rows: int, length: int, spans: Sequence[Span]):
         tokens, targets = np.zeros((2, rows, length), np.int32)
         for row, index in enumerate(indices):
-            whole = [*spans[index].context, *spans[index].scored]
-            tokens[row, : len(whole) - 1] = whole[:-1]
-            targets[row, : len(whole) - 1] = whole[1:]
+            span = spans[index]
+            whole = [*span.context, *span.scored]
+            tokens[row, : span.length] = whole[:-1]
+            targets[row, : span.length] = whole[1:]
         return indices, self._program(
             self.params, *jax.device_put((tokens, targets), self._sharding)
         )
@@ -123,17 +126,24 @@ class Scorer:
 def _read(indices: list[int], computed: tuple[jax.Array, jax.Array], spans: Sequence[Span]):
     logprobs, greedy = map(np.asarray, computed)
     for row, index in enumerate(indices):
-        end = spans[index].length
-        begin = end - len(spans[index].scored)
-        if not np.isfinite(logprobs[row, begin:end]).all():
+        span = spans[index]
+        end = span.length
+        begin = end - len(span.scored)
+        found = logprobs[row, begin:end]
+        if not np.isfinite(found).all():
             raise RunFailed(
                 "the model's log-probabilities are no numbers: its weights are not, or they overflow"
             )
-        yield index, Score(logprobs[row, begin:end], bool(greedy[row, begin:end].all()))
+        yield index, Score(found, bool(greedy[row, begin:end].all()))
 
 
 def _padded(length: int) -> int:
-    return max(SHORTEST, 2 ** (length - 1).bit_length())
+    return max(SHORTEST, _power_of_two(length))
+
+
+def _power_of_two(least: int) -> int:
+    """The smallest one that is at least `least`."""
+    return 2 ** (least - 1).bit_length()
 
 
 @functools.lru_cache(maxsize=32)
@@ -147,7 +157,8 @@ def compiled_scores(definition: ModelDef, *, execution: Execution = SCANNED) -> 
     shape, so other parameters cost no compilation.
     """
 
-    axes = definition.layout.tensor
+    layout = definition.layout
+    axes = layout.tensor
 
     def local(params, tokens, targets):
         x_BTD, _ = nn.hidden(definition, params, tokens, execution=execution)
@@ -155,18 +166,21 @@ def compiled_scores(definition: ModelDef, *, execution: Execution = SCANNED) -> 
         def score(position: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
             x_D, target = position
             logits_V = nn.logits(definition, params, x_D[None, None])[0]
-            logprob = -nn.cross_entropy(logits_V[None], target[None, None], axes=axes)[0, 0]
-            return logprob, sampling.argmax(logits_V, axes=axes)[0] == target
+            loss = nn.cross_entropy(logits_V[None], target[None, None], axes=axes)
+            logprob = -loss[0, 0]
+            best = sampling.argmax(logits_V, axes=axes)
+            return logprob, best[0] == target
 
-        positions = x_BTD.reshape(-1, x_BTD.shape[-1]), targets.reshape(-1)
-        found = lax.map(score, positions, batch_size=CHUNK)
+        x_ND = x_BTD.reshape(-1, x_BTD.shape[-1])
+        targets_N = targets.reshape(-1)
+        found = lax.map(score, (x_ND, targets_N), batch_size=CHUNK)
         return jax.tree.map(lambda found_N: found_N.reshape(targets.shape), found)
 
-    dims = ((definition.dims, "BT", "BT"), ("BT", "BT"))
-    ranked = over_ranks(local, layout=definition.layout, in_dims=dims[0], out_dims=dims[1])
-    meshed = on_mesh(ranked, layout=definition.layout, in_dims=dims[0], out_dims=dims[1])
+    dims = dict(in_dims=(definition.dims, "BT", "BT"), out_dims=("BT", "BT"))
+    ranked = over_ranks(local, layout=layout, **dims)
+    meshed = on_mesh(ranked, layout=layout, **dims)
     return Compiled(
         meshed,
-        mesh=definition.layout.mesh,
+        mesh=layout.mesh,
         traits=definition.traits(execution, phase=Phase.PREFILL),
     )

@@ -127,8 +127,9 @@ def multiple_choice(
 
     def work(left: list[int]) -> Iterator[tuple[int, dict]]:
         asked = [(index, number) for index in left for number in range(len(spans[index]))]
+        choices = [spans[index][number] for index, number in asked]
         found = collections.defaultdict(dict)
-        for place, score in model.scorer.scores([spans[index][number] for index, number in asked]):
+        for place, score in model.scorer.scores(choices):
             index, number = asked[place]
             found[index][number] = score.loglikelihood, score.greedy
             if len(found[index]) == len(spans[index]):
@@ -185,7 +186,8 @@ def generation(
     ]
 
     def work(left: list[int]) -> Iterator[tuple[int, dict]]:
-        for index, result in model.answers({index: requests[index] for index in left}, slots=slots):
+        asked = {index: requests[index] for index in left}
+        for index, result in model.answers(asked, slots=slots):
             yield index, _written(task, index, examples[index], result)
 
     results = carry_out(digests, work, file=file, progress=progress)
@@ -279,9 +281,10 @@ def _shares(results: Sequence[dict], **names: str) -> dict[str, float | None]:
     for name, key in names.items():
         values = [result[key] for result in results]
         found[name] = float(np.mean(values))
-        found[f"{name}_stderr"] = (
-            float(np.std(values, ddof=1)) / math.sqrt(len(values)) if len(values) > 1 else None
-        )
+        error = None
+        if len(values) > 1:
+            error = float(np.std(values, ddof=1)) / math.sqrt(len(values))
+        found[f"{name}_stderr"] = error
     return found
 
 
@@ -344,8 +347,11 @@ def _gold(found: dict, choices: list[str]) -> int:
         return answer
     if isinstance(answer, str):
         letters = string.ascii_uppercase[:count]
-        read = {choices.index(answer)} if answer in choices else set()
-        read |= {letters.index(answer)} if len(answer) == 1 and answer in letters else set()
+        read = set()
+        if answer in choices:
+            read.add(choices.index(answer))
+        if len(answer) == 1 and answer in letters:
+            read.add(letters.index(answer))
         if len(read) > 1:
             raise UserError(
                 f"answer {answer!r} is a choice's letter and another choice's text: name it by its number"
@@ -360,18 +366,17 @@ def _gold(found: dict, choices: list[str]) -> int:
 
 
 def _text(found: dict, key: str) -> str:
-    if not isinstance(found.get(key), str):
+    text = found.get(key)
+    if not isinstance(text, str):
         raise UserError(f'"{key}" must be a text{_near(found, key)}')
-    found[key].encode()  # half of a surrogate pair is refused here
-    return found[key]
+    text.encode()  # half of a surrogate pair is refused here
+    return text
 
 
 def _near(found: dict, *keys: str) -> str:
     """What a misspelt key may have been."""
-    near = [
-        one
-        for key in keys
-        if key not in found
-        for one in difflib.get_close_matches(key, found, n=1)
-    ]
-    return f"; there is {near[0]!r}" if near else ""
+    for key in keys:
+        if key not in found:
+            if near := difflib.get_close_matches(key, found, n=1):
+                return f"; there is {near[0]!r}"
+    return ""

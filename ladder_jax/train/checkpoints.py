@@ -148,12 +148,12 @@ class CheckpointSaver:
         it together.
         """
         self.wait()
+        folder = self.store.folder
 
         def latest() -> int:
-            with explained(self.store.folder, "read"):
-                return max(
-                    patiently(self.store.folder, lambda: steps(self.store.folder)), default=0
-                )
+            with explained(folder, "read"):
+                saved = patiently(folder, lambda: steps(folder))
+            return max(saved, default=0)
 
         return self.context.agreement.decided("the newest checkpoint", latest)
 

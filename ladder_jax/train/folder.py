@@ -104,17 +104,16 @@ def caught() -> Iterator[StopRequest]:
     several = jax.process_count() > 1
 
     def handle(signum: int, _) -> None:
+        received = signal.Signals(signum)
         if request.received is not None:
-            os.write(
-                2, f"ladder-jax: {signal.Signals(signum).name} again: ending at once\n".encode()
-            )
+            os.write(2, f"ladder-jax: {received.name} again: ending at once\n".encode())
             os._exit(128 + signum)
-        request.received = signal.Signals(signum)
-        os.write(2, f"{request.received.name}: saving, then ending (once more: at once)\n".encode())
+        request.received = received
+        os.write(2, f"{received.name}: saving, then ending (once more: at once)\n".encode())
         if several:
             os.kill(os.getpid(), signal.SIGTERM)
         else:
-            request.signum = request.received
+            request.signum = received
 
     mine = (signal.SIGINT,) if several else CAUGHT
     if threading.current_thread() is not threading.main_thread():
@@ -175,14 +174,17 @@ def _check(config: RunConfig, folder: AnyPath) -> None:
         raise UserError(f"{str(file)!r} cannot be read as JSON") from None
     after = flatten_dict(to_dict(config), sep=".")
     has_experts = any(key.startswith("model.moe.") for key in before)
-    defaults = RunConfig(model=ModelConfig(moe=MoEConfig())) if has_experts else RunConfig()
+    defaults = RunConfig()
+    if has_experts:
+        defaults = RunConfig(model=ModelConfig(moe=MoEConfig()))
     # a setting that did not exist then had its default
     before = flatten_dict(to_dict(defaults), sep=".") | before
-    changed = [
-        f"{key} was {before.get(key)!r}, now {after.get(key)!r}"
-        for key in sorted(before.keys() | after.keys())
-        if before.get(key) != after.get(key) and not key.startswith(FREE)
-    ]
+    changed = []
+    for key in sorted(before | after):
+        was = before.get(key)
+        now = after.get(key)
+        if was != now and not key.startswith(FREE):
+            changed.append(f"{key} was {was!r}, now {now!r}")
     if changed:
         raise UserError(
             f"{str(folder)!r} holds a run of another configuration ({'; '.join(changed)}):"
@@ -197,17 +199,22 @@ def _foreign(file: AnyPath, folder: AnyPath) -> bool:
     Such an object is listed as `folder/`, or by newer versions of gcsfs as `folder`, and so again
     below itself.
     """
-    if file == folder or (is_remote(folder) and file.name == folder.name and not file.exists()):
+    if file == folder:
         return False
-    return file.name not in _EARLIER and not file.name.startswith(files.PARTIAL)
+    name = file.name
+    if is_remote(folder) and name == folder.name and not file.exists():
+        return False
+    return name not in _EARLIER and not name.startswith(files.PARTIAL)
 
 
 def describe(config: RunConfig) -> str:
     """The resolved configuration, a line a section."""
-    sections = ((name, flatten_dict(section, sep=".")) for name, section in to_dict(config).items())
-    return "\n".join(
-        f"{name}: {' '.join(f'{k}={v}' for k, v in flat.items())}" for name, flat in sections
-    )
+    lines = []
+    for name, section in to_dict(config).items():
+        flat = flatten_dict(section, sep=".")
+        settings = " ".join(f"{key}={value}" for key, value in flat.items())
+        lines.append(f"{name}: {settings}")
+    return "\n".join(lines)
 
 
 def notices(config: RunConfig) -> list[str]:
@@ -265,7 +272,9 @@ def locked(
     lost: called in a thread, with a line, where a lease can no longer be renewed, before another
         process may take it.
     """
-    return _lease(folder, say, lost) if is_remote(folder) else _file_lock(folder)
+    if is_remote(folder):
+        return _lease(folder, say, lost)
+    return _file_lock(folder)
 
 
 @contextlib.contextmanager
@@ -274,7 +283,8 @@ def _file_lock(folder: pathlib.Path) -> Iterator[None]:
     across hosts.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    handle = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+    flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+    handle = os.open(folder / LOCK, flags, 0o666)
     try:
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -397,7 +407,12 @@ def beginning(folder: AnyPath) -> float | None:
     Raises RunFailed where the record cannot be read now: a run's data may depend on it.
     """
     file = folder / GOODPUT
-    read = lambda: read_text(file) if file.is_file() else "{}"
+
+    def read() -> str:
+        if not file.is_file():
+            return "{}"
+        return read_text(file)
+
     try:
         with explained(folder, "read"):
             content = patiently(folder, read)

@@ -4,8 +4,6 @@ every gradient.
 Read from the top: `task_gradients` -> `_accumulate` -> `_loss_sum` -> `Pretraining.loss_sum`.
 """
 
-import functools
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -56,11 +54,12 @@ class Pretraining:
         self.trained_dims = definition.dims
         self.abstract = definition.abstract
         self.routers = None
+        self.terms = {}
         if definition.config.moe is not None:
             from ladder_jax.nn.router_losses import RouterLosses
 
             self.routers = RouterLosses(definition)
-        self.terms = self.routers.terms if self.routers else {}
+            self.terms = self.routers.terms
 
     def scheduled(self, step: jax.Array) -> Scheduled:
         """Inputs of the loss that follow from the step's number, such as a conversion's ladder
@@ -72,7 +71,9 @@ class Pretraining:
         """Metrics of these inputs, and of the loss's terms, which are summed over the batch and
         divided by its predicted positions.
         """
-        return self.routers.metrics(terms) if self.routers else {}
+        if self.routers:
+            return self.routers.metrics(terms)
+        return {}
 
     def loss_sum(
         self,
@@ -86,7 +87,9 @@ class Pretraining:
         """On one rank: the loss of its rows, summed over positions, and its terms; equal on its
         tensor ranks.
         """
-        positions = nn.FullSequence() if batch.segments is None else nn.Packed(batch.segments)
+        positions = nn.FullSequence()
+        if batch.segments is not None:
+            positions = nn.Packed(batch.segments)
         run = nn.ForwardPass(
             self.definition, batch.tokens.shape, execution=config.execution, positions=positions
         )
@@ -163,21 +166,24 @@ def task_gradients(
         # From here on every rank owns its copy of what is replicated: gradients stay local, in
         # float32, until the one reduction below; none is left for the layer loop to communicate.
         own = lambda dims, p: pvary(p, layout.own_axes(dims))
-        trained, frozen = jax.tree.map(own, (dims, task.frozen_dims), (trained, frozen))
+        trained = jax.tree.map(own, dims, trained)
+        frozen = jax.tree.map(own, task.frozen_dims, frozen)
         # Equal on all tensor ranks, like the residual: otherwise every sublayer's input adds one
         # all-reduce backward.
         scheduled = jax.tree.map(lambda a: pvary(a, layout.batch), scheduled)
         predicted = _num_predicted(batch, layout)
         if task.definition.config.moe is not None:
-            counting, of_step = task.held_out, scheduled  # without a teacher
+            counting = task.held_out  # without a teacher
             read = {name: frozen[name] for name in counting.frozen_dims}
-            terms = lambda part, given: _loss_sum(
-                counting, trained, read, part, {**of_step, **given}, config
-            )[1]
-            scheduled = {
-                **of_step,
-                **task.routers.scheduled(terms, batch, predicted=predicted, config=config),
-            }
+            of_step = scheduled
+
+            def terms(part, given):
+                inputs = of_step | given
+                _, of_part = _loss_sum(counting, trained, read, part, inputs, config)
+                return of_part
+
+            of_batch = task.routers.scheduled(terms, batch, predicted=predicted, config=config)
+            scheduled = of_step | of_batch
 
         def mean(trained, part):
             sums = _loss_sum(task, trained, frozen, part, scheduled, config)
@@ -246,16 +252,24 @@ def _accumulate(
     """
     if count == 1:
         return value_and_grad(trained, batch)
-    parts = jax.tree.map(lambda a: a.reshape(count, a.shape[0] // count, *a.shape[1:]), batch)
+
+    def split(a):
+        rows, *rest = a.shape
+        return a.reshape(count, rows // count, *rest)
 
     def add_part(sums, part):
-        return jax.tree.map(jnp.add, sums, value_and_grad(trained, part)), None
+        of_part = value_and_grad(trained, part)
+        return jax.tree.map(jnp.add, sums, of_part), None
 
-    zeros = lambda axes, shape: pvary(jnp.zeros(shape, jnp.float32), axes)
-    zero = functools.partial(zeros, varying(jax.tree.leaves(batch)[0]))
-    loss = zero(()), {name: zero(shape) for name, shape in terms.items()}
-    gradients = jax.tree.map(lambda p: zeros(varying(p), p.shape), trained)
-    sums, _ = lax.scan(add_part, (loss, gradients), parts)
+    def zeros(shape, axes):
+        return pvary(jnp.zeros(shape, jnp.float32), axes)
+
+    parts = jax.tree.map(split, batch)
+    of_rows = varying(jax.tree.leaves(batch)[0])
+    loss = zeros((), of_rows)
+    of_terms = {name: zeros(shape, of_rows) for name, shape in terms.items()}
+    gradients = jax.tree.map(lambda p: zeros(p.shape, varying(p)), trained)
+    sums, _ = lax.scan(add_part, ((loss, of_terms), gradients), parts)
     return sums
 
 
@@ -263,8 +277,10 @@ def _accumulate(
 def _num_predicted(batch: jax.Array | Batch, layout: Layout) -> int | jax.Array:
     """How many tokens the whole batch predicts, of which this is a rank's shard."""
     if isinstance(batch, Batch):  # at least 1: a batch may be padding throughout
-        return jnp.maximum(all_reduce(batch.predicted.sum(), layout.batch), 1)
-    return math.prod((batch.shape[0], batch.shape[1] - 1, layout.batch_ranks))
+        predicted = all_reduce(batch.predicted.sum(), layout.batch)
+        return jnp.maximum(predicted, 1)
+    rows, length = batch.shape
+    return rows * (length - 1) * layout.batch_ranks
 
 
 def _loss_sum(
@@ -280,9 +296,15 @@ def _loss_sum(
     def local(trained, frozen, batch, scheduled):
         packed = isinstance(batch, Batch)
         tokens = batch.tokens if packed else batch
-        tokens, targets = tokens[:, :-1], tokens[:, 1:]
-        weights = batch.predicted.astype(jnp.float32) if packed else jnp.ones(targets.shape)
-        rows = Targets(tokens, targets, weights, batch.segments[:, :-1] if packed else None)
+        inputs = tokens[:, :-1]
+        targets = tokens[:, 1:]
+        if packed:
+            weights = batch.predicted.astype(jnp.float32)
+            segments = batch.segments[:, :-1]
+        else:
+            weights = jnp.ones(targets.shape)
+            segments = None
+        rows = Targets(inputs, targets, weights, segments)
         return task.loss_sum(trained, frozen, rows, scheduled=scheduled, config=config)
 
     dims = dict(in_dims=(task.trained_dims, task.frozen_dims, "BT", ""), out_dims=("", ""))
@@ -303,10 +325,15 @@ def _after_backward(gradients: Params, layout: Layout, dims: Params) -> Params:
         return gradients
     leaves, tree = jax.tree.flatten(gradients)
     last = jax.tree.leaves(gradients.get("embedding", gradients))[0]
-    shared = [set(_replicated(of, layout)) & set(layout.tensor) for of in jax.tree.leaves(dims)]
-    delayed = [leaf is last or tensor for leaf, tensor in zip(leaves, shared)]
-    tied = iter(lax.optimization_barrier([leaf for leaf, delay in zip(leaves, delayed) if delay]))
-    return tree.unflatten([next(tied) if delay else leaf for leaf, delay in zip(leaves, delayed)])
+    delayed = []
+    for index, of_leaf in enumerate(jax.tree.leaves(dims)):
+        shared = set(_replicated(of_leaf, layout)) & set(layout.tensor)
+        if shared or leaves[index] is last:
+            delayed.append(index)
+    tied = lax.optimization_barrier([leaves[index] for index in delayed])
+    for index, leaf in zip(delayed, tied):
+        leaves[index] = leaf
+    return tree.unflatten(leaves)
 
 
 def _reduce_gradient(gradient: jax.Array, dims: str, layout: Layout) -> jax.Array:
@@ -314,15 +341,16 @@ def _reduce_gradient(gradient: jax.Array, dims: str, layout: Layout) -> jax.Arra
     the tensor ranks.
     """
     axes = _replicated(dims, layout)
-    with jax.named_scope(SHARED_GRADIENTS if set(axes) & set(layout.tensor) else DATA_GRADIENTS):
+    shared = set(axes) & set(layout.tensor)
+    with jax.named_scope(SHARED_GRADIENTS if shared else DATA_GRADIENTS):
         return all_reduce(gradient, axes)
 
 
 def _replicated(dims: str, layout: Layout) -> tuple[str, ...]:
-    split = [
-        axis
-        for part in layout.spec(dims)
-        if part
-        for axis in ((part,) if isinstance(part, str) else part)
-    ]
-    return tuple(axis for axis in layout.own_axes(dims) if axis not in (*split, EMULATED))
+    without = {EMULATED}
+    for part in layout.spec(dims):
+        if isinstance(part, str):
+            without.add(part)
+        elif part:
+            without.update(part)
+    return tuple(axis for axis in layout.own_axes(dims) if axis not in without)

@@ -33,8 +33,10 @@ def read(folder: pathlib.Path) -> list[Row]:
     one short.
     """
     file = folder / NAME
+    if not file.is_file():
+        return []
     rows = []
-    for line in file.read_bytes().splitlines() if file.is_file() else []:
+    for line in file.read_bytes().splitlines():
         with contextlib.suppress(ValueError, RecursionError):
             row = json.loads(line)
             if isinstance(row, dict) and isinstance(row.get("step"), int):
@@ -141,8 +143,12 @@ class WandB:
 
 def trackers(config: RunConfig, *, folder: pathlib.Path) -> list[TensorBoard | WandB]:
     """The other places that show the metrics. Raises UserError for one that is not installed."""
-    board = [TensorBoard(folder / "tensorboard")] if config.run.tensorboard else []
-    return [*board, *([WandB(config, folder=folder)] if config.run.wandb else [])]
+    found = []
+    if config.run.tensorboard:
+        found.append(TensorBoard(folder / "tensorboard"))
+    if config.run.wandb:
+        found.append(WandB(config, folder=folder))
+    return found
 
 
 class Mirror:
@@ -172,7 +178,8 @@ class Mirror:
         def copy() -> None:
             for name in names:
                 with contextlib.suppress(FileNotFoundError):
-                    (self.local / name).write_bytes((self._folder / name).read_bytes())
+                    content = (self._folder / name).read_bytes()
+                    (self.local / name).write_bytes(content)
             for path in self._folder.glob(replaced):
                 path.unlink(missing_ok=True)
 
@@ -256,7 +263,8 @@ class Metrics:
         if jax.process_index() > 0:
             return
         rows = [row for row in read(self._file.parent) if row["step"] <= step]
-        files.write(self._file, [f"{json.dumps(row)}\n".encode() for row in rows])
+        lines = [f"{json.dumps(row)}\n".encode() for row in rows]
+        files.write(self._file, lines)
         self._size = self._file.stat().st_size
         for tracker in self._trackers:
             tracker.begin(rows)
@@ -284,7 +292,8 @@ class Metrics:
             tracker.close()
 
     def _write(self, line: str, *, sync: bool = False) -> None:
-        self._unwritten += [line] if line else []
+        if line:
+            self._unwritten.append(line)
         try:
             if not self._file.exists():  # the user has removed it, or the whole folder
                 self._file.parent.mkdir(parents=True, exist_ok=True)
@@ -310,4 +319,6 @@ class Metrics:
 
 
 def _number(value: Any) -> Any:
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value

@@ -74,18 +74,23 @@ def run(
     agreement.decided("whose folder this is", lambda: folder.check(config, where))
     parallel.use_compilation_cache()
     mesh = make_mesh(**config.mesh.axes)
-    if profile and profile[-1] > config.train.steps:
-        raise UserError(f"--profile: step {profile[-1]} is past train.steps={config.train.steps}")
+    train = config.train
+    if profile and profile[-1] > train.steps:
+        raise UserError(f"--profile: step {profile[-1]} is past train.steps={train.steps}")
     beginning = agreement.decided(
         "when the run began", lambda: folder.beginning(where) or account.began
     )
     data = _load_data(config, where=where, agreement=agreement, began=beginning)
-    say = say if jax.process_index() == 0 else lambda line: None
+    if jax.process_index() > 0:
+        say = lambda line: None
 
     with contextlib.ExitStack() as stack:
         stack.enter_context(_memory_explained(config, mesh))
-        mirror = stack.enter_context(mirrored(where, say=say)) if is_remote(where) else None
-        small_files = mirror.local if mirror else where
+        mirror = None
+        small_files = where
+        if is_remote(where):
+            mirror = stack.enter_context(mirrored(where, say=say))
+            small_files = mirror.local
         followers = trackers(config, folder=small_files)
         context = RunContext(
             config=config,
@@ -116,9 +121,10 @@ def run(
                 account.restart(began)
 
         checkpoint = checkpoints.newest(context)
+        position = {}
         if checkpoint:
             checkpoints.check_data(checkpoint, path=config.data.path, fingerprint=data.fingerprint)
-        position = checkpoint.data if checkpoint else {}
+            position = checkpoint.data
         task = _task(context, mesh, checkpoint)
         definition = task.definition
         mfu, formula = timing.mfu(config, definition=definition, mesh=mesh)
@@ -140,7 +146,6 @@ def run(
             metrics = stack.enter_context(contextlib.closing(logged))
             store = Store(where / checkpoints.FOLDER, config=config, patience=patience)
             stack.enter_context(contextlib.closing(store))
-        train = config.train
         held_out = dataset.evaluated(data.held_out, data.held_out_rows, config=train)
         sources = position.get("sources") or task.sources_record()
         session = Session(
@@ -169,10 +174,14 @@ def run(
             profiler=Profiler(profile, folder=small_files / "profile"),
         )
         session.run()
+        validation_loss = session.finish()
+        bigram_entropy = None
+        if data.text is not None:
+            bigram_entropy = dataset.bigram_entropy(data.text)
         result = Result(
             steps=int(session.state.step),
-            validation_loss=session.finish(),
-            bigram_entropy=None if data.text is None else dataset.bigram_entropy(data.text),
+            validation_loss=validation_loss,
+            bigram_entropy=bigram_entropy,
             parameters=_count(definition),
         )
         with agreement.together("the run's result"), folder.writing(where):
@@ -186,10 +195,13 @@ def run(
 
 def _load_data(config: RunConfig, *, where: AnyPath, agreement: Agreement, began: float) -> Dataset:
     """The run's data, which must be the same on all processes and at every start."""
+    train = config.train
     with agreement.together("reading the data"):
-        tokenizer = retrain.tokenizer(config, folder=where) if config.train.start else None
+        tokenizer = None
+        if train.start:
+            tokenizer = retrain.tokenizer(config, folder=where)
         about = dict(vocab_size=config.model.vocab_size, tokenizer=tokenizer, began=began)
-        data = dataset.load(config.data, train=config.train, **about)
+        data = dataset.load(config.data, train=train, **about)
     agreement.concluded("the data", [data.fingerprint, data.tokenizer.name], _check_alike)
     return data
 
@@ -207,7 +219,9 @@ def _task(context: RunContext, mesh: Mesh, checkpoint: Checkpoint | None) -> Tra
     config = context.config
     if not config.retrains:
         return Pretraining(nn.define(config.model, mesh=mesh, experts=config.mesh.experts))
-    recorded = checkpoint.data.get("sources", {}) if checkpoint else None
+    recorded = None
+    if checkpoint:
+        recorded = checkpoint.data.get("sources", {})
     return retrain.of_run(config, mesh=mesh, recorded=recorded, agreement=context.agreement)
 
 
@@ -233,19 +247,19 @@ def out_of_memory(
     _, exhausted, details = str(error).partition("RESOURCE_EXHAUSTED: ")
     if not exhausted:
         return None
+    train = config.train
     kind = mesh.devices.flat[0].device_kind
     if config.model.moe is None and config.model.side is None:
         fits = f"settings that fit: {_plan_command(config, mesh=mesh)}"
     else:
         fits = "a larger mesh.fsdp or mesh.tensor, train.remat=full or a larger train.accumulate needs less"
-    halves = (
-        ""
-        if config.train.interleave is Interleave.WHOLE
-        else f", train.interleave={config.train.interleave.value}"
-    )
+    halves = ""
+    if train.interleave is not Interleave.WHOLE:
+        halves = f", train.interleave={train.interleave.value}"
+    reason = details.strip().splitlines()[0].rstrip(".")[:200]
     return UserError(
-        f"not enough memory on {kind} for mesh {_sizes(mesh)}, train.remat={config.train.remat.value},"
-        f" train.accumulate={config.train.accumulate}{halves} ({details.strip().splitlines()[0].rstrip('.')[:200]});"
+        f"not enough memory on {kind} for mesh {_sizes(mesh)}, train.remat={train.remat.value},"
+        f" train.accumulate={train.accumulate}{halves} ({reason});"
         f" {fits}"
     )
 
@@ -262,24 +276,26 @@ def _plan_command(config: RunConfig, *, mesh: Mesh) -> str:
 def _plan_target(mesh: Mesh) -> str:
     """The planner's name of the mesh's devices; TARGET where it has none for their kind."""
     devices = list(mesh.devices.flat)
-    kind = devices[0].device_kind
-    if devices[0].platform == "cpu":
+    first = devices[0]
+    kind = first.device_kind
+    if first.platform == "cpu":
         return f"cpu:{len(devices)}"
     if kind.startswith("TPU") and (name := machine_of(kind)):
-        ends = [
-            max(place) + 1 - min(place) for place in zip(*(device.coords for device in devices))
-        ]
-        flat = name in ("v5e", "v6e")
-        return f"{name}:{'x'.join(map(str, ends[:2] if flat else ends))}"
-    return next((f"{name}:{len(devices)}" for name in HARDWARE if name.upper() in kind), "TARGET")
+        places = [device.coords for device in devices]
+        sizes = [max(along) + 1 - min(along) for along in zip(*places)]
+        if name in ("v5e", "v6e"):  # flat
+            sizes = sizes[:2]
+        return f"{name}:{'x'.join(map(str, sizes))}"
+    for name in HARDWARE:
+        if name.upper() in kind:
+            return f"{name}:{len(devices)}"
+    return "TARGET"
 
 
 def _plan_model(config: ModelConfig) -> str:
     for name in PRESETS:
-        if (
-            dataclasses.replace(preset(name), residual=config.residual, ranks=config.ranks)
-            == config
-        ):
+        like = dataclasses.replace(preset(name), residual=config.residual, ranks=config.ranks)
+        if like == config:
             return f"--model {name} --residual {config.residual}"
     return "--model CONFIG"
 
@@ -297,5 +313,8 @@ def _count(definition: ModelDef) -> int:
         letters = dims.removeprefix("L")
         padded = leaf.shape[len(dims) - len(letters)]
         real = real_size(letters, definition.config)
-        count += leaf.size if real is None else leaf.size // padded * real
+        size = leaf.size
+        if real is not None:
+            size = size // padded * real
+        count += size
     return count

@@ -77,7 +77,7 @@ class BadStepPolicy:
         metrics: the bad step's, on the host; saved: the step of the last checkpoint, 0 for none.
         """
         config = self.config
-        reason = _reason(metrics, config=self.config)
+        reason = _reason(metrics, config=config)
         newest = (
             f"the newest checkpoint is that of step {saved}"
             if saved
@@ -105,7 +105,8 @@ class BadStepPolicy:
         """The steps up to the bad one, which are left out now that the run is back at the
         checkpoint of step `to`.
         """
-        steps = range(max(to, bad.step - self.config.rollback_batches) + 1, bad.step + 1)
+        before = max(to, bad.step - self.config.rollback_batches)
+        steps = range(before + 1, bad.step + 1)
         self.left_out |= dict.fromkeys(steps, f"step {bad.step}: {bad}")
         self._returns += 1
         return steps
@@ -154,23 +155,25 @@ class Session:
                 first = self._roll_back(bad)
 
     def _compile(self) -> None:
-        if self._step_fn is None:
-            self.context.say("compiling the training step")
-            with self.context.account.time("compile"):
-                step = steps.train_step(
-                    self.task.definition, config=self.context.config.train, task=self.task
-                )
-                self._step_fn = step.compile(self.state, self.loader.abstract(), self.frozen)
+        if self._step_fn is not None:
+            return
+        context = self.context
+        context.say("compiling the training step")
+        with context.account.time("compile"):
+            step = steps.train_step(
+                self.task.definition, config=context.config.train, task=self.task
+            )
+            self._step_fn = step.compile(self.state, self.loader.abstract(), self.frozen)
 
     def _steps(self, first: int, last: int) -> None:
         context = self.context
-        train = self.context.config.train
+        train = context.config.train
         shown = progress(last, done=first, label="step {done}/{total}", say=context.say)
+        if jax.process_index() > 0:
+            shown = contextlib.nullcontext(lambda done, text: None)
         pending: Dispatched | None = None
         with (
-            shown
-            if jax.process_index() == 0
-            else contextlib.nullcontext(lambda done, text: None) as self._update,
+            shown as self._update,
             contextlib.closing(self.profiler),
             read_ahead(self.loader.read, first=first, last=last) as batches,
         ):
@@ -208,7 +211,9 @@ class Session:
         if pending is None:
             return
         step, metrics = pending
-        train = self.context.config.train
+        context = self.context
+        train = context.config.train
+        last = train.steps
         read = {
             name: value.item()
             for name, value in jax.device_get(metrics or {"loss": np.float32(np.nan)}).items()
@@ -217,23 +222,28 @@ class Session:
             self.policy.bad(step, read, saved=self.saver.newest())
         elif metrics:
             self.policy.good()
-        self.context.beat(f"after step {step}")
-        evaluated = _due(step, train.evaluate_every, train.steps)
-        self.validation = self._evaluate() if evaluated else None
-        note = {"validation_loss": self.validation} if self.validation is not None else {}
+        context.beat(f"after step {step}")
+        note = {}
+        if _due(step, train.evaluate_every, last):
+            self.validation = self._evaluate()
+            note["validation_loss"] = self.validation
+        else:
+            self.validation = None
         if reason := self.policy.left_out.get(step):
-            note["event"] = f"batch left out: {reason}"
-            self.context.say(f"step {step}: {note['event']}")
-        if note or evaluated or _due(step, train.log_every, train.steps):
+            event = f"batch left out: {reason}"
+            note["event"] = event
+            context.say(f"step {step}: {event}")
+        if note or _due(step, train.log_every, last):
             speed = self.throughput.since_last(step)
-            row = {"step": step, "loss": read.pop("loss"), **speed, **read, "time": time.time()}
-            row = self.metrics.add({**row, **note})
+            loss = read.pop("loss")
+            row = {"step": step, "loss": loss, **speed, **read, "time": time.time()}
+            row = self.metrics.add(row | note)
             self._update(step, timing.row_text(row))
-        if _due(step, train.checkpoint_every, train.steps):
+        if _due(step, train.checkpoint_every, last):
             self.saver.wait()  # for the save before: its failure would be lost behind this one's
             self._report_failure(step)
             self._save(step)
-        if step < train.steps:  # a failure after the last step ends the run, in `_steps`
+        if step < last:  # a failure after the last step ends the run, in `_steps`
             self._report_failure(step)
 
     def _save(self, step: int) -> None:
@@ -281,7 +291,9 @@ class Session:
 
     def finish(self) -> float:
         """The held-out loss after the last step."""
-        return self._evaluate() if self.validation is None else self.validation
+        if self.validation is None:
+            return self._evaluate()
+        return self.validation
 
     def _evaluate(self) -> float:
         """The held-out loss, the mean in nats a token."""
@@ -295,9 +307,12 @@ class Session:
         weights = []
         with account.time("evaluation"):
             for batch in self.held_out:
-                losses.append(float(self._loss(*state, self._on_devices(batch))))
-                # padding is not predicted
-                weights.append(batch.predicted.sum() if isinstance(batch, Batch) else 1)
+                mean = self._loss(*state, self._on_devices(batch))
+                losses.append(float(mean))
+                if isinstance(batch, Batch):  # padding is not predicted
+                    weights.append(batch.predicted.sum())
+                else:
+                    weights.append(1)
         return float(np.average(losses, weights=weights))
 
     def _on_devices(self, batch: np.ndarray | Batch) -> jax.Array | Batch:
@@ -308,15 +323,18 @@ class Session:
 
     def _roll_back(self, bad: RollBack) -> int:
         self.saver.wait()
-        checkpoint = checkpoints.newest(self.context)
-        step, position = (checkpoint.step, checkpoint.data) if checkpoint else (0, {})
-        self.state, self.frozen = checkpoints.restore(
-            checkpoint, context=self.context, task=self.task
-        )
-        self.context.account.go_back(position.get("account"), restarts=0)
+        context = self.context
+        checkpoint = checkpoints.newest(context)
+        step = 0
+        position = {}
+        if checkpoint:
+            step = checkpoint.step
+            position = checkpoint.data
+        self.state, self.frozen = checkpoints.restore(checkpoint, context=context, task=self.task)
+        context.account.go_back(position.get("account"), restarts=0)
         left_out = self.policy.returned(bad, to=step)
         self.metrics.rewind(step)
-        self.context.say(
+        context.say(
             f"step {bad.step}: {bad}: back to step {step}, and on without the batches of the steps"
             f" {left_out[0]} to {left_out[-1]}"
         )
@@ -324,7 +342,9 @@ class Session:
 
 
 def _due(step: int, every: int, last: int) -> bool:
-    return step == last or (every > 0 and step % every == 0)
+    if step == last:
+        return True
+    return every > 0 and step % every == 0
 
 
 def _pass_over(state: TrainState) -> TrainState:
@@ -334,6 +354,7 @@ def _pass_over(state: TrainState) -> TrainState:
 
 def _reason(metrics: dict[str, Any], *, config: TrainConfig) -> str:
     for name in ("loss", "gradient_norm"):
-        if not math.isfinite(metrics[name]):
-            return f"the {name.replace('_', ' ')} is {metrics[name]}"
+        value = metrics[name]
+        if not math.isfinite(value):
+            return f"the {name.replace('_', ' ')} is {value}"
     return f"the loss jumped to {metrics['loss']:.3f}, over {config.spike_factor:g} times its recent mean"

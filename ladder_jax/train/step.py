@@ -102,15 +102,17 @@ def _keep_if_good(
 ) -> tuple[TrainState, Metrics]:
     """`new`, or of a bad step `old` with the step's number counted."""
     loss = metrics["loss"]
+    mean = old.mean_loss
     good = jnp.isfinite(loss) & jnp.isfinite(metrics["gradient_norm"])
     if config.spike_factor:
-        good &= (old.good_steps < config.spike_window) | (
-            loss <= config.spike_factor * old.mean_loss
-        )
+        too_few = old.good_steps < config.spike_window
+        good &= too_few | (loss <= config.spike_factor * mean)
     kept = jax.tree.map(lambda a, b: lax.select(good, a, b), new, old)
     # The plain mean of the first steps, then an exponential one.
-    weight = 1 / jnp.minimum(old.good_steps + 1, config.spike_window).astype(jnp.float32)
-    mean = jnp.where(good, old.mean_loss + weight * (loss - old.mean_loss), old.mean_loss)
+    count = jnp.minimum(old.good_steps + 1, config.spike_window)
+    weight = 1 / count.astype(jnp.float32)
+    moved = mean + weight * (loss - mean)
+    mean = jnp.where(good, moved, mean)
     counted = dict(step=new.step, mean_loss=mean, good_steps=old.good_steps + good)
     return dataclasses.replace(kept, **counted), {**metrics, BAD: ~good}
 
@@ -121,11 +123,12 @@ def adamw(config: TrainConfig, *, dims: Params) -> optax.GradientTransformation:
     It sees global arrays, so its norm is that of all shards.
     """
     clip = optax.clip_by_global_norm(config.clip_norm)
+    # Norm gains and biases are not decayed: only what is multiplied with activations.
+    decayed = jax.tree.map(is_matrix, dims)
     return optax.chain(
         clip._replace(update=jax.named_scope(GRADIENT_NORM)(clip.update)),
         optax.scale_by_adam(config.beta1, config.beta2, config.eps, mu_dtype=jnp.float32),
-        # Norm gains and biases are not decayed: only what is multiplied with activations.
-        optax.add_decayed_weights(config.weight_decay, mask=jax.tree.map(is_matrix, dims)),
+        optax.add_decayed_weights(config.weight_decay, mask=decayed),
     )
 
 
@@ -133,18 +136,17 @@ def learning_rate(config: TrainConfig) -> optax.Schedule:
     """Linear from 0 to the peak, then a cosine to a fraction of it. A run shorter than its warm-up
     only warms up.
     """
+    peak = config.learning_rate
     warmup = min(config.warmup_steps, config.steps)
     cosine = optax.cosine_decay_schedule(
-        config.learning_rate,
+        peak,
         max(config.steps - warmup, 1),
         alpha=config.final_learning_rate_fraction,
     )
     if warmup == 0:
         return cosine
     # Step 0 already moves: (step + 1) / warmup of the peak.
-    linear = optax.linear_schedule(
-        config.learning_rate / warmup, config.learning_rate, max(warmup - 1, 1)
-    )
+    linear = optax.linear_schedule(peak / warmup, peak, max(warmup - 1, 1))
     return optax.join_schedules([linear, cosine], [warmup])
 
 
@@ -197,7 +199,8 @@ def initial_state(
     weights).
     """
     task = task or Pretraining(definition)
-    params = nn.initialize(definition, seed=config.seed) if params is None else params
+    if params is None:
+        params = nn.initialize(definition, seed=config.seed)
     without = lambda state: dataclasses.replace(state, params=None)  # which are not copied
     first = _first(config, task)
     shapes = abstract_state(definition, config=config, task=task)

@@ -101,14 +101,19 @@ class TimeAccount:
 
 
 def goodput_text(summary: dict[str, Any]) -> str:
-    parts = (
-        f"{words} {summary['shares'][part]:.1%}"
-        for part, words in PARTS.items()
-        if summary["shares"][part] > 0
-    )
+    shares = summary["shares"]
+    parts = []
+    for part, words in PARTS.items():
+        share = shares[part]
+        if share > 0:
+            parts.append(f"{words} {share:.1%}")
     wall = summary["wall_seconds"]
     restarts = summary["restarts"]
-    times = f", {restarts} restart{'s'[: restarts != 1]}" if restarts else ""
+    times = ""
+    if restarts == 1:
+        times = ", 1 restart"
+    elif restarts:
+        times = f", {restarts} restarts"
     return f"goodput {summary['goodput']:.1%} of {wall:,.0f} s{times}: {', '.join(parts)}"
 
 
@@ -133,7 +138,12 @@ def mfu(
     work = flops_a_token(definition, length=config.train.sequence)
     kind = mesh.devices.flat[0].device_kind
     given = config.train.peak_tflops
-    peak = given * 1e12 if given else peak_of(kind)
+    if given:
+        peak = given * 1e12
+        source = "train.peak_tflops"
+    else:
+        peak = peak_of(kind)
+        source = f"{kind}, bfloat16"
     if config.train.freeze or config.lora.rank or config.distill.teacher:
         return None, "no MFU: its formula is of training all weights on the data alone"
     if peak is None:
@@ -141,7 +151,6 @@ def mfu(
             None,
             f"no MFU: the peak of {kind!r} devices is not known (train.peak_tflops=... gives it)",
         )
-    source = "train.peak_tflops" if given else f"{kind}, bfloat16"
     text = (
         f"MFU = tokens/s x {work:.4g} FLOPs a token / ({mesh.size} x {peak / 1e12:g} TFLOP/s, {source}),"
         " nothing recomputed counted"
@@ -160,10 +169,10 @@ def peak_of(device_kind: str) -> float | None:
     """FLOP/s of a device of this kind (`jax.Device.device_kind`), None for one that the table does
     not have.
     """
-    matching = [
-        kind for kind in sorted(PEAKS, key=len, reverse=True) if device_kind.startswith(kind)
-    ]
-    return PEAKS[matching[0]] if matching else None
+    for kind in sorted(PEAKS, key=len, reverse=True):
+        if device_kind.startswith(kind):
+            return PEAKS[kind]
+    return None
 
 
 class Throughput:
@@ -184,7 +193,8 @@ class Throughput:
 
     def restart(self, step: int) -> None:
         """Measure from the end of `step`."""
-        self._step, self._seconds = step, self._account.now()
+        self._step = step
+        self._seconds = self._account.now()
 
     def since_last(self, step: int) -> dict[str, Any]:
         """tokens (of the whole run), tokens_per_second, data_wait (a share of time), mfu where the
@@ -193,24 +203,31 @@ class Throughput:
         before = self._seconds
         count = step - self._step
         self.restart(step)
-        spent = {part: self._seconds[part] - before[part] for part in ("steps", "data")}
-        total = max(sum(spent.values()), 1e-9)
+        stepping = self._seconds["steps"] - before["steps"]
+        waiting = self._seconds["data"] - before["data"]
+        total = max(stepping + waiting, 1e-9)
         rate = count * self._tokens / total
         row = {
             "tokens": step * self._tokens,
             "tokens_per_second": rate,
-            "data_wait": spent["data"] / total,
+            "data_wait": waiting / total,
         }
-        return {**row, "mfu": self._mfu(rate)} if self._mfu else row
+        if self._mfu:
+            row["mfu"] = self._mfu(rate)
+        return row
 
 
 def row_text(row: dict[str, Any]) -> str:
     """A logged row for the progress bar."""
     loss = "-" if row["loss"] is None else f"{row['loss']:.3f}"
     parts = [f"loss {loss}", f"{row['tokens_per_second']:,.0f} tokens/s"]
-    parts += [f"MFU {row['mfu']:.1%}"] if "mfu" in row else []
-    parts += [f"expert load {row['expert_load']:.1f}"] if row.get("expert_load") is not None else []
-    return "  ".join([*parts, f"data wait {row['data_wait']:.1%}"])
+    if "mfu" in row:
+        parts.append(f"MFU {row['mfu']:.1%}")
+    expert_load = row.get("expert_load")
+    if expert_load is not None:
+        parts.append(f"expert load {expert_load:.1f}")
+    parts.append(f"data wait {row['data_wait']:.1%}")
+    return "  ".join(parts)
 
 
 def parse_profile(words: str) -> range:
@@ -218,8 +235,10 @@ def parse_profile(words: str) -> range:
     anything else.
     """
     first, colon, last = words.partition(":")
-    last = last if colon else first
-    if not (first.isdecimal() and last.isdecimal()) or not 1 <= int(first) <= int(last):
+    if not colon:
+        last = first
+    decimal = first.isdecimal() and last.isdecimal()
+    if not decimal or not 1 <= int(first) <= int(last):
         raise UserError(f"--profile {words}: not FIRST:LAST with 1 <= FIRST <= LAST, such as 10:13")
     return range(int(first), int(last) + 1)
 
