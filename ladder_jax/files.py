@@ -28,14 +28,20 @@ type AnyPath = "pathlib.Path | epath.Path"
 """A local path, or one in an object store (see remote.py), which has pathlib's methods."""
 
 
-def absolute(path: str | os.PathLike) -> AnyPath:
-    """A local path, absolute and with `~` expanded; for gs://... and s3://... an epath.Path.
+def expanded(path: str | os.PathLike) -> AnyPath:
+    """A local path with `~` expanded; for gs://... and s3://... an epath.Path.
 
     Raises UserError for another scheme, and if the scheme's library is not installed.
     """
     if is_remote(path):
         return remote.path(os.fspath(path))
-    return pathlib.Path(path).expanduser().absolute()
+    return pathlib.Path(path).expanduser()
+
+
+def absolute(path: str | os.PathLike) -> AnyPath:
+    """As `expanded`, and absolute."""
+    found = expanded(path)
+    return found if is_remote(path) else found.absolute()
 
 
 def is_remote(path: str | os.PathLike) -> bool:

@@ -30,7 +30,16 @@ from ladder_jax.data.packing import Batch, PackedRows
 from ladder_jax.data.store import Store, is_store
 from ladder_jax.data.tokenizer import BYTES, Tokenizer
 from ladder_jax.errors import UserError
-from ladder_jax.files import AnyPath, absolute, below, explained, is_remote, patiently, text_of
+from ladder_jax.files import (
+    AnyPath,
+    absolute,
+    below,
+    expanded,
+    explained,
+    is_remote,
+    patiently,
+    text_of,
+)
 
 STDLIB = "stdlib"  # a data.path
 MIXTURES = (".yaml", ".yml")  # endings of files that list token stores, mixed by weight
@@ -90,10 +99,7 @@ def load(
         tokenizer = tokenizers.load(config.tokenizer)
         # before all is tokenized
         _check(f"data.tokenizer={config.tokenizer!r}", tokenizer, required, vocab_size)
-    if is_remote(config.path):
-        path = absolute(config.path)
-    else:
-        path = pathlib.Path(config.path).expanduser()
+    path = expanded(config.path)
     named = f"data.path={config.path!r}"
     with explained(path, "read"):
         listed = path.suffix in MIXTURES and path.is_file()

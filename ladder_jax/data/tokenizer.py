@@ -21,7 +21,7 @@ from typing import Any, Protocol
 from ladder_jax import files
 from ladder_jax.data.chat_template import ChatTemplate
 from ladder_jax.errors import UserError
-from ladder_jax.files import AnyPath, absolute, is_remote
+from ladder_jax.files import AnyPath, expanded
 
 BYTES = "bytes"
 FOLDER = "tokenizer"
@@ -148,10 +148,7 @@ def load(path: str | os.PathLike | None) -> Tokenizer:
     """
     if path is None or path == BYTES:
         return Bytes()
-    if is_remote(path):
-        folder = absolute(path)
-    else:
-        folder = pathlib.Path(path).expanduser()
+    folder = expanded(path)
     if not folder.is_dir():
         raise UserError(
             f"there is no tokenizer at {str(path)!r} (allowed: {BYTES!r}, or a folder with {MAIN})"

@@ -14,7 +14,7 @@ from ladder_jax.data import tokenizer as tokenizers
 from ladder_jax.data.store import manifest as manifests
 from ladder_jax.data.store.manifest import MANIFEST, Shard
 from ladder_jax.errors import RunFailed, UserError, wrong_type
-from ladder_jax.files import AnyPath, absolute, explained, is_remote
+from ladder_jax.files import AnyPath, expanded, explained, is_remote
 
 CACHE = "stores"
 """The folder in the cache; in it each store in an object store has one, named by its address and
@@ -45,10 +45,7 @@ class Store:
         """
         if not isinstance(folder, str | os.PathLike):
             raise wrong_type("folder", folder, str, os.PathLike)
-        if is_remote(folder):
-            self.folder = absolute(folder)
-        else:
-            self.folder = pathlib.Path(folder).expanduser()
+        self.folder = expanded(folder)
         if not is_store(self.folder):
             raise UserError(
                 f"there is no token store at {str(folder)!r} (`ladder-jax tokenize` makes one)"
