@@ -42,8 +42,10 @@ class Generator:
         by one.
         """
         self.definition, params = parts_of(model, params)
-        self.loop = member(Loop, "loop", loop)
-        self.quantize = member(Quantize, "quantize", quantize)
+        self.loop = loop if isinstance(loop, Loop) else member(Loop, "loop", loop)
+        if not isinstance(quantize, Quantize):
+            quantize = member(Quantize, "quantize", quantize)
+        self.quantize = quantize
         form = dict(loop=self.loop, quantize=self.quantize)
         self.params = weights.prepare(self.definition, params, **form)
 
