@@ -2,7 +2,6 @@
 
 import contextlib
 import difflib
-import enum
 import operator
 from collections.abc import Iterable, Iterator
 
@@ -96,13 +95,3 @@ def described(value: object) -> str:
     """Text and numbers as one types them; any other value by its type alone, as it may be large."""
     plain = value is None or isinstance(value, str | int | float)
     return f"{value!r:.60}" if plain else f"a {type(value).__name__}"
-
-
-def member[E: enum.Enum](kind: type[E], what: str, word: E | str) -> E:
-    """The member of the enum `kind` whose value is `word`; a member is returned unchanged. Raises
-    UserError.
-    """
-    try:
-        return kind(word)
-    except ValueError:
-        raise unknown(what, word, [str(option.value) for option in kind]) from None

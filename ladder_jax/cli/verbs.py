@@ -21,7 +21,8 @@ from ladder_jax.config import (
     Quantize,
     Remat,
 )
-from ladder_jax.errors import UserError, member
+from ladder_jax.config.fields import member
+from ladder_jax.errors import UserError
 from ladder_jax.processes.options import SETTINGS
 
 type Arguments = Mapping[str, str | dict[str, Any]]

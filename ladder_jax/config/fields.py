@@ -151,13 +151,8 @@ def _coerce(value: object, hint: typing.Any, path: str) -> typing.Any:
     if dataclasses.is_dataclass(hint):
         return value if isinstance(value, hint) else build(hint, value, path + ".")
     if issubclass(hint, enum.Enum):
-        try:
-            return hint(value)
-        except ValueError:
-            # YAML reads a bare `none` as text but `null` and an empty value as nothing.
-            raise unknown(
-                f"value for {path}:", value, [_json(member.value).strip('"') for member in hint]
-            ) from None
+        # YAML reads a bare `none` as text but `null` and an empty value as nothing.
+        return member(hint, f"value for {path}:", value)
     # NumPy's scalars are Python's here
     if not isinstance(value, type) and getattr(value, "ndim", None) == 0:
         value = value.item()
@@ -175,6 +170,17 @@ def _coerce(value: object, hint: typing.Any, path: str) -> typing.Any:
     if hint is float and value != value:
         raise UserError(f"{path} must be a number, not nan")
     return value
+
+
+def member[E: enum.Enum](kind: type[E], what: str, word: object) -> E:
+    """The member of the enum `kind` whose value is `word`; a member is returned unchanged. Raises
+    UserError.
+    """
+    try:
+        return kind(word)
+    except ValueError:
+        allowed = [_json(option.value).strip('"') for option in kind]
+        raise unknown(what, word, allowed) from None
 
 
 def _json(value: object) -> str:

@@ -8,6 +8,7 @@ import jax
 import numpy as np
 
 from ladder_jax.config import DecodeConfig, Loop, Quantize, RunConfig
+from ladder_jax.config.fields import member
 from ladder_jax.decode import steps, weights
 from ladder_jax.decode.request import (
     Decoder,
@@ -20,7 +21,7 @@ from ladder_jax.decode.request import (
 )
 from ladder_jax.decode.sampling import NO_NUMBER, Choice, Settings
 from ladder_jax.decode.steps import CHUNK
-from ladder_jax.errors import RunFailed, UserError, described, member
+from ladder_jax.errors import RunFailed, UserError, described
 from ladder_jax.nn import ModelDef, Params, Transformer
 from ladder_jax.nn.model_def import check_model
 
@@ -42,10 +43,8 @@ class Generator:
         by one.
         """
         self.definition, params = parts_of(model, params)
-        self.loop = loop if isinstance(loop, Loop) else member(Loop, "loop", loop)
-        if not isinstance(quantize, Quantize):
-            quantize = member(Quantize, "quantize", quantize)
-        self.quantize = quantize
+        self.loop = member(Loop, "loop", loop)
+        self.quantize = member(Quantize, "quantize", quantize)
         form = dict(loop=self.loop, quantize=self.quantize)
         self.params = weights.prepare(self.definition, params, **form)
 

@@ -24,8 +24,8 @@ from ladder_jax.config import (
     check_exchange,
     check_halves,
 )
-from ladder_jax.config.fields import check
-from ladder_jax.errors import UserError, member, unknown, wrong_type
+from ladder_jax.config.fields import check, member
+from ladder_jax.errors import UserError, unknown, wrong_type
 from ladder_jax.nn import attention, parameter
 from ladder_jax.nn.attention import Cache, Kernel
 from ladder_jax.nn.modules import Embedding, Layer, RMSNorm, normalise, recomputed
@@ -184,11 +184,7 @@ def define(
     mesh: Mesh | NamedMesh,
     experts: ExpertParallelism | str = ExpertParallelism.REDUCE,
 ) -> ModelDef:
-    form = (
-        experts
-        if isinstance(experts, ExpertParallelism)
-        else member(ExpertParallelism, "experts", experts)
-    )
+    form = member(ExpertParallelism, "experts", experts)
     return ModelDef(config, layout(config, mesh=mesh), form)
 
 

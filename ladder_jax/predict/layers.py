@@ -103,6 +103,7 @@ def layers(
             slots = _exchange_turns(steps, [exchanged(half) for half in block.halves])
         else:
             slots = _exchange_slots(steps, exchanged(block))
+        # where reduce-scatters are awaited, all messages are: that gathers are hidden is left out
         return play_slots(slots, contention=machine.contention, waits=waits)
     if program.form is Form.COLLECTIVE_MATMUL:
         ranks = model.ranks

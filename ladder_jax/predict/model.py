@@ -28,7 +28,7 @@ Without tensor parallelism every device computes rows of its own, with all colum
 
     forward   gather + (L - 1) x (a layer beside the next one's gather) + a layer
     backward  the same with twice the work, and the gradients' scatter beside the gather; the last
-              scatter is bare
+              scatter is bare, on a v5e each
     ends      head and embedding, their tables' transfers bare
 
 It must have rows to share, and memory. data-parallel: 16 bytes a parameter in training (values, two

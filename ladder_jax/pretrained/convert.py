@@ -17,8 +17,9 @@ from numpy.lib.stride_tricks import sliding_window_view
 
 from ladder_jax import nn, parallel
 from ladder_jax.config import ModelConfig
+from ladder_jax.config.fields import member
 from ladder_jax.data.tokenizer import Tokenizer
-from ladder_jax.errors import UserError, member
+from ladder_jax.errors import UserError
 from ladder_jax.pretrained import formats, sensitivity, staging
 from ladder_jax.pretrained import refit as refits
 from ladder_jax.pretrained.formats import Format

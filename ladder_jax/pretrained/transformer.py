@@ -19,12 +19,12 @@ from jax.sharding import Mesh
 
 from ladder_jax import nn, parallel
 from ladder_jax.config import DecodeConfig, Dtype, Loop, ModelConfig, Quantize, to_dict
-from ladder_jax.config.fields import build
+from ladder_jax.config.fields import build, member
 from ladder_jax.data import tokenizer as tokenizers
 from ladder_jax.data.tokenizer import Tokenizer
 from ladder_jax.decode import Generator, Request, default_tensor, memory
 from ladder_jax.decode.steps import CHUNK
-from ladder_jax.errors import UserError, member
+from ladder_jax.errors import UserError
 from ladder_jax.nn import Params
 from ladder_jax.parallel import NamedMesh
 from ladder_jax.pretrained import formats, hub, source

@@ -11,7 +11,8 @@ from flax import nnx
 from jax import Array
 
 from ladder_jax.config import Execution, Loop, Remat
-from ladder_jax.errors import UserError, member, wrong_type
+from ladder_jax.config.fields import member
+from ladder_jax.errors import UserError, wrong_type
 from ladder_jax.parallel.collectives import Axes, pvary, rank
 from ladder_jax.residual.interleave import interleaved
 from ladder_jax.residual.loop import run_layers

@@ -26,7 +26,8 @@ import jax
 from jax.sharding import Mesh
 
 from ladder_jax.config import Launch, Loop, ModelConfig, Phase, layer_indices, parse_residual
-from ladder_jax.errors import UserError, described, member, wrong_type
+from ladder_jax.config.fields import member
+from ladder_jax.errors import UserError, described, wrong_type
 from ladder_jax.parallel.collectives import Axes
 from ladder_jax.parallel.compiled import compile_options
 from ladder_jax.parallel.compiler_options import Overlap, Split, Traits

@@ -6,6 +6,7 @@ from collections.abc import Generator, Sequence
 import numpy as np
 
 from ladder_jax.config import DecodeConfig, Launch, Loop, Quantize, check_interleave
+from ladder_jax.config.fields import member
 from ladder_jax.decode import memory, weights
 from ladder_jax.decode.engine.scheduler import Handle, Scheduler, Stats
 from ladder_jax.decode.engine.slots import Slots
@@ -13,7 +14,7 @@ from ladder_jax.decode.generate import parts_of
 from ladder_jax.decode.request import Decoder, Request
 from ladder_jax.decode.sampling import NO_NUMBER, Choice
 from ladder_jax.decode.steps import CHUNK, run_to_end
-from ladder_jax.errors import UserError, described, member, whole
+from ladder_jax.errors import UserError, described, whole
 from ladder_jax.nn import ModelDef, Params, Transformer
 
 

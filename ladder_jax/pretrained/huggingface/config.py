@@ -23,7 +23,8 @@ from ladder_jax.config import (
     layer_indices,
     parse_residual,
 )
-from ladder_jax.errors import UserError, member, unknown
+from ladder_jax.config.fields import member
+from ladder_jax.errors import UserError, unknown
 from ladder_jax.pretrained.fields import Fields
 
 LADDER = "ladder_jax"
