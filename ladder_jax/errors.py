@@ -30,6 +30,13 @@ class Stopped(RunFailed):
         self.status = 128 + signum
 
 
+def error_text(error: BaseException) -> str:
+    """What an error of another library says, with single spaces for newlines; the name of its type
+    if it says nothing.
+    """
+    return " ".join(str(error).split()) or type(error).__name__
+
+
 def one_line(text: str) -> str:
     """A message for a terminal: `printable`, with newlines escaped, and cut after LONGEST
     characters.

@@ -13,7 +13,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from ladder_jax import remote
-from ladder_jax.errors import RunFailed, UserError, needed
+from ladder_jax.errors import RunFailed, UserError, error_text, needed
 
 if TYPE_CHECKING:
     from etils import epath
@@ -94,7 +94,7 @@ def reason(error: BaseException) -> str:
     # tensorstore: anywhere in the text
     if code := re.search(r"\[os_error_code='(\d+)'\]", str(error)):
         return os.strerror(int(code[1]))
-    return " ".join(str(error).split())[:300] or type(error).__name__
+    return error_text(error)[:300]
 
 
 def read_text(file: AnyPath) -> str:

@@ -5,7 +5,7 @@ import functools
 import json
 from collections.abc import Mapping, Sequence
 
-from ladder_jax.errors import UserError
+from ladder_jax.errors import UserError, error_text
 
 
 class ChatTemplate:
@@ -20,7 +20,9 @@ class ChatTemplate:
         try:
             self._template = _environment().from_string(source)
         except Exception as error:  # Jinja's, Python's compiler's, and RecursionError
-            raise UserError(f"the tokenizer's chat template is not valid: {_line(error)}") from None
+            raise UserError(
+                f"the tokenizer's chat template is not valid: {error_text(error)}"
+            ) from None
 
     def __call__(
         self,
@@ -52,7 +54,9 @@ class ChatTemplate:
         try:
             return self._template.render(**self._special, **given)
         except Exception as error:  # the template is a program of somebody else's
-            raise UserError(f"the chat template refuses these messages: {_line(error)}") from None
+            raise UserError(
+                f"the chat template refuses these messages: {error_text(error)}"
+            ) from None
 
 
 def _environment():
@@ -86,8 +90,3 @@ def _environment():
 
 def _refuse(message: str):
     raise UserError(message)
-
-
-def _line(error: Exception) -> str:
-    text = " ".join(str(error).split())
-    return text or type(error).__name__

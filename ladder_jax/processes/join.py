@@ -14,7 +14,7 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from ladder_jax.errors import UserError
+from ladder_jax.errors import UserError, error_text
 from ladder_jax.processes.options import CHIPS, Patience, ProcessSpec, incomplete
 
 ANNOUNCE_AFTER = 10.0  # seconds until a process prints that it waits for others
@@ -127,7 +127,7 @@ def connect(spec: ProcessSpec, *, patience: Patience, say: Say) -> bool:
     except Exception as error:  # of whatever the cluster's own service raises
         if spec == ProcessSpec(None, None, None, CHIPS) and isinstance(error, ValueError):
             return False
-        why = " ".join(str(error).split()) or type(error).__name__
+        why = error_text(error)
         if spec.cluster is None:
             raise UserError(f"jax cannot join the other processes: {why}") from None
         raise incomplete(f"{spec.cluster} was recognised, but {why}", spec) from None

@@ -14,7 +14,7 @@ import tempfile
 import urllib.parse
 from collections.abc import Iterable, Iterator
 
-from ladder_jax.errors import UserError, needed
+from ladder_jax.errors import UserError, error_text, needed
 
 HUB = "hf://datasets/"
 BATCH = 1024  # rows
@@ -169,6 +169,4 @@ def _explained(table: str) -> Iterator[None]:
     except UserError:
         raise
     except Exception as error:
-        text = " ".join(str(error).split())
-        reason = text or type(error).__name__
-        raise UserError(f"{table}: cannot be read: {reason}") from None
+        raise UserError(f"{table}: cannot be read: {error_text(error)}") from None

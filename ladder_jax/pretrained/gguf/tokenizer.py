@@ -20,7 +20,7 @@ from tokenizers import (
     processors,
 )
 
-from ladder_jax.errors import UserError, unknown
+from ladder_jax.errors import UserError, error_text, unknown
 from ladder_jax.pretrained.gguf.file import File
 
 NORMAL = 1
@@ -155,7 +155,7 @@ def files(file: File, *, vocab_size: int) -> dict[str, bytes]:
     except UserError:
         raise
     except Exception as error:  # `tokenizers` raises plain Exceptions
-        reason = " ".join(str(error).split())[:200]
+        reason = error_text(error)[:200]
         raise UserError(f"{path!r}: its tokenizer is not a valid one: {reason}") from None
     config = {name: piece for name, (piece, _) in special.items()}
     config |= {

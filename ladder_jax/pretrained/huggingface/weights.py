@@ -19,7 +19,7 @@ from collections.abc import Iterator, Mapping
 import ml_dtypes
 import numpy as np
 
-from ladder_jax.errors import UserError, needed
+from ladder_jax.errors import UserError, error_text, needed
 from ladder_jax.pretrained.source import Stored, from_file
 from ladder_jax.pretrained.tensors import Names
 
@@ -91,7 +91,7 @@ def tensors_in(file: pathlib.Path) -> dict[str, Stored]:
     except FileNotFoundError:
         raise UserError(f"there is no file {str(file)!r}") from None
     except (library.SafetensorError, OSError, ValueError, RecursionError) as error:
-        reason = " ".join(str(error).split())[:200]
+        reason = error_text(error)[:200]
         raise UserError(f"{str(file)!r} is not a whole safetensors file: {reason}") from None
     header.pop("__metadata__", None)
     found = {}
