@@ -22,14 +22,19 @@ def array(*factors: Iterable, pairs: Pairs | None = None, even: Sequence[int] = 
     Of rows that add as many of these, the one whose values of the columns `even` are the rarest;
     then the first.
     """
-    product = list(itertools.product(*map(tuple, factors)))
-    covered = functools.partial(_covered, columns=_columns(len(factors), pairs))
-    missing, rows = set().union(*map(covered, product)), []
+    columns = _columns(len(factors), pairs)
+    product = [(row, _covered(row, columns=columns)) for row in itertools.product(*factors)]
+    missing, rows = set().union(*(covered for _, covered in product)), []
     while missing:
         used = collections.Counter((i, str(row[i])) for row in rows for i in even)
-        times = lambda row, used=used: sum(used[i, str(row[i])] for i in even)
-        rows.append(max(product, key=lambda row: (len(covered(row) & missing), -times(row))))
-        missing -= covered(rows[-1])
+
+        def worth(candidate, used=used):
+            row, covered = candidate
+            return len(covered & missing), -sum(used[i, str(row[i])] for i in even)
+
+        row, covered = max(product, key=worth)
+        rows.append(row)
+        missing -= covered
     return rows
 
 

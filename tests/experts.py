@@ -5,9 +5,8 @@ them.
 import dataclasses
 import functools
 
+import autograd.numpy as np
 import jax
-import jax.numpy as jnp
-import numpy as np
 
 from ladder_jax import nn, parallel
 from ladder_jax.config import ExpertParallelism, ModelConfig, Quantize
@@ -119,10 +118,10 @@ def penalties(layers, seen, shape, *, real=1.0, load_balance=LOAD_BALANCE, z_los
         best = reference.best_experts(
             jax.tree.map(lambda a: a[l], layers["mlp"]), scores, shape.experts[0]
         )
-        share = jnp.broadcast_to(real, scores.shape[:-1])
+        share = np.broadcast_to(real, scores.shape[:-1])
         mean = lambda a, share=share: (a * share).sum() / share.sum()
-        sums = jax.nn.logsumexp(scores, axis=-1, keepdims=True)
-        probabilities, count = jnp.exp(scores - sums), scores.shape[-1]
+        sums = reference.logsumexp(scores)[..., None]
+        probabilities, count = np.exp(scores - sums), scores.shape[-1]
         uneven = count * sum(
             mean((best == e).mean(-1)) * mean(probabilities[..., e]) for e in range(count)
         )

@@ -1,4 +1,5 @@
-"""A dense Transformer written from the recurrences, in float64, sharing no code with the package.
+"""A dense Transformer written from the recurrences, in NumPy and float64, sharing no code with the
+package; autograd has its gradients.
 
 Ranks are an axis of the arrays: `partials` [R, B, T, D] are each rank's share of a sublayer, from
 that rank's own input. Parameters are as they are stored: {"layers": {"attention": {"query":
@@ -12,9 +13,9 @@ rounds there; by default nobody does.
 import dataclasses
 from collections.abc import Callable
 
+import autograd
+import autograd.numpy as np
 import jax
-import jax.numpy as jnp
-import numpy as np
 
 
 def exactly(y, forward=True, backward=True):
@@ -47,8 +48,13 @@ class Shape:
     rounds: Callable = exactly
 
 
+def einsum(spec, *operands):
+    """By BLAS where that is possible."""
+    return np.einsum(spec, *operands, optimize=True)
+
+
 def rms(x, scale, eps, over=-1):
-    return x / jnp.sqrt((x * x).mean(over, keepdims=True) + eps) * scale
+    return x / np.sqrt((x * x).mean(over, keepdims=True) + eps) * scale
 
 
 def rms_of_heads(x, scale, eps):
@@ -73,16 +79,16 @@ def matmul(p, name, x, of_x, out, split, shape):
         "down": "rfd",
     }
     of_w, at = letters[name], lambda: r(x, forward=False)  # each use of x has a gradient of its own
-    y = r(jnp.einsum(f"{of_x},{of_w}->{out}", at(), split(r(p[name]))))
+    y = r(einsum(f"{of_x},{of_w}->{out}", at(), split(r(p[name]))))
     if name not in p.get("adapters", {}):
         return y
     down, up = r(p["adapters"][name]["down"]), r(p["adapters"][name]["up"])
     if name in ("out", "down"):  # its inputs are split, and with them `down`
-        inner = r(jnp.einsum(f"{of_x},{of_w[:-1]}k->rbtk", at(), split(down)))
-        outer = jnp.einsum(f"rbtk,kd->{out}", inner, up)
+        inner = r(einsum(f"{of_x},{of_w[:-1]}k->rbtk", at(), split(down)))
+        outer = einsum(f"rbtk,kd->{out}", inner, up)
     else:
-        inner = r(jnp.einsum(f"{of_x},dk->rbtk", at(), down))
-        outer = jnp.einsum(f"rbtk,k{of_w[1:]}->{out}", inner, split(up))
+        inner = r(einsum(f"{of_x},dk->rbtk", at(), down))
+        outer = einsum(f"rbtk,k{of_w[1:]}->{out}", inner, split(up))
     return r(y + shape.lora * r(outer))
 
 
@@ -96,9 +102,9 @@ def rope(x, shape):
         # 0: long wavelengths, 1: short ones
         smooth = np.clip((context / wavelength - low) / (high - low), 0, 1)
         freq = (1 - smooth) * freq / factor + smooth * freq
-    turn = jnp.exp(1j * np.arange(x.shape[-3])[:, None, None] * freq)
+    turn = np.exp(1j * np.arange(x.shape[-3])[:, None, None] * freq)
     z = (x[..., :half] + 1j * x[..., half:]) * turn
-    return jnp.concatenate([z.real, z.imag], -1)
+    return np.concatenate([np.real(z), np.imag(z)], -1)
 
 
 def attention(p, x, shape):
@@ -133,10 +139,10 @@ def attention(p, x, shape):
             )
         )
     q, k, v = r(rope(q, shape)), r(rope(k, shape))[..., shared, :], v[..., shared, :]
-    scores = r(jnp.einsum("rbtnh,rbsnh->rbnts", q, k), forward=False) / np.sqrt(q.shape[-1])
-    scores = jnp.where(np.tri(x.shape[-2], dtype=bool), scores, -1e30)
-    scores = jnp.exp(scores - scores.max(-1, keepdims=True))
-    out = r(jnp.einsum("rbnts,rbsnh->rbtnh", r(scores / scores.sum(-1, keepdims=True)), v))
+    scores = r(einsum("rbtnh,rbsnh->rbnts", q, k), forward=False) / np.sqrt(q.shape[-1])
+    scores = np.where(np.tri(x.shape[-2], dtype=bool), scores, -1e30)
+    scores = np.exp(scores - scores.max(-1, keepdims=True))
+    out = r(einsum("rbnts,rbsnh->rbtnh", r(scores / scores.sum(-1, keepdims=True)), v))
     split = lambda w: w.reshape(ranks, heads // ranks, *w.shape[1:])
     return on_first(matmul(p, "out", out, "rbtnh", "rbtd", split, shape), p.get("out_bias"), shape)
 
@@ -163,7 +169,7 @@ def mlp(p, x, shape):
         return r(out + p[f"{name}_bias"].reshape(ranks, 1, 1, -1)) if f"{name}_bias" in p else out
 
     g, u = project("gate"), project("up")
-    hidden = r(r(g * r(1 / (1 + jnp.exp(-g)))) * u)
+    hidden = r(r(g * r(1 / (1 + np.exp(-g)))) * u)
     split = lambda w: w.reshape(ranks, -1, w.shape[-1])
     return on_first(
         matmul(p, "down", hidden, "rbtf", "rbtd", split, shape), p.get("down_bias"), shape
@@ -173,9 +179,9 @@ def mlp(p, x, shape):
 def best_experts(p, scores, top_k):
     """[..., top_k]: by the router's scores [..., C], or by their softmax and the bias."""
     if "router_bias" in p:
-        powers = jnp.exp(scores - scores.max(-1, keepdims=True))
+        powers = np.exp(scores - scores.max(-1, keepdims=True))
         scores = powers / powers.sum(-1, keepdims=True) + p["router_bias"]
-    return jnp.argsort(-scores, axis=-1, stable=True)[..., :top_k]
+    return np.argsort(-scores, axis=-1, kind="stable")[..., :top_k]
 
 
 def routed(p, x, shape):
@@ -183,16 +189,16 @@ def routed(p, x, shape):
     on the one rank.
     """
     (top_k, over), r = shape.experts, shape.rounds
-    scores = jnp.einsum("rbtd,dc->rbtc", r(x, forward=False), p["router"])
+    scores = einsum("rbtd,dc->rbtc", r(x, forward=False), p["router"])
     best = best_experts(p, scores, top_k)
     chosen = (best[..., None] == np.arange(scores.shape[-1])).any(-2)
-    powers = jnp.exp(scores - scores.max(-1, keepdims=True))
-    total = (powers if over == "all" else jnp.where(chosen, powers, 0)).sum(-1, keepdims=True)
+    powers = np.exp(scores - scores.max(-1, keepdims=True))
+    total = (powers if over == "all" else np.where(chosen, powers, 0)).sum(-1, keepdims=True)
     taken = chosen if shape.slots is None else first_rows(chosen, *shape.slots)
     out, factors = 0, p.get("adapters", {}).get("experts", {})
     for e in range(scores.shape[-1]):
         expert = jax.tree.map(lambda a: a[e], {**p["experts"], "adapters": factors})
-        out = out + mlp(expert, x, shape) * jnp.where(taken, powers / total, 0)[..., e, None]
+        out = out + mlp(expert, x, shape) * np.where(taken, powers / total, 0)[..., e, None]
     return r(out)
 
 
@@ -208,7 +214,7 @@ def shared(p, x, shape):
     """The shared expert's output, [R, B, T, D]."""
     r, p = shape.rounds, {**p["shared"], "adapters": p.get("adapters", {}).get("shared", {})}
     out = mlp(p, x, shape)
-    return r(out / (1 + jnp.exp(-(x * p["share"]).sum(-1, keepdims=True)))) if "share" in p else out
+    return r(out / (1 + np.exp(-(x * p["share"]).sum(-1, keepdims=True)))) if "share" in p else out
 
 
 def mixture(p, x, shape):
@@ -219,7 +225,9 @@ def mixture(p, x, shape):
 
 def on_first(partials, bias, shape):
     """A bias of the sum is added by one rank."""
-    return partials if bias is None else partials.at[0].set(shape.rounds(partials[0] + bias))
+    if bias is None:
+        return partials
+    return np.concatenate([shape.rounds(partials[:1] + bias), partials[1:]])
 
 
 def sublayer(layers, l, inputs, *, attends, shape):
@@ -235,12 +243,8 @@ def sublayer(layers, l, inputs, *, attends, shape):
     if shape.experts is None:
         return mlp(p["mlp"], normed, shape)
     if shape.kind == "farskip":  # the two parts, one after the other
-        return jnp.stack([routed(p["mlp"], normed, shape), shared(p["mlp"], normed, shape)])
+        return np.stack([routed(p["mlp"], normed, shape), shared(p["mlp"], normed, shape)])
     return mixture(p["mlp"], normed, shape)
-
-
-# All layers of all topologies call these two programs (attends or not), which compile once.
-COMPILED_SUBLAYER = jax.jit(sublayer, static_argnames=("attends", "shape"))
 
 
 def streams(params, tokens, shape, seen=None, fraction=None):
@@ -250,7 +254,7 @@ def streams(params, tokens, shape, seen=None, fraction=None):
     fraction: by layer, how much of a ladder's input a ladder layer has, the rest being a standard
         layer's; None: all.
     """
-    r, call = shape.rounds, sublayer if shape.rounds is not exactly else COMPILED_SUBLAYER
+    r = shape.rounds
     kind = "farskip" if shape.kind == "farskip" else ""
     one_for_all = dataclasses.replace(shape, layers=0, vocab=0, kind=kind, number=1, ladder=None)
     without_experts = dataclasses.replace(one_for_all, kind="", experts=None)
@@ -261,14 +265,18 @@ def streams(params, tokens, shape, seen=None, fraction=None):
         """h_i (1-based) on each rank's own input."""
         layer = (i - 1) // 2
         if layer < dense:
-            return call(params["dense"], layer, inputs, attends=bool(i % 2), shape=without_experts)
+            return sublayer(
+                params["dense"], layer, inputs, attends=bool(i % 2), shape=without_experts
+            )
         if seen is not None and i % 2 == 0:
             seen.append(inputs)
-        return call(params["layers"], layer - dense, inputs, attends=bool(i % 2), shape=one_for_all)
+        return sublayer(
+            params["layers"], layer - dense, inputs, attends=bool(i % 2), shape=one_for_all
+        )
 
     x0 = r(r(params["embedding"]["table"], forward=False)[tokens])
     last = 2 * shape.layers
-    same = lambda x: jnp.stack([x] * shape.ranks)
+    same = lambda x: np.stack([x] * shape.ranks)
 
     if shape.kind in ("none", "desync"):
         local = same(x0)
@@ -344,7 +352,7 @@ def logits(params, tokens, shape, seen=None, fraction=None):
     # a mean's gradient: once more
     normed = r(r(rms(x, params["final_norm"]["scale"], shape.eps)), forward=False)
     table = r(table, forward=False).reshape(shape.ranks, -1, table.shape[-1])
-    parts = r(jnp.einsum("rbtd,rvd->btrv", normed, table), forward=False)
+    parts = r(einsum("rbtd,rvd->btrv", normed, table), forward=False)
     return parts.reshape(*parts.shape[:2], -1)[..., : shape.vocab]
 
 
@@ -383,21 +391,31 @@ def in_eight_bits(params, dims):
 def loss(params, tokens, shape, seen=None, fraction=None):
     """Mean nats a token of tokens[:, 1:] given tokens[:, :-1]."""
     scores = logits(params, tokens[:, :-1], shape, seen, fraction)
-    scores = scores - scores.max(-1, keepdims=True)
-    picked = jnp.take_along_axis(scores, tokens[:, 1:, None], -1)[..., 0]
-    return (jnp.log(jnp.exp(scores).sum(-1)) - picked).mean()
+    return (logsumexp(scores) - picked(scores, tokens[:, 1:])).mean()
 
 
-def loss_eagerly(params, tokens, shape):
-    """`loss`, operation by operation: for a deep model, which takes long to compile."""
-    with jax.enable_x64(True), jax.numpy_rank_promotion("allow"):
-        return float(loss(params, np.asarray(tokens), shape))
+def logsumexp(scores):
+    """Over the last dimension."""
+    largest = scores.max(-1, keepdims=True)
+    return np.log(np.exp(scores - largest).sum(-1)) + largest[..., 0]
+
+
+def picked(scores, tokens):
+    """Of scores [B, T, V], those of tokens [B, T]."""
+    rows, places = np.indices(tokens.shape)
+    return scores[rows, places, tokens]
 
 
 def evaluate(function, params, tokens, shape, *, gradient=False):
-    """`function` in float64 on NumPy arrays; with `gradient`, its value and its gradient."""
-    with jax.enable_x64(True), jax.numpy_rank_promotion("allow"):  # plain NumPy broadcasting
-        wide = jax.tree.map(lambda a: jnp.asarray(a, jnp.float64), params)
-        call = jax.value_and_grad(function) if gradient else function
-        out = call(wide, np.asarray(tokens), shape)
-        return jax.tree.map(np.asarray, out)
+    """`function` in float64; with `gradient`, its value and its gradient."""
+    leaves, tree = jax.tree.flatten(jax.tree.map(np.float64, params))
+    tokens = np.asarray(tokens)
+
+    def of_leaves(leaves):
+        each = [leaves[place] for place in range(tree.num_leaves)]
+        return function(jax.tree.unflatten(tree, each), tokens, shape)
+
+    if not gradient:
+        return of_leaves(leaves)
+    value, slopes = autograd.value_and_grad(of_leaves)(leaves)
+    return value, jax.tree.unflatten(tree, slopes)

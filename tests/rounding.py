@@ -24,82 +24,69 @@ made of many.
 """
 
 import dataclasses
-import functools
 
+import autograd.numpy as np
 import jax
-import jax.numpy as jnp
-import numpy as np
+import ml_dtypes
+from autograd.extend import defvjp, primitive
 
 from tests import reference
 
 SAMPLES = 8
 STUDENT = 5.041  # its two-sided 0.999 quantile for 8 degrees of freedom
-FAST = {"xla_backend_optimization_level": 2}  # these programs run for longer than they compile
 PLACES = 256  # more would begin again with the first
 
 
 def gradients(params, tokens, shape, *, parts):
-    """(the gradient in float64, SAMPLES gradients with rounding), means over as many `parts` of a
-    batch's rows.
+    """(the gradient, SAMPLES gradients with rounding), means over as many `parts` of a batch's
+    rows.
 
     tokens: [B, T+1]. A part is what one shard of a batch computes at once: its gradient is rounded
         for itself.
     """
-    with jax.enable_x64(True), jax.numpy_rank_promotion("allow"):
-        wide, single = (
-            jax.tree.map(lambda a: jnp.asarray(a, dtype), params)
-            for dtype in (jnp.float64, jnp.float32)
-        )
-        parts = jnp.asarray(tokens).reshape(parts, -1, tokens.shape[1])
-        exact = jax.jit(lambda p: _mean(p, parts, shape), compiler_options=FAST)(wide)
-        sample = jax.jit(
-            lambda p, factors: _mean(p, parts, dataclasses.replace(shape, rounds=Places(factors))),
-            compiler_options=FAST,
-        )
-        rng = np.random.default_rng(0)
-        factors = [2.0 ** rng.random((PLACES, 2), np.float32) for _ in range(SAMPLES)]
-        return jax.tree.map(np.asarray, (exact, [sample(single, some) for some in factors]))
+    parts = np.split(tokens, parts)
+    rng = np.random.default_rng(0)
+    factors = [2.0 ** rng.random((PLACES, 2)) for _ in range(SAMPLES)]
+    samples = [_mean(params, parts, shape, lambda of=of: Places(of)) for of in factors]
+    return _mean(params, parts, shape, lambda: reference.exactly), samples
 
 
-def _mean(params, parts, shape):
-    total = jax.lax.map(lambda part: jax.grad(reference.loss)(params, part, _again(shape)), parts)
-    return jax.tree.map(lambda g: g.mean(0), total)
-
-
-def _again(shape):
-    return (
-        dataclasses.replace(shape, rounds=Places(shape.rounds.factors))
-        if isinstance(shape.rounds, Places)
-        else shape
-    )
+def _mean(params, parts, shape, rounds):
+    """rounds: makes what rounds in one part."""
+    each = []
+    for part in parts:
+        of = dataclasses.replace(shape, rounds=rounds())
+        _, gradient = reference.evaluate(reference.loss, params, part, of, gradient=True)
+        each.append(gradient)
+    return jax.tree.map(lambda *slopes: sum(slopes) / len(slopes), *each)
 
 
 class Places:
-    """Rounds at each place to the grid of `dtype` by its own two `factors` [PLACES, 2], forward and
+    """Rounds at each place to bfloat16's grid by its own two `factors` [PLACES, 2], forward and
     backward.
     """
 
-    def __init__(self, factors, dtype=jnp.bfloat16):
-        self.factors, self.dtype, self.count = factors, dtype, 0
+    def __init__(self, factors):
+        self.factors = factors
+        self.count = 0
 
     def __call__(self, y, forward=True, backward=True):
-        at, self.count = self.factors[self.count % len(self.factors)], self.count + 1
-        return _rounded(y, at, (forward, backward), self.dtype)
+        at = self.factors[self.count % len(self.factors)]
+        self.count += 1
+        return _rounded(y, at, (forward, backward))
 
 
-def _to_grid(y, factor, dtype):
-    return (y * factor).astype(dtype).astype(y.dtype) / factor
+def _to_grid(y, factor):
+    return (y * factor).astype(ml_dtypes.bfloat16).astype(y.dtype) / factor
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
-def _rounded(y, factors, where, dtype):
-    return _to_grid(y, factors[0], dtype) if where[0] else y
+@primitive
+def _rounded(y, factors, where):
+    return _to_grid(y, factors[0]) if where[0] else y
 
 
-_rounded.defvjp(
-    lambda y, factors, where, dtype: (_rounded(y, factors, where, dtype), factors),
-    lambda where, dtype, factors, g: (
-        _to_grid(g, factors[1], dtype) if where[1] else g,
-        jnp.zeros_like(factors),
-    ),
-)
+def _rounded_backward(ans, y, factors, where):
+    return lambda slope: _to_grid(slope, factors[1]) if where[1] else slope
+
+
+defvjp(_rounded, _rounded_backward, argnums=(0,))

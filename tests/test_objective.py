@@ -5,6 +5,7 @@ against dense ones.
 import dataclasses
 import functools
 
+import autograd.numpy as anp
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -94,20 +95,20 @@ def distillation(teacher, *, forward=reference.logits, weights=1.0, hidden=0.0):
     teacher = jax.tree.map(np.float64, teacher)
 
     def loss(params, tokens, shape):
-        logp = lambda scores: scores - jax.nn.logsumexp(scores, axis=-1, keepdims=True)
+        logp = lambda scores: scores - reference.logsumexp(scores)[..., None]
         seen, inputs, of_teacher = [], tokens[:, :-1], dataclasses.replace(shape, kind="standard")
         scores = forward(params, inputs, shape, seen)
         ours, theirs = logp(scores / TAU), logp(reference.logits(teacher, inputs, of_teacher) / TAU)
-        divergence = (jnp.exp(theirs) * (theirs - ours)).sum(-1)
-        entropy = -jnp.take_along_axis(logp(scores), tokens[:, 1:, None], -1)[..., 0]
+        divergence = (anp.exp(theirs) * (theirs - ours)).sum(-1)
+        entropy = -reference.picked(logp(scores), tokens[:, 1:])
         mixed = (1 - ALPHA) * entropy + ALPHA * TAU**2 * divergence
         if hidden:
             x, y = (
                 reference.streams(p, inputs, s)[0]
                 for p, s in ((params, shape), (teacher, of_teacher))
             )
-            mixed += hidden * ((x - y) ** 2).mean(-1) / ((y**2).mean(-1) + 1e-6)
-        learnt = jnp.broadcast_to(weights, mixed.shape)
+            mixed = mixed + hidden * ((x - y) ** 2).mean(-1) / ((y**2).mean(-1) + 1e-6)
+        learnt = np.broadcast_to(weights, mixed.shape)
         routers = experts.penalties(params["layers"], seen, shape) if shape.experts else 0.0
         return (learnt * mixed).sum() / learnt.sum() + routers
 

@@ -5,6 +5,7 @@ wrong settings.
 import dataclasses
 import re
 
+import autograd.numpy as anp
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -60,13 +61,14 @@ def of_network(definition):
     return reference.Shape(0, model.num_heads, model.num_kv_heads, 0, "standard")
 
 
-def dense(definition):
-    """In float64: the loss of all parameters, the side network's written down anew."""
+def dense(definition, params):
+    """In float64: the loss of a side network, written down anew, beside a model's `params`."""
+    params = jax.tree.map(np.float64, params)
     steps = definition.topology.layers
     of = dataclasses.replace(cases.shape("standard", definition.config, ranks=1), layers=0, vocab=0)
     of_side = of_network(definition)
 
-    def loss(side, params, tokens):
+    def loss(side, tokens, _):
         layers = {name: value for name, value in params["layers"].items() if name != "side"}
         xs = [params["embedding"]["table"][tokens[:, :-1]]]
         h = xs[0] @ side["down"]
@@ -77,7 +79,7 @@ def dense(definition):
                     xs[-1] + reference.sublayer(layers, l, x[None], attends=attends, shape=of)[0]
                 )
             p = jax.tree.map(lambda a: a[l], side["layers"])
-            mu = 1 / (1 + jnp.exp(-p["gate"] / 0.1))
+            mu = 1 / (1 + anp.exp(-p["gate"] / 0.1))
             h = mu * h + (1 - mu) * xs[len(xs) - 1 - steps[l][-1].pending_after] @ p["tap"]
             norm = lambda name, h: reference.rms(h, p[name]["scale"], 1e-5)[None]
             h = h + reference.attention(p["attention"], norm("attention_norm", h), of_side)[0]
@@ -85,8 +87,7 @@ def dense(definition):
         x = xs[-1] + reference.rms(h, side["norm"]["scale"], 1e-5) @ side["up"]
         x = reference.rms(x, params["final_norm"]["scale"], 1e-5)
         scores = (x @ params["head"]["table"].T)[..., : SIZES["vocab_size"]]
-        picked = jnp.take_along_axis(scores, tokens[:, 1:, None], -1)[..., 0]
-        return (jax.nn.logsumexp(scores, axis=-1) - picked).mean()
+        return (reference.logsumexp(scores) - reference.picked(scores, tokens[:, 1:])).mean()
 
     return loss
 
@@ -109,9 +110,8 @@ def test_loss_and_gradients_are_the_dense_ones(name, mesh, loop, remat):
     plan, params = Retraining(definition), cases.parameters(definition)
     (loss, _), grads = compute(plan, params, loop=loop, remat=remat)
     network = plan.split(params)[0]["side"]
-    with jax.enable_x64(True), jax.numpy_rank_promotion("allow"):
-        wide = jax.tree.map(lambda a: jnp.asarray(a, jnp.float64), (network, params))
-        expected, wanted = jax.jit(jax.value_and_grad(dense(definition)))(*wide, TOKENS)
+    exact = dense(definition, params)
+    expected, wanted = reference.evaluate(exact, network, TOKENS, None, gradient=True)
     # its sublayers stand behind as many of the model
     limit = 2 * cases.bound(definition.config, passes=2)
     assert cases.error(loss, expected) < limit

@@ -4,7 +4,6 @@ import dataclasses
 import functools
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from flax import traverse_util
 
@@ -165,9 +164,7 @@ def at(tree, path):
 
 def reference_output(layers, inputs, *, layer, attends, shape) -> np.ndarray:
     """Each rank's partial sum [R, B, T, D] in float64."""
-    with jax.enable_x64(True), jax.numpy_rank_promotion("allow"):
-        layers = jax.tree.map(jnp.asarray, layers)
-        return np.asarray(reference.sublayer(layers, layer, inputs, attends=attends, shape=shape))
+    return reference.sublayer(layers, layer, inputs, attends=attends, shape=shape)
 
 
 def hidden(layers, sublayer, output) -> np.ndarray:

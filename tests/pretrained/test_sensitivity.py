@@ -23,7 +23,8 @@ def check_losses(definition, params, shape, *subsets):
     """A probe's, with any subset of layers converted, are the reference's."""
     probe = Probe(definition, as_source(params, definition.config), ROWS)
     for chosen in subsets:
-        expected = reference.loss_eagerly(params, ROWS, dataclasses.replace(shape, ladder=chosen))
+        of = dataclasses.replace(shape, ladder=chosen)
+        expected = reference.evaluate(reference.loss, params, ROWS, of)
         assert probe.loss(chosen) == pytest.approx(expected, rel=2e-5), chosen
 
 
