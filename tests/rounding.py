@@ -62,31 +62,32 @@ def _mean(params, parts, shape, rounds):
 
 
 class Places:
-    """Rounds at each place to bfloat16's grid by its own two `factors` [PLACES, 2], forward and
+    """Rounds at each place to the grid of `dtype` by its own two `factors` [PLACES, 2], forward and
     backward.
     """
 
-    def __init__(self, factors):
+    def __init__(self, factors, dtype=ml_dtypes.bfloat16):
         self.factors = factors
+        self.dtype = dtype
         self.count = 0
 
     def __call__(self, y, forward=True, backward=True):
         at = self.factors[self.count % len(self.factors)]
         self.count += 1
-        return _rounded(y, at, (forward, backward))
+        return _rounded(y, at, (forward, backward), self.dtype)
 
 
-def _to_grid(y, factor):
-    return (y * factor).astype(ml_dtypes.bfloat16).astype(y.dtype) / factor
+def _to_grid(y, factor, dtype):
+    return (y * factor).astype(dtype).astype(y.dtype) / factor
 
 
 @primitive
-def _rounded(y, factors, where):
-    return _to_grid(y, factors[0]) if where[0] else y
+def _rounded(y, factors, where, dtype):
+    return _to_grid(y, factors[0], dtype) if where[0] else y
 
 
-def _rounded_backward(ans, y, factors, where):
-    return lambda slope: _to_grid(slope, factors[1]) if where[1] else slope
+def _rounded_backward(rounded, y, factors, where, dtype):
+    return lambda slope: _to_grid(slope, factors[1], dtype) if where[1] else slope
 
 
 defvjp(_rounded, _rounded_backward, argnums=(0,))

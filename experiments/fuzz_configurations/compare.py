@@ -13,11 +13,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import scipy.special
 
 from experiments.fuzz_configurations import expected
 from experiments.fuzz_configurations.draw import Case, Outcome, override
-from experiments.fuzz_configurations.expected import Documents, Question, Teacher
+from experiments.fuzz_configurations.expected import Question, Teacher
 from experiments.fuzz_configurations.program import Program, batch_of, placed
 from ladder_jax import config as configs
 from ladder_jax import decode, nn, train
@@ -145,7 +144,7 @@ class Run:
 
     @functools.cached_property
     def expected(self):
-        return self.of_trained(expected.gradients(self.question))
+        return self.of_trained(self.question.value())
 
     @functools.cached_property
     def samples(self):
@@ -166,7 +165,7 @@ class Run:
             parts = config.mesh.data * config.mesh.fsdp * config.train.accumulate
             if shape.kind not in BY_RANKS:
                 shape = dataclasses.replace(shape, ranks=config.mesh.tensor)
-        documents = Documents.of(self.tokens(0), parts=parts)
+        documents = expected.documents_of(self.tokens(0), parts=parts)
         return Question(
             config, self.first.student, documents, shape, self.reference_teacher(), self.case.step
         )
@@ -281,10 +280,10 @@ class Run:
         if self.low or not self.referenced:
             self.done.append("evaluated, run")
             return
-        of = Documents.of(self.tokens(0))
-        scores = reference.evaluate(reference.logits, first.student, of.tokens[0], self.shape)
-        picked = np.take_along_axis(scores, of.targets[0][..., None], -1)[..., 0]
-        wanted = (of.weights[0] * (scipy.special.logsumexp(scores, axis=-1) - picked)).sum()
+        (of,) = expected.documents_of(self.tokens(0))
+        scores = reference.evaluate(reference.logits, first.student, of.tokens, self.shape)
+        losses = reference.logsumexp(scores) - reference.picked(scores, of.targets)
+        wanted = (of.weights * losses).sum()
         if (error := cases.error(loss, wanted)) >= (limit := cases.bound(first.config.model)):
             raise Beyond(f"evaluated: {loss} and not {wanted}, {error:.1e} beyond {limit:.1e}")
         self.done.append("evaluated")

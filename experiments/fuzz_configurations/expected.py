@@ -2,12 +2,10 @@
 document.
 """
 
-import contextlib
 import dataclasses
 
+import autograd.numpy as np
 import jax
-import jax.numpy as jnp
-import numpy as np
 
 from ladder_jax.config import ModelConfig, Pace, RunConfig, layer_indices, parse_residual
 from tests import experts, reference, rounding
@@ -39,14 +37,13 @@ def shape_of(model: ModelConfig, *, tensor: int) -> reference.Shape:
     )
 
 
-@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Documents:
-    """A batch in parts of its rows, a document (or a row's padding) a row, which ends in rubbish: a
+    """A part of a batch's rows, a document (or a row's padding) a row, which ends in rubbish: a
     causal model does not see it.
 
-    tokens, targets: [parts, N, T]. weights: of the predicted positions, which sum to 1. real: the
-        batch's positions.
+    tokens, targets: [N, T]. weights: of the predicted positions, which sum to 1 over all parts.
+    real: the batch's positions.
     """
 
     tokens: np.ndarray
@@ -54,16 +51,13 @@ class Documents:
     weights: np.ndarray
     real: np.ndarray
 
-    @classmethod
-    def of(cls, arrays, *, parts: int = 1) -> "Documents":
-        """arrays: tokens, segments and the loss's mask, each [B, T + 1]. A part of fewer documents
-        has empty ones.
-        """
-        each = [documents(*part) for part in zip(*(np.split(a, parts) for a in arrays))]
-        most = max(len(one) for one, *_ in each)
-        even = lambda arrays: np.stack([np.pad(a, ((0, most - len(a)), (0, 0))) for a in arrays])
-        tokens, targets, weights, real = map(even, zip(*each))
-        return cls(tokens, targets, weights / max(weights.sum(), 1), real)
+
+def documents_of(arrays, *, parts: int = 1) -> list[Documents]:
+    """Of each part. arrays: tokens, segments and the loss's mask, each [B, T + 1]."""
+    split = zip(*(np.split(a, parts) for a in arrays))
+    each = [Documents(*documents(*part)) for part in split]
+    total = max(sum(part.weights.sum() for part in each), 1)
+    return [dataclasses.replace(part, weights=part.weights / total) for part in each]
 
 
 def documents(tokens: np.ndarray, segments: np.ndarray, loss_mask: np.ndarray) -> list[np.ndarray]:
@@ -94,28 +88,28 @@ class Question:
 
     config: RunConfig
     student: dict
-    documents: Documents
+    documents: list[Documents]
     shape: reference.Shape
     teacher: Teacher | None = None
     step: int = 0
 
-    def loss(self, student, taught, part: Documents, rounds):
-        """Of a part of the batch, with these parameters, and the teacher's."""
+    def loss(self, student, part: Documents, rounds):
+        """Of a part of the batch, with these parameters."""
         train, distill, seen = self.config.train, self.config.distill, []
         shape = dataclasses.replace(self.shape, rounds=rounds)
-        if taught:
+        if self.teacher:
+            taught = jax.tree.map(np.float64, self.teacher.params)
             teacher = dataclasses.replace(self.teacher.shape, rounds=rounds)
             theirs = log_softmax(
                 reference.logits(taught, part.tokens, teacher) / distill.temperature
             )
         fraction = self.ladder_fraction() if self.config.conversion.steps else None
         scores = reference.logits(student, part.tokens, shape, seen, fraction)
-        total = jax.nn.logsumexp(scores, axis=-1)
-        picked = jnp.take_along_axis(scores, part.targets[..., None], -1)[..., 0]
-        each = total - picked + train.z_loss * total**2
-        if taught:
+        total = reference.logsumexp(scores)
+        each = total - reference.picked(scores, part.targets) + train.z_loss * total**2
+        if self.teacher:
             ours = log_softmax(scores / distill.temperature)
-            divergence = distill.temperature**2 * (jnp.exp(theirs) * (theirs - ours)).sum(-1)
+            divergence = distill.temperature**2 * (np.exp(theirs) * (theirs - ours)).sum(-1)
             each = (1 - distill.alpha) * each + distill.alpha * divergence
             for count in self.teacher.hidden:
                 both = ((student, shape), (taught, teacher))
@@ -149,47 +143,23 @@ class Question:
                 found[l] = float(np.clip(done, 0, 1) if turns.pace is Pace.RAMP else done >= 0)
         return found
 
-    def value(self, params, documents: Documents, rounds=lambda: reference.exactly):
-        """(loss, gradients), the parts' summed. params: as `params` has them. rounds: counts the
-        places of a trace.
-        """
-        of_part = lambda part: jax.value_and_grad(self.loss)(*params, part, rounds())
-        return jax.tree.map(lambda a: a.sum(0), jax.lax.map(of_part, documents))
-
-    def params(self, dtype):
-        """The student's, and the teacher's or None."""
-        taught = self.teacher and self.teacher.params
-        return jax.tree.map(lambda a: jnp.asarray(a, dtype), (self.student, taught))
+    def value(self, rounds=lambda: reference.exactly):
+        """(loss, gradients), the parts' summed. rounds: makes what rounds in one part."""
+        found = []
+        for part in self.documents:
+            of_part = lambda student, *_, part=part: self.loss(student, part, rounds())
+            found.append(reference.evaluate(of_part, self.student, (), self.shape, gradient=True))
+        return jax.tree.map(lambda *parts: sum(parts), *found)
 
 
 def log_softmax(scores):
-    return scores - jax.nn.logsumexp(scores, axis=-1, keepdims=True)
-
-
-@contextlib.contextmanager
-def float64():
-    with jax.enable_x64(True), jax.numpy_rank_promotion("allow"):
-        yield
-
-
-def gradients(question: Question):
-    """(loss, gradients) of a step in float64."""
-    with float64():
-        found = jax.jit(question.value)(question.params(jnp.float64), question.documents)
-        return jax.tree.map(np.asarray, found)
+    return scores - reference.logsumexp(scores)[..., None]
 
 
 def samples(question: Question, *, rounded):
-    """Samples of `gradients` with what the dtype `rounded` rounds between operations: see
+    """Samples of its `value` with what the dtype `rounded` rounds between operations: see
     tests/rounding.py.
     """
-    wide, rng = np.float32 if rounded == jnp.bfloat16 else np.float64, np.random.default_rng(0)
-
-    @jax.jit
-    def sample(params, documents, factors):
-        return question.value(params, documents, lambda: rounding.Places(factors, dtype=rounded))
-
-    with float64():
-        given = question.params(wide), question.documents
-        draws = [2.0 ** rng.random((rounding.PLACES, 2), wide) for _ in range(rounding.SAMPLES)]
-        return [jax.tree.map(np.asarray, sample(*given, factors)) for factors in draws]
+    rng = np.random.default_rng(0)
+    draws = [2.0 ** rng.random((rounding.PLACES, 2)) for _ in range(rounding.SAMPLES)]
+    return [question.value(lambda of=of: rounding.Places(of, dtype=rounded)) for of in draws]

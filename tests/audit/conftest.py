@@ -15,6 +15,11 @@ TPUS = "v5e:2x4 v5p:2x2x2 v6e:2x4 tpu7x:2x2x1"
 TARGETS = {"TPUS": TPUS, "ALL": f"{TPUS} h100:8 b200:8"}
 
 
+def pytest_ignore_collect(config):
+    """`make test` runs none of these, and each of its workers would read them all."""
+    return "not audit" in config.option.markexpr or None
+
+
 def table(text, *, model="llama-3-70b"):
     """The parameters `request_` of rows "options of `ladder-jax overlap` | targets", and `counts`
     where there is a third column: how many all-reduces there are, of them hidden, and all-to-alls,
