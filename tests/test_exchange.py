@@ -5,7 +5,9 @@ float64, capacity with dropped rows against a loop over tokens, and what is refu
 import dataclasses
 import math
 
+import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from ladder_jax import config, residual, train
@@ -14,6 +16,8 @@ from ladder_jax.errors import UserError
 from ladder_jax.hardware import HARDWARE
 from ladder_jax.overlap import request as requests
 from ladder_jax.parallel import exchange
+from ladder_jax.residual.recurrence import barrier_forward
+from ladder_jax.residual.wires import exchange as exchange_wire
 from ladder_jax.residual.wires.exchange import Exchange
 from ladder_jax.schedule import cost, hlo, judge, timeline
 from ladder_jax.schedule.report import Status
@@ -49,6 +53,23 @@ def test_gradients(name, kind, mesh, loop, remat):
     settings = dict(loop=loop, remat=remat, sequence_parallel=True)
     expected = experts.dense_gradients(name, kind)
     assert "all-to-all" in experts.check_gradients(definition, expected, **settings)
+
+
+@pytest.mark.parametrize("name, waits", [("standard", True), ("ladder", False)])
+def test_rows_wait_for_the_shared_experts_input(name, waits, monkeypatch):
+    """Where nothing but the shared expert hides them."""
+    together = []
+
+    def barrier(arrays):
+        together.append([np.shape(array) for array in jax.tree.leaves(arrays)])
+        return barrier_forward(arrays)
+
+    monkeypatch.setattr(exchange_wire, "barrier_forward", barrier)
+    definition = experts.exchanging(name, "shared")
+    compute = train.loss_and_gradients(definition, sequence_parallel=True)
+    jax.eval_shape(compute, definition.abstract, experts.tokens())
+    rows, shared = (8, 16, 32), (4, 16, 32)
+    assert ([rows, shared] in together) == waits, together
 
 
 FORMS = [

@@ -117,6 +117,18 @@ def test_profile(finished):
     assert trace.stat().st_size > 1000
 
 
+def test_a_profile_begins_and_ends_with_its_steps(monkeypatch, tmp_path):
+    traced = []
+    monkeypatch.setattr(jax.profiler, "start_trace", lambda folder: traced.append("start"))
+    monkeypatch.setattr(jax.profiler, "stop_trace", lambda: traced.append("stop"))
+    profiler = timing.Profiler(range(3, 6), folder=tmp_path)
+    for step in range(1, 8):
+        profiler.before(step, pending=())
+        traced.append(step)
+        assert profiler.after(step, pending=()) == (step == 5)
+    assert traced == [1, 2, "start", 3, 4, 5, "stop", 6, 7]
+
+
 def test_tensorboard_holds_what_the_log_holds(finished):
     directory, _ = finished
     rows, shown = metrics.read(directory), events(directory)
