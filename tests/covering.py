@@ -24,17 +24,21 @@ def array(*factors: Iterable, pairs: Pairs | None = None, even: Sequence[int] = 
     """
     columns = _columns(len(factors), pairs)
     product = [(row, _covered(row, columns=columns)) for row in itertools.product(*factors)]
-    missing, rows = set().union(*(covered for _, covered in product)), []
+    # As bits, which are counted fast: of each row once for every row that is chosen.
+    every = set().union(*(covered for _, covered in product))
+    bit = {pair: 1 << place for place, pair in enumerate(every)}
+    bits = [(row, sum(bit[pair] for pair in covered)) for row, covered in product]
+    missing, rows = sum(bit.values()), []
     while missing:
         used = collections.Counter((i, str(row[i])) for row in rows for i in even)
 
         def worth(candidate, used=used):
             row, covered = candidate
-            return len(covered & missing), -sum(used[i, str(row[i])] for i in even)
+            return (covered & missing).bit_count(), -sum(used[i, str(row[i])] for i in even)
 
-        row, covered = max(product, key=worth)
+        row, covered = max(bits, key=worth)
         rows.append(row)
-        missing -= covered
+        missing &= ~covered
     return rows
 
 

@@ -48,11 +48,6 @@ class Shape:
     rounds: Callable = exactly
 
 
-def einsum(spec, *operands):
-    """By BLAS where that is possible."""
-    return np.einsum(spec, *operands, optimize=True)
-
-
 def rms(x, scale, eps, over=-1):
     return x / np.sqrt((x * x).mean(over, keepdims=True) + eps) * scale
 
@@ -79,16 +74,16 @@ def matmul(p, name, x, of_x, out, split, shape):
         "down": "rfd",
     }
     of_w, at = letters[name], lambda: r(x, forward=False)  # each use of x has a gradient of its own
-    y = r(einsum(f"{of_x},{of_w}->{out}", at(), split(r(p[name]))))
+    y = r(np.einsum(f"{of_x},{of_w}->{out}", at(), split(r(p[name]))))
     if name not in p.get("adapters", {}):
         return y
     down, up = r(p["adapters"][name]["down"]), r(p["adapters"][name]["up"])
     if name in ("out", "down"):  # its inputs are split, and with them `down`
-        inner = r(einsum(f"{of_x},{of_w[:-1]}k->rbtk", at(), split(down)))
-        outer = einsum(f"rbtk,kd->{out}", inner, up)
+        inner = r(np.einsum(f"{of_x},{of_w[:-1]}k->rbtk", at(), split(down)))
+        outer = np.einsum(f"rbtk,kd->{out}", inner, up)
     else:
-        inner = r(einsum(f"{of_x},dk->rbtk", at(), down))
-        outer = einsum(f"rbtk,k{of_w[1:]}->{out}", inner, split(up))
+        inner = r(np.einsum(f"{of_x},dk->rbtk", at(), down))
+        outer = np.einsum(f"rbtk,k{of_w[1:]}->{out}", inner, split(up))
     return r(y + shape.lora * r(outer))
 
 
@@ -139,10 +134,10 @@ def attention(p, x, shape):
             )
         )
     q, k, v = r(rope(q, shape)), r(rope(k, shape))[..., shared, :], v[..., shared, :]
-    scores = r(einsum("rbtnh,rbsnh->rbnts", q, k), forward=False) / np.sqrt(q.shape[-1])
+    scores = r(np.einsum("rbtnh,rbsnh->rbnts", q, k), forward=False) / np.sqrt(q.shape[-1])
     scores = np.where(np.tri(x.shape[-2], dtype=bool), scores, -1e30)
     scores = np.exp(scores - scores.max(-1, keepdims=True))
-    out = r(einsum("rbnts,rbsnh->rbtnh", r(scores / scores.sum(-1, keepdims=True)), v))
+    out = r(np.einsum("rbnts,rbsnh->rbtnh", r(scores / scores.sum(-1, keepdims=True)), v))
     split = lambda w: w.reshape(ranks, heads // ranks, *w.shape[1:])
     return on_first(matmul(p, "out", out, "rbtnh", "rbtd", split, shape), p.get("out_bias"), shape)
 
@@ -189,7 +184,7 @@ def routed(p, x, shape):
     on the one rank.
     """
     (top_k, over), r = shape.experts, shape.rounds
-    scores = einsum("rbtd,dc->rbtc", r(x, forward=False), p["router"])
+    scores = np.einsum("rbtd,dc->rbtc", r(x, forward=False), p["router"])
     best = best_experts(p, scores, top_k)
     chosen = (best[..., None] == np.arange(scores.shape[-1])).any(-2)
     powers = np.exp(scores - scores.max(-1, keepdims=True))
@@ -352,7 +347,7 @@ def logits(params, tokens, shape, seen=None, fraction=None):
     # a mean's gradient: once more
     normed = r(r(rms(x, params["final_norm"]["scale"], shape.eps)), forward=False)
     table = r(table, forward=False).reshape(shape.ranks, -1, table.shape[-1])
-    parts = r(einsum("rbtd,rvd->btrv", normed, table), forward=False)
+    parts = r(np.einsum("rbtd,rvd->btrv", normed, table), forward=False)
     return parts.reshape(*parts.shape[:2], -1)[..., : shape.vocab]
 
 
