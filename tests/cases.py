@@ -11,7 +11,7 @@ import numpy as np
 from ladder_jax import decode, nn, parallel, train
 from ladder_jax.config import Dtype, Loop, ModelConfig, Quantize
 from ladder_jax.decode import weights
-from tests import reference
+from tests import one_step, reference
 
 # name of the test: (model.residual, model.ladder_layers, the reference's kind, number and layers)
 TOPOLOGIES = {
@@ -256,6 +256,22 @@ def prefilled(
     logits, caches = program(stored, tokens, np.asarray(lengths, np.int32))
     real = np.asarray(logits)[:, : definition.config.vocab_size]
     return [real, *map(np.asarray, jax.tree.leaves(caches))]
+
+
+def check_prefill_and_decode(definition, stored, tokens, lengths, full, *, new, limit, **form):
+    """Prompts of these lengths, with rubbish beyond their ends, and `new` decode steps after them:
+    the logits are those of the `full` pass [B, T, V].
+    """
+    rows, longest = np.arange(len(tokens)), max(lengths)
+    prompts = np.where(np.arange(longest) < lengths[:, None], tokens[:, :longest], 99)
+    logits, caches = decode.prefill(definition, capacity=32, **form)(stored, prompts, lengths)
+    found, step = [logits], one_step.decode(definition, **form)
+    for length in (lengths + n for n in range(new)):
+        logits, caches = step(stored, caches, tokens[rows, length], length)
+        found.append(logits)
+    for more, logits in enumerate(found):
+        real = np.asarray(logits)[:, : definition.config.vocab_size]
+        assert error(real, full[rows, lengths + more - 1]) < limit
 
 
 def flip(path) -> None:

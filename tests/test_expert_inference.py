@@ -10,7 +10,7 @@ from ladder_jax import checkpoint
 from ladder_jax.config import Loop, Quantize
 from ladder_jax.decode import steps, weights
 from ladder_jax.nn import experts as package
-from tests import cases, covering, engines, experts, one_step, starts
+from tests import cases, covering, engines, experts, starts
 
 LENGTHS = np.array([1, 4, 6, 3], np.int32)
 CASES = covering.rows(
@@ -41,7 +41,7 @@ def test_prefill_chunks_and_decode_equal_the_full_pass(name, kind, tensor, loop,
     tokens, full, rows = experts.tokens(), experts.dense_logits(name, kind), np.arange(4)
     limit = 2 * cases.bound(definition.config)
     of = definition, stored, tokens, LENGTHS, full
-    one_step.check_prefill_and_decode(*of, new=2, limit=limit, loop=loop)
+    cases.check_prefill_and_decode(*of, new=2, limit=limit, loop=loop)
     logits, _ = steps.prefill_in_chunks(
         definition, stored, tokens[:, :8], LENGTHS, capacity=32, chunk=4, loop=loop
     )

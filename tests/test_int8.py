@@ -14,7 +14,7 @@ from ladder_jax.config import Biases, Dtype, Loop, Quantize
 from ladder_jax.decode import steps, weights
 from ladder_jax.nn import quantized
 from ladder_jax.nn.quantized import Int8
-from tests import cases, covering, one_step, reference
+from tests import cases, covering, reference
 
 INT8 = Quantize.INT8
 LENGTHS = np.array([1, 4, 6, 3], np.int32)
@@ -115,7 +115,7 @@ def test_models_compute_with_the_numbers_as_they_are(name, form, loop):
     form, limit = dict(loop=loop, quantize=INT8), cases.bound(definition.config)
     stored = weights.prepare(definition, cases.place(params, definition), **form)
     of = definition, stored, tokens, LENGTHS, full
-    one_step.check_prefill_and_decode(*of, new=1, limit=limit, **form)
+    cases.check_prefill_and_decode(*of, new=1, limit=limit, **form)
 
 
 def test_a_compiled_step_takes_half_the_bytes():

@@ -3,6 +3,8 @@ value and is really there, and the arithmetic.
 """
 
 import json
+import pathlib
+import subprocess
 import sys
 
 import jax
@@ -52,6 +54,19 @@ def test_the_wire_brings_back_what_it_was_given(name):
         assert moved(loop, args) == 2 * (2 if name == "parallel" else 4)  # there and back
         assert np.array_equal(loop(*args)[0], expected)
     assert moved(*program(name)) == 0  # and nothing of it is left
+
+
+def test_it_needs_what_the_library_needs():
+    """On a card's machine, where the tests' own packages may be missing."""
+    parts = "values", "experts", "wire"
+    script = (
+        "import importlib, sys\n"
+        "sys.modules.update(dict.fromkeys(['pytest', 'autograd', 'hypothesis']))\n"
+        f"for part in {parts}: importlib.import_module(f'experiments.one_gpu.{{part}}')\n"
+    )
+    subprocess.run(
+        [sys.executable, "-c", script], cwd=pathlib.Path(__file__).parent.parent, check=True
+    )
 
 
 def test_exposed():
