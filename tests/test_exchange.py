@@ -56,8 +56,10 @@ def test_gradients(name, kind, mesh, loop, remat):
 
 
 @pytest.mark.parametrize("name, waits", [("standard", True), ("ladder", False)])
-def test_rows_wait_for_the_shared_experts_input(name, waits, monkeypatch):
-    """Where nothing but the shared expert hides them."""
+def test_rows_wait_for_the_shared_expert(name, waits, monkeypatch):
+    """For its input before they are sent, and for its first products before they are used: where
+    nothing else hides them.
+    """
     together = []
 
     def barrier(arrays):
@@ -68,8 +70,10 @@ def test_rows_wait_for_the_shared_experts_input(name, waits, monkeypatch):
     definition = experts.exchanging(name, "shared")
     compute = train.loss_and_gradients(definition, sequence_parallel=True)
     jax.eval_shape(compute, definition.abstract, experts.tokens())
-    rows, shared = (8, 16, 32), (4, 16, 32)
-    assert ([rows, shared] in together) == waits, together
+    sent, arrived = (8, 16, 32), (2, 64, 32)
+    shared, product = (4, 16, 32), (4, 16, 6)
+    assert ([sent, shared] in together) == waits, together
+    assert ([product, product, arrived] in together) == waits, together
 
 
 FORMS = [

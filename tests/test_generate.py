@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from ladder_jax import cli, decode
-from ladder_jax.config import Loop, Quantize
-from ladder_jax.decode import Engine, Finish, Generator, NoNumbers, Request
+from ladder_jax.config import DecodeConfig, Loop, Quantize
+from ladder_jax.decode import Choice, Engine, Finish, Generator, NoNumbers, Request, steps
 from ladder_jax.decode.engine import scheduler
 from tests import cases, starts
 from tests.engines import DECODER, parts
@@ -80,6 +80,24 @@ def test_a_generator_gives_what_an_engine_gives(form, settings):
         assert whole.finish is Finish.LENGTH
     request = dataclasses.replace(request, stop=(whole.text[5:8],))
     assert check_equal(generate(request), serve(request)).finish is Finish.STOP
+
+
+@pytest.mark.parametrize("temperature, choice", [(0.0, Choice.GREEDY), (0.7, Choice.SAMPLED)])
+def test_the_best_tokens_are_chosen_without_a_search(temperature, choice, monkeypatch):
+    """By a program that draws nothing and sorts nothing."""
+    asked = []
+    for name in ("sample_first", "decode_many"):
+        make = getattr(steps, name)
+
+        def noted(definition, make=make, **form):
+            asked.append(form["choice"])
+            return make(definition, **form)
+
+        monkeypatch.setattr(steps, name, noted)
+    definition, params = parts(tensor=1)
+    config = DecodeConfig(max_new_tokens=2, temperature=temperature)
+    Generator(definition, params).tokens([[1, 2]], config=config)
+    assert asked == [choice] * 2
 
 
 def test_data_ranks_compute_the_same():
