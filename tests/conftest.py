@@ -44,13 +44,13 @@ gc.set_threshold(100_000, 50, 100)
 
 
 # What takes longest comes first, in this order: a file is one worker's, and at the end the others
-# would be idle.
+# would be idle. Files that wait for processes stand between those that compile.
 FIRST = """
-    test_interleave test_numerics test_fuzz_configurations test_explicit test_gradients_bfloat16 test_meshes
-    test_experts test_remote test_resume test_training test_names test_docs test_decode test_agreement
-    test_expert_inference test_int8 test_expert_training test_cli test_commands test_retrain test_expert_retrain
-    test_watchdog test_generate test_overlap test_policy test_modules test_refit test_sampling test_process
-    test_objective
+    test_numerics test_interleave test_remote test_decode test_docs test_explicit test_agreement test_meshes
+    test_commands test_names test_process test_experts test_expert_training test_expert_inference test_resume
+    test_bench test_gradients_bfloat16 test_generate test_training test_refit test_fuzz_configurations test_cli
+    test_watchdog test_policy test_retrain test_exchange test_sampling test_connections test_smoke test_overlap
+    test_command test_decode_program test_rings test_dataset test_combinations test_chunks test_int8
 """.split()
 
 
