@@ -67,6 +67,22 @@ def test_products(rows, sizes, inner, outer):
                 assert not np.any(np.asarray(ours))
 
 
+@pytest.mark.parametrize("rows, height", [(8, 16), (160, 64), (5_000, 128)])
+def test_a_tiles_height_is_one_that_triton_has(rows, height, monkeypatch):
+    """A power of two: the interpreter takes any."""
+    chosen = []
+
+    def product(rows, weight, tiles, scale, *, height, **form):
+        chosen.append(height)
+        return rows @ weight[0]
+
+    monkeypatch.setattr(grouped_gpu, "_product", product)
+    monkeypatch.setattr(grouped_gpu, "unchecked", lambda call: call)
+    sizes = jnp.array([rows, 0, 0, 0], jnp.int32)
+    grouped_gpu.product(jnp.ones((rows, 8)), jnp.ones((4, 8, 8)), sizes)
+    assert chosen == [height]
+
+
 def test_every_row_is_visited_once_and_no_empty_group():
     """So that a decode step reads the matrices of the experts that its rows chose, and no
     others.
