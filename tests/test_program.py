@@ -37,6 +37,14 @@ def test_prefill_of_a_later_chunk(name, loop):
     communication.check(text, name=name, loop=loop)
 
 
+def test_emulated_ranks_share_a_head():
+    """Of two heads on four ranks, each stands on two."""
+    layout = cases.define("ladder-fresh", ranks=4, num_kv_heads=2).layout
+    heads = jnp.arange(12.0).reshape(2, 2, 3)
+    each = parallel.over_ranks(lambda x: x, layout=layout, in_dims=("BKH",), out_dims="BNH")
+    assert jnp.array_equal(each(heads), jnp.repeat(heads, 2, axis=1))
+
+
 def test_the_count_sees_a_merged_pair():
     """The control: the same Ladder without its chain is merged by the compiler, and the parser says
     so.
