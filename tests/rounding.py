@@ -24,6 +24,7 @@ made of many.
 """
 
 import dataclasses
+import functools
 
 import autograd.numpy as np
 import jax
@@ -45,10 +46,15 @@ def gradients(params, tokens, shape, *, parts):
         for itself.
     """
     parts = np.split(tokens, parts)
-    rng = np.random.default_rng(0)
-    factors = [2.0 ** rng.random((PLACES, 2)) for _ in range(SAMPLES)]
-    samples = [_mean(params, parts, shape, lambda of=of: Places(of)) for of in factors]
+    samples = [_mean(params, parts, shape, rounds) for rounds in rounders()]
     return _mean(params, parts, shape, lambda: reference.exactly), samples
+
+
+def rounders(dtype=ml_dtypes.bfloat16):
+    """SAMPLES functions: each makes `Places` with factors of its own, which begin with the first."""
+    rng = np.random.default_rng(0)
+    draws = [2.0 ** rng.random((PLACES, 2)) for _ in range(SAMPLES)]
+    return [functools.partial(Places, factors, dtype) for factors in draws]
 
 
 def _mean(params, parts, shape, rounds):
@@ -66,7 +72,7 @@ class Places:
     backward.
     """
 
-    def __init__(self, factors, dtype=ml_dtypes.bfloat16):
+    def __init__(self, factors, dtype):
         self.factors = factors
         self.dtype = dtype
         self.count = 0

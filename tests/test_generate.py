@@ -83,8 +83,8 @@ def test_a_generator_gives_what_an_engine_gives(form, settings):
 
 
 @pytest.mark.parametrize("temperature, choice", [(0.0, Choice.GREEDY), (0.7, Choice.SAMPLED)])
-def test_the_best_tokens_are_chosen_without_a_search(temperature, choice, monkeypatch):
-    """By a program that draws nothing and sorts nothing."""
+def test_the_programs_are_those_of_the_choice(temperature, choice, monkeypatch):
+    """Of the greedy one they draw nothing and sort nothing."""
     asked = []
     for name in ("sample_first", "decode_many"):
         make = getattr(steps, name)

@@ -165,7 +165,7 @@ class Run:
             parts = config.mesh.data * config.mesh.fsdp * config.train.accumulate
             if shape.kind not in BY_RANKS:
                 shape = dataclasses.replace(shape, ranks=config.mesh.tensor)
-        documents = expected.documents_of(self.tokens(0), parts=parts)
+        documents = expected.in_parts(self.tokens(0), parts=parts)
         return Question(
             config, self.first.student, documents, shape, self.reference_teacher(), self.case.step
         )
@@ -280,7 +280,7 @@ class Run:
         if self.low or not self.referenced:
             self.done.append("evaluated, run")
             return
-        (of,) = expected.documents_of(self.tokens(0))
+        (of,) = expected.in_parts(self.tokens(0))
         scores = reference.evaluate(reference.logits, first.student, of.tokens, self.shape)
         losses = reference.logsumexp(scores) - reference.picked(scores, of.targets)
         wanted = (of.weights * losses).sum()

@@ -52,16 +52,17 @@ class Documents:
     real: np.ndarray
 
 
-def documents_of(arrays, *, parts: int = 1) -> list[Documents]:
-    """Of each part. arrays: tokens, segments and the loss's mask, each [B, T + 1]."""
-    split = zip(*(np.split(a, parts) for a in arrays))
-    each = [Documents(*documents(*part)) for part in split]
+def in_parts(arrays, *, parts: int = 1) -> list[Documents]:
+    """The documents of each part of a batch. arrays: tokens, segments and the loss's mask, each
+    [B, T + 1].
+    """
+    each = [documents(*part) for part in zip(*(np.split(a, parts) for a in arrays))]
     total = max(sum(part.weights.sum() for part in each), 1)
     return [dataclasses.replace(part, weights=part.weights / total) for part in each]
 
 
-def documents(tokens: np.ndarray, segments: np.ndarray, loss_mask: np.ndarray) -> list[np.ndarray]:
-    """A part's tokens, targets, weights of 0 and 1, and real positions, each [N, T]."""
+def documents(tokens: np.ndarray, segments: np.ndarray, loss_mask: np.ndarray) -> Documents:
+    """Of a part's rows, with weights of 0 and 1."""
     length, found = tokens.shape[1] - 1, []
     for row, segment, mask in zip(tokens, segments, loss_mask):
         starts = np.flatnonzero(np.diff(segment[:-1])) + 1
@@ -70,7 +71,7 @@ def documents(tokens: np.ndarray, segments: np.ndarray, loss_mask: np.ndarray) -
             learnt = (segment[here] == segment[after]) & (segment[here] != 0)
             arrays = row[here], row[after], 1.0 * learnt * mask[after], np.ones(len(here))
             found.append([np.pad(a, (0, length - len(here))) for a in arrays])
-    return list(map(np.stack, zip(*found)))
+    return Documents(*map(np.stack, zip(*found)))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -160,6 +161,4 @@ def samples(question: Question, *, rounded):
     """Samples of its `value` with what the dtype `rounded` rounds between operations: see
     tests/rounding.py.
     """
-    rng = np.random.default_rng(0)
-    draws = [2.0 ** rng.random((rounding.PLACES, 2)) for _ in range(rounding.SAMPLES)]
-    return [question.value(lambda of=of: rounding.Places(of, dtype=rounded)) for of in draws]
+    return [question.value(rounds) for rounds in rounding.rounders(rounded)]

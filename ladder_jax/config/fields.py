@@ -151,7 +151,6 @@ def _coerce(value: object, hint: typing.Any, path: str) -> typing.Any:
     if dataclasses.is_dataclass(hint):
         return value if isinstance(value, hint) else build(hint, value, path + ".")
     if issubclass(hint, enum.Enum):
-        # YAML reads a bare `none` as text but `null` and an empty value as nothing.
         return member(hint, f"value for {path}:", value)
     # NumPy's scalars are Python's here
     if not isinstance(value, type) and getattr(value, "ndim", None) == 0:
@@ -179,6 +178,7 @@ def member[E: enum.Enum](kind: type[E], what: str, word: object) -> E:
     try:
         return kind(word)
     except ValueError:
+        # YAML reads a bare `none` as text but `null` and an empty value as nothing.
         allowed = [_json(option.value).strip('"') for option in kind]
         raise unknown(what, word, allowed) from None
 
