@@ -4,6 +4,7 @@ mistakes.
 
 import collections
 import dataclasses
+import re
 import subprocess
 import sys
 
@@ -95,6 +96,24 @@ def test_halves_stand_around_a_whole_sublayer():
         for r in schedule.audit(text("h100-halves")).reductions[:-1]
     }
     assert names == {"psum_invariant_start"}
+
+
+def dumped(text):
+    """As `--xla_dump_to` writes it: an element of a tuple is `%x#1`, without an instruction of its
+    own.
+    """
+    line = re.compile(r"\n +%([\w.\-]+) = \S.* get-tuple-element\(%(\S+)\), index=(\d+).*")
+    for name, source, index in line.findall(text):
+        text = re.sub(rf"%{re.escape(name)}(?![\w.\-])", f"%{source}#{index}", text)
+    return re.sub(r"\n +%\S+#\d+ = .*", "", text)
+
+
+@pytest.mark.parametrize("name", ["h100-sharded", "tpu7x-scan"])
+def test_a_dump_of_xla_reads_as_the_compiled_text(name):
+    program = hlo.parse(dumped(text(name)))
+    assert "get-tuple-element(" not in dumped(text(name))
+    assert judge.read(program).as_dict() == schedule.audit(text(name)).as_dict()
+    assert cost.bytes_moved(program) == cost.bytes_moved(parsed(name))
 
 
 def read(name, *, ranks, ff=F):

@@ -180,9 +180,7 @@ def arrays(shape: str) -> tuple[Array, ...]:
     return tuple(found)
 
 
-def _instruction(
-    line: str, before: Mapping[str, Instruction], computations: Mapping
-) -> Instruction:
+def _instruction(line: str, before: dict[str, Instruction], computations: Mapping) -> Instruction:
     """before: the computation's instructions above it, by name."""
     parts = INSTRUCTION.match(line)
     if parts is None:
@@ -190,5 +188,30 @@ def _instruction(
     name, shape, opcode, inside, attributes = parts.groups(default="")
     if opcode in ("constant", "parameter"):
         return Instruction(name, shape, opcode, (), attributes, literal=inside)
-    operands = tuple(before[operand] for operand in re.findall(r"%([\w.\-]+)", inside))
+    operands = tuple(_named(one, before) for one in re.findall(r"%([\w.\-]+(?:#\d+)?)", inside))
     return Instruction(name, shape, opcode, operands, attributes, computations=computations)
+
+
+def _named(name: str, before: dict[str, Instruction]) -> Instruction:
+    """The instruction of that name. `x#1`, in XLA's own dumps, is an element of x's tuple: it joins
+    those before as the `get-tuple-element` that `as_text` writes.
+    """
+    source, _, index = name.partition("#")
+    if name not in before:
+        whole = before[source]
+        shape = _elements(whole.shape)[int(index)]
+        before[name] = Instruction(name, shape, "get-tuple-element", (whole,), f"index={index}")
+    return before[name]
+
+
+def _elements(shape: str) -> list[str]:
+    """The shapes of a tuple's elements."""
+    found = []
+    depth = 0
+    for part in shape[1:-1].split(", "):
+        if depth:
+            found[-1] += f", {part}"
+        else:
+            found.append(part)
+        depth += part.count("(") - part.count(")")
+    return found
