@@ -354,6 +354,31 @@ def test_only_compute_hides(between, status):
     assert only.status is status
 
 
+@pytest.mark.parametrize(
+    "branches",
+    ["branch_computations={%no, %yes}", "true_computation=%yes, false_computation=%no"],
+)
+def test_a_collective_in_a_branch_counts(branches):
+    """XLA writes a conditional of two branches in either way."""
+    computations = """%yes (p: bf16[512,2048]) -> bf16[512,2048] {
+  %p = bf16[512,2048]{1,0} parameter(0)
+  ROOT %summed = bf16[512,2048]{1,0} all-reduce(%p), to_apply=%add
+}
+
+%no (q: bf16[512,2048]) -> bf16[512,2048] {
+  ROOT %q = bf16[512,2048]{1,0} parameter(0)
+}
+
+ENTRY"""
+    line = f"  %either = bf16[512,2048]{{1,0}} conditional(%c, %x, %x), {branches}"
+    choice = "  %c = pred[] constant(true)"
+    found = schedule.audit(
+        WINDOW.replace("ENTRY", computations).replace("BETWEEN", f"{choice}\n{line}")
+    )
+    counted = {r.collective.name: r.collective.executions for r in found.reductions}
+    assert counted == {"summed": 1, "all-reduce-start": 1}
+
+
 def test_what_is_not_a_schedule_is_refused():
     with pytest.raises(UserError, match="not the text of an HLO module"):
         schedule.audit("module @jit_f {}")
@@ -368,26 +393,34 @@ def test_what_is_not_a_schedule_is_refused():
 
 
 def test_an_unknown_form_is_named():
-    """Rather than left out: an all-gather that a custom call runs, and an operation of another
-    name.
+    """Rather than left out: an all-gather that a custom call runs, or any other caller, and an
+    operation of another name.
     """
     called = """%inner (p: bf16[512,2048]) -> bf16[512,2048] {
   %p = bf16[512,2048]{1,0} parameter(0)
   ROOT %within = bf16[512,2048]{1,0} all-gather(%p), dimensions={0}
 }
 
+%other (q: bf16[512,2048]) -> pred[] {
+  %q = bf16[512,2048]{1,0} parameter(0)
+  ROOT %asked = pred[] all-reduce(%q), to_apply=%add
+}
+
 ENTRY"""
     lines = """  %call = bf16[512,2048]{1,0} custom-call(%before), called_computations={%inner}
+  %by = bf16[512,2048]{1,0} another(%before), way=%other
   %new = bf16[512,2048]{1,0} all-to-some(%before)"""
     program = WINDOW.replace("ENTRY", called).replace("BETWEEN", f"{MATMUL}\n{lines}")
     found = schedule.audit(program)
-    assert found.unknown == ("within", "new")
+    assert found.unknown == ("within", "asked", "new")
     assert (found.all_reduces, found.hidden) == (1, 1)
     assert (
         found.verdict
-        == "1 of 1 all-reduces hidden; NOT counted, as their form is unknown: within, new"
+        == "1 of 1 all-reduces hidden; NOT counted, as their form is unknown: within, asked, new"
     )
-    with pytest.raises(AssertionError, match="not counted, as their form is unknown: within, new"):
+    with pytest.raises(
+        AssertionError, match="not counted, as their form is unknown: within, asked, new"
+    ):
         schedule.assert_hidden(program)
 
 

@@ -51,7 +51,8 @@ class Collective:
         all-gather.
     axes: mesh axes that it spans, such as ("tensor",); empty if the program does not name them.
     ranks: number of devices in its group; 0 if unknown.
-    executions: runs per execution of the program; inside the loop over new tokens, runs per token.
+    executions: runs per execution of the program, as if each branch of a conditional ran; inside
+        the loop over new tokens, runs per token.
     issued, awaited: positions of its start and its done in `computation`; equal if it is
         synchronous.
     operations: number of computing instructions in its window.
@@ -131,17 +132,15 @@ def beside(
         yield costs.trips(computation), computation.instructions[index]
 
 
-def unknown(program: Program, *, costs: Costs) -> list[str]:
-    """The names of collectives that run in a form which is not among those above, so that nothing
-    counts them.
+def unknown(program: Program) -> list[str]:
+    """The names of collectives in a form which is not among those above, so that nothing counts
+    them.
     """
     found = {form.collective for computation in scheduled(program) for form in forms(computation)}
-    running = [c for c in program.computations.values() if costs.trips(c)]
     # A `chain_id` is on further pieces of one that is found.
     return [
         one.name
-        for computation in running
-        for one in computation.instructions
+        for one in program.instructions
         if re.match(r"((ragged-)?all-|collective-|reduce-scatter)(?!.*-done$)", one.opcode)
         and one not in found
         and "chain_id=" not in one.attributes

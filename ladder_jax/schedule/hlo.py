@@ -78,7 +78,8 @@ class Instruction:
         ):
             return ()
         named = re.findall(
-            r"\b(?:calls|to_apply|body|called_computations|branch_computations)=(\{[^}]*\}|%?[\w.\-]+)",
+            r"\b(?:calls|to_apply|body|called_computations|branch_computations|(?:true|false)_computation)"
+            r"=(\{[^}]*\}|%?[\w.\-]+)",
             self.attributes,
         )
         return tuple(self.computations[name] for name in re.findall(r"[\w.\-]+", " ".join(named)))

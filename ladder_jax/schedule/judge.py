@@ -192,7 +192,7 @@ def read(
         else None,
         gathers=tuple(judged(Transfer, c) for c in gathers),
         scatters=tuple(judged(Transfer, c) for c in scatters),
-        unknown=tuple(collectives.unknown(program, costs=costs)),
+        unknown=tuple(collectives.unknown(program)),
     )
 
 
