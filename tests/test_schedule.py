@@ -445,10 +445,29 @@ def test_the_auditor_needs_jax_alone():
     subprocess.run([sys.executable, "-c", ALONE], check=True, timeout=300)
 
 
-def test_a_loop_of_unknown_length_is_refused():
-    """Rather than counted once."""
-    with pytest.raises(ValueError, match="cannot tell how often the loop"):
-        schedule.audit(text("tpu7x-scan").replace("direction=LT", "direction=NE"))
+@pytest.mark.parametrize(
+    "written, instead, turns",
+    [
+        ("direction=LT", "direction=NE", None),
+        ("add(%copy.11", "multiply(%copy.11", None),
+        ("s32[]{:T(128)} constant(3)", "s32[]{:T(128)} partition-id()", None),
+        ("copy(%constant.16.clone.1)", "partition-id()", None),
+        ("copy(%constant.16.clone.1)", "copy(%constant.12.clone.1)", 2),
+        ("..sunk = s32[]{:T(128)} constant(1)", "..sunk = s32[]{:T(128)} constant(2)", 2),
+    ],
+)
+def test_a_loop_turns_as_often_as_its_counter_says(written, instead, turns):
+    """Three times, from 0 by 1 while it is less than 3. One of unknown length is refused, rather
+    than guessed.
+    """
+    assert text("tpu7x-scan").count(written) == 1
+    program = hlo.parse(text("tpu7x-scan").replace(written, instead))
+    (loop,) = (one for one in program.instructions if one.opcode == "while")
+    if turns is None:
+        with pytest.raises(ValueError, match="cannot tell how often the loop"):
+            judge.read(program)
+    else:
+        assert cost.iterations(loop) == turns
 
 
 @pytest.mark.parametrize(
