@@ -298,6 +298,7 @@ def test_reduce_scatters_that_a_compiler_made_of_all_reduces():
     [
         ("mesh['data'=1,'fsdp'=2,'tensor'=4] {'fsdp'}", ("fsdp",), 2),
         ("mesh['data'=1,'fsdp'=2,'tensor'=4] {'tensor','fsdp'}", ("tensor", "fsdp"), 8),
+        ("mesh['data'=1,'fsdp'=2,'tensor'=4] {'fsdp','tensor':(1)2}", (), 4),  # half of an axis
         ("{{0,4},{1,5},{2,6},{3,7}}", ("fsdp",), 2),
         ("{{0,1,2,3},{4,5,6,7}}", ("tensor",), 4),
         ("{{0,1,2,3,4,5,6,7}}", ("fsdp", "tensor"), 8),

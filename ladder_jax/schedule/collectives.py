@@ -336,8 +336,9 @@ def _kind(collective: Instruction, holder: Computation) -> str:
 
 
 # The mesh axes over which a collective runs. A program names them
-# (`replica_groups=mesh['data'=1,'tensor'=4] {'tensor'}`), except in a collective that the compiler
-# generated: that one lists device numbers, `{{0,4},{1,5},...}` or, shorter, `[4,2]<=[2,4]T(1,0)`.
+# (`replica_groups=mesh['data'=1,'tensor'=4] {'tensor'}`; `{'tensor':(1)2}` are 2 of the 4), except in
+# a collective that the compiler generated: that one lists device numbers, `{{0,4},{1,5},...}` or,
+# shorter, `[4,2]<=[2,4]T(1,0)`.
 _MESH = re.compile(r"replica_groups=mesh\[([^\]]*)\]\s*\{([^}]*)\}")
 
 
@@ -352,9 +353,10 @@ def mesh_of(program: Program) -> dict[str, int]:
 def group_of(collective: Instruction, *, mesh: dict[str, int]) -> tuple[tuple[str, ...], int]:
     """The axes, () if unknown, and the number of devices in a group, 0 if unknown."""
     if named := _MESH.search(collective.attributes):
-        axes = tuple(re.findall(r"'([^']+)'", named[2]))
         sizes = _sizes(named[1])
-        return axes, math.prod(sizes[axis] for axis in axes)
+        parts = re.findall(r"'([^']+)'(?::\(\d+\)(\d+))?", named[2])
+        axes = () if any(part for _, part in parts) else tuple(axis for axis, _ in parts)
+        return axes, math.prod(int(part) if part else sizes[axis] for axis, part in parts)
     first = _first_group(collective.attributes)
     return _axes_of(first, mesh), len(first)
 
