@@ -380,6 +380,20 @@ ENTRY"""
     assert counted == {"summed": 1, "all-reduce-start": 1}
 
 
+@pytest.mark.parametrize(
+    "pairs, ranks",
+    [
+        ("{0,0},{1,2},{2,1},{3,3}", [2]),  # a matrix is transposed: the diagonal stays
+        ("{0,1},{1,2}", [0]),
+        ("{0,0},{1,1}", []),  # nothing moves
+    ],
+)
+def test_permutes(pairs, ranks):
+    line = f"  %permute = bf16[512,2048]{{1,0}} collective-permute(%x), source_target_pairs={{{pairs}}}"
+    found = schedule.audit(WINDOW.replace("BETWEEN", line))
+    assert [other.collective.ranks for other in found.others] == ranks
+
+
 def test_what_is_not_a_schedule_is_refused():
     with pytest.raises(UserError, match="not the text of an HLO module"):
         schedule.audit("module @jit_f {}")

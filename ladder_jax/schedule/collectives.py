@@ -385,10 +385,10 @@ def _first_group(attributes: str) -> tuple[int, ...]:
 
 
 def _cycle(target: dict[int, int]) -> tuple[int, ...]:
-    """The devices that a permute's messages pass through from the first one until they are back; ()
-    of a line.
+    """The devices that a permute's messages pass through from the first one that does not send to
+    itself until they are back; () of a line.
     """
-    first = next(iter(target))
+    first = next((source for source in target if target[source] != source), next(iter(target)))
     group = [first]
     while (following := target.get(group[-1])) != first:
         if following is None:
