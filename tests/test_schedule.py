@@ -408,8 +408,8 @@ def test_what_is_not_a_schedule_is_refused():
 
 
 def test_an_unknown_form_is_named():
-    """Rather than left out: an all-gather that a custom call runs, or any other caller, and an
-    operation of another name.
+    """Rather than left out: an all-gather that a custom call runs, or any other caller, an
+    operation of another name, and a message to another device, but none to the host.
     """
     called = """%inner (p: bf16[512,2048]) -> bf16[512,2048] {
   %p = bf16[512,2048]{1,0} parameter(0)
@@ -424,17 +424,21 @@ def test_an_unknown_form_is_named():
 ENTRY"""
     lines = """  %call = bf16[512,2048]{1,0} custom-call(%before), called_computations={%inner}
   %by = bf16[512,2048]{1,0} another(%before), way=%other
-  %new = bf16[512,2048]{1,0} all-to-some(%before)"""
+  %new = bf16[512,2048]{1,0} all-to-some(%before)
+  %token = token[] after-all()
+  %send = (bf16[512,2048]{1,0}, u32[], token[]) send(%before, %token), channel_id=2
+  %send-done = token[] send-done(%send), channel_id=2
+  %log = (bf16[512,2048]{1,0}, u32[], token[]) send(%before, %token), channel_id=3, is_host_transfer=true"""
     program = WINDOW.replace("ENTRY", called).replace("BETWEEN", f"{MATMUL}\n{lines}")
     found = schedule.audit(program)
-    assert found.unknown == ("within", "asked", "new")
+    assert found.unknown == ("within", "asked", "new", "send")
     assert (found.all_reduces, found.hidden) == (1, 1)
     assert (
         found.verdict
-        == "1 of 1 all-reduces hidden; NOT counted, as their form is unknown: within, asked, new"
+        == "1 of 1 all-reduces hidden; NOT counted, as their form is unknown: within, asked, new, send"
     )
     with pytest.raises(
-        AssertionError, match="not counted, as their form is unknown: within, asked, new"
+        AssertionError, match="not counted, as their form is unknown: within, asked, new, send"
     ):
         schedule.assert_hidden(program)
 

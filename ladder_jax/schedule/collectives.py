@@ -141,8 +141,11 @@ def unknown(program: Program) -> list[str]:
     return [
         one.name
         for one in program.instructions
-        if re.match(r"((ragged-)?all-|collective-|reduce-scatter)(?!.*-done$)", one.opcode)
+        if re.match(
+            r"((ragged-)?all-|collective-|reduce-scatter|send|recv)(?!.*-done$)", one.opcode
+        )
         and one not in found
+        and "is_host_transfer=true" not in one.attributes
         and "chain_id=" not in one.attributes
     ]
 
