@@ -536,7 +536,8 @@ def test_functions_of_a_user():
     """
     mesh = parallel.make_mesh(tensor=8)
 
-    local = lambda x: parallel.all_reduce(x, ("tensor",))
+    named = jax.named_scope("of calls=2, body={")(jnp.tanh)
+    local = lambda x: parallel.all_reduce(named(x), ("tensor",))
     meshed = jax.shard_map(local, mesh=mesh, in_specs=P("tensor"), out_specs=P())
     x = jnp.ones((8, 64))
     jitted = jax.jit(meshed)

@@ -69,6 +69,11 @@ class Instruction:
         return match[1] if match else ""
 
     @functools.cached_property
+    def _unquoted(self) -> str:
+        """The attributes without what is in quotation marks: names may hold any characters."""
+        return re.sub(r'"[^"\\]*(?:\\.[^"\\]*)*"', '""', self.attributes)
+
+    @functools.cached_property
     def calls(self) -> tuple["Computation", ...]:
         """The computations that it runs, including the body of a `while` but no condition or
         reducer.
@@ -80,7 +85,7 @@ class Instruction:
         named = re.findall(
             r"\b(?:calls|to_apply|body|called_computations|branch_computations|(?:true|false)_computation)"
             r"=(\{[^}]*\}|%?[\w.\-]+)",
-            self.attributes,
+            self._unquoted,
         )
         return tuple(self.computations[name] for name in re.findall(r"[\w.\-]+", " ".join(named)))
 
@@ -106,7 +111,7 @@ class Instruction:
         """The text after `name=`: a group in braces, or up to the next comma or space; "" if there
         is none.
         """
-        match = re.search(rf"(?:^|[\s,]){name}=(\{{[^}}]*\}}|[^\s,]+)", self.attributes)
+        match = re.search(rf"(?:^|[\s,]){name}=(\{{[^}}]*\}}|[^\s,]+)", self._unquoted)
         return match[1] if match else ""
 
     def computation(self, attribute: str) -> "Computation | None":
