@@ -394,6 +394,16 @@ def test_permutes(pairs, ranks):
     assert [other.collective.ranks for other in found.others] == ranks
 
 
+@pytest.mark.parametrize("name, arrays", [("", 2), ("jit(f)/concatenate", 1)])
+def test_arrays_that_the_program_joins_itself_are_one(name, arrays):
+    """As `jax.flatten_util.ravel_pytree` does with gradients; the compiler's have no name."""
+    line = f"""  %flat = bf16[4]{{0}} constant({{1, 2, 3, 4}})
+  %joined = bf16[8]{{0}} concatenate(%flat, %flat), dimensions={{0}}, metadata={{op_name="{name}"}}
+  %sum = bf16[8]{{0}} all-reduce(%joined), to_apply=%add"""
+    found = schedule.audit(WINDOW.replace("BETWEEN", line))
+    assert {r.collective.name: r.count for r in found.reductions}["sum"] == arrays
+
+
 def test_what_is_not_a_schedule_is_refused():
     with pytest.raises(UserError, match="not the text of an HLO module"):
         schedule.audit("module @jit_f {}")

@@ -312,7 +312,7 @@ def _operand_op_names(collective: Instruction) -> tuple[str, ...]:
 
 def _concatenated_arrays(collective: Instruction) -> int:
     """Number of arrays in the flat operand of `collective` that the compiler concatenated; 1 if it
-    is one array.
+    is one array, which the program itself may have concatenated.
     """
     source, *others = collective.operands
     if others or len(source.arrays) != 1 or len(source.dims) != 1:
@@ -320,7 +320,8 @@ def _concatenated_arrays(collective: Instruction) -> int:
     source = source.behind(("bitcast",))
     if source.opcode == "fusion":
         source = source.calls[0].root
-    return len(source.operands) if source.opcode == "concatenate" else 1
+    joined = source.opcode == "concatenate" and not source.op_name.endswith("/concatenate")
+    return len(source.operands) if joined else 1
 
 
 def _reducer_op_name(collective: Instruction) -> str:
