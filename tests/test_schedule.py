@@ -409,8 +409,10 @@ def test_what_is_not_a_schedule_is_refused():
         schedule.audit("module @jit_f {}")
     with pytest.raises(UserError, match="not an instruction of HLO: '%x = a form"):
         schedule.audit(WINDOW.replace("BETWEEN", "  %x = a form of tomorrow"))
+    with pytest.raises(UserError, match="the text of several HLO modules"):
+        schedule.audit(f"{text('h100-tiny')}\n\n{text('tpu7x-unrolled')}")
     with pytest.raises(ValueError, match="has not been scheduled"):
-        schedule.audit(WINDOW.replace(", is_scheduled=true", "").replace("BETWEEN", ""))
+        schedule.audit(jax.jit(jnp.sin).lower(1.0).as_text("hlo"))
     with pytest.raises(ValueError, match="never awaits"):
         schedule.audit(WINDOW.replace("BETWEEN", "").replace("all-reduce-done(", "copy("))
     with pytest.raises(AssertionError, match="no reduction"):

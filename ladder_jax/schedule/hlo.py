@@ -139,7 +139,6 @@ class Computation:
 @dataclasses.dataclass(frozen=True)
 class Program:
     computations: dict[str, Computation]
-    scheduled: bool
 
     @property
     def entry(self) -> Computation:
@@ -152,9 +151,17 @@ class Program:
 
 
 def parse(text: str) -> Program:
-    """Raises UserError if `text` is not an HLO module, or has a line that is no instruction."""
+    """Raises UserError if `text` is not one HLO module, or has a line that is no instruction;
+    ValueError if it is not scheduled.
+    """
     if not text.startswith("HloModule"):
         raise UserError(f"not the text of an HLO module: it begins with {text[:40]!r}")
+    if "\nHloModule " in text:
+        raise UserError("the text of several HLO modules: read one after the other")
+    if "is_scheduled=true" not in text[:2000]:
+        raise ValueError(
+            "the program has not been scheduled: pass compiled.as_text(), not lowered.as_text()"
+        )
     computations = {}
     header = None
     found = {}
@@ -172,7 +179,7 @@ def parse(text: str) -> Program:
             found[one.name] = one
     if not any(computation.entry for computation in computations.values()):
         raise ValueError("the HLO module has no ENTRY computation")
-    return Program(computations, scheduled="is_scheduled=true" in text[:2000])
+    return Program(computations)
 
 
 def arrays(shape: str) -> tuple[Array, ...]:

@@ -142,10 +142,6 @@ def read(
         number of reductions.
     experts: the model's (see `cost.Costs`).
     """
-    if not program.scheduled:
-        raise ValueError(
-            "the program has not been scheduled: pass compiled.as_text(), not lowered.as_text()"
-        )
     costs = Costs(program, experts=experts)
     found = rings.joined(collectives.find(program, costs=costs), program=program, costs=costs)
     gathers = [c for c in found if sublayer_flops and _moves_layer_weights(c, GATHER, "all-gather")]
