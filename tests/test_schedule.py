@@ -11,6 +11,7 @@ import sys
 import jax
 import jax.numpy as jnp
 import pytest
+from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 from ladder_jax import parallel, schedule
@@ -555,8 +556,11 @@ def test_functions_of_a_user():
     jitted = jax.jit(meshed)
     traits = parallel.Traits(parallel.Overlap.HIDES, Phase.PREFILL, Loop.SCAN)
     ours = parallel.Compiled(meshed, mesh=mesh, traits=traits)
-    lowered = jitted.lower(x)
-    for asked in [(jitted, x), (meshed, x), (ours, x), (lowered,), (lowered.compile(),)]:
+    stages = []
+    for jit in (jax.jit, nnx.jit):
+        lowered = jit(meshed).lower(x)
+        stages += [(lowered,), (lowered.compile(),)]
+    for asked in [(jitted, x), (meshed, x), (ours, x), *stages]:
         found = schedule.audit(*asked)
         (only,) = found.reductions
         assert (only.status, only.layer, only.sublayer) == (Status.SYNCHRONOUS, "", "")

@@ -96,17 +96,18 @@ def assert_hidden(fn_or_compiled: Any, *args: Any, exposed: int = 1, **settings:
 def _compiled_text(program: Any, args: tuple) -> str:
     import jax  # here, as the commands that import this file read only texts
 
-    if isinstance(program, jax.stages.Compiled):
-        return program.as_text()
-    if not isinstance(program, jax.stages.Lowered) and not callable(program):
+    staged = hasattr(program, "as_text")  # lowered or compiled, by jax or by flax.nnx
+    if not staged and not callable(program):
         raise UserError(
             f"audit takes a function, a compiled one, or its text, not {described(program)}"
         )
     with _names_in_cache_key():
         if hasattr(program, "compile"):  # lowered, or a `parallel.Compiled`
-            return program.compile(*args).as_text()
-        jitted = program if hasattr(program, "lower") else jax.jit(program)
-        return jitted.lower(*args).compile().as_text()
+            program = program.compile() if staged else program.compile(*args)
+        elif not staged:
+            jitted = program if hasattr(program, "lower") else jax.jit(program)
+            program = jitted.lower(*args).compile()
+        return program.as_text()
 
 
 @contextlib.contextmanager
