@@ -352,8 +352,14 @@ MATMUL = "  %between = bf16[512,2048]{1,0} dot(%x, %w), lhs_contracting_dims={1}
     ids=str,
 )
 def test_only_compute_hides(between, status):
-    (only,) = schedule.audit(WINDOW.replace("BETWEEN", between)).reductions
+    program = WINDOW.replace("BETWEEN", between)
+    (only,) = schedule.audit(program).reductions
     assert only.status is status
+    (measured,) = schedule.audit(program, sublayer_flops={"attention": 1e10}).reductions
+    assert measured.status is status
+    assert measured.window == pytest.approx(
+        2 * 512 * 2048 * 2048 / 1e10 if between == MATMUL else 0
+    )
 
 
 @pytest.mark.parametrize(
@@ -406,6 +412,8 @@ def test_arrays_that_the_program_joins_itself_are_one(name, arrays):
 
 
 def test_what_is_not_a_schedule_is_refused():
+    with pytest.raises(UserError, match="unknown sublayer 'atention'; did you mean 'attention'"):
+        schedule.audit(text("h100-tiny"), sublayer_flops={"atention": 1e9})
     with pytest.raises(UserError, match="not the text of an HLO module"):
         schedule.audit("module @jit_f {}")
     with pytest.raises(UserError, match="not an instruction of HLO: '%x = a form"):

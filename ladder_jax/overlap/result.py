@@ -199,7 +199,10 @@ def read(request: Request, record: Record) -> Result:
     experts = requests.experts(request)
     form = Form.BUFFERS if request.exchanges else grouped.form(program)
     report = judge.read(
-        program, sublayer_flops=requests.sublayer_flops(request, form=form), experts=experts
+        program,
+        sublayer_flops=requests.sublayer_flops(request, form=form),
+        experts=experts,
+        launched_only=True,
     )
     return Result(request, record, report, cost.bytes_moved(program, experts=experts), form)
 

@@ -19,9 +19,10 @@ GARBAGE_CYCLES = 2**62  # libtpu writes 2^63 - 1 where it has no estimate
 # their result is an array that is there already
 VIEWS = ("bitcast", "convert", "reshape", "copy", "transpose")
 
-# by sublayer: "attention", "mlp", "joint" (both), "" outside of sublayers
+SUBLAYERS = ("attention", "mlp", "joint")  # joint: both
+# by sublayer, "" outside of sublayers
 Flops = collections.Counter
-SUBLAYER = re.compile(r"(?<![\w])(attention|mlp|joint)(?![\w])")
+SUBLAYER = re.compile(rf"(?<![\w])({'|'.join(SUBLAYERS)})(?![\w])")
 
 
 def sublayer_of(op_name: str) -> str:

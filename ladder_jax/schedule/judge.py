@@ -14,10 +14,10 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from ladder_jax import scopes
-from ladder_jax.errors import UserError, described
+from ladder_jax.errors import UserError, described, unknown
 from ladder_jax.schedule import collectives, hlo, rings
 from ladder_jax.schedule.collectives import Collective
-from ladder_jax.schedule.cost import Costs, sublayer_of
+from ladder_jax.schedule.cost import SUBLAYERS, Costs, sublayer_of
 from ladder_jax.schedule.grouped import Experts
 from ladder_jax.schedule.hlo import Program
 from ladder_jax.schedule.report import Other, Reduction, Report, Status, Transfer
@@ -132,17 +132,22 @@ def read(
     *,
     sublayer_flops: Mapping[str, float] | None = None,
     experts: Experts | None = None,
+    launched_only: bool = False,
 ) -> Report:
     """The report of a scheduled program.
 
-    `Report.reductions` are those that a residual topology launched; if there are none and
-    `sublayer_flops` is None, all all-reduces and reduce-scatters.
+    `Report.reductions` are those that a residual topology launched; if there are none, all
+    all-reduces and reduce-scatters, unless the program is known to have a topology
+    (`launched_only`).
 
     sublayer_flops: forward matmul FLOPs on one device of one "attention", "mlp" and "joint" (both)
         sublayer. Without it, a window is measured against the program's matmul FLOPs over its
         number of reductions.
     experts: the model's (see `cost.Costs`).
     """
+    for name in sublayer_flops or ():
+        if name not in SUBLAYERS:
+            raise unknown("sublayer", name, SUBLAYERS)
     costs = Costs(program, experts=experts)
     found = rings.joined(collectives.find(program, costs=costs), program=program, costs=costs)
     gathers = [c for c in found if sublayer_flops and _moves_layer_weights(c, GATHER, "all-gather")]
@@ -150,8 +155,9 @@ def read(
         c for c in found if sublayer_flops and _moves_layer_weights(c, SCATTER, "reduce-scatter")
     ]
     reduced = [c for c in found if LAUNCH in c.op_name or ENTER in c.op_name]
-    if sublayer_flops is None and not reduced:
-        reduced = [c for c in found if c.kind in ("all-reduce", "reduce-scatter")]
+    if not reduced and not launched_only:
+        sums = [c for c in found if c.kind in ("all-reduce", "reduce-scatter")]
+        reduced = [c for c in sums if c not in scatters]
     # A collective over a single device moves nothing.
     others = [c for c in found if c not in reduced + gathers + scatters and c.ranks != 1]
     total = costs.flops_of(program.entry.instructions).total()
