@@ -173,7 +173,8 @@ def make_mesh(target: str, *, tensor: int | None = None, data: int = 1):
 
     target_devices = devices(parse(target))
     data = whole("data", data, least=1)
-    size = len(target_devices) // data if tensor is None else whole("tensor", tensor, least=1)
+    most = max(1, len(target_devices) // data)
+    size = most if tensor is None else whole("tensor", tensor, least=1)
     if data * size > len(target_devices):
         raise UserError(
             f"{target} has {len(target_devices)} devices, too few for data {data} x tensor {size}"
