@@ -34,12 +34,14 @@ def run(args: dict) -> None:
     files.check_picture("plot", args["plot"])
     files.check_writable("trace", args["trace"], endings=(".json",))
     request = requests.make(**{name: args[name] for name in OPTIONS})
+    if args["plot"] or args["trace"]:
+        picture.check_drawn(request)
     answer = read(request, compiling.compiled(request))
+    terminal.answer(answer, as_json=args["json"])
     if args["plot"]:
         picture.plot(request, file=args["plot"])
     if args["trace"]:
         picture.trace(request, file=args["trace"])
-    terminal.answer(answer, as_json=args["json"])
 
 
 @dataclasses.dataclass(frozen=True)
