@@ -208,7 +208,7 @@ def test_a_killed_compiler_is_one_line(monkeypatch, tmp_path):
 
 
 def test_a_program_is_compiled_once(monkeypatch, tmp_path):
-    """And again where it differs, or where what was kept is damaged."""
+    """And again where it or the user's flags differ, or where what was kept is damaged."""
     monkeypatch.setenv("LADDER_JAX_CACHE", str(tmp_path))
     ran = []
 
@@ -224,6 +224,9 @@ def test_a_program_is_compiled_once(monkeypatch, tmp_path):
     ran[0].write_bytes(b"")  # damaged in any other way: below
     assert compiling.compiled(ask()) == RECORD
     assert len(ran) == 3
+    monkeypatch.setenv("XLA_FLAGS", "--xla_gpu_enable_pipelined_collectives=true")
+    compiling.compiled(ask())
+    assert len(ran) == 4
 
 
 def test_an_interrupt_ends_the_compiler_too(tmp_path):
