@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from ladder_jax import scopes
-from ladder_jax.errors import UserError, described, unknown
+from ladder_jax.errors import UserError, described, unknown, whole
 from ladder_jax.schedule import collectives, hlo, rings
 from ladder_jax.schedule.collectives import Collective
 from ladder_jax.schedule.cost import SUBLAYERS, Costs, sublayer_of
@@ -75,6 +75,7 @@ def assert_hidden(fn_or_compiled: Any, *args: Any, exposed: int = 1, **settings:
     The default is 1, because no compute follows a program's last reduction. Arguments and result
     are those of `audit`.
     """
+    exposed = whole("exposed", exposed, least=0)
     report = audit(fn_or_compiled, *args, **settings)
     if report.unknown:
         raise AssertionError(f"not counted, as their form is unknown: {', '.join(report.unknown)}")
