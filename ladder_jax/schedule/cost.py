@@ -239,6 +239,7 @@ def _added(one: Instruction, index: str) -> int | None:
     """What a turn adds to an element of the loop's state: more than 1 where the compiler has
     unrolled the loop in part. None if that is no positive constant.
     """
+    one = one.behind(VIEWS)
     terms = [term.behind(VIEWS) for term in one.operands]
     own = any(
         term.attribute("index") == index and term.operands[0].opcode == "parameter"
