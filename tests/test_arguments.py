@@ -213,6 +213,10 @@ WRONG = {
         lambda: schedule.audit(5),
         "audit takes a function, a compiled one, or its text, not 5",
     ),
+    "assert_hidden": (
+        lambda: schedule.assert_hidden(len, exposed="1"),
+        "exposed must be a whole number, not '1'",
+    ),
     "Engine": (
         lambda: decode.Engine("runs/a"),
         "needs a Transformer, or a ModelDef and its params",

@@ -189,6 +189,15 @@ def test_doctor(told, monkeypatch):
     assert report["targets"]["cpu:8"] == "ok"
 
 
+def test_doctor_of_a_machine_without_the_platform_that_is_asked_for(told, monkeypatch):
+    def devices():
+        raise RuntimeError("Unable to initialize backend 'cuda'")
+
+    monkeypatch.setattr(targets, "_probe_tpu", lambda target: None)
+    monkeypatch.setattr(jax, "devices", devices)
+    assert "devices   0: none" in told("doctor")
+
+
 def test_control_characters_reach_no_terminal(capsys, monkeypatch, tmp_path):
     """Of names that others have given."""
     name = "a \x1b]0;owned\x07\x1b[2J\u202e\x9b é 東京"

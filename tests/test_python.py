@@ -100,6 +100,14 @@ def test_the_probe(planted, monkeypatch):
     assert not (planted / "executed").exists()
 
 
+def test_a_probe_that_hangs_is_a_reason(monkeypatch):
+    monkeypatch.setattr(targets.python, "command", lambda *words: ["sleep", "60"])
+    monkeypatch.setattr(targets, "PATIENCE", 0.01)
+    assert targets._probe_tpu(targets.parse("v5e:2x2")).startswith(
+        "libtpu cannot describe it within"
+    )
+
+
 def test_the_same_library(tmp_path):
     """Also where it is not installed: a copy runs itself, whatever else the path leads to."""
     shutil.copytree(

@@ -8,6 +8,7 @@ import platform
 import sys
 
 from ladder_jax import python, terminal
+from ladder_jax.errors import error_text
 
 OPTIONAL = ("libtpu", "jax-cuda13-plugin", "jax-cuda13-pjrt")
 REQUIRED = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy")
@@ -42,7 +43,7 @@ class Report:
                 for name, version in self.packages.items()
             ),
             "",
-            f"devices   {len(self.devices)}: {', '.join(sorted(set(self.devices)))}",
+            f"devices   {len(self.devices)}: {', '.join(sorted(set(self.devices))) or 'none'}",
             *one,
             "",
             "compiles ahead of time for",
@@ -62,6 +63,11 @@ def examine() -> Report:
 
     prefer_cpu()  # before jax looks for devices
 
+    try:
+        devices = [device.device_kind for device in jax.devices()]
+    except (RuntimeError, AssertionError) as error:  # of JAX_PLATFORMS, or a driver
+        devices = []
+        terminal.say(f"ladder-jax: jax finds no devices: {error_text(error)}")
     names = (*REQUIRED, *OPTIONAL)
     with concurrent.futures.ThreadPoolExecutor(4) as pool:
         reasons = list(pool.map(targets.missing, targets.TARGETS))
@@ -69,7 +75,7 @@ def examine() -> Report:
         python=platform.python_version(),
         system=f"{platform.system()} {platform.machine()}, {sys.implementation.name}",
         packages=dict.fromkeys(names) | python.versions(*names),
-        devices=[device.device_kind for device in jax.devices()],
+        devices=devices,
         targets={
             t.name: reason or "ok" for t, reason in zip(targets.TARGETS, reasons, strict=True)
         },

@@ -27,7 +27,9 @@ from ladder_jax.schedule.targets import Target
 
 SOURCES = ("config", "config/presets.json", "nn", "parallel", "residual", "scopes.py")
 TRAINING = ("retrain", "train")
+HARDWARE = ("hardware.py", "schedule/targets.py")  # what a compiler is told of a target
 PACKAGES = ("jax", "jaxlib", "flax", "libtpu", "jax-cuda13-plugin", "jax-cuda12-plugin")
+FLAGS = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
 MODULES = "jit_(step|local)"  # the library's programs: training, and serving
 
 
@@ -122,15 +124,15 @@ def recorded[R](
     until: Until = Until.CODE,
 ) -> R:
     """The dataclass `kind` that `work` writes in the process of `module`; in the cache by its
-    request, the compilers' versions and the library's `sources`, files and folders.
+    request, the compilers' versions and flags and the library's `sources`, files and folders.
     """
     if reason := targets.not_installed(target):
         raise UserError(f"target {target.name}: {reason}")
-    digest = hashlib.sha256(
-        json.dumps([module, request, python.versions(*PACKAGES)], sort_keys=True).encode()
-    )
+    flags = {name: os.environ.get(name, "") for name in FLAGS}
+    asked = [module, request, python.versions(*PACKAGES), flags]
+    digest = hashlib.sha256(json.dumps(asked, sort_keys=True).encode())
     root = pathlib.Path(__file__).parent.parent
-    for part in sources:
+    for part in (*sources, *HARDWARE):
         for path in (
             sorted((root / part).rglob("*.py")) if (root / part).is_dir() else [root / part]
         ):

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 from ladder_jax import files
 from ladder_jax.config import Loop
+from ladder_jax.config.fields import check
 from ladder_jax.errors import UserError
 from ladder_jax.hardware import HARDWARE
 from ladder_jax.overlap import compile as compiling
@@ -33,16 +34,20 @@ LEGEND = {
 }
 
 
+def check_drawn(request: Request) -> None:
+    """Raises UserError for a request without a timeline."""
+    check(
+        request.target.kind in HARDWARE,
+        f"{request.target.kind} hides nothing, so there is no timeline: choose a TPU or GPU target",
+    )
+    check(
+        request.layers >= 3,
+        "a timeline shows two consecutive layers that are not the last: it needs --layers 3 or more",
+    )
+
+
 def timelines(request: Request) -> dict[str, list[Bar]]:
     """Simulated timelines of DRAWN unrolled layers of the programs in `drawn`, by their names."""
-    if request.target.kind not in HARDWARE:
-        raise UserError(
-            f"{request.target.kind} hides nothing, so there is no timeline: choose a TPU or GPU target"
-        )
-    if request.layers < 3:
-        raise UserError(
-            "a timeline shows two consecutive layers that are not the last: it needs --layers 3 or more"
-        )
     bars = {}
     for name, one in drawn(request).items():
         program = hlo.parse(compiling.compiled(one).hlo)

@@ -34,12 +34,14 @@ def run(args: dict) -> None:
     files.check_picture("plot", args["plot"])
     files.check_writable("trace", args["trace"], endings=(".json",))
     request = requests.make(**{name: args[name] for name in OPTIONS})
+    if args["plot"] or args["trace"]:
+        picture.check_drawn(request)
     answer = read(request, compiling.compiled(request))
+    terminal.answer(answer, as_json=args["json"])
     if args["plot"]:
         picture.plot(request, file=args["plot"])
     if args["trace"]:
         picture.trace(request, file=args["trace"])
-    terminal.answer(answer, as_json=args["json"])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -199,7 +201,10 @@ def read(request: Request, record: Record) -> Result:
     experts = requests.experts(request)
     form = Form.BUFFERS if request.exchanges else grouped.form(program)
     report = judge.read(
-        program, sublayer_flops=requests.sublayer_flops(request, form=form), experts=experts
+        program,
+        sublayer_flops=requests.sublayer_flops(request, form=form),
+        experts=experts,
+        launched_only=True,
     )
     return Result(request, record, report, cost.bytes_moved(program, experts=experts), form)
 

@@ -51,7 +51,8 @@ class Collective:
         all-gather.
     axes: mesh axes that it spans, such as ("tensor",); empty if the program does not name them.
     ranks: number of devices in its group; 0 if unknown.
-    executions: runs per execution of the program; inside the loop over new tokens, runs per token.
+    executions: runs per execution of the program, as if each branch of a conditional ran; inside
+        the loop over new tokens, runs per token.
     issued, awaited: positions of its start and its done in `computation`; equal if it is
         synchronous.
     operations: number of computing instructions in its window.
@@ -131,19 +132,20 @@ def beside(
         yield costs.trips(computation), computation.instructions[index]
 
 
-def unknown(program: Program, *, costs: Costs) -> list[str]:
-    """The names of collectives that run in a form which is not among those above, so that nothing
-    counts them.
+def unknown(program: Program) -> list[str]:
+    """The names of collectives in a form which is not among those above, so that nothing counts
+    them.
     """
     found = {form.collective for computation in scheduled(program) for form in forms(computation)}
-    running = [c for c in program.computations.values() if costs.trips(c)]
     # A `chain_id` is on further pieces of one that is found.
     return [
         one.name
-        for computation in running
-        for one in computation.instructions
-        if re.match(r"((ragged-)?all-|collective-|reduce-scatter)(?!.*-done$)", one.opcode)
+        for one in program.instructions
+        if re.match(
+            r"((ragged-)?all-|collective-|reduce-scatter|send|recv)(?!.*-done$)", one.opcode
+        )
         and one not in found
+        and "is_host_transfer=true" not in one.attributes
         and "chain_id=" not in one.attributes
     ]
 
@@ -310,7 +312,7 @@ def _operand_op_names(collective: Instruction) -> tuple[str, ...]:
 
 def _concatenated_arrays(collective: Instruction) -> int:
     """Number of arrays in the flat operand of `collective` that the compiler concatenated; 1 if it
-    is one array.
+    is one array, which the program itself may have concatenated.
     """
     source, *others = collective.operands
     if others or len(source.arrays) != 1 or len(source.dims) != 1:
@@ -318,7 +320,8 @@ def _concatenated_arrays(collective: Instruction) -> int:
     source = source.behind(("bitcast",))
     if source.opcode == "fusion":
         source = source.calls[0].root
-    return len(source.operands) if source.opcode == "concatenate" else 1
+    joined = source.opcode == "concatenate" and not source.op_name.endswith("/concatenate")
+    return len(source.operands) if joined else 1
 
 
 def _reducer_op_name(collective: Instruction) -> str:
@@ -337,8 +340,9 @@ def _kind(collective: Instruction, holder: Computation) -> str:
 
 
 # The mesh axes over which a collective runs. A program names them
-# (`replica_groups=mesh['data'=1,'tensor'=4] {'tensor'}`), except in a collective that the compiler
-# generated: that one lists device numbers, `{{0,4},{1,5},...}` or, shorter, `[4,2]<=[2,4]T(1,0)`.
+# (`replica_groups=mesh['data'=1,'tensor'=4] {'tensor'}`; `{'tensor':(1)2}` are 2 of the 4), except in
+# a collective that the compiler generated: that one lists device numbers, `{{0,4},{1,5},...}` or,
+# shorter, `[4,2]<=[2,4]T(1,0)`.
 _MESH = re.compile(r"replica_groups=mesh\[([^\]]*)\]\s*\{([^}]*)\}")
 
 
@@ -353,9 +357,10 @@ def mesh_of(program: Program) -> dict[str, int]:
 def group_of(collective: Instruction, *, mesh: dict[str, int]) -> tuple[tuple[str, ...], int]:
     """The axes, () if unknown, and the number of devices in a group, 0 if unknown."""
     if named := _MESH.search(collective.attributes):
-        axes = tuple(re.findall(r"'([^']+)'", named[2]))
         sizes = _sizes(named[1])
-        return axes, math.prod(sizes[axis] for axis in axes)
+        parts = re.findall(r"'([^']+)'(?::\(\d+\)(\d+))?", named[2])
+        axes = () if any(part for _, part in parts) else tuple(axis for axis, _ in parts)
+        return axes, math.prod(int(part) if part else sizes[axis] for axis, part in parts)
     first = _first_group(collective.attributes)
     return _axes_of(first, mesh), len(first)
 
@@ -384,10 +389,10 @@ def _first_group(attributes: str) -> tuple[int, ...]:
 
 
 def _cycle(target: dict[int, int]) -> tuple[int, ...]:
-    """The devices that a permute's messages pass through from the first one until they are back; ()
-    of a line.
+    """The devices that a permute's messages pass through from the first one that does not send to
+    itself until they are back; () of a line.
     """
-    first = next(iter(target))
+    first = next((source for source in target if target[source] != source), next(iter(target)))
     group = [first]
     while (following := target.get(group[-1])) != first:
         if following is None:

@@ -19,9 +19,10 @@ GARBAGE_CYCLES = 2**62  # libtpu writes 2^63 - 1 where it has no estimate
 # their result is an array that is there already
 VIEWS = ("bitcast", "convert", "reshape", "copy", "transpose")
 
-# by sublayer: "attention", "mlp", "joint" (both), "" outside of sublayers
+SUBLAYERS = ("attention", "mlp", "joint")  # joint: both
+# by sublayer, "" outside of sublayers
 Flops = collections.Counter
-SUBLAYER = re.compile(r"(?<![\w])(attention|mlp|joint)(?![\w])")
+SUBLAYER = re.compile(rf"(?<![\w])({'|'.join(SUBLAYERS)})(?![\w])")
 
 
 def sublayer_of(op_name: str) -> str:
@@ -206,29 +207,46 @@ def per_token(program: Program, total: int, *, of: Callable[[Instruction], int])
 
 
 def iterations(loop: Instruction) -> int:
-    """Iterations of a `while`: the compiler's `known_trip_count`, or the limit in its condition
-    `i < limit`.
+    """Iterations of a `while`: the compiler's `known_trip_count`, or those of a counter in its
+    state that begins at a constant, grows by a constant, and must be less than a constant.
 
     Raises ValueError if the program has neither: a guess would make the report wrong.
     """
     if trip_count_note := re.search(r'"known_trip_count":\{"n":"(\d+)"\}', loop.attributes):
         return int(trip_count_note[1])
-    root = loop.computation("condition").root
-    constants = [one for one in root.operands if one.opcode == "constant"]
-    if root.opcode == "compare" and root.attribute("direction") == "LT" and len(constants) == 1:
-        return -(-int(constants[0].literal) // _increment(root.operands[0], loop.calls[0].root))
+    asked = loop.computation("condition").root
+    before = loop.operands[0]
+    after = loop.calls[0].root
+    counts = asked.opcode == "compare" and asked.attribute("direction") == "LT"
+    if counts and asked.operands[0].opcode == "get-tuple-element" and before.opcode == "tuple":
+        index = asked.operands[0].attribute("index")
+        start = _constant(before.operands[int(index)])
+        limit = _constant(asked.operands[1])
+        step = _added(after.operands[int(index)], index) if after.opcode == "tuple" else None
+        if start is not None and limit is not None and step:
+            return len(range(start, limit, step))
     raise ValueError(f"cannot tell how often the loop {loop.name} turns")
 
 
-def _increment(compared: Instruction, root: Instruction) -> int:
-    """What one turn adds to the loop's counter: more than 1 where the compiler has unrolled the
-    loop in part.
+def _constant(one: Instruction) -> int | None:
+    """The value of a whole number that the text shows."""
+    one = one.behind(VIEWS)
+    whole = one.opcode == "constant" and re.fullmatch(r"-?\d+", one.literal)
+    return int(one.literal) if whole else None
+
+
+def _added(one: Instruction, index: str) -> int | None:
+    """What a turn adds to an element of the loop's state: more than 1 where the compiler has
+    unrolled the loop in part. None if that is no positive constant.
     """
-    if compared.opcode != "get-tuple-element" or root.opcode != "tuple":
-        return 1
-    counter = root.operands[int(compared.attribute("index"))]
-    added = counter.operands if counter.opcode == "add" else ()
-    return next((int(one.literal) for one in added if one.opcode == "constant"), 1)
+    one = one.behind(VIEWS)
+    terms = [term.behind(VIEWS) for term in one.operands]
+    own = any(
+        term.attribute("index") == index and term.operands[0].opcode == "parameter"
+        for term in terms
+    )
+    steps = [step for term in terms if (step := _constant(term)) and step > 0]
+    return steps[0] if one.opcode == "add" and own and steps else None
 
 
 def _dot(product: Instruction) -> int:

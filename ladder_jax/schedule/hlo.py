@@ -69,6 +69,11 @@ class Instruction:
         return match[1] if match else ""
 
     @functools.cached_property
+    def _unquoted(self) -> str:
+        """The attributes without what is in quotation marks: names may hold any characters."""
+        return re.sub(r'"[^"\\]*(?:\\.[^"\\]*)*"', '""', self.attributes)
+
+    @functools.cached_property
     def calls(self) -> tuple["Computation", ...]:
         """The computations that it runs, including the body of a `while` but no condition or
         reducer.
@@ -78,8 +83,9 @@ class Instruction:
         ):
             return ()
         named = re.findall(
-            r"\b(?:calls|to_apply|body|called_computations|branch_computations)=(\{[^}]*\}|%?[\w.\-]+)",
-            self.attributes,
+            r"\b(?:calls|to_apply|body|called_computations|branch_computations|(?:true|false)_computation)"
+            r"=(\{[^}]*\}|%?[\w.\-]+)",
+            self._unquoted,
         )
         return tuple(self.computations[name] for name in re.findall(r"[\w.\-]+", " ".join(named)))
 
@@ -105,7 +111,7 @@ class Instruction:
         """The text after `name=`: a group in braces, or up to the next comma or space; "" if there
         is none.
         """
-        match = re.search(rf"(?:^|[\s,]){name}=(\{{[^}}]*\}}|[^\s,]+)", self.attributes)
+        match = re.search(rf"(?:^|[\s,]){name}=(\{{[^}}]*\}}|[^\s,]+)", self._unquoted)
         return match[1] if match else ""
 
     def computation(self, attribute: str) -> "Computation | None":
@@ -133,7 +139,6 @@ class Computation:
 @dataclasses.dataclass(frozen=True)
 class Program:
     computations: dict[str, Computation]
-    scheduled: bool
 
     @property
     def entry(self) -> Computation:
@@ -146,9 +151,17 @@ class Program:
 
 
 def parse(text: str) -> Program:
-    """Raises UserError if `text` is not an HLO module, or has a line that is no instruction."""
+    """Raises UserError if `text` is not one HLO module, or has a line that is no instruction;
+    ValueError if it is not scheduled.
+    """
     if not text.startswith("HloModule"):
         raise UserError(f"not the text of an HLO module: it begins with {text[:40]!r}")
+    if "\nHloModule " in text:
+        raise UserError("the text of several HLO modules: read one after the other")
+    if "is_scheduled=true" not in text[:2000]:
+        raise ValueError(
+            "the program has not been scheduled: pass compiled.as_text(), not lowered.as_text()"
+        )
     computations = {}
     header = None
     found = {}
@@ -166,7 +179,7 @@ def parse(text: str) -> Program:
             found[one.name] = one
     if not any(computation.entry for computation in computations.values()):
         raise ValueError("the HLO module has no ENTRY computation")
-    return Program(computations, scheduled="is_scheduled=true" in text[:2000])
+    return Program(computations)
 
 
 def arrays(shape: str) -> tuple[Array, ...]:
@@ -180,9 +193,7 @@ def arrays(shape: str) -> tuple[Array, ...]:
     return tuple(found)
 
 
-def _instruction(
-    line: str, before: Mapping[str, Instruction], computations: Mapping
-) -> Instruction:
+def _instruction(line: str, before: dict[str, Instruction], computations: Mapping) -> Instruction:
     """before: the computation's instructions above it, by name."""
     parts = INSTRUCTION.match(line)
     if parts is None:
@@ -190,5 +201,30 @@ def _instruction(
     name, shape, opcode, inside, attributes = parts.groups(default="")
     if opcode in ("constant", "parameter"):
         return Instruction(name, shape, opcode, (), attributes, literal=inside)
-    operands = tuple(before[operand] for operand in re.findall(r"%([\w.\-]+)", inside))
+    operands = tuple(_named(one, before) for one in re.findall(r"%([\w.\-]+(?:#\d+)?)", inside))
     return Instruction(name, shape, opcode, operands, attributes, computations=computations)
+
+
+def _named(name: str, before: dict[str, Instruction]) -> Instruction:
+    """The instruction of that name. `x#1`, in XLA's own dumps, is an element of x's tuple: it joins
+    those before as the `get-tuple-element` that `as_text` writes.
+    """
+    source, _, index = name.partition("#")
+    if name not in before:
+        whole = before[source]
+        shape = _elements(whole.shape)[int(index)]
+        before[name] = Instruction(name, shape, "get-tuple-element", (whole,), f"index={index}")
+    return before[name]
+
+
+def _elements(shape: str) -> list[str]:
+    """The shapes of a tuple's elements."""
+    found = []
+    depth = 0
+    for part in shape[1:-1].split(", "):
+        if depth:
+            found[-1] += f", {part}"
+        else:
+            found.append(part)
+        depth += part.count("(") - part.count(")")
+    return found

@@ -14,10 +14,10 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from ladder_jax import scopes
-from ladder_jax.errors import UserError, described
+from ladder_jax.errors import UserError, described, unknown, whole
 from ladder_jax.schedule import collectives, hlo, rings
 from ladder_jax.schedule.collectives import Collective
-from ladder_jax.schedule.cost import Costs, sublayer_of
+from ladder_jax.schedule.cost import SUBLAYERS, Costs, sublayer_of
 from ladder_jax.schedule.grouped import Experts
 from ladder_jax.schedule.hlo import Program
 from ladder_jax.schedule.report import Other, Reduction, Report, Status, Transfer
@@ -75,6 +75,7 @@ def assert_hidden(fn_or_compiled: Any, *args: Any, exposed: int = 1, **settings:
     The default is 1, because no compute follows a program's last reduction. Arguments and result
     are those of `audit`.
     """
+    exposed = whole("exposed", exposed, least=0)
     report = audit(fn_or_compiled, *args, **settings)
     if report.unknown:
         raise AssertionError(f"not counted, as their form is unknown: {', '.join(report.unknown)}")
@@ -96,17 +97,18 @@ def assert_hidden(fn_or_compiled: Any, *args: Any, exposed: int = 1, **settings:
 def _compiled_text(program: Any, args: tuple) -> str:
     import jax  # here, as the commands that import this file read only texts
 
-    if isinstance(program, jax.stages.Compiled):
-        return program.as_text()
-    if not isinstance(program, jax.stages.Lowered) and not callable(program):
+    staged = hasattr(program, "as_text")  # lowered or compiled, by jax or by flax.nnx
+    if not staged and not callable(program):
         raise UserError(
             f"audit takes a function, a compiled one, or its text, not {described(program)}"
         )
     with _names_in_cache_key():
         if hasattr(program, "compile"):  # lowered, or a `parallel.Compiled`
-            return program.compile(*args).as_text()
-        jitted = program if hasattr(program, "lower") else jax.jit(program)
-        return jitted.lower(*args).compile().as_text()
+            program = program.compile() if staged else program.compile(*args)
+        elif not staged:
+            jitted = program if hasattr(program, "lower") else jax.jit(program)
+            program = jitted.lower(*args).compile()
+        return program.as_text()
 
 
 @contextlib.contextmanager
@@ -131,21 +133,22 @@ def read(
     *,
     sublayer_flops: Mapping[str, float] | None = None,
     experts: Experts | None = None,
+    launched_only: bool = False,
 ) -> Report:
     """The report of a scheduled program.
 
-    `Report.reductions` are those that a residual topology launched; if there are none and
-    `sublayer_flops` is None, all all-reduces and reduce-scatters.
+    `Report.reductions` are those that a residual topology launched; if there are none, all
+    all-reduces and reduce-scatters, unless the program is known to have a topology
+    (`launched_only`).
 
     sublayer_flops: forward matmul FLOPs on one device of one "attention", "mlp" and "joint" (both)
         sublayer. Without it, a window is measured against the program's matmul FLOPs over its
         number of reductions.
     experts: the model's (see `cost.Costs`).
     """
-    if not program.scheduled:
-        raise ValueError(
-            "the program has not been scheduled: pass compiled.as_text(), not lowered.as_text()"
-        )
+    for name in sublayer_flops or ():
+        if name not in SUBLAYERS:
+            raise unknown("sublayer", name, SUBLAYERS)
     costs = Costs(program, experts=experts)
     found = rings.joined(collectives.find(program, costs=costs), program=program, costs=costs)
     gathers = [c for c in found if sublayer_flops and _moves_layer_weights(c, GATHER, "all-gather")]
@@ -153,8 +156,9 @@ def read(
         c for c in found if sublayer_flops and _moves_layer_weights(c, SCATTER, "reduce-scatter")
     ]
     reduced = [c for c in found if LAUNCH in c.op_name or ENTER in c.op_name]
-    if sublayer_flops is None and not reduced:
-        reduced = [c for c in found if c.kind in ("all-reduce", "reduce-scatter")]
+    if not reduced and not launched_only:
+        sums = [c for c in found if c.kind in ("all-reduce", "reduce-scatter")]
+        reduced = [c for c in sums if c not in scatters]
     # A collective over a single device moves nothing.
     others = [c for c in found if c not in reduced + gathers + scatters and c.ranks != 1]
     total = costs.flops_of(program.entry.instructions).total()
@@ -192,7 +196,7 @@ def read(
         else None,
         gathers=tuple(judged(Transfer, c) for c in gathers),
         scatters=tuple(judged(Transfer, c) for c in scatters),
-        unknown=tuple(collectives.unknown(program, costs=costs)),
+        unknown=tuple(collectives.unknown(program)),
     )
 
 

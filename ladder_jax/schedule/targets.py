@@ -60,6 +60,7 @@ GPUS = {
     "b200": dict(name="NVIDIA B200", compute=10, cores=148, clock=1.965, cache=126 * 2**20),
 }
 KINDS = (*HARDWARE, "cpu")
+PATIENCE = 120  # seconds for libtpu to describe a target
 
 
 @dataclasses.dataclass(frozen=True)
@@ -173,7 +174,8 @@ def make_mesh(target: str, *, tensor: int | None = None, data: int = 1):
 
     target_devices = devices(parse(target))
     data = whole("data", data, least=1)
-    size = len(target_devices) // data if tensor is None else whole("tensor", tensor, least=1)
+    most = max(1, len(target_devices) // data)
+    size = most if tensor is None else whole("tensor", tensor, least=1)
     if data * size > len(target_devices):
         raise UserError(
             f"{target} has {len(target_devices)} devices, too few for data {data} x tensor {size}"
@@ -221,13 +223,16 @@ def _probe_tpu(target: Target) -> str | None:
     """Let libtpu describe the target, in a subprocess: a process can load it only once, and it may
     abort.
     """
-    done = subprocess.run(
-        python.command(f"{__name__}:probe", target.name),
-        env={**os.environ, **ENVIRONMENT},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    try:
+        done = subprocess.run(
+            python.command(f"{__name__}:probe", target.name),
+            env={**os.environ, **ENVIRONMENT},
+            capture_output=True,
+            text=True,
+            timeout=PATIENCE,
+        )
+    except subprocess.TimeoutExpired:
+        return f"libtpu cannot describe it within {PATIENCE} s"
     if done.returncode == 0:
         return None
     last = (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1]
