@@ -8,7 +8,6 @@ import dataclasses
 import json
 import logging
 import pathlib
-import shutil
 import statistics
 from collections.abc import Sequence
 
@@ -277,8 +276,6 @@ def run(args: dict) -> None:
             _write_json(folder / MEASURED, result.as_dict())
         if refitted is not None:
             _write_json(folder / REFIT, _fits(request, refitted, fitted))
-        elif source.refit is not None:  # a copy's weights are as they were
-            shutil.copyfile(source.refit, folder / REFIT)
     show = _print_json if args["json"] else _print_summary
     show(source, request, result, fits)
 

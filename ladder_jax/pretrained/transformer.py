@@ -43,6 +43,7 @@ class Transformer(nn.Transformer):
     tokenizer: None if there is none; by default bytes, for a vocabulary of 256. decode: the
         defaults of `generate`.
     context: the longest sequence that the model was trained for, in tokens; None if unknown.
+    refit: what `convert` says of its refit of the weights; None without one.
     """
 
     define = staticmethod(formats.define)
@@ -57,6 +58,7 @@ class Transformer(nn.Transformer):
         tokenizer: Tokenizer | None = None,
         decode: DecodeConfig | None = None,
         context: int | None = None,
+        refit: bytes | None = None,
     ):
         """As `nn.Transformer`. Raises UserError for a tokenizer with more tokens than the model,
         too.
@@ -69,6 +71,7 @@ class Transformer(nn.Transformer):
         self.tokenizer = tokenizer
         self.decode = decode or DecodeConfig()
         self.context = context
+        self.refit = refit
         self._prepared = _Prepared()
 
     def __repr__(self) -> str:
@@ -152,7 +155,8 @@ class Transformer(nn.Transformer):
         if folder is not None:
             files = huggingface.tokenizer_files(folder)
             generation = huggingface.generation_in(folder)
-        return Source("the model in memory", self.config, arrays, self.context, files, generation)
+        about = self.context, files, generation, self.refit
+        return Source("the model in memory", self.config, arrays, *about)
 
 
 def from_pretrained(
@@ -192,7 +196,7 @@ def from_pretrained(
     definition = formats.define(config, mesh=mesh)
     params = opened.params(definition, dtype=stored)
     about = dict(tokenizer=tokenizer, decode=opened.config.decode, context=opened.context)
-    return Transformer(config, mesh=mesh, params=params, **about)
+    return Transformer(config, mesh=mesh, params=params, refit=opened.refit, **about)
 
 
 def load(
