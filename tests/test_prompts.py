@@ -8,10 +8,12 @@ import pytest
 
 from ladder_jax import decode
 from ladder_jax.config import DecodeConfig
+from ladder_jax.data import tokenizer
 from ladder_jax.data.tokenizer import Bytes
 from ladder_jax.decode import Finish
 from ladder_jax.decode.engine import jsonl
 from ladder_jax.errors import UserError
+from tests import tokenizers as tiny
 from tests.engines import engine
 
 PROMPTS = [
@@ -30,10 +32,26 @@ PROMPTS = [
 READ = dict(
     defaults=DecodeConfig(max_new_tokens=6),
     stop=(),
-    encode=Bytes().encode,
+    tokenizer=Bytes(),
     vocab_size=251,
     model="m",
 )
+
+
+def test_a_special_token_among_the_stop_strings_ends_a_text(tmp_path):
+    """It gives no text in which its string could be found. A string alone is one, not its letters."""
+    made = tokenizer.load(tiny.folder(tmp_path / "tokenizer"))
+    source = tmp_path / "prompts.jsonl"
+    source.write_text(json.dumps({"prompt": "a", "stop": ["the", tiny.BEGIN]}))
+    read = {**READ, "tokenizer": made, "stop": tiny.BEGIN}
+    (job,) = jsonl.read(str(source), **read)
+    source.write_text(json.dumps({"prompt": "a"}))
+    (other,) = jsonl.read(str(source), **read)
+    begin = made.encode(tiny.BEGIN, special=False)
+    expected = (("the", tiny.BEGIN), (*made.stop_ids, *begin))
+    (ours,), (theirs,) = job.requests, other.requests
+    assert (ours.stop, ours.stop_ids) == expected
+    assert (theirs.stop, theirs.stop_ids) == ((tiny.BEGIN,), expected[1])
 
 
 def lines_of(file):

@@ -23,6 +23,7 @@ from ladder_jax.config.fields import build, member
 from ladder_jax.data import tokenizer as tokenizers
 from ladder_jax.data.tokenizer import Tokenizer
 from ladder_jax.decode import Generator, Request, default_tensor, memory
+from ladder_jax.decode.request import ends
 from ladder_jax.decode.steps import CHUNK
 from ladder_jax.errors import UserError
 from ladder_jax.nn import Params
@@ -103,7 +104,7 @@ class Transformer(nn.Transformer):
         config = build(DecodeConfig, settings, "decode.")
         encode = tokenizer.encode if isinstance(prompt, str) else tokenizer.chat
         tokens = encode(prompt)
-        request = Request.of(tokens, config=config, stop=tuple(stop), stop_ids=tokenizer.stop_ids)
+        request = Request.of(tokens, config=config, **ends(stop, tokenizer=tokenizer))
         length = len(request.prompt) + request.max_new_tokens
         generator = self._prepared.generator(
             self, loop=config.loop, quantize=config.quantize, capacity=length
