@@ -327,3 +327,7 @@ def test_other_requests_resume_nothing(tmp_path):
         request = {"rows": TOKENS, **always, **change}
         kept = refit(source, folder=tmp_path / "kept", **request)
         models.same_arrays(kept.source, refit(source, **request).source)
+    for file in (tmp_path / "kept").iterdir():  # as a power cut may leave it
+        file.write_bytes(b"")
+    again = refit(source, folder=tmp_path / "kept", **request)
+    models.same_arrays(again.source, kept.source)
