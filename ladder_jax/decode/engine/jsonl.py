@@ -112,11 +112,11 @@ def _given(fields):
 
 
 @contextlib.contextmanager
-def alone(file: str) -> Iterator[None]:
-    """Locks `file` for this process: two runs would answer every prompt twice. Raises UserError if
-    another holds it.
+def alone(file: str) -> Iterator[io.FileIO]:
+    """Opens `file` to append to it, and locks it for this process: two runs would answer every
+    prompt twice. Raises UserError if another holds it.
     """
-    with open(file, "ab") as held:
+    with open(file, "ab", buffering=0) as held:
         try:
             fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -125,7 +125,7 @@ def alone(file: str) -> Iterator[None]:
             ) from None
         except OSError:
             pass  # the file system has no locks
-        yield
+        yield held
 
 
 def unanswered(file: str, jobs: Sequence[Job]) -> list[Job]:
