@@ -122,6 +122,7 @@ def test_answers_to_something_else_are_refused(tmp_path):
         ),
         ('{"prompt": "a", "top_p": 2}', ":2: decode.top_p must be above 0 and at most 1"),
         ('{"prompt": "a", "top_k": "x"}', ":2: top_k must be a whole number, not 'x'"),
+        (f'{{"prompt": "a", "top_p": {10**400}}}', ":2: top_p must be a finite number, not 1000"),
         ('{"prompt": "a", "stop": 1}', ":2: stop must be a list, not 1"),
         ('{"prompt": "a", "id": []}', ":2: id must be a string or a whole number"),
         ('{"prompt": "\\ud800"}', ":2: half of a surrogate pair, which is no character"),

@@ -182,9 +182,13 @@ def _whole(name, value):
 
 
 def _real(name, value):
-    if not isinstance(value, numbers.Real) or not math.isfinite(value):
-        raise UserError(f"{name} must be a finite number, not {value!r}")
-    return float(value)
+    try:
+        number = float(value) if isinstance(value, numbers.Real) else math.nan
+    except OverflowError:  # an integer
+        number = math.inf
+    if not math.isfinite(number):
+        raise UserError(f"{name} must be a finite number, not {described(value)}")
+    return number
 
 
 @dataclasses.dataclass(frozen=True)
