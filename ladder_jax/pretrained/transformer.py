@@ -109,10 +109,13 @@ class Transformer(nn.Transformer):
         generator = self._prepared.generator(
             self, loop=config.loop, quantize=config.quantize, capacity=length
         )
-        return (
-            piece.text
-            for piece in generator.pieces(request, decoder=tokenizer.to_bytes, config=config)
-        )
+
+        def texts() -> Iterator[str]:
+            with memory.explained("generating"):
+                for piece in generator.pieces(request, decoder=tokenizer.to_bytes, config=config):
+                    yield piece.text
+
+        return texts()
 
     def save(self, path: str | os.PathLike, *, format: str | Format = Format.CHECKPOINT) -> None:
         """Write a checkpoint to the new folder `path`, for `load` and every command, or with
