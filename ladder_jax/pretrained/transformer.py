@@ -26,6 +26,7 @@ from ladder_jax.decode import Generator, Request, default_tensor, memory
 from ladder_jax.decode.request import ends
 from ladder_jax.decode.steps import CHUNK
 from ladder_jax.errors import UserError
+from ladder_jax.files import expanded
 from ladder_jax.nn import Params
 from ladder_jax.parallel import NamedMesh
 from ladder_jax.pretrained import formats, hub, source
@@ -212,7 +213,7 @@ def load(
     """What `Transformer.save` or a run wrote; as `from_pretrained`, which never asks the Hub
     here.
     """
-    if not pathlib.Path(path).expanduser().exists():
+    if not expanded(path).exists():
         raise UserError(f"there is no model at {str(path)!r}")
     return from_pretrained(path, mesh=mesh, dtype=dtype)
 
