@@ -5,6 +5,7 @@ import pathlib
 
 import numpy as np
 import pytest
+import tokenizers
 
 from ladder_jax import decode
 from ladder_jax.config import DecodeConfig
@@ -12,6 +13,7 @@ from ladder_jax.data import tokenizer
 from ladder_jax.data.tokenizer import Bytes
 from ladder_jax.decode import Finish
 from ladder_jax.decode.engine import jsonl
+from ladder_jax.decode.request import ends
 from ladder_jax.errors import UserError
 from tests import tokenizers as tiny
 from tests.engines import engine
@@ -52,6 +54,14 @@ def test_a_special_token_among_the_stop_strings_ends_a_text(tmp_path):
     (ours,), (theirs,) = job.requests, other.requests
     assert (ours.stop, ours.stop_ids) == expected
     assert (theirs.stop, theirs.stop_ids) == ((tiny.BEGIN,), expected[1])
+    # what is no token is encoded as the special one that stands for all of these
+    model = tokenizers.models.BPE({"<unk>": 0, "a": 1}, [], unk_token="<unk>")
+    some = tokenizers.Tokenizer(model)
+    some.add_special_tokens(["<unk>"])
+    some.decoder = tokenizers.decoders.Fuse()
+    some = tokenizer.load(tiny.folder(tmp_path / "some", made=some))
+    assert some.encode("é", special=False) == [0]
+    assert ends(["é", "\udcff"], tokenizer=some)["stop_ids"] == ()
 
 
 def lines_of(file):

@@ -138,10 +138,7 @@ def ends(stop: str | Sequence[str], *, tokenizer: "Tokenizer") -> dict[str, Sequ
     token, too.
     """
     stop = _strings(stop)
-    encoded = [tokenizer.encode(one, special=False) for one in stop]
-    special = [
-        tokens[0] for tokens in encoded if len(tokens) == 1 and not tokenizer.to_bytes(tokens)
-    ]
+    special = [tokenizer.special_ids[one] for one in stop if one in tokenizer.special_ids]
     return dict(stop=stop, stop_ids=(*tokenizer.stop_ids, *special))
 
 
