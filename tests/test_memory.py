@@ -8,6 +8,7 @@ import json
 import jax
 import pytest
 
+import ladder_jax as lj
 from ladder_jax import checkpoint, cli, nn
 from ladder_jax.checkpoint import Pieces, arrays
 from ladder_jax.config import DecodeConfig, Loop
@@ -55,6 +56,12 @@ def exhausted(*_, **__):
     )
 
 
+def exhausted_cpu(*_, **__):
+    raise jax.errors.JaxRuntimeError(
+        "INTERNAL: Error dispatching computation: Out of memory allocating 9 bytes."
+    )
+
+
 def no_memory(*_, **__):
     raise MemoryError("no more of it")
 
@@ -65,7 +72,7 @@ def no_memory(*_, **__):
         (weights, "_converter", exhausted),
         (arrays, "begin_read", no_memory),
         (steps, "prefill_chunks", no_memory),
-        (steps, "decode_many", lambda *_, **__: exhausted),
+        (steps, "decode_many", lambda *_, **__: exhausted_cpu),
     ],
 )
 def test_memory_that_does_not_suffice_is_one_line(
@@ -96,6 +103,14 @@ def test_memory_that_does_not_suffice_is_one_line(
             and "more tensor ranks (--tensor) need less" in line
         )
         assert ("--slots" in line) and "Traceback" not in out
+
+
+def test_a_text_that_needs_more_than_the_one_before(wide, monkeypatch):
+    model = lj.load(wide)
+    model.generate("a", max_new_tokens=1)
+    monkeypatch.setattr(steps, "decode_many", lambda *_, **__: exhausted)
+    with pytest.raises(UserError, match="out of memory generating"):
+        model.generate("a", max_new_tokens=2)
 
 
 def test_other_errors_stay_what_they_are(wide, monkeypatch):

@@ -5,13 +5,17 @@ import pathlib
 
 import numpy as np
 import pytest
+import tokenizers
 
 from ladder_jax import decode
 from ladder_jax.config import DecodeConfig
+from ladder_jax.data import tokenizer
 from ladder_jax.data.tokenizer import Bytes
 from ladder_jax.decode import Finish
 from ladder_jax.decode.engine import jsonl
+from ladder_jax.decode.request import ends
 from ladder_jax.errors import UserError
+from tests import tokenizers as tiny
 from tests.engines import engine
 
 PROMPTS = [
@@ -30,10 +34,34 @@ PROMPTS = [
 READ = dict(
     defaults=DecodeConfig(max_new_tokens=6),
     stop=(),
-    encode=Bytes().encode,
+    tokenizer=Bytes(),
     vocab_size=251,
     model="m",
 )
+
+
+def test_a_special_token_among_the_stop_strings_ends_a_text(tmp_path):
+    """It gives no text in which its string could be found. A string alone is one, not its letters."""
+    made = tokenizer.load(tiny.folder(tmp_path / "tokenizer"))
+    source = tmp_path / "prompts.jsonl"
+    source.write_text(json.dumps({"prompt": "a", "stop": ["the", tiny.BEGIN]}))
+    read = {**READ, "tokenizer": made, "stop": tiny.BEGIN}
+    (job,) = jsonl.read(str(source), **read)
+    source.write_text(json.dumps({"prompt": "a"}))
+    (other,) = jsonl.read(str(source), **read)
+    begin = made.encode(tiny.BEGIN, special=False)
+    expected = (("the", tiny.BEGIN), (*made.stop_ids, *begin))
+    (ours,), (theirs,) = job.requests, other.requests
+    assert (ours.stop, ours.stop_ids) == expected
+    assert (theirs.stop, theirs.stop_ids) == ((tiny.BEGIN,), expected[1])
+    # what is no token is encoded as the special one that stands for all of these
+    model = tokenizers.models.BPE({"<unk>": 0, "a": 1}, [], unk_token="<unk>")
+    some = tokenizers.Tokenizer(model)
+    some.add_special_tokens(["<unk>"])
+    some.decoder = tokenizers.decoders.Fuse()
+    some = tokenizer.load(tiny.folder(tmp_path / "some", made=some))
+    assert some.encode("é", special=False) == [0]
+    assert ends(["é", "\udcff"], tokenizer=some)["stop_ids"] == ()
 
 
 def lines_of(file):
@@ -104,6 +132,7 @@ def test_answers_to_something_else_are_refused(tmp_path):
         ),
         ('{"prompt": "a", "top_p": 2}', ":2: decode.top_p must be above 0 and at most 1"),
         ('{"prompt": "a", "top_k": "x"}', ":2: top_k must be a whole number, not 'x'"),
+        (f'{{"prompt": "a", "top_p": {10**400}}}', ":2: top_p must be a finite number, not 1000"),
         ('{"prompt": "a", "stop": 1}', ":2: stop must be a list, not 1"),
         ('{"prompt": "a", "id": []}', ":2: id must be a string or a whole number"),
         ('{"prompt": "\\ud800"}', ":2: half of a surrogate pair, which is no character"),

@@ -14,7 +14,7 @@ from ladder_jax.decode.engine import jsonl
 from ladder_jax.errors import RunFailed
 from tests import engines
 
-READ = dict(stop=(), encode=Bytes().encode, vocab_size=251, model="m")
+READ = dict(stop=(), tokenizer=Bytes(), vocab_size=251, model="m")
 POISON = 13  # a token whose embedding is no number
 
 

@@ -211,6 +211,18 @@ def test_neither_the_mesh_nor_the_neighbours_change_a_row():
             assert not np.array_equal(tokens, expected)
 
 
+def test_a_neighbour_s_search_does_not_cut_elsewhere():
+    """The search adds up in another order: of a nucleus that ends at p itself, it may keep less."""
+    values = 3 * logits(64)
+    falling = np.exp(np.sort(values)[:, ::-1] - values.max(1, keepdims=True))
+    reached = falling[:, :3].sum(1) / falling.sum(1)
+    asked = [{**OFF, "top_p": float(one)} for one in reached]
+    cut = compiled("1", "filtered", 8)
+    alone = cut(values, settings(asked))
+    beside = cut(values, settings([*asked[:-1], {**OFF, "top_k": 20}]))
+    np.testing.assert_array_equal(beside[:-1], alone[:-1])
+
+
 @pytest.mark.parametrize("mesh", ["1", "2x4", "emulated"])
 def test_logits_that_are_no_numbers_give_no_token(mesh):
     """Greedy or drawn, cut or not, in whichever rank's share; the rows beside them are as they

@@ -161,7 +161,7 @@ def test_what_was_refitted_is_of_one_topology(tmp_path):
     ):
         of_run(*allowed)
     (folder / "refit.json").write_text("{}")
-    assert of_run(named, standard).teacher.refitted and of_run().start.refitted
+    assert of_run(named, standard).teacher.refit and of_run().start.refit
     other = "half' were refitted for standard, so they cannot teach as ladder; name the model"
     for more, said in (
         (["distill.teacher=start", "distill.residual=ladder"], other),

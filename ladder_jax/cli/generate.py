@@ -93,7 +93,9 @@ class Asked:
     @property
     def ends(self) -> dict[str, Sequence]:
         """What ends a text."""
-        return dict(stop=self.args.stop or (), stop_ids=self.tokenizer.stop_ids)
+        from ladder_jax.decode.request import ends
+
+        return ends(self.args.stop or (), tokenizer=self.tokenizer)
 
     def requests(self) -> list[Request]:
         """One for each --prompt, the k-th with the seed + k."""
@@ -233,7 +235,8 @@ def _jobs(asked: Asked) -> list[Job]:
     )
     about = dict(defaults=settings, vocab_size=saved.config.model.vocab_size)
     if not jsonl.is_batch(args.prompts):
-        return jsonl.read(args.prompts, **asked.ends, model=model, encode=tokenizer.encode, **about)
+        stop = args.stop or ()
+        return jsonl.read(args.prompts, stop=stop, model=model, tokenizer=tokenizer, **about)
     check_http("OpenAI's batch format")
     from ladder_jax.serve import batch
 

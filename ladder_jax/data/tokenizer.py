@@ -15,6 +15,7 @@ import operator
 import os
 import pathlib
 import re
+import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -50,6 +51,7 @@ class Tokenizer(Protocol):
     stop_ids: tokens that end a text, the one that ends a document first; none for bytes.
     begin_id: the token that begins a text, if there is one.
     has_chat: whether there is a chat template.
+    special_ids: special tokens by their texts.
     """
 
     name: str
@@ -57,6 +59,7 @@ class Tokenizer(Protocol):
     stop_ids: tuple[int, ...]
     begin_id: int | None
     has_chat: bool
+    special_ids: Mapping[str, int] = types.MappingProxyType({})
 
     def encode(self, text: str, *, special: bool = True) -> list[int]:
         """special: with what the tokenizer puts around a text by itself, such as a
@@ -184,9 +187,7 @@ def check_vocabulary(tokenizer: Tokenizer, *, vocab_size: int, path: str | None 
     path: of the files that both are from; None where a configuration says vocab_size.
     """
     if vocab_size < tokenizer.vocab_size:
-        where = ""
-        if path is not None:
-            where = f"{path!r}: "
+        where = "" if path is None else f"{path!r}: "
         raise UserError(
             f"{where}model.vocab_size={vocab_size} is too small for {tokenizer.name} (at least {tokenizer.vocab_size})"
         )
@@ -223,6 +224,8 @@ class HuggingFace(Tokenizer):
                 f"{file!r} has an empty vocabulary: a tokenizer needs one token at least"
             )
         self._tokenizer = tokenizer
+        added = tokenizer.get_added_tokens_decoder()
+        self.special_ids = {one.content: token for token, one in added.items() if one.special}
         digest = hashlib.sha256(content.encode()).hexdigest()
         self.name = f"tokenizer-{digest[:16]}"
         self._steps, self._drops_first_space = _steps(described.get("decoder"))
@@ -459,10 +462,7 @@ def _flat(decoder: dict | None) -> list[dict]:
     if decoder is None:
         return [{"type": None}]
     if decoder.get("type") == "Sequence":
-        parts = []
-        for below in decoder["decoders"]:
-            parts += _flat(below)
-        return parts
+        return [part for below in decoder["decoders"] for part in _flat(below)]
     return [decoder]
 
 
@@ -470,8 +470,7 @@ def _byte_fallback(piece: str) -> str | bytes:
     found = BYTE.fullmatch(piece)
     if found is None:
         return piece
-    byte = int(found[1], 16)
-    return bytes([byte])
+    return bytes.fromhex(found[1])
 
 
 def _byte_level(piece: str) -> str | bytes:

@@ -18,6 +18,8 @@ from ladder_jax.errors import RunFailed, UserError
 from ladder_jax.nn import ModelDef
 
 GIB = 2**30
+OUT = re.compile("RESOURCE_EXHAUSTED|Out of memory")
+"""In jax's errors; on CPUs, one of a program that runs has the second alone."""
 LOWER = (
     "fewer slots (--slots), fewer tokens a slot (--capacity, --context, --max-new-tokens), int8 weights"
     " (--quantize int8) or more tensor ranks (--tensor) need less"
@@ -117,7 +119,7 @@ def _exhausted(error):
     while error is not None:
         if isinstance(error, MemoryError):
             return (str(error).strip().splitlines() or ["MemoryError"])[0][:200]
-        if isinstance(error, jax.errors.JaxRuntimeError) and "RESOURCE_EXHAUSTED" in str(error):
+        if isinstance(error, jax.errors.JaxRuntimeError) and OUT.search(str(error)):
             return str(error).strip().splitlines()[0].rstrip(".")[:200]
         error = error.__cause__
     return None

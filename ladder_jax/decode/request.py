@@ -9,11 +9,14 @@ import numbers
 import operator
 import secrets
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ladder_jax.config import DecodeConfig
 from ladder_jax.config.fields import shown
 from ladder_jax.errors import RunFailed, UserError, described, wrong_type
+
+if TYPE_CHECKING:
+    from ladder_jax.data.tokenizer import Tokenizer
 
 SAMPLING = (
     "max_new_tokens",
@@ -94,20 +97,15 @@ class Request:
         for name, most in MOST.items():
             if getattr(self, name) > most:
                 raise UserError(f"{name} must be at most {most}, not {getattr(self, name)}")
-        for name in ("prompt", "stop_ids", "stop"):
+        for name in ("prompt", "stop_ids"):
             if not isinstance(getattr(self, name), Iterable):
                 raise UserError(f"{name} must be a list, not {described(getattr(self, name))}")
         if not isinstance(self.logprobs, bool):
             raise wrong_type("logprobs", self.logprobs, bool)
-        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
-        if not all(isinstance(one, str) and one for one in stop):
-            raise UserError(f"stop must be strings, none of them empty, not {list(stop)}")
-        if (longest := max(map(len, stop), default=0)) > STOP_CHARACTERS:
-            raise UserError(f"a stop string may have {STOP_CHARACTERS} characters, not {longest}")
         for name in ("prompt", "stop_ids"):
             tokens = tuple(_whole(f"a token of {name}", token) for token in getattr(self, name))
             put(name, tokens)
-        put("stop", stop)
+        put("stop", _strings(self.stop))
 
     @classmethod
     def of(
@@ -132,6 +130,27 @@ class Request:
         check_prompts([self.prompt], vocab_size=vocab_size)
         if self.stop and not decoder:
             raise UserError("stop strings need a decoder; stop_ids do not")
+
+
+def ends(stop: str | Sequence[str], *, tokenizer: "Tokenizer") -> dict[str, Sequence]:
+    """A Request's `stop` and `stop_ids`, for a text that ends at these strings or at the tokenizer's
+    stop tokens. A special token gives no text in which its string could be found: it is a stop
+    token, too.
+    """
+    stop = _strings(stop)
+    special = [tokenizer.special_ids[one] for one in stop if one in tokenizer.special_ids]
+    return dict(stop=stop, stop_ids=(*tokenizer.stop_ids, *special))
+
+
+def _strings(stop):
+    if not isinstance(stop, Iterable):
+        raise UserError(f"stop must be a list, not {described(stop)}")
+    stop = (stop,) if isinstance(stop, str) else tuple(stop)
+    if not all(isinstance(one, str) and one for one in stop):
+        raise UserError(f"stop must be strings, none of them empty, not {list(stop)}")
+    if (longest := max(map(len, stop), default=0)) > STOP_CHARACTERS:
+        raise UserError(f"a stop string may have {STOP_CHARACTERS} characters, not {longest}")
+    return stop
 
 
 def check_prompts(prompts: Sequence[Sequence[int]], *, vocab_size: int) -> None:
@@ -160,9 +179,13 @@ def _whole(name, value):
 
 
 def _real(name, value):
-    if not isinstance(value, numbers.Real) or not math.isfinite(value):
-        raise UserError(f"{name} must be a finite number, not {value!r}")
-    return float(value)
+    try:
+        number = float(value) if isinstance(value, numbers.Real) else math.nan
+    except OverflowError:  # an integer
+        number = math.inf
+    if not math.isfinite(number):
+        raise UserError(f"{name} must be a finite number, not {described(value)}")
+    return number
 
 
 @dataclasses.dataclass(frozen=True)

@@ -301,7 +301,12 @@ def filtered(
     """
     threshold, is_below = _threshold(*_gather(scores_BV, axes=axes, count=count), settings)
     keep = lambda x: jnp.where(x >= threshold[:, None], x, -jnp.inf)
-    search = functools.partial(_search, settings=settings, any_row=any_row, axes=axes)
+
+    def search(x):
+        # Its sums round otherwise: a row's nucleus must not depend on whether another row needs it.
+        found = _search(x, settings=settings, any_row=any_row, axes=axes)
+        return jnp.where(is_below[:, None], found, keep(x))
+
     (any_below,) = anywhere(is_below & (settings.temperature > 0))
     return lax.cond(any_below, search, keep, scores_BV)
 

@@ -26,6 +26,7 @@ from lm_eval.api.task import ConfigurableTask
 from lm_eval.models.utils import normalize_gen_kwargs
 
 from ladder_jax.decode import Request
+from ladder_jax.decode.request import ends
 from ladder_jax.errors import UserError
 from ladder_jax.evaluate.model import MAX_NEW_TOKENS, Model, open_model
 from ladder_jax.evaluate.perplexity import windows
@@ -163,8 +164,8 @@ class LadderJax(TemplateLM):
             )
         room = self.max_length - new
         tokens = self.tok_encode(context)[-room:] or [self.prefix_token_id]
-        ends = self.model.stop_ids(stop)
-        return Request(tokens, max_new_tokens=new, stop=stop, stop_ids=ends, seed=seed, **sampled)
+        stops = ends(stop, tokenizer=self.model.tokenizer)
+        return Request(tokens, max_new_tokens=new, seed=seed, **stops, **sampled)
 
 
 class Pairs(LadderJax):

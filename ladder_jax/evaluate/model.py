@@ -8,7 +8,7 @@ import dataclasses
 import functools
 import json
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 
 from ladder_jax import config, pretrained
 from ladder_jax.config import Loop
@@ -100,17 +100,6 @@ class Model:
         if tokens[:2] == [begin, begin]:
             return tokens[1:]
         return tokens
-
-    def stop_ids(self, stop: Sequence[str]) -> list[int]:
-        """The tokenizer's stop tokens, and the special tokens among `stop`, which never appear in a
-        decoded text.
-        """
-        special = []
-        for text in stop:
-            tokens = self.tokenizer.encode(text, special=False)
-            if len(tokens) == 1 and not self.tokenizer.to_bytes(tokens):
-                special += tokens
-        return [*self.tokenizer.stop_ids, *special]
 
     def cut(self, span: Span) -> Span:
         """`span` without the tokens on its left for which the window has no room.

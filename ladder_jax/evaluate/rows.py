@@ -23,32 +23,28 @@ def carry_out(
     as it has them.
 
     file: holds the results that are there already; each new one is appended as it comes.
-    Raises UserError for a file of something else, or of other rows, models or settings, and
-    RunFailed for a full disk.
+    Raises UserError for a file of something else, of other rows, models or settings, or that
+    another process is writing, and RunFailed for a full disk.
     """
-    held = {}
-    if file:
-        held = jsonl.answered(file, dict(enumerate(digests)))
-    results = {
-        index: {key: value for key, value in line.items() if key not in ("index", "request")}
-        for index, line in held.items()
-    }
-    every = range(len(digests))
-    left = [index for index in every if index not in results]
-    shown = (
-        progress(len(digests), len(results))
-        if progress
-        else contextlib.nullcontext(lambda done, text: None)
-    )
-    opened = contextlib.nullcontext()
-    if file:
-        opened = open(file, "ab", buffering=0)
-    with shown as update, opened as out:
-        found = work(left) if left else ()
-        for index, result in found:
-            if out:
-                line = {"index": index, **result, "request": digests[index]}
-                jsonl.append(out, line, file=file)
-            results[index] = result
-            update(len(results), "")
+    with jsonl.alone(file) if file else contextlib.nullcontext() as out:
+        held = jsonl.answered(file, dict(enumerate(digests))) if file else {}
+        results = {
+            index: {key: value for key, value in line.items() if key not in ("index", "request")}
+            for index, line in held.items()
+        }
+        every = range(len(digests))
+        left = [index for index in every if index not in results]
+        shown = (
+            progress(len(digests), len(results))
+            if progress
+            else contextlib.nullcontext(lambda done, text: None)
+        )
+        with shown as update:
+            found = work(left) if left else ()
+            for index, result in found:
+                if out:
+                    line = {"index": index, **result, "request": digests[index]}
+                    jsonl.append(out, line, file=file)
+                results[index] = result
+                update(len(results), "")
     return [results[index] for index in every]

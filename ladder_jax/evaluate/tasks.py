@@ -16,6 +16,7 @@ import numpy as np
 from ladder_jax.data import json_lines
 from ladder_jax.decode import Finish
 from ladder_jax.decode.engine.jsonl import digest
+from ladder_jax.decode.request import ends
 from ladder_jax.errors import UserError, needed
 from ladder_jax.evaluate.model import MAX_NEW_TOKENS, SLOTS, STOP, Model
 from ladder_jax.evaluate.rows import Progress, carry_out
@@ -171,16 +172,15 @@ def generation(
             f"max_new_tokens={max_new_tokens} must be at least 1, and leave room for a prompt in the window of"
             f" {model.window}"
         )
-    if not all(stop):
-        raise UserError(f"stop must be strings, none of them empty, not {list(stop)}")
+    stops = ends(stop, tokenizer=model.tokenizer)
     harness = library()
-    settings = {"until": list(stop), "do_sample": False, "max_gen_toks": max_new_tokens}
+    settings = {"until": list(stops["stop"]), "do_sample": False, "max_gen_toks": max_new_tokens}
     config = {**harness.gsm8k(), "generation_kwargs": settings}
     task = _task(config, examples, shots, shots_from)
     lm = harness.LadderJax(model)
     prompts = [asked.args[0] for (asked,) in task.asked()]
     requests = [lm.request(prompt, settings, seed=index) for index, prompt in enumerate(prompts)]
-    about = [model.digest, max_new_tokens, list(stop), model.stop_ids(stop)]
+    about = [model.digest, max_new_tokens, stops["stop"], stops["stop_ids"]]
     digests = [
         digest(about, list(request.prompt), one.answer) for request, one in zip(requests, examples)
     ]

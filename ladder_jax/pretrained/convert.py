@@ -8,7 +8,6 @@ import dataclasses
 import json
 import logging
 import pathlib
-import shutil
 import statistics
 from collections.abc import Sequence
 
@@ -23,6 +22,7 @@ from ladder_jax.errors import UserError
 from ladder_jax.pretrained import formats, sensitivity, staging
 from ladder_jax.pretrained import refit as refits
 from ladder_jax.pretrained.formats import Format
+from ladder_jax.pretrained.huggingface import config
 from ladder_jax.pretrained.refit import SUBLAYERS, Fit, FittedProjections, Refit, Refitted
 from ladder_jax.pretrained.sensitivity import Result, Search
 from ladder_jax.pretrained.source import REFIT, Source
@@ -251,6 +251,8 @@ def run(args: dict) -> None:
     request = parse(args, source.model)
     # raises UserError if it cannot be split over its ranks
     nn.define(request.model, mesh=parallel.make_mesh())
+    if request.format is Format.HUGGING_FACE:  # not after hours of measuring and refitting
+        config.check(request.model)
     destination = request.destination
     settings = request.refit
     staging.check_free(destination)
@@ -277,8 +279,6 @@ def run(args: dict) -> None:
             _write_json(folder / MEASURED, result.as_dict())
         if refitted is not None:
             _write_json(folder / REFIT, _fits(request, refitted, fitted))
-        elif source.refit is not None:  # a copy's weights are as they were
-            shutil.copyfile(source.refit, folder / REFIT)
     show = _print_json if args["json"] else _print_summary
     show(source, request, result, fits)
 

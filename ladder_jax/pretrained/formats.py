@@ -35,7 +35,7 @@ from ladder_jax.parallel import NamedMesh
 from ladder_jax.pretrained import checkpoints, gguf, hub, staging
 from ladder_jax.pretrained.huggingface import config as huggingface_config
 from ladder_jax.pretrained.huggingface import folder as huggingface
-from ladder_jax.pretrained.source import REFIT, Reader, Source, assemble, reader
+from ladder_jax.pretrained.source import REFIT, Reader, Source, assemble, reader, refit_in
 
 
 class Format(enum.Enum):
@@ -89,11 +89,11 @@ class OpenedModel:
         return folder.exists() or self.config.data.tokenizer == tokenizers.BYTES
 
     @property
-    def refitted(self) -> bool:
-        """Whether `convert` refitted the weights, which then belong to this model's topology
-        alone.
+    def refit(self) -> bytes | None:
+        """What `convert` says of its refit of the weights, which then belong to this model's
+        topology alone; None without one.
         """
-        return (self._folder / REFIT).exists()
+        return refit_in(self._folder)
 
     @property
     def _folder(self) -> AnyPath:
@@ -256,6 +256,8 @@ def write(source: Source, folder: pathlib.Path, *, format: Format, place: pathli
         checkpoints.write(source, folder, place=place)
     else:
         huggingface.write(source, folder)
+    if source.refit is not None:
+        (folder / REFIT).write_bytes(source.refit)
 
 
 def model_config(name: str | os.PathLike) -> ModelConfig:

@@ -441,7 +441,7 @@ def _kept(file: pathlib.Path | None, compute: Callable[[], Computed]) -> Compute
         return compute()
     try:
         return _read(file)
-    except (OSError, ValueError, KeyError, zipfile.BadZipFile):
+    except (OSError, EOFError, ValueError, KeyError, zipfile.BadZipFile):
         arrays, shares = compute()
     named = {}
     for key, array in arrays.items():

@@ -5,6 +5,7 @@ together.
 import dataclasses
 import enum
 import itertools
+import math
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
@@ -12,6 +13,7 @@ import jax
 import numpy as np
 
 from ladder_jax import nn, terminal
+from ladder_jax.errors import RunFailed
 from ladder_jax.nn.parameter import stack_of
 from ladder_jax.pretrained.source import Source, load_layer
 from ladder_jax.pretrained.sublayers import Streams, batches, delays, programs
@@ -128,7 +130,9 @@ class Probe:
         self._predicted = rows[:, 1:].size
 
     def loss(self, chosen: Iterable[int]) -> float:
-        """The mean loss with the layers `chosen` converted, in nats per token."""
+        """The mean loss with the layers `chosen` converted, in nats per token. Raises RunFailed where
+        it is not finite.
+        """
         return self._loss(self._begin(), chosen, 0)
 
     def losses_with(self, chosen: Iterable[int]) -> Iterator[tuple[int, float]]:
@@ -156,6 +160,10 @@ class Probe:
         for streams, (_, targets) in zip(before, self._batches, strict=True):
             streams = self._advance(streams, chosen, start, self._config.num_layers)
             total += float(self._programs.loss(self._outside, streams, targets))
+        if not math.isfinite(total):  # no layer would cost least
+            raise RunFailed(
+                f"the loss with ladder layers {_listed(chosen)} is no number: the model's weights are not, or overflow"
+            )
         return total / self._predicted
 
     def _advance(self, streams: Streams, chosen: Iterable[int], start: int, stop: int) -> Streams:

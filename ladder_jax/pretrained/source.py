@@ -27,6 +27,7 @@ from ladder_jax.config.fields import shown
 from ladder_jax.data import tokenizer as tokenizers
 from ladder_jax.data.tokenizer import Tokenizer
 from ladder_jax.errors import UserError
+from ladder_jax.files import AnyPath
 from ladder_jax.nn import model_def, parameter
 from ladder_jax.nn.parameter import stack_of, stacks
 from ladder_jax.parallel import mesh as meshes
@@ -101,7 +102,7 @@ class Source:
         chat_template.jinja, ...
     generation: the settings of Hugging Face's generation_config.json: eos_token_id, temperature,
         ...
-    refit: the file that says what a refit did to the weights; None without a refit.
+    refit: the content of REFIT; None without a refit.
     """
 
     path: str
@@ -110,7 +111,7 @@ class Source:
     context: int | None = None
     files: Mapping[str, bytes] = dataclasses.field(default=EMPTY, repr=False)
     generation: Mapping[str, Any] = EMPTY
-    refit: pathlib.Path | None = None
+    refit: bytes | None = dataclasses.field(default=None, repr=False)
 
     @functools.cached_property
     def tokenizer(self) -> Tokenizer | None:
@@ -251,11 +252,11 @@ def check(source: Source) -> None:
             raise UserError(f"{source.path!r}: {key} is {shape}, by its configuration {expected}")
 
 
-def refit_in(folder: pathlib.Path) -> pathlib.Path | None:
-    """The file REFIT in a model's folder, if there is one."""
+def refit_in(folder: AnyPath) -> bytes | None:
+    """The content of REFIT in a model's folder, if there is one."""
     file = folder / REFIT
     if file.is_file():
-        return file
+        return file.read_bytes()
     return None
 
 

@@ -23,8 +23,10 @@ from ladder_jax.config.fields import build, member
 from ladder_jax.data import tokenizer as tokenizers
 from ladder_jax.data.tokenizer import Tokenizer
 from ladder_jax.decode import Generator, Request, default_tensor, memory
+from ladder_jax.decode.request import ends
 from ladder_jax.decode.steps import CHUNK
 from ladder_jax.errors import UserError
+from ladder_jax.files import expanded
 from ladder_jax.nn import Params
 from ladder_jax.parallel import NamedMesh
 from ladder_jax.pretrained import formats, hub, source
@@ -43,6 +45,7 @@ class Transformer(nn.Transformer):
     tokenizer: None if there is none; by default bytes, for a vocabulary of 256. decode: the
         defaults of `generate`.
     context: the longest sequence that the model was trained for, in tokens; None if unknown.
+    refit: what `convert` says of its refit of the weights; None without one.
     """
 
     define = staticmethod(formats.define)
@@ -57,6 +60,7 @@ class Transformer(nn.Transformer):
         tokenizer: Tokenizer | None = None,
         decode: DecodeConfig | None = None,
         context: int | None = None,
+        refit: bytes | None = None,
     ):
         """As `nn.Transformer`. Raises UserError for a tokenizer with more tokens than the model,
         too.
@@ -69,6 +73,7 @@ class Transformer(nn.Transformer):
         self.tokenizer = tokenizer
         self.decode = decode or DecodeConfig()
         self.context = context
+        self.refit = refit
         self._prepared = _Prepared()
 
     def __repr__(self) -> str:
@@ -100,15 +105,18 @@ class Transformer(nn.Transformer):
         config = build(DecodeConfig, settings, "decode.")
         encode = tokenizer.encode if isinstance(prompt, str) else tokenizer.chat
         tokens = encode(prompt)
-        request = Request.of(tokens, config=config, stop=tuple(stop), stop_ids=tokenizer.stop_ids)
+        request = Request.of(tokens, config=config, **ends(stop, tokenizer=tokenizer))
         length = len(request.prompt) + request.max_new_tokens
         generator = self._prepared.generator(
             self, loop=config.loop, quantize=config.quantize, capacity=length
         )
-        return (
-            piece.text
-            for piece in generator.pieces(request, decoder=tokenizer.to_bytes, config=config)
-        )
+
+        def texts() -> Iterator[str]:
+            with memory.explained("generating"):
+                for piece in generator.pieces(request, decoder=tokenizer.to_bytes, config=config):
+                    yield piece.text
+
+        return texts()
 
     def save(self, path: str | os.PathLike, *, format: str | Format = Format.CHECKPOINT) -> None:
         """Write a checkpoint to the new folder `path`, for `load` and every command, or with
@@ -152,7 +160,8 @@ class Transformer(nn.Transformer):
         if folder is not None:
             files = huggingface.tokenizer_files(folder)
             generation = huggingface.generation_in(folder)
-        return Source("the model in memory", self.config, arrays, self.context, files, generation)
+        about = self.context, files, generation, self.refit
+        return Source("the model in memory", self.config, arrays, *about)
 
 
 def from_pretrained(
@@ -192,7 +201,7 @@ def from_pretrained(
     definition = formats.define(config, mesh=mesh)
     params = opened.params(definition, dtype=stored)
     about = dict(tokenizer=tokenizer, decode=opened.config.decode, context=opened.context)
-    return Transformer(config, mesh=mesh, params=params, **about)
+    return Transformer(config, mesh=mesh, params=params, refit=opened.refit, **about)
 
 
 def load(
@@ -204,7 +213,7 @@ def load(
     """What `Transformer.save` or a run wrote; as `from_pretrained`, which never asks the Hub
     here.
     """
-    if not pathlib.Path(path).expanduser().exists():
+    if not expanded(path).exists():
         raise UserError(f"there is no model at {str(path)!r}")
     return from_pretrained(path, mesh=mesh, dtype=dtype)
 

@@ -134,13 +134,13 @@ def _check_refitted(config: RunConfig, sources: Sources) -> None:
     """
     start = sources.start
     teacher = sources.teacher
-    if start and start.refitted and config.conversion.steps:
+    if start and start.refit and config.conversion.steps:
         raise UserError(
             f"conversion.steps={config.conversion.steps}: the weights of {start.name!r} were refitted, and it begins"
             " with a standard model; start from the model that was converted (train.start=PATH), or leave it out"
             " (conversion.steps=0)"
         )
-    if teacher is None or not teacher.refitted:
+    if teacher is None or not teacher.refit:
         return
     own = teacher.config.model
     wanted = teacher_model(config, sources)

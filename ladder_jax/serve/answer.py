@@ -115,8 +115,7 @@ class CompletionForm(Form):
     def _echo(self, index: int) -> str:
         if not self.body.echo:
             return ""
-        prompt = self.prompts[index // self.body.answers]
-        return self.tokenizer.to_bytes(prompt).decode(errors="replace")
+        return self.tokenizer.decode(self.prompts[index // self.body.answers])
 
     def _logprobs(self, index: int, output: Piece | Result) -> dict:
         """Token offsets count from the answer's first piece on."""

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from ladder_jax.data.tokenizer import Tokenizer
 from ladder_jax.decode.engine import Request
-from ladder_jax.decode.request import check_prompts
+from ladder_jax.decode.request import check_prompts, ends
 from ladder_jax.serve.answer import ChatForm, CompletionForm, Form
 from ladder_jax.serve.schema import Chat, Completion, GenerationBody, Message, Refusal
 
@@ -133,15 +133,15 @@ def prepare(
         seed = body.seed
     elif seed is None:
         seed = secrets.randbits(32)
+    stops = ends(() if body.stop is None else body.stop, tokenizer=terms.tokenizer)
     settings = {"temperature": 1.0, **body.model_dump(include=SAMPLING, exclude_none=True)}
     requests = [
         Request(
             prompt,
             max_new_tokens=new,
             seed=(seed + k) % 2**32,
-            stop=() if body.stop is None else body.stop,
-            stop_ids=terms.tokenizer.stop_ids,
             logprobs=logprobs,
+            **stops,
             **settings,
         )
         for prompt, new in zip(prompts, new_tokens)

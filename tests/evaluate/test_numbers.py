@@ -13,6 +13,7 @@ import pytest
 
 from ladder_jax import evaluate, nn
 from ladder_jax.decode import Finish, Request, Result
+from ladder_jax.decode.request import ends
 from ladder_jax.errors import RunFailed, UserError
 from ladder_jax.evaluate import Model, Question, Scorer, Span
 from ladder_jax.evaluate import scorer as scorers
@@ -241,11 +242,8 @@ def test_generation(model, pieces, tmp_path):
     assert (found.examples, found.truncated) == (3, 1)
     rows = map(json.loads, out.read_text(encoding="utf-8").splitlines())
     assert {row["index"]: row["text"] for row in rows} == dict(enumerate(alone))
-    assert model.stop_ids([END, "the", BEGIN]) == [
-        *pieces.stop_ids,
-        pieces.stop_ids[0],
-        pieces.begin_id,
-    ]
+    stops = ends([END, "the", BEGIN], tokenizer=pieces)["stop_ids"]
+    assert stops == (*pieces.stop_ids, pieces.stop_ids[0], pieces.begin_id)
 
 
 def test_weights_that_are_no_numbers(model):

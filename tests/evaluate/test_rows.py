@@ -5,7 +5,7 @@ import json
 import pytest
 
 from ladder_jax.decode.engine.jsonl import digest
-from ladder_jax.errors import RunFailed
+from ladder_jax.errors import RunFailed, UserError
 from ladder_jax.evaluate.rows import carry_out
 
 
@@ -36,3 +36,14 @@ def test_a_full_disk_keeps_whole_lines(tmp_path, largest_file):
         assert carry_out(rows, work, file=str(out)) == results
         assert out.read_bytes() == whole
         assert answered == list(range(len([json.loads(line) for line in kept]), 4))
+
+
+def test_one_run_at_a_time(tmp_path):
+    file = str(tmp_path / "out.jsonl")
+
+    def work(left):
+        with pytest.raises(UserError, match="out.jsonl: another run is writing to it"):
+            carry_out(["row"], lambda left: [(0, {})], file=file)
+        yield 0, {}
+
+    assert carry_out(["row"], work, file=file) == [{}]

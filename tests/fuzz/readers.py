@@ -165,7 +165,7 @@ def _lines_read(folder, changed):
     prompts = dict(
         defaults=DecodeConfig(),
         stop=(),
-        encode=tokenizers.load("bytes").encode,
+        tokenizer=tokenizers.load("bytes"),
         vocab_size=256,
         model="m",
     )

@@ -101,6 +101,7 @@ MISTAKES = {
     "small out --residual ladder": "--residual needs --ladder-layers",
     "small out --dtype bfloat": "did you mean 'bfloat16'?",
     "small out --to hugging": "did you mean 'huggingface'?",
+    "small out --ladder-layers 2 --residual ladder-fresh --ranks 2 --to huggingface --calibration .": "transformers",
     "nowhere.gguf out": "there is no model at 'nowhere.gguf'",
     "small /proc/version/out": "'/proc/version' is no folder, so",
     "small out --calibration text": "--calibration needs --ladder-layers",

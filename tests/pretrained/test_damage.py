@@ -61,6 +61,9 @@ def test_index_and_shards_disagree(whole):
     ):
         file.write_text(json.dumps(content))
         assert said in refused(whole)
+    (whole / "stale.safetensors").write_bytes((whole / shards[QUERY]).read_bytes())
+    file.write_text(json.dumps({"weight_map": {**shards, QUERY: "stale.safetensors"}}))
+    assert "twice: 'stale.safetensors' has it, too" in refused(whole)
     file.write_text("{")
     assert "not JSON" in refused(whole)
 

@@ -369,6 +369,8 @@ def test_generate_follows_the_weights(model):
     before = model.generate(TEXT, **NEW)
     prepared = dict(model._prepared._generators)
     assert model.generate(TEXT, **NEW) == before == "".join(model.stream(TEXT, **NEW))
+    # a stop string alone is one, not its letters
+    assert model.generate(TEXT, stop=before[::-1], **NEW) == before
     assert prepared
     assert all(model._prepared._generators[key] is one for key, one in prepared.items())
     kept = model.head.table[...]

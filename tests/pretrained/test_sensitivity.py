@@ -6,10 +6,12 @@ import dataclasses
 import itertools
 import json
 
+import numpy as np
 import pytest
 
 from ladder_jax import pretrained
 from ladder_jax.cli import main
+from ladder_jax.errors import RunFailed
 from ladder_jax.pretrained.sensitivity import Probe, Result, Subset, measure
 from ladder_jax.pretrained.sublayers import programs
 from tests import cases, reference
@@ -68,6 +70,14 @@ def test_prefixes_are_shared_and_the_choices_are_the_best():
     best = min(others, key=lambda n: losses[tuple(sorted((first, n)))])
     orders = {"last": (2, 3), "ranked": (first, second), "greedy": (first, best)}
     assert result.subsets == {name: Subset(order, near(*order)) for name, order in orders.items()}
+
+
+def test_losses_that_are_no_numbers():
+    definition = cases.define("ladder")
+    params = cases.parameters(definition)
+    params["final_norm"]["scale"][0] = np.nan
+    with pytest.raises(RunFailed, match="the loss with ladder layers 0, is no number"):
+        measure(definition, as_source(params, definition.config), ROWS, choose=1)
 
 
 def test_the_better_choice_is_taken():

@@ -17,6 +17,7 @@ import tensorstore
 from etils.epath import backend
 from jax.sharding import NamedSharding, PartitionSpec
 
+import ladder_jax as lj
 from ladder_jax import checkpoint, cli, nn, remote
 from ladder_jax.checkpoint import Pieces, arrays, open_checkpoint, steps, verify
 from ladder_jax.config import RunConfig, load
@@ -151,6 +152,7 @@ def test_what_reads_a_run_reads_it_there(run, local, capsys):
     opened, known = open_model(run), open_model(local)
     assert opened.config.model == known.config.model
     assert opened.tokenizer() == known.tokenizer()
+    assert lj.load(run).config == lj.load(local).config
     assert load("tiny", overrides=["model=null", f"train.start={run}"]).model == known.config.model
     with pytest.raises(
         UserError, match="copy it to a disk first; generate, serve and evaluate read it from there"

@@ -7,6 +7,10 @@ import numpy as np
 import openai
 import pytest
 
+from ladder_jax.data import tokenizer
+from ladder_jax.serve.prepare import Terms, prepare
+from ladder_jax.serve.schema import Completion
+from tests import tokenizers
 from tests.serve.conftest import CAPACITY, MODEL, ask, metric
 from tests.serve.test_limits import until
 
@@ -84,6 +88,14 @@ def test_stop_strings_and_echo(complete, alone):
     assert choice.finish_reason == "stop"
     parts = complete(stop=stop, echo=True, stream=True)
     assert "".join(part.choices[0].text for part in parts) == choice.text
+
+
+def test_an_echo_has_no_space_of_the_tokenizer_s(tmp_path):
+    made = tokenizer.load(tokenizers.folder(tmp_path / "made", made=tokenizers.byte_fallback()))
+    body = Completion(model=MODEL, prompt="the cat", echo=True)
+    _, form = prepare(body, Terms(MODEL, made, made.vocab_size, chat_tokens=1))
+    (event,) = form.opening()
+    assert event["choices"][0]["text"] == "the cat"
 
 
 def test_a_stream(complete, alone):

@@ -11,14 +11,15 @@ import io
 import json
 import os
 import pathlib
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from ladder_jax.config import DecodeConfig
 from ladder_jax.data import json_lines
+from ladder_jax.data.tokenizer import Tokenizer
 from ladder_jax.decode.engine.engine import Engine
 from ladder_jax.decode.engine.scheduler import Handle
-from ladder_jax.decode.request import SAMPLING, NoNumbers, Request, Result, check_prompts
+from ladder_jax.decode.request import SAMPLING, NoNumbers, Request, Result, check_prompts, ends
 from ladder_jax.errors import RunFailed, UserError, unknown
 
 SETTINGS = (*SAMPLING, "stop", "stop_ids")
@@ -58,21 +59,21 @@ def read(
     *,
     defaults: DecodeConfig,
     stop: Sequence[str],
-    stop_ids: Sequence[int] = (),
-    encode: Callable[[str], Sequence[int]],
+    tokenizer: Tokenizer,
     vocab_size: int,
     model: str,
 ) -> list[Job]:
     """The prompts in `file`. Raises UserError, with the line's number, for a mistake.
 
-    defaults, stop, stop_ids: for settings that a line does not have. A line without a seed has the
-        default + its index.
+    defaults, stop: for settings that a line does not have. A line without a seed has the default +
+        its index.
     model: identifies the model, in the digests.
     """
 
     def job(fields: Any, _: int, index: int) -> Job:
-        settings = {"stop": stop, "stop_ids": stop_ids, **_given(fields)}
-        prompt = encode(fields["prompt"])
+        given = _given(fields)
+        settings = {**ends(given.get("stop", stop), tokenizer=tokenizer), **given}
+        prompt = tokenizer.encode(fields["prompt"])
         request = Request.of(prompt, config=defaults, index=index, **settings)
         check_prompts([request.prompt], vocab_size=vocab_size)
         decides = digest(model, dataclasses.asdict(request))
@@ -111,11 +112,11 @@ def _given(fields):
 
 
 @contextlib.contextmanager
-def alone(file: str) -> Iterator[None]:
-    """Locks `file` for this process: two runs would answer every prompt twice. Raises UserError if
-    another holds it.
+def alone(file: str) -> Iterator[io.FileIO]:
+    """Opens `file` to append to it, and locks it for this process: two runs would answer every
+    prompt twice. Raises UserError if another holds it.
     """
-    with open(file, "ab") as held:
+    with open(file, "ab", buffering=0) as held:
         try:
             fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -124,7 +125,7 @@ def alone(file: str) -> Iterator[None]:
             ) from None
         except OSError:
             pass  # the file system has no locks
-        yield
+        yield held
 
 
 def unanswered(file: str, jobs: Sequence[Job]) -> list[Job]:

@@ -309,16 +309,9 @@ def _read_dtype(get: Fields) -> Dtype:
     return allowed[name]
 
 
-def describe(
-    model: ModelConfig, *, dtype: np.dtype, context: int, generation: dict[str, Any]
-) -> dict[str, Any]:
-    """The contents of `config.json`. dtype: of the stored values. context: the longest sequence, in
-    tokens.
-
-    A standard model becomes a Llama, or with their biases or query and key norms a Qwen2 or Qwen3;
-    with experts a Mixtral, Qwen2-MoE, Qwen3-MoE or OLMoE. For another model, the file names its
-    topology, and modeling_ladder.py computes it. Raises UserError if the model's function depends
-    on the number of ranks.
+def check(model: ModelConfig) -> None:
+    """Raises UserError for a model that cannot be written: if its function depends on the number of
+    ranks, say.
     """
     name = parse_residual(model.residual)
     if name.depends_on_ranks or name.kind == "no-communication":
@@ -328,6 +321,19 @@ def describe(
         )
     if model.moe is not None and model.moe.router_bias:
         raise UserError("a model with model.moe.router_bias cannot be written for transformers")
+
+
+def describe(
+    model: ModelConfig, *, dtype: np.dtype, context: int, generation: dict[str, Any]
+) -> dict[str, Any]:
+    """The contents of `config.json`. dtype: of the stored values. context: the longest sequence, in
+    tokens.
+
+    A standard model becomes a Llama, or with their biases or query and key norms a Qwen2 or Qwen3;
+    with experts a Mixtral, Qwen2-MoE, Qwen3-MoE or OLMoE. For another model, the file names its
+    topology, and modeling_ladder.py computes it. Raises UserError as `check` does.
+    """
+    check(model)
     told = _told(model)
     common = {
         "vocab_size": model.vocab_size,

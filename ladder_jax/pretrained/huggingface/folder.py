@@ -175,7 +175,10 @@ def stored(folder: pathlib.Path) -> dict[str, Stored]:
     for name in sorted(set(listed.values())):
         if pathlib.PurePath(name).name != name:
             raise UserError(f"{str(index)!r} names a file outside its folder: {name!r}")
-        all_tensors |= weights.tensors_in(folder / name)
+        found = weights.tensors_in(folder / name)
+        if twice := all_tensors.keys() & found.keys():
+            raise UserError(f"{str(folder)!r} holds {min(twice)} twice: {name!r} has it, too")
+        all_tensors |= found
     return all_tensors
 
 
