@@ -245,6 +245,11 @@ def opened(folder, **settings):
     return Store(folder, config=RunConfig(train=dataclasses.replace(RECIPE, **settings)))
 
 
+def test_a_leftover_that_cannot_be_removed_stops_no_run(tmp_path):
+    (tmp_path / "deleting.1").touch()  # no folder
+    opened(tmp_path).close()
+
+
 def truncate(file):
     file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
 
