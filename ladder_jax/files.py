@@ -35,7 +35,12 @@ def expanded(path: str | os.PathLike) -> AnyPath:
     """
     if is_remote(path):
         return remote.path(os.fspath(path))
-    return pathlib.Path(path).expanduser()
+    return local_path(path)
+
+
+def local_path(path: str | os.PathLike) -> pathlib.Path:
+    """With `~` expanded. As in a shell, `~name` stays where there is no user of that name."""
+    return pathlib.Path(os.path.expanduser(path))
 
 
 def absolute(path: str | os.PathLike) -> AnyPath:

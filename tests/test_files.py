@@ -125,3 +125,11 @@ def test_overlap_without_a_cache(tmp_path, monkeypatch, capsys):
     assert cli.main(words.split()) == 0
     done = capsys.readouterr()
     assert "compiling ladder" in done.err and done.out
+
+
+def test_a_tilde_without_a_user_is_a_name(tmp_path, capsys):
+    nobody = "~nobody-of-this-name/book.txt"
+    assert files.expanded(nobody) == pathlib.Path(nobody)
+    words = ["tokenize", nobody, "--tokenizer", "bytes", "--out", str(tmp_path / "store")]
+    assert cli.main(words) == 2
+    assert f"{nobody!r} does not exist" in capsys.readouterr().err

@@ -13,7 +13,7 @@ from ladder_jax.config.fields import build
 from ladder_jax.config.model import PRESETS, ModelConfig, changed, preset_fields, recipe
 from ladder_jax.config.run import RunConfig
 from ladder_jax.errors import UserError, unknown, wrong_type
-from ladder_jax.files import absolute, is_remote
+from ladder_jax.files import absolute, is_remote, local_path
 
 TOPOLOGY = ("ladder_layers", "ranks")
 """Fields of the section `model` that belong to its `residual`."""
@@ -121,9 +121,7 @@ def _stored_model(path: str, model_of: ModelOf | None) -> dict[str, typing.Any]:
     folder.
     """
     folder = (
-        absolute(path)
-        if is_remote(path) and not path.startswith("hf://")
-        else pathlib.Path(path).expanduser()
+        absolute(path) if is_remote(path) and not path.startswith("hf://") else local_path(path)
     )
     folder = folder / "checkpoints" if (folder / "checkpoints").is_dir() else folder
     names = [one.name for one in folder.iterdir()] if folder.is_dir() else []

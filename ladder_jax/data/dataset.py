@@ -37,6 +37,7 @@ from ladder_jax.files import (
     expanded,
     explained,
     is_remote,
+    local_path,
     patiently,
     text_of,
 )
@@ -327,7 +328,7 @@ def read_text(config: DataConfig) -> tuple[np.ndarray, str]:
             if "site-packages" not in p.parts and "test" not in p.parts
         ]
     else:
-        root = pathlib.Path(path).expanduser()
+        root = local_path(path)
         if not root.exists():
             raise UserError(
                 f"data.path={path!r} does not exist (a text file, a folder, or {STDLIB!r})"

@@ -13,7 +13,6 @@ conversation up to each of them.
 import dataclasses
 import datetime
 import hashlib
-import pathlib
 from collections.abc import Iterator
 
 import numpy as np
@@ -21,7 +20,7 @@ import numpy as np
 from ladder_jax.data import json_lines
 from ladder_jax.data.tokenizer import Tokenizer
 from ladder_jax.errors import UserError
-from ladder_jax.files import below
+from ladder_jax.files import below, local_path
 
 KEYS = (("prompt", "completion"), ("text",))
 ASSISTANT = "assistant"
@@ -118,7 +117,7 @@ def read(path: str) -> Iterator[tuple[str, dict]]:
     Raises UserError if `path` does not exist or cannot be read, and for a line that is not a JSON
     object.
     """
-    root = pathlib.Path(path).expanduser()
+    root = local_path(path)
     if not root.exists():
         raise UserError(
             f"data.path={path!r} does not exist (a JSON lines file, or a folder of them)"

@@ -19,6 +19,7 @@ from ladder_jax.config import ModelConfig
 from ladder_jax.config.fields import member
 from ladder_jax.data.tokenizer import Tokenizer
 from ladder_jax.errors import UserError
+from ladder_jax.files import local_path
 from ladder_jax.pretrained import formats, sensitivity, staging
 from ladder_jax.pretrained import refit as refits
 from ladder_jax.pretrained.formats import Format
@@ -110,7 +111,7 @@ def rows_of(
 def _beginning(path: str, *, tokens: int) -> str:
     """As much of the text as has so many tokens in all likelihood."""
     try:
-        with pathlib.Path(path).expanduser().open(encoding="utf-8") as file:
+        with local_path(path).open(encoding="utf-8") as file:
             return file.read(CHARACTERS * tokens)
     except OSError as error:
         raise UserError(f"cannot read --calibration {path!r}: {error.strerror}") from None
@@ -156,7 +157,7 @@ def parse(args: dict, model: ModelConfig) -> Request:
             f"--ladder-layers {layers} measures the layers on a text: name one by --calibration FILE"
         )
     return Request(
-        destination=pathlib.Path(args["destination"]).expanduser().absolute(),
+        destination=local_path(args["destination"]).absolute(),
         format=member(Format, "format in --to", args["to"]),
         model=_with_layers(args, model, layers if choose is None else ALL),
         choose=choose,

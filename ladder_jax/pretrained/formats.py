@@ -29,7 +29,7 @@ from ladder_jax.data import tokenizer as tokenizers
 from ladder_jax.data.tokenizer import Tokenizer
 from ladder_jax.decode import Engine, Generator, default_tensor
 from ladder_jax.errors import UserError, unknown
-from ladder_jax.files import AnyPath, absolute, explained, is_remote
+from ladder_jax.files import AnyPath, absolute, explained, is_remote, local_path
 from ladder_jax.nn import ModelDef, Params
 from ladder_jax.parallel import NamedMesh
 from ladder_jax.pretrained import checkpoints, gguf, hub, staging
@@ -233,7 +233,7 @@ def save(source: Source, destination: str | os.PathLike, *, format: Format) -> N
     the format cannot express; RunFailed if writing fails, as for a full disk. Unfinished files are
     removed.
     """
-    place = pathlib.Path(destination).expanduser().absolute()
+    place = local_path(destination).absolute()
     staging.check_room(place, size=source.nbytes)
     with staging.staged(place) as folder:
         write(source, folder, format=format, place=place)
@@ -288,7 +288,7 @@ def locate(
     on_hub = given.startswith(hub.PREFIX)
     if is_remote(name) and not on_hub:
         return _in_object_store(name), None
-    path = pathlib.Path(name).expanduser()
+    path = local_path(name)
     if path.exists():
         return path, None
     identifier = hub.Identifier.parse(given)

@@ -3,10 +3,10 @@ one device's shard under tensor parallelism. Only a name that needs `pretrained`
 """
 
 import dataclasses
-import pathlib
 
 from ladder_jax.config import PRESETS, ModelConfig, MoEConfig, load, preset
 from ladder_jax.errors import UserError, unknown
+from ladder_jax.files import local_path
 
 
 def by_name(name: str) -> ModelConfig:
@@ -17,7 +17,7 @@ def by_name(name: str) -> ModelConfig:
     """
     if name in PRESETS:
         return preset(name)
-    path = pathlib.Path(name).expanduser()
+    path = local_path(name)
     if path.suffix in (".yaml", ".yml", ".json"):
         return load(name, model_of=of_model).model
     if "/" not in name and not path.exists():

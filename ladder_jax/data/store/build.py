@@ -49,7 +49,7 @@ def run(args: dict) -> None:
     """Make the store, or go on with it, and say what it holds. Raises UserError for what cannot be
     done.
     """
-    out = pathlib.Path(args["out"]).expanduser()
+    out = files.local_path(args["out"])
     name = str(out)
     part = args["part"]
     share = None
@@ -116,7 +116,7 @@ def _summary(made: Manifest, name: str) -> str:
 def _check_apart(given: Sequence[str], out: pathlib.Path) -> None:
     into = out.resolve()
     for source in given:
-        real = pathlib.Path(source).expanduser().resolve()
+        real = files.local_path(source).resolve()
         if real.is_dir() and into.is_relative_to(real):
             raise UserError(
                 f"--out {out} lies in the source {source!r}: it would become a source itself"
