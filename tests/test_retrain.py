@@ -165,7 +165,8 @@ def test_only_the_side_network_trains(trained, place, tmp_path):
     """The checkpoint holds both, and generates and scores with both; other formats have no such
     network.
     """
-    side, _ = trained("side")
+    side, said = trained("side")
+    assert "no MFU: its formula is of training all weights on the data alone" in said
     before, after = params_of(place / "base"), params_of(side)
     ends, blocks = after.pop("side"), after["layers"].pop("side")
     assert jax.tree.all(jax.tree.map(lambda a, b: bool((a == b).all()), before, after))

@@ -144,7 +144,8 @@ def mfu(
     else:
         peak = peak_of(kind)
         source = f"{kind}, bfloat16"
-    if config.train.freeze or config.lora.rank or config.distill.teacher:
+    side = config.model.side is not None
+    if side or config.train.freeze or config.lora.rank or config.distill.teacher:
         return None, "no MFU: its formula is of training all weights on the data alone"
     if peak is None:
         return (
