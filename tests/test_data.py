@@ -8,7 +8,8 @@ import grain
 import numpy as np
 import pytest
 
-from ladder_jax.config import DataConfig, RunConfig, TrainConfig
+from ladder_jax import config
+from ladder_jax.config import DataConfig, TrainConfig
 from ladder_jax.data import dataset
 from ladder_jax.errors import UserError
 from ladder_jax.train import folder
@@ -110,10 +111,17 @@ def test_what_is_trained_on_is_said(tmp_path):
         assert note.endswith("; the rest is left out by data.max_bytes")
 
 
-def test_a_warm_up_longer_than_the_run_is_said():
-    notices = lambda **train: folder.notices(RunConfig(train=TrainConfig(**train)))
-    assert notices(steps=300, warmup_steps=300) == []
-    assert notices(steps=300, warmup_steps=2000) == [
-        "notice: train.warmup_steps=2000 is more than train.steps=300,"
-        " so the learning rate does not reach train.learning_rate"
-    ]
+@pytest.mark.parametrize(
+    "name, so",
+    [
+        ("train.warmup_steps", "the learning rate does not reach train.learning_rate"),
+        ("conversion.steps", "training ends before all layers have turned"),
+    ],
+)
+def test_what_takes_longer_than_the_run_is_said(name, so):
+    of = lambda steps: folder.notices(
+        config.load("tiny", overrides=["train.steps=300", f"{name}={steps}"])
+    )
+    assert of(300) == []
+    (said,) = of(2000)
+    assert said.startswith(f"notice: {name}=2000 is more than train.steps=300, so {so}")

@@ -219,11 +219,21 @@ def describe(config: RunConfig) -> str:
 
 def notices(config: RunConfig) -> list[str]:
     """A line for each setting that is allowed and rarely meant."""
-    train = config.train
-    if train.warmup_steps <= train.steps:
-        return []
-    warmup = f"train.warmup_steps={train.warmup_steps} is more than train.steps={train.steps}"
-    return [f"notice: {warmup}, so the learning rate does not reach train.learning_rate"]
+    steps = config.train.steps
+    warmup = config.train.warmup_steps
+    conversion = config.conversion.steps
+    longer = f"is more than train.steps={steps}, so"
+    told = []
+    if warmup > steps:
+        told.append(
+            f"notice: train.warmup_steps={warmup} {longer} the learning rate does not reach train.learning_rate"
+        )
+    if conversion > steps:
+        told.append(
+            f"notice: conversion.steps={conversion} {longer} training ends before all layers have turned,"
+            " for which checkpoints and held-out losses take them"
+        )
+    return told
 
 
 @contextlib.contextmanager
