@@ -10,13 +10,14 @@ import jax
 import numpy as np
 import pytest
 
-from ladder_jax import checkpoint, config, nn, parallel, train
+from ladder_jax import checkpoint, config, files, nn, parallel, train
 from ladder_jax.checkpoint import manifest
 from ladder_jax.config import DecodeConfig
-from ladder_jax.errors import UserError
+from ladder_jax.errors import RunFailed, UserError
 from ladder_jax.pretrained.formats import define, open_model, open_source
 from ladder_jax.pretrained.transformer import load
-from ladder_jax.train import metrics
+from ladder_jax.retrain import sources
+from ladder_jax.train import folder, metrics
 from tests import tokenizers
 
 RUN = [
@@ -226,6 +227,23 @@ def test_resumed_runs_go_on_exactly(which, trained, place, tmp_path):
     assert any("from step 4" in line for line in said)
     assert losses(tmp_path / "copy") == losses(directory)
     jax.tree.map(np.testing.assert_array_equal, params_of(tmp_path / "copy"), params_of(directory))
+
+
+def test_a_run_whose_tokenizer_could_not_be_written_begins_again(place, tmp_path, monkeypatch):
+    write = files.write
+
+    def full(file, content, **how):
+        if file.name == "tokenizer.json":
+            raise RunFailed("the disk is full")
+        write(file, content, **how)
+
+    monkeypatch.setattr(files, "write", full)
+    with pytest.raises(RunFailed, match="the disk is full"):
+        run(place, tmp_path, *LADDER)
+    settings = config.load(str(place / "recipe.yaml"), overrides=given(place, tmp_path, *LADDER))
+    folder.check(settings, tmp_path)
+    found = sources.tokenizer(settings, folder=tmp_path)
+    assert found.name == checkpoint.open_checkpoint(place / "base").tokenizer().name
 
 
 def test_a_start_that_has_changed_is_refused(trained, place, tmp_path):

@@ -82,15 +82,14 @@ def teacher_model(config: RunConfig, sources: Sources) -> ModelConfig | None:
 
 
 def tokenizer(config: RunConfig, *, folder: pathlib.Path) -> tokenizers.Tokenizer | None:
-    """With train.start: the tokenizer in the run's folder, or else that checkpoint's. None without
-    train.start.
+    """With train.start: the run's, once its configuration is written, until then that checkpoint's.
+    None without train.start.
     """
     if config.train.start is None:
         return None
-    if (folder / tokenizers.FOLDER).is_dir():
-        return tokenizers.load(folder / tokenizers.FOLDER)
     if (folder / "config.json").is_file():
-        return tokenizers.load(None)
+        saved = folder / tokenizers.FOLDER
+        return tokenizers.load(saved if saved.is_dir() else None)
     return _open("train.start", config.train.start).tokenizer()
 
 

@@ -14,11 +14,11 @@ import numpy as np
 
 from ladder_jax.checkpoint import Checkpoint, Damaged, Store, manifest, open_checkpoint, steps
 from ladder_jax.checkpoint.store import complete
-from ladder_jax.config import OnDamaged, to_dict
+from ladder_jax.config import OnDamaged
 from ladder_jax.errors import RunFailed, UserError
 from ladder_jax.files import AnyPath, explained, is_remote, patiently
 from ladder_jax.nn import Params
-from ladder_jax.train.folder import CONFIG, RunContext, write_json, writing
+from ladder_jax.train.folder import CONFIG, RunContext, write_config, writing
 from ladder_jax.train.gradients import TrainingTask
 from ladder_jax.train.step import (
     TrainState,
@@ -124,7 +124,7 @@ class CheckpointSaver:
             # the save meets the same disk, and reports it
             with contextlib.suppress(RunFailed), writing(config):
                 if not config.exists():  # the user has removed the run's folder
-                    write_json(config, to_dict(self.context.config))
+                    write_config(self.context)
             # All of a run beside its arrays and configuration. The next batch is that of step + 1.
             position = {
                 "step": step,

@@ -32,6 +32,8 @@ from jax.experimental import multihost_utils
 
 from ladder_jax import files, remote
 from ladder_jax.config import ModelConfig, MoEConfig, RunConfig, to_dict
+from ladder_jax.data import tokenizer as tokenizers
+from ladder_jax.data.tokenizer import Tokenizer
 from ladder_jax.errors import RunFailed, UserError, one_line
 from ladder_jax.files import AnyPath, absolute, explained, is_remote, kvstore, patiently, read_text
 from ladder_jax.processes.agreement import Agreement
@@ -130,11 +132,12 @@ def caught() -> Iterator[StopRequest]:
 class RunContext:
     """What all parts of a run share.
 
-    config: with everything that follows from the mesh; say: shows a line to the user, in process 0
-    alone; beat: called with what comes next, alike on all processes.
+    config: with everything that follows from the mesh; tokenizer: of the data; say: shows a line to
+    the user, in process 0 alone; beat: called with what comes next, alike on all processes.
     """
 
     config: RunConfig
+    tokenizer: Tokenizer
     folder: AnyPath
     agreement: Agreement
     account: TimeAccount
@@ -204,7 +207,8 @@ def _foreign(file: AnyPath, folder: AnyPath) -> bool:
     name = file.name
     if is_remote(folder) and name == folder.name and not file.exists():
         return False
-    return name not in _EARLIER and not name.startswith(files.PARTIAL)
+    earlier = (*_EARLIER, tokenizers.FOLDER)
+    return name not in earlier and not name.startswith(files.PARTIAL)
 
 
 def describe(config: RunConfig) -> str:
@@ -429,6 +433,15 @@ def beginning(folder: AnyPath) -> float | None:
         return float(json.loads(content)["began"])
     except (ValueError, KeyError, TypeError, RecursionError):
         return None
+
+
+def write_config(context: RunContext) -> None:
+    """In process 0 alone. The tokenizer comes first: a folder with a configuration has it whole."""
+    folder = context.folder
+    if jax.process_index() == 0:
+        save = lambda: tokenizers.save(context.tokenizer, folder / tokenizers.FOLDER)
+        patiently(folder, save)
+    write_json(folder / CONFIG, to_dict(context.config))
 
 
 def write_json(file: AnyPath, value: dict[str, Any], *, indent: int | None = 2) -> None:

@@ -11,12 +11,11 @@ from jax.sharding import Mesh
 
 from ladder_jax import nn, parallel, retrain
 from ladder_jax.checkpoint import Checkpoint, Store
-from ladder_jax.config import PRESETS, Interleave, ModelConfig, RunConfig, preset, to_dict
+from ladder_jax.config import PRESETS, Interleave, ModelConfig, RunConfig, preset
 from ladder_jax.data import dataset
-from ladder_jax.data import tokenizer as tokenizers
 from ladder_jax.data.dataset import DataLoader, Dataset
 from ladder_jax.errors import UserError
-from ladder_jax.files import AnyPath, is_remote, patiently
+from ladder_jax.files import AnyPath, is_remote
 from ladder_jax.hardware import HARDWARE, machine_of
 from ladder_jax.nn import ModelDef
 from ladder_jax.nn.parameter import real_size
@@ -94,6 +93,7 @@ def run(
         followers = trackers(config, folder=small_files)
         context = RunContext(
             config=config,
+            tokenizer=data.tokenizer,
             folder=where,
             agreement=agreement,
             account=account,
@@ -139,9 +139,7 @@ def run(
         beat(f"step {first}")
 
         with agreement.together("the run's files"), folder.writing(where):
-            folder.write_json(where / folder.CONFIG, to_dict(config))
-            if jax.process_index() == 0:
-                patiently(where, lambda: tokenizers.save(data.tokenizer, where / tokenizers.FOLDER))
+            folder.write_config(context)
             logged = Metrics(small_files, step=first, trackers=followers, mirror=mirror, say=say)
             metrics = stack.enter_context(contextlib.closing(logged))
             store = Store(where / checkpoints.FOLDER, config=config, patience=patience)
