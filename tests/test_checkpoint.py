@@ -25,6 +25,7 @@ from ladder_jax.checkpoint import (
     Damaged,
     Pieces,
     Store,
+    arrays,
     manifest,
     open_checkpoint,
     steps,
@@ -289,6 +290,22 @@ def test_an_item_is_compared_before_it_is_read(saved, tmp_path):
     cases.flip(copy / "1" / "params")
     with pytest.raises(Damaged, match="params/.* has other contents than were written"):
         open_checkpoint(copy).params(definition)
+
+
+@pytest.mark.parametrize(
+    "error, kind",
+    [
+        (jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: of a device"), jax.errors.JaxRuntimeError),
+        (ValueError("RESOURCE_EXHAUSTED: of the host"), MemoryError),
+    ],
+)
+def test_memory_that_runs_out_is_no_damage(saved, monkeypatch, error, kind):
+    def fail(*_):
+        raise error
+
+    monkeypatch.setattr(arrays, "begin_read", fail)
+    with pytest.raises(kind, match="RESOURCE_EXHAUSTED"):
+        open_checkpoint(saved[0]).params(cases.define("ladder"))
 
 
 @pytest.mark.parametrize("damage", [truncate, pathlib.Path.unlink])

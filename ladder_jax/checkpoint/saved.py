@@ -6,6 +6,7 @@ with this format's name and version, the run's resolved configuration and the he
 `manifest.json`. Older checkpoints without a manifest can be read, but not verified.
 """
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -100,11 +101,9 @@ class Checkpoint:
 
     def _restore(self, item: str, like: Params) -> Params:
         self.compare(item, like)
-        try:
+        with _reading(self.path):
             restored = arrays.read(self.path / item, named(like))
             return jax.tree.unflatten(jax.tree.structure(like), restored)
-        except Exception as error:  # tensorstore has no error of its own for damaged files
-            raise damaged(self.path, error) from error
 
     def compare(self, item: str, like: Params) -> Abstract:
         """The stored arrays of `item`, which have the names and shapes of `like`'s.
@@ -114,10 +113,8 @@ class Checkpoint:
         if self.has_manifest and not self.verified:
             _check_files(self.path, part=item)
         folder = self.path / item
-        try:
+        with _reading(self.path):
             there = stored(folder)
-        except Exception as error:
-            raise damaged(self.path, error) from error
         check_shapes(there, like, folder=folder)
         return there
 
@@ -148,12 +145,23 @@ class Pieces:
             dtype = there[name].dtype
             sharding = definition.layout.sharding(letters)
             like[name] = jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
-        try:
+        with _reading(checkpoint.path):
             yield from arrays.read(checkpoint.path / "params", like, keys)
-        except (ValueError, OSError) as error:  # tensorstore's
-            if "RESOURCE_EXHAUSTED" in str(error):
-                raise MemoryError(str(error)) from error
-            raise damaged(checkpoint.path, error) from error
+
+
+@contextlib.contextmanager
+def _reading(folder: AnyPath) -> Iterator[None]:
+    """Turns tensorstore's errors, which has none of its own for damaged files, into Damaged; those
+    of memory that ran out, a device's or the host's, stay.
+    """
+    try:
+        yield
+    except (MemoryError, jax.errors.JaxRuntimeError):
+        raise
+    except Exception as error:
+        if "RESOURCE_EXHAUSTED" in str(error):
+            raise MemoryError(str(error)) from error
+        raise damaged(folder, error) from error
 
 
 def check_shapes(stored: Any, like: Any, *, folder: AnyPath) -> None:
