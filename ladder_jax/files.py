@@ -2,11 +2,13 @@
 completely or not at all.
 """
 
+import codecs
 import contextlib
 import os
 import pathlib
 import re
 import stat
+import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from types import ModuleType
@@ -117,10 +119,17 @@ def read_text(file: AnyPath) -> str:
     return content.decode()
 
 
-def text_of(file: str | pathlib.Path, *, named: bool) -> str | None:
-    """A local file's text; None for one that is no text, unless the user has named it: UserError."""
+def text_of(file: str | pathlib.Path, *, named: bool, most: int = sys.maxsize) -> str | None:
+    """A local file's text; None for one that is no text, unless the user has named it: UserError.
+
+    most: bytes that are read.
+    """
     try:
-        return pathlib.Path(file).read_bytes().decode("utf-8")
+        with open(file, "rb") as source:
+            is_cut = os.fstat(source.fileno()).st_size > most
+            content = source.read(most if is_cut else -1)
+        decoder = codecs.getincrementaldecoder("utf-8")()
+        return decoder.decode(content, final=not is_cut)
     except OSError as error:
         raise UserError(f"cannot read {str(file)!r}: {error.strerror}") from None
     except UnicodeDecodeError as error:

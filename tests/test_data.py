@@ -111,6 +111,14 @@ def test_what_is_trained_on_is_said(tmp_path):
         assert note.endswith("; the rest is left out by data.max_bytes")
 
 
+def test_no_more_is_read_than_trained_on(tmp_path):
+    """A file may be larger than the memory. Its text is cut within a character, as it always was."""
+    (tmp_path / "text").write_bytes("aéb".encode() * 9 + b"\xff")
+    content, note = dataset.read_text(DataConfig(path=str(tmp_path / "text"), max_bytes=10))
+    assert content.tobytes() == ("aéb" * 3).encode()[:10]
+    assert note.endswith("; the rest is left out by data.max_bytes")
+
+
 @pytest.mark.parametrize(
     "name, so",
     [

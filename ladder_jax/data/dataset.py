@@ -340,7 +340,9 @@ def read_text(config: DataConfig) -> tuple[np.ndarray, str]:
     for file in files:
         if size >= config.max_bytes:
             break
-        part = text_of(file, named=file == root)
+        # by a character more, of at most 4 bytes: what is left out is known then
+        most = config.max_bytes - size + 4
+        part = text_of(file, named=file == root, most=most)
         if part is None:
             skipped += 1
             continue
