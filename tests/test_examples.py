@@ -164,7 +164,7 @@ def test_a_folder_without_examples_and_a_damaged_archive(tmp_path):
         UserError, match="must be JSON lines, or a folder of them; to train on several in order"
     ):
         load(str(tmp_path / "stages.yaml"))
-    (tmp_path / "a.jsonl.gz").write_bytes(b"not gzip")
+    (tmp_path / "a.JSONL.gz").write_bytes(b"not gzip")
     with pytest.raises(UserError, match="damaged or incomplete"):
         load(str(tmp_path))
 

@@ -124,7 +124,7 @@ def read(path: str) -> Iterator[tuple[str, dict]]:
         )
     files = below(root)
     if root.is_dir():
-        files = [file for file in files if file.name.endswith(json_lines.ENDINGS)]
+        files = [file for file in files if file.name.lower().endswith(json_lines.ENDINGS)]
     if not files:
         raise UserError(
             f"data.path={path!r} holds no file that ends in {', '.join(json_lines.ENDINGS)}"
