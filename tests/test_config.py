@@ -68,6 +68,7 @@ MISTAKES = [
     ("model.num_layers=true", "model.num_layers must be of type int, not true"),
     ("model.num_layers=0", "model.num_layers must be positive, not 0"),
     ("model.num_heads=7", "model.num_heads=7 does not divide model.d_model=128"),
+    ("model.head_dim=0", "model.head_dim must be positive, not 0"),
     ("model.num_kv_heads=3", "model.num_kv_heads=3 does not divide model.num_heads=8"),
     ("mesh.tensor=3", "model.num_heads=8 is not divisible by mesh.tensor=3"),
     ("mesh.data=3", "train.batch=16 is not divisible by the mesh's data x fsdp = 3"),
@@ -139,6 +140,7 @@ def test_sections_in_python():
     assert config.RunConfig(model={"num_layers": 2}).model == config.ModelConfig(num_layers=2)
     assert config.DataConfig(path=pathlib.Path("text")).path == "text"
     assert config.TrainConfig(remat="full").remat is config.Remat.FULL
+    assert config.LoraConfig(targets="query, all").names == config.LoraConfig().names
     assert dataclasses.replace(config.TrainConfig(), loop="unrolled").loop is config.Loop.UNROLLED
 
 

@@ -185,7 +185,7 @@ class ModelConfig(Section):
     d_model: Count = 128
     num_heads: Count = 8
     num_kv_heads: Count = 4
-    head_dim: int | None = None  # empty: d_model / num_heads
+    head_dim: Count | None = None  # empty: d_model / num_heads
     d_ff: Count = 352  # of the MLP, which with `moe` only `moe.dense_layers` have
     vocab_size: Count = 256
     rope_theta: Positive = 10_000.0
@@ -220,10 +220,7 @@ class ModelConfig(Section):
                 " (or set model.head_dim)",
             )
             object.__setattr__(self, "head_dim", self.d_model // self.num_heads)
-        check(
-            self.head_dim > 0 and self.head_dim % 2 == 0,
-            f"model.head_dim must be even, not {self.head_dim}",
-        )
+        check(self.head_dim % 2 == 0, f"model.head_dim must be even, not {self.head_dim}")
         check(
             self.num_heads % self.num_kv_heads == 0,
             f"model.num_kv_heads={self.num_kv_heads} does not divide model.num_heads={self.num_heads}",

@@ -106,11 +106,8 @@ class LoraConfig(Section):
 
     @property
     def names(self) -> tuple[str, ...]:
-        return (
-            TARGETS
-            if self.targets == "all"
-            else tuple(name.strip() for name in self.targets.split(","))
-        )
+        names = tuple(name.strip() for name in self.targets.split(","))
+        return TARGETS if "all" in names else names
 
     @property
     def scale(self) -> float:
