@@ -155,6 +155,15 @@ def test_a_vocabulary_that_is_too_small_for_its_tokenizer(tmp_path):
         open_checkpoint(tmp_path).tokenizer()
 
 
+def test_a_tokenizer_that_was_left_behind(tmp_path):
+    """Without its run's folder a checkpoint of a token store is none of bytes."""
+    store = Store(tmp_path, config=RunConfig())
+    store.save(1, data={"tokenizer": "tokenizer-0123"}, **SMALL)
+    store.close()
+    with pytest.raises(UserError, match="there is no tokenizer at .*tokenizer'"):
+        open_checkpoint(tmp_path).tokenizer()
+
+
 def test_another_shape_is_refused(saved):
     definition = cases.define("ladder", d_ff=64)
     with pytest.raises(

@@ -141,6 +141,7 @@ def test_the_model_and_the_tokenizer_are_the_checkpoints(trained, place):
         checkpoint.open_checkpoint(path).tokenizer() for path in (place / "base", directory)
     )
     assert ours.name == base.name != "bytes"
+    assert checkpoint.open_checkpoint(directory).data["tokenizer"] == ours.name
     rows = metrics.read(directory)
     assert [row["turned"] for row in rows] == pytest.approx([min(step / 6, 1) for step in range(8)])
 

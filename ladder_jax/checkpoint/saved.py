@@ -1,9 +1,9 @@
 """Saved checkpoints: open them, verify them, and read them onto any mesh.
 
 A checkpoint is a folder `checkpoints/<step>/` with these items: `params` and `optimizer`, nested
-dicts of arrays; `data`, JSON with the position in the data and the skipped batches; `meta`, JSON
-with this format's name and version, the run's resolved configuration and the held-out loss; and
-`manifest.json`. Older checkpoints without a manifest can be read, but not verified.
+dicts of arrays; `data`, JSON with the position in the data, the name of its tokenizer and the
+skipped batches; `meta`, JSON with this format's name and version, the run's resolved configuration
+and the held-out loss; and `manifest.json`. Older checkpoints without a manifest can be read, but not verified.
 """
 
 import contextlib
@@ -60,7 +60,9 @@ class Checkpoint:
         than the model.
         """
         folder = self.path.parent.parent / tokenizers.FOLDER
-        if not folder.exists() and self.config.data.tokenizer == tokenizers.BYTES:
+        # a checkpoint of before has no name of it
+        name = self.data.get("tokenizer", self.config.data.tokenizer)
+        if not folder.exists() and name == tokenizers.BYTES:
             folder = None
         tokenizer = tokenizers.load(folder)
         tokenizers.check_vocabulary(tokenizer, vocab_size=self.config.model.vocab_size)

@@ -129,6 +129,7 @@ class CheckpointSaver:
             position = {
                 "step": step,
                 "fingerprint": self.fingerprint,
+                "tokenizer": self.context.tokenizer.name,
                 "skipped": sorted(skipped),  # steps whose batches changed nothing
                 "mean": float(state.mean_loss),
                 "count": int(state.good_steps),
