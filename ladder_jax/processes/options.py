@@ -201,5 +201,6 @@ def _check_coordinator(value: _Value | None) -> None:
     if value is None:
         return
     host, _, port = value.value.rpartition(":")
-    if not host or not port.isdigit() or not 0 < int(port) < 2**16:
+    is_bare = ":" in host and not host.startswith("[")  # an IPv6 address, whose end may be the port
+    if is_bare or not host or not port.isdigit() or not 0 < int(port) < 2**16:
         raise UserError(f"{value.source} {value.value!r} must be HOST:PORT, such as gpu-0:8476")

@@ -76,6 +76,7 @@ def test_cluster_fills_in(environ, cluster):
         ({"processes": "four"}, "--processes must be a whole number, not 'four'"),
         ({"coordinator": "gpu-0"}, "--coordinator 'gpu-0' must be HOST:PORT, such as gpu-0:8476"),
         ({"coordinator": ":8476"}, "must be HOST:PORT"),
+        ({"coordinator": "::1:8476"}, "must be HOST:PORT"),
         ({"coordinator": None}, "no cluster is recognised here: --coordinator must be given too"),
         ({"coordinator": None, "process": None}, "--coordinator and --process must be given too"),
     ],
