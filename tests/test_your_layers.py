@@ -177,6 +177,11 @@ REFUSED = [
     (dict(params=STACKED[:2]), f"{MANY} 2"),
     (dict(params=list(STACKED[:2]), loop="unrolled"), f"{MANY} 2"),
     (dict(params=(STACKED, jnp.float32(1))), f"{MANY} 3, an array without layers"),
+    (
+        dict(blocks=lambda weights: (*pair(weights), Block(weights).mlp)),
+        r"has the sublayers \(attention, MLP\), not 3",
+    ),
+    (dict(blocks=lambda weights: pair(weights)[:1]), r"\(attention, MLP\), not 1"),
     (dict(blocks=double), r"must return \[B, T, D\] as it reads, \(2, 4, 8\), not \(2, 4, 16\)"),
     (dict(axes="tensor"), r"a tuple of the mesh's axes, as in \('tensor',\), not 'tensor'"),
     (dict(axes=("tensr",)), "unknown mesh axis 'tensr'; did you mean 'tensor'"),

@@ -72,12 +72,19 @@ def run(
             f" or with loop='unrolled' a list of each layer's own; they hold {held}"
         )
 
-    def body(state, extra, layer, cache, steps):
+    names = ("attention", "routed experts", "shared expert")
+    names = names if topology.farskip else ("attention", "MLP")
+
+    def of_layer(layer):
         sublayers = blocks(layer)
-        if topology.farskip and len(sublayers) != 3:
+        if len(sublayers) != len(names):
             raise UserError(
-                f"a layer of farskip has the sublayers (attention, routed experts, shared expert), not {len(sublayers)}"
+                f"a layer of this topology has the sublayers ({', '.join(names)}), not {len(sublayers)}"
             )
+        return sublayers
+
+    def body(state, extra, layer, cache, steps):
+        sublayers = of_layer(layer)
         sublayers = (sublayers, sublayers) if interleave == 2 else sublayers
         for step in steps:
             with jax.named_scope("_".join(f"sublayer_{index}" for index in step.sublayers)):
@@ -85,7 +92,7 @@ def run(
         return state, extra, cache
 
     def first_output(layer, x):
-        return blocks(layer)[0](pvary(x, axes))
+        return of_layer(layer)[0](pvary(x, axes))
 
     first = params[0] if own else jax.tree.map(lambda a: a[0], params)
     dtype = jax.eval_shape(first_output, first, x).dtype
