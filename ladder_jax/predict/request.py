@@ -19,7 +19,7 @@ from ladder_jax.config.run import check_tensor
 from ladder_jax.errors import unknown
 from ladder_jax.overlap.request import exchange_capacity
 from ladder_jax.predict import machine as machines
-from ladder_jax.predict.machine import Machine
+from ladder_jax.predict.machine import Halves, Machine
 from ladder_jax.schedule import models
 
 BASELINE = "standard"
@@ -172,6 +172,20 @@ def _check(request: Request) -> None:
         any_ladder or request.ladder_layers is None,
         f"--ladder-layers needs a ladder kind of residual, not {names}",
     )
+    check(
+        request.interleave is not Interleave.HALVES or request.tensor > 1,
+        "--interleave 2 hides sums over several ranks: --tensor must be at least 2, not 1",
+    )
+    if request.launch is Launch.EXPLICIT:
+        link = request.machine.link
+        check(
+            request.phase is not Phase.TRAIN,
+            "--launch explicit is for generate and prefill, not for train: it has no gradient",
+        )
+        check(
+            link is None or link.halves is Halves.SUPPORTED,
+            f"--launch explicit: {request.machine.name} starts no all-reduce apart (allowed: auto, chained)",
+        )
     if request.experts is ExpertParallelism.EXCHANGE:
         length = "--sequence" if request.phase is Phase.TRAIN else "--prompt-length"
         for holds, message in (
