@@ -3,13 +3,13 @@
 import dataclasses
 from collections.abc import Callable
 
-from ladder_jax.config import DecodeConfig, Interleave, Phase, RunConfig
+from ladder_jax.config import DecodeConfig, ExpertParallelism, Interleave, Phase, RunConfig
 from ladder_jax.errors import UserError
 from ladder_jax.hardware import machine_of
 from ladder_jax.nn import ModelDef
 from ladder_jax.parallel import with_ranks
 from ladder_jax.predict import machine, model
-from ladder_jax.predict.program import Form
+from ladder_jax.predict.program import ANY_PROGRAM, Choice, Form
 from ladder_jax.predict.result import WORTH
 from ladder_jax.predict.work import TRAINING, Block, Model
 
@@ -32,6 +32,7 @@ def of_training(config: RunConfig, *, kind: str, say: Callable[[str], None]) -> 
     rows = train.batch // (mesh.data * mesh.fsdp) // train.accumulate
     block = shard.prefill(rows=rows, prompt_length=train.sequence)
     form = Form.SEQUENCE_PARALLEL if train.sequence_parallel else Form.ALL_REDUCE
+    form = Form.EXCHANGE if mesh.experts is ExpertParallelism.EXCHANGE else form
     interleave, why = _fastest(shard, block, form, phase=Phase.TRAIN, kind=kind)
     say(f"train.interleave=auto: {interleave.value}, {why}")
     return decided(interleave)
@@ -63,9 +64,12 @@ def _fastest(
     name = machine_of(kind)
     if name is None:
         return Interleave.WHOLE, f"as nothing is predicted for {kind}"
+    choice = ANY_PROGRAM
+    if form is Form.EXCHANGE:
+        choice = Choice(experts=ExpertParallelism.EXCHANGE)
     found = [
         one
-        for one in model.passes(shard, machine.load(name), block, phase=phase)
+        for one in model.passes(shard, machine.load(name), block, phase=phase, choice=choice)
         if one.program.form is form
     ]
     whole, halves = ([one.seconds for one in found if one.interleave == parts] for parts in (1, 2))
