@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from ladder_jax import config, residual, train
-from ladder_jax.config import preset
+from ladder_jax.config import Launch, preset
 from ladder_jax.errors import UserError
 from ladder_jax.predict import halves, layers, machine
 from ladder_jax.predict.program import Program
@@ -238,6 +238,19 @@ def test_auto_takes_halves_of_long_prompts():
     said.clear()
     assert of(16, asked=chosen) is chosen
     assert said == []
+
+
+@pytest.mark.parametrize("launch, parts", [("auto", 2), ("chained", 1)])
+def test_halves_of_prompts_are_those_of_the_launch(launch, parts, monkeypatch):
+    """A chained one leaves a sum half of the other half's compute; auto is explicit, with any jax."""
+    monkeypatch.setattr(halves, "resolve_launch", lambda launch, *, mesh: Launch.EXPLICIT)
+    definition = cases.define("standard", tensor=4)
+    layout = dataclasses.replace(definition.layout, mesh=Devices("NVIDIA H100 PCIe"))
+    small = preset("llama-3.2-3b", residual="standard")
+    definition = dataclasses.replace(definition, config=small, layout=layout)
+    auto = config.DecodeConfig(interleave="auto", launch=launch)
+    found = halves.of_reading(auto, definition=definition, tokens=512, say=lambda line: None)
+    assert found.interleave.parts == parts
 
 
 class Devices:
