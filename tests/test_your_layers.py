@@ -163,6 +163,15 @@ def test_run_of_bfloat16_sublayers_on_a_float32_stream():
     assert cases.error(outs[0], exact_gradients("ladder")[0]) < HALF_LIMIT
 
 
+@pytest.mark.parametrize("name", ["ladder", "ladder-2", "standard"])
+def test_a_scan_of_sublayers_of_two_dtypes(name):
+    """Of which either is pending between two layers."""
+    topology = residual.topology(name, num_layers=len(STACKED))
+    mixed = lambda weights: (pair(weights)[0], half(weights)[1])
+    out = on_ranks(lambda x, w: residual.run(topology, mixed, x, params=w))
+    assert cases.error(out, exact_gradients(name)[0]) < HALF_LIMIT
+
+
 def double(weights):
     """A layer whose attention returns twice as many channels as it reads."""
     first, second = pair(weights)
