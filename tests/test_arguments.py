@@ -184,6 +184,14 @@ WRONG = {
         lambda: residual.Topology(delays=(1,), joint=(False,), fresh=(False,)),
         "of one number of layers L",
     ),
+    "Topology of a later layer's output": (
+        lambda: residual.Topology(delays=(-1, 0), joint=(False,), fresh=(False,)),
+        "delays must be whole numbers of at least 0, not (-1, 0)",
+    ),
+    "Topology of half a joint layer": (
+        lambda: residual.Topology(delays=(1, 2), joint=(True,), fresh=(False,)).layers,
+        "delay 1 reads the middle of a layer whose sublayers are joint",
+    ),
     "of_model": (
         lambda: residual.of_model("tiny"),
         "config must be of type ModelConfig, not 'tiny'",

@@ -56,6 +56,20 @@ def test_a_block_attends_to_the_cache_before_it(start, length, kernel):
     assert cases.error(ours, reference.attend(query, key, value, seen)) < limit
 
 
+def test_a_block_is_written_where_jax_has_64_bits():
+    """Whose own numbers are then no longer of a start's 32."""
+    block = np.ones((2, 3, 4, 16), np.float32)
+    cache = attention.Cache(*np.zeros((2, 2, 8, 4, 16), np.float32))
+
+    def attend(start):
+        positions = attention.ChunkedPrefill(start)
+        return positions.attend(block, block, block, cache=cache, kernel=attention.Kernel.XLA)
+
+    with jax.enable_x64(True):
+        attended, _ = jax.eval_shape(attend, jax.ShapeDtypeStruct((), jnp.int32))
+    assert attended.shape == block.shape
+
+
 def test_the_splash_kernel_of_a_traced_start_lowers_for_tpus():
     """To Mosaic: values are the interpreter's above, machine code is libtpu's to make."""
     shapes = [

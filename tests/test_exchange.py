@@ -145,6 +145,14 @@ def test_a_run_reports_what_it_drops(form, book, tmp_path):
             ["model.residual=parallel"],
             "not with the residual 'parallel' .allowed: standard, ladder, ladder-K, farskip",
         ),
+        (
+            [
+                "model.residual=no-communication",
+                "model.moe.capacity=1",
+                "train.sequence_parallel=true",
+            ],
+            "mesh.experts=exchange: not with the residual 'no-communication'",
+        ),
         (["model.moe.capacity=0"], "model.moe.capacity must be positive, not 0"),
         (["mesh.experts=exchnge"], "did you mean 'exchange'"),
     ],

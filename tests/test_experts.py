@@ -119,6 +119,11 @@ def assert_close(found, expected):
     assert max(jax.tree.leaves(errors)) < LIMIT, errors
 
 
+def test_no_tokens_are_no_rows():
+    x = jax.ShapeDtypeStruct((2, 0, experts.model().d_model), jnp.float32)
+    assert jax.eval_shape(MoE(experts.model(), rngs=nnx.Rngs(0)), x) == x
+
+
 def as_drawn(router, x):
     return router
 

@@ -9,13 +9,13 @@ import jax
 import numpy as np
 import pytest
 
-from ladder_jax import config, train
+from ladder_jax import config, nn, train
 from ladder_jax.checkpoint.arrays import named
 from ladder_jax.config import Loop, TrainConfig
 from ladder_jax.errors import UserError
 from ladder_jax.train import metrics
 from ladder_jax.train import step as steps
-from tests import cases, reference, runs
+from tests import cases, experts, reference, runs
 from tests.covering import marked
 
 RECIPE = TrainConfig(
@@ -39,6 +39,16 @@ def dense_step(params, tokens, shape, recipe):
         return p - rate * (step + decay * p)
 
     return loss, norm, jax.tree_util.tree_map_with_path(update, params, grads)
+
+
+def test_every_number_is_float32_where_jax_has_64_bits():
+    """Of weights and gradients of experts, in parts of the batch and of the loss."""
+    definition = experts.define("ladder", tensor=2)
+    compute = train.loss_and_gradients(definition, accumulate=2, loss_chunk=3)
+    with jax.enable_x64(True):
+        params = jax.eval_shape(lambda: nn.initialize(definition))
+        found = params, jax.eval_shape(compute, params, experts.tokens())
+    assert {leaf.dtype for leaf in jax.tree.leaves(found)} == {np.dtype(np.float32)}
 
 
 MESHES = [(1, 8), (2, 4), (1, 1)]  # data, tensor

@@ -163,6 +163,15 @@ def test_run_of_bfloat16_sublayers_on_a_float32_stream():
     assert cases.error(outs[0], exact_gradients("ladder")[0]) < HALF_LIMIT
 
 
+@pytest.mark.parametrize("name", ["ladder", "ladder-2", "standard"])
+def test_a_scan_of_sublayers_of_two_dtypes(name):
+    """Of which either is pending between two layers."""
+    topology = residual.topology(name, num_layers=len(STACKED))
+    mixed = lambda weights: (pair(weights)[0], half(weights)[1])
+    out = on_ranks(lambda x, w: residual.run(topology, mixed, x, params=w))
+    assert cases.error(out, exact_gradients(name)[0]) < HALF_LIMIT
+
+
 def double(weights):
     """A layer whose attention returns twice as many channels as it reads."""
     first, second = pair(weights)
@@ -177,6 +186,11 @@ REFUSED = [
     (dict(params=STACKED[:2]), f"{MANY} 2"),
     (dict(params=list(STACKED[:2]), loop="unrolled"), f"{MANY} 2"),
     (dict(params=(STACKED, jnp.float32(1))), f"{MANY} 3, an array without layers"),
+    (
+        dict(blocks=lambda weights: (*pair(weights), Block(weights).mlp)),
+        r"has the sublayers \(attention, MLP\), not 3",
+    ),
+    (dict(blocks=lambda weights: pair(weights)[:1]), r"\(attention, MLP\), not 1"),
     (dict(blocks=double), r"must return \[B, T, D\] as it reads, \(2, 4, 8\), not \(2, 4, 16\)"),
     (dict(axes="tensor"), r"a tuple of the mesh's axes, as in \('tensor',\), not 'tensor'"),
     (dict(axes=("tensr",)), "unknown mesh axis 'tensr'; did you mean 'tensor'"),

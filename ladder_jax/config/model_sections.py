@@ -99,10 +99,8 @@ def check_exchange(
     dense = moe.dense_layers
     check(dense == 0, f"{setting} needs experts in all layers, not model.moe.dense_layers={dense}")
     check(
-        residual.partition("-")[0] in ("standard", "ladder", "farskip")
-        or residual == "no-communication",
-        f"{setting}: not with the residual {residual!r} (allowed: standard, ladder, ladder-K, farskip,"
-        " no-communication)",
+        residual.partition("-")[0] in ("standard", "ladder", "farskip"),
+        f"{setting}: not with the residual {residual!r} (allowed: standard, ladder, ladder-K, farskip)",
     )
     check(
         moe.capacity is not None,

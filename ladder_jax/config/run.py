@@ -348,12 +348,8 @@ class RunConfig(Section):
             f"train.sequence_parallel splits train.sequence={train.sequence} positions over mesh.tensor={tensor}"
             " ranks, which does not divide them",
         )
-        exchanges = self.mesh.experts is ExpertParallelism.EXCHANGE
         check(
-            not split
-            or tensor == 1
-            or exchanges
-            or parse_residual(model.residual).reduces_every_output,
+            not split or tensor == 1 or parse_residual(model.residual).reduces_every_output,
             f"train.sequence_parallel reduces and splits every sublayer's output, which {model.residual} does not"
             " (allowed: standard, ladder, ladder-K, ladder-fresh, parallel, parallel-shared-norm, parallel-ladder,"
             " farskip)",
@@ -362,7 +358,7 @@ class RunConfig(Section):
         check_collective_matmul(
             train.collective_matmul, model=model, sequence_parallel=split, names=names
         )
-        if exchanges:
+        if self.mesh.experts is ExpertParallelism.EXCHANGE:
             names = "mesh.experts=exchange", "model.moe.capacity", "train.sequence_parallel=true"
             check_exchange(model.moe, residual=model.residual, sequence_parallel=split, names=names)
         check(

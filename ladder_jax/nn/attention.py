@@ -408,7 +408,7 @@ class DecodeStep(Positions):
 
 
 def _write(cache, key, value, *, row, start, kernel):
-    place = tuple({"B": row, "S": start}.get(dim, 0) for dim in kernel.cache_dims)
+    place = [jnp.int32({"B": row, "S": start}.get(dim, 0)) for dim in kernel.cache_dims]
 
     def write(into, block):
         block = block if kernel.cache_dims == "BSNH" else block.swapaxes(1, 2)

@@ -193,7 +193,7 @@ class ExpertMLPs(Module):
         out = _in_token_order(down, groups)
         # the other rows are undefined
         mine = (routed.choice >= first) & (routed.choice < first + self.count)
-        of_tokens = jnp.where(mine[:, :, None], out.reshape(*mine.shape, -1), 0)
+        of_tokens = jnp.where(mine[:, :, None], out.reshape(*mine.shape, out.shape[1]), 0)
         weighed = of_tokens.astype(jnp.float32) * routed.weights[:, :, None]
         return jnp.sum(weighed, axis=1).astype(x_ND.dtype)
 

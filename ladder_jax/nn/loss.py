@@ -265,9 +265,9 @@ def _over_chunks(chunk, size, axes, x_BTD, table_VD, of_positions, constants, *,
     shapes, *_ = jax.eval_shape(of_part, *first)
     of_rows = map(varying, jax.tree.leaves((x_BTD, of_positions)))
     over = frozenset().union(*of_rows) - set(axes)
-    start = [jax.tree.map(lambda a: pvary(jnp.zeros(a.shape), over), shapes)]
+    start = [jax.tree.map(lambda a: pvary(jnp.zeros(a.shape, a.dtype), over), shapes)]
     if gradient:  # summed in float32, and rounded to the table's dtype once
-        start.append(pvary(jnp.zeros(table_VD.shape), varying(table_VD)))
+        start.append(pvary(jnp.zeros(table_VD.shape, jnp.float32), varying(table_VD)))
     (sums, *of_table), dx = lax.scan(turn, start, parts)
     if not gradient:
         return (sums,)

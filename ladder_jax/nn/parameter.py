@@ -21,8 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx, traverse_util
 from jax import Array
-from jax.nn.initializers import ones as ones
-from jax.nn.initializers import zeros as zeros
+from jax.nn import initializers
 from jax.sharding import PartitionSpec
 
 from ladder_jax.config import ModelConfig
@@ -36,6 +35,8 @@ DENSE, LAYERS = STACKS = ("dense", "layers")
 `moe.dense_layers`.
 """
 Initializer = Callable[[Array, tuple[int, ...]], Array]  # (key, shape) -> float32 values
+ones = functools.partial(initializers.ones, dtype=jnp.float32)
+zeros = functools.partial(initializers.zeros, dtype=jnp.float32)
 
 
 @dataclasses.dataclass(frozen=True)

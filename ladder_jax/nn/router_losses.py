@@ -117,7 +117,7 @@ class RouterLosses:
 
         parts = jax.tree.map(split, batch)
         of_rows = varying(jax.tree.leaves(batch)[0])
-        zeros = pvary(jnp.zeros(self.terms["counts"]), of_rows)
+        zeros = pvary(jnp.zeros(self.terms["counts"], jnp.float32), of_rows)
 
         counts = lax.scan(add, zeros, parts)[0]
         with jax.named_scope(LOSS):
@@ -126,7 +126,9 @@ class RouterLosses:
     def begin(self) -> Routing:
         """The `extra` of a forward pass whose layers' routers are to be measured."""
         axes = self.definition.layout.all_axes
-        zeros = {name: pvary(jnp.zeros(shape), axes) for name, shape in self.terms.items()}
+        zeros = {
+            name: pvary(jnp.zeros(shape, jnp.float32), axes) for name, shape in self.terms.items()
+        }
         return Routing(**zeros)
 
     def penalty(

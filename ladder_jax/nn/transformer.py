@@ -292,7 +292,7 @@ def loss_sum(
         x,
         output_table(definition, params),
         targets,
-        jnp.ones(targets.shape) if weights is None else weights,
+        jnp.ones(targets.shape, jnp.float32) if weights is None else weights,
         vocab_size=definition.config.vocab_size,
         axes=definition.layout.tensor,
         z_loss=z_loss,

@@ -3,13 +3,20 @@
 import dataclasses
 from collections.abc import Callable
 
-from ladder_jax.config import DecodeConfig, Interleave, Phase, RunConfig
+from ladder_jax.config import (
+    DecodeConfig,
+    ExpertParallelism,
+    Interleave,
+    Launch,
+    Phase,
+    RunConfig,
+)
 from ladder_jax.errors import UserError
 from ladder_jax.hardware import machine_of
 from ladder_jax.nn import ModelDef
-from ladder_jax.parallel import with_ranks
+from ladder_jax.parallel import resolve_launch, with_ranks
 from ladder_jax.predict import machine, model
-from ladder_jax.predict.program import Form
+from ladder_jax.predict.program import Choice, Form
 from ladder_jax.predict.result import WORTH
 from ladder_jax.predict.work import TRAINING, Block, Model
 
@@ -32,7 +39,9 @@ def of_training(config: RunConfig, *, kind: str, say: Callable[[str], None]) -> 
     rows = train.batch // (mesh.data * mesh.fsdp) // train.accumulate
     block = shard.prefill(rows=rows, prompt_length=train.sequence)
     form = Form.SEQUENCE_PARALLEL if train.sequence_parallel else Form.ALL_REDUCE
-    interleave, why = _fastest(shard, block, form, phase=Phase.TRAIN, kind=kind)
+    form = Form.EXCHANGE if mesh.experts is ExpertParallelism.EXCHANGE else form
+    choice = Choice(experts=mesh.experts)
+    interleave, why = _fastest(shard, block, form, phase=Phase.TRAIN, kind=kind, choice=choice)
     say(f"train.interleave=auto: {interleave.value}, {why}")
     return decided(interleave)
 
@@ -48,14 +57,18 @@ def of_reading(
     layout = definition.layout
     shard = Model(definition.config, 1 if layout.emulated else layout.ranks)
     block = shard.prefill(rows=1, prompt_length=min(tokens, settings.prefill_chunk))
+    launch = settings.launch
+    if launch is Launch.AUTO:
+        launch = resolve_launch(launch, mesh=layout.mesh)
     kind = layout.mesh.devices.flat[0].device_kind
-    interleave, why = _fastest(shard, block, Form.ALL_REDUCE, phase=Phase.PREFILL, kind=kind)
+    of = dict(phase=Phase.PREFILL, kind=kind, choice=Choice(launch=launch))
+    interleave, why = _fastest(shard, block, Form.ALL_REDUCE, **of)
     say(f"decode.interleave=auto: {interleave.value}, {why}")
     return dataclasses.replace(settings, interleave=interleave)
 
 
 def _fastest(
-    shard: Model, block: Block, form: Form, *, phase: Phase, kind: str
+    shard: Model, block: Block, form: Form, *, phase: Phase, kind: str, choice: Choice
 ) -> tuple[Interleave, str]:
     """Halves where they are predicted to be faster in this form, by what is worth it; and why."""
     if shard.ranks == 1:
@@ -65,7 +78,7 @@ def _fastest(
         return Interleave.WHOLE, f"as nothing is predicted for {kind}"
     found = [
         one
-        for one in model.passes(shard, machine.load(name), block, phase=phase)
+        for one in model.passes(shard, machine.load(name), block, phase=phase, choice=choice)
         if one.program.form is form
     ]
     whole, halves = ([one.seconds for one in found if one.interleave == parts] for parts in (1, 2))

@@ -19,7 +19,7 @@ from ladder_jax.config.run import check_tensor
 from ladder_jax.errors import unknown
 from ladder_jax.overlap.request import exchange_capacity
 from ladder_jax.predict import machine as machines
-from ladder_jax.predict.machine import Machine
+from ladder_jax.predict.machine import Halves, Machine
 from ladder_jax.schedule import models
 
 BASELINE = "standard"
@@ -156,7 +156,9 @@ def _check_residual(request: Request, name: str, *, named: bool = False) -> None
     exchanges = request.experts is ExpertParallelism.EXCHANGE
     if exchanges:
         names = ("--experts exchange", "--capacity", "")
-        check_exchange(config.moe, residual=name, sequence_parallel=True, names=names)
+        # a bound that no program computes: a Standard without its messages
+        known = BASELINE if name == "no-communication" else name
+        check_exchange(config.moe, residual=known, sequence_parallel=True, names=names)
     if named and request.interleave is Interleave.HALVES:
         names = ("--interleave", "--batch")
         rows = request.batch if exchanges else 2
@@ -170,6 +172,20 @@ def _check(request: Request) -> None:
         any_ladder or request.ladder_layers is None,
         f"--ladder-layers needs a ladder kind of residual, not {names}",
     )
+    check(
+        request.interleave is not Interleave.HALVES or request.tensor > 1,
+        "--interleave 2 hides sums over several ranks: --tensor must be at least 2, not 1",
+    )
+    if request.launch is Launch.EXPLICIT:
+        link = request.machine.link
+        check(
+            request.phase is not Phase.TRAIN,
+            "--launch explicit is for generate and prefill, not for train: it has no gradient",
+        )
+        check(
+            link is None or link.halves is Halves.SUPPORTED,
+            f"--launch explicit: {request.machine.name} starts no all-reduce apart (allowed: auto, chained)",
+        )
     if request.experts is ExpertParallelism.EXCHANGE:
         length = "--sequence" if request.phase is Phase.TRAIN else "--prompt-length"
         for holds, message in (

@@ -72,23 +72,31 @@ def run(
             f" or with loop='unrolled' a list of each layer's own; they hold {held}"
         )
 
-    def body(state, extra, layer, cache, steps):
+    names = ("attention", "routed experts", "shared expert")
+    names = names if topology.farskip else ("attention", "MLP")
+
+    def of_layer(layer):
         sublayers = blocks(layer)
-        if topology.farskip and len(sublayers) != 3:
+        if len(sublayers) != len(names):
             raise UserError(
-                f"a layer of farskip has the sublayers (attention, routed experts, shared expert), not {len(sublayers)}"
+                f"a layer of this topology has the sublayers ({', '.join(names)}), not {len(sublayers)}"
             )
+        return sublayers
+
+    def body(state, extra, layer, cache, steps):
+        sublayers = [lambda x, of=of: of(x).astype(dtype) for of in of_layer(layer)]
         sublayers = (sublayers, sublayers) if interleave == 2 else sublayers
         for step in steps:
             with jax.named_scope("_".join(f"sublayer_{index}" for index in step.sublayers)):
                 state = wire.advance(state, step, sublayers)
         return state, extra, cache
 
-    def first_output(layer, x):
-        return blocks(layer)[0](pvary(x, axes))
+    def outputs(layer, x):
+        return [sublayer(pvary(x, axes)) for sublayer in of_layer(layer)]
 
     first = params[0] if own else jax.tree.map(lambda a: a[0], params)
-    dtype = jax.eval_shape(first_output, first, x).dtype
+    # one for all, as any of them may be what a scan carries from layer to layer
+    dtype = jnp.result_type(*jax.eval_shape(outputs, first, x))
     execution = Execution(loop=loop, remat=remat)
     state, *_ = run_layers(
         body,

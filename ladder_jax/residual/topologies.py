@@ -68,6 +68,8 @@ class Topology:
             raise UserError(
                 f"delays [2L], joint [L] and fresh [L] must be of one number of layers L, not {sizes}"
             )
+        if not all(isinstance(delay, numbers.Integral) and delay >= 0 for delay in self.delays):
+            raise UserError(f"delays must be whole numbers of at least 0, not {self.delays}")
 
     def __repr__(self) -> str:
         shared = (
@@ -241,7 +243,7 @@ def _delayed_layers(topology):
         # zero.
         step = step_at.get(read) if read >= 0 else -(-read // joined)
         if step is None:
-            raise ValueError(f"delay {delay} reads the middle of a layer whose sublayers are joint")
+            raise UserError(f"delay {delay} reads the middle of a layer whose sublayers are joint")
         in_steps.append(index - step)
 
     pending = [0] * (len(firsts) + 1)

@@ -302,7 +302,7 @@ def _loss_sum(
             weights = batch.predicted.astype(jnp.float32)
             segments = batch.segments[:, :-1]
         else:
-            weights = jnp.ones(targets.shape)
+            weights = jnp.ones(targets.shape, jnp.float32)
             segments = None
         rows = Targets(inputs, targets, weights, segments)
         return task.loss_sum(trained, frozen, rows, scheduled=scheduled, config=config)

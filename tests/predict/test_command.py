@@ -128,6 +128,15 @@ MISTAKES = {
         ("--phase train --sequence 0", "--sequence must be positive, not 0"),
         ("--phase prefill --plot a.png", "--plot belongs to --phase generate, not prefill"),
         ("--phase train --residual desync-2", "has no prediction of desync-2's backward pass"),
+        (
+            "--launch explicit --phase train",
+            "is for generate and prefill, not for train: it has no",
+        ),
+        (
+            "--launch explicit --hardware v5e",
+            "--launch explicit: v5e starts no all-reduce apart (allowed: auto, chained)",
+        ),
+        ("--interleave 2 --tensor 1", "several ranks: --tensor must be at least 2, not 1"),
         ("--launch explicitly", "unknown --launch 'explicitly'; did you mean 'explicit'?"),
     ],
     "--model qwen1.5-moe-a2.7b --hardware h100-nvlink --tensor 4": [

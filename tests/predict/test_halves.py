@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from ladder_jax import config, residual, train
-from ladder_jax.config import preset
+from ladder_jax.config import Launch, preset
 from ladder_jax.errors import UserError
 from ladder_jax.predict import halves, layers, machine
 from ladder_jax.predict.program import Program
@@ -172,10 +172,13 @@ def test_the_guides_table_of_what_to_take_is_what_is_predicted(capsys):
         assert pace(halves["ladder"]) == shown[1]
 
 
-def decided(kind, *, residual="standard", tensor=8, **settings):
+MOE = preset("qwen1.5-moe-a2.7b", residual="ladder", moe=dict(capacity=1.25))
+
+
+def decided(kind, *, residual="standard", tensor=8, model=None, experts="reduce", **settings):
     asked = config.RunConfig(
-        model=preset("llama-3-70b", residual=residual),
-        mesh=config.MeshConfig(tensor=tensor),
+        model=model or preset("llama-3-70b", residual=residual),
+        mesh=config.MeshConfig(tensor=tensor, experts=experts),
         train=config.TrainConfig(interleave="auto", **settings),
     )
     said = []
@@ -192,6 +195,13 @@ def decided(kind, *, residual="standard", tensor=8, **settings):
         ("NVIDIA H100 80GB HBM3", dict(batch=2), 2, "2, predicted to be 1.05 x"),
         ("TPU v5p", dict(residual="ladder"), 1, ""),  # nothing is left to hide
         ("TPU v5p", dict(sequence_parallel=True), 2, ""),
+        ("TPU v5p", dict(model=MOE, batch=8, sequence_parallel=True), 1, ""),
+        (
+            "TPU v5p",
+            dict(model=MOE, batch=8, sequence_parallel=True, experts="exchange"),
+            2,
+            "2, predicted to be 1.05 x",
+        ),
         ("TPU v5p", dict(batch=1, sequence=16), 1, ""),  # too few tokens to read the weights twice
         ("cpu", {}, 1, "1, as nothing is predicted for cpu"),
         ("TPU v5p", dict(tensor=1), 1, "1, as one tensor rank communicates nothing"),
@@ -228,6 +238,19 @@ def test_auto_takes_halves_of_long_prompts():
     said.clear()
     assert of(16, asked=chosen) is chosen
     assert said == []
+
+
+@pytest.mark.parametrize("launch, parts", [("auto", 2), ("chained", 1)])
+def test_halves_of_prompts_are_those_of_the_launch(launch, parts, monkeypatch):
+    """A chained one leaves a sum half of the other half's compute; auto is explicit, with any jax."""
+    monkeypatch.setattr(halves, "resolve_launch", lambda launch, *, mesh: Launch.EXPLICIT)
+    definition = cases.define("standard", tensor=4)
+    layout = dataclasses.replace(definition.layout, mesh=Devices("NVIDIA H100 PCIe"))
+    small = preset("llama-3.2-3b", residual="standard")
+    definition = dataclasses.replace(definition, config=small, layout=layout)
+    auto = config.DecodeConfig(interleave="auto", launch=launch)
+    found = halves.of_reading(auto, definition=definition, tokens=512, say=lambda line: None)
+    assert found.interleave.parts == parts
 
 
 class Devices:
