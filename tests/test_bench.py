@@ -73,7 +73,7 @@ def test_the_rows_can_be_recomputed(answer):
 
 def test_what_is_copied_fits_into_the_devices_memory():
     """A CPU's array is of 128 MiB, or an eighth of what is free."""
-    copied = lambda room: limits.copy_bandwidth(jax.devices()[0], room=room, samples=1).array
+    copied = lambda free: limits.copy_bandwidth(jax.devices()[0], free=free, samples=1).array
     assert copied(8 << 20) == "1 MiB of uint32"
     assert copied(None) == copied(16 << 30) == "128 MiB of uint32"
 

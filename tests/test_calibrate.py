@@ -112,7 +112,7 @@ def test_a_gpus_own_kernels_are_measured_apart_from_nccl(ceilings, monkeypatch, 
     ceilings(90e9, 100e9)
     monkeypatch.setattr(measure, "launch", lambda _: Timing(3e-6, 0.0))
     monkeypatch.setattr(measure, "contention", lambda *_, **__: Timing(0.5, 0.0))
-    monkeypatch.setattr(measure.memory, "room", lambda *_, **__: 80e9)
+    monkeypatch.setattr(measure.memory, "free_memory", lambda *_, **__: 80e9)
     gpu = types.SimpleNamespace(platform="gpu", device_kind="NVIDIA H100 80GB HBM3")
     monkeypatch.setattr(jax, "devices", lambda: [gpu])
 

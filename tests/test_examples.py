@@ -78,7 +78,7 @@ def test_completions_and_texts(byte_level):
 def test_a_text_ends_once(tmp_path, byte_level, example):
     """Also where the tokenizer itself puts an end around a text; and the end is learnt."""
     ending = made.byte_level()
-    ends = [(made.BEGIN, byte_level.begin_id), (made.END, byte_level.stop_ids[0])]
+    ends = [(made.BEGIN, byte_level.bos_token_id), (made.END, byte_level.stop_ids[0])]
     ending.post_processor = processors.TemplateProcessing(
         single=f"{made.BEGIN} $A {made.END}", special_tokens=ends
     )

@@ -40,11 +40,11 @@ def test_what_starting_takes_is_checked_before_anything_is_read(tmp_path, monkey
 
     monkeypatch.setattr(checkpoint.Checkpoint, "compare", was_read)
     too_large = r"reading the weights needs .* GiB a device \(weights .*, one of them as it is"
-    for room, message in ((most - 1, too_large), (most, "was read")):
-        monkeypatch.setattr(memory, "room", lambda *_, room=room, **__: room)
+    for free, message in ((most - 1, too_large), (most, "was read")):
+        monkeypatch.setattr(memory, "free_memory", lambda *_, free=free, **__: free)
         with pytest.raises(UserError, match=message):
             open_model(tmp_path).engine(settings=DecodeConfig(), tensor=1, slots=1, capacity=16)
-    monkeypatch.setattr(memory, "room", lambda *_, **__: kept - 1)
+    monkeypatch.setattr(memory, "free_memory", lambda *_, **__: kept - 1)
     for verb, *words in (("generate", "--prompt", "a"), ("evaluate", "--text", __file__)):
         assert cli.main([verb, str(tmp_path), *words, "--tensor", "1"]) == 2
         assert "reading the weights needs" in capsys.readouterr().err

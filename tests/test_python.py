@@ -102,7 +102,7 @@ def test_the_probe(planted, monkeypatch):
 
 def test_a_probe_that_hangs_is_a_reason(monkeypatch):
     monkeypatch.setattr(targets.python, "command", lambda *words: ["sleep", "60"])
-    monkeypatch.setattr(targets, "PATIENCE", 0.01)
+    monkeypatch.setattr(targets, "TIMEOUT", 0.01)
     assert targets._probe_tpu(targets.parse("v5e:2x2")).startswith(
         "libtpu cannot describe it within"
     )

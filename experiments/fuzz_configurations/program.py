@@ -154,7 +154,7 @@ class Program:
             account=TimeAccount(),
             stop=None,
             say=lambda line: None,
-            beat=lambda doing: None,
+            heartbeat=lambda doing: None,
         )
         store = Store(folder / checkpoints.FOLDER, config=self.config)
         saver = checkpoints.CheckpointSaver(

@@ -67,7 +67,7 @@ def measure(
     timed = samples(request, mesh=mesh, advance=advance)
     device = mesh.devices.flat[0]
     advance("the device's own limits")
-    copy = copy_bandwidth(device, room=memory.room(device, devices=mesh.size))
+    copy = copy_bandwidth(device, free=memory.free_memory(device, devices=mesh.size))
     matmul = matmul_peak(device, dtype=request.shape.dtype.value)
     return copy, matmul, timed
 
@@ -77,12 +77,12 @@ def samples(
 ) -> tuple[Samples, ...]:
     """As `measure`, without the device's limits."""
     definitions = {name: nn.define(request.config(name), mesh=mesh) for name in request.residuals}
-    room = memory.room(mesh.devices.flat[0], devices=mesh.size)
+    free = memory.free_memory(mesh.devices.flat[0], devices=mesh.size)
     rows = max(request.batches)
     first = definitions[request.residuals[0]]
     cache_bytes = memory.cache_bytes(first, rows=rows, capacity=request.capacity)
     parts = {"weights": weight_bytes(definitions.values()), "cache": cache_bytes}
-    memory.check(parts, room=room, what=f"{request.model} at batch {rows}", instead=INSTEAD)
+    memory.check(parts, free=free, what=f"{request.model} at batch {rows}", instead=INSTEAD)
     runs = {}
     found = []
     with memory.explained("benchmarking", instead=INSTEAD):
@@ -93,7 +93,7 @@ def samples(
                 advance(f"batch {batch}: compiling {variant.name}")
                 one = variant.residual
                 runs[batch, variant] = _generation(
-                    request, definitions[one], params[one], variant, batch, room
+                    request, definitions[one], params[one], variant, batch, free
                 )
         for batch in request.batches:
             seconds = {variant: [] for variant in request.variants}
@@ -158,7 +158,7 @@ def _generation(
     params: Params,
     variant: Variant,
     batch: int,
-    room: int | None,
+    free: int | None,
 ) -> Callable[[], tuple[float, float]]:
     """Compile a generation. Returns a function that runs it once: () -> (prefill seconds, decode
     seconds).
@@ -188,7 +188,7 @@ def _generation(
             results=results,
         )
         memory.check(
-            parts, room=room, what=f"{phase} of {variant.name} at batch {batch}", instead=INSTEAD
+            parts, free=free, what=f"{phase} of {variant.name} at batch {batch}", instead=INSTEAD
         )
     first = decode.sample_first(definition)
 

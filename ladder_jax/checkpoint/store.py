@@ -33,7 +33,7 @@ from ladder_jax.config import RunConfig, to_dict
 from ladder_jax.errors import UserError, unknown, wrong_type
 from ladder_jax.files import AnyPath, absolute, is_remote, patiently, reason
 from ladder_jax.nn import Params
-from ladder_jax.processes.agreement import PATIENCE, Agreement, first_of
+from ladder_jax.processes.agreement import TIMEOUT, Agreement, first_of
 
 ABANDONED = 10.0  # seconds within which the abandoned writes of a failed save end
 
@@ -58,17 +58,17 @@ class Store:
 
     With several processes, each constructs a Store and makes the same calls of `save`, `wait` and
     `close`.
-    patience: seconds to wait for another process; after that the run fails.
+    timeout: seconds to wait for another process; after that the run fails.
     """
 
-    def __init__(self, folder: str | AnyPath, *, config: RunConfig, patience: float = PATIENCE):
+    def __init__(self, folder: str | AnyPath, *, config: RunConfig, timeout: float = TIMEOUT):
         if not isinstance(config, RunConfig):
             raise wrong_type("config", config, RunConfig)
         if not isinstance(folder, str | os.PathLike):
             raise wrong_type("folder", folder, str, os.PathLike)
         self.folder = absolute(folder)
         self._config = config
-        self._patience = patience
+        self._timeout = timeout
         train = config.train
         self._keep = Keep(last=train.keep_checkpoints, every=train.keep_every, best=train.keep_best)
         self._thread: threading.Thread | None = None
@@ -76,8 +76,8 @@ class Store:
         self._failures = 0
         self._disagreement: Exception | None = None
         self._quiet: Quiet | None = None
-        self._start = Agreement("save", patience=patience)
-        self._end = Agreement("saved", patience=patience)
+        self._start = Agreement("save", timeout=timeout)
+        self._end = Agreement("saved", timeout=timeout)
         if jax.process_index() == 0:
             self.folder.mkdir(parents=True, exist_ok=True)
             self._clear()
@@ -167,7 +167,7 @@ class Store:
     def _finish(self, step: int, writing: Writing, texts: Texts) -> None:
         # A shorter time-out than the other processes', so that a disk that hangs is reported to
         # them in time.
-        error = _error_of(lambda: writing.wait(within=0.8 * self._patience))
+        error = _error_of(lambda: writing.wait(within=0.8 * self._timeout))
 
         def conclude(errors: list[str | None]) -> str | None:
             first, whose = first_of(errors)
@@ -179,7 +179,7 @@ class Store:
             return self._failed_line(step, why)
 
         try:
-            failure = self._end.concluded(f"the checkpoint of step {step}", error, conclude)
+            failure = self._end.gather(f"the checkpoint of step {step}", error, conclude)
         # `wait` raises it: a thread that just ends would look like a save
         except Exception as disagreement:
             self._disagreement = disagreement

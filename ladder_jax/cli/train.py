@@ -14,25 +14,31 @@ def run(options: dict) -> None:
 
     args = argparse.Namespace(**options)
     settings = load(args.config, overrides=args.overrides, model_of=models.of_model)
-    patience = processes.patience(options, os.environ)
+    timeouts = processes.timeouts(options, os.environ)
     spec = processes.spec(options, os.environ)
     if spec is None:
-        return _train(settings, args, patience=patience.hang)
+        return _train(settings, args, timeout=timeouts.hang)
     with processes.joined(
-        spec, settings=_equal(settings, args), patience=patience, say=terminal.say
+        spec, settings=_equal(settings, args), timeouts=timeouts, say=terminal.say
     ) as member:
-        _train(settings, args, patience=patience.hang, beat=member.beat, shown=member.process == 0)
+        _train(
+            settings,
+            args,
+            timeout=timeouts.hang,
+            heartbeat=member.heartbeat,
+            shown=member.process == 0,
+        )
 
 
 def _train(
     settings: RunConfig,
     args: argparse.Namespace,
     *,
-    patience: float,
-    beat: Callable[[str], None] = lambda doing: None,
+    timeout: float,
+    heartbeat: Callable[[str], None] = lambda doing: None,
     shown: bool = True,
 ) -> None:
-    """patience, beat: as in `train.run`; shown: whether this process prints the result."""
+    """timeout, heartbeat: as in `train.run`; shown: whether this process prints the result."""
     from ladder_jax.train import parse_profile
     from ladder_jax.train import run as train
 
@@ -44,7 +50,7 @@ def _train(
 
         say = terminal.say if shown else lambda line: None
         settings = halves.of_training(settings, kind=jax.devices()[0].device_kind, say=say)
-    result = train(settings, say=terminal.say, profile=steps, beat=beat, patience=patience)
+    result = train(settings, say=terminal.say, profile=steps, heartbeat=heartbeat, timeout=timeout)
     entropy = result.bigram_entropy
     unit = "token" if entropy is None else f"byte (the text's bigram entropy: {entropy:.4f})"
     if shown:

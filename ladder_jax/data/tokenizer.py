@@ -49,7 +49,7 @@ class Tokenizer(Protocol):
     name: "bytes", or a digest that tells it from others; checkpoints and token stores hold it.
     vocab_size: all tokens are below it.
     stop_ids: tokens that end a text, the one that ends a document first; none for bytes.
-    begin_id: the token that begins a text, if there is one.
+    bos_token_id: the token that begins a text, if there is one.
     has_chat: whether there is a chat template.
     special_ids: special tokens by their texts.
     """
@@ -57,7 +57,7 @@ class Tokenizer(Protocol):
     name: str
     vocab_size: int
     stop_ids: tuple[int, ...]
-    begin_id: int | None
+    bos_token_id: int | None
     has_chat: bool
     special_ids: Mapping[str, int] = types.MappingProxyType({})
 
@@ -109,7 +109,7 @@ class Bytes(Tokenizer):
     name: str = BYTES
     vocab_size: int = 256
     stop_ids: tuple[int, ...] = ()
-    begin_id: int | None = None
+    bos_token_id: int | None = None
     has_chat: bool = False
 
     def encode(self, text: str, *, special: bool = True) -> list[int]:
@@ -235,7 +235,7 @@ class HuggingFace(Tokenizer):
         self.vocab_size = 1 + max(vocabulary.values())
         self._check_around()
         self.stop_ids = self._stop_ids()
-        self.begin_id = self._token_id("bos_token")
+        self.bos_token_id = self._token_id("bos_token")
         source = _template(folder, self._config)
         self._chat = None
         if source is not None:

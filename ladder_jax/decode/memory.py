@@ -26,7 +26,7 @@ LOWER = (
 )
 
 
-def room(device: jax.Device, *, devices: int) -> int | None:
+def free_memory(device: jax.Device, *, devices: int) -> int | None:
     """Bytes that each of `devices` devices like `device` has, None if unknown; simulated ones share
     the machine's.
     """
@@ -36,16 +36,16 @@ def room(device: jax.Device, *, devices: int) -> int | None:
     return (device.memory_stats() or {}).get("bytes_limit")
 
 
-def check(parts: dict[str, float], *, room: int | None, what: str, instead: str) -> None:
-    """Raises UserError where the parts (bytes a device, by name) sum to more than `room`; `instead`
+def check(parts: dict[str, float], *, free: int | None, what: str, instead: str) -> None:
+    """Raises UserError where the parts (bytes a device, by name) sum to more than `free`; `instead`
     is advice.
     """
     total = sum(parts.values())
-    if room is None or total <= room:
+    if free is None or total <= free:
         return
     listed = ", ".join(f"{name} {size / GIB:.1f}" for name, size in parts.items())
     raise UserError(
-        f"{what} needs {total / GIB:.1f} GiB a device ({listed}), but there are {room / GIB:.1f}: {instead}"
+        f"{what} needs {total / GIB:.1f} GiB a device ({listed}), but there are {free / GIB:.1f}: {instead}"
     )
 
 
@@ -75,18 +75,18 @@ def check_slots(
         "cache": cache_bytes(definition, rows=slots, capacity=capacity + chunk),
     }
     advice = f"ask for fewer, or shorter ones; {_less(quantize)}"
-    check(parts, room=size, what=f"a cache of {slots} x {capacity:,} tokens", instead=advice)
+    check(parts, free=size, what=f"a cache of {slots} x {capacity:,} tokens", instead=advice)
 
 
 def check_weights(
     definition: ModelDef, *, loop: Loop, quantize: Quantize = Quantize.NONE, held: int = 0
 ) -> tuple[int, int | None]:
     """Raises UserError where `weights.prepare` does not fit; returns the bytes a device that it
-    keeps, and `room`.
+    keeps, and `free`.
     """
     kept, most = weights.needed_bytes(definition, loop=loop, quantize=quantize)
     devices = definition.layout.mesh.devices
-    size = room(devices.flat[0], devices=devices.size)
+    size = free_memory(devices.flat[0], devices=devices.size)
     # its available memory excludes the parameters already
     on_host = devices.flat[0].platform == "cpu"
     parts = {
@@ -95,7 +95,7 @@ def check_weights(
         "those in memory": 0 if on_host else held,
     }
     parts = {name: bytes_ for name, bytes_ in parts.items() if bytes_ or name == "weights"}
-    check(parts, room=size, what="reading the weights", instead=_less(quantize))
+    check(parts, free=size, what="reading the weights", instead=_less(quantize))
     return kept, size
 
 

@@ -96,7 +96,7 @@ class Model:
         stands once.
         """
         tokens = self.tokenizer.encode(text)
-        begin = self.tokenizer.begin_id
+        begin = self.tokenizer.bos_token_id
         if tokens[:2] == [begin, begin]:
             return tokens[1:]
         return tokens
@@ -121,8 +121,8 @@ def prefix_of(tokenizer: Tokenizer) -> int:
     Bytes have neither; there it is the newline, as after a line before. Raises UserError for other
     such tokenizers.
     """
-    if tokenizer.begin_id is not None:
-        return tokenizer.begin_id
+    if tokenizer.bos_token_id is not None:
+        return tokenizer.bos_token_id
     if tokenizer.stop_ids:
         return tokenizer.stop_ids[0]
     if tokenizer.name == BYTES:

@@ -103,7 +103,7 @@ def constants(tensor: int, *, warmup: int, repeats: int) -> tuple[dict, list[Red
     ranks = [size for size in (2, 4, 8, 16, 32) if size < tensor] + [tensor] if tensor > 1 else []
     sizes = SIMULATED if simulated else SIZES
     time_of = functools.partial(timed, warmup=warmup, repeats=repeats)
-    room = memory.room(device, devices=jax.device_count())
+    free = memory.free_memory(device, devices=jax.device_count())
     done = itertools.count()  # the number of finished measurements
     kernel_ranks = (
         [count for count in ranks if count <= MOST_READ] if device.platform == "gpu" else []
@@ -111,7 +111,7 @@ def constants(tensor: int, *, warmup: int, repeats: int) -> tuple[dict, list[Red
     with progress(4 + len(ranks) * len(sizes) + len(kernel_ranks) * len(KERNELS)) as update:
         advance = lambda what: update(next(done), what)
         advance("copying")
-        copy = copy_bandwidth(device, room=room, samples=repeats)
+        copy = copy_bandwidth(device, free=free, samples=repeats)
         advance("multiplying")
         matmul = matmul_peak(device, dtype="bfloat16", samples=repeats)
         advance("starting kernels")
@@ -133,7 +133,7 @@ def constants(tensor: int, *, warmup: int, repeats: int) -> tuple[dict, list[Red
             "source": f"measured on {tensor} {'simulated ' if simulated else ''}devices",
         },
         "memory": _entry(
-            room or 0, "the device's memory, or this machine's free memory divided by its devices"
+            free or 0, "the device's memory, or this machine's free memory divided by its devices"
         ),
         "flops": _entry(
             matmul.best, f"measured: the best {of}, {matmul.array}, spread {_spread(matmul.rates)}"
@@ -201,17 +201,17 @@ def _spread(rates: tuple[float, ...]) -> str:
     return f"{(max(rates) - min(rates)) / max(rates):.0%}" if max(rates) else "unknown"
 
 
-def copy_bandwidth(device: jax.Device, *, room: int | None, samples: int = 10) -> Ceiling:
+def copy_bandwidth(device: jax.Device, *, free: int | None, samples: int = 10) -> Ceiling:
     """Bytes read and written a second by y = ~x; x is uint32 and too large for any cache.
 
     An H200 does so at a plain copy's rate, and with bfloat16 at 0.78 of it. x is donated because on
     a CPU writing to fresh pages costs ten times the copy.
 
-    room: free bytes of the device; None if unknown.
+    free: free bytes of the device; None if unknown.
     """
     cpu = device.platform == "cpu"
     size = (128 if cpu else 1024) * MIB
-    size = size if room is None else min(size, room // 8)
+    size = size if free is None else min(size, free // 8)
     x = jax.device_put(jnp.ones(size // 4, jnp.uint32), device)
     rates = _rates(
         jax.jit(lambda x: ~x, donate_argnums=0),

@@ -4,7 +4,7 @@ failed.
 
 from ladder_jax.processes.join import Member as Member
 from ladder_jax.processes.join import joined as joined
-from ladder_jax.processes.options import Patience as Patience
 from ladder_jax.processes.options import ProcessSpec as ProcessSpec
-from ladder_jax.processes.options import patience as patience
+from ladder_jax.processes.options import Timeouts as Timeouts
 from ladder_jax.processes.options import spec as spec
+from ladder_jax.processes.options import timeouts as timeouts

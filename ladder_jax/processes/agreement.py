@@ -2,7 +2,7 @@
 process's errors.
 
 Messages go through the key-value store of jax's coordination service, not through devices: a
-collective never returns if one process has failed. Each wait here raises RunFailed after `patience`
+collective never returns if one process has failed. Each wait here raises RunFailed after `timeout`
 seconds.
 """
 
@@ -17,8 +17,8 @@ import jax
 
 from ladder_jax.errors import RunFailed, UserError
 
-PATIENCE = 1800.0  # seconds
-GIVE_UP = 0.9  # process 0's share of the patience; in the rest it tells the others why it gave up
+TIMEOUT = 1800.0  # seconds
+GIVE_UP = 0.9  # process 0's share of the timeout; in the rest it tells the others why it gave up
 LONGEST = 1e6  # seconds: jax's time-outs are integers of milliseconds
 # seconds in which a watchdog, if there is one, ends this process and names the one that failed
 FAREWELL = 5.0
@@ -39,9 +39,9 @@ class Agreement:
     """
 
     def __init__(
-        self, name: str, *, patience: float = PATIENCE, place: tuple[int, int] | None = None
+        self, name: str, *, timeout: float = TIMEOUT, place: tuple[int, int] | None = None
     ):
-        self.patience = patience
+        self.timeout = timeout
         self._client = _client()
         if place is None:
             place = (jax.process_index(), jax.process_count())
@@ -53,7 +53,7 @@ class Agreement:
         """What `decide` returns in process 0, which alone calls it. Raises its UserError or
         RunFailed everywhere.
         """
-        return self.concluded(what, None, lambda _: decide())
+        return self.gather(what, None, lambda _: decide())
 
     def concluded[T](self, what: str, mine: Any, conclude: Callable[[list[Any]], T]) -> T:
         """`conclude` of all processes' reports, in the processes' order; process 0 alone calls it,
@@ -67,7 +67,7 @@ class Agreement:
             before = f"{self._name}/{number - 1}/"
             return self._lead(key, what, mine, conclude, before=before)
         self._put(f"{key}/{self._process}", mine, what)
-        until = time.monotonic() + self.patience
+        until = time.monotonic() + self.timeout
         said = self._get(f"{key}/said", 0, what, until=until)
         if "error" in said:
             raise _error(said["error"])
@@ -85,7 +85,7 @@ class Agreement:
         except Exception as raised:
             error = raised
         try:
-            verdict = self.concluded(what, error and _described(error), _verdict)
+            verdict = self.gather(what, error and _described(error), _verdict)
         except RunFailed as lost:
             raise error or lost from None
         if error is not None and not isinstance(error, UserError | RunFailed):
@@ -99,7 +99,7 @@ class Agreement:
         """Process 0's part. before: the keys of the round before, which all have read once they are
         in this one.
         """
-        until = time.monotonic() + GIVE_UP * self.patience
+        until = time.monotonic() + GIVE_UP * self.timeout
         try:
             reports = [mine]
             for process in range(1, self._count):
@@ -128,7 +128,7 @@ class Agreement:
                 if "DEADLINE_EXCEEDED" not in str(error):
                     raise
         raise RunFailed(
-            f"process {process} of {self._count} has not answered within {self.patience:g} s: {what}"
+            f"process {process} of {self._count} has not answered within {self.timeout:g} s: {what}"
         )
 
 

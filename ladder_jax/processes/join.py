@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from ladder_jax.errors import UserError, error_text
-from ladder_jax.processes.options import CHIPS, Patience, ProcessSpec, incomplete
+from ladder_jax.processes.options import CHIPS, ProcessSpec, Timeouts, incomplete
 
 ANNOUNCE_AFTER = 10.0  # seconds until a process prints that it waits for others
 LONGEST = 1e6  # seconds: jax's time-outs are integers
@@ -27,15 +27,18 @@ type Say = Callable[[str], None]
 
 @dataclasses.dataclass(frozen=True)
 class Member:
-    """This process of a run. beat: notes progress, in the same words and order on all processes."""
+    """This process of a run.
+
+    heartbeat: notes progress, in the same words and order on all processes.
+    """
 
     process: int = 0
-    beat: Callable[[str], None] = lambda doing: None
+    heartbeat: Callable[[str], None] = lambda doing: None
 
 
 @contextlib.contextmanager
 def joined(
-    spec: ProcessSpec | None, *, settings: dict[str, Any], patience: Patience, say: Say
+    spec: ProcessSpec | None, *, settings: dict[str, Any], timeouts: Timeouts, say: Say
 ) -> Iterator[Member]:
     """Connect jax with the run's other processes, before the first use of a device, and watch over
     all while open.
@@ -44,7 +47,7 @@ def joined(
     UserError where they are not, before any collective. Ends the process with status 1 and one line
     when others are missing, lost or stuck.
     """
-    if spec is None or not connect(spec, patience=patience, say=say):
+    if spec is None or not connect(spec, timeouts=timeouts, say=say):
         yield Member()
         return
     from flax import traverse_util
@@ -62,12 +65,12 @@ def joined(
     given = traverse_util.flatten_dict(settings, sep=".")
     given["--processes"] = processes
     mine = {"host": socket.gethostname(), "settings": given}
-    agreement = Agreement("settings", patience=patience.start, place=(process, processes))
-    hosts = agreement.concluded("its settings", mine, _hosts)
-    watchdog = Watchdog(state.client, process=process, hosts=hosts, patience=patience)
+    agreement = Agreement("settings", timeout=timeouts.start, place=(process, processes))
+    hosts = agreement.gather("its settings", mine, _hosts)
+    watchdog = Watchdog(state.client, process=process, hosts=hosts, timeouts=timeouts)
     with watchdog.watching(), _second_interrupt():
-        watchdog.beat("connected")
-        yield Member(process, beat=watchdog.beat)
+        watchdog.heartbeat("connected")
+        yield Member(process, heartbeat=watchdog.heartbeat)
 
 
 def _hosts(reports: list[dict[str, Any]]) -> list[str]:
@@ -96,7 +99,7 @@ def _hosts(reports: list[dict[str, Any]]) -> list[str]:
     return hosts
 
 
-def connect(spec: ProcessSpec, *, patience: Patience, say: Say) -> bool:
+def connect(spec: ProcessSpec, *, timeouts: Timeouts, say: Say) -> bool:
     """Connect jax; False on a machine that only looks like one of a TPU slice: it trains alone.
 
     Raises UserError where jax cannot find out what `spec` leaves open, or where the coordinator's
@@ -112,7 +115,7 @@ def connect(spec: ProcessSpec, *, patience: Patience, say: Say) -> bool:
         bind = _bind_address(spec.coordinator)
     whole = lambda seconds: int(min(seconds, LONGEST))
     try:
-        with _in_time(spec, patience=patience, say=say), _interruptible():
+        with _in_time(spec, timeouts=timeouts, say=say), _interruptible():
             # jax's own time-outs end in an abort with a stack trace, so they are the longer ones.
             jax.distributed.initialize(
                 spec.coordinator,
@@ -120,9 +123,9 @@ def connect(spec: ProcessSpec, *, patience: Patience, say: Say) -> bool:
                 spec.process,
                 cluster_detection_method=None if spec.cluster else "deactivate",
                 coordinator_bind_address=bind,
-                initialization_timeout=whole(patience.start + 60),
-                heartbeat_timeout_seconds=whole(2 * patience.lost + 60),
-                shutdown_timeout_seconds=whole(patience.lost + 60),
+                initialization_timeout=whole(timeouts.start + 60),
+                heartbeat_timeout_seconds=whole(2 * timeouts.lost + 60),
+                shutdown_timeout_seconds=whole(timeouts.lost + 60),
             )
     except Exception as error:  # of whatever the cluster's own service raises
         if spec == ProcessSpec(None, None, None, CHIPS) and isinstance(error, ValueError):
@@ -158,7 +161,7 @@ def _bind_address(coordinator: str) -> str | None:
 
 
 @contextlib.contextmanager
-def _in_time(spec: ProcessSpec, *, patience: Patience, say: Say) -> Iterator[None]:
+def _in_time(spec: ProcessSpec, *, timeouts: Timeouts, say: Say) -> Iterator[None]:
     """While jax waits for all processes: print that it does, and end this process with one line
     after `start`.
     """
@@ -175,7 +178,7 @@ def _in_time(spec: ProcessSpec, *, patience: Patience, say: Say) -> Iterator[Non
         if spec.coordinator and spec.process:
             silent = _unreachable(spec.coordinator)
         why = (
-            f"has waited{where} for {patience.start:g} s, and not all processes have joined{silent}"
+            f"has waited{where} for {timeouts.start:g} s, and not all processes have joined{silent}"
         )
         line = f"{me} {why}: start all with the same --coordinator and --processes, or wait longer with --start-timeout"
         os.write(2, f"ladder-jax: {line}\n".encode())
@@ -184,7 +187,7 @@ def _in_time(spec: ProcessSpec, *, patience: Patience, say: Say) -> Iterator[Non
     waits = f"{me} waits for the others; a process that prints no such line has not started"
     timers = (
         threading.Timer(ANNOUNCE_AFTER, say, [waits]),
-        threading.Timer(min(patience.start, LONGEST), give_up),
+        threading.Timer(min(timeouts.start, LONGEST), give_up),
     )
     for timer in timers:
         timer.daemon = True

@@ -61,7 +61,7 @@ class ProcessSpec:
 
 
 @dataclasses.dataclass(frozen=True)
-class Patience:
+class Timeouts:
     """Time-outs in seconds.
 
     start: until all processes have joined; lost: without a sign of life of one process; hang:
@@ -74,7 +74,7 @@ class Patience:
     hang: float = 1800.0
 
     @property
-    def beat(self) -> float:
+    def interval(self) -> float:
         """Between two signs of life."""
         return min(5.0, self.lost / 5, self.hang / 5)
 
@@ -114,7 +114,7 @@ def spec(options: Options, environ: Environ) -> ProcessSpec | None:
     return dataclasses.replace(known, cluster=cluster)
 
 
-def patience(options: Options, environ: Environ) -> Patience:
+def timeouts(options: Options, environ: Environ) -> Timeouts:
     """Raises UserError for a time-out that is not a positive number; infinity ("inf") is for
     ever.
     """
@@ -123,7 +123,7 @@ def patience(options: Options, environ: Environ) -> Patience:
     for name in ("start", "lost", "hang"):
         if value := values.get(f"{name}_timeout"):
             given[name] = _seconds(value)
-    return Patience(**given)
+    return Timeouts(**given)
 
 
 def suspected(environ: Environ) -> str | None:

@@ -24,7 +24,7 @@ from typing import Any
 import jax
 
 from ladder_jax.errors import RunFailed, Stopped, UserError, one_line
-from ladder_jax.processes.options import Patience
+from ladder_jax.processes.options import Timeouts
 
 GO_ON = "all processes stop; the same command on each goes on from the last checkpoint"
 REPORTS = "ladder_jax/reports"
@@ -49,12 +49,12 @@ class End(enum.StrEnum):
 class Report:
     """What a process writes every few seconds.
 
-    number: of this report; beats: how far it is, `doing` in words; end, how: how it ended, in words
-    that go on from its name.
+    number: of this report; heartbeats: how far it is, `doing` in words; end, how: how it ended, in
+    words that go on from its name.
     """
 
     number: int = 0
-    beats: int = 0
+    heartbeats: int = 0
     doing: str = "starting"
     end: End | None = None
     how: str = ""
@@ -70,7 +70,9 @@ class Verdict:
 
 @dataclasses.dataclass
 class _Seen:
-    """The newest report of a process; when it came, when `beats` last grew, and when `end` came."""
+    """The newest report of a process; when it came, when its `heartbeats` last grew, and when its
+    `end` came.
+    """
 
     report: Report
     heard: float
@@ -86,9 +88,9 @@ class Members:
     seconds.
     """
 
-    def __init__(self, hosts: list[str], *, patience: Patience, now: float):
+    def __init__(self, hosts: list[str], *, timeouts: Timeouts, now: float):
         self._hosts = hosts
-        self._patience = patience
+        self._timeouts = timeouts
         self._seen = [_Seen(Report(), heard=now, moved=now) for _ in hosts]
 
     def update(self, process: int, report: Report, *, now: float) -> None:
@@ -97,7 +99,7 @@ class Members:
         seen.report = report
         if report.number != before.number:
             seen.heard = now
-        if report.beats != before.beats:
+        if report.heartbeats != before.heartbeats:
             seen.moved = now
         if report.end != before.end:
             seen.ended = now
@@ -120,15 +122,15 @@ class Members:
         return self._lost(live, now) or self._ended(live) or self._hanging(live, now)
 
     def _lost(self, live: Live, now: float) -> Verdict | None:
-        lost = self._patience.lost
-        beat = self._patience.beat
+        lost = self._timeouts.lost
+        interval = self._timeouts.interval
         silence = {process: now - seen.heard for process, seen in live.items()}
         if max(silence.values(), default=0.0) <= lost:
             return None
         about = []
         told = []
         for process, seconds in silence.items():
-            if seconds > lost - beat:  # hosts behind a switch
+            if seconds > lost - interval:  # hosts behind a switch
                 about.append(process)
                 told.append(f"{self.name(process)} has not been heard of for {lost:g} s")
         return Verdict("; ".join(told), tuple(about))
@@ -153,20 +155,20 @@ class Members:
         return None
 
     def _hanging(self, live: Live, now: float) -> Verdict | None:
-        hang = self._patience.hang
+        hang = self._timeouts.hang
         moved = max((seen.moved for seen in live.values()), default=now)
         if now - moved <= hang:
             return None
         reports = {process: seen.report for process, seen in live.items()}
-        ahead = max(reports.values(), key=lambda report: report.beats)
-        least = min(report.beats for report in reports.values())
-        if ahead.beats == least:
+        ahead = max(reports.values(), key=lambda report: report.heartbeats)
+        least = min(report.heartbeats for report in reports.values())
+        if ahead.heartbeats == least:
             text = f"no process got on for {hang:g} s (all are at: {ahead.doing}); a longer wait is --hang-timeout"
             return Verdict(text, ())
         behind = []
         told = []
         for process, report in reports.items():
-            if report.beats == least:
+            if report.heartbeats == least:
                 behind.append(process)
                 told.append(f"{self.name(process)} hangs at: {report.doing}")
         waited = f"the others have waited for it at: {ahead.doing}, for {hang:g} s (--hang-timeout waits longer)"
@@ -182,12 +184,12 @@ class Watchdog:
     `_follow` ends the process then.
     """
 
-    def __init__(self, client: Any, *, process: int, hosts: list[str], patience: Patience):
+    def __init__(self, client: Any, *, process: int, hosts: list[str], timeouts: Timeouts):
         self._client = client
         self._process = process
         self._count = len(hosts)
-        self._patience = patience
-        self._members = Members(hosts, patience=patience, now=time.monotonic())
+        self._timeouts = timeouts
+        self._members = Members(hosts, timeouts=timeouts, now=time.monotonic())
         self._report = Report()
         self._numbers = itertools.count(1)
         self._verdict: Verdict | None = None
@@ -203,12 +205,12 @@ class Watchdog:
             thread = threading.Thread(target=self._run, args=(loop,), name="watchdog", daemon=True)
             self._threads.append(thread)
 
-    def beat(self, doing: str) -> None:
+    def heartbeat(self, doing: str) -> None:
         """Note progress: all processes note the same in the same order, so that one that is behind
         shows.
         """
-        beats = self._report.beats + 1
-        self._report = dataclasses.replace(self._report, beats=beats, doing=doing)
+        heartbeats = self._report.heartbeats + 1
+        self._report = dataclasses.replace(self._report, heartbeats=heartbeats, doing=doing)
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
@@ -250,7 +252,7 @@ class Watchdog:
         self._ending.set()
         self._tell(end=end, how=how)
         if self._process == 0 or end is End.CRASHED:
-            seconds = self._patience.lost + 3 * self._patience.beat
+            seconds = self._timeouts.lost + 3 * self._timeouts.interval
             self._judged.wait(min(seconds, LONGEST))
 
     def _finish(self) -> None:
@@ -319,7 +321,7 @@ class Watchdog:
     def _write(self) -> None:
         while not self._done.is_set():
             self._tell()
-            self._done.wait(self._patience.beat)
+            self._done.wait(self._timeouts.interval)
 
     def _judge(self) -> None:
         """In process 0: read the reports until all are done, or one verdict is given."""
@@ -333,7 +335,7 @@ class Watchdog:
                 members.update(_process_of(key), report, now=now)
             stood = now - before
             before = now
-            if stood > self._patience.lost:  # the others have ended meanwhile
+            if stood > self._timeouts.lost:  # the others have ended meanwhile
                 verdict = Verdict(f"{members.name(0)} stood still for {stood:.0f} s", (0,))
             else:
                 verdict = members.verdict(now=now)
@@ -346,8 +348,8 @@ class Watchdog:
     def _follow(self) -> None:
         """In every other process: wait for the verdict, or for the loss of process 0."""
         leader = self._members.name(0)
-        lost = self._patience.lost
-        milliseconds = max(1, int(1000 * min(1.0, self._patience.beat)))
+        lost = self._timeouts.lost
+        milliseconds = max(1, int(1000 * min(1.0, self._timeouts.interval)))
         while not self._done.is_set():
             try:
                 value = self._client.blocking_key_value_get(VERDICT, milliseconds)

@@ -166,7 +166,7 @@ def of_run(
     here. Raises UserError for a missing or unfit checkpoint.
     """
     decide = lambda: sources.of_run(config, recorded=recorded).record()
-    decided = agreement.decided("where weights come from", decide)
+    decided = agreement.broadcast("where weights come from", decide)
     with agreement.together("where weights come from"):
         found = sources.of_run(config, recorded=recorded, decided=decided)
     definition = define(config.model, mesh=mesh, experts=config.mesh.experts)

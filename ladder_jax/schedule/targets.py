@@ -60,7 +60,7 @@ GPUS = {
     "b200": dict(name="NVIDIA B200", compute=10, cores=148, clock=1.965, cache=126 * 2**20),
 }
 KINDS = (*HARDWARE, "cpu")
-PATIENCE = 120  # seconds for libtpu to describe a target
+TIMEOUT = 120  # seconds for libtpu to describe a target
 
 
 @dataclasses.dataclass(frozen=True)
@@ -229,10 +229,10 @@ def _probe_tpu(target: Target) -> str | None:
             env={**os.environ, **ENVIRONMENT},
             capture_output=True,
             text=True,
-            timeout=PATIENCE,
+            timeout=TIMEOUT,
         )
     except subprocess.TimeoutExpired:
-        return f"libtpu cannot describe it within {PATIENCE} s"
+        return f"libtpu cannot describe it within {TIMEOUT} s"
     if done.returncode == 0:
         return None
     last = (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1]

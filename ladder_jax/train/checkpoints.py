@@ -71,7 +71,7 @@ def newest(context: RunContext) -> Checkpoint | None:
     """
     agreement = context.agreement
     folder = context.folder / FOLDER
-    found = agreement.decided(
+    found = agreement.broadcast(
         "which checkpoint is resumed", lambda: _newest(folder, context=context)
     )
     if found is None:
@@ -80,7 +80,7 @@ def newest(context: RunContext) -> Checkpoint | None:
     path = folder / str(step)
     with agreement.together(f"whether all see checkpoint {str(path)!r}"):
         if has_manifest and jax.process_index() > 0:
-            _await_files(path, within=min(VISIBLE_WITHIN, agreement.patience / 2))
+            _await_files(path, within=min(VISIBLE_WITHIN, agreement.timeout / 2))
         checkpoint = open_checkpoint(path)
     return dataclasses.replace(checkpoint, verified=has_manifest)  # by process 0, for all
 
@@ -156,7 +156,7 @@ class CheckpointSaver:
                 saved = patiently(folder, lambda: steps(folder))
             return max(saved, default=0)
 
-        return self.context.agreement.decided("the newest checkpoint", latest)
+        return self.context.agreement.broadcast("the newest checkpoint", latest)
 
     def wait(self) -> None:
         with self.context.account.time("saving"):

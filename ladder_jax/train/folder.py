@@ -133,7 +133,7 @@ class RunContext:
     """What all parts of a run share.
 
     config: with everything that follows from the mesh; tokenizer: of the data; say: shows a line to
-    the user, in process 0 alone; beat: called with what comes next, alike on all processes.
+    the user, in process 0 alone; heartbeat: called with what comes next, alike on all processes.
     """
 
     config: RunConfig
@@ -143,7 +143,7 @@ class RunContext:
     account: TimeAccount
     stop: StopRequest
     say: Callable[[str], None]
-    beat: Callable[[str], None]
+    heartbeat: Callable[[str], None]
 
 
 def path_of(config: RunConfig) -> AnyPath:

@@ -20,7 +20,7 @@ from ladder_jax.hardware import HARDWARE, machine_of
 from ladder_jax.nn import ModelDef
 from ladder_jax.nn.parameter import real_size
 from ladder_jax.parallel import make_mesh, with_ranks
-from ladder_jax.processes.agreement import PATIENCE, Agreement
+from ladder_jax.processes.agreement import TIMEOUT, Agreement
 from ladder_jax.train import checkpoints, folder, timing
 from ladder_jax.train.checkpoints import CheckpointSaver
 from ladder_jax.train.folder import RunContext
@@ -56,27 +56,27 @@ def run(
     *,
     say: Callable[[str], None] = print,
     profile: range | None = None,
-    beat: Callable[[str], None] = lambda doing: None,
-    patience: float = PATIENCE,
+    heartbeat: Callable[[str], None] = lambda doing: None,
+    timeout: float = TIMEOUT,
 ) -> Result:
     """Train as `config` says, resuming from the run's last checkpoint; returns the final losses.
 
-    profile: steps to trace into `profile/`; beat: called with what comes next, alike on all
-    processes; patience: how many seconds one process waits for another. Raises UserError for a
+    profile: steps to trace into `profile/`; heartbeat: called with what comes next, alike on all
+    processes; timeout: how many seconds one process waits for another. Raises UserError for a
     mistake, before anything is written; then RunFailed where the run cannot go on, and Stopped
     after SIGTERM or SIGINT. Only process 0 shows and logs.
     """
     account = TimeAccount()
     config = resolve(config)
     where = folder.path_of(config)
-    agreement = Agreement("run", patience=patience)
-    agreement.decided("whose folder this is", lambda: folder.check(config, where))
+    agreement = Agreement("run", timeout=timeout)
+    agreement.broadcast("whose folder this is", lambda: folder.check(config, where))
     parallel.use_compilation_cache()
     mesh = make_mesh(**config.mesh.axes)
     train = config.train
     if profile and profile[-1] > train.steps:
         raise UserError(f"--profile: step {profile[-1]} is past train.steps={train.steps}")
-    beginning = agreement.decided(
+    beginning = agreement.broadcast(
         "when the run began", lambda: folder.beginning(where) or account.began
     )
     data = _load_data(config, where=where, agreement=agreement, began=beginning)
@@ -99,13 +99,13 @@ def run(
             account=account,
             stop=stack.enter_context(folder.caught()),
             say=say,
-            beat=beat,
+            heartbeat=heartbeat,
         )
         with agreement.together("the lock of the run's folder"):
             stack.enter_context(folder.owned(where, say=say))
         # Since the first look, which costs nothing, another process may have begun a run here, and
         # ended it.
-        agreement.decided("whose folder this is now", lambda: folder.check(config, where))
+        agreement.broadcast("whose folder this is now", lambda: folder.check(config, where))
         with agreement.together("the profiler's port"):
             stack.enter_context(timing.profiler_server(config.run.profiler_port))
         say(folder.describe(config))
@@ -136,13 +136,13 @@ def run(
         elif task.origin:
             say(task.origin)
         first = int(state.step)
-        beat(f"step {first}")
+        heartbeat(f"step {first}")
 
         with agreement.together("the run's files"), folder.writing(where):
             folder.write_config(context)
             logged = Metrics(small_files, step=first, trackers=followers, mirror=mirror, say=say)
             metrics = stack.enter_context(contextlib.closing(logged))
-            store = Store(where / checkpoints.FOLDER, config=config, patience=patience)
+            store = Store(where / checkpoints.FOLDER, config=config, timeout=timeout)
             stack.enter_context(contextlib.closing(store))
         held_out = dataset.evaluated(data.held_out, data.held_out_rows, config=train)
         sources = position.get("sources") or task.sources_record()
@@ -200,7 +200,7 @@ def _load_data(config: RunConfig, *, where: AnyPath, agreement: Agreement, began
             tokenizer = retrain.tokenizer(config, folder=where)
         about = dict(vocab_size=config.model.vocab_size, tokenizer=tokenizer, began=began)
         data = dataset.load(config.data, train=train, **about)
-    agreement.concluded("the data", [data.fingerprint, data.tokenizer.name], _check_alike)
+    agreement.gather("the data", [data.fingerprint, data.tokenizer.name], _check_alike)
     return data
 
 

@@ -178,7 +178,7 @@ class Session:
             read_ahead(self.loader.read, first=first, last=last) as batches,
         ):
             for step in range(first + 1, last + 1):
-                context.beat(f"step {step}")
+                context.heartbeat(f"step {step}")
                 if context.stop.after(step - 1):
                     self._settle(pending)
                     self._stop(step - 1)
@@ -222,7 +222,7 @@ class Session:
             self.policy.bad(step, read, saved=self.saver.newest())
         elif metrics:
             self.policy.good()
-        context.beat(f"after step {step}")
+        context.heartbeat(f"after step {step}")
         note = {}
         if _due(step, train.evaluate_every, last):
             self.validation = self._evaluate()

@@ -69,7 +69,7 @@ def pieces(tmp_path_factory):
 def model(pieces):
     definition = small()
     params = cases.placed(definition)
-    return Model(definition, lambda: params, pieces, WINDOW, pieces.begin_id)
+    return Model(definition, lambda: params, pieces, WINDOW, pieces.bos_token_id)
 
 
 @pytest.fixture(scope="module")

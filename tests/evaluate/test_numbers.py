@@ -110,7 +110,7 @@ def test_sliding_windows(model, pieces, exact):
     stride = 20
     total = count = 0
     for text in (TEXT, "a rat "):
-        tokens = [pieces.begin_id, *pieces.encode(text)]
+        tokens = [pieces.bos_token_id, *pieces.encode(text)]
         for place in range(1, len(tokens)):
             strides = math.ceil(max(0, place - WINDOW) / stride)
             # of the window that scores it
@@ -172,7 +172,7 @@ def test_too_large_for_a_float():
 
 
 def test_the_beginning_stands_once(model, pieces):
-    assert model.encode(BEGIN + "x") == [pieces.begin_id, *pieces.encode("x", special=False)]
+    assert model.encode(BEGIN + "x") == [pieces.bos_token_id, *pieces.encode("x", special=False)]
 
 
 def test_prefix(pieces, bytes_model):
@@ -243,7 +243,7 @@ def test_generation(model, pieces, tmp_path):
     rows = map(json.loads, out.read_text(encoding="utf-8").splitlines())
     assert {row["index"]: row["text"] for row in rows} == dict(enumerate(alone))
     stops = ends([END, "the", BEGIN], tokenizer=pieces)["stop_ids"]
-    assert stops == (*pieces.stop_ids, pieces.stop_ids[0], pieces.begin_id)
+    assert stops == (*pieces.stop_ids, pieces.stop_ids[0], pieces.bos_token_id)
 
 
 def test_weights_that_are_no_numbers(model):

@@ -4,7 +4,7 @@ of them.
     python -m tests.processes.agreeing COORDINATOR COUNT PROCESS
 
 Each line of its input is a run to make, {"overrides": [...], "wrong": {name: arguments},
-"patience": seconds}. Of each a line is printed: the steps that it went on from, its losses by step,
+"timeout": seconds}. Of each a line is printed: the steps that it went on from, its losses by step,
 the digest of the parameters that it ended with, its error, and the seconds that it took.
 """
 
@@ -112,7 +112,7 @@ def bad(*, step, path, of):
 WRONG = {"late": late, "hidden": hidden, "full": full, "bad": bad}
 
 
-def made(overrides, wrong, patience):
+def made(overrides, wrong, timeout):
     told = {"from": [], "losses": {}, "said": [], "error": None, "digest": None}
     restored, add, finish = checkpoints.restore, metrics.Metrics.add, session.Session.finish
 
@@ -138,7 +138,7 @@ def made(overrides, wrong, patience):
         stack.enter_context(mock.patch.object(session.Session, "finish", end))
         for name, arguments in wrong.items():
             stack.enter_context(WRONG[name](**arguments))
-        more = {"patience": patience} if patience else {}
+        more = {"timeout": timeout} if timeout else {}
         try:
             train.run(config.load("tiny", overrides=overrides), say=told["said"].append, **more)
         except (UserError, RunFailed) as error:

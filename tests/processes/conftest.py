@@ -18,11 +18,11 @@ import json, os, signal, sys, time
 from ladder_jax import processes
 from ladder_jax.errors import RunFailed, Stopped, UserError
 
-coordinator, count, index, settings, patience = sys.argv[1], *map(json.loads, sys.argv[2:])
+coordinator, count, index, settings, timeouts = sys.argv[1], *map(json.loads, sys.argv[2:])
 say = lambda line: print(line, file=sys.stderr, flush=True)
 spec = processes.ProcessSpec(coordinator, count, index)
 try:
-    with processes.joined(spec, settings=settings, patience=processes.Patience(**patience), say=say) as member:
+    with processes.joined(spec, settings=settings, timeouts=processes.Timeouts(**timeouts), say=say) as member:
         me = member.process
         print("joined", flush=True)
 {body}
@@ -75,9 +75,9 @@ def spawn():
 def started(port, spawn):
     """Starts processes that run `body` once they have joined."""
 
-    def start(body="", *, processes=2, only=None, settings=({},), patience=None, counts=None):
+    def start(body="", *, processes=2, only=None, settings=({},), timeouts=None, counts=None):
         code = MEMBER.format(body=textwrap.indent(textwrap.dedent(body) or "pass", " " * 8))
-        times = {"start": 60, "lost": 30, "hang": 60, **(patience or {})}
+        times = {"start": 60, "lost": 30, "hang": 60, **(timeouts or {})}
         running = []
         for index in range(processes) if only is None else only:
             count = counts[index] if counts else processes

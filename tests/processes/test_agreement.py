@@ -22,7 +22,7 @@ SETTINGS = f"""
     train.steps={STEPS} train.checkpoint_every={EVERY} train.keep_checkpoints=9 train.evaluation_batches=1
     run.tensorboard=false train.on_bad_step=rollback train.rollback_batches=1
 """.split()
-PATIENCE = 20.0
+TIMEOUT = 20.0
 
 
 @pytest.fixture(scope="module")
@@ -72,7 +72,7 @@ def told(book, both):
         try:
             for folder, wrong, more in asked:
                 overrides = runs.words(book, folder, *SETTINGS, "mesh.data=2", *more)
-                line = json.dumps(dict(overrides=overrides, wrong=wrong, patience=PATIENCE))
+                line = json.dumps(dict(overrides=overrides, wrong=wrong, timeout=TIMEOUT))
                 for process in both:
                     print(line, file=process.stdin, flush=True)
             found = [[next(answers(process), None) for process in both] for _ in asked]
@@ -102,7 +102,7 @@ def alike(found, *, step, losses, whole):
         assert [int(step) for step in one["losses"]] == losses
         for number, loss in one["losses"].items():
             assert loss == pytest.approx(expected[int(number)], rel=1e-5)
-        assert one["seconds"] < 3 * PATIENCE
+        assert one["seconds"] < 3 * TIMEOUT
 
 
 def test_two_processes_resume_alike(told, stood, whole):
@@ -150,7 +150,7 @@ def test_two_processes_fail_alike(told, stood):
         assert line in error
         assert "\n" not in error
         assert ("(process 1 of 2)" in error) == (both is not found[0])
-        assert all(one["from"] == [] and one["seconds"] < PATIENCE for one in both)
+        assert all(one["from"] == [] and one["seconds"] < TIMEOUT for one in both)
 
 
 def test_a_disk_is_full_in_one_of_two(told, stood, tmp_path, whole):
@@ -179,4 +179,4 @@ def test_a_disk_is_full_in_one_of_two(told, stood, tmp_path, whole):
     line += "; the same command goes on from there"
     assert [found["error"] for found in two] == [line, line]
     assert list((always / "checkpoints").iterdir()) == []
-    assert all(found["seconds"] < 3 * PATIENCE for found in (*one, *two))
+    assert all(found["seconds"] < 3 * TIMEOUT for found in (*one, *two))

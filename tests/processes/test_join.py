@@ -20,7 +20,7 @@ HOST = os.uname().nodename
     "came, silent", [(0, ""), (1, " (nothing answers there: Connection refused)")]
 )
 def test_another_never_comes(started, port, came, silent):
-    (said,) = ends(started(only=[came], patience={"start": 2}), status=1)
+    (said,) = ends(started(only=[came], timeouts={"start": 2}), status=1)
     waited = f"process {came} of 2 (host {HOST}) has waited at localhost:{port} for 2 s"
     line = f"ladder-jax: {waited}, and not all processes have joined{silent}"
     assert said.startswith(f"{line}: start all with the same --coordinator")

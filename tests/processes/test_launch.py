@@ -16,7 +16,7 @@ import pytest
 import yaml
 
 from ladder_jax import config
-from ladder_jax.processes import Patience
+from ladder_jax.processes import Timeouts
 
 LAUNCH = pathlib.Path(__file__).parents[2] / "experiments" / "launch"
 MANIFESTS = ("gpu.yaml", "tpu.yaml")
@@ -162,7 +162,7 @@ def test_slurm_requeues(stand_in, status, restarts, requeued):
     # A process that is stuck for good is SLURM's to kill, once the others have had the time to name
     # it.
     (wait,) = [int(word.partition("=")[2]) for word in call if word.startswith("--wait=")]
-    assert wait > Patience().lost + 2 * Patience().beat
+    assert wait > Timeouts().lost + 2 * Timeouts().interval
 
 
 def test_slurm_outlives_the_signal(stand_in, tmp_path):

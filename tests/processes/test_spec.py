@@ -9,7 +9,7 @@ import jax
 import pytest
 
 from ladder_jax.errors import UserError
-from ladder_jax.processes import Patience, ProcessSpec, join, options, patience, spec
+from ladder_jax.processes import ProcessSpec, Timeouts, join, options, spec, timeouts
 
 GIVEN = {"coordinator": "gpu-0:8476", "processes": "4", "process": "2"}
 SLURM = {
@@ -92,19 +92,19 @@ def test_impossible_variable_is_named():
         spec({}, {**variables(GIVEN), "LADDER_JAX_PROCESS": "x"})
 
 
-def test_patience():
-    assert patience({}, {}) == Patience()
-    given = patience(
+def test_timeouts():
+    assert timeouts({}, {}) == Timeouts()
+    given = timeouts(
         {"lost_timeout": "5"}, {"LADDER_JAX_HANG_TIMEOUT": "inf", "LADDER_JAX_LOST_TIMEOUT": "7"}
     )
-    assert given == Patience(lost=5.0, hang=float("inf"))
+    assert given == Timeouts(lost=5.0, hang=float("inf"))
     for wrong in ("0", "-1", "nan", "soon"):
         with pytest.raises(UserError, match="--lost-timeout must be a positive number of seconds"):
-            patience({"lost_timeout": wrong}, {})
+            timeouts({"lost_timeout": wrong}, {})
 
 
 def joined(spec):
-    with join.joined(spec, settings={}, patience=Patience(start=60), say=print) as member:
+    with join.joined(spec, settings={}, timeouts=Timeouts(start=60), say=print) as member:
         return member
 
 
@@ -114,7 +114,7 @@ def test_jax_fills_in_and_has_the_longer_time_outs(monkeypatch):
     monkeypatch.setattr(jax.distributed, "initialize", initialize)
     monkeypatch.setattr(jax.config, "update", lambda *args: None)
     for given in (ProcessSpec("login:1", None, None, "SLURM"), ProcessSpec("gpu-0:8476", 4, 2)):
-        join.connect(given, patience=Patience(start=60, lost=30), say=print)
+        join.connect(given, timeouts=Timeouts(start=60, lost=30), say=print)
     (found, detected), (said, fixed) = initialize.call_args_list
     assert found == ("login:1", None, None) and detected["cluster_detection_method"] is None
     assert said == ("gpu-0:8476", 4, 2) and fixed["cluster_detection_method"] == "deactivate"

@@ -2,15 +2,15 @@
 
 import dataclasses
 
-from ladder_jax.processes import Patience
+from ladder_jax.processes import Timeouts
 from ladder_jax.processes.watchdog import End, Members, Report
 
 
 class Story:
     """Reports of three processes on the hosts a, b and c."""
 
-    def __init__(self, **patience):
-        self.members = Members(["a", "b", "c"], patience=Patience(**patience), now=0.0)
+    def __init__(self, **timeouts):
+        self.members = Members(["a", "b", "c"], timeouts=Timeouts(**timeouts), now=0.0)
         self.reports = [Report() for _ in range(3)]
 
     def heard(self, process, *, now, **changes):
@@ -79,7 +79,7 @@ def test_a_failure_goes_before_a_crash():
 def test_ending_in_order_blames_nobody():
     story = Story(lost=60.0, hang=100.0)
     for process in range(3):
-        story.heard(process, now=100.0, beats=9, doing="step 9", end=End.DONE)
+        story.heard(process, now=100.0, heartbeats=9, doing="step 9", end=End.DONE)
     assert story.members.verdict(now=1000.0) is None
     assert story.members.all_done
 
@@ -87,6 +87,6 @@ def test_ending_in_order_blames_nobody():
 def test_nobody_gets_on():
     story = Story(hang=8.0)
     for process in range(3):
-        story.heard(process, now=1.0, beats=7, doing="step 7")
+        story.heard(process, now=1.0, heartbeats=7, doing="step 7")
     assert story.members.verdict(now=9.0) is None
     assert "no process got on for 8 s (all are at: step 7)" in story.members.verdict(now=9.1).text

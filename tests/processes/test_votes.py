@@ -4,12 +4,12 @@ answer.
 
 import json
 
-PATIENCE = 6.0
+TIMEOUT = 6.0
 
 VOTES = """
 from ladder_jax.processes.agreement import Agreement
 
-agreement = Agreement("test", patience=PATIENCE)
+agreement = Agreement("test", timeout=TIMEOUT)
 
 def outcome(work):
     try:
@@ -27,9 +27,9 @@ def fails(error, *, of):
     return "through"
 
 told = [
-    agreement.decided("a decision", lambda: [me, "is the first"]),
-    agreement.concluded("a sum", me, sum),
-    outcome(lambda: agreement.decided("a decision", wrong)),
+    agreement.broadcast("a decision", lambda: [me, "is the first"]),
+    agreement.gather("a sum", me, sum),
+    outcome(lambda: agreement.broadcast("a decision", wrong)),
     fails(None, of=()),
     outcome(lambda: fails(UserError("of one"), of=(1,))),
     outcome(lambda: fails(RunFailed("of all"), of=range(9))),
@@ -37,7 +37,7 @@ told = [
 ]
 before = time.monotonic()
 if me == 1:
-    time.sleep(PATIENCE)
+    time.sleep(TIMEOUT)
 else:
     told.append(outcome(lambda: fails(None, of=())))
 told.append(time.monotonic() - before)
@@ -47,7 +47,7 @@ print(json.dumps(told))
 
 def test_all_hear_the_same(started):
     processes = 3
-    running = started(VOTES.replace("PATIENCE", str(PATIENCE)), processes=processes)
+    running = started(VOTES.replace("TIMEOUT", str(TIMEOUT)), processes=processes)
     ends = [process.communicate(timeout=120) for process in running]
     assert [process.returncode for process in running] == [0] * processes, ends
     told = [
@@ -63,9 +63,9 @@ def test_all_hear_the_same(started):
         "RunFailed: of all",
     ]
     fault = f"RunFailed: KeyError: 'a fault' (process 1 of {processes})"
-    late = f"RunFailed: process 1 of {processes} has not answered within {PATIENCE:g} s: a try"
+    late = f"RunFailed: process 1 of {processes} has not answered within {TIMEOUT:g} s: a try"
     for process in (0, 2):
         *said, seconds = told[process]
-        assert said == [*alike, fault, late] and seconds < PATIENCE + 1
+        assert said == [*alike, fault, late] and seconds < TIMEOUT + 1
     # its own is a crash with a trace, as ever
     assert told[1][:-1] == [*alike, "KeyError: 'a fault'"]

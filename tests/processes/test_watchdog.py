@@ -10,7 +10,7 @@ from ladder_jax.processes.watchdog import GO_ON, REPORTS
 from tests.processes.conftest import ends, joined
 
 HOST = os.uname().nodename
-SLEEP = 'member.beat("step 1")\ntime.sleep(600)'
+SLEEP = 'member.heartbeat("step 1")\ntime.sleep(600)'
 
 
 def test_stuck_process_is_named(started):
@@ -18,7 +18,7 @@ def test_stuck_process_is_named(started):
 
     Here process 0, which judges all others; another is silent in test_training.
     """
-    stuck, other = started(SLEEP, patience={"lost": 5})
+    stuck, other = started(SLEEP, timeouts={"lost": 5})
     joined([stuck, other])
     stuck.send_signal(signal.SIGSTOP)
     silent = f"process 0 of 2 (host {HOST}) has not been heard of for 5 s"
@@ -42,10 +42,10 @@ def test_process_that_does_not_get_on_is_named(started):
     """It gives signs of life, but never makes step 3, for which the other waits."""
     body = """
     for step in range(1, 3 if me == 1 else 4):
-        member.beat(f"step {step}")
+        member.heartbeat(f"step {step}")
     time.sleep(600)
     """
-    running = started(body, patience={"hang": 6})
+    running = started(body, timeouts={"hang": 6})
     for said in ends(running, status=1):
         assert (
             f"process 1 of 2 (host {HOST}) hangs at: step 2; the others have waited for it at: step 3"
@@ -58,7 +58,7 @@ def test_process_that_does_not_get_on_is_named(started):
 def test_one_fails_and_its_partner_crashes(started):
     """The disk of the second is full; the first then crashes, and is not to blame."""
     body = """
-    member.beat("step 1")
+    member.heartbeat("step 1")
     if me == 1:
         raise RunFailed("the disk is full")
     from jax._src import distributed
@@ -73,7 +73,7 @@ def test_one_fails_and_its_partner_crashes(started):
 
 def test_bug_shows_its_traceback_once(started):
     running = started(
-        "if me == 1:\n    raise KeyError('a bug')\ntime.sleep(600)", patience={"lost": 10}
+        "if me == 1:\n    raise KeyError('a bug')\ntime.sleep(600)", timeouts={"lost": 10}
     )
     first, second = ends(running, status=1)
     assert second.count("Traceback") == 1
@@ -93,7 +93,7 @@ def test_mistake_of_the_users(started):
 def test_all_finish_or_stop(started):
     """The first waits for the slower second; a status after a signal is that of `Stopped`."""
     body = """
-    member.beat("step 1")
+    member.heartbeat("step 1")
     time.sleep(me)
     raise Stopped("SIGTERM: step 18 is saved", signum=signal.SIGTERM)
     """
