@@ -49,15 +49,15 @@ class Agreement:
         self._name = f"ladder_jax/{name}/{next(_opened)}"
         self._rounds = itertools.count()
 
-    def decided[T](self, what: str, decide: Callable[[], T]) -> T:
+    def broadcast[T](self, what: str, decide: Callable[[], T]) -> T:
         """What `decide` returns in process 0, which alone calls it. Raises its UserError or
         RunFailed everywhere.
         """
         return self.gather(what, None, lambda _: decide())
 
-    def concluded[T](self, what: str, mine: Any, conclude: Callable[[list[Any]], T]) -> T:
+    def gather[T](self, what: str, mine: Any, conclude: Callable[[list[Any]], T]) -> T:
         """`conclude` of all processes' reports, in the processes' order; process 0 alone calls it,
-        as in `decided`.
+        as in `broadcast`.
         """
         if self._client is None:
             return conclude([mine])
