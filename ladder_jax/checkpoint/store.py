@@ -112,7 +112,7 @@ class Store:
             error = _error_of(lambda: self._prepare(step, items))
             return self._failed_line(step, error)
 
-        if failure := self._start.decided(f"room for the checkpoint of step {step}", prepare):
+        if failure := self._start.broadcast(f"room for the checkpoint of step {step}", prepare):
             self._fail(failure)
             return
         writing = Writing(self._unfinished(step), items)
