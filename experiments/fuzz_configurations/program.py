@@ -15,6 +15,7 @@ from ladder_jax import nn, train
 from ladder_jax.checkpoint import Store
 from ladder_jax.config import START, ModelConfig, RunConfig
 from ladder_jax.data.packing import Batch
+from ladder_jax.data.tokenizer import Bytes
 from ladder_jax.nn import ModelDef
 from ladder_jax.parallel import make_mesh
 from ladder_jax.pretrained import open_model
@@ -149,6 +150,7 @@ class Program:
             task = dataclasses.replace(task, sources=sources)
         context = RunContext(
             config=self.config,
+            tokenizer=Bytes(),
             folder=folder,
             agreement=Agreement("run"),
             account=TimeAccount(),
