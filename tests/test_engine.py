@@ -285,8 +285,9 @@ def test_an_engine_larger_than_the_memory(monkeypatch):
 def test_an_engine_is_one_replica():
     with pytest.raises(UserError, match="mesh.data x mesh.fsdp must be 1, not 2"):
         Engine(*parts(data=2, tensor=4))
-    for wrong in (dict(slots=0), dict(capacity=1), dict(max_queue=0), dict(chunk=0)):
-        (name,) = wrong
+    odd = dict(prefill_chunk=1, interleave=2)
+    for wrong in (dict(slots=0), dict(capacity=1), dict(max_queue=0), dict(chunk=0), odd):
+        name = next(iter(wrong))
         with pytest.raises(UserError, match=f"{name} must be at least"):
             engine(**wrong)
 

@@ -187,6 +187,7 @@ RING = dict(sequence_parallel=True, collective_matmul=config.CollectiveMatmul.RI
     (lambda: config.Execution(interleave=3), r"interleave must be 1 \(the whole batch\) or 2"),
     (lambda: config.TrainConfig(interleave=3), r"unknown value for train.interleave: .* \(allowed: 1, 2, auto\)"),
     (lambda: config.DecodeConfig(interleave=0), r"unknown value for decode.interleave: .* \(allowed: 1, 2, auto\)"),
+    (lambda: config.DecodeConfig(interleave=2, prefill_chunk=1), "decode.prefill_chunk=1 has no halves"),
     (
         lambda: gradients(cases.define("standard", tensor=4), **RING),
         "collective_matmul ring leaves none",

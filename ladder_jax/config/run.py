@@ -275,6 +275,10 @@ class DecodeConfig(Section):
 
     def _check(self) -> None:
         check(0 < self.top_p <= 1, f"decode.top_p must be above 0 and at most 1, not {self.top_p}")
+        check(
+            self.interleave is Interleave.WHOLE or self.prefill_chunk > 1,
+            "decode.prefill_chunk=1 has no halves: decode.interleave must be 1",
+        )
 
 
 class OnDamaged(enum.Enum):

@@ -48,8 +48,8 @@ def run(
     interleave: 2 takes two halves of the rows in turn (see interleave.py): the same function, whose
         sums over the ranks stand beside the other half's sublayers.
 
-    Raises UserError for params of another number of layers, and for a sublayer that reduces its own
-    output.
+    Raises UserError for params of another number of layers, for layers of another number of
+    sublayers, and for a sublayer that reduces its own output.
     """
     if not isinstance(topology, Topology):
         raise wrong_type("topology", topology, Topology)

@@ -65,12 +65,13 @@ class Engine:
                 f" not {definition.layout.batch_ranks}; make an engine for each"
             )
         sizes = dict(slots=slots, capacity=capacity, chunk=chunk, prefill_chunk=prefill_chunk)
-        for name, value in {**sizes, "max_queue": max_queue}.items():
-            whole(name, value, least=2 if name == "capacity" else 1)
+        least = dict(capacity=2, prefill_chunk=interleave)
         loop = member(Loop, "loop", loop)
         quantize = member(Quantize, "quantize", quantize)
         launch = member(Launch, "launch", launch)
         check_interleave(interleave)
+        for name, value in {**sizes, "max_queue": max_queue}.items():
+            whole(name, value, least=least.get(name, 1))
         if decoder is not None and not callable(decoder):
             raise UserError(
                 f"decoder must be a function from tokens to bytes, not {described(decoder)}"
