@@ -2,7 +2,6 @@
 
 import dataclasses
 import itertools
-import pathlib
 import re
 import types
 
@@ -12,14 +11,14 @@ import pytest
 from ladder_jax import config, residual, train
 from ladder_jax.config import Launch, preset
 from ladder_jax.errors import UserError
-from ladder_jax.predict import halves, layers, machine
+from ladder_jax.predict import halves, machine
 from ladder_jax.predict.program import Program
 from ladder_jax.predict.timeline import Work, play_slots, turns
-from ladder_jax.predict.work import Model
 from tests import cases
-from tests.predict.asked import H100, answered, by_residual, predict, run
+from tests.changed import ROOT
+from tests.predict.asked import H100, answered, by_residual, of_layers, predict, prompt, run
 
-GUIDE = pathlib.Path(__file__).parents[2] / "docs" / "guides" / "halves.md"
+GUIDE = (ROOT / "docs/guides/halves.md").read_text()
 
 
 def in_turn(name, *, length, all_reduce, num_layers=2, contention=0.0, window=1.0):
@@ -64,7 +63,7 @@ def test_a_window_and_contention_take_from_what_is_hidden():
 
 @pytest.mark.parametrize("rows, tokens", [(2, 1), (3, 2), (8, 4096), (1, 4096)])
 def test_halves_of_a_block_are_the_block(rows, tokens):
-    whole = Model(preset("tiny"), 1).prefill(rows=rows, prompt_length=tokens)
+    _, whole = prompt(preset("tiny"), ranks=1, rows=rows, tokens=tokens)
     first, second = whole.halves
     assert first.size + second.size == whole.size
     assert min(first.size, second.size) > 0
@@ -75,18 +74,16 @@ def test_halves_of_a_block_are_the_block(rows, tokens):
         assert (first.cached, second.cached) == (tokens / 2, tokens)
 
 
-def compute(*, on, rows, tokens, interleave):
-    shard = Model(preset("llama-3-70b", residual="standard", num_layers=4), 8)
-    block = shard.prefill(rows=rows, prompt_length=tokens)
-    program = Program(interleave=interleave)
-    return layers.layers(shard, on, block, program=program).compute
+def compute(*, interleave, **shape):
+    one = preset("llama-3-70b", residual="standard", num_layers=4)
+    return of_layers(one, program=Program(interleave=interleave), **shape).compute
 
 
 def test_the_price_at_few_rows_is_near_what_compilers_estimate():
     """The guide's table: estimated cycles of two halves over those of the whole batch, compiled and
     predicted.
     """
-    rows = re.findall(r"^\| (\d[\d,]*) \| (.+) \|$", GUIDE.read_text(), re.M)
+    rows = re.findall(r"^\| (\d[\d,]*) \| (.+) \|$", GUIDE, re.M)
     assert len(rows) == 5
     for tokens, cells in rows:
         for name, shown in zip(("v5p", "v6e", "tpu7x"), cells.split(" | "), strict=True):
@@ -160,7 +157,7 @@ def test_interleave_chooses_the_rows(words, capsys):
 
 def test_the_guides_table_of_what_to_take_is_what_is_predicted(capsys):
     line = r"^\|[^|]+\| ([\d,]+) \| ([\d,]+) \| ([\d,]+) \| `(--hardware [^`]+)` \|$"
-    rows = re.findall(line, GUIDE.read_text(), re.M)
+    rows = re.findall(line, GUIDE, re.M)
     assert len(rows) == 6
     for *shown, words in rows:
         asked = f"--model llama-3-70b --tensor 8 {words} --residual standard,ladder".split()

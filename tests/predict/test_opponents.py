@@ -4,7 +4,6 @@ meshes.
 
 import dataclasses
 import json
-import pathlib
 import re
 import types
 
@@ -15,8 +14,18 @@ from ladder_jax.predict import layers, machine, model, result, work
 from ladder_jax.predict.machine import Algorithm, Kernel, Kernels, Link, Network
 from ladder_jax.predict.model import Pass
 from ladder_jax.predict.program import Choice, Form, Opponents, Program, programs
-from ladder_jax.predict.work import Model
-from tests.predict.asked import H100, NOTHING, answered, by_residual, predict, run
+from tests.changed import ROOT
+from tests.predict.asked import (
+    H100,
+    NOTHING,
+    V5P,
+    answered,
+    by_residual,
+    of_layers,
+    predict,
+    prompt,
+    run,
+)
 
 EIGHT = Link(
     latency=10e-6,
@@ -27,8 +36,6 @@ EIGHT = Link(
     in_network=Kernel(6e-6, 8e9),
     nccl_in_network=Kernel(40e-6, 16e9),
 )
-V5P = machine.load("v5p")
-EXPERIMENTS = pathlib.Path(__file__).parents[2] / "experiments"
 
 
 def test_each_algorithm_has_its_formula():
@@ -69,15 +76,9 @@ def test_several_nodes_have_a_tree_and_at_most_a_two_shot():
 
 def test_a_ladder_uses_what_its_launch_overlaps():
     def of(name, *, machine=H100, ranks=8, phase=Phase.DECODE, tokens=1, **choice):
-        model = Model(preset("llama-3-8b", residual=name), ranks)
-        block = model.prefill(rows=1, prompt_length=tokens)
-        return programs(
-            model,
-            machine,
-            block,
-            phase=phase,
-            choice=Choice(**{"interleave": Interleave.WHOLE, **choice}),
-        )
+        shard, block = prompt(preset("llama-3-8b", residual=name), ranks=ranks, tokens=tokens)
+        choice = Choice(**{"interleave": Interleave.WHOLE, **choice})
+        return programs(shard, machine, block, phase=phase, choice=choice)
 
     assert of("standard") == (Program(algorithms=machine.ANY),)
     explicit = Program(launch=Launch.EXPLICIT, algorithms=machine.ANY)
@@ -94,7 +95,7 @@ def test_a_ladder_uses_what_its_launch_overlaps():
     assert of("ladder", opponents=Opponents.FITTED) == (Program(),)
 
 
-WINDOWS = json.loads((EXPERIMENTS / "overlap" / "results.json").read_text())["rows"]
+WINDOWS = json.loads((ROOT / "experiments/overlap/results.json").read_text())["rows"]
 WINDOWS = [
     row for row in WINDOWS if row["phase"] in ("prefill", "decode") and row["loop"] == "unrolled"
 ]
@@ -108,8 +109,7 @@ def test_every_target_has_its_windows():
 @pytest.mark.parametrize("row", WINDOWS, ids=lambda row: f"{row['target']}-{row['phase']}")
 def test_windows_are_those_of_compiled_programs(row):
     kind = row["target"].partition(":")[0]
-    shard = Model(preset("llama-3-70b", residual="ladder"), 8)
-    block = shard.prefill(rows=1, prompt_length=1)
+    shard, block = prompt(preset("llama-3-70b", residual="ladder"))
     found = programs(shard, machine.load(GPUS.get(kind, kind)), block, phase=Phase(row["phase"]))
     window = {one.launch: one.window for one in found}
     least = round(row["chained"]["window_flops_fraction"]["least"], 2)
@@ -124,10 +124,9 @@ def test_windows_are_those_of_compiled_programs(row):
 
 def test_forms_of_many_tokens():
     def found(name, tokens, *, rows=1, **ranks):
-        shard = Model(preset("llama-3-8b", residual=name, **ranks), 8)
-        return programs(
-            shard, H100, shard.prefill(rows=rows, prompt_length=tokens), phase=Phase.PREFILL
-        )
+        one = preset("llama-3-8b", residual=name, **ranks)
+        shard, block = prompt(one, rows=rows, tokens=tokens)
+        return programs(shard, H100, block, phase=Phase.PREFILL)
 
     def forms(name, tokens, *, rows=1, interleave=1):
         return {one.form for one in found(name, tokens, rows=rows) if one.interleave == interleave}
@@ -184,10 +183,9 @@ def test_nobody_loses_by_a_choice(name, residual):
     assert nccl <= fitted or (name, residual) == ("v5e", "ladder")
 
 
-def timeline(form, *, on=V5P, rows=4, tokens=2048):
-    shard = Model(preset("llama-3-8b", residual="standard", num_layers=4), 8)
-    block = shard.prefill(rows=rows, prompt_length=tokens)
-    return layers.layers(shard, on, block, program=Program(form))
+def timeline(form, *, on=V5P):
+    one = preset("llama-3-8b", residual="standard", num_layers=4)
+    return of_layers(one, on=on, program=Program(form), rows=4, tokens=2048)
 
 
 def test_a_ring_hides_what_its_matmuls_are_long_enough_for():
