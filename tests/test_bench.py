@@ -18,6 +18,7 @@ from ladder_jax.config import Loop, preset
 from ladder_jax.decode import weights
 from ladder_jax.predict import measure as limits
 from ladder_jax.predict.work import Model
+from tests.test_memory import exhausted
 
 ASKED = "--model tiny --residual standard,ladder --prompt-length 8 --new-tokens 5 --warmup 1 --repeats 2".split()
 
@@ -298,11 +299,6 @@ def test_mistakes_are_one_line_and_measure_nothing(words, mistake, monkeypatch):
 
 
 def test_running_out_of_memory_is_one_line(mistake, monkeypatch, ceilings):
-    def exhausted(_):
-        raise jax.errors.JaxRuntimeError(
-            "RESOURCE_EXHAUSTED: Out of memory allocating 9 bytes.\nand more"
-        )
-
     monkeypatch.setattr(measure, "random_weights", exhausted)
     said = mistake("bench", *ASKED, "--out", "speed.json")
     assert said.startswith(
