@@ -3,7 +3,6 @@ value and is really there, and the arithmetic.
 """
 
 import json
-import pathlib
 import subprocess
 import sys
 
@@ -26,6 +25,7 @@ from ladder_jax.predict import machine
 from ladder_jax.predict import model as speeds
 from ladder_jax.predict.program import Opponents
 from tests import covering
+from tests.changed import ROOT
 
 
 def program(name):
@@ -64,9 +64,7 @@ def test_it_needs_what_the_library_needs():
         "sys.modules.update(dict.fromkeys(['pytest', 'autograd', 'hypothesis']))\n"
         f"for part in {parts}: importlib.import_module(f'experiments.one_gpu.{{part}}')\n"
     )
-    subprocess.run(
-        [sys.executable, "-c", script], cwd=pathlib.Path(__file__).parent.parent, check=True
-    )
+    subprocess.run([sys.executable, "-c", script], cwd=ROOT, check=True)
 
 
 def test_exposed():
@@ -152,7 +150,7 @@ def test_the_speed_model_beside_the_card():
     off.
     """
     page = " ".join((command.HERE.parent / "predict" / "README.md").read_text().split())
-    rows = json.loads((command.HERE / "results.json").read_text())["wire"]["rows"]
+    rows = study.load(command.HERE / "results.json")["wire"]["rows"]
     model = config.preset("llama-3-70b", num_layers=8, residual="no-communication")
     on = dict(
         machine=machine.load("h200-nvlink"), tensor=8, new_tokens=64, opponents=Opponents.STRONGEST
