@@ -113,19 +113,13 @@ def test_damage_in_the_middle(tmp_path):
 @pytest.fixture
 def pages(tmp_path):
     """A data set of two splits, in files, and one of CSV."""
-    pyarrow = pytest.importorskip("pyarrow")
-    from pyarrow import parquet
-
-    (tmp_path / "pages" / "data").mkdir(parents=True)
+    folder = tmp_path / "pages"
     for name, index in (("train", 0), ("train", 1), ("train", 2), ("test", 0)):
-        rows = [f"{name} {index} {row}" for row in range(4)]
-        parquet.write_table(
-            pyarrow.table({"text": rows}),
-            tmp_path / "pages" / "data" / f"{name}-{index:05d}.parquet",
-        )
+        rows = datasets.Dataset.from_dict({"text": [f"{name} {index} {row}" for row in range(4)]})
+        rows.to_parquet(folder / "data" / f"{name}-{index:05d}.parquet")
     (tmp_path / "csv").mkdir()
     (tmp_path / "csv" / "train.csv").write_text("id,text\n1,001\n2,null\n")
-    return tmp_path / "pages"
+    return folder
 
 
 READ = """
