@@ -21,12 +21,13 @@ from tests.predict.asked import H100, answered, by_residual, of_layers, predict,
 GUIDE = (ROOT / "docs/guides/halves.md").read_text()
 
 
-def in_turn(name, *, length, all_reduce, num_layers=2, contention=0.0, window=1.0):
-    """Every half of a sublayer takes `length` busy seconds, its all-reduce `all_reduce`."""
-    steps = itertools.chain.from_iterable(residual.topology(name, num_layers=num_layers).layers)
-    slots = turns(
-        steps, work=lambda sublayers, half: Work(length, 0.0), all_reduces=(all_reduce, all_reduce)
-    )
+def in_turn(name, *all_reduces, length=1.0, contention=0.0, window=1.0, **awaited):
+    """Every half of a sublayer of two layers takes `length` busy seconds, and its all-reduce those
+    of its half.
+    """
+    steps = itertools.chain.from_iterable(residual.topology(name, num_layers=2).layers)
+    work = lambda sublayers, half: Work(length)
+    slots = turns(steps, work=work, all_reduces=all_reduces, **awaited)
     return play_slots(slots, contention=contention, window=window)
 
 
@@ -36,27 +37,22 @@ def test_each_all_reduce_stands_beside_the_other_halfs_sublayer(name, length, al
     """Of 8 turns the first hides nothing, each other one the all-reduce before it; the last
     all-reduce is bare.
     """
-    found = in_turn(name, length=length, all_reduce=all_reduce)
+    found = in_turn(name, all_reduce, all_reduce, length=length)
     assert found.seconds == pytest.approx(length + 7 * max(length, all_reduce) + all_reduce)
     assert (found.all_reduces, found.compute) == (8, 8 * length)
     assert found.wire == pytest.approx(8 * all_reduce)
 
 
 def test_what_is_awaited_stands_between_the_turns():
-    steps = itertools.chain.from_iterable(residual.topology("standard", num_layers=2).layers)
-    all_reduces, awaited = (0.5, 0.75), (0.125, 0.25)
-    slots = turns(
-        steps, work=lambda sublayers, half: Work(1.0), all_reduces=all_reduces, awaited=awaited
-    )
-    found = play_slots(slots, contention=0.0)
-    assert found.seconds == pytest.approx(8 + 4 * sum(awaited) + 0.5)
-    assert found.wire == pytest.approx(4 * sum(all_reduces))
+    found = in_turn("standard", 0.5, 0.75, awaited=(0.125, 0.25))
+    assert found.seconds == pytest.approx(8 + 4 * (0.125 + 0.25) + 0.5)
+    assert found.wire == pytest.approx(4 * (0.5 + 0.75))
 
 
 def test_a_window_and_contention_take_from_what_is_hidden():
-    late = in_turn("standard", length=1.0, all_reduce=0.75, window=0.5)
+    late = in_turn("standard", 0.75, 0.75, window=0.5)
     assert late.seconds == pytest.approx(1 + 7 * (0.5 + 0.75) + 0.75)
-    slowed = in_turn("standard", length=1.0, all_reduce=0.5, contention=0.25)
+    slowed = in_turn("standard", 0.5, 0.5, contention=0.25)
     # 0.5 s in flight do the work of 0.4 s
     assert slowed.seconds == pytest.approx(1 + 7 * 1.1 + 0.5)
 
@@ -216,12 +212,18 @@ def test_auto_takes_halves_of_training(kind, settings, parts, said):
     assert line.startswith(said)
 
 
-def test_auto_takes_halves_of_long_prompts():
+def standard_on(kind, model):
+    """A definition on 8 tensor ranks, devices of that kind."""
     definition = cases.define("standard", tensor=4)
-    layout = dataclasses.replace(definition.layout, mesh=Devices("TPU v5p"))
-    large = dataclasses.replace(
-        definition, config=preset("llama-3-70b", residual="standard"), layout=layout
-    )
+    devices = np.array([types.SimpleNamespace(device_kind=kind)])
+    mesh = types.SimpleNamespace(shape={"tensor": 8}, devices=devices)
+    layout = dataclasses.replace(definition.layout, mesh=mesh)
+    shape = preset(model, residual="standard")
+    return dataclasses.replace(definition, config=shape, layout=layout)
+
+
+def test_auto_takes_halves_of_long_prompts():
+    large = standard_on("TPU v5p", "llama-3-70b")
     auto, chosen = (config.DecodeConfig(interleave=value) for value in ("auto", 2))
     said = []
     of = lambda tokens, model=large, asked=auto: halves.of_reading(
@@ -230,7 +232,7 @@ def test_auto_takes_halves_of_long_prompts():
     assert of(4096).interleave is config.Interleave.HALVES
     assert said.pop().startswith("decode.interleave=auto: 2, predicted to be 1.")
     assert of(16).interleave is config.Interleave.WHOLE
-    assert of(4096, definition).interleave is config.Interleave.WHOLE
+    assert of(4096, cases.define("standard", tensor=4)).interleave is config.Interleave.WHOLE
     assert said.pop() == "decode.interleave=auto: 1, as nothing is predicted for cpu"
     said.clear()
     assert of(16, asked=chosen) is chosen
@@ -241,29 +243,18 @@ def test_auto_takes_halves_of_long_prompts():
 def test_halves_of_prompts_are_those_of_the_launch(launch, parts, monkeypatch):
     """A chained one leaves a sum half of the other half's compute; auto is explicit, with any jax."""
     monkeypatch.setattr(halves, "resolve_launch", lambda launch, *, mesh: Launch.EXPLICIT)
-    definition = cases.define("standard", tensor=4)
-    layout = dataclasses.replace(definition.layout, mesh=Devices("NVIDIA H100 PCIe"))
-    small = preset("llama-3.2-3b", residual="standard")
-    definition = dataclasses.replace(definition, config=small, layout=layout)
+    definition = standard_on("NVIDIA H100 PCIe", "llama-3.2-3b")
     auto = config.DecodeConfig(interleave="auto", launch=launch)
     found = halves.of_reading(auto, definition=definition, tokens=512, say=lambda line: None)
     assert found.interleave.parts == parts
 
 
-class Devices:
-    """A mesh of devices of a kind."""
-
-    def __init__(self, kind):
-        self.shape = {"tensor": 8}
-        self.devices = np.array([types.SimpleNamespace(device_kind=kind)])
+UNDECIDED = "interleave=auto is decided by the commands train, generate and serve"
 
 
-@pytest.mark.parametrize("settings", [config.TrainConfig, config.DecodeConfig])
-def test_only_commands_decide(settings):
-    with pytest.raises(
-        UserError, match="interleave=auto is decided by the commands train, generate and serve"
-    ):
-        settings(interleave="auto").interleave.parts  # noqa: B018
+def test_only_commands_decide():
+    with pytest.raises(UserError, match=UNDECIDED):
+        config.DecodeConfig(interleave="auto").interleave.parts  # noqa: B018
 
 
 def test_a_run_that_is_not_decided_writes_nothing(tmp_path):
@@ -272,6 +263,6 @@ def test_a_run_that_is_not_decided_writes_nothing(tmp_path):
         train=config.TrainConfig(interleave="auto", steps=2, warmup_steps=1),
         run=config.FolderConfig(dir=str(tmp_path / "out")),
     )
-    with pytest.raises(UserError, match="interleave=auto is decided by the commands"):
+    with pytest.raises(UserError, match=UNDECIDED):
         train.run(asked)
     assert not list(tmp_path.iterdir())

@@ -103,17 +103,18 @@ def test_what_a_v5e_starts_at_once():
     apart = dataclasses.replace(quick, link=started)
     shard = Model(preset("llama-3-8b", residual="ladder"), 8, TRAINING)
     block = shard.prefill(rows=4, prompt_length=8192)
+
+    def played(form=Form.ALL_REDUCE, **settings):
+        program = Program(form, launch=Launch.CHAINED, **settings)
+        return [layers.layers(shard, on, block, program=program, times=2) for on in (quick, apart)]
+
     for interleave, part in ((1, block), (2, block.halves[0])):
-        split = Program(Form.SEQUENCE_PARALLEL, launch=Launch.CHAINED, interleave=interleave)
-        waiting, beside = (
-            layers.layers(shard, on, block, program=split, times=2) for on in (quick, apart)
-        )
+        waiting, beside = played(Form.SEQUENCE_PARALLEL, interleave=interleave)
         scatter = quick.link.half(shard.payload(part), ranks=8)
         count = interleave * 2 * 32 - 1  # nothing hides the last one anywhere
         assert waiting.exposed - beside.exposed == pytest.approx(count * scatter)
-    whole = Program(launch=Launch.CHAINED)
-    same = [layers.layers(shard, on, block, program=whole, times=2) for on in (quick, apart)]
-    assert same[0].seconds == same[1].seconds
+    waiting, beside = played()
+    assert waiting.seconds == beside.seconds
 
     alone = Model(preset("llama-3-8b"), 1, TRAINING)
     long = alone.prefill(rows=8, prompt_length=8192)
