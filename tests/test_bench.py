@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from ladder_jax import cli, decode, nn, parallel
+from ladder_jax import decode, nn, parallel
 from ladder_jax.bench import measure, result
 from ladder_jax.bench import request as requests
 from ladder_jax.config import Loop, preset
@@ -87,15 +87,11 @@ def ceilings(monkeypatch):
 
 
 @pytest.fixture
-def told(capsys, monkeypatch, ceilings):
+def told(prints, monkeypatch, ceilings):
     """What the command prints, in this process and with given ceilings."""
     monkeypatch.setenv("COLUMNS", "80")
 
-    def run(words):
-        assert cli.main(["bench", *ASKED, *words.split()]) == 0, capsys.readouterr().err
-        return capsys.readouterr().out
-
-    return run
+    return lambda words: prints("bench", *ASKED, *words.split())
 
 
 def test_text(told):

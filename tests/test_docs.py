@@ -20,7 +20,6 @@ import ladder_jax
 from experiments import study
 from experiments.plan import __main__ as plan_study
 from experiments.refit import __main__ as refit_study
-from ladder_jax import cli
 from ladder_jax.predict import result
 from tests import cases
 from tests.changed import ROOT
@@ -348,12 +347,11 @@ def test_what_fitted_outputs_give_back_is_what_was_measured():
 
 
 @pytest.fixture
-def predicted(capsys):
+def predicted(prints):
     """What `ladder-jax predict` answers, as JSON, and the speedups by topology."""
 
     def ask(words: str) -> tuple[dict, dict[str, str]]:
-        assert cli.main([*shlex.split(words), "--json"]) == 0
-        answer = json.loads(capsys.readouterr().out)
+        answer = json.loads(prints(*shlex.split(words), "--json"))
         return answer, {row["residual"]: f"{row['speedup']:.2f}" for row in answer["rows"]}
 
     return ask
@@ -422,15 +420,13 @@ def test_a_faster_kernel_of_the_opponents(predicted, tmp_path, monkeypatch):
     assert f"in the first two rows {with_it} and {chained} times" in " ".join(README.split())
 
 
-def test_the_advice_is_what_predict_prints(capsys):
+def test_the_advice_is_what_predict_prints(prints):
     text = (DOCS / "guides/speed.md").read_text()
     (words, quoted) = re.search(
         r"^    ladder-jax (predict .*)\n\n((?:    .*\n)+)", text, re.M
     ).groups()
-    assert cli.main(shlex.split(words)) == 0
-    assert " ".join(capsys.readouterr().out.split()).startswith(
-        " ".join(quoted.split()) + " llama-3-70b"
-    )
+    said = " ".join(prints(*shlex.split(words)).split())
+    assert said.startswith(" ".join(quoted.split()) + " llama-3-70b")
 
 
 def test_the_speeds_of_conversions_are_what_predict_says(predicted):

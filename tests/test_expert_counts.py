@@ -10,7 +10,7 @@ import json
 import jax
 import pytest
 
-from ladder_jax import cli, nn, parallel
+from ladder_jax import nn, parallel
 from ladder_jax.config import MeshConfig, MoEConfig, Phase, Remat, preset
 from ladder_jax.hardware import HARDWARE
 from ladder_jax.nn.parameter import is_matrix
@@ -154,13 +154,9 @@ def test_parameters_held_and_active():
     assert dense.held == dense.active
 
 
-def test_overlap_reports_them(tmp_path, monkeypatch, capsys):
+def test_overlap_reports_them(tmp_path, monkeypatch, prints):
     monkeypatch.setenv("LADDER_JAX_CACHE", str(tmp_path))
-
-    def told(words):
-        assert cli.main(["overlap", *words.split()]) == 0
-        return capsys.readouterr().out
-
+    told = lambda words: prints("overlap", *words.split())
     words = "--model tiny-moe --target cpu:2 --phase prefill --residual farskip --layers 1 --prompt-length 16"
     found = json.loads(told(f"{words} --json"))
     assert (found["all_reduces"], found["grouped_matmuls"]) == (2, "expanded")
