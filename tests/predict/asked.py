@@ -53,17 +53,17 @@ def of_layers(config, *, on=H100, program=PLAIN, times=1, **shape):
     return layers.layers(shard, on, block, program=program, times=times)
 
 
-def run(capsys, *words):
-    """`ladder-jax predict`'s exit status, output and errors."""
-    status = cli.main(["predict", *map(str, words)])
-    return status, *capsys.readouterr()
-
-
-def answered(capsys, *words):
-    """Its answer as JSON."""
-    status, out, err = run(capsys, *words, "--json")
+def run(capsys, words):
+    """What `ladder-jax predict` prints, without errors."""
+    status = cli.main(["predict", *words.split()])
+    out, err = capsys.readouterr()
     assert (status, err) == (0, "")
-    return json.loads(out)
+    return out
+
+
+def answered(capsys, words):
+    """Its answer as JSON."""
+    return json.loads(run(capsys, f"{words} --json"))
 
 
 def by_residual(answer):

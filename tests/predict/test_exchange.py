@@ -268,8 +268,8 @@ def form_of(opponent):
 
 @pytest.mark.parametrize("phase", PHASES)
 def test_the_opponent_is_the_strongest_standard_of_both_forms(phase, capsys):
-    words = f"{WORDS} {phase} --batch 3 --experts".split()
-    reduced, exchanged = (answered(capsys, *words, form) for form in ("reduce", "exchange"))
+    words = f"{WORDS} {phase} --batch 3 --experts"
+    reduced, exchanged = (answered(capsys, f"{words} {form}") for form in ("reduce", "exchange"))
     assert (reduced["experts"], reduced["capacity"]) == ("reduce", None)
     assert (exchanged["experts"], exchanged["capacity"]) == ("exchange", 1.25)
     named = {form_of(one): one["tokens_per_second"] for one in exchanged["opponents"]}
@@ -280,8 +280,7 @@ def test_the_opponent_is_the_strongest_standard_of_both_forms(phase, capsys):
     rows = by_residual(exchanged)
     assert {row["form"] for row in rows.values()} == {"exchange"}
     assert list(rows) == ["standard", "ladder", "ladder-2", "no-communication", "farskip"]
-    _, out, _ = run(capsys, *words, "exchange")
-    assert "exchange  with capacity 1.25" in out
+    assert "exchange  with capacity 1.25" in run(capsys, f"{words} exchange")
 
 
 def test_a_model_with_a_capacity_has_both_forms_as_opponents(tmp_path):

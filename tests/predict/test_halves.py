@@ -120,13 +120,13 @@ def test_halves_of_a_decode_step_are_an_opponent_at_large_batches(hardware, whol
 
 
 def test_a_row_has_no_halves_in_decoding(capsys):
-    words = "--model llama-3-70b --hardware a800-pcie --batch 64 --residual standard,ladder".split()
-    answer = answered(capsys, *words)
+    words = "--model llama-3-70b --hardware a800-pcie --batch 64 --residual standard,ladder"
+    answer = answered(capsys, words)
     assert answer["baseline"]["interleave"]["step"] == 2
     assert {row["interleave"]["step"] for row in answer["rows"]} == {1}
     # of this library's Standard, which decodes whole batches
     assert answer["rows"][0]["speedup"] < 1
-    _, out, _ = run(capsys, *words)
+    out = run(capsys, words)
     assert "prefill and step in two halves)" in out
     assert "(0 µs)" not in out
 
@@ -140,7 +140,7 @@ PHASES += [f"{QWEN} prefill --prompt-length 8192", f"{QWEN} train --sequence 819
 @pytest.mark.parametrize("words", PHASES)
 def test_interleave_chooses_the_rows(words, capsys):
     def chosen(value):
-        answer = answered(capsys, *words.split(), "--batch", 2, "--interleave", value)
+        answer = answered(capsys, f"{words} --batch 2 --interleave {value}")
         assert answer["baseline"] == answer["opponents"][0]
         return {name: row["interleave"] for name, row in by_residual(answer).items()}
 
@@ -156,9 +156,9 @@ def test_the_guides_table_of_what_to_take_is_what_is_predicted(capsys):
     rows = re.findall(line, GUIDE, re.M)
     assert len(rows) == 6
     for *shown, words in rows:
-        asked = f"--model llama-3-70b --tensor 8 {words} --residual standard,ladder".split()
+        asked = f"--model llama-3-70b --tensor 8 {words} --residual standard,ladder"
         whole, halves = (
-            by_residual(answered(capsys, *asked, "--interleave", parts)) for parts in "12"
+            by_residual(answered(capsys, f"{asked} --interleave {parts}")) for parts in "12"
         )
         pace = lambda row: f"{row['tokens_per_second']:,.0f}"
         assert [pace(whole["standard"]), pace(halves["standard"]), pace(whole["ladder"])] == shown

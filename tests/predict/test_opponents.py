@@ -150,16 +150,14 @@ def test_70b_on_nvlink_must_beat_one_shot_all_reduces(capsys):
     """README's table has the ratios (tests/test_docs.py); the answer says over whom, and by which
     launch.
     """
-    words = (
-        "--model llama-3-70b --hardware h100-nvlink --tensor 8 --residual standard,ladder".split()
-    )
-    ladder = by_residual(answered(capsys, *words))["ladder"]
+    words = "--model llama-3-70b --hardware h100-nvlink --tensor 8 --residual standard,ladder"
+    ladder = by_residual(answered(capsys, words))["ladder"]
     assert (ladder["launch"], ladder["all_reduce"]) == ("explicit", "one-shot")
-    _, out, _ = run(capsys, *words)
+    out = run(capsys, words)
     assert "speed-up: over Standard (one-shot all-reduce)" in out
     assert "figures of threads, not verified" in out
     assert "have never run" in out
-    chained = by_residual(answered(capsys, *words, "--launch", "chained"))["ladder"]
+    chained = by_residual(answered(capsys, f"{words} --launch chained"))["ladder"]
     assert (chained["launch"], chained["all_reduce"]) == ("chained", "ring")
 
 
@@ -217,8 +215,8 @@ def test_a_ring_step_by_hand():
 
 
 def test_a_prefill_and_its_opponents(capsys):
-    words = "--model llama-3-70b --hardware v5p --tensor 8 --phase prefill --batch 1 --prompt-length 4096".split()
-    found = answered(capsys, *words, "--interleave", 1)
+    words = "--model llama-3-70b --hardware v5p --tensor 8 --phase prefill --batch 1 --prompt-length 4096"
+    found = answered(capsys, f"{words} --interleave 1")
     assert (found["phase"], found["tokens"]) == ("prefill", 4096)
     opponents = {one["form"]: one for one in found["opponents"] if one["interleave"] == 1}
     assert opponents.keys() == {"all-reduce", "sequence-parallel", "ring collective matmul"}
@@ -230,7 +228,7 @@ def test_a_prefill_and_its_opponents(capsys):
         expected = ladder["tokens_per_second"] / opponent["tokens_per_second"]
         assert ladder[key] == pytest.approx(expected)
     assert (ladder["form"], ladder["launch"]) == ("sequence-parallel", "chained")
-    _, out, _ = run(capsys, *words)
+    out = run(capsys, words)
     assert "Standard's forms, tokens/s: ring collective matmul " in out
     assert "; ring all-reduce, two halves in turn " in out
 
@@ -253,9 +251,8 @@ def test_a_training_step_and_meshes_without_tensor_parallelism():
 
 def test_no_is_said_plainly(capsys):
     words = "--model llama-3-70b --hardware h100-nvlink --phase prefill --batch 4 --residual standard,ladder"
-    _, out, _ = run(capsys, *words.split())
     reason = "no topology is 3% faster than Standard (ring collective matmul); "
-    assert out.startswith(f"no: take standard\nreason    {reason}")
+    assert run(capsys, words).startswith(f"no: take standard\nreason    {reason}")
 
 
 @pytest.mark.parametrize("speedup, said", [(1.029, "standard"), (1.03, "ladder")])
