@@ -193,6 +193,7 @@ def on(monkeypatch):
 
 DENSE = dict(model="llama-3-8b", target="v5p:2x2x2", tokens=16_384, sequence=1024, layers=2)
 TOKENS = 2048  # of two sequences
+LAYER = 4096 * (4096 + 2 * 1024 + 4096) + 3 * 4096 * 14_336
 TABLES = 2 * 128_256 * 4096
 
 
@@ -224,8 +225,7 @@ def test_the_transfers_of_a_step_by_hand(on, residual, split, reduced):
     half = TOKENS * 4096 * 2 / 2
     of_layers = reduced * (4.5 if split else 4) * half
     ends = 2 * 2 * half + 3 * 4 * TOKENS
-    layer = 4096 * (4096 + 2 * 1024 + 4096) + 3 * 4096 * 14_336
-    held = (2 * layer + TABLES) / 2
+    held = (2 * LAYER + TABLES) / 2
     weights = (2 + 2 + 4) * held / 2
     gradients = 4 * held / 2
     found = timed(candidate, asked)
@@ -241,8 +241,8 @@ def test_the_operations_of_recomputation_by_hand(on):
     none, save, full = (timed(*dense(MeshConfig(8), remat=one)) for one in kinds)
     scores = 2 * 4 * TOKENS * 4096 * 1025 / 2
     products = 2 * 2 * TOKENS * 4096 * (4096 + 2 * 1024 + 2 * 14_336)
-    gradients = 2 * 7 / 8 * 4 * (2 * (4096 * 10_240 + 3 * 4096 * 14_336) + TABLES) / 1e9
-    layers = 2 * 2 * TOKENS * (4096 * 10_240 + 3 * 4096 * 14_336) + scores
+    gradients = 2 * 7 / 8 * 4 * (2 * LAYER + TABLES) / 1e9
+    layers = 2 * 2 * TOKENS * LAYER + scores
     forward = layers + 2 * TOKENS * 4096 * 128_256
     assert none.seconds == pytest.approx(3 * forward / 1e12 + gradients)
     assert none.exposed == pytest.approx(gradients)

@@ -116,7 +116,10 @@ CASES = [
 
 
 # first transfers are longer, then compute
-@pytest.mark.parametrize("flops", [1e12, 2e11, 3e10, 1e10])
+each_pace = pytest.mark.parametrize("flops", [1e12, 2e11, 3e10, 1e10])
+
+
+@each_pace
 @pytest.mark.parametrize(("name", "shared"), CASES)
 def test_a_timeline_by_hand(name, shared, flops):
     for times in (1, 2):  # backward: twice the work, the same messages
@@ -142,7 +145,7 @@ def expected_in_turn(*, shared, scale):
     return HALF + into + LAYERS * (attention + experts) + (LAYERS - 1) * between + last + message
 
 
-@pytest.mark.parametrize("flops", [1e12, 2e11, 3e10, 1e10])
+@each_pace
 @pytest.mark.parametrize(
     ("name", "shared"), [("standard", 0), ("standard", SHARED), ("ladder", SHARED), ("ladder-2", 0)]
 )

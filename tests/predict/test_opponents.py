@@ -10,6 +10,7 @@ import types
 import pytest
 
 from ladder_jax.config import Interleave, Launch, Phase, preset
+from ladder_jax.hardware import HARDWARE
 from ladder_jax.predict import layers, machine, model, result, work
 from ladder_jax.predict.machine import Algorithm, Kernel, Kernels, Link, Network
 from ladder_jax.predict.model import Pass
@@ -99,7 +100,6 @@ WINDOWS = json.loads((ROOT / "experiments/overlap/results.json").read_text())["r
 WINDOWS = [
     row for row in WINDOWS if row["phase"] in ("prefill", "decode") and row["loop"] == "unrolled"
 ]
-GPUS = {"h100": "h100-nvlink", "b200": "b200-nvlink"}
 
 
 def test_every_target_has_its_windows():
@@ -110,7 +110,7 @@ def test_every_target_has_its_windows():
 def test_windows_are_those_of_compiled_programs(row):
     kind = row["target"].partition(":")[0]
     shard, block = prompt(preset("llama-3-70b", residual="ladder"))
-    found = programs(shard, machine.load(GPUS.get(kind, kind)), block, phase=Phase(row["phase"]))
+    found = programs(shard, machine.load(HARDWARE[kind].machine), block, phase=Phase(row["phase"]))
     window = {one.launch: one.window for one in found}
     least = round(row["chained"]["window_flops_fraction"]["least"], 2)
     assert window.pop(Launch.CHAINED) == min(least, 1.0)
