@@ -71,11 +71,10 @@ def test_exposed():
     request = requests.make(
         model="tiny", residual="standard,ladder", share=4, layers=3, new_tokens=11
     )
-    sample = lambda name, prefill, decode: Samples(
-        name, 1, (prefill, 9.0, 0.0), (decode, 9.0, 0.0), 0.0, 0
+    sample = lambda prefill, decode: Samples(
+        "standard", 1, (prefill, 9.0, 0.0), (decode, 9.0, 0.0), 0.0, 0
     )
-    measured = lambda name, *each: wire.row(request, *(sample(name, p, d) for p, d in each))
-    standard = measured("standard", (1.0, 2.0), (1.7, 5.0), (1.2, 2.2))
+    standard = wire.row(request, sample(1.0, 2.0), sample(1.7, 5.0), sample(1.2, 2.2))
     close = lambda value: pytest.approx(value, rel=1e-9)
     assert standard["all_reduces"] == 6
     assert standard["prefill_exposed_seconds"] == close(0.6 / 6)
