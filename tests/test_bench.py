@@ -14,6 +14,7 @@ import pytest
 from ladder_jax import decode, nn, parallel
 from ladder_jax.bench import measure, result
 from ladder_jax.bench import request as requests
+from ladder_jax.checkpoint.arrays import named
 from ladder_jax.config import Loop, preset
 from ladder_jax.decode import weights
 from ladder_jax.predict import measure as limits
@@ -90,7 +91,6 @@ def ceilings(monkeypatch):
 def told(prints, monkeypatch, ceilings):
     """What the command prints, in this process and with given ceilings."""
     monkeypatch.setenv("COLUMNS", "80")
-
     return lambda words: prints("bench", *ASKED, *words.split())
 
 
@@ -124,14 +124,14 @@ def test_one_ranks_share(told):
 # untied.
 
 
-def bytes_by_hand(tensor, *, batch, layers=2, prompt=8, new=5):
+def bytes_by_hand(tensor, *, batch, layers=2):
     queries = 8 // tensor * 16
     keys = max(1, 4 // tensor) * 16
     features = 352 // tensor
     matrices = layers * 128 * (2 * queries + 2 * keys + 3 * features)
     vocabulary = -(-256 // (128 * tensor)) * 128
     gains = 128 * (2 * layers + 1)
-    positions = statistics.mean(range(prompt + 1, prompt + new))
+    positions = statistics.mean(range(9, 13))  # after a prompt of 8, for four more tokens
     lookup = 128 * batch
     cache = 2 * layers * batch * keys * positions
     return 2 * (matrices + vocabulary * 128 + lookup + cache) + 4 * gains  # gains are float32
@@ -171,13 +171,10 @@ def test_weights_are_made_once_in_the_compute_dtype():
     definitions = [
         nn.define(preset("tiny", num_layers=1, residual=name), mesh=mesh) for name in names
     ]
-    named = lambda tree: {
-        jax.tree_util.keystr(path): leaf for path, leaf in jax.tree.leaves_with_path(tree)
-    }
     standard, shared = map(named, measure.random_weights(definitions))
-    assert set(standard) - set(shared) == {"['layers'][0]['mlp_norm']['scale']"}
+    assert set(standard) - set(shared) == {"layers/0/mlp_norm/scale"}
     assert all(shared[name] is standard[name] for name in shared)
-    assert (np.asarray(standard["['final_norm']['scale']"]) == 1).all()
+    assert (np.asarray(standard["final_norm/scale"]) == 1).all()
     held = sum(array.addressable_shards[0].data.nbytes for array in standard.values())
     assert measure.weight_bytes(definitions) == held
 
