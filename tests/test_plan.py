@@ -175,7 +175,9 @@ def test_what_exchanged_experts_compute_again_by_hand():
 
 
 LINK = Link(latency=0.0, step=0.0, bandwidth=1e9)
-BARE = dict(memory=0.0, flops_share=1.0, bandwidth_share=1.0, launch=0.0, contention=0.0)
+BARE = dict(
+    memory=0.0, bandwidth=1e30, flops_share=1.0, bandwidth_share=1.0, launch=0.0, contention=0.0
+)
 
 
 @pytest.fixture
@@ -184,8 +186,8 @@ def on(monkeypatch):
     second.
     """
 
-    def set_(*, flops=1e30, bandwidth=1e30):
-        machine = Machine("plain", 8, flops=flops, bandwidth=bandwidth, link=LINK, **BARE)
+    def set_(*, flops=1e30):
+        machine = Machine("plain", 8, flops=flops, link=LINK, **BARE)
         monkeypatch.setattr(speed, "machine_of", lambda target: machine)
 
     return set_
