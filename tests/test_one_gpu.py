@@ -93,7 +93,7 @@ def test_the_command(tmp_path, monkeypatch):
     out = tmp_path / "wire.json"
     _, *words = command.WIRE.format(**command.SMALL).split()
     assert wire.main([*words, "--out", str(out)]) == 0
-    found = json.loads(out.read_text())["rows"]
+    found = study.load(out)["rows"]
     assert [row["residual"] for row in found] == ["standard", "ladder", "parallel"]
 
 
