@@ -8,6 +8,7 @@ import re
 import jax
 import pytest
 
+from experiments import study
 from experiments.plan import __main__ as plan_study
 from ladder_jax import cli, nn, parallel
 from ladder_jax.config import ExpertParallelism, Interleave, MeshConfig, Remat, load
@@ -27,7 +28,7 @@ REDUCED = Candidate(MeshConfig(4, 4, 4), Remat.SAVE_MATMULS, False, 2, 16)
 MOE = dict(model="qwen1.5-moe-a2.7b", target="v5p:2x2x2", tokens=65_536, sequence=4096, layers=4)
 EXCHANGED = Candidate(MeshConfig(fsdp=2, tensor=4, experts="exchange"), Remat.NONE, True, 2, 4)
 ROWS = 60 * math.ceil(1.25 * 2048 * 4 / 60)  # of a device: 2,048 tokens, of 60 experts 4 each
-COMPILED = json.loads((plan_study.HERE / "results.json").read_text())["rows"]
+COMPILED = study.load(plan_study.HERE / "results.json")["rows"]
 TOLERANCE = 0.2
 
 

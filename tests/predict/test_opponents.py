@@ -3,12 +3,12 @@ meshes.
 """
 
 import dataclasses
-import json
 import re
 import types
 
 import pytest
 
+from experiments import study
 from ladder_jax.config import Interleave, Launch, Phase, preset
 from ladder_jax.hardware import HARDWARE
 from ladder_jax.predict import layers, machine, model, result, work
@@ -96,9 +96,10 @@ def test_a_ladder_uses_what_its_launch_overlaps():
     assert of("ladder", opponents=Opponents.FITTED) == (Program(),)
 
 
-WINDOWS = json.loads((ROOT / "experiments/overlap/results.json").read_text())["rows"]
 WINDOWS = [
-    row for row in WINDOWS if row["phase"] in ("prefill", "decode") and row["loop"] == "unrolled"
+    row
+    for row in study.load(ROOT / "experiments/overlap/results.json")["rows"]
+    if row["phase"] in ("prefill", "decode") and row["loop"] == "unrolled"
 ]
 
 
