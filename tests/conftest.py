@@ -140,6 +140,19 @@ def mistake(capsys, tmp_path, monkeypatch):
 
 
 @pytest.fixture
+def prints(capsys):
+    """Runs a command in this process: gives what it prints."""
+
+    def run(*words):
+        from ladder_jax import cli
+
+        assert cli.main([*map(str, words)]) == 0, capsys.readouterr().err
+        return capsys.readouterr().out
+
+    return run
+
+
+@pytest.fixture
 def largest_file():
     """Sets how long a file may become: then writes are short, and the next one is an error, as on a
     full disk.

@@ -11,13 +11,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from ladder_jax import cli, decode, nn, parallel
+from ladder_jax import decode, nn, parallel
 from ladder_jax.bench import measure, result
 from ladder_jax.bench import request as requests
+from ladder_jax.checkpoint.arrays import named
 from ladder_jax.config import Loop, preset
 from ladder_jax.decode import weights
 from ladder_jax.predict import measure as limits
 from ladder_jax.predict.work import Model
+from tests.test_memory import exhausted
 
 ASKED = "--model tiny --residual standard,ladder --prompt-length 8 --new-tokens 5 --warmup 1 --repeats 2".split()
 
@@ -86,15 +88,10 @@ def ceilings(monkeypatch):
 
 
 @pytest.fixture
-def told(capsys, monkeypatch, ceilings):
+def told(prints, monkeypatch, ceilings):
     """What the command prints, in this process and with given ceilings."""
     monkeypatch.setenv("COLUMNS", "80")
-
-    def run(words):
-        assert cli.main(["bench", *ASKED, *words.split()]) == 0, capsys.readouterr().err
-        return capsys.readouterr().out
-
-    return run
+    return lambda words: prints("bench", *ASKED, *words.split())
 
 
 def test_text(told):
@@ -127,14 +124,14 @@ def test_one_ranks_share(told):
 # untied.
 
 
-def bytes_by_hand(tensor, *, batch, layers=2, prompt=8, new=5):
+def bytes_by_hand(tensor, *, batch, layers=2):
     queries = 8 // tensor * 16
     keys = max(1, 4 // tensor) * 16
     features = 352 // tensor
     matrices = layers * 128 * (2 * queries + 2 * keys + 3 * features)
     vocabulary = -(-256 // (128 * tensor)) * 128
     gains = 128 * (2 * layers + 1)
-    positions = statistics.mean(range(prompt + 1, prompt + new))
+    positions = statistics.mean(range(9, 13))  # after a prompt of 8, for four more tokens
     lookup = 128 * batch
     cache = 2 * layers * batch * keys * positions
     return 2 * (matrices + vocabulary * 128 + lookup + cache) + 4 * gains  # gains are float32
@@ -174,13 +171,10 @@ def test_weights_are_made_once_in_the_compute_dtype():
     definitions = [
         nn.define(preset("tiny", num_layers=1, residual=name), mesh=mesh) for name in names
     ]
-    named = lambda tree: {
-        jax.tree_util.keystr(path): leaf for path, leaf in jax.tree.leaves_with_path(tree)
-    }
     standard, shared = map(named, measure.random_weights(definitions))
-    assert set(standard) - set(shared) == {"['layers'][0]['mlp_norm']['scale']"}
+    assert set(standard) - set(shared) == {"layers/0/mlp_norm/scale"}
     assert all(shared[name] is standard[name] for name in shared)
-    assert (np.asarray(standard["['final_norm']['scale']"]) == 1).all()
+    assert (np.asarray(standard["final_norm/scale"]) == 1).all()
     held = sum(array.addressable_shards[0].data.nbytes for array in standard.values())
     assert measure.weight_bytes(definitions) == held
 
@@ -298,11 +292,6 @@ def test_mistakes_are_one_line_and_measure_nothing(words, mistake, monkeypatch):
 
 
 def test_running_out_of_memory_is_one_line(mistake, monkeypatch, ceilings):
-    def exhausted(_):
-        raise jax.errors.JaxRuntimeError(
-            "RESOURCE_EXHAUSTED: Out of memory allocating 9 bytes.\nand more"
-        )
-
     monkeypatch.setattr(measure, "random_weights", exhausted)
     said = mistake("bench", *ASKED, "--out", "speed.json")
     assert said.startswith(

@@ -10,7 +10,7 @@ import jax
 import pytest
 import yaml
 
-from ladder_jax import cli, parallel
+from ladder_jax import parallel
 from ladder_jax.errors import UserError
 from ladder_jax.parallel import Overlap
 from ladder_jax.predict import calibrate, machine, measure
@@ -28,7 +28,7 @@ def written(run_cli, tmp_path_factory):
     return json.loads(done.stdout), folder
 
 
-def test_predict_reads_what_was_written(written, capsys):
+def test_predict_reads_what_was_written(written, prints):
     found, folder = written
     assert os.listdir(folder) == ["mine.yaml"]
     mine = machine.load(str(folder / "mine.yaml"))
@@ -40,8 +40,8 @@ def test_predict_reads_what_was_written(written, capsys):
     assert 0 < mine.launch < 1e-2
     assert mine.link.bandwidth > 1e6
     words = f"predict --model tiny --hardware {folder / 'mine.yaml'} --tensor 2 --json"
-    assert cli.main(words.split()) == 0
-    assert all(row["tokens_per_second"] > 0 for row in json.loads(capsys.readouterr().out)["rows"])
+    rows = json.loads(prints(*words.split()))["rows"]
+    assert all(row["tokens_per_second"] > 0 for row in rows)
 
 
 def test_what_it_says_of_itself(written):
@@ -72,21 +72,21 @@ def test_the_chain_reduces_as_often_as_it_says():
     assert run().shape == (4, 2048)
 
 
-def samples(link, *, ranks=(2, 4, 8), sizes=(4096, 2**20, 2**24)):
-    times = [(n, size, link.all_reduce(size, ranks=n)) for n in ranks for size in sizes]
-    return [Reduced(*one, 0.0) for one in times]
+def samples(seconds, *, ranks=(2, 4, 8), sizes=(4096, 2**20, 2**24), **_):
+    """seconds: of a size and the number of ranks."""
+    return [Reduced(n, size, seconds(size, ranks=n), 0.0) for n in ranks for size in sizes]
 
 
 @pytest.mark.parametrize("ring", Ring)
 def test_the_fit_finds_a_links_constants(ring):
     true = Link(latency=12e-6, step=0.8e-6, bandwidth=250e9, ring=ring)
-    measured = samples(true)
+    measured = samples(true.all_reduce)
     found = measure.fit_link(measured, ring=ring)
     for name in ("latency", "step", "bandwidth"):
         assert getattr(found, name) == pytest.approx(getattr(true, name), rel=1e-6)
     assert measure.fit_error(measured, found) < 1e-9
     # one size of ring: steps are part of the latency
-    two = measure.fit_link(samples(true, ranks=(4,)), ring=ring)
+    two = measure.fit_link(samples(true.all_reduce, ranks=(4,)), ring=ring)
     assert two.step == 0
     assert two.all_reduce(4096, ranks=4) == pytest.approx(true.all_reduce(4096, ranks=4))
 
@@ -116,11 +116,9 @@ def test_a_gpus_own_kernels_are_measured_apart_from_nccl(ceilings, monkeypatch, 
     gpu = types.SimpleNamespace(platform="gpu", device_kind="NVIDIA H100 80GB HBM3")
     monkeypatch.setattr(jax, "devices", lambda: [gpu])
 
-    def all_reduces(time_of, *, ranks, sizes, overlap, **_):
-        of_kernel = lambda size, ranks: kernel.seconds((ranks - 1) * size)
-        one = {Overlap.HIDES: nccl.all_reduce, Overlap.WAITS: of_kernel}[overlap]
-        return [Reduced(n, size, one(size, ranks=n), 0.0) for n in ranks for size in sizes]
-
+    of_kernel = lambda size, ranks: kernel.seconds((ranks - 1) * size)
+    times = {Overlap.HIDES: nccl.all_reduce, Overlap.WAITS: of_kernel}
+    all_reduces = lambda _, *, overlap, **shape: samples(times[overlap], **shape)
     monkeypatch.setattr(measure, "all_reduces", all_reduces)
     sections, timed = measure.constants(16, warmup=0, repeats=1)
     assert len(timed) == 4 * len(measure.SIZES)
@@ -153,11 +151,10 @@ def test_nothing_is_written_that_was_not_measured(ceilings, mistake):
     assert "ladder-jax: flops could not be measured on this machine (the result is 0.0)" in said
 
 
-def test_one_device(ceilings, monkeypatch, tmp_path, capsys):
+def test_one_device(ceilings, monkeypatch, tmp_path, prints):
     ceilings(90e9, 100e9)
     monkeypatch.chdir(tmp_path)
-    assert cli.main("calibrate --out one.yml --tensor 1 --repeats 2 --warmup 0".split()) == 0
-    said = capsys.readouterr().out
+    said = prints(*"calibrate --out one.yml --tensor 1 --repeats 2 --warmup 0".split())
     assert "one.yml: 1 devices" in said
     assert "100.0 GB/s" in said
     assert "all-reduce" not in said

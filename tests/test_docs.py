@@ -10,6 +10,7 @@ import subprocess
 import sys
 import urllib.parse
 
+import jax
 import numpy as np
 import pytest
 import yaml
@@ -19,17 +20,16 @@ import ladder_jax
 from experiments import study
 from experiments.plan import __main__ as plan_study
 from experiments.refit import __main__ as refit_study
-from ladder_jax import cli
 from ladder_jax.predict import result
 from tests import cases
+from tests.changed import ROOT
 
-ROOT = pathlib.Path(__file__).parent.parent
 DOCS = ROOT / "docs"
 PAGES = sorted(
     [ROOT / "README.md", *DOCS.glob("*.md"), *DOCS.glob("guides/*.md"), *DOCS.glob("api/*.md")]
 )
 README = (ROOT / "README.md").read_text()
-NOTEBOOKS = sorted((ROOT / "experiments" / "notebooks").glob("*.ipynb"))
+NOTEBOOKS = sorted((ROOT / "experiments/notebooks").glob("*.ipynb"))
 
 
 def name(path: pathlib.Path) -> str:
@@ -38,6 +38,10 @@ def name(path: pathlib.Path) -> str:
 
 def blocks(path: pathlib.Path, language: str) -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```", path.read_text(), re.S | re.M)
+
+
+def prose(text: str) -> str:
+    return re.sub(r"^```.*?^```", "", text, flags=re.S | re.M)
 
 
 def executed(*code: str) -> dict:
@@ -60,17 +64,14 @@ def test_examples_print_what_stands_there(path):
     assert attempted and not failed  # each failure is printed
 
 
-@pytest.mark.parametrize(
-    "page",
-    ["quickstarts.md", "checkpoints.md", "guides/training.md"],
-    ids=lambda page: page.removesuffix(".md"),
-)
+@pytest.mark.parametrize("page", ["quickstarts.md", "checkpoints.md", "guides/training.md"])
 def test_snippets_run(page):
     for block in blocks(DOCS / page, "python"):
         executed(block)
 
 
-YOUR_MODEL = blocks(DOCS / "guides" / "your_model.md", "python")
+YOUR_MODEL = blocks(DOCS / "guides/your_model.md", "python")
+BOUND = cases.bound(cases.model(d_model=64, d_ff=128))
 NNX, AUDITED, LINEN = slice(0, 4), slice(0, 5), slice(5, 7)
 
 
@@ -83,8 +84,6 @@ def test_your_own_model_as_a_standard_is_the_plain_one():
     """With the plain model's values, on a mesh and on one device: only the topology makes the
     difference.
     """
-    import jax
-
     scope = executed(
         *(block.replace('"ladder", num', '"standard", num') for block in YOUR_MODEL[:3])
     )
@@ -92,25 +91,15 @@ def test_your_own_model_as_a_standard_is_the_plain_one():
     stacked = jax.tree.map(
         lambda *layers: np.stack(layers), *(nnx.state(block) for block in plain.blocks)
     )
-    nnx.update(
-        alone,
-        {
-            "embed": nnx.state(plain.embed),
-            "norm": nnx.state(plain.norm),
-            "blocks": {"layers": stacked},
-        },
-    )
+    nnx.update(alone, {**nnx.state(plain), "blocks": {"layers": stacked}})
     split = scope["Ladder"](rngs=nnx.Rngs(0))
     nnx.update(split, nnx.state(alone))
     _, params, forward = scope["parts"](scope["mesh"], split)
     tokens = np.arange(32).reshape(4, 8)
     call = nnx.jit(lambda model, tokens: model(tokens))
     expected = call(plain, tokens)
-    bound = cases.bound(cases.model(d_model=64, d_ff=128))
-    assert (
-        cases.error(call(alone, tokens), expected) < bound
-        and cases.error(forward(params, tokens), expected) < bound
-    )
+    assert cases.error(call(alone, tokens), expected) < BOUND
+    assert cases.error(forward(params, tokens), expected) < BOUND
 
 
 def shallow(code: str) -> str:
@@ -118,27 +107,23 @@ def shallow(code: str) -> str:
     return code.replace('preset("tiny", ', 'preset("tiny", num_layers=2, ')
 
 
-EXPLICIT = blocks(DOCS / "guides" / "explicit.md", "python")
+EXPLICIT = blocks(DOCS / "guides/explicit.md", "python")
 
 
 def test_the_explicit_model_trains_beside_one_of_ours(capsys):
-    import jax
-
     with jax.set_mesh(None):  # the page sets one
         assert_learns(executed(*map(shallow, EXPLICIT))["losses"])
     assert capsys.readouterr().out.splitlines()[:2] == ["True", "float32[8@dp,16,8@tp]"]
 
 
 def test_the_explicit_model_as_a_standard_is_the_plain_one():
-    import jax
-
     with jax.set_mesh(None):
         scope = executed(
             *(block.replace('"ladder", num', '"standard", num') for block in EXPLICIT[:2])
         )
         params, tokens = scope["initial"](jax.random.key(0)), np.arange(32).reshape(4, 8)
         ladder, plain = (jax.jit(scope[name])(params, tokens) for name in ("ladder", "plain"))
-    assert cases.error(ladder, plain) < cases.bound(cases.model(d_model=64, d_ff=128))
+    assert cases.error(ladder, plain) < BOUND
 
 
 @pytest.mark.audit
@@ -159,7 +144,7 @@ def test_your_own_model_hides_its_all_reduces():
 
 def test_the_snippet_that_serves(capsys):
     (snippet,) = [
-        block for block in blocks(DOCS / "guides" / "inference.md", "python") if "Engine(" in block
+        block for block in blocks(DOCS / "guides/inference.md", "python") if "Engine(" in block
     ]
     executed(shallow(snippet))
     *pieces, last = capsys.readouterr().out.splitlines()
@@ -176,14 +161,13 @@ def commands(path: pathlib.Path) -> list[str]:
 
 def test_the_tables_of_the_plans_study_are_its_rows():
     """Of compiled programs; the other studies' tests have theirs."""
-    rows, text = (
-        study.load(plan_study.HERE / "results.json")["rows"],
-        (plan_study.HERE / "README.md").read_text(),
-    )
+    rows = study.load(plan_study.HERE / "results.json")["rows"]
+    text = (plan_study.HERE / "README.md").read_text()
     assert study.fill(text, plan_study.tables(rows)) == text
 
 
 STUDIES = sorted(ROOT.glob("experiments/**/README.md"))
+each_page = pytest.mark.parametrize("path", [*PAGES, *STUDIES], ids=name)
 
 
 def gone(text: str) -> list[str]:
@@ -199,7 +183,7 @@ def gone(text: str) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("path", [*PAGES, *STUDIES], ids=name)
+@each_page
 def test_a_study_is_there_or_names_its_commit(path):
     assert gone(path.read_text()) == []
 
@@ -211,11 +195,9 @@ def test_a_study_that_is_not_there_is_noticed():
     ]
 
 
-@pytest.mark.parametrize("path", [*PAGES, *STUDIES], ids=name)
+@each_page
 def test_links_lead_somewhere(path):
-    for target in re.findall(
-        r"\]\(([^)\s]+)\)", re.sub(r"^```.*?^```", "", path.read_text(), flags=re.S | re.M)
-    ):
+    for target in re.findall(r"\]\(([^)\s]+)\)", prose(path.read_text())):
         if not urllib.parse.urlsplit(target).scheme:
             assert (path.parent / target.partition("#")[0]).exists(), target
 
@@ -225,7 +207,7 @@ def test_the_table_is_what_was_measured_and_is_predicted():
         r"^\| Llama-3-70B, H100s, (.*?), (\d) x (\d+) \| (\S+) \| (\S+) \|", README, re.M
     )
     assert len(rows) == 4
-    kept = study.load(ROOT / "experiments" / "predict" / "results.json")["published"]
+    kept = study.load(ROOT / "experiments/predict/results.json")["published"]
     speeds = {(row["link"], row["tensor"], row["batch"], row["residual"]): row for row in kept}
     for link, tensor, batch, *shown in rows:
         place = {"NVLink": "nvlink", "no NVLink": "off"}[link], int(tensor), int(batch)
@@ -233,7 +215,7 @@ def test_the_table_is_what_was_measured_and_is_predicted():
         assert shown == [
             f"{ladder[what] / standard[what]:.2f}" for what in ("measured", "predicted")
         ]
-    of_card = study.load(ROOT / "experiments" / "one_gpu" / "results.json")["dense"]["rows"]
+    of_card = study.load(ROOT / "experiments/one_gpu/results.json")["dense"]["rows"]
     standard, ladder = (row["tokens_per_second"] for row in of_card if row["batch"] == 1)
     # The median of the paired repeats, as `bench` says it; the ratio of the medians is 0.01 from it
     # at most.
@@ -262,9 +244,7 @@ def speeds_without_opponent(text: str) -> list[str]:
     A row's opponent may stand in its table's head, or in the paragraph before the table.
     """
     found = []
-    for section in re.split(
-        r"^#+ .*$", re.sub(r"^```.*?^```", "", text, flags=re.S | re.M), flags=re.M
-    ):
+    for section in re.split(r"^#+ .*$", prose(text), flags=re.M):
         before = ""
         for block in re.split(r"\n\s*\n", section):
             if block.startswith("|"):
@@ -301,18 +281,16 @@ def test_a_speed_without_them_is_noticed(text):
     assert len(speeds_without_opponent(text)) == 1
 
 
-REFIT = ROOT / "experiments" / "refit"
+MODELS = (DOCS / "guides/models.md").read_text()
+REFIT = ROOT / "experiments/refit"
+REFITTED = study.load(REFIT / "results.json")["rows"]
 FITTED = dict(tokens=12_288, seed=0, ridge=1e-3)
 
 
 def losses(**wanted) -> dict[str, float]:
     """Of the refit study's row of these settings that scores most domains."""
     kind = {"residual": "ladder", **wanted}
-    rows = [
-        row["losses"]
-        for row in study.load(REFIT / "results.json")["rows"]
-        if kind.items() <= row.items()
-    ]
+    rows = [row["losses"] for row in REFITTED if kind.items() <= row.items()]
     return max(rows, key=len)
 
 
@@ -333,8 +311,7 @@ def test_the_refits_are_what_was_measured():
 
 def test_the_costs_of_conversions_are_what_was_measured():
     """The guide to models: what each costs when it is refitted, and what tasks say."""
-    text = (DOCS / "guides" / "models.md").read_text()
-    measured = refit_study.kinds(study.load(REFIT / "results.json")["rows"])
+    measured = refit_study.kinds(REFITTED)
     for kind, residual in (
         ("half", "ladder-fresh"),
         ("half", "ladder-2"),
@@ -344,19 +321,19 @@ def test_the_costs_of_conversions_are_what_was_measured():
         layers = "last 15" if kind == "half" else "all 30"
         named = layers if residual == "ladder" else f"{layers}, {residual}"
         (cost,) = re.search(rf"\| {named} \| \S+ \| \S+ \| \S+ \| (\S+) \|", measured).groups()
-        assert f"| {kind}, `{residual}` | {cost} |" in text
+        assert f"| {kind}, `{residual}` | {cost} |" in MODELS
     page = (REFIT / "README.md").read_text()
     rows = re.findall(
         r"^\| (plain|refitted) \| [^|]* \| [^|]* \| [^|]* \| \+([^|]*) \|$", page, re.M
     )
     shown = re.search(
-        r"the plain\sconversion costs (\S+ ± \S+) and the refitted one (\S+ ± \S+) ", text
+        r"the plain\sconversion costs (\S+ ± \S+) and the refitted one (\S+ ± \S+) ", MODELS
     ).groups()
     assert dict(rows) == dict(zip(("plain", "refitted"), shown))
 
 
 def test_what_fitted_outputs_give_back_is_what_was_measured():
-    text, mixed = (DOCS / "guides" / "models.md").read_text(), dict(text="mixture", **FITTED)
+    mixed = dict(text="mixture", **FITTED)
     for shown, asked in (
         ("nothing: the original", dict(layers="0", way="plain")),
         ("`--refit none`", dict(layers="15", way="plain")),
@@ -365,17 +342,16 @@ def test_what_fitted_outputs_give_back_is_what_was_measured():
     ):
         assert (
             f"| {shown} | {' | '.join(f'{loss:.3f}' for loss in losses(**asked).values())} |"
-            in text
+            in MODELS
         )
 
 
 @pytest.fixture
-def predicted(capsys):
+def predicted(prints):
     """What `ladder-jax predict` answers, as JSON, and the speedups by topology."""
 
     def ask(words: str) -> tuple[dict, dict[str, str]]:
-        assert cli.main([*shlex.split(words), "--json"]) == 0
-        answer = json.loads(capsys.readouterr().out)
+        answer = json.loads(prints(*shlex.split(words), "--json"))
         return answer, {row["residual"]: f"{row['speedup']:.2f}" for row in answer["rows"]}
 
     return ask
@@ -444,24 +420,25 @@ def test_a_faster_kernel_of_the_opponents(predicted, tmp_path, monkeypatch):
     assert f"in the first two rows {with_it} and {chained} times" in " ".join(README.split())
 
 
-def test_the_advice_is_what_predict_prints(capsys):
-    text = (DOCS / "guides" / "speed.md").read_text()
+def test_the_advice_is_what_predict_prints(prints):
+    text = (DOCS / "guides/speed.md").read_text()
     (words, quoted) = re.search(
         r"^    ladder-jax (predict .*)\n\n((?:    .*\n)+)", text, re.M
     ).groups()
-    assert cli.main(shlex.split(words)) == 0
-    assert " ".join(capsys.readouterr().out.split()).startswith(
-        " ".join(quoted.split()) + " llama-3-70b"
-    )
+    said = " ".join(prints(*shlex.split(words)).split())
+    assert said.startswith(" ".join(quoted.split()) + " llama-3-70b")
 
 
 def test_the_speeds_of_conversions_are_what_predict_says(predicted):
     """The table of the guide to models, a row a conversion; a command for each machine, of a half
     and of all layers.
     """
-    text = (DOCS / "guides" / "models.md").read_text()
-    (words,) = re.findall(r"^    ladder-jax (predict .*) \\\n        (--residual .*)$", text, re.M)
-    rows = re.findall(r"^\| (half|all), `([\w-]+)` \| .* \| (\d\.\d+) \| (\d\.\d+) \|$", text, re.M)
+    (words,) = re.findall(
+        r"^    ladder-jax (predict .*) \\\n        (--residual .*)$", MODELS, re.M
+    )
+    rows = re.findall(
+        r"^\| (half|all), `([\w-]+)` \| .* \| (\d\.\d+) \| (\d\.\d+) \|$", MODELS, re.M
+    )
     assert len(rows) == 7
     for column, machine in ((2, "h100-nvlink"), (3, "h100-no-nvlink")):
         for which, left_out in (("half", ""), ("all", " --ladder-layers 40")):

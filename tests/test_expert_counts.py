@@ -10,7 +10,7 @@ import json
 import jax
 import pytest
 
-from ladder_jax import cli, nn, parallel
+from ladder_jax import nn, parallel
 from ladder_jax.config import MeshConfig, MoEConfig, Phase, Remat, preset
 from ladder_jax.hardware import HARDWARE
 from ladder_jax.nn.parameter import is_matrix
@@ -27,6 +27,7 @@ from ladder_jax.schedule.grouped import Experts, Form
 
 QWEN = preset("qwen3-30b-a3b")
 D, M, E, K = 2048, 768, 128, 8
+EIGHTH = Experts(QWEN.moe, 8)
 ROUTED = ("router", "sort", "experts' gate, up", "activate", "experts' down", "add up")
 
 # Instructions as the compilers write them, without the kernels' code.
@@ -64,7 +65,7 @@ CHOSEN = E / 8 * (1 - (1 - K / E) ** 16)  # a device's experts
 def counted(line, experts):
     program = hlo.parse(MODULE.format(line))
     one = program.entry.instructions[-1]
-    return program, grouped.kernel(one, experts=experts)
+    return program, one, grouped.kernel(one, experts=experts)
 
 
 @pytest.mark.parametrize("line, moved", [
@@ -74,28 +75,27 @@ def counted(line, experts):
     (OVER_ROWS, ROWS / 8 * (D + M) * 2 + 16 * D * M * 4),
 ], ids=["tpu", "gpu", "over rows"])  # fmt: skip
 def test_a_kernel_computes_its_own_rows_and_reads_the_chosen_experts(line, moved):
-    program, one = counted(line, Experts(QWEN.moe, 8))
+    program, instruction, one = counted(line, EIGHTH)
     assert one.flops == 2 * ROWS / 8 * D * M and one.bytes == pytest.approx(moved)
-    assert cost.bytes_moved(program, experts=Experts(QWEN.moe, 8)) == round(moved)
-    flops = Costs(program, experts=Experts(QWEN.moe, 8)).matmul_flops(
-        program.entry.instructions[-1]
-    )
+    assert cost.bytes_moved(program, experts=EIGHTH) == round(moved)
+    flops = Costs(program, experts=EIGHTH).matmul_flops(instruction)
     assert flops == {"mlp": one.flops} and grouped.form(program) is Form.KERNELS
 
 
 def test_of_an_unknown_model_all_rows_and_matrices_count():
-    program, one = counted(FORWARD, None)
+    program, instruction, one = counted(FORWARD, None)
     assert one.flops == 2 * ROWS * D * M and one.bytes == (ROWS * D + 16 * D * M) * 2
-    assert Costs(program).cycles(program.entry.instructions[-1]) is None
+    assert Costs(program).cycles(instruction) is None
 
 
 def test_what_finds_the_tiles_is_no_matmul():
-    assert counted(TILES, None)[1] is None
+    assert counted(TILES, None)[-1] is None
 
 
 def test_a_kernel_takes_as_long_as_reading_or_its_whole_tiles():
-    v5p, experts = HARDWARE["v5p"], Experts(QWEN.moe, 8, HARDWARE["v5p"])
-    program, one = counted(FORWARD, experts)
+    v5p = HARDWARE["v5p"]
+    experts = Experts(QWEN.moe, 8, v5p)
+    *_, one = counted(FORWARD, experts)
     # 16 rows, but of 10 experts a tile of 128 each
     assert one.seconds(v5p) == one.bytes / v5p.bandwidth
     slow = dataclasses.replace(v5p, flops=1e12)
@@ -111,9 +111,9 @@ def test_a_kernel_takes_as_long_as_reading_or_its_whole_tiles():
 
 
 def test_where_xla_expands_every_row_passes_every_expert():
-    program, one = counted(EXPANDED, Experts(QWEN.moe, 8))
+    program, instruction, one = counted(EXPANDED, EIGHTH)
     assert one is None and grouped.form(program) is Form.EXPANDED
-    flops = Costs(program).matmul_flops(program.entry.instructions[-1])
+    flops = Costs(program).matmul_flops(instruction)
     assert flops == {"mlp": 16 * 2 * ROWS * D * M}
     request = requests.make(
         model="qwen3-30b-a3b", target="h100:8", residual="ladder", phase=Phase.DECODE
@@ -140,7 +140,8 @@ def test_parameters_held_and_active():
         one = preset(name, num_layers=3, vocab_size=256)
         one = dataclasses.replace(one, moe=dataclasses.replace(one.moe, dense_layers=dense))
         definition = nn.define(one, mesh=parallel.make_mesh())
-        config, count = definition.config, models.parameters(definition.config)
+        config = definition.config
+        count = models.parameters(config)
         leaves = zip(
             jax.tree.leaves(definition.abstract), jax.tree.leaves(definition.dims), strict=True
         )
@@ -153,13 +154,9 @@ def test_parameters_held_and_active():
     assert dense.held == dense.active
 
 
-def test_overlap_reports_them(tmp_path, monkeypatch, capsys):
+def test_overlap_reports_them(tmp_path, monkeypatch, prints):
     monkeypatch.setenv("LADDER_JAX_CACHE", str(tmp_path))
-
-    def told(words):
-        assert cli.main(["overlap", *words.split()]) == 0
-        return capsys.readouterr().out
-
+    told = lambda words: prints("overlap", *words.split())
     words = "--model tiny-moe --target cpu:2 --phase prefill --residual farskip --layers 1 --prompt-length 16"
     found = json.loads(told(f"{words} --json"))
     assert (found["all_reduces"], found["grouped_matmuls"]) == (2, "expanded")

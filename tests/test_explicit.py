@@ -28,7 +28,7 @@ from tests.test_your_layers import (
     THREE,
     Pair,
     X,
-    exact_gradients,
+    check_rule,
     pair,
     with_gradients,
 )
@@ -36,6 +36,9 @@ from tests.test_your_layers import (
 LAYERS = 2
 CONFIG, TOKENS = cases.model("ladder", num_layers=LAYERS), cases.tokens()
 VALUES, GRADIENTS = cases.bound(CONFIG), cases.bound(CONFIG, passes=2)
+PROMPT = TOKENS[0, :5].tolist()
+LOGITS = functools.partial(cases.dense_logits, "ladder", 1, num_layers=LAYERS)
+LOSS_AND_GRADIENTS = functools.partial(cases.dense_gradients, "ladder", 1, num_layers=LAYERS)
 TABLE = np.random.default_rng(2).standard_normal((251, 8)).astype(np.float32) / 16
 MESHES = {  # sizes, names, which are ours, and the names of rows and heads
     "our names": ((2, 1, 4), ("data", "fsdp", "tensor"), {}, "data", "tensor"),
@@ -67,14 +70,18 @@ def with_set(names):
 
 @functools.cache
 def example(name):
-    """(the mesh, a model on it)."""
-    sizes, names, axes, _, heads = MESHES[name]
+    """(the mesh, a model on it, the names of rows and heads)."""
+    sizes, names, axes, rows, heads = MESHES[name]
     mesh = jax.make_mesh(sizes, names, None if heads else (AxisType.Explicit, AxisType.Auto))
-    return mesh, model_on(lj.mesh_of(mesh, axes=axes))
+    return mesh, model_on(lj.mesh_of(mesh, axes=axes)), rows, heads
 
 
 def model_on(mesh, config=CONFIG):
     return nn.Transformer(config, mesh=mesh, params=cases.parameters(nn.define(config, mesh=mesh)))
+
+
+def two_by_four(*names):
+    return jax.make_mesh((2, 4), names or ("data", "tensor"))
 
 
 def setting(mesh, is_set=True):
@@ -88,8 +95,7 @@ def same_types(found, like):
 @pytest.mark.parametrize("name, transform", covering.rows(MESHES, TRANSFORMS, pairs=[], even=[1]))
 def test_values_between_explicit_code(name, transform):
     """Results have types by which matmuls go on; under nnx.jit, jax.jit and outside of a trace."""
-    (mesh, model), (*_, rows, heads) = example(name), MESHES[name]
-    expected = cases.dense_logits("ladder", 1, num_layers=LAYERS)
+    mesh, model, rows, heads = example(name)
 
     def between(model, tokens, table):
         logits = model(jnp.where(tokens < 0, 0, tokens))
@@ -99,14 +105,14 @@ def test_values_between_explicit_code(name, transform):
     with setting(mesh):
         table, tokens = jax.device_put(TABLE, P(None, heads)), jax.device_put(TOKENS, P(rows))
         found = TRANSFORMS[transform](between)(model, tokens, table)
-        assert cases.error(found, np.sin(expected) @ TABLE) < 100 * VALUES
+        assert cases.error(found, np.sin(LOGITS()) @ TABLE) < 100 * VALUES
         assert jax.typeof(found).sharding.spec == P(rows, None, heads)
 
 
 @with_set(SOME)
 def test_arguments_of_any_sharding(name, is_set):
     """Of other meshes over the same devices, too."""
-    (mesh, model), (*_, rows, _) = example(name), MESHES[name]
+    mesh, model, rows, _ = example(name)
     ours, other = lj.make_mesh(data=4, tensor=2), jax.make_mesh((4, 2), ("x", "y"))
     with setting(mesh, is_set):
         for tokens in (
@@ -117,7 +123,7 @@ def test_arguments_of_any_sharding(name, is_set):
             jax.device_put(TOKENS, NamedSharding(other, P("x", "y"))),
         ):
             logits = model(tokens)
-            assert cases.error(logits, cases.dense_logits("ladder", 1, num_layers=LAYERS)) < VALUES
+            assert cases.error(logits, LOGITS()) < VALUES
             assert logits.sharding.mesh == mesh
 
 
@@ -130,7 +136,7 @@ FORMS = "nnx.jit", "jax.jit"
 ))  # fmt: skip
 def test_gradients_between_explicit_code(name, form):
     """Of the model's parameters, with their types: an optimizer goes on with them."""
-    (mesh, model), (*_, rows, _) = example(name), MESHES[name]
+    mesh, model, rows, _ = example(name)
     graph, params = nnx.split(model)
 
     def loss_of(model, tokens):
@@ -145,19 +151,20 @@ def test_gradients_between_explicit_code(name, form):
     else:
         of_params = lambda params, tokens: loss_of(nnx.merge(graph, params), tokens)
         compute, of = jax.jit(jax.value_and_grad(of_params)), params
-    expected = cases.dense_gradients("ladder", 1, num_layers=LAYERS)
     with setting(mesh):
         value, found = compute(of, jax.device_put(TOKENS, P(rows)))
         moved = jax.jit(lambda p, g: jax.tree.map(lambda p, g: p - 0.1 * g, p, g))(params, found)
     assert same_types((found, moved), (params, params))
-    cases.assert_close((value, nnx.to_pure_dict(found)), expected, definition=model.definition)
+    found = value, nnx.to_pure_dict(found)
+    cases.assert_close(found, LOSS_AND_GRADIENTS(), definition=model.definition)
 
 
 @pytest.mark.parametrize("name", covering.marked([("Explicit rows",)], chosen=[("other names",)]))
 def test_a_training_step(name):
     """Its state keeps its types."""
-    (mesh, model), config = example(name), TrainConfig(batch=4, sequence=9, steps=3)
-    loss, gradients = cases.dense_gradients("ladder", 1, num_layers=LAYERS)
+    mesh, model, *_ = example(name)
+    config = TrainConfig(batch=4, sequence=9, steps=3)
+    loss, gradients = LOSS_AND_GRADIENTS()
     norm = np.linalg.norm([np.linalg.norm(g) for g in jax.tree.leaves(gradients)])
     with setting(mesh):
         before = step.initial_state(
@@ -170,21 +177,23 @@ def test_a_training_step(name):
             )
         )
         train = step.train_step(model.definition, config=config)
-        types = jax.tree.map(jax.typeof, before)
         after, metrics = train(before, TOKENS)
-        assert jax.tree.map(jax.typeof, after) == types and not metrics["bad"]
+        assert same_types(after, before) and not metrics["bad"]
         after, _ = train(after, TOKENS)
         jax.jit(lambda params: jax.tree.map(jnp.square, params))(after.params)
     assert abs(float(metrics["loss"]) - loss) < GRADIENTS * loss
     assert abs(float(metrics["gradient_norm"]) - norm) < GRADIENTS * norm
 
 
+def generated(generator, **settings):
+    config = DecodeConfig(max_new_tokens=20, **settings)
+    return generator.tokens([PROMPT], config=config)[0]
+
+
 @functools.cache
-def greedy(prompt, *, new=20):
+def greedy():
     """By the reference's rule, a token at a time, on one device."""
-    return decode.Generator(model_on(lj.make_mesh())).tokens(
-        [prompt], config=DecodeConfig(max_new_tokens=new)
-    )[0]
+    return generated(decode.Generator(model_on(lj.make_mesh())))
 
 
 VARIANTS = (Loop.UNROLLED, Quantize.NONE), (Loop.SCAN, Quantize.NONE), (Loop.SCAN, Quantize.INT8)
@@ -197,13 +206,12 @@ GENERATED = covering.marked(
 @pytest.mark.parametrize("name, variant, is_set", GENERATED)
 def test_generation(name, variant, is_set):
     """Prefill's logits are the reference's; tokens those of one device, by either loop."""
-    (mesh, model), prompt, (loop, quantize) = example(name), tuple(TOKENS[0, :5].tolist()), variant
+    mesh, model, *_ = example(name)
+    loop, quantize = variant
     with setting(mesh, is_set):
         generator = decode.Generator(model, loop=loop, quantize=quantize)
-        (found,) = generator.tokens(
-            [prompt], config=DecodeConfig(max_new_tokens=20, prefill_chunk=2)
-        )
-        assert quantize is Quantize.INT8 or (found == greedy(prompt)).all()
+        found = generated(generator, prefill_chunk=2)
+        assert quantize is Quantize.INT8 or (found == greedy()).all()
         program = decode.prefill(model.definition, capacity=32)
         logits, caches = program(
             weights.prepare(model.definition, model.params, loop=Loop.UNROLLED),
@@ -212,17 +220,12 @@ def test_generation(name, variant, is_set):
         )
         if is_set:
             jax.jit(lambda caches: jax.tree.map(jnp.square, caches))(caches)
-    assert (
-        cases.error(
-            np.asarray(logits)[:, :251], cases.dense_logits("ladder", 1, num_layers=LAYERS)[:, -1]
-        )
-        < VALUES
-    )
+    assert cases.error(np.asarray(logits)[:, :251], LOGITS()[:, -1]) < VALUES
 
 
 def test_a_model_with_its_text(tmp_path):
     """Made on the mesh that is set; generated from, saved and loaded."""
-    with setting(jax.make_mesh((2, 4), ("data", "tensor"))) as _:
+    with setting(two_by_four()):
         model = lj.Transformer(
             cases.model("ladder", num_layers=1, vocab_size=256), rngs=nnx.Rngs(0)
         )
@@ -242,32 +245,26 @@ def test_a_model_of_make_mesh_among_explicit_code():
     are called.
     """
     model = model_on(lj.make_mesh(data=2, tensor=4))
-    expected = cases.dense_logits("ladder", 1, num_layers=LAYERS)
-    prompt = tuple(TOKENS[0, :5].tolist())
+    expected = LOGITS()
     for names, spec in (
         (("data", "tensor"), P("data", None, None)),
         (("x", "y"), P(None, None, None)),
     ):
-        with setting(jax.make_mesh((2, 4), names)):
+        with setting(two_by_four(*names)):
             logits = model(TOKENS)
             assert logits.sharding.spec == spec
             assert cases.error(jnp.sin(logits), np.sin(expected)) < 10 * VALUES
             assert cases.error(jax.jit(lambda tokens: model(tokens) + 0)(TOKENS), expected) < VALUES
-            (found,) = decode.Generator(model).tokens(
-                [prompt], config=DecodeConfig(max_new_tokens=20)
-            )
-            assert (found == greedy(prompt)).all()
+            assert (generated(decode.Generator(model)) == greedy()).all()
 
 
 def test_a_model_of_make_mesh_where_that_mesh_is_set():
     """Whose ranks share a key/value head: it has no axes for them."""
     shared = model_on(lj.make_mesh(tensor=8))
-    expected = cases.dense_logits("ladder", 1, num_layers=LAYERS)
-    gradients = cases.dense_gradients("ladder", 1, num_layers=LAYERS)
     with setting(lj.make_mesh(tensor=8)):
         found = jax.jit(loss_and_gradients(shared.definition))(shared.params, TOKENS)
-        assert cases.error(shared(TOKENS), expected) < VALUES
-    cases.assert_close(found, gradients, definition=shared.definition)
+        assert cases.error(shared(TOKENS), LOGITS()) < VALUES
+    cases.assert_close(found, LOSS_AND_GRADIENTS(), definition=shared.definition)
 
 
 SPECS = P("data"), P(None, None, None, "tensor", None)
@@ -287,13 +284,11 @@ def test_layers_of_your_own(name, loop, axes):
     local = lambda x, stacked: residual.run(topology, pair, x, params=stacked, loop=loop)
     specs = SPECS if len(axes) == 2 else (P(), SPECS[1])
     mapped = jax.shard_map(local, in_specs=specs, out_specs=specs[0], axis_names=set(axes))
-    mesh = jax.make_mesh((2, 4), ("data", "tensor"))
-    with setting(mesh):
+    with setting(two_by_four()):
         x, stacked = (jax.device_put(a, spec) for a, spec in zip((X, STACKED), SPECS))
         found = jax.jit(with_gradients(lambda x, w: mapped(x / 2 * 2, w)))(x, stacked)
         assert same_types(found, (x, x, stacked))
-    errors = list(map(cases.error, found, exact_gradients(name)))
-    assert errors[0] < LIMIT and max(errors) < 2 * LIMIT
+    check_rule(found, name)
 
 
 def test_a_stack_of_your_own():
@@ -305,7 +300,7 @@ def test_a_stack_of_your_own():
         is_up = "up" in jax.tree_util.keystr(path)
         return P(*[None] * (array.ndim - 1), "tensor") if is_up else P(None, "tensor")
 
-    with setting(jax.make_mesh((2, 4), ("data", "tensor"))):
+    with setting(two_by_four()):
         graph, params = nnx.split(residual.Stack(Pair, rngs=nnx.Rngs(0), **settings))
         specs = jax.tree_util.tree_map_with_path(spec, params)
         local = lambda params, x: nnx.merge(graph, params)(x)
@@ -351,6 +346,4 @@ def test_sizes_by_our_names():
     assert mesh.own.axis_names == ("tensor", "data", "fsdp") and list(mesh.devices.flat) == list(
         mesh.mesh.devices.flat
     )
-    assert lj.mesh_of(jax.make_mesh((2, 4), ("data", "tensor"))).own == lj.make_mesh(
-        data=2, tensor=4
-    )
+    assert lj.mesh_of(two_by_four()).own == lj.make_mesh(data=2, tensor=4)

@@ -3,7 +3,6 @@ value and is really there, and the arithmetic.
 """
 
 import json
-import pathlib
 import subprocess
 import sys
 
@@ -26,6 +25,7 @@ from ladder_jax.predict import machine
 from ladder_jax.predict import model as speeds
 from ladder_jax.predict.program import Opponents
 from tests import covering
+from tests.changed import ROOT
 
 
 def program(name):
@@ -64,20 +64,17 @@ def test_it_needs_what_the_library_needs():
         "sys.modules.update(dict.fromkeys(['pytest', 'autograd', 'hypothesis']))\n"
         f"for part in {parts}: importlib.import_module(f'experiments.one_gpu.{{part}}')\n"
     )
-    subprocess.run(
-        [sys.executable, "-c", script], cwd=pathlib.Path(__file__).parent.parent, check=True
-    )
+    subprocess.run([sys.executable, "-c", script], cwd=ROOT, check=True)
 
 
 def test_exposed():
     request = requests.make(
         model="tiny", residual="standard,ladder", share=4, layers=3, new_tokens=11
     )
-    sample = lambda name, prefill, decode: Samples(
-        name, 1, (prefill, 9.0, 0.0), (decode, 9.0, 0.0), 0.0, 0
+    sample = lambda prefill, decode: Samples(
+        "standard", 1, (prefill, 9.0, 0.0), (decode, 9.0, 0.0), 0.0, 0
     )
-    measured = lambda name, *each: wire.row(request, *(sample(name, p, d) for p, d in each))
-    standard = measured("standard", (1.0, 2.0), (1.7, 5.0), (1.2, 2.2))
+    standard = wire.row(request, sample(1.0, 2.0), sample(1.7, 5.0), sample(1.2, 2.2))
     close = lambda value: pytest.approx(value, rel=1e-9)
     assert standard["all_reduces"] == 6
     assert standard["prefill_exposed_seconds"] == close(0.6 / 6)
@@ -96,7 +93,7 @@ def test_the_command(tmp_path, monkeypatch):
     out = tmp_path / "wire.json"
     _, *words = command.WIRE.format(**command.SMALL).split()
     assert wire.main([*words, "--out", str(out)]) == 0
-    found = json.loads(out.read_text())["rows"]
+    found = study.load(out)["rows"]
     assert [row["residual"] for row in found] == ["standard", "ladder", "parallel"]
 
 
@@ -152,7 +149,7 @@ def test_the_speed_model_beside_the_card():
     off.
     """
     page = " ".join((command.HERE.parent / "predict" / "README.md").read_text().split())
-    rows = json.loads((command.HERE / "results.json").read_text())["wire"]["rows"]
+    rows = study.load(command.HERE / "results.json")["wire"]["rows"]
     model = config.preset("llama-3-70b", num_layers=8, residual="no-communication")
     on = dict(
         machine=machine.load("h200-nvlink"), tensor=8, new_tokens=64, opponents=Opponents.STRONGEST

@@ -131,7 +131,8 @@ def test_a_study_goes_on(book, tmp_path, capsys):
     folder.mkdir()
     words = [f"data.path={book}", *SMALL, "--seeds", "1"]
     words += ["--runs", str(folder / "runs"), "--out", str(folder)]
-    (folder / "README.md").write_text("<!-- table: equal -->\n\n<!-- end -->")
+    readme = folder / "README.md"
+    readme.write_text("<!-- table: equal -->\n\n<!-- end -->")
     assert study.main([*words, "--topologies", "standard"]) == 0
     (first,) = folder.glob("runs/*/seed-0/result.json")
     before = first.stat().st_mtime_ns
@@ -149,12 +150,12 @@ def test_a_study_goes_on(book, tmp_path, capsys):
         assert all(4 < loss < 6 for _, loss in run["held_out"])
     row = "| ladder-fresh | 1 |"
     assert row in capsys.readouterr().out
-    assert row in (folder / "README.md").read_text()
+    told = readme.read_text()
+    assert row in told
 
-    told = (folder / "README.md").read_text()
-    (folder / "README.md").write_text("<!-- table: equal -->\n\n<!-- end -->")
+    readme.write_text("<!-- table: equal -->\n\n<!-- end -->")
     assert study.main(["--tables", "--out", str(folder)]) == 0
-    assert (folder / "README.md").read_text() == told
+    assert readme.read_text() == told
     capsys.readouterr()
 
     assert study.main([*words, "train.learning_rate=1"]) == 2

@@ -38,13 +38,12 @@ def test_csv(tmp_path, ending):
 
     folder = tmp_path / "a[b]*c"
     folder.mkdir()
-    with open(folder / f"a{ending}", "w", newline="", encoding="utf-8") as file:
+    path = folder / f"a{ending}"
+    with open(path, "w", newline="", encoding="utf-8") as file:
         rows = csv.writer(file, delimiter="\t" if ending == ".tsv" else ",")
-        rows.writerows(
-            [["id", "text"], *([index, text] for index, text in enumerate(TEXTS)), ["9", ""]]
-        )
-    assert texts(folder / f"a{ending}") == [*TEXTS, ""]
-    assert texts(folder / f"a{ending}", field="id") == ["0", "1", "2", "3", "4", "9"]
+        rows.writerows([["id", "text"], *enumerate(TEXTS), ["9", ""]])
+    assert texts(path) == [*TEXTS, ""]
+    assert texts(path, field="id") == ["0", "1", "2", "3", "4", "9"]
     made = make([folder], tmp_path / "out")
     assert texts_in(tmp_path / "out") == TEXTS and made.shards[0].empty == 1
 
@@ -56,17 +55,18 @@ def test_arrow(tmp_path):
 
 
 def test_webdataset(tmp_path):
-    with tarfile.open(tmp_path / "a.tar", "w") as file:
+    path = tmp_path / "a.tar"
+    with tarfile.open(path, "w") as file:
         for index, text in enumerate(TEXTS):
             for ending, content in ((".txt", text.encode()), (".json", b'{"n": 1}')):
                 entry = tarfile.TarInfo(f"{index:03d}{ending}")
                 entry.size = len(content)
                 file.addfile(entry, io.BytesIO(content))
-    assert texts(tmp_path / "a.tar", field="txt") == TEXTS
+    assert texts(path, field="txt") == TEXTS
     with pytest.raises(UserError, match="no column 'text' .*: there is 'txt', 'json'"):
-        texts(tmp_path / "a.tar")
+        texts(path)
     with pytest.raises(UserError, match="the column 'json' holds .*, not text"):
-        texts(tmp_path / "a.tar", field="json")
+        texts(path, field="json")
 
 
 BROKEN = {
@@ -94,38 +94,31 @@ def test_damage_in_the_middle(tmp_path):
     pyarrow = pytest.importorskip("pyarrow")
     from pyarrow import parquet
 
+    path = tmp_path / "a.parquet"
     rows = [f"{index:08d}" * 200 for index in range(40)]
-    parquet.write_table(
-        pyarrow.table({"text": [*rows, None]}), tmp_path / "a.parquet", row_group_size=10
-    )
-    plan = sources.plan([str(tmp_path / "a.parquet")], most=1)
+    parquet.write_table(pyarrow.table({"text": [*rows, None]}), path, row_group_size=10)
+    plan = sources.plan([str(path)], most=1)
     assert [(part.begin, part.end) for part in plan] == [(0, 1), (1, 2), (2, 3), (3, 4), (4, 5)]
     with pytest.raises(UserError, match="a.parquet: row 41 has no text in 'text'"):
         list(sources.read(plan[-1], field="text"))
-    content = bytearray((tmp_path / "a.parquet").read_bytes())
+    content = bytearray(path.read_bytes())
     middle = content.index(b"\x00" * 3, len(content) // 3)
     content[middle : middle + 600] = b"\xff" * 600
-    (tmp_path / "a.parquet").write_bytes(content)
+    path.write_bytes(content)
     with pytest.raises(UserError, match="a.parquet: cannot be read"):
-        texts(tmp_path / "a.parquet")
+        texts(path)
 
 
 @pytest.fixture
 def pages(tmp_path):
     """A data set of two splits, in files, and one of CSV."""
-    pyarrow = pytest.importorskip("pyarrow")
-    from pyarrow import parquet
-
-    (tmp_path / "pages" / "data").mkdir(parents=True)
+    folder = tmp_path / "pages"
     for name, index in (("train", 0), ("train", 1), ("train", 2), ("test", 0)):
-        rows = [f"{name} {index} {row}" for row in range(4)]
-        parquet.write_table(
-            pyarrow.table({"text": rows}),
-            tmp_path / "pages" / "data" / f"{name}-{index:05d}.parquet",
-        )
+        rows = datasets.Dataset.from_dict({"text": [f"{name} {index} {row}" for row in range(4)]})
+        rows.to_parquet(folder / "data" / f"{name}-{index:05d}.parquet")
     (tmp_path / "csv").mkdir()
     (tmp_path / "csv" / "train.csv").write_text("id,text\n1,001\n2,null\n")
-    return tmp_path / "pages"
+    return folder
 
 
 READ = """

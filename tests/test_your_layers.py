@@ -102,6 +102,12 @@ def exact_gradients(name):
     return float64(with_gradients(functools.partial(exactly, name)))
 
 
+def check_rule(found, name):
+    """A result and its gradients are the rule's."""
+    errors = list(map(cases.error, found, exact_gradients(name)))
+    assert errors[0] < LIMIT and max(errors) < 2 * LIMIT
+
+
 def test_a_scan_is_named_by_its_layers():
     """By which a schedule's report finds them."""
     run = compiled_on_ranks(of_run("ladder"))
@@ -123,8 +129,7 @@ def test_run_is_the_rule(name, loop, remat):
     """And its gradients of the stream and of the weights, against float64."""
     out = EQUAL, EQUAL, P(None, None, None, "tensor", None)
     found = on_ranks(with_gradients(of_run(name, loop=loop, remat=remat)), out=out)
-    errors = list(map(cases.error, found, exact_gradients(name)))
-    assert errors[0] < LIMIT and max(errors) < 2 * LIMIT
+    check_rule(found, name)
 
 
 @pytest.mark.parametrize("name", RESIDUALS)

@@ -8,15 +8,31 @@ import pytest
 
 from ladder_jax import cli
 from ladder_jax.config import RESIDUALS, parse_residual, preset
-from ladder_jax.predict import machine, model, request, result
+from ladder_jax.predict import layers, machine, model, request, result
 from ladder_jax.predict.machine import Link
+from ladder_jax.predict.program import PLAIN
 from ladder_jax.predict.timeline import Work, play
+from ladder_jax.predict.work import Model
 
 H100 = machine.load("h100-nvlink")
-OFF = machine.load("h100-no-nvlink")
+V5P = machine.load("v5p")
 MANY = (*RESIDUALS, "ladder-3", "desync-3")
 JOINT = ("parallel", "parallel-shared-norm", "parallel-ladder")
 NOTHING = Link(latency=0.0, step=0.0, bandwidth=math.inf)
+# (topology, ladder layers) of at most six layers
+HYBRIDS = [
+    ("standard", None),
+    ("ladder", None),
+    ("ladder-2", None),
+    ("ladder-3", None),
+    ("ladder-5", None),
+    ("ladder", "2"),
+    ("ladder", "0,3"),
+    ("ladder-2", "0,3"),
+    ("ladder-3", "1,2,4"),
+    ("ladder-5", "1,2,3"),
+    ("ladder-fresh", "3"),
+]
 
 
 def speed(name, *, on=H100, tensor=8, rows=4, shape="llama-3-8b", layers=6, **more):
@@ -25,17 +41,29 @@ def speed(name, *, on=H100, tensor=8, rows=4, shape="llama-3-8b", layers=6, **mo
     return model.speed(config, machine=on, tensor=tensor, rows=rows, **more)
 
 
-def run(capsys, *words):
-    """`ladder-jax predict`'s exit status, output and errors."""
-    status = cli.main(["predict", *map(str, words)])
-    return status, *capsys.readouterr()
+def prompt(config, *, ranks=8, rows=1, tokens=1):
+    """One of `ranks` devices' shard of the model, and its block of a prompt."""
+    shard = Model(config, ranks)
+    return shard, shard.prefill(rows=rows, prompt_length=tokens)
 
 
-def answered(capsys, *words):
-    """Its answer as JSON."""
-    status, out, err = run(capsys, *words, "--json")
+def of_layers(config, *, on=H100, program=PLAIN, times=1, **shape):
+    """The timeline of a prompt's layers."""
+    shard, block = prompt(config, **shape)
+    return layers.layers(shard, on, block, program=program, times=times)
+
+
+def run(capsys, words):
+    """What `ladder-jax predict` prints, without errors."""
+    status = cli.main(["predict", *words.split()])
+    out, err = capsys.readouterr()
     assert (status, err) == (0, "")
-    return json.loads(out)
+    return out
+
+
+def answered(capsys, words):
+    """Its answer as JSON."""
+    return json.loads(run(capsys, f"{words} --json"))
 
 
 def by_residual(answer):

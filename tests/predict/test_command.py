@@ -4,7 +4,7 @@ import pytest
 
 from ladder_jax.config import EXPERT_RESIDUALS, RESIDUALS
 from ladder_jax.predict import command, result
-from tests.predict.asked import answered, predict, run
+from tests.predict.asked import answered, by_residual, predict, run
 
 
 @pytest.mark.parametrize(
@@ -33,10 +33,10 @@ def test_every_topology_has_its_preference():
 
 
 def test_json(capsys):
-    found = answered(capsys, "--model", "llama-3-70b", "--hardware", "v5p", "--tensor", 8)
+    found = answered(capsys, "--model llama-3-70b --hardware v5p --tensor 8")
     asked = ("model", "hardware", "tensor", "batch", "prompt_length", "new_tokens")
     assert [found[name] for name in asked] == ["llama-3-70b", "v5p", 8, 1, 1024, 512]
-    rows = {row["residual"]: row for row in found["rows"]}
+    rows = by_residual(found)
     assert tuple(rows) == RESIDUALS
     for row in rows.values():
         total = row["prefill_seconds"] + row["decode_seconds"]
@@ -50,11 +50,9 @@ def test_json(capsys):
 
 def test_text_and_plot(capsys, tmp_path):
     picture = tmp_path / "a.png"
-    words = "--model llama-3.1-405b --hardware h100-nvlink --tensor 8 --batch 4 --plot".split()
-    status, out, err = run(
-        capsys, *words, picture, "--residual", "standard,ladder-7,no-communication"
-    )
-    assert (status, err) == (0, "")
+    words = "--model llama-3.1-405b --hardware h100-nvlink --tensor 8 --batch 4"
+    words += " --residual standard,ladder-7,no-communication"
+    out = run(capsys, f"{words} --plot {picture}")
     assert picture.read_bytes().startswith(b"\x89PNG")
     assert (
         "no-communication: what the embedding and the choice of each token communicate is left"

@@ -5,7 +5,6 @@ refusals.
 import dataclasses
 import itertools
 import math
-import pathlib
 
 import jax
 import jax.numpy as jnp
@@ -15,13 +14,14 @@ from jax.interpreters import partial_eval
 from ladder_jax import decode, nn, parallel
 from ladder_jax.config import ExpertParallelism, Interleave, Loop, Phase, preset
 from ladder_jax.decode import weights
-from ladder_jax.predict import layers, machine, model, request
+from ladder_jax.predict import machine, model, request
 from ladder_jax.predict.machine import Link, Network, Ring
 from ladder_jax.predict.program import Choice, Form, Program
 from ladder_jax.predict.work import TRAINING, Model
 from ladder_jax.residual.wires import exchange as wire
 from ladder_jax.residual.wires import sequence
-from tests.predict.asked import H100, answered, by_residual, predict, run
+from tests.changed import ROOT
+from tests.predict.asked import H100, answered, by_residual, of_layers, predict, run
 
 RANKS = 4
 TOKENS = 256  # of all ranks
@@ -54,10 +54,9 @@ def device(*, flops):
 
 def timeline(one, on, *, times=1, interleave=1):
     """Of one row, or of two rows in turn."""
-    shard = Model(one, RANKS)
-    block = shard.prefill(rows=interleave, prompt_length=TOKENS)
     program = Program(Form.EXCHANGE, interleave=interleave)
-    return layers.layers(shard, on, block, program=program, times=times)
+    shape = dict(ranks=RANKS, rows=interleave, tokens=TOKENS)
+    return of_layers(one, on=on, program=program, times=times, **shape)
 
 
 HALF = 3 / 4 * TOKENS * D * 2 / BANDWIDTH  # a gather or a reduce-scatter
@@ -117,7 +116,10 @@ CASES = [
 
 
 # first transfers are longer, then compute
-@pytest.mark.parametrize("flops", [1e12, 2e11, 3e10, 1e10])
+each_pace = pytest.mark.parametrize("flops", [1e12, 2e11, 3e10, 1e10])
+
+
+@each_pace
 @pytest.mark.parametrize(("name", "shared"), CASES)
 def test_a_timeline_by_hand(name, shared, flops):
     for times in (1, 2):  # backward: twice the work, the same messages
@@ -143,7 +145,7 @@ def expected_in_turn(*, shared, scale):
     return HALF + into + LAYERS * (attention + experts) + (LAYERS - 1) * between + last + message
 
 
-@pytest.mark.parametrize("flops", [1e12, 2e11, 3e10, 1e10])
+@each_pace
 @pytest.mark.parametrize(
     ("name", "shared"), [("standard", 0), ("standard", SHARED), ("ladder", SHARED), ("ladder-2", 0)]
 )
@@ -269,8 +271,8 @@ def form_of(opponent):
 
 @pytest.mark.parametrize("phase", PHASES)
 def test_the_opponent_is_the_strongest_standard_of_both_forms(phase, capsys):
-    words = f"{WORDS} {phase} --batch 3 --experts".split()
-    reduced, exchanged = (answered(capsys, *words, form) for form in ("reduce", "exchange"))
+    words = f"{WORDS} {phase} --batch 3 --experts"
+    reduced, exchanged = (answered(capsys, f"{words} {form}") for form in ("reduce", "exchange"))
     assert (reduced["experts"], reduced["capacity"]) == ("reduce", None)
     assert (exchanged["experts"], exchanged["capacity"]) == ("exchange", 1.25)
     named = {form_of(one): one["tokens_per_second"] for one in exchanged["opponents"]}
@@ -281,8 +283,7 @@ def test_the_opponent_is_the_strongest_standard_of_both_forms(phase, capsys):
     rows = by_residual(exchanged)
     assert {row["form"] for row in rows.values()} == {"exchange"}
     assert list(rows) == ["standard", "ladder", "ladder-2", "no-communication", "farskip"]
-    _, out, _ = run(capsys, *words, "exchange")
-    assert "exchange  with capacity 1.25" in out
+    assert "exchange  with capacity 1.25" in run(capsys, f"{words} exchange")
 
 
 def test_a_model_with_a_capacity_has_both_forms_as_opponents(tmp_path):
@@ -304,7 +305,7 @@ def test_a_model_with_a_capacity_has_both_forms_as_opponents(tmp_path):
 
 @pytest.mark.parametrize("hardware", ["v5p", "h100-nvlink"])
 def test_the_guide_has_what_is_predicted(hardware):
-    page = (pathlib.Path(__file__).parents[2] / "docs" / "guides" / "experts.md").read_text()
+    page = (ROOT / "docs/guides/experts.md").read_text()
     asked = dict(hardware=hardware, phase="prefill", residual="standard,ladder")
     reduce, exchange = (dict(model="qwen3-30b-a3b", experts=form) for form in ExpertParallelism)
     whole = dict(interleave=Interleave.WHOLE)

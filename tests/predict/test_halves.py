@@ -2,7 +2,6 @@
 
 import dataclasses
 import itertools
-import pathlib
 import re
 import types
 
@@ -12,22 +11,23 @@ import pytest
 from ladder_jax import config, residual, train
 from ladder_jax.config import Launch, preset
 from ladder_jax.errors import UserError
-from ladder_jax.predict import halves, layers, machine
+from ladder_jax.predict import halves, machine
 from ladder_jax.predict.program import Program
 from ladder_jax.predict.timeline import Work, play_slots, turns
-from ladder_jax.predict.work import Model
 from tests import cases
-from tests.predict.asked import H100, answered, by_residual, predict, run
+from tests.changed import ROOT
+from tests.predict.asked import H100, answered, by_residual, of_layers, predict, prompt, run
 
-GUIDE = pathlib.Path(__file__).parents[2] / "docs" / "guides" / "halves.md"
+GUIDE = (ROOT / "docs/guides/halves.md").read_text()
 
 
-def in_turn(name, *, length, all_reduce, num_layers=2, contention=0.0, window=1.0):
-    """Every half of a sublayer takes `length` busy seconds, its all-reduce `all_reduce`."""
-    steps = itertools.chain.from_iterable(residual.topology(name, num_layers=num_layers).layers)
-    slots = turns(
-        steps, work=lambda sublayers, half: Work(length, 0.0), all_reduces=(all_reduce, all_reduce)
-    )
+def in_turn(name, *all_reduces, length=1.0, contention=0.0, window=1.0, **awaited):
+    """Every half of a sublayer of two layers takes `length` busy seconds, and its all-reduce those
+    of its half.
+    """
+    steps = itertools.chain.from_iterable(residual.topology(name, num_layers=2).layers)
+    work = lambda sublayers, half: Work(length)
+    slots = turns(steps, work=work, all_reduces=all_reduces, **awaited)
     return play_slots(slots, contention=contention, window=window)
 
 
@@ -37,34 +37,29 @@ def test_each_all_reduce_stands_beside_the_other_halfs_sublayer(name, length, al
     """Of 8 turns the first hides nothing, each other one the all-reduce before it; the last
     all-reduce is bare.
     """
-    found = in_turn(name, length=length, all_reduce=all_reduce)
+    found = in_turn(name, all_reduce, all_reduce, length=length)
     assert found.seconds == pytest.approx(length + 7 * max(length, all_reduce) + all_reduce)
     assert (found.all_reduces, found.compute) == (8, 8 * length)
     assert found.wire == pytest.approx(8 * all_reduce)
 
 
 def test_what_is_awaited_stands_between_the_turns():
-    steps = itertools.chain.from_iterable(residual.topology("standard", num_layers=2).layers)
-    all_reduces, awaited = (0.5, 0.75), (0.125, 0.25)
-    slots = turns(
-        steps, work=lambda sublayers, half: Work(1.0), all_reduces=all_reduces, awaited=awaited
-    )
-    found = play_slots(slots, contention=0.0)
-    assert found.seconds == pytest.approx(8 + 4 * sum(awaited) + 0.5)
-    assert found.wire == pytest.approx(4 * sum(all_reduces))
+    found = in_turn("standard", 0.5, 0.75, awaited=(0.125, 0.25))
+    assert found.seconds == pytest.approx(8 + 4 * (0.125 + 0.25) + 0.5)
+    assert found.wire == pytest.approx(4 * (0.5 + 0.75))
 
 
 def test_a_window_and_contention_take_from_what_is_hidden():
-    late = in_turn("standard", length=1.0, all_reduce=0.75, window=0.5)
+    late = in_turn("standard", 0.75, 0.75, window=0.5)
     assert late.seconds == pytest.approx(1 + 7 * (0.5 + 0.75) + 0.75)
-    slowed = in_turn("standard", length=1.0, all_reduce=0.5, contention=0.25)
+    slowed = in_turn("standard", 0.5, 0.5, contention=0.25)
     # 0.5 s in flight do the work of 0.4 s
     assert slowed.seconds == pytest.approx(1 + 7 * 1.1 + 0.5)
 
 
 @pytest.mark.parametrize("rows, tokens", [(2, 1), (3, 2), (8, 4096), (1, 4096)])
 def test_halves_of_a_block_are_the_block(rows, tokens):
-    whole = Model(preset("tiny"), 1).prefill(rows=rows, prompt_length=tokens)
+    _, whole = prompt(preset("tiny"), ranks=1, rows=rows, tokens=tokens)
     first, second = whole.halves
     assert first.size + second.size == whole.size
     assert min(first.size, second.size) > 0
@@ -75,18 +70,16 @@ def test_halves_of_a_block_are_the_block(rows, tokens):
         assert (first.cached, second.cached) == (tokens / 2, tokens)
 
 
-def compute(*, on, rows, tokens, interleave):
-    shard = Model(preset("llama-3-70b", residual="standard", num_layers=4), 8)
-    block = shard.prefill(rows=rows, prompt_length=tokens)
-    program = Program(interleave=interleave)
-    return layers.layers(shard, on, block, program=program).compute
+def compute(*, interleave, **shape):
+    one = preset("llama-3-70b", residual="standard", num_layers=4)
+    return of_layers(one, program=Program(interleave=interleave), **shape).compute
 
 
 def test_the_price_at_few_rows_is_near_what_compilers_estimate():
     """The guide's table: estimated cycles of two halves over those of the whole batch, compiled and
     predicted.
     """
-    rows = re.findall(r"^\| (\d[\d,]*) \| (.+) \|$", GUIDE.read_text(), re.M)
+    rows = re.findall(r"^\| (\d[\d,]*) \| (.+) \|$", GUIDE, re.M)
     assert len(rows) == 5
     for tokens, cells in rows:
         for name, shown in zip(("v5p", "v6e", "tpu7x"), cells.split(" | "), strict=True):
@@ -127,13 +120,13 @@ def test_halves_of_a_decode_step_are_an_opponent_at_large_batches(hardware, whol
 
 
 def test_a_row_has_no_halves_in_decoding(capsys):
-    words = "--model llama-3-70b --hardware a800-pcie --batch 64 --residual standard,ladder".split()
-    answer = answered(capsys, *words)
+    words = "--model llama-3-70b --hardware a800-pcie --batch 64 --residual standard,ladder"
+    answer = answered(capsys, words)
     assert answer["baseline"]["interleave"]["step"] == 2
     assert {row["interleave"]["step"] for row in answer["rows"]} == {1}
     # of this library's Standard, which decodes whole batches
     assert answer["rows"][0]["speedup"] < 1
-    _, out, _ = run(capsys, *words)
+    out = run(capsys, words)
     assert "prefill and step in two halves)" in out
     assert "(0 µs)" not in out
 
@@ -147,7 +140,7 @@ PHASES += [f"{QWEN} prefill --prompt-length 8192", f"{QWEN} train --sequence 819
 @pytest.mark.parametrize("words", PHASES)
 def test_interleave_chooses_the_rows(words, capsys):
     def chosen(value):
-        answer = answered(capsys, *words.split(), "--batch", 2, "--interleave", value)
+        answer = answered(capsys, f"{words} --batch 2 --interleave {value}")
         assert answer["baseline"] == answer["opponents"][0]
         return {name: row["interleave"] for name, row in by_residual(answer).items()}
 
@@ -160,12 +153,12 @@ def test_interleave_chooses_the_rows(words, capsys):
 
 def test_the_guides_table_of_what_to_take_is_what_is_predicted(capsys):
     line = r"^\|[^|]+\| ([\d,]+) \| ([\d,]+) \| ([\d,]+) \| `(--hardware [^`]+)` \|$"
-    rows = re.findall(line, GUIDE.read_text(), re.M)
+    rows = re.findall(line, GUIDE, re.M)
     assert len(rows) == 6
     for *shown, words in rows:
-        asked = f"--model llama-3-70b --tensor 8 {words} --residual standard,ladder".split()
+        asked = f"--model llama-3-70b --tensor 8 {words} --residual standard,ladder"
         whole, halves = (
-            by_residual(answered(capsys, *asked, "--interleave", parts)) for parts in "12"
+            by_residual(answered(capsys, f"{asked} --interleave {parts}")) for parts in "12"
         )
         pace = lambda row: f"{row['tokens_per_second']:,.0f}"
         assert [pace(whole["standard"]), pace(halves["standard"]), pace(whole["ladder"])] == shown
@@ -219,12 +212,18 @@ def test_auto_takes_halves_of_training(kind, settings, parts, said):
     assert line.startswith(said)
 
 
-def test_auto_takes_halves_of_long_prompts():
+def standard_on(kind, model):
+    """A definition on 8 tensor ranks, devices of that kind."""
     definition = cases.define("standard", tensor=4)
-    layout = dataclasses.replace(definition.layout, mesh=Devices("TPU v5p"))
-    large = dataclasses.replace(
-        definition, config=preset("llama-3-70b", residual="standard"), layout=layout
-    )
+    devices = np.array([types.SimpleNamespace(device_kind=kind)])
+    mesh = types.SimpleNamespace(shape={"tensor": 8}, devices=devices)
+    layout = dataclasses.replace(definition.layout, mesh=mesh)
+    shape = preset(model, residual="standard")
+    return dataclasses.replace(definition, config=shape, layout=layout)
+
+
+def test_auto_takes_halves_of_long_prompts():
+    large = standard_on("TPU v5p", "llama-3-70b")
     auto, chosen = (config.DecodeConfig(interleave=value) for value in ("auto", 2))
     said = []
     of = lambda tokens, model=large, asked=auto: halves.of_reading(
@@ -233,7 +232,7 @@ def test_auto_takes_halves_of_long_prompts():
     assert of(4096).interleave is config.Interleave.HALVES
     assert said.pop().startswith("decode.interleave=auto: 2, predicted to be 1.")
     assert of(16).interleave is config.Interleave.WHOLE
-    assert of(4096, definition).interleave is config.Interleave.WHOLE
+    assert of(4096, cases.define("standard", tensor=4)).interleave is config.Interleave.WHOLE
     assert said.pop() == "decode.interleave=auto: 1, as nothing is predicted for cpu"
     said.clear()
     assert of(16, asked=chosen) is chosen
@@ -244,29 +243,18 @@ def test_auto_takes_halves_of_long_prompts():
 def test_halves_of_prompts_are_those_of_the_launch(launch, parts, monkeypatch):
     """A chained one leaves a sum half of the other half's compute; auto is explicit, with any jax."""
     monkeypatch.setattr(halves, "resolve_launch", lambda launch, *, mesh: Launch.EXPLICIT)
-    definition = cases.define("standard", tensor=4)
-    layout = dataclasses.replace(definition.layout, mesh=Devices("NVIDIA H100 PCIe"))
-    small = preset("llama-3.2-3b", residual="standard")
-    definition = dataclasses.replace(definition, config=small, layout=layout)
+    definition = standard_on("NVIDIA H100 PCIe", "llama-3.2-3b")
     auto = config.DecodeConfig(interleave="auto", launch=launch)
     found = halves.of_reading(auto, definition=definition, tokens=512, say=lambda line: None)
     assert found.interleave.parts == parts
 
 
-class Devices:
-    """A mesh of devices of a kind."""
-
-    def __init__(self, kind):
-        self.shape = {"tensor": 8}
-        self.devices = np.array([types.SimpleNamespace(device_kind=kind)])
+UNDECIDED = "interleave=auto is decided by the commands train, generate and serve"
 
 
-@pytest.mark.parametrize("settings", [config.TrainConfig, config.DecodeConfig])
-def test_only_commands_decide(settings):
-    with pytest.raises(
-        UserError, match="interleave=auto is decided by the commands train, generate and serve"
-    ):
-        settings(interleave="auto").interleave.parts  # noqa: B018
+def test_only_commands_decide():
+    with pytest.raises(UserError, match=UNDECIDED):
+        config.DecodeConfig(interleave="auto").interleave.parts  # noqa: B018
 
 
 def test_a_run_that_is_not_decided_writes_nothing(tmp_path):
@@ -275,6 +263,6 @@ def test_a_run_that_is_not_decided_writes_nothing(tmp_path):
         train=config.TrainConfig(interleave="auto", steps=2, warmup_steps=1),
         run=config.FolderConfig(dir=str(tmp_path / "out")),
     )
-    with pytest.raises(UserError, match="interleave=auto is decided by the commands"):
+    with pytest.raises(UserError, match=UNDECIDED):
         train.run(asked)
     assert not list(tmp_path.iterdir())

@@ -10,11 +10,10 @@ import pytest
 from ladder_jax.config import Launch, Phase, preset
 from ladder_jax.predict import layers, machine, model, program
 from ladder_jax.predict.machine import Halves, Link
-from ladder_jax.predict.program import PLAIN, Form, Program
+from ladder_jax.predict.program import Form, Program
 from ladder_jax.predict.work import FLOAT32, TRAINING, Model
-from tests.predict.asked import H100, check_events
+from tests.predict.asked import H100, HYBRIDS, V5P, check_events, of_layers
 
-V5P = machine.load("v5p")
 SHARED = 32  # width of a shared expert
 DENSE = 2  # first layers without experts, of 5
 
@@ -29,20 +28,7 @@ def config(name, *, dense=DENSE, which=None, count=5, **changes):
 
 @pytest.mark.parametrize(
     ("name", "which"),
-    [
-        ("standard", None),
-        ("ladder", None),
-        ("ladder-3", None),
-        ("parallel", None),
-        ("parallel-ladder", None),
-        ("ladder", "2"),
-        ("ladder", "0,3"),
-        ("ladder-2", "0,3"),
-        ("ladder-3", "1,2,4"),
-        ("ladder-5", "1,2,3"),
-        ("parallel-ladder", "0,2"),
-        ("ladder-fresh", "3"),
-    ],
+    [*HYBRIDS, ("parallel", None), ("parallel-ladder", None), ("parallel-ladder", "0,2")],
 )
 def test_a_gradient_waits_for_the_inputs_that_hold_its_output(name, which):
     """By the definition: step i's output is in the input of step j if j - delay > i; the link
@@ -59,11 +45,9 @@ def test_a_gradient_waits_for_the_inputs_that_hold_its_output(name, which):
     check_events(model.backward(steps), needs=needs)
 
 
-def compute(one, *, ranks=4, machine=V5P):
-    """Seconds of the layers' kernels of a prompt on one of `ranks` devices."""
-    shard = Model(one, ranks)
-    block = shard.prefill(rows=1, prompt_length=256)
-    return layers.layers(shard, machine, block, program=PLAIN).compute
+def compute(one):
+    """Seconds of the layers' kernels of a prompt on one of 4 devices."""
+    return of_layers(one, on=V5P, ranks=4, tokens=256).compute
 
 
 @pytest.mark.parametrize(
@@ -119,17 +103,18 @@ def test_what_a_v5e_starts_at_once():
     apart = dataclasses.replace(quick, link=started)
     shard = Model(preset("llama-3-8b", residual="ladder"), 8, TRAINING)
     block = shard.prefill(rows=4, prompt_length=8192)
+
+    def played(form=Form.ALL_REDUCE, **settings):
+        program = Program(form, launch=Launch.CHAINED, **settings)
+        return [layers.layers(shard, on, block, program=program, times=2) for on in (quick, apart)]
+
     for interleave, part in ((1, block), (2, block.halves[0])):
-        split = Program(Form.SEQUENCE_PARALLEL, launch=Launch.CHAINED, interleave=interleave)
-        waiting, beside = (
-            layers.layers(shard, on, block, program=split, times=2) for on in (quick, apart)
-        )
+        waiting, beside = played(Form.SEQUENCE_PARALLEL, interleave=interleave)
         scatter = quick.link.half(shard.payload(part), ranks=8)
         count = interleave * 2 * 32 - 1  # nothing hides the last one anywhere
         assert waiting.exposed - beside.exposed == pytest.approx(count * scatter)
-    whole = Program(launch=Launch.CHAINED)
-    same = [layers.layers(shard, on, block, program=whole, times=2) for on in (quick, apart)]
-    assert same[0].seconds == same[1].seconds
+    waiting, beside = played()
+    assert waiting.seconds == beside.seconds
 
     alone = Model(preset("llama-3-8b"), 1, TRAINING)
     long = alone.prefill(rows=8, prompt_length=8192)

@@ -108,7 +108,6 @@ launch: 0
 contention: 0.1
 link: {latency: 1e-5, step: 0, bandwidth: 100e9}
 """
-NVLINK = "based_on: h100-nvlink\n"
 
 
 @pytest.mark.parametrize(
@@ -148,18 +147,22 @@ NVLINK = "based_on: h100-nvlink\n"
         (YAML, "based_on: h100-nvlnk", "did you mean 'h100-nvlink'?"),
         (
             YAML,
-            f"{NVLINK}link: {{one_shot: {{bandwidth: null}}}}",
+            "based_on: h100-nvlink\nlink: {one_shot: {bandwidth: null}}",
             "lacks the constant link.one_shot.bandwidth",
         ),
         (
             YAML,
-            f"{NVLINK}link: {{one_shot: {{speed: 1}}}}",
+            "based_on: h100-nvlink\nlink: {one_shot: {speed: 1}}",
             "unknown setting 'link.one_shot.speed'",
         ),
-        (YAML, f"{NVLINK}link: {{kernels: theirs}}", "unknown value for link.kernels: 'theirs'"),
         (
             YAML,
-            f"{NVLINK}link: {{two_shot: {{latency: -1e-6}}}}",
+            "based_on: h100-nvlink\nlink: {kernels: theirs}",
+            "unknown value for link.kernels: 'theirs'",
+        ),
+        (
+            YAML,
+            "based_on: h100-nvlink\nlink: {two_shot: {latency: -1e-6}}",
             "link.two_shot.latency must not be negative",
         ),
     ],
@@ -204,7 +207,7 @@ def test_a_file_based_on_another(mine):
 
 
 def test_kernels_of_a_file_based_on_another(mine):
-    link = mine(f"{NVLINK}link: {{one_shot: null, two_shot: {{latency: 9e-6}}}}").link
+    link = mine("based_on: h100-nvlink\nlink: {one_shot: null, two_shot: {latency: 9e-6}}").link
     assert link.one_shot is None
     assert link.in_network == H100.link.in_network
     assert link.two_shot == dataclasses.replace(H100.link.two_shot, latency=9e-6)

@@ -3,20 +3,30 @@ meshes.
 """
 
 import dataclasses
-import json
-import pathlib
 import re
 import types
 
 import pytest
 
+from experiments import study
 from ladder_jax.config import Interleave, Launch, Phase, preset
+from ladder_jax.hardware import HARDWARE
 from ladder_jax.predict import layers, machine, model, result, work
 from ladder_jax.predict.machine import Algorithm, Kernel, Kernels, Link, Network
 from ladder_jax.predict.model import Pass
 from ladder_jax.predict.program import Choice, Form, Opponents, Program, programs
-from ladder_jax.predict.work import Model
-from tests.predict.asked import H100, NOTHING, answered, by_residual, predict, run
+from tests.changed import ROOT
+from tests.predict.asked import (
+    H100,
+    NOTHING,
+    V5P,
+    answered,
+    by_residual,
+    of_layers,
+    predict,
+    prompt,
+    run,
+)
 
 EIGHT = Link(
     latency=10e-6,
@@ -27,8 +37,6 @@ EIGHT = Link(
     in_network=Kernel(6e-6, 8e9),
     nccl_in_network=Kernel(40e-6, 16e9),
 )
-V5P = machine.load("v5p")
-EXPERIMENTS = pathlib.Path(__file__).parents[2] / "experiments"
 
 
 def test_each_algorithm_has_its_formula():
@@ -69,15 +77,9 @@ def test_several_nodes_have_a_tree_and_at_most_a_two_shot():
 
 def test_a_ladder_uses_what_its_launch_overlaps():
     def of(name, *, machine=H100, ranks=8, phase=Phase.DECODE, tokens=1, **choice):
-        model = Model(preset("llama-3-8b", residual=name), ranks)
-        block = model.prefill(rows=1, prompt_length=tokens)
-        return programs(
-            model,
-            machine,
-            block,
-            phase=phase,
-            choice=Choice(**{"interleave": Interleave.WHOLE, **choice}),
-        )
+        shard, block = prompt(preset("llama-3-8b", residual=name), ranks=ranks, tokens=tokens)
+        choice = Choice(**{"interleave": Interleave.WHOLE, **choice})
+        return programs(shard, machine, block, phase=phase, choice=choice)
 
     assert of("standard") == (Program(algorithms=machine.ANY),)
     explicit = Program(launch=Launch.EXPLICIT, algorithms=machine.ANY)
@@ -94,11 +96,11 @@ def test_a_ladder_uses_what_its_launch_overlaps():
     assert of("ladder", opponents=Opponents.FITTED) == (Program(),)
 
 
-WINDOWS = json.loads((EXPERIMENTS / "overlap" / "results.json").read_text())["rows"]
 WINDOWS = [
-    row for row in WINDOWS if row["phase"] in ("prefill", "decode") and row["loop"] == "unrolled"
+    row
+    for row in study.load(ROOT / "experiments/overlap/results.json")["rows"]
+    if row["phase"] in ("prefill", "decode") and row["loop"] == "unrolled"
 ]
-GPUS = {"h100": "h100-nvlink", "b200": "b200-nvlink"}
 
 
 def test_every_target_has_its_windows():
@@ -108,9 +110,8 @@ def test_every_target_has_its_windows():
 @pytest.mark.parametrize("row", WINDOWS, ids=lambda row: f"{row['target']}-{row['phase']}")
 def test_windows_are_those_of_compiled_programs(row):
     kind = row["target"].partition(":")[0]
-    shard = Model(preset("llama-3-70b", residual="ladder"), 8)
-    block = shard.prefill(rows=1, prompt_length=1)
-    found = programs(shard, machine.load(GPUS.get(kind, kind)), block, phase=Phase(row["phase"]))
+    shard, block = prompt(preset("llama-3-70b", residual="ladder"))
+    found = programs(shard, machine.load(HARDWARE[kind].machine), block, phase=Phase(row["phase"]))
     window = {one.launch: one.window for one in found}
     least = round(row["chained"]["window_flops_fraction"]["least"], 2)
     assert window.pop(Launch.CHAINED) == min(least, 1.0)
@@ -124,10 +125,9 @@ def test_windows_are_those_of_compiled_programs(row):
 
 def test_forms_of_many_tokens():
     def found(name, tokens, *, rows=1, **ranks):
-        shard = Model(preset("llama-3-8b", residual=name, **ranks), 8)
-        return programs(
-            shard, H100, shard.prefill(rows=rows, prompt_length=tokens), phase=Phase.PREFILL
-        )
+        one = preset("llama-3-8b", residual=name, **ranks)
+        shard, block = prompt(one, rows=rows, tokens=tokens)
+        return programs(shard, H100, block, phase=Phase.PREFILL)
 
     def forms(name, tokens, *, rows=1, interleave=1):
         return {one.form for one in found(name, tokens, rows=rows) if one.interleave == interleave}
@@ -151,16 +151,14 @@ def test_70b_on_nvlink_must_beat_one_shot_all_reduces(capsys):
     """README's table has the ratios (tests/test_docs.py); the answer says over whom, and by which
     launch.
     """
-    words = (
-        "--model llama-3-70b --hardware h100-nvlink --tensor 8 --residual standard,ladder".split()
-    )
-    ladder = by_residual(answered(capsys, *words))["ladder"]
+    words = "--model llama-3-70b --hardware h100-nvlink --tensor 8 --residual standard,ladder"
+    ladder = by_residual(answered(capsys, words))["ladder"]
     assert (ladder["launch"], ladder["all_reduce"]) == ("explicit", "one-shot")
-    _, out, _ = run(capsys, *words)
+    out = run(capsys, words)
     assert "speed-up: over Standard (one-shot all-reduce)" in out
     assert "figures of threads, not verified" in out
     assert "have never run" in out
-    chained = by_residual(answered(capsys, *words, "--launch", "chained"))["ladder"]
+    chained = by_residual(answered(capsys, f"{words} --launch chained"))["ladder"]
     assert (chained["launch"], chained["all_reduce"]) == ("chained", "ring")
 
 
@@ -184,10 +182,9 @@ def test_nobody_loses_by_a_choice(name, residual):
     assert nccl <= fitted or (name, residual) == ("v5e", "ladder")
 
 
-def timeline(form, *, on=V5P, rows=4, tokens=2048):
-    shard = Model(preset("llama-3-8b", residual="standard", num_layers=4), 8)
-    block = shard.prefill(rows=rows, prompt_length=tokens)
-    return layers.layers(shard, on, block, program=Program(form))
+def timeline(form, *, on=V5P):
+    one = preset("llama-3-8b", residual="standard", num_layers=4)
+    return of_layers(one, on=on, program=Program(form), rows=4, tokens=2048)
 
 
 def test_a_ring_hides_what_its_matmuls_are_long_enough_for():
@@ -219,8 +216,8 @@ def test_a_ring_step_by_hand():
 
 
 def test_a_prefill_and_its_opponents(capsys):
-    words = "--model llama-3-70b --hardware v5p --tensor 8 --phase prefill --batch 1 --prompt-length 4096".split()
-    found = answered(capsys, *words, "--interleave", 1)
+    words = "--model llama-3-70b --hardware v5p --tensor 8 --phase prefill --batch 1 --prompt-length 4096"
+    found = answered(capsys, f"{words} --interleave 1")
     assert (found["phase"], found["tokens"]) == ("prefill", 4096)
     opponents = {one["form"]: one for one in found["opponents"] if one["interleave"] == 1}
     assert opponents.keys() == {"all-reduce", "sequence-parallel", "ring collective matmul"}
@@ -232,7 +229,7 @@ def test_a_prefill_and_its_opponents(capsys):
         expected = ladder["tokens_per_second"] / opponent["tokens_per_second"]
         assert ladder[key] == pytest.approx(expected)
     assert (ladder["form"], ladder["launch"]) == ("sequence-parallel", "chained")
-    _, out, _ = run(capsys, *words)
+    out = run(capsys, words)
     assert "Standard's forms, tokens/s: ring collective matmul " in out
     assert "; ring all-reduce, two halves in turn " in out
 
@@ -255,9 +252,8 @@ def test_a_training_step_and_meshes_without_tensor_parallelism():
 
 def test_no_is_said_plainly(capsys):
     words = "--model llama-3-70b --hardware h100-nvlink --phase prefill --batch 4 --residual standard,ladder"
-    _, out, _ = run(capsys, *words.split())
     reason = "no topology is 3% faster than Standard (ring collective matmul); "
-    assert out.startswith(f"no: take standard\nreason    {reason}")
+    assert run(capsys, words).startswith(f"no: take standard\nreason    {reason}")
 
 
 @pytest.mark.parametrize("speedup, said", [(1.029, "standard"), (1.03, "ladder")])

@@ -1,7 +1,6 @@
 """The published tables, and how near the package comes to them."""
 
 import dataclasses
-import json
 import pathlib
 
 import jax
@@ -18,7 +17,7 @@ EXPERIMENT = pathlib.Path(published.__file__).parent
 
 @pytest.fixture(scope="module")
 def kept():
-    return json.loads((EXPERIMENT / "results.json").read_text())
+    return study.load(EXPERIMENT / "results.json")
 
 
 @pytest.fixture(scope="module")

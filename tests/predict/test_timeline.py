@@ -11,7 +11,7 @@ from ladder_jax.config import Loop
 from ladder_jax.predict.timeline import Work, play
 from ladder_jax.predict.work import AUTHORS, OURS
 from tests import cases
-from tests.predict.asked import H100, JOINT, MANY, NOTHING, check_events, speed
+from tests.predict.asked import H100, HYBRIDS, JOINT, MANY, NOTHING, check_events, speed
 
 
 @pytest.mark.parametrize("name", MANY)
@@ -74,18 +74,7 @@ def test_compute_slows_while_an_all_reduce_is_in_flight():
     assert half.seconds == pytest.approx(1 + 1 + 0.5 * (1 - 1 / 1.25) + 0.5)
 
 
-@pytest.mark.parametrize(
-    ("name", "which"),
-    [
-        ("standard", None),
-        ("ladder", None),
-        ("ladder-2", None),
-        ("ladder-5", None),
-        ("ladder", "2"),
-        ("ladder", "0,3"),
-    ]
-    + [("ladder-3", "1,2,4"), ("ladder-fresh", "3")],
-)
+@pytest.mark.parametrize(("name", "which"), HYBRIDS)
 def test_events_follow_the_recurrence(name, which):
     """Sublayer i reads x_{i-1-d_i}: it starts when the one before has ended and that sum is whole.
     With a window, the all-reduce that it hides is issued when so much of it is left.
