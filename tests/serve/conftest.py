@@ -115,6 +115,11 @@ class Process:
         self.popen.terminate()
         return self.popen.wait(timeout)
 
+    def ends_well(self):
+        """At SIGTERM, with nothing to tell but that it compiled and serves."""
+        assert self.end() == 0
+        assert self.log().count("\n") == 2, self.log()[:2000]
+
     def kill(self):
         self.popen.kill()
         self.popen.wait()
@@ -144,7 +149,7 @@ def templated(start):
     """
     process = start(python=("-m", "tests.serve.templated"))
     yield process
-    assert process.end() == 0 and process.log().count("\n") == 2, process.log()
+    process.ends_well()
 
 
 @contextlib.contextmanager

@@ -9,10 +9,9 @@ from concurrent import futures
 import openai
 import pytest
 
-from tests.serve.conftest import CAPACITY, MODEL, ask, metric
-from tests.serve.test_limits import until
+from tests.serve.conftest import ask, metric
+from tests.serve.test_limits import LONG, until
 
-LONG = dict(model=MODEL, prompt="a", max_tokens=CAPACITY - 1, temperature=0)
 # The command, with rounds that take long enough to be met, and may fail.
 SCRIPT = """
 import sys, time
