@@ -10,9 +10,8 @@ import pytest
 
 from ladder_jax import checkpoint, pretrained
 from ladder_jax.errors import UserError
-from ladder_jax.pretrained import convert
 from tests.pretrained import gguf_files, models
-from tests.pretrained.test_convert import ARGUMENTS
+from tests.pretrained.test_convert import convert
 
 FOREIGN = {
     "tokenizer_class": "EvilTokenizer",
@@ -83,8 +82,7 @@ def test_known_classes_stay(name, tmp_path):
 def run(tmp_path):
     """A checkpoint of a ladder, with a tokenizer's folder."""
     file = gguf_files.write(tmp_path / "a.gguf", "llama-2")
-    told = {"source": str(file), "destination": str(tmp_path / "run"), "ladder_layers": "all"}
-    convert.run({**ARGUMENTS, **told})
+    convert(file, tmp_path / "run", ladder_layers="all")
     (tmp_path / "run" / "tokenizer").mkdir(exist_ok=True)
     return tmp_path / "run"
 
