@@ -10,6 +10,7 @@ import subprocess
 import sys
 import urllib.parse
 
+import openai
 import pytest
 
 from ladder_jax.config import DecodeConfig, FolderConfig
@@ -163,6 +164,11 @@ def connected(url, sent, *, received=None):
         sock.connect((parts.hostname, parts.port))
         sock.sendall(sent)
         yield sock
+
+
+def official(url, key="any"):
+    """The official client of a server."""
+    return openai.OpenAI(base_url=f"{url}/v1", api_key=key, max_retries=0)
 
 
 def ask(url, path="/v1/completions", body=None, *, method=None, headers=None, timeout=60):

@@ -11,7 +11,7 @@ import pytest
 
 from ladder_jax.errors import UserError
 from ladder_jax.serve import server
-from tests.serve.conftest import CAPACITY, MODEL, ask, connected, metric
+from tests.serve.conftest import CAPACITY, MODEL, ask, connected, metric, official
 
 LONG = dict(model=MODEL, prompt="a", max_tokens=CAPACITY - 1, temperature=0)
 ROUNDS = 8  # of LONG
@@ -130,7 +130,7 @@ def test_a_key(engine, serving):
             assert key not in json.dumps(answer)
         assert ask(url, "/health")[0] == 200
         assert ask(url, "/v1/models", headers={"authorization": f"bearer {key}"})[0] == 200
-        with openai.OpenAI(base_url=f"{url}/v1", api_key="other", max_retries=0) as client:
+        with official(url, "other") as client:
             with pytest.raises(openai.AuthenticationError, match="wrong API key"):
                 client.models.list()
 
