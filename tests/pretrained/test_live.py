@@ -17,17 +17,25 @@ pytestmark = [pytest.mark.hf, pytest.mark.filterwarnings("ignore")]
 BOUND = 1e-4  # of the logits' scale
 
 
+def in_and_out(folder, name, out):
+    """What a model's folder gives: logits, as they are recorded, our Source, and the plain model
+    that is written of it.
+    """
+    live, source = record.logits(folder), pretrained.open(folder)
+    assert cases.error(live[:, 2::3], recorded()[name]) <= 1e-5, "run tests/pretrained/record.py"
+    pretrained.write_huggingface(source, out)
+    model = record.opened(out)
+    assert type(model).__module__.startswith("transformers.models.")
+    return live, source, model
+
+
 @pytest.mark.parametrize("name", models.CONFIGS)
 def test_standard_models_in_and_out(name, tmp_path, monkeypatch):
     """We compute the same; what is written is plain, and computes exactly the same."""
-    folder = models.write(tmp_path / "model", name)
-    live, source = record.logits(folder), pretrained.open(folder)
-    assert cases.error(live[:, 2::3], recorded()[name]) <= 1e-5, "run tests/pretrained/record.py"
-    assert cases.error(logits(source), live) <= BOUND
     monkeypatch.setattr("ladder_jax.pretrained.huggingface.folder.SHARD_BYTES", 30_000)
-    pretrained.write_huggingface(source, tmp_path / "out")
-    model = record.opened(tmp_path / "out")
-    assert type(model).__module__.startswith("transformers.models.")
+    folder = models.write(tmp_path / "model", name)
+    live, source, model = in_and_out(folder, name, tmp_path / "out")
+    assert cases.error(logits(source), live) <= BOUND
     assert model.generation_config.eos_token_id == [2, 5]
     assert np.array_equal(record.logits(tmp_path / "out"), live)
 
@@ -40,12 +48,7 @@ def test_experts_in_and_out(name, form, tmp_path):
     """What is written is a class of transformers, which computes the same."""
     told = models.config(name)
     folder = models.write(tmp_path / "model", name, tensors=form(models.weights(told)))
-    live = record.logits(folder)
-    assert cases.error(live[:, 2::3], recorded()[name]) <= 1e-5, "run tests/pretrained/record.py"
-    source = pretrained.open(folder)
-    pretrained.write_huggingface(source, tmp_path / "out")
-    model = record.opened(tmp_path / "out")
-    assert type(model).__module__.startswith("transformers.models.")
+    live, source, model = in_and_out(folder, name, tmp_path / "out")
     # PyTorch's own sums depend on alignment
     assert cases.error(record.logits(tmp_path / "out"), live) <= 1e-6
     model.save_pretrained(tmp_path / "saved")  # by transformers' own choice of names
