@@ -110,21 +110,24 @@ def expected(params, shape: reference.Shape, *, both: bool = False):
             gain[place] = 1.0
 
         about = alone if layer >= dense else alone_dense
-        parts = functools.partial(reference_output, layer=place, attends=index == 0, shape=about)
+        # each rank's partial sum [R, B, T, D] in float64
+        parts = functools.partial(reference.sublayer, l=place, attends=index == 0, shape=about)
         # farskip's experts are two parts
-        output = lambda params, x: parts(params, x).reshape(-1, *x.shape).sum(0)
+        output = lambda params, x: parts(params, inputs=x).reshape(-1, *x.shape).sum(0)
         newest = output(layers, inputs)
         writes = WRITERS[sublayer]
         if delay and both and writes in own:
             lacking = (output(original[stack], whole) - newest).sum(0)
-            read = hidden(layers, sublayer, lambda these: parts(these, inputs).sum(0))
+            read = hidden(layers, sublayer, lambda these: parts(these, inputs=inputs).sum(0))
             change = stacked_least_squares(read, lacking.reshape(len(read), -1), prior=0)
             own[writes][place] += change.reshape(own[writes][place].shape)
             found[layer, f"{sublayer}/{writes}"] = own[writes][place].copy()
             newest = output(layers, inputs)
         if index == 1:
             early = (
-                parts(layers, inputs)[1].sum(0) if farskip and chosen and layer >= dense else 0.0
+                parts(layers, inputs=inputs)[1].sum(0)
+                if farskip and chosen and layer >= dense
+                else 0.0
             )
         xs.append(xs[-1] + newest.sum(0))
     return found
@@ -159,11 +162,6 @@ def at(tree, path):
     for name in path.split("/"):
         tree = tree[name]
     return tree
-
-
-def reference_output(layers, inputs, *, layer, attends, shape) -> np.ndarray:
-    """Each rank's partial sum [R, B, T, D] in float64."""
-    return reference.sublayer(layers, layer, inputs, attends=attends, shape=shape)
 
 
 def hidden(layers, sublayer, output) -> np.ndarray:

@@ -125,19 +125,13 @@ def test_a_dtype_is_of_parameters_and_compute(name, dtype, files, tmp_path):
         lj.from_pretrained(files / name, dtype="float16")
 
 
-@pytest.fixture
-def shapes(files, tmp_path):
-    """Models without weights, and a file of one with them: two layers each."""
-    (tmp_path / "shape").mkdir()
-    (tmp_path / "shape" / "config.json").write_text(
-        json.dumps(models.config("qwen2", vocab_size=100))
-    )
-    (tmp_path / "mine.yaml").write_text("model: {num_layers: 2, vocab_size: 300}\n")
-    return tmp_path / "shape", tmp_path / "mine.yaml", files / "small.gguf"
-
-
-def test_other_commands_read_the_shape_alone(shapes, files, capsys, mistake):
-    for name in shapes:
+def test_other_commands_read_the_shape_alone(files, tmp_path, capsys, mistake):
+    """Of models without weights, and of a file of one with them: two layers each."""
+    shape, mine = tmp_path / "shape", tmp_path / "mine.yaml"
+    shape.mkdir()
+    (shape / "config.json").write_text(json.dumps(models.config("qwen2", vocab_size=100)))
+    mine.write_text("model: {num_layers: 2, vocab_size: 300}\n")
+    for name in (shape, mine, files / "small.gguf"):
         words = "--hardware h100-nvlink --tensor 2 --residual ladder --json".split()
         assert json.loads(printed(capsys, "predict", "--model", name, *words))["model"] == str(name)
         where = dict(model=str(name), target="v5p:2x2x2")
@@ -147,7 +141,7 @@ def test_other_commands_read_the_shape_alone(shapes, files, capsys, mistake):
         assert (again.config.num_layers, again.config.ranks) == (2, 2)
         assert benches.make(model=str(name), residual="ladder").config("ladder").num_layers == 2
         assert plans.make(**where, tokens=64, sequence=32).config.num_layers == 2
-    assert pretrained.model_config(shapes[0]) == pretrained.open(files / "qwen2").model
+    assert pretrained.model_config(shape) == pretrained.open(files / "qwen2").model
     three = ["predict", "--model", files / "qwen2", "--hardware", "v5e", "--tensor", "3"]
     assert "allowed: 1, 2" in mistake(*three)
 

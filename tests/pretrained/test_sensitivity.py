@@ -20,7 +20,6 @@ from tests.covering import full
 from tests.pretrained.least_squares import as_source
 
 ROWS = cases.tokens((3, 25), seed=3)
-TEXT = "the thin cat sat there then, with that other thing; " * 12
 
 
 def check_losses(definition, params, shape, *subsets):
@@ -99,7 +98,7 @@ def test_the_better_choice_is_taken():
 def test_the_verb_measures_prints_and_converts(small, tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     text = tmp_path / "text.txt"
-    text.write_text(TEXT)
+    text.write_text("the thin cat sat there then, with that other thing; " * 12)
     out = tmp_path / "out"
     words = ["--ladder-layers", "auto:2", "--calibration-tokens", "64", "--refit", "none"]
     assert main(["convert", str(small), str(out), "--calibration", str(text), *words]) == 0
