@@ -313,14 +313,14 @@ def test_lines_wait_for_room(tmp_path):
 
 
 def test_a_log_that_was_removed_is_begun_again(tmp_path):
-    said = []
-    (tmp_path / "run").mkdir()
-    log = metrics.Metrics(tmp_path / "run", step=0, say=said.append)
+    said, directory = [], tmp_path / "run"
+    directory.mkdir()
+    log = metrics.Metrics(directory, step=0, say=said.append)
     log.add({"step": 1, "loss": 1.0})
-    shutil.rmtree(tmp_path / "run")
+    shutil.rmtree(directory)
     log.add({"step": 2, "loss": 2.0})
     log.add({"step": 3, "loss": 3.0})
-    assert [row["step"] for row in metrics.read(tmp_path / "run")] == [2, 3]
+    assert [row["step"] for row in metrics.read(directory)] == [2, 3]
     assert len(said) == 1
     assert "metrics.jsonl was gone: begun again" in said[0]
 
@@ -329,10 +329,11 @@ def test_a_damaged_checkpoint_is_never_resumed_from(book, resumable, uninterrupt
     """Refused, with the whole one before it on offer; taken up, it is put aside, and the run ends
     as it should.
     """
-    cases.flip(resumable / "checkpoints" / "30" / "optimizer")
+    checkpoints = resumable / "checkpoints"
+    cases.flip(checkpoints / "30" / "optimizer")
     before = (resumable / "metrics.jsonl").read_bytes()
     # as of another time
-    shutil.copytree(resumable / "checkpoints" / "30", resumable / "checkpoints" / "30.damaged")
+    shutil.copytree(checkpoints / "30", checkpoints / "30.damaged")
     with pytest.raises(
         Damaged, match="the newest whole one before it is step 15 .run.on_damaged=previous"
     ):
@@ -342,7 +343,7 @@ def test_a_damaged_checkpoint_is_never_resumed_from(book, resumable, uninterrupt
     assert any(line.endswith("put aside as 30.damaged.2") for line in said)
     assert f"resuming {resumable} from step 15" in said
     assert losses(resumable) == losses(uninterrupted)
-    assert sorted(os.listdir(resumable / "checkpoints")) == [
+    assert sorted(os.listdir(checkpoints)) == [
         "15", "30", "30.damaged", "30.damaged.2", "45",
     ]  # fmt: skip
 

@@ -434,13 +434,14 @@ def test_a_token_that_no_tokenizer_has(words, tmp_path):
 
 def test_a_file_that_is_cut_while_it_is_read(book, tmp_path):
     """An error, where a memory map would end the process."""
-    shutil.copytree(book[1], tmp_path / "store")
-    store = Store(tmp_path / "store")
+    folder = tmp_path / "store"
+    shutil.copytree(book[1], folder)
+    store = Store(folder)
     assert len(store.read(0, 5)) == 5
-    os.truncate(tmp_path / "store" / "00000.tokens", 10)
+    os.truncate(folder / "00000.tokens", 10)
     with pytest.raises(UserError, match="00000.tokens' is damaged: it was complete .* cut short"):
         store.read(20, 5)
-    (tmp_path / "store" / "00001.tokens").unlink()
+    (folder / "00001.tokens").unlink()
     with pytest.raises(UserError, match="cannot read .*00001.tokens': No such file"):
         store.read(book[2].shards[0].tokens, 1)
 

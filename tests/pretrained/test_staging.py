@@ -55,13 +55,13 @@ def test_sigterm_before_or_after_the_rename(name, resumes, tmp_path, monkeypatch
     assert stopped.value.status == 128 + signal.SIGTERM
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
     names = lambda: {path.name for path in tmp_path.rglob("*")}
-    left = names()
-    if "was written" in str(stopped.value):
+    left, said = names(), str(stopped.value)
+    if "was written" in said:
         assert left == {"out", "file"}
         return
     assert name != "rename"
-    assert "was not written" in str(stopped.value)
-    assert ("goes on" in str(stopped.value)) == resumes
+    assert "was not written" in said
+    assert ("goes on" in said) == resumes
     assert left <= {".out.converting", staging.LOCK, "kept"} if resumes else not left
     write()
     assert names() == {"out", "file"}

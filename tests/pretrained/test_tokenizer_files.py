@@ -89,10 +89,11 @@ def run(tmp_path):
 
 def test_of_a_checkpoint_too(run, tmp_path):
     """Of whatever else lies beside a tokenizer's files, nothing is copied."""
-    plant(run / "tokenizer")
-    (run / "tokenizer" / "generation_config.json").write_text('{"eos_token_id": 2}')
-    (run / "tokenizer" / "sub").mkdir()
-    (run / "tokenizer" / "notes.txt").symlink_to("/etc/passwd")
+    tokenizer = run / "tokenizer"
+    plant(tokenizer)
+    (tokenizer / "generation_config.json").write_text('{"eos_token_id": 2}')
+    (tokenizer / "sub").mkdir()
+    (tokenizer / "notes.txt").symlink_to("/etc/passwd")
     pretrained.write_huggingface(pretrained.open(run), tmp_path / "out")
     check(tmp_path / "out")
     assert json.loads((tmp_path / "out" / "generation_config.json").read_text()) == {
