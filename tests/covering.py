@@ -49,13 +49,18 @@ def rows(*factors: Iterable, pairs: Pairs | None = None, even: Sequence[int] = (
     )
 
 
+def full(*row):
+    """A row for `pytest.mark.parametrize` that is marked `full`."""
+    return pytest.param(*row, marks=pytest.mark.full)
+
+
 def marked(product: Iterable[tuple], *, chosen: Sequence[tuple]) -> list:
     """These rows for `pytest.mark.parametrize`, `chosen` first, the others marked `full`."""
     each = {str(row): row for row in product}.values()
     others = [row for row in each if row not in chosen]
     return [
         *(pytest.param(*row) for row in chosen),
-        *(pytest.param(*row, marks=pytest.mark.full) for row in others),
+        *(full(*row) for row in others),
     ]
 
 

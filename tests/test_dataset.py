@@ -106,16 +106,10 @@ def test_a_process_reads_its_devices_rows(book, monkeypatch):
     assert sorted(read) == everything
 
 
-@pytest.fixture(scope="module")
-def mixture(book, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("mix")
-    store(folder / "b", numbered(60, letter="b"))
-    (folder / "mix.yaml").write_text(f"mixture:\n  {book[0]}: 3\n  b/store: 1\n")
-    return folder / "mix.yaml"
-
-
-def test_a_mixture_is_by_weight_and_each_store_whole(book, mixture):
-    data = load(mixture)
+def test_a_mixture_is_by_weight_and_each_store_whole(book, tmp_path):
+    store(tmp_path / "b", numbered(60, letter="b"))
+    (tmp_path / "mix.yaml").write_text(f"mixture:\n  {book[0]}: 3\n  b/store: 1\n")
+    data = load(tmp_path / "mix.yaml")
     alone = load(book[0])
     rows = [data.training[index] for index in range(400)]
     letters = ["".join({chr(token) for token in row.tokens} & set("ab")) for row in rows]

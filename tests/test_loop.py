@@ -22,31 +22,18 @@ from ladder_jax.errors import UserError
 from ladder_jax.nn import attention_flops
 from ladder_jax.train import folder, metrics, timing
 from ladder_jax.train import step as steps
-from tests import cases
+from tests import cases, runs
 
-TINY = [
-    "model.num_layers=2",
-    "model.d_model=32",
-    "model.d_ff=32",
-    "model.dtype=float32",
-    "train.steps=9",
-    "train.batch=4",
-    "train.sequence=32",
-    "train.log_every=1",
-    "train.checkpoint_every=4",
-    "train.warmup_steps=2",
-    "train.evaluate_every=6",
-    "train.evaluation_batches=1",
-    "mesh.tensor=2",
-]
+SETTINGS = """
+    train.steps=9 train.checkpoint_every=4 train.warmup_steps=2 train.evaluate_every=6
+    train.evaluation_batches=1 mesh.tensor=2
+""".split()
 
 
 def run(book, directory, *more, profile=None):
     said = []
-    settings = config.load(
-        "tiny", overrides=[*TINY, f"data.path={book}", f"run.dir={directory}", *more]
-    )
-    train.run(settings, say=said.append, profile=profile)
+    overrides = runs.words(book, directory, *SETTINGS, *more)
+    train.run(config.load("tiny", overrides=overrides), say=said.append, profile=profile)
     return said
 
 
@@ -171,15 +158,16 @@ def test_weights_and_biases(book, tmp_path, monkeypatch):
         return handle
 
     monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(init=init, Error=RuntimeError))
-    said = run(book, tmp_path / "run", "run.wandb=ladders", "run.tensorboard=false")
+    directory = tmp_path / "run"
+    said = run(book, directory, "run.wandb=ladders", "run.tensorboard=false")
     assert "no MFU: the peak of 'cpu' devices is not known (train.peak_tflops=... gives it)" in said
     (project, identity, resume), *logged = calls
     assert (project, resume) == ("ladders", "allow")
-    rows = metrics.read(tmp_path / "run")
+    rows = metrics.read(directory)
     assert logged == [*((row["step"], row["loss"]) for row in rows), "finish"]
-    assert not (tmp_path / "run" / "tensorboard").exists()
+    assert not (directory / "tensorboard").exists()
     calls.clear()
-    run(book, tmp_path / "run", "run.wandb=ladders", "run.tensorboard=false")
+    run(book, directory, "run.wandb=ladders", "run.tensorboard=false")
     assert calls == [("ladders", identity, "allow"), "finish"]
     monkeypatch.setitem(sys.modules, "wandb", None)
     with pytest.raises(
@@ -273,19 +261,18 @@ def test_peaks():
 def test_mfu_is_shown_with_its_formula(finished):
     directory, said = finished
     (formula,) = [line for line in said if line.startswith("MFU")]
-    settings = config.load("tiny", overrides=TINY)
-    work = timing.flops_a_token(
-        nn.define(settings.model, mesh=parallel.make_mesh(tensor=2)), length=32
-    )
+    model = config.load("tiny", overrides=runs.TINY).model
+    work = timing.flops_a_token(nn.define(model, mesh=parallel.make_mesh(tensor=2)), length=32)
     assert (
         f"tokens/s x {work:.4g} FLOPs a token / (2 x 0.001 TFLOP/s, train.peak_tflops)" in formula
     )
     for row in metrics.read(directory):
         assert row["mfu"] == pytest.approx(row["tokens_per_second"] * work / 2e9)
         assert 0 <= row["data_wait"] <= 1
-    assert "MFU" in said[-2]
-    assert "data wait" in said[-2]
-    assert "step 9/9" in said[-2]
+    last = said[-2]
+    assert "MFU" in last
+    assert "data wait" in last
+    assert "step 9/9" in last
 
 
 def test_lines_of_progress(monkeypatch):
@@ -314,15 +301,16 @@ def test_the_compilation_cache_is_the_users(tmp_path, monkeypatch):
 
 
 def test_no_handler_stays_and_none_is_set_in_a_thread():
-    before = signal.getsignal(signal.SIGTERM)
+    handler = lambda: signal.getsignal(signal.SIGTERM)
+    before = handler()
     with folder.caught() as stop:
-        assert signal.getsignal(signal.SIGTERM) is not before
+        assert handler() is not before
         assert not stop.after(3)
-    assert signal.getsignal(signal.SIGTERM) is before
+    assert handler() is before
 
     def in_a_thread():
         with folder.caught() as stop:
-            return signal.getsignal(signal.SIGTERM), stop.after(1)
+            return handler(), stop.after(1)
 
     with concurrent.futures.ThreadPoolExecutor(1) as other:
         assert other.submit(in_a_thread).result() == (before, False)

@@ -5,6 +5,7 @@ they say.
 import errno
 import fcntl
 import json
+import os
 import random
 import re
 import shutil
@@ -20,6 +21,7 @@ from ladder_jax.checkpoint import Damaged, steps, store
 from ladder_jax.errors import RunFailed, UserError
 from ladder_jax.train import folder, metrics, session
 from tests import cases, runs
+from tests.covering import full
 from tests.runs import losses
 
 STEPS, SAVE, EVALUATE = 45, 15, 5
@@ -31,7 +33,7 @@ SETTINGS = f"""
 # in a step as well.
 KILLS = [
     {"save": 1, "evaluation": 1},
-    pytest.param({"step": 7, "save": 7, "evaluation": 7}, marks=pytest.mark.full),
+    full({"step": 7, "save": 7, "evaluation": 7}),
 ]
 
 
@@ -106,7 +108,7 @@ def resumable(uninterrupted, tmp_path):
     shutil.copytree(uninterrupted, directory)
     checkpoints = directory / "checkpoints"
     shutil.rmtree(checkpoints / "45")
-    assert sorted(p.name for p in checkpoints.iterdir()) == ["15", "30"]
+    assert sorted(os.listdir(checkpoints)) == ["15", "30"]
     return directory
 
 
@@ -206,12 +208,13 @@ def test_a_full_disk(book, tmp_path, uninterrupted):
     """Room for the log and one checkpoint: the next ones are reported, and that one stays; then
     there is room again.
     """
-    directory = tmp_path / "disk"
-    directory.mkdir()
+    disk = tmp_path / "disk"
+    directory = disk / "run"
+    disk.mkdir()
     size = sum(
         p.stat().st_size for p in (uninterrupted / "checkpoints" / "45").rglob("*") if p.is_file()
     )
-    mount = ["mount", "-t", "tmpfs", "-o", f"size={2 * size}", "tmpfs", str(directory)]
+    mount = ["mount", "-t", "tmpfs", "-o", f"size={2 * size}", "tmpfs", str(disk)]
     if subprocess.run(mount, capture_output=True).returncode:
         pytest.skip(
             "no tmpfs can be mounted here (it needs root); test_a_disk_that_refuses_in_the_middle runs"
@@ -220,24 +223,24 @@ def test_a_full_disk(book, tmp_path, uninterrupted):
         with pytest.raises(
             RunFailed, match="checkpoint of step 45 could not be written: No space left on device"
         ):
-            run(book, directory / "run")
-        assert [p.name for p in (directory / "run" / "checkpoints").iterdir()] == ["15"]
-        assert len(losses(directory / "run")) == STEPS
+            run(book, directory)
+        assert os.listdir(directory / "checkpoints") == ["15"]
+        assert len(losses(directory)) == STEPS
         # Not a byte of room: the log waits in memory.
-        ballast = directory / "ballast"
+        ballast = disk / "ballast"
         with pytest.raises(OSError, match="No space"), ballast.open("wb") as file:
             while True:
                 file.write(b"x" * 512)
                 file.flush()
-        before = (directory / "run" / "metrics.jsonl").read_bytes()
+        before = (directory / "metrics.jsonl").read_bytes()
         with pytest.raises(RunFailed, match="config.json was not written: No space left on device"):
-            run(book, directory / "run")
-        assert (directory / "run" / "metrics.jsonl").read_bytes() == before
-        subprocess.run([*mount[:4], f"remount,size={20 * size}", str(directory)], check=True)
-        run(book, directory / "run")
-        assert losses(directory / "run") == losses(uninterrupted)
+            run(book, directory)
+        assert (directory / "metrics.jsonl").read_bytes() == before
+        subprocess.run([*mount[:4], f"remount,size={20 * size}", str(disk)], check=True)
+        run(book, directory)
+        assert losses(directory) == losses(uninterrupted)
     finally:
-        subprocess.run(["umount", "--lazy", str(directory)], check=True)
+        subprocess.run(["umount", "--lazy", str(disk)], check=True)
 
 
 def test_a_disk_that_refuses_in_the_middle(book, tmp_path, uninterrupted, largest_file):
@@ -310,14 +313,14 @@ def test_lines_wait_for_room(tmp_path):
 
 
 def test_a_log_that_was_removed_is_begun_again(tmp_path):
-    said = []
-    (tmp_path / "run").mkdir()
-    log = metrics.Metrics(tmp_path / "run", step=0, say=said.append)
+    said, directory = [], tmp_path / "run"
+    directory.mkdir()
+    log = metrics.Metrics(directory, step=0, say=said.append)
     log.add({"step": 1, "loss": 1.0})
-    shutil.rmtree(tmp_path / "run")
+    shutil.rmtree(directory)
     log.add({"step": 2, "loss": 2.0})
     log.add({"step": 3, "loss": 3.0})
-    assert [row["step"] for row in metrics.read(tmp_path / "run")] == [2, 3]
+    assert [row["step"] for row in metrics.read(directory)] == [2, 3]
     assert len(said) == 1
     assert "metrics.jsonl was gone: begun again" in said[0]
 
@@ -326,10 +329,11 @@ def test_a_damaged_checkpoint_is_never_resumed_from(book, resumable, uninterrupt
     """Refused, with the whole one before it on offer; taken up, it is put aside, and the run ends
     as it should.
     """
-    cases.flip(resumable / "checkpoints" / "30" / "optimizer")
+    checkpoints = resumable / "checkpoints"
+    cases.flip(checkpoints / "30" / "optimizer")
     before = (resumable / "metrics.jsonl").read_bytes()
     # as of another time
-    shutil.copytree(resumable / "checkpoints" / "30", resumable / "checkpoints" / "30.damaged")
+    shutil.copytree(checkpoints / "30", checkpoints / "30.damaged")
     with pytest.raises(
         Damaged, match="the newest whole one before it is step 15 .run.on_damaged=previous"
     ):
@@ -339,7 +343,7 @@ def test_a_damaged_checkpoint_is_never_resumed_from(book, resumable, uninterrupt
     assert any(line.endswith("put aside as 30.damaged.2") for line in said)
     assert f"resuming {resumable} from step 15" in said
     assert losses(resumable) == losses(uninterrupted)
-    assert sorted(p.name for p in (resumable / "checkpoints").iterdir()) == [
+    assert sorted(os.listdir(checkpoints)) == [
         "15", "30", "30.damaged", "30.damaged.2", "45",
     ]  # fmt: skip
 
@@ -374,12 +378,13 @@ def test_one_process_a_folder(book, resumable):
     lock = resumable / ".lock"
     assert lock.is_file()
     assert not lock.stat().st_mode & 0o111
-    before = sorted(p.stat().st_mtime_ns for p in resumable.rglob("*"))
+    times = lambda: sorted(p.stat().st_mtime_ns for p in resumable.rglob("*"))
+    before = times()
     with lock.open("r+b") as owner:
         fcntl.flock(owner, fcntl.LOCK_EX)
         with pytest.raises(UserError, match="another process is training in"):
             run(book, resumable)
-    assert sorted(p.stat().st_mtime_ns for p in resumable.rglob("*")) == before
+    assert times() == before
     with folder.owned(resumable, say=print):
         pass
 

@@ -83,7 +83,7 @@ def test_documents_come_in_order_whoever_made_them(book, tmp_path):
 
 
 def test_every_kind_of_source(tmp_path):
-    pyarrow = pytest.importorskip("pyarrow")
+    import pyarrow
     from pyarrow import parquet
 
     folder = tmp_path / "all"
@@ -195,16 +195,17 @@ def test_a_worker_that_is_killed(book, tmp_path, monkeypatch):
     def kill(total, *, done, label):
         yield lambda now, text: [process.kill() for process in multiprocessing.active_children()]
 
+    out = tmp_path / "out"
     with monkeypatch.context() as patched:
         patched.setattr(building, "progress", kill)
         with pytest.raises(
             UserError,
             match="a worker was killed, perhaps for its memory: run the same command again",
         ):
-            make([book[0]], tmp_path / "out")
-    os.truncate(next((tmp_path / "out").glob("*.tokens")), 0)  # and the power failed
-    make([book[0]], tmp_path / "out")
-    assert texts_in(tmp_path / "out") == TEXTS
+            make([book[0]], out)
+    os.truncate(next(out.glob("*.tokens")), 0)  # and the power failed
+    make([book[0]], out)
+    assert texts_in(out) == TEXTS
 
 
 def times(out):
@@ -220,25 +221,26 @@ def test_what_was_done_is_not_done_again(tmp_path):
     out = tmp_path / "out"
     one = tmp_path / "one.jsonl"
     two = tmp_path / "two.jsonl"
+    both = [one, two]
     one.write_text(lines(TEXTS))
     two.write_text(lines(TEXTS[:50]) + '{"text": 3}\n' + lines(TEXTS[50:]))
     wrong = r"two.jsonl:51: no text in 'text' \(--field names it\): this is an object with"
     with pytest.raises(UserError, match=wrong):
-        make([one, two], out, workers=1)
+        make(both, out, workers=1)
     with pytest.raises(UserError, match="is not finished"):
         Store(out)
     first = len(sources.plan([str(one)], most=500))
     done = {name: time for name, time in times(out).items() if int(name[:5]) < first}
     assert done
     two.write_text(lines(TEXTS))
-    make([one, two], out, workers=1)
+    make(both, out, workers=1)
     assert {name: time for name, time in times(out).items() if name in done} == done
     assert texts_in(out) == TEXTS * 2
     # A finished store is only compared; other sources or settings are refused, and nothing is
     # written.
     before = everything(out)
     words = tokenizers.folder(tmp_path / "t")
-    assert make([one, two], out).documents == 2 * len(TEXTS)
+    assert make(both, out).documents == 2 * len(TEXTS)
     for other, message in (
         (dict(given=[one]), "finished store of other sources or another --shard-tokens, or they"),
         (dict(most=400), "finished store of other sources or another --shard-tokens, or they"),
@@ -246,7 +248,7 @@ def test_what_was_done_is_not_done_again(tmp_path):
         (dict(tokens=words), "was begun with tokenizer 'bytes', not 'tokenizer-"),
     ):
         with pytest.raises(UserError, match=message):
-            make(**dict(given=[one, two], out=out) | other)
+            make(**dict(given=both, out=out) | other)
     assert everything(out) == before
 
 
@@ -257,17 +259,18 @@ def test_sources_that_change_meanwhile(tmp_path):
     out = tmp_path / "out"
     one = tmp_path / "one.jsonl"
     two = tmp_path / "two.jsonl"
+    both = [one, two]
     one.write_text(lines(TEXTS))
     two.write_text("no\n")
     with pytest.raises(UserError, match="two.jsonl:1: not JSON"):
-        make([one, two], out, workers=1)
+        make(both, out, workers=1)
     theirs = {"notes.txt": "n", "more.tokens": "m", "notes/00009.tokens": "9"}
     (out / "notes").mkdir()
     for name, text in theirs.items():
         (out / name).write_text(text)
     one.write_text(lines(TEXTS[:3]))
     two.write_text(lines(TEXTS[3:5]))
-    assert len(make([one, two], out, workers=1).shards) == 2 == len(list(out.glob("0*.tokens")))
+    assert len(make(both, out, workers=1).shards) == 2 == len(list(out.glob("0*.tokens")))
     assert texts_in(out) == TEXTS[:5]
     assert {name: (out / name).read_text() for name in theirs} == theirs
 
@@ -286,15 +289,16 @@ def test_parts_are_the_store_of_one_command(book, tmp_path):
     share.
     """
     file, whole, made = book
+    out = tmp_path / "out"
     for index in (2, 0):
         part = make([file], tmp_path / str(index), share=slice(index, None, 3), workers=1)
         assert part.shards == made.shards[index::3]
-        shutil.copytree(tmp_path / str(index), tmp_path / "out", dirs_exist_ok=True)
-    before = times(tmp_path / "out")
-    assert make([file], tmp_path / "out", share=slice(900, None, 1000)).shards == ()
-    assert make([file], tmp_path / "out") == made
-    assert contents(tmp_path / "out") == contents(whole)
-    assert before.items() <= times(tmp_path / "out").items()
+        shutil.copytree(tmp_path / str(index), out, dirs_exist_ok=True)
+    before = times(out)
+    assert make([file], out, share=slice(900, None, 1000)).shards == ()
+    assert make([file], out) == made
+    assert contents(out) == contents(whole)
+    assert before.items() <= times(out).items()
 
 
 @pytest.mark.parametrize(
@@ -430,13 +434,14 @@ def test_a_token_that_no_tokenizer_has(words, tmp_path):
 
 def test_a_file_that_is_cut_while_it_is_read(book, tmp_path):
     """An error, where a memory map would end the process."""
-    shutil.copytree(book[1], tmp_path / "store")
-    store = Store(tmp_path / "store")
+    folder = tmp_path / "store"
+    shutil.copytree(book[1], folder)
+    store = Store(folder)
     assert len(store.read(0, 5)) == 5
-    os.truncate(tmp_path / "store" / "00000.tokens", 10)
+    os.truncate(folder / "00000.tokens", 10)
     with pytest.raises(UserError, match="00000.tokens' is damaged: it was complete .* cut short"):
         store.read(20, 5)
-    (tmp_path / "store" / "00001.tokens").unlink()
+    (folder / "00001.tokens").unlink()
     with pytest.raises(UserError, match="cannot read .*00001.tokens': No such file"):
         store.read(book[2].shards[0].tokens, 1)
 

@@ -3,6 +3,7 @@ its exact scores.
 """
 
 import dataclasses
+import json
 
 import numpy as np
 import pytest
@@ -39,6 +40,11 @@ class Exact:
     def logits(self, row):
         """[1, WINDOW, V] for tokens [1, WINDOW]."""
         return reference.evaluate(reference.logits, self.params, row, self.shape)
+
+
+def rows_of(out):
+    """What a file of results holds, line by line."""
+    return list(map(json.loads, out.read_text(encoding="utf-8").splitlines()))
 
 
 def small(**mesh):

@@ -3,12 +3,12 @@
 import json
 import subprocess
 import sys
-import time
 
 import pytest
 
 from ladder_jax import cli
-from tests.evaluate.conftest import WINDOW
+from tests.evaluate.conftest import WINDOW, rows_of
+from tests.test_resume import wait
 
 TEXT = "the cat sat on the mat, and the rat sat on the cat.\nnaïve café, 東京 🙂\n" * 6
 CHOICES = [
@@ -84,7 +84,7 @@ def test_generation(evaluate, files, tmp_path):
     out = tmp_path / "out.jsonl"
     ask = "--generation questions.jsonl --max-new-tokens 8 --stop Q --out".split()
     found = evaluate(*ask, str(out))
-    lines = list(map(json.loads, out.read_text(encoding="utf-8").splitlines()))
+    lines = rows_of(out)
     assert found["examples"] == 2
     assert found["unfinished"] == sum(line["finish_reason"] == "length" for line in lines)
     assert {line["index"]: line["line"] for line in lines} == {0: 1, 1: 3}
@@ -101,9 +101,7 @@ def test_a_killed_evaluation_goes_on(run, evaluate, tmp_path, mistake):
     more = ["--batch-tokens", "64", "--out", str(out)]
     command = [sys.executable, "-m", "ladder_jax", "evaluate", str(run), *ask, *more]
     process = subprocess.Popen(command, stderr=subprocess.DEVNULL)
-    while not (out.exists() and out.stat().st_size > 2000):
-        assert process.poll() is None
-        time.sleep(0.01)
+    assert wait(process, lambda: out.exists() and out.stat().st_size > 2000)
     process.kill()
     process.wait()
     content = out.read_bytes()
@@ -112,8 +110,7 @@ def test_a_killed_evaluation_goes_on(run, evaluate, tmp_path, mistake):
     out.write_bytes(content[: content.rindex(b"\n") - 5])
     found = evaluate(*ask, "--out", str(out))
     assert 10 < done < found["windows"], "it was killed after its end"
-    lines = [json.loads(line) for line in out.read_bytes().splitlines()]
-    assert sorted(line["index"] for line in lines) == list(range(found["windows"]))
+    assert sorted(line["index"] for line in rows_of(out)) == list(range(found["windows"]))
     assert found == pytest.approx(evaluate(*ask), rel=1e-5)
     # What it is asked now is another question.
     other = f"--text {text} --stride 8 --out".split()
@@ -121,61 +118,32 @@ def test_a_killed_evaluation_goes_on(run, evaluate, tmp_path, mistake):
 
 
 BROKEN = {
-    "not json": ("{'choices'", ":2: not JSON"),
-    "a list": ("[1]", ":2: this must be a JSON object, not list"),
-    "latin 1": (b'{"context": "\xe9"}', ":2: not UTF-8 text"),
-    "choises": (
-        '{"context": "x", "choises": ["a", "b"]}',
-        "must be a list of two texts or more; there is 'choises'",
-    ),
-    "no text": (
-        '{"context": "x", "choices": ["a", 1], "answer": 0}',
-        "must be a list of two texts or more",
-    ),
-    "empty": ('{"context": "x", "choices": ["a", ""], "answer": 0}', "choice 1 is empty"),
-    "no prompt": ('{"choices": ["a", "b"], "answer": 0}', 'either "context" or "question"'),
-    "both": (
-        '{"context": "x", "question": "x", "choices": ["a", "b"], "answer": 0}',
-        'either "context" or "question"',
-    ),
-    "number": (
-        '{"context": "x", "choices": ["a", "b"], "answer": 2}',
-        "answer 2 is none of the 2 choices (allowed: 0 ",
-    ),
-    "letter": (
-        '{"context": "x", "choices": ["a", "b"], "answer": "C"}',
-        'answer "C" is none of the 2 choices',
-    ),
-    "true": (
-        '{"context": "x", "choices": ["a", "b"], "answer": true}',
-        "answer true is none of the 2 choices",
-    ),
-    "missing": (
-        '{"context": "x", "choices": ["a", "b"], "anwser": 1}',
-        "there is no \"answer\"; there is 'anwser'",
-    ),
-    "two readings": (
-        '{"context": "x", "choices": ["B", "A"], "answer": "A"}',
-        "name it by its number",
-    ),
-    "surrogate": (
-        '{"context": "\\ud800", "choices": ["a", "b"], "answer": 0}',
-        "half of a surrogate pair",
-    ),
-    "long": (
-        json.dumps({"context": "x", "choices": ["a", TEXT], "answer": 0}),
-        "longer than the window of 64",
-    ),
+    "{'choices'": ":2: not JSON",
+    "[1]": ":2: this must be a JSON object, not list",
+    b'{"context": "\xe9"}': ":2: not UTF-8 text",
+    '{"context": "x", "choises": ["a", "b"]}': "must be a list of two texts or more; there is 'choises'",
+    '{"context": "x", "choices": ["a", 1], "answer": 0}': "must be a list of two texts or more",
+    '{"context": "x", "choices": ["a", ""], "answer": 0}': "choice 1 is empty",
+    '{"choices": ["a", "b"], "answer": 0}': 'either "context" or "question"',
+    '{"context": "x", "question": "x", "choices": ["a", "b"], "answer": 0}': 'either "context" or "question"',
+    '{"context": "x", "choices": ["a", "b"], "answer": 2}': "answer 2 is none of the 2 choices (allowed: 0 ",
+    '{"context": "x", "choices": ["a", "b"], "answer": "C"}': 'answer "C" is none of the 2 choices',
+    '{"context": "x", "choices": ["a", "b"], "answer": true}': "answer true is none of the 2 choices",
+    '{"context": "x", "choices": ["a", "b"], "anwser": 1}': "there is no \"answer\"; there is 'anwser'",
+    '{"context": "x", "choices": ["B", "A"], "answer": "A"}': "name it by its number",
+    '{"context": "\\ud800", "choices": ["a", "b"], "answer": 0}': "half of a surrogate pair",
+    json.dumps(
+        {"context": "x", "choices": ["a", TEXT], "answer": 0}
+    ): "a continuation of 469 tokens is longer than the window of 64",  # a space before its bytes
 }
 
 
-@pytest.mark.parametrize("name", BROKEN)
-def test_broken_lines(name, run, tmp_path, mistake):
-    line, message = BROKEN[name]
+@pytest.mark.parametrize("line", BROKEN, ids=BROKEN.values())
+def test_broken_lines(line, run, tmp_path, mistake):
     file = tmp_path / "choices.jsonl"
-    line = line if isinstance(line, bytes) else line.encode()
-    file.write_bytes(json.dumps(CHOICES[1]).encode() + b"\n" + line + b"\n")
-    assert message in mistake("evaluate", run, "--multiple-choice", file)
+    content = line if isinstance(line, bytes) else line.encode()
+    file.write_bytes(json.dumps(CHOICES[1]).encode() + b"\n" + content + b"\n")
+    assert BROKEN[line] in mistake("evaluate", run, "--multiple-choice", file)
 
 
 MISTAKES = {

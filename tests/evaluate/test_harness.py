@@ -6,18 +6,15 @@ import dataclasses
 import json
 import pathlib
 
+import lm_eval
 import pytest
 import yaml
 
 from ladder_jax import cli, evaluate
 from ladder_jax.errors import UserError
 from tests import tokenizers
-from tests.evaluate.conftest import WINDOW
+from tests.evaluate.conftest import WINDOW, rows_of
 from tests.pretrained import models
-
-lm_eval = pytest.importorskip(
-    "lm_eval", reason="lm-evaluation-harness is not installed: pip install 'ladder-jax[lm-eval]'"
-)
 
 TEXTS = [
     "the cat sat on the mat, and the rat sat on the cat.\nnaïve café, 東京 🙂\n" * 4,
@@ -63,12 +60,6 @@ METRICS = {
     "questions": GSM8K,
 }
 ROWS = {"rolling": [{"text": text} for text in TEXTS], "choices": CHOICES, "questions": QUESTIONS}
-
-
-def rows_of(out):
-    """The results in a file, by their question's number."""
-    lines = map(json.loads, out.read_text(encoding="utf-8").splitlines())
-    return {line["index"]: line for line in lines}
 
 
 def asked(folder, name):
@@ -173,7 +164,7 @@ def check_choices(ours, lm, harness, folder, *, shots, close):
     found = evaluate.multiple_choice(
         ours, questions, shots=shots, shots_from=questions, file=str(out)
     )
-    lines = rows_of(out)
+    lines = {line["index"]: line for line in rows_of(out)}
     theirs, samples = harness(lm, "choices", shots=shots)
     assert len(samples) == len(lines) == found.examples == len(CHOICES)
     assert found.truncated >= 1
@@ -196,7 +187,7 @@ def check_answers(ours, lm, harness, folder, *, shots):
     for name, kept in (("accuracy", "strict-match"), ("accuracy_normalised", "flexible-extract")):
         assert getattr(found, name) == theirs[f"exact_match,{kept}"]
         assert getattr(found, f"{name}_stderr") == theirs[f"exact_match_stderr,{kept}"]
-    lines = rows_of(out)
+    lines = {line["index"]: line for line in rows_of(out)}
     for sample in samples:
         assert lines[sample["doc_id"]]["text"] == sample["resps"][0][0]
     assert any(line["text"].strip() for line in lines.values())

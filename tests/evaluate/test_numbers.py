@@ -3,8 +3,6 @@ float64.
 """
 
 import dataclasses
-import importlib.util
-import json
 import math
 
 import jax
@@ -20,13 +18,10 @@ from ladder_jax.evaluate import scorer as scorers
 from ladder_jax.evaluate.model import prefix_of
 from ladder_jax.evaluate.perplexity import windows
 from tests import cases, compilations
-from tests.evaluate.conftest import WINDOW, Exact
+from tests.covering import full
+from tests.evaluate.conftest import WINDOW, Exact, rows_of
 from tests.tokenizers import BEGIN, END
 
-needs_harness = pytest.mark.skipif(
-    importlib.util.find_spec("lm_eval") is None,
-    reason="lm-evaluation-harness is not installed: pip install 'ladder-jax[lm-eval]'",
-)
 TOLERANCE = 1e-4  # nats a token; float32, logits of about 10
 TEXT = (
     "the cat sat on the mat, and the rat sat on the cat.\nnaïve café, 東京 🙂 and   three spaces\n"
@@ -48,9 +43,8 @@ def spans(count=11, *, seed=0, longest=WINDOW):
     [
         ("ladder", dict(data=2, tensor=4)),
         # test_checkpoint has such logits, too
-        pytest.param("ladder-fresh", dict(ranks=4), marks=pytest.mark.full),
+        full("ladder-fresh", dict(ranks=4)),
     ],
-    ids=["data 2, tensor 4", "4 ranks on one device"],
 )
 def test_scores(name, how, monkeypatch):
     """In batches of several lengths and in chunks of positions; each span's score is the same
@@ -154,15 +148,18 @@ def test_other_parameters_compile_nothing(model):
     assert second.loss != first.loss
 
 
-@pytest.mark.parametrize("tokens", [[], [3], [[], [3]]], ids=str)
-def test_nothing_to_score(tokens, model):
-    with pytest.raises(UserError, match="holds no token to score"):
+@pytest.mark.parametrize(
+    "tokens, message",
+    [
+        ([], "holds no token to score"),
+        ([3], "holds no token to score"),
+        ([[], [3]], "holds no token to score"),
+        ([1, 303], "the token 303, outside the model's vocabulary of 303"),
+    ],
+)
+def test_tokens_that_cannot_be_scored(tokens, message, model):
+    with pytest.raises(UserError, match=message):
         evaluate.perplexity(model, tokens)
-
-
-def test_a_token_of_another_vocabulary(model):
-    with pytest.raises(UserError, match="the token 303, outside the model's vocabulary of 303"):
-        evaluate.perplexity(model, [1, 303])
 
 
 def test_too_large_for_a_float():
@@ -184,14 +181,6 @@ def test_prefix(pieces, bytes_model):
         prefix_of(dataclasses.replace(bytes_model.tokenizer, name="tokenizer-1"))
 
 
-def test_a_continuation_longer_than_the_window(model):
-    with pytest.raises(
-        UserError, match="a continuation of 6 tokens is longer than the window of 5"
-    ):
-        dataclasses.replace(model, window=5).cut(Span([1], [2] * 6))
-
-
-@needs_harness
 def test_what_is_taken_from_an_answer_and_right(bytes_model, monkeypatch, tmp_path):
     """But for commas, dollar signs, capitals and a last point."""
     # text, right answer, what is taken strictly and of any last number, whether the strict one is
@@ -210,7 +199,7 @@ def test_what_is_taken_from_an_answer_and_right(bytes_model, monkeypatch, tmp_pa
     questions = [Question(line, "q", gold) for line, (_, gold, *_) in enumerate(answers)]
     out = tmp_path / "out.jsonl"
     found = evaluate.generation(bytes_model, questions, max_new_tokens=8, file=str(out))
-    rows = list(map(json.loads, out.read_text().splitlines()))
+    rows = rows_of(out)
     assert [[row["strict"], row["flexible"], row["right"]] for row in rows] == [
         taken for _, _, *taken in answers
     ]
@@ -220,7 +209,6 @@ def test_what_is_taken_from_an_answer_and_right(bytes_model, monkeypatch, tmp_pa
     )
 
 
-@needs_harness
 def test_generation(model, pieces, tmp_path):
     """What is judged is the engine's greedy text; a prompt is cut on its left, and special tokens
     end a text.
@@ -240,8 +228,7 @@ def test_generation(model, pieces, tmp_path):
     how = dict(max_new_tokens=12, stop=["the"], slots=3, file=str(out))
     found = evaluate.generation(model, questions, **how)
     assert (found.examples, found.truncated) == (3, 1)
-    rows = map(json.loads, out.read_text(encoding="utf-8").splitlines())
-    assert {row["index"]: row["text"] for row in rows} == dict(enumerate(alone))
+    assert {row["index"]: row["text"] for row in rows_of(out)} == dict(enumerate(alone))
     stops = ends([END, "the", BEGIN], tokenizer=pieces)["stop_ids"]
     assert stops == (*pieces.stop_ids, pieces.stop_ids[0], pieces.bos_token_id)
 

@@ -87,7 +87,8 @@ def expected(params, shape: reference.Shape, *, both: bool = False):
         layer, index = divmod(i - 1, 2)
         sublayer = SUBLAYERS[index]
         stack, place = ("dense", layer) if layer < dense else ("layers", layer - dense)
-        own = fitted[stack][sublayer]
+        layers = fitted[stack]
+        own = layers[sublayer]
         before = original[stack][sublayer]
         chosen = shape.ladder is None or layer in shape.ladder
         behind_dense = farskip and index == 0 and layer <= dense  # which leaves nothing pending
@@ -100,7 +101,7 @@ def expected(params, shape: reference.Shape, *, both: bool = False):
             inputs = inputs + early
 
         if delay:
-            gain = fitted[stack][f"{sublayer}_norm"]["scale"]
+            gain = layers[f"{sublayer}_norm"]["scale"]
             for array, weights in traverse_util.flatten_dict(before, sep="/").items():
                 if array in READERS[sublayer]:
                     fit = fit_of_experts if array.startswith("experts/") else fit_by_ranks
@@ -109,21 +110,22 @@ def expected(params, shape: reference.Shape, *, both: bool = False):
             gain[place] = 1.0
 
         about = alone if layer >= dense else alone_dense
-        parts = functools.partial(reference_output, layer=place, attends=index == 0, shape=about)
+        # each rank's partial sum [R, B, T, D] in float64
+        parts = functools.partial(reference.sublayer, l=place, attends=index == 0, shape=about)
         # farskip's experts are two parts
-        output = lambda params, x: parts(params, x).reshape(-1, *x.shape).sum(0)
-        newest = output(fitted[stack], inputs)
+        output = lambda params, x: parts(params, inputs=x).reshape(-1, *x.shape).sum(0)
+        newest = output(layers, inputs)
         writes = WRITERS[sublayer]
         if delay and both and writes in own:
             lacking = (output(original[stack], whole) - newest).sum(0)
-            read = hidden(fitted[stack], sublayer, lambda these: parts(these, inputs).sum(0))
+            read = hidden(layers, sublayer, lambda these: parts(these, inputs=inputs).sum(0))
             change = stacked_least_squares(read, lacking.reshape(len(read), -1), prior=0)
             own[writes][place] += change.reshape(own[writes][place].shape)
             found[layer, f"{sublayer}/{writes}"] = own[writes][place].copy()
-            newest = output(fitted[stack], inputs)
+            newest = output(layers, inputs)
         if index == 1:
             early = (
-                parts(fitted[stack], inputs)[1].sum(0)
+                parts(layers, inputs=inputs)[1].sum(0)
                 if farskip and chosen and layer >= dense
                 else 0.0
             )
@@ -160,11 +162,6 @@ def at(tree, path):
     for name in path.split("/"):
         tree = tree[name]
     return tree
-
-
-def reference_output(layers, inputs, *, layer, attends, shape) -> np.ndarray:
-    """Each rank's partial sum [R, B, T, D] in float64."""
-    return reference.sublayer(layers, layer, inputs, attends=attends, shape=shape)
 
 
 def hidden(layers, sublayer, output) -> np.ndarray:

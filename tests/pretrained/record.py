@@ -15,16 +15,28 @@ from tests.pretrained import ladders, models
 FILE = pathlib.Path(__file__).parent / "logits.npz"
 
 
-def logits(folder: pathlib.Path) -> np.ndarray:
-    """[2, 24, V] float32, by PyTorch on the CPU."""
+def opened(folder: pathlib.Path, **how):
+    """The model in float32, by transformers."""
     import torch
     import transformers
 
     model = transformers.AutoModelForCausalLM.from_pretrained(
-        folder, trust_remote_code=True, dtype=torch.float32
+        folder, trust_remote_code=True, dtype=torch.float32, **how
     )
+    return model.eval()
+
+
+def run(model, tokens: np.ndarray, **more):
+    """What a PyTorch model gives for tokens [B, T]."""
+    import torch
+
     with torch.no_grad():
-        return model.eval()(torch.tensor(models.tokens(), dtype=torch.long)).logits.numpy()
+        return model(torch.as_tensor(tokens, dtype=torch.long), **more)
+
+
+def logits(folder: pathlib.Path) -> np.ndarray:
+    """[2, 24, V] float32, by PyTorch on the CPU."""
+    return run(opened(folder), models.tokens()).logits.numpy()
 
 
 def main() -> None:

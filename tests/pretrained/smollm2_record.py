@@ -9,7 +9,7 @@ import pathlib
 
 import numpy as np
 
-from tests.pretrained import smollm2
+from tests.pretrained import record, smollm2
 
 FILE = pathlib.Path(__file__).parent / "smollm2.npz"
 PROMPTS = (
@@ -27,22 +27,13 @@ COLUMNS = slice(None, None, 97)  # of the vocabulary that are kept
 @functools.cache
 def model():
     """In float32, by transformers' own reading of the file."""
-    import torch
-    import transformers
-
     file = smollm2.file()
-    found = transformers.AutoModelForCausalLM.from_pretrained(
-        file.parent, gguf_file=file.name, dtype=torch.float32
-    )
-    return found.eval()
+    return record.opened(file.parent, gguf_file=file.name)
 
 
 def logits(tokens: np.ndarray) -> np.ndarray:
     """[B, T, V] of tokens [B, T]."""
-    import torch
-
-    with torch.no_grad():
-        return model()(torch.tensor(tokens, dtype=torch.long)).logits.numpy()
+    return record.run(model(), tokens).logits.numpy()
 
 
 def greedy(prompt: list[int]) -> list[int]:

@@ -67,7 +67,7 @@ def test_values_and_files_arrive(tmp_path, capsys):
     assert saved.tokenizer().encode("the cat") == made.encode("the cat").ids
     with pytest.raises(UserError, match="was converted, not trained"):
         saved.optimizer({})
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.gguf", "out"]
+    assert sorted(os.listdir(tmp_path)) == ["a.gguf", "out"]
 
 
 def test_to_hugging_face_and_back(small, tmp_path):
@@ -142,11 +142,12 @@ def test_what_is_there_stays(small, tmp_path, mistake):
     (params / "manifest.ocdbt").write_text("half")
     assert main(["convert", str(small), str(tmp_path / "out")]) == 0
     assert not checkpoint.verify(checkpoint.open_checkpoint(tmp_path / "out").path)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["mine", "out"]
+    assert sorted(os.listdir(tmp_path)) == ["mine", "out"]
 
 
 def test_a_disk_that_refuses_or_forgets(small, tmp_path, monkeypatch):
     real, count = Stream.put, 0
+    out = tmp_path / "out"
 
     def full(self, *args, **settings):
         nonlocal count
@@ -157,7 +158,7 @@ def test_a_disk_that_refuses_or_forgets(small, tmp_path, monkeypatch):
 
     monkeypatch.setattr(Stream, "put", full)
     with pytest.raises(RunFailed, match="cannot write '.*out': No space left on device"):
-        convert(small, tmp_path / "out")
+        convert(small, out)
     assert not any(tmp_path.iterdir())
 
     def forgetful(self, name, values, **settings):
@@ -169,12 +170,12 @@ def test_a_disk_that_refuses_or_forgets(small, tmp_path, monkeypatch):
     with pytest.raises(
         RunFailed, match="layers/mlp/up of layer 2 reads back with other values than were written"
     ):
-        convert(small, tmp_path / "out")
+        convert(small, out)
     monkeypatch.setattr(
         staging.shutil, "disk_usage", lambda path: type("Usage", (), {"free": 1000})
     )
     with pytest.raises(RunFailed, match="no space for '.*out': 0.2 MB needed, 0.0 free"):
-        convert(small, tmp_path / "out")
+        convert(small, out)
     assert not any(tmp_path.iterdir())
 
 
@@ -191,7 +192,7 @@ def test_a_tokenizer_that_does_not_match(small, tmp_path):
     (folder / "tokenizer.json").write_text("{}")
     with pytest.raises(UserError, match=f"{folder}.* is not a tokenizer"):
         convert(folder, tmp_path / "out")
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["fits", "hf"]
+    assert sorted(os.listdir(tmp_path)) == ["fits", "hf"]
 
 
 @pytest.mark.parametrize("content, tokens, skip, shape", [

@@ -5,6 +5,7 @@ in float64.
 import pytest
 
 from tests import cases, experts
+from tests.covering import full
 from tests.pretrained.least_squares import check
 from tests.pretrained.test_refit import BOTH, INPUTS
 from tests.pretrained.test_sensitivity import check_losses
@@ -14,17 +15,16 @@ def parameters(kind, dense=0):
     return cases.parameters(experts.define("standard", kind, dense_layers=dense))
 
 
-FULL = pytest.mark.full
 ROWS = [
     ("farskip", "shared", 1, dict(tensor=4), BOTH),
-    pytest.param("farskip", "shared", 0, dict(tensor=4), BOTH, marks=FULL),
-    pytest.param("hybrid-farskip", "ungated", 0, dict(data=2), INPUTS, marks=FULL),
-    pytest.param("farskip-first", "shared", 0, dict(tensor=2), INPUTS, marks=FULL),
-    pytest.param("farskip", "shared", 2, dict(tensor=8), BOTH, marks=FULL),
-    pytest.param("ladder", "shared", 0, dict(), BOTH, marks=FULL),
-    pytest.param("ladder", "routed", 2, dict(tensor=2), BOTH, marks=FULL),
-    pytest.param("hybrid-ladder", "routed", 0, dict(tensor=2), INPUTS, marks=FULL),
-    pytest.param("hybrid-ladder", "routed", 1, dict(data=2), INPUTS, marks=FULL),
+    full("farskip", "shared", 0, dict(tensor=4), BOTH),
+    full("hybrid-farskip", "ungated", 0, dict(data=2), INPUTS),
+    full("farskip-first", "shared", 0, dict(tensor=2), INPUTS),
+    full("farskip", "shared", 2, dict(tensor=8), BOTH),
+    full("ladder", "shared", 0, dict(), BOTH),
+    full("ladder", "routed", 2, dict(tensor=2), BOTH),
+    full("hybrid-ladder", "routed", 0, dict(tensor=2), INPUTS),
+    full("hybrid-ladder", "routed", 1, dict(data=2), INPUTS),
 ]
 
 
@@ -42,10 +42,10 @@ def test_the_refit_is_the_least_squares_solution(name, kind, dense, mesh, projec
 
 SUBSETS = [
     ("farskip", "shared", 1, 2),
-    pytest.param("farskip", "shared", 0, 2, marks=FULL),
-    pytest.param("farskip", "ungated", 2, 4, marks=FULL),
-    pytest.param("ladder", "routed", 0, 1, marks=FULL),
-    pytest.param("ladder-2", "routed", 1, 2, marks=FULL),
+    full("farskip", "shared", 0, 2),
+    full("farskip", "ungated", 2, 4),
+    full("ladder", "routed", 0, 1),
+    full("ladder-2", "routed", 1, 2),
 ]
 
 

@@ -7,22 +7,22 @@ import safetensors.numpy
 
 from ladder_jax import pretrained
 from ladder_jax.config import Biases, QKNorm, RouterSoftmax
-from tests import cases
+from tests.covering import full
 from tests.pretrained import models
 from tests.pretrained.models import EXPERTS, fused, write
 from tests.pretrained.test_convert import convert, restored
-from tests.pretrained.test_in import logits, recorded
+from tests.pretrained.test_in import check_logits
 
 
 # Another family has a dense layer before the experts of "qwen3_moe".
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(name, marks=pytest.mark.full if name == "qwen3_moe" else ()) for name in EXPERTS],
+    [full(name) if name == "qwen3_moe" else name for name in EXPERTS],
 )
 def test_logits_are_those_of_transformers(name, tmp_path):
     """The same model where one tensor holds all experts."""
     source = pretrained.open(write(tmp_path / "model", name))
-    assert cases.error(logits(source, tensor=4)[:, 2::3], recorded()[name]) <= 1e-4
+    check_logits(source, name)
     tensors = safetensors.numpy.load_file(tmp_path / "model" / "model.safetensors")
     of_one = pretrained.open(write(tmp_path / "fused", name, tensors=fused(tensors)))
     assert of_one.model == source.model

@@ -9,6 +9,7 @@ import pytest
 from ladder_jax import pretrained
 from tests import cases, tokenizers
 from tests.pretrained import ladders, models, record
+from tests.pretrained.record import run
 from tests.pretrained.test_in import logits, recorded
 
 # Their own warnings, of deprecations between them, are not ours to fail for.
@@ -16,35 +17,27 @@ pytestmark = [pytest.mark.hf, pytest.mark.filterwarnings("ignore")]
 BOUND = 1e-4  # of the logits' scale
 
 
-def opened(folder):
-    import torch
-    import transformers
-
-    model = transformers.AutoModelForCausalLM.from_pretrained(
-        folder, trust_remote_code=True, dtype=torch.float32
-    )
-    return model.eval()
-
-
-@pytest.mark.parametrize("name", models.CONFIGS)
-def test_imported_models_compute_the_same(name, tmp_path):
-    folder = models.write(tmp_path / "model", name)
-    live = record.logits(folder)
+def in_and_out(folder, name, out):
+    """What a model's folder gives: logits, as they are recorded, our Source, and the plain model
+    that is written of it.
+    """
+    live, source = record.logits(folder), pretrained.open(folder)
     assert cases.error(live[:, 2::3], recorded()[name]) <= 1e-5, "run tests/pretrained/record.py"
-    assert cases.error(logits(pretrained.open(folder)), live) <= BOUND
+    pretrained.write_huggingface(source, out)
+    model = record.opened(out)
+    assert type(model).__module__.startswith("transformers.models.")
+    return live, source, model
 
 
 @pytest.mark.parametrize("name", models.CONFIGS)
-def test_exported_standard_models_are_plain_and_compute_exactly_the_same(
-    name, tmp_path, monkeypatch
-):
-    folder = models.write(tmp_path / "model", name)
+def test_standard_models_in_and_out(name, tmp_path, monkeypatch):
+    """We compute the same; what is written is plain, and computes exactly the same."""
     monkeypatch.setattr("ladder_jax.pretrained.huggingface.folder.SHARD_BYTES", 30_000)
-    pretrained.write_huggingface(pretrained.open(folder), tmp_path / "out")
-    model = opened(tmp_path / "out")
-    assert type(model).__module__.startswith("transformers.models.")
+    folder = models.write(tmp_path / "model", name)
+    live, source, model = in_and_out(folder, name, tmp_path / "out")
+    assert cases.error(logits(source), live) <= BOUND
     assert model.generation_config.eos_token_id == [2, 5]
-    assert np.array_equal(record.logits(tmp_path / "out"), record.logits(folder))
+    assert np.array_equal(record.logits(tmp_path / "out"), live)
 
 
 @pytest.mark.parametrize(
@@ -55,12 +48,7 @@ def test_experts_in_and_out(name, form, tmp_path):
     """What is written is a class of transformers, which computes the same."""
     told = models.config(name)
     folder = models.write(tmp_path / "model", name, tensors=form(models.weights(told)))
-    live = record.logits(folder)
-    assert cases.error(live[:, 2::3], recorded()[name]) <= 1e-5, "run tests/pretrained/record.py"
-    source = pretrained.open(folder)
-    pretrained.write_huggingface(source, tmp_path / "out")
-    model = opened(tmp_path / "out")
-    assert type(model).__module__.startswith("transformers.models.")
+    live, source, model = in_and_out(folder, name, tmp_path / "out")
     # PyTorch's own sums depend on alignment
     assert cases.error(record.logits(tmp_path / "out"), live) <= 1e-6
     model.save_pretrained(tmp_path / "saved")  # by transformers' own choice of names
@@ -75,14 +63,7 @@ def exported(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp("exported")
     made = ladders.make(folder / "made", request.param)
     pretrained.write_huggingface(made, folder / "out")
-    return request.param, made, folder / "out", opened(folder / "out")
-
-
-def run(model, tokens, **more):
-    import torch
-
-    with torch.no_grad():
-        return model(torch.as_tensor(tokens, dtype=torch.long), **more)
+    return request.param, made, folder / "out", record.opened(folder / "out")
 
 
 def test_prefill_decode_and_left_padding(exported):
@@ -133,7 +114,7 @@ def test_fine_tuned_and_back(exported, tmp_path):
     import torch
 
     _, made, folder, _ = exported
-    model = opened(folder).train()
+    model = record.opened(folder).train()
     tokens = torch.as_tensor(models.tokens(), dtype=torch.long)
     loss = model(tokens, labels=tokens).loss
     loss.backward()
@@ -154,25 +135,23 @@ def test_bfloat16_tokenizer_and_consent(tmp_path):
     import transformers
 
     halved = dict(vocab_size=320, values=ml_dtypes.bfloat16)
-    made = ladders.make(tmp_path / "made", "ladder", **halved)
+    made, out = ladders.make(tmp_path / "made", "ladder", **halved), tmp_path / "out"
+    read = transformers.AutoModelForCausalLM.from_pretrained
     tokenizer = tokenizers.byte_level()
     made = dataclasses.replace(made, files={"tokenizer.json": tokenizer.to_str().encode()})
-    pretrained.write_huggingface(made, tmp_path / "out")
-    model = transformers.AutoModelForCausalLM.from_pretrained(
-        tmp_path / "out", trust_remote_code=True
-    )
+    pretrained.write_huggingface(made, out)
+    model = read(out, trust_remote_code=True)
     assert model.dtype == torch.bfloat16
     assert model.generation_config.eos_token_id == [2, 5]
-    with torch.no_grad():
-        rounded = model(torch.as_tensor(models.tokens(), dtype=torch.long)).logits.float().numpy()
-    assert cases.error(rounded, record.logits(tmp_path / "out")) < 0.1
+    rounded = run(model, models.tokens()).logits.float().numpy()
+    assert cases.error(rounded, record.logits(out)) < 0.1
     # runs no program
-    there = transformers.AutoTokenizer.from_pretrained(tmp_path / "out", trust_remote_code=False)
+    there = transformers.AutoTokenizer.from_pretrained(out, trust_remote_code=False)
     text = "the cat sat on the mat"
     assert there(text)["input_ids"] == tokenizer.encode(text).ids
     with pytest.raises(ValueError, match="trust_remote_code"):
-        transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", trust_remote_code=False)
-    told = json.loads((tmp_path / "out" / "config.json").read_text())
-    (tmp_path / "out" / "config.json").write_text(json.dumps({**told, "residual": "ladder-fresh"}))
+        read(out, trust_remote_code=False)
+    told = json.loads((out / "config.json").read_text())
+    (out / "config.json").write_text(json.dumps({**told, "residual": "ladder-fresh"}))
     with pytest.raises(ValueError, match="unknown residual 'ladder-fresh'"):
-        transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", trust_remote_code=True)
+        read(out, trust_remote_code=True)

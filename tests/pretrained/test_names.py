@@ -27,13 +27,11 @@ from ladder_jax.plan import request as plans
 from ladder_jax.pretrained import hub as hubs
 from ladder_jax.retrain import sources
 from tests import hub
+from tests.covering import full
 from tests.pretrained import conftest, gguf_files, models
 
 TEXT = "the"
 NEW = dict(max_new_tokens=16, temperature=1.5, seed=1)
-# Not in `make test`: every family's logits are compared in test_in.py, and below is text of a
-# folder.
-FULL = [pytest.param(name, marks=pytest.mark.full) for name in models.FAMILIES]
 WORDS = ["--prompt", TEXT, "--max-new-tokens", "16", "--temperature", "1.5", "--seed", "1"]
 
 
@@ -57,23 +55,30 @@ def printed(capsys, *words):
     return capsys.readouterr().out
 
 
+def by_way_of_convert(capsys, source, converted, *how):
+    """The text of a model, and of the checkpoint that `convert` makes of it."""
+    text = printed(capsys, "generate", source, *WORDS, *how)
+    printed(capsys, "convert", source, converted, *how)
+    assert printed(capsys, "generate", converted, *WORDS) == text
+    return text
+
+
 def same(ours, theirs):
     """Parameters, to the last bit."""
     equal = lambda a, b: a.dtype == b.dtype and np.array_equal(a, b)
     assert jax.tree.all(jax.tree.map(equal, ours, theirs))
 
 
-@pytest.mark.parametrize("name", ["small.gguf", *FULL])
+# In `make test` every family's logits are compared in test_in.py, and below is text of a folder.
+@pytest.mark.parametrize("name", ["small.gguf", *map(full, models.FAMILIES)])
 def test_text_without_converting_first(name, files, tmp_path, capsys):
     """One command and three lines of Python give what the converted checkpoint gives, and below it
     the tokens.
     """
-    text = printed(capsys, "generate", files / name, *WORDS)
+    converted = tmp_path / "new" / "converted"
+    text = by_way_of_convert(capsys, files / name, converted)
     assert text.startswith(TEXT)
     assert len(text) > len(TEXT) + 1
-    converted = tmp_path / "new" / "converted"
-    printed(capsys, "convert", files / name, converted)
-    assert printed(capsys, "generate", converted, *WORDS) == text
     model = lj.from_pretrained(files / name)
     assert TEXT + model.generate(TEXT, **NEW) + "\n" == text
     same(model.params, lj.load(converted).params)
@@ -82,9 +87,7 @@ def test_text_without_converting_first(name, files, tmp_path, capsys):
 def test_ladder_layers_in_memory(files, tmp_path, capsys, mistake):
     """As `convert` makes them."""
     converted = tmp_path / "converted"
-    text = printed(capsys, "generate", files / "llama-2", *WORDS, "--ladder-layers", "1")
-    printed(capsys, "convert", files / "llama-2", converted, "--ladder-layers", "1")
-    assert printed(capsys, "generate", converted, *WORDS) == text
+    by_way_of_convert(capsys, files / "llama-2", converted, "--ladder-layers", "1")
     said = mistake("generate", converted, *WORDS, "--ladder-layers", "1", "--residual", "ladder-2")
     assert f"{str(converted)!r} is ladder" in said
     said = mistake("generate", files / "llama-2", *WORDS, "--ladder-layers", "auto:1")
@@ -122,19 +125,13 @@ def test_a_dtype_is_of_parameters_and_compute(name, dtype, files, tmp_path):
         lj.from_pretrained(files / name, dtype="float16")
 
 
-@pytest.fixture
-def shapes(files, tmp_path):
-    """Models without weights, and a file of one with them: two layers each."""
-    (tmp_path / "shape").mkdir()
-    (tmp_path / "shape" / "config.json").write_text(
-        json.dumps(models.config("qwen2", vocab_size=100))
-    )
-    (tmp_path / "mine.yaml").write_text("model: {num_layers: 2, vocab_size: 300}\n")
-    return tmp_path / "shape", tmp_path / "mine.yaml", files / "small.gguf"
-
-
-def test_other_commands_read_the_shape_alone(shapes, files, capsys, mistake):
-    for name in shapes:
+def test_other_commands_read_the_shape_alone(files, tmp_path, capsys, mistake):
+    """Of models without weights, and of a file of one with them: two layers each."""
+    shape, mine = tmp_path / "shape", tmp_path / "mine.yaml"
+    shape.mkdir()
+    (shape / "config.json").write_text(json.dumps(models.config("qwen2", vocab_size=100)))
+    mine.write_text("model: {num_layers: 2, vocab_size: 300}\n")
+    for name in (shape, mine, files / "small.gguf"):
         words = "--hardware h100-nvlink --tensor 2 --residual ladder --json".split()
         assert json.loads(printed(capsys, "predict", "--model", name, *words))["model"] == str(name)
         where = dict(model=str(name), target="v5p:2x2x2")
@@ -144,7 +141,7 @@ def test_other_commands_read_the_shape_alone(shapes, files, capsys, mistake):
         assert (again.config.num_layers, again.config.ranks) == (2, 2)
         assert benches.make(model=str(name), residual="ladder").config("ladder").num_layers == 2
         assert plans.make(**where, tokens=64, sequence=32).config.num_layers == 2
-    assert pretrained.model_config(shapes[0]) == pretrained.open(files / "qwen2").model
+    assert pretrained.model_config(shape) == pretrained.open(files / "qwen2").model
     three = ["predict", "--model", files / "qwen2", "--hardware", "v5e", "--tensor", "3"]
     assert "allowed: 1, 2" in mistake(*three)
 
@@ -366,18 +363,19 @@ def test_saved_and_loaded(model, tmp_path, capsys):
 
 def test_generate_follows_the_weights(model):
     """The copy for decoding is made once, and again when a parameter was replaced."""
-    before = model.generate(TEXT, **NEW)
+    generate = lambda: model.generate(TEXT, **NEW)
+    before = generate()
     prepared = dict(model._prepared._generators)
-    assert model.generate(TEXT, **NEW) == before == "".join(model.stream(TEXT, **NEW))
+    assert generate() == before == "".join(model.stream(TEXT, **NEW))
     # a stop string alone is one, not its letters
     assert model.generate(TEXT, stop=before[::-1], **NEW) == before
     assert prepared
     assert all(model._prepared._generators[key] is one for key, one in prepared.items())
     kept = model.head.table[...]
     model.head.table[...] = 40 * kept[::-1]
-    assert model.generate(TEXT, **NEW) != before
+    assert generate() != before
     model.head.table[...] = kept
-    assert model.generate(TEXT, **NEW) == before
+    assert generate() == before
 
 
 def test_two_models_of_one_file_are_one_program(files):

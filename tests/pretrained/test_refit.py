@@ -27,6 +27,7 @@ from ladder_jax.pretrained.refit import FittedProjections, Pass, Refit, Statisti
 from ladder_jax.pretrained.source import REFIT, Key, Source, Stored
 from ladder_jax.pretrained.sublayers import Streams, programs
 from tests import cases
+from tests.covering import full
 from tests.pretrained import gguf_files, models
 from tests.pretrained.least_squares import TOKENS, as_source, check, normalised
 from tests.pretrained.test_convert import ARGUMENTS
@@ -51,18 +52,17 @@ def standard() -> Source:
 
 INPUTS = FittedProjections.INPUTS
 BOTH = FittedProjections.BOTH
-FULL = pytest.mark.full
 CASES = [
     ("ladder-2", 2, 1, 2, INPUTS),
     ("parallel-ladder", 2, 1, 2, BOTH),
     ("ladder-fresh", 4, 1, 4, BOTH),
-    pytest.param("hybrid-list", 2, 2, 2, BOTH, marks=FULL),
-    pytest.param("ladder", 8, 1, 8, BOTH, marks=FULL),
-    pytest.param("hybrid-delay-3-first", 1, 1, 1, BOTH, marks=FULL),
-    pytest.param("hybrid-parallel-ladder", 8, 1, 8, INPUTS, marks=FULL),
-    pytest.param("ladder-fresh", 8, 1, 8, BOTH, marks=FULL),
-    pytest.param("hybrid-fresh", 2, 2, 2, INPUTS, marks=FULL),
-    pytest.param("hybrid-fresh", 2, 1, 1, BOTH, marks=FULL),  # emulated ranks
+    full("hybrid-list", 2, 2, 2, BOTH),
+    full("ladder", 8, 1, 8, BOTH),
+    full("hybrid-delay-3-first", 1, 1, 1, BOTH),
+    full("hybrid-parallel-ladder", 8, 1, 8, INPUTS),
+    full("ladder-fresh", 8, 1, 8, BOTH),
+    full("hybrid-fresh", 2, 2, 2, INPUTS),
+    full("hybrid-fresh", 2, 1, 1, BOTH),  # emulated ranks
 ]
 
 
@@ -182,14 +182,13 @@ def test_rows_are_no_longer_than_the_models_training_sequence(tmp_path, texts):
         assert measured.shape == fitted.shape == shape
 
 
-def test_layers_are_chosen_by_their_refitted_cost(small, texts, tmp_path, capsys):
+def test_layers_are_chosen_by_their_refitted_cost(small, texts, tmp_path):
     """Measured on the text's beginning with each layer refitted alone, and then refitted together
     on what follows.
     """
     text = texts / "a.txt"
     words = ["--ladder-layers", "auto:2", "--calibration", text, "--calibration-tokens", 64]
     saved = converted(small, tmp_path / "out", *words, "--search", "ranked")
-    assert "(taken)" in capsys.readouterr().out
     told = json.loads((tmp_path / "out" / "sensitivity.json").read_text())
     source = pretrained.open(small)
     settings = dict(tokenizer=saved.tokenizer, tokens=64, vocab_size=129)
@@ -268,7 +267,7 @@ def summed(monkeypatch):
     [
         (signal.SIGKILL, -signal.SIGKILL, INPUTS, 3),
         # the outputs behind the damaged one, and the inputs and outputs of two whole layers
-        pytest.param(signal.SIGTERM, 128 + signal.SIGTERM, BOTH, 2 + 8, marks=FULL),
+        full(signal.SIGTERM, 128 + signal.SIGTERM, BOTH, 2 + 8),
     ],
 )
 def test_killed_and_resumed_bit_for_bit(
@@ -298,7 +297,7 @@ def test_killed_and_resumed_bit_for_bit(
         projections is BOTH
     )
     models.same_arrays(found, converted(small, tmp_path / "undisturbed", *words))
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "undisturbed"]
+    assert sorted(os.listdir(tmp_path)) == ["out", "undisturbed"]
 
 
 def test_models_that_cannot_be_refitted():

@@ -5,6 +5,7 @@ the verb.
 import dataclasses
 import itertools
 import json
+import os
 
 import numpy as np
 import pytest
@@ -15,10 +16,10 @@ from ladder_jax.errors import RunFailed
 from ladder_jax.pretrained.sensitivity import Probe, Result, Subset, measure
 from ladder_jax.pretrained.sublayers import programs
 from tests import cases, reference
+from tests.covering import full
 from tests.pretrained.least_squares import as_source
 
 ROWS = cases.tokens((3, 25), seed=3)
-TEXT = "the thin cat sat there then, with that other thing; " * 12
 
 
 def check_losses(definition, params, shape, *subsets):
@@ -36,7 +37,7 @@ def check_losses(definition, params, shape, *subsets):
         ("ladder", 1, 1),
         ("ladder-3", 1, 1),
         ("parallel-ladder", 1, 1),
-        pytest.param("ladder-fresh", 2, 1, marks=pytest.mark.full),
+        full("ladder-fresh", 2, 1),
         ("ladder-fresh", 2, 2),
     ],
 )
@@ -97,7 +98,7 @@ def test_the_better_choice_is_taken():
 def test_the_verb_measures_prints_and_converts(small, tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     text = tmp_path / "text.txt"
-    text.write_text(TEXT)
+    text.write_text("the thin cat sat there then, with that other thing; " * 12)
     out = tmp_path / "out"
     words = ["--ladder-layers", "auto:2", "--calibration-tokens", "64", "--refit", "none"]
     assert main(["convert", str(small), str(out), "--calibration", str(text), *words]) == 0
@@ -109,7 +110,7 @@ def test_the_verb_measures_prints_and_converts(small, tmp_path, capsys, monkeypa
     assert "measured 7/7 losses" in printed.err
     assert "(taken)" in printed.out
     assert [row["layer"] for row in stored["curve"]] == [0, 1, 2, 3]
-    assert {path.name for path in out.iterdir()} == {"checkpoints", "sensitivity.json", "tokenizer"}
+    assert set(os.listdir(out)) == {"checkpoints", "sensitivity.json", "tokenizer"}
     chosen = stored[stored["chosen"]]["layers"]
     model = pretrained.open(out).model
     assert (model.residual, model.ladder_layers) == ("ladder", "".join(f"{n}," for n in chosen))

@@ -12,17 +12,18 @@ from ladder_jax.pretrained import staging
 @pytest.mark.parametrize("kind", ["link", "dangling link", "file", "another user's"])
 def test_a_staging_folder_that_was_there_before(kind, small, tmp_path, mistake, monkeypatch):
     """Its name can be foreseen by whoever can write there: what it leads to keeps its files."""
-    (tmp_path / "mine").mkdir()
-    (tmp_path / "mine" / "file").write_text("mine")
+    mine = tmp_path / "mine"
+    mine.mkdir()
+    (mine / "file").write_text("mine")
     planted = tmp_path / ".out.converting"
     if kind == "link":
-        planted.symlink_to(tmp_path / "mine")
+        planted.symlink_to(mine)
     elif kind == "dangling link":
         planted.symlink_to(tmp_path / "nowhere")
     elif kind == "file":
-        (tmp_path / "mine" / "file").rename(planted)
+        (mine / "file").rename(planted)
     else:
-        (tmp_path / "mine").rename(planted)
+        mine.rename(planted)
         monkeypatch.setattr(os, "geteuid", lambda: planted.stat().st_uid + 1)
     assert ".out.converting' is in the way: " in mistake("convert", small, tmp_path / "out")
     files = [file for file in tmp_path.rglob("*") if file.is_file() and not file.is_symlink()]
@@ -53,16 +54,17 @@ def test_sigterm_before_or_after_the_rename(name, resumes, tmp_path, monkeypatch
         write()
     assert stopped.value.status == 128 + signal.SIGTERM
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
-    left = {path.name for path in tmp_path.rglob("*")}
-    if "was written" in str(stopped.value):
+    names = lambda: {path.name for path in tmp_path.rglob("*")}
+    left, said = names(), str(stopped.value)
+    if "was written" in said:
         assert left == {"out", "file"}
         return
     assert name != "rename"
-    assert "was not written" in str(stopped.value)
-    assert ("goes on" in str(stopped.value)) == resumes
+    assert "was not written" in said
+    assert ("goes on" in said) == resumes
     assert left <= {".out.converting", staging.LOCK, "kept"} if resumes else not left
     write()
-    assert {path.name for path in tmp_path.rglob("*")} == {"out", "file"}
+    assert names() == {"out", "file"}
 
 
 def test_sigterm_within_compiled_code(tmp_path):

@@ -10,9 +10,8 @@ import pytest
 
 from ladder_jax import checkpoint, pretrained
 from ladder_jax.errors import UserError
-from ladder_jax.pretrained import convert
 from tests.pretrained import gguf_files, models
-from tests.pretrained.test_convert import ARGUMENTS
+from tests.pretrained.test_convert import convert
 
 FOREIGN = {
     "tokenizer_class": "EvilTokenizer",
@@ -83,18 +82,18 @@ def test_known_classes_stay(name, tmp_path):
 def run(tmp_path):
     """A checkpoint of a ladder, with a tokenizer's folder."""
     file = gguf_files.write(tmp_path / "a.gguf", "llama-2")
-    told = {"source": str(file), "destination": str(tmp_path / "run"), "ladder_layers": "all"}
-    convert.run({**ARGUMENTS, **told})
+    convert(file, tmp_path / "run", ladder_layers="all")
     (tmp_path / "run" / "tokenizer").mkdir(exist_ok=True)
     return tmp_path / "run"
 
 
 def test_of_a_checkpoint_too(run, tmp_path):
     """Of whatever else lies beside a tokenizer's files, nothing is copied."""
-    plant(run / "tokenizer")
-    (run / "tokenizer" / "generation_config.json").write_text('{"eos_token_id": 2}')
-    (run / "tokenizer" / "sub").mkdir()
-    (run / "tokenizer" / "notes.txt").symlink_to("/etc/passwd")
+    tokenizer = run / "tokenizer"
+    plant(tokenizer)
+    (tokenizer / "generation_config.json").write_text('{"eos_token_id": 2}')
+    (tokenizer / "sub").mkdir()
+    (tokenizer / "notes.txt").symlink_to("/etc/passwd")
     pretrained.write_huggingface(pretrained.open(run), tmp_path / "out")
     check(tmp_path / "out")
     assert json.loads((tmp_path / "out" / "generation_config.json").read_text()) == {

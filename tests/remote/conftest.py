@@ -10,13 +10,12 @@ import sys
 import pytest
 
 from tests import bucket_files, gcs, s3
+from tests.covering import full
 
 STORES = {"gs": gcs, "s3": s3}
 # What both do alike needs one of them in `make test`: the first, but this one for a run, and for
 # whose lock it is.
-IN_S3 = pytest.mark.parametrize(
-    "away", ["s3", pytest.param("gs", marks=pytest.mark.full)], indirect=True
-)
+IN_S3 = pytest.mark.parametrize("away", ["s3", full("gs")], indirect=True)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,6 +65,6 @@ def bucket(stores):
     return stores["gs"].bucket
 
 
-@pytest.fixture(scope="module", params=["gs", pytest.param("s3", marks=pytest.mark.full)])
+@pytest.fixture(scope="module", params=["gs", full("s3")])
 def away(request, stores):
     return stores[request.param]

@@ -18,19 +18,19 @@ from tests.remote.conftest import IN_S3
 
 
 @pytest.fixture
-def timeouts(monkeypatch):
-    """Sets when a lease is renewed, given up and taken over, in seconds."""
+def replace(monkeypatch):
+    """Replaces names of `folder`, such as the seconds after which a lease is renewed."""
 
-    def set_to(**seconds):
-        for name, value in seconds.items():
+    def by(**values):
+        for name, value in values.items():
             monkeypatch.setattr(folder, name, value)
 
-    return set_to
+    return by
 
 
-def test_a_lock_that_nobody_renews_is_taken_over(away, timeouts):
+def test_a_lock_that_nobody_renews_is_taken_over(away, replace):
     """And if its owner was only asleep, it notices that it has lost the folder."""
-    timeouts(RENEWED=0.1, GIVES_UP=2.0, EXPIRES=3.0)
+    replace(RENEWED=0.1, GIVES_UP=2.0, EXPIRES=3.0)
     name, bucket, said, lost = away.url("leases/two"), away.bucket, [], []
     bucket.put("leases/two/.lock", b'{"owner": "gone 1 2", "renewed": 3}')
     began, asked = time.monotonic(), len(bucket.requests)
@@ -82,18 +82,18 @@ class Outage:
         return SimpleNamespace(result=result)
 
 
-def renewed(outage, monkeypatch, tmp_path):
+def renewed(outage, replace, tmp_path):
     """What the owner of a lease tells in ten minutes of an outage's clock, and when:
     [(line, time)].
     """
     lost = []
     opened = SimpleNamespace(open=lambda spec: SimpleNamespace(result=lambda: outage))
-    monkeypatch.setattr(folder, "is_remote", lambda where: True)
-    monkeypatch.setattr(folder, "kvstore", lambda where: None)
-    monkeypatch.setattr(folder, "tensorstore", SimpleNamespace(KvStore=opened))
-    monkeypatch.setattr(folder, "time", outage)
-    monkeypatch.setattr(
-        folder, "threading", SimpleNamespace(Event=lambda: outage, Thread=threading.Thread)
+    replace(
+        is_remote=lambda where: True,
+        kvstore=lambda where: None,
+        tensorstore=SimpleNamespace(KvStore=opened),
+        time=outage,
+        threading=SimpleNamespace(Event=lambda: outage, Thread=threading.Thread),
     )
     with folder.locked(
         tmp_path, say=pytest.fail, lost=lambda line: lost.append((line, outage.now))
@@ -106,20 +106,20 @@ def renewed(outage, monkeypatch, tmp_path):
 
 @pytest.mark.parametrize("begins", [0.5, 4, 9.9, 10, 14, 20])
 @pytest.mark.parametrize("seconds", [1, 10, 60, 75])
-def test_an_outage_of_a_minute_ends_no_run(tmp_path, monkeypatch, begins, seconds):
+def test_an_outage_of_a_minute_ends_no_run(tmp_path, replace, begins, seconds):
     """Wherever it begins, between two renewals or within one; one that is not answered is the least
     of it.
     """
     outage = Outage(begins, begins + seconds)
-    assert renewed(outage, monkeypatch, tmp_path) == []
+    assert renewed(outage, replace, tmp_path) == []
     assert outage.now >= 600
 
 
 @pytest.mark.parametrize("begins", [4, 10, 14])
-def test_an_owner_that_cannot_renew_gives_up_in_time(tmp_path, monkeypatch, begins):
+def test_an_owner_that_cannot_renew_gives_up_in_time(tmp_path, replace, begins):
     """Before another process may take the folder over, however often it tries."""
     outage = Outage(begins, 10_000)
-    (line, when), *_ = renewed(outage, monkeypatch, tmp_path)
+    (line, when), *_ = renewed(outage, replace, tmp_path)
     assert line == f"the lock of {str(tmp_path)!r} could not be renewed for 100 s"
     assert when - outage.renewed == folder.GIVES_UP < folder.EXPIRES - folder.RENEWED
 
@@ -133,9 +133,9 @@ def test_who_has_lost_the_folder_ends(monkeypatch, capfd):
 
 
 @IN_S3
-def test_of_several_that_take_over_one_does(away, timeouts):
+def test_of_several_that_take_over_one_does(away, replace):
     # on a busy machine four threads do not renew within two seconds
-    timeouts(RENEWED=0.5, GIVES_UP=7.0, EXPIRES=8.0)
+    replace(RENEWED=0.5, GIVES_UP=7.0, EXPIRES=8.0)
     bucket, where = away.bucket, away.url("leases/three")
     winners, refused, done = [], [], threading.Event()
     bucket.put("leases/three/.lock", b"something else")

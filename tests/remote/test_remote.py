@@ -7,7 +7,6 @@ import pkgutil
 import signal
 import socket
 import subprocess
-import time
 
 import jax
 import jax.numpy as jnp
@@ -30,6 +29,7 @@ from ladder_jax.train import checkpoints, metrics
 from ladder_jax.train import folder as runs
 from tests import cases
 from tests.remote.conftest import IN_S3
+from tests.test_resume import wait
 from tests.test_tokens import TEXTS, lines, make, texts_in
 
 TINY = """model.num_layers=2 model.d_model=32 model.d_ff=32 model.num_heads=4 model.num_kv_heads=4 model.dtype=float32
@@ -64,11 +64,8 @@ def run(away):
     """The same run in the bucket, which was killed as soon as it had a checkpoint, and resumed."""
     where, objects = away.url("runs/one"), away.bucket.objects
     process = subprocess.Popen([*away.command, "train", "tiny", *TINY, f"run.dir={where}"])
-    deadline = time.monotonic() + 240
-    while "runs/one/checkpoints/3/manifest.json" not in objects:
-        assert process.poll() is None
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+    saved = lambda: "runs/one/checkpoints/3/manifest.json" in objects
+    assert wait(process, saved, timeout=240)
     process.send_signal(signal.SIGKILL)
     process.wait()
     assert "runs/one/.lock" in objects

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import urllib.parse
 
+import openai
 import pytest
 
 from ladder_jax.config import DecodeConfig, FolderConfig
@@ -115,6 +116,11 @@ class Process:
         self.popen.terminate()
         return self.popen.wait(timeout)
 
+    def ends_well(self):
+        """At SIGTERM, with nothing to tell but that it compiled and serves."""
+        assert self.end() == 0
+        assert self.log().count("\n") == 2, self.log()[:2000]
+
     def kill(self):
         self.popen.kill()
         self.popen.wait()
@@ -144,7 +150,7 @@ def templated(start):
     """
     process = start(python=("-m", "tests.serve.templated"))
     yield process
-    assert process.end() == 0 and process.log().count("\n") == 2, process.log()
+    process.ends_well()
 
 
 @contextlib.contextmanager
@@ -158,6 +164,11 @@ def connected(url, sent, *, received=None):
         sock.connect((parts.hostname, parts.port))
         sock.sendall(sent)
         yield sock
+
+
+def official(url, key="any"):
+    """The official client of a server."""
+    return openai.OpenAI(base_url=f"{url}/v1", api_key=key, max_retries=0)
 
 
 def ask(url, path="/v1/completions", body=None, *, method=None, headers=None, timeout=60):

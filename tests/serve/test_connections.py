@@ -52,7 +52,7 @@ def running(start):
     """A server that may open few files at first. It must end well, and have nothing to tell."""
     process = start("--api-key", "sesame", python=("-c", LIMITED.format(hard=4096)))
     yield process
-    assert process.end() == 0 and process.log().count("\n") == 2, process.log()
+    process.ends_well()
 
 
 def closed_of_half_open(url):
@@ -74,7 +74,7 @@ def test_half_open(start, running):
     with half_open(few.url, 150):
         few.popen.send_signal(signal.SIGCONT)
         others_are_answered(few.url, within=9)
-    assert few.end() == 0 and few.log().count("\n") == 2, few.log()[:2000]
+    few.ends_well()
     assert closed_of_half_open(running.url) == 0
 
 
@@ -107,7 +107,7 @@ WHOLE = POST + b"Content-Length: %d\r\n\r\n" % len(BODY) + BODY
 def test_what_does_not_come(engine, serving, monkeypatch, sent):
     """However slowly it comes. The last of these goes on with its body after it was refused."""
     monkeypatch.setattr(server, "HEAD_SECONDS", 0.5)
-    with serving(engine, key="sesame") as (_, url), half_open(url, 1, sent=sent) as (sock,):
+    with serving(engine, key="sesame") as (_, url), connected(url, sent) as sock:
         begun, answer = time.monotonic(), b""
         sock.settimeout(0.05)
         while time.monotonic() < begun + 60:
@@ -135,16 +135,16 @@ def test_malformed_requests(running):
     server's log.
     """
     for noise in (b"\x00\xffnoise\r\n\r\n", b"x" * 100_000, POST + b"Content-Length: -1\r\n\r\n"):
-        with half_open(running.url, 1, sent=noise) as (sock,):
+        with connected(running.url, noise) as sock:
             assert sock.recv(4096).startswith(b"HTTP/1.1 400")
     for pause in (0, 0.2):
-        with half_open(running.url, 1, sent=CHUNKED) as (sock,):
+        with connected(running.url, CHUNKED) as sock:
             time.sleep(pause)
             sock.sendall(b"zz\r\n")
             assert sock.recv(4096)[:10] == b"HTTP/1.1 4"
             while sock.recv(4096):
                 pass
-        with half_open(running.url, 1, sent=CHUNKED + b"zz\r\n") as (sock,):
+        with connected(running.url, CHUNKED + b"zz\r\n") as sock:
             assert sock.recv(4096)[:12] in (b"HTTP/1.1 401", b"HTTP/1.1 400")
 
 
@@ -156,11 +156,9 @@ def test_a_body_of_very_many_chunks(engine, serving):
     """Each costs what a request's head costs. A few thousand are served."""
     body = BODY + b" " * (8000 - len(BODY))
     with serving(engine) as (_, url):
-        with half_open(url, 1, sent=CHUNKED + in_chunks_of_one_byte(body) + b"0\r\n\r\n") as (
-            sock,
-        ):
+        with connected(url, CHUNKED + in_chunks_of_one_byte(body) + b"0\r\n\r\n") as sock:
             assert sock.recv(4096).startswith(b"HTTP/1.1 200")
-        with half_open(url, 1, sent=CHUNKED + in_chunks_of_one_byte(b" " * 10_001)) as (sock,):
+        with connected(url, CHUNKED + in_chunks_of_one_byte(b" " * 10_001)) as sock:
             answer = b"".join(iter(lambda: sock.recv(4096), b""))
         assert answer.startswith(b"HTTP/1.1 400")
         assert told(answer) == "the request's body may come in 10000 chunks"
@@ -176,7 +174,7 @@ def test_a_wrong_key_costs_the_others_nothing(engine, serving, monkeypatch):
         lambda self, data: [read.append(data), data_received(self, data)],
     )
     flood = in_chunks_of_one_byte(b"a" * 100_000)
-    with serving(engine, key="sesame") as (_, url), half_open(url, 1, sent=CHUNKED) as (sock,):
+    with serving(engine, key="sesame") as (_, url), connected(url, CHUNKED) as sock:
 
         def send():
             # closed while bytes of ours are on their way
@@ -289,7 +287,7 @@ def test_what_has_come_stays(engine, serving, monkeypatch):
     monkeypatch.setattr(
         engine._device, "decode", lambda choice: (time.sleep(1.5), decode(choice))[1]
     )
-    with serving(engine) as (_, url), half_open(url, 1, sent=b"") as (sock,):
+    with serving(engine) as (_, url), connected(url, b"") as sock:
         for pause in (1.5, 0):  # times are looked at every second
             sock.sendall(WHOLE)
             answer = http.client.HTTPResponse(sock)

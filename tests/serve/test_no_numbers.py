@@ -4,19 +4,15 @@ requests beside it.
 
 import json
 
-import jax.numpy as jnp
-
+from tests.engines import engine
 from tests.serve.conftest import MODEL, ask, metric
 
 POISON = 13  # a carriage return, whose embedding is no number
 
 
-def test_it_is_a_500_with_a_reason_and_in_a_stream_the_last_event(make_engine, serving):
-    engine = make_engine(slots=2)
-    embedding = engine._device._params["embedding"]
-    embedding["table"] = embedding["table"].at[POISON].set(jnp.nan)
+def test_it_is_a_500_with_a_reason_and_in_a_stream_the_last_event(serving):
     asked = dict(model=MODEL, max_tokens=4, seed=1)
-    with serving(engine) as (_, url):
+    with serving(engine(poison=POISON, slots=2, max_queue=8)) as (_, url):
         status, _, body = ask(url, body={**asked, "prompt": "\r"})
         error = body["error"]
         assert (status, error["code"], error["type"]) == (500, "no_numbers", "server_error")

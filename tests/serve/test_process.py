@@ -9,10 +9,9 @@ from concurrent import futures
 import openai
 import pytest
 
-from tests.serve.conftest import CAPACITY, MODEL, ask, metric
-from tests.serve.test_limits import until
+from tests.serve.conftest import ask, metric, official
+from tests.serve.test_limits import LONG, until
 
-LONG = dict(model=MODEL, prompt="a", max_tokens=CAPACITY - 1, temperature=0)
 # The command, with rounds that take long enough to be met, and may fail.
 SCRIPT = """
 import sys, time
@@ -35,7 +34,7 @@ SLOW, FAILING = (("-c", SCRIPT.format(failing=failing)) for failing in (False, T
 @contextlib.contextmanager
 def streamed(url, **more):
     """The parts of LONG's answer, of which the first has come."""
-    with openai.OpenAI(base_url=f"{url}/v1", api_key="sesame", max_retries=0) as client:
+    with official(url, "sesame") as client:
         parts = client.completions.create(**{**LONG, **more}, stream=True)
         yield itertools.chain([next(parts)], parts)
 
