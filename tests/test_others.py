@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 from ladder_jax import parallel, residual, schedule
 from ladder_jax.schedule import cost, hlo, judge
 from ladder_jax.scopes import TOKEN_LOOP
-from tests.test_schedule import MATMUL, WINDOW
+from tests.test_schedule_text import MATMUL, WINDOW
 
 
 def test_gradients_of_norm_gains_are_others():
