@@ -61,7 +61,7 @@ def staged(destination: pathlib.Path, *, resumes: bool = False) -> Iterator[path
     """
     check_free(destination)
     scratch = destination.with_name(f".{destination.name}.converting")
-    folder = scratch / destination.name
+    folder = scratch / "new"
     with _stopped_by_sigterm(destination, resumes=resumes):
         destination.parent.mkdir(parents=True, exist_ok=True)
         lock = _lock(scratch, destination)

@@ -296,8 +296,9 @@ def test_killed_and_resumed_bit_for_bit(
     assert ("behind these inputs, the sublayers' outputs lacked" in printed) == (
         projections is BOTH
     )
-    models.same_arrays(found, converted(small, tmp_path / "undisturbed", *words))
-    assert sorted(os.listdir(tmp_path)) == ["out", "undisturbed"]
+    # an undisturbed run; of this name, which the folder of what is kept has, too
+    models.same_arrays(found, converted(small, tmp_path / "refitted", *words))
+    assert sorted(os.listdir(tmp_path)) == ["out", "refitted"]
 
 
 def test_models_that_cannot_be_refitted():
