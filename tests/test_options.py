@@ -115,10 +115,11 @@ OUT_OF_MEMORY = "FAILED_PRECONDITION: the value requires allocation in the alter
 
 @pytest.mark.parametrize("good", [{"a": 1, "b": 2}, {}], ids=str)
 def test_failing_options_fall_back_with_a_notice(good, monkeypatch, caplog):
+    options = {(ALL_TRAITS[0], False): {"a": 1}, (ALL_TRAITS[0], True): {"b": 2}}
     monkeypatch.setattr(
         compiled,
         "compile_options",
-        lambda mesh, traits, rescue=False: {"b": 2} if rescue else {"a": 1},
+        lambda mesh, traits, rescue=False: options[traits, rescue],
     )
     failing = Failing(monkeypatch, OUT_OF_MEMORY, good)
     program = Compiled(lambda x: x + 1, mesh=None, traits=ALL_TRAITS[0])
