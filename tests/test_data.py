@@ -123,7 +123,7 @@ def test_no_more_is_read_than_trained_on(tmp_path):
     "name, so",
     [
         ("train.warmup_steps", "the learning rate does not reach train.learning_rate"),
-        ("conversion.steps", "training ends before all layers have turned"),
+        ("conversion.steps", "training ends with layers half converted"),
     ],
 )
 def test_what_takes_longer_than_the_run_is_said(name, so):

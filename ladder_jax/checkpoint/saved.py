@@ -3,7 +3,8 @@
 A checkpoint is a folder `checkpoints/<step>/` with these items: `params` and `optimizer`, nested
 dicts of arrays; `data`, JSON with the position in the data, the name of its tokenizer and the
 skipped batches; `meta`, JSON with this format's name and version, the run's resolved configuration
-and the held-out loss; and `manifest.json`. Older checkpoints without a manifest can be read, but not verified.
+and the held-out loss; and `manifest.json`. Older checkpoints without a manifest can be read, but
+not verified.
 """
 
 import contextlib
@@ -60,7 +61,7 @@ class Checkpoint:
         than the model.
         """
         folder = self.path.parent.parent / tokenizers.FOLDER
-        # a checkpoint of before has no name of it
+        # older checkpoints do not name it
         name = self.data.get("tokenizer", self.config.data.tokenizer)
         if not folder.exists() and name == tokenizers.BYTES:
             folder = None
@@ -153,8 +154,8 @@ class Pieces:
 
 @contextlib.contextmanager
 def _reading(folder: AnyPath) -> Iterator[None]:
-    """Turns tensorstore's errors, which has none of its own for damaged files, into Damaged; those
-    of memory that ran out, a device's or the host's, stay.
+    """Turns errors into Damaged, as tensorstore has none of its own for damaged files. A device or a
+    host that is out of memory is no damage.
     """
     try:
         yield

@@ -18,8 +18,8 @@ from ladder_jax.errors import RunFailed, UserError
 from ladder_jax.nn import ModelDef
 
 GIB = 2**30
-OUT = re.compile("RESOURCE_EXHAUSTED|Out of memory")
-"""In jax's errors; on CPUs, one of a program that runs has the second alone."""
+OUT_OF_MEMORY = re.compile("RESOURCE_EXHAUSTED|Out of memory")
+"""In jax's errors; that of a program running on a CPU has the second alone."""
 LOWER = (
     "fewer slots (--slots), fewer tokens a slot (--capacity, --context, --max-new-tokens), int8 weights"
     " (--quantize int8) or more tensor ranks (--tensor) need less"
@@ -82,7 +82,7 @@ def check_weights(
     definition: ModelDef, *, loop: Loop, quantize: Quantize = Quantize.NONE, held: int = 0
 ) -> tuple[int, int | None]:
     """Raises UserError where `weights.prepare` does not fit; returns the bytes a device that it
-    keeps, and `free`.
+    keeps, and `free_memory`.
     """
     kept, most = weights.needed_bytes(definition, loop=loop, quantize=quantize)
     devices = definition.layout.mesh.devices
@@ -119,7 +119,7 @@ def _exhausted(error):
     while error is not None:
         if isinstance(error, MemoryError):
             return (str(error).strip().splitlines() or ["MemoryError"])[0][:200]
-        if isinstance(error, jax.errors.JaxRuntimeError) and OUT.search(str(error)):
+        if isinstance(error, jax.errors.JaxRuntimeError) and OUT_OF_MEMORY.search(str(error)):
             return str(error).strip().splitlines()[0].rstrip(".")[:200]
         error = error.__cause__
     return None

@@ -9,14 +9,12 @@ import numbers
 import operator
 import secrets
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ladder_jax.config import DecodeConfig
 from ladder_jax.config.fields import shown
+from ladder_jax.data.tokenizer import Tokenizer
 from ladder_jax.errors import RunFailed, UserError, described, wrong_type
-
-if TYPE_CHECKING:
-    from ladder_jax.data.tokenizer import Tokenizer
 
 SAMPLING = (
     "max_new_tokens",
@@ -132,10 +130,9 @@ class Request:
             raise UserError("stop strings need a decoder; stop_ids do not")
 
 
-def ends(stop: str | Sequence[str], *, tokenizer: "Tokenizer") -> dict[str, Sequence]:
-    """A Request's `stop` and `stop_ids`, for a text that ends at these strings or at the tokenizer's
-    stop tokens. A special token gives no text in which its string could be found: it is a stop
-    token, too.
+def ends(stop: str | Sequence[str], *, tokenizer: Tokenizer) -> dict[str, Sequence]:
+    """A Request's `stop` and `stop_ids`: a text ends at these strings, and at the tokenizer's stop
+    tokens. A special token has no text in which its string could be found: it is a stop token, too.
     """
     stop = _strings(stop)
     special = [tokenizer.special_ids[one] for one in stop if one in tokenizer.special_ids]

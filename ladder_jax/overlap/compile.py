@@ -27,7 +27,7 @@ from ladder_jax.schedule.targets import Target
 
 SOURCES = ("config", "config/presets.json", "nn", "parallel", "residual", "scopes.py")
 TRAINING = ("retrain", "train")
-HARDWARE = ("hardware.py", "schedule/targets.py")  # what a compiler is told of a target
+TARGETS = ("hardware.py", "schedule/targets.py")  # what a compiler is told of a target
 PACKAGES = ("jax", "jaxlib", "flax", "libtpu", "jax-cuda13-plugin", "jax-cuda12-plugin")
 FLAGS = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
 MODULES = "jit_(step|local)"  # the library's programs: training, and serving
@@ -132,7 +132,7 @@ def recorded[R](
     asked = [module, request, python.versions(*PACKAGES), flags]
     digest = hashlib.sha256(json.dumps(asked, sort_keys=True).encode())
     root = pathlib.Path(__file__).parent.parent
-    for part in (*sources, *HARDWARE):
+    for part in (*sources, *TARGETS):
         for path in (
             sorted((root / part).rglob("*.py")) if (root / part).is_dir() else [root / part]
         ):

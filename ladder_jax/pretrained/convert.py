@@ -23,7 +23,7 @@ from ladder_jax.files import local_path
 from ladder_jax.pretrained import formats, sensitivity, staging
 from ladder_jax.pretrained import refit as refits
 from ladder_jax.pretrained.formats import Format
-from ladder_jax.pretrained.huggingface import config
+from ladder_jax.pretrained.huggingface import config as huggingface_config
 from ladder_jax.pretrained.refit import SUBLAYERS, Fit, FittedProjections, Refit, Refitted
 from ladder_jax.pretrained.sensitivity import Result, Search
 from ladder_jax.pretrained.source import REFIT, Source
@@ -253,7 +253,7 @@ def run(args: dict) -> None:
     # raises UserError if it cannot be split over its ranks
     nn.define(request.model, mesh=parallel.make_mesh())
     if request.format is Format.HUGGING_FACE:  # not after hours of measuring and refitting
-        config.check(request.model)
+        huggingface_config.check(request.model)
     destination = request.destination
     settings = request.refit
     staging.check_free(destination)

@@ -130,8 +130,9 @@ class Probe:
         self._predicted = rows[:, 1:].size
 
     def loss(self, chosen: Iterable[int]) -> float:
-        """The mean loss with the layers `chosen` converted, in nats per token. Raises RunFailed where
-        it is not finite.
+        """The mean loss with the layers `chosen` converted, in nats per token.
+
+        Raises RunFailed where it is not finite.
         """
         return self._loss(self._begin(), chosen, 0)
 

@@ -234,8 +234,8 @@ def notices(config: RunConfig) -> list[str]:
         )
     if conversion > steps:
         told.append(
-            f"notice: conversion.steps={conversion} {longer} training ends before all layers have turned,"
-            " for which checkpoints and held-out losses take them"
+            f"notice: conversion.steps={conversion} {longer} training ends with layers half converted;"
+            " checkpoints and held-out losses are of the whole conversion"
         )
     return told
 
