@@ -93,7 +93,7 @@ MISTAKES = {
     "small out --ladder-layers 1,9": "out of range",
     "small out --ladder-layers auto:2": "name one by --calibration FILE",
     "small out --ladder-layers auto:5 --calibration text": "from 1 to the model's 4 layers",
-    "small out --ladder-layers 2 --search ranked": "--search is for --ladder-layers auto:N",
+    "small out --ladder-layers 2 --search ranked": "--search needs --ladder-layers auto:N",
     "small out --ladder-layers 2 --residual parallel": "unknown ladder kind in --residual 'parallel'",
     "small out --ladder-layers 2 --residual ladder-fresh": "set --ranks N",
     "small out --ladder-layers 2 --residual ladder-fresh --ranks 3": "not divisible",
@@ -106,15 +106,15 @@ MISTAKES = {
     "small /proc/version/out": "'/proc/version' is no folder, so",
     "small out --calibration text": "--calibration needs --ladder-layers",
     "small out --ladder-layers 2 --refit inputs": "--refit needs a text: name one by --calibration FILE",
-    "small out --ladder-layers 2 --ridge 1": "--ridge needs a text",
+    "small out --ladder-layers 2 --ridge 1": "--ridge needs --refit inputs or both, and a text",
     f"small out {TEXT} --refit none": "--calibration is for --refit inputs",
     f"small out {TEXT} --refit input": "did you mean 'inputs'?",
     f"small out {TEXT} --ridge 0": "must be a positive number, not 0",
     f"small out {TEXT}:0": "the weight must be positive, not 0",
     f"small out {TEXT} --calibration-tokens 31": "model's width, 32; there",
     f"small out {TEXT} --calibration short": "tokens; measuring needs at least",
-    f"small out {TEXT} --calibration .": "cannot read --calibration '.'",
-    f"small out {TEXT} --calibration latin": "--calibration 'latin' is not UTF-8 text",
+    f"small out {TEXT} --calibration .": "cannot read '.'",
+    f"small out {TEXT} --calibration latin": "latin: not UTF-8 text",
 }
 
 
