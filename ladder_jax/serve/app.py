@@ -41,8 +41,8 @@ from ladder_jax.serve.middleware import (
 from ladder_jax.serve.prepare import Terms, prepare
 from ladder_jax.serve.schema import BODIES, GenerationBody, Refusal, dumps, json_response, parse
 
-PATHS = (*BODIES, "/health", "/metrics", "/v1/models", "/openapi.json")
 SMALL_BODY = 2**17  # bytes
+PATHS = (*BODIES, "/health", "/metrics", "/v1/models", "/openapi.json")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,10 +68,7 @@ class Service:
     async def answer(self, http: fastapi.Request, kind: type[GenerationBody]) -> Response:
         """A whole answer, or its stream. Raises Refusal or UserError."""
         content = await read_body(http, most=self.body_bytes, seconds=self.body_seconds)
-        alone = contextlib.nullcontext()
-        if len(content) > SMALL_BODY:
-            self.terms.check_marks(content)
-            alone = self.large_bodies
+        alone = self.large_bodies if len(content) > SMALL_BODY else contextlib.nullcontext()
         # In a thread: to read and tokenize a long body would block the event loop.
         async with alone:
             body = await asyncio.to_thread(parse, kind, content)

@@ -3,14 +3,13 @@
 uvicorn's `limit_concurrency` counts idle connections too, and then refuses whoever comes. Here
 nobody keeps a place by waiting: of the connections that wait for their client, the one that has
 waited longest makes room. Nor has uvicorn time-outs for a request's head and for a client that does
-not read, or a bound on a body's chunks.
+not read.
 """
 
 import asyncio
 import contextlib
 import http
 import os
-import queue
 import resource
 import signal
 import socket
@@ -46,29 +45,11 @@ MAX_CONNECTIONS = 1024
 """Simultaneous connections, at most; fewer if the system limits the open files of this process to
 fewer.
 """
-MAX_CHUNKS = 10_000
-"""Chunks of a request's body, at most: each costs as much to parse as a small request's head."""
 READ_BYTES = 4096
 """Read and parsed at a time: a few milliseconds' work, after which other connections have their
 turn.
 """
 RESERVE = 32  # open files for other uses
-
-
-class _Requests(h11.Connection):
-    """With bodies of at most MAX_CHUNKS chunks."""
-
-    chunks = 0
-
-    def next_event(self):
-        event = super().next_event()
-        if isinstance(event, h11.Request):
-            self.chunks = 0
-        elif isinstance(event, h11.Data):
-            self.chunks += event.chunk_start
-        if self.chunks > MAX_CHUNKS:
-            raise h11.RemoteProtocolError("too many chunks")
-        return event
 
 
 class Protocol(H11Protocol, asyncio.BufferedProtocol):
@@ -78,7 +59,6 @@ class Protocol(H11Protocol, asyncio.BufferedProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:
         super().connection_made(transport)
-        self.conn = _Requests(h11.SERVER)
         self._buffer = bytearray(READ_BYTES)
         # the newest change; when the client last read something
         self._since = self._read = self.loop.time()
@@ -161,8 +141,6 @@ class Protocol(H11Protocol, asyncio.BufferedProtocol):
         be sent.
         """
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
-            if self.conn.chunks > MAX_CHUNKS:
-                msg = f"the request's body may come in {MAX_CHUNKS} chunks"
             self._write(Refusal(400, msg))
         self.transport.close()
         if self.cycle is not None:
@@ -267,26 +245,24 @@ def listening(app: ASGIApp, sock: socket.socket) -> Iterator[threading.Thread]:
         sock.close()
 
 
-def catch_signals() -> queue.SimpleQueue[int]:
-    """A queue that receives the number of the first SIGTERM or SIGINT. A second one ends the
-    process at once.
+def catch_signals() -> list[int]:
+    """A list that receives the number of the first SIGTERM or SIGINT. A second one ends the process
+    at once.
     """
-    signals = queue.SimpleQueue()  # its `put` is safe in a signal handler
+    signals = []
     numbers = (signal.SIGTERM, signal.SIGINT)
 
     def handle(number: int, _: object) -> None:
         for signum in numbers:
             signal.signal(signum, signal.SIG_DFL)
-        signals.put(number)
+        signals.append(number)
 
     for signum in numbers:
         signal.signal(signum, handle)
     return signals
 
 
-def wait(signals: queue.SimpleQueue[int], *, unless: Callable[[], bool]) -> None:
+def wait(signals: list[int], *, unless: Callable[[], bool]) -> None:
     """Waits for a signal, or until `unless` is true."""
-    while not unless():
-        with contextlib.suppress(queue.Empty):
-            signals.get(timeout=POLL)
-            return
+    while not signals and not unless():
+        time.sleep(POLL)
