@@ -45,15 +45,6 @@ class Model:
     digest: str = ""
     batch_tokens: int = BATCH_TOKENS
 
-    def __post_init__(self):
-        if self.window < 1:
-            raise UserError(f"window must be at least 1, not {self.window}")
-        if not 0 <= self.prefix < self.definition.config.vocab_size:
-            raise UserError(
-                f"the prefix token {self.prefix} is outside the model's vocabulary of"
-                f" {self.definition.config.vocab_size}"
-            )
-
     @functools.cached_property
     def params(self) -> Params:
         """In the compute dtype where they are read, as the model casts matrices anyway."""

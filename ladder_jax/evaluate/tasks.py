@@ -240,12 +240,7 @@ def _pool(examples: Sequence, shots: int, source: Sequence) -> list:
 
 def _documents(questions: Sequence[Choice | Question]) -> list[dict]:
     """With the names of `harness.CHOICES` and `harness.gsm8k`."""
-    return [
-        {"prompt": one.prompt, "answer": one.answer}
-        if isinstance(one, Question)
-        else {"prompt": one.prompt, "choices": list(one.choices), "answer": one.gold}
-        for one in questions
-    ]
+    return [dataclasses.asdict(one) for one in questions]
 
 
 def _chosen(task, index: int, example: Choice, scores: list[tuple[float, bool]]) -> dict:

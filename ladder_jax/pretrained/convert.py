@@ -71,7 +71,6 @@ def rows_of(
     *,
     tokenizer: Tokenizer,
     tokens: int,
-    vocab_size: int,
     skip: int = 0,
     context: int | None = None,
 ) -> np.ndarray:
@@ -81,7 +80,7 @@ def rows_of(
     skip, tokens: divided among the texts by their weights. context: the longest sequence that the
     model was trained for; None if unknown. T is at most that, 1,024, and the shortest text's share.
     Consecutive rows share one token, so that each token except the first is predicted once. Raises
-    UserError if a text is shorter than one row, or a token is not in the model's vocabulary.
+    UserError if a text is shorter than one row.
     """
     whole = sum(text.weight for text in texts)
     shares = [max(1, round(tokens * text.weight / whole)) for text in texts]
@@ -97,10 +96,6 @@ def rows_of(
             raise UserError(
                 f"--calibration {text.path!r} has {len(found)} tokens; measuring needs at least {least}"
                 " (--calibration-tokens N asks for fewer)"
-            )
-        if found.max() >= vocab_size:
-            raise UserError(
-                f"--calibration {text.path!r} gives the token {found.max()}; the model knows {vocab_size}"
             )
         windows = sliding_window_view(found[first:end], length + 1)
         rows.append(windows[::length])
@@ -266,9 +261,7 @@ def read_texts(source: Source, request: Request) -> tuple[np.ndarray | None, np.
         return None, None
     if source.tokenizer is None:
         raise UserError(f"{source.path!r} has no tokenizer, which --calibration needs")
-    about = dict(
-        tokenizer=source.tokenizer, vocab_size=source.model.vocab_size, context=source.context
-    )
+    about = dict(tokenizer=source.tokenizer, context=source.context)
     skip = 0
     measured = None
     fitted = None

@@ -96,7 +96,7 @@ class Source:
     path: for messages.
     model: the configuration; the residual topology is standard, unless the source names one.
     arrays: one entry for each layer of each array, with exactly the keys of
-        `expected_shapes(model)`; see `check`.
+        `expected_shapes(model)`.
     context: the longest sequence that the model was trained for, in tokens; None if unknown.
     files: the contents of the tokenizer's files by Hugging Face's names: tokenizer.json,
         chat_template.jinja, ...
@@ -239,17 +239,6 @@ def check_alone(model: ModelConfig, *, path: str) -> None:
             f"{path!r} has a side network (model.side), which no other format has: generate, serve, evaluate and"
             " train read the checkpoint itself"
         )
-
-
-def check(source: Source) -> None:
-    """Raises UserError for missing, extra or wrongly shaped arrays."""
-    wanted = expected_shapes(source.model)
-    found = {key: stored.shape for key, stored in source.arrays.items()}
-    for key in wanted | found:
-        shape = found.get(key)
-        expected = wanted.get(key)
-        if shape != expected:
-            raise UserError(f"{source.path!r}: {key} is {shape}, by its configuration {expected}")
 
 
 def refit_in(folder: AnyPath) -> bytes | None:

@@ -200,8 +200,15 @@ def from_pretrained(
         stored = jnp.dtype(dtype.value)
     definition = formats.define(config, mesh=mesh)
     params = opened.params(definition, dtype=stored)
-    about = dict(tokenizer=tokenizer, decode=opened.config.decode, context=opened.context)
-    return Transformer(config, mesh=mesh, params=params, refit=opened.refit, **about)
+    return Transformer(
+        config,
+        mesh=mesh,
+        params=params,
+        tokenizer=tokenizer,
+        decode=opened.config.decode,
+        context=opened.config.train.sequence,
+        refit=opened.refit,
+    )
 
 
 def load(

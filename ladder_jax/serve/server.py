@@ -3,13 +3,12 @@
 uvicorn's `limit_concurrency` counts idle connections too, and then refuses whoever comes. Here
 nobody keeps a place by waiting: of the connections that wait for their client, the one that has
 waited longest makes room. Nor has uvicorn time-outs for a request's head and for a client that does
-not read.
+not read, or a bound on a body's chunks.
 """
 
 import asyncio
 import contextlib
 import http
-import os
 import resource
 import signal
 import socket
@@ -45,11 +44,29 @@ MAX_CONNECTIONS = 1024
 """Simultaneous connections, at most; fewer if the system limits the open files of this process to
 fewer.
 """
+MAX_CHUNKS = 10_000
+"""Chunks of a request's body, at most: each costs as much to parse as a small request's head."""
 READ_BYTES = 4096
 """Read and parsed at a time: a few milliseconds' work, after which other connections have their
 turn.
 """
-RESERVE = 32  # open files for other uses
+RESERVE = 64  # open files for other uses
+
+
+class _Requests(h11.Connection):
+    """With bodies of at most MAX_CHUNKS chunks."""
+
+    chunks = 0
+
+    def next_event(self):
+        event = super().next_event()
+        if isinstance(event, h11.Request):
+            self.chunks = 0
+        elif isinstance(event, h11.Data):
+            self.chunks += event.chunk_start
+        if self.chunks > MAX_CHUNKS:
+            raise h11.RemoteProtocolError("too many chunks")
+        return event
 
 
 class Protocol(H11Protocol, asyncio.BufferedProtocol):
@@ -59,6 +76,7 @@ class Protocol(H11Protocol, asyncio.BufferedProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:
         super().connection_made(transport)
+        self.conn = _Requests(h11.SERVER)
         self._buffer = bytearray(READ_BYTES)
         # the newest change; when the client last read something
         self._since = self._read = self.loop.time()
@@ -141,6 +159,8 @@ class Protocol(H11Protocol, asyncio.BufferedProtocol):
         be sent.
         """
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
+            if self.conn.chunks > MAX_CHUNKS:
+                msg = f"the request's body may come in {MAX_CHUNKS} chunks"
             self._write(Refusal(400, msg))
         self.transport.close()
         if self.cycle is not None:
@@ -165,13 +185,12 @@ def max_connections() -> int:
     Raises the process's limit of open files as far as the system allows.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    used = RESERVE + len(os.listdir("/dev/fd"))
     # Twice as many: a burst of connections is accepted before they are counted.
-    wanted = used + 2 * MAX_CONNECTIONS
+    wanted = RESERVE + 2 * MAX_CONNECTIONS
     if soft < wanted:
         soft = min(hard, wanted)
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-    return max(8, min(MAX_CONNECTIONS, (soft - used) // 2))
+    return max(8, min(MAX_CONNECTIONS, (soft - RESERVE) // 2))
 
 
 def bind(host: str, port: int) -> socket.socket:

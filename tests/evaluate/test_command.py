@@ -162,7 +162,7 @@ MISTAKES = {
     "--multiple-choice choices.jsonl --shots 3 --shots-file choices.jsonl": "line 1: --shots 3: --shots-file holds",
     "--text book.txt --window 0": "--window must be positive, not 0",
     "--text book.txt --stride 65": "stride must be between 1 and the window, 64, not 65",
-    "--text book.txt --prefix-token 303": "the prefix token 303 is outside the model's vocabulary of 303",
+    "--text book.txt --prefix-token 303": "the prompt holds the token 303, outside the model's vocabulary of 303",
     "--text book.txt --tensor 16": "but this machine has 8",
     "--generation questions.jsonl": "max_new_tokens=256 must be at least 1, and leave room for a prompt in the window",
     "--generation questions.jsonl --data 2": "--data is for --text and --multiple-choice",

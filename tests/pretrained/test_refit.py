@@ -191,7 +191,7 @@ def test_layers_are_chosen_by_their_refitted_cost(small, texts, tmp_path):
     saved = converted(small, tmp_path / "out", *words, "--search", "ranked")
     told = json.loads((tmp_path / "out" / "sensitivity.json").read_text())
     source = pretrained.open(small)
-    settings = dict(tokenizer=saved.tokenizer, tokens=64, vocab_size=129)
+    settings = dict(tokenizer=saved.tokenizer, tokens=64)
     measured = rows_of([Text(str(text))], **settings)
     following = rows_of([Text(str(text))], skip=64, **settings)
 
