@@ -167,11 +167,6 @@ def generation(
     Raises UserError, with the line's number, where a question cannot be asked; and without
     lm-evaluation-harness.
     """
-    if not 0 < max_new_tokens < model.window:
-        raise UserError(
-            f"max_new_tokens={max_new_tokens} must be at least 1, and leave room for a prompt in the window of"
-            f" {model.window}"
-        )
     stops = ends(stop, tokenizer=model.tokenizer)
     harness = library()
     settings = {"until": list(stops["stop"]), "do_sample": False, "max_gen_toks": max_new_tokens}

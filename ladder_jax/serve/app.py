@@ -8,7 +8,15 @@ import contextlib
 import dataclasses
 import functools
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
+from collections.abc import (
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Collection,
+    Coroutine,
+    Sequence,
+)
+from typing import Any
 
 import fastapi
 from fastapi.sse import EventSourceResponse
@@ -42,6 +50,7 @@ from ladder_jax.serve.prepare import Terms, prepare
 from ladder_jax.serve.schema import BODIES, GenerationBody, Refusal, dumps, json_response, parse
 
 SMALL_BODY = 2**17  # bytes
+POLL = 0.2  # seconds
 PATHS = (*BODIES, "/health", "/metrics", "/v1/models", "/openapi.json")
 
 
@@ -236,23 +245,17 @@ def _refusal(http: fastapi.Request, error: Exception) -> Refusal:
             return Refusal(500, "an error in the server; its log says more")
 
 
-async def _unless_disconnected[T](http: fastapi.Request, work) -> T:
+async def _unless_disconnected[T](http: fastapi.Request, work: Coroutine[Any, Any, T]) -> T:
     """The result of `work`. If the client disconnects first, it is cancelled."""
-
-    async def disconnected() -> None:
-        while (await http.receive())["type"] != "http.disconnect":
-            pass
-
     working = asyncio.ensure_future(work)
-    watching = asyncio.ensure_future(disconnected())
     try:
-        await asyncio.wait((working, watching), return_when=asyncio.FIRST_COMPLETED)
-        if not working.done():
-            raise Refusal(CLIENT_CLOSED_REQUEST, "the client has left")
+        while not working.done():
+            await asyncio.wait([working], timeout=POLL)
+            if await http.is_disconnected():
+                raise Refusal(CLIENT_CLOSED_REQUEST, "the client has left")
         return working.result()
     finally:
         working.cancel()
-        watching.cancel()
 
 
 async def _cancel(handles: Sequence[Handle]) -> None:

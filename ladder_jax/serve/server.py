@@ -22,6 +22,7 @@ from starlette.types import ASGIApp
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from ladder_jax.errors import UserError
+from ladder_jax.files import reason
 from ladder_jax.serve.schema import Refusal
 
 BACKLOG = 2048  # connections that wait to be accepted
@@ -170,12 +171,12 @@ class Protocol(H11Protocol, asyncio.BufferedProtocol):
     def _write(self, refusal: Refusal) -> None:
         """Sends it past h11, which may be within a request that has no end."""
         body = refusal.response().body
-        reason = http.HTTPStatus(refusal.status_code).phrase
+        phrase = http.HTTPStatus(refusal.status_code).phrase
         fields = (
             f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\nConnection: close"
         )
         self.transport.write(
-            f"HTTP/1.1 {refusal.status_code} {reason}\r\n{fields}\r\n\r\n".encode() + body
+            f"HTTP/1.1 {refusal.status_code} {phrase}\r\n{fields}\r\n\r\n".encode() + body
         )
 
 
@@ -209,8 +210,7 @@ def bind(host: str, port: int) -> socket.socket:
     except (OSError, UnicodeError) as error:
         if sock:
             sock.close()
-        reason = error.strerror if isinstance(error, OSError) else "this is no host's name"
-        raise UserError(f"cannot listen at {host}, port {port}: {reason}") from None
+        raise UserError(f"cannot listen at {host}, port {port}: {reason(error)}") from None
     return sock
 
 
@@ -226,10 +226,7 @@ def listening(app: ASGIApp, sock: socket.socket) -> Iterator[threading.Thread]:
 
     Yields the serving thread.
     """
-    try:
-        sock.listen(BACKLOG)
-    except OSError as error:  # another process took the port in the meantime
-        raise UserError(f"cannot listen at {url(sock)}: {error.strerror}") from None
+    sock.listen(BACKLOG)
 
     class Limited(Protocol):
         most = max_connections()

@@ -73,11 +73,9 @@ def test_settings_of_another_type(tmp_path):
         ("tokenizer.ggml.padding_token_id", 1.5),
         ("tokenizer.ggml.unknown_token_id", True),
         ("tokenizer.ggml.add_bos_token", "yes"),
-        ("tokenizer.ggml.tokens", [1, 2]),
-        ("tokenizer.ggml.token_type", ["a"]),
         ("tokenizer.ggml.merges", "a"),
         ("tokenizer.chat_template", 5),
         ("context_length", "long"),
     ):
         file = gguf_files.write(tmp_path / "a.gguf", "llama-2", settings={name: value})
-        assert f"{name} must be" in (said := refused(file)) or f"{name} is not a list of" in said
+        assert f"{name} must be" in refused(file)

@@ -354,12 +354,11 @@ def test_generate_follows_the_weights(model):
     """The copy for decoding is made once, and again when a parameter was replaced."""
     generate = lambda: model.generate(TEXT, **NEW)
     before = generate()
-    prepared = dict(model._prepared._generators)
+    prepared = model._prepared._generator
     assert generate() == before == "".join(model.stream(TEXT, **NEW))
     # a stop string alone is one, not its letters
     assert model.generate(TEXT, stop=before[::-1], **NEW) == before
-    assert prepared
-    assert all(model._prepared._generators[key] is one for key, one in prepared.items())
+    assert prepared is model._prepared._generator
     kept = model.head.table[...]
     model.head.table[...] = 40 * kept[::-1]
     assert generate() != before

@@ -35,13 +35,13 @@ class Job:
 
     index: of the prompt, from 0; in OpenAI's batch format the line's custom_id.
     digest: of everything that determines the text; an answer holds its job's index and digest.
-    id: the user's name for it, if any.
+    id: the user's name for it, any JSON.
     """
 
     index: int | str
     requests: tuple[Request, ...]
     digest: str
-    id: str | int | None = None
+    id: Any = None
 
     def line(self, results: Sequence[Result | NoNumbers]) -> dict[str, Any]:
         """The line of an answer in the file."""
@@ -99,9 +99,6 @@ def _given(fields):
     for key in fields:
         if key not in allowed:
             raise unknown("setting", key, allowed)
-    name = fields.get("id")
-    if not isinstance(name, str | int | None) or isinstance(name, bool):
-        raise UserError(f"id must be a string or a whole number, not {json.dumps(name)}")
     return {key: fields[key] for key in SETTINGS if fields.get(key) is not None}
 
 

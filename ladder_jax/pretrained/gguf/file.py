@@ -66,15 +66,6 @@ class File:
         """A setting. Raises UserError if it is of another type, as the format allows."""
         return Fields(self.fields, repr(self.path))(name, kind, default)
 
-    def items[T](self, name: str, *kinds: type[T]) -> list[T]:
-        """A setting that is a list; empty if it is missing."""
-        found = self.get(name, list, [])
-        if not all(isinstance(item, kinds) for item in found):
-            raise UserError(
-                f"{self.path!r}: {name} is not a list of {' or '.join(kind.__name__ for kind in kinds)}"
-            )
-        return found
-
 
 def open_file(path: pathlib.Path) -> File:
     """Reads the header only. Raises UserError if it is not a GGUF file, is cut off, or has

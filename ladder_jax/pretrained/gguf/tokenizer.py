@@ -114,8 +114,8 @@ def files(file: File) -> dict[str, bytes]:
     begins = file.get("tokenizer.ggml.add_bos_token", bool, begins)
     ends = file.get("tokenizer.ggml.add_eos_token", bool, False)
     try:
-        pieces = file.items("tokenizer.ggml.tokens", str)
-        kinds = file.items("tokenizer.ggml.token_type", int) or [NORMAL] * len(pieces)
+        pieces = file.get("tokenizer.ggml.tokens", list)
+        kinds = file.get("tokenizer.ggml.token_type", list, [NORMAL] * len(pieces))
         special = _special(file, pieces)
         if rule:
             made = _gpt2(file, pieces, rule)
@@ -161,7 +161,7 @@ def _special(file: File, pieces: list[str]) -> dict[str, tuple[str, int]]:
 
 
 def _gpt2(file: File, pieces: list[str], rule: Rule) -> Tokenizer:
-    pairs = [tuple(merge.split(" ")) for merge in file.items("tokenizer.ggml.merges", str)]
+    pairs = [tuple(merge.split(" ")) for merge in file.get("tokenizer.ggml.merges", list, [])]
     made = _byte_pairs(pieces, pairs, ignore_merges=rule.whole_words)
     splits = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in rule.patterns]
     level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -171,7 +171,7 @@ def _gpt2(file: File, pieces: list[str], rule: Rule) -> Tokenizer:
 
 
 def _llama(file: File, pieces: list[str], kinds: list[int], special: dict) -> Tokenizer:
-    scores = file.items("tokenizer.ggml.scores", int, float)
+    scores = file.get("tokenizer.ggml.scores", list)
     mergeable = {
         piece: score
         for piece, score, kind in zip(pieces, scores, kinds, strict=True)

@@ -136,17 +136,6 @@ def write_tensors(file: pathlib.Path, pending: Mapping[str, Stored]) -> None:
         raise RunFailed(f"cannot write {str(file)!r}: {error_text(error)[:200]}") from None
 
 
-def same(a: Stored, b: Stored) -> bool:
-    """Whether shape, dtype and every bit are equal."""
-    if (a.shape, a.dtype) != (b.shape, b.dtype):
-        return False
-    return _bytes(a.read()) == _bytes(b.read())
-
-
-def _bytes(array: np.ndarray) -> memoryview:
-    return np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
-
-
 def _library():
     with needed("Hugging Face models need the safetensors package", extra="hf"):
         import safetensors.numpy
