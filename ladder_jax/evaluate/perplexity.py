@@ -114,7 +114,8 @@ def text_perplexity(
     texts = [text for text in texts if text]
     documents = [model.encode(text) for text in texts]
     how = dict(prefix=model.prefix, window=model.window, stride=stride)
-    found = _measured(lambda: model.scorer, documents, **how, about=model.digest, file=file)
+    about = dict(about=model.digest, file=file, label="{done}/{total} windows")
+    found = _measured(lambda: model.scorer, documents, **how, **about)
     return found.of_texts(texts)
 
 
@@ -127,9 +128,10 @@ def _measured(
     stride: int | None,
     about: str = "",
     file: str | None = None,
+    label: str | None = None,
 ) -> Perplexity:
-    """scorer: asked for when there is something left to score. about: the model, in the rows'
-    digests.
+    """scorer: asked for when there is something left to score. about: the model, in the digests.
+    file, label: see `jsonl.carry_out`.
     """
     if stride is None:
         stride = window
@@ -141,27 +143,23 @@ def _measured(
     ]
     if not cut:
         raise UserError("the text holds no token to score")
-
     digests = [jsonl.digest(about, number, span.context, span.scored) for number, span in cut]
 
     def work(left: list[int]) -> Iterator[tuple[int, dict]]:
         spans = [cut[index][1] for index in left]
         for place, score in scorer().scores(spans):
             index = left[place]
-            yield (
-                index,
-                {
-                    "index": index,
-                    "document": cut[index][0],
-                    "tokens": len(score.logprobs),
-                    "loglikelihood": score.loglikelihood,
-                    "request": digests[index],
-                },
-            )
+            document, _ = cut[index]
+            line = {
+                "index": index,
+                "document": document,
+                "tokens": len(score.logprobs),
+                "loglikelihood": score.loglikelihood,
+                "request": digests[index],
+            }
+            yield index, line
 
-    results = jsonl.carry_out(
-        dict(enumerate(digests)), work, file=file, label="{done}/{total} windows"
-    )
+    results = jsonl.carry_out(dict(enumerate(digests)), work, file=file, label=label)
     tokens = np.array([result["tokens"] for result in results], np.float64)
     losses = -np.array([result["loglikelihood"] for result in results], np.float64)
     total = tokens.sum()

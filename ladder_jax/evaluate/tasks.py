@@ -7,6 +7,7 @@ import dataclasses
 import difflib
 import json
 import math
+import statistics
 import string
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -271,11 +272,11 @@ def _shares(results: Sequence[dict], **names: str) -> dict[str, float | None]:
     """The mean of each key, under another name, and its standard error."""
     found = {}
     for name, key in names.items():
-        values = [result[key] for result in results]
-        found[name] = float(np.mean(values))
+        values = [float(result[key]) for result in results]
+        found[name] = statistics.fmean(values)
         error = None
         if len(values) > 1:
-            error = float(np.std(values, ddof=1)) / math.sqrt(len(values))
+            error = statistics.stdev(values) / math.sqrt(len(values))
         found[f"{name}_stderr"] = error
     return found
 

@@ -5,6 +5,7 @@ uploads exports.
 import dataclasses
 import functools
 import glob
+import os
 import pathlib
 import re
 import sys
@@ -147,7 +148,7 @@ def _ggufs(identifier: Identifier, folder: pathlib.Path) -> list[str]:
     try:
         names = _library().HfApi().list_repo_files(identifier.repository, revision=folder.name)
     except Exception:  # of the client's HTTP library
-        names = [str(file.relative_to(folder)) for file in folder.rglob("*")]
+        names = os.listdir(folder)
     return sorted(name for name in names if name.endswith(".gguf"))
 
 

@@ -4,7 +4,6 @@ are read lazily, one at a time, into memory or onto a mesh.
 Each format's reader returns a Source. Loading, exporting and converting need only that.
 """
 
-import contextlib
 import dataclasses
 import functools
 import json
@@ -120,11 +119,15 @@ class Source:
         """
         if not self.files and self.model.vocab_size == tokenizers.Bytes().vocab_size:
             return tokenizers.Bytes()
-        with contextlib.ExitStack() as scratch:
-            folder = scratch.enter_context(tempfile.TemporaryDirectory(prefix="ladder-jax-"))
-            tokenizer = self.write_tokenizer(pathlib.Path(folder) / tokenizers.FOLDER)
-            if tokenizer is not None:  # then the folder is removed with it
-                weakref.finalize(tokenizer, scratch.pop_all().close)
+        if tokenizers.MAIN not in self.files:
+            return None
+        scratch = tempfile.TemporaryDirectory(prefix="ladder-jax-")
+        try:
+            tokenizer = self.write_tokenizer(pathlib.Path(scratch.name) / tokenizers.FOLDER)
+        except UserError:
+            scratch.cleanup()
+            raise
+        weakref.finalize(tokenizer, scratch.cleanup)  # the folder is removed with it
         return tokenizer
 
     def write_tokenizer(self, folder: pathlib.Path) -> Tokenizer | None:

@@ -168,22 +168,26 @@ def carry_out[Key](
     digests: Mapping[Key, str],
     work: Callable[[list[Key]], Iterator[tuple[Key, dict[str, Any]]]],
     *,
-    file: str | None,
-    label: str,
+    file: str | None = None,
+    label: str | None = None,
 ) -> list[dict[str, Any]]:
     """The lines of all keys, in their order. `work` is given the keys that are left, and yields
     each one's line as it has it.
 
     file: holds the lines that are there already; each new one is appended as it comes.
-    label: of the progress that is shown. Raises UserError for a file of something else, of other
+    label: of the progress that is shown; None for none. Raises UserError for a file of something else, of other
     questions, models or settings, or that another process is writing, and RunFailed for a full
     disk.
     """
     with alone(file) if file else contextlib.nullcontext() as out:
         lines = answered(file, digests) if file else {}
         left = [key for key in digests if key not in lines]
-        with progress(len(digests), done=len(lines), label=label) as update:
-            for key, line in work(left) if left else ():
+        shown = contextlib.nullcontext(lambda done, text: None)
+        if label:
+            shown = progress(len(digests), done=len(lines), label=label)
+        with shown as update:
+            found = work(left) if left else ()
+            for key, line in found:
                 if out:
                     append(out, line, file=file)
                 lines[key] = line
