@@ -1,8 +1,9 @@
 """A GGUF file (https://github.com/ggml-org/ggml/blob/master/docs/gguf.md): its settings, and
 tensors read lazily.
 
-The header is not read by the package `gguf`: it takes ten seconds for a vocabulary of 128k, and
-believes the lengths in it, where a file of 113 bytes that declares 2^40 items would fill the memory.
+The header is not read by the package `gguf`: it takes 17 times as long for a vocabulary of
+128k, and believes the lengths in it, where a file of 113 bytes that declares 2^40 items would fill
+the memory.
 Tensors are read into buffers, in blocks of rows. The file is not mapped: its pages would stay in
 memory.
 """
@@ -93,15 +94,13 @@ class _Header:
     def __init__(self, file: BinaryIO, *, size: int):
         self._file = file
         self.size = size
+        self.position = file.tell()
 
     def take(self, size: int) -> bytes:
-        if size > self.size - self.position:
+        self.position += size
+        if self.position > self.size:
             raise ValueError("it ends within its header")
         return self._file.read(size)
-
-    @property
-    def position(self) -> int:
-        return self._file.tell()
 
     def numbers(self, kind: int, count: int) -> list[Any]:
         dtype = np.dtype(_NUMBERS[kind]).newbyteorder("<")
@@ -111,7 +110,9 @@ class _Header:
         return self.numbers(kind, 1)[0]
 
     def text(self) -> str:
-        return self.take(self.number(_UINT64)).decode()
+        # by far the most numbers of a header: by NumPy they take several times as long
+        length = int.from_bytes(self.take(8), "little")
+        return self.take(length).decode()
 
     def value(self, kind: int) -> Any:
         if kind == _TEXT:
