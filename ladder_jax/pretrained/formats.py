@@ -284,7 +284,7 @@ def locate(
         with explained(path, "read"):
             if not _is_checkpoint(path):
                 raise UserError(
-                    f"there is no run or checkpoint at {given!r}, the only formats read from there"
+                    f"there is no model at {given!r}: only runs and checkpoints are read from there"
                 )
         return path, None
     path = local_path(name)
