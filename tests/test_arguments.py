@@ -253,7 +253,7 @@ WRONG = {
         lambda: decode.Generator("tiny", {}),
         "inference needs a Transformer, or a ModelDef and its params, not 'tiny'",
     ),
-    "Request": (lambda: decode.Request(5), "prompt must be a list, not 5"),
+    "Request": (lambda: decode.Request(5), "prompt must be a list of whole numbers, not 5"),
     "Request(stop=)": (lambda: decode.Request([1], stop=5), "stop must be a list, not 5"),
     "Request(logprobs=)": (
         lambda: decode.Request([1], logprobs="yes"),

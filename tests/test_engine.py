@@ -244,10 +244,10 @@ def test_a_full_queue():
     "wrong, message",
     [
         (dict(prompt=[]), "the prompt is empty"),
-        (dict(prompt=[1.7]), "a token of prompt must be a whole number, not 1.7"),
+        (dict(prompt=[1.7]), "prompt must be a list of whole numbers"),
         (dict(top_k=2**31), "top_k must be at most 2147483647"),
-        (dict(temperature=float("inf")), "temperature must be a finite number, not inf"),
-        (dict(stop_ids=["x"]), "a token of stop_ids must be a whole number"),
+        (dict(temperature=float("inf")), "temperature must be at most 1e.30, not inf"),
+        (dict(stop_ids=["x"]), "stop_ids must be a list of whole numbers"),
         (dict(stop="a"), "stop strings need a decoder"),
         (dict(stop=["a", "b" * 1001]), "a stop string may have 1000 characters, not 1001"),
     ],

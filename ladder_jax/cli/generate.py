@@ -207,18 +207,12 @@ def _several(asked: Asked) -> None:
 def _file(asked: Asked) -> None:
     from ladder_jax.decode.engine import jsonl
 
-    out = asked.args.out
-    jobs = _jobs(asked)
-    with jsonl.alone(out):
-        left = jsonl.unanswered(out, jobs)
-        done = len(jobs) - len(left)
-        with terminal.progress(len(jobs), done=done, label="{done}/{total} prompts") as update:
-            if left:
-                requests = [request for job in left for request in job.requests]
-                most = max(len(job.requests) for job in left)
-                engine = asked.engine_for(requests, max_queue=max(most, SLOTS))
-                for number, _ in enumerate(jsonl.answer(engine, left, file=out), start=done + 1):
-                    update(number, "")
+    def engine_for(left: list[Job]) -> Engine:
+        requests = [request for job in left for request in job.requests]
+        most = max(len(job.requests) for job in left)
+        return asked.engine_for(requests, max_queue=max(most, SLOTS))
+
+    jsonl.answer(_jobs(asked), file=asked.args.out, engine_for=engine_for)
 
 
 def _jobs(asked: Asked) -> list[Job]:

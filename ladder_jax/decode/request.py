@@ -4,8 +4,6 @@ import codecs
 import dataclasses
 import enum
 import functools
-import math
-import numbers
 import operator
 import secrets
 from collections.abc import Callable, Iterable, Sequence
@@ -88,22 +86,23 @@ class Request:
         if self.seed is None:
             put("seed", secrets.randbits(32))
         # Every setting is checked here: an error in the engine's loop would end all requests.
+        checked = DecodeConfig(**{name: getattr(self, name) for name in SAMPLING})
         for name in SAMPLING:
-            kind = _whole if name in ("max_new_tokens", "top_k", "seed") else _real
-            put(name, kind(name, getattr(self, name)))
-        DecodeConfig(**{name: getattr(self, name) for name in SAMPLING})
+            put(name, getattr(checked, name))
         for name, most in MOST.items():
             if getattr(self, name) > most:
                 raise UserError(f"{name} must be at most {most}, not {getattr(self, name)}")
         for name in ("prompt", "stop_ids"):
-            if not isinstance(getattr(self, name), Iterable):
-                raise UserError(f"{name} must be a list, not {described(getattr(self, name))}")
+            tokens = getattr(self, name)
+            try:
+                put(name, tuple(map(operator.index, tokens)))
+            except TypeError:
+                raise UserError(
+                    f"{name} must be a list of whole numbers, not {described(tokens)}"
+                ) from None
+        put("stop", _strings(self.stop))
         if not isinstance(self.logprobs, bool):
             raise wrong_type("logprobs", self.logprobs, bool)
-        for name in ("prompt", "stop_ids"):
-            tokens = tuple(_whole(f"a token of {name}", token) for token in getattr(self, name))
-            put(name, tokens)
-        put("stop", _strings(self.stop))
 
     @classmethod
     def of(
@@ -166,23 +165,6 @@ def check_prompts(prompts: Sequence[Sequence[int]], *, vocab_size: int) -> None:
             raise UserError(
                 f"the prompt holds the token {worst}, outside the model's vocabulary of {vocab_size}"
             )
-
-
-def _whole(name, value):
-    try:
-        return operator.index(value)
-    except TypeError:
-        raise UserError(f"{name} must be a whole number, not {value!r}") from None
-
-
-def _real(name, value):
-    try:
-        number = float(value) if isinstance(value, numbers.Real) else math.nan
-    except OverflowError:  # an integer
-        number = math.inf
-    if not math.isfinite(number):
-        raise UserError(f"{name} must be a finite number, not {described(value)}")
-    return number
 
 
 @dataclasses.dataclass(frozen=True)

@@ -20,7 +20,6 @@ from ladder_jax.evaluate import (
     tasks,
     text_perplexity,
 )
-from ladder_jax.terminal import progress
 
 OPENED = ("ladder_layers", "residual", "ranks", "tensor", "data", "window", "batch_tokens")
 ANSWERS = ("max_new_tokens", "stop", "slots")
@@ -105,13 +104,11 @@ def _questions(args: dict, way: str) -> dict:
 
 
 def _measured(model: Model, way: str, args: dict, **asked):
-    what = "windows" if way == "text" else "questions"
-    shown = lambda total, done: progress(total, done=done, label=f"{{done}}/{{total}} {what}")
     if way == "text":
-        return text_perplexity(model, **asked, stride=args["stride"], progress=shown)
+        return text_perplexity(model, **asked, stride=args["stride"])
     if way == "multiple_choice":
-        return multiple_choice(model, **asked, progress=shown)
-    return generation(model, **asked, **_given(args, ANSWERS), progress=shown)
+        return multiple_choice(model, **asked)
+    return generation(model, **asked, **_given(args, ANSWERS))
 
 
 def _words(way: str, result: dict) -> str:

@@ -180,7 +180,7 @@ CHOICES = {
     "output_type": "multiple_choice",
     "doc_to_text": "prompt",
     "doc_to_choice": "choices",
-    "doc_to_target": "answer",
+    "doc_to_target": "gold",
     "metric_list": [{"metric": name, **MEAN} for name in ("acc", "acc_norm")],
 }
 
@@ -212,7 +212,7 @@ class LocalTask(ConfigurableTask):
         # A question is left out of its own shots where both are of one split.
         few = {
             "split": "test",
-            "process_docs": lambda _: list(pool),
+            "process_docs": lambda _: datasets.Dataset.from_list(list(pool)),
             "sampler": "first_n",
         }
         more = {"fewshot_config": few} if shots else {}

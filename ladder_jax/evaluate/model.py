@@ -13,7 +13,8 @@ from collections.abc import Callable, Iterator
 from ladder_jax import config, pretrained
 from ladder_jax.config import Loop
 from ladder_jax.data.tokenizer import BYTES, Tokenizer
-from ladder_jax.decode import Engine, Request, Result, memory, weights
+from ladder_jax.decode import Engine, NoNumbers, Request, Result, memory, weights
+from ladder_jax.decode.engine.jsonl import answers
 from ladder_jax.errors import UserError
 from ladder_jax.evaluate.scorer import BATCH_TOKENS, Scorer, Span
 from ladder_jax.nn import ModelDef, Params
@@ -44,15 +45,6 @@ class Model:
     digest: str = ""
     batch_tokens: int = BATCH_TOKENS
 
-    def __post_init__(self):
-        if self.window < 1:
-            raise UserError(f"window must be at least 1, not {self.window}")
-        if not 0 <= self.prefix < self.definition.config.vocab_size:
-            raise UserError(
-                f"the prefix token {self.prefix} is outside the model's vocabulary of"
-                f" {self.definition.config.vocab_size}"
-            )
-
     @functools.cached_property
     def params(self) -> Params:
         """In the compute dtype where they are read, as the model casts matrices anyway."""
@@ -79,11 +71,10 @@ class Model:
         engine = self.engine(
             capacity=capacity, slots=min(slots, len(requests)), max_queue=len(requests)
         )
-        running = {engine.submit(request): key for key, request in requests.items()}
-        while running:
-            engine.step()
-            for handle in [handle for handle in running if handle.done]:
-                yield running.pop(handle), handle.result()
+        for key, (result,) in answers(engine, {key: [one] for key, one in requests.items()}):
+            if isinstance(result, NoNumbers):
+                raise result
+            yield key, result
 
     def engine(self, *, capacity: int, slots: int = SLOTS, max_queue: int = SLOTS) -> Engine:
         """For requests of at most `capacity` tokens."""

@@ -7,10 +7,9 @@ from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
-from ladder_jax.decode.engine.jsonl import digest
+from ladder_jax.decode.engine import jsonl
 from ladder_jax.errors import UserError
 from ladder_jax.evaluate.model import WINDOW, Model
-from ladder_jax.evaluate.rows import Progress, carry_out
 from ladder_jax.evaluate.scorer import Scorer, Span
 from ladder_jax.nn import Transformer
 
@@ -106,19 +105,17 @@ def text_perplexity(
     *,
     stride: int | None = None,
     file: str | None = None,
-    progress: Progress | None = None,
 ) -> Perplexity:
     """Of several texts, each by itself, after the model's prefix token and in its window.
 
-    file, progress: see `carry_out`; a row is a window. Raises UserError where there is nothing to
+    file: see `jsonl.carry_out`; a line is a window's. Raises UserError where there is nothing to
         score.
     """
     texts = [text for text in texts if text]
     documents = [model.encode(text) for text in texts]
     how = dict(prefix=model.prefix, window=model.window, stride=stride)
-    found = _measured(
-        lambda: model.scorer, documents, **how, about=model.digest, file=file, progress=progress
-    )
+    about = dict(about=model.digest, file=file, label="{done}/{total} windows")
+    found = _measured(lambda: model.scorer, documents, **how, **about)
     return found.of_texts(texts)
 
 
@@ -131,10 +128,10 @@ def _measured(
     stride: int | None,
     about: str = "",
     file: str | None = None,
-    progress: Progress | None = None,
+    label: str | None = None,
 ) -> Perplexity:
-    """scorer: asked for when there is something left to score. about: the model, in the rows'
-    digests.
+    """scorer: asked for when there is something left to score. about: the model, in the digests.
+    file, label: see `jsonl.carry_out`.
     """
     if stride is None:
         stride = window
@@ -146,17 +143,23 @@ def _measured(
     ]
     if not cut:
         raise UserError("the text holds no token to score")
+    digests = [jsonl.digest(about, number, span.context, span.scored) for number, span in cut]
 
     def work(left: list[int]) -> Iterator[tuple[int, dict]]:
         spans = [cut[index][1] for index in left]
         for place, score in scorer().scores(spans):
             index = left[place]
             document, _ = cut[index]
-            counts = {"document": document, "tokens": len(score.logprobs)}
-            yield index, {**counts, "loglikelihood": score.loglikelihood}
+            line = {
+                "index": index,
+                "document": document,
+                "tokens": len(score.logprobs),
+                "loglikelihood": score.loglikelihood,
+                "request": digests[index],
+            }
+            yield index, line
 
-    digests = [digest(about, number, span.context, span.scored) for number, span in cut]
-    results = carry_out(digests, work, file=file, progress=progress)
+    results = jsonl.carry_out(dict(enumerate(digests)), work, file=file, label=label)
     tokens = np.array([result["tokens"] for result in results], np.float64)
     losses = -np.array([result["loglikelihood"] for result in results], np.float64)
     total = tokens.sum()

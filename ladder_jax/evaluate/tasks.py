@@ -7,6 +7,7 @@ import dataclasses
 import difflib
 import json
 import math
+import statistics
 import string
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -15,12 +16,13 @@ import numpy as np
 
 from ladder_jax.data import json_lines
 from ladder_jax.decode import Finish
-from ladder_jax.decode.engine.jsonl import digest
+from ladder_jax.decode.engine.jsonl import carry_out, digest
 from ladder_jax.decode.request import ends
 from ladder_jax.errors import UserError, needed
 from ladder_jax.evaluate.model import MAX_NEW_TOKENS, SLOTS, STOP, Model
-from ladder_jax.evaluate.rows import Progress, carry_out
 from ladder_jax.evaluate.scorer import Span
+
+LABEL = "{done}/{total} questions"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,11 +101,10 @@ def multiple_choice(
     shots: int = 0,
     shots_from: Sequence[Choice] = (),
     file: str | None = None,
-    progress: Progress | None = None,
 ) -> MultipleChoice:
     """The accuracies over `examples`.
 
-    file, progress: see `carry_out`; a row is a question, with its choices' log-likelihoods.
+    file: see `carry_out`; a line is a question's, with its choices' log-likelihoods.
     shots, shots_from: the first `shots` questions of `shots_from` stand before each question, with
     their answers; a question is not its own shot.
     Raises UserError, with the line's number, where a question cannot be scored; and without
@@ -135,9 +136,10 @@ def multiple_choice(
             found[index][number] = score.loglikelihood, score.greedy
             if len(found[index]) == len(spans[index]):
                 scores = [score for _, score in sorted(found.pop(index).items())]
-                yield index, _chosen(task, index, examples[index], scores)
+                chosen = _chosen(task, index, examples[index], scores)
+                yield index, {"index": index, **chosen, "request": digests[index]}
 
-    results = carry_out(digests, work, file=file, progress=progress)
+    results = carry_out(dict(enumerate(digests)), work, file=file, label=LABEL)
     return MultipleChoice(
         examples=len(examples),
         **_shares(results, accuracy="right", accuracy_normalised="right_chars"),
@@ -157,21 +159,15 @@ def generation(
     shots: int = 0,
     shots_from: Sequence[Question] = (),
     file: str | None = None,
-    progress: Progress | None = None,
 ) -> Generation:
     """The accuracies of the answers that the model writes to `examples`.
 
-    file, progress: see `carry_out`; a row is a question, with the model's answer.
+    file: see `carry_out`; a line is a question's, with the model's answer.
     stop: texts that end an answer and are not part of it. The tokenizer's stop tokens end it too.
     slots: questions that are answered at the same time. shots, shots_from: see `multiple_choice`.
     Raises UserError, with the line's number, where a question cannot be asked; and without
     lm-evaluation-harness.
     """
-    if not 0 < max_new_tokens < model.window:
-        raise UserError(
-            f"max_new_tokens={max_new_tokens} must be at least 1, and leave room for a prompt in the window of"
-            f" {model.window}"
-        )
     stops = ends(stop, tokenizer=model.tokenizer)
     harness = library()
     settings = {"until": list(stops["stop"]), "do_sample": False, "max_gen_toks": max_new_tokens}
@@ -188,9 +184,10 @@ def generation(
     def work(left: list[int]) -> Iterator[tuple[int, dict]]:
         asked = {index: requests[index] for index in left}
         for index, result in model.answers(asked, slots=slots):
-            yield index, _written(task, index, examples[index], result)
+            written = _written(task, index, examples[index], result)
+            yield index, {"index": index, **written, "request": digests[index]}
 
-    results = carry_out(digests, work, file=file, progress=progress)
+    results = carry_out(dict(enumerate(digests)), work, file=file, label=LABEL)
     return Generation(
         examples=len(examples),
         **_shares(results, accuracy="right", accuracy_normalised="right_flexible"),
@@ -226,24 +223,20 @@ def _pool(examples: Sequence, shots: int, source: Sequence) -> list:
     """
     if not shots:
         return []
-    counts = collections.Counter((one.prompt, one.answer) for one in source)
+    pool = list(source[: shots + 1])
     for example in examples:
-        others = len(source) - counts[example.prompt, example.answer]
-        if others < shots:
+        own = example.prompt, example.answer
+        others = [one for one in pool if (one.prompt, one.answer) != own]
+        if len(others) < shots:
             raise UserError(
-                f"line {example.line}: --shots {shots}: --shots-file holds only {others} other questions"
+                f"line {example.line}: --shots {shots}: --shots-file holds only {len(others)} other questions"
             )
-    return list(source[: shots + max(counts.values())])
+    return pool
 
 
 def _documents(questions: Sequence[Choice | Question]) -> list[dict]:
     """With the names of `harness.CHOICES` and `harness.gsm8k`."""
-    return [
-        {"prompt": one.prompt, "answer": one.answer}
-        if isinstance(one, Question)
-        else {"prompt": one.prompt, "choices": list(one.choices), "answer": one.gold}
-        for one in questions
-    ]
+    return [dataclasses.asdict(one) for one in questions]
 
 
 def _chosen(task, index: int, example: Choice, scores: list[tuple[float, bool]]) -> dict:
@@ -279,11 +272,11 @@ def _shares(results: Sequence[dict], **names: str) -> dict[str, float | None]:
     """The mean of each key, under another name, and its standard error."""
     found = {}
     for name, key in names.items():
-        values = [result[key] for result in results]
-        found[name] = float(np.mean(values))
+        values = [float(result[key]) for result in results]
+        found[name] = statistics.fmean(values)
         error = None
         if len(values) > 1:
-            error = float(np.std(values, ddof=1)) / math.sqrt(len(values))
+            error = statistics.stdev(values) / math.sqrt(len(values))
         found[f"{name}_stderr"] = error
     return found
 
@@ -343,25 +336,22 @@ def _gold(found: dict, choices: list[str]) -> int:
         raise UserError(f'there is no "answer"{_near(found, "answer")}')
     answer = found["answer"]
     count = len(choices)
+    letters = string.ascii_uppercase[:count]
     if type(answer) is int and 0 <= answer < count:
         return answer
     if isinstance(answer, str):
-        letters = string.ascii_uppercase[:count]
-        read = set()
-        if answer in choices:
-            read.add(choices.index(answer))
+        read = {choices.index(answer)} if answer in choices else set()
         if len(answer) == 1 and answer in letters:
             read.add(letters.index(answer))
-        if len(read) > 1:
+        if len(read) == 1:
+            return read.pop()
+        if read:
             raise UserError(
                 f"answer {answer!r} is a choice's letter and another choice's text: name it by its number"
             )
-        if read:
-            return read.pop()
-    last = string.ascii_uppercase[min(count, 26) - 1]
     raise UserError(
         f"answer {json.dumps(answer, ensure_ascii=False)} is none of the {count} choices"
-        f" (allowed: 0 to {count - 1}, A to {last}, or a choice's text)"
+        f" (allowed: 0 to {count - 1}, A to {letters[-1]}, or a choice's text)"
     )
 
 

@@ -19,7 +19,7 @@ from ladder_jax.checkpoint import manifest, saved
 from ladder_jax.checkpoint.arrays import Stream, database, described_array
 from ladder_jax.config import DataConfig, FolderConfig, RunConfig, to_dict
 from ladder_jax.data import tokenizer as tokenizers
-from ladder_jax.errors import RunFailed, UserError
+from ladder_jax.errors import RunFailed
 from ladder_jax.files import reason
 from ladder_jax.pretrained import source
 from ladder_jax.pretrained.huggingface import folder as huggingface
@@ -68,12 +68,7 @@ def read(path: pathlib.Path) -> Source:
 def _open(folder: pathlib.Path, name: str) -> tensorstore.TensorStore:
     """Open the array `name` in the item at `folder`, without reading its values."""
     spec = described_array(database(folder), name)
-    try:
-        return tensorstore.open(spec, open=True, read=True).result()
-    except ValueError as error:
-        raise UserError(
-            f"{str(folder)!r} holds no {name}: {str(error).splitlines()[0][:200]}"
-        ) from None
+    return tensorstore.open(spec, open=True, read=True).result()
 
 
 def _values(store: tensorstore.TensorStore, shape: tuple[int, ...]) -> np.ndarray:

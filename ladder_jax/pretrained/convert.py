@@ -6,7 +6,6 @@ of the chosen ones.
 
 import dataclasses
 import json
-import logging
 import pathlib
 import statistics
 from collections.abc import Sequence
@@ -19,7 +18,7 @@ from ladder_jax.config import ModelConfig
 from ladder_jax.config.fields import member
 from ladder_jax.data.tokenizer import Tokenizer
 from ladder_jax.errors import UserError
-from ladder_jax.files import local_path
+from ladder_jax.files import local_path, text_of
 from ladder_jax.pretrained import formats, sensitivity, staging
 from ladder_jax.pretrained import refit as refits
 from ladder_jax.pretrained.formats import Format
@@ -33,7 +32,7 @@ ALL = "all"
 MEASURED = "sensitivity.json"
 MEASURED_TOKENS = 2048
 REFIT_TOKENS = 16_384
-CHARACTERS = 32  # to read from a calibration text for each requested token
+BYTES = 32  # to read from a calibration text for each requested token
 SEQUENCE = 1024  # tokens of its longest rows
 TOKENS_A_FEATURE = 8
 """Calibration tokens for each feature that an output projection reads, from which on its fit gains
@@ -72,7 +71,6 @@ def rows_of(
     *,
     tokenizer: Tokenizer,
     tokens: int,
-    vocab_size: int,
     skip: int = 0,
     context: int | None = None,
 ) -> np.ndarray:
@@ -82,7 +80,7 @@ def rows_of(
     skip, tokens: divided among the texts by their weights. context: the longest sequence that the
     model was trained for; None if unknown. T is at most that, 1,024, and the shortest text's share.
     Consecutive rows share one token, so that each token except the first is predicted once. Raises
-    UserError if a text is shorter than one row, or a token is not in the model's vocabulary.
+    UserError if a text is shorter than one row.
     """
     whole = sum(text.weight for text in texts)
     shares = [max(1, round(tokens * text.weight / whole)) for text in texts]
@@ -91,7 +89,7 @@ def rows_of(
     for text, share in zip(texts, shares):
         first = round(skip * text.weight / whole)
         end = first + share + 1
-        beginning = _beginning(text.path, tokens=end)
+        beginning = text_of(local_path(text.path), named=True, most=BYTES * end)
         found = np.array(tokenizer.encode(beginning), np.int32)
         least = first + length + 1
         if len(found) < least:
@@ -99,24 +97,9 @@ def rows_of(
                 f"--calibration {text.path!r} has {len(found)} tokens; measuring needs at least {least}"
                 " (--calibration-tokens N asks for fewer)"
             )
-        if found.max() >= vocab_size:
-            raise UserError(
-                f"--calibration {text.path!r} gives the token {found.max()}; the model knows {vocab_size}"
-            )
         windows = sliding_window_view(found[first:end], length + 1)
         rows.append(windows[::length])
     return np.concatenate(rows)
-
-
-def _beginning(path: str, *, tokens: int) -> str:
-    """As much of the text as has so many tokens in all likelihood."""
-    try:
-        with local_path(path).open(encoding="utf-8") as file:
-            return file.read(CHARACTERS * tokens)
-    except OSError as error:
-        raise UserError(f"cannot read --calibration {path!r}: {error.strerror}") from None
-    except UnicodeDecodeError:
-        raise UserError(f"--calibration {path!r} is not UTF-8 text") from None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -150,76 +133,59 @@ def parse(args: dict, model: ModelConfig) -> Request:
     choose = None
     if layers is not None and layers.startswith(AUTO):
         choose = _count(layers, model)
-    elif args["search"]:
-        raise UserError("--search is for --ladder-layers auto:N")
-    if choose is not None and not args["calibration"]:
-        raise UserError(
-            f"--ladder-layers {layers} measures the layers on a text: name one by --calibration FILE"
-        )
+        layers = ALL
+    fitted = None
+    if args["refit"] is not None:
+        fitted = member(FittedProjections, "value for --refit:", args["refit"])
+    _check(args, choose=choose, fitted=fitted)
+    tokens = args["calibration_tokens"] or REFIT_TOKENS
+    refit = None
+    if args["calibration"] and fitted is not FittedProjections.NONE:
+        refit = Refit(projections=fitted or _projections(model, tokens=tokens))
+        if args["ridge"] is not None:
+            refit = dataclasses.replace(refit, ridge=args["ridge"])
     return Request(
         destination=local_path(args["destination"]).absolute(),
         format=member(Format, "format in --to", args["to"]),
-        model=_with_layers(args, model, layers if choose is None else ALL),
+        model=_with_layers(args, model, layers),
         choose=choose,
         calibration=tuple(map(parse_text, args["calibration"] or ())),
-        tokens=args["calibration_tokens"] or REFIT_TOKENS,
-        refit=_refit(args, model=model, choose=choose),
+        tokens=tokens,
+        refit=refit,
         search=member(Search, "value for --search:", args["search"] or Search.GREEDY.value),
         tensor=args["tensor"] or 1,
     )
 
 
-def _refit(args: dict, *, model: ModelConfig, choose: int | None) -> Refit | None:
-    """By default the inputs are refitted where there is a text for it; with enough of it, the
-    outputs too.
-    """
-    what = (
-        None
-        if args["refit"] is None
-        else member(FittedProjections, "value for --refit:", args["refit"])
-    )
-    if not args["calibration"]:
-        for name in ("refit", "calibration_tokens", "tensor", "ridge"):
-            if args[name] not in (None, FittedProjections.NONE.value):
-                raise UserError(
-                    f"--{name.replace('_', '-')} needs a text: name one by --calibration FILE"
-                )
-        return None
-    if args["ladder_layers"] is None:
-        raise UserError("--calibration needs --ladder-layers, the layers to convert")
-    ridge = args["ridge"]
-    if what is not FittedProjections.NONE:
-        tokens = args["calibration_tokens"] or REFIT_TOKENS
-        projections = _projections(model, tokens=tokens, given=what)
-        if ridge is None:
-            return Refit(projections=projections)
-        return Refit(ridge, projections)
-    if ridge is not None:
-        raise UserError("--ridge is for --refit inputs and both")
-    if choose is None:
+def _check(args: dict, *, choose: int | None, fitted: FittedProjections | None) -> None:
+    """Raises UserError for an option without the one that it is for."""
+    text = "a text: name one by --calibration FILE"
+    refits = fitted is not FittedProjections.NONE
+    needs = {
+        "search": (choose is not None, "--ladder-layers auto:N"),
+        "calibration": (args["ladder_layers"], "--ladder-layers, the layers to convert"),
+        "ridge": (args["calibration"] and refits, f"--refit inputs or both, and {text}"),
+        "calibration_tokens": (args["calibration"], text),
+        "tensor": (args["calibration"], text),
+        "refit": (args["calibration"] or not refits, text),
+    }
+    for name, (has, what) in needs.items():
+        if args[name] is not None and not has:
+            raise UserError(f"--{name.replace('_', '-')} needs {what}")
+    if choose is not None and not args["calibration"]:
+        raise UserError(f"--ladder-layers {args['ladder_layers']} measures the layers on {text}")
+    if args["calibration"] and not refits and choose is None:
         raise UserError(
             "--calibration is for --refit inputs and both, and for --ladder-layers auto:N"
         )
-    return None
 
 
-def _projections(
-    model: ModelConfig, *, tokens: int, given: FittedProjections | None
-) -> FittedProjections:
-    """What to fit on so many tokens; `given` if there is one, with a notice where that may lose."""
-    has_mlp = model.moe is None or model.moe.dense_layers
+def _projections(model: ModelConfig, *, tokens: int) -> FittedProjections:
+    """What to fit on so many tokens: the inputs; with enough of them, the outputs too."""
     features = model.num_heads * model.head_dim
-    if has_mlp:
+    if model.moe is None or model.moe.dense_layers:
         features = max(features, model.d_ff)
-    enough = TOKENS_A_FEATURE * features
-    if given is FittedProjections.BOTH and tokens < enough:
-        logging.getLogger(__name__).warning(
-            f"notice: --refit both fits {features} features on {tokens} tokens; with fewer than {TOKENS_A_FEATURE} for"
-            f" each it may give back less than --refit inputs: --calibration-tokens {enough}"
-        )
-    if given:
-        return given
-    if tokens >= enough:
+    if tokens >= TOKENS_A_FEATURE * features:
         return FittedProjections.BOTH
     return FittedProjections.INPUTS
 
@@ -295,9 +261,7 @@ def read_texts(source: Source, request: Request) -> tuple[np.ndarray | None, np.
         return None, None
     if source.tokenizer is None:
         raise UserError(f"{source.path!r} has no tokenizer, which --calibration needs")
-    about = dict(
-        tokenizer=source.tokenizer, vocab_size=source.model.vocab_size, context=source.context
-    )
+    about = dict(tokenizer=source.tokenizer, context=source.context)
     skip = 0
     measured = None
     fitted = None
@@ -381,18 +345,21 @@ def _print_summary(
     layers = ""
     if model.ladder_layers is not None:
         layers = f", ladder layers {model.ladder_layers}"
+    compared = ""
+    if request.format is Format.CHECKPOINT:
+        compared = "; read back and compared"
     print(
-        f"{request.destination}: {source.parameters:,} parameters, {model.residual}{layers}; read back and compared"
+        f"{request.destination}: {source.parameters:,} parameters, {model.residual}{layers}{compared}"
     )
     inputs = [fit for fit in fits if fit.sublayer in SUBLAYERS]
     outputs = [fit for fit in fits if fit not in inputs]
     if inputs:
-        where = f"each sublayer's is in {REFIT}"
-        print(f"refitted {len(inputs)} sublayers: the late inputs lacked {_means(inputs)}; {where}")
-        if outputs:
-            print(f"behind these inputs, the sublayers' outputs lacked {_means(outputs)}")
+        about = f"{_means(inputs)}; each sublayer's is in {REFIT}"
+        print(f"refitted {len(inputs)} sublayers: the late inputs lacked {about}")
+    if outputs:
+        print(f"behind these inputs, the sublayers' outputs lacked {_means(outputs)}")
     if result is not None:
-        print(f"the measurement is in {request.destination}, in {MEASURED}")
+        print(f"the measurement is in {request.destination / MEASURED}")
 
 
 def _means(fits: Sequence[Fit]) -> str:

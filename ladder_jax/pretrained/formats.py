@@ -102,13 +102,6 @@ class OpenedModel:
             return self.weights.path.parent.parent
         return self.path
 
-    @property
-    def context(self) -> int | None:
-        """The longest sequence that the model was trained for, in tokens; None if unknown."""
-        if isinstance(self.weights, Source):
-            return self.weights.context
-        return self.config.train.sequence
-
     def define(self, *, tensor: int | None = None, data: int = 1) -> ModelDef:
         """On `data` x `tensor` devices; by default on as many as the model was trained on, if there
         are as many.
@@ -287,7 +280,13 @@ def locate(
     given = str(name)
     on_hub = given.startswith(hub.PREFIX)
     if is_remote(name) and not on_hub:
-        return _in_object_store(name), None
+        path = absolute(name)
+        with explained(path, "read"):
+            if not _is_checkpoint(path):
+                raise UserError(
+                    f"there is no model at {given!r}: only runs and checkpoints are read from there"
+                )
+        return path, None
     path = local_path(name)
     if path.exists():
         return path, None
@@ -300,18 +299,6 @@ def locate(
             f"{given!r} is no model of the Hugging Face Hub: write hf://org/name[@revision]"
         )
     return hub.download(identifier, weights=weights)
-
-
-def _in_object_store(name: str | os.PathLike) -> AnyPath:
-    path = absolute(name)
-    with explained(path, "read"):
-        if not path.exists():
-            raise UserError(f"there is no model at {str(name)!r}")
-        if not _is_checkpoint(path):
-            raise UserError(
-                f"{str(name)!r}: runs and checkpoints are read from there; copy other formats to a disk"
-            )
-    return path
 
 
 def with_ladder_layers(
@@ -329,12 +316,9 @@ def with_ladder_layers(
     messages. Raises UserError for a model that is not standard, and for a kind that is no ladder.
     """
     if ladder_layers is None:
-        if extra := [
-            option
-            for option, value in (("residual", residual), ("ranks", ranks))
-            if value is not None
-        ]:
-            raise UserError(f"--{extra[0]} needs --ladder-layers, the layers to convert")
+        for option, value in (("residual", residual), ("ranks", ranks)):
+            if value is not None:
+                raise UserError(f"--{option} needs --ladder-layers, the layers to convert")
         return model
     kind = residual or "ladder"
     parsed = parse_residual(kind)

@@ -5,11 +5,12 @@ uploads exports.
 import dataclasses
 import functools
 import glob
+import os
 import pathlib
 import re
 import sys
 
-from ladder_jax.errors import RunFailed, UserError, needed
+from ladder_jax.errors import RunFailed, UserError, error_text, needed
 from ladder_jax.files import reason
 from ladder_jax.pretrained.huggingface import folder as huggingface
 from ladder_jax.pretrained.source import REFIT
@@ -24,8 +25,7 @@ _FOLDER = (
     *huggingface.TOKENIZER_FILES,
     huggingface.INDEX,
 )
-_WEIGHTS = ("model.safetensors", "*-of-*.safetensors")
-_OTHERS = ("*/*", "consolidated*")  # other programs' formats
+_WEIGHTS = ("model.safetensors", "model-*-of-*.safetensors")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,33 +68,29 @@ def download(identifier: Identifier, *, weights: bool = True) -> tuple[pathlib.P
     the Hub's own: HF_TOKEN, or `hf auth login`'s. Without a connection, the cache is used; a
     UserError says so if it lacks a file.
     """
+    wanted = [huggingface.CONFIG]
     if identifier.file:
-        folder = _snapshot(identifier, allow_patterns=[glob.escape(identifier.file)])
-        file = folder / identifier.file
-        if not file.is_file():
-            allowed = _listed(_files(identifier, folder, (".gguf",)))
-            raise UserError(
-                f"'{identifier}': there is no such file in {identifier.repository}{allowed}"
-            )
-        return file, dataclasses.replace(identifier, revision=folder.name)
-    wanted = [*_FOLDER, *_WEIGHTS] if weights else [huggingface.CONFIG]
-    folder = _snapshot(identifier, allow_patterns=wanted, ignore_patterns=list(_OTHERS))
-    has_config = (folder / huggingface.CONFIG).is_file()
-    if has_config and (not weights or any(folder.glob("*.safetensors"))):
-        return folder, dataclasses.replace(identifier, revision=folder.name)
-    ggufs = _files(identifier, folder, (".gguf",))
-    if ggufs:
-        first = dataclasses.replace(identifier, file=ggufs[0])
-        if len(ggufs) == 1 and not has_config:
-            return download(first, weights=weights)
-        what = "no safetensors" if has_config else "several models"
-        why = f"{what}: name one of its GGUF files, as in '{first}'{_listed(ggufs)}"
-    elif _files(identifier, folder, huggingface.PICKLES):
-        why = "only weights as pickles, which can run any program when they are opened"
+        wanted = [glob.escape(identifier.file)]
+    elif weights:
+        wanted = [*_FOLDER, *_WEIGHTS]
+    folder = _snapshot(identifier, wanted)
+    commit = dataclasses.replace(identifier, revision=folder.name)
+    if identifier.file:
+        missing = identifier.file
+        if (folder / identifier.file).is_file():
+            return folder / identifier.file, commit
     else:
-        missing = "safetensors" if has_config else huggingface.CONFIG
-        why = f"no {missing} and no GGUF file: no model that we can read"
-    raise UserError(f"'{identifier}' holds {why}")
+        missing = f"{huggingface.CONFIG} with safetensors"
+        has_weights = not weights or any(folder.glob("*.safetensors"))
+        if has_weights and (folder / huggingface.CONFIG).is_file():
+            return folder, commit
+    ggufs = _ggufs(identifier, folder)
+    if len(ggufs) == 1 and not identifier.file:
+        return download(dataclasses.replace(identifier, file=ggufs[0]), weights=weights)
+    instead = ", ".join(f"{identifier.repository}/{name}" for name in ggufs)
+    raise UserError(
+        f"'{identifier}' holds no {missing}; name one of its GGUF files: {instead or 'it has none'}"
+    )
 
 
 def push(
@@ -129,62 +125,36 @@ def push(
     return str(done.commit_url).partition("/commit/")[0]
 
 
-def _snapshot(identifier: Identifier, **patterns: list[str]) -> pathlib.Path:
+def _snapshot(identifier: Identifier, wanted: list[str]) -> pathlib.Path:
     """The folder of one commit in the Hub's cache, with the files of these patterns."""
     hub = _library()
-    errors = hub.errors
-    there = hub.constants.ENDPOINT
-    log_in = "`hf auth login`, or HF_TOKEN"
     hub.utils.logging.set_verbosity_error()  # it warns where it finds none of the files
     if not sys.stderr.isatty():
         hub.utils.disable_progress_bars()
     try:
         found = hub.snapshot_download(
-            identifier.repository, revision=identifier.revision, **patterns
+            identifier.repository, revision=identifier.revision, allow_patterns=wanted
         )
-    except errors.RevisionNotFoundError:
+    except Exception as error:  # also of the client's HTTP library
         raise UserError(
-            f"'{identifier}': the Hub has no revision {identifier.revision!r} of it"
+            f"there is no model {str(identifier)!r} here, and {hub.constants.ENDPOINT} does not give it:"
+            f" {error_text(error)[:300]}"
         ) from None
-    except errors.GatedRepoError:
-        address = f"{there}/{identifier.repository}"
-        raise UserError(
-            f"'{identifier}' is gated: ask for access at {address}, then {log_in}"
-        ) from None
-    except (errors.RepositoryNotFoundError, errors.HFValidationError):
-        raise UserError(
-            f"there is no model {str(identifier)!r}: no such path here, and no such repository at {there} for you"
-            f" (for private ones: {log_in})"
-        ) from None
-    except errors.LocalEntryNotFoundError as error:
-        raise UserError(
-            f"no connection to {there} ({reason(error)}), and the cache at"
-            f" {hub.constants.HF_HUB_CACHE} does not hold all of '{identifier}' that is needed"
-        ) from None
-    except Exception as error:  # of the client's HTTP library
-        raise RunFailed(f"'{identifier}' could not be downloaded: {reason(error)}") from error
     return pathlib.Path(found)
 
 
-def _files(identifier: Identifier, folder: pathlib.Path, endings: tuple[str, ...]) -> list[str]:
-    """The repository's files with such names; without a connection, those in the cache."""
+def _ggufs(identifier: Identifier, folder: pathlib.Path) -> list[str]:
+    """The repository's GGUF files; without a connection, those in the cache."""
     try:
         names = _library().HfApi().list_repo_files(identifier.repository, revision=folder.name)
     except Exception:  # of the client's HTTP library
-        names = [str(file.relative_to(folder)) for file in folder.rglob("*")]
-    return sorted(name for name in names if name.endswith(endings))
-
-
-def _listed(files: list[str]) -> str:
-    if not files:
-        return ""
-    return f" (allowed: {', '.join(files)})"
+        names = os.listdir(folder)
+    return sorted(name for name in names if name.endswith(".gguf"))
 
 
 def _library():
     with needed("models of the Hugging Face Hub need huggingface_hub", extra="hf"):
         import huggingface_hub
         import huggingface_hub.constants
-        import huggingface_hub.errors
         import huggingface_hub.utils
     return huggingface_hub

@@ -30,7 +30,6 @@ import functools
 import hashlib
 import json
 import pathlib
-import zipfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -171,12 +170,12 @@ def refit(
     fits = []
 
     def fit(layer: int, index: int, name: str, computed: Callable[..., Computed]) -> None:
-        file = None
+        compute = functools.partial(computed, passes, layer, index, ridge=settings.ridge)
         if folder:
             fitted = name.replace("/", "-")
-            file = folder / f"{request}-{layer:04d}-{fitted}.npz"
-        compute = functools.partial(computed, passes, layer, index, ridge=settings.ridge)
-        arrays, shares = _kept(file, compute)
+            arrays, shares = _kept(folder / f"{request}-{layer:04d}-{fitted}.npz", compute)
+        else:
+            arrays, shares = compute()
         passes.replace(arrays)
         fits.append(Fit(layer, name, *shares))
 
@@ -416,9 +415,8 @@ def _request(
     source: Source, model: ModelConfig, rows: np.ndarray, mesh: jax.sharding.Mesh, settings: Refit
 ) -> str:
     """A digest of what the fitted arrays depend on."""
-    path = pathlib.Path(source.path).resolve()
     found = []
-    for file in sorted([path, *path.rglob("*")]):
+    for file in files.below(pathlib.Path(source.path).resolve()):
         stat = file.stat()
         found.append([str(file), stat.st_size, stat.st_mtime_ns])
     about = [
@@ -429,45 +427,31 @@ def _request(
     return hashlib.sha256(json.dumps(about).encode()).hexdigest()[:16]
 
 
-# What an interrupted run has fitted: one file for each fitted sublayer, named by the request that it
-# belongs to.
-
-
-def _kept(file: pathlib.Path | None, compute: Callable[[], Computed]) -> Computed:
-    """What `compute` returns; with a file, what that holds, which is written if it is missing or
-    damaged.
+def _kept(file: pathlib.Path, compute: Callable[[], Computed]) -> Computed:
+    """What `compute` returns, from the file of an interrupted run, if it is there; the file is
+    written if not. The arrays are read from it when they are asked for, so that the host holds one
+    at a time.
     """
-    if file is None:
-        return compute()
-    try:
-        return _read(file)
-    except (OSError, EOFError, ValueError, KeyError, zipfile.BadZipFile):
+    if not file.exists():
         arrays, shares = compute()
-    named = {}
-    for key, array in arrays.items():
-        name = f"{key.name} {key.layer} {array.dtype}"
-        named[name] = array.read()
-    file.parent.mkdir(exist_ok=True)
-    files.write_atomically(str(file), lambda path: np.savez(path, shares=shares, **named))
-    return _read(file)
-
-
-def _read(file: pathlib.Path) -> Computed:
-    """The arrays, which are read again when they are asked for, so that the host holds one at a
-    time.
-    """
+        # of bfloat16, NumPy keeps the bytes alone
+        named = {
+            f"{key.name} {key.layer} {array.dtype}": array.read() for key, array in arrays.items()
+        }
+        file.parent.mkdir(exist_ok=True)
+        files.write_atomically(str(file), lambda path: np.savez(path, shares=shares, **named))
 
     def array(name: str) -> np.ndarray:
         with np.load(file) as content:
-            return content[name].view(name.split()[2])  # of bfloat16, NumPy keeps the bytes alone
+            return content[name].view(name.split()[2])
 
-    with np.load(file) as content:
-        names = set(content.files) - {"shares"}
-        before, after = content["shares"].tolist()
     found = {}
+    with np.load(file) as content:
+        before, after = content["shares"].tolist()
+        names = [name for name in content.files if name != "shares"]
     for name in names:
-        values = array(name)  # compares its checksum
-        of_key, layer, _ = name.split()
+        array_name, layer, dtype = name.split()
+        shape = array(name).shape
         read = functools.partial(array, name)
-        found[Key(of_key, int(layer))] = Stored(values.shape, values.dtype, read)
+        found[Key(array_name, int(layer))] = Stored(shape, np.dtype(dtype), read)
     return found, (before, after)

@@ -232,21 +232,11 @@ def measure(
     )
 
 
-BAR = 40  # characters of the longest bar
 NAMES = {"last": "the last", "ranked": "least sensitive", "greedy": "greedily"}
 
 
 def show(result: Result) -> None:
-    """Print the curve, and the cost of each choice of layers, as tables on standard output."""
-    head = f"the standard model's loss is {result.loss:.4f} nats a token"
-    measured = f"of {result.tokens:,} tokens in sequences of {result.sequence:,}; one {result.residual} layer costs"
-    costs = result.costs
-    longest = max(*costs, 1e-9)
-    lines = []
-    for layer, cost in enumerate(costs):
-        bar = "#" * round(BAR * max(cost, 0) / longest)
-        lines.append((str(layer), f"{cost:+.4f}", bar))
-    curve = Table(("layer", "nats", ""), lines, ("",))
+    """Print the cost of each choice of layers, as a table on standard output."""
     rows = []
     for name, subset in result.subsets.items():
         choice = NAMES[name]
@@ -255,5 +245,10 @@ def show(result: Result) -> None:
         layers = ", ".join(map(str, sorted(subset.layers)))
         cost = subset.loss - result.loss
         rows.append((choice, layers, f"{cost:+.4f}"))
-    choices = Table(("chosen", "layers", "nats"), rows, ("chosen", "layers"))
-    terminal.show([head, measured, curve, choices])
+    terminal.show(
+        [
+            f"the standard model's loss is {result.loss:.4f} nats a token",
+            f"of {result.tokens:,} tokens in sequences of {result.sequence:,}",
+            Table(("chosen", "layers", "nats"), rows, ("chosen", "layers")),
+        ]
+    )

@@ -4,7 +4,6 @@ are read lazily, one at a time, into memory or onto a mesh.
 Each format's reader returns a Source. Loading, exporting and converting need only that.
 """
 
-import contextlib
 import dataclasses
 import functools
 import json
@@ -96,7 +95,7 @@ class Source:
     path: for messages.
     model: the configuration; the residual topology is standard, unless the source names one.
     arrays: one entry for each layer of each array, with exactly the keys of
-        `expected_shapes(model)`; see `check`.
+        `expected_shapes(model)`.
     context: the longest sequence that the model was trained for, in tokens; None if unknown.
     files: the contents of the tokenizer's files by Hugging Face's names: tokenizer.json,
         chat_template.jinja, ...
@@ -120,11 +119,15 @@ class Source:
         """
         if not self.files and self.model.vocab_size == tokenizers.Bytes().vocab_size:
             return tokenizers.Bytes()
-        with contextlib.ExitStack() as scratch:
-            folder = scratch.enter_context(tempfile.TemporaryDirectory(prefix="ladder-jax-"))
-            tokenizer = self.write_tokenizer(pathlib.Path(folder) / tokenizers.FOLDER)
-            if tokenizer is not None:  # then the folder is removed with it
-                weakref.finalize(tokenizer, scratch.pop_all().close)
+        if tokenizers.MAIN not in self.files:
+            return None
+        scratch = tempfile.TemporaryDirectory(prefix="ladder-jax-")
+        try:
+            tokenizer = self.write_tokenizer(pathlib.Path(scratch.name) / tokenizers.FOLDER)
+        except UserError:
+            scratch.cleanup()
+            raise
+        weakref.finalize(tokenizer, scratch.cleanup)  # the folder is removed with it
         return tokenizer
 
     def write_tokenizer(self, folder: pathlib.Path) -> Tokenizer | None:
@@ -239,17 +242,6 @@ def check_alone(model: ModelConfig, *, path: str) -> None:
             f"{path!r} has a side network (model.side), which no other format has: generate, serve, evaluate and"
             " train read the checkpoint itself"
         )
-
-
-def check(source: Source) -> None:
-    """Raises UserError for missing, extra or wrongly shaped arrays."""
-    wanted = expected_shapes(source.model)
-    found = {key: stored.shape for key, stored in source.arrays.items()}
-    for key in wanted | found:
-        shape = found.get(key)
-        expected = wanted.get(key)
-        if shape != expected:
-            raise UserError(f"{source.path!r}: {key} is {shape}, by its configuration {expected}")
 
 
 def refit_in(folder: AnyPath) -> bytes | None:

@@ -200,8 +200,15 @@ def from_pretrained(
         stored = jnp.dtype(dtype.value)
     definition = formats.define(config, mesh=mesh)
     params = opened.params(definition, dtype=stored)
-    about = dict(tokenizer=tokenizer, decode=opened.config.decode, context=opened.context)
-    return Transformer(config, mesh=mesh, params=params, refit=opened.refit, **about)
+    return Transformer(
+        config,
+        mesh=mesh,
+        params=params,
+        tokenizer=tokenizer,
+        decode=opened.config.decode,
+        context=opened.config.train.sequence,
+        refit=opened.refit,
+    )
 
 
 def load(
@@ -219,9 +226,10 @@ def load(
 
 
 class _Prepared:
-    """A model's generators by loop and quantization, made again when a parameter was replaced.
+    """A model's newest generator, made again for another loop or quantization, and when a parameter
+    was replaced.
 
-    An object of its own, so that Flax does not take their arrays for the model's parameters; and
+    An object of its own, so that Flax does not take its arrays for the model's parameters; and
     equal to any other, so that Flax takes two models of one configuration for the same program.
     """
 
@@ -233,28 +241,25 @@ class _Prepared:
 
     def __init__(self):
         self._of: tuple[weakref.ref, ...] = ()
-        self._generators: dict[tuple[Loop, Quantize], Generator] = {}
+        self._form: dict[str, Loop | Quantize] = {}
+        self._generator: Generator | None = None
 
-    def generator(
-        self, model: Transformer, *, loop: Loop, quantize: Quantize, capacity: int
-    ) -> Generator:
-        """capacity: positions that the devices' memory must have room for."""
+    def generator(self, model: Transformer, *, capacity: int, **form: Loop | Quantize) -> Generator:
+        """capacity: positions that the devices' memory must have room for. form: loop, quantize."""
         leaves = jax.tree.leaves(model.params)
-        if len(leaves) != len(self._of) or any(
-            ref() is not leaf for ref, leaf in zip(self._of, leaves)
-        ):
-            self._of = tuple(map(weakref.ref, leaves))
-            self._generators = {}
-        form = dict(loop=loop, quantize=quantize)
-        if (loop, quantize) not in self._generators:
+        replaced = [ref() is not leaf for ref, leaf in zip(self._of, leaves)]
+        if self._generator is None or any(replaced) or form != self._form:
+            self._generator = None  # before there are more copies of the weights
             held = memory.held_bytes(model.params)
             rows = model.definition.layout.batch_ranks
             with memory.explained("generating"):
                 memory.check_slots(
                     model.definition, slots=rows, capacity=capacity, chunk=CHUNK, held=held, **form
                 )
-                self._generators[loop, quantize] = Generator(model, **form)
-        return self._generators[loop, quantize]
+                self._generator = Generator(model, **form)
+            self._of = tuple(map(weakref.ref, leaves))
+            self._form = form
+        return self._generator
 
 
 def _values(array: jax.Array, key: Key, shape: tuple[int, ...]) -> np.ndarray:

@@ -8,7 +8,15 @@ import contextlib
 import dataclasses
 import functools
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
+from collections.abc import (
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Collection,
+    Coroutine,
+    Sequence,
+)
+from typing import Any
 
 import fastapi
 from fastapi.sse import EventSourceResponse
@@ -41,8 +49,9 @@ from ladder_jax.serve.middleware import (
 from ladder_jax.serve.prepare import Terms, prepare
 from ladder_jax.serve.schema import BODIES, GenerationBody, Refusal, dumps, json_response, parse
 
-PATHS = (*BODIES, "/health", "/metrics", "/v1/models", "/openapi.json")
 SMALL_BODY = 2**17  # bytes
+POLL = 0.2  # seconds
+PATHS = (*BODIES, "/health", "/metrics", "/v1/models", "/openapi.json")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,10 +77,7 @@ class Service:
     async def answer(self, http: fastapi.Request, kind: type[GenerationBody]) -> Response:
         """A whole answer, or its stream. Raises Refusal or UserError."""
         content = await read_body(http, most=self.body_bytes, seconds=self.body_seconds)
-        alone = contextlib.nullcontext()
-        if len(content) > SMALL_BODY:
-            self.terms.check_marks(content)
-            alone = self.large_bodies
+        alone = self.large_bodies if len(content) > SMALL_BODY else contextlib.nullcontext()
         # In a thread: to read and tokenize a long body would block the event loop.
         async with alone:
             body = await asyncio.to_thread(parse, kind, content)
@@ -239,23 +245,17 @@ def _refusal(http: fastapi.Request, error: Exception) -> Refusal:
             return Refusal(500, "an error in the server; its log says more")
 
 
-async def _unless_disconnected[T](http: fastapi.Request, work) -> T:
+async def _unless_disconnected[T](http: fastapi.Request, work: Coroutine[Any, Any, T]) -> T:
     """The result of `work`. If the client disconnects first, it is cancelled."""
-
-    async def disconnected() -> None:
-        while (await http.receive())["type"] != "http.disconnect":
-            pass
-
     working = asyncio.ensure_future(work)
-    watching = asyncio.ensure_future(disconnected())
     try:
-        await asyncio.wait((working, watching), return_when=asyncio.FIRST_COMPLETED)
-        if not working.done():
-            raise Refusal(CLIENT_CLOSED_REQUEST, "the client has left")
+        while not working.done():
+            await asyncio.wait([working], timeout=POLL)
+            if await http.is_disconnected():
+                raise Refusal(CLIENT_CLOSED_REQUEST, "the client has left")
         return working.result()
     finally:
         working.cancel()
-        watching.cancel()
 
 
 async def _cancel(handles: Sequence[Handle]) -> None:

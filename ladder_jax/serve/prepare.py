@@ -2,7 +2,6 @@
 
 import dataclasses
 import datetime
-import functools
 import secrets
 import sys
 from collections.abc import Sequence
@@ -15,8 +14,6 @@ from ladder_jax.serve.schema import Chat, Completion, GenerationBody, Message, R
 
 MAX_TOKENS = 16
 """OpenAI's default for completions."""
-LONG_TOKEN = 64
-"""Bytes: an upper bound for special tokens, whose text the tokenizer does not give."""
 SAMPLING = {"temperature", "top_p", "top_k", "min_p", "repetition_penalty"}
 
 
@@ -43,16 +40,6 @@ class Terms:
             message = f"there is no model {name!r} here; this is {self.name!r}"
             raise Refusal(404, message, param="model", code="model_not_found")
 
-    def check_marks(self, content: bytes) -> None:
-        """Raises Refusal for a body of so many strings, lists and objects that to make them would
-        hold Python's lock for long.
-        """
-        count = sum(map(content.count, b'"[{'))
-        most = 16 * (self.capacity + self.max_queue)
-        if count > most:
-            message = f"the body has {count} quotes, brackets and braces, and may have {most}"
-            raise Refusal(400, message)
-
     def check_count(self, prompts: int, *, n: int) -> None:
         """Raises Refusal for no answers, or more than the queue holds. n: answers per prompt."""
         if not 0 < n * prompts <= self.max_queue:
@@ -60,19 +47,6 @@ class Terms:
                 f"{prompts} prompts, {n} answers each, are not from 1 to {self.max_queue} in all"
             )
             raise Refusal(400, message, param="prompt" if n == 1 else "n")
-
-    def check_text(self, characters: int, *, param: str) -> None:
-        """Raises Refusal for a text that exceeds the capacity however it is tokenized."""
-        if (
-            characters > self.capacity * LONG_TOKEN
-            and characters > self.capacity * self._longest_token
-        ):
-            raise self._too_long(f"{characters} characters", param=param)
-
-    def check_messages(self, count: int) -> None:
-        """Raises Refusal for more messages than there may be tokens."""
-        if count > self.capacity:
-            raise self._too_long(f"{count} messages", param="messages")
 
     def new_tokens(self, prompt: Sequence[int], *, asked: int | None, default: int) -> int:
         """None asked: as many as there is room for, up to `default`."""
@@ -82,20 +56,12 @@ class Terms:
         room = self.capacity - len(prompt)
         new = asked or max(1, min(default, self.max_new_tokens, room))
         if new > room:
-            raise self._too_long(
-                f"a prompt of {len(prompt)} tokens and {new} new ones", param="prompt"
+            message = (
+                f"a prompt of {len(prompt)} tokens and {new} new ones are more than the {self.capacity} tokens"
+                " that this server has room for"
             )
+            raise Refusal(400, message, param="prompt", code="context_length_exceeded")
         return new
-
-    @functools.cached_property
-    def _longest_token(self) -> int:
-        return max(
-            len(self.tokenizer.to_bytes([token])) for token in range(self.tokenizer.vocab_size)
-        )
-
-    def _too_long(self, what: str, *, param: str) -> Refusal:
-        message = f"{what} are more than the {self.capacity} tokens that this server has room for"
-        return Refusal(400, message, param=param, code="context_length_exceeded")
 
 
 def prepare(
@@ -160,15 +126,12 @@ def _prompts(body: Completion, terms: Terms) -> list[Sequence[int]]:
     is_single = isinstance(body.prompt, str) or body.prompt and isinstance(body.prompt[0], int)
     prompts = [body.prompt] if is_single else body.prompt
     terms.check_count(len(prompts), n=body.answers)
-    longest = max((len(prompt) for prompt in prompts if isinstance(prompt, str)), default=0)
-    terms.check_text(longest, param="prompt")
     return [
         terms.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt for prompt in prompts
     ]
 
 
 def _conversation(body: Chat, terms: Terms, *, now: datetime.datetime | None) -> list[int]:
-    terms.check_messages(len(body.messages))
     if not terms.tokenizer.has_chat:
         message = f"{body.model} has no chat template; ask it at /v1/completions"
         raise Refusal(400, message, param="messages", code="no_chat_template")
@@ -176,7 +139,6 @@ def _conversation(body: Chat, terms: Terms, *, now: datetime.datetime | None) ->
         raise Refusal(400, "top_logprobs needs logprobs: true", param="top_logprobs")
     _check_top_logprobs(body.top_logprobs or 0, body=body, param="top_logprobs")
     messages = [_plain(message) for message in body.messages]
-    terms.check_text(sum(len(message["content"]) for message in messages), param="messages")
     return terms.tokenizer.chat(messages, now=now)
 
 

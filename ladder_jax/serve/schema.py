@@ -119,10 +119,7 @@ class Object(pydantic.BaseModel):
                 message = str(unknown("parameter", name[:MAX_CHARACTERS], type(self).model_fields))
                 raise PydanticCustomError(UNKNOWN, "{message}", {"message": message, "name": name})
             allowed = (getattr(self, "n", None) or 1,) if name == "best_of" else NEUTRAL[name]
-            # In Python, True equals 1.
-            if not any(
-                value == one and isinstance(value, bool) == isinstance(one, bool) for one in allowed
-            ):
+            if value not in allowed:
                 instead = "".join(f", or {one!r}" for one in allowed)
                 message = f"{name} is not supported here: leave it out{instead}"
                 raise PydanticCustomError(

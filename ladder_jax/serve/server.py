@@ -9,8 +9,6 @@ not read, or a bound on a body's chunks.
 import asyncio
 import contextlib
 import http
-import os
-import queue
 import resource
 import signal
 import socket
@@ -24,6 +22,7 @@ from starlette.types import ASGIApp
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from ladder_jax.errors import UserError
+from ladder_jax.files import reason
 from ladder_jax.serve.schema import Refusal
 
 BACKLOG = 2048  # connections that wait to be accepted
@@ -52,7 +51,7 @@ READ_BYTES = 4096
 """Read and parsed at a time: a few milliseconds' work, after which other connections have their
 turn.
 """
-RESERVE = 32  # open files for other uses
+RESERVE = 64  # open files for other uses
 
 
 class _Requests(h11.Connection):
@@ -172,12 +171,12 @@ class Protocol(H11Protocol, asyncio.BufferedProtocol):
     def _write(self, refusal: Refusal) -> None:
         """Sends it past h11, which may be within a request that has no end."""
         body = refusal.response().body
-        reason = http.HTTPStatus(refusal.status_code).phrase
+        phrase = http.HTTPStatus(refusal.status_code).phrase
         fields = (
             f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\nConnection: close"
         )
         self.transport.write(
-            f"HTTP/1.1 {refusal.status_code} {reason}\r\n{fields}\r\n\r\n".encode() + body
+            f"HTTP/1.1 {refusal.status_code} {phrase}\r\n{fields}\r\n\r\n".encode() + body
         )
 
 
@@ -187,13 +186,12 @@ def max_connections() -> int:
     Raises the process's limit of open files as far as the system allows.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    used = RESERVE + len(os.listdir("/dev/fd"))
     # Twice as many: a burst of connections is accepted before they are counted.
-    wanted = used + 2 * MAX_CONNECTIONS
+    wanted = RESERVE + 2 * MAX_CONNECTIONS
     if soft < wanted:
         soft = min(hard, wanted)
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-    return max(8, min(MAX_CONNECTIONS, (soft - used) // 2))
+    return max(8, min(MAX_CONNECTIONS, (soft - RESERVE) // 2))
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -212,8 +210,7 @@ def bind(host: str, port: int) -> socket.socket:
     except (OSError, UnicodeError) as error:
         if sock:
             sock.close()
-        reason = error.strerror if isinstance(error, OSError) else "this is no host's name"
-        raise UserError(f"cannot listen at {host}, port {port}: {reason}") from None
+        raise UserError(f"cannot listen at {host}, port {port}: {reason(error)}") from None
     return sock
 
 
@@ -229,10 +226,7 @@ def listening(app: ASGIApp, sock: socket.socket) -> Iterator[threading.Thread]:
 
     Yields the serving thread.
     """
-    try:
-        sock.listen(BACKLOG)
-    except OSError as error:  # another process took the port in the meantime
-        raise UserError(f"cannot listen at {url(sock)}: {error.strerror}") from None
+    sock.listen(BACKLOG)
 
     class Limited(Protocol):
         most = max_connections()
@@ -267,26 +261,24 @@ def listening(app: ASGIApp, sock: socket.socket) -> Iterator[threading.Thread]:
         sock.close()
 
 
-def catch_signals() -> queue.SimpleQueue[int]:
-    """A queue that receives the number of the first SIGTERM or SIGINT. A second one ends the
-    process at once.
+def catch_signals() -> list[int]:
+    """A list that receives the number of the first SIGTERM or SIGINT. A second one ends the process
+    at once.
     """
-    signals = queue.SimpleQueue()  # its `put` is safe in a signal handler
+    signals = []
     numbers = (signal.SIGTERM, signal.SIGINT)
 
     def handle(number: int, _: object) -> None:
         for signum in numbers:
             signal.signal(signum, signal.SIG_DFL)
-        signals.put(number)
+        signals.append(number)
 
     for signum in numbers:
         signal.signal(signum, handle)
     return signals
 
 
-def wait(signals: queue.SimpleQueue[int], *, unless: Callable[[], bool]) -> None:
+def wait(signals: list[int], *, unless: Callable[[], bool]) -> None:
     """Waits for a signal, or until `unless` is true."""
-    while not unless():
-        with contextlib.suppress(queue.Empty):
-            signals.get(timeout=POLL)
-            return
+    while not signals and not unless():
+        time.sleep(POLL)

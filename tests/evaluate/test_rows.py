@@ -2,14 +2,16 @@
 
 import pytest
 
-from ladder_jax.decode.engine.jsonl import digest
+from ladder_jax.decode.engine.jsonl import carry_out, digest
 from ladder_jax.errors import RunFailed, UserError
-from ladder_jax.evaluate.rows import carry_out
 
 
 def test_a_full_disk_keeps_whole_lines(tmp_path, largest_file):
-    rows = [digest("question", index) for index in range(4)]
-    results = [{"answer": "é" * 20, "score": index} for index in range(4)]
+    rows = {index: digest("question", index) for index in range(4)}
+    results = [
+        {"index": index, "answer": "é" * 20, "score": index, "request": rows[index]}
+        for index in range(4)
+    ]
     out, answered = tmp_path / "out.jsonl", []
 
     def work(left):
@@ -17,7 +19,7 @@ def test_a_full_disk_keeps_whole_lines(tmp_path, largest_file):
             answered.append(row)
             yield row, results[row]
 
-    run = lambda: carry_out(rows, work, file=str(out))
+    run = lambda: carry_out(rows, work, file=str(out), label="")
     assert run() == results
     whole = out.read_bytes()
     for room in (len(whole) - 1, len(whole) // 2, 3):
@@ -42,7 +44,7 @@ def test_one_run_at_a_time(tmp_path):
 
     def work(left):
         with pytest.raises(UserError, match="out.jsonl: another run is writing to it"):
-            carry_out(["row"], lambda left: [(0, {})], file=file)
+            carry_out({0: "row"}, lambda left: [(0, {})], file=file, label="")
         yield 0, {}
 
-    assert carry_out(["row"], work, file=file) == [{}]
+    assert carry_out({0: "row"}, work, file=file, label="") == [{}]

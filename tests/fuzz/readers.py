@@ -184,7 +184,7 @@ def _lines_read(folder, changed):
             jsonl.read(file, **prompts)
         case "answers":
             jobs = jsonl.read(str(folder / "prompts.jsonl"), **prompts)
-            jsonl.unanswered(file, [dataclasses.replace(jobs[0], digest="0123"), jobs[1]])
+            jsonl.answered(file, {jobs[0].index: "0123", jobs[1].index: jobs[1].digest})
         case "metrics":
             metrics.Metrics(folder, step=1, say=print).close()
 

@@ -80,18 +80,9 @@ def test_weights_that_do_not_fit_the_configuration(more, said, tmp_path):
     assert said in refused(models.write(tmp_path / "model", "llama-3.1", more=more))
 
 
-@pytest.mark.parametrize(
-    "layers, said",
-    [
-        (3, "model.layers.2."),
-        (30_000, "holds 21 tensors, fewer than the 30000 layers of its configuration"),
-    ],
-)
-def test_fewer_layers_than_the_configuration_has(layers, said, tmp_path):
-    """Whoever writes that number decides how long it takes to say what is missing."""
-    tensors = models.weights(models.config("llama-2"))
-    changes = dict(tensors=tensors, num_hidden_layers=layers)
-    assert said in refused(models.write(tmp_path / "model", "llama-2", **changes))
+def test_fewer_layers_than_the_configuration_has(tmp_path):
+    changes = dict(tensors=models.weights(models.config("llama-2")), num_hidden_layers=3)
+    assert "model.layers.2." in refused(models.write(tmp_path / "model", "llama-2", **changes))
 
 
 @pytest.mark.parametrize(
@@ -103,12 +94,10 @@ def test_nested_json(name, tmp_path):
     assert "is not JSON" in refused(folder)
 
 
-def test_a_tied_head_may_stand_twice_but_not_differ(tmp_path):
+def test_a_tied_head_may_stand_twice(tmp_path):
     table = models.weights(models.config("llama-3.2"))["model.embed_tokens.weight"]
     twice = models.write(tmp_path / "twice", "llama-3.2", more={"lm_head.weight": table})
     assert "head/table" not in {key.name for key in pretrained.open(twice).arrays}
-    other = models.write(tmp_path / "other", "llama-3.2", more={"lm_head.weight": table + 1})
-    assert "tie_word_embeddings" in refused(other)
 
 
 def test_old_files_hold_rotary_frequencies_too(tmp_path):

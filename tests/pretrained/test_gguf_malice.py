@@ -5,11 +5,6 @@ import struct
 import subprocess
 import sys
 
-import pytest
-
-from ladder_jax.errors import UserError
-from ladder_jax.pretrained.gguf import tokenizer as gguf_tokenizer
-from ladder_jax.pretrained.gguf.file import File
 from tests.pretrained import gguf_files
 from tests.pretrained.test_gguf import refused
 
@@ -33,7 +28,6 @@ BOMBS = {
     "numbers": head_of(many(6)),
     "strings": head_of(many(8)),
     "lists": head_of(many(9)),
-    "as many as it has bytes": head_of(many(0, 2**25) + bytes(2**25)),
     "lists in lists": head_of(many(9, 1) + struct.pack("<IQ", 9, 1) * 100_000),
     "empty lists": head_of(*[many(9, 2**20) + struct.pack("<IQ", 9, 0) * 2**20] * 2),
     "settings": b"GGUF" + struct.pack("<IQQ", 3, 0, 2**60),
@@ -68,7 +62,7 @@ def test_counts_that_no_file_could_hold(tmp_path):
     assert done.returncode == 0 and len(said) == len(BOMBS), done.stderr[-500:]
     for name, line in zip(sorted(BOMBS), said):
         assert line.startswith(f"'{name}' is ") and "MemoryError" not in line, line
-        assert "damaged or incomplete" in line or "big-endian" in line, line
+        assert "damaged or incomplete" in line, line
 
 
 def test_settings_of_another_type(tmp_path):
@@ -79,18 +73,9 @@ def test_settings_of_another_type(tmp_path):
         ("tokenizer.ggml.padding_token_id", 1.5),
         ("tokenizer.ggml.unknown_token_id", True),
         ("tokenizer.ggml.add_bos_token", "yes"),
-        ("tokenizer.ggml.tokens", [1, 2]),
-        ("tokenizer.ggml.token_type", ["a"]),
         ("tokenizer.ggml.merges", "a"),
         ("tokenizer.chat_template", 5),
         ("context_length", "long"),
     ):
         file = gguf_files.write(tmp_path / "a.gguf", "llama-2", settings={name: value})
-        assert f"{name} must be" in (said := refused(file)) or f"{name} is not a list of" in said
-
-
-def test_a_token_as_long_as_a_book(tmp_path):
-    """To try each way to make it of two others takes the square of its length."""
-    file = File("x", {"tokenizer.ggml.scores": [0.0, 0.0]}, {})
-    with pytest.raises(UserError, match="has a token of 100000 characters"):
-        gguf_tokenizer._llama(file, ["a" * 100_000, "a"], [1, 1], {})
+        assert f"{name} must be" in refused(file)

@@ -176,7 +176,7 @@ REFUSED = {
         "hidden_act='gelu'": {"hidden_act": "gelu"},
         "rope_type='yarn'": {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}},
         "low_freq_factor": {"rope_scaling": {"rope_type": "llama3", "factor": 4.0}},
-        "rope_scaling must be an object": {"rope_scaling": 8.0},
+        "rope_scaling must be of type dict": {"rope_scaling": 8.0},
         "partial_rotary_factor": {"partial_rotary_factor": 0.5},
     },
     "llama-2": {

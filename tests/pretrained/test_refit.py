@@ -191,7 +191,7 @@ def test_layers_are_chosen_by_their_refitted_cost(small, texts, tmp_path):
     saved = converted(small, tmp_path / "out", *words, "--search", "ranked")
     told = json.loads((tmp_path / "out" / "sensitivity.json").read_text())
     source = pretrained.open(small)
-    settings = dict(tokenizer=saved.tokenizer, tokens=64, vocab_size=129)
+    settings = dict(tokenizer=saved.tokenizer, tokens=64)
     measured = rows_of([Text(str(text))], **settings)
     following = rows_of([Text(str(text))], skip=64, **settings)
 
@@ -228,25 +228,18 @@ sys.exit(cli.main(sys.argv[2:]))
 
 
 @pytest.mark.parametrize(
-    "given, tokens, projections, noticed",
+    "given, tokens, projections",
     [
-        (None, 8 * 48, BOTH, False),
-        (None, 8 * 48 - 1, INPUTS, False),
-        ("inputs", 8 * 48, INPUTS, False),
-        ("both", 8 * 48, BOTH, False),
-        ("both", 8 * 48 - 1, BOTH, True),
+        (None, 8 * 48, BOTH),
+        (None, 8 * 48 - 1, INPUTS),
+        ("inputs", 8 * 48, INPUTS),
+        ("both", 8 * 48 - 1, BOTH),
     ],
 )
-def test_the_outputs_are_fitted_where_there_are_tokens_for_it(
-    given, tokens, projections, noticed, caplog
-):
+def test_the_outputs_are_fitted_where_there_are_tokens_for_it(given, tokens, projections):
     """By default; of a model whose MLP has 48 features, which are more than those of its heads."""
     choice = dict(ladder_layers="2", calibration=["a.txt"], calibration_tokens=tokens)
     assert parsed(small_model(), refit=given, **choice).refit == Refit(projections=projections)
-    assert caplog.messages == noticed * [
-        "notice: --refit both fits 48 features on 383 tokens; with fewer than 8 for each it may give back less than"
-        " --refit inputs: --calibration-tokens 384"
-    ]
 
 
 @pytest.fixture
@@ -263,15 +256,14 @@ def summed(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "signum, status, projections, resumed",
+    "signum, projections, resumed",
     [
-        (signal.SIGKILL, -signal.SIGKILL, INPUTS, 3),
-        # the outputs behind the damaged one, and the inputs and outputs of two whole layers
-        full(signal.SIGTERM, 128 + signal.SIGTERM, BOTH, 2 + 8),
+        (signal.SIGKILL, INPUTS, 3),
+        full(signal.SIGTERM, BOTH, 1 + 8),
     ],
 )
 def test_killed_and_resumed_bit_for_bit(
-    signum, status, projections, resumed, small, texts, tmp_path, summed, capsys
+    signum, projections, resumed, small, texts, tmp_path, summed, capsys
 ):
     """What was fitted is read, not fitted again; the result is that of an undisturbed run."""
     words = ["--ladder-layers", "3", "--refit", projections.value]
@@ -281,14 +273,10 @@ def test_killed_and_resumed_bit_for_bit(
     done = subprocess.run(
         [*run, *words], capture_output=True, text=True, env=environment, timeout=300
     )
-    assert done.returncode == status, done.stderr
-    assert signum == signal.SIGKILL or "the same command goes on from here" in done.stderr
+    assert done.returncode == -signum, done.stderr
     left = tmp_path / ".out.converting" / "refitted"
     assert len(list(left.glob("*.npz"))) == 3
     assert not (tmp_path / "out").exists()
-    if projections is BOTH:  # a damaged file is fitted again
-        (damaged,) = left.glob("*-0001-attention-out.npz")
-        damaged.write_bytes(b"nonsense")
     found = converted(small, tmp_path / "out", *words)
     assert len(summed) == resumed
     printed = capsys.readouterr().out
@@ -327,7 +315,3 @@ def test_other_requests_resume_nothing(tmp_path):
         request = {"rows": TOKENS, **always, **change}
         kept = refit(source, folder=tmp_path / "kept", **request)
         models.same_arrays(kept.source, refit(source, **request).source)
-    for file in (tmp_path / "kept").iterdir():  # as a power cut may leave it
-        file.write_bytes(b"")
-    again = refit(source, folder=tmp_path / "kept", **request)
-    models.same_arrays(again.source, kept.source)

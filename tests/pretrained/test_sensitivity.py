@@ -105,7 +105,7 @@ def test_the_verb_measures_prints_and_converts(small, tmp_path, capsys, monkeypa
     printed, stored = capsys.readouterr(), json.loads((out / "sensitivity.json").read_text())
     first, second, *_ = lines = printed.out.splitlines()
     assert first.startswith("the standard model's loss is ")
-    assert second.startswith("of 64 tokens in sequences of 64; ")
+    assert second == "of 64 tokens in sequences of 64"
     assert max(map(len, lines[:-2])) <= 80  # but for the paths at the end
     assert "measured 7/7 losses" in printed.err
     assert "(taken)" in printed.out

@@ -369,7 +369,7 @@ def test_mistakes(stores, tmp_path, capsys, more, line):
 def test_a_model_of_another_format(bucket):
     bucket.put("gemma/config.json", b'{"model_type": "llama"}')
     with pytest.raises(
-        UserError, match="'gs://bucket/gemma': runs and checkpoints are read from there; copy other"
+        UserError, match="'gs://bucket/gemma': only runs and checkpoints are read from there"
     ):
         open_model("gs://bucket/gemma")
 

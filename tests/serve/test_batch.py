@@ -55,7 +55,8 @@ def content(make_engine, tmp_path_factory):
     """The file of answers to LINES."""
     folder = tmp_path_factory.mktemp("batch")
     jobs = batch.read(write(folder / "in.jsonl", LINES), **READ)
-    list(jsonl.answer(make_engine(), jobs, file=str(folder / "out.jsonl")))
+    ours = make_engine()
+    jsonl.answer(jobs, file=str(folder / "out.jsonl"), engine_for=lambda left: ours)
     return (folder / "out.jsonl").read_bytes()
 
 
@@ -90,7 +91,7 @@ def test_one_without_numbers(tmp_path):
     assert answer["response"]["status_code"] == 500
     assert answer["response"]["body"]["error"]["code"] == "no_numbers"
     (tmp_path / "out.jsonl").write_text(json.dumps(answer) + "\n")
-    assert jsonl.unanswered(str(tmp_path / "out.jsonl"), [job]) == []
+    assert jsonl.answered(str(tmp_path / "out.jsonl"), {"one": job.digest}) == {"one": answer}
 
 
 @pytest.mark.parametrize("change", [dict(identity="another"), dict(defaults=DecodeConfig(seed=4))])
@@ -99,7 +100,7 @@ def test_answers_to_something_else(change, content, tmp_path):
     (tmp_path / "out.jsonl").write_bytes(content)
     jobs = batch.read(write(tmp_path / "in.jsonl", LINES), **READ | change)
     with pytest.raises(UserError, match="out.jsonl line [1-4] answers another prompt, model or"):
-        jsonl.unanswered(str(tmp_path / "out.jsonl"), jobs)
+        jsonl.answered(str(tmp_path / "out.jsonl"), {job.index: job.digest for job in jobs})
 
 
 MISTAKES = [

@@ -11,23 +11,22 @@ import pytest
 from ladder_jax.data.tokenizer import Bytes
 from ladder_jax.errors import UserError
 from ladder_jax.serve import middleware, server
-from tests.serve.conftest import CAPACITY, MODEL, ask
+from tests.serve.conftest import MODEL, ask
 
 SMALL = dict(model=MODEL, prompt="a", max_tokens=1, temperature=0)
 SIZE = 4 * 2**20 - 200
-MARKS = "quotes, brackets and braces, and may have"
 FULL = {
-    "prompts": (b'{"model": "book", "prompt": [%b""]}', b'"",', MARKS),
+    "prompts": (b'{"model": "book", "prompt": [%b""]}', b'"",', "prompts, 1 answers each, are not"),
     "text": (
         b'{"model": "book", "prompt": "%ba"}',
         b"word ",
-        "characters are more than the 128 tokens",
+        "new ones are more than the 128",
     ),
     "tokens": (b'{"model": "book", "prompt": [%b1]}', b"1,", "new ones are more than the 128"),
     "messages": (
         b'{"model": "book", "messages": [%b{"role": "user", "content": ""}]}',
         b'{"role": "user", "content": ""},',
-        MARKS,
+        "new ones are more than the 128",
     ),
 }
 
@@ -62,9 +61,7 @@ def test_large_bodies(templated, kind):
 
 
 def test_counted_before_they_are_cut(make_engine, serving):
-    """Prompts that are too many, and a text that is too long for any tokenizer, never come to
-    it.
-    """
+    """Prompts that are too many never come to the tokenizer."""
     cut = []
 
     class Counting(Bytes):
@@ -72,19 +69,14 @@ def test_counted_before_they_are_cut(make_engine, serving):
             cut.append(text)
             return super().encode(text)
 
-    longest = "a" * 64 * CAPACITY
-    messages = [{"role": "user", "content": ""}] * 129
     with serving(make_engine(slots=1), tokenizer=Counting()) as (_, url):
         for path, body, message in (
             ("completions", {"prompt": ["a"] * 9}, "9 prompts, 1 answers each, are not from 1 to"),
             ("completions", {"prompt": ["a"] * 4, "n": 3}, "4 prompts, 3 answers each, are not"),
-            ("completions", {"prompt": longest + "a"}, "8193 characters are more than the 128 tok"),
-            ("chat/completions", {"messages": messages}, "129 messages are more"),
-            ("completions", {"prompt": longest}, "a prompt of 8192 tokens and 1 new"),
         ):
             status, _, answer = ask(url, f"/v1/{path}", {"model": MODEL, "max_tokens": 1, **body})
             assert status == 400 and answer["error"]["message"].startswith(message), answer
-        assert cut == [longest]
+        assert not cut
 
 
 FOREIGN_HOSTS = [

@@ -124,7 +124,7 @@ MISTAKES = {
     ("--drain-seconds", "nan"): "--drain-seconds must not be negative, not nan",
     ("--port", "70000"): "a port is from 0 to 65535, not 70000",
     ("--host", "no such host"): "cannot listen at no such host, port 0: ",
-    ("--host", "a..b"): "cannot listen at a..b, port 0: this is no host's name",
+    ("--host", "a..b"): "cannot listen at a..b, port 0: ",
     ("--capacity", "2000000000"): "8 slots of 2,000,000,000 tokens are too many",
     ("--api-key", ""): "the API key must be printable ASCII characters without spaces",
     ("--model-name", ""): "--model-name must not be empty",

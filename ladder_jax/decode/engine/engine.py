@@ -12,7 +12,7 @@ from ladder_jax.decode.engine.scheduler import Handle, Scheduler, Stats
 from ladder_jax.decode.engine.slots import Slots
 from ladder_jax.decode.generate import parts_of
 from ladder_jax.decode.request import Decoder, Request
-from ladder_jax.decode.sampling import NO_NUMBER, Choice
+from ladder_jax.decode.sampling import Choice
 from ladder_jax.decode.steps import CHUNK, run_to_end
 from ladder_jax.errors import UserError, described, whole
 from ladder_jax.nn import ModelDef, Params, Transformer
@@ -251,9 +251,6 @@ class Engine:
         scores = None if logprobs is None else np.asarray(logprobs)
         for slot, handle in self._decoding():
             self._take(slot, handle, tokens[slot], None if scores is None else scores[slot])
-        # of a failed request, or after the end of one
-        for slot in np.flatnonzero((tokens == NO_NUMBER).any(axis=1)):
-            self._device.clear(slot)
         active = np.zeros(len(tokens), bool)
         active[[slot for slot, _ in self._decoding()]] = True
         self._device.advance(new, active=active)

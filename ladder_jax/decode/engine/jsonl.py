@@ -11,7 +11,7 @@ import io
 import json
 import os
 import pathlib
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import Any
 
 from ladder_jax.config import DecodeConfig
@@ -21,11 +21,12 @@ from ladder_jax.decode.engine.engine import Engine
 from ladder_jax.decode.engine.scheduler import Handle
 from ladder_jax.decode.request import SAMPLING, NoNumbers, Request, Result, check_prompts, ends
 from ladder_jax.errors import RunFailed, UserError, unknown
+from ladder_jax.terminal import progress
 
 SETTINGS = (*SAMPLING, "stop", "stop_ids")
 BATCH_ID = "batch_req_"
 BEGINNINGS = b'{"index": ', f'{{"id": "{BATCH_ID}'.encode()
-"""How every line of an answer begins: of a prompt or an evaluation, and in OpenAI's batch format."""
+"""How every line begins: of a prompt or an evaluation, and in OpenAI's batch format."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,13 +35,13 @@ class Job:
 
     index: of the prompt, from 0; in OpenAI's batch format the line's custom_id.
     digest: of everything that determines the text; an answer holds its job's index and digest.
-    id: the user's name for it, if any.
+    id: the user's name for it, any JSON.
     """
 
     index: int | str
     requests: tuple[Request, ...]
     digest: str
-    id: str | int | None = None
+    id: Any = None
 
     def line(self, results: Sequence[Result | NoNumbers]) -> dict[str, Any]:
         """The line of an answer in the file."""
@@ -82,13 +83,6 @@ def read(
     return json_lines.parsed(file, job, what="prompts")
 
 
-def digest(*decides: Any) -> str:
-    """Of all that decides a result, to tell whether one in a file is this one. `decides` must be
-    JSON.
-    """
-    return hashlib.sha256(json.dumps(decides, sort_keys=True).encode()).hexdigest()[:16]
-
-
 def is_batch(file: str) -> bool:
     """Whether the first line of a file of prompts is a request in OpenAI's batch format (see
     serve/batch.py).
@@ -105,10 +99,100 @@ def _given(fields):
     for key in fields:
         if key not in allowed:
             raise unknown("setting", key, allowed)
-    name = fields.get("id")
-    if not isinstance(name, str | int | None) or isinstance(name, bool):
-        raise UserError(f"id must be a string or a whole number, not {json.dumps(name)}")
     return {key: fields[key] for key in SETTINGS if fields.get(key) is not None}
+
+
+def answers[Key](
+    engine: Engine, asked: Mapping[Key, Sequence[Request]]
+) -> Iterator[tuple[Key, list[Result | NoNumbers]]]:
+    """Each key's results, as the last of its requests ends.
+
+    engine: its queue has room for all requests of a key.
+    """
+    waiting = collections.deque(asked.items())
+    running: dict[Key, list[Handle]] = {}
+    while waiting or running:
+        room = engine.max_queue - engine.stats().queued
+        while waiting and len(waiting[0][1]) <= room:
+            key, requests = waiting.popleft()
+            running[key] = engine.submit_all(requests)
+            room -= len(requests)
+        engine.step()
+        for key, handles in list(running.items()):
+            if all(handle.done for handle in handles):
+                del running[key]
+                yield key, list(map(_result, handles))
+
+
+def _result(handle: Handle) -> Result | NoNumbers:
+    try:
+        return handle.result()
+    except NoNumbers as error:
+        return error
+
+
+def answer(jobs: Sequence[Job], *, file: str, engine_for: Callable[[list[Job]], Engine]) -> None:
+    """Appends a line to `file` as each job finishes that has none there.
+
+    The line of a job that failed holds the error. Raises RunFailed at the end if any job failed.
+    engine_for: gives the engine for these jobs.
+    """
+    by_index = {job.index: job for job in jobs}
+    failed = []
+
+    def work(left: list[Hashable]) -> Iterator[tuple[Hashable, dict[str, Any]]]:
+        asked = {index: by_index[index].requests for index in left}
+        engine = engine_for([by_index[index] for index in left])
+        for index, results in answers(engine, asked):
+            if any(isinstance(result, NoNumbers) for result in results):
+                failed.append(index)
+            yield index, by_index[index].line(results)
+
+    digests = {index: job.digest for index, job in by_index.items()}
+    carry_out(digests, work, file=file, label="{done}/{total} prompts")
+    if failed:
+        raise RunFailed(f"{file}: {len(failed)} prompts have no answer; their lines say why")
+
+
+# The lines of such a file, and of the results of an evaluation.
+
+
+def digest(*decides: Any) -> str:
+    """Of all that decides a result, to tell whether one in a file is this one. `decides` must be
+    JSON.
+    """
+    return hashlib.sha256(json.dumps(decides, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def carry_out[Key](
+    digests: Mapping[Key, str],
+    work: Callable[[list[Key]], Iterator[tuple[Key, dict[str, Any]]]],
+    *,
+    file: str | None = None,
+    label: str | None = None,
+) -> list[dict[str, Any]]:
+    """The lines of all keys, in their order. `work` is given the keys that are left, and yields
+    each one's line as it has it.
+
+    file: holds the lines that are there already; each new one is appended as it comes.
+    label: of the progress that is shown; None for none. Raises UserError for a file of something else, of other
+    questions, models or settings, or that another process is writing, and RunFailed for a full
+    disk.
+    """
+    with alone(file) if file else contextlib.nullcontext() as out:
+        lines = answered(file, digests) if file else {}
+        left = [key for key in digests if key not in lines]
+        shown = contextlib.nullcontext(lambda done, text: None)
+        if label:
+            shown = progress(len(digests), done=len(lines), label=label)
+        with shown as update:
+            found = work(left) if left else ()
+            for key, line in found:
+                if out:
+                    append(out, line, file=file)
+                lines[key] = line
+                update(len(lines), "")
+    return [lines[key] for key in digests]
 
 
 @contextlib.contextmanager
@@ -128,29 +212,26 @@ def alone(file: str) -> Iterator[io.FileIO]:
         yield held
 
 
-def unanswered(file: str, jobs: Sequence[Job]) -> list[Job]:
-    """The jobs without an answer in `file`. See `answered`."""
-    held = answered(file, {job.index: job.digest for job in jobs})
-    return [job for job in jobs if job.index not in held]
+def answered[Key](file: str, digests: Mapping[Key, str]) -> dict[Key, dict[str, Any]]:
+    """The lines of `file`, each by the key that it answers. Removes a half-written last line from
+    the file.
 
-
-def answered(file: str, digests: Mapping[Hashable, str]) -> dict[Hashable, dict[str, Any]]:
-    """The lines of `file`, each by the index of the job that it answers. Removes a half-written
-    last line from the file.
-
-    digests: of all jobs, by index. Raises UserError where the file holds anything else, or answers
-    to other prompts or settings.
+    digests: of all keys. Raises UserError where the file holds anything else, or answers to other
+    prompts or settings.
     """
     path = pathlib.Path(file)
-    content = path.read_bytes() if path.exists() else b""
-    whole, newline, half = content.rpartition(b"\n")
+    content = path.read_bytes()
+    *whole, half = content.split(b"\n")
     found = {}
-    for number, line in enumerate(whole.split(b"\n") if newline else (), start=1):
+    for number, text in enumerate(whole, start=1):
         try:
-            answer = json.loads(line)
-            index, its_digest = _job_of(answer)
-            is_known = index in digests and digests[index] == its_digest
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+            line = json.loads(text)
+            if "custom_id" in line:
+                key, its_digest = line["custom_id"], line["id"].removeprefix(BATCH_ID)
+            else:
+                key, its_digest = line["index"], line["request"]
+            is_known = digests.get(key) == its_digest
+        except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
             raise UserError(
                 f"{file} line {number} is not an answer that this command wrote"
             ) from None
@@ -158,57 +239,12 @@ def answered(file: str, digests: Mapping[Hashable, str]) -> dict[Hashable, dict[
             raise UserError(
                 f"{file} line {number} answers another prompt, model or setting; name another file, or remove this one"
             )
-        found[index] = answer
+        found[key] = line
     if half:
         if not any(half.startswith(one) or one.startswith(half) for one in BEGINNINGS):
             raise UserError(f"{file} holds something else than answers that this command wrote")
         os.truncate(path, len(content) - len(half))
     return found
-
-
-def _job_of(answer):
-    """The index and the digest of the job that a line answers, in either format."""
-    if "custom_id" in answer:
-        return answer["custom_id"], answer["id"].removeprefix(BATCH_ID)
-    return answer["index"], answer["request"]
-
-
-def answer(engine: Engine, jobs: Iterable[Job], *, file: str) -> Iterator[Job]:
-    """Appends a line to `file` as each job finishes, and yields the job.
-
-    The line of a job that failed holds the error. Raises RunFailed at the end if any job failed,
-    and for a full disk.
-    engine: its queue has room for all requests of a job.
-    """
-    waiting = collections.deque(jobs)
-    running: list[tuple[Job, list[Handle]]] = []
-    failed = 0
-    with open(file, "ab", buffering=0) as out:
-        while waiting or running:
-            room = engine.max_queue - engine.stats().queued
-            while waiting and len(waiting[0].requests) <= room:
-                job = waiting.popleft()
-                running.append((job, engine.submit_all(job.requests)))
-                room -= len(job.requests)
-            engine.step()
-            for one in list(running):
-                job, handles = one
-                if not all(handle.done for handle in handles):
-                    continue
-                running.remove(one)
-                results = list(map(_result, handles))
-                failed += any(isinstance(result, NoNumbers) for result in results)
-                append(out, job.line(results), file=file)
-                yield job
-    if failed:
-        raise RunFailed(f"{file}: {failed} prompts have no answer; their lines say why")
-
-
-def _result(handle):
-    try:
-        return handle.result()
-    except NoNumbers as error:
-        return error
 
 
 def append(out: io.FileIO, line: Mapping[str, Any], *, file: str) -> None:

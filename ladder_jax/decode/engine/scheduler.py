@@ -39,6 +39,7 @@ class Handle:
         # pieces, and at last the result or the error
         self._events: list[Piece | Result | BaseException] = []
         self._listeners: list[Listener] = []
+        self.cancelled = False  # while it has a slot
 
     def __repr__(self) -> str:
         return f"Handle({self._events[-1] if self.done else 'not finished'!r}, of {self.request!r})"
@@ -151,7 +152,6 @@ class Scheduler:
         self.changed = threading.Condition(threading.RLock())
         self._queue: collections.deque[Handle] = collections.deque()
         self._running: dict[int, Handle] = {}  # by slot
-        self._cancelled: set[Handle] = set()  # those with a slot; the next `admit` ends them
         self._finished = dict.fromkeys([*map(str, Finish), "failed"], 0)
         self._prompt_tokens = self._new_tokens = 0
         self.error: BaseException | None = None  # that ended all requests
@@ -179,7 +179,7 @@ class Scheduler:
         """
         with self.changed:
             for slot, handle in self.running():
-                if handle in self._cancelled:
+                if handle.cancelled:
                     self.release(slot, handle.take(finish=Finish.CANCELLED))
             free = [slot for slot in range(self.slots) if slot not in self._running]
             admitted = [(slot, self._queue.popleft()) for slot in free[: len(self._queue)]]
@@ -195,7 +195,6 @@ class Scheduler:
         """Frees the slot and ends its request."""
         with self.changed:
             handle = self._running.pop(slot)
-            self._cancelled.discard(handle)
             self._end(handle, outcome)
 
     def cancel(self, handle: Handle) -> None:
@@ -204,8 +203,8 @@ class Scheduler:
             if handle in self._queue:
                 self._queue.remove(handle)
                 self._end(handle, handle.take(finish=Finish.CANCELLED))
-            elif handle in self._running.values():
-                self._cancelled.add(handle)
+            else:
+                handle.cancelled = True
 
     def end_all(self, error: BaseException | None = None) -> None:
         """Ends all requests, waiting and running, with the error; without one they are
@@ -214,8 +213,8 @@ class Scheduler:
         with self.changed:
             self.error = self.error or error
             handles = [*self._running.values(), *self._queue]
-            for held in (self._running, self._queue, self._cancelled):
-                held.clear()
+            self._running.clear()
+            self._queue.clear()
             for handle in handles:
                 self._end(handle, error or handle.take(finish=Finish.CANCELLED))
 

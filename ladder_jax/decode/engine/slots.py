@@ -86,8 +86,7 @@ class Slots:
         padded[0, :length] = request.prompt
         lengths = np.array([length], np.int32)
         settings = Settings.like(request, rows=1)
-        # The row's caches are only as long as the bucket: later positions of the slot are written
-        # before they are read.
+        # The row's caches are only as long as the bucket.
         form = dict(capacity=bucket, **self._read, **self._form)
         logits, caches = yield from steps.prefill_chunks(
             self._definition, self._params, padded, lengths, **form
@@ -108,15 +107,6 @@ class Slots:
         new, logprobs, caches, seen = self._decode[choice](self._params, *self._state)
         self._state = self._state._replace(caches=caches, seen=seen)
         return new, logprobs
-
-    def clear(self, slot: int) -> None:
-        """Zeroes the caches of a slot that holds NaN: attention weights masked positions with 0,
-        and 0 x NaN is NaN for the slot's next request.
-        """
-        caches = _clear(self._definition, loop=self._form["loop"])(
-            self._state.caches, np.int32(slot)
-        )
-        self._state = self._state._replace(caches=caches)
 
     def advance(self, new: Array, *, active: np.ndarray) -> None:
         """Moves the slots in use, `active` [slots] bool, past `new`, which `decode` gave; the
@@ -160,35 +150,26 @@ def _empty(definition, *, slots, positions, loop):
 def _insert(definition, *, loop):
     """A compiled (state, one row's state, slot) -> state with that row in the slot. The first is
     donated.
+
+    What the row has no value for becomes zero: attention weights masked positions with 0, and 0 x
+    NaN, of the request before, is NaN.
     """
     dims = _dims(definition, loop=loop)
 
     def local(state, row, slot):
         def put(letters, old, new):
             axis = letters.index("B")
-            return jax.tree.map(
-                lambda o, n: lax.dynamic_update_slice_in_dim(o, n, slot, axis), old, new
-            )
+
+            def one(o, n):
+                zeros = jnp.zeros_like(lax.slice_in_dim(o, 0, 1, axis=axis))
+                o = lax.dynamic_update_slice_in_dim(o, zeros, slot, axis)
+                return lax.dynamic_update_slice_in_dim(o, n, slot, axis)
+
+            return jax.tree.map(one, old, new)
 
         return jax.tree.map(put, dims, state, row)
 
     return steps.placed(definition, local, in_dims=(dims, dims, ""), out_dims=dims, donate=(0,))
-
-
-@functools.cache
-def _clear(definition, *, loop):
-    """A compiled (caches, slot) -> caches with zeros in that row. The first are donated."""
-    dims = steps.cache_dims(definition, loop=loop)
-
-    def local(caches, slot):
-        def zero(letters, old):
-            axis = letters.index("B")
-            row = jnp.zeros_like(lax.dynamic_slice_in_dim(old, slot, 1, axis))
-            return lax.dynamic_update_slice_in_dim(old, row, slot, axis)
-
-        return jax.tree.map(zero, dims, caches)
-
-    return steps.placed(definition, local, in_dims=(dims, ""), out_dims=dims, donate=(0,))
 
 
 @functools.cache

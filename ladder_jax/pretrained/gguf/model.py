@@ -111,7 +111,7 @@ def read(path: pathlib.Path) -> Source:
         model=model,
         arrays=_arrays(file, model),
         context=file.get(f"{file.fields['general.architecture']}.context_length", int),
-        files=tokenizer.files(file, vocab_size=model.vocab_size),
+        files=tokenizer.files(file),
         generation=_generation(file),
     )
 

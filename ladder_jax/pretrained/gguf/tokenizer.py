@@ -32,8 +32,6 @@ BYTE = 6
 ADDED = (UNKNOWN, CONTROL, USER_DEFINED)  # found in a text before it is split
 MODELS = ("gpt2", "llama")
 SPACE = "\u2581"  # how sentencepiece writes a space
-# of a merged token: time grows with their square; sentencepiece's have at most 16
-MAX_CHARACTERS = 512
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,66 +97,47 @@ def rule_of(name: str | None, *, path: str) -> Rule:
     return RULES[name]
 
 
-def files(file: File, *, vocab_size: int) -> dict[str, bytes]:
+def files(file: File) -> dict[str, bytes]:
     """The contents of tokenizer.json, tokenizer_config.json and, if there is a template,
     chat_template.jinja, by name.
 
-    Raises UserError if there is no tokenizer, one of another kind, or one with more tokens than
-    `vocab_size`.
+    Raises UserError if there is no tokenizer, one of another kind, or one that contradicts itself.
     """
-    path = file.path
     model = file.get("tokenizer.ggml.model", str)
-    pre = file.get("tokenizer.ggml.pre", str)
     if model not in MODELS:
-        raise unknown(f"tokenizer in {path!r}:", model, MODELS)
-    pieces = file.items("tokenizer.ggml.tokens", str)
-    count = len(pieces)
-    kinds = file.items("tokenizer.ggml.token_type", int) or [NORMAL] * count
-    if not pieces or len(set(pieces)) != count or len(kinds) != count:
-        raise UserError(
-            f"{path!r}: its tokenizer has no tokens, repeated tokens, or tokens without a type"
-        )
-    if count > vocab_size:
-        raise UserError(f"{path!r}: its tokenizer has {count} tokens, its model {vocab_size}")
-    special = _special(file, pieces)
+        raise unknown(f"tokenizer in {file.path!r}:", model, MODELS)
     rule = None
     begins = True
     if model == "gpt2":
-        rule = rule_of(pre, path=path)
+        rule = rule_of(file.get("tokenizer.ggml.pre", str), path=file.path)
         begins = rule.begins
     begins = file.get("tokenizer.ggml.add_bos_token", bool, begins)
     ends = file.get("tokenizer.ggml.add_eos_token", bool, False)
-    around = ["text"]
-    if begins:
-        around.insert(0, "bos_token")
-    if ends:
-        around.append("eos_token")
-    missing = [name for name in around if name not in ("text", *special)]
-    if missing:
-        raise UserError(
-            f"{path!r}: its tokenizer adds a {missing[0]} to each text, but does not define it"
-        )
     try:
+        pieces = file.get("tokenizer.ggml.tokens", list)
+        kinds = file.get("tokenizer.ggml.token_type", list, [NORMAL] * len(pieces))
+        special = _special(file, pieces)
         if rule:
             made = _gpt2(file, pieces, rule)
         else:
             made = _llama(file, pieces, kinds, special)
-        added = [(piece, kind) for piece, kind in zip(pieces, kinds) if kind in ADDED]
         made.add_tokens(
             [
                 AddedToken(piece, normalized=False, special=kind != USER_DEFINED)
-                for piece, kind in added
+                for piece, kind in zip(pieces, kinds, strict=True)
+                if kind in ADDED
             ]
         )
         if begins or ends:
-            made.post_processor = _around(around, special)
+            names = ["bos_token"] * begins + ["text"] + ["eos_token"] * ends
+            made.post_processor = _around(names, special)
     except UserError:
         raise
     except Exception as error:  # `tokenizers` raises plain Exceptions
         reason = error_text(error)[:200]
-        raise UserError(f"{path!r}: its tokenizer is not a valid one: {reason}") from None
-    config = {name: piece for name, (piece, _) in special.items()}
-    config |= {
+        raise UserError(f"{file.path!r}: its tokenizer is not a valid one: {reason}") from None
+    config = {
+        **{name: piece for name, (piece, _) in special.items()},
         "add_bos_token": begins,
         "tokenizer_class": "PreTrainedTokenizerFast",
         "clean_up_tokenization_spaces": False,
@@ -176,20 +155,13 @@ def _special(file: File, pieces: list[str]) -> dict[str, tuple[str, int]]:
     special = {}
     for ours, theirs in (("bos", "bos"), ("eos", "eos"), ("unk", "unknown"), ("pad", "padding")):
         index = file.get(f"tokenizer.ggml.{theirs}_token_id", int)
-        if index is None:
-            continue
-        if not 0 <= index < len(pieces):
-            raise UserError(
-                f"{file.path!r}: tokenizer.ggml.{theirs}_token_id={index} is none of {len(pieces)} tokens"
-            )
-        special[f"{ours}_token"] = (pieces[index], index)
+        if index is not None:
+            special[f"{ours}_token"] = pieces[index], index
     return special
 
 
 def _gpt2(file: File, pieces: list[str], rule: Rule) -> Tokenizer:
-    pairs = [tuple(merge.split(" ")) for merge in file.items("tokenizer.ggml.merges", str)]
-    if any(len(pair) != 2 for pair in pairs):
-        raise UserError(f"{file.path!r}: its tokenizer's merges are not pairs")
+    pairs = [tuple(merge.split(" ")) for merge in file.get("tokenizer.ggml.merges", list, [])]
     made = _byte_pairs(pieces, pairs, ignore_merges=rule.whole_words)
     splits = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in rule.patterns]
     level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -199,19 +171,12 @@ def _gpt2(file: File, pieces: list[str], rule: Rule) -> Tokenizer:
 
 
 def _llama(file: File, pieces: list[str], kinds: list[int], special: dict) -> Tokenizer:
-    scores = file.items("tokenizer.ggml.scores", int, float)
-    if len(scores) != len(pieces):
-        raise UserError(f"{file.path!r}: its tokenizer does not have one score for each token")
+    scores = file.get("tokenizer.ggml.scores", list)
     mergeable = {
         piece: score
-        for piece, score, kind in zip(pieces, scores, kinds)
+        for piece, score, kind in zip(pieces, scores, kinds, strict=True)
         if kind in (NORMAL, UNUSED)
     }
-    longest = max(map(len, mergeable), default=0)
-    if longest > MAX_CHARACTERS:
-        raise UserError(
-            f"{file.path!r}: its tokenizer has a token of {longest} characters (at most {MAX_CHARACTERS})"
-        )
     unk = special.get("unk_token", (None, 0))[0]
     has_bytes = BYTE in kinds
     made = _byte_pairs(

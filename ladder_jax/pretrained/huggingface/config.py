@@ -276,16 +276,14 @@ def _read_rope(told: Fields) -> tuple[float, RopeScaling | None]:
     config = told.values
     where = told.where
     field = "rope_scaling" if config.get("rope_scaling") else "rope_parameters"
-    parameters = config.get(field) or {}
-    if not isinstance(parameters, Mapping):
-        raise UserError(f"{where}: {field} must be an object, not {parameters!r}")
+    parameters = told(field, dict, {})
     inherited = {name: config.get(name) for name in ("rope_theta", "partial_rotary_factor")}
     get = Fields({**inherited, **parameters}, f"{where}: {field}")
     if get("partial_rotary_factor", _NUMBER, 1) != 1:
         raise _refused(get, "partial_rotary_factor", "every dimension of a head is rotated")
     kind = get("rope_type", str, get("type", str, "default"))
     theta = float(get("rope_theta", _NUMBER, 10_000.0))
-    if nested := [name for name, value in parameters.items() if isinstance(value, Mapping)]:
+    if nested := [name for name, value in parameters.items() if isinstance(value, dict)]:
         raise UserError(
             f"{where}: {field} differs between layers ({', '.join(nested)}), which cannot be represented"
         )

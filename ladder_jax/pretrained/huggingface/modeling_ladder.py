@@ -124,8 +124,7 @@ def frequencies(config):
     plain = rope["rope_theta"] ** (-half / config.head_dim)
     if kind == "default":
         return plain
-    if kind != "llama3":
-        raise ValueError(f"unknown rope_type {kind!r} (allowed: default, llama3)")
+    assert kind == "llama3", kind
     turns = rope["original_max_position_embeddings"] * plain / (2 * math.pi)
     low = rope["low_freq_factor"]
     high = rope["high_freq_factor"]
@@ -363,10 +362,6 @@ class LadderModel(LadderPreTrainedModel):
         seen = (keys <= queries)[None, None]
         if attention_mask is None:
             return seen
-        if attention_mask.ndim != 2 or attention_mask.shape[1] != length:
-            raise ValueError(
-                f"attention_mask must be [B, {length}], not {tuple(attention_mask.shape)}"
-            )
         unpadded = attention_mask[:, None, None, :].bool()
         itself = keys == queries
         return seen & unpadded | itself

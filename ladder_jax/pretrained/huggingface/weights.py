@@ -1,10 +1,9 @@
 """The weights of a Hugging Face folder: safetensors files
-(https://huggingface.co/docs/safetensors), read and written one array at a time, and the names of
-their tensors.
+(https://huggingface.co/docs/safetensors), read one array at a time, and the names of their
+tensors.
 
-The `safetensors` library only checks a file's header. It would write whole shards at once, and map
-a file to read it: a mapped file that is truncated, or whose disk fails, ends the process with
-SIGBUS.
+Of a file that is read, the `safetensors` library only checks the header: it would map the file, and
+a mapped file that is truncated, or whose disk fails, ends the process with SIGBUS.
 
 Both sides use rotary embedding in rotate-half form, so queries and keys need no permutation.
 """
@@ -19,7 +18,7 @@ from collections.abc import Iterator, Mapping
 import ml_dtypes
 import numpy as np
 
-from ladder_jax.errors import UserError, error_text, needed
+from ladder_jax.errors import RunFailed, UserError, error_text, needed
 from ladder_jax.pretrained.source import Stored, from_file
 from ladder_jax.pretrained.tensors import Names
 
@@ -127,40 +126,17 @@ def _unfused(name: str, shape: tuple[int, ...]) -> Iterator[tuple[str, tuple[int
         yield f"{stem}.{expert}.{part}.weight", (rows // len(parts), columns)
 
 
-def write_tensors(file: pathlib.Path, pending: Mapping[str, Stored]) -> Iterator[str]:
-    """Write the tensors in order. Yields each name after its values are written."""
-    names = {dtype: name for name, dtype in _DTYPES.items()}
-    header = {"__metadata__": {"format": "pt"}}
-    offset = 0
-    for name, tensor in pending.items():
-        end = offset + tensor.nbytes
-        header[name] = {
-            "dtype": names[tensor.dtype],
-            "shape": list(tensor.shape),
-            "data_offsets": [offset, end],
-        }
-        offset = end
-    encoded = json.dumps(header, separators=(",", ":")).encode()
-    encoded += b" " * (-len(encoded) % 8)  # values begin at a multiple of 8
-    with open(file, "wb") as content:
-        content.write(len(encoded).to_bytes(8, "little") + encoded)
-        for name, tensor in pending.items():
-            content.write(_bytes(tensor.read()))
-            yield name
-
-
-def same(a: Stored, b: Stored) -> bool:
-    """Whether shape, dtype and every bit are equal."""
-    if (a.shape, a.dtype) != (b.shape, b.dtype):
-        return False
-    return _bytes(a.read()) == _bytes(b.read())
-
-
-def _bytes(array: np.ndarray) -> memoryview:
-    return np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
+def write_tensors(file: pathlib.Path, pending: Mapping[str, Stored]) -> None:
+    """Write all these tensors. Raises RunFailed where the disk does not take them."""
+    library = _library()
+    values = {name: np.ascontiguousarray(tensor.read()) for name, tensor in pending.items()}
+    try:
+        library.numpy.save_file(values, file, metadata={"format": "pt"})
+    except library.SafetensorError as error:
+        raise RunFailed(f"cannot write {str(file)!r}: {error_text(error)[:200]}") from None
 
 
 def _library():
     with needed("Hugging Face models need the safetensors package", extra="hf"):
-        import safetensors
+        import safetensors.numpy
     return safetensors
