@@ -34,7 +34,7 @@ import pathlib
 from collections.abc import Iterable
 from typing import Annotated
 
-from ladder_jax.config.fields import Count, build, check, fit
+from ladder_jax.config.fields import Count, Positive, PositiveOrZero, Section, build, check
 from ladder_jax.config.load import read_yaml
 from ladder_jax.errors import UserError, unknown
 
@@ -60,8 +60,6 @@ FITTED = (Algorithm.RING, Algorithm.TREE)
 NCCL = (*FITTED, Algorithm.NCCL_IN_NETWORK)
 ANY = tuple(Algorithm)
 
-type Positive = Annotated[float, (lambda value: 0 < value < math.inf, "be positive")]
-type NotNegative = Annotated[float, (lambda value: 0 <= value < math.inf, "not be negative")]
 type Reached = Annotated[
     float, (lambda value: 0 < value <= 1, "be a share of the published rate, above 0 and at most 1")
 ]
@@ -92,12 +90,14 @@ class Halves(enum.Enum):
 
 
 @dataclasses.dataclass(frozen=True)
-class Kernel:
+class Kernel(Section):
     """An all-reduce of one kernel. latency: seconds. bandwidth: bytes a second that a device
     sends.
     """
 
-    latency: NotNegative
+    NAME = "link.KERNEL"
+
+    latency: PositiveOrZero
     bandwidth: Positive
 
     def seconds(self, sent: float) -> float:
@@ -105,7 +105,7 @@ class Kernel:
 
 
 @dataclasses.dataclass(frozen=True)
-class Network:
+class Network(Section):
     """The network between nodes of `size` devices. step: seconds per message. bandwidth: bytes a
     second per device.
 
@@ -113,14 +113,16 @@ class Network:
         None if unknown.
     """
 
+    NAME = "link.network"
+
     size: Count
-    step: NotNegative
+    step: PositiveOrZero
     bandwidth: Positive
-    one_shot: NotNegative | None = None
+    one_shot: PositiveOrZero | None = None
 
 
 @dataclasses.dataclass(frozen=True)
-class Link:
+class Link(Section):
     """The link between devices. All constants are what programs reach, not published peaks.
 
     latency: fixed seconds of a collective. step: seconds per step of the ring. bandwidth: bytes a
@@ -129,8 +131,10 @@ class Link:
         offer.
     """
 
-    latency: NotNegative
-    step: NotNegative
+    NAME = "link"
+
+    latency: PositiveOrZero
+    step: PositiveOrZero
     bandwidth: Positive
     ring: Ring = Ring.ONE_WAY
     network: Network | None = None
@@ -235,7 +239,7 @@ def _faster(section, factor: float):
 
 
 @dataclasses.dataclass(frozen=True)
-class Machine:
+class Machine(Section):
     """Identical devices and the link between them.
 
     devices: largest number of devices that `link` joins.
@@ -257,8 +261,8 @@ class Machine:
     bandwidth: Positive
     flops_share: Reached
     bandwidth_share: Reached
-    launch: NotNegative
-    contention: NotNegative
+    launch: PositiveOrZero
+    contention: PositiveOrZero
     link: Link | None = None
     sources: dict = dataclasses.field(default_factory=dict, repr=False, hash=False)
 
@@ -286,15 +290,6 @@ def _numbers(section: object, path: str) -> dict[str, float]:
     return found
 
 
-SECTIONS = {  # of the constants of each kind, those that are a section of their own
-    Machine: {"link": Link},
-    Link: {
-        "network": Network,
-        **dict.fromkeys(("one_shot", "two_shot", "in_network", "nccl_in_network"), Kernel),
-    },
-}
-
-
 def load(name: str) -> Machine:
     """The machine of that name, or of the YAML file at that path. Raises UserError for an invalid
     one.
@@ -308,16 +303,19 @@ def load(name: str) -> Machine:
             raise unknown("hardware (not a .yaml file either)", name, NAMES)
         path = TABLE / f"{name}.yaml"
     where = f"hardware {str(path)!r}"
-    tree = _tree(path, where=where)
+    return made(_tree(path, where=where), name=path.stem, where=where)
+
+
+def made(tree: dict, *, name: str, where: str) -> Machine:
+    """The machine of a file's sections. Raises UserError, which begins with `where`."""
     try:
         values, sources = _apart(tree)
-        machine = _made(Machine, {**values, "name": path.stem, "sources": sources})
-        alone = machine.devices == 1
+        machine = build(Machine, {**values, "name": name, "sources": sources}, "")
         check(
-            alone or machine.link,
+            machine.devices == 1 or machine.link is not None,
             f"has {machine.devices} devices but no link: give latency, step and bandwidth",
         )
-    except UserError as error:
+    except (UserError, TypeError) as error:  # TypeError: of a constant that is missing
         raise UserError(f"{where}: {error}") from None
     return machine
 
@@ -353,38 +351,14 @@ def _apart(tree: dict, path: str = "") -> tuple[dict, dict[str, str]]:
     values = {}
     sources = {}
     for key, value in tree.items():
+        name = f"{path}{key}"
         if not isinstance(value, dict):
             values[key] = value
         elif "value" in value or "source" in value:
-            for other in value:
-                if other not in ("value", "source"):
-                    raise unknown(f"key in {path}{key}:", other, ("value", "source"))
             values[key] = value.get("value")
             if value.get("source"):
-                sources[f"{path}{key}"] = " ".join(str(value["source"]).split())
+                sources[name] = " ".join(str(value["source"]).split())
         else:
-            values[key], below = _apart(value, f"{path}{key}.")
+            values[key], below = _apart(value, f"{name}.")
             sources |= below
     return values, sources
-
-
-def _made[T](kind: type[T], tree: dict, path: str = "") -> T:
-    """The constants of a section at the dotted `path`, each there and in its range."""
-    sections = SECTIONS.get(kind, {})
-    below = {
-        key: _made(sections[key], value, f"{path}{key}.")
-        if key in sections and isinstance(value, dict)
-        else value
-        for key, value in tree.items()
-    }
-    needed = [
-        field.name for field in dataclasses.fields(kind) if field.default is field.default_factory
-    ]
-    made = build(kind, dict.fromkeys(needed) | below, path)
-    for name in needed:
-        check(
-            getattr(made, name) is not None,
-            f"lacks the constant {path}{name} (needed: {', '.join(needed)})",
-        )
-    fit(made, path.rstrip("."))
-    return made
