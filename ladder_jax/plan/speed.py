@@ -26,7 +26,7 @@ from ladder_jax.predict.machine import NCCL, Link, Machine, Network
 from ladder_jax.predict.model import run_by, split_weights
 from ladder_jax.predict.program import Form, Program
 from ladder_jax.predict.timeline import Slot, Work, play_slots
-from ladder_jax.predict.work import Block, Kernel, Model, Recompute
+from ladder_jax.predict.work import Block, Kernel, Recompute, Task
 from ladder_jax.schedule.targets import Target
 
 # GPUs per node, and bytes a second of each GPU between nodes: NVIDIA DGX H100 and B200 data sheets.
@@ -90,33 +90,29 @@ def microbatch(candidate: Candidate, memory: Memory, *, request: Request) -> tup
     """Seconds of a microbatch, and those of them that transfers add."""
     machine = machine_of(request.target)
     model, block = candidate.microbatch(request)
-    of_pass = model, machine, block, recomputed_by(candidate, block)
-    seconds, exposed = _of_pass(*of_pass, _program(candidate))
-    weights = _of_weights(*of_pass, candidate.mesh.fsdp)
+    task = Task(model, machine, block, recompute=recomputed_by(candidate, block))
+    seconds, exposed = _of_pass(task, _program(candidate))
+    weights = _of_weights(task, candidate.mesh.fsdp)
     copies = 2 * memory.host / HOST[request.target.platform]
     whole = play_slots([Slot(Work(seconds + weights), [copies])], contention=machine.contention)
     return whole.seconds, exposed + weights + whole.exposed
 
 
 @functools.lru_cache(maxsize=1024)  # the same for many meshes
-def _of_pass(
-    model: Model, machine: Machine, block: Block, repeated: Recompute, program: Program
-) -> tuple[float, float]:
+def _of_pass(task: Task, program: Program) -> tuple[float, float]:
     """Seconds of predict's pass, and those of them that transfers add."""
-    found = run_by(model, machine, block, program, phase=Phase.TRAIN, recompute=repeated)
+    found = run_by(task, program, phase=Phase.TRAIN)
     return found.seconds, found.exposed
 
 
 @functools.lru_cache(maxsize=1024)
-def _of_weights(
-    model: Model, machine: Machine, block: Block, repeated: Recompute, ranks: int
-) -> float:
+def _of_weights(task: Task, ranks: int) -> float:
     """Seconds that gathers and scatters of weights split over `ranks` add."""
     if ranks == 1:
         return 0.0
-    link = _link(machine, within=ranks * model.ranks)
+    link = _link(task.machine, within=ranks * task.model.ranks)
     half = functools.cache(functools.partial(link.half, ranks=ranks))
-    timelines, bare = split_weights(model, machine, block, half, trains=True, recompute=repeated)
+    timelines, bare = split_weights(task, half, trains=True)
     return bare + sum(one.exposed for one in timelines)
 
 

@@ -18,7 +18,7 @@ from ladder_jax.parallel import resolve_launch, with_ranks
 from ladder_jax.predict import machine, model
 from ladder_jax.predict.program import Choice, Form
 from ladder_jax.predict.result import WORTH
-from ladder_jax.predict.work import TRAINING, Block, Model
+from ladder_jax.predict.work import TRAINING, Block, Model, Task
 
 
 def of_training(config: RunConfig, *, kind: str, say: Callable[[str], None]) -> RunConfig:
@@ -78,7 +78,7 @@ def _fastest(
         return Interleave.WHOLE, f"as nothing is predicted for {kind}"
     found = [
         one
-        for one in model.passes(shard, machine.load(name), block, phase=phase, choice=choice)
+        for one in model.passes(Task(shard, machine.load(name), block), phase=phase, choice=choice)
         if one.program.form is form
     ]
     whole, halves = ([one.seconds for one in found if one.interleave == parts] for parts in (1, 2))

@@ -23,10 +23,9 @@ from ladder_jax.predict.machine import (
     Halves,
     Kernels,
     Link,
-    Machine,
     Ring,
 )
-from ladder_jax.predict.work import DENSE, MLP, Block, Model
+from ladder_jax.predict.work import DENSE, MLP, Task
 from ladder_jax.residual import Step, of_model
 
 
@@ -93,9 +92,7 @@ class Choice:
 ANY_PROGRAM = Choice()
 
 
-def programs(
-    model: Model, machine: Machine, block: Block, *, phase: Phase, choice: Choice = ANY_PROGRAM
-) -> tuple[Program, ...]:
+def programs(task: Task, *, phase: Phase, choice: Choice = ANY_PROGRAM) -> tuple[Program, ...]:
     """The tensor-parallel programs for a topology, at least one.
 
     A topology that waits for its all-reduces may use any. One that hides them may use those that
@@ -104,9 +101,10 @@ def programs(
     launch comes first. Two halves in turn are for every topology that reduces each output by
     itself.
     """
-    config = model.config
-    ranks = model.ranks
-    link = machine.link
+    config = task.model.config
+    ranks = task.model.ranks
+    link = task.machine.link
+    block = task.block
     steps = steps_of(config)
     hides = any(step.delay for step in steps)
     in_turn = block.size > 1 and all(step.reduces and not step.early for step in steps)

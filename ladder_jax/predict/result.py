@@ -16,7 +16,7 @@ from ladder_jax.predict.machine import ANY
 from ladder_jax.predict.model import Pass, Speed, fastest
 from ladder_jax.predict.program import Choice, Form, Opponents, Program
 from ladder_jax.predict.request import BASELINE, Request
-from ladder_jax.predict.work import OURS, TRAINING, Model
+from ladder_jax.predict.work import OURS, TRAINING, Model, Task
 
 # a smaller gain over the fastest Standard is within the model's error, and no reason to change a
 # model
@@ -184,8 +184,8 @@ def _of_generation(request: Request) -> Result:
     if request.batch > 1 and request.tensor > 1:
         shard = Model(request.config(BASELINE), request.tensor)
         halves = Program(algorithms=ANY, interleave=2)
-        block = shard.decode_step(**shape)
-        halved = model.run_by(shard, request.machine, block, halves, phase=Phase.DECODE)
+        task = Task(shard, request.machine, shard.decode_step(**shape))
+        halved = model.run_by(task, halves, phase=Phase.DECODE)
         standard = dataclasses.replace(standard, step=fastest([standard.step, halved]))
     form = standard.prefill.program.form
     named = form.value if form is Form.ALL_REDUCE else f"all-reduce; prefill: {form.value}"
@@ -200,7 +200,7 @@ def _of_one_pass(request: Request) -> Result:
     def passes(residual: str, choice: Choice) -> list[Pass]:
         shard = Model(request.config(residual), request.tensor, implementation)
         block = shard.prefill(rows=request.batch, prompt_length=request.tokens)
-        return model.passes(shard, machine, block, phase=request.phase, choice=choice)
+        return model.passes(Task(shard, machine, block), phase=request.phase, choice=choice)
 
     (nccl,) = passes(BASELINE, Choice(Opponents.NCCL))
     whole = Model(request.config(BASELINE), 1, implementation)

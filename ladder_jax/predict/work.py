@@ -14,8 +14,11 @@ computes as many: those of E / R experts, whose matrices are all read.
 
 import dataclasses
 import functools
+from collections.abc import Iterable
 
 from ladder_jax.config import Dtype, ModelConfig
+from ladder_jax.predict.machine import Machine
+from ladder_jax.predict.timeline import Work
 from ladder_jax.schedule import models
 from ladder_jax.schedule.models import Shard
 
@@ -437,3 +440,42 @@ class Model:
             Kernel("activate", activations=moved, launches=launches.activate),
             self._product("down", block, features, d_model, launches.matmul),
         ]
+
+
+@dataclasses.dataclass(frozen=True)
+class Task:
+    """A block that one device computes, forward or backward.
+
+    times: how often each kernel runs (backward: 2), without what `recompute` repeats.
+    """
+
+    model: Model
+    machine: Machine
+    block: Block
+    times: int = 1
+    recompute: Recompute = NO_RECOMPUTE
+
+    def work(self, kernels: Iterable[Kernel]) -> Work:
+        """The sum of the kernels' times: the compute of one kernel cannot hide the memory traffic
+        of another.
+        """
+        busy = idle = 0.0
+        for kernel in kernels:
+            times = self.times + (kernel.name in self.recompute.kernels)
+            busy += times * self.machine.seconds(flops=kernel.flops, size=kernel.size)
+            idle += times * self.machine.launch * kernel.launches
+        return Work(busy, idle)
+
+    @property
+    def ends(self) -> float:
+        """Seconds of the embedding and the head, which recompute nothing."""
+        return (
+            dataclasses.replace(self, recompute=NO_RECOMPUTE)
+            .work(self.model.ends(self.block))
+            .seconds
+        )
+
+    @property
+    def half(self) -> float:
+        """Seconds of a gather or a reduce-scatter of the block's stream."""
+        return self.machine.link.half(self.model.payload(self.block), ranks=self.model.ranks)

@@ -11,7 +11,7 @@ from ladder_jax.config import Launch, Phase, preset
 from ladder_jax.predict import layers, machine, model, program
 from ladder_jax.predict.machine import Halves, Link
 from ladder_jax.predict.program import Form, Program
-from ladder_jax.predict.work import FLOAT32, TRAINING, Model
+from ladder_jax.predict.work import FLOAT32, TRAINING, Model, Task
 from tests.predict.asked import H100, HYBRIDS, V5P, check_events, of_layers
 
 SHARED = 32  # width of a shared expert
@@ -106,7 +106,7 @@ def test_what_a_v5e_starts_at_once():
 
     def played(form=Form.ALL_REDUCE, **settings):
         program = Program(form, launch=Launch.CHAINED, **settings)
-        return [layers.layers(shard, on, block, program=program, times=2) for on in (quick, apart)]
+        return [layers.layers(Task(shard, on, block, times=2), program) for on in (quick, apart)]
 
     for interleave, part in ((1, block), (2, block.halves[0])):
         waiting, beside = played(Form.SEQUENCE_PARALLEL, interleave=interleave)
@@ -120,7 +120,7 @@ def test_what_a_v5e_starts_at_once():
     long = alone.prefill(rows=8, prompt_length=8192)
     seconds = lambda size: quick.link.half(size, ranks=4)
     waiting, beside = (
-        model.split_weights(alone, on, long, seconds, trains=True)[0] for on in (quick, apart)
+        model.split_weights(Task(alone, on, long), seconds, trains=True)[0] for on in (quick, apart)
     )
     assert waiting[0].seconds == beside[0].seconds
     size = FLOAT32 * (alone.shard.attention + alone.shard.mlp)
