@@ -8,7 +8,7 @@ import functools
 import itertools
 import time
 import zlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -79,21 +79,19 @@ def samples(
     definitions = {name: nn.define(request.config(name), mesh=mesh) for name in request.residuals}
     free = memory.free_memory(mesh.devices.flat[0], devices=mesh.size)
     rows = max(request.batches)
-    first = definitions[request.residuals[0]]
-    cache_bytes = memory.cache_bytes(first, rows=rows, capacity=request.capacity)
-    parts = {"weights": weight_bytes(definitions.values()), "cache": cache_bytes}
+    model = Model(request.config(request.residuals[0]), request.tensor)
+    parts = {"weights and cache": model.memory(rows=rows, capacity=request.capacity)}
     memory.check(parts, free=free, what=f"{request.model} at batch {rows}", instead=INSTEAD)
     runs = {}
     found = []
     with memory.explained("benchmarking", instead=INSTEAD):
         params = dict(zip(definitions, random_weights(list(definitions.values()))))
-        # largest first: if it does not fit, nothing is timed
-        for batch in sorted(request.batches, reverse=True):
+        for batch in request.batches:
             for variant in request.variants:
                 advance(f"batch {batch}: compiling {variant.name}")
                 one = variant.residual
                 runs[batch, variant] = _generation(
-                    request, definitions[one], params[one], variant, batch, free
+                    request, definitions[one], params[one], variant, batch
                 )
         for batch in request.batches:
             seconds = {variant: [] for variant in request.variants}
@@ -158,7 +156,6 @@ def _generation(
     params: Params,
     variant: Variant,
     batch: int,
-    free: int | None,
 ) -> Callable[[], tuple[float, float]]:
     """Compile a generation. Returns a function that runs it once: () -> (prefill seconds, decode
     seconds).
@@ -179,17 +176,6 @@ def _generation(
     loop = decode.decode_many(definition, count=request.new_tokens - 1, choice=decode.Choice.GREEDY)
     sizes = dict(rows=batch, positions=request.capacity, loop=Loop.UNROLLED)
     loop = loop.compile(*decoding.abstract(definition, **sizes))
-    for phase, compiled in (("the prefill", prefill), ("decoding", loop)):
-        used = compiled.memory_analysis()
-        results = used.output_size_in_bytes - used.alias_size_in_bytes
-        parts = dict(
-            arguments=used.argument_size_in_bytes,
-            temporaries=used.temp_size_in_bytes,
-            results=results,
-        )
-        memory.check(
-            parts, free=free, what=f"{phase} of {variant.name} at batch {batch}", instead=INSTEAD
-        )
     first = decode.sample_first(definition)
 
     def once() -> tuple[float, float]:
@@ -213,17 +199,6 @@ def steps(request: Request) -> int:
 def rounds(names: tuple, *, count: int) -> list[tuple]:
     """`count` rounds of all names; each round starts with another name."""
     return [names[i % len(names) :] + names[: i % len(names)] for i in range(count)]
-
-
-def weight_bytes(definitions: Iterable[ModelDef]) -> int:
-    """Bytes of a device's shards of the weights; weights that the definitions share count once."""
-    trees = [weights.abstract(definition, loop=Loop.UNROLLED) for definition in definitions]
-    shared = {
-        jax.tree_util.keystr(path): leaf
-        for tree in trees
-        for path, leaf in jax.tree.leaves_with_path(tree)
-    }
-    return memory.shard_bytes(shared)
 
 
 def random_weights(definitions: Sequence[ModelDef]) -> list[Params]:

@@ -9,6 +9,8 @@ import statistics
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from ladder_jax import files, python, terminal
 from ladder_jax.bench import request as requests
 from ladder_jax.bench.request import Request, Variant
@@ -33,10 +35,6 @@ COLUMNS = (
     "of copy",
     "TFLOP/s",
     "of matmul",
-)
-PANELS = (
-    ("tokens_per_second", "tokens/s", 1),
-    ("bandwidth_share", "% of the copy's bandwidth", 100),
 )
 OVERHEAD = "a ratio here is a topology's overhead, not its speed-up"
 
@@ -142,26 +140,20 @@ class Result:
     @property
     def verdict(self) -> list[str]:
         """One line per variant: its decoding, or of two halves in turn its prefill."""
-        lines = []
-        for variant in self.request.variants:
-            phase = "prefill" if variant.interleave == 2 else "decode"
-            parts = []
-            for ratio in self.ratios:
-                if Variant(ratio["residual"], ratio["interleave"]) == variant:
-                    median, *ends = (
-                        f"{ratio[f'{phase}_ratio{end}']:.2f}" for end in ("", "_min", "_max")
-                    )
-                    parts.append(
-                        f"{median}x {ratio['against']} [{', '.join(ends)}] at batch {ratio['batch']}"
-                    )
-            if parts:
-                lines.append(f"{variant.name} {phase}s {', '.join(parts)}")
-        if lines:
-            return lines
-        parts = [
-            f"{row['tokens_per_second']:,.1f} tokens/s at batch {row['batch']}" for row in self.rows
-        ]
-        return [f"{self.request.residuals[0]} generates {', '.join(parts)}"]
+        parts = {}  # by the beginning of the line
+        for ratio in self.ratios:
+            phase = "prefill" if ratio["interleave"] == 2 else "decode"
+            name = Variant(ratio["residual"], ratio["interleave"]).name
+            median, *ends = (ratio[f"{phase}_ratio{end}"] for end in ("", "_min", "_max"))
+            span = ", ".join(f"{end:.2f}" for end in ends)
+            said = f"{median:.2f}x {ratio['against']} [{span}] at batch {ratio['batch']}"
+            parts.setdefault(f"{name} {phase}s", []).append(said)
+        if not parts:
+            parts[f"{self.request.residuals[0]} generates"] = [
+                f"{row['tokens_per_second']:,.1f} tokens/s at batch {row['batch']}"
+                for row in self.rows
+            ]
+        return [f"{begin} {', '.join(said)}" for begin, said in parts.items()]
 
     def as_dict(self) -> dict:
         """The JSON object. Seconds, bytes and FLOPs are of one device. `_row` defines medians and
@@ -273,36 +265,30 @@ def _ceiling(ceiling: Ceiling, scale: float, unit: str) -> str:
 
 
 def _plot(answer: Result, *, file: str) -> None:
-    """Tokens per second above and the share of the copy's bandwidth below, with one column per
-    batch. Bars are medians, error bars the range over the repeats. The file's ending sets the
-    format.
+    """Tokens per second, one panel a batch. Bars are medians, error bars the range over the
+    repeats. The file's ending sets the format.
     """
     request = answer.request
-    names = [one.name for one in request.variants]
     columns = len(request.batches)
-    size = (1.6 + columns * max(1.8, 0.8 * len(names)), 6)
+    names = [one.name for one in request.variants]
+    size = (1.6 + columns * max(1.8, 0.8 * len(names)), 3.5)
     figure, axes = files.pyplot().subplots(
-        2, columns, figsize=size, sharex=True, squeeze=False, layout="constrained"
+        1, columns, figsize=size, squeeze=False, layout="constrained"
     )
-    for column, batch in zip(axes.T, request.batches):
+    for axis, batch in zip(axes[0], request.batches):
         rows = [row for row in answer.rows if row["batch"] == batch]
-        for axis, (key, _, scale) in zip(column, PANELS):
-            heights = [row[key] * scale for row in rows]
-            errors = [
-                [abs(row[f"{key}_{end}"] - row[key]) * scale for row in rows]
-                for end in ("min", "max")
-            ]
-            colours = [f"C{index}" for index in range(len(names))]
-            bars = axis.bar(names, heights, yerr=errors, color=colours, capsize=4, width=0.7)
-            axis.bar_label(bars, map(number, heights), fontsize=8, padding=2)
-            axis.margins(y=0.15)
-            axis.spines[["top", "right"]].set_visible(False)
-        column[0].set_title(f"batch {batch}", fontsize=10)
-        # batches differ in tokens/s by far more than residuals do: only their shares have one axis
-        column[1].sharey(axes[1, 0])
-        column[1].tick_params("x", rotation=30 if len(names) > 2 else 0)
-    for axis, (_, label, _) in zip(axes[:, 0], PANELS):
-        axis.set_ylabel(label)
+        heights = np.array([row["tokens_per_second"] for row in rows])
+        lowest = np.array([row["tokens_per_second_min"] for row in rows])
+        highest = np.array([row["tokens_per_second_max"] for row in rows])
+        colours = [f"C{index}" for index in range(len(names))]
+        errors = np.abs([lowest - heights, highest - heights])
+        bars = axis.bar(names, heights, yerr=errors, color=colours, capsize=4, width=0.7)
+        axis.bar_label(bars, map(number, heights), fontsize=8, padding=2)
+        axis.margins(y=0.15)
+        axis.spines[["top", "right"]].set_visible(False)
+        axis.tick_params("x", rotation=30 if len(names) > 2 else 0)
+        axis.set_title(f"batch {batch}", fontsize=10)
+    axes[0, 0].set_ylabel("tokens/s")
     shape = f"prompt {request.prompt_length}, {request.new_tokens} new tokens"
     figure.suptitle(f"{answer.title}: {shape}", fontsize=10)
     files.write_picture(file, figure)

@@ -406,7 +406,7 @@ VERBS = {
             **LAYERS,
             **JSON,
             "--out FILE": "write that object to a file",
-            "--plot FILE": "draw tokens/s and bandwidth by batch (PNG, SVG, PDF)",
+            "--plot FILE": "draw tokens/s by batch (PNG, SVG, PDF)",
         },
     ),
     "predict": Verb(

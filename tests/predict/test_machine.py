@@ -8,9 +8,8 @@ import re
 import pytest
 
 from ladder_jax import hardware, nn, parallel
-from ladder_jax.bench.measure import weight_bytes
-from ladder_jax.config import preset
-from ladder_jax.decode import memory
+from ladder_jax.config import Loop, preset
+from ladder_jax.decode import memory, weights
 from ladder_jax.hardware import HARDWARE
 from ladder_jax.predict import machine, work
 from ladder_jax.predict.machine import Link, Network, Ring
@@ -53,7 +52,8 @@ def test_seconds_of_an_all_reduce():
 def test_memory_is_what_the_shards_hold(config, tensor):
     config = dataclasses.replace(config, residual="standard")
     definition = nn.define(config, mesh=parallel.make_mesh(tensor=tensor))
-    held = weight_bytes([definition]) + memory.cache_bytes(definition, rows=3, capacity=13)
+    held = memory.shard_bytes(weights.abstract(definition, loop=Loop.UNROLLED))
+    held += memory.cache_bytes(definition, rows=3, capacity=13)
     assert work.Model(config, tensor).memory(rows=3, capacity=13) == held
 
 
