@@ -3,7 +3,7 @@
 import pytest
 
 from ladder_jax.config import EXPERT_RESIDUALS, RESIDUALS
-from ladder_jax.predict import command, result
+from ladder_jax.predict import result
 from tests.predict.asked import answered, by_residual, predict, run
 
 
@@ -62,20 +62,6 @@ def test_text_and_plot(capsys, tmp_path):
     assert said[0] == "take ladder-7"
     assert said[1].startswith("reason    communication is ")
     assert any(line.startswith("note") and "more than a device's 79 GiB" in line for line in said)
-
-
-def test_the_rule():
-    """Said where another topology is faster than the one to take."""
-    slow = dict(hardware="h100-no-nvlink", batch=16)
-    answer = predict(**slow, residual="ladder,ladder-2,ladder-3")
-    _, _, rule, *_ = command.lines(answer)
-    gains = {row.residual: row.speedup for row in answer.rows}
-    fastest = max(gains, key=gains.get)
-    assert 0.95 * gains[fastest] <= gains[answer.advice.residual] < gains[fastest]
-    closest = "among topologies within 5% of the fastest, the one closest to Standard"
-    assert rule == f"rule      {fastest} gives {gains[fastest]:.2f}: {closest}"
-    _, _, line, *_ = command.lines(predict(**slow, residual="standard,parallel-ladder"))
-    assert not line.startswith("rule")
 
 
 MISTAKES = {
