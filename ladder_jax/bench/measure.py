@@ -5,7 +5,6 @@ and matmul rate.
 
 import dataclasses
 import functools
-import itertools
 import time
 import zlib
 from collections.abc import Callable, Sequence
@@ -21,8 +20,8 @@ from ladder_jax.config import Loop
 from ladder_jax.decode import memory, sampling, weights
 from ladder_jax.decode import steps as decoding
 from ladder_jax.nn import ModelDef, Params
+from ladder_jax.predict.layers import kernels_of_layers
 from ladder_jax.predict.measure import Ceiling, copy_bandwidth, matmul_peak
-from ladder_jax.predict.program import steps_of
 from ladder_jax.predict.work import Block, Kernel, Model
 
 INSTEAD = "ask for a smaller --batch or --prompt-length, fewer --layers, or more --tensor devices"
@@ -142,12 +141,10 @@ def _kernels(model: Model, block: Block) -> list[Kernel]:
     """Those of the speed model: a key/value head that several devices share counts on each of them,
     and the vocabulary's padding counts too. Biases and norms of queries and keys do not.
     """
-    steps = steps_of(model.config)
-    sublayers = [*(step.early for step in steps if step.early), *(step.sublayers for step in steps)]
-    return [
-        *itertools.chain.from_iterable(model.step(one, block) for one in sublayers),
-        *model.ends(block),
-    ]
+    kernels = list(model.ends(block))
+    for count, _, of_layer in kernels_of_layers(model, block):
+        kernels += count * of_layer
+    return kernels
 
 
 def _generation(

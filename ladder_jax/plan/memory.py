@@ -51,7 +51,7 @@ def estimate(candidate: Candidate, *, request: Request) -> Memory:
     config = request.config
     mesh = candidate.mesh
     model, block = candidate.microbatch(request)
-    parameters = (models.layers(config, ranks=mesh.tensor) + model.tables) // mesh.fsdp
+    parameters = model.parameters // mesh.fsdp
     kept = kept_activations(candidate, request=request)
     several = candidate.accumulate > 1
     offloaded = candidate.remat is Remat.OFFLOAD

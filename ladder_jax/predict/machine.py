@@ -273,17 +273,19 @@ class Machine(Section):
         )
 
     def constants(self) -> dict[str, dict]:
-        """The value and the source of each, by dotted name."""
+        """The value and the source of each number, by dotted name."""
+        values = _numbers(dataclasses.asdict(self), "")
+        unknown_source = "given without a source"
         return {
-            name: {"value": value, "source": self.sources.get(name, "given without a source")}
-            for name, value in _numbers(self, "").items()
+            name: {"value": value, "source": self.sources.get(name, unknown_source)}
+            for name, value in values.items()
         }
 
 
-def _numbers(section: object, path: str) -> dict[str, float]:
+def _numbers(section: dict, path: str) -> dict[str, float]:
     found = {}
-    for name, value in vars(section).items():
-        if isinstance(value, (Link, Network, Kernel)):
+    for name, value in section.items():
+        if isinstance(value, dict):
             found |= _numbers(value, f"{path}{name}.")
         elif isinstance(value, (int, float)):
             found[f"{path}{name}"] = value

@@ -304,12 +304,11 @@ def passes_without_tensor(
     size = model.element_bytes
     trains = phase is Phase.TRAIN
     task = Task(model, machine, model.prefill(rows=rows // devices, prompt_length=tokens))
-    parameters = models.layers(config, ranks=1) + model.tables
     largest = 2 * models.largest_layer(config, ranks=1)
     half = lambda size: machine.link.half(size, ranks=devices)
     timelines, bare = split_weights(task, half, trains=trains)
-    alone = parameters * (STATE if trains else size)
-    split = largest * size + (largest * FLOAT32 if trains else parameters * size / devices)
+    alone = model.parameters * (STATE if trains else size)
+    split = largest * size + (largest * FLOAT32 if trains else model.parameters * size / devices)
     ends = dataclasses.replace(task, times=3 if trains else 1).ends
     possible = []
     if alone <= machine.memory:
