@@ -45,45 +45,31 @@ from ladder_jax.schedule import models
 def layers(task: Task, program: Program, *, steps: Sequence[Step] | None = None) -> Timeline:
     """The timeline of all layers. steps: by default the topology's."""
     model = task.model
-    block = task.block
     link = task.machine.link
-    contention = task.machine.contention
     steps = steps_of(model.config) if steps is None else steps
-    waits = link is not None and link.halves is Halves.NONE
     if program.form is Form.COLLECTIVE_MATMUL:
         return _in_rings(task, steps)
+    contention = task.machine.contention
+    # where reduce-scatters are awaited, all messages are: that gathers are hidden is left out
+    waits = program.form is not Form.ALL_REDUCE and link.halves is Halves.NONE
     if program.form is Form.EXCHANGE:
-        # where reduce-scatters are awaited, all messages are: that gathers are hidden is left out
         return play_slots(_exchange(task, steps, program), contention=contention, waits=waits)
-    split_stream = program.form is Form.SEQUENCE_PARALLEL
-    split = model.ranks if split_stream else 1
-    # of an all-reduce: a split stream's reduce-scatter, where programs cannot start it apart
-    awaited = lambda part: part.half if split_stream and waits else 0.0
-    settings = dict(contention=contention, window=program.window)
-
-    @functools.cache
-    def kernels(sublayers: tuple[int, ...], part: Block = block) -> tuple[Kernel, ...]:
-        return model.step(sublayers, part, split=split)
-
+    split = model.ranks if program.form is Form.SEQUENCE_PARALLEL else 1
+    settings = dict(contention=contention, window=program.window, waits=waits)
+    kernels = functools.cache(functools.partial(model.step, split=split))
     if program.interleave == 2:
         halves = _halves(task)
 
         @functools.cache
         def work_of_half(sublayers: tuple[int, ...], half: int) -> Work:
-            return _half_work(
-                halves[half], kernels(sublayers, halves[half].block), kernels(sublayers)
-            )
+            part = halves[half]
+            whole = kernels(sublayers, task.block)
+            return _half_work(part, kernels(sublayers, part.block), whole)
 
-        slots = turns(
-            steps,
-            work=work_of_half,
-            all_reduces=tuple(reduction(half, program)[1] for half in halves),
-            awaited=tuple(map(awaited, halves)),
-        )
-        return play_slots(slots, **settings)
-    work = functools.cache(lambda sublayers: task.work(kernels(sublayers)))
-    sums = dict(all_reduce=reduction(task, program)[1], awaited=awaited(task))
-    return play(steps, work=work, **sums, **settings)
+        sums = tuple(reduction(half, program)[1] for half in halves)
+        return play_slots(turns(steps, work=work_of_half, all_reduces=sums), **settings)
+    work = functools.cache(lambda sublayers: task.work(kernels(sublayers, task.block)))
+    return play(steps, work=work, all_reduce=reduction(task, program)[1], **settings)
 
 
 def _halves(task: Task) -> list[Task]:

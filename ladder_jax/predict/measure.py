@@ -27,7 +27,6 @@ from ladder_jax.predict import machine
 from ladder_jax.predict.machine import Halves, Kernel, Link, Ring
 from ladder_jax.terminal import progress
 
-ASSUMED = "h100-nvlink"  # the machine whose contention is taken if none can be measured
 MOST_READ = 8  # ranks: XLA's all-reduce kernels read the memory of so many
 CHAIN = 32
 KIB = 2**10
@@ -97,7 +96,7 @@ def constants(tensor: int, *, warmup: int, repeats: int) -> tuple[dict, list[Red
     kernel_ranks = [count for count in ranks if gpu and count <= MOST_READ]
     time_of = functools.partial(timed, warmup=warmup, repeats=repeats)
     free = memory.free_memory(device, devices=jax.device_count())
-    with progress(5) as update:
+    with progress(4) as update:
         update(0, "copying, multiplying")
         copy = copy_bandwidth(device, free=free, samples=repeats)
         matmul = matmul_peak(device, dtype="bfloat16", samples=repeats)
@@ -110,10 +109,8 @@ def constants(tensor: int, *, warmup: int, repeats: int) -> tuple[dict, list[Red
         reduced = all_reduces(time_of, ranks=ranks, sizes=sizes, overlap=hides)
         update(3, "all-reduces of one kernel")
         kernels = all_reduces(time_of, ranks=kernel_ranks, sizes=KERNELS, overlap=Overlap.WAITS)
-        update(4, "computing beside an all-reduce")
-        # A CPU's collectives never run beside compute, so there is nothing to measure.
-        beside = None if simulated or tensor == 1 else contention(time_of, ranks=tensor)
     of = f"of {repeats} runs"
+    alike = "v5p" if device.platform == "tpu" else "h100-nvlink"
     rate = "is the measured rate, not a published peak"
     devices = f"measured on {tensor} {'simulated ' if simulated else ''}devices"
     sections: dict = {
@@ -126,7 +123,7 @@ def constants(tensor: int, *, warmup: int, repeats: int) -> tuple[dict, list[Red
         "flops_share": _entry(1.0, f"flops {rate}"),
         "bandwidth_share": _entry(1.0, f"bandwidth {rate}"),
         "launch": _entry(started, f"measured: the median {of}"),
-        "contention": _contention(beside, tensor),
+        "contention": _entry(machine.load(alike).contention, f"assumed as on {alike}"),
     }
     if reduced:
         ring = Ring.TWO_WAY if device.platform == "tpu" else Ring.ONE_WAY
@@ -154,15 +151,6 @@ def _entries(fitted: dict[str, float], measured: Sequence[Reduced], what: str) -
     ranks = dict.fromkeys(one.ranks for one in measured)
     source = f"fitted to {len(measured)} {what}, over {', '.join(map(str, ranks))} devices"
     return {name: _entry(value, source) for name, value in fitted.items()}
-
-
-def _contention(measured: float | None, tensor: int) -> dict:
-    if tensor == 1:
-        return _entry(0.0, "one device communicates nothing")
-    if measured is None:
-        value = machine.load(ASSUMED).contention
-        return _entry(value, f"assumed as on {ASSUMED}: here nothing ran beside an all-reduce")
-    return _entry(measured, "measured: medians")
 
 
 def copy_bandwidth(device: jax.Device, *, free: int | None, samples: int = 10) -> Ceiling:
@@ -234,25 +222,6 @@ def launch(time_of: Timed) -> float:
     return statistics.median(time_of(lambda: chain(a), of=4 * CHAIN))
 
 
-def contention(time_of: Timed, *, ranks: int) -> float | None:
-    """The contention, or None if the device does not compute during an all-reduce.
-
-    Contention c is the relative slowdown of compute. If compute alone takes W and the all-reduce
-    alone A, with W > 2 A, both together take W + A c / (1 + c) (`predict.timeline`).
-    """
-    mesh = parallel.make_mesh(tensor=ranks, devices=jax.devices()[:ranks])
-
-    def beside(products: int, *, reduce: bool) -> float:
-        return statistics.median(time_of(_beside(mesh, products=products, reduce=reduce), of=1))
-
-    wire = beside(0, reduce=True)
-    products = 8
-    while (compute := beside(products, reduce=False)) < 3 * wire:
-        products *= 2
-    lost = max(0.0, (beside(products, reduce=True) - compute) / wire)
-    return None if lost > 0.95 else lost / (1 - lost)
-
-
 def timed(run: Callable[[], object], *, of: int, warmup: int, repeats: int) -> tuple[float, ...]:
     """Seconds per operation, by run. of: number of operations in a run."""
     for _ in range(warmup):
@@ -294,38 +263,14 @@ def _chain_of_all_reduces(
             x = lax.psum(x, AXIS) * scale
         return x
 
-    x = jnp.ones((count, size // 2), jnp.bfloat16)
-    scale = (jnp.arange(count, dtype=jnp.bfloat16)[:, None] + 1) / count**2
     traits = overlap and parallel.Traits(overlap, Phase.DECODE, Loop.UNROLLED)
-    return _on_ranks(mesh, local, x, scale, traits=traits)
-
-
-def _beside(mesh: Mesh, *, products: int, reduce: bool) -> Callable[[], object]:
-    """A program of matrix products and an independent all-reduce of 16 MiB."""
-    count = mesh.shape[AXIS]
-    width = 4096
-
-    def local(x, a, z):
-        for _ in range(products):
-            x = a @ x
-        return x, lax.psum(z, AXIS) if reduce else z
-
-    x = jnp.ones((count * width, 1024), jnp.bfloat16)
-    a = jnp.tile(jnp.eye(width, dtype=jnp.bfloat16), (count, 1))
-    z = jnp.ones((count, 8 * MIB), jnp.bfloat16)
-    traits = parallel.Traits(Overlap.HIDES, Phase.PREFILL, Loop.UNROLLED)
-    return _on_ranks(mesh, local, x, a, z, traits=traits)
-
-
-def _on_ranks(
-    mesh: Mesh, local: Callable, *arrays: jax.Array, traits: parallel.Traits | None
-) -> Callable[[], object]:
-    """A program that calls `local` on every rank with its part of each array's rows."""
     options = parallel.compile_options(mesh, traits=traits) if traits else None
     mapped = jax.shard_map(local, mesh=mesh, in_specs=P(AXIS), out_specs=P(AXIS))
-    program = jax.jit(mapped, compiler_options=options)
-    placed = jax.device_put(arrays, NamedSharding(mesh, P(AXIS)))
-    return lambda: program(*placed)
+    chain = jax.jit(mapped, compiler_options=options)
+    x = jnp.ones((count, size // 2), jnp.bfloat16)
+    scale = (jnp.arange(count, dtype=jnp.bfloat16)[:, None] + 1) / count**2
+    placed = jax.device_put((x, scale), NamedSharding(mesh, P(AXIS)))
+    return lambda: chain(*placed)
 
 
 def fit_link(measured: Sequence[Reduced], *, ring: Ring) -> Link:

@@ -259,20 +259,8 @@ def advise(rows: Sequence[Row], opponent: Speed | Pass, *, name: str, tensor: in
         return Advice("standard", f"no: {gains}; communication is {share:.1%} of its time", helps)
     fast = [row for row in usable if row.speedup >= max(WORTH, SAME * best)]
     chosen = min(fast, key=lambda row: (_rank(row.residual), -row.speedup))
-    start = f"communication is {share:.0%} of the time of {name}{_lengths(opponent)}"
+    start = f"communication is {share:.0%} of the time of {name}"
     return Advice(chosen.residual, f"{start}: {_gain(chosen, usable)}", helps)
-
-
-def _lengths(opponent: Speed | Pass) -> str:
-    """How long an all-reduce and the shorter sublayer of a decode step are, in words."""
-    if isinstance(opponent, Pass):
-        return ""
-    timeline = opponent.step.forward
-    wire = timeline.wire / timeline.all_reduces
-    shortest = min(bar.stop - bar.start for bar in timeline.bars if not bar.wire)
-    does = "outlasts" if wire > shortest else "fits under"
-    all_reduce = f"a decode step's all-reduce ({wire * 1e6:.0f} µs)"
-    return f", and {all_reduce} {does} its shorter sublayer ({shortest * 1e6:.0f} µs)"
 
 
 def _gain(chosen: Row, usable: Sequence[Row]) -> str:

@@ -10,8 +10,7 @@ from tests.predict.asked import answered, by_residual, predict, run
 @pytest.mark.parametrize(
     "asked, residual, helps, reason",
     [
-        (dict(), "ladder", True, "fits under"),
-        (dict(hardware="h100-no-nvlink"), "parallel-ladder", True, "outlasts its shorter sublayer"),
+        (dict(), "ladder", True, "hiding it under compute gives"),
         (
             dict(hardware="h100-no-nvlink"),
             "parallel-ladder",

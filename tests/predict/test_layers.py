@@ -97,7 +97,9 @@ def test_fsdp_gathers_each_layers_own_matrices(phase, elements):
 
 
 def test_what_a_v5e_starts_at_once():
-    """It hides gathers; each reduce-scatter, of a split stream or of gradients, is awaited."""
+    """It hides gathers of weights; scatters of gradients, and what a split stream sends, are
+    awaited.
+    """
     quick = dataclasses.replace(machine.load("v5e"), bandwidth=math.inf, launch=0.0, contention=0.0)
     started = dataclasses.replace(quick.link, halves=Halves.SUPPORTED)
     apart = dataclasses.replace(quick, link=started)
@@ -108,11 +110,10 @@ def test_what_a_v5e_starts_at_once():
         program = Program(form, launch=Launch.CHAINED, **settings)
         return [layers.layers(Task(shard, on, block, times=2), program) for on in (quick, apart)]
 
-    for interleave, part in ((1, block), (2, block.halves[0])):
+    for interleave in (1, 2):
         waiting, beside = played(Form.SEQUENCE_PARALLEL, interleave=interleave)
-        scatter = quick.link.half(shard.payload(part), ranks=8)
-        count = interleave * 2 * 32 - 1  # nothing hides the last one anywhere
-        assert waiting.exposed - beside.exposed == pytest.approx(count * scatter)
+        assert waiting.exposed == pytest.approx(waiting.wire)
+        assert beside.exposed < 0.1 * beside.wire
     waiting, beside = played()
     assert waiting.seconds == beside.seconds
 
