@@ -84,7 +84,7 @@ def test_what_is_copied_fits_into_the_devices_memory():
 def ceilings(monkeypatch):
     """What a copy and a matmul are measured to reach."""
     for name in ("copy_bandwidth", "matmul_peak"):
-        monkeypatch.setattr(measure, name, lambda *_, **__: CEILING)
+        monkeypatch.setattr(limits, name, lambda *_, **__: CEILING)
 
 
 @pytest.fixture
@@ -283,7 +283,7 @@ MISTAKES = {
 
 @pytest.mark.parametrize("words", MISTAKES)
 def test_mistakes_are_one_line_and_measure_nothing(words, mistake, monkeypatch):
-    monkeypatch.setattr(measure, "copy_bandwidth", None)
+    monkeypatch.setattr(limits, "copy_bandwidth", None)
     assert MISTAKES[words] in mistake(
         "bench", *ASKED, "--out", "speed.json", "--plot", "speed.png", *words.split()
     )

@@ -5,6 +5,7 @@ and matmul rate.
 
 import dataclasses
 import functools
+import itertools
 import time
 import zlib
 from collections.abc import Callable, Sequence
@@ -21,13 +22,10 @@ from ladder_jax.decode import memory, sampling, weights
 from ladder_jax.decode import steps as decoding
 from ladder_jax.nn import ModelDef, Params
 from ladder_jax.predict.layers import kernels_of_layers
-from ladder_jax.predict.measure import Ceiling, copy_bandwidth, matmul_peak
 from ladder_jax.predict.work import Block, Kernel, Model
+from ladder_jax.terminal import progress
 
 INSTEAD = "ask for a smaller --batch or --prompt-length, fewer --layers, or more --tensor devices"
-
-type Advance = Callable[[str], None]
-"""Called before each step, with its name."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,54 +55,34 @@ class Samples:
         return [p + d for p, d in zip(self.prefill, self.decode)]
 
 
-def measure(
-    request: Request, *, mesh: Mesh, advance: Advance
-) -> tuple[Ceiling, Ceiling, tuple[Samples, ...]]:
-    """The device's limits (copy, matmul), and the samples of all residuals and batches. Raises
-    UserError if the memory is too small.
-    """
-    timed = samples(request, mesh=mesh, advance=advance)
-    device = mesh.devices.flat[0]
-    advance("the device's own limits")
-    copy = copy_bandwidth(device, free=memory.free_memory(device, devices=mesh.size))
-    matmul = matmul_peak(device, dtype=request.shape.dtype.value)
-    return copy, matmul, timed
-
-
-def samples(
-    request: Request, *, mesh: Mesh, advance: Advance = lambda label: None
-) -> tuple[Samples, ...]:
-    """As `measure`, without the device's limits."""
+def samples(request: Request, *, mesh: Mesh) -> tuple[Samples, ...]:
+    """The samples of all variants and batches. Raises UserError if the memory is too small."""
     definitions = {name: nn.define(request.config(name), mesh=mesh) for name in request.residuals}
-    free = memory.free_memory(mesh.devices.flat[0], devices=mesh.size)
     rows = max(request.batches)
     model = Model(request.config(request.residuals[0]), request.tensor)
     parts = {"weights and cache": model.memory(rows=rows, capacity=request.capacity)}
+    free = memory.free_memory(mesh.devices.flat[0], devices=mesh.size)
     memory.check(parts, free=free, what=f"{request.model} at batch {rows}", instead=INSTEAD)
     runs = {}
     found = []
-    with memory.explained("benchmarking", instead=INSTEAD):
+    timed = rounds(request.variants, count=request.warmup + request.repeats)
+    total = len(request.batches) * len(request.variants) * (1 + len(timed))
+    done = itertools.count()
+    with memory.explained("benchmarking", instead=INSTEAD), progress(total) as update:
         params = dict(zip(definitions, random_weights(list(definitions.values()))))
-        for batch in request.batches:
-            for variant in request.variants:
-                advance(f"batch {batch}: compiling {variant.name}")
-                one = variant.residual
-                runs[batch, variant] = _generation(
-                    request, definitions[one], params[one], variant, batch
-                )
+        for batch, variant in itertools.product(request.batches, request.variants):
+            update(next(done), f"batch {batch}: compiling {variant.name}")
+            one = variant.residual
+            runs[batch, variant] = _generation(
+                request, definitions[one], params[one], variant, batch
+            )
         for batch in request.batches:
             seconds = {variant: [] for variant in request.variants}
-            for index, order in enumerate(
-                rounds(request.variants, count=request.warmup + request.repeats)
-            ):
-                for variant in order:
-                    advance(f"batch {batch}: {variant.name}")
-                    timing = runs[batch, variant]()
-                    if index >= request.warmup:
-                        seconds[variant].append(timing)
-            found += [
-                _samples(request, variant, batch, timings) for variant, timings in seconds.items()
-            ]
+            for variant in itertools.chain.from_iterable(timed):
+                update(next(done), f"batch {batch}: {variant.name}")
+                seconds[variant].append(runs[batch, variant]())
+            for variant, timings in seconds.items():
+                found.append(_samples(request, variant, batch, timings[request.warmup :]))
     return tuple(found)
 
 
@@ -186,11 +164,6 @@ def _generation(
         return prefilled - start, time.perf_counter() - prefilled
 
     return once
-
-
-def steps(request: Request) -> int:
-    """Number of steps of `measure`: it calls `advance` before each."""
-    return 1 + len(request.batches) * len(request.variants) * (1 + request.warmup + request.repeats)
 
 
 def rounds(names: tuple, *, count: int) -> list[tuple]:

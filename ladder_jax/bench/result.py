@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import platform
 import statistics
 from collections.abc import Sequence
@@ -50,16 +49,17 @@ def run(args: dict) -> None:
     import jax  # after the arguments are checked, because it takes seconds
 
     from ladder_jax.bench import measure
+    from ladder_jax.decode import memory
     from ladder_jax.parallel import make_mesh
+    from ladder_jax.predict import measure as limits
 
     request = requests.on_devices(request, count=jax.device_count())
     mesh = make_mesh(tensor=request.tensor)
-    with terminal.progress(measure.steps(request)) as update:
-        done = itertools.count()
-        copy, matmul, samples = measure.measure(
-            request, mesh=mesh, advance=lambda label: update(next(done), label)
-        )
+    samples = measure.samples(request, mesh=mesh)
     device = mesh.devices.flat[0]
+    free = memory.free_memory(device, devices=mesh.size)
+    copy = limits.copy_bandwidth(device, free=free)
+    matmul = limits.matmul_peak(device, dtype=request.shape.dtype.value)
     answer = Result(
         request=request,
         copy=copy,

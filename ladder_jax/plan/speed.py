@@ -13,9 +13,8 @@ the network's bandwidth. The axes have links of their own, so nothing of one wai
 
 import dataclasses
 import functools
-from collections.abc import Iterable
 
-from ladder_jax.config import ExpertParallelism, Phase, Remat
+from ladder_jax.config import Phase, Remat
 from ladder_jax.hardware import HARDWARE
 from ladder_jax.nn.experts import CHUNK
 from ladder_jax.plan.memory import Memory
@@ -26,7 +25,7 @@ from ladder_jax.predict.machine import NCCL, Link, Machine, Network
 from ladder_jax.predict.model import run_by, split_weights
 from ladder_jax.predict.program import Form, Program
 from ladder_jax.predict.timeline import Slot, Work, play_slots
-from ladder_jax.predict.work import Block, Kernel, Recompute, Task
+from ladder_jax.predict.work import Block, Recompute, Task
 from ladder_jax.schedule.targets import Target
 
 # GPUs per node, and bytes a second of each GPU between nodes: NVIDIA DGX H100 and B200 data sheets.
@@ -75,14 +74,11 @@ def speed(candidate: Candidate, memory: Memory, *, request: Request) -> Speed:
     optimizer = machine.seconds(size=2 * memory.state)
     total = candidate.accumulate * seconds + gradients + optimizer
     forward, recomputed = flops(candidate, request=request)
-    # without the empty slots of buffers
-    reducing = dataclasses.replace(candidate.mesh, experts=ExpertParallelism.REDUCE)
-    used, _ = flops(dataclasses.replace(candidate, mesh=reducing), request=request)
     return Speed(
         total,
         candidate.accumulate * exposed + gradients,
         recomputed / (3 * forward),
-        mfu=candidate.accumulate * 3 * used / machine.flops / total,
+        mfu=candidate.accumulate * 3 * forward / machine.flops / total,
     )
 
 
@@ -155,17 +151,14 @@ def recomputed_by(candidate: Candidate, block: Block) -> Recompute:
 
 def flops(candidate: Candidate, *, request: Request) -> tuple[float, float]:
     """FLOPs of a microbatch on one device: of the forward pass, and of recomputation in the
-    backward pass.
+    backward pass; of exchanged rows without the empty slots.
     """
     model, block = candidate.microbatch(request)
     repeated = recomputed_by(candidate, block).kernels
-    forward = _total(model.ends(block))
+    forward = sum(kernel.flops for kernel in model.ends(block))
     recomputed = 0.0
-    for count, _, kernels in kernels_of_layers(model, block, exchanged=candidate.exchanges):
-        forward += count * _total(kernels)
-        recomputed += count * _total(one for one in kernels if one.name in repeated)
+    for count, _, kernels in kernels_of_layers(model, block):
+        for kernel in kernels:
+            forward += count * kernel.flops
+            recomputed += count * kernel.flops * (kernel.name in repeated)
     return forward, recomputed
-
-
-def _total(kernels: Iterable[Kernel]) -> float:
-    return sum(kernel.flops for kernel in kernels)

@@ -21,7 +21,6 @@ stands beside the dispatch (in the program its last product stands beside the co
 
 import dataclasses
 import functools
-import itertools
 from collections.abc import Iterable, Iterator, Sequence
 
 from ladder_jax.predict.machine import Algorithm, Halves, Link, Ring
@@ -216,29 +215,21 @@ def exchanged_kernels(model: Model, block: Block) -> dict[str, Sequence[Kernel]]
     )
 
 
-def kernels_of_layers(
-    model: Model, block: Block, *, exchanged: bool = False
-) -> list[tuple[int, Model, Sequence[Kernel]]]:
-    """Of each kind of layers their number, a model of such layers, and the kernels of one.
-
-    exchanged: ranks exchange the rows of experts.
-    """
+def kernels_of_layers(model: Model, block: Block) -> list[tuple[int, Model, Sequence[Kernel]]]:
+    """Of each kind of layers their number, a model of such layers, and the kernels of one."""
     found = []
     for count, config in models.kinds(model.config):
         kind = dataclasses.replace(model, config=config)
         mlp = (MLP, SHARED) if config.residual == "farskip" else (MLP,)
-        parts = (
-            exchanged_kernels(kind, block).values()
-            if exchanged
-            else (kind.step((ATTENTION,), block), kind.step(mlp, block))
-        )
-        found.append((count, kind, list(itertools.chain(*parts))))
+        kernels = [*kind.step((ATTENTION,), block), *kind.step(mlp, block)]
+        found.append((count, kind, kernels))
     return found
 
 
 def _exchange(task: Task, steps: Sequence[Step], program: Program) -> Iterator[Slot]:
     """The slots of all layers, if ranks exchange the rows of experts."""
     whole = exchanged_kernels(task.model, task.block)
+    sends = all(step.reduces for step in steps)
 
     def exchanged(part: Task) -> Exchanged:
         """Of the block, or of one of its halves."""
@@ -247,9 +238,9 @@ def _exchange(task: Task, steps: Sequence[Step], program: Program) -> Iterator[S
         rows = part.machine.link.all_to_all(model.buffer_bytes(part.block), ranks=model.ranks)
         return Exchanged(
             **{name: _half_work(part, own[name], whole[name]) for name in own},
-            gather=(1 + part.recompute.gathers) * part.half,
-            scatter=part.half,
-            rows=(1 + part.recompute.rows) * rows,
+            gather=sends * (1 + part.recompute.gathers) * part.half,
+            scatter=sends * part.half,
+            rows=sends * (1 + part.recompute.rows) * rows,
         )
 
     if program.interleave == 2:
@@ -258,10 +249,7 @@ def _exchange(task: Task, steps: Sequence[Step], program: Program) -> Iterator[S
 
 
 def _exchange_turns(steps: Sequence[Step], first: Exchanged, second: Exchanged) -> Iterator[Slot]:
-    """The slots of two halves in turn: beside a sublayer of one half the other half's newest output
-    arrives, beside the sublayer's first products, and the input of its next step is sent, beside
-    the rest.
-    """
+    """The slots of two halves in turn, each beside the messages of the other."""
     yield Slot(first.norm)
     yield Slot(transfers=first.input_of(steps[0]))
     padded = (None, *steps, None)
@@ -269,17 +257,58 @@ def _exchange_turns(steps: Sequence[Step], first: Exchanged, second: Exchanged) 
         for own, other, at in ((first, second, place), (second, first, place + 1)):
             # of the other half: the first half is one step ahead
             before, following = padded[at : at + 2]
-            attends = step.sublayers == (ATTENTION,)
-            yield Slot(
-                own.into if attends else own.shared + own.first,
-                other.output_of(before) if before else (),
-            )
-            yield Slot(_between(other, before, following))
-            yield Slot(
-                own.out if attends else own.last, other.input_of(following) if following else ()
-            )
+            yield from _sublayer(own, step, own.shared, other, before=before, following=following)
     yield Slot(transfers=second.output_of(steps[-1]))
     yield Slot(second.collect)
+
+
+def _exchange_slots(steps: Sequence[Step], part: Exchanged) -> Iterator[Slot]:
+    """The slots of a topology's steps, in their order: each beside the messages of its neighbours,
+    if it does without them.
+    """
+    ready = False  # whether the step before has brought this one's input
+    for before, step, following in zip((None, *steps), steps, (*steps[1:], None)):
+        shared = Work() if step.early else part.shared
+        if step.early:
+            yield Slot(part.shared)
+        if before is not None and not step.delay:
+            yield Slot(transfers=part.output_of(before))
+            yield Slot(_between(part, before, None))
+            before = None
+        if not ready:
+            yield Slot(_between(part, None, step))
+            *gathered, newest = part.input_of(step)
+            yield Slot(transfers=gathered)
+            if step.sublayers == (ATTENTION,):
+                yield Slot(transfers=[newest])
+            else:
+                yield Slot(shared, [newest])
+                shared = Work()
+        ready = following is not None and following.reads_added
+        following = following if ready else None
+        yield from _sublayer(part, step, shared, part, before=before, following=following)
+    yield Slot(transfers=part.output_of(steps[-1]))
+    yield Slot(_between(part, steps[-1], None))
+
+
+def _sublayer(
+    own: Exchanged,
+    step: Step,
+    shared: Work,
+    other: Exchanged,
+    *,
+    before: Step | None,
+    following: Step | None,
+) -> Iterator[Slot]:
+    """A step in two halves. Beside the first one the output of the other's step `before` arrives,
+    beside the second one the input of its step `following` is sent.
+    """
+    attends = step.sublayers == (ATTENTION,)
+    arriving = other.output_of(before) if before else ()
+    sent = other.input_of(following) if following else ()
+    yield Slot(own.into if attends else shared + own.first, arriving)
+    yield Slot(_between(other, before, following))
+    yield Slot(own.out if attends else own.last, sent)
 
 
 def _between(part: Exchanged, before: Step | None, following: Step | None) -> Work:
@@ -289,43 +318,3 @@ def _between(part: Exchanged, before: Step | None, following: Step | None) -> Wo
         return collected
     routed = Work() if following.sublayers == (ATTENTION,) else part.route
     return collected + part.norm + routed
-
-
-def _exchange_slots(steps: Sequence[Step], part: Exchanged) -> Iterator[Slot]:
-    """The slots of a topology's steps, in their order, if ranks exchange the rows of experts."""
-    none = Work()
-    arriving: tuple[float, ...] = ()  # the messages of the newest output, not sent yet
-    collect = none  # once they have arrived
-    ready = False  # whether the step before has brought this one's input
-    for step, following in zip(steps, (*steps[1:], None)):
-        attends = step.sublayers == (ATTENTION,)
-        if not step.reduces:
-            of_experts = part.route + part.shared + part.first + part.last + part.collect
-            yield Slot(part.norm + (part.into + part.out if attends else of_experts))
-            continue
-        first, last = (part.into, part.out) if attends else (part.first, part.last)
-        shared = none if attends or step.early else part.shared
-        if step.early:
-            yield Slot(part.shared)
-        if not step.delay:
-            yield Slot(transfers=arriving)
-            yield Slot(collect)
-            arriving = ()
-            collect = none
-        if not ready:
-            yield Slot(part.norm if attends else part.norm + part.route)
-            *gathered, newest = part.input_of(step)
-            yield Slot(transfers=gathered)
-            yield Slot(shared, [newest])
-            shared = none
-        yield Slot(shared + first, arriving)
-        ready = following is not None and following.reads_added
-        if ready:
-            yield Slot(collect + part.norm + part.route if attends else part.norm)
-            yield Slot(last, part.input_of(following))
-        else:
-            yield Slot(collect + last)
-        arriving = part.output_of(step)
-        collect = none if attends else part.collect
-    yield Slot(transfers=arriving)
-    yield Slot(collect)

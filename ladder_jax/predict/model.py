@@ -246,7 +246,7 @@ def run_by(task: Task, program: Program, *, phase: Phase) -> Pass:
         small = link.all_reduce(scores, ranks=model.ranks, among=program.algorithms)
         bare = of_stream * all_reduce + model.implementation.small_all_reduces * small
     ends = dataclasses.replace(task, times=3 if trains else 1).ends
-    algorithm = algorithm if timelines[0].all_reduces else None
+    algorithm = algorithm if timelines[0].wire else None
     return pass_of(timelines, ends=ends, bare=bare, program=program, all_reduce=algorithm)
 
 
