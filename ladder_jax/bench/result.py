@@ -277,18 +277,15 @@ def _plot(answer: Result, *, file: str) -> None:
     )
     for axis, batch in zip(axes[0], request.batches):
         rows = [row for row in answer.rows if row["batch"] == batch]
-        heights = np.array([row["tokens_per_second"] for row in rows])
-        lowest = np.array([row["tokens_per_second_min"] for row in rows])
-        highest = np.array([row["tokens_per_second_max"] for row in rows])
-        colours = [f"C{index}" for index in range(len(names))]
-        errors = np.abs([lowest - heights, highest - heights])
-        bars = axis.bar(names, heights, yerr=errors, color=colours, capsize=4, width=0.7)
-        axis.bar_label(bars, map(number, heights), fontsize=8, padding=2)
+        keys = ("tokens_per_second", "tokens_per_second_min", "tokens_per_second_max")
+        heights, *ends = (np.array([row[key] for row in rows]) for key in keys)
+        bars = axis.bar(names, heights, yerr=np.abs(ends - heights), capsize=4)
+        axis.bar_label(bars, map(number, heights), padding=2)
         axis.margins(y=0.15)
         axis.spines[["top", "right"]].set_visible(False)
-        axis.tick_params("x", rotation=30 if len(names) > 2 else 0)
-        axis.set_title(f"batch {batch}", fontsize=10)
+        axis.tick_params("x", rotation=30)
+        axis.set_title(f"batch {batch}")
     axes[0, 0].set_ylabel("tokens/s")
     shape = f"prompt {request.prompt_length}, {request.new_tokens} new tokens"
-    figure.suptitle(f"{answer.title}: {shape}", fontsize=10)
+    figure.suptitle(f"{answer.title}: {shape}")
     files.write_picture(file, figure)

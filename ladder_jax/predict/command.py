@@ -2,6 +2,8 @@
 
 import json
 
+import numpy as np
+
 from ladder_jax import files, terminal
 from ladder_jax.config import ExpertParallelism, Launch, Phase
 from ladder_jax.errors import UserError
@@ -29,8 +31,6 @@ COLUMNS = (
     "form",
     "launch",
 )
-COMPUTE = "#4c78a8"
-EXPOSED = "#e45756"
 
 
 def run(args: dict) -> None:
@@ -135,37 +135,27 @@ def _cells(row: Row) -> tuple[str, ...]:
 
 def _plot(answer: Result, *, file: str) -> None:
     """One bar per topology, for a decode step and for the prefill: compute, and exposed
-    communication.
+    communication, in ms.
     """
     request = answer.request
     names = [row.residual for row in answer.rows]
-    figure, axes = files.pyplot().subplots(
-        1, 2, figsize=(11, 1.7 + 0.38 * len(names)), sharey=True, layout="constrained"
-    )
-    for axis, title, phase in zip(axes, ("decode step", "prefill"), ("step", "prefill")):
-        passes = {row.residual: getattr(row.speed, phase) for row in answer.rows}
-        exposed = [1e3 * one.exposed for one in passes.values()]
-        compute = [1e3 * (one.seconds - one.exposed) for one in passes.values()]
-        labels = [number(1e3 * one.seconds) for one in passes.values()]
-        unit = "ms"
-        if standard := passes.get(BASELINE):
-            ratios = [standard.seconds / one.seconds for one in passes.values()]
-            labels = [f"{label}   {ratio:.2f} x" for label, ratio in zip(labels, ratios)]
-            unit = "ms; x: the time of Standard, drawn here, over it"
-        axis.barh(names, compute, color=COMPUTE, height=0.68, label="compute")
+    size = (11, 1.7 + 0.38 * len(names))
+    figure, axes = files.pyplot().subplots(1, 2, figsize=size, sharey=True, layout="constrained")
+    for axis, phase in zip(axes, ("step", "prefill")):
+        passes = [getattr(row.speed, phase) for row in answer.rows]
+        seconds = np.array([1e3 * one.seconds for one in passes])
+        exposed = np.array([1e3 * one.exposed for one in passes])
+        compute = seconds - exposed
+        axis.barh(names, compute, color="#4c78a8", label="compute")
         bars = axis.barh(
-            names, exposed, left=compute, color=EXPOSED, height=0.68, label="exposed communication"
+            names, exposed, left=compute, color="#e45756", label="exposed communication"
         )
-        axis.bar_label(bars, labels, padding=3, fontsize=8.5)
-        axis.margins(x=0.22)
-        axis.set_xlabel(unit)
-        axis.set_title(title, fontsize=10, loc="left")
+        axis.bar_label(bars, map(number, seconds), padding=3)
+        axis.margins(x=0.15)
+        axis.set_xlabel(f"ms of a {'decode step' if phase == 'step' else 'prefill'}")
         axis.spines[["top", "right"]].set_visible(False)
     axes[0].invert_yaxis()
-    title = (
-        f"{request.model}, tensor {request.tensor}, batch {request.batch} on {request.machine.name}"
-    )
-    figure.suptitle(f"{title}: predicted (analytic)", fontsize=11, x=0.01, ha="left")
-    labelled = axes[0].get_legend_handles_labels()
-    figure.legend(*labelled, fontsize=8.5, frameon=False, loc="outside upper right", ncols=2)
+    asked = f"{request.model}, tensor {request.tensor}, batch {request.batch}"
+    figure.suptitle(f"{asked} on {request.machine.name}: predicted (analytic)", x=0.01, ha="left")
+    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside upper right", ncols=2)
     files.write_picture(file, figure)
