@@ -22,7 +22,7 @@ from ladder_jax.predict.measure import Reduced
 def written(run_cli, tmp_path_factory):
     """The JSON of one run on four simulated devices, and the folder that it wrote to."""
     folder = tmp_path_factory.mktemp("calibrate")
-    words = ("--cpu-devices", 4, "--out", "mine.yaml", "--warmup", 1, "--repeats", 3, "--json")
+    words = ("--cpu-devices", 4, "--out", "mine.yaml", "--json")
     done = run_cli("calibrate", *words, cwd=folder, check_status=0)
     assert len(done.stdout.splitlines()) == 1
     return json.loads(done.stdout), folder
@@ -51,7 +51,7 @@ def test_what_it_says_of_itself(written):
     assert f"with jax {jax.__version__}" in first
     assert "Simulated devices" in second
     tree = yaml.safe_load(text)
-    assert "best of 3 runs" in tree["bandwidth"]["source"]
+    assert "best of 10 runs" in tree["bandwidth"]["source"]
     assert tree["contention"]["source"] == "assumed as on h100-nvlink"
     assert "over 2, 4 devices" in tree["link"]["step"]["source"]
 
@@ -108,16 +108,16 @@ def test_a_gpus_own_kernels_are_measured_apart_from_nccl(ceilings, monkeypatch, 
     nccl = Link(latency=12e-6, step=0.8e-6, bandwidth=250e9)
     kernel = Kernel(latency=8e-6, bandwidth=200e9)
     ceilings(90e9, 100e9)
-    monkeypatch.setattr(measure, "launch", lambda _: 3e-6)
+    monkeypatch.setattr(measure, "launch", lambda: 3e-6)
     monkeypatch.setattr(measure.memory, "free_memory", lambda *_, **__: 80e9)
     gpu = types.SimpleNamespace(platform="gpu", device_kind="NVIDIA H100 80GB HBM3")
     monkeypatch.setattr(jax, "devices", lambda: [gpu])
 
     of_kernel = lambda size, ranks: kernel.seconds((ranks - 1) * size)
     times = {Overlap.HIDES: nccl.all_reduce, Overlap.WAITS: of_kernel}
-    all_reduces = lambda _, *, overlap, **shape: samples(times[overlap], **shape)
+    all_reduces = lambda *, overlap, **shape: samples(times[overlap], **shape)
     monkeypatch.setattr(measure, "all_reduces", all_reduces)
-    sections, timed = measure.constants(16, warmup=0, repeats=1)
+    sections, timed = measure.constants(16)
     assert len(timed) == 4 * len(measure.SIZES)
     assert "fitted to 9 all-reduces" in sections["link"]["one_shot"]["latency"]["source"]
     (tmp_path / "mine.yaml").write_text(calibrate.as_yaml(sections, gpu))
@@ -142,30 +142,30 @@ def test_nonsense_is_refused():
 
 def test_nothing_is_written_that_was_not_measured(ceilings, mistake):
     ceilings(0.0)
-    said = mistake(*"calibrate --out mine.yaml --tensor 1 --repeats 1 --warmup 0".split())
+    said = mistake(*"calibrate --out mine.yaml --tensor 1".split())
     assert "ladder-jax: measured here: flops must be positive, not 0.0" in said
 
 
 def test_one_device(ceilings, monkeypatch, tmp_path, prints):
     ceilings(90e9, 100e9)
     monkeypatch.chdir(tmp_path)
-    said = prints(*"calibrate --out one.yml --tensor 1 --repeats 2 --warmup 0".split())
+    said = prints(*"calibrate --out one.yml --tensor 1".split())
     assert "one.yml: 8 constants" in said
     assert "1e+11" in said
     assert "all-reduce" not in said
     one = machine.load("one.yml")
     assert (one.link, one.devices, one.bandwidth) == (None, 1, 100e9)
-    assert "the best of 2 runs, an array" in one.sources["flops"]
+    assert "the best of 10 runs, an array" in one.sources["flops"]
 
 
-def test_timings():
-    time_of = lambda run, *, of: (1.0, 2.0, 3.0, 4.0, 100.0)
-    assert measure.all_reduces(time_of, ranks=[2], sizes=[8]) == [
+def test_timings(monkeypatch):
+    calls = []
+    assert len(measure.timed(lambda: calls.append(1), of=4)) == measure.REPEATS
+    assert len(calls) == measure.WARMUP + measure.REPEATS
+    monkeypatch.setattr(measure, "timed", lambda run, *, of: (1.0, 2.0, 3.0, 4.0, 100.0))
+    assert measure.all_reduces(ranks=[2], sizes=[8]) == [
         Reduced(2, 8, 3, pytest.approx((4 - 2) / 3))
     ]
-    calls = []
-    assert len(measure.timed(lambda: calls.append(1), of=4, warmup=2, repeats=3)) == 3
-    assert len(calls) == 5
 
 
 @pytest.mark.parametrize(
@@ -174,8 +174,7 @@ def test_timings():
         ("", "the following arguments are required: --out"),
         ("--out mine.txt", "--out mine.txt: the file must end in .yaml or .yml"),
         ("--out nowhere/mine.yaml", "there is no folder nowhere"),
-        ("--out mine.yaml --repeats 0", "--repeats must be positive, not 0"),
-        ("--out mine.yaml --warmup -1", "--warmup must not be negative, not -1"),
+        ("--out mine.yaml --repeats 3", "unknown option '--repeats'"),
         ("--out mine.yaml --tensor 99", "--tensor 99 is more than this machine's 8 devices"),
     ],
 )

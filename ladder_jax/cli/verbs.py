@@ -448,8 +448,6 @@ VERBS = {
         {
             "--out FILE": needed("the YAML file to write"),
             "--tensor N": count("devices whose all-reduces are measured (default: all)"),
-            "--warmup W": number("runs before those that are timed (default 3)", default=3),
-            "--repeats R": count("runs that are timed (default 10)"),
             **JSON,
         },
     ),

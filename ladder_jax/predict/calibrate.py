@@ -13,7 +13,6 @@ from ladder_jax import files, terminal
 from ladder_jax.config.fields import check
 from ladder_jax.predict import machine
 
-REPEATS = 10
 UNSTEADY = 0.5  # spread (interquartile range over median) from which a timing gets a note
 SIMULATED = "Simulated devices share one processor: these constants describe it and no accelerator."
 
@@ -24,7 +23,6 @@ def run(args: dict) -> None:
     """
     out = args["out"]
     files.check_writable("out", out, endings=(".yaml", ".yml"))
-    check(args["warmup"] >= 0, f"--warmup must not be negative, not {args['warmup']}")
 
     import jax  # after the arguments are checked, because it takes seconds
 
@@ -34,9 +32,7 @@ def run(args: dict) -> None:
     check(tensor <= count, f"--tensor {tensor} is more than this machine's {count} devices")
     from ladder_jax.predict import measure
 
-    sections, reduced = measure.constants(
-        tensor, warmup=args["warmup"], repeats=args["repeats"] or REPEATS
-    )
+    sections, reduced = measure.constants(tensor)
     calibrated = machine.made(sections, name=pathlib.Path(out).stem, where="measured here")
     files.write(pathlib.Path(out), [as_yaml(sections, device).encode()])
     constants = calibrated.constants()

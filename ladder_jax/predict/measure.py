@@ -6,7 +6,6 @@ operation reads the previous result. Every program runs a few times before it is
 """
 
 import dataclasses
-import functools
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -27,6 +26,8 @@ from ladder_jax.predict import machine
 from ladder_jax.predict.machine import Halves, Kernel, Link, Ring
 from ladder_jax.terminal import progress
 
+WARMUP = 3  # runs before those that are timed
+REPEATS = 10
 MOST_READ = 8  # ranks: XLA's all-reduce kernels read the memory of so many
 CHAIN = 32
 KIB = 2**10
@@ -37,10 +38,6 @@ KERNELS = (4 * KIB, 32 * KIB, 256 * KIB)  # up to these XLA's all-reduce on NVID
 AXIS = "tensor"
 # least ratio of a large all-reduce's time to a small one's; below it the bandwidth cannot be fitted
 GROWS = 1.1
-
-
-type Timed = Callable[..., tuple[float, ...]]
-"""`timed` with its numbers of runs."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,7 +80,7 @@ class Ceiling:
         }
 
 
-def constants(tensor: int, *, warmup: int, repeats: int) -> tuple[dict, list[Reduced]]:
+def constants(tensor: int) -> tuple[dict, list[Reduced]]:
     """The sections of a machine's file, with constants as {value, source}, and the timed
     all-reduces.
 
@@ -94,22 +91,21 @@ def constants(tensor: int, *, warmup: int, repeats: int) -> tuple[dict, list[Red
     gpu = device.platform == "gpu"
     ranks = [size for size in (2, 4, 8, 16, 32) if size < tensor] + [tensor] if tensor > 1 else []
     kernel_ranks = [count for count in ranks if gpu and count <= MOST_READ]
-    time_of = functools.partial(timed, warmup=warmup, repeats=repeats)
     free = memory.free_memory(device, devices=jax.device_count())
     with progress(4) as update:
         update(0, "copying, multiplying")
-        copy = copy_bandwidth(device, free=free, samples=repeats)
-        matmul = matmul_peak(device, dtype="bfloat16", samples=repeats)
+        copy = copy_bandwidth(device, free=free)
+        matmul = matmul_peak(device, dtype="bfloat16")
         update(1, "starting kernels")
-        started = launch(time_of)
+        started = launch()
         update(2, "all-reduces")
         sizes = SIMULATED if simulated else SIZES
         # NCCL's; XLA's own kernels are measured next
         hides = Overlap.HIDES if gpu else None
-        reduced = all_reduces(time_of, ranks=ranks, sizes=sizes, overlap=hides)
+        reduced = all_reduces(ranks=ranks, sizes=sizes, overlap=hides)
         update(3, "all-reduces of one kernel")
-        kernels = all_reduces(time_of, ranks=kernel_ranks, sizes=KERNELS, overlap=Overlap.WAITS)
-    of = f"of {repeats} runs"
+        kernels = all_reduces(ranks=kernel_ranks, sizes=KERNELS, overlap=Overlap.WAITS)
+    of = f"of {REPEATS} runs"
     alike = "v5p" if device.platform == "tpu" else "h100-nvlink"
     rate = "is the measured rate, not a published peak"
     devices = f"measured on {tensor} {'simulated ' if simulated else ''}devices"
@@ -153,7 +149,7 @@ def _entries(fitted: dict[str, float], measured: Sequence[Reduced], what: str) -
     return {name: _entry(value, source) for name, value in fitted.items()}
 
 
-def copy_bandwidth(device: jax.Device, *, free: int | None, samples: int = 10) -> Ceiling:
+def copy_bandwidth(device: jax.Device, *, free: int | None) -> Ceiling:
     """Bytes read and written a second by y = ~x; x is uint32 and too large for any cache.
 
     An H200 does so at a plain copy's rate, and with bfloat16 at 0.78 of it. x is donated because on
@@ -170,12 +166,11 @@ def copy_bandwidth(device: jax.Device, *, free: int | None, samples: int = 10) -
         x,
         work=2 * size,
         calls=2 if cpu else 10,
-        samples=samples,
     )
     return Ceiling(rates, f"{size / MIB:.0f} MiB of uint32")
 
 
-def matmul_peak(device: jax.Device, *, dtype: str, samples: int = 10) -> Ceiling:
+def matmul_peak(device: jax.Device, *, dtype: str) -> Ceiling:
     """Floating-point operations a second of x = a x with square matrices of `dtype`."""
     cpu = device.platform == "cpu"
     size = 1024 if cpu else 8192
@@ -183,14 +178,12 @@ def matmul_peak(device: jax.Device, *, dtype: str, samples: int = 10) -> Ceiling
     a = jax.random.normal(jax.random.key(0), (size, size), dtype) * size**-0.5
     a, x = jax.device_put((a, a + 0), device)
     step = jax.jit(lambda x, a: a @ x, donate_argnums=0)
-    rates = _rates(
-        lambda x: step(x, a), x, work=2 * size**3, calls=2 if cpu else 10, samples=samples
-    )
+    rates = _rates(lambda x: step(x, a), x, work=2 * size**3, calls=2 if cpu else 10)
     return Ceiling(rates, f"{size} x {size} of {dtype}")
 
 
 def all_reduces(
-    time_of: Timed, *, ranks: Sequence[int], sizes: Sequence[int], overlap: Overlap | None = None
+    *, ranks: Sequence[int], sizes: Sequence[int], overlap: Overlap | None = None
 ) -> list[Reduced]:
     """Time an all-reduce of each size over each number of ranks.
 
@@ -201,13 +194,13 @@ def all_reduces(
     for count in ranks:
         mesh = parallel.make_mesh(tensor=count, devices=jax.devices()[:count])
         for size in sizes:
-            samples = time_of(_chain_of_all_reduces(mesh, size, overlap=overlap), of=CHAIN)
+            samples = timed(_chain_of_all_reduces(mesh, size, overlap=overlap), of=CHAIN)
             low, median, high = np.percentile(samples, (25, 50, 75)).tolist()
             reduced.append(Reduced(count, size, median, (high - low) / median))
     return reduced
 
 
-def launch(time_of: Timed) -> float:
+def launch() -> float:
     """The time of a minimal kernel: a product of 8 x 8 matrices in a chain, which no compiler
     fuses.
     """
@@ -219,24 +212,22 @@ def launch(time_of: Timed) -> float:
             x = a @ x
         return x
 
-    return statistics.median(time_of(lambda: chain(a), of=4 * CHAIN))
+    return statistics.median(timed(lambda: chain(a), of=4 * CHAIN))
 
 
-def timed(run: Callable[[], object], *, of: int, warmup: int, repeats: int) -> tuple[float, ...]:
+def timed(run: Callable[[], object], *, of: int) -> tuple[float, ...]:
     """Seconds per operation, by run. of: number of operations in a run."""
-    for _ in range(warmup):
+    for _ in range(WARMUP):
         jax.block_until_ready(run())
     samples = []
-    for _ in range(repeats):
+    for _ in range(REPEATS):
         start = time.perf_counter()
         jax.block_until_ready(run())
         samples.append((time.perf_counter() - start) / of)
     return tuple(samples)
 
 
-def _rates(
-    step: Callable, x: jax.Array, *, work: float, calls: int, samples: int
-) -> tuple[float, ...]:
+def _rates(step: Callable, x: jax.Array, *, work: float, calls: int) -> tuple[float, ...]:
     """`work` a second, by sample. A sample queues all its calls, so that the device never waits for
     the host.
     """
@@ -247,7 +238,7 @@ def _rates(
             x = step(x)
         return x
 
-    return tuple(work / one for one in timed(run, of=calls, warmup=1, repeats=samples))
+    return tuple(work / one for one in timed(run, of=calls))
 
 
 def _chain_of_all_reduces(
@@ -315,7 +306,7 @@ def _non_negative(rows: Sequence[Sequence[float]], measured: Sequence[Reduced]) 
         took = lambda one: f"{one.bytes // KIB} KiB: {one.seconds * 1e6:.0f} µs"
         raise UserError(
             f"all-reduces do not take longer with more bytes ({took(small)}, {took(large)}):"
-            " something else keeps this machine busy; wait, or ask for more --repeats"
+            " something else keeps this machine busy; wait"
         )
     return constants.tolist()
 
