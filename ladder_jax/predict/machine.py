@@ -212,30 +212,12 @@ class Link(Section):
         leaving = (ranks - inside) / ranks * size / self.network.bandwidth
         return seconds + self.network.step + max(within, leaving)
 
-    def faster(self, factor: float) -> "Link":
-        """The same link `factor` times as fast: bandwidths multiplied by it, latencies divided by
-        it.
-        """
-        return _faster(self, factor)
-
 
 def crossings(ranks: int, *, ring: Ring) -> float:
     """How often a rank's bytes cross a link, per rank, in an all-to-all; both directions of a torus
     are one link.
     """
     return ranks**2 // 4 / ranks if ring is Ring.TWO_WAY else (ranks - 1) / ranks
-
-
-def _faster(section, factor: float):
-    changes = {}
-    for name, value in vars(section).items():
-        if isinstance(value, (Network, Kernel)):
-            changes[name] = _faster(value, factor)
-        elif name == "bandwidth":
-            changes[name] = value * factor
-        elif isinstance(value, float):
-            changes[name] = value / factor
-    return dataclasses.replace(section, **changes)
 
 
 @dataclasses.dataclass(frozen=True)
