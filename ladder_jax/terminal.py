@@ -141,12 +141,8 @@ def progress(
     console = Console(stderr=True, highlight=False)
     label_of = lambda done: label.format(done=done, total=total)
     if not console.is_terminal:
-        yield _progress_lines(
-            total,
-            done,
-            label_of,
-            say or (lambda line: console.print(line, markup=False, soft_wrap=True)),
-        )
+        plain = lambda line: console.print(line, markup=False, soft_wrap=True)
+        yield _progress_lines(total, label_of, say or plain)
         return
     count, message = (
         TextColumn(f"{{task.{field}}}", markup=False)
@@ -161,21 +157,15 @@ def progress(
 
 
 def _progress_lines(
-    total: int, start: int, label_of: Callable[[int], str], say: Callable[[str], None]
+    total: int, label_of: Callable[[int], str], say: Callable[[str], None]
 ) -> Update:
-    start_time = last_line = time.monotonic()
+    last_line = time.monotonic()
 
     def update(done: int, text: str) -> None:
         nonlocal last_line
         now = time.monotonic()
-        if done < total and now - last_line <= LINE_EVERY:
-            return
-        last_line = now
-        left = (
-            f"{(now - start_time) / (done - start) * (total - done):,.0f} s left"
-            if start < done < total
-            else ""
-        )
-        say("  ".join(part for part in (label_of(done), text, left) if part))
+        if done >= total or now - last_line > LINE_EVERY:
+            last_line = now
+            say(f"{label_of(done)}  {text}".rstrip())
 
     return update

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import platform
-import statistics
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -35,7 +34,6 @@ COLUMNS = (
     "TFLOP/s",
     "of matmul",
 )
-OVERHEAD = "a ratio here is a topology's overhead, not its speed-up"
 
 
 def run(args: dict) -> None:
@@ -100,11 +98,14 @@ class Result:
     @property
     def notices(self) -> list[str]:
         """Notes that a reader needs to interpret the numbers."""
-        if self.request.share:
-            alone = f"one device computes a rank's share of tensor parallelism over {self.request.share}"
-            return [f"{alone}, and communicates nothing: {OVERHEAD}"]
+        share = self.request.share
         if self.request.tensor == 1:
-            return [f"one device communicates nothing: {OVERHEAD}"]
+            what = (
+                f", and computes a rank's share of tensor parallelism over {share}" if share else ""
+            )
+            return [
+                f"one device communicates nothing{what}: a ratio here is a topology's overhead, not its speed-up"
+            ]
         if self.platform == "cpu":
             return [
                 "these are simulated devices on one CPU, which never overlaps communication:"
@@ -195,7 +196,7 @@ def _row(answer: Result, one: Samples) -> dict:
     """The JSON row: figures of the median seconds, and their _min and _max over the repeats."""
     tokens = answer.request.new_tokens
 
-    def figures(prefill: float, decode: float) -> dict[str, float]:
+    def figures(prefill: np.ndarray, decode: np.ndarray) -> dict[str, np.ndarray]:
         step = decode / (tokens - 1)
         bytes_per_second = one.step_bytes / step
         flops_per_second = one.prefill_flops / prefill
@@ -211,6 +212,8 @@ def _row(answer: Result, one: Samples) -> dict:
             "matmul_share": flops_per_second / answer.matmul.best,
         }
 
+    each = figures(np.array(one.prefill), np.array(one.decode))
+    median = figures(np.median(one.prefill), np.median(one.decode))
     row = {
         "residual": one.residual,
         "interleave": one.interleave,
@@ -219,25 +222,22 @@ def _row(answer: Result, one: Samples) -> dict:
         "new_tokens": tokens,
         "bytes_per_step": one.step_bytes,
         "prefill_flops": one.prefill_flops,
-    }
-    each = list(map(figures, one.prefill, one.decode))
-    median = figures(statistics.median(one.prefill), statistics.median(one.decode))
-    for name, value in median.items():
-        row[name] = value
-        row |= _range(name, [figure[name] for figure in each])
-    return row | {
         "prefill_seconds_each": list(one.prefill),
         "decode_seconds_each": list(one.decode),
     }
+    for name, values in each.items():
+        row |= {name: float(median[name]), **_range(name, values)}
+    return row
 
 
-def _range(name: str, values: Sequence[float]) -> dict[str, float]:
-    return {f"{name}_min": min(values), f"{name}_max": max(values)}
+def _range(name: str, values: np.ndarray) -> dict[str, float]:
+    return {f"{name}_min": float(min(values)), f"{name}_max": float(max(values))}
 
 
 def _ratio(phase: str, baseline: Samples, one: Samples) -> dict[str, float]:
-    each = [b / s for b, s in zip(getattr(baseline, phase), getattr(one, phase))]
-    return {f"{phase}_ratio": statistics.median(each), **_range(f"{phase}_ratio", each)}
+    each = np.array(getattr(baseline, phase)) / np.array(getattr(one, phase))
+    name = f"{phase}_ratio"
+    return {name: float(np.median(each)), **_range(name, each)}
 
 
 def _table(rows: list[dict]) -> Table:

@@ -16,12 +16,12 @@ from ladder_jax.config import (
     ModelConfig,
     Remat,
     TrainConfig,
-    check_exchange,
     check_fits_mesh,
     check_halves,
     parse_residual,
 )
 from ladder_jax.config.fields import check, passes
+from ladder_jax.predict.request import can_exchange
 from ladder_jax.predict.work import TRAINING, Block, Model
 from ladder_jax.schedule import models, targets
 from ladder_jax.schedule.targets import Target
@@ -239,14 +239,6 @@ def _has_halves(candidate: Candidate, config: ModelConfig) -> bool:
         check_halves, 2, model=config, rows=candidate.rows, names=names, sequence_parallel=split
     )
     return candidate.mesh.tensor > 1 and candidate.rows % 2 == 0 and allowed
-
-
-def can_exchange(config: ModelConfig) -> bool:
-    """Whether ranks can exchange the rows of the model's experts: they need a capacity."""
-    names = "mesh.experts=exchange", "model.moe.capacity", "train.sequence_parallel=true"
-    return passes(
-        check_exchange, config.moe, residual=config.residual, sequence_parallel=True, names=names
-    )
 
 
 def _divisors(number: int) -> list[int]:

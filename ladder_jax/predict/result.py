@@ -166,10 +166,28 @@ class Result:
 
 
 def predict(request: Request) -> Result:
-    return _of_one_pass(request) if request.phase else _of_generation(request)
+    speeds, opponents, nccl = (_of_one_pass if request.phase else _of_generation)(request)
+    tokens = request.batch * (request.tokens if request.phase else request.new_tokens)
+    standards = tuple(
+        Baseline(form, one.executed["all_reduce"], tokens / one.seconds, one.interleave)
+        for one, form in opponents
+    )
+    best, _ = opponents[0]
+    rows = []
+    for name in request.residuals:
+        one = speeds[name]
+        rows.append(Row(name, one, tokens, best.seconds / one.seconds, nccl.seconds / one.seconds))
+    advice = advise(rows, best, name=standards[0].name, tensor=request.tensor)
+    return Result(request, tuple(rows), standards, advice)
 
 
-def _of_generation(request: Request) -> Result:
+type Found = tuple[Mapping[str, Speed | Pass], Sequence[tuple[Speed | Pass, str]], Speed | Pass]
+"""The speeds of the residuals; Standard's, each with its form in words, the fastest first; and
+Standard's with NCCL's all-reduces.
+"""
+
+
+def _of_generation(request: Request) -> Found:
     shape = dict(
         rows=request.batch, prompt_length=request.prompt_length, new_tokens=request.new_tokens
     )
@@ -189,26 +207,25 @@ def _of_generation(request: Request) -> Result:
         standard = dataclasses.replace(standard, step=fastest([standard.step, halved]))
     form = standard.prefill.program.form
     named = form.value if form is Form.ALL_REDUCE else f"all-reduce; prefill: {form.value}"
-    nccl = speed(BASELINE, Opponents.NCCL)
-    return _result(request, speeds, [(standard, named)], nccl=nccl)
+    return speeds, [(standard, named)], speed(BASELINE, Opponents.NCCL)
 
 
-def _of_one_pass(request: Request) -> Result:
-    implementation = TRAINING if request.phase is Phase.TRAIN else OURS
+def _of_one_pass(request: Request) -> Found:
+    phase = request.phase
     machine = request.machine
+    implementation = TRAINING if phase is Phase.TRAIN else OURS
 
     def passes(residual: str, choice: Choice) -> list[Pass]:
         shard = Model(request.config(residual), request.tensor, implementation)
         block = shard.prefill(rows=request.batch, prompt_length=request.tokens)
-        return model.passes(Task(shard, machine, block), phase=request.phase, choice=choice)
+        return model.passes(Task(shard, machine, block), phase=phase, choice=choice)
 
     (nccl,) = passes(BASELINE, Choice(Opponents.NCCL))
     whole = Model(request.config(BASELINE), 1, implementation)
     shape = dict(devices=request.tensor, rows=request.batch, tokens=request.tokens)
-    every = []
+    every = model.passes_without_tensor(whole, machine, **shape, phase=phase)
     for form in request.forms:
         every += passes(BASELINE, Choice(experts=form))
-    every += model.passes_without_tensor(whole, machine, **shape, phase=request.phase)
     every.sort(key=lambda one: one.seconds)
     named = {}
     for one in every:
@@ -216,29 +233,7 @@ def _of_one_pass(request: Request) -> Result:
     opponents = [(one, one.program.form.value) for one in named.values()]
     choice = Choice(launch=request.launch, interleave=request.interleave, experts=request.experts)
     speeds = {name: fastest(passes(name, choice)) for name in request.residuals}
-    return _result(request, speeds, opponents, nccl=nccl)
-
-
-def _result(
-    request: Request,
-    speeds: Mapping[str, Speed | Pass],
-    opponents: Sequence[tuple[Speed | Pass, str]],
-    *,
-    nccl: Speed | Pass,
-) -> Result:
-    """speeds: of the residuals. opponents: Standard, and its form in words, the fastest first.
-    nccl: with NCCL's all-reduces.
-    """
-    tokens = request.batch * (request.tokens if request.phase else request.new_tokens)
-    standards = [
-        Baseline(form, one.executed["all_reduce"], tokens / one.seconds, one.interleave)
-        for one, form in opponents
-    ]
-    best, _ = opponents[0]
-    over = lambda name: (best.seconds / speeds[name].seconds, nccl.seconds / speeds[name].seconds)
-    rows = tuple(Row(name, speeds[name], tokens, *over(name)) for name in request.residuals)
-    advice = advise(rows, best, name=standards[0].name, tensor=request.tensor)
-    return Result(request, rows, tuple(standards), advice)
+    return speeds, opponents, nccl
 
 
 def advise(rows: Sequence[Row], opponent: Speed | Pass, *, name: str, tensor: int) -> Advice:
