@@ -21,7 +21,6 @@ CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # all but tabs and newli
 WIDTH = 120  # of tables where there is no terminal and COLUMNS is not set
 GAP = 2  # spaces between columns, if there is room
 LINE_EVERY = 10.0  # seconds between lines of progress, if standard error is no terminal
-WORDS = re.compile(r"\s+|(?<=[^\W\d]{2}-)(?=[^\W\d]{2})")  # where `textwrap` breaks lines
 
 Update = Callable[[int, str], None]
 
@@ -42,9 +41,9 @@ class Table:
         """
         columns = list(zip(self.columns, *self.rows))
         widths = [max(map(len, column)) for column in columns]
-        least = [
-            max(len(word) for cell in column for word in WORDS.split(cell)) for column in columns
-        ]
+        # the longest part of a cell that `textwrap` does not break
+        parts = lambda cell: textwrap.wrap(cell, 1, break_long_words=False)
+        least = [max(len(part) for cell in column for part in parts(cell)) for column in columns]
         heads = [max(word, *map(len, column[1:] or column)) for word, column in zip(least, columns)]
         gap = GAP if sum(heads) + GAP * (len(heads) - 1) <= width else 1
         total = lambda: sum(widths) + gap * (len(widths) - 1)

@@ -107,9 +107,8 @@ def _of_weights(task: Task, ranks: int) -> float:
     if ranks == 1:
         return 0.0
     link = _link(task.machine, within=ranks * task.model.ranks)
-    half = functools.cache(functools.partial(link.half, ranks=ranks))
-    timelines, bare = split_weights(task, half, trains=True)
-    return bare + sum(one.exposed for one in timelines)
+    half = functools.partial(link.half, ranks=ranks)
+    return split_weights(task, half, trains=True).exposed
 
 
 def _program(candidate: Candidate) -> Program:

@@ -7,13 +7,11 @@ import datetime
 import json
 import pathlib
 import platform
-from collections.abc import Sequence
 
 from ladder_jax import files, terminal
 from ladder_jax.config.fields import check
 from ladder_jax.predict import machine
 
-UNSTEADY = 0.5  # spread (interquartile range over median) from which a timing gets a note
 SIMULATED = "Simulated devices share one processor: these constants describe it and no accelerator."
 
 
@@ -41,7 +39,7 @@ def run(args: dict) -> None:
         samples = [dataclasses.asdict(one) for one in reduced]
         print(json.dumps({"hardware": str(out), "constants": named, "all_reduces": samples}))
     else:
-        terminal.show(_lines(out, constants, reduced, simulated=device.platform == "cpu"))
+        terminal.show(_lines(out, constants, simulated=device.platform == "cpu"))
 
 
 def as_yaml(sections: dict, device) -> str:
@@ -57,15 +55,10 @@ def as_yaml(sections: dict, device) -> str:
     return head + yaml.safe_dump(sections, sort_keys=False, width=200)
 
 
-def _lines(out: str, constants: dict[str, dict], reduced: Sequence, *, simulated: bool) -> list:
-    """reduced: `measure.Reduced`, of each all-reduce."""
+def _lines(out: str, constants: dict[str, dict], *, simulated: bool) -> list:
     lines = [f"{out}: {len(constants)} constants"]
     if simulated:
         lines.append(f"note: {SIMULATED}")
-    if any(one.spread > UNSTEADY for one in reduced):
-        lines.append(
-            "note: some all-reduces took very different times: measure again when nothing else runs"
-        )
     rows = [(name, f"{one['value']:.4g}", one["source"]) for name, one in constants.items()]
     columns = ("constant", "value", "source")
     return [*lines, terminal.Table(columns, rows, left=("constant", "source"))]

@@ -306,35 +306,34 @@ def passes_without_tensor(
     task = Task(model, machine, model.prefill(rows=rows // devices, prompt_length=tokens))
     largest = 2 * models.largest_layer(config, ranks=1)
     half = lambda size: machine.link.half(size, ranks=devices)
-    timelines, bare = split_weights(task, half, trains=trains)
+    fsdp = split_weights(task, half, trains=trains)
     alone = model.parameters * (STATE if trains else size)
     split = largest * size + (largest * FLOAT32 if trains else model.parameters * size / devices)
-    ends = dataclasses.replace(task, times=3 if trains else 1).ends
     possible = []
     if alone <= machine.memory:
-        computed = sum(one.compute for one in timelines)
-        possible.append(Pass(computed + ends, 0.0, 0.0, Program(Form.DATA_PARALLEL)))
+        computed = fsdp.seconds - fsdp.exposed
+        possible.append(Pass(computed, 0.0, 0.0, Program(Form.DATA_PARALLEL)))
     if split <= machine.memory:
-        possible.append(pass_of(timelines, ends=ends, bare=bare, program=Program(Form.FSDP)))
+        possible.append(fsdp)
     return possible
 
 
-def split_weights(
-    task: Task, half: Callable[[float], float], *, trains: bool
-) -> tuple[list[Timeline], float]:
-    """Where weights are split: timelines of the layers forward, and backward, each beside the next
-    one's gather; and seconds of the tables' transfers, which nothing hides.
+def split_weights(task: Task, half: Callable[[float], float], *, trains: bool) -> Pass:
+    """Where weights are split: each layer beside the next one's gather; the tables' transfers are
+    hidden by nothing.
 
     half: seconds of a gather or a scatter of so many bytes. The layers' sums over tensor ranks are
     left out.
     """
     tables = task.model.tables
-    bare = half(tables * task.model.element_bytes)
-    forward = _beside_gathers(dataclasses.replace(task, recompute=NO_RECOMPUTE), half)
-    if not trains:
-        return [forward], bare
-    backward = _beside_gathers(dataclasses.replace(task, times=2), half)
-    return [forward, backward], 2 * bare + half(tables * FLOAT32)
+    gathered = half(tables * task.model.element_bytes)
+    timelines = [_beside_gathers(dataclasses.replace(task, recompute=NO_RECOMPUTE), half)]
+    bare = gathered
+    if trains:
+        timelines.append(_beside_gathers(dataclasses.replace(task, times=2), half))
+        bare += gathered + half(tables * FLOAT32)
+    ends = dataclasses.replace(task, times=3 if trains else 1).ends
+    return pass_of(timelines, ends=ends, bare=bare, program=Program(Form.FSDP))
 
 
 def _beside_gathers(task: Task, half: Callable[[float], float]) -> Timeline:

@@ -111,23 +111,17 @@ def programs(task: Task, *, phase: Phase, choice: Choice = ANY_PROGRAM) -> tuple
 
     def split(form: Form) -> list[Program]:
         """A split stream has halves of rows alone."""
-        candidates = [Program(form, launch=Launch.CHAINED if hides else None)]
-        if in_turn and block.rows % 2 == 0:
-            candidates.append(Program(form, launch=Launch.CHAINED, interleave=2))
-        return candidates
+        whole = Program(form, launch=Launch.CHAINED if hides else None)
+        if not in_turn or block.rows % 2:
+            return [whole]
+        return [whole, Program(form, launch=Launch.CHAINED, interleave=2)]
 
     def launched(algorithms: tuple[Algorithm, ...], *, interleave: int = 1) -> list[Program]:
-        every = [
-            Program(
-                algorithms=NCCL,
-                launch=Launch.CHAINED,
-                window=_chained_window(link, phase),
-                interleave=interleave,
-            )
-        ]
-        if phase is not Phase.TRAIN and link.halves is Halves.SUPPORTED:
-            explicit = dict(algorithms=algorithms, launch=Launch.EXPLICIT)
-            every.insert(0, Program(**explicit, interleave=interleave))
+        explicit = Program(Form.ALL_REDUCE, algorithms, Launch.EXPLICIT, interleave=interleave)
+        window = _chained_window(link, phase)
+        chained = Program(Form.ALL_REDUCE, NCCL, Launch.CHAINED, window, interleave)
+        apart = phase is not Phase.TRAIN and link.halves is Halves.SUPPORTED
+        every = [explicit, chained] if apart else [chained]
         return [one for one in every if choice.launch in (Launch.AUTO, one.launch)] or every[:1]
 
     if choice.experts is ExpertParallelism.EXCHANGE:

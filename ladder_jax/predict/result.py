@@ -32,11 +32,6 @@ PREFERENCE = (
 measured models.
 """
 
-FEWER = {
-    "desync": "fewer all-reduces",
-    "parallel-ladder": "half as many all-reduces, each under a whole layer,",
-}
-
 
 @dataclasses.dataclass(frozen=True)
 class Row:
@@ -255,18 +250,10 @@ def advise(rows: Sequence[Row], opponent: Speed | Pass, *, name: str, tensor: in
     fast = [row for row in usable if row.speedup >= max(WORTH, SAME * best)]
     chosen = min(fast, key=lambda row: (_rank(row.residual), -row.speedup))
     start = f"communication is {share:.0%} of the time of {name}"
-    return Advice(chosen.residual, f"{start}: {_gain(chosen, usable)}", helps)
-
-
-def _gain(chosen: Row, usable: Sequence[Row]) -> str:
-    kind = parse_residual(chosen.residual).kind
-    gain = f"{chosen.speedup:.2f} x its speed"
-    if kind in ("ladder", "ladder-fresh", "farskip"):
-        return f"hiding it under compute gives {gain}"
-    fewer = FEWER.get(kind, "half as many all-reduces")
-    ladder = next((row for row in usable if row.residual == "ladder"), None)
-    comparison = f" where the plain Ladder gives {ladder.speedup:.2f}" if ladder else ""
-    return f"{fewer} give {gain}{comparison}"
+    gain = f"{chosen.residual} gives {chosen.speedup:.2f} x its speed"
+    if ladders and chosen.residual != "ladder":
+        gain += f", the plain Ladder {ladders[0]:.2f}"
+    return Advice(chosen.residual, f"{start}: {gain}", helps)
 
 
 def _rank(residual: str) -> int:

@@ -10,12 +10,12 @@ from tests.predict.asked import answered, by_residual, predict, run
 @pytest.mark.parametrize(
     "asked, residual, helps, reason",
     [
-        (dict(), "ladder", True, "hiding it under compute gives"),
+        (dict(), "ladder", True, ": ladder gives 1."),
         (
             dict(hardware="h100-no-nvlink"),
             "parallel-ladder",
             True,
-            "where the plain Ladder gives 1.",
+            ", the plain Ladder 1.",
         ),
         (dict(tensor=1, model="llama-3-8b"), "standard", False, "no: one device"),
         (dict(hardware="h100-no-nvlink", residual="standard,desync-2"), "desync-2", None, ""),
