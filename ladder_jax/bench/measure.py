@@ -65,8 +65,8 @@ def samples(request: Request, *, mesh: Mesh) -> tuple[Samples, ...]:
     memory.check(parts, free=free, what=f"{request.model} at batch {rows}", instead=INSTEAD)
     runs = {}
     found = []
-    timed = rounds(request.variants, count=request.warmup + request.repeats)
-    total = len(request.batches) * len(request.variants) * (1 + len(timed))
+    rounds = request.warmup + request.repeats
+    total = len(request.batches) * len(request.variants) * (1 + rounds)
     done = itertools.count()
     with memory.explained("benchmarking", instead=INSTEAD), progress(total) as update:
         params = dict(zip(definitions, random_weights(list(definitions.values()))))
@@ -78,7 +78,7 @@ def samples(request: Request, *, mesh: Mesh) -> tuple[Samples, ...]:
             )
         for batch in request.batches:
             seconds = {variant: [] for variant in request.variants}
-            for variant in itertools.chain.from_iterable(timed):
+            for variant in rounds * request.variants:
                 update(next(done), f"batch {batch}: {variant.name}")
                 seconds[variant].append(runs[batch, variant]())
             for variant, timings in seconds.items():
@@ -164,11 +164,6 @@ def _generation(
         return prefilled - start, time.perf_counter() - prefilled
 
     return once
-
-
-def rounds(names: tuple, *, count: int) -> list[tuple]:
-    """`count` rounds of all names; each round starts with another name."""
-    return [names[i % len(names) :] + names[: i % len(names)] for i in range(count)]
 
 
 def random_weights(definitions: Sequence[ModelDef]) -> list[Params]:

@@ -149,11 +149,6 @@ class Result:
             span = ", ".join(f"{end:.2f}" for end in ends)
             said = f"{median:.2f}x {ratio['against']} [{span}] at batch {ratio['batch']}"
             parts.setdefault(f"{name} {phase}s", []).append(said)
-        if not parts:
-            parts[f"{self.request.residuals[0]} generates"] = [
-                f"{row['tokens_per_second']:,.1f} tokens/s at batch {row['batch']}"
-                for row in self.rows
-            ]
         return [f"{begin} {', '.join(said)}" for begin, said in parts.items()]
 
     def as_dict(self) -> dict:

@@ -39,7 +39,7 @@ def run(args: dict) -> None:
         samples = [dataclasses.asdict(one) for one in reduced]
         print(json.dumps({"hardware": str(out), "constants": named, "all_reduces": samples}))
     else:
-        terminal.show(_lines(out, constants, simulated=device.platform == "cpu"))
+        terminal.show(_lines(out, constants))
 
 
 def as_yaml(sections: dict, device) -> str:
@@ -55,10 +55,8 @@ def as_yaml(sections: dict, device) -> str:
     return head + yaml.safe_dump(sections, sort_keys=False, width=200)
 
 
-def _lines(out: str, constants: dict[str, dict], *, simulated: bool) -> list:
-    lines = [f"{out}: {len(constants)} constants"]
-    if simulated:
-        lines.append(f"note: {SIMULATED}")
+def _lines(out: str, constants: dict[str, dict]) -> list:
     rows = [(name, f"{one['value']:.4g}", one["source"]) for name, one in constants.items()]
     columns = ("constant", "value", "source")
-    return [*lines, terminal.Table(columns, rows, left=("constant", "source"))]
+    table = terminal.Table(columns, rows, left=("constant", "source"))
+    return [f"{out}: {len(constants)} constants", table]

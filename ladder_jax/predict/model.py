@@ -245,7 +245,7 @@ def run_by(task: Task, program: Program, *, phase: Phase) -> Pass:
         scores = 4 * model.scored(task.block)
         small = link.all_reduce(scores, ranks=model.ranks, among=program.algorithms)
         bare = of_stream * all_reduce + model.implementation.small_all_reduces * small
-    ends = dataclasses.replace(task, times=3 if trains else 1).ends
+    ends = task.ends(trains=trains)
     algorithm = algorithm if timelines[0].wire else None
     return pass_of(timelines, ends=ends, bare=bare, program=program, all_reduce=algorithm)
 
@@ -332,7 +332,7 @@ def split_weights(task: Task, half: Callable[[float], float], *, trains: bool) -
     if trains:
         timelines.append(_beside_gathers(dataclasses.replace(task, times=2), half))
         bare += gathered + half(tables * FLOAT32)
-    ends = dataclasses.replace(task, times=3 if trains else 1).ends
+    ends = task.ends(trains=trains)
     return pass_of(timelines, ends=ends, bare=bare, program=Program(Form.FSDP))
 
 

@@ -455,14 +455,10 @@ class Task:
             idle += times * self.machine.launch * kernel.launches
         return Work(busy, idle)
 
-    @property
-    def ends(self) -> float:
-        """Seconds of the embedding and the head, which recompute nothing."""
-        return (
-            dataclasses.replace(self, recompute=NO_RECOMPUTE)
-            .work(self.model.ends(self.block))
-            .seconds
-        )
+    def ends(self, *, trains: bool) -> float:
+        """Seconds of the embedding and the head; in training of their three passes."""
+        whole = dataclasses.replace(self, times=3 if trains else 1, recompute=NO_RECOMPUTE)
+        return whole.work(self.model.ends(self.block)).seconds
 
     @property
     def half(self) -> float:
