@@ -53,7 +53,7 @@ def test_what_it_says_of_itself(written):
     tree = yaml.safe_load(text)
     assert "best of 10 runs" in tree["bandwidth"]["source"]
     assert tree["contention"]["source"] == "assumed as on h100-nvlink"
-    assert "over 2, 4 devices" in tree["link"]["step"]["source"]
+    assert "6 all-reduces over up to 4 devices" in tree["link"]["step"]["source"]
 
 
 def test_the_chain_reduces_as_often_as_it_says():

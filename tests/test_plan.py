@@ -53,7 +53,7 @@ def test_every_plan_can_be_run(asked):
         assert config.train.batch * config.train.sequence == asked["tokens"]
         assert (
             config.train.batch
-            == plan.candidate.rows * plan.candidate.accumulate * plan.candidate.shards
+            == plan.candidate.rows * plan.candidate.accumulate * config.mesh.data * config.mesh.fsdp
         )
 
 

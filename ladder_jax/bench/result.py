@@ -180,8 +180,8 @@ class Result:
             *(f"note: {notice}" for notice in self.notices),
             f"{self.title}; {shape}",
             _table(self.rows),
-            f"copy      {_ceiling(self.copy, 1e9, 'GB/s')}",
-            f"matmul    {_ceiling(self.matmul, 1e12, 'TFLOP/s')}",
+            f"copy      {number(self.copy.best / 1e9)} GB/s: {self.copy.array}",
+            f"matmul    {number(self.matmul.best / 1e12)} TFLOP/s: {self.matmul.array}",
             "versions  "
             + ", ".join(f"{name} {version}" for name, version in self.versions.items()),
         ]
@@ -252,11 +252,6 @@ def _table(rows: list[dict]) -> Table:
         for row in rows
     ]
     return Table(COLUMNS, cells, left=("residual",))
-
-
-def _ceiling(ceiling: Ceiling, scale: float, unit: str) -> str:
-    low = number(min(ceiling.rates) / scale)
-    return f"{number(ceiling.best / scale)} {unit}, the best of {len(ceiling.rates)} (the worst {low}): {ceiling.array}"
 
 
 def _plot(answer: Result, *, file: str) -> None:

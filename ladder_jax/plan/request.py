@@ -117,11 +117,6 @@ class Candidate:
         return f"mesh {sizes}, remat {remat}, sequence-parallel {stream}, rows {rows}"
 
     @property
-    def shards(self) -> int:
-        """Number of shards of the batch."""
-        return self.mesh.data * self.mesh.fsdp
-
-    @property
     def exchanges(self) -> bool:
         """Whether the ranks exchange the rows of experts."""
         return self.mesh.experts is ExpertParallelism.EXCHANGE

@@ -23,7 +23,7 @@ import dataclasses
 import functools
 from collections.abc import Iterable, Iterator, Sequence
 
-from ladder_jax.predict.machine import Algorithm, Halves, Link, Ring
+from ladder_jax.predict.machine import Algorithm, Halves, Ring
 from ladder_jax.predict.program import Form, Program, steps_of
 from ladder_jax.predict.timeline import Slot, Timeline, Work, play, play_slots, turns
 from ladder_jax.predict.work import (
@@ -117,40 +117,24 @@ def _in_rings(task: Task, steps: Sequence[Step]) -> Timeline:
     """Every product after a gather or before a scatter in a ring. What its chunks take longer counts
     as communication.
     """
-    ranks = task.model.ranks
-    payload = task.model.payload(task.block)
-    rounds, message = ring_message(task.machine.link, ranks=ranks, payload=payload)
     slots = []
     plain = 0.0
     for step in steps:
-        for kernel in task.model.step(step.sublayers, task.block, split=ranks):
+        for kernel in task.model.step(step.sublayers, task.block, split=task.model.ranks):
             alone = task.work([kernel])
             plain += alone.seconds
             if kernel.name in (*AFTER_GATHER, *BEFORE_SCATTER):
-                slots += ring_product(task, kernel, rounds=rounds, message=message)
+                slots += ring_product(task, kernel)
             else:
                 slots.append(Slot(alone))
     played = play_slots(slots, contention=task.machine.contention)
     return dataclasses.replace(played, compute=plain, all_reduces=len(steps))
 
 
-def ring_message(link: Link, *, ranks: int, payload: float) -> tuple[int, float]:
-    """The rounds of a ring, and the seconds of a round's message; from node to node at the
-    network's pace.
-    """
-    rounds = ranks - 1 if link.ring is Ring.ONE_WAY else ranks // 2
-    step = link.step
-    bandwidth = link.bandwidth
-    if link.nodes(ranks) > 1:
-        step = max(step, link.network.step)
-        bandwidth = min(bandwidth, link.network.bandwidth)
-    return rounds, step + (ranks - 1) / rounds * payload / ranks / bandwidth
-
-
-def ring_product(task: Task, kernel: Kernel, *, rounds: int, message: float) -> list[Slot]:
+def ring_product(task: Task, kernel: Kernel) -> list[Slot]:
     """A matrix product in n chunks of its positions: each is multiplied while the next one is on
-    its way. The library's own is parallel/ring.py; its scatter also adds what arrives, which is
-    left out here.
+    its way, from node to node at the network's pace. The library's own is parallel/ring.py; its
+    scatter also adds what arrives, which is left out here.
 
         chunk + rounds x (a round's chunks beside its message)
         ring     n - 1 rounds of one chunk; both directions of a torus: half as many, of two
@@ -160,10 +144,18 @@ def ring_product(task: Task, kernel: Kernel, *, rounds: int, message: float) -> 
     gradient is left out, which favours this.
     """
     ranks = task.model.ranks
+    link = task.machine.link
+    rounds = ranks - 1 if link.ring is Ring.ONE_WAY else ranks // 2
+    count = (ranks - 1) / rounds  # of chunks in a round
+    step = link.step
+    bandwidth = link.bandwidth
+    if link.nodes(ranks) > 1:
+        step = max(step, link.network.step)
+        bandwidth = min(bandwidth, link.network.bandwidth)
+    message = step + count * task.model.payload(task.block) / ranks / bandwidth
     share = dict(flops=kernel.flops / ranks, activations=kernel.activations / ranks)
     chunk = task.work([dataclasses.replace(kernel, **share)])
-    of_round = chunk.share((ranks - 1) / rounds)
-    return [Slot(chunk), *rounds * [Slot(of_round, [message])]]
+    return [Slot(chunk), *rounds * [Slot(chunk.share(count), [message])]]
 
 
 @dataclasses.dataclass(frozen=True)

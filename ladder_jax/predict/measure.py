@@ -125,12 +125,14 @@ def constants(tensor: int) -> tuple[dict, list[Reduced]]:
         ring = Ring.TWO_WAY if device.platform == "tpu" else Ring.ONE_WAY
         fitted = fit_link(reduced, ring=ring)
         error = f"off by {fit_error(reduced, fitted):.0%} in the median"
+        source = f"fitted to {len(reduced)} all-reduces over up to {tensor} devices, {error}"
         constants = {name: getattr(fitted, name) for name in ("latency", "step", "bandwidth")}
-        link = _entries(constants, reduced, f"all-reduces, {error}")
+        link = _entries(constants, source)
         link["ring"] = ring.value
         if kernels:
-            of_kernel = dataclasses.asdict(fit_one_shot(kernels))
-            link["one_shot"] = _entries(of_kernel, kernels, "all-reduces by XLA's kernel")
+            one_shot = fit_one_shot(kernels)
+            source = f"fitted to {len(kernels)} all-reduces by XLA's kernel"
+            link["one_shot"] = _entries(dataclasses.asdict(one_shot), source)
         if is_v5e(device.device_kind):
             link["halves"] = Halves.NONE.value
         sections["link"] = link
@@ -142,10 +144,7 @@ def _entry(value: float, source: str) -> dict:
     return {"value": float(f"{value:.4g}"), "source": source}
 
 
-def _entries(fitted: dict[str, float], measured: Sequence[Reduced], what: str) -> dict[str, dict]:
-    """Of constants that are fitted to the measured times."""
-    ranks = dict.fromkeys(one.ranks for one in measured)
-    source = f"fitted to {len(measured)} {what}, over {', '.join(map(str, ranks))} devices"
+def _entries(fitted: dict[str, float], source: str) -> dict[str, dict]:
     return {name: _entry(value, source) for name, value in fitted.items()}
 
 

@@ -15,7 +15,7 @@ from ladder_jax.predict import model
 from ladder_jax.predict.machine import ANY
 from ladder_jax.predict.model import Pass, Speed, fastest
 from ladder_jax.predict.program import Choice, Form, Opponents, Program
-from ladder_jax.predict.request import BASELINE, Request
+from ladder_jax.predict.request import BASELINE, GENERATE, Request
 from ladder_jax.predict.work import OURS, TRAINING, Model, Task
 
 # a smaller gain over the fastest Standard is within the model's error, and no reason to change a
@@ -135,21 +135,16 @@ class Result:
         """The JSON object: seconds and bytes are those of one device."""
         request = self.request
         opponents = [dataclasses.asdict(one) for one in self.opponents]
-        names = ("prompt_length", "new_tokens", "ladder_layers")
-        asked = {name: getattr(request, name) for name in names}
-        if request.phase:
-            asked = {name: getattr(request, name) for name in ("tokens", "capacity")}
-            asked |= {
-                "phase": request.phase.value,
-                "experts": request.experts.value,
-                "opponents": opponents,
-            }
+        asked = ("prompt_length", "new_tokens", "ladder_layers", "tokens", "capacity")
         return {
             "model": request.model,
             "hardware": request.machine.name,
             "tensor": request.tensor,
             "batch": request.batch,
-            **asked,
+            **{name: getattr(request, name) for name in asked},
+            "phase": request.phase.value if request.phase else GENERATE,
+            "experts": request.experts.value,
+            "opponents": opponents,
             "implementation": "ours",
             "fidelity": "analytic",
             "rows": [row.as_dict(memory=request.machine.memory) for row in self.rows],

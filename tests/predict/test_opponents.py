@@ -204,15 +204,13 @@ def test_a_ring_step_by_hand():
     """One way, 4 ranks: the first chunk bare, then three beside a message each, which outlasts them
     or does not.
     """
-    on = dataclasses.replace(
-        H100, link=Link(latency=1.0, step=0.5, bandwidth=8.0), contention=0.0, launch=0.0
-    )
-    kernel = work.Kernel("out", flops=4 * on.flops * on.flops_share)  # a second a chunk
-    for payload, expected in ((64.0, 1 + 3 * 2.5), (8.0, 1 + 3 * 1.0)):
-        rounds, message = layers.ring_message(on.link, ranks=4, payload=payload)
-        shard, block = prompt(preset("tiny"), ranks=4)
-        task = work.Task(shard, on, block)
-        slots = layers.ring_product(task, kernel, rounds=rounds, message=message)
+    shard, block = prompt(preset("tiny"), ranks=4)
+    assert shard.payload(block) == 256
+    for bandwidth, expected in ((32.0, 1 + 3 * 2.5), (256.0, 1 + 3 * 1.0)):
+        link = Link(latency=1.0, step=0.5, bandwidth=bandwidth)
+        on = dataclasses.replace(H100, link=link, contention=0.0, launch=0.0)
+        kernel = work.Kernel("out", flops=4 * on.flops * on.flops_share)  # a second a chunk
+        slots = layers.ring_product(work.Task(shard, on, block), kernel)
         assert play_slots(slots, contention=0.0).seconds == pytest.approx(expected)
 
 
