@@ -415,7 +415,7 @@ VERBS = {
         "ladder_jax.predict.command:run",
         {
             **MODEL,
-            "--hardware NAME": "h100-nvlink, h100-no-nvlink, v5e, ... or a YAML file",
+            "--hardware NAME": needed("h100-nvlink, h100-no-nvlink, v5e, ... or a YAML file"),
             "--residual NAME[,NAME]": "standard, ladder, ... (default: all)",
             "--ladder-layers WHICH": "hybrids: N (the last N layers), i,j or all",
             "--phase NAME": "generate (the default), prefill or train",

@@ -9,7 +9,6 @@ from ladder_jax.config import ExpertParallelism, Launch, Phase
 from ladder_jax.errors import UserError
 from ladder_jax.predict import request as requests
 from ladder_jax.predict import result
-from ladder_jax.predict.machine import NAMES
 from ladder_jax.predict.model import Speed
 from ladder_jax.predict.request import BASELINE
 from ladder_jax.predict.result import Result, Row, described, in_turn
@@ -36,8 +35,6 @@ COLUMNS = (
 def run(args: dict) -> None:
     """Print the result. An invalid argument raises UserError before anything is written."""
     files.check_picture("plot", args["plot"])
-    if args["hardware"] is None:
-        raise UserError(f"--hardware is needed (allowed: {', '.join(NAMES)}, or a .yaml file)")
     request = requests.make(**{name: args[name] for name in OPTIONS})
     if args["plot"] and request.phase:
         raise UserError(f"--plot belongs to --phase {requests.GENERATE}, not {args['phase']}")

@@ -341,7 +341,7 @@ def _apart(tree: dict, path: str = "") -> tuple[dict, dict[str, str]]:
         elif "value" in value or "source" in value:
             values[key] = value.get("value")
             if value.get("source"):
-                sources[name] = " ".join(str(value["source"]).split())
+                sources[name] = str(value["source"])
         else:
             values[key], below = _apart(value, f"{name}.")
             sources |= below

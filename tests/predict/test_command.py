@@ -69,7 +69,7 @@ MISTAKES = {
             "--hardware h200-nvlnk",
             "unknown hardware (not a .yaml file either) 'h200-nvlnk'; did you mean 'h200-nvlink'?",
         ),
-        ("", "--hardware is needed (allowed: h100-nvlink, "),
+        ("", "the following arguments are required: --hardware"),
         ("--hardware nowhere.yaml", "cannot read hardware 'nowhere.yaml': No such file"),
         (
             "--hardware v5e --tensor 5",
