@@ -39,18 +39,21 @@ class Table:
         """At most `width` wide: first the heads are wrapped, then the widest columns, at spaces and
         hyphens.
         """
-        columns = list(zip(self.columns, *self.rows))
-        widths = [max(map(len, column)) for column in columns]
-        # the longest part of a cell that `textwrap` does not break
-        parts = lambda cell: textwrap.wrap(cell, 1, break_long_words=False)
-        least = [max(len(part) for cell in column for part in parts(cell)) for column in columns]
-        heads = [max(word, *map(len, column[1:] or column)) for word, column in zip(least, columns)]
+        widths = []
+        heads = []  # with heads wrapped
+        least = []  # with cells wrapped
+        for column in zip(self.columns, *self.rows):
+            words = [word for cell in column for word in _words(cell)]
+            least.append(max(map(len, words), default=0))
+            widths.append(max(map(len, column)))
+            heads.append(max(least[-1], *map(len, column[1:] or column)))
         gap = GAP if sum(heads) + GAP * (len(heads) - 1) <= width else 1
         total = lambda: sum(widths) + gap * (len(widths) - 1)
         for floor in (heads, least):
             while total() > width and widths != floor:
                 wide = [number for number, one in enumerate(widths) if one > floor[number]]
-                widths[max(wide, key=widths.__getitem__)] -= 1
+                widest = max(wide, key=widths.__getitem__)
+                widths[widest] -= 1
         head, *body = (self._row(row, widths, " " * gap) for row in (self.columns, *self.rows))
         return [*head, "─" * total(), *itertools.chain(*body)]
 
@@ -64,6 +67,11 @@ class Table:
                 for part, width, column in zip(parts, widths, self.columns)
             ]
             yield gap.join(aligned).rstrip()
+
+
+def _words(cell: str) -> list[str]:
+    """The parts of a cell that `textwrap` does not break."""
+    return textwrap.wrap(cell, 1, break_long_words=False)
 
 
 def show(parts: Iterable[str | Table]) -> None:

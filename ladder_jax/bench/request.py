@@ -77,11 +77,6 @@ class Request:
     def capacity(self) -> int:
         return self.prompt_length + self.new_tokens
 
-    @property
-    def title(self) -> str:
-        split = f"one of {self.share} ranks alone" if self.share else f"tensor {self.tensor}"
-        return f"{self.model}, {self.depth} layers, {split}"
-
 
 def make(
     *,

@@ -93,7 +93,11 @@ class Result:
 
     @property
     def title(self) -> str:
-        return f"{self.request.title} on {self.device}"
+        request = self.request
+        split = f"tensor {request.tensor}"
+        if request.share:
+            split = f"one of {request.share} ranks alone"
+        return f"{request.model}, {request.depth} layers, {split} on {self.device}"
 
     @property
     def notices(self) -> list[str]:

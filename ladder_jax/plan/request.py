@@ -147,12 +147,15 @@ class Candidate:
 
     def overrides(self, request: Request) -> dict[str, str]:
         """Settings for `ladder-jax train`, by dotted name."""
-        mesh = {f"mesh.{name}": size for name, size in self.mesh.axes.items() if size > 1}
+        found = dict(request.changes)
+        for name, size in self.mesh.axes.items():
+            if size > 1:
+                found[f"mesh.{name}"] = size
         if self.exchanges:
-            mesh["mesh.experts"] = self.mesh.experts.value
-        train = {f"train.{name}": value for name, value in self.settings(request).items()}
-        given = dict(request.changes) | mesh | train
-        return {name: "true" if value is True else str(value) for name, value in given.items()}
+            found["mesh.experts"] = self.mesh.experts.value
+        for name, value in self.settings(request).items():
+            found[f"train.{name}"] = "true" if value is True else value
+        return {name: str(value) for name, value in found.items()}
 
 
 def candidates(request: Request) -> list[Candidate]:

@@ -117,12 +117,14 @@ def programs(task: Task, *, phase: Phase, choice: Choice = ANY_PROGRAM) -> tuple
         return [whole, Program(form, launch=Launch.CHAINED, interleave=2)]
 
     def launched(algorithms: tuple[Algorithm, ...], *, interleave: int = 1) -> list[Program]:
-        explicit = Program(Form.ALL_REDUCE, algorithms, Launch.EXPLICIT, interleave=interleave)
         window = _chained_window(link, phase)
         chained = Program(Form.ALL_REDUCE, NCCL, Launch.CHAINED, window, interleave)
-        apart = phase is not Phase.TRAIN and link.halves is Halves.SUPPORTED
-        every = [explicit, chained] if apart else [chained]
-        return [one for one in every if choice.launch in (Launch.AUTO, one.launch)] or every[:1]
+        if phase is Phase.TRAIN or link.halves is Halves.NONE or choice.launch is Launch.CHAINED:
+            return [chained]
+        explicit = Program(Form.ALL_REDUCE, algorithms, Launch.EXPLICIT, interleave=interleave)
+        if choice.launch is Launch.EXPLICIT:
+            return [explicit]
+        return [explicit, chained]
 
     if choice.experts is ExpertParallelism.EXCHANGE:
         candidates = split(Form.EXCHANGE)
