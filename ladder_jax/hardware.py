@@ -73,12 +73,9 @@ MACHINES = {  # names of predict/hardware, likewise
 }
 
 
-def by_kind[T](table: dict[str, T], device_kind: str) -> T | None:
-    """The table's entry for devices of this kind, None if it has none."""
-    matching = [kind for kind in table if device_kind.startswith(kind)]
-    return table[max(matching, key=len)] if matching else None
-
-
 def machine_of(device_kind: str) -> str | None:
-    """The machine of predict/hardware for devices of this kind."""
-    return by_kind(MACHINES, device_kind)
+    """The machine of predict/hardware for devices of this kind, None for one that has none."""
+    matching = [
+        kind for kind in sorted(MACHINES, key=len, reverse=True) if device_kind.startswith(kind)
+    ]
+    return MACHINES[matching[0]] if matching else None

@@ -253,7 +253,7 @@ MISTAKES = {
     "--prompt-length 0": "--prompt-length must be positive, not 0",
     "--new-tokens 1": "--new-tokens must be at least 2, not 1",
     "--tensor 3": "model.num_heads=8 is not divisible by mesh.tensor=3; did you mean 2? (allowed: 1, 2, 4, 8)",
-    "--tensor 16": "model.num_heads=8 is not divisible by mesh.tensor=16; did you mean 8? (allowed: 1, 2, 4, 8)",
+    "--tensor 16": "--tensor 16 is more than the 8 devices of this machine (allowed for tiny: 1, 2, 4, 8)",
     "--share 3": "--share 3: model.num_heads=8 is not divisible by mesh.tensor=3; did you mean 2? (allowed: 1, 2,",
     "--share 0": "--share must be positive, not 0",
     "--model tiny-moe --residual ladder --share 2": "--share is for dense models",

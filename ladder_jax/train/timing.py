@@ -18,7 +18,7 @@ from jax.sharding import Mesh
 
 from ladder_jax.config import RunConfig
 from ladder_jax.errors import UserError
-from ladder_jax.hardware import PEAKS, by_kind
+from ladder_jax.hardware import PEAKS
 from ladder_jax.nn import ModelDef, attention_flops, matrix_elements
 
 PARTS = {
@@ -170,7 +170,10 @@ def peak_of(device_kind: str) -> float | None:
     """FLOP/s of a device of this kind (`jax.Device.device_kind`), None for one that the table does
     not have.
     """
-    return by_kind(PEAKS, device_kind)
+    for kind in sorted(PEAKS, key=len, reverse=True):
+        if device_kind.startswith(kind):
+            return PEAKS[kind]
+    return None
 
 
 class Throughput:
