@@ -149,7 +149,7 @@ def progress(
     label_of = lambda done: label.format(done=done, total=total)
     if not console.is_terminal:
         plain = lambda line: console.print(line, markup=False, soft_wrap=True)
-        yield _progress_lines(total, label_of, say or plain)
+        yield _progress_lines(total, done, label_of, say or plain)
         return
     count, message = (
         TextColumn(f"{{task.{field}}}", markup=False)
@@ -164,15 +164,20 @@ def progress(
 
 
 def _progress_lines(
-    total: int, label_of: Callable[[int], str], say: Callable[[str], None]
+    total: int, first: int, label_of: Callable[[int], str], say: Callable[[str], None]
 ) -> Update:
-    last_line = time.monotonic()
+    start = last_line = time.monotonic()
 
     def update(done: int, text: str) -> None:
         nonlocal last_line
         now = time.monotonic()
-        if done >= total or now - last_line > LINE_EVERY:
-            last_line = now
-            say(f"{label_of(done)}  {text}".rstrip())
+        if done < total and now - last_line <= LINE_EVERY:
+            return
+        last_line = now
+        line = f"{label_of(done)}  {text}".rstrip()
+        if first < done < total:
+            left = (now - start) / (done - first) * (total - done)
+            line += f"  {left:,.0f} s left"
+        say(line)
 
     return update

@@ -77,10 +77,6 @@ def lines(answer: Result) -> list:
             "exposed, form: of a decode step; hidden: the share of its all-reduces' time that adds nothing to it",
             f"memory    {most / 2**30:.1f} GiB of weights and cache a device",
         ]
-        if request.tensor > 1 and "no-communication" in request.residuals:
-            said.append(
-                "note      no-communication: what the embedding and the choice of each token communicate is left"
-            )
         if most > machine.memory:
             said.append(
                 f"note      weights and cache need more than a device's {machine.memory / 2**30:.0f} GiB"
