@@ -21,7 +21,6 @@ CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # all but tabs and newli
 WIDTH = 120  # of tables where there is no terminal and COLUMNS is not set
 GAP = 2  # spaces between columns, if there is room
 LINE_EVERY = 10.0  # seconds between lines of progress, if standard error is no terminal
-WORDS = re.compile(r"\s+|(?<=[^\W\d]{2}-)(?=[^\W\d]{2})")  # where `textwrap` breaks lines
 
 Update = Callable[[int, str], None]
 
@@ -40,18 +39,21 @@ class Table:
         """At most `width` wide: first the heads are wrapped, then the widest columns, at spaces and
         hyphens.
         """
-        columns = list(zip(self.columns, *self.rows))
-        widths = [max(map(len, column)) for column in columns]
-        least = [
-            max(len(word) for cell in column for word in WORDS.split(cell)) for column in columns
-        ]
-        heads = [max(word, *map(len, column[1:] or column)) for word, column in zip(least, columns)]
+        widths = []
+        heads = []  # with heads wrapped
+        least = []  # with cells wrapped
+        for column in zip(self.columns, *self.rows):
+            words = [word for cell in column for word in _words(cell)]
+            least.append(max(map(len, words), default=0))
+            widths.append(max(map(len, column)))
+            heads.append(max(least[-1], *map(len, column[1:] or column)))
         gap = GAP if sum(heads) + GAP * (len(heads) - 1) <= width else 1
         total = lambda: sum(widths) + gap * (len(widths) - 1)
         for floor in (heads, least):
             while total() > width and widths != floor:
                 wide = [number for number, one in enumerate(widths) if one > floor[number]]
-                widths[max(wide, key=widths.__getitem__)] -= 1
+                widest = max(wide, key=widths.__getitem__)
+                widths[widest] -= 1
         head, *body = (self._row(row, widths, " " * gap) for row in (self.columns, *self.rows))
         return [*head, "─" * total(), *itertools.chain(*body)]
 
@@ -65,6 +67,11 @@ class Table:
                 for part, width, column in zip(parts, widths, self.columns)
             ]
             yield gap.join(aligned).rstrip()
+
+
+def _words(cell: str) -> list[str]:
+    """The parts of a cell that `textwrap` does not break."""
+    return textwrap.wrap(cell, 1, break_long_words=False)
 
 
 def show(parts: Iterable[str | Table]) -> None:
@@ -141,12 +148,8 @@ def progress(
     console = Console(stderr=True, highlight=False)
     label_of = lambda done: label.format(done=done, total=total)
     if not console.is_terminal:
-        yield _progress_lines(
-            total,
-            done,
-            label_of,
-            say or (lambda line: console.print(line, markup=False, soft_wrap=True)),
-        )
+        plain = lambda line: console.print(line, markup=False, soft_wrap=True)
+        yield _progress_lines(total, done, label_of, say or plain)
         return
     count, message = (
         TextColumn(f"{{task.{field}}}", markup=False)
@@ -161,9 +164,9 @@ def progress(
 
 
 def _progress_lines(
-    total: int, start: int, label_of: Callable[[int], str], say: Callable[[str], None]
+    total: int, first: int, label_of: Callable[[int], str], say: Callable[[str], None]
 ) -> Update:
-    start_time = last_line = time.monotonic()
+    start = last_line = time.monotonic()
 
     def update(done: int, text: str) -> None:
         nonlocal last_line
@@ -171,11 +174,10 @@ def _progress_lines(
         if done < total and now - last_line <= LINE_EVERY:
             return
         last_line = now
-        left = (
-            f"{(now - start_time) / (done - start) * (total - done):,.0f} s left"
-            if start < done < total
-            else ""
-        )
-        say("  ".join(part for part in (label_of(done), text, left) if part))
+        line = f"{label_of(done)}  {text}".rstrip()
+        if first < done < total:
+            left = (now - start) / (done - first) * (total - done)
+            line += f"  {left:,.0f} s left"
+        say(line)
 
     return update

@@ -73,9 +73,10 @@ def test_the_rows_can_be_recomputed(answer):
     assert ratios == [("ladder", "standard", 1), ("ladder", "standard", 2)]
 
 
-def test_what_is_copied_fits_into_the_devices_memory():
+def test_what_is_copied_fits_into_the_devices_memory(monkeypatch):
     """A CPU's array is of 128 MiB, or an eighth of what is free."""
-    copied = lambda free: limits.copy_bandwidth(jax.devices()[0], free=free, samples=1).array
+    monkeypatch.setattr(limits, "timed", lambda run, *, of: (1.0,))
+    copied = lambda free: limits.copy_bandwidth(jax.devices()[0], free=free).array
     assert copied(8 << 20) == "1 MiB of uint32"
     assert copied(None) == copied(16 << 30) == "128 MiB of uint32"
 
@@ -84,7 +85,7 @@ def test_what_is_copied_fits_into_the_devices_memory():
 def ceilings(monkeypatch):
     """What a copy and a matmul are measured to reach."""
     for name in ("copy_bandwidth", "matmul_peak"):
-        monkeypatch.setattr(measure, name, lambda *_, **__: CEILING)
+        monkeypatch.setattr(limits, name, lambda *_, **__: CEILING)
 
 
 @pytest.fixture
@@ -175,17 +176,6 @@ def test_weights_are_made_once_in_the_compute_dtype():
     assert set(standard) - set(shared) == {"layers/0/mlp_norm/scale"}
     assert all(shared[name] is standard[name] for name in shared)
     assert (np.asarray(standard["final_norm/scale"]) == 1).all()
-    held = sum(array.addressable_shards[0].data.nbytes for array in standard.values())
-    assert measure.weight_bytes(definitions) == held
-
-
-def test_everyone_begins_a_round():
-    assert measure.rounds(("a", "b", "c"), count=4) == [
-        tuple("abc"),
-        tuple("bca"),
-        tuple("cab"),
-        tuple("abc"),
-    ]
 
 
 def test_repeated_products_neither_grow_nor_vanish(monkeypatch):
@@ -236,8 +226,7 @@ def test_ratios_are_of_rounds():
         "standard in two halves prefills 2.00x standard [2.00, 4.00] at batch 1"
     ]
     alone = fabricated(("ladder", 1, (1,), (4,)), residuals=("ladder",))
-    assert alone.verdict == ["ladder generates 1.0 tokens/s at batch 1"]
-    assert alone.ratios == []
+    assert alone.verdict == alone.ratios == []
 
 
 def test_numbers():
@@ -264,7 +253,7 @@ MISTAKES = {
     "--prompt-length 0": "--prompt-length must be positive, not 0",
     "--new-tokens 1": "--new-tokens must be at least 2, not 1",
     "--tensor 3": "model.num_heads=8 is not divisible by mesh.tensor=3; did you mean 2? (allowed: 1, 2, 4, 8)",
-    "--tensor 16": "model.num_heads=8 is not divisible by mesh.tensor=16; did you mean 8? (allowed: 1, 2, 4, 8)",
+    "--tensor 16": "--tensor 16 is more than the 8 devices of this machine (allowed for tiny: 1, 2, 4, 8)",
     "--share 3": "--share 3: model.num_heads=8 is not divisible by mesh.tensor=3; did you mean 2? (allowed: 1, 2,",
     "--share 0": "--share must be positive, not 0",
     "--model tiny-moe --residual ladder --share 2": "--share is for dense models",
@@ -285,7 +274,7 @@ MISTAKES = {
 
 @pytest.mark.parametrize("words", MISTAKES)
 def test_mistakes_are_one_line_and_measure_nothing(words, mistake, monkeypatch):
-    monkeypatch.setattr(measure, "copy_bandwidth", None)
+    monkeypatch.setattr(limits, "copy_bandwidth", None)
     assert MISTAKES[words] in mistake(
         "bench", *ASKED, "--out", "speed.json", "--plot", "speed.png", *words.split()
     )

@@ -9,13 +9,13 @@ import json
 import pytest
 
 from ladder_jax import cli, decode, nn, parallel
-from ladder_jax.bench import measure
 from ladder_jax.config import Loop, Phase, Quantize
 from ladder_jax.decode import Choice, steps
 from ladder_jax.decode.engine import Engine, Request
 from ladder_jax.overlap import programs
 from ladder_jax.overlap import request as requests
 from ladder_jax.parallel import Compiled
+from ladder_jax.predict import measure
 from ladder_jax.schedule import cost, hlo
 from ladder_jax.schedule.collectives import KINDS
 from tests import cases, starts

@@ -53,7 +53,7 @@ def test_every_plan_can_be_run(asked):
         assert config.train.batch * config.train.sequence == asked["tokens"]
         assert (
             config.train.batch
-            == plan.candidate.rows * plan.candidate.accumulate * plan.candidate.shards
+            == plan.candidate.rows * plan.candidate.accumulate * config.mesh.data * config.mesh.fsdp
         )
 
 
@@ -177,7 +177,7 @@ def test_what_exchanged_experts_compute_again_by_hand():
 
 LINK = Link(latency=0.0, step=0.0, bandwidth=1e9)
 BARE = dict(
-    memory=0.0, bandwidth=1e30, flops_share=1.0, bandwidth_share=1.0, launch=0.0, contention=0.0
+    memory=1.0, bandwidth=1e30, flops_share=1.0, bandwidth_share=1.0, launch=0.0, contention=0.0
 )
 
 
@@ -396,7 +396,7 @@ def test_a_confirmed_answer(capsys, monkeypatch, tmp_path):
 @pytest.mark.parametrize(
     "change, said",
     [
-        (dict(tokens=1000, sequence=512), "512 or 1024 would be"),
+        (dict(tokens=1000, sequence=512), "--tokens 1000 are not a multiple of --sequence 512"),
         (dict(residual="ladder-fresh"), "give model.ranks"),
         (dict(capacity=1.25), "--capacity 1.25 is of experts, which llama-3-70b has not"),
         (dict(model="tiny-moe", capacity=0.0), "--capacity must be positive, not 0.0"),
@@ -409,11 +409,11 @@ def test_a_confirmed_answer(capsys, monkeypatch, tmp_path):
             dict(
                 model="tiny", target="cpu:1", tokens=512, sequence=512, interleave=Interleave.HALVES
             ),
-            "--interleave 2 needs several tensor ranks and an even number of sequences",
+            "splits tiny and 1 sequences of 512 (--interleave 2: over several tensor ranks",
         ),
         (
             dict(model="tiny", target="cpu:7", tokens=2048, sequence=512),
-            "takes a multiple of 7 sequences",
+            "no mesh of cpu:7's 7 devices splits tiny and 4 sequences",
         ),
     ],
 )

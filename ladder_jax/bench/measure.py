@@ -8,7 +8,7 @@ import functools
 import itertools
 import time
 import zlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -21,14 +21,11 @@ from ladder_jax.config import Loop
 from ladder_jax.decode import memory, sampling, weights
 from ladder_jax.decode import steps as decoding
 from ladder_jax.nn import ModelDef, Params
-from ladder_jax.predict.measure import Ceiling, copy_bandwidth, matmul_peak
-from ladder_jax.predict.program import steps_of
+from ladder_jax.predict.layers import kernels_of_layers
 from ladder_jax.predict.work import Block, Kernel, Model
+from ladder_jax.terminal import progress
 
 INSTEAD = "ask for a smaller --batch or --prompt-length, fewer --layers, or more --tensor devices"
-
-type Advance = Callable[[str], None]
-"""Called before each step, with its name."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,56 +55,34 @@ class Samples:
         return [p + d for p, d in zip(self.prefill, self.decode)]
 
 
-def measure(
-    request: Request, *, mesh: Mesh, advance: Advance
-) -> tuple[Ceiling, Ceiling, tuple[Samples, ...]]:
-    """The device's limits (copy, matmul), and the samples of all residuals and batches. Raises
-    UserError if the memory is too small.
-    """
-    timed = samples(request, mesh=mesh, advance=advance)
-    device = mesh.devices.flat[0]
-    advance("the device's own limits")
-    copy = copy_bandwidth(device, free=memory.free_memory(device, devices=mesh.size))
-    matmul = matmul_peak(device, dtype=request.shape.dtype.value)
-    return copy, matmul, timed
-
-
-def samples(
-    request: Request, *, mesh: Mesh, advance: Advance = lambda label: None
-) -> tuple[Samples, ...]:
-    """As `measure`, without the device's limits."""
+def samples(request: Request, *, mesh: Mesh) -> tuple[Samples, ...]:
+    """The samples of all variants and batches. Raises UserError if the memory is too small."""
     definitions = {name: nn.define(request.config(name), mesh=mesh) for name in request.residuals}
-    free = memory.free_memory(mesh.devices.flat[0], devices=mesh.size)
     rows = max(request.batches)
-    first = definitions[request.residuals[0]]
-    cache_bytes = memory.cache_bytes(first, rows=rows, capacity=request.capacity)
-    parts = {"weights": weight_bytes(definitions.values()), "cache": cache_bytes}
+    model = Model(request.config(request.residuals[0]), request.tensor)
+    parts = {"weights and cache": model.memory(rows=rows, capacity=request.capacity)}
+    free = memory.free_memory(mesh.devices.flat[0], devices=mesh.size)
     memory.check(parts, free=free, what=f"{request.model} at batch {rows}", instead=INSTEAD)
     runs = {}
     found = []
-    with memory.explained("benchmarking", instead=INSTEAD):
+    rounds = request.warmup + request.repeats
+    total = len(request.batches) * len(request.variants) * (1 + rounds)
+    done = itertools.count()
+    with memory.explained("benchmarking", instead=INSTEAD), progress(total) as update:
         params = dict(zip(definitions, random_weights(list(definitions.values()))))
-        # largest first: if it does not fit, nothing is timed
-        for batch in sorted(request.batches, reverse=True):
-            for variant in request.variants:
-                advance(f"batch {batch}: compiling {variant.name}")
-                one = variant.residual
-                runs[batch, variant] = _generation(
-                    request, definitions[one], params[one], variant, batch, free
-                )
+        for batch, variant in itertools.product(request.batches, request.variants):
+            update(next(done), f"batch {batch}: compiling {variant.name}")
+            one = variant.residual
+            runs[batch, variant] = _generation(
+                request, definitions[one], params[one], variant, batch
+            )
         for batch in request.batches:
             seconds = {variant: [] for variant in request.variants}
-            for index, order in enumerate(
-                rounds(request.variants, count=request.warmup + request.repeats)
-            ):
-                for variant in order:
-                    advance(f"batch {batch}: {variant.name}")
-                    timing = runs[batch, variant]()
-                    if index >= request.warmup:
-                        seconds[variant].append(timing)
-            found += [
-                _samples(request, variant, batch, timings) for variant, timings in seconds.items()
-            ]
+            for variant in rounds * request.variants:
+                update(next(done), f"batch {batch}: {variant.name}")
+                seconds[variant].append(runs[batch, variant]())
+            for variant, timings in seconds.items():
+                found.append(_samples(request, variant, batch, timings[request.warmup :]))
     return tuple(found)
 
 
@@ -144,12 +119,10 @@ def _kernels(model: Model, block: Block) -> list[Kernel]:
     """Those of the speed model: a key/value head that several devices share counts on each of them,
     and the vocabulary's padding counts too. Biases and norms of queries and keys do not.
     """
-    steps = steps_of(model.config)
-    sublayers = [*(step.early for step in steps if step.early), *(step.sublayers for step in steps)]
-    return [
-        *itertools.chain.from_iterable(model.step(one, block) for one in sublayers),
-        *model.ends(block),
-    ]
+    kernels = list(model.ends(block))
+    for count, _, of_layer in kernels_of_layers(model, block):
+        kernels += count * of_layer
+    return kernels
 
 
 def _generation(
@@ -158,7 +131,6 @@ def _generation(
     params: Params,
     variant: Variant,
     batch: int,
-    free: int | None,
 ) -> Callable[[], tuple[float, float]]:
     """Compile a generation. Returns a function that runs it once: () -> (prefill seconds, decode
     seconds).
@@ -179,17 +151,6 @@ def _generation(
     loop = decode.decode_many(definition, count=request.new_tokens - 1, choice=decode.Choice.GREEDY)
     sizes = dict(rows=batch, positions=request.capacity, loop=Loop.UNROLLED)
     loop = loop.compile(*decoding.abstract(definition, **sizes))
-    for phase, compiled in (("the prefill", prefill), ("decoding", loop)):
-        used = compiled.memory_analysis()
-        results = used.output_size_in_bytes - used.alias_size_in_bytes
-        parts = dict(
-            arguments=used.argument_size_in_bytes,
-            temporaries=used.temp_size_in_bytes,
-            results=results,
-        )
-        memory.check(
-            parts, free=free, what=f"{phase} of {variant.name} at batch {batch}", instead=INSTEAD
-        )
     first = decode.sample_first(definition)
 
     def once() -> tuple[float, float]:
@@ -203,27 +164,6 @@ def _generation(
         return prefilled - start, time.perf_counter() - prefilled
 
     return once
-
-
-def steps(request: Request) -> int:
-    """Number of steps of `measure`: it calls `advance` before each."""
-    return 1 + len(request.batches) * len(request.variants) * (1 + request.warmup + request.repeats)
-
-
-def rounds(names: tuple, *, count: int) -> list[tuple]:
-    """`count` rounds of all names; each round starts with another name."""
-    return [names[i % len(names) :] + names[: i % len(names)] for i in range(count)]
-
-
-def weight_bytes(definitions: Iterable[ModelDef]) -> int:
-    """Bytes of a device's shards of the weights; weights that the definitions share count once."""
-    trees = [weights.abstract(definition, loop=Loop.UNROLLED) for definition in definitions]
-    shared = {
-        jax.tree_util.keystr(path): leaf
-        for tree in trees
-        for path, leaf in jax.tree.leaves_with_path(tree)
-    }
-    return memory.shard_bytes(shared)
 
 
 def random_weights(definitions: Sequence[ModelDef]) -> list[Params]:

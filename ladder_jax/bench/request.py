@@ -77,11 +77,6 @@ class Request:
     def capacity(self) -> int:
         return self.prompt_length + self.new_tokens
 
-    @property
-    def title(self) -> str:
-        split = f"one of {self.share} ranks alone" if self.share else f"tensor {self.tensor}"
-        return f"{self.model}, {self.depth} layers, {split}"
-
 
 def make(
     *,
@@ -114,16 +109,19 @@ def make(
     for one, name in itertools.product(request.interleaves, residuals):
         of_residual = dataclasses.replace(shape, residual=name, ladder_layers=None, ranks=None)
         check_halves(one, model=of_residual, rows=2, names=("--interleave", "--batch"))
-    dense = "--share is for dense models: a rank alone cannot route among all experts of the model"
-    check(not request.share or shape.moe is None, dense)
-    alone = f"--share runs one rank on one device: leave --tensor {request.tensor} out"
-    check(not request.share or request.tensor in (None, 1), alone)
-    for option, ranks in (("tensor", request.tensor), ("share", request.share)):
-        if ranks is not None:
-            check_divides(shape, tensor=ranks, most=max(ranks, shape.num_heads), option=option)
-    if request.share:
-        request = dataclasses.replace(request, tensor=1)
-    return request
+    if request.share is None:
+        return request
+    check(
+        shape.moe is None,
+        "--share is for dense models: a rank alone cannot route among all experts of the model",
+    )
+    check(
+        request.tensor in (None, 1),
+        f"--share runs one rank on one device: leave --tensor {request.tensor} out",
+    )
+    most = max(request.share, shape.num_heads)
+    check_divides(shape, tensor=request.share, most=most, option="share")
+    return dataclasses.replace(request, tensor=1)
 
 
 def on_devices(request: Request, *, count: int) -> Request:

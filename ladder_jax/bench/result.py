@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import platform
-import statistics
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
+
+import numpy as np
 
 from ladder_jax import files, python, terminal
 from ladder_jax.bench import request as requests
@@ -34,11 +34,6 @@ COLUMNS = (
     "TFLOP/s",
     "of matmul",
 )
-PANELS = (
-    ("tokens_per_second", "tokens/s", 1),
-    ("bandwidth_share", "% of the copy's bandwidth", 100),
-)
-OVERHEAD = "a ratio here is a topology's overhead, not its speed-up"
 
 
 def run(args: dict) -> None:
@@ -52,16 +47,17 @@ def run(args: dict) -> None:
     import jax  # after the arguments are checked, because it takes seconds
 
     from ladder_jax.bench import measure
+    from ladder_jax.decode import memory
     from ladder_jax.parallel import make_mesh
+    from ladder_jax.predict import measure as limits
 
     request = requests.on_devices(request, count=jax.device_count())
     mesh = make_mesh(tensor=request.tensor)
-    with terminal.progress(measure.steps(request)) as update:
-        done = itertools.count()
-        copy, matmul, samples = measure.measure(
-            request, mesh=mesh, advance=lambda label: update(next(done), label)
-        )
+    samples = measure.samples(request, mesh=mesh)
     device = mesh.devices.flat[0]
+    free = memory.free_memory(device, devices=mesh.size)
+    copy = limits.copy_bandwidth(device, free=free)
+    matmul = limits.matmul_peak(device, dtype=request.shape.dtype.value)
     answer = Result(
         request=request,
         copy=copy,
@@ -97,16 +93,23 @@ class Result:
 
     @property
     def title(self) -> str:
-        return f"{self.request.title} on {self.device}"
+        request = self.request
+        split = f"tensor {request.tensor}"
+        if request.share:
+            split = f"one of {request.share} ranks alone"
+        return f"{request.model}, {request.depth} layers, {split} on {self.device}"
 
     @property
     def notices(self) -> list[str]:
         """Notes that a reader needs to interpret the numbers."""
-        if self.request.share:
-            alone = f"one device computes a rank's share of tensor parallelism over {self.request.share}"
-            return [f"{alone}, and communicates nothing: {OVERHEAD}"]
+        share = self.request.share
         if self.request.tensor == 1:
-            return [f"one device communicates nothing: {OVERHEAD}"]
+            what = (
+                f", and computes a rank's share of tensor parallelism over {share}" if share else ""
+            )
+            return [
+                f"one device communicates nothing{what}: a ratio here is a topology's overhead, not its speed-up"
+            ]
         if self.platform == "cpu":
             return [
                 "these are simulated devices on one CPU, which never overlaps communication:"
@@ -142,26 +145,15 @@ class Result:
     @property
     def verdict(self) -> list[str]:
         """One line per variant: its decoding, or of two halves in turn its prefill."""
-        lines = []
-        for variant in self.request.variants:
-            phase = "prefill" if variant.interleave == 2 else "decode"
-            parts = []
-            for ratio in self.ratios:
-                if Variant(ratio["residual"], ratio["interleave"]) == variant:
-                    median, *ends = (
-                        f"{ratio[f'{phase}_ratio{end}']:.2f}" for end in ("", "_min", "_max")
-                    )
-                    parts.append(
-                        f"{median}x {ratio['against']} [{', '.join(ends)}] at batch {ratio['batch']}"
-                    )
-            if parts:
-                lines.append(f"{variant.name} {phase}s {', '.join(parts)}")
-        if lines:
-            return lines
-        parts = [
-            f"{row['tokens_per_second']:,.1f} tokens/s at batch {row['batch']}" for row in self.rows
-        ]
-        return [f"{self.request.residuals[0]} generates {', '.join(parts)}"]
+        parts = {}  # by the beginning of the line
+        for ratio in self.ratios:
+            phase = "prefill" if ratio["interleave"] == 2 else "decode"
+            name = Variant(ratio["residual"], ratio["interleave"]).name
+            median, *ends = (ratio[f"{phase}_ratio{end}"] for end in ("", "_min", "_max"))
+            span = ", ".join(f"{end:.2f}" for end in ends)
+            said = f"{median:.2f}x {ratio['against']} [{span}] at batch {ratio['batch']}"
+            parts.setdefault(f"{name} {phase}s", []).append(said)
+        return [f"{begin} {', '.join(said)}" for begin, said in parts.items()]
 
     def as_dict(self) -> dict:
         """The JSON object. Seconds, bytes and FLOPs are of one device. `_row` defines medians and
@@ -192,8 +184,8 @@ class Result:
             *(f"note: {notice}" for notice in self.notices),
             f"{self.title}; {shape}",
             _table(self.rows),
-            f"copy      {_ceiling(self.copy, 1e9, 'GB/s')}",
-            f"matmul    {_ceiling(self.matmul, 1e12, 'TFLOP/s')}",
+            f"copy      {number(self.copy.best / 1e9)} GB/s: {self.copy.array}",
+            f"matmul    {number(self.matmul.best / 1e12)} TFLOP/s: {self.matmul.array}",
             "versions  "
             + ", ".join(f"{name} {version}" for name, version in self.versions.items()),
         ]
@@ -203,7 +195,7 @@ def _row(answer: Result, one: Samples) -> dict:
     """The JSON row: figures of the median seconds, and their _min and _max over the repeats."""
     tokens = answer.request.new_tokens
 
-    def figures(prefill: float, decode: float) -> dict[str, float]:
+    def figures(prefill: np.ndarray, decode: np.ndarray) -> dict[str, np.ndarray]:
         step = decode / (tokens - 1)
         bytes_per_second = one.step_bytes / step
         flops_per_second = one.prefill_flops / prefill
@@ -219,6 +211,8 @@ def _row(answer: Result, one: Samples) -> dict:
             "matmul_share": flops_per_second / answer.matmul.best,
         }
 
+    each = figures(np.array(one.prefill), np.array(one.decode))
+    median = figures(np.median(one.prefill), np.median(one.decode))
     row = {
         "residual": one.residual,
         "interleave": one.interleave,
@@ -227,25 +221,22 @@ def _row(answer: Result, one: Samples) -> dict:
         "new_tokens": tokens,
         "bytes_per_step": one.step_bytes,
         "prefill_flops": one.prefill_flops,
-    }
-    each = list(map(figures, one.prefill, one.decode))
-    median = figures(statistics.median(one.prefill), statistics.median(one.decode))
-    for name, value in median.items():
-        row[name] = value
-        row |= _range(name, [figure[name] for figure in each])
-    return row | {
         "prefill_seconds_each": list(one.prefill),
         "decode_seconds_each": list(one.decode),
     }
+    for name, values in each.items():
+        row |= {name: float(median[name]), **_range(name, values)}
+    return row
 
 
-def _range(name: str, values: Sequence[float]) -> dict[str, float]:
-    return {f"{name}_min": min(values), f"{name}_max": max(values)}
+def _range(name: str, values: np.ndarray) -> dict[str, float]:
+    return {f"{name}_min": float(min(values)), f"{name}_max": float(max(values))}
 
 
 def _ratio(phase: str, baseline: Samples, one: Samples) -> dict[str, float]:
-    each = [b / s for b, s in zip(getattr(baseline, phase), getattr(one, phase))]
-    return {f"{phase}_ratio": statistics.median(each), **_range(f"{phase}_ratio", each)}
+    each = np.array(getattr(baseline, phase)) / np.array(getattr(one, phase))
+    name = f"{phase}_ratio"
+    return {name: float(np.median(each)), **_range(name, each)}
 
 
 def _table(rows: list[dict]) -> Table:
@@ -267,42 +258,28 @@ def _table(rows: list[dict]) -> Table:
     return Table(COLUMNS, cells, left=("residual",))
 
 
-def _ceiling(ceiling: Ceiling, scale: float, unit: str) -> str:
-    low = number(min(ceiling.rates) / scale)
-    return f"{number(ceiling.best / scale)} {unit}, the best of {len(ceiling.rates)} (the worst {low}): {ceiling.array}"
-
-
 def _plot(answer: Result, *, file: str) -> None:
-    """Tokens per second above and the share of the copy's bandwidth below, with one column per
-    batch. Bars are medians, error bars the range over the repeats. The file's ending sets the
-    format.
+    """Tokens per second, one panel a batch. Bars are medians, error bars the range over the
+    repeats. The file's ending sets the format.
     """
     request = answer.request
-    names = [one.name for one in request.variants]
     columns = len(request.batches)
-    size = (1.6 + columns * max(1.8, 0.8 * len(names)), 6)
+    names = [one.name for one in request.variants]
+    size = (1.6 + columns * max(1.8, 0.8 * len(names)), 3.5)
     figure, axes = files.pyplot().subplots(
-        2, columns, figsize=size, sharex=True, squeeze=False, layout="constrained"
+        1, columns, figsize=size, squeeze=False, layout="constrained"
     )
-    for column, batch in zip(axes.T, request.batches):
+    for axis, batch in zip(axes[0], request.batches):
         rows = [row for row in answer.rows if row["batch"] == batch]
-        for axis, (key, _, scale) in zip(column, PANELS):
-            heights = [row[key] * scale for row in rows]
-            errors = [
-                [abs(row[f"{key}_{end}"] - row[key]) * scale for row in rows]
-                for end in ("min", "max")
-            ]
-            colours = [f"C{index}" for index in range(len(names))]
-            bars = axis.bar(names, heights, yerr=errors, color=colours, capsize=4, width=0.7)
-            axis.bar_label(bars, map(number, heights), fontsize=8, padding=2)
-            axis.margins(y=0.15)
-            axis.spines[["top", "right"]].set_visible(False)
-        column[0].set_title(f"batch {batch}", fontsize=10)
-        # batches differ in tokens/s by far more than residuals do: only their shares have one axis
-        column[1].sharey(axes[1, 0])
-        column[1].tick_params("x", rotation=30 if len(names) > 2 else 0)
-    for axis, (_, label, _) in zip(axes[:, 0], PANELS):
-        axis.set_ylabel(label)
+        keys = ("tokens_per_second", "tokens_per_second_min", "tokens_per_second_max")
+        heights, *ends = (np.array([row[key] for row in rows]) for key in keys)
+        bars = axis.bar(names, heights, yerr=np.abs(ends - heights), capsize=4)
+        axis.bar_label(bars, map(number, heights), padding=2)
+        axis.margins(y=0.15)
+        axis.spines[["top", "right"]].set_visible(False)
+        axis.tick_params("x", rotation=30)
+        axis.set_title(f"batch {batch}")
+    axes[0, 0].set_ylabel("tokens/s")
     shape = f"prompt {request.prompt_length}, {request.new_tokens} new tokens"
-    figure.suptitle(f"{answer.title}: {shape}", fontsize=10)
+    figure.suptitle(f"{answer.title}: {shape}")
     files.write_picture(file, figure)

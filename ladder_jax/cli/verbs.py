@@ -406,7 +406,7 @@ VERBS = {
             **LAYERS,
             **JSON,
             "--out FILE": "write that object to a file",
-            "--plot FILE": "draw tokens/s and bandwidth by batch (PNG, SVG, PDF)",
+            "--plot FILE": "draw tokens/s by batch (PNG, SVG, PDF)",
         },
     ),
     "predict": Verb(
@@ -415,7 +415,7 @@ VERBS = {
         "ladder_jax.predict.command:run",
         {
             **MODEL,
-            "--hardware NAME": "h100-nvlink, h100-no-nvlink, v5e, ... or a YAML file",
+            "--hardware NAME": needed("h100-nvlink, h100-no-nvlink, v5e, ... or a YAML file"),
             "--residual NAME[,NAME]": "standard, ladder, ... (default: all)",
             "--ladder-layers WHICH": "hybrids: N (the last N layers), i,j or all",
             "--phase NAME": "generate (the default), prefill or train",
@@ -448,8 +448,6 @@ VERBS = {
         {
             "--out FILE": needed("the YAML file to write"),
             "--tensor N": count("devices whose all-reduces are measured (default: all)"),
-            "--warmup W": number("runs before those that are timed (default 3)", default=3),
-            "--repeats R": count("runs that are timed (default 10)"),
             **JSON,
         },
     ),

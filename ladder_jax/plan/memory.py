@@ -51,7 +51,7 @@ def estimate(candidate: Candidate, *, request: Request) -> Memory:
     config = request.config
     mesh = candidate.mesh
     model, block = candidate.microbatch(request)
-    parameters = (models.layers(config, ranks=mesh.tensor) + model.tables) // mesh.fsdp
+    parameters = model.parameters // mesh.fsdp
     kept = kept_activations(candidate, request=request)
     several = candidate.accumulate > 1
     offloaded = candidate.remat is Remat.OFFLOAD
@@ -68,7 +68,7 @@ def estimate(candidate: Candidate, *, request: Request) -> Memory:
         gradients=(4 if several else 2) * FLOAT32 * parameters,
         weights=weights,
         kept=0 if offloaded else kept,
-        working=_working(candidate, model, block) + _scores(candidate, request),
+        working=_working(candidate, model, block),
         host=kept if offloaded else 0,
     )
 
@@ -95,7 +95,6 @@ def kept_activations(candidate: Candidate, *, request: Request) -> int:
         matmuls += count * products * size
         others += count * rest * size
     per_token = {Remat.NONE: matmuls + others, Remat.SAVE_MATMULS: matmuls}.get(remat, 0)
-    scores = _scores(candidate, request) if remat is Remat.NONE else 0
     tables = FLOAT32 * block.tokens * config.head_dim  # the positions' cosines and sines
     of_layers = layers_of(config)
     inputs = sum(_input(steps, candidate, config) for steps in of_layers)
@@ -104,7 +103,7 @@ def kept_activations(candidate: Candidate, *, request: Request) -> int:
         if candidate.exchanges
         else 0
     )
-    return int(block.size * (inputs + per_token)) + layers * (scores + tables) + rows
+    return int(block.size * (inputs + per_token)) + layers * tables + rows
 
 
 def _kept_rows(first: Step, candidate: Candidate, model: Model, block: Block) -> int:
@@ -162,8 +161,8 @@ def _input(steps: tuple[Step, ...], candidate: Candidate, config: ModelConfig) -
 
 
 def _working(candidate: Candidate, model: Model, block: Block) -> int:
-    """Bytes of a layer's temporaries, without attention scores; of experts, of one chunk of
-    tokens.
+    """Bytes of a layer's temporaries; of experts, of one chunk of tokens. Attention's scores stay on
+    the chip (a CPU, which has no limit here, writes them to memory).
     """
     shard = model.shard
     size = model.element_bytes
@@ -184,13 +183,3 @@ def _working_rows(model: Model, block: Block) -> int:
     """Bytes of a layer's exchanged rows."""
     columns = 3 * model.config.d_model + 5 * model.config.moe.expert_width
     return model.buffer_rows(block) * columns * model.element_bytes + _returning(model, block)
-
-
-def _scores(candidate: Candidate, request: Request) -> int:
-    """Bytes of attention scores and their softmax. CPU only: elsewhere a kernel keeps them on the
-    chip.
-    """
-    if request.target.platform != "cpu":
-        return 0
-    heads = -(-request.config.num_heads // candidate.mesh.tensor)
-    return 3 * FLOAT32 * candidate.rows * heads * request.sequence**2

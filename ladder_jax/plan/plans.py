@@ -3,7 +3,7 @@ the plans.
 """
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from ladder_jax import terminal
 from ladder_jax.config import PRESETS
@@ -67,6 +67,19 @@ class Plan:
             return False
         return self.limit is None or self.bytes <= self.limit
 
+    @property
+    def cells(self) -> tuple[str, ...]:
+        """Its row in the table of plans."""
+        speed = self.speed
+        return (
+            *self.candidate.cells,
+            f"{'~' if self.confirmed is None else '='}{self.bytes / GIB:.1f}",
+            f"{speed.seconds:.3g}",
+            f"{speed.mfu:.0%}",
+            f"{speed.exposed / speed.seconds:.0%}",
+            f"{speed.recomputed:.0%}",
+        )
+
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Answer:
@@ -102,59 +115,46 @@ class Answer:
     def lines(self) -> list:
         """Lines and a table, for `terminal.show`."""
         request = self.request
-        room = (
-            ""
-            if request.target.memory is None
-            else f", {request.target.memory / GIB:.0f} GiB a device"
-        )
+        target = request.target
+        limit = target.memory
+        room = "" if limit is None else f", {limit / GIB:.0f} GiB a device"
         model = f"{request.name}, {request.config.residual}, {request.config.num_layers} layers"
-        title = f"{model} on {request.target.name}{room};"
-        if request.config.moe is not None:
-            count = models.parameters(request.config)
-            title += (
-                f" {count.active / 1e9:.3g} of {count.held / 1e9:.3g} billion parameters active;"
-            )
-        title += f" {request.tokens:,} tokens a step, in sequences of {request.sequence:,}"
+        tokens = f"{request.tokens:,} tokens a step, in sequences of {request.sequence:,}"
+        title = f"{model} on {target.name}{room}; {tokens}"
+        refused = []
+        for plan in self.refused:
+            reason = plan.confirmed.refusal or f"{plan.bytes / GIB:.1f} GiB compiled"
+            estimated = plan.memory.device / GIB
+            refused.append(f"too large: {plan.candidate}: {reason} (estimated {estimated:.1f})")
         if not self.plans:
-            cure = "nothing fits: take more devices, shorter sequences or a smaller model"
-            return [cure, f"reason    {_smallest(self)}", title, *_refused(self)]
+            least = min(size.device for size in self.sizes.values())
+            return [
+                "nothing fits: take more devices, shorter sequences or a smaller model",
+                f"reason    of {len(self.sizes)} candidates the smallest is estimated at {least / GIB:.1f} GiB",
+                title,
+                *refused,
+            ]
         best = self.plans[0]
-        overrides = " ".join(
-            f"{name}={value}" for name, value in best.candidate.overrides(request).items()
-        )
+        size = f"{best.bytes / GIB:.1f} GiB, {'compiled' if best.confirmed else 'estimated'}"
+        overrides = best.candidate.overrides(request)
+        changes = " ".join(f"{name}={value}" for name, value in overrides.items())
+        nominal = "note      a simulated device has no memory limit, and its speed here is nominal"
         return [
             f"take {best.candidate}",
-            f"reason    {_why(self)}",
+            f"reason    it fits ({size}), and has the fastest estimate: {best.speed.seconds:.3g} s a step",
             title,
-            _table(self),
+            Table(COLUMNS, [plan.cells for plan in _shown(self.plans)], left=COLUMNS[:3]),
             f"{len(self.plans)} of {len(self.sizes)} candidates fit: the fastest microbatch of up to {SHOWN} is shown",
-            *_refused(self),
+            *refused,
             "dxfxt: mesh.data x fsdp x tensor; rows: sequences in a microbatch of one batch shard, in turn: as two"
             " halves (train.interleave=2); accumulate: microbatches per step; GiB of a device: = from the compiler's"
             " memory_analysis of the whole training step, ~ estimated from shapes; the other columns are"
             " estimates (ladder_jax/plan/speed.py): MFU; waiting: share of time that transfers add; recomputed: FLOPs"
             " computed again, over the model's",
-            *(
-                ["note      a simulated device has no memory limit, and its speed here is nominal"]
-                if not room
-                else []
-            ),
+            *([nominal] if limit is None else []),
             "",
-            f"ladder-jax train {_training(request.name)} {overrides}",
+            f"ladder-jax train {_training(request.name)} {changes}",
         ]
-
-
-def ranked(sizes: Mapping[Candidate, Memory], *, request: Request) -> list[Plan]:
-    """The candidates that fit, the fastest first; among equally fast ones, first those with less
-    memory.
-    """
-    limit = request.target.memory
-    plans = [
-        Plan(one, size, speed.speed(one, size, request=request), limit)
-        for one, size in sizes.items()
-        if limit is None or size.device <= limit
-    ]
-    return sorted(plans, key=lambda plan: (round(plan.speed.seconds, 6), plan.memory.device))
 
 
 def answer(request: Request, *, compiled: int) -> Answer:
@@ -164,7 +164,14 @@ def answer(request: Request, *, compiled: int) -> Answer:
     missing.
     """
     sizes = {one: memory.estimate(one, request=request) for one in candidates(request)}
-    fitting = ranked(sizes, request=request)
+    limit = request.target.memory
+    fitting = [
+        Plan(one, size, speed.speed(one, size, request=request), limit)
+        for one, size in sizes.items()
+        if limit is None or size.device <= limit
+    ]
+    # among equally fast ones, first those with less memory
+    fitting.sort(key=lambda plan: (round(plan.speed.seconds, 6), plan.memory.device))
     confirmed = []
     refused = []
     while fitting and len(confirmed) < compiled:
@@ -207,70 +214,15 @@ def _training(name: str) -> str:
     )
 
 
-def _why(answer: Answer) -> str:
-    best = answer.plans[0]
-    evidence = (
-        "estimated to fit"
-        if best.confirmed is None
-        else f"it fits ({best.bytes / GIB:.1f} GiB, compiled)"
-    )
-    if len(answer.plans) == 1:
-        return f"{evidence}, the only one that does"
-    return f"{evidence}, and among the plans that fit it has the fastest estimate: {best.speed.seconds:.3g} s a step"
-
-
-def _smallest(answer: Answer) -> str:
-    smallest, size = min(answer.sizes.items(), key=lambda pair: pair[1].device)
-    return (
-        f"of {len(answer.sizes)} candidates the smallest, {smallest}, is estimated at"
-        f" {size.device / GIB:.1f} GiB of a device's {answer.request.target.memory / GIB:.0f}"
-    )
-
-
-def _shown(answer: Answer) -> list[Plan]:
+def _shown(plans: Sequence[Plan]) -> list[Plan]:
     """All compiled plans, and of plans that differ only in the microbatch and its halves the first;
     at most SHOWN.
     """
     seen = set()
     shown = []
-    for plan in answer.plans:
+    for plan in plans:
         key = plan.candidate.mesh, plan.candidate.remat, plan.candidate.sequence_parallel
         if plan.confirmed is not None or key not in seen:
             shown.append(plan)
         seen.add(key)
     return shown[:SHOWN]
-
-
-def _refused(answer: Answer) -> list[str]:
-    refused_lines = []
-    for plan in answer.refused:
-        reason = plan.confirmed.refusal or f"{plan.bytes / GIB:.1f} GiB compiled"
-        refused_lines.append(
-            f"too large: {plan.candidate}: {reason} (estimated {plan.memory.device / GIB:.1f})"
-        )
-    return refused_lines
-
-
-def _stream(candidate: Candidate) -> str:
-    return "exchange" if candidate.exchanges else "yes" if candidate.sequence_parallel else "no"
-
-
-def _table(answer: Answer) -> Table:
-    rows = []
-    for plan in _shown(answer):
-        candidate = plan.candidate
-        speed = plan.speed
-        mesh = plan.candidate.mesh
-        rows.append((
-            f"{mesh.data}x{mesh.fsdp}x{mesh.tensor}",
-            candidate.remat.value,
-            _stream(candidate),
-            f"{candidate.rows}, in turn" if candidate.interleave == 2 else str(candidate.rows),
-            str(candidate.accumulate),
-            f"{'~' if plan.confirmed is None else '='}{plan.bytes / GIB:.1f}",
-            f"{speed.seconds:.3g}",
-            f"{speed.mfu:.0%}",
-            f"{speed.exposed / speed.seconds:.0%}",
-            f"{speed.recomputed:.0%}",
-        ))  # fmt: skip
-    return Table(COLUMNS, rows, left=("dxfxt", "remat", "sequence-parallel"))

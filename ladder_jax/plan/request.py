@@ -16,13 +16,12 @@ from ladder_jax.config import (
     ModelConfig,
     Remat,
     TrainConfig,
-    check_exchange,
     check_fits_mesh,
     check_halves,
     parse_residual,
 )
 from ladder_jax.config.fields import check, passes
-from ladder_jax.errors import UserError
+from ladder_jax.predict.request import can_exchange
 from ladder_jax.predict.work import TRAINING, Block, Model
 from ladder_jax.schedule import models, targets
 from ladder_jax.schedule.targets import Target
@@ -77,17 +76,11 @@ def make(
         config = dataclasses.replace(config, moe=dataclasses.replace(config.moe, capacity=capacity))
         changes["moe.capacity"] = capacity
     models.check_alone(config, verb="plan")
-    if tokens % sequence:
-        below = tokens // sequence * sequence
-        above = (tokens // sequence + 1) * sequence
-        near = f"{below} or {above}" if below else f"{above}"
-        raise UserError(
-            f"--tokens {tokens} are not a multiple of --sequence {sequence}: {near} would be"
-        )
-    if parse_residual(config.residual).depends_on_ranks and config.ranks is None:
-        raise UserError(
-            f"{config.residual} is a function of the number of ranks: give model.ranks in a file"
-        )
+    check(tokens % sequence == 0, f"--tokens {tokens} are not a multiple of --sequence {sequence}")
+    check(
+        config.ranks is not None or not parse_residual(config.residual).depends_on_ranks,
+        f"{config.residual} is a function of the number of ranks: give model.ranks in a file",
+    )
     if interleave is Interleave.HALVES:
         check_halves(2, model=config, rows=2, names=("--interleave", "rows"))
     settings = tuple((f"model.{name}", value) for name, value in changes.items())
@@ -110,21 +103,18 @@ class Candidate:
     accumulate: int
     interleave: int = 1
 
-    def __str__(self) -> str:
-        sizes = (
-            ", ".join(f"{name} {size}" for name, size in self.mesh.axes.items() if size > 1)
-            or "one device"
-        )
-        split = ", sequence-parallel" if self.sequence_parallel else ""
-        split += ", experts exchanged" if self.exchanges else ""
-        split += ", two halves in turn" if self.interleave == 2 else ""
-        rows = "1 row" if self.rows == 1 else f"{self.rows} rows"
-        return f"{sizes}{split}, remat {self.remat.value}, {rows} at once"
-
     @property
-    def shards(self) -> int:
-        """Number of shards of the batch."""
-        return self.mesh.data * self.mesh.fsdp
+    def cells(self) -> tuple[str, ...]:
+        """Mesh, remat, the stream, rows and accumulate, as a table shows them."""
+        mesh = self.mesh
+        stream = "exchange" if self.exchanges else "yes" if self.sequence_parallel else "no"
+        rows = f"{self.rows}, in turn" if self.interleave == 2 else f"{self.rows}"
+        sizes = f"{mesh.data}x{mesh.fsdp}x{mesh.tensor}"
+        return sizes, self.remat.value, stream, rows, f"{self.accumulate}"
+
+    def __str__(self) -> str:
+        sizes, remat, stream, rows, _ = self.cells
+        return f"mesh {sizes}, remat {remat}, sequence-parallel {stream}, rows {rows}"
 
     @property
     def exchanges(self) -> bool:
@@ -157,37 +147,30 @@ class Candidate:
 
     def overrides(self, request: Request) -> dict[str, str]:
         """Settings for `ladder-jax train`, by dotted name."""
-        mesh = {f"mesh.{name}": size for name, size in self.mesh.axes.items() if size > 1}
+        found = dict(request.changes)
+        for name, size in self.mesh.axes.items():
+            if size > 1:
+                found[f"mesh.{name}"] = size
         if self.exchanges:
-            mesh["mesh.experts"] = self.mesh.experts.value
-        train = {f"train.{name}": value for name, value in self.settings(request).items()}
-        given = dict(request.changes) | mesh | train
-        return {name: "true" if value is True else str(value) for name, value in given.items()}
+            found["mesh.experts"] = self.mesh.experts.value
+        for name, value in self.settings(request).items():
+            found[f"train.{name}"] = "true" if value is True else value
+        return {name: str(value) for name, value in found.items()}
 
 
 def candidates(request: Request) -> list[Candidate]:
     """All candidates whose steps have the request's number of tokens. Raises UserError if there is
     none.
     """
-    meshes = list(meshes_of(request))
-    if not meshes:
-        raise UserError(
-            f"no mesh of {request.target.name}'s {request.target.count} devices splits {request.name}"
-        )
-    divisible = [mesh for mesh in meshes if request.sequences % (mesh.data * mesh.fsdp) == 0]
-    if not divisible:
-        fewest = min(mesh.data * mesh.fsdp for mesh in meshes)
-        raise UserError(
-            f"--tokens {request.tokens} are {request.sequences} sequences of {request.sequence}, which no mesh of"
-            f" {request.target.name} divides evenly: it takes a multiple of {fewest} sequences"
-        )
     reduces = not parse_residual(request.config.residual).kind.startswith(("desync", "no-"))
     exchanges = can_exchange(request.config)
     auto = request.interleave is Interleave.AUTO
     interleaves = (1, 2) if auto else (request.interleave.parts,)
     result = []
-    for mesh in divisible:
-        share = request.sequences // (mesh.data * mesh.fsdp)
+    for mesh in meshes_of(request):
+        share, left = divmod(request.sequences, mesh.data * mesh.fsdp)
+        if left:
+            continue
         streams = [(mesh, False)]
         if reduces and mesh.tensor > 1 and request.sequence % mesh.tensor == 0:
             streams.append((mesh, True))
@@ -200,11 +183,13 @@ def candidates(request: Request) -> list[Candidate]:
             one = Candidate(form, remat, split, rows, share // rows, interleave)
             if interleave == 1 or _has_halves(one, request.config):
                 result.append(one)
-    if not result:
-        raise UserError(
-            f"--interleave 2 needs several tensor ranks and an even number of sequences in a microbatch: no mesh of"
-            f" {request.target.name} has both for {request.sequences} sequences"
-        )
+    devices = f"{request.target.name}'s {request.target.count} devices"
+    count = f"{request.sequences} sequences of {request.sequence}"
+    check(
+        bool(result),
+        f"no mesh of {devices} splits {request.name} and {count} (--interleave 2: over several tensor ranks, and"
+        " into microbatches of an even number)",
+    )
     return result
 
 
@@ -252,14 +237,6 @@ def _has_halves(candidate: Candidate, config: ModelConfig) -> bool:
         check_halves, 2, model=config, rows=candidate.rows, names=names, sequence_parallel=split
     )
     return candidate.mesh.tensor > 1 and candidate.rows % 2 == 0 and allowed
-
-
-def can_exchange(config: ModelConfig) -> bool:
-    """Whether ranks can exchange the rows of the model's experts: they need a capacity."""
-    names = "mesh.experts=exchange", "model.moe.capacity", "train.sequence_parallel=true"
-    return passes(
-        check_exchange, config.moe, residual=config.residual, sequence_parallel=True, names=names
-    )
 
 
 def _divisors(number: int) -> list[int]:

@@ -13,9 +13,8 @@ the network's bandwidth. The axes have links of their own, so nothing of one wai
 
 import dataclasses
 import functools
-from collections.abc import Iterable
 
-from ladder_jax.config import ExpertParallelism, Phase, Remat
+from ladder_jax.config import Phase, Remat
 from ladder_jax.hardware import HARDWARE
 from ladder_jax.nn.experts import CHUNK
 from ladder_jax.plan.memory import Memory
@@ -26,7 +25,7 @@ from ladder_jax.predict.machine import NCCL, Link, Machine, Network
 from ladder_jax.predict.model import run_by, split_weights
 from ladder_jax.predict.program import Form, Program
 from ladder_jax.predict.timeline import Slot, Work, play_slots
-from ladder_jax.predict.work import Block, Kernel, Model, Recompute
+from ladder_jax.predict.work import Block, Recompute, Task
 from ladder_jax.schedule.targets import Target
 
 # GPUs per node, and bytes a second of each GPU between nodes: NVIDIA DGX H100 and B200 data sheets.
@@ -75,14 +74,11 @@ def speed(candidate: Candidate, memory: Memory, *, request: Request) -> Speed:
     optimizer = machine.seconds(size=2 * memory.state)
     total = candidate.accumulate * seconds + gradients + optimizer
     forward, recomputed = flops(candidate, request=request)
-    # without the empty slots of buffers
-    reducing = dataclasses.replace(candidate.mesh, experts=ExpertParallelism.REDUCE)
-    used, _ = flops(dataclasses.replace(candidate, mesh=reducing), request=request)
     return Speed(
         total,
         candidate.accumulate * exposed + gradients,
         recomputed / (3 * forward),
-        mfu=candidate.accumulate * 3 * used / machine.flops / total,
+        mfu=candidate.accumulate * 3 * forward / machine.flops / total,
     )
 
 
@@ -90,34 +86,29 @@ def microbatch(candidate: Candidate, memory: Memory, *, request: Request) -> tup
     """Seconds of a microbatch, and those of them that transfers add."""
     machine = machine_of(request.target)
     model, block = candidate.microbatch(request)
-    of_pass = model, machine, block, recomputed_by(candidate, block)
-    seconds, exposed = _of_pass(*of_pass, _program(candidate))
-    weights = _of_weights(*of_pass, candidate.mesh.fsdp)
+    task = Task(model, machine, block, recompute=recomputed_by(candidate, block))
+    seconds, exposed = _of_pass(task, _program(candidate))
+    weights = _of_weights(task, candidate.mesh.fsdp)
     copies = 2 * memory.host / HOST[request.target.platform]
     whole = play_slots([Slot(Work(seconds + weights), [copies])], contention=machine.contention)
     return whole.seconds, exposed + weights + whole.exposed
 
 
 @functools.lru_cache(maxsize=1024)  # the same for many meshes
-def _of_pass(
-    model: Model, machine: Machine, block: Block, repeated: Recompute, program: Program
-) -> tuple[float, float]:
+def _of_pass(task: Task, program: Program) -> tuple[float, float]:
     """Seconds of predict's pass, and those of them that transfers add."""
-    found = run_by(model, machine, block, program, phase=Phase.TRAIN, recompute=repeated)
+    found = run_by(task, program, phase=Phase.TRAIN)
     return found.seconds, found.exposed
 
 
 @functools.lru_cache(maxsize=1024)
-def _of_weights(
-    model: Model, machine: Machine, block: Block, repeated: Recompute, ranks: int
-) -> float:
+def _of_weights(task: Task, ranks: int) -> float:
     """Seconds that gathers and scatters of weights split over `ranks` add."""
     if ranks == 1:
         return 0.0
-    link = _link(machine, within=ranks * model.ranks)
-    half = functools.cache(functools.partial(link.half, ranks=ranks))
-    timelines, bare = split_weights(model, machine, block, half, trains=True, recompute=repeated)
-    return bare + sum(one.exposed for one in timelines)
+    link = _link(task.machine, within=ranks * task.model.ranks)
+    half = functools.partial(link.half, ranks=ranks)
+    return split_weights(task, half, trains=True).exposed
 
 
 def _program(candidate: Candidate) -> Program:
@@ -159,17 +150,14 @@ def recomputed_by(candidate: Candidate, block: Block) -> Recompute:
 
 def flops(candidate: Candidate, *, request: Request) -> tuple[float, float]:
     """FLOPs of a microbatch on one device: of the forward pass, and of recomputation in the
-    backward pass.
+    backward pass; of exchanged rows without the empty slots.
     """
     model, block = candidate.microbatch(request)
     repeated = recomputed_by(candidate, block).kernels
-    forward = _total(model.ends(block))
+    forward = sum(kernel.flops for kernel in model.ends(block))
     recomputed = 0.0
-    for count, _, kernels in kernels_of_layers(model, block, exchanged=candidate.exchanges):
-        forward += count * _total(kernels)
-        recomputed += count * _total(one for one in kernels if one.name in repeated)
+    for count, _, kernels in kernels_of_layers(model, block):
+        for kernel in kernels:
+            forward += count * kernel.flops
+            recomputed += count * kernel.flops * (kernel.name in repeated)
     return forward, recomputed
-
-
-def _total(kernels: Iterable[Kernel]) -> float:
-    return sum(kernel.flops for kernel in kernels)

@@ -18,23 +18,13 @@ from ladder_jax.parallel import resolve_launch, with_ranks
 from ladder_jax.predict import machine, model
 from ladder_jax.predict.program import Choice, Form
 from ladder_jax.predict.result import WORTH
-from ladder_jax.predict.work import TRAINING, Block, Model
+from ladder_jax.predict.work import TRAINING, Block, Model, Task
 
 
 def of_training(config: RunConfig, *, kind: str, say: Callable[[str], None]) -> RunConfig:
     """`config` with `train.interleave` decided for devices of `kind` (`jax.Device.device_kind`)."""
     train = config.train
     mesh = config.mesh
-    if train.interleave is not Interleave.AUTO:
-        return config
-    decided = lambda choice: dataclasses.replace(
-        config, train=dataclasses.replace(train, interleave=choice)
-    )
-    try:
-        decided(Interleave.HALVES)
-    except UserError as error:  # the settings allow none
-        say(f"train.interleave=auto: 1, as {error}")
-        return decided(Interleave.WHOLE)
     shard = Model(with_ranks(config.model, tensor=mesh.tensor), mesh.tensor, TRAINING)
     rows = train.batch // (mesh.data * mesh.fsdp) // train.accumulate
     block = shard.prefill(rows=rows, prompt_length=train.sequence)
@@ -42,8 +32,16 @@ def of_training(config: RunConfig, *, kind: str, say: Callable[[str], None]) -> 
     form = Form.EXCHANGE if mesh.experts is ExpertParallelism.EXCHANGE else form
     choice = Choice(experts=mesh.experts)
     interleave, why = _fastest(shard, block, form, phase=Phase.TRAIN, kind=kind, choice=choice)
+    decided = lambda choice: dataclasses.replace(
+        config, train=dataclasses.replace(train, interleave=choice)
+    )
+    try:
+        found = decided(interleave)
+    except UserError as error:  # the settings allow none
+        interleave, why = Interleave.WHOLE, f"as {error}"
+        found = decided(interleave)
     say(f"train.interleave=auto: {interleave.value}, {why}")
-    return decided(interleave)
+    return found
 
 
 def of_reading(
@@ -52,8 +50,6 @@ def of_reading(
     """`settings` with `decode.interleave` decided for prompts of `tokens` tokens, which are read
     one at a time.
     """
-    if settings.interleave is not Interleave.AUTO:
-        return settings
     layout = definition.layout
     shard = Model(definition.config, 1 if layout.emulated else layout.ranks)
     block = shard.prefill(rows=1, prompt_length=min(tokens, settings.prefill_chunk))
@@ -71,19 +67,19 @@ def _fastest(
     shard: Model, block: Block, form: Form, *, phase: Phase, kind: str, choice: Choice
 ) -> tuple[Interleave, str]:
     """Halves where they are predicted to be faster in this form, by what is worth it; and why."""
+    name = machine_of(kind)
     if shard.ranks == 1:
         return Interleave.WHOLE, "as one tensor rank communicates nothing"
-    name = machine_of(kind)
     if name is None:
         return Interleave.WHOLE, f"as nothing is predicted for {kind}"
-    found = [
-        one
-        for one in model.passes(shard, machine.load(name), block, phase=phase, choice=choice)
-        if one.program.form is form
-    ]
-    whole, halves = ([one.seconds for one in found if one.interleave == parts] for parts in (1, 2))
-    if not halves:
+    task = Task(shard, machine.load(name), block)
+    found = model.passes(task, phase=phase, choice=choice)
+    found = [one for one in found if one.program.form is form]
+    # the slowest first, so that the fastest of each number of parts is kept
+    found.sort(key=lambda one: -one.seconds)
+    seconds = {one.interleave: one.seconds for one in found}
+    if 2 not in seconds:
         return Interleave.WHOLE, "as this model has no halves"
-    gain = min(whole) / min(halves)
+    gain = seconds[1] / seconds[2]
     interleave = Interleave.HALVES if gain >= WORTH else Interleave.WHOLE
     return interleave, f"predicted to be {gain:.2f} x as fast in halves on {name}"

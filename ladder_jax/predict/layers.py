@@ -15,219 +15,126 @@ Of two halves in turn the other half's messages stand there, for any topology.
 
 A shared expert is tensor-parallel: its input is gathered with the dispatch. `farskip` computes it
 before the reduce-scatter, which takes its sum too; in a ladder it stands beside that, and its sum
-is scattered with the next combine. A standard layer waits for all transfers, but its shared
-expert's first products stand beside the dispatch and its last one beside the combine.
+is scattered with the next combine. A standard layer waits for all transfers, but its shared expert
+stands beside the dispatch (in the program its last product stands beside the combine).
 """
 
 import dataclasses
 import functools
-import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
-from ladder_jax.predict.machine import Algorithm, Halves, Link, Machine, Ring
+from ladder_jax.predict.machine import Algorithm, Halves, Ring
 from ladder_jax.predict.program import Form, Program, steps_of
-from ladder_jax.predict.timeline import Slot, Timeline, Work, beside, play, play_slots, turns
+from ladder_jax.predict.timeline import Slot, Timeline, Work, play, play_slots, turns
 from ladder_jax.predict.work import (
     AFTER_GATHER,
     ATTENTION,
     BEFORE_SCATTER,
     MLP,
-    NO_RECOMPUTE,
     SHARED,
     Block,
     Kernel,
     Model,
-    Recompute,
+    Task,
 )
 from ladder_jax.residual import Step
 from ladder_jax.schedule import models
 
 
-def layers(
-    model: Model,
-    machine: Machine,
-    block: Block,
-    *,
-    program: Program,
-    steps: Sequence[Step] | None = None,
-    times: int = 1,
-    recompute: Recompute = NO_RECOMPUTE,
-) -> Timeline:
-    """The timeline of all layers of `block`.
-
-    steps: by default the topology's. times: how often each kernel runs (backward: 2), without what
-        `recompute` repeats.
-    """
-    split = model.ranks if program.form in (Form.SEQUENCE_PARALLEL, Form.COLLECTIVE_MATMUL) else 1
+def layers(task: Task, program: Program, *, steps: Sequence[Step] | None = None) -> Timeline:
+    """The timeline of all layers. steps: by default the topology's."""
+    model = task.model
+    link = task.machine.link
     steps = steps_of(model.config) if steps is None else steps
-    kernels = functools.cache(lambda sublayers, block: model.step(sublayers, block, split=split))
-    work_of = functools.partial(work, machine, times=times, recompute=recompute)
-    settings = dict(contention=machine.contention, window=program.window)
-    waits = machine.link is not None and machine.link.halves is Halves.NONE
-
-    def all_reduce(part: Block) -> float:
-        return reduction(model, machine, part, program=program, recompute=recompute)[1]
-
-    def awaited(part: Block) -> float:
-        """Of an all-reduce: a split stream's reduce-scatter, where programs cannot start it
-        apart.
-        """
-        if program.form is Form.SEQUENCE_PARALLEL and waits:
-            return machine.link.half(model.payload(part), ranks=model.ranks)
-        return 0.0
-
-    def of_half(half: Sequence[Kernel], whole: Sequence[Kernel]) -> Work:
-        """It reads all weights, and starts as many kernels as the whole."""
-        pairs = zip(half, whole, strict=True)
-        return sum(
-            (work_of([one]).slower(few_rows(one, other, machine=machine)) for one, other in pairs),
-            Work(),
-        )
-
-    def exchanged(part: Block) -> Exchanged:
-        """Of `block`, or of one of its halves."""
-        own = exchanged_kernels(model, part)
-        whole = exchanged_kernels(model, block)
-        half = machine.link.half(model.payload(part), ranks=model.ranks)
-        rows = machine.link.all_to_all(model.buffer_bytes(part), ranks=model.ranks)
-        return Exchanged(
-            **{name: of_half(own[name], whole[name]) for name in own},
-            gather=(1 + recompute.gathers) * half,
-            scatter=half,
-            rows=(1 + recompute.rows) * rows,
-            has_shared=bool(model.config.moe.shared_width),
-        )
-
-    if program.form is Form.EXCHANGE:
-        if program.interleave == 2:
-            slots = _exchange_turns(steps, [exchanged(half) for half in block.halves])
-        else:
-            slots = _exchange_slots(steps, exchanged(block))
-        # where reduce-scatters are awaited, all messages are: that gathers are hidden is left out
-        return play_slots(slots, contention=machine.contention, waits=waits)
     if program.form is Form.COLLECTIVE_MATMUL:
-        ranks = model.ranks
-        rounds, message = ring_message(machine.link, ranks=ranks, payload=model.payload(block))
-        ring = dict(ranks=ranks, rounds=rounds, message=message, times=times)
-
-        @functools.cache
-        def in_rings(sublayers: tuple[int, ...]) -> tuple[float, float]:
-            """Seconds with every product after a gather or before a scatter in a ring, and with
-            none.
-            """
-            return sum(
-                ring_product(machine, one, **ring)
-                if one.name in (*AFTER_GATHER, *BEFORE_SCATTER)
-                else work_of([one]).seconds
-                for one in kernels(sublayers, block)
-            ), work_of(kernels(sublayers, block)).seconds
-
-        total = plain = 0.0
-        for step in steps:
-            seconds, alone = in_rings(step.sublayers)
-            total += seconds
-            plain += alone
-        return Timeline(total, plain, 2 * rounds * message * len(steps), len(steps), bars=())
+        return _in_rings(task, steps)
+    contention = task.machine.contention
+    # where reduce-scatters are awaited, all messages are: that gathers are hidden is left out
+    waits = program.form is not Form.ALL_REDUCE and link.halves is Halves.NONE
+    if program.form is Form.EXCHANGE:
+        return play_slots(_exchange(task, steps, program), contention=contention, waits=waits)
+    split = model.ranks if program.form is Form.SEQUENCE_PARALLEL else 1
+    settings = dict(contention=contention, window=program.window, waits=waits)
+    kernels = functools.cache(functools.partial(model.step, split=split))
     if program.interleave == 2:
-        halves = block.halves
+        halves = _halves(task)
 
         @functools.cache
         def work_of_half(sublayers: tuple[int, ...], half: int) -> Work:
-            return of_half(kernels(sublayers, halves[half]), kernels(sublayers, block))
+            part = halves[half]
+            whole = kernels(sublayers, task.block)
+            return _half_work(part, kernels(sublayers, part.block), whole)
 
-        slots = turns(
-            steps,
-            work=work_of_half,
-            all_reduces=tuple(map(all_reduce, halves)),
-            awaited=tuple(map(awaited, halves)),
-        )
-        return play_slots(slots, **settings)
-    of_sublayers = functools.cache(lambda sublayers: work_of(kernels(sublayers, block)))
-    sums = dict(all_reduce=all_reduce(block), awaited=awaited(block))
-    return play(steps, work=of_sublayers, **sums, **settings)
+        sums = tuple(reduction(half, program)[1] for half in halves)
+        return play_slots(turns(steps, work=work_of_half, all_reduces=sums), **settings)
+    work = functools.cache(lambda sublayers: task.work(kernels(sublayers, task.block)))
+    return play(steps, work=work, all_reduce=reduction(task, program)[1], **settings)
 
 
-def work(
-    machine: Machine,
-    kernels: Sequence[Kernel],
-    *,
-    times: int = 1,
-    recompute: Recompute = NO_RECOMPUTE,
-) -> Work:
-    """The sum of the kernels' times: the compute of one kernel cannot hide the memory traffic of
-    another.
-
-    times: how often each runs, and those of `recompute` once more.
-    """
-    busy = sum(machine.seconds(flops=kernel.flops, size=kernel.size) for kernel in kernels)
-    found = Work(
-        busy=times * busy, idle=times * machine.launch * sum(kernel.launches for kernel in kernels)
-    )
-    repeated = [kernel for kernel in kernels if kernel.name in recompute.kernels]
-    return found + work(machine, repeated) if repeated else found
+def _halves(task: Task) -> list[Task]:
+    return [dataclasses.replace(task, block=half) for half in task.block.halves]
 
 
 BEND = 1.5
 """How sharply a matrix product turns from the pace of its bytes to that of its operations: see
-`few_rows`. Chosen by the cycles that compilers estimate for two halves, over those of the whole
+`_half_work`. Chosen by the cycles that compilers estimate for two halves, over those of the whole
 batch: the table in docs/guides/halves.md.
 """
 
 
-def few_rows(kernel: Kernel, whole: Kernel, *, machine: Machine) -> float:
-    """How much longer `kernel` takes than by the longer of operations and bytes. `whole` takes what
+def _half_work(task: Task, half: Iterable[Kernel], whole: Iterable[Kernel]) -> Work:
+    """It reads all weights, and starts as many kernels as the whole. The whole's products take what
     the machine's constants say; a product of fewer rows reaches a smaller share of both rates.
     """
 
     def share(one: Kernel) -> float:
-        compute = machine.seconds(flops=one.flops)
-        memory = machine.seconds(size=one.size)
+        compute = task.machine.seconds(flops=one.flops)
+        memory = task.machine.seconds(size=one.size)
         together = (compute**BEND + memory**BEND) ** (1 / BEND)
         return together / max(compute, memory) if one.flops else 1.0
 
-    return share(kernel) / share(whole)
+    total = Work()
+    for one, other in zip(half, whole, strict=True):
+        total += task.work([one]).slower(share(one) / share(other))
+    return total
 
 
-def reduction(
-    model: Model,
-    machine: Machine,
-    block: Block,
-    *,
-    program: Program,
-    recompute: Recompute = NO_RECOMPUTE,
-) -> tuple[Algorithm | None, float]:
+def reduction(task: Task, program: Program) -> tuple[Algorithm | None, float]:
     """How a sublayer's output is reduced, and its seconds: an all-reduce, or a reduce-scatter and
-    an all-gather, with those of `recompute`.
+    an all-gather, with those that are recomputed.
     """
-    if machine.link is None:
+    link = task.machine.link
+    if link is None:
         return None, 0.0
-    payload = model.payload(block)
-    ranks = model.ranks
-    algorithm, seconds = machine.link.fastest(payload, ranks=ranks, among=program.algorithms)
+    payload = task.model.payload(task.block)
+    algorithm, seconds = link.fastest(payload, ranks=task.model.ranks, among=program.algorithms)
     if program.form is not Form.ALL_REDUCE:
-        seconds = (2 + recompute.gathers) * machine.link.half(payload, ranks=ranks)
+        seconds = (2 + task.recompute.gathers) * task.half
     return algorithm, seconds
 
 
-def ring_message(link: Link, *, ranks: int, payload: float) -> tuple[int, float]:
-    """The rounds of a ring, and the seconds of a round's message; from node to node at the
-    network's pace.
+def _in_rings(task: Task, steps: Sequence[Step]) -> Timeline:
+    """Every product after a gather or before a scatter in a ring. What its chunks take longer counts
+    as communication.
     """
-    rounds = ranks - 1 if link.ring is Ring.ONE_WAY else ranks // 2
-    step = link.step
-    bandwidth = link.bandwidth
-    if link.nodes(ranks) > 1:
-        step = max(step, link.network.step)
-        bandwidth = min(bandwidth, link.network.bandwidth)
-    return rounds, step + (ranks - 1) / rounds * payload / ranks / bandwidth
+    slots = []
+    plain = 0.0
+    for step in steps:
+        for kernel in task.model.step(step.sublayers, task.block, split=task.model.ranks):
+            alone = task.work([kernel])
+            plain += alone.seconds
+            if kernel.name in (*AFTER_GATHER, *BEFORE_SCATTER):
+                slots += ring_product(task, kernel)
+            else:
+                slots.append(Slot(alone))
+    played = play_slots(slots, contention=task.machine.contention)
+    return dataclasses.replace(played, compute=plain, all_reduces=len(steps))
 
 
-def ring_product(
-    machine: Machine, kernel: Kernel, *, ranks: int, rounds: int, message: float, times: int
-) -> float:
-    """Seconds of a matrix product in n chunks of its positions: each is multiplied while the next
-    one is on its way. The library's own is parallel/ring.py; its scatter also adds what arrives,
-    which is left out here.
+def ring_product(task: Task, kernel: Kernel) -> list[Slot]:
+    """A matrix product in n chunks of its positions: each is multiplied while the next one is on
+    its way, from node to node at the network's pace. The library's own is parallel/ring.py; its
+    scatter also adds what arrives, which is left out here.
 
         chunk + rounds x (a round's chunks beside its message)
         ring     n - 1 rounds of one chunk; both directions of a torus: half as many, of two
@@ -236,11 +143,19 @@ def ring_product(
     and matmul-scatter take as long. Backward, the gathering of the input again for the weights'
     gradient is left out, which favours this.
     """
+    ranks = task.model.ranks
+    link = task.machine.link
+    rounds = ranks - 1 if link.ring is Ring.ONE_WAY else ranks // 2
+    count = (ranks - 1) / rounds  # of chunks in a round
+    step = link.step
+    bandwidth = link.bandwidth
+    if link.nodes(ranks) > 1:
+        step = max(step, link.network.step)
+        bandwidth = min(bandwidth, link.network.bandwidth)
+    message = step + count * task.model.payload(task.block) / ranks / bandwidth
     share = dict(flops=kernel.flops / ranks, activations=kernel.activations / ranks)
-    chunk = work(machine, [dataclasses.replace(kernel, **share)], times=times)
-    of_round = chunk.share((ranks - 1) / rounds)
-    slowed = beside(of_round, wire=message, contention=machine.contention)
-    return chunk.seconds + rounds * max(message, slowed)
+    chunk = task.work([dataclasses.replace(kernel, **share)])
+    return [Slot(chunk), *rounds * [Slot(chunk.share(count), [message])]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -256,22 +171,16 @@ class Exchanged:
     first: Work
     last: Work
     collect: Work
-    shared_first: Work
-    shared_last: Work
+    shared: Work
     gather: float
     scatter: float
     rows: float
-    has_shared: bool
-
-    @property
-    def shared(self) -> Work:
-        return self.shared_first + self.shared_last
 
     def input_of(self, step: Step) -> tuple[float, ...]:
         """The messages that bring it. A shared expert's input is gathered."""
         if step.sublayers == (ATTENTION,):
             return (self.gather,)
-        return (self.gather, self.rows) if self.has_shared else (self.rows,)
+        return (self.gather, self.rows) if self.shared.seconds else (self.rows,)
 
     def output_of(self, step: Step) -> tuple[float, ...]:
         """The messages that sum it up. A shared expert's sum is reduce-scattered, by farskip with
@@ -279,14 +188,13 @@ class Exchanged:
         """
         if step.sublayers == (ATTENTION,):
             return (self.scatter,)
-        return (self.rows, self.scatter) if self.has_shared and not step.early else (self.rows,)
+        return (self.rows, self.scatter) if self.shared.seconds and not step.early else (self.rows,)
 
 
 def exchanged_kernels(model: Model, block: Block) -> dict[str, Sequence[Kernel]]:
     """The kernels of each part of an `Exchanged`."""
     norm, into, *out = model.step((ATTENTION,), block, split=model.ranks)
     router, sort, first, *last, collect = model.routed(block, exchanged=True)
-    shared = model.shared_expert(block)
     return dict(
         norm=[norm],
         into=[into],
@@ -295,37 +203,45 @@ def exchanged_kernels(model: Model, block: Block) -> dict[str, Sequence[Kernel]]
         first=[first],
         last=last,
         collect=[collect],
-        shared_first=shared[:1],
-        shared_last=shared[1:],
+        shared=model.shared_expert(block),
     )
 
 
-def kernels_of_layers(
-    model: Model, block: Block, *, exchanged: bool = False
-) -> list[tuple[int, Model, Sequence[Kernel]]]:
-    """Of each kind of layers their number, a model of such layers, and the kernels of one.
-
-    exchanged: ranks exchange the rows of experts.
-    """
+def kernels_of_layers(model: Model, block: Block) -> list[tuple[int, Model, Sequence[Kernel]]]:
+    """Of each kind of layers their number, a model of such layers, and the kernels of one."""
     found = []
     for count, config in models.kinds(model.config):
         kind = dataclasses.replace(model, config=config)
         mlp = (MLP, SHARED) if config.residual == "farskip" else (MLP,)
-        parts = (
-            exchanged_kernels(kind, block).values()
-            if exchanged
-            else (kind.step((ATTENTION,), block), kind.step(mlp, block))
-        )
-        found.append((count, kind, list(itertools.chain(*parts))))
+        kernels = [*kind.step((ATTENTION,), block), *kind.step(mlp, block)]
+        found.append((count, kind, kernels))
     return found
 
 
-def _exchange_turns(steps: Sequence[Step], halves: Sequence[Exchanged]) -> Iterator[Slot]:
-    """The slots of two halves in turn: beside a sublayer of one half the other half's newest output
-    arrives, beside the sublayer's first products, and the input of its next step is sent, beside
-    the rest.
-    """
-    first, second = halves
+def _exchange(task: Task, steps: Sequence[Step], program: Program) -> Iterator[Slot]:
+    """The slots of all layers, if ranks exchange the rows of experts."""
+    whole = exchanged_kernels(task.model, task.block)
+    sends = all(step.reduces for step in steps)
+
+    def exchanged(part: Task) -> Exchanged:
+        """Of the block, or of one of its halves."""
+        model = part.model
+        own = exchanged_kernels(model, part.block)
+        rows = part.machine.link.all_to_all(model.buffer_bytes(part.block), ranks=model.ranks)
+        return Exchanged(
+            **{name: _half_work(part, own[name], whole[name]) for name in own},
+            gather=sends * (1 + part.recompute.gathers) * part.half,
+            scatter=sends * part.half,
+            rows=sends * (1 + part.recompute.rows) * rows,
+        )
+
+    if program.interleave == 2:
+        return _exchange_turns(steps, *map(exchanged, _halves(task)))
+    return _exchange_slots(steps, exchanged(task))
+
+
+def _exchange_turns(steps: Sequence[Step], first: Exchanged, second: Exchanged) -> Iterator[Slot]:
+    """The slots of two halves in turn, each beside the messages of the other."""
     yield Slot(first.norm)
     yield Slot(transfers=first.input_of(steps[0]))
     padded = (None, *steps, None)
@@ -333,17 +249,58 @@ def _exchange_turns(steps: Sequence[Step], halves: Sequence[Exchanged]) -> Itera
         for own, other, at in ((first, second, place), (second, first, place + 1)):
             # of the other half: the first half is one step ahead
             before, following = padded[at : at + 2]
-            attends = step.sublayers == (ATTENTION,)
-            yield Slot(
-                own.into if attends else own.shared + own.first,
-                other.output_of(before) if before else (),
-            )
-            yield Slot(_between(other, before, following))
-            yield Slot(
-                own.out if attends else own.last, other.input_of(following) if following else ()
-            )
+            yield from _sublayer(own, step, own.shared, other, before=before, following=following)
     yield Slot(transfers=second.output_of(steps[-1]))
     yield Slot(second.collect)
+
+
+def _exchange_slots(steps: Sequence[Step], part: Exchanged) -> Iterator[Slot]:
+    """The slots of a topology's steps, in their order: each beside the messages of its neighbours,
+    if it does without them.
+    """
+    ready = False  # whether the step before has brought this one's input
+    for before, step, following in zip((None, *steps), steps, (*steps[1:], None)):
+        shared = Work() if step.early else part.shared
+        if step.early:
+            yield Slot(part.shared)
+        if before is not None and not step.delay:
+            yield Slot(transfers=part.output_of(before))
+            yield Slot(_between(part, before, None))
+            before = None
+        if not ready:
+            yield Slot(_between(part, None, step))
+            *gathered, newest = part.input_of(step)
+            yield Slot(transfers=gathered)
+            if step.sublayers == (ATTENTION,):
+                yield Slot(transfers=[newest])
+            else:
+                yield Slot(shared, [newest])
+                shared = Work()
+        ready = following is not None and following.reads_added
+        following = following if ready else None
+        yield from _sublayer(part, step, shared, part, before=before, following=following)
+    yield Slot(transfers=part.output_of(steps[-1]))
+    yield Slot(_between(part, steps[-1], None))
+
+
+def _sublayer(
+    own: Exchanged,
+    step: Step,
+    shared: Work,
+    other: Exchanged,
+    *,
+    before: Step | None,
+    following: Step | None,
+) -> Iterator[Slot]:
+    """A step in two halves. Beside the first one the output of the other's step `before` arrives,
+    beside the second one the input of its step `following` is sent.
+    """
+    attends = step.sublayers == (ATTENTION,)
+    arriving = other.output_of(before) if before else ()
+    sent = other.input_of(following) if following else ()
+    yield Slot(own.into if attends else shared + own.first, arriving)
+    yield Slot(_between(other, before, following))
+    yield Slot(own.out if attends else own.last, sent)
 
 
 def _between(part: Exchanged, before: Step | None, following: Step | None) -> Work:
@@ -353,50 +310,3 @@ def _between(part: Exchanged, before: Step | None, following: Step | None) -> Wo
         return collected
     routed = Work() if following.sublayers == (ATTENTION,) else part.route
     return collected + part.norm + routed
-
-
-def _exchange_slots(steps: Sequence[Step], part: Exchanged) -> Iterator[Slot]:
-    """The slots of a topology's steps, in their order, if ranks exchange the rows of experts."""
-    none = Work()
-    arriving: tuple[float, ...] = ()  # of the newest output, which none has launched yet
-    for before, step, following in zip((None, *steps), steps, (*steps[1:], None)):
-        attends = step.sublayers == (ATTENTION,)
-        if not step.reduces:
-            of_experts = part.route + part.shared + part.first + part.last + part.collect
-            yield Slot(part.norm + (part.into + part.out if attends else of_experts))
-            continue
-        hides = step.delay > 0
-        first, last = (part.into, part.out) if attends else (part.first, part.last)
-        collect = part.collect if attends and arriving else none  # what arrives are experts' rows
-        shared = none if attends or step.early else part.shared
-        if step.early:
-            yield Slot(part.shared)
-        if arriving and not hides:
-            yield Slot(transfers=arriving)
-            yield Slot(collect)
-            arriving = ()
-            collect = none
-        # otherwise the step before has made this one's input, beside its own second half
-        if before is None or not step.reads_added:
-            yield Slot(part.norm if attends else part.norm + part.route)
-            if attends or part.has_shared:
-                yield Slot(transfers=(part.gather,))
-            if not attends:
-                yield Slot(part.shared_first, (part.rows,))
-        yield Slot(shared + first if hides else first, arriving)
-        arriving = part.output_of(step)
-        beside_last = none if attends or hides else part.shared_last
-        if following is not None and following.reads_added:
-            yield Slot(collect + part.norm + part.route if attends else part.norm)
-            yield Slot(last + beside_last, part.input_of(following))
-        elif step.pending_after:
-            yield Slot(collect + last + beside_last)
-        else:
-            yield Slot(collect + last)
-            yield Slot(beside_last, arriving[:1])
-            yield Slot(transfers=arriving[1:])
-            yield Slot(none if attends else part.collect)
-            arriving = ()
-    if arriving:
-        yield Slot(transfers=arriving)
-        yield Slot(part.collect)

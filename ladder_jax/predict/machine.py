@@ -34,7 +34,7 @@ import pathlib
 from collections.abc import Iterable
 from typing import Annotated
 
-from ladder_jax.config.fields import Count, build, check, fit
+from ladder_jax.config.fields import Count, Positive, PositiveOrZero, Section, build, check
 from ladder_jax.config.load import read_yaml
 from ladder_jax.errors import UserError, unknown
 
@@ -60,8 +60,6 @@ FITTED = (Algorithm.RING, Algorithm.TREE)
 NCCL = (*FITTED, Algorithm.NCCL_IN_NETWORK)
 ANY = tuple(Algorithm)
 
-type Positive = Annotated[float, (lambda value: 0 < value < math.inf, "be positive")]
-type NotNegative = Annotated[float, (lambda value: 0 <= value < math.inf, "not be negative")]
 type Reached = Annotated[
     float, (lambda value: 0 < value <= 1, "be a share of the published rate, above 0 and at most 1")
 ]
@@ -92,12 +90,14 @@ class Halves(enum.Enum):
 
 
 @dataclasses.dataclass(frozen=True)
-class Kernel:
+class Kernel(Section):
     """An all-reduce of one kernel. latency: seconds. bandwidth: bytes a second that a device
     sends.
     """
 
-    latency: NotNegative
+    NAME = "link.KERNEL"
+
+    latency: PositiveOrZero
     bandwidth: Positive
 
     def seconds(self, sent: float) -> float:
@@ -105,7 +105,7 @@ class Kernel:
 
 
 @dataclasses.dataclass(frozen=True)
-class Network:
+class Network(Section):
     """The network between nodes of `size` devices. step: seconds per message. bandwidth: bytes a
     second per device.
 
@@ -113,14 +113,16 @@ class Network:
         None if unknown.
     """
 
+    NAME = "link.network"
+
     size: Count
-    step: NotNegative
+    step: PositiveOrZero
     bandwidth: Positive
-    one_shot: NotNegative | None = None
+    one_shot: PositiveOrZero | None = None
 
 
 @dataclasses.dataclass(frozen=True)
-class Link:
+class Link(Section):
     """The link between devices. All constants are what programs reach, not published peaks.
 
     latency: fixed seconds of a collective. step: seconds per step of the ring. bandwidth: bytes a
@@ -129,8 +131,10 @@ class Link:
         offer.
     """
 
-    latency: NotNegative
-    step: NotNegative
+    NAME = "link"
+
+    latency: PositiveOrZero
+    step: PositiveOrZero
     bandwidth: Positive
     ring: Ring = Ring.ONE_WAY
     network: Network | None = None
@@ -208,12 +212,6 @@ class Link:
         leaving = (ranks - inside) / ranks * size / self.network.bandwidth
         return seconds + self.network.step + max(within, leaving)
 
-    def faster(self, factor: float) -> "Link":
-        """The same link `factor` times as fast: bandwidths multiplied by it, latencies divided by
-        it.
-        """
-        return _faster(self, factor)
-
 
 def crossings(ranks: int, *, ring: Ring) -> float:
     """How often a rank's bytes cross a link, per rank, in an all-to-all; both directions of a torus
@@ -222,20 +220,8 @@ def crossings(ranks: int, *, ring: Ring) -> float:
     return ranks**2 // 4 / ranks if ring is Ring.TWO_WAY else (ranks - 1) / ranks
 
 
-def _faster(section, factor: float):
-    changes = {}
-    for name, value in vars(section).items():
-        if isinstance(value, (Network, Kernel)):
-            changes[name] = _faster(value, factor)
-        elif name == "bandwidth":
-            changes[name] = value * factor
-        elif isinstance(value, float):
-            changes[name] = value / factor
-    return dataclasses.replace(section, **changes)
-
-
 @dataclasses.dataclass(frozen=True)
-class Machine:
+class Machine(Section):
     """Identical devices and the link between them.
 
     devices: largest number of devices that `link` joins.
@@ -257,8 +243,8 @@ class Machine:
     bandwidth: Positive
     flops_share: Reached
     bandwidth_share: Reached
-    launch: NotNegative
-    contention: NotNegative
+    launch: PositiveOrZero
+    contention: PositiveOrZero
     link: Link | None = None
     sources: dict = dataclasses.field(default_factory=dict, repr=False, hash=False)
 
@@ -269,30 +255,23 @@ class Machine:
         )
 
     def constants(self) -> dict[str, dict]:
-        """The value and the source of each, by dotted name."""
+        """The value and the source of each number, by dotted name."""
+        values = _numbers(dataclasses.asdict(self), "")
+        unknown_source = "given without a source"
         return {
-            name: {"value": value, "source": self.sources.get(name, "given without a source")}
-            for name, value in _numbers(self, "").items()
+            name: {"value": value, "source": self.sources.get(name, unknown_source)}
+            for name, value in values.items()
         }
 
 
-def _numbers(section: object, path: str) -> dict[str, float]:
+def _numbers(section: dict, path: str) -> dict[str, float]:
     found = {}
-    for name, value in vars(section).items():
-        if isinstance(value, (Link, Network, Kernel)):
+    for name, value in section.items():
+        if isinstance(value, dict):
             found |= _numbers(value, f"{path}{name}.")
         elif isinstance(value, (int, float)):
             found[f"{path}{name}"] = value
     return found
-
-
-SECTIONS = {  # of the constants of each kind, those that are a section of their own
-    Machine: {"link": Link},
-    Link: {
-        "network": Network,
-        **dict.fromkeys(("one_shot", "two_shot", "in_network", "nccl_in_network"), Kernel),
-    },
-}
 
 
 def load(name: str) -> Machine:
@@ -308,16 +287,19 @@ def load(name: str) -> Machine:
             raise unknown("hardware (not a .yaml file either)", name, NAMES)
         path = TABLE / f"{name}.yaml"
     where = f"hardware {str(path)!r}"
-    tree = _tree(path, where=where)
+    return made(_tree(path, where=where), name=path.stem, where=where)
+
+
+def made(tree: dict, *, name: str, where: str) -> Machine:
+    """The machine of a file's sections. Raises UserError, which begins with `where`."""
     try:
         values, sources = _apart(tree)
-        machine = _made(Machine, {**values, "name": path.stem, "sources": sources})
-        alone = machine.devices == 1
+        machine = build(Machine, {**values, "name": name, "sources": sources}, "")
         check(
-            alone or machine.link,
+            machine.devices == 1 or machine.link is not None,
             f"has {machine.devices} devices but no link: give latency, step and bandwidth",
         )
-    except UserError as error:
+    except (UserError, TypeError) as error:  # TypeError: of a constant that is missing
         raise UserError(f"{where}: {error}") from None
     return machine
 
@@ -353,38 +335,14 @@ def _apart(tree: dict, path: str = "") -> tuple[dict, dict[str, str]]:
     values = {}
     sources = {}
     for key, value in tree.items():
+        name = f"{path}{key}"
         if not isinstance(value, dict):
             values[key] = value
         elif "value" in value or "source" in value:
-            for other in value:
-                if other not in ("value", "source"):
-                    raise unknown(f"key in {path}{key}:", other, ("value", "source"))
             values[key] = value.get("value")
             if value.get("source"):
-                sources[f"{path}{key}"] = " ".join(str(value["source"]).split())
+                sources[name] = str(value["source"])
         else:
-            values[key], below = _apart(value, f"{path}{key}.")
+            values[key], below = _apart(value, f"{name}.")
             sources |= below
     return values, sources
-
-
-def _made[T](kind: type[T], tree: dict, path: str = "") -> T:
-    """The constants of a section at the dotted `path`, each there and in its range."""
-    sections = SECTIONS.get(kind, {})
-    below = {
-        key: _made(sections[key], value, f"{path}{key}.")
-        if key in sections and isinstance(value, dict)
-        else value
-        for key, value in tree.items()
-    }
-    needed = [
-        field.name for field in dataclasses.fields(kind) if field.default is field.default_factory
-    ]
-    made = build(kind, dict.fromkeys(needed) | below, path)
-    for name in needed:
-        check(
-            getattr(made, name) is not None,
-            f"lacks the constant {path}{name} (needed: {', '.join(needed)})",
-        )
-    fit(made, path.rstrip("."))
-    return made

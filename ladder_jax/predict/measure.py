@@ -6,13 +6,9 @@ operation reads the previous result. Every program runs a few times before it is
 """
 
 import dataclasses
-import functools
-import itertools
-import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -30,7 +26,8 @@ from ladder_jax.predict import machine
 from ladder_jax.predict.machine import Halves, Kernel, Link, Ring
 from ladder_jax.terminal import progress
 
-ASSUMED = "h100-nvlink"  # the machine whose contention is taken if none can be measured
+WARMUP = 3  # runs before those that are timed
+REPEATS = 10
 MOST_READ = 8  # ranks: XLA's all-reduce kernels read the memory of so many
 CHAIN = 32
 KIB = 2**10
@@ -43,20 +40,12 @@ AXIS = "tensor"
 GROWS = 1.1
 
 
-class Timing(NamedTuple):
-    """Seconds per operation: the median of the runs, and their interquartile range over it."""
-
-    median: float
-    spread: float
-
-
-type Timed = Callable[..., Timing]
-"""`timed` with its numbers of runs."""
-
-
 @dataclasses.dataclass(frozen=True)
 class Reduced:
-    """A timed all-reduce of `bytes` bytes over `ranks` devices: its seconds, and their spread."""
+    """A timed all-reduce of `bytes` bytes over `ranks` devices.
+
+    seconds: the median. spread: the interquartile range over it.
+    """
 
     ranks: int
     bytes: int
@@ -91,96 +80,63 @@ class Ceiling:
         }
 
 
-def constants(tensor: int, *, warmup: int, repeats: int) -> tuple[dict, list[Reduced]]:
+def constants(tensor: int) -> tuple[dict, list[Reduced]]:
     """The sections of a machine's file, with constants as {value, source}, and the timed
     all-reduces.
 
-    Raises UserError for an impossible result: a rate that is not finite, times that do not grow
-    with the bytes.
+    Raises UserError for times that do not grow with the bytes.
     """
     device = jax.devices()[0]
     simulated = device.platform == "cpu"
+    gpu = device.platform == "gpu"
     ranks = [size for size in (2, 4, 8, 16, 32) if size < tensor] + [tensor] if tensor > 1 else []
-    sizes = SIMULATED if simulated else SIZES
-    time_of = functools.partial(timed, warmup=warmup, repeats=repeats)
+    kernel_ranks = [count for count in ranks if gpu and count <= MOST_READ]
     free = memory.free_memory(device, devices=jax.device_count())
-    done = itertools.count()  # the number of finished measurements
-    kernel_ranks = (
-        [count for count in ranks if count <= MOST_READ] if device.platform == "gpu" else []
-    )
-    with progress(4 + len(ranks) * len(sizes) + len(kernel_ranks) * len(KERNELS)) as update:
-        advance = lambda what: update(next(done), what)
-        advance("copying")
-        copy = copy_bandwidth(device, free=free, samples=repeats)
-        advance("multiplying")
-        matmul = matmul_peak(device, dtype="bfloat16", samples=repeats)
-        advance("starting kernels")
-        started = launch(time_of)
+    with progress(4) as update:
+        update(0, "copying, multiplying")
+        copy = copy_bandwidth(device, free=free)
+        matmul = matmul_peak(device, dtype="bfloat16")
+        update(1, "starting kernels")
+        started = launch()
+        update(2, "all-reduces")
+        sizes = SIMULATED if simulated else SIZES
         # NCCL's; XLA's own kernels are measured next
-        hides = Overlap.HIDES if device.platform == "gpu" else None
-        reduced = all_reduces(time_of, ranks=ranks, sizes=sizes, advance=advance, overlap=hides)
-        kernels = all_reduces(
-            time_of, ranks=kernel_ranks, sizes=KERNELS, advance=advance, overlap=Overlap.WAITS
-        )
-        advance("computing beside an all-reduce")
-        # A CPU's collectives never run beside compute, so there is nothing to measure.
-        beside = None if simulated or tensor == 1 else contention(time_of, ranks=tensor)
-    of = f"of {repeats} runs"
+        hides = Overlap.HIDES if gpu else None
+        reduced = all_reduces(ranks=ranks, sizes=sizes, overlap=hides)
+        update(3, "all-reduces of one kernel")
+        kernels = all_reduces(ranks=kernel_ranks, sizes=KERNELS, overlap=Overlap.WAITS)
+    of = f"of {REPEATS} runs"
+    alike = "v5p" if device.platform == "tpu" else "h100-nvlink"
     rate = "is the measured rate, not a published peak"
+    devices = f"measured on {tensor} {'simulated ' if simulated else ''}devices"
     sections: dict = {
-        "devices": {
-            "value": tensor,
-            "source": f"measured on {tensor} {'simulated ' if simulated else ''}devices",
-        },
+        "devices": {"value": tensor, "source": devices},
         "memory": _entry(
             free or 0, "the device's memory, or this machine's free memory divided by its devices"
         ),
-        "flops": _entry(
-            matmul.best, f"measured: the best {of}, {matmul.array}, spread {_spread(matmul.rates)}"
-        ),
-        "bandwidth": _entry(
-            copy.best, f"measured: a copy's best {of}, {copy.array}, spread {_spread(copy.rates)}"
-        ),
+        "flops": _entry(matmul.best, f"measured: the best {of}, {matmul.array}"),
+        "bandwidth": _entry(copy.best, f"measured: a copy's best {of}, {copy.array}"),
         "flops_share": _entry(1.0, f"flops {rate}"),
         "bandwidth_share": _entry(1.0, f"bandwidth {rate}"),
-        "launch": _entry(started.median, f"measured: the median {of}, spread {started.spread:.0%}"),
-        "contention": _contention(beside, tensor, of),
-        "link": None,
+        "launch": _entry(started, f"measured: the median {of}"),
+        "contention": _entry(machine.load(alike).contention, f"assumed as on {alike}"),
     }
-    for name in ("memory", "flops", "bandwidth", "launch"):
-        value = sections[name]["value"]
-        if not (math.isfinite(value) and value > 0):
-            raise UserError(f"{name} could not be measured on this machine (the result is {value})")
     if reduced:
         ring = Ring.TWO_WAY if device.platform == "tpu" else Ring.ONE_WAY
-        sections["link"] = _link(reduced, kernels, ring=ring, of=of)
+        fitted = fit_link(reduced, ring=ring)
+        error = f"off by {fit_error(reduced, fitted):.0%} in the median"
+        source = f"fitted to {len(reduced)} all-reduces over up to {tensor} devices, {error}"
+        constants = {name: getattr(fitted, name) for name in ("latency", "step", "bandwidth")}
+        link = _entries(constants, source)
+        link["ring"] = ring.value
+        if kernels:
+            one_shot = fit_one_shot(kernels)
+            source = f"fitted to {len(kernels)} all-reduces by XLA's kernel"
+            link["one_shot"] = _entries(dataclasses.asdict(one_shot), source)
         if is_v5e(device.device_kind):
-            sections["link"]["halves"] = Halves.NONE.value
+            link["halves"] = Halves.NONE.value
+        sections["link"] = link
     return sections, reduced
-
-
-def _link(reduced: Sequence[Reduced], kernels: Sequence[Reduced], *, ring: Ring, of: str) -> dict:
-    """The link's section. kernels: all-reduces by XLA's kernel, where it has one. of: the number of
-    runs, in words.
-    """
-    fitted = fit_link(reduced, ring=ring)
-    sizes = [one.bytes // KIB for one in reduced]
-    ranks = dict.fromkeys(one.ranks for one in reduced)
-    spread = max(one.spread for one in reduced)
-    source = (
-        f"fitted to {len(reduced)} all-reduces of {min(sizes)} KiB to {max(sizes)} KiB over"
-        f" {', '.join(map(str, ranks))} devices, medians {of}, spread up to {spread:.0%},"
-        f" off by {fit_error(reduced, fitted):.0%} in the median"
-    )
-    link: dict = {
-        name: _entry(getattr(fitted, name), source) for name in ("latency", "step", "bandwidth")
-    }
-    link["ring"] = ring.value
-    if kernels:
-        source = f"fitted to {len(kernels)} all-reduces by XLA's kernel of 4 KiB to 256 KiB, medians {of}"
-        of_kernel = dataclasses.asdict(fit_one_shot(kernels))
-        link["one_shot"] = {name: _entry(value, source) for name, value in of_kernel.items()}
-    return link
 
 
 def _entry(value: float, source: str) -> dict:
@@ -188,20 +144,11 @@ def _entry(value: float, source: str) -> dict:
     return {"value": float(f"{value:.4g}"), "source": source}
 
 
-def _contention(beside: Timing | None, tensor: int, of: str) -> dict:
-    if tensor == 1:
-        return _entry(0.0, "one device communicates nothing")
-    if beside is None:
-        value = machine.load(ASSUMED).contention
-        return _entry(value, f"assumed as on {ASSUMED}: here nothing ran beside an all-reduce")
-    return _entry(beside.median, f"measured: medians {of}, spread {beside.spread:.0%}")
+def _entries(fitted: dict[str, float], source: str) -> dict[str, dict]:
+    return {name: _entry(value, source) for name, value in fitted.items()}
 
 
-def _spread(rates: tuple[float, ...]) -> str:
-    return f"{(max(rates) - min(rates)) / max(rates):.0%}" if max(rates) else "unknown"
-
-
-def copy_bandwidth(device: jax.Device, *, free: int | None, samples: int = 10) -> Ceiling:
+def copy_bandwidth(device: jax.Device, *, free: int | None) -> Ceiling:
     """Bytes read and written a second by y = ~x; x is uint32 and too large for any cache.
 
     An H200 does so at a plain copy's rate, and with bfloat16 at 0.78 of it. x is donated because on
@@ -218,12 +165,11 @@ def copy_bandwidth(device: jax.Device, *, free: int | None, samples: int = 10) -
         x,
         work=2 * size,
         calls=2 if cpu else 10,
-        samples=samples,
     )
     return Ceiling(rates, f"{size / MIB:.0f} MiB of uint32")
 
 
-def matmul_peak(device: jax.Device, *, dtype: str, samples: int = 10) -> Ceiling:
+def matmul_peak(device: jax.Device, *, dtype: str) -> Ceiling:
     """Floating-point operations a second of x = a x with square matrices of `dtype`."""
     cpu = device.platform == "cpu"
     size = 1024 if cpu else 8192
@@ -231,37 +177,29 @@ def matmul_peak(device: jax.Device, *, dtype: str, samples: int = 10) -> Ceiling
     a = jax.random.normal(jax.random.key(0), (size, size), dtype) * size**-0.5
     a, x = jax.device_put((a, a + 0), device)
     step = jax.jit(lambda x, a: a @ x, donate_argnums=0)
-    rates = _rates(
-        lambda x: step(x, a), x, work=2 * size**3, calls=2 if cpu else 10, samples=samples
-    )
+    rates = _rates(lambda x: step(x, a), x, work=2 * size**3, calls=2 if cpu else 10)
     return Ceiling(rates, f"{size} x {size} of {dtype}")
 
 
 def all_reduces(
-    time_of: Timed,
-    *,
-    ranks: Sequence[int],
-    sizes: Sequence[int],
-    advance: Callable[[str], None],
-    overlap: Overlap | None = None,
+    *, ranks: Sequence[int], sizes: Sequence[int], overlap: Overlap | None = None
 ) -> list[Reduced]:
-    """Time an all-reduce of each size over each number of ranks. `advance(label)` is called before
-    each.
+    """Time an all-reduce of each size over each number of ranks.
 
     overlap: with the compiler options of a decode step that hides its all-reduces (on NVIDIA GPUs:
-    NCCL's) or waits for them (one kernel); None for none.
+        NCCL's) or waits for them (one kernel); None for none.
     """
     reduced = []
     for count in ranks:
         mesh = parallel.make_mesh(tensor=count, devices=jax.devices()[:count])
         for size in sizes:
-            advance(f"an all-reduce of {size // KIB} KiB over {count} devices")
-            run = _chain_of_all_reduces(mesh, size, overlap=overlap)
-            reduced.append(Reduced(count, size, *time_of(run, of=CHAIN)))
+            samples = timed(_chain_of_all_reduces(mesh, size, overlap=overlap), of=CHAIN)
+            low, median, high = np.percentile(samples, (25, 50, 75)).tolist()
+            reduced.append(Reduced(count, size, median, (high - low) / median))
     return reduced
 
 
-def launch(time_of: Timed) -> Timing:
+def launch() -> float:
     """The time of a minimal kernel: a product of 8 x 8 matrices in a chain, which no compiler
     fuses.
     """
@@ -273,65 +211,38 @@ def launch(time_of: Timed) -> Timing:
             x = a @ x
         return x
 
-    return time_of(lambda: chain(a), of=4 * CHAIN)
+    return statistics.median(timed(lambda: chain(a), of=4 * CHAIN))
 
 
-def contention(time_of: Timed, *, ranks: int) -> Timing | None:
-    """The contention and its spread, or None if the device does not compute during an all-reduce.
-
-    Contention c is the relative slowdown of compute. If compute alone takes W and the all-reduce
-    alone A, with W > 2 A, both together take W + A c / (1 + c) (`predict.timeline`).
-    """
-    mesh = parallel.make_mesh(tensor=ranks, devices=jax.devices()[:ranks])
-    beside = lambda products, reduce: time_of(_beside(mesh, products=products, reduce=reduce), of=1)
-    wire = beside(0, True)
-    products = 8
-    while (compute := beside(products, False)).median < 3 * wire.median:
-        products *= 2
-    both = beside(products, True)
-    lost = max(0.0, (both.median - compute.median) / wire.median)
-    if lost > 0.95:
-        return None
-    return Timing(lost / (1 - lost), max(wire.spread, compute.spread, both.spread))
-
-
-def timed(run: Callable[[], object], *, of: int, warmup: int, repeats: int) -> Timing:
-    """of: number of operations in a run."""
-    for _ in range(warmup):
+def timed(run: Callable[[], object], *, of: int) -> tuple[float, ...]:
+    """Seconds per operation, by run. of: number of operations in a run."""
+    for _ in range(WARMUP):
         jax.block_until_ready(run())
     samples = []
-    for _ in range(repeats):
+    for _ in range(REPEATS):
         start = time.perf_counter()
         jax.block_until_ready(run())
         samples.append((time.perf_counter() - start) / of)
-    return timing(samples)
+    return tuple(samples)
 
 
-def timing(samples: Sequence[float]) -> Timing:
-    low, median, high = np.percentile(samples, (25, 50, 75)).tolist()
-    return Timing(median, (high - low) / median if median else 0.0)
-
-
-def _rates(
-    step: Callable, x: jax.Array, *, work: float, calls: int, samples: int
-) -> tuple[float, ...]:
+def _rates(step: Callable, x: jax.Array, *, work: float, calls: int) -> tuple[float, ...]:
     """`work` a second, by sample. A sample queues all its calls, so that the device never waits for
     the host.
     """
-    x = jax.block_until_ready(step(x))
-    rates = []
-    for _ in range(samples):
-        start = time.perf_counter()
+
+    def run() -> jax.Array:
+        nonlocal x
         for _ in range(calls):
             x = step(x)
-        jax.block_until_ready(x)
-        rates.append(calls * work / (time.perf_counter() - start))
-    return tuple(rates)
+        return x
+
+    return tuple(work / one for one in timed(run, of=calls))
 
 
 def _chain_of_all_reduces(
     mesh: Mesh, size: int, *, overlap: Overlap | None = None
-) -> Callable[[], jax.Array]:
+) -> Callable[[], object]:
     """A chain of all-reduces. A scale that differs by rank follows each: XLA replaces a sum of
     equal arrays by a product.
     """
@@ -344,37 +255,12 @@ def _chain_of_all_reduces(
 
     traits = overlap and parallel.Traits(overlap, Phase.DECODE, Loop.UNROLLED)
     options = parallel.compile_options(mesh, traits=traits) if traits else None
-    mapped = jax.shard_map(local, mesh=mesh, in_specs=(P(AXIS), P(AXIS)), out_specs=P(AXIS))
+    mapped = jax.shard_map(local, mesh=mesh, in_specs=P(AXIS), out_specs=P(AXIS))
     chain = jax.jit(mapped, compiler_options=options)
-    place = NamedSharding(mesh, P(AXIS))
-    x = jax.device_put(jnp.ones((count, size // 2), jnp.bfloat16), place)
-    scale = jax.device_put((jnp.arange(count, dtype=jnp.bfloat16)[:, None] + 1) / count**2, place)
-    return lambda: chain(x, scale)
-
-
-def _beside(mesh: Mesh, *, products: int, reduce: bool) -> Callable[[], object]:
-    """A program of matrix products and an independent all-reduce of 16 MiB."""
-    count = mesh.shape[AXIS]
-    width = 4096
-
-    def local(x, a, z):
-        summed = lax.psum(z, AXIS) if reduce else z
-        for _ in range(products):
-            x = a @ x
-        return x, summed
-
-    out = (P(AXIS), P() if reduce else P(AXIS))
-    traits = parallel.Traits(Overlap.HIDES, Phase.PREFILL, Loop.UNROLLED)
-    options = parallel.compile_options(mesh, traits=traits)
-    specs = (P(AXIS), P(), P(AXIS))
-    program = jax.jit(
-        jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=out), compiler_options=options
-    )
-    place = lambda x, spec: jax.device_put(x, NamedSharding(mesh, spec))
-    x = place(jnp.ones((count * width, 1024), jnp.bfloat16), P(AXIS))
-    a = place(jnp.eye(width, dtype=jnp.bfloat16), P())
-    z = place(jnp.ones((count, 8 * MIB), jnp.bfloat16), P(AXIS))
-    return lambda: program(x, a, z)
+    x = jnp.ones((count, size // 2), jnp.bfloat16)
+    scale = (jnp.arange(count, dtype=jnp.bfloat16)[:, None] + 1) / count**2
+    placed = jax.device_put((x, scale), NamedSharding(mesh, P(AXIS)))
+    return lambda: chain(*placed)
 
 
 def fit_link(measured: Sequence[Reduced], *, ring: Ring) -> Link:
@@ -389,45 +275,39 @@ def fit_link(measured: Sequence[Reduced], *, ring: Ring) -> Link:
         (1.0, steps(m.ranks) * several, 2 * (m.ranks - 1) / m.ranks * m.bytes) for m in measured
     ]
     latency, step, per_byte = _non_negative(rows, measured)
-    widest = [one for one in measured if one.ranks == measured[-1].ranks]
-    small = min(widest, key=lambda one: one.bytes)
-    large = max(widest, key=lambda one: one.bytes)
-    if per_byte == 0 or large.seconds < GROWS * small.seconds:
-        took = lambda one: f"{one.bytes // KIB} KiB: {one.seconds * 1e6:.0f} µs"
-        raise UserError(
-            f"all-reduces do not take longer with more bytes ({took(small)}, {took(large)}):"
-            " something else keeps this machine busy; wait, or ask for more --repeats"
-        )
     return Link(latency, step, 1 / per_byte, ring=ring)
 
 
 def fit_one_shot(measured: Sequence[Reduced]) -> Kernel:
-    """Least squares of relative errors of `latency + (n - 1) bytes / bandwidth`. Raises UserError
-    as `fit_link`.
-    """
-    latency, per_byte = _non_negative(
-        [(1.0, (one.ranks - 1) * one.bytes) for one in measured], measured
-    )
-    if per_byte == 0:
-        raise UserError(
-            "one-kernel all-reduces do not take longer with more bytes: wait, or ask for more --repeats"
-        )
+    """Likewise of `latency + (n - 1) bytes / bandwidth`."""
+    rows = [(1.0, (one.ranks - 1) * one.bytes) for one in measured]
+    latency, per_byte = _non_negative(rows, measured)
     return Kernel(latency, 1 / per_byte)
 
 
 def _non_negative(rows: Sequence[Sequence[float]], measured: Sequence[Reduced]) -> list[float]:
-    """The constants by which `rows` come nearest to the measured seconds."""
+    """The constants by which `rows` come nearest to the measured seconds; the last one's is of a
+    byte.
+    """
     from scipy.optimize import nnls
 
+    widest = [one for one in measured if one.ranks == measured[-1].ranks]
+    small = min(widest, key=lambda one: one.bytes)
+    large = max(widest, key=lambda one: one.bytes)
     seconds = np.array([one.seconds for one in measured])
-    if not np.all(seconds > 0):
-        raise UserError("an all-reduce took no time at all: this machine's clock cannot measure it")
     # Columns are scaled to about 1, because bytes and seconds differ by orders of magnitude; rows
     # are divided by their times, for relative errors.
     scale = np.array(rows).max(axis=0)
     scale[scale == 0] = 1
     solved, _ = nnls(np.array(rows) / scale / seconds[:, None], np.ones(len(rows)))
-    return np.where(solved > 1e-9 * solved.max(), solved / scale, 0.0).tolist()  # less is rounding
+    constants = np.where(solved > 1e-9 * solved.max(), solved / scale, 0.0)  # less is rounding
+    if constants[-1] == 0 or large.seconds < GROWS * small.seconds:
+        took = lambda one: f"{one.bytes // KIB} KiB: {one.seconds * 1e6:.0f} µs"
+        raise UserError(
+            f"all-reduces do not take longer with more bytes ({took(small)}, {took(large)}):"
+            " something else keeps this machine busy; wait"
+        )
+    return constants.tolist()
 
 
 def fit_error(measured: Sequence[Reduced], fitted: Link) -> float:

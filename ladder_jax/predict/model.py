@@ -44,7 +44,7 @@ import itertools
 from collections.abc import Callable, Iterable, Sequence
 
 from ladder_jax.config import Interleave, Launch, ModelConfig, Phase
-from ladder_jax.predict.layers import kernels_of_layers, layers, reduction, work
+from ladder_jax.predict.layers import kernels_of_layers, layers, reduction
 from ladder_jax.predict.machine import Algorithm, Halves, Machine
 from ladder_jax.predict.program import (
     ANY_PROGRAM,
@@ -62,10 +62,9 @@ from ladder_jax.predict.work import (
     NO_RECOMPUTE,
     OURS,
     TRAINING,
-    Block,
     Implementation,
     Model,
-    Recompute,
+    Task,
 )
 from ladder_jax.residual import Step
 from ladder_jax.residual.wires.desync import Desynced, Silent
@@ -181,15 +180,13 @@ def speed(
     model = Model(config, tensor, implementation)
     choice = Choice(opponents, launch, interleave)
     shape = dict(rows=rows, prompt_length=prompt_length, new_tokens=new_tokens)
-    blocks = {Phase.PREFILL: model.prefill(**shape), Phase.DECODE: model.decode_step(**shape)}
-    found = [
-        fastest(passes(model, machine, block, phase=phase, choice=choice))
-        for phase, block in blocks.items()
-    ]
+    prefill = Task(model, machine, model.prefill(**shape))
+    step = Task(model, machine, model.decode_step(**shape))
     return Speed(
         rows,
         new_tokens,
-        *found,
+        fastest(passes(prefill, phase=Phase.PREFILL, choice=choice)),
+        fastest(passes(step, phase=Phase.DECODE, choice=choice)),
         memory=model.memory(rows=rows, capacity=prompt_length + new_tokens),
     )
 
@@ -209,61 +206,48 @@ def training_step(
     `config` names the topology.
     """
     model = Model(config, tensor, TRAINING)
-    return run_by(
-        model, machine, model.prefill(rows=rows, prompt_length=sequence), program, phase=Phase.TRAIN
-    )
+    task = Task(model, machine, model.prefill(rows=rows, prompt_length=sequence))
+    return run_by(task, program, phase=Phase.TRAIN)
 
 
-def passes(
-    model: Model, machine: Machine, block: Block, *, phase: Phase, choice: Choice = ANY_PROGRAM
-) -> list[Pass]:
+def passes(task: Task, *, phase: Phase, choice: Choice = ANY_PROGRAM) -> list[Pass]:
     """A prefill, decode step or training step by each of the tensor-parallel programs that may run
     it.
     """
-    candidates = programs(model, machine, block, phase=phase, choice=choice)
-    return [run_by(model, machine, block, program, phase=phase) for program in candidates]
+    candidates = programs(task, phase=phase, choice=choice)
+    return [run_by(task, program, phase=phase) for program in candidates]
 
 
 def fastest(candidates: Iterable[Pass]) -> Pass:
-    return min(candidates, key=lambda one: one.seconds)
+    """Of equally fast ones the first."""
+    return min(candidates, key=lambda one: round(one.seconds, 12))
 
 
-def run_by(
-    model: Model,
-    machine: Machine,
-    block: Block,
-    program: Program,
-    *,
-    phase: Phase,
-    recompute: Recompute = NO_RECOMPUTE,
-) -> Pass:
-    """A prefill, decode step or training step by `program`.
-
-    recompute: in training, what the backward pass recomputes.
+def run_by(task: Task, program: Program, *, phase: Phase) -> Pass:
+    """A prefill, decode step or training step by `program`; the backward pass recomputes what the
+    task does.
     """
     trains = phase is Phase.TRAIN
-    implementation = model.implementation
-    algorithm, all_reduce = reduction(model, machine, block, program=program)
-    timelines = [layers(model, machine, block, program=program)]
+    model = task.model
+    forward = dataclasses.replace(task, recompute=NO_RECOMPUTE)
+    timelines = [layers(forward, program)]
     if trains:
         steps = steps_of(model.config)
         # a sum of slots has no order
         steps = steps if program.form is Form.EXCHANGE else backward(steps)
-        timelines.append(
-            layers(
-                model, machine, block, program=program, steps=steps, times=2, recompute=recompute
-            )
-        )
-    ends = work(machine, model.ends(block), times=3 if trains else 1).seconds
+        timelines.append(layers(dataclasses.replace(task, times=2), program, steps=steps))
     # All-reduces outside the sublayers, never hidden: of the stream, and of a few bytes for each
     # scored position.
+    algorithm, all_reduce = reduction(forward, program)
     bare = 0.0
-    if machine.link is not None:
-        of_stream = 0 if implementation.replicated_head else 2 if trains else 1
-        scores = 4 * model.scored(block)
-        small = machine.link.all_reduce(scores, ranks=model.ranks, among=program.algorithms)
-        bare = of_stream * all_reduce + implementation.small_all_reduces * small
-    algorithm = algorithm if timelines[0].all_reduces else None
+    link = task.machine.link
+    if link is not None:
+        of_stream = 0 if model.implementation.replicated_head else 2 if trains else 1
+        scores = 4 * model.scored(task.block)
+        small = link.all_reduce(scores, ranks=model.ranks, among=program.algorithms)
+        bare = of_stream * all_reduce + model.implementation.small_all_reduces * small
+    ends = task.ends(trains=trains)
+    algorithm = algorithm if timelines[0].wire else None
     return pass_of(timelines, ends=ends, bare=bare, program=program, all_reduce=algorithm)
 
 
@@ -320,74 +304,59 @@ def passes_without_tensor(
     config = model.config
     size = model.element_bytes
     trains = phase is Phase.TRAIN
-    block = model.prefill(rows=rows // devices, prompt_length=tokens)
-    parameters = models.layers(config, ranks=1) + model.tables
+    task = Task(model, machine, model.prefill(rows=rows // devices, prompt_length=tokens))
     largest = 2 * models.largest_layer(config, ranks=1)
     half = lambda size: machine.link.half(size, ranks=devices)
-    timelines, bare = split_weights(model, machine, block, half, trains=trains)
-    alone = parameters * (STATE if trains else size)
-    split = largest * size + (largest * FLOAT32 if trains else parameters * size / devices)
-    ends = work(machine, model.ends(block), times=3 if trains else 1).seconds
+    fsdp = split_weights(task, half, trains=trains)
+    alone = model.parameters * (STATE if trains else size)
+    split = largest * size + (largest * FLOAT32 if trains else model.parameters * size / devices)
     possible = []
     if alone <= machine.memory:
-        computed = sum(one.compute for one in timelines)
-        possible.append(Pass(computed + ends, 0.0, 0.0, Program(Form.DATA_PARALLEL)))
+        computed = fsdp.seconds - fsdp.exposed
+        possible.append(Pass(computed, 0.0, 0.0, Program(Form.DATA_PARALLEL)))
     if split <= machine.memory:
-        possible.append(pass_of(timelines, ends=ends, bare=bare, program=Program(Form.FSDP)))
+        possible.append(fsdp)
     return possible
 
 
-def split_weights(
-    model: Model,
-    machine: Machine,
-    block: Block,
-    half: Callable[[float], float],
-    *,
-    trains: bool,
-    recompute: Recompute = NO_RECOMPUTE,
-) -> tuple[list[Timeline], float]:
-    """Where weights are split: timelines of the layers forward, and backward, each beside the next
-    one's gather; and seconds of the tables' transfers, which nothing hides.
+def split_weights(task: Task, half: Callable[[float], float], *, trains: bool) -> Pass:
+    """Where weights are split: each layer beside the next one's gather; the tables' transfers are
+    hidden by nothing.
 
     half: seconds of a gather or a scatter of so many bytes. The layers' sums over tensor ranks are
     left out.
     """
-    beside = functools.partial(_beside_gathers, model, machine, block, half)
-    bare = half(model.tables * model.element_bytes)
-    if not trains:
-        return [beside()], bare
-    timelines = [beside(), beside(gradients=True, recompute=recompute)]
-    return timelines, 2 * bare + half(model.tables * FLOAT32)
+    tables = task.model.tables
+    gathered = half(tables * task.model.element_bytes)
+    timelines = [_beside_gathers(dataclasses.replace(task, recompute=NO_RECOMPUTE), half)]
+    bare = gathered
+    if trains:
+        timelines.append(_beside_gathers(dataclasses.replace(task, times=2), half))
+        bare += gathered + half(tables * FLOAT32)
+    ends = task.ends(trains=trains)
+    return pass_of(timelines, ends=ends, bare=bare, program=Program(Form.FSDP))
 
 
-def _beside_gathers(
-    model: Model,
-    machine: Machine,
-    block: Block,
-    half: Callable[[float], float],
-    *,
-    gradients: bool = False,
-    recompute: Recompute = NO_RECOMPUTE,
-) -> Timeline:
-    """Each layer beside the next one's gather. gradients: backward, from the last layer, whose
-    gradients are scattered beside that too.
+def _beside_gathers(task: Task, half: Callable[[float], float]) -> Timeline:
+    """Each layer beside the next one's gather. Backward, from the last layer, gradients are
+    scattered beside that too.
     """
-    times = 2 if gradients else 1
-    works = []
-    matrices = []
-    for count, kind, kernels in kernels_of_layers(model, block):
-        works += count * [work(machine, kernels, times=times, recompute=recompute)]
-        matrices += count * [kind.shard.attention + kind.shard.mlp]
+    gradients = task.times == 2
+    found = []  # of each layer its work, and its matrices' elements
+    for count, kind, kernels in kernels_of_layers(task.model, task.block):
+        found += count * [(task.work(kernels), kind.shard.attention + kind.shard.mlp)]
     if gradients:
-        works.reverse()
-        matrices.reverse()
-    gathers = [half(one * model.element_bytes) for one in matrices]
-    scatters = [half(one * FLOAT32) if gradients else 0.0 for one in matrices]
+        found.reverse()
     slots = []
-    for one, gather, scatter in zip([Work(), *works], gathers, [0.0, *scatters]):
-        if machine.link.halves is Halves.NONE:
-            slots += [Slot(one, [gather]), Slot(transfers=[scatter])]
+    work = Work()
+    scatter = 0.0
+    for following, elements in found:
+        gather = half(elements * task.model.element_bytes)
+        if task.machine.link.halves is Halves.NONE:
+            slots += [Slot(work, [gather]), Slot(transfers=[scatter])]
         else:
-            slots.append(Slot(one, [gather + scatter]))
-    slots += [Slot(works[-1]), Slot(transfers=[scatters[-1]])]
-    return play_slots(slots, contention=machine.contention)
+            slots.append(Slot(work, [gather + scatter]))
+        work = following
+        scatter = half(elements * FLOAT32) if gradients else 0.0
+    slots += [Slot(work), Slot(transfers=[scatter])]
+    return play_slots(slots, contention=task.machine.contention)

@@ -23,10 +23,9 @@ from ladder_jax.predict.machine import (
     Halves,
     Kernels,
     Link,
-    Machine,
     Ring,
 )
-from ladder_jax.predict.work import DENSE, MLP, Block, Model
+from ladder_jax.predict.work import DENSE, MLP, Task
 from ladder_jax.residual import Step, of_model
 
 
@@ -93,9 +92,7 @@ class Choice:
 ANY_PROGRAM = Choice()
 
 
-def programs(
-    model: Model, machine: Machine, block: Block, *, phase: Phase, choice: Choice = ANY_PROGRAM
-) -> tuple[Program, ...]:
+def programs(task: Task, *, phase: Phase, choice: Choice = ANY_PROGRAM) -> tuple[Program, ...]:
     """The tensor-parallel programs for a topology, at least one.
 
     A topology that waits for its all-reduces may use any. One that hides them may use those that
@@ -104,33 +101,30 @@ def programs(
     launch comes first. Two halves in turn are for every topology that reduces each output by
     itself.
     """
-    config = model.config
-    ranks = model.ranks
-    link = machine.link
+    config = task.model.config
+    ranks = task.model.ranks
+    link = task.machine.link
+    block = task.block
     steps = steps_of(config)
     hides = any(step.delay for step in steps)
     in_turn = block.size > 1 and all(step.reduces and not step.early for step in steps)
 
     def split(form: Form) -> list[Program]:
         """A split stream has halves of rows alone."""
-        candidates = [Program(form, launch=Launch.CHAINED if hides else None)]
-        if in_turn and block.rows % 2 == 0:
-            candidates.append(Program(form, launch=Launch.CHAINED, interleave=2))
-        return candidates
+        whole = Program(form, launch=Launch.CHAINED if hides else None)
+        if not in_turn or block.rows % 2:
+            return [whole]
+        return [whole, Program(form, launch=Launch.CHAINED, interleave=2)]
 
     def launched(algorithms: tuple[Algorithm, ...], *, interleave: int = 1) -> list[Program]:
-        every = [
-            Program(
-                algorithms=NCCL,
-                launch=Launch.CHAINED,
-                window=_chained_window(link, phase),
-                interleave=interleave,
-            )
-        ]
-        if phase is not Phase.TRAIN and link.halves is Halves.SUPPORTED:
-            explicit = dict(algorithms=algorithms, launch=Launch.EXPLICIT)
-            every.insert(0, Program(**explicit, interleave=interleave))
-        return [one for one in every if choice.launch in (Launch.AUTO, one.launch)] or every[:1]
+        window = _chained_window(link, phase)
+        chained = Program(Form.ALL_REDUCE, NCCL, Launch.CHAINED, window, interleave)
+        if phase is Phase.TRAIN or link.halves is Halves.NONE or choice.launch is Launch.CHAINED:
+            return [chained]
+        explicit = Program(Form.ALL_REDUCE, algorithms, Launch.EXPLICIT, interleave=interleave)
+        if choice.launch is Launch.EXPLICIT:
+            return [explicit]
+        return [explicit, chained]
 
     if choice.experts is ExpertParallelism.EXCHANGE:
         candidates = split(Form.EXCHANGE)

@@ -63,16 +63,10 @@ class Request:
         """Those in which Standard can compute the model. One without a capacity drops no row, as an
         exchange may.
         """
-        moe = self.config(BASELINE).moe
-        if (
-            moe is None
-            or moe.capacity is None
-            or moe.dense_layers
-            or self.tensor == 1
-            or self.tokens % self.tensor
-        ):
-            return (ExpertParallelism.REDUCE,)
-        return tuple(ExpertParallelism)
+        splits = self.tensor > 1 and self.tokens % self.tensor == 0
+        if splits and can_exchange(self.config(BASELINE)):
+            return tuple(ExpertParallelism)
+        return (ExpertParallelism.REDUCE,)
 
     @property
     def tokens(self) -> int:
@@ -148,6 +142,14 @@ def make(
     return request
 
 
+def can_exchange(config: ModelConfig) -> bool:
+    """Whether ranks can exchange the rows of the model's experts: they need a capacity."""
+    names = "mesh.experts=exchange", "model.moe.capacity", "train.sequence_parallel=true"
+    return passes(
+        check_exchange, config.moe, residual=config.residual, sequence_parallel=True, names=names
+    )
+
+
 def _check_residual(request: Request, name: str, *, named: bool = False) -> None:
     """named: whether the user named it; then it has two halves in turn where they are asked for."""
     config = request.config(name)
@@ -188,16 +190,16 @@ def _check(request: Request) -> None:
         )
     if request.experts is ExpertParallelism.EXCHANGE:
         length = "--sequence" if request.phase is Phase.TRAIN else "--prompt-length"
-        for holds, message in (
-            (
-                request.phase is not None,
-                f"is for --phase prefill and train, not {GENERATE}: decoding always reduces the"
-                " experts' sums",
-            ),
-            (request.tensor > 1, "sends rows to other ranks: --tensor must be at least 2, not 1"),
-            (
-                request.tokens % request.tensor == 0,
-                f"splits {length} {request.tokens} over --tensor {request.tensor}",
-            ),
-        ):
-            check(holds, f"--experts exchange {message}")
+        check(
+            request.phase is not None,
+            f"--experts exchange is for --phase prefill and train, not {GENERATE}: decoding always reduces"
+            " the experts' sums",
+        )
+        check(
+            request.tensor > 1,
+            "--experts exchange sends rows to other ranks: --tensor must be at least 2, not 1",
+        )
+        check(
+            request.tokens % request.tensor == 0,
+            f"--experts exchange splits {length} {request.tokens} over --tensor {request.tensor}",
+        )

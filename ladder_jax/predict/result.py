@@ -15,8 +15,8 @@ from ladder_jax.predict import model
 from ladder_jax.predict.machine import ANY
 from ladder_jax.predict.model import Pass, Speed, fastest
 from ladder_jax.predict.program import Choice, Form, Opponents, Program
-from ladder_jax.predict.request import BASELINE, Request
-from ladder_jax.predict.work import OURS, TRAINING, Model
+from ladder_jax.predict.request import BASELINE, GENERATE, Request
+from ladder_jax.predict.work import OURS, TRAINING, Model, Task
 
 # a smaller gain over the fastest Standard is within the model's error, and no reason to change a
 # model
@@ -31,11 +31,6 @@ PREFERENCE = (
 """Order of recommendation among equally fast topologies: first those closest to trained and
 measured models.
 """
-
-FEWER = {
-    "desync": "fewer all-reduces",
-    "parallel-ladder": "half as many all-reduces, each under a whole layer,",
-}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -140,21 +135,16 @@ class Result:
         """The JSON object: seconds and bytes are those of one device."""
         request = self.request
         opponents = [dataclasses.asdict(one) for one in self.opponents]
-        names = ("prompt_length", "new_tokens", "ladder_layers")
-        asked = {name: getattr(request, name) for name in names}
-        if request.phase:
-            asked = {name: getattr(request, name) for name in ("tokens", "capacity")}
-            asked |= {
-                "phase": request.phase.value,
-                "experts": request.experts.value,
-                "opponents": opponents,
-            }
+        asked = ("prompt_length", "new_tokens", "ladder_layers", "tokens", "capacity")
         return {
             "model": request.model,
             "hardware": request.machine.name,
             "tensor": request.tensor,
             "batch": request.batch,
-            **asked,
+            **{name: getattr(request, name) for name in asked},
+            "phase": request.phase.value if request.phase else GENERATE,
+            "experts": request.experts.value,
+            "opponents": opponents,
             "implementation": "ours",
             "fidelity": "analytic",
             "rows": [row.as_dict(memory=request.machine.memory) for row in self.rows],
@@ -166,10 +156,28 @@ class Result:
 
 
 def predict(request: Request) -> Result:
-    return _of_one_pass(request) if request.phase else _of_generation(request)
+    speeds, opponents, nccl = (_of_one_pass if request.phase else _of_generation)(request)
+    tokens = request.batch * (request.tokens if request.phase else request.new_tokens)
+    standards = tuple(
+        Baseline(form, one.executed["all_reduce"], tokens / one.seconds, one.interleave)
+        for one, form in opponents
+    )
+    best, _ = opponents[0]
+    rows = []
+    for name in request.residuals:
+        one = speeds[name]
+        rows.append(Row(name, one, tokens, best.seconds / one.seconds, nccl.seconds / one.seconds))
+    advice = advise(rows, best, name=standards[0].name, tensor=request.tensor)
+    return Result(request, tuple(rows), standards, advice)
 
 
-def _of_generation(request: Request) -> Result:
+type Found = tuple[Mapping[str, Speed | Pass], Sequence[tuple[Speed | Pass, str]], Speed | Pass]
+"""The speeds of the residuals; Standard's, each with its form in words, the fastest first; and
+Standard's with NCCL's all-reduces.
+"""
+
+
+def _of_generation(request: Request) -> Found:
     shape = dict(
         rows=request.batch, prompt_length=request.prompt_length, new_tokens=request.new_tokens
     )
@@ -184,31 +192,30 @@ def _of_generation(request: Request) -> Result:
     if request.batch > 1 and request.tensor > 1:
         shard = Model(request.config(BASELINE), request.tensor)
         halves = Program(algorithms=ANY, interleave=2)
-        block = shard.decode_step(**shape)
-        halved = model.run_by(shard, request.machine, block, halves, phase=Phase.DECODE)
+        task = Task(shard, request.machine, shard.decode_step(**shape))
+        halved = model.run_by(task, halves, phase=Phase.DECODE)
         standard = dataclasses.replace(standard, step=fastest([standard.step, halved]))
     form = standard.prefill.program.form
     named = form.value if form is Form.ALL_REDUCE else f"all-reduce; prefill: {form.value}"
-    nccl = speed(BASELINE, Opponents.NCCL)
-    return _result(request, speeds, [(standard, named)], nccl=nccl)
+    return speeds, [(standard, named)], speed(BASELINE, Opponents.NCCL)
 
 
-def _of_one_pass(request: Request) -> Result:
-    implementation = TRAINING if request.phase is Phase.TRAIN else OURS
+def _of_one_pass(request: Request) -> Found:
+    phase = request.phase
     machine = request.machine
+    implementation = TRAINING if phase is Phase.TRAIN else OURS
 
     def passes(residual: str, choice: Choice) -> list[Pass]:
         shard = Model(request.config(residual), request.tensor, implementation)
         block = shard.prefill(rows=request.batch, prompt_length=request.tokens)
-        return model.passes(shard, machine, block, phase=request.phase, choice=choice)
+        return model.passes(Task(shard, machine, block), phase=phase, choice=choice)
 
     (nccl,) = passes(BASELINE, Choice(Opponents.NCCL))
     whole = Model(request.config(BASELINE), 1, implementation)
     shape = dict(devices=request.tensor, rows=request.batch, tokens=request.tokens)
-    every = []
+    every = model.passes_without_tensor(whole, machine, **shape, phase=phase)
     for form in request.forms:
         every += passes(BASELINE, Choice(experts=form))
-    every += model.passes_without_tensor(whole, machine, **shape, phase=request.phase)
     every.sort(key=lambda one: one.seconds)
     named = {}
     for one in every:
@@ -216,29 +223,7 @@ def _of_one_pass(request: Request) -> Result:
     opponents = [(one, one.program.form.value) for one in named.values()]
     choice = Choice(launch=request.launch, interleave=request.interleave, experts=request.experts)
     speeds = {name: fastest(passes(name, choice)) for name in request.residuals}
-    return _result(request, speeds, opponents, nccl=nccl)
-
-
-def _result(
-    request: Request,
-    speeds: Mapping[str, Speed | Pass],
-    opponents: Sequence[tuple[Speed | Pass, str]],
-    *,
-    nccl: Speed | Pass,
-) -> Result:
-    """speeds: of the residuals. opponents: Standard, and its form in words, the fastest first.
-    nccl: with NCCL's all-reduces.
-    """
-    tokens = request.batch * (request.tokens if request.phase else request.new_tokens)
-    standards = [
-        Baseline(form, one.executed["all_reduce"], tokens / one.seconds, one.interleave)
-        for one, form in opponents
-    ]
-    best, _ = opponents[0]
-    over = lambda name: (best.seconds / speeds[name].seconds, nccl.seconds / speeds[name].seconds)
-    rows = tuple(Row(name, speeds[name], tokens, *over(name)) for name in request.residuals)
-    advice = advise(rows, best, name=standards[0].name, tensor=request.tensor)
-    return Result(request, rows, tuple(standards), advice)
+    return speeds, opponents, nccl
 
 
 def advise(rows: Sequence[Row], opponent: Speed | Pass, *, name: str, tensor: int) -> Advice:
@@ -259,31 +244,11 @@ def advise(rows: Sequence[Row], opponent: Speed | Pass, *, name: str, tensor: in
         return Advice("standard", f"no: {gains}; communication is {share:.1%} of its time", helps)
     fast = [row for row in usable if row.speedup >= max(WORTH, SAME * best)]
     chosen = min(fast, key=lambda row: (_rank(row.residual), -row.speedup))
-    start = f"communication is {share:.0%} of the time of {name}{_lengths(opponent)}"
-    return Advice(chosen.residual, f"{start}: {_gain(chosen, usable)}", helps)
-
-
-def _lengths(opponent: Speed | Pass) -> str:
-    """How long an all-reduce and the shorter sublayer of a decode step are, in words."""
-    if isinstance(opponent, Pass):
-        return ""
-    timeline = opponent.step.forward
-    wire = timeline.wire / timeline.all_reduces
-    shortest = min(bar.stop - bar.start for bar in timeline.bars if not bar.wire)
-    does = "outlasts" if wire > shortest else "fits under"
-    all_reduce = f"a decode step's all-reduce ({wire * 1e6:.0f} µs)"
-    return f", and {all_reduce} {does} its shorter sublayer ({shortest * 1e6:.0f} µs)"
-
-
-def _gain(chosen: Row, usable: Sequence[Row]) -> str:
-    kind = parse_residual(chosen.residual).kind
-    gain = f"{chosen.speedup:.2f} x its speed"
-    if kind in ("ladder", "ladder-fresh", "farskip"):
-        return f"hiding it under compute gives {gain}"
-    fewer = FEWER.get(kind, "half as many all-reduces")
-    ladder = next((row for row in usable if row.residual == "ladder"), None)
-    comparison = f" where the plain Ladder gives {ladder.speedup:.2f}" if ladder else ""
-    return f"{fewer} give {gain}{comparison}"
+    start = f"communication is {share:.0%} of the time of {name}"
+    gain = f"{chosen.residual} gives {chosen.speedup:.2f} x its speed"
+    if ladders and chosen.residual != "ladder":
+        gain += f", the plain Ladder {ladders[0]:.2f}"
+    return Advice(chosen.residual, f"{start}: {gain}", helps)
 
 
 def _rank(residual: str) -> int:

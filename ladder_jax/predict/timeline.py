@@ -45,17 +45,6 @@ class Work:
 
 
 @dataclasses.dataclass(frozen=True)
-class Bar:
-    """start, stop: seconds since the start of the first step. wire: whether it is a transfer, not
-    compute.
-    """
-
-    start: float
-    stop: float
-    wire: bool
-
-
-@dataclasses.dataclass(frozen=True)
 class Timeline:
     """seconds: until the last transfer ends. compute: of the steps without communication. wire: of
     the transfers.
@@ -65,7 +54,6 @@ class Timeline:
     compute: float
     wire: float
     all_reduces: int
-    bars: tuple[Bar, ...] = dataclasses.field(repr=False)
 
     @property
     def exposed(self) -> float:
@@ -75,21 +63,20 @@ class Timeline:
 
 class Device:
     """A device and its link. now: when its last compute or wait ends. free: when the link's last
-    transfer arrives.
+    transfer arrives. wires: seconds of each transfer.
 
     contention: as in `Machine`.
     """
 
     def __init__(self, contention: float):
         self.contention = contention
-        self.bars = []
+        self.wires = []
         self.now = self.free = self.computed = 0.0
 
     def send(self, seconds: float) -> float:
         """Issue a transfer of so many seconds now. Returns when it arrives."""
-        start = max(self.now, self.free)
-        self.free = start + seconds
-        self.bars.append(Bar(start, self.free, wire=True))
+        self.free = max(self.now, self.free) + seconds
+        self.wires.append(seconds)
         return self.free
 
     def wait(self, *arrivals: float) -> None:
@@ -101,7 +88,6 @@ class Device:
         """Compute, and issue transfers where the last share `window` of `work` begins. Returns when
         they arrive.
         """
-        start = self.now
         arrivals = []
         window = window if transfers else 1.0
         for share, issued in ((1 - window, ()), (window, transfers)):
@@ -109,14 +95,11 @@ class Device:
             wire = max(0.0, self.free - self.now)
             self.now += beside(work.share(share), wire=wire, contention=self.contention)
         self.computed += work.seconds
-        if work.seconds:
-            self.bars.append(Bar(start, self.now, wire=False))
         return arrivals
 
     def timeline(self) -> Timeline:
-        wires = [bar.stop - bar.start for bar in self.bars if bar.wire]
-        bars = tuple(sorted(self.bars, key=lambda bar: bar.start))
-        return Timeline(max(self.now, self.free), self.computed, sum(wires), len(wires), bars)
+        seconds = max(self.now, self.free)
+        return Timeline(seconds, self.computed, sum(self.wires), len(self.wires))
 
 
 def beside(work: Work, *, wire: float, contention: float) -> float:
@@ -135,14 +118,13 @@ def play(
     all_reduce: float,
     contention: float,
     window: float = 1.0,
-    awaited: float = 0.0,
+    waits: bool = False,
 ) -> Timeline:
     """The timeline of a topology's steps, of all layers.
 
     work(sublayers): the time of a step's without communication. all_reduce: seconds of one
     all-reduce. contention: as in `Machine`. window: the share of a step's time, its last, that a
-    hidden all-reduce has. awaited: seconds of an all-reduce that are awaited before the step that
-    could hide them.
+    hidden all-reduce has. waits: as in `play_slots`.
 
     The loop is that of `residual.State`, with the time at which a sum is reduced in place of each
     array. A sum that is zero, before the first layers, has no place in `sums`, so there may be
@@ -155,12 +137,12 @@ def play(
         if step.early:
             device.compute(work(step.early))
             pending = True
-        if pending and not step.delay:
+        if pending and (waits or not step.delay):
             sums.append(device.send(all_reduce))
             pending = False
-        if pending and awaited:
-            device.wait(device.send(awaited))
-        newest = [all_reduce - awaited] if pending else []
+        if waits:
+            device.wait(*sums)
+        newest = [all_reduce] if pending else []
         device.wait(*sums[: max(0, len(sums) + len(newest) - step.delay)])
         sums += device.compute(work(step.sublayers), transfers=newest, window=window)
         if not step.reduces:
@@ -206,15 +188,12 @@ def turns(
     *,
     work: Callable[[tuple[int, ...], int], Work],
     all_reduces: tuple[float, float],
-    awaited: tuple[float, float] = (0.0, 0.0),
 ) -> Iterator[Slot]:
     """The slots of two halves of a batch in turn. work(sublayers, half): as in `play`, of half 0 or 1.
-    all_reduces, awaited: seconds of each half's, as in `play`.
+    all_reduces: seconds of each half's.
     """
     newest: Sequence[float] = ()
     for step, half in itertools.product(steps, (0, 1)):
         yield Slot(work(step.sublayers, half), newest)
-        if awaited[half]:
-            yield Slot(transfers=[awaited[half]])
-        newest = [all_reduces[half] - awaited[half]]
+        newest = [all_reduces[half]]
     yield Slot(transfers=newest)

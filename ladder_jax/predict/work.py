@@ -14,8 +14,11 @@ computes as many: those of E / R experts, whose matrices are all read.
 
 import dataclasses
 import functools
+from collections.abc import Iterable
 
 from ladder_jax.config import Dtype, ModelConfig
+from ladder_jax.predict.machine import Machine
+from ladder_jax.predict.timeline import Work
 from ladder_jax.schedule import models
 from ladder_jax.schedule.models import Shard
 
@@ -296,32 +299,15 @@ class Model:
             passed = rows
             computed = rows / self.ranks
             read = moe.experts / self.ranks * moe.chosen(tokens)
-
-        def product(name: str, inputs: int, outputs: int) -> Kernel:
-            """Of this device's rows with their experts' matrices."""
-            weights = read * inputs * outputs * size
-            moved = computed * (inputs + outputs) * size
-            return Kernel(
-                name,
-                2 * computed * inputs * outputs,
-                weights,
-                activations=moved,
-                launches=launches.matmul,
-            )
-
-        activated = 3 * passed * moe.expert_width * size
+        width = moe.expert_width
+        product = functools.partial(self._product, launches=launches.matmul, matrices=read)
+        routing = dict(activations=stream, launches=launches.route)
         return [
-            Kernel(
-                "router",
-                2 * tokens * router,
-                4 * router,
-                activations=stream,
-                launches=launches.route,
-            ),
+            Kernel("router", 2 * tokens * router, 4 * router, **routing),
             Kernel("sort", activations=2 * passed * d_model * size, launches=1),
-            product("experts' gate, up", d_model, 2 * moe.expert_width),
-            Kernel("activate", activations=activated, launches=launches.activate),
-            product("experts' down", moe.expert_width, d_model),
+            product("experts' gate, up", computed, d_model, 2 * width),
+            Kernel("activate", activations=3 * passed * width * size, launches=launches.activate),
+            product("experts' down", computed, width, d_model),
             Kernel("add up", activations=3 * rows * d_model * size + stream, launches=1),
         ]
 
@@ -340,27 +326,31 @@ class Model:
         token.
         """
         size = block.size * self.config.d_model * self.element_bytes
-        scored = dataclasses.replace(block, rows=self.scored(block), tokens=1)
+        last = self._launches(block).last
         return (
             Kernel("embedding", weights=size, activations=size),
             self._norm(block, 0),
             self._product(
-                "head", scored, self.config.d_model, self._vocabulary, self._launches(block).last
+                "head", self.scored(block), self.config.d_model, self._vocabulary, launches=last
             ),
         )
 
     def memory(self, *, rows: int, capacity: int) -> float:
         """Bytes of weights and of a cache of `capacity` positions per row, without activations."""
         config = self.config
-        matrices = models.layers(config, ranks=self.ranks) + self.tables
-        gains = 4 * config.d_model * (2 * config.num_layers + 1)
-        cache = 2 * config.num_layers * rows * capacity * self.shard.keys * self.element_bytes
         moe = config.moe
-        routers = (
-            moe.experts * config.d_model * (config.num_layers - moe.dense_layers) if moe else 0
-        )
-        wider = (FLOAT32 - self.element_bytes) * routers  # whose matrices are float32
-        return matrices * self.element_bytes + wider + gains + cache
+        elements = self.parameters + 2 * config.num_layers * rows * capacity * self.shard.keys
+        gains = config.d_model * (2 * config.num_layers + 1)
+        total = elements * self.element_bytes + gains * FLOAT32
+        if moe:  # routers' matrices are float32
+            routers = moe.experts * config.d_model * (config.num_layers - moe.dense_layers)
+            total += (FLOAT32 - self.element_bytes) * routers
+        return total
+
+    @property
+    def parameters(self) -> int:
+        """Elements of the matrices and tables on a device."""
+        return models.layers(self.config, ranks=self.ranks) + self.tables
 
     @property
     def tables(self) -> int:
@@ -378,17 +368,20 @@ class Model:
         return self.implementation.one_row if block.size == 1 else self.implementation.launches
 
     def _product(
-        self, name: str, block: Block, inputs: int, outputs: int, launches: float
+        self,
+        name: str,
+        rows: float,
+        inputs: int,
+        outputs: int,
+        *,
+        launches: float,
+        matrices: float = 1,
     ) -> Kernel:
-        moved = block.size * (inputs + outputs) * self.element_bytes
+        """Of rows with so many matrices, of which each row meets one."""
         matrix = inputs * outputs
-        return Kernel(
-            name,
-            2 * block.size * matrix,
-            matrix * self.element_bytes,
-            activations=moved,
-            launches=launches,
-        )
+        size = self.element_bytes
+        moved = rows * (inputs + outputs) * size
+        return Kernel(name, 2 * rows * matrix, matrices * matrix * size, 0.0, moved, launches)
 
     def _norm(self, block: Block, launches: int, *, gains: int = 1) -> Kernel:
         """The norm also adds the newest sum to the residual: it reads two arrays and writes two.
@@ -401,29 +394,28 @@ class Model:
 
     def _attention(self, block: Block) -> list[Kernel]:
         shard = self.shard
+        implementation = self.implementation
         size = self.element_bytes
         launches = self._launches(block)
+        product = functools.partial(self._product, launches=launches.matmul)
         columns = shard.queries + 2 * shard.keys
-        heads = shard.queries // self.config.head_dim
-        read = shard.queries if self.implementation.repeats_cache else shard.keys
-        scores = (
-            0
-            if block.tokens == 1
-            else self.implementation.score_bytes * block.size * heads * block.cached
+        read = shard.queries if implementation.repeats_cache else shard.keys
+        scores = 0.0
+        if block.tokens > 1:
+            heads = shard.queries // self.config.head_dim
+            scores = implementation.score_bytes * block.size * heads * block.cached
+        attend = Kernel(
+            "attend",
+            flops=4 * block.size * shard.queries * block.attended,
+            cache=2 * block.rows * block.cached * read * size / implementation.cache_speed,
+            activations=scores,
+            launches=launches.attend,
         )
         return [
-            self._product(
-                "query, key, value", block, self.config.d_model, columns, launches.matmul
-            ),
+            product("query, key, value", block.size, self.config.d_model, columns),
             Kernel("rotate", activations=2 * block.size * columns * size, launches=launches.rotate),
-            Kernel(
-                "attend",
-                flops=4 * block.size * shard.queries * block.attended,
-                cache=2 * block.rows * block.cached * read * size / self.implementation.cache_speed,
-                activations=scores,
-                launches=launches.attend,
-            ),
-            self._product("out", block, shard.queries, self.config.d_model, launches.matmul),
+            attend,
+            product("out", block.size, shard.queries, self.config.d_model),
         ]
 
     def _mlp(self, block: Block, width: int, *, first: float) -> list[Kernel]:
@@ -433,7 +425,42 @@ class Model:
         launches = self._launches(block)
         moved = 3 * block.size * features * self.element_bytes
         return [
-            self._product("gate, up", block, d_model, 2 * features, first),
+            self._product("gate, up", block.size, d_model, 2 * features, launches=first),
             Kernel("activate", activations=moved, launches=launches.activate),
-            self._product("down", block, features, d_model, launches.matmul),
+            self._product("down", block.size, features, d_model, launches=launches.matmul),
         ]
+
+
+@dataclasses.dataclass(frozen=True)
+class Task:
+    """A block that one device computes, forward or backward.
+
+    times: how often each kernel runs (backward: 2), without what `recompute` repeats.
+    """
+
+    model: Model
+    machine: Machine
+    block: Block
+    times: int = 1
+    recompute: Recompute = NO_RECOMPUTE
+
+    def work(self, kernels: Iterable[Kernel]) -> Work:
+        """The sum of the kernels' times: the compute of one kernel cannot hide the memory traffic
+        of another.
+        """
+        busy = idle = 0.0
+        for kernel in kernels:
+            times = self.times + (kernel.name in self.recompute.kernels)
+            busy += times * self.machine.seconds(flops=kernel.flops, size=kernel.size)
+            idle += times * self.machine.launch * kernel.launches
+        return Work(busy, idle)
+
+    def ends(self, *, trains: bool) -> float:
+        """Seconds of the embedding and the head; in training of their three passes."""
+        whole = dataclasses.replace(self, times=3 if trains else 1, recompute=NO_RECOMPUTE)
+        return whole.work(self.model.ends(self.block)).seconds
+
+    @property
+    def half(self) -> float:
+        """Seconds of a gather or a reduce-scatter of the block's stream."""
+        return self.machine.link.half(self.model.payload(self.block), ranks=self.model.ranks)

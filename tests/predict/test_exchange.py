@@ -17,7 +17,7 @@ from ladder_jax.decode import weights
 from ladder_jax.predict import machine, model, request
 from ladder_jax.predict.machine import Link, Network, Ring
 from ladder_jax.predict.program import Choice, Form, Program
-from ladder_jax.predict.work import TRAINING, Model
+from ladder_jax.predict.work import TRAINING, Model, Task
 from ladder_jax.residual.wires import exchange as wire
 from ladder_jax.residual.wires import sequence
 from tests.changed import ROOT
@@ -87,7 +87,7 @@ def expected(name, *, shared, scale):
         return LAYERS * (into + out + route + first + last + beside)
     if name == "standard":
         compute = into + out + route + first + last
-        messages = 2 * HALF + max(shared_first, SENT) + max(shared_last, SENT)
+        messages = 2 * HALF + max(beside, SENT) + SENT
         if shared:
             messages += 2 * HALF
         return LAYERS * (compute + messages)
@@ -252,7 +252,8 @@ def test_a_training_step_goes_back_the_same_way():
 
     def alike(name):
         shard = Model(config(name, shared=SHARED), RANKS, TRAINING)
-        (found,) = model.passes(shard, on, shard.prefill(rows=1, prompt_length=TOKENS), **settings)
+        task = Task(shard, on, shard.prefill(rows=1, prompt_length=TOKENS))
+        (found,) = model.passes(task, **settings)
         assert found.program.form is Form.EXCHANGE
         return found.seconds - sum(
             expected(name, shared=SHARED, scale=times / 3e10) for times in (1, 2)
