@@ -12,8 +12,6 @@ import sys
 
 import pytest
 
-from ladder_jax.schedule import targets
-
 ROOT = pathlib.Path(__file__).parent.parent
 SLURM = {
     "SLURM_JOB_ID": "4711",
@@ -90,21 +88,6 @@ def test_train(ladder, planted):
     assert any("nowhere.txt" in done.stderr for done in both), both
     assert [done.returncode for done in both] == [2, 2] and not (planted / "executed").exists(), (
         both
-    )
-
-
-def test_the_probe(planted, monkeypatch):
-    monkeypatch.chdir(planted)
-    said = targets._probe_tpu(targets.parse("v5e:2x2"))
-    assert said is None or said.startswith("libtpu ")  # where it is not installed as well
-    assert not (planted / "executed").exists()
-
-
-def test_a_probe_that_hangs_is_a_reason(monkeypatch):
-    monkeypatch.setattr(targets.python, "command", lambda *words: ["sleep", "60"])
-    monkeypatch.setattr(targets, "TIMEOUT", 0.01)
-    assert targets._probe_tpu(targets.parse("v5e:2x2")).startswith(
-        "libtpu cannot describe it within"
     )
 
 

@@ -2,7 +2,6 @@
 ahead of time.
 """
 
-import concurrent.futures
 import dataclasses
 import platform
 import sys
@@ -69,14 +68,10 @@ def examine() -> Report:
         devices = []
         terminal.say(f"ladder-jax: jax finds no devices: {error_text(error)}")
     names = (*REQUIRED, *OPTIONAL)
-    with concurrent.futures.ThreadPoolExecutor(4) as pool:
-        reasons = list(pool.map(targets.missing, targets.TARGETS))
     return Report(
         python=platform.python_version(),
         system=f"{platform.system()} {platform.machine()}, {sys.implementation.name}",
         packages=dict.fromkeys(names) | python.versions(*names),
         devices=devices,
-        targets={
-            t.name: reason or "ok" for t, reason in zip(targets.TARGETS, reasons, strict=True)
-        },
+        targets={one.name: targets.not_installed(one) or "ok" for one in targets.TARGETS},
     )

@@ -11,8 +11,7 @@ import importlib.util
 import itertools
 import json
 import sys
-import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from ladder_jax import terminal
@@ -25,11 +24,9 @@ if TYPE_CHECKING:
     from ladder_jax.data.tokenizer import Tokenizer
     from ladder_jax.decode import Engine, Request
     from ladder_jax.decode.engine.jsonl import Job
-    from ladder_jax.decode.request import Piece
     from ladder_jax.pretrained import OpenedModel
 
 SLOTS = 8
-LINE_EVERY = 10.0  # seconds between lines about a long text
 CONTEXT = 2048  # positions of a conversation
 # in each body of a batch
 BATCHED = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "stop")
@@ -157,26 +154,10 @@ def _one(asked: Asked) -> None:
     memory.check_slots(definition, slots=1, capacity=capacity, chunk=steps.CHUNK, **form)
     generator = Generator(definition, saved.reader(definition), **form)
     pieces = generator.pieces(request, decoder=asked.tokenizer.to_bytes, config=settings)
-    texts = (
-        piece.text
-        for piece in (pieces if args.stream else _told(pieces, total=request.max_new_tokens))
-    )
-    texts = itertools.chain(args.prompt, texts)
+    texts = itertools.chain(args.prompt, (piece.text for piece in pieces))
     for text in texts if args.stream else ["".join(texts)]:
         print(_shown(text), end="", flush=True)
     print()
-
-
-def _told(pieces: Iterable[Piece], *, total: int) -> Iterator[Piece]:
-    """The pieces. Every few seconds a line on standard error says how far they are."""
-    done = 0
-    last = time.monotonic()
-    for piece in pieces:
-        done += len(piece.tokens)
-        if done < total and time.monotonic() - last > LINE_EVERY:
-            last = time.monotonic()
-            terminal.say(f"{done:,} of {total:,} tokens")
-        yield piece
 
 
 def _shown(text: str) -> str:
