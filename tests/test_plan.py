@@ -301,7 +301,7 @@ def test_an_exchange_is_confirmed_as_such(tmp_path, monkeypatch):
     defined = []
     monkeypatch.setenv("LADDER_JAX_CACHE", str(tmp_path))
     monkeypatch.setattr(
-        confirm.compiling, "run_worker", lambda module, step, *_, **__: confirm.measure(step)
+        confirm.compiling, "apart", lambda function, step, **_: confirm.measure(step)
     )
     monkeypatch.setattr(
         nn, "define", lambda config, **more: defined.append((config, more["experts"])) or 1 / 0

@@ -1,6 +1,5 @@
-"""The library's train step, prefill or decode step for a request, compiled in a process of its own,
-as jax reads its environment at import and the compiler may be killed: `python -m
-ladder_jax.overlap.programs REQUEST RESULT [DUMP]`.
+"""The library's train step, prefill or decode step for a request, compiled in a process of its
+own.
 """
 
 import concurrent.futures
@@ -18,7 +17,7 @@ from ladder_jax import decode, nn, python, schedule, train
 from ladder_jax.config import Phase, TrainConfig, recipe
 from ladder_jax.decode import memory, steps, weights
 from ladder_jax.errors import UserError
-from ladder_jax.overlap.compile import Record, work
+from ladder_jax.overlap.compile import Record
 from ladder_jax.overlap.request import Request
 from ladder_jax.parallel import Compiled, make_mesh
 from ladder_jax.schedule.targets import Target
@@ -161,7 +160,3 @@ def scheduled(function: Compiled, *, arguments: Sequence, folder: pathlib.Path) 
                 return text
         time.sleep(0.1)
     return compiled.result()
-
-
-if __name__ == "__main__":
-    work(record)
