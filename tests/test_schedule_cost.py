@@ -113,7 +113,7 @@ def test_a_loop_moves_its_bytes_every_turn():
     assert 4 * weights < looped < 5 * weights
 
 
-def test_convolutions_count_only_real_positions():
+def test_a_batch_is_a_window_of_a_convolution():
     """A batched matmul [8, 128, 64] x [8, 64, 32], as a TPU compiler writes it: batch as a strided
     window.
     """

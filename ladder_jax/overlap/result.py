@@ -131,7 +131,7 @@ class Result:
         if self.request.target.platform == "cuda" and self.request.phase is not Phase.DECODE:
             notices.append("attention is XLA's here: cuDNN's cannot be compiled without a GPU")
         tail += [f"notice    {notice}" for notice in notices]
-        return [*self.verdict.split("; "), self._title, report.table(), *report.explained(), *tail]
+        return [*self.verdict.split("; "), self._title, report.table(), *tail]
 
     @property
     def _title(self) -> str:

@@ -8,8 +8,6 @@ import math
 import re
 from collections.abc import Callable, Iterable
 
-import numpy as np
-
 from ladder_jax.schedule import grouped
 from ladder_jax.schedule.grouped import Experts, Grouped
 from ladder_jax.schedule.hlo import Computation, Instruction, Program
@@ -260,36 +258,14 @@ def _dot(product: Instruction) -> int:
 
 
 def _convolution(conv: Instruction) -> int:
-    """TPU compilers write every matmul as a convolution, and a batch dimension as a strided window
-    of it.
-
-    So multiply-adds are counted position by position, without those on padding or on the holes of a
-    dilated operand.
+    """TPU compilers write every matmul as a convolution: a dimension of it, in one, two or all three
+    of the arrays, may be a window, which counts once. So does that of a real convolution.
     """
-    labels = re.match(r"(\w+)_(\w+)->(\w+)", conv.attribute("dim_labels"))
-    left_labels, right_labels, out_labels = labels.groups()
-    left, right, out = (one.dims for one in (*conv.operands[:2], conv))
-    window = dict(part.split("=") for part in conv.attribute("window").strip("{}").split())
-    positions = 1
-    for axis, label in enumerate(filter(str.isdigit, out_labels)):
-
-        def setting(name: str, default: int) -> int:
-            return int(window[name].split("x")[axis].split("_")[0]) if name in window else default
-
-        outputs = np.arange(out[out_labels.index(label)])
-        elements = np.arange(right[right_labels.index(label)])
-        at = (
-            outputs[:, None] * setting("stride", 1)
-            + elements * setting("rhs_dilate", 1)
-            - setting("pad", 0)
-        )
-        dilate = setting("lhs_dilate", 1)
-        real = (at >= 0) & (at % dilate == 0) & (at // dilate < left[left_labels.index(label)])
-        positions *= int(real.sum())
-    others = (
-        out[out_labels.index("b")] * out[out_labels.index("f")] * right[right_labels.index("i")]
-    )
-    return 2 * others * positions
+    labels = re.match(r"(\w+)_(\w+)->(\w+)", conv.attribute("dim_labels")).groups()
+    shapes = [one.dims for one in (*conv.operands[:2], conv)]
+    left, right, out = (dict(zip(names, dims)) for names, dims in zip(labels, shapes))
+    windows = [max(left[name], right[name], out[name]) for name in out if name.isdigit()]
+    return 2 * out["b"] * out["f"] * right["i"] * math.prod(windows)
 
 
 def _multiplied_sum(reduce: Instruction) -> int:

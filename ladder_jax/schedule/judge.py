@@ -237,10 +237,6 @@ def purpose(collective: Collective) -> str:
     """
     name = collective.op_name
     phrases = [_scope_purpose(part) for part in name.split(":")]
-    phrases += [
-        _scope_purpose(part) or _gradient_purpose(part, collective)
-        for part in collective.operand_op_names
-    ]
     if purposes := [phrase for phrase in dict.fromkeys(phrases) if phrase]:
         return ", ".join(purposes)
     if phrase := _gradient_purpose(name, collective):

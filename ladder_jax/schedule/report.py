@@ -322,11 +322,6 @@ class Report:
             )
         return Table(COLUMNS, rows, left=("reduction", "layers", "status"))
 
-    def explained(self) -> list[str]:
-        """A line for each status in the table that needs one."""
-        statuses = dict.fromkeys(r.status for r in self.reductions)
-        return [f"{s.name.lower()}: {s.value}" for s in statuses if s.value != s.name.lower()]
-
     def lines(self, *, width: int) -> list[str]:
         """The verdict, the table's first rows, and the collectives of other purposes."""
         table = self.table()
@@ -335,7 +330,6 @@ class Report:
             lines += dataclasses.replace(table, rows=table.rows[:SHOWN]).lines(width)
         if (more := len(table.rows) - SHOWN) > 0:
             lines.append(f"... and {more} more rows")
-        lines += self.explained()
         if others := _count(self.others):
             lines.append(f"other collectives: {others}, {self.other_hidden} hidden")
         return lines
