@@ -110,7 +110,6 @@ SAME = [
     (dict(dtype="float32"), dict(dtype=config.Dtype.FLOAT32)),
     (dict(dtype=jnp.float32), dict(dtype=config.Dtype.FLOAT32)),
     (dict(dtype=jnp.dtype("bfloat16")), dict(dtype=config.Dtype.BFLOAT16)),
-    (dict(dtype="fp32"), dict(dtype=config.Dtype.FLOAT32)),
     (dict(ladder_layers=2), dict(ladder_layers="2")),
     (dict(ladder_layers=[0, 1]), dict(ladder_layers="0,1,")),
     (dict(ladder_layers=range(2)), dict(ladder_layers="0,1,")),

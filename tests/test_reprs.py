@@ -114,7 +114,7 @@ OBJECTS = {
         "compiled_logits.<locals>.stripped, no options",
     ),
     "configuration": (lambda _: BIG, "biases='all', qk_norm=True, residual='desync-2', ranks=2)"),
-    "a run's configuration": (lambda _: saved(_).config, "\n  lora=LoraConfig(rank=4),\n"),
+    "a run's configuration": (lambda _: saved(_).config, ", lora=LoraConfig(rank=4))"),
     "stack": (stack, "Stack of Block, 5,760 parameters\nTopology of 40 layers"),
     "source": (source, "Source(path='a/model.gguf', model=ModelConfig("),
     "opened": (opened, "OpenedModel('a/model.gguf', a Source)"),

@@ -12,7 +12,7 @@ import pytest
 from ladder_jax import config
 from ladder_jax.config import START, DistillConfig, RunConfig, TrainConfig
 from ladder_jax.errors import UserError
-from ladder_jax.pretrained import OpenedModel, model_config
+from ladder_jax.pretrained import OpenedModel
 from ladder_jax.retrain import Retraining, Sources, loss, of_sources, sources
 from ladder_jax.train.gradients import task_gradients
 from tests import cases, experts, reference
@@ -149,9 +149,7 @@ def test_what_was_refitted_is_of_one_topology(tmp_path):
 
     def of_run(*more):
         given = [f"train.start={folder}", "model.residual=ladder", *more]
-        return sources.of_run(
-            config.load(tmp_path / "run.yaml", overrides=given, model_of=model_config)
-        )
+        return sources.of_run(config.load(tmp_path / "run.yaml", overrides=given))
 
     named, standard = f"distill.teacher={folder}", "distill.residual=standard"
     for allowed in (

@@ -84,18 +84,16 @@ def words(option: str, text: str) -> tuple[str, ...]:
     return parts
 
 
-def shown(config: object, *, always: typing.Collection[str] = ()) -> str:
+def shown(config: object) -> str:
     """The repr of a dataclass, as one types it: the fields that differ from their defaults, enums
-    by their names.
-
-    always: fields that are there in any case. Long sequences and texts are shortened.
+    by their names. Long sequences and texts are shortened.
     """
     fields = []
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
         default = field.default
         differs = type(value) is not type(default) or value != default
-        if field.repr and (field.name in always or differs):
+        if field.repr and differs:
             fields.append(f"{field.name}={_shortened(value)}")
     return f"{type(config).__name__}({', '.join(fields)})"
 

@@ -10,7 +10,7 @@ import pathlib
 import re
 from collections.abc import Sequence
 
-from ladder_jax.config.fields import Count, Positive, Section, build, check, shown
+from ladder_jax.config.fields import Count, Positive, Section, build, check
 from ladder_jax.config.model_sections import MoEConfig, SideConfig
 from ladder_jax.errors import UserError, unknown, wrong_type
 
@@ -28,18 +28,6 @@ RESIDUALS = (
 """Of every model."""
 EXPERT_RESIDUALS = ("farskip",)
 """Of models with experts only."""
-
-SHAPE = (
-    "num_layers",
-    "d_model",
-    "num_heads",
-    "num_kv_heads",
-    "head_dim",
-    "d_ff",
-    "vocab_size",
-    "residual",
-)
-"""What a repr of a model's configuration always shows."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -131,10 +119,7 @@ class Dtype(enum.Enum):
 
     @classmethod
     def _missing_(cls, value: object) -> "Dtype | None":
-        name = getattr(getattr(value, "dtype", value), "name", None) or getattr(
-            value, "__name__", value
-        )
-        name = {"bf16": "bfloat16", "fp32": "float32"}.get(str(name), name)
+        name = getattr(value, "name", None) or getattr(value, "__name__", None)
         return next((one for one in cls if one.value == name), None)
 
 
@@ -203,10 +188,6 @@ class ModelConfig(Section):
     residual_dtype: Dtype = Dtype.BFLOAT16
 
     NAME = "model"
-
-    def __repr__(self) -> str:
-        has_mlp = self.moe is None or self.moe.dense_layers
-        return shown(self, always=[name for name in SHAPE if has_mlp or name != "d_ff"])
 
     def __post_init__(self):
         object.__setattr__(self, "ladder_layers", _as_text(self.ladder_layers))

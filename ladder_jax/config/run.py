@@ -326,13 +326,6 @@ class RunConfig(Section):
     conversion: ConversionConfig = ConversionConfig()
     lora: LoraConfig = LoraConfig()
 
-    def __repr__(self) -> str:
-        """A line a section, of those that differ from their defaults."""
-        sections = [
-            f"  {name}={value!r},\n" for name, value in vars(self).items() if value != type(value)()
-        ]
-        return f"RunConfig(\n{''.join(sections)})" if sections else "RunConfig()"
-
     def _check(self) -> None:
         check_fits_mesh(self.model, self.mesh)
         if self.retrains or self.model.side is not None:
