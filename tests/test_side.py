@@ -303,7 +303,7 @@ def test_the_sizes_of_the_network():
 
 
 @pytest.mark.parametrize("given, said", [
-    ("model.side.reduction=3", r"model.side.reduction=3 does not divide .*\(allowed: 1, 2, 4, 8, 16, 32\)"),
+    ("model.side.reduction=3", r"model.side.reduction=3 does not divide"),
     ("model.side.reduction=0", "model.side.reduction must be positive"),
     ("model.side.reductoin=8", "did you mean 'model.side.reduction'"),
     ("model.side.reduction=8", "model.side needs train.start"),

@@ -3,9 +3,15 @@
 import dataclasses
 import itertools
 
-from ladder_jax.config import ModelConfig, check_halves, parse_residual
+from ladder_jax.config import (
+    MeshConfig,
+    ModelConfig,
+    check_fits_mesh,
+    check_halves,
+    parse_residual,
+)
 from ladder_jax.config.fields import check, words
-from ladder_jax.config.run import check_divides, check_tensor
+from ladder_jax.config.run import check_tensor
 from ladder_jax.errors import UserError
 from ladder_jax.schedule import models
 
@@ -118,9 +124,7 @@ def make(
     check(not request.share or shape.moe is None, dense)
     alone = f"--share runs one rank on one device: leave --tensor {request.tensor} out"
     check(not request.share or request.tensor in (None, 1), alone)
-    for option, ranks in (("tensor", request.tensor), ("share", request.share)):
-        if ranks is not None:
-            check_divides(shape, tensor=ranks, most=max(ranks, shape.num_heads), option=option)
+    check_fits_mesh(shape, MeshConfig(tensor=request.share or request.tensor or 1))
     if request.share:
         request = dataclasses.replace(request, tensor=1)
     return request
@@ -131,9 +135,7 @@ def on_devices(request: Request, *, count: int) -> Request:
     divide the model.
     """
     tensor = count if request.tensor is None else request.tensor
-    check_tensor(
-        request.shape, name=request.model, tensor=tensor, devices=count, where="this machine"
-    )
+    check_tensor(request.shape, tensor=tensor, devices=count, where="this machine")
     return dataclasses.replace(request, tensor=tensor)
 
 

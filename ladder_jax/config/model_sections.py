@@ -149,17 +149,12 @@ class SideConfig(Section):
             model.moe is None,
             "model.side is for dense models only, not those with experts (model.moe)",
         )
-        if not _divides(self.reduction, model):
-            allowed = ", ".join(str(r) for r in range(1, model.d_model + 1) if _divides(r, model))
-            check(
-                False,
-                f"model.side.reduction={self.reduction} does not divide model.d_model={model.d_model},"
-                f" model.d_ff={model.d_ff} and the heads ({model.num_heads} of {model.head_dim},"
-                f" {model.num_kv_heads} for keys and values) into a smaller model's (allowed: {allowed})",
-            )
-
-
-def _divides(reduction: int, model: Any) -> bool:
-    fewer = math.gcd(reduction, model.num_kv_heads)
-    heads = model.head_dim * fewer % (2 * reduction) == 0  # rotary positions turn pairs
-    return heads and model.d_model % reduction == 0 and model.d_ff % reduction == 0
+        r = self.reduction
+        fewer = math.gcd(r, model.num_kv_heads)
+        divides = model.d_model % r == 0 and model.d_ff % r == 0
+        check(
+            divides and model.head_dim * fewer % (2 * r) == 0,  # rotary positions turn pairs
+            f"model.side.reduction={r} does not divide model.d_model={model.d_model},"
+            f" model.d_ff={model.d_ff} and the heads ({model.num_heads} of {model.head_dim},"
+            f" {model.num_kv_heads} for keys and values) into a smaller model's",
+        )

@@ -14,7 +14,6 @@ from ladder_jax.config.fields import (
     Seed,
     Share,
     check,
-    passes,
 )
 from ladder_jax.config.model import (
     CollectiveMatmul,
@@ -30,7 +29,6 @@ from ladder_jax.config.model import (
 )
 from ladder_jax.config.model_sections import ExpertParallelism, check_exchange
 from ladder_jax.config.retrain import ConversionConfig, DistillConfig, LoraConfig, check_retraining
-from ladder_jax.errors import UserError
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -83,42 +81,12 @@ def check_fits_mesh(model: ModelConfig, mesh: MeshConfig) -> None:
     )
 
 
-def check_tensor(model: ModelConfig, *, name: str, tensor: int, devices: int, where: str) -> None:
+def check_tensor(model: ModelConfig, *, tensor: int, devices: int, where: str) -> None:
     """Of the command line's `--tensor`: raises UserError if `where` has fewer devices, or if the
-    model, `name` to the user, cannot be split over them.
+    model cannot be split over them.
     """
-    allowed = f"allowed for {name}: {', '.join(map(str, _splits(model, most=devices)))}"
-    check(
-        tensor <= devices,
-        f"--tensor {tensor} is more than the {devices} devices of {where} ({allowed})",
-    )
-    check_divides(model, tensor=tensor, most=devices)
-
-
-def check_divides(model: ModelConfig, *, tensor: int, most: int, option: str = "tensor") -> None:
-    """Raises UserError if the model cannot be split over `tensor` devices. It lists the valid
-    numbers up to `most`.
-
-    option: the command line's option for the number.
-    """
-    try:
-        check_fits_mesh(model, MeshConfig(tensor=tensor))
-    except UserError as error:
-        allowed = _splits(model, most=most)
-        nearest = min(allowed, key=lambda size: abs(size - tensor))
-        names = ", ".join(map(str, allowed))
-        raise UserError(
-            f"--{option} {tensor}: {error}; did you mean {nearest}? (allowed: {names})"
-        ) from None
-
-
-def _splits(model: ModelConfig, *, most: int) -> list[int]:
-    """The numbers of devices, up to `most`, that the model can be split over."""
-    return [
-        tensor
-        for tensor in range(1, most + 1)
-        if passes(check_fits_mesh, model, MeshConfig(tensor=tensor))
-    ]
+    check(tensor <= devices, f"--tensor {tensor} is more than the {devices} devices of {where}")
+    check_fits_mesh(model, MeshConfig(tensor=tensor))
 
 
 class Format(enum.Enum):

@@ -134,9 +134,7 @@ def make(
         capacity=exchange_capacity(capacity, config=shape, experts=experts),
         **{"tensor": machine.devices, **given},
     )
-    check_tensor(
-        shape, name=model, tensor=request.tensor, devices=machine.devices, where=machine.name
-    )
+    check_tensor(shape, tensor=request.tensor, devices=machine.devices, where=machine.name)
     if residual is None:
         plain = dataclasses.replace(request, ladder_layers=None, interleave=Interleave.AUTO)
         possible = tuple(name for name in every if passes(_check_residual, plain, name))

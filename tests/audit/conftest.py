@@ -2,7 +2,7 @@
 
 import pytest
 
-from ladder_jax.cli.main import _parser
+from ladder_jax.cli.main import parse
 from ladder_jax.config import Launch
 from ladder_jax.overlap import compile as compiling
 from ladder_jax.overlap import request as requests
@@ -35,7 +35,7 @@ def table(text, *, model="llama-3-70b"):
             marks = () if name.endswith("*") else pytest.mark.full
             for target in TARGETS.get(name.strip("*"), name.strip("*")).split():
                 asked = f"overlap --model {model} --layers {LAYERS} {words} --target {target}"
-                options = vars(_parser("overlap").parse_args(asked.split()))
+                options = vars(parse(asked.split()))
                 request = requests.make(**{name: options[name] for name in result.OPTIONS})
                 found.append(pytest.param(request, *counts, id=f"{words} {target}", marks=marks))
     return found

@@ -88,11 +88,11 @@ MISTAKES = {
         ("--hardware nowhere.yaml", "cannot read hardware 'nowhere.yaml': No such file"),
         (
             "--hardware v5e --tensor 5",
-            "--tensor 5: model.num_heads=64 is not divisible by mesh.tensor=5; did you mean 4?",
+            "model.num_heads=64 is not divisible by mesh.tensor=5",
         ),
         (
             "--hardware h100-nvlink --tensor 16",
-            "--tensor 16 is more than the 8 devices of h100-nvlink (allowed for",
+            "--tensor 16 is more than the 8 devices of h100-nvlink",
         ),
         ("--model llama-3-7b --hardware v5e", "did you mean 'llama-3-70b'"),
         ("--hardware v5e --batch 0", "--batch must be positive, not 0"),
