@@ -339,7 +339,6 @@ VERBS = {
             **CAPACITY,
             **JSON,
             "--plot FILE": "draw two layers' timeline, Standard above NAME (PNG, SVG, PDF)",
-            "--trace FILE": "write the timelines for https://ui.perfetto.dev",
         },
     ),
     "plan": Verb(

@@ -2,9 +2,7 @@
 cache.
 """
 
-import contextlib
 import dataclasses
-import enum
 import gzip
 import hashlib
 import importlib
@@ -13,13 +11,13 @@ import multiprocessing
 import os
 import pathlib
 import tempfile
-import time
 import traceback
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from multiprocessing.connection import Connection
 from typing import Any
 
-from ladder_jax import files, python
+from ladder_jax import files, python, terminal
+from ladder_jax.config import to_dict
 from ladder_jax.errors import UserError
 from ladder_jax.overlap.request import Request
 from ladder_jax.schedule import targets
@@ -34,14 +32,6 @@ FLAGS = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
 DUMPED = "--xla_dump_hlo_as_text=true --xla_dump_hlo_module_re=.*jit_(step|local).*"
 
 
-class Until(enum.Enum):
-    """How far a program is compiled."""
-
-    CODE = "code"
-    # until the order of operations is final; without the compiler's costs and sizes
-    SCHEDULE = "schedule"
-
-
 @dataclasses.dataclass(frozen=True)
 class Record:
     """A compiler's results for one program; bytes are those of one device.
@@ -52,8 +42,7 @@ class Record:
     notices: warnings about options or settings that were dropped, with reasons.
     bytes_minimum: weights and cache, each read once (decode); None for other phases.
     bytes_accessed: the compiler's count; None if it gives none.
-    argument_bytes, output_bytes, alias_bytes, temporary_bytes, code_bytes: None if compiled until
-        SCHEDULE.
+    argument_bytes, output_bytes, alias_bytes, temporary_bytes, code_bytes: None if compiled early.
     """
 
     hlo: str = dataclasses.field(repr=False)
@@ -98,29 +87,29 @@ def write(path: str | os.PathLike, record: Any) -> None:
     files.write(pathlib.Path(path), [gzip.compress(text.encode(), compresslevel=5)])
 
 
-def compiled(request: Request, *, until: Until = Until.CODE) -> Record:
+def compiled(request: Request, *, early: bool = False) -> Record:
     """The compiler's record of the request's program. Raises UserError if the program cannot be
     compiled.
 
-    until: SCHEDULE is for TPUs. On other targets it has the effect of CODE.
+    early: for TPUs, only until the order of operations is final; without costs and sizes.
     """
     label = f"{request.residual}, {request.layers} layers, {request.phase.value} for {request.target.name}"
     trained = TRAINING if request.trains else ["decode"]
     return recorded(
         Record,
         "ladder_jax.overlap.programs:record",
-        request.as_dict(),
+        request,
         target=request.target,
         label=label,
         sources=(*SOURCES, "overlap/programs.py", *trained),
-        early=until is Until.SCHEDULE and request.target.platform == "tpu",
+        early=early and request.target.platform == "tpu",
     )
 
 
 def recorded[R](
     kind: type[R],
     function: str,
-    request: dict,
+    request: Any,
     *,
     target: Target,
     label: str,
@@ -137,7 +126,7 @@ def recorded[R](
     if reason := targets.not_installed(target):
         raise UserError(f"target {target.name}: {reason}")
     flags = {name: os.environ.get(name, "") for name in FLAGS}
-    asked = [function, request, early, python.versions(*PACKAGES), flags]
+    asked = [function, to_dict(request), early, python.versions(*PACKAGES), flags]
     digest = hashlib.sha256(json.dumps(asked, sort_keys=True).encode())
     root = pathlib.Path(__file__).parent.parent
     for part in (*sources, *TARGETS):
@@ -151,8 +140,8 @@ def recorded[R](
             return kept
         arguments = (request, dump) if early else (request,)
         flags = f"--xla_dump_to={dump} {DUMPED}" if early else ""
-        with _progress(label):
-            record = apart(function, *arguments, target=target, flags=flags)
+        terminal.say(f"compiling {label} (a minute or more)")
+        record = apart(function, *arguments, target=target, flags=flags)
         write(path, record)
         return record
 
@@ -207,16 +196,3 @@ def _environment(target: Target, flags: str) -> dict[str, str]:
     if target.platform == "cpu":
         changes["JAX_NUM_CPU_DEVICES"] = target.shape
     return {**targets.ENVIRONMENT, **changes}
-
-
-@contextlib.contextmanager
-def _progress(label: str) -> Iterator[None]:
-    from rich.console import Console
-
-    console = Console(stderr=True)
-    started = time.monotonic()
-    with console.status(f"compiling {label} (a minute or more)"):
-        yield
-    console.print(
-        f"compiling {label}: {time.monotonic() - started:.0f} s", style="dim", highlight=False
-    )

@@ -93,13 +93,12 @@ def bytes_minimum(request: Request, arguments: tuple[Any, ...]) -> int | None:
     return round(total)
 
 
-def record(asked: dict, dump: str | None = None) -> Record:
-    """Compile the program of a request, `Request.as_dict`; with `dump`, the folder named in
-    XLA_FLAGS, only until it is scheduled: machine code takes 90 % of a train step's compilation.
+def record(request: Request, dump: str | None = None) -> Record:
+    """Compile the request's program; with `dump`, the folder named in XLA_FLAGS, only until it is
+    scheduled: machine code takes 90 % of a train step's compilation.
     """
     notices = logging.handlers.BufferingHandler(1000)
     logging.getLogger("ladder_jax").addHandler(notices)
-    request = Request.from_dict(asked)
     started = time.perf_counter()
     try:
         function, arguments = program(request)

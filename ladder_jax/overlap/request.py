@@ -100,14 +100,11 @@ class Request:
         return self.batch if self.phase is Phase.DECODE else self.batch * self.prompt_length
 
     def as_dict(self) -> dict:
+        """The options, as plain JSON values."""
         values = {**to_dict(self), "target": self.target.name}
-        return {
-            name: value for name, value in values.items() if name != "shape" or value is not None
-        }
-
-    @classmethod
-    def from_dict(cls, values: dict) -> "Request":
-        return cls(**{**values, "target": targets.parse(values["target"])})
+        if self.shape is None:
+            del values["shape"]
+        return values
 
 
 def make(*, target: str, model: str, phase: Phase, **options: Any) -> Request:

@@ -30,16 +30,13 @@ def run(args: dict) -> None:
     written.
     """
     files.check_picture("plot", args["plot"])
-    files.check_writable("trace", args["trace"], endings=(".json",))
     request = requests.make(**{name: args[name] for name in OPTIONS})
-    if args["plot"] or args["trace"]:
+    if args["plot"]:
         picture.check_drawn(request)
     answer = read(request, compiling.compiled(request))
     terminal.answer(answer, as_json=args["json"])
     if args["plot"]:
         picture.plot(request, file=args["plot"])
-    if args["trace"]:
-        picture.trace(request, file=args["trace"])
 
 
 @dataclasses.dataclass(frozen=True)

@@ -7,7 +7,6 @@ from ladder_jax.config import Launch
 from ladder_jax.overlap import compile as compiling
 from ladder_jax.overlap import request as requests
 from ladder_jax.overlap import result
-from ladder_jax.overlap.compile import Until
 from ladder_jax.schedule import targets
 
 LAYERS = 4
@@ -65,12 +64,11 @@ def compiled(request):
     which takes nine tenths of a compiler's time for TPUs.
     """
     whole = request.node.get_closest_marker("machine_code")
-    until = Until.CODE if whole else Until.SCHEDULE
 
     def answer(one):
         # TPU targets are always compiled for; GPU targets where the plugin is installed
         if one.target.platform == "cuda" and (reason := targets.not_installed(one.target)):
             pytest.skip(reason)  # what `ladder-jax doctor` says of this machine
-        return result.read(one, compiling.compiled(one, until=until))
+        return result.read(one, compiling.compiled(one, early=not whole))
 
     return answer
