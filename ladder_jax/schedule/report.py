@@ -172,7 +172,11 @@ class Report:
     unknown: tuple[str, ...] = ()
 
     def __repr__(self) -> str:
-        return "\n".join(self.lines(width=80))
+        table = self.table()
+        rows = dataclasses.replace(table, rows=table.rows[:SHOWN]).lines(80) if table.rows else []
+        more = len(table.rows) - SHOWN
+        cut = [f"... and {more} more rows"] if more > 0 else []
+        return "\n".join([*self.verdict.split("; "), *rows, *cut])
 
     def as_dict(self) -> dict:
         """Plain JSON values. bytes, cycles, FLOPs of one device; None is what a compiler leaves
@@ -322,18 +326,6 @@ class Report:
             )
         return Table(COLUMNS, rows, left=("reduction", "layers", "status"))
 
-    def lines(self, *, width: int) -> list[str]:
-        """The verdict, the table's first rows, and the collectives of other purposes."""
-        table = self.table()
-        lines = self.verdict.split("; ")
-        if table.rows:
-            lines += dataclasses.replace(table, rows=table.rows[:SHOWN]).lines(width)
-        if (more := len(table.rows) - SHOWN) > 0:
-            lines.append(f"... and {more} more rows")
-        if others := _count(self.others):
-            lines.append(f"other collectives: {others}, {self.other_hidden} hidden")
-        return lines
-
 
 def _count(transfers: Sequence[Transfer], *statuses: Status) -> int:
     return sum(t.count for t in transfers if not statuses or t.status in statuses)
@@ -373,14 +365,11 @@ def _transfers(transfers: Sequence[Transfer]) -> dict:
 
 
 def layer_range(names: Sequence[str]) -> str:
-    """Consecutive layers as "0-3", some of several as their number."""
-    numbers = sorted({int(name) for name in names if name.isdigit()})
-    if len(numbers) != len(set(names)) or len(numbers) < 3:
-        return ", ".join(dict.fromkeys(names))
-    first = numbers[0]
-    last = numbers[-1]
-    some = "" if len(numbers) == last - first + 1 else f"{len(numbers)} layers of "
-    return f"{some}{first}-{last}"
+    """Consecutive layers as "0-3", others one by one."""
+    each = sorted({int(name) for name in names if name.isdigit()})
+    if len(each) > 2 and len(each) == len(set(names)) and each[-1] - each[0] == len(each) - 1:
+        return f"{each[0]}-{each[-1]}"
+    return ", ".join(dict.fromkeys(names))
 
 
 def _range(values: Sequence[float], pattern: str) -> str:
