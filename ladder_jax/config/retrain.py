@@ -77,15 +77,6 @@ class ConversionConfig(Section):
             f"conversion.steps={self.steps} is too few for its groups",
         )
 
-    def check_groups(self, turning: int) -> None:
-        """Raises UserError for more groups than layers turn: the steps of empty ones would turn
-        nothing.
-        """
-        check(
-            self.groups <= turning,
-            f"conversion.groups={self.groups} is more than the {turning} layers that turn (allowed: 1 to {turning})",
-        )
-
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class LoraConfig(Section):
@@ -159,7 +150,11 @@ def check_retraining(config: Any) -> None:
             turning > 0,
             f"conversion.steps={conversion.steps} has no ladder layer to turn: model.ladder_layers={which!r}",
         )
-        conversion.check_groups(turning)
+        groups = conversion.groups
+        check(
+            groups <= turning,
+            f"conversion.groups={groups} is more than the {turning} layers that turn (allowed: 1 to {turning})",
+        )
     for name in ("conversion.steps", "distill.hidden_weight"):
         check(
             not (settings[name] and train.sequence_parallel),

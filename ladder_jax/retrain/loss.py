@@ -81,17 +81,15 @@ def loss_sum(
     frozen: Params,
     batch: Targets,
     *,
-    routers: Any,
     scheduled: dict[str, jax.Array],
     config: TrainConfig,
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
     """(the loss, its `terms`), each summed over this rank's positions and equal on its tensor
     ranks.
 
-    routers: whose losses are added (nn/router_losses.py), or None. scheduled: as
-        `TrainingTask.scheduled` has it.
+    scheduled: as `TrainingTask.scheduled` has it.
     """
-
+    routers = plan.routers if plan.routers and plan.routers.measures(scheduled) else None
     positions = nn.FullSequence() if batch.segments is None else nn.Packed(batch.segments)
 
     def forward(definition: ModelDef, of: Callable = nn.forward_pass) -> nn.ForwardPass:
