@@ -208,9 +208,9 @@ def test_a_side_network_is_trained_further(trained, place, tmp_path):
         ),
         (
             ["model.side=null"],
-            "train.start=.*: the checkpoint has a side network, .* and this run has None",
+            "train.start=.*: the checkpoint has a side network, .* where None can be",
         ),
-        ([f"distill.teacher={side}"], "distill.teacher=.*: .* a teacher is a model without one"),
+        ([f"distill.teacher={side}"], "distill.teacher=.*: .* where None can be"),
     ):
         with pytest.raises(UserError, match=said):
             run(place, tmp_path / "wrong", *start, *wrong)

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from ladder_jax import nn
-from ladder_jax.config import ModelConfig, TrainConfig
+from ladder_jax.config import TrainConfig
 from ladder_jax.data.packing import Targets
 from ladder_jax.nn import ModelDef, Params
 from ladder_jax.nn.loss import divergence_sum
@@ -197,33 +197,17 @@ def _with_factors(plan: RetrainPlan, trained: Params, frozen: Params) -> tuple[P
 
 
 def shared_layers(plan: RetrainPlan) -> int:
-    """How many of the lowest layers compute the same in teacher and student: frozen, standard in
-    both, and alike.
+    """How many of the lowest layers compute the same in teacher and student: frozen, and standard in
+    both. A teacher's experts drop no row.
     """
     student = plan.definition
-    teacher = plan.teacher
-    if not plan.shares_weights or not _alike(student.config, teacher.config):
+    moe = student.config.moe
+    if not plan.shares_weights or (moe is not None and moe.drops):
         return 0
-    if not all(map(_standard, teacher.topology.layers)):
+    if not all(map(_standard, plan.teacher.topology.layers)):
         return 0
     frozen = student.config.num_layers if plan.side else plan.frozen_layers
     return min(frozen, [*map(_standard, student.topology.layers), False].index(False))
-
-
-def _alike(student: ModelConfig, teacher: ModelConfig) -> bool:
-    """Whether layers of equal weights and equal steps compute the same. A teacher's experts drop no
-    row.
-    """
-    if student.moe is not None and student.moe.drops:
-        return False
-
-    def of_layers(config: ModelConfig) -> ModelConfig:
-        moe = config.moe and dataclasses.replace(config.moe, capacity=None)
-        return dataclasses.replace(
-            config, moe=moe, side=None, residual="standard", ladder_layers=None, ranks=None
-        )
-
-    return of_layers(student) == of_layers(teacher)
 
 
 def _standard(steps: tuple[Step, ...]) -> bool:
