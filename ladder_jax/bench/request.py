@@ -10,7 +10,7 @@ from ladder_jax.config import (
     check_halves,
     parse_residual,
 )
-from ladder_jax.config.fields import check, words
+from ladder_jax.config.fields import check
 from ladder_jax.config.run import check_tensor
 from ladder_jax.errors import UserError
 from ladder_jax.schedule import models
@@ -108,8 +108,8 @@ def make(
         ("interleave", "interleaves", interleave),
     ):
         if text is not None:
-            settings[field] = tuple(_positive(option, word) for word in words(option, text))
-    residuals = words("residual", residual)
+            settings[field] = tuple(_positive(option, word) for word in text.split(","))
+    residuals = tuple(residual.split(","))
     for name in residuals:
         parse_residual(name)
     request = Request(model=model, shape=shape, residuals=residuals, **settings)

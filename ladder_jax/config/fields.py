@@ -1,6 +1,4 @@
-"""Type conversion and checks of the sections' fields, alike for a file, an override and Python; and
-of lists on the command line, as in `--batch 1,4,16`.
-"""
+"""Type conversion and checks of the sections' fields, alike for a file, an override and Python."""
 
 import dataclasses
 import enum
@@ -69,19 +67,6 @@ def passes(check: typing.Callable[..., None], *args: object, **settings: object)
     except UserError:
         return False
     return True
-
-
-def words(option: str, text: str) -> tuple[str, ...]:
-    """The words of the list `text` of `--option`, separated by commas. Raises UserError for an
-    empty word, and for a repeated one.
-    """
-    parts = tuple(word.strip() for word in text.split(","))
-    for word in parts:
-        if not word:
-            raise UserError(f"--{option} {text!r} has an empty place: write it as in a,b,c")
-        if parts.count(word) > 1:
-            raise UserError(f"--{option} {text!r} names {word} twice")
-    return parts
 
 
 def shown(config: object) -> str:

@@ -14,7 +14,7 @@ from ladder_jax.config import (
     check_halves,
     parse_residual,
 )
-from ladder_jax.config.fields import check, passes, words
+from ladder_jax.config.fields import check, passes
 from ladder_jax.config.run import check_tensor
 from ladder_jax.errors import unknown
 from ladder_jax.overlap.request import exchange_capacity
@@ -129,7 +129,7 @@ def make(
         model=model,
         shape=shape,
         machine=machine,
-        residuals=every if residual is None else words("residual", residual),
+        residuals=every if residual is None else tuple(residual.split(",")),
         phase=None if phase == GENERATE else Phase(phase),
         capacity=exchange_capacity(capacity, config=shape, experts=experts),
         **{"tensor": machine.devices, **given},

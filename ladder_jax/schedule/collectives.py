@@ -250,10 +250,6 @@ def _measure(
     collective = form.collective
     holder = form.holder
     axes, ranks = group_of(collective, mesh=mesh)
-    payload = tuple(array for operand in collective.operands for array in operand.arrays)
-    # an operand may be one array of a fusion's several
-    if collective.opcode.startswith("collective-permute"):
-        payload = collective.arrays[: len(collective.operands)]
     window = computation.instructions[form.issued + 1 : form.awaited]
     cycles = costs.cycles_of(window)
     start = computation.instructions[form.issued]
@@ -262,7 +258,7 @@ def _measure(
         kind=_kind(collective, holder),
         op_name=collective.op_name or start.op_name or _reducer_op_name(collective),
         operands=_count_operands(collective, ranks=ranks),
-        bytes=sum(array.bytes for array in payload),
+        bytes=sum(operand.bytes for operand in collective.operands),
         axes=axes,
         ranks=ranks,
         computation=computation.name,

@@ -27,7 +27,6 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from ladder_jax.hardware import Hardware
-from ladder_jax.schedule import hlo
 from ladder_jax.schedule.hlo import Array, Instruction, Program
 
 if TYPE_CHECKING:
@@ -110,7 +109,7 @@ def kernel(instruction: Instruction, *, experts: Experts | None) -> Grouped | No
     """
     if instruction.opcode != "custom-call" or not _is_named(instruction):
         return None
-    read = _floats(_operands(instruction))
+    read = _floats(array for source in instruction.operands for array in source.arrays)
     written = _floats(instruction.arrays)
     rows = [one for one in read + written if len(one.dims) == 2]
     matrices = [one for one in read + written if len(one.dims) == 3]
@@ -127,22 +126,6 @@ def kernel(instruction: Instruction, *, experts: Experts | None) -> Grouped | No
     tile = re.search(r'ragged_dot_tiling="(\d+),', instruction.attributes)
     elements = sum(math.prod(one.dims[1:]) for one in matrices)
     return Grouped(active, chosen, elements, moved, int(tile[1]) if tile else 1)
-
-
-def _operands(instruction: Instruction) -> list[Array]:
-    """By the call's own list of shapes, where it has one: an operand may be one array of an
-    instruction's several.
-    """
-    sources = instruction.operands
-    listed = re.search(
-        r"operand_layout_constraints=\{((?:[^{}]|\{[^}]*\})*)\}", instruction.attributes
-    )
-    if not listed:
-        return [array for source in sources for array in source.arrays]
-    return [
-        next((own for own in source.arrays if own == array), array)
-        for array, source in zip(hlo.arrays(listed[1]), sources, strict=True)
-    ]
 
 
 def _floats(arrays: Iterable[Array]) -> list[Array]:
