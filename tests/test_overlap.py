@@ -120,7 +120,6 @@ def test_weights_and_a_stream_that_are_split(told):
     assert sorted(forward) == ["all-gather"] * 4 + ["reduce-scatter"] * 4
     text = told(words)
     assert text.startswith(f"0 of {found['all_reduces']} collectives hidden: each is synchronous\n")
-    assert "fsdp 2, tensor 4, sequence-parallel, unrolled" in text
     assert "0 of 28 arrays of layers' weights gathered, hidden (0% of their bytes)\n" in text
 
 

@@ -103,15 +103,11 @@ class Section:
 
 
 def _shortened(value: object) -> str:
-    if isinstance(value, enum.Enum):
-        return repr(value.value)
-    if isinstance(value, str | bytes | tuple | list | dict | set | frozenset):
-        return _SHORT.repr(value)
-    return repr(value)
+    return repr(value.value) if isinstance(value, enum.Enum) else _SHORT.repr(value)
 
 
 _SHORT = reprlib.Repr(
-    maxtuple=8, maxlist=8, maxdict=4, maxset=4, maxfrozenset=4, maxstring=120, maxother=120
+    maxtuple=8, maxlist=8, maxdict=4, maxset=4, maxfrozenset=4, maxstring=120, maxother=2000
 )
 
 

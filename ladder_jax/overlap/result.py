@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Sequence
 
 from ladder_jax import files, terminal
-from ladder_jax.config import CollectiveMatmul, Phase
+from ladder_jax.config import Phase
 from ladder_jax.overlap import compile as compiling
 from ladder_jax.overlap import picture
 from ladder_jax.overlap import request as requests
@@ -18,10 +18,6 @@ from ladder_jax.schedule.report import Report, Transfer, hidden, hidden_bytes
 from ladder_jax.terminal import Table
 
 OPTIONS = [field.name for field in dataclasses.fields(requests.Request) if field.name != "shape"]
-FORMS = {
-    CollectiveMatmul.NONE: "",
-    CollectiveMatmul.RING: ", ring collective matmul",
-}
 GIB = 2**30
 
 
@@ -117,16 +113,8 @@ class Result:
     @property
     def _title(self) -> str:
         one = self.request
-        words = (
-            f"{one.model}, {one.residual}, {one.phase.value}, {one.layers} layers",
-            one.fsdp > 1 and f"fsdp {one.fsdp}",
-            f"tensor {one.tensor}",
-            one.sequence_parallel and f"sequence-parallel{FORMS[one.collective_matmul]}",
-            one.interleave == 2 and "two halves in turn",
-            one.exchanges and f"experts exchanged with capacity {one.capacity:g}",
-            f"{one.loop.value}, on {one.target.name}",
-        )
-        return ", ".join(filter(None, words))
+        shape = f"{one.layers} layers, tensor {one.tensor}, {one.loop.value}, on {one.target.name}"
+        return f"{one.model}, {one.residual}, {one.phase.value}, {shape}"
 
     @property
     def _memory(self) -> str:

@@ -6,7 +6,7 @@ import collections
 import functools
 import math
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 
 from ladder_jax.schedule import grouped
 from ladder_jax.schedule.grouped import Experts, Grouped
@@ -28,6 +28,16 @@ def sublayer_of(op_name: str) -> str:
     return (SUBLAYER.findall(op_name) or [""])[-1]
 
 
+def executed(
+    instructions: Iterable[Instruction], times: int = 1
+) -> Iterator[tuple[int, Instruction]]:
+    """The instructions, those that they call too, and how often each runs."""
+    for one in instructions:
+        yield times, one
+        for called in one.calls:
+            yield from executed(called.instructions, times * trip_count(one))
+
+
 class Costs:
     """Costs of `program`'s instructions, including the computations that they call.
 
@@ -38,44 +48,32 @@ class Costs:
     def __init__(self, program: Program, *, experts: Experts | None = None):
         self._program = program
         self._experts = experts
-        self._flops = functools.cache(lambda computation: self.flops_of(computation.instructions))
-        self._cycles = functools.cache(lambda computation: self.cycles_of(computation.instructions))
 
-    def matmul_flops(self, instruction: Instruction) -> Flops:
-        """2 x multiply-adds of the instruction's matrix products, by the sublayer named in their
-        scope.
+    def flops(self, instruction: Instruction) -> int:
+        """2 x multiply-adds of the instruction's own matrix product.
 
         0 for a kernel (custom call) other than a grouped matmul: its text does not show what it
         computes.
         """
-        count = _COUNTERS.get(instruction.opcode)
         if instruction.opcode == "custom-call" and "__cublas" in instruction.attributes:
-            count = _dot
-        if count:
-            return Flops({sublayer_of(instruction.op_name): count(instruction)})
-        if one := self.grouped(instruction):
-            return Flops({sublayer_of(instruction.op_name): one.flops})
-        called = sum(map(self._flops, instruction.calls), Flops())
-        return Flops(
-            {sublayer: trip_count(instruction) * flops for sublayer, flops in called.items()}
-        )
+            return _dot(instruction)
+        if count := _COUNTERS.get(instruction.opcode):
+            return count(instruction)
+        one = self.grouped(instruction)
+        return one.flops if one else 0
+
+    def flops_of(self, instructions: Iterable[Instruction], *, scope: str = "") -> Flops:
+        """Of the matrix products that run, by the sublayer in their names; of those alone whose
+        names begin with `scope`.
+        """
+        flops = Flops()
+        for times, one in executed(instructions):
+            if one.op_name.startswith(scope):
+                flops[sublayer_of(one.op_name)] += times * self.flops(one)
+        return +flops
 
     def grouped(self, instruction: Instruction) -> Grouped | None:
         return grouped.kernel(instruction, experts=self._experts)
-
-    def flops_of_scope(self, scope: str, *, within: Computation) -> int:
-        """Matmul FLOPs of one run of a computation, of the operations under a named scope; without
-        its loops.
-        """
-        total = 0
-        for instruction in within.instructions:
-            if instruction.opcode == "fusion":
-                total += sum(
-                    self.flops_of_scope(scope, within=called) for called in instruction.calls
-                )
-            elif instruction.op_name.startswith(scope):
-                total += self.matmul_flops(instruction).total()
-        return total
 
     def cycles(self, instruction: Instruction) -> int | None:
         """The compiler's estimate for one execution; of a grouped matmul, where it gives none,
@@ -95,11 +93,8 @@ class Costs:
             )
         if instruction.opcode not in ("while", "call", "conditional"):
             return None
-        called = _sum(map(self._cycles, instruction.calls))
+        called = _sum(self.cycles_of(one.instructions) for one in instruction.calls)
         return None if called is None else trip_count(instruction) * called
-
-    def flops_of(self, instructions: Iterable[Instruction]) -> Flops:
-        return sum(map(self.matmul_flops, instructions), Flops())
 
     def cycles_of(self, instructions: Iterable[Instruction]) -> int | None:
         """Of those that have an estimate; None if none has one."""
@@ -117,7 +112,7 @@ class Costs:
         """Estimated cycles of one execution of the program, with every loop's iterations counted;
         of a program that generates several tokens, cycles per token.
         """
-        total = self._cycles(self._program.entry)
+        total = self.cycles_of(self._program.entry.instructions)
         return (
             None
             if total is None
@@ -130,15 +125,11 @@ class Costs:
 
     @functools.cached_property
     def _trip_counts(self) -> collections.Counter[Computation]:
-        counts = collections.Counter()
-
-        def visit(computation: Computation, times: int):
-            counts[computation] += times
-            for instruction in computation.instructions:
-                for called in instruction.calls:
-                    visit(called, times * trip_count(instruction))
-
-        visit(self._program.entry, 1)
+        entry = self._program.entry
+        counts = collections.Counter({entry: 1})
+        for times, one in executed(entry.instructions):
+            for called in one.calls:
+                counts[called] += times * trip_count(one)
         return counts
 
 

@@ -47,16 +47,12 @@ def _scope(one: Collective) -> str:
 
 def _ring(scope: str, permutes: list[Collective], program: Program, costs: Costs) -> Collective:
     messages = sum(one.executions for one in permutes)
-    ranks = permutes[0].ranks
-    holders = [
-        program.computations[name] for name in dict.fromkeys(one.computation for one in permutes)
-    ]
-    runs = max(1, round(messages / max(1, ranks - 1)))
-    matmul = sum(costs.trips(h) * costs.flops_of_scope(scope, within=h) for h in holders)
+    runs = max(1, round(messages / max(1, permutes[0].ranks - 1)))
+    matmul = costs.flops_of(program.entry.instructions, scope=scope).total()
     flops = Flops()
     estimates = []
     for trips, instruction in collectives.beside(permutes, program=program, costs=costs):
-        for sublayer, count in costs.matmul_flops(instruction).items():
+        for sublayer, count in costs.flops_of([instruction]).items():
             flops[sublayer] += trips * count / runs
         if (estimate := costs.cycles(instruction)) is not None:
             estimates.append(trips * estimate)

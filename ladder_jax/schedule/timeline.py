@@ -121,7 +121,7 @@ class _Player:
             return cycles / self.hardware.clock
         if one := self.costs.grouped(instruction):
             return one.seconds(self.hardware)
-        flops = self.costs.matmul_flops(instruction).total() + attention_kernel_flops(instruction)
+        flops = self.costs.flops_of([instruction]).total() + attention_kernel_flops(instruction)
         moved = sum(one.bytes for one in (*instruction.operands, instruction))
         return max(flops / self.hardware.flops, moved / self.hardware.bandwidth)
 
