@@ -265,7 +265,7 @@ def test_groups_turn_from_the_top(groups, pace, fractions):
     ("conversion.steps=1 conversion.groups=3", "too few"),
     ("conversion.steps=8 conversion.groups=5", r"conversion.groups=5 is more than the 4 .* \(allowed: 1 to 4\)"),
     ("conversion.steps=8 conversion.groups=3 model.ladder_layers=2", r"groups=3 is .* \(allowed: 1 to 2\)"),
-    ("conversion.steps=5 train.sequence_parallel=true", "not with train.sequence_parallel"),
+    ("conversion.steps=5 train.sequence_parallel=true", "conversion.steps=5 and train.sequence_parallel excl"),
     ("distill.teacher=x train.z_loss=1e-4", "train.z_loss"),
 ], ids=str)  # fmt: skip
 def test_settings_that_cannot_be(given, said):

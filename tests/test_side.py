@@ -310,8 +310,8 @@ def test_the_sizes_of_the_network():
     ("model.side.reduction=8 train.start=x lora.rank=2", "lora.rank=2 and model.side exclude each other"),
     ("model.side.reduction=8 train.start=x train.freeze=1", "train.freeze=1 and model.side exclude each other"),
     ("model.side.reduction=8 train.start=x conversion.steps=9", "conversion.steps=9 and model.side exclude"),
-    ("model.side.reduction=8 train.start=x train.sequence_parallel=true", "the side network reads whole"),
-    ("model.side.reduction=8 train.start=x train.interleave=2", "the side network reads whole"),
+    ("model.side.reduction=8 train.start=x train.sequence_parallel=true", "exclude each other: it reads whole"),
+    ("model.side.reduction=8 train.start=x train.interleave=2", "train.interleave=2 exclude each other: of whole"),
     ("model.side.reduction=8 train.start=x distill.teacher=x distill.hidden_weight=1", "hidden_weight=1.0"),
     ("model.side.reduction=8 train.start=x model.moe.experts=4"
      " model.moe.top_k=2 model.moe.expert_width=8", "model.side is for dense models only"),

@@ -30,11 +30,6 @@ class Report:
         return {"python": self.python, **top, **dataclasses.asdict(self)}
 
     def lines(self) -> list[str]:
-        one = (
-            ["          --cpu-devices 8 or JAX_NUM_CPU_DEVICES=8 simulates eight"]
-            if self.devices == ["cpu"]
-            else []
-        )
         return [
             f"python    {self.python} on {self.system}",
             *(
@@ -43,7 +38,6 @@ class Report:
             ),
             "",
             f"devices   {len(self.devices)}: {', '.join(sorted(set(self.devices))) or 'none'}",
-            *one,
             "",
             "compiles ahead of time for",
             *(f"  {name:<12} {reason}" for name, reason in self.targets.items()),

@@ -67,8 +67,6 @@ def run(options: dict) -> None:
 def _check(args: argparse.Namespace) -> None:
     if not (math.isfinite(args.drain_seconds) and args.drain_seconds >= 0):
         raise UserError(f"--drain-seconds must not be negative, not {args.drain_seconds}")
-    if args.model_name == "":
-        raise UserError("--model-name must not be empty")
 
 
 def _say(line: str) -> None:

@@ -340,11 +340,6 @@ class RunConfig(Section):
             collective_matmul=train.collective_matmul,
             names=("train.interleave", "train.batch over data x fsdp x train.accumulate"),
         )
-        check(
-            not halves or not self.conversion.steps,
-            f"train.interleave=2 and conversion.steps={self.conversion.steps} exclude each other: while layers turn,"
-            " a sublayer waits for every sum",
-        )
 
     @property
     def retrains(self) -> bool:

@@ -166,10 +166,6 @@ def of_sources(
                 " or distill.residual=standard, its weights as a standard model)"
             )
         of_teacher = ModelDef(teacher, definition.layout)
-        if of_teacher.dims != RetrainPlan(definition).without_side.dims:
-            raise UserError(
-                f"a {teacher.residual} teacher has other parameters than a {definition.config.residual} model"
-            )
         if config.distill.teacher == START and of_teacher.topology == definition.topology:
             raise UserError(
                 f"the teacher would be the model itself: its weights, and {teacher.residual};"
