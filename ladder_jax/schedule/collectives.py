@@ -125,7 +125,7 @@ def beside(
         (one.computation, index) for one in messages for index in range(one.issued + 1, one.awaited)
     ):
         computation = program.computations[name]
-        yield costs.trips(computation), computation.instructions[index]
+        yield costs.trips[computation], computation.instructions[index]
 
 
 def unknown(program: Program) -> list[str]:
@@ -251,7 +251,6 @@ def _measure(
     holder = form.holder
     axes, ranks = group_of(collective, mesh=mesh)
     window = computation.instructions[form.issued + 1 : form.awaited]
-    cycles = costs.cycles_of(window)
     start = computation.instructions[form.issued]
     return Collective(
         name=start.name,
@@ -262,12 +261,12 @@ def _measure(
         axes=axes,
         ranks=ranks,
         computation=computation.name,
-        executions=costs.trips(computation),
+        executions=costs.trips[computation],
         issued=form.issued,
         awaited=form.awaited,
         operations=sum(i.opcode in ("fusion", "dot", "convolution", "custom-call") for i in window),
         flops=costs.flops_of(window),
-        cycles=0 if not window and costs.total_cycles() else cycles,
+        cycles=sum(map(costs.cycles, window)) if costs.total_cycles else None,
         kernels=sum(
             i.opcode == "custom-call" and "tpu_custom_call" in i.attributes for i in window
         ),

@@ -6,7 +6,7 @@ import collections
 import functools
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 from ladder_jax.schedule import grouped
 from ladder_jax.schedule.grouped import Experts, Grouped
@@ -75,67 +75,44 @@ class Costs:
     def grouped(self, instruction: Instruction) -> Grouped | None:
         return grouped.kernel(instruction, experts=self._experts)
 
-    def cycles(self, instruction: Instruction) -> int | None:
-        """The compiler's estimate for one execution; of a grouped matmul, where it gives none,
-        ours; otherwise None.
-        """
-        estimate = re.search(r'"estimated_cycles":"(\d+)"', instruction.attributes)
-        if estimate:
-            return int(estimate[1]) if int(estimate[1]) < GARBAGE_CYCLES else None
-        if one := self.grouped(instruction):
-            hardware = (
-                self._experts.hardware if self._experts and self._compiler_estimates else None
-            )
-            return (
-                round(one.seconds(hardware) * hardware.clock)
-                if hardware and hardware.clock
-                else None
-            )
-        if instruction.opcode not in ("while", "call", "conditional"):
-            return None
-        called = _sum(self.cycles_of(one.instructions) for one in instruction.calls)
-        return None if called is None else trip_count(instruction) * called
+    @functools.cached_property
+    def _estimated(self) -> bool:
+        """Whether the compiler estimates any: before it has made machine code it does not."""
+        return any("estimated_cycles" in one.attributes for one in self._program.instructions)
 
-    def cycles_of(self, instructions: Iterable[Instruction]) -> int | None:
-        """Of those that have an estimate; None if none has one."""
-        return _sum(map(self.cycles, instructions))
+    def cycles(self, instruction: Instruction) -> int:
+        """The compiler's estimate for one execution; of a grouped matmul, where it gives none,
+        ours; otherwise 0.
+        """
+        if estimate := re.search(r'"estimated_cycles":"(\d+)"', instruction.attributes):
+            return int(estimate[1]) if int(estimate[1]) < GARBAGE_CYCLES else 0
+        hardware = self._experts and self._experts.hardware
+        one = self.grouped(instruction)
+        if one and hardware and hardware.clock and self._estimated:
+            return round(one.seconds(hardware) * hardware.clock)
+        if instruction.opcode not in ("while", "call", "conditional"):
+            return 0
+        called = (inner for one in instruction.calls for inner in one.instructions)
+        return trip_count(instruction) * sum(map(self.cycles, called))
 
     @functools.cached_property
-    def _compiler_estimates(self) -> bool:
-        """Whether the compiler gives any estimate: before it has made machine code it has none."""
-        return any(
-            '"estimated_cycles"' in instruction.attributes
-            for instruction in self._program.instructions
-        )
-
     def total_cycles(self) -> int | None:
         """Estimated cycles of one execution of the program, with every loop's iterations counted;
-        of a program that generates several tokens, cycles per token.
+        of a program that generates several tokens, cycles per token. None if the compiler gives
+        none.
         """
-        total = self.cycles_of(self._program.entry.instructions)
-        return (
-            None
-            if total is None
-            else per_token(self._program, total, of=lambda loop: self.cycles(loop) or 0)
-        )
-
-    def trips(self, computation: Computation) -> int:
-        """Number of runs of `computation` in one execution of the program."""
-        return self._trip_counts[computation]
+        total = sum(map(self.cycles, self._program.entry.instructions))
+        return per_token(self._program, total, of=self.cycles) or None
 
     @functools.cached_property
-    def _trip_counts(self) -> collections.Counter[Computation]:
+    def trips(self) -> Mapping[Computation, int]:
+        """Number of runs of each computation in one execution of the program."""
         entry = self._program.entry
         counts = collections.Counter({entry: 1})
         for times, one in executed(entry.instructions):
             for called in one.calls:
                 counts[called] += times * trip_count(one)
         return counts
-
-
-def _sum(estimates: Iterable[int | None]) -> int | None:
-    known = [estimate for estimate in estimates if estimate is not None]
-    return sum(known) if known else None
 
 
 def attention_kernel_flops(instruction: Instruction) -> int:

@@ -189,10 +189,10 @@ def read(
     return Report(
         reductions=reductions,
         others=tuple(judged(Other, c, purpose(c)) for c in others),
-        step_cycles=costs.total_cycles(),
+        step_cycles=costs.total_cycles,
         flops=total,
-        hidden_cycles=sum(trips * (costs.cycles(one) or 0) for trips, one in beside)
-        if costs.total_cycles()
+        hidden_cycles=sum(trips * costs.cycles(one) for trips, one in beside)
+        if costs.total_cycles
         else None,
         gathers=tuple(judged(Transfer, c) for c in gathers),
         scatters=tuple(judged(Transfer, c) for c in scatters),

@@ -50,12 +50,11 @@ def _ring(scope: str, permutes: list[Collective], program: Program, costs: Costs
     runs = max(1, round(messages / max(1, permutes[0].ranks - 1)))
     matmul = costs.flops_of(program.entry.instructions, scope=scope).total()
     flops = Flops()
-    estimates = []
+    cycles = 0
     for trips, instruction in collectives.beside(permutes, program=program, costs=costs):
         for sublayer, count in costs.flops_of([instruction]).items():
             flops[sublayer] += trips * count / runs
-        if (estimate := costs.cycles(instruction)) is not None:
-            estimates.append(trips * estimate)
+        cycles += trips * costs.cycles(instruction)
     return dataclasses.replace(
         permutes[0],
         operands=1,
@@ -64,7 +63,7 @@ def _ring(scope: str, permutes: list[Collective], program: Program, costs: Costs
         operations=sum(one.operations for one in permutes),
         kernels=sum(one.kernels for one in permutes),
         flops=flops,
-        cycles=sum(estimates) // runs if estimates else None,
+        cycles=cycles // runs if costs.total_cycles else None,
         permutes=tuple(permutes),
         matmul=matmul / runs,
     )

@@ -117,7 +117,7 @@ class _Player:
 
     def _seconds(self, instruction: Instruction) -> float:
         cycles = self.costs.cycles(instruction)
-        if cycles is not None and self.hardware.clock:
+        if cycles and self.hardware.clock:
             return cycles / self.hardware.clock
         if one := self.costs.grouped(instruction):
             return one.seconds(self.hardware)
