@@ -20,7 +20,7 @@ from ladder_jax.schedule.collectives import Collective
 from ladder_jax.schedule.cost import SUBLAYERS, Costs, sublayer_of
 from ladder_jax.schedule.grouped import Experts
 from ladder_jax.schedule.hlo import Program
-from ladder_jax.schedule.report import Other, Reduction, Report, Status, Transfer
+from ladder_jax.schedule.report import Report, Role, Status, Transfer
 from ladder_jax.scopes import DATA, ENTER, FOLLOWING, FSDP, GATHER, LAUNCH, PREVIOUS, SCATTER
 
 NAMES_IN_KEY = "jax_compilation_cache_include_metadata_in_key"
@@ -166,36 +166,37 @@ def read(
     flops = sublayer_flops or {}
     default = flops.get("attention", mean)
 
-    def judged(kind: type[Transfer], collective: Collective, *more: str) -> Transfer:
+    def judged(role: Role, collective: Collective, purpose: str = "") -> Transfer:
         """Its window is in forward sublayers, or, backward, where those are known, in twice their
         FLOPs.
         """
         name = collective.op_name
         # the compiler's own are gradients'
-        backward = "transpose(" in name or (kind is Transfer and not name)
+        backward = "transpose(" in name or (role is Role.SHARDS and not name)
         window = sum(
-            count / flops.get(sublayer, default) for sublayer, count in collective.flops.items()
+            (count / flops.get(sublayer, default) for sublayer, count in collective.flops.items()),
+            0.0,
         )
-        if kind is Reduction and collective.kind == "all-to-all":
+        if role is Role.REDUCTION and collective.kind == "all-to-all":
             # beside attention, on TPUs often up to its kernel's end
             window += collective.scores / default
-        return kind(
-            collective, owner(name)[0], backward, window / (2 if backward and flops else 1), *more
-        )
+        if backward and flops:
+            window /= 2
+        return Transfer(collective, role, *owner(name), backward, window, purpose)
 
-    reductions = tuple(judged(Reduction, c, owner(c.op_name)[1]) for c in reduced)
+    reductions = tuple(judged(Role.REDUCTION, c) for c in reduced)
     hidden = [r.collective for r in reductions if r.status is Status.HIDDEN]
     beside = collectives.beside(hidden, program=program, costs=costs)
     return Report(
         reductions=reductions,
-        others=tuple(judged(Other, c, purpose(c)) for c in others),
+        others=tuple(judged(Role.OTHER, c, purpose(c)) for c in others),
         step_cycles=costs.total_cycles,
         flops=total,
         hidden_cycles=sum(trips * costs.cycles(one) for trips, one in beside)
         if costs.total_cycles
         else None,
-        gathers=tuple(judged(Transfer, c) for c in gathers),
-        scatters=tuple(judged(Transfer, c) for c in scatters),
+        gathers=tuple(judged(Role.SHARDS, c) for c in gathers),
+        scatters=tuple(judged(Role.SHARDS, c) for c in scatters),
         unknown=tuple(collectives.unknown(program)),
     )
 
