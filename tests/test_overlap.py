@@ -94,7 +94,7 @@ def test_phases(told, phase, loop, count):
     found = told(f"{SHAPE} --phase {phase} --residual ladder --loop {loop}", as_json=True)
     assert (found["all_reduces"], found["merged"]) == (count, 0)
     assert found["bytes_accessed"] > found["bytes_per_device"] / 4
-    purposes = {part for one in found["other_collectives"] for part in one["for"].split(", ")}
+    purposes = {one["for"] for one in found["other_collectives"]}
     shared = "gradients of norm gains and other replicated weights"
     trained = (
         {"loss", "gradient of the head's input", "gradient norm", shared}

@@ -138,7 +138,7 @@ class Result:
     @property
     def _others(self) -> str:
         others = self.report.others
-        kinds = ", ".join(dict.fromkeys(part for one in others for part in one.purpose.split(", ")))
+        kinds = ", ".join(dict.fromkeys(one.purpose for one in others))
         count = sum(one.count for one in others)
         return f"other collectives: {count} ({kinds}), {self.report.other_hidden} hidden"
 

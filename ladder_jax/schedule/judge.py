@@ -231,35 +231,16 @@ def owner(op_name: str) -> tuple[str, str]:
 
 
 def purpose(collective: Collective) -> str:
-    """The purpose of a collective; of one that the compiler merged, all purposes, separated by
-    commas.
-
-    A compiler writes the names of merged collectives as `(a:b)`, or keeps the first one only.
-    """
+    """The purpose of a collective; of one that the compiler merged, that of one of them."""
     name = collective.op_name
-    phrases = [_scope_purpose(part) for part in name.split(":")]
-    if purposes := [phrase for phrase in dict.fromkeys(phrases) if phrase]:
-        return ", ".join(purposes)
-    if phrase := _gradient_purpose(name, collective):
-        return phrase
-    if (
-        not name
-        and collective.axes == (FSDP,)
-        and collective.kind in ("all-gather", "reduce-scatter")
-    ):
-        return PURPOSES[GATHER if collective.kind == "all-gather" else SCATTER]
+    for scope, phrase in PURPOSES.items():
+        if scope in name:
+            return phrase
+    if "transpose(" in name and collective.kind == "all-reduce":
+        # it sums the gradient of an array that is equal on all ranks
+        data_axes = collective.axes and set(collective.axes) <= {DATA, FSDP}
+        return DATA_PARALLEL_GRADIENTS if data_axes else REPLICATED_GRADIENTS
+    generated = {"all-gather": GATHER, "reduce-scatter": SCATTER}
+    if not name and collective.axes == (FSDP,) and collective.kind in generated:
+        return PURPOSES[generated[collective.kind]]
     return f"other: {name or collective.name}"
-
-
-def _gradient_purpose(op_name: str, collective: Collective) -> str | None:
-    """The purpose of a backward pass's all-reduce: it sums the gradient of an array that is equal
-    on all ranks.
-    """
-    if "transpose(" not in op_name or collective.kind != "all-reduce":
-        return None
-    data_axes = collective.axes and set(collective.axes) <= {DATA, FSDP}
-    return DATA_PARALLEL_GRADIENTS if data_axes else REPLICATED_GRADIENTS
-
-
-def _scope_purpose(op_name: str) -> str | None:
-    return next((phrase for scope, phrase in PURPOSES.items() if scope in op_name), None)
