@@ -77,7 +77,7 @@ MISTAKES = [
     ("train.z_loss=-1", "train.z_loss must not be negative"),
     ("model.residual=lader", "unknown residual 'lader'; did you mean 'ladder'?"),
     ("model.preset=tinny", "unknown preset 'tinny'; did you mean 'tiny'?"),
-    ("model.ladder_layers=9", "ladder_layers='9' is not a number of layers"),
+    ("model.ladder_layers=9", "ladder_layers='9' is no choice of layers"),
     ("model.ranks=4", "model.ranks belongs to ladder-fresh and desync-n"),
     ("train.remat=ful", "unknown value for train.remat: 'ful'; did you mean 'full'?"),
     ("train.learning_rate=-1", "train.learning_rate must be positive"),
@@ -163,7 +163,7 @@ IN_PYTHON = [
     ),
     (
         lambda: config.preset("tiny", ladder_layers=[4]),
-        "ladder_layers='4,' names a layer twice or out of range",
+        "ladder_layers='4,' is no choice of layers",
     ),
     (
         lambda: config.preset("tiny", rope_scaling=8.0),

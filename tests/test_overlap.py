@@ -146,7 +146,7 @@ MISTAKES = {
     "--phase prefill --residual parallel --sequence-parallel --collective-matmul ring": "share one gather",
     "--layers 0": "--layers must be positive, not 0",
     "--batch -1": "--batch must be positive, not -1",
-    "--ladder-layers 9": "ladder_layers='9' is not a number of layers",
+    "--ladder-layers 9": "ladder_layers='9' is no choice of layers",
     "--residual standard --ladder-layers 2": "model.ladder_layers needs a ladder kind",
     "--plot picture.gif": "--plot picture.gif: the file must end in .png or .svg or .pdf",
     "--plot nowhere/picture.png": "--plot nowhere/picture.png: there is no folder nowhere",

@@ -85,28 +85,25 @@ def layer_indices(which: str | int | Sequence[int], num_layers: int) -> tuple[in
     which = _as_text(which)
     if not isinstance(which, str):
         raise wrong_type("ladder_layers", which, str)
-
-    def refused(why: str) -> UserError:
-        return UserError(
-            f"ladder_layers={which!r} {why} (allowed: N for the last N of {num_layers} layers, a list i,j of 0 to"
-            f" {num_layers - 1}, or all)"
-        )
-
     if which == "all":
         return tuple(range(num_layers))
-    if which.startswith("auto:"):
-        raise refused("is measured, so only a conversion can choose it")
+    refused = UserError(
+        f"ladder_layers={which!r} is no choice of layers (allowed: N for the last N of {num_layers} layers, a list"
+        f" i,j of 0 to {num_layers - 1}, or all; auto:N for a conversion alone)"
+    )
     try:
-        numbers = [int(part) for part in which.split(",") if part.strip()]
+        given = [int(part) for part in which.split(",") if part.strip()]
     except ValueError:
-        raise refused("is not a choice of layers") from None
-    if "," not in which:
-        if not numbers or not 0 <= numbers[0] <= num_layers:
-            raise refused("is not a number of layers")
-        return tuple(range(num_layers - numbers[0], num_layers))
-    if len(set(numbers)) != len(numbers) or any(not 0 <= n < num_layers for n in numbers):
-        raise refused("names a layer twice or out of range")
-    return tuple(sorted(numbers))
+        raise refused from None
+    if "," in which:
+        layers = sorted(given)
+    elif len(given) == 1 and given[0] >= 0:
+        layers = [*range(num_layers - given[0], num_layers)]
+    else:
+        raise refused
+    if len(set(layers)) < len(layers) or not set(layers) <= set(range(num_layers)):
+        raise refused
+    return tuple(layers)
 
 
 class Dtype(enum.Enum):

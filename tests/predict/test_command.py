@@ -98,7 +98,7 @@ MISTAKES = {
         ("--hardware v5e --batch 0", "--batch must be positive, not 0"),
         ("--hardware v5e --new-tokens 1", "--new-tokens must be at least 2"),
         ("--hardware v5e --residual laddr", "unknown residual 'laddr'; did you mean 'ladder'?"),
-        ("--hardware v5e --ladder-layers 99", "is not a number of layers"),
+        ("--hardware v5e --ladder-layers 99", "is no choice of layers"),
         (
             "--hardware v5e --residual standard --ladder-layers 2",
             "--ladder-layers needs a ladder kind",
