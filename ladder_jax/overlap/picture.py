@@ -22,6 +22,7 @@ from ladder_jax.schedule.timeline import Bar
 # layers of the unrolled program that is drawn: layers 1 and 2 have the schedule of any inner layer
 DRAWN = 4
 COLOURS = {"attention": "#4c78a8", "mlp": "#72b7b2", "joint": "#4c78a8", "": "#bab0ac"}
+MS = 1e3
 WIRE, WAIT = "#e45756", "#f7d4d4"
 LEGEND = {
     "attention": COLOURS["attention"],
@@ -77,18 +78,16 @@ def plot(request: Request, *, file: str) -> None:
     from matplotlib.patches import Patch
 
     panels = {name: _two_layers(bars) for name, bars in timelines(request).items()}
-    longest = max(bar.stop for bars in panels.values() for bar in bars)
-    unit, scale = ("µs", 1e6) if longest < 5e-3 else ("ms", 1e3)
     figure, axes = plt.subplots(
         len(panels), 1, figsize=(11, 2.1 * len(panels) + 0.9), sharex=True, squeeze=False
     )
     for axis, (name, bars) in zip(axes[:, 0], panels.items()):
         end = max(bar.stop for bar in bars)
-        axis.barh(1, end * scale, color=WAIT, height=0.62)
+        axis.barh(1, end * MS, color=WAIT, height=0.62)
         axis.barh(
             [0 if bar.wire else 1 for bar in bars],
-            [(bar.stop - bar.start) * scale for bar in bars],
-            left=[bar.start * scale for bar in bars],
+            [(bar.stop - bar.start) * MS for bar in bars],
+            left=[bar.start * MS for bar in bars],
             color=[WIRE if bar.wire else COLOURS[sublayer_of(bar.op_name)] for bar in bars],
             height=0.62,
             ec="w",
@@ -96,13 +95,13 @@ def plot(request: Request, *, file: str) -> None:
         )
         busy = sum(bar.stop - bar.start for bar in bars if not bar.wire)
         axis.set_title(
-            f"{name}: two layers in {end * scale:.0f} {unit}, waiting {max(0.0, end - busy) / end:.0%}",
+            f"{name}: two layers in {end * MS:.2f} ms, waiting {max(0.0, end - busy) / end:.0%}",
             loc="left",
             fontsize=10,
         )
         axis.set_yticks([0, 1], ["communication", "compute"])
         axis.spines[["top", "right"]].set_visible(False)
-    axes[-1, 0].set_xlabel(unit)
+    axes[-1, 0].set_xlabel("ms")
     legend = [Patch(color=colour, label=label) for label, colour in LEGEND.items()]
     figure.legend(handles=legend, loc="lower right", ncols=5, fontsize=8, frameon=False)
     title = (
