@@ -88,7 +88,7 @@ MISTAKES = [
     ("train.seed=-1", "train.seed must be between"),
     (
         "train.collective_matmul=ring",
-        "train.collective_matmul ring needs train.sequence_parallel=true: without it no",
+        "collective_matmul=ring needs sequence_parallel: without it no",
     ),
     ("decode.prefill_chunk=0", "decode.prefill_chunk must be positive, not 0"),
     ("decode.top_k=-1", "decode.top_k must not be negative, not -1"),

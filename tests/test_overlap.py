@@ -141,7 +141,7 @@ MISTAKES = {
     "--fsdp 3 --phase train": "model.d_model=128 is not divisible by mesh.fsdp=3",
     "--sequence-parallel": "--sequence-parallel is for train and prefill: a decode step has one position a row",
     "--sequence-parallel --phase train --prompt-length 12": "splits --prompt-length 12 over --tensor 8",
-    "--collective-matmul ring": "--collective-matmul ring needs --sequence-parallel: without it no gather",
+    "--collective-matmul ring": "collective_matmul=ring needs sequence_parallel: without it no gather",
     "--collective-matmul rings": "unknown --collective-matmul 'rings'; did you mean 'ring'?",
     "--phase prefill --residual parallel --sequence-parallel --collective-matmul ring": "share one gather",
     "--layers 0": "--layers must be positive, not 0",

@@ -403,7 +403,7 @@ def test_a_confirmed_answer(capsys, monkeypatch, tmp_path):
         (dict(model="tiny-moe", capacity=math.inf), "--capacity must be positive, not inf"),
         (
             dict(interleave=Interleave.HALVES, residual="no-communication"),
-            "--interleave 2 is for a residual that",
+            "interleave=2 is for a residual that",
         ),
         (
             dict(

@@ -119,7 +119,7 @@ def make(
     )
     for one, name in itertools.product(request.interleaves, residuals):
         of_residual = dataclasses.replace(shape, residual=name, ladder_layers=None, ranks=None)
-        check_halves(one, model=of_residual, rows=2, names=("--interleave", "--batch"))
+        check_halves(one, model=of_residual, rows=2)
     dense = "--share is for dense models: a rank alone cannot route among all experts of the model"
     check(not request.share or shape.moe is None, dense)
     alone = f"--share runs one rank on one device: leave --tensor {request.tensor} out"

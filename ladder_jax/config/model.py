@@ -378,11 +378,11 @@ class Execution:
         check_interleave(self.interleave)
 
 
-def check_interleave(interleave: int, *, name: str = "interleave") -> None:
+def check_interleave(interleave: int) -> None:
     """Raises UserError for another number than 1 and 2."""
     if interleave not in (1, 2):
         raise UserError(
-            f"{name} must be 1 (the whole batch) or 2 (two halves of it in turn), not {interleave!r}"
+            f"interleave must be 1 (the whole batch) or 2 (two halves of it in turn), not {interleave!r}"
         )
 
 
@@ -395,58 +395,49 @@ def check_halves(
     *,
     model: ModelConfig,
     rows: int,
-    names: tuple[str, str],
     sequence_parallel: bool = False,
     collective_matmul: CollectiveMatmul = CollectiveMatmul.NONE,
 ) -> None:
     """Raises UserError where two halves of `rows` rows in turn, or of an odd number's sequences,
     are no program.
-
-    names: the user's words for the two settings, such as ("train.interleave", "train.batch").
     """
-    setting, of_rows = names
-    check_interleave(interleave, name=setting)
+    check_interleave(interleave)
     if interleave == 1:
         return
     check(
         rows % 2 == 0 or not sequence_parallel,
-        f"{setting} 2 halves the rows of a split stream, and {of_rows} gives {rows}: an odd number",
+        f"interleave=2 halves the rows of a split stream on each device: {rows} is an odd number",
     )
     check(
         parse_residual(model.residual).reduces_every_output,
-        f"{setting} 2 is for a residual that reduces every sublayer's output, not {model.residual}",
+        f"interleave=2 is for a residual that reduces every sublayer's output, not {model.residual}",
     )
     check(
         model.residual != "farskip" or not model.moe.shared_width,
-        f"{setting} 2 is not for farskip with a shared expert, which is reduced with attention",
+        "interleave=2 is not for farskip with a shared expert, which is reduced with attention",
     )
     check(
         collective_matmul is CollectiveMatmul.NONE,
-        f"{setting} 2 hides gathers and scatters, of which collective_matmul {collective_matmul.value}"
+        f"interleave=2 hides gathers and scatters, of which collective_matmul={collective_matmul.value}"
         " leaves none",
     )
 
 
 def check_collective_matmul(
-    form: CollectiveMatmul, *, model: ModelConfig, sequence_parallel: bool, names: tuple[str, str]
+    form: CollectiveMatmul, *, model: ModelConfig, sequence_parallel: bool
 ) -> None:
-    """Raises UserError where no gather or scatter belongs to one sublayer's matmuls.
-
-    names: the user's words for the two settings, such as ("train.collective_matmul",
-        "train.sequence_parallel=true").
-    """
+    """Raises UserError where no gather or scatter belongs to one sublayer's matmuls."""
     if form is CollectiveMatmul.NONE:
         return
-    setting, needed = names
     check(
         sequence_parallel,
-        f"{setting} {form.value} needs {needed}: without it no gather stands before a matmul",
+        "collective_matmul=ring needs sequence_parallel: without it no gather stands before a matmul",
     )
     check(
         not model.residual.startswith("parallel"),
-        f"{setting} {form.value}: attention and MLP of {model.residual} share one gather",
+        f"collective_matmul=ring: attention and MLP of {model.residual} share one gather",
     )
     check(
         model.moe is None,
-        f"{setting} {form.value}: experts (model.moe) sort their rows, which no ring brings",
+        "collective_matmul=ring: experts (model.moe) sort their rows, which no ring brings",
     )

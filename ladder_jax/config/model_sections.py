@@ -87,28 +87,26 @@ class MoEConfig(Section):
         return 1 - (1 - self.top_k / self.experts) ** tokens
 
 
-def check_exchange(
-    moe: MoEConfig | None, *, residual: str, sequence_parallel: bool, names: tuple[str, str, str]
-) -> None:
-    """Raises UserError for a program whose experts cannot be exchanged.
-
-    names: the user's words for the setting, for the capacity and for sequence parallelism.
-    """
-    setting, capacity, split = names
-    check(moe is not None, f"{setting} needs experts (model.moe)")
+def check_exchange(moe: MoEConfig | None, *, residual: str, sequence_parallel: bool) -> None:
+    """Raises UserError for a program whose experts cannot be exchanged."""
+    check(moe is not None, "experts=exchange needs experts (model.moe)")
     dense = moe.dense_layers
-    check(dense == 0, f"{setting} needs experts in all layers, not model.moe.dense_layers={dense}")
+    check(
+        dense == 0,
+        f"experts=exchange needs experts in all layers, not model.moe.dense_layers={dense}",
+    )
     check(
         residual.partition("-")[0] in ("standard", "ladder", "farskip"),
-        f"{setting}: not with the residual {residual!r} (allowed: standard, ladder, ladder-K, farskip)",
+        f"experts=exchange: not with the residual {residual!r} (allowed: standard, ladder, ladder-K, farskip)",
     )
     check(
         moe.capacity is not None,
-        f"{setting} needs {capacity}, such as 1.25: rows are sent in buffers of a fixed size, of which"
-        f" {moe.experts / moe.top_k:g} drops no row",
+        "experts=exchange needs model.moe.capacity, such as 1.25: rows are sent in buffers of a fixed size, of"
+        f" which {moe.experts / moe.top_k:g} drops no row",
     )
     check(
-        sequence_parallel, f"{setting} needs {split}: each rank sends the rows of its own positions"
+        sequence_parallel,
+        "experts=exchange needs sequence_parallel: each rank sends the rows of its own positions",
     )
 
 

@@ -319,13 +319,9 @@ class RunConfig(Section):
             " (allowed: standard, ladder, ladder-K, ladder-fresh, parallel, parallel-shared-norm, parallel-ladder,"
             " farskip)",
         )
-        names = "train.collective_matmul", "train.sequence_parallel=true"
-        check_collective_matmul(
-            train.collective_matmul, model=model, sequence_parallel=split, names=names
-        )
+        check_collective_matmul(train.collective_matmul, model=model, sequence_parallel=split)
         if self.mesh.experts is ExpertParallelism.EXCHANGE:
-            names = "mesh.experts=exchange", "model.moe.capacity", "train.sequence_parallel=true"
-            check_exchange(model.moe, residual=model.residual, sequence_parallel=split, names=names)
+            check_exchange(model.moe, residual=model.residual, sequence_parallel=split)
         check(
             of_device % train.accumulate == 0,
             f"train.accumulate={train.accumulate} does not divide a device's {of_device} rows (train.batch="
@@ -338,7 +334,6 @@ class RunConfig(Section):
             rows=of_device // train.accumulate,
             sequence_parallel=split and tensor > 1,
             collective_matmul=train.collective_matmul,
-            names=("train.interleave", "train.batch over data x fsdp x train.accumulate"),
         )
 
     @property

@@ -163,7 +163,6 @@ def _check(request: Request) -> None:
         request.collective_matmul,
         model=request.config,
         sequence_parallel=request.sequence_parallel,
-        names=("--collective-matmul", "--sequence-parallel"),
     )
     check_in_turn(request)
     if request.exchanges:
@@ -171,7 +170,6 @@ def _check(request: Request) -> None:
             request.config.moe,
             residual=request.residual,
             sequence_parallel=request.sequence_parallel,
-            names=("--experts exchange", "--capacity", "--sequence-parallel"),
         )
     if request.trains:
         check(
@@ -197,7 +195,6 @@ def check_in_turn(request: Request) -> None:
         rows=request.batch,
         sequence_parallel=request.sequence_parallel and request.tensor > 1,
         collective_matmul=request.collective_matmul,
-        names=("--interleave", "--batch"),
     )
 
 

@@ -153,14 +153,12 @@ def _check_residual(request: Request, name: str, *, named: bool = False) -> None
     check(predicted, f"--phase train has no prediction of {name}'s backward pass")
     exchanges = request.experts is ExpertParallelism.EXCHANGE
     if exchanges:
-        names = ("--experts exchange", "--capacity", "")
         # a bound that no program computes: a Standard without its messages
         known = BASELINE if name == "no-communication" else name
-        check_exchange(config.moe, residual=known, sequence_parallel=True, names=names)
+        check_exchange(config.moe, residual=known, sequence_parallel=True)
     if named and request.interleave is Interleave.HALVES:
-        names = ("--interleave", "--batch")
         rows = request.batch if exchanges else 2
-        check_halves(2, model=config, rows=rows, names=names, sequence_parallel=exchanges)
+        check_halves(2, model=config, rows=rows, sequence_parallel=exchanges)
 
 
 def _check(request: Request) -> None:

@@ -109,11 +109,11 @@ MISTAKES = {
         ("--interleave 3", "unknown --interleave '3' (allowed: 1, 2, auto)"),
         (
             "--interleave 2 --phase prefill --residual desync-2",
-            "--interleave 2 is for a residual that reduces every",
+            "interleave=2 is for a residual that reduces every",
         ),
         (
             "--interleave 2 --residual no-communication",
-            "--interleave 2 is for a residual that reduces every",
+            "interleave=2 is for a residual that reduces every",
         ),
         ("--phase trian", "unknown phase 'trian'; did you mean 'train'?"),
         (
@@ -147,7 +147,7 @@ MISTAKES = {
         ),
         (
             "--experts exchange --model tiny --phase train",
-            "--experts exchange needs experts (model.moe)",
+            "experts=exchange needs experts (model.moe)",
         ),
         (
             "--experts exchange --model dense.yaml --phase train",
@@ -170,7 +170,7 @@ MISTAKES = {
         ("--experts exchange --phase train --capacity nan", "--capacity must be positive, not nan"),
         (
             "--experts exchange --phase prefill --residual standard --interleave 2 --batch 3",
-            "--interleave 2 halves the rows of a split stream, and --batch gives 3: an odd",
+            "interleave=2 halves the rows of a split stream on each device: 3 is an odd",
         ),
         ("--capacity 1.25 --phase train", "--capacity 1.25 is for --experts exchange"),
     ],

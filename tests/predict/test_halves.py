@@ -202,7 +202,7 @@ def decided(kind, *, residual="standard", tensor=8, model=None, experts="reduce"
             "TPU v5p",
             dict(residual="no-communication"),
             1,
-            "1, as train.interleave 2 is for a residual that reduces",
+            "1, as interleave=2 is for a residual that reduces",
         ),
     ],
 )
