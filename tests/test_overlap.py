@@ -312,11 +312,7 @@ RECORD = Record(
     notices=["n"],
     seconds=1.0,
     bytes_accessed=30.0,
-    argument_bytes=10 * 2**30,
-    output_bytes=5,
-    alias_bytes=4,
-    temporary_bytes=3,
-    code_bytes=2,
+    bytes_per_device=10 * 2**30,
     bytes_minimum=20,
     launch="explicit",
 )
@@ -338,7 +334,7 @@ def test_what_a_user_reads():
     ):
         assert said in text
     found = answer.as_dict()
-    assert found["bytes_per_device"] == 10 * 2**30 + 5 - 4 + 3 + 2
+    assert found["bytes_per_device"] == 10 * 2**30
     assert found["fits"] is True
     assert found["launch"] == "explicit"
 

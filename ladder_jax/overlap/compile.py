@@ -42,7 +42,8 @@ class Record:
     notices: warnings about options or settings that were dropped, with reasons.
     bytes_minimum: weights and cache, each read once (decode); None for other phases.
     bytes_accessed: the compiler's count; None if it gives none.
-    argument_bytes, output_bytes, alias_bytes, temporary_bytes, code_bytes: None if compiled early.
+    bytes_per_device: at the peak: arguments, temporaries, code, and the outputs that do not reuse an
+        argument's memory; None if compiled early.
     """
 
     hlo: str = dataclasses.field(repr=False)
@@ -54,21 +55,7 @@ class Record:
     seconds: float
     bytes_minimum: int | None = None
     bytes_accessed: float | None = None
-    argument_bytes: int | None = None
-    output_bytes: int | None = None
-    alias_bytes: int | None = None
-    temporary_bytes: int | None = None
-    code_bytes: int | None = None
-
-    @property
-    def bytes_per_device(self) -> int | None:
-        """At the peak: arguments, temporaries, and the outputs that do not reuse an argument's
-        memory.
-        """
-        if self.temporary_bytes is None:
-            return None
-        outputs = self.output_bytes - self.alias_bytes
-        return self.argument_bytes + self.temporary_bytes + outputs + self.code_bytes
+    bytes_per_device: int | None = None
 
 
 def read[R](path: str | os.PathLike, kind: type[R]) -> R | None:

@@ -131,13 +131,11 @@ def _analysis(compiled: jax.stages.Compiled) -> dict:
         costs = compiled.cost_analysis() or {}
     except (NotImplementedError, RuntimeError):  # NVIDIA's compiler has none ahead of time
         costs = {}
+    outputs = memory.output_size_in_bytes - memory.alias_size_in_bytes
+    held = memory.argument_size_in_bytes + memory.temp_size_in_bytes
     return {
         "bytes_accessed": costs.get("bytes accessed"),
-        "argument_bytes": memory.argument_size_in_bytes,
-        "output_bytes": memory.output_size_in_bytes,
-        "alias_bytes": memory.alias_size_in_bytes,
-        "temporary_bytes": memory.temp_size_in_bytes,
-        "code_bytes": memory.generated_code_size_in_bytes,
+        "bytes_per_device": held + outputs + memory.generated_code_size_in_bytes,
     }
 
 
