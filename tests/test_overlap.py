@@ -151,7 +151,7 @@ MISTAKES = {
     "--plot picture.gif": "--plot picture.gif: the file must end in .png or .svg or .pdf",
     "--plot nowhere/picture.png": "--plot nowhere/picture.png: there is no folder nowhere",
     "--plot a.png": "cpu hides nothing, so there is no timeline",
-    "--target h100:8 --plot a.png": "it needs --layers 3 or more",
+    "--target h100:8 --plot a.png": "it needs --layers 4 or more",
 }
 
 

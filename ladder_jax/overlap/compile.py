@@ -117,10 +117,9 @@ def recorded[R](
     digest = hashlib.sha256(json.dumps(asked, sort_keys=True).encode())
     root = pathlib.Path(__file__).parent.parent
     for part in (*sources, *TARGETS):
-        for path in (
-            sorted((root / part).rglob("*.py")) if (root / part).is_dir() else [root / part]
-        ):
-            digest.update(path.read_bytes())
+        for path in (root / part, *sorted((root / part).rglob("*.py"))):
+            if path.is_file():
+                digest.update(path.read_bytes())
     with files.cache("schedules") as folder, tempfile.TemporaryDirectory() as dump:
         path = folder / f"{digest.hexdigest()[:32]}.json.gz"
         if (kept := read(path, kind)) is not None:

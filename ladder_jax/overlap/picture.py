@@ -40,8 +40,8 @@ def check_drawn(request: Request) -> None:
         f"{request.target.kind} hides nothing, so there is no timeline: choose a TPU or GPU target",
     )
     check(
-        request.layers >= 3,
-        "a timeline shows two consecutive layers that are not the last: it needs --layers 3 or more",
+        request.layers >= DRAWN,
+        f"a timeline shows two consecutive inner layers: it needs --layers {DRAWN} or more",
     )
 
 
@@ -59,9 +59,7 @@ def drawn(request: Request) -> dict[str, Request]:
     """Standard, Standard in two halves where the phase and the settings have them, and the
     request's own program.
     """
-    own = dataclasses.replace(
-        request, layers=min(DRAWN, request.layers), loop=Loop.UNROLLED, ladder_layers=None
-    )
+    own = dataclasses.replace(request, layers=DRAWN, loop=Loop.UNROLLED, ladder_layers=None)
     standard = dataclasses.replace(own, residual="standard", interleave=1)
     programs = [standard, own]
     halves = dataclasses.replace(standard, interleave=2)
@@ -127,8 +125,8 @@ def _two_layers(bars: Sequence[Bar]) -> list[Bar]:
         bar for bar in bars if "dot_general" in bar.op_name and "transpose(" not in bar.op_name
     ]
     of = lambda layer: [bar for bar in matmuls if re.search(rf"layer_{layer}\b", bar.op_name)]
-    start, last = min(bar.start for bar in of(1)), max(bar.stop for bar in of(2))
-    stop = min((bar.start for bar in of(3)), default=last)
+    start = min(bar.start for bar in of(1))
+    stop = min(bar.start for bar in of(3))
     overlapping = [bar for bar in bars if bar.stop > start and bar.start < stop]
     clip = lambda time: min(max(time, start), stop) - start
     return [

@@ -61,13 +61,10 @@ def program(request: Request) -> tuple[Compiled, tuple[Any, ...]]:
 
 def compiler(target: Target) -> str:
     """The compiler's name and version."""
-    packages = {
-        "tpu": ("libtpu",),
-        "cuda": ("jax-cuda13-plugin", "jax-cuda12-plugin"),
-        "cpu": ("jaxlib",),
-    }
-    versions = python.versions(*packages[target.platform])
-    return next((f"{package} {version}" for package, version in versions.items()), "unknown")
+    packages = {"tpu": "libtpu", "cuda": "jax-cuda", "cpu": "jaxlib"}
+    versions = python.versions("libtpu", "jax-cuda13-plugin", "jax-cuda12-plugin", "jaxlib")
+    kind = packages[target.platform]
+    return next(f"{name} {found}" for name, found in versions.items() if name.startswith(kind))
 
 
 def bytes_minimum(request: Request, arguments: tuple[Any, ...]) -> int | None:
