@@ -14,6 +14,8 @@ INSTRUCTION = re.compile(
     r"\s+(?:ROOT )?%([\w.\-]+) = (.*?) ([a-z][\w\-]*)\((.*?)\)(?:, ([\w\-]+=.*))?$"
 )
 """Name, shape, opcode, operands (or literal), attributes."""
+SHAPE = re.compile(r"\b[a-z]\w*\[[\d,]*\](?:\{[^}]*\})?")
+"""Of an array, with its layout."""
 LINES = re.compile(
     r"\n(?= +(?:ROOT )?%[\w.\-]+ = |\}(?:,|$)|(?:ENTRY )?%?[\w.\-]+ \(.*\{$)", re.MULTILINE
 )
@@ -212,19 +214,6 @@ def _named(name: str, before: dict[str, Instruction]) -> Instruction:
     source, _, index = name.partition("#")
     if name not in before:
         whole = before[source]
-        shape = _elements(whole.shape)[int(index)]
+        shape = SHAPE.findall(whole.shape)[int(index)]
         before[name] = Instruction(name, shape, "get-tuple-element", (whole,), f"index={index}")
     return before[name]
-
-
-def _elements(shape: str) -> list[str]:
-    """The shapes of a tuple's elements."""
-    found = []
-    depth = 0
-    for part in shape[1:-1].split(", "):
-        if depth:
-            found[-1] += f", {part}"
-        else:
-            found.append(part)
-        depth += part.count("(") - part.count(")")
-    return found
