@@ -170,14 +170,9 @@ def make_mesh(target: str, *, tensor: int | None = None, data: int = 1):
     from ladder_jax import parallel
 
     target_devices = devices(parse(target))
-    data = whole("data", data, least=1)
-    most = max(1, len(target_devices) // data)
-    size = most if tensor is None else whole("tensor", tensor, least=1)
-    if data * size > len(target_devices):
-        raise UserError(
-            f"{target} has {len(target_devices)} devices, too few for data {data} x tensor {size}"
-        )
-    return parallel.make_mesh(data=data, tensor=size, devices=target_devices)
+    if tensor is None:
+        tensor = max(1, len(target_devices) // whole("data", data, least=1))
+    return parallel.make_mesh(data=data, tensor=tensor, devices=target_devices)
 
 
 def _hosts(count: int) -> str:
