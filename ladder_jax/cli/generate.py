@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from ladder_jax import terminal
 from ladder_jax.config import Interleave
-from ladder_jax.errors import RunFailed, UserError
+from ladder_jax.errors import UserError
 from ladder_jax.files import check_writable
 
 if TYPE_CHECKING:
@@ -165,24 +165,14 @@ def _shown(text: str) -> str:
 
 
 def _several(asked: Asked) -> None:
-    """The texts in the prompts' order. A prompt without numbers is named at the end, after the
-    others' texts.
-    """
-    from ladder_jax.decode import NoNumbers
-
+    """The texts in the prompts' order."""
     requests = asked.requests()
     engine = asked.engine_for(requests, max_queue=len(requests))
     handles = [engine.submit(request) for request in requests]
-    failed = []
     for index, (prompt, handle) in enumerate(zip(asked.args.prompt, handles)):
         if index:
             print()
-        try:
-            print(_shown(prompt + handle.result().text), flush=True)
-        except NoNumbers as error:
-            failed.append(f"prompt {index + 1} of {len(handles)}: {error}")
-    if failed:
-        raise RunFailed("; ".join(failed))
+        print(_shown(prompt + handle.result().text), flush=True)
 
 
 def _file(asked: Asked) -> None:

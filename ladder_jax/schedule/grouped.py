@@ -68,14 +68,6 @@ class Experts:
     ranks: int
     hardware: Hardware | None = None
 
-    def rows(self, count: int) -> float:
-        """Of `count` (token, choice) rows, those of one device's experts."""
-        return count / self.ranks
-
-    def matrices(self, rows: int) -> float:
-        """How many of a device's experts the tokens of `rows` rows choose."""
-        return self.moe.experts / self.ranks * self.moe.chosen(rows / self.moe.top_k)
-
 
 @dataclasses.dataclass(frozen=True)
 class Grouped:
@@ -117,8 +109,11 @@ def kernel(instruction: Instruction, *, experts: Experts | None) -> Grouped | No
         return None  # it finds the groups' tiles
     count = rows[0].dims[0]
     held = matrices[0].dims[0]
-    active = count if experts is None else experts.rows(count)
-    chosen = held if experts is None else experts.matrices(count)
+    active, chosen = float(count), float(held)
+    if experts is not None:
+        moe = experts.moe
+        active = count / experts.ranks
+        chosen = moe.experts / experts.ranks * moe.chosen(count / moe.top_k)
     share = lambda one: active / count if len(one.dims) == 2 else chosen / held
     moved = sum(one.in_memory * share(one) for one in read)
     # Gradients are written whole: those of experts that nobody chose are zero.
