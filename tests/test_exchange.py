@@ -236,7 +236,6 @@ SERVED = dict(
 def test_requests():
     request = requests.make(**SERVED, sequence_parallel=True, experts=ExpertParallelism.EXCHANGE)
     assert request.capacity == 1.25 == request.config.moe.capacity
-    assert requests.Request.from_dict(request.as_dict()) == request
     assert requests.make(**SERVED).config.moe.capacity is None
 
 

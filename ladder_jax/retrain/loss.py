@@ -55,10 +55,8 @@ class _PartedModel:
         if DENSE in self.params:  # then all are one block (config/retrain.py checks it)
             return self.forward.layers(state, extra, params=self.params)[:2]
         name, offset = (LOWER, 0) if last <= self.below else (LAYERS, self.below)
-        stack = self.params[name]
         dims = self.dims[name]
-        if (first - offset, last - offset) != (0, jax.tree.leaves(stack)[0].shape[0]):
-            stack = jax.tree.map(lambda a: a[first - offset : last - offset], stack)
+        stack = jax.tree.map(lambda a: a[first - offset : last - offset], self.params[name])
         if self.ladder_fraction is not None:
             stack = {**stack, LADDER_FRACTION: self.ladder_fraction[first:last]}
             dims = {**dims, LADDER_FRACTION: "L"}
