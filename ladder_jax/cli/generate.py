@@ -11,7 +11,7 @@ import importlib.util
 import itertools
 import json
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from ladder_jax import terminal
@@ -44,7 +44,7 @@ def run(options: dict) -> None:
 
     use_compilation_cache()
     with memory.explained("generating"):
-        asked = open_asked(args, settings=(*SAMPLING, *FORM), say=terminal.say)
+        asked = open_asked(args, settings=(*SAMPLING, *FORM))
         if args.prompts:
             _file(asked)
         elif args.chat:
@@ -77,15 +77,12 @@ def check_http(what: str) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Asked:
-    """A model, its tokenizer, and its settings as the command line changes them. say: shows a line
-    to the user.
-    """
+    """A model, its tokenizer, and its settings as the command line changes them."""
 
     args: argparse.Namespace
     saved: OpenedModel
     tokenizer: Tokenizer
     settings: DecodeConfig
-    say: Callable[[str], None]
 
     @property
     def ends(self) -> dict[str, Sequence]:
@@ -110,7 +107,8 @@ class Asked:
         from ladder_jax.predict import halves
 
         definition = self.saved.define(tensor=self.args.tensor)
-        return halves.of_reading(self.settings, definition=definition, tokens=tokens, say=self.say)
+        settings = dict(definition=definition, tokens=tokens, say=terminal.say)
+        return halves.of_reading(self.settings, **settings)
 
     def engine(self, *, capacity: int, **sizes: int) -> Engine:
         settings = self.decided(tokens=capacity)
@@ -126,9 +124,7 @@ class Asked:
         return self.engine(slots=slots, capacity=capacity, max_queue=max_queue)
 
 
-def open_asked(
-    args: argparse.Namespace, *, settings: Iterable[str], say: Callable[[str], None]
-) -> Asked:
+def open_asked(args: argparse.Namespace, *, settings: Iterable[str]) -> Asked:
     """settings: the names of those that the command line may change."""
     from ladder_jax.pretrained import open_model
 
@@ -136,9 +132,8 @@ def open_asked(
         args.checkpoint, ladder_layers=args.ladder_layers, residual=args.residual, ranks=args.ranks
     )
     changes = {name: value for name in settings if (value := getattr(args, name)) is not None}
-    return Asked(
-        args, saved, saved.tokenizer(), dataclasses.replace(saved.config.decode, **changes), say
-    )
+    changed = dataclasses.replace(saved.config.decode, **changes)
+    return Asked(args, saved, saved.tokenizer(), changed)
 
 
 def _one(asked: Asked) -> None:

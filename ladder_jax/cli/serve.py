@@ -28,7 +28,7 @@ def run(options: dict) -> None:
     key = os.environ.get(KEY) if args.api_key is None else args.api_key
     if key is not None:
         check_key(key)
-    asked = open_asked(args, settings=FORM, say=_say)
+    asked = open_asked(args, settings=FORM)
     with server.bind(args.host, args.port) as sock:
         engine = asked.engine(
             **{name: options[name] for name in ("slots", "capacity", "max_queue", "chunk")}
