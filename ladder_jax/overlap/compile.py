@@ -160,8 +160,10 @@ def apart(function: str, *arguments: Any, target: Target, flags: str = "") -> An
 
 
 def _work(answers: Connection, function: str, arguments: tuple) -> None:
-    """The process of `apart`. A compiler's log, on standard error, is not shown."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+    """The process of `apart`. What a compiler prints is not shown."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 1)
+    os.dup2(nowhere, 2)
     module, name = function.split(":")
     try:
         answer = getattr(importlib.import_module(module), name)(*arguments)
