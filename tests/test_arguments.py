@@ -215,7 +215,7 @@ WRONG = {
     ),
     "schedule.make_mesh": (
         lambda: schedule.make_mesh("cpu:4", tensor="2"),
-        "tensor must be a whole number, not '2'",
+        'mesh.tensor must be of type int, not "2"',
     ),
     "audit": (
         lambda: schedule.audit(5),

@@ -9,7 +9,7 @@ import shlex
 import pytest
 
 from ladder_jax import cli
-from ladder_jax.cli.main import _parser
+from ladder_jax.cli.main import parse
 from tests import tokenizers
 from tests.pretrained import gguf_files, models
 from tests.test_docs import PAGES, commands
@@ -114,7 +114,7 @@ def test_no_reason_has_outlived_its_command():
 
 @pytest.mark.parametrize("words", [one for one in COMMANDS if beginning(one, NOT_RUN)])
 def test_a_command_that_is_not_run_is_understood(words):
-    _parser().parse_args(shlex.split(words))
+    parse(shlex.split(words))
 
 
 @pytest.mark.parametrize(

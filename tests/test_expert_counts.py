@@ -78,14 +78,14 @@ def test_a_kernel_computes_its_own_rows_and_reads_the_chosen_experts(line, moved
     program, instruction, one = counted(line, EIGHTH)
     assert one.flops == 2 * ROWS / 8 * D * M and one.bytes == pytest.approx(moved)
     assert cost.bytes_moved(program, experts=EIGHTH) == round(moved)
-    flops = Costs(program, experts=EIGHTH).matmul_flops(instruction)
+    flops = Costs(program, experts=EIGHTH).flops_of([instruction])
     assert flops == {"mlp": one.flops} and grouped.form(program) is Form.KERNELS
 
 
 def test_of_an_unknown_model_all_rows_and_matrices_count():
     program, instruction, one = counted(FORWARD, None)
     assert one.flops == 2 * ROWS * D * M and one.bytes == (ROWS * D + 16 * D * M) * 2
-    assert Costs(program).cycles(instruction) is None
+    assert Costs(program).cycles(instruction) == 0
 
 
 def test_what_finds_the_tiles_is_no_matmul():
@@ -101,7 +101,7 @@ def test_a_kernel_takes_as_long_as_reading_or_its_whole_tiles():
     slow = dataclasses.replace(v5p, flops=1e12)
     assert one.seconds(slow) == pytest.approx(2 * (ROWS / 8 + CHOSEN * 127) * D * M / 1e12)
     # Cycles are given where the compiler estimates those of the others.
-    cycles = lambda text: Costs(hlo.parse(text), experts=experts).total_cycles()
+    cycles = lambda text: Costs(hlo.parse(text), experts=experts).total_cycles
     estimated = MODULE.format(FORWARD).replace(
         "  ROOT",
         '  %copy.1 = s32[17]{0} copy(%sizes), backend_config={"estimated_cycles":"1000"}\n  ROOT',
@@ -113,7 +113,7 @@ def test_a_kernel_takes_as_long_as_reading_or_its_whole_tiles():
 def test_where_xla_expands_every_row_passes_every_expert():
     program, instruction, one = counted(EXPANDED, EIGHTH)
     assert one is None and grouped.form(program) is Form.EXPANDED
-    flops = Costs(program).matmul_flops(instruction)
+    flops = Costs(program).flops_of([instruction])
     assert flops == {"mlp": 16 * 2 * ROWS * D * M}
     request = requests.make(
         model="qwen3-30b-a3b", target="h100:8", residual="ladder", phase=Phase.DECODE
@@ -167,8 +167,6 @@ def test_overlap_reports_them(tmp_path, monkeypatch, prints):
     expanded = 16 * (2 * 4 - 2 / 2) * expert * 2  # 4 experts a device, for each of 2 choices
     scores = 2 * 2 * 4 * 16 * 16 * 16  # of 4 heads of 16, the masked half too
     assert found["flops"] == found["flops_active"] + expanded + scores
-    text = told(words)
-    assert "experts   a token passes" in text and "expands grouped matmuls" in text
     exchanged = "--sequence-parallel --experts exchange --capacity 4 --json"
     rows = json.loads(told(f"{words} {exchanged}"))
     assert (rows["all_to_alls"], rows["grouped_matmuls"]) == (2, "buffers")

@@ -158,10 +158,10 @@ DENSE = "model.moe.dense_layers=1", "model.residual=farskip"
 
 @pytest.mark.parametrize("given, said", [
     (["model.residual=parallel-ladder", "conversion.steps=4"], "ladder-fresh or farskip, not 'parallel-ladder'"),
-    (["train.freeze=1", "train.start=x", *DENSE], "train.freeze=1 is for layers that are all alike: not with .*=1"),
-    (["lora.rank=2", "lora.targets=query", "train.start=x", *DENSE], "lora.rank=2 is for layers that are all alike"),
-    (["conversion.steps=4", *DENSE], "conversion.steps=4 is for layers that are all alike"),
-    (["distill.hidden_weight=0.5", "distill.teacher=x", *DENSE], "hidden_weight=0.5 is for layers that are all alike"),
+    (["train.freeze=1", "train.start=x", *DENSE], "freeze=1 and .*dense_layers exclude each other: .* all alike"),
+    (["lora.rank=2", "lora.targets=query", "train.start=x", *DENSE], "lora.rank=2 and model.moe.dense_layers exclude"),
+    (["conversion.steps=4", *DENSE], "conversion.steps=4 and model.moe.dense_layers exclude"),
+    (["distill.hidden_weight=0.5", "distill.teacher=x", *DENSE], "hidden_weight=0.5 and .*dense_layers exclude"),
 ], ids=str)  # fmt: skip
 def test_settings_that_cannot_be(given, said):
     with pytest.raises(UserError, match=said):

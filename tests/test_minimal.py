@@ -89,7 +89,7 @@ def test_it_learns_and_writes(capsys):
     "kind, verdict", [("ladder", "16 of 17 all-reduces hidden"), ("standard", "0 of 16 all-red")]
 )
 def test_what_the_compiler_hides(kind, verdict):
-    if reason := targets.missing(targets.parse("v5p:2x2x2")):
+    if reason := targets.not_installed(targets.parse("v5p:2x2x2")):
         pytest.skip(reason)
     command = [
         sys.executable,

@@ -55,7 +55,7 @@ def named(op_name, *, axes):
         ("jit(f)/choose_token/pmax", "'tensor'", "choice of the token"),
         ("jit(f)/jvp(embedding_lookup)/psum", "'tensor'", "embedding"),
         ("jit(f)/(jvp(cross_entropy)/psum:shared_gradients/psum)", "'tensor'",
-         "loss, gradients of norm gains and other replicated weights"),
+         "loss"),
         ("jit(f)/transpose(jvp())/psum", "'fsdp'", "data-parallel gradients"),
         ("jit(f)/psum", "'tensor'", "other: jit(f)/psum"),
     ],
@@ -73,31 +73,13 @@ def test_purposes(op_name, axes, purpose):
     assert (other.purpose, other.count, found.other_hidden, found.all_reduces) == (purpose, 1, 1, 0)
 
 
-JOINED = """HloModule joined, is_scheduled=true
-
-%add (a: f32[], b: f32[]) -> f32[] {
-  %a = f32[] parameter(0)
-  %b = f32[] parameter(1)
-  ROOT %sum = f32[] add(%a, %b)
-}
-
-ENTRY %main (x: f32[1024], n: f32[]) -> (f32[1024], f32[]) {
-  %x = f32[1024]{0} parameter(0)
-  %n = f32[] parameter(1)
-  %picked = f32[1024]{0} negate(%x), metadata={op_name="jit(step)/jvp(cross_entropy)/select_n"}
-  %squares = f32[] multiply(%n, %n), metadata={op_name="jit(step)/gradient_norm/reduce_sum"}
-  %copied = f32[] copy(%squares)
-  %alone = f32[]{:T(128)} all-reduce(%n), replica_groups=mesh['tensor'=1] {'tensor'}, to_apply=%add
-  ROOT %both = (f32[1024]{0}, f32[]) all-reduce(%picked, %copied), replica_groups=mesh['tensor'=8] {'tensor'}, \
-to_apply=%add, metadata={op_name="jit(step)/jvp(cross_entropy)/psum"}
-}
-"""
+ALONE = """
+  %alone = f32[]{:T(128)} all-reduce(%x), replica_groups=mesh['tensor'=1] {'tensor'}, to_apply=%add"""
 
 
-def test_purposes_of_what_a_compiler_joined_under_one_name():
-    """As for TPUs. And an all-reduce over one device is none."""
-    (other,) = judge.read(hlo.parse(JOINED), launched_only=True).others
-    assert (other.purpose, other.count, other.collective.operands) == ("loss, gradient norm", 1, 2)
+def test_an_all_reduce_over_one_device_is_none():
+    text = WINDOW.replace("BETWEEN", MATMUL + ALONE)
+    assert judge.read(hlo.parse(text), launched_only=True).others[1:] == ()
 
 
 def test_a_token_loop_counts_one_token():

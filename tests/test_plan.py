@@ -301,7 +301,7 @@ def test_an_exchange_is_confirmed_as_such(tmp_path, monkeypatch):
     defined = []
     monkeypatch.setenv("LADDER_JAX_CACHE", str(tmp_path))
     monkeypatch.setattr(
-        confirm.compiling, "run_worker", lambda module, step, *_, **__: confirm.measure(step)
+        confirm.compiling, "apart", lambda function, step, **_: confirm.measure(step)
     )
     monkeypatch.setattr(
         nn, "define", lambda config, **more: defined.append((config, more["experts"])) or 1 / 0
@@ -403,7 +403,7 @@ def test_a_confirmed_answer(capsys, monkeypatch, tmp_path):
         (dict(model="tiny-moe", capacity=math.inf), "--capacity must be positive, not inf"),
         (
             dict(interleave=Interleave.HALVES, residual="no-communication"),
-            "--interleave 2 is for a residual that",
+            "interleave=2 is for a residual that",
         ),
         (
             dict(

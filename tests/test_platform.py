@@ -63,9 +63,7 @@ def test_doctor(run_cli, environment):
     done = run_cli("doctor", "--json", **environment, check_status=0)
     report = json.loads(done.stdout)
     assert set(report["devices"]) == {"cpu"} and done.stderr == ""
-    assert all(
-        one == "ok" or "pip install" in one or "cannot" in one for one in report["targets"].values()
-    )
+    assert all(one == "ok" or "pip install" in one for one in report["targets"].values())
 
 
 def test_what_is_there_is_jaxs_to_choose(monkeypatch, tmp_path):

@@ -5,14 +5,11 @@ folder.
 import concurrent.futures
 import os
 import pathlib
-import shutil
 import socket
 import subprocess
 import sys
 
 import pytest
-
-from ladder_jax.schedule import targets
 
 ROOT = pathlib.Path(__file__).parent.parent
 SLURM = {
@@ -91,35 +88,3 @@ def test_train(ladder, planted):
     assert [done.returncode for done in both] == [2, 2] and not (planted / "executed").exists(), (
         both
     )
-
-
-def test_the_probe(planted, monkeypatch):
-    monkeypatch.chdir(planted)
-    said = targets._probe_tpu(targets.parse("v5e:2x2"))
-    assert said is None or said.startswith("libtpu ")  # where it is not installed as well
-    assert not (planted / "executed").exists()
-
-
-def test_a_probe_that_hangs_is_a_reason(monkeypatch):
-    monkeypatch.setattr(targets.python, "command", lambda *words: ["sleep", "60"])
-    monkeypatch.setattr(targets, "TIMEOUT", 0.01)
-    assert targets._probe_tpu(targets.parse("v5e:2x2")).startswith(
-        "libtpu cannot describe it within"
-    )
-
-
-def test_the_same_library(tmp_path):
-    """Also where it is not installed: a copy runs itself, whatever else the path leads to."""
-    shutil.copytree(
-        ROOT / "ladder_jax", tmp_path / "ladder_jax", ignore=shutil.ignore_patterns("__pycache__")
-    )
-    code = (
-        "import subprocess; from ladder_jax import python; "
-        "print(subprocess.run(python.command('inspect', 'ladder_jax.errors', '--details'),"
-        " capture_output=True, text=True).stdout)"
-    )
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=tmp_path, env=environment, capture_output=True, text=True
-    )
-    assert f"Origin: {tmp_path / 'ladder_jax' / 'errors.py'}" in done.stdout, done

@@ -155,7 +155,7 @@ def test_a_prefill_in_rings_is_the_plain_one(quantize):
 
 def test_forms_that_cannot_be():
     definition = cases.define("standard", tensor=2)
-    with pytest.raises(UserError, match="collective_matmul ring needs sequence_parallel=True"):
+    with pytest.raises(UserError, match="collective_matmul=ring needs sequence_parallel"):
         nn.hidden(
             definition, {}, TOKENS, execution=Execution(collective_matmul=CollectiveMatmul.RING)
         )

@@ -180,32 +180,6 @@ def test_a_ring_is_hidden_only_if_each_of_its_messages_is():
     of = lambda *permutes: rings.covered(dataclasses.replace(ring, permutes=permutes))
     assert of(first, *others) and covered(0.5) and not covered(0.49) and not covered(0)
     assert not rings.covered(dataclasses.replace(ring, matmul=0.0))
-    # XLA's own begin with a message that stands before the loop: one of its nine.
-    bare = dataclasses.replace(first, flops=cost.Flops())
-    assert of(bare, dataclasses.replace(others[0], executions=8))
-    assert not of(bare, dataclasses.replace(others[0], executions=6))
-
-
-def test_a_compilers_ring_is_a_loop():
-    """Two turns of four permutes, after one; of small messages v5p starts half of them with nothing
-    beside them.
-    """
-    found = read("v5p-compiler", ranks=RANKS, ff=4 * F)
-    assert [(r.sublayer, r.collective.kind) for r in found.reductions] == [
-        (sublayer, kind)
-        for sublayer in ("attention", "mlp")
-        for kind in ("collective-permute", "all-reduce")
-    ]
-    for ring in (
-        r.collective for r in found.reductions if r.collective.kind == "collective-permute"
-    ):
-        assert [part.executions for part in ring.parts] == [1, 2, 2, 2, 2]
-        assert ring.executions == 1
-        assert (ring.bytes, ring.matmul) == (9 * T // 8 * D * 2, 2 * T * D * 4 * F / RANKS)
-        assert not ring.synchronous
-        assert not rings.covered(ring)
-    assert found.hidden == 0
-    assert found.step_cycles > 0
 
 
 def moved(transfers) -> dict:

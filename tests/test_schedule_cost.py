@@ -20,7 +20,7 @@ def test_flops_are_those_of_the_model(name):
     program = parsed(name)
     costs = cost.Costs(program)
     entry = program.entry
-    total = sum(sum(costs.matmul_flops(i).values()) for i in entry.instructions)
+    total = sum(sum(costs.flops_of([i]).values()) for i in entry.instructions)
     assert total == SUBLAYERS * SUBLAYER
 
 
@@ -44,7 +44,7 @@ def test_a_multiplied_sum_is_a_matmul(op_name, expected):
         "}\n"
     )
     entry = program.entry
-    assert sum(cost.Costs(program).matmul_flops(entry.instructions[-1]).values()) == expected
+    assert sum(cost.Costs(program).flops_of(entry.instructions[-1:]).values()) == expected
 
 
 MOVES = """HloModule m, is_scheduled=true
@@ -113,7 +113,7 @@ def test_a_loop_moves_its_bytes_every_turn():
     assert 4 * weights < looped < 5 * weights
 
 
-def test_convolutions_count_only_real_positions():
+def test_a_batch_is_a_window_of_a_convolution():
     """A batched matmul [8, 128, 64] x [8, 64, 32], as a TPU compiler writes it: batch as a strided
     window.
     """
@@ -129,7 +129,7 @@ ENTRY %main (a: f32[8,128,64], b: f32[8,64,32]) -> f32[8,128,32] {{
 """
     program = hlo.parse(body)
     root = program.entry.instructions[-1]
-    assert sum(cost.Costs(program).matmul_flops(root).values()) == 2 * 8 * 128 * 64 * 32
+    assert sum(cost.Costs(program).flops_of([root]).values()) == 2 * 8 * 128 * 64 * 32
 
 
 def test_garbage_estimates_are_skipped():

@@ -267,7 +267,7 @@ def test_owner(op_name, owner):
         ("3", "3"),
         ("31", "3, 1"),
         ("3201", "0-3"),
-        ("420", "3 layers of 0-4"),
+        ("420", "4, 2, 0"),
         ("1123", "1-3"),
         (["0-1", "2"], "0-1, 2"),
     ],
@@ -306,8 +306,7 @@ def test_meshes_of_targets():
     mesh = schedule.make_mesh("cpu:8", tensor=4, data=2)
     assert dict(mesh.shape) == {"data": 2, "fsdp": 1, "tensor": 4}
     for data, tensor in ((2, 8), (9, None)):
-        few = f"cpu:8 has 8 devices, too few for data {data} x tensor {tensor or 1}"
-        with pytest.raises(UserError, match=few):
+        with pytest.raises(UserError, match="needs .* devices, but this machine has 8"):
             schedule.make_mesh("cpu:8", tensor=tensor, data=data)
     with pytest.raises(UserError, match="needs JAX_NUM_CPU_DEVICES=16"):
         schedule.make_mesh("cpu:16")

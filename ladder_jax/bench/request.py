@@ -3,9 +3,15 @@
 import dataclasses
 import itertools
 
-from ladder_jax.config import ModelConfig, check_halves, parse_residual
-from ladder_jax.config.fields import check, words
-from ladder_jax.config.run import check_divides, check_tensor
+from ladder_jax.config import (
+    MeshConfig,
+    ModelConfig,
+    check_fits_mesh,
+    check_halves,
+    parse_residual,
+)
+from ladder_jax.config.fields import check
+from ladder_jax.config.run import check_tensor
 from ladder_jax.errors import UserError
 from ladder_jax.schedule import models
 
@@ -97,8 +103,8 @@ def make(
         ("interleave", "interleaves", interleave),
     ):
         if text is not None:
-            settings[field] = tuple(_positive(option, word) for word in words(option, text))
-    residuals = words("residual", residual)
+            settings[field] = tuple(_positive(option, word) for word in text.split(","))
+    residuals = tuple(residual.split(","))
     for name in residuals:
         parse_residual(name)
     request = Request(model=model, shape=shape, residuals=residuals, **settings)
@@ -108,7 +114,7 @@ def make(
     )
     for one, name in itertools.product(request.interleaves, residuals):
         of_residual = dataclasses.replace(shape, residual=name, ladder_layers=None, ranks=None)
-        check_halves(one, model=of_residual, rows=2, names=("--interleave", "--batch"))
+        check_halves(one, model=of_residual, rows=2)
     if request.share is None:
         return request
     check(
@@ -119,8 +125,7 @@ def make(
         request.tensor in (None, 1),
         f"--share runs one rank on one device: leave --tensor {request.tensor} out",
     )
-    most = max(request.share, shape.num_heads)
-    check_divides(shape, tensor=request.share, most=most, option="share")
+    check_fits_mesh(shape, MeshConfig(tensor=request.share))
     return dataclasses.replace(request, tensor=1)
 
 
@@ -129,9 +134,7 @@ def on_devices(request: Request, *, count: int) -> Request:
     divide the model.
     """
     tensor = count if request.tensor is None else request.tensor
-    check_tensor(
-        request.shape, name=request.model, tensor=tensor, devices=count, where="this machine"
-    )
+    check_tensor(request.shape, tensor=tensor, devices=count, where="this machine")
     return dataclasses.replace(request, tensor=tensor)
 
 

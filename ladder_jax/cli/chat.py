@@ -101,7 +101,7 @@ def talk(conversation: Conversation) -> None:
     """Read messages from the terminal and answer them, until the user leaves."""
     say = conversation.say
     say(HELP)
-    while (line := _read(say)) is not None:
+    while (line := _read()) is not None:
         if line == "/exit":
             return
         if line == "/reset":
@@ -116,7 +116,7 @@ def talk(conversation: Conversation) -> None:
     print()
 
 
-def _read(say: Callable[[str], None]) -> str | None:
+def _read() -> str | None:
     """The next line, stripped; None at the end of input. Ctrl-C discards the line."""
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401  (input() then has editing and history)
@@ -126,9 +126,6 @@ def _read(say: Callable[[str], None]) -> str | None:
         return None
     except KeyboardInterrupt:
         print()
-        return ""
-    except UnicodeDecodeError:
-        say("(that was not UTF-8 text)")
         return ""
 
 

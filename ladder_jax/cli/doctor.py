@@ -2,10 +2,10 @@
 ahead of time.
 """
 
-import concurrent.futures
-import dataclasses
+import json
 import platform
 import sys
+from typing import Any
 
 from ladder_jax import python, terminal
 from ladder_jax.errors import error_text
@@ -14,48 +14,18 @@ OPTIONAL = ("libtpu", "jax-cuda13-plugin", "jax-cuda13-pjrt")
 REQUIRED = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy")
 
 
-@dataclasses.dataclass(frozen=True)
-class Report:
+def run(args: dict) -> None:
+    report = examine()
+    if args["json"]:
+        print(json.dumps(report))
+    else:
+        terminal.show(lines(report))
+
+
+def examine() -> dict[str, Any]:
     """packages: each package's version, None if it is not installed.
     targets: for each compilation target "ok", or why it cannot be compiled for and how to fix that.
     """
-
-    python: str
-    system: str
-    packages: dict[str, str | None]
-    devices: list[str]
-    targets: dict[str, str]
-
-    def as_dict(self) -> dict:
-        top = {name: self.packages[name] for name in ("jax", "jaxlib", "flax")}
-        return {"python": self.python, **top, **dataclasses.asdict(self)}
-
-    def lines(self) -> list[str]:
-        one = (
-            ["          --cpu-devices 8 or JAX_NUM_CPU_DEVICES=8 simulates eight"]
-            if self.devices == ["cpu"]
-            else []
-        )
-        return [
-            f"python    {self.python} on {self.system}",
-            *(
-                f"{name:<20} {version or 'not installed'}"
-                for name, version in self.packages.items()
-            ),
-            "",
-            f"devices   {len(self.devices)}: {', '.join(sorted(set(self.devices))) or 'none'}",
-            *one,
-            "",
-            "compiles ahead of time for",
-            *(f"  {name:<12} {reason}" for name, reason in self.targets.items()),
-        ]
-
-
-def run(args: dict) -> None:
-    terminal.answer(examine(), as_json=args["json"])
-
-
-def examine() -> Report:
     import jax
 
     from ladder_jax.parallel import prefer_cpu
@@ -69,14 +39,28 @@ def examine() -> Report:
         devices = []
         terminal.say(f"ladder-jax: jax finds no devices: {error_text(error)}")
     names = (*REQUIRED, *OPTIONAL)
-    with concurrent.futures.ThreadPoolExecutor(4) as pool:
-        reasons = list(pool.map(targets.missing, targets.TARGETS))
-    return Report(
-        python=platform.python_version(),
-        system=f"{platform.system()} {platform.machine()}, {sys.implementation.name}",
-        packages=dict.fromkeys(names) | python.versions(*names),
-        devices=devices,
-        targets={
-            t.name: reason or "ok" for t, reason in zip(targets.TARGETS, reasons, strict=True)
-        },
-    )
+    versions = python.versions(*names)
+    return {
+        "python": platform.python_version(),
+        "system": f"{platform.system()} {platform.machine()}, {sys.implementation.name}",
+        **{name: versions[name] for name in ("jax", "jaxlib", "flax")},
+        "packages": {name: versions.get(name) for name in names},
+        "devices": devices,
+        "targets": {one.name: targets.not_installed(one) or "ok" for one in targets.TARGETS},
+    }
+
+
+def lines(report: dict[str, Any]) -> list[str]:
+    devices = report["devices"]
+    return [
+        f"python    {report['python']} on {report['system']}",
+        *(
+            f"{name:<20} {version or 'not installed'}"
+            for name, version in report["packages"].items()
+        ),
+        "",
+        f"devices   {len(devices)}: {', '.join(sorted(set(devices))) or 'none'}",
+        "",
+        "compiles ahead of time for",
+        *(f"  {name:<12} {reason}" for name, reason in report["targets"].items()),
+    ]

@@ -11,13 +11,12 @@ import importlib.util
 import itertools
 import json
 import sys
-import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from ladder_jax import terminal
 from ladder_jax.config import Interleave
-from ladder_jax.errors import RunFailed, UserError
+from ladder_jax.errors import UserError
 from ladder_jax.files import check_writable
 
 if TYPE_CHECKING:
@@ -25,11 +24,9 @@ if TYPE_CHECKING:
     from ladder_jax.data.tokenizer import Tokenizer
     from ladder_jax.decode import Engine, Request
     from ladder_jax.decode.engine.jsonl import Job
-    from ladder_jax.decode.request import Piece
     from ladder_jax.pretrained import OpenedModel
 
 SLOTS = 8
-LINE_EVERY = 10.0  # seconds between lines about a long text
 CONTEXT = 2048  # positions of a conversation
 # in each body of a batch
 BATCHED = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "stop")
@@ -47,7 +44,7 @@ def run(options: dict) -> None:
 
     use_compilation_cache()
     with memory.explained("generating"):
-        asked = open_asked(args, settings=(*SAMPLING, *FORM), say=terminal.say)
+        asked = open_asked(args, settings=(*SAMPLING, *FORM))
         if args.prompts:
             _file(asked)
         elif args.chat:
@@ -80,15 +77,12 @@ def check_http(what: str) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Asked:
-    """A model, its tokenizer, and its settings as the command line changes them. say: shows a line
-    to the user.
-    """
+    """A model, its tokenizer, and its settings as the command line changes them."""
 
     args: argparse.Namespace
     saved: OpenedModel
     tokenizer: Tokenizer
     settings: DecodeConfig
-    say: Callable[[str], None]
 
     @property
     def ends(self) -> dict[str, Sequence]:
@@ -113,7 +107,8 @@ class Asked:
         from ladder_jax.predict import halves
 
         definition = self.saved.define(tensor=self.args.tensor)
-        return halves.of_reading(self.settings, definition=definition, tokens=tokens, say=self.say)
+        settings = dict(definition=definition, tokens=tokens, say=terminal.say)
+        return halves.of_reading(self.settings, **settings)
 
     def engine(self, *, capacity: int, **sizes: int) -> Engine:
         settings = self.decided(tokens=capacity)
@@ -129,9 +124,7 @@ class Asked:
         return self.engine(slots=slots, capacity=capacity, max_queue=max_queue)
 
 
-def open_asked(
-    args: argparse.Namespace, *, settings: Iterable[str], say: Callable[[str], None]
-) -> Asked:
+def open_asked(args: argparse.Namespace, *, settings: Iterable[str]) -> Asked:
     """settings: the names of those that the command line may change."""
     from ladder_jax.pretrained import open_model
 
@@ -139,9 +132,8 @@ def open_asked(
         args.checkpoint, ladder_layers=args.ladder_layers, residual=args.residual, ranks=args.ranks
     )
     changes = {name: value for name in settings if (value := getattr(args, name)) is not None}
-    return Asked(
-        args, saved, saved.tokenizer(), dataclasses.replace(saved.config.decode, **changes), say
-    )
+    changed = dataclasses.replace(saved.config.decode, **changes)
+    return Asked(args, saved, saved.tokenizer(), changed)
 
 
 def _one(asked: Asked) -> None:
@@ -157,26 +149,10 @@ def _one(asked: Asked) -> None:
     memory.check_slots(definition, slots=1, capacity=capacity, chunk=steps.CHUNK, **form)
     generator = Generator(definition, saved.reader(definition), **form)
     pieces = generator.pieces(request, decoder=asked.tokenizer.to_bytes, config=settings)
-    texts = (
-        piece.text
-        for piece in (pieces if args.stream else _told(pieces, total=request.max_new_tokens))
-    )
-    texts = itertools.chain(args.prompt, texts)
+    texts = itertools.chain(args.prompt, (piece.text for piece in pieces))
     for text in texts if args.stream else ["".join(texts)]:
         print(_shown(text), end="", flush=True)
     print()
-
-
-def _told(pieces: Iterable[Piece], *, total: int) -> Iterator[Piece]:
-    """The pieces. Every few seconds a line on standard error says how far they are."""
-    done = 0
-    last = time.monotonic()
-    for piece in pieces:
-        done += len(piece.tokens)
-        if done < total and time.monotonic() - last > LINE_EVERY:
-            last = time.monotonic()
-            terminal.say(f"{done:,} of {total:,} tokens")
-        yield piece
 
 
 def _shown(text: str) -> str:
@@ -184,24 +160,14 @@ def _shown(text: str) -> str:
 
 
 def _several(asked: Asked) -> None:
-    """The texts in the prompts' order. A prompt without numbers is named at the end, after the
-    others' texts.
-    """
-    from ladder_jax.decode import NoNumbers
-
+    """The texts in the prompts' order."""
     requests = asked.requests()
     engine = asked.engine_for(requests, max_queue=len(requests))
     handles = [engine.submit(request) for request in requests]
-    failed = []
     for index, (prompt, handle) in enumerate(zip(asked.args.prompt, handles)):
         if index:
             print()
-        try:
-            print(_shown(prompt + handle.result().text), flush=True)
-        except NoNumbers as error:
-            failed.append(f"prompt {index + 1} of {len(handles)}: {error}")
-    if failed:
-        raise RunFailed("; ".join(failed))
+        print(_shown(prompt + handle.result().text), flush=True)
 
 
 def _file(asked: Asked) -> None:

@@ -7,6 +7,7 @@ import errno
 import os
 import sys
 from collections.abc import Sequence
+from typing import NoReturn
 
 from ladder_jax.cli.verbs import VERBS, count
 from ladder_jax.errors import RunFailed, UserError, one_line, unknown
@@ -23,9 +24,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     argv = list(sys.argv[1:] if argv is None else argv)
     try:
-        if argv and not argv[0].startswith("-") and argv[0] not in VERBS:
-            raise unknown("verb", argv[0], VERBS)
-        args = _parser(argv[0] if argv else None).parse_args(argv)
+        args = parse(argv)
         prepare_devices(args.cpu_devices)
         if hasattr(sys.stdout, "reconfigure"):
             # a character that the terminal cannot show becomes "?"
@@ -70,52 +69,56 @@ def prepare_devices(cpu_devices: int | None) -> None:
 
 
 class Parser(argparse.ArgumentParser):
-    """Raises UserError for a mistake, with the nearest option's name; positionals may continue
-    after an option.
-    """
+    """Raises UserError for a mistake, with the nearest option's name."""
 
     def parse_known_args(self, args=None, namespace=None):
         # Before argparse looks, which would report a misspelt option as a missing one.
         known = [option for action in self._actions for option in action.option_strings]
-        for word in args if self._subparsers is None else ():
+        for word in args:
             name = word.partition("=")[0]
             if name.startswith("--") and not any(option.startswith(name) for option in known):
                 raise unknown(
                     "option", name, [option for option in known if option.startswith("--")]
                 )
-        namespace, rest = super().parse_known_args(args, namespace)
-        # Argparse ends a list of positionals at the first option; here the words after it belong to
-        # the list, too.
-        for action in self._actions:
-            if action.nargs == "*" and not action.option_strings:
-                more = [word for word in rest if not word.startswith("-")]
-                setattr(namespace, action.dest, [*getattr(namespace, action.dest), *more])
-                rest = [word for word in rest if word not in more]
-        return namespace, rest
+        return super().parse_known_args(args, namespace)
 
     def error(self, message: str):
         raise UserError(f"{message} (see {self.prog} --help)")
 
 
-def _parser(verb: str | None = None) -> Parser:
-    """With the arguments of `verb` alone, if it is one, else of all."""
+def parse(argv: Sequence[str]) -> argparse.Namespace:
+    """The arguments of the verb `argv[0]`, and `verb`, its name. Raises UserError, or SystemExit
+    once it has shown a help.
+    """
+    if not argv or argv[0].startswith("-"):
+        return _overview(argv)
+    if argv[0] not in VERBS:
+        raise unknown("verb", argv[0], VERBS)
+    verb = VERBS[argv[0]]
+    parser = Parser(
+        prog=f"ladder-jax {argv[0]}",
+        description=verb.summary,
+        epilog=f"example:\n  {verb.example}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--cpu-devices", metavar="N", **count("simulate N devices on the CPU"))
+    verb.declare(parser)
+    # words of a list may stand on both sides of an option
+    return parser.parse_intermixed_args(argv[1:], argparse.Namespace(verb=argv[0]))
+
+
+def _overview(argv: Sequence[str]) -> NoReturn:
+    """What there is without a verb: --help and --version."""
     from ladder_jax import __version__
 
+    verbs = "\n".join(f"  {name:<12} {verb.summary}" for name, verb in VERBS.items())
     parser = Parser(
         prog="ladder-jax",
         description="Ladder Residual: tensor parallelism that does not wait for the wire.",
+        usage="ladder-jax VERB ...",
+        epilog=f"verbs:\n{verbs}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"ladder_jax {__version__}")
-    verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB", parser_class=Parser)
-    for name, one in VERBS.items():
-        sub = verbs.add_parser(
-            name,
-            help=one.summary,
-            description=one.summary,
-            epilog=f"example:\n  {one.example}",
-            formatter_class=argparse.RawDescriptionHelpFormatter,
-        )
-        sub.add_argument("--cpu-devices", metavar="N", **count("simulate N devices on the CPU"))
-        if verb not in VERBS or verb == name:
-            one.declare(sub)
-    return parser
+    parser.parse_args(argv)
+    parser.error("a verb is missing")

@@ -28,7 +28,7 @@ def run(options: dict) -> None:
     key = os.environ.get(KEY) if args.api_key is None else args.api_key
     if key is not None:
         check_key(key)
-    asked = open_asked(args, settings=FORM, say=_say)
+    asked = open_asked(args, settings=FORM)
     with server.bind(args.host, args.port) as sock:
         engine = asked.engine(
             **{name: options[name] for name in ("slots", "capacity", "max_queue", "chunk")}
@@ -67,8 +67,6 @@ def run(options: dict) -> None:
 def _check(args: argparse.Namespace) -> None:
     if not (math.isfinite(args.drain_seconds) and args.drain_seconds >= 0):
         raise UserError(f"--drain-seconds must not be negative, not {args.drain_seconds}")
-    if args.model_name == "":
-        raise UserError("--model-name must not be empty")
 
 
 def _say(line: str) -> None:

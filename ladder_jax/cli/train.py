@@ -6,14 +6,13 @@ from collections.abc import Callable
 
 from ladder_jax import terminal
 from ladder_jax.config import Interleave, RunConfig, load, to_dict
-from ladder_jax.schedule import models
 
 
 def run(options: dict) -> None:
     from ladder_jax import processes
 
     args = argparse.Namespace(**options)
-    settings = load(args.config, overrides=args.overrides, model_of=models.of_model)
+    settings = load(args.config, overrides=args.overrides)
     timeouts = processes.timeouts(options, os.environ)
     spec = processes.spec(options, os.environ)
     if spec is None:

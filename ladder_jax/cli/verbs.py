@@ -35,35 +35,26 @@ argparse's settings.
 class Verb:
     """work: "module:function", imported when the verb runs, as it may be slow; it takes the
     arguments, a dict by name.
-
-    groups: of further arguments, by title and description.
     """
 
     summary: str
     example: str
     work: str
     arguments: Arguments
-    groups: Mapping[tuple[str, str], Arguments] = dataclasses.field(default_factory=dict)
 
     def declare(self, parser: argparse.ArgumentParser) -> None:
-        _declare(parser, self.arguments)
-        for title, arguments in self.groups.items():
-            _declare(parser.add_argument_group(*title), arguments)
+        for usage, given in self.arguments.items():
+            name, _, metavar = usage.partition(" ")
+            settings = dict(help=given) if isinstance(given, str) else dict(given)
+            kind = settings.get("type")
+            if isinstance(kind, enum.EnumMeta):
+                settings["type"] = functools.partial(member, kind, name)
+            form = dict(metavar=metavar) if metavar else dict(action="store_true")
+            parser.add_argument(name, **form, **settings)
 
     def run(self, arguments: dict[str, Any]) -> None:
         module, function = self.work.split(":")
         getattr(importlib.import_module(module), function)(arguments)
-
-
-def _declare(parser: Any, arguments: Arguments) -> None:
-    for usage, given in arguments.items():
-        name, _, metavar = usage.partition(" ")
-        settings = dict(help=given) if isinstance(given, str) else dict(given)
-        kind = settings.get("type")
-        if isinstance(kind, enum.EnumMeta):
-            settings["type"] = functools.partial(member, kind, name)
-        form = dict(metavar=metavar) if metavar else dict(action="store_true")
-        parser.add_argument(name, **form, **settings)
 
 
 class _Positive(argparse.Action):
@@ -133,13 +124,8 @@ VERBS = {
                 nargs="*", help="settings that replace the file's"
             ),
             "--profile STEPS": "trace these steps into run.dir/profile: 10:13, or 10",
-        },
-        {
-            (
-                "several processes",
-                "SLURM, Open MPI, Kubernetes and Cloud TPU are recognised; each option is also a variable"
-                " (LADDER_JAX_PROCESS)",
-            ): {f"{setting.option} {setting.metavar}": setting.help for setting in SETTINGS}
+            # SLURM, Open MPI, Kubernetes and Cloud TPU are recognised without them
+            **{f"{setting.option} {setting.metavar}": setting.help for setting in SETTINGS},
         },
     ),
     "checkpoints": Verb(
@@ -353,7 +339,6 @@ VERBS = {
             **CAPACITY,
             **JSON,
             "--plot FILE": "draw two layers' timeline, Standard above NAME (PNG, SVG, PDF)",
-            "--trace FILE": "write the timelines for https://ui.perfetto.dev",
         },
     ),
     "plan": Verb(

@@ -1,6 +1,4 @@
-"""Type conversion and checks of the sections' fields, alike for a file, an override and Python; and
-of lists on the command line, as in `--batch 1,4,16`.
-"""
+"""Type conversion and checks of the sections' fields, alike for a file, an override and Python."""
 
 import dataclasses
 import enum
@@ -71,31 +69,16 @@ def passes(check: typing.Callable[..., None], *args: object, **settings: object)
     return True
 
 
-def words(option: str, text: str) -> tuple[str, ...]:
-    """The words of the list `text` of `--option`, separated by commas. Raises UserError for an
-    empty word, and for a repeated one.
-    """
-    parts = tuple(word.strip() for word in text.split(","))
-    for word in parts:
-        if not word:
-            raise UserError(f"--{option} {text!r} has an empty place: write it as in a,b,c")
-        if parts.count(word) > 1:
-            raise UserError(f"--{option} {text!r} names {word} twice")
-    return parts
-
-
-def shown(config: object, *, always: typing.Collection[str] = ()) -> str:
+def shown(config: object) -> str:
     """The repr of a dataclass, as one types it: the fields that differ from their defaults, enums
-    by their names.
-
-    always: fields that are there in any case. Long sequences and texts are shortened.
+    by their names. Long sequences and texts are shortened.
     """
     fields = []
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
         default = field.default
         differs = type(value) is not type(default) or value != default
-        if field.repr and (field.name in always or differs):
+        if field.repr and differs:
             fields.append(f"{field.name}={_shortened(value)}")
     return f"{type(config).__name__}({', '.join(fields)})"
 
@@ -120,15 +103,11 @@ class Section:
 
 
 def _shortened(value: object) -> str:
-    if isinstance(value, enum.Enum):
-        return repr(value.value)
-    if isinstance(value, str | bytes | tuple | list | dict | set | frozenset):
-        return _SHORT.repr(value)
-    return repr(value)
+    return repr(value.value) if isinstance(value, enum.Enum) else _SHORT.repr(value)
 
 
 _SHORT = reprlib.Repr(
-    maxtuple=8, maxlist=8, maxdict=4, maxset=4, maxfrozenset=4, maxstring=120, maxother=120
+    maxtuple=8, maxlist=8, maxdict=4, maxset=4, maxfrozenset=4, maxstring=120, maxother=2000
 )
 
 

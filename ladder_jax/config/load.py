@@ -4,7 +4,7 @@ JSON.
 
 import dataclasses
 import enum
-import json
+import importlib
 import os
 import pathlib
 import typing
@@ -13,27 +13,14 @@ from ladder_jax.config.fields import build
 from ladder_jax.config.model import PRESETS, ModelConfig, changed, preset_fields, recipe
 from ladder_jax.config.run import RunConfig
 from ladder_jax.errors import UserError, unknown, wrong_type
-from ladder_jax.files import absolute, is_remote, local_path
 
 TOPOLOGY = ("ladder_layers", "ranks")
 """Fields of the section `model` that belong to its `residual`."""
 
-type ModelOf = typing.Callable[[str], ModelConfig]
-"""The configuration of the model of that name, where it is no checkpoint:
-`pretrained.model_config`.
-"""
 
-
-def load(
-    source: str | pathlib.Path,
-    *,
-    overrides: typing.Sequence[str] = (),
-    model_of: ModelOf | None = None,
-) -> RunConfig:
+def load(source: str | pathlib.Path, *, overrides: typing.Sequence[str] = ()) -> RunConfig:
     """The configuration that `source` (a file, or a preset's name) and `a.b=value` overrides
     describe.
-
-    model_of: for a `train.start` that names no checkpoint of this library; None refuses it.
 
     Raises UserError for an unknown key or preset, a wrong type or an impossible value.
     """
@@ -57,7 +44,7 @@ def load(
         raise unknown("configuration (not a .yaml or .json file)", source, PRESETS)
     for override in overrides:
         _set(tree, override)
-    return from_dict(_with_model_of_start(tree, model_of))
+    return from_dict(_with_model_of_start(tree))
 
 
 def from_dict(tree: dict) -> RunConfig:
@@ -91,14 +78,12 @@ def to_dict(config: object) -> typing.Any:
     return config.value if isinstance(config, enum.Enum) else config
 
 
-def _with_model_of_start(
-    tree: dict[str, typing.Any], model_of: ModelOf | None
-) -> dict[str, typing.Any]:
-    """`tree`, whose section `model` is completed from the checkpoint that `train.start` names, if
-    it names one.
+def _with_model_of_start(tree: dict[str, typing.Any]) -> dict[str, typing.Any]:
+    """`tree`, whose section `model` is completed from the model that `train.start` names, if it
+    names one.
 
     A `model.preset` goes first. With another `residual` the checkpoint's topology does not count,
-    with another shape its head_dim. Raises UserError where there is no checkpoint.
+    with another shape its head_dim. Raises UserError where there is no such model.
     """
     train = tree.get("train")
     model = tree.get("model") or {}
@@ -108,44 +93,16 @@ def _with_model_of_start(
     # of a run's config.json
     if {field.name for field in dataclasses.fields(ModelConfig)} <= model.keys():
         return tree
-    base = _stored_model(path, model_of)
+    pretrained = importlib.import_module("ladder_jax.pretrained")  # by its name: it needs jax
+    try:
+        base = to_dict(pretrained.model_config(path))
+    except UserError as error:
+        raise UserError(f"train.start: {error}") from None
     if "residual" in model:
         base = {name: value for name, value in base.items() if name not in TOPOLOGY}
     if any(name in model for name in ("d_model", "num_heads")):
         base.pop("head_dim", None)
     return {**tree, "model": changed(base, model)}
-
-
-def _stored_model(path: str, model_of: ModelOf | None) -> dict[str, typing.Any]:
-    """The `model` section of a checkpoint: at a run's folder, its `checkpoints/`, or one step's
-    folder.
-    """
-    folder = (
-        absolute(path) if is_remote(path) and not path.startswith("hf://") else local_path(path)
-    )
-    folder = folder / "checkpoints" if (folder / "checkpoints").is_dir() else folder
-    names = [one.name for one in folder.iterdir()] if folder.is_dir() else []
-    steps = [int(name) for name in names if name.isascii() and name.isdigit()]
-    folder = folder / str(max(steps)) if steps else folder
-    try:
-        return dict(
-            json.loads((folder / "meta" / "metadata").read_text(encoding="utf-8"))["config"][
-                "model"
-            ]
-        )
-    except OSError:
-        if model_of is None:
-            raise UserError(
-                f"train.start={path!r}: there is no checkpoint of ladder_jax there"
-            ) from None
-    except (ValueError, KeyError, TypeError, RecursionError):
-        raise UserError(
-            f"train.start={path!r}: the checkpoint there is damaged, or of another program"
-        ) from None
-    try:
-        return to_dict(model_of(path))
-    except UserError as error:
-        raise UserError(f"train.start: {error}") from None
 
 
 def read_yaml(path: typing.Any, *, what: str) -> typing.Any:

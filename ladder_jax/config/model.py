@@ -10,7 +10,7 @@ import pathlib
 import re
 from collections.abc import Sequence
 
-from ladder_jax.config.fields import Count, Positive, Section, build, check, shown
+from ladder_jax.config.fields import Count, Positive, Section, build, check
 from ladder_jax.config.model_sections import MoEConfig, SideConfig
 from ladder_jax.errors import UserError, unknown, wrong_type
 
@@ -28,18 +28,6 @@ RESIDUALS = (
 """Of every model."""
 EXPERT_RESIDUALS = ("farskip",)
 """Of models with experts only."""
-
-SHAPE = (
-    "num_layers",
-    "d_model",
-    "num_heads",
-    "num_kv_heads",
-    "head_dim",
-    "d_ff",
-    "vocab_size",
-    "residual",
-)
-"""What a repr of a model's configuration always shows."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,28 +85,25 @@ def layer_indices(which: str | int | Sequence[int], num_layers: int) -> tuple[in
     which = _as_text(which)
     if not isinstance(which, str):
         raise wrong_type("ladder_layers", which, str)
-
-    def refused(why: str) -> UserError:
-        return UserError(
-            f"ladder_layers={which!r} {why} (allowed: N for the last N of {num_layers} layers, a list i,j of 0 to"
-            f" {num_layers - 1}, or all)"
-        )
-
     if which == "all":
         return tuple(range(num_layers))
-    if which.startswith("auto:"):
-        raise refused("is measured, so only a conversion can choose it")
+    refused = UserError(
+        f"ladder_layers={which!r} is no choice of layers (allowed: N for the last N of {num_layers} layers, a list"
+        f" i,j of 0 to {num_layers - 1}, or all; auto:N for a conversion alone)"
+    )
     try:
-        numbers = [int(part) for part in which.split(",") if part.strip()]
+        given = [int(part) for part in which.split(",") if part.strip()]
     except ValueError:
-        raise refused("is not a choice of layers") from None
-    if "," not in which:
-        if not numbers or not 0 <= numbers[0] <= num_layers:
-            raise refused("is not a number of layers")
-        return tuple(range(num_layers - numbers[0], num_layers))
-    if len(set(numbers)) != len(numbers) or any(not 0 <= n < num_layers for n in numbers):
-        raise refused("names a layer twice or out of range")
-    return tuple(sorted(numbers))
+        raise refused from None
+    if "," in which:
+        layers = sorted(given)
+    elif len(given) == 1 and given[0] >= 0:
+        layers = [*range(num_layers - given[0], num_layers)]
+    else:
+        raise refused
+    if len(set(layers)) < len(layers) or not set(layers) <= set(range(num_layers)):
+        raise refused
+    return tuple(layers)
 
 
 class Dtype(enum.Enum):
@@ -131,10 +116,7 @@ class Dtype(enum.Enum):
 
     @classmethod
     def _missing_(cls, value: object) -> "Dtype | None":
-        name = getattr(getattr(value, "dtype", value), "name", None) or getattr(
-            value, "__name__", value
-        )
-        name = {"bf16": "bfloat16", "fp32": "float32"}.get(str(name), name)
+        name = getattr(value, "name", None) or getattr(value, "__name__", None)
         return next((one for one in cls if one.value == name), None)
 
 
@@ -203,10 +185,6 @@ class ModelConfig(Section):
     residual_dtype: Dtype = Dtype.BFLOAT16
 
     NAME = "model"
-
-    def __repr__(self) -> str:
-        has_mlp = self.moe is None or self.moe.dense_layers
-        return shown(self, always=[name for name in SHAPE if has_mlp or name != "d_ff"])
 
     def __post_init__(self):
         object.__setattr__(self, "ladder_layers", _as_text(self.ladder_layers))
@@ -400,11 +378,11 @@ class Execution:
         check_interleave(self.interleave)
 
 
-def check_interleave(interleave: int, *, name: str = "interleave") -> None:
+def check_interleave(interleave: int) -> None:
     """Raises UserError for another number than 1 and 2."""
     if interleave not in (1, 2):
         raise UserError(
-            f"{name} must be 1 (the whole batch) or 2 (two halves of it in turn), not {interleave!r}"
+            f"interleave must be 1 (the whole batch) or 2 (two halves of it in turn), not {interleave!r}"
         )
 
 
@@ -417,58 +395,49 @@ def check_halves(
     *,
     model: ModelConfig,
     rows: int,
-    names: tuple[str, str],
     sequence_parallel: bool = False,
     collective_matmul: CollectiveMatmul = CollectiveMatmul.NONE,
 ) -> None:
     """Raises UserError where two halves of `rows` rows in turn, or of an odd number's sequences,
     are no program.
-
-    names: the user's words for the two settings, such as ("train.interleave", "train.batch").
     """
-    setting, of_rows = names
-    check_interleave(interleave, name=setting)
+    check_interleave(interleave)
     if interleave == 1:
         return
     check(
         rows % 2 == 0 or not sequence_parallel,
-        f"{setting} 2 halves the rows of a split stream, and {of_rows} gives {rows}: an odd number",
+        f"interleave=2 halves the rows of a split stream on each device: {rows} is an odd number",
     )
     check(
         parse_residual(model.residual).reduces_every_output,
-        f"{setting} 2 is for a residual that reduces every sublayer's output, not {model.residual}",
+        f"interleave=2 is for a residual that reduces every sublayer's output, not {model.residual}",
     )
     check(
         model.residual != "farskip" or not model.moe.shared_width,
-        f"{setting} 2 is not for farskip with a shared expert, which is reduced with attention",
+        "interleave=2 is not for farskip with a shared expert, which is reduced with attention",
     )
     check(
         collective_matmul is CollectiveMatmul.NONE,
-        f"{setting} 2 hides gathers and scatters, of which collective_matmul {collective_matmul.value}"
+        f"interleave=2 hides gathers and scatters, of which collective_matmul={collective_matmul.value}"
         " leaves none",
     )
 
 
 def check_collective_matmul(
-    form: CollectiveMatmul, *, model: ModelConfig, sequence_parallel: bool, names: tuple[str, str]
+    form: CollectiveMatmul, *, model: ModelConfig, sequence_parallel: bool
 ) -> None:
-    """Raises UserError where no gather or scatter belongs to one sublayer's matmuls.
-
-    names: the user's words for the two settings, such as ("train.collective_matmul",
-        "train.sequence_parallel=true").
-    """
+    """Raises UserError where no gather or scatter belongs to one sublayer's matmuls."""
     if form is CollectiveMatmul.NONE:
         return
-    setting, needed = names
     check(
         sequence_parallel,
-        f"{setting} {form.value} needs {needed}: without it no gather stands before a matmul",
+        "collective_matmul=ring needs sequence_parallel: without it no gather stands before a matmul",
     )
     check(
         not model.residual.startswith("parallel"),
-        f"{setting} {form.value}: attention and MLP of {model.residual} share one gather",
+        f"collective_matmul=ring: attention and MLP of {model.residual} share one gather",
     )
     check(
         model.moe is None,
-        f"{setting} {form.value}: experts (model.moe) sort their rows, which no ring brings",
+        "collective_matmul=ring: experts (model.moe) sort their rows, which no ring brings",
     )

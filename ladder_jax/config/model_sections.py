@@ -87,28 +87,26 @@ class MoEConfig(Section):
         return 1 - (1 - self.top_k / self.experts) ** tokens
 
 
-def check_exchange(
-    moe: MoEConfig | None, *, residual: str, sequence_parallel: bool, names: tuple[str, str, str]
-) -> None:
-    """Raises UserError for a program whose experts cannot be exchanged.
-
-    names: the user's words for the setting, for the capacity and for sequence parallelism.
-    """
-    setting, capacity, split = names
-    check(moe is not None, f"{setting} needs experts (model.moe)")
+def check_exchange(moe: MoEConfig | None, *, residual: str, sequence_parallel: bool) -> None:
+    """Raises UserError for a program whose experts cannot be exchanged."""
+    check(moe is not None, "experts=exchange needs experts (model.moe)")
     dense = moe.dense_layers
-    check(dense == 0, f"{setting} needs experts in all layers, not model.moe.dense_layers={dense}")
+    check(
+        dense == 0,
+        f"experts=exchange needs experts in all layers, not model.moe.dense_layers={dense}",
+    )
     check(
         residual.partition("-")[0] in ("standard", "ladder", "farskip"),
-        f"{setting}: not with the residual {residual!r} (allowed: standard, ladder, ladder-K, farskip)",
+        f"experts=exchange: not with the residual {residual!r} (allowed: standard, ladder, ladder-K, farskip)",
     )
     check(
         moe.capacity is not None,
-        f"{setting} needs {capacity}, such as 1.25: rows are sent in buffers of a fixed size, of which"
-        f" {moe.experts / moe.top_k:g} drops no row",
+        "experts=exchange needs model.moe.capacity, such as 1.25: rows are sent in buffers of a fixed size, of"
+        f" which {moe.experts / moe.top_k:g} drops no row",
     )
     check(
-        sequence_parallel, f"{setting} needs {split}: each rank sends the rows of its own positions"
+        sequence_parallel,
+        "experts=exchange needs sequence_parallel: each rank sends the rows of its own positions",
     )
 
 
@@ -149,17 +147,12 @@ class SideConfig(Section):
             model.moe is None,
             "model.side is for dense models only, not those with experts (model.moe)",
         )
-        if not _divides(self.reduction, model):
-            allowed = ", ".join(str(r) for r in range(1, model.d_model + 1) if _divides(r, model))
-            check(
-                False,
-                f"model.side.reduction={self.reduction} does not divide model.d_model={model.d_model},"
-                f" model.d_ff={model.d_ff} and the heads ({model.num_heads} of {model.head_dim},"
-                f" {model.num_kv_heads} for keys and values) into a smaller model's (allowed: {allowed})",
-            )
-
-
-def _divides(reduction: int, model: Any) -> bool:
-    fewer = math.gcd(reduction, model.num_kv_heads)
-    heads = model.head_dim * fewer % (2 * reduction) == 0  # rotary positions turn pairs
-    return heads and model.d_model % reduction == 0 and model.d_ff % reduction == 0
+        r = self.reduction
+        fewer = math.gcd(r, model.num_kv_heads)
+        divides = model.d_model % r == 0 and model.d_ff % r == 0
+        check(
+            divides and model.head_dim * fewer % (2 * r) == 0,  # rotary positions turn pairs
+            f"model.side.reduction={r} does not divide model.d_model={model.d_model},"
+            f" model.d_ff={model.d_ff} and the heads ({model.num_heads} of {model.head_dim},"
+            f" {model.num_kv_heads} for keys and values) into a smaller model's",
+        )

@@ -77,15 +77,6 @@ class ConversionConfig(Section):
             f"conversion.steps={self.steps} is too few for its groups",
         )
 
-    def check_groups(self, turning: int) -> None:
-        """Raises UserError for more groups than layers turn: the steps of empty ones would turn
-        nothing.
-        """
-        check(
-            self.groups <= turning,
-            f"conversion.groups={self.groups} is more than the {turning} layers that turn (allowed: 1 to {turning})",
-        )
-
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class LoraConfig(Section):
@@ -114,6 +105,31 @@ class LoraConfig(Section):
         return self.alpha / self.rank
 
 
+EXCLUDED = (
+    (
+        "train.sequence_parallel",
+        ("conversion.steps", "distill.hidden_weight", "model.side"),
+        "it reads whole streams",
+    ),
+    (
+        "train.interleave=2",
+        ("conversion.steps", "model.side"),
+        "of whole streams it waits for every sum",
+    ),
+    (
+        "model.moe.dense_layers",
+        ("train.freeze", "lora.rank", "conversion.steps", "distill.hidden_weight"),
+        "it is for layers that are all alike",
+    ),
+    (
+        "model.side",
+        ("train.freeze", "lora.rank", "conversion.steps", "distill.hidden_weight"),
+        "beside a side network nothing else trains",
+    ),
+)
+"""A setting, those that it excludes, and why."""
+
+
 def check_retraining(config: Any) -> None:
     """Raises UserError for settings of a run (a RunConfig) that exclude each other, or need another
     one.
@@ -127,9 +143,22 @@ def check_retraining(config: Any) -> None:
         "conversion.steps": conversion.steps,
         "distill.hidden_weight": config.distill.hidden_weight,
         f"distill.teacher={START}": config.distill.teacher == START,
+        "model.side": model.side,
+        "model.moe.dense_layers": model.moe.dense_layers if model.moe else 0,
+        "train.sequence_parallel": train.sequence_parallel,
+        "train.interleave=2": train.interleave is Interleave.HALVES,
     }
-    if model.side is not None:
-        _check_side(config)
+    for name in ("train.freeze", "lora.rank", f"distill.teacher={START}", "model.side"):
+        check(
+            train.start is not None or not settings[name],
+            f"{name} needs train.start, the checkpoint to begin with",
+        )
+    for one, others, why in EXCLUDED:
+        for name in others:
+            check(
+                not (settings[one] and settings[name]),
+                f"{name}={settings[name]} and {one} exclude each other: {why}",
+            )
     check(
         train.freeze <= model.num_layers,
         f"train.freeze={train.freeze} is more than model.num_layers={model.num_layers}",
@@ -138,11 +167,6 @@ def check_retraining(config: Any) -> None:
         not (config.lora.rank and train.freeze == model.num_layers),
         f"train.freeze={train.freeze} leaves no layer for lora.rank={config.lora.rank} to train",
     )
-    for name in ("train.freeze", "lora.rank", f"distill.teacher={START}"):
-        check(
-            train.start is not None or not settings[name],
-            f"{name} needs train.start, the checkpoint to begin with",
-        )
     check(
         not (train.z_loss and config.distill.teacher),
         f"train.z_loss={train.z_loss} has no place in a teacher's loss: leave it out with distill.teacher",
@@ -159,46 +183,8 @@ def check_retraining(config: Any) -> None:
             turning > 0,
             f"conversion.steps={conversion.steps} has no ladder layer to turn: model.ladder_layers={which!r}",
         )
-        conversion.check_groups(turning)
-    for name in ("conversion.steps", "distill.hidden_weight"):
+        groups = conversion.groups
         check(
-            not (settings[name] and train.sequence_parallel),
-            f"{name} reads whole streams: not with train.sequence_parallel",
+            groups <= turning,
+            f"conversion.groups={groups} is more than the {turning} layers that turn (allowed: 1 to {turning})",
         )
-    dense = model.moe.dense_layers if model.moe else 0
-    for name in ("train.freeze", "lora.rank", "conversion.steps", "distill.hidden_weight"):
-        check(
-            not (settings[name] and dense),
-            f"{name}={settings[name]} is for layers that are all alike: not with model.moe.dense_layers={dense}",
-        )
-
-
-def _check_side(config: Any) -> None:
-    """Raises UserError for settings that a run (a RunConfig) with `model.side` cannot have."""
-    train = config.train
-    check(
-        train.start is not None,
-        "model.side needs train.start, the checkpoint whose weights stay frozen",
-    )
-    for name, value in (
-        ("train.freeze", train.freeze),
-        ("lora.rank", config.lora.rank),
-        ("conversion.steps", config.conversion.steps),
-    ):
-        check(
-            not value,
-            f"{name}={value} and model.side exclude each other: beside it nothing else trains",
-        )
-    check(
-        not train.sequence_parallel,
-        "train.sequence_parallel splits the stream, but the side network reads whole streams (model.side)",
-    )
-    check(
-        train.interleave is not Interleave.HALVES,
-        "train.interleave=2 takes halves in turn, but the side network reads whole streams (model.side)",
-    )
-    check(
-        not config.distill.hidden_weight,
-        f"distill.hidden_weight={config.distill.hidden_weight} compares the model's own streams, which model.side"
-        " freezes",
-    )

@@ -30,7 +30,6 @@ from ladder_jax.config.model import (
 )
 from ladder_jax.config.model_sections import ExpertParallelism, check_exchange
 from ladder_jax.config.retrain import ConversionConfig, DistillConfig, LoraConfig, check_retraining
-from ladder_jax.errors import UserError
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -83,42 +82,17 @@ def check_fits_mesh(model: ModelConfig, mesh: MeshConfig) -> None:
     )
 
 
-def check_tensor(model: ModelConfig, *, name: str, tensor: int, devices: int, where: str) -> None:
-    """Of the command line's `--tensor`: raises UserError if `where` has fewer devices, or if the
-    model, `name` to the user, cannot be split over them.
+def check_tensor(model: ModelConfig, *, tensor: int, devices: int, where: str) -> None:
+    """Of the command line's `--tensor`: raises UserError if the model cannot be split over so many
+    of the devices of `where`.
     """
-    allowed = f"allowed for {name}: {', '.join(map(str, _splits(model, most=devices)))}"
+    every = range(1, devices + 1)
+    allowed = [n for n in every if passes(check_fits_mesh, model, MeshConfig(tensor=n))]
     check(
-        tensor <= devices,
-        f"--tensor {tensor} is more than the {devices} devices of {where} ({allowed})",
+        tensor in allowed,
+        f"--tensor {tensor} does not split this model over {where}, of {devices} devices"
+        f" (allowed: {', '.join(map(str, allowed))})",
     )
-    check_divides(model, tensor=tensor, most=devices)
-
-
-def check_divides(model: ModelConfig, *, tensor: int, most: int, option: str = "tensor") -> None:
-    """Raises UserError if the model cannot be split over `tensor` devices. It lists the valid
-    numbers up to `most`.
-
-    option: the command line's option for the number.
-    """
-    try:
-        check_fits_mesh(model, MeshConfig(tensor=tensor))
-    except UserError as error:
-        allowed = _splits(model, most=most)
-        nearest = min(allowed, key=lambda size: abs(size - tensor))
-        names = ", ".join(map(str, allowed))
-        raise UserError(
-            f"--{option} {tensor}: {error}; did you mean {nearest}? (allowed: {names})"
-        ) from None
-
-
-def _splits(model: ModelConfig, *, most: int) -> list[int]:
-    """The numbers of devices, up to `most`, that the model can be split over."""
-    return [
-        tensor
-        for tensor in range(1, most + 1)
-        if passes(check_fits_mesh, model, MeshConfig(tensor=tensor))
-    ]
 
 
 class Format(enum.Enum):
@@ -326,13 +300,6 @@ class RunConfig(Section):
     conversion: ConversionConfig = ConversionConfig()
     lora: LoraConfig = LoraConfig()
 
-    def __repr__(self) -> str:
-        """A line a section, of those that differ from their defaults."""
-        sections = [
-            f"  {name}={value!r},\n" for name, value in vars(self).items() if value != type(value)()
-        ]
-        return f"RunConfig(\n{''.join(sections)})" if sections else "RunConfig()"
-
     def _check(self) -> None:
         check_fits_mesh(self.model, self.mesh)
         if self.retrains or self.model.side is not None:
@@ -358,13 +325,9 @@ class RunConfig(Section):
             " (allowed: standard, ladder, ladder-K, ladder-fresh, parallel, parallel-shared-norm, parallel-ladder,"
             " farskip)",
         )
-        names = "train.collective_matmul", "train.sequence_parallel=true"
-        check_collective_matmul(
-            train.collective_matmul, model=model, sequence_parallel=split, names=names
-        )
+        check_collective_matmul(train.collective_matmul, model=model, sequence_parallel=split)
         if self.mesh.experts is ExpertParallelism.EXCHANGE:
-            names = "mesh.experts=exchange", "model.moe.capacity", "train.sequence_parallel=true"
-            check_exchange(model.moe, residual=model.residual, sequence_parallel=split, names=names)
+            check_exchange(model.moe, residual=model.residual, sequence_parallel=split)
         check(
             of_device % train.accumulate == 0,
             f"train.accumulate={train.accumulate} does not divide a device's {of_device} rows (train.batch="
@@ -377,12 +340,6 @@ class RunConfig(Section):
             rows=of_device // train.accumulate,
             sequence_parallel=split and tensor > 1,
             collective_matmul=train.collective_matmul,
-            names=("train.interleave", "train.batch over data x fsdp x train.accumulate"),
-        )
-        check(
-            not halves or not self.conversion.steps,
-            f"train.interleave=2 and conversion.steps={self.conversion.steps} exclude each other: while layers turn,"
-            " a sublayer waits for every sum",
         )
 
     @property

@@ -64,10 +64,7 @@ class ModelDef:
                 f"model.{name} is no part of a {type(self).__name__}: ladder_jax.{name} defines such models",
             )
         if self.experts is ExpertParallelism.EXCHANGE:
-            names = "experts='exchange'", "model.moe.capacity", "sequence_parallel=True"
-            check_exchange(
-                self.config.moe, residual=self.config.residual, sequence_parallel=True, names=names
-            )
+            check_exchange(self.config.moe, residual=self.config.residual, sequence_parallel=True)
 
     @functools.cached_property
     def topology(self) -> residual.Topology:
@@ -101,7 +98,6 @@ class ModelDef:
             execution.collective_matmul,
             model=self.config,
             sequence_parallel=execution.sequence_parallel,
-            names=("collective_matmul", "sequence_parallel=True"),
         )
         check_halves(
             execution.interleave,
@@ -109,7 +105,6 @@ class ModelDef:
             rows=rows,
             sequence_parallel=self.splits(execution),
             collective_matmul=execution.collective_matmul,
-            names=("interleave", "the batch"),
         )
 
     def wire(self, execution: Execution) -> residual.AllReduce:

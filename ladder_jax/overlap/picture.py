@@ -1,11 +1,9 @@
 """Draw simulated timelines of two consecutive layers: Standard's, Standard's in two halves in turn,
-and the request's; or write them as a trace.
+and the request's.
 """
 
 import contextlib
 import dataclasses
-import json
-import pathlib
 import re
 from collections.abc import Sequence
 
@@ -24,6 +22,7 @@ from ladder_jax.schedule.timeline import Bar
 # layers of the unrolled program that is drawn: layers 1 and 2 have the schedule of any inner layer
 DRAWN = 4
 COLOURS = {"attention": "#4c78a8", "mlp": "#72b7b2", "joint": "#4c78a8", "": "#bab0ac"}
+MS = 1e3
 WIRE, WAIT = "#e45756", "#f7d4d4"
 LEGEND = {
     "attention": COLOURS["attention"],
@@ -41,8 +40,8 @@ def check_drawn(request: Request) -> None:
         f"{request.target.kind} hides nothing, so there is no timeline: choose a TPU or GPU target",
     )
     check(
-        request.layers >= 3,
-        "a timeline shows two consecutive layers that are not the last: it needs --layers 3 or more",
+        request.layers >= DRAWN,
+        f"a timeline shows two consecutive inner layers: it needs --layers {DRAWN} or more",
     )
 
 
@@ -60,9 +59,7 @@ def drawn(request: Request) -> dict[str, Request]:
     """Standard, Standard in two halves where the phase and the settings have them, and the
     request's own program.
     """
-    own = dataclasses.replace(
-        request, layers=min(DRAWN, request.layers), loop=Loop.UNROLLED, ladder_layers=None
-    )
+    own = dataclasses.replace(request, layers=DRAWN, loop=Loop.UNROLLED, ladder_layers=None)
     standard = dataclasses.replace(own, residual="standard", interleave=1)
     programs = [standard, own]
     halves = dataclasses.replace(standard, interleave=2)
@@ -79,18 +76,16 @@ def plot(request: Request, *, file: str) -> None:
     from matplotlib.patches import Patch
 
     panels = {name: _two_layers(bars) for name, bars in timelines(request).items()}
-    longest = max(bar.stop for bars in panels.values() for bar in bars)
-    unit, scale = ("µs", 1e6) if longest < 5e-3 else ("ms", 1e3)
     figure, axes = plt.subplots(
         len(panels), 1, figsize=(11, 2.1 * len(panels) + 0.9), sharex=True, squeeze=False
     )
     for axis, (name, bars) in zip(axes[:, 0], panels.items()):
         end = max(bar.stop for bar in bars)
-        axis.barh(1, end * scale, color=WAIT, height=0.62)
+        axis.barh(1, end * MS, color=WAIT, height=0.62)
         axis.barh(
             [0 if bar.wire else 1 for bar in bars],
-            [(bar.stop - bar.start) * scale for bar in bars],
-            left=[bar.start * scale for bar in bars],
+            [(bar.stop - bar.start) * MS for bar in bars],
+            left=[bar.start * MS for bar in bars],
             color=[WIRE if bar.wire else COLOURS[sublayer_of(bar.op_name)] for bar in bars],
             height=0.62,
             ec="w",
@@ -98,13 +93,13 @@ def plot(request: Request, *, file: str) -> None:
         )
         busy = sum(bar.stop - bar.start for bar in bars if not bar.wire)
         axis.set_title(
-            f"{name}: two layers in {end * scale:.0f} {unit}, waiting {max(0.0, end - busy) / end:.0%}",
+            f"{name}: two layers in {end * MS:.2f} ms, waiting {max(0.0, end - busy) / end:.0%}",
             loc="left",
             fontsize=10,
         )
         axis.set_yticks([0, 1], ["communication", "compute"])
         axis.spines[["top", "right"]].set_visible(False)
-    axes[-1, 0].set_xlabel(unit)
+    axes[-1, 0].set_xlabel("ms")
     legend = [Patch(color=colour, label=label) for label, colour in LEGEND.items()]
     figure.legend(handles=legend, loc="lower right", ncols=5, fontsize=8, frameon=False)
     title = (
@@ -120,34 +115,6 @@ def plot(request: Request, *, file: str) -> None:
     files.write_picture(file, figure)
 
 
-def trace(request: Request, *, file: str) -> None:
-    """Write Chrome's trace format for https://ui.perfetto.dev: one process per topology, one thread
-    per row.
-    """
-    events = []
-    for process, (name, bars) in enumerate(timelines(request).items()):
-        of_process = dict(ph="M", pid=process)
-        events.append({**of_process, "name": "process_name", "args": {"name": name}})
-        for thread, row in enumerate(("compute", "communication")):
-            of_thread = dict(tid=thread, name="thread_name", args={"name": row})
-            events.append({**of_process, **of_thread})
-        for bar in bars:
-            events.append(
-                dict(
-                    ph="X",
-                    pid=process,
-                    tid=int(bar.wire),
-                    ts=bar.start * 1e6,
-                    dur=(bar.stop - bar.start) * 1e6,
-                    name=bar.name,
-                    cat="all-reduce" if bar.wire else sublayer_of(bar.op_name) or "other",
-                    args={"op_name": bar.op_name},
-                )
-            )
-    text = json.dumps({"traceEvents": events, "displayTimeUnit": "ns"})
-    files.write(pathlib.Path(file), [text.encode()])
-
-
 def _two_layers(bars: Sequence[Bar]) -> list[Bar]:
     """The bars between the first forward matmuls of layers 1 and 3, with times from zero.
 
@@ -158,8 +125,8 @@ def _two_layers(bars: Sequence[Bar]) -> list[Bar]:
         bar for bar in bars if "dot_general" in bar.op_name and "transpose(" not in bar.op_name
     ]
     of = lambda layer: [bar for bar in matmuls if re.search(rf"layer_{layer}\b", bar.op_name)]
-    start, last = min(bar.start for bar in of(1)), max(bar.stop for bar in of(2))
-    stop = min((bar.start for bar in of(3)), default=last)
+    start = min(bar.start for bar in of(1))
+    stop = min(bar.start for bar in of(3))
     overlapping = [bar for bar in bars if bar.stop > start and bar.start < stop]
     clip = lambda time: min(max(time, start), stop) - start
     return [

@@ -1,6 +1,5 @@
-"""The library's train step, prefill or decode step for a request, compiled in a process of its own,
-as jax reads its environment at import and the compiler may be killed: `python -m
-ladder_jax.overlap.programs REQUEST RESULT [DUMP]`.
+"""The library's train step, prefill or decode step for a request, compiled in a process of its
+own.
 """
 
 import concurrent.futures
@@ -18,7 +17,7 @@ from ladder_jax import decode, nn, python, schedule, train
 from ladder_jax.config import Phase, TrainConfig, recipe
 from ladder_jax.decode import memory, steps, weights
 from ladder_jax.errors import UserError
-from ladder_jax.overlap.compile import Record, work
+from ladder_jax.overlap.compile import Record
 from ladder_jax.overlap.request import Request
 from ladder_jax.parallel import Compiled, make_mesh
 from ladder_jax.schedule.targets import Target
@@ -62,13 +61,10 @@ def program(request: Request) -> tuple[Compiled, tuple[Any, ...]]:
 
 def compiler(target: Target) -> str:
     """The compiler's name and version."""
-    packages = {
-        "tpu": ("libtpu",),
-        "cuda": ("jax-cuda13-plugin", "jax-cuda12-plugin"),
-        "cpu": ("jaxlib",),
-    }
-    versions = python.versions(*packages[target.platform])
-    return next((f"{package} {version}" for package, version in versions.items()), "unknown")
+    packages = {"tpu": "libtpu", "cuda": "jax-cuda", "cpu": "jaxlib"}
+    versions = python.versions("libtpu", "jax-cuda13-plugin", "jax-cuda12-plugin", "jaxlib")
+    kind = packages[target.platform]
+    return next(f"{name} {found}" for name, found in versions.items() if name.startswith(kind))
 
 
 def bytes_minimum(request: Request, arguments: tuple[Any, ...]) -> int | None:
@@ -94,13 +90,12 @@ def bytes_minimum(request: Request, arguments: tuple[Any, ...]) -> int | None:
     return round(total)
 
 
-def record(asked: dict, dump: str | None = None) -> Record:
-    """Compile the program of a request, `Request.as_dict`; with `dump`, the folder named in
-    XLA_FLAGS, only until it is scheduled: machine code takes 90 % of a train step's compilation.
+def record(request: Request, dump: str | None = None) -> Record:
+    """Compile the request's program; with `dump`, the folder named in XLA_FLAGS, only until it is
+    scheduled: machine code takes 90 % of a train step's compilation.
     """
     notices = logging.handlers.BufferingHandler(1000)
     logging.getLogger("ladder_jax").addHandler(notices)
-    request = Request.from_dict(asked)
     started = time.perf_counter()
     try:
         function, arguments = program(request)
@@ -133,13 +128,11 @@ def _analysis(compiled: jax.stages.Compiled) -> dict:
         costs = compiled.cost_analysis() or {}
     except (NotImplementedError, RuntimeError):  # NVIDIA's compiler has none ahead of time
         costs = {}
+    outputs = memory.output_size_in_bytes - memory.alias_size_in_bytes
+    held = memory.argument_size_in_bytes + memory.temp_size_in_bytes
     return {
         "bytes_accessed": costs.get("bytes accessed"),
-        "argument_bytes": memory.argument_size_in_bytes,
-        "output_bytes": memory.output_size_in_bytes,
-        "alias_bytes": memory.alias_size_in_bytes,
-        "temporary_bytes": memory.temp_size_in_bytes,
-        "code_bytes": memory.generated_code_size_in_bytes,
+        "bytes_per_device": held + outputs + memory.generated_code_size_in_bytes,
     }
 
 
@@ -161,7 +154,3 @@ def scheduled(function: Compiled, *, arguments: Sequence, folder: pathlib.Path) 
                 return text
         time.sleep(0.1)
     return compiled.result()
-
-
-if __name__ == "__main__":
-    work(record)

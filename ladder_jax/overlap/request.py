@@ -100,14 +100,11 @@ class Request:
         return self.batch if self.phase is Phase.DECODE else self.batch * self.prompt_length
 
     def as_dict(self) -> dict:
+        """The options, as plain JSON values."""
         values = {**to_dict(self), "target": self.target.name}
-        return {
-            name: value for name, value in values.items() if name != "shape" or value is not None
-        }
-
-    @classmethod
-    def from_dict(cls, values: dict) -> "Request":
-        return cls(**{**values, "target": targets.parse(values["target"])})
+        if self.shape is None:
+            del values["shape"]
+        return values
 
 
 def make(*, target: str, model: str, phase: Phase, **options: Any) -> Request:
@@ -166,7 +163,6 @@ def _check(request: Request) -> None:
         request.collective_matmul,
         model=request.config,
         sequence_parallel=request.sequence_parallel,
-        names=("--collective-matmul", "--sequence-parallel"),
     )
     check_in_turn(request)
     if request.exchanges:
@@ -174,7 +170,6 @@ def _check(request: Request) -> None:
             request.config.moe,
             residual=request.residual,
             sequence_parallel=request.sequence_parallel,
-            names=("--experts exchange", "--capacity", "--sequence-parallel"),
         )
     if request.trains:
         check(
@@ -200,7 +195,6 @@ def check_in_turn(request: Request) -> None:
         rows=request.batch,
         sequence_parallel=request.sequence_parallel and request.tensor > 1,
         collective_matmul=request.collective_matmul,
-        names=("--interleave", "--batch"),
     )
 
 

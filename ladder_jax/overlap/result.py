@@ -3,11 +3,10 @@ terminal.
 """
 
 import dataclasses
-from collections import Counter
 from collections.abc import Sequence
 
 from ladder_jax import files, terminal
-from ladder_jax.config import CollectiveMatmul, Phase
+from ladder_jax.config import Phase
 from ladder_jax.overlap import compile as compiling
 from ladder_jax.overlap import picture
 from ladder_jax.overlap import request as requests
@@ -15,15 +14,10 @@ from ladder_jax.overlap.compile import Record
 from ladder_jax.overlap.request import Request
 from ladder_jax.schedule import cost, grouped, hlo, judge, models
 from ladder_jax.schedule.grouped import Form
-from ladder_jax.schedule.models import Parameters
-from ladder_jax.schedule.report import Report, Status, Transfer, hidden, hidden_bytes
+from ladder_jax.schedule.report import Report, Transfer, hidden, hidden_bytes
 from ladder_jax.terminal import Table
 
 OPTIONS = [field.name for field in dataclasses.fields(requests.Request) if field.name != "shape"]
-FORMS = {
-    CollectiveMatmul.NONE: "",
-    CollectiveMatmul.RING: ", ring collective matmul",
-}
 GIB = 2**30
 
 
@@ -32,16 +26,13 @@ def run(args: dict) -> None:
     written.
     """
     files.check_picture("plot", args["plot"])
-    files.check_writable("trace", args["trace"], endings=(".json",))
     request = requests.make(**{name: args[name] for name in OPTIONS})
-    if args["plot"] or args["trace"]:
+    if args["plot"]:
         picture.check_drawn(request)
     answer = read(request, compiling.compiled(request))
     terminal.answer(answer, as_json=args["json"])
     if args["plot"]:
         picture.plot(request, file=args["plot"])
-    if args["trace"]:
-        picture.trace(request, file=args["trace"])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,16 +61,16 @@ class Result:
             attention reads once five times.
         """
         record = self.record
-        settings = {**self.request.as_dict(), "launch": record.launch}
-        for name in _unused(self.request):
-            settings.pop(name)
+        config = self.request.config
+        parameters = models.parameters(config)
         return {
-            **settings,
+            **self.request.as_dict(),
+            "launch": record.launch,
             **self.report.as_dict(),
             "flops_active": requests.active_flops(self.request),
-            "parameters": self.parameters.held,
-            "parameters_active": self.parameters.active,
-            **({} if self.request.config.moe is None else {"grouped_matmuls": self.experts.value}),
+            "parameters": parameters.held,
+            "parameters_active": parameters.active,
+            **({} if config.moe is None else {"grouped_matmuls": self.experts.value}),
             "bytes_accessed": self.bytes_accessed,
             "bytes_accessed_by_compiler": record.bytes_accessed,
             "bytes_minimum": record.bytes_minimum,
@@ -93,10 +84,6 @@ class Result:
         }
 
     @property
-    def parameters(self) -> Parameters:
-        return models.parameters(self.request.config)
-
-    @property
     def fits(self) -> bool | None:
         memory = self.request.target.memory
         used = self.record.bytes_per_device
@@ -107,59 +94,39 @@ class Result:
         return self.report.verdict
 
     def lines(self) -> list[str | Table]:
-        """For `terminal.show`: the verdict, a table, memory and traffic."""
+        """For `terminal.show`: the verdict, a table, memory, traffic and other collectives."""
         report = self.report
         record = self.record
-        labelled = {
-            "memory": self._memory,
-            "traffic": self._traffic,
-            "experts": self._experts,
-            "time": self._time,
-            "gathers": report.gathers and _transfers(report.gathers),
-            "scatters": report.scatters and _transfers(report.scatters),
-            "other collectives": self._others,
-            "launch": "" if self.request.trains else record.launch,
-            "compiler": f"{record.compiler}, jax {record.jax}, {record.seconds:.0f} s",
-            "options": ", ".join(f"{k}={v}" for k, v in record.options.items()) or "none",
-        }
-        tail = [
-            f"{label + ':' if ' ' in label else label.ljust(9)} {text}"
-            for label, text in labelled.items()
-            if text
-        ]
+        lines = [*self.verdict.split("; "), self._title, report.table()]
+        lines += [f"memory    {self._memory}", f"traffic   {self._traffic}"]
+        lines += [_moved(one) for one in (report.gathers, report.scatters) if one]
+        if report.others:
+            lines.append(self._others)
+        if not self.request.trains:
+            lines.append(f"launch    {record.launch}")
+        lines.append(f"compiler  {record.compiler}, jax {record.jax}, {record.seconds:.0f} s")
         notices = [*record.notices]
         if self.request.target.platform == "cuda" and self.request.phase is not Phase.DECODE:
             notices.append("attention is XLA's here: cuDNN's cannot be compiled without a GPU")
-        tail += [f"notice    {notice}" for notice in notices]
-        return [*self.verdict.split("; "), self._title, report.table(), *report.explained(), *tail]
+        return [*lines, *(f"notice    {notice}" for notice in notices)]
 
     @property
     def _title(self) -> str:
         one = self.request
-        words = (
-            f"{one.model}, {one.residual}, {one.phase.value}, {one.layers} layers",
-            one.fsdp > 1 and f"fsdp {one.fsdp}",
-            f"tensor {one.tensor}",
-            one.sequence_parallel and f"sequence-parallel{FORMS[one.collective_matmul]}",
-            one.interleave == 2 and "two halves in turn",
-            one.exchanges and f"experts exchanged with capacity {one.capacity:g}",
-            f"{one.loop.value}, on {one.target.name}",
-        )
-        return ", ".join(filter(None, words))
+        shape = f"{one.layers} layers, tensor {one.tensor}, {one.loop.value}, on {one.target.name}"
+        return f"{one.model}, {one.residual}, {one.phase.value}, {shape}"
 
     @property
     def _memory(self) -> str:
-        record = self.record
-        if record.bytes_per_device is None:
-            return ""
-        used = f"{record.bytes_per_device / GIB:.1f} GiB a device"
-        if self.fits is not None:
-            room = f"{self.request.target.memory / GIB:.0f}"
-            used += (
-                f", of {room}: it fits" if self.fits else f", more than its {room}: it does NOT fit"
-            )
-        sizes = record.argument_bytes / GIB, record.temporary_bytes / GIB
-        return f"{used} (arguments {sizes[0]:.2f}, temporaries {sizes[1]:.2f})"
+        used = f"{self.record.bytes_per_device / GIB:.1f} GiB a device"
+        if self.fits is None:
+            return used
+        room = f"{self.request.target.memory / GIB:.0f}"
+        return (
+            f"{used}, of {room}: it fits"
+            if self.fits
+            else f"{used}, more than its {room}: it does NOT fit"
+        )
 
     @property
     def _traffic(self) -> str:
@@ -169,31 +136,11 @@ class Result:
         return f"reads and writes {moved / GIB:.2f} GiB{times}"
 
     @property
-    def _experts(self) -> str:
-        if self.request.config.moe is None:
-            return ""
-        count = self.parameters
-        least = requests.active_flops(self.request)
-        line = f"a token passes {count.active / 1e9:.3g} of {count.held / 1e9:.3g} billion parameters; "
-        line += f"{self.report.flops / least:.2f} times the FLOPs of those are computed"
-        if self.experts is Form.EXPANDED:
-            line += (
-                ", as XLA expands grouped matmuls here: every row times every expert of its device"
-            )
-        return line
-
-    @property
-    def _time(self) -> str:
-        share = self.report.hidden_time_fraction
-        in_flight = "a hidden reduction is in flight during"
-        return "" if share is None else f"{in_flight} {share:.0%} of the step's estimated compute"
-
-    @property
     def _others(self) -> str:
         others = self.report.others
-        kinds = ", ".join(dict.fromkeys(part for one in others for part in one.purpose.split(", ")))
+        kinds = ", ".join(dict.fromkeys(one.purpose for one in others))
         count = sum(one.count for one in others)
-        return f"{count} ({kinds}), {self.report.other_hidden} hidden" if others else ""
+        return f"other collectives: {count} ({kinds}), {self.report.other_hidden} hidden"
 
 
 def read(request: Request, record: Record) -> Result:
@@ -209,27 +156,9 @@ def read(request: Request, record: Record) -> Result:
     return Result(request, record, report, cost.bytes_moved(program, experts=experts), form)
 
 
-def _transfers(transfers: Sequence[Transfer]) -> str:
+def _moved(transfers: Sequence[Transfer]) -> str:
+    count = sum(one.count for one in transfers)
     scattered = transfers[0].collective.kind == "reduce-scatter"
     arrays = "gradients reduce-scattered" if scattered else "weights gathered"
-    line = f"{hidden(transfers)} of {sum(t.count for t in transfers)} arrays of layers' {arrays}, hidden"
-    line += f" ({hidden_bytes(transfers):.0%} of their bytes)"
-    not_hidden = Counter()
-    for t in transfers:
-        if t.status is not Status.HIDDEN:
-            not_hidden[f"of layer {t.layer or '?'}, {t.direction}, {t.status.value}"] += t.count
-    return line + "".join(f"; {count} {kind}" for kind, count in not_hidden.items())
-
-
-def _unused(request: Request) -> set[str]:
-    """The settings that the request's phase does not use, or that have no value."""
-    of_phase = {
-        Phase.DECODE: {"prompt_length", "remat", "fsdp", "sequence_parallel", "interleave"},
-        Phase.PREFILL: {"context", "remat", "fsdp"},
-        Phase.TRAIN: {"context", "launch", "quantize"},
-    }
-    unset = {name for name in ("capacity", "ladder_layers") if getattr(request, name) is None}
-    unused = of_phase[request.phase] | unset
-    if not request.sequence_parallel:
-        unused |= {"collective_matmul", "experts"}
-    return unused if request.config.moe else unused | {"experts"}
+    share = f"{hidden_bytes(transfers):.0%} of their bytes"
+    return f"{hidden(transfers)} of {count} arrays of layers' {arrays}, hidden ({share})"

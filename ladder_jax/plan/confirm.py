@@ -1,5 +1,6 @@
-"""Confirm a plan's memory: compile its whole training step for the target, in a process of its own:
-`python -m ladder_jax.plan.confirm REQUEST RESULT`."""
+"""Confirm a plan's memory: compile its whole training step for the target, in a process of its
+own.
+"""
 
 import dataclasses
 import time
@@ -52,9 +53,9 @@ def confirm(candidate: Candidate, *, request: Request) -> Confirmed:
     }
     label = f"{candidate}; {request.config.num_layers} layers of {request.name} for {request.target.name}"
     sources = (*compiling.SOURCES, *compiling.TRAINING, "plan/confirm.py")
-    worker = "ladder_jax.plan.confirm"
+    worker = "ladder_jax.plan.confirm:measure"
     return compiling.recorded(
-        Confirmed, step, worker, target=request.target, label=label, sources=sources
+        Confirmed, worker, step, target=request.target, label=label, sources=sources
     )
 
 
@@ -100,7 +101,3 @@ def measure(step: dict) -> Confirmed:
         compiler=programs.compiler(target),
         refusal=refusal,
     )
-
-
-if __name__ == "__main__":
-    compiling.work(measure)

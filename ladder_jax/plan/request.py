@@ -82,7 +82,7 @@ def make(
         f"{config.residual} is a function of the number of ranks: give model.ranks in a file",
     )
     if interleave is Interleave.HALVES:
-        check_halves(2, model=config, rows=2, names=("--interleave", "rows"))
+        check_halves(2, model=config, rows=2)
     settings = tuple((f"model.{name}", value) for name, value in changes.items())
     return Request(model, config, parsed, tokens, sequence, settings, interleave)
 
@@ -232,10 +232,7 @@ def _has_halves(candidate: Candidate, config: ModelConfig) -> bool:
     halves the sequence.)
     """
     split = candidate.sequence_parallel
-    names = ("train.interleave", "rows")
-    allowed = passes(
-        check_halves, 2, model=config, rows=candidate.rows, names=names, sequence_parallel=split
-    )
+    allowed = passes(check_halves, 2, model=config, rows=candidate.rows, sequence_parallel=split)
     return candidate.mesh.tensor > 1 and candidate.rows % 2 == 0 and allowed
 
 

@@ -14,7 +14,7 @@ from ladder_jax.config import (
     check_halves,
     parse_residual,
 )
-from ladder_jax.config.fields import check, passes, words
+from ladder_jax.config.fields import check, passes
 from ladder_jax.config.run import check_tensor
 from ladder_jax.errors import unknown
 from ladder_jax.overlap.request import exchange_capacity
@@ -123,14 +123,12 @@ def make(
         model=model,
         shape=shape,
         machine=machine,
-        residuals=every if residual is None else words("residual", residual),
+        residuals=every if residual is None else tuple(residual.split(",")),
         phase=None if phase == GENERATE else Phase(phase),
         capacity=exchange_capacity(capacity, config=shape, experts=experts),
         **{"tensor": machine.devices, **given},
     )
-    check_tensor(
-        shape, name=model, tensor=request.tensor, devices=machine.devices, where=machine.name
-    )
+    check_tensor(shape, tensor=request.tensor, devices=machine.devices, where=machine.name)
     if residual is None:
         plain = dataclasses.replace(request, ladder_layers=None, interleave=Interleave.AUTO)
         possible = tuple(name for name in every if passes(_check_residual, plain, name))
@@ -144,10 +142,7 @@ def make(
 
 def can_exchange(config: ModelConfig) -> bool:
     """Whether ranks can exchange the rows of the model's experts: they need a capacity."""
-    names = "mesh.experts=exchange", "model.moe.capacity", "train.sequence_parallel=true"
-    return passes(
-        check_exchange, config.moe, residual=config.residual, sequence_parallel=True, names=names
-    )
+    return passes(check_exchange, config.moe, residual=config.residual, sequence_parallel=True)
 
 
 def _check_residual(request: Request, name: str, *, named: bool = False) -> None:
@@ -157,14 +152,12 @@ def _check_residual(request: Request, name: str, *, named: bool = False) -> None
     check(predicted, f"--phase train has no prediction of {name}'s backward pass")
     exchanges = request.experts is ExpertParallelism.EXCHANGE
     if exchanges:
-        names = ("--experts exchange", "--capacity", "")
         # a bound that no program computes: a Standard without its messages
         known = BASELINE if name == "no-communication" else name
-        check_exchange(config.moe, residual=known, sequence_parallel=True, names=names)
+        check_exchange(config.moe, residual=known, sequence_parallel=True)
     if named and request.interleave is Interleave.HALVES:
-        names = ("--interleave", "--batch")
         rows = request.batch if exchanges else 2
-        check_halves(2, model=config, rows=rows, names=names, sequence_parallel=exchanges)
+        check_halves(2, model=config, rows=rows, sequence_parallel=exchanges)
 
 
 def _check(request: Request) -> None:

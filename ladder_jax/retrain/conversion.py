@@ -21,7 +21,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from ladder_jax.config import ConversionConfig, Pace
-from ladder_jax.errors import UserError
 from ladder_jax.residual import AllReduce, State, Step, Sublayer, Topology, add
 from ladder_jax.residual.recurrence import Sums
 from ladder_jax.scopes import PREVIOUS
@@ -35,15 +34,9 @@ def ladder_fraction(step: jax.Array, *, topology: Topology, config: ConversionCo
 
     The ladder layers are divided into groups, the topmost first, each with an equal share of the
     steps. During its share a group ramps from 0 to 1, or jumps to 1 at the beginning. Layers of a
-    hybrid that stay standard have 1: their input is the same either way. Raises UserError where no
-    layer is a ladder layer, and for more groups than these.
+    hybrid that stay standard have 1: their input is the same either way.
     """
     ladder = [n for n, steps in enumerate(topology.layers) if any(step.delay for step in steps)]
-    if not ladder:
-        raise UserError(
-            f"conversion.steps={config.steps} has no ladder layer to turn: all are standard"
-        )
-    config.check_groups(len(ladder))
     group = np.full(topology.num_layers, -1)
     for index, members in enumerate(np.array_split(ladder[::-1], config.groups)):
         group[members] = index

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from ladder_jax import nn
-from ladder_jax.config import ModelConfig, TrainConfig
+from ladder_jax.config import TrainConfig
 from ladder_jax.data.packing import Targets
 from ladder_jax.nn import ModelDef, Params
 from ladder_jax.nn.loss import divergence_sum
@@ -55,10 +55,8 @@ class _PartedModel:
         if DENSE in self.params:  # then all are one block (config/retrain.py checks it)
             return self.forward.layers(state, extra, params=self.params)[:2]
         name, offset = (LOWER, 0) if last <= self.below else (LAYERS, self.below)
-        stack = self.params[name]
         dims = self.dims[name]
-        if (first - offset, last - offset) != (0, jax.tree.leaves(stack)[0].shape[0]):
-            stack = jax.tree.map(lambda a: a[first - offset : last - offset], stack)
+        stack = jax.tree.map(lambda a: a[first - offset : last - offset], self.params[name])
         if self.ladder_fraction is not None:
             stack = {**stack, LADDER_FRACTION: self.ladder_fraction[first:last]}
             dims = {**dims, LADDER_FRACTION: "L"}
@@ -81,17 +79,15 @@ def loss_sum(
     frozen: Params,
     batch: Targets,
     *,
-    routers: Any,
     scheduled: dict[str, jax.Array],
     config: TrainConfig,
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
     """(the loss, its `terms`), each summed over this rank's positions and equal on its tensor
     ranks.
 
-    routers: whose losses are added (nn/router_losses.py), or None. scheduled: as
-        `TrainingTask.scheduled` has it.
+    scheduled: as `TrainingTask.scheduled` has it.
     """
-
+    routers = plan.routers if plan.routers and plan.routers.measures(scheduled) else None
     positions = nn.FullSequence() if batch.segments is None else nn.Packed(batch.segments)
 
     def forward(definition: ModelDef, of: Callable = nn.forward_pass) -> nn.ForwardPass:
@@ -199,33 +195,17 @@ def _with_factors(plan: RetrainPlan, trained: Params, frozen: Params) -> tuple[P
 
 
 def shared_layers(plan: RetrainPlan) -> int:
-    """How many of the lowest layers compute the same in teacher and student: frozen, standard in
-    both, and alike.
+    """How many of the lowest layers compute the same in teacher and student: frozen, and standard in
+    both. A teacher's experts drop no row.
     """
     student = plan.definition
-    teacher = plan.teacher
-    if not plan.shares_weights or not _alike(student.config, teacher.config):
+    moe = student.config.moe
+    if not plan.shares_weights or (moe is not None and moe.drops):
         return 0
-    if not all(map(_standard, teacher.topology.layers)):
+    if not all(map(_standard, plan.teacher.topology.layers)):
         return 0
     frozen = student.config.num_layers if plan.side else plan.frozen_layers
     return min(frozen, [*map(_standard, student.topology.layers), False].index(False))
-
-
-def _alike(student: ModelConfig, teacher: ModelConfig) -> bool:
-    """Whether layers of equal weights and equal steps compute the same. A teacher's experts drop no
-    row.
-    """
-    if student.moe is not None and student.moe.drops:
-        return False
-
-    def of_layers(config: ModelConfig) -> ModelConfig:
-        moe = config.moe and dataclasses.replace(config.moe, capacity=None)
-        return dataclasses.replace(
-            config, moe=moe, side=None, residual="standard", ladder_layers=None, ranks=None
-        )
-
-    return of_layers(student) == of_layers(teacher)
 
 
 def _standard(steps: tuple[Step, ...]) -> bool:

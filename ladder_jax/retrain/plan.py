@@ -12,6 +12,7 @@ from flax import nnx
 from ladder_jax.config import START, ConversionConfig, DistillConfig, LoraConfig
 from ladder_jax.nn import ModelDef, Params, parameter
 from ladder_jax.nn.parameter import LAYERS
+from ladder_jax.nn.router_losses import RouterLosses
 from ladder_jax.parallel.collectives import ROUTER
 from ladder_jax.retrain import lora as factors
 from ladder_jax.side import SIDE, SideModel
@@ -59,6 +60,11 @@ class RetrainPlan:
         if self.lora.rank:
             return {ADAPTERS: parameter.abstract(self.adapters, layout=self.definition.layout)}
         return self._pick(self._parts(self.definition.abstract), trained=True)
+
+    @functools.cached_property
+    def routers(self) -> RouterLosses | None:
+        """Of a model with experts: their losses count beside a teacher's as beside the data's."""
+        return None if self.definition.config.moe is None else RouterLosses(self.definition)
 
     @functools.cached_property
     def adapters(self) -> nnx.Dict:

@@ -10,6 +10,7 @@ from flax import traverse_util
 from ladder_jax import residual
 from ladder_jax.checkpoint import Checkpoint
 from ladder_jax.config import START, ModelConfig, RunConfig, to_dict
+from ladder_jax.config.fields import check
 from ladder_jax.data import tokenizer as tokenizers
 from ladder_jax.errors import UserError
 from ladder_jax.pretrained import OpenedModel, open_model
@@ -102,23 +103,21 @@ def check_shape(name: str, theirs: ModelConfig, ours: ModelConfig) -> None:
     for field in before | after:
         has = before.get(field)
         wants = after.get(field)
-        if has != wants:
-            raise UserError(
-                f"{name}: the checkpoint has model.{field}={has}, and this run model.{field}={wants}"
-            )
-    if theirs.side is not None and (theirs.side != ours.side or name.startswith("distill")):
-        instead = (
-            "a teacher is a model without one"
-            if name.startswith("distill")
-            else f"this run has {ours.side}"
+        check(
+            has == wants,
+            f"{name}: the checkpoint has model.{field}={has}, and this run model.{field}={wants}",
         )
-        raise UserError(f"{name}: the checkpoint has a side network, {theirs.side}, and {instead}")
+    allowed = None if name.startswith("distill") else ours.side
+    check(
+        theirs.side in (None, allowed),
+        f"{name}: the checkpoint has a side network, {theirs.side}, where {allowed} can be",
+    )
     shared = "parallel-shared-norm"
-    if (theirs.residual == shared) != (ours.residual == shared):
-        raise UserError(
-            f"{name}: the checkpoint has model.residual={theirs.residual}, and this run {ours.residual}:"
-            f" a layer of {shared} has one norm, of the others two"
-        )
+    check(
+        (theirs.residual == shared) == (ours.residual == shared),
+        f"{name}: the checkpoint has model.residual={theirs.residual}, and this run {ours.residual}:"
+        f" a layer of {shared} has one norm, of the others two",
+    )
 
 
 def _shape(model: ModelConfig) -> dict[str, Any]:

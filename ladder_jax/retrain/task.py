@@ -13,8 +13,7 @@ from jax.sharding import Mesh
 
 from ladder_jax import nn
 from ladder_jax.checkpoint import Checkpoint
-from ladder_jax.config import START, ModelConfig, RunConfig, TrainConfig
-from ladder_jax.data.packing import Targets
+from ladder_jax.config import START, ModelConfig, RunConfig
 from ladder_jax.errors import UserError
 from ladder_jax.nn import ModelDef, Params
 from ladder_jax.nn.parameter import LAYERS
@@ -46,15 +45,6 @@ class Retraining(RetrainPlan):
         }
 
     @functools.cached_property
-    def routers(self) -> Any:
-        """Of a model with experts: their losses count beside a teacher's as beside the data's."""
-        if self.definition.config.moe is None:
-            return None
-        from ladder_jax.nn.router_losses import RouterLosses
-
-        return RouterLosses(self.definition)
-
-    @functools.cached_property
     def held_out(self) -> "Retraining":
         return dataclasses.replace(self, teacher=None)
 
@@ -76,19 +66,7 @@ class Retraining(RetrainPlan):
             measured["turned"] = jnp.mean(scheduled[conversion.LADDER_FRACTION])
         return measured
 
-    def loss_sum(
-        self,
-        trained: Params,
-        frozen: Params,
-        batch: Targets,
-        *,
-        scheduled: dict[str, jax.Array],
-        config: TrainConfig,
-    ) -> tuple[jax.Array, dict[str, jax.Array]]:
-        routers = self.routers if self.routers and self.routers.measures(scheduled) else None
-        return loss.loss_sum(
-            self, trained, frozen, batch, routers=routers, scheduled=scheduled, config=config
-        )
+    loss_sum = loss.loss_sum
 
     # The host's side: from checkpoints to parameters, and back.
 
@@ -102,11 +80,8 @@ class Retraining(RetrainPlan):
 
     def initial(self, *, seed: int) -> tuple[Params, Params]:
         start = self.sources.start
-        definition = self.definition
-        params = None if start is None else self._stored(start)
-        teacher = self._teacher_params()
-        params = nn.initialize(definition, seed=seed) if params is None else params
-        trained, frozen = self.split(params, teacher=teacher)
+        params = self._stored(start) if start else nn.initialize(self.definition, seed=seed)
+        trained, frozen = self.split(params, teacher=self._teacher_params())
         if self.side and not trained:
             return self.initial_side(seed=seed), frozen
         return (self.initial_adapters(seed=seed) if self.lora.rank else trained), frozen
@@ -191,10 +166,6 @@ def of_sources(
                 " or distill.residual=standard, its weights as a standard model)"
             )
         of_teacher = ModelDef(teacher, definition.layout)
-        if of_teacher.dims != RetrainPlan(definition).without_side.dims:
-            raise UserError(
-                f"a {teacher.residual} teacher has other parameters than a {definition.config.residual} model"
-            )
         if config.distill.teacher == START and of_teacher.topology == definition.topology:
             raise UserError(
                 f"the teacher would be the model itself: its weights, and {teacher.residual};"

@@ -35,7 +35,6 @@ KINDS = (
     "collective-broadcast",
 )
 CONTROL_FLOW = ("while", "call", "conditional")
-MOVES = ("copy", "copy-start", "copy-done", "bitcast", "get-tuple-element")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,8 +44,6 @@ class Collective:
     operands: number of arrays that it carries; an all-reduce of several arrays is a merged one. The
         compiler for NVIDIA GPUs concatenates arrays into one flat operand; this counts the arrays
         in it.
-    operand_op_names: names of the operations that computed the operands, if there are several (a
-        compiler for TPUs keeps only one name for the merged collective itself).
     bytes: size of its operands on one device: unscattered arrays of a reduce-scatter, shards of an
         all-gather.
     axes: mesh axes that it spans, such as ("tensor",); empty if the program does not name them.
@@ -79,7 +76,6 @@ class Collective:
     flops: Flops
     cycles: int | None
     kernels: int
-    operand_op_names: tuple[str, ...] = ()
     scores: int = 0
     permutes: tuple["Collective", ...] = ()
     matmul: float = 0.0
@@ -129,7 +125,7 @@ def beside(
         (one.computation, index) for one in messages for index in range(one.issued + 1, one.awaited)
     ):
         computation = program.computations[name]
-        yield costs.trips(computation), computation.instructions[index]
+        yield costs.trips[computation], computation.instructions[index]
 
 
 def unknown(program: Program) -> list[str]:
@@ -185,17 +181,17 @@ def forms(computation: Computation) -> Iterator[Form]:
         if instruction.opcode in CONTROL_FLOW:
             continue
         kind, start, _ = instruction.opcode.partition("-start")
-        if kind in KINDS:
-            awaited = _done_of(instructions, index, kind) if start else index
-            yield Form(instruction, computation, index, awaited)
-        elif inner := _called_collective(instruction):
-            if start:
-                issued = _last_update(instructions, index, kind)
-                yield Form(*inner, issued, _done_of(instructions, issued, kind))
-            elif _calls_target(instruction, "AsyncCollectiveStart"):
-                yield Form(*inner, index, _chained_done(instructions, index, inner[0]))
-            elif instruction.opcode == "fusion" and "chain_id=" not in inner[0].attributes:
-                yield Form(*inner, index, index)
+        found = (instruction, computation) if kind in KINDS else _called_collective(instruction)
+        if found is None:
+            continue
+        if start:
+            yield Form(*found, *_ends(instructions, index, kind))
+        elif kind in KINDS:
+            yield Form(*found, index, index)
+        elif _calls_target(instruction, "AsyncCollectiveStart"):
+            yield Form(*found, index, _chained_done(instructions, index, found[0]))
+        elif instruction.opcode == "fusion" and "chain_id=" not in found[0].attributes:
+            yield Form(*found, index, index)
 
 
 def _called_collective(instruction: Instruction) -> tuple[Instruction, Computation] | None:
@@ -209,46 +205,37 @@ def _called_collective(instruction: Instruction) -> tuple[Instruction, Computati
     return None
 
 
-def _last_update(instructions: Sequence[Instruction], start: int, stem: str) -> int:
-    """Position of the last update of the start at `start`; `start` itself if it has none."""
-    updates = _readers(instructions, start, f"{stem}-update")
-    return _last_update(instructions, updates[0], stem) if updates else start
-
-
-def _done_of(instructions: Sequence[Instruction], start: int, stem: str) -> int:
-    return _first(_readers(instructions, start, f"{stem}-done"), started=instructions[start])
-
-
-def _readers(instructions: Sequence[Instruction], start: int, opcode: str) -> list[int]:
-    """Positions of the instructions of an opcode that read what the one at `start` gives."""
-    source = instructions[start]
-    return [
-        index
-        for index, one in enumerate(instructions)
-        if one.opcode == opcode and source in one.operands
-    ]
+def _ends(instructions: Sequence[Instruction], start: int, stem: str) -> tuple[int, int]:
+    """Positions of the last update of the start at `start`, or of itself, and of its done."""
+    issued = start
+    for index in range(start + 1, len(instructions)):
+        one = instructions[index]
+        if instructions[issued] not in one.operands:
+            continue
+        if one.opcode == f"{stem}-update":
+            issued = index
+        elif one.opcode == f"{stem}-done":
+            return issued, index
+    raise _never_awaited(instructions[start])
 
 
 def _chained_done(instructions: Sequence[Instruction], start: int, piece: Instruction) -> int:
-    done = [
-        index
-        for index, one in enumerate(instructions)
-        if index > start
-        and _calls_target(one, "AsyncCollectiveDone")
-        and (last := _called_collective(one))
-        and _chain(last[0]) == _chain(piece)
-    ]
-    return _first(done, started=instructions[start])
+    """Position of the AsyncCollectiveDone whose collective has the `chain_id` of `piece`."""
+    for index in range(start + 1, len(instructions)):
+        one = instructions[index]
+        if _calls_target(one, "AsyncCollectiveDone"):
+            last = _called_collective(one)
+            if last and _chain(last[0]) == _chain(piece):
+                return index
+    raise _never_awaited(instructions[start])
 
 
 def _chain(piece: Instruction) -> str:
     return re.search(r'chain_id="?(\d+)', piece.attributes)[1]
 
 
-def _first(positions: list[int], *, started: Instruction) -> int:
-    if not positions:
-        raise ValueError(f"the schedule starts {started.name} and never awaits it")
-    return positions[0]
+def _never_awaited(start: Instruction) -> ValueError:
+    return ValueError(f"the schedule starts {start.name} and never awaits it")
 
 
 def _calls_target(instruction: Instruction, target: str) -> bool:
@@ -263,32 +250,26 @@ def _measure(
     collective = form.collective
     holder = form.holder
     axes, ranks = group_of(collective, mesh=mesh)
-    payload = tuple(array for operand in collective.operands for array in operand.arrays)
-    # an operand may be one array of a fusion's several
-    if collective.opcode.startswith("collective-permute"):
-        payload = collective.arrays[: len(collective.operands)]
     window = computation.instructions[form.issued + 1 : form.awaited]
-    cycles = costs.cycles_of(window)
     start = computation.instructions[form.issued]
     return Collective(
         name=start.name,
         kind=_kind(collective, holder),
         op_name=collective.op_name or start.op_name or _reducer_op_name(collective),
         operands=_count_operands(collective, ranks=ranks),
-        bytes=sum(array.bytes for array in payload),
+        bytes=sum(operand.bytes for operand in collective.operands),
         axes=axes,
         ranks=ranks,
         computation=computation.name,
-        executions=costs.trips(computation),
+        executions=costs.trips[computation],
         issued=form.issued,
         awaited=form.awaited,
         operations=sum(i.opcode in ("fusion", "dot", "convolution", "custom-call") for i in window),
         flops=costs.flops_of(window),
-        cycles=0 if not window and costs.total_cycles() else cycles,
+        cycles=sum(map(costs.cycles, window)) if costs.total_cycles else None,
         kernels=sum(
             i.opcode == "custom-call" and "tpu_custom_call" in i.attributes for i in window
         ),
-        operand_op_names=_operand_op_names(collective) if len(collective.operands) > 1 else (),
         scores=sum(map(attention_kernel_flops, window)),
     )
 
@@ -301,13 +282,6 @@ def _count_operands(collective: Instruction, *, ranks: int) -> int:
         if "all-to-all" in collective.opcode and ranks and count % ranks == 0
         else count
     )
-
-
-def _operand_op_names(collective: Instruction) -> tuple[str, ...]:
-    named = lambda source: (
-        source if source.op_name or source.opcode not in MOVES else named(source.operands[0])
-    )
-    return tuple(named(operand).op_name for operand in collective.operands)
 
 
 def _concatenated_arrays(collective: Instruction) -> int:

@@ -6,9 +6,7 @@ import collections
 import functools
 import math
 import re
-from collections.abc import Callable, Iterable
-
-import numpy as np
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 from ladder_jax.schedule import grouped
 from ladder_jax.schedule.grouped import Experts, Grouped
@@ -30,6 +28,16 @@ def sublayer_of(op_name: str) -> str:
     return (SUBLAYER.findall(op_name) or [""])[-1]
 
 
+def executed(
+    instructions: Iterable[Instruction], times: int = 1
+) -> Iterator[tuple[int, Instruction]]:
+    """The instructions, those that they call too, and how often each runs."""
+    for one in instructions:
+        yield times, one
+        for called in one.calls:
+            yield from executed(called.instructions, times * trip_count(one))
+
+
 class Costs:
     """Costs of `program`'s instructions, including the computations that they call.
 
@@ -40,113 +48,71 @@ class Costs:
     def __init__(self, program: Program, *, experts: Experts | None = None):
         self._program = program
         self._experts = experts
-        self._flops = functools.cache(lambda computation: self.flops_of(computation.instructions))
-        self._cycles = functools.cache(lambda computation: self.cycles_of(computation.instructions))
 
-    def matmul_flops(self, instruction: Instruction) -> Flops:
-        """2 x multiply-adds of the instruction's matrix products, by the sublayer named in their
-        scope.
+    def flops(self, instruction: Instruction) -> int:
+        """2 x multiply-adds of the instruction's own matrix product.
 
         0 for a kernel (custom call) other than a grouped matmul: its text does not show what it
         computes.
         """
-        count = _COUNTERS.get(instruction.opcode)
         if instruction.opcode == "custom-call" and "__cublas" in instruction.attributes:
-            count = _dot
-        if count:
-            return Flops({sublayer_of(instruction.op_name): count(instruction)})
-        if one := self.grouped(instruction):
-            return Flops({sublayer_of(instruction.op_name): one.flops})
-        called = sum(map(self._flops, instruction.calls), Flops())
-        return Flops(
-            {sublayer: trip_count(instruction) * flops for sublayer, flops in called.items()}
-        )
+            return _dot(instruction)
+        if count := _COUNTERS.get(instruction.opcode):
+            return count(instruction)
+        one = self.grouped(instruction)
+        return one.flops if one else 0
+
+    def flops_of(self, instructions: Iterable[Instruction], *, scope: str = "") -> Flops:
+        """Of the matrix products that run, by the sublayer in their names; of those alone whose
+        names begin with `scope`.
+        """
+        flops = Flops()
+        for times, one in executed(instructions):
+            if one.op_name.startswith(scope):
+                flops[sublayer_of(one.op_name)] += times * self.flops(one)
+        return +flops
 
     def grouped(self, instruction: Instruction) -> Grouped | None:
         return grouped.kernel(instruction, experts=self._experts)
 
-    def flops_of_scope(self, scope: str, *, within: Computation) -> int:
-        """Matmul FLOPs of one run of a computation, of the operations under a named scope; without
-        its loops.
-        """
-        total = 0
-        for instruction in within.instructions:
-            if instruction.opcode == "fusion":
-                total += sum(
-                    self.flops_of_scope(scope, within=called) for called in instruction.calls
-                )
-            elif instruction.op_name.startswith(scope):
-                total += self.matmul_flops(instruction).total()
-        return total
+    @functools.cached_property
+    def _estimated(self) -> bool:
+        """Whether the compiler estimates any: before it has made machine code it does not."""
+        return any("estimated_cycles" in one.attributes for one in self._program.instructions)
 
-    def cycles(self, instruction: Instruction) -> int | None:
+    def cycles(self, instruction: Instruction) -> int:
         """The compiler's estimate for one execution; of a grouped matmul, where it gives none,
-        ours; otherwise None.
+        ours; otherwise 0.
         """
-        estimate = re.search(r'"estimated_cycles":"(\d+)"', instruction.attributes)
-        if estimate:
-            return int(estimate[1]) if int(estimate[1]) < GARBAGE_CYCLES else None
-        if one := self.grouped(instruction):
-            hardware = (
-                self._experts.hardware if self._experts and self._compiler_estimates else None
-            )
-            return (
-                round(one.seconds(hardware) * hardware.clock)
-                if hardware and hardware.clock
-                else None
-            )
+        if estimate := re.search(r'"estimated_cycles":"(\d+)"', instruction.attributes):
+            return int(estimate[1]) if int(estimate[1]) < GARBAGE_CYCLES else 0
+        hardware = self._experts and self._experts.hardware
+        one = self.grouped(instruction)
+        if one and hardware and hardware.clock and self._estimated:
+            return round(one.seconds(hardware) * hardware.clock)
         if instruction.opcode not in ("while", "call", "conditional"):
-            return None
-        called = _sum(map(self._cycles, instruction.calls))
-        return None if called is None else trip_count(instruction) * called
-
-    def flops_of(self, instructions: Iterable[Instruction]) -> Flops:
-        return sum(map(self.matmul_flops, instructions), Flops())
-
-    def cycles_of(self, instructions: Iterable[Instruction]) -> int | None:
-        """Of those that have an estimate; None if none has one."""
-        return _sum(map(self.cycles, instructions))
+            return 0
+        called = (inner for one in instruction.calls for inner in one.instructions)
+        return trip_count(instruction) * sum(map(self.cycles, called))
 
     @functools.cached_property
-    def _compiler_estimates(self) -> bool:
-        """Whether the compiler gives any estimate: before it has made machine code it has none."""
-        return any(
-            '"estimated_cycles"' in instruction.attributes
-            for instruction in self._program.instructions
-        )
-
     def total_cycles(self) -> int | None:
         """Estimated cycles of one execution of the program, with every loop's iterations counted;
-        of a program that generates several tokens, cycles per token.
+        of a program that generates several tokens, cycles per token. None if the compiler gives
+        none.
         """
-        total = self._cycles(self._program.entry)
-        return (
-            None
-            if total is None
-            else per_token(self._program, total, of=lambda loop: self.cycles(loop) or 0)
-        )
-
-    def trips(self, computation: Computation) -> int:
-        """Number of runs of `computation` in one execution of the program."""
-        return self._trip_counts[computation]
+        total = sum(map(self.cycles, self._program.entry.instructions))
+        return per_token(self._program, total, of=self.cycles) or None
 
     @functools.cached_property
-    def _trip_counts(self) -> collections.Counter[Computation]:
-        counts = collections.Counter()
-
-        def visit(computation: Computation, times: int):
-            counts[computation] += times
-            for instruction in computation.instructions:
-                for called in instruction.calls:
-                    visit(called, times * trip_count(instruction))
-
-        visit(self._program.entry, 1)
+    def trips(self) -> Mapping[Computation, int]:
+        """Number of runs of each computation in one execution of the program."""
+        entry = self._program.entry
+        counts = collections.Counter({entry: 1})
+        for times, one in executed(entry.instructions):
+            for called in one.calls:
+                counts[called] += times * trip_count(one)
         return counts
-
-
-def _sum(estimates: Iterable[int | None]) -> int | None:
-    known = [estimate for estimate in estimates if estimate is not None]
-    return sum(known) if known else None
 
 
 def attention_kernel_flops(instruction: Instruction) -> int:
@@ -260,36 +226,14 @@ def _dot(product: Instruction) -> int:
 
 
 def _convolution(conv: Instruction) -> int:
-    """TPU compilers write every matmul as a convolution, and a batch dimension as a strided window
-    of it.
-
-    So multiply-adds are counted position by position, without those on padding or on the holes of a
-    dilated operand.
+    """TPU compilers write every matmul as a convolution: a dimension of it, in one, two or all three
+    of the arrays, may be a window, which counts once. So does that of a real convolution.
     """
-    labels = re.match(r"(\w+)_(\w+)->(\w+)", conv.attribute("dim_labels"))
-    left_labels, right_labels, out_labels = labels.groups()
-    left, right, out = (one.dims for one in (*conv.operands[:2], conv))
-    window = dict(part.split("=") for part in conv.attribute("window").strip("{}").split())
-    positions = 1
-    for axis, label in enumerate(filter(str.isdigit, out_labels)):
-
-        def setting(name: str, default: int) -> int:
-            return int(window[name].split("x")[axis].split("_")[0]) if name in window else default
-
-        outputs = np.arange(out[out_labels.index(label)])
-        elements = np.arange(right[right_labels.index(label)])
-        at = (
-            outputs[:, None] * setting("stride", 1)
-            + elements * setting("rhs_dilate", 1)
-            - setting("pad", 0)
-        )
-        dilate = setting("lhs_dilate", 1)
-        real = (at >= 0) & (at % dilate == 0) & (at // dilate < left[left_labels.index(label)])
-        positions *= int(real.sum())
-    others = (
-        out[out_labels.index("b")] * out[out_labels.index("f")] * right[right_labels.index("i")]
-    )
-    return 2 * others * positions
+    labels = re.match(r"(\w+)_(\w+)->(\w+)", conv.attribute("dim_labels")).groups()
+    shapes = [one.dims for one in (*conv.operands[:2], conv)]
+    left, right, out = (dict(zip(names, dims)) for names, dims in zip(labels, shapes))
+    windows = [max(left[name], right[name], out[name]) for name in out if name.isdigit()]
+    return 2 * out["b"] * out["f"] * right["i"] * math.prod(windows)
 
 
 def _multiplied_sum(reduce: Instruction) -> int:

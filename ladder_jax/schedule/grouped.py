@@ -27,7 +27,6 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from ladder_jax.hardware import Hardware
-from ladder_jax.schedule import hlo
 from ladder_jax.schedule.hlo import Array, Instruction, Program
 
 if TYPE_CHECKING:
@@ -69,14 +68,6 @@ class Experts:
     ranks: int
     hardware: Hardware | None = None
 
-    def rows(self, count: int) -> float:
-        """Of `count` (token, choice) rows, those of one device's experts."""
-        return count / self.ranks
-
-    def matrices(self, rows: int) -> float:
-        """How many of a device's experts the tokens of `rows` rows choose."""
-        return self.moe.experts / self.ranks * self.moe.chosen(rows / self.moe.top_k)
-
 
 @dataclasses.dataclass(frozen=True)
 class Grouped:
@@ -110,7 +101,7 @@ def kernel(instruction: Instruction, *, experts: Experts | None) -> Grouped | No
     """
     if instruction.opcode != "custom-call" or not _is_named(instruction):
         return None
-    read = _floats(_operands(instruction))
+    read = _floats(array for source in instruction.operands for array in source.arrays)
     written = _floats(instruction.arrays)
     rows = [one for one in read + written if len(one.dims) == 2]
     matrices = [one for one in read + written if len(one.dims) == 3]
@@ -118,8 +109,11 @@ def kernel(instruction: Instruction, *, experts: Experts | None) -> Grouped | No
         return None  # it finds the groups' tiles
     count = rows[0].dims[0]
     held = matrices[0].dims[0]
-    active = count if experts is None else experts.rows(count)
-    chosen = held if experts is None else experts.matrices(count)
+    active, chosen = float(count), float(held)
+    if experts is not None:
+        moe = experts.moe
+        active = count / experts.ranks
+        chosen = moe.experts / experts.ranks * moe.chosen(count / moe.top_k)
     share = lambda one: active / count if len(one.dims) == 2 else chosen / held
     moved = sum(one.in_memory * share(one) for one in read)
     # Gradients are written whole: those of experts that nobody chose are zero.
@@ -127,22 +121,6 @@ def kernel(instruction: Instruction, *, experts: Experts | None) -> Grouped | No
     tile = re.search(r'ragged_dot_tiling="(\d+),', instruction.attributes)
     elements = sum(math.prod(one.dims[1:]) for one in matrices)
     return Grouped(active, chosen, elements, moved, int(tile[1]) if tile else 1)
-
-
-def _operands(instruction: Instruction) -> list[Array]:
-    """By the call's own list of shapes, where it has one: an operand may be one array of an
-    instruction's several.
-    """
-    sources = instruction.operands
-    listed = re.search(
-        r"operand_layout_constraints=\{((?:[^{}]|\{[^}]*\})*)\}", instruction.attributes
-    )
-    if not listed:
-        return [array for source in sources for array in source.arrays]
-    return [
-        next((own for own in source.arrays if own == array), array)
-        for array, source in zip(hlo.arrays(listed[1]), sources, strict=True)
-    ]
 
 
 def _floats(arrays: Iterable[Array]) -> list[Array]:

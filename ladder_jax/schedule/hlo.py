@@ -14,6 +14,8 @@ INSTRUCTION = re.compile(
     r"\s+(?:ROOT )?%([\w.\-]+) = (.*?) ([a-z][\w\-]*)\((.*?)\)(?:, ([\w\-]+=.*))?$"
 )
 """Name, shape, opcode, operands (or literal), attributes."""
+SHAPE = re.compile(r"\b([a-z]\w*)\[([\d,]*)\](\{[^}]*\})?")
+"""Of an array: its element type, its sizes and its layout."""
 LINES = re.compile(
     r"\n(?= +(?:ROOT )?%[\w.\-]+ = |\}(?:,|$)|(?:ENTRY )?%?[\w.\-]+ \(.*\{$)", re.MULTILINE
 )
@@ -187,7 +189,7 @@ def arrays(shape: str) -> tuple[Array, ...]:
     is on the chip.
     """
     found = []
-    for kind, sizes, layout in re.findall(r"\b([a-z]\w*)\[([\d,]*)\](\{[^}]*\})?", shape):
+    for kind, sizes, layout in SHAPE.findall(shape):
         dims = tuple(int(size) for size in sizes.split(",") if size)
         found.append(Array(kind, dims, on_chip=bool(re.search(r"S\([1-9]\d*\)", layout))))
     return tuple(found)
@@ -212,19 +214,6 @@ def _named(name: str, before: dict[str, Instruction]) -> Instruction:
     source, _, index = name.partition("#")
     if name not in before:
         whole = before[source]
-        shape = _elements(whole.shape)[int(index)]
+        shape = [*SHAPE.finditer(whole.shape)][int(index)][0]
         before[name] = Instruction(name, shape, "get-tuple-element", (whole,), f"index={index}")
     return before[name]
-
-
-def _elements(shape: str) -> list[str]:
-    """The shapes of a tuple's elements."""
-    found = []
-    depth = 0
-    for part in shape[1:-1].split(", "):
-        if depth:
-            found[-1] += f", {part}"
-        else:
-            found.append(part)
-        depth += part.count("(") - part.count(")")
-    return found

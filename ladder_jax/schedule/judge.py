@@ -20,7 +20,7 @@ from ladder_jax.schedule.collectives import Collective
 from ladder_jax.schedule.cost import SUBLAYERS, Costs, sublayer_of
 from ladder_jax.schedule.grouped import Experts
 from ladder_jax.schedule.hlo import Program
-from ladder_jax.schedule.report import Other, Reduction, Report, Status, Transfer
+from ladder_jax.schedule.report import Report, Role, Status, Transfer
 from ladder_jax.scopes import DATA, ENTER, FOLLOWING, FSDP, GATHER, LAUNCH, PREVIOUS, SCATTER
 
 NAMES_IN_KEY = "jax_compilation_cache_include_metadata_in_key"
@@ -166,36 +166,37 @@ def read(
     flops = sublayer_flops or {}
     default = flops.get("attention", mean)
 
-    def judged(kind: type[Transfer], collective: Collective, *more: str) -> Transfer:
+    def judged(role: Role, collective: Collective, purpose: str = "") -> Transfer:
         """Its window is in forward sublayers, or, backward, where those are known, in twice their
         FLOPs.
         """
         name = collective.op_name
         # the compiler's own are gradients'
-        backward = "transpose(" in name or (kind is Transfer and not name)
+        backward = "transpose(" in name or (role is Role.SHARDS and not name)
         window = sum(
-            count / flops.get(sublayer, default) for sublayer, count in collective.flops.items()
+            (count / flops.get(sublayer, default) for sublayer, count in collective.flops.items()),
+            0.0,
         )
-        if kind is Reduction and collective.kind == "all-to-all":
+        if role is Role.REDUCTION and collective.kind == "all-to-all":
             # beside attention, on TPUs often up to its kernel's end
             window += collective.scores / default
-        return kind(
-            collective, owner(name)[0], backward, window / (2 if backward and flops else 1), *more
-        )
+        if backward and flops:
+            window /= 2
+        return Transfer(collective, role, *owner(name), backward, window, purpose)
 
-    reductions = tuple(judged(Reduction, c, owner(c.op_name)[1]) for c in reduced)
+    reductions = tuple(judged(Role.REDUCTION, c) for c in reduced)
     hidden = [r.collective for r in reductions if r.status is Status.HIDDEN]
     beside = collectives.beside(hidden, program=program, costs=costs)
     return Report(
         reductions=reductions,
-        others=tuple(judged(Other, c, purpose(c)) for c in others),
-        step_cycles=costs.total_cycles(),
+        others=tuple(judged(Role.OTHER, c, purpose(c)) for c in others),
+        step_cycles=costs.total_cycles,
         flops=total,
-        hidden_cycles=sum(trips * (costs.cycles(one) or 0) for trips, one in beside)
-        if costs.total_cycles()
+        hidden_cycles=sum(trips * costs.cycles(one) for trips, one in beside)
+        if costs.total_cycles
         else None,
-        gathers=tuple(judged(Transfer, c) for c in gathers),
-        scatters=tuple(judged(Transfer, c) for c in scatters),
+        gathers=tuple(judged(Role.SHARDS, c) for c in gathers),
+        scatters=tuple(judged(Role.SHARDS, c) for c in scatters),
         unknown=tuple(collectives.unknown(program)),
     )
 
@@ -230,39 +231,16 @@ def owner(op_name: str) -> tuple[str, str]:
 
 
 def purpose(collective: Collective) -> str:
-    """The purpose of a collective; of one that the compiler merged, all purposes, separated by
-    commas.
-
-    A compiler writes the names of merged collectives as `(a:b)`, or keeps the first one only.
-    """
+    """The purpose of a collective; of one that the compiler merged, that of one of them."""
     name = collective.op_name
-    phrases = [_scope_purpose(part) for part in name.split(":")]
-    phrases += [
-        _scope_purpose(part) or _gradient_purpose(part, collective)
-        for part in collective.operand_op_names
-    ]
-    if purposes := [phrase for phrase in dict.fromkeys(phrases) if phrase]:
-        return ", ".join(purposes)
-    if phrase := _gradient_purpose(name, collective):
-        return phrase
-    if (
-        not name
-        and collective.axes == (FSDP,)
-        and collective.kind in ("all-gather", "reduce-scatter")
-    ):
-        return PURPOSES[GATHER if collective.kind == "all-gather" else SCATTER]
+    for scope, phrase in PURPOSES.items():
+        if scope in name:
+            return phrase
+    if "transpose(" in name and collective.kind == "all-reduce":
+        # it sums the gradient of an array that is equal on all ranks
+        data_axes = collective.axes and set(collective.axes) <= {DATA, FSDP}
+        return DATA_PARALLEL_GRADIENTS if data_axes else REPLICATED_GRADIENTS
+    generated = {"all-gather": GATHER, "reduce-scatter": SCATTER}
+    if not name and collective.axes == (FSDP,) and collective.kind in generated:
+        return PURPOSES[generated[collective.kind]]
     return f"other: {name or collective.name}"
-
-
-def _gradient_purpose(op_name: str, collective: Collective) -> str | None:
-    """The purpose of a backward pass's all-reduce: it sums the gradient of an array that is equal
-    on all ranks.
-    """
-    if "transpose(" not in op_name or collective.kind != "all-reduce":
-        return None
-    data_axes = collective.axes and set(collective.axes) <= {DATA, FSDP}
-    return DATA_PARALLEL_GRADIENTS if data_axes else REPLICATED_GRADIENTS
-
-
-def _scope_purpose(op_name: str) -> str | None:
-    return next((phrase for scope, phrase in PURPOSES.items() if scope in op_name), None)

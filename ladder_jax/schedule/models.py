@@ -19,11 +19,13 @@ def by_name(name: str) -> ModelConfig:
         return preset(name)
     path = local_path(name)
     if path.suffix in (".yaml", ".yml", ".json"):
-        return load(name, model_of=of_model).model
+        return load(name).model
     if "/" not in name and not path.exists():
         also = "a configuration file, a run's or a Hugging Face folder, a GGUF file, or org/name of the Hub"
         raise UserError(f"{unknown('preset', name, PRESETS)}, nor is there {also} of that name")
-    return of_model(name)
+    from ladder_jax.pretrained import model_config
+
+    return model_config(name)
 
 
 def check_alone(config: ModelConfig, *, verb: str) -> None:
@@ -32,13 +34,6 @@ def check_alone(config: ModelConfig, *, verb: str) -> None:
     """
     if config.side is not None:
         raise UserError(f"ladder-jax {verb} does not count a side network (model.side)")
-
-
-def of_model(name: str) -> ModelConfig:
-    """That of a model in any format, by `pretrained`, which imports jax."""
-    from ladder_jax.pretrained import model_config
-
-    return model_config(name)
 
 
 @dataclasses.dataclass(frozen=True)

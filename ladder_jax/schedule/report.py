@@ -41,32 +41,57 @@ class Status(enum.Enum):
     MERGED = "merged with another"
 
 
+class Role(enum.Enum):
+    """What a collective is for."""
+
+    # a sublayer's all-reduce over the tensor axis, or half of one, or a reduction of a user's
+    # program; merged ones are not hidden, because the first waits for the second
+    REDUCTION = enum.auto()
+    # gathers a layer's weights over the fsdp axis, or reduce-scatters their gradients; a compiler
+    # may merge those of one layer, which hides them as well, in fewer messages
+    SHARDS = enum.auto()
+    # of the embedding, the loss, the gradients, the choice of the token; merging does no harm
+    OTHER = enum.auto()
+
+
 @dataclasses.dataclass(frozen=True)
 class Transfer:
-    """A gather of a layer's weights over the fsdp axis, or a reduce-scatter of their gradients.
-
-    A compiler may merge transfers of several arrays of one layer; that hides them as well, in fewer
-    messages.
+    """A collective, judged.
 
     layer: number of the layer, "3"; "0-79" for a loop over layers; "" if the program does not name
         it.
+    sublayer: the sublayer whose output is reduced (forward) or whose input's gradient is reduced
+        (backward). Under sequence parallelism also the sublayer whose input is gathered, or whose
+        output's gradient is gathered.
     backward: whether it is in the backward pass.
     window: matmuls in its window, in sublayers: the FLOPs of each matmul over those of its sublayer
         (in the backward pass over twice those, for gradients of inputs and of weights).
+    purpose: of no other role, a phrase (see `judge.purpose`).
     """
 
     collective: Collective
+    role: Role
     layer: str
+    sublayer: str
     backward: bool
     window: float
+    purpose: str = ""
 
     @property
     def count(self) -> int:
-        """Number of arrays that it moves in one execution of the program."""
-        return self.collective.executions * self.collective.operands
+        """Number of arrays that it moves in one execution of the program; of OTHER, of messages."""
+        arrays = 1 if self.role is Role.OTHER else self.collective.operands
+        return self.collective.executions * arrays
+
+    @property
+    def exchanges(self) -> bool:
+        """Whether it is no reduction but an all-to-all, of experts' rows."""
+        return self.collective.kind == "all-to-all"
 
     @property
     def status(self) -> Status:
+        if self.role is Role.REDUCTION and self.collective.operands > 1:
+            return Status.MERGED
         if self.collective.synchronous:
             return Status.SYNCHRONOUS
         is_ring = bool(self.collective.permutes)
@@ -78,44 +103,6 @@ class Transfer:
         return "backward" if self.backward else "forward"
 
     @property
-    def own(self) -> dict:
-        """What its JSON has beside that of all classes."""
-        return {"layer": self.layer, "arrays": self.count}
-
-    def as_dict(self) -> dict:
-        status = {"status": self.status.name.lower(), "window_flops_fraction": self.window}
-        return {**self.own, "direction": self.direction, **status, **self.collective.as_dict()}
-
-
-@dataclasses.dataclass(frozen=True)
-class Reduction(Transfer):
-    """A sublayer's all-reduce over the tensor axis, or half of one, or a reduction of a user's
-    program.
-
-    Other fields as in `Transfer`; but merged reductions are not hidden, because the first waits for
-    the second.
-
-    sublayer: the sublayer whose output is reduced (forward) or whose input's gradient is reduced
-        (backward). Under sequence parallelism also the sublayer whose input is gathered, or whose
-        output's gradient is gathered.
-    """
-
-    sublayer: str
-
-    @property
-    def exchanges(self) -> bool:
-        """Whether it is no reduction but an all-to-all, of experts' rows."""
-        return self.collective.kind == "all-to-all"
-
-    @property
-    def status(self) -> Status:
-        return Status.MERGED if self.collective.operands > 1 else super().status
-
-    @property
-    def own(self) -> dict:
-        return {"layer": self.layer, "sublayer": self.sublayer}
-
-    @property
     def title(self) -> str:
         end = "input" if ENTER in self.collective.op_name else "output"
         last = f"last {end}" if self.layer == "last" else self.collective.kind
@@ -123,25 +110,14 @@ class Reduction(Transfer):
         name += ", exchanged" if self.exchanges else ""
         return f"gradient of the {name}" if self.backward else name
 
-
-@dataclasses.dataclass(frozen=True)
-class Other(Transfer):
-    """Any other collective: of the embedding, the loss, the gradients, the choice of the token.
-
-    `count` counts messages, not arrays: merging these collectives does no harm.
-
-    purpose: a phrase (see `judge.purpose`).
-    """
-
-    purpose: str
-
-    @property
-    def count(self) -> int:
-        return self.collective.executions
-
-    @property
-    def own(self) -> dict:
-        return {"for": self.purpose, "count": self.count}
+    def as_dict(self, **more: str | int) -> dict:
+        return {
+            **more,
+            "direction": self.direction,
+            "status": self.status.name.lower(),
+            "window_flops_fraction": self.window,
+            **self.collective.as_dict(),
+        }
 
 
 @dataclasses.dataclass(frozen=True)
@@ -162,8 +138,8 @@ class Report:
         nowhere.
     """
 
-    reductions: tuple[Reduction, ...]
-    others: tuple[Other, ...]
+    reductions: tuple[Transfer, ...]
+    others: tuple[Transfer, ...]
     step_cycles: int | None
     hidden_cycles: int | None
     gathers: tuple[Transfer, ...] = ()
@@ -172,7 +148,11 @@ class Report:
     unknown: tuple[str, ...] = ()
 
     def __repr__(self) -> str:
-        return "\n".join(self.lines(width=80))
+        table = self.table()
+        rows = dataclasses.replace(table, rows=table.rows[:SHOWN]).lines(80) if table.rows else []
+        more = len(table.rows) - SHOWN
+        cut = [f"... and {more} more rows"] if more > 0 else []
+        return "\n".join([*self.verdict.split("; "), *rows, *cut])
 
     def as_dict(self) -> dict:
         """Plain JSON values. bytes, cycles, FLOPs of one device; None is what a compiler leaves
@@ -197,10 +177,14 @@ class Report:
         return {
             "schema": SCHEMA,
             **{name: getattr(self, name) for name in (*counts, *measures, "verdict")},
-            "reductions": [one.as_dict() for one in self.reductions],
+            "reductions": [
+                one.as_dict(layer=one.layer, sublayer=one.sublayer) for one in self.reductions
+            ],
             "weights_gathers": _transfers(self.gathers),
             "gradients_scatters": _transfers(self.scatters),
-            "other_collectives": [one.as_dict() for one in self.others],
+            "other_collectives": [
+                one.as_dict(**{"for": one.purpose, "count": one.count}) for one in self.others
+            ],
             "other_hidden": self.other_hidden,
             "unknown_collectives": list(self.unknown),
         }
@@ -255,7 +239,7 @@ class Report:
         return hidden(self.others)
 
     @property
-    def _reduced(self) -> list[Reduction]:
+    def _reduced(self) -> list[Transfer]:
         return [r for r in self.reductions if not r.exchanges]
 
     @property
@@ -299,7 +283,7 @@ class Report:
 
     def table(self) -> Table:
         """A row for reductions of one name, size and status."""
-        groups: dict[tuple, list[Reduction]] = {}
+        groups: dict[tuple, list[Transfer]] = {}
         for reduction in self.reductions:
             alike = reduction.title, reduction.collective.bytes, reduction.status
             groups.setdefault(alike, []).append(reduction)
@@ -322,24 +306,6 @@ class Report:
             )
         return Table(COLUMNS, rows, left=("reduction", "layers", "status"))
 
-    def explained(self) -> list[str]:
-        """A line for each status in the table that needs one."""
-        statuses = dict.fromkeys(r.status for r in self.reductions)
-        return [f"{s.name.lower()}: {s.value}" for s in statuses if s.value != s.name.lower()]
-
-    def lines(self, *, width: int) -> list[str]:
-        """The verdict, the table's first rows, and the collectives of other purposes."""
-        table = self.table()
-        lines = self.verdict.split("; ")
-        if table.rows:
-            lines += dataclasses.replace(table, rows=table.rows[:SHOWN]).lines(width)
-        if (more := len(table.rows) - SHOWN) > 0:
-            lines.append(f"... and {more} more rows")
-        lines += self.explained()
-        if others := _count(self.others):
-            lines.append(f"other collectives: {others}, {self.other_hidden} hidden")
-        return lines
-
 
 def _count(transfers: Sequence[Transfer], *statuses: Status) -> int:
     return sum(t.count for t in transfers if not statuses or t.status in statuses)
@@ -350,7 +316,7 @@ def _asynchronous(transfers: Sequence[Transfer]) -> int:
 
 
 def hidden(transfers: Sequence[Transfer]) -> int:
-    """The number of hidden arrays (of `Other`s: messages)."""
+    """The number of hidden arrays (of OTHER: messages)."""
     return _count(transfers, Status.HIDDEN)
 
 
@@ -374,19 +340,16 @@ def _transfers(transfers: Sequence[Transfer]) -> dict:
         "asynchronous": _asynchronous(transfers),
         "hidden": hidden(transfers),
         "hidden_bytes_fraction": hidden_bytes(transfers),
-        "each": [one.as_dict() for one in transfers],
+        "each": [one.as_dict(layer=one.layer, arrays=one.count) for one in transfers],
     }
 
 
 def layer_range(names: Sequence[str]) -> str:
-    """Consecutive layers as "0-3", some of several as their number."""
-    numbers = sorted({int(name) for name in names if name.isdigit()})
-    if len(numbers) != len(set(names)) or len(numbers) < 3:
-        return ", ".join(dict.fromkeys(names))
-    first = numbers[0]
-    last = numbers[-1]
-    some = "" if len(numbers) == last - first + 1 else f"{len(numbers)} layers of "
-    return f"{some}{first}-{last}"
+    """Consecutive layers as "0-3", others one by one."""
+    each = sorted({int(name) for name in names if name.isdigit()})
+    if len(each) > 2 and len(each) == len(set(names)) and each[-1] - each[0] == len(each) - 1:
+        return f"{each[0]}-{each[-1]}"
+    return ", ".join(dict.fromkeys(names))
 
 
 def _range(values: Sequence[float], pattern: str) -> str:

@@ -6,8 +6,6 @@ import dataclasses
 import math
 import os
 import re
-import subprocess
-import sys
 from collections.abc import Sequence
 
 from ladder_jax import python
@@ -60,7 +58,6 @@ GPUS = {
     "b200": dict(name="NVIDIA B200", compute=10, cores=148, clock=1.965, cache=126 * 2**20),
 }
 KINDS = (*HARDWARE, "cpu")
-TIMEOUT = 120  # seconds for libtpu to describe a target
 
 
 @dataclasses.dataclass(frozen=True)
@@ -173,14 +170,9 @@ def make_mesh(target: str, *, tensor: int | None = None, data: int = 1):
     from ladder_jax import parallel
 
     target_devices = devices(parse(target))
-    data = whole("data", data, least=1)
-    most = max(1, len(target_devices) // data)
-    size = most if tensor is None else whole("tensor", tensor, least=1)
-    if data * size > len(target_devices):
-        raise UserError(
-            f"{target} has {len(target_devices)} devices, too few for data {data} x tensor {size}"
-        )
-    return parallel.make_mesh(data=data, tensor=size, devices=target_devices)
+    if tensor is None:
+        tensor = max(1, len(target_devices) // whole("data", data, least=1))
+    return parallel.make_mesh(data=data, tensor=tensor, devices=target_devices)
 
 
 def _hosts(count: int) -> str:
@@ -188,14 +180,6 @@ def _hosts(count: int) -> str:
     if count > 8 and count % 8:
         raise UserError(f"{count} GPUs do not fill hosts of 8: use up to 8, or a multiple of 8")
     return f"1x{max(1, count // 8)}x{min(count, 8)}"
-
-
-def missing(target: Target) -> str | None:
-    """Why this machine cannot compile for `target`, and the command that installs the compiler;
-    None if it can.
-    """
-    reason = not_installed(target)
-    return _probe_tpu(target) if reason is None and target.platform == "tpu" else reason
 
 
 def not_installed(target: Target) -> str | None:
@@ -217,31 +201,3 @@ def not_installed(target: Target) -> str | None:
     if version != jax:
         return f"the jax-cuda plugin {version} does not fit jax {jax}: install that version"
     return None
-
-
-def _probe_tpu(target: Target) -> str | None:
-    """Let libtpu describe the target, in a subprocess: a process can load it only once, and it may
-    abort.
-    """
-    try:
-        done = subprocess.run(
-            python.command(f"{__name__}:probe", target.name),
-            env={**os.environ, **ENVIRONMENT},
-            capture_output=True,
-            text=True,
-            timeout=TIMEOUT,
-        )
-    except subprocess.TimeoutExpired:
-        return f"libtpu cannot describe it within {TIMEOUT} s"
-    if done.returncode == 0:
-        return None
-    last = (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1]
-    version = python.versions("libtpu").get("libtpu", "(not installed)")
-    return f"libtpu {version} cannot describe it: {last[:200]}"
-
-
-def probe() -> None:
-    """The program that `_probe_tpu` starts; its argument is a target's name."""
-    from jax.experimental import topologies
-
-    print(len(topologies.get_topology_desc(platform="tpu", topology_name=sys.argv[1]).devices))

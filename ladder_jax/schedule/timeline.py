@@ -117,11 +117,11 @@ class _Player:
 
     def _seconds(self, instruction: Instruction) -> float:
         cycles = self.costs.cycles(instruction)
-        if cycles is not None and self.hardware.clock:
+        if cycles and self.hardware.clock:
             return cycles / self.hardware.clock
         if one := self.costs.grouped(instruction):
             return one.seconds(self.hardware)
-        flops = self.costs.matmul_flops(instruction).total() + attention_kernel_flops(instruction)
+        flops = self.costs.flops_of([instruction]).total() + attention_kernel_flops(instruction)
         moved = sum(one.bytes for one in (*instruction.operands, instruction))
         return max(flops / self.hardware.flops, moved / self.hardware.bandwidth)
 

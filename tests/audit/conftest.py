@@ -2,12 +2,11 @@
 
 import pytest
 
-from ladder_jax.cli.main import _parser
+from ladder_jax.cli.main import parse
 from ladder_jax.config import Launch
 from ladder_jax.overlap import compile as compiling
 from ladder_jax.overlap import request as requests
 from ladder_jax.overlap import result
-from ladder_jax.overlap.compile import Until
 from ladder_jax.schedule import targets
 
 LAYERS = 4
@@ -35,7 +34,7 @@ def table(text, *, model="llama-3-70b"):
             marks = () if name.endswith("*") else pytest.mark.full
             for target in TARGETS.get(name.strip("*"), name.strip("*")).split():
                 asked = f"overlap --model {model} --layers {LAYERS} {words} --target {target}"
-                options = vars(_parser("overlap").parse_args(asked.split()))
+                options = vars(parse(asked.split()))
                 request = requests.make(**{name: options[name] for name in result.OPTIONS})
                 found.append(pytest.param(request, *counts, id=f"{words} {target}", marks=marks))
     return found
@@ -65,12 +64,11 @@ def compiled(request):
     which takes nine tenths of a compiler's time for TPUs.
     """
     whole = request.node.get_closest_marker("machine_code")
-    until = Until.CODE if whole else Until.SCHEDULE
 
     def answer(one):
         # TPU targets are always compiled for; GPU targets where the plugin is installed
         if one.target.platform == "cuda" and (reason := targets.not_installed(one.target)):
             pytest.skip(reason)  # what `ladder-jax doctor` says of this machine
-        return result.read(one, compiling.compiled(one, until=until))
+        return result.read(one, compiling.compiled(one, early=not whole))
 
     return answer

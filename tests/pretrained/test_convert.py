@@ -89,8 +89,8 @@ def same(ours, theirs):
 
 TEXT = "--ladder-layers 2 --calibration text"
 MISTAKES = {
-    "small out --ladder-layers 5": "not a number of layers",
-    "small out --ladder-layers 1,9": "out of range",
+    "small out --ladder-layers 5": "is no choice of layers",
+    "small out --ladder-layers 1,9": "is no choice of layers",
     "small out --ladder-layers auto:2": "name one by --calibration FILE",
     "small out --ladder-layers auto:5 --calibration text": "from 1 to the model's 4 layers",
     "small out --ladder-layers 2 --search ranked": "--search needs --ladder-layers auto:N",

@@ -91,7 +91,7 @@ def test_ladder_layers_in_memory(files, tmp_path, capsys, mistake):
     said = mistake("generate", converted, *WORDS, "--ladder-layers", "1", "--residual", "ladder-2")
     assert f"{str(converted)!r} is ladder" in said
     said = mistake("generate", files / "llama-2", *WORDS, "--ladder-layers", "auto:1")
-    assert "is measured, so only a conversion can choose it" in said
+    assert "auto:N for a conversion alone" in said
     model = lj.from_pretrained(
         files / "llama-2", ladder_layers=[0, 1], residual="ladder-2", dtype="bfloat16"
     )
@@ -136,14 +136,12 @@ def test_other_commands_read_the_shape_alone(files, tmp_path, capsys, mistake):
         assert json.loads(printed(capsys, "predict", "--model", name, *words))["model"] == str(name)
         where = dict(model=str(name), target="v5p:2x2x2")
         request = overlaps.make(**where, residual="ladder-fresh", tensor=2, phase=Phase.DECODE)
-        again = overlaps.Request.from_dict(json.loads(json.dumps(request.as_dict())))
-        assert again == request
-        assert (again.config.num_layers, again.config.ranks) == (2, 2)
+        assert (request.config.num_layers, request.config.ranks) == (2, 2)
         assert benches.make(model=str(name), residual="ladder").config("ladder").num_layers == 2
         assert plans.make(**where, tokens=64, sequence=32).config.num_layers == 2
     assert pretrained.model_config(shape) == pretrained.open(files / "qwen2").model
     three = ["predict", "--model", files / "qwen2", "--hardware", "v5e", "--tensor", "3"]
-    assert "allowed: 1, 2" in mistake(*three)
+    assert "is not divisible by mesh.tensor=3" in mistake(*three)
 
 
 def test_training_starts_from_any_model(files, tmp_path):

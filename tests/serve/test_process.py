@@ -127,7 +127,6 @@ MISTAKES = {
     ("--host", "a..b"): "cannot listen at a..b, port 0: ",
     ("--capacity", "2000000000"): "8 slots of 2,000,000,000 tokens are too many",
     ("--api-key", ""): "the API key must be printable ASCII characters without spaces",
-    ("--model-name", ""): "--model-name must not be empty",
 }
 
 
