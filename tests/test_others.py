@@ -55,7 +55,7 @@ def named(op_name, *, axes):
         ("jit(f)/choose_token/pmax", "'tensor'", "choice of the token"),
         ("jit(f)/jvp(embedding_lookup)/psum", "'tensor'", "embedding"),
         ("jit(f)/(jvp(cross_entropy)/psum:shared_gradients/psum)", "'tensor'",
-         "loss"),
+         "loss, gradients of norm gains and other replicated weights"),
         ("jit(f)/transpose(jvp())/psum", "'fsdp'", "data-parallel gradients"),
         ("jit(f)/psum", "'tensor'", "other: jit(f)/psum"),
     ],

@@ -94,7 +94,7 @@ def test_phases(told, phase, loop, count):
     found = told(f"{SHAPE} --phase {phase} --residual ladder --loop {loop}", as_json=True)
     assert (found["all_reduces"], found["merged"]) == (count, 0)
     assert found["bytes_accessed"] > found["bytes_per_device"] / 4
-    purposes = {one["for"] for one in found["other_collectives"]}
+    purposes = {part for one in found["other_collectives"] for part in one["for"].split(", ")}
     shared = "gradients of norm gains and other replicated weights"
     trained = (
         {"loss", "gradient of the head's input", "gradient norm", shared}
@@ -150,6 +150,7 @@ MISTAKES = {
     "--residual standard --ladder-layers 2": "model.ladder_layers needs a ladder kind",
     "--plot picture.gif": "--plot picture.gif: the file must end in .png or .svg or .pdf",
     "--plot nowhere/picture.png": "--plot nowhere/picture.png: there is no folder nowhere",
+    "--trace trace.txt": "--trace trace.txt: the file must end in .json",
     "--plot a.png": "cpu hides nothing, so there is no timeline",
     "--target h100:8 --plot a.png": "it needs --layers 4 or more",
 }
@@ -355,6 +356,16 @@ def test_plot(played, tmp_path):
     picture.plot(played, file=str(tmp_path / "picture.png"))
     assert (tmp_path / "picture.png").read_bytes().startswith(b"\x89PNG")
     assert os.listdir(tmp_path) == ["picture.png"]
+
+
+def test_trace(played, tmp_path):
+    file = tmp_path / "trace.json"
+    picture.trace(played, file=str(file))
+    events = json.loads(file.read_text())["traceEvents"]
+    rows = {(e["pid"], e["args"]["name"]) for e in events if e["name"] == "thread_name"}
+    assert rows == {(pid, row) for pid in (0, 1) for row in ("compute", "communication")}
+    assert sum(e["ph"] == "X" and e["tid"] == 1 for e in events) == 2
+    assert all(e["dur"] >= 0 and e["ts"] >= 0 for e in events if e["ph"] == "X")
 
 
 STANDARD = ["standard", "standard in two halves"]

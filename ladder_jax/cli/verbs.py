@@ -339,6 +339,7 @@ VERBS = {
             **CAPACITY,
             **JSON,
             "--plot FILE": "draw two layers' timeline, Standard above NAME (PNG, SVG, PDF)",
+            "--trace FILE": "write the timelines for https://ui.perfetto.dev",
         },
     ),
     "plan": Verb(

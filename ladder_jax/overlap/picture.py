@@ -1,9 +1,11 @@
 """Draw simulated timelines of two consecutive layers: Standard's, Standard's in two halves in turn,
-and the request's.
+and the request's; or write them as a trace.
 """
 
 import contextlib
 import dataclasses
+import json
+import pathlib
 import re
 from collections.abc import Sequence
 
@@ -113,6 +115,24 @@ def plot(request: Request, *, file: str) -> None:
     )
     figure.tight_layout(rect=(0, 0.04, 1, 1))
     files.write_picture(file, figure)
+
+
+def trace(request: Request, *, file: str) -> None:
+    """Write Chrome's trace format for https://ui.perfetto.dev: one process per topology, one thread
+    per row.
+    """
+    events = []
+    for process, (name, bars) in enumerate(timelines(request).items()):
+        of_process = dict(ph="M", pid=process)
+        events.append({**of_process, "name": "process_name", "args": {"name": name}})
+        for thread, row in enumerate(("compute", "communication")):
+            of_thread = dict(tid=thread, name="thread_name", args={"name": row})
+            events.append({**of_process, **of_thread})
+        for bar in bars:
+            microseconds = dict(ts=bar.start * 1e6, dur=(bar.stop - bar.start) * 1e6)
+            about = dict(name=bar.name, args={"op_name": bar.op_name})
+            events.append(dict(ph="X", pid=process, tid=int(bar.wire), **microseconds, **about))
+    files.write(pathlib.Path(file), [json.dumps({"traceEvents": events}).encode()])
 
 
 def _two_layers(bars: Sequence[Bar]) -> list[Bar]:

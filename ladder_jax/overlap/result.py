@@ -26,13 +26,16 @@ def run(args: dict) -> None:
     written.
     """
     files.check_picture("plot", args["plot"])
+    files.check_writable("trace", args["trace"], endings=(".json",))
     request = requests.make(**{name: args[name] for name in OPTIONS})
-    if args["plot"]:
+    if args["plot"] or args["trace"]:
         picture.check_drawn(request)
     answer = read(request, compiling.compiled(request))
     terminal.answer(answer, as_json=args["json"])
     if args["plot"]:
         picture.plot(request, file=args["plot"])
+    if args["trace"]:
+        picture.trace(request, file=args["trace"])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -138,7 +141,7 @@ class Result:
     @property
     def _others(self) -> str:
         others = self.report.others
-        kinds = ", ".join(dict.fromkeys(one.purpose for one in others))
+        kinds = ", ".join(dict.fromkeys(part for one in others for part in one.purpose.split(", ")))
         count = sum(one.count for one in others)
         return f"other collectives: {count} ({kinds}), {self.report.other_hidden} hidden"
 

@@ -231,11 +231,17 @@ def owner(op_name: str) -> tuple[str, str]:
 
 
 def purpose(collective: Collective) -> str:
-    """The purpose of a collective; of one that the compiler merged, that of one of them."""
+    """The purpose of a collective; of one that the compiler merged, all purposes, separated by
+    commas.
+
+    A compiler writes the names of merged collectives as `(a:b)`, or keeps the first one only.
+    """
     name = collective.op_name
-    for scope, phrase in PURPOSES.items():
-        if scope in name:
-            return phrase
+    named = []
+    for part in name.split(":"):
+        named += [phrase for scope, phrase in PURPOSES.items() if scope in part][:1]
+    if named:
+        return ", ".join(dict.fromkeys(named))
     if "transpose(" in name and collective.kind == "all-reduce":
         # it sums the gradient of an array that is equal on all ranks
         data_axes = collective.axes and set(collective.axes) <= {DATA, FSDP}

@@ -12,7 +12,7 @@ The device computes one operation after another, in issue order.
                 starts when it has been issued and the link is free, and its `done` waits for its
                 end
 
-There are no latencies: `ladder-jax overlap --plot` draws these times, and nobody should quote them.
+There are no latencies: `ladder-jax overlap` draws these times, and nobody should quote them.
 """
 
 import collections
