@@ -1,17 +1,13 @@
 """Checkpoints: any mesh reads any other's; nothing damaged or foreign is ever loaded."""
 
-import concurrent.futures
 import dataclasses
-import gc
 import json
-import logging
 import math
 import os
 import pathlib
 import pkgutil
 import shutil
 import threading
-import warnings
 import zipfile
 from types import SimpleNamespace
 
@@ -33,7 +29,6 @@ from ladder_jax.checkpoint import (
     verify,
 )
 from ladder_jax.checkpoint.arrays import named, stored
-from ladder_jax.checkpoint.writing import Quiet, Writing
 from ladder_jax.config import RunConfig, TrainConfig
 from ladder_jax.errors import UserError
 from ladder_jax.files import reason
@@ -326,19 +321,16 @@ def test_what_is_being_written_does_not_count(copy, damage):
     assert os.listdir(copy) == ["20"]
 
 
-def test_a_failed_write_is_told_when_the_others_have_ended(tmp_path):
+def test_a_failed_write_is_told_when_the_others_have_ended():
     """One that went on would make its folder again, after the failed save has removed it."""
     ended = []
 
     def fail(timeout):
         raise OSError("full")
 
-    writing = Writing(tmp_path / "1", {})
-    writing._started = concurrent.futures.Future()
     later = SimpleNamespace(result=lambda timeout: ended.append(timeout))
-    writing._started.set_result([SimpleNamespace(result=fail), later])
     with pytest.raises(OSError, match="full"):
-        writing.wait(within=7.0)
+        arrays.await_all([SimpleNamespace(result=fail), later], within=7.0)
     assert ended == [7.0]
 
 
@@ -500,36 +492,3 @@ def test_the_reason_of_a_disk_is_the_systems(settings):
         f"OUT_OF_RANGE: Failed to write: {os.strerror(27)}{settings} [os_error_code='27']"
     )
     assert reason(error) == os.strerror(27)
-
-
-def test_what_an_abandoned_write_never_began_is_not_told():
-    """Python warns of that when it collects the rest, which may be when the process ends."""
-
-    async def part():
-        pass
-
-    with warnings.catch_warnings(record=True) as told:
-        warnings.simplefilter("always")
-        Quiet().close()
-        for name in ("async_serialize_from_host.<locals>.write_fragment", "another"):
-            part.__qualname__ = name
-            part()
-            gc.collect()
-    assert [str(one.message) for one in told] == ["coroutine 'another' was never awaited"]
-
-
-def test_what_an_abandoned_write_raises_later_is_not_told(caplog):
-    """asyncio's message does not say which file; its error does."""
-    silent = Quiet()
-    try:
-        for path in (
-            "run/checkpoints/writing.45.2/optimizer/array_metadatas/process_0",
-            "run/elsewhere",
-        ):
-            error = FileNotFoundError(2, "No such file or directory", path)
-            logging.getLogger("asyncio").error("Task exception was never retrieved", exc_info=error)
-    finally:
-        silent.close()
-    assert [str(record.exc_info[1]) for record in caplog.records] == [
-        "[Errno 2] No such file or directory: 'run/elsewhere'"
-    ]

@@ -267,7 +267,7 @@ def test_a_disk_that_refuses_in_the_middle(book, tmp_path, uninterrupted, larges
 def test_every_failed_save_is_told(book, tmp_path, monkeypatch):
     """Also where the next one is due before it has failed, and fails as well, at once."""
 
-    def fail(self, texts):
+    def fail(folder, shapes):
         time.sleep(0.5)
         monkeypatch.setattr(store, "_check_room", refuse)
         raise OSError(errno.EIO, "it is broken")
@@ -275,7 +275,7 @@ def test_every_failed_save_is_told(book, tmp_path, monkeypatch):
     def refuse(*_):
         raise OSError(errno.ENOSPC, "no room")
 
-    monkeypatch.setattr(store.Writing, "finish", fail)
+    monkeypatch.setattr(store.arrays, "finish", fail)
     said = []
     with pytest.raises(RunFailed, match="the checkpoint of step 45 could not be written: no room"):
         run(book, tmp_path / "run", said=said)

@@ -1,19 +1,20 @@
-"""A checkpoint's arrays, read by tensorstore from any folder, and written by it: into object stores,
-and array by array or layer by layer where a model is too large for the host's memory (`Stream`).
+"""A checkpoint's arrays, read and written by tensorstore, on a disk or in an object store; a model
+that is too large for the host's memory array by array or layer by layer (`Stream`).
 
 The storage format is Orbax's: zarr arrays in an OCDBT database, a chunk of an array a part of one
-layer, and a description of them, METADATA, which is written last. In a store each process writes
-its shards into a database of its own, and the first process merges these databases, without copying
-values.
+layer, and a description of them, METADATA, which is written last. Each process writes its shards
+into a database of its own, and the first process merges these databases, without copying values.
+Orbax itself does not write: it has no S3, and its processes wait for each other in barriers, which
+one whose disk failed never reaches. Here no process waits for another; `store` does, with a
+time-out.
 """
 
 import collections
-import concurrent.futures
 import hashlib
 import json
 import math
 import pathlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -205,18 +206,41 @@ def begin(folder: AnyPath, arrays: Mapping[str, jax.Array]) -> list[tensorstore.
     for name, array in arrays.items():
         chunk = _chunk(name, array)
         opening[name] = create(part, name, array, chunk=chunk, context=context)
-    writes = []
+    copied = []
     for name, array in arrays.items():
-        store = opening[name].result()
         for shard in array.addressable_shards:
             if shard.replica_id == 0:
-                place = store[shard.index]
-                writes.append(place.write(np.array(shard.data)).commit)
+                copied.append((name, shard.index, np.array(shard.data)))
+    writes = []
+    for name, index, values in copied:
+        place = opening[name].result()[index]
+        write = place.write(values, can_reference_source_data_indefinitely=True)
+        writes.append(write.commit)
     return writes
 
 
+def await_all(writes: Sequence[tensorstore.Future], *, within: float) -> None:
+    """Wait for writes. Raises the first error after the others have ended: one that went on would
+    make its removed folder again. within: seconds.
+    """
+    errors = []
+    for write in writes:
+        try:
+            write.result(timeout=within)
+        except (ValueError, OSError) as error:  # tensorstore's, and TimeoutError
+            errors.append(error)
+            if isinstance(error, TimeoutError):  # of a disk that hangs no more is to be awaited
+                break
+    if errors:
+        raise errors[0]
+
+
 def finish(folder: AnyPath, shapes: Shapes) -> None:
-    """Makes one database of all processes'. Called on one process, after all have written."""
+    """Makes one database of all processes'. Called on one process, after all have written; again
+    after an error, as the processes' databases stay, and one transaction merges them.
+
+    Raises ValueError where an array is missing.
+    """
     context = tensorstore.Context()
     transaction = tensorstore.Transaction(atomic=True)
     merged = tensorstore.KvStore.open(_written(folder), context=context).result()
@@ -229,6 +253,8 @@ def finish(folder: AnyPath, shapes: Shapes) -> None:
         part.experimental_copy_range_to(merged.with_transaction(transaction)).result()
     transaction.commit_sync()
     (folder / METADATA).write_text(described(shapes))
+    if missing := shapes.keys() - stored(folder).keys():
+        raise ValueError(f"{min(missing)} is missing")
 
 
 def _part(folder: AnyPath, process: int) -> Spec:
@@ -270,31 +296,24 @@ class Stream:
     arrays: the shape and dtype of each array by name; arrays of layers are stacked, [L, ...].
     `folder` must not exist yet. A failed write raises tensorstore's ValueError or OSError.
 
-    Use it in a `with` block. All disk access runs in a thread, where the exception of a signal
-    handler cannot interrupt it; it has ended when the block ends. A write that ran on would create
-    the folder again after its removal.
+    Use it in a `with` block. A write that a signal handler's exception has interrupted ends with the
+    block: one that ran on would create the folder again after its removal.
     """
 
     def __init__(self, folder: pathlib.Path, arrays: Abstract):
-        self._disk = concurrent.futures.ThreadPoolExecutor(
-            1, thread_name_prefix="ladder_jax stream"
-        )
-        self._on_disk(lambda: None)  # starts the thread now, so that __exit__ always waits for it
-        try:
-            folder.mkdir(parents=True)
-            self.folder = folder
-            self.arrays = dict(arrays)
-            self._digests: dict[Key, bytes] = {}
-            self._open_all()
-        except BaseException:
-            self.__exit__()
-            raise
+        folder.mkdir(parents=True)
+        self.folder = folder
+        self.arrays = dict(arrays)
+        self._digests: dict[Key, bytes] = {}
+        self._writing: list[tensorstore.Future] = []
+        self._open_all()
 
     def __enter__(self) -> "Stream":
         return self
 
     def __exit__(self, *_) -> None:
-        self._disk.shutdown(wait=True, cancel_futures=True)
+        for write in self._writing:
+            write.exception()  # waits
 
     def put(self, name: str, values: np.ndarray, *, layer: int | None = None) -> None:
         """Write an array, or one layer of it. Returns when it is on the disk."""
@@ -303,7 +322,8 @@ class Stream:
         if values.shape != shape:
             raise ValueError(f"{name} is {values.shape}, not {shape}")
         values = np.ascontiguousarray(values, self.arrays[name].dtype)
-        self._on_disk(lambda: target.write(values).result())
+        self._writing = [target.write(values)]
+        self._writing[0].result()
         self._digests[name, layer] = _digest(values)
 
     @property
@@ -323,8 +343,7 @@ class Stream:
         self._open_all()
         for (name, layer), digest in self._digests.items():
             part = self._part(name, layer)
-            read = lambda: part.read().result()
-            if _digest(self._on_disk(read)) == digest:
+            if _digest(part.read().result()) == digest:
                 yield None
             elif layer is None:
                 yield name
@@ -337,16 +356,10 @@ class Stream:
             return array
         return array[layer]
 
-    def _on_disk[T](self, work: Callable[[], T]) -> T:
-        return self._disk.submit(work).result()
-
     def _open_all(self) -> None:
         """Open all arrays without a cache, so that reads come from the disk."""
         self._context = tensorstore.Context({"cache_pool": {"total_bytes_limit": 0}})
-        self._stores = {
-            name: self._on_disk(lambda: self._create(name, array))
-            for name, array in self.arrays.items()
-        }
+        self._stores = {name: self._create(name, array) for name, array in self.arrays.items()}
 
     def _create(self, name: str, array: jax.ShapeDtypeStruct) -> tensorstore.TensorStore:
         chunk = list(array.shape)

@@ -14,31 +14,35 @@ manifest is written; what has none is removed before the next save.
 import contextlib
 import dataclasses
 import errno
+import json
 import math
 import os
 import pathlib
 import shutil
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import tensorstore
 
 from ladder_jax import remote
-from ladder_jax.checkpoint import manifest
+from ladder_jax.checkpoint import arrays, manifest
 from ladder_jax.checkpoint.saved import FORMAT, VERSION, open_checkpoint, steps, unfinished_steps
-from ladder_jax.checkpoint.writing import WRITING, Items, Quiet, Texts, Writing
 from ladder_jax.config import RunConfig, to_dict
 from ladder_jax.errors import UserError, unknown, wrong_type
 from ladder_jax.files import AnyPath, absolute, is_remote, patiently, reason
 from ladder_jax.nn import Params
 from ladder_jax.processes.agreement import TIMEOUT, Agreement, first_of
 
-ABANDONED = 10.0  # seconds within which the abandoned writes of a failed save end
-
+WRITING = "writing."  # prefix of an unfinished checkpoint's folder
 # prefix of a folder being removed: after a kill, its rest does not look like a checkpoint
 _DELETING = "deleting."
+
+type Items = Mapping[str, Params]  # pytrees of arrays, by the names of a checkpoint's items
+type Texts = Mapping[str, Any]  # JSON values, by the names of its other items
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,7 +79,6 @@ class Store:
         self._failure: str | None = None
         self._failures = 0
         self._disagreement: Exception | None = None
-        self._quiet: Quiet | None = None
         self._start = Agreement("save", timeout=timeout)
         self._end = Agreement("saved", timeout=timeout)
         if jax.process_index() == 0:
@@ -95,7 +98,6 @@ class Store:
         previous save.
         """
         self.wait()
-        self._quiet = self._quiet or Quiet()
         meta = {
             "format": FORMAT,
             "version": VERSION,
@@ -107,6 +109,7 @@ class Store:
         }
         texts = {"data": {"step": step, **(data or {})}, "meta": meta}
         items = {"params": params, "optimizer": optimizer}
+        items = jax.tree.map(jnp.asarray, items)  # a caller's may be NumPy's
 
         def prepare() -> str | None:
             error = _error_of(lambda: self._prepare(step, items))
@@ -115,9 +118,19 @@ class Store:
         if failure := self._start.broadcast(f"room for the checkpoint of step {step}", prepare):
             self._fail(failure)
             return
-        writing = Writing(self._unfinished(step), items)
+        folder = self._unfinished(step)
+        writes = []
+
+        def begin() -> None:
+            for item, tree in items.items():
+                writes.extend(arrays.begin(folder / item, arrays.named(tree)))
+
+        error = _error_of(begin)
+        shapes = {item: arrays.shapes_of(tree) for item, tree in items.items()}
         self._thread = threading.Thread(
-            target=self._finish, args=(step, writing, texts), name=f"checkpoint {step}"
+            target=self._finish,
+            args=(step, writes, error, shapes, texts),
+            name=f"checkpoint {step}",
         )
         self._thread.start()
 
@@ -139,8 +152,6 @@ class Store:
 
     def close(self) -> None:
         self._join()
-        if self._quiet is not None:
-            self._quiet.close(after=ABANDONED if self._failures else 0)
 
     def _join(self) -> None:
         if self._thread is not None:
@@ -148,33 +159,38 @@ class Store:
             self._thread = None
 
     def _prepare(self, step: int, items: Items) -> None:
-        """Create empty folders to write into. The run's own folder may have been removed
-        meanwhile.
-        """
+        """Create an empty folder to write into. The run's own may have been removed meanwhile."""
 
         def create() -> None:
             self.folder.mkdir(parents=True, exist_ok=True)
             self._clear()
             if is_remote(self.folder):  # exists if the run went back to an earlier step
                 remove(self._unfinished(step))
-            for item in items:
-                (self._unfinished(step) / item).mkdir(parents=True)
+            self._unfinished(step).mkdir()
 
         patiently(self.folder, create)
         if not is_remote(self.folder):
             _check_room(self.folder, items)
 
-    def _finish(self, step: int, writing: Writing, texts: Texts) -> None:
+    def _finish(
+        self,
+        step: int,
+        writes: Sequence[tensorstore.Future],
+        error: str | None,
+        shapes: Mapping[str, arrays.Shapes],
+        texts: Texts,
+    ) -> None:
         # A shorter time-out than the other processes', so that a disk that hangs is reported to
         # them in time.
-        error = _error_of(lambda: writing.wait(within=0.8 * self._timeout))
+        within = 0.8 * self._timeout
+        error = error or _error_of(lambda: arrays.await_all(writes, within=within))
 
         def conclude(errors: list[str | None]) -> str | None:
             first, whose = first_of(errors)
             if first:
                 why = first + whose
             else:
-                publish = lambda: self._publish(step, writing, texts)
+                publish = lambda: self._publish(step, shapes, texts)
                 why = _error_of(lambda: patiently(self.folder, publish))
             return self._failed_line(step, why)
 
@@ -187,10 +203,15 @@ class Store:
         if failure:
             self._fail(failure)
 
-    def _publish(self, step: int, writing: Writing, texts: Texts) -> None:
+    def _publish(self, step: int, shapes: Mapping[str, arrays.Shapes], texts: Texts) -> None:
         folder = self._unfinished(step)
         place = self._place(step)
-        writing.finish(texts)
+        for item, of_item in shapes.items():
+            arrays.finish(folder / item, of_item)
+        for item, value in texts.items():
+            (folder / item).mkdir(exist_ok=True)
+            (folder / item / "metadata").write_text(json.dumps(value))
+        manifest.write(folder)
         if folder != place:
             # the run went back to an earlier step; after a kill, `complete` goes on from here
             if place.exists():
@@ -341,7 +362,7 @@ def _error_of(work: Callable[[], None]) -> str | None:
     """Calls `work`. Returns its error in one line, None if it succeeded."""
     try:
         work()
-    # Orbax, tensorstore and fsspec have no common error for a failed write
+    # tensorstore and fsspec have no common error for a failed write
     except Exception as error:
         return reason(error)
     return None

@@ -11,12 +11,11 @@ from jax.sharding import Mesh
 
 from ladder_jax import nn, parallel, retrain
 from ladder_jax.checkpoint import Checkpoint, Store
-from ladder_jax.config import PRESETS, Interleave, ModelConfig, RunConfig, preset
+from ladder_jax.config import RunConfig
 from ladder_jax.data import dataset
 from ladder_jax.data.dataset import DataLoader, Dataset
 from ladder_jax.errors import UserError
 from ladder_jax.files import AnyPath, is_remote
-from ladder_jax.hardware import HARDWARE, machine_of
 from ladder_jax.nn import ModelDef
 from ladder_jax.nn.parameter import real_size
 from ladder_jax.parallel import make_mesh, with_ranks
@@ -231,75 +230,19 @@ def _memory_explained(config: RunConfig, mesh: Mesh) -> Iterator[None]:
     try:
         yield
     except jax.errors.JaxRuntimeError as error:
-        if (explained := out_of_memory(error, config=config, mesh=mesh)) is None:
+        _, exhausted, details = str(error).partition("RESOURCE_EXHAUSTED: ")
+        if not exhausted:
             raise
-        raise explained from None
-
-
-def out_of_memory(
-    error: jax.errors.JaxRuntimeError, *, config: RunConfig, mesh: Mesh
-) -> UserError | None:
-    """The message for an error of jax, in compiling or running, that memory ran out, with the
-    `ladder-jax plan` command that finds settings that fit; None for any other error.
-    """
-    _, exhausted, details = str(error).partition("RESOURCE_EXHAUSTED: ")
-    if not exhausted:
-        return None
-    train = config.train
-    kind = mesh.devices.flat[0].device_kind
-    if config.model.moe is None and config.model.side is None:
-        fits = f"settings that fit: {_plan_command(config, mesh=mesh)}"
-    else:
-        fits = "a larger mesh.fsdp or mesh.tensor, train.remat=full or a larger train.accumulate needs less"
-    halves = ""
-    if train.interleave is not Interleave.WHOLE:
-        halves = f", train.interleave={train.interleave.value}"
-    reason = details.strip().splitlines()[0].rstrip(".")[:200]
-    return UserError(
-        f"not enough memory on {kind} for mesh {_sizes(mesh)}, train.remat={train.remat.value},"
-        f" train.accumulate={train.accumulate}{halves} ({reason});"
-        f" {fits}"
-    )
-
-
-def _plan_command(config: RunConfig, *, mesh: Mesh) -> str:
-    """The planner's command line for this run."""
-    train = config.train
-    return (
-        f"ladder-jax plan {_plan_model(config.model)} --target {_plan_target(mesh)}"
-        f" --tokens {train.batch * train.sequence} --sequence {train.sequence}"
-    )
-
-
-def _plan_target(mesh: Mesh) -> str:
-    """The planner's name of the mesh's devices; TARGET where it has none for their kind."""
-    devices = list(mesh.devices.flat)
-    first = devices[0]
-    kind = first.device_kind
-    if first.platform == "cpu":
-        return f"cpu:{len(devices)}"
-    if kind.startswith("TPU") and (name := machine_of(kind)):
-        places = [device.coords for device in devices]
-        sizes = [max(along) + 1 - min(along) for along in zip(*places)]
-        if name in ("v5e", "v6e"):  # flat
-            sizes = sizes[:2]
-        return f"{name}:{'x'.join(map(str, sizes))}"
-    for name in HARDWARE:
-        if name.upper() in kind:
-            return f"{name}:{len(devices)}"
-    return "TARGET"
-
-
-def _plan_model(config: ModelConfig) -> str:
-    for name in PRESETS:
-        like = dataclasses.replace(preset(name), residual=config.residual, ranks=config.ranks)
-        if like == config:
-            return f"--model {name} --residual {config.residual}"
-    return "--model CONFIG"
-
-
-def _sizes(mesh: Mesh) -> str:
-    return " x ".join(str(mesh.shape[axis]) for axis in ("data", "fsdp", "tensor"))
+        train = config.train
+        reason = details.strip().splitlines()[0].rstrip(".")[:200]
+        sizes = " x ".join(str(mesh.shape[axis]) for axis in ("data", "fsdp", "tensor"))
+        raise UserError(
+            f"not enough memory on {mesh.devices.flat[0].device_kind} for mesh {sizes},"
+            f" train.remat={train.remat.value}, train.accumulate={train.accumulate} ({reason}):"
+            " a larger mesh.fsdp or mesh.tensor, train.remat=full or a larger train.accumulate needs less;"
+            f" what fits: ladder-jax plan --model MODEL --target TARGET"
+            f" --tokens {train.batch * train.sequence} --sequence {train.sequence}"
+        ) from None
 
 
 def _count(definition: ModelDef) -> int:
