@@ -137,21 +137,17 @@ def connect(spec: ProcessSpec, *, timeouts: Timeouts, say: Say) -> bool:
     return True
 
 
-def _address(coordinator: str) -> tuple[str, int]:
-    host, _, port = coordinator.rpartition(":")
-    return host.strip("[]"), int(port)
-
-
 def _bind_address(coordinator: str) -> str | None:
     """Where jax listens: on the loopback interface if that is HOST, else on all (None).
 
     Raises UserError where another program does: some versions of jax crash on it.
     """
-    alone = coordinator.rpartition(":")[0] in LOOPBACK
-    host, port = _address(coordinator)
-    family = socket.AF_INET6 if host == "::1" else socket.AF_INET
+    host, _, port = coordinator.rpartition(":")
+    alone = host in LOOPBACK
+    family = socket.AF_INET6 if host == "[::1]" else socket.AF_INET
     try:
-        socket.create_server((host if alone else "", port), family=family).close()
+        bound = (host.strip("[]") if alone else "", int(port))
+        socket.create_server(bound, family=family).close()
     except OSError as error:
         why = error.strerror or str(error)
         raise UserError(
@@ -174,12 +170,7 @@ def _in_time(spec: ProcessSpec, *, timeouts: Timeouts, say: Say) -> Iterator[Non
         where = f" at {spec.coordinator}"
 
     def give_up() -> None:
-        silent = ""
-        if spec.coordinator and spec.process:
-            silent = _unreachable(spec.coordinator)
-        why = (
-            f"has waited{where} for {timeouts.start:g} s, and not all processes have joined{silent}"
-        )
+        why = f"has waited{where} for {timeouts.start:g} s, and not all processes have joined"
         line = f"{me} {why}: start all with the same --coordinator and --processes, or wait longer with --start-timeout"
         os.write(2, f"ladder-jax: {line}\n".encode())
         os._exit(1)
@@ -197,17 +188,6 @@ def _in_time(spec: ProcessSpec, *, timeouts: Timeouts, say: Say) -> Iterator[Non
     finally:
         for timer in timers:
             timer.cancel()
-
-
-def _unreachable(coordinator: str) -> str:
-    """That nothing answers at HOST:PORT, where that is so. Process 0 may also have given up a
-    moment ago.
-    """
-    try:
-        socket.create_connection(_address(coordinator), timeout=5).close()
-    except OSError as error:
-        return f" (nothing answers there: {error.strerror or error})"
-    return ""
 
 
 @contextlib.contextmanager

@@ -80,7 +80,7 @@ type Live = dict[int, _Seen]  # the processes that have not ended
 
 
 class Members:
-    """All processes of a run, as process 0 sees them. Times are of one monotonic clock, in
+    """All processes of a run, as one of them sees them. Times are of its monotonic clock, in
     seconds.
     """
 

@@ -16,13 +16,11 @@ from tests.processes.conftest import ends
 HOST = os.uname().nodename
 
 
-@pytest.mark.parametrize(
-    "came, silent", [(0, ""), (1, " (nothing answers there: Connection refused)")]
-)
-def test_another_never_comes(started, port, came, silent):
+@pytest.mark.parametrize("came", [0, 1])
+def test_another_never_comes(started, port, came):
     (said,) = ends(started(only=[came], timeouts={"start": 2}), status=1)
     waited = f"process {came} of 2 (host {HOST}) has waited at localhost:{port} for 2 s"
-    line = f"ladder-jax: {waited}, and not all processes have joined{silent}"
+    line = f"ladder-jax: {waited}, and not all processes have joined"
     assert said.startswith(f"{line}: start all with the same --coordinator")
     assert said.count("\n") == 1 and "--start-timeout" in said
 
