@@ -61,6 +61,13 @@ def below(root: pathlib.Path) -> list[pathlib.Path]:
     return [root] if root.is_file() else sorted(path for path in root.rglob("*") if path.is_file())
 
 
+def sizes(folder: AnyPath) -> dict[str, int]:
+    """The bytes of all files in a folder and below, by their names in it."""
+    if is_remote(folder):
+        return {name: int(info["size"]) for name, info in remote.listed(folder).items()}
+    return {str(path.relative_to(folder)): path.stat().st_size for path in below(folder)}
+
+
 def kvstore(folder: AnyPath) -> dict[str, Any]:
     """Tensorstore's specification of a folder."""
     if is_remote(folder):

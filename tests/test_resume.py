@@ -312,19 +312,6 @@ def test_lines_wait_for_room(tmp_path):
     assert "metrics.jsonl cannot be written: Is a directory; its lines are kept" in said[0]
 
 
-def test_a_log_that_was_removed_is_begun_again(tmp_path):
-    said, directory = [], tmp_path / "run"
-    directory.mkdir()
-    log = metrics.Metrics(directory, step=0, say=said.append)
-    log.add({"step": 1, "loss": 1.0})
-    shutil.rmtree(directory)
-    log.add({"step": 2, "loss": 2.0})
-    log.add({"step": 3, "loss": 3.0})
-    assert [row["step"] for row in metrics.read(directory)] == [2, 3]
-    assert len(said) == 1
-    assert "metrics.jsonl was gone: begun again" in said[0]
-
-
 def test_a_damaged_checkpoint_is_never_resumed_from(book, resumable, uninterrupted):
     """Refused, with the whole one before it on offer; taken up, it is put aside, and the run ends
     as it should.
@@ -387,55 +374,3 @@ def test_one_process_a_folder(book, resumable):
     assert times() == before
     with folder.owned(resumable, say=print):
         pass
-
-
-def test_a_refused_run_leaves_no_folder(tmp_path):
-    """That it has made itself: what was there before stays, and so does what a run has begun."""
-    new, old, begun = (tmp_path / name for name in ("new", "old", "begun"))
-    old.mkdir()
-    for where in (new, old, begun):
-        with pytest.raises(UserError, match="no such model"), folder.owned(where):
-            folder.began(where, now=1.0)
-            if where == begun:
-                (where / "config.json").write_text("{}")
-            raise UserError("no such model")
-    assert not new.exists()
-    assert (old / ".lock").exists()
-    assert (begun / "goodput.json").exists()
-    with pytest.raises(RunFailed), folder.owned(new):
-        raise RunFailed("the disk is full")
-    assert (new / ".lock").exists()
-
-
-def test_a_lock_that_is_taken_away_meanwhile_is_none(tmp_path, monkeypatch):
-    """By a refused run, between this process's opening of the file and its lock."""
-    lock = fcntl.flock
-    monkeypatch.setattr(
-        fcntl, "flock", lambda *of: [(tmp_path / "run" / ".lock").unlink(), lock(*of)]
-    )
-    with (
-        pytest.raises(UserError, match="was about to train in .*; try again"),
-        folder.owned(tmp_path / "run"),
-    ):
-        pass
-
-
-def test_a_run_that_began_meanwhile_is_not_continued_as_another(
-    book, tmp_path, uninterrupted, monkeypatch
-):
-    """By another process, with other settings, between this one's look at the folder and its
-    lock.
-    """
-    where, owned = tmp_path / "run", folder.owned
-
-    def late(*of, **more):
-        shutil.copytree(uninterrupted, where)
-        return owned(*of, **more)
-
-    monkeypatch.setattr(folder, "owned", late)
-    with pytest.raises(
-        UserError, match="holds a run of another configuration .train.learning_rate was .*, now 0.5"
-    ):
-        run(book, where, "train.learning_rate=0.5")
-    for file in (path for path in uninterrupted.rglob("*") if path.is_file()):
-        assert (where / file.relative_to(uninterrupted)).read_bytes() == file.read_bytes(), file

@@ -167,7 +167,7 @@ def render(
         spans = [(begin, end)]
         tokens, loss_mask = _tokens(text, spans, tokenizer, special=True)
         return _ended(tokens, loss_mask, tokenizer)
-    except UserError as error:
+    except (UserError, UnicodeEncodeError) as error:
         raise UserError(f"{where}: {error}") from None
 
 

@@ -2,7 +2,6 @@
 saving.
 """
 
-import contextlib
 import dataclasses
 import os
 import time
@@ -18,7 +17,7 @@ from ladder_jax.config import OnDamaged
 from ladder_jax.errors import RunFailed, UserError
 from ladder_jax.files import AnyPath, explained, is_remote, patiently
 from ladder_jax.nn import Params
-from ladder_jax.train.folder import CONFIG, RunContext, write_config, writing
+from ladder_jax.train.folder import RunContext, writing
 from ladder_jax.train.gradients import TrainingTask
 from ladder_jax.train.step import (
     TrainState,
@@ -120,11 +119,6 @@ class CheckpointSaver:
     ) -> None:
         """Start to save; a later `store.failure()` says if that went wrong."""
         with self.context.account.time("saving"):
-            config = self.context.folder / CONFIG
-            # the save meets the same disk, and reports it
-            with contextlib.suppress(RunFailed), writing(config):
-                if not config.exists():  # the user has removed the run's folder
-                    write_config(self.context)
             # All of a run beside its arrays and configuration. The next batch is that of step + 1.
             position = {
                 "step": step,
@@ -143,20 +137,6 @@ class CheckpointSaver:
                 data=position,
                 validation_loss=validation,
             )
-
-    def newest(self) -> int:
-        """The step of the newest checkpoint, once all are written; 0 for none. All processes call
-        it together.
-        """
-        self.wait()
-        folder = self.store.folder
-
-        def latest() -> int:
-            with explained(folder, "read"):
-                saved = patiently(folder, lambda: steps(folder))
-            return max(saved, default=0)
-
-        return self.context.agreement.broadcast("the newest checkpoint", latest)
 
     def wait(self) -> None:
         with self.context.account.time("saving"):

@@ -68,8 +68,6 @@ CONFIG = "config.json"
 GOODPUT = "goodput.json"
 RESULT = "result.json"
 LOCK = ".lock"
-# written before config.json: a run that failed or was killed early leaves only these
-_EARLIER = (LOCK, GOODPUT)
 
 # seconds, of the lock in an object store
 RENEWED = 10.0
@@ -164,9 +162,7 @@ def _check(config: RunConfig, folder: AnyPath) -> None:
     if not file.is_file():
         if is_remote(folder):
             remote.check_bucket(folder)
-        if folder.exists() and (
-            not folder.is_dir() or any(_foreign(file, folder) for file in folder.iterdir())
-        ):
+        if folder.exists() and not (folder.is_dir() and _is_free(folder)):
             raise UserError(
                 f"run.dir={str(folder)!r} is not empty and holds no config.json: not a run's folder"
             )
@@ -195,20 +191,13 @@ def _check(config: RunConfig, folder: AnyPath) -> None:
         )
 
 
-def _foreign(file: AnyPath, folder: AnyPath) -> bool:
-    """Whether it is no run's file. Consoles of object stores show an empty folder as an object of
-    the folder's name.
-
-    Such an object is listed as `folder/`, or by newer versions of gcsfs as `folder`, and so again
-    below itself.
+def _is_free(folder: AnyPath) -> bool:
+    """Whether it holds nothing but what stands before a run's configuration. Consoles of object
+    stores show an empty folder as an object of the folder's name.
     """
-    if file == folder:
-        return False
-    name = file.name
-    if is_remote(folder) and name == folder.name and not file.exists():
-        return False
-    earlier = (*_EARLIER, tokenizers.FOLDER)
-    return name not in earlier and not name.startswith(files.PARTIAL)
+    names = {file.name for file in folder.iterdir()}
+    names -= {folder.name, LOCK, GOODPUT, tokenizers.FOLDER}
+    return all(name.startswith(files.PARTIAL) for name in names)
 
 
 def describe(config: RunConfig) -> str:
@@ -221,54 +210,16 @@ def describe(config: RunConfig) -> str:
     return "\n".join(lines)
 
 
-def notices(config: RunConfig) -> list[str]:
-    """A line for each setting that is allowed and rarely meant."""
-    steps = config.train.steps
-    warmup = config.train.warmup_steps
-    conversion = config.conversion.steps
-    longer = f"is more than train.steps={steps}, so"
-    told = []
-    if warmup > steps:
-        told.append(
-            f"notice: train.warmup_steps={warmup} {longer} the learning rate does not reach train.learning_rate"
-        )
-    if conversion > steps:
-        told.append(
-            f"notice: conversion.steps={conversion} {longer} training ends with layers half converted;"
-            " checkpoints and held-out losses are of the whole conversion"
-        )
-    return told
-
-
 @contextlib.contextmanager
 def owned(folder: AnyPath, *, say: Callable[[str], None] = print) -> Iterator[None]:
     """Makes the folder and locks it. Raises UserError where another process trains in it, RunFailed
-    where it cannot be written to. After a UserError within, before the run's first file, it leaves
-    no folder that it has made.
-
-    Of a run's processes only the first takes the lock.
+    where it cannot be written to. Of a run's processes only the first takes the lock.
     """
-    if jax.process_index() > 0:
-        yield
-        return
-    made = not is_remote(folder) and not folder.exists()
     with contextlib.ExitStack() as stack:
-        with writing(folder):
-            stack.enter_context(locked(folder, say=say))
-        try:
-            yield
-        except UserError:
-            if made and not (folder / CONFIG).exists():
-                _remove(folder)
-            raise
-
-
-def _remove(folder: pathlib.Path) -> None:
-    """A folder that holds nothing but what stands before a run's first file."""
-    with contextlib.suppress(OSError):
-        for name in reversed(_EARLIER):  # the lock last
-            (folder / name).unlink(missing_ok=True)
-        folder.rmdir()
+        if jax.process_index() == 0:
+            with writing(folder):
+                stack.enter_context(locked(folder, say=say))
+        yield
 
 
 def end_process(line: str) -> None:
@@ -307,8 +258,6 @@ def _file_lock(folder: pathlib.Path) -> Iterator[None]:
         except OSError as error:  # on a file system without locks nobody is kept out
             if error.errno not in (errno.ENOLCK, errno.ENOTSUP, errno.EINVAL):
                 raise
-        if not os.fstat(handle).st_nlink:  # removed by the process that had it, just now
-            raise UserError(f"another process was about to train in {str(folder)!r}; try again")
         yield
     finally:
         os.close(handle)
@@ -408,15 +357,8 @@ def writing(folder: AnyPath) -> contextlib.AbstractContextManager[None]:
     return explained(folder, "write into")
 
 
-def began(folder: AnyPath, *, now: float) -> float | None:
-    """`beginning`. At the first start `now` is stored, and None returned."""
-    if (earlier := beginning(folder)) is None:
-        write_json(folder / GOODPUT, {"began": now}, indent=None)
-    return earlier
-
-
-def beginning(folder: AnyPath) -> float | None:
-    """When the first start began this run, in seconds since 1970; None if that is not on record.
+def beginning(folder: AnyPath, *, now: float) -> tuple[bool, float]:
+    """Whether an earlier start began this run, and when the first one did, in seconds since 1970.
 
     Raises RunFailed where the record cannot be read now: a run's data may depend on it.
     """
@@ -430,9 +372,9 @@ def beginning(folder: AnyPath) -> float | None:
     try:
         with explained(folder, "read"):
             content = patiently(folder, read)
-        return float(json.loads(content)["began"])
+        return True, float(json.loads(content)["began"])
     except (ValueError, KeyError, TypeError, RecursionError):
-        return None
+        return False, now
 
 
 def write_config(context: RunContext) -> None:

@@ -295,11 +295,6 @@ class Metrics:
         if line:
             self._unwritten.append(line)
         try:
-            if not self._file.exists():  # the user has removed it, or the whole folder
-                self._file.parent.mkdir(parents=True, exist_ok=True)
-                self._file.touch()
-                self._size = 0
-                self._say(f"{self._file} was gone: begun again")
             with self._file.open("r+b") as file:
                 file.truncate(self._size)  # removes a line that was written in part
                 file.seek(self._size)

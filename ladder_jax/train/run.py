@@ -75,10 +75,10 @@ def run(
     train = config.train
     if profile and profile[-1] > train.steps:
         raise UserError(f"--profile: step {profile[-1]} is past train.steps={train.steps}")
-    beginning = agreement.broadcast(
-        "when the run began", lambda: folder.beginning(where) or account.began
+    resumed, began = agreement.broadcast(
+        "when the run began", lambda: folder.beginning(where, now=account.began)
     )
-    data = _load_data(config, where=where, agreement=agreement, began=beginning)
+    data = _load_data(config, where=where, agreement=agreement, began=began)
     if jax.process_index() > 0:
         say = lambda line: None
 
@@ -102,22 +102,21 @@ def run(
         )
         with agreement.together("the lock of the run's folder"):
             stack.enter_context(folder.owned(where, say=say))
-        # Since the first look, which costs nothing, another process may have begun a run here, and
-        # ended it.
-        agreement.broadcast("whose folder this is now", lambda: folder.check(config, where))
         with agreement.together("the profiler's port"):
             stack.enter_context(timing.profiler_server(config.run.profiler_port))
         say(folder.describe(config))
         say(
             f"on {mesh.size} of {len(jax.devices())} devices ({mesh.devices.flat[0].device_kind}), into {where}"
         )
-        for note in (*data.notes, *folder.notices(config)):
+        for note in data.notes:
             say(note)
         with agreement.together("the run's folder"), folder.writing(where):
             if mirror:
                 mirror.begin(NAME, WANDB_ID, replaced="tensorboard/events*")
-            if began := folder.began(where, now=account.began):
+            if resumed:
                 account.restart(began)
+            else:
+                folder.write_json(where / folder.GOODPUT, {"began": began}, indent=None)
 
         checkpoint = checkpoints.newest(context)
         position = {}

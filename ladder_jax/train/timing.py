@@ -294,10 +294,9 @@ def profiler_server(port: int | None) -> Iterator[None]:
             free.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             free.bind(("", port))
         jax.profiler.start_server(port)
-    except (OSError, OverflowError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or error
+    except OSError as error:
         raise UserError(
-            f"run.profiler_port: the profiler cannot listen on port {port}: {reason}"
+            f"run.profiler_port: the profiler cannot listen on port {port}: {error.strerror}"
         ) from None
     try:
         yield

@@ -113,11 +113,11 @@ def interrupt(away, monkeypatch, function):
     """At the first call of that function the store is away for a second and a half."""
     whole, calls = pkgutil.resolve_name(function), []
 
-    def call(*arguments):
+    def call(*arguments, **named):
         if not calls:
             away.bucket.leave(1.5)
         calls.append(arguments)
-        return whole(*arguments)
+        return whole(*arguments, **named)
 
     monkeypatch.setattr(function, call)
 

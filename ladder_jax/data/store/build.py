@@ -116,13 +116,10 @@ def _summary(made: Manifest, name: str) -> str:
 def _check_apart(given: Sequence[str], out: pathlib.Path) -> None:
     into = out.resolve()
     for source in given:
-        real = files.local_path(source).resolve()
-        if real.is_dir() and into.is_relative_to(real):
+        if into.is_relative_to(files.local_path(source).resolve()):
             raise UserError(
                 f"--out {out} lies in the source {source!r}: it would become a source itself"
             )
-        if real.exists() and real.is_relative_to(into):
-            raise UserError(f"the source {source!r} lies in --out {out}: name a new folder")
 
 
 def build(
@@ -150,7 +147,11 @@ def build(
         if not (out / MANIFEST).exists():
             manifests.write(settings, out / MANIFEST)
         made = manifests.read(out / MANIFEST)
-        _check_settings(out, made, settings)
+        if dataclasses.replace(made, shards=()) != settings:
+            raise UserError(
+                f"{str(out)!r} was begun with the tokenizer {made.tokenizer!r} and the field {made.field!r}:"
+                " change them back, or name another --out"
+            )
         if not made.shards:
             numbered = list(enumerate(plan))[mine]
             shards = _shards(numbered, out, settings, source, workers)
@@ -188,16 +189,6 @@ def _check_folder(out: pathlib.Path) -> None:
         raise UserError(f"--out {out}: something else is there; name a new folder")
 
 
-def _check_settings(out: pathlib.Path, earlier: Manifest, settings: Manifest) -> None:
-    for name in ("tokenizer", "field"):
-        before = getattr(earlier, name)
-        now = getattr(settings, name)
-        if before != now:
-            raise UserError(
-                f"{str(out)!r} was begun with {name} {before!r}, not {now!r}: change it back, or name another --out"
-            )
-
-
 @contextlib.contextmanager
 def _locked(out: pathlib.Path, *, shared: bool) -> Iterator[None]:
     """Hold the folder's lock. The system releases it when the process ends, also by a kill.
@@ -220,9 +211,7 @@ def _locked(out: pathlib.Path, *, shared: bool) -> Iterator[None]:
 
 def _tidy(out: pathlib.Path, finished: Manifest) -> None:
     """Remove shards of what the sources were before, and the shards' own manifests."""
-    kept = set()
-    for shard in finished.shards:
-        kept.update(finished.sizes(shard))
+    kept = finished.sizes()
     for path in list(out.iterdir()):
         name = path.name
         if OURS.fullmatch(name) and name not in kept:
@@ -282,7 +271,7 @@ def _written(index: int, part: Part, out: pathlib.Path, settings: Manifest) -> S
     expected = dataclasses.replace(shard, source=part.digest)
     if found != dataclasses.replace(settings, shards=(expected,)):
         return None
-    for name, size in found.sizes(shard).items():
+    for name, size in found.sizes().items():
         path = out / name
         if not path.is_file() or path.stat().st_size != size:
             return None

@@ -62,20 +62,19 @@ def read(table: str, begin: int, end: int, *, field: str, modified: int) -> Iter
     modified: the file's time; a table that this process has opened before is opened again when it
         has changed.
     """
-    number = 0
     with _explained(table):
         whole = _column(table, field, modified)
         count = whole.num_shards
         for shard in range(begin, end):
+            number = 0
             rows = whole.shard(count, shard).with_format("arrow")
             for batch in rows.iter(BATCH):
                 for text in batch[field].to_pylist():
                     number += 1
                     if text is None:
-                        for before in range(begin):
-                            for _ in whole.shard(count, before):
-                                number += 1
-                        raise UserError(f"{table}: row {number} has no text in {field!r}")
+                        raise UserError(
+                            f"{table}: row {number} of shard {shard + 1} has no text in {field!r}"
+                        )
                     yield text
 
 
