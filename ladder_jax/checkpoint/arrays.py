@@ -1,5 +1,5 @@
 """A checkpoint's arrays, read and written by tensorstore, on a disk or in an object store; a model
-that is too large for the host's memory array by array or layer by layer (`Stream`).
+that is too large for the host's memory array by array or layer by layer (`write_pieces`).
 
 The storage format is Orbax's: zarr arrays in an OCDBT database, a chunk of an array a part of one
 layer, and a description of them, METADATA, which is written last. Each process writes its shards
@@ -14,7 +14,7 @@ import hashlib
 import json
 import math
 import pathlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -30,7 +30,7 @@ DICT_KEY = 2  # Orbax's number for a key of a dict
 AHEAD = 1 << 29  # bytes that are read in advance
 # bytes of a chunk, and of an object before its last chunk; S3 takes at most 5 GB in one request
 LARGEST = 400 << 20
-CHUNK = 1 << 25  # bytes that a Stream compresses at a time, at most
+CHUNK = 1 << 25  # bytes that `write_pieces` compresses at a time, at most
 # As Orbax has them; two databases can only be merged if they are equal.
 _CONFIG = {
     "max_inline_value_bytes": 1024,
@@ -45,6 +45,7 @@ type Shapes = Mapping[str, tuple[int, ...]]  # of arrays, by name
 type Spec = dict[str, Any]  # of tensorstore
 # an array's name, such as "layers/mlp/up", and the layer's index if layers are stacked
 Key = tuple[str, int | None]
+type Digests = Mapping[Key, bytes]
 
 
 def named(tree: Any) -> dict[str, Any]:
@@ -94,25 +95,19 @@ def read(folder: AnyPath, like: Abstract, keys: Sequence[Key] | None = None) -> 
             opening[name] = _open(folder, name)
     stores = {name: opened.result() for name, opened in opening.items()}
 
-    waiting = collections.deque(keys)
+    # neither may hold a yielded array: it would be kept alive
     ahead = collections.deque()
     held = 0
-    for name, _ in keys:
-        while waiting:
-            following, layer = waiting[0]
-            about = like[following]
-            size = _size(about)
-            if ahead and held + size > AHEAD:
-                break
-            waiting.popleft()
-            store = stores[following]
-            if layer is not None:
-                store = store[layer]
-            ahead.append(begin_read(store, about))
-            held += size
-        # no local variable: it would keep the array alive
-        yield _placed(ahead.popleft(), like[name])
-        held -= _size(like[name])
+    for key in keys:
+        name, _ = key
+        about = like[name]
+        while ahead and held + _size(about) > AHEAD:
+            held -= _size(ahead[0][1])
+            yield _placed(*ahead.popleft())
+        ahead.append((begin_read(_part_of(stores[name], key), about), about))
+        held += _size(about)
+    while ahead:
+        yield _placed(*ahead.popleft())
 
 
 def _size(array: jax.ShapeDtypeStruct) -> int:
@@ -289,89 +284,69 @@ def _chunk(name: str, array: jax.Array) -> list[int]:
     return chunk
 
 
-class Stream:
-    """Writes one item of a checkpoint: `stream.put("layers/mlp/up", values,
-    layer=3)` for each array, then `finish()`.
+def write_pieces(
+    folder: pathlib.Path, like: Abstract, pieces: Iterable[tuple[Key, np.ndarray]]
+) -> Digests:
+    """Writes one item of a checkpoint, one array or layer after another, into a new folder, and
+    returns their digests. A failed write raises tensorstore's ValueError or OSError.
 
-    arrays: the shape and dtype of each array by name; arrays of layers are stacked, [L, ...].
-    `folder` must not exist yet. A failed write raises tensorstore's ValueError or OSError.
-
-    Use it in a `with` block. A write that a signal handler's exception has interrupted ends with the
-    block: one that ran on would create the folder again after its removal.
+    like: the shape and dtype of each array by name; arrays of layers are stacked, [L, ...].
     """
+    folder.mkdir(parents=True)
+    context = tensorstore.Context()
+    stores = {}
+    for name, array in like.items():
+        chunk = _rows(name, array)
+        within = database(folder.absolute())
+        stores[name] = create(within, name, array, chunk=chunk, context=context).result()
+    digests = {}
+    for key, values in pieces:
+        part = _part_of(stores[key[0]], key)
+        if values.shape != tuple(part.shape):
+            raise ValueError(f"{key[0]} is {values.shape}, not {tuple(part.shape)}")
+        values = np.ascontiguousarray(values, like[key[0]].dtype)
+        write = part.write(values)
+        try:
+            write.result()
+        finally:  # one that ran on after an interrupt would make the folder again after its removal
+            write.exception()
+        digests[key] = _digest(values)
+    shapes = {name: array.shape for name, array in like.items()}
+    (folder / METADATA).write_text(described(shapes), encoding="utf-8")
+    return digests
 
-    def __init__(self, folder: pathlib.Path, arrays: Abstract):
-        folder.mkdir(parents=True)
-        self.folder = folder
-        self.arrays = dict(arrays)
-        self._digests: dict[Key, bytes] = {}
-        self._writing: list[tensorstore.Future] = []
-        self._open_all()
 
-    def __enter__(self) -> "Stream":
-        return self
+def differences(folder: pathlib.Path, digests: Digests) -> Iterator[str | None]:
+    """Reads everything back. Yields None for each piece that equals what was written, else its
+    name.
+    """
+    for key, digest in digests.items():
+        name, layer = key
+        part = _part_of(_open(folder.absolute(), name).result(), key)
+        if _digest(part.read().result()) == digest:
+            yield None
+        elif layer is None:
+            yield name
+        else:
+            yield f"{name} of layer {layer}"
 
-    def __exit__(self, *_) -> None:
-        for write in self._writing:
-            write.exception()  # waits
 
-    def put(self, name: str, values: np.ndarray, *, layer: int | None = None) -> None:
-        """Write an array, or one layer of it. Returns when it is on the disk."""
-        target = self._part(name, layer)
-        shape = tuple(target.shape)
-        if values.shape != shape:
-            raise ValueError(f"{name} is {values.shape}, not {shape}")
-        values = np.ascontiguousarray(values, self.arrays[name].dtype)
-        self._writing = [target.write(values)]
-        self._writing[0].result()
-        self._digests[name, layer] = _digest(values)
+def _part_of(array: tensorstore.TensorStore, key: Key) -> tensorstore.TensorStore:
+    layer = key[1]
+    return array if layer is None else array[layer]
 
-    @property
-    def count(self) -> int:
-        """The number of arrays and layers written."""
-        return len(self._digests)
 
-    def finish(self) -> None:
-        """Write Orbax's description of the arrays."""
-        shapes = {name: array.shape for name, array in self.arrays.items()}
-        (self.folder / METADATA).write_text(described(shapes), encoding="utf-8")
-
-    def differences(self) -> Iterator[str | None]:
-        """Reads everything back. Yields None for each that equals what was written, else the
-        array's name.
-        """
-        self._open_all()
-        for (name, layer), digest in self._digests.items():
-            part = self._part(name, layer)
-            if _digest(part.read().result()) == digest:
-                yield None
-            elif layer is None:
-                yield name
-            else:
-                yield f"{name} of layer {layer}"
-
-    def _part(self, name: str, layer: int | None) -> tensorstore.TensorStore:
-        array = self._stores[name]
-        if layer is None:
-            return array
-        return array[layer]
-
-    def _open_all(self) -> None:
-        """Open all arrays without a cache, so that reads come from the disk."""
-        self._context = tensorstore.Context({"cache_pool": {"total_bytes_limit": 0}})
-        self._stores = {name: self._create(name, array) for name, array in self.arrays.items()}
-
-    def _create(self, name: str, array: jax.ShapeDtypeStruct) -> tensorstore.TensorStore:
-        chunk = list(array.shape)
-        axis = 0  # the one that is cut
-        if name.partition("/")[0] in STACKS:
-            chunk[0] = 1
-            axis = 1
-        slice_bytes = array.dtype.itemsize * math.prod(chunk[axis + 1 :])
-        rows = max(1, CHUNK // slice_bytes)
-        chunk[axis] = min(rows, chunk[axis])
-        within = database(self.folder.absolute())
-        return create(within, name, array, chunk=chunk, context=self._context).result()
+def _rows(name: str, array: jax.ShapeDtypeStruct) -> list[int]:
+    """The shape of a chunk: rows of an array or a layer, of CHUNK bytes at most."""
+    chunk = list(array.shape)
+    axis = 0  # the one that is cut
+    if name.partition("/")[0] in STACKS:
+        chunk[0] = 1
+        axis = 1
+    slice_bytes = array.dtype.itemsize * math.prod(chunk[axis + 1 :])
+    rows = max(1, CHUNK // slice_bytes)
+    chunk[axis] = min(rows, chunk[axis])
+    return chunk
 
 
 def _digest(values: np.ndarray) -> bytes:

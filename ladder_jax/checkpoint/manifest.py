@@ -21,7 +21,7 @@ from ladder_jax import files, remote
 from ladder_jax.files import AnyPath, is_remote, read_text
 
 NAME = "manifest.json"
-# in an object store: the manifest of a checkpoint that was put aside
+# the manifest of a checkpoint that was put aside
 DAMAGED = "manifest.damaged.json"
 DIGEST = "blake2b-128"
 THREADS = 16
@@ -49,14 +49,14 @@ def write(folder: AnyPath) -> None:
         entry = lambda name: _synced(folder / name)
         with concurrent.futures.ThreadPoolExecutor(THREADS) as pool:
             entries = dict(zip(names, pool.map(entry, names)))
+        for path in folder.rglob("*"):
+            if path.is_dir():
+                sync_folder(path)
     text = json.dumps(_signed(entries), indent=0)
     files.write(folder / NAME, [text.encode()], sync=True)
-    if is_remote(folder):
-        return
-    sync_folder(folder)
-    for path in folder.rglob("*"):
-        if path.is_dir():
-            sync_folder(path)
+    if not is_remote(folder):
+        sync_folder(folder)
+        sync_folder(folder.parent)
 
 
 def problems(folder: AnyPath, *, part: str = "", contents: bool = True) -> list[str]:

@@ -1,14 +1,11 @@
 """Write checkpoints in the background, each completely or not at all, and keep those that the rules
 say.
 
-A step is written into the folder `writing.<step>`. Then its manifest is written, all files are
-synced, the folder is renamed to `<step>`, and only then are older checkpoints removed. So a folder
-named `<step>` is complete, whenever the process or the machine dies. With several processes, each
+A step is written into the folder `<step>`. Its manifest comes last, when all other files are on the
+disk: without one a step is unfinished, whenever the process or the machine died, and is removed
+before the next save. Only after it older checkpoints are removed. With several processes, each
 writes its own shards and reports success or an error. Process 0 does the rest, and tells all others
 the outcome: a save succeeds on all processes or fails on all.
-
-An object store has no renames. There a step is written into `<step>` itself, and counts once its
-manifest is written; what has none is removed before the next save.
 """
 
 import contextlib
@@ -36,10 +33,6 @@ from ladder_jax.errors import UserError, unknown, wrong_type
 from ladder_jax.files import AnyPath, absolute, is_remote, patiently, reason
 from ladder_jax.nn import Params
 from ladder_jax.processes.agreement import TIMEOUT, Agreement, first_of
-
-WRITING = "writing."  # prefix of an unfinished checkpoint's folder
-# prefix of a folder being removed: after a kill, its rest does not look like a checkpoint
-_DELETING = "deleting."
 
 type Items = Mapping[str, Params]  # pytrees of arrays, by the names of a checkpoint's items
 type Texts = Mapping[str, Any]  # JSON values, by the names of its other items
@@ -77,7 +70,6 @@ class Store:
         self._keep = Keep(last=train.keep_checkpoints, every=train.keep_every, best=train.keep_best)
         self._thread: threading.Thread | None = None
         self._failure: str | None = None
-        self._failures = 0
         self._disagreement: Exception | None = None
         self._start = Agreement("save", timeout=timeout)
         self._end = Agreement("saved", timeout=timeout)
@@ -116,9 +108,9 @@ class Store:
             return self._failed_line(step, error)
 
         if failure := self._start.broadcast(f"room for the checkpoint of step {step}", prepare):
-            self._fail(failure)
+            self._failure = failure
             return
-        folder = self._unfinished(step)
+        folder = self.folder / str(step)
         writes = []
 
         def begin() -> None:
@@ -146,27 +138,25 @@ class Store:
         """Wait until the last save has succeeded or failed. Raises RunFailed if other processes do
         not answer.
         """
-        self._join()
+        self.close()
         if self._disagreement is not None:
             raise self._disagreement
 
     def close(self) -> None:
-        self._join()
-
-    def _join(self) -> None:
         if self._thread is not None:
             self._thread.join()
             self._thread = None
 
     def _prepare(self, step: int, items: Items) -> None:
-        """Create an empty folder to write into. The run's own may have been removed meanwhile."""
+        """Create an empty folder to write into. One exists if the run went back to an earlier
+        step.
+        """
 
         def create() -> None:
             self.folder.mkdir(parents=True, exist_ok=True)
             self._clear()
-            if is_remote(self.folder):  # exists if the run went back to an earlier step
-                remove(self._unfinished(step))
-            self._unfinished(step).mkdir()
+            remove(self.folder / str(step))
+            (self.folder / str(step)).mkdir()
 
         patiently(self.folder, create)
         if not is_remote(self.folder):
@@ -201,23 +191,16 @@ class Store:
             self._disagreement = disagreement
             return
         if failure:
-            self._fail(failure)
+            self._failure = failure
 
     def _publish(self, step: int, shapes: Mapping[str, arrays.Shapes], texts: Texts) -> None:
-        folder = self._unfinished(step)
-        place = self._place(step)
+        folder = self.folder / str(step)
         for item, of_item in shapes.items():
             arrays.finish(folder / item, of_item)
         for item, value in texts.items():
             (folder / item).mkdir(exist_ok=True)
             (folder / item / "metadata").write_text(json.dumps(value))
         manifest.write(folder)
-        if folder != place:
-            # the run went back to an earlier step; after a kill, `complete` goes on from here
-            if place.exists():
-                _set_aside(place)
-            folder.rename(place)
-            manifest.sync_folder(self.folder)
         # the new checkpoint is complete, and the next save prunes again
         with contextlib.suppress(Exception):
             self._prune()
@@ -225,9 +208,9 @@ class Store:
     def _prune(self) -> None:
         losses = {}
         for step in steps(self.folder):
-            losses[step] = loss_of(self._place(step))
+            losses[step] = loss_of(self.folder / str(step))
         for step in steps_to_remove(losses, keep=self._keep):
-            remove(self._place(step))
+            remove(self.folder / str(step))
 
     def _failed_line(self, step: int, why: str | None) -> str | None:
         """What all processes are told of a failure; earlier checkpoints are unchanged, and
@@ -238,69 +221,20 @@ class Store:
         # the disk or the store is as it was; the next save clears again
         with contextlib.suppress(Exception):
             self._clear()
-        try:
-            newest = max(steps(self.folder), default=None)
-            if newest is None:
-                kept = "there is none before it"
-            else:
-                kept = f"the newest is that of step {newest}"
-        except Exception as error:
-            kept = f"the others cannot be listed now: {reason(error)}"
-        return f"the checkpoint of step {step} could not be written: {why} ({kept})"
-
-    def _fail(self, failure: str) -> None:
-        self._failures += 1
-        self._failure = failure
+        return f"the checkpoint of step {step} could not be written: {why}"
 
     def _clear(self) -> None:
         """Remove folders that a kill or a failure left half written or half removed."""
-        if is_remote(self.folder):
-            for step in unfinished_steps(self.folder):
-                remove(self._place(step))
-            return
-        complete(self.folder)
-        for prefix in (WRITING, _DELETING):
-            for leftover in list(self.folder.glob(f"{prefix}*")):
-                shutil.rmtree(leftover, ignore_errors=True)
-
-    def _place(self, step: int) -> AnyPath:
-        return self.folder / str(step)
-
-    def _unfinished(self, step: int) -> AnyPath:
-        """The folder to write into. A new name after each failure: its abandoned writes may still
-        be running.
-        """
-        if is_remote(self.folder):
-            return self._place(step)
-        name = f"{WRITING}{step}"
-        if self._failures:
-            name += f".{self._failures}"
-        return self.folder / name
-
-
-def complete(folder: AnyPath) -> None:
-    """Give a checkpoint its name that was whole, but not renamed yet when the process was killed.
-    On disks alone.
-
-    The kill may also have left half a manifest: that one is not whole.
-    """
-    if is_remote(folder):
-        return
-    for path in list(folder.glob(f"{WRITING}*")):  # before any is renamed
-        step, _, _ = path.name.removeprefix(WRITING).partition(".")
-        place = folder / step
-        if not place.exists() and not manifest.problems(path, contents=False):
-            path.rename(place)
+        for step in unfinished_steps(self.folder):
+            remove(self.folder / str(step))
 
 
 def remove(folder: AnyPath) -> None:
-    """Remove one step's folder. In an object store the manifest goes first, without which it does
-    not count.
-    """
+    """Remove one step's folder. The manifest goes first, without which it does not count."""
     if is_remote(folder):
         return remote.remove(folder, first=manifest.NAME)
-    with contextlib.suppress(FileNotFoundError):  # another process removed it
-        shutil.rmtree(_set_aside(folder), ignore_errors=True)
+    (folder / manifest.NAME).unlink(missing_ok=True)
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 def loss_of(folder: AnyPath) -> float | None:
@@ -347,15 +281,6 @@ def steps_to_remove(losses: Mapping[int, float | None], *, keep: Keep) -> list[i
     if keep.every:
         kept.update(step for step in steps if step % keep.every == 0)
     return [step for step in steps if step not in kept]
-
-
-def _set_aside(folder: pathlib.Path) -> pathlib.Path:
-    """Renames a folder, so that a kill leaves no half checkpoint under its name. Returns the new
-    path.
-    """
-    aside = folder.with_name(_DELETING + folder.name)
-    shutil.rmtree(aside, ignore_errors=True)
-    return folder.rename(aside)
 
 
 def _error_of(work: Callable[[], None]) -> str | None:

@@ -3,7 +3,6 @@ saving.
 """
 
 import dataclasses
-import os
 import time
 from collections.abc import Iterable
 from typing import Any
@@ -12,10 +11,9 @@ import jax
 import numpy as np
 
 from ladder_jax.checkpoint import Checkpoint, Damaged, Store, manifest, open_checkpoint, steps
-from ladder_jax.checkpoint.store import complete
 from ladder_jax.config import OnDamaged
 from ladder_jax.errors import RunFailed, UserError
-from ladder_jax.files import AnyPath, explained, is_remote, patiently
+from ladder_jax.files import AnyPath, explained, patiently
 from ladder_jax.nn import Params
 from ladder_jax.train.folder import RunContext, writing
 from ladder_jax.train.gradients import TrainingTask
@@ -63,7 +61,7 @@ def newest(context: RunContext) -> Checkpoint | None:
     """The run's newest checkpoint, every file of it compared with its manifest; None if there is
     none.
 
-    With run.on_damaged=previous a damaged one is renamed to `<step>.damaged`. Raises Damaged
+    With run.on_damaged=previous the manifest of a damaged one is renamed. Raises Damaged
     otherwise, and where no undamaged one is left. With several processes the first one searches,
     and all resume from the checkpoint that it returns: the others may see an older state of a
     shared file system.
@@ -154,7 +152,6 @@ def _newest(folder: AnyPath, *, context: RunContext) -> tuple[int, bool] | None:
     aside, or raises.
     """
     with explained(folder, "read"):
-        complete(folder)
         saved = patiently(folder, lambda: steps(folder))
     for step in reversed(saved):
         path = folder / str(step)
@@ -173,27 +170,10 @@ def _newest(folder: AnyPath, *, context: RunContext) -> tuple[int, bool] | None:
                 ) from None
             if step == saved[0]:
                 raise Damaged(f"{damaged}, and there is no whole one before it") from None
-            with writing(folder):
-                aside = _put_aside(path)
-            context.say(f"{damaged}: put aside as {aside.name}")
+            with writing(folder):  # it does not count without its manifest
+                (path / manifest.NAME).rename(path / manifest.DAMAGED)
+            context.say(f"{damaged}: put aside, its manifest as {manifest.DAMAGED}")
     return None
-
-
-def _put_aside(path: AnyPath) -> AnyPath:
-    """Renames a damaged checkpoint to `20.damaged`, or after other ones of the same step
-    `20.damaged.2`.
-
-    In an object store no folder can be renamed. There its manifest is, without which it does not
-    count.
-    """
-    if is_remote(path):
-        return (path / manifest.NAME).rename(path / manifest.DAMAGED)
-    aside = path.with_name(f"{path.name}.damaged")
-    count = 1
-    while os.path.lexists(aside):
-        count += 1
-        aside = path.with_name(f"{path.name}.damaged.{count}")
-    return path.rename(aside)
 
 
 def _await_files(folder: AnyPath, *, within: float) -> None:
