@@ -257,7 +257,7 @@ def truncate(file):
 
 @pytest.mark.parametrize("damage", [truncate, cases.flip, pathlib.Path.unlink])
 def test_every_damaged_file_is_found(three, tmp_path, damage):
-    """Each file of a checkpoint in turn: found, named, and the one before it is offered."""
+    """Each file of a checkpoint in turn: found and named."""
     files = sorted(p for p in (three / "30").rglob("*") if p.is_file() and p.stat().st_size)
     assert len(files) > 10
     assert three / "30" / "manifest.json" in files
@@ -268,9 +268,7 @@ def test_every_damaged_file_is_found(three, tmp_path, damage):
         if not (copy / "30" / "manifest.json").exists():
             assert open_checkpoint(copy).step == 20  # as of a save that was killed
             continue
-        with pytest.raises(
-            Damaged, match="damaged or incomplete: .*; the newest whole one before it is step 20"
-        ) as said:
+        with pytest.raises(Damaged, match="damaged or incomplete: ") as said:
             open_checkpoint(copy).check()
         name = str(file.relative_to(three / "30"))
         assert name in str(said.value)
@@ -425,9 +423,7 @@ def test_names_and_metas_that_no_run_wrote(copy):
     whole = json.loads((copy / "30" / "meta" / "metadata").read_text())
     for lacking in ("step", "config"):
         rewrite_meta(copy / "30", without=lacking, **whole)
-        with pytest.raises(
-            Damaged, match="its meta has no step, or no config; the newest whole one .* step 20"
-        ):
+        with pytest.raises(Damaged, match="its meta has no step, or no config"):
             open_checkpoint(copy)
 
 

@@ -30,9 +30,7 @@ VERSION = 1
 
 
 class Damaged(UserError):
-    """A file of the checkpoint is missing or changed. The message names the newest intact
-    checkpoint before it.
-    """
+    """A file of the checkpoint is missing or changed."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -334,22 +332,4 @@ def damaged(folder: AnyPath, problem: str | BaseException) -> Damaged:
     error.
     """
     told = problem if isinstance(problem, str) else reason(problem)
-    text = f"checkpoint {str(folder)!r} is damaged or incomplete: {told}"
-    before = _whole_before(folder)
-    if before is not None:
-        text += f"; the newest whole one before it is step {before}"
-    return Damaged(text)
-
-
-def _whole_before(folder: AnyPath) -> int | None:
-    """The newest step before that of `folder` whose checkpoint has no problem, or no manifest."""
-    if not _is_step(folder.name):
-        return None
-    for step in reversed(steps(folder.parent)):
-        if step >= int(folder.name):
-            continue
-        before = folder.parent / str(step)
-        has_manifest = (before / manifest.NAME).is_file()
-        if not has_manifest or not manifest.problems(before):
-            return step
-    return None
+    return Damaged(f"checkpoint {str(folder)!r} is damaged or incomplete: {told}")

@@ -103,12 +103,10 @@ class Store:
         items = {"params": params, "optimizer": optimizer}
         items = jax.tree.map(jnp.asarray, items)  # a caller's may be NumPy's
 
-        def prepare() -> str | None:
-            error = _error_of(lambda: self._prepare(step, items))
-            return self._failed_line(step, error)
-
-        if failure := self._start.broadcast(f"room for the checkpoint of step {step}", prepare):
-            self._failure = failure
+        prepare = lambda: self._prepare(step, items)
+        what = f"room for the checkpoint of step {step}"
+        if error := self._start.broadcast(what, lambda: _error_of(prepare)):
+            self._fail(step, error)
             return
         folder = self.folder / str(step)
         writes = []
@@ -175,23 +173,20 @@ class Store:
         within = 0.8 * self._timeout
         error = error or _error_of(lambda: arrays.await_all(writes, within=within))
 
-        def conclude(errors: list[str | None]) -> str | None:
-            first, whose = first_of(errors)
-            if first:
-                why = first + whose
-            else:
-                publish = lambda: self._publish(step, shapes, texts)
-                why = _error_of(lambda: patiently(self.folder, publish))
-            return self._failed_line(step, why)
+        def publish() -> None:
+            patiently(self.folder, lambda: self._publish(step, shapes, texts))
 
+        what = f"the checkpoint of step {step}"
         try:
-            failure = self._end.gather(f"the checkpoint of step {step}", error, conclude)
+            error, whose = first_of(self._end.gather(what, error))
+            if error is None:
+                error = self._end.broadcast(what, lambda: _error_of(publish))
         # `wait` raises it: a thread that just ends would look like a save
         except Exception as disagreement:
             self._disagreement = disagreement
             return
-        if failure:
-            self._failure = failure
+        if error:
+            self._fail(step, error + whose)
 
     def _publish(self, step: int, shapes: Mapping[str, arrays.Shapes], texts: Texts) -> None:
         folder = self.folder / str(step)
@@ -212,16 +207,13 @@ class Store:
         for step in steps_to_remove(losses, keep=self._keep):
             remove(self.folder / str(step))
 
-    def _failed_line(self, step: int, why: str | None) -> str | None:
-        """What all processes are told of a failure; earlier checkpoints are unchanged, and
-        unfinished files removed.
-        """
-        if why is None:
-            return None
+    def _fail(self, step: int, why: str) -> None:
+        """Earlier checkpoints are unchanged, and unfinished files removed."""
+        self._failure = f"the checkpoint of step {step} could not be written: {why}"
         # the disk or the store is as it was; the next save clears again
         with contextlib.suppress(Exception):
-            self._clear()
-        return f"the checkpoint of step {step} could not be written: {why}"
+            if jax.process_index() == 0:
+                self._clear()
 
     def _clear(self) -> None:
         """Remove folders that a kill or a failure left half written or half removed."""

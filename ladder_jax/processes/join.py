@@ -66,7 +66,7 @@ def joined(
     given["--processes"] = processes
     mine = {"host": socket.gethostname(), "settings": given}
     agreement = Agreement("settings", timeout=timeouts.start, place=(process, processes))
-    hosts = agreement.gather("its settings", mine, _hosts)
+    hosts = _hosts(agreement.gather("its settings", mine))
     watchdog = Watchdog(state.client, process=process, hosts=hosts, timeouts=timeouts)
     with watchdog.watching(), _second_interrupt():
         watchdog.heartbeat("connected")

@@ -248,19 +248,15 @@ def _file_lock(folder: pathlib.Path) -> Iterator[None]:
     across hosts.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
-    handle = os.open(folder / LOCK, flags, 0o666)
-    try:
+    with open(folder / LOCK, "a") as file:
         try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise UserError(f"another process is training in {str(folder)!r}") from None
         except OSError as error:  # on a file system without locks nobody is kept out
             if error.errno not in (errno.ENOLCK, errno.ENOTSUP, errno.EINVAL):
                 raise
         yield
-    finally:
-        os.close(handle)
 
 
 @contextlib.contextmanager
@@ -284,17 +280,14 @@ def _lease(
             within = min(RENEWED, left)
             # tensorstore's: no network; the next attempt may have one
             with contextlib.suppress(ValueError, OSError):
-                after = (
-                    store.write(LOCK, _lease_of(owner, count), if_equal=generation)
-                    .result(within)
-                    .generation
-                )
-                if after:
-                    generation = after
+                content = f"{owner} {count}".encode()
+                written = store.write(LOCK, content, if_equal=generation).result(within)
+                if written.generation:
+                    generation = written.generation
                     renewed = began
                     continue
                 found = store.read(LOCK).result(within)
-                if found.state == "missing" or _owner_of(found.value) != owner:
+                if not found.value.startswith(owner.encode()):  # empty where it is missing
                     return lost(f"another process has taken {str(folder)!r} over")
                 # of an earlier attempt that succeeded without an answer
                 generation = found.stamp.generation
@@ -327,29 +320,15 @@ def _taken(
                 f"{str(folder)!r} is locked: waiting {EXPIRES:g} s, in case its owner has been killed"
             )
         if locked and found.stamp.generation != before:
-            host = _owner_of(found.value).partition(" ")[0]
+            host = found.value.decode(errors="replace").partition(" ")[0]
             raise UserError(f"another process is training in {str(folder)!r}, on host {host}")
         if not locked or time.monotonic() >= until:
             began = time.monotonic()
-            after = (
-                store.write(LOCK, _lease_of(owner, 0), if_equal=found.stamp.generation)
-                .result()
-                .generation
-            )
-            if after:
-                return after, began
+            content = f"{owner} 0".encode()
+            written = store.write(LOCK, content, if_equal=found.stamp.generation).result()
+            if written.generation:
+                return written.generation, began
         time.sleep(min(2.0, RENEWED / 2))
-
-
-def _lease_of(owner: str, count: int) -> bytes:
-    return json.dumps({"owner": owner, "renewed": count}).encode()
-
-
-def _owner_of(content: bytes) -> str:
-    """Empty for content of something else."""
-    with contextlib.suppress(ValueError, TypeError, KeyError):
-        return str(json.loads(content)["owner"])
-    return ""
 
 
 def writing(folder: AnyPath) -> contextlib.AbstractContextManager[None]:

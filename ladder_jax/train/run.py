@@ -198,17 +198,14 @@ def _load_data(config: RunConfig, *, where: AnyPath, agreement: Agreement, began
             tokenizer = retrain.tokenizer(config, folder=where)
         about = dict(vocab_size=config.model.vocab_size, tokenizer=tokenizer, began=began)
         data = dataset.load(config.data, train=train, **about)
-    agreement.gather("the data", [data.fingerprint, data.tokenizer.name], _check_alike)
-    return data
-
-
-def _check_alike(data: list[list[str]]) -> None:
-    for process, of_process in enumerate(data):
-        if of_process != data[0]:
+    fingerprints = agreement.gather("the data", [data.fingerprint, data.tokenizer.name])
+    for process, of_process in enumerate(fingerprints):
+        if of_process != fingerprints[0]:
             raise UserError(
-                f"process {process} of {len(data)} reads other data than process 0: data.path, data.tokenizer and"
-                " run.dir must lead to the same files on all hosts"
+                f"process {process} of {len(fingerprints)} reads other data than process 0: data.path, data.tokenizer"
+                " and run.dir must lead to the same files on all hosts"
             )
+    return data
 
 
 def _task(context: RunContext, mesh: Mesh, checkpoint: Checkpoint | None) -> TrainingTask:

@@ -170,8 +170,7 @@ def test_what_has_changed_is_never_resumed_from(away, run, local, capsys):
     there = away.url("runs/two")
     assert "other contents than were written" in verify(absolute(there) / "checkpoints" / "12")[0]
     assert train(there) == 2
-    assert "damaged or incomplete" in (line := capsys.readouterr().err)
-    assert "before it is step 9" in line
+    assert "damaged or incomplete" in capsys.readouterr().err
     assert train(there, "run.on_damaged=previous") == 0
     assert f"resuming {there} from step 9" in capsys.readouterr().err
     assert result(there) == result(local)
@@ -417,7 +416,7 @@ def test_folders_of_something_else(away):
     )
     bucket.put("empty/", b"")
     check(away.url("empty"))
-    bucket.put("full/full", b"")
+    bucket.put("full/file", b"")
     with pytest.raises(
         UserError, match=f"run.dir='{away.url('full')}' is not empty and holds no config.json"
     ):
