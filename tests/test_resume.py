@@ -179,13 +179,13 @@ def test_preempted_in_a_save_and_in_an_evaluation(
     said, _ = process.communicate(timeout=120)
     ended(process.returncode, signal.SIGTERM, said)
 
-    def interrupted(self, batch, *, whole=session.Session._on_devices):
+    def interrupted(self, *, whole=session.Session._evaluate):
         if last_step(directory) == 34:  # in the evaluation after step 35
             monkeypatch.undo()
             signal.raise_signal(signal.SIGINT)
-        return whole(self, batch)
+        return whole(self)
 
-    monkeypatch.setattr(session.Session, "_on_devices", interrupted)
+    monkeypatch.setattr(session.Session, "_evaluate", interrupted)
     ended(cli.main(command(book, directory)), signal.SIGINT, capsys.readouterr().err)
     assert last_step(directory) == 35
     run(book, directory)

@@ -10,7 +10,6 @@ digest); one that was copied into a store is read to compare it.
 
 import base64
 import concurrent.futures
-import contextlib
 import hashlib
 import json
 import os
@@ -124,14 +123,9 @@ def found(folder: AnyPath) -> dict[str, Info]:
     """
     if is_remote(folder):
         there = remote.listed(folder)
-        there.pop(NAME, None)
-        return there
-    there = {}
-    for path in folder.rglob("*"):
-        with contextlib.suppress(FileNotFoundError):  # another process may remove it
-            if path.is_file() and path != folder / NAME:
-                name = str(path.relative_to(folder))
-                there[name] = {"size": path.stat().st_size}
+    else:
+        there = {name: {"size": size} for name, size in files.sizes(folder).items()}
+    there.pop(NAME, None)
     return there
 
 

@@ -68,7 +68,7 @@ class Agreement:
             raise RunFailed(
                 f"process {first} of {self._count} has not answered within {self.timeout:g} s: {what}"
             )
-        return [reports[process] for process in range(self._count)]
+        return [reports[process] for process in sorted(reports)]
 
     def _all_come(self, key: str) -> bool:
         """Whether all processes come here within the time."""

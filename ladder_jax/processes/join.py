@@ -20,7 +20,6 @@ from ladder_jax.processes.options import CHIPS, ProcessSpec, Timeouts, incomplet
 ANNOUNCE_AFTER = 10.0  # seconds until a process prints that it waits for others
 LONGEST = 1e6  # seconds: jax's time-outs are integers
 LOOPBACK = ("localhost", "127.0.0.1", "[::1]")
-SHOWN = 3  # differing settings in a message
 
 type Say = Callable[[str], None]
 
@@ -68,7 +67,7 @@ def joined(
     agreement = Agreement("settings", timeout=timeouts.start, place=(process, processes))
     hosts = _hosts(agreement.gather("its settings", mine))
     watchdog = Watchdog(state.client, process=process, hosts=hosts, timeouts=timeouts)
-    with watchdog.watching(), _second_interrupt():
+    with watchdog.watching():
         watchdog.heartbeat("connected")
         yield Member(process, heartbeat=watchdog.heartbeat)
 
@@ -86,15 +85,10 @@ def _hosts(reports: list[dict[str, Any]]) -> list[str]:
             name for name in other | first if other.get(name, absent) != first.get(name, absent)
         ]
         if names:
-            shown = [
-                f"{name} is {other.get(name)!r}, not {first.get(name)!r}" for name in names[:SHOWN]
-            ]
-            more = ""
-            if len(names) > SHOWN:
-                more = f" and {len(names) - SHOWN} more"
+            differ = [f"{name} is {other.get(name)!r}, not {first.get(name)!r}" for name in names]
             raise UserError(
                 f"process {process} of {len(hosts)} (host {hosts[process]}) differs from process 0 (host {hosts[0]}):"
-                f" {'; '.join(shown)}{more}"
+                f" {'; '.join(differ)}"
             )
     return hosts
 
@@ -203,32 +197,3 @@ def _interruptible() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGINT, before or signal.SIG_DFL)
-
-
-@contextlib.contextmanager
-def _second_interrupt() -> Iterator[None]:
-    """A second Ctrl-C ends at once, also while the main thread waits in a collective and runs no
-    handler.
-    """
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    reader, writer = os.pipe()
-    os.set_blocking(writer, False)
-
-    def count() -> None:
-        interrupts = 0
-        while signals := os.read(reader, 1):
-            interrupts += signals[0] == signal.SIGINT
-            if interrupts == 2:
-                os.write(2, b"ladder-jax: SIGINT again: ending at once\n")
-                os._exit(128 + signal.SIGINT)
-        os.close(reader)
-
-    before = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
-    threading.Thread(target=count, name="second interrupt", daemon=True).start()
-    try:
-        yield
-    finally:
-        signal.set_wakeup_fd(before)
-        os.close(writer)

@@ -299,24 +299,18 @@ class Session:
         if self._loss is None:
             with account.time("compile"):
                 loss = held_out_loss(self.task, loop=self.context.config.train.loop)
-                self._loss = loss.compile(*state, self._on_devices(self.held_out[0]))
+                self._loss = loss.compile(*state, self.loader.place(self.held_out[0]))
         losses = []
         weights = []
         with account.time("evaluation"):
             for batch in self.held_out:
-                mean = self._loss(*state, self._on_devices(batch))
+                mean = self._loss(*state, self.loader.place(batch))
                 losses.append(float(mean))
                 if isinstance(batch, Batch):  # padding is not predicted
                     weights.append(batch.predicted.sum())
                 else:
                     weights.append(1)
         return float(np.average(losses, weights=weights))
-
-    def _on_devices(self, batch: np.ndarray | Batch) -> jax.Array | Batch:
-        """Every process has the whole batch, and places the shards of its own devices."""
-        sharding = self.task.definition.layout.sharding("BT")
-        shape = jax.tree.leaves(batch)[0].shape
-        return jax.make_array_from_process_local_data(sharding, batch, shape)
 
     def _roll_back(self, bad: RollBack) -> int:
         self.saver.wait()

@@ -63,6 +63,6 @@ def test_first_differences():
     with pytest.raises(UserError) as caught:
         join._hosts([mine, mine, other])
     assert str(caught.value) == (
-        "process 2 of 3 (host c) differs from process 0 (host a): s is 1, not None; t is 1, not None; u is 1, not None"
-        " and 2 more"
+        "process 2 of 3 (host c) differs from process 0 (host a): s is 1, not None; t is 1, not None; u is 1, not None;"
+        " v is 1, not None; x is 1, not None"
     )

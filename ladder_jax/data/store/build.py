@@ -99,17 +99,11 @@ def _share(part: str) -> slice:
 
 
 def _summary(made: Manifest, name: str) -> str:
-    empty = sum(shard.empty for shard in made.shards)
-    skipped = sum(shard.skipped for shard in made.shards)
-    left_out = []
-    if empty:
-        left_out.append(f"{empty:,} empty documents")
-    if skipped:
-        left_out.append(f"{skipped:,} files that are not text")
+    left_out = sum(shard.empty + shard.skipped for shard in made.shards)
     counts = f"{made.documents:,} documents, {made.tokens:,} tokens"
     summary = f"{name}: {counts} of {made.tokenizer}"
     if left_out:
-        summary += f"; left out {' and '.join(left_out)}"
+        summary += f"; left out {left_out:,} that are empty or no text"
     return summary
 
 
