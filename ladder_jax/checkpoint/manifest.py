@@ -4,11 +4,10 @@ written last.
 Orbax stores no checksums of values. Digests are BLAKE2b of 128 bits, computed in threads (hashlib
 releases the interpreter's lock) at about 1 GB/s each. In an object store they are the store's own
 checksums, which it computes from the content, so that no object is read. A checkpoint that was
-copied to a disk is compared by its MD5 (gs://) or by sizes alone (s3://, whose ETag need not be a
-digest); one that was copied into a store is read to compare it.
+copied from a store to a disk is compared by sizes alone; one that was copied into a store is read
+to compare it.
 """
 
-import base64
 import concurrent.futures
 import hashlib
 import json
@@ -137,31 +136,26 @@ def _difference(path: AnyPath, info: Info | None, file: File, contents: bool) ->
         return f"has {info['size']} bytes, not {file['size']}"
     stated = _checksums(info)
     digest = file["digest"]
-    kind, _, value = digest.rpartition(":")
-    if stated and (kind or not digest):
+    is_ours = digest and ":" not in digest
+    if stated and not is_ours:
         same = digest in stated
-    # no other checksum can be computed from the content
-    elif contents and value and kind in ("", "md5Hash"):
+    elif contents and is_ours:
         try:
-            same = _content_digest(path, kind) == value
+            same = _content_digest(path) == digest
         except OSError as error:
             if is_remote(path):
                 raise
             return f"cannot be read: {error.strerror or error}"
-    else:
+    else:  # of a store, whose checksum is not computed here
         return None
     if same:
         return None
     return "has other contents than were written"
 
 
-def _content_digest(path: AnyPath, kind: str) -> str:
-    """Of a file that is read for it: MD5 as gs:// states it, or without a `kind` our own digest."""
+def _content_digest(path: AnyPath) -> str:
     with path.open("rb") as file:
-        if not kind:
-            return hashlib.file_digest(file, _hash).hexdigest()
-        md5 = hashlib.file_digest(file, "md5").digest()
-    return base64.b64encode(md5).decode()
+        return hashlib.file_digest(file, _hash).hexdigest()
 
 
 def _checksums(info: Info) -> list[str]:

@@ -106,11 +106,11 @@ class Tokenizer(Protocol):
 class Bytes(Tokenizer):
     """Tokens 0 to 255 are a text's UTF-8 bytes."""
 
-    name: str = BYTES
-    vocab_size: int = 256
-    stop_ids: tuple[int, ...] = ()
-    bos_token_id: int | None = None
-    has_chat: bool = False
+    name = BYTES
+    vocab_size = 256
+    stop_ids = ()
+    bos_token_id = None
+    has_chat = False
 
     def encode(self, text: str, *, special: bool = True) -> list[int]:
         """Bytes of a command line that are not UTF-8 stay what they were."""

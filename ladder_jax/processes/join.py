@@ -77,13 +77,10 @@ def _hosts(reports: list[dict[str, Any]]) -> list[str]:
     0's.
     """
     hosts = [report["host"] for report in reports]
-    absent = object()
     first = reports[0]["settings"]
     for process, report in enumerate(reports):
         other = report["settings"]
-        names = [
-            name for name in other | first if other.get(name, absent) != first.get(name, absent)
-        ]
+        names = [name for name in other | first if other.get(name) != first.get(name)]
         if names:
             differ = [f"{name} is {other.get(name)!r}, not {first.get(name)!r}" for name in names]
             raise UserError(
@@ -189,11 +186,8 @@ def _interruptible() -> Iterator[None]:
     """Ctrl-C ends the process by the system's own action: Python's handler waits until native code
     returns.
     """
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
     before = signal.signal(signal.SIGINT, signal.SIG_DFL)
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, before or signal.SIG_DFL)
+        signal.signal(signal.SIGINT, before)

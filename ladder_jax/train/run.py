@@ -102,8 +102,7 @@ def run(
         )
         with agreement.together("the lock of the run's folder"):
             stack.enter_context(folder.owned(where, say=say))
-        with agreement.together("the profiler's port"):
-            stack.enter_context(timing.profiler_server(config.run.profiler_port))
+        stack.enter_context(timing.profiler_server(config.run.profiler_port))
         say(folder.describe(config))
         say(
             f"on {mesh.size} of {len(jax.devices())} devices ({mesh.devices.flat[0].device_kind}), into {where}"

@@ -8,7 +8,6 @@ that are made again, for standing still and for starting, is lost.
 
 import contextlib
 import pathlib
-import socket
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -283,21 +282,12 @@ class Profiler:
 @contextlib.contextmanager
 def profiler_server(port: int | None) -> Iterator[None]:
     """Within the block jax's profiler listens on `port` + this process's index, for xprof,
-    TensorBoard and `jax.collect_profile`. Raises UserError where it cannot.
+    TensorBoard and `jax.collect_profile`.
     """
     if port is None:
         yield
         return
-    port += jax.process_index()
-    try:
-        with socket.socket() as free:  # jax only logs that a port is taken
-            free.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            free.bind(("", port))
-        jax.profiler.start_server(port)
-    except OSError as error:
-        raise UserError(
-            f"run.profiler_port: the profiler cannot listen on port {port}: {error.strerror}"
-        ) from None
+    jax.profiler.start_server(port + jax.process_index())
     try:
         yield
     finally:

@@ -27,7 +27,6 @@ from ladder_jax.parallel import make_mesh
 from ladder_jax.pretrained.formats import open_model, open_source
 from ladder_jax.train import checkpoints, metrics
 from ladder_jax.train import folder as runs
-from tests import cases
 from tests.remote.conftest import IN_S3
 from tests.test_resume import wait
 from tests.test_tokens import TEXTS, lines, make, texts_in
@@ -273,9 +272,6 @@ def test_a_store_that_is_away_while_a_checkpoint_is_written(away, monkeypatch, t
     assert verify(absolute(away.url(where)) / "checkpoints" / "1") == []
     downloaded(away, f"{where}/checkpoints/1/", tmp_path)
     assert verify(tmp_path) == []
-    if away.scheme == "gs":  # whose checksums are of the content, and go with a copy
-        cases.flip(next((tmp_path / "params" / "ocdbt.process_0" / "d").iterdir()))
-        assert "other contents than were written" in verify(tmp_path)[0]
 
 
 def test_a_store_that_is_away_when_a_checkpoint_is_due(bucket, local, monkeypatch, capsys):
