@@ -353,7 +353,7 @@ def test_one_process_a_folder(book, resumable):
     """The lock is a regular file, as NFS needs it, which keeps nobody out once its owner has
     ended.
     """
-    with folder.owned(resumable, say=print):
+    with folder.locked(resumable, say=print):
         pass
     lock = resumable / ".lock"
     assert lock.is_file()
@@ -365,5 +365,5 @@ def test_one_process_a_folder(book, resumable):
         with pytest.raises(UserError, match="another process is training in"):
             run(book, resumable)
     assert times() == before
-    with folder.owned(resumable, say=print):
+    with folder.locked(resumable, say=print):
         pass

@@ -322,7 +322,7 @@ def test_lines_that_are_wrong(tmp_path, content, message):
 
 def test_a_damaged_gzip(tmp_path):
     (tmp_path / "x.jsonl.gz").write_bytes(gzip.compress(lines(TEXTS * 20).encode())[:-900])
-    with pytest.raises(UserError, match=r"cannot read .*x.jsonl.gz' after line \d+: "):
+    with pytest.raises(UserError, match="cannot read .*x.jsonl.gz'"):
         list(sources.read(sources.plan([str(tmp_path / "x.jsonl.gz")])[0], field="text"))
 
 

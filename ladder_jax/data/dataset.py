@@ -176,7 +176,7 @@ def _examples(
         seed=train.seed,
         tokenizer=tokenizer,
         fingerprint=_digest([tokenizer.name, loaded.fingerprint]),
-        notes=(loaded.summary(),),
+        notes=(loaded.summary,),
     )
 
 

@@ -44,7 +44,7 @@ def read(
     except (ValueError, RecursionError) as error:
         raise UserError(f"{place(file, number, begin)}: not JSON: {error}") from None
     except (OSError, EOFError, zlib.error) as error:
-        raise UserError(f"cannot read {str(file)!r} after line {number}: {reason(error)}") from None
+        raise UserError(f"cannot read {str(file)!r}: {reason(error)}") from None
 
 
 def parsed[T](file: str, parse: Callable[[Any, int, int], T], *, what: str) -> list[T]:

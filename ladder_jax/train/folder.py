@@ -210,18 +210,6 @@ def describe(config: RunConfig) -> str:
     return "\n".join(lines)
 
 
-@contextlib.contextmanager
-def owned(folder: AnyPath, *, say: Callable[[str], None] = print) -> Iterator[None]:
-    """Makes the folder and locks it. Raises UserError where another process trains in it, RunFailed
-    where it cannot be written to. Of a run's processes only the first takes the lock.
-    """
-    with contextlib.ExitStack() as stack:
-        if jax.process_index() == 0:
-            with writing(folder):
-                stack.enter_context(locked(folder, say=say))
-        yield
-
-
 def end_process(line: str) -> None:
     """Ends the process at once: another one may write into the folder from now on."""
     os.write(2, f"ladder-jax: {one_line(line)}\n".encode())
@@ -232,7 +220,7 @@ def locked(
     folder: AnyPath, *, say: Callable[[str], None], lost: Callable[[str], None] = end_process
 ) -> contextlib.AbstractContextManager[None]:
     """Holds the lock of `folder`, which is made if it is missing, in a block. Raises UserError if
-    another process does.
+    another process does. Of a run's processes only the first takes it.
 
     lost: called in a thread, with a line, where a lease can no longer be renewed, before another
         process may take it.

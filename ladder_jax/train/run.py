@@ -100,8 +100,9 @@ def run(
             say=say,
             heartbeat=heartbeat,
         )
-        with agreement.together("the lock of the run's folder"):
-            stack.enter_context(folder.owned(where, say=say))
+        with agreement.together("the lock of the run's folder"), folder.writing(where):
+            if jax.process_index() == 0:
+                stack.enter_context(folder.locked(where, say=say))
         stack.enter_context(timing.profiler_server(config.run.profiler_port))
         say(folder.describe(config))
         say(
