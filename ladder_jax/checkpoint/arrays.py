@@ -276,11 +276,8 @@ def _chunk(name: str, array: jax.Array) -> list[int]:
         chunk[0] = 1
     for axis, length in enumerate(chunk):
         slice_bytes = array.dtype.itemsize * math.prod(chunk[axis + 1 :])
-        largest = 1
-        for n in range(2, length + 1):
-            if length % n == 0 and n * slice_bytes <= LARGEST:
-                largest = n
-        chunk[axis] = largest
+        most = max(1, LARGEST // slice_bytes)
+        chunk[axis] = max(n for n in range(1, length + 1) if length % n == 0 and n <= most)
     return chunk
 
 

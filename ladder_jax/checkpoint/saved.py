@@ -247,26 +247,22 @@ def open_checkpoint(path: str | os.PathLike) -> Checkpoint:
     """
     path = absolute(path)
     with explained(path, "read"):
-        return _open(path)
-
-
-def _open(path: AnyPath) -> Checkpoint:
-    if not path.exists():
-        raise UserError(f"there is no checkpoint at {str(path)!r}")
-    folder = folder_of(path)
-    if not folder.is_dir():
-        raise UserError(
-            f"{str(path)!r} is a file; a checkpoint is a folder that `ladder-jax train` wrote"
-        )
-    if finished := steps(folder):
-        folder = folder / str(finished[-1])
-    meta = _meta(folder, path)
-    has_manifest = "manifest" in meta
-    data = {}
-    if has_manifest:
-        if problems := manifest.problems(folder, contents=False):
-            raise damaged(folder, problems[0])
-        data = _json(folder, "data")
+        if not path.exists():
+            raise UserError(f"there is no checkpoint at {str(path)!r}")
+        folder = folder_of(path)
+        if not folder.is_dir():
+            raise UserError(
+                f"{str(path)!r} is a file; a checkpoint is a folder that `ladder-jax train` wrote"
+            )
+        if finished := steps(folder):
+            folder = folder / str(finished[-1])
+        meta = _meta(folder, path)
+        has_manifest = "manifest" in meta
+        data = {}
+        if has_manifest:
+            if problems := manifest.problems(folder, contents=False):
+                raise damaged(folder, problems[0])
+            data = _json(folder, "data")
     return Checkpoint(
         folder,
         meta["step"],

@@ -40,8 +40,10 @@ class Agreement:
     def __init__(
         self, name: str, *, timeout: float = TIMEOUT, place: tuple[int, int] | None = None
     ):
+        from jax._src import distributed  # which has no public name for its client
+
         self.timeout = timeout
-        self._client = _client()
+        self._client = distributed.global_state.client  # None in a single process
         if place is None:
             place = (jax.process_index(), jax.process_count())
         self._process, self._count = place
@@ -113,15 +115,6 @@ class Agreement:
         if fault is not None:
             kind = UserError if fault["kind"] == "user" else RunFailed
             raise kind(fault["text"] + whose) from None
-
-
-def _client() -> Any:
-    """jax's coordination client, which has no public name; None in a single process."""
-    if not jax.distributed.is_initialized():
-        return None
-    from jax._src import distributed
-
-    return distributed.global_state.client
 
 
 def first_of[T](reports: Sequence[T | None]) -> tuple[T | None, str]:
