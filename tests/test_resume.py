@@ -268,7 +268,7 @@ def test_every_failed_save_is_told(book, tmp_path, monkeypatch):
 
     def fail(folder, shapes):
         time.sleep(0.5)
-        monkeypatch.setattr(store, "_check_room", refuse)
+        monkeypatch.setattr(store.Store, "_prepare", refuse)
         raise OSError(errno.EIO, "it is broken")
 
     def refuse(*_):
@@ -344,8 +344,7 @@ def test_a_checkpoint_from_before_there_were_manifests(book, resumable, uninterr
     meta = json.loads((step / "meta" / "metadata").read_text())
     old = {key: meta[key] for key in ("format", "version", "step", "config")}
     (step / "meta" / "metadata").write_text(json.dumps(old))
-    said = run(book, resumable)
-    assert any("has no manifest: a changed bit in it would go unseen" in line for line in said)
+    assert f"resuming {resumable} from step 30" in run(book, resumable)
     assert losses(resumable) == losses(uninterrupted)
 
 

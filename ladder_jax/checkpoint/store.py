@@ -10,11 +10,9 @@ the outcome: a save succeeds on all processes or fails on all.
 
 import contextlib
 import dataclasses
-import errno
 import json
 import math
 import os
-import pathlib
 import shutil
 import threading
 import time
@@ -71,8 +69,8 @@ class Store:
         self._thread: threading.Thread | None = None
         self._failure: str | None = None
         self._disagreement: Exception | None = None
-        self._start = Agreement("save", timeout=timeout)
-        self._end = Agreement("saved", timeout=timeout)
+        # for the caller's thread, and then for that of the save
+        self._agreement = Agreement("save", timeout=timeout)
         if jax.process_index() == 0:
             self.folder.mkdir(parents=True, exist_ok=True)
             self._clear()
@@ -103,9 +101,9 @@ class Store:
         items = {"params": params, "optimizer": optimizer}
         items = jax.tree.map(jnp.asarray, items)  # a caller's may be NumPy's
 
-        prepare = lambda: self._prepare(step, items)
-        what = f"room for the checkpoint of step {step}"
-        if error := self._start.broadcast(what, lambda: _error_of(prepare)):
+        prepare = lambda: patiently(self.folder, lambda: self._prepare(step))
+        what = f"a folder for the checkpoint of step {step}"
+        if error := self._agreement.broadcast(what, lambda: _error_of(prepare)):
             self._fail(step, error)
             return
         folder = self.folder / str(step)
@@ -145,20 +143,13 @@ class Store:
             self._thread.join()
             self._thread = None
 
-    def _prepare(self, step: int, items: Items) -> None:
+    def _prepare(self, step: int) -> None:
         """Create an empty folder to write into. One exists if the run went back to an earlier
         step.
         """
-
-        def create() -> None:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            self._clear()
-            remove(self.folder / str(step))
-            (self.folder / str(step)).mkdir()
-
-        patiently(self.folder, create)
-        if not is_remote(self.folder):
-            _check_room(self.folder, items)
+        self._clear()
+        remove(self.folder / str(step))
+        (self.folder / str(step)).mkdir(parents=True)
 
     def _finish(
         self,
@@ -178,9 +169,9 @@ class Store:
 
         what = f"the checkpoint of step {step}"
         try:
-            error, whose = first_of(self._end.gather(what, error))
+            error, whose = first_of(self._agreement.gather(what, error))
             if error is None:
-                error = self._end.broadcast(what, lambda: _error_of(publish))
+                error = self._agreement.broadcast(what, lambda: _error_of(publish))
         # `wait` raises it: a thread that just ends would look like a save
         except Exception as disagreement:
             self._disagreement = disagreement
@@ -283,16 +274,3 @@ def _error_of(work: Callable[[], None]) -> str | None:
     except Exception as error:
         return reason(error)
     return None
-
-
-def _check_room(folder: pathlib.Path, items: Items) -> None:
-    """Raises OSError if the disk has less free space than the arrays need: better now than half-way
-    through.
-    """
-    needed = sum(leaf.nbytes for leaf in jax.tree.leaves(items))
-    free = shutil.disk_usage(folder).free
-    if free < needed:
-        raise OSError(
-            errno.ENOSPC,
-            f"{os.strerror(errno.ENOSPC)}: {needed / 1e6:,.1f} MB needed, {free / 1e6:,.1f} free",
-        )

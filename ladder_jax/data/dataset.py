@@ -310,11 +310,8 @@ def read_text(config: DataConfig) -> tuple[np.ndarray, str]:
     path = config.path
     if path == STDLIB:
         root = pathlib.Path(sysconfig.get_paths()["stdlib"])
-        files = [
-            p
-            for p in sorted(root.rglob("*.py"))
-            if "site-packages" not in p.parts and "test" not in p.parts
-        ]
+        without = {"site-packages", "test"}
+        files = [p for p in sorted(root.rglob("*.py")) if without.isdisjoint(p.parts)]
     else:
         root = local_path(path)
         if not root.exists():

@@ -118,15 +118,10 @@ class Agreement:
 
 
 def first_of[T](reports: Sequence[T | None]) -> tuple[T | None, str]:
-    """The first report that is not None, and its process in words: "" where all processes reported
-    the same.
-    """
+    """The first report that is not None, and its process in words; "" for a process alone."""
     for process, report in enumerate(reports):
         if report is not None:
-            alike = all(other == report for other in reports)
-            if alike:
-                return report, ""
-            return report, f" (process {process} of {len(reports)})"
+            return report, f" (process {process} of {len(reports)})" if len(reports) > 1 else ""
     return None, ""
 
 

@@ -158,10 +158,6 @@ def _newest(folder: AnyPath, *, context: RunContext) -> tuple[int, bool] | None:
         try:
             with explained(path, "read"):
                 checkpoint = patiently(path, lambda: open_checkpoint(path).check())
-            if not checkpoint.has_manifest:
-                context.say(
-                    f"checkpoint {path} is of an older version and has no manifest: a changed bit in it would go unseen"
-                )
             return step, checkpoint.has_manifest
         except Damaged as damaged:
             if context.config.run.on_damaged is OnDamaged.STOP:

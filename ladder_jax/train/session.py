@@ -191,7 +191,7 @@ class Session:
                 self._settle(pending)
                 pending = step, metrics
                 if self.profiler.after(step, pending=metrics):
-                    context.say(f"profile of the steps {self.profiler} in {self.profiler.folder}")
+                    context.say(f"profile in {self.profiler.folder}")
                 if _due(step, train.checkpoint_every, last) or _due(
                     step, train.evaluate_every, last
                 ):

@@ -108,11 +108,7 @@ def goodput_text(summary: dict[str, Any]) -> str:
             parts.append(f"{words} {share:.1%}")
     wall = summary["wall_seconds"]
     restarts = summary["restarts"]
-    times = ""
-    if restarts == 1:
-        times = ", 1 restart"
-    elif restarts:
-        times = f", {restarts} restarts"
+    times = f", restarts: {restarts}" if restarts else ""
     return f"goodput {summary['goodput']:.1%} of {wall:,.0f} s{times}: {', '.join(parts)}"
 
 
@@ -252,9 +248,6 @@ class Profiler:
         self._steps = steps or range(0)
         self.folder = folder
         self._running = False
-
-    def __str__(self) -> str:
-        return f"{self._steps[0]} to {self._steps[-1]}"
 
     def before(self, step: int, *, pending: object) -> None:
         """Start with this step, if it is the first. Earlier ones (`pending`, which is waited for)

@@ -60,7 +60,7 @@ def test_all_hear_the_same(started):
         f"UserError: it is wrong (process 0 of {processes})",
         "through",
         f"UserError: of one (process 1 of {processes})",
-        "RunFailed: of all",
+        f"RunFailed: of all (process 0 of {processes})",
     ]
     fault = f"RunFailed: KeyError: 'a fault' (process 1 of {processes})"
     late = f"RunFailed: process 1 of {processes} has not answered within {TIMEOUT:g} s: a try"
