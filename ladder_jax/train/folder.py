@@ -200,16 +200,6 @@ def _is_free(folder: AnyPath) -> bool:
     return all(name.startswith(files.PARTIAL) for name in names)
 
 
-def describe(config: RunConfig) -> str:
-    """The resolved configuration, a line a section."""
-    lines = []
-    for name, section in to_dict(config).items():
-        flat = flatten_dict(section, sep=".")
-        settings = " ".join(f"{key}={value}" for key, value in flat.items())
-        lines.append(f"{name}: {settings}")
-    return "\n".join(lines)
-
-
 def end_process(line: str) -> None:
     """Ends the process at once: another one may write into the folder from now on."""
     os.write(2, f"ladder-jax: {one_line(line)}\n".encode())

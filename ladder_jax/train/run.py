@@ -104,7 +104,6 @@ def run(
             if jax.process_index() == 0:
                 stack.enter_context(folder.locked(where, say=say))
         stack.enter_context(timing.profiler_server(config.run.profiler_port))
-        say(folder.describe(config))
         say(
             f"on {mesh.size} of {len(jax.devices())} devices ({mesh.devices.flat[0].device_kind}), into {where}"
         )
@@ -113,8 +112,9 @@ def run(
         with agreement.together("the run's folder"), folder.writing(where):
             if mirror:
                 mirror.begin(NAME, WANDB_ID, replaced="tensorboard/events*")
-            if resumed:
-                account.restart(began)
+            if resumed:  # of a run without a checkpoint all time is lost
+                account.began = began
+                account.go_back(None, restarts=1)
             else:
                 folder.write_json(where / folder.GOODPUT, {"began": began}, indent=None)
 

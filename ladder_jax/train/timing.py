@@ -67,11 +67,6 @@ class TimeAccount:
         self.seconds["lost"] += max(0.0, time.time() - saved["time"])
         self.restarts = saved["restarts"] + restarts
 
-    def restart(self, began: float) -> None:
-        """Continue a run that began then and has no checkpoint yet: all time since is lost."""
-        self.began = began
-        self.go_back(None, restarts=1)
-
     def now(self) -> dict[str, float]:
         """Seconds so far, by part."""
         self._charge()
