@@ -285,28 +285,28 @@ def _taken(
     store: tensorstore.KvStore, folder: AnyPath, owner: str, say: Callable[[str], None]
 ) -> tuple[bytes, float]:
     """The generation of the lease, once it is this process's, and when its writing began."""
-    before = None
-    until = 0.0
-    while True:
+
+    def busy() -> UserError:
+        host = found.value.decode(errors="replace").partition(" ")[0]
+        return UserError(f"another process is training in {str(folder)!r}, on host {host}")
+
+    found = store.read(LOCK).result()
+    if found.value:  # a local run's lock that was copied here is empty
+        before = found.stamp.generation
+        until = time.monotonic() + EXPIRES
+        say(f"{str(folder)!r} is locked: waiting {EXPIRES:g} s, in case its owner has been killed")
+        while found.value and time.monotonic() < until:
+            time.sleep(min(2.0, RENEWED / 2))
+            found = store.read(LOCK).result()
+            if found.value and found.stamp.generation != before:
+                raise busy()
+    began = time.monotonic()
+    content = f"{owner} 0".encode()
+    written = store.write(LOCK, content, if_equal=found.stamp.generation).result()
+    if not written.generation:
         found = store.read(LOCK).result()
-        # a local run's lock that was copied here is empty
-        locked = found.state != "missing" and found.value
-        if locked and before is None:
-            before = found.stamp.generation
-            until = time.monotonic() + EXPIRES
-            say(
-                f"{str(folder)!r} is locked: waiting {EXPIRES:g} s, in case its owner has been killed"
-            )
-        if locked and found.stamp.generation != before:
-            host = found.value.decode(errors="replace").partition(" ")[0]
-            raise UserError(f"another process is training in {str(folder)!r}, on host {host}")
-        if not locked or time.monotonic() >= until:
-            began = time.monotonic()
-            content = f"{owner} 0".encode()
-            written = store.write(LOCK, content, if_equal=found.stamp.generation).result()
-            if written.generation:
-                return written.generation, began
-        time.sleep(min(2.0, RENEWED / 2))
+        raise busy()
+    return written.generation, began
 
 
 def writing(folder: AnyPath) -> contextlib.AbstractContextManager[None]:

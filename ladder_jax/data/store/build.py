@@ -88,14 +88,11 @@ def run(args: dict) -> None:
 
 def _share(part: str) -> slice:
     """The shards of the part I/N: every N-th from the I-th on."""
-    given = re.fullmatch(r"([0-9]{1,6})/([0-9]{1,6})", part)
-    number = 0
-    parts = 0
-    if given is not None:
-        number, parts = map(int, given.groups())
-    if not 1 <= number <= parts:
+    number, _, parts = part.partition("/")
+    numbers = number.isdecimal() and parts.isdecimal()
+    if not numbers or not 1 <= int(number) <= int(parts):
         raise UserError(f"--part {part} must be I/N with I from 1 to N, such as 2/8")
-    return slice(number - 1, None, parts)
+    return slice(int(number) - 1, None, int(parts))
 
 
 def _summary(made: Manifest, name: str) -> str:
@@ -172,15 +169,13 @@ def _check_folder(out: pathlib.Path) -> None:
     """Raises UserError unless `out` is new, empty but for what a kill leaves at first, or a store.
     All other files in a store may be the user's.
     """
-    begun = not os.path.lexists(out)
-    if out.is_dir():
-        # Listed first: another command may be writing the manifest just now.
-        names = os.listdir(out)
-        begun = all(name == LOCK or name.startswith(PARTIAL) for name in names)
     if (out / MANIFEST).is_file():
         manifests.read(out / MANIFEST)
-    elif not begun:
-        raise UserError(f"--out {out}: something else is there; name a new folder")
+    elif os.path.lexists(out):
+        names = os.listdir(out) if out.is_dir() else [""]
+        # another command may have written the manifest just now
+        if not all(name in (LOCK, MANIFEST) or name.startswith(PARTIAL) for name in names):
+            raise UserError(f"--out {out}: something else is there; name a new folder")
 
 
 @contextlib.contextmanager
