@@ -222,7 +222,7 @@ def await_all(writes: Sequence[tensorstore.Future], *, within: float) -> None:
     for write in writes:
         try:
             write.result(timeout=within)
-        except (ValueError, OSError) as error:  # tensorstore's, and TimeoutError
+        except Exception as error:  # tensorstore has no common one
             errors.append(error)
             if isinstance(error, TimeoutError):  # of a disk that hangs no more is to be awaited
                 break
