@@ -144,7 +144,7 @@ def test_the_profilers_port(uninterrupted, book):
         with socket.create_connection(("127.0.0.1", port), timeout=5):
             connections.append(line)
 
-    say = lambda line: "mesh" in line and connect(line)
+    say = lambda line: "devices" in line and connect(line)
     run(book, directory, f"run.profiler_port={port}", say=say)
     assert connections
     with pytest.raises(ConnectionRefusedError):
