@@ -15,7 +15,7 @@ type Environ = Mapping[str, str]
 
 @dataclasses.dataclass(frozen=True)
 class Setting:
-    """`--option VALUE`, or `variable` in the environment."""
+    """`--option VALUE`, or LADDER_JAX_OPTION in the environment."""
 
     name: str
     metavar: str
@@ -24,10 +24,6 @@ class Setting:
     @property
     def option(self) -> str:
         return "--" + self.name.replace("_", "-")
-
-    @property
-    def variable(self) -> str:
-        return "LADDER_JAX_" + self.name.upper()
 
 
 SETTINGS = (
@@ -158,7 +154,7 @@ def _given(options: Options, environ: Environ) -> dict[str, str]:
     for setting in SETTINGS:
         value = options.get(setting.name)
         if value is None:
-            value = environ.get(setting.variable)
+            value = environ.get("LADDER_JAX_" + setting.name.upper())
         if value:
             given[setting.name] = value
     return given

@@ -306,10 +306,8 @@ class Session:
             for batch in self.held_out:
                 mean = self._loss(*state, self.loader.place(batch))
                 losses.append(float(mean))
-                if isinstance(batch, Batch):  # padding is not predicted
-                    weights.append(batch.predicted.sum())
-                else:
-                    weights.append(1)
+                # padding is not predicted
+                weights.append(batch.predicted.sum() if isinstance(batch, Batch) else 1)
         return float(np.average(losses, weights=weights))
 
     def _roll_back(self, bad: RollBack) -> int:
