@@ -123,13 +123,9 @@ class Members:
         silence = {process: now - seen.heard for process, seen in live.items()}
         if max(silence.values(), default=0.0) <= lost:
             return None
-        about = []
-        told = []
-        for process, seconds in silence.items():
-            if seconds > lost - interval:  # hosts behind a switch
-                about.append(process)
-                told.append(f"{self.name(process)} has not been heard of for {lost:g} s")
-        return Verdict("; ".join(told), tuple(about))
+        # all that fell silent at about that time, as hosts behind a switch do
+        silent = [process for process, seconds in silence.items() if seconds > lost - interval]
+        return self._blamed(silent, f"has not been heard of for {lost:g} s")
 
     def _ended(self, live: Live) -> Verdict | None:
         """The first failure; else the first crash, once every other process has shown that it was
@@ -146,8 +142,7 @@ class Members:
             when, process = min(ended)
             alive = all(seen.heard > when for seen in live.values())
             if end is End.FAILED or alive:
-                how = self._seen[process].report.how
-                return Verdict(f"{self.name(process)} {how}", (process,))
+                return self._blamed([process], self._seen[process].report.how)
         return None
 
     def _hanging(self, live: Live, now: float) -> Verdict | None:
@@ -161,15 +156,14 @@ class Members:
         if ahead.heartbeats == least:
             text = f"no process got on for {hang:g} s (all are at: {ahead.doing}); a longer wait is --hang-timeout"
             return Verdict(text, ())
-        behind = []
-        told = []
-        for process, report in reports.items():
-            if report.heartbeats == least:
-                behind.append(process)
-                told.append(f"{self.name(process)} hangs at: {report.doing}")
+        behind = [process for process, report in reports.items() if report.heartbeats == least]
+        blamed = self._blamed(behind, f"hangs at: {reports[behind[0]].doing}")
         waited = f"the others have waited for it at: {ahead.doing}, for {hang:g} s (--hang-timeout waits longer)"
-        told.append(waited)
-        return Verdict("; ".join(told), tuple(behind))
+        return Verdict(f"{blamed.text}; {waited}", blamed.about)
+
+    def _blamed(self, processes: list[int], how: str) -> Verdict:
+        told = [f"{self.name(process)} {how}" for process in processes]
+        return Verdict("; ".join(told), tuple(processes))
 
 
 class Watchdog:
