@@ -21,7 +21,7 @@ from typing import Any, Protocol
 
 from ladder_jax import files
 from ladder_jax.data.chat_template import ChatTemplate
-from ladder_jax.errors import UserError
+from ladder_jax.errors import UserError, refused
 from ladder_jax.files import AnyPath, expanded
 
 BYTES = "bytes"
@@ -203,7 +203,7 @@ class HuggingFace(Tokenizer):
                 " (transformers' AutoTokenizer.from_pretrained(...).save_pretrained(...) writes it)"
             )
         file = str(folder / MAIN)
-        with _explained(f"{file!r} is not a tokenizer"):
+        with refused(f"{file!r} is not a tokenizer"):
             tokenizer = tokenizers.Tokenizer.from_str(content)
             tokenizer.no_truncation()
             tokenizer.no_padding()
@@ -276,7 +276,7 @@ class HuggingFace(Tokenizer):
 
     @contextlib.contextmanager
     def _encoding(self, text: str) -> Iterator[None]:
-        with _explained(f"the tokenizer in {str(self.folder)!r} cannot encode this text"):
+        with refused(f"the tokenizer in {str(self.folder)!r} cannot encode this text"):
             text.encode()  # half of a surrogate pair is no character
             yield
 
@@ -309,21 +309,6 @@ class HuggingFace(Tokenizer):
         found = [self._token_id("eos_token"), *several]
         known = [token for token in found if isinstance(token, int)]
         return tuple(dict.fromkeys(known))
-
-
-@contextlib.contextmanager
-def _explained(what: str) -> Iterator[None]:
-    """Turns the errors of `tokenizers` into a UserError: plain Exceptions, and panics of its Rust,
-    which are none.
-    """
-    try:
-        yield
-    except BaseException as error:
-        # The class cannot be imported, as it has no module
-        is_panic = type(error).__name__ == "PanicException"
-        if is_panic or isinstance(error, Exception):
-            raise UserError(f"{what}: {error}") from None
-        raise
 
 
 def _read(folder: AnyPath) -> dict[str, str]:
