@@ -76,6 +76,21 @@ def needed(what: str, *, extra: str) -> Iterator[None]:
         raise UserError(f"{what}: pip install 'ladder-jax[{extra}]'") from None
 
 
+@contextlib.contextmanager
+def refused(what: str) -> Iterator[None]:
+    """Turns any error of another library into a UserError of one line, "`what`: reason". A panic
+    of `tokenizers`' Rust, whose class cannot be imported, is no Exception.
+    """
+    try:
+        yield
+    except UserError:
+        raise
+    except BaseException as error:
+        if isinstance(error, Exception) or type(error).__name__ == "PanicException":
+            raise UserError(f"{what}: {error_text(error)}") from None
+        raise
+
+
 def wrong_type(what: str, value: object, *kinds: type) -> UserError:
     """The error for a value of another type than `kinds`."""
     return UserError(

@@ -10,6 +10,7 @@ import re
 import stat
 import sys
 import tempfile
+import uuid
 from collections.abc import Callable, Iterable, Iterator
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -59,6 +60,13 @@ def is_remote(path: str | os.PathLike) -> bool:
 def below(root: pathlib.Path) -> list[pathlib.Path]:
     """The file itself; of a folder all files in it and below, in the order of their paths."""
     return [root] if root.is_file() else sorted(path for path in root.rglob("*") if path.is_file())
+
+
+def sizes(folder: AnyPath) -> dict[str, int]:
+    """The bytes of all files in a folder and below, by their names in it."""
+    if is_remote(folder):
+        return {name: int(info["size"]) for name, info in remote.listed(folder).items()}
+    return {str(path.relative_to(folder)): path.stat().st_size for path in below(folder)}
 
 
 def kvstore(folder: AnyPath) -> dict[str, Any]:
@@ -151,10 +159,7 @@ def check_writable(option: str, file: str | None, *, endings: tuple[str, ...] = 
         (path.is_dir(), "this is a folder; name a file in it"),
         (not path.parent.is_dir(), f"there is no folder {path.parent}"),
         (path.exists() and not path.is_file(), "this is a device or a pipe; name a file"),
-        (
-            path.exists() and not os.access(path, os.R_OK | os.W_OK),
-            "this file cannot be read and written",
-        ),
+        (path.exists() and not os.access(path, os.W_OK), "this file cannot be written"),
         (not os.access(folder, os.W_OK), f"the folder {folder} cannot be written to"),
     ):
         if wrong:
@@ -204,11 +209,12 @@ def write_atomically(file: str, write: Callable[[str], object]) -> None:
     """
     path = pathlib.Path(file).resolve()
     try:
-        handle, partial = tempfile.mkstemp(dir=path.parent, prefix=PARTIAL, suffix=path.suffix)
-        os.close(handle)
+        partial = path.with_name(f"{PARTIAL}{uuid.uuid4().hex}{path.suffix}")
+        partial.touch(exist_ok=False)
         try:
-            _set_permissions(partial, path)
-            write(partial)
+            if path.exists():
+                partial.chmod(stat.S_IMODE(path.stat().st_mode) | stat.S_IWUSR)
+            write(str(partial))
             os.replace(partial, path)
         except BaseException:
             os.unlink(partial)
@@ -252,15 +258,3 @@ def pyplot(what: str = "matplotlib.pyplot") -> ModuleType:
     from matplotlib import pyplot
 
     return pyplot
-
-
-def _set_permissions(partial: str, path: pathlib.Path) -> None:
-    """Gives `partial` the permissions of `path`, or those of a new file. mkstemp lets only this
-    user read it.
-    """
-    if path.exists():
-        os.chmod(partial, stat.S_IMODE(path.stat().st_mode) | stat.S_IWUSR)
-        return
-    os.unlink(partial)
-    # the system applies the umask
-    os.close(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666))

@@ -8,11 +8,9 @@ import grain
 import numpy as np
 import pytest
 
-from ladder_jax import config
 from ladder_jax.config import DataConfig, TrainConfig
 from ladder_jax.data import dataset
 from ladder_jax.errors import UserError
-from ladder_jax.train import folder
 
 
 def test_the_standard_library_is_on_every_machine():
@@ -117,19 +115,3 @@ def test_no_more_is_read_than_trained_on(tmp_path):
     content, note = dataset.read_text(DataConfig(path=str(tmp_path / "text"), max_bytes=10))
     assert content.tobytes() == ("aéb" * 3).encode()[:10]
     assert note.endswith("; the rest is left out by data.max_bytes")
-
-
-@pytest.mark.parametrize(
-    "name, so",
-    [
-        ("train.warmup_steps", "the learning rate does not reach train.learning_rate"),
-        ("conversion.steps", "training ends with layers half converted"),
-    ],
-)
-def test_what_takes_longer_than_the_run_is_said(name, so):
-    of = lambda steps: folder.notices(
-        config.load("tiny", overrides=["train.steps=300", f"{name}={steps}"])
-    )
-    assert of(300) == []
-    (said,) = of(2000)
-    assert said.startswith(f"notice: {name}=2000 is more than train.steps=300, so {so}")

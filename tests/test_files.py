@@ -64,7 +64,7 @@ def test_what_cannot_be_written(tmp_path):
     files.check_writable("out", str(tmp_path / "file"))
     if os.geteuid():  # root may write anything
         (tmp_path / "file").chmod(0o400)
-        with pytest.raises(UserError, match="this file cannot be read and written"):
+        with pytest.raises(UserError, match="this file cannot be written"):
             files.check_writable("out", str(tmp_path / "file"))
 
 

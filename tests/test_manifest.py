@@ -1,37 +1,19 @@
-"""A checkpoint's manifest: whoever can write to a folder can write one."""
+"""A checkpoint's manifest."""
 
-import hashlib
-import json
 import os
 
 from ladder_jax.checkpoint import manifest
 
 
-def test_a_manifest_names_the_checkpoints_files_only(tmp_path):
-    """Not those of other folders, whatever their digests are, nor what would never end to be
-    read.
-    """
+def test_what_is_no_manifest(tmp_path):
     folder = tmp_path / "1"
     folder.mkdir()
     (folder / "file").write_text("f")
-    (tmp_path / "other").write_text("o")
     manifest.write(folder)
-    told = json.loads((folder / "manifest.json").read_text())
     assert manifest.problems(folder) == []
-
-    def problems(name, content):
-        """Of a manifest that names this file, too."""
-        digest = hashlib.blake2b(content, digest_size=16).hexdigest()
-        files = told["files"] | {name: {"size": len(content), "digest": digest}}
-        (folder / "manifest.json").write_text(json.dumps(manifest._signed(files)))
-        return manifest.problems(folder)
-
-    for name in ("../other", str(tmp_path / "other"), "sub/../../other"):
-        assert problems(name, b"o") == ["manifest.json is damaged"]
-    os.mkfifo(folder / "pipe")
-    assert problems("pipe", b"") == ["pipe is missing"]
-    (folder / "manifest.json").write_text("[" * 100_000)
-    assert manifest.problems(folder) == ["manifest.json is damaged"]
+    for content in ("[" * 100_000, "{}", "[]", '{"files": 5}'):
+        (folder / "manifest.json").write_text(content)
+        assert manifest.problems(folder) == ["manifest.json is damaged"]
 
 
 def test_files_and_folders_are_on_the_disk_when_a_manifest_is_written(monkeypatch, tmp_path):

@@ -99,7 +99,7 @@ def test_damage_in_the_middle(tmp_path):
     parquet.write_table(pyarrow.table({"text": [*rows, None]}), path, row_group_size=10)
     plan = sources.plan([str(path)], most=1)
     assert [(part.begin, part.end) for part in plan] == [(0, 1), (1, 2), (2, 3), (3, 4), (4, 5)]
-    with pytest.raises(UserError, match="a.parquet: row 41 has no text in 'text'"):
+    with pytest.raises(UserError, match="a.parquet: row 1 of shard 5 has no text in 'text'"):
         list(sources.read(plan[-1], field="text"))
     content = bytearray(path.read_bytes())
     middle = content.index(b"\x00" * 3, len(content) // 3)

@@ -8,7 +8,7 @@ import random
 import numpy as np
 import pytest
 from tokenizers import Tokenizer as Theirs
-from tokenizers import decoders, processors
+from tokenizers import decoders
 
 from ladder_jax.data import tokenizer
 from ladder_jax.errors import UserError
@@ -219,15 +219,6 @@ def charsmap(content):
 EMPTY = dict(model={"type": "BPE", "vocab": {}, "merges": []}, added_tokens=[], post_processor=None)
 
 
-def begun_by(token):
-    """Of which every text begins with the token of that number."""
-    made = tokenizers.byte_level()
-    made.post_processor = processors.TemplateProcessing(
-        single=f"{tokenizers.BEGIN} $A", special_tokens=[(tokenizers.BEGIN, token)]
-    )
-    return made
-
-
 @pytest.mark.parametrize(
     "damage, message",
     [
@@ -240,11 +231,7 @@ def begun_by(token):
             lambda f: word_piece().save(str(f / "tokenizer.json")),
             "decoder 'WordPiece' is not supported",
         ),
-        (
-            lambda f: begun_by(70_000).save(str(f / "tokenizer.json")),
-            r"puts token 70000 around every text, .* \(allowed: 0 to 300\)",
-        ),
-        (lambda f: changed(f, **EMPTY), "has an empty vocabulary"),
+        (lambda f: changed(f, **EMPTY), "is not a tokenizer: .*empty"),
         (
             lambda f: changed(f, normalizer=charsmap(b"")),
             "is not a tokenizer: .*Cannot parse precompiled_charsmap",
@@ -274,5 +261,5 @@ def test_mistakes(tmp_path):
         UserError, match="the tokenizer in .*panics' cannot encode this text: index out of bounds"
     ):
         tokenizer.load(folder).encode("a")
-    with pytest.raises(UserError, match="the text is not UTF-8"):
+    with pytest.raises(UserError, match="cannot encode this text: .*surrogates"):
         ours.encode("a\udc80")

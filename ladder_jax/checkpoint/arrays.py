@@ -1,19 +1,20 @@
-"""A checkpoint's arrays, read by tensorstore from any folder, and written by it: into object stores,
-and array by array or layer by layer where a model is too large for the host's memory (`Stream`).
+"""A checkpoint's arrays, read and written by tensorstore, on a disk or in an object store; a model
+that is too large for the host's memory array by array or layer by layer (`write_pieces`).
 
 The storage format is Orbax's: zarr arrays in an OCDBT database, a chunk of an array a part of one
-layer, and a description of them, METADATA, which is written last. In a store each process writes
-its shards into a database of its own, and the first process merges these databases, without copying
-values.
+layer, and a description of them, METADATA, which is written last. Each process writes its shards
+into a database of its own, and the first process merges these databases, without copying values.
+Orbax itself does not write: it has no S3, and its processes wait for each other in barriers, which
+one whose disk failed never reaches. Here no process waits for another; `store` does, with a
+time-out.
 """
 
 import collections
-import concurrent.futures
 import hashlib
 import json
 import math
 import pathlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -29,7 +30,7 @@ DICT_KEY = 2  # Orbax's number for a key of a dict
 AHEAD = 1 << 29  # bytes that are read in advance
 # bytes of a chunk, and of an object before its last chunk; S3 takes at most 5 GB in one request
 LARGEST = 400 << 20
-CHUNK = 1 << 25  # bytes that a Stream compresses at a time, at most
+CHUNK = 1 << 25  # bytes that `write_pieces` compresses at a time, at most
 # As Orbax has them; two databases can only be merged if they are equal.
 _CONFIG = {
     "max_inline_value_bytes": 1024,
@@ -44,6 +45,7 @@ type Shapes = Mapping[str, tuple[int, ...]]  # of arrays, by name
 type Spec = dict[str, Any]  # of tensorstore
 # an array's name, such as "layers/mlp/up", and the layer's index if layers are stacked
 Key = tuple[str, int | None]
+type Digests = Mapping[Key, bytes]
 
 
 def named(tree: Any) -> dict[str, Any]:
@@ -93,25 +95,19 @@ def read(folder: AnyPath, like: Abstract, keys: Sequence[Key] | None = None) -> 
             opening[name] = _open(folder, name)
     stores = {name: opened.result() for name, opened in opening.items()}
 
-    waiting = collections.deque(keys)
+    # neither may hold a yielded array: it would be kept alive
     ahead = collections.deque()
     held = 0
-    for name, _ in keys:
-        while waiting:
-            following, layer = waiting[0]
-            about = like[following]
-            size = _size(about)
-            if ahead and held + size > AHEAD:
-                break
-            waiting.popleft()
-            store = stores[following]
-            if layer is not None:
-                store = store[layer]
-            ahead.append(begin_read(store, about))
-            held += size
-        # no local variable: it would keep the array alive
-        yield _placed(ahead.popleft(), like[name])
-        held -= _size(like[name])
+    for key in keys:
+        name, _ = key
+        about = like[name]
+        while ahead and held + _size(about) > AHEAD:
+            held -= _size(ahead[0][1])
+            yield _placed(*ahead.popleft())
+        ahead.append((begin_read(_part_of(stores[name], key), about), about))
+        held += _size(about)
+    while ahead:
+        yield _placed(*ahead.popleft())
 
 
 def _size(array: jax.ShapeDtypeStruct) -> int:
@@ -205,18 +201,41 @@ def begin(folder: AnyPath, arrays: Mapping[str, jax.Array]) -> list[tensorstore.
     for name, array in arrays.items():
         chunk = _chunk(name, array)
         opening[name] = create(part, name, array, chunk=chunk, context=context)
-    writes = []
+    copied = []
     for name, array in arrays.items():
-        store = opening[name].result()
         for shard in array.addressable_shards:
             if shard.replica_id == 0:
-                place = store[shard.index]
-                writes.append(place.write(np.array(shard.data)).commit)
+                copied.append((name, shard.index, np.array(shard.data)))
+    writes = []
+    for name, index, values in copied:
+        place = opening[name].result()[index]
+        write = place.write(values, can_reference_source_data_indefinitely=True)
+        writes.append(write.commit)
     return writes
 
 
+def await_all(writes: Sequence[tensorstore.Future], *, within: float) -> None:
+    """Wait for writes. Raises the first error after the others have ended: one that went on would
+    make its removed folder again. within: seconds.
+    """
+    errors = []
+    for write in writes:
+        try:
+            write.result(timeout=within)
+        except Exception as error:  # tensorstore has no common one
+            errors.append(error)
+            if isinstance(error, TimeoutError):  # of a disk that hangs no more is to be awaited
+                break
+    if errors:
+        raise errors[0]
+
+
 def finish(folder: AnyPath, shapes: Shapes) -> None:
-    """Makes one database of all processes'. Called on one process, after all have written."""
+    """Makes one database of all processes'. Called on one process, after all have written; again
+    after an error, as the processes' databases stay, and one transaction merges them.
+
+    Raises ValueError where an array is missing.
+    """
     context = tensorstore.Context()
     transaction = tensorstore.Transaction(atomic=True)
     merged = tensorstore.KvStore.open(_written(folder), context=context).result()
@@ -229,6 +248,8 @@ def finish(folder: AnyPath, shapes: Shapes) -> None:
         part.experimental_copy_range_to(merged.with_transaction(transaction)).result()
     transaction.commit_sync()
     (folder / METADATA).write_text(described(shapes))
+    if missing := shapes.keys() - stored(folder).keys():
+        raise ValueError(f"{min(missing)} is missing")
 
 
 def _part(folder: AnyPath, process: int) -> Spec:
@@ -255,110 +276,74 @@ def _chunk(name: str, array: jax.Array) -> list[int]:
         chunk[0] = 1
     for axis, length in enumerate(chunk):
         slice_bytes = array.dtype.itemsize * math.prod(chunk[axis + 1 :])
-        largest = 1
-        for n in range(2, length + 1):
-            if length % n == 0 and n * slice_bytes <= LARGEST:
-                largest = n
-        chunk[axis] = largest
+        most = max(1, LARGEST // slice_bytes)
+        chunk[axis] = max(n for n in range(1, length + 1) if length % n == 0 and n <= most)
     return chunk
 
 
-class Stream:
-    """Writes one item of a checkpoint: `stream.put("layers/mlp/up", values,
-    layer=3)` for each array, then `finish()`.
+def write_pieces(
+    folder: pathlib.Path, like: Abstract, pieces: Iterable[tuple[Key, np.ndarray]]
+) -> Digests:
+    """Writes one item of a checkpoint, one array or layer after another, into a new folder, and
+    returns their digests. A failed write raises tensorstore's ValueError or OSError.
 
-    arrays: the shape and dtype of each array by name; arrays of layers are stacked, [L, ...].
-    `folder` must not exist yet. A failed write raises tensorstore's ValueError or OSError.
-
-    Use it in a `with` block. All disk access runs in a thread, where the exception of a signal
-    handler cannot interrupt it; it has ended when the block ends. A write that ran on would create
-    the folder again after its removal.
+    like: the shape and dtype of each array by name; arrays of layers are stacked, [L, ...].
     """
-
-    def __init__(self, folder: pathlib.Path, arrays: Abstract):
-        self._disk = concurrent.futures.ThreadPoolExecutor(
-            1, thread_name_prefix="ladder_jax stream"
-        )
-        self._on_disk(lambda: None)  # starts the thread now, so that __exit__ always waits for it
+    folder.mkdir(parents=True)
+    context = tensorstore.Context()
+    stores = {}
+    for name, array in like.items():
+        chunk = _rows(name, array)
+        within = database(folder.absolute())
+        stores[name] = create(within, name, array, chunk=chunk, context=context).result()
+    digests = {}
+    for key, values in pieces:
+        part = _part_of(stores[key[0]], key)
+        if values.shape != tuple(part.shape):
+            raise ValueError(f"{key[0]} is {values.shape}, not {tuple(part.shape)}")
+        values = np.ascontiguousarray(values, like[key[0]].dtype)
+        write = part.write(values)
         try:
-            folder.mkdir(parents=True)
-            self.folder = folder
-            self.arrays = dict(arrays)
-            self._digests: dict[Key, bytes] = {}
-            self._open_all()
-        except BaseException:
-            self.__exit__()
-            raise
+            write.result()
+        finally:  # one that ran on after an interrupt would make the folder again after its removal
+            write.exception()
+        digests[key] = _digest(values)
+    shapes = {name: array.shape for name, array in like.items()}
+    (folder / METADATA).write_text(described(shapes), encoding="utf-8")
+    return digests
 
-    def __enter__(self) -> "Stream":
-        return self
 
-    def __exit__(self, *_) -> None:
-        self._disk.shutdown(wait=True, cancel_futures=True)
+def differences(folder: pathlib.Path, digests: Digests) -> Iterator[str | None]:
+    """Reads everything back. Yields None for each piece that equals what was written, else its
+    name.
+    """
+    for key, digest in digests.items():
+        name, layer = key
+        part = _part_of(_open(folder.absolute(), name).result(), key)
+        if _digest(part.read().result()) == digest:
+            yield None
+        elif layer is None:
+            yield name
+        else:
+            yield f"{name} of layer {layer}"
 
-    def put(self, name: str, values: np.ndarray, *, layer: int | None = None) -> None:
-        """Write an array, or one layer of it. Returns when it is on the disk."""
-        target = self._part(name, layer)
-        shape = tuple(target.shape)
-        if values.shape != shape:
-            raise ValueError(f"{name} is {values.shape}, not {shape}")
-        values = np.ascontiguousarray(values, self.arrays[name].dtype)
-        self._on_disk(lambda: target.write(values).result())
-        self._digests[name, layer] = _digest(values)
 
-    @property
-    def count(self) -> int:
-        """The number of arrays and layers written."""
-        return len(self._digests)
+def _part_of(array: tensorstore.TensorStore, key: Key) -> tensorstore.TensorStore:
+    layer = key[1]
+    return array if layer is None else array[layer]
 
-    def finish(self) -> None:
-        """Write Orbax's description of the arrays."""
-        shapes = {name: array.shape for name, array in self.arrays.items()}
-        (self.folder / METADATA).write_text(described(shapes), encoding="utf-8")
 
-    def differences(self) -> Iterator[str | None]:
-        """Reads everything back. Yields None for each that equals what was written, else the
-        array's name.
-        """
-        self._open_all()
-        for (name, layer), digest in self._digests.items():
-            part = self._part(name, layer)
-            read = lambda: part.read().result()
-            if _digest(self._on_disk(read)) == digest:
-                yield None
-            elif layer is None:
-                yield name
-            else:
-                yield f"{name} of layer {layer}"
-
-    def _part(self, name: str, layer: int | None) -> tensorstore.TensorStore:
-        array = self._stores[name]
-        if layer is None:
-            return array
-        return array[layer]
-
-    def _on_disk[T](self, work: Callable[[], T]) -> T:
-        return self._disk.submit(work).result()
-
-    def _open_all(self) -> None:
-        """Open all arrays without a cache, so that reads come from the disk."""
-        self._context = tensorstore.Context({"cache_pool": {"total_bytes_limit": 0}})
-        self._stores = {
-            name: self._on_disk(lambda: self._create(name, array))
-            for name, array in self.arrays.items()
-        }
-
-    def _create(self, name: str, array: jax.ShapeDtypeStruct) -> tensorstore.TensorStore:
-        chunk = list(array.shape)
-        axis = 0  # the one that is cut
-        if name.partition("/")[0] in STACKS:
-            chunk[0] = 1
-            axis = 1
-        slice_bytes = array.dtype.itemsize * math.prod(chunk[axis + 1 :])
-        rows = max(1, CHUNK // slice_bytes)
-        chunk[axis] = min(rows, chunk[axis])
-        within = database(self.folder.absolute())
-        return create(within, name, array, chunk=chunk, context=self._context).result()
+def _rows(name: str, array: jax.ShapeDtypeStruct) -> list[int]:
+    """The shape of a chunk: rows of an array or a layer, of CHUNK bytes at most."""
+    chunk = list(array.shape)
+    axis = 0  # the one that is cut
+    if name.partition("/")[0] in STACKS:
+        chunk[0] = 1
+        axis = 1
+    slice_bytes = array.dtype.itemsize * math.prod(chunk[axis + 1 :])
+    rows = max(1, CHUNK // slice_bytes)
+    chunk[axis] = min(rows, chunk[axis])
+    return chunk
 
 
 def _digest(values: np.ndarray) -> bytes:

@@ -4,9 +4,8 @@ import dataclasses
 import datetime
 import json
 
-from ladder_jax import terminal
-from ladder_jax.checkpoint import manifest, saved, store
-from ladder_jax.checkpoint.store import Keep
+from ladder_jax import files, terminal
+from ladder_jax.checkpoint import saved, store
 from ladder_jax.errors import RunFailed, UserError
 from ladder_jax.files import AnyPath, absolute, explained
 
@@ -42,9 +41,13 @@ def run(args: dict) -> None:
             rows.append(_row(folder / str(step), thorough=thorough))
         if not rows:
             raise UserError(f"there is no checkpoint below {str(path)!r}")
-        # a running job may have removed some meanwhile
-        rows = [row for row in rows if absolute(row.path).is_dir()]
-    removed = _prune(rows, folder=folder, keep=keep) if keep else []
+    removed = []
+    # Damaged ones are neither counted nor removed: the user decides.
+    losses = {row.step: row.validation_loss for row in rows if row.state != "damaged"}
+    if keep and losses:
+        removed = store.steps_to_remove(losses, keep=keep)
+    for step in removed:
+        store.remove(folder / str(step))
     rows = [row for row in rows if row.step not in removed]
     damaged = [row for row in rows if row.state == "damaged"]
     if args["json"]:
@@ -84,27 +87,15 @@ def _row(folder: AnyPath, *, thorough: bool) -> Row:
         problems = saved.verify(folder)
     except UserError as error:
         problems = [str(error)]
-    sizes = [int(info["size"]) for info in manifest.found(folder).values()]
     return Row(
         step=int(folder.name),
         path=str(folder),
-        bytes=sum(sizes),
+        bytes=sum(files.sizes(folder).values()),
         time=written,
         validation_loss=loss,
         state="damaged" if problems else state,
         problems=tuple(problems),
     )
-
-
-def _prune(rows: list[Row], *, folder: AnyPath, keep: Keep) -> list[int]:
-    """Remove checkpoints and return their steps. Damaged ones are neither counted nor removed: the
-    user decides.
-    """
-    losses = {row.step: row.validation_loss for row in rows if row.state != "damaged"}
-    removed = store.steps_to_remove(losses, keep=keep) if losses else []
-    for step in removed:
-        store.remove(folder / str(step))
-    return removed
 
 
 def _show(rows: list[Row], removed: list[int]) -> None:

@@ -11,7 +11,7 @@ import contextlib
 import dataclasses
 import json
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -22,7 +22,7 @@ from ladder_jax.config import RunConfig, from_dict
 from ladder_jax.config.fields import shown
 from ladder_jax.data import tokenizer as tokenizers
 from ladder_jax.errors import UserError
-from ladder_jax.files import AnyPath, absolute, explained, is_remote, read_text, reason
+from ladder_jax.files import AnyPath, absolute, explained, read_text, reason
 from ladder_jax.nn import ModelDef, Params
 
 FORMAT = "ladder_jax"
@@ -30,9 +30,7 @@ VERSION = 1
 
 
 class Damaged(UserError):
-    """A file of the checkpoint is missing or changed. The message names the newest intact
-    checkpoint before it.
-    """
+    """A file of the checkpoint is missing or changed."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -192,37 +190,35 @@ def _unpadded(name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def steps(folder: AnyPath) -> list[int]:
-    """The steps of the finished checkpoints in `folder`, in order. In an object store the manifest
-    finishes one.
-    """
-    if is_remote(folder):
-        finished = lambda path: (path / manifest.NAME).exists()
-    else:
-        finished = lambda path: path.is_dir()
-    return _named_steps(folder, finished)
+    """The steps of the finished checkpoints in `folder`, in order."""
+    return [step for step in _all_steps(folder) if _is_finished(folder / str(step))]
 
 
 def unfinished_steps(folder: AnyPath) -> list[int]:
-    """In an object store: the steps whose checkpoints have no manifest, and were not put aside as
-    damaged.
-    """
-
-    def unmarked(path: AnyPath) -> bool:
-        if (path / manifest.NAME).exists():
-            return False
-        return not (path / manifest.DAMAGED).exists()
-
-    return _named_steps(folder, unmarked)
+    """The steps whose checkpoints have no manifest, and were not put aside as damaged."""
+    found = []
+    for step in _all_steps(folder):
+        path = folder / str(step)
+        if not _is_finished(path) and not (path / manifest.DAMAGED).exists():
+            found.append(step)
+    return found
 
 
-def _named_steps(folder: AnyPath, wanted: Callable[[AnyPath], bool]) -> list[int]:
+def _all_steps(folder: AnyPath) -> list[int]:
     if not folder.is_dir():
         return []
-    found = []
-    for path in folder.iterdir():
-        if _is_step(path.name) and wanted(path):
-            found.append(int(path.name))
-    return sorted(found)
+    return sorted(int(path.name) for path in folder.iterdir() if _is_step(path.name))
+
+
+def _is_finished(step: AnyPath) -> bool:
+    """Whether its manifest, which is written last, is there, or it is of before there were any."""
+    if (step / manifest.NAME).exists():
+        return True
+    try:
+        meta = json.loads(read_text(step / "meta" / "metadata"))
+    except (OSError, ValueError, RecursionError):
+        return False
+    return isinstance(meta, dict) and "manifest" not in meta
 
 
 def _is_step(name: str) -> bool:
@@ -251,26 +247,22 @@ def open_checkpoint(path: str | os.PathLike) -> Checkpoint:
     """
     path = absolute(path)
     with explained(path, "read"):
-        return _open(path)
-
-
-def _open(path: AnyPath) -> Checkpoint:
-    if not path.exists():
-        raise UserError(f"there is no checkpoint at {str(path)!r}")
-    folder = folder_of(path)
-    if not folder.is_dir():
-        raise UserError(
-            f"{str(path)!r} is a file; a checkpoint is a folder that `ladder-jax train` wrote"
-        )
-    if finished := steps(folder):
-        folder = folder / str(finished[-1])
-    meta = _meta(folder, path)
-    has_manifest = "manifest" in meta
-    data = {}
-    if has_manifest:
-        if problems := manifest.problems(folder, contents=False):
-            raise damaged(folder, problems[0])
-        data = _json(folder, "data")
+        if not path.exists():
+            raise UserError(f"there is no checkpoint at {str(path)!r}")
+        folder = folder_of(path)
+        if not folder.is_dir():
+            raise UserError(
+                f"{str(path)!r} is a file; a checkpoint is a folder that `ladder-jax train` wrote"
+            )
+        if finished := steps(folder):
+            folder = folder / str(finished[-1])
+        meta = _meta(folder, path)
+        has_manifest = "manifest" in meta
+        data = {}
+        if has_manifest:
+            if problems := manifest.problems(folder, contents=False):
+                raise damaged(folder, problems[0])
+            data = _json(folder, "data")
     return Checkpoint(
         folder,
         meta["step"],
@@ -336,22 +328,4 @@ def damaged(folder: AnyPath, problem: str | BaseException) -> Damaged:
     error.
     """
     told = problem if isinstance(problem, str) else reason(problem)
-    text = f"checkpoint {str(folder)!r} is damaged or incomplete: {told}"
-    before = _whole_before(folder)
-    if before is not None:
-        text += f"; the newest whole one before it is step {before}"
-    return Damaged(text)
-
-
-def _whole_before(folder: AnyPath) -> int | None:
-    """The newest step before that of `folder` whose checkpoint has no problem, or no manifest."""
-    if not _is_step(folder.name):
-        return None
-    for step in reversed(steps(folder.parent)):
-        if step >= int(folder.name):
-            continue
-        before = folder.parent / str(step)
-        has_manifest = (before / manifest.NAME).is_file()
-        if not has_manifest or not manifest.problems(before):
-            return step
-    return None
+    return Damaged(f"checkpoint {str(folder)!r} is damaged or incomplete: {told}")

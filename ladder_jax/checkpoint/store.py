@@ -1,44 +1,39 @@
 """Write checkpoints in the background, each completely or not at all, and keep those that the rules
 say.
 
-A step is written into the folder `writing.<step>`. Then its manifest is written, all files are
-synced, the folder is renamed to `<step>`, and only then are older checkpoints removed. So a folder
-named `<step>` is complete, whenever the process or the machine dies. With several processes, each
+A step is written into the folder `<step>`. Its manifest comes last, when all other files are on the
+disk: without one a step is unfinished, whenever the process or the machine died, and is removed
+before the next save. Only after it older checkpoints are removed. With several processes, each
 writes its own shards and reports success or an error. Process 0 does the rest, and tells all others
 the outcome: a save succeeds on all processes or fails on all.
-
-An object store has no renames. There a step is written into `<step>` itself, and counts once its
-manifest is written; what has none is removed before the next save.
 """
 
 import contextlib
 import dataclasses
-import errno
+import json
 import math
 import os
-import pathlib
 import shutil
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import tensorstore
 
 from ladder_jax import remote
-from ladder_jax.checkpoint import manifest
+from ladder_jax.checkpoint import arrays, manifest
 from ladder_jax.checkpoint.saved import FORMAT, VERSION, open_checkpoint, steps, unfinished_steps
-from ladder_jax.checkpoint.writing import WRITING, Items, Quiet, Texts, Writing
 from ladder_jax.config import RunConfig, to_dict
 from ladder_jax.errors import UserError, unknown, wrong_type
 from ladder_jax.files import AnyPath, absolute, is_remote, patiently, reason
 from ladder_jax.nn import Params
 from ladder_jax.processes.agreement import TIMEOUT, Agreement, first_of
 
-ABANDONED = 10.0  # seconds within which the abandoned writes of a failed save end
-
-# prefix of a folder being removed: after a kill, its rest does not look like a checkpoint
-_DELETING = "deleting."
+type Items = Mapping[str, Params]  # pytrees of arrays, by the names of a checkpoint's items
+type Texts = Mapping[str, Any]  # JSON values, by the names of its other items
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,11 +68,9 @@ class Store:
         self._keep = Keep(last=train.keep_checkpoints, every=train.keep_every, best=train.keep_best)
         self._thread: threading.Thread | None = None
         self._failure: str | None = None
-        self._failures = 0
         self._disagreement: Exception | None = None
-        self._quiet: Quiet | None = None
-        self._start = Agreement("save", timeout=timeout)
-        self._end = Agreement("saved", timeout=timeout)
+        # for the caller's thread, and then for that of the save
+        self._agreement = Agreement("save", timeout=timeout)
         if jax.process_index() == 0:
             self.folder.mkdir(parents=True, exist_ok=True)
             self._clear()
@@ -95,7 +88,6 @@ class Store:
         previous save.
         """
         self.wait()
-        self._quiet = self._quiet or Quiet()
         meta = {
             "format": FORMAT,
             "version": VERSION,
@@ -107,17 +99,26 @@ class Store:
         }
         texts = {"data": {"step": step, **(data or {})}, "meta": meta}
         items = {"params": params, "optimizer": optimizer}
+        items = jax.tree.map(jnp.asarray, items)  # a caller's may be NumPy's
 
-        def prepare() -> str | None:
-            error = _error_of(lambda: self._prepare(step, items))
-            return self._failed_line(step, error)
-
-        if failure := self._start.broadcast(f"room for the checkpoint of step {step}", prepare):
-            self._fail(failure)
+        prepare = lambda: patiently(self.folder, lambda: self._prepare(step))
+        what = f"a folder for the checkpoint of step {step}"
+        if error := self._agreement.broadcast(what, lambda: _error_of(prepare)):
+            self._fail(step, error)
             return
-        writing = Writing(self._unfinished(step), items)
+        folder = self.folder / str(step)
+        writes = []
+
+        def begin() -> None:
+            for item, tree in items.items():
+                writes.extend(arrays.begin(folder / item, arrays.named(tree)))
+
+        error = _error_of(begin)
+        shapes = {item: arrays.shapes_of(tree) for item, tree in items.items()}
         self._thread = threading.Thread(
-            target=self._finish, args=(step, writing, texts), name=f"checkpoint {step}"
+            target=self._finish,
+            args=(step, writes, error, shapes, texts),
+            name=f"checkpoint {step}",
         )
         self._thread.start()
 
@@ -133,70 +134,59 @@ class Store:
         """Wait until the last save has succeeded or failed. Raises RunFailed if other processes do
         not answer.
         """
-        self._join()
+        self.close()
         if self._disagreement is not None:
             raise self._disagreement
 
     def close(self) -> None:
-        self._join()
-        if self._quiet is not None:
-            self._quiet.close(after=ABANDONED if self._failures else 0)
-
-    def _join(self) -> None:
         if self._thread is not None:
             self._thread.join()
             self._thread = None
 
-    def _prepare(self, step: int, items: Items) -> None:
-        """Create empty folders to write into. The run's own folder may have been removed
-        meanwhile.
+    def _prepare(self, step: int) -> None:
+        """Create an empty folder to write into. One exists if the run went back to an earlier
+        step.
         """
+        self._clear()
+        remove(self.folder / str(step))
+        (self.folder / str(step)).mkdir(parents=True)
 
-        def create() -> None:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            self._clear()
-            if is_remote(self.folder):  # exists if the run went back to an earlier step
-                remove(self._unfinished(step))
-            for item in items:
-                (self._unfinished(step) / item).mkdir(parents=True)
-
-        patiently(self.folder, create)
-        if not is_remote(self.folder):
-            _check_room(self.folder, items)
-
-    def _finish(self, step: int, writing: Writing, texts: Texts) -> None:
+    def _finish(
+        self,
+        step: int,
+        writes: Sequence[tensorstore.Future],
+        error: str | None,
+        shapes: Mapping[str, arrays.Shapes],
+        texts: Texts,
+    ) -> None:
         # A shorter time-out than the other processes', so that a disk that hangs is reported to
         # them in time.
-        error = _error_of(lambda: writing.wait(within=0.8 * self._timeout))
+        within = 0.8 * self._timeout
+        error = error or _error_of(lambda: arrays.await_all(writes, within=within))
 
-        def conclude(errors: list[str | None]) -> str | None:
-            first, whose = first_of(errors)
-            if first:
-                why = first + whose
-            else:
-                publish = lambda: self._publish(step, writing, texts)
-                why = _error_of(lambda: patiently(self.folder, publish))
-            return self._failed_line(step, why)
+        def publish() -> None:
+            patiently(self.folder, lambda: self._publish(step, shapes, texts))
 
+        what = f"the checkpoint of step {step}"
         try:
-            failure = self._end.gather(f"the checkpoint of step {step}", error, conclude)
+            error, whose = first_of(self._agreement.gather(what, error))
+            if error is None:
+                error = self._agreement.broadcast(what, lambda: _error_of(publish))
         # `wait` raises it: a thread that just ends would look like a save
         except Exception as disagreement:
             self._disagreement = disagreement
             return
-        if failure:
-            self._fail(failure)
+        if error:
+            self._fail(step, error + whose)
 
-    def _publish(self, step: int, writing: Writing, texts: Texts) -> None:
-        folder = self._unfinished(step)
-        place = self._place(step)
-        writing.finish(texts)
-        if folder != place:
-            # the run went back to an earlier step; after a kill, `complete` goes on from here
-            if place.exists():
-                _set_aside(place)
-            folder.rename(place)
-            manifest.sync_folder(self.folder)
+    def _publish(self, step: int, shapes: Mapping[str, arrays.Shapes], texts: Texts) -> None:
+        folder = self.folder / str(step)
+        for item, of_item in shapes.items():
+            arrays.finish(folder / item, of_item)
+        for item, value in texts.items():
+            (folder / item).mkdir(exist_ok=True)
+            (folder / item / "metadata").write_text(json.dumps(value))
+        manifest.write(folder)
         # the new checkpoint is complete, and the next save prunes again
         with contextlib.suppress(Exception):
             self._prune()
@@ -204,82 +194,30 @@ class Store:
     def _prune(self) -> None:
         losses = {}
         for step in steps(self.folder):
-            losses[step] = loss_of(self._place(step))
+            losses[step] = loss_of(self.folder / str(step))
         for step in steps_to_remove(losses, keep=self._keep):
-            remove(self._place(step))
+            remove(self.folder / str(step))
 
-    def _failed_line(self, step: int, why: str | None) -> str | None:
-        """What all processes are told of a failure; earlier checkpoints are unchanged, and
-        unfinished files removed.
-        """
-        if why is None:
-            return None
+    def _fail(self, step: int, why: str) -> None:
+        """Earlier checkpoints are unchanged, and unfinished files removed."""
+        self._failure = f"the checkpoint of step {step} could not be written: {why}"
         # the disk or the store is as it was; the next save clears again
         with contextlib.suppress(Exception):
-            self._clear()
-        try:
-            newest = max(steps(self.folder), default=None)
-            if newest is None:
-                kept = "there is none before it"
-            else:
-                kept = f"the newest is that of step {newest}"
-        except Exception as error:
-            kept = f"the others cannot be listed now: {reason(error)}"
-        return f"the checkpoint of step {step} could not be written: {why} ({kept})"
-
-    def _fail(self, failure: str) -> None:
-        self._failures += 1
-        self._failure = failure
+            if jax.process_index() == 0:
+                self._clear()
 
     def _clear(self) -> None:
         """Remove folders that a kill or a failure left half written or half removed."""
-        if is_remote(self.folder):
-            for step in unfinished_steps(self.folder):
-                remove(self._place(step))
-            return
-        complete(self.folder)
-        for prefix in (WRITING, _DELETING):
-            for leftover in list(self.folder.glob(f"{prefix}*")):
-                shutil.rmtree(leftover, ignore_errors=True)
-
-    def _place(self, step: int) -> AnyPath:
-        return self.folder / str(step)
-
-    def _unfinished(self, step: int) -> AnyPath:
-        """The folder to write into. A new name after each failure: its abandoned writes may still
-        be running.
-        """
-        if is_remote(self.folder):
-            return self._place(step)
-        name = f"{WRITING}{step}"
-        if self._failures:
-            name += f".{self._failures}"
-        return self.folder / name
-
-
-def complete(folder: AnyPath) -> None:
-    """Give a checkpoint its name that was whole, but not renamed yet when the process was killed.
-    On disks alone.
-
-    The kill may also have left half a manifest: that one is not whole.
-    """
-    if is_remote(folder):
-        return
-    for path in list(folder.glob(f"{WRITING}*")):  # before any is renamed
-        step, _, _ = path.name.removeprefix(WRITING).partition(".")
-        place = folder / step
-        if not place.exists() and not manifest.problems(path, contents=False):
-            path.rename(place)
+        for step in unfinished_steps(self.folder):
+            remove(self.folder / str(step))
 
 
 def remove(folder: AnyPath) -> None:
-    """Remove one step's folder. In an object store the manifest goes first, without which it does
-    not count.
-    """
+    """Remove one step's folder. The manifest goes first, without which it does not count."""
     if is_remote(folder):
         return remote.remove(folder, first=manifest.NAME)
-    with contextlib.suppress(FileNotFoundError):  # another process removed it
-        shutil.rmtree(_set_aside(folder), ignore_errors=True)
+    (folder / manifest.NAME).unlink(missing_ok=True)
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 def loss_of(folder: AnyPath) -> float | None:
@@ -328,33 +266,11 @@ def steps_to_remove(losses: Mapping[int, float | None], *, keep: Keep) -> list[i
     return [step for step in steps if step not in kept]
 
 
-def _set_aside(folder: pathlib.Path) -> pathlib.Path:
-    """Renames a folder, so that a kill leaves no half checkpoint under its name. Returns the new
-    path.
-    """
-    aside = folder.with_name(_DELETING + folder.name)
-    shutil.rmtree(aside, ignore_errors=True)
-    return folder.rename(aside)
-
-
 def _error_of(work: Callable[[], None]) -> str | None:
     """Calls `work`. Returns its error in one line, None if it succeeded."""
     try:
         work()
-    # Orbax, tensorstore and fsspec have no common error for a failed write
+    # tensorstore and fsspec have no common error for a failed write
     except Exception as error:
         return reason(error)
     return None
-
-
-def _check_room(folder: pathlib.Path, items: Items) -> None:
-    """Raises OSError if the disk has less free space than the arrays need: better now than half-way
-    through.
-    """
-    needed = sum(leaf.nbytes for leaf in jax.tree.leaves(items))
-    free = shutil.disk_usage(folder).free
-    if free < needed:
-        raise OSError(
-            errno.ENOSPC,
-            f"{os.strerror(errno.ENOSPC)}: {needed / 1e6:,.1f} MB needed, {free / 1e6:,.1f} free",
-        )

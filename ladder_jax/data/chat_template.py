@@ -5,7 +5,7 @@ import functools
 import json
 from collections.abc import Mapping, Sequence
 
-from ladder_jax.errors import UserError, error_text
+from ladder_jax.errors import UserError, refused
 
 
 class ChatTemplate:
@@ -17,12 +17,8 @@ class ChatTemplate:
 
     def __init__(self, source: str, *, special: Mapping[str, str]):
         self._special = dict(special)
-        try:
+        with refused("the tokenizer's chat template is not valid"):
             self._template = _environment().from_string(source)
-        except Exception as error:  # Jinja's, Python's compiler's, and RecursionError
-            raise UserError(
-                f"the tokenizer's chat template is not valid: {error_text(error)}"
-            ) from None
 
     def __call__(
         self,
@@ -51,12 +47,9 @@ class ChatTemplate:
             "add_generation_prompt": prompt,
             "strftime_now": strftime_now,
         }
-        try:
+        # the template is a program of somebody else's
+        with refused("the chat template refuses these messages"):
             return self._template.render(**self._special, **given)
-        except Exception as error:  # the template is a program of somebody else's
-            raise UserError(
-                f"the chat template refuses these messages: {error_text(error)}"
-            ) from None
 
 
 def _environment():
@@ -89,4 +82,4 @@ def _environment():
 
 
 def _refuse(message: str):
-    raise UserError(message)
+    raise ValueError(message)

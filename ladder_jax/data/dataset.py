@@ -169,15 +169,14 @@ def _examples(
     """Packed examples. The last ones are held out."""
     loaded = examples.load(config.path, tokenizer=tokenizer, length=train.sequence, now=now)
     cut = _before_held_out(len(loaded), config)
-    what = f"data.path={config.path!r}"
-    rows, held_out = _packed(loaded.read, loaded.starts, cut, train, what, loaded.loss_mask)
+    rows, held_out = _packed(loaded.read, loaded.starts, cut, train, loaded.loss_mask)
     return _dataset(
         rows,
         held_out,
         seed=train.seed,
         tokenizer=tokenizer,
         fingerprint=_digest([tokenizer.name, loaded.fingerprint]),
-        notes=(loaded.summary(),),
+        notes=(loaded.summary,),
     )
 
 
@@ -198,7 +197,7 @@ def _stored(
     if documents < 2:
         raise UserError(f"{what} has one document; it needs two, as one is held out")
     cut = np.searchsorted(store.starts, _before_held_out(total, config))
-    rows, held_out = _packed(store.read, store.starts, cut, train, what)
+    rows, held_out = _packed(store.read, store.starts, cut, train)
     return _dataset(
         rows,
         held_out,
@@ -221,15 +220,13 @@ def read_mixture(file: pathlib.Path) -> list[tuple[AnyPath, float]]:
         raise UserError(
             f"{str(file)!r} must hold one section 'mixture:' with token stores and weights, such as 'web: 7'"
         )
-    for name, weight in weights.items():
-        is_number = type(weight) in (int, float)
-        if not is_number or not 0 < weight < math.inf:
-            raise UserError(
-                f"{str(file)!r}: the weight of {str(name)!r} must be a number above 0, not {weight!r}"
-            )
     stores = []
     for name, weight in weights.items():
         store = str(name)
+        if type(weight) not in (int, float) or not 0 < weight < math.inf:
+            raise UserError(
+                f"{str(file)!r}: the weight of {store!r} must be a number above 0, not {weight!r}"
+            )
         if is_remote(store):
             folder = absolute(store)
         else:
@@ -279,22 +276,13 @@ def _before_held_out(count: int, config: DataConfig) -> int:
 
 
 def _packed(
-    read, starts: np.ndarray, cut: int, train: TrainConfig, what: str, loss_mask=None
+    read, starts: np.ndarray, cut: int, train: TrainConfig, loss_mask=None
 ) -> list[PackedRows]:
-    """Rows of the documents before `cut`, and of the others; one document at least of each.
-
-    Raises UserError where nothing is predicted of either.
-    """
+    """Rows of the documents before `cut`, and of the others; one document at least of each."""
     documents = len(starts) - 1
     cut = int(np.clip(cut, 1, documents - 1))
     length = train.sequence
     parts = starts[: cut + 1], starts[cut:]
-    for name, part in zip(("training", "held-out"), parts):
-        if np.diff(part).max() < 2:
-            raise UserError(
-                f"the {name} documents of {what} have one token each, so none is predicted:"
-                " another data.validation_fraction divides them otherwise"
-            )
     return [PackedRows(read, part, length=length, loss_mask=loss_mask) for part in parts]
 
 
@@ -322,11 +310,8 @@ def read_text(config: DataConfig) -> tuple[np.ndarray, str]:
     path = config.path
     if path == STDLIB:
         root = pathlib.Path(sysconfig.get_paths()["stdlib"])
-        files = [
-            p
-            for p in sorted(root.rglob("*.py"))
-            if "site-packages" not in p.parts and "test" not in p.parts
-        ]
+        without = {"site-packages", "test"}
+        files = [p for p in sorted(root.rglob("*.py")) if without.isdisjoint(p.parts)]
     else:
         root = local_path(path)
         if not root.exists():

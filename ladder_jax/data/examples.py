@@ -34,17 +34,13 @@ Masked = tuple[np.ndarray, np.ndarray]
 @dataclasses.dataclass(frozen=True)
 class Examples:
     """tokens: int32 [n], of all examples. loss_mask: bool [n]. starts: int64 [examples + 1], the
-    last is n.
-
-    cut: the number of examples that were longer than a row and lost their end.
-    left_out: the number of examples without any token to predict within a row.
+    last is n. summary: a line for the user.
     """
 
     tokens: np.ndarray
     loss_mask: np.ndarray
     starts: np.ndarray
-    cut: int
-    left_out: int
+    summary: str
 
     def __len__(self) -> int:
         return len(self.starts) - 1
@@ -58,17 +54,6 @@ class Examples:
         for array in (self.tokens, self.loss_mask, self.starts):
             digest.update(array.tobytes())
         return digest.hexdigest()[:16]
-
-    def summary(self) -> str:
-        counted = f"{len(self):,} examples of {len(self.tokens):,} tokens"
-        share = self.loss_mask.mean()
-        predicted = f"of which {share:.0%} are predicted"
-        parts = [f"{counted}, {predicted}"]
-        if self.cut:
-            parts.append(f"{self.cut:,} were cut at a row's end")
-        if self.left_out:
-            parts.append(f"{self.left_out:,} left out, with no token to predict in a row")
-        return "; ".join(parts)
 
 
 def load(
@@ -101,13 +86,13 @@ def load(
             f"data.path={path!r} has {len(tokens)} examples with tokens to predict; it needs two, as one is held out"
         )
     lengths = [len(row) for row in tokens]
-    return Examples(
-        np.concatenate(tokens),
-        np.concatenate(masks),
-        starts=np.cumsum([0, *lengths]),
-        cut=cut,
-        left_out=left_out,
+    loss_mask = np.concatenate(masks)
+    summary = (
+        f"{len(tokens):,} examples of {len(loss_mask):,} tokens, of which {loss_mask.mean():.0%} are predicted;"
+        f" {cut:,} were cut at a row's end; {left_out:,} left out, with no token to predict in a row"
     )
+    starts = np.cumsum([0, *lengths])
+    return Examples(np.concatenate(tokens), loss_mask, starts, summary)
 
 
 def read(path: str) -> Iterator[tuple[str, dict]]:
@@ -167,7 +152,7 @@ def render(
         spans = [(begin, end)]
         tokens, loss_mask = _tokens(text, spans, tokenizer, special=True)
         return _ended(tokens, loss_mask, tokenizer)
-    except UserError as error:
+    except (UserError, UnicodeEncodeError) as error:
         raise UserError(f"{where}: {error}") from None
 
 

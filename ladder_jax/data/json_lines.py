@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from ladder_jax.errors import UserError
+from ladder_jax.files import reason
 
 ENDINGS = (".jsonl", ".ndjson", ".jsonl.gz")
 BLOCK = 2**20  # bytes
@@ -40,16 +41,10 @@ def read(
                 position += len(line)
                 if line.strip():
                     yield number, json.loads(line)
-    except UnicodeDecodeError:
-        raise UserError(f"{place(file, number, begin)}: not UTF-8 text") from None
     except (ValueError, RecursionError) as error:
         raise UserError(f"{place(file, number, begin)}: not JSON: {error}") from None
-    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-        raise UserError(
-            f"{file}:{number + 1}: the gzip file is damaged or incomplete: {error}"
-        ) from None
-    except OSError as error:
-        raise UserError(f"cannot read {str(file)!r}: {error.strerror or error}") from None
+    except (OSError, EOFError, zlib.error) as error:
+        raise UserError(f"cannot read {str(file)!r}: {reason(error)}") from None
 
 
 def parsed[T](file: str, parse: Callable[[Any, int, int], T], *, what: str) -> list[T]:

@@ -6,6 +6,7 @@ arXiv 2404.10830). The packing depends only on the documents' lengths.
 """
 
 import bisect
+import collections
 import dataclasses
 from collections.abc import Callable
 
@@ -150,51 +151,30 @@ def _cut(starts: np.ndarray, lengths: np.ndarray, row: int) -> tuple[np.ndarray,
 
 
 def _best_fit(lengths: np.ndarray, row: int) -> np.ndarray:
-    """The row of each piece. A piece goes to the row that then has the least room left, or to a new
-    row.
+    """The row of each piece. A piece goes to the row that then has the least room left, of several
+    to the one that has had this room longest, or to a new row.
 
-    lengths: of the pieces, in descending order. Pieces of equal length are placed together, into
-    all rows with equal room at once, so the time grows with the number of different lengths, not
-    with the number of pieces.
+    lengths: of the pieces, in descending order.
     """
     row_of = np.empty(len(lengths), np.int64)
-    ascending = -lengths
     rooms: list[int] = []  # the different amounts of room left in rows, in tokens, ascending
-    with_room: dict[int, list[np.ndarray]] = {}  # the rows by their room
+    with_room = collections.defaultdict(collections.deque)  # the rows by their room
     rows = 0
-    done = 0
-
-    def add(room_left: int, added: np.ndarray) -> None:
-        if room_left and len(added):
-            if room_left not in with_room:
-                bisect.insort(rooms, room_left)
-            with_room.setdefault(room_left, []).append(added)
-
-    while done < len(lengths):
-        length = int(lengths[done])
-        end = int(np.searchsorted(ascending, -length, side="right"))
-        while done < end:
-            left = end - done
-            at = bisect.bisect_left(rooms, length)
-            is_new = at == len(rooms)
+    for piece, length in enumerate(lengths.tolist()):
+        at = bisect.bisect_left(rooms, length)
+        if at < len(rooms):
+            room = rooms[at]
+            chosen = with_room[room].popleft()
+            if not with_room[room]:
+                del rooms[at]
+        else:
             room = row
-            if not is_new:
-                room = rooms.pop(at)
-            per_row = room // length  # each row is filled before the next
-            needed = -(-left // per_row)
-            if is_new:
-                candidates = np.arange(rows, rows + needed)
-                rows += needed
-            else:
-                candidates = np.concatenate(with_room.pop(room))
-            used = min(len(candidates), needed)
-            placed = min(per_row * used, left)
-            filled = np.repeat(candidates[:used], per_row)
-            stop = done + placed
-            row_of[done:stop] = filled[:placed]
-            done = stop
-            full, rest = divmod(placed, per_row)
-            add(room - per_row * length, candidates[:full])
-            add(room - rest * length, candidates[full:used])
-            add(room, candidates[used:])
+            chosen = rows
+            rows += 1
+        row_of[piece] = chosen
+        left = room - length
+        if left:
+            if not with_room[left]:
+                bisect.insort(rooms, left)
+            with_room[left].append(chosen)
     return row_of

@@ -21,7 +21,7 @@ from typing import Any, Protocol
 
 from ladder_jax import files
 from ladder_jax.data.chat_template import ChatTemplate
-from ladder_jax.errors import UserError
+from ladder_jax.errors import UserError, refused
 from ladder_jax.files import AnyPath, expanded
 
 BYTES = "bytes"
@@ -106,11 +106,11 @@ class Tokenizer(Protocol):
 class Bytes(Tokenizer):
     """Tokens 0 to 255 are a text's UTF-8 bytes."""
 
-    name: str = BYTES
-    vocab_size: int = 256
-    stop_ids: tuple[int, ...] = ()
-    bos_token_id: int | None = None
-    has_chat: bool = False
+    name = BYTES
+    vocab_size = 256
+    stop_ids = ()
+    bos_token_id = None
+    has_chat = False
 
     def encode(self, text: str, *, special: bool = True) -> list[int]:
         """Bytes of a command line that are not UTF-8 stay what they were."""
@@ -125,16 +125,11 @@ class Bytes(Tokenizer):
     def offsets(self, text: str, *, special: bool) -> Offsets:
         tokens = []
         places = []
-        try:
-            for index, character in enumerate(text):
-                found = self.encode(character)
-                place = (index, index + 1)
-                tokens += found
-                places += [place] * len(found)
-        except UnicodeEncodeError:
-            raise UserError(
-                "the text holds half of a surrogate pair, which is no character"
-            ) from None
+        for index, character in enumerate(text):
+            found = self.encode(character)
+            place = (index, index + 1)
+            tokens += found
+            places += [place] * len(found)
         return tokens, places
 
     def render(
@@ -174,10 +169,8 @@ def save(tokenizer: Tokenizer, folder: AnyPath) -> None:
             )
         return
     folder.mkdir(parents=True, exist_ok=True)
-    for name in reversed(FILES):
-        content = _read(tokenizer.folder, name)
-        if content is not None:
-            files.write(folder / name, [content])
+    for name, text in reversed(tokenizer.files.items()):
+        files.write(folder / name, [text.encode()])
 
 
 def check_vocabulary(tokenizer: Tokenizer, *, vocab_size: int, path: str | None = None) -> None:
@@ -202,14 +195,15 @@ class HuggingFace(Tokenizer):
         import tokenizers
 
         self.folder = folder
-        content = _read_text(folder, MAIN)
+        self.files = _read(folder)
+        content = self.files.get(MAIN)
         if content is None:
             raise UserError(
                 f"{str(folder)!r} holds no {MAIN}: a tokenizer is a folder with one"
                 " (transformers' AutoTokenizer.from_pretrained(...).save_pretrained(...) writes it)"
             )
         file = str(folder / MAIN)
-        with _explained(f"{file!r} is not a tokenizer"):
+        with refused(f"{file!r} is not a tokenizer"):
             tokenizer = tokenizers.Tokenizer.from_str(content)
             tokenizer.no_truncation()
             tokenizer.no_padding()
@@ -219,24 +213,18 @@ class HuggingFace(Tokenizer):
                 model.dropout = None
             described = json.loads(content)
             vocabulary = tokenizer.get_vocab(with_added_tokens=True)
-        if not vocabulary:
-            raise UserError(
-                f"{file!r} has an empty vocabulary: a tokenizer needs one token at least"
-            )
+            self.vocab_size = 1 + max(vocabulary.values())
         self._tokenizer = tokenizer
         added = tokenizer.get_added_tokens_decoder()
         self.special_ids = {one.content: token for token, one in added.items() if one.special}
         digest = hashlib.sha256(content.encode()).hexdigest()
         self.name = f"tokenizer-{digest[:16]}"
         self._steps, self._drops_first_space = _steps(described.get("decoder"))
-        self._config = _object(folder, "tokenizer_config.json")
-        mapped = _object(folder, "special_tokens_map.json")
-        self._special = _special_tokens(mapped | self._config)
-        self.vocab_size = 1 + max(vocabulary.values())
-        self._check_around()
+        config = self._object("tokenizer_config.json")
+        self._special = _special_tokens(self._object("special_tokens_map.json") | config)
         self.stop_ids = self._stop_ids()
         self.bos_token_id = self._token_id("bos_token")
-        source = _template(folder, self._config)
+        source = self.files.get("chat_template.jinja", _template(config))
         self._chat = None
         if source is not None:
             self._chat = ChatTemplate(source, special=self._special)
@@ -286,9 +274,11 @@ class HuggingFace(Tokenizer):
             raise UserError(f"the tokenizer in {str(self.folder)!r} has no chat template")
         return self._chat(messages, prompt=prompt, now=now)
 
-    def _encoding(self, text: str) -> contextlib.AbstractContextManager[None]:
-        _check_encodes("the text", text)
-        return _explained(f"the tokenizer in {str(self.folder)!r} cannot encode this text")
+    @contextlib.contextmanager
+    def _encoding(self, text: str) -> Iterator[None]:
+        with refused(f"the tokenizer in {str(self.folder)!r} cannot encode this text"):
+            text.encode()  # half of a surrogate pair is no character
+            yield
 
     @functools.cached_property
     def _bytes(self) -> dict[int, bytes]:
@@ -303,14 +293,8 @@ class HuggingFace(Tokenizer):
                 written[index] = token.content
         return {index: _piece_bytes(piece, self._steps) for index, piece in written.items()}
 
-    def _check_around(self) -> None:
-        """`tokenizers` compares nothing that a post-processor inserts with the vocabulary."""
-        for token in self.encode(""):
-            if token >= self.vocab_size:
-                raise UserError(
-                    f"{str(self.folder / MAIN)!r} puts token {token} around every text, which is not in its"
-                    f" vocabulary (allowed: 0 to {self.vocab_size - 1})"
-                )
+    def _object(self, name: str) -> dict:
+        return json_object(self.files.get(name, "{}"), where=self.folder / name)
 
     def _token_id(self, name: str) -> int | None:
         token = self._special.get(name)
@@ -319,8 +303,7 @@ class HuggingFace(Tokenizer):
         return self._tokenizer.token_to_id(token)
 
     def _stop_ids(self) -> tuple[int, ...]:
-        settings = _object(self.folder, "generation_config.json")
-        several = settings.get("eos_token_id")
+        several = self._object("generation_config.json").get("eos_token_id")
         if not isinstance(several, list):
             several = [several]
         found = [self._token_id("eos_token"), *several]
@@ -328,62 +311,27 @@ class HuggingFace(Tokenizer):
         return tuple(dict.fromkeys(known))
 
 
-@contextlib.contextmanager
-def _explained(what: str) -> Iterator[None]:
-    """Turns the errors of `tokenizers` into a UserError: plain Exceptions, and panics of its Rust,
-    which are none.
-    """
-    try:
-        yield
-    except BaseException as error:
-        # The class cannot be imported, as it has no module
-        is_panic = type(error).__name__ == "PanicException"
-        if is_panic or isinstance(error, Exception):
-            raise UserError(f"{what}: {error}") from None
-        raise
+def _read(folder: AnyPath) -> dict[str, str]:
+    """The text of those of FILES that are there."""
+    found = {}
+    for name in FILES:
+        try:
+            found[name] = (folder / name).read_bytes().decode("utf-8")
+        except FileNotFoundError:
+            continue
+        except OSError as error:
+            raise UserError(f"cannot read {str(folder / name)!r}: {error.strerror}") from None
+        except UnicodeDecodeError:
+            raise UserError(f"{str(folder / name)!r} is not UTF-8 text") from None
+    return found
 
 
-def _check_encodes(what: str, text: str) -> None:
-    try:
-        text.encode("utf-8")
-    except UnicodeEncodeError:
-        raise UserError(
-            f"{what} is not UTF-8: it holds half of a surrogate pair, which is no character"
-        ) from None
-
-
-def _read(folder: AnyPath, name: str) -> bytes | None:
-    try:
-        return (folder / name).read_bytes()
-    except FileNotFoundError:
-        return None
-    except OSError as error:
-        raise UserError(f"cannot read {str(folder / name)!r}: {error.strerror}") from None
-
-
-def _read_text(folder: AnyPath, name: str) -> str | None:
-    content = _read(folder, name)
-    if content is None:
-        return None
-    try:
-        return content.decode("utf-8")
-    except UnicodeDecodeError:
-        raise UserError(f"{str(folder / name)!r} is not UTF-8 text") from None
-
-
-def _object(folder: AnyPath, name: str) -> dict:
-    content = _read(folder, name)
-    if content is None:
-        return {}
-    return json_object(content, where=folder / name)
-
-
-def json_object(content: bytes, *, where: AnyPath) -> dict[str, Any]:
+def json_object(content: bytes | str, *, where: AnyPath) -> dict[str, Any]:
     """The JSON object in a file's `content`. Raises UserError, which names the file `where`, for
     something else.
     """
     try:
-        found = json.loads(content.decode("utf-8"))
+        found = json.loads(content)
     except (ValueError, RecursionError) as error:
         raise UserError(f"{str(where)!r} is not JSON: {error}") from None
     if not isinstance(found, dict):
@@ -399,18 +347,12 @@ def _special_tokens(config: dict) -> dict[str, str]:
         if isinstance(value, dict):
             text = value.get("content")
         if key.endswith("_token") and isinstance(text, str):
-            _check_encodes(f"the tokenizer's {key}", text)
             found[key] = text
     return found
 
 
-def _template(folder: pathlib.Path, config: dict) -> str | None:
-    """A file of its own comes before the configuration; of several templates there, the one called
-    default.
-    """
-    source = _read_text(folder, "chat_template.jinja")
-    if source is not None:
-        return source
+def _template(config: dict) -> str | None:
+    """That of a configuration; of several the one called default."""
     found = config.get("chat_template")
     if isinstance(found, list):
         named = {one.get("name"): one.get("template") for one in found if isinstance(one, dict)}

@@ -16,7 +16,13 @@ import tensorstore
 
 from ladder_jax import checkpoint
 from ladder_jax.checkpoint import manifest, saved
-from ladder_jax.checkpoint.arrays import Stream, database, described_array
+from ladder_jax.checkpoint.arrays import (
+    Digests,
+    database,
+    described_array,
+    differences,
+    write_pieces,
+)
 from ladder_jax.config import DataConfig, FolderConfig, RunConfig, to_dict
 from ladder_jax.data import tokenizer as tokenizers
 from ladder_jax.errors import RunFailed
@@ -91,13 +97,16 @@ def write(exported: Source, folder: pathlib.Path, *, place: pathlib.Path) -> Non
         exported.arrays.items(), key=lambda named: (named[0].name, named[0].layer or 0)
     )
     try:
-        with Stream(item / "params", _stacked(exported)) as stream:
-            with progress(len(in_order), label="written {done}/{total} arrays") as update:
-                for done, (key, array) in enumerate(in_order, start=1):
-                    stream.put(key.name, array.read(), layer=key.layer)
+        with progress(len(in_order), label="written {done}/{total} arrays") as update:
+
+            def pieces():
+                for done, (key, array) in enumerate(in_order):
                     update(done, "")
-            stream.finish()
-            _compare(stream, place=place)
+                    yield (key.name, key.layer), array.read()
+                update(len(in_order), "")
+
+            digests = write_pieces(item / "params", _stacked(exported), pieces())
+        _compare(item / "params", digests, place=place)
         _describe(item, config=_config(exported, place=place))
         manifest.write(item)
     except ValueError as error:  # tensorstore's, of a disk too
@@ -116,9 +125,9 @@ def _stacked(exported: Source) -> dict[str, jax.ShapeDtypeStruct]:
     return stacked
 
 
-def _compare(stream: Stream, *, place: pathlib.Path) -> None:
-    with progress(stream.count, label="compared {done}/{total} pieces") as update:
-        for done, name in enumerate(stream.differences(), start=1):
+def _compare(folder: pathlib.Path, digests: Digests, *, place: pathlib.Path) -> None:
+    with progress(len(digests), label="compared {done}/{total} pieces") as update:
+        for done, name in enumerate(differences(folder, digests), start=1):
             if name is not None:
                 raise RunFailed(
                     f"cannot write {str(place)!r}: {name} reads back with other values than were written"

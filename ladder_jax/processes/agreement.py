@@ -18,7 +18,6 @@ import jax
 from ladder_jax.errors import RunFailed, UserError
 
 TIMEOUT = 1800.0  # seconds
-GIVE_UP = 0.9  # process 0's share of the timeout; in the rest it tells the others why it gave up
 LONGEST = 1e6  # seconds: jax's time-outs are integers of milliseconds
 # seconds in which a watchdog, if there is one, ends this process and names the one that failed
 FAREWELL = 5.0
@@ -41,37 +40,59 @@ class Agreement:
     def __init__(
         self, name: str, *, timeout: float = TIMEOUT, place: tuple[int, int] | None = None
     ):
+        from jax._src import distributed  # which has no public name for its client
+
         self.timeout = timeout
-        self._client = _client()
+        self._client = distributed.global_state.client  # None in a single process
         if place is None:
             place = (jax.process_index(), jax.process_count())
         self._process, self._count = place
         self._name = f"ladder_jax/{name}/{next(_opened)}"
         self._rounds = itertools.count()
 
+    def gather(self, what: str, mine: Any) -> list[Any]:
+        """All processes' reports, in the processes' order, on each of them."""
+        if self._client is None:
+            return [mine]
+        number = next(self._rounds)
+        key = f"{self._name}/{number}"
+        with _coordination(what):
+            self._client.key_value_set(f"{key}/{self._process}", json.dumps(mine))
+            late = not self._all_come(key)
+            reports = {}
+            for name, value in self._client.key_value_dir_get(f"{key}/"):
+                reports[int(name.rpartition("/")[2])] = json.loads(value)
+            if self._process == 0:  # all have read the round before
+                self._client.key_value_delete(f"{self._name}/{number - 1}/")
+        if late:
+            silent = [process for process in range(self._count) if process not in reports]
+            first = silent[0] if silent else self._process
+            raise RunFailed(
+                f"process {first} of {self._count} has not answered within {self.timeout:g} s: {what}"
+            )
+        return [reports[process] for process in sorted(reports)]
+
+    def _all_come(self, key: str) -> bool:
+        """Whether all processes come here within the time."""
+        try:
+            self._client.wait_at_barrier(key, int(1000 * min(self.timeout, LONGEST)))
+        except jax.errors.JaxRuntimeError as error:
+            if "DEADLINE_EXCEEDED" not in str(error):
+                raise
+            return False
+        return True
+
     def broadcast[T](self, what: str, decide: Callable[[], T]) -> T:
         """What `decide` returns in process 0, which alone calls it. Raises its UserError or
         RunFailed everywhere.
         """
-        return self.gather(what, None, lambda _: decide())
-
-    def gather[T](self, what: str, mine: Any, conclude: Callable[[list[Any]], T]) -> T:
-        """`conclude` of all processes' reports, in the processes' order; process 0 alone calls it,
-        as in `broadcast`.
-        """
         if self._client is None:
-            return conclude([mine])
-        number = next(self._rounds)
-        key = f"{self._name}/{number}"
-        if self._process == 0:
-            before = f"{self._name}/{number - 1}/"
-            return self._lead(key, what, mine, conclude, before=before)
-        self._put(f"{key}/{self._process}", mine, what)
-        until = time.monotonic() + self.timeout
-        said = self._get(f"{key}/said", 0, what, until=until)
-        if "error" in said:
-            raise _error(said["error"])
-        return said["value"]
+            return decide()
+        decided = None
+        with self.together(what):
+            if self._process == 0:
+                decided = decide()
+        return self.gather(what, decided)[0]
 
     @contextlib.contextmanager
     def together(self, what: str) -> Iterator[None]:
@@ -85,80 +106,23 @@ class Agreement:
         except Exception as raised:
             error = raised
         try:
-            verdict = self.gather(what, error and _described(error), _verdict)
+            reports = self.gather(what, error and _described(error))
         except RunFailed as lost:
             raise error or lost from None
         if error is not None and not isinstance(error, UserError | RunFailed):
             raise error
-        if verdict is not None:
-            raise _error(verdict) from None
-
-    def _lead(
-        self, key: str, what: str, mine: Any, conclude: Callable[[list[Any]], Any], *, before: str
-    ) -> Any:
-        """Process 0's part. before: the keys of the round before, which all have read once they are
-        in this one.
-        """
-        until = time.monotonic() + GIVE_UP * self.timeout
-        try:
-            reports = [mine]
-            for process in range(1, self._count):
-                reports.append(self._get(f"{key}/{process}", process, what, until=until))
-            with _coordination(what):
-                self._client.key_value_delete(before)
-            value = json.loads(json.dumps(conclude(reports)))
-        except Exception as error:
-            self._put(f"{key}/said", {"error": _described(error)}, what)
-            raise
-        self._put(f"{key}/said", {"value": value}, what)
-        return value
-
-    def _put(self, key: str, value: Any, what: str) -> None:
-        with _coordination(what):
-            self._client.key_value_set(key, json.dumps(value))
-
-    def _get(self, key: str, process: int, what: str, *, until: float) -> Any:
-        left = min(max(until - time.monotonic(), 0.001), LONGEST)
-        milliseconds = int(1000 * left)
-        with _coordination(what):
-            try:
-                value = self._client.blocking_key_value_get(key, milliseconds)
-                return json.loads(value)
-            except jax.errors.JaxRuntimeError as error:
-                if "DEADLINE_EXCEEDED" not in str(error):
-                    raise
-        raise RunFailed(
-            f"process {process} of {self._count} has not answered within {self.timeout:g} s: {what}"
-        )
-
-
-def _client() -> Any:
-    """jax's coordination client, which has no public name; None in a single process."""
-    if not jax.distributed.is_initialized():
-        return None
-    from jax._src import distributed
-
-    return distributed.global_state.client
+        fault, whose = first_of(reports)
+        if fault is not None:
+            kind = UserError if fault["kind"] == "user" else RunFailed
+            raise kind(fault["text"] + whose) from None
 
 
 def first_of[T](reports: Sequence[T | None]) -> tuple[T | None, str]:
-    """The first report that is not None, and its process in words: "" where all processes reported
-    the same.
-    """
+    """The first report that is not None, and its process in words; "" for a process alone."""
     for process, report in enumerate(reports):
         if report is not None:
-            alike = all(other == report for other in reports)
-            if alike:
-                return report, ""
-            return report, f" (process {process} of {len(reports)})"
+            return report, f" (process {process} of {len(reports)})" if len(reports) > 1 else ""
     return None, ""
-
-
-def _verdict(reports: list[Fault | None]) -> Fault | None:
-    report, whose = first_of(reports)
-    if report is None:
-        return None
-    return {**report, "text": report["text"] + whose}
 
 
 def _described(error: Exception) -> Fault:
@@ -169,13 +133,6 @@ def _described(error: Exception) -> Fault:
         line = (text.strip().splitlines() or [""])[0]
         text = f"{type(error).__name__}: {line}"
     return {"kind": "failed", "text": text}
-
-
-def _error(described: Fault) -> UserError | RunFailed:
-    text = described["text"]
-    if described["kind"] == "user":
-        return UserError(text)
-    return RunFailed(text)
 
 
 @contextlib.contextmanager

@@ -20,7 +20,6 @@ from ladder_jax.processes.options import CHIPS, ProcessSpec, Timeouts, incomplet
 ANNOUNCE_AFTER = 10.0  # seconds until a process prints that it waits for others
 LONGEST = 1e6  # seconds: jax's time-outs are integers
 LOOPBACK = ("localhost", "127.0.0.1", "[::1]")
-SHOWN = 3  # differing settings in a message
 
 type Say = Callable[[str], None]
 
@@ -66,9 +65,9 @@ def joined(
     given["--processes"] = processes
     mine = {"host": socket.gethostname(), "settings": given}
     agreement = Agreement("settings", timeout=timeouts.start, place=(process, processes))
-    hosts = agreement.gather("its settings", mine, _hosts)
+    hosts = _hosts(agreement.gather("its settings", mine))
     watchdog = Watchdog(state.client, process=process, hosts=hosts, timeouts=timeouts)
-    with watchdog.watching(), _second_interrupt():
+    with watchdog.watching():
         watchdog.heartbeat("connected")
         yield Member(process, heartbeat=watchdog.heartbeat)
 
@@ -78,23 +77,15 @@ def _hosts(reports: list[dict[str, Any]]) -> list[str]:
     0's.
     """
     hosts = [report["host"] for report in reports]
-    absent = object()
     first = reports[0]["settings"]
     for process, report in enumerate(reports):
         other = report["settings"]
-        names = [
-            name for name in other | first if other.get(name, absent) != first.get(name, absent)
-        ]
+        names = [name for name in other | first if other.get(name) != first.get(name)]
         if names:
-            shown = [
-                f"{name} is {other.get(name)!r}, not {first.get(name)!r}" for name in names[:SHOWN]
-            ]
-            more = ""
-            if len(names) > SHOWN:
-                more = f" and {len(names) - SHOWN} more"
+            differ = [f"{name} is {other.get(name)!r}, not {first.get(name)!r}" for name in names]
             raise UserError(
                 f"process {process} of {len(hosts)} (host {hosts[process]}) differs from process 0 (host {hosts[0]}):"
-                f" {'; '.join(shown)}{more}"
+                f" {'; '.join(differ)}"
             )
     return hosts
 
@@ -137,21 +128,17 @@ def connect(spec: ProcessSpec, *, timeouts: Timeouts, say: Say) -> bool:
     return True
 
 
-def _address(coordinator: str) -> tuple[str, int]:
-    host, _, port = coordinator.rpartition(":")
-    return host.strip("[]"), int(port)
-
-
 def _bind_address(coordinator: str) -> str | None:
     """Where jax listens: on the loopback interface if that is HOST, else on all (None).
 
     Raises UserError where another program does: some versions of jax crash on it.
     """
-    alone = coordinator.rpartition(":")[0] in LOOPBACK
-    host, port = _address(coordinator)
-    family = socket.AF_INET6 if host == "::1" else socket.AF_INET
+    host, _, port = coordinator.rpartition(":")
+    alone = host in LOOPBACK
+    family = socket.AF_INET6 if host == "[::1]" else socket.AF_INET
     try:
-        socket.create_server((host if alone else "", port), family=family).close()
+        bound = (host.strip("[]") if alone else "", int(port))
+        socket.create_server(bound, family=family).close()
     except OSError as error:
         why = error.strerror or str(error)
         raise UserError(
@@ -174,12 +161,7 @@ def _in_time(spec: ProcessSpec, *, timeouts: Timeouts, say: Say) -> Iterator[Non
         where = f" at {spec.coordinator}"
 
     def give_up() -> None:
-        silent = ""
-        if spec.coordinator and spec.process:
-            silent = _unreachable(spec.coordinator)
-        why = (
-            f"has waited{where} for {timeouts.start:g} s, and not all processes have joined{silent}"
-        )
+        why = f"has waited{where} for {timeouts.start:g} s, and not all processes have joined"
         line = f"{me} {why}: start all with the same --coordinator and --processes, or wait longer with --start-timeout"
         os.write(2, f"ladder-jax: {line}\n".encode())
         os._exit(1)
@@ -199,56 +181,13 @@ def _in_time(spec: ProcessSpec, *, timeouts: Timeouts, say: Say) -> Iterator[Non
             timer.cancel()
 
 
-def _unreachable(coordinator: str) -> str:
-    """That nothing answers at HOST:PORT, where that is so. Process 0 may also have given up a
-    moment ago.
-    """
-    try:
-        socket.create_connection(_address(coordinator), timeout=5).close()
-    except OSError as error:
-        return f" (nothing answers there: {error.strerror or error})"
-    return ""
-
-
 @contextlib.contextmanager
 def _interruptible() -> Iterator[None]:
     """Ctrl-C ends the process by the system's own action: Python's handler waits until native code
     returns.
     """
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
     before = signal.signal(signal.SIGINT, signal.SIG_DFL)
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, before or signal.SIG_DFL)
-
-
-@contextlib.contextmanager
-def _second_interrupt() -> Iterator[None]:
-    """A second Ctrl-C ends at once, also while the main thread waits in a collective and runs no
-    handler.
-    """
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    reader, writer = os.pipe()
-    os.set_blocking(writer, False)
-
-    def count() -> None:
-        interrupts = 0
-        while signals := os.read(reader, 1):
-            interrupts += signals[0] == signal.SIGINT
-            if interrupts == 2:
-                os.write(2, b"ladder-jax: SIGINT again: ending at once\n")
-                os._exit(128 + signal.SIGINT)
-        os.close(reader)
-
-    before = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
-    threading.Thread(target=count, name="second interrupt", daemon=True).start()
-    try:
-        yield
-    finally:
-        signal.set_wakeup_fd(before)
-        os.close(writer)
+        signal.signal(signal.SIGINT, before)

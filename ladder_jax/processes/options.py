@@ -15,7 +15,7 @@ type Environ = Mapping[str, str]
 
 @dataclasses.dataclass(frozen=True)
 class Setting:
-    """`--option VALUE`, or `variable` in the environment."""
+    """`--option VALUE`, or LADDER_JAX_OPTION in the environment."""
 
     name: str
     metavar: str
@@ -24,10 +24,6 @@ class Setting:
     @property
     def option(self) -> str:
         return "--" + self.name.replace("_", "-")
-
-    @property
-    def variable(self) -> str:
-        return "LADDER_JAX_" + self.name.upper()
 
 
 SETTINGS = (
@@ -85,30 +81,21 @@ def spec(options: Options, environ: Environ) -> ProcessSpec | None:
     An option goes before its LADDER_JAX_ variable, and both before the cluster's. Raises UserError
     for impossible values, and for missing ones that no cluster can fill in.
     """
-    values = _values(options, environ)
-    coordinator = values.get("coordinator")
-    processes = values.get("processes")
-    process = values.get("process")
+    given = _given(options, environ)
+    coordinator = given.get("coordinator")
     _check_coordinator(coordinator)
-    count = processes and _whole(processes)
-    index = process and _whole(process)
-    if count is not None and count < 1:
-        raise UserError(f"{processes.source} must be positive, not {count}")
-    if index is not None and index < 0:
-        raise UserError(f"{process.source} must not be negative, but is {index}")
+    count = _whole(given, "processes", least=1)
+    index = _whole(given, "process", least=0)
     if index is not None and count is not None and index >= count:
-        raise UserError(
-            f"{process.source} {index}: {count} processes are 0 to {count - 1} ({processes.source})"
-        )
+        raise UserError(f"--process {index}: {count} processes are 0 to {count - 1} (--processes)")
     if count == 1:
         return None
-    address = coordinator and coordinator.value
-    known = ProcessSpec(address, count, index)
-    if None not in (address, count, index):
+    known = ProcessSpec(coordinator, count, index)
+    if None not in (coordinator, count, index):
         return known
     cluster = suspected(environ)
     if cluster is None:
-        if coordinator is processes is process is None:
+        if coordinator is count is index is None:
             return None
         raise incomplete("no cluster is recognised here", known)
     return dataclasses.replace(known, cluster=cluster)
@@ -118,12 +105,12 @@ def timeouts(options: Options, environ: Environ) -> Timeouts:
     """Raises UserError for a time-out that is not a positive number; infinity ("inf") is for
     ever.
     """
-    values = _values(options, environ)
-    given = {}
+    given = _given(options, environ)
+    seconds = {}
     for name in ("start", "lost", "hang"):
-        if value := values.get(f"{name}_timeout"):
-            given[name] = _seconds(value)
-    return Timeouts(**given)
+        if text := given.get(f"{name}_timeout"):
+            seconds[name] = _seconds(name, text)
+    return Timeouts(**seconds)
 
 
 def suspected(environ: Environ) -> str | None:
@@ -162,45 +149,40 @@ def incomplete(why: str, spec: ProcessSpec) -> UserError:
     )
 
 
-@dataclasses.dataclass(frozen=True)
-class _Value:
-    """A setting's text, and the option or variable that it comes from."""
-
-    value: str
-    source: str
-
-
-def _values(options: Options, environ: Environ) -> dict[str, _Value]:
-    values = {}
+def _given(options: Options, environ: Environ) -> dict[str, str]:
+    given = {}
     for setting in SETTINGS:
-        if (value := options.get(setting.name)) is not None:
-            values[setting.name] = _Value(value, setting.option)
-        elif value := environ.get(setting.variable):
-            values[setting.name] = _Value(value, setting.variable)
-    return values
+        value = options.get(setting.name)
+        if value is None:
+            value = environ.get("LADDER_JAX_" + setting.name.upper())
+        if value:
+            given[setting.name] = value
+    return given
 
 
-def _whole(value: _Value) -> int:
+def _whole(given: dict[str, str], name: str, *, least: int) -> int | None:
+    text = given.get(name)
+    if text is None:
+        return None
+    if not text.isdecimal() or int(text) < least:
+        raise UserError(f"--{name} must be a whole number, at least {least}, not {text!r}")
+    return int(text)
+
+
+def _seconds(name: str, text: str) -> float:
     try:
-        return int(value.value)
-    except ValueError:
-        raise UserError(f"{value.source} must be a whole number, not {value.value!r}") from None
-
-
-def _seconds(value: _Value) -> float:
-    try:
-        seconds = float(value.value)
+        seconds = float(text)
     except ValueError:
         seconds = float("nan")
     if not seconds > 0:
-        raise UserError(f"{value.source} must be a positive number of seconds, not {value.value!r}")
+        raise UserError(f"--{name}-timeout must be a positive number of seconds, not {text!r}")
     return seconds
 
 
-def _check_coordinator(value: _Value | None) -> None:
-    if value is None:
+def _check_coordinator(address: str | None) -> None:
+    if address is None:
         return
-    host, _, port = value.value.rpartition(":")
+    host, _, port = address.rpartition(":")
     is_bare = ":" in host and not host.startswith("[")  # an IPv6 address, whose end may be the port
     if is_bare or not host or not port.isdigit() or not 0 < int(port) < 2**16:
-        raise UserError(f"{value.source} {value.value!r} must be HOST:PORT, such as gpu-0:8476")
+        raise UserError(f"--coordinator {address!r} must be HOST:PORT, such as gpu-0:8476")

@@ -2,10 +2,10 @@
 cannot go on.
 
 Every few seconds each process writes a report into the key-value store of jax's coordination
-service. Process 0 reads all reports and writes a verdict, for which the others wait. Files in the
-run's folder would need a file system that shows every host the same at once; the store needs jax's
-port alone. It ends with process 0: when that is killed, jax aborts the others at the same moment as
-the watchdog, and either message may come first.
+service, reads all reports, and judges them by the same rules as the others. Files in the run's
+folder would need a file system that shows every host the same at once; the store needs jax's port
+alone. It ends with process 0: when that is killed, jax aborts the others at the same moment as the
+watchdog, and either message may come first.
 """
 
 import contextlib
@@ -18,7 +18,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -28,12 +28,8 @@ from ladder_jax.processes.options import Timeouts
 
 GO_ON = "all processes stop; the same command on each goes on from the last checkpoint"
 REPORTS = "ladder_jax/reports"
-LEFT = "ladder_jax/left"
-VERDICT = "ladder_jax/verdict"
-TICK = 0.2  # seconds between two looks at the reports
+TICK = 0.2  # seconds
 SETTLE = 1.0  # seconds after a verdict in which a process may still end with an error of its own
-# seconds at most in which the others read the verdict, before process 0 and the store end
-FAREWELL = 5.0
 LONGEST = 1e6  # seconds: Python's waits have a limit
 
 
@@ -84,7 +80,7 @@ type Live = dict[int, _Seen]  # the processes that have not ended
 
 
 class Members:
-    """All processes of a run, as process 0 sees them. Times are of one monotonic clock, in
+    """All processes of a run, as one of them sees them. Times are of its monotonic clock, in
     seconds.
     """
 
@@ -127,13 +123,9 @@ class Members:
         silence = {process: now - seen.heard for process, seen in live.items()}
         if max(silence.values(), default=0.0) <= lost:
             return None
-        about = []
-        told = []
-        for process, seconds in silence.items():
-            if seconds > lost - interval:  # hosts behind a switch
-                about.append(process)
-                told.append(f"{self.name(process)} has not been heard of for {lost:g} s")
-        return Verdict("; ".join(told), tuple(about))
+        # all that fell silent at about that time, as hosts behind a switch do
+        silent = [process for process, seconds in silence.items() if seconds > lost - interval]
+        return self._blamed(silent, f"has not been heard of for {lost:g} s")
 
     def _ended(self, live: Live) -> Verdict | None:
         """The first failure; else the first crash, once every other process has shown that it was
@@ -150,8 +142,7 @@ class Members:
             when, process = min(ended)
             alive = all(seen.heard > when for seen in live.values())
             if end is End.FAILED or alive:
-                how = self._seen[process].report.how
-                return Verdict(f"{self.name(process)} {how}", (process,))
+                return self._blamed([process], self._seen[process].report.how)
         return None
 
     def _hanging(self, live: Live, now: float) -> Verdict | None:
@@ -165,45 +156,37 @@ class Members:
         if ahead.heartbeats == least:
             text = f"no process got on for {hang:g} s (all are at: {ahead.doing}); a longer wait is --hang-timeout"
             return Verdict(text, ())
-        behind = []
-        told = []
-        for process, report in reports.items():
-            if report.heartbeats == least:
-                behind.append(process)
-                told.append(f"{self.name(process)} hangs at: {report.doing}")
+        behind = [process for process, report in reports.items() if report.heartbeats == least]
+        blamed = self._blamed(behind, f"hangs at: {reports[behind[0]].doing}")
         waited = f"the others have waited for it at: {ahead.doing}, for {hang:g} s (--hang-timeout waits longer)"
-        told.append(waited)
-        return Verdict("; ".join(told), tuple(behind))
+        return Verdict(f"{blamed.text}; {waited}", blamed.about)
+
+    def _blamed(self, processes: list[int], how: str) -> Verdict:
+        told = [f"{self.name(process)} {how}" for process in processes]
+        return Verdict("; ".join(told), tuple(processes))
 
 
 class Watchdog:
     """client: of jax's coordination service; process: the number of this one; hosts: of all, by
     number.
 
-    A call of the store never returns while process 0 stands still. Whichever thread waits in one,
-    `_follow` ends the process then.
+    A call of the store never returns while process 0 stands still: `_guard` ends the process then.
     """
 
     def __init__(self, client: Any, *, process: int, hosts: list[str], timeouts: Timeouts):
         self._client = client
         self._process = process
-        self._count = len(hosts)
         self._timeouts = timeouts
         self._members = Members(hosts, timeouts=timeouts, now=time.monotonic())
         self._report = Report()
         self._numbers = itertools.count(1)
         self._verdict: Verdict | None = None
-        self._judged = threading.Event()
-        self._ending = threading.Event()
+        self._judged = threading.Event()  # there is a verdict, or all are done
+        self._ending = threading.Event()  # the main thread ends the process
         self._done = threading.Event()
-        self._telling = threading.Lock()
+        self._writing = threading.Lock()
         self._last_words = threading.Lock()  # of the thread that ends the process
-        self._answered = time.monotonic()  # when process 0 last took a report
-        watch = self._judge if process == 0 else self._follow
-        self._threads = []
-        for loop in (self._write, watch):
-            thread = threading.Thread(target=self._run, args=(loop,), name="watchdog", daemon=True)
-            self._threads.append(thread)
+        self._answered = time.monotonic()  # when the store last did
 
     def heartbeat(self, doing: str) -> None:
         """Note progress: all processes note the same in the same order, so that one that is behind
@@ -217,162 +200,106 @@ class Watchdog:
         """Watch while the block runs. An error in it ends this process: jax's own end would wait
         for the others.
         """
-        for thread in self._threads:
-            thread.start()
+        for loop in (self._watch, self._guard):
+            threading.Thread(target=loop, name="watchdog", daemon=True).start()
         try:
             yield
         except Stopped:  # all have stopped after the same step
             self._finish()
             raise
         except (UserError, RunFailed) as error:
-            self._fail(End.FAILED, f"ended: {error}")
+            self._tell_end(End.FAILED, f"ended: {error}")
             status = 2 if isinstance(error, UserError) else error.status
             self._end(str(error), status)
         except KeyboardInterrupt:
-            self._fail(End.FAILED, "was interrupted")
+            self._tell_end(End.FAILED, "was interrupted")
             self._end("interrupted", 130)
         except Exception as error:
             told = "".join(traceback.format_exception_only(error))
             last = told.strip().splitlines()[-1][:300]
-            self._fail(End.CRASHED, f"crashed: {last}")
+            self._tell_end(End.CRASHED, f"crashed: {last}")
+            # another may have caused it
+            self._judged.wait(min(self._timeouts.lost + 3 * self._timeouts.interval, LONGEST))
             verdict = self._verdict
             if verdict is None or self._process in verdict.about:
                 traceback.print_exc()
-                text = f"{self._members.name(self._process)} crashed: {last}"
-            else:
-                text = verdict.text
-            self._stop(text)
+                self._stop(f"{self._members.name(self._process)} crashed: {last}")
+            self._stop(verdict.text)
         self._finish()
-
-    def _fail(self, end: End, how: str) -> None:
-        """Report the end. Process 0 then waits for its verdict, as all do after a crash: another
-        may have caused it.
-        """
-        sys.stdout.flush()
-        self._ending.set()
-        self._tell(end=end, how=how)
-        if self._process == 0 or end is End.CRASHED:
-            seconds = self._timeouts.lost + 3 * self._timeouts.interval
-            self._judged.wait(min(seconds, LONGEST))
 
     def _finish(self) -> None:
         """Process 0 waits until the others have finished too."""
-        sys.stdout.flush()
-        self._tell(end=End.DONE)
-        self._done.set()
+        self._tell_end(End.DONE)
         if self._process == 0:
-            self._ending.set()
             self._judged.wait()
             if self._verdict is not None:
                 self._stop(self._verdict.text)
-        for thread in self._threads:
-            thread.join(FAREWELL)
+        self._done.set()
 
-    def _tell(self, **changes: Any) -> None:
-        """Write the report. Only the main thread changes it."""
-        if changes:
-            self._report = dataclasses.replace(self._report, **changes)
-        # it is gone: `_follow` hears it too
-        with self._telling, contextlib.suppress(jax.errors.JaxRuntimeError):
-            report = dataclasses.asdict(self._report)
-            report["number"] = next(self._numbers)
+    def _tell_end(self, end: End, how: str = "") -> None:
+        sys.stdout.flush()
+        self._ending.set()
+        self._report = dataclasses.replace(self._report, end=end, how=how)
+        with contextlib.suppress(jax.errors.JaxRuntimeError):  # it is gone: `_watch` hears it too
+            self._tell()
+
+    def _tell(self) -> None:
+        """Write the report, which the main thread alone changes."""
+        with self._writing:
+            report = dataclasses.replace(self._report, number=next(self._numbers))
+            value = json.dumps(dataclasses.asdict(report))
             key = f"{REPORTS}/{self._process}"
-            self._client.key_value_set(key, json.dumps(report), allow_overwrite=True)
-            self._answered = time.monotonic()
+            self._client.key_value_set(key, value, allow_overwrite=True)
+
+    def _watch(self) -> None:
+        """Report, read the reports and judge them, until all are done or there is a verdict."""
+        members = self._members
+        while not members.all_done:
+            verdict = None
+            try:
+                self._tell()
+                reports = self._client.key_value_dir_get(f"{REPORTS}/")
+            except jax.errors.JaxRuntimeError:  # jax aborts on this at the same moment
+                verdict = Verdict(f"{members.name(0)} is gone", (0,))
+            else:
+                self._answered = time.monotonic()
+                for key, value in reports:
+                    report = Report(**json.loads(value))
+                    process = int(key.rpartition("/")[2])
+                    members.update(process, report, now=self._answered)
+                verdict = members.verdict(now=self._answered)
+            if self._done.is_set():
+                return
+            if verdict is not None:
+                return self._over(verdict)
+            self._done.wait(self._timeouts.interval)
+        self._judged.set()
+
+    def _guard(self) -> None:
+        """End this process where the store, which is process 0's, does not answer."""
+        lost = self._timeouts.lost
+        while not self._done.wait(TICK):
+            if time.monotonic() - self._answered > lost:
+                silent = f"{self._members.name(0)} has not been heard of for {lost:g} s"
+                return self._over(Verdict(silent, (0,)))
+
+    def _over(self, verdict: Verdict) -> None:
+        """End this process, unless its main thread is about to, with an error of its own."""
+        self._verdict = verdict
+        self._judged.set()
+        if not self._ending.wait(SETTLE):
+            self._stop(verdict.text)
 
     def _stop(self, text: str) -> None:
         self._end(f"{text}: {GO_ON}", 1)
 
     def _end(self, line: str, status: int) -> None:
         """Say why, and end without jax's farewell. Python's buffers stay: a stuck thread may hold
-        their locks.
+        their locks. Process 0 waits until the others have judged: jax aborts them when its store
+        ends.
         """
         self._last_words.acquire()
         os.write(2, f"ladder-jax: {one_line(line)}\n".encode())
-        farewell = threading.Thread(target=self._farewell, daemon=True)
-        farewell.start()
-        farewell.join(SETTLE if self._process else FAREWELL)
+        if self._process == 0:
+            time.sleep(2 * self._timeouts.interval + SETTLE)
         os._exit(status)
-
-    def _farewell(self) -> None:
-        """Process 0 waits until the others have left: jax aborts them when the store ends
-        before.
-        """
-        with contextlib.suppress(jax.errors.JaxRuntimeError):
-            if self._process:
-                return self._client.key_value_set(f"{LEFT}/{self._process}", "")
-            gone = {0}
-            if self._verdict is not None:
-                gone.update(self._verdict.about)
-            while len(gone) < self._count:
-                for key, _ in self._client.key_value_dir_get(f"{LEFT}/"):
-                    gone.add(_process_of(key))
-                time.sleep(TICK)
-            time.sleep(SETTLE)  # those that have left are about to end
-
-    def _run(self, loop: Callable[[], None]) -> None:
-        """A run that nobody watches over would hang where it should end."""
-        try:
-            loop()
-        except Exception:
-            traceback.print_exc()
-            os._exit(1)
-
-    def _write(self) -> None:
-        while not self._done.is_set():
-            self._tell()
-            self._done.wait(self._timeouts.interval)
-
-    def _judge(self) -> None:
-        """In process 0: read the reports until all are done, or one verdict is given."""
-        members = self._members
-        before = time.monotonic()
-        while not members.all_done:
-            time.sleep(TICK)
-            now = time.monotonic()
-            for key, value in self._client.key_value_dir_get(f"{REPORTS}/"):
-                report = Report(**json.loads(value))
-                members.update(_process_of(key), report, now=now)
-            stood = now - before
-            before = now
-            if stood > self._timeouts.lost:  # the others have ended meanwhile
-                verdict = Verdict(f"{members.name(0)} stood still for {stood:.0f} s", (0,))
-            else:
-                verdict = members.verdict(now=now)
-            if verdict is not None:
-                value = json.dumps(dataclasses.asdict(verdict))
-                self._client.key_value_set(VERDICT, value)
-                return self._over(verdict)
-        self._judged.set()
-
-    def _follow(self) -> None:
-        """In every other process: wait for the verdict, or for the loss of process 0."""
-        leader = self._members.name(0)
-        lost = self._timeouts.lost
-        milliseconds = max(1, int(1000 * min(1.0, self._timeouts.interval)))
-        while not self._done.is_set():
-            try:
-                value = self._client.blocking_key_value_get(VERDICT, milliseconds)
-                verdict = Verdict(**json.loads(value))
-            except jax.errors.JaxRuntimeError as error:
-                gone = "DEADLINE_EXCEEDED" not in str(error)
-                if gone and self._report.end != End.DONE:  # jax aborts on this at the same moment
-                    self._stop(f"{leader} is gone")
-                if gone or time.monotonic() - self._answered <= lost:
-                    continue
-                verdict = Verdict(f"{leader} has not been heard of for {lost:g} s", (0,))
-            if not self._done.is_set():
-                self._over(verdict)
-            return
-
-    def _over(self, verdict: Verdict) -> None:
-        """End this process, unless its main thread is about to, with an error of its own."""
-        self._verdict = verdict
-        self._judged.set()
-        if self._ending.wait(SETTLE):
-            time.sleep(FAREWELL)
-        self._stop(verdict.text)
-
-
-def _process_of(key: str) -> int:
-    return int(key.rpartition("/")[2])

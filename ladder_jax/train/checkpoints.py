@@ -2,9 +2,7 @@
 saving.
 """
 
-import contextlib
 import dataclasses
-import os
 import time
 from collections.abc import Iterable
 from typing import Any
@@ -13,12 +11,11 @@ import jax
 import numpy as np
 
 from ladder_jax.checkpoint import Checkpoint, Damaged, Store, manifest, open_checkpoint, steps
-from ladder_jax.checkpoint.store import complete
 from ladder_jax.config import OnDamaged
 from ladder_jax.errors import RunFailed, UserError
-from ladder_jax.files import AnyPath, explained, is_remote, patiently
+from ladder_jax.files import AnyPath, explained, patiently
 from ladder_jax.nn import Params
-from ladder_jax.train.folder import CONFIG, RunContext, write_config, writing
+from ladder_jax.train.folder import RunContext, writing
 from ladder_jax.train.gradients import TrainingTask
 from ladder_jax.train.step import (
     TrainState,
@@ -64,7 +61,7 @@ def newest(context: RunContext) -> Checkpoint | None:
     """The run's newest checkpoint, every file of it compared with its manifest; None if there is
     none.
 
-    With run.on_damaged=previous a damaged one is renamed to `<step>.damaged`. Raises Damaged
+    With run.on_damaged=previous the manifest of a damaged one is renamed. Raises Damaged
     otherwise, and where no undamaged one is left. With several processes the first one searches,
     and all resume from the checkpoint that it returns: the others may see an older state of a
     shared file system.
@@ -120,11 +117,6 @@ class CheckpointSaver:
     ) -> None:
         """Start to save; a later `store.failure()` says if that went wrong."""
         with self.context.account.time("saving"):
-            config = self.context.folder / CONFIG
-            # the save meets the same disk, and reports it
-            with contextlib.suppress(RunFailed), writing(config):
-                if not config.exists():  # the user has removed the run's folder
-                    write_config(self.context)
             # All of a run beside its arrays and configuration. The next batch is that of step + 1.
             position = {
                 "step": step,
@@ -144,20 +136,6 @@ class CheckpointSaver:
                 validation_loss=validation,
             )
 
-    def newest(self) -> int:
-        """The step of the newest checkpoint, once all are written; 0 for none. All processes call
-        it together.
-        """
-        self.wait()
-        folder = self.store.folder
-
-        def latest() -> int:
-            with explained(folder, "read"):
-                saved = patiently(folder, lambda: steps(folder))
-            return max(saved, default=0)
-
-        return self.context.agreement.broadcast("the newest checkpoint", latest)
-
     def wait(self) -> None:
         with self.context.account.time("saving"):
             self.store.wait()
@@ -174,17 +152,12 @@ def _newest(folder: AnyPath, *, context: RunContext) -> tuple[int, bool] | None:
     aside, or raises.
     """
     with explained(folder, "read"):
-        complete(folder)
         saved = patiently(folder, lambda: steps(folder))
     for step in reversed(saved):
         path = folder / str(step)
         try:
             with explained(path, "read"):
                 checkpoint = patiently(path, lambda: open_checkpoint(path).check())
-            if not checkpoint.has_manifest:
-                context.say(
-                    f"checkpoint {path} is of an older version and has no manifest: a changed bit in it would go unseen"
-                )
             return step, checkpoint.has_manifest
         except Damaged as damaged:
             if context.config.run.on_damaged is OnDamaged.STOP:
@@ -193,27 +166,10 @@ def _newest(folder: AnyPath, *, context: RunContext) -> tuple[int, bool] | None:
                 ) from None
             if step == saved[0]:
                 raise Damaged(f"{damaged}, and there is no whole one before it") from None
-            with writing(folder):
-                aside = _put_aside(path)
-            context.say(f"{damaged}: put aside as {aside.name}")
+            with writing(folder):  # it does not count without its manifest
+                (path / manifest.NAME).rename(path / manifest.DAMAGED)
+            context.say(f"{damaged}: put aside, its manifest as {manifest.DAMAGED}")
     return None
-
-
-def _put_aside(path: AnyPath) -> AnyPath:
-    """Renames a damaged checkpoint to `20.damaged`, or after other ones of the same step
-    `20.damaged.2`.
-
-    In an object store no folder can be renamed. There its manifest is, without which it does not
-    count.
-    """
-    if is_remote(path):
-        return (path / manifest.NAME).rename(path / manifest.DAMAGED)
-    aside = path.with_name(f"{path.name}.damaged")
-    count = 1
-    while os.path.lexists(aside):
-        count += 1
-        aside = path.with_name(f"{path.name}.damaged.{count}")
-    return path.rename(aside)
 
 
 def _await_files(folder: AnyPath, *, within: float) -> None:

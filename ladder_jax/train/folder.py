@@ -68,8 +68,6 @@ CONFIG = "config.json"
 GOODPUT = "goodput.json"
 RESULT = "result.json"
 LOCK = ".lock"
-# written before config.json: a run that failed or was killed early leaves only these
-_EARLIER = (LOCK, GOODPUT)
 
 # seconds, of the lock in an object store
 RENEWED = 10.0
@@ -164,9 +162,7 @@ def _check(config: RunConfig, folder: AnyPath) -> None:
     if not file.is_file():
         if is_remote(folder):
             remote.check_bucket(folder)
-        if folder.exists() and (
-            not folder.is_dir() or any(_foreign(file, folder) for file in folder.iterdir())
-        ):
+        if folder.exists() and not (folder.is_dir() and _is_free(folder)):
             raise UserError(
                 f"run.dir={str(folder)!r} is not empty and holds no config.json: not a run's folder"
             )
@@ -195,80 +191,13 @@ def _check(config: RunConfig, folder: AnyPath) -> None:
         )
 
 
-def _foreign(file: AnyPath, folder: AnyPath) -> bool:
-    """Whether it is no run's file. Consoles of object stores show an empty folder as an object of
-    the folder's name.
-
-    Such an object is listed as `folder/`, or by newer versions of gcsfs as `folder`, and so again
-    below itself.
+def _is_free(folder: AnyPath) -> bool:
+    """Whether it holds nothing but what stands before a run's configuration. Consoles of object
+    stores show an empty folder as an object of the folder's name.
     """
-    if file == folder:
-        return False
-    name = file.name
-    if is_remote(folder) and name == folder.name and not file.exists():
-        return False
-    earlier = (*_EARLIER, tokenizers.FOLDER)
-    return name not in earlier and not name.startswith(files.PARTIAL)
-
-
-def describe(config: RunConfig) -> str:
-    """The resolved configuration, a line a section."""
-    lines = []
-    for name, section in to_dict(config).items():
-        flat = flatten_dict(section, sep=".")
-        settings = " ".join(f"{key}={value}" for key, value in flat.items())
-        lines.append(f"{name}: {settings}")
-    return "\n".join(lines)
-
-
-def notices(config: RunConfig) -> list[str]:
-    """A line for each setting that is allowed and rarely meant."""
-    steps = config.train.steps
-    warmup = config.train.warmup_steps
-    conversion = config.conversion.steps
-    longer = f"is more than train.steps={steps}, so"
-    told = []
-    if warmup > steps:
-        told.append(
-            f"notice: train.warmup_steps={warmup} {longer} the learning rate does not reach train.learning_rate"
-        )
-    if conversion > steps:
-        told.append(
-            f"notice: conversion.steps={conversion} {longer} training ends with layers half converted;"
-            " checkpoints and held-out losses are of the whole conversion"
-        )
-    return told
-
-
-@contextlib.contextmanager
-def owned(folder: AnyPath, *, say: Callable[[str], None] = print) -> Iterator[None]:
-    """Makes the folder and locks it. Raises UserError where another process trains in it, RunFailed
-    where it cannot be written to. After a UserError within, before the run's first file, it leaves
-    no folder that it has made.
-
-    Of a run's processes only the first takes the lock.
-    """
-    if jax.process_index() > 0:
-        yield
-        return
-    made = not is_remote(folder) and not folder.exists()
-    with contextlib.ExitStack() as stack:
-        with writing(folder):
-            stack.enter_context(locked(folder, say=say))
-        try:
-            yield
-        except UserError:
-            if made and not (folder / CONFIG).exists():
-                _remove(folder)
-            raise
-
-
-def _remove(folder: pathlib.Path) -> None:
-    """A folder that holds nothing but what stands before a run's first file."""
-    with contextlib.suppress(OSError):
-        for name in reversed(_EARLIER):  # the lock last
-            (folder / name).unlink(missing_ok=True)
-        folder.rmdir()
+    names = {file.name for file in folder.iterdir()}
+    names -= {folder.name, LOCK, GOODPUT, tokenizers.FOLDER}
+    return all(name.startswith(files.PARTIAL) for name in names)
 
 
 def end_process(line: str) -> None:
@@ -281,7 +210,7 @@ def locked(
     folder: AnyPath, *, say: Callable[[str], None], lost: Callable[[str], None] = end_process
 ) -> contextlib.AbstractContextManager[None]:
     """Holds the lock of `folder`, which is made if it is missing, in a block. Raises UserError if
-    another process does.
+    another process does. Of a run's processes only the first takes it.
 
     lost: called in a thread, with a line, where a lease can no longer be renewed, before another
         process may take it.
@@ -297,21 +226,15 @@ def _file_lock(folder: pathlib.Path) -> Iterator[None]:
     across hosts.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
-    handle = os.open(folder / LOCK, flags, 0o666)
-    try:
+    with open(folder / LOCK, "a") as file:
         try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise UserError(f"another process is training in {str(folder)!r}") from None
         except OSError as error:  # on a file system without locks nobody is kept out
             if error.errno not in (errno.ENOLCK, errno.ENOTSUP, errno.EINVAL):
                 raise
-        if not os.fstat(handle).st_nlink:  # removed by the process that had it, just now
-            raise UserError(f"another process was about to train in {str(folder)!r}; try again")
         yield
-    finally:
-        os.close(handle)
 
 
 @contextlib.contextmanager
@@ -335,17 +258,14 @@ def _lease(
             within = min(RENEWED, left)
             # tensorstore's: no network; the next attempt may have one
             with contextlib.suppress(ValueError, OSError):
-                after = (
-                    store.write(LOCK, _lease_of(owner, count), if_equal=generation)
-                    .result(within)
-                    .generation
-                )
-                if after:
-                    generation = after
+                content = f"{owner} {count}".encode()
+                written = store.write(LOCK, content, if_equal=generation).result(within)
+                if written.generation:
+                    generation = written.generation
                     renewed = began
                     continue
                 found = store.read(LOCK).result(within)
-                if found.state == "missing" or _owner_of(found.value) != owner:
+                if not found.value.startswith(owner.encode()):  # empty where it is missing
                     return lost(f"another process has taken {str(folder)!r} over")
                 # of an earlier attempt that succeeded without an answer
                 generation = found.stamp.generation
@@ -365,42 +285,28 @@ def _taken(
     store: tensorstore.KvStore, folder: AnyPath, owner: str, say: Callable[[str], None]
 ) -> tuple[bytes, float]:
     """The generation of the lease, once it is this process's, and when its writing began."""
-    before = None
-    until = 0.0
-    while True:
+
+    def busy() -> UserError:
+        host = found.value.decode(errors="replace").partition(" ")[0]
+        return UserError(f"another process is training in {str(folder)!r}, on host {host}")
+
+    found = store.read(LOCK).result()
+    if found.value:  # a local run's lock that was copied here is empty
+        before = found.stamp.generation
+        until = time.monotonic() + EXPIRES
+        say(f"{str(folder)!r} is locked: waiting {EXPIRES:g} s, in case its owner has been killed")
+        while found.value and time.monotonic() < until:
+            time.sleep(min(2.0, RENEWED / 2))
+            found = store.read(LOCK).result()
+            if found.value and found.stamp.generation != before:
+                raise busy()
+    began = time.monotonic()
+    content = f"{owner} 0".encode()
+    written = store.write(LOCK, content, if_equal=found.stamp.generation).result()
+    if not written.generation:
         found = store.read(LOCK).result()
-        # a local run's lock that was copied here is empty
-        locked = found.state != "missing" and found.value
-        if locked and before is None:
-            before = found.stamp.generation
-            until = time.monotonic() + EXPIRES
-            say(
-                f"{str(folder)!r} is locked: waiting {EXPIRES:g} s, in case its owner has been killed"
-            )
-        if locked and found.stamp.generation != before:
-            host = _owner_of(found.value).partition(" ")[0]
-            raise UserError(f"another process is training in {str(folder)!r}, on host {host}")
-        if not locked or time.monotonic() >= until:
-            began = time.monotonic()
-            after = (
-                store.write(LOCK, _lease_of(owner, 0), if_equal=found.stamp.generation)
-                .result()
-                .generation
-            )
-            if after:
-                return after, began
-        time.sleep(min(2.0, RENEWED / 2))
-
-
-def _lease_of(owner: str, count: int) -> bytes:
-    return json.dumps({"owner": owner, "renewed": count}).encode()
-
-
-def _owner_of(content: bytes) -> str:
-    """Empty for content of something else."""
-    with contextlib.suppress(ValueError, TypeError, KeyError):
-        return str(json.loads(content)["owner"])
-    return ""
+        raise busy()
+    return written.generation, began
 
 
 def writing(folder: AnyPath) -> contextlib.AbstractContextManager[None]:
@@ -408,15 +314,8 @@ def writing(folder: AnyPath) -> contextlib.AbstractContextManager[None]:
     return explained(folder, "write into")
 
 
-def began(folder: AnyPath, *, now: float) -> float | None:
-    """`beginning`. At the first start `now` is stored, and None returned."""
-    if (earlier := beginning(folder)) is None:
-        write_json(folder / GOODPUT, {"began": now}, indent=None)
-    return earlier
-
-
-def beginning(folder: AnyPath) -> float | None:
-    """When the first start began this run, in seconds since 1970; None if that is not on record.
+def beginning(folder: AnyPath, *, now: float) -> tuple[bool, float]:
+    """Whether an earlier start began this run, and when the first one did, in seconds since 1970.
 
     Raises RunFailed where the record cannot be read now: a run's data may depend on it.
     """
@@ -430,9 +329,9 @@ def beginning(folder: AnyPath) -> float | None:
     try:
         with explained(folder, "read"):
             content = patiently(folder, read)
-        return float(json.loads(content)["began"])
+        return True, float(json.loads(content)["began"])
     except (ValueError, KeyError, TypeError, RecursionError):
-        return None
+        return False, now
 
 
 def write_config(context: RunContext) -> None:

@@ -166,7 +166,6 @@ class Mirror:
         self._say = say
         self._uploaded: dict[str, tuple[int, int]] = {}  # the size and time of each file
         self._last = time.monotonic()
-        self._failing = False
 
     def begin(self, *names: str, replaced: str) -> None:
         """Copy the objects `names` here, and remove those that match `replaced`. In process 0
@@ -190,7 +189,7 @@ class Mirror:
         """Upload all files that have changed. Without `force`, only EVERY seconds after the last
         time.
 
-        A failure is reported once, and does not end the run: the next upload tries again.
+        A failure does not end the run: the next upload tries again.
         """
         if not force and time.monotonic() - self._last < EVERY:
             return
@@ -198,24 +197,17 @@ class Mirror:
         try:
             with explained(self._folder, "write into"):
                 self._upload()
-            self._failing = False
         except RunFailed as error:
-            if not self._failing:
-                self._say(f"{error}; it is tried again with the next lines")
-            self._failing = True
+            self._say(f"{error}; it is tried again with the next lines")
 
     def _upload(self) -> None:
-        files = {
-            str(path.relative_to(self.local)): path
-            for path in self.local.rglob("*")
-            if path.is_file()
-        }
-        for name, path in sorted(files.items()):
+        there = {str(path.relative_to(self.local)): path for path in files.below(self.local)}
+        for name, path in there.items():
             state = path.stat().st_size, path.stat().st_mtime_ns
             if self._uploaded.get(name) != state:
                 (self._folder / name).write_bytes(path.read_bytes())
                 self._uploaded[name] = state
-        for name in self._uploaded.keys() - files.keys():
+        for name in self._uploaded.keys() - there.keys():
             (self._folder / name).unlink(missing_ok=True)
             del self._uploaded[name]
 
@@ -295,11 +287,6 @@ class Metrics:
         if line:
             self._unwritten.append(line)
         try:
-            if not self._file.exists():  # the user has removed it, or the whole folder
-                self._file.parent.mkdir(parents=True, exist_ok=True)
-                self._file.touch()
-                self._size = 0
-                self._say(f"{self._file} was gone: begun again")
             with self._file.open("r+b") as file:
                 file.truncate(self._size)  # removes a line that was written in part
                 file.seek(self._size)

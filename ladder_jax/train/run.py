@@ -11,12 +11,11 @@ from jax.sharding import Mesh
 
 from ladder_jax import nn, parallel, retrain
 from ladder_jax.checkpoint import Checkpoint, Store
-from ladder_jax.config import PRESETS, Interleave, ModelConfig, RunConfig, preset
+from ladder_jax.config import RunConfig
 from ladder_jax.data import dataset
 from ladder_jax.data.dataset import DataLoader, Dataset
 from ladder_jax.errors import UserError
 from ladder_jax.files import AnyPath, is_remote
-from ladder_jax.hardware import HARDWARE, machine_of
 from ladder_jax.nn import ModelDef
 from ladder_jax.nn.parameter import real_size
 from ladder_jax.parallel import make_mesh, with_ranks
@@ -76,10 +75,10 @@ def run(
     train = config.train
     if profile and profile[-1] > train.steps:
         raise UserError(f"--profile: step {profile[-1]} is past train.steps={train.steps}")
-    beginning = agreement.broadcast(
-        "when the run began", lambda: folder.beginning(where) or account.began
+    resumed, began = agreement.broadcast(
+        "when the run began", lambda: folder.beginning(where, now=account.began)
     )
-    data = _load_data(config, where=where, agreement=agreement, began=beginning)
+    data = _load_data(config, where=where, agreement=agreement, began=began)
     if jax.process_index() > 0:
         say = lambda line: None
 
@@ -101,24 +100,23 @@ def run(
             say=say,
             heartbeat=heartbeat,
         )
-        with agreement.together("the lock of the run's folder"):
-            stack.enter_context(folder.owned(where, say=say))
-        # Since the first look, which costs nothing, another process may have begun a run here, and
-        # ended it.
-        agreement.broadcast("whose folder this is now", lambda: folder.check(config, where))
-        with agreement.together("the profiler's port"):
-            stack.enter_context(timing.profiler_server(config.run.profiler_port))
-        say(folder.describe(config))
+        with agreement.together("the lock of the run's folder"), folder.writing(where):
+            if jax.process_index() == 0:
+                stack.enter_context(folder.locked(where, say=say))
+        stack.enter_context(timing.profiler_server(config.run.profiler_port))
         say(
             f"on {mesh.size} of {len(jax.devices())} devices ({mesh.devices.flat[0].device_kind}), into {where}"
         )
-        for note in (*data.notes, *folder.notices(config)):
+        for note in data.notes:
             say(note)
         with agreement.together("the run's folder"), folder.writing(where):
             if mirror:
                 mirror.begin(NAME, WANDB_ID, replaced="tensorboard/events*")
-            if began := folder.began(where, now=account.began):
-                account.restart(began)
+            if resumed:  # of a run without a checkpoint all time is lost
+                account.began = began
+                account.go_back(None, restarts=1)
+            else:
+                folder.write_json(where / folder.GOODPUT, {"began": began}, indent=None)
 
         checkpoint = checkpoints.newest(context)
         position = {}
@@ -200,17 +198,14 @@ def _load_data(config: RunConfig, *, where: AnyPath, agreement: Agreement, began
             tokenizer = retrain.tokenizer(config, folder=where)
         about = dict(vocab_size=config.model.vocab_size, tokenizer=tokenizer, began=began)
         data = dataset.load(config.data, train=train, **about)
-    agreement.gather("the data", [data.fingerprint, data.tokenizer.name], _check_alike)
-    return data
-
-
-def _check_alike(data: list[list[str]]) -> None:
-    for process, of_process in enumerate(data):
-        if of_process != data[0]:
+    fingerprints = agreement.gather("the data", [data.fingerprint, data.tokenizer.name])
+    for process, of_process in enumerate(fingerprints):
+        if of_process != fingerprints[0]:
             raise UserError(
-                f"process {process} of {len(data)} reads other data than process 0: data.path, data.tokenizer and"
-                " run.dir must lead to the same files on all hosts"
+                f"process {process} of {len(fingerprints)} reads other data than process 0: data.path, data.tokenizer"
+                " and run.dir must lead to the same files on all hosts"
             )
+    return data
 
 
 def _task(context: RunContext, mesh: Mesh, checkpoint: Checkpoint | None) -> TrainingTask:
@@ -231,75 +226,19 @@ def _memory_explained(config: RunConfig, mesh: Mesh) -> Iterator[None]:
     try:
         yield
     except jax.errors.JaxRuntimeError as error:
-        if (explained := out_of_memory(error, config=config, mesh=mesh)) is None:
+        _, exhausted, details = str(error).partition("RESOURCE_EXHAUSTED: ")
+        if not exhausted:
             raise
-        raise explained from None
-
-
-def out_of_memory(
-    error: jax.errors.JaxRuntimeError, *, config: RunConfig, mesh: Mesh
-) -> UserError | None:
-    """The message for an error of jax, in compiling or running, that memory ran out, with the
-    `ladder-jax plan` command that finds settings that fit; None for any other error.
-    """
-    _, exhausted, details = str(error).partition("RESOURCE_EXHAUSTED: ")
-    if not exhausted:
-        return None
-    train = config.train
-    kind = mesh.devices.flat[0].device_kind
-    if config.model.moe is None and config.model.side is None:
-        fits = f"settings that fit: {_plan_command(config, mesh=mesh)}"
-    else:
-        fits = "a larger mesh.fsdp or mesh.tensor, train.remat=full or a larger train.accumulate needs less"
-    halves = ""
-    if train.interleave is not Interleave.WHOLE:
-        halves = f", train.interleave={train.interleave.value}"
-    reason = details.strip().splitlines()[0].rstrip(".")[:200]
-    return UserError(
-        f"not enough memory on {kind} for mesh {_sizes(mesh)}, train.remat={train.remat.value},"
-        f" train.accumulate={train.accumulate}{halves} ({reason});"
-        f" {fits}"
-    )
-
-
-def _plan_command(config: RunConfig, *, mesh: Mesh) -> str:
-    """The planner's command line for this run."""
-    train = config.train
-    return (
-        f"ladder-jax plan {_plan_model(config.model)} --target {_plan_target(mesh)}"
-        f" --tokens {train.batch * train.sequence} --sequence {train.sequence}"
-    )
-
-
-def _plan_target(mesh: Mesh) -> str:
-    """The planner's name of the mesh's devices; TARGET where it has none for their kind."""
-    devices = list(mesh.devices.flat)
-    first = devices[0]
-    kind = first.device_kind
-    if first.platform == "cpu":
-        return f"cpu:{len(devices)}"
-    if kind.startswith("TPU") and (name := machine_of(kind)):
-        places = [device.coords for device in devices]
-        sizes = [max(along) + 1 - min(along) for along in zip(*places)]
-        if name in ("v5e", "v6e"):  # flat
-            sizes = sizes[:2]
-        return f"{name}:{'x'.join(map(str, sizes))}"
-    for name in HARDWARE:
-        if name.upper() in kind:
-            return f"{name}:{len(devices)}"
-    return "TARGET"
-
-
-def _plan_model(config: ModelConfig) -> str:
-    for name in PRESETS:
-        like = dataclasses.replace(preset(name), residual=config.residual, ranks=config.ranks)
-        if like == config:
-            return f"--model {name} --residual {config.residual}"
-    return "--model CONFIG"
-
-
-def _sizes(mesh: Mesh) -> str:
-    return " x ".join(str(mesh.shape[axis]) for axis in ("data", "fsdp", "tensor"))
+        train = config.train
+        reason = details.strip().splitlines()[0].rstrip(".")[:200]
+        sizes = " x ".join(str(mesh.shape[axis]) for axis in ("data", "fsdp", "tensor"))
+        raise UserError(
+            f"not enough memory on {mesh.devices.flat[0].device_kind} for mesh {sizes},"
+            f" train.remat={train.remat.value}, train.accumulate={train.accumulate} ({reason}):"
+            " a larger mesh.fsdp or mesh.tensor, train.remat=full or a larger train.accumulate needs less;"
+            f" what fits: ladder-jax plan --model MODEL --target TARGET"
+            f" --tokens {train.batch * train.sequence} --sequence {train.sequence}"
+        ) from None
 
 
 def _count(definition: ModelDef) -> int:

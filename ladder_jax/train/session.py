@@ -71,33 +71,26 @@ class BadStepPolicy:
     def good(self) -> None:
         self._in_a_row = 0
 
-    def bad(self, step: int, metrics: dict[str, Any], *, saved: int) -> None:
+    def bad(self, step: int, metrics: dict[str, Any]) -> None:
         """Returns if training goes on without this batch; raises RunFailed or RollBack.
 
-        metrics: the bad step's, on the host; saved: the step of the last checkpoint, 0 for none.
+        metrics: the bad step's, on the host.
         """
         config = self.config
         reason = _reason(metrics, config=config)
-        newest = (
-            f"the newest checkpoint is that of step {saved}"
-            if saved
-            else "there is no checkpoint yet"
-        )
         if config.on_bad_step is OnBadStep.STOP:
             raise RunFailed(
-                f"step {step}: {reason}: stopped; {newest}."
-                " With train.on_bad_step=skip or rollback the same command goes on without such batches"
+                f"step {step}: {reason}: stopped;"
+                " with train.on_bad_step=skip or rollback the same command goes on without such batches"
             )
         if config.on_bad_step is OnBadStep.ROLLBACK:
             if self._returns == config.max_bad_steps:
-                raise RunFailed(
-                    f"step {step}: {reason}: stopped after {self._returns} returns; {newest}"
-                )
+                raise RunFailed(f"step {step}: {reason}: stopped after {self._returns} returns")
             raise RollBack(reason, step=step)
         self._in_a_row += 1
         if self._in_a_row > config.max_bad_steps:
             raise RunFailed(
-                f"step {step}: {reason}: stopped after {self._in_a_row} bad steps in a row; {newest}"
+                f"step {step}: {reason}: stopped after {self._in_a_row} bad steps in a row"
             )
         self.left_out[step] = reason
 
@@ -136,6 +129,7 @@ class Session:
     throughput: Throughput
     profiler: Profiler
     validation: float | None = None
+    _saved: int | None = None  # the step of the newest save, unless it has failed
     _step_fn: jax.stages.Compiled | None = None
     _loss: jax.stages.Compiled | None = None
 
@@ -145,6 +139,7 @@ class Session:
         """
         first = int(self.state.step)
         last = self.context.config.train.steps
+        self._saved = first  # resumed from there
         while first < last:
             try:
                 self._compile()
@@ -196,7 +191,7 @@ class Session:
                 self._settle(pending)
                 pending = step, metrics
                 if self.profiler.after(step, pending=metrics):
-                    context.say(f"profile of the steps {self.profiler} in {self.profiler.folder}")
+                    context.say(f"profile in {self.profiler.folder}")
                 if _due(step, train.checkpoint_every, last) or _due(
                     step, train.evaluate_every, last
                 ):
@@ -219,7 +214,7 @@ class Session:
             for name, value in jax.device_get(metrics or {"loss": np.float32(np.nan)}).items()
         }
         if read.pop(BAD, False):
-            self.policy.bad(step, read, saved=self.saver.newest())
+            self.policy.bad(step, read)
         elif metrics:
             self.policy.good()
         context.heartbeat(f"after step {step}")
@@ -252,10 +247,12 @@ class Session:
         skipped = self.policy.left_out
         validation = self.validation
         self.saver.save(step, self.state, self.frozen, skipped=skipped, validation=validation)
+        self._saved = step
         self.policy.saved()
 
     def _report_failure(self, step: int) -> None:
         if failure := self.saver.store.failure():
+            self._saved = None
             self.context.say(
                 f"step {step}: {failure}; training goes on, and the next checkpoint is tried as usual"
             )
@@ -277,8 +274,8 @@ class Session:
         """
         if not step:
             return "no step was made yet"
-        if step > self.saver.newest():
-            self.saver.store.failure()  # an earlier failure: this save tries once more
+        self.saver.wait()
+        if self.saver.store.failure() or step != self._saved:
             self._save(step)
         self.saver.finish()
         return f"step {step} is saved, and the same command goes on from there"
@@ -302,24 +299,16 @@ class Session:
         if self._loss is None:
             with account.time("compile"):
                 loss = held_out_loss(self.task, loop=self.context.config.train.loop)
-                self._loss = loss.compile(*state, self._on_devices(self.held_out[0]))
+                self._loss = loss.compile(*state, self.loader.place(self.held_out[0]))
         losses = []
         weights = []
         with account.time("evaluation"):
             for batch in self.held_out:
-                mean = self._loss(*state, self._on_devices(batch))
+                mean = self._loss(*state, self.loader.place(batch))
                 losses.append(float(mean))
-                if isinstance(batch, Batch):  # padding is not predicted
-                    weights.append(batch.predicted.sum())
-                else:
-                    weights.append(1)
+                # padding is not predicted
+                weights.append(batch.predicted.sum() if isinstance(batch, Batch) else 1)
         return float(np.average(losses, weights=weights))
-
-    def _on_devices(self, batch: np.ndarray | Batch) -> jax.Array | Batch:
-        """Every process has the whole batch, and places the shards of its own devices."""
-        sharding = self.task.definition.layout.sharding("BT")
-        shape = jax.tree.leaves(batch)[0].shape
-        return jax.make_array_from_process_local_data(sharding, batch, shape)
 
     def _roll_back(self, bad: RollBack) -> int:
         self.saver.wait()

@@ -8,7 +8,6 @@ that are made again, for standing still and for starting, is lost.
 
 import contextlib
 import pathlib
-import socket
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -68,11 +67,6 @@ class TimeAccount:
         self.seconds["lost"] += max(0.0, time.time() - saved["time"])
         self.restarts = saved["restarts"] + restarts
 
-    def restart(self, began: float) -> None:
-        """Continue a run that began then and has no checkpoint yet: all time since is lost."""
-        self.began = began
-        self.go_back(None, restarts=1)
-
     def now(self) -> dict[str, float]:
         """Seconds so far, by part."""
         self._charge()
@@ -109,11 +103,7 @@ def goodput_text(summary: dict[str, Any]) -> str:
             parts.append(f"{words} {share:.1%}")
     wall = summary["wall_seconds"]
     restarts = summary["restarts"]
-    times = ""
-    if restarts == 1:
-        times = ", 1 restart"
-    elif restarts:
-        times = f", {restarts} restarts"
+    times = f", restarts: {restarts}" if restarts else ""
     return f"goodput {summary['goodput']:.1%} of {wall:,.0f} s{times}: {', '.join(parts)}"
 
 
@@ -254,9 +244,6 @@ class Profiler:
         self.folder = folder
         self._running = False
 
-    def __str__(self) -> str:
-        return f"{self._steps[0]} to {self._steps[-1]}"
-
     def before(self, step: int, *, pending: object) -> None:
         """Start with this step, if it is the first. Earlier ones (`pending`, which is waited for)
         stay outside.
@@ -283,22 +270,12 @@ class Profiler:
 @contextlib.contextmanager
 def profiler_server(port: int | None) -> Iterator[None]:
     """Within the block jax's profiler listens on `port` + this process's index, for xprof,
-    TensorBoard and `jax.collect_profile`. Raises UserError where it cannot.
+    TensorBoard and `jax.collect_profile`.
     """
     if port is None:
         yield
         return
-    port += jax.process_index()
-    try:
-        with socket.socket() as free:  # jax only logs that a port is taken
-            free.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            free.bind(("", port))
-        jax.profiler.start_server(port)
-    except (OSError, OverflowError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise UserError(
-            f"run.profiler_port: the profiler cannot listen on port {port}: {reason}"
-        ) from None
+    jax.profiler.start_server(port + jax.process_index())
     try:
         yield
     finally:

@@ -120,7 +120,7 @@ def test_a_killed_evaluation_goes_on(run, evaluate, tmp_path, mistake):
 BROKEN = {
     "{'choices'": ":2: not JSON",
     "[1]": ":2: this must be a JSON object, not list",
-    b'{"context": "\xe9"}': ":2: not UTF-8 text",
+    b'{"context": "\xe9"}': ":2: not JSON: 'utf-8' codec can't decode",
     '{"context": "x", "choises": ["a", "b"]}': "must be a list of two texts or more; there is 'choises'",
     '{"context": "x", "choices": ["a", 1], "answer": 0}': "must be a list of two texts or more",
     '{"context": "x", "choices": ["a", ""], "answer": 0}': "choice 1 is empty",

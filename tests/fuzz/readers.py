@@ -205,7 +205,7 @@ def _yamls(folder):
 
 def _yamls_read(folder, changed):
     if changed == "run.yaml":
-        runs.describe(config.load(str(folder / changed)))
+        config.to_dict(config.load(str(folder / changed)))
     elif changed == "override.txt":
         text = (folder / changed).read_bytes().decode(errors="surrogateescape").replace("\x00", "")
         config.load("tiny", overrides=[text.replace(": ", "=", 1)])

@@ -69,7 +69,7 @@ MISTAKES = {
         ("--hardware nowhere.yaml", "cannot read hardware 'nowhere.yaml': No such file"),
         (
             "--hardware v5e --tensor 5",
-            "--tensor 5 does not split this model over v5e, of 8 devices (allowed: 1, 2, 4, 8)",
+            "--tensor 5 does not split this model over v5e, of 16 devices (allowed: 1, 2, 4, 8, 16)",
         ),
         (
             "--hardware h100-nvlink --tensor 16",

@@ -9,14 +9,15 @@ import types
 
 import numpy as np
 import pytest
+import tensorstore
 from gguf import GGMLQuantizationType as Kind
 
 from ladder_jax import checkpoint, nn, parallel, pretrained
-from ladder_jax.checkpoint.arrays import Stream
+from ladder_jax.checkpoint import arrays
 from ladder_jax.cli import main
 from ladder_jax.errors import RunFailed, UserError
+from ladder_jax.pretrained import checkpoints, staging
 from ladder_jax.pretrained import convert as conversion
-from ladder_jax.pretrained import staging
 from ladder_jax.pretrained.convert import Text
 from tests import tokenizers as tiny
 from tests.pretrained import gguf_files, models
@@ -146,27 +147,32 @@ def test_what_is_there_stays(small, tmp_path, mistake):
 
 
 def test_a_disk_that_refuses_or_forgets(small, tmp_path, monkeypatch):
-    real, count = Stream.put, 0
+    real, count = arrays._digest, 0
     out = tmp_path / "out"
 
-    def full(self, *args, **settings):
+    def full(values):
         nonlocal count
         count += 1
         if count == 9:
             raise OSError(28, "No space left on device")
-        real(self, *args, **settings)
+        return real(values)
 
-    monkeypatch.setattr(Stream, "put", full)
+    monkeypatch.setattr(arrays, "_digest", full)
     with pytest.raises(RunFailed, match="cannot write '.*out': No space left on device"):
         convert(small, out)
     assert not any(tmp_path.iterdir())
 
-    def forgetful(self, name, values, **settings):
-        real(self, name, values, **settings)
-        if (name, settings["layer"]) == ("layers/mlp/up", 2):
-            self._stores[name][2, 5, 5].write(np.float32(7)).result()
+    monkeypatch.setattr(arrays, "_digest", real)
+    write = arrays.write_pieces
 
-    monkeypatch.setattr(Stream, "put", forgetful)
+    def forgetful(folder, like, pieces):
+        digests = write(folder, like, pieces)
+        opened = arrays.described_array(arrays.database(folder.absolute()), "layers/mlp/up")
+        store = tensorstore.open(opened, open=True).result()
+        store[2, 5, 5].write(np.float32(7)).result()
+        return digests
+
+    monkeypatch.setattr(checkpoints, "write_pieces", forgetful)
     with pytest.raises(
         RunFailed, match="layers/mlp/up of layer 2 reads back with other values than were written"
     ):

@@ -20,9 +20,9 @@ from unittest import mock
 
 import jax
 import numpy as np
-import orbax.checkpoint as ocp
 
 from ladder_jax import config, train
+from ladder_jax.checkpoint import arrays
 from ladder_jax.errors import RunFailed, UserError
 from ladder_jax.train import checkpoints, metrics, session
 
@@ -67,7 +67,7 @@ def late(path, *, of, seconds):
 
 
 class Refused:
-    """What Orbax returns for a write that a full disk ends."""
+    """A write that a full disk ends."""
 
     def result(self, timeout=None):
         raise OSError(errno.ENOSPC, "No space left on device")
@@ -76,19 +76,17 @@ class Refused:
 @contextlib.contextmanager
 def full(*, of, saves):
     """The disk of process `of`, in the first so many saves."""
-    whole, seen = ocp.PyTreeCheckpointHandler.async_save, []
+    whole, seen = arrays.begin, []
 
-    async def save(self, directory, *args, **kwargs):
-        commits = await whole(self, directory, *args, **kwargs) or []
-        seen.append(directory)
+    def begin(folder, tree):
+        writes = whole(folder, tree)
+        seen.append(folder)
         # two items
         return (
-            [*commits, Refused()]
-            if jax.process_index() == of and len(seen) <= 2 * saves
-            else commits
+            [*writes, Refused()] if jax.process_index() == of and len(seen) <= 2 * saves else writes
         )
 
-    with mock.patch.object(ocp.PyTreeCheckpointHandler, "async_save", save):
+    with mock.patch.object(arrays, "begin", begin):
         yield
 
 

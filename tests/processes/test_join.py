@@ -16,13 +16,11 @@ from tests.processes.conftest import ends
 HOST = os.uname().nodename
 
 
-@pytest.mark.parametrize(
-    "came, silent", [(0, ""), (1, " (nothing answers there: Connection refused)")]
-)
-def test_another_never_comes(started, port, came, silent):
+@pytest.mark.parametrize("came", [0, 1])
+def test_another_never_comes(started, port, came):
     (said,) = ends(started(only=[came], timeouts={"start": 2}), status=1)
     waited = f"process {came} of 2 (host {HOST}) has waited at localhost:{port} for 2 s"
-    line = f"ladder-jax: {waited}, and not all processes have joined{silent}"
+    line = f"ladder-jax: {waited}, and not all processes have joined"
     assert said.startswith(f"{line}: start all with the same --coordinator")
     assert said.count("\n") == 1 and "--start-timeout" in said
 
@@ -65,6 +63,6 @@ def test_first_differences():
     with pytest.raises(UserError) as caught:
         join._hosts([mine, mine, other])
     assert str(caught.value) == (
-        "process 2 of 3 (host c) differs from process 0 (host a): s is 1, not None; t is 1, not None; u is 1, not None"
-        " and 2 more"
+        "process 2 of 3 (host c) differs from process 0 (host a): s is 1, not None; t is 1, not None; u is 1, not None;"
+        " v is 1, not None; x is 1, not None"
     )

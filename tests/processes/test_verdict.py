@@ -1,4 +1,4 @@
-"""Who is to blame: judged from the reports that process 0 reads, at times that are given."""
+"""Who is to blame: judged from the reports of all, at times that are given."""
 
 import dataclasses
 

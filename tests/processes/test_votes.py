@@ -28,7 +28,7 @@ def fails(error, *, of):
 
 told = [
     agreement.broadcast("a decision", lambda: [me, "is the first"]),
-    agreement.gather("a sum", me, sum),
+    agreement.gather("all numbers", me),
     outcome(lambda: agreement.broadcast("a decision", wrong)),
     fails(None, of=()),
     outcome(lambda: fails(UserError("of one"), of=(1,))),
@@ -56,11 +56,11 @@ def test_all_hear_the_same(started):
     ]
     alike = [
         [0, "is the first"],
-        sum(range(processes)),
-        "UserError: it is wrong",
+        list(range(processes)),
+        f"UserError: it is wrong (process 0 of {processes})",
         "through",
         f"UserError: of one (process 1 of {processes})",
-        "RunFailed: of all",
+        f"RunFailed: of all (process 0 of {processes})",
     ]
     fault = f"RunFailed: KeyError: 'a fault' (process 1 of {processes})"
     late = f"RunFailed: process 1 of {processes} has not answered within {TIMEOUT:g} s: a try"

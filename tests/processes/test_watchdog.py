@@ -4,7 +4,6 @@ names the cause.
 
 import os
 import signal
-import time
 
 from ladder_jax.processes.watchdog import GO_ON, REPORTS
 from tests.processes.conftest import ends, joined
@@ -99,25 +98,3 @@ def test_all_finish_or_stop(started):
     """
     said = ends(started(body), status=143)
     assert said == ["ladder-jax: SIGTERM: step 18 is saved\n"] * 2
-
-
-def test_second_interrupt_ends_at_once(started):
-    """Also where the main thread waits in native code, as in a collective, and runs no handler."""
-    body = """
-    from jax._src import distributed
-    signal.signal(signal.SIGINT, lambda *_: print("handled"))
-    print("waits", flush=True)
-    distributed.global_state.client.blocking_key_value_get("never", 600_000)
-    """
-    running = started(body)
-    joined(running)
-    assert running[1].stdout.readline() == "waits\n"
-    sent = 0
-    while running[1].poll() is None:  # signals that come at once are one
-        running[1].send_signal(signal.SIGINT)
-        sent += 1
-        time.sleep(0.2)
-    out, said = running[1].communicate(timeout=120)
-    assert sent >= 2
-    assert said == "ladder-jax: SIGINT again: ending at once\n" and running[1].returncode == 130
-    assert out.count("handled") < 2  # the first may have come before the native wait

@@ -68,7 +68,7 @@ class Outage:
 
     def read(self, name):
         return SimpleNamespace(
-            result=lambda: SimpleNamespace(state="missing", stamp=SimpleNamespace(generation=b""))
+            result=lambda: SimpleNamespace(value=b"", stamp=SimpleNamespace(generation=b""))
         )
 
     def write(self, name, content, *, if_equal):

@@ -88,41 +88,29 @@ def run(args: dict) -> None:
 
 def _share(part: str) -> slice:
     """The shards of the part I/N: every N-th from the I-th on."""
-    given = re.fullmatch(r"([0-9]{1,6})/([0-9]{1,6})", part)
-    number = 0
-    parts = 0
-    if given is not None:
-        number, parts = map(int, given.groups())
-    if not 1 <= number <= parts:
+    number, _, parts = part.partition("/")
+    numbers = number.isdecimal() and parts.isdecimal()
+    if not numbers or not 1 <= int(number) <= int(parts):
         raise UserError(f"--part {part} must be I/N with I from 1 to N, such as 2/8")
-    return slice(number - 1, None, parts)
+    return slice(int(number) - 1, None, int(parts))
 
 
 def _summary(made: Manifest, name: str) -> str:
-    empty = sum(shard.empty for shard in made.shards)
-    skipped = sum(shard.skipped for shard in made.shards)
-    left_out = []
-    if empty:
-        left_out.append(f"{empty:,} empty documents")
-    if skipped:
-        left_out.append(f"{skipped:,} files that are not text")
+    left_out = sum(shard.empty + shard.skipped for shard in made.shards)
     counts = f"{made.documents:,} documents, {made.tokens:,} tokens"
     summary = f"{name}: {counts} of {made.tokenizer}"
     if left_out:
-        summary += f"; left out {' and '.join(left_out)}"
+        summary += f"; left out {left_out:,} that are empty or no text"
     return summary
 
 
 def _check_apart(given: Sequence[str], out: pathlib.Path) -> None:
     into = out.resolve()
     for source in given:
-        real = files.local_path(source).resolve()
-        if real.is_dir() and into.is_relative_to(real):
+        if into.is_relative_to(files.local_path(source).resolve()):
             raise UserError(
                 f"--out {out} lies in the source {source!r}: it would become a source itself"
             )
-        if real.exists() and real.is_relative_to(into):
-            raise UserError(f"the source {source!r} lies in --out {out}: name a new folder")
 
 
 def build(
@@ -150,7 +138,11 @@ def build(
         if not (out / MANIFEST).exists():
             manifests.write(settings, out / MANIFEST)
         made = manifests.read(out / MANIFEST)
-        _check_settings(out, made, settings)
+        if dataclasses.replace(made, shards=()) != settings:
+            raise UserError(
+                f"{str(out)!r} was begun with the tokenizer {made.tokenizer!r} and the field {made.field!r}:"
+                " change them back, or name another --out"
+            )
         if not made.shards:
             numbered = list(enumerate(plan))[mine]
             shards = _shards(numbered, out, settings, source, workers)
@@ -177,25 +169,13 @@ def _check_folder(out: pathlib.Path) -> None:
     """Raises UserError unless `out` is new, empty but for what a kill leaves at first, or a store.
     All other files in a store may be the user's.
     """
-    begun = not os.path.lexists(out)
-    if out.is_dir():
-        # Listed first: another command may be writing the manifest just now.
-        names = os.listdir(out)
-        begun = all(name == LOCK or name.startswith(PARTIAL) for name in names)
     if (out / MANIFEST).is_file():
         manifests.read(out / MANIFEST)
-    elif not begun:
-        raise UserError(f"--out {out}: something else is there; name a new folder")
-
-
-def _check_settings(out: pathlib.Path, earlier: Manifest, settings: Manifest) -> None:
-    for name in ("tokenizer", "field"):
-        before = getattr(earlier, name)
-        now = getattr(settings, name)
-        if before != now:
-            raise UserError(
-                f"{str(out)!r} was begun with {name} {before!r}, not {now!r}: change it back, or name another --out"
-            )
+    elif os.path.lexists(out):
+        names = os.listdir(out) if out.is_dir() else [""]
+        # another command may have written the manifest just now
+        if not all(name in (LOCK, MANIFEST) or name.startswith(PARTIAL) for name in names):
+            raise UserError(f"--out {out}: something else is there; name a new folder")
 
 
 @contextlib.contextmanager
@@ -220,9 +200,7 @@ def _locked(out: pathlib.Path, *, shared: bool) -> Iterator[None]:
 
 def _tidy(out: pathlib.Path, finished: Manifest) -> None:
     """Remove shards of what the sources were before, and the shards' own manifests."""
-    kept = set()
-    for shard in finished.shards:
-        kept.update(finished.sizes(shard))
+    kept = finished.sizes()
     for path in list(out.iterdir()):
         name = path.name
         if OURS.fullmatch(name) and name not in kept:
@@ -282,7 +260,7 @@ def _written(index: int, part: Part, out: pathlib.Path, settings: Manifest) -> S
     expected = dataclasses.replace(shard, source=part.digest)
     if found != dataclasses.replace(settings, shards=(expected,)):
         return None
-    for name, size in found.sizes(shard).items():
+    for name, size in found.sizes().items():
         path = out / name
         if not path.is_file() or path.stat().st_size != size:
             return None

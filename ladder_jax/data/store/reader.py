@@ -1,7 +1,6 @@
 """Tokens out of a store, by their position among all of them."""
 
 import contextlib
-import functools
 import hashlib
 import os
 import pathlib
@@ -20,9 +19,6 @@ CACHE = "stores"
 """The folder in the cache; in it each store in an object store has one, named by its address and
 manifest.
 """
-# of each store: opening a file costs more than reading a document, but a process may open few
-# (1,024)
-OPEN_FILES = 16
 
 
 def is_store(folder: AnyPath) -> bool:
@@ -59,7 +55,6 @@ class Store:
         if is_remote(folder):
             self._local = self._cache()
         self._check_sizes()
-        self._opened = functools.lru_cache(maxsize=OPEN_FILES)(_File)
         lengths = [shard.tokens for shard in shards]
         self._first = np.cumsum([0, *lengths], dtype=np.int64)
         starts = []
@@ -106,22 +101,15 @@ class Store:
                 )
 
     def _check_sizes(self) -> None:
-        sizes = {}
-        if is_remote(self.folder):
-            with _explained(self.folder / MANIFEST):
-                for name, about in remote.listed(self.folder).items():
-                    sizes[name] = int(about["size"])
-        else:
-            for path in self.folder.iterdir():
-                sizes[path.name] = path.stat().st_size
-        for shard in self.manifest.shards:
-            for name, size in self.manifest.sizes(shard).items():
-                where = f"the token store's {str(self.folder / name)!r}"
-                found = sizes.get(name)
-                if found is None:
-                    raise UserError(f"cannot read {where}: {os.strerror(2)}")
-                if found != size:
-                    raise UserError(f"{where} has {found} bytes, not {size}: it is damaged")
+        with _explained(self.folder / MANIFEST):
+            sizes = files.sizes(self.folder)
+        for name, size in self.manifest.sizes().items():
+            where = f"the token store's {str(self.folder / name)!r}"
+            found = sizes.get(name)
+            if found is None:
+                raise UserError(f"cannot read {where}: {os.strerror(2)}")
+            if found != size:
+                raise UserError(f"{where} has {found} bytes, not {size}: it is damaged")
 
     def _offsets(self, shard: Shard) -> np.ndarray:
         stored = self._array(shard, "offsets", "<u8", shard.documents + 1)
@@ -138,11 +126,13 @@ class Store:
     ) -> np.ndarray:
         path = self._path(shard, kind)
         size = np.dtype(dtype).itemsize
-        wanted = count * size
         with _explained(path):
-            file = self._opened(path)
-            content = os.pread(file.descriptor, wanted, first * size)
-        if len(content) != wanted:
+            file = os.open(path, os.O_RDONLY)
+            try:
+                content = os.pread(file, count * size, first * size)
+            finally:
+                os.close(file)
+        if len(content) != count * size:
             raise self._damaged(
                 shard, kind, "it was complete when it was opened, and has been cut short"
             )
@@ -181,19 +171,6 @@ class Store:
         self._held = contextlib.ExitStack()  # a folder without a cache is removed with this object
         cache = files.cache(f"{CACHE}/{digest[:20]}")
         return self._held.enter_context(cache)
-
-
-class _File:
-    """A file open for reading, closed with the object: another thread may still read what the cache
-    has dropped.
-    """
-
-    def __init__(self, path: str):
-        self.descriptor = os.open(path, os.O_RDONLY)
-
-    def __del__(self):
-        if hasattr(self, "descriptor"):
-            os.close(self.descriptor)
 
 
 def _digest(*paths: str) -> str:

@@ -6,7 +6,6 @@ table is one shard or more, which can be read apart: a Parquet file's row groups
 files; other files are one shard.
 """
 
-import contextlib
 import functools
 import glob
 import re
@@ -14,7 +13,7 @@ import tempfile
 import urllib.parse
 from collections.abc import Iterable, Iterator
 
-from ladder_jax.errors import UserError, error_text, needed
+from ladder_jax.errors import UserError, needed, refused
 
 HUB = "hf://datasets/"
 BATCH = 1024  # rows
@@ -39,7 +38,7 @@ def address(source: str, *, subset: str | None, split: str) -> str:
             f"{source!r}: a data set of the Hub is {HUB}OWNER/NAME or {HUB}OWNER/NAME@REVISION"
         )
     name, revision = given.groups()
-    with _explained(source):
+    with refused(f"{source}: cannot be read"):
         import huggingface_hub
 
         found = huggingface_hub.HfApi().dataset_info(name, revision=revision)
@@ -51,7 +50,7 @@ def address(source: str, *, subset: str | None, split: str) -> str:
 
 def shards(table: str) -> int:
     """The number of a table's shards. Raises UserError where it cannot be read."""
-    with _explained(table):
+    with refused(f"{table}: cannot be read"):
         return _open(table).num_shards
 
 
@@ -62,20 +61,19 @@ def read(table: str, begin: int, end: int, *, field: str, modified: int) -> Iter
     modified: the file's time; a table that this process has opened before is opened again when it
         has changed.
     """
-    number = 0
-    with _explained(table):
+    with refused(f"{table}: cannot be read"):
         whole = _column(table, field, modified)
         count = whole.num_shards
         for shard in range(begin, end):
+            number = 0
             rows = whole.shard(count, shard).with_format("arrow")
             for batch in rows.iter(BATCH):
                 for text in batch[field].to_pylist():
                     number += 1
                     if text is None:
-                        for before in range(begin):
-                            for _ in whole.shard(count, before):
-                                number += 1
-                        raise UserError(f"{table}: row {number} has no text in {field!r}")
+                        raise UserError(
+                            f"{table}: row {number} of shard {shard + 1} has no text in {field!r}"
+                        )
                     yield text
 
 
@@ -154,19 +152,6 @@ def _open(table: str, *, features=None, columns: list[str] | None = None):
 def _library():
     with needed(f"reading {', '.join(BUILDERS)} and {HUB} needs datasets", extra="data"):
         import datasets
-    # errors are reported once, by `_explained`
+    # errors are reported once, by `refused`
     datasets.logging.set_verbosity(datasets.logging.CRITICAL)
     return datasets
-
-
-@contextlib.contextmanager
-def _explained(table: str) -> Iterator[None]:
-    """Turn any error of `datasets` and of the many libraries below it into a UserError of one
-    line.
-    """
-    try:
-        yield
-    except UserError:
-        raise
-    except Exception as error:
-        raise UserError(f"{table}: cannot be read: {error_text(error)}") from None
