@@ -1,4 +1,5 @@
-"""Folders in an object store, gs:// and s3://, through etils.epath, fsspec and tensorstore.
+"""Folders in an object store, gs:// and s3://, through the libraries that Orbax uses: etils.epath,
+fsspec, tensorstore.
 
 An object is written completely or not at all, and later reads and lists see it at once. There are
 no folders, locks or renames of folders: what needs those has another form there

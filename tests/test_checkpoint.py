@@ -1,12 +1,15 @@
 """Checkpoints: any mesh reads any other's; nothing damaged or foreign is ever loaded."""
 
 import dataclasses
+import gc
 import json
+import logging
 import math
 import os
 import pathlib
 import shutil
 import threading
+import warnings
 import zipfile
 from types import SimpleNamespace
 
@@ -26,8 +29,10 @@ from ladder_jax.checkpoint import (
     steps,
     store,
     verify,
+    writing,
 )
 from ladder_jax.checkpoint.arrays import named
+from ladder_jax.checkpoint.writing import Quiet
 from ladder_jax.config import RunConfig, TrainConfig
 from ladder_jax.errors import UserError
 from ladder_jax.files import reason
@@ -322,7 +327,7 @@ def test_a_failed_write_is_told_when_the_others_have_ended():
 
     later = SimpleNamespace(result=lambda timeout: ended.append(timeout))
     with pytest.raises(OSError, match="full"):
-        arrays.await_all([SimpleNamespace(result=fail), later], within=7.0)
+        writing.await_all([SimpleNamespace(result=fail), later], within=7.0)
     assert ended == [7.0]
 
 
@@ -468,3 +473,33 @@ def test_the_reason_of_a_disk_is_the_systems(settings):
         f"OUT_OF_RANGE: Failed to write: {os.strerror(27)}{settings} [os_error_code='27']"
     )
     assert reason(error) == os.strerror(27)
+
+
+def test_what_an_abandoned_write_never_began_is_not_told():
+    """Python warns of that when it collects the rest, which may be when the process ends."""
+
+    async def part():
+        pass
+
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        Quiet().close()
+        for name in ("async_serialize_from_host.<locals>.write_fragment", "another"):
+            part.__qualname__ = name
+            part()
+            gc.collect()
+    assert [str(one.message) for one in told] == ["coroutine 'another' was never awaited"]
+
+
+def test_what_an_abandoned_write_raises_later_is_not_told(caplog):
+    """asyncio's message does not say which file; its error does."""
+    silent = Quiet()
+    try:
+        for path in ("checkpoints/45/optimizer/array_metadatas/process_0", "run/elsewhere"):
+            error = FileNotFoundError(2, "No such file or directory", path)
+            logging.getLogger("asyncio").error("Task exception was never retrieved", exc_info=error)
+    finally:
+        silent.close()
+    assert [str(record.exc_info[1]) for record in caplog.records] == [
+        "[Errno 2] No such file or directory: 'run/elsewhere'"
+    ]

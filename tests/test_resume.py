@@ -274,7 +274,7 @@ def test_every_failed_save_is_told(book, tmp_path, monkeypatch):
     def refuse(*_):
         raise OSError(errno.ENOSPC, "no room")
 
-    monkeypatch.setattr(store.arrays, "finish", fail)
+    monkeypatch.setattr(store.writing, "finish", fail)
     said = []
     with pytest.raises(RunFailed, match="the checkpoint of step 45 could not be written: no room"):
         run(book, tmp_path / "run", said=said)
@@ -366,3 +366,18 @@ def test_one_process_a_folder(book, resumable):
     assert times() == before
     with folder.locked(resumable, say=print):
         pass
+
+
+def test_a_refused_run_leaves_no_folder(tmp_path):
+    """That it has made itself: what was there before stays, and so does what a run has begun."""
+    new, old, begun = (tmp_path / name for name in ("new", "old", "begun"))
+    old.mkdir()
+    for where in (new, old, begun):
+        with pytest.raises(UserError, match="no such model"), folder.locked(where, say=print):
+            (where / "goodput.json").write_text("{}")
+            if where == begun:
+                (where / "config.json").write_text("{}")
+            raise UserError("no such model")
+    assert not new.exists()
+    assert (old / ".lock").exists()
+    assert (begun / "goodput.json").exists()

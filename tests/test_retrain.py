@@ -270,4 +270,4 @@ def test_what_does_not_fit_is_one_line(place, tmp_path, more, said):
     with pytest.raises(UserError, match=said) as error:
         run(place, tmp_path / "run", *more)
     assert "\n" not in str(error.value)
-    assert not (tmp_path / "run" / "config.json").exists()
+    assert not (tmp_path / "run").exists()

@@ -1,12 +1,11 @@
-"""A checkpoint's arrays, read and written by tensorstore, on a disk or in an object store; a model
-that is too large for the host's memory array by array or layer by layer (`write_pieces`).
+"""A checkpoint's arrays, read by tensorstore from any folder, and written by it: into object stores,
+and array by array or layer by layer where a model is too large for the host's memory
+(`write_pieces`).
 
 The storage format is Orbax's: zarr arrays in an OCDBT database, a chunk of an array a part of one
-layer, and a description of them, METADATA, which is written last. Each process writes its shards
-into a database of its own, and the first process merges these databases, without copying values.
-Orbax itself does not write: it has no S3, and its processes wait for each other in barriers, which
-one whose disk failed never reaches. Here no process waits for another; `store` does, with a
-time-out.
+layer, and a description of them, METADATA, which is written last. In a store each process writes
+its shards into a database of its own, and the first process merges these databases, without copying
+values.
 """
 
 import collections
@@ -214,28 +213,8 @@ def begin(folder: AnyPath, arrays: Mapping[str, jax.Array]) -> list[tensorstore.
     return writes
 
 
-def await_all(writes: Sequence[tensorstore.Future], *, within: float) -> None:
-    """Wait for writes. Raises the first error after the others have ended: one that went on would
-    make its removed folder again. within: seconds.
-    """
-    errors = []
-    for write in writes:
-        try:
-            write.result(timeout=within)
-        except Exception as error:  # tensorstore has no common one
-            errors.append(error)
-            if isinstance(error, TimeoutError):  # of a disk that hangs no more is to be awaited
-                break
-    if errors:
-        raise errors[0]
-
-
 def finish(folder: AnyPath, shapes: Shapes) -> None:
-    """Makes one database of all processes'. Called on one process, after all have written; again
-    after an error, as the processes' databases stay, and one transaction merges them.
-
-    Raises ValueError where an array is missing.
-    """
+    """Makes one database of all processes'. Called on one process, after all have written."""
     context = tensorstore.Context()
     transaction = tensorstore.Transaction(atomic=True)
     merged = tensorstore.KvStore.open(_written(folder), context=context).result()
@@ -248,8 +227,6 @@ def finish(folder: AnyPath, shapes: Shapes) -> None:
         part.experimental_copy_range_to(merged.with_transaction(transaction)).result()
     transaction.commit_sync()
     (folder / METADATA).write_text(described(shapes))
-    if missing := shapes.keys() - stored(folder).keys():
-        raise ValueError(f"{min(missing)} is missing")
 
 
 def _part(folder: AnyPath, process: int) -> Spec:

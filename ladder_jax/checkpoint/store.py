@@ -21,11 +21,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import tensorstore
 
 from ladder_jax import remote
-from ladder_jax.checkpoint import arrays, manifest
+from ladder_jax.checkpoint import arrays, manifest, writing
 from ladder_jax.checkpoint.saved import FORMAT, VERSION, open_checkpoint, steps, unfinished_steps
+from ladder_jax.checkpoint.writing import ABANDONED, Quiet, Write
 from ladder_jax.config import RunConfig, to_dict
 from ladder_jax.errors import UserError, unknown, wrong_type
 from ladder_jax.files import AnyPath, absolute, is_remote, patiently, reason
@@ -69,6 +69,8 @@ class Store:
         self._thread: threading.Thread | None = None
         self._failure: str | None = None
         self._disagreement: Exception | None = None
+        self._has_failed = False
+        self._quiet: Quiet | None = None
         # for the caller's thread, and then for that of the save
         self._agreement = Agreement("save", timeout=timeout)
         if jax.process_index() == 0:
@@ -88,6 +90,7 @@ class Store:
         previous save.
         """
         self.wait()
+        self._quiet = self._quiet or Quiet()
         meta = {
             "format": FORMAT,
             "version": VERSION,
@@ -111,7 +114,7 @@ class Store:
 
         def begin() -> None:
             for item, tree in items.items():
-                writes.extend(arrays.begin(folder / item, arrays.named(tree)))
+                writes.extend(writing.begin(folder / item, tree))
 
         error = _error_of(begin)
         shapes = {item: arrays.shapes_of(tree) for item, tree in items.items()}
@@ -134,11 +137,16 @@ class Store:
         """Wait until the last save has succeeded or failed. Raises RunFailed if other processes do
         not answer.
         """
-        self.close()
+        self._join()
         if self._disagreement is not None:
             raise self._disagreement
 
     def close(self) -> None:
+        self._join()
+        if self._quiet is not None:
+            self._quiet.close(after=ABANDONED if self._has_failed else 0)
+
+    def _join(self) -> None:
         if self._thread is not None:
             self._thread.join()
             self._thread = None
@@ -154,7 +162,7 @@ class Store:
     def _finish(
         self,
         step: int,
-        writes: Sequence[tensorstore.Future],
+        writes: Sequence[Write],
         error: str | None,
         shapes: Mapping[str, arrays.Shapes],
         texts: Texts,
@@ -162,7 +170,7 @@ class Store:
         # A shorter time-out than the other processes', so that a disk that hangs is reported to
         # them in time.
         within = 0.8 * self._timeout
-        error = error or _error_of(lambda: arrays.await_all(writes, within=within))
+        error = error or _error_of(lambda: writing.await_all(writes, within=within))
 
         def publish() -> None:
             patiently(self.folder, lambda: self._publish(step, shapes, texts))
@@ -182,7 +190,7 @@ class Store:
     def _publish(self, step: int, shapes: Mapping[str, arrays.Shapes], texts: Texts) -> None:
         folder = self.folder / str(step)
         for item, of_item in shapes.items():
-            arrays.finish(folder / item, of_item)
+            writing.finish(folder / item, of_item)
         for item, value in texts.items():
             (folder / item).mkdir(exist_ok=True)
             (folder / item / "metadata").write_text(json.dumps(value))
@@ -200,6 +208,7 @@ class Store:
 
     def _fail(self, step: int, why: str) -> None:
         """Earlier checkpoints are unchanged, and unfinished files removed."""
+        self._has_failed = True
         self._failure = f"the checkpoint of step {step} could not be written: {why}"
         # the disk or the store is as it was; the next save clears again
         with contextlib.suppress(Exception):
@@ -270,7 +279,7 @@ def _error_of(work: Callable[[], None]) -> str | None:
     """Calls `work`. Returns its error in one line, None if it succeeded."""
     try:
         work()
-    # tensorstore and fsspec have no common error for a failed write
+    # Orbax, tensorstore and fsspec have no common error for a failed write
     except Exception as error:
         return reason(error)
     return None

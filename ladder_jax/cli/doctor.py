@@ -11,7 +11,7 @@ from ladder_jax import python, terminal
 from ladder_jax.errors import error_text
 
 OPTIONAL = ("libtpu", "jax-cuda13-plugin", "jax-cuda13-pjrt")
-REQUIRED = ("jax", "jaxlib", "flax", "optax", "tensorstore", "grain", "numpy")
+REQUIRED = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy")
 
 
 def run(args: dict) -> None:

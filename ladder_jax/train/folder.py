@@ -225,6 +225,7 @@ def _file_lock(folder: pathlib.Path) -> Iterator[None]:
     """The file stays. It is a regular file open for writing because NFS enforces no other lock
     across hosts.
     """
+    made = not folder.exists()
     folder.mkdir(parents=True, exist_ok=True)
     with open(folder / LOCK, "a") as file:
         try:
@@ -234,7 +235,16 @@ def _file_lock(folder: pathlib.Path) -> Iterator[None]:
         except OSError as error:  # on a file system without locks nobody is kept out
             if error.errno not in (errno.ENOLCK, errno.ENOTSUP, errno.EINVAL):
                 raise
-        yield
+        if not os.fstat(file.fileno()).st_nlink:  # removed by a refused run, just now
+            raise UserError(f"another process was about to train in {str(folder)!r}; try again")
+        try:
+            yield
+        finally:
+            if made and not (folder / CONFIG).exists():  # of a run that was refused nothing stays
+                for name in (GOODPUT, LOCK):
+                    (folder / name).unlink(missing_ok=True)
+                with contextlib.suppress(OSError):
+                    folder.rmdir()
 
 
 @contextlib.contextmanager

@@ -22,7 +22,7 @@ import jax
 import numpy as np
 
 from ladder_jax import config, train
-from ladder_jax.checkpoint import arrays
+from ladder_jax.checkpoint import writing
 from ladder_jax.errors import RunFailed, UserError
 from ladder_jax.train import checkpoints, metrics, session
 
@@ -76,7 +76,7 @@ class Refused:
 @contextlib.contextmanager
 def full(*, of, saves):
     """The disk of process `of`, in the first so many saves."""
-    whole, seen = arrays.begin, []
+    whole, seen = writing.begin, []
 
     def begin(folder, tree):
         writes = whole(folder, tree)
@@ -86,7 +86,7 @@ def full(*, of, saves):
             [*writes, Refused()] if jax.process_index() == of and len(seen) <= 2 * saves else writes
         )
 
-    with mock.patch.object(arrays, "begin", begin):
+    with mock.patch.object(writing, "begin", begin):
         yield
 
 

@@ -257,7 +257,7 @@ def test_arrays(stores, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "begins", ["checkpoint.arrays.begin", "checkpoint.manifest.write"], ids=["arrays", "manifest"]
+    "begins", ["checkpoint.writing.begin", "checkpoint.manifest.write"], ids=["arrays", "manifest"]
 )
 def test_a_store_that_is_away_while_a_checkpoint_is_written(away, monkeypatch, tmp_path, begins):
     """A short outage costs nothing: what is written then is written again. And a copy on a disk is

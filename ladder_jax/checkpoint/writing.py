@@ -1,0 +1,133 @@
+"""Writes the arrays of a checkpoint's items: on disks by Orbax, in object stores by arrays.py.
+
+Orbax has no S3, and in gs:// it writes descriptions through gcsfs, which gives up within a minute.
+Its checkpointers are not used: they wait for other processes in barriers, which a process whose
+disk failed never reaches. Here no process waits for another; `store` does, with a time-out.
+"""
+
+import asyncio
+import concurrent.futures
+import logging
+import sys
+import threading
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import orbax.checkpoint as ocp
+from etils import epath  # the paths that Orbax's handlers take
+
+from ladder_jax.checkpoint import arrays
+from ladder_jax.checkpoint.arrays import Shapes
+from ladder_jax.files import AnyPath, is_remote
+from ladder_jax.nn import Params
+from ladder_jax.nn.parameter import STACKS
+
+ABANDONED = 10.0  # seconds within which the abandoned writes of a failed save end
+NEVER_BEGUN = r"coroutine 'async_serialize_from_host\..*' was never awaited"
+# in the paths of what is written; messages of abandoned writes contain it
+PART = "process_"
+_LOGGERS = logging.getLogger("absl"), logging.getLogger("asyncio")
+
+type Write = Any  # a future of Orbax or tensorstore: `result(timeout=seconds)`
+
+
+def begin(folder: AnyPath, tree: Params) -> list[Write]:
+    """Copies this process's shards to the host, and starts to write them into `folder`."""
+    if is_remote(folder):
+        return arrays.begin(folder, arrays.named(tree))
+    folder.mkdir(exist_ok=True)
+
+    async def start() -> list[Write]:
+        args = ocp.args.PyTreeSave(tree, save_args=_chunks(tree))
+        handler = ocp.PyTreeCheckpointHandler()
+        return await handler.async_save(epath.Path(folder), args=args) or []
+
+    # In a thread: the caller's own may have an event loop already, as in notebooks.
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        return pool.submit(asyncio.run, start()).result()
+
+
+def await_all(writes: Sequence[Write], *, within: float) -> None:
+    """Wait for writes. Raises the first error after the others have ended: one that went on would
+    make its removed folder again. within: seconds.
+    """
+    errors = []
+    for write in writes:
+        try:
+            write.result(timeout=within)
+        # Orbax and tensorstore have no common error for a failed write
+        except Exception as error:
+            errors.append(error)
+            if isinstance(error, TimeoutError):  # of a disk that hangs no more is to be awaited
+                break
+    if errors:
+        raise errors[0]
+
+
+def finish(folder: AnyPath, shapes: Shapes) -> None:
+    """Makes one database of all processes'. Called on one process, after all have written; again
+    after an error, as the processes' databases stay, and one transaction merges them.
+
+    Raises ValueError where an array is missing.
+    """
+    if is_remote(folder):
+        arrays.finish(folder, shapes)
+    else:
+        ocp.PyTreeCheckpointHandler().finalize(epath.Path(folder))
+    if missing := shapes.keys() - arrays.stored(folder).keys():
+        raise ValueError(f"{min(missing)} is missing")
+
+
+def _chunks(tree: Params) -> Params:
+    """Orbax's settings for each array: one layer of a stack per chunk, so that inference can read
+    single layers.
+    """
+
+    def save_args(path, array):
+        if getattr(path[0], "key", None) in STACKS:
+            return ocp.SaveArgs(shard_axes=(0,))
+        return ocp.SaveArgs()
+
+    return jax.tree_util.tree_map_with_path(save_args, tree)
+
+
+class Quiet:
+    """Drops what Orbax and asyncio print when a write fails, from construction until `close`.
+
+    Pages of it, also of writes that Orbax abandons, would hide our one line: `Store` reports the
+    error itself.
+    """
+
+    def __init__(self):
+        self._before = sys.unraisablehook
+        sys.unraisablehook = self._hook
+        for logger in _LOGGERS:
+            logger.addFilter(_is_others)
+        # stays, for the process's end
+        warnings.filterwarnings("ignore", NEVER_BEGUN, RuntimeWarning)
+
+    def close(self, *, after: float = 0.0) -> None:
+        """after: seconds to wait first, without blocking: abandoned writes may still be running."""
+        if after:
+            timer = threading.Timer(after, self.close)
+            timer.daemon = True
+            timer.start()
+            return
+        for logger in _LOGGERS:
+            logger.removeFilter(_is_others)
+        if sys.unraisablehook == self._hook:
+            sys.unraisablehook = self._before
+
+    def _hook(self, unraisable) -> None:
+        if str(unraisable.exc_value) != "Event loop is closed":
+            self._before(unraisable)
+
+
+def _is_others(record: logging.LogRecord) -> bool:
+    if record.name != "asyncio":
+        return "orbax" not in record.pathname
+    # the path may stand in its error alone
+    error = record.exc_info[1] if record.exc_info else ""
+    return PART not in f"{record.getMessage()} {error}"
