@@ -216,7 +216,7 @@ def _is_finished(step: AnyPath) -> bool:
         return True
     try:
         meta = json.loads(read_text(step / "meta" / "metadata"))
-    except (OSError, ValueError, RecursionError):
+    except (FileNotFoundError, NotADirectoryError, ValueError, RecursionError):
         return False
     return isinstance(meta, dict) and "manifest" not in meta
 

@@ -10,9 +10,11 @@ the outcome: a save succeeds on all processes or fails on all.
 
 import contextlib
 import dataclasses
+import errno
 import json
 import math
 import os
+import pathlib
 import shutil
 import threading
 import time
@@ -104,8 +106,8 @@ class Store:
         items = {"params": params, "optimizer": optimizer}
         items = jax.tree.map(jnp.asarray, items)  # a caller's may be NumPy's
 
-        prepare = lambda: patiently(self.folder, lambda: self._prepare(step))
-        what = f"a folder for the checkpoint of step {step}"
+        prepare = lambda: patiently(self.folder, lambda: self._prepare(step, items))
+        what = f"room for the checkpoint of step {step}"
         if error := self._agreement.broadcast(what, lambda: _error_of(prepare)):
             self._fail(step, error)
             return
@@ -151,13 +153,15 @@ class Store:
             self._thread.join()
             self._thread = None
 
-    def _prepare(self, step: int) -> None:
+    def _prepare(self, step: int, items: Items) -> None:
         """Create an empty folder to write into. One exists if the run went back to an earlier
         step.
         """
         self._clear()
         remove(self.folder / str(step))
         (self.folder / str(step)).mkdir(parents=True)
+        if not is_remote(self.folder):
+            _check_room(self.folder, items)
 
     def _finish(
         self,
@@ -273,6 +277,19 @@ def steps_to_remove(losses: Mapping[int, float | None], *, keep: Keep) -> list[i
     if keep.every:
         kept.update(step for step in steps if step % keep.every == 0)
     return [step for step in steps if step not in kept]
+
+
+def _check_room(folder: pathlib.Path, items: Items) -> None:
+    """Raises OSError if the disk has less free space than the arrays need: half-way through, the
+    run's log would find it full, too.
+    """
+    needed = sum(leaf.nbytes for leaf in jax.tree.leaves(items))
+    free = shutil.disk_usage(folder).free
+    if free < needed:
+        raise OSError(
+            errno.ENOSPC,
+            f"{os.strerror(errno.ENOSPC)}: {needed / 1e6:,.1f} MB needed, {free / 1e6:,.1f} free",
+        )
 
 
 def _error_of(work: Callable[[], None]) -> str | None:
