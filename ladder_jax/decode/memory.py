@@ -3,7 +3,6 @@ out-of-memory errors.
 """
 
 import contextlib
-import math
 import os
 import pathlib
 import re
@@ -65,10 +64,6 @@ def check_slots(
     chunk: positions beyond the capacity, see `steps.positions_for`.
     held: bytes a device of the parameters in memory from which the weights are made.
     """
-    if slots * (capacity + chunk) >= 2**31:  # no array may be larger, and none this large would fit
-        raise UserError(
-            f"{slots} slots of {capacity:,} tokens are too many: ask for fewer, or shorter ones"
-        )
     kept, size = check_weights(definition, loop=loop, quantize=quantize, held=held)
     parts = {
         "weights": kept,
@@ -132,23 +127,16 @@ def _less(quantize):
 
 def cache_bytes(definition: ModelDef, *, rows: int, capacity: int) -> int:
     """A device's share of the key/value cache."""
-    return shard_bytes(
+    return weights.shard_bytes(
         steps.abstract_cache(definition, rows=rows, capacity=capacity, loop=Loop.UNROLLED)
     )
 
 
-def shard_bytes(tree: Any) -> int:
-    """A device's share of arrays, from their shapes, dtypes and shardings."""
-    return sum(shard_size(leaf) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
-
-
 def held_bytes(params: Any) -> int:
     """A device's share of parameters in memory; 0 for a reader, and for NumPy arrays."""
-    return shard_bytes([leaf for leaf in jax.tree.leaves(params) if isinstance(leaf, jax.Array)])
-
-
-def shard_size(leaf: jax.ShapeDtypeStruct) -> int:
-    return math.prod(leaf.sharding.shard_shape(leaf.shape))
+    return weights.shard_bytes(
+        [leaf for leaf in jax.tree.leaves(params) if isinstance(leaf, jax.Array)]
+    )
 
 
 def _available():
