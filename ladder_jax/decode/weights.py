@@ -94,8 +94,8 @@ def needed_bytes(
     for one in _parameters(definition):
         size = shard_bytes(_abstract(definition, quantize, one, one.dims))
         read = 4 * one.share
-        # what has 4 bytes a value already is not made again
-        beside = read if size < read else 0
+        # what is stored as it is read is not made again
+        beside = read if size != read else 0
         # its stack is allocated before the first layer is read
         beside += size if loop is Loop.SCAN and one.layers else 0
         done += size * (one.layers or 1)
