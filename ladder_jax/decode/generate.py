@@ -62,14 +62,10 @@ class Generator:
         request.check(vocab_size=self.definition.config.vocab_size, decoder=decoder)
         sequence = TokenSequence(request, decoder=decoder)
         rows = self.definition.layout.batch_ranks  # of which the first counts
-        settings = Settings.like(request, rows=rows)
         choice = Choice.GREEDY if request.is_greedy else Choice.SAMPLED
         prompts = [request.prompt] * rows
-        new = request.max_new_tokens
         first = lambda x: None if x is None else np.asarray(x).reshape(rows, -1)[0]
-        for tokens, logprobs in self._chunks(
-            prompts, settings, new=new, choice=choice, config=config
-        ):
+        for tokens, logprobs in self._chunks(prompts, request, choice=choice, config=config):
             piece, outcome = sequence.take(first(tokens), first(logprobs))
             if piece:
                 yield piece
@@ -87,11 +83,8 @@ class Generator:
         check_prompts(prompts, vocab_size=self.definition.config.vocab_size)
         padding = -len(prompts) % self.definition.layout.batch_ranks
         rows = [*prompts, *[prompts[0]] * padding]
-        settings = Settings.like(config, rows=len(rows))
         choice = Choice.SAMPLED if config.temperature else Choice.GREEDY
-        chunks = self._chunks(
-            rows, settings, new=config.max_new_tokens, choice=choice, config=config
-        )
+        chunks = self._chunks(rows, config, choice=choice, config=config)
         made = np.concatenate(
             [np.asarray(tokens).reshape(len(rows), -1) for tokens, _ in chunks], axis=1
         )
@@ -102,15 +95,17 @@ class Generator:
             raise RunFailed(f"{which}: the model's logits are no numbers (NaN or infinite)")
         return new
 
-    def _chunks(self, prompts, settings, *, new, choice, config):
+    def _chunks(self, prompts, asked, *, choice, config):
         """The first token of each prompt, then CHUNK tokens at a time until there are at least
-        `new`.
+        `asked.max_new_tokens`. asked: a Request or a DecodeConfig, sampled as it says.
 
         The first token does not wait until the decode program is compiled. Each later chunk is sent
         to the devices before the one before it is yielded: they need not wait for the host.
         """
         definition = self.definition
         form = dict(loop=self.loop, launch=config.launch, quantize=self.quantize)
+        new = asked.max_new_tokens
+        settings = Settings.like(asked, rows=len(prompts))
         lengths = np.array([len(prompt) for prompt in prompts], np.int32)
         longest = int(lengths.max())
         positions = steps.positions_for(longest + new, chunk=CHUNK)
@@ -169,7 +164,7 @@ def _advance(definition):
     `decode_many`.
     """
     local = lambda new, lengths: (new[:, -1], lengths + new.shape[1])
-    return steps.placed(definition, local, in_dims=("BT", "B"), out_dims=("B", "B"))
+    return steps.compiled(definition, local, in_dims=("BT", "B"), out_dims=("B", "B"))
 
 
 def default_tensor(config: RunConfig) -> int:

@@ -3,7 +3,6 @@ out-of-memory errors.
 """
 
 import contextlib
-import math
 import os
 import pathlib
 import re
@@ -31,8 +30,13 @@ def free_memory(device: jax.Device, *, devices: int) -> int | None:
     the machine's.
     """
     if device.platform == "cpu":
-        available = _available()
-        return None if available is None else available // devices
+        file = pathlib.Path("/proc/meminfo")
+        content = file.read_text() if file.exists() else ""
+        if line := re.search(r"MemAvailable:\s+(\d+) kB", content):  # without swapping
+            return int(line[1]) * 1024 // devices
+        if "SC_PHYS_PAGES" not in os.sysconf_names:
+            return None
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // devices
     return (device.memory_stats() or {}).get("bytes_limit")
 
 
@@ -65,10 +69,6 @@ def check_slots(
     chunk: positions beyond the capacity, see `steps.positions_for`.
     held: bytes a device of the parameters in memory from which the weights are made.
     """
-    if slots * (capacity + chunk) >= 2**31:  # no array may be larger, and none this large would fit
-        raise UserError(
-            f"{slots} slots of {capacity:,} tokens are too many: ask for fewer, or shorter ones"
-        )
     kept, size = check_weights(definition, loop=loop, quantize=quantize, held=held)
     parts = {
         "weights": kept,
@@ -87,14 +87,11 @@ def check_weights(
     kept, most = weights.needed_bytes(definition, loop=loop, quantize=quantize)
     devices = definition.layout.mesh.devices
     size = free_memory(devices.flat[0], devices=devices.size)
-    # its available memory excludes the parameters already
-    on_host = devices.flat[0].platform == "cpu"
-    parts = {
-        "weights": kept,
-        "one of them as it is stored": most - kept,
-        "those in memory": 0 if on_host else held,
-    }
-    parts = {name: bytes_ for name, bytes_ in parts.items() if bytes_ or name == "weights"}
+    parts = {"weights": kept}
+    if most > kept:
+        parts["one of them as it is stored"] = most - kept
+    if held and devices.flat[0].platform != "cpu":  # whose available memory excludes them already
+        parts["those in memory"] = held
     check(parts, free=size, what="reading the weights", instead=_less(quantize))
     return kept, size
 
@@ -132,32 +129,13 @@ def _less(quantize):
 
 def cache_bytes(definition: ModelDef, *, rows: int, capacity: int) -> int:
     """A device's share of the key/value cache."""
-    return shard_bytes(
+    return weights.shard_bytes(
         steps.abstract_cache(definition, rows=rows, capacity=capacity, loop=Loop.UNROLLED)
     )
 
 
-def shard_bytes(tree: Any) -> int:
-    """A device's share of arrays, from their shapes, dtypes and shardings."""
-    return sum(shard_size(leaf) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
-
-
 def held_bytes(params: Any) -> int:
     """A device's share of parameters in memory; 0 for a reader, and for NumPy arrays."""
-    return shard_bytes([leaf for leaf in jax.tree.leaves(params) if isinstance(leaf, jax.Array)])
-
-
-def shard_size(leaf: jax.ShapeDtypeStruct) -> int:
-    return math.prod(leaf.sharding.shard_shape(leaf.shape))
-
-
-def _available():
-    """Linux's estimate of the bytes available without swapping; elsewhere all of the machine's
-    memory.
-    """
-    file = pathlib.Path("/proc/meminfo")
-    if file.exists() and (line := re.search(r"MemAvailable:\s+(\d+) kB", file.read_text())):
-        return int(line[1]) * 1024
-    if "SC_PHYS_PAGES" not in os.sysconf_names:
-        return None
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return weights.shard_bytes(
+        [leaf for leaf in jax.tree.leaves(params) if isinstance(leaf, jax.Array)]
+    )

@@ -7,8 +7,8 @@ A filter (top-k, top-p, min-p) keeps the scores at or above a threshold and sets
 Equal scores stay or go together, so which tokens remain depends neither on their order nor on the
 mesh. Together, the three keep what the highest of their thresholds keeps. `filtered` finds it in
 one gather of each rank's `COUNT` largest scores. Where it lies below what was gathered (a top-k
-above COUNT, or a top-p of a flat distribution), `top_k`, `top_p` and `min_p` search it digit by
-digit, with 8, 10 and 1 more collectives. That is no rare case: at temperature 1 a nucleus of top-p
+above COUNT, or a top-p of a flat distribution), it is searched digit by digit, with 8, 10 and 1
+more collectives. That is no rare case: at temperature 1 a nucleus of top-p
 0.9 has often more than 128 tokens. To sort the whole vocabulary in its place, all of it would be
 gathered.
 """
@@ -17,6 +17,7 @@ import dataclasses
 import enum
 import functools
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -43,7 +44,6 @@ temperatures draw the same tokens: already here, two different logits are furthe
 noise reaches.
 """
 
-Numbers = float | Sequence[float]  # for all rows, or one a row
 OFF = dict(temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, repetition_penalty=1.0)
 DTYPES = {**dict.fromkeys(OFF, np.float32), "top_k": np.int32}
 
@@ -86,9 +86,9 @@ class Settings:
     keys: Array
 
     @classmethod
-    def of(cls, keys: Array, **settings: Numbers) -> "Settings":
-        """From Python values, for as many rows as `keys` [B] has; a setting that is left out is
-        off.
+    def of(cls, keys: Array, **settings: float | Sequence[float]) -> "Settings":
+        """From Python values, for all rows or one a row; as many rows as `keys` [B] has. A setting
+        that is left out is off.
         """
 
         def rows(name, value):
@@ -109,8 +109,7 @@ class Settings:
         )
 
 
-@dataclasses.dataclass(frozen=True)
-class AnyRow:
+class AnyRow(NamedTuple):
     """Whether any row on any rank of the mesh is sampled, uses top-k, top-p, or any filter:
     scalars, for branches.
     """
@@ -132,7 +131,7 @@ class AnyRow:
         return cls(*anywhere(sampled, top_k, top_p, filtered))
 
 
-def greedy(logits_BV: Array, *, settings: Settings, seen_BV: Array | None, axes: Axes) -> Array:
+def greedy(logits_BV: Array, *, settings: Settings, seen_BV: Array, axes: Axes) -> Array:
     """Each row's token of the largest logit after the penalty, [B] int32, or NO_NUMBER; equal on
     all ranks of `axes`.
 
@@ -149,7 +148,7 @@ def sample(
     settings: Settings,
     any_row: AnyRow,
     positions: Array,
-    seen_BV: Array | None,
+    seen_BV: Array,
     vocab_size: int,
     axes: Axes,
 ) -> tuple[Array, Array]:
@@ -165,7 +164,7 @@ def sample(
     logits_BV: this rank's share [B, V/ranks], float32, -inf from token `vocab_size` on.
     positions: [B]. A row's noise depends on its key, its position and the token alone, so that
         neither the mesh nor the row's neighbours change its text.
-    seen_BV: this rank's share [B, V/ranks], bool: the tokens to penalise; None for none.
+    seen_BV: this rank's share [B, V/ranks], bool: the tokens to penalise.
     """
     scores = _penalize(logits_BV, seen_BV, settings)
     sampled = settings.temperature > 0
@@ -196,19 +195,12 @@ def sample(
     return _checked(tokens, whole), logprobs
 
 
-def argmax(scores_BV: Array, *, axes: Axes) -> Array:
-    """The first index of each row's largest score over all ranks, [B] int32. `scores_BV` is this
-    rank's share.
-    """
-    return argmax_with(scores_BV, [], axes=axes)[0]
-
-
 @jax.named_scope(CHOICE)
 def argmax_with(
     scores_BV: Array, extra: Sequence[Array], *, axes: Axes
 ) -> tuple[Array, list[Array], Array]:
-    """`argmax`; every rank's `extra` values, [ranks, B] float32 for each [B] given; and the rank of
-    each maximum, [B].
+    """The first index of each row's largest score over all ranks, [B] int32; every rank's `extra`
+    values, [ranks, B] float32 for each [B] given; and the rank of each maximum, [B].
 
     One all-gather of integers carries all of it: with so few bytes its time is latency.
     """
@@ -233,8 +225,6 @@ def _of_rank(x_RB, rank_B):
 
 
 def _penalize(logits_BV, seen_BV, settings):
-    if seen_BV is None:
-        return logits_BV
     penalty = settings.repetition_penalty[:, None]
     penalized = jnp.where(logits_BV > 0, logits_BV / penalty, logits_BV * penalty)
     return jnp.where(seen_BV, penalized, logits_BV)
@@ -261,32 +251,12 @@ def _checked(tokens_B, largest_B):
     return jnp.where(jnp.isfinite(largest_B), tokens_B, NO_NUMBER)
 
 
-def seen_of(tokens_BT: Array, lengths_B: Array, *, size: int, axes: Axes) -> Array:
-    """Which tokens each right-padded row [B, T] holds, this rank's share [B, V/ranks] bool; `size`
-    is V/ranks.
-    """
-    rows, length = tokens_BT.shape
-    local = tokens_BT - rank(axes) * size
-    mine = (local >= 0) & (local < size)
-    mine = mine & (jnp.arange(length)[None] < lengths_B[:, None])
-    # the last column is for other ranks' tokens and padding
-    nowhere = jnp.zeros((rows, size + 1), bool)
-    row = jnp.arange(rows)[:, None]
-    column = jnp.where(mine, local, size)
-    return nowhere.at[row, column].set(True)[:, :size]
-
-
 def mark(seen_BV: Array, tokens_B: Array, *, axes: Axes) -> Array:
     """This rank's share of `seen`, [B, V/ranks], with each row's next token [B] added."""
     size = seen_BV.shape[-1]
     chosen = tokens_B[:, None]
     own = rank(axes) * size + jnp.arange(size)
     return seen_BV | (chosen == own[None])
-
-
-def pick_last(x_BTD: Array, lengths: Array) -> Array:
-    """The stream at each row's last position, [B, 1, D]."""
-    return jnp.take_along_axis(x_BTD, (lengths - 1)[:, None, None], axis=1)
 
 
 @jax.named_scope(CHOICE)
@@ -296,7 +266,7 @@ def filtered(
     """This rank's share of the scores, [B, V/ranks] float32, with -inf for every token that a
     filter removes.
 
-    The same as `top_k`, `top_p` and `min_p` one after another. One collective, and one more where
+    Top-k, top-p and min-p, each of what the one before it left. One collective, and one more where
     rows are split over the mesh; those of the digit search where any row needs it.
     """
     threshold, is_below = _threshold(*_gather(scores_BV, axes=axes, count=count), settings)
@@ -312,12 +282,27 @@ def filtered(
 
 
 def _search(scores_BV, *, settings, any_row, axes):
-    keep = lambda x: x
-    of_k = lambda x: top_k(x, settings.top_k, axes=axes)
-    of_p = lambda x: top_p(x, settings.top_p, axes=axes)
-    kept = lax.cond(any_row.top_k, of_k, keep, scores_BV)
-    kept = lax.cond(any_row.top_p, of_p, keep, kept)
-    return min_p(kept, settings.min_p, axes=axes)
+    """As `filtered`, digit by digit. Masses are float32 sums: a token whose cumulative probability
+    is within rounding of top-p may be kept or not.
+    """
+
+    def top_k(x_BV):
+        k_B = settings.top_k
+        needed = jnp.where(k_B > 0, k_B, jnp.iinfo(jnp.int32).max)
+        return _keep_until(x_BV, jnp.ones_like(x_BV, jnp.int32), needed, axes=axes)
+
+    def top_p(x_BV):
+        p_B = settings.top_p
+        mass = jnp.exp(x_BV - _largest(x_BV, axes=axes)[:, None])
+        total = all_reduce(jnp.sum(mass, axis=-1), axes)
+        # Never 0: then not even the largest score, of mass 1, would be kept.
+        needed = jnp.maximum(p_B * total, jnp.finfo(jnp.float32).tiny)
+        return _keep_until(x_BV, mass, jnp.where(p_B < 1, needed, jnp.inf), axes=axes)
+
+    kept = lax.cond(any_row.top_k, top_k, lambda x: x, scores_BV)
+    kept = lax.cond(any_row.top_p, top_p, lambda x: x, kept)
+    threshold = _largest(kept, axes=axes) + jnp.minimum(jnp.log(settings.min_p), 0)
+    return jnp.where(kept >= threshold[:, None], kept, -jnp.inf)
 
 
 def _gather(scores_BV, *, axes, count):
@@ -380,41 +365,6 @@ def _threshold(values, floor, whole_mass, settings):
 
     probable = largest + jnp.minimum(jnp.log(settings.min_p), 0)
     return jnp.maximum(jnp.maximum(kth, nucleus), probable), k_below | p_below
-
-
-def top_k(scores_BV: Array, k_B: Array, *, axes: Axes) -> Array:
-    """This rank's share of the scores, [B, V/ranks]: each row's k largest and all that equal the
-    k-th, the others -inf.
-
-    k: [B] int32; 0 keeps all.
-    """
-    needed = jnp.where(k_B > 0, k_B, jnp.iinfo(jnp.int32).max)
-    return _keep_until(scores_BV, jnp.ones_like(scores_BV, jnp.int32), needed, axes=axes)
-
-
-def top_p(scores_BV: Array, p_B: Array, *, axes: Axes) -> Array:
-    """As `top_k`, with each row's smallest set of largest scores whose softmax reaches p, and at
-    least the largest.
-
-    p: [B] float32; 1 keeps all. The softmax is over the scores given; one of -inf has no mass.
-    Masses are float32 sums: a token whose cumulative probability is within rounding of p may be
-    kept or not.
-    """
-    mass = jnp.exp(scores_BV - _largest(scores_BV, axes=axes)[:, None])
-    total = all_reduce(jnp.sum(mass, axis=-1), axes)
-    # Never 0: then not even the largest score, of mass 1, would be kept.
-    needed = jnp.maximum(p_B * total, jnp.finfo(jnp.float32).tiny)
-    return _keep_until(scores_BV, mass, jnp.where(p_B < 1, needed, jnp.inf), axes=axes)
-
-
-def min_p(scores_BV: Array, p_B: Array, *, axes: Axes) -> Array:
-    """As `top_k`, with each row's tokens that are at least p times as probable as its most probable
-    one.
-
-    p: [B] float32; 0 keeps all.
-    """
-    threshold = _largest(scores_BV, axes=axes) + jnp.minimum(jnp.log(p_B), 0)
-    return jnp.where(scores_BV >= threshold[:, None], scores_BV, -jnp.inf)
 
 
 def _largest(scores_BV, *, axes):

@@ -37,7 +37,17 @@ from ladder_jax.decode.sampling import Choice, Settings
 from ladder_jax.errors import UserError
 from ladder_jax.nn import Cache, ModelDef, Params
 from ladder_jax.nn.attention import Kernel
-from ladder_jax.parallel import Compiled, Overlap, apart, on_mesh, over_ranks, pvary, resolve_launch
+from ladder_jax.parallel import (
+    Compiled,
+    Overlap,
+    Traits,
+    apart,
+    on_mesh,
+    over_ranks,
+    pvary,
+    rank,
+    resolve_launch,
+)
 from ladder_jax.scopes import TOKEN_LOOP
 
 # tokens that a call of `decode_many` makes by default, without a round trip to the host between
@@ -95,13 +105,12 @@ def prefill(
         )
         return _last_logits(definition, params, x, lengths), caches
 
-    return _compile(
+    return compiled(
         definition,
         local,
-        quantize,
-        execution=execution,
-        in_dims=("BT", "B"),
+        in_dims=(weights.dims(definition, loop=loop, quantize=quantize), "BT", "B"),
         out_dims=("BV", cache_dims(definition, loop=loop)),
+        traits=definition.traits(execution, phase=Phase.PREFILL),
     )
 
 
@@ -137,14 +146,14 @@ def extend(
         inside = jnp.clip(lengths - start, 1, tokens.shape[1])
         return _last_logits(definition, params, x, inside), caches
 
+    params_dims = weights.dims(definition, loop=loop, quantize=quantize)
     dims = cache_dims(definition, loop=loop)
-    return _compile(
+    return compiled(
         definition,
         local,
-        quantize,
-        execution=execution,
-        in_dims=(dims, "BT", "", "B"),
+        in_dims=(params_dims, dims, "BT", "", "B"),
         out_dims=("BV", dims),
+        traits=definition.traits(execution, phase=Phase.PREFILL),
         donate=(1,),
     )
 
@@ -187,9 +196,12 @@ def prefill_chunks(
     program = extend(definition, interleave=interleave, **form)
     caches = make_cache(definition, rows=len(tokens), capacity=capacity, loop=loop)()
     logits = None
-    for start in chunk_starts(length, chunk=chunk):
+    for start in range(0, length, chunk):
         if logits is not None:
             yield
+        # The last chunk ends with the tokens and overlaps the one before, writing the same values
+        # again: padding it would cost as much compute, and positions in the cache.
+        start = min(start, length - chunk)
         part = tokens[:, start : start + chunk]
         part = jax.device_put(part, sharding("BT"))
         new, caches = program(params, caches, part, np.int32(start), ends)
@@ -208,19 +220,11 @@ def run_to_end[T](generator: Generator[None, None, T]) -> T:
             return end.value
 
 
-def chunk_starts(length: int, *, chunk: int) -> list[int]:
-    """The first position of each chunk. The last one ends with the tokens and overlaps the one
-    before, writing the same values again: padding it would cost as much compute, and positions in
-    the cache.
-    """
-    return [min(start, length - chunk) for start in range(0, length, chunk)]
-
-
 @functools.cache
 def _replace_rows(definition):
     """A compiled (new [B, V], old [B, V], replaced [B] bool) -> [B, V]."""
     local = lambda new, old, replaced: jnp.where(replaced[:, None], new, old)
-    return placed(definition, local, in_dims=("BV", "BV", "B"), out_dims="BV")
+    return compiled(definition, local, in_dims=("BV", "BV", "B"), out_dims="BV")
 
 
 @functools.cache
@@ -228,10 +232,20 @@ def seen_in(definition: ModelDef) -> Callable:
     """A compiled (tokens [B, T], lengths [B]) -> seen [B, V] bool: the tokens that right-padded
     rows hold.
     """
-    ranks = definition.layout.ranks
-    size = nn.padded_vocabulary(definition.config.vocab_size, ranks=ranks) // ranks
-    local = functools.partial(sampling.seen_of, size=size, axes=definition.layout.tensor)
-    return placed(definition, local, in_dims=("BT", "B"), out_dims="BV")
+    layout = definition.layout
+    size = nn.padded_vocabulary(definition.config.vocab_size, ranks=layout.ranks) // layout.ranks
+
+    def local(tokens_BT, lengths_B):
+        rows, length = tokens_BT.shape
+        column = tokens_BT - rank(layout.tensor) * size
+        mine = (column >= 0) & (column < size)
+        mine = mine & (jnp.arange(length)[None] < lengths_B[:, None])
+        # the last column is for other ranks' tokens and padding
+        nowhere = jnp.zeros((rows, size + 1), bool)
+        row = jnp.arange(rows)[:, None]
+        return nowhere.at[row, jnp.where(mine, column, size)].set(True)[:, :size]
+
+    return compiled(definition, local, in_dims=("BT", "B"), out_dims="BV")
 
 
 @functools.cache
@@ -247,7 +261,7 @@ def sample_first(definition: ModelDef, *, choice: Choice = Choice.SAMPLED) -> Ca
         return _chooser(definition, choice, settings)(logits, positions, seen)
 
     out_dims = ("B", None if choice is Choice.GREEDY else "B")
-    return placed(definition, local, in_dims=("BV", sampling.DIMS, "B", "BV"), out_dims=out_dims)
+    return compiled(definition, local, in_dims=("BV", sampling.DIMS, "B", "BV"), out_dims=out_dims)
 
 
 @functools.cache
@@ -296,15 +310,14 @@ def decode_many(
         return *jax.tree.map(jnp.transpose, new), caches, seen
 
     one = step(definition, execution=execution)
+    params_dims = weights.dims(definition, loop=loop, quantize=quantize)
     dims = cache_dims(definition, loop=loop)
-    return _compile(
+    return compiled(
         definition,
         local,
-        quantize,
-        execution=execution,
-        phase=Phase.DECODE,
-        in_dims=(dims, "BV", "B", "B", sampling.DIMS),
+        in_dims=(params_dims, dims, "BV", "B", "B", sampling.DIMS),
         out_dims=("BT", None if choice is Choice.GREEDY else "BT", dims, "BV"),
+        traits=definition.traits(execution, phase=Phase.DECODE),
         donate=(1, 2),
     )
 
@@ -352,14 +365,10 @@ def empty_cache(definition: ModelDef, *, rows: int, capacity: int, loop: Loop) -
     """On one rank: zeros for `rows` rows of at least `capacity` positions, one cache a layer, or
     stacked for a scan.
     """
-    sizes = dict(rows=rows, capacity=capacity)
-    ranks = definition.layout.ranks
-
-    def zeros(config: ModelConfig, kernel: Kernel, dims: str) -> jax.Array:
-        shape = _shape(config, kernel, dims, heads=max(1, config.num_kv_heads // ranks), **sizes)
-        return pvary(jnp.zeros(shape, config.dtype.value), definition.layout.own_axes(dims))
-
-    return _caches(definition, zeros, loop=loop)
+    layout = definition.layout
+    zeros = lambda shape, dtype, dims: pvary(jnp.zeros(shape, dtype), layout.own_axes(dims))
+    of_rank = dict(rows=rows, capacity=capacity, shares=layout.ranks)
+    return _caches(definition, zeros, loop=loop, **of_rank)
 
 
 @functools.cache
@@ -374,35 +383,38 @@ def make_cache(
 
 def cache_dims(definition: ModelDef, *, loop: Loop) -> Caches:
     """The dimensions of `empty_cache`'s arrays."""
-    return _caches(definition, lambda config, kernel, dims: dims, loop=loop)
+    return _caches(definition, lambda shape, dtype, dims: dims, loop=loop, rows=1, capacity=1)
 
 
 def abstract_cache(definition: ModelDef, *, rows: int, capacity: int, loop: Loop) -> Caches:
     """Shapes, dtypes and shardings of the caches of all ranks, `rows` rows in total."""
-    sizes = dict(rows=rows, capacity=capacity)
-    layout = definition.layout
-
-    def place(config: ModelConfig, kernel: Kernel, dims: str) -> jax.ShapeDtypeStruct:
-        shape = _shape(config, kernel, dims, heads=max(config.num_kv_heads, layout.ranks), **sizes)
-        return jax.ShapeDtypeStruct(shape, config.dtype.value, sharding=layout.sharding(dims))
-
-    return _caches(definition, place, loop=loop)
+    place = lambda shape, dtype, dims: jax.ShapeDtypeStruct(
+        shape, dtype, sharding=definition.layout.sharding(dims)
+    )
+    return _caches(definition, place, loop=loop, rows=rows, capacity=capacity)
 
 
-def _caches(definition, leaf, *, loop):
-    """A cache a layer, or one for all, of what `leaf` makes of a model, its kernel and a cache's
-    dimensions.
+def _caches(definition, leaf, *, loop, rows, capacity, shares=1):
+    """A cache a layer, or one for all, of `leaf`(shape, dtype, dimensions). shares: into how many
+    the heads are divided.
     """
+
+    def array(config: ModelConfig, kernel: Kernel, dims: str) -> Any:
+        dims = f"L{dims}" if loop is Loop.SCAN else dims
+        heads = max(config.num_kv_heads, definition.layout.ranks) // shares
+        sizes = dict(
+            L=config.num_layers,
+            B=rows,
+            S=-(-capacity // kernel.page) * kernel.page,
+            N=heads,
+            n=config.num_kv_heads,  # whole on every rank
+            H=config.head_dim,
+        )
+        return leaf(tuple(sizes[dim] for dim in dims), config.dtype.value, dims)
+
     if loop is Loop.SCAN:
-        return definition.cache(lambda config, kernel, dims: leaf(config, kernel, "L" + dims))
-    return tuple(definition.cache(leaf) for _ in range(definition.config.num_layers))
-
-
-def _shape(config, kernel, dims, *, rows, capacity, heads):
-    heads = config.num_kv_heads if "n" in dims else heads  # a small letter is whole on every rank
-    positions = -(-capacity // kernel.page) * kernel.page
-    sizes = dict(L=config.num_layers, B=rows, S=positions, N=heads, H=config.head_dim)
-    return tuple(sizes[dim.upper()] for dim in dims)
+        return definition.cache(array)
+    return tuple(definition.cache(array) for _ in range(definition.config.num_layers))
 
 
 def step(definition: ModelDef, *, execution: Execution = UNROLLED) -> Callable:
@@ -441,7 +453,7 @@ def _chooser(definition, choice, settings):
 
 def _last_logits(definition, params, x_BTD, ends):
     """Logits [B, V/ranks] after each row's first `ends` tokens, on one rank."""
-    last = sampling.pick_last(x_BTD, ends)
+    last = jnp.take_along_axis(x_BTD, (ends - 1)[:, None, None], axis=1)
     return nn.logits(definition, params, last)[:, 0]
 
 
@@ -453,46 +465,27 @@ def _launch(definition, launch, *, interleave=1):
     return resolve_launch(launch, mesh=layout.mesh) if hides else Launch.CHAINED
 
 
-def placed(
-    definition: ModelDef, local: Callable, *, in_dims: tuple, out_dims: Any, donate: Any = ()
-) -> Callable:
-    """A compiled function without parameters or large reductions, which needs no compiler options.
-
-    local: on one rank. Results are laid out as the programs here take them.
-    """
-    whole, out_shardings = _whole(definition, local, in_dims=in_dims, out_dims=out_dims)
-    return apart(jax.jit(whole, donate_argnums=donate, out_shardings=out_shardings))
-
-
-def _compile(
-    definition,
-    local,
-    quantize,
+def compiled(
+    definition: ModelDef,
+    local: Callable,
     *,
-    execution,
-    in_dims,
-    out_dims,
-    phase=Phase.PREFILL,
-    donate=(),
-):
-    params = weights.dims(definition, loop=execution.loop, quantize=quantize)
-    whole, out_shardings = _whole(definition, local, in_dims=(params, *in_dims), out_dims=out_dims)
-    return Compiled(
-        whole,
-        mesh=definition.layout.mesh,
-        traits=definition.traits(execution, phase=phase),
-        donate_argnums=donate,
-        out_shardings=out_shardings,
-    )
+    in_dims: tuple,
+    out_dims: Any,
+    traits: Traits | None = None,
+    donate: tuple[int, ...] = (),
+) -> Callable:
+    """`local` of one rank as a compiled function of global arrays. Results are laid out as the
+    programs here take them.
 
-
-def _whole(definition, local, *, in_dims, out_dims):
-    """`local` of one rank as a function of global arrays, and where its results lie.
-
-    Explicitly, as jax omits axes of one device from the shardings that it infers, and the next call
-    would recompile.
+    traits: which compiler options it needs; None for a function without parameters or large
+        reductions, which needs none.
     """
     layout = definition.layout
-    ranked = over_ranks(local, layout=layout, in_dims=in_dims, out_dims=out_dims)
-    meshed = on_mesh(ranked, layout=layout, in_dims=in_dims, out_dims=out_dims)
-    return meshed, jax.tree.map(layout.sharding, out_dims)
+    dims = dict(layout=layout, in_dims=in_dims, out_dims=out_dims)
+    whole = on_mesh(over_ranks(local, **dims), **dims)
+    # Explicitly, as jax omits axes of one device from the shardings that it infers, and the next
+    # call would recompile.
+    how = dict(donate_argnums=donate, out_shardings=jax.tree.map(layout.sharding, out_dims))
+    if traits is None:
+        return apart(jax.jit(whole, **how))
+    return Compiled(whole, mesh=layout.mesh, traits=traits, **how)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -48,14 +48,17 @@ def prepare(
     pieces = read(
         [(one.name, layer) for one in parameters for layer in range(one.layers) or [None]]
     )
-    next_array = functools.partial(_next, pieces, definition, quantize)
 
     def make(parameter, dims):
-        return (
-            next_array(dims)
-            if dims == parameter.dims
-            else _stack(next_array, parameter, definition, quantize)
-        )
+        if dims == parameter.dims:
+            return _next(pieces, definition, quantize, dims)
+        shapes = _abstract(definition, quantize, parameter, dims)
+        stack = jax.tree.map(lambda a: mesh.zeros(a.shape, a.dtype, a.sharding), shapes)
+        for layer in range(parameter.layers):  # each is put into it before the next is read
+            array = _next(pieces, definition, quantize, parameter.dims)
+            stack = jax.block_until_ready(mesh.put(stack, array, layer))
+            del array
+        return stack
 
     return _arranged(definition, parameters, make, loop=loop)
 
@@ -68,17 +71,17 @@ def dims(definition: ModelDef, *, loop: Loop, quantize: Quantize = Quantize.NONE
 
 def abstract(definition: ModelDef, *, loop: Loop, quantize: Quantize = Quantize.NONE) -> Params:
     """The shapes, dtypes and shardings of `prepare`'s arrays."""
-    sharding = definition.layout.sharding
-
-    def place(parameter, dims):
-        shape = parameter.shape if dims == parameter.dims else (parameter.layers, *parameter.shape)
-        store = functools.partial(_stored, quantize, definition.config.dtype.value, dims=dims)
-        stored = jax.eval_shape(store, jax.ShapeDtypeStruct(shape, jnp.float32))
-        return jax.tree.map(
-            lambda a, d: a.update(sharding=sharding(d)), stored, _stored_dims(quantize, dims)
-        )
-
+    place = functools.partial(_abstract, definition, quantize)
     return _arranged(definition, _parameters(definition), place, loop=loop)
+
+
+def _abstract(definition, quantize, parameter, dims):
+    """Of one array, or of a stack, by its dimensions."""
+    shape = parameter.shape if dims == parameter.dims else (parameter.layers, *parameter.shape)
+    store = functools.partial(_stored, quantize, definition.config.dtype.value, dims=dims)
+    stored = jax.eval_shape(store, jax.ShapeDtypeStruct(shape, jnp.float32))
+    placed = jax.tree.map(definition.layout.sharding, _stored_dims(quantize, dims))
+    return jax.tree.map(lambda a, sharding: a.update(sharding=sharding), stored, placed)
 
 
 def needed_bytes(
@@ -89,16 +92,23 @@ def needed_bytes(
     """
     done = most = 0
     for one in _parameters(definition):
-        read = jax.ShapeDtypeStruct(_share(definition, one), jnp.float32)
-        store = functools.partial(_stored, quantize, definition.config.dtype.value, dims=one.dims)
-        stored = jax.eval_shape(store, read)
-        size = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(stored))
-        beside = 0 if stored == read else 4 * read.size
-        # its stack is allocated with the first layer
+        size = shard_bytes(_abstract(definition, quantize, one, one.dims))
+        read = 4 * one.share
+        # what is stored as it is read is not made again
+        beside = read if size != read else 0
+        # its stack is allocated before the first layer is read
         beside += size if loop is Loop.SCAN and one.layers else 0
         done += size * (one.layers or 1)
         most = max(most, done + beside)
     return done, most
+
+
+def shard_bytes(tree: Any) -> int:
+    """A device's share of arrays, from their shapes, dtypes and shardings."""
+    return sum(
+        math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
+        for leaf in jax.tree.leaves(tree)
+    )
 
 
 def _stored_dims(quantize, dims):
@@ -107,7 +117,7 @@ def _stored_dims(quantize, dims):
 
 
 def _stored(quantize, dtype, array, dims):
-    if quantize is Quantize.INT8 and quantized.is_matrix(dims):
+    if _stored_dims(quantize, dims) != dims:
         return Int8.of(array, dims)
     return array.astype(_dtype(dtype, dims))
 
@@ -121,12 +131,14 @@ class _Parameter(NamedTuple):
     """An array, or a stack of one for every layer.
 
     dims, shape: without L. layers: how many a stack has; of an array outside the layers 0.
+    share: how many of its values a device holds.
     """
 
     name: str
     dims: str
     shape: tuple[int, ...]
     layers: int
+    share: int
 
 
 def _parameters(definition):
@@ -142,36 +154,30 @@ def _parameters(definition):
     found = []
     for name, dims in traverse_util.flatten_dict(definition.dims, sep="/").items():
         layers = len(stacks(definition.config).get(name.partition("/")[0], ()))
-        shape = arrays[name].shape
-        found.append(
-            _Parameter(name, dims.removeprefix("L"), shape[1:] if layers else shape, layers)
-        )
-    return sorted(found, key=lambda one: -math.prod(_share(definition, one)))
-
-
-def _share(definition, parameter):
-    """The shape of a device's share."""
-    return definition.layout.sharding(parameter.dims).shard_shape(parameter.shape)
+        shape = arrays[name].shape[1 if layers else 0 :]
+        dims = dims.removeprefix("L")
+        share = math.prod(definition.layout.sharding(dims).shard_shape(shape))
+        found.append(_Parameter(name, dims, shape, layers, share))
+    return sorted(found, key=lambda one: -one.share)
 
 
 def _arranged(definition, parameters, make, *, loop):
     """The tree of make(parameter, dims); unrolled, of one layer's arrays, for each of a stack's
     layers.
     """
+    unrolled = stacks(definition.config) if loop is Loop.UNROLLED else {}
+    layers = {stack: [{} for _ in of] for stack, of in unrolled.items()}
     done = {}
     for one in parameters:
-        if one.layers and loop is Loop.UNROLLED:
-            done[one.name] = [make(one, one.dims) for _ in range(one.layers)]
+        stack, _, below = one.name.partition("/")
+        if stack in layers:
+            for layer in layers[stack]:
+                layer[below] = make(one, one.dims)
         else:
             done[one.name] = make(one, f"L{one.dims}" if one.layers else one.dims)
     done = traverse_util.unflatten_dict(done, sep="/")
-    if loop is Loop.UNROLLED:
-        for name, of in stacks(definition.config).items():
-            below = traverse_util.flatten_dict(done[name])
-            layers = [
-                {path: each[layer] for path, each in below.items()} for layer in range(len(of))
-            ]
-            done[name] = tuple(map(traverse_util.unflatten_dict, layers))
+    for stack, of in layers.items():
+        done[stack] = tuple(traverse_util.unflatten_dict(layer, sep="/") for layer in of)
     return done
 
 
@@ -181,26 +187,11 @@ def _next(pieces, definition, quantize, dims):
     dtype = definition.config.dtype.value
     layout = definition.layout
     array, layer = piece if isinstance(piece, tuple) else (piece, None)
-    if layer is None and _is_stored(quantize, dtype, array, dims, layout):
-        return array
+    stays = _stored_dims(quantize, dims) == dims and array.dtype == _dtype(dtype, dims)
+    if stays and layer is None and isinstance(array, jax.Array):
+        if array.sharding == layout.sharding(dims):
+            return array
     return jax.block_until_ready(_converter(layout, quantize, dtype, dims)(array, layer))
-
-
-def _stack(next_array, parameter, definition, quantize):
-    """The layers' arrays, each put into their stack before the next is read."""
-    stack = None
-    sharding = definition.layout.sharding
-    zeros = lambda a, d: mesh.zeros((parameter.layers, *a.shape), a.dtype, sharding(f"L{d}"))
-    for layer in range(parameter.layers):
-        value = next_array(parameter.dims)
-        stack = (
-            jax.tree.map(zeros, value, _stored_dims(quantize, parameter.dims))
-            if stack is None
-            else stack
-        )
-        stack = jax.block_until_ready(mesh.put(stack, value, layer))
-        del value
-    return stack
 
 
 def _in_memory(params):
@@ -209,11 +200,6 @@ def _in_memory(params):
     """
     flat = traverse_util.flatten_dict(params, sep="/")
     return lambda keys: ((flat[name], layer) for name, layer in keys)
-
-
-def _is_stored(quantize, dtype, array, dims, layout):
-    as_is = isinstance(_stored_dims(quantize, dims), str) and array.dtype == _dtype(dtype, dims)
-    return as_is and isinstance(array, jax.Array) and array.sharding == layout.sharding(dims)
 
 
 @functools.cache

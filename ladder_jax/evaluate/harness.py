@@ -96,7 +96,7 @@ class LadderJax(TemplateLM):
         return self.model.tokenizer.render(chat_history, prompt=True)
 
     def loglikelihood_rolling(self, requests, disable_tqdm: bool = False) -> list[float]:
-        how = dict(prefix=self.prefix_token_id, window=self.max_length)
+        how = dict(prefix=self.prefix_token_id, window=self.max_length, stride=self.max_length)
         cut = []
         for request in requests:
             tokens = self.tok_encode(*request.args)

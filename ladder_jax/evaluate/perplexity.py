@@ -189,7 +189,7 @@ def _exp(value: float) -> float | None:
 
 
 def windows(
-    tokens: Sequence[int], *, prefix: int | None, window: int, stride: int | None = None
+    tokens: Sequence[int], *, prefix: int | None, window: int, stride: int
 ) -> Iterator[Span]:
     """The spans of one document.
 
@@ -204,8 +204,6 @@ def windows(
     prefix: the token before the first; None: the document's own first token, which then is not
         scored.
     """
-    if stride is None:
-        stride = window
     if window < 1:
         raise UserError(f"window must be at least 1, not {window}")
     if not 1 <= stride <= window:

@@ -12,7 +12,7 @@ import numpy as np
 from jax import lax
 
 from ladder_jax import nn
-from ladder_jax.config import SCANNED, Execution, Phase
+from ladder_jax.config import SCANNED, Phase
 from ladder_jax.decode import sampling
 from ladder_jax.decode.generate import parts_of
 from ladder_jax.decode.request import check_prompts
@@ -146,8 +146,8 @@ def _power_of_two(least: int) -> int:
     return 2 ** (least - 1).bit_length()
 
 
-@functools.lru_cache(maxsize=32)
-def compiled_scores(definition: ModelDef, *, execution: Execution = SCANNED) -> Compiled:
+@functools.cache
+def compiled_scores(definition: ModelDef) -> Compiled:
     """A compiled (params, tokens [B, T], targets [B, T]) -> (log-probabilities float32, greedy
     bool), both [B, T].
 
@@ -161,14 +161,14 @@ def compiled_scores(definition: ModelDef, *, execution: Execution = SCANNED) -> 
     axes = layout.tensor
 
     def local(params, tokens, targets):
-        x_BTD, _ = nn.hidden(definition, params, tokens, execution=execution)
+        x_BTD, _ = nn.hidden(definition, params, tokens, execution=SCANNED)
 
         def score(position: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
             x_D, target = position
             logits_V = nn.logits(definition, params, x_D[None, None])[0]
             loss = nn.cross_entropy(logits_V[None], target[None, None], axes=axes)
             logprob = -loss[0, 0]
-            best = sampling.argmax(logits_V, axes=axes)
+            best, *_ = sampling.argmax_with(logits_V, [], axes=axes)
             return logprob, best[0] == target
 
         x_ND = x_BTD.reshape(-1, x_BTD.shape[-1])
@@ -182,5 +182,5 @@ def compiled_scores(definition: ModelDef, *, execution: Execution = SCANNED) -> 
     return Compiled(
         meshed,
         mesh=layout.mesh,
-        traits=definition.traits(execution, phase=Phase.PREFILL),
+        traits=definition.traits(SCANNED, phase=Phase.PREFILL),
     )

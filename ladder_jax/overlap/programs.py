@@ -15,7 +15,7 @@ import jax.numpy as jnp
 
 from ladder_jax import decode, nn, python, schedule, train
 from ladder_jax.config import Phase, TrainConfig, recipe
-from ladder_jax.decode import memory, steps, weights
+from ladder_jax.decode import steps, weights
 from ladder_jax.errors import UserError
 from ladder_jax.overlap.compile import Record
 from ladder_jax.overlap.request import Request
@@ -82,7 +82,7 @@ def bytes_minimum(request: Request, arguments: tuple[Any, ...]) -> int | None:
     moe = request.config.moe
     total = 0.0
     for path, array in jax.tree.leaves_with_path((params, caches)):
-        size = memory.shard_bytes(array)
+        size = weights.shard_bytes(array)
         routed = any(getattr(key, "key", None) == "experts" for key in path)
         if routed:  # without those that fill up the last ranks
             size *= moe.chosen(request.batch) * moe.experts / array.shape[0]

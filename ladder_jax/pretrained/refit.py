@@ -106,7 +106,7 @@ class Fit:
 
 
 # fitted arrays in the source's dtypes, and the shares before and after of Fit
-Computed = tuple[dict[Key, Stored], tuple[float, float]]
+Computed = tuple[dict[Key, np.ndarray], tuple[float, float]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -173,10 +173,11 @@ def refit(
         compute = functools.partial(computed, passes, layer, index, ridge=settings.ridge)
         if folder:
             fitted = name.replace("/", "-")
-            arrays, shares = _kept(folder / f"{request}-{layer:04d}-{fitted}.npz", compute)
+            stored, shares = _kept(folder / f"{request}-{layer:04d}-{fitted}.npz", compute)
         else:
             arrays, shares = compute()
-        passes.replace(arrays)
+            stored = {key: in_memory(array) for key, array in arrays.items()}
+        passes.replace(stored)
         fits.append(Fit(layer, name, *shares))
 
     with progress(2 * model.num_layers, label="refitted {done}/{total} sublayers") as update:
@@ -186,11 +187,11 @@ def refit(
                 output = f"{name}/{WRITERS[name]}"
                 if fits_inputs and passes.late(layer, index):
                     fit(layer, index, name, fitted_inputs)
-                    if fits_outputs and passes.has(layer, output):
+                    if fits_outputs and passes.key(layer, output) in source.arrays:
                         fit(layer, index, output, fitted_output)
                 passes.advance(layer, index)
                 update(2 * layer + index + 1, "")
-            if settings.alone and passes.converted(layer):
+            if settings.alone:
                 passes.streams = entering
                 for index in (0, 1):
                     passes.advance(layer, index, original=True)
@@ -306,12 +307,6 @@ class Pass:
     def key(self, layer: int, array: str) -> Key:
         return Key.of_layer(layer, array, model=self.original.model)
 
-    def has(self, layer: int, array: str) -> bool:
-        return self.key(layer, array) in self.original.arrays
-
-    def converted(self, layer: int) -> bool:
-        return bool(self._delays[layer].any())
-
     def late(self, layer: int, index: int) -> bool:
         """Whether the sublayer's input lacks some output; the model's first sublayers have none to
         lack.
@@ -388,7 +383,7 @@ def fitted_inputs(passes: Pass, layer: int, index: int, *, ridge: float) -> Comp
             )
         else:
             arrays[key] = folded(weight, gain, solved[parts], axis=axis)
-    return in_memory(arrays), statistics.shares_missing(solved[max(solved)])
+    return arrays, statistics.shares_missing(solved[max(solved)])
 
 
 def fitted_output(passes: Pass, layer: int, index: int, *, ridge: float) -> Computed:
@@ -400,15 +395,11 @@ def fitted_output(passes: Pass, layer: int, index: int, *, ridge: float) -> Comp
     (change,) = statistics.changes(1, ridge=ridge)
     fitted = weight.astype(np.float64) + change.reshape(weight.shape)
     arrays = {key: fitted.astype(weight.dtype)}
-    return in_memory(arrays), statistics.shares_missing([change])
+    return arrays, statistics.shares_missing([change])
 
 
-def in_memory(arrays: Mapping[Key, np.ndarray]) -> dict[Key, Stored]:
-    stored = {}
-    for key, array in arrays.items():
-        read = lambda array=array: array
-        stored[key] = Stored(array.shape, array.dtype, read)
-    return stored
+def in_memory(array: np.ndarray) -> Stored:
+    return Stored(array.shape, array.dtype, lambda: array)
 
 
 def _request(
@@ -427,7 +418,9 @@ def _request(
     return hashlib.sha256(json.dumps(about).encode()).hexdigest()[:16]
 
 
-def _kept(file: pathlib.Path, compute: Callable[[], Computed]) -> Computed:
+def _kept(
+    file: pathlib.Path, compute: Callable[[], Computed]
+) -> tuple[dict[Key, Stored], tuple[float, float]]:
     """What `compute` returns, from the file of an interrupted run, if it is there; the file is
     written if not. The arrays are read from it when they are asked for, so that the host holds one
     at a time.
@@ -435,9 +428,7 @@ def _kept(file: pathlib.Path, compute: Callable[[], Computed]) -> Computed:
     if not file.exists():
         arrays, shares = compute()
         # of bfloat16, NumPy keeps the bytes alone
-        named = {
-            f"{key.name} {key.layer} {array.dtype}": array.read() for key, array in arrays.items()
-        }
+        named = {f"{key.name} {key.layer} {array.dtype}": array for key, array in arrays.items()}
         file.parent.mkdir(exist_ok=True)
         files.write_atomically(str(file), lambda path: np.savez(path, shares=shares, **named))
 

@@ -90,7 +90,7 @@ def test_each_token_is_scored_once(window, stride):
 @pytest.mark.parametrize(
     "how, message",
     [
-        (dict(window=0), "window must be at least 1, not 0"),
+        (dict(window=0, stride=0), "window must be at least 1, not 0"),
         (dict(window=8, stride=0), "stride must be between 1 and the window, 8, not 0"),
     ],
 )

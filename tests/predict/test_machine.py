@@ -52,7 +52,7 @@ def test_seconds_of_an_all_reduce():
 def test_memory_is_what_the_shards_hold(config, tensor):
     config = dataclasses.replace(config, residual="standard")
     definition = nn.define(config, mesh=parallel.make_mesh(tensor=tensor))
-    held = memory.shard_bytes(weights.abstract(definition, loop=Loop.UNROLLED))
+    held = weights.shard_bytes(weights.abstract(definition, loop=Loop.UNROLLED))
     held += memory.cache_bytes(definition, rows=3, capacity=13)
     assert work.Model(config, tensor).memory(rows=3, capacity=13) == held
 

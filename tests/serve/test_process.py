@@ -125,7 +125,7 @@ MISTAKES = {
     ("--port", "70000"): "a port is from 0 to 65535, not 70000",
     ("--host", "no such host"): "cannot listen at no such host, port 0: ",
     ("--host", "a..b"): "cannot listen at a..b, port 0: ",
-    ("--capacity", "2000000000"): "8 slots of 2,000,000,000 tokens are too many",
+    ("--capacity", "2000000000"): "a cache of 8 x 2,000,000,000 tokens needs",
     ("--api-key", ""): "the API key must be printable ASCII characters without spaces",
 }
 

@@ -169,7 +169,7 @@ def _insert(definition, *, loop):
 
         return jax.tree.map(put, dims, state, row)
 
-    return steps.placed(definition, local, in_dims=(dims, dims, ""), out_dims=dims, donate=(0,))
+    return steps.compiled(definition, local, in_dims=(dims, dims, ""), out_dims=dims, donate=(0,))
 
 
 @functools.cache
@@ -184,4 +184,6 @@ def _advance(definition):
         lengths = jnp.where(active, lengths + new.shape[1], 0)
         return new[:, -1], lengths, jnp.where(active, temperature, 0)
 
-    return steps.placed(definition, local, in_dims=("BT", "B", "B", "B"), out_dims=("B", "B", "B"))
+    return steps.compiled(
+        definition, local, in_dims=("BT", "B", "B", "B"), out_dims=("B", "B", "B")
+    )
