@@ -92,7 +92,7 @@ def loss_sum(
         `TrainingTask.scheduled` has it.
     """
 
-    positions = nn.FullSequence() if batch.segments is None else nn.Packed(batch.segments)
+    positions = nn.FullSequence(segments=batch.segments)
 
     def forward(definition: ModelDef, of: Callable = nn.forward_pass) -> nn.ForwardPass:
         return of(definition, batch.tokens.shape, execution=config.execution, positions=positions)
