@@ -142,17 +142,11 @@ def padded_vocabulary(size: int, *, ranks: int) -> int:
 
 
 class Parameter(nnx.Param):
-    """A Flax Param whose repr is its dimensions, shape and dtype, and no values."""
+    """A Flax Param whose repr is its dimensions, dtype and shape, and no values."""
 
     def __repr__(self) -> str:
-        return f"Parameter({self.form})"
-
-    @property
-    def form(self) -> str:
-        """Such as "DNH 128 x 8 x 16 float32"."""
-        arrays = jax.tree.leaves(self)
-        shapes = [f"{' x '.join(map(str, array.shape))} {array.dtype}" for array in arrays]
-        return f"{self.dims:<4} {', '.join(shapes)}"
+        arrays = [f"{array.dtype}{list(array.shape)}" for array in jax.tree.leaves(self)]
+        return f"Parameter({self.dims}, {', '.join(arrays)})"
 
 
 class Module(nnx.Module):
@@ -161,11 +155,10 @@ class Module(nnx.Module):
     """
 
     def __repr__(self) -> str:
-        params = {".".join(path): param for path, param in nnx.to_flat_state(nnx.state(self))}
-        width = max(map(len, params), default=0)
+        params = nnx.state(self)
         count = sum(array.size for array in jax.tree.leaves(params))
-        lines = [f"  {name:<{width}}  {param.form}" for name, param in params.items()]
-        return "\n".join([f"{type(self).__name__} of {count:,} parameters", *lines])
+        lines = [f"{'.'.join(path)}: {param!r}" for path, param in nnx.to_flat_state(params)]
+        return "\n  ".join([f"{type(self).__name__} of {count:,} parameters", *lines])
 
 
 def sizes_of(config: ModelConfig | Sizes, rngs: nnx.Rngs | None) -> Sizes:

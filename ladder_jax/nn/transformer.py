@@ -374,8 +374,7 @@ class Transformer(Module):
         return nnx.to_pure_dict(nnx.state(self))
 
     def __repr__(self):
-        first, *parameters = super().__repr__().splitlines()
-        return "\n".join([f"{first}, {self.definition.layout}", f"  {self.config}", *parameters])
+        return f"{self.config}\n{self.mesh}\n{super().__repr__()}"
 
     def __call__(self, tokens: Array) -> Array:
         """Float32 logits [B, T, V] for integer tokens [B, T]; B must be divisible by data x fsdp.

@@ -193,11 +193,6 @@ class Layout:
     ranks: int
     batch: ClassVar[Axes] = (DATA, FSDP)
 
-    def __repr__(self) -> str:
-        sizes = f"data {self.mesh.shape[DATA]} x fsdp {self.fsdp} x tensor {1 if self.emulated else self.ranks}"
-        emulated = f", {self.ranks} ranks emulated" if self.emulated else ""
-        return f"Layout({sizes} of {self.mesh.devices.flat[0].device_kind}{emulated})"
-
     @property
     def emulated(self) -> bool:
         """Whether the ranks are computed on one device, by `over_ranks`."""

@@ -116,9 +116,9 @@ class Exchange(SequenceParallel):
         following = (EXPERTS,) if step.sublayers == (ATTENTION,) else (ATTENTION,)
 
         def settle(newest):
-            sums = (
-                launched if newest is None else (*launched[:-1], self._arrived(newest, like=stream))
-            )
+            sums = launched
+            if newest is not None:
+                sums = (*launched[:-1], self._arrived(newest, like=stream))
             return State(*step.settle(stream, sums)) if step.pending_after else State(stream, sums)
 
         def make(state):

@@ -267,11 +267,7 @@ class SequenceParallel(AllReduce):
         return sublayer.function(sublayer.gained(entered), projections=projections)
 
     def _gathers_in_matmul(self, step):
-        return (
-            self.collective_matmul is not CollectiveMatmul.NONE
-            and not step.fresh
-            and not step.early
-        )
+        return self.collective_matmul is not CollectiveMatmul.NONE and not step.fresh
 
     def _projections(self, step, *, gathers):
         """With collective matmuls: of an input that is gathered here, and of an output that is
