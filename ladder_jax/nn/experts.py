@@ -32,13 +32,12 @@ from ladder_jax import residual
 from ladder_jax.config import ModelConfig, RouterSoftmax
 from ladder_jax.nn import quantized
 from ladder_jax.nn.grouped import Groups, grouped_matmul
-from ladder_jax.nn.modules import MLP
 from ladder_jax.nn.parameter import Module, Normal, Sizes, residual_writer, sizes_of, zeros
 from ladder_jax.nn.quantized import Int8
 from ladder_jax.parallel import exchange, pvary, rank, ranks, varying
 from ladder_jax.parallel.collectives import Axes
 from ladder_jax.residual import EXPERTS, Normed
-from ladder_jax.residual.recurrence import Projections, local, project
+from ladder_jax.residual.recurrence import local
 
 CHUNK = 8192  # tokens whose rows are in memory at once
 NO_EXPERT = jnp.iinfo(jnp.int32).max  # in place of a row's choice
@@ -188,25 +187,29 @@ class ExpertMLPs(Module):
         return self.down.get_value().shape[0]
 
 
-class SharedExpert(MLP):
+class SharedExpert(Module):
     """The MLP that every token passes; with `shared_gate` its output counts sigmoid(x . share)
     times.
     """
 
     def __init__(self, sizes: Sizes):
-        super().__init__(sizes, width="W")
+        new = sizes.declare
+        self.gate = new("DW", init=Normal(0.02))
+        self.up = new("DW", init=Normal(0.02))
+        self.down = new("WD", init=residual_writer(sizes.config))
         if sizes.config.moe.shared_gate:
-            self.share = sizes.declare("D", init=Normal(0.02))
+            self.share = new("D", init=Normal(0.02))
 
     def __call__(self, x_BTD: Array, tied: Callable = local) -> Array:
         """A rank's partial sum [B, T, D]. tied: applied to the first products, whose await may be
         tied to others'.
         """
 
-        def first(product, x, weights):
-            return tied(product(x, weights))
+        def of(matrix):
+            return quantized.einsum("BTD,DW->BTW", x_BTD, matrix.get_value())
 
-        out = super().__call__(x_BTD, projections=Projections(project(first)))
+        gate, up = tied((of(self.gate), of(self.up)))
+        out = quantized.einsum("BTW,WD->BTD", jax.nn.silu(gate) * up, self.down.get_value())
         if not hasattr(self, "share"):
             return out
         weighed = x_BTD.astype(jnp.float32) * self.share[...][None, None]

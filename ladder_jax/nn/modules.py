@@ -157,18 +157,14 @@ class MLP(Module):
 
     `MLP(config, rngs=nnx.Rngs(0))(x)` is the whole sublayer on one device. Inside `jax.shard_map`,
     over a rank's shards of its arrays (`nn.partition_specs`), it is this rank's partial sum.
-
-    width: the letter of its width, W of a shared expert.
     """
 
-    def __init__(
-        self, config: ModelConfig | Sizes, *, rngs: nnx.Rngs | None = None, width: str = "F"
-    ):
+    def __init__(self, config: ModelConfig | Sizes, *, rngs: nnx.Rngs | None = None):
         sizes = sizes_of(config, rngs)
         new = sizes.declare
-        self.gate = new("D" + width, init=Normal(0.02))
-        self.up = new("D" + width, init=Normal(0.02))
-        self.down = new(width + "D", init=residual_writer(sizes.config))
+        self.gate = new("DF", init=Normal(0.02))
+        self.up = new("DF", init=Normal(0.02))
+        self.down = new("FD", init=residual_writer(sizes.config))
         if sizes.config.biases is Biases.ALL:
             self.gate_bias = new("F", init=zeros)
             self.up_bias = new("F", init=zeros)
