@@ -163,7 +163,6 @@ WRONG = {
         lambda: nn.define("tiny", mesh=parallel.make_mesh()),
         "config must be of type ModelConfig, not 'tiny'",
     ),
-    "ModelDef": (lambda: nn.ModelDef(CONFIG, 5), "layout must be of type Layout, not 5"),
     **{
         kind.__name__: (
             lambda kind=kind: kind("tiny", rngs=RNGS),

@@ -119,7 +119,7 @@ def test_a_sublayer_on_kernels(router, monkeypatch):
 
     call, params, x = test_experts.sublayer(router, "shared")
     expected = test_experts.outcome(call, params, x)
-    monkeypatch.setattr(grouped, "choose", lambda dtype: grouped.Kernel.TRITON)
+    monkeypatch.setattr(grouped, "uses_triton", lambda dtype: True)
     for name in ("product", "over_rows"):
         kernel = functools.partial(getattr(grouped_gpu, name), interpret=True)
         monkeypatch.setattr(grouped_gpu, name, kernel)
@@ -152,7 +152,7 @@ def test_the_kernel_follows_the_meshs_devices(
     monkeypatch.setattr(grouped, "_device_kind", lambda: kind)
     if variable is not None:
         monkeypatch.setenv(grouped.VARIABLE, variable)
-    assert grouped.choose(dtype) is grouped.Kernel(kernel)
+    assert grouped.uses_triton(dtype) == (kernel == "triton")
 
 
 def test_a_wrong_variable(monkeypatch):
@@ -160,4 +160,4 @@ def test_a_wrong_variable(monkeypatch):
     with pytest.raises(
         UserError, match="unknown LADDER_JAX_GROUPED_MATMUL 'xlaa'; did you mean 'xla'"
     ):
-        grouped.choose(jnp.bfloat16)
+        grouped.uses_triton(jnp.bfloat16)

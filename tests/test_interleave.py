@@ -10,10 +10,9 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from ladder_jax import config, decode, parallel, train
+from ladder_jax import config, decode, train
 from ladder_jax.config import Launch, Loop, Remat
 from ladder_jax.data.packing import Batch
-from ladder_jax.decode import steps
 from ladder_jax.errors import UserError
 from ladder_jax.scopes import ENTER, LAUNCH
 from tests import cases, communication, covering, engines, experts
@@ -196,15 +195,6 @@ RING = dict(sequence_parallel=True, collective_matmul=config.CollectiveMatmul.RI
 def test_what_is_refused(made, said):
     with pytest.raises(UserError, match=said):
         made()
-
-
-def test_a_decode_step_is_refused():
-    definition = cases.define("standard", tensor=4)
-    one = steps.step(definition, execution=config.Execution(interleave=2))
-    local = lambda lengths: one({}, None, lengths, lengths)[0]
-    on_mesh = parallel.on_mesh(local, layout=definition.layout, in_dims=("B",), out_dims="BV")
-    with pytest.raises(UserError, match="a decode step has too few tokens to halve"):
-        jax.eval_shape(on_mesh, jnp.zeros(4, jnp.int32))
 
 
 EXCHANGED = covering.marked(

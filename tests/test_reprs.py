@@ -104,10 +104,10 @@ OBJECTS = {
     "model": (lambda _: model(), "Transformer of 1,552,"),
     "model on a mesh": (
         lambda _: model(parallel.make_mesh(data=2, tensor=2)),
-        "data 2 x fsdp 1 x tensor 2 of cpu",
+        "Mesh('data': 2, 'fsdp': 1, 'tensor': 2, ",
     ),
-    "layers": (lambda _: model().layers, "attention.query_bias        LNH  8 x 8 x 16 float32"),
-    "parameter": (lambda _: model().head.table, "Parameter(VD   256 x 128 float32)"),
+    "layers": (lambda _: model().layers, "attention.query_bias: Parameter(LNH, float32[8, 8, 16])"),
+    "parameter": (lambda _: model().head.table, "Parameter(VD, float32[256, 128])"),
     "definition": (lambda _: model().definition, "ModelDef(config=ModelConfig(num_layers=8, "),
     "program": (
         lambda _: nn.compiled_logits(model().definition),
@@ -118,7 +118,7 @@ OBJECTS = {
     "stack": (stack, "Stack of Block, 5,760 parameters\nTopology of 40 layers"),
     "source": (source, "Source(path='a/model.gguf', model=ModelConfig("),
     "opened": (opened, "OpenedModel('a/model.gguf', a Source)"),
-    "model with text": (text_model, "float32\n  tokenizer: Bytes("),
+    "model with text": (text_model, "\n  tokenizer: Bytes("),
     "generator": (generator, "Generator(loop='unrolled', quantize='none', of ModelDef("),
     "request": (
         lambda _: decode.Request(range(10_000), **LONG),
@@ -180,14 +180,11 @@ def test_a_report_prints_the_commands_table():
 def test_topologies_in_words():
     of = lambda name, which=None: residual.topology(name, num_layers=32, ladder_layers=which)
     assert repr(of("ladder", "16")) == (
-        "Topology of 32 layers, 64 sublayers, 64 all-reduces\n"
-        "  layers 0-15: attention and MLP read every output before them\n"
-        "  layers 16-31: attention and MLP read all but the newest output, all-reduced meanwhile"
+        "Topology of 32 layers, 64 all-reduces, delays 16 x (0, 0), 16 x (1, 1)"
     )
     counts = {"parallel": 32, "parallel-ladder": 32, "desync-2": 32, "no-communication": 0}
     for name, count in counts.items():
-        assert f" 64 sublayers, {count} all-reduces\n" in repr(of(name))
-    assert "one norm" in repr(of("parallel-shared-norm"))
+        assert f" 32 layers, {count} all-reduces, delays 32 x " in repr(of(name))
 
 
 @pytest.mark.parametrize("which", [None, "40", "0,", ",".join(map(str, range(0, 80, 2)))])

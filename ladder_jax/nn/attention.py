@@ -15,7 +15,6 @@ from jax import Array
 from jax.sharding import Mesh
 
 from ladder_jax.config import Dtype, ModelConfig
-from ladder_jax.errors import UserError
 from ladder_jax.parallel.collectives import differentiable, is_v5e, pvary, unchecked, varying
 
 BLOCK = 512  # cached positions whose scores `extend` holds at once
@@ -234,53 +233,21 @@ class FullSequence(Positions):
 
     row: the first one's place in the cache. leaves: without a cache, what is `Left` to the later
         part of the rows.
+    segments: [B, T] integers, for training: a row holds several documents, runs of equal numbers.
+        Each attends only to itself, and starts at position 0.
+    begins: [B, T] int32, where in the row each position's document begins, which tells it from all
+        others; None without segments.
     """
 
     ends: Array | None = None
     row: int = 0
     leaves: bool = False
-
-    def indices(self, length):
-        return jnp.arange(length)[None, :]
-
-    def attend(self, query, key, value, *, cache, kernel):
-        if cache is not None:
-            cache = _write(cache, key, value, row=self.row, start=0, kernel=kernel)
-        elif self.leaves:
-            cache = Left(key, value)
-        return causal(query, key, value, kernel=kernel), cache
-
-    def halves(self, rows):
-        row = self.row + rows
-        if self.ends is None:
-            return self, FullSequence(row=row)
-        first = FullSequence(self.ends[:rows], self.row)
-        return first, FullSequence(self.ends[rows:], row)
-
-    def parts(self, at):
-        return FullSequence(row=self.row, leaves=True), LaterPart(at, row=self.row)
-
-
-FULL_SEQUENCE = FullSequence()
-
-
-@dataclasses.dataclass(frozen=True)
-class Packed(Positions):
-    """Rows of several documents, for training: each attends only to itself, and starts at position
-    0. No cache.
-
-    segments: [B, T] integers; a document is a run of equal numbers, which may come again in a later
-        one.
-    begins: [B, T] int32, where in the row each position's document begins, which tells it from all
-        others.
-    leaves: as in FullSequence.
-    """
-
-    segments: Array
-    leaves: bool = False
-    begins: Array = dataclasses.field(init=False)
+    segments: Array | None = None
+    begins: Array | None = dataclasses.field(init=False, default=None)
 
     def __post_init__(self):
+        if self.segments is None:
+            return
         index = jnp.arange(self.segments.shape[1])
         index = jnp.broadcast_to(index[None, :], self.segments.shape)
         changes = self.segments[:, 1:] != self.segments[:, :-1]
@@ -289,17 +256,35 @@ class Packed(Positions):
         object.__setattr__(self, "begins", begins)
 
     def indices(self, length):
-        return jnp.arange(length)[None, :] - self.begins
+        index = jnp.arange(length)[None, :]
+        return index if self.begins is None else index - self.begins
 
     def attend(self, query, key, value, *, cache, kernel):
-        attended = causal(query, key, value, kernel=kernel, segments=self.begins)
-        return attended, Left(key, value) if self.leaves else None
+        if cache is not None:
+            cache = _write(cache, key, value, row=self.row, start=0, kernel=kernel)
+        elif self.leaves:
+            cache = Left(key, value)
+        return causal(query, key, value, kernel=kernel, segments=self.begins), cache
 
     def halves(self, rows):
-        return Packed(self.segments[:rows]), Packed(self.segments[rows:])
+        def half(part, row):
+            ends, segments = jax.tree.map(lambda a: a[part], (self.ends, self.segments))
+            return FullSequence(ends, row, segments=segments)
+
+        return half(slice(rows), self.row), half(slice(rows, None), self.row + rows)
 
     def parts(self, at):
-        return Packed(self.segments[:, :at], leaves=True), LaterPart(at, self.begins)
+        segments = None if self.segments is None else self.segments[:, :at]
+        first = FullSequence(row=self.row, leaves=True, segments=segments)
+        return first, LaterPart(at, self.begins, self.row)
+
+
+FULL_SEQUENCE = FullSequence()
+
+
+def Packed(segments: Array) -> FullSequence:
+    """Rows of several documents: see FullSequence."""
+    return FullSequence(segments=segments)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -343,7 +328,7 @@ class LaterPart(Positions):
     """The positions from `start` on of rows whose first part has left its keys and values, or
     written them to a cache.
 
-    begins: [B, T] of packed rows, as `Packed` has them. row: the first one's place in the cache.
+    begins: [B, T] of packed rows, as FullSequence has them. row: the first one's place in the cache.
     Without a cache the scores are whole in memory, [B, N, T - start, T]: no kernel here has a
     gradient for a mask that begins later.
     """
@@ -383,13 +368,6 @@ class DecodeStep(Positions):
 
     def indices(self, length):
         return self.lengths[:, None]
-
-    def halves(self, rows):
-        raise UserError(
-            "interleave=2 is for training and prefill: a decode step has too few tokens to halve"
-        )
-
-    parts = halves
 
     def attend(self, query, key, value, *, cache, kernel):
         # a row's heads, where these come first

@@ -29,7 +29,7 @@ from jax import Array, lax
 from jax.ad_checkpoint import checkpoint_name
 
 from ladder_jax import residual
-from ladder_jax.config import ModelConfig, MoEConfig, RouterSoftmax
+from ladder_jax.config import ModelConfig, RouterSoftmax
 from ladder_jax.nn import quantized
 from ladder_jax.nn.grouped import Groups, grouped_matmul
 from ladder_jax.nn.parameter import Module, Normal, Sizes, residual_writer, sizes_of, zeros
@@ -80,21 +80,6 @@ class Routing:
 
 
 OnRouting = Callable[[Routing], None]
-
-
-def route(logits_NC: Array, *, moe: MoEConfig, bias_C: Array | None = None) -> Route:
-    """The experts with the largest logits, or sums of probability and bias; of equal ones that with
-    the lowest index.
-
-    A bias has no gradient: `toward_balance` moves it.
-    """
-    scores = logits_NC if bias_C is None else jax.nn.softmax(logits_NC, axis=1) + bias_C[None]
-    _, choice = lax.top_k(scores, moe.top_k)
-    choice = checkpoint_name(lax.stop_gradient(choice), EXPERTS)
-    chosen = jnp.take_along_axis(logits_NC, choice, axis=1)
-    over = chosen if moe.softmax is RouterSoftmax.CHOSEN else logits_NC
-    total = jax.nn.logsumexp(over, axis=1, keepdims=True)
-    return Route(choice, jnp.exp(chosen - total))
 
 
 def measured(logits_NC: Array, choice_NK: Array) -> Routing:
@@ -151,9 +136,8 @@ class NormedExperts(Normed):
                 taken = jnp.where(is_token.reshape(-1, 1), choice, experts)
             slots = exchange.slots(taken, experts=experts, size=size)
             if self.on_routing:
-                dropped = jnp.sum(
-                    ~exchange.kept(slots, experts=experts, size=size), dtype=jnp.float32
-                )
+                kept = slots < experts * size
+                dropped = jnp.sum(~kept, dtype=jnp.float32)
                 self.on_routing(dataclasses.replace(measured(logits, choice), dropped=dropped))
             return x_ND, slots, weights
 
@@ -269,7 +253,11 @@ class MoE(Module):
         if on_routing:
             statistics = measured(logits, routed.choice)
             if self.moe.capacity is not None:
-                routed, kept = self._within_capacity(routed)
+                # rows beyond their experts' capacity choose no expert
+                experts = self.moe.experts
+                size = self.moe.slots(len(x_ND))
+                kept = exchange.slots(routed.choice, experts=experts, size=size) < experts * size
+                routed = Route(jnp.where(kept, routed.choice, NO_EXPERT), routed.weights)
                 statistics = dataclasses.replace(
                     statistics, dropped=jnp.sum(~kept, dtype=jnp.float32)
                 )
@@ -304,19 +292,20 @@ class MoE(Module):
         return jnp.einsum("ND,DC->NC", wide, self.router[...], precision=lax.Precision.HIGHEST)
 
     def route(self, logits_NC: Array) -> Route:
-        return route(
-            logits_NC, moe=self.moe, bias_C=self.router_bias[...] if self.moe.router_bias else None
-        )
+        """The experts with the largest logits, or sums of probability and bias; of equal ones that
+        with the lowest index.
 
-    def _within_capacity(self, routed):
-        """`routed`, where rows beyond their experts' capacity choose no expert, and bool [N, K]:
-        which do not.
+        A bias has no gradient: `toward_balance` moves it.
         """
-        experts = self.moe.experts
-        size = self.moe.slots(len(routed.choice))
-        slots = exchange.slots(routed.choice, experts=experts, size=size)
-        kept = exchange.kept(slots, experts=experts, size=size)
-        return Route(jnp.where(kept, routed.choice, NO_EXPERT), routed.weights), kept
+        scores = logits_NC
+        if self.moe.router_bias:
+            scores = jax.nn.softmax(logits_NC, axis=1) + self.router_bias[...][None]
+        _, choice = lax.top_k(scores, self.moe.top_k)
+        choice = checkpoint_name(lax.stop_gradient(choice), EXPERTS)
+        chosen = jnp.take_along_axis(logits_NC, choice, axis=1)
+        over = chosen if self.moe.softmax is RouterSoftmax.CHOSEN else logits_NC
+        total = jax.nn.logsumexp(over, axis=1, keepdims=True)
+        return Route(choice, jnp.exp(chosen - total))
 
 
 def _groups(choice_NK, *, first, count):
@@ -381,7 +370,5 @@ _in_token_order.defvjp(
 def _batched_matmul(rows_ERI, weight_EIO):
     """[E, R, O]: the rows of each expert times its matrix, as `grouped_matmul`."""
     if isinstance(weight_EIO, Int8):
-        weight = weight_EIO.values.astype(rows_ERI.dtype)
-        sums = jnp.einsum("ERI,EIO->ERO", rows_ERI, weight, preferred_element_type=jnp.float32)
-        return (sums * weight_EIO.scale[:, None]).astype(rows_ERI.dtype)
+        weight_EIO = Int8(weight_EIO.values, weight_EIO.scale[:, None])
     return quantized.einsum("ERI,EIO->ERO", rows_ERI, weight_EIO)

@@ -2,7 +2,6 @@
 nn/experts.py.
 """
 
-import enum
 import os
 from typing import NamedTuple
 
@@ -16,32 +15,27 @@ from ladder_jax.nn.quantized import Int8
 from ladder_jax.parallel import pvary, varying
 from ladder_jax.residual import MATMUL
 
-# in the environment: "xla" keeps Kernel.TRITON from being chosen
+# in the environment: "xla" keeps Triton's kernel from being chosen
 VARIABLE = "LADDER_JAX_GROUPED_MATMUL"
 
 
-class Kernel(enum.Enum):
-    # `lax.ragged_dot`: XLA's kernel on TPUs; elsewhere every row is multiplied with every matrix
-    XLA = "xla"
-    TRITON = "triton"  # NVIDIA GPUs, in bfloat16: nn/grouped_gpu.py
-
-
-def choose(dtype: jnp.dtype) -> Kernel:
-    """The kernel for rows of this dtype on the devices of the mesh around the caller.
+def uses_triton(dtype: jnp.dtype) -> bool:
+    """Whether rows of this dtype have Triton's kernel (nn/grouped_gpu.py) on the devices of the mesh
+    around the caller: NVIDIA GPUs, in bfloat16. Others have `lax.ragged_dot`: XLA's kernel on TPUs;
+    elsewhere every row is multiplied with every matrix.
 
     Raises UserError where `VARIABLE` has another value than "xla".
     """
-    if (value := os.environ.get(VARIABLE)) not in (None, "", Kernel.XLA.value):
-        raise unknown(VARIABLE, value, [Kernel.XLA.value])
+    if (value := os.environ.get(VARIABLE)) not in (None, "", "xla"):
+        raise unknown(VARIABLE, value, ["xla"])
     if value or dtype != jnp.bfloat16 or not _device_kind().startswith("NVIDIA"):
-        return Kernel.XLA
+        return False
     try:
         from jax.experimental.pallas import triton
 
-        capability = triton.get_gpu_info().compute_capability
+        return triton.get_gpu_info().compute_capability >= 80
     except (ImportError, ValueError):  # a jax that has removed it, or a GPU that it does not know
-        return Kernel.XLA
-    return Kernel.TRITON if capability >= 80 else Kernel.XLA
+        return False
 
 
 def _device_kind():
@@ -94,7 +88,7 @@ def grouped_matmul(rows_RI: Array, weight_EIO: Array | Int8, groups: Groups) -> 
 
 
 def _quantized(rows, weight, groups):
-    if choose(rows.dtype) is Kernel.TRITON:
+    if uses_triton(rows.dtype):
         from ladder_jax.nn import grouped_gpu
 
         return grouped_gpu.product(rows, weight.values, groups.sizes, scale_EO=weight.scale)
@@ -109,7 +103,7 @@ def _quantized(rows, weight, groups):
 
 @jax.custom_vjp
 def _grouped(rows, weight, groups):
-    if choose(rows.dtype) is Kernel.TRITON:
+    if uses_triton(rows.dtype):
         from ladder_jax.nn import grouped_gpu  # Pallas is slow to import
 
         return grouped_gpu.product(rows, weight.astype(rows.dtype), groups.sizes)
@@ -131,7 +125,7 @@ OVER_ROWS = lax.RaggedDotDimensionNumbers(
 
 def _grouped_backward(residuals, gradient):
     rows, weight, groups, like = residuals
-    if choose(rows.dtype) is Kernel.TRITON:
+    if uses_triton(rows.dtype):
         from ladder_jax.nn import grouped_gpu
 
         of_rows = grouped_gpu.product(gradient, weight, groups.sizes, transposed=True)

@@ -53,10 +53,6 @@ class ModelDef:
     experts: ExpertParallelism = ExpertParallelism.REDUCE
 
     def __post_init__(self):
-        if not isinstance(self.config, ModelConfig):
-            raise wrong_type("config", self.config, ModelConfig)
-        if not isinstance(self.layout, Layout):
-            raise wrong_type("layout", self.layout, Layout)
         for name, section in vars(self.config).items():
             known = name in self.sections or not dataclasses.is_dataclass(section)
             check(
@@ -189,7 +185,7 @@ def declare(config: ModelConfig, *, ranks: int) -> dict[str, nnx.Module]:
     layers = {}
     for name, of in stacks(config).items():
         own = _without_experts(config) if name == DENSE else config
-        layers[name] = Layer(parameter.Sizes(own, ranks, stacked=True, layers=len(of)))
+        layers[name] = Layer(parameter.Sizes(own, ranks, layers=len(of)))
     modules = {"embedding": Embedding(sizes), **layers, "final_norm": RMSNorm(sizes)}
     return modules if config.tie_embeddings else {**modules, "head": Embedding(sizes)}
 

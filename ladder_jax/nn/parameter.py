@@ -88,14 +88,12 @@ class Sizes:
     """What a module is declared with: the size of every named dimension of a model over `ranks`
     tensor-parallel ranks.
 
-    stacked: a module declared with these sizes stands for all layers, its parameters led by L.
-    layers: how many are stacked, where that is not all of them.
+    layers: a module declared with these sizes stands for so many, its parameters led by L.
     rngs: of its initial values; None: it has shapes alone.
     """
 
     config: ModelConfig
     ranks: int = 1
-    stacked: bool = False
     layers: int | None = None
     rngs: nnx.Rngs | None = None
 
@@ -108,7 +106,7 @@ class Sizes:
             "K": config.num_kv_heads,
             "H": config.head_dim,
             "F": config.d_ff,
-            "L": config.num_layers if self.layers is None else self.layers,
+            "L": self.layers,
         }
         if (moe := config.moe) is not None:
             sizes |= {
@@ -121,7 +119,7 @@ class Sizes:
 
     def stored(self, dims: str) -> str:
         """The dimensions of a parameter that is declared with `dims`."""
-        return "L" * self.stacked + dims
+        return dims if self.layers is None else "L" + dims
 
     def declare(self, dims: str, *, init: Initializer) -> "Parameter":
         """A float32 parameter: `sizes.declare("DNH", init=Normal(0.02))`.
@@ -129,8 +127,8 @@ class Sizes:
         Its key is the next of the stream `rngs.params`. Without `rngs` it has only its shape (a
         jax.ShapeDtypeStruct): `initial_values` fills in a whole model, by the parameters' names.
         """
-        shape = tuple(self[dim] for dim in "L" * self.stacked + dims)
         dims = self.stored(dims)
+        shape = tuple(self[dim.upper()] for dim in dims)
         if self.rngs is None:
             return Parameter(jax.ShapeDtypeStruct(shape, jnp.float32), dims=dims, init=init)
         value = _draw(init, next_key(self.rngs), dims=dims, shape=shape, config=self.config)
@@ -144,17 +142,11 @@ def padded_vocabulary(size: int, *, ranks: int) -> int:
 
 
 class Parameter(nnx.Param):
-    """A Flax Param whose repr is its dimensions, shape and dtype, and no values."""
+    """A Flax Param whose repr is its dimensions, dtype and shape, and no values."""
 
     def __repr__(self) -> str:
-        return f"Parameter({self.form})"
-
-    @property
-    def form(self) -> str:
-        """Such as "DNH 128 x 8 x 16 float32"."""
-        arrays = jax.tree.leaves(self)
-        shapes = [f"{' x '.join(map(str, array.shape))} {array.dtype}" for array in arrays]
-        return f"{self.dims:<4} {', '.join(shapes)}"
+        arrays = [f"{array.dtype}{list(array.shape)}" for array in jax.tree.leaves(self)]
+        return f"Parameter({self.dims}, {', '.join(arrays)})"
 
 
 class Module(nnx.Module):
@@ -163,11 +155,10 @@ class Module(nnx.Module):
     """
 
     def __repr__(self) -> str:
-        params = {".".join(path): param for path, param in nnx.to_flat_state(nnx.state(self))}
-        width = max(map(len, params), default=0)
+        params = nnx.state(self)
         count = sum(array.size for array in jax.tree.leaves(params))
-        lines = [f"  {name:<{width}}  {param.form}" for name, param in params.items()]
-        return "\n".join([f"{type(self).__name__} of {count:,} parameters", *lines])
+        lines = [f"{'.'.join(path)}: {param!r}" for path, param in nnx.to_flat_state(params)]
+        return "\n  ".join([f"{type(self).__name__} of {count:,} parameters", *lines])
 
 
 def sizes_of(config: ModelConfig | Sizes, rngs: nnx.Rngs | None) -> Sizes:

@@ -19,7 +19,6 @@ from ladder_jax.nn.experts import Routing
 from ladder_jax.nn.model_def import ModelDef, Params
 from ladder_jax.nn.parameter import LAYERS, stacks
 from ladder_jax.parallel import all_reduce, pvary, rank, varying
-from ladder_jax.parallel.collectives import Axes
 from ladder_jax.scopes import LOSS
 
 PREDICTED = "predicted"
@@ -40,15 +39,8 @@ class RouterLosses:
         """The shapes of the statistics, which are the loss's terms."""
         config = self.definition.config
         layers = len(stacks(config)[LAYERS])
-        of_expert = (layers, config.moe.experts)
-        of_layer = (layers,)
-        return dict(
-            counts=of_expert,
-            probabilities=of_expert,
-            log_squares=of_layer,
-            entropies=of_layer,
-            dropped=of_layer,
-        )
+        of_expert = dict.fromkeys(("counts", "probabilities"), (layers, config.moe.experts))
+        return of_expert | dict.fromkeys(("log_squares", "entropies", "dropped"), (layers,))
 
     def metrics(self, terms: dict[str, Array]) -> dict[str, Array]:
         """Of all tokens' sums, up to a factor, in all layers.
@@ -145,10 +137,16 @@ class RouterLosses:
         C sum_i f_i P_i = 1.
         """
         layout = self.definition.layout
+        is_own = self.definition.exchanges(config.execution)
+
+        def of_group(a):
+            # Where all tensor ranks have measured the same tokens, only the first rank's count, and
+            # only there is a gradient: that of the router is summed over the ranks.
+            mine = a if is_own else jnp.where(rank(layout.tensor) == 0, a, 0)
+            return all_reduce(mine, layout.tensor)
+
         with jax.named_scope(LOSS):
-            chosen = of_group(
-                chosen, axes=layout.tensor, own=self.definition.exchanges(config.execution)
-            )
+            chosen = jax.tree.map(of_group, chosen)
             counts = scheduled.get(COUNTS)
             if counts is None:
                 counts = all_reduce(lax.stop_gradient(chosen.counts), layout.batch)
@@ -161,19 +159,6 @@ class RouterLosses:
             tokens = batch.tokens.size * config.accumulate * layout.batch_ranks
             mean = losses / (tokens * layers)
             return mean * scheduled[PREDICTED], lax.stop_gradient(vars(chosen))
-
-
-def of_group(routing: Routing, *, axes: Axes, own: bool) -> Routing:
-    """Of all tokens of the tensor ranks `axes`, and typed as equal on them.
-
-    own: each rank has measured its own tokens. Otherwise all have measured the same: only the first
-    rank's count, and only there is a gradient: that of the router is summed over the ranks.
-    """
-
-    def summed(a):
-        return all_reduce(a if own else jnp.where(rank(axes) == 0, a, 0), axes)
-
-    return jax.tree.map(summed, routing)
 
 
 def toward_balance(counts_LC: Array, *, choices: int) -> Array:

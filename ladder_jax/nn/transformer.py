@@ -46,7 +46,7 @@ from ladder_jax.parallel import (
 from ladder_jax.parallel.collectives import all_but_gathered, dims_in_turn, unshard
 from ladder_jax.residual import AllReduce, State, Step, Topology
 from ladder_jax.residual.interleave import Interleaved
-from ladder_jax.residual.loop import run_layers
+from ladder_jax.residual.loop import layer_of, run_layers
 from ladder_jax.residual.wires import sequence
 from ladder_jax.scopes import HEAD
 
@@ -131,7 +131,7 @@ class ForwardPass:
         updated = []
         for name, of in ranges.items():
             stack = params[name]
-            own = caches if len(ranges) == 1 else _part(caches, of)
+            own = caches if len(ranges) == 1 else layer_of(caches, slice(of.start, of.stop))
             keeps = gathers = None
             if self.definition.layout.fsdp > 1:
                 vectors, gathers = dims_in_turn(dims[name])
@@ -206,13 +206,6 @@ class ForwardPass:
             x = pvary(x, axes)
         x = bind_whole(definition, params, "final_norm")(x, dtype=definition.dtype)
         return sequence.gather(x, axes) if definition.splits(self.execution) else x
-
-
-def _part(caches, of):
-    """Those of the model's layers `of`."""
-    if isinstance(caches, tuple):
-        return caches[of.start : of.stop]
-    return jax.tree.map(lambda a: a[of.start : of.stop], caches)
 
 
 def _joined(parts):
@@ -381,8 +374,7 @@ class Transformer(Module):
         return nnx.to_pure_dict(nnx.state(self))
 
     def __repr__(self):
-        first, *parameters = super().__repr__().splitlines()
-        return "\n".join([f"{first}, {self.definition.layout}", f"  {self.config}", *parameters])
+        return f"{self.config}\n{self.mesh}\n{super().__repr__()}"
 
     def __call__(self, tokens: Array) -> Array:
         """Float32 logits [B, T, V] for integer tokens [B, T]; B must be divisible by data x fsdp.

@@ -203,10 +203,7 @@ class Compiled:
         self._jitted = self._jit(compiler_options=best)
 
     def __repr__(self) -> str:
-        options = (
-            ", ".join(f"{name}={value}" for name, value in self.options.items()) or "no options"
-        )
-        return f"Compiled({self.__wrapped__.__qualname__}, {options})"
+        return f"Compiled({self.__wrapped__.__qualname__}, {self.options or 'no options'})"
 
     def __call__(self, *args: Any) -> Any:
         if tracing():

@@ -51,11 +51,6 @@ def slots(choice_NK: Array, *, experts: int, size: int) -> Array:
     return jnp.where(has_slot, flat * size + within, experts * size).reshape(choice_NK.shape)
 
 
-def kept(slots_NK: Array, *, experts: int, size: int) -> Array:
-    """bool [N, K]: which rows have a slot."""
-    return slots_NK < experts * size
-
-
 def fill(x_ND: Array, slots_NK: Array, *, experts: int, size: int) -> Array:
     """[E, S, D]: the buffers of all experts, with the rows of this rank's tokens."""
     return _into_slots(x_ND, slots_NK.astype(jnp.int32), experts * size).reshape(experts, size, -1)

@@ -108,14 +108,16 @@ class NamedMesh:
         """The same devices in the same order, with the axes data, fsdp and tensor, all Auto.
 
         Its axes have the mesh's order, as programs may hold arrays of both; an axis that it lacks
-        stands where ours has it, if the others do.
+        follows the one that ours has before it.
         """
         if self.mesh.axis_names == AXES and set(self.mesh.axis_types) == {AxisType.Auto}:
             return self.mesh
-        ours = {name: axis for axis, name in zip(AXES, self.names) if name}
-        order = [ours[name] for name in self.mesh.axis_names if name in ours]
-        in_order = order == [axis for axis in AXES if axis in order]
-        order = AXES if in_order else (*order, *(axis for axis in AXES if axis not in order))
+        places = {}
+        place = -1
+        for axis, name in zip(AXES, self.names):
+            place = self.mesh.axis_names.index(name) if name else place
+            places[axis] = place
+        order = sorted(AXES, key=places.get)
         devices = np.asarray(self.mesh.devices).reshape([self.shape[axis] for axis in order])
         return Mesh(devices, tuple(order), axis_types=(AxisType.Auto,) * 3)
 
@@ -136,20 +138,23 @@ def mesh_of(mesh: Mesh | NamedMesh, *, axes: Mapping[str, str] | None = None) ->
         raise wrong_type("mesh", mesh, Mesh)
     if not isinstance(axes, Mapping | None):
         raise wrong_type("axes", axes, dict)
-    for axis, name in (axes or {}).items():
+    given = dict(axes or {})
+    for axis, name in given.items():
         if axis not in AXES:
             raise unknown("axis", axis, AXES)
         if name not in mesh.axis_names:
             raise unknown("axis of the mesh", name, mesh.axis_names)
-    names = {axis: axis for axis in AXES if axis in mesh.axis_names} | dict(axes or {})
+    names = {axis: axis for axis in AXES if axis in mesh.axis_names} | given
     if len(set(names.values())) < len(names):
         raise UserError(f"axes must name an axis of the mesh once, not {names}")
-    if left := [
-        name for name in mesh.axis_names if mesh.shape[name] > 1 and name not in names.values()
-    ]:
+    named = names.values()
+    left = [name for name in mesh.axis_names if mesh.shape[name] > 1 and name not in named]
+    if left:
+        order = AXES if len(left) > 2 else (DATA, TENSOR)[-len(left) :]
+        example = given | dict(zip(order, left))
         raise UserError(
             f"the mesh has the axes {mesh.axis_names}, and a model's are {AXES}:"
-            f" name them by ladder_jax.mesh_of(mesh, axes={_example(left, names)})"
+            f" name them by ladder_jax.mesh_of(mesh, axes={example})"
         )
     return NamedMesh(mesh, tuple(names.get(axis) for axis in AXES))
 
@@ -187,11 +192,6 @@ class Layout:
     kv: Axes
     ranks: int
     batch: ClassVar[Axes] = (DATA, FSDP)
-
-    def __repr__(self) -> str:
-        sizes = f"data {self.mesh.shape[DATA]} x fsdp {self.fsdp} x tensor {1 if self.emulated else self.ranks}"
-        emulated = f", {self.ranks} ranks emulated" if self.emulated else ""
-        return f"Layout({sizes} of {self.mesh.devices.flat[0].device_kind}{emulated})"
 
     @property
     def emulated(self) -> bool:
@@ -379,15 +379,6 @@ def put(stack: Any, layer: Any, index: int) -> Any:
     return jax.tree.map(
         lambda s, a: jax.lax.dynamic_update_index_in_dim(s, a, index, 0), stack, layer
     )
-
-
-def _example(left, names):
-    """A way to name the axes `left`: the last is tensor, the first data."""
-    order = AXES if len(left) > 2 else (DATA, TENSOR)[-len(left) :]
-    return {
-        **{axis: name for axis, name in names.items() if axis != name},
-        **dict(zip(order, left)),
-    }
 
 
 def _ranks(mesh, axes):

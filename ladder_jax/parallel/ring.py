@@ -25,7 +25,6 @@ that brings their input.
 """
 
 import functools
-import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -101,12 +100,11 @@ def _gathered(visit, x, axes):
     here = rank(axes)
     whole, arrived = None, {0: x}  # by the distance of the rank that the chunk came from
     for distance in range(1, count // 2 + 2):  # of the ranks whose chunks travel
-        ahead = {-distance: 1, distance: -1} if distance <= (count - 1) // 2 else {-distance: 1}
-        ahead = ahead if distance <= count // 2 else {}
-        moving = {
-            origin: permute(arrived[origin + step], axes, step=step)
-            for origin, step in ahead.items()
-        }
+        moving = {}
+        if distance <= count // 2:
+            moving[-distance] = permute(arrived[1 - distance], axes, step=1)
+        if distance <= (count - 1) // 2:
+            moving[distance] = permute(arrived[distance - 1], axes, step=-1)
         for origin, chunk in arrived.items():
             whole = _write(whole, visit(chunk), here + origin, axes)
         whole, arrived = lax.optimization_barrier((whole, moving)) if moving else (whole, {})
@@ -118,14 +116,16 @@ def _scattered(partial_of, axes):
     """The sum of every rank's `partial_of` this rank's chunk, [B, T/ranks, ...]."""
     count = ranks(axes)
     here = rank(axes)
-    forth, back = (
-        [(step, far) for far in range(most, 0, -1)]
-        for step, most in ((1, count // 2), (-1, (count - 1) // 2))
-    )
-    turns = [turn for pair in itertools.zip_longest(forth, back) for turn in pair if turn]
+    owners = []  # the furthest first, by their distance: in both directions in turn
+    for far in range(count // 2, 0, -1):
+        owners.append(far)
+        back = far if count % 2 else far - 1
+        if back:
+            owners.append(-back)
     arriving, sent = {}, None  # by direction; (the direction, the newest sums)
-    for step, far in turns:
-        owner = here + step * far
+    for distance in owners:
+        step = 1 if distance > 0 else -1
+        owner = here + distance
         if sent is not None:
             arriving[sent[0]], owner = _send(*sent, owner, axes)
         partial = partial_of(owner)

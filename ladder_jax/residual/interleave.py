@@ -21,7 +21,6 @@ many, in training and in prefill; in decoding a Ladder is what remains.
 """
 
 import dataclasses
-import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -29,9 +28,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from ladder_jax.config import check_interleave
 from ladder_jax.errors import UserError
-from ladder_jax.residual.recurrence import AllReduce, State, Step, Sublayer, add
+from ladder_jax.residual.recurrence import AllReduce, State, Step, Sublayer, add, with_next
 from ladder_jax.scopes import FOLLOWING, PREVIOUS
 
 
@@ -118,9 +116,7 @@ class Interleaved:
             raise UserError(
                 "interleave=2 is not for farskip, whose shared expert is reduced with attention"
             )
-        steps = list(itertools.chain(*layers, layers[-1][:1]))
-        turns = iter([Turn(**vars(step), after=after) for step, after in itertools.pairwise(steps)])
-        return tuple(tuple(itertools.islice(turns, len(of_layer))) for of_layer in layers)
+        return with_next(layers, lambda step, after: Turn(**vars(step), after=after))
 
     def begin(self, x: Array, first: Step) -> Pair:
         """Both halves of `x` [B, T, D] before `first`."""
@@ -185,13 +181,3 @@ class Interleaved:
         computed = pair.computed
         first = add(ready.residual, ready.sums)
         return jnp.concatenate([first, self.wire.flush(computed)], axis=self.axis)
-
-
-def interleaved(wire: AllReduce, interleave: int, *, rows: int) -> AllReduce | Interleaved:
-    """`wire`, or with interleave=2 in halves of `rows` rows. Raises UserError for an odd number."""
-    check_interleave(interleave)
-    if interleave == 1:
-        return wire
-    if rows % 2:
-        raise UserError(f"interleave=2 takes halves of the rows, and {rows} is odd")
-    return Interleaved(wire, at=rows // 2)

@@ -75,7 +75,7 @@ def run_layers(
             of_layer = recomputed(steps=steps[start], loop=Loop.UNROLLED)
             with jax.named_scope(f"layer_{first + start}"):  # which the schedule's report reads
                 state, extra, cache = of_layer(
-                    state, extra, _layer(params, start), _layer(caches, start)
+                    state, extra, layer_of(params, start), layer_of(caches, start)
                 )
             updated.append(cache)
             continue
@@ -86,7 +86,7 @@ def run_layers(
             for index, kind in enumerate(kinds):
                 of_layer = recomputed(steps=kind, loop=Loop.SCAN)
                 state, extra, cache = of_layer(
-                    state, extra, *(_layer(tree, index) for tree in slices)
+                    state, extra, *(layer_of(tree, index) for tree in slices)
                 )
                 of_turn.append(cache)
             return (state, extra), _stack(of_turn)
@@ -104,7 +104,7 @@ def run_layers(
             (state, extra), scanned = jax.lax.scan(turn, carry, slices)
         scanned = jax.tree.map(lambda a, count=count: a.reshape(count, *a.shape[2:]), scanned)
         if len(runs) > 1:
-            updated.extend(_layer(scanned, index) for index in range(count))
+            updated.extend(layer_of(scanned, index) for index in range(count))
     if caches is None:
         return state, extra, None
     if isinstance(caches, tuple):
@@ -213,7 +213,7 @@ def _unstack(tree):
     many arrays as there are layers, each as large as the stack.
     """
     count = jax.tree.leaves(tree)[0].shape[0]
-    return tuple(jax.tree.map(lambda a: a[i], tree) for i in range(count))
+    return tuple(layer_of(tree, index) for index in range(count))
 
 
 def _restack(_, gradients):
@@ -231,7 +231,10 @@ def _restack(_, gradients):
 _unstack.defvjp(lambda tree: (_unstack(tree), None), _restack)
 
 
-def _layer(tree, index):
+def layer_of(tree: Any, index: int | slice) -> Any:
+    """One layer's, or several layers' arrays, of stacks [L, ...] or of a tuple of each layer's
+    own.
+    """
     return tree[index] if isinstance(tree, tuple) else jax.tree.map(lambda a: a[index], tree)
 
 

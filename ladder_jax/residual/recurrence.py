@@ -9,6 +9,7 @@ way.
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -65,7 +66,10 @@ class Step:
     fresh: the input also holds this rank's own partial of the output that it leaves out.
     early: sublayers that run before the newest output's reduction and are added to it (FarSkip's
         shared expert).
+    reduces: whether its output is summed over the ranks.
     """
+
+    reduces = True
 
     sublayers: tuple[int, ...]
     pending_before: int = 0
@@ -80,11 +84,6 @@ class Step:
 
     def wire(self, axes: Axes) -> "AllReduce":
         return AllReduce(axes)
-
-    @property
-    def reduces(self) -> bool:
-        """Whether its output is summed over the ranks."""
-        return True
 
     @property
     def reads_added(self) -> bool:
@@ -107,6 +106,18 @@ class Step:
         """
         added = self.pending_before + 1 - self.pending_after
         return add(residual, launched[:added]), launched[added:]
+
+
+def with_next(
+    layers: Sequence[Sequence[Step]], make: Callable[[Step, Step], Step]
+) -> tuple[tuple[Step, ...], ...]:
+    """Each step as `make` has it, of the step and the one after it.
+
+    The last one as if another layer like its own came: a scan's layers are of equal steps.
+    """
+    steps = itertools.chain(*layers, layers[-1][:1])
+    made = iter([make(step, after) for step, after in itertools.pairwise(steps)])
+    return tuple(tuple(itertools.islice(made, len(of_layer))) for of_layer in layers)
 
 
 # (x [B, T, ...], weights) -> arrays [B, T, ...], position by position
@@ -387,10 +398,8 @@ def tie_backward(
     """
     if ranks(axes) == 1:
         return entered, residual, launched
-    if not launched or launched[-1] is None:
-        return (*barrier_backward((entered, residual)), launched)
-    entered, residual, newest = barrier_backward((entered, residual, launched[-1]))
-    return entered, residual, (*launched[:-1], newest)
+    entered, residual, newest = barrier_backward((entered, residual, launched[-1:]))
+    return entered, residual, (*launched[:-1], *newest)
 
 
 @jax.custom_vjp

@@ -11,10 +11,10 @@ from flax import nnx
 from jax import Array
 
 from ladder_jax.config import Execution, Loop, Remat
-from ladder_jax.config.fields import member
+from ladder_jax.config.fields import check, member
 from ladder_jax.errors import UserError, wrong_type
 from ladder_jax.parallel.collectives import Axes, pvary, rank
-from ladder_jax.residual.interleave import interleaved
+from ladder_jax.residual.interleave import Interleaved
 from ladder_jax.residual.loop import run_layers
 from ladder_jax.residual.recurrence import Sublayer
 from ladder_jax.residual.topologies import Topology
@@ -55,7 +55,12 @@ def run(
         raise wrong_type("topology", topology, Topology)
     loop = member(Loop, "loop", loop)
     remat = member(Remat, "remat", remat)
-    wire = interleaved(topology.wire(axes), interleave, rows=x.shape[0])
+    execution = Execution(loop=loop, remat=remat, interleave=interleave)
+    wire = topology.wire(axes)
+    if interleave == 2:
+        rows = x.shape[0]
+        check(rows % 2 == 0, f"interleave=2 takes halves of the rows, and {rows} is odd")
+        wire = Interleaved(wire, at=rows // 2)
     steps = wire.layers(topology.layers)
     own = loop is Loop.UNROLLED and isinstance(params, list | tuple)
     if own:
@@ -97,7 +102,6 @@ def run(
     first = params[0] if own else jax.tree.map(lambda a: a[0], params)
     # one for all, as any of them may be what a scan carries from layer to layer
     dtype = jnp.result_type(*jax.eval_shape(outputs, first, x))
-    execution = Execution(loop=loop, remat=remat)
     state, *_ = run_layers(
         body,
         wire.begin(x, steps[0][0]),

@@ -19,6 +19,7 @@ read x_{k-1} and are reduced together, as in `parallel`.
 import dataclasses
 import itertools
 import numbers
+import textwrap
 from collections.abc import Sequence
 from typing import Any
 
@@ -72,10 +73,13 @@ class Topology:
             raise UserError(f"delays must be whole numbers of at least 0, not {self.delays}")
 
     def __repr__(self) -> str:
-        shared = (
-            "\n  attention and MLP of a layer read one norm's output" if self.shared_norm else ""
-        )
-        return _words(self.layers) + shared
+        """The layers' delays, equal ones in a row together; shortened where there are many."""
+        steps = [step for layer in self.layers for step in layer]
+        count = sum(step.reduces for step in steps)
+        runs = itertools.groupby(itertools.batched(self.delays, 2))
+        delays = ", ".join(f"{len(list(run))} x {delay}" for delay, run in runs)
+        delays = textwrap.shorten(delays, 200, placeholder=" ...")
+        return f"Topology of {self.num_layers} layers, {count} all-reduces, delays {delays}"
 
     @property
     def num_layers(self) -> int:
@@ -128,7 +132,7 @@ class Topology:
             for index in range(count):
                 done = index + 1
                 sync = done % self.desync == 0 or done == count
-                steps.append(Desynced((index % 2,), phase=index % self.desync, sync=sync))
+                steps.append(Desynced((index % 2,), phase=index % self.desync, reduces=sync))
             return tuple(itertools.batched(steps, 2))
         if self.farskip:
             return _farskip_layers(_delayed_layers(self), dense=self.dense)
@@ -223,36 +227,35 @@ def flush(state: State, *, axes: Axes) -> jax.Array:
 
 def _delayed_layers(topology):
     """Steps with their numbers of pending outputs, from delays counted in sublayers."""
-    # Plan extra layers, so that the last real layers have the same counts as the others and one
-    # scan body serves all; `flush` adds what the last layer leaves pending.
-    extra = 1 + max(topology.delays)
+    # Plan layers like the first one before it, whose outputs are zero and can be read; and layers
+    # like the last one after it, so that the last real layers have the same counts as the others
+    # and one scan body serves all: `flush` adds what the last layer leaves pending.
+    more = 1 + max(topology.delays)
     kinds = list(zip(itertools.batched(topology.delays, 2), topology.joint, topology.fresh))
-    kinds += kinds[-1:] * extra
-    layers = [((0, 1),) if joint else ((0,), (1,)) for _, joint, _ in kinds]
+    kinds = kinds[:1] * more + kinds + kinds[-1:] * more
+    delays = {}  # of each step, by its first sublayer
+    for layer, (of_layer, joint, _) in enumerate(kinds):
+        delays[2 * layer] = of_layer[0]
+        if not joint:
+            delays[2 * layer + 1] = of_layer[1]
 
-    # each step's sublayer
-    firsts = [2 * layer + group[0] for layer, groups in enumerate(layers) for group in groups]
-    step_at = {first: index for index, first in enumerate(firsts)}
-    delays = list(itertools.chain(*(delays for delays, _, _ in kinds)))
-    joined = len(layers[0][0])
+    step_at = {sublayer: step for step, sublayer in enumerate(delays)}
     in_steps = []
-    for index, first in enumerate(firsts):
-        delay = delays[first]
-        read = first - delay
-        # A read before the first sublayer counts layers of the first one's kind, whose outputs are
-        # zero.
-        step = step_at.get(read) if read >= 0 else -(-read // joined)
-        if step is None:
+    for sublayer, delay in delays.items():
+        read = step_at.get(max(sublayer - delay, 0))
+        if read is None:
             raise UserError(f"delay {delay} reads the middle of a layer whose sublayers are joint")
-        in_steps.append(index - step)
+        in_steps.append(step_at[sublayer] - read)
 
-    pending = [0] * (len(firsts) + 1)
-    for index in reversed(range(len(firsts))):
-        pending[index] = max(in_steps[index], pending[index + 1] - 1)
-    counts = iter(zip(pending, in_steps, pending[1:]))
+    pending = [0] * (len(delays) + 1)
+    for step in reversed(range(len(delays))):
+        pending[step] = max(in_steps[step], pending[step + 1] - 1)
+    counts = dict(zip(delays, zip(pending, in_steps, pending[1:])))
     planned = []
-    for groups, fresh in zip(layers, topology.fresh):
-        planned.append(tuple(Step(group, *next(counts), fresh) for group in groups))
+    for layer in range(more, more + topology.num_layers):
+        _, joint, fresh = kinds[layer]
+        groups = ((0, 1),) if joint else ((0,), (1,))
+        planned.append(tuple(Step(own, *counts[2 * layer + own[0]], fresh) for own in groups))
     return tuple(planned)
 
 
@@ -283,53 +286,3 @@ def _with_dense(topology, *, layers):
     if layers < len(joint):
         delays[2 * layers] = 0
     return dataclasses.replace(topology, delays=tuple(delays), joint=tuple(joint), dense=layers)
-
-
-def _words(layers):
-    """A few lines: the number of all-reduces, and what the layers of each kind read."""
-    steps = [step for layer in layers for step in layer]
-    count = sum(step.reduces for step in steps)
-    kinds: dict[str, list[int]] = {}
-    for number, layer in enumerate(layers):
-        kinds.setdefault(_layer_words(layer), []).append(number)
-    lines = [f"Topology of {len(layers)} layers, {2 * len(layers)} sublayers, {count} all-reduces"]
-    for text, of_kind in kinds.items():
-        noun = "layers" if len(of_kind) > 1 else "layer"
-        lines.append(f"  {noun} {_ranges(of_kind)}: {text}")
-    return "\n".join(lines)
-
-
-def _layer_words(layer):
-    first, *second = map(_step_words, layer)
-    if not second:
-        return f"attention and MLP read {first}; one all-reduce for both"
-    both = f"attention and MLP read {first}"
-    return both if [first] == second else f"attention reads {first}; MLP reads {second[0]}"
-
-
-def _step_words(step):
-    if isinstance(step, Desynced):
-        return "their rank's own stream, which each all-reduce makes equal on all ranks"
-    if isinstance(step, Silent):
-        return "their rank's own stream: no rank sees the others'"
-    if step.delay == 0:
-        return "every output before them"
-    late = "the newest output" if step.delay == 1 else f"the {step.delay} newest outputs"
-    if step.early:
-        return f"all but {late}, all-reduced meanwhile with the shared expert's"
-    if step.fresh:
-        return f"all but the other ranks' part of {late}, all-reduced meanwhile"
-    return f"all but {late}, all-reduced meanwhile"
-
-
-def _ranges(numbers):
-    """0-3, 6, 8-9; shortened after a few."""
-    runs: list[list[int]] = []
-    for number in numbers:
-        if runs and runs[-1][-1] == number - 1:
-            runs[-1][1:] = [number]
-        else:
-            runs.append([number])
-    shown = ["-".join(map(str, run)) for run in runs]
-    text = ", ".join(shown[:8])
-    return f"{text}, ... ({len(numbers)} in all)" if len(shown) > 8 else text

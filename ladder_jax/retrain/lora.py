@@ -89,7 +89,7 @@ def declare(definition: ModelDef, *, config: LoraConfig, layers: int) -> nnx.Dic
     `up` zero.
     """
     ranks = definition.layout.ranks
-    sizes = FactorSizes(definition.config, ranks, stacked=True, layers=layers, low_rank=config.rank)
+    sizes = FactorSizes(definition.config, ranks, layers=layers, low_rank=config.rank)
 
     def factors(dims: str) -> nnx.Dict:
         down, up = LowRank.dims(dims)

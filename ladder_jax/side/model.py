@@ -95,7 +95,8 @@ class SideModel(ModelDef):
     def declare(self):
         modules = super().declare()
         modules[SIDE] = SideEnds(SideSizes.beside(self.config))
-        setattr(modules[LAYERS], SIDE, SideBlock(SideSizes.beside(self.config, stacked=True)))
+        of_layers = SideSizes.beside(self.config, layers=self.config.num_layers)
+        setattr(modules[LAYERS], SIDE, SideBlock(of_layers))
         return modules
 
     def cache(self, array):
@@ -128,8 +129,8 @@ class SideSizes(Sizes):
     backbone: int = 0
 
     @classmethod
-    def beside(cls, config: ModelConfig, *, stacked: bool = False) -> "SideSizes":
-        return cls(config.side.network(config), stacked=stacked, backbone=config.d_model)
+    def beside(cls, config: ModelConfig, *, layers: int | None = None) -> "SideSizes":
+        return cls(config.side.network(config), layers=layers, backbone=config.d_model)
 
     def __getitem__(self, dim):
         own = {"B": self.backbone, "I": 1}
@@ -153,7 +154,7 @@ class SideBlock(Layer):
         """h_l [B, T, D] from h_l-1 and x_l [B, T, M], and the block's cache. context: of the side
         network.
         """
-        dtype = jnp.dtype(self.config.dtype.value)
+        dtype = context.dtype
         stream = h_BTD.dtype
 
         def attend(query, key, value):

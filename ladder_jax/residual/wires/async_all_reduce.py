@@ -59,19 +59,13 @@ class AsyncAllReduce(AllReduce):
         if step.fresh:
             entered = self.with_own(entered, own)
         entered, sublayers, started = _after(started, step, entered, sublayers)
-        partial, summed = _awaited(self.partial(step.sublayers, entered, sublayers), started, scope)
+        partial = self.partial(step.sublayers, entered, sublayers)
+        partial, started = lax.optimization_barrier((partial, started))
+        with named(LAUNCH, scope):  # a TPU's compiler keeps this name for both halves
+            summed = started.done()
+        # the next one starts later, because compilers for TPUs refuse two in flight
+        partial, summed = lax.optimization_barrier((partial, summed))
         return partial, residual, (*older, summed)
-
-
-def _awaited(partial, started, scope):
-    """`partial`, and the sum of what was started, awaited after it.
-
-    The next one starts later, because compilers for TPUs refuse two in flight.
-    """
-    partial, started = lax.optimization_barrier((partial, started))
-    with named(LAUNCH, scope):  # a TPU's compiler keeps this name for both halves
-        summed = started.done()
-    return lax.optimization_barrier((partial, summed))
 
 
 def _after(started, step, entered, sublayers):

@@ -15,16 +15,10 @@ from ladder_jax.residual.recurrence import AllReduce, State, Step, add
 
 @dataclasses.dataclass(frozen=True)
 class Desynced(Step):
-    """A step on the rank's own stream. phase: sublayers since the last all-reduce. sync: it
-    all-reduces.
-    """
+    """A step on the rank's own stream. phase: sublayers since the last all-reduce."""
 
     phase: int = 0
-    sync: bool = True
-
-    @property
-    def reduces(self):
-        return self.sync
+    reduces: bool = True
 
     def wire(self, axes):
         return Desync(axes)
@@ -34,9 +28,7 @@ class Desynced(Step):
 class Silent(Step):
     """A step of the standard Transformer without its all-reduce: wrong numbers, for timing only."""
 
-    @property
-    def reduces(self):
-        return False
+    reduces = False
 
     def wire(self, axes):
         return NoCommunication(axes)
@@ -56,7 +48,7 @@ class Desync(AllReduce):
         drift = state.partial
         if state.sums and state.sums[0] is not None:
             drift = state.sums[0] + drift
-        if step.sync:
+        if step.reduces:
             return State(add(state.residual, (self._synced(partial, drift),)))
         return State(state.residual, (drift,), partial, add(entered, (partial,)))
 

@@ -43,9 +43,7 @@ from ladder_jax.residual.wires.sequence import (
     Beside,
     SequenceParallel,
     SplitStep,
-    check_reduces,
     gather,
-    prepared_by,
     scatter,
 )
 from ladder_jax.scopes import ENTER, FOLLOWING, LAUNCH, PREVIOUS
@@ -73,7 +71,7 @@ class Routed:
 
 @dataclasses.dataclass(frozen=True)
 class ExchangeStep(SplitStep):
-    """shared_before: of attention, whether the experts before it leave the shared expert's partial
+    """Attention's. shared_before: whether the experts before it leave the shared expert's partial
     sum, too.
     """
 
@@ -89,16 +87,12 @@ class Exchange(SequenceParallel):
     moe: MoEConfig
 
     def layers(self, layers):
-        check_reduces(layers)
         result = []
-        shared_before = None
-        prepared = prepared_by(layers)
-        for attention, experts in layers:
-            leaves = bool(self.moe.shared_width and experts.pending_after and not experts.early)
-            before = leaves if shared_before is None else shared_before
-            of_attention = ExchangeStep(**vars(attention), **next(prepared), shared_before=before)
-            result.append((of_attention, ExchangeStep(**vars(experts), **next(prepared))))
-            shared_before = leaves
+        _, before = layers[0]
+        for attention, experts in super().layers(layers):
+            leaves = bool(self.moe.shared_width and before.pending_after and not before.early)
+            result.append((ExchangeStep(**vars(attention), shared_before=leaves), experts))
+            before = experts
         return tuple(result)
 
     def launch(self, step, pending, residual, scope=PREVIOUS):
@@ -122,9 +116,9 @@ class Exchange(SequenceParallel):
         following = (EXPERTS,) if step.sublayers == (ATTENTION,) else (ATTENTION,)
 
         def settle(newest):
-            sums = (
-                launched if newest is None else (*launched[:-1], self._arrived(newest, like=stream))
-            )
+            sums = launched
+            if newest is not None:
+                sums = (*launched[:-1], self._arrived(newest, like=stream))
             return State(*step.settle(stream, sums)) if step.pending_after else State(stream, sums)
 
         def make(state):

@@ -21,8 +21,7 @@ positions, and multiplies by the `Projections` that the step gives it.
 """
 
 import dataclasses
-import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -53,6 +52,7 @@ from ladder_jax.residual.recurrence import (
     barrier_forward,
     local,
     project,
+    with_next,
 )
 from ladder_jax.scopes import ENTER, FOLLOWING, LAUNCH, PREVIOUS
 
@@ -74,6 +74,7 @@ class SplitStep(Step):
     before_fresh: bool = False
 
 
+@dataclasses.dataclass
 class Beside:
     """The two messages beside one sublayer: an output that arrives, and the input that it makes
     ready.
@@ -82,13 +83,10 @@ class Beside:
     state to what is sent. send: from that to the input.
     """
 
-    def __init__(
-        self, newest: Any, *, settle: Callable[..., State], make: Callable, send: Callable
-    ):
-        self.newest = newest
-        self.settle = settle
-        self.make = make
-        self.send = send
+    newest: Any
+    settle: Callable[..., State]
+    make: Callable
+    send: Callable
 
     def between(self, products: Any) -> Any:
         """The sublayer's first products: the first message is awaited after them, and the second
@@ -128,17 +126,20 @@ class SequenceParallel(AllReduce):
         With collective matmuls the last step awaits its own output, which has no later sublayer to
         hide under.
         """
-        check_reduces(layers)
-        layers = [list(steps) for steps in layers]
+        if not all(step.reduces for steps in layers for step in steps):
+            raise UserError(
+                "sequence parallelism needs a residual that reduces every output: not desync-n, nor no-communication"
+            )
+        *others, last = layers
         if self.collective_matmul is not CollectiveMatmul.NONE:
-            last = layers[-1]
-            last[-1] = dataclasses.replace(last[-1], pending_after=0)
-        prepared = prepared_by(layers)
+            last = (*last[:-1], dataclasses.replace(last[-1], pending_after=0))
 
-        def split(step):
-            return SplitStep(**vars(step), **next(prepared))
+        def split(step, after):
+            prepares = step.pending_after > 0 and after.reads_added
+            before_fresh = prepares and after.fresh
+            return SplitStep(**vars(step), prepares=prepares, before_fresh=before_fresh)
 
-        return tuple(tuple(map(split, steps)) for steps in layers)
+        return with_next([*others, last], split)
 
     def launch(self, step, pending, residual, scope=PREVIOUS):
         return self.reduce(pending, scope)
@@ -177,8 +178,7 @@ class SequenceParallel(AllReduce):
         if step.prepares:
             made = self._made((), stream, sublayers, fresh=step.before_fresh)
             following = self._sent(made, FOLLOWING)
-        if ranks(self.axes) > 1:
-            partial, following, stream = barrier_forward((partial, following, stream))
+        partial, following, stream = barrier_forward((partial, following, stream))
         return State(stream, sums, partial, following)
 
     def fill(self, state, steps, *, dtype):
@@ -197,11 +197,7 @@ class SequenceParallel(AllReduce):
         """The scatter beside a sublayer's first products, the gather beside the rest; of two
         sublayers beside both.
         """
-        if (
-            len(step.sublayers) > 1
-            or ranks(self.axes) == 1
-            or not sublayers[step.sublayers[0]].projects
-        ):
+        if len(step.sublayers) > 1 or not sublayers[step.sublayers[0]].projects:
             partial, residual, (newest,) = self.output(
                 step,
                 entered,
@@ -212,9 +208,7 @@ class SequenceParallel(AllReduce):
                 forward=False,
             )
             arrived = self.prepare(other.after, other.settled(residual, newest), other.into)
-            return (
-                barrier_forward((partial, arrived)) if ranks(self.axes) > 1 else (partial, arrived)
-            )
+            return barrier_forward((partial, arrived))
         if step.fresh:
             entered = self.with_own(entered, own)
         return self.turn_beside(step, entered, sublayers, other)
@@ -228,8 +222,7 @@ class SequenceParallel(AllReduce):
             )
 
         def make(state):
-            stream = add(state.residual, after.read(state.sums))
-            return self._made(after.sublayers, stream, other.sublayers, fresh=after.fresh)
+            return self._made_for(after, state, other.sublayers)
 
         def send(made):
             return self._sent(made, other.into)
@@ -238,9 +231,13 @@ class SequenceParallel(AllReduce):
         return beside.after(self._output(step, entered, sublayers, beside))
 
     def prepare(self, after, state, scope):
-        stream = add(state.residual, after.read(state.sums))
-        made = self._made(after.sublayers, stream, (), fresh=after.fresh)
+        made = self._made_for(after, state, ())
         return dataclasses.replace(state, carried=self._sent(made, scope))
+
+    def _made_for(self, after, state, sublayers):
+        """What is sent for the step `after`, of the outputs that its input holds."""
+        stream = add(state.residual, after.read(state.sums))
+        return self._made(after.sublayers, stream, sublayers, fresh=after.fresh)
 
     def _arrived(self, newest, *, like):
         """[B, T/ranks, D], the shape of `like`: the output that has arrived."""
@@ -270,11 +267,7 @@ class SequenceParallel(AllReduce):
         return sublayer.function(sublayer.gained(entered), projections=projections)
 
     def _gathers_in_matmul(self, step):
-        return (
-            self.collective_matmul is not CollectiveMatmul.NONE
-            and not step.fresh
-            and not step.early
-        )
+        return self.collective_matmul is not CollectiveMatmul.NONE and not step.fresh
 
     def _projections(self, step, *, gathers):
         """With collective matmuls: of an input that is gathered here, and of an output that is
@@ -287,25 +280,6 @@ class SequenceParallel(AllReduce):
             project(_ring_in, self.axes) if gathers else local,
             project(_ring_out, self.axes) if step.pending_after == 0 else local,
         )
-
-
-def check_reduces(layers: Sequence[Sequence[Step]]) -> None:
-    """Raises UserError for a topology that does not reduce every output."""
-    if not all(step.reduces for steps in layers for step in steps):
-        raise UserError(
-            "sequence parallelism needs a residual that reduces every output: not desync-n, nor no-communication"
-        )
-
-
-def prepared_by(layers: Sequence[Sequence[Step]]) -> Iterator[dict[str, bool]]:
-    """What each step prepares, in order: the fields that a SplitStep has beside a Step's.
-
-    The last one as if another layer like its own came: a scan's layers are of equal steps.
-    """
-    steps = itertools.chain(*layers, layers[-1][:1])
-    for step, after in itertools.pairwise(steps):
-        prepares = step.pending_after > 0 and after.reads_added
-        yield dict(prepares=prepares, before_fresh=prepares and after.fresh)
 
 
 def scatter(partial: Array | None, axes: Axes, scope: str = "") -> Array | None:
