@@ -4,7 +4,7 @@ benchmarks run: equal StableHLO; and what a token costs in collectives.
 
 import collections
 import hashlib
-import json
+import pickle
 
 import pytest
 
@@ -99,7 +99,7 @@ def worked(monkeypatch):
         def compile(self, *arguments):
             raise Lowered(digest(self, arguments))
 
-        request = json.loads(json.dumps(asked(phase, batch=1, **settings).as_dict()))
+        request = pickle.loads(pickle.dumps(asked(phase, batch=1, **settings)))
         with monkeypatch.context() as patch, pytest.raises(Lowered) as found:
             patch.setattr(Compiled, "compile", compile)
             programs.record(request)

@@ -4,6 +4,7 @@ StableHLO.
 
 import hashlib
 import json
+import pickle
 
 import jax
 import pytest
@@ -47,7 +48,7 @@ def lowered(monkeypatch):
 def audited(**settings):
     """A request of `overlap`, as its compiling process gets it."""
     shape = dict(target="cpu:8", model="tiny", residual="ladder", layers=2, prompt_length=LENGTH)
-    return json.loads(json.dumps(requests.make(phase=Phase.TRAIN, **shape, **settings).as_dict()))
+    return pickle.loads(pickle.dumps(requests.make(phase=Phase.TRAIN, **shape, **settings)))
 
 
 @pytest.fixture

@@ -73,13 +73,18 @@ class Topology:
             raise UserError(f"delays must be whole numbers of at least 0, not {self.delays}")
 
     def __repr__(self) -> str:
-        """The layers' delays, equal ones in a row together; shortened where there are many."""
+        """The layers' delays, equal ones in a row together and shortened where there are many; and
+        the fields that are set.
+        """
         steps = [step for layer in self.layers for step in layer]
         count = sum(step.reduces for step in steps)
         runs = itertools.groupby(itertools.batched(self.delays, 2))
         delays = ", ".join(f"{len(list(run))} x {delay}" for delay, run in runs)
         delays = textwrap.shorten(delays, 200, placeholder=" ...")
-        return f"Topology of {self.num_layers} layers, {count} all-reduces, delays {delays}"
+        fields = ["fresh"] if any(self.fresh) else []
+        fields += [name for name in ("silent", "shared_norm", "farskip") if getattr(self, name)]
+        words = [f"{self.num_layers} layers", f"{count} all-reduces", f"delays {delays}", *fields]
+        return f"Topology of {', '.join(words)}"
 
     @property
     def num_layers(self) -> int:
