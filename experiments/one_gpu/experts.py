@@ -26,7 +26,6 @@ from jax.sharding import PartitionSpec
 
 from experiments import study
 from ladder_jax import config, parallel
-from ladder_jax.config.fields import words
 from ladder_jax.nn import grouped, grouped_gpu
 
 COUNT = 20  # products in one program, so that its launch is no part of a time
@@ -47,7 +46,7 @@ def main() -> int:
     parser.add_argument("--out", type=pathlib.Path, required=True)
     args = parser.parse_args()
     found, wrong, settings = [], [], dict(share=args.share, repeats=args.repeats)
-    for tokens, product, form in itertools.product(words("tokens", args.tokens), PRODUCTS, FORMS):
+    for tokens, product, form in itertools.product(args.tokens.split(","), PRODUCTS, FORMS):
         case = dict(tokens=int(tokens), product=product, form=form)
         try:
             row = measured(args.model, **case, **settings)
