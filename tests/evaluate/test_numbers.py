@@ -2,7 +2,6 @@
 float64.
 """
 
-import dataclasses
 import math
 
 import jax
@@ -175,10 +174,10 @@ def test_the_beginning_stands_once(model, pieces):
 def test_prefix(pieces, bytes_model):
     assert prefix_of(pieces) == pieces.encode("x")[0]
     assert prefix_of(bytes_model.tokenizer) == ord("\n")
-    ended = dataclasses.replace(bytes_model.tokenizer, stop_ids=(9, 8))
-    assert prefix_of(ended) == 9
+    of = lambda **changes: type("Other", (type(bytes_model.tokenizer),), changes)()
+    assert prefix_of(of(stop_ids=(9, 8))) == 9
     with pytest.raises(UserError, match="--prefix-token ID names one"):
-        prefix_of(dataclasses.replace(bytes_model.tokenizer, name="tokenizer-1"))
+        prefix_of(of(name="tokenizer-1"))
 
 
 def test_what_is_taken_from_an_answer_and_right(bytes_model, monkeypatch, tmp_path):
