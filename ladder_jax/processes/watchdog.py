@@ -221,7 +221,8 @@ class Watchdog:
             # another may have caused it
             self._judged.wait(min(self._timeouts.lost + 3 * self._timeouts.interval, LONGEST))
             verdict = self._verdict
-            if verdict is None or self._process in verdict.about:
+            # process 0 ends, and its store with it, once it has judged this crash
+            if verdict is None or verdict.about in ((0,), (self._process,)):
                 traceback.print_exc()
                 self._stop(f"{self._members.name(self._process)} crashed: {last}")
             self._stop(verdict.text)
