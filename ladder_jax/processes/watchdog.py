@@ -46,7 +46,7 @@ class Report:
     """What a process writes every few seconds.
 
     number: of this report; heartbeats: how far it is, `doing` in words; end, how: how it ended, in
-    words that go on from its name.
+    words that go on from its name. judged: it has found the run over, and reports no more.
     """
 
     number: int = 0
@@ -54,6 +54,7 @@ class Report:
     doing: str = "starting"
     end: End | None = None
     how: str = ""
+    judged: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -129,7 +130,7 @@ class Members:
 
     def _ended(self, live: Live) -> Verdict | None:
         """The first failure; else the first crash, once every other process has shown that it was
-        alive after it.
+        alive after it, or has judged.
         """
         for end in (End.FAILED, End.CRASHED):
             ended = [
@@ -140,7 +141,7 @@ class Members:
             if not ended:
                 continue
             when, process = min(ended)
-            alive = all(seen.heard > when for seen in live.values())
+            alive = all(seen.heard > when or seen.report.judged for seen in live.values())
             if end is End.FAILED or alive:
                 return self._blamed([process], self._seen[process].report.how)
         return None
@@ -221,8 +222,7 @@ class Watchdog:
             # another may have caused it
             self._judged.wait(min(self._timeouts.lost + 3 * self._timeouts.interval, LONGEST))
             verdict = self._verdict
-            # process 0 ends, and its store with it, once it has judged this crash
-            if verdict is None or verdict.about in ((0,), (self._process,)):
+            if verdict is None or self._process in verdict.about:
                 traceback.print_exc()
                 self._stop(f"{self._members.name(self._process)} crashed: {last}")
             self._stop(verdict.text)
@@ -244,10 +244,11 @@ class Watchdog:
         with contextlib.suppress(jax.errors.JaxRuntimeError):  # it is gone: `_watch` hears it too
             self._tell()
 
-    def _tell(self) -> None:
+    def _tell(self, *, judged: bool = False) -> None:
         """Write the report, which the main thread alone changes."""
         with self._writing:
-            report = dataclasses.replace(self._report, number=next(self._numbers))
+            number = next(self._numbers)
+            report = dataclasses.replace(self._report, number=number, judged=judged)
             value = json.dumps(dataclasses.asdict(report))
             key = f"{REPORTS}/{self._process}"
             self._client.key_value_set(key, value, allow_overwrite=True)
@@ -272,6 +273,8 @@ class Watchdog:
             if self._done.is_set():
                 return
             if verdict is not None:
+                with contextlib.suppress(jax.errors.JaxRuntimeError):  # the store may be gone
+                    self._tell(judged=True)
                 return self._over(verdict)
             self._done.wait(self._timeouts.interval)
         self._judged.set()

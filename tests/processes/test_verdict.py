@@ -68,6 +68,17 @@ def test_of_crashes_the_first_once_the_others_live():
     assert verdict.text == "process 1 of 3 (host b) crashed: KeyError"
 
 
+def test_what_has_judged_need_not_be_heard_of_again():
+    """It ends; its last report and the crash came in one look at the reports."""
+    story = Story()
+    story.heard(1, now=5.0, end=End.CRASHED, how="crashed: KeyError")
+    story.heard(0, now=5.0)
+    story.heard(2, now=7.0)
+    assert story.members.verdict(now=7.0) is None
+    story.heard(0, now=5.0, judged=True)
+    assert story.members.verdict(now=7.0).about == (1,)
+
+
 def test_a_failure_goes_before_a_crash():
     """Also before one that was heard of first, as here."""
     story = Story()
