@@ -185,6 +185,8 @@ def test_topologies_in_words():
     counts = {"parallel": 32, "parallel-ladder": 32, "desync-2": 32, "no-communication": 0}
     for name, count in counts.items():
         assert f" 32 layers, {count} all-reduces, delays 32 x " in repr(of(name))
+    for name, field in (("ladder-fresh", "fresh"), ("desync-2", "desync"), ("ladder", "(1, 1)")):
+        assert repr(of(name)).endswith(field)
 
 
 @pytest.mark.parametrize("which", [None, "40", "0,", ",".join(map(str, range(0, 80, 2)))])

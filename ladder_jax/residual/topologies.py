@@ -36,6 +36,7 @@ from ladder_jax.residual.recurrence import AllReduce, State, Step
 from ladder_jax.residual.wires.desync import Desynced, Silent
 
 ROUTED, SHARED = 1, 2  # of a farskip layer's sublayers
+FLAGS = "desync", "silent", "shared_norm", "farskip"  # fields that a repr names
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,7 +83,7 @@ class Topology:
         delays = ", ".join(f"{len(list(run))} x {delay}" for delay, run in runs)
         delays = textwrap.shorten(delays, 200, placeholder=" ...")
         fields = ["fresh"] if any(self.fresh) else []
-        fields += [name for name in ("silent", "shared_norm", "farskip") if getattr(self, name)]
+        fields += [name for name in FLAGS if getattr(self, name)]
         words = [f"{self.num_layers} layers", f"{count} all-reduces", f"delays {delays}", *fields]
         return f"Topology of {', '.join(words)}"
 
