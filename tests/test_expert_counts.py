@@ -21,7 +21,7 @@ from ladder_jax.plan import speed as plan_speed
 from ladder_jax.plan.request import Candidate
 from ladder_jax.predict import request as predict_requests
 from ladder_jax.predict import work
-from ladder_jax.schedule import cost, grouped, hlo, models
+from ladder_jax.schedule import grouped, hlo, models
 from ladder_jax.schedule.cost import Costs
 from ladder_jax.schedule.grouped import Experts, Form
 
@@ -77,7 +77,7 @@ def counted(line, experts):
 def test_a_kernel_computes_its_own_rows_and_reads_the_chosen_experts(line, moved):
     program, instruction, one = counted(line, EIGHTH)
     assert one.flops == 2 * ROWS / 8 * D * M and one.bytes == pytest.approx(moved)
-    assert cost.bytes_moved(program, experts=EIGHTH) == round(moved)
+    assert Costs(program, experts=EIGHTH).bytes_moved == round(moved)
     flops = Costs(program, experts=EIGHTH).flops_of([instruction])
     assert flops == {"mlp": one.flops} and grouped.form(program) is Form.KERNELS
 

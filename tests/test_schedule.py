@@ -104,7 +104,7 @@ def test_a_dump_of_xla_reads_as_the_compiled_text(name):
     program = hlo.parse(dumped(text(name)))
     assert "get-tuple-element(" not in dumped(text(name))
     assert judge.read(program).as_dict() == schedule.audit(text(name)).as_dict()
-    assert cost.bytes_moved(program) == cost.bytes_moved(parsed(name))
+    assert cost.Costs(program).bytes_moved == cost.Costs(parsed(name)).bytes_moved
 
 
 def read(name, *, ranks, ff=F):

@@ -100,11 +100,13 @@ LINES
 )
 def test_bytes_moved(lines, moved):
     body = "\n".join("  " + line for line in lines.split("|"))
-    assert cost.bytes_moved(hlo.parse(MOVES.replace("LINES", body))) == moved
+    assert cost.Costs(hlo.parse(MOVES.replace("LINES", body))).bytes_moved == moved
 
 
 def test_a_loop_moves_its_bytes_every_turn():
-    once, looped = (cost.bytes_moved(parsed(name)) for name in ("tpu7x-unrolled", "tpu7x-scan"))
+    once, looped = (
+        cost.Costs(parsed(name)).bytes_moved for name in ("tpu7x-unrolled", "tpu7x-scan")
+    )
     weights = SUBLAYERS * 2 * D * F // RANKS * 2
     # Both copy each layer out of the stack: read, written, read again, and a little for
     # activations.

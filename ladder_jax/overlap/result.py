@@ -12,7 +12,8 @@ from ladder_jax.overlap import picture
 from ladder_jax.overlap import request as requests
 from ladder_jax.overlap.compile import Record
 from ladder_jax.overlap.request import Request
-from ladder_jax.schedule import cost, grouped, hlo, judge, models
+from ladder_jax.schedule import grouped, hlo, judge, models
+from ladder_jax.schedule.cost import Costs
 from ladder_jax.schedule.grouped import Form
 from ladder_jax.schedule.report import Report, Transfer, hidden, hidden_bytes
 from ladder_jax.terminal import Table
@@ -58,7 +59,7 @@ class Result:
         all_reduces, asynchronous, hidden, merged, exposed: of the sublayers' reductions, and of the
             gathers and scatters of a split stream; all_to_alls, all_to_alls_hidden: of the experts'
             rows.
-        bytes_accessed: counted by `schedule.cost.bytes_moved`.
+        bytes_accessed: counted by `schedule.cost.Costs`.
         bytes_accessed_by_compiler: the compiler's own count, null if it gives none. It counts a
             loop's body once, a prefetched array up to three times, and on TPUs a cache that
             attention reads once five times.
@@ -156,7 +157,7 @@ def read(request: Request, record: Record) -> Result:
         experts=experts,
         launched_only=True,
     )
-    return Result(request, record, report, cost.bytes_moved(program, experts=experts), form)
+    return Result(request, record, report, Costs(program, experts=experts).bytes_moved, form)
 
 
 def _moved(transfers: Sequence[Transfer]) -> str:

@@ -101,8 +101,60 @@ class Costs:
         of a program that generates several tokens, cycles per token. None if the compiler gives
         none.
         """
-        total = sum(map(self.cycles, self._program.entry.instructions))
-        return per_token(self._program, total, of=self.cycles) or None
+        return self._per_token(self.cycles) or None
+
+    @property
+    def bytes_moved(self) -> int:
+        """Bytes that move between a device's main memory and its cores in one execution: every
+        iteration of a loop, the largest branch of a conditional. Of a program that generates
+        several tokens, bytes per token.
+
+        An array counts once for each read or write of it in main memory. XLA's own `bytes accessed`
+        counts every operand of every instruction: a matrix that is prefetched into on-chip memory
+        counts three times, and a kernel's operands not at all, or as its author declared.
+        """
+        return self._per_token(self._moved)
+
+    def _per_token(self, of: Callable[[Instruction], int]) -> int:
+        """The sum of what each instruction costs: one turn of the loop over new tokens, and a
+        token's share of what is outside of it; all, if the program has no such loop.
+        """
+        instructions = self._program.entry.instructions
+        total = sum(map(of, instructions))
+        for one in instructions:
+            if one.opcode == "while" and _TOKENS.search(one.op_name):
+                return of(one) + (total - of(one)) // iterations(one)
+        return total
+
+    def _moved(self, instruction: Instruction) -> int:
+        opcode = instruction.opcode
+        operands = instruction.operands
+        if opcode in _FREE or opcode.endswith("-done"):
+            return 0
+        if opcode in _RUNS:
+            return trip_count(instruction) * sum(map(self._moved_in, instruction.calls))
+        if opcode == "conditional":
+            return max(map(self._moved_in, instruction.calls))
+        if one := self.grouped(instruction):
+            return round(one.bytes)
+        if opcode == "fusion":
+            return _moved_by_fusion(instruction, instruction.calls[0])
+        if opcode in _PARTIAL:
+            return sum(_PARTIAL[opcode](instruction))
+        if opcode in ("copy-start", "slice-start"):
+            # source and destination, in either order; a slice reads only what it keeps
+            ends = instruction.arrays[:2]
+            return min(end.bytes for end in ends) * sum(not end.on_chip for end in ends)
+        if (
+            opcode == "collective-permute-start"
+        ):  # its result tuple begins with operands and results
+            return sum(array.in_memory for array in instruction.arrays[: 2 * len(operands)])
+        read = sum(operand.in_memory for operand in operands)
+        # A collective's result tuple repeats the operands.
+        return 2 * read if opcode.endswith("-start") else read + instruction.in_memory
+
+    def _moved_in(self, computation: Computation) -> int:
+        return sum(map(self._moved, computation.instructions))
 
     @functools.cached_property
     def trips(self) -> Mapping[Computation, int]:
@@ -146,30 +198,12 @@ _ATTENTION_KERNEL = re.compile(r"splash_mha_(fwd|dq|dkv)")
 _TOKENS = re.compile(rf"(?<!\w){TOKEN_LOOP}/while(?!/)")
 
 
-def token_loop(program: Program) -> Instruction | None:
-    """The loop over new tokens, if the program has one."""
-    loops = (
-        i for i in program.entry.instructions if i.opcode == "while" and _TOKENS.search(i.op_name)
-    )
-    return next(loops, None)
-
-
 def trip_count(instruction: Instruction) -> int:
     """How often it runs what it calls: a loop's iterations, 1 of the loop over new tokens, because
     a decode program is reported per token, and 1 of any other instruction.
     """
     once = instruction.opcode != "while" or _TOKENS.search(instruction.op_name)
     return 1 if once else iterations(instruction)
-
-
-def per_token(program: Program, total: int, *, of: Callable[[Instruction], int]) -> int:
-    """Of what a whole program costs, and `of` an instruction: one turn of the loop over new tokens,
-    and a token's share of what is outside of it; all, if the program has no such loop.
-    """
-    loop = token_loop(program)
-    if loop is None:
-        return total
-    return of(loop) + (total - of(loop)) // iterations(loop)
 
 
 def iterations(loop: Instruction) -> int:
@@ -253,52 +287,6 @@ _FREE = set(
     "parameter constant tuple get-tuple-element bitcast after-all partition-id replica-id optimization-barrier".split()
 )
 _RUNS = ("while", "call", "async-start", "call-start", "async-update", "call-update")
-
-
-def bytes_moved(program: Program, *, experts: Experts | None = None) -> int:
-    """Bytes that move between a device's main memory and its cores in one execution: every
-    iteration of a loop, the largest branch of a conditional.
-
-    Of a program that generates several tokens, bytes per token.
-
-    An array counts once for each read or write of it in main memory. XLA's own `bytes accessed`
-    counts every operand of every instruction: a matrix that is prefetched into on-chip memory
-    counts three times, and a kernel's operands not at all, or as its author declared.
-
-    experts: the model's, of which a kernel reads the chosen ones (see grouped.py).
-    """
-    moved = functools.partial(_moved, experts=experts)
-    return per_token(program, _moved_in(program.entry, experts), of=moved)
-
-
-def _moved_in(computation: Computation, experts: Experts | None) -> int:
-    return sum(_moved(one, experts) for one in computation.instructions)
-
-
-def _moved(instruction: Instruction, experts: Experts | None) -> int:
-    opcode = instruction.opcode
-    operands = instruction.operands
-    if opcode in _FREE or opcode.endswith("-done"):
-        return 0
-    if opcode in _RUNS:
-        return trip_count(instruction) * sum(_moved_in(one, experts) for one in instruction.calls)
-    if opcode == "conditional":
-        return max(_moved_in(one, experts) for one in instruction.calls)
-    if one := grouped.kernel(instruction, experts=experts):
-        return round(one.bytes)
-    if opcode == "fusion":
-        return _moved_by_fusion(instruction, instruction.calls[0])
-    if opcode in _PARTIAL:
-        return sum(_PARTIAL[opcode](instruction))
-    if opcode in ("copy-start", "slice-start"):
-        # source and destination, in either order; a slice reads only what it keeps
-        ends = instruction.arrays[:2]
-        return min(end.bytes for end in ends) * sum(not end.on_chip for end in ends)
-    if opcode == "collective-permute-start":  # its result tuple begins with operands and results
-        return sum(array.in_memory for array in instruction.arrays[: 2 * len(operands)])
-    read = sum(operand.in_memory for operand in operands)
-    # A collective's result tuple repeats the operands.
-    return 2 * read if opcode.endswith("-start") else read + instruction.in_memory
 
 
 def _moved_by_fusion(fusion: Instruction, body: Computation) -> int:
