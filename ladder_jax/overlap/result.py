@@ -98,14 +98,12 @@ class Result:
         return self.report.verdict
 
     def lines(self) -> list[str | Table]:
-        """For `terminal.show`: the verdict, a table, memory, traffic and other collectives."""
+        """For `terminal.show`: the verdict, a table, memory, weights and gradients."""
         report = self.report
         record = self.record
         lines = [*self.verdict.split("; "), self._title, report.table()]
-        lines += [f"memory    {self._memory}", f"traffic   {self._traffic}"]
+        lines.append(f"memory    {self._memory}")
         lines += [_moved(one) for one in (report.gathers, report.scatters) if one]
-        if report.others:
-            lines.append(self._others)
         if not self.request.trains:
             lines.append(f"launch    {record.launch}")
         lines.append(f"compiler  {record.compiler}, jax {record.jax}, {record.seconds:.0f} s")
@@ -125,26 +123,8 @@ class Result:
         used = f"{self.record.bytes_per_device / GIB:.1f} GiB a device"
         if self.fits is None:
             return used
-        room = f"{self.request.target.memory / GIB:.0f}"
-        return (
-            f"{used}, of {room}: it fits"
-            if self.fits
-            else f"{used}, more than its {room}: it does NOT fit"
-        )
-
-    @property
-    def _traffic(self) -> str:
-        moved = self.bytes_accessed
-        least = self.record.bytes_minimum
-        times = f": {moved / least:.2f} times its weights and cache" if least else ""
-        return f"reads and writes {moved / GIB:.2f} GiB{times}"
-
-    @property
-    def _others(self) -> str:
-        others = self.report.others
-        kinds = ", ".join(dict.fromkeys(part for one in others for part in one.purpose.split(", ")))
-        count = sum(one.count for one in others)
-        return f"other collectives: {count} ({kinds}), {self.report.other_hidden} hidden"
+        room = f"of {self.request.target.memory / GIB:.0f}"
+        return f"{used}, {room}: it {'fits' if self.fits else 'does NOT fit'}"
 
 
 def read(request: Request, record: Record) -> Result:

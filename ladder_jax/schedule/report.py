@@ -22,15 +22,14 @@ FLOPs.
 The share is small because XLA issues a collective as late as its cost model allows: a window is
 often one matmul.
 """
-COLUMNS = (
-    "reduction",
-    "layers",
-    "bytes",
-    "count",
-    "status",
-    "compute under it, in sublayers",
-    "in cycles",
+COLUMNS = ("reduction", "layers", "bytes", "count", "status", "compute under it, in sublayers")
+FIGURES = (
+    *("all_reduces", "asynchronous", "hidden", "merged", "exposed"),
+    *("all_to_alls", "all_to_alls_hidden"),
+    *("window_flops_fraction", "hidden_time_fraction", "step_cycles", "hidden_cycles", "flops"),
+    "verdict",
 )
+"""Of a report's JSON, by the names of its attributes."""
 SHOWN = 10  # rows of the table in a repr; the command prints all
 
 
@@ -158,25 +157,9 @@ class Report:
         """Plain JSON values. bytes, cycles, FLOPs of one device; None is what a compiler leaves
         out.
         """
-        counts = (
-            "all_reduces",
-            "asynchronous",
-            "hidden",
-            "merged",
-            "exposed",
-            "all_to_alls",
-            "all_to_alls_hidden",
-        )
-        measures = (
-            "window_flops_fraction",
-            "hidden_time_fraction",
-            "step_cycles",
-            "hidden_cycles",
-            "flops",
-        )
         return {
             "schema": SCHEMA,
-            **{name: getattr(self, name) for name in (*counts, *measures, "verdict")},
+            **{name: getattr(self, name) for name in FIGURES},
             "reductions": [
                 one.as_dict(layer=one.layer, sublayer=one.sublayer) for one in self.reductions
             ],
@@ -283,27 +266,16 @@ class Report:
 
     def table(self) -> Table:
         """A row for reductions of one name, size and status."""
-        groups: dict[tuple, list[Transfer]] = {}
-        for reduction in self.reductions:
-            alike = reduction.title, reduction.collective.bytes, reduction.status
-            groups.setdefault(alike, []).append(reduction)
+        groups: dict[tuple[str, str, str], list[Transfer]] = {}
+        for one in self.reductions:
+            alike = one.title, f"{one.collective.bytes:,}", one.status.name.lower()
+            groups.setdefault(alike, []).append(one)
         rows = []
         for (title, size, status), members in groups.items():
-            cycles = [r.collective.cycles for r in members if r.collective.cycles is not None]
-            layers = layer_range([r.layer for r in members])
-            count = str(_count(members))
-            windows = _range([r.window for r in members], "{:.2f}")
-            rows.append(
-                (
-                    title,
-                    layers,
-                    f"{size:,}",
-                    count,
-                    status.name.lower(),
-                    windows,
-                    _range(cycles, "{:,}"),
-                )
-            )
+            layers = layer_range([one.layer for one in members])
+            windows = [one.window for one in members]
+            ends = dict.fromkeys(f"{end:.2f}" for end in (min(windows), max(windows)))
+            rows.append((title, layers, size, str(_count(members)), status, " - ".join(ends)))
         return Table(COLUMNS, rows, left=("reduction", "layers", "status"))
 
 
@@ -350,11 +322,3 @@ def layer_range(names: Sequence[str]) -> str:
     if len(each) > 2 and len(each) == len(set(names)) and each[-1] - each[0] == len(each) - 1:
         return f"{each[0]}-{each[-1]}"
     return ", ".join(dict.fromkeys(names))
-
-
-def _range(values: Sequence[float], pattern: str) -> str:
-    if not values:
-        return "-"
-    low = pattern.format(min(values))
-    high = pattern.format(max(values))
-    return low if low == high else f"{low} - {high}"
