@@ -70,9 +70,7 @@ class Request:
 
     def config(self, residual: str) -> ModelConfig:
         """The model's configuration with one of the residuals."""
-        ranks = self.tensor if parse_residual(residual).depends_on_ranks else None
-        changes = dict(num_layers=self.depth, residual=residual, ladder_layers=None, ranks=ranks)
-        config = dataclasses.replace(self.shape, **changes)
+        config = models.variant(self.shape, residual, ranks=self.tensor, layers=self.layers)
         return models.single_rank(config, ranks=self.share) if self.share else config
 
     @property

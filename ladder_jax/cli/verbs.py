@@ -64,29 +64,15 @@ class _Positive(argparse.Action):
         setattr(namespace, self.dest, value)
 
 
-def needed(help: str, **settings: Any) -> dict[str, Any]:
-    return dict(help=help, required=True, **settings)
-
-
-def number(help: str, **settings: Any) -> dict[str, Any]:
-    return dict(help=help, type=int, **settings)
-
-
-def count(help: str, **settings: Any) -> dict[str, Any]:
-    return number(help, action=_Positive, **settings)
-
-
-def real(help: str, **settings: Any) -> dict[str, Any]:
-    return dict(help=help, type=float, **settings)
-
-
-def one_of(kind: type[enum.Enum], help: str, **settings: Any) -> dict[str, Any]:
+def one_of(kind: type, help: str, **settings: Any) -> dict[str, Any]:
     return dict(help=help, type=kind, **settings)
 
 
-def repeated(help: str) -> dict[str, Any]:
-    return dict(help=help, action="append")
-
+needed = functools.partial(one_of, str, required=True)
+number = functools.partial(one_of, int)
+count = functools.partial(one_of, int, action=_Positive)
+real = functools.partial(one_of, float)
+repeated = functools.partial(one_of, str, action="append")
 
 JSON = {"--json": "print one JSON object"}
 OPENED = {

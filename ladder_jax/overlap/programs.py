@@ -40,12 +40,9 @@ def program(request: Request) -> tuple[Compiled, tuple[Any, ...]]:
     split = {name: getattr(request, name) for name in names}
     if request.trains:
         shape = dict(batch=rows, sequence=request.prompt_length, loop=loop, remat=request.remat)
-        config = TrainConfig(**{**recipe(request.model), **shape, **split})
-        arguments = (
-            train.abstract_state(definition, config=config),
-            train.abstract_batch(definition, config=config),
+        return training(
+            definition, config=TrainConfig(**{**recipe(request.model), **shape, **split})
         )
-        return train.train_step(definition, config=config), arguments
     settings = dict(loop=loop, quantize=request.quantize)
     if request.phase is Phase.PREFILL:
         params = weights.abstract(definition, **settings)
@@ -57,6 +54,13 @@ def program(request: Request) -> tuple[Compiled, tuple[Any, ...]]:
         definition, choice=decode.Choice.GREEDY, launch=request.launch, **settings
     )
     return decode_loop, steps.abstract(definition, rows=rows, positions=request.context, **settings)
+
+
+def training(definition: nn.ModelDef, *, config: TrainConfig) -> tuple[Compiled, tuple[Any, ...]]:
+    """The step of `ladder-jax train`, and the shapes of its arguments."""
+    state = train.abstract_state(definition, config=config)
+    batch = train.abstract_batch(definition, config=config)
+    return train.train_step(definition, config=config), (state, batch)
 
 
 def compiler(target: Target) -> str:
@@ -122,17 +126,27 @@ def record(request: Request, dump: str | None = None) -> Record:
     )
 
 
-def _analysis(compiled: jax.stages.Compiled) -> dict:
+def sizes(compiled: jax.stages.Compiled) -> dict[str, int]:
+    """The program's bytes on one device by purpose, at the peak; outputs without those that reuse an
+    argument's memory.
+    """
     memory = compiled.memory_analysis()
+    return {
+        "arguments": memory.argument_size_in_bytes,
+        "temporaries": memory.temp_size_in_bytes,
+        "outputs": memory.output_size_in_bytes - memory.alias_size_in_bytes,
+        "code": memory.generated_code_size_in_bytes,
+    }
+
+
+def _analysis(compiled: jax.stages.Compiled) -> dict:
     try:
         costs = compiled.cost_analysis() or {}
     except (NotImplementedError, RuntimeError):  # NVIDIA's compiler has none ahead of time
         costs = {}
-    outputs = memory.output_size_in_bytes - memory.alias_size_in_bytes
-    held = memory.argument_size_in_bytes + memory.temp_size_in_bytes
     return {
         "bytes_accessed": costs.get("bytes accessed"),
-        "bytes_per_device": held + outputs + memory.generated_code_size_in_bytes,
+        "bytes_per_device": sum(sizes(compiled).values()),
     }
 
 

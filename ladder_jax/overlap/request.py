@@ -19,7 +19,6 @@ from ladder_jax.config import (
     check_exchange,
     check_fits_mesh,
     check_halves,
-    parse_residual,
     preset,
     to_dict,
 )
@@ -75,16 +74,10 @@ class Request:
 
     @property
     def config(self) -> ModelConfig:
-        changes = dict(
-            num_layers=self.layers, residual=self.residual, ladder_layers=self.ladder_layers
-        )
-        ranks = self.tensor if parse_residual(self.residual).depends_on_ranks else None
-        config = dataclasses.replace(self.shape or preset(self.model), **changes, ranks=ranks)
-        if self.capacity is None:
-            return config
-        return dataclasses.replace(
-            config, moe=dataclasses.replace(config.moe, capacity=self.capacity)
-        )
+        names = ("layers", "ladder_layers", "capacity")
+        asked = {name: getattr(self, name) for name in names}
+        config = self.shape or preset(self.model)
+        return models.variant(config, self.residual, ranks=self.tensor, **asked)
 
     @property
     def trains(self) -> bool:

@@ -52,7 +52,7 @@ def confirm(candidate: Candidate, *, request: Request) -> Confirmed:
         "train": to_dict(candidate.train(request)),
     }
     label = f"{candidate}; {request.config.num_layers} layers of {request.name} for {request.target.name}"
-    sources = (*compiling.SOURCES, *compiling.TRAINING, "plan/confirm.py")
+    sources = (*compiling.SOURCES, *compiling.TRAINING, "overlap/programs.py", "plan/confirm.py")
     worker = "ladder_jax.plan.confirm:measure"
     return compiling.recorded(
         Confirmed, worker, step, target=request.target, label=label, sources=sources
@@ -63,7 +63,7 @@ def measure(step: dict) -> Confirmed:
     """Compile the step here."""
     import jax
 
-    from ladder_jax import nn, schedule, train
+    from ladder_jax import nn, schedule
     from ladder_jax.overlap import programs
     from ladder_jax.parallel import make_mesh
 
@@ -71,24 +71,16 @@ def measure(step: dict) -> Confirmed:
     config = from_dict({name: step[name] for name in ("model", "mesh", "train")})
     mesh = make_mesh(**config.mesh.axes, devices=schedule.devices(target))
     definition = nn.define(config.model, mesh=mesh, experts=config.mesh.experts)
-    settings = dict(config=config.train)
-    arguments = (
-        train.abstract_state(definition, **settings),
-        train.abstract_batch(definition, **settings),
-    )
+    function, arguments = programs.training(definition, config=config.train)
     started = time.perf_counter()
     cpu_started = time.process_time()
     refusal = None
     sizes = dict.fromkeys(("arguments", "temporaries", "outputs", "code", "host"), 0)
     try:
-        memory = train.train_step(definition, **settings).compile(*arguments).memory_analysis()
-        sizes = {
-            "arguments": memory.argument_size_in_bytes,
-            "temporaries": memory.temp_size_in_bytes,
-            "outputs": memory.output_size_in_bytes - memory.alias_size_in_bytes,
-            "code": memory.generated_code_size_in_bytes,
-            "host": memory.host_temp_size_in_bytes + memory.host_argument_size_in_bytes,
-        }
+        compiled = function.compile(*arguments)
+        memory = compiled.memory_analysis()
+        host = memory.host_temp_size_in_bytes + memory.host_argument_size_in_bytes
+        sizes = {**programs.sizes(compiled), "host": host}
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise

@@ -22,7 +22,6 @@ from ladder_jax.predict.machine import (
     Algorithm,
     Halves,
     Kernels,
-    Link,
     Ring,
 )
 from ladder_jax.predict.work import DENSE, MLP, Task
@@ -111,20 +110,20 @@ def programs(task: Task, *, phase: Phase, choice: Choice = ANY_PROGRAM) -> tuple
 
     def split(form: Form) -> list[Program]:
         """A split stream has halves of rows alone."""
-        whole = Program(form, launch=Launch.CHAINED if hides else None)
-        if not in_turn or block.rows % 2:
-            return [whole]
-        return [whole, Program(form, launch=Launch.CHAINED, interleave=2)]
+        found = [Program(form, launch=Launch.CHAINED if hides else None)]
+        if in_turn and block.rows % 2 == 0:
+            found.append(Program(form, launch=Launch.CHAINED, interleave=2))
+        return found
 
     def launched(algorithms: tuple[Algorithm, ...], *, interleave: int = 1) -> list[Program]:
-        window = _chained_window(link, phase)
+        v5e = link.halves is Halves.NONE
+        kind = "NVIDIA" if link.ring is Ring.ONE_WAY else "v5e" if v5e else "TPU"
+        window = WINDOWS.get((kind, phase), 1.0)
+        explicit = Program(algorithms=algorithms, launch=Launch.EXPLICIT, interleave=interleave)
         chained = Program(Form.ALL_REDUCE, NCCL, Launch.CHAINED, window, interleave)
-        if phase is Phase.TRAIN or link.halves is Halves.NONE or choice.launch is Launch.CHAINED:
+        if phase is Phase.TRAIN or v5e:
             return [chained]
-        explicit = Program(Form.ALL_REDUCE, algorithms, Launch.EXPLICIT, interleave=interleave)
-        if choice.launch is Launch.EXPLICIT:
-            return [explicit]
-        return [explicit, chained]
+        return [one for one in (explicit, chained) if choice.launch in (Launch.AUTO, one.launch)]
 
     if choice.experts is ExpertParallelism.EXCHANGE:
         candidates = split(Form.EXCHANGE)
@@ -172,8 +171,3 @@ def layers_of(config: ModelConfig) -> tuple[tuple[Step, ...], ...]:
 def steps_of(config: ModelConfig) -> tuple[Step, ...]:
     """The topology's steps, in order."""
     return tuple(itertools.chain.from_iterable(layers_of(config)))
-
-
-def _chained_window(link: Link, phase: Phase) -> float:
-    kind = "NVIDIA" if link.ring is Ring.ONE_WAY else "v5e" if link.halves is Halves.NONE else "TPU"
-    return WINDOWS.get((kind, phase), 1.0)

@@ -75,15 +75,13 @@ class Request:
 
     def config(self, residual: str) -> ModelConfig:
         """The model's configuration with one of the residuals."""
-        name = parse_residual(residual)
-        moe = self.shape.moe
-        return dataclasses.replace(
+        return models.variant(
             self.shape,
-            moe=moe if self.capacity is None else dataclasses.replace(moe, capacity=self.capacity),
-            num_layers=self.layers or self.shape.num_layers,
-            residual=residual,
-            ladder_layers=self.ladder_layers if name.is_ladder else None,
-            ranks=self.tensor if name.depends_on_ranks else None,
+            residual,
+            ranks=self.tensor,
+            layers=self.layers,
+            ladder_layers=self.ladder_layers if parse_residual(residual).is_ladder else None,
+            capacity=self.capacity,
         )
 
 

@@ -4,7 +4,7 @@ one device's shard under tensor parallelism. Only a name that needs `pretrained`
 
 import dataclasses
 
-from ladder_jax.config import PRESETS, ModelConfig, MoEConfig, load, preset
+from ladder_jax.config import PRESETS, ModelConfig, MoEConfig, load, parse_residual, preset
 from ladder_jax.errors import UserError, unknown
 from ladder_jax.files import local_path
 
@@ -26,6 +26,27 @@ def by_name(name: str) -> ModelConfig:
     from ladder_jax.pretrained import model_config
 
     return model_config(name)
+
+
+def variant(
+    config: ModelConfig,
+    residual: str,
+    *,
+    ranks: int | None,
+    layers: int | None = None,
+    ladder_layers: str | None = None,
+    capacity: float | None = None,
+) -> ModelConfig:
+    """`config` with another residual over `ranks` devices; layers, capacity: None leaves its own."""
+    moe = config.moe
+    return dataclasses.replace(
+        config,
+        num_layers=layers or config.num_layers,
+        residual=residual,
+        ladder_layers=ladder_layers,
+        ranks=ranks if parse_residual(residual).depends_on_ranks else None,
+        moe=moe if capacity is None else dataclasses.replace(moe, capacity=capacity),
+    )
 
 
 def check_alone(config: ModelConfig, *, verb: str) -> None:
