@@ -128,19 +128,22 @@ class Result:
         """
         baseline = self.request.baseline
         of_baseline = {one.batch: one for one in self.samples if one.variant == baseline}
-        return [
-            {
+        found = []
+        for one in self.samples:
+            if one.variant == baseline:
+                continue
+            row = {
                 "residual": one.residual,
                 "interleave": one.interleave,
                 "against": baseline.residual,
                 "batch": one.batch,
-                **_ratio("prefill", of_baseline[one.batch], one),
-                **_ratio("decode", of_baseline[one.batch], one),
-                **_ratio("total", of_baseline[one.batch], one),
             }
-            for one in self.samples
-            if one.variant != baseline
-        ]
+            for phase in ("prefill", "decode", "total"):
+                of_phase = np.array(getattr(of_baseline[one.batch], phase))
+                each = of_phase / np.array(getattr(one, phase))
+                row |= _spread(f"{phase}_ratio", np.median(each), each)
+            found.append(row)
+        return found
 
     @property
     def verdict(self) -> list[str]:
@@ -225,18 +228,13 @@ def _row(answer: Result, one: Samples) -> dict:
         "decode_seconds_each": list(one.decode),
     }
     for name, values in each.items():
-        row |= {name: float(median[name]), **_range(name, values)}
+        row |= _spread(name, median[name], values)
     return row
 
 
-def _range(name: str, values: np.ndarray) -> dict[str, float]:
-    return {f"{name}_min": float(min(values)), f"{name}_max": float(max(values))}
-
-
-def _ratio(phase: str, baseline: Samples, one: Samples) -> dict[str, float]:
-    each = np.array(getattr(baseline, phase)) / np.array(getattr(one, phase))
-    name = f"{phase}_ratio"
-    return {name: float(np.median(each)), **_range(name, each)}
+def _spread(name: str, median: np.ndarray, values: np.ndarray) -> dict[str, float]:
+    ends = {f"{name}_min": float(min(values)), f"{name}_max": float(max(values))}
+    return {name: float(median), **ends}
 
 
 def _table(rows: list[dict]) -> Table:

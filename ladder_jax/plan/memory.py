@@ -161,8 +161,8 @@ def _input(steps: tuple[Step, ...], candidate: Candidate, config: ModelConfig) -
 
 
 def _working(candidate: Candidate, model: Model, block: Block) -> int:
-    """Bytes of a layer's temporaries; of experts, of one chunk of tokens. Attention's scores stay on
-    the chip (a CPU, which has no limit here, writes them to memory).
+    """Bytes of a layer's temporaries, with exchanged rows; of experts, of one chunk of tokens.
+    Attention's scores stay on the chip (a CPU, which has no limit here, writes them to memory).
     """
     shard = model.shard
     size = model.element_bytes
@@ -175,11 +175,8 @@ def _working(candidate: Candidate, model: Model, block: Block) -> int:
         elements.append(
             tokens * 2 * others if kind.moe is None else min(tokens, CHUNK) * (matmuls + others)
         )
-    rows = _working_rows(model, block) if candidate.exchanges else 0
+    rows = 0
+    if candidate.exchanges:
+        columns = 3 * model.config.d_model + 5 * model.config.moe.expert_width
+        rows = model.buffer_rows(block) * columns * size + _returning(model, block)
     return tokens * attention + max(elements) * size + rows + logits
-
-
-def _working_rows(model: Model, block: Block) -> int:
-    """Bytes of a layer's exchanged rows."""
-    columns = 3 * model.config.d_model + 5 * model.config.moe.expert_width
-    return model.buffer_rows(block) * columns * model.element_bytes + _returning(model, block)

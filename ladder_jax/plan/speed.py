@@ -87,18 +87,15 @@ def microbatch(candidate: Candidate, memory: Memory, *, request: Request) -> tup
     machine = machine_of(request.target)
     model, block = candidate.microbatch(request)
     task = Task(model, machine, block, recompute=recomputed_by(candidate, block))
-    seconds, exposed = _of_pass(task, _program(candidate))
+    one = _of_pass(task, _program(candidate), phase=Phase.TRAIN)
     weights = _of_weights(task, candidate.mesh.fsdp)
     copies = 2 * memory.host / HOST[request.target.platform]
-    whole = play_slots([Slot(Work(seconds + weights), [copies])], contention=machine.contention)
-    return whole.seconds, exposed + weights + whole.exposed
+    slot = Slot(Work(one.seconds + weights), [copies])
+    whole = play_slots([slot], contention=machine.contention)
+    return whole.seconds, one.exposed + weights + whole.exposed
 
 
-@functools.lru_cache(maxsize=1024)  # the same for many meshes
-def _of_pass(task: Task, program: Program) -> tuple[float, float]:
-    """Seconds of predict's pass, and those of them that transfers add."""
-    found = run_by(task, program, phase=Phase.TRAIN)
-    return found.seconds, found.exposed
+_of_pass = functools.lru_cache(maxsize=1024)(run_by)  # the same for many meshes
 
 
 @functools.lru_cache(maxsize=1024)

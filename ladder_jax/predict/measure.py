@@ -68,14 +68,11 @@ class Ceiling:
         return max(self.rates)
 
     def as_dict(self, unit: str) -> dict:
-        spread = {
-            "min": min(self.rates),
-            "median": statistics.median(self.rates),
-            "max": max(self.rates),
-        }
         return {
             unit: self.best,
-            **{f"{unit}_{k}": v for k, v in spread.items()},
+            f"{unit}_min": min(self.rates),
+            f"{unit}_median": statistics.median(self.rates),
+            f"{unit}_max": self.best,
             "array": self.array,
         }
 

@@ -252,10 +252,12 @@ def _measure(
     axes, ranks = group_of(collective, mesh=mesh)
     window = computation.instructions[form.issued + 1 : form.awaited]
     start = computation.instructions[form.issued]
+    # A compiler that rewrites a reduction leaves the name of its operation to the addition.
+    reducer = collective.computation("to_apply")
     return Collective(
         name=start.name,
         kind=_kind(collective, holder),
-        op_name=collective.op_name or start.op_name or _reducer_op_name(collective),
+        op_name=collective.op_name or start.op_name or (reducer.root.op_name if reducer else ""),
         operands=_count_operands(collective, ranks=ranks),
         bytes=sum(operand.bytes for operand in collective.operands),
         axes=axes,
@@ -296,14 +298,6 @@ def _concatenated_arrays(collective: Instruction) -> int:
         source = source.calls[0].root
     joined = source.opcode == "concatenate" and not source.op_name.endswith("/concatenate")
     return len(source.operands) if joined else 1
-
-
-def _reducer_op_name(collective: Instruction) -> str:
-    """The name of the original operation of a reduction that the compiler rewrote: its addition
-    keeps that name.
-    """
-    reducer = collective.computation("to_apply")
-    return reducer.root.op_name if reducer else ""
 
 
 def _kind(collective: Instruction, holder: Computation) -> str:

@@ -151,10 +151,9 @@ def read(
             raise unknown("sublayer", name, SUBLAYERS)
     costs = Costs(program, experts=experts)
     found = rings.joined(collectives.find(program, costs=costs), program=program, costs=costs)
-    gathers = [c for c in found if sublayer_flops and _moves_layer_weights(c, GATHER, "all-gather")]
-    scatters = [
-        c for c in found if sublayer_flops and _moves_layer_weights(c, SCATTER, "reduce-scatter")
-    ]
+    ours = found if sublayer_flops else []  # programs whose layers may gather their weights
+    gathers = [c for c in ours if _moves_layer_weights(c, GATHER, "all-gather")]
+    scatters = [c for c in ours if _moves_layer_weights(c, SCATTER, "reduce-scatter")]
     reduced = [c for c in found if LAUNCH in c.op_name or ENTER in c.op_name]
     if not reduced and not launched_only:
         sums = [c for c in found if c.kind in ("all-reduce", "reduce-scatter")]
@@ -166,7 +165,7 @@ def read(
     flops = sublayer_flops or {}
     default = flops.get("attention", mean)
 
-    def judged(role: Role, collective: Collective, purpose: str = "") -> Transfer:
+    def judged(role: Role, collective: Collective) -> Transfer:
         """Its window is in forward sublayers, or, backward, where those are known, in twice their
         FLOPs.
         """
@@ -182,21 +181,23 @@ def read(
             window += collective.scores / default
         if backward and flops:
             window /= 2
-        return Transfer(collective, role, *owner(name), backward, window, purpose)
+        phrase = purpose(collective) if role is Role.OTHER else ""
+        return Transfer(collective, role, *owner(name), backward, window, phrase)
 
-    reductions = tuple(judged(Role.REDUCTION, c) for c in reduced)
+    every = lambda role, group: tuple(judged(role, one) for one in group)
+    reductions = every(Role.REDUCTION, reduced)
     hidden = [r.collective for r in reductions if r.status is Status.HIDDEN]
     beside = collectives.beside(hidden, program=program, costs=costs)
     return Report(
         reductions=reductions,
-        others=tuple(judged(Role.OTHER, c, purpose(c)) for c in others),
+        others=every(Role.OTHER, others),
         step_cycles=costs.total_cycles,
         flops=total,
         hidden_cycles=sum(trips * costs.cycles(one) for trips, one in beside)
         if costs.total_cycles
         else None,
-        gathers=tuple(judged(Role.SHARDS, c) for c in gathers),
-        scatters=tuple(judged(Role.SHARDS, c) for c in scatters),
+        gathers=every(Role.SHARDS, gathers),
+        scatters=every(Role.SHARDS, scatters),
         unknown=tuple(collectives.unknown(program)),
     )
 

@@ -15,9 +15,7 @@ The device computes one operation after another, in issue order.
 There are no latencies: `ladder-jax overlap` draws these times, and nobody should quote them.
 """
 
-import collections
 import dataclasses
-from collections.abc import Mapping
 
 from ladder_jax.hardware import Hardware
 from ladder_jax.schedule.collectives import Collective, find
@@ -67,10 +65,7 @@ def play(
     experts: the model's (see `cost.Costs`).
     """
     costs = Costs(program, experts=experts)
-    found = collections.defaultdict(list)
-    for collective in find(program, costs=costs):
-        found[collective.computation].append(collective)
-    player = _Player(costs, hardware, ranks, found)
+    player = _Player(costs, hardware, ranks, find(program, costs=costs))
     player.run(program.entry)
     return sorted(player.bars, key=lambda bar: bar.start)
 
@@ -80,13 +75,13 @@ class _Player:
     costs: Costs
     hardware: Hardware
     ranks: int
-    collectives: Mapping[str, list[Collective]]  # by the computation's name
+    collectives: list[Collective]
     bars: list[Bar] = dataclasses.field(default_factory=list)
     now: float = 0.0
     wire_free: float = 0.0
 
     def run(self, computation: Computation) -> None:
-        issued = {c.issued: c for c in self.collectives[computation.name]}
+        issued = {c.issued: c for c in self.collectives if c.computation == computation.name}
         awaited = {c.awaited: c.name for c in issued.values()}
         arrival: dict[str, float] = {}
         for index, instruction in enumerate(computation.instructions):
