@@ -29,7 +29,7 @@ def test_presets_survive_being_written_down(name):
      ("llama-3-70b", 70553.7), ("codellama-34b", 33744.0)],
 )  # fmt: skip
 def test_presets_have_the_published_sizes(name, millions):
-    held = models.parameters(config.preset(name)).held  # of matrices: gains are few
+    held = models.parameters(config.preset(name))["parameters"]  # of matrices: gains are few
     assert held / 1e6 == pytest.approx(millions, rel=3e-4)
 
 

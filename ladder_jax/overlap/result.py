@@ -66,14 +66,12 @@ class Result:
         """
         record = self.record
         config = self.request.config
-        parameters = models.parameters(config)
         return {
             **self.request.as_dict(),
             "launch": record.launch,
             **self.report.as_dict(),
             "flops_active": requests.active_flops(self.request),
-            "parameters": parameters.held,
-            "parameters_active": parameters.active,
+            **models.parameters(config),
             **({} if config.moe is None else {"grouped_matmuls": self.experts.value}),
             "bytes_accessed": self.bytes_accessed,
             "bytes_accessed_by_compiler": record.bytes_accessed,

@@ -260,9 +260,10 @@ def _exchange_slots(steps: Sequence[Step], part: Exchanged) -> Iterator[Slot]:
     """
     ready = False  # whether the step before has brought this one's input
     for before, step, following in zip((None, *steps), steps, (*steps[1:], None)):
-        shared = Work() if step.early else part.shared
+        shared = part.shared if step.sublayers != (ATTENTION,) else Work()
         if step.early:
             yield Slot(part.shared)
+            shared = Work()
         if before is not None and not step.delay:
             yield Slot(transfers=part.output_of(before))
             yield Slot(_between(part, before, None))
@@ -271,11 +272,8 @@ def _exchange_slots(steps: Sequence[Step], part: Exchanged) -> Iterator[Slot]:
             yield Slot(_between(part, None, step))
             *gathered, newest = part.input_of(step)
             yield Slot(transfers=gathered)
-            if step.sublayers == (ATTENTION,):
-                yield Slot(transfers=[newest])
-            else:
-                yield Slot(shared, [newest])
-                shared = Work()
+            yield Slot(shared, [newest])
+            shared = Work()
         ready = following is not None and following.reads_added
         following = following if ready else None
         yield from _sublayer(part, step, shared, part, before=before, following=following)

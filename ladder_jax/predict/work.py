@@ -264,9 +264,11 @@ class Model:
                     block, self.config.d_ff, first=0 if one_product else launches.matmul
                 )
             else:
-                kernels += self.routed(block) if sublayer == MLP else ()
-                alone = self.config.residual == "farskip"  # it computes a shared expert by itself
-                kernels += self.shared_expert(block) if sublayer == SHARED or not alone else ()
+                if sublayer == MLP:
+                    kernels += self.routed(block)
+                # farskip computes a shared expert by itself
+                if sublayer == SHARED or self.config.residual != "farskip":
+                    kernels += self.shared_expert(block)
         if joint:
             moved = 3 * own.size * self.config.d_model * self.element_bytes
             kernels.append(Kernel("join", activations=moved, launches=launches.join))
@@ -313,9 +315,8 @@ class Model:
 
     def buffer_rows(self, block: Block) -> int:
         """Rows of a device's buffers, where ranks exchange the rows of experts: E S."""
-        return models.buffer_rows(
-            self.config.moe, tokens=round(block.size / self.ranks), ranks=self.ranks
-        )
+        moe = self.config.moe
+        return moe.padded(self.ranks) * moe.slots(round(block.size / self.ranks))
 
     def buffer_bytes(self, block: Block) -> int:
         """Bytes of these buffers, of which a device keeps its own experts' part."""

@@ -4,7 +4,7 @@ one device's shard under tensor parallelism. Only a name that needs `pretrained`
 
 import dataclasses
 
-from ladder_jax.config import PRESETS, ModelConfig, MoEConfig, load, parse_residual, preset
+from ladder_jax.config import PRESETS, ModelConfig, load, parse_residual, preset
 from ladder_jax.errors import UserError, unknown
 from ladder_jax.files import local_path
 
@@ -134,47 +134,31 @@ def kinds(config: ModelConfig) -> tuple[tuple[int, ModelConfig], ...]:
 
 def layers(config: ModelConfig, *, ranks: int) -> int:
     """Matrix elements of all layers on a device."""
-    return sum(count * (one.attention + one.mlp) for count, one in _kinds(config, ranks=ranks))
+    shards = [(count, shard(kind, ranks=ranks)) for count, kind in kinds(config)]
+    return sum(count * (one.attention + one.mlp) for count, one in shards)
 
 
 def active_layers(config: ModelConfig, *, ranks: int) -> float:
     """Those of them that multiply a token."""
-    return sum(
-        count * (one.attention + one.active_mlp) for count, one in _kinds(config, ranks=ranks)
-    )
+    shards = [(count, shard(kind, ranks=ranks)) for count, kind in kinds(config)]
+    return sum(count * (one.attention + one.active_mlp) for count, one in shards)
 
 
 def largest_layer(config: ModelConfig, *, ranks: int) -> int:
     """Matrix elements of that layer on a device."""
-    return max(one.attention + one.mlp for _, one in _kinds(config, ranks=ranks))
+    shards = [shard(kind, ranks=ranks) for _, kind in kinds(config)]
+    return max(one.attention + one.mlp for one in shards)
 
 
-def _kinds(config: ModelConfig, *, ranks: int) -> list[tuple[int, Shard]]:
-    return [(count, shard(kind, ranks=ranks)) for count, kind in kinds(config)]
-
-
-def buffer_rows(moe: MoEConfig, *, tokens: int, ranks: int) -> int:
-    """Rows of a device's buffers, where `ranks` devices with `tokens` tokens each exchange rows: so
-    many it sends, and its experts compute, full slots or not.
-    """
-    return moe.padded(ranks) * moe.slots(tokens)
-
-
-@dataclasses.dataclass(frozen=True)
-class Parameters:
-    """Elements of a model's matrices and tables. active: of those, all but the experts that a token
+def parameters(config: ModelConfig) -> dict[str, int]:
+    """Elements of a model's matrices and tables, as JSON; active: all but the experts that a token
     does not choose.
     """
-
-    held: int
-    active: int
-
-
-def parameters(config: ModelConfig) -> Parameters:
     tables = config.vocab_size * config.d_model * (1 if config.tie_embeddings else 2)
-    return Parameters(
-        layers(config, ranks=1) + tables, round(active_layers(config, ranks=1)) + tables
-    )
+    return {
+        "parameters": layers(config, ranks=1) + tables,
+        "parameters_active": round(active_layers(config, ranks=1)) + tables,
+    }
 
 
 def single_rank(config: ModelConfig, *, ranks: int) -> ModelConfig:
