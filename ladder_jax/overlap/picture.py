@@ -78,42 +78,33 @@ def plot(request: Request, *, file: str) -> None:
     from matplotlib.patches import Patch
 
     panels = {name: _two_layers(bars) for name, bars in timelines(request).items()}
+    size = (11, 2.1 * len(panels) + 1.2)
     figure, axes = plt.subplots(
-        len(panels), 1, figsize=(11, 2.1 * len(panels) + 0.9), sharex=True, squeeze=False
+        len(panels), 1, figsize=size, sharex=True, squeeze=False, layout="constrained"
     )
     for axis, (name, bars) in zip(axes[:, 0], panels.items()):
         end = max(bar.stop for bar in bars)
-        axis.barh(1, end * MS, color=WAIT, height=0.62)
+        axis.barh(1, end * MS, color=WAIT, height=0.6)
         axis.barh(
             [0 if bar.wire else 1 for bar in bars],
             [(bar.stop - bar.start) * MS for bar in bars],
             left=[bar.start * MS for bar in bars],
             color=[WIRE if bar.wire else COLOURS[sublayer_of(bar.op_name)] for bar in bars],
-            height=0.62,
-            ec="w",
-            lw=0.3,
+            height=0.6,
         )
         busy = sum(bar.stop - bar.start for bar in bars if not bar.wire)
-        axis.set_title(
-            f"{name}: two layers in {end * MS:.2f} ms, waiting {max(0.0, end - busy) / end:.0%}",
-            loc="left",
-            fontsize=10,
-        )
+        waiting = max(0.0, end - busy) / end
+        axis.set_title(f"{name}: two layers in {end * MS:.2f} ms, waiting {waiting:.0%}")
         axis.set_yticks([0, 1], ["communication", "compute"])
         axis.spines[["top", "right"]].set_visible(False)
     axes[-1, 0].set_xlabel("ms")
     legend = [Patch(color=colour, label=label) for label, colour in LEGEND.items()]
-    figure.legend(handles=legend, loc="lower right", ncols=5, fontsize=8, frameon=False)
-    title = (
-        f"{request.model}, {request.phase.value}, tensor {request.tensor} on {request.target.name}"
-    )
+    figure.legend(handles=legend, loc="outside lower center", ncols=len(legend))
+    asked = f"{request.model}, {request.phase.value}, tensor {request.tensor}"
     figure.suptitle(
-        f"{title}: compiled schedule, times estimated from published speeds, without latency",
-        fontsize=10,
-        x=0.01,
-        ha="left",
+        f"{asked} on {request.target.name}: compiled schedule, times estimated from published speeds,"
+        " without latency"
     )
-    figure.tight_layout(rect=(0, 0.04, 1, 1))
     files.write_picture(file, figure)
 
 

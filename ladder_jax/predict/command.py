@@ -111,7 +111,7 @@ def _cells(row: Row) -> tuple[str, ...]:
         prefill = [f"{one.prefill_seconds * 1e3:.1f}"]
         one = one.step
     hides = one.wire and row.residual != "no-communication"
-    form = described(one.program.form.value, one.executed["all_reduce"]) + in_turn(one.interleave)
+    form = described(one.form, one.executed["all_reduce"]) + in_turn(one.interleave)
     return (
         row.residual,
         number(row.tokens_per_second),

@@ -98,6 +98,10 @@ class Pass:
         return max(0.0, round(1 - self.exposed / self.wire, 12)) if self.wire else 0.0
 
     @property
+    def form(self) -> str:
+        return self.program.form.value
+
+    @property
     def interleave(self) -> int:
         return self.program.interleave
 
@@ -122,6 +126,12 @@ class Speed:
     prefill: Pass
     step: Pass
     memory: float
+
+    @property
+    def form(self) -> str:
+        """Where the stream lies; the prefill may have another form than the decode steps."""
+        prefill = self.prefill.form
+        return prefill if prefill == self.step.form else f"{self.step.form}; prefill: {prefill}"
 
     @property
     def interleave(self) -> dict[str, int]:

@@ -68,8 +68,8 @@ class Row:
             **speed.executed,
         }
         if isinstance(speed, Pass):
-            form = speed.program.form.value
-            return {**row, "form": form, "seconds": speed.seconds, "hidden_fraction": speed.hidden}
+            of_pass = {"form": speed.form, "seconds": speed.seconds}
+            return {**row, **of_pass, "hidden_fraction": speed.hidden}
         return {
             **row,
             "prefill_seconds": speed.prefill_seconds,
@@ -159,10 +159,10 @@ def predict(request: Request) -> Result:
     speeds, opponents, nccl = (_of_one_pass if request.phase else _of_generation)(request)
     tokens = request.batch * (request.tokens if request.phase else request.new_tokens)
     standards = tuple(
-        Baseline(form, one.executed["all_reduce"], tokens / one.seconds, one.interleave)
-        for one, form in opponents
+        Baseline(one.form, one.executed["all_reduce"], tokens / one.seconds, one.interleave)
+        for one in opponents
     )
-    best, _ = opponents[0]
+    best = opponents[0]
     rows = []
     for name in request.residuals:
         one = speeds[name]
@@ -171,9 +171,9 @@ def predict(request: Request) -> Result:
     return Result(request, tuple(rows), standards, advice)
 
 
-type Found = tuple[Mapping[str, Speed | Pass], Sequence[tuple[Speed | Pass, str]], Speed | Pass]
-"""The speeds of the residuals; Standard's, each with its form in words, the fastest first; and
-Standard's with NCCL's all-reduces.
+type Found = tuple[Mapping[str, Speed | Pass], Sequence[Speed | Pass], Speed | Pass]
+"""The speeds of the residuals; Standard's in each form, the fastest first; and Standard's with
+NCCL's all-reduces.
 """
 
 
@@ -195,9 +195,7 @@ def _of_generation(request: Request) -> Found:
         task = Task(shard, request.machine, shard.decode_step(**shape))
         halved = model.run_by(task, halves, phase=Phase.DECODE)
         standard = dataclasses.replace(standard, step=fastest([standard.step, halved]))
-    form = standard.prefill.program.form
-    named = form.value if form is Form.ALL_REDUCE else f"all-reduce; prefill: {form.value}"
-    return speeds, [(standard, named)], speed(BASELINE, Opponents.NCCL)
+    return speeds, [standard], speed(BASELINE, Opponents.NCCL)
 
 
 def _of_one_pass(request: Request) -> Found:
@@ -217,13 +215,12 @@ def _of_one_pass(request: Request) -> Found:
     for form in request.forms:
         every += passes(BASELINE, Choice(experts=form))
     every.sort(key=lambda one: one.seconds)
-    named = {}
+    opponents = {}
     for one in every:
-        named.setdefault((one.program.form, one.interleave), one)  # the fastest of each form
-    opponents = [(one, one.program.form.value) for one in named.values()]
+        opponents.setdefault((one.form, one.interleave), one)  # the fastest of each form
     choice = Choice(launch=request.launch, interleave=request.interleave, experts=request.experts)
     speeds = {name: fastest(passes(name, choice)) for name in request.residuals}
-    return speeds, opponents, nccl
+    return speeds, list(opponents.values()), nccl
 
 
 def advise(rows: Sequence[Row], opponent: Speed | Pass, *, name: str, tensor: int) -> Advice:
