@@ -377,8 +377,8 @@ def test_the_first_table_is_what_predict_prints(row, predicted):
     )
     assert bool(no) == answer["recommendation"]["reason"].startswith("no: ")
     baseline = answer["baseline"]
-    form = result.described(baseline["form"], baseline["all_reduce"])
-    assert opponent == form + result.in_turn(baseline["interleave"])
+    words = ("form", "all_reduce", "interleave")
+    assert opponent == result.described(*(baseline[word] for word in words))
 
 
 def test_the_speeds_of_alternatives_are_what_predict_prints(predicted):

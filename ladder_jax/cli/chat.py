@@ -73,7 +73,7 @@ class Conversation:
 def answer(conversation: Conversation, message: str) -> None:
     """Show the answer. Ctrl-C stops it at its next tokens; a second one ends the program."""
     with _interruptible() as interrupted:
-        result = conversation.ask(message, show=_show, stopped=interrupted.is_set)
+        result = conversation.ask(message, show=terminal.write, stopped=interrupted.is_set)
     print()
     if result.finish is Finish.CANCELLED:
         conversation.say("(stopped)")
@@ -140,7 +140,3 @@ def piped() -> str | None:
     if not text:
         raise UserError("--chat needs a message on standard input, or a terminal")
     return text
-
-
-def _show(text: str) -> None:
-    print(terminal.generated(text) if sys.stdout.isatty() else text, end="", flush=True)

@@ -10,7 +10,6 @@ import functools
 import importlib.util
 import itertools
 import json
-import sys
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
@@ -151,12 +150,8 @@ def _one(asked: Asked) -> None:
     pieces = generator.pieces(request, decoder=asked.tokenizer.to_bytes, config=settings)
     texts = itertools.chain(args.prompt, (piece.text for piece in pieces))
     for text in texts if args.stream else ["".join(texts)]:
-        print(_shown(text), end="", flush=True)
+        terminal.write(text)
     print()
-
-
-def _shown(text: str) -> str:
-    return terminal.generated(text) if sys.stdout.isatty() else text
 
 
 def _several(asked: Asked) -> None:
@@ -167,7 +162,7 @@ def _several(asked: Asked) -> None:
     for index, (prompt, handle) in enumerate(zip(asked.args.prompt, handles)):
         if index:
             print()
-        print(_shown(prompt + handle.result().text), flush=True)
+        terminal.write(f"{prompt}{handle.result().text}\n")
 
 
 def _file(asked: Asked) -> None:

@@ -408,7 +408,7 @@ VERBS = {
             "--prompt-length P": count("tokens a row in the prompt (default 1024)"),
             "--new-tokens G": count("tokens a row to generate (default 512)"),
             "--sequence T": count("tokens a row with --phase train (default 2048)"),
-            "--layers N": count("layers (default: the preset's)"),
+            **LAYERS,
             **JSON,
             "--plot FILE": "draw where the time goes (PNG, SVG, PDF)",
         },

@@ -180,9 +180,11 @@ def candidates(request: Request) -> list[Candidate]:
         for remat, (form, split), rows, interleave in itertools.product(
             Remat, streams, _divisors(share), interleaves
         ):
-            one = Candidate(form, remat, split, rows, share // rows, interleave)
-            if interleave == 1 or _has_halves(one, request.config):
-                result.append(one)
+            # Halves of an odd number of rows are of their sequences: `train` has them, no plan.
+            halved = mesh.tensor > 1 and rows % 2 == 0
+            settings = dict(model=request.config, rows=rows, sequence_parallel=split)
+            if interleave == 1 or (halved and passes(check_halves, interleave, **settings)):
+                result.append(Candidate(form, remat, split, rows, share // rows, interleave))
     devices = f"{request.target.name}'s {request.target.count} devices"
     count = f"{request.sequences} sequences of {request.sequence}"
     check(
@@ -225,15 +227,6 @@ def uses_whole_torus_axes(target: Target, mesh: MeshConfig) -> bool:
     # of each side of the torus, a mesh axis
     assignments = itertools.product(range(3), repeat=len(torus))
     return any([product(axis, places) for axis in range(3)] == sizes for places in assignments)
-
-
-def _has_halves(candidate: Candidate, config: ModelConfig) -> bool:
-    """Whether halves of the rows, in turn, have something to hide. (Of an odd number, `train`
-    halves the sequence.)
-    """
-    split = candidate.sequence_parallel
-    allowed = passes(check_halves, 2, model=config, rows=candidate.rows, sequence_parallel=split)
-    return candidate.mesh.tensor > 1 and candidate.rows % 2 == 0 and allowed
 
 
 def _divisors(number: int) -> list[int]:

@@ -11,7 +11,7 @@ from ladder_jax.predict import request as requests
 from ladder_jax.predict import result
 from ladder_jax.predict.model import Speed
 from ladder_jax.predict.request import BASELINE
-from ladder_jax.predict.result import Result, Row, described, in_turn
+from ladder_jax.predict.result import Result, Row, described
 from ladder_jax.terminal import Table, number
 
 # parameters of `requests.make`
@@ -111,7 +111,7 @@ def _cells(row: Row) -> tuple[str, ...]:
         prefill = [f"{one.prefill_seconds * 1e3:.1f}"]
         one = one.step
     hides = one.wire and row.residual != "no-communication"
-    form = described(one.form, one.executed["all_reduce"]) + in_turn(one.interleave)
+    form = described(one.form, one.executed["all_reduce"], one.interleave)
     return (
         row.residual,
         number(row.tokens_per_second),

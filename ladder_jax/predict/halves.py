@@ -73,11 +73,11 @@ def _fastest(
     if name is None:
         return Interleave.WHOLE, f"as nothing is predicted for {kind}"
     task = Task(shard, machine.load(name), block)
-    found = model.passes(task, phase=phase, choice=choice)
-    found = [one for one in found if one.program.form is form]
-    # the slowest first, so that the fastest of each number of parts is kept
-    found.sort(key=lambda one: -one.seconds)
-    seconds = {one.interleave: one.seconds for one in found}
+    seconds = {}
+    for one in model.passes(task, phase=phase, choice=choice):
+        if one.program.form is form:
+            fastest = seconds.get(one.interleave, one.seconds)
+            seconds[one.interleave] = min(fastest, one.seconds)
     if 2 not in seconds:
         return Interleave.WHOLE, "as this model has no halves"
     gain = seconds[1] / seconds[2]

@@ -55,36 +55,36 @@ def layers(task: Task, program: Program, *, steps: Sequence[Step] | None = None)
         return play_slots(_exchange(task, steps, program), contention=contention, waits=waits)
     split = model.ranks if program.form is Form.SEQUENCE_PARALLEL else 1
     settings = dict(contention=contention, window=program.window, waits=waits)
-    kernels = functools.cache(functools.partial(model.step, split=split))
-    if program.interleave == 2:
-        halves = _halves(task)
+    parts = _parts(task, program)
+    sums = [reduction(part, program)[1] for part in parts]
 
-        @functools.cache
-        def work_of_half(sublayers: tuple[int, ...], half: int) -> Work:
-            part = halves[half]
-            whole = kernels(sublayers, task.block)
-            return _half_work(part, kernels(sublayers, part.block), whole)
+    @functools.cache
+    def work(sublayers: tuple[int, ...], number: int = 0) -> Work:
+        part = parts[number]
+        whole = model.step(sublayers, task.block, split=split)
+        return _part_work(part, model.step(sublayers, part.block, split=split), whole)
 
-        sums = tuple(reduction(half, program)[1] for half in halves)
-        return play_slots(turns(steps, work=work_of_half, all_reduces=sums), **settings)
-    work = functools.cache(lambda sublayers: task.work(kernels(sublayers, task.block)))
-    return play(steps, work=work, all_reduce=reduction(task, program)[1], **settings)
+    if len(parts) == 2:
+        return play_slots(turns(steps, work=work, all_reduces=sums), **settings)
+    return play(steps, work=work, all_reduce=sums[0], **settings)
 
 
-def _halves(task: Task) -> list[Task]:
-    return [dataclasses.replace(task, block=half) for half in task.block.halves]
+def _parts(task: Task, program: Program) -> list[Task]:
+    """The whole, or its halves."""
+    blocks = task.block.halves if program.interleave == 2 else [task.block]
+    return [dataclasses.replace(task, block=block) for block in blocks]
 
 
 BEND = 1.5
 """How sharply a matrix product turns from the pace of its bytes to that of its operations: see
-`_half_work`. Chosen by the cycles that compilers estimate for two halves, over those of the whole
+`_part_work`. Chosen by the cycles that compilers estimate for two halves, over those of the whole
 batch: the table in docs/guides/halves.md.
 """
 
 
-def _half_work(task: Task, half: Iterable[Kernel], whole: Iterable[Kernel]) -> Work:
-    """It reads all weights, and starts as many kernels as the whole. The whole's products take what
-    the machine's constants say; a product of fewer rows reaches a smaller share of both rates.
+def _part_work(task: Task, part: Iterable[Kernel], whole: Iterable[Kernel]) -> Work:
+    """A half reads all weights, and starts as many kernels as the whole. The whole's products take
+    what the machine's constants say; a product of fewer rows reaches a smaller share of both rates.
     """
 
     def share(one: Kernel) -> float:
@@ -94,7 +94,7 @@ def _half_work(task: Task, half: Iterable[Kernel], whole: Iterable[Kernel]) -> W
         return together / max(compute, memory) if one.flops else 1.0
 
     total = Work()
-    for one, other in zip(half, whole, strict=True):
+    for one, other in zip(part, whole, strict=True):
         total += task.work([one]).slower(share(one) / share(other))
     return total
 
@@ -229,15 +229,14 @@ def _exchange(task: Task, steps: Sequence[Step], program: Program) -> Iterator[S
         own = exchanged_kernels(model, part.block)
         rows = part.machine.link.all_to_all(model.buffer_bytes(part.block), ranks=model.ranks)
         return Exchanged(
-            **{name: _half_work(part, own[name], whole[name]) for name in own},
+            **{name: _part_work(part, own[name], whole[name]) for name in own},
             gather=sends * (1 + part.recompute.gathers) * part.half,
             scatter=sends * part.half,
             rows=sends * (1 + part.recompute.rows) * rows,
         )
 
-    if program.interleave == 2:
-        return _exchange_turns(steps, *map(exchanged, _halves(task)))
-    return _exchange_slots(steps, exchanged(task))
+    parts = [exchanged(part) for part in _parts(task, program)]
+    return _exchange_turns(steps, *parts) if len(parts) == 2 else _exchange_slots(steps, *parts)
 
 
 def _exchange_turns(steps: Sequence[Step], first: Exchanged, second: Exchanged) -> Iterator[Slot]:

@@ -9,6 +9,7 @@ import dataclasses
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -86,7 +87,7 @@ def constants(tensor: int) -> tuple[dict, list[Reduced]]:
     device = jax.devices()[0]
     simulated = device.platform == "cpu"
     gpu = device.platform == "gpu"
-    ranks = [size for size in (2, 4, 8, 16, 32) if size < tensor] + [tensor] if tensor > 1 else []
+    ranks = sorted({size for size in (2, 4, 8, 16, 32, tensor) if 1 < size <= tensor})
     kernel_ranks = [count for count in ranks if gpu and count <= MOST_READ]
     free = memory.free_memory(device, devices=jax.device_count())
     with progress(4) as update:
@@ -123,13 +124,11 @@ def constants(tensor: int) -> tuple[dict, list[Reduced]]:
         fitted = fit_link(reduced, ring=ring)
         error = f"off by {fit_error(reduced, fitted):.0%} in the median"
         source = f"fitted to {len(reduced)} all-reduces over up to {tensor} devices, {error}"
-        constants = {name: getattr(fitted, name) for name in ("latency", "step", "bandwidth")}
-        link = _entries(constants, source)
+        link = _entries(fitted, source)
         link["ring"] = ring.value
         if kernels:
-            one_shot = fit_one_shot(kernels)
             source = f"fitted to {len(kernels)} all-reduces by XLA's kernel"
-            link["one_shot"] = _entries(dataclasses.asdict(one_shot), source)
+            link["one_shot"] = _entries(fit_one_shot(kernels), source)
         if is_v5e(device.device_kind):
             link["halves"] = Halves.NONE.value
         sections["link"] = link
@@ -141,8 +140,10 @@ def _entry(value: float, source: str) -> dict:
     return {"value": float(f"{value:.4g}"), "source": source}
 
 
-def _entries(fitted: dict[str, float], source: str) -> dict[str, dict]:
-    return {name: _entry(value, source) for name, value in fitted.items()}
+def _entries(fitted: Link | Kernel, source: str) -> dict[str, Any]:
+    """Of its numbers."""
+    numbers = {name: value for name, value in vars(fitted).items() if isinstance(value, float)}
+    return {name: _entry(value, source) for name, value in numbers.items()}
 
 
 def copy_bandwidth(device: jax.Device, *, free: int | None) -> Ceiling:

@@ -109,7 +109,7 @@ class Baseline:
 
     @property
     def described(self) -> str:
-        return described(self.form, self.all_reduce) + in_turn(self.interleave)
+        return described(self.form, self.all_reduce, self.interleave)
 
     @property
     def name(self) -> str:
@@ -254,16 +254,13 @@ def _rank(residual: str) -> int:
     return PREFERENCE.index(key) if key in PREFERENCE else len(PREFERENCE)
 
 
-def in_turn(interleave: int | dict[str, int]) -> str:
-    """Halves in words, after a form."""
-    if isinstance(interleave, int):
-        return ", two halves in turn" if interleave == 2 else ""
-    halved = [phase for phase, parts in interleave.items() if parts == 2]
-    return f", {' and '.join(halved)} in two halves" if halved else ""
-
-
-def described(form: str, all_reduce: str | None) -> str:
-    """A form in words, with the algorithm of its all-reduces."""
-    if all_reduce is None or not form.startswith(Form.ALL_REDUCE.value):
-        return form
-    return f"{all_reduce} {form}"
+def described(form: str, all_reduce: str | None, interleave: int | dict[str, int]) -> str:
+    """A form in words, with the algorithm of its all-reduces, and halves."""
+    if all_reduce and form.startswith(Form.ALL_REDUCE.value):
+        form = f"{all_reduce} {form}"
+    if interleave == 2:
+        return f"{form}, two halves in turn"
+    halved = []
+    if isinstance(interleave, dict):
+        halved = [phase for phase, parts in interleave.items() if parts == 2]
+    return f"{form}, {' and '.join(halved)} in two halves" if halved else form

@@ -187,7 +187,7 @@ def turns(
     steps: Iterable[Step],
     *,
     work: Callable[[tuple[int, ...], int], Work],
-    all_reduces: tuple[float, float],
+    all_reduces: Sequence[float],
 ) -> Iterator[Slot]:
     """The slots of two halves of a batch in turn. work(sublayers, half): as in `play`, of half 0 or 1.
     all_reduces: seconds of each half's.
