@@ -21,8 +21,8 @@ from ladder_jax.config import Loop
 from ladder_jax.decode import memory, sampling, weights
 from ladder_jax.decode import steps as decoding
 from ladder_jax.nn import ModelDef, Params
-from ladder_jax.predict.layers import kernels_of_layers
-from ladder_jax.predict.work import Block, Kernel, Model
+from ladder_jax.predict.layers import every_kernel
+from ladder_jax.predict.work import Model
 from ladder_jax.terminal import progress
 
 INSTEAD = "ask for a smaller --batch or --prompt-length, fewer --layers, or more --tensor devices"
@@ -99,11 +99,12 @@ def _samples(
 def decode_bytes(model: Model, *, rows: int, prompt_length: int, new_tokens: int) -> float:
     """Bytes that a device must read and write in a decode step, as a mean over a generation's
     steps: the weights, of experts those that the rows choose if all are evenly loaded; the tokens'
-    rows of the embedding table; and the filled part of the cache. Activations and logits do not
-    count.
+    rows of the embedding table; and the filled part of the cache. Activations, logits and biases do
+    not count; a key/value head that several devices share counts on each of them.
     """
     block = model.decode_step(rows=rows, prompt_length=prompt_length, new_tokens=new_tokens)
-    return sum(kernel.weights + kernel.cache for kernel in _kernels(model, block))
+    kernels = every_kernel(model, block)
+    return sum(count * (kernel.weights + kernel.cache) for count, kernel in kernels)
 
 
 def prefill_flops(model: Model, *, rows: int, prompt_length: int) -> int:
@@ -112,17 +113,7 @@ def prefill_flops(model: Model, *, rows: int, prompt_length: int) -> int:
     computes it.
     """
     block = model.prefill(rows=rows, prompt_length=prompt_length)
-    return round(sum(kernel.flops for kernel in _kernels(model, block)))
-
-
-def _kernels(model: Model, block: Block) -> list[Kernel]:
-    """Those of the speed model: a key/value head that several devices share counts on each of them,
-    and the vocabulary's padding counts too. Biases and norms of queries and keys do not.
-    """
-    kernels = list(model.ends(block))
-    for count, _, of_layer in kernels_of_layers(model, block):
-        kernels += count * of_layer
-    return kernels
+    return round(sum(count * kernel.flops for count, kernel in every_kernel(model, block)))
 
 
 def _generation(

@@ -20,10 +20,10 @@ from ladder_jax.nn.experts import CHUNK
 from ladder_jax.plan.memory import Memory
 from ladder_jax.plan.request import Candidate, Request
 from ladder_jax.predict import machine as machines
-from ladder_jax.predict.layers import kernels_of_layers
+from ladder_jax.predict.layers import every_kernel
 from ladder_jax.predict.machine import NCCL, Link, Machine, Network
 from ladder_jax.predict.model import run_by, split_weights
-from ladder_jax.predict.program import Form, Program
+from ladder_jax.predict.program import Program, form_of
 from ladder_jax.predict.timeline import Slot, Work, play_slots
 from ladder_jax.predict.work import Block, Recompute, Task
 from ladder_jax.schedule.targets import Target
@@ -87,7 +87,9 @@ def microbatch(candidate: Candidate, memory: Memory, *, request: Request) -> tup
     machine = machine_of(request.target)
     model, block = candidate.microbatch(request)
     task = Task(model, machine, block, recompute=recomputed_by(candidate, block))
-    one = _of_pass(task, _program(candidate), phase=Phase.TRAIN)
+    form = form_of(candidate.mesh.experts, sequence_parallel=candidate.sequence_parallel)
+    program = Program(form, NCCL, interleave=candidate.interleave)
+    one = _of_pass(task, program, phase=Phase.TRAIN)
     weights = _of_weights(task, candidate.mesh.fsdp)
     copies = 2 * memory.host / HOST[request.target.platform]
     slot = Slot(Work(one.seconds + weights), [copies])
@@ -106,14 +108,6 @@ def _of_weights(task: Task, ranks: int) -> float:
     link = _link(task.machine, within=ranks * task.model.ranks)
     half = functools.partial(link.half, ranks=ranks)
     return split_weights(task, half, trains=True).exposed
-
-
-def _program(candidate: Candidate) -> Program:
-    if candidate.exchanges:
-        form = Form.EXCHANGE
-    else:
-        form = Form.SEQUENCE_PARALLEL if candidate.sequence_parallel else Form.ALL_REDUCE
-    return Program(form, NCCL, interleave=candidate.interleave)
 
 
 def _link(machine: Machine, *, within: int) -> Link:
@@ -151,10 +145,8 @@ def flops(candidate: Candidate, *, request: Request) -> tuple[float, float]:
     """
     model, block = candidate.microbatch(request)
     repeated = recomputed_by(candidate, block).kernels
-    forward = sum(kernel.flops for kernel in model.ends(block))
-    recomputed = 0.0
-    for count, _, kernels in kernels_of_layers(model, block):
-        for kernel in kernels:
-            forward += count * kernel.flops
-            recomputed += count * kernel.flops * (kernel.name in repeated)
+    forward = recomputed = 0.0
+    for count, kernel in every_kernel(model, block):
+        forward += count * kernel.flops
+        recomputed += count * kernel.flops * (kernel.name in repeated)
     return forward, recomputed

@@ -5,7 +5,6 @@ from collections.abc import Callable
 
 from ladder_jax.config import (
     DecodeConfig,
-    ExpertParallelism,
     Interleave,
     Launch,
     Phase,
@@ -16,7 +15,7 @@ from ladder_jax.hardware import machine_of
 from ladder_jax.nn import ModelDef
 from ladder_jax.parallel import resolve_launch, with_ranks
 from ladder_jax.predict import machine, model
-from ladder_jax.predict.program import Choice, Form
+from ladder_jax.predict.program import Choice, Form, form_of
 from ladder_jax.predict.result import WORTH
 from ladder_jax.predict.work import TRAINING, Block, Model, Task
 
@@ -28,8 +27,7 @@ def of_training(config: RunConfig, *, kind: str, say: Callable[[str], None]) -> 
     shard = Model(with_ranks(config.model, tensor=mesh.tensor), mesh.tensor, TRAINING)
     rows = train.batch // (mesh.data * mesh.fsdp) // train.accumulate
     block = shard.prefill(rows=rows, prompt_length=train.sequence)
-    form = Form.SEQUENCE_PARALLEL if train.sequence_parallel else Form.ALL_REDUCE
-    form = Form.EXCHANGE if mesh.experts is ExpertParallelism.EXCHANGE else form
+    form = form_of(mesh.experts, sequence_parallel=train.sequence_parallel)
     choice = Choice(experts=mesh.experts)
     interleave, why = _fastest(shard, block, form, phase=Phase.TRAIN, kind=kind, choice=choice)
     decided = lambda choice: dataclasses.replace(

@@ -218,6 +218,15 @@ def kernels_of_layers(model: Model, block: Block) -> list[tuple[int, Model, Sequ
     return found
 
 
+def every_kernel(model: Model, block: Block) -> Iterator[tuple[int, Kernel]]:
+    """Each kernel of a pass forward, and how often it runs: of embedding and head, and of layers."""
+    for kernel in model.ends(block):
+        yield 1, kernel
+    for count, _, kernels in kernels_of_layers(model, block):
+        for kernel in kernels:
+            yield count, kernel
+
+
 def _exchange(task: Task, steps: Sequence[Step], program: Program) -> Iterator[Slot]:
     """The slots of all layers, if ranks exchange the rows of experts."""
     whole = exchanged_kernels(task.model, task.block)

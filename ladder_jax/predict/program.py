@@ -42,6 +42,13 @@ class Form(enum.Enum):
     FSDP = "fsdp"  # no tensor parallelism: each layer's weights gathered before they are used
 
 
+def form_of(experts: ExpertParallelism, *, sequence_parallel: bool) -> Form:
+    """Of a tensor-parallel program with these settings, without collective matmuls."""
+    if experts is ExpertParallelism.EXCHANGE:
+        return Form.EXCHANGE
+    return Form.SEQUENCE_PARALLEL if sequence_parallel else Form.ALL_REDUCE
+
+
 class Opponents(enum.Enum):
     """Which programs are compared."""
 
