@@ -256,21 +256,25 @@ class Machine(Section):
 
     def constants(self) -> dict[str, dict]:
         """The value and the source of each number, by dotted name."""
-        values = _numbers(dataclasses.asdict(self), "")
         unknown_source = "given without a source"
         return {
-            name: {"value": value, "source": self.sources.get(name, unknown_source)}
-            for name, value in values.items()
+            name: {**one, "source": self.sources.get(name, unknown_source)}
+            for name, one in _flat(dataclasses.asdict(self)).items()
+            if isinstance(one["value"], (int, float))
         }
 
 
-def _numbers(section: dict, path: str) -> dict[str, float]:
+def _flat(sections: dict, path: str = "") -> dict[str, dict]:
+    """{"value": ..., "source": ...} of each constant, by its dotted name; also of what is flat."""
     found = {}
-    for name, value in section.items():
-        if isinstance(value, dict):
-            found |= _numbers(value, f"{path}{name}.")
-        elif isinstance(value, (int, float)):
-            found[f"{path}{name}"] = value
+    for key, value in sections.items():
+        name = f"{path}{key}"
+        if not isinstance(value, dict):
+            found[name] = {"value": value}
+        elif "value" in value or "source" in value:
+            found[name] = value
+        else:
+            found |= _flat(value, f"{name}.")
     return found
 
 
@@ -287,13 +291,22 @@ def load(name: str) -> Machine:
             raise unknown("hardware (not a .yaml file either)", name, NAMES)
         path = TABLE / f"{name}.yaml"
     where = f"hardware {str(path)!r}"
-    return made(_tree(path, where=where), name=path.stem, where=where)
+    return made(_constants(path, where=where), name=path.stem, where=where)
 
 
-def made(tree: dict, *, name: str, where: str) -> Machine:
+def made(sections: dict, *, name: str, where: str) -> Machine:
     """The machine of a file's sections. Raises UserError, which begins with `where`."""
+    values = {}
+    sources = {}
     try:
-        values, sources = _apart(tree)
+        for dotted, constant in _flat(sections).items():
+            *above, key = dotted.split(".")
+            section = values
+            for part in above:
+                section = section.setdefault(part, {})
+            section[key] = constant.get("value")
+            if constant.get("source"):
+                sources[dotted] = str(constant["source"])
         machine = build(Machine, {**values, "name": name, "sources": sources}, "")
         check(
             machine.devices == 1 or machine.link is not None,
@@ -304,45 +317,28 @@ def made(tree: dict, *, name: str, where: str) -> Machine:
     return machine
 
 
-def _tree(path: pathlib.Path, *, where: str) -> dict:
-    """The file's sections, merged into those of the machine in `based_on`."""
+def _constants(path: pathlib.Path, *, where: str) -> dict[str, dict]:
+    """Those of the file, in place of those of the machine in `based_on`. A constant may replace the
+    `source` alone, null a section.
+    """
     tree = read_yaml(path, what="hardware")
     if not isinstance(tree, dict):
         raise UserError(
             f"{where} must hold constants such as 'bandwidth: 3.35e12', not {type(tree).__name__}"
         )
     if "based_on" not in tree:
-        return tree
+        return _flat(tree)
     base = str(tree.pop("based_on"))
     if base not in NAMES:
         raise unknown(f"'based_on' of {where}:", base, NAMES)
-    return _merge(_tree(TABLE / f"{base}.yaml", where=base), tree)
-
-
-def _merge(base: dict, over: dict) -> dict:
-    """Merge `over` into `base`: it replaces a constant, or only its `source`; the sections are
-    merged.
-    """
-    merged = dict(base)
-    for key, value in over.items():
-        both = isinstance(value, dict) and isinstance(base.get(key), dict)
-        merged[key] = _merge(base[key], value) if both and "value" not in value else value
-    return merged
-
-
-def _apart(tree: dict, path: str = "") -> tuple[dict, dict[str, str]]:
-    """The constants without their sources, and the sources by dotted name."""
-    values = {}
-    sources = {}
-    for key, value in tree.items():
-        name = f"{path}{key}"
-        if not isinstance(value, dict):
-            values[key] = value
-        elif "value" in value or "source" in value:
-            values[key] = value.get("value")
-            if value.get("source"):
-                sources[name] = str(value["source"])
-        else:
-            values[key], below = _apart(value, f"{name}.")
-            sources |= below
-    return values, sources
+    found = _constants(TABLE / f"{base}.yaml", where=base)
+    within = lambda one, other: f"{one}.".startswith(f"{other}.")
+    for name, constant in _flat(tree).items():
+        before = found.get(name, {})
+        found = {
+            one: kept
+            for one, kept in found.items()
+            if not within(one, name) and not within(name, one)
+        }
+        found[name] = constant if "value" in constant else before | constant
+    return found
