@@ -69,9 +69,19 @@ class Request:
         return standard if standard in self.variants else self.variants[0]
 
     def config(self, residual: str) -> ModelConfig:
-        """The model's configuration with one of the residuals."""
+        """The model's configuration with one of the residuals; of a share, a rank's: the same
+        matrices, cache and kernels, without communication. Its outputs mean nothing.
+        """
         config = models.variant(self.shape, residual, ranks=self.tensor, layers=self.layers)
-        return models.single_rank(config, ranks=self.share) if self.share else config
+        if self.share is None:
+            return config
+        return dataclasses.replace(
+            config,
+            num_heads=config.num_heads // self.share,
+            num_kv_heads=max(1, config.num_kv_heads // self.share),
+            d_ff=config.d_ff // self.share,
+            vocab_size=models.shard(config, ranks=self.share).vocabulary,
+        )
 
     @property
     def depth(self) -> int:

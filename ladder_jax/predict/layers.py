@@ -236,7 +236,8 @@ def _exchange(task: Task, steps: Sequence[Step], program: Program) -> Iterator[S
         """Of the block, or of one of its halves."""
         model = part.model
         own = exchanged_kernels(model, part.block)
-        rows = part.machine.link.all_to_all(model.buffer_bytes(part.block), ranks=model.ranks)
+        buffers = model.buffer_rows(part.block) * model.config.d_model * model.element_bytes
+        rows = part.machine.link.all_to_all(buffers, ranks=model.ranks)
         return Exchanged(
             **{name: _part_work(part, own[name], whole[name]) for name in own},
             gather=sends * (1 + part.recompute.gathers) * part.half,

@@ -314,13 +314,11 @@ class Model:
         ]
 
     def buffer_rows(self, block: Block) -> int:
-        """Rows of a device's buffers, where ranks exchange the rows of experts: E S."""
+        """Rows of a device's buffers, where ranks exchange the rows of experts: E S. It sends all of
+        them but its own experts' part.
+        """
         moe = self.config.moe
         return moe.padded(self.ranks) * moe.slots(round(block.size / self.ranks))
-
-    def buffer_bytes(self, block: Block) -> int:
-        """Bytes of these buffers, of which a device keeps its own experts' part."""
-        return self.buffer_rows(block) * self.config.d_model * self.element_bytes
 
     def ends(self, block: Block) -> tuple[Kernel, ...]:
         """The kernels of the embedding, and of the final norm, the logits and the choice of a

@@ -159,19 +159,3 @@ def parameters(config: ModelConfig) -> dict[str, int]:
         "parameters": layers(config, ranks=1) + tables,
         "parameters_active": round(active_layers(config, ranks=1)) + tables,
     }
-
-
-def single_rank(config: ModelConfig, *, ranks: int) -> ModelConfig:
-    """One rank's shard as a model for one device: the same matrices, cache and kernels, without
-    communication.
-
-    Its outputs mean nothing; its time is that of a rank without collectives. `ranks` must divide
-    the model.
-    """
-    return dataclasses.replace(
-        config,
-        num_heads=config.num_heads // ranks,
-        num_kv_heads=max(1, config.num_kv_heads // ranks),
-        d_ff=config.d_ff // ranks,
-        vocab_size=shard(config, ranks=ranks).vocabulary,
-    )
