@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import types
 
 import jax
 import pytest
@@ -196,13 +197,25 @@ def test_a_message_is_one_line():
 def test_control_characters_of_a_model_reach_no_terminal(monkeypatch, capsys):
     """Other readers of standard output get the model's text as it is."""
     text = "a\tb\n\x1b]0;owned\x07\r\x9b2J\x7f \N{MAN}\u200d\N{WOMAN}"
-    show = lambda: (print(generate._shown(text), end=""), chat._show(text))
+    answer = types.SimpleNamespace(text=text, finish=None)
+    handle = types.SimpleNamespace(result=lambda: answer)
+    asked = types.SimpleNamespace(
+        requests=lambda: [None],
+        args=types.SimpleNamespace(prompt=[""]),
+        engine_for=lambda *_, **__: types.SimpleNamespace(submit=lambda _: handle),
+    )
+    conversation = types.SimpleNamespace(ask=lambda _, *, show, stopped: show(text) or answer)
+
+    def show():
+        generate._several(asked)
+        chat.answer(conversation, "hello")
+
     show()
-    assert capsys.readouterr().out == 2 * text
+    assert capsys.readouterr().out == 2 * f"{text}\n"
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
     show()
     shown = "a\tb\n\\x1b]0;owned\\x07\\r\\x9b2J\\x7f \N{MAN}\u200d\N{WOMAN}"
-    assert capsys.readouterr().out == 2 * shown
+    assert capsys.readouterr().out == 2 * f"{shown}\n"
     terminal.show(["\x1b[2J"])
     terminal.say("two\nlines \x1b[2J")
     assert capsys.readouterr() == ("\\x1b[2J\n", "two\nlines \\x1b[2J\n")
