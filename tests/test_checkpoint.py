@@ -1,5 +1,6 @@
 """Checkpoints: any mesh reads any other's; nothing damaged or foreign is ever loaded."""
 
+import ctypes
 import dataclasses
 import gc
 import json
@@ -7,6 +8,7 @@ import logging
 import math
 import os
 import pathlib
+import resource
 import shutil
 import threading
 import warnings
@@ -503,3 +505,21 @@ def test_what_an_abandoned_write_raises_later_is_not_told(caplog):
     assert [str(record.exc_info[1]) for record in caplog.records] == [
         "[Errno 2] No such file or directory: 'run/elsewhere'"
     ]
+
+
+@pytest.mark.full  # it writes 600 MB
+@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "malloc_trim"), reason="this libc cannot")
+def test_memory_of_a_save_is_given_back(tmp_path):
+    def resident():
+        pages = int(pathlib.Path("/proc/self/statm").read_text().split()[1])
+        return pages * resource.getpagesize()
+
+    values = np.random.default_rng(0).standard_normal((100, 1 << 19), np.float32)
+    writer = Store(tmp_path, config=RunConfig())
+    before = resident()
+    for step in (1, 2, 3):
+        writer.save(step, params={"a": dict(enumerate(values))}, optimizer=SMALL["optimizer"])
+        writer.wait()
+    assert writer.failure() is None
+    assert resident() - before < values.nbytes / 2
+    writer.close()

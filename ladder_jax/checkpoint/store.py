@@ -175,6 +175,7 @@ class Store:
         # them in time.
         within = 0.8 * self._timeout
         error = error or _error_of(lambda: writing.await_all(writes, within=within))
+        writing.give_back_memory()
 
         def publish() -> None:
             patiently(self.folder, lambda: self._publish(step, shapes, texts))

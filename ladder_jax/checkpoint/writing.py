@@ -7,6 +7,7 @@ disk failed never reaches. Here no process waits for another; `store` does, with
 
 import asyncio
 import concurrent.futures
+import ctypes
 import logging
 import sys
 import threading
@@ -78,6 +79,14 @@ def finish(folder: AnyPath, shapes: Shapes) -> None:
         ocp.PyTreeCheckpointHandler().finalize(epath.Path(folder))
     if missing := shapes.keys() - arrays.stored(folder).keys():
         raise ValueError(f"{min(missing)} is missing")
+
+
+def give_back_memory() -> None:
+    """Gives the memory that a save has freed back to the system. glibc keeps it, in parts for each
+    thread that wrote: without this a process holds 2.4 times the checkpoint's size after nine saves.
+    """
+    if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):  # other libraries have none
+        trim(0)
 
 
 def _chunks(tree: Params) -> Params:
