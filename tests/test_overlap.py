@@ -75,6 +75,7 @@ def test_text_begins_with_the_verdict(told, kept, monkeypatch):
     assert lines[0] == "0 of 4 all-reduces hidden: each is synchronous"
     assert any("output of attention" in line for line in lines)
     assert any(line.startswith("memory ") for line in lines)
+    assert "other collectives: 2 (embedding, choice of the token), 0 hidden" in lines
     monkeypatch.setenv("COLUMNS", "80")
     narrow = told(ASKED).splitlines()
     assert max(map(len, narrow)) <= 80

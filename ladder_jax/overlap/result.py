@@ -96,12 +96,14 @@ class Result:
         return self.report.verdict
 
     def lines(self) -> list[str | Table]:
-        """For `terminal.show`: the verdict, a table, memory, weights and gradients."""
+        """For `terminal.show`: the verdict, a table, memory and other collectives."""
         report = self.report
         record = self.record
         lines = [*self.verdict.split("; "), self._title, report.table()]
         lines.append(f"memory    {self._memory}")
         lines += [_moved(one) for one in (report.gathers, report.scatters) if one]
+        if report.others:
+            lines.append(self._others)
         if not self.request.trains:
             lines.append(f"launch    {record.launch}")
         lines.append(f"compiler  {record.compiler}, jax {record.jax}, {record.seconds:.0f} s")
@@ -115,6 +117,13 @@ class Result:
         one = self.request
         shape = f"{one.layers} layers, tensor {one.tensor}, {one.loop.value}, on {one.target.name}"
         return f"{one.model}, {one.residual}, {one.phase.value}, {shape}"
+
+    @property
+    def _others(self) -> str:
+        others = self.report.others
+        kinds = ", ".join(dict.fromkeys(part for one in others for part in one.purpose.split(", ")))
+        count = sum(one.count for one in others)
+        return f"other collectives: {count} ({kinds}), {self.report.other_hidden} hidden"
 
     @property
     def _memory(self) -> str:
