@@ -177,7 +177,7 @@ def _await_files(folder: AnyPath, *, within: float) -> None:
     does.
     """
     until = time.monotonic() + within
-    while wrong := manifest.problems(folder, contents=False):
+    while wrong := manifest.problems(folder, contents=()):
         if time.monotonic() > until:
             raise UserError(
                 f"checkpoint {str(folder)!r} is not what process 0 sees: {wrong[0]} after {within:g} s"

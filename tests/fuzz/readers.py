@@ -117,7 +117,7 @@ def _checkpoint_read(folder, changed):
     saved.verify(step)
     opened = saved.open_checkpoint(folder)
     opened.check(), opened.identity, opened.config, saved.steps(folder)
-    manifest.problems(step, part="params")
+    manifest.problems(step, contents=("params/",))
 
 
 def _store(folder):
