@@ -4,6 +4,8 @@ completely or not at all.
 
 import codecs
 import contextlib
+import errno
+import fcntl
 import os
 import pathlib
 import re
@@ -198,6 +200,25 @@ def cache(name: str) -> Iterator[pathlib.Path]:
         return
     with tempfile.TemporaryDirectory() as folder:
         yield pathlib.Path(folder)
+
+
+@contextlib.contextmanager
+def locked(file: pathlib.Path, *, shared: bool = False) -> Iterator[int]:
+    """Holds the system's lock of a file, which is made if it is missing, in a block; gives the open
+    file's number. The lock ends with the process, also by a kill. Raises BlockingIOError where
+    another process has it.
+
+    The file is open for reading and writing because NFS enforces no other lock across hosts. On a
+    file system without locks nobody is kept out.
+    """
+    with open(file, "a+") as opened:
+        try:
+            lock = fcntl.LOCK_SH if shared else fcntl.LOCK_EX
+            fcntl.flock(opened, lock | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno not in (errno.ENOLCK, errno.ENOTSUP, errno.EINVAL):
+                raise
+        yield opened.fileno()
 
 
 def write_atomically(file: str, write: Callable[[str], object]) -> None:

@@ -12,8 +12,6 @@ clocks are compared.
 
 import contextlib
 import dataclasses
-import errno
-import fcntl
 import json
 import os
 import pathlib
@@ -222,25 +220,20 @@ def locked(
 
 @contextlib.contextmanager
 def _file_lock(folder: pathlib.Path) -> Iterator[None]:
-    """The file stays. It is a regular file open for writing because NFS enforces no other lock
-    across hosts.
-    """
+    """The file stays, but of a run that was refused nothing does."""
     made = not folder.exists()
     folder.mkdir(parents=True, exist_ok=True)
-    with open(folder / LOCK, "a") as file:
+    with contextlib.ExitStack() as stack:
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            lock = stack.enter_context(files.locked(folder / LOCK))
         except BlockingIOError:
             raise UserError(f"another process is training in {str(folder)!r}") from None
-        except OSError as error:  # on a file system without locks nobody is kept out
-            if error.errno not in (errno.ENOLCK, errno.ENOTSUP, errno.EINVAL):
-                raise
-        if not os.fstat(file.fileno()).st_nlink:  # removed by a refused run, just now
+        if not os.fstat(lock).st_nlink:  # removed by a refused run, just now
             raise UserError(f"another process was about to train in {str(folder)!r}; try again")
         try:
             yield
         finally:
-            if made and not (folder / CONFIG).exists():  # of a run that was refused nothing stays
+            if made and not (folder / CONFIG).exists():
                 for name in (GOODPUT, LOCK):
                     (folder / name).unlink(missing_ok=True)
                 with contextlib.suppress(OSError):
