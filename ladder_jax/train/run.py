@@ -21,7 +21,6 @@ from ladder_jax.nn.parameter import real_size
 from ladder_jax.parallel import make_mesh, with_ranks
 from ladder_jax.processes.agreement import TIMEOUT, Agreement
 from ladder_jax.train import checkpoints, folder, timing
-from ladder_jax.train.checkpoints import CheckpointSaver
 from ladder_jax.train.folder import RunContext
 from ladder_jax.train.gradients import Pretraining, TrainingTask
 from ladder_jax.train.metrics import NAME, WANDB_ID, Metrics, mirrored, trackers
@@ -142,8 +141,10 @@ def run(
             metrics = stack.enter_context(contextlib.closing(logged))
             store = Store(where / checkpoints.FOLDER, config=config, timeout=timeout)
             stack.enter_context(contextlib.closing(store))
-        held_out = dataset.evaluated(data.held_out, data.held_out_rows, config=train)
-        sources = position.get("sources") or task.sources_record()
+        about = {
+            "fingerprint": data.fingerprint,
+            "sources": position.get("sources") or task.sources_record(),
+        }
         session = Session(
             context=context,
             task=task,
@@ -152,17 +153,12 @@ def run(
             loader=DataLoader(
                 data.training, config=train, sharding=definition.layout.sharding("BT")
             ),
-            held_out=held_out,
+            held_out=dataset.evaluated(data.held_out, data.held_out_rows, config=train),
             policy=BadStepPolicy(
                 train, left_out=dict.fromkeys(position.get("skipped", []), RESTORED)
             ),
-            saver=CheckpointSaver(
-                store=store,
-                context=context,
-                task=task,
-                fingerprint=data.fingerprint,
-                sources=sources,
-            ),
+            store=store,
+            about=about,
             metrics=metrics,
             throughput=Throughput(
                 account, tokens_a_step=train.batch * train.sequence, mfu=mfu, step=first
@@ -170,14 +166,10 @@ def run(
             profiler=Profiler(profile, folder=small_files / "profile"),
         )
         session.run()
-        validation_loss = session.finish()
-        bigram_entropy = None
-        if data.text is not None:
-            bigram_entropy = dataset.bigram_entropy(data.text)
         result = Result(
             steps=int(session.state.step),
-            validation_loss=validation_loss,
-            bigram_entropy=bigram_entropy,
+            validation_loss=session.finish(),
+            bigram_entropy=None if data.text is None else dataset.bigram_entropy(data.text),
             parameters=_count(definition),
         )
         with agreement.together("the run's result"), folder.writing(where):
