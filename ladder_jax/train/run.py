@@ -15,7 +15,7 @@ from ladder_jax.config import RunConfig
 from ladder_jax.data import dataset
 from ladder_jax.data.dataset import DataLoader, Dataset
 from ladder_jax.errors import UserError
-from ladder_jax.files import AnyPath, is_remote
+from ladder_jax.files import AnyPath
 from ladder_jax.nn import ModelDef
 from ladder_jax.nn.parameter import real_size
 from ladder_jax.parallel import make_mesh, with_ranks
@@ -23,7 +23,7 @@ from ladder_jax.processes.agreement import TIMEOUT, Agreement
 from ladder_jax.train import checkpoints, folder, timing
 from ladder_jax.train.folder import RunContext
 from ladder_jax.train.gradients import Pretraining, TrainingTask
-from ladder_jax.train.metrics import NAME, WANDB_ID, Metrics, mirrored, trackers
+from ladder_jax.train.metrics import Metrics, SmallFiles, trackers
 from ladder_jax.train.session import RESTORED, BadStepPolicy, Session
 from ladder_jax.train.timing import Profiler, Throughput, TimeAccount
 
@@ -83,12 +83,8 @@ def run(
 
     with contextlib.ExitStack() as stack:
         stack.enter_context(_memory_explained(config, mesh))
-        mirror = None
-        small_files = where
-        if is_remote(where):
-            mirror = stack.enter_context(mirrored(where, say=say))
-            small_files = mirror.local
-        followers = trackers(config, folder=small_files)
+        small = stack.enter_context(contextlib.closing(SmallFiles(where, say=say)))
+        followers = trackers(config, folder=small.local)
         context = RunContext(
             config=config,
             tokenizer=data.tokenizer,
@@ -109,8 +105,7 @@ def run(
         for note in data.notes:
             say(note)
         with agreement.together("the run's folder"), folder.writing(where):
-            if mirror:
-                mirror.begin(NAME, WANDB_ID, replaced="tensorboard/events*")
+            small.begin()
             if resumed:  # of a run without a checkpoint all time is lost
                 account.began = began
                 account.go_back(None, restarts=1)
@@ -137,8 +132,8 @@ def run(
 
         with agreement.together("the run's files"), folder.writing(where):
             folder.write_config(context)
-            logged = Metrics(small_files, step=first, trackers=followers, mirror=mirror, say=say)
-            metrics = stack.enter_context(contextlib.closing(logged))
+            metrics = Metrics(small, step=first, trackers=followers)
+            stack.enter_context(contextlib.closing(metrics))
             store = Store(where / checkpoints.FOLDER, config=config, timeout=timeout)
             stack.enter_context(contextlib.closing(store))
         about = {
@@ -163,7 +158,7 @@ def run(
             throughput=Throughput(
                 account, tokens_a_step=train.batch * train.sequence, mfu=mfu, step=first
             ),
-            profiler=Profiler(profile, folder=small_files / "profile"),
+            profiler=Profiler(profile, folder=small.local / "profile"),
         )
         session.run()
         result = Result(
