@@ -8,7 +8,6 @@ import math
 import os
 import pathlib
 import shutil
-import threading
 import warnings
 import zipfile
 from types import SimpleNamespace
@@ -32,7 +31,6 @@ from ladder_jax.checkpoint import (
     writing,
 )
 from ladder_jax.checkpoint.arrays import named
-from ladder_jax.checkpoint.writing import Quiet
 from ladder_jax.config import RunConfig, TrainConfig
 from ladder_jax.errors import UserError
 from ladder_jax.files import reason
@@ -367,7 +365,6 @@ def test_killed_before_the_manifest(copy, monkeypatch):
 
     saving = opened(copy)
     monkeypatch.setattr(manifest, "write", kill)
-    monkeypatch.setattr(threading, "excepthook", lambda _: None)
     saving.save(40, **SMALL)
     saving.close()
     monkeypatch.undo()
@@ -483,7 +480,7 @@ def test_what_an_abandoned_write_never_began_is_not_told():
 
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
-        Quiet().close()
+        writing.quieten()
         for name in ("async_serialize_from_host.<locals>.write_fragment", "another"):
             part.__qualname__ = name
             part()
@@ -493,13 +490,10 @@ def test_what_an_abandoned_write_never_began_is_not_told():
 
 def test_what_an_abandoned_write_raises_later_is_not_told(caplog):
     """asyncio's message does not say which file; its error does."""
-    silent = Quiet()
-    try:
-        for path in ("checkpoints/45/optimizer/array_metadatas/process_0", "run/elsewhere"):
-            error = FileNotFoundError(2, "No such file or directory", path)
-            logging.getLogger("asyncio").error("Task exception was never retrieved", exc_info=error)
-    finally:
-        silent.close()
+    writing.quieten()
+    for path in ("checkpoints/45/optimizer/array_metadatas/process_0", "run/elsewhere"):
+        error = FileNotFoundError(2, "No such file or directory", path)
+        logging.getLogger("asyncio").error("Task exception was never retrieved", exc_info=error)
     assert [str(record.exc_info[1]) for record in caplog.records] == [
         "[Errno 2] No such file or directory: 'run/elsewhere'"
     ]

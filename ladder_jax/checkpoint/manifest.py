@@ -22,6 +22,8 @@ NAME = "manifest.json"
 # the manifest of a checkpoint that was put aside
 DAMAGED = "manifest.damaged.json"
 DIGEST = "blake2b-128"
+# what object stores say of an object's content, the best first
+CHECKSUMS = ("md5Hash", "crc32c", "ETag", "etag")
 THREADS = 16
 
 type File = dict[str, Any]  # {"size": bytes, "digest": text}
@@ -37,10 +39,7 @@ def write(folder: AnyPath) -> None:
     to the disk.
     """
     if is_remote(folder):
-        entries = {}
-        for name, info in found(folder).items():
-            best = next(iter(_checksums(info)), "")
-            entries[name] = {"size": int(info["size"]), "digest": best}
+        entries = {name: _stated(info) for name, info in found(folder).items()}
     else:
         (folder / NAME).unlink(missing_ok=True)
         names = sorted(found(folder))
@@ -126,32 +125,25 @@ def _difference(path: AnyPath, info: Info | None, file: File, contents: bool) ->
         return "is missing"
     if int(info["size"]) != file["size"]:
         return f"has {info['size']} bytes, not {file['size']}"
-    stated = _checksums(info)
-    digest = file["digest"]
-    is_ours = digest and ":" not in digest
-    if is_ours and contents:
+    kind, _, digest = file["digest"].rpartition(":")
+    now = digest
+    if kind:  # a store's, which is not computed elsewhere
+        now = info.get(kind, digest)
+    elif contents and digest:
         try:
             with path.open("rb") as opened:
-                stated = [hashlib.file_digest(opened, _hash).hexdigest()]
+                now = hashlib.file_digest(opened, _hash).hexdigest()
         except OSError as error:
             if is_remote(path):
                 raise
             return f"cannot be read: {error.strerror or error}"
-    elif is_ours:
-        return None
-    # without `stated`: of a store, whose checksum is not computed here
-    return "has other contents than were written" if stated and digest not in stated else None
+    return None if now == digest else "has other contents than were written"
 
 
-def _checksums(info: Info) -> list[str]:
-    """The store's own checksums of an object, such as "md5Hash:...", the best first. info: as in
-    `remote.listed`.
-    """
-    stated = []
-    for name in ("md5Hash", "crc32c", "ETag", "etag"):
-        if value := info.get(name):
-            stated.append(f"{name}:{value}")
-    return stated
+def _stated(info: Info) -> File:
+    """The entry of an object. info: as in `remote.listed`."""
+    kind = next((kind for kind in CHECKSUMS if info.get(kind)), None)
+    return {"size": int(info["size"]), "digest": f"{kind}:{info[kind]}" if kind else ""}
 
 
 def _synced(path: pathlib.Path) -> File:

@@ -18,7 +18,6 @@ from ladder_jax.errors import UserError, error_text
 from ladder_jax.processes.options import CHIPS, ProcessSpec, Timeouts, incomplete
 
 ANNOUNCE_AFTER = 10.0  # seconds until a process prints that it waits for others
-LONGEST = 1e6  # seconds: jax's time-outs are integers
 LOOPBACK = ("localhost", "127.0.0.1", "[::1]")
 
 type Say = Callable[[str], None]
@@ -104,7 +103,6 @@ def connect(spec: ProcessSpec, *, timeouts: Timeouts, say: Say) -> bool:
     bind = None
     if spec.process == 0 and spec.coordinator and "JAX_COORDINATOR_BIND_ADDRESS" not in os.environ:
         bind = _bind_address(spec.coordinator)
-    whole = lambda seconds: int(min(seconds, LONGEST))
     try:
         with _in_time(spec, timeouts=timeouts, say=say), _interruptible():
             # jax's own time-outs end in an abort with a stack trace, so they are the longer ones.
@@ -114,9 +112,9 @@ def connect(spec: ProcessSpec, *, timeouts: Timeouts, say: Say) -> bool:
                 spec.process,
                 cluster_detection_method=None if spec.cluster else "deactivate",
                 coordinator_bind_address=bind,
-                initialization_timeout=whole(timeouts.start + 60),
-                heartbeat_timeout_seconds=whole(2 * timeouts.lost + 60),
-                shutdown_timeout_seconds=whole(timeouts.lost + 60),
+                initialization_timeout=int(timeouts.start + 60),
+                heartbeat_timeout_seconds=int(2 * timeouts.lost + 60),
+                shutdown_timeout_seconds=int(timeouts.lost + 60),
             )
     except Exception as error:  # of whatever the cluster's own service raises
         if spec == ProcessSpec(None, None, None, CHIPS) and isinstance(error, ValueError):
@@ -169,7 +167,7 @@ def _in_time(spec: ProcessSpec, *, timeouts: Timeouts, say: Say) -> Iterator[Non
     waits = f"{me} waits for the others; a process that prints no such line has not started"
     timers = (
         threading.Timer(ANNOUNCE_AFTER, say, [waits]),
-        threading.Timer(min(timeouts.start, LONGEST), give_up),
+        threading.Timer(timeouts.start, give_up),
     )
     for timer in timers:
         timer.daemon = True

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from ladder_jax.errors import UserError
 
 CHIPS = "a TPU"  # only its metadata server knows of how many hosts
+LONGEST = 1e9  # seconds, 31 years: jax's time-outs are integers
 
 type Options = Mapping[str, str | None]
 type Environ = Mapping[str, str]
@@ -176,7 +177,7 @@ def _seconds(name: str, text: str) -> float:
         seconds = float("nan")
     if not seconds > 0:
         raise UserError(f"--{name}-timeout must be a positive number of seconds, not {text!r}")
-    return seconds
+    return min(seconds, LONGEST)
 
 
 def _check_coordinator(address: str | None) -> None:

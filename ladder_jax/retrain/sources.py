@@ -112,18 +112,15 @@ def check_shape(name: str, theirs: ModelConfig, ours: ModelConfig) -> None:
         theirs.side in (None, allowed),
         f"{name}: the checkpoint has a side network, {theirs.side}, where {allowed} can be",
     )
-    shared = "parallel-shared-norm"
-    check(
-        (theirs.residual == shared) == (ours.residual == shared),
-        f"{name}: the checkpoint has model.residual={theirs.residual}, and this run {ours.residual}:"
-        f" a layer of {shared} has one norm, of the others two",
-    )
 
 
 def _shape(model: ModelConfig) -> dict[str, Any]:
-    """The fields that are alike in models with the same parameters, by dotted name."""
+    """The fields that are alike in models with the same parameters, by dotted name, and the norms
+    of a layer.
+    """
     fields = traverse_util.flatten_dict(to_dict(dataclasses.replace(model, side=None)), sep=".")
-    return {name: value for name, value in fields.items() if name not in FUNCTION}
+    norms = 1 if model.residual == "parallel-shared-norm" else 2
+    return {"norms": norms} | {name: fields[name] for name in fields if name not in FUNCTION}
 
 
 def _check_refitted(config: RunConfig, sources: Sources) -> None:

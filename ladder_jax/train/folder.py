@@ -170,11 +170,9 @@ def _check(config: RunConfig, folder: AnyPath) -> None:
     except (OSError, ValueError, AssertionError, RecursionError):  # of what is no object, too
         raise UserError(f"{str(file)!r} cannot be read as JSON") from None
     after = flatten_dict(to_dict(config), sep=".")
-    has_experts = any(key.startswith("model.moe.") for key in before)
-    defaults = RunConfig()
-    if has_experts:
-        defaults = RunConfig(model=ModelConfig(moe=MoEConfig()))
     # a setting that did not exist then had its default
+    has_experts = any(key.startswith("model.moe.") for key in before)
+    defaults = RunConfig(model=ModelConfig(moe=MoEConfig())) if has_experts else RunConfig()
     before = flatten_dict(to_dict(defaults), sep=".") | before
     changed = []
     for key in sorted(before | after):

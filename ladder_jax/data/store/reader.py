@@ -57,12 +57,8 @@ class Store:
         self._check_sizes()
         lengths = [shard.tokens for shard in shards]
         self._first = np.cumsum([0, *lengths], dtype=np.int64)
-        starts = []
-        for shard, first in zip(shards, self._first):
-            offsets = self._offsets(shard)
-            starts.append(first + offsets[:-1])
-        starts.append(self._first[-1:])
-        self.starts = np.concatenate(starts)
+        starts = [first + self._offsets(shard)[:-1] for shard, first in zip(shards, self._first)]
+        self.starts = np.concatenate([*starts, self._first[-1:]])
 
     def __repr__(self) -> str:
         manifest = self.manifest
