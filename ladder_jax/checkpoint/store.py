@@ -184,9 +184,10 @@ class Store:
             self._prune()
 
     def _prune(self) -> None:
-        losses = {}
-        for step in steps(self.folder):
-            losses[step] = loss_of(self.folder / str(step))
+        losses = dict.fromkeys(steps(self.folder))
+        for step in losses:
+            with contextlib.suppress(UserError):  # a damaged one is never the best
+                losses[step] = open_checkpoint(self.folder / str(step)).validation_loss
         for step in steps_to_remove(losses, keep=self._keep):
             remove(self.folder / str(step))
 
@@ -210,16 +211,6 @@ def remove(folder: AnyPath) -> None:
         return remote.remove(folder, first=manifest.NAME)
     (folder / manifest.NAME).unlink(missing_ok=True)
     shutil.rmtree(folder, ignore_errors=True)
-
-
-def loss_of(folder: AnyPath) -> float | None:
-    """The held-out loss stored in a checkpoint; None if it was not measured, or the checkpoint is
-    damaged.
-    """
-    try:
-        return open_checkpoint(folder).validation_loss
-    except UserError:  # damaged: never the best
-        return None
 
 
 def parse_keep(words: str) -> Keep:

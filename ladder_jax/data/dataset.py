@@ -329,17 +329,13 @@ def bigram_entropy(text: np.ndarray) -> float:
     """The entropy of a byte given the previous byte, in nats per byte: the best loss of a bigram
     model.
     """
-    before = text[:-1].astype(np.int64)
-    codes = before * 256 + text[1:]
-    counts = np.bincount(codes, minlength=65536)
-    pairs = counts.reshape(256, 256)
+    codes = text[:-1].astype(np.int64) * 256 + text[1:]
+    pairs = np.bincount(codes, minlength=65536).reshape(256, 256)
     first = pairs.sum(axis=1, keepdims=True)
-    joint = pairs / pairs.sum()
     with np.errstate(divide="ignore", invalid="ignore"):
         logarithms = np.log(pairs / first)
     conditional = np.where(pairs > 0, logarithms, 0.0)
-    entropy = -(joint * conditional).sum()
-    return float(entropy)
+    return -float((pairs / pairs.sum() * conditional).sum())
 
 
 def stacked(rows: grain.MapDataset, indices: Iterable[int]) -> np.ndarray | Batch:

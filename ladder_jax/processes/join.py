@@ -150,13 +150,10 @@ def _in_time(spec: ProcessSpec, *, timeouts: Timeouts, say: Say) -> Iterator[Non
     """While jax waits for all processes: print that it does, and end this process with one line
     after `start`.
     """
-    number = "this process"
+    me = f"this process (host {socket.gethostname()})"
     if spec.process is not None:
-        number = f"process {spec.process} of {spec.processes}"
-    me = f"{number} (host {socket.gethostname()})"
-    where = ""
-    if spec.coordinator:
-        where = f" at {spec.coordinator}"
+        me = f"process {spec.process} of {spec.processes} (host {socket.gethostname()})"
+    where = f" at {spec.coordinator}" if spec.coordinator else ""
 
     def give_up() -> None:
         why = f"has waited{where} for {timeouts.start:g} s, and not all processes have joined"

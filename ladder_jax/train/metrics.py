@@ -111,11 +111,14 @@ class WandB:
     def begin(self, rows: list[Row]) -> None:
         if self._run is not None:
             return
+        identity = self._folder / WANDB_ID
+        if not identity.is_file():
+            identity.write_text(uuid.uuid4().hex, encoding="utf-8")
         try:
             self._run = self._wandb.init(
                 project=self._config.run.wandb,
                 name=self._config.run.name,
-                id=self._identity(),
+                id=identity.read_text(encoding="utf-8"),
                 resume="allow",
                 dir=str(self._folder),
                 config=to_dict(self._config),
@@ -133,12 +136,6 @@ class WandB:
     def close(self) -> None:
         if self._run is not None:
             self._run.finish()
-
-    def _identity(self) -> str:
-        file = self._folder / WANDB_ID
-        if not file.is_file():
-            file.write_text(uuid.uuid4().hex, encoding="utf-8")
-        return file.read_text(encoding="utf-8")
 
 
 def trackers(config: RunConfig, *, folder: pathlib.Path) -> list[TensorBoard | WandB]:

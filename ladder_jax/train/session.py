@@ -184,7 +184,8 @@ class Session:
                     self._data_failed(step, error, pending)
                 self.profiler.before(step, pending=self.state)
                 if step in self.policy.left_out:
-                    self.state = _pass_over(self.state)
+                    # its batch is left out
+                    self.state = dataclasses.replace(self.state, step=self.state.step + 1)
                     metrics = None
                 else:
                     self.state, metrics = self._step_fn(self.state, batch, self.frozen)
@@ -343,14 +344,7 @@ class Session:
 
 
 def _due(step: int, every: int, last: int) -> bool:
-    if step == last:
-        return True
-    return every > 0 and step % every == 0
-
-
-def _pass_over(state: TrainState) -> TrainState:
-    """The state after a step whose batch is left out."""
-    return dataclasses.replace(state, step=state.step + 1)
+    return step == last or every > 0 and step % every == 0
 
 
 def _reason(metrics: dict[str, Any], *, config: TrainConfig) -> str:

@@ -145,7 +145,11 @@ def build(
                 raise UserError("the sources hold no text")
             tokenizers.save(tokenizer, out / tokenizers.FOLDER)
             manifests.write(made, out / MANIFEST)
-        _tidy(out, made)
+        # what the sources were before, and the shards' own manifests
+        kept = made.sizes()
+        for path in list(out.iterdir()):
+            if OURS.fullmatch(path.name) and path.name not in kept:
+                path.unlink()
         return dataclasses.replace(made, shards=made.shards[mine])
 
 
@@ -175,15 +179,6 @@ def _locked(out: pathlib.Path, *, shared: bool) -> Iterator[None]:
         raise UserError(f"another `ladder-jax tokenize` is at work in {str(out)!r}") from None
     except OSError as error:
         raise UserError(f"--out {out}: cannot be written to: {error.strerror or error}") from None
-
-
-def _tidy(out: pathlib.Path, finished: Manifest) -> None:
-    """Remove shards of what the sources were before, and the shards' own manifests."""
-    kept = finished.sizes()
-    for path in list(out.iterdir()):
-        name = path.name
-        if OURS.fullmatch(name) and name not in kept:
-            path.unlink()
 
 
 def _shards(

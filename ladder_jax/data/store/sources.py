@@ -154,10 +154,7 @@ def _cut(file: File, size: int) -> list[Part]:
     elif file.path.lower().endswith(".gz"):  # which cannot be read from the middle
         return [Part((file,), 0, sys.maxsize)]
     bounds = [*range(0, total, step), total]
-    parts = []
-    for begin, end in itertools.pairwise(bounds):
-        parts.append(Part((file,), begin, end))
-    return parts
+    return [Part((file,), begin, end) for begin, end in itertools.pairwise(bounds)]
 
 
 def read(part: Part, *, field: str) -> Iterator[str | None]:
@@ -166,16 +163,12 @@ def read(part: Part, *, field: str) -> Iterator[str | None]:
     Raises UserError for a line that is not a JSON object with text in `field`, and for what cannot
     be read.
     """
-    kind = part.kind
-    if kind is Kind.TEXT:
+    if part.kind is Kind.TEXT:
         return (text_of(file.path, named=file.named) for file in part.files)
     (file,) = part.files
-    path = file.path
-    begin = part.begin
-    end = part.end
-    if kind is Kind.LINES:
-        return _lines(path, begin, end, field)
-    return tables.read(path, begin, end, field=field, modified=file.modified)
+    if part.kind is Kind.LINES:
+        return _lines(file.path, part.begin, part.end, field)
+    return tables.read(file.path, part.begin, part.end, field=field, modified=file.modified)
 
 
 def _lines(file: str, begin: int, end: int, field: str) -> Iterator[str]:
