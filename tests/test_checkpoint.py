@@ -22,7 +22,6 @@ from ladder_jax.checkpoint import (
     Damaged,
     Pieces,
     Store,
-    arrays,
     manifest,
     open_checkpoint,
     steps,
@@ -33,7 +32,6 @@ from ladder_jax.checkpoint import (
 from ladder_jax.checkpoint.arrays import named
 from ladder_jax.config import RunConfig, TrainConfig
 from ladder_jax.errors import UserError
-from ladder_jax.files import reason
 from ladder_jax.parallel import make_mesh
 from ladder_jax.train.step import optimizer_to_dict
 from tests import cases
@@ -292,22 +290,6 @@ def test_an_item_is_compared_before_it_is_read(saved, tmp_path):
         open_checkpoint(copy).params(definition)
 
 
-@pytest.mark.parametrize(
-    "error, kind",
-    [
-        (jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: of a device"), jax.errors.JaxRuntimeError),
-        (ValueError("RESOURCE_EXHAUSTED: of the host"), MemoryError),
-    ],
-)
-def test_memory_that_runs_out_is_no_damage(saved, monkeypatch, error, kind):
-    def fail(*_):
-        raise error
-
-    monkeypatch.setattr(arrays, "begin_read", fail)
-    with pytest.raises(kind, match="RESOURCE_EXHAUSTED"):
-        open_checkpoint(saved[0]).params(cases.define("ladder"))
-
-
 def test_what_is_being_written_does_not_count(copy):
     """It has no manifest yet."""
     (copy / "30" / "manifest.json").unlink()
@@ -459,17 +441,6 @@ def test_the_verb(three, tmp_path, capsys):
         == "ladder-jax: damaged: the checkpoint of step 30 (train with run.on_damaged=previous goes on without)\n"
     )
     assert cli.main(["checkpoints", str(tmp_path / "nowhere")]) == 2
-
-
-@pytest.mark.parametrize("settings", ["", """ [spec='{"a": true}']"""])
-def test_the_reason_of_a_disk_is_the_systems(settings):
-    """tensorstore writes what it tried before the system's error, and sometimes its settings behind
-    it.
-    """
-    error = ValueError(
-        f"OUT_OF_RANGE: Failed to write: {os.strerror(27)}{settings} [os_error_code='27']"
-    )
-    assert reason(error) == os.strerror(27)
 
 
 def test_what_an_abandoned_write_never_began_is_not_told():

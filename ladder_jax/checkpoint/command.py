@@ -92,9 +92,11 @@ def _row(folder: AnyPath, *, thorough: bool) -> Row:
 def _show(rows: list[Row], removed: list[int]) -> None:
     cells = []
     for row in rows:
-        when = row.time and f"{datetime.datetime.fromtimestamp(row.time):%Y-%m-%d %H:%M:%S}"
+        when = ""
+        if row.time is not None:
+            when = f"{datetime.datetime.fromtimestamp(row.time):%Y-%m-%d %H:%M:%S}"
         loss = "" if row.validation_loss is None else f"{row.validation_loss:.4f}"
-        cells.append((str(row.step), when or "", f"{row.bytes / 1e6:,.1f}", loss, row.state))
+        cells.append((str(row.step), when, f"{row.bytes / 1e6:,.1f}", loss, row.state))
     table = terminal.Table(
         ("step", "written", "MB", "held-out loss", "state"), cells, left=("written", "state")
     )

@@ -196,12 +196,9 @@ def steps(folder: AnyPath) -> list[int]:
 
 def unfinished_steps(folder: AnyPath) -> list[int]:
     """The steps whose checkpoints have no manifest, and were not put aside as damaged."""
-    found = []
-    for step in _all_steps(folder):
-        path = folder / str(step)
-        if not _is_finished(path) and not (path / manifest.DAMAGED).exists():
-            found.append(step)
-    return found
+    finished = steps(folder)
+    aside = lambda step: (folder / str(step) / manifest.DAMAGED).exists()
+    return [step for step in _all_steps(folder) if step not in finished and not aside(step)]
 
 
 def _all_steps(folder: AnyPath) -> list[int]:

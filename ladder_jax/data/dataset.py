@@ -227,8 +227,9 @@ def _mixed(
     stores: dict[AnyPath, float], config: DataConfig, train: TrainConfig, given: Tokenizer
 ) -> Dataset:
     """Rows of several stores, interleaved by weight. Each store has its own epochs."""
+    paths = list(stores)
     parts = []
-    for index, path in enumerate(stores):
+    for index, path in enumerate(paths):
         # A different seed for each: stores of the same size would otherwise be shuffled in the
         # same order.
         seed = (train.seed + index * 0x9E3779B9) % 2**32
@@ -237,7 +238,7 @@ def _mixed(
         first = parts[0].tokenizer.name
         if part.tokenizer.name != first:
             raise UserError(
-                f"a mixture has one tokenizer: {str(next(iter(stores)))!r} is of {first},"
+                f"a mixture has one tokenizer: {str(paths[0])!r} is of {first},"
                 f" {str(path)!r} of {part.tokenizer.name}"
             )
     weights = list(stores.values())

@@ -154,8 +154,7 @@ def _ended(tokens: np.ndarray, loss_mask: np.ndarray, tokenizer: Tokenizer) -> M
     stop_ids = tokenizer.stop_ids
     if not stop_ids:
         return tokens, loss_mask
-    is_ended = len(tokens) and tokens[-1] in stop_ids
-    if not is_ended:
+    if not len(tokens) or tokens[-1] not in stop_ids:
         tokens = np.append(tokens, np.int32(stop_ids[0]))
         loss_mask = np.append(loss_mask, True)
     loss_mask[-1] = True
@@ -173,12 +172,10 @@ def _chat(
     for index, message in enumerate(messages):
         if message["role"] != ASSISTANT:
             continue
-        earlier = messages[:index]
-        before = tokenizer.render(earlier, prompt=True, now=now)
-        after = tokenizer.render([*earlier, message], prompt=False, now=now)
+        before = tokenizer.render(messages[:index], prompt=True, now=now)
+        after = tokenizer.render(messages[: index + 1], prompt=False, now=now)
         until = after.rstrip()
-        follows = after.startswith(before) and text.startswith(until)
-        if not follows:
+        if not after.startswith(before) or not text.startswith(until):
             raise UserError(
                 "the chat template changes earlier turns when more follow: write one assistant turn per example"
             )

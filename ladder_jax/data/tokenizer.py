@@ -298,7 +298,8 @@ class HuggingFace(Tokenizer):
 
     def _stop_ids(self) -> tuple[int, ...]:
         more = self._object("generation_config.json").get("eos_token_id")
-        found = [self._token_id("eos_token"), *(more if isinstance(more, list) else [more])]
+        several = more if isinstance(more, list) else [more]
+        found = [self._token_id("eos_token"), *several]
         return tuple(dict.fromkeys(token for token in found if isinstance(token, int)))
 
 

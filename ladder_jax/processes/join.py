@@ -49,7 +49,7 @@ def joined(
         yield Member()
         return
     from flax import traverse_util
-    from jax._src import distributed  # which has no public name for what `initialize` has made
+    from jax._src import distributed
 
     from ladder_jax.processes.agreement import Agreement
     from ladder_jax.processes.watchdog import Watchdog
@@ -57,11 +57,7 @@ def joined(
     state = distributed.global_state
     process = state.process_id
     processes = state.num_processes
-    if processes == 1:
-        yield Member()
-        return
-    given = traverse_util.flatten_dict(settings, sep=".")
-    given["--processes"] = processes
+    given = traverse_util.flatten_dict(settings, sep=".") | {"--processes": processes}
     mine = {"host": socket.gethostname(), "settings": given}
     agreement = Agreement("settings", timeout=timeouts.start, place=(process, processes))
     hosts = _hosts(agreement.gather("its settings", mine))
@@ -90,13 +86,15 @@ def _hosts(reports: list[dict[str, Any]]) -> list[str]:
 
 
 def connect(spec: ProcessSpec, *, timeouts: Timeouts, say: Say) -> bool:
-    """Connect jax; False on a machine that only looks like one of a TPU slice: it trains alone.
+    """Connect jax; False for a process that trains alone, also one on a machine that only looks like
+    one of a TPU slice.
 
     Raises UserError where jax cannot find out what `spec` leaves open, or where the coordinator's
     port is in use. Ends the process with status 1 and one line when the others have not joined in
     time.
     """
     import jax
+    from jax._src import distributed  # which has no public name for what `initialize` has made
 
     if "JAX_CPU_COLLECTIVES_IMPLEMENTATION" not in os.environ:
         jax.config.update("jax_cpu_collectives_implementation", "gloo")
@@ -123,7 +121,7 @@ def connect(spec: ProcessSpec, *, timeouts: Timeouts, say: Say) -> bool:
         if spec.cluster is None:
             raise UserError(f"jax cannot join the other processes: {why}") from None
         raise incomplete(f"{spec.cluster} was recognised, but {why}", spec) from None
-    return True
+    return distributed.global_state.num_processes > 1
 
 
 def _bind_address(coordinator: str) -> str | None:

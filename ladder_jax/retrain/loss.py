@@ -66,13 +66,6 @@ class _PartedModel:
         return self.forward.layers(state, extra, **settings)[:2]
 
 
-def terms(plan: RetrainPlan) -> tuple[str, ...]:
-    """The names of the loss's terms that the metrics show beside their sum."""
-    if plan.teacher is None:
-        return ()
-    return ("cross_entropy", "divergence", *(("hidden",) if plan.distill.hidden_weight else ()))
-
-
 def loss_sum(
     plan: RetrainPlan,
     trained: Params,
@@ -82,8 +75,8 @@ def loss_sum(
     scheduled: dict[str, jax.Array],
     config: TrainConfig,
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """(the loss, its `terms`), each summed over this rank's positions and equal on its tensor
-    ranks.
+    """(the loss, the terms that the metrics show beside it), each summed over this rank's positions
+    and equal on its tensor ranks.
 
     scheduled: as `TrainingTask.scheduled` has it.
     """

@@ -53,17 +53,13 @@ def of_run(
     teacher = config.distill.teacher
     needs_start = recorded is None or config.lora.rank or teacher == START
     recorded = (decided or {}) | (recorded or {})
-    start = (
-        _opened("train.start", config.train.start, config, recorded.get("start"))
-        if needs_start
-        else None
-    )
-    other = (
-        None
-        if teacher in (None, START)
-        else _opened("distill.teacher", teacher, config, recorded.get("teacher"))
-    )
-    found = Sources(start, start if teacher == START else other)
+    start = None
+    if needs_start:
+        start = _opened("train.start", config.train.start, config, recorded.get("start"))
+    learnt = start
+    if teacher != START:
+        learnt = _opened("distill.teacher", teacher, config, recorded.get("teacher"))
+    found = Sources(start, learnt)
     _check_refitted(config, found)
     return found
 
@@ -82,12 +78,10 @@ def teacher_model(config: RunConfig, sources: Sources) -> ModelConfig | None:
     )
 
 
-def tokenizer(config: RunConfig, *, folder: pathlib.Path) -> tokenizers.Tokenizer | None:
-    """With train.start: the run's, once its configuration is written, until then that checkpoint's.
-    None without train.start.
+def tokenizer(config: RunConfig, *, folder: pathlib.Path) -> tokenizers.Tokenizer:
+    """With train.start: the run's, once its configuration is written, until then that
+    checkpoint's.
     """
-    if config.train.start is None:
-        return None
     if (folder / "config.json").is_file():
         saved = folder / tokenizers.FOLDER
         return tokenizers.load(saved if saved.is_dir() else None)
@@ -112,15 +106,18 @@ def check_shape(name: str, theirs: ModelConfig, ours: ModelConfig) -> None:
         theirs.side in (None, allowed),
         f"{name}: the checkpoint has a side network, {theirs.side}, where {allowed} can be",
     )
+    shared = "parallel-shared-norm"
+    check(
+        (theirs.residual == shared) == (ours.residual == shared),
+        f"{name}: the checkpoint has model.residual={theirs.residual}, and this run {ours.residual}:"
+        f" a layer of {shared} has one norm, of the others two",
+    )
 
 
 def _shape(model: ModelConfig) -> dict[str, Any]:
-    """The fields that are alike in models with the same parameters, by dotted name, and the norms
-    of a layer.
-    """
+    """The fields that are alike in models with the same parameters, by dotted name."""
     fields = traverse_util.flatten_dict(to_dict(dataclasses.replace(model, side=None)), sep=".")
-    norms = 1 if model.residual == "parallel-shared-norm" else 2
-    return {"norms": norms} | {name: fields[name] for name in fields if name not in FUNCTION}
+    return {name: value for name, value in fields.items() if name not in FUNCTION}
 
 
 def _check_refitted(config: RunConfig, sources: Sources) -> None:

@@ -105,16 +105,14 @@ def save(
 
     about: more JSON values of the run, by name, for the item `data`.
     """
-    step = int(state.step)
     position = {
-        "step": step,  # the next batch is that of step + 1
         "tokenizer": context.tokenizer.name,
         "mean": float(state.mean_loss),
         "count": int(state.good_steps),
         "account": context.account.as_dict(),
     }
     store.save(
-        step,
+        int(state.step),  # the next batch is that of the step after it
         params=task.exported(state.params, frozen),
         optimizer=optimizer_to_dict(state.optimizer) | task.extra(state.params),
         data=position | about,

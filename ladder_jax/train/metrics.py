@@ -250,9 +250,8 @@ class Metrics:
 
     def add(self, row: Row) -> Row:
         """Numbers that JSON does not have (nan, infinity) become null."""
-        for key, value in row.items():
-            if isinstance(value, float) and not math.isfinite(value):
-                row = row | {key: None}
+        is_json = lambda value: not isinstance(value, float) or math.isfinite(value)
+        row = {key: value if is_json(value) else None for key, value in row.items()}
         if jax.process_index() == 0:
             self._write(json.dumps(row) + "\n")
             for tracker in self._trackers:

@@ -113,10 +113,9 @@ def run(
                 folder.write_json(where / folder.GOODPUT, {"began": began}, indent=None)
 
         checkpoint = checkpoints.newest(context)
-        position = {}
+        position = checkpoint.data if checkpoint else {}
         if checkpoint:
             checkpoints.check_data(checkpoint, path=config.data.path, fingerprint=data.fingerprint)
-            position = checkpoint.data
         task = _task(context, mesh, checkpoint)
         definition = task.definition
         mfu, formula = timing.mfu(config, definition=definition, mesh=mesh)
@@ -138,7 +137,7 @@ def run(
             stack.enter_context(contextlib.closing(store))
         about = {
             "fingerprint": data.fingerprint,
-            "sources": position.get("sources") or task.sources_record(),
+            "sources": position.get("sources") or task.sources_record,
         }
         session = Session(
             context=context,
@@ -155,9 +154,7 @@ def run(
             store=store,
             about=about,
             metrics=metrics,
-            throughput=Throughput(
-                account, tokens_a_step=train.batch * train.sequence, mfu=mfu, step=first
-            ),
+            throughput=Throughput(account, tokens_a_step=train.batch * train.sequence, mfu=mfu),
             profiler=Profiler(profile, folder=small.local / "profile"),
         )
         session.run()
@@ -178,13 +175,14 @@ def run(
 
 def _load_data(config: RunConfig, *, where: AnyPath, agreement: Agreement, began: float) -> Dataset:
     """The run's data, which must be the same on all processes and at every start."""
-    train = config.train
     with agreement.together("reading the data"):
-        tokenizer = None
-        if train.start:
-            tokenizer = retrain.tokenizer(config, folder=where)
-        about = dict(vocab_size=config.model.vocab_size, tokenizer=tokenizer, began=began)
-        data = dataset.load(config.data, train=train, **about)
+        data = dataset.load(
+            config.data,
+            train=config.train,
+            vocab_size=config.model.vocab_size,
+            tokenizer=retrain.tokenizer(config, folder=where) if config.train.start else None,
+            began=began,
+        )
     fingerprints = agreement.gather("the data", [data.fingerprint, data.tokenizer.name])
     for process, of_process in enumerate(fingerprints):
         if of_process != fingerprints[0]:
@@ -199,9 +197,7 @@ def _task(context: RunContext, mesh: Mesh, checkpoint: Checkpoint | None) -> Tra
     config = context.config
     if not config.retrains:
         return Pretraining(nn.define(config.model, mesh=mesh, experts=config.mesh.experts))
-    recorded = None
-    if checkpoint:
-        recorded = checkpoint.data.get("sources", {})
+    recorded = checkpoint.data.get("sources", {}) if checkpoint else None
     return retrain.of_run(config, mesh=mesh, recorded=recorded, agreement=context.agreement)
 
 
@@ -231,14 +227,9 @@ def _memory_explained(config: RunConfig, mesh: Mesh) -> Iterator[None]:
 def _count(definition: ModelDef) -> int:
     """Parameters, without the padding of vocabulary and experts."""
     count = 0
-    for leaf, dims in zip(
-        jax.tree.leaves(definition.abstract), jax.tree.leaves(definition.dims), strict=True
-    ):
+    leaves = jax.tree.leaves(definition.abstract)
+    for leaf, dims in zip(leaves, jax.tree.leaves(definition.dims), strict=True):
         letters = dims.removeprefix("L")
-        padded = leaf.shape[len(dims) - len(letters)]
-        real = real_size(letters, definition.config)
-        size = leaf.size
-        if real is not None:
-            size = size // padded * real
-        count += size
+        padded = leaf.shape[-len(letters)]
+        count += leaf.size // padded * (real_size(letters, definition.config) or padded)
     return count

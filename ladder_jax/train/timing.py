@@ -163,12 +163,11 @@ class Throughput:
         *,
         tokens_a_step: int,
         mfu: Callable[[float], float] | None,
-        step: int,
     ):
         self._account = account
         self._tokens = tokens_a_step
         self._mfu = mfu
-        self.restart(step)
+        self.restart(0)
 
     def restart(self, step: int) -> None:
         """Measure from the end of `step`."""
