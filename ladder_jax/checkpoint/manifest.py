@@ -143,7 +143,8 @@ def _difference(path: AnyPath, info: Info | None, file: File, contents: bool) ->
 def _stated(info: Info) -> File:
     """The entry of an object. info: as in `remote.listed`."""
     kind = next((kind for kind in CHECKSUMS if info.get(kind)), None)
-    return {"size": int(info["size"]), "digest": f"{kind}:{info[kind]}" if kind else ""}
+    digest = f"{kind}:{info[kind]}" if kind else ""
+    return {"size": int(info["size"]), "digest": digest}
 
 
 def _synced(path: pathlib.Path) -> File:

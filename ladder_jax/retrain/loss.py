@@ -109,15 +109,8 @@ def loss_sum(
         penalty, named = routers.penalty(extra, batch, scheduled=scheduled, config=config)
         penalties = [penalty]
     if plan.teacher is None:
-        total = nn.loss_sum(
-            definition,
-            params,
-            x,
-            batch.targets,
-            weights=batch.weights,
-            z_loss=config.z_loss,
-            chunk=config.loss_chunk,
-        )
+        settings = dict(weights=batch.weights, z_loss=config.z_loss, chunk=config.loss_chunk)
+        total = nn.loss_sum(definition, params, x, batch.targets, **settings)
         return sum(penalties, total), named
 
     shared_params = frozen.get("model", {}) if plan.shares_weights else {}
@@ -153,15 +146,14 @@ def loss_sum(
     total = sum(penalties, sums.total)
     if not plan.distill.hidden_weight:
         return total, named
-    compared = [layer for layer in compared_layers(plan) if layer in teacher_streams]
     distances = [
-        _distance(student_streams[n](), teacher_streams[n], batch.weights) for n in compared
+        _distance(student_streams[n](), teacher_streams[n], batch.weights)
+        for n in compared_layers(plan)
+        if n in teacher_streams
     ]
     hidden = sum(distances) / len(distances)
-    return total + plan.distill.hidden_weight * hidden, {
-        **named,
-        "hidden": lax.stop_gradient(hidden),
-    }
+    named["hidden"] = lax.stop_gradient(hidden)
+    return total + plan.distill.hidden_weight * hidden, named
 
 
 def compared_layers(plan: RetrainPlan) -> list[int]:
@@ -178,7 +170,7 @@ def _with_factors(plan: RetrainPlan, trained: Params, frozen: Params) -> tuple[P
     attached to the layers.
     """
     params = {**lax.stop_gradient(frozen.get("model", {})), **trained}
-    dims = {**plan.frozen_dims.get("model", {}), **plan.trained_dims}
+    dims = plan.dims | plan.trained_dims
     if plan.lora.rank:
         for tree in (params, dims):
             tree[LAYERS] = lora.attach(tree[LAYERS], tree.pop(ADAPTERS), scale=plan.lora.scale)
