@@ -6,6 +6,7 @@ import codecs
 import contextlib
 import errno
 import fcntl
+import io
 import os
 import pathlib
 import re
@@ -203,22 +204,23 @@ def cache(name: str) -> Iterator[pathlib.Path]:
 
 
 @contextlib.contextmanager
-def locked(file: pathlib.Path, *, shared: bool = False) -> Iterator[int]:
-    """Holds the system's lock of a file, which is made if it is missing, in a block; gives the open
-    file's number. The lock ends with the process, also by a kill. Raises BlockingIOError where
-    another process has it.
+def locked(file: str | pathlib.Path, *, busy: str, shared: bool = False) -> Iterator[io.FileIO]:
+    """Opens a file to append to it, makes it if it is missing, and holds the system's lock of it in
+    a block. The lock ends with the process, also by a kill. Raises UserError(`busy`) where another
+    process has it.
 
-    The file is open for reading and writing because NFS enforces no other lock across hosts. On a
-    file system without locks nobody is kept out.
+    A lock of a regular file that is open for reading and writing is the only one that NFS enforces
+    across hosts. On a file system without locks nobody is kept out.
     """
-    with open(file, "a+") as opened:
+    with open(file, "a+b", buffering=0) as opened:
         try:
-            lock = fcntl.LOCK_SH if shared else fcntl.LOCK_EX
-            fcntl.flock(opened, lock | fcntl.LOCK_NB)
+            fcntl.flock(opened, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UserError(busy) from None
         except OSError as error:
             if error.errno not in (errno.ENOLCK, errno.ENOTSUP, errno.EINVAL):
                 raise
-        yield opened.fileno()
+        yield opened
 
 
 def write_atomically(file: str, write: Callable[[str], object]) -> None:

@@ -222,12 +222,9 @@ def _file_lock(folder: pathlib.Path) -> Iterator[None]:
     """The file stays, but of a run that was refused nothing does."""
     made = not folder.exists()
     folder.mkdir(parents=True, exist_ok=True)
-    with contextlib.ExitStack() as stack:
-        try:
-            lock = stack.enter_context(files.locked(folder / LOCK))
-        except BlockingIOError:
-            raise UserError(f"another process is training in {str(folder)!r}") from None
-        if not os.fstat(lock).st_nlink:  # removed by a refused run, just now
+    busy = f"another process is training in {str(folder)!r}"
+    with files.locked(folder / LOCK, busy=busy) as lock:
+        if not os.fstat(lock.fileno()).st_nlink:  # removed by a refused run, just now
             raise UserError(f"another process was about to train in {str(folder)!r}; try again")
         try:
             yield

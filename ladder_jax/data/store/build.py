@@ -173,10 +173,9 @@ def _locked(out: pathlib.Path, *, shared: bool) -> Iterator[None]:
     """
     try:
         out.mkdir(parents=True, exist_ok=True)
-        with files.locked(out / LOCK, shared=shared):
+        busy = f"another `ladder-jax tokenize` is at work in {str(out)!r}"
+        with files.locked(out / LOCK, busy=busy, shared=shared):
             yield
-    except BlockingIOError:
-        raise UserError(f"another `ladder-jax tokenize` is at work in {str(out)!r}") from None
     except OSError as error:
         raise UserError(f"--out {out}: cannot be written to: {error.strerror or error}") from None
 
