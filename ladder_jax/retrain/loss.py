@@ -60,10 +60,14 @@ class _PartedModel:
         if self.ladder_fraction is not None:
             stack = {**stack, LADDER_FRACTION: self.ladder_fraction[first:last]}
             dims = {**dims, LADDER_FRACTION: "L"}
-        params = {LAYERS: stack}
-        dims = {LAYERS: dims}
-        settings = dict(params=params, dims=dims, ranges={LAYERS: range(first, last)})
-        return self.forward.layers(state, extra, **settings)[:2]
+        state, extra, _ = self.forward.layers(
+            state,
+            extra,
+            params={LAYERS: stack},
+            dims={LAYERS: dims},
+            ranges={LAYERS: range(first, last)},
+        )
+        return state, extra
 
 
 def loss_sum(
