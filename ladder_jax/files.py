@@ -4,6 +4,9 @@ completely or not at all.
 
 import codecs
 import contextlib
+import errno
+import fcntl
+import io
 import os
 import pathlib
 import re
@@ -198,6 +201,26 @@ def cache(name: str) -> Iterator[pathlib.Path]:
         return
     with tempfile.TemporaryDirectory() as folder:
         yield pathlib.Path(folder)
+
+
+@contextlib.contextmanager
+def locked(file: str | pathlib.Path, *, busy: str, shared: bool = False) -> Iterator[io.FileIO]:
+    """Opens a file to append to it, makes it if it is missing, and holds the system's lock of it in
+    a block. The lock ends with the process, also by a kill. Raises UserError(`busy`) where another
+    process has it.
+
+    A lock of a regular file that is open for reading and writing is the only one that NFS enforces
+    across hosts. On a file system without locks nobody is kept out.
+    """
+    with open(file, "a+b", buffering=0) as opened:
+        try:
+            fcntl.flock(opened, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UserError(busy) from None
+        except OSError as error:
+            if error.errno not in (errno.ENOLCK, errno.ENOTSUP, errno.EINVAL):
+                raise
+        yield opened
 
 
 def write_atomically(file: str, write: Callable[[str], object]) -> None:

@@ -10,7 +10,6 @@ import os
 import pathlib
 import resource
 import shutil
-import threading
 import warnings
 import zipfile
 from types import SimpleNamespace
@@ -25,7 +24,6 @@ from ladder_jax.checkpoint import (
     Damaged,
     Pieces,
     Store,
-    arrays,
     manifest,
     open_checkpoint,
     steps,
@@ -34,10 +32,8 @@ from ladder_jax.checkpoint import (
     writing,
 )
 from ladder_jax.checkpoint.arrays import named
-from ladder_jax.checkpoint.writing import Quiet
 from ladder_jax.config import RunConfig, TrainConfig
 from ladder_jax.errors import UserError
-from ladder_jax.files import reason
 from ladder_jax.parallel import make_mesh
 from ladder_jax.train.step import optimizer_to_dict
 from tests import cases
@@ -296,22 +292,6 @@ def test_an_item_is_compared_before_it_is_read(saved, tmp_path):
         open_checkpoint(copy).params(definition)
 
 
-@pytest.mark.parametrize(
-    "error, kind",
-    [
-        (jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: of a device"), jax.errors.JaxRuntimeError),
-        (ValueError("RESOURCE_EXHAUSTED: of the host"), MemoryError),
-    ],
-)
-def test_memory_that_runs_out_is_no_damage(saved, monkeypatch, error, kind):
-    def fail(*_):
-        raise error
-
-    monkeypatch.setattr(arrays, "begin_read", fail)
-    with pytest.raises(kind, match="RESOURCE_EXHAUSTED"):
-        open_checkpoint(saved[0]).params(cases.define("ladder"))
-
-
 def test_what_is_being_written_does_not_count(copy):
     """It has no manifest yet."""
     (copy / "30" / "manifest.json").unlink()
@@ -369,7 +349,6 @@ def test_killed_before_the_manifest(copy, monkeypatch):
 
     saving = opened(copy)
     monkeypatch.setattr(manifest, "write", kill)
-    monkeypatch.setattr(threading, "excepthook", lambda _: None)
     saving.save(40, **SMALL)
     saving.close()
     monkeypatch.undo()
@@ -466,17 +445,6 @@ def test_the_verb(three, tmp_path, capsys):
     assert cli.main(["checkpoints", str(tmp_path / "nowhere")]) == 2
 
 
-@pytest.mark.parametrize("settings", ["", """ [spec='{"a": true}']"""])
-def test_the_reason_of_a_disk_is_the_systems(settings):
-    """tensorstore writes what it tried before the system's error, and sometimes its settings behind
-    it.
-    """
-    error = ValueError(
-        f"OUT_OF_RANGE: Failed to write: {os.strerror(27)}{settings} [os_error_code='27']"
-    )
-    assert reason(error) == os.strerror(27)
-
-
 def test_what_an_abandoned_write_never_began_is_not_told():
     """Python warns of that when it collects the rest, which may be when the process ends."""
 
@@ -485,7 +453,7 @@ def test_what_an_abandoned_write_never_began_is_not_told():
 
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
-        Quiet().close()
+        writing.quieten()
         for name in ("async_serialize_from_host.<locals>.write_fragment", "another"):
             part.__qualname__ = name
             part()
@@ -495,13 +463,10 @@ def test_what_an_abandoned_write_never_began_is_not_told():
 
 def test_what_an_abandoned_write_raises_later_is_not_told(caplog):
     """asyncio's message does not say which file; its error does."""
-    silent = Quiet()
-    try:
-        for path in ("checkpoints/45/optimizer/array_metadatas/process_0", "run/elsewhere"):
-            error = FileNotFoundError(2, "No such file or directory", path)
-            logging.getLogger("asyncio").error("Task exception was never retrieved", exc_info=error)
-    finally:
-        silent.close()
+    writing.quieten()
+    for path in ("checkpoints/45/optimizer/array_metadatas/process_0", "run/elsewhere"):
+        error = FileNotFoundError(2, "No such file or directory", path)
+        logging.getLogger("asyncio").error("Task exception was never retrieved", exc_info=error)
     assert [str(record.exc_info[1]) for record in caplog.records] == [
         "[Errno 2] No such file or directory: 'run/elsewhere'"
     ]

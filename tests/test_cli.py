@@ -36,7 +36,7 @@ def trained(tmp_path_factory):
     assert "train.interleave=auto: 1, as nothing is predicted for cpu" in err.splitlines()
     assert "step 4/4" in err
     assert "on 4 of 8 devices (cpu)" in err
-    assert "data: 1 file of book.txt, 20,800 bytes of text\n" in err
+    assert "data: 1 of 1 files of book.txt, 20,800 bytes of text\n" in err
     assert "notice" not in err
     return folder / "out"
 

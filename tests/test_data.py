@@ -98,15 +98,18 @@ def test_what_is_trained_on_is_said(tmp_path):
         (tmp_path / f"{number}.txt").write_text("the cat " * 20)
     (tmp_path / "a.png").write_bytes(b"\x89PNG\xff\xfe")
     _, note = dataset.read_text(DataConfig(path=str(tmp_path)))
-    assert note.startswith("data: 3 files of ")
-    assert note.endswith(", 482 bytes of text; left out, as they are not UTF-8 text: 1")
+    assert note.startswith("data: 3 of 4 files of ")
+    assert note.endswith(", 482 bytes of text")
     one = str(tmp_path / "0.txt")
-    assert dataset.read_text(DataConfig(path=one))[1] == f"data: 1 file of {one}, 160 bytes of text"
-    for most, files in ((100, "1 file "), (161, "2 files "), (160, "1 file ")):
+    assert (
+        dataset.read_text(DataConfig(path=one))[1]
+        == f"data: 1 of 1 files of {one}, 160 bytes of text"
+    )
+    for most, files in ((100, "1 of 4 "), (161, "2 of 4 "), (160, "1 of 4 ")):
         content, note = dataset.read_text(DataConfig(path=str(tmp_path), max_bytes=most))
         assert files in note
         assert len(content) == most
-        assert note.endswith("; the rest is left out by data.max_bytes")
+        assert note.endswith(", as many as data.max_bytes")
 
 
 def test_no_more_is_read_than_trained_on(tmp_path):
@@ -114,4 +117,4 @@ def test_no_more_is_read_than_trained_on(tmp_path):
     (tmp_path / "text").write_bytes("aéb".encode() * 9 + b"\xff")
     content, note = dataset.read_text(DataConfig(path=str(tmp_path / "text"), max_bytes=10))
     assert content.tobytes() == ("aéb" * 3).encode()[:10]
-    assert note.endswith("; the rest is left out by data.max_bytes")
+    assert note.endswith(", as many as data.max_bytes")

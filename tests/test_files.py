@@ -133,3 +133,14 @@ def test_a_tilde_without_a_user_is_a_name(tmp_path, capsys):
     words = ["tokenize", nobody, "--tokenizer", "bytes", "--out", str(tmp_path / "store")]
     assert cli.main(words) == 2
     assert f"{nobody!r} does not exist" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("settings", ["", """ [spec='{"a": true}']"""])
+def test_the_reason_of_a_disk_is_the_systems(settings):
+    """tensorstore writes what it tried before the system's error, and sometimes its settings behind
+    it.
+    """
+    error = ValueError(
+        f"OUT_OF_RANGE: Failed to write: {os.strerror(27)}{settings} [os_error_code='27']"
+    )
+    assert files.reason(error) == os.strerror(27)

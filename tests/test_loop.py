@@ -128,16 +128,16 @@ def test_tensorboard_holds_what_the_log_holds(finished):
 
 def test_tensorboard_has_no_step_twice_after_a_return(tmp_path):
     board = metrics.TensorBoard(tmp_path / "tensorboard")
-    log = metrics.Metrics(tmp_path, step=0, trackers=[board], say=print)
+    small = metrics.SmallFiles(tmp_path, say=print)
+    log = metrics.Metrics(small, step=0, trackers=[board])
     for step in (1, 2, 3):
         log.add({"step": step, "loss": step / 2})
     log.rewind(1)
     log.add({"step": 2, "loss": float("nan"), "event": "batch left out"})
     log.add({"step": 3, "loss": 7.0})
     log.close()
-    again = metrics.Metrics(
-        tmp_path, step=2, trackers=[metrics.TensorBoard(tmp_path / "tensorboard")], say=print
-    )
+    board = metrics.TensorBoard(tmp_path / "tensorboard")
+    again = metrics.Metrics(small, step=2, trackers=[board])
     again.add({"step": 3, "loss": 8.0})
     again.close()
     assert events(tmp_path) == [(1, "loss", 0.5), (3, "loss", 8.0)]
@@ -328,20 +328,21 @@ def test_read_ahead_raises_where_the_batch_is_asked_for():
             next(read)
 
 
-def test_a_mirror_uploads_later_what_it_could_not(tmp_path):
-    local, place, said = tmp_path / "local", tmp_path / "run", []
-    local.mkdir()
-    lines = local / "metrics.jsonl"
-    lines.write_text("1\n")
+def test_small_files_are_uploaded_later_where_they_could_not_be(tmp_path, monkeypatch):
+    place, said = tmp_path / "run", []
     place.write_text("where the folder should be")
-    mirror = metrics.Mirror(local, place, say=said.append)
-    mirror.upload()
+    monkeypatch.setattr(metrics, "is_remote", lambda folder: True)
+    small = metrics.SmallFiles(place, say=said.append)
+    lines = small.local / "metrics.jsonl"
+    lines.write_text("1\n")
+    small.upload()
     assert len(said) == 1 and said[0].endswith("; it is tried again with the next lines")
     place.unlink()
     place.mkdir()
-    mirror.upload()
+    small.upload()
     assert (place / "metrics.jsonl").read_text() == "1\n" and len(said) == 1
     shutil.rmtree(place)
     lines.write_text("1\n2\n")
-    mirror.upload()  # another failure is another line
+    small.close()  # another failure is another line
     assert len(said) == 2
+    assert not small.local.exists()

@@ -140,3 +140,19 @@ def test_what_cannot_be_read_is_named(wide, tmp_path, monkeypatch):
             dataclasses.replace(saved.config.model, d_ff=64), mesh=definition.layout.mesh
         )
         Engine(other, Pieces(saved, other), slots=1, capacity=16)
+
+
+@pytest.mark.parametrize(
+    "error, kind",
+    [
+        (jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: of a device"), jax.errors.JaxRuntimeError),
+        (ValueError("RESOURCE_EXHAUSTED: of the host"), MemoryError),
+    ],
+)
+def test_memory_that_runs_out_is_no_damage(wide, monkeypatch, error, kind):
+    def fail(*_):
+        raise error
+
+    monkeypatch.setattr(arrays, "begin_read", fail)
+    with pytest.raises(kind, match="RESOURCE_EXHAUSTED"):
+        checkpoint.open_checkpoint(wide).params(cases.define("ladder", **starts.WIDE))

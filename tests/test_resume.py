@@ -292,7 +292,7 @@ def test_lines_wait_for_room(tmp_path):
     stands twice.
     """
     said = []
-    log = metrics.Metrics(tmp_path, step=0, say=said.append)
+    log = metrics.Metrics(metrics.SmallFiles(tmp_path, say=said.append), step=0)
     log.add({"step": 1, "loss": 1.0})
     file = tmp_path / metrics.NAME
     content = file.read_bytes()

@@ -143,8 +143,9 @@ from ladder_jax.data import examples, tokenizer
 from ladder_jax.data.store import build, sources
 
 @contextlib.contextmanager
-def progress(total, *, done, label):
-    yield lambda now, text: os.kill(os.getpid(), signal.SIGKILL) if kill == "kill" and now == done + 3 else None
+def progress(total, *, label):
+    last = 3 if first else 12
+    yield lambda now, text: os.kill(os.getpid(), signal.SIGKILL) if kill == "kill" and now == last else None
 
 if __name__ == "__main__":
     source, out, first, kill = sys.argv[1:]
@@ -191,7 +192,7 @@ def test_a_worker_that_is_killed(book, tmp_path, monkeypatch):
     """As the system does where memory runs out."""
 
     @contextlib.contextmanager
-    def kill(total, *, done, label):
+    def kill(total, *, label):
         yield lambda now, text: [process.kill() for process in multiprocessing.active_children()]
 
     out = tmp_path / "out"

@@ -159,12 +159,9 @@ class Program:
             heartbeat=lambda doing: None,
         )
         store = Store(folder / checkpoints.FOLDER, config=self.config)
-        saver = checkpoints.CheckpointSaver(
-            store=store, context=context, task=task, fingerprint="", sources=task.sources_record()
-        )
-        saver.save(int(state.step), state, frozen, skipped=[], validation=None)
-        saver.finish()
+        checkpoints.save(store, state, frozen, context=context, task=task)
         store.close()
+        assert store.failure() is None
         return lambda: checkpoints.restore(checkpoints.newest(context), context=context, task=task)
 
     def _written(self, folder: pathlib.Path):

@@ -218,12 +218,8 @@ def finish(folder: AnyPath, shapes: Shapes) -> None:
     context = tensorstore.Context()
     transaction = tensorstore.Transaction(atomic=True)
     merged = tensorstore.KvStore.open(_written(folder), context=context).result()
-    opening = []
     for process in range(jax.process_count()):
-        part = _part(folder, process)
-        opening.append(tensorstore.KvStore.open(part, context=context))
-    for opened in opening:
-        part = opened.result()
+        part = tensorstore.KvStore.open(_part(folder, process), context=context).result()
         part.experimental_copy_range_to(merged.with_transaction(transaction)).result()
     transaction.commit_sync()
     (folder / METADATA).write_text(described(shapes))

@@ -36,9 +36,7 @@ def run(args: dict) -> None:
     thorough = args["verify"] or keep is not None
     with explained(path, "read"):
         folder = saved.folder_of(path)
-        rows = []
-        for step in saved.steps(folder):
-            rows.append(_row(folder / str(step), thorough=thorough))
+        rows = [_row(folder / str(step), thorough=thorough) for step in saved.steps(folder)]
         if not rows:
             raise UserError(f"there is no checkpoint below {str(path)!r}")
     removed = []
@@ -51,15 +49,8 @@ def run(args: dict) -> None:
     rows = [row for row in rows if row.step not in removed]
     damaged = [row for row in rows if row.state == "damaged"]
     if args["json"]:
-        print(
-            json.dumps(
-                {
-                    "run": str(path),
-                    "checkpoints": [dataclasses.asdict(row) for row in rows],
-                    "removed": removed,
-                }
-            )
-        )
+        listed = [dataclasses.asdict(row) for row in rows]
+        print(json.dumps({"run": str(path), "checkpoints": listed, "removed": removed}))
     else:
         _show(rows, removed)
     if damaged:
@@ -104,19 +95,11 @@ def _show(rows: list[Row], removed: list[int]) -> None:
         when = ""
         if row.time is not None:
             when = f"{datetime.datetime.fromtimestamp(row.time):%Y-%m-%d %H:%M:%S}"
-        loss = ""
-        if row.validation_loss is not None:
-            loss = f"{row.validation_loss:.4f}"
-        size = f"{row.bytes / 1e6:,.1f}"
-        cells.append((str(row.step), when, size, loss, row.state))
+        loss = "" if row.validation_loss is None else f"{row.validation_loss:.4f}"
+        cells.append((str(row.step), when, f"{row.bytes / 1e6:,.1f}", loss, row.state))
     table = terminal.Table(
         ("step", "written", "MB", "held-out loss", "state"), cells, left=("written", "state")
     )
-    shown = [table]
-    for row in rows:
-        for problem in row.problems:
-            shown.append(f"step {row.step}: {problem}")
-    if removed:
-        steps = ", ".join(map(str, removed))
-        shown.append(f"removed: {steps}")
-    terminal.show(shown)
+    problems = [f"step {row.step}: {problem}" for row in rows for problem in row.problems]
+    gone = [f"removed: {', '.join(map(str, removed))}"] if removed else []
+    terminal.show([table, *problems, *gone])

@@ -22,6 +22,8 @@ NAME = "manifest.json"
 # the manifest of a checkpoint that was put aside
 DAMAGED = "manifest.damaged.json"
 DIGEST = "blake2b-128"
+# what object stores say of an object's content, the best first
+CHECKSUMS = ("md5Hash", "crc32c", "ETag", "etag")
 THREADS = 16
 
 type File = dict[str, Any]  # {"size": bytes, "digest": text}
@@ -37,10 +39,7 @@ def write(folder: AnyPath) -> None:
     to the disk.
     """
     if is_remote(folder):
-        entries = {}
-        for name, info in found(folder).items():
-            best = next(iter(_checksums(info)), "")
-            entries[name] = {"size": int(info["size"]), "digest": best}
+        entries = {name: _stated(info) for name, info in found(folder).items()}
     else:
         (folder / NAME).unlink(missing_ok=True)
         names = sorted(found(folder))
@@ -57,14 +56,14 @@ def write(folder: AnyPath) -> None:
         sync_folder(folder.parent)
 
 
-def problems(folder: AnyPath, *, part: str = "", contents: bool = True) -> list[str]:
+def problems(folder: AnyPath, *, contents: tuple[str, ...] = ("",)) -> list[str]:
     """The files that differ from the manifest, one line each; empty for an intact checkpoint.
 
-    part: compare only the files in this subfolder, such as "params".
-    contents: compare digests, not only sizes; this reads all files.
+    contents: how the names of the files begin that are read, to compare their digests; of all
+        others the sizes are compared.
     """
     try:
-        listed = _below(_read(folder), part)
+        listed = _read(folder)
     except FileNotFoundError:
         return [f"{NAME} is missing"]
     except _DAMAGED:
@@ -72,19 +71,18 @@ def problems(folder: AnyPath, *, part: str = "", contents: bool = True) -> list[
     there = found(folder)
 
     def difference(name: str) -> str | None:
-        return _difference(folder / name, there.get(name), listed[name], contents)
+        compares = name.startswith(contents)
+        return _difference(folder / name, there.get(name), listed[name], compares)
 
-    lines = []
     with concurrent.futures.ThreadPoolExecutor(THREADS) as pool:
-        for name, wrong in zip(listed, pool.map(difference, listed)):
-            if wrong:
-                lines.append(f"{name} {wrong}")
-    return lines
+        wrong = list(pool.map(difference, listed))
+    return [f"{name} {why}" for name, why in zip(listed, wrong) if why]
 
 
 def digest(folder: AnyPath, *, part: str) -> str:
     """A digest of the manifest's entries for the subfolder `part`."""
-    return _digest_of(_below(_read(folder), part))
+    entries = _read(folder)
+    return _digest_of({name: entries[name] for name in entries if name.startswith(f"{part}/")})
 
 
 def sync_folder(folder: pathlib.Path) -> None:
@@ -109,13 +107,6 @@ def _read(folder: AnyPath) -> Files:
     return entries
 
 
-def _below(entries: Files, part: str) -> Files:
-    """The entries for the subfolder `part`; all of them if it is empty."""
-    if not part:
-        return entries
-    return {name: file for name, file in entries.items() if name.startswith(f"{part}/")}
-
-
 def found(folder: AnyPath) -> dict[str, Info]:
     """The files below a folder, but for the manifest, with their `size` and what an object store
     says of them.
@@ -134,39 +125,26 @@ def _difference(path: AnyPath, info: Info | None, file: File, contents: bool) ->
         return "is missing"
     if int(info["size"]) != file["size"]:
         return f"has {info['size']} bytes, not {file['size']}"
-    stated = _checksums(info)
-    digest = file["digest"]
-    is_ours = digest and ":" not in digest
-    if stated and not is_ours:
-        same = digest in stated
-    elif contents and is_ours:
+    kind, _, digest = file["digest"].rpartition(":")
+    now = digest
+    if kind:  # a store's, which is not computed elsewhere
+        now = info.get(kind, digest)
+    elif contents and digest:
         try:
-            same = _content_digest(path) == digest
+            with path.open("rb") as opened:
+                now = hashlib.file_digest(opened, _hash).hexdigest()
         except OSError as error:
             if is_remote(path):
                 raise
             return f"cannot be read: {error.strerror or error}"
-    else:  # of a store, whose checksum is not computed here
-        return None
-    if same:
-        return None
-    return "has other contents than were written"
+    return None if now == digest else "has other contents than were written"
 
 
-def _content_digest(path: AnyPath) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, _hash).hexdigest()
-
-
-def _checksums(info: Info) -> list[str]:
-    """The store's own checksums of an object, such as "md5Hash:...", the best first. info: as in
-    `remote.listed`.
-    """
-    stated = []
-    for name in ("md5Hash", "crc32c", "ETag", "etag"):
-        if value := info.get(name):
-            stated.append(f"{name}:{value}")
-    return stated
+def _stated(info: Info) -> File:
+    """The entry of an object. info: as in `remote.listed`."""
+    kind = next((kind for kind in CHECKSUMS if info.get(kind)), None)
+    digest = f"{kind}:{info[kind]}" if kind else ""
+    return {"size": int(info["size"]), "digest": digest}
 
 
 def _synced(path: pathlib.Path) -> File:

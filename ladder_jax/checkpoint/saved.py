@@ -97,7 +97,7 @@ class Checkpoint:
         Damaged.
         """
         if self.has_manifest:
-            _check_files(self.path, part="")
+            _check_files(self.path, "")
         return dataclasses.replace(self, verified=self.has_manifest)
 
     def _restore(self, item: str, like: Params) -> Params:
@@ -112,7 +112,7 @@ class Checkpoint:
         Raises Damaged if a file was changed, UserError if they have others.
         """
         if self.has_manifest and not self.verified:
-            _check_files(self.path, part=item)
+            _check_files(self.path, f"{item}/")
         folder = self.path / item
         with _reading(self.path):
             there = stored(folder)
@@ -196,12 +196,9 @@ def steps(folder: AnyPath) -> list[int]:
 
 def unfinished_steps(folder: AnyPath) -> list[int]:
     """The steps whose checkpoints have no manifest, and were not put aside as damaged."""
-    found = []
-    for step in _all_steps(folder):
-        path = folder / str(step)
-        if not _is_finished(path) and not (path / manifest.DAMAGED).exists():
-            found.append(step)
-    return found
+    finished = steps(folder)
+    aside = lambda step: (folder / str(step) / manifest.DAMAGED).exists()
+    return [step for step in _all_steps(folder) if step not in finished and not aside(step)]
 
 
 def _all_steps(folder: AnyPath) -> list[int]:
@@ -256,13 +253,15 @@ def open_checkpoint(path: str | os.PathLike) -> Checkpoint:
             )
         if finished := steps(folder):
             folder = folder / str(finished[-1])
-        meta = _meta(folder, path)
-        has_manifest = "manifest" in meta
-        data = {}
+        if not (folder / "meta" / "metadata").is_file() and not _is_step(folder.name):
+            raise UserError(f"{str(path)!r} holds no ladder_jax checkpoint")
+        has_manifest = (folder / manifest.NAME).is_file()
         if has_manifest:
-            if problems := manifest.problems(folder, contents=False):
-                raise damaged(folder, problems[0])
-            data = _json(folder, "data")
+            _check_files(folder, "meta/", "data/")
+        meta = _meta(folder)
+        if "manifest" in meta and not has_manifest:
+            raise damaged(folder, f"{manifest.NAME} is missing")
+        data = _json(folder, "data") if has_manifest else {}
     return Checkpoint(
         folder,
         meta["step"],
@@ -282,15 +281,11 @@ def verify(folder: AnyPath) -> list[str]:
         checkpoint = open_checkpoint(folder)
     except Damaged:
         return manifest.problems(folder) or ["meta/metadata is missing or damaged"]
-    if not checkpoint.has_manifest:
-        return []
-    return manifest.problems(folder)
+    return manifest.problems(folder) if checkpoint.has_manifest else []
 
 
-def _meta(folder: AnyPath, path: AnyPath) -> dict:
-    """The item `meta`, checked. path: as the user wrote it, for messages."""
-    if not (folder / "meta" / "metadata").is_file() and not _is_step(folder.name):
-        raise UserError(f"{str(path)!r} holds no ladder_jax checkpoint")
+def _meta(folder: AnyPath) -> dict:
+    """The item `meta`, checked."""
     meta = _json(folder, "meta")
     if not isinstance(meta, dict) or meta.get("format") != FORMAT:
         raise UserError(f"{str(folder)!r} is a checkpoint of another program, not of ladder_jax")
@@ -304,22 +299,23 @@ def _meta(folder: AnyPath, path: AnyPath) -> dict:
 
 
 def _json(folder: AnyPath, item: str) -> Any:
-    """Read a JSON item, after comparing it with the manifest if there is one."""
-    file = folder / item / "metadata"
-    if (folder / manifest.NAME).is_file():
-        _check_files(folder, part=item)
     try:
-        return json.loads(read_text(file))
+        return json.loads(read_text(folder / item / "metadata"))
     except FileNotFoundError:
         raise damaged(folder, f"{item}/metadata is missing") from None
     except (OSError, ValueError, RecursionError):
         raise damaged(folder, f"its {item} is not JSON") from None
 
 
-def _check_files(folder: AnyPath, *, part: str) -> None:
-    # Comparing contents reads every file once more: one process does it, the others compare sizes.
-    contents = jax.process_index() == 0
-    if problems := manifest.problems(folder, part=part, contents=contents):
+def _check_files(folder: AnyPath, *contents: str) -> None:
+    """Raises Damaged where a file is not what the manifest says.
+
+    contents: as `manifest.problems` has it. One process compares them, as it reads every file once
+        more; the others compare sizes.
+    """
+    if jax.process_index() > 0:
+        contents = ()
+    if problems := manifest.problems(folder, contents=contents):
         raise damaged(folder, problems[0])
 
 

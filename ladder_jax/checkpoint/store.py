@@ -8,6 +8,7 @@ writes its own shards and reports success or an error. Process 0 does the rest, 
 the outcome: a save succeeds on all processes or fails on all.
 """
 
+import concurrent.futures
 import contextlib
 import dataclasses
 import errno
@@ -16,7 +17,6 @@ import math
 import os
 import pathlib
 import shutil
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -27,7 +27,7 @@ import jax.numpy as jnp
 from ladder_jax import remote
 from ladder_jax.checkpoint import arrays, manifest, writing
 from ladder_jax.checkpoint.saved import FORMAT, VERSION, open_checkpoint, steps, unfinished_steps
-from ladder_jax.checkpoint.writing import ABANDONED, Quiet, Write
+from ladder_jax.checkpoint.writing import Write
 from ladder_jax.config import RunConfig, to_dict
 from ladder_jax.errors import UserError, unknown, wrong_type
 from ladder_jax.files import AnyPath, absolute, is_remote, patiently, reason
@@ -68,11 +68,9 @@ class Store:
         self._timeout = timeout
         train = config.train
         self._keep = Keep(last=train.keep_checkpoints, every=train.keep_every, best=train.keep_best)
-        self._thread: threading.Thread | None = None
+        self._pool = concurrent.futures.ThreadPoolExecutor(1, "checkpoint")
+        self._saving: concurrent.futures.Future | None = None
         self._failure: str | None = None
-        self._disagreement: Exception | None = None
-        self._has_failed = False
-        self._quiet: Quiet | None = None
         # for the caller's thread, and then for that of the save
         self._agreement = Agreement("save", timeout=timeout)
         if jax.process_index() == 0:
@@ -92,7 +90,7 @@ class Store:
         previous save.
         """
         self.wait()
-        self._quiet = self._quiet or Quiet()
+        writing.quieten()
         meta = {
             "format": FORMAT,
             "version": VERSION,
@@ -120,12 +118,7 @@ class Store:
 
         error = _error_of(begin)
         shapes = {item: arrays.shapes_of(tree) for item, tree in items.items()}
-        self._thread = threading.Thread(
-            target=self._finish,
-            args=(step, writes, error, shapes, texts),
-            name=f"checkpoint {step}",
-        )
-        self._thread.start()
+        self._saving = self._pool.submit(self._finish, step, writes, error, shapes, texts)
 
     def failure(self) -> str | None:
         """Why the last save since the previous call failed, in a line; None if none did. Does not
@@ -139,19 +132,11 @@ class Store:
         """Wait until the last save has succeeded or failed. Raises RunFailed if other processes do
         not answer.
         """
-        self._join()
-        if self._disagreement is not None:
-            raise self._disagreement
+        if self._saving is not None:
+            self._saving.result()
 
     def close(self) -> None:
-        self._join()
-        if self._quiet is not None:
-            self._quiet.close(after=ABANDONED if self._has_failed else 0)
-
-    def _join(self) -> None:
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
+        self._pool.shutdown()
 
     def _prepare(self, step: int, items: Items) -> None:
         """Create an empty folder to write into. One exists if the run went back to an earlier
@@ -181,14 +166,9 @@ class Store:
             patiently(self.folder, lambda: self._publish(step, shapes, texts))
 
         what = f"the checkpoint of step {step}"
-        try:
-            error, whose = first_of(self._agreement.gather(what, error))
-            if error is None:
-                error = self._agreement.broadcast(what, lambda: _error_of(publish))
-        # `wait` raises it: a thread that just ends would look like a save
-        except Exception as disagreement:
-            self._disagreement = disagreement
-            return
+        error, whose = first_of(self._agreement.gather(what, error))
+        if error is None:
+            error = self._agreement.broadcast(what, lambda: _error_of(publish))
         if error:
             self._fail(step, error + whose)
 
@@ -205,15 +185,15 @@ class Store:
             self._prune()
 
     def _prune(self) -> None:
-        losses = {}
-        for step in steps(self.folder):
-            losses[step] = loss_of(self.folder / str(step))
+        losses = dict.fromkeys(steps(self.folder))
+        for step in losses:
+            with contextlib.suppress(UserError):  # a damaged one is never the best
+                losses[step] = open_checkpoint(self.folder / str(step)).validation_loss
         for step in steps_to_remove(losses, keep=self._keep):
             remove(self.folder / str(step))
 
     def _fail(self, step: int, why: str) -> None:
         """Earlier checkpoints are unchanged, and unfinished files removed."""
-        self._has_failed = True
         self._failure = f"the checkpoint of step {step} could not be written: {why}"
         # the disk or the store is as it was; the next save clears again
         with contextlib.suppress(Exception):
@@ -232,16 +212,6 @@ def remove(folder: AnyPath) -> None:
         return remote.remove(folder, first=manifest.NAME)
     (folder / manifest.NAME).unlink(missing_ok=True)
     shutil.rmtree(folder, ignore_errors=True)
-
-
-def loss_of(folder: AnyPath) -> float | None:
-    """The held-out loss stored in a checkpoint; None if it was not measured, or the checkpoint is
-    damaged.
-    """
-    try:
-        return open_checkpoint(folder).validation_loss
-    except UserError:  # damaged: never the best
-        return None
 
 
 def parse_keep(words: str) -> Keep:

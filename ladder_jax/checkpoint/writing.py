@@ -8,11 +8,12 @@ disk failed never reaches. Here no process waits for another; `store` does, with
 import asyncio
 import concurrent.futures
 import ctypes
+import functools
 import logging
+import re
 import sys
-import threading
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -25,11 +26,9 @@ from ladder_jax.files import AnyPath, is_remote
 from ladder_jax.nn import Params
 from ladder_jax.nn.parameter import STACKS
 
-ABANDONED = 10.0  # seconds within which the abandoned writes of a failed save end
 NEVER_BEGUN = r"coroutine 'async_serialize_from_host\..*' was never awaited"
 # in the paths of what is written; messages of abandoned writes contain it
-PART = "process_"
-_LOGGERS = logging.getLogger("absl"), logging.getLogger("asyncio")
+PART = re.compile(r"/(ocdbt\.)?process_\d")
 
 type Write = Any  # a future of Orbax or tensorstore: `result(timeout=seconds)`
 
@@ -102,36 +101,23 @@ def _chunks(tree: Params) -> Params:
     return jax.tree_util.tree_map_with_path(save_args, tree)
 
 
-class Quiet:
-    """Drops what Orbax and asyncio print when a write fails, from construction until `close`.
+def quieten() -> None:
+    """From now on drops what Orbax and asyncio print where a write fails.
 
-    Pages of it, also of writes that Orbax abandons, would hide our one line: `Store` reports the
-    error itself.
+    Pages of it, also of writes that Orbax abandons, some of them when the process ends, would hide
+    our one line: `Store` reports the error itself.
     """
+    for name in ("absl", "asyncio"):
+        logging.getLogger(name).addFilter(_is_others)
+    warnings.filterwarnings("ignore", NEVER_BEGUN, RuntimeWarning)
+    before = sys.unraisablehook
+    if getattr(before, "func", None) is not _tell_others:
+        sys.unraisablehook = functools.partial(_tell_others, before)
 
-    def __init__(self):
-        self._before = sys.unraisablehook
-        sys.unraisablehook = self._hook
-        for logger in _LOGGERS:
-            logger.addFilter(_is_others)
-        # stays, for the process's end
-        warnings.filterwarnings("ignore", NEVER_BEGUN, RuntimeWarning)
 
-    def close(self, *, after: float = 0.0) -> None:
-        """after: seconds to wait first, without blocking: abandoned writes may still be running."""
-        if after:
-            timer = threading.Timer(after, self.close)
-            timer.daemon = True
-            timer.start()
-            return
-        for logger in _LOGGERS:
-            logger.removeFilter(_is_others)
-        if sys.unraisablehook == self._hook:
-            sys.unraisablehook = self._before
-
-    def _hook(self, unraisable) -> None:
-        if str(unraisable.exc_value) != "Event loop is closed":
-            self._before(unraisable)
+def _tell_others(tell: Callable[[Any], None], unraisable: Any) -> None:
+    if str(unraisable.exc_value) != "Event loop is closed":
+        tell(unraisable)
 
 
 def _is_others(record: logging.LogRecord) -> bool:
@@ -139,4 +125,4 @@ def _is_others(record: logging.LogRecord) -> bool:
         return "orbax" not in record.pathname
     # the path may stand in its error alone
     error = record.exc_info[1] if record.exc_info else ""
-    return PART not in f"{record.getMessage()} {error}"
+    return not PART.search(f"{record.getMessage()} {error}")

@@ -36,16 +36,12 @@ class ChatTemplate:
                     f'a message must be such as {{"role": "user", "content": "Hello"}}, not {message!r}'
                 )
 
-        def strftime_now(form: str) -> str:
-            moment = now or datetime.datetime.now()
-            return moment.strftime(form)
-
         given = {
             "messages": list(messages),
             "tools": None,
             "documents": None,
             "add_generation_prompt": prompt,
-            "strftime_now": strftime_now,
+            "strftime_now": (now or datetime.datetime.now()).strftime,
         }
         # the template is a program of somebody else's
         with refused("the chat template refuses these messages"):

@@ -26,6 +26,7 @@ from ladder_jax.config import DataConfig, Format, TrainConfig
 from ladder_jax.config.load import read_section
 from ladder_jax.data import examples
 from ladder_jax.data import tokenizer as tokenizers
+from ladder_jax.data.examples import Examples
 from ladder_jax.data.packing import Batch, PackedRows
 from ladder_jax.data.store import Store, is_store
 from ladder_jax.data.tokenizer import BYTES, Tokenizer
@@ -111,14 +112,11 @@ def load(
                 f"{named} must be JSON lines, or a folder of them; to train on several in order,"
                 " start each run from the one before (train.start=RUN)"
             )
-        now = None
-        if began is not None:
-            now = datetime.datetime.fromtimestamp(began, datetime.UTC)
-        dataset = _examples(config, train, tokenizer, now)
+        dataset = _examples(config, train, tokenizer, began)
     elif listed:
         dataset = _mixed(read_mixture(path), config, train, tokenizer)
     elif stored:
-        dataset = _stored(path, config, train, tokenizer, seed=train.seed)
+        dataset = _stored(path, config, train, tokenizer)
     elif is_remote(path):
         raise UserError(f"{named}: there is no token store; text is read from local files only")
     else:
@@ -138,77 +136,70 @@ def _check(what: str, tokenizer: Tokenizer, required: Tokenizer | None, vocab_si
 def _text(config: DataConfig, train: TrainConfig, tokenizer: Tokenizer) -> Dataset:
     """Windows of one long text, cut regardless of its contents. The end is held out."""
     tokens, note = read_text(config)
-    length = train.sequence
     is_bytes = tokenizer.name == BYTES
     if not is_bytes:
         # `data.max_bytes` may have cut the last character.
         text = tokens.tobytes().decode("utf-8", errors="ignore")
         tokens = np.array(tokenizer.encode(text), np.int32)
     cut = _before_held_out(len(tokens), config)
-    training = tokens[:cut]
-    held_out = tokens[cut:]
-    for name, part in (("training", training), ("held-out", held_out)):
-        if len(part) <= length:
-            least = f"fewer than train.sequence + 1 = {length + 1}"
+    parts = {"training": tokens[:cut], "held-out": tokens[cut:]}
+    for name, part in parts.items():
+        if len(part) <= train.sequence:
+            least = f"fewer than train.sequence + 1 = {train.sequence + 1}"
             raise UserError(f"the {name} text has {len(part)} tokens, {least}")
     digest = hashlib.sha256(tokens).hexdigest()
     return _dataset(
-        windows(training, length),
-        windows(held_out, length),
-        seed=train.seed,
+        [windows(part, train.sequence) for part in parts.values()],
+        train,
         tokenizer=tokenizer,
         fingerprint=_digest([tokenizer.name, digest]),
         notes=(note,),
-        text=training if is_bytes else None,
+        text=parts["training"] if is_bytes else None,
     )
 
 
 def _examples(
-    config: DataConfig, train: TrainConfig, tokenizer: Tokenizer, now: datetime.datetime | None
+    config: DataConfig, train: TrainConfig, tokenizer: Tokenizer, began: float | None
 ) -> Dataset:
     """Packed examples. The last ones are held out."""
+    now = None
+    if began is not None:
+        now = datetime.datetime.fromtimestamp(began, datetime.UTC)
     loaded = examples.load(config.path, tokenizer=tokenizer, length=train.sequence, now=now)
     cut = _before_held_out(len(loaded), config)
-    rows, held_out = _packed(loaded.read, loaded.starts, cut, train, loaded.loss_mask)
     return _dataset(
-        rows,
-        held_out,
-        seed=train.seed,
+        _packed(loaded, cut, train, loaded.loss_mask),
+        train,
         tokenizer=tokenizer,
         fingerprint=_digest([tokenizer.name, loaded.fingerprint]),
         notes=(loaded.summary,),
     )
 
 
-def _stored(
-    path: AnyPath, config: DataConfig, train: TrainConfig, given: Tokenizer, *, seed: int
-) -> Dataset:
+def _stored(path: AnyPath, config: DataConfig, train: TrainConfig, given: Tokenizer) -> Dataset:
     """Packed documents. The last ones are held out."""
     store = Store(path)
     manifest = store.manifest
     tokenizer = store.tokenizer()
-    documents = manifest.documents
-    total = manifest.tokens
     what = f"the token store {str(store.folder)!r}"
     if config.tokenizer != BYTES and given.name != tokenizer.name:
         raise UserError(
             f"{what} is of {tokenizer.name}, not of data.tokenizer={config.tokenizer!r}"
         )
-    if documents < 2:
+    if manifest.documents < 2:
         raise UserError(f"{what} has one document; it needs two, as one is held out")
-    cut = np.searchsorted(store.starts, _before_held_out(total, config))
-    rows, held_out = _packed(store.read, store.starts, cut, train)
+    cut = np.searchsorted(store.starts, _before_held_out(manifest.tokens, config))
+    note = f"data: {manifest.documents:,} documents of {store.folder}, {manifest.tokens:,} tokens"
     return _dataset(
-        rows,
-        held_out,
-        seed=seed,
+        _packed(store, cut, train),
+        train,
         tokenizer=tokenizer,
         fingerprint=manifest.fingerprint,
-        notes=(f"data: {documents:,} documents of {store.folder}, {total:,} tokens",),
+        notes=(note,),
     )
 
 
-def read_mixture(file: pathlib.Path) -> list[tuple[AnyPath, float]]:
+def read_mixture(file: pathlib.Path) -> dict[AnyPath, float]:
     """The stores in a mixture file, and their weights, above 0. Raises UserError if it is not one.
 
     mixture:
@@ -220,50 +211,43 @@ def read_mixture(file: pathlib.Path) -> list[tuple[AnyPath, float]]:
         raise UserError(
             f"{str(file)!r} must hold one section 'mixture:' with token stores and weights, such as 'web: 7'"
         )
-    stores = []
+    stores = {}
     for name, weight in weights.items():
         store = str(name)
         if type(weight) not in (int, float) or not 0 < weight < math.inf:
             raise UserError(
                 f"{str(file)!r}: the weight of {store!r} must be a number above 0, not {weight!r}"
             )
-        if is_remote(store):
-            folder = absolute(store)
-        else:
-            folder = file.parent / store
-        stores.append((folder, float(weight)))
+        folder = absolute(store) if is_remote(store) else file.parent / store
+        stores[folder] = float(weight)
     return stores
 
 
 def _mixed(
-    weighted: Sequence[tuple[AnyPath, float]],
-    config: DataConfig,
-    train: TrainConfig,
-    given: Tokenizer,
+    stores: dict[AnyPath, float], config: DataConfig, train: TrainConfig, given: Tokenizer
 ) -> Dataset:
     """Rows of several stores, interleaved by weight. Each store has its own epochs."""
-    paths, weights = zip(*weighted)
+    paths = list(stores)
     parts = []
     for index, path in enumerate(paths):
         # A different seed for each: stores of the same size would otherwise be shuffled in the
         # same order.
         seed = (train.seed + index * 0x9E3779B9) % 2**32
-        parts.append(_stored(path, config, train, given, seed=seed))
-    first = parts[0].tokenizer.name
-    for path, part in zip(paths, parts):
+        part = _stored(path, config, dataclasses.replace(train, seed=seed), given)
+        parts.append(part)
+        first = parts[0].tokenizer.name
         if part.tokenizer.name != first:
-            differs = f"{str(path)!r} of {part.tokenizer.name}"
             raise UserError(
-                f"a mixture has one tokenizer: {str(paths[0])!r} is of {first}, {differs}"
+                f"a mixture has one tokenizer: {str(paths[0])!r} is of {first},"
+                f" {str(path)!r} of {part.tokenizer.name}"
             )
-    mix = grain.MapDataset.mix
-    training = [part.training for part in parts]
-    held_out = [part.held_out for part in parts]
+    weights = list(stores.values())
+    mix = lambda rows: grain.MapDataset.mix(rows, weights)
     identity = [[part.fingerprint, weight] for part, weight in zip(parts, weights)]
     return dataclasses.replace(
         parts[0],
-        training=mix(training, weights),
-        held_out=mix(held_out, weights),
+        training=mix([part.training for part in parts]),
+        held_out=mix([part.held_out for part in parts]),
         training_rows=sum(part.training_rows for part in parts),
         held_out_rows=sum(part.held_out_rows for part in parts),
         fingerprint=_digest(identity),
@@ -276,19 +260,22 @@ def _before_held_out(count: int, config: DataConfig) -> int:
 
 
 def _packed(
-    read, starts: np.ndarray, cut: int, train: TrainConfig, loss_mask=None
+    source: Examples | Store, cut: int, train: TrainConfig, loss_mask: np.ndarray | None = None
 ) -> list[PackedRows]:
     """Rows of the documents before `cut`, and of the others; one document at least of each."""
-    documents = len(starts) - 1
-    cut = int(np.clip(cut, 1, documents - 1))
-    length = train.sequence
+    starts = source.starts
+    cut = int(np.clip(cut, 1, len(starts) - 2))
     parts = starts[: cut + 1], starts[cut:]
-    return [PackedRows(read, part, length=length, loss_mask=loss_mask) for part in parts]
+    return [
+        PackedRows(source.read, part, length=train.sequence, loss_mask=loss_mask) for part in parts
+    ]
 
 
-def _dataset(rows: Rows, held_out: Rows, *, seed: int, **about: Any) -> Dataset:
+def _dataset(parts: Sequence[Rows], train: TrainConfig, **about: Any) -> Dataset:
+    """parts: the rows to train on, and those that are held out."""
+    rows, held_out = parts
     return Dataset(
-        shuffled(rows, seed=seed),
+        shuffled(rows, seed=train.seed),
         grain.MapDataset.source(held_out).repeat(),
         len(rows),
         len(held_out),
@@ -321,33 +308,21 @@ def read_text(config: DataConfig) -> tuple[np.ndarray, str]:
         files = below(root)
     parts = []
     size = 0
-    skipped = 0
     for file in files:
         if size >= config.max_bytes:
             break
-        # by a character more, of at most 4 bytes: what is left out is known then
-        most = config.max_bytes - size + 4
-        part = text_of(file, named=file == root, most=most)
-        if part is None:
-            skipped += 1
-            continue
-        content = part.encode()
-        parts.append(content)
-        size += len(content)
-    whole = b"\n".join(part for part in parts if part)
-    text = whole[: config.max_bytes]
+        # by a character more, of at most 4 bytes: the cut may lie within one
+        part = text_of(file, named=file == root, most=config.max_bytes - size + 4)
+        if part is not None:
+            content = part.encode()
+            parts.append(content)
+            size += len(content)
+    text = b"\n".join(part for part in parts if part)[: config.max_bytes]
     if not text.strip():
         raise UserError(f"data.path={path!r} holds no text")
-    count = len(parts)
-    counted = f"{count:,} files"
-    if count == 1:
-        counted = "1 file"
-    note = f"data: {counted} of {path}, {len(text):,} bytes of text"
-    if skipped:
-        note += f"; left out, as they are not UTF-8 text: {skipped:,}"
-    unread = len(files) - count - skipped
-    if unread or len(text) < len(whole):
-        note += "; the rest is left out by data.max_bytes"
+    note = f"data: {len(parts):,} of {len(files):,} files of {path}, {len(text):,} bytes of text"
+    if len(text) == config.max_bytes:
+        note += ", as many as data.max_bytes"
     return np.frombuffer(text, np.uint8), note
 
 
@@ -355,17 +330,13 @@ def bigram_entropy(text: np.ndarray) -> float:
     """The entropy of a byte given the previous byte, in nats per byte: the best loss of a bigram
     model.
     """
-    before = text[:-1].astype(np.int64)
-    codes = before * 256 + text[1:]
-    counts = np.bincount(codes, minlength=65536)
-    pairs = counts.reshape(256, 256)
+    codes = text[:-1].astype(np.int64) * 256 + text[1:]
+    pairs = np.bincount(codes, minlength=65536).reshape(256, 256)
     first = pairs.sum(axis=1, keepdims=True)
-    joint = pairs / pairs.sum()
     with np.errstate(divide="ignore", invalid="ignore"):
         logarithms = np.log(pairs / first)
     conditional = np.where(pairs > 0, logarithms, 0.0)
-    entropy = -(joint * conditional).sum()
-    return float(entropy)
+    return -float((pairs / pairs.sum() * conditional).sum())
 
 
 def stacked(rows: grain.MapDataset, indices: Iterable[int]) -> np.ndarray | Batch:
@@ -406,12 +377,8 @@ def evaluated(
     """
     batch = config.batch
     wanted = min(config.evaluation_batches, count // batch)
-    end = batch * max(1, wanted)
-    batches = []
-    for first in range(0, end, batch):
-        indices = range(first, first + batch)
-        batches.append(stacked(rows, indices))
-    return batches
+    firsts = range(0, batch * max(1, wanted), batch)
+    return [stacked(rows, range(first, first + batch)) for first in firsts]
 
 
 class DataLoader:
@@ -425,13 +392,11 @@ class DataLoader:
     def __init__(self, rows: grain.MapDataset, *, config: TrainConfig, sharding: NamedSharding):
         self._shape = (config.batch, config.sequence + 1)
         self._sharding = sharding
-        indices = sharding.addressable_devices_indices_map(self._shape).values()
-        whole = range(config.batch)
-        share = set()
-        for part, _ in indices:
-            share.update(whole[part])
-        self._share = sorted(share)
         self._rows = rows
+        share = set()  # of the batch
+        for part, _ in sharding.addressable_devices_indices_map(self._shape).values():
+            share.update(range(config.batch)[part])
+        self._share = sorted(share)
 
     def abstract(self) -> Any:
         """Shapes and shardings of a batch, to compile for."""

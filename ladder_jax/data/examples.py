@@ -67,32 +67,28 @@ def load(
     """
     now = now or datetime.datetime.now()
     size = length + 1
-    tokens = []
-    masks = []
+    kept = []
     cut = 0
     left_out = 0
     for where, example in read(path):
         row, mask = render(example, tokenizer=tokenizer, where=where, now=now)
-        mask = mask[:size]
-        if not mask[1:].any():
+        if not mask[1:size].any():
             left_out += 1
             continue
-        tokens.append(row[:size])
-        masks.append(mask)
+        kept.append((row[:size], mask[:size]))
         if len(row) > size:
             cut += 1
-    if len(tokens) < 2:
+    if len(kept) < 2:
         raise UserError(
-            f"data.path={path!r} has {len(tokens)} examples with tokens to predict; it needs two, as one is held out"
+            f"data.path={path!r} has {len(kept)} examples with tokens to predict; it needs two, as one is held out"
         )
-    lengths = [len(row) for row in tokens]
-    loss_mask = np.concatenate(masks)
+    tokens, loss_mask = (np.concatenate(rows) for rows in zip(*kept))
     summary = (
-        f"{len(tokens):,} examples of {len(loss_mask):,} tokens, of which {loss_mask.mean():.0%} are predicted;"
+        f"{len(kept):,} examples of {len(tokens):,} tokens, of which {loss_mask.mean():.0%} are predicted;"
         f" {cut:,} were cut at a row's end; {left_out:,} left out, with no token to predict in a row"
     )
-    starts = np.cumsum([0, *lengths])
-    return Examples(np.concatenate(tokens), loss_mask, starts, summary)
+    starts = np.cumsum([0, *(len(row) for row, _ in kept)])
+    return Examples(tokens, loss_mask, starts, summary)
 
 
 def read(path: str) -> Iterator[tuple[str, dict]]:
@@ -134,23 +130,18 @@ def render(
         if "messages" in example:
             text, spans = _chat(example["messages"], tokenizer, now)
             return _tokens(text, spans, tokenizer, special=False)
-        given = [keys for keys in KEYS if example.keys() >= set(keys)]
-        if not given:
+        keys = next((keys for keys in KEYS if example.keys() >= set(keys)), None)
+        if keys is None:
             has = ", ".join(map(repr, example)) or "nothing"
             raise UserError(
                 f"needs 'messages', 'prompt' and 'completion', or 'text': this has {has}"
             )
-        parts = []
-        for key in given[0]:
-            part = example[key]
-            if not isinstance(part, str):
-                raise UserError(f"{key!r} must be text, not {type(part).__name__}")
-            parts.append(part)
-        text = "".join(parts)
-        end = len(text)
-        begin = end - len(parts[-1])
-        spans = [(begin, end)]
-        tokens, loss_mask = _tokens(text, spans, tokenizer, special=True)
+        for key in keys:
+            if not isinstance(example[key], str):
+                raise UserError(f"{key!r} must be text, not {type(example[key]).__name__}")
+        text = "".join(example[key] for key in keys)
+        begin = len(text) - len(example[keys[-1]])
+        tokens, loss_mask = _tokens(text, [(begin, len(text))], tokenizer, special=True)
         return _ended(tokens, loss_mask, tokenizer)
     except (UserError, UnicodeEncodeError) as error:
         raise UserError(f"{where}: {error}") from None
@@ -163,8 +154,7 @@ def _ended(tokens: np.ndarray, loss_mask: np.ndarray, tokenizer: Tokenizer) -> M
     stop_ids = tokenizer.stop_ids
     if not stop_ids:
         return tokens, loss_mask
-    is_ended = len(tokens) and tokens[-1] in stop_ids
-    if not is_ended:
+    if not len(tokens) or tokens[-1] not in stop_ids:
         tokens = np.append(tokens, np.int32(stop_ids[0]))
         loss_mask = np.append(loss_mask, True)
     loss_mask[-1] = True
@@ -182,12 +172,10 @@ def _chat(
     for index, message in enumerate(messages):
         if message["role"] != ASSISTANT:
             continue
-        earlier = messages[:index]
-        before = tokenizer.render(earlier, prompt=True, now=now)
-        after = tokenizer.render([*earlier, message], prompt=False, now=now)
+        before = tokenizer.render(messages[:index], prompt=True, now=now)
+        after = tokenizer.render(messages[: index + 1], prompt=False, now=now)
         until = after.rstrip()
-        follows = after.startswith(before) and text.startswith(until)
-        if not follows:
+        if not after.startswith(before) or not text.startswith(until):
             raise UserError(
                 "the chat template changes earlier turns when more follow: write one assistant turn per example"
             )

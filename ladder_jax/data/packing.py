@@ -73,8 +73,7 @@ class PackedRows:
         self._read = read
         self._size = length + 1
         self._loss_mask = loss_mask
-        lengths = np.diff(starts)
-        packed = pack(starts[:-1], lengths, row=self._size)
+        packed = pack(starts[:-1], np.diff(starts), row=self._size)
         self._start, self._length, self._first = packed
 
     def __len__(self) -> int:
@@ -82,11 +81,10 @@ class PackedRows:
 
     def __getitem__(self, index) -> Batch:
         """Raises UserError where the tokens cannot be read."""
-        row = int(index)
         mask = self._loss_mask
         at = 0
         tokens, segments, loss_mask = np.zeros((3, self._size), np.int32)
-        first, end = self._first[row : row + 2]
+        first, end = self._first[int(index) : int(index) + 2]
         for segment, piece in enumerate(range(first, end), start=1):
             start = int(self._start[piece])
             length = int(self._length[piece])
@@ -96,9 +94,7 @@ class PackedRows:
             segments[here] = segment
             if mask is not None:
                 loss_mask[here] = mask[start : start + length]
-        if mask is None:
-            return Batch(tokens, segments)
-        return Batch(tokens, segments, loss_mask)
+        return Batch(tokens, segments, None if mask is None else loss_mask)
 
 
 def pack(
@@ -123,13 +119,9 @@ def pack(
     start, length = _cut(starts, lengths, row)
     order = np.argsort(-length, kind="stable")
     row_of = _best_fit(length[order], row)
-    by_row = np.argsort(row_of, kind="stable")
-    pieces = order[by_row]
-    counts = np.bincount(row_of)
-    first = np.cumsum(np.append(0, counts))
-    start = start[pieces]
-    length = length[pieces].astype(np.int32)
-    return start, length, first
+    pieces = order[np.argsort(row_of, kind="stable")]
+    first = np.cumsum(np.append(0, np.bincount(row_of)))
+    return start[pieces], length[pieces].astype(np.int32), first
 
 
 def _cut(starts: np.ndarray, lengths: np.ndarray, row: int) -> tuple[np.ndarray, np.ndarray]:
@@ -144,10 +136,8 @@ def _cut(starts: np.ndarray, lengths: np.ndarray, row: int) -> tuple[np.ndarray,
     index = np.arange(pieces.sum())
     index -= np.repeat(before, pieces)
     offset = index * step
-    start = np.repeat(starts, pieces) + offset
     left = np.repeat(lengths, pieces) - offset
-    length = np.minimum(left, row)
-    return start, length
+    return np.repeat(starts, pieces) + offset, np.minimum(left, row)
 
 
 def _best_fit(lengths: np.ndarray, row: int) -> np.ndarray:

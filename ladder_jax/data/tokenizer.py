@@ -220,15 +220,13 @@ class HuggingFace(Tokenizer):
         digest = hashlib.sha256(content.encode()).hexdigest()
         self.name = f"tokenizer-{digest[:16]}"
         self._steps, self._drops_first_space = _steps(described.get("decoder"))
-        config = self._object("tokenizer_config.json")
-        self._special = _special_tokens(self._object("special_tokens_map.json") | config)
+        config = self._object("special_tokens_map.json") | self._object("tokenizer_config.json")
+        self._special = _special_tokens(config)
         self.stop_ids = self._stop_ids()
         self.bos_token_id = self._token_id("bos_token")
         source = self.files.get("chat_template.jinja", _template(config))
-        self._chat = None
-        if source is not None:
-            self._chat = ChatTemplate(source, special=self._special)
         self.has_chat = source is not None
+        self._chat = ChatTemplate(source, special=self._special) if self.has_chat else None
         special = tuple(sorted(self._special.items()))
         self._contents = (self.name, source, self.stop_ids, special)
 
@@ -236,9 +234,7 @@ class HuggingFace(Tokenizer):
         """Whether both do the same: models that hold copies of one tokenizer are one program to
         Flax.
         """
-        if not isinstance(other, HuggingFace):
-            return False
-        return self._contents == other._contents
+        return isinstance(other, HuggingFace) and self._contents == other._contents
 
     def __hash__(self) -> int:
         return hash(self._contents)
@@ -298,17 +294,13 @@ class HuggingFace(Tokenizer):
 
     def _token_id(self, name: str) -> int | None:
         token = self._special.get(name)
-        if token is None:
-            return None
-        return self._tokenizer.token_to_id(token)
+        return None if token is None else self._tokenizer.token_to_id(token)
 
     def _stop_ids(self) -> tuple[int, ...]:
-        several = self._object("generation_config.json").get("eos_token_id")
-        if not isinstance(several, list):
-            several = [several]
+        more = self._object("generation_config.json").get("eos_token_id")
+        several = more if isinstance(more, list) else [more]
         found = [self._token_id("eos_token"), *several]
-        known = [token for token in found if isinstance(token, int)]
-        return tuple(dict.fromkeys(known))
+        return tuple(dict.fromkeys(token for token in found if isinstance(token, int)))
 
 
 def _read(folder: AnyPath) -> dict[str, str]:
@@ -343,9 +335,7 @@ def _special_tokens(config: dict) -> dict[str, str]:
     """`bos_token` and the like; a token is written as text, or as an object with its `content`."""
     found = {}
     for key, value in config.items():
-        text = value
-        if isinstance(value, dict):
-            text = value.get("content")
+        text = value.get("content") if isinstance(value, dict) else value
         if key.endswith("_token") and isinstance(text, str):
             found[key] = text
     return found
@@ -357,9 +347,7 @@ def _template(config: dict) -> str | None:
     if isinstance(found, list):
         named = {one.get("name"): one.get("template") for one in found if isinstance(one, dict)}
         found = named.get("default")
-    if isinstance(found, str):
-        return found
-    return None
+    return found if isinstance(found, str) else None
 
 
 def _steps(decoder: dict | None) -> tuple[list[Step], bool]:
@@ -410,9 +398,7 @@ def _flat(decoder: dict | None) -> list[dict]:
 
 def _byte_fallback(piece: str) -> str | bytes:
     found = BYTE.fullmatch(piece)
-    if found is None:
-        return piece
-    return bytes.fromhex(found[1])
+    return bytes.fromhex(found[1]) if found else piece
 
 
 def _byte_level(piece: str) -> str | bytes:
@@ -430,11 +416,9 @@ def _characters() -> dict[str, int]:
     U+0100 on.
     """
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
-    others = [byte for byte in range(256) if byte not in printable]
-    characters = {chr(byte): byte for byte in printable}
-    for index, byte in enumerate(others):
-        characters[chr(256 + index)] = byte
-    return characters
+    others = sorted(set(range(256)) - printable)
+    characters = {chr(256 + index): byte for index, byte in enumerate(others)}
+    return characters | {chr(byte): byte for byte in printable}
 
 
 BYTE_OF = _characters()

@@ -44,7 +44,7 @@ def read(path: pathlib.Path) -> Source:
     opened = checkpoint.open_checkpoint(path)
     step = opened.path
     if opened.has_manifest:
-        problems = manifest.problems(step, part="params")
+        problems = manifest.problems(step, contents=("params/",))
         if problems:
             raise checkpoint.Damaged(
                 f"checkpoint {str(step)!r} is damaged or incomplete: {problems[0]}"

@@ -58,7 +58,13 @@ class Agreement:
         key = f"{self._name}/{number}"
         with _coordination(what):
             self._client.key_value_set(f"{key}/{self._process}", json.dumps(mine))
-            late = not self._all_come(key)
+            late = False
+            try:
+                self._client.wait_at_barrier(key, int(1000 * min(self.timeout, LONGEST)))
+            except jax.errors.JaxRuntimeError as error:
+                late = "DEADLINE_EXCEEDED" in str(error)
+                if not late:
+                    raise
             reports = {}
             for name, value in self._client.key_value_dir_get(f"{key}/"):
                 reports[int(name.rpartition("/")[2])] = json.loads(value)
@@ -71,16 +77,6 @@ class Agreement:
                 f"process {first} of {self._count} has not answered within {self.timeout:g} s: {what}"
             )
         return [reports[process] for process in sorted(reports)]
-
-    def _all_come(self, key: str) -> bool:
-        """Whether all processes come here within the time."""
-        try:
-            self._client.wait_at_barrier(key, int(1000 * min(self.timeout, LONGEST)))
-        except jax.errors.JaxRuntimeError as error:
-            if "DEADLINE_EXCEEDED" not in str(error):
-                raise
-            return False
-        return True
 
     def broadcast[T](self, what: str, decide: Callable[[], T]) -> T:
         """What `decide` returns in process 0, which alone calls it. Raises its UserError or

@@ -18,7 +18,6 @@ from ladder_jax.errors import UserError, error_text
 from ladder_jax.processes.options import CHIPS, ProcessSpec, Timeouts, incomplete
 
 ANNOUNCE_AFTER = 10.0  # seconds until a process prints that it waits for others
-LONGEST = 1e6  # seconds: jax's time-outs are integers
 LOOPBACK = ("localhost", "127.0.0.1", "[::1]")
 
 type Say = Callable[[str], None]
@@ -50,7 +49,7 @@ def joined(
         yield Member()
         return
     from flax import traverse_util
-    from jax._src import distributed  # which has no public name for what `initialize` has made
+    from jax._src import distributed
 
     from ladder_jax.processes.agreement import Agreement
     from ladder_jax.processes.watchdog import Watchdog
@@ -58,11 +57,7 @@ def joined(
     state = distributed.global_state
     process = state.process_id
     processes = state.num_processes
-    if processes == 1:
-        yield Member()
-        return
-    given = traverse_util.flatten_dict(settings, sep=".")
-    given["--processes"] = processes
+    given = traverse_util.flatten_dict(settings, sep=".") | {"--processes": processes}
     mine = {"host": socket.gethostname(), "settings": given}
     agreement = Agreement("settings", timeout=timeouts.start, place=(process, processes))
     hosts = _hosts(agreement.gather("its settings", mine))
@@ -91,20 +86,21 @@ def _hosts(reports: list[dict[str, Any]]) -> list[str]:
 
 
 def connect(spec: ProcessSpec, *, timeouts: Timeouts, say: Say) -> bool:
-    """Connect jax; False on a machine that only looks like one of a TPU slice: it trains alone.
+    """Connect jax; False for a process that trains alone, also one on a machine that only looks like
+    one of a TPU slice.
 
     Raises UserError where jax cannot find out what `spec` leaves open, or where the coordinator's
     port is in use. Ends the process with status 1 and one line when the others have not joined in
     time.
     """
     import jax
+    from jax._src import distributed  # which has no public name for what `initialize` has made
 
     if "JAX_CPU_COLLECTIVES_IMPLEMENTATION" not in os.environ:
         jax.config.update("jax_cpu_collectives_implementation", "gloo")
     bind = None
     if spec.process == 0 and spec.coordinator and "JAX_COORDINATOR_BIND_ADDRESS" not in os.environ:
         bind = _bind_address(spec.coordinator)
-    whole = lambda seconds: int(min(seconds, LONGEST))
     try:
         with _in_time(spec, timeouts=timeouts, say=say), _interruptible():
             # jax's own time-outs end in an abort with a stack trace, so they are the longer ones.
@@ -114,9 +110,9 @@ def connect(spec: ProcessSpec, *, timeouts: Timeouts, say: Say) -> bool:
                 spec.process,
                 cluster_detection_method=None if spec.cluster else "deactivate",
                 coordinator_bind_address=bind,
-                initialization_timeout=whole(timeouts.start + 60),
-                heartbeat_timeout_seconds=whole(2 * timeouts.lost + 60),
-                shutdown_timeout_seconds=whole(timeouts.lost + 60),
+                initialization_timeout=int(timeouts.start + 60),
+                heartbeat_timeout_seconds=int(2 * timeouts.lost + 60),
+                shutdown_timeout_seconds=int(timeouts.lost + 60),
             )
     except Exception as error:  # of whatever the cluster's own service raises
         if spec == ProcessSpec(None, None, None, CHIPS) and isinstance(error, ValueError):
@@ -125,7 +121,7 @@ def connect(spec: ProcessSpec, *, timeouts: Timeouts, say: Say) -> bool:
         if spec.cluster is None:
             raise UserError(f"jax cannot join the other processes: {why}") from None
         raise incomplete(f"{spec.cluster} was recognised, but {why}", spec) from None
-    return True
+    return distributed.global_state.num_processes > 1
 
 
 def _bind_address(coordinator: str) -> str | None:
@@ -152,13 +148,10 @@ def _in_time(spec: ProcessSpec, *, timeouts: Timeouts, say: Say) -> Iterator[Non
     """While jax waits for all processes: print that it does, and end this process with one line
     after `start`.
     """
-    number = "this process"
+    me = f"this process (host {socket.gethostname()})"
     if spec.process is not None:
-        number = f"process {spec.process} of {spec.processes}"
-    me = f"{number} (host {socket.gethostname()})"
-    where = ""
-    if spec.coordinator:
-        where = f" at {spec.coordinator}"
+        me = f"process {spec.process} of {spec.processes} (host {socket.gethostname()})"
+    where = f" at {spec.coordinator}" if spec.coordinator else ""
 
     def give_up() -> None:
         why = f"has waited{where} for {timeouts.start:g} s, and not all processes have joined"
@@ -169,7 +162,7 @@ def _in_time(spec: ProcessSpec, *, timeouts: Timeouts, say: Say) -> Iterator[Non
     waits = f"{me} waits for the others; a process that prints no such line has not started"
     timers = (
         threading.Timer(ANNOUNCE_AFTER, say, [waits]),
-        threading.Timer(min(timeouts.start, LONGEST), give_up),
+        threading.Timer(timeouts.start, give_up),
     )
     for timer in timers:
         timer.daemon = True

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from ladder_jax.errors import UserError
 
 CHIPS = "a TPU"  # only its metadata server knows of how many hosts
+LONGEST = 1e9  # seconds, 31 years: jax's time-outs are integers
 
 type Options = Mapping[str, str | None]
 type Environ = Mapping[str, str]
@@ -106,11 +107,8 @@ def timeouts(options: Options, environ: Environ) -> Timeouts:
     ever.
     """
     given = _given(options, environ)
-    seconds = {}
-    for name in ("start", "lost", "hang"):
-        if text := given.get(f"{name}_timeout"):
-            seconds[name] = _seconds(name, text)
-    return Timeouts(**seconds)
+    names = [name for name in ("start", "lost", "hang") if f"{name}_timeout" in given]
+    return Timeouts(**{name: _seconds(name, given[f"{name}_timeout"]) for name in names})
 
 
 def suspected(environ: Environ) -> str | None:
@@ -138,11 +136,8 @@ def suspected(environ: Environ) -> str | None:
 
 
 def incomplete(why: str, spec: ProcessSpec) -> UserError:
-    missing = [
-        f"--{name}"
-        for name in ("coordinator", "processes", "process")
-        if getattr(spec, name) is None
-    ]
+    names = ("coordinator", "processes", "process")
+    missing = [f"--{name}" for name in names if getattr(spec, name) is None]
     return UserError(
         f"{why}: {' and '.join(missing)} must be given too"
         " (or --processes 1, to train alone; LADDER_JAX_* variables say the same)"
@@ -176,7 +171,7 @@ def _seconds(name: str, text: str) -> float:
         seconds = float("nan")
     if not seconds > 0:
         raise UserError(f"--{name}-timeout must be a positive number of seconds, not {text!r}")
-    return seconds
+    return min(seconds, LONGEST)
 
 
 def _check_coordinator(address: str | None) -> None:

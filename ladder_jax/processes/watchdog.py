@@ -30,7 +30,6 @@ GO_ON = "all processes stop; the same command on each goes on from the last chec
 REPORTS = "ladder_jax/reports"
 TICK = 0.2  # seconds
 SETTLE = 1.0  # seconds after a verdict in which a process may still end with an error of its own
-LONGEST = 1e6  # seconds: Python's waits have a limit
 
 
 class End(enum.StrEnum):
@@ -220,7 +219,7 @@ class Watchdog:
             last = told.strip().splitlines()[-1][:300]
             self._tell_end(End.CRASHED, f"crashed: {last}")
             # another may have caused it
-            self._judged.wait(min(self._timeouts.lost + 3 * self._timeouts.interval, LONGEST))
+            self._judged.wait(self._timeouts.lost + 3 * self._timeouts.interval)
             verdict = self._verdict
             if verdict is None or self._process in verdict.about:
                 traceback.print_exc()

@@ -60,17 +60,14 @@ class _PartedModel:
         if self.ladder_fraction is not None:
             stack = {**stack, LADDER_FRACTION: self.ladder_fraction[first:last]}
             dims = {**dims, LADDER_FRACTION: "L"}
-        params = {LAYERS: stack}
-        dims = {LAYERS: dims}
-        settings = dict(params=params, dims=dims, ranges={LAYERS: range(first, last)})
-        return self.forward.layers(state, extra, **settings)[:2]
-
-
-def terms(plan: RetrainPlan) -> tuple[str, ...]:
-    """The names of the loss's terms that the metrics show beside their sum."""
-    if plan.teacher is None:
-        return ()
-    return ("cross_entropy", "divergence", *(("hidden",) if plan.distill.hidden_weight else ()))
+        state, extra, _ = self.forward.layers(
+            state,
+            extra,
+            params={LAYERS: stack},
+            dims={LAYERS: dims},
+            ranges={LAYERS: range(first, last)},
+        )
+        return state, extra
 
 
 def loss_sum(
@@ -82,8 +79,8 @@ def loss_sum(
     scheduled: dict[str, jax.Array],
     config: TrainConfig,
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """(the loss, its `terms`), each summed over this rank's positions and equal on its tensor
-    ranks.
+    """(the loss, the terms that the metrics show beside it), each summed over this rank's positions
+    and equal on its tensor ranks.
 
     scheduled: as `TrainingTask.scheduled` has it.
     """
@@ -116,15 +113,8 @@ def loss_sum(
         penalty, named = routers.penalty(extra, batch, scheduled=scheduled, config=config)
         penalties = [penalty]
     if plan.teacher is None:
-        total = nn.loss_sum(
-            definition,
-            params,
-            x,
-            batch.targets,
-            weights=batch.weights,
-            z_loss=config.z_loss,
-            chunk=config.loss_chunk,
-        )
+        settings = dict(weights=batch.weights, z_loss=config.z_loss, chunk=config.loss_chunk)
+        total = nn.loss_sum(definition, params, x, batch.targets, **settings)
         return sum(penalties, total), named
 
     shared_params = frozen.get("model", {}) if plan.shares_weights else {}
@@ -160,15 +150,14 @@ def loss_sum(
     total = sum(penalties, sums.total)
     if not plan.distill.hidden_weight:
         return total, named
-    compared = [layer for layer in compared_layers(plan) if layer in teacher_streams]
     distances = [
-        _distance(student_streams[n](), teacher_streams[n], batch.weights) for n in compared
+        _distance(student_streams[n](), teacher_streams[n], batch.weights)
+        for n in compared_layers(plan)
+        if n in teacher_streams
     ]
     hidden = sum(distances) / len(distances)
-    return total + plan.distill.hidden_weight * hidden, {
-        **named,
-        "hidden": lax.stop_gradient(hidden),
-    }
+    named["hidden"] = lax.stop_gradient(hidden)
+    return total + plan.distill.hidden_weight * hidden, named
 
 
 def compared_layers(plan: RetrainPlan) -> list[int]:
@@ -185,7 +174,7 @@ def _with_factors(plan: RetrainPlan, trained: Params, frozen: Params) -> tuple[P
     attached to the layers.
     """
     params = {**lax.stop_gradient(frozen.get("model", {})), **trained}
-    dims = {**plan.frozen_dims.get("model", {}), **plan.trained_dims}
+    dims = plan.dims | plan.trained_dims
     if plan.lora.rank:
         for tree in (params, dims):
             tree[LAYERS] = lora.attach(tree[LAYERS], tree.pop(ADAPTERS), scale=plan.lora.scale)

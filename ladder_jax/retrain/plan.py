@@ -43,11 +43,9 @@ class RetrainPlan:
 
     @functools.cached_property
     def trained_dims(self) -> Params:
-        return (
-            {ADAPTERS: parameter.dims_of(self.adapters)}
-            if self.lora.rank
-            else self._pick(self.dims, trained=True)
-        )
+        if self.lora.rank:
+            return {ADAPTERS: parameter.dims_of(self.adapters)}
+        return self._pick(self.dims, trained=True)
 
     @functools.cached_property
     def frozen_dims(self) -> Params:
@@ -71,9 +69,6 @@ class RetrainPlan:
         """LoRA's factors, declared."""
         layers = self.definition.config.num_layers - self.frozen_layers
         return factors.declare(self.definition, config=self.lora, layers=layers)
-
-    def initial_adapters(self, *, seed: int) -> Params:
-        return {ADAPTERS: self._initial(self.adapters, ADAPTERS, seed)}
 
     @property
     def side(self) -> bool:

@@ -53,17 +53,13 @@ def of_run(
     teacher = config.distill.teacher
     needs_start = recorded is None or config.lora.rank or teacher == START
     recorded = (decided or {}) | (recorded or {})
-    start = (
-        _opened("train.start", config.train.start, config, recorded.get("start"))
-        if needs_start
-        else None
-    )
-    other = (
-        None
-        if teacher in (None, START)
-        else _opened("distill.teacher", teacher, config, recorded.get("teacher"))
-    )
-    found = Sources(start, start if teacher == START else other)
+    start = None
+    if needs_start:
+        start = _opened("train.start", config.train.start, config, recorded.get("start"))
+    learnt = start
+    if teacher != START:
+        learnt = _opened("distill.teacher", teacher, config, recorded.get("teacher"))
+    found = Sources(start, learnt)
     _check_refitted(config, found)
     return found
 
@@ -82,12 +78,10 @@ def teacher_model(config: RunConfig, sources: Sources) -> ModelConfig | None:
     )
 
 
-def tokenizer(config: RunConfig, *, folder: pathlib.Path) -> tokenizers.Tokenizer | None:
-    """With train.start: the run's, once its configuration is written, until then that checkpoint's.
-    None without train.start.
+def tokenizer(config: RunConfig, *, folder: pathlib.Path) -> tokenizers.Tokenizer:
+    """With train.start: the run's, once its configuration is written, until then that
+    checkpoint's.
     """
-    if config.train.start is None:
-        return None
     if (folder / "config.json").is_file():
         saved = folder / tokenizers.FOLDER
         return tokenizers.load(saved if saved.is_dir() else None)

@@ -37,13 +37,6 @@ class Retraining(RetrainPlan):
 
     # The program's side: what a compiled step computes.
 
-    @property
-    def terms(self) -> dict[str, tuple[int, ...]]:
-        return {
-            **dict.fromkeys(loss.terms(self), ()),
-            **(self.routers.terms if self.routers else {}),
-        }
-
     @functools.cached_property
     def held_out(self) -> "Retraining":
         return dataclasses.replace(self, teacher=None)
@@ -59,9 +52,10 @@ class Retraining(RetrainPlan):
     def measured(
         self, terms: dict[str, jax.Array], scheduled: dict[str, jax.Array]
     ) -> dict[str, jax.Array]:
-        measured = {name: terms[name] for name in loss.terms(self)}
+        of_routers = self.routers.terms if self.routers else {}
+        measured = {name: terms[name] for name in terms if name not in of_routers}
         if self.routers:
-            measured |= self.routers.metrics({name: terms[name] for name in self.routers.terms})
+            measured |= self.routers.metrics({name: terms[name] for name in of_routers})
         if self.conversion.steps:
             measured["turned"] = jnp.mean(scheduled[conversion.LADDER_FRACTION])
         return measured
@@ -75,6 +69,7 @@ class Retraining(RetrainPlan):
         start = self.sources.start
         return start and f"starting from {sources.exact_name(start)}, {start.config.model.residual}"
 
+    @property
     def sources_record(self) -> dict[str, Any]:
         return self.sources.record()
 
@@ -83,8 +78,10 @@ class Retraining(RetrainPlan):
         params = self._stored(start) if start else nn.initialize(self.definition, seed=seed)
         trained, frozen = self.split(params, teacher=self._teacher_params())
         if self.side and not trained:
-            return self.initial_side(seed=seed), frozen
-        return (self.initial_adapters(seed=seed) if self.lora.rank else trained), frozen
+            trained = self.initial_side(seed=seed)
+        if self.lora.rank:
+            trained = {ADAPTERS: self._initial(self.adapters, ADAPTERS, seed)}
+        return trained, frozen
 
     def restored(self, checkpoint: Checkpoint, *, extra: Params) -> tuple[Params, Params]:
         # A checkpoint of LoRA holds the merged matrices, which are rounded; the factors belong to

@@ -4,7 +4,6 @@ saving.
 
 import dataclasses
 import time
-from collections.abc import Iterable
 from typing import Any
 
 import jax
@@ -12,7 +11,7 @@ import numpy as np
 
 from ladder_jax.checkpoint import Checkpoint, Damaged, Store, manifest, open_checkpoint, steps
 from ladder_jax.config import OnDamaged
-from ladder_jax.errors import RunFailed, UserError
+from ladder_jax.errors import UserError
 from ladder_jax.files import AnyPath, explained, patiently
 from ladder_jax.nn import Params
 from ladder_jax.train.folder import RunContext, writing
@@ -92,59 +91,33 @@ def check_data(checkpoint: Checkpoint, *, path: str, fingerprint: str) -> None:
         )
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class CheckpointSaver:
-    """Saves a run's state after a step, in the background. All waiting counts as saving.
+def save(
+    store: Store,
+    state: TrainState,
+    frozen: Params,
+    *,
+    context: RunContext,
+    task: TrainingTask,
+    validation: float | None = None,
+    **about: Any,
+) -> None:
+    """Start to save a state in the background; a later `store.failure()` says if that went wrong.
 
-    fingerprint: of the training data; sources: the checkpoints that the run took weights from
-        (`retrain.sources`).
+    about: more JSON values of the run, by name, for the item `data`.
     """
-
-    store: Store
-    context: RunContext
-    task: TrainingTask
-    fingerprint: str
-    sources: dict[str, Any]
-
-    def save(
-        self,
-        step: int,
-        state: TrainState,
-        frozen: Params,
-        *,
-        skipped: Iterable[int],
-        validation: float | None,
-    ) -> None:
-        """Start to save; a later `store.failure()` says if that went wrong."""
-        with self.context.account.time("saving"):
-            # All of a run beside its arrays and configuration. The next batch is that of step + 1.
-            position = {
-                "step": step,
-                "fingerprint": self.fingerprint,
-                "tokenizer": self.context.tokenizer.name,
-                "skipped": sorted(skipped),  # steps whose batches changed nothing
-                "mean": float(state.mean_loss),
-                "count": int(state.good_steps),
-                "account": self.context.account.as_dict(),
-                "sources": self.sources,
-            }
-            self.store.save(
-                step,
-                params=self.task.exported(state.params, frozen),
-                optimizer=optimizer_to_dict(state.optimizer) | self.task.extra(state.params),
-                data=position,
-                validation_loss=validation,
-            )
-
-    def wait(self) -> None:
-        with self.context.account.time("saving"):
-            self.store.wait()
-
-    def finish(self) -> None:
-        """Wait until the last save is on the disk. Raises RunFailed where that fails."""
-        self.wait()
-        if failure := self.store.failure():
-            raise RunFailed(f"{failure}; the same command goes on from there")
+    position = {
+        "tokenizer": context.tokenizer.name,
+        "mean": float(state.mean_loss),
+        "count": int(state.good_steps),
+        "account": context.account.as_dict(),
+    }
+    store.save(
+        int(state.step),  # the next batch is that of the step after it
+        params=task.exported(state.params, frozen),
+        optimizer=optimizer_to_dict(state.optimizer) | task.extra(state.params),
+        data=position | about,
+        validation_loss=validation,
+    )
 
 
 def _newest(folder: AnyPath, *, context: RunContext) -> tuple[int, bool] | None:
@@ -177,7 +150,7 @@ def _await_files(folder: AnyPath, *, within: float) -> None:
     does.
     """
     until = time.monotonic() + within
-    while wrong := manifest.problems(folder, contents=False):
+    while wrong := manifest.problems(folder, contents=()):
         if time.monotonic() > until:
             raise UserError(
                 f"checkpoint {str(folder)!r} is not what process 0 sees: {wrong[0]} after {within:g} s"

@@ -12,8 +12,7 @@ clocks are compared.
 
 import contextlib
 import dataclasses
-import errno
-import fcntl
+import itertools
 import json
 import os
 import pathlib
@@ -172,11 +171,9 @@ def _check(config: RunConfig, folder: AnyPath) -> None:
     except (OSError, ValueError, AssertionError, RecursionError):  # of what is no object, too
         raise UserError(f"{str(file)!r} cannot be read as JSON") from None
     after = flatten_dict(to_dict(config), sep=".")
-    has_experts = any(key.startswith("model.moe.") for key in before)
-    defaults = RunConfig()
-    if has_experts:
-        defaults = RunConfig(model=ModelConfig(moe=MoEConfig()))
     # a setting that did not exist then had its default
+    has_experts = any(key.startswith("model.moe.") for key in before)
+    defaults = RunConfig(model=ModelConfig(moe=MoEConfig())) if has_experts else RunConfig()
     before = flatten_dict(to_dict(defaults), sep=".") | before
     changed = []
     for key in sorted(before | after):
@@ -222,25 +219,17 @@ def locked(
 
 @contextlib.contextmanager
 def _file_lock(folder: pathlib.Path) -> Iterator[None]:
-    """The file stays. It is a regular file open for writing because NFS enforces no other lock
-    across hosts.
-    """
+    """The file stays, but of a run that was refused nothing does."""
     made = not folder.exists()
     folder.mkdir(parents=True, exist_ok=True)
-    with open(folder / LOCK, "a") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise UserError(f"another process is training in {str(folder)!r}") from None
-        except OSError as error:  # on a file system without locks nobody is kept out
-            if error.errno not in (errno.ENOLCK, errno.ENOTSUP, errno.EINVAL):
-                raise
-        if not os.fstat(file.fileno()).st_nlink:  # removed by a refused run, just now
+    busy = f"another process is training in {str(folder)!r}"
+    with files.locked(folder / LOCK, busy=busy) as lock:
+        if not os.fstat(lock.fileno()).st_nlink:  # removed by a refused run, just now
             raise UserError(f"another process was about to train in {str(folder)!r}; try again")
         try:
             yield
         finally:
-            if made and not (folder / CONFIG).exists():  # of a run that was refused nothing stays
+            if made and not (folder / CONFIG).exists():
                 for name in (GOODPUT, LOCK):
                     (folder / name).unlink(missing_ok=True)
                 with contextlib.suppress(OSError):
@@ -254,13 +243,22 @@ def _lease(
     store = tensorstore.KvStore.open(kvstore(folder)).result()
     done = threading.Event()
     owner = f"{socket.gethostname()} {os.getpid()} {uuid.uuid4().hex}"
-    generation, renewed = _taken(store, folder, owner, say)
+    counts = itertools.count()  # S3's generations follow from the content
+
+    def written(generation: bytes, within: float | None = None) -> bytes:
+        """The lease's next generation; empty where it is not of `generation`."""
+        content = f"{owner} {next(counts)}".encode()
+        return store.write(LOCK, content, if_equal=generation).result(within).generation
+
+    free = _free(store, folder, say)
+    renewed = time.monotonic()
+    generation = written(free)
+    if not generation:
+        raise _busy(folder, store.read(LOCK).result().value)
 
     def renew() -> None:
         nonlocal generation, renewed
-        count = 0
         while not done.wait(max(0.0, min(RENEWED, renewed + GIVES_UP - time.monotonic()))):
-            count += 1
             began = time.monotonic()
             left = renewed + GIVES_UP - began
             if left <= 0:
@@ -268,10 +266,8 @@ def _lease(
             within = min(RENEWED, left)
             # tensorstore's: no network; the next attempt may have one
             with contextlib.suppress(ValueError, OSError):
-                content = f"{owner} {count}".encode()
-                written = store.write(LOCK, content, if_equal=generation).result(within)
-                if written.generation:
-                    generation = written.generation
+                if after := written(generation, within):
+                    generation = after
                     renewed = began
                     continue
                 found = store.read(LOCK).result(within)
@@ -291,15 +287,8 @@ def _lease(
             store.write(LOCK, None, if_equal=generation).result(RENEWED)
 
 
-def _taken(
-    store: tensorstore.KvStore, folder: AnyPath, owner: str, say: Callable[[str], None]
-) -> tuple[bytes, float]:
-    """The generation of the lease, once it is this process's, and when its writing began."""
-
-    def busy() -> UserError:
-        host = found.value.decode(errors="replace").partition(" ")[0]
-        return UserError(f"another process is training in {str(folder)!r}, on host {host}")
-
+def _free(store: tensorstore.KvStore, folder: AnyPath, say: Callable[[str], None]) -> bytes:
+    """The generation of a lease that nobody holds, or renews any more."""
     found = store.read(LOCK).result()
     if found.value:  # a local run's lock that was copied here is empty
         before = found.stamp.generation
@@ -309,14 +298,13 @@ def _taken(
             time.sleep(min(2.0, RENEWED / 2))
             found = store.read(LOCK).result()
             if found.value and found.stamp.generation != before:
-                raise busy()
-    began = time.monotonic()
-    content = f"{owner} 0".encode()
-    written = store.write(LOCK, content, if_equal=found.stamp.generation).result()
-    if not written.generation:
-        found = store.read(LOCK).result()
-        raise busy()
-    return written.generation, began
+                raise _busy(folder, found.value)
+    return found.stamp.generation
+
+
+def _busy(folder: AnyPath, content: bytes) -> UserError:
+    host = content.decode(errors="replace").partition(" ")[0]
+    return UserError(f"another process is training in {str(folder)!r}, on host {host}")
 
 
 def writing(folder: AnyPath) -> contextlib.AbstractContextManager[None]:
@@ -330,12 +318,7 @@ def beginning(folder: AnyPath, *, now: float) -> tuple[bool, float]:
     Raises RunFailed where the record cannot be read now: a run's data may depend on it.
     """
     file = folder / GOODPUT
-
-    def read() -> str:
-        if not file.is_file():
-            return "{}"
-        return read_text(file)
-
+    read = lambda: read_text(file) if file.is_file() else "{}"
     try:
         with explained(folder, "read"):
             content = patiently(folder, read)

@@ -34,14 +34,15 @@ class Pretraining:
     the frozen ones, an argument beside them, have none.
 
     trained_dims, frozen_dims: their dimensions; abstract: shape, dtype and sharding of the trained
-    ones. terms: of the loss, the shapes of what the metrics are made from. routers: of a model with
-    experts, else None. held_out: the task whose loss is the cross-entropy of the data alone, and
-    which reads no more frozen parameters. origin: a line that says which checkpoint's weights
-    training starts from.
+    ones. routers: of a model with experts, else None. held_out: the task whose loss is the
+    cross-entropy of the data alone, and which reads no more frozen parameters. origin: a line that
+    says which checkpoint's weights training starts from. sources_record: the checkpoints that the
+    weights come from, as JSON for the run's own checkpoints.
     """
 
     frozen_dims = {}
     origin = None
+    sources_record = {}
 
     def __init__(self, definition: ModelDef):
         kind = type(definition)
@@ -54,12 +55,10 @@ class Pretraining:
         self.trained_dims = definition.dims
         self.abstract = definition.abstract
         self.routers = None
-        self.terms = {}
         if definition.config.moe is not None:
             from ladder_jax.nn.router_losses import RouterLosses
 
             self.routers = RouterLosses(definition)
-            self.terms = self.routers.terms
 
     def scheduled(self, step: jax.Array) -> Scheduled:
         """Inputs of the loss that follow from the step's number, such as a conversion's ladder
@@ -101,10 +100,6 @@ class Pretraining:
             return loss, {}
         penalty, terms = self.routers.penalty(chosen, batch, scheduled=scheduled, config=config)
         return loss + penalty, terms
-
-    def sources_record(self) -> dict[str, Any]:
-        """The checkpoints that the weights come from, as JSON for the run's own checkpoints."""
-        return {}
 
     def initial(self, *, seed: int) -> tuple[Params, Params]:
         """(trained, frozen) before the first step."""
@@ -188,9 +183,7 @@ def task_gradients(
             return jax.tree.map(lambda a: a / predicted, sums)
 
         value_and_grad = jax.value_and_grad(mean, has_aux=True)
-        loss, gradients = _accumulate(
-            value_and_grad, trained, batch, count=config.accumulate, terms=task.terms
-        )
+        loss, gradients = _accumulate(value_and_grad, trained, batch, count=config.accumulate)
         gradients = _after_backward(gradients, layout, dims)
         with jax.named_scope(LOSS):
             loss = jax.tree.map(lambda a: all_reduce(a, layout.batch), loss)
@@ -238,12 +231,7 @@ def held_out_loss(task: TrainingTask, *, loop: Loop = Loop.SCAN) -> Compiled:
 
 
 def _accumulate(
-    value_and_grad: Callable,
-    trained: Params,
-    batch: Any,
-    *,
-    count: int,
-    terms: dict[str, tuple[int, ...]],
+    value_and_grad: Callable, trained: Params, batch: Any, *, count: int
 ) -> tuple[LossAndTerms, Params]:
     """The sums of loss, terms and gradients over `count` parts of the batch's rows, one after
     another.
@@ -259,15 +247,10 @@ def _accumulate(
         of_part = value_and_grad(trained, part)
         return jax.tree.map(jnp.add, sums, of_part), None
 
-    def zeros(shape, axes):
-        return pvary(jnp.zeros(shape, jnp.float32), axes)
-
     parts = jax.tree.map(split, batch)
-    of_rows = varying(jax.tree.leaves(batch)[0])
-    loss = zeros((), of_rows)
-    of_terms = {name: zeros(shape, of_rows) for name, shape in terms.items()}
-    gradients = jax.tree.map(lambda p: zeros(p.shape, varying(p)), trained)
-    sums, _ = lax.scan(add_part, ((loss, of_terms), gradients), parts)
+    first = lambda: value_and_grad(trained, jax.tree.map(lambda a: a[0], parts))
+    zeros = lambda a: pvary(jnp.zeros(a.shape, jnp.float32), varying(a))
+    sums, _ = lax.scan(add_part, jax.tree.map(zeros, jax.eval_shape(first)), parts)
     return sums
 
 

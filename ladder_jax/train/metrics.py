@@ -12,7 +12,7 @@ import pathlib
 import tempfile
 import time
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -20,7 +20,7 @@ import jax
 from ladder_jax import files
 from ladder_jax.config import RunConfig, to_dict
 from ladder_jax.errors import RunFailed, UserError, needed
-from ladder_jax.files import AnyPath, explained, patiently
+from ladder_jax.files import AnyPath, explained, is_remote, patiently
 
 Row = dict[str, Any]
 NAME = "metrics.jsonl"
@@ -71,18 +71,18 @@ class TensorBoard:
         from tensorboardX.proto.event_pb2 import Event
         from tensorboardX.proto.summary_pb2 import Summary
 
+        if self._writer is None:
+            return
         values = [
             Summary.Value(tag=key, simple_value=value)
             for key, value in row.items()
             if isinstance(value, float) and key != "time"
         ]
-        event = Event(
-            wall_time=row.get("time", 0.0), step=row["step"], summary=Summary(value=values)
-        )
+        summary = Summary(value=values)
+        event = Event(wall_time=row.get("time", 0.0), step=row["step"], summary=summary)
         try:
-            if self._writer is not None:
-                self._writer.write_event(event)
-                self._writer.flush()
+            self._writer.write_event(event)
+            self._writer.flush()
         except OSError:
             self.close()
 
@@ -111,11 +111,14 @@ class WandB:
     def begin(self, rows: list[Row]) -> None:
         if self._run is not None:
             return
+        identity = self._folder / WANDB_ID
+        if not identity.is_file():
+            identity.write_text(uuid.uuid4().hex, encoding="utf-8")
         try:
             self._run = self._wandb.init(
                 project=self._config.run.wandb,
                 name=self._config.run.name,
-                id=self._identity(),
+                id=identity.read_text(encoding="utf-8"),
                 resume="allow",
                 dir=str(self._folder),
                 config=to_dict(self._config),
@@ -134,12 +137,6 @@ class WandB:
         if self._run is not None:
             self._run.finish()
 
-    def _identity(self) -> str:
-        file = self._folder / WANDB_ID
-        if not file.is_file():
-            file.write_text(uuid.uuid4().hex, encoding="utf-8")
-        return file.read_text(encoding="utf-8")
-
 
 def trackers(config: RunConfig, *, folder: pathlib.Path) -> list[TensorBoard | WandB]:
     """The other places that show the metrics. Raises UserError for one that is not installed."""
@@ -151,35 +148,39 @@ def trackers(config: RunConfig, *, folder: pathlib.Path) -> list[TensorBoard | W
     return found
 
 
-class Mirror:
-    """The small files of a run whose folder is in an object store: in the folder `local`, uploaded
-    into `folder`.
+class SmallFiles:
+    """The small files of a run: in `local`, which is its folder, or of one in an object store a
+    temporary folder that is uploaded.
 
     Metrics, TensorBoard's events and profiles grow line by line, and an object can only be written
     as a whole. They are uploaded before each checkpoint, at most EVERY seconds after a line, and at
     the end.
     """
 
-    def __init__(self, local: pathlib.Path, folder: AnyPath, *, say: Callable[[str], None]):
-        self.local = local
+    def __init__(self, folder: AnyPath, *, say: Callable[[str], None]):
+        self.local = folder
+        self.say = say
         self._folder = folder
-        self._say = say
+        self._temporary: tempfile.TemporaryDirectory | None = None
         self._uploaded: dict[str, tuple[int, int]] = {}  # the size and time of each file
         self._last = time.monotonic()
+        if is_remote(folder):
+            self._temporary = tempfile.TemporaryDirectory(prefix="ladder-jax-run-")
+            self.local = pathlib.Path(self._temporary.name)
 
-    def begin(self, *names: str, replaced: str) -> None:
-        """Copy the objects `names` here, and remove those that match `replaced`. In process 0
-        alone.
+    def begin(self) -> None:
+        """Copy what a run goes on with here, and remove the events, which are written anew. In
+        process 0 alone.
         """
-        if jax.process_index() > 0:
+        if self._temporary is None or jax.process_index() > 0:
             return
 
         def copy() -> None:
-            for name in names:
+            for name in (NAME, WANDB_ID):
                 with contextlib.suppress(FileNotFoundError):
                     content = (self._folder / name).read_bytes()
                     (self.local / name).write_bytes(content)
-            for path in self._folder.glob(replaced):
+            for path in self._folder.glob("tensorboard/events*"):
                 path.unlink(missing_ok=True)
 
         with explained(self._folder, "read"):
@@ -191,14 +192,20 @@ class Mirror:
 
         A failure does not end the run: the next upload tries again.
         """
-        if not force and time.monotonic() - self._last < EVERY:
+        if self._temporary is None or not force and time.monotonic() - self._last < EVERY:
             return
         self._last = time.monotonic()
         try:
             with explained(self._folder, "write into"):
                 self._upload()
         except RunFailed as error:
-            self._say(f"{error}; it is tried again with the next lines")
+            self.say(f"{error}; it is tried again with the next lines")
+
+    def close(self) -> None:
+        """Upload what is left, of every process."""
+        self.upload()
+        if self._temporary is not None:
+            self._temporary.cleanup()
 
     def _upload(self) -> None:
         there = {str(path.relative_to(self.local)): path for path in files.below(self.local)}
@@ -212,39 +219,19 @@ class Mirror:
             del self._uploaded[name]
 
 
-@contextlib.contextmanager
-def mirrored(folder: AnyPath, *, say: Callable[[str], None]) -> Iterator[Mirror]:
-    """Yields the Mirror of a run's folder in an object store, and uploads what is left at the end,
-    of every process.
-    """
-    with tempfile.TemporaryDirectory(prefix="ladder-jax-run-") as local:
-        mirror = Mirror(pathlib.Path(local), folder, say=say)
-        try:
-            yield mirror
-        finally:
-            mirror.upload()
-
-
 class Metrics:
     """Logs a run's steps into its folder, from `step` on: rows after it are dropped, as those steps
     are made again.
 
-    Process 0 reads and writes. mirror: uploads the folder, if the run's is elsewhere.
+    Process 0 reads and writes.
     """
 
     def __init__(
-        self,
-        folder: pathlib.Path,
-        *,
-        step: int,
-        trackers: Sequence[TensorBoard | WandB] = (),
-        mirror: Mirror | None = None,
-        say: Callable[[str], None],
+        self, small: SmallFiles, *, step: int, trackers: Sequence[TensorBoard | WandB] = ()
     ):
-        self._file = folder / NAME
+        self._small = small
+        self._file = small.local / NAME
         self._trackers = trackers
-        self._say = say
-        self._mirror = mirror
         self._unwritten: list[str] = []
         self._size = 0
         self.rewind(step)
@@ -263,21 +250,20 @@ class Metrics:
 
     def add(self, row: Row) -> Row:
         """Numbers that JSON does not have (nan, infinity) become null."""
-        row = {key: _number(value) for key, value in row.items()}
+        is_json = lambda value: not isinstance(value, float) or math.isfinite(value)
+        row = {key: value if is_json(value) else None for key, value in row.items()}
         if jax.process_index() == 0:
             self._write(json.dumps(row) + "\n")
             for tracker in self._trackers:
                 tracker.add(row)
-            if self._mirror:
-                self._mirror.upload(force=False)
+            self._small.upload(force=False)
         return row
 
     def sync(self) -> None:
         """Onto the disk, before a checkpoint of these steps is written."""
         if jax.process_index() == 0:
             self._write("", sync=True)
-            if self._mirror:
-                self._mirror.upload()
+            self._small.upload()
 
     def close(self) -> None:
         for tracker in self._trackers:
@@ -297,15 +283,9 @@ class Metrics:
                     os.fsync(file.fileno())
         except OSError as error:
             if len(self._unwritten) == 1:
-                self._say(
+                self._small.say(
                     f"{self._file.name} cannot be written: {error.strerror}; its lines are kept until it can"
                 )
             return
         self._size = size
         self._unwritten = []
-
-
-def _number(value: Any) -> Any:
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    return value

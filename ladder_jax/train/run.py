@@ -15,16 +15,15 @@ from ladder_jax.config import RunConfig
 from ladder_jax.data import dataset
 from ladder_jax.data.dataset import DataLoader, Dataset
 from ladder_jax.errors import UserError
-from ladder_jax.files import AnyPath, is_remote
+from ladder_jax.files import AnyPath
 from ladder_jax.nn import ModelDef
 from ladder_jax.nn.parameter import real_size
 from ladder_jax.parallel import make_mesh, with_ranks
 from ladder_jax.processes.agreement import TIMEOUT, Agreement
 from ladder_jax.train import checkpoints, folder, timing
-from ladder_jax.train.checkpoints import CheckpointSaver
 from ladder_jax.train.folder import RunContext
 from ladder_jax.train.gradients import Pretraining, TrainingTask
-from ladder_jax.train.metrics import NAME, WANDB_ID, Metrics, mirrored, trackers
+from ladder_jax.train.metrics import Metrics, SmallFiles, trackers
 from ladder_jax.train.session import RESTORED, BadStepPolicy, Session
 from ladder_jax.train.timing import Profiler, Throughput, TimeAccount
 
@@ -84,12 +83,8 @@ def run(
 
     with contextlib.ExitStack() as stack:
         stack.enter_context(_memory_explained(config, mesh))
-        mirror = None
-        small_files = where
-        if is_remote(where):
-            mirror = stack.enter_context(mirrored(where, say=say))
-            small_files = mirror.local
-        followers = trackers(config, folder=small_files)
+        small = stack.enter_context(contextlib.closing(SmallFiles(where, say=say)))
+        followers = trackers(config, folder=small.local)
         context = RunContext(
             config=config,
             tokenizer=data.tokenizer,
@@ -110,8 +105,7 @@ def run(
         for note in data.notes:
             say(note)
         with agreement.together("the run's folder"), folder.writing(where):
-            if mirror:
-                mirror.begin(NAME, WANDB_ID, replaced="tensorboard/events*")
+            small.begin()
             if resumed:  # of a run without a checkpoint all time is lost
                 account.began = began
                 account.go_back(None, restarts=1)
@@ -119,10 +113,9 @@ def run(
                 folder.write_json(where / folder.GOODPUT, {"began": began}, indent=None)
 
         checkpoint = checkpoints.newest(context)
-        position = {}
+        position = checkpoint.data if checkpoint else {}
         if checkpoint:
             checkpoints.check_data(checkpoint, path=config.data.path, fingerprint=data.fingerprint)
-            position = checkpoint.data
         task = _task(context, mesh, checkpoint)
         definition = task.definition
         mfu, formula = timing.mfu(config, definition=definition, mesh=mesh)
@@ -138,12 +131,14 @@ def run(
 
         with agreement.together("the run's files"), folder.writing(where):
             folder.write_config(context)
-            logged = Metrics(small_files, step=first, trackers=followers, mirror=mirror, say=say)
-            metrics = stack.enter_context(contextlib.closing(logged))
+            metrics = Metrics(small, step=first, trackers=followers)
+            stack.enter_context(contextlib.closing(metrics))
             store = Store(where / checkpoints.FOLDER, config=config, timeout=timeout)
             stack.enter_context(contextlib.closing(store))
-        held_out = dataset.evaluated(data.held_out, data.held_out_rows, config=train)
-        sources = position.get("sources") or task.sources_record()
+        about = {
+            "fingerprint": data.fingerprint,
+            "sources": position.get("sources") or task.sources_record,
+        }
         session = Session(
             context=context,
             task=task,
@@ -152,32 +147,21 @@ def run(
             loader=DataLoader(
                 data.training, config=train, sharding=definition.layout.sharding("BT")
             ),
-            held_out=held_out,
+            held_out=dataset.evaluated(data.held_out, data.held_out_rows, config=train),
             policy=BadStepPolicy(
                 train, left_out=dict.fromkeys(position.get("skipped", []), RESTORED)
             ),
-            saver=CheckpointSaver(
-                store=store,
-                context=context,
-                task=task,
-                fingerprint=data.fingerprint,
-                sources=sources,
-            ),
+            store=store,
+            about=about,
             metrics=metrics,
-            throughput=Throughput(
-                account, tokens_a_step=train.batch * train.sequence, mfu=mfu, step=first
-            ),
-            profiler=Profiler(profile, folder=small_files / "profile"),
+            throughput=Throughput(account, tokens_a_step=train.batch * train.sequence, mfu=mfu),
+            profiler=Profiler(profile, folder=small.local / "profile"),
         )
         session.run()
-        validation_loss = session.finish()
-        bigram_entropy = None
-        if data.text is not None:
-            bigram_entropy = dataset.bigram_entropy(data.text)
         result = Result(
             steps=int(session.state.step),
-            validation_loss=validation_loss,
-            bigram_entropy=bigram_entropy,
+            validation_loss=session.finish(),
+            bigram_entropy=None if data.text is None else dataset.bigram_entropy(data.text),
             parameters=_count(definition),
         )
         with agreement.together("the run's result"), folder.writing(where):
@@ -191,13 +175,14 @@ def run(
 
 def _load_data(config: RunConfig, *, where: AnyPath, agreement: Agreement, began: float) -> Dataset:
     """The run's data, which must be the same on all processes and at every start."""
-    train = config.train
     with agreement.together("reading the data"):
-        tokenizer = None
-        if train.start:
-            tokenizer = retrain.tokenizer(config, folder=where)
-        about = dict(vocab_size=config.model.vocab_size, tokenizer=tokenizer, began=began)
-        data = dataset.load(config.data, train=train, **about)
+        data = dataset.load(
+            config.data,
+            train=config.train,
+            vocab_size=config.model.vocab_size,
+            tokenizer=retrain.tokenizer(config, folder=where) if config.train.start else None,
+            began=began,
+        )
     fingerprints = agreement.gather("the data", [data.fingerprint, data.tokenizer.name])
     for process, of_process in enumerate(fingerprints):
         if of_process != fingerprints[0]:
@@ -212,9 +197,7 @@ def _task(context: RunContext, mesh: Mesh, checkpoint: Checkpoint | None) -> Tra
     config = context.config
     if not config.retrains:
         return Pretraining(nn.define(config.model, mesh=mesh, experts=config.mesh.experts))
-    recorded = None
-    if checkpoint:
-        recorded = checkpoint.data.get("sources", {})
+    recorded = checkpoint.data.get("sources", {}) if checkpoint else None
     return retrain.of_run(config, mesh=mesh, recorded=recorded, agreement=context.agreement)
 
 
@@ -244,14 +227,9 @@ def _memory_explained(config: RunConfig, mesh: Mesh) -> Iterator[None]:
 def _count(definition: ModelDef) -> int:
     """Parameters, without the padding of vocabulary and experts."""
     count = 0
-    for leaf, dims in zip(
-        jax.tree.leaves(definition.abstract), jax.tree.leaves(definition.dims), strict=True
-    ):
+    leaves = jax.tree.leaves(definition.abstract)
+    for leaf, dims in zip(leaves, jax.tree.leaves(definition.dims), strict=True):
         letters = dims.removeprefix("L")
-        padded = leaf.shape[len(dims) - len(letters)]
-        real = real_size(letters, definition.config)
-        size = leaf.size
-        if real is not None:
-            size = size // padded * real
-        count += size
+        padded = leaf.shape[-len(letters)]
+        count += leaf.size // padded * (real_size(letters, definition.config) or padded)
     return count

@@ -28,6 +28,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from ladder_jax.checkpoint import Store
 from ladder_jax.config import OnBadStep, TrainConfig
 from ladder_jax.data.dataset import DataLoader, read_ahead
 from ladder_jax.data.packing import Batch
@@ -36,7 +37,6 @@ from ladder_jax.nn import Params
 from ladder_jax.terminal import progress
 from ladder_jax.train import checkpoints, timing
 from ladder_jax.train import step as steps
-from ladder_jax.train.checkpoints import CheckpointSaver
 from ladder_jax.train.folder import RunContext
 from ladder_jax.train.gradients import TrainingTask, held_out_loss
 from ladder_jax.train.metrics import Metrics
@@ -76,23 +76,22 @@ class BadStepPolicy:
 
         metrics: the bad step's, on the host.
         """
-        config = self.config
-        reason = _reason(metrics, config=config)
-        if config.on_bad_step is OnBadStep.STOP:
-            raise RunFailed(
-                f"step {step}: {reason}: stopped;"
-                " with train.on_bad_step=skip or rollback the same command goes on without such batches"
-            )
-        if config.on_bad_step is OnBadStep.ROLLBACK:
-            if self._returns == config.max_bad_steps:
-                raise RunFailed(f"step {step}: {reason}: stopped after {self._returns} returns")
-            raise RollBack(reason, step=step)
-        self._in_a_row += 1
-        if self._in_a_row > config.max_bad_steps:
-            raise RunFailed(
-                f"step {step}: {reason}: stopped after {self._in_a_row} bad steps in a row"
-            )
-        self.left_out[step] = reason
+        limit = self.config.max_bad_steps
+        reason = _reason(metrics, config=self.config)
+        match self.config.on_bad_step:
+            case OnBadStep.SKIP:
+                self._in_a_row += 1
+                if self._in_a_row <= limit:
+                    self.left_out[step] = reason
+                    return
+                why = f" after {self._in_a_row} bad steps in a row"
+            case OnBadStep.ROLLBACK:
+                if self._returns < limit:
+                    raise RollBack(reason, step=step)
+                why = f" after {self._returns} returns"
+            case OnBadStep.STOP:
+                why = "; with train.on_bad_step=skip or rollback the same command goes on without such batches"
+        raise RunFailed(f"step {step}: {reason}: stopped{why}")
 
     def returned(self, bad: RollBack, *, to: int) -> range:
         """The steps up to the bad one, which are left out now that the run is back at the
@@ -114,7 +113,7 @@ class Session:
     """A run's steps. state: after the newest one; frozen: the parameters that no step changes.
 
     held_out: the batches of the held-out loss, the same every time; validation: that of `state`, if
-        it was measured.
+        it was measured. about: what each checkpoint says of the run's data and weights.
     """
 
     context: RunContext
@@ -124,7 +123,8 @@ class Session:
     loader: DataLoader
     held_out: list[np.ndarray | Batch]
     policy: BadStepPolicy
-    saver: CheckpointSaver
+    store: Store
+    about: dict[str, Any]
     metrics: Metrics
     throughput: Throughput
     profiler: Profiler
@@ -184,7 +184,8 @@ class Session:
                     self._data_failed(step, error, pending)
                 self.profiler.before(step, pending=self.state)
                 if step in self.policy.left_out:
-                    self.state = _pass_over(self.state)
+                    # its batch is left out
+                    self.state = dataclasses.replace(self.state, step=self.state.step + 1)
                     metrics = None
                 else:
                     self.state, metrics = self._step_fn(self.state, batch, self.frozen)
@@ -197,7 +198,7 @@ class Session:
                 ):
                     self._settle(pending)
                     pending = None
-        self.saver.finish()
+        self._await_save()
 
     def _settle(self, pending: Dispatched | None) -> None:
         """Read the metrics of a step, which waits for it; log, evaluate and save where that is
@@ -235,7 +236,7 @@ class Session:
             row = self.metrics.add(row | note)
             self._update(step, timing.row_text(row))
         if _due(step, train.checkpoint_every, last):
-            self.saver.wait()  # for the save before: its failure would be lost behind this one's
+            self._wait()  # for the save before: its failure would be lost behind this one's
             self._report_failure(step)
             self._save(step)
         if step < last:  # a failure after the last step ends the run, in `_steps`
@@ -244,14 +245,31 @@ class Session:
     def _save(self, step: int) -> None:
         with self.context.account.time("saving"):
             self.metrics.sync()
-        skipped = self.policy.left_out
-        validation = self.validation
-        self.saver.save(step, self.state, self.frozen, skipped=skipped, validation=validation)
+            checkpoints.save(
+                self.store,
+                self.state,
+                self.frozen,
+                context=self.context,
+                task=self.task,
+                validation=self.validation,
+                skipped=sorted(self.policy.left_out),  # steps whose batches changed nothing
+                **self.about,
+            )
         self._saved = step
         self.policy.saved()
 
+    def _wait(self) -> None:
+        with self.context.account.time("saving"):
+            self.store.wait()
+
+    def _await_save(self) -> None:
+        """Wait until the last save is on the disk. Raises RunFailed where that fails."""
+        self._wait()
+        if failure := self.store.failure():
+            raise RunFailed(f"{failure}; the same command goes on from there")
+
     def _report_failure(self, step: int) -> None:
-        if failure := self.saver.store.failure():
+        if failure := self.store.failure():
             self._saved = None
             self.context.say(
                 f"step {step}: {failure}; training goes on, and the next checkpoint is tried as usual"
@@ -274,10 +292,10 @@ class Session:
         """
         if not step:
             return "no step was made yet"
-        self.saver.wait()
-        if self.saver.store.failure() or step != self._saved:
+        self._wait()
+        if self.store.failure() or step != self._saved:
             self._save(step)
-        self.saver.finish()
+        self._await_save()
         return f"step {step} is saved, and the same command goes on from there"
 
     def _stop(self, step: int) -> None:
@@ -288,9 +306,7 @@ class Session:
 
     def finish(self) -> float:
         """The held-out loss after the last step."""
-        if self.validation is None:
-            return self._evaluate()
-        return self.validation
+        return self._evaluate() if self.validation is None else self.validation
 
     def _evaluate(self) -> float:
         """The held-out loss, the mean in nats a token."""
@@ -311,16 +327,13 @@ class Session:
         return float(np.average(losses, weights=weights))
 
     def _roll_back(self, bad: RollBack) -> int:
-        self.saver.wait()
+        self._wait()
         context = self.context
         checkpoint = checkpoints.newest(context)
-        step = 0
-        position = {}
-        if checkpoint:
-            step = checkpoint.step
-            position = checkpoint.data
         self.state, self.frozen = checkpoints.restore(checkpoint, context=context, task=self.task)
-        context.account.go_back(position.get("account"), restarts=0)
+        account = checkpoint and checkpoint.data.get("account")
+        context.account.go_back(account, restarts=0)
+        step = int(self.state.step)
         left_out = self.policy.returned(bad, to=step)
         self.metrics.rewind(step)
         context.say(
@@ -331,14 +344,7 @@ class Session:
 
 
 def _due(step: int, every: int, last: int) -> bool:
-    if step == last:
-        return True
-    return every > 0 and step % every == 0
-
-
-def _pass_over(state: TrainState) -> TrainState:
-    """The state after a step whose batch is left out."""
-    return dataclasses.replace(state, step=state.step + 1)
+    return step == last or every > 0 and step % every == 0
 
 
 def _reason(metrics: dict[str, Any], *, config: TrainConfig) -> str:

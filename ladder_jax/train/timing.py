@@ -96,15 +96,9 @@ class TimeAccount:
 
 def goodput_text(summary: dict[str, Any]) -> str:
     shares = summary["shares"]
-    parts = []
-    for part, words in PARTS.items():
-        share = shares[part]
-        if share > 0:
-            parts.append(f"{words} {share:.1%}")
-    wall = summary["wall_seconds"]
-    restarts = summary["restarts"]
-    times = f", restarts: {restarts}" if restarts else ""
-    return f"goodput {summary['goodput']:.1%} of {wall:,.0f} s{times}: {', '.join(parts)}"
+    parts = [f"{words} {shares[part]:.1%}" for part, words in PARTS.items() if shares[part] > 0]
+    wall = f"{summary['wall_seconds']:,.0f} s, restarts: {summary['restarts']}"
+    return f"goodput {summary['goodput']:.1%} of {wall}: {', '.join(parts)}"
 
 
 def mfu(
@@ -125,23 +119,19 @@ def mfu(
     None where the peak is unknown. The text has the formula and the peak, or says why there is
     none.
     """
-    work = flops_a_token(definition, length=config.train.sequence)
-    kind = mesh.devices.flat[0].device_kind
-    given = config.train.peak_tflops
-    if given:
-        peak = given * 1e12
-        source = "train.peak_tflops"
-    else:
-        peak = peak_of(kind)
-        source = f"{kind}, bfloat16"
     side = config.model.side is not None
     if side or config.train.freeze or config.lora.rank or config.distill.teacher:
         return None, "no MFU: its formula is of training all weights on the data alone"
+    kind = mesh.devices.flat[0].device_kind
+    peak = peak_of(kind)
+    source = f"{kind}, bfloat16"
+    if config.train.peak_tflops:
+        peak = config.train.peak_tflops * 1e12
+        source = "train.peak_tflops"
     if peak is None:
-        return (
-            None,
-            f"no MFU: the peak of {kind!r} devices is not known (train.peak_tflops=... gives it)",
-        )
+        why = f"the peak of {kind!r} devices is not known (train.peak_tflops=... gives it)"
+        return None, f"no MFU: {why}"
+    work = flops_a_token(definition, length=config.train.sequence)
     text = (
         f"MFU = tokens/s x {work:.4g} FLOPs a token / ({mesh.size} x {peak / 1e12:g} TFLOP/s, {source}),"
         " nothing recomputed counted"
@@ -160,10 +150,8 @@ def peak_of(device_kind: str) -> float | None:
     """FLOP/s of a device of this kind (`jax.Device.device_kind`), None for one that the table does
     not have.
     """
-    for kind in sorted(PEAKS, key=len, reverse=True):
-        if device_kind.startswith(kind):
-            return PEAKS[kind]
-    return None
+    kinds = [kind for kind in PEAKS if device_kind.startswith(kind)]
+    return PEAKS[max(kinds, key=len)] if kinds else None
 
 
 class Throughput:
@@ -175,12 +163,11 @@ class Throughput:
         *,
         tokens_a_step: int,
         mfu: Callable[[float], float] | None,
-        step: int,
     ):
         self._account = account
         self._tokens = tokens_a_step
         self._mfu = mfu
-        self.restart(step)
+        self.restart(0)
 
     def restart(self, step: int) -> None:
         """Measure from the end of `step`."""
@@ -214,9 +201,8 @@ def row_text(row: dict[str, Any]) -> str:
     parts = [f"loss {loss}", f"{row['tokens_per_second']:,.0f} tokens/s"]
     if "mfu" in row:
         parts.append(f"MFU {row['mfu']:.1%}")
-    expert_load = row.get("expert_load")
-    if expert_load is not None:
-        parts.append(f"expert load {expert_load:.1f}")
+    if row.get("expert_load") is not None:
+        parts.append(f"expert load {row['expert_load']:.1f}")
     parts.append(f"data wait {row['data_wait']:.1%}")
     return "  ".join(parts)
 

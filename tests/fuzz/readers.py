@@ -117,7 +117,7 @@ def _checkpoint_read(folder, changed):
     saved.verify(step)
     opened = saved.open_checkpoint(folder)
     opened.check(), opened.identity, opened.config, saved.steps(folder)
-    manifest.problems(step, part="params")
+    manifest.problems(step, contents=("params/",))
 
 
 def _store(folder):
@@ -186,7 +186,7 @@ def _lines_read(folder, changed):
             jobs = jsonl.read(str(folder / "prompts.jsonl"), **prompts)
             jsonl.answered(file, {jobs[0].index: "0123", jobs[1].index: jobs[1].digest})
         case "metrics":
-            metrics.Metrics(folder, step=1, say=print).close()
+            metrics.Metrics(metrics.SmallFiles(folder, say=print), step=1).close()
 
 
 YAMLS = {

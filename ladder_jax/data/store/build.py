@@ -12,7 +12,6 @@ import collections
 import concurrent.futures
 import contextlib
 import dataclasses
-import fcntl
 import functools
 import hashlib
 import multiprocessing
@@ -51,27 +50,28 @@ def run(args: dict) -> None:
     """
     out = files.local_path(args["out"])
     name = str(out)
-    part = args["part"]
     share = None
-    if part is not None:
-        share = _share(part)
-        name += f", part {part}"
-    verify = args["verify"]
-    if verify and share:
+    if args["part"] is not None:
+        share = _share(args["part"])
+        name += f", part {args['part']}"
+    if args["verify"] and share:
         raise UserError("--verify reads a finished store: give it without --part")
     given = args["source"]
-    subset = args["subset"]
-    split = args["split"]
     from_hub = any(source.startswith(HUB) for source in given)
-    for option, value in (("subset", subset), ("split", split)):
-        if value is not None and not from_hub:
+    for option in ("subset", "split"):
+        if args[option] is not None and not from_hub:
             raise UserError(f"--{option} is for data sets of the Hub, {HUB}OWNER/NAME")
-    _check_apart(given, out)
+    for source in given:
+        if out.resolve().is_relative_to(files.local_path(source).resolve()):
+            raise UserError(
+                f"--out {out} lies in the source {source!r}: it would become a source itself"
+            )
     tokenizer = tokenizers.load(args["tokenizer"])
     most = args["shard_tokens"]
     if tokenizer.name != tokenizers.BYTES:
         most *= BYTES_A_TOKEN
-    plan = sources.plan(given, subset=subset, split=split or "train", most=most)
+    split = args["split"] or "train"
+    plan = sources.plan(given, subset=args["subset"], split=split, most=most)
     made = build(
         plan,
         out=out,
@@ -81,9 +81,13 @@ def run(args: dict) -> None:
         workers=args["workers"] or os.cpu_count(),
         share=share,
     )
-    if verify:
+    if args["verify"]:
         Store(out).verify()
-    print(_summary(made, name))
+    summary = f"{name}: {made.documents:,} documents, {made.tokens:,} tokens of {made.tokenizer}"
+    left_out = sum(shard.empty + shard.skipped for shard in made.shards)
+    if left_out:
+        summary += f"; left out {left_out:,} that are empty or no text"
+    print(summary)
 
 
 def _share(part: str) -> slice:
@@ -93,24 +97,6 @@ def _share(part: str) -> slice:
     if not numbers or not 1 <= int(number) <= int(parts):
         raise UserError(f"--part {part} must be I/N with I from 1 to N, such as 2/8")
     return slice(int(number) - 1, None, int(parts))
-
-
-def _summary(made: Manifest, name: str) -> str:
-    left_out = sum(shard.empty + shard.skipped for shard in made.shards)
-    counts = f"{made.documents:,} documents, {made.tokens:,} tokens"
-    summary = f"{name}: {counts} of {made.tokenizer}"
-    if left_out:
-        summary += f"; left out {left_out:,} that are empty or no text"
-    return summary
-
-
-def _check_apart(given: Sequence[str], out: pathlib.Path) -> None:
-    into = out.resolve()
-    for source in given:
-        if into.is_relative_to(files.local_path(source).resolve()):
-            raise UserError(
-                f"--out {out} lies in the source {source!r}: it would become a source itself"
-            )
 
 
 def build(
@@ -143,7 +129,13 @@ def build(
                 f"{str(out)!r} was begun with the tokenizer {made.tokenizer!r} and the field {made.field!r}:"
                 " change them back, or name another --out"
             )
-        if not made.shards:
+        if made.shards:
+            if [shard.source for shard in made.shards] != [part.digest for part in plan]:
+                raise UserError(
+                    f"{str(out)!r} holds a finished store of other sources or another --shard-tokens,"
+                    " or they have changed: name another --out"
+                )
+        else:
             numbered = list(enumerate(plan))[mine]
             shards = _shards(numbered, out, settings, source, workers)
             made = dataclasses.replace(settings, shards=shards)
@@ -153,15 +145,11 @@ def build(
                 raise UserError("the sources hold no text")
             tokenizers.save(tokenizer, out / tokenizers.FOLDER)
             manifests.write(made, out / MANIFEST)
-        else:
-            held = [shard.source for shard in made.shards]
-            planned = [part.digest for part in plan]
-            if held != planned:
-                raise UserError(
-                    f"{str(out)!r} holds a finished store of other sources or another --shard-tokens,"
-                    " or they have changed: name another --out"
-                )
-        _tidy(out, made)
+        # what the sources were before, and the shards' own manifests
+        kept = made.sizes()
+        for path in list(out.iterdir()):
+            if OURS.fullmatch(path.name) and path.name not in kept:
+                path.unlink()
         return dataclasses.replace(made, shards=made.shards[mine])
 
 
@@ -180,31 +168,16 @@ def _check_folder(out: pathlib.Path) -> None:
 
 @contextlib.contextmanager
 def _locked(out: pathlib.Path, *, shared: bool) -> Iterator[None]:
-    """Hold the folder's lock. The system releases it when the process ends, also by a kill.
-
-    Raises UserError where another process holds it, or the folder cannot be written to.
+    """Hold the folder's lock. Raises UserError where another process holds it, or the folder cannot
+    be written to.
     """
-    lock = fcntl.LOCK_EX
-    if shared:
-        lock = fcntl.LOCK_SH
     try:
         out.mkdir(parents=True, exist_ok=True)
-        with open(out / LOCK, "a+") as file:
-            fcntl.flock(file, lock | fcntl.LOCK_NB)
+        busy = f"another `ladder-jax tokenize` is at work in {str(out)!r}"
+        with files.locked(out / LOCK, busy=busy, shared=shared):
             yield
-    except BlockingIOError:
-        raise UserError(f"another `ladder-jax tokenize` is at work in {str(out)!r}") from None
     except OSError as error:
         raise UserError(f"--out {out}: cannot be written to: {error.strerror or error}") from None
-
-
-def _tidy(out: pathlib.Path, finished: Manifest) -> None:
-    """Remove shards of what the sources were before, and the shards' own manifests."""
-    kept = finished.sizes()
-    for path in list(out.iterdir()):
-        name = path.name
-        if OURS.fullmatch(name) and name not in kept:
-            path.unlink()
 
 
 def _shards(
@@ -217,26 +190,16 @@ def _shards(
     """The shards of these parts, in order. Those that an earlier call wrote are not written
     again.
     """
-    shards = {}
-    left = []
-    for index, part in numbered:
-        shard = _written(index, part, out, settings)
-        shards[index] = shard
-        if shard is None:
-            left.append((index, part))
     context = multiprocessing.get_context("spawn")  # a fork would copy locked threads
-    done = len(shards) - len(left)
-    shown = progress(len(shards), done=done, label="{done}/{total} shards")
+    shown = progress(len(numbered), label="{done}/{total} shards")
     with python.safe_path(), shown as update:
         pool = concurrent.futures.ProcessPoolExecutor(
             workers, mp_context=context, initializer=_begin_worker
         )
         try:
-            futures = [pool.submit(_write, *one, out, settings, source) for one in left]
-            for made in concurrent.futures.as_completed(futures):
-                shard = made.result()
-                shards[int(shard.name)] = shard
-                done += 1
+            futures = [pool.submit(_shard, *one, out, settings, source) for one in numbered]
+            for done, made in enumerate(concurrent.futures.as_completed(futures), start=1):
+                made.result()
                 update(done, "")
         except BrokenProcessPool:
             message = (
@@ -245,14 +208,20 @@ def _shards(
             raise UserError(message) from None
         finally:
             pool.shutdown(cancel_futures=True)
-    return tuple(shards.values())
+    return tuple(made.result() for made in futures)
 
 
-def _written(index: int, part: Part, out: pathlib.Path, settings: Manifest) -> Shard | None:
+def _shard(index: int, part: Part, out: pathlib.Path, settings: Manifest, source: str) -> Shard:
+    """In a worker: the shard of a part, which an earlier call may have written."""
+    name = f"{index:05d}"
+    return _written(name, part, out, settings) or _write(name, part, out, settings, source)
+
+
+def _written(name: str, part: Part, out: pathlib.Path, settings: Manifest) -> Shard | None:
     """The shard that an earlier call wrote; None where its files are missing or cut short, or the
     part has changed.
     """
-    file = out / f"{index:05d}.json"
+    file = out / f"{name}.json"
     if not file.is_file():
         return None
     found = manifests.read(file)
@@ -260,17 +229,15 @@ def _written(index: int, part: Part, out: pathlib.Path, settings: Manifest) -> S
     expected = dataclasses.replace(shard, source=part.digest)
     if found != dataclasses.replace(settings, shards=(expected,)):
         return None
-    for name, size in found.sizes().items():
-        path = out / name
-        if not path.is_file() or path.stat().st_size != size:
+    for path, size in found.sizes().items():
+        if not (out / path).is_file() or (out / path).stat().st_size != size:
             return None
     return shard
 
 
-def _write(index: int, part: Part, out: pathlib.Path, settings: Manifest, source: str) -> Shard:
-    """Write a shard, in a worker. Killed at any moment, it leaves nothing that counts."""
+def _write(name: str, part: Part, out: pathlib.Path, settings: Manifest, source: str) -> Shard:
+    """Killed at any moment, it leaves nothing that counts."""
     tokenizer = _tokenizer(source)
-    name = f"{index:05d}"
     offsets = array.array("Q", [0])
     left_out = collections.Counter()
     digest = hashlib.sha256()
@@ -313,13 +280,10 @@ def encode(text: str, tokenizer: tokenizers.Tokenizer) -> np.ndarray:
     """
     if tokenizer.name == tokenizers.BYTES:
         return np.frombuffer(text.encode("utf-8"), np.uint8)
-    tokens = []
-    if text:
-        tokens = tokenizer.encode(text)
-    if tokens and tokenizer.stop_ids:
-        end = tokenizer.stop_ids[0]
-        if tokens[-1] != end:
-            tokens = [*tokens, end]
+    tokens = tokenizer.encode(text) if text else []
+    ends = tokenizer.stop_ids[:1]
+    if tokens and ends and tokens[-1] != ends[0]:
+        tokens = [*tokens, *ends]
     return np.array(tokens, np.uint32)
 
 

@@ -71,8 +71,7 @@ class Manifest:
         """Of the documents' tokens and their order, wherever they came from and lie."""
         digests = [shard.sha256 for shard in self.shards]
         content = json.dumps([self.tokenizer, self.dtype, digests])
-        digest = hashlib.sha256(content.encode()).hexdigest()
-        return digest[:16]
+        return hashlib.sha256(content.encode()).hexdigest()[:16]
 
     def sizes(self) -> dict[str, int]:
         """The shards' files, and their bytes."""
@@ -107,12 +106,8 @@ def read(file: AnyPath) -> Manifest:
 
 def _known[T](kind: type[T], tree: dict) -> T:
     """Of the fields that `kind` has: version 1 has more."""
-    known = {}
-    for field in dataclasses.fields(kind):
-        name = field.name
-        if name in tree:
-            known[name] = tree[name]
-    return kind(**known)
+    names = [field.name for field in dataclasses.fields(kind)]
+    return kind(**{name: tree[name] for name in names if name in tree})
 
 
 def write(manifest: Manifest, file: pathlib.Path) -> None:

@@ -57,12 +57,8 @@ class Store:
         self._check_sizes()
         lengths = [shard.tokens for shard in shards]
         self._first = np.cumsum([0, *lengths], dtype=np.int64)
-        starts = []
-        for shard, first in zip(shards, self._first):
-            offsets = self._offsets(shard)
-            starts.append(first + offsets[:-1])
-        starts.append(self._first[-1:])
-        self.starts = np.concatenate(starts)
+        starts = [first + self._offsets(shard)[:-1] for shard, first in zip(shards, self._first)]
+        self.starts = np.concatenate([*starts, self._first[-1:]])
 
     def __repr__(self) -> str:
         manifest = self.manifest
@@ -79,23 +75,19 @@ class Store:
         """The tokens [count] from `start` on, all in one shard. Raises UserError where they cannot
         be read.
         """
-        manifest = self.manifest
-        after = np.searchsorted(self._first, start, side="right")
-        index = int(after) - 1
-        shard = manifest.shards[index]
+        index = int(np.searchsorted(self._first, start, side="right")) - 1
+        shard = self.manifest.shards[index]
         first = start - int(self._first[index])
-        found = self._array(shard, "tokens", manifest.dtype, count, first=first)
+        found = self._array(shard, "tokens", self.manifest.dtype, count, first=first)
         largest = found.max(initial=0)
-        if largest >= manifest.vocab_size:
+        if largest >= self.manifest.vocab_size:
             raise self._damaged(shard, "tokens", f"it holds the token {largest}")
         return found
 
     def verify(self) -> None:
         """Read everything. Raises UserError for the first shard that is not what was written."""
         for shard in self.manifest.shards:
-            tokens = self._path(shard, "tokens")
-            offsets = self._path(shard, "offsets")
-            if _digest(tokens, offsets) != shard.sha256:
+            if _digest(self._path(shard, "tokens"), self._path(shard, "offsets")) != shard.sha256:
                 raise UserError(
                     f"shard {shard.name} of the token store {str(self.folder)!r} is damaged"
                 )
@@ -112,12 +104,9 @@ class Store:
                 raise UserError(f"{where} has {found} bytes, not {size}: it is damaged")
 
     def _offsets(self, shard: Shard) -> np.ndarray:
-        stored = self._array(shard, "offsets", "<u8", shard.documents + 1)
-        found = stored.astype(np.int64)
-        begins = found[:-1]
-        ends = found[1:]
+        found = self._array(shard, "offsets", "<u8", shard.documents + 1).astype(np.int64)
         is_whole = found[0] == 0 and found[-1] == shard.tokens
-        if not is_whole or (ends <= begins).any():
+        if not is_whole or (np.diff(found) <= 0).any():
             raise self._damaged(shard, "offsets", "its documents do not follow one another")
         return found
 
@@ -146,16 +135,11 @@ class Store:
         def fetch(partial: str) -> None:
             source = self.folder / name
             with _explained(source):
-                store = remote.files_of(self.folder)
-                store.get_file(os.fspath(source), partial)
-            if kind == "offsets":
-                return
-            offsets = self._path(shard, "offsets")
-            if _digest(partial, offsets) != shard.sha256:
+                remote.files_of(self.folder).get_file(os.fspath(source), partial)
+            if kind == "tokens" and _digest(partial, self._path(shard, "offsets")) != shard.sha256:
                 raise self._damaged(shard, kind, "it is not what was written")
 
-        is_copied = self._local is not self.folder
-        if is_copied and not os.path.isfile(local):
+        if self._local is not self.folder and not os.path.isfile(local):
             with _explained(local):
                 files.write_atomically(local, fetch)
         return local

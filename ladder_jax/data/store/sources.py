@@ -78,13 +78,10 @@ class Part:
         """Changes with the part's files, their sizes and times, and its bounds."""
         files = []
         for file in self.files:
-            path = file.path
-            if not is_remote(path):
-                path = os.path.abspath(path)
+            path = file.path if is_remote(file.path) else os.path.abspath(file.path)
             files.append((path, file.size, file.modified))
         content = json.dumps([files, self.begin, self.end])
-        digest = hashlib.sha256(content.encode()).hexdigest()
-        return digest[:20]
+        return hashlib.sha256(content.encode()).hexdigest()[:20]
 
 
 def plan(
@@ -96,9 +93,7 @@ def plan(
     Raises UserError for a source that does not exist or is named twice, and for tables without
     `datasets`.
     """
-    files = []
-    for source in sources:
-        files += _files(source, subset, split)
+    files = [file for source in sources for file in _files(source, subset, split)]
     seen = set()
     for file in files:
         real = os.path.realpath(file.path)
@@ -106,8 +101,7 @@ def plan(
             raise UserError(f"{file.path!r} is named twice")
         seen.add(real)
     total = sum(file.size for file in files)
-    wanted = max(LEAST, total // PARTS)
-    size = min(most, wanted)
+    size = min(most, max(LEAST, total // PARTS))
     parts = []
     for kind, alike in itertools.groupby(files, key=lambda file: file.kind):
         if kind is Kind.TEXT:
@@ -154,10 +148,7 @@ def _cut(file: File, size: int) -> list[Part]:
     elif file.path.lower().endswith(".gz"):  # which cannot be read from the middle
         return [Part((file,), 0, sys.maxsize)]
     bounds = [*range(0, total, step), total]
-    parts = []
-    for begin, end in itertools.pairwise(bounds):
-        parts.append(Part((file,), begin, end))
-    return parts
+    return [Part((file,), begin, end) for begin, end in itertools.pairwise(bounds)]
 
 
 def read(part: Part, *, field: str) -> Iterator[str | None]:
@@ -166,16 +157,12 @@ def read(part: Part, *, field: str) -> Iterator[str | None]:
     Raises UserError for a line that is not a JSON object with text in `field`, and for what cannot
     be read.
     """
-    kind = part.kind
-    if kind is Kind.TEXT:
+    if part.kind is Kind.TEXT:
         return (text_of(file.path, named=file.named) for file in part.files)
     (file,) = part.files
-    path = file.path
-    begin = part.begin
-    end = part.end
-    if kind is Kind.LINES:
-        return _lines(path, begin, end, field)
-    return tables.read(path, begin, end, field=field, modified=file.modified)
+    if part.kind is Kind.LINES:
+        return _lines(file.path, part.begin, part.end, field)
+    return tables.read(file.path, part.begin, part.end, field=field, modified=file.modified)
 
 
 def _lines(file: str, begin: int, end: int, field: str) -> Iterator[str]:

@@ -112,9 +112,7 @@ def _header(table: str, whole) -> Iterable[str]:
 
 
 def _builder(file: str) -> dict:
-    name = file.lower()
-    ending = next(ending for ending in BUILDERS if name.endswith(ending))
-    return BUILDERS[ending]
+    return next(made for ending, made in BUILDERS.items() if file.lower().endswith(ending))
 
 
 def _open(table: str, *, features=None, columns: list[str] | None = None):
