@@ -345,12 +345,7 @@ def _print_summary(
     layers = ""
     if model.ladder_layers is not None:
         layers = f", ladder layers {model.ladder_layers}"
-    compared = ""
-    if request.format is Format.CHECKPOINT:
-        compared = "; read back and compared"
-    print(
-        f"{request.destination}: {source.parameters:,} parameters, {model.residual}{layers}{compared}"
-    )
+    print(f"{request.destination}: {source.parameters:,} parameters, {model.residual}{layers}")
     inputs = [fit for fit in fits if fit.sublayer in SUBLAYERS]
     outputs = [fit for fit in fits if fit not in inputs]
     if inputs:

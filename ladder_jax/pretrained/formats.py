@@ -219,8 +219,7 @@ def open_source(name: str | os.PathLike) -> Source:
 
 
 def save(source: Source, destination: str | os.PathLike, *, format: Format) -> None:
-    """Write `source` to the folder `destination`, new or empty, which appears when all is written
-    and compared.
+    """Write `source` to the folder `destination`, new or empty, which appears when all is written.
 
     The host holds one array at a time. Raises UserError if `destination` is not empty, and for what
     the format cannot express; RunFailed if writing fails, as for a full disk. Unfinished files are
@@ -240,8 +239,7 @@ def write_huggingface(source: Source, destination: str | os.PathLike) -> None:
 
 
 def write(source: Source, folder: pathlib.Path, *, format: Format, place: pathlib.Path) -> None:
-    """Write `source` into the new `folder`, which will be renamed to `place`, read it back and
-    compare.
+    """Write `source` into the new `folder`, which will be renamed to `place`.
 
     Raises UserError for what the format cannot express, RunFailed if writing fails.
     """

@@ -175,9 +175,9 @@ def carry_out[Key](
     each one's line as it has it.
 
     file: holds the lines that are there already; each new one is appended as it comes.
-    label: of the progress that is shown; None for none. Raises UserError for a file of something else, of other
-    questions, models or settings, or that another process is writing, and RunFailed for a full
-    disk.
+    label: of the progress that is shown; None for none.
+    Raises UserError for a file of something else, of other questions, models or settings, or that
+    another process is writing, and RunFailed for a full disk.
     """
     with alone(file) if file else contextlib.nullcontext() as out:
         lines = answered(file, digests) if file else {}
