@@ -28,6 +28,7 @@ from ladder_jax.config import (
 from ladder_jax.data import tokenizer as tokenizers
 from ladder_jax.data.tokenizer import Tokenizer
 from ladder_jax.decode import Engine, Generator, default_tensor
+from ladder_jax.decode.weights import Reader
 from ladder_jax.errors import UserError, unknown
 from ladder_jax.files import AnyPath, absolute, explained, is_remote, local_path
 from ladder_jax.nn import ModelDef, Params
@@ -35,7 +36,7 @@ from ladder_jax.parallel import NamedMesh
 from ladder_jax.pretrained import checkpoints, gguf, hub, staging
 from ladder_jax.pretrained.huggingface import config as huggingface_config
 from ladder_jax.pretrained.huggingface import folder as huggingface
-from ladder_jax.pretrained.source import REFIT, Reader, Source, assemble, reader, refit_in
+from ladder_jax.pretrained.source import REFIT, Source, assemble, reader, refit_in
 
 
 class Format(enum.Enum):
