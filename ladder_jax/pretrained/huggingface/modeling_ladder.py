@@ -12,49 +12,27 @@ Delay 0 is the standard Transformer, 1 is ladder, k is ladder-k. With experts h_
 generation in PyTorch, with the same results as ladder_jax.
 """
 
-import math
-
 import torch
 from torch import nn
 from torch.nn import functional
-from transformers import DynamicCache, GenerationMixin, PreTrainedConfig, PreTrainedModel
-from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
+from transformers import DynamicCache
+from transformers.modeling_outputs import BaseModelOutputWithPast
+from transformers.models.llama.configuration_llama import LlamaConfig
+from transformers.models.llama.modeling_llama import (
+    LlamaForCausalLM,
+    LlamaPreTrainedModel,
+    LlamaRotaryEmbedding,
+    apply_rotary_pos_emb,
+)
 
-CACHE = "cache" if "cache" in CausalLMOutputWithPast.__dataclass_fields__ else "past_key_values"
+CACHE = "cache" if "cache" in BaseModelOutputWithPast.__dataclass_fields__ else "past_key_values"
 """The cache's name in the installed transformers, as an argument of `forward` and in its
 outputs.
 """
 
-DEFAULTS = dict(
-    vocab_size=256,
-    hidden_size=128,
-    intermediate_size=352,
-    num_hidden_layers=4,
-    num_attention_heads=8,
-    num_key_value_heads=4,
-    head_dim=16,
-    hidden_act="silu",
-    max_position_embeddings=2048,
-    rms_norm_eps=1e-5,
-    rope_parameters={"rope_type": "default", "rope_theta": 10_000.0},
-    initializer_range=0.02,
-    use_cache=True,
-    residual="ladder",
-    ladder_layers=None,
-    biases="none",
-    qk_norm=False,
-    num_experts=0,
-    num_experts_per_tok=2,
-    moe_intermediate_size=128,
-    norm_topk_prob=True,
-    shared_expert_intermediate_size=0,
-    shared_expert_gate=False,
-    mlp_only_layers=(),
-)
 
-
-class LadderConfig(PreTrainedConfig):
-    """The fields in DEFAULTS: Llama's, with experts Qwen2-MoE's, and four more.
+class LadderConfig(LlamaConfig):
+    """Llama's fields, with experts Qwen2-MoE's, and four more.
 
     residual: standard, ladder, ladder-K (delay K), parallel, parallel-shared-norm, parallel-ladder
         or farskip.
@@ -65,15 +43,21 @@ class LadderConfig(PreTrainedConfig):
 
     model_type = "ladder_jax"
     keys_to_ignore_at_inference = [CACHE]
+    base_model_tp_plan = None  # Llama's splits what a norm over all heads needs whole
+    residual = "ladder"
+    ladder_layers = None
+    biases = "none"
+    qk_norm = False
+    num_experts = 0
+    num_experts_per_tok = 2
+    moe_intermediate_size = 128
+    norm_topk_prob = True
+    shared_expert_intermediate_size = 0
+    shared_expert_gate = False
+    mlp_only_layers = ()
 
-    def __init__(self, tie_word_embeddings=False, **fields):
-        for name, default in DEFAULTS.items():
-            value = fields.pop(name, None)
-            if value is None:
-                value = default
-            setattr(self, name, value)
-        self.rope_parameters = dict(self.rope_parameters)  # which transformers adds to
-        super().__init__(tie_word_embeddings=tie_word_embeddings, **fields)
+    def validate_architecture(self):
+        """The number of heads need not divide the width."""
 
 
 def delays(config):
@@ -95,51 +79,21 @@ def delays(config):
     if residual not in kinds:
         allowed = f"ladder-K, {', '.join(kinds)}"
         raise ValueError(f"unknown residual {residual!r} (allowed: {allowed})")
-    kind = kinds[residual]
-    # the first ones have no experts
     layers = range(config.num_hidden_layers)
-    dense = len(config.mlp_only_layers)
     chosen = layers if config.ladder_layers is None else config.ladder_layers
-    kinds = [kind if layer in chosen else (0, 0, False) for layer in layers]
-    if is_farskip(config) and dense:  # no routed output is pending after them
-        for layer in range(dense):
-            if layer in chosen:
-                kinds[layer] = (0, 1, True)
-        kinds[dense] = (0, *kinds[dense][1:])
-    return kinds
+    found = [kinds[residual] if layer in chosen else kinds["standard"] for layer in layers]
+    # The first layers may have no experts: no routed output is pending after them.
+    dense = len(config.mlp_only_layers)
+    if is_farskip(config) and dense:
+        for layer in set(chosen).intersection(range(dense)):
+            found[layer] = kinds["parallel"]
+        found[dense] = (0, *found[dense][1:])
+    return found
 
 
 def is_farskip(config):
     """Without a shared expert, farskip is ladder."""
     return config.residual == "farskip" and config.shared_expert_intermediate_size > 0
-
-
-def frequencies(config):
-    """Radians per position, [H/2], in float64. Llama 3 lowers the low frequencies (arXiv
-    2407.21783).
-    """
-    rope = config.rope_parameters
-    kind = rope["rope_type"]
-    half = torch.arange(0, config.head_dim, 2, dtype=torch.float64, device="cpu")
-    plain = rope["rope_theta"] ** (-half / config.head_dim)
-    if kind == "default":
-        return plain
-    assert kind == "llama3", kind
-    turns = rope["original_max_position_embeddings"] * plain / (2 * math.pi)
-    low = rope["low_freq_factor"]
-    high = rope["high_freq_factor"]
-    kept = ((turns - low) / (high - low)).clamp(0, 1)
-    return kept * plain + (1 - kept) * plain / rope["factor"]
-
-
-def rotate(x, cos, sin):
-    """Rotate x [B, heads, T, H] by its positions' angles [B, 1, T, H/2]: dimension i pairs with i +
-    H/2.
-    """
-    left, right = x.float().chunk(2, dim=-1)
-    first = left * cos - right * sin
-    second = right * cos + left * sin
-    return torch.cat([first, second], dim=-1).to(x.dtype)
 
 
 def delayed(streams, delay):
@@ -154,7 +108,6 @@ class LadderAttention(nn.Module):
         head_dim = config.head_dim
         self.head_dim = head_dim
         width = config.hidden_size
-        eps = config.rms_norm_eps
         inner = config.num_attention_heads * head_dim
         outer = config.num_key_value_heads * head_dim
         bias = config.biases != "none"
@@ -164,15 +117,14 @@ class LadderAttention(nn.Module):
         self.v_proj = nn.Linear(width, outer, bias=bias)
         self.o_proj = nn.Linear(inner, width, bias=out_bias)
         self.norms_all_heads = config.qk_norm == "all-heads"
-        if not config.qk_norm:
-            self.q_norm = nn.Identity()
-            self.k_norm = nn.Identity()
-        elif self.norms_all_heads:
-            self.q_norm = nn.RMSNorm(inner, eps)
-            self.k_norm = nn.RMSNorm(outer, eps)
-        else:
-            self.q_norm = nn.RMSNorm(head_dim, eps)
-            self.k_norm = nn.RMSNorm(head_dim, eps)
+
+        def norm(size):
+            if not config.qk_norm:
+                return nn.Identity()
+            return nn.RMSNorm(size if self.norms_all_heads else head_dim, config.rms_norm_eps)
+
+        self.q_norm = norm(inner)
+        self.k_norm = norm(outer)
 
     def heads(self, projected):
         return projected.unflatten(-1, (-1, self.head_dim))
@@ -183,10 +135,11 @@ class LadderAttention(nn.Module):
         return norm(self.heads(projected))
 
     def forward(self, x, cos, sin, mask, cache):
-        query = self.normed_heads(self.q_norm, self.q_proj(x))
-        query = rotate(query.transpose(1, 2), cos, sin)
-        key = self.normed_heads(self.k_norm, self.k_proj(x))
-        key = rotate(key.transpose(1, 2), cos, sin)
+        query = self.normed_heads(self.q_norm, self.q_proj(x)).transpose(1, 2)
+        key = self.normed_heads(self.k_norm, self.k_proj(x)).transpose(1, 2)
+        query, key = apply_rotary_pos_emb(query.float(), key.float(), cos, sin)
+        query = query.to(x.dtype)
+        key = key.to(x.dtype)
         value = self.heads(self.v_proj(x)).transpose(1, 2)
         if cache is not None:
             key, value = cache.update(key, value, self.layer)
@@ -235,15 +188,14 @@ class LadderExperts(nn.Module):
         logits = functional.linear(x.float(), self.gate.weight.float())
         ranked, order = logits.sort(dim=-1, descending=True, stable=True)
         chosen = ranked[..., : self.top_k]
-        experts = order[..., : self.top_k]
         total = (chosen if self.renormalised else logits).logsumexp(-1, keepdim=True)
-        weights = (chosen - total).exp()
+        weights = torch.zeros_like(logits)
+        weights = weights.scatter(-1, order[..., : self.top_k], (chosen - total).exp())
         out = torch.zeros_like(x, dtype=torch.float32)
         for index, expert in enumerate(self.experts):
-            *token, choice = (experts == index).nonzero(as_tuple=True)
-            token = tuple(token)
-            weight = weights[(*token, choice)][:, None]
-            of_tokens = expert(x[token]).float() * weight
+            weight = weights[..., index]
+            token = weight.nonzero(as_tuple=True)
+            of_tokens = expert(x[token]).float() * weight[token][:, None]
             out = out.index_put(token, of_tokens, accumulate=True)
         return out.to(x.dtype)
 
@@ -296,12 +248,9 @@ class LadderLayer(nn.Module):
         return [middle, middle + self.mlp(normed)]
 
 
-class LadderPreTrainedModel(PreTrainedModel):
+class LadderPreTrainedModel(LlamaPreTrainedModel):
     config_class = LadderConfig
-    base_model_prefix = "model"
     _no_split_modules = ["LadderLayer"]
-    _skip_keys_device_placement = ["cache"]
-    _supports_sdpa = True
 
 
 class LadderModel(LadderPreTrainedModel):
@@ -312,6 +261,7 @@ class LadderModel(LadderPreTrainedModel):
             LadderLayer(config, layer) for layer in range(config.num_hidden_layers)
         )
         self.norm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.rotary_emb = LlamaRotaryEmbedding(config)
         self.depth = 2 + max(max(attention, mlp) for attention, mlp, _ in delays(config))
         self.post_init()
 
@@ -339,11 +289,7 @@ class LadderModel(LadderPreTrainedModel):
         place = past + torch.arange(length, device=x.device)
         if position_ids is None:
             position_ids = place[None]
-        angles = position_ids[:, None, :, None].float() * frequencies(self.config).to(
-            x.device, torch.float32
-        )
-        cos = angles.cos()
-        sin = angles.sin()
+        cos, sin = self.rotary_emb(x.float(), position_ids)
         mask = self._mask(attention_mask, place, past + length)
         streams = [x]
         for layer in self.layers:
@@ -367,47 +313,10 @@ class LadderModel(LadderPreTrainedModel):
         return seen & unpadded | itself
 
 
-class LadderForCausalLM(LadderPreTrainedModel, GenerationMixin):
-    _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
-
+class LadderForCausalLM(LadderPreTrainedModel, LlamaForCausalLM):
     def __init__(self, config):
-        super().__init__(config)
+        super(LlamaForCausalLM, self).__init__(config)
         self.model = LadderModel(config)
+        self.vocab_size = config.vocab_size
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.post_init()
-
-    def forward(
-        self,
-        input_ids=None,
-        attention_mask=None,
-        position_ids=None,
-        past_key_values=None,
-        inputs_embeds=None,
-        labels=None,
-        use_cache=None,
-        logits_to_keep=0,
-        cache=None,
-        **kwargs,
-    ):
-        """Logits [B, T, V]; only of the last `logits_to_keep` positions if that is not 0. `labels`
-        add a loss.
-        """
-        if kwargs.get("output_hidden_states") or kwargs.get("output_attentions"):
-            raise ValueError("this model does not return hidden states or attention weights")
-        outputs = self.model(
-            input_ids=input_ids,
-            attention_mask=attention_mask,
-            position_ids=position_ids,
-            past_key_values=past_key_values,
-            inputs_embeds=inputs_embeds,
-            use_cache=use_cache,
-            cache=cache,
-        )
-        last = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
-        logits = self.lm_head(outputs.last_hidden_state[:, last])
-        loss = (
-            None
-            if labels is None
-            else self.loss_function(logits, labels, vocab_size=self.config.vocab_size)
-        )
-        return CausalLMOutputWithPast(loss=loss, logits=logits, **{CACHE: outputs.get(CACHE)})
