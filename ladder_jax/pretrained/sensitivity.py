@@ -17,7 +17,6 @@ from ladder_jax.errors import RunFailed
 from ladder_jax.nn.parameter import stack_of
 from ladder_jax.pretrained.source import Source, load_layer
 from ladder_jax.pretrained.sublayers import Streams, batches, delays, programs
-from ladder_jax.terminal import Table
 
 
 class Search(enum.Enum):
@@ -229,26 +228,4 @@ def measure(
         loss=probe.loss(()),
         alone=tuple(alone.values()),
         subsets=subsets,
-    )
-
-
-NAMES = {"last": "the last", "ranked": "least sensitive", "greedy": "greedily"}
-
-
-def show(result: Result) -> None:
-    """Print the cost of each choice of layers, as a table on standard output."""
-    rows = []
-    for name, subset in result.subsets.items():
-        choice = NAMES[name]
-        if name == result.chosen:
-            choice += " (taken)"
-        layers = ", ".join(map(str, sorted(subset.layers)))
-        cost = subset.loss - result.loss
-        rows.append((choice, layers, f"{cost:+.4f}"))
-    terminal.show(
-        [
-            f"the standard model's loss is {result.loss:.4f} nats a token",
-            f"of {result.tokens:,} tokens in sequences of {result.sequence:,}",
-            Table(("chosen", "layers", "nats"), rows, ("chosen", "layers")),
-        ]
     )

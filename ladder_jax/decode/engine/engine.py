@@ -77,10 +77,7 @@ class Engine:
                 f"decoder must be a function from tokens to bytes, not {described(decoder)}"
             )
         form = dict(loop=loop, quantize=quantize)
-        held = memory.held_bytes(params)
-        memory.check_slots(
-            definition, slots=slots, capacity=capacity, chunk=chunk, held=held, **form
-        )
+        memory.check_slots(definition, slots=slots, capacity=capacity, chunk=chunk, **form)
         self.capacity = capacity
         self.slots = slots
         self.max_queue = max_queue
