@@ -15,20 +15,15 @@ generation in PyTorch, with the same results as ladder_jax.
 import torch
 from torch import nn
 from torch.nn import functional
-from transformers import DynamicCache
-from transformers.modeling_outputs import BaseModelOutputWithPast
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.models.llama.configuration_llama import LlamaConfig
 from transformers.models.llama.modeling_llama import (
     LlamaForCausalLM,
+    LlamaModel,
     LlamaPreTrainedModel,
     LlamaRotaryEmbedding,
     apply_rotary_pos_emb,
 )
-
-CACHE = "cache" if "cache" in BaseModelOutputWithPast.__dataclass_fields__ else "past_key_values"
-"""The cache's name in the installed transformers, as an argument of `forward` and in its
-outputs.
-"""
 
 
 class LadderConfig(LlamaConfig):
@@ -42,7 +37,6 @@ class LadderConfig(LlamaConfig):
     """
 
     model_type = "ladder_jax"
-    keys_to_ignore_at_inference = [CACHE]
     base_model_tp_plan = None  # Llama's splits what a norm over all heads needs whole
     residual = "ladder"
     ladder_layers = None
@@ -107,6 +101,7 @@ class LadderAttention(nn.Module):
         self.layer = layer
         head_dim = config.head_dim
         self.head_dim = head_dim
+        self.num_key_value_groups = config.num_attention_heads // config.num_key_value_heads
         width = config.hidden_size
         inner = config.num_attention_heads * head_dim
         outer = config.num_key_value_heads * head_dim
@@ -134,19 +129,17 @@ class LadderAttention(nn.Module):
             return self.heads(norm(projected))
         return norm(self.heads(projected))
 
-    def forward(self, x, cos, sin, mask, cache):
+    def forward(self, x, position_embeddings, mask, cache):
         query = self.normed_heads(self.q_norm, self.q_proj(x)).transpose(1, 2)
         key = self.normed_heads(self.k_norm, self.k_proj(x)).transpose(1, 2)
-        query, key = apply_rotary_pos_emb(query.float(), key.float(), cos, sin)
+        query, key = apply_rotary_pos_emb(query.float(), key.float(), *position_embeddings)
         query = query.to(x.dtype)
         key = key.to(x.dtype)
         value = self.heads(self.v_proj(x)).transpose(1, 2)
         if cache is not None:
             key, value = cache.update(key, value, self.layer)
-        out = functional.scaled_dot_product_attention(
-            query, key, value, attn_mask=mask, enable_gqa=True
-        )
-        return self.o_proj(out.transpose(1, 2).flatten(2))
+        out, _ = sdpa_attention_forward(self, query, key, value, mask)
+        return self.o_proj(out.flatten(2))
 
 
 class LadderMLP(nn.Module):
@@ -212,6 +205,8 @@ class LadderLayer(nn.Module):
     def __init__(self, config, layer):
         super().__init__()
         self.attention_delay, self.mlp_delay, self.joint = delays(config)[layer]
+        self.is_last = layer == config.num_hidden_layers - 1
+        self.depth = 1 + max(max(attention, mlp) for attention, mlp, _ in delays(config))
         has_experts = config.num_experts > 0 and layer not in config.mlp_only_layers
         self.self_attn = LadderAttention(config, layer)
         if has_experts:
@@ -224,93 +219,58 @@ class LadderLayer(nn.Module):
         if not self.shared_norm:
             self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
 
-    def forward(self, streams, cos, sin, mask, cache):
-        """`streams`: the residual stream after each sublayer so far, oldest first. Returns this
-        layer's two streams.
+    def forward(self, streams, attention_mask, position_embeddings, **kwargs):
+        """`streams`: the residual stream after each sublayer so far, oldest first; of the first
+        layer the embedding. Returns them with this layer's two; of the last layer its last one.
         """
+        if torch.is_tensor(streams):
+            streams = [streams]
+        cache = kwargs.get("cache", kwargs.get("past_key_values"))  # as transformers calls it
         newest = streams[-1]
         mlp_norm = self.input_layernorm if self.shared_norm else self.post_attention_layernorm
         normed = self.input_layernorm(delayed(streams, self.attention_delay))
-        attended = self.self_attn(normed, cos, sin, mask, cache)
+        attended = self.self_attn(normed, position_embeddings, attention_mask, cache)
         if self.joint:
             # The MLP's delay counts from the MLP, one sublayer after attention, so one is
             # subtracted here.
             normed = mlp_norm(delayed(streams, self.mlp_delay - 1))
-            both = newest + (attended + self.mlp(normed))
-            return [both, both]
-        # the shared expert's output is added with attention's, before the routed ones'
-        if self.farskip:
+            middle = last = newest + (attended + self.mlp(normed))
+        elif self.farskip:
+            # the shared expert's output is added with attention's, before the routed ones'
             normed = mlp_norm(newest)
-            early = newest + (attended + self.mlp.shared(normed))
-            return [early, early + self.mlp.routed(normed)]
-        middle = newest + attended
-        normed = mlp_norm(delayed([*streams, middle], self.mlp_delay))
-        return [middle, middle + self.mlp(normed)]
+            middle = newest + (attended + self.mlp.shared(normed))
+            last = middle + self.mlp.routed(normed)
+        else:
+            middle = newest + attended
+            normed = mlp_norm(delayed([*streams, middle], self.mlp_delay))
+            last = middle + self.mlp(normed)
+        return last if self.is_last else [*streams, middle, last][-self.depth :]
+
+
+class LadderRotaryEmbedding(LlamaRotaryEmbedding):
+    def forward(self, x, position_ids):
+        return super().forward(x.float(), position_ids)
 
 
 class LadderPreTrainedModel(LlamaPreTrainedModel):
     config_class = LadderConfig
+    supports_gradient_checkpointing = False
     _no_split_modules = ["LadderLayer"]
+    _supports_flash_attn = False
+    _supports_flex_attn = False
+    _supports_attention_backend = False
 
 
-class LadderModel(LadderPreTrainedModel):
+class LadderModel(LadderPreTrainedModel, LlamaModel):
     def __init__(self, config):
-        super().__init__(config)
+        super(LlamaModel, self).__init__(config)
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(
             LadderLayer(config, layer) for layer in range(config.num_hidden_layers)
         )
         self.norm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.rotary_emb = LlamaRotaryEmbedding(config)
-        self.depth = 2 + max(max(attention, mlp) for attention, mlp, _ in delays(config))
+        self.rotary_emb = LadderRotaryEmbedding(config)
         self.post_init()
-
-    def forward(
-        self,
-        input_ids=None,
-        attention_mask=None,
-        position_ids=None,
-        past_key_values=None,
-        inputs_embeds=None,
-        use_cache=None,
-        cache=None,
-        **kwargs,
-    ):
-        """attention_mask [B, S]: 0 for padding, of the cached tokens and these tokens."""
-        x = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
-        if use_cache is None:
-            use_cache = self.config.use_cache
-        if cache is None:
-            cache = past_key_values
-        if use_cache and cache is None:
-            cache = DynamicCache(config=self.config)
-        past = 0 if cache is None else cache.get_seq_length()
-        length = x.shape[1]
-        place = past + torch.arange(length, device=x.device)
-        if position_ids is None:
-            position_ids = place[None]
-        cos, sin = self.rotary_emb(x.float(), position_ids)
-        mask = self._mask(attention_mask, place, past + length)
-        streams = [x]
-        for layer in self.layers:
-            streams = [*streams, *layer(streams, cos, sin, mask, cache)]
-            streams = streams[-self.depth :]
-        return BaseModelOutputWithPast(
-            last_hidden_state=self.norm(streams[-1]), **{CACHE: cache if use_cache else None}
-        )
-
-    def _mask(self, attention_mask, place, length):
-        """[1 or B, 1, T, S]: True if a query sees a key. Padding sees itself: an empty softmax
-        would be NaN.
-        """
-        keys = torch.arange(length, device=place.device)
-        queries = place[:, None]
-        seen = (keys <= queries)[None, None]
-        if attention_mask is None:
-            return seen
-        unpadded = attention_mask[:, None, None, :].bool()
-        itself = keys == queries
-        return seen & unpadded | itself
 
 
 class LadderForCausalLM(LadderPreTrainedModel, LlamaForCausalLM):
