@@ -18,7 +18,7 @@ from ladder_jax.config import DecodeConfig
 from ladder_jax.data import json_lines
 from ladder_jax.data.tokenizer import Tokenizer
 from ladder_jax.decode.engine.engine import Engine
-from ladder_jax.decode.engine.scheduler import Handle
+from ladder_jax.decode.engine.handle import Handle
 from ladder_jax.decode.request import SAMPLING, NoNumbers, Request, Result, check_prompts, ends
 from ladder_jax.errors import RunFailed, UserError, unknown
 from ladder_jax.terminal import progress
