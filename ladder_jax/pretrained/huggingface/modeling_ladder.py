@@ -12,13 +12,17 @@ Delay 0 is the standard Transformer, 1 is ladder, k is ladder-k. With experts h_
 generation in PyTorch, with the same results as ladder_jax.
 """
 
+import copy
+
 import torch
 from torch import nn
 from torch.nn import functional
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.models.llama.configuration_llama import LlamaConfig
 from transformers.models.llama.modeling_llama import (
+    LlamaAttention,
     LlamaForCausalLM,
+    LlamaMLP,
     LlamaModel,
     LlamaPreTrainedModel,
     LlamaRotaryEmbedding,
@@ -95,31 +99,30 @@ def delayed(streams, delay):
     return streams[max(0, len(streams) - 1 - delay)]
 
 
-class LadderAttention(nn.Module):
+def with_biases(config, **fields):
+    """A copy of the configuration with Llama's fields of the biases, and other fields."""
+    copied = copy.copy(config)
+    copied.attention_bias = config.biases != "none"
+    copied.mlp_bias = config.biases == "all"
+    for name, value in fields.items():
+        setattr(copied, name, value)
+    return copied
+
+
+class LadderAttention(LlamaAttention):
     def __init__(self, config, layer):
-        super().__init__()
-        self.layer = layer
-        head_dim = config.head_dim
-        self.head_dim = head_dim
-        self.num_key_value_groups = config.num_attention_heads // config.num_key_value_heads
-        width = config.hidden_size
-        inner = config.num_attention_heads * head_dim
-        outer = config.num_key_value_heads * head_dim
-        bias = config.biases != "none"
-        out_bias = config.biases in ("attention", "all")
-        self.q_proj = nn.Linear(width, inner, bias=bias)
-        self.k_proj = nn.Linear(width, outer, bias=bias)
-        self.v_proj = nn.Linear(width, outer, bias=bias)
-        self.o_proj = nn.Linear(inner, width, bias=out_bias)
+        super().__init__(with_biases(config), layer)
+        if config.biases == "qkv":
+            self.o_proj = nn.Linear(self.o_proj.in_features, config.hidden_size, bias=False)
         self.norms_all_heads = config.qk_norm == "all-heads"
 
         def norm(size):
             if not config.qk_norm:
                 return nn.Identity()
-            return nn.RMSNorm(size if self.norms_all_heads else head_dim, config.rms_norm_eps)
+            return nn.RMSNorm(size if self.norms_all_heads else self.head_dim, config.rms_norm_eps)
 
-        self.q_norm = norm(inner)
-        self.k_norm = norm(outer)
+        self.q_norm = norm(self.q_proj.out_features)
+        self.k_norm = norm(self.k_proj.out_features)
 
     def heads(self, projected):
         return projected.unflatten(-1, (-1, self.head_dim))
@@ -137,21 +140,14 @@ class LadderAttention(nn.Module):
         key = key.to(x.dtype)
         value = self.heads(self.v_proj(x)).transpose(1, 2)
         if cache is not None:
-            key, value = cache.update(key, value, self.layer)
+            key, value = cache.update(key, value, self.layer_idx)
         out, _ = sdpa_attention_forward(self, query, key, value, mask)
         return self.o_proj(out.flatten(2))
 
 
-class LadderMLP(nn.Module):
+class LadderMLP(LlamaMLP):
     def __init__(self, config, width):
-        super().__init__()
-        bias = config.biases == "all"
-        self.gate_proj = nn.Linear(config.hidden_size, width, bias=bias)
-        self.up_proj = nn.Linear(config.hidden_size, width, bias=bias)
-        self.down_proj = nn.Linear(width, config.hidden_size, bias=bias)
-
-    def forward(self, x):
-        return self.down_proj(functional.silu(self.gate_proj(x)) * self.up_proj(x))
+        super().__init__(with_biases(config, intermediate_size=width))
 
 
 class LadderExperts(nn.Module):
@@ -259,6 +255,7 @@ class LadderPreTrainedModel(LlamaPreTrainedModel):
     _supports_flash_attn = False
     _supports_flex_attn = False
     _supports_attention_backend = False
+    _can_record_outputs = {}
 
 
 class LadderModel(LadderPreTrainedModel, LlamaModel):
