@@ -9,7 +9,6 @@ values.
 """
 
 import collections
-import hashlib
 import json
 import math
 import pathlib
@@ -44,7 +43,6 @@ type Shapes = Mapping[str, tuple[int, ...]]  # of arrays, by name
 type Spec = dict[str, Any]  # of tensorstore
 # an array's name, such as "layers/mlp/up", and the layer's index if layers are stacked
 Key = tuple[str, int | None]
-type Digests = Mapping[Key, bytes]
 
 
 def named(tree: Any) -> dict[str, Any]:
@@ -256,9 +254,9 @@ def _chunk(name: str, array: jax.Array) -> list[int]:
 
 def write_pieces(
     folder: pathlib.Path, like: Abstract, pieces: Iterable[tuple[Key, np.ndarray]]
-) -> Digests:
-    """Writes one item of a checkpoint, one array or layer after another, into a new folder, and
-    returns their digests. A failed write raises tensorstore's ValueError or OSError.
+) -> None:
+    """Writes one item of a checkpoint, one array or layer after another, into a new folder. A
+    failed write raises tensorstore's ValueError or OSError.
 
     like: the shape and dtype of each array by name; arrays of layers are stacked, [L, ...].
     """
@@ -269,7 +267,6 @@ def write_pieces(
         chunk = _rows(name, array)
         within = database(folder.absolute())
         stores[name] = create(within, name, array, chunk=chunk, context=context).result()
-    digests = {}
     for key, values in pieces:
         part = _part_of(stores[key[0]], key)
         if values.shape != tuple(part.shape):
@@ -280,25 +277,8 @@ def write_pieces(
             write.result()
         finally:  # one that ran on after an interrupt would make the folder again after its removal
             write.exception()
-        digests[key] = _digest(values)
     shapes = {name: array.shape for name, array in like.items()}
     (folder / METADATA).write_text(described(shapes), encoding="utf-8")
-    return digests
-
-
-def differences(folder: pathlib.Path, digests: Digests) -> Iterator[str | None]:
-    """Reads everything back. Yields None for each piece that equals what was written, else its
-    name.
-    """
-    for key, digest in digests.items():
-        name, layer = key
-        part = _part_of(_open(folder.absolute(), name).result(), key)
-        if _digest(part.read().result()) == digest:
-            yield None
-        elif layer is None:
-            yield name
-        else:
-            yield f"{name} of layer {layer}"
 
 
 def _part_of(array: tensorstore.TensorStore, key: Key) -> tensorstore.TensorStore:
@@ -317,8 +297,3 @@ def _rows(name: str, array: jax.ShapeDtypeStruct) -> list[int]:
     rows = max(1, CHUNK // slice_bytes)
     chunk[axis] = min(rows, chunk[axis])
     return chunk
-
-
-def _digest(values: np.ndarray) -> bytes:
-    flat = np.ascontiguousarray(values).reshape(-1)
-    return hashlib.blake2b(flat.view(np.uint8), digest_size=16).digest()

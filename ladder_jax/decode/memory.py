@@ -7,7 +7,6 @@ import os
 import pathlib
 import re
 from collections.abc import Iterator
-from typing import Any
 
 import jax
 
@@ -61,15 +60,13 @@ def check_slots(
     chunk: int,
     loop: Loop,
     quantize: Quantize,
-    held: int = 0,
 ) -> None:
     """Raises UserError where the weights, or they and `slots` rows of `capacity` cached tokens, do
     not fit.
 
     chunk: positions beyond the capacity, see `steps.positions_for`.
-    held: bytes a device of the parameters in memory from which the weights are made.
     """
-    kept, size = check_weights(definition, loop=loop, quantize=quantize, held=held)
+    kept, size = check_weights(definition, loop=loop, quantize=quantize)
     parts = {
         "weights": kept,
         "cache": cache_bytes(definition, rows=slots, capacity=capacity + chunk),
@@ -79,7 +76,7 @@ def check_slots(
 
 
 def check_weights(
-    definition: ModelDef, *, loop: Loop, quantize: Quantize = Quantize.NONE, held: int = 0
+    definition: ModelDef, *, loop: Loop, quantize: Quantize = Quantize.NONE
 ) -> tuple[int, int | None]:
     """Raises UserError where `weights.prepare` does not fit; returns the bytes a device that it
     keeps, and `free_memory`.
@@ -90,8 +87,6 @@ def check_weights(
     parts = {"weights": kept}
     if most > kept:
         parts["one of them as it is stored"] = most - kept
-    if held and devices.flat[0].platform != "cpu":  # whose available memory excludes them already
-        parts["those in memory"] = held
     check(parts, free=size, what="reading the weights", instead=_less(quantize))
     return kept, size
 
@@ -131,11 +126,4 @@ def cache_bytes(definition: ModelDef, *, rows: int, capacity: int) -> int:
     """A device's share of the key/value cache."""
     return weights.shard_bytes(
         steps.abstract_cache(definition, rows=rows, capacity=capacity, loop=Loop.UNROLLED)
-    )
-
-
-def held_bytes(params: Any) -> int:
-    """A device's share of parameters in memory; 0 for a reader, and for NumPy arrays."""
-    return weights.shard_bytes(
-        [leaf for leaf in jax.tree.leaves(params) if isinstance(leaf, jax.Array)]
     )

@@ -43,19 +43,32 @@ def prepare(
     With Loop.SCAN and Quantize.NONE so do names and shapes. No more is held than `needed_bytes`
     says; parameters in memory stay the caller's.
     """
-    parameters = _parameters(definition)
+    _check_inference(definition)
     read = params if callable(params) else _in_memory(params)
+    dtype = definition.config.dtype.value
+    store = functools.partial(_kept, definition.layout, quantize, dtype)
+    return assemble(definition, read, store, loop=loop)
+
+
+def assemble(
+    definition: ModelDef, read: Reader, store: Callable[[Any, str], Any], *, loop: Loop
+) -> Params:
+    """The arrays of `read`, each as `store`(array, its dimensions) keeps it before the next is
+    read.
+    """
+    parameters = _parameters(definition)
     pieces = read(
         [(one.name, layer) for one in parameters for layer in range(one.layers) or [None]]
     )
 
     def make(parameter, dims):
         if dims == parameter.dims:
-            return _next(pieces, definition, quantize, dims)
-        shapes = _abstract(definition, quantize, parameter, dims)
-        stack = jax.tree.map(lambda a: mesh.zeros(a.shape, a.dtype, a.sharding), shapes)
+            return store(next(pieces), dims)
+        stack = None
         for layer in range(parameter.layers):  # each is put into it before the next is read
-            array = _next(pieces, definition, quantize, parameter.dims)
+            array = store(next(pieces), parameter.dims)
+            if stack is None:
+                stack = jax.tree.map(functools.partial(_stack_for, parameter.layers), array)
             stack = jax.block_until_ready(mesh.put(stack, array, layer))
             del array
         return stack
@@ -63,8 +76,16 @@ def prepare(
     return _arranged(definition, parameters, make, loop=loop)
 
 
+def _stack_for(layers, array):
+    """Zeros for so many arrays like this one."""
+    spec = jax.P(None, *array.sharding.spec)
+    sharding = array.sharding.update(spec=spec)
+    return mesh.zeros((layers, *array.shape), array.dtype, sharding)
+
+
 def dims(definition: ModelDef, *, loop: Loop, quantize: Quantize = Quantize.NONE) -> Params:
     """The dimensions of `prepare`'s arrays."""
+    _check_inference(definition)
     stored = lambda parameter, dims: _stored_dims(quantize, dims)
     return _arranged(definition, _parameters(definition), stored, loop=loop)
 
@@ -127,6 +148,14 @@ def _dtype(dtype, dims):
     return dtype if len(dims.removeprefix("L")) > 1 and dims != ROUTER else jnp.float32
 
 
+def _check_inference(definition):
+    """Raises UserError for a mesh that splits parameters for training."""
+    if definition.layout.fsdp > 1:
+        raise UserError(
+            f"mesh.fsdp={definition.layout.fsdp} is for training: inference needs 1 (mesh.data copies)"
+        )
+
+
 class _Parameter(NamedTuple):
     """An array, or a stack of one for every layer.
 
@@ -142,14 +171,7 @@ class _Parameter(NamedTuple):
 
 
 def _parameters(definition):
-    """The largest arrays first: then the least is held beside them.
-
-    Raises UserError for a mesh that splits parameters for training.
-    """
-    if definition.layout.fsdp > 1:
-        raise UserError(
-            f"mesh.fsdp={definition.layout.fsdp} is for training: inference needs 1 (mesh.data copies)"
-        )
+    """The largest arrays first: then the least is held beside them."""
     arrays = traverse_util.flatten_dict(definition.abstract, sep="/")
     found = []
     for name, dims in traverse_util.flatten_dict(definition.dims, sep="/").items():
@@ -181,11 +203,8 @@ def _arranged(definition, parameters, make, *, loop):
     return done
 
 
-def _next(pieces, definition, quantize, dims):
-    """The next piece as it is to be stored. The piece that was read is freed on return."""
-    piece = next(pieces)
-    dtype = definition.config.dtype.value
-    layout = definition.layout
+def _kept(layout, quantize, dtype, piece, dims):
+    """A piece as it is to be stored. What was read is freed on return."""
     array, layer = piece if isinstance(piece, tuple) else (piece, None)
     stays = _stored_dims(quantize, dims) == dims and array.dtype == _dtype(dtype, dims)
     if stays and layer is None and isinstance(array, jax.Array):

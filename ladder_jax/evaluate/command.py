@@ -3,15 +3,15 @@ questions.
 """
 
 import dataclasses
+import itertools
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from ladder_jax import files, parallel
 from ladder_jax.data.store import sources
 from ladder_jax.decode import memory
 from ladder_jax.errors import UserError
 from ladder_jax.evaluate import (
-    Model,
     generation,
     multiple_choice,
     open_model,
@@ -23,20 +23,13 @@ from ladder_jax.evaluate import (
 
 OPENED = ("ladder_layers", "residual", "ranks", "tensor", "data", "window", "batch_tokens")
 ANSWERS = ("max_new_tokens", "stop", "slots")
-WAYS = ("text", "multiple_choice", "generation")
-ONLY = {
-    "stride": ("text",),
-    "field": ("text",),
-    "shots": ("multiple_choice", "generation"),
-    "shots_file": ("multiple_choice", "generation"),
-    "limit": ("multiple_choice", "generation"),
-    "max_new_tokens": ("generation",),
-    "stop": ("generation",),
-    "slots": ("generation",),
-    "batch_tokens": ("text", "multiple_choice"),
-    "data": ("text", "multiple_choice"),
+SHOTS = ("shots", "shots_file", "limit")
+WAYS = {
+    "text": ("stride", "field", "batch_tokens", "data"),
+    "multiple_choice": (*SHOTS, "batch_tokens", "data"),
+    "generation": (*SHOTS, *ANSWERS),
 }
-"""Options that are for some of the ways."""
+"""The options that are not for all of the ways."""
 
 
 def run(args: dict) -> None:
@@ -45,17 +38,27 @@ def run(args: dict) -> None:
     """
     way = _check(args)
     parallel.use_compilation_cache()
-    asked = _texts(args) if way == "text" else _questions(args, way)
+    if way == "text":
+        measure = text_perplexity
+        asked = dict(texts=_texts(args), stride=args["stride"])
+    elif way == "multiple_choice":
+        measure = multiple_choice
+        asked = _questions(args, args[way], read_choices)
+    else:
+        measure = generation
+        asked = {**_questions(args, args[way], read_questions), **_given(args, ANSWERS)}
     model = open_model(args["checkpoint"], prefix=args["prefix_token"], **_given(args, OPENED))
     fewer = "--slots" if way == "generation" else "--batch-tokens"
     instead = f"fewer {fewer}, a shorter --window or more tensor ranks (--tensor) need less"
     with memory.explained(f"evaluating {args[way]!r}", instead=instead):
-        found = _measured(model, way, args, **asked, file=args["out"])
+        found = measure(model, **asked, file=args["out"])
     result = {"checkpoint": args["checkpoint"], "file": args[way], **dataclasses.asdict(found)}
     if args["json"]:
         print(json.dumps(result))
-    else:
-        print(_words(way, result))
+        return
+    for name, value in result.items():
+        if not name.endswith("_stderr"):
+            print(f"{name.replace('_', ' '):<22}{_words(value)}{_error(result, name)}")
 
 
 def _check(args: dict) -> str:
@@ -64,10 +67,10 @@ def _check(args: dict) -> str:
         raise UserError(
             "evaluate needs --text FILE, --multiple-choice FILE or --generation FILE, one of these"
         )
-    for name, ways in ONLY.items():
-        if args[name] is not None and given[0] not in ways:
-            allowed = " and ".join(map(_option, ways))
-            raise UserError(f"{_option(name)} is for {allowed}")
+    for name in dict.fromkeys(itertools.chain(*WAYS.values())):
+        allowed = [way for way, options in WAYS.items() if name in options]
+        if args[name] is not None and given[0] not in allowed:
+            raise UserError(f"{_option(name)} is for {' and '.join(map(_option, allowed))}")
     if bool(args["shots"]) != bool(args["shots_file"]):
         raise UserError("--shots N and --shots-file FILE go together")
     files.check_writable("out", args["out"])
@@ -82,7 +85,7 @@ def _option(name: str) -> str:
     return f"--{name.replace('_', '-')}"
 
 
-def _texts(args: dict) -> dict:
+def _texts(args: dict) -> list[str]:
     field = args["field"] or "text"
     parts = sources.plan([args["text"]])
     texts = []
@@ -90,58 +93,28 @@ def _texts(args: dict) -> dict:
         texts += [text for text in sources.read(part, field=field) if text]
     if not texts:
         raise UserError(f"{args['text']!r} holds no text")
-    return dict(texts=texts)
+    return texts
 
 
-def _questions(args: dict, way: str) -> dict:
-    read = read_choices if way == "multiple_choice" else read_questions
-    examples = read(args[way])[: args["limit"]]
+def _questions(args: dict, file: str, read: Callable[[str], list]) -> dict:
     shots_from = ()
     if args["shots_file"]:
         shots_from = read(args["shots_file"])
+    examples = read(file)[: args["limit"]]
     tasks.library()
     return dict(examples=examples, shots=args["shots"] or 0, shots_from=shots_from)
 
 
-def _measured(model: Model, way: str, args: dict, **asked):
-    if way == "text":
-        return text_perplexity(model, **asked, stride=args["stride"])
-    if way == "multiple_choice":
-        return multiple_choice(model, **asked)
-    return generation(model, **asked, **_given(args, ANSWERS))
-
-
-def _words(way: str, result: dict) -> str:
-    if way == "text":
-        rest = f"{result['tokens']:,} tokens in windows of {result['window']:,}, each {result['stride']:,} further"
-        lines = [
-            ("loss", f"{_sure(result, 'loss')} nats a token"),
-            (
-                "perplexity",
-                f"{_number(result['perplexity'])} a token, {_number(result['word_perplexity'])} a word",
-            ),
-            ("bits a byte", _number(result["bits_per_byte"])),
-        ]
-    else:
-        rest = f"{result['examples']:,} questions, {result['shots']} shots, {result['truncated']:,} cut on the left"
-        last = {"multiple_choice": "by length", "generation": "any last number"}[way]
-        lines = [
-            ("accuracy", _sure(result, "accuracy")),
-            (last, _sure(result, "accuracy_normalised")),
-        ]
-    table = [f"{name:<16}{value}" for name, value in lines]
-    return "\n".join([*table, rest])
-
-
-def _sure(result: dict, name: str) -> str:
-    value = _number(result[name])
-    error = result[f"{name}_stderr"]
-    if error is None:
-        return value
-    return f"{value} +- {_number(error)}"
-
-
-def _number(value: float | None) -> str:
+def _words(value: str | int | float | None) -> str:
     if value is None:
         return "too large"
-    return f"{value:.4f}"
+    if isinstance(value, float):
+        return f"{value:.4f}"
+    return str(value)
+
+
+def _error(result: dict, name: str) -> str:
+    error = result.get(f"{name}_stderr")
+    if error is None:
+        return ""
+    return f" +- {error:.4f}"

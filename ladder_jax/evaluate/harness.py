@@ -13,7 +13,7 @@ import contextlib
 import io
 import itertools
 import pathlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import datasets
@@ -203,16 +203,16 @@ class LocalTask(ConfigurableTask):
     def __init__(
         self,
         config: dict,
-        documents: Sequence[dict],
+        documents: list[dict],
         *,
         shots: int,
-        pool: Sequence[dict],
+        pool: list[dict],
     ):
-        self._documents = list(documents)
+        self._documents = documents
         # A question is left out of its own shots where both are of one split.
         few = {
             "split": "test",
-            "process_docs": lambda _: datasets.Dataset.from_list(list(pool)),
+            "process_docs": lambda _: datasets.Dataset.from_list(pool),
             "sampler": "first_n",
         }
         more = {"fewshot_config": few} if shots else {}

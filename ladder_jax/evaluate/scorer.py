@@ -13,12 +13,12 @@ from jax import lax
 
 from ladder_jax import nn
 from ladder_jax.config import SCANNED, Phase
-from ladder_jax.decode import sampling
+from ladder_jax.decode import sampling, steps
 from ladder_jax.decode.generate import parts_of
 from ladder_jax.decode.request import check_prompts
 from ladder_jax.errors import RunFailed, UserError, whole
 from ladder_jax.nn import ModelDef, Params, Transformer
-from ladder_jax.parallel import Compiled, on_mesh, over_ranks
+from ladder_jax.parallel import Compiled
 
 # rows are padded to this or to a power of two above it, so that few programs are compiled
 SHORTEST = 32
@@ -156,9 +156,7 @@ def compiled_scores(definition: ModelDef) -> Compiled:
     share of the vocabulary, and of that only CHUNK positions. Compiled once for each definition and
     shape, so other parameters cost no compilation.
     """
-
-    layout = definition.layout
-    axes = layout.tensor
+    axes = definition.layout.tensor
 
     def local(params, tokens, targets):
         x_BTD, _ = nn.hidden(definition, params, tokens, execution=SCANNED)
@@ -176,11 +174,10 @@ def compiled_scores(definition: ModelDef) -> Compiled:
         found = lax.map(score, (x_ND, targets_N), batch_size=CHUNK)
         return jax.tree.map(lambda found_N: found_N.reshape(targets.shape), found)
 
-    dims = dict(in_dims=(definition.dims, "BT", "BT"), out_dims=("BT", "BT"))
-    ranked = over_ranks(local, layout=layout, **dims)
-    meshed = on_mesh(ranked, layout=layout, **dims)
-    return Compiled(
-        meshed,
-        mesh=layout.mesh,
+    return steps.compiled(
+        definition,
+        local,
+        in_dims=(definition.dims, "BT", "BT"),
+        out_dims=("BT", "BT"),
         traits=definition.traits(SCANNED, phase=Phase.PREFILL),
     )

@@ -2,7 +2,6 @@
 prompts, and judges the answers.
 """
 
-import collections
 import dataclasses
 import difflib
 import json
@@ -49,14 +48,10 @@ class Question:
 
 
 @dataclasses.dataclass(frozen=True)
-class MultipleChoice:
-    """Shares of right answers; a choice's log-likelihood is that of " " + choice after the prompt.
-
-    accuracy: of the choice with the largest log-likelihood. accuracy_normalised: with the largest
-    log-likelihood over its length in characters, without the space. Of equal ones the first is
-    taken. lm-evaluation-harness calls them acc and acc_norm (lm_eval/api/task.py:
-    ConfigurableTask.process_results). *_stderr: the standard error of the mean; None for a single
+class Accuracy:
+    """Shares of right answers. *_stderr: the standard error of the mean; None for a single
     question.
+
     truncated: how many prompts lost tokens on their left, so that the model sees no more than
         `window` at once.
     """
@@ -72,25 +67,27 @@ class MultipleChoice:
 
 
 @dataclasses.dataclass(frozen=True)
-class Generation:
+class MultipleChoice(Accuracy):
+    """A choice's log-likelihood is that of " " + choice after the prompt.
+
+    accuracy: of the choice with the largest log-likelihood. accuracy_normalised: with the largest
+    log-likelihood over its length in characters, without the space. Of equal ones the first is
+    taken. lm-evaluation-harness calls them acc and acc_norm (lm_eval/api/task.py:
+    ConfigurableTask.process_results).
+    """
+
+
+@dataclasses.dataclass(frozen=True)
+class Generation(Accuracy):
     """Greedy answers. accuracy: the share whose number after "#### " is right (strict-match of
     lm-evaluation-harness's gsm8k); accuracy_normalised: whose last number is (its
-    flexible-extract). *_stderr: the standard error of the mean; None for a single question.
+    flexible-extract).
 
-    truncated: how many prompts lost tokens on their left, to leave room for `max_new_tokens` in
-        `window`.
+    truncated: also to leave room for `max_new_tokens`.
     unfinished: how many answers were still going on after `max_new_tokens`.
     """
 
-    examples: int
-    accuracy: float
-    accuracy_normalised: float
-    accuracy_stderr: float | None
-    accuracy_normalised_stderr: float | None
-    truncated: int
     unfinished: int
-    shots: int
-    window: int
     max_new_tokens: int
 
 
@@ -130,12 +127,12 @@ def multiple_choice(
     def work(left: list[int]) -> Iterator[tuple[int, dict]]:
         asked = [(index, number) for index in left for number in range(len(spans[index]))]
         choices = [spans[index][number] for index, number in asked]
-        found = collections.defaultdict(dict)
+        found = {index: [None] * len(spans[index]) for index in left}
         for place, score in model.scorer.scores(choices):
             index, number = asked[place]
-            found[index][number] = score.loglikelihood, score.greedy
-            if len(found[index]) == len(spans[index]):
-                scores = [score for _, score in sorted(found.pop(index).items())]
+            scores = found[index]
+            scores[number] = score.loglikelihood, score.greedy
+            if None not in scores:
                 chosen = _chosen(task, index, examples[index], scores)
                 yield index, {"index": index, **chosen, "request": digests[index]}
 
@@ -213,8 +210,9 @@ def library():
 
 
 def _task(config: dict, examples: Sequence, shots: int, shots_from: Sequence):
-    pool = _documents(_pool(examples, shots, shots_from))
-    return library().LocalTask(config, _documents(examples), shots=shots, pool=pool)
+    pool = map(dataclasses.asdict, _pool(examples, shots, shots_from))
+    documents = map(dataclasses.asdict, examples)
+    return library().LocalTask(config, list(documents), shots=shots, pool=list(pool))
 
 
 def _pool(examples: Sequence, shots: int, source: Sequence) -> list:
@@ -232,11 +230,6 @@ def _pool(examples: Sequence, shots: int, source: Sequence) -> list:
                 f"line {example.line}: --shots {shots}: --shots-file holds only {len(others)} other questions"
             )
     return pool
-
-
-def _documents(questions: Sequence[Choice | Question]) -> list[dict]:
-    """With the names of `harness.CHOICES` and `harness.gsm8k`."""
-    return [dataclasses.asdict(one) for one in questions]
 
 
 def _chosen(task, index: int, example: Choice, scores: list[tuple[float, bool]]) -> dict:

@@ -9,6 +9,7 @@ import functools
 import json
 import pathlib
 import time
+from collections.abc import Iterator
 
 import jax
 import numpy as np
@@ -16,20 +17,14 @@ import tensorstore
 
 from ladder_jax import checkpoint
 from ladder_jax.checkpoint import manifest, saved
-from ladder_jax.checkpoint.arrays import (
-    Digests,
-    database,
-    described_array,
-    differences,
-    write_pieces,
-)
+from ladder_jax.checkpoint.arrays import database, described_array, write_pieces
 from ladder_jax.config import DataConfig, FolderConfig, RunConfig, to_dict
 from ladder_jax.data import tokenizer as tokenizers
 from ladder_jax.errors import RunFailed
 from ladder_jax.files import reason
 from ladder_jax.pretrained import source
 from ladder_jax.pretrained.huggingface import folder as huggingface
-from ladder_jax.pretrained.source import Source, Stored
+from ladder_jax.pretrained.source import Key, Source, Stored
 from ladder_jax.terminal import progress
 
 STEP = 0
@@ -44,11 +39,8 @@ def read(path: pathlib.Path) -> Source:
     opened = checkpoint.open_checkpoint(path)
     step = opened.path
     if opened.has_manifest:
-        problems = manifest.problems(step, contents=("params/",))
-        if problems:
-            raise checkpoint.Damaged(
-                f"checkpoint {str(step)!r} is damaged or incomplete: {problems[0]}"
-            )
+        if problems := manifest.problems(step, contents=("params/",)):
+            raise saved.damaged(step, problems[0])
     model = opened.config.model
     arrays = {}
     source.check_alone(model, path=str(path))
@@ -83,66 +75,43 @@ def _values(store: tensorstore.TensorStore, shape: tuple[int, ...]) -> np.ndarra
 
 
 def write(exported: Source, folder: pathlib.Path, *, place: pathlib.Path) -> None:
-    """Write `exported` into `folder`, one array at a time, read it back and compare.
+    """Write `exported` into `folder`, one array at a time.
 
     place: the destination, to which `folder` will be renamed.
-    Raises UserError for a tokenizer that does not fit, RunFailed if writing fails or other values
-    are read back.
+    Raises UserError for a tokenizer that does not fit, RunFailed if writing fails.
     """
     folder.mkdir()
     exported.write_tokenizer(folder / tokenizers.FOLDER)
     item = folder / "checkpoints" / str(STEP)
-    # Sorted, so that the layers of a stack are written one after another.
-    in_order = sorted(
-        exported.arrays.items(), key=lambda named: (named[0].name, named[0].layer or 0)
-    )
-    try:
+    stacked = {}
+    for key, array in exported.arrays.items():
+        shape = array.shape
+        if key.layer is not None:
+            shape = (len(key.layers(exported.model)), *shape)
+        stacked[key.name] = jax.ShapeDtypeStruct(shape, exported.dtypes[key.name])
+    # so that the layers of a stack are written one after another
+    in_order = sorted(exported.arrays, key=lambda key: (key.name, key.layer or 0))
+
+    def pieces() -> Iterator[tuple[Key, np.ndarray]]:
         with progress(len(in_order), label="written {done}/{total} arrays") as update:
+            for done, key in enumerate(in_order, start=1):
+                yield key, exported.arrays[key].read()
+                update(done, "")
 
-            def pieces():
-                for done, (key, array) in enumerate(in_order):
-                    update(done, "")
-                    yield (key.name, key.layer), array.read()
-                update(len(in_order), "")
-
-            digests = write_pieces(item / "params", _stacked(exported), pieces())
-        _compare(item / "params", digests, place=place)
+    try:
+        write_pieces(item / "params", stacked, pieces())
         _describe(item, config=_config(exported, place=place))
         manifest.write(item)
     except ValueError as error:  # tensorstore's, of a disk too
         raise RunFailed(f"cannot write {str(place)!r}: {reason(error)}") from error
 
 
-def _stacked(exported: Source) -> dict[str, jax.ShapeDtypeStruct]:
-    """Shape and dtype of each stored array, with layers stacked."""
-    stacked = {}
-    for key, array in exported.arrays.items():
-        shape = array.shape
-        if key.layer is not None:
-            layers = key.layers(exported.model)
-            shape = (len(layers), *shape)
-        stacked[key.name] = jax.ShapeDtypeStruct(shape, exported.dtypes[key.name])
-    return stacked
-
-
-def _compare(folder: pathlib.Path, digests: Digests, *, place: pathlib.Path) -> None:
-    with progress(len(digests), label="compared {done}/{total} pieces") as update:
-        for done, name in enumerate(differences(folder, digests), start=1):
-            if name is not None:
-                raise RunFailed(
-                    f"cannot write {str(place)!r}: {name} reads back with other values than were written"
-                )
-            update(done, "")
-
-
 def _config(exported: Source, *, place: pathlib.Path) -> RunConfig:
     """A run's configuration with the model, its context and its tokenizer. The other settings are
     defaults.
     """
-    has_tokenizer = tokenizers.MAIN in exported.files
-    is_bytes = not has_tokenizer and exported.model.vocab_size == tokenizers.Bytes().vocab_size
     tokenizer = str(place / tokenizers.FOLDER)
-    if is_bytes:
+    if isinstance(exported.tokenizer, tokenizers.Bytes):
         tokenizer = tokenizers.BYTES
     return RunConfig(
         model=exported.model,
@@ -159,8 +128,10 @@ def _describe(item: pathlib.Path, *, config: RunConfig) -> None:
         "version": saved.VERSION,
         "manifest": manifest.NAME,
         "step": STEP,
+        "time": time.time(),
+        "validation_loss": None,
+        "config": to_dict(config),
     }
-    meta |= {"time": time.time(), "validation_loss": None, "config": to_dict(config)}
     for name, content in (("meta", meta), ("data", {"step": STEP})):
         (item / name).mkdir()
         (item / name / "metadata").write_text(json.dumps(content), encoding="utf-8")

@@ -5,6 +5,7 @@ of the chosen ones.
 """
 
 import dataclasses
+import functools
 import json
 import pathlib
 import statistics
@@ -23,7 +24,7 @@ from ladder_jax.pretrained import formats, sensitivity, staging
 from ladder_jax.pretrained import refit as refits
 from ladder_jax.pretrained.formats import Format
 from ladder_jax.pretrained.huggingface import config as huggingface_config
-from ladder_jax.pretrained.refit import SUBLAYERS, Fit, FittedProjections, Refit, Refitted
+from ladder_jax.pretrained.refit import SUBLAYERS, Fit, FittedProjections, Refit
 from ladder_jax.pretrained.sensitivity import Result, Search
 from ladder_jax.pretrained.source import REFIT, Source
 
@@ -228,16 +229,27 @@ def run(args: dict) -> None:
     measured, fitted = read_texts(source, request)
     result = refitted = None
     fits = ()
+    mesh = parallel.make_mesh(tensor=request.tensor)
     with staging.staged(destination, resumes=settings is not None) as folder:
         kept = folder.with_name("refitted")  # what an interrupted run has done
+        refit = functools.partial(refits.refit, source, rows=fitted, mesh=mesh, folder=kept)
         if request.choose is not None:
-            result = _choose(source, request, measured, fitted, kept=kept)
-            if not args["json"]:
-                sensitivity.show(result)
+            converted = None
+            if settings is not None:  # each layer as if it were the only converted one
+                alone = dataclasses.replace(settings, alone=True)
+                converted = refit(model=request.model, settings=alone).source
+            result = sensitivity.measure(
+                nn.define(request.model, mesh=mesh),
+                source,
+                measured,
+                choose=request.choose,
+                search=request.search,
+                converted=converted,
+            )
             model = dataclasses.replace(request.model, ladder_layers=result.ladder_layers)
             request = dataclasses.replace(request, model=model)
         if settings is not None:
-            refitted = _fit(source, request, fitted, settings=settings, kept=kept)
+            refitted = refit(model=request.model, settings=settings)
             source = refitted.source
             fits = refitted.fits
         converted = dataclasses.replace(source, model=request.model)
@@ -245,14 +257,21 @@ def run(args: dict) -> None:
         if result is not None:
             _write_json(folder / MEASURED, result.as_dict())
         if refitted is not None:
-            _write_json(folder / REFIT, _fits(request, refitted, fitted))
+            about = {
+                "ridge": settings.ridge,
+                "tokens": fitted.size,
+                "sequence": fitted.shape[1],
+                "texts": [dataclasses.asdict(text) for text in request.calibration],
+                "sublayers": [dataclasses.asdict(one) for one in fits],
+            }
+            _write_json(folder / REFIT, about)
     show = _print_json if args["json"] else _print_summary
     show(source, request, result, fits)
 
 
 def read_texts(source: Source, request: Request) -> tuple[np.ndarray | None, np.ndarray | None]:
-    """Rows of tokens [n, T + 1]: on which the layers are chosen, and on which they are refitted.
-    None: they are not.
+    """Rows of tokens: [n, T + 1] on which the layers are chosen, and [n, T] on which they are
+    refitted. None: they are not.
 
     Rows are no longer than the sequences that the model was trained on; at other positions its
     activations are others. Raises UserError for texts that cannot be read, or are too short.
@@ -269,51 +288,8 @@ def read_texts(source: Source, request: Request) -> tuple[np.ndarray | None, np.
         skip = min(request.tokens, MEASURED_TOKENS)
         measured = rows_of(request.calibration, tokens=skip, **about)
     if request.refit is not None:
-        fitted = rows_of(request.calibration, tokens=request.tokens, skip=skip, **about)
+        fitted = rows_of(request.calibration, tokens=request.tokens, skip=skip, **about)[:, :-1]
     return measured, fitted
-
-
-def _choose(
-    source: Source,
-    request: Request,
-    measured: np.ndarray,
-    fitted: np.ndarray | None,
-    *,
-    kept: pathlib.Path,
-) -> Result:
-    """The layers' sensitivity; with a refit, that of each layer refitted as if it were the only
-    converted one.
-    """
-    mesh = parallel.make_mesh(tensor=request.tensor)
-    definition = nn.define(request.model, mesh=mesh)
-    converted = None
-    if request.refit is not None:
-        alone = dataclasses.replace(request.refit, alone=True)
-        converted = _fit(source, request, fitted, settings=alone, kept=kept).source
-    choice = dict(choose=request.choose, search=request.search, converted=converted)
-    return sensitivity.measure(definition, source, measured, **choice)
-
-
-def _fit(
-    source: Source, request: Request, rows: np.ndarray, *, settings: Refit, kept: pathlib.Path
-) -> Refitted:
-    """`source` with `request.model`'s converted layers refitted."""
-    mesh = parallel.make_mesh(tensor=request.tensor)
-    how = dict(model=request.model, mesh=mesh, settings=settings, folder=kept)
-    return refits.refit(source, rows=rows[:, :-1], **how)
-
-
-def _fits(request: Request, refitted: Refitted, rows: np.ndarray) -> dict:
-    """For JSON: the refit's settings, and of each fitted sublayer what its input lacked before and
-    lacks after.
-    """
-    return {
-        "ridge": request.refit.ridge,
-        "tokens": rows[:, :-1].size,
-        "sequence": rows.shape[1] - 1,
-        "texts": [dataclasses.asdict(text) for text in request.calibration],
-        "sublayers": [dataclasses.asdict(fit) for fit in refitted.fits],
-    }
 
 
 def _write_json(file: pathlib.Path, content: dict) -> None:
@@ -345,12 +321,7 @@ def _print_summary(
     layers = ""
     if model.ladder_layers is not None:
         layers = f", ladder layers {model.ladder_layers}"
-    compared = ""
-    if request.format is Format.CHECKPOINT:
-        compared = "; read back and compared"
-    print(
-        f"{request.destination}: {source.parameters:,} parameters, {model.residual}{layers}{compared}"
-    )
+    print(f"{request.destination}: {source.parameters:,} parameters, {model.residual}{layers}")
     inputs = [fit for fit in fits if fit.sublayer in SUBLAYERS]
     outputs = [fit for fit in fits if fit not in inputs]
     if inputs:
@@ -359,7 +330,11 @@ def _print_summary(
     if outputs:
         print(f"behind these inputs, the sublayers' outputs lacked {_means(outputs)}")
     if result is not None:
-        print(f"the measurement is in {request.destination / MEASURED}")
+        cost = result.subsets[result.chosen].loss - result.loss
+        print(
+            f"these layers, by the way {result.chosen!r}, cost {cost:.4f} nats a token; the standard model's loss is"
+            f" {result.loss:.4f}; all choices are in {request.destination / MEASURED}"
+        )
 
 
 def _means(fits: Sequence[Fit]) -> str:

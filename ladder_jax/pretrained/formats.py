@@ -28,6 +28,7 @@ from ladder_jax.config import (
 from ladder_jax.data import tokenizer as tokenizers
 from ladder_jax.data.tokenizer import Tokenizer
 from ladder_jax.decode import Engine, Generator, default_tensor
+from ladder_jax.decode.weights import Reader
 from ladder_jax.errors import UserError, unknown
 from ladder_jax.files import AnyPath, absolute, explained, is_remote, local_path
 from ladder_jax.nn import ModelDef, Params
@@ -35,7 +36,7 @@ from ladder_jax.parallel import NamedMesh
 from ladder_jax.pretrained import checkpoints, gguf, hub, staging
 from ladder_jax.pretrained.huggingface import config as huggingface_config
 from ladder_jax.pretrained.huggingface import folder as huggingface
-from ladder_jax.pretrained.source import REFIT, Reader, Source, assemble, reader, refit_in
+from ladder_jax.pretrained.source import REFIT, Source, assemble, reader, refit_in
 
 
 class Format(enum.Enum):
@@ -219,8 +220,7 @@ def open_source(name: str | os.PathLike) -> Source:
 
 
 def save(source: Source, destination: str | os.PathLike, *, format: Format) -> None:
-    """Write `source` to the folder `destination`, new or empty, which appears when all is written
-    and compared.
+    """Write `source` to the folder `destination`, new or empty, which appears when all is written.
 
     The host holds one array at a time. Raises UserError if `destination` is not empty, and for what
     the format cannot express; RunFailed if writing fails, as for a full disk. Unfinished files are
@@ -240,8 +240,7 @@ def write_huggingface(source: Source, destination: str | os.PathLike) -> None:
 
 
 def write(source: Source, folder: pathlib.Path, *, format: Format, place: pathlib.Path) -> None:
-    """Write `source` into the new `folder`, which will be renamed to `place`, read it back and
-    compare.
+    """Write `source` into the new `folder`, which will be renamed to `place`.
 
     Raises UserError for what the format cannot express, RunFailed if writing fails.
     """

@@ -37,7 +37,7 @@ import jax
 import numpy as np
 
 from ladder_jax import files, nn, parallel
-from ladder_jax.config import ModelConfig, parse_residual, to_dict
+from ladder_jax.config import ModelConfig, to_dict
 from ladder_jax.errors import RunFailed, UserError
 from ladder_jax.nn.parameter import stack_of
 from ladder_jax.pretrained.source import Key, Source, Stored, load_layer
@@ -128,14 +128,13 @@ def refit(
 ) -> Refitted:
     """`source` with the projections fitted that read the inputs of `model`'s converted layers.
 
-    model: the converted one, `source.model` but for its topology. rows: the calibration text's
+    model: the converted one, `source.model` but for its ladder layers. rows: the calibration text's
         tokens [n, T].
-    mesh: the axes data and tensor; of the weights one layer's are on the devices, of the statistics
+    mesh: the axes data, which divides n, and tensor; of the weights one layer's are on the devices, of the statistics
         one sublayer's. The streams of all tokens stay on the host, (1 + delay) n T D values.
     folder: keeps the results of each sublayer; called again with equal arguments, `refit` reads
-    them and goes on. Raises UserError for fewer tokens than the model's width, a source that is not
-    standard, a topology that is not a ladder's, or a mesh that does not suit, and RunFailed where
-    the activations are not finite.
+    them and goes on. Raises UserError for fewer tokens than the model's width, and a source that is
+    not standard, and RunFailed where the activations are not finite.
     """
     if rows.size < model.d_model:
         raise UserError(
@@ -146,21 +145,7 @@ def refit(
         raise UserError(
             f"a refit starts from a standard model; {source.path!r} is {source.model.residual}"
         )
-    if model.residual != "standard" and not parse_residual(model.residual).is_ladder:
-        raise UserError(
-            f"a refit is for ladder kinds of residual, whose inputs are late, not {model.residual!r}"
-        )
     definition = nn.define(parallel.with_ranks(model, tensor=mesh.shape["tensor"]), mesh=mesh)
-    layout = definition.layout
-    if layout.fsdp > 1:
-        raise UserError(
-            "refit runs on the axes data and tensor; the mesh splits parameters over fsdp"
-        )
-    if len(rows) % layout.batch_ranks:
-        raise UserError(
-            f"{len(rows)} rows of calibration text cannot be split over"
-            f" {layout.batch_ranks} data ranks"
-        )
     request = ""
     if folder:
         request = _request(source, model, rows, mesh, settings)

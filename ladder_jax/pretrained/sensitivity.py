@@ -4,6 +4,7 @@ together.
 
 import dataclasses
 import enum
+import functools
 import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping
@@ -17,7 +18,6 @@ from ladder_jax.errors import RunFailed
 from ladder_jax.nn.parameter import stack_of
 from ladder_jax.pretrained.source import Source, load_layer
 from ladder_jax.pretrained.sublayers import Streams, batches, delays, programs
-from ladder_jax.terminal import Table
 
 
 class Search(enum.Enum):
@@ -116,11 +116,11 @@ class Probe:
     ):
         self._config = definition.config
         self._programs = programs(definition)
-        self._outside = load_layer(source, definition, None)
-        plain = _all_layers(source, definition)
-        self._layers = {False: plain, True: plain}
-        if converted:
-            self._layers[True] = _all_layers(converted, definition)
+        kept = lambda of: functools.cache(functools.partial(load_layer, of, definition))
+        plain = kept(source)
+        # what gives a layer's parameters, by whether it is converted
+        self._layers = {False: plain, True: kept(converted) if converted else plain}
+        self._outside = plain(None)
         sharding = definition.layout.sharding("BT")
         self._batches = []
         for part in batches(rows):
@@ -171,15 +171,10 @@ class Probe:
         late = delays(dataclasses.replace(self._config, ladder_layers=_listed(chosen)))
         for layer in range(start, stop):
             stack, _ = stack_of(self._config, layer)
-            params = self._layers[layer in chosen][layer]
+            params = self._layers[layer in chosen](layer)
             for run, delay in zip(self._programs.advance[stack], late[layer]):
                 streams = run(params, streams, delay)
         return streams
-
-
-def _all_layers(source: Source, definition: nn.ModelDef) -> list[nn.Params]:
-    numbers = range(definition.config.num_layers)
-    return [load_layer(source, definition, number) for number in numbers]
 
 
 def measure(
@@ -229,26 +224,4 @@ def measure(
         loss=probe.loss(()),
         alone=tuple(alone.values()),
         subsets=subsets,
-    )
-
-
-NAMES = {"last": "the last", "ranked": "least sensitive", "greedy": "greedily"}
-
-
-def show(result: Result) -> None:
-    """Print the cost of each choice of layers, as a table on standard output."""
-    rows = []
-    for name, subset in result.subsets.items():
-        choice = NAMES[name]
-        if name == result.chosen:
-            choice += " (taken)"
-        layers = ", ".join(map(str, sorted(subset.layers)))
-        cost = subset.loss - result.loss
-        rows.append((choice, layers, f"{cost:+.4f}"))
-    terminal.show(
-        [
-            f"the standard model's loss is {result.loss:.4f} nats a token",
-            f"of {result.tokens:,} tokens in sequences of {result.sequence:,}",
-            Table(("chosen", "layers", "nats"), rows, ("chosen", "layers")),
-        ]
     )

@@ -12,7 +12,7 @@ import pathlib
 import tempfile
 import types
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -21,10 +21,12 @@ import numpy as np
 from flax import traverse_util
 
 from ladder_jax import nn, parallel
-from ladder_jax.config import ModelConfig, TrainConfig
+from ladder_jax.config import Loop, ModelConfig, TrainConfig
 from ladder_jax.config.fields import shown
 from ladder_jax.data import tokenizer as tokenizers
 from ladder_jax.data.tokenizer import Tokenizer
+from ladder_jax.decode import weights
+from ladder_jax.decode.weights import Reader
 from ladder_jax.errors import UserError
 from ladder_jax.files import AnyPath
 from ladder_jax.nn import model_def, parameter
@@ -180,12 +182,6 @@ class Source:
     __repr__ = shown
 
 
-type Reader = Callable[[Sequence[Key]], Iterator[jax.Array]]
-"""Yields each key's array in turn, on its devices, of one layer: `reader`, or
-`checkpoint.Pieces`.
-"""
-
-
 def from_file(
     path: str | pathlib.Path, dtype: np.dtype, shape: tuple[int, ...], *, offset: int
 ) -> np.ndarray:
@@ -273,25 +269,8 @@ def load(
 
 def assemble(definition: nn.ModelDef, read: Reader, *, dtype: np.dtype | None = None) -> nn.Params:
     """The parameters of `definition`, read one by one; `dtype` as in `load`."""
-    abstract = traverse_util.flatten_dict(definition.abstract, sep="/")
-    keys = [Key(name, layer) for name in abstract for layer in _places(name, definition.config)]
-    arrays = read(keys)
-    found = {}
-    for name, layer in keys:
-        array = next(arrays)
-        if dtype is not None:
-            array = array.astype(dtype)
-        if layer is None:
-            found[name] = array
-        else:
-            if layer == 0:
-                like = abstract[name]
-                stack = meshes.zeros(like.shape, array.dtype, like.sharding)
-            else:
-                stack = found.pop(name)
-            found[name] = jax.block_until_ready(meshes.put(stack, array, layer))
-        del array  # before the next one is read
-    return traverse_util.unflatten_dict(found, sep="/")
+    store = lambda array, dims: array if dtype is None else array.astype(dtype)
+    return weights.assemble(definition, read, store, loop=Loop.SCAN)
 
 
 def load_layer(source: Source, definition: nn.ModelDef, number: int | None) -> nn.Params:

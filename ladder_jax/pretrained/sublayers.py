@@ -18,9 +18,10 @@ from jax import lax
 
 from ladder_jax import nn, residual
 from ladder_jax.config import ModelConfig
+from ladder_jax.decode import steps
 from ladder_jax.nn.modules import LayerContext, normalise
 from ladder_jax.nn.parameter import LAYERS, pad_end, stacks
-from ladder_jax.parallel import all_gather, all_reduce, on_mesh, over_ranks, pvary, rank
+from ladder_jax.parallel import all_gather, all_reduce, pvary, rank
 from ladder_jax.parallel.collectives import ranks
 from ladder_jax.residual.recurrence import Projections, project
 from ladder_jax.residual.topologies import ROUTED, SHARED
@@ -172,7 +173,7 @@ def programs(definition: nn.ModelDef) -> Programs:
         partial = pvary(partial, (*layout.batch, *axes))
         return Streams((x,) * depth, partial)
 
-    def through(stack, sublayer, wire, params, streams, delay):
+    def through(wire, stack, sublayer, params, streams, delay):
         """A sublayer of a layer with `params`, over `wire`."""
         context = LayerContext(
             config, streams.partial.shape[1], axes=axes, kernel=definition.kernel
@@ -185,8 +186,8 @@ def programs(definition: nn.ModelDef) -> Programs:
         streams, *_ = layer(streams, steps=(step,), wire=wire, contexts=[context])
         return streams
 
-    def advance(stack, sublayer, params, streams, delay):
-        return through(stack, sublayer, Chosen(axes), params, streams, delay)
+    def advance(*about):
+        return through(Chosen(axes), *about)
 
     def loss(params, streams, targets):
         x = pvary(streams.newest_first[0], axes)
@@ -218,7 +219,7 @@ def programs(definition: nn.ModelDef) -> Programs:
         return tuple(all_reduce(x, layout.batch) for x in (products, energy, missing))
 
     def read(stack, sublayer, params, streams, delay):
-        hidden, partial = through(stack, sublayer, OutputRead(axes), params, streams, delay)
+        hidden, partial = through(OutputRead(axes), stack, sublayer, params, streams, delay)
         return hidden, all_reduce(partial.astype(jnp.float32), axes)
 
     def output_statistics(stack, sublayer, params, original, streams, delay):
@@ -231,9 +232,7 @@ def programs(definition: nn.ModelDef) -> Programs:
         return sums(hidden, features, goal, lacking=pvary(goal - reached, axes))
 
     def compiled(local, in_dims, out_dims):
-        about = dict(in_dims=in_dims, out_dims=out_dims, layout=layout)
-        mapped = over_ranks(local, **about)
-        return jax.jit(on_mesh(mapped, **about))
+        return steps.compiled(definition, local, in_dims=in_dims, out_dims=out_dims)
 
     def by_stack(local, in_dims, out_dims, *, layers=1):
         """Of each stack, the programs of its two sublayers, whose first arguments are the params of

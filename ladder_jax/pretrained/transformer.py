@@ -250,11 +250,10 @@ class _Prepared:
         replaced = [ref() is not leaf for ref, leaf in zip(self._of, leaves)]
         if self._generator is None or any(replaced) or form != self._form:
             self._generator = None  # before there are more copies of the weights
-            held = memory.held_bytes(model.params)
             rows = model.definition.layout.batch_ranks
             with memory.explained("generating"):
                 memory.check_slots(
-                    model.definition, slots=rows, capacity=capacity, chunk=CHUNK, held=held, **form
+                    model.definition, slots=rows, capacity=capacity, chunk=CHUNK, **form
                 )
                 self._generator = Generator(model, **form)
             self._of = tuple(map(weakref.ref, leaves))

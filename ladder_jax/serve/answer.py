@@ -175,7 +175,7 @@ class _Offsets:
     """Where each token begins in a text of which tokens may be parts of characters."""
 
     def __init__(self):
-        self._utf8 = _decoder()
+        self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self._characters = 0
 
     def next(self, piece: bytes) -> int:
@@ -183,8 +183,4 @@ class _Offsets:
         self._characters += len(self._utf8.decode(piece))
         # Counted from the end: the decoder may also have output an invalid character of earlier
         # tokens.
-        return max(before, self._characters - len(_decoder().decode(piece)))
-
-
-def _decoder() -> codecs.IncrementalDecoder:
-    return codecs.getincrementaldecoder("utf-8")(errors="replace")
+        return max(before, self._characters - len(piece.decode(errors="ignore")))

@@ -8,15 +8,7 @@ import contextlib
 import dataclasses
 import functools
 import time
-from collections.abc import (
-    AsyncIterator,
-    Awaitable,
-    Callable,
-    Collection,
-    Coroutine,
-    Sequence,
-)
-from typing import Any
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
 
 import fastapi
 from fastapi.sse import EventSourceResponse
@@ -96,15 +88,22 @@ class Service:
                 events, headers=headers, background=BackgroundTask(_cancel, handles)
             )
         try:
-            results = await _unless_disconnected(http, self._results(handles))
+            results = {
+                index: event
+                async for index, event in self._events(handles, http=http)
+                if isinstance(event, Result)
+            }
         finally:
             await _cancel(handles)
-        return json_response(form.answer(results))
+        return json_response(form.answer([results[index] for index in range(len(handles))]))
 
-    async def _events(self, handles: Sequence[Handle]) -> AsyncIterator[tuple[int, Piece | Result]]:
+    async def _events(
+        self, handles: Sequence[Handle], *, http: fastapi.Request | None = None
+    ) -> AsyncIterator[tuple[int, Piece | Result]]:
         """(the handle's index, event): each handle's pieces, then its result.
 
-        Raises Refusal if a request fails, or the server shuts down before it has finished.
+        http: whose client may leave; a stream notices that by itself. Raises Refusal if it does, if
+        a request fails, or if the server shuts down before it has finished.
         """
         loop = asyncio.get_running_loop()
         inbox = asyncio.Queue()
@@ -119,7 +118,12 @@ class Service:
         unfinished = len(handles)
         is_first = True
         while unfinished:
-            index, event = await inbox.get()
+            if http and await http.is_disconnected():
+                raise Refusal(CLIENT_CLOSED_REQUEST, "the client has left")
+            try:
+                index, event = await asyncio.wait_for(inbox.get(), POLL)
+            except TimeoutError:
+                continue
             if isinstance(event, NoNumbers):
                 raise Refusal(500, str(event), code="no_numbers")
             if isinstance(event, BaseException):
@@ -132,14 +136,6 @@ class Service:
                 is_first = False
                 self.metrics.first_token.observe(time.perf_counter() - begun)
             yield index, event
-
-    async def _results(self, handles: Sequence[Handle]) -> list[Result]:
-        results = {
-            index: event
-            async for index, event in self._events(handles)
-            if isinstance(event, Result)
-        }
-        return [results[index] for index in range(len(handles))]
 
     async def _stream(self, handles: Sequence[Handle], form: Form) -> AsyncIterator[bytes]:
         """Server-sent events, a JSON object each."""
@@ -243,19 +239,6 @@ def _refusal(http: fastapi.Request, error: Exception) -> Refusal:
             return Refusal(CLIENT_CLOSED_REQUEST, "the client has left")
         case _:
             return Refusal(500, "an error in the server; its log says more")
-
-
-async def _unless_disconnected[T](http: fastapi.Request, work: Coroutine[Any, Any, T]) -> T:
-    """The result of `work`. If the client disconnects first, it is cancelled."""
-    working = asyncio.ensure_future(work)
-    try:
-        while not working.done():
-            await asyncio.wait([working], timeout=POLL)
-            if await http.is_disconnected():
-                raise Refusal(CLIENT_CLOSED_REQUEST, "the client has left")
-        return working.result()
-    finally:
-        working.cancel()
 
 
 async def _cancel(handles: Sequence[Handle]) -> None:

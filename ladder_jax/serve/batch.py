@@ -40,8 +40,7 @@ class Line(Object):
 @dataclasses.dataclass(frozen=True)
 class Job(jsonl.Job):
     """One line. requests: those of its prompts, in order. digest: of all that determines the answer
-    but the
-    date, which a chat template may ask for: an answer of yesterday is one.
+    but the date, which a chat template may ask for: an answer of yesterday is one.
     """
 
     _: dataclasses.KW_ONLY

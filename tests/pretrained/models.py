@@ -5,7 +5,6 @@ Names and shapes are written out here once more, as transformers has them, and s
 the package.
 """
 
-import collections
 import json
 import pathlib
 
@@ -242,31 +241,6 @@ def drawn(rng: np.random.Generator, name: str, shape: tuple[int, ...]) -> np.nda
     if name.endswith(".bias"):
         return 0.3 * values
     return 1.3 * values / np.sqrt(shape[-1])
-
-
-def fused(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """As transformers 5 has them in memory: one tensor for all experts' gates and ups, and one for
-    their downs.
-    """
-    found = {}
-    experts = collections.defaultdict(list)
-    for name, values in tensors.items():
-        block, _, below = name.replace("block_sparse_moe", "mlp").partition(".experts.")
-        if below:
-            projection = below.split(".")[1]
-            experts[
-                block,
-                {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}.get(projection, projection),
-            ].append(values)
-        else:
-            found[block] = values
-    for block in {block for block, _ in experts}:
-        gate, up, down = (
-            np.stack(experts[block, f"{name}_proj"]) for name in ("gate", "up", "down")
-        )
-        found[f"{block}.experts.gate_up_proj"] = np.concatenate([gate, up], axis=1)
-        found[f"{block}.experts.down_proj"] = down
-    return found
 
 
 def write(

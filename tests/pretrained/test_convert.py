@@ -9,15 +9,14 @@ import types
 
 import numpy as np
 import pytest
-import tensorstore
 from gguf import GGMLQuantizationType as Kind
 
 from ladder_jax import checkpoint, nn, parallel, pretrained
 from ladder_jax.checkpoint import arrays
 from ladder_jax.cli import main
 from ladder_jax.errors import RunFailed, UserError
-from ladder_jax.pretrained import checkpoints, staging
 from ladder_jax.pretrained import convert as conversion
+from ladder_jax.pretrained import staging
 from ladder_jax.pretrained.convert import Text
 from tests import tokenizers as tiny
 from tests.pretrained import gguf_files, models
@@ -146,37 +145,23 @@ def test_what_is_there_stays(small, tmp_path, mistake):
     assert sorted(os.listdir(tmp_path)) == ["mine", "out"]
 
 
-def test_a_disk_that_refuses_or_forgets(small, tmp_path, monkeypatch):
-    real, count = arrays._digest, 0
+def test_a_disk_that_refuses(small, tmp_path, monkeypatch):
+    real, count = arrays._part_of, 0
     out = tmp_path / "out"
 
-    def full(values):
+    def full(*about):
         nonlocal count
         count += 1
         if count == 9:
             raise OSError(28, "No space left on device")
-        return real(values)
+        return real(*about)
 
-    monkeypatch.setattr(arrays, "_digest", full)
+    monkeypatch.setattr(arrays, "_part_of", full)
     with pytest.raises(RunFailed, match="cannot write '.*out': No space left on device"):
         convert(small, out)
     assert not any(tmp_path.iterdir())
 
-    monkeypatch.setattr(arrays, "_digest", real)
-    write = arrays.write_pieces
-
-    def forgetful(folder, like, pieces):
-        digests = write(folder, like, pieces)
-        opened = arrays.described_array(arrays.database(folder.absolute()), "layers/mlp/up")
-        store = tensorstore.open(opened, open=True).result()
-        store[2, 5, 5].write(np.float32(7)).result()
-        return digests
-
-    monkeypatch.setattr(checkpoints, "write_pieces", forgetful)
-    with pytest.raises(
-        RunFailed, match="layers/mlp/up of layer 2 reads back with other values than were written"
-    ):
-        convert(small, out)
+    monkeypatch.setattr(arrays, "_part_of", real)
     monkeypatch.setattr(
         staging.shutil, "disk_usage", lambda path: type("Usage", (), {"free": 1000})
     )

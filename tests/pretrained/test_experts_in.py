@@ -3,13 +3,12 @@
 import ml_dtypes
 import numpy as np
 import pytest
-import safetensors.numpy
 
 from ladder_jax import pretrained
 from ladder_jax.config import Biases, QKNorm, RouterSoftmax
 from tests.covering import full
 from tests.pretrained import models
-from tests.pretrained.models import EXPERTS, fused, write
+from tests.pretrained.models import EXPERTS, write
 from tests.pretrained.test_convert import convert, restored
 from tests.pretrained.test_in import check_logits
 
@@ -20,13 +19,7 @@ from tests.pretrained.test_in import check_logits
     [full(name) if name == "qwen3_moe" else name for name in EXPERTS],
 )
 def test_logits_are_those_of_transformers(name, tmp_path):
-    """The same model where one tensor holds all experts."""
-    source = pretrained.open(write(tmp_path / "model", name))
-    check_logits(source, name)
-    tensors = safetensors.numpy.load_file(tmp_path / "model" / "model.safetensors")
-    of_one = pretrained.open(write(tmp_path / "fused", name, tensors=fused(tensors)))
-    assert of_one.model == source.model
-    models.same_arrays(of_one, source)
+    check_logits(pretrained.open(write(tmp_path / "model", name)), name)
 
 
 def test_spellings_of_the_configuration(tmp_path):

@@ -16,7 +16,7 @@ from ladder_jax.config import Dtype, RopeScaling
 from ladder_jax.data import tokenizer as tokenizer_folders
 from ladder_jax.errors import UserError
 from ladder_jax.nn import attention
-from ladder_jax.pretrained.gguf.tokenizer import rule_of
+from ladder_jax.pretrained.gguf.tokenizer import RULES
 from ladder_jax.pretrained.source import Key
 from tests import tokenizers as tiny
 from tests.pretrained import conftest, gguf_files, models
@@ -219,7 +219,7 @@ def test_a_sentencepiece_tokenizer_is_what_it_was(tmp_path):
     ],
 )
 def test_words(name, words):
-    rule = rule_of(name, path="x")
+    rule = RULES[name]
     split = lambda pattern: tokenizers.pre_tokenizers.Split(tokenizers.Regex(pattern), "isolated")
     made = tokenizers.pre_tokenizers.Sequence([split(pattern) for pattern in rule.patterns])
     assert [word for word, _ in made.pre_tokenize_str("it'S 12345 Ab!!\n\n a")] == words

@@ -40,14 +40,10 @@ def test_standard_models_in_and_out(name, tmp_path, monkeypatch):
     assert np.array_equal(record.logits(tmp_path / "out"), live)
 
 
-@pytest.mark.parametrize(
-    "form", [lambda tensors: tensors, models.fused], ids=["an expert", "fused"]
-)
 @pytest.mark.parametrize("name", models.EXPERTS)
-def test_experts_in_and_out(name, form, tmp_path):
+def test_experts_in_and_out(name, tmp_path):
     """What is written is a class of transformers, which computes the same."""
-    told = models.config(name)
-    folder = models.write(tmp_path / "model", name, tensors=form(models.weights(told)))
+    folder = models.write(tmp_path / "model", name)
     live, source, model = in_and_out(folder, name, tmp_path / "out")
     # PyTorch's own sums depend on alignment
     assert cases.error(record.logits(tmp_path / "out"), live) <= 1e-6

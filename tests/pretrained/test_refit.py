@@ -179,7 +179,8 @@ def test_rows_are_no_longer_than_the_models_training_sequence(tmp_path, texts):
     unknown = dataclasses.replace(saved, context=None)
     for source, shape in (named, (4, 25)), (saved, (4, 25)), (unknown, (2, 49)):
         measured, fitted = convert.read_texts(source, request)
-        assert measured.shape == fitted.shape == shape
+        assert measured.shape == shape
+        assert fitted.shape == (shape[0], shape[1] - 1)  # without targets
 
 
 def test_layers_are_chosen_by_their_refitted_cost(small, texts, tmp_path):
@@ -294,17 +295,14 @@ def test_models_that_cannot_be_refitted():
     stored = Stored(infinite.shape, infinite.dtype, lambda: infinite)
     arrays = {**standard().arrays, Key("layers/attention/out", 0): stored}
     broken = dataclasses.replace(standard(), arrays=arrays)
-    desync, ladder = small_model("desync-2", ranks=2), small_model("ladder")
+    ladder = small_model("ladder")
     already = dataclasses.replace(standard(), model=ladder)
-    for source, model, mesh, message in (
-        (already, ladder, {}, "starts from a standard model; .* is ladder"),
-        (standard(), desync, {}, "ladder kinds of residual, whose inputs are late, not 'desync-2'"),
-        (standard(), ladder, dict(data=4), "6 rows of calibration text cannot be split over 4 dat"),
-        (standard(), ladder, dict(fsdp=2), "splits parameters over fsdp"),
-        (broken, ladder, {}, "no least squares: .*infs or NaNs"),
+    for source, message in (
+        (already, "starts from a standard model; .* is ladder"),
+        (broken, "no least squares: .*infs or NaNs"),
     ):
         with pytest.raises((UserError, RunFailed), match=message):
-            refit(source, model=model, rows=TOKENS, mesh=parallel.make_mesh(**mesh))
+            refit(source, model=ladder, rows=TOKENS, mesh=parallel.make_mesh())
 
 
 def test_other_requests_resume_nothing(tmp_path):

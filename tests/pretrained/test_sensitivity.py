@@ -47,7 +47,8 @@ def test_losses_of_any_subset_are_the_references(name, ranks, tensor):
     shape = cases.shape(name, definition.config, ranks=ranks)
     subsets = (), (0, 2), (1, 2, 3), (0, 1, 2, 3)
     check_losses(definition, cases.parameters(definition), shape, *subsets)
-    assert [program._cache_size() for program in programs(definition).advance["layers"]] == [1, 1]
+    attention, mlp = programs(definition).advance["layers"]
+    assert attention.__wrapped__._cache_size() == mlp.__wrapped__._cache_size() == 1
 
 
 def test_prefixes_are_shared_and_the_choices_are_the_best():
@@ -95,20 +96,17 @@ def test_the_better_choice_is_taken():
     assert result(1.2, 1.4, greedy=1.3).chosen == "last"  # the layers interact
 
 
-def test_the_verb_measures_prints_and_converts(small, tmp_path, capsys, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "80")
+def test_the_verb_measures_prints_and_converts(small, tmp_path, capsys):
     text = tmp_path / "text.txt"
     text.write_text("the thin cat sat there then, with that other thing; " * 12)
     out = tmp_path / "out"
     words = ["--ladder-layers", "auto:2", "--calibration-tokens", "64", "--refit", "none"]
     assert main(["convert", str(small), str(out), "--calibration", str(text), *words]) == 0
     printed, stored = capsys.readouterr(), json.loads((out / "sensitivity.json").read_text())
-    first, second, *_ = lines = printed.out.splitlines()
-    assert first.startswith("the standard model's loss is ")
-    assert second == "of 64 tokens in sequences of 64"
-    assert max(map(len, lines[:-2])) <= 80  # but for the paths at the end
+    assert (stored["tokens"], stored["sequence"]) == (64, 64)
+    assert f"the way {stored['chosen']!r}, cost " in printed.out
+    assert f"the standard model's loss is {stored['loss']:.4f}" in printed.out
     assert "measured 7/7 losses" in printed.err
-    assert "(taken)" in printed.out
     assert [row["layer"] for row in stored["curve"]] == [0, 1, 2, 3]
     assert set(os.listdir(out)) == {"checkpoints", "sensitivity.json", "tokenizer"}
     chosen = stored[stored["chosen"]]["layers"]

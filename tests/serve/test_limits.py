@@ -71,7 +71,7 @@ def test_a_client_that_leaves_frees_its_slot(engine, rounds, serving, stream):
                 answer = bytearray()
                 until(lambda: answer.extend(first.recv(4096)) or b"data: " in answer)
         # The one with the slot is marked, and counted when a round begins: before this, or later.
-        marked = lambda: sum(handle.cancelled for _, handle in engine._scheduler.running())
+        marked = lambda: sum(handle.cancelled for _, handle in engine._in_slots())
         until(lambda: cancelled() + marked() == before + 2)
         rounds.release(ROUNDS)
         until(lambda: not engine.busy and cancelled() == before + 2)

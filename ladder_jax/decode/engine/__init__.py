@@ -3,9 +3,9 @@ it has finished.
 """
 
 from ladder_jax.decode.engine.engine import Engine as Engine
-from ladder_jax.decode.engine.scheduler import Handle as Handle
-from ladder_jax.decode.engine.scheduler import QueueFull as QueueFull
-from ladder_jax.decode.engine.scheduler import Stats as Stats
+from ladder_jax.decode.engine.handle import Handle as Handle
+from ladder_jax.decode.engine.handle import QueueFull as QueueFull
+from ladder_jax.decode.engine.handle import Stats as Stats
 from ladder_jax.decode.request import Finish as Finish
 from ladder_jax.decode.request import NoNumbers as NoNumbers
 from ladder_jax.decode.request import Piece as Piece

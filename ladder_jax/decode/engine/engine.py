@@ -1,5 +1,8 @@
-"""The engine: rounds that move all requests on, driven by its user or by a thread of its own."""
+"""The engine: a queue for its slots, and rounds that move all requests on, driven by its user or by a
+thread of its own.
+"""
 
+import collections
 import threading
 from collections.abc import Generator, Sequence
 
@@ -8,10 +11,10 @@ import numpy as np
 from ladder_jax.config import DecodeConfig, Launch, Loop, Quantize, check_interleave
 from ladder_jax.config.fields import member
 from ladder_jax.decode import memory, weights
-from ladder_jax.decode.engine.scheduler import Handle, Scheduler, Stats
+from ladder_jax.decode.engine.handle import Handle, QueueFull, Stats
 from ladder_jax.decode.engine.slots import Slots
 from ladder_jax.decode.generate import parts_of
-from ladder_jax.decode.request import Decoder, Request
+from ladder_jax.decode.request import Decoder, Finish, NoNumbers, Request, Result
 from ladder_jax.decode.sampling import Choice
 from ladder_jax.decode.steps import CHUNK, run_to_end
 from ladder_jax.errors import UserError, described, whole
@@ -77,10 +80,7 @@ class Engine:
                 f"decoder must be a function from tokens to bytes, not {described(decoder)}"
             )
         form = dict(loop=loop, quantize=quantize)
-        held = memory.held_bytes(params)
-        memory.check_slots(
-            definition, slots=slots, capacity=capacity, chunk=chunk, held=held, **form
-        )
+        memory.check_slots(definition, slots=slots, capacity=capacity, chunk=chunk, **form)
         self.capacity = capacity
         self.slots = slots
         self.max_queue = max_queue
@@ -91,11 +91,17 @@ class Engine:
             self._device = Slots(
                 definition, prepared, **sizes, **form, interleave=interleave, launch=launch
             )
-
-        self._scheduler = Scheduler(slots=slots, max_queue=max_queue)
         # by slot: prompts that are not read to their end
         self._reading: dict[int, tuple[Handle, Generator]] = {}
-        self._running = threading.Lock()  # held through a round: one at a time
+        self._moving = threading.Lock()  # held through a round: one at a time
+        # guards what follows; notified of new work
+        self._changed = threading.Condition(threading.RLock())
+        self._queue: collections.deque[Handle] = collections.deque()
+        self._running: dict[int, Handle] = {}  # by slot
+        self._finished = dict.fromkeys([*map(str, Finish), "failed"], 0)
+        self._prompt_tokens = self._new_tokens = 0
+        # what ended the engine, after which it accepts no request
+        self.error: BaseException | None = None
         self._thread: threading.Thread | None = None
         self._stopping = False
 
@@ -113,7 +119,15 @@ class Engine:
     def submit_all(self, requests: Sequence[Request]) -> list[Handle]:
         """As `submit`: all of them or none."""
         handles = [self._handle(request) for request in requests]
-        self._scheduler.put(handles)
+        with self._changed:
+            self._check()
+            waiting = len(self._queue)
+            if waiting + len(handles) > self.max_queue:
+                raise QueueFull(
+                    f"no room for {len(handles)} more in the queue of {self.max_queue} requests: {waiting} wait"
+                )
+            self._queue.extend(handles)
+            self._changed.notify_all()
         return handles
 
     def _handle(self, request):
@@ -127,33 +141,36 @@ class Engine:
             )
         return Handle(request, engine=self, decoder=self._decoder)
 
-    def cancel(self, handle: Handle) -> None:
-        """As `handle.cancel()`."""
-        self._scheduler.cancel(handle)
+    def _check(self):
+        """Raises RuntimeError after an error."""
+        if self.error:
+            raise RuntimeError(f"the engine ended with an error: {self.error!r}") from self.error
 
-    @property
-    def error(self) -> BaseException | None:
-        """The error that ended the engine, after which it accepts no request; None while it
-        works.
-        """
-        return self._scheduler.error
+    def cancel(self, handle: Handle) -> None:
+        """As `handle.cancel()`: at once if it waits; if it has a slot, the next round ends it."""
+        with self._changed:
+            if handle in self._queue:
+                self._queue.remove(handle)
+                self._end(handle, handle.take(finish=Finish.CANCELLED))
+            else:
+                handle.cancelled = True
 
     @property
     def busy(self) -> bool:
         """Whether any request waits or runs."""
-        stats = self.stats()
-        return stats.queued + stats.running > 0
+        with self._changed:
+            return bool(self._queue or self._running)
 
     def step(self) -> bool:
         """One round: fills free slots and makes a chunk of tokens in all. Returns whether requests
         are left.
         """
-        with self._running:
-            self._scheduler.check()
+        with self._moving:
+            self._check()
             try:
                 self._round()
             except BaseException as error:  # the devices' state is lost: its buffers were donated
-                self._scheduler.end_all(error)
+                self._end_all(error)
                 raise
         return self.busy
 
@@ -164,8 +181,8 @@ class Engine:
 
     def start(self) -> "Engine":
         """Drives the rounds in a thread of the engine's own, until `stop`."""
-        with self._scheduler.changed:
-            self._scheduler.check()
+        with self._changed:
+            self._check()
             if self.threaded:
                 raise UserError("the engine's thread runs already")
             self._stopping = False
@@ -179,16 +196,16 @@ class Engine:
         """Ends the thread after its current round. Requests that have not finished are
         cancelled.
         """
-        with self._scheduler.changed:
+        with self._changed:
             self._stopping = True
-            self._scheduler.changed.notify_all()
+            self._changed.notify_all()
             thread = self._thread
         if thread:
             thread.join()
-        with self._running, self._scheduler.changed:
+        with self._moving, self._changed:
             # under the lock: a handle waits for the thread only while there is one
             self._thread = None
-            self._scheduler.end_all()
+            self._end_all()
             self._reading.clear()
 
     __enter__ = start
@@ -205,7 +222,7 @@ class Engine:
         """Compiles every program that a request can need. Raises UserError while any request waits
         or runs.
         """
-        with self._running:
+        with self._moving:
             if self.busy:
                 raise UserError("warm_up is for an engine with nothing to do")
             with memory.explained(f"for {self.slots} slots of {self.capacity:,} tokens"):
@@ -219,12 +236,14 @@ class Engine:
                 new.block_until_ready()
 
     def stats(self) -> Stats:
-        return self._scheduler.stats()
+        with self._changed:
+            counts = dict(self._finished), self._prompt_tokens, self._new_tokens
+            return Stats(len(self._queue), len(self._running), *counts)
 
     def _serve(self):
         while True:
-            with self._scheduler.changed:
-                self._scheduler.changed.wait_for(lambda: self._stopping or self.busy)
+            with self._changed:
+                self._changed.wait_for(lambda: self._stopping or self.busy)
                 if self._stopping:
                     return
             try:
@@ -238,7 +257,7 @@ class Engine:
 
         All of it is sent to the devices before the host waits for the first token.
         """
-        for slot, handle in self._scheduler.admit():
+        for slot, handle in self._admit():
             self._reading[slot] = handle, self._device.insert(slot, handle.request)
         first = self._read()
         if not self._decoding():
@@ -259,7 +278,7 @@ class Engine:
         """Reads the next chunk of prompts. Of those it completes: slot, handle, first token and its
         log-probability.
         """
-        running = dict(self._scheduler.running())
+        running = dict(self._in_slots())
         complete = []
         for slot, (handle, chunks) in list(self._reading.items()):
             if running.get(slot) is not handle:  # cancelled meanwhile
@@ -273,12 +292,49 @@ class Engine:
         return complete
 
     def _decoding(self):
-        return [
-            (slot, handle)
-            for slot, handle in self._scheduler.running()
-            if slot not in self._reading
-        ]
+        return [(slot, handle) for slot, handle in self._in_slots() if slot not in self._reading]
 
     def _take(self, slot, handle, tokens, logprobs):
         if outcome := handle.take(tokens, logprobs):
-            self._scheduler.release(slot, outcome)
+            self._release(slot, outcome)
+
+    def _in_slots(self):
+        with self._changed:
+            return list(self._running.items())
+
+    def _admit(self):
+        """Frees the slots of cancelled requests and fills free slots from the queue. Returns the
+        newly admitted.
+        """
+        with self._changed:
+            for slot, handle in self._in_slots():
+                if handle.cancelled:
+                    self._release(slot, handle.take(finish=Finish.CANCELLED))
+            free = [slot for slot in range(self.slots) if slot not in self._running]
+            admitted = [(slot, self._queue.popleft()) for slot in free[: len(self._queue)]]
+            self._running.update(admitted)
+            self._prompt_tokens += sum(len(handle.request.prompt) for _, handle in admitted)
+            return admitted
+
+    def _release(self, slot: int, outcome: Result | NoNumbers) -> None:
+        """Frees the slot and ends its request."""
+        with self._changed:
+            self._end(self._running.pop(slot), outcome)
+
+    def _end_all(self, error: BaseException | None = None) -> None:
+        """Ends all requests, waiting and running, with the error; without one they are
+        cancelled.
+        """
+        with self._changed:
+            self.error = self.error or error
+            handles = [*self._running.values(), *self._queue]
+            self._running.clear()
+            self._queue.clear()
+            for handle in handles:
+                self._end(handle, error or handle.take(finish=Finish.CANCELLED))
+
+    def _end(self, handle, outcome):
+        finished = isinstance(outcome, Result)
+        self._finished[str(outcome.finish) if finished else "failed"] += 1
+        self._new_tokens += len(outcome.tokens) if finished else 0
+        handle.post(outcome)

@@ -18,7 +18,7 @@ from ladder_jax.config import DecodeConfig
 from ladder_jax.data import json_lines
 from ladder_jax.data.tokenizer import Tokenizer
 from ladder_jax.decode.engine.engine import Engine
-from ladder_jax.decode.engine.scheduler import Handle
+from ladder_jax.decode.engine.handle import Handle
 from ladder_jax.decode.request import SAMPLING, NoNumbers, Request, Result, check_prompts, ends
 from ladder_jax.errors import RunFailed, UserError, unknown
 from ladder_jax.terminal import progress
@@ -175,9 +175,9 @@ def carry_out[Key](
     each one's line as it has it.
 
     file: holds the lines that are there already; each new one is appended as it comes.
-    label: of the progress that is shown; None for none. Raises UserError for a file of something else, of other
-    questions, models or settings, or that another process is writing, and RunFailed for a full
-    disk.
+    label: of the progress that is shown; None for none.
+    Raises UserError for a file of something else, of other questions, models or settings, or that
+    another process is writing, and RunFailed for a full disk.
     """
     with alone(file) if file else contextlib.nullcontext() as out:
         lines = answered(file, digests) if file else {}

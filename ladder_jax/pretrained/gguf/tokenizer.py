@@ -20,7 +20,7 @@ from tokenizers import (
     processors,
 )
 
-from ladder_jax.errors import UserError, error_text, unknown
+from ladder_jax.errors import refused, unknown
 from ladder_jax.pretrained.gguf.file import File
 
 NORMAL = 1
@@ -86,17 +86,6 @@ RULES = {
 }
 
 
-def rule_of(name: str | None, *, path: str) -> Rule:
-    """The rule of that name. None means "default", as in old files. Raises UserError for an unknown
-    name.
-    """
-    if name is None:
-        name = "default"
-    if name not in RULES:
-        raise unknown(f"tokenizer.ggml.pre in {path!r}:", name, RULES)
-    return RULES[name]
-
-
 def files(file: File) -> dict[str, bytes]:
     """The contents of tokenizer.json, tokenizer_config.json and, if there is a template,
     chat_template.jinja, by name.
@@ -109,11 +98,14 @@ def files(file: File) -> dict[str, bytes]:
     rule = None
     begins = True
     if model == "gpt2":
-        rule = rule_of(file.get("tokenizer.ggml.pre", str), path=file.path)
+        name = file.get("tokenizer.ggml.pre", str, "default")  # old files have none
+        if name not in RULES:
+            raise unknown(f"tokenizer.ggml.pre in {file.path!r}:", name, RULES)
+        rule = RULES[name]
         begins = rule.begins
     begins = file.get("tokenizer.ggml.add_bos_token", bool, begins)
     ends = file.get("tokenizer.ggml.add_eos_token", bool, False)
-    try:
+    with refused(f"{file.path!r}: its tokenizer is not a valid one"):
         pieces = file.get("tokenizer.ggml.tokens", list)
         kinds = file.get("tokenizer.ggml.token_type", list, [NORMAL] * len(pieces))
         special = _special(file, pieces)
@@ -131,11 +123,6 @@ def files(file: File) -> dict[str, bytes]:
         if begins or ends:
             names = ["bos_token"] * begins + ["text"] + ["eos_token"] * ends
             made.post_processor = _around(names, special)
-    except UserError:
-        raise
-    except Exception as error:  # `tokenizers` raises plain Exceptions
-        reason = error_text(error)[:200]
-        raise UserError(f"{file.path!r}: its tokenizer is not a valid one: {reason}") from None
     config = {
         **{name: piece for name, (piece, _) in special.items()},
         "add_bos_token": begins,

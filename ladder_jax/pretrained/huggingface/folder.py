@@ -141,8 +141,6 @@ def read_object(file: pathlib.Path) -> dict[str, Any]:
     """The JSON object in `file`. Raises UserError if it is missing or holds something else."""
     try:
         content = file.read_bytes()
-    except FileNotFoundError:
-        raise UserError(f"{str(file.parent)!r} holds no {file.name}") from None
     except OSError as error:
         raise UserError(f"cannot read {str(file)!r}: {error.strerror or error}") from None
     return json_object(content, where=file)

@@ -12,49 +12,26 @@ Delay 0 is the standard Transformer, 1 is ladder, k is ladder-k. With experts h_
 generation in PyTorch, with the same results as ladder_jax.
 """
 
-import math
+import copy
 
 import torch
 from torch import nn
 from torch.nn import functional
-from transformers import DynamicCache, GenerationMixin, PreTrainedConfig, PreTrainedModel
-from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
-
-CACHE = "cache" if "cache" in CausalLMOutputWithPast.__dataclass_fields__ else "past_key_values"
-"""The cache's name in the installed transformers, as an argument of `forward` and in its
-outputs.
-"""
-
-DEFAULTS = dict(
-    vocab_size=256,
-    hidden_size=128,
-    intermediate_size=352,
-    num_hidden_layers=4,
-    num_attention_heads=8,
-    num_key_value_heads=4,
-    head_dim=16,
-    hidden_act="silu",
-    max_position_embeddings=2048,
-    rms_norm_eps=1e-5,
-    rope_parameters={"rope_type": "default", "rope_theta": 10_000.0},
-    initializer_range=0.02,
-    use_cache=True,
-    residual="ladder",
-    ladder_layers=None,
-    biases="none",
-    qk_norm=False,
-    num_experts=0,
-    num_experts_per_tok=2,
-    moe_intermediate_size=128,
-    norm_topk_prob=True,
-    shared_expert_intermediate_size=0,
-    shared_expert_gate=False,
-    mlp_only_layers=(),
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.models.llama.configuration_llama import LlamaConfig
+from transformers.models.llama.modeling_llama import (
+    LlamaAttention,
+    LlamaForCausalLM,
+    LlamaMLP,
+    LlamaModel,
+    LlamaPreTrainedModel,
+    LlamaRotaryEmbedding,
+    apply_rotary_pos_emb,
 )
 
 
-class LadderConfig(PreTrainedConfig):
-    """The fields in DEFAULTS: Llama's, with experts Qwen2-MoE's, and four more.
+class LadderConfig(LlamaConfig):
+    """Llama's fields, with experts Qwen2-MoE's, and four more.
 
     residual: standard, ladder, ladder-K (delay K), parallel, parallel-shared-norm, parallel-ladder
         or farskip.
@@ -64,16 +41,21 @@ class LadderConfig(PreTrainedConfig):
     """
 
     model_type = "ladder_jax"
-    keys_to_ignore_at_inference = [CACHE]
+    base_model_tp_plan = None  # Llama's splits what a norm over all heads needs whole
+    residual = "ladder"
+    ladder_layers = None
+    biases = "none"
+    qk_norm = False
+    num_experts = 0
+    num_experts_per_tok = 2
+    moe_intermediate_size = 128
+    norm_topk_prob = True
+    shared_expert_intermediate_size = 0
+    shared_expert_gate = False
+    mlp_only_layers = ()
 
-    def __init__(self, tie_word_embeddings=False, **fields):
-        for name, default in DEFAULTS.items():
-            value = fields.pop(name, None)
-            if value is None:
-                value = default
-            setattr(self, name, value)
-        self.rope_parameters = dict(self.rope_parameters)  # which transformers adds to
-        super().__init__(tie_word_embeddings=tie_word_embeddings, **fields)
+    def validate_architecture(self):
+        """The number of heads need not divide the width."""
 
 
 def delays(config):
@@ -95,18 +77,16 @@ def delays(config):
     if residual not in kinds:
         allowed = f"ladder-K, {', '.join(kinds)}"
         raise ValueError(f"unknown residual {residual!r} (allowed: {allowed})")
-    kind = kinds[residual]
-    # the first ones have no experts
     layers = range(config.num_hidden_layers)
-    dense = len(config.mlp_only_layers)
     chosen = layers if config.ladder_layers is None else config.ladder_layers
-    kinds = [kind if layer in chosen else (0, 0, False) for layer in layers]
-    if is_farskip(config) and dense:  # no routed output is pending after them
-        for layer in range(dense):
-            if layer in chosen:
-                kinds[layer] = (0, 1, True)
-        kinds[dense] = (0, *kinds[dense][1:])
-    return kinds
+    found = [kinds[residual] if layer in chosen else kinds["standard"] for layer in layers]
+    # The first layers may have no experts: no routed output is pending after them.
+    dense = len(config.mlp_only_layers)
+    if is_farskip(config) and dense:
+        for layer in set(chosen).intersection(range(dense)):
+            found[layer] = kinds["parallel"]
+        found[dense] = (0, *found[dense][1:])
+    return found
 
 
 def is_farskip(config):
@@ -114,65 +94,35 @@ def is_farskip(config):
     return config.residual == "farskip" and config.shared_expert_intermediate_size > 0
 
 
-def frequencies(config):
-    """Radians per position, [H/2], in float64. Llama 3 lowers the low frequencies (arXiv
-    2407.21783).
-    """
-    rope = config.rope_parameters
-    kind = rope["rope_type"]
-    half = torch.arange(0, config.head_dim, 2, dtype=torch.float64, device="cpu")
-    plain = rope["rope_theta"] ** (-half / config.head_dim)
-    if kind == "default":
-        return plain
-    assert kind == "llama3", kind
-    turns = rope["original_max_position_embeddings"] * plain / (2 * math.pi)
-    low = rope["low_freq_factor"]
-    high = rope["high_freq_factor"]
-    kept = ((turns - low) / (high - low)).clamp(0, 1)
-    return kept * plain + (1 - kept) * plain / rope["factor"]
-
-
-def rotate(x, cos, sin):
-    """Rotate x [B, heads, T, H] by its positions' angles [B, 1, T, H/2]: dimension i pairs with i +
-    H/2.
-    """
-    left, right = x.float().chunk(2, dim=-1)
-    first = left * cos - right * sin
-    second = right * cos + left * sin
-    return torch.cat([first, second], dim=-1).to(x.dtype)
-
-
 def delayed(streams, delay):
     """The residual stream `delay` sublayers ago."""
     return streams[max(0, len(streams) - 1 - delay)]
 
 
-class LadderAttention(nn.Module):
+def with_biases(config, **fields):
+    """A copy of the configuration with Llama's fields of the biases, and other fields."""
+    copied = copy.copy(config)
+    copied.attention_bias = config.biases != "none"
+    copied.mlp_bias = config.biases == "all"
+    for name, value in fields.items():
+        setattr(copied, name, value)
+    return copied
+
+
+class LadderAttention(LlamaAttention):
     def __init__(self, config, layer):
-        super().__init__()
-        self.layer = layer
-        head_dim = config.head_dim
-        self.head_dim = head_dim
-        width = config.hidden_size
-        eps = config.rms_norm_eps
-        inner = config.num_attention_heads * head_dim
-        outer = config.num_key_value_heads * head_dim
-        bias = config.biases != "none"
-        out_bias = config.biases in ("attention", "all")
-        self.q_proj = nn.Linear(width, inner, bias=bias)
-        self.k_proj = nn.Linear(width, outer, bias=bias)
-        self.v_proj = nn.Linear(width, outer, bias=bias)
-        self.o_proj = nn.Linear(inner, width, bias=out_bias)
+        super().__init__(with_biases(config), layer)
+        if config.biases == "qkv":
+            self.o_proj = nn.Linear(self.o_proj.in_features, config.hidden_size, bias=False)
         self.norms_all_heads = config.qk_norm == "all-heads"
-        if not config.qk_norm:
-            self.q_norm = nn.Identity()
-            self.k_norm = nn.Identity()
-        elif self.norms_all_heads:
-            self.q_norm = nn.RMSNorm(inner, eps)
-            self.k_norm = nn.RMSNorm(outer, eps)
-        else:
-            self.q_norm = nn.RMSNorm(head_dim, eps)
-            self.k_norm = nn.RMSNorm(head_dim, eps)
+
+        def norm(size):
+            if not config.qk_norm:
+                return nn.Identity()
+            return nn.RMSNorm(size if self.norms_all_heads else self.head_dim, config.rms_norm_eps)
+
+        self.q_norm = norm(self.q_proj.out_features)
+        self.k_norm = norm(self.k_proj.out_features)
 
     def heads(self, projected):
         return projected.unflatten(-1, (-1, self.head_dim))
@@ -182,30 +132,22 @@ class LadderAttention(nn.Module):
             return self.heads(norm(projected))
         return norm(self.heads(projected))
 
-    def forward(self, x, cos, sin, mask, cache):
-        query = self.normed_heads(self.q_norm, self.q_proj(x))
-        query = rotate(query.transpose(1, 2), cos, sin)
-        key = self.normed_heads(self.k_norm, self.k_proj(x))
-        key = rotate(key.transpose(1, 2), cos, sin)
+    def forward(self, x, position_embeddings, mask, cache):
+        query = self.normed_heads(self.q_norm, self.q_proj(x)).transpose(1, 2)
+        key = self.normed_heads(self.k_norm, self.k_proj(x)).transpose(1, 2)
+        query, key = apply_rotary_pos_emb(query.float(), key.float(), *position_embeddings)
+        query = query.to(x.dtype)
+        key = key.to(x.dtype)
         value = self.heads(self.v_proj(x)).transpose(1, 2)
         if cache is not None:
-            key, value = cache.update(key, value, self.layer)
-        out = functional.scaled_dot_product_attention(
-            query, key, value, attn_mask=mask, enable_gqa=True
-        )
-        return self.o_proj(out.transpose(1, 2).flatten(2))
+            key, value = cache.update(key, value, self.layer_idx)
+        out, _ = sdpa_attention_forward(self, query, key, value, mask)
+        return self.o_proj(out.flatten(2))
 
 
-class LadderMLP(nn.Module):
+class LadderMLP(LlamaMLP):
     def __init__(self, config, width):
-        super().__init__()
-        bias = config.biases == "all"
-        self.gate_proj = nn.Linear(config.hidden_size, width, bias=bias)
-        self.up_proj = nn.Linear(config.hidden_size, width, bias=bias)
-        self.down_proj = nn.Linear(width, config.hidden_size, bias=bias)
-
-    def forward(self, x):
-        return self.down_proj(functional.silu(self.gate_proj(x)) * self.up_proj(x))
+        super().__init__(with_biases(config, intermediate_size=width))
 
 
 class LadderExperts(nn.Module):
@@ -235,15 +177,14 @@ class LadderExperts(nn.Module):
         logits = functional.linear(x.float(), self.gate.weight.float())
         ranked, order = logits.sort(dim=-1, descending=True, stable=True)
         chosen = ranked[..., : self.top_k]
-        experts = order[..., : self.top_k]
         total = (chosen if self.renormalised else logits).logsumexp(-1, keepdim=True)
-        weights = (chosen - total).exp()
+        weights = torch.zeros_like(logits)
+        weights = weights.scatter(-1, order[..., : self.top_k], (chosen - total).exp())
         out = torch.zeros_like(x, dtype=torch.float32)
         for index, expert in enumerate(self.experts):
-            *token, choice = (experts == index).nonzero(as_tuple=True)
-            token = tuple(token)
-            weight = weights[(*token, choice)][:, None]
-            of_tokens = expert(x[token]).float() * weight
+            weight = weights[..., index]
+            token = weight.nonzero(as_tuple=True)
+            of_tokens = expert(x[token]).float() * weight[token][:, None]
             out = out.index_put(token, of_tokens, accumulate=True)
         return out.to(x.dtype)
 
@@ -260,6 +201,8 @@ class LadderLayer(nn.Module):
     def __init__(self, config, layer):
         super().__init__()
         self.attention_delay, self.mlp_delay, self.joint = delays(config)[layer]
+        self.is_last = layer == config.num_hidden_layers - 1
+        self.depth = 1 + max(max(attention, mlp) for attention, mlp, _ in delays(config))
         has_experts = config.num_experts > 0 and layer not in config.mlp_only_layers
         self.self_attn = LadderAttention(config, layer)
         if has_experts:
@@ -272,142 +215,65 @@ class LadderLayer(nn.Module):
         if not self.shared_norm:
             self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
 
-    def forward(self, streams, cos, sin, mask, cache):
-        """`streams`: the residual stream after each sublayer so far, oldest first. Returns this
-        layer's two streams.
+    def forward(self, streams, attention_mask, position_embeddings, **kwargs):
+        """`streams`: the residual stream after each sublayer so far, oldest first; of the first
+        layer the embedding. Returns them with this layer's two; of the last layer its last one.
         """
+        if torch.is_tensor(streams):
+            streams = [streams]
+        cache = kwargs.get("cache", kwargs.get("past_key_values"))  # as transformers calls it
         newest = streams[-1]
         mlp_norm = self.input_layernorm if self.shared_norm else self.post_attention_layernorm
         normed = self.input_layernorm(delayed(streams, self.attention_delay))
-        attended = self.self_attn(normed, cos, sin, mask, cache)
+        attended = self.self_attn(normed, position_embeddings, attention_mask, cache)
         if self.joint:
             # The MLP's delay counts from the MLP, one sublayer after attention, so one is
             # subtracted here.
             normed = mlp_norm(delayed(streams, self.mlp_delay - 1))
-            both = newest + (attended + self.mlp(normed))
-            return [both, both]
-        # the shared expert's output is added with attention's, before the routed ones'
-        if self.farskip:
+            middle = last = newest + (attended + self.mlp(normed))
+        elif self.farskip:
+            # the shared expert's output is added with attention's, before the routed ones'
             normed = mlp_norm(newest)
-            early = newest + (attended + self.mlp.shared(normed))
-            return [early, early + self.mlp.routed(normed)]
-        middle = newest + attended
-        normed = mlp_norm(delayed([*streams, middle], self.mlp_delay))
-        return [middle, middle + self.mlp(normed)]
+            middle = newest + (attended + self.mlp.shared(normed))
+            last = middle + self.mlp.routed(normed)
+        else:
+            middle = newest + attended
+            normed = mlp_norm(delayed([*streams, middle], self.mlp_delay))
+            last = middle + self.mlp(normed)
+        return last if self.is_last else [*streams, middle, last][-self.depth :]
 
 
-class LadderPreTrainedModel(PreTrainedModel):
+class LadderRotaryEmbedding(LlamaRotaryEmbedding):
+    def forward(self, x, position_ids):
+        return super().forward(x.float(), position_ids)
+
+
+class LadderPreTrainedModel(LlamaPreTrainedModel):
     config_class = LadderConfig
-    base_model_prefix = "model"
+    supports_gradient_checkpointing = False
     _no_split_modules = ["LadderLayer"]
-    _skip_keys_device_placement = ["cache"]
-    _supports_sdpa = True
+    _supports_flash_attn = False
+    _supports_flex_attn = False
+    _supports_attention_backend = False
+    _can_record_outputs = {}
 
 
-class LadderModel(LadderPreTrainedModel):
+class LadderModel(LadderPreTrainedModel, LlamaModel):
     def __init__(self, config):
-        super().__init__(config)
+        super(LlamaModel, self).__init__(config)
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(
             LadderLayer(config, layer) for layer in range(config.num_hidden_layers)
         )
         self.norm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.depth = 2 + max(max(attention, mlp) for attention, mlp, _ in delays(config))
+        self.rotary_emb = LadderRotaryEmbedding(config)
         self.post_init()
 
-    def forward(
-        self,
-        input_ids=None,
-        attention_mask=None,
-        position_ids=None,
-        past_key_values=None,
-        inputs_embeds=None,
-        use_cache=None,
-        cache=None,
-        **kwargs,
-    ):
-        """attention_mask [B, S]: 0 for padding, of the cached tokens and these tokens."""
-        x = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
-        if use_cache is None:
-            use_cache = self.config.use_cache
-        if cache is None:
-            cache = past_key_values
-        if use_cache and cache is None:
-            cache = DynamicCache(config=self.config)
-        past = 0 if cache is None else cache.get_seq_length()
-        length = x.shape[1]
-        place = past + torch.arange(length, device=x.device)
-        if position_ids is None:
-            position_ids = place[None]
-        angles = position_ids[:, None, :, None].float() * frequencies(self.config).to(
-            x.device, torch.float32
-        )
-        cos = angles.cos()
-        sin = angles.sin()
-        mask = self._mask(attention_mask, place, past + length)
-        streams = [x]
-        for layer in self.layers:
-            streams = [*streams, *layer(streams, cos, sin, mask, cache)]
-            streams = streams[-self.depth :]
-        return BaseModelOutputWithPast(
-            last_hidden_state=self.norm(streams[-1]), **{CACHE: cache if use_cache else None}
-        )
 
-    def _mask(self, attention_mask, place, length):
-        """[1 or B, 1, T, S]: True if a query sees a key. Padding sees itself: an empty softmax
-        would be NaN.
-        """
-        keys = torch.arange(length, device=place.device)
-        queries = place[:, None]
-        seen = (keys <= queries)[None, None]
-        if attention_mask is None:
-            return seen
-        unpadded = attention_mask[:, None, None, :].bool()
-        itself = keys == queries
-        return seen & unpadded | itself
-
-
-class LadderForCausalLM(LadderPreTrainedModel, GenerationMixin):
-    _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
-
+class LadderForCausalLM(LadderPreTrainedModel, LlamaForCausalLM):
     def __init__(self, config):
-        super().__init__(config)
+        super(LlamaForCausalLM, self).__init__(config)
         self.model = LadderModel(config)
+        self.vocab_size = config.vocab_size
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.post_init()
-
-    def forward(
-        self,
-        input_ids=None,
-        attention_mask=None,
-        position_ids=None,
-        past_key_values=None,
-        inputs_embeds=None,
-        labels=None,
-        use_cache=None,
-        logits_to_keep=0,
-        cache=None,
-        **kwargs,
-    ):
-        """Logits [B, T, V]; only of the last `logits_to_keep` positions if that is not 0. `labels`
-        add a loss.
-        """
-        if kwargs.get("output_hidden_states") or kwargs.get("output_attentions"):
-            raise ValueError("this model does not return hidden states or attention weights")
-        outputs = self.model(
-            input_ids=input_ids,
-            attention_mask=attention_mask,
-            position_ids=position_ids,
-            past_key_values=past_key_values,
-            inputs_embeds=inputs_embeds,
-            use_cache=use_cache,
-            cache=cache,
-        )
-        last = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
-        logits = self.lm_head(outputs.last_hidden_state[:, last])
-        loss = (
-            None
-            if labels is None
-            else self.loss_function(logits, labels, vocab_size=self.config.vocab_size)
-        )
-        return CausalLMOutputWithPast(loss=loss, logits=logits, **{CACHE: outputs.get(CACHE)})

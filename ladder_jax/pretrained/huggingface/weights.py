@@ -10,10 +10,9 @@ Both sides use rotary embedding in rotate-half form, so queries and keys need no
 
 import dataclasses
 import functools
-import itertools
 import json
 import pathlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 
 import ml_dtypes
 import numpy as np
@@ -102,28 +101,11 @@ def tensors_in(file: pathlib.Path) -> dict[str, Stored]:
                 " quantized weights have to be dequantized first)"
             )
         dtype = _DTYPES[kind]
+        shape = tuple(entry["shape"])
         offset = 8 + length + entry["data_offsets"][0]
-        for part, shape in _unfused(name, tuple(entry["shape"])):
-            read = functools.partial(from_file, file, dtype, shape, offset=offset)
-            found[part] = Stored(shape, dtype, read)
-            offset += found[part].nbytes
+        read = functools.partial(from_file, file, dtype, shape, offset=offset)
+        found[name] = Stored(shape, dtype, read)
     return found
-
-
-def _unfused(name: str, shape: tuple[int, ...]) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """The names and shapes of what a tensor holds, in its order: of one of all experts, as
-    transformers 5 has them in memory, each matrix, else itself.
-
-    Gates and ups are [E, 2 M, D], and downs [E, D, M].
-    """
-    stem, _, last = name.rpartition(".")
-    parts = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}.get(last)
-    if parts is None or len(shape) != 3 or 0 in shape:  # an empty one may claim any number
-        yield name, shape
-        return
-    experts, rows, columns = shape
-    for expert, part in itertools.product(range(experts), parts):
-        yield f"{stem}.{expert}.{part}.weight", (rows // len(parts), columns)
 
 
 def write_tensors(file: pathlib.Path, pending: Mapping[str, Stored]) -> None:
