@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from flax import traverse_util
+from jax.sharding import NamedSharding, PartitionSpec
 
 from ladder_jax.config import Loop, Quantize
 from ladder_jax.errors import UserError
@@ -78,8 +79,7 @@ def assemble(
 
 def _stack_for(layers, array):
     """Zeros for so many arrays like this one."""
-    spec = jax.P(None, *array.sharding.spec)
-    sharding = array.sharding.update(spec=spec)
+    sharding = NamedSharding(array.sharding.mesh, PartitionSpec(None, *array.sharding.spec))
     return mesh.zeros((layers, *array.shape), array.dtype, sharding)
 
 

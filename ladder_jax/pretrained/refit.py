@@ -38,6 +38,7 @@ import numpy as np
 
 from ladder_jax import files, nn, parallel
 from ladder_jax.config import ModelConfig, to_dict
+from ladder_jax.config.fields import check
 from ladder_jax.errors import RunFailed, UserError
 from ladder_jax.nn.parameter import stack_of
 from ladder_jax.pretrained.source import Key, Source, Stored, load_layer
@@ -130,11 +131,11 @@ def refit(
 
     model: the converted one, `source.model` but for its ladder layers. rows: the calibration text's
         tokens [n, T].
-    mesh: the axes data, which divides n, and tensor; of the weights one layer's are on the devices, of the statistics
-        one sublayer's. The streams of all tokens stay on the host, (1 + delay) n T D values.
+    mesh: the axes data, which divides n, and tensor; of the weights one layer's are on the devices,
+        of the statistics one sublayer's. The streams of all tokens stay on the host, (1 + delay) n T D values.
     folder: keeps the results of each sublayer; called again with equal arguments, `refit` reads
-    them and goes on. Raises UserError for fewer tokens than the model's width, and a source that is
-    not standard, and RunFailed where the activations are not finite.
+    them and goes on. Raises UserError for fewer tokens than the model's width, a source that is not
+    standard, or a mesh that does not suit, and RunFailed where the activations are not finite.
     """
     if rows.size < model.d_model:
         raise UserError(
@@ -146,6 +147,11 @@ def refit(
             f"a refit starts from a standard model; {source.path!r} is {source.model.residual}"
         )
     definition = nn.define(parallel.with_ranks(model, tensor=mesh.shape["tensor"]), mesh=mesh)
+    split = definition.layout.batch_ranks
+    check(definition.layout.fsdp == 1, "refit runs on a mesh of data and tensor: mesh.fsdp=1")
+    check(
+        len(rows) % split == 0, f"{len(rows)} rows of text cannot be split over {split} data ranks"
+    )
     request = ""
     if folder:
         request = _request(source, model, rows, mesh, settings)

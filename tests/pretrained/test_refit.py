@@ -297,12 +297,14 @@ def test_models_that_cannot_be_refitted():
     broken = dataclasses.replace(standard(), arrays=arrays)
     ladder = small_model("ladder")
     already = dataclasses.replace(standard(), model=ladder)
-    for source, message in (
-        (already, "starts from a standard model; .* is ladder"),
-        (broken, "no least squares: .*infs or NaNs"),
+    for source, mesh, message in (
+        (already, {}, "starts from a standard model; .* is ladder"),
+        (standard(), dict(data=4), "6 rows of text cannot be split over 4 data ranks"),
+        (standard(), dict(fsdp=2), "a mesh of data and tensor: mesh.fsdp=1"),
+        (broken, {}, "no least squares: .*infs or NaNs"),
     ):
         with pytest.raises((UserError, RunFailed), match=message):
-            refit(source, model=ladder, rows=TOKENS, mesh=parallel.make_mesh())
+            refit(source, model=ladder, rows=TOKENS, mesh=parallel.make_mesh(**mesh))
 
 
 def test_other_requests_resume_nothing(tmp_path):
