@@ -39,8 +39,11 @@ SMALL = (
     "model.num_layers=2 model.d_model=32 model.d_ff=32 "
     "train.steps=2 train.batch=4 train.sequence=32 data.path=book.txt"
 )
-# Of the rows that the guide trains.
-FEW = "model.num_layers=2 train.steps=2 train.evaluation_batches=1 data.path=book.txt"
+# Of as many rows as the guide trains.
+FEW = (
+    "model.num_layers=2 model.d_model=32 "
+    "train.steps=2 train.sequence=32 train.evaluation_batches=1 data.path=book.txt"
+)
 ADDED = {
     "train tiny --cpu-devices 8 ": SMALL,
     "train tiny-moe --cpu-devices 4 mesh.tensor=4 model.residual": f"{FEW} run.name=farskip",
@@ -49,6 +52,7 @@ ADDED = {
     "generate SmolLM2": "--max-new-tokens 4",
     "evaluate runs/book --text": "--window 64 --stride 32",
     "evaluate runs/smollm2-ladder": "--window 64",
+    "evaluate runs/book --multiple": "--window 256",
     "evaluate runs/book --generation": "--max-new-tokens 4",
     "plan ": "--confirm 0",
     "convert SmolLM2-135M runs/smollm2-auto": "--calibration-tokens 64 --search ranked",
