@@ -1,12 +1,14 @@
 """A minute that tells whether the package works at all: train, resume, generate, on a mesh."""
 
 import numpy as np
+import pytest
 from flax import nnx
 
 import ladder_jax
 from ladder_jax import cli, parallel
 
 
+@pytest.mark.full  # `make test` has each of them elsewhere
 def test_train_resume_generate(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
 
