@@ -20,11 +20,8 @@ os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["JAX_NUM_CPU_DEVICES"] = "8"
 # Collectives of eight devices need patience on two cores. Machine code is hardly optimised: that is
 # most of what a compilation costs, and changes neither the collectives nor, beyond rounding, the
-# numbers. Nor is a program's machine code made in parts, each with what all need: that costs 5 %.
-FLAGS = (
-    "--xla_cpu_collective_call_terminate_timeout_seconds=600 --xla_backend_optimization_level=0"
-    " --xla_cpu_parallel_codegen_split_count=1"
-)
+# numbers.
+FLAGS = "--xla_cpu_collective_call_terminate_timeout_seconds=600 --xla_backend_optimization_level=0"
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {FLAGS}".strip()
 # Shared by all workers and inherited by the processes that they start; keyed by jax's own version
 # and the program. Small programs as well: what a process has compiled, or a file whose programs
