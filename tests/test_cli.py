@@ -23,7 +23,7 @@ TINY = (
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
-    """In this process; test_resume trains in one of its own."""
+    """In this process; test_smoke trains in one of its own."""
     folder, out, err = tmp_path_factory.mktemp("cli"), io.StringIO(), io.StringIO()
     (folder / "book.txt").write_text("the cat sat on the mat, and the rat sat on the cat.\n" * 400)
     words = ["train", "tiny", *TINY, "data.path=book.txt", "run.dir=out", "train.interleave=auto"]

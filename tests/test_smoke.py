@@ -5,17 +5,11 @@ import pytest
 from flax import nnx
 
 import ladder_jax
-from ladder_jax import cli, parallel
+from ladder_jax import parallel
 
 
 @pytest.mark.full  # `make test` has each of them elsewhere
-def test_train_resume_generate(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-
-    def run(*words):
-        assert cli.main([*words]) == 0
-        return capsys.readouterr()
-
+def test_train_resume_generate(run_cli, tmp_path):
     (tmp_path / "book.txt").write_text(
         "in the beginning was the word, and the word was short.\n" * 300
     )
@@ -23,10 +17,12 @@ def test_train_resume_generate(tmp_path, monkeypatch, capsys):
         train tiny model.num_layers=2 train.batch=4 train.sequence=32 train.steps=4 train.warmup_steps=2
         train.checkpoint_every=2 data.path=book.txt run.dir=out mesh.data=2 mesh.tensor=4
     """.split()
-    assert "held-out loss" in run(*arguments).out
-    assert "resuming" in run(*arguments).err
-    text = run("generate", "out", "--prompt", "in the", "--max-new-tokens", "8").out
-    assert text.startswith("in the") and len(text) > 8
+    first = run_cli(*arguments, cwd=tmp_path, check_status=0)
+    assert "held-out loss" in first.stdout
+    assert "resuming" in run_cli(*arguments, cwd=tmp_path, check_status=0).stderr
+    asked = "generate", "out", "--prompt", "in the", "--max-new-tokens", "8"
+    text = run_cli(*asked, cwd=tmp_path, check_status=0)
+    assert text.stdout.startswith("in the") and len(text.stdout) > 8
 
 
 def test_ladder_on_a_mesh_equals_ladder_on_one_device():
