@@ -30,9 +30,8 @@ def array(*factors: Iterable, pairs: Pairs | None = None, even: Sequence[int] = 
     bits = [(row, sum(bit[pair] for pair in covered)) for row, covered in product]
     missing, rows = sum(bit.values()), []
     while missing:
-        adds = [(covered & missing).bit_count() for _, covered in bits]
-        most = max(adds)
-        best = [candidate for candidate, added in zip(bits, adds) if added == most]
+        most = max((covered & missing).bit_count() for _, covered in bits)
+        best = [one for one in bits if (one[1] & missing).bit_count() == most]
         used = collections.Counter((i, str(row[i])) for row in rows for i in even)
         row, covered = min(best, key=lambda one: sum(used[i, str(one[0][i])] for i in even))
         rows.append(row)

@@ -88,12 +88,12 @@ def test_greedy_generation_is_the_argmax_of_the_full_pass():
     params = cases.placed(definition)
     ours = decode.Generator(definition, params)
     new = ours.tokens(PROMPTS, config=DecodeConfig(max_new_tokens=18))
-    whole = np.zeros((3, max(map(len, PROMPTS)) + 18), np.int32)  # what follows is not seen
-    for row, prompt, tokens in zip(whole, PROMPTS, new, strict=True):
-        row[: len(prompt) + 18] = [*prompt, *tokens]
-    logits = np.asarray(nn.compiled_logits(definition)(params, whole))
-    for row, prompt, tokens in zip(logits, PROMPTS, new, strict=True):
-        np.testing.assert_array_equal(row[len(prompt) - 1 :][:18].argmax(-1), tokens)
+    whole = np.zeros((3, 58), np.int32)  # what follows a row's end is not seen
+    for prompt, tokens, row in zip(PROMPTS, new, whole):
+        row[: len(prompt) + 18] = *prompt, *tokens
+    best = nn.compiled_logits(definition)(params, whole).argmax(-1)
+    for prompt, tokens, row in zip(PROMPTS, new, best):
+        np.testing.assert_array_equal(row[len(prompt) - 1 :][:18], tokens)
 
 
 @pytest.mark.parametrize(

@@ -213,9 +213,8 @@ def test_experts_that_exchange_rows(name, kind, loop, remat):
     """Every half's rows are sent by themselves."""
     mesh = dict(data=2 if name == "ladder" else 1, tensor=2 if loop is Loop.SCAN else 4)
     settings = dict(loop=loop, remat=remat, sequence_parallel=True, interleave=2)
-    layers = dict(num_layers=2)
-    expected = experts.dense_gradients(name, kind, **layers)
-    definition = experts.exchanging(name, kind, **mesh, **layers)
+    expected = experts.dense_gradients(name, kind, num_layers=2)
+    definition = experts.exchanging(name, kind, num_layers=2, **mesh)
     text = experts.check_gradients(definition, expected, **settings)
     if loop is Loop.UNROLLED and remat is Remat.NONE:
         sent = text.count(" all-to-all(")
