@@ -30,13 +30,10 @@ def array(*factors: Iterable, pairs: Pairs | None = None, even: Sequence[int] = 
     bits = [(row, sum(bit[pair] for pair in covered)) for row, covered in product]
     missing, rows = sum(bit.values()), []
     while missing:
+        most = max((covered & missing).bit_count() for _, covered in bits)
+        best = [one for one in bits if (one[1] & missing).bit_count() == most]
         used = collections.Counter((i, str(row[i])) for row in rows for i in even)
-
-        def worth(candidate, used=used):
-            row, covered = candidate
-            return (covered & missing).bit_count(), -sum(used[i, str(row[i])] for i in even)
-
-        row, covered = max(bits, key=worth)
+        row, covered = min(best, key=lambda one: sum(used[i, str(one[0][i])] for i in even))
         rows.append(row)
         missing &= ~covered
     return rows

@@ -60,7 +60,7 @@ def check(definition, prefill, step, *, full, loop):
 
 
 def generator(name="ladder", **mesh):
-    definition = cases.define(name, num_layers=2, **mesh)
+    definition = cases.define(name, num_layers=1, **mesh)
     return decode.Generator(definition, cases.placed(definition))
 
 
@@ -88,10 +88,12 @@ def test_greedy_generation_is_the_argmax_of_the_full_pass():
     params = cases.placed(definition)
     ours = decode.Generator(definition, params)
     new = ours.tokens(PROMPTS, config=DecodeConfig(max_new_tokens=18))
-    for prompt, row in zip(PROMPTS, new, strict=True):
-        sequence = np.array([[*prompt, *row]], np.int32)
-        logits = np.asarray(nn.compiled_logits(definition)(params, sequence))[0]
-        np.testing.assert_array_equal(logits[len(prompt) - 1 : -1].argmax(-1), row)
+    whole = np.zeros((3, 58), np.int32)  # what follows a row's end is not seen
+    for prompt, tokens, row in zip(PROMPTS, new, whole):
+        row[: len(prompt) + 18] = *prompt, *tokens
+    best = nn.compiled_logits(definition)(params, whole).argmax(-1)
+    for prompt, tokens, row in zip(PROMPTS, new, best):
+        np.testing.assert_array_equal(row[len(prompt) - 1 :][:18], tokens)
 
 
 @pytest.mark.parametrize(

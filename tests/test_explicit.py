@@ -58,16 +58,6 @@ TRANSFORMS = {
 SOME = "other names", "Explicit rows", "shared heads"
 
 
-def with_set(names):
-    """Each mesh once, set by `jax.set_mesh` or not; the meshes that are not in `names` in
-    `make test-all`.
-    """
-    chosen = covering.array(names, (True, False), pairs=[], even=[1])
-    return pytest.mark.parametrize(
-        "name, is_set", covering.marked(itertools.product(MESHES, (True, False)), chosen=chosen)
-    )
-
-
 @functools.cache
 def example(name):
     """(the mesh, a model on it, the names of rows and heads)."""
@@ -109,7 +99,12 @@ def test_values_between_explicit_code(name, transform):
         assert jax.typeof(found).sharding.spec == P(rows, None, heads)
 
 
-@with_set(SOME)
+GIVEN = covering.marked(
+    itertools.product(MESHES, (True, False)), chosen=[*zip(SOME, (True, False))]
+)
+
+
+@pytest.mark.parametrize("name, is_set", GIVEN)
 def test_arguments_of_any_sharding(name, is_set):
     """Of other meshes over the same devices, too."""
     mesh, model, rows, _ = example(name)

@@ -36,20 +36,16 @@ CASES = covering.marked(
     ],
 )
 RINGS = dict(sequence_parallel=True, collective_matmul=CollectiveMatmul.RING)
+EVERY = dict(sequence_parallel=True, loop=Loop.UNROLLED, accumulate=2, z_loss=1e-2, loss_chunk=12)
 TOGETHER = covering.marked(
     [
         ("standard", dict(**RINGS, loop=Loop.UNROLLED, remat=Remat.SAVE_MATMULS, accumulate=2)),
         ("hybrid-last-2", dict(loop=Loop.UNROLLED)),
     ],
     chosen=[
-        ("ladder", dict(sequence_parallel=True, loop=Loop.UNROLLED, remat=Remat.FULL)),
-        (
-            "ladder",
-            dict(sequence_parallel=True, remat=Remat.SAVE_MATMULS, accumulate=2, loss_chunk=12),
-        ),
-        ("ladder", dict(loop=Loop.UNROLLED, remat=Remat.FULL, accumulate=2)),
-        ("ladder", dict(loop=Loop.UNROLLED, remat=Remat.SAVE_MATMULS, loss_chunk=12)),
-        ("ladder", dict(remat=Remat.FULL, accumulate=2, loss_chunk=12)),
+        # every two departures
+        ("ladder", dict(**EVERY, remat=Remat.FULL)),
+        ("ladder", dict(**EVERY, remat=Remat.SAVE_MATMULS)),
         # weights that are gathered a layer ahead, and a batch in parts
         ("standard", dict(**RINGS, remat=Remat.SAVE_MATMULS, accumulate=2)),
         # in a scan a layer, another, and a run of two

@@ -1,12 +1,14 @@
 """A minute that tells whether the package works at all: train, resume, generate, on a mesh."""
 
 import numpy as np
+import pytest
 from flax import nnx
 
 import ladder_jax
 from ladder_jax import parallel
 
 
+@pytest.mark.full  # `make test` has each of them elsewhere
 def test_train_resume_generate(run_cli, tmp_path):
     (tmp_path / "book.txt").write_text(
         "in the beginning was the word, and the word was short.\n" * 300
@@ -33,8 +35,8 @@ def test_ladder_on_a_mesh_equals_ladder_on_one_device():
     assert np.abs(one - eight).max() < 0.02 * np.abs(one).max() + 0.02  # bfloat16
 
 
-def test_doctor(run_cli):
-    assert "jax" in run_cli("doctor", check_status=0).stdout
+def test_doctor(prints):
+    assert "jax" in prints("doctor")
 
 
 def test_emulated_ranks_see_each_other():

@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 import tarfile
+from importlib.util import find_spec
 
 import pytest
 
@@ -16,8 +17,9 @@ from ladder_jax.errors import UserError
 from tests import hub
 from tests.test_tokens import make, texts_in
 
-datasets = pytest.importorskip(
-    "datasets", reason="datasets is not installed: pip install 'ladder-jax[data]'"
+pytestmark = pytest.mark.skipif(
+    find_spec("datasets") is None,
+    reason="datasets is not installed: pip install 'ladder-jax[data]'",
 )
 
 TEXTS = ["001", "null", 'a, "quoted"\nsecond line é', "NA", "1.50"]
@@ -49,6 +51,8 @@ def test_csv(tmp_path, ending):
 
 
 def test_arrow(tmp_path):
+    import datasets
+
     datasets.Dataset.from_dict({"n": range(5), "text": TEXTS}).save_to_disk(str(tmp_path / "a"))
     (file,) = (tmp_path / "a").glob("*.arrow")
     assert texts(file) == TEXTS
@@ -112,6 +116,8 @@ def test_damage_in_the_middle(tmp_path):
 @pytest.fixture
 def pages(tmp_path):
     """A data set of two splits, in files, and one of CSV."""
+    import datasets
+
     folder = tmp_path / "pages"
     for name, index in (("train", 0), ("train", 1), ("train", 2), ("test", 0)):
         rows = datasets.Dataset.from_dict({"text": [f"{name} {index} {row}" for row in range(4)]})

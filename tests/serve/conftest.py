@@ -10,7 +10,6 @@ import subprocess
 import sys
 import urllib.parse
 
-import openai
 import pytest
 
 from ladder_jax.config import DecodeConfig, FolderConfig
@@ -24,6 +23,14 @@ from tests import cases, starts
 ROOT = pathlib.Path(__file__).parent.parent.parent
 CAPACITY = 128
 MODEL = "book"
+
+
+@pytest.fixture(scope="session")
+def openai():
+    """The module, which takes a second: not in each worker that collects the tests."""
+    import openai
+
+    return openai
 
 
 @pytest.fixture(scope="session")
@@ -168,6 +175,8 @@ def connected(url, sent, *, received=None):
 
 def official(url, key="any"):
     """The official client of a server."""
+    import openai
+
     return openai.OpenAI(base_url=f"{url}/v1", api_key=key, max_retries=0)
 
 

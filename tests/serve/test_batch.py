@@ -6,8 +6,6 @@ import datetime
 import json
 import types
 
-import openai.types
-import openai.types.chat
 import pytest
 
 from ladder_jax import cli
@@ -60,7 +58,7 @@ def content(make_engine, tmp_path_factory):
     return (folder / "out.jsonl").read_bytes()
 
 
-def test_answers(content, alone):
+def test_answers(content, alone, openai):
     """OpenAI's types read the bodies; the texts are those of the server's requests."""
     answers = {answer["custom_id"]: answer for answer in map(json.loads, content.splitlines())}
     assert answers.keys() == {line["custom_id"] for line in LINES}

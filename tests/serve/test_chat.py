@@ -1,6 +1,5 @@
 """Chat, with a tokenizer that has a template, by the official client."""
 
-import openai
 import pytest
 
 from tests.serve.conftest import MODEL, ask, official
@@ -125,7 +124,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize("change, message", REFUSED)
-def test_what_cannot_be_answered(answer, change, message):
+def test_what_cannot_be_answered(answer, change, message, openai):
     with pytest.raises(openai.BadRequestError, match=message):
         answer(**change)
 

@@ -4,7 +4,6 @@ import itertools
 from concurrent import futures
 
 import numpy as np
-import openai
 import pytest
 
 from ladder_jax.data import tokenizer
@@ -129,7 +128,7 @@ def test_log_probabilities(complete, alone):
     assert sum((part.token_logprobs for part in parts if part), []) == found.token_logprobs
 
 
-def test_models(client):
+def test_models(client, openai):
     assert [model.id for model in client.models.list()] == [MODEL]
     assert client.models.retrieve(MODEL).owned_by == "ladder_jax"
     with pytest.raises(
@@ -158,7 +157,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize("change, message", REFUSED)
-def test_what_cannot_be_answered(complete, change, message):
+def test_what_cannot_be_answered(complete, change, message, openai):
     kind = openai.NotFoundError if "model" in change else openai.BadRequestError
     with pytest.raises(kind, match=message) as caught:
         complete(**change)
@@ -170,7 +169,7 @@ def test_what_cannot_be_answered(complete, change, message):
             complete(stream=True, **change)
 
 
-def test_without_a_chat_template(client):
+def test_without_a_chat_template(client, openai):
     with pytest.raises(
         openai.BadRequestError, match="book has no chat template; ask it at /v1/completions"
     ):

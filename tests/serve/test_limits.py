@@ -6,7 +6,6 @@ import socket
 import threading
 import time
 
-import openai
 import pytest
 
 from ladder_jax.errors import UserError
@@ -114,7 +113,7 @@ def test_an_error_in_the_engine(make_engine, serving, monkeypatch):
         assert isinstance(engine.error, ZeroDivisionError)
 
 
-def test_a_key(engine, serving):
+def test_a_key(engine, serving, openai):
     key = "sesame-7"
     with serving(engine, key=key) as (_, url):
         for path, body, wrong in (

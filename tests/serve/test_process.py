@@ -6,7 +6,6 @@ import signal
 import sys
 from concurrent import futures
 
-import openai
 import pytest
 
 from tests.serve.conftest import ask, metric, official
@@ -70,7 +69,7 @@ def test_sigterm_drains(start):
     ]
 
 
-def test_draining_has_an_end(start):
+def test_draining_has_an_end(start, openai):
     """Whole answers become 503, streams end with an error. And a server that anybody may use says
     so.
     """
@@ -102,7 +101,7 @@ def test_a_second_signal_ends_it_at_once(start):
             list(stream)
 
 
-def test_an_error_in_the_engine_ends_the_process(start):
+def test_an_error_in_the_engine_ends_the_process(start, openai):
     """Those who wait are told, and the status is not 0."""
     process = start(python=FAILING)
     with streamed(process.url, max_tokens=120) as stream:
