@@ -14,8 +14,7 @@ import numpy as np
 import pytest
 
 from ladder_jax import cli, decode, nn, parallel
-from ladder_jax.bench import measure, result
-from ladder_jax.bench import request as requests
+from ladder_jax.bench import measure, request as requests, result
 from ladder_jax.checkpoint.arrays import named
 from ladder_jax.config import Loop, preset
 from ladder_jax.decode import weights

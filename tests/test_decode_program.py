@@ -12,8 +12,7 @@ from ladder_jax import cli, decode, nn, parallel
 from ladder_jax.config import Loop, Phase, Quantize
 from ladder_jax.decode import Choice, steps
 from ladder_jax.decode.engine import Engine, Request
-from ladder_jax.overlap import programs
-from ladder_jax.overlap import request as requests
+from ladder_jax.overlap import programs, request as requests
 from ladder_jax.parallel import Compiled
 from ladder_jax.predict import measure
 from ladder_jax.schedule import cost, hlo

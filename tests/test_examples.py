@@ -11,8 +11,7 @@ import pytest
 from tokenizers import processors
 
 from ladder_jax.config import DataConfig, Format, TrainConfig
-from ladder_jax.data import chat_template, dataset, examples
-from ladder_jax.data import tokenizer as tokenizers
+from ladder_jax.data import chat_template, dataset, examples, tokenizer as tokenizers
 from ladder_jax.data.examples import render
 from ladder_jax.data.packing import Batch
 from ladder_jax.errors import UserError

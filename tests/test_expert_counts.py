@@ -15,12 +15,9 @@ from ladder_jax.config import MeshConfig, MoEConfig, Phase, Remat, preset
 from ladder_jax.hardware import HARDWARE
 from ladder_jax.nn.parameter import is_matrix
 from ladder_jax.overlap import request as requests
-from ladder_jax.plan import memory
-from ladder_jax.plan import request as plan_requests
-from ladder_jax.plan import speed as plan_speed
+from ladder_jax.plan import memory, request as plan_requests, speed as plan_speed
 from ladder_jax.plan.request import Candidate
-from ladder_jax.predict import request as predict_requests
-from ladder_jax.predict import work
+from ladder_jax.predict import request as predict_requests, work
 from ladder_jax.schedule import grouped, hlo, models
 from ladder_jax.schedule.cost import Costs
 from ladder_jax.schedule.grouped import Experts, Form

@@ -21,8 +21,14 @@ from ladder_jax.nn import experts as package
 from ladder_jax.nn.experts import MoE
 from ladder_jax.nn.parameter import Sizes
 from ladder_jax.scopes import ENTER, LAUNCH, QK_NORM
-from tests import cases, communication, covering, experts, reference
-from tests import test_your_layers as your_layers
+from tests import (
+    cases,
+    communication,
+    covering,
+    experts,
+    reference,
+    test_your_layers as your_layers,
+)
 
 # data x fsdp x tensor, and whether the stream is split along the sequence
 MESHES = {

@@ -4,8 +4,7 @@ computation.
 
 import pytest
 
-from experiments.fuzz_configurations import __main__ as command
-from experiments.fuzz_configurations import compare, walk
+from experiments.fuzz_configurations import __main__ as command, compare, walk
 from experiments.fuzz_configurations.draw import CHECKS, draw, override
 from ladder_jax.errors import UserError
 from ladder_jax.residual import recurrence

@@ -15,8 +15,7 @@ from ladder_jax.config import Launch, Loop, Remat
 from ladder_jax.data.packing import Batch
 from ladder_jax.errors import UserError
 from ladder_jax.scopes import ENTER, LAUNCH
-from tests import cases, communication, covering, engines, experts
-from tests import test_your_layers as your_layers
+from tests import cases, communication, covering, engines, experts, test_your_layers as your_layers
 
 REDUCING = [name for name, case in cases.TOPOLOGIES.items() if case[2] not in ("desync", "none")]
 # of tokens [B, T + 1]: halves of rows, of those of a split stream, and, of an odd number, of

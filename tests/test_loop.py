@@ -20,8 +20,7 @@ from ladder_jax.config import TrainConfig
 from ladder_jax.data import dataset
 from ladder_jax.errors import UserError
 from ladder_jax.nn import attention_flops
-from ladder_jax.train import folder, metrics, timing
-from ladder_jax.train import step as steps
+from ladder_jax.train import folder, metrics, step as steps, timing
 from tests import cases, runs
 
 SETTINGS = """

@@ -12,17 +12,14 @@ import numpy as np
 import pytest
 
 from experiments import study
-from experiments.one_gpu import __main__ as command
-from experiments.one_gpu import wire
+from experiments.one_gpu import __main__ as command, wire
 from experiments.one_gpu.wire import host_wire
 from ladder_jax import config, decode, nn, parallel
-from ladder_jax.bench import measure
-from ladder_jax.bench import request as requests
+from ladder_jax.bench import measure, request as requests
 from ladder_jax.bench.measure import Samples
 from ladder_jax.config import Loop
 from ladder_jax.decode import steps
-from ladder_jax.predict import machine
-from ladder_jax.predict import model as speeds
+from ladder_jax.predict import machine, model as speeds
 from ladder_jax.predict.program import Opponents
 from tests import covering
 from tests.changed import ROOT

@@ -16,9 +16,7 @@ import pytest
 from ladder_jax import cli, python
 from ladder_jax.config import Loop, Phase
 from ladder_jax.errors import UserError
-from ladder_jax.overlap import compile as compiling
-from ladder_jax.overlap import picture, programs, result
-from ladder_jax.overlap import request as requests
+from ladder_jax.overlap import compile as compiling, picture, programs, request as requests, result
 from ladder_jax.overlap.compile import Record, read, write
 from ladder_jax.schedule import hlo, judge, targets, timeline
 from tests import covering

@@ -7,8 +7,7 @@ import random
 
 import numpy as np
 import pytest
-from tokenizers import Tokenizer as Theirs
-from tokenizers import decoders
+from tokenizers import Tokenizer as Theirs, decoders
 
 from ladder_jax.data import tokenizer
 from ladder_jax.errors import UserError

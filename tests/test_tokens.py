@@ -21,8 +21,7 @@ import numpy as np
 import pytest
 
 from ladder_jax.data import tokenizer
-from ladder_jax.data.store import Store, sources
-from ladder_jax.data.store import build as building
+from ladder_jax.data.store import Store, build as building, sources
 from ladder_jax.errors import UserError
 from tests import cases, tokenizers
 

@@ -11,8 +11,7 @@ import pytest
 
 from ladder_jax import cli, config
 from ladder_jax.config import Loop, Phase, Remat
-from ladder_jax.overlap import programs
-from ladder_jax.overlap import request as requests
+from ladder_jax.overlap import programs, request as requests
 from ladder_jax.parallel import Compiled
 from ladder_jax.plan import confirm as planner
 from ladder_jax.train.gradients import _after_backward

@@ -13,8 +13,7 @@ from ladder_jax import config, nn, train
 from ladder_jax.checkpoint.arrays import named
 from ladder_jax.config import Loop, TrainConfig
 from ladder_jax.errors import UserError
-from ladder_jax.train import metrics
-from ladder_jax.train import step as steps
+from ladder_jax.train import metrics, step as steps
 from tests import cases, experts, reference, runs
 from tests.covering import marked
 

@@ -18,8 +18,7 @@ from experiments.fuzz_configurations import expected
 from experiments.fuzz_configurations.draw import Case, Outcome, override
 from experiments.fuzz_configurations.expected import Question, Teacher
 from experiments.fuzz_configurations.program import Program, batch_of, placed
-from ladder_jax import config as configs
-from ladder_jax import decode, nn, train
+from ladder_jax import config as configs, decode, nn, train
 from ladder_jax.config import (
     START,
     Dtype,

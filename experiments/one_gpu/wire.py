@@ -25,8 +25,7 @@ from jax import lax
 
 from experiments import study
 from ladder_jax import decode, parallel, residual
-from ladder_jax.bench import measure
-from ladder_jax.bench import request as requests
+from ladder_jax.bench import measure, request as requests
 from ladder_jax.bench.measure import Samples
 from ladder_jax.bench.request import Request
 from ladder_jax.residual import recurrence

@@ -23,8 +23,7 @@ from experiments import study
 from ladder_jax import config
 from ladder_jax.config import RunConfig
 from ladder_jax.errors import UserError, unknown
-from ladder_jax.predict import machine
-from ladder_jax.predict import model as speeds
+from ladder_jax.predict import machine, model as speeds
 
 HERE = pathlib.Path(__file__).parent
 TOPOLOGIES = ("standard", "parallel", "ladder", "ladder-2", "ladder-fresh", "parallel-ladder")

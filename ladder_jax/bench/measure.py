@@ -18,8 +18,7 @@ from jax.sharding import Mesh
 from ladder_jax import decode, nn
 from ladder_jax.bench.request import Request, Variant
 from ladder_jax.config import Loop
-from ladder_jax.decode import memory, sampling, weights
-from ladder_jax.decode import steps as decoding
+from ladder_jax.decode import memory, sampling, steps as decoding, weights
 from ladder_jax.nn import ModelDef, Params
 from ladder_jax.predict.layers import every_kernel
 from ladder_jax.predict.work import Model

@@ -38,8 +38,7 @@ def _train(
     shown: bool = True,
 ) -> None:
     """timeout, heartbeat: as in `train.run`; shown: whether this process prints the result."""
-    from ladder_jax.train import parse_profile
-    from ladder_jax.train import run as train
+    from ladder_jax.train import parse_profile, run as train
 
     steps = parse_profile(args.profile) if args.profile else None
     if settings.train.interleave is Interleave.AUTO:

@@ -24,8 +24,7 @@ from jax.sharding import NamedSharding
 
 from ladder_jax.config import DataConfig, Format, TrainConfig
 from ladder_jax.config.load import read_section
-from ladder_jax.data import examples
-from ladder_jax.data import tokenizer as tokenizers
+from ladder_jax.data import examples, tokenizer as tokenizers
 from ladder_jax.data.examples import Examples
 from ladder_jax.data.packing import Batch, PackedRows
 from ladder_jax.data.store import Store, is_store

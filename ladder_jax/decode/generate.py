@@ -1,8 +1,7 @@
 """Text from a model: prefill, then the token loop, a chunk of tokens at a time."""
 
 import functools
-from collections.abc import Generator as GeneratorOf
-from collections.abc import Sequence
+from collections.abc import Generator as GeneratorOf, Sequence
 
 import jax
 import numpy as np

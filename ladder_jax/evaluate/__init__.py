@@ -2,19 +2,20 @@
 its own tasks.
 """
 
-from ladder_jax.evaluate.model import Model as Model
-from ladder_jax.evaluate.model import open_model as open_model
-from ladder_jax.evaluate.perplexity import Perplexity as Perplexity
-from ladder_jax.evaluate.perplexity import perplexity as perplexity
-from ladder_jax.evaluate.perplexity import text_perplexity as text_perplexity
-from ladder_jax.evaluate.scorer import Score as Score
-from ladder_jax.evaluate.scorer import Scorer as Scorer
-from ladder_jax.evaluate.scorer import Span as Span
-from ladder_jax.evaluate.tasks import Choice as Choice
-from ladder_jax.evaluate.tasks import Generation as Generation
-from ladder_jax.evaluate.tasks import MultipleChoice as MultipleChoice
-from ladder_jax.evaluate.tasks import Question as Question
-from ladder_jax.evaluate.tasks import generation as generation
-from ladder_jax.evaluate.tasks import multiple_choice as multiple_choice
-from ladder_jax.evaluate.tasks import read_choices as read_choices
-from ladder_jax.evaluate.tasks import read_questions as read_questions
+from ladder_jax.evaluate.model import Model as Model, open_model as open_model
+from ladder_jax.evaluate.perplexity import (
+    Perplexity as Perplexity,
+    perplexity as perplexity,
+    text_perplexity as text_perplexity,
+)
+from ladder_jax.evaluate.scorer import Score as Score, Scorer as Scorer, Span as Span
+from ladder_jax.evaluate.tasks import (
+    Choice as Choice,
+    Generation as Generation,
+    MultipleChoice as MultipleChoice,
+    Question as Question,
+    generation as generation,
+    multiple_choice as multiple_choice,
+    read_choices as read_choices,
+    read_questions as read_questions,
+)

@@ -1,30 +1,40 @@
 """Flax modules of a Llama-family model, and what one rank of a mesh computes with them."""
 
-from ladder_jax.nn.attention import Cache as Cache
-from ladder_jax.nn.attention import ChunkedPrefill as ChunkedPrefill
-from ladder_jax.nn.attention import DecodeStep as DecodeStep
-from ladder_jax.nn.attention import FullSequence as FullSequence
-from ladder_jax.nn.attention import Packed as Packed
-from ladder_jax.nn.attention import Positions as Positions
+from ladder_jax.nn.attention import (
+    Cache as Cache,
+    ChunkedPrefill as ChunkedPrefill,
+    DecodeStep as DecodeStep,
+    FullSequence as FullSequence,
+    Packed as Packed,
+    Positions as Positions,
+)
 from ladder_jax.nn.loss import cross_entropy as cross_entropy
-from ladder_jax.nn.model_def import ModelDef as ModelDef
-from ladder_jax.nn.model_def import Params as Params
-from ladder_jax.nn.model_def import attention_flops as attention_flops
-from ladder_jax.nn.model_def import define as define
-from ladder_jax.nn.model_def import initialize as initialize
-from ladder_jax.nn.model_def import matrix_elements as matrix_elements
-from ladder_jax.nn.modules import MLP as MLP
-from ladder_jax.nn.modules import Attention as Attention
-from ladder_jax.nn.modules import Embedding as Embedding
-from ladder_jax.nn.modules import Layer as Layer
-from ladder_jax.nn.modules import RMSNorm as RMSNorm
-from ladder_jax.nn.parameter import padded_vocabulary as padded_vocabulary
-from ladder_jax.nn.parameter import partition_specs as partition_specs
-from ladder_jax.nn.transformer import ForwardPass as ForwardPass
-from ladder_jax.nn.transformer import Transformer as Transformer
-from ladder_jax.nn.transformer import compiled_logits as compiled_logits
-from ladder_jax.nn.transformer import forward_pass as forward_pass
-from ladder_jax.nn.transformer import hidden as hidden
-from ladder_jax.nn.transformer import logits as logits
-from ladder_jax.nn.transformer import loss_sum as loss_sum
-from ladder_jax.nn.transformer import output_table as output_table
+from ladder_jax.nn.model_def import (
+    ModelDef as ModelDef,
+    Params as Params,
+    attention_flops as attention_flops,
+    define as define,
+    initialize as initialize,
+    matrix_elements as matrix_elements,
+)
+from ladder_jax.nn.modules import (
+    MLP as MLP,
+    Attention as Attention,
+    Embedding as Embedding,
+    Layer as Layer,
+    RMSNorm as RMSNorm,
+)
+from ladder_jax.nn.parameter import (
+    padded_vocabulary as padded_vocabulary,
+    partition_specs as partition_specs,
+)
+from ladder_jax.nn.transformer import (
+    ForwardPass as ForwardPass,
+    Transformer as Transformer,
+    compiled_logits as compiled_logits,
+    forward_pass as forward_pass,
+    hidden as hidden,
+    logits as logits,
+    loss_sum as loss_sum,
+    output_table as output_table,
+)

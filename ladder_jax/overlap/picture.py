@@ -14,8 +14,7 @@ from ladder_jax.config import Loop
 from ladder_jax.config.fields import check
 from ladder_jax.errors import UserError
 from ladder_jax.hardware import HARDWARE
-from ladder_jax.overlap import compile as compiling
-from ladder_jax.overlap import request as requests
+from ladder_jax.overlap import compile as compiling, request as requests
 from ladder_jax.overlap.request import Request
 from ladder_jax.schedule import hlo, timeline
 from ladder_jax.schedule.cost import sublayer_of

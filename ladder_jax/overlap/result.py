@@ -7,9 +7,7 @@ from collections.abc import Sequence
 
 from ladder_jax import files, terminal
 from ladder_jax.config import Phase
-from ladder_jax.overlap import compile as compiling
-from ladder_jax.overlap import picture
-from ladder_jax.overlap import request as requests
+from ladder_jax.overlap import compile as compiling, picture, request as requests
 from ladder_jax.overlap.compile import Record
 from ladder_jax.overlap.request import Request
 from ladder_jax.schedule import grouped, hlo, judge, models

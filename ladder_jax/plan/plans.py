@@ -8,8 +8,7 @@ from collections.abc import Mapping, Sequence
 from ladder_jax import terminal
 from ladder_jax.config import PRESETS
 from ladder_jax.errors import UserError
-from ladder_jax.plan import memory, speed
-from ladder_jax.plan import request as requests
+from ladder_jax.plan import memory, request as requests, speed
 from ladder_jax.plan.confirm import Confirmed, confirm
 from ladder_jax.plan.memory import Memory
 from ladder_jax.plan.request import Candidate, Request, candidates

@@ -7,8 +7,7 @@ import numpy as np
 from ladder_jax import files, terminal
 from ladder_jax.config import ExpertParallelism, Launch, Phase
 from ladder_jax.errors import UserError
-from ladder_jax.predict import request as requests
-from ladder_jax.predict import result
+from ladder_jax.predict import request as requests, result
 from ladder_jax.predict.model import Speed
 from ladder_jax.predict.request import BASELINE
 from ladder_jax.predict.result import Result, Row, described

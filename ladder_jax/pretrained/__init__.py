@@ -5,19 +5,25 @@ params = pretrained.load(source, mesh=mesh)
 pretrained.write_huggingface(source, pathlib.Path("copy"))
 """
 
-from ladder_jax.pretrained.formats import OpenedModel as OpenedModel
-from ladder_jax.pretrained.formats import model_config as model_config
-from ladder_jax.pretrained.formats import open_model as open_model
-from ladder_jax.pretrained.formats import open_source as open
-from ladder_jax.pretrained.formats import write_huggingface as write_huggingface
+from ladder_jax.pretrained.formats import (
+    OpenedModel as OpenedModel,
+    model_config as model_config,
+    open_model as open_model,
+    open_source as open,
+    write_huggingface as write_huggingface,
+)
 from ladder_jax.pretrained.hub import push as push_to_hub
-from ladder_jax.pretrained.source import Key as Key
-from ladder_jax.pretrained.source import Source as Source
-from ladder_jax.pretrained.source import Stored as Stored
-from ladder_jax.pretrained.source import load as load
-from ladder_jax.pretrained.source import reader as reader
-from ladder_jax.pretrained.transformer import Transformer as Transformer
-from ladder_jax.pretrained.transformer import from_pretrained as from_pretrained
+from ladder_jax.pretrained.source import (
+    Key as Key,
+    Source as Source,
+    Stored as Stored,
+    load as load,
+    reader as reader,
+)
+from ladder_jax.pretrained.transformer import (
+    Transformer as Transformer,
+    from_pretrained as from_pretrained,
+)
 
 __all__ = [
     "Key",

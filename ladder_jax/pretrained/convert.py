@@ -20,8 +20,7 @@ from ladder_jax.config.fields import member
 from ladder_jax.data.tokenizer import Tokenizer
 from ladder_jax.errors import UserError
 from ladder_jax.files import local_path, text_of
-from ladder_jax.pretrained import formats, sensitivity, staging
-from ladder_jax.pretrained import refit as refits
+from ladder_jax.pretrained import formats, refit as refits, sensitivity, staging
 from ladder_jax.pretrained.formats import Format
 from ladder_jax.pretrained.huggingface import config as huggingface_config
 from ladder_jax.pretrained.refit import SUBLAYERS, Fit, FittedProjections, Refit

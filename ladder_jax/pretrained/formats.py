@@ -34,8 +34,7 @@ from ladder_jax.files import AnyPath, absolute, explained, is_remote, local_path
 from ladder_jax.nn import ModelDef, Params
 from ladder_jax.parallel import NamedMesh
 from ladder_jax.pretrained import checkpoints, gguf, hub, staging
-from ladder_jax.pretrained.huggingface import config as huggingface_config
-from ladder_jax.pretrained.huggingface import folder as huggingface
+from ladder_jax.pretrained.huggingface import config as huggingface_config, folder as huggingface
 from ladder_jax.pretrained.source import REFIT, Source, assemble, reader, refit_in
 
 

@@ -2,9 +2,10 @@
 failed.
 """
 
-from ladder_jax.processes.join import Member as Member
-from ladder_jax.processes.join import joined as joined
-from ladder_jax.processes.options import ProcessSpec as ProcessSpec
-from ladder_jax.processes.options import Timeouts as Timeouts
-from ladder_jax.processes.options import spec as spec
-from ladder_jax.processes.options import timeouts as timeouts
+from ladder_jax.processes.join import Member as Member, joined as joined
+from ladder_jax.processes.options import (
+    ProcessSpec as ProcessSpec,
+    Timeouts as Timeouts,
+    spec as spec,
+    timeouts as timeouts,
+)

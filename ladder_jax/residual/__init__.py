@@ -87,23 +87,23 @@ the ranks, one a file in wires/:
                       other half of the batch
 """
 
-from ladder_jax.residual.loop import EXPERTS as EXPERTS
-from ladder_jax.residual.loop import MATMUL as MATMUL
-from ladder_jax.residual.recurrence import REDUCED as REDUCED
-from ladder_jax.residual.recurrence import AllReduce as AllReduce
-from ladder_jax.residual.recurrence import Normed as Normed
-from ladder_jax.residual.recurrence import State as State
-from ladder_jax.residual.recurrence import Step as Step
-from ladder_jax.residual.recurrence import Sublayer as Sublayer
-from ladder_jax.residual.recurrence import add as add
-from ladder_jax.residual.stack import Stack as Stack
-from ladder_jax.residual.stack import on_one_rank as on_one_rank
-from ladder_jax.residual.stack import run as run
-from ladder_jax.residual.topologies import Topology as Topology
-from ladder_jax.residual.topologies import begin as begin
-from ladder_jax.residual.topologies import fill as fill
-from ladder_jax.residual.topologies import flush as flush
-from ladder_jax.residual.topologies import of_model as of_model
-from ladder_jax.residual.topologies import topology as topology
-from ladder_jax.residual.wires.desync import Desynced as Desynced
-from ladder_jax.residual.wires.desync import Silent as Silent
+from ladder_jax.residual.loop import EXPERTS as EXPERTS, MATMUL as MATMUL
+from ladder_jax.residual.recurrence import (
+    REDUCED as REDUCED,
+    AllReduce as AllReduce,
+    Normed as Normed,
+    State as State,
+    Step as Step,
+    Sublayer as Sublayer,
+    add as add,
+)
+from ladder_jax.residual.stack import Stack as Stack, on_one_rank as on_one_rank, run as run
+from ladder_jax.residual.topologies import (
+    Topology as Topology,
+    begin as begin,
+    fill as fill,
+    flush as flush,
+    of_model as of_model,
+    topology as topology,
+)
+from ladder_jax.residual.wires.desync import Desynced as Desynced, Silent as Silent

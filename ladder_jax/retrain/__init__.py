@@ -2,9 +2,10 @@
 to ladder layers.
 """
 
-from ladder_jax.retrain.sources import Sources as Sources
-from ladder_jax.retrain.sources import tokenizer as tokenizer
-from ladder_jax.retrain.task import ADAPTERS as ADAPTERS
-from ladder_jax.retrain.task import Retraining as Retraining
-from ladder_jax.retrain.task import of_run as of_run
-from ladder_jax.retrain.task import of_sources as of_sources
+from ladder_jax.retrain.sources import Sources as Sources, tokenizer as tokenizer
+from ladder_jax.retrain.task import (
+    ADAPTERS as ADAPTERS,
+    Retraining as Retraining,
+    of_run as of_run,
+    of_sources as of_sources,
+)

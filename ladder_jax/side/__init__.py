@@ -2,6 +2,4 @@
 nothing of it.
 """
 
-from ladder_jax.side.model import SIDE as SIDE
-from ladder_jax.side.model import SideModel as SideModel
-from ladder_jax.side.model import define as define
+from ladder_jax.side.model import SIDE as SIDE, SideModel as SideModel, define as define

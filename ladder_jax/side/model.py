@@ -36,10 +36,10 @@ from ladder_jax.nn import (
     ModelDef,
     RMSNorm,
     attention,
+    define as define_plain,
     forward_pass,
     quantized,
 )
-from ladder_jax.nn import define as define_plain
 from ladder_jax.nn.attention import FULL_SEQUENCE, Positions
 from ladder_jax.nn.modules import LayerContext
 from ladder_jax.nn.parameter import LAYERS, Module, Normal, Sizes, zeros

@@ -35,8 +35,7 @@ from ladder_jax.data.packing import Batch
 from ladder_jax.errors import RunFailed, Stopped, UserError
 from ladder_jax.nn import Params
 from ladder_jax.terminal import progress
-from ladder_jax.train import checkpoints, timing
-from ladder_jax.train import step as steps
+from ladder_jax.train import checkpoints, step as steps, timing
 from ladder_jax.train.folder import RunContext
 from ladder_jax.train.gradients import TrainingTask, held_out_loss
 from ladder_jax.train.metrics import Metrics

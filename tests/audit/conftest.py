@@ -4,9 +4,7 @@ import pytest
 
 from ladder_jax.cli.main import parse
 from ladder_jax.config import Launch
-from ladder_jax.overlap import compile as compiling
-from ladder_jax.overlap import request as requests
-from ladder_jax.overlap import result
+from ladder_jax.overlap import compile as compiling, request as requests, result
 from ladder_jax.schedule import targets
 
 LAYERS = 4

@@ -8,8 +8,7 @@ leaves the schedule as it was.
 
 import pytest
 
-from ladder_jax.overlap import compile as compiling
-from ladder_jax.overlap import result
+from ladder_jax.overlap import compile as compiling, result
 from tests.audit.conftest import LAYERS, check, table
 
 pytestmark = [pytest.mark.audit, pytest.mark.machine_code]

@@ -8,8 +8,7 @@ import json
 import numpy as np
 import pytest
 
-from ladder_jax.data.tokenizer import Bytes
-from ladder_jax.data.tokenizer import load as load_tokenizer
+from ladder_jax.data.tokenizer import Bytes, load as load_tokenizer
 from ladder_jax.evaluate import Model
 from tests import cases, reference, starts, tokenizers
 

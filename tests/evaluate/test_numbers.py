@@ -12,8 +12,7 @@ from ladder_jax import evaluate, nn
 from ladder_jax.decode import Finish, Request, Result
 from ladder_jax.decode.request import ends
 from ladder_jax.errors import RunFailed, UserError
-from ladder_jax.evaluate import Model, Question, Scorer, Span
-from ladder_jax.evaluate import scorer as scorers
+from ladder_jax.evaluate import Model, Question, Scorer, Span, scorer as scorers
 from ladder_jax.evaluate.model import prefix_of
 from ladder_jax.evaluate.perplexity import windows
 from tests import cases, compilations

@@ -13,16 +13,13 @@ import numpy as np
 from ladder_jax import config, pretrained
 from ladder_jax.checkpoint import manifest, saved
 from ladder_jax.config import DecodeConfig, ModelConfig, RunConfig
-from ladder_jax.data import dataset, examples, json_lines
-from ladder_jax.data import tokenizer as tokenizers
-from ladder_jax.data.store import Store, sources
-from ladder_jax.data.store import manifest as manifests
+from ladder_jax.data import dataset, examples, json_lines, tokenizer as tokenizers
+from ladder_jax.data.store import Store, manifest as manifests, sources
 from ladder_jax.data.store.manifest import Manifest
 from ladder_jax.decode.engine import jsonl
 from ladder_jax.evaluate.tasks import read_choices, read_questions
 from ladder_jax.predict import machine
-from ladder_jax.train import folder as runs
-from ladder_jax.train import metrics
+from ladder_jax.train import folder as runs, metrics
 from tests import tokenizers as tiny
 from tests.fuzz import mutate
 from tests.fuzz.mutate import Mutation

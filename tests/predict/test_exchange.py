@@ -18,8 +18,7 @@ from ladder_jax.predict import machine, model, request
 from ladder_jax.predict.machine import Link, Network, Ring
 from ladder_jax.predict.program import Choice, Form, Program
 from ladder_jax.predict.work import TRAINING, Model, Task
-from ladder_jax.residual.wires import exchange as wire
-from ladder_jax.residual.wires import sequence
+from ladder_jax.residual.wires import exchange as wire, sequence
 from tests.changed import ROOT
 from tests.predict.asked import H100, answered, by_residual, of_layers, predict, run
 

@@ -7,8 +7,7 @@ import jax
 import pytest
 
 from experiments import study
-from experiments.predict import __main__ as command
-from experiments.predict import published
+from experiments.predict import __main__ as command, published
 from ladder_jax.predict import machine
 from ladder_jax.predict.work import AUTHORS
 

@@ -15,8 +15,7 @@ from ladder_jax import checkpoint, nn, parallel, pretrained
 from ladder_jax.checkpoint import arrays
 from ladder_jax.cli import main
 from ladder_jax.errors import RunFailed, UserError
-from ladder_jax.pretrained import convert as conversion
-from ladder_jax.pretrained import staging
+from ladder_jax.pretrained import convert as conversion, staging
 from ladder_jax.pretrained.convert import Text
 from tests import tokenizers as tiny
 from tests.pretrained import gguf_files, models

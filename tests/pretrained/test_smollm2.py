@@ -14,8 +14,7 @@ import pytest
 from ladder_jax import nn, parallel, pretrained
 from ladder_jax.config import Dtype
 from tests import cases
-from tests.pretrained import smollm2
-from tests.pretrained import smollm2_record as record
+from tests.pretrained import smollm2, smollm2_record as record
 
 
 @functools.cache

@@ -25,8 +25,7 @@ from ladder_jax.errors import RunFailed, UserError
 from ladder_jax.files import absolute, kvstore
 from ladder_jax.parallel import make_mesh
 from ladder_jax.pretrained.formats import open_model, open_source
-from ladder_jax.train import folder as runs
-from ladder_jax.train import metrics, session
+from ladder_jax.train import folder as runs, metrics, session
 from tests.remote.conftest import IN_S3
 from tests.test_resume import wait
 from tests.test_tokens import TEXTS, lines, make, texts_in

@@ -11,8 +11,7 @@ import pytest
 from ladder_jax import cli
 from ladder_jax.checkpoint import Checkpoint
 from ladder_jax.config import DecodeConfig
-from ladder_jax.data import chat_template
-from ladder_jax.data import tokenizer as tokenizers
+from ladder_jax.data import chat_template, tokenizer as tokenizers
 from ladder_jax.decode.engine import jsonl
 from ladder_jax.errors import UserError
 from ladder_jax.serve import batch

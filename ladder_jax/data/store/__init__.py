@@ -1,4 +1,3 @@
 """A token store: documents as tokens on disk, in shards, with a manifest. Imports no jax."""
 
-from ladder_jax.data.store.reader import Store as Store
-from ladder_jax.data.store.reader import is_store as is_store
+from ladder_jax.data.store.reader import Store as Store, is_store as is_store

@@ -28,8 +28,7 @@ import numpy as np
 
 from ladder_jax import files, python
 from ladder_jax.data import tokenizer as tokenizers
-from ladder_jax.data.store import manifest as manifests
-from ladder_jax.data.store import sources
+from ladder_jax.data.store import manifest as manifests, sources
 from ladder_jax.data.store.manifest import MANIFEST, Manifest, Shard
 from ladder_jax.data.store.reader import Store
 from ladder_jax.data.store.sources import Part
