@@ -41,11 +41,16 @@ TOGETHER = covering.marked(
     [
         ("standard", dict(**RINGS, loop=Loop.UNROLLED, remat=Remat.SAVE_MATMULS, accumulate=2)),
         ("hybrid-last-2", dict(loop=Loop.UNROLLED)),
+        ("ladder", dict(sequence_parallel=True, loop=Loop.UNROLLED, remat=Remat.FULL)),
+        ("ladder", dict(loop=Loop.UNROLLED, remat=Remat.FULL, accumulate=2)),
+        ("ladder", dict(loop=Loop.UNROLLED, remat=Remat.SAVE_MATMULS, loss_chunk=12)),
+        ("ladder", dict(remat=Remat.FULL, accumulate=2, loss_chunk=12)),
     ],
     chosen=[
-        # every two departures
+        # every two departures, and a scan
         ("ladder", dict(**EVERY, remat=Remat.FULL)),
         ("ladder", dict(**EVERY, remat=Remat.SAVE_MATMULS)),
+        ("ladder", dict(sequence_parallel=True, remat=Remat.SAVE_MATMULS, accumulate=2)),
         # weights that are gathered a layer ahead, and a batch in parts
         ("standard", dict(**RINGS, remat=Remat.SAVE_MATMULS, accumulate=2)),
         # in a scan a layer, another, and a run of two
