@@ -123,11 +123,9 @@ def say(line: str) -> None:
     print(line if clean else printable(line), file=sys.stderr, flush=True)
 
 
-def write(text: str) -> None:
-    """Print a model's text as it is; on a terminal with its control characters escaped."""
-    if sys.stdout.isatty():
-        text = CONTROL.sub(lambda found: repr(found[0])[1:-1], text)
-    print(text, end="", flush=True)
+def generated(text: str) -> str:
+    """A model's text for a terminal: with control characters escaped, which a model may write."""
+    return CONTROL.sub(lambda found: repr(found[0])[1:-1], text)
 
 
 @contextlib.contextmanager

@@ -58,20 +58,20 @@ def engine(run):
 
 
 def talk(engine, run, *, new_tokens=8, temperature=0.0):
-    said = []
+    said, shown = [], []
     settings = config.DecodeConfig(max_new_tokens=new_tokens, temperature=temperature)
     tokenizer = open_checkpoint(run).tokenizer()
     return Conversation(
-        engine, tokenizer, settings, dict(stop_ids=tokenizer.stop_ids), said.append
-    ), said
+        engine, tokenizer, settings, dict(stop_ids=tokenizer.stop_ids), said.append, shown.append
+    ), (said, shown)
 
 
 def test_a_history_that_outgrows_its_context(engine, run):
-    conversation, said = talk(engine, run)
+    conversation, (said, shown) = talk(engine, run)
     for turn in range(8):
-        pieces = []
-        conversation.ask(f"the cat {turn}", show=pieces.append)
-        assert "".join(pieces) == conversation.messages[-1]["content"]
+        shown.clear()
+        conversation.ask(f"the cat {turn}")
+        assert "".join(shown) == conversation.messages[-1]["content"]
         assert conversation.messages[-2] == {"role": "user", "content": f"the cat {turn}"}
     assert "(forgot the oldest 2 messages: --context 64 is full)" in said
     assert [m["role"] for m in conversation.messages] == ["user", "assistant"] * (
@@ -79,17 +79,16 @@ def test_a_history_that_outgrows_its_context(engine, run):
     )
     before = conversation.messages
     with pytest.raises(UserError, match="makes a prompt of .* does not fit into --context 64"):
-        conversation.ask("the rat " * 60, show=print)
+        conversation.ask("the rat " * 60)
     assert conversation.messages == before
 
 
 def test_an_answer_that_is_stopped_stays_said(engine, run):
-    conversation, said = talk(engine, run, new_tokens=40)
-    shown = []
-    result = conversation.ask("the cat", show=shown.append, stopped=lambda: True)
+    conversation, (said, shown) = talk(engine, run, new_tokens=40)
+    result = conversation.ask("the cat", stopped=lambda: True)
     assert conversation.messages[-1]["content"] == "".join(shown)
     assert result.finish is Finish.CANCELLED and len(result.tokens) < 40 and not said
-    conversation.ask("the rat", show=shown.append)  # the engine goes on
+    conversation.ask("the rat")  # the engine goes on
     assert conversation.messages[-2:][0] == {"role": "user", "content": "the rat"}
 
 

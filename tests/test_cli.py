@@ -204,7 +204,8 @@ def test_control_characters_of_a_model_reach_no_terminal(monkeypatch, capsys):
         args=types.SimpleNamespace(prompt=[""]),
         engine_for=lambda *_, **__: types.SimpleNamespace(submit=lambda _: handle),
     )
-    conversation = types.SimpleNamespace(ask=lambda _, *, show, stopped: show(text) or answer)
+    ask = lambda _, *, stopped: generate.write(text) or answer
+    conversation = types.SimpleNamespace(ask=ask)
 
     def show():
         generate._several(asked)

@@ -230,6 +230,10 @@ EMPTY = dict(model={"type": "BPE", "vocab": {}, "merges": []}, added_tokens=[], 
             lambda f: word_piece().save(str(f / "tokenizer.json")),
             "decoder 'WordPiece' is not supported",
         ),
+        (
+            lambda f: (f / "tokenizer_config.json").write_text('{"eos_token": "\\ud800"}'),
+            "cannot encode this text",
+        ),
         (lambda f: changed(f, **EMPTY), "is not a tokenizer: .*empty"),
         (
             lambda f: changed(f, normalizer=charsmap(b"")),

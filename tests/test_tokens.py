@@ -353,6 +353,11 @@ def test_a_damaged_gzip(tmp_path):
             lambda f: offset(f, 1, 2**62),
             "00001.offsets' is damaged: its documents do not follow one another",
         ),
+        # the differences of these do not fit into 64 bits
+        (
+            lambda f: (offset(f, 1, 2**63 - 1), offset(f, 2, 2**63 + 1)),
+            "00001.offsets' is damaged: its documents do not follow one another",
+        ),
         *((lambda f, i=i: offset(f, i, 1), "00001.offsets' is damaged") for i in (0, -1, 2)),
     ],
 )

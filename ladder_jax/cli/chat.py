@@ -7,7 +7,6 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 
-from ladder_jax import terminal
 from ladder_jax.config import DecodeConfig
 from ladder_jax.data.tokenizer import Tokenizer
 from ladder_jax.decode import Engine, Finish, NoNumbers, Request, Result
@@ -19,7 +18,7 @@ HELP = "/reset begins anew, /exit or Ctrl-D ends, Ctrl-C stops an answer"
 @dataclasses.dataclass
 class Conversation:
     """The messages so far, and the engine that answers them. ends: what ends a text. say: shows
-    notices to the user.
+    notices to the user; show: a piece of an answer.
     """
 
     engine: Engine
@@ -27,12 +26,11 @@ class Conversation:
     settings: DecodeConfig
     ends: dict[str, Sequence]
     say: Callable[[str], None]
+    show: Callable[[str], None]
     messages: list[dict[str, str]] = dataclasses.field(default_factory=list)
     answers: int = 0
 
-    def ask(
-        self, text: str, *, show: Callable[[str], None], stopped: Callable[[], bool] = lambda: False
-    ) -> Result:
+    def ask(self, text: str, *, stopped: Callable[[], bool] = lambda: False) -> Result:
         """The answer, shown piece by piece until it ends or `stopped`; the messages keep the part
         that was shown.
 
@@ -45,7 +43,7 @@ class Conversation:
         self.answers += 1
         handle = self.engine.submit(request)
         for piece in handle:
-            show(piece.text)
+            self.show(piece.text)
             if stopped():
                 handle.cancel()
         result = handle.result()
@@ -73,7 +71,7 @@ class Conversation:
 def answer(conversation: Conversation, message: str) -> None:
     """Show the answer. Ctrl-C stops it at its next tokens; a second one ends the program."""
     with _interruptible() as interrupted:
-        result = conversation.ask(message, show=terminal.write, stopped=interrupted.is_set)
+        result = conversation.ask(message, stopped=interrupted.is_set)
     print()
     if result.finish is Finish.CANCELLED:
         conversation.say("(stopped)")

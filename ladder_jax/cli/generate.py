@@ -10,6 +10,7 @@ import functools
 import importlib.util
 import itertools
 import json
+import sys
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
@@ -150,8 +151,15 @@ def _one(asked: Asked) -> None:
     pieces = generator.pieces(request, decoder=asked.tokenizer.to_bytes, config=settings)
     texts = itertools.chain(args.prompt, (piece.text for piece in pieces))
     for text in texts if args.stream else ["".join(texts)]:
-        terminal.write(text)
+        write(text)
     print()
+
+
+def write(text: str) -> None:
+    """Print a model's text as it is; on a terminal with its control characters escaped."""
+    if sys.stdout.isatty():
+        text = terminal.generated(text)
+    print(text, end="", flush=True)
 
 
 def _several(asked: Asked) -> None:
@@ -162,7 +170,7 @@ def _several(asked: Asked) -> None:
     for index, (prompt, handle) in enumerate(zip(asked.args.prompt, handles)):
         if index:
             print()
-        terminal.write(f"{prompt}{handle.result().text}\n")
+        write(f"{prompt}{handle.result().text}\n")
 
 
 def _file(asked: Asked) -> None:
@@ -215,6 +223,6 @@ def _chat(asked: Asked) -> None:
     # The engine's own thread decodes, so that Ctrl-C interrupts this thread, and never a round.
     with asked.engine(slots=1, capacity=asked.args.context or CONTEXT, max_queue=SLOTS) as engine:
         conversation = chat.Conversation(
-            engine, tokenizer, asked.settings, asked.ends, say=terminal.say
+            engine, tokenizer, asked.settings, asked.ends, say=terminal.say, show=write
         )
         chat.talk(conversation) if message is None else chat.answer(conversation, message)

@@ -141,10 +141,12 @@ def _coerce(value: object, hint: typing.Any, path: str) -> typing.Any:
     if hint is float and isinstance(value, (int, str)) and not isinstance(value, bool):
         try:
             value = float(value)  # YAML 1.1 reads 3e-4 as text
-        except ValueError:
+        except (ValueError, OverflowError):
             pass
     if not isinstance(value, hint) or (hint is not bool and isinstance(value, bool)):
         raise UserError(f"{path} must be of type {hint.__name__}, not {_json(value)}")
+    if hint is int and abs(value) >= 2**63:
+        raise UserError(f"{path} must be between -(2**63) and 2**63")
     if hint is float and value != value:
         raise UserError(f"{path} must be a number, not nan")
     return value

@@ -293,8 +293,10 @@ class HuggingFace(Tokenizer):
         return json_object(self.files.get(name, "{}"), where=self.folder / name)
 
     def _token_id(self, name: str) -> int | None:
-        token = self._special.get(name)
-        return None if token is None else self._tokenizer.token_to_id(token)
+        if (token := self._special.get(name)) is None:
+            return None
+        with self._encoding(token):
+            return self._tokenizer.token_to_id(token)
 
     def _stop_ids(self) -> tuple[int, ...]:
         more = self._object("generation_config.json").get("eos_token_id")
