@@ -202,8 +202,11 @@ def bind(host: str, port: int) -> socket.socket:
         raise UserError(f"a port is from 0 to 65535, not {port}")
     sock = None
     try:
-        family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        sock = socket.socket(family, kind)
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        family, kind, protocol, _, address = found[0]
+        # asyncio lets small messages wait (up to 40 ms for a client's ACK) on a socket that does not
+        # name its protocol
+        sock = socket.socket(family, kind, protocol)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, UNREAD_BYTES)
         sock.bind(address)

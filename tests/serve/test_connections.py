@@ -269,6 +269,15 @@ def test_clients_that_read_slowly(engine, serving, few, monkeypatch):
         )
 
 
+def test_no_message_waits_for_an_acknowledgement(engine, serving, few):
+    """A whole answer is two messages, and clients may acknowledge the first 40 ms late."""
+    with serving(engine) as (_, url), deaf(url, b""):
+        until(lambda: few()[0] == 1)
+        (connection,) = few()[1]
+        sock = connection.transport.get_extra_info("socket")
+        assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+
+
 def test_bodies_that_never_come(engine, serving, few):
     """Heads alone keep no place; who sends a body is answered."""
     head = POST + b"Content-Length: 9\r\n\r\n"
