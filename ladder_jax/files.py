@@ -218,7 +218,7 @@ def locked(file: str | pathlib.Path, *, busy: str, shared: bool = False) -> Iter
         except BlockingIOError:
             raise UserError(busy) from None
         except OSError as error:
-            if error.errno not in (errno.ENOLCK, errno.ENOTSUP, errno.EINVAL):
+            if error.errno not in (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS, errno.EINVAL):
                 raise
         yield opened
 

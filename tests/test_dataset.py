@@ -125,6 +125,7 @@ def test_a_mixture_is_by_weight_and_each_store_whole(book, tmp_path):
     [
         ("mixture: 3", "must hold one section 'mixture:'"),
         ("stores: {a: 1}", "must hold one section 'mixture:'"),
+        ("mixture: {a: 1, ./a: 2}", "names './a' twice"),
         ("mixture: {a: 0}", "the weight of 'a' must be a number above 0, not 0"),
         ("mixture: {a: much}", "the weight of 'a' must be a number above 0, not 'much'"),
         ("mixture: [", "is not YAML"),

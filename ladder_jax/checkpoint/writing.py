@@ -82,7 +82,7 @@ def finish(folder: AnyPath, shapes: Shapes) -> None:
 
 def give_back_memory() -> None:
     """Gives the memory that a save has freed back to the system. glibc keeps it, in parts for each
-    thread that wrote: without this a process holds 2.4 times the checkpoint's size after nine saves.
+    thread that wrote: without this a process grows with each of its first saves.
     """
     if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):  # other libraries have none
         trim(0)

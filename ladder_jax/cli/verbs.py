@@ -64,15 +64,16 @@ class _Positive(argparse.Action):
         setattr(namespace, self.dest, value)
 
 
-def one_of(kind: type, help: str, **settings: Any) -> dict[str, Any]:
+def typed(kind: type, help: str, **settings: Any) -> dict[str, Any]:
+    """argparse's settings of an option whose words `kind` turns into its value."""
     return dict(help=help, type=kind, **settings)
 
 
-needed = functools.partial(one_of, str, required=True)
-number = functools.partial(one_of, int)
-count = functools.partial(one_of, int, action=_Positive)
-real = functools.partial(one_of, float)
-repeated = functools.partial(one_of, str, action="append")
+needed = functools.partial(typed, str, required=True)
+number = functools.partial(typed, int)
+count = functools.partial(typed, int, action=_Positive)
+real = functools.partial(typed, float)
+repeated = functools.partial(typed, str, action="append")
 
 JSON = {"--json": "print one JSON object"}
 OPENED = {
@@ -84,8 +85,8 @@ OPENED = {
 }
 DECODED = {
     **OPENED,
-    "--quantize QUANTIZE": one_of(Quantize, "int8: the weights in 8 bits; none (the default)"),
-    "--interleave N": one_of(
+    "--quantize QUANTIZE": typed(Quantize, "int8: the weights in 8 bits; none (the default)"),
+    "--interleave N": typed(
         Interleave, "2: read prompts in two halves in turn; auto: where predicted to be faster"
     ),
 }
@@ -136,7 +137,7 @@ VERBS = {
             " --calibration",
             "--residual NAME": "the kind of those layers (default ladder)",
             "--ranks N": count("for ladder-fresh: the tensor-parallel ranks it is for"),
-            "--dtype DTYPE": one_of(
+            "--dtype DTYPE": typed(
                 Dtype,
                 "compute in bfloat16 or float32 (default: as the source; values stay as stored)",
             ),
@@ -291,15 +292,15 @@ VERBS = {
         {
             **MODEL,
             "--target TARGET": needed("v5e:2x4, v5p:2x2x2, v6e:2x4, tpu7x:2x2x1, h100:8, b200:8"),
-            "--phase PHASE": one_of(Phase, "prefill, decode or train", required=True),
+            "--phase PHASE": typed(Phase, "prefill, decode or train", required=True),
             "--residual NAME": needed("standard, ladder, ladder-fresh, ..."),
             "--ladder-layers WHICH": "a hybrid: N (the last N layers), i,j or all",
-            "--loop LOOP": one_of(Loop, "scan or unrolled (default: unrolled; scan for train)"),
-            "--remat REMAT": one_of(Remat, "for train: none (the default), full or save-matmuls"),
-            "--launch LAUNCH": one_of(
+            "--loop LOOP": typed(Loop, "scan or unrolled (default: unrolled; scan for train)"),
+            "--remat REMAT": typed(Remat, "for train: none (the default), full or save-matmuls"),
+            "--launch LAUNCH": typed(
                 Launch, "for prefill and decode: explicit, chained, or auto (the default)"
             ),
-            "--quantize QUANTIZE": one_of(
+            "--quantize QUANTIZE": typed(
                 Quantize, "for prefill and decode: int8, the weights in 8 bits; none (the default)"
             ),
             **LAYERS,
@@ -313,13 +314,13 @@ VERBS = {
                 "cache positions a row (default: 2048 in decode, the prompt's in prefill)"
             ),
             "--sequence-parallel": "for train and prefill: split the stream along the sequence",
-            "--collective-matmul FORM": one_of(
+            "--collective-matmul FORM": typed(
                 CollectiveMatmul, "with --sequence-parallel: none (the default) or ring"
             ),
             "--interleave N": number(
                 "for train and prefill: 2 takes two halves of the rows in turn"
             ),
-            "--experts FORM": one_of(
+            "--experts FORM": typed(
                 ExpertParallelism, "with --sequence-parallel: reduce (the default) or exchange"
             ),
             **CAPACITY,
@@ -346,7 +347,7 @@ VERBS = {
                 "an expert's rows, at most, over the mean (default: the model's); exchanging rows (mesh.experts)"
                 " needs it"
             ),
-            "--interleave N": one_of(
+            "--interleave N": typed(
                 Interleave,
                 "1: whole microbatches, 2: two halves in turn, auto (the default): both",
                 default=Interleave.AUTO,
@@ -391,15 +392,15 @@ VERBS = {
             "--residual NAME[,NAME]": "standard, ladder, ... (default: all)",
             "--ladder-layers WHICH": "hybrids: N (the last N layers), i,j or all",
             "--phase NAME": "generate (the default), prefill or train",
-            "--launch NAME": one_of(
+            "--launch NAME": typed(
                 Launch,
                 "how hidden all-reduces are launched: explicit, chained, or auto (the default)",
             ),
-            "--interleave N": one_of(
+            "--interleave N": typed(
                 Interleave,
                 "of prefill and training: 1 (the whole batch), 2 (two halves in turn), or auto (the default)",
             ),
-            "--experts FORM": one_of(
+            "--experts FORM": typed(
                 ExpertParallelism, "with --phase prefill or train: reduce (the default) or exchange"
             ),
             **CAPACITY,

@@ -218,6 +218,8 @@ def read_mixture(file: pathlib.Path) -> dict[AnyPath, float]:
                 f"{str(file)!r}: the weight of {store!r} must be a number above 0, not {weight!r}"
             )
         folder = absolute(store) if is_remote(store) else file.parent / store
+        if folder in stores:
+            raise UserError(f"{str(file)!r} names {store!r} twice")
         stores[folder] = float(weight)
     return stores
 

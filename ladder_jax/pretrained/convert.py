@@ -331,8 +331,8 @@ def _print_summary(
     if result is not None:
         cost = result.subsets[result.chosen].loss - result.loss
         print(
-            f"these layers, by the way {result.chosen!r}, cost {cost:.4f} nats a token; the standard model's loss is"
-            f" {result.loss:.4f}; all choices are in {request.destination / MEASURED}"
+            f"of the choices of layers {result.chosen!r} costs least: {cost:.4f} nats a token over the standard"
+            f" model's {result.loss:.4f}; all are in {request.destination / MEASURED}"
         )
 
 

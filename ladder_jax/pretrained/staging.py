@@ -6,12 +6,12 @@ same destination removes it.
 """
 
 import contextlib
-import fcntl
 import os
 import pathlib
 import shutil
 from collections.abc import Iterator
 
+from ladder_jax import files
 from ladder_jax.checkpoint import manifest
 from ladder_jax.errors import RunFailed, UserError
 from ladder_jax.files import explained
@@ -63,7 +63,9 @@ def staged(destination: pathlib.Path, *, resumes: bool = False) -> Iterator[path
     removed = scratch
     with explained(destination, "write"):
         scratch.mkdir(mode=0o700, parents=True, exist_ok=True)
-        lock = _lock(scratch, destination)
+        lock = contextlib.ExitStack()
+        busy = f"another process is writing {str(destination)!r}"
+        lock.enter_context(files.locked(scratch / LOCK, busy=busy))
         try:
             shutil.rmtree(folder, ignore_errors=True)  # what a killed process left
             yield folder
@@ -76,19 +78,5 @@ def staged(destination: pathlib.Path, *, resumes: bool = False) -> Iterator[path
                 removed = folder
             raise
         finally:
-            os.close(lock)
+            lock.close()  # NFS keeps the files of a folder that are open
             shutil.rmtree(removed, ignore_errors=True)
-
-
-def _lock(scratch: pathlib.Path, destination: pathlib.Path) -> int:
-    """The lock of a temporary folder. It ends with this process.
-
-    It is a regular file, open for writing: on NFS, only that locks other hosts out.
-    """
-    lock = os.open(scratch / LOCK, os.O_RDWR | os.O_CREAT, 0o600)
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        os.close(lock)
-        raise UserError(f"another process is writing {str(destination)!r}") from None
-    return lock

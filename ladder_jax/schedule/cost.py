@@ -145,9 +145,8 @@ class Costs:
             # source and destination, in either order; a slice reads only what it keeps
             ends = instruction.arrays[:2]
             return min(end.bytes for end in ends) * sum(not end.on_chip for end in ends)
-        if (
-            opcode == "collective-permute-start"
-        ):  # its result tuple begins with operands and results
+        if opcode == "collective-permute-start":
+            # its result tuple begins with operands and results
             return sum(array.in_memory for array in instruction.arrays[: 2 * len(operands)])
         read = sum(operand.in_memory for operand in operands)
         # A collective's result tuple repeats the operands.

@@ -24,9 +24,18 @@ often one matmul.
 """
 COLUMNS = ("reduction", "layers", "bytes", "count", "status", "compute under it, in sublayers")
 FIGURES = (
-    *("all_reduces", "asynchronous", "hidden", "merged", "exposed"),
-    *("all_to_alls", "all_to_alls_hidden"),
-    *("window_flops_fraction", "hidden_time_fraction", "step_cycles", "hidden_cycles", "flops"),
+    "all_reduces",
+    "asynchronous",
+    "hidden",
+    "merged",
+    "exposed",
+    "all_to_alls",
+    "all_to_alls_hidden",
+    "window_flops_fraction",
+    "hidden_time_fraction",
+    "step_cycles",
+    "hidden_cycles",
+    "flops",
     "verdict",
 )
 """Of a report's JSON, by the names of its attributes."""

@@ -104,8 +104,8 @@ def test_the_verb_measures_prints_and_converts(small, tmp_path, capsys):
     assert main(["convert", str(small), str(out), "--calibration", str(text), *words]) == 0
     printed, stored = capsys.readouterr(), json.loads((out / "sensitivity.json").read_text())
     assert (stored["tokens"], stored["sequence"]) == (64, 64)
-    assert f"the way {stored['chosen']!r}, cost " in printed.out
-    assert f"the standard model's loss is {stored['loss']:.4f}" in printed.out
+    assert f"{stored['chosen']!r} costs least: " in printed.out
+    assert f"over the standard model's {stored['loss']:.4f}" in printed.out
     assert "measured 7/7 losses" in printed.err
     assert [row["layer"] for row in stored["curve"]] == [0, 1, 2, 3]
     assert set(os.listdir(out)) == {"checkpoints", "sensitivity.json", "tokenizer"}

@@ -5,7 +5,6 @@ killed.
 import collections
 import contextlib
 import dataclasses
-import fcntl
 import hashlib
 import io
 import json
@@ -14,6 +13,7 @@ import pathlib
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import Any
 
+from ladder_jax import files
 from ladder_jax.config import DecodeConfig
 from ladder_jax.data import json_lines
 from ladder_jax.data.tokenizer import Tokenizer
@@ -195,21 +195,10 @@ def carry_out[Key](
     return [lines[key] for key in digests]
 
 
-@contextlib.contextmanager
-def alone(file: str) -> Iterator[io.FileIO]:
-    """Opens `file` to append to it, and locks it for this process: two runs would answer every
-    prompt twice. Raises UserError if another holds it.
-    """
-    with open(file, "ab", buffering=0) as held:
-        try:
-            fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise UserError(
-                f"{file}: another run is writing to it; wait for that, or name another file"
-            ) from None
-        except OSError:
-            pass  # the file system has no locks
-        yield held
+def alone(file: str) -> contextlib.AbstractContextManager[io.FileIO]:
+    """`file`, to append to it, locked for this process: two runs would answer every prompt twice."""
+    busy = f"{file}: another run is writing to it; wait for that, or name another file"
+    return files.locked(file, busy=busy)
 
 
 def answered[Key](file: str, digests: Mapping[Key, str]) -> dict[Key, dict[str, Any]]:
