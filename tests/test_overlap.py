@@ -131,6 +131,7 @@ MISTAKES = {
     "--loop scn": "unknown --loop 'scn'; did you mean 'scan'? (allowed: scan, unrolled)",
     "--launch by-name": "unknown --launch 'by-name' (allowed: auto, chained, explicit)",
     "--phase train --launch explicit": "--launch explicit is for prefill and decode, not for train: it has no gradient",
+    "--remat full": "--remat full is for train: decode has no backward pass",
     "--tensor 3": "model.num_heads=8 is not divisible by mesh.tensor=3",
     "--tensor 16": "--tensor 16 is more than the 8 devices of cpu:8",
     "--tensor 4 --fsdp 4 --phase train": "--tensor 4 x --fsdp 4 is more than the 8 devices of cpu:8",

@@ -51,6 +51,8 @@ def build(cls: type, tree: object, path: str, *, more: tuple[str, ...] = ()) -> 
             raise unknown(
                 "setting", f"{path}{key}", [path + name for name in (*_hints(cls), *more)]
             )
+    missing = [path + name for name in _required(cls) if name not in tree]
+    check(not missing, f"missing: {', '.join(missing)}")
     return cls(**tree)
 
 
@@ -114,6 +116,14 @@ _SHORT = reprlib.Repr(
 @functools.cache
 def _hints(cls: type) -> dict[str, typing.Any]:
     return typing.get_type_hints(cls)
+
+
+def _required(cls: type) -> list[str]:
+    return [
+        field.name
+        for field in dataclasses.fields(cls)
+        if field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
+    ]
 
 
 def _coerce(value: object, hint: typing.Any, path: str) -> typing.Any:

@@ -45,10 +45,11 @@ def prepare(
     says; parameters in memory stay the caller's.
     """
     _check_inference(definition)
-    read = params if callable(params) else _in_memory(params)
+    if not callable(params):
+        return _in_memory(definition, params, loop=loop, quantize=quantize)
     dtype = definition.config.dtype.value
     store = functools.partial(_kept, definition.layout, quantize, dtype)
-    return assemble(definition, read, store, loop=loop)
+    return assemble(definition, params, store, loop=loop)
 
 
 def assemble(
@@ -203,33 +204,45 @@ def _arranged(definition, parameters, make, *, loop):
     return done
 
 
-def _kept(layout, quantize, dtype, piece, dims):
-    """A piece as it is to be stored. What was read is freed on return."""
-    array, layer = piece if isinstance(piece, tuple) else (piece, None)
-    stays = _stored_dims(quantize, dims) == dims and array.dtype == _dtype(dtype, dims)
-    if stays and layer is None and isinstance(array, jax.Array):
-        if array.sharding == layout.sharding(dims):
+def _kept(layout, quantize, dtype, array, dims):
+    """An array that was read, as it is to be stored. What was read is freed on return."""
+    if _stored_dims(quantize, dims) == dims and array.dtype == _dtype(dtype, dims):
+        if isinstance(array, jax.Array) and array.sharding == layout.sharding(dims):
             return array
-    return jax.block_until_ready(_converter(layout, quantize, dtype, dims)(array, layer))
+    return jax.block_until_ready(_converter(layout, quantize, dtype, dims)(array, None))
 
 
-def _in_memory(params):
-    """A reader of parameters in memory. It yields whole stacks, each with the index of the layer to
-    take from it.
-    """
-    flat = traverse_util.flatten_dict(params, sep="/")
-    return lambda keys: ((flat[name], layer) for name, layer in keys)
+def _in_memory(definition, params, *, loop, quantize):
+    """A module's parameters at a time; unrolled, a layer's of a stack."""
+    unrolled = stacks(definition.config) if loop is Loop.UNROLLED else {}
+    converter = functools.partial(
+        _converter, definition.layout, quantize, definition.config.dtype.value
+    )
+    stored = {}
+    for name, part in params.items():
+        arrays, structure = jax.tree.flatten(part)
+        dims = tuple(jax.tree.leaves(definition.dims[name]))
+        if name in unrolled:
+            convert = converter(tuple(one.removeprefix("L") for one in dims))
+            layers = [convert(tuple(arrays), layer) for layer in range(len(unrolled[name]))]
+            stored[name] = tuple(map(structure.unflatten, layers))
+        else:
+            stored[name] = structure.unflatten(converter(dims)(tuple(arrays), None))
+    return stored
 
 
 @functools.cache
 def _converter(layout, quantize, dtype, dims):
-    """A compiled (array or stack, layer or None) -> the array as it is stored. One for all layers
-    of a stack.
+    """A compiled (array or stack, layer or None) -> the array as it is stored, or for tuples of
+    them. One for all layers of a stack.
     """
-    out_dims = _stored_dims(quantize, dims)
-    convert = lambda array, layer: _stored(
-        quantize, dtype, array if layer is None else array[layer], dims
-    )
+    out_dims = jax.tree.map(functools.partial(_stored_dims, quantize), dims)
+
+    def convert(arrays, layer):
+        if layer is not None:
+            arrays = jax.tree.map(lambda a: a[layer], arrays)
+        return jax.tree.map(functools.partial(_stored, quantize, dtype), arrays, dims)
+
     placed = jax.tree.map(layout.sharding, out_dims)
     return apart(
         jax.jit(on_own_mesh(convert, layout=layout, out_dims=out_dims), out_shardings=placed)

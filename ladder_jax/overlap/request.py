@@ -173,6 +173,11 @@ def _check(request: Request) -> None:
             request.quantize is Quantize.NONE,
             f"--quantize {request.quantize.value} is for prefill and decode, not for train",
         )
+    else:
+        check(
+            request.remat is Remat.NONE,
+            f"--remat {request.remat.value} is for train: {phase.value} has no backward pass",
+        )
     check_fits_mesh(request.config, MeshConfig(fsdp=fsdp, tensor=tensor))
 
 

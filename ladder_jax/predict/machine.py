@@ -312,7 +312,7 @@ def made(sections: dict, *, name: str, where: str) -> Machine:
             machine.devices == 1 or machine.link is not None,
             f"has {machine.devices} devices but no link: give latency, step and bandwidth",
         )
-    except (UserError, TypeError) as error:  # TypeError: of a constant that is missing
+    except UserError as error:
         raise UserError(f"{where}: {error}") from None
     return machine
 

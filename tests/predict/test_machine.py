@@ -116,12 +116,12 @@ link: {latency: 1e-5, step: 0, bandwidth: 100e9}
         (
             "memory: 80e9",
             "",
-            "mine.yaml': Machine.__init__() missing 1 required positional argument: 'memory'",
+            "mine.yaml': missing: memory",
         ),
         (
             "latency: 1e-5, ",
             "",
-            "Link.__init__() missing 1 required positional argument: 'latency'",
+            "missing: link.latency",
         ),
         ("3e12", "-3e12", "mine.yaml': bandwidth must be positive, not -3000000000000.0"),
         ("80e9", "0", "memory must be positive, not 0"),
@@ -141,7 +141,11 @@ link: {latency: 1e-5, step: 0, bandwidth: 100e9}
             "step: 0, ring: three-way",
             "unknown value for link.ring: 'three-way'; did you mean",
         ),
-        ("link: {", "link: {network: {size: 8}, ", "Network.__init__() missing 2 required"),
+        (
+            "link: {",
+            "link: {network: {size: 8}, ",
+            "missing: link.network.step, link.network.bandwidth",
+        ),
         (
             "link: {latency: 1e-5, step: 0, bandwidth: 100e9}",
             "link: null",
