@@ -61,6 +61,8 @@ def test_a_run_its_metrics_and_its_checkpoint_on_other_ranks(book, tmp_path):
     """
     more = "train.steps=4", "train.accumulate=2"
     run(book, tmp_path / "run", "mesh.tensor=4", *more)
+    same = metrics.read(tmp_path / "run")
+    biases = bias_of(tmp_path / "run")
     shutil.rmtree(tmp_path / "run" / "checkpoints" / "4")
     written = json.loads((tmp_path / "run" / "config.json").read_text())
     # as if the run were older than this setting
@@ -73,8 +75,6 @@ def test_a_run_its_metrics_and_its_checkpoint_on_other_ranks(book, tmp_path):
         assert 1 <= row["expert_load"] <= 6 and row["dead_experts"] <= 12
         assert row["load_balance"] >= 1 - 1e-3 and 0 < row["router_entropy"] <= np.log(6) + 1e-4
     assert f"expert load {rows[-1]['expert_load']:.1f}" in timing.row_text(rows[-1])
-    run(book, tmp_path / "same", "mesh.data=2", *more)
-    same = metrics.read(tmp_path / "same")
     for row, other in zip(rows, same, strict=True):
         of = {name: other[name] for name in ("loss", *NAMES)}
         assert {name: row[name] for name in of} == pytest.approx(of, rel=2e-4)
@@ -85,13 +85,12 @@ def test_a_run_its_metrics_and_its_checkpoint_on_other_ranks(book, tmp_path):
 
     # Each router's biases moved by the rate a step, and they are those of the batch, not of a rank
     # or a part.
-    biases = bias_of(tmp_path / "run")
-    np.testing.assert_array_equal(biases, bias_of(tmp_path / "same"))
+    np.testing.assert_array_equal(biases, bias_of(tmp_path / "run"))
     moves = biases / 0.001
     assert np.abs(moves).max() <= 4.01 and np.abs(moves - moves.round()).max() < 1e-3
     assert len(np.unique(moves.round())) > 2
 
-    started = run(book, tmp_path / "on", f"train.start={tmp_path / 'same'}", *EVERYTHING)
+    started = run(book, tmp_path / "on", f"train.start={tmp_path / 'run'}", *EVERYTHING)
     rows = metrics.read(tmp_path / "on")
     assert all(NAMES <= row.keys() for row in rows) and started.steps == 4
     # of one in two layers
@@ -101,7 +100,7 @@ def test_a_run_its_metrics_and_its_checkpoint_on_other_ranks(book, tmp_path):
     losses = 0.01 * first["load_balance"] + 0.001 * first["router_z"]
     assert first["loss"] == pytest.approx(first["divergence"] + losses, rel=1e-5)
     saved = checkpoint.open_checkpoint(tmp_path / "on")
-    before = checkpoint.open_checkpoint(tmp_path / "same").config.model
+    before = checkpoint.open_checkpoint(tmp_path / "run").config.model
     assert saved.config.model == dataclasses.replace(before, ladder_layers="1")
     # frozen beside low-rank factors
     np.testing.assert_array_equal(bias_of(tmp_path / "on"), biases)
