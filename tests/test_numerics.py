@@ -11,7 +11,7 @@ import pytest
 from ladder_jax import nn, train
 from ladder_jax.config import Biases, Loop, Remat, RopeScaling
 from ladder_jax.scopes import ENTER, LAUNCH
-from tests import cases, communication, covering
+from tests import cases, communication, compilations, covering
 from tests.together import together
 
 FORWARD = covering.marked(
@@ -185,9 +185,22 @@ def test_initial_values_are_the_same_everywhere():
         for a, b in zip(jax.tree.leaves(values[0]), jax.tree.leaves(other), strict=True):
             np.testing.assert_array_equal(a[:251], b[:251])  # without the vocabulary's padding
     assert not np.array_equal(values[0]["embedding"]["table"], values[0]["head"]["table"])
-    again = nn.initialize(cases.define("ladder"), seed=8)
+    with compilations.counted() as compiled:
+        again = nn.initialize(cases.define("ladder"), seed=8)
+    assert not compiled  # one program for all seeds
     assert not np.array_equal(again["layers"]["mlp"]["up"], values[0]["layers"]["mlp"]["up"])
     mlp = jax.tree.map(np.asarray, values[0]["layers"]["mlp"])
     assert not np.array_equal(mlp["up"][0], mlp["up"][1])
     for name, deviation in dict(up=0.02, down=0.02 / np.sqrt(8)).items():
         assert abs(mlp[name].std() / deviation - 1) < 0.05
+
+
+def test_a_key_may_be_anywhere():
+    """On another device than the model's, or on a mesh that is set."""
+    definition = cases.define("ladder")
+    expected = nn.initialize(definition, seed=7)
+    key = jax.device_put(nn.parameter.root_key(7), jax.devices()[5])
+    with jax.set_mesh(jax.make_mesh((8,), ("all",))):
+        of_mesh = nn.initialize(definition, seed=7)
+    for found in (nn.initialize(definition, key=key), of_mesh):
+        jax.tree.map(np.testing.assert_array_equal, found, expected)

@@ -131,7 +131,9 @@ class Sizes:
         shape = tuple(self[dim.upper()] for dim in dims)
         if self.rngs is None:
             return Parameter(jax.ShapeDtypeStruct(shape, jnp.float32), dims=dims, init=init)
-        value = _draw(init, next_key(self.rngs), dims=dims, shape=shape, config=self.config)
+        key = next_key(self.rngs)
+        key = key if self.layers is None else _folded(key, jnp.arange(self.layers))
+        value = _draw(init, key, dims=dims, shape=shape, config=self.config)
         return Parameter(value, dims=dims, init=init)
 
 
@@ -181,18 +183,23 @@ def next_key(rngs: nnx.Rngs) -> Array:
 
 
 def _draw(init, key, *, dims, shape, config):
-    """Values of one array: each layer of a stack by a key of its own, and zeros in what pads
-    vocabulary or experts.
+    """Values of one array, with zeros in what pads vocabulary or experts. key: of a stack one for
+    each layer.
     """
     first, *rest = shape
     if dims.startswith("L"):
-        keys = jax.vmap(functools.partial(jax.random.fold_in, key))(jnp.arange(first))
         draw = functools.partial(_draw, init, dims=dims[1:], shape=rest, config=config)
-        return jax.vmap(draw)(keys)
+        return jax.vmap(draw)(key[:first])
     real = real_size(dims, config)
     if real is None:
         return init(key, shape)
     return pad_end(init(key, (real, *rest)), axis=0, by=first - real)
+
+
+# Keys [n] or [n, m], one for each number [m]. Of all arrays at once: a program with a fold of its
+# own for each is compiled in half as long again.
+_folded = jax.vmap(jax.random.fold_in, in_axes=(None, 0))
+_each_folded = jax.vmap(_folded, in_axes=(0, None))
 
 
 def pad_end(x: Array, *, axis: int, by: int) -> Array:
@@ -264,27 +271,26 @@ def root_key(seed: int) -> Array:
     return jax.random.key(seed, impl="threefry2x32")
 
 
-def initial_values(
-    module: nnx.Module, *, name: str, layout: Layout, key: Array, config: ModelConfig
-) -> dict:
-    """Initial parameters of the module called `name`, made in place on their devices.
+def initial_values(modules: dict[str, nnx.Module], *, key: Array, config: ModelConfig) -> dict:
+    """Initial parameters of the modules, by their names: for a `jax.jit` whose `out_shardings` make
+    them in place.
 
     Each array's key is folded from `key`, its name and its layer: neither the mesh nor the storage
     of the layers changes a value. What pads the vocabulary or the experts is zero, and stays zero.
     """
-    shardings = jax.tree.map(lambda a: a.sharding, abstract(module, layout=layout))
-    params = dict(nnx.to_flat_state(nnx.state(module)))
+    params = {
+        (name, *path): param
+        for name, module in modules.items()
+        for path, param in nnx.to_flat_state(nnx.state(module))
+    }
+    names = ["/".join(path).encode() for path in params]
+    keys = _folded(key, np.array([zlib.crc32(name) for name in names], np.uint32))
+    of_layers = _each_folded(keys, jnp.arange(config.num_layers))
 
-    def value(path, param):
-        stored = "/".join((name, *path))
-        own = jax.random.fold_in(key, zlib.crc32(stored.encode()))
-        return _draw(
-            param.init, own, dims=param.dims, shape=param.get_raw_value().shape, config=config
-        )
+    def value(param, key, of_layers):
+        key = of_layers if param.dims.startswith("L") else key
+        shape = param.get_raw_value().shape
+        return _draw(param.init, key, dims=param.dims, shape=shape, config=config)
 
-    def make():
-        return traverse_util.unflatten_dict(
-            {path: value(path, param) for path, param in params.items()}
-        )
-
-    return jax.jit(make, out_shardings=shardings)()
+    values = map(value, params.values(), keys, of_layers)
+    return traverse_util.unflatten_dict(dict(zip(params, values, strict=True)))

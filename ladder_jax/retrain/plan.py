@@ -90,11 +90,12 @@ class RetrainPlan:
         return {SIDE: {**ends, LAYERS: blocks}}
 
     def _initial(self, module: nnx.Module, name: str, seed: int) -> Params:
-        layout = self.definition.layout
-        config = self.definition.config
-        return parameter.initial_values(
-            module, name=name, layout=layout, key=parameter.root_key(seed), config=config
+        make = functools.partial(
+            parameter.initial_values, {name: module}, config=self.definition.config
         )
+        abstract = parameter.abstract(module, layout=self.definition.layout)
+        shardings = jax.tree.map(lambda a: a.sharding, {name: abstract})
+        return jax.jit(make, out_shardings=shardings)(key=parameter.root_key(seed))[name]
 
     def split(self, params: Params, *, teacher: Params | None = None) -> tuple[Params, Params]:
         """(trained, frozen) of all the model's `params`; LoRA's factors are not among them.
