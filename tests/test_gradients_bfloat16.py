@@ -22,7 +22,7 @@ from ladder_jax.train.gradients import task_gradients
 from tests import cases, covering, experts, rounding
 
 LENGTH, COMMON = 64, 7  # rows so short that attention costs little
-ROWS, FEWER = 256, 48  # 16,384 positions, and 3,072 in `make test`
+ROWS, FEWER = 256, 64  # 16,384 positions, and 4,096 in `make test`
 LORA = LoraConfig(rank=6, alpha=16.0)  # 8 / 3 is no bfloat16
 SMALL = dict(
     num_layers=2, num_heads=4, num_kv_heads=2, dtype=Dtype.BFLOAT16, residual_dtype=Dtype.BFLOAT16
