@@ -42,7 +42,7 @@ def prepare(
 
     In the compute dtype the values stay the same, as the model casts matrices where it uses them.
     With Loop.SCAN and Quantize.NONE so do names and shapes. No more is held than `needed_bytes`
-    says; parameters in memory stay the caller's.
+    says; parameters in memory stay the caller's, and what needs no change is shared.
     """
     _check_inference(definition)
     if not callable(params):
@@ -206,35 +206,43 @@ def _arranged(definition, parameters, make, *, loop):
 
 def _kept(layout, quantize, dtype, array, dims):
     """An array that was read, as it is to be stored. What was read is freed on return."""
-    if _stored_dims(quantize, dims) == dims and array.dtype == _dtype(dtype, dims):
-        if isinstance(array, jax.Array) and array.sharding == layout.sharding(dims):
-            return array
+    if _stays(layout, quantize, dtype, array, dims):
+        return array
     return jax.block_until_ready(_converter(layout, quantize, dtype, dims)(array, None))
 
 
+def _stays(layout, quantize, dtype, array, dims):
+    """Whether an array is stored as it is."""
+    is_stored = _stored_dims(quantize, dims) == dims and array.dtype == _dtype(dtype, dims)
+    return is_stored and isinstance(array, jax.Array) and array.sharding == layout.sharding(dims)
+
+
 def _in_memory(definition, params, *, loop, quantize):
-    """A module's parameters at a time; unrolled, a layer's of a stack."""
+    """A module's arrays at a time; unrolled, a layer's of a stack."""
+    form = definition.layout, quantize, definition.config.dtype.value
     unrolled = stacks(definition.config) if loop is Loop.UNROLLED else {}
-    converter = functools.partial(
-        _converter, definition.layout, quantize, definition.config.dtype.value
-    )
     stored = {}
     for name, part in params.items():
         arrays, structure = jax.tree.flatten(part)
-        dims = tuple(jax.tree.leaves(definition.dims[name]))
+        dims = jax.tree.leaves(definition.dims[name])
         if name in unrolled:
-            convert = converter(tuple(one.removeprefix("L") for one in dims))
+            convert = _converter(*form, tuple(one.removeprefix("L") for one in dims))
             layers = [convert(tuple(arrays), layer) for layer in range(len(unrolled[name]))]
             stored[name] = tuple(map(structure.unflatten, layers))
-        else:
-            stored[name] = structure.unflatten(converter(dims)(tuple(arrays), None))
+            continue
+        changes = [at for at, array in enumerate(arrays) if not _stays(*form, array, dims[at])]
+        convert = _converter(*form, tuple(dims[at] for at in changes))
+        changed = convert(tuple(arrays[at] for at in changes), None) if changes else ()
+        for at, array in zip(changes, changed, strict=True):
+            arrays[at] = array
+        stored[name] = structure.unflatten(arrays)
     return stored
 
 
 @functools.cache
 def _converter(layout, quantize, dtype, dims):
-    """A compiled (array or stack, layer or None) -> the array as it is stored, or for tuples of
-    them. One for all layers of a stack.
+    """A compiled (arrays or stacks, layer or None) -> the arrays as they are stored. One for all
+    layers of a stack. `dims` and the arrays are tuples, or one of each.
     """
     out_dims = jax.tree.map(functools.partial(_stored_dims, quantize), dims)
 

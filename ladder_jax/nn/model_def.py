@@ -30,8 +30,7 @@ from ladder_jax.nn import attention, parameter
 from ladder_jax.nn.attention import Cache, Kernel
 from ladder_jax.nn.modules import Embedding, Layer, RMSNorm, normalise, recomputed
 from ladder_jax.nn.parameter import DENSE, stacks
-from ladder_jax.parallel import Layout, NamedMesh, Overlap, Split, Traits, apart, layout
-from ladder_jax.parallel.mesh import tracing
+from ladder_jax.parallel import Layout, NamedMesh, Overlap, Split, Traits, layout
 from ladder_jax.residual.wires.sequence import SequenceParallel
 
 Params = dict[str, Any]  # nested dict of arrays, by the names that checkpoints store
@@ -203,22 +202,14 @@ def initialize(definition: ModelDef, *, seed: int = 0, key: jax.Array | None = N
     form.
     """
     key = parameter.root_key(seed) if key is None else key
-    data = jax.random.key_data(key)
-    # of no device, as the key's may be another than the model's
-    data = data if tracing() else np.asarray(data)
-    return _initializer(definition, jax.random.key_impl(key))(data)
+    return _initializer(definition)(key)
 
 
 @functools.cache
-def _initializer(definition, impl):
-    """A compiled function of a key's data: all initial parameters, in place on their devices."""
-
-    def make(data):
-        key = jax.random.wrap_key_data(data, impl=impl)
-        return parameter.initial_values(definition.modules, key=key, config=definition.config)
-
-    shardings = jax.tree.map(lambda a: a.sharding, definition.abstract)
-    return apart(jax.jit(make, out_shardings=shardings))
+def _initializer(definition):
+    return parameter.initializer(
+        definition.modules, layout=definition.layout, config=definition.config
+    )
 
 
 def attention_flops(config: ModelConfig, *, rows: int, length: int, heads: int) -> int:

@@ -28,7 +28,7 @@ from ladder_jax.config import ModelConfig
 from ladder_jax.errors import UserError, wrong_type
 from ladder_jax.parallel import Layout
 from ladder_jax.parallel.collectives import Axes
-from ladder_jax.parallel.mesh import SHARDED
+from ladder_jax.parallel.mesh import SHARDED, apart, tracing
 
 DENSE, LAYERS = STACKS = ("dense", "layers")
 """The names under which stacks of layers with equal parameters are stored: the first is of
@@ -125,7 +125,7 @@ class Sizes:
         """A float32 parameter: `sizes.declare("DNH", init=Normal(0.02))`.
 
         Its key is the next of the stream `rngs.params`. Without `rngs` it has only its shape (a
-        jax.ShapeDtypeStruct): `initial_values` fills in a whole model, by the parameters' names.
+        jax.ShapeDtypeStruct): `initializer` fills in a whole model, by the parameters' names.
         """
         dims = self.stored(dims)
         shape = tuple(self[dim.upper()] for dim in dims)
@@ -196,10 +196,7 @@ def _draw(init, key, *, dims, shape, config):
     return pad_end(init(key, (real, *rest)), axis=0, by=first - real)
 
 
-# Keys [n] or [n, m], one for each number [m]. Of all arrays at once: a program with a fold of its
-# own for each is compiled in half as long again.
-_folded = jax.vmap(jax.random.fold_in, in_axes=(None, 0))
-_each_folded = jax.vmap(_folded, in_axes=(0, None))
+_folded = jax.vmap(jax.random.fold_in, in_axes=(None, 0))  # one key and numbers [n] -> keys [n]
 
 
 def pad_end(x: Array, *, axis: int, by: int) -> Array:
@@ -271,12 +268,15 @@ def root_key(seed: int) -> Array:
     return jax.random.key(seed, impl="threefry2x32")
 
 
-def initial_values(modules: dict[str, nnx.Module], *, key: Array, config: ModelConfig) -> dict:
-    """Initial parameters of the modules, by their names: for a `jax.jit` whose `out_shardings` make
-    them in place.
+def initializer(
+    modules: dict[str, nnx.Module], *, layout: Layout, config: ModelConfig
+) -> Callable[[Array], dict]:
+    """A function of a key: initial parameters of the modules, by their names, made in place on
+    their devices. It is compiled once for all keys.
 
-    Each array's key is folded from `key`, its name and its layer: neither the mesh nor the storage
-    of the layers changes a value. What pads the vocabulary or the experts is zero, and stays zero.
+    Each array's key is folded from the given one, its name and its layer: neither the mesh nor the
+    storage of the layers changes a value. What pads the vocabulary or the experts is zero, and
+    stays zero.
     """
     params = {
         (name, *path): param
@@ -284,13 +284,28 @@ def initial_values(modules: dict[str, nnx.Module], *, key: Array, config: ModelC
         for path, param in nnx.to_flat_state(nnx.state(module))
     }
     names = ["/".join(path).encode() for path in params]
-    keys = _folded(key, np.array([zlib.crc32(name) for name in names], np.uint32))
-    of_layers = _each_folded(keys, jnp.arange(config.num_layers))
 
     def value(param, key, of_layers):
         key = of_layers if param.dims.startswith("L") else key
         shape = param.get_raw_value().shape
         return _draw(param.init, key, dims=param.dims, shape=shape, config=config)
 
-    values = map(value, params.values(), keys, of_layers)
-    return traverse_util.unflatten_dict(dict(zip(params, values, strict=True)))
+    def make(data, impl):
+        key = jax.random.wrap_key_data(data, impl=impl)
+        # for all arrays at once: with a fold for each the program takes longer to compile
+        keys = _folded(key, np.array([zlib.crc32(name) for name in names], np.uint32))
+        of_layers = jax.vmap(_folded, in_axes=(0, None))(keys, jnp.arange(config.num_layers))
+        values = map(value, params.values(), keys, of_layers)
+        return traverse_util.unflatten_dict(dict(zip(params, values, strict=True)))
+
+    of_modules = {name: abstract(module, layout=layout) for name, module in modules.items()}
+    shardings = jax.tree.map(lambda a: a.sharding, of_modules)
+    compiled = apart(jax.jit(make, static_argnums=1, out_shardings=shardings))
+
+    def initial(key):
+        data = jax.random.key_data(key)
+        # from the host, as the key may be on other devices than the model
+        data = data if tracing() else np.asarray(data)
+        return compiled(data, jax.random.key_impl(key))
+
+    return initial

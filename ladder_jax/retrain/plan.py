@@ -90,12 +90,10 @@ class RetrainPlan:
         return {SIDE: {**ends, LAYERS: blocks}}
 
     def _initial(self, module: nnx.Module, name: str, seed: int) -> Params:
-        make = functools.partial(
-            parameter.initial_values, {name: module}, config=self.definition.config
-        )
-        abstract = parameter.abstract(module, layout=self.definition.layout)
-        shardings = jax.tree.map(lambda a: a.sharding, {name: abstract})
-        return jax.jit(make, out_shardings=shardings)(key=parameter.root_key(seed))[name]
+        layout = self.definition.layout
+        config = self.definition.config
+        initial = parameter.initializer({name: module}, layout=layout, config=config)
+        return initial(parameter.root_key(seed))[name]
 
     def split(self, params: Params, *, teacher: Params | None = None) -> tuple[Params, Params]:
         """(trained, frozen) of all the model's `params`; LoRA's factors are not among them.
