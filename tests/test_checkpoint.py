@@ -24,6 +24,7 @@ from ladder_jax.checkpoint import (
     Damaged,
     Pieces,
     Store,
+    arrays,
     manifest,
     open_checkpoint,
     steps,
@@ -36,7 +37,7 @@ from ladder_jax.config import RunConfig, TrainConfig
 from ladder_jax.errors import UserError
 from ladder_jax.parallel import make_mesh
 from ladder_jax.train.step import optimizer_to_dict
-from tests import cases
+from tests import cases, compilations
 
 
 def rewrite_meta(folder, *, without=None, **changes):
@@ -130,6 +131,24 @@ def test_orbax_reads_it(saved):
     found = handler.restore(item, args=ocp.args.PyTreeRestore(restore_args=kinds))
     jax.tree.map(np.testing.assert_array_equal, found, params)
     assert found["layers"]["attention"]["query"].dtype == np.float32
+
+
+def test_replicas_share_the_writing_of_large_arrays_alone(tmp_path):
+    """Each writes a part that a program cuts; of small ones there is none to compile."""
+    everywhere = jax.NamedSharding(make_mesh(data=2), jax.P())
+    large = np.arange(1 << 20, dtype=np.float32).reshape(1 << 10, -1)
+    cut = {}
+    for name, values in dict(large=large, small=large[:8]).items():
+        array = jax.device_put(values, everywhere)
+        with compilations.counted() as compiled:
+            writes = writing.begin(tmp_path / name, {"a": array})
+            writing.await_all(writes, within=60)
+        writing.finish(tmp_path / name, {"a": array.shape})
+        like = {"a": jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=everywhere)}
+        (found,) = arrays.read(tmp_path / name, like)
+        np.testing.assert_array_equal(found, values)
+        cut[name] = bool(compiled)
+    assert cut == dict(large=True, small=False)
 
 
 @pytest.mark.parametrize(

@@ -27,6 +27,7 @@ from ladder_jax.nn import Params
 from ladder_jax.nn.parameter import STACKS
 
 NEVER_BEGUN = r"coroutine 'async_serialize_from_host\..*' was never awaited"
+SMALLEST = 1 << 20  # bytes of a replica's part of a shard
 # in the paths of what is written; messages of abandoned writes contain it
 PART = re.compile(r"/(ocdbt\.)?process_\d")
 
@@ -41,8 +42,7 @@ def begin(folder: AnyPath, tree: Params) -> list[Write]:
 
     async def start() -> list[Write]:
         args = ocp.args.PyTreeSave(tree, save_args=_chunks(tree))
-        handler = ocp.PyTreeCheckpointHandler()
-        return await handler.async_save(epath.Path(folder), args=args) or []
+        return await _handler().async_save(epath.Path(folder), args=args) or []
 
     # In a thread: the caller's own may have an event loop already, as in notebooks.
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
@@ -75,7 +75,7 @@ def finish(folder: AnyPath, shapes: Shapes) -> None:
     if is_remote(folder):
         arrays.finish(folder, shapes)
     else:
-        ocp.PyTreeCheckpointHandler().finalize(epath.Path(folder))
+        _handler().finalize(epath.Path(folder))
     if missing := shapes.keys() - arrays.stored(folder).keys():
         raise ValueError(f"{min(missing)} is missing")
 
@@ -86,6 +86,15 @@ def give_back_memory() -> None:
     """
     if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):  # other libraries have none
         trim(0)
+
+
+def _handler() -> ocp.PyTreeCheckpointHandler:
+    """Orbax's, whose replicas each write a part of their shard. A program cuts it, which takes
+    longer to compile than a small shard to write.
+    """
+    of_arrays = ocp.type_handlers.ArrayHandler(min_slice_bytes_for_replica_parallel=SMALLEST)
+    registry = ocp.type_handlers.create_type_handler_registry((jax.Array, of_arrays))
+    return ocp.PyTreeCheckpointHandler(type_handler_registry=registry)
 
 
 def _chunks(tree: Params) -> Params:
