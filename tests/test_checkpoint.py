@@ -18,6 +18,7 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
+from flax import traverse_util
 
 from ladder_jax import cli, nn, train
 from ladder_jax.checkpoint import (
@@ -27,6 +28,7 @@ from ladder_jax.checkpoint import (
     arrays,
     manifest,
     open_checkpoint,
+    saved as saved_checkpoints,
     steps,
     store,
     verify,
@@ -188,6 +190,26 @@ def test_another_shape_is_refused(saved):
         UserError, match=r"does not fit its configuration: layers/mlp/down is \(4, 48, 32\)"
     ):
         open_checkpoint(saved[0]).params(definition)
+
+
+def test_only_padding_may_differ():
+    """The vocabulary's, and of experts their number: [L, E, D, M]."""
+    table, matrix = "embedding/table", "layers/mlp/experts/up"
+
+    def refused(name, shape, wanted):
+        trees = (
+            traverse_util.unflatten_dict({name: np.zeros(of)}, sep="/") for of in (shape, wanted)
+        )
+        try:
+            saved_checkpoints.check_shapes(*trees, folder="run")
+        except UserError as error:
+            return f"{name} is {shape}, not {wanted}" in str(error)
+
+    for name, shape in {table: (256, 8), matrix: (2, 6, 8, 4), "layers/mlp/up": (2, 8, 4)}.items():
+        padded = 0 if name == table else 1 if name == matrix else None
+        for axis in range(len(shape)):
+            wanted = tuple(size + (at == axis) for at, size in enumerate(shape))
+            assert bool(refused(name, shape, wanted)) == (axis != padded), (name, axis)
 
 
 def test_paths_that_lead_nowhere(tmp_path):

@@ -57,8 +57,8 @@ def test_gradients(name, kind, mesh, loop, remat):
 
 @pytest.mark.parametrize("name, waits", [("standard", True), ("ladder", False)])
 def test_rows_wait_for_the_shared_expert(name, waits, monkeypatch):
-    """For its input before they are sent, and for its first products before they are used: where
-    nothing else hides them.
+    """For its input before they are sent, and for its first products before they are used; and its
+    sum for them, once they are back: where nothing else hides them.
     """
     together = []
 
@@ -70,10 +70,11 @@ def test_rows_wait_for_the_shared_expert(name, waits, monkeypatch):
     definition = experts.exchanging(name, "shared")
     compute = train.loss_and_gradients(definition, sequence_parallel=True)
     jax.eval_shape(compute, definition.abstract, experts.tokens())
-    sent, arrived = (8, 16, 32), (2, 64, 32)
+    sent, arrived, returned = (8, 16, 32), (2, 64, 32), (64, 2, 32)
     shared, product = (4, 16, 32), (4, 16, 6)
     assert ([sent, shared] in together) == waits, together
     assert ([product, product, arrived] in together) == waits, together
+    assert ([shared, returned] in together) == waits, together
 
 
 FORMS = [

@@ -222,6 +222,21 @@ def test_what_is_lost_to_restarts(monkeypatch):
     )
 
 
+def test_throughput_between_two_rows():
+    """Of the steps since the last row, and the whole run's tokens. Neither saving nor evaluation
+    counts.
+    """
+    seconds = dict(steps=3.0, data=1.0, saving=50.0)
+    account = types.SimpleNamespace(now=lambda: dict(seconds))
+    throughput = timing.Throughput(account, tokens_a_step=100, mfu=lambda rate: rate / 1000)
+    throughput.restart(4)
+    seconds |= dict(steps=3.0 + 6.0, data=1.0 + 2.0, saving=90.0)
+    expected = dict(tokens=600, tokens_per_second=2 * 100 / 8, data_wait=2 / 8, mfu=0.025)
+    assert throughput.since_last(6) == expected
+    seconds["steps"] += 4.0
+    assert throughput.since_last(10)["tokens_per_second"] == 4 * 100 / 4
+
+
 def test_flops_a_token():
     """By hand: 4 layers, D 32, 8 heads of 4, 4 key/value heads, F 48, V 251, T 10."""
     layer = 32 * 32 + 2 * 32 * 16 + 32 * 32 + 3 * 32 * 48
