@@ -14,6 +14,8 @@ from ladder_jax import config, decode, train
 from ladder_jax.config import Launch, Loop, Remat
 from ladder_jax.data.packing import Batch
 from ladder_jax.errors import UserError
+from ladder_jax.residual.recurrence import barrier_forward
+from ladder_jax.residual.wires import sequence
 from ladder_jax.scopes import ENTER, LAUNCH
 from tests import cases, communication, covering, engines, experts, test_your_layers as your_layers
 
@@ -47,6 +49,20 @@ def test_gradients(name, form, loop, remat):
     assert all(operands == 1 for *_, operands, _ in found), "merged"
     for direction in (LAUNCH, ENTER):
         assert sum(one[0] == direction for one in found) == 2 * communication.IN_ALL[name]
+
+
+def test_a_split_streams_sums_are_awaited_after_the_first_products(monkeypatch):
+    """Of the other half's sublayer: an MLP's two products of 2 rows, and a rank's 2 positions."""
+    tied = []
+
+    def barrier(arrays):
+        tied.append([np.shape(array) for array in jax.tree.leaves(arrays)])
+        return barrier_forward(arrays)
+
+    monkeypatch.setattr(sequence, "barrier_forward", barrier)
+    gradients(cases.define("standard", tensor=4), sequence_parallel=True)
+    product, awaited = (2, 8, 12), (2, 2, 32)
+    assert [product, product, awaited] in tied, tied
 
 
 @pytest.mark.parametrize("mesh, settings", [
