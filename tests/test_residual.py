@@ -50,6 +50,8 @@ def test_a_standard_layer_before_a_ladder_layer_leaves_its_mlp_pending():
         [1, 1],
     ]
     assert layers[0] == topology("standard").layers[0] and layers[2] == topology("ladder").layers[0]
+    # a last one by itself, too: `flush` adds what it leaves
+    assert topology("ladder", "1").layers[-1] == topology("ladder").layers[-1]
 
 
 def test_a_standard_layer_after_a_ladder_layer_waits_for_everything():
