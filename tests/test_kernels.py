@@ -13,7 +13,8 @@ from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import PartitionSpec as P
 
 from ladder_jax import parallel
-from ladder_jax.config import Dtype
+from ladder_jax.config import Dtype, Loop
+from ladder_jax.decode import steps
 from ladder_jax.nn import attention, tpu_attention
 from ladder_jax.parallel.collectives import differentiable, unchecked
 from tests import cases, covering, reference
@@ -124,3 +125,12 @@ def test_the_kernel_follows_the_meshs_devices(platform, kind, head_dim, dtype, k
     assert attention.choose(
         cases.model(head_dim=head_dim, dtype=dtype), mesh=mesh
     ) is attention.Kernel(kernel)
+
+
+@pytest.mark.parametrize("capacity, kept", [(1, 128), (128, 128), (129, 256)])
+def test_the_paged_kernels_cache_has_whole_pages(capacity, kept):
+    definition = cases.define("ladder")
+    vars(definition)["kernel"] = attention.Kernel.PAGED  # a TPU's
+    cache = steps.abstract_cache(definition, rows=2, capacity=capacity, loop=Loop.SCAN)
+    model = definition.config
+    assert cache.key.shape == (model.num_layers, 2, model.num_kv_heads, kept, model.head_dim)
