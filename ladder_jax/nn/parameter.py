@@ -28,6 +28,7 @@ from ladder_jax.config import ModelConfig
 from ladder_jax.errors import UserError, wrong_type
 from ladder_jax.parallel import Layout
 from ladder_jax.parallel.collectives import Axes
+from ladder_jax.parallel.compiler_options import random_options
 from ladder_jax.parallel.mesh import SHARDED, apart, tracing
 
 DENSE, LAYERS = STACKS = ("dense", "layers")
@@ -300,12 +301,16 @@ def initializer(
 
     of_modules = {name: abstract(module, layout=layout) for name, module in modules.items()}
     shardings = jax.tree.map(lambda a: a.sharding, of_modules)
-    compiled = apart(jax.jit(make, static_argnums=1, out_shardings=shardings))
+    jitted = functools.partial(jax.jit, make, static_argnums=1, out_shardings=shardings)
+    traced = jitted()
+    compiled = apart(jitted(compiler_options=random_options(layout.mesh)))
 
     def initial(key):
         data = jax.random.key_data(key)
+        impl = jax.random.key_impl(key)
+        if tracing():  # where jax takes no options
+            return traced(data, impl)
         # from the host, as the key may be on other devices than the model
-        data = data if tracing() else np.asarray(data)
-        return compiled(data, jax.random.key_impl(key))
+        return compiled(np.asarray(data), impl)
 
     return initial
