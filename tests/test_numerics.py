@@ -10,7 +10,7 @@ import pytest
 
 from ladder_jax import nn, train
 from ladder_jax.config import Biases, Loop, Remat, RopeScaling
-from ladder_jax.parallel.compiler_options import LEVEL, random_options
+from ladder_jax.parallel.compiled import LEVEL, random_options
 from ladder_jax.scopes import ENTER, LAUNCH
 from tests import cases, communication, compilations, covering
 from tests.together import together

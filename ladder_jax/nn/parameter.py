@@ -28,7 +28,7 @@ from ladder_jax.config import ModelConfig
 from ladder_jax.errors import UserError, wrong_type
 from ladder_jax.parallel import Layout
 from ladder_jax.parallel.collectives import Axes
-from ladder_jax.parallel.compiler_options import random_options
+from ladder_jax.parallel.compiled import random_options
 from ladder_jax.parallel.mesh import SHARDED, apart, tracing
 
 DENSE, LAYERS = STACKS = ("dense", "layers")

@@ -8,9 +8,6 @@ otherwise.
 
 import dataclasses
 import enum
-import os
-
-from jax.sharding import Mesh
 
 from ladder_jax.config import CollectiveMatmul, Launch, Loop, Phase
 
@@ -302,13 +299,3 @@ TABLE: dict[str, tuple[Option, ...]] = {
         ),
     ),
 }
-
-LEVEL = "xla_backend_optimization_level"
-
-
-def random_options(mesh: Mesh) -> dict[str, int]:
-    """Of a program that draws initial values. At its highest level XLA's compiler for CPUs spends
-    three times as long on the generator's loops, which run no faster for it. XLA_FLAGS go first.
-    """
-    is_cpu = mesh.devices.flat[0].platform == "cpu"
-    return {LEVEL: 2} if is_cpu and LEVEL not in os.environ.get("XLA_FLAGS", "") else {}
