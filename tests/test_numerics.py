@@ -10,7 +10,7 @@ import pytest
 
 from ladder_jax import nn, train
 from ladder_jax.config import Biases, Loop, Remat, RopeScaling
-from ladder_jax.parallel.compiled import LEVEL, random_options
+from ladder_jax.parallel.compiled import LEVEL, initializer_options
 from ladder_jax.scopes import ENTER, LAUNCH
 from tests import cases, communication, compilations, covering
 from tests.together import together
@@ -207,13 +207,13 @@ def test_a_key_may_be_anywhere():
         jax.tree.map(np.testing.assert_array_equal, found, expected)
 
 
-def test_initial_values_are_those_of_every_level_of_the_compiler(monkeypatch):
-    """XLA_FLAGS set the tests' own."""
+def test_the_compilers_level_changes_no_initial_value(monkeypatch):
+    """The tests' own, of XLA_FLAGS, and that of a user who sets none."""
     definition = cases.define("ladder", num_layers=1)
     expected, mesh = nn.initialize(definition, seed=7), definition.layout.mesh
-    assert random_options(mesh) == {}
+    assert initializer_options(mesh) == {}
     monkeypatch.delenv("XLA_FLAGS")
-    assert random_options(mesh) == {LEVEL: 2}
+    assert initializer_options(mesh) == {LEVEL: 2}
     initial = nn.parameter.initializer(
         definition.modules, layout=definition.layout, config=definition.config
     )

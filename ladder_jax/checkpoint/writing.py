@@ -27,7 +27,7 @@ from ladder_jax.nn import Params
 from ladder_jax.nn.parameter import STACKS
 
 NEVER_BEGUN = r"coroutine 'async_serialize_from_host\..*' was never awaited"
-SMALLEST = 1 << 20  # bytes of a replica's part of a shard
+LEAST_PART = 1 << 20  # bytes: a smaller part is written sooner than its program is compiled
 # in the paths of what is written; messages of abandoned writes contain it
 PART = re.compile(r"/(ocdbt\.)?process_\d")
 
@@ -89,10 +89,10 @@ def give_back_memory() -> None:
 
 
 def _handler() -> ocp.PyTreeCheckpointHandler:
-    """Orbax's, whose replicas each write a part of their shard. A program cuts it, which takes
-    longer to compile than a small shard to write.
+    """Orbax's. Each replica of a shard writes a part of it, which a compiled program cuts; where
+    the parts are smaller than LEAST_PART, one replica writes the whole.
     """
-    of_arrays = ocp.type_handlers.ArrayHandler(min_slice_bytes_for_replica_parallel=SMALLEST)
+    of_arrays = ocp.type_handlers.ArrayHandler(min_slice_bytes_for_replica_parallel=LEAST_PART)
     registry = ocp.type_handlers.create_type_handler_registry((jax.Array, of_arrays))
     return ocp.PyTreeCheckpointHandler(type_handler_registry=registry)
 

@@ -28,7 +28,7 @@ from ladder_jax.config import ModelConfig
 from ladder_jax.errors import UserError, wrong_type
 from ladder_jax.parallel import Layout
 from ladder_jax.parallel.collectives import Axes
-from ladder_jax.parallel.compiled import random_options
+from ladder_jax.parallel.compiled import initializer_options
 from ladder_jax.parallel.mesh import SHARDED, apart, tracing
 
 DENSE, LAYERS = STACKS = ("dense", "layers")
@@ -303,7 +303,7 @@ def initializer(
     shardings = jax.tree.map(lambda a: a.sharding, of_modules)
     jitted = functools.partial(jax.jit, make, static_argnums=1, out_shardings=shardings)
     traced = jitted()
-    compiled = apart(jitted(compiler_options=random_options(layout.mesh)))
+    compiled = apart(jitted(compiler_options=initializer_options(layout.mesh)))
 
     def initial(key):
         data = jax.random.key_data(key)

@@ -59,9 +59,11 @@ def compile_options(mesh: Mesh, *, traits: Traits, rescue: bool = False) -> dict
     return {name: value for name, value in wanted.items() if _known(name, value, device)}
 
 
-def random_options(mesh: Mesh) -> dict[str, int]:
-    """Of a program that draws initial values. At its highest level XLA's compiler for CPUs spends
-    three times as long on the generator's loops, which run no faster for it. XLA_FLAGS go first.
+def initializer_options(mesh: Mesh) -> dict[str, int]:
+    """Compiler options of a program that draws initial values.
+
+    At level 3, the default, XLA takes longer to compile the generator's loops for CPUs than at
+    level 2, and they run no faster. A level in XLA_FLAGS stays.
     """
     is_cpu = mesh.devices.flat[0].platform == "cpu"
     return {LEVEL: 2} if is_cpu and LEVEL not in os.environ.get("XLA_FLAGS", "") else {}
