@@ -261,6 +261,8 @@ def test_groups_turn_from_the_top(groups, pace, fractions):
     ("train.freeze=5 train.start=x", "more than model.num_layers=4"),
     ("distill.alpha=2", "between 0 and 1"),
     ("distill.residual=standard", "needs a teacher"),
+    ("distill.teacher=x distill.residual=ladder-fresh", "another function on another mesh"),
+    ("distill.teacher=x distill.residual=no-communication", "another function on another mesh"),
     ("conversion.steps=5 model.residual=standard", "conversion.steps needs"),
     ("conversion.steps=1 conversion.groups=3", "too few"),
     ("conversion.steps=8 conversion.groups=5", r"conversion.groups=5 is more than the 4 .* \(allowed: 1 to 4\)"),

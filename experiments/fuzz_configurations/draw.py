@@ -230,6 +230,11 @@ def reduces(residual: str) -> bool:
     return not residual.startswith(("desync", "no-communication"))
 
 
+def of_mesh(residual: str) -> bool:
+    """Whether another mesh computes another function, where nobody says how many ranks it is of."""
+    return residual == "ladder-fresh" or not reduces(residual)
+
+
 def splits(residual: str) -> bool:
     """Whether its batch is taken in halves, and its stream split."""
     return reduces(residual) and residual != "farskip"
@@ -255,7 +260,7 @@ def retraining(draft: Draft) -> dict[str, Any]:
         "distill.alpha": rng.choice([1.0, 0.7]),
     }
     if taught["distill.teacher"] == "start" or rng.random() < 0.3:
-        others = [n for n in alike if n != student]
+        others = [n for n in alike if n != student and not of_mesh(n)]
         taught["distill.residual"] = rng.choice(others or alike)
     else:
         teacher = dict.fromkeys(("model.ladder_layers", "model.ranks"))
@@ -280,8 +285,9 @@ def another(draft: Draft, teacher: dict[str, Any], drops: bool) -> dict[str, Any
             other.settings["train.sequence_parallel"] = True
         if residual.startswith(("ladder-fresh", "desync")):
             other.settings["model.ranks"] = settings["model.ranks"] or tensor
+        stays = residual == "no-communication" or of_mesh(teacher.get("model.residual", "standard"))
         sizes = itertools.product(
-            [tensor] if residual == "no-communication" else (1, 2, 3, 4, 8),
+            [tensor] if stays else (1, 2, 3, 4, 8),
             (1, 2, 4, 8),
             (1, 2, 4, 8),
         )

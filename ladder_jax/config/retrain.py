@@ -53,7 +53,12 @@ class DistillConfig(Section):
 
     def _check(self) -> None:
         if self.residual is not None:
-            parse_residual(self.residual)
+            name = parse_residual(self.residual)
+            check(
+                name.reduces_every_output and not name.depends_on_ranks,
+                f"distill.residual={self.residual} is another function on another mesh, on which the run may go on:"
+                " name a checkpoint of such a model (distill.teacher=PATH), or another residual, such as standard",
+            )
         for name in ("residual", "hidden_weight"):
             check(
                 self.teacher is not None or not getattr(self, name),

@@ -72,9 +72,8 @@ def teacher_model(config: RunConfig, sources: Sources) -> ModelConfig | None:
     model = dataclasses.replace(sources.teacher.config.model, **dtypes, side=None)
     if config.distill.residual is None:
         return model
-    ranks = model.ranks if config.distill.residual == model.residual else None
     return dataclasses.replace(
-        model, residual=config.distill.residual, ladder_layers=None, ranks=ranks
+        model, residual=config.distill.residual, ladder_layers=None, ranks=None
     )
 
 
