@@ -275,7 +275,9 @@ class Watchdog:
                 with contextlib.suppress(jax.errors.JaxRuntimeError):  # the store may be gone
                     self._tell(judged=True)
                 return self._over(verdict)
-            self._done.wait(self._timeouts.interval)
+            interval = self._timeouts.interval
+            if self._ending.wait(interval):  # process 0 waits for the others
+                self._done.wait(TICK if self._process == 0 else interval)
         self._judged.set()
 
     def _guard(self) -> None:

@@ -2,10 +2,15 @@
 names the cause.
 """
 
+import dataclasses
+import json
 import os
 import signal
+import threading
+import time
+import types
 
-from ladder_jax.processes.watchdog import GO_ON, REPORTS
+from ladder_jax.processes.watchdog import GO_ON, REPORTS, End, Report, Watchdog
 from tests.processes.conftest import ends, joined
 
 HOST = os.uname().nodename
@@ -98,3 +103,23 @@ def test_all_finish_or_stop(started):
     """
     said = ends(started(body), status=143)
     assert said == ["ladder-jax: SIGTERM: step 18 is saved\n"] * 2
+
+
+def test_the_end_of_the_others_is_noticed_at_once():
+    """However rare the signs of life are."""
+
+    class Store(dict):
+        def key_value_set(self, key, value, *, allow_overwrite):
+            self[key] = value
+
+        def key_value_dir_get(self, prefix):
+            return list(self.items())
+
+    store = Store()
+    report = json.dumps(dataclasses.asdict(Report(1, end=End.DONE)))
+    other = threading.Timer(0.5, store.update, [{f"{REPORTS}/1": report}])
+    timeouts = types.SimpleNamespace(lost=600.0, hang=600.0, interval=300.0)
+    began = time.monotonic()
+    with Watchdog(store, process=0, hosts=["a", "b"], timeouts=timeouts).watching():
+        other.start()
+    assert time.monotonic() - began < timeouts.interval
