@@ -363,13 +363,13 @@ def summed_axes(dims):
 
 
 def eight_bits(array, dims):
-    """(whole numbers, scales with the summed dimensions as 1) of a matrix. In float32: where a value
-    lies between two whole numbers, another precision would choose the other one.
+    """(whole numbers, scales with the summed dimensions as 1) of a matrix. By a product, in float32:
+    halfway between two whole numbers anything else may choose the other one.
     """
     array = np.asarray(array, np.float32)
     scale = np.abs(array).max(summed_axes(dims), keepdims=True) * np.float32(1 / 127)
     scale[scale == 0] = 1
-    return np.rint(array / scale), scale
+    return np.rint(array * (1 / scale)), scale
 
 
 def in_eight_bits(params, dims):

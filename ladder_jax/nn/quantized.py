@@ -56,11 +56,11 @@ class Int8:
         over = tuple(index for index, dim in enumerate(dims) if dim not in scale_dims)
         array = array.astype(jnp.float32)
         largest = jnp.max(jnp.abs(array), axis=over, keepdims=True)
-        # A product, not a quotient, as compilers may turn x / 127 into either. NaNs reach the scale
-        # and stay.
+        # Products, not quotients by a constant or by what is broadcast: compilers may turn those into
+        # either. NaNs reach the scale and stay.
         scale = largest * jnp.float32(1 / LARGEST)
         scale = jnp.where(scale < jnp.finfo(jnp.float32).tiny, 1, scale)
-        values = jnp.round(array / scale).astype(jnp.int8)
+        values = jnp.round(array * (1 / scale)).astype(jnp.int8)
         return cls(values, jnp.squeeze(scale, over))
 
     @staticmethod
