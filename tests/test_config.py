@@ -66,7 +66,12 @@ MISTAKES = [
     ("model.num_layer=4", "unknown setting 'model.num_layer'; did you mean 'model.num_layers'?"),
     ("model.num_layers=four", 'model.num_layers must be of type int, not "four"'),
     ("model.num_layers=true", "model.num_layers must be of type int, not true"),
-    ("model.num_layers=0", "model.num_layers must be positive, not 0"),
+    ("model.num_layers=0", "model.num_layers must be between 1 and 10,000, not 0"),
+    (
+        "model.num_layers=9999999999",
+        "model.num_layers must be between 1 and 10,000, not 9999999999",
+    ),
+    ("model.residual=ladder-1000", "unknown residual 'ladder-1000'"),
     ("model.num_heads=7", "model.num_heads=7 does not divide model.d_model=128"),
     ("model.head_dim=0", "model.head_dim must be positive, not 0"),
     ("model.num_kv_heads=3", "model.num_kv_heads=3 does not divide model.num_heads=8"),

@@ -10,7 +10,7 @@ import pathlib
 import re
 from collections.abc import Sequence
 
-from ladder_jax.config.fields import Count, Positive, Section, build, check
+from ladder_jax.config.fields import Count, Layers, Positive, Section, build, check
 from ladder_jax.config.model_sections import MoEConfig, SideConfig
 from ladder_jax.errors import UserError, unknown, wrong_type
 
@@ -53,13 +53,13 @@ class ResidualName:
 
 
 def parse_residual(name: str) -> ResidualName:
-    """Of any name in RESIDUALS and EXPERT_RESIDUALS, `ladder-K` and `desync-N`, numbers from 1.
+    """Of any name in RESIDUALS and EXPERT_RESIDUALS, `ladder-K` and `desync-N`, numbers from 1 to 999.
 
     Raises UserError for any other.
     """
     if not isinstance(name, str):
         raise wrong_type("residual", name, str)
-    numbered = re.fullmatch(r"(ladder|desync)-([1-9]\d*)", name)
+    numbered = re.fullmatch(r"(ladder|desync)-([1-9]\d{0,2})", name)
     if numbered:
         return ResidualName(numbered[1], int(numbered[2]))
     if name in (*RESIDUALS, *EXPERT_RESIDUALS):
@@ -163,7 +163,7 @@ class ModelConfig(Section):
     tensor-parallel ranks (ladder-fresh, desync-n); empty: the mesh's.
     """
 
-    num_layers: Count = 4
+    num_layers: Layers = 4
     d_model: Count = 128
     num_heads: Count = 8
     num_kv_heads: Count = 4
