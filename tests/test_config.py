@@ -71,6 +71,8 @@ MISTAKES = [
         "model.num_layers=9999999999",
         "model.num_layers must be between 1 and 10,000, not 9999999999",
     ),
+    ("model.ladder_layers=9999999999", "ladder_layers='9999999999' is no choice of layers"),
+    ("train.spike_window=9999999999", "train.spike_window must be between 1 and 10,000"),
     ("model.residual=ladder-1000", "unknown residual 'ladder-1000'"),
     ("model.num_heads=7", "model.num_heads=7 does not divide model.d_model=128"),
     ("model.head_dim=0", "model.head_dim must be positive, not 0"),

@@ -10,7 +10,7 @@ import pathlib
 import re
 from collections.abc import Sequence
 
-from ladder_jax.config.fields import Count, Layers, Positive, Section, build, check
+from ladder_jax.config.fields import Count, Few, Positive, Section, build, check
 from ladder_jax.config.model_sections import MoEConfig, SideConfig
 from ladder_jax.errors import UserError, unknown, wrong_type
 
@@ -97,7 +97,7 @@ def layer_indices(which: str | int | Sequence[int], num_layers: int) -> tuple[in
         raise refused from None
     if "," in which:
         layers = sorted(given)
-    elif len(given) == 1 and given[0] >= 0:
+    elif len(given) == 1 and 0 <= given[0] <= num_layers:
         layers = [*range(num_layers - given[0], num_layers)]
     else:
         raise refused
@@ -163,7 +163,7 @@ class ModelConfig(Section):
     tensor-parallel ranks (ladder-fresh, desync-n); empty: the mesh's.
     """
 
-    num_layers: Layers = 4
+    num_layers: Few = 4
     d_model: Count = 128
     num_heads: Count = 8
     num_kv_heads: Count = 4

@@ -8,6 +8,7 @@ import enum
 from ladder_jax.config.fields import (
     Count,
     CountOrZero,
+    Few,
     Positive,
     PositiveOrZero,
     Section,
@@ -190,7 +191,7 @@ class TrainConfig(Section):
     on_bad_step: OnBadStep = OnBadStep.STOP
     # a loss above this many times the recent mean is bad; 0: only one that is not finite
     spike_factor: float = 0.0
-    spike_window: Count = 50  # steps in that mean; during the first ones no loss is too high
+    spike_window: Few = 50  # steps in that mean; during the first ones no loss is too high
     # the run stops after more than so many in a row, or rollbacks to one checkpoint
     max_bad_steps: Count = 10
     rollback_batches: Count = 100  # batches up to the bad one that a rollback leaves out
