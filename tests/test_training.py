@@ -12,8 +12,9 @@ import pytest
 from ladder_jax import config, nn, train
 from ladder_jax.checkpoint.arrays import named
 from ladder_jax.config import Loop, TrainConfig
+from ladder_jax.config.fields import check
 from ladder_jax.errors import UserError
-from ladder_jax.train import metrics, step as steps
+from ladder_jax.train import folder, metrics, session, step as steps
 from tests import cases, experts, reference, runs
 from tests.covering import marked
 
@@ -156,6 +157,29 @@ def test_a_changed_configuration_is_refused(uninterrupted, book):
     with pytest.raises(UserError, match="train.learning_rate was 0.004, now 0.1"):
         run(book, directory, "train.learning_rate=0.1")
     assert sorted(p.stat().st_mtime_ns for p in directory.rglob("*")) == before
+
+
+def test_a_run_without_steps_may_be_begun_anew(book, tmp_path, monkeypatch):
+    """With other settings, such as a smaller batch after the first one needed too much memory; not
+    from other weights, whose tokenizer may be another one. A part of a checkpoint counts as steps.
+    """
+    directory, other = tmp_path / "run", ["train.steps=1", "train.batch=2"]
+    with monkeypatch.context() as patched, pytest.raises(UserError, match="out of memory"):
+        patched.setattr(session.Session, "run", lambda self: check(False, "out of memory"))
+        run(book, directory)
+    given = config.load("tiny", overrides=runs.words(book, directory, *other))
+    start = dataclasses.replace(given, train=dataclasses.replace(given.train, start="elsewhere"))
+    part = directory / "checkpoints" / "1"
+    for wrong in (start, given):
+        with pytest.raises(UserError, match="train.batch was 4, now 2"):
+            folder.check(wrong, directory)
+        part.mkdir(parents=True, exist_ok=True)
+    part.rmdir()
+    run(book, directory, *other)
+    assert json.loads((directory / "config.json").read_text())["train"]["batch"] == 2
+    assert [row["tokens"] for row in metrics.read(directory)] == [2 * 32]
+    with pytest.raises(UserError, match="train.batch was 2, now 4"):
+        run(book, directory)
 
 
 def test_a_folder_of_something_else_is_left_alone(book, tmp_path):

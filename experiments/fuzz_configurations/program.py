@@ -24,7 +24,7 @@ from ladder_jax.retrain import ADAPTERS
 from ladder_jax.retrain.sources import Sources
 from ladder_jax.retrain.task import of_sources
 from ladder_jax.train import checkpoints
-from ladder_jax.train.folder import RunContext
+from ladder_jax.train.folder import CHECKPOINTS, RunContext
 from ladder_jax.train.timing import TimeAccount
 from tests import cases
 
@@ -158,7 +158,7 @@ class Program:
             say=lambda line: None,
             heartbeat=lambda doing: None,
         )
-        store = Store(folder / checkpoints.FOLDER, config=self.config)
+        store = Store(folder / CHECKPOINTS, config=self.config)
         checkpoints.save(store, state, frozen, context=context, task=task)
         store.close()
         assert store.failure() is None
@@ -179,7 +179,7 @@ class Program:
                 self.config.mesh,
                 dataclasses.replace(self.config.train, start=None, freeze=0),
             )
-            store = Store(folder / checkpoints.FOLDER, config=plain)
+            store = Store(folder / CHECKPOINTS, config=plain)
             definition = ModelDef(model, self.definition.layout)
             store.save(1, params=cases.place(params, definition), optimizer={"count": np.zeros(())})
             store.close()

@@ -14,7 +14,7 @@ from ladder_jax.config import OnDamaged
 from ladder_jax.errors import UserError
 from ladder_jax.files import AnyPath, explained, patiently
 from ladder_jax.nn import Params
-from ladder_jax.train.folder import RunContext, writing
+from ladder_jax.train.folder import CHECKPOINTS, RunContext, writing
 from ladder_jax.train.gradients import TrainingTask
 from ladder_jax.train.step import (
     TrainState,
@@ -24,7 +24,6 @@ from ladder_jax.train.step import (
     optimizer_to_dict,
 )
 
-FOLDER = "checkpoints"  # in the run's folder
 # seconds until a shared file system shows another host's files: NFS caches folders for up to 60
 VISIBLE_WITHIN = 90.0
 
@@ -66,7 +65,7 @@ def newest(context: RunContext) -> Checkpoint | None:
     shared file system.
     """
     agreement = context.agreement
-    folder = context.folder / FOLDER
+    folder = context.folder / CHECKPOINTS
     found = agreement.broadcast(
         "which checkpoint is resumed", lambda: _newest(folder, context=context)
     )

@@ -36,6 +36,7 @@ from ladder_jax.data.tokenizer import Tokenizer
 from ladder_jax.errors import RunFailed, UserError, one_line
 from ladder_jax.files import AnyPath, absolute, explained, is_remote, kvstore, patiently, read_text
 from ladder_jax.processes.agreement import Agreement
+from ladder_jax.train import metrics
 from ladder_jax.train.timing import TimeAccount
 
 # The settings that may change when a run is resumed: where and how the same numbers are computed,
@@ -64,6 +65,7 @@ FREE = (
 
 CAUGHT = (signal.SIGTERM, signal.SIGINT)
 CONFIG = "config.json"
+CHECKPOINTS = "checkpoints"
 GOODPUT = "goodput.json"
 RESULT = "result.json"
 LOCK = ".lock"
@@ -149,8 +151,8 @@ def path_of(config: RunConfig) -> AnyPath:
 
 
 def check(config: RunConfig, folder: AnyPath) -> None:
-    """Raises UserError where `folder` holds a run of another configuration, or is no run's
-    folder.
+    """Raises UserError where `folder` holds a run of another configuration, or is no run's folder.
+    A run that made no step, as its batch was too large for the memory, may have another one.
     """
     with explained(folder, "read"):
         patiently(folder, lambda: _check(config, folder))
@@ -175,17 +177,25 @@ def _check(config: RunConfig, folder: AnyPath) -> None:
     has_experts = any(key.startswith("model.moe.") for key in before)
     defaults = RunConfig(model=ModelConfig(moe=MoEConfig())) if has_experts else RunConfig()
     before = flatten_dict(to_dict(defaults), sep=".") | before
-    changed = []
+    changed = {}
     for key in sorted(before | after):
         was = before.get(key)
         now = after.get(key)
         if was != now and not key.startswith(FREE):
-            changed.append(f"{key} was {was!r}, now {now!r}")
-    if changed:
+            changed[key] = f"{key} was {was!r}, now {now!r}"
+    # the folder's tokenizer is that of train.start
+    if "train.start" in changed or changed and _has_steps(folder):
         raise UserError(
-            f"{str(folder)!r} holds a run of another configuration ({'; '.join(changed)}):"
+            f"{str(folder)!r} holds a run of another configuration ({'; '.join(changed.values())}):"
             " change it back, or choose another run.dir"
         )
+
+
+def _has_steps(folder: AnyPath) -> bool:
+    """Whether a step was logged, or saved in part."""
+    log = folder / metrics.NAME
+    saved = folder / CHECKPOINTS
+    return log.is_file() and log.read_bytes() or saved.is_dir() and any(saved.iterdir())
 
 
 def _is_free(folder: AnyPath) -> bool:

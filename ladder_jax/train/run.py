@@ -133,7 +133,7 @@ def run(
             folder.write_config(context)
             metrics = Metrics(small, step=first, trackers=followers)
             stack.enter_context(contextlib.closing(metrics))
-            store = Store(where / checkpoints.FOLDER, config=config, timeout=timeout)
+            store = Store(where / folder.CHECKPOINTS, config=config, timeout=timeout)
             stack.enter_context(contextlib.closing(store))
         about = {
             "fingerprint": data.fingerprint,
