@@ -4,6 +4,7 @@ import dataclasses
 import itertools
 import json
 import socket
+from unittest import mock
 
 import jax
 import numpy as np
@@ -12,7 +13,6 @@ import pytest
 from ladder_jax import config, nn, train
 from ladder_jax.checkpoint.arrays import named
 from ladder_jax.config import Loop, TrainConfig
-from ladder_jax.config.fields import check
 from ladder_jax.errors import UserError
 from ladder_jax.train import folder, metrics, session, step as steps
 from tests import cases, experts, reference, runs
@@ -165,7 +165,7 @@ def test_a_run_without_steps_may_be_begun_anew(book, tmp_path, monkeypatch):
     """
     directory, other = tmp_path / "run", ["train.steps=1", "train.batch=2"]
     with monkeypatch.context() as patched, pytest.raises(UserError, match="out of memory"):
-        patched.setattr(session.Session, "run", lambda self: check(False, "out of memory"))
+        patched.setattr(session.Session, "run", mock.Mock(side_effect=UserError("out of memory")))
         run(book, directory)
     given = config.load("tiny", overrides=runs.words(book, directory, *other))
     start = dataclasses.replace(given, train=dataclasses.replace(given.train, start="elsewhere"))

@@ -53,7 +53,8 @@ class ResidualName:
 
 
 def parse_residual(name: str) -> ResidualName:
-    """Of any name in RESIDUALS and EXPERT_RESIDUALS, `ladder-K` and `desync-N`, numbers from 1 to 999.
+    """Of any name in RESIDUALS and EXPERT_RESIDUALS, `ladder-K` and `desync-N`, with numbers from 1
+    to 999.
 
     Raises UserError for any other.
     """

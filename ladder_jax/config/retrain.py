@@ -56,8 +56,9 @@ class DistillConfig(Section):
             name = parse_residual(self.residual)
             check(
                 name.reduces_every_output and not name.depends_on_ranks,
-                f"distill.residual={self.residual} is another function on another mesh, on which the run may go on:"
-                " name a checkpoint of such a model (distill.teacher=PATH), or another residual, such as standard",
+                f"distill.residual={self.residual} depends on the number of ranks, so a run resumed on another mesh"
+                " would have another teacher: name a checkpoint of such a model (distill.teacher=PATH), or another"
+                " residual, such as standard",
             )
         for name in ("residual", "hidden_weight"):
             check(

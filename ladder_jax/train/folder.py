@@ -152,7 +152,7 @@ def path_of(config: RunConfig) -> AnyPath:
 
 def check(config: RunConfig, folder: AnyPath) -> None:
     """Raises UserError where `folder` holds a run of another configuration, or is no run's folder.
-    A run that made no step, as its batch was too large for the memory, may have another one.
+    A run that made no step, for want of memory perhaps, may get another one.
     """
     with explained(folder, "read"):
         patiently(folder, lambda: _check(config, folder))
@@ -194,8 +194,10 @@ def _check(config: RunConfig, folder: AnyPath) -> None:
 def _has_steps(folder: AnyPath) -> bool:
     """Whether a step was logged, or saved in part."""
     log = folder / metrics.NAME
+    if log.is_file() and log.read_bytes():
+        return True
     saved = folder / CHECKPOINTS
-    return log.is_file() and log.read_bytes() or saved.is_dir() and any(saved.iterdir())
+    return saved.is_dir() and any(saved.iterdir())
 
 
 def _is_free(folder: AnyPath) -> bool:
