@@ -9,6 +9,7 @@ is compiled.
 """
 
 import dataclasses
+import functools
 import itertools
 import pathlib
 
@@ -89,6 +90,7 @@ FEATURES = (
 )
 
 
+@functools.cache
 def refusal(settings: tuple[str, ...]) -> str | None:
     """Why a run of a small model with these settings is refused."""
     try:
@@ -123,10 +125,8 @@ def excluded() -> dict[tuple[str, str], str]:
         if are_alternatives(a, b):
             continue
         reason = refusal(together(*a.all_settings, *b.all_settings))
-        by_needs = refusal(together(*a.needs, *b.all_settings)) or refusal(
-            together(*a.all_settings, *b.needs)
-        )
-        if reason and not by_needs:
+        without = together(*a.needs, *b.all_settings), together(*a.all_settings, *b.needs)
+        if reason and not any(map(refusal, without)):
             reasons[a.name, b.name] = reason
     return reasons
 
