@@ -91,13 +91,6 @@ def refused(what: str) -> Iterator[None]:
         raise
 
 
-def wrong_type(what: str, value: object, *kinds: type) -> UserError:
-    """The error for a value of another type than `kinds`."""
-    return UserError(
-        f"{what} must be of type {' or '.join(kind.__name__ for kind in kinds)}, not {described(value)}"
-    )
-
-
 def whole(what: str, value: object, *, least: int) -> int:
     """`value` as an int. Raises UserError for another type, NumPy's integers excepted, and below
     `least`.

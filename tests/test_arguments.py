@@ -23,6 +23,10 @@ def params_of(config=CONFIG, *, tensor=1):
     return cases.parameters(nn.define(config, mesh=parallel.make_mesh(tensor=tensor)))
 
 
+def generator():
+    return decode.Generator(DEFINITION, params_of())
+
+
 def without(*path):
     """A model's parameters, the one at `path` left out, or the module."""
     params = params_of()
@@ -133,6 +137,7 @@ def test_tokens_outside_the_vocabulary():
 
 DEFINITION = nn.define(CONFIG, mesh=parallel.make_mesh())
 RNGS = nnx.Rngs(0)
+GREEDY = config.DecodeConfig()
 WRONG = {
     "make_mesh(devices=)": (
         lambda: parallel.make_mesh(devices="cpu"),
@@ -199,7 +204,7 @@ WRONG = {
         lambda: residual.Stack(nnx.Linear, topology="ladder", rngs=RNGS),
         "must be of type Topology",
     ),
-    "run": (
+    "residual.run": (
         lambda: residual.run("ladder", None, None, params={}),
         "topology must be of type Topology, not 'ladder'",
     ),
@@ -252,6 +257,26 @@ WRONG = {
         lambda: decode.Generator("tiny", {}),
         "inference needs a Transformer, or a ModelDef and its params, not 'tiny'",
     ),
+    "Generator.tokens of a text": (
+        lambda: generator().tokens("hello", config=GREEDY),
+        "a prompt must be a list of whole numbers, not 'h'",
+    ),
+    "Generator.tokens of one prompt": (
+        lambda: generator().tokens([1, 2], config=GREEDY),
+        "a prompt must be a list of whole numbers, not 1",
+    ),
+    "Generator.tokens of fractions": (
+        lambda: generator().tokens([[1, 2.5]], config=GREEDY),
+        "a prompt must be a list of whole numbers, not a list",
+    ),
+    "Generator.pieces": (
+        lambda: list(generator().pieces([1, 2])),
+        "request must be of type Request, not a list",
+    ),
+    "Engine.submit": (
+        lambda: decode.Engine(DEFINITION, params_of(), capacity=4).submit([1, 2]),
+        "request must be of type Request, not a list",
+    ),
     "Request": (lambda: decode.Request(5), "prompt must be a list of whole numbers, not 5"),
     "Request(stop=)": (lambda: decode.Request([1], stop=5), "stop must be a list, not 5"),
     "Request(logprobs=)": (
@@ -266,6 +291,22 @@ WRONG = {
         lambda: evaluate.Scorer(DEFINITION, params_of(), batch_tokens="5"),
         "must be a whole numb",
     ),
+    "perplexity of a text": (
+        lambda: evaluate.perplexity(evaluate.Scorer(DEFINITION, params_of()), "hello"),
+        "a document must be a list of whole numbers, not 'hello'",
+    ),
+    "perplexity of fractions": (
+        lambda: evaluate.perplexity(evaluate.Scorer(DEFINITION, params_of()), [1, 2.5]),
+        "a document must be a list of whole numbers, not a list",
+    ),
+    "text_perplexity": (
+        lambda: evaluate.text_perplexity(evaluate.Scorer(DEFINITION, params_of()), ["hello"]),
+        "model must be of type Model, not a Scorer",
+    ),
+    "compiled_logits(loop=)": (
+        lambda: nn.compiled_logits(DEFINITION, loop="scann"),
+        "unknown value for loop: 'scann'; did you mean 'scan'?",
+    ),
     "checkpoint.Store": (
         lambda: checkpoint.Store("a", config="tiny"),
         "config must be of type RunConfig, not 'tiny'",
@@ -278,6 +319,25 @@ WRONG = {
     "train_step(config=)": (
         lambda: train.train_step(DEFINITION, config={}),
         "config must be of type TrainConfig, not a di",
+    ),
+    "loss_and_gradients": (
+        lambda: train.loss_and_gradients("tiny"),
+        "definition must be of type ModelDef, not 'tiny'",
+    ),
+    "loss_and_gradients of one token": (
+        lambda: train.loss_and_gradients(DEFINITION)(params_of(), np.zeros((4, 1), np.int32)),
+        "a row must be of at least two tokens",
+    ),
+    "loss_and_gradients(accumulate=)": (
+        lambda: train.loss_and_gradients(DEFINITION, accumulate=3)(
+            params_of(), np.zeros((4, 9), np.int32)
+        ),
+        "accumulate=3 does not divide a rank's 4 rows",
+    ),
+    "run": (lambda: train.run("tiny"), "config must be of type RunConfig, not 'tiny'"),
+    "load(overrides=)": (
+        lambda: config.load("tiny", overrides="train.steps=3"),
+        "overrides must be of type list or tuple, not 'train.steps=3'",
     ),
     "load": (lambda: config.load(5), "a configuration must be of type str or PathLike, not 5"),
     "from_dict": (lambda: config.from_dict(5), "a configuration must be of type dict, not 5"),

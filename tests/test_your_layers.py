@@ -4,6 +4,7 @@ cannot take.
 
 import functools
 import types
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -186,8 +187,8 @@ def double(weights):
 THREE = residual.topology("ladder", num_layers=3)
 MANY = r"params must hold 3 layers, as the topology does: arrays \[3, ...\], or .*; they hold"
 REFUSED = [
-    (dict(loop="scann"), "unknown loop 'scann'; did you mean 'scan'"),
-    (dict(remat="ful"), "unknown remat 'ful'; did you mean 'full'"),
+    (dict(loop="scann"), "unknown value for loop: 'scann'; did you mean 'scan'"),
+    (dict(remat="ful"), "unknown value for remat: 'ful'; did you mean 'full'"),
     (dict(params=STACKED[:2]), f"{MANY} 2"),
     (dict(params=list(STACKED[:2]), loop="unrolled"), f"{MANY} 2"),
     (dict(params=(STACKED, jnp.float32(1))), f"{MANY} 3, an array without layers"),
@@ -250,7 +251,8 @@ def test_compile_options_are_those_of_the_tables_traits(monkeypatch):
     monkeypatch.setattr(compiled, "_known", lambda *_: True)
     v6e = types.SimpleNamespace(device_kind="TPU v6 lite")
     shape = dict(data=1, fsdp=2, tensor=4)
-    mesh = types.SimpleNamespace(devices=np.full(tuple(shape.values()), v6e, object), shape=shape)
+    devices = np.full(tuple(shape.values()), v6e, object)
+    mesh = mock.Mock(jax.sharding.Mesh, devices=devices, shape=shape)
     for name, overlap in (("ladder", Overlap.HIDES), ("standard", Overlap.WAITS)):
         topology = residual.topology(name, num_layers=2)
         traits = Traits(overlap, Phase.DECODE, Loop.UNROLLED, frozenset({Split.WEIGHTS}))

@@ -22,7 +22,7 @@ from ladder_jax.config import RunConfig, from_dict
 from ladder_jax.config.fields import shown
 from ladder_jax.data import tokenizer as tokenizers
 from ladder_jax.errors import UserError
-from ladder_jax.files import AnyPath, absolute, explained, read_text, reason
+from ladder_jax.files import AnyPath, absolute, expanded, explained, read_text, reason
 from ladder_jax.nn import ModelDef, Params
 
 FORMAT = "ladder_jax"
@@ -189,8 +189,9 @@ def _unpadded(name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
     return shape
 
 
-def steps(folder: AnyPath) -> list[int]:
+def steps(folder: str | AnyPath) -> list[int]:
     """The steps of the finished checkpoints in `folder`, in order."""
+    folder = expanded(folder)
     return [step for step in _all_steps(folder) if _is_finished(folder / str(step))]
 
 

@@ -29,7 +29,8 @@ from ladder_jax.checkpoint import arrays, manifest, writing
 from ladder_jax.checkpoint.saved import FORMAT, VERSION, open_checkpoint, steps, unfinished_steps
 from ladder_jax.checkpoint.writing import Write
 from ladder_jax.config import RunConfig, to_dict
-from ladder_jax.errors import UserError, unknown, wrong_type
+from ladder_jax.config.fields import check_type
+from ladder_jax.errors import UserError, unknown
 from ladder_jax.files import AnyPath, absolute, is_remote, patiently, reason
 from ladder_jax.nn import Params
 from ladder_jax.processes.agreement import TIMEOUT, Agreement, first_of
@@ -59,10 +60,8 @@ class Store:
     """
 
     def __init__(self, folder: str | AnyPath, *, config: RunConfig, timeout: float = TIMEOUT):
-        if not isinstance(config, RunConfig):
-            raise wrong_type("config", config, RunConfig)
-        if not isinstance(folder, str | os.PathLike):
-            raise wrong_type("folder", folder, str, os.PathLike)
+        check_type("config", config, RunConfig)
+        check_type("folder", folder, str, os.PathLike)
         self.folder = absolute(folder)
         self._config = config
         self._timeout = timeout

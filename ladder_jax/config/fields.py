@@ -8,7 +8,7 @@ import os
 import reprlib
 import typing
 
-from ladder_jax.errors import UserError, unknown
+from ladder_jax.errors import UserError, described, unknown
 
 POSITIVE = (lambda value: value > 0, "be positive")
 NOT_NEGATIVE = (lambda value: value >= 0, "not be negative")
@@ -61,6 +61,13 @@ def check(condition: bool, message: str) -> None:
     """Raises UserError with `message` where the condition fails."""
     if not condition:
         raise UserError(message)
+
+
+def check_type(what: str, value: object, *kinds: type) -> None:
+    """Raises UserError for a value of another type than `kinds`."""
+    if not isinstance(value, kinds):
+        allowed = " or ".join(kind.__name__ for kind in kinds)
+        raise UserError(f"{what} must be of type {allowed}, not {described(value)}")
 
 
 def passes(check: typing.Callable[..., None], *args: object, **settings: object) -> bool:

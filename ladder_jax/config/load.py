@@ -9,10 +9,10 @@ import os
 import pathlib
 import typing
 
-from ladder_jax.config.fields import build
+from ladder_jax.config.fields import build, check_type
 from ladder_jax.config.model import PRESETS, ModelConfig, changed, preset_fields, recipe
 from ladder_jax.config.run import RunConfig
-from ladder_jax.errors import UserError, unknown, wrong_type
+from ladder_jax.errors import UserError, unknown
 
 TOPOLOGY = ("ladder_layers", "ranks")
 """Fields of the section `model` that belong to its `residual`."""
@@ -24,8 +24,8 @@ def load(source: str | pathlib.Path, *, overrides: typing.Sequence[str] = ()) ->
 
     Raises UserError for an unknown key or preset, a wrong type or an impossible value.
     """
-    if not isinstance(source, str | os.PathLike):
-        raise wrong_type("a configuration", source, str, os.PathLike)
+    check_type("a configuration", source, str, os.PathLike)
+    check_type("overrides", overrides, list, tuple)
     path = pathlib.Path(source)
     if path.suffix in (".yaml", ".yml", ".json"):
         tree = read_yaml(path, what="configuration")
@@ -51,8 +51,7 @@ def from_dict(tree: dict) -> RunConfig:
     """`model` may name a `preset` to start from: `{"model": {"preset": "tiny", "residual":
     "ladder"}}`.
     """
-    if not isinstance(tree, dict):
-        raise wrong_type("a configuration", tree, dict)
+    check_type("a configuration", tree, dict)
     model = tree.get("model")
     if isinstance(model, dict):
         rest = {key: value for key, value in model.items() if key != "preset"}

@@ -10,9 +10,9 @@ import pathlib
 import re
 from collections.abc import Sequence
 
-from ladder_jax.config.fields import Count, Few, Positive, Section, build, check
+from ladder_jax.config.fields import Count, Few, Positive, Section, build, check, check_type
 from ladder_jax.config.model_sections import MoEConfig, SideConfig
-from ladder_jax.errors import UserError, unknown, wrong_type
+from ladder_jax.errors import UserError, unknown
 
 RESIDUALS = (
     "standard",
@@ -58,8 +58,7 @@ def parse_residual(name: str) -> ResidualName:
 
     Raises UserError for any other.
     """
-    if not isinstance(name, str):
-        raise wrong_type("residual", name, str)
+    check_type("residual", name, str)
     numbered = re.fullmatch(r"(ladder|desync)-([1-9]\d{0,2})", name)
     if numbered:
         return ResidualName(numbered[1], int(numbered[2]))
@@ -84,8 +83,7 @@ def layer_indices(which: str | int | Sequence[int], num_layers: int) -> tuple[in
     list, `"all"`.
     """
     which = _as_text(which)
-    if not isinstance(which, str):
-        raise wrong_type("ladder_layers", which, str)
+    check_type("ladder_layers", which, str)
     if which == "all":
         return tuple(range(num_layers))
     refused = UserError(
@@ -358,7 +356,7 @@ class Interleave(enum.Enum):
 
 
 @dataclasses.dataclass(frozen=True)
-class Execution:
+class Execution(Section):
     """How a forward pass is executed, and the backward pass of it: whatever this says, the function
     is the same.
 
@@ -375,7 +373,7 @@ class Execution:
     collective_matmul: CollectiveMatmul = CollectiveMatmul.NONE
     interleave: int = 1
 
-    def __post_init__(self):
+    def _check(self):
         check_interleave(self.interleave)
 
 

@@ -7,7 +7,7 @@ import jax
 import numpy as np
 
 from ladder_jax.config import DecodeConfig, Loop, Quantize, RunConfig
-from ladder_jax.config.fields import member
+from ladder_jax.config.fields import check_type, member
 from ladder_jax.decode import steps, weights
 from ladder_jax.decode.request import (
     Decoder,
@@ -58,6 +58,7 @@ class Generator:
         Raises UserError for a prompt outside the vocabulary, NoNumbers where the logits are NaN or
         infinite.
         """
+        check_type("request", request, Request)
         request.check(vocab_size=self.definition.config.vocab_size, decoder=decoder)
         sequence = TokenSequence(request, decoder=decoder)
         rows = self.definition.layout.batch_ranks  # of which the first counts

@@ -10,9 +10,9 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from ladder_jax.config import DecodeConfig
-from ladder_jax.config.fields import shown
+from ladder_jax.config.fields import check_type, shown
 from ladder_jax.data.tokenizer import Tokenizer
-from ladder_jax.errors import RunFailed, UserError, described, wrong_type
+from ladder_jax.errors import RunFailed, UserError, described
 
 SAMPLING = (
     "max_new_tokens",
@@ -94,15 +94,9 @@ class Request:
                 raise UserError(f"{name} must be at most {most}, not {getattr(self, name)}")
         for name in ("prompt", "stop_ids"):
             tokens = getattr(self, name)
-            try:
-                put(name, tuple(map(operator.index, tokens)))
-            except TypeError:
-                raise UserError(
-                    f"{name} must be a list of whole numbers, not {described(tokens)}"
-                ) from None
+            put(name, whole_numbers(name, tokens))
         put("stop", _strings(self.stop))
-        if not isinstance(self.logprobs, bool):
-            raise wrong_type("logprobs", self.logprobs, bool)
+        check_type("logprobs", self.logprobs, bool)
 
     @classmethod
     def of(
@@ -149,13 +143,24 @@ def _strings(stop):
     return stop
 
 
+def whole_numbers(what: str, tokens: Iterable[int]) -> tuple[int, ...]:
+    """As Python's numbers. Raises UserError for anything else, such as a text or 2.0."""
+    try:
+        return tuple(map(operator.index, tokens))
+    except TypeError:
+        raise UserError(
+            f"{what} must be a list of whole numbers, not {described(tokens)}"
+        ) from None
+
+
 def check_prompts(prompts: Sequence[Sequence[int]], *, vocab_size: int) -> None:
     """Raises UserError where there is no prompt, an empty one, or a token outside the
     vocabulary.
     """
-    if not prompts:
+    if not len(prompts):
         raise UserError("there is no prompt")
     for prompt in prompts:
+        whole_numbers("a prompt", prompt)
         if not len(prompt):
             raise UserError(
                 "the prompt is empty; generation needs at least one token to start from"

@@ -7,7 +7,9 @@ from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
+from ladder_jax.config.fields import check_type
 from ladder_jax.decode.engine import jsonl
+from ladder_jax.decode.request import whole_numbers
 from ladder_jax.errors import UserError
 from ladder_jax.evaluate.model import WINDOW, Model
 from ladder_jax.evaluate.scorer import Scorer, Span
@@ -89,7 +91,7 @@ def perplexity(
         window = own
     if len(tokens) and np.ndim(tokens[0]) == 0:
         tokens = [tokens]
-    documents = [np.asarray(document).tolist() for document in tokens]
+    documents = [whole_numbers("a document", np.asarray(document).tolist()) for document in tokens]
     return _measured(
         lambda: scorer,
         documents,
@@ -111,6 +113,7 @@ def text_perplexity(
     file: see `jsonl.carry_out`; a line is a window's. Raises UserError where there is nothing to
         score.
     """
+    check_type("model", model, Model)
     texts = [text for text in texts if text]
     documents = [model.encode(text) for text in texts]
     how = dict(prefix=model.prefix, window=model.window, stride=stride)

@@ -210,6 +210,8 @@ def library():
 
 
 def _task(config: dict, examples: Sequence, shots: int, shots_from: Sequence):
+    if not examples:
+        raise UserError("there is no question")
     pool = map(dataclasses.asdict, _pool(examples, shots, shots_from))
     documents = map(dataclasses.asdict, examples)
     return library().LocalTask(config, list(documents), shots=shots, pool=list(pool))

@@ -24,8 +24,8 @@ from ladder_jax.config import (
     check_exchange,
     check_halves,
 )
-from ladder_jax.config.fields import check, member
-from ladder_jax.errors import UserError, unknown, wrong_type
+from ladder_jax.config.fields import check, check_type, member
+from ladder_jax.errors import UserError, unknown
 from ladder_jax.nn import attention, parameter
 from ladder_jax.nn.attention import Cache, Kernel
 from ladder_jax.nn.modules import Embedding, Layer, RMSNorm, normalise, recomputed
@@ -265,8 +265,7 @@ def check_model(definition: Any, params: Any) -> None:
     """Raises UserError for what is no ModelDef, or neither its parameters nor a function that reads
     them.
     """
-    if not isinstance(definition, ModelDef):
-        raise wrong_type("definition", definition, ModelDef)
+    check_type("definition", definition, ModelDef)
     if not callable(params):
         check_params(params, expected=definition.abstract)
 

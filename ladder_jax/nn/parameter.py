@@ -25,7 +25,8 @@ from jax.nn import initializers
 from jax.sharding import PartitionSpec
 
 from ladder_jax.config import ModelConfig
-from ladder_jax.errors import UserError, wrong_type
+from ladder_jax.config.fields import check_type
+from ladder_jax.errors import UserError
 from ladder_jax.parallel import Layout
 from ladder_jax.parallel.collectives import Axes
 from ladder_jax.parallel.compiled import initializer_options
@@ -166,8 +167,7 @@ class Module(nnx.Module):
 
 def sizes_of(config: ModelConfig | Sizes, rngs: nnx.Rngs | None) -> Sizes:
     """What a module is declared with: a model's sizes on one rank, or the given ones."""
-    if not isinstance(config, ModelConfig | Sizes):
-        raise wrong_type("config", config, ModelConfig, Sizes)
+    check_type("config", config, ModelConfig, Sizes)
     return config if isinstance(config, Sizes) else Sizes(config, rngs=rngs)
 
 
@@ -175,8 +175,7 @@ def next_key(rngs: nnx.Rngs) -> Array:
     """The next key of the stream `params`, or the default one. Raises UserError where there is
     neither.
     """
-    if not isinstance(rngs, nnx.Rngs):
-        raise wrong_type("rngs", rngs, nnx.Rngs)
+    check_type("rngs", rngs, nnx.Rngs)
     try:
         return rngs.params()
     except AttributeError:

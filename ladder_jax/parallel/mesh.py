@@ -22,7 +22,8 @@ from jax.extend import core
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from ladder_jax.config import MeshConfig, ModelConfig, check_fits_mesh, parse_residual
-from ladder_jax.errors import UserError, unknown, wrong_type
+from ladder_jax.config.fields import check_type
+from ladder_jax.errors import UserError, unknown
 from ladder_jax.parallel.collectives import EMULATED, Axes
 from ladder_jax.scopes import AXES, DATA, FSDP, TENSOR
 
@@ -134,11 +135,9 @@ def mesh_of(mesh: Mesh | NamedMesh, *, axes: Mapping[str, str] | None = None) ->
     """
     if isinstance(mesh, NamedMesh) and axes is None:
         return mesh
-    if not isinstance(mesh, Mesh):
-        raise wrong_type("mesh", mesh, Mesh)
-    if not isinstance(axes, Mapping | None):
-        raise wrong_type("axes", axes, dict)
-    given = dict(axes or {})
+    check_type("mesh", mesh, Mesh)
+    given = {} if axes is None else axes
+    check_type("axes", given, dict)
     for axis, name in given.items():
         if axis not in AXES:
             raise unknown("axis", axis, AXES)
@@ -279,8 +278,7 @@ def layout(config: ModelConfig, *, mesh: Mesh | NamedMesh) -> Layout:
     """How `config`'s model lies over `mesh` (axes data, fsdp, tensor). Raises UserError where it
     cannot.
     """
-    if not isinstance(config, ModelConfig):
-        raise wrong_type("config", config, ModelConfig)
+    check_type("config", config, ModelConfig)
     given = mesh_of(mesh)
     ranks = given.shape[TENSOR]
     check_fits_mesh(config, MeshConfig(**given.shape))

@@ -19,7 +19,7 @@ from jax.sharding import Mesh
 
 from ladder_jax import nn, parallel
 from ladder_jax.config import DecodeConfig, Dtype, Loop, ModelConfig, Quantize, to_dict
-from ladder_jax.config.fields import build, member
+from ladder_jax.config.fields import build, check_type, member
 from ladder_jax.data import tokenizer as tokenizers
 from ladder_jax.data.tokenizer import Tokenizer
 from ladder_jax.decode import Generator, Request, default_tensor, memory
@@ -101,6 +101,7 @@ class Transformer(nn.Transformer):
             raise UserError(
                 "this model has no tokenizer: set model.tokenizer, or decode tokens by a decode.Generator"
             )
+        check_type("prompt", prompt, str, list, tuple)
         settings = {**to_dict(self.decode), **settings}
         config = build(DecodeConfig, settings, "decode.")
         encode = tokenizer.encode if isinstance(prompt, str) else tokenizer.chat

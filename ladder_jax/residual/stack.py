@@ -11,8 +11,8 @@ from flax import nnx
 from jax import Array
 
 from ladder_jax.config import Execution, Loop, Remat
-from ladder_jax.config.fields import check, member
-from ladder_jax.errors import UserError, wrong_type
+from ladder_jax.config.fields import check, check_type
+from ladder_jax.errors import UserError
 from ladder_jax.parallel.collectives import Axes, pvary, rank
 from ladder_jax.residual.interleave import Interleaved
 from ladder_jax.residual.loop import run_layers
@@ -51,10 +51,7 @@ def run(
     Raises UserError for params of another number of layers, for layers of another number of
     sublayers, and for a sublayer that reduces its own output.
     """
-    if not isinstance(topology, Topology):
-        raise wrong_type("topology", topology, Topology)
-    loop = member(Loop, "loop", loop)
-    remat = member(Remat, "remat", remat)
+    check_type("topology", topology, Topology)
     execution = Execution(loop=loop, remat=remat, interleave=interleave)
     wire = topology.wire(axes)
     if interleave == 2:
@@ -62,7 +59,7 @@ def run(
         check(rows % 2 == 0, f"interleave=2 takes halves of the rows, and {rows} is odd")
         wire = Interleaved(wire, at=rows // 2)
     steps = wire.layers(topology.layers)
-    own = loop is Loop.UNROLLED and isinstance(params, list | tuple)
+    own = execution.loop is Loop.UNROLLED and isinstance(params, list | tuple)
     if own:
         params = tuple(params)
         counts = {len(params)}
@@ -138,10 +135,8 @@ class Stack(nnx.Module):
         remat: Remat | str = Remat.NONE,
         interleave: int = 1,
     ):
-        if not isinstance(topology, Topology):
-            raise wrong_type("topology", topology, Topology)
-        if not isinstance(rngs, nnx.Rngs):
-            raise wrong_type("rngs", rngs, nnx.Rngs)
+        check_type("topology", topology, Topology)
+        check_type("rngs", rngs, nnx.Rngs)
         self.topology = topology
         self.sublayers = sublayers
         self.settings = dict(axes=axes, loop=loop, remat=remat, interleave=interleave)

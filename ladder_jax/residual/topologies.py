@@ -27,11 +27,12 @@ import jax
 from jax.sharding import Mesh
 
 from ladder_jax.config import Launch, Loop, ModelConfig, Phase, layer_indices, parse_residual
-from ladder_jax.config.fields import member
-from ladder_jax.errors import UserError, described, wrong_type
+from ladder_jax.config.fields import check_type, member
+from ladder_jax.errors import UserError, described
 from ladder_jax.parallel.collectives import Axes
 from ladder_jax.parallel.compiled import compile_options
 from ladder_jax.parallel.compiler_options import Overlap, Split, Traits
+from ladder_jax.parallel.mesh import NamedMesh
 from ladder_jax.residual.recurrence import AllReduce, State, Step
 from ladder_jax.residual.wires.desync import Desynced, Silent
 
@@ -117,8 +118,7 @@ class Topology:
             "decode" (one token a row). loop: "scan" or "unrolled". A mesh with an axis "fsdp" of
             more than one rank splits weights over it.
         """
-        if not hasattr(mesh, "devices"):
-            raise wrong_type("mesh", mesh, Mesh)
+        check_type("mesh", mesh, Mesh, NamedMesh)
         phase = member(Phase, "phase", phase)
         loop = member(Loop, "loop", loop)
         splits = {Split.WEIGHTS: mesh.shape.get("fsdp", 1) > 1, Split.SEQUENCE: sequence_parallel}
@@ -192,8 +192,7 @@ def topology(
 
 
 def of_model(config: ModelConfig) -> Topology:
-    if not isinstance(config, ModelConfig):
-        raise wrong_type("config", config, ModelConfig)
+    check_type("config", config, ModelConfig)
     name = config.residual
     if name == "farskip" and not config.moe.shared_width:  # no shared expert to reduce early
         name = "ladder"
@@ -210,8 +209,7 @@ def begin(x: jax.Array, *, topology: Topology, axes: Axes) -> State:
     for others. Nothing is pending, which None stands for: a `lax.scan` carries it only after
     `fill`.
     """
-    if not isinstance(topology, Topology):
-        raise wrong_type("topology", topology, Topology)
+    check_type("topology", topology, Topology)
     return topology.wire(axes).begin(x, topology.layers[0][0])
 
 

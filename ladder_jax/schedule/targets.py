@@ -9,7 +9,7 @@ import re
 from collections.abc import Sequence
 
 from ladder_jax import python
-from ladder_jax.errors import UserError, unknown, whole, wrong_type
+from ladder_jax.errors import UserError, described, unknown, whole
 from ladder_jax.hardware import HARDWARE
 
 ENVIRONMENT = {
@@ -106,7 +106,7 @@ def parse(name: str) -> Target:
     `devices`).
     """
     if not isinstance(name, str):
-        raise wrong_type("target", name, str)
+        raise UserError(f"target must be of type str, not {described(name)}")
     kind, _, shape = name.partition(":")
     return Target(kind, shape)
 
@@ -125,7 +125,7 @@ def devices(target: Target) -> Sequence:
     already.
     """
     if not isinstance(target, Target):
-        raise wrong_type("target", target, Target)
+        raise UserError(f"target must be of type Target, not {described(target)}")
     if reason := not_installed(target):
         raise UserError(f"target {target.name}: {reason}")
     import jax

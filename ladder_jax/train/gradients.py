@@ -14,7 +14,7 @@ from jax import lax
 from ladder_jax import nn
 from ladder_jax.checkpoint import Checkpoint
 from ladder_jax.config import Loop, Phase, TrainConfig
-from ladder_jax.config.fields import check
+from ladder_jax.config.fields import check, check_type
 from ladder_jax.data.packing import Batch, Targets
 from ladder_jax.nn import ModelDef, Params
 from ladder_jax.parallel import Compiled, Layout, all_reduce, on_mesh, over_ranks, pvary, varying
@@ -45,6 +45,7 @@ class Pretraining:
     sources_record = {}
 
     def __init__(self, definition: ModelDef):
+        check_type("definition", definition, ModelDef)
         kind = type(definition)
         check(
             kind is ModelDef,
@@ -241,6 +242,7 @@ def _accumulate(
 
     def split(a):
         rows, *rest = a.shape
+        check(rows % count == 0, f"accumulate={count} does not divide a rank's {rows} rows")
         return a.reshape(count, rows // count, *rest)
 
     def add_part(sums, part):
@@ -261,6 +263,7 @@ def _num_predicted(batch: jax.Array | Batch, layout: Layout) -> int | jax.Array:
         predicted = all_reduce(batch.predicted.sum(), layout.batch)
         return jnp.maximum(predicted, 1)
     rows, length = batch.shape
+    check(length > 1, "a row must be of at least two tokens: each but the first is predicted")
     return rows * (length - 1) * layout.batch_ranks
 
 

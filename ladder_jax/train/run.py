@@ -12,6 +12,7 @@ from jax.sharding import Mesh
 from ladder_jax import nn, parallel, retrain
 from ladder_jax.checkpoint import Checkpoint, Store
 from ladder_jax.config import RunConfig
+from ladder_jax.config.fields import check_type
 from ladder_jax.data import dataset
 from ladder_jax.data.dataset import DataLoader, Dataset
 from ladder_jax.errors import UserError
@@ -64,6 +65,7 @@ def run(
     mistake, before anything is written; then RunFailed where the run cannot go on, and Stopped
     after SIGTERM or SIGINT. Only process 0 shows and logs.
     """
+    check_type("config", config, RunConfig)
     account = TimeAccount()
     config = resolve(config)
     where = folder.path_of(config)

@@ -17,8 +17,8 @@ from jax import lax
 
 from ladder_jax import nn
 from ladder_jax.config import Phase, TrainConfig
+from ladder_jax.config.fields import check_type
 from ladder_jax.data.packing import Batch
-from ladder_jax.errors import wrong_type
 from ladder_jax.nn import ModelDef, Params
 from ladder_jax.nn.parameter import is_matrix
 from ladder_jax.parallel import Compiled, apart, on_own_mesh
@@ -63,10 +63,8 @@ def train_step(
     task: which parameters train, on which loss; by default all, on the data. Only another one has
         frozen parameters.
     """
-    if not isinstance(definition, ModelDef):
-        raise wrong_type("definition", definition, ModelDef)
-    if not isinstance(config, TrainConfig):
-        raise wrong_type("config", config, TrainConfig)
+    check_type("definition", definition, ModelDef)
+    check_type("config", config, TrainConfig)
     task = task or Pretraining(definition)
     gradients = task_gradients(task, config=config)
     optimizer = adamw(config, dims=task.trained_dims)

@@ -209,6 +209,12 @@ def test_generation(ours, adapter, harness, shots, tmp_path):
     check_answers(ours, adapter, harness, tmp_path, shots=shots)
 
 
+def test_no_question_at_all(ours):
+    for score in (evaluate.multiple_choice, evaluate.generation):
+        with pytest.raises(UserError, match="there is no question"):
+            score(ours, [])
+
+
 def test_an_interrupted_generation_goes_on_from_the_cache(adapter, monkeypatch, tmp_path):
     from lm_eval.api import instance, model
 

@@ -9,10 +9,11 @@ from collections.abc import Iterator
 import numpy as np
 
 from ladder_jax import files, remote
+from ladder_jax.config.fields import check_type
 from ladder_jax.data import tokenizer as tokenizers
 from ladder_jax.data.store import manifest as manifests
 from ladder_jax.data.store.manifest import MANIFEST, Shard
-from ladder_jax.errors import RunFailed, UserError, wrong_type
+from ladder_jax.errors import RunFailed, UserError
 from ladder_jax.files import AnyPath, expanded, explained, is_remote
 
 CACHE = "stores"
@@ -39,8 +40,7 @@ class Store:
         """Raises UserError for what is missing, of another size than the manifest says, or no
         store.
         """
-        if not isinstance(folder, str | os.PathLike):
-            raise wrong_type("folder", folder, str, os.PathLike)
+        check_type("folder", folder, str, os.PathLike)
         self.folder = expanded(folder)
         if not is_store(self.folder):
             raise UserError(

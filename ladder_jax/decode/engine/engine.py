@@ -9,7 +9,7 @@ from collections.abc import Generator, Sequence
 import numpy as np
 
 from ladder_jax.config import DecodeConfig, Launch, Loop, Quantize, check_interleave
-from ladder_jax.config.fields import member
+from ladder_jax.config.fields import check_type, member
 from ladder_jax.decode import memory, weights
 from ladder_jax.decode.engine.handle import Handle, QueueFull, Stats
 from ladder_jax.decode.engine.slots import Slots
@@ -131,6 +131,7 @@ class Engine:
         return handles
 
     def _handle(self, request):
+        check_type("request", request, Request)
         request.check(vocab_size=self._vocab_size, decoder=self._decoder)
         length = len(request.prompt)
         new = request.max_new_tokens
