@@ -78,6 +78,7 @@ MISTAKES = [
     ("model.head_dim=0", "model.head_dim must be positive, not 0"),
     ("model.num_kv_heads=3", "model.num_kv_heads=3 does not divide model.num_heads=8"),
     ("mesh.tensor=3", "model.num_heads=8 is not divisible by mesh.tensor=3"),
+    ("train.batch=9999999999", "train.batch x train.sequence must be below 2**31 tokens, not "),
     ("mesh.data=3", "train.batch=16 is not divisible by the mesh's data x fsdp = 3"),
     ("mesh.fsdp=3", "model.d_model=128 is not divisible by mesh.fsdp=3"),
     ("train.accumulate=3", "train.accumulate=3 does not divide a device's 16 rows"),

@@ -210,6 +210,10 @@ class TrainConfig(Section):
             self.spike_factor == 0 or self.spike_factor > 1,
             f"train.spike_factor must be above 1, or 0 for none, not {self.spike_factor}",
         )
+        tokens = self.batch * self.sequence
+        check(
+            tokens < 2**31, f"train.batch x train.sequence must be below 2**31 tokens, not {tokens}"
+        )
 
     @property
     def execution(self) -> Execution:
