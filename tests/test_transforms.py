@@ -94,6 +94,15 @@ def test_values(transform, model, expected):
     assert cases.error(transform(model), expected[0]) < VALUE_LIMIT
 
 
+def test_a_table_of_the_model(model):
+    """While it is made, flax replaces the public functions of the classes: static ones would be
+    methods ever after.
+    """
+    assert "Transformer" in nnx.tabulate(model, TOKENS)
+    again = nn.Transformer(CONFIG, params=model.params, mesh=model.definition.layout.mesh)
+    assert again.definition == model.definition
+
+
 def test_shapes(model):
     for found in (
         jax.eval_shape(model, TOKENS),

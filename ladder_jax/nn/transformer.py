@@ -313,7 +313,7 @@ class Transformer(Module):
     global array laid out over the mesh; the layers' parameters are stacked, [L, ...].
     """
 
-    define = staticmethod(define)
+    _define = staticmethod(define)
 
     def __init__(
         self,
@@ -340,7 +340,7 @@ class Transformer(Module):
             )
         mesh = mesh_of((context_mesh() or make_mesh()) if mesh is None else mesh)
         config = with_ranks(config, tensor=mesh.shape["tensor"])
-        self.definition = self.define(config, mesh=mesh)
+        self.definition = self._define(config, mesh=mesh)
         for name, module in self.definition.declare().items():
             setattr(self, name, module)
         if params is None:

@@ -48,7 +48,7 @@ class Transformer(nn.Transformer):
     refit: what `convert` says of its refit of the weights; None without one.
     """
 
-    define = staticmethod(formats.define)
+    _define = staticmethod(formats.define)
 
     def __init__(
         self,
