@@ -313,6 +313,20 @@ def test_the_compilation_cache_is_the_users(tmp_path, monkeypatch):
     assert jax.config.jax_compilation_cache_dir == before
     assert not any(tmp_path.iterdir())
 
+    monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR")
+    option = "jax_persistent_cache_min_compile_time_secs"
+    assert getattr(jax.config, option) == 0
+    try:
+        for given, used in ((0.0, 0.0), (1.0, 0.1)):  # the user's; jax's default
+            jax.config.update("jax_compilation_cache_dir", None)
+            jax.config.update(option, given)
+            parallel.use_compilation_cache()
+            assert jax.config.jax_compilation_cache_dir == str(tmp_path / "programs")
+            assert getattr(jax.config, option) == used
+    finally:
+        jax.config.update("jax_compilation_cache_dir", before)
+        jax.config.update(option, 0.0)
+
 
 def test_no_handler_stays_and_none_is_set_in_a_thread():
     handler = lambda: signal.getsignal(signal.SIGTERM)

@@ -272,6 +272,9 @@ def use_compilation_cache() -> None:
     ):
         if (folder := files.cache_folder("programs")) is not None:
             jax.config.update("jax_compilation_cache_dir", str(folder))
+            # jax keeps what took a second to compile: of a small model that is nothing.
+            if jax.config.jax_persistent_cache_min_compile_time_secs == 1:
+                jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
 
 
 def prefer_cpu() -> None:
